@@ -1,0 +1,11 @@
+"""FlashSampling: the LM head and the sampler as one exact step, with no logits in memory.
+
+Read in this order: ``api`` (the function), ``noise`` (what randomness is), ``impl/reference`` (the contract as plain code),
+then the implementation of your interest. Importing this package imports neither Triton nor CUTLASS.
+"""
+
+from .api import SampleOutput, sample
+from .module import LMHeadSampler
+
+__version__ = "0.1.0"
+__all__ = ["LMHeadSampler", "SampleOutput", "__version__", "sample"]

@@ -1,0 +1,146 @@
+"""The public function: validate, choose, call, return."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from . import noise, ops
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_INT64_BITS = 64
+
+
+@dataclass(frozen=True)
+class SampleOutput:
+    """What a sampling step returns. Fields are only ever added.
+
+    Attributes:
+        token_ids: int64, (B,), or (B, num_samples) when ``num_samples > 1``. -1 in a row whose scores hold a NaN or no
+            finite value; such a row leaves the others untouched.
+    """
+
+    token_ids: Tensor
+
+
+def sample(
+    hidden_states: Tensor,  # (B, D)
+    weight: Tensor,  # (V, D)
+    *,
+    temperature: float | Tensor = 1.0,  # or (B,)
+    seed: int | Tensor | None = None,  # or (B,) int64
+    offset: int | Tensor = 0,  # or (B,) int64
+    num_samples: int = 1,
+    vocab_size: int | None = None,
+    impl: str | None = None,
+) -> SampleOutput:
+    """Draws token ids from ``softmax(hidden_states @ weight.T / temperature)``, exactly, without storing the logits.
+
+    The draw is ``argmax(logits / temperature + Gumbel noise)`` (the Gumbel-max trick; FlashSampling, arXiv 2603.15854), with
+    logits accumulated in fp32 and noise that is a pure function of (seed, offset, draw, token id): row b's token depends on
+    row b alone, not on the batch, the implementation's tiling or whether a CUDA graph replays.
+
+    Args:
+        hidden_states: (B, D), bfloat16, float16 or float32; B may be 0.
+        weight: (V, D), the LM head, same dtype and device; any row stride.
+        temperature: a number >= 0 or a floating-point tensor (B,). Below 1e-6 a row is greedy.
+        seed: an int or an integer tensor (B,): 64 bits, negative values count as their two's complement. An int is every
+            row's seed: rows that share (seed, offset) share their noise, so give independent rows seeds of their own.
+            None draws one seed per row from torch's default generator of the device.
+        offset: an int or an integer tensor (B,): the row's position, by convention how many tokens it has drawn.
+        num_samples: draws per row, 1 to 2**24; each has noise of its own.
+        vocab_size: real size where ``weight`` is padded; rows from it on are never sampled.
+        impl: "reference", "streaming" or "triton". None chooses by device and problem; a name never falls back.
+
+    Returns:
+        SampleOutput.
+
+    Raises:
+        TypeError: an argument is of the wrong type or dtype.
+        ValueError: a shape, device or range does not fit, or ``impl`` cannot do this problem.
+    """
+    _check_matrices(hidden_states, weight)
+    batch, vocab = hidden_states.shape[0], weight.shape[0]
+    device = hidden_states.device
+    if vocab_size is None:
+        vocab_size = vocab
+    elif not 1 <= vocab_size <= vocab:
+        raise ValueError(f"vocab_size must be from 1 to the {vocab} rows of weight, got {vocab_size}")
+    if not 1 <= num_samples <= noise.MAX_DRAWS:
+        raise ValueError(f"num_samples must be from 1 to 2**24, got {num_samples}")
+    if impl is not None and impl not in ops.IMPLEMENTATIONS:
+        raise ValueError(f"impl must be None or one of {', '.join(ops.IMPLEMENTATIONS)}, got {impl!r}")
+    if seed is None:
+        seed = torch.randint(-(2**63), 2**63 - 1, (batch,), dtype=torch.int64, device=device)
+    temperature_rows, temperature_value = _temperature(temperature, batch, device)
+    seed_rows, seed_value = _integers("seed", seed, batch, device)
+    offset_rows, offset_value = _integers("offset", offset, batch, device)
+    token_ids = torch.ops.flashsampling.sample(
+        hidden_states,
+        weight,
+        temperature_rows,
+        temperature_value,
+        seed_rows,
+        seed_value,
+        offset_rows,
+        offset_value,
+        num_samples,
+        vocab_size,
+        impl or "",
+    )
+    return SampleOutput(token_ids=token_ids.squeeze(1) if num_samples == 1 else token_ids)
+
+
+def _check_matrices(hidden_states: Tensor, weight: Tensor) -> None:
+    for name, matrix in (("hidden_states", hidden_states), ("weight", weight)):
+        if not isinstance(matrix, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(matrix).__name__}")
+        if matrix.dim() != 2:
+            hint = "; select the positions to sample first, e.g. hidden_states[:, -1]" if name == "hidden_states" else ""
+            raise ValueError(f"{name} must have 2 dimensions, got shape {tuple(matrix.shape)}{hint}")
+        if matrix.dtype not in _DTYPES:
+            raise TypeError(f"{name} must be bfloat16, float16 or float32, got {matrix.dtype}")
+    if hidden_states.dtype != weight.dtype:
+        raise TypeError(f"weight must have the dtype of hidden_states, {hidden_states.dtype}, got {weight.dtype}")
+    if hidden_states.device != weight.device:
+        raise ValueError(f"weight must be on the device of hidden_states, {hidden_states.device}, got {weight.device}")
+    if hidden_states.shape[1] != weight.shape[1]:
+        raise ValueError(
+            f"weight must have the {hidden_states.shape[1]} columns of hidden_states, got shape {tuple(weight.shape)}"
+        )
+    if weight.shape[0] < 1 or weight.shape[1] < 1:
+        raise ValueError(f"weight must have at least one row and one column, got shape {tuple(weight.shape)}")
+
+
+def _check_rows(name: str, rows: Tensor, batch: int, device: torch.device) -> None:
+    if rows.shape != (batch,):
+        raise ValueError(f"{name} must be a number or have shape ({batch},), got shape {tuple(rows.shape)}")
+    if rows.device != device:
+        raise ValueError(f"{name} must be on the device of hidden_states, {device}, got {rows.device}")
+
+
+def _temperature(temperature: float | Tensor, batch: int, device: torch.device) -> tuple[Tensor | None, float]:
+    if isinstance(temperature, Tensor):
+        if not temperature.is_floating_point():
+            raise TypeError(f"temperature must be floating point, got {temperature.dtype}")
+        _check_rows("temperature", temperature, batch, device)
+        return temperature.to(torch.float32).contiguous(), 0.0
+    if isinstance(temperature, bool) or not isinstance(temperature, (int, float)):
+        raise TypeError(f"temperature must be a float or a tensor, got {type(temperature).__name__}")
+    if math.isnan(temperature) or temperature < 0:
+        raise ValueError(f"temperature must be at least 0, got {temperature}")
+    return None, float(temperature)
+
+
+def _integers(name: str, value: int | Tensor, batch: int, device: torch.device) -> tuple[Tensor | None, int]:
+    if isinstance(value, Tensor):
+        if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
+            raise TypeError(f"{name} must be an integer tensor, got {value.dtype}")
+        _check_rows(name, value, batch, device)
+        return value.to(torch.int64).contiguous(), 0
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+        raise TypeError(f"{name} must be an int or an integer tensor, got {type(value).__name__}")
+    if not -(2**63) <= value < 2**64:
+        raise ValueError(f"{name} must fit in 64 bits, got {value}")
+    return None, value - 2**_INT64_BITS if value >= 2**63 else value

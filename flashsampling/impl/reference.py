@@ -1,0 +1,75 @@
+"""The oracle: the contract written out, every score in memory. For tests and comparison, not for speed."""
+
+import torch
+from torch import Tensor
+
+from .. import noise
+
+GREEDY_BELOW = 1e-6
+
+
+def exact_logits(
+    hidden_states: Tensor,  # (B, D)
+    weight: Tensor,  # (V, D)
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """(B, V) logits accumulated in ``dtype``: 16-bit inputs are widened first, so no product or sum is rounded to 16 bits.
+
+    fp32 inputs on CUDA go through float64 when the process allows TF32, which would drop 13 bits of them. (16-bit inputs
+    fit TF32's mantissa whole.)
+    """
+    if hidden_states.is_cuda and hidden_states.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32:
+        return (hidden_states.double() @ weight.double().T).to(dtype)
+    return hidden_states.to(dtype) @ weight.to(dtype).T
+
+
+def scores_of_logits(
+    logits: Tensor,  # (B, V) float32 or float64
+    temperature: Tensor,  # (B,) float32
+    gumbel: Tensor,  # (B, S, V)
+) -> Tensor:
+    """(B, S, V) scores: logits / temperature + Gumbel, or the bare logits in the rows that are greedy."""
+    greedy = (temperature < GREEDY_BELOW)[:, None, None]
+    scale = torch.where(greedy, 1.0, temperature[:, None, None])
+    return logits[:, None, :] / scale + torch.where(greedy, 0.0, gumbel)
+
+
+def scores(
+    hidden_states: Tensor,  # (B, D)
+    weight: Tensor,  # (V, D)
+    temperature: Tensor,  # (B,) float32
+    seed: Tensor,  # (B,) int64
+    offset: Tensor,  # (B,) int64
+    num_samples: int,
+    vocab_size: int,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Every score, (B, num_samples, vocab_size) in ``dtype``."""
+    draws = torch.arange(num_samples, device=hidden_states.device)
+    logits = exact_logits(hidden_states, weight[:vocab_size], dtype)
+    return scores_of_logits(logits, temperature, noise.gumbel(seed, offset, draws, 0, vocab_size).to(dtype))
+
+
+def winners(
+    scores: Tensor,  # (..., V)
+) -> Tensor:
+    """(...) int64: the lowest id among the highest scores; -1 where a score is NaN or none is finite."""
+    best = scores.amax(dim=-1, keepdim=True)
+    ids = torch.arange(scores.shape[-1], device=scores.device)
+    lowest = torch.where(scores == best, ids, scores.shape[-1]).amin(dim=-1)
+    defined = scores.isfinite().any(dim=-1) & ~scores.isnan().any(dim=-1)
+    return torch.where(defined, lowest, -1)
+
+
+def sample(
+    hidden_states: Tensor,  # (B, D)
+    weight: Tensor,  # (V, D)
+    temperature: Tensor,  # (B,) float32
+    seed: Tensor,  # (B,) int64
+    offset: Tensor,  # (B,) int64
+    num_samples: int,
+    vocab_size: int,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """(B, num_samples) int64 token ids."""
+    return winners(scores(hidden_states, weight, temperature, seed, offset, num_samples, vocab_size, dtype))

@@ -1,0 +1,90 @@
+"""The contract's noise as Triton functions: Philox4x32-10 words and the Gumbel in base 2.
+
+The functions are elementwise, so a caller keeps whatever register layout its accumulator has. A kernel compares
+scores in base 2, ``logit * log2(e) / T - log2(E / ln 2)``: the constant ``log2(ln 2)`` is common to a row and drops out,
+and the logarithms are then the hardware's own base-2 ones.
+
+Accuracy: ``lg2.approx`` has an absolute error of 2**-22 next to 1, so ``E = -log1p(-v)`` is a polynomial below
+v = 1/16 (truncation 1.6e-7 relative) and the logarithm of the complement, taken from the complemented word and not from
+``1 - v``, above. Both ends of the range keep full relative precision.
+"""
+
+import triton
+import triton.language as tl
+
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # TRITON_INTERPRET=1: numpy on the CPU, no inline assembly
+
+# Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11: multipliers and Weyl increments.
+_PHILOX_M0 = tl.constexpr(0xD2511F53)
+_PHILOX_M1 = tl.constexpr(0xCD9E8D57)
+_PHILOX_W0 = tl.constexpr(0x9E3779B9)
+_PHILOX_W1 = tl.constexpr(0xBB67AE85)
+_REFINE = tl.constexpr(0x80 << 24)  # the stream bit of the tail refinement's block
+
+_TWO_POW_M32 = tl.constexpr(2.0**-32)
+_TWO_POW_M33 = tl.constexpr(2.0**-33)
+_TWO_POW_M64 = tl.constexpr(2.0**-64)
+_TWO_POW_M65 = tl.constexpr(2.0**-65)
+_SMALL_WORD = tl.constexpr(1 << 28)  # words below this have v < 1/16
+
+# E / ln 2 = v * (C0 + C1 v + C2 v^2 + ...), the series of -log1p(-v) times log2(e)
+_C0 = tl.constexpr(1.4426950408889634)
+_C1 = tl.constexpr(1.4426950408889634 / 2)
+_C2 = tl.constexpr(1.4426950408889634 / 3)
+_C3 = tl.constexpr(1.4426950408889634 / 4)
+_C4 = tl.constexpr(1.4426950408889634 / 5)
+
+
+@triton.jit
+def philox_words(group, stream_draw, offset_lo, offset_hi, key_lo, key_hi):
+    """Philox4x32-10 of counter (group, stream_draw, offset_lo, offset_hi): four uint32 words, one per lane of the group."""
+    c0, c1, c2, c3 = group, stream_draw, offset_lo, offset_hi
+    k0, k1 = key_lo, key_hi
+    for _ in tl.static_range(10):
+        p0 = c0.to(tl.uint64) * _PHILOX_M0
+        p1 = c2.to(tl.uint64) * _PHILOX_M1
+        c0 = (p1 >> 32).to(tl.uint32) ^ c1 ^ k0
+        c1 = p1.to(tl.uint32)
+        c2 = (p0 >> 32).to(tl.uint32) ^ c3 ^ k1
+        c3 = p0.to(tl.uint32)
+        k0 += _PHILOX_W0
+        k1 += _PHILOX_W1
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def _log2(x):
+    """The hardware's logarithm, absolute error 2**-22 in (1/2, 2). ``tl.log2`` is a subroutine of some 15 instructions."""
+    if INTERPRETED:
+        return tl.log2(x)
+    return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _log2_neg(x):
+    """log2(-x); the hardware negates its operand for nothing."""
+    if INTERPRETED:
+        return tl.log2(-x)
+    return tl.inline_asm_elementwise(
+        "{ .reg .f32 t; neg.f32 t, $1; lg2.approx.ftz.f32 $0, t; }", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def minus_gumbel(word):
+    """Minus the base-2 Gumbel of a uint32 word, plus log2(ln 2): log2(E / ln 2). The word 0, the one that needs the tail
+    refinement, gives -inf."""
+    # spelled out as fused operations: every place that computes this must round alike
+    v = tl.fma(word.to(tl.float32), _TWO_POW_M32, _TWO_POW_M33)
+    complement = tl.fma((word ^ 0xFFFFFFFF).to(tl.float32), _TWO_POW_M32, _TWO_POW_M33)
+    series = tl.fma(tl.fma(tl.fma(tl.fma(v, -_C4, -_C3), v, -_C2), v, -_C1), v, -_C0)
+    minus_series = series * v
+    # the word 0 wraps to the largest uint32 and takes the logarithm of a complement that rounds to 1
+    return _log2_neg(tl.where(word - 1 < _SMALL_WORD - 1, minus_series, _log2(complement)))
+
+
+@triton.jit
+def minus_gumbel_refined(word, refinement):
+    """``minus_gumbel``, total: ``refinement`` is the same lane of the block with the refinement bit set."""
+    tail = refinement.to(tl.float32) * _TWO_POW_M64 + _TWO_POW_M65
+    return tl.where(word == 0, _log2(tail * _C0), minus_gumbel(word))

@@ -1,0 +1,112 @@
+"""``LMHeadSampler``: what replaces a model's ``lm_head`` and sampler."""
+
+import torch
+from torch import Tensor, nn
+
+from .api import SampleOutput, sample
+
+
+class LMHeadSampler(nn.Module):
+    """An LM head that returns token ids instead of logits.
+
+    Keeps a seed and an offset per row of the batch on the device and advances the offsets itself, so a step needs nothing
+    from the host: it can be captured in a CUDA graph (every replay draws anew) and traced by ``torch.compile`` without a
+    graph break. Row b's tokens are a function of its own seed, offset and hidden states; a request that is reset to the
+    same seed replays the same tokens in any row and any batch.
+
+    Args:
+        lm_head: an ``nn.Linear`` without bias, or its weight (V, D). The parameter is shared, not copied: tied embeddings
+            stay tied.
+        max_batch_size: rows of state to keep.
+        seed: an int, from which every row gets a seed of its own; an integer tensor (max_batch_size,) of seeds; None for
+            seeds from torch's default generator.
+        temperature: default for ``forward``.
+        vocab_size: real size where the weight is padded.
+        impl: as in ``flashsampling.sample``.
+
+    Raises:
+        TypeError: ``lm_head`` is neither an ``nn.Linear`` nor a tensor.
+        ValueError: the linear layer has a bias, or ``seed`` has the wrong shape.
+    """
+
+    seeds: Tensor  # (max_batch_size,) int64
+    offsets: Tensor  # (max_batch_size,) int64, tokens drawn so far
+
+    def __init__(
+        self,
+        lm_head: nn.Linear | Tensor,
+        *,
+        max_batch_size: int = 256,
+        seed: int | Tensor | None = None,
+        temperature: float = 1.0,
+        vocab_size: int | None = None,
+        impl: str | None = None,
+    ) -> None:
+        super().__init__()
+        if isinstance(lm_head, nn.Linear):
+            if lm_head.bias is not None:
+                raise ValueError("lm_head must be a linear layer without bias, got one with a bias")
+            lm_head = lm_head.weight
+        if not isinstance(lm_head, Tensor):
+            raise TypeError(f"lm_head must be an nn.Linear or its weight, got {type(lm_head).__name__}")
+        if isinstance(lm_head, nn.Parameter):
+            self.weight = lm_head
+        else:
+            self.register_buffer("weight", lm_head, persistent=False)
+        if max_batch_size < 1:
+            raise ValueError(f"max_batch_size must be at least 1, got {max_batch_size}")
+        self.max_batch_size = max_batch_size
+        self.temperature = temperature
+        self.vocab_size = vocab_size
+        self.impl = impl
+        device = lm_head.device
+        self.register_buffer("seeds", torch.empty(max_batch_size, dtype=torch.int64, device=device), persistent=False)
+        self.register_buffer("offsets", torch.zeros(max_batch_size, dtype=torch.int64, device=device), persistent=False)
+        self.reset(seed)
+
+    def reset(self, seed: int | Tensor | None = None, offset: int | Tensor = 0, rows: Tensor | slice | None = None) -> None:
+        """Starts requests anew, in place (a captured graph sees it).
+
+        Args:
+            seed: as in the constructor, for the rows named: an int gives each a seed of its own, a tensor has one per row.
+            offset: tokens that the rows have drawn already: an int, or an integer tensor with one per row.
+            rows: which rows, as an index into the state; None is all.
+        """
+        rows = slice(None) if rows is None else rows
+        count = self.seeds[rows].shape[0]
+        if not isinstance(seed, Tensor):
+            generator = None
+            if seed is not None:
+                generator = torch.Generator().manual_seed(seed)
+            seed = torch.randint(-(2**63), 2**63 - 1, (count,), dtype=torch.int64, generator=generator)
+        if seed.shape != (count,):
+            raise ValueError(f"seed must be an int or have shape ({count},), got shape {tuple(seed.shape)}")
+        self.seeds[rows] = seed.to(self.seeds)
+        self.offsets[rows] = offset.to(self.offsets) if isinstance(offset, Tensor) else offset
+
+    def forward(
+        self,
+        hidden_states: Tensor,  # (B, D), B <= max_batch_size
+        temperature: float | Tensor | None = None,
+        num_samples: int = 1,
+    ) -> SampleOutput:
+        """Samples rows 0 to B - 1 and advances their offsets by one. See ``flashsampling.sample`` for shapes and errors."""
+        batch = hidden_states.shape[0]
+        if batch > self.max_batch_size:
+            raise ValueError(f"hidden_states must have at most max_batch_size = {self.max_batch_size} rows, got {batch}")
+        out = sample(
+            hidden_states,
+            self.weight,
+            temperature=self.temperature if temperature is None else temperature,
+            seed=self.seeds[:batch],
+            offset=self.offsets[:batch],
+            num_samples=num_samples,
+            vocab_size=self.vocab_size,
+            impl=self.impl,
+        )
+        self.offsets[:batch].add_(1)
+        return out
+
+    def extra_repr(self) -> str:
+        vocab, dim = self.weight.shape
+        return f"vocab_size={self.vocab_size or vocab}, dim={dim}, max_batch_size={self.max_batch_size}, impl={self.impl}"

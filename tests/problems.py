@@ -1,0 +1,128 @@
+"""Sampling problems for the tests, and the one statement of when two implementations agree."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+import flashsampling
+from flashsampling import noise
+from flashsampling.impl import reference
+
+IMPLEMENTATIONS = ("streaming", "triton")
+
+
+@dataclass
+class Problem:
+    hidden_states: Tensor  # (B, D)
+    weight: Tensor  # (V, D)
+    temperature: Tensor  # (B,)
+    seed: Tensor  # (B,)
+    offset: Tensor  # (B,)
+    num_samples: int = 1
+    vocab_size: int | None = None
+
+    @property
+    def vocab(self) -> int:
+        return self.weight.shape[0] if self.vocab_size is None else self.vocab_size
+
+    def sample(self, impl: str | None) -> Tensor:
+        """(B, num_samples)"""
+        out = flashsampling.sample(
+            self.hidden_states,
+            self.weight,
+            temperature=self.temperature,
+            seed=self.seed,
+            offset=self.offset,
+            num_samples=self.num_samples,
+            vocab_size=self.vocab_size,
+            impl=impl,
+        )
+        return out.token_ids.view(-1, self.num_samples)
+
+    def rows(self, index) -> "Problem":
+        return replace(
+            self,
+            hidden_states=self.hidden_states[index],
+            temperature=self.temperature[index],
+            seed=self.seed[index],
+            offset=self.offset[index],
+        )
+
+
+def make_problem(
+    batch: int,
+    vocab: int,
+    dim: int,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+    num_samples: int = 1,
+    vocab_size: int | None = None,
+    logit_std: float = 3.0,
+    seed: int = 0,
+) -> Problem:
+    """Every third row is greedy, one in three is hot; seeds and offsets use all 64 bits."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    temperature = torch.rand(batch, generator=generator) * 1.5 + 0.2
+    temperature[::3] = 0.0
+    bits = [torch.randint(-(2**63), 2**63 - 1, (batch,), generator=generator) for _ in range(2)]
+    return Problem(
+        normal(batch, dim).to(device, dtype),
+        (normal(vocab, dim) * (logit_std / dim**0.5)).to(device, dtype),
+        temperature.to(device),
+        bits[0].to(device),
+        bits[1].to(device),
+        num_samples,
+        vocab_size,
+    )
+
+
+def logit_error_bound(problem: Problem) -> Tensor:
+    """(B,) bound on the error of an fp32 logit, as a multiple of what a random sum of D such products loses.
+
+    A tensor core truncates its sum of 16 products to 24 bits or so, D / 16 times; fp32 arithmetic rounds D times. Partial
+    sums are about as large as the norm of the products, at most norm(h) * norm(w) / sqrt(D) for unstructured data.
+    """
+    dim = problem.hidden_states.shape[1]
+    norms = problem.hidden_states.double().norm(dim=1) * problem.weight.double().norm(dim=1).max()
+    return (8 + dim / 8) * 2.0**-23 * norms / dim**0.5
+
+
+def assert_agreement(tokens: Tensor, problem: Problem, slack: float = 1.0) -> int:
+    """Tokens are the oracle's, but where the oracle's two scores in question are nearer than the arithmetic can tell.
+
+    Returns how many draws needed that excuse.
+    """
+    oracle = problem.sample("reference")
+    if torch.equal(tokens, oracle):
+        return 0
+    assert ((tokens >= -1) & (tokens < problem.vocab)).all(), "token id out of range"
+    assert torch.equal(tokens == -1, oracle == -1), "undefined rows differ"
+    differing = (tokens != oracle).any(dim=1)
+    part = problem.rows(differing)
+    exact = reference.scores(
+        part.hidden_states,
+        part.weight,
+        part.temperature,
+        part.seed,
+        part.offset,
+        part.num_samples,
+        part.vocab,
+        torch.float64,
+    )
+    ours, theirs = (exact.gather(-1, ids[differing].clamp(min=0)[..., None])[..., 0] for ids in (tokens, oracle))
+    scale = torch.where(part.temperature < 1e-6, 1.0, part.temperature).double()
+    # logit error over temperature; the noise's own error; the rounding of the score itself
+    bound = logit_error_bound(part) / scale + 4e-6 * 4 + ours.abs().amax(dim=1) * 2.0**-21
+    gap = (theirs - ours).abs().amax(dim=1)
+    assert (gap <= slack * 2 * bound).all(), f"scores {gap.max():.3g} apart, arithmetic explains {2 * bound.min():.3g}"
+    return int((tokens != oracle).sum())
+
+
+def gumbel_at(problem: Problem) -> Tensor:
+    draws = torch.arange(problem.num_samples, device=problem.seed.device)
+    return noise.gumbel(problem.seed, problem.offset, draws, 0, problem.vocab)

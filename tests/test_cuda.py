@@ -1,0 +1,202 @@
+"""What only a GPU can show: graphs, streams, synchronisation, devices, and what the kernel writes."""
+
+import pytest
+import torch
+
+import flashsampling
+from flashsampling import LMHeadSampler, workspace
+from tests.problems import assert_agreement, make_problem
+
+pytestmark = pytest.mark.gpu
+
+
+def capture(step):
+    """A graph of step(), after an eager call that makes the workspace."""
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    return graph, out
+
+
+@pytest.mark.parametrize(("batch", "num_samples"), [(1, 1), (70, 1), (5, 3)])
+def test_graph_replays_draw_anew_and_give_the_eager_tokens(batch, num_samples, device):
+    """Trap 5 and 12."""
+    problem = make_problem(batch, 5000, 256, device, torch.bfloat16, num_samples, logit_std=0.5)
+    graph, tokens = capture(lambda: problem.sample("triton"))
+    seen = []
+    for step in range(50):
+        problem.offset.fill_(step)
+        problem.hidden_states.copy_(torch.randn_like(problem.hidden_states))
+        graph.replay()
+        assert torch.equal(tokens, problem.sample("triton"))
+        if step % 10 == 0:
+            assert_agreement(tokens.clone(), problem)
+        seen.append(tokens.clone())
+    assert len(torch.stack(seen).unique(dim=0)) > 40
+
+
+def test_module_in_a_graph_advances_its_own_offset(device):
+    weight = torch.randn(5000, 64, device=device, dtype=torch.bfloat16) * 0.01
+    x = torch.randn(4, 64, device=device, dtype=torch.bfloat16)
+    captured, eager = (LMHeadSampler(weight, max_batch_size=8, seed=1) for _ in range(2))
+    graph, tokens = capture(lambda: captured(x).token_ids)
+    captured.reset(1)
+    steps = []
+    for _ in range(10):
+        graph.replay()
+        assert torch.equal(tokens, eager(x).token_ids)
+        steps.append(tokens.clone())
+    assert len(torch.stack(steps).unique(dim=0)) == 10
+
+
+def kernel_nodes(graph, tmp_path):
+    """Kinds of the nodes of a captured graph, from CUDA's own dump."""
+    graph.debug_dump(str(tmp_path / "graph.dot"))
+    dump = (tmp_path / "graph.dot").read_text()
+    return dump.count("KERNEL"), dump.count("MEMSET") + dump.count("MEMCPY")
+
+
+def test_a_step_is_one_kernel_node(device, tmp_path):
+    problem = make_problem(70, 5000, 256, device, torch.bfloat16)
+    problem.sample("triton")
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    graph.enable_debug_mode()
+    with torch.cuda.graph(graph):
+        problem.sample("triton")
+    kernels, others = kernel_nodes(graph, tmp_path)
+    assert (kernels, others) == (1, 0)
+
+
+def test_first_call_captured(device):
+    """Without the arena the workspace comes from the graph's pool, zeroed by a node of the graph."""
+    saved = dict(workspace._arenas)
+    problem = make_problem(33, 3000, 128, device, torch.bfloat16)
+    expected = problem.sample("triton")
+    workspace._arenas.clear()
+    try:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            tokens = problem.sample("triton")
+        for _ in range(3):
+            tokens.fill_(-7)
+            graph.replay()
+            assert torch.equal(tokens, expected)
+    finally:
+        workspace._arenas.update(saved)
+
+
+def test_two_graphs_replayed_at_once_share_nothing(device):
+    problems = [make_problem(64, 60_000, 512, device, torch.bfloat16, seed=s) for s in range(2)]
+    expected = [p.sample("triton") for p in problems]
+    graphs = [capture(lambda p=p: p.sample("triton")) for p in problems]
+    streams = [torch.cuda.Stream() for _ in problems]
+    torch.cuda.synchronize()
+    for _ in range(100):
+        for (graph, _), stream in zip(graphs, streams):
+            with torch.cuda.stream(stream):
+                graph.replay()
+    torch.cuda.synchronize()
+    for (_, tokens), tokens_expected in zip(graphs, expected):
+        assert torch.equal(tokens, tokens_expected)
+
+
+def test_two_streams_at_once(device):
+    """Trap 25."""
+    problems = [make_problem(64, 60_000, 512, device, torch.bfloat16, seed=s) for s in range(2)]
+    expected = [p.sample("triton") for p in problems]
+    streams = [torch.cuda.Stream() for _ in problems]
+    torch.cuda.synchronize()
+    results = [[], []]
+    for _ in range(100):
+        for index, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                results[index].append(problems[index].sample("triton"))
+    torch.cuda.synchronize()
+    for rows, tokens in zip(results, expected):
+        assert all(torch.equal(row, tokens) for row in rows)
+
+
+def test_runs_on_the_current_stream(device):
+    problem = make_problem(4, 3000, 128, device, torch.bfloat16)
+    expected = problem.sample("triton")
+    stream = torch.cuda.Stream()
+    good = problem.hidden_states.clone()
+    problem.hidden_states.zero_()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(200_000_000)
+        problem.hidden_states.copy_(good)
+        tokens = problem.sample("triton")  # ordered after the copy on this stream, or it sees zeros
+    torch.cuda.synchronize()
+    assert torch.equal(tokens, expected)
+
+
+@pytest.mark.parametrize("impl", ["streaming", "triton", None])
+def test_no_host_synchronisation(impl, device):
+    """Trap 23."""
+    problem = make_problem(9, 3000, 128, device, torch.bfloat16)
+    sampler = LMHeadSampler(problem.weight, max_batch_size=16, seed=0, impl=impl)
+    problem.sample(impl)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        problem.sample(impl)
+        flashsampling.sample(problem.hidden_states, problem.weight, temperature=0.5, seed=3, offset=4, impl=impl)
+        flashsampling.sample(problem.hidden_states, problem.weight, temperature=problem.temperature, impl=impl)
+        sampler(problem.hidden_states, temperature=problem.temperature)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize(("batch", "vocab"), [(1, 151936), (64, 128256), (256, 151936)])
+def test_no_logits_in_memory(batch, vocab, device):
+    problem = make_problem(batch, vocab, 256, device, torch.bfloat16)
+    problem.sample("triton")
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    problem.sample("triton")
+    assert torch.cuda.max_memory_allocated() - before <= 64 * 1024
+
+
+def test_workspace_is_left_zero(device):
+    for batch, num_samples in ((1, 1), (300, 1), (40, 5)):
+        problem = make_problem(batch, 3000, 64, device, torch.bfloat16, num_samples)
+        problem.hidden_states[0] = float("nan")
+        problem.sample("triton")
+    torch.cuda.synchronize()
+    assert all(int(buffer.count_nonzero()) == 0 for buffer in workspace._per_stream.values())
+
+
+def test_output_is_written_whole(device):
+    """A poisoned allocator: what the kernel does not write would show."""
+    for batch in (1, 17, 300):
+        problem = make_problem(batch, 3000, 64, device, torch.bfloat16)
+        expected = problem.sample("triton")
+        poison = torch.full((batch, 1), -99, dtype=torch.int64, device=device)
+        del poison
+        assert torch.equal(problem.sample("triton"), expected)
+        assert (expected >= 0).all()
+
+
+def test_configuration_is_decided_without_running_anything(device):
+    """Trap 22: no autotuner, and a batch size never seen before compiles nothing new within its tile shape."""
+    from flashsampling.impl.triton.kernel import sample_kernel
+
+    problem = make_problem(64, 5000, 256, device, torch.bfloat16)
+    problem.rows(slice(0, 40)).sample("triton")
+    cache = sample_kernel.device_caches[device.index][0]
+    before = len(cache)
+    for batch in (33, 41, 47, 48, 63, 64):
+        problem.rows(slice(0, batch)).sample("triton")
+    assert len(cache) == before
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_any_device_index():
+    problem = make_problem(5, 3000, 128, torch.device("cuda", 1), torch.bfloat16)
+    assert torch.cuda.current_device() == 0
+    assert_agreement(problem.sample("triton"), problem)

