@@ -108,5 +108,6 @@ class LMHeadSampler(nn.Module):
         return out
 
     def extra_repr(self) -> str:
+        """What ``repr`` shows."""
         vocab, dim = self.weight.shape
         return f"vocab_size={self.vocab_size or vocab}, dim={dim}, max_batch_size={self.max_batch_size}, impl={self.impl}"

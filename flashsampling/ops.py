@@ -74,8 +74,19 @@ def _triton_cannot(hidden_states: Tensor, weight: Tensor) -> str | None:
     return unsupported(hidden_states, weight)
 
 
-def _fake(hidden_states: Tensor, weight: Tensor, *args: object) -> Tensor:
-    num_samples = args[-3]
+def _fake(
+    hidden_states: Tensor,
+    weight: Tensor,
+    temperature: Tensor | None,
+    temperature_value: float,
+    seed: Tensor | None,
+    seed_value: int,
+    offset: Tensor | None,
+    offset_value: int,
+    num_samples: int,
+    vocab_size: int,
+    impl: str,
+) -> Tensor:
     return hidden_states.new_empty((hidden_states.shape[0], num_samples), dtype=torch.int64)
 
 

@@ -21,7 +21,7 @@ _arenas: dict[int, tuple[Tensor, list[int]]] = {}
 
 
 def zeroed_words(words: int, device: torch.device) -> Tensor:
-    """At least ``words`` int64 zeros on a CUDA device for one launch on the device's current stream; the launch zeroes them again."""
+    """At least ``words`` int64 zeros for one launch on the device's current stream; the launch zeroes them again."""
     if device.type != "cuda":  # the interpreter
         return torch.zeros(words, dtype=torch.int64, device=device)
     index = torch.cuda.current_device() if device.index is None else device.index

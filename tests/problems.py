@@ -40,7 +40,7 @@ class Problem:
         )
         return out.token_ids.view(-1, self.num_samples)
 
-    def rows(self, index) -> "Problem":
+    def rows(self, index: slice | list[int] | Tensor) -> "Problem":
         return replace(
             self,
             hidden_states=self.hidden_states[index],

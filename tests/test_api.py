@@ -13,6 +13,7 @@ from tests.problems import IMPLEMENTATIONS, make_problem
 STATES = torch.ones(3, 8)
 WEIGHT = torch.ones(20, 8)
 
+# ruff: noqa: E501
 BAD_CALLS = [
     (TypeError, "hidden_states must be a torch.Tensor, got list", {"hidden_states": [[1.0]]}),
     (TypeError, "weight must be a torch.Tensor", {"weight": None}),

@@ -94,25 +94,25 @@ def test_triton(draws_per_row):
 
 
 def test_the_test_catches_a_small_bias():
-    """Trap 13: scores kept in bf16, as some fused samplers keep them, fail the same test with as few draws."""
-    logits = 20 + logit_shapes(1000)["normal"]
-    g = noise.gumbel(torch.arange(64), torch.zeros(64, dtype=torch.int64), torch.arange(128), 0, 1000)
-    for rounded, passes in (((logits + g), True), ((logits + g).bfloat16(), False)):
-        counts = torch.bincount(rounded.argmax(-1).flatten(), minlength=1000)
+    """Trap 13: scores kept in bf16, as some fused samplers keep them, fail the same test."""
+    logits = torch.full((64,), 30.0)
+    g = noise.gumbel(torch.arange(500), torch.zeros(500, dtype=torch.int64), torch.arange(200), 0, 64)
+    for scores, passes in ((logits + g, True), ((logits + g).bfloat16(), False)):
+        counts = torch.bincount(scores.argmax(-1).flatten(), minlength=64)
         pvalue, _ = g_test(counts, torch.softmax(logits.double(), 0))
         assert (pvalue > LEVEL) == passes
 
 
 def test_rare_token_next_to_flat_ones():
-    """Trap 2: how often a token 6 nats below the sum of 1,000 flat ones wins. A generator whose Gumbel stops short, or steps
+    """Trap 2: how often a token 4 nats below the sum of 1,000 flat ones wins. A generator whose Gumbel stops short, or steps
     coarsely where the race is decided, moves this count."""
-    draws = 2_000_000
+    draws = 400_000
     g = noise.gumbel(torch.arange(draws // 1000), torch.zeros(draws // 1000, dtype=torch.int64), torch.arange(1000), 0, 1)
     # the best of n flat Gumbels is a Gumbel shifted by log n: played in float64, so only the rare token's noise is ours
     uniform = torch.rand(draws, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
     rest = -torch.log(-torch.log(uniform)) + math.log(1000)
-    wins = int((g.flatten().double() + math.log(1000) - 6 > rest).sum())
-    odds = math.exp(-6)
+    wins = int((g.flatten().double() + math.log(1000) - 4 > rest).sum())
+    odds = math.exp(-4)
     assert stats.binomtest(wins, draws, odds / (1 + odds)).pvalue > LEVEL
 
 

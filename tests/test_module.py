@@ -70,7 +70,7 @@ def test_temperature_per_call_and_per_row():
 def test_errors():
     with pytest.raises(ValueError, match="without bias"):
         LMHeadSampler(make_head(bias=True))
-    with pytest.raises(TypeError, match="nn.Linear or its weight, got str"):
+    with pytest.raises(TypeError, match=r"nn\.Linear or its weight, got str"):
         LMHeadSampler("lm_head")
     with pytest.raises(ValueError, match=r"seed must be an int or have shape \(4,\), got shape \(3,\)"):
         LMHeadSampler(make_head(), max_batch_size=4, seed=torch.arange(3))
@@ -78,7 +78,7 @@ def test_errors():
         LMHeadSampler(make_head(), max_batch_size=0)
     with pytest.raises(ValueError, match="at most max_batch_size = 4 rows, got 5"):
         LMHeadSampler(make_head(), max_batch_size=4)(states())
-    with pytest.raises(ValueError, match="has a bias|'triton'|impl"):
+    with pytest.raises(ValueError, match="impl must be None or one of"):
         LMHeadSampler(make_head(), impl="cuda")(states())
 
 

@@ -278,6 +278,7 @@ def sample_kernel(
     UPCAST: tl.constexpr,
     ONE_DRAW: tl.constexpr,
 ):
+    """See the module's docstring. Grid: (programs per block of rows * blocks of rows,)."""
     row_blocks = tl.cdiv(batch, BLOCK_B)
     row_block = tl.program_id(0) % row_blocks  # neighbours share a weight tile through L2
     first_tile = tl.program_id(0) // row_blocks

@@ -1,0 +1,63 @@
+"""The README's pictures, from a result file of ``benchmarks.sample``."""
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+_STYLES: dict[str, dict[str, Any]] = {
+    "triton": {"color": "#d62728", "linewidth": 2.4, "marker": "o", "zorder": 5},
+    "streaming": {"color": "#ff9896", "linestyle": ":"},
+    "FI1": {"color": "#1f77b4"},
+    "FI2": {"color": "#17becf"},
+    "multinomial": {"color": "#7f7f7f"},
+}
+
+
+def _panels(result: dict[str, Any]) -> list[tuple[str, list[dict[str, Any]]]]:
+    names = list(dict.fromkeys(row["config"] for row in result["rows"]))
+    return [(name, [row for row in result["rows"] if row["config"] == name]) for name in names]
+
+
+def speedup(result: dict[str, Any], path: Path) -> None:
+    """Time of the bare cuBLAS matmul over the time of the whole step: 1 means that sampling is free."""
+    panels = _panels(result)
+    figure, axes = plt.subplots(1, len(panels), figsize=(4.6 * len(panels), 3.8), sharey=True, squeeze=False)
+    for axis, (name, rows) in zip(axes[0], panels):
+        for step, style in _STYLES.items():
+            points = [(row["batch"], row["ms"]["cuBLAS alone"] / row["ms"][step]) for row in rows if step in row["ms"]]
+            if points and step != "streaming":
+                axis.plot(*zip(*points), label=step, **{"marker": ".", **style})
+        axis.axhline(1.0, color="black", linewidth=0.8, linestyle="--")
+        axis.set(title=name, xscale="log", xlabel="batch size")
+        axis.set_xticks([row["batch"] for row in rows], [str(row["batch"]) for row in rows])
+        axis.minorticks_off()
+        axis.grid(alpha=0.3)
+    axes[0][0].set_ylabel("bare cuBLAS matmul / whole step")
+    axes[0][0].legend()
+    figure.suptitle(f"LM head to token ids, {result['machine']['gpu']}: above the dashed line sampling costs nothing")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def bandwidth(result: dict[str, Any], path: Path) -> None:
+    """Bytes of the weight over the time of the step, as a share of the read bandwidth measured in the same run."""
+    figure, axis = plt.subplots(figsize=(6.4, 4.0))
+    for name, rows in _panels(result):
+        points = [(row["batch"], 100 * row["weight_bytes"] / row["ms"]["triton"] / 1e9 / result["read_tb_s"]) for row in rows]
+        axis.plot(*zip(*points), marker="o", label=name)
+    batches = sorted({row["batch"] for row in result["rows"]})
+    axis.axhline(100, color="black", linewidth=0.8, linestyle="--")
+    axis.set(xscale="log", xlabel="batch size", ylabel="% of measured read bandwidth", ylim=(0, 108))
+    axis.set_title(f"Weight bandwidth of the Triton step, {result['machine']['gpu']} ({result['read_tb_s']:.2f} TB/s read)")
+    axis.set_xticks(batches, [str(b) for b in batches])
+    axis.minorticks_off()
+    axis.grid(alpha=0.3)
+    axis.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)

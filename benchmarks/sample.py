@@ -1,0 +1,125 @@
+"""The benchmark of one sampling step: ``python -m benchmarks.sample``.
+
+Ours per implementation, cuBLAS's bare matmul, compiled multinomial and FlashInfer (where installed), interleaved in one run.
+Nothing of a configuration is timed before its tokens equal the oracle's.
+"""
+
+import functools
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from tests.problems import Problem, assert_agreement
+
+from . import plots
+from .peers import peers
+from .timing import Step, host_microseconds, interleaved_medians, machine, read_bandwidth
+
+CONFIGS = [(151936, 4096), (128256, 8192), (151936, 2048)]  # V, D
+BATCHES = [1, 2, 4, 8, 16, 32, 64, 128, 256]
+TENSOR_TFLOPS = 790  # bf16 on random data, as measured on an H200: for the speed-of-light column
+LIMITS = {32: 1.00, 64: 1.06, 128: 1.30, 256: 1.45}  # whole Triton step over the bare cuBLAS matmul, up to that batch
+
+
+def _limit(batch: int) -> float:
+    return next(limit for largest, limit in LIMITS.items() if batch <= largest)
+
+
+def make_problem(batch: int, weight: torch.Tensor) -> Problem:
+    """Random hidden states over a given weight, every parameter a device tensor, temperature 1."""
+    device = weight.device
+    return Problem(
+        torch.randn(batch, weight.shape[1], device=device, dtype=weight.dtype),
+        weight,
+        torch.ones(batch, device=device),
+        torch.randint(-(2**63), 2**63 - 1, (batch,), device=device),
+        torch.arange(batch, device=device),
+    )
+
+
+def _host_times() -> dict[str, float]:
+    problem = make_problem(4, torch.randn(2048, 256, device="cuda", dtype=torch.bfloat16))
+    steps: dict[str, Step] = {"triton": lambda: problem.sample("triton"), "streaming": lambda: problem.sample("streaming")}
+    steps |= peers(problem.hidden_states, problem.weight)
+    return {name: host_microseconds(step) for name, step in steps.items()}
+
+
+def _row(problem: Problem, implementations: list[str], rounds: int, read_tb_s: float) -> dict[str, Any]:
+    """The correctness gate, then every step's time."""
+    (vocab, dim), batch = problem.weight.shape, problem.hidden_states.shape[0]
+    excused = sum(assert_agreement(problem.sample(name), problem) for name in implementations)
+    steps: dict[str, Step] = {name: functools.partial(problem.sample, name) for name in implementations}
+    steps |= peers(problem.hidden_states, problem.weight)
+    return {
+        "config": f"V={vocab} D={dim}",
+        "batch": batch,
+        "ms": interleaved_medians(steps, rounds),
+        "speed_of_light_ms": max(problem.weight.nbytes / read_tb_s / 1e9, 2 * batch * vocab * dim / TENSOR_TFLOPS / 1e9),
+        "weight_bytes": problem.weight.nbytes,
+        "near_ties_excused": excused,
+    }
+
+
+def _over_the_limit(row: dict[str, Any]) -> list[str]:
+    ms, found = row["ms"], []
+    ratio, limit = ms["triton"] / ms["cuBLAS alone"], _limit(row["batch"])
+    if ratio > limit:
+        found.append(f"{row['config']} B={row['batch']}: {ratio:.3f}x cuBLAS, limit {limit:.2f}x")
+    for peer in ("FI1", "FI2", "multinomial"):
+        if ms["triton"] >= ms.get(peer, float("inf")):
+            found.append(f"{row['config']} B={row['batch']}: not faster than {peer}")
+    return found
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="Folder for sample.json, speedup.png and bandwidth.png.")] = Path(
+        "benchmarks/results"
+    ),
+    rounds: Annotated[int, typer.Option(min=3, help="Interleaved replays per step.")] = 100,
+    implementations: Annotated[
+        str, typer.Option(help="Comma-separated; the first is checked against the limits.")
+    ] = "triton,streaming",
+    check: Annotated[bool, typer.Option(help="Exit 1 if the Triton step misses a limit.")] = False,
+) -> None:
+    """Times one sampling step against its peers."""
+    if not torch.cuda.is_available():
+        raise typer.BadParameter("this benchmark needs a CUDA device")
+    torch.manual_seed(0)
+    console = Console(width=150)
+    names = implementations.split(",")
+    read = read_bandwidth()
+    result: dict[str, Any] = {"machine": machine(), "read_tb_s": read, "rounds": rounds, "rows": [], "host_us": _host_times()}
+    missed = []
+    for vocab, dim in CONFIGS:
+        weight = (torch.randn(vocab, dim, device="cuda") * 0.02).bfloat16()
+        rows = [_row(make_problem(batch, weight), names, rounds, read) for batch in BATCHES]
+        table = Table("B", "SoL", *rows[0]["ms"], title=f"V={vocab} D={dim}: ms (triton over it)")
+        for row in rows:
+            ours = row["ms"]["triton"]
+            cells = [f"{ms:.3f} ({ours / ms:.2f})" for ms in row["ms"].values()]
+            table.add_row(str(row["batch"]), f"{row['speed_of_light_ms']:.3f}", *cells)
+            missed += _over_the_limit(row)
+        console.print(table)
+        result["rows"] += rows
+        del weight
+        torch.cuda.empty_cache()
+    console.print(f"read bandwidth {read:.2f} TB/s; host time of an eager call on a tiny problem, us:")
+    console.print({name: round(value, 1) for name, value in result["host_us"].items()})
+    console.print(result["machine"])
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "sample.json").write_text(json.dumps(result, indent=1) + "\n")
+    plots.speedup(result, out / "speedup.png")
+    plots.bandwidth(result, out / "bandwidth.png")
+    for line in missed:
+        console.print(f"[red]over the limit[/red] {line}")
+    if check and missed:
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)

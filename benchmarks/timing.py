@@ -1,0 +1,80 @@
+"""How every figure here is taken: CUDA-graph replays, interleaved, medians; the machine beside the numbers."""
+
+import importlib.metadata
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Step = Callable[[], Any]
+
+
+def graph_of(step: Step) -> torch.cuda.CUDAGraph:
+    """One call of step, captured after three eager ones."""
+    for _ in range(3):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    graph.replay()
+    torch.cuda.synchronize()
+    return graph
+
+
+def interleaved_medians(steps: Mapping[str, Step], rounds: int) -> dict[str, float]:
+    """Median milliseconds of a graph replay of every step; round by round, so that a drift of the clocks meets all alike."""
+    graphs = {name: graph_of(step) for name, step in steps.items()}
+    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in steps}
+    for _ in range(rounds):
+        for name, graph in graphs.items():
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            graph.replay()
+            end.record()
+            events[name].append((start, end))
+    torch.cuda.synchronize()
+    return {name: statistics.median(start.elapsed_time(end) for start, end in pairs) for name, pairs in events.items()}
+
+
+def host_microseconds(step: Step, calls: int = 300) -> float:
+    """Median host time of an eager call, microseconds. The device must be faster than the host for this to mean anything."""
+    for _ in range(20):
+        step()
+    times = []
+    for _ in range(calls):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        step()
+        times.append(time.perf_counter() - started)
+    torch.cuda.synchronize()
+    return statistics.median(times) * 1e6
+
+
+def read_bandwidth(rounds: int = 30) -> float:
+    """Read-only bandwidth, TB/s: the sum of 2 GiB, the best of torch's reductions over a few shapes."""
+    data: Tensor = torch.ones(1 << 29, dtype=torch.float32, device="cuda")
+    steps = {str(rows): (lambda rows=rows: data.view(rows, -1).sum(dim=1)) for rows in (1, 1 << 10, 1 << 13, 1 << 16)}
+    return data.numel() * 4 / min(interleaved_medians(steps, rounds).values()) * 1e3 / 1e12
+
+
+def machine() -> dict[str, str]:
+    """GPU, driver side and library versions."""
+    versions = {}
+    for package in ("torch", "triton", "flashinfer-python", "numpy"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = "not installed"
+    versions["torch"] = torch.__version__
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "multiprocessors": str(torch.cuda.get_device_properties(0).multi_processor_count),
+        "cuda": torch.version.cuda or "",
+        "python": platform.python_version(),
+        **versions,
+    }
