@@ -13,6 +13,7 @@ _STYLES: dict[str, dict[str, Any]] = {
     "streaming": {"color": "#ff9896", "linestyle": ":"},
     "FI1": {"color": "#1f77b4"},
     "FI2": {"color": "#17becf"},
+    "FI2 fp32": {"color": "#17becf", "linestyle": ":"},
     "multinomial": {"color": "#7f7f7f"},
 }
 

@@ -237,6 +237,7 @@ def test_triton_is_bitwise_invariant_to_the_tile(dtype, device):
         TileConfig(128, 16, 32, 4, 3, 1, use_tma=False),
         TileConfig(256, 32, 16, 4, 2, 2, use_tma=False, chunk_b=32),
         TileConfig(128, 64, 64, 8, 2, 1, use_tma=False, chunk_b=8),
+        TileConfig(256, 32, 32, 8, 2, 1, use_tma=False, chunk_b=32, preload=True),
     ]
     if ON_GPU and dtype != torch.float32 and torch.cuda.get_device_capability() >= (9, 0):
         configs += [TileConfig(128, 64, 128, 4, 2, 3, use_tma=True), TileConfig(256, 16, 64, 8, 3, 1, use_tma=True)]

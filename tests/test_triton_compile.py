@@ -21,7 +21,7 @@ capability, dtype, use_tma, one_draw = int(sys.argv[1]), sys.argv[2], sys.argv[3
 block_b, block_d, stages = (16, 32, 2) if dtype == "fp32" else (64, 64, 3) if one_draw else (32, 64, 3)
 constants = {
     "BLOCK_V": 128, "BLOCK_B": block_b, "BLOCK_D": block_d, "CHUNK_B": 16, "USE_TMA": use_tma, "EVEN_D": True,
-    "UPCAST": False, "ONE_DRAW": one_draw,
+    "UPCAST": False, "ONE_DRAW": one_draw, "PRELOAD": False,
 }
 signature = {}
 for name in sample_kernel.arg_names:

@@ -1,13 +1,20 @@
 """Which problems the Triton implementation takes, and the tile shape of each: a pure function of the problem.
 
-``choose_config`` was read off ``python -m scripts.tune`` on an H200 (BENCHMARKS in the README); nothing is tuned while
-serving. Per 128 rows of vocabulary one program holds 128 x block_b accumulators and the running winners in registers, so
-what bounds a shape is registers first, shared memory second. Dead ends, against the shape kept, B = 256, V = 151936:
+``choose_config`` was read off ``python -m benchmarks.tune_triton`` on an H200; nothing is tuned while serving. What bounds a
+shape is registers: per thread the accumulator, a Philox block's words, and the running winners. There are two good families:
 
-    128 x 256, 8 warps     no weight tile is read twice, but one program per multiprocessor overlaps nothing: 1.05x the time
-    128 x 128, 4 warps     two programs with 255 registers each spill about 200 words per thread and tile: 1.15x
-    256 x 64, 4 warps      as 128 x 128, and only 32-wide k blocks fit twice: 1.3x
-    flattened tile loop    prefetches over the epilogue, but Triton 3.6 predicates the epilogue into the k loop: 1.05x to 1.1x
+    four warps, rows in chunks     a small tile, three programs per multiprocessor, one's noise under another's matmul
+    eight warps, rows preloaded    a large tile that rereads little through L2; the noise is exposed, so it must be lean:
+                                   keys stay in registers and nothing orders it, which lets it start before the matmul ends
+
+Dead ends, against the shape kept for it (B = 256 on V = 151936 and D = 4096, H200, Triton 3.6):
+
+    128 x 256, 8 warps               1.05x to 1.1x the time: each warp's noise is for 256 rows, whose keys do not fit
+    128 x 128, 4 warps, 2 programs   1.1x: 255 registers spill about 100 words per thread and tile
+    256 x 64, 4 warps, 2 programs    1.3x: shared memory for two leaves room for 32-deep stages only
+    flattened tile loop              1.05x to 1.2x for every shape: loads run across the epilogue, but Triton predicates the
+                                     epilogue into the k loop
+    noise inside the k loop          ptxas then serialises wgmma (a wait after each); not timed
 """
 
 import functools
@@ -25,12 +32,13 @@ class TileConfig:
     block_v: int  # vocabulary rows of a tile: a multiple of 128
     block_b: int  # batch rows of a tile
     block_d: int  # depth of a pipeline stage
-    num_warps: int  # 4 keeps a Philox block's four lanes in one thread
+    num_warps: int
     num_stages: int
     ctas_per_sm: int  # persistent programs per multiprocessor
     use_tma: bool
     chunk_b: int = 16  # batch rows whose noise is in registers at a time
-    max_registers: int | None = None
+    max_registers: int | None = None  # per thread
+    preload: bool = False  # keep the row parameters in registers over all tiles
 
 
 @functools.cache
@@ -68,12 +76,20 @@ def choose_config(hidden_states: Tensor, weight: Tensor, num_samples: int) -> Ti
     batch, dim = hidden_states.shape
     if hidden_states.dtype == torch.float32:  # no tensor cores: full fp32 products
         return TileConfig(128, 16, 32, 4, 2, 2, use_tma=False)
-    hopper = hidden_states.is_cuda and _capability(hidden_states.device) >= (9, 0)
-    use_tma = hopper and _tma_addressable(hidden_states) and _tma_addressable(weight)
+    # sm_90 and sm_100: bulk tensor copies, and 227 KiB of shared memory for the large tiles' stages
+    big = hidden_states.is_cuda and _capability(hidden_states.device)[0] in (9, 10)
+    use_tma = big and _tma_addressable(hidden_states) and _tma_addressable(weight)
+    deep = use_tma and dim >= 6144  # more k steps per epilogue: stages are worth more than a third program
     if batch <= 16:
+        if deep:
+            return TileConfig(128, 16, 128, 4, 3, 2, use_tma)
         return TileConfig(128, 16, 128, 4, 2, 3, use_tma, max_registers=168)
     if batch <= 32 or num_samples > 1:
-        return TileConfig(128, 32, 64, 4, 3, 3, use_tma, max_registers=168)
-    if dim >= 6144 and batch <= 128:  # more k steps per epilogue: depth of the pipeline is worth more than a third program
-        return TileConfig(128, 64, 64, 4, 4, 2, use_tma, chunk_b=32)
-    return TileConfig(128, 64, 64, 4, 3, 3, use_tma, max_registers=168)
+        return TileConfig(128, 32, 64, 4, 3, 3, use_tma, chunk_b=32, max_registers=168)
+    if batch <= 64 or not use_tma:
+        if deep:
+            return TileConfig(256, 64, 64, 8, 5, 1, use_tma, chunk_b=64, preload=True)
+        return TileConfig(128, 64, 64, 4, 3, 3, use_tma, max_registers=168)
+    if batch <= 128:
+        return TileConfig(128, 128, 64, 8, 6, 1, use_tma, chunk_b=64, preload=True)
+    return TileConfig(256, 128, 64, 8, 4, 1, use_tma, chunk_b=128, preload=True)

@@ -26,7 +26,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...workspace import zeroed_words
 from .config import TileConfig, choose_config, multiprocessors
-from .noise import _REFINE, INTERPRETED, minus_gumbel, minus_gumbel_refined, philox_words
+from .noise import _REFINE, INTERPRETED, minus_gumbel, minus_gumbel_refined, opaque, philox_words
 
 _GREEDY_BELOW = tl.constexpr(1e-6)
 _NO_TOKEN = tl.constexpr(2**31 - 1)
@@ -277,6 +277,7 @@ def sample_kernel(
     EVEN_D: tl.constexpr,
     UPCAST: tl.constexpr,
     ONE_DRAW: tl.constexpr,
+    PRELOAD: tl.constexpr,
 ):
     """See the module's docstring. Grid: (programs per block of rows * blocks of rows,)."""
     row_blocks = tl.cdiv(batch, BLOCK_B)
@@ -302,6 +303,14 @@ def sample_kernel(
         for _ in tl.static_range(CHUNKS):
             best = best + (tl.full((32, CHUNK_B), float("-inf"), tl.float32),)
             best_id = best_id + (tl.full((32, CHUNK_B), _NO_TOKEN, tl.int32),)
+        params = ()
+        if PRELOAD:
+            for c in tl.static_range(CHUNKS):
+                columns = tl.minimum(first_row + c * CHUNK_B + tl.arange(0, CHUNK_B), batch - 1)[None, :]
+                params = params + _row_params(
+                    _after(columns, best[c], zero),
+                    temperature_ptr, temperature_value, seed_ptr, seed_value, offset_ptr, offset_value,
+                )  # fmt: skip
         no_draw = tl.zeros((1, 1), tl.uint32)
         for tile in range(first_tile, vocab_tiles, stride):
             first_token = tile * BLOCK_V
@@ -316,11 +325,16 @@ def sample_kernel(
             new_id = ()
             done = best[0]
             for c in tl.static_range(CHUNKS):
-                chunk_rows = tl.minimum(first_row + c * CHUNK_B + tl.arange(0, CHUNK_B), batch - 1)[None, :]
-                scale, noise_on, key_lo, key_hi, offset_lo, offset_hi = _row_params(
-                    _after(chunk_rows, done, zero),
-                    temperature_ptr, temperature_value, seed_ptr, seed_value, offset_ptr, offset_value,
-                )  # fmt: skip
+                if PRELOAD:
+                    scale, noise_on = params[6 * c], params[6 * c + 1]
+                    key_lo, key_hi = opaque(params[6 * c + 2]), opaque(params[6 * c + 3])
+                    offset_lo, offset_hi = opaque(params[6 * c + 4]), opaque(params[6 * c + 5])
+                else:
+                    columns = tl.minimum(first_row + c * CHUNK_B + tl.arange(0, CHUNK_B), batch - 1)[None, :]
+                    scale, noise_on, key_lo, key_hi, offset_lo, offset_hi = _row_params(
+                        _after(columns, done, zero),
+                        temperature_ptr, temperature_value, seed_ptr, seed_value, offset_ptr, offset_value,
+                    )  # fmt: skip
                 b, i = best[c], best_id[c]
                 for block in tl.static_range(BLOCK_V // 128):
                     logits = _split_lanes(blocks[block * CHUNKS + c], 128, CHUNK_B)
@@ -452,6 +466,7 @@ def _launch(
         EVEN_D=dim % config.block_d == 0,
         UPCAST=INTERPRETED.value,
         ONE_DRAW=num_samples == 1,
+        PRELOAD=config.preload,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         maxnreg=config.max_registers,

@@ -71,6 +71,14 @@ def _log2_neg(x):
 
 
 @triton.jit
+def opaque(x):
+    """x (uint32), behind a move that no compiler sees through: what is computed from it is not hoisted out of a loop."""
+    if INTERPRETED:
+        return x
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.uint32, is_pure=False, pack=1)
+
+
+@triton.jit
 def minus_gumbel(word):
     """Minus the base-2 Gumbel of a uint32 word, plus log2(ln 2): log2(E / ln 2). The word 0, the one that needs the tail
     refinement, gives -inf."""

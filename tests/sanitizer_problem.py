@@ -1,0 +1,29 @@
+"""A small problem through every path of the Triton kernel, for compute-sanitizer: ``python -m tests.sanitizer_problem``."""
+
+import torch
+
+from flashsampling.impl.triton import sample
+from flashsampling.impl.triton.config import TileConfig
+from tests.problems import assert_agreement, make_problem
+
+if __name__ == "__main__":
+    device = torch.device("cuda", 0)
+    for batch, vocab, dim, dtype, num_samples in (
+        (3, 1000, 128, torch.bfloat16, 1),
+        (40, 700, 200, torch.bfloat16, 1),  # ragged in every direction
+        (70, 700, 72, torch.float16, 1),
+        (130, 300, 64, torch.bfloat16, 1),
+        (5, 300, 61, torch.bfloat16, 1),  # pointers: rows that the copy engine cannot address
+        (5, 300, 64, torch.bfloat16, 3),
+        (5, 300, 64, torch.float32, 1),
+    ):
+        problem = make_problem(batch, vocab, dim, device, dtype, num_samples)
+        assert_agreement(problem.sample("triton"), problem)
+        problem.hidden_states[1] = float("nan")  # the careful pass
+        tokens = problem.sample("triton")
+        assert (tokens[1] == -1).all()
+        print(batch, vocab, dim, dtype, num_samples, "agrees")
+    problem = make_problem(130, 300, 64, device, torch.bfloat16)
+    call = (problem.hidden_states, problem.weight, problem.temperature, problem.seed, problem.offset, 1, 300)
+    assert torch.equal(sample(*call), sample(*call, TileConfig(256, 64, 64, 8, 5, 1, True, 64, None, True)))
+    torch.cuda.synchronize()
