@@ -182,3 +182,27 @@ def test_works_without_triton():
 
 def test_version_is_stated_once():
     assert flashsampling.__version__.count(".") == 2
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+def test_streaming_never_holds_the_logits(batch):
+    """Extra memory is O(B x chunk): the largest tensor that any operation returns has no vocabulary in it."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    vocab = 100_000
+    largest = 0
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            for value in out if isinstance(out, (tuple, list)) else (out,):
+                if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() != weight_storage:
+                    largest = max(largest, value.numel())
+            return out
+
+    problem = make_problem(batch, vocab, 8, torch.device("cpu"))
+    weight_storage = problem.weight.untyped_storage().data_ptr()
+    with Watch():
+        sample(problem.hidden_states, problem.weight, seed=1, impl="streaming")
+    assert 0 < largest <= batch * vocab / 4
