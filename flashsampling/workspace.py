@@ -14,6 +14,7 @@ from torch import Tensor
 
 _ARENA_WORDS = 1 << 18  # 2 MiB: about 500 captured calls of batch 256
 _MIN_WORDS = 1 << 12
+_MAX_KEPT_WORDS = 1 << 22
 
 _lock = threading.Lock()
 _per_stream: dict[tuple[int, int], Tensor] = {}
@@ -27,6 +28,8 @@ def zeroed_words(words: int, device: torch.device) -> Tensor:
     index = torch.cuda.current_device() if device.index is None else device.index
     if torch.cuda.is_current_stream_capturing():
         return _captured(words, index)
+    if words > _MAX_KEPT_WORDS:
+        return torch.zeros(words, dtype=torch.int64, device=device)
     key = index, torch.cuda.current_stream(index).cuda_stream
     buffer = _per_stream.get(key)
     if buffer is None or buffer.numel() < words:

@@ -245,6 +245,18 @@ def test_triton_is_bitwise_invariant_to_the_tile(dtype, device):
         assert torch.equal(sample(*arguments, config), expected), config
 
 
+@pytest.mark.parametrize("impl", ["streaming", pytest.param("triton", marks=pytest.mark.gpu)])
+def test_token_ids_above_2_to_the_24(impl, device):
+    """Trap 17: ids that no fp32 holds."""
+    vocab = 2**24 + 300
+    weight = torch.zeros(vocab, 1, device=device)
+    for token in (2**24 + 1, 2**24 + 255, vocab - 1):
+        weight[token] = 60.0
+        out = flashsampling.sample(torch.ones(2, 1, device=device), weight, seed=3, impl=impl)
+        assert (out.token_ids == token).all()
+        weight[token] = 0.0
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 def test_beyond_2_to_the_31_elements(impl, device):
