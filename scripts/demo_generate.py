@@ -50,14 +50,12 @@ class _Table(BaseStreamer):
         self.tokens: list[list[int]] = [[] for _ in prompts]
 
     def put(self, value: Tensor) -> None:
-        if value.dim() != 1:  # transformers first hands over the prompt
-            return
         for row, token in zip(self.tokens, value.tolist()):
             row.append(token)
         self.live.update(self.table())
 
     def end(self) -> None:
-        self.live.update(self.table(), refresh=True)
+        pass
 
     def table(self) -> Table:
         table = Table("prompt", "text", show_lines=True)
@@ -113,10 +111,12 @@ def main(
 
     generate_options = {**inputs, **options, "custom_generate": generate, "sampler": sampler}
     network.generate(**{**generate_options, "max_new_tokens": 2})  # warms up
-    with Live(console=_console, refresh_per_second=8) as live:
+    with Live(console=_console, refresh_per_second=8, transient=True) as live:
+        shown = _Table(tokenizer, prompts, live)
         started = time.perf_counter()
-        fused = network.generate(**generate_options, seeds=seeds, streamer=_Table(tokenizer, prompts, live))
+        fused = network.generate(**generate_options, seeds=seeds, token_streamer=shown)
         seconds = time.perf_counter() - started
+    _console.print(shown.table())  # also where there is no terminal to stream to
     steps = fused.shape[1] - prompt_length
     vocab = sampler.weight.shape[0]
     unwritten = steps * len(prompts) * vocab * 4

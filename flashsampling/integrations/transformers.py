@@ -4,9 +4,9 @@
 
     model.generate(**inputs, custom_generate=generate, do_sample=True, temperature=0.8, top_k=0, seeds=[1, 2, 3])
 
-The decoding loop is transformers' own ``custom_generate`` contract (KV cache, padding, stopping criteria, streamers come from
-there). While it runs, the model's output embedding is replaced by one that hands the hidden states through, so that what
-the model calls logits has D columns instead of V.
+The decoding loop is transformers' own ``custom_generate`` contract: KV cache, padding and stopping criteria come from there.
+While it runs, the model's output embedding is replaced by one that hands the hidden states through, so that what the model
+calls logits has D columns instead of V.
 """
 
 from collections.abc import Iterator, Sequence
@@ -87,18 +87,19 @@ def generate(
     sampler: LMHeadSampler | None = None,
     seeds: Sequence[int] | Tensor | None = None,
     temperatures: Sequence[float] | Tensor | None = None,
-    streamer: BaseStreamer | None = None,
-    synced_gpus: bool = False,
+    token_streamer: BaseStreamer | None = None,
     **model_kwargs: Any,
 ) -> Tensor:
     """Decoding loop for ``model.generate(..., custom_generate=generate)``.
 
     Args:
-        model, input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs: from transformers.
+        model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs: from transformers.
         sampler: an ``LMHeadSampler`` of this model's head, to keep its state (or to name an ``impl``); None makes one.
         seeds: one per sequence; each sequence's tokens then depend on its own seed, prompt and temperature alone. None
             leaves the sampler's seeds, or draws fresh ones from torch's default generator.
         temperatures: one per sequence, 0 for greedy; None uses ``generation_config`` for all.
+        token_streamer: gets every step's (B,) token ids. It has a name of its own because transformers (5.23) does not hand
+            ``streamer`` on to a ``custom_generate`` callable.
 
     Returns:
         (B, T + new tokens) int64 token ids, sequences that ended early padded with the pad token.
@@ -109,8 +110,6 @@ def generate(
     """
     if generation_config is None or stopping_criteria is None or logits_processor is None:
         raise ValueError("generate is called by model.generate(..., custom_generate=generate), not by itself")
-    if synced_gpus:
-        raise ValueError("synced_gpus is not supported")
     if generation_config.return_dict_in_generate:
         raise ValueError("return_dict_in_generate is not supported: there are no scores or logits to return")
     _require_plain_head(model, input_ids)
@@ -135,8 +134,8 @@ def generate(
             if ends:
                 next_tokens = torch.where(unfinished, next_tokens, pad_token)
             input_ids = torch.cat([input_ids, next_tokens[:, None]], dim=-1)
-            if streamer is not None:
-                streamer.put(next_tokens.cpu())
+            if token_streamer is not None:
+                token_streamer.put(next_tokens.cpu())
             unfinished &= ~stopping_criteria(input_ids, None)
             if not unfinished.any():
                 break
@@ -144,6 +143,6 @@ def generate(
                 input_ids, next_sequence_length=1 if model_kwargs["use_cache"] else None, **model_kwargs
             )
             outputs = model(**inputs, return_dict=True)
-    if streamer is not None:
-        streamer.end()
+    if token_streamer is not None:
+        token_streamer.end()
     return input_ids

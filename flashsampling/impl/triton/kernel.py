@@ -14,6 +14,10 @@ one block of rows and walks every ``stride``-th vocabulary tile, so a score's ri
     finish        the last program of a block of rows, by a counter, turns keys into token ids and resets slots and
                   counter, so that the next launch, or the next replay of a graph, finds them zero.
 
+The epilogue of the fast pass exists twice. Without PRELOAD it goes chunk by chunk of rows, in an order that ``_after`` enforces:
+least registers, for small tiles of which several are resident. With PRELOAD the rows' keys stay in registers over all tiles
+and nothing is ordered: for the large tiles of one program per multiprocessor, which have warps to spare for nothing else.
+
 Memory order: a program's slot updates happen before its counter increment (barrier, then acquire-release at GPU scope),
 so the program that sees the last count sees every key.
 """
@@ -26,7 +30,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...workspace import zeroed_words
 from .config import TileConfig, choose_config, multiprocessors
-from .noise import _REFINE, INTERPRETED, minus_gumbel, minus_gumbel_refined, opaque, philox_words
+from .noise import INTERPRETED, REFINEMENT_BIT, minus_gumbel, minus_gumbel_refined, opaque, philox_words
 
 _GREEDY_BELOW = tl.constexpr(1e-6)
 _NO_TOKEN = tl.constexpr(2**31 - 1)
@@ -232,7 +236,7 @@ def _publish_careful(
     group = (first_token // 4 + tl.arange(0, BLOCK_V // 4))[:, None].to(tl.uint32)
     stream_draw = tl.full((1, 1), draw, tl.uint32)
     words = philox_words(group, stream_draw, offset_lo, offset_hi, key_lo, key_hi)
-    tails = philox_words(group, stream_draw | _REFINE, offset_lo, offset_hi, key_lo, key_hi)
+    tails = philox_words(group, stream_draw | REFINEMENT_BIT, offset_lo, offset_hi, key_lo, key_hi)
     lanes = _split_lanes(acc, BLOCK_V, BLOCK_B)
     best = tl.zeros((BLOCK_B,), tl.int64)
     best_inf = tl.zeros((BLOCK_B,), tl.int64)
@@ -295,8 +299,6 @@ def sample_kernel(
 
     careful = True
     if ONE_DRAW:
-        # the epilogue goes chunk of columns by chunk of columns: four words per group and column of a whole tile would not
-        # fit in registers beside the accumulator
         CHUNKS: tl.constexpr = BLOCK_B // CHUNK_B
         best = ()
         best_id = ()

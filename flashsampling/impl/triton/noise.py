@@ -19,7 +19,7 @@ _PHILOX_M0 = tl.constexpr(0xD2511F53)
 _PHILOX_M1 = tl.constexpr(0xCD9E8D57)
 _PHILOX_W0 = tl.constexpr(0x9E3779B9)
 _PHILOX_W1 = tl.constexpr(0xBB67AE85)
-_REFINE = tl.constexpr(0x80 << 24)  # the stream bit of the tail refinement's block
+REFINEMENT_BIT = tl.constexpr(0x80 << 24)  # the stream bit of the tail refinement's block
 
 _TWO_POW_M32 = tl.constexpr(2.0**-32)
 _TWO_POW_M33 = tl.constexpr(2.0**-33)
