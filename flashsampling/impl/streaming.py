@@ -9,13 +9,13 @@ from .reference import exact_logits, scores_of_logits
 # scores of one chunk in all rows and draws; 128 k floats and their Philox words stay in a core's cache
 _SCORES_PER_CHUNK = {"cpu": 1 << 16, "cuda": 1 << 22}
 _WIDENED_ELEMENTS = 1 << 19
-_MAX_TOKENS = 1 << 14  # however few the rows: a chunk, not the vocabulary
+_MAX_TOKENS = {"cpu": 1 << 14, "cuda": 1 << 16}  # however few the rows: a chunk, not the vocabulary
 _GRANULE = 128  # whole Philox groups
 
 
 def chunk_tokens(rows: int, vocab_size: int, device_type: str) -> int:
     """Tokens per chunk for ``rows`` = B * num_samples; a multiple of 128."""
-    tokens = min(_SCORES_PER_CHUNK.get(device_type, 1 << 18) // max(rows, 1), _MAX_TOKENS)
+    tokens = min(_SCORES_PER_CHUNK.get(device_type, 1 << 18) // max(rows, 1), _MAX_TOKENS.get(device_type, 1 << 14))
     return min(max(tokens // _GRANULE, 8) * _GRANULE, -(-vocab_size // _GRANULE) * _GRANULE)
 
 

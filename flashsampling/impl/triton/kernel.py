@@ -14,9 +14,9 @@ one block of rows and walks every ``stride``-th vocabulary tile, so a score's ri
     finish        the last program of a block of rows, by a counter, turns keys into token ids and resets slots and
                   counter, so that the next launch, or the next replay of a graph, finds them zero.
 
-The epilogue of the fast pass exists twice. Without PRELOAD it goes chunk by chunk of rows, in an order that ``_after`` enforces:
-least registers, for small tiles of which several are resident. With PRELOAD the rows' keys stay in registers over all tiles
-and nothing is ordered: for the large tiles of one program per multiprocessor, which have warps to spare for nothing else.
+The epilogue of the fast pass exists twice. Without PRELOAD it goes chunk by chunk of rows, in an order that ``_after``
+enforces: least registers, for small tiles of which several are resident. With PRELOAD the rows' keys stay in registers over
+all tiles and nothing is ordered: for large tiles, one program per multiprocessor, where latency is what hurts.
 
 Memory order: a program's slot updates happen before its counter increment (barrier, then acquire-release at GPU scope),
 so the program that sees the last count sees every key.
