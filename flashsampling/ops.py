@@ -11,6 +11,7 @@ from torch import Tensor
 
 IMPLEMENTATIONS = ("reference", "streaming", "triton")
 
+_MIN_TRITON = (3, 6)  # 3.4 fails to compile the kernel; 3.6 is measured, 3.9 compiles in all its shapes
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 _library = torch.library.Library("flashsampling", "DEF")
@@ -69,6 +70,10 @@ def _sample(
 def _triton_cannot(hidden_states: Tensor, weight: Tensor) -> str | None:
     if not _HAS_TRITON:
         return "triton is not installed"
+    import triton
+
+    if tuple(int(part) for part in triton.__version__.split(".")[:2]) < _MIN_TRITON:
+        return f"triton {triton.__version__} is installed, it needs {'.'.join(map(str, _MIN_TRITON))} or newer"
     from .impl.triton import unsupported
 
     return unsupported(hidden_states, weight)

@@ -180,6 +180,17 @@ def test_works_without_triton():
     assert "triton is not installed" in run.stdout
 
 
+def test_an_old_triton_is_not_used():
+    code = (
+        "import triton, torch, flashsampling; triton.__version__ = '3.4.0';"
+        "x = torch.ones(2, 8); w = torch.ones(9, 8); flashsampling.sample(x, w, seed=1)\n"
+        "try: flashsampling.sample(x, w, seed=1, impl='triton')\n"
+        "except ValueError as error: print(error)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert "triton 3.4.0 is installed, it needs 3.6 or newer" in run.stdout
+
+
 def test_version_is_stated_once():
     assert flashsampling.__version__.count(".") == 2
 
