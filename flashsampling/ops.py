@@ -4,6 +4,7 @@
 the rest of the call path.
 """
 
+import functools
 import importlib.util
 
 import torch
@@ -12,7 +13,6 @@ from torch import Tensor
 IMPLEMENTATIONS = ("reference", "streaming", "triton")
 
 _MIN_TRITON = (3, 6)  # 3.4 fails to compile the kernel; 3.6 is measured, 3.9 compiles in all its shapes
-_HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 _library = torch.library.Library("flashsampling", "DEF")
 _library.define(
@@ -67,13 +67,21 @@ def _sample(
     return reference.sample(hidden_states, weight, temperature, seed, offset, num_samples, vocab_size)
 
 
-def _triton_cannot(hidden_states: Tensor, weight: Tensor) -> str | None:
-    if not _HAS_TRITON:
+@functools.cache
+def _triton_missing() -> str | None:
+    if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     import triton
 
     if tuple(int(part) for part in triton.__version__.split(".")[:2]) < _MIN_TRITON:
         return f"triton {triton.__version__} is installed, it needs {'.'.join(map(str, _MIN_TRITON))} or newer"
+    return None
+
+
+def _triton_cannot(hidden_states: Tensor, weight: Tensor) -> str | None:
+    missing = _triton_missing()
+    if missing is not None:
+        return missing
     from .impl.triton import unsupported
 
     return unsupported(hidden_states, weight)
