@@ -1,0 +1,19 @@
+"""Two steps per problem for Nsight Compute; the README's profile is of the second.
+
+ncu --clock-control none -k regex:sample_kernel --metrics dram__throughput.avg.pct_of_peak_sustained_elapsed,\
+sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed,sm__inst_executed_pipe_alu.avg.pct_of_peak_sustained_elapsed,\
+sm__inst_issued.avg.pct_of_peak_sustained_elapsed,smsp__sass_inst_executed_op_local.sum python -m benchmarks.profile_triton
+"""
+
+import torch
+
+from .sample import make_problem
+
+if __name__ == "__main__":
+    for vocab, dim in ((151936, 4096), (151936, 2048)):
+        weight = (torch.randn(vocab, dim, device="cuda") * 0.02).bfloat16()
+        for batch in (1, 64, 128, 256):
+            problem = make_problem(batch, weight)
+            for _ in range(2):
+                problem.sample("triton")
+            torch.cuda.synchronize()
