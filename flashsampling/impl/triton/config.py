@@ -7,13 +7,13 @@ shape is registers: per thread the accumulator, a Philox block's words, and the 
     eight warps, rows preloaded    a large tile that rereads little through L2; the noise is exposed, so it must be lean:
                                    keys stay in registers and nothing orders it, which lets it start before the matmul ends
 
-Dead ends, against the shape kept for it (B = 256 on V = 151936 and D = 4096, H200, Triton 3.6):
+Dead ends, each against another shape in the same run (B = 256, V = 151936, D = 4096, H200, Triton 3.6):
 
-    128 x 256, 8 warps               1.05x to 1.1x the time: each warp's noise is for 256 rows, whose keys do not fit
-    128 x 128, 4 warps, 2 programs   1.1x: 255 registers spill about 100 words per thread and tile
-    256 x 64, 4 warps, 2 programs    1.3x: shared memory for two leaves room for 32-deep stages only
-    flattened tile loop              1.05x to 1.2x for every shape: loads run across the epilogue, but Triton predicates the
-                                     epilogue into the k loop
+    128 x 256, 8 warps               1.14x the time of 256 x 128: each warp's noise is for 256 rows, whose keys do not fit
+    128 x 128, 4 warps, 2 programs   1.04x the time of 128 x 64: 255 registers spill about 100 words per thread and tile
+    256 x 64, 4 warps, 2 programs    1.28x the time of 128 x 64: shared memory for two leaves room for 32-deep stages only
+    flattened tile loop              1.15x for 128 x 64: loads run across the epilogue, but Triton predicates the epilogue
+                                     into the k loop
     noise inside the k loop          ptxas then serialises wgmma (a wait after each); not timed
 """
 
