@@ -7,11 +7,11 @@ sm__inst_issued.avg.pct_of_peak_sustained_elapsed,smsp__sass_inst_executed_op_lo
 
 import torch
 
-from .sample import make_problem
+from .sample import make_problem, make_weight
 
 if __name__ == "__main__":
     for vocab, dim in ((151936, 4096), (151936, 2048)):
-        weight = (torch.randn(vocab, dim, device="cuda") * 0.02).bfloat16()
+        weight = make_weight(vocab, dim)
         for batch in (1, 64, 128, 256):
             problem = make_problem(batch, weight)
             for _ in range(2):

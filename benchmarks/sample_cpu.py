@@ -18,6 +18,10 @@ from .timing import Step
 VOCAB, DIM = 49152, 576  # SmolLM2-135M
 
 
+def _plain(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return torch.multinomial(torch.softmax((states @ weight.T).float() / 0.8, dim=-1), 1)
+
+
 def _interleaved_ms(steps: dict[str, Step], rounds: int) -> dict[str, float]:
     times: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(rounds):
@@ -36,12 +40,8 @@ def main(rounds: int = 25) -> None:
             problem = make_problem(batch, VOCAB, DIM, torch.device("cpu"), dtype)
             assert_agreement(problem.sample("streaming"), problem)
             states, weight = problem.hidden_states, problem.weight
-
-            def plain(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-                return torch.multinomial(torch.softmax((states @ weight.T).float() / 0.8, dim=-1), 1)
-
             ours = functools.partial(sample, states, weight, temperature=0.8, seed=problem.seed, impl="streaming")
-            times = _interleaved_ms({"plain": functools.partial(plain, states, weight), "ours": ours}, rounds)
+            times = _interleaved_ms({"plain": functools.partial(_plain, states, weight), "ours": ours}, rounds)
             ratio = times["ours"] / times["plain"]
             memory = f"{batch} x {chunk_tokens(batch, VOCAB, 'cpu')} of {VOCAB}"
             table.add_row(str(dtype), str(batch), f"{times['plain']:.2f}", f"{times['ours']:.2f}", f"{ratio:.2f}", memory)

@@ -17,7 +17,7 @@ from rich.table import Table
 from flashsampling.impl.triton import choose_config, sample
 from flashsampling.impl.triton.config import TileConfig
 
-from .sample import CONFIGS, make_problem
+from .sample import CONFIGS, make_problem, make_weight
 from .timing import Step, interleaved_medians
 
 
@@ -91,7 +91,7 @@ def main(
         console.print(line)
     failed = {line.split(": ")[0] for line in failures}
     for vocab, dim in CONFIGS:
-        weight = (torch.randn(vocab, dim, device="cuda") * 0.02).bfloat16()
+        weight = make_weight(vocab, dim)
         for batch in sizes:
             times, in_use = _time(batch, weight, failed, rounds)
             bare = times.pop("cuBLAS alone")

@@ -11,24 +11,21 @@ pytest.importorskip("triton")
 
 COMPILE = """
 import sys
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from flashsampling.impl.triton.config import TileConfig
+from flashsampling.impl.triton.config import shape_for
 from flashsampling.impl.triton.kernel import sample_kernel
 
-capability, dtype, use_tma, size = int(sys.argv[1]), sys.argv[2], sys.argv[3] == "tma", sys.argv[4]
-config = {
-    "fp32": TileConfig(128, 16, 32, 4, 2, 2, False),
-    "small": TileConfig(128, 16, 128, 4, 2, 3, use_tma, max_registers=168),
-    "middle": TileConfig(128, 64, 64, 4, 3, 3, use_tma, max_registers=168),
-    "large": TileConfig(256, 128, 64, 8, 4, 1, use_tma, chunk_b=128, preload=True),
-    "draws": TileConfig(128, 32, 64, 4, 3, 3, use_tma, chunk_b=32, max_registers=168),
-}[size]
+capability, dtype, use_tma = int(sys.argv[1]), sys.argv[2], sys.argv[3] == "tma"
+batch, dim, num_samples = (int(number) for number in sys.argv[4:])
+torch_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
+config = shape_for(batch, dim, torch_dtype, num_samples, use_tma)
 block_b, block_d = config.block_b, config.block_d
 constants = {
     "BLOCK_V": config.block_v, "BLOCK_B": block_b, "BLOCK_D": block_d, "CHUNK_B": config.chunk_b, "USE_TMA": use_tma,
-    "EVEN_D": True, "UPCAST": False, "ONE_DRAW": size != "draws", "PRELOAD": config.preload,
+    "EVEN_D": True, "UPCAST": False, "ONE_DRAW": num_samples == 1, "PRELOAD": config.preload,
 }
 signature = {}
 for name in sample_kernel.arg_names:
@@ -59,22 +56,24 @@ print("matmul", "wgmma" if "wgmma.mma" in ptx else "tcgen05" if "tcgen05.mma" in
 print("bytes", len(kernel.asm["cubin"]))
 """
 
-CASES = [  # the A100's shared memory, or Hopper's and Blackwell's
-    (80, "bf16", "pointers", "middle", "mma", 164),
-    (80, "fp32", "pointers", "fp32", "fma", 164),
-    (90, "bf16", "tma", "small", "wgmma", 227),
-    (90, "bf16", "tma", "middle", "wgmma", 227),
-    (90, "bf16", "tma", "large", "wgmma", 227),
-    (90, "fp16", "pointers", "draws", "wgmma", 227),
-    (100, "bf16", "tma", "middle", "tcgen05", 227),
-    (100, "bf16", "tma", "large", "tcgen05", 227),
+CASES = [  # batch, dim, num_samples; the A100's shared memory, or Hopper's and Blackwell's
+    (80, "bf16", "pointers", (64, 4096, 1), "mma", 164),
+    (80, "fp32", "pointers", (64, 4096, 1), "fma", 164),
+    (90, "bf16", "tma", (1, 4096, 1), "wgmma", 227),
+    (90, "bf16", "tma", (64, 4096, 1), "wgmma", 227),
+    (90, "bf16", "tma", (64, 8192, 1), "wgmma", 227),
+    (90, "bf16", "tma", (128, 4096, 1), "wgmma", 227),
+    (90, "bf16", "tma", (256, 4096, 1), "wgmma", 227),
+    (90, "fp16", "pointers", (32, 4096, 3), "wgmma", 227),
+    (100, "bf16", "tma", (64, 4096, 1), "tcgen05", 227),
+    (100, "bf16", "tma", (256, 4096, 1), "tcgen05", 227),
 ]
 
 
-@pytest.mark.parametrize(("capability", "dtype", "loads", "size", "matmul", "shared_kib"), CASES)
-def test_compiles(capability, dtype, loads, size, matmul, shared_kib):
+@pytest.mark.parametrize(("capability", "dtype", "loads", "problem", "matmul", "shared_kib"), CASES)
+def test_compiles(capability, dtype, loads, problem, matmul, shared_kib):
     environment = os.environ | {"TRITON_INTERPRET": "0"}
-    command = [sys.executable, "-c", COMPILE, str(capability), dtype, loads, size]
+    command = [sys.executable, "-c", COMPILE, str(capability), dtype, loads, *map(str, problem)]
     run = subprocess.run(command, cwd=Path(__file__).parent.parent, capture_output=True, text=True, env=environment)
     assert run.returncode == 0, run.stderr[-3000:]
     report = dict(line.split() for line in run.stdout.strip().splitlines()[-3:])

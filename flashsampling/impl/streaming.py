@@ -6,7 +6,7 @@ from torch import Tensor
 from .. import noise
 from .reference import exact_logits, scores_of_logits
 
-# scores of one chunk in all rows and draws; 128 k floats and their Philox words stay in a core's cache
+# scores of one chunk in all rows and draws; on a CPU 64 k floats and their Philox words stay in a core's cache
 _SCORES_PER_CHUNK = {"cpu": 1 << 16, "cuda": 1 << 22}
 _WIDENED_ELEMENTS = 1 << 19
 _MAX_TOKENS = {"cpu": 1 << 14, "cuda": 1 << 16}  # however few the rows: a chunk, not the vocabulary

@@ -74,11 +74,16 @@ def _tma_addressable(matrix: Tensor) -> bool:
 def choose_config(hidden_states: Tensor, weight: Tensor, num_samples: int) -> TileConfig:
     """The tile shape for a problem that ``unsupported`` does not refuse."""
     batch, dim = hidden_states.shape
-    if hidden_states.dtype == torch.float32:  # no tensor cores: full fp32 products
-        return TileConfig(128, 16, 32, 4, 2, 2, use_tma=False)
     # sm_90 and sm_100: bulk tensor copies, and 227 KiB of shared memory for the large tiles' stages
     big = hidden_states.is_cuda and _capability(hidden_states.device)[0] in (9, 10)
     use_tma = big and _tma_addressable(hidden_states) and _tma_addressable(weight)
+    return shape_for(batch, dim, hidden_states.dtype, num_samples, use_tma)
+
+
+def shape_for(batch: int, dim: int, dtype: torch.dtype, num_samples: int, use_tma: bool) -> TileConfig:
+    """The table behind ``choose_config``: from numbers alone, so that it can be compiled where there is no GPU."""
+    if dtype == torch.float32:  # no tensor cores: full fp32 products
+        return TileConfig(128, 16, 32, 4, 2, 2, use_tma=False)
     deep = use_tma and dim >= 6144  # more k steps per epilogue: stages are worth more than a third program
     if batch <= 16:
         if deep:
