@@ -5,12 +5,15 @@
 """
 
 import functools
+import importlib
 import importlib.util
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
-IMPLEMENTATIONS = ("reference", "streaming", "triton")
+IMPLEMENTATIONS = ("reference", "streaming", "triton", "cute")
+_KERNELS = ("cute", "triton")  # in the order in which they are tried
 
 _MIN_TRITON = (3, 6)  # 3.4 fails to compile the kernel; 3.6 is measured, 3.9 compiles in all its shapes
 
@@ -39,16 +42,16 @@ def _sample(
     batch = hidden_states.shape[0]
     if batch == 0:
         return torch.empty((0, num_samples), dtype=torch.int64, device=hidden_states.device)
-    if impl in ("", "triton"):
-        reason = _triton_cannot(hidden_states, weight)
-        if reason is None and (impl or hidden_states.is_cuda):
-            from .impl.triton import sample
-
-            temperature_or_value = temperature_value if temperature is None else temperature
-            seeds, offsets = seed_value if seed is None else seed, offset_value if offset is None else offset
-            return sample(hidden_states, weight, temperature_or_value, seeds, offsets, num_samples, vocab_size)
-        if impl:
-            raise ValueError(f"impl='triton' cannot do this: {reason}")
+    if impl in ("", *_KERNELS):
+        for name in (impl,) if impl else _KERNELS if hidden_states.is_cuda else ():
+            reason = _kernel_cannot(name, hidden_states, weight)
+            if reason is None:
+                temperature_or_value = temperature_value if temperature is None else temperature
+                seeds, offsets = seed_value if seed is None else seed, offset_value if offset is None else offset
+                sample = _kernels(name).sample
+                return sample(hidden_states, weight, temperature_or_value, seeds, offsets, num_samples, vocab_size)
+            if impl:
+                raise ValueError(f"impl={impl!r} cannot do this: {reason}")
         impl = "streaming"
 
     device = hidden_states.device
@@ -78,13 +81,22 @@ def _triton_missing() -> str | None:
     return None
 
 
-def _triton_cannot(hidden_states: Tensor, weight: Tensor) -> str | None:
-    missing = _triton_missing()
-    if missing is not None:
-        return missing
-    from .impl.triton import unsupported
+@functools.cache
+def _cute_missing() -> str | None:
+    for module, package in (("cutlass", "nvidia-cutlass-dsl"), ("tvm_ffi", "apache-tvm-ffi")):
+        if importlib.util.find_spec(module) is None:
+            return f"{package} is not installed (pip install flashsampling[cute])"
+    return None
 
-    return unsupported(hidden_states, weight)
+
+@functools.cache
+def _kernels(name: str) -> ModuleType:
+    return importlib.import_module(f".impl.{name}", __package__)
+
+
+def _kernel_cannot(name: str, hidden_states: Tensor, weight: Tensor) -> str | None:
+    missing = _cute_missing() if name == "cute" else _triton_missing()
+    return _kernels(name).unsupported(hidden_states, weight) if missing is None else missing
 
 
 def _fake(

@@ -1,7 +1,9 @@
 """Sampling problems for the tests, and the one statement of when two implementations agree."""
 
+import importlib.util
 from dataclasses import dataclass, replace
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -9,7 +11,14 @@ import flashsampling
 from flashsampling import noise
 from flashsampling.impl import reference
 
-IMPLEMENTATIONS = ("streaming", "triton")
+
+def _runs_cute() -> bool:
+    packages = all(importlib.util.find_spec(name) for name in ("cutlass", "tvm_ffi"))
+    return packages and torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+
+
+KERNELS = ("triton", "cute") if _runs_cute() else ("triton",)
+IMPLEMENTATIONS = ("streaming", *KERNELS)
 
 
 @dataclass
@@ -60,8 +69,11 @@ def make_problem(
     vocab_size: int | None = None,
     logit_std: float = 3.0,
     seed: int = 0,
+    impl: str = "",
 ) -> Problem:
-    """Every third row is greedy, one in three is hot; seeds and offsets use all 64 bits."""
+    """Every third row is greedy, one in three is hot; seeds and offsets use all 64 bits. ``impl``: fitted to what it takes."""
+    if impl == "cute":
+        dtype, dim = torch.bfloat16 if dtype == torch.float32 else dtype, -(-dim // 8) * 8
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -79,6 +91,13 @@ def make_problem(
         num_samples,
         vocab_size,
     )
+
+
+def fit(impl: str | None, matrix: Tensor) -> Tensor:
+    """The matrix as ``impl`` takes it: for the Hopper kernel in bf16 and with columns of zeros up to a multiple of eight."""
+    if impl != "cute":
+        return matrix
+    return torch.nn.functional.pad(matrix.bfloat16(), (0, -matrix.shape[1] % 8))
 
 
 def logit_error_bound(problem: Problem) -> Tensor:
@@ -121,6 +140,17 @@ def assert_agreement(tokens: Tensor, problem: Problem, slack: float = 1.0) -> in
     gap = (theirs - ours).abs().amax(dim=1)
     assert (gap <= slack * 2 * bound).all(), f"scores {gap.max():.3g} apart, arithmetic explains {2 * bound.min():.3g}"
     return int((tokens != oracle).sum())
+
+
+def check(impl: str, problem: Problem) -> int:
+    """Agreement with the oracle, or the error that says why the Hopper kernel does not take this problem."""
+    unaligned = problem.weight.shape[0] > 1 and problem.weight.stride(0) % 8 != 0
+    if impl == "cute" and (problem.weight.dtype == torch.float32 or unaligned):
+        reason = "float32" if problem.weight.dtype == torch.float32 else "multiples of 16 bytes"
+        with pytest.raises(ValueError, match=f"impl='cute' cannot do this: .*{reason}"):
+            problem.sample(impl)
+        return 0
+    return assert_agreement(problem.sample(impl), problem)
 
 
 def gumbel_at(problem: Problem) -> Tensor:

@@ -1,13 +1,16 @@
-"""A small problem through every path of the Triton kernel, for compute-sanitizer: ``python -m tests.sanitizer_problem``."""
+"""Problems for compute-sanitizer, through every path of the kernels: ``python -m tests.sanitizer_problem [KERNEL...]``."""
+
+import sys
 
 import torch
 
 from flashsampling.impl.triton import sample
 from flashsampling.impl.triton.config import TileConfig
-from tests.problems import assert_agreement, make_problem
+from tests.problems import KERNELS, check, make_problem
 
 if __name__ == "__main__":
     device = torch.device("cuda", 0)
+    kernels = sys.argv[1:] or KERNELS
     for batch, vocab, dim, dtype, num_samples in (
         (3, 1000, 128, torch.bfloat16, 1),
         (40, 700, 200, torch.bfloat16, 1),  # ragged in every direction
@@ -17,12 +20,15 @@ if __name__ == "__main__":
         (5, 300, 64, torch.bfloat16, 3),
         (5, 300, 64, torch.float32, 1),
     ):
-        problem = make_problem(batch, vocab, dim, device, dtype, num_samples)
-        assert_agreement(problem.sample("triton"), problem)
-        problem.hidden_states[1] = float("nan")  # the careful pass
-        tokens = problem.sample("triton")
-        assert (tokens[1] == -1).all()
-        print(batch, vocab, dim, dtype, num_samples, "agrees")
+        for kernel in kernels:
+            problem = make_problem(batch, vocab, dim, device, dtype, num_samples)
+            check(kernel, problem)
+            if kernel == "cute" and (dtype == torch.float32 or dim % 8):
+                continue
+            problem.hidden_states[1] = float("nan")  # the slow paths
+            tokens = problem.sample(kernel)
+            assert (tokens[1] == -1).all()
+            print(kernel, batch, vocab, dim, dtype, num_samples, "agrees")
     problem = make_problem(130, 300, 64, device, torch.bfloat16)
     call = (problem.hidden_states, problem.weight, problem.temperature, problem.seed, problem.offset, 1, 300)
     assert torch.equal(sample(*call), sample(*call, TileConfig(256, 64, 64, 8, 5, 1, True, 64, None, True)))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import flashsampling
 from tests.conftest import DEVICE
-from tests.problems import IMPLEMENTATIONS, assert_agreement, gumbel_at, make_problem
+from tests.problems import IMPLEMENTATIONS, KERNELS, assert_agreement, check, fit, gumbel_at, make_problem
 from tests.zero_words import ZERO_WORDS
 
 ON_GPU = DEVICE.type == "cuda"
@@ -33,14 +33,13 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("batch", "vocab", "dim"), SHAPES)
 def test_ragged_shapes(impl, dtype, batch, vocab, dim, device):
-    problem = make_problem(batch, vocab, dim, device, dtype)
-    assert_agreement(problem.sample(impl), problem)
+    check(impl, make_problem(batch, vocab, dim, device, dtype))
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 @pytest.mark.parametrize("num_samples", [2, 5])
 def test_several_draws(impl, num_samples, device):
-    problem = make_problem(6, 300, 32, device, num_samples=num_samples)
+    problem = make_problem(6, 300, 32, device, num_samples=num_samples, impl=impl)
     tokens = problem.sample(impl)
     assert_agreement(tokens, problem)
     problem.num_samples = 1  # the first draw is the only draw's token
@@ -59,11 +58,10 @@ def test_several_draws(impl, num_samples, device):
     seed=st.integers(0, 2**31),
 )
 def test_random_problems(impl, batch, vocab, dim, dtype, num_samples, padding, seed):
-    problem = make_problem(batch, vocab + padding, dim, DEVICE, dtype, num_samples, vocab, seed=seed)
-    assert_agreement(problem.sample(impl), problem)
+    check(impl, make_problem(batch, vocab + padding, dim, DEVICE, dtype, num_samples, vocab, seed=seed))
 
 
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize("impl", [impl for impl in IMPLEMENTATIONS if impl != "cute"])
 def test_strided_and_offset_weights(impl, device):
     problem = make_problem(5, 400, 48, device)
     for pad, start in ((16, 0), (5, 0), (16, 3)):  # aligned rows; unaligned rows; unaligned base
@@ -78,11 +76,33 @@ def test_strided_and_offset_weights(impl, device):
         assert torch.equal(view.sample(impl), expected)
 
 
+@pytest.mark.skipif("cute" not in KERNELS, reason="needs a Hopper GPU and the CuTe DSL")
+@pytest.mark.parametrize(
+    ("dim", "pad", "start", "taken"), [(48, 16, 0, True), (45, 3, 8, True), (48, 5, 0, False), (48, 16, 3, False)]
+)
+def test_cute_takes_rows_that_start_at_16_bytes(dim, pad, start, taken, device):
+    """A weight of any row stride that TMA can address, D itself of any size; hidden states of any layout."""
+    problem = make_problem(5, 400, dim, device, torch.bfloat16)
+    expected = problem.sample("reference")
+    wide = torch.full((400, dim + pad + start), torch.nan, dtype=torch.bfloat16, device=device)
+    wide[:, start : start + dim] = problem.weight
+    problem.weight = wide[:, start : start + dim]
+    columns_first = problem.hidden_states.T.contiguous().T
+    for states in (problem.hidden_states, columns_first):
+        problem.hidden_states = states
+        if taken:
+            assert torch.equal(problem.sample("cute"), expected)
+        else:
+            with pytest.raises(ValueError, match="rows of weight must be contiguous and start at multiples of 16 bytes"):
+                problem.sample("cute")
+            assert_agreement(problem.sample(None), problem)  # None goes to Triton
+
+
 @pytest.mark.parametrize("impl", ["reference", *IMPLEMENTATIONS])
 def test_padded_vocabulary_is_never_sampled(impl, device):
     """Trap 15. The padding would win every draw, or poison it."""
     for poison in (100.0, math.nan, math.inf):
-        problem = make_problem(9, 500, 32, device, vocab_size=333)
+        problem = make_problem(9, 500, 32, device, vocab_size=333, impl=impl)
         expected = problem.sample("reference")
         problem.weight[333:] = poison
         assert torch.equal(problem.sample(impl), expected)
@@ -124,13 +144,14 @@ def test_undefined_rows_stay_alone(impl, name, num_samples, device):
     logits, expected = special_rows(device)[name]
     problem = make_problem(4, 300, 2, device, num_samples=num_samples)
     # column 1 of the weight holds the special logits; only row 2 looks at it
-    problem.weight = torch.stack([problem.weight[:, 0], torch.zeros(300, device=device)], dim=1)
+    problem.weight = fit(impl, torch.stack([problem.weight[:, 0], torch.zeros(300, device=device)], dim=1))
     problem.hidden_states[:, 1] = 0.0
+    problem.hidden_states = fit(impl, problem.hidden_states)
     clean = problem.sample(impl)
     # 0 * inf is NaN, so the other rows must not see the column: give them their own weight rows
     row = problem.rows(slice(2, 3))
-    row.weight = logits.to(device)[:, None].contiguous()
-    row.hidden_states = torch.ones(1, 1, device=device)
+    row.weight = fit(impl, logits.to(device)[:, None].contiguous())
+    row.hidden_states = fit(impl, torch.ones(1, 1, device=device))
     row.temperature = torch.ones(1, device=device)
     alone = row.sample(impl)
     if expected is None:
@@ -149,7 +170,7 @@ def test_undefined_rows_stay_alone(impl, name, num_samples, device):
 
 @pytest.mark.parametrize("impl", ["reference", *IMPLEMENTATIONS])
 def test_nan_temperature_is_undefined_and_infinite_is_uniform(impl, device):
-    problem = make_problem(3, 300, 16, device)
+    problem = make_problem(3, 300, 16, device, impl=impl)
     problem.temperature = torch.tensor([1.0, math.nan, math.inf], device=device)
     tokens = problem.sample(impl)
     assert tokens[1] == -1
@@ -163,13 +184,14 @@ def test_ties_go_to_the_lowest_id(impl, device):
     for low, high in ((0, 299), (131, 140), (6, 70), (8, 0), (72, 64), (255, 256)):
         weight = torch.full((300, 1), -1.0, device=device)
         weight[[low, high]] = 2.0
-        out = flashsampling.sample(torch.ones(3, 1, device=device), weight, temperature=0.0, seed=0, impl=impl)
+        ones = fit(impl, torch.ones(3, 1, device=device))
+        out = flashsampling.sample(ones, fit(impl, weight), temperature=0.0, seed=0, impl=impl)
         assert (out.token_ids == min(low, high)).all()
     weight = torch.zeros(300, 1, device=device)
     weight[:200] = -0.0
-    zeros = torch.full((2, 1), -1e-30, device=device)
-    assert (flashsampling.sample(zeros, weight, temperature=0.0, seed=0, impl=impl).token_ids == 0).all()
-    problem = make_problem(64, 300, 4, device)
+    zeros = fit(impl, torch.full((2, 1), -1e-30, device=device))
+    assert (flashsampling.sample(zeros, fit(impl, weight), temperature=0.0, seed=0, impl=impl).token_ids == 0).all()
+    problem = make_problem(64, 300, 4, device, impl=impl)
     problem.weight = torch.zeros_like(problem.weight)
     problem.temperature = torch.ones_like(problem.temperature)
     tokens = problem.sample(impl)
@@ -184,14 +206,18 @@ def test_the_refined_tail_decides(impl, seed, offset, token, refinement, device)
     refined = -math.log((refinement + 0.5) * 2.0**-64)
     for margin in (-1e-3, 1e-3):
         rival = (token + 1) % 1000
-        weight = torch.full((1000, 1), -50.0, device=device)
+        weight = torch.full((1000, 3), -50.0 / 3, device=device)
         weight[token] = 0.0
         rows = torch.tensor([seed, 5, 6], device=device)
         offsets = torch.tensor([offset, 0, 0], device=device)
         problem = make_problem(3, 1000, 1, device)
-        problem.hidden_states, problem.weight = torch.ones(3, 1, device=device), weight
+        problem.weight = weight
         problem.seed, problem.offset, problem.temperature = rows, offsets, torch.ones(3, device=device)
-        weight[rival] = refined - gumbel_at(problem)[0, 0, rival].item() + margin
+        rest = torch.tensor(refined - gumbel_at(problem)[0, 0, rival].item() + margin)
+        for column in range(3):  # a sum of three bf16 numbers is as good as a float
+            weight[rival, column] = rest.bfloat16().item()
+            rest = rest - rest.bfloat16()
+        problem.hidden_states, problem.weight = fit(impl, torch.ones(3, 3, device=device)), fit(impl, weight)
         assert problem.sample(impl)[0, 0] == (rival if margin > 0 else token)
         assert_agreement(problem.sample(impl)[1:], problem.rows(slice(1, 3)))
 
@@ -199,11 +225,11 @@ def test_the_refined_tail_decides(impl, seed, offset, token, refinement, device)
 @pytest.mark.parametrize("impl", ["reference", *IMPLEMENTATIONS])
 def test_every_row_parameter_is_read_per_row(impl, device):
     """Trap 6: changing one row's seed, offset or temperature changes that row alone."""
-    base = make_problem(8, 1000, 16, device, logit_std=0.5)
+    base = make_problem(8, 1000, 16, device, logit_std=0.5, impl=impl)
     base.temperature = torch.full((8,), 1.0, device=device)
     tokens = base.sample(impl)
     for name, value in (("seed", 12345), ("offset", 99), ("temperature", 0.0)):
-        changed = make_problem(8, 1000, 16, device, logit_std=0.5)
+        changed = make_problem(8, 1000, 16, device, logit_std=0.5, impl=impl)
         changed.temperature = base.temperature.clone()
         getattr(changed, name)[5] = value
         other = changed.sample(impl)
@@ -211,18 +237,19 @@ def test_every_row_parameter_is_read_per_row(impl, device):
         assert torch.equal(other[[0, 1, 2, 3, 4, 6, 7]], tokens[[0, 1, 2, 3, 4, 6, 7]])
 
 
+@pytest.mark.parametrize("impl", KERNELS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_triton_is_bitwise_invariant_to_the_batch(dtype, device):
+def test_kernels_are_bitwise_invariant_to_the_batch(impl, dtype, device):
     """Trap 3 and 11: a row alone, in any batch and in any place. Bit for bit, so over near ties too."""
     batch = 300 if ON_GPU else 40
-    problem = make_problem(batch, 2000 if ON_GPU else 300, 256 if ON_GPU else 24, device, dtype, logit_std=0.3)
-    problem.hidden_states[1] = math.nan  # its programs take the careful pass; nobody else may notice
-    together = problem.sample("triton")
+    problem = make_problem(batch, 2000 if ON_GPU else 300, 256 if ON_GPU else 24, device, dtype, logit_std=0.3, impl=impl)
+    problem.hidden_states[1] = math.nan  # its programs take their slow paths; nobody else may notice
+    together = problem.sample(impl)
     order = torch.randperm(batch).to(device)
-    assert torch.equal(problem.rows(order).sample("triton"), together[order])
+    assert torch.equal(problem.rows(order).sample(impl), together[order])
     for size in (1, 2, 15, 17, 33, 64, 65, 128, 200):
         if size < batch:
-            assert torch.equal(problem.rows(slice(batch - size, batch)).sample("triton"), together[-size:])
+            assert torch.equal(problem.rows(slice(batch - size, batch)).sample(impl), together[-size:])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -245,14 +272,28 @@ def test_triton_is_bitwise_invariant_to_the_tile(dtype, device):
         assert torch.equal(sample(*arguments, config), expected), config
 
 
-@pytest.mark.parametrize("impl", ["streaming", pytest.param("triton", marks=pytest.mark.gpu)])
+@pytest.mark.skipif("cute" not in KERNELS, reason="needs a Hopper GPU and the CuTe DSL")
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+@pytest.mark.parametrize(("vocab", "dim"), [(5000, 512), (130, 64), (40_000, 72)])
+def test_cute_is_bitwise_invariant_to_the_tile(dtype, vocab, dim, device):
+    from flashsampling.impl.cute import sample
+    from flashsampling.impl.cute.config import CONFIGS
+
+    problem = make_problem(70, vocab, dim, device, dtype, logit_std=0.3)
+    arguments = (problem.hidden_states, problem.weight, problem.temperature, problem.seed, problem.offset, 1, problem.vocab)
+    expected = sample(*arguments)
+    for config in CONFIGS:
+        assert torch.equal(sample(*arguments, config), expected), config
+
+
+@pytest.mark.parametrize("impl", ["streaming", *(pytest.param(name, marks=pytest.mark.gpu) for name in KERNELS)])
 def test_token_ids_above_2_to_the_24(impl, device):
     """Trap 17: ids that no fp32 holds."""
     vocab = 2**24 + 300
     weight = torch.zeros(vocab, 1, device=device)
     for token in (2**24 + 1, 2**24 + 255, vocab - 1):
         weight[token] = 60.0
-        out = flashsampling.sample(torch.ones(2, 1, device=device), weight, seed=3, impl=impl)
+        out = flashsampling.sample(fit(impl, torch.ones(2, 1, device=device)), fit(impl, weight), seed=3, impl=impl)
         assert (out.token_ids == token).all()
         weight[token] = 0.0
 
@@ -290,7 +331,7 @@ def test_ten_thousand_problems(device):
             dim = dim // 8 * 8 + 8
         problem = make_problem(batch, vocab, dim, device, DTYPES[index % 3], 1 if index % 5 else 2, seed=index)
         for impl in IMPLEMENTATIONS:
-            excused += assert_agreement(problem.sample(impl), problem)
+            excused += check(impl, problem)
             draws += batch * problem.num_samples
     print(f"{draws} draws, {excused} within arithmetic's reach of a tie")
     assert excused < 1e-4 * draws

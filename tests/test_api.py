@@ -41,7 +41,7 @@ BAD_CALLS = [
     (ValueError, r"num_samples must be from 1 to 2\*\*24, got 16777217", {"num_samples": 2**24 + 1}),
     (ValueError, "vocab_size must be from 1 to the 20 rows of weight, got 21", {"vocab_size": 21}),
     (ValueError, "vocab_size must be from 1 to the 20 rows of weight, got 0", {"vocab_size": 0}),
-    (ValueError, "impl must be None or one of reference, streaming, triton, got 'cuda'", {"impl": "cuda"}),
+    (ValueError, "impl must be None or one of reference, streaming, triton, cute, got 'cuda'", {"impl": "cuda"}),
 ]  # fmt: skip
 
 
@@ -81,7 +81,7 @@ def test_empty_batch(impl, device):
 
 @pytest.mark.parametrize("impl", ["reference", *IMPLEMENTATIONS])
 def test_numbers_and_tensors_mean_the_same(impl, device):
-    problem = make_problem(4, 300, 16, device)
+    problem = make_problem(4, 300, 16, device, impl=impl)
     for temperature in (0.0, 0.7, 3):
         for seed, offset in ((5, 0), (-1, 7), (2**64 - 1, 2**40 + 3), (2**33, -9)):
             numbers = sample(
@@ -134,7 +134,7 @@ def test_output_is_frozen_and_the_inputs_untouched(device):
 
 @pytest.mark.parametrize("impl", ["reference", *IMPLEMENTATIONS])
 def test_opcheck(impl):
-    problem = make_problem(4, 300, 16, DEVICE)
+    problem = make_problem(4, 300, 16, DEVICE, impl=impl)
     arguments = (problem.hidden_states, problem.weight)
     rows = (problem.temperature, 0.0, problem.seed, 0, problem.offset, 0)
     numbers = (None, 0.7, None, 5, None, 6)

@@ -5,9 +5,14 @@ import torch
 
 import flashsampling
 from flashsampling import LMHeadSampler, workspace
-from tests.problems import assert_agreement, make_problem
+from tests.problems import KERNELS, assert_agreement, make_problem
 
 pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(params=KERNELS)
+def kernel(request):
+    return request.param
 
 
 def capture(step):
@@ -21,16 +26,16 @@ def capture(step):
 
 
 @pytest.mark.parametrize(("batch", "num_samples"), [(1, 1), (70, 1), (5, 3)])
-def test_graph_replays_draw_anew_and_give_the_eager_tokens(batch, num_samples, device):
+def test_graph_replays_draw_anew_and_give_the_eager_tokens(kernel, batch, num_samples, device):
     """Trap 5 and 12."""
     problem = make_problem(batch, 5000, 256, device, torch.bfloat16, num_samples, logit_std=0.5)
-    graph, tokens = capture(lambda: problem.sample("triton"))
+    graph, tokens = capture(lambda: problem.sample(kernel))
     seen = []
     for step in range(50):
         problem.offset.fill_(step)
         problem.hidden_states.copy_(torch.randn_like(problem.hidden_states))
         graph.replay()
-        assert torch.equal(tokens, problem.sample("triton"))
+        assert torch.equal(tokens, problem.sample(kernel))
         if step % 10 == 0:
             assert_agreement(tokens.clone(), problem)
         seen.append(tokens.clone())
@@ -58,28 +63,28 @@ def kernel_nodes(graph, tmp_path):
     return dump.count("KERNEL"), dump.count("MEMSET") + dump.count("MEMCPY")
 
 
-def test_a_step_is_one_kernel_node(device, tmp_path):
+def test_a_step_is_one_kernel_node(kernel, device, tmp_path):
     problem = make_problem(70, 5000, 256, device, torch.bfloat16)
-    problem.sample("triton")
+    problem.sample(kernel)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     graph.enable_debug_mode()
     with torch.cuda.graph(graph):
-        problem.sample("triton")
+        problem.sample(kernel)
     kernels, others = kernel_nodes(graph, tmp_path)
     assert (kernels, others) == (1, 0)
 
 
-def test_first_call_captured(device):
+def test_first_call_captured(kernel, device):
     """Without the arena the workspace comes from the graph's pool, zeroed by a node of the graph."""
     saved = dict(workspace._arenas)
     problem = make_problem(33, 3000, 128, device, torch.bfloat16)
-    expected = problem.sample("triton")
+    expected = problem.sample(kernel)
     workspace._arenas.clear()
     try:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            tokens = problem.sample("triton")
+            tokens = problem.sample(kernel)
         for _ in range(3):
             tokens.fill_(-7)
             graph.replay()
@@ -88,10 +93,10 @@ def test_first_call_captured(device):
         workspace._arenas.update(saved)
 
 
-def test_two_graphs_replayed_at_once_share_nothing(device):
+def test_two_graphs_replayed_at_once_share_nothing(kernel, device):
     problems = [make_problem(64, 60_000, 512, device, torch.bfloat16, seed=s) for s in range(2)]
-    expected = [p.sample("triton") for p in problems]
-    graphs = [capture(lambda p=p: p.sample("triton")) for p in problems]
+    expected = [p.sample(kernel) for p in problems]
+    graphs = [capture(lambda p=p: p.sample(kernel)) for p in problems]
     streams = [torch.cuda.Stream() for _ in problems]
     torch.cuda.synchronize()
     for _ in range(100):
@@ -103,25 +108,25 @@ def test_two_graphs_replayed_at_once_share_nothing(device):
         assert torch.equal(tokens, tokens_expected)
 
 
-def test_two_streams_at_once(device):
+def test_two_streams_at_once(kernel, device):
     """Trap 25."""
     problems = [make_problem(64, 60_000, 512, device, torch.bfloat16, seed=s) for s in range(2)]
-    expected = [p.sample("triton") for p in problems]
+    expected = [p.sample(kernel) for p in problems]
     streams = [torch.cuda.Stream() for _ in problems]
     torch.cuda.synchronize()
     results = [[], []]
     for _ in range(100):
         for index, stream in enumerate(streams):
             with torch.cuda.stream(stream):
-                results[index].append(problems[index].sample("triton"))
+                results[index].append(problems[index].sample(kernel))
     torch.cuda.synchronize()
     for rows, tokens in zip(results, expected):
         assert all(torch.equal(row, tokens) for row in rows)
 
 
-def test_runs_on_the_current_stream(device):
+def test_runs_on_the_current_stream(kernel, device):
     problem = make_problem(4, 3000, 128, device, torch.bfloat16)
-    expected = problem.sample("triton")
+    expected = problem.sample(kernel)
     stream = torch.cuda.Stream()
     good = problem.hidden_states.clone()
     problem.hidden_states.zero_()
@@ -129,12 +134,12 @@ def test_runs_on_the_current_stream(device):
     with torch.cuda.stream(stream):
         torch.cuda._sleep(200_000_000)
         problem.hidden_states.copy_(good)
-        tokens = problem.sample("triton")  # ordered after the copy on this stream, or it sees zeros
+        tokens = problem.sample(kernel)  # ordered after the copy on this stream, or it sees zeros
     torch.cuda.synchronize()
     assert torch.equal(tokens, expected)
 
 
-@pytest.mark.parametrize("impl", ["streaming", "triton", None])
+@pytest.mark.parametrize("impl", ["streaming", *KERNELS, None])
 def test_no_host_synchronisation(impl, device):
     """Trap 23."""
     problem = make_problem(9, 3000, 128, device, torch.bfloat16)
@@ -152,33 +157,33 @@ def test_no_host_synchronisation(impl, device):
 
 
 @pytest.mark.parametrize(("batch", "vocab"), [(1, 151936), (64, 128256), (256, 151936)])
-def test_no_logits_in_memory(batch, vocab, device):
+def test_no_logits_in_memory(kernel, batch, vocab, device):
     problem = make_problem(batch, vocab, 256, device, torch.bfloat16)
-    problem.sample("triton")
+    problem.sample(kernel)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    problem.sample("triton")
+    problem.sample(kernel)
     assert torch.cuda.max_memory_allocated() - before <= 64 * 1024
 
 
-def test_workspace_is_left_zero(device):
+def test_workspace_is_left_zero(kernel, device):
     for batch, num_samples in ((1, 1), (300, 1), (40, 5)):
         problem = make_problem(batch, 3000, 64, device, torch.bfloat16, num_samples)
         problem.hidden_states[0] = float("nan")
-        problem.sample("triton")
+        problem.sample(kernel)
     torch.cuda.synchronize()
     assert all(int(buffer.count_nonzero()) == 0 for buffer in workspace._per_stream.values())
 
 
-def test_output_is_written_whole(device):
+def test_output_is_written_whole(kernel, device):
     """A poisoned allocator: what the kernel does not write would show."""
     for batch in (1, 17, 300):
         problem = make_problem(batch, 3000, 64, device, torch.bfloat16)
-        expected = problem.sample("triton")
+        expected = problem.sample(kernel)
         poison = torch.full((batch, 1), -99, dtype=torch.int64, device=device)
         del poison
-        assert torch.equal(problem.sample("triton"), expected)
+        assert torch.equal(problem.sample(kernel), expected)
         assert (expected >= 0).all()
 
 
@@ -196,7 +201,68 @@ def test_configuration_is_decided_without_running_anything(device):
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_any_device_index():
+def test_any_device_index(kernel):
     problem = make_problem(5, 3000, 128, torch.device("cuda", 1), torch.bfloat16)
     assert torch.cuda.current_device() == 0
-    assert_agreement(problem.sample("triton"), problem)
+    assert_agreement(problem.sample(kernel), problem)
+
+
+@pytest.mark.skipif("cute" not in KERNELS, reason="needs a Hopper GPU and the CuTe DSL")
+def test_cute_compiles_nothing_for_a_new_batch_size(device, monkeypatch, tmp_path):
+    """Once a dtype was used, every batch size is there; and what is on disk is not compiled again."""
+    from flashsampling.impl.cute import cache
+
+    problem = make_problem(600, 300, 64, device, torch.bfloat16)
+    expected = problem.sample("cute")
+
+    def refuse(*_):
+        raise AssertionError("compiled while serving")
+
+    monkeypatch.setattr(cache, "_compile", refuse)
+    for batch in (1, 9, 17, 47, 50, 90, 100, 191, 193, 300, 385, 600):
+        assert torch.equal(problem.rows(slice(0, batch)).sample("cute"), expected[:batch])
+    assert list(cache.folder().glob("bfloat16_*.o"))
+    monkeypatch.setattr(cache, "_kernels", {})
+    assert torch.equal(problem.sample("cute"), expected)
+
+
+@pytest.mark.skipif("cute" not in KERNELS, reason="needs a Hopper GPU and the CuTe DSL")
+def test_cute_from_many_threads_at_once(device):
+    """The first calls race for the cache, all of them for the stream's workspace; each has its own stream."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    from flashsampling.impl.cute import cache
+
+    problems = [make_problem(batch, 3000, 64, device, torch.float16, seed=batch) for batch in (1, 7, 33, 100, 250, 300)]
+    expected = [problem.sample("triton") for problem in problems]
+    torch.cuda.synchronize()
+    cache._kernels.clear()
+
+    def draw(problem):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            tokens = [problem.sample("cute") for _ in range(20)]
+            torch.cuda.current_stream().synchronize()
+        return tokens
+
+    with ThreadPoolExecutor(len(problems)) as pool:
+        for tokens, problem, triton_tokens in zip(pool.map(draw, problems), problems, expected):
+            assert all(torch.equal(row, tokens[0]) for row in tokens)
+            if not torch.equal(tokens[0], triton_tokens):
+                assert_agreement(tokens[0], problem)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", [3, 70, 200])
+def test_a_hundred_thousand_replays(kernel, batch, device):
+    """Fresh offsets every replay; a sample of them against the oracle, all of them in range."""
+    problem = make_problem(batch, 20_000, 64, device, torch.bfloat16, logit_std=0.5)
+    graph, tokens = capture(lambda: problem.sample(kernel))
+    least, most = torch.full((2, batch, 1), 10_000, device=device)
+    for step in range(100_000):
+        problem.offset.add_(1)
+        graph.replay()
+        least, most = torch.minimum(least, tokens), torch.maximum(most, tokens)
+        if step % 5000 == 0:
+            assert_agreement(tokens.clone(), problem)
+    assert least.min() >= 0
+    assert most.max() < 20_000

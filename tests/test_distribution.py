@@ -15,6 +15,7 @@ from scipy import stats
 import flashsampling
 from flashsampling import noise
 from tests.conftest import DEVICE
+from tests.problems import KERNELS
 
 LEVEL = 1e-6  # of a false alarm, per test
 POWER = 0.999
@@ -83,13 +84,15 @@ def test_torch_implementations(impl, shape, temperature):
     assert_distribution(counts, probabilities, distance=0.03 if on_gpu else 0.12)
 
 
+@pytest.mark.parametrize("impl", KERNELS)
 @pytest.mark.parametrize("draws_per_row", [1, 16])
-def test_triton(draws_per_row):
+def test_kernels(impl, draws_per_row):
     """Both of its paths: one draw per row, and several. Under the interpreter few draws, so little power."""
     on_gpu = DEVICE.type == "cuda"
     rows, calls = (4096, 400) if on_gpu else (64, 4)
-    logits = logit_shapes(1000 if on_gpu else 100)["peaked"]
-    counts = draw_counts("triton", logits, 0.9, rows, draws_per_row, calls)
+    logits = logit_shapes(1000 if on_gpu else 100)["peaked"].bfloat16().float()
+    dtype = torch.bfloat16 if impl == "cute" else torch.float32
+    counts = draw_counts(impl, logits, 0.9, rows, draws_per_row, calls, dtype)
     distance = 0.02 if on_gpu else 1.2 if draws_per_row == 1 else 0.3
     assert_distribution(counts, torch.softmax(logits.double() / 0.9, 0).to(DEVICE), distance)
 
@@ -143,11 +146,13 @@ def test_real_model_logits(temperature):
 @pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", ["flat", "peaked"])
-def test_a_hundred_million_draws(shape):
-    """1e8 draws at V = 128,256, on the tensor cores."""
+@pytest.mark.parametrize(("impl", "draws", "distance"), [("triton", 10**8, 0.0066), ("cute", 10**9, 0.0021)])
+def test_very_many_draws(impl, draws, distance, shape):
+    """1e8 draws and more at V = 128,256, on the tensor cores."""
+    if impl not in KERNELS:
+        pytest.skip("needs a Hopper GPU and the CuTe DSL")
     logits = logit_shapes(128_256)[shape].bfloat16().float()
     rows = 4096
-    calls = -(-100_000_000 // rows)
-    counts = draw_counts("triton", logits, 1.0, rows, 1, calls, torch.bfloat16)
-    assert counts.sum() >= 100_000_000
-    assert_distribution(counts, torch.softmax(logits.double(), 0).to(DEVICE), distance=0.0066)
+    counts = draw_counts(impl, logits, 1.0, rows, 1, -(-draws // rows), torch.bfloat16)
+    assert counts.sum() >= draws
+    assert_distribution(counts, torch.softmax(logits.double(), 0).to(DEVICE), distance)

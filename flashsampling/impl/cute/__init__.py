@@ -1,0 +1,10 @@
+"""CuTe DSL, Hopper: the fused step in one launch.
+
+``kernel`` is the kernel, of ``mainloop``, ``noise``, ``epilogue`` and ``reduction``; ``config`` its shapes and what it takes;
+``cache`` the compiled objects, in memory and on disk; ``launch`` the call.
+"""
+
+from .config import choose_config, unsupported
+from .launch import sample
+
+__all__ = ["choose_config", "sample", "unsupported"]

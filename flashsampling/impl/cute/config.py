@@ -1,0 +1,101 @@
+"""Which problems the Hopper kernel takes, and the tile shape of each: a pure function of the batch size.
+
+Nothing is tuned while serving, and there are ten shapes per dtype in all, so ``scripts/precompile`` can make every kernel
+that will ever be asked for. Rejected designs are recorded in ``kernel``.
+"""
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+TILE_V = 128  # vocabulary rows of a tile: two m64 wgmma blocks
+TILE_D = 64  # depth of a pipeline stage: one 128-byte swizzle atom of 16-bit elements
+
+_SHARED_BYTES = 232_448  # what a CTA may have on sm_90
+_MAX_STAGES = 13
+_MAX_TILES_PER_CTA = 2**16  # a queue entry has 16 bits for it
+
+
+@dataclass(frozen=True)
+class TileConfig:
+    """Shape of one launch. Tokens do not depend on it."""
+
+    block_b: int  # batch rows of a tile: a multiple of 8, at most 256
+    cluster: int  # CTAs, neighbours in the vocabulary, that share each load of hidden states
+
+    @property
+    def stages(self) -> int:
+        """Pipeline stages: what shared memory holds beside the codes, thresholds, queue and barriers."""
+        others = 800 + 136 * self.block_b
+        room = _SHARED_BYTES - -(-others // 1024) * 1024
+        return min(_MAX_STAGES, room // ((TILE_V + self.block_b) * TILE_D * 2))
+
+
+CONFIGS = (
+    TileConfig(8, 1),
+    TileConfig(16, 1),
+    TileConfig(32, 1),
+    TileConfig(48, 2),
+    TileConfig(64, 2),
+    TileConfig(96, 2),
+    TileConfig(128, 2),
+    TileConfig(192, 1),
+    TileConfig(256, 1),
+)
+
+
+def choose_config(batch: int) -> TileConfig:
+    """The smallest shape that takes the batch in one block of rows; beyond 256 rows the one that pads it least."""
+    for config in CONFIGS:
+        if batch <= config.block_b:
+            return config
+    return min(CONFIGS[-2:], key=lambda config: (-(-batch // config.block_b) * config.block_b, -config.block_b))
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Of a CUDA device."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+def ctas_per_row_block(config: TileConfig, batch: int, vocab_size: int, processors: int) -> int:
+    """CTAs that walk the vocabulary for one block of rows: a multiple of the cluster, one CTA per multiprocessor in all."""
+    clusters = -(-vocab_size // (TILE_V * config.cluster))
+    row_blocks = -(-batch // config.block_b)
+    return max(1, min(clusters, processors // (config.cluster * row_blocks))) * config.cluster
+
+
+def copy_engine_reads(matrix: Tensor) -> bool:
+    """Whether TMA can address the rows: 16-byte aligned, contiguous along D."""
+    rows_apart = matrix.stride(0) * matrix.element_size()
+    return (
+        matrix.stride(1) == 1
+        and matrix.data_ptr() % 16 == 0
+        and (matrix.shape[0] == 1 or (rows_apart % 16 == 0 and 0 < rows_apart < 2**40))
+    )
+
+
+def unsupported(hidden_states: Tensor, weight: Tensor) -> str | None:
+    """Why the Hopper kernel cannot take this problem, or None. Misaligned hidden states it copies; the weight it does not."""
+    device = hidden_states.device
+    if device.type != "cuda" or torch.version.cuda is None:
+        return f"tensors on {device.type}, it runs on NVIDIA GPUs"
+    if _capability(device) != (9, 0):
+        return f"compute capability {_capability(device)}, it needs (9, 0)"
+    if weight.dtype == torch.float32:
+        return "float32, it takes bfloat16 and float16"
+    if not copy_engine_reads(weight):
+        return (
+            "the rows of weight must be contiguous and start at multiples of 16 bytes (D divisible by 8), "
+            f"got strides {tuple(weight.stride())} at address {weight.data_ptr():#x}"
+        )
+    if weight.shape[0] > _MAX_TILES_PER_CTA * TILE_V:
+        return f"{weight.shape[0]} vocabulary rows, it takes up to {_MAX_TILES_PER_CTA * TILE_V}"
+    return None

@@ -1,0 +1,265 @@
+"""The fused step on Hopper in one persistent launch: matmul, noise, argmax, reduction.
+
+A CTA keeps one block of rows and walks every ``tile_stride``-th vocabulary tile of 128 rows. Roles, 16 warps:
+
+    warp 0          producer      fills the ring of stages by TMA
+    warps 1, 2      evaluators    exact score of every candidate, publication of those that lead
+    warp 3          idle
+    warps 4..7      noise         codes of a tile's noise, while the consumers multiply
+    warps 8..15     consumers     wgmma, two warpgroups of 64 vocabulary rows each; then the search of the tile's logits
+
+Barriers:
+
+    edge                    object                         filled by                     emptied by
+    stage full              mbarrier per stage             TMA, by bytes                 -
+    stage empty             mbarrier per stage             -                             8 consumer warps per CTA of the cluster
+    codes full              mbarrier                       128 noise threads             -
+    codes empty             mbarrier                       -                             8 consumer warps, after the search
+    queue                   64-bit slots, 0 is free        consumers, compare-and-swap   the slot's evaluator thread, exchange
+    no more candidates      ``done``, release / acquire    8 consumer warps              evaluators, before they look a last time
+    consumers               named barrier 1                256 threads                   the same
+    everything published    named barrier 2                evaluators arrive             consumers wait
+    workspace               see ``reduction``              last CTA, by a counter        the same
+
+The exposed part of a tile is the search, five instructions a logit. Registers a thread: 56 producer and evaluators, 96 noise,
+176 consumers.
+
+Rejected designs, H200, B = 256, V = 151936, each against cuBLAS's bare matmul in the same run (whole step unless said otherwise):
+
+    two ping-pong warpgroups of 128 x 128, the noise in     D = 4096: 1.16, D = 2048: 1.30. Without noise 1.06 and 1.00: each reads
+    each one's epilogue                                     160 bytes of shared memory where 128 a cycle are to be had
+    wide multiplications in the noise (see ``noise``)       D = 4096: 1.14 of the same without noise, narrow ones 1.02
+    two Philox blocks per noise thread at once              D = 4096: 1.17 against 1.13 with one: bursts cost the tensor cores more
+    candidates evaluated by the consumers that find them    D = 8192: 1.06 against 1.05, D = 4096: 1.13 against 1.11
+    lower bounds of the first tile published by every warp  D = 2048, B = 128: 1.23 against 1.09 by one thread per row: 135,000
+                                                            atomics on sixteen lines
+"""
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32, const_expr, pipeline
+from cutlass.cute.nvgpu import cpasync
+
+from .config import TileConfig
+from .epilogue import QUEUE, Arguments, SampleEpilogue, Shared, Walk
+from .mainloop import Mainloop
+from .reduction import finish
+
+_WARPGROUP = 128
+_PRODUCER_REGISTERS = 56
+_NOISE_REGISTERS = 96
+_CONSUMER_REGISTERS = 176
+
+
+class SampleKernel:
+    """One tile shape and dtype. Called under ``cute.compile`` only."""
+
+    def __init__(self, dtype, config: TileConfig):
+        self.dtype = dtype
+        self.cluster = config.cluster
+        self.block_b = config.block_b
+        self.mainloop = Mainloop(dtype, config)
+        self.epilogue = SampleEpilogue(config.block_b)
+
+    @cute.jit
+    def __call__(
+        self,
+        hidden: Int64,  # address of (B, D), rows hidden_stride elements apart
+        weight: Int64,  # address of (V, D), rows weight_stride elements apart
+        temperature: Int64,
+        temperature_value: Float32,
+        seed: Int64,
+        seed_value: Int64,
+        offset: Int64,
+        offset_value: Int64,
+        tokens: cute.Tensor,  # (B * num_samples,) int64, out; the one tensor, by which the launch finds the current stream
+        workspace: Int64,
+        batch: Int32,
+        vocab_size: Int32,
+        dim: Int32,
+        num_samples: Int32,
+        hidden_stride: Int64,
+        weight_stride: Int64,
+        row_blocks: Int32,
+        ctas: Int32,  # per row block: a multiple of the cluster
+        stream: cuda.CUstream,
+    ):
+        def matrix(address, rows, stride):
+            pointer = cute.make_ptr(self.dtype, address, cute.AddressSpace.gmem, assumed_align=16)
+            return cute.make_tensor(pointer, cute.make_layout((rows, dim), stride=(cute.assume(stride, divby=8), 1)))
+
+        w_layout, h_layout = self.mainloop.layouts()
+        tma_w, tW, tma_h, tH = self.mainloop.copies(
+            matrix(weight, vocab_size, weight_stride), matrix(hidden, batch, hidden_stride), w_layout, h_layout
+        )
+
+        @cute.struct
+        class Storage:
+            stages: cute.struct.MemRange[Int64, 2 * self.mainloop.stages]
+            codes_full: cute.struct.MemRange[Int64, 1]
+            codes_empty: cute.struct.MemRange[Int64, 1]
+            ticket: cute.struct.MemRange[Int32, 1]
+            done: cute.struct.MemRange[Int32, 1]
+            last: cute.struct.MemRange[Int32, 1]
+            flags: cute.struct.MemRange[Uint32, 8]
+            queue: cute.struct.MemRange[Int64, QUEUE]
+            rows: cute.struct.Align[cute.struct.MemRange[Float32, 2 * self.block_b], 16]
+            codes: cute.struct.Align[cute.struct.MemRange[Uint32, self.epilogue.code_words], 16]
+            w: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(w_layout)], 1024]
+            h: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(h_layout)], 1024]
+
+        self.storage = Storage
+        arguments = Arguments(
+            temperature,
+            temperature_value,
+            seed,
+            seed_value,
+            offset,
+            offset_value,
+            tokens.iterator.toint(),
+            workspace,
+            batch,
+            vocab_size,
+            num_samples,
+        )
+        self.kernel(
+            tma_w, tW, tma_h, tH, self.mainloop.tiled_mma(), w_layout, h_layout, arguments, dim, row_blocks, ctas
+        ).launch(
+            grid=(row_blocks * ctas, 1, 1),
+            block=(4 * _WARPGROUP, 1, 1),
+            cluster=(self.cluster, 1, 1),
+            min_blocks_per_mp=1,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        tma_w: cute.CopyAtom,
+        tW: cute.Tensor,  # coordinates of (V, D)
+        tma_h: cute.CopyAtom,
+        tH: cute.Tensor,  # coordinates of (B, D)
+        tiled_mma: cute.TiledMma,
+        w_layout: cute.ComposedLayout,
+        h_layout: cute.ComposedLayout,
+        args: Arguments,
+        dim: Int32,
+        row_blocks: Int32,
+        ctas: Int32,
+    ):
+        thread = cute.arch.thread_idx()[0]
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        warp_group = cute.arch.make_warp_uniform(thread // _WARPGROUP)
+        if warp == 0:
+            cpasync.prefetch_descriptor(tma_w)
+            cpasync.prefetch_descriptor(tma_h)
+
+        # neighbouring clusters take the same tiles for different blocks of rows, neighbouring CTAs of a cluster neighbouring
+        # tiles
+        cluster = cute.arch.block_idx()[0] // self.cluster
+        rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()) if const_expr(self.cluster > 1) else Int32(0)
+        row_block = cluster % row_blocks
+        first = cluster // row_blocks * self.cluster  # of the cluster's tiles: all its CTAs make as many steps
+        tiles_of_all = cute.ceil_div(args.vocab_size, self.mainloop.tile[0])
+        walk = Walk(
+            row_block=row_block,
+            first_row=row_block * self.block_b,
+            first_tile=first + rank,
+            tile_stride=ctas,
+            tiles=(tiles_of_all - first + ctas - 1) // ctas,
+            ctas=ctas,
+        )
+
+        storage = cutlass.utils.SmemAllocator().allocate(self.storage)
+        sW = storage.w.get_tensor(w_layout.outer, swizzle=w_layout.inner)
+        sH = storage.h.get_tensor(h_layout.outer, swizzle=h_layout.inner)
+        one = cute.make_layout(1)
+        shared = Shared(
+            rows=cute.make_tensor(storage.rows.data_ptr(), cute.make_layout((self.block_b, 2), stride=(2, 1))),
+            codes=cute.make_tensor(storage.codes.data_ptr(), cute.make_layout(self.epilogue.code_words)),
+            flags=cute.make_tensor(storage.flags.data_ptr(), cute.make_layout(8)),
+            queue=cute.make_tensor(storage.queue.data_ptr(), cute.make_layout(QUEUE)),
+            ticket=cute.make_tensor(storage.ticket.data_ptr(), one),
+            done=cute.make_tensor(storage.done.data_ptr(), one),
+        )
+        last = cute.make_tensor(storage.last.data_ptr(), one)
+        codes_full, codes_empty = storage.codes_full.data_ptr(), storage.codes_empty.data_ptr()
+        if thread == 0:
+            cute.arch.mbarrier_init(codes_full, _WARPGROUP)
+            cute.arch.mbarrier_init(codes_empty, 8)
+        pipe = self.mainloop.make_pipeline(storage.stages.data_ptr())
+        pipeline.pipeline_init_arrive(cluster_shape_mn=(self.cluster, 1), is_relaxed=True)
+        self.epilogue.prepare(args, walk, shared, thread)
+        pipeline.pipeline_init_wait(cluster_shape_mn=(self.cluster, 1))
+        cute.arch.sync_threads()
+
+        consumers = pipeline.NamedBarrier(barrier_id=1, num_threads=2 * _WARPGROUP)
+        published = pipeline.NamedBarrier(barrier_id=2, num_threads=2 * _WARPGROUP + QUEUE)
+        one_draw = args.num_samples == 1
+        if warp_group == 0:
+            cute.arch.setmaxregister_decrease(_PRODUCER_REGISTERS)
+            if warp == 0:
+                self.mainloop.produce(
+                    pipe, tma_w, tW, tma_h, tH, sW, sH, rank, row_block, walk.first_tile, walk.tile_stride, walk.tiles
+                )
+            elif warp < 3:
+                self.epilogue.evaluate(args, walk, shared, thread - 32)
+                published.arrive()
+        elif warp_group == 1:
+            cute.arch.setmaxregister_decrease(_NOISE_REGISTERS)
+            if one_draw:
+                self.epilogue.make_codes(args, walk, shared, codes_full, codes_empty, thread - _WARPGROUP)
+        else:
+            cute.arch.setmaxregister_increase(_CONSUMER_REGISTERS)
+            thread = thread - 2 * _WARPGROUP
+            tCrW, tCrH, accumulator = self.mainloop.fragments(tiled_mma, sW, sH, warp_group - 2)
+            # a thread's columns come as neighbours out of eight; its tokens differ in bit 3
+            logits = cute.make_tensor(accumulator.iterator, cute.make_layout((2, 2, self.block_b // 8)))
+            state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.mainloop.stages)
+            release = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.mainloop.stages)
+            k_tiles = cute.ceil_div(dim, self.mainloop.tile[2])
+            for i in cutlass.range(walk.tiles, unroll=1):
+                state, release = self.mainloop.accumulate(pipe, tiled_mma, tCrW, tCrH, accumulator, state, release, k_tiles)
+                if one_draw:
+                    cute.arch.mbarrier_wait(codes_full, i % 2)
+                self.epilogue.search(args, walk, shared, logits, i, thread, consumers)
+                cute.arch.sync_warp()
+                if one_draw & (thread % 32 == 0):
+                    shared.flags[thread // 32] = Uint32(0)
+                    cute.arch.mbarrier_arrive(codes_empty)
+            if thread % 32 == 0:
+                cute.arch.atomic_add(shared.done.iterator, Int32(1), sem="release", scope="cta")
+            finish(args, self.block_b, row_block, ctas, last, thread, published, consumers)
+        if const_expr(self.cluster > 1):  # no CTA leaves while another may still signal its barriers
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+
+
+def compile_kernel(dtype, config: TileConfig, options: str = ""):
+    """The compiled launch of a tile shape for ``CUTE_DSL_ARCH``, callable with the arguments of ``SampleKernel``'s call, less
+    the stream: it is torch's current one."""
+    tokens = cute.runtime.make_fake_compact_tensor(Int64, (cute.sym_int32(),))
+    return cute.compile(
+        SampleKernel(dtype, config),
+        Int64(0),
+        Int64(0),
+        Int64(0),
+        Float32(0),
+        Int64(0),
+        Int64(0),
+        Int64(0),
+        Int64(0),
+        tokens,
+        Int64(0),
+        Int32(1),
+        Int32(1),
+        Int32(1),
+        Int32(1),
+        Int64(8),
+        Int64(8),
+        Int32(1),
+        Int32(1),
+        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
+        options=f"--enable-tvm-ffi {options}",
+    )

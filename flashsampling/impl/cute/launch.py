@@ -1,0 +1,73 @@
+"""One launch of the Hopper kernel."""
+
+import torch
+from torch import Tensor
+
+from ...workspace import zeroed_words
+from .cache import kernel_for
+from .config import TileConfig, choose_config, copy_engine_reads, ctas_per_row_block, multiprocessors
+
+
+def sample(
+    hidden_states: Tensor,  # (B, D)
+    weight: Tensor,  # (V, D), rows that TMA can address
+    temperature: Tensor | float,  # (B,) float32
+    seed: Tensor | int,  # (B,) int64
+    offset: Tensor | int,  # (B,) int64
+    num_samples: int,
+    vocab_size: int,
+    config: TileConfig | None = None,
+) -> Tensor:
+    """(B, num_samples) int64 token ids, B > 0: one launch on the current stream of the tensors' device."""
+    device = hidden_states.device
+    if device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            return _launch(hidden_states, weight, temperature, seed, offset, num_samples, vocab_size, config)
+    return _launch(hidden_states, weight, temperature, seed, offset, num_samples, vocab_size, config)
+
+
+def _launch(
+    hidden_states: Tensor,
+    weight: Tensor,
+    temperature: Tensor | float,
+    seed: Tensor | int,
+    offset: Tensor | int,
+    num_samples: int,
+    vocab_size: int,
+    config: TileConfig | None,
+) -> Tensor:
+    batch, dim = hidden_states.shape
+    device = hidden_states.device
+    if config is None:
+        config = choose_config(batch)
+    if not copy_engine_reads(hidden_states):
+        padded = torch.empty((batch, -(-dim // 8) * 8), dtype=hidden_states.dtype, device=device)
+        hidden_states = padded[:, :dim].copy_(hidden_states)
+    tokens = torch.empty(batch * num_samples, dtype=torch.int64, device=device)
+    row_blocks = -(-batch // config.block_b)
+    workspace = zeroed_words(2 * batch * num_samples + row_blocks, device)
+    temperature_at, temperature_value = (temperature.data_ptr(), 0.0) if isinstance(temperature, Tensor) else (0, temperature)
+    seed_at, seed_value = (seed.data_ptr(), 0) if isinstance(seed, Tensor) else (0, seed)
+    offset_at, offset_value = (offset.data_ptr(), 0) if isinstance(offset, Tensor) else (0, offset)
+    kernel_for(hidden_states.dtype, config)(
+        hidden_states.data_ptr(),
+        weight.data_ptr(),
+        temperature_at,
+        temperature_value,
+        seed_at,
+        seed_value,
+        offset_at,
+        offset_value,
+        tokens,
+        workspace.data_ptr(),
+        batch,
+        vocab_size,
+        dim,
+        num_samples,
+        # of a single row the stride is torch's business, but TMA wants a multiple of 16 bytes
+        hidden_states.stride(0) if batch > 1 else -(-dim // 8) * 8,
+        weight.stride(0) if weight.shape[0] > 1 else -(-dim // 8) * 8,
+        row_blocks,
+        ctas_per_row_block(config, batch, vocab_size, multiprocessors(device)),
+    )
+    return tokens.view(batch, num_samples)

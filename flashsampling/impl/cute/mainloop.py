@@ -1,0 +1,126 @@
+"""The matmul of one tile: TMA fills a ring of stages, two warpgroups multiply them, each 64 of the tile's 128 vocabulary rows.
+
+Vocabulary is M and batch is N of ``wgmma``; both operands are K-major as they lie in memory. k runs upwards in one chain of
+m64 k16 instructions, so a logit's bits do not depend on the tile's shape. A block of more than 128 rows is two instructions
+in N: with 512 threads ptxas allows no instruction of more than 128 columns.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, pipeline, range_constexpr
+from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.utils import LayoutEnum
+from cutlass.utils import hopper_helpers as sm90
+
+from .config import TILE_D, TILE_V, TileConfig
+
+_CONSUMER_WARPS = 8
+
+
+class Mainloop:
+    """Layouts and loops of a tile shape."""
+
+    def __init__(self, dtype, config: TileConfig):
+        self.dtype = dtype
+        self.stages = config.stages
+        self.cluster = config.cluster
+        self.tile = (TILE_V, config.block_b, TILE_D)
+        self.columns_per_instruction = config.block_b if config.block_b <= 128 else config.block_b // 2
+
+    # -- host side of the launch
+
+    def tiled_mma(self):
+        """Two m64 blocks side by side in M, one per consumer warpgroup."""
+        major = LayoutEnum.ROW_MAJOR.sm90_mma_major_mode()
+        tiler = (64, self.columns_per_instruction)
+        return sm90.make_trivial_tiled_mma(self.dtype, self.dtype, major, major, Float32, (2, 1, 1), tiler_mn=tiler)
+
+    def layouts(self):
+        """Swizzled shared-memory layouts of the weight's and the hidden states' stages."""
+        make = (sm90.make_smem_layout_a, sm90.make_smem_layout_b)
+        return [layout(LayoutEnum.ROW_MAJOR, self.tile, self.dtype, self.stages) for layout in make]
+
+    def copies(self, weight, hidden, w_layout, h_layout):
+        """TMA atoms and their coordinate tensors. A cluster loads each block of hidden states once, a share per CTA."""
+        one, shared = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileG2SMulticastOp()
+        w_stage, h_stage = (cute.slice_(layout, (None, None, 0)) for layout in (w_layout, h_layout))
+        tma_w = cpasync.make_tiled_tma_atom(one, weight, w_stage, (TILE_V, TILE_D))
+        tma_h = cpasync.make_tiled_tma_atom(
+            one if self.cluster == 1 else shared, hidden, h_stage, (self.tile[1], TILE_D), num_multicast=self.cluster
+        )
+        return *tma_w, *tma_h
+
+    # -- device side
+
+    def make_pipeline(self, barriers):
+        """Stage barriers: full by the bytes of a stage, empty by every consumer warp of every CTA of the cluster."""
+        return pipeline.PipelineTmaAsync.create(
+            barrier_storage=barriers,
+            num_stages=self.stages,
+            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
+            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, _CONSUMER_WARPS * self.cluster),
+            tx_count=(self.tile[0] + self.tile[1]) * TILE_D * 2,
+            cta_layout_vmnk=cute.make_layout((1, self.cluster, 1, 1)),
+            defer_sync=True,
+        )
+
+    @cute.jit
+    def produce(self, pipe, tma_w, tW, tma_h, tH, sW, sH, rank, row_block, first_tile, tile_stride, tiles):
+        """The producer warp: fills stages for every tile of the CTA."""
+        gW = cute.local_tile(tW, (TILE_V, TILE_D), (None, None))  # (128, 64, V tiles, D tiles)
+        gH = cute.local_tile(tH, (self.tile[1], TILE_D), (None, None))  # (N, 64, B tiles, D tiles)
+        tWsW, tWgW = cpasync.tma_partition(
+            tma_w, 0, cute.make_layout(1), cute.group_modes(sW, 0, 2), cute.group_modes(gW, 0, 2)
+        )
+        tHsH, tHgH = cpasync.tma_partition(
+            tma_h, rank, cute.make_layout(self.cluster), cute.group_modes(sH, 0, 2), cute.group_modes(gH, 0, 2)
+        )
+        to_all = {} if self.cluster == 1 else {"mcast_mask": cutlass.Int16(2**self.cluster - 1)}
+        k_tiles = cute.size(gW, mode=[3])
+        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
+        for i in cutlass.range(tiles, unroll=1):
+            tile = first_tile + i * tile_stride
+            for k in cutlass.range(k_tiles, unroll=1):
+                pipe.producer_acquire(state)
+                full = pipe.producer_get_barrier(state)
+                cute.copy(tma_w, tWgW[None, tile, k], tWsW[None, state.index], tma_bar_ptr=full)
+                cute.copy(tma_h, tHgH[None, row_block, k], tHsH[None, state.index], tma_bar_ptr=full, **to_all)
+                state.advance()
+        pipe.producer_tail(state)
+
+    def fragments(self, tiled_mma, sW, sH, warp_group):
+        """Operand descriptors of a consumer warpgroup (0 or 1), and its accumulator, (2 columns, 2 rows, N / 8) per thread."""
+        thread_mma = tiled_mma.get_slice(cute.make_layout(2, stride=128)(warp_group))
+        tCrW = tiled_mma.make_fragment_A(thread_mma.partition_A(sW))
+        tCrH = tiled_mma.make_fragment_B(thread_mma.partition_B(sH))
+        accumulator = cute.make_rmem_tensor(tiled_mma.partition_shape_C(self.tile[:2]), Float32)
+        return tCrW, tCrH, accumulator
+
+    @cute.jit
+    def accumulate(self, pipe, tiled_mma, tCrW, tCrH, accumulator, state, release, k_tiles):
+        """The logits of one tile; returns the advanced pipeline states. A stage is released once the next one's products are on
+        their way."""
+        pipe.consumer_wait(state)
+        warpgroup.fence()
+        for kb in range_constexpr(TILE_D // 16):
+            tiled_mma.set(warpgroup.Field.ACCUMULATE, kb != 0)
+            k16 = (None, None, kb, state.index)
+            cute.gemm(tiled_mma, accumulator, tCrW[k16], tCrH[k16], accumulator)
+        warpgroup.commit_group()
+        tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
+        state.advance()
+        for _ in cutlass.range(1, k_tiles, unroll=1):
+            pipe.consumer_wait(state)
+            warpgroup.fence()  # without it ptxas puts one of its own in, and serialises every wgmma (C7520)
+            for kb in range_constexpr(TILE_D // 16):
+                k16 = (None, None, kb, state.index)
+                cute.gemm(tiled_mma, accumulator, tCrW[k16], tCrH[k16], accumulator)
+            warpgroup.commit_group()
+            warpgroup.wait_group(1)
+            pipe.consumer_release(release)
+            release.advance()
+            state.advance()
+        warpgroup.wait_group(0)
+        pipe.consumer_release(release)
+        release.advance()
+        return state, release

@@ -1,0 +1,192 @@
+"""The contract's noise as CuTe functions: Philox4x32-10 words, the Gumbel in base 2, and a cheap bound of it.
+
+A kernel compares scores in base 2, ``logit * log2(e) / T - log2(E / ln 2)``: the constant ``log2(ln 2)`` is common to a row and
+drops out, and the logarithms are then the hardware's own base-2 ones.
+
+Of Philox's ten rounds, what depends on the row alone (round keys, its half of the first two rounds) is computed once per launch
+(``row_constants``), and what depends on the group of tokens alone (the other half of the first round) once per group
+(``group_constants``). A block then costs 17 wide multiplications and 19 three-input exclusive-ors, and no addition.
+
+Accuracy of ``minus_gumbel``: ``lg2.approx`` has an absolute error of 2**-22 next to 1, so ``E = -log1p(-v)`` is a polynomial
+below v = 1/16 (truncation 1.6e-7 relative) and the logarithm of the complement, formed from the negated word and not from ``1
+- v``, above. Both ends of the range keep full relative precision.
+
+No wide multiplication where it counts. Beside ``wgmma`` an ``IMAD.WIDE`` or ``IMAD.HI`` costs the tensor cores some twelve
+cycles, a plain ``IMAD`` next to none, so the noise warpgroup builds the high half of a product from four plain ones
+(``_multiply_narrow``). Measured on an H200, V = 151936, D = 4096, B = 256, the noise as it was then: 0.486 ms wide, 0.452 ms
+narrow, 0.437 ms without noise.
+
+The bound. Almost no token can win, and seven bits of its noise show it. ``code_bytes`` keeps of a word the exponent and two
+bits of the mantissa (its logarithm in quarters, rounded down). A byte ``b = 0x80 | code`` becomes the upper half of the float
+``w = 256 + 2 * code`` by a byte permutation, and for every word that is not flagged
+
+    GUMBEL_ABOVE - w / 8 <= base-2 Gumbel <= GUMBEL_BELOW - w / 8           the left side for v <= 1/2
+
+    upper   E >= v, and log2 is at least its linear interpolation between powers of two
+    lower   E <= 2 ln(2) v up to v = 1/2 (0.471), a quarter, and 0.086 for the interpolation
+
+Words below 3 are flagged: they get code 0 and are evaluated whatever the bound says, the word 0 and its tail refinement among
+them. A greedy row's code is GREEDY_BYTE, for which the bounds hold of a Gumbel that is 0.
+
+Source of the method: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11 (Philox).
+"""
+
+import cutlass.cute as cute
+from cutlass import Float32, Uint32, Uint64, select_
+
+_M0 = 0xD2511F53  # multipliers and Weyl increments of Philox4x32
+_M1 = 0xCD9E8D57
+_W0 = 0x9E3779B9
+_W1 = 0xBB67AE85
+REFINEMENT_BIT = 0x80 << 24  # the stream bit of the tail refinement's block
+
+GUMBEL_BELOW = 62.4713  # 63 - log2(log2(e)), rounded up
+GUMBEL_ABOVE = 61.66  # GUMBEL_BELOW less 0.472 + 0.25 + 0.087, rounded down
+CODE_STEP = -1.0 / 8  # of the Gumbel, per unit of w
+HALF = 494.0  # w of the largest code whose words have v <= 1/2
+GREEDY_BYTE = 0x80 | 119  # its w is HALF: the bounds are 0.73 and -0.09
+
+_SMALL_WORD = 1 << 28  # words below this have v < 1/16
+_LOG2_E = 1.4426950408889634
+
+
+def _multiply(a: Uint32, constant: int) -> tuple[Uint32, Uint32]:
+    """High and low half of the 64-bit product."""
+    product = Uint64(a) * Uint64(constant)
+    return Uint32(product >> Uint64(32)), Uint32(product)
+
+
+def _multiply_narrow(a: Uint32, constant: int) -> tuple[Uint32, Uint32]:
+    """``_multiply`` without a wide multiplication: see the module's docstring.
+
+    With a = 2**16 ah + al, c = 2**16 ch + cl:  a c / 2**32 = ah ch + (al ch + (a cl) / 2**16) / 2**16. Where ch + cl < 2**16 the
+    inner sum fits a word. It does for 0xD2511F53, and for 2**32 - 0xCD9E8D57, of which the quotient is rounded up and taken
+    from a.
+    """
+    negate = (constant >> 16) + (constant & 0xFFFF) >= 2**16 - 1
+    c = 2**32 - constant if negate else constant
+    ch, cl = c >> 16, c & 0xFFFF
+    assert ch + cl < 2**16 - 2
+    ah, al = a >> Uint32(16), a & Uint32(0xFFFF)
+    up = 0xFFFF if negate else 0  # added before a division, rounds it up
+    inner = ah * Uint32(cl) + (((al * Uint32(cl) + Uint32(up)) >> Uint32(16)) + Uint32(up))
+    quotient = (al * Uint32(ch) + inner) >> Uint32(16)
+    if negate:
+        return (ah * Uint32(2**32 - ch) + a) - quotient, a * Uint32(constant)
+    return ah * Uint32(ch) + quotient, a * Uint32(constant)
+
+
+def _round(counter: tuple, key_lo: Uint32, key_hi: Uint32, multiply=_multiply) -> tuple:
+    high0, low0 = multiply(counter[0], _M0)
+    high1, low1 = multiply(counter[2], _M1)
+    return high1 ^ counter[1] ^ key_lo, low1, high0 ^ counter[3] ^ key_hi, low0
+
+
+def philox_words(group: Uint32, stream_draw: Uint32, offset: tuple, key: tuple) -> tuple:
+    """Philox4x32-10 of counter (group, stream_draw, *offset) under key (low, high): four Uint32 words, one per lane."""
+    counter = (group, stream_draw, offset[0], offset[1])
+    for i in range(10):
+        counter = _round(counter, key[0] + Uint32(i * _W0 % 2**32), key[1] + Uint32(i * _W1 % 2**32))
+    return counter
+
+
+def row_constants(stream_draw: Uint32, offset: tuple, key: tuple) -> list:
+    """What Philox needs of a row: four words of the first two rounds, then the round keys 3 to 10 (low, high)."""
+    key_lo = [key[0] + Uint32(i * _W0 % 2**32) for i in range(10)]
+    key_hi = [key[1] + Uint32(i * _W1 % 2**32) for i in range(10)]
+    high1, low1 = _multiply(offset[0], _M1)
+    high2, low2 = _multiply(high1 ^ stream_draw ^ key_lo[0], _M0)
+    words = [offset[1] ^ key_hi[0], low1 ^ key_lo[1], high2 ^ key_hi[1], low2]
+    for i in range(2, 10):
+        words += [key_lo[i], key_hi[i]]
+    return words
+
+
+def group_constants(group: Uint32) -> tuple[Uint32, Uint32]:
+    """The half of Philox's first round that all rows share."""
+    return _multiply(group, _M0)
+
+
+def philox_words_of_constants(group: tuple, row: list) -> tuple:
+    """``philox_words`` from ``group_constants`` and ``row_constants``: the same four words."""
+    high1, low1 = _multiply_narrow(group[0] ^ row[0], _M1)
+    counter = (high1 ^ row[1], low1, row[2] ^ group[1], row[3])
+    for i in range(8):
+        counter = _round(counter, row[4 + 2 * i], row[5 + 2 * i], _multiply_narrow)
+    return counter
+
+
+def _permute_bytes(a: Uint32, b: Uint32, selector: int) -> Uint32:
+    """Bytes of b : a, the lowest chosen by the lowest digit of the selector."""
+    ptx = f"prmt.b32 {{$w0}}, {{$r0}}, {{$r1}}, {selector:#06x};"
+    return cute.arch.inline_ptx(ptx, write_only_types=[Uint32], read_only_args=[a, b])
+
+
+def code_bytes(words: list) -> Uint32:
+    """Codes of four words, the first in the lowest byte; not yet checked by ``flagged``."""
+    shifted = []
+    for word in words:
+        magnitude = cute.arch.inline_ptx("cvt.rz.f32.u32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[word])
+        shifted.append(magnitude.bitcast(Uint32) * Uint32(8) + Uint32(0x80000000))
+    low = _permute_bytes(shifted[0], shifted[1], 0x0073)
+    high = _permute_bytes(shifted[2], shifted[3], 0x7300)
+    return _permute_bytes(low, high, 0x7610)
+
+
+def flagged(codes: Uint32) -> Uint32:
+    """The top bit of every byte whose word was below 3: 0 and 2 give the byte 0x80, 1 gives one whose top bit is 0."""
+    return ~(codes & (codes - Uint32(0x01010101))) & Uint32(0x80808080)
+
+
+def mend_flagged(codes: Uint32, flags: Uint32) -> Uint32:
+    """Codes with 0x80, code 0, in the flagged bytes."""
+    mask = (flags >> Uint32(7)) * Uint32(0xFF)
+    return (codes & ~mask) | flags
+
+
+def code_float(codes: Uint32, byte: int) -> Float32:
+    """w of one of four codes."""
+    return _permute_bytes(codes, Uint32(0x43000000), 0x7055 | byte << 8).bitcast(Float32)
+
+
+def _log2(x: Float32) -> Float32:
+    """The hardware's logarithm, absolute error 2**-22 in (1/2, 2)."""
+    return cute.arch.inline_ptx("lg2.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
+
+
+def _fma(a: Float32, b: float | Float32, c: float | Float32) -> Float32:
+    return cute.math.fma(a, Float32(b), Float32(c))
+
+
+def minus_gumbel(word: Uint32) -> Float32:
+    """Minus the base-2 Gumbel of a word, plus log2(ln 2): log2(E / ln 2). The word 0, the one that needs the tail refinement,
+    gives NaN."""
+    # spelled out as fused operations: every place that computes this must round alike
+    negative = Uint32(0) - word  # modulo 2**32: 0 stays 0
+    v = _fma(Float32(word), 2.0**-32, 2.0**-33)
+    complement = _fma(Float32(negative), 2.0**-32, -(2.0**-33))  # of word 0: below zero, whose logarithm is NaN
+    series = Float32(-_LOG2_E / 5)
+    for i in (4, 3, 2, 1):
+        series = _fma(series, v, -_LOG2_E / i)
+    small = negative > Uint32(2**32 - _SMALL_WORD)
+    minus_e = Float32(select_(small, series * v, _log2(complement)))
+    return _log2(-minus_e)
+
+
+def minus_gumbel_refined(word: Uint32, refinement: Uint32) -> Float32:
+    """``minus_gumbel``, total: ``refinement`` is the same lane of the block with the refinement bit set."""
+    tail = _fma(Float32(refinement), 2.0**-64, 2.0**-65)
+    return Float32(select_(word == Uint32(0), _log2(tail * Float32(_LOG2_E)), minus_gumbel(word)))
+
+
+def row_scale(temperature: Float32) -> tuple[Float32, Float32]:
+    """Base-2 scale and noise switch (0 or 1) of a row: greedy below 1e-6."""
+    greedy = temperature < Float32(1e-6)
+    divisor = Float32(select_(greedy, Float32(1.0), temperature))
+    scale = Float32(select_(greedy, Float32(1.0), Float32(_LOG2_E) / divisor))
+    return scale, Float32(select_(greedy, Float32(0.0), Float32(1.0)))
+
+
+def score(logit: Float32, scale: Float32, minus_noise: Float32, switch: Float32) -> Float32:
+    """Base-2 score; the operations are spelled out, so that every path rounds alike."""
+    return cute.math.fma(-minus_noise, switch, logit * scale)

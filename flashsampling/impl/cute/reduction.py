@@ -1,0 +1,95 @@
+"""From scores to one token per row: 64-bit keys, the workspace's slots, and the reduction that ends the launch.
+
+A key orders as (score, then the lower id): order-preserving bits of the score, then the complement of the id, in a positive
+int64. Max, ties and order of arrival are then one operation. A NaN is above all keys, 0 below. A key without an id (NO_TOKEN)
+is below every token's key with the same score: it states a lower bound.
+
+Slots: a row and draw has two int64 in the workspace, zero between launches: the best key whose score is not +inf, and the key
+of the lowest id whose score is +inf. Threads publish by a relaxed ``red.max`` at GPU scope; then
+
+    edge                                       order
+    a CTA's publishing threads -> its thread   CTA barrier
+    its thread -> the last CTA's thread        atomic add on the row block's counter, acquire-release at GPU scope
+    the last CTA's thread -> its threads       CTA barrier
+
+and the last CTA of a row block turns keys into token ids and zeroes slots and counter, for the next launch or graph replay.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, select_
+
+NO_TOKEN = 2**31 - 1
+NAN_KEY = 2**63 - 1
+INFINITY = float("inf")
+
+
+def max_nan(a: Float32, b: Float32) -> Float32:
+    """Maximum; NaN if either is."""
+    return cute.arch.inline_ptx("max.NaN.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b])
+
+
+def global_pointer(dtype, address: Int64):
+    """To one element of global memory."""
+    return cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=dtype.width // 8)
+
+
+def pack_key(score: Float32, token: Int32) -> Int64:
+    """See the module's docstring."""
+    bits = (score + Float32(0.0)).bitcast(Int32)  # + 0.0: -0.0 and 0.0 tie
+    ordered = Int64(bits ^ ((bits >> Int32(31)) & Int32(0x7FFFFFFF))) + Int64(2**31)
+    key = (ordered << Int64(31)) | Int64(token ^ Int32(NO_TOKEN))
+    return Int64(select_(score != score, Int64(NAN_KEY), key))
+
+
+def score_of_key(key: Int64) -> Float32:
+    """The score that ``pack_key`` put into a key that is neither 0 nor NaN's."""
+    ordered = Int32((key >> Int64(31)) - Int64(2**31))
+    return (ordered ^ ((ordered >> Int32(31)) & Int32(0x7FFFFFFF))).bitcast(Float32)
+
+
+def max_key(a: Int64, b: Int64) -> Int64:
+    """The greater of two keys."""
+    return Int64(select_(a > b, a, b))
+
+
+def column_max(key: Int64) -> Int64:
+    """Maximum over the eight threads of a warp that hold the same column of an m64 accumulator."""
+    for distance in (4, 8, 16):
+        key = max_key(key, cute.arch.shuffle_sync_bfly(key, distance))
+    return key
+
+
+def publish(slot: Int64, key: Int64) -> None:
+    """Raises the slot at an address to a key."""
+    cute.arch.red(global_pointer(Int64, slot), key, op="max", dtype="s64", sem="relaxed", scope="gpu")
+
+
+def token_of_keys(best_key: Int64, inf_key: Int64) -> Int64:
+    """Token id of a row's two slots; -1 if a score was NaN or none was finite."""
+    winner = Int64(select_(inf_key != Int64(0), inf_key, best_key))
+    token = (winner & Int64(NO_TOKEN)) ^ Int64(NO_TOKEN)
+    undefined = (best_key == Int64(NAN_KEY)) | (best_key == Int64(0)) | (token == Int64(NO_TOKEN))
+    return Int64(select_(undefined, Int64(-1), token))
+
+
+@cute.jit
+def finish(args, block_b: cutlass.Constexpr, row_block, ctas_of_row_block, last, thread, published, barrier):
+    """The end of a launch, for 256 threads. ``published``: the barrier after which all of the CTA's keys are published;
+    ``last``: one int32 of shared memory."""
+    total = Int64(args.batch) * args.num_samples
+    counter = global_pointer(Int64, args.workspace + (2 * total + row_block) * 8)
+    published.arrive_and_wait()
+    if thread == 0:
+        last[0] = Int32(cute.arch.atomic_add(counter, Int64(1), sem="acq_rel", scope="gpu"))
+    barrier.arrive_and_wait()
+    if last[0] == ctas_of_row_block - 1:
+        if thread == 0:
+            cute.arch.atomic_exch(counter, Int64(0), sem="relaxed", scope="gpu")
+        first = Int64(row_block) * block_b * args.num_samples
+        count = cutlass.min(block_b, args.batch - row_block * block_b) * args.num_samples
+        for i in cutlass.range(thread, count, 256, unroll=1):
+            slot = args.workspace + (first + i) * 8
+            best_key = cute.arch.atomic_exch(global_pointer(Int64, slot), Int64(0), sem="relaxed", scope="gpu")
+            inf_key = cute.arch.atomic_exch(global_pointer(Int64, slot + total * 8), Int64(0), sem="relaxed", scope="gpu")
+            global_pointer(Int64, args.tokens + (first + i) * 8).store(token_of_keys(best_key, inf_key))
