@@ -5,6 +5,7 @@ the strongest form we could think of: cuBLAS writes the fp32 logits itself.
 """
 
 import importlib.util
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -12,8 +13,8 @@ from torch import Tensor
 from .timing import Step
 
 
-def peers(hidden_states: Tensor, weight: Tensor) -> dict[str, Step]:
-    """Steps from hidden states (B, D) and weight (V, D) to token ids; "cuBLAS alone" stops at the logits."""
+def peers(hidden_states: Tensor, weight: Tensor, named: Sequence[str] = ()) -> dict[str, Step]:
+    """Steps from hidden states (B, D) and weight (V, D) to token ids; "cuBLAS alone" stops at the logits. All, or some."""
     batch, vocab = hidden_states.shape[0], weight.shape[0]
     logits16 = torch.empty(batch, vocab, dtype=hidden_states.dtype, device=hidden_states.device)
 
@@ -37,4 +38,4 @@ def peers(hidden_states: Tensor, weight: Tensor) -> dict[str, Step]:
         steps["FI1"] = lambda: sampling.top_k_top_p_sampling_from_logits(logits32(), vocab, 1.0, filter_apply_order="joint")
         steps["FI2"] = lambda: sampling.sampling_from_logits(logits32())
         steps["FI2 fp32"] = lambda: sampling.sampling_from_logits(logits32_at_once())
-    return steps
+    return {name: step for name, step in steps.items() if not named or name in named}

@@ -9,7 +9,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 _STYLES: dict[str, dict[str, Any]] = {
-    "triton": {"color": "#d62728", "linewidth": 2.4, "marker": "o", "zorder": 5},
+    "cute": {"color": "#d62728", "linewidth": 2.4, "marker": "o", "zorder": 5},
+    "triton": {"color": "#ff7f0e", "linewidth": 2.0, "marker": "o", "zorder": 4},
     "streaming": {"color": "#ff9896", "linestyle": ":"},
     "FI1": {"color": "#1f77b4"},
     "FI2": {"color": "#17becf"},
@@ -47,14 +48,15 @@ def speedup(result: dict[str, Any], path: Path) -> None:
 
 def bandwidth(result: dict[str, Any], path: Path) -> None:
     """Bytes of the weight over the time of the step, as a share of the read bandwidth measured in the same run."""
+    ours = next(name for name in _STYLES if name in result["rows"][0]["ms"])
     figure, axis = plt.subplots(figsize=(6.4, 4.0))
     for name, rows in _panels(result):
-        points = [(row["batch"], 100 * row["weight_bytes"] / row["ms"]["triton"] / 1e9 / result["read_tb_s"]) for row in rows]
+        points = [(row["batch"], 100 * row["weight_bytes"] / row["ms"][ours] / 1e9 / result["read_tb_s"]) for row in rows]
         axis.plot(*zip(*points), marker="o", label=name)
     batches = sorted({row["batch"] for row in result["rows"]})
     axis.axhline(100, color="black", linewidth=0.8, linestyle="--")
     axis.set(xscale="log", xlabel="batch size", ylabel="% of measured read bandwidth", ylim=(0, 108))
-    axis.set_title(f"Weight bandwidth of the Triton step, {result['machine']['gpu']} ({result['read_tb_s']:.2f} TB/s read)")
+    axis.set_title(f"Weight bandwidth of the {ours} step, {result['machine']['gpu']} ({result['read_tb_s']:.2f} TB/s read)")
     axis.set_xticks(batches, [str(b) for b in batches])
     axis.minorticks_off()
     axis.grid(alpha=0.3)

@@ -20,14 +20,20 @@ from . import plots
 from .peers import peers
 from .timing import Step, host_microseconds, interleaved_medians, machine, read_bandwidth
 
-CONFIGS = [(151936, 4096), (128256, 8192), (151936, 2048)]  # V, D
-BATCHES = [1, 2, 4, 8, 16, 32, 64, 128, 256]
+CONFIGS = [(151936, 4096), (128256, 8192), (151936, 2048), (128256, 4096), (201088, 2880)]  # V, D
+BATCHES = [1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512]
 TENSOR_TFLOPS = 790  # bf16 on random data, as measured on an H200: for the speed-of-light column
-LIMITS = {32: 1.00, 64: 1.06, 128: 1.30, 256: 1.45}  # whole Triton step over the bare cuBLAS matmul, up to that batch
+LIMITS = {  # whole step over the bare cuBLAS matmul, up to that batch
+    "triton": {32: 1.00, 64: 1.06, 128: 1.30, 256: 1.45},  # on the first three configurations
+    "cute": {512: 1.00},
+}
+READ_LIMITS = [0.95, 0.95, 0.92]  # of the read bandwidth, the Hopper kernel up to B = 64 on the first three configurations
 
 
-def _limit(batch: int) -> float:
-    return next(limit for largest, limit in LIMITS.items() if batch <= largest)
+def _limit(name: str, config: int, batch: int) -> float:
+    if name == "triton" and config >= 3:
+        return float("inf")
+    return next((limit for largest, limit in LIMITS.get(name, {}).items() if batch <= largest), float("inf"))
 
 
 def make_weight(vocab: int, dim: int) -> torch.Tensor:
@@ -47,19 +53,20 @@ def make_problem(batch: int, weight: torch.Tensor) -> Problem:
     )
 
 
-def _host_times() -> dict[str, float]:
+def _host_times(implementations: list[str], named: list[str]) -> dict[str, float]:
     problem = make_problem(4, torch.randn(2048, 256, device="cuda", dtype=torch.bfloat16))
-    steps: dict[str, Step] = {"triton": lambda: problem.sample("triton"), "streaming": lambda: problem.sample("streaming")}
-    steps |= peers(problem.hidden_states, problem.weight)
+    one = torch.zeros(1, device="cuda")
+    steps: dict[str, Step] = {name: functools.partial(problem.sample, name) for name in implementations}
+    steps |= {"an empty launch": one.zero_, **peers(problem.hidden_states, problem.weight, named)}
     return {name: host_microseconds(step) for name, step in steps.items()}
 
 
-def _row(problem: Problem, implementations: list[str], rounds: int, read_tb_s: float) -> dict[str, Any]:
+def _row(problem: Problem, implementations: list[str], named: list[str], rounds: int, read_tb_s: float) -> dict[str, Any]:
     """The correctness gate, then every step's time."""
     (vocab, dim), batch = problem.weight.shape, problem.hidden_states.shape[0]
     excused = sum(assert_agreement(problem.sample(name), problem) for name in implementations)
     steps: dict[str, Step] = {name: functools.partial(problem.sample, name) for name in implementations}
-    steps |= peers(problem.hidden_states, problem.weight)
+    steps |= peers(problem.hidden_states, problem.weight, named)
     return {
         "config": f"V={vocab} D={dim}",
         "batch": batch,
@@ -70,14 +77,20 @@ def _row(problem: Problem, implementations: list[str], rounds: int, read_tb_s: f
     }
 
 
-def _over_the_limit(row: dict[str, Any]) -> list[str]:
+def _over_the_limit(row: dict[str, Any], config: int, implementations: list[str], read_tb_s: float) -> list[str]:
     ms, found = row["ms"], []
-    ratio, limit = ms["triton"] / ms["cuBLAS alone"], _limit(row["batch"])
-    if ratio > limit:
-        found.append(f"{row['config']} B={row['batch']}: {ratio:.3f}x cuBLAS, limit {limit:.2f}x")
-    for peer in ("FI1", "FI2", "multinomial"):
-        if ms["triton"] >= ms.get(peer, float("inf")):
-            found.append(f"{row['config']} B={row['batch']}: not faster than {peer}")
+    where = f"{row['config']} B={row['batch']}"
+    for name in implementations:
+        ratio, limit = ms[name] / ms["cuBLAS alone"], _limit(name, config, row["batch"])
+        if ratio > limit:
+            found.append(f"{where}: {name} takes {ratio:.3f}x cuBLAS, limit {limit:.2f}x")
+        for peer in ("FI1", "FI2", "multinomial"):
+            if name in LIMITS and ms[name] >= ms.get(peer, float("inf")):
+                found.append(f"{where}: {name} is not faster than {peer}")
+    if "cute" in ms and row["batch"] <= 64 and config < len(READ_LIMITS):
+        share = row["weight_bytes"] / ms["cute"] / 1e9 / read_tb_s
+        if share < READ_LIMITS[config]:
+            found.append(f"{where}: cute reads at {share:.3f} of the bandwidth, limit {READ_LIMITS[config]:.2f}")
     return found
 
 
@@ -86,29 +99,38 @@ def main(
         "benchmarks/results"
     ),
     rounds: Annotated[int, typer.Option(min=3, help="Interleaved replays per step.")] = 100,
-    implementations: Annotated[str, typer.Option(help="Comma-separated, triton among them.")] = "triton,streaming",
-    check: Annotated[bool, typer.Option(help="Exit 1 if the Triton step misses a limit.")] = False,
+    implementations: Annotated[
+        str, typer.Option(help="Comma-separated; ratios in the table are of the first.")
+    ] = "cute,triton",
+    against: Annotated[str, typer.Option("--peers", help="Comma-separated; all that are installed by default.")] = "",
+    check: Annotated[bool, typer.Option(help="Exit 1 if a step misses a limit.")] = False,
 ) -> None:
     """Times one sampling step against its peers."""
     if not torch.cuda.is_available():
         raise typer.BadParameter("this benchmark needs a CUDA device")
     torch.manual_seed(0)
     console = Console(width=150)
-    names = implementations.split(",")
-    if "triton" not in names:
-        raise typer.BadParameter("implementations must name triton, which the others are compared with")
+    names, named = implementations.split(","), [name for name in against.split(",") if name]
+    if named and "cuBLAS alone" not in named:
+        raise typer.BadParameter("the peers must include 'cuBLAS alone', which the limits are of")
     read = read_bandwidth()
-    result: dict[str, Any] = {"machine": machine(), "read_tb_s": read, "rounds": rounds, "rows": [], "host_us": _host_times()}
+    result: dict[str, Any] = {
+        "machine": machine(),
+        "read_tb_s": read,
+        "rounds": rounds,
+        "rows": [],
+        "host_us": _host_times(names, named),
+    }
     missed = []
-    for vocab, dim in CONFIGS:
+    for config, (vocab, dim) in enumerate(CONFIGS):
         weight = make_weight(vocab, dim)
-        rows = [_row(make_problem(batch, weight), names, rounds, read) for batch in BATCHES]
-        table = Table("B", "SoL", *rows[0]["ms"], title=f"V={vocab} D={dim}: ms (triton over it)")
+        rows = [_row(make_problem(batch, weight), names, named, rounds, read) for batch in BATCHES]
+        table = Table("B", "SoL", *rows[0]["ms"], title=f"V={vocab} D={dim}: ms ({names[0]} over it)")
         for row in rows:
-            ours = row["ms"]["triton"]
+            ours = row["ms"][names[0]]
             cells = [f"{ms:.3f} ({ours / ms:.2f})" for ms in row["ms"].values()]
             table.add_row(str(row["batch"]), f"{row['speed_of_light_ms']:.3f}", *cells)
-            missed += _over_the_limit(row)
+            missed += _over_the_limit(row, config, names, read)
         console.print(table)
         result["rows"] += rows
         del weight

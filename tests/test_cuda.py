@@ -210,7 +210,7 @@ def test_any_device_index(kernel):
 @pytest.mark.skipif("cute" not in KERNELS, reason="needs a Hopper GPU and the CuTe DSL")
 def test_cute_compiles_nothing_for_a_new_batch_size(device, monkeypatch, tmp_path):
     """Once a dtype was used, every batch size is there; and what is on disk is not compiled again."""
-    from flashsampling.impl.cute import cache
+    from flashsampling.impl.cute import cache, launch
 
     problem = make_problem(600, 300, 64, device, torch.bfloat16)
     expected = problem.sample("cute")
@@ -223,6 +223,7 @@ def test_cute_compiles_nothing_for_a_new_batch_size(device, monkeypatch, tmp_pat
         assert torch.equal(problem.rows(slice(0, batch)).sample("cute"), expected[:batch])
     assert list(cache.folder().glob("bfloat16_*.o"))
     monkeypatch.setattr(cache, "_kernels", {})
+    launch._plan.cache_clear()
     assert torch.equal(problem.sample("cute"), expected)
 
 
@@ -231,12 +232,13 @@ def test_cute_from_many_threads_at_once(device):
     """The first calls race for the cache, all of them for the stream's workspace; each has its own stream."""
     from concurrent.futures import ThreadPoolExecutor
 
-    from flashsampling.impl.cute import cache
+    from flashsampling.impl.cute import cache, launch
 
     problems = [make_problem(batch, 3000, 64, device, torch.float16, seed=batch) for batch in (1, 7, 33, 100, 250, 300)]
     expected = [problem.sample("triton") for problem in problems]
     torch.cuda.synchronize()
     cache._kernels.clear()
+    launch._plan.cache_clear()
 
     def draw(problem):
         with torch.cuda.stream(torch.cuda.Stream()):

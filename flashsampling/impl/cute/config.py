@@ -15,7 +15,7 @@ TILE_D = 64  # depth of a pipeline stage: one 128-byte swizzle atom of 16-bit el
 
 _SHARED_BYTES = 232_448  # what a CTA may have on sm_90
 _MAX_STAGES = 13
-_MAX_TILES_PER_CTA = 2**16  # a queue entry has 16 bits for it
+_MAX_TILES_PER_CTA = 2**16  # a candidate's entry in the queue has 16 bits for it
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,9 @@ def unsupported(hidden_states: Tensor, weight: Tensor) -> str | None:
             "the rows of weight must be contiguous and start at multiples of 16 bytes (D divisible by 8), "
             f"got strides {tuple(weight.stride())} at address {weight.data_ptr():#x}"
         )
-    if weight.shape[0] > _MAX_TILES_PER_CTA * TILE_V:
-        return f"{weight.shape[0]} vocabulary rows, it takes up to {_MAX_TILES_PER_CTA * TILE_V}"
+    batch, vocab = hidden_states.shape[0], weight.shape[0]
+    if vocab > _MAX_TILES_PER_CTA * TILE_V:
+        most = _MAX_TILES_PER_CTA * TILE_V * ctas_per_row_block(choose_config(batch), batch, vocab, multiprocessors(device))
+        if vocab > most:
+            return f"{vocab} vocabulary rows, for a batch of {batch} it takes up to {most}"
     return None

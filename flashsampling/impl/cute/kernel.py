@@ -16,7 +16,7 @@ Barriers:
     codes full              mbarrier                       128 noise threads             -
     codes empty             mbarrier                       -                             8 consumer warps, after the search
     queue                   64-bit slots, 0 is free        consumers, compare-and-swap   the slot's evaluator thread, exchange
-    no more candidates      ``done``, release / acquire    8 consumer warps              evaluators, before they look a last time
+    no more candidates      ``done``, release / acquire    8 consumer warps              evaluators, before a last look
     consumers               named barrier 1                256 threads                   the same
     everything published    named barrier 2                evaluators arrive             consumers wait
     workspace               see ``reduction``              last CTA, by a counter        the same
@@ -24,15 +24,14 @@ Barriers:
 The exposed part of a tile is the search, five instructions a logit. Registers a thread: 56 producer and evaluators, 96 noise,
 176 consumers.
 
-Rejected designs, H200, B = 256, V = 151936, each against cuBLAS's bare matmul in the same run (whole step unless said otherwise):
+Rejected designs, H200, B = 256, V = 151936, whole steps against cuBLAS's bare matmul in the same run:
 
-    two ping-pong warpgroups of 128 x 128, the noise in     D = 4096: 1.16, D = 2048: 1.30. Without noise 1.06 and 1.00: each reads
-    each one's epilogue                                     160 bytes of shared memory where 128 a cycle are to be had
+    two ping-pong warpgroups of 128 x 128, the noise in     D = 4096: 1.16, D = 2048: 1.30, without noise 1.06 and 1.00: it moves
+    each one's epilogue                                     160 bytes of shared memory a cycle where 128 are to be had
     wide multiplications in the noise (see ``noise``)       D = 4096: 1.14 of the same without noise, narrow ones 1.02
-    two Philox blocks per noise thread at once              D = 4096: 1.17 against 1.13 with one: bursts cost the tensor cores more
-    candidates evaluated by the consumers that find them    D = 8192: 1.06 against 1.05, D = 4096: 1.13 against 1.11
-    lower bounds of the first tile published by every warp  D = 2048, B = 128: 1.23 against 1.09 by one thread per row: 135,000
-                                                            atomics on sixteen lines
+    two Philox blocks per noise thread at once              D = 4096: 1.17, with one 1.13: bursts cost the tensor cores more
+    candidates evaluated by the consumers that find them    D = 4096: 1.13, by warps of their own 1.11
+    lower bounds of the first tile published by every warp  D = 2048, B = 128: 1.09, and 1.05 by one thread per row
 """
 
 import cuda.bindings.driver as cuda

@@ -1,11 +1,25 @@
 """One launch of the Hopper kernel."""
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ...workspace import zeroed_words
 from .cache import kernel_for
 from .config import TileConfig, choose_config, copy_engine_reads, ctas_per_row_block, multiprocessors
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(
+    batch: int, vocab_size: int, dtype: torch.dtype, device: torch.device, config: TileConfig | None
+) -> tuple[Callable[..., Any], int, int]:
+    """The kernel, the blocks of rows, the CTAs per block: a dictionary's worth of host time per call."""
+    config = choose_config(batch) if config is None else config
+    ctas = ctas_per_row_block(config, batch, vocab_size, multiprocessors(device))
+    return kernel_for(dtype, config), -(-batch // config.block_b), ctas
 
 
 def sample(
@@ -38,18 +52,16 @@ def _launch(
 ) -> Tensor:
     batch, dim = hidden_states.shape
     device = hidden_states.device
-    if config is None:
-        config = choose_config(batch)
     if not copy_engine_reads(hidden_states):
         padded = torch.empty((batch, -(-dim // 8) * 8), dtype=hidden_states.dtype, device=device)
         hidden_states = padded[:, :dim].copy_(hidden_states)
     tokens = torch.empty(batch * num_samples, dtype=torch.int64, device=device)
-    row_blocks = -(-batch // config.block_b)
+    kernel, row_blocks, ctas = _plan(batch, vocab_size, hidden_states.dtype, device, config)
     workspace = zeroed_words(2 * batch * num_samples + row_blocks, device)
     temperature_at, temperature_value = (temperature.data_ptr(), 0.0) if isinstance(temperature, Tensor) else (0, temperature)
     seed_at, seed_value = (seed.data_ptr(), 0) if isinstance(seed, Tensor) else (0, seed)
     offset_at, offset_value = (offset.data_ptr(), 0) if isinstance(offset, Tensor) else (0, offset)
-    kernel_for(hidden_states.dtype, config)(
+    kernel(
         hidden_states.data_ptr(),
         weight.data_ptr(),
         temperature_at,
@@ -68,6 +80,6 @@ def _launch(
         hidden_states.stride(0) if batch > 1 else -(-dim // 8) * 8,
         weight.stride(0) if weight.shape[0] > 1 else -(-dim // 8) * 8,
         row_blocks,
-        ctas_per_row_block(config, batch, vocab_size, multiprocessors(device)),
+        ctas,
     )
     return tokens.view(batch, num_samples)

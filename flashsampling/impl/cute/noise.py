@@ -59,8 +59,8 @@ def _multiply(a: Uint32, constant: int) -> tuple[Uint32, Uint32]:
 def _multiply_narrow(a: Uint32, constant: int) -> tuple[Uint32, Uint32]:
     """``_multiply`` without a wide multiplication: see the module's docstring.
 
-    With a = 2**16 ah + al, c = 2**16 ch + cl:  a c / 2**32 = ah ch + (al ch + (a cl) / 2**16) / 2**16. Where ch + cl < 2**16 the
-    inner sum fits a word. It does for 0xD2511F53, and for 2**32 - 0xCD9E8D57, of which the quotient is rounded up and taken
+    With a = 2**16 ah + al, c = 2**16 ch + cl:  a c / 2**32 = ah ch + (al ch + (a cl) / 2**16) / 2**16. Where ch + cl < 2**16
+    the inner sum fits a word. It does for 0xD2511F53, and for 2**32 - 0xCD9E8D57, of which the quotient is rounded up and taken
     from a.
     """
     negate = (constant >> 16) + (constant & 0xFFFF) >= 2**16 - 1
