@@ -30,7 +30,7 @@ def zeroed_words(words: int, device: torch.device) -> Tensor:
         return _captured(words, index)
     if words > _MAX_KEPT_WORDS:
         return torch.zeros(words, dtype=torch.int64, device=device)
-    key = index, torch.cuda.current_stream(index).cuda_stream
+    key = index, torch._C._cuda_getCurrentRawStream(index)  # as torch's own launchers ask for it: a tenth of current_stream()
     buffer = _per_stream.get(key)
     if buffer is None or buffer.numel() < words:
         buffer = torch.zeros(max(_MIN_WORDS, 1 << (words - 1).bit_length()), dtype=torch.int64, device=device)

@@ -131,39 +131,52 @@ class SampleEpilogue:
     @cute.jit
     def make_codes(self, args: Arguments, walk: Walk, shared: Shared, full, empty, thread):
         """The noise warpgroup: codes of every tile's words, a tile at a time; ``full`` and ``empty`` are their barriers."""
-        pair = thread % self.pairs
-        share = thread // self.pairs
-        constants = []
-        greedy = []
-        for c in range_constexpr(2):
-            row = cutlass.min(walk.first_row + 2 * pair + c, args.batch - 1)
-            _, switch, k0, k1, o0, o1 = self.row_params(args, row)
-            constants.append(noise.row_constants(Uint32(0), (o0, o1), (k0, k1)))
-            greedy.append(switch == Float32(0.0))
-        block = pair // 4
-        word0 = (block // self.vector) * (32 * self.vector) + (pair % 4) * self.vector + block % self.vector
+        # 96 pairs: a thread takes a third of three pairs' groups, and makes their constants anew; else one pair for all tiles
+        constants = self.pair_constants(args, walk, thread % self.pairs)
         for i in cutlass.range(walk.tiles, unroll=1):
             tile = walk.first_tile + i * walk.tile_stride
             cute.arch.mbarrier_wait(empty, (i + 1) % 2)
-            if share < self.threads_per_pair:
-                for step in cutlass.range(32 // self.threads_per_pair, unroll=1):
-                    group = step * self.threads_per_pair + share  # of the tile's 32: token bits 5, 4, 2, 1, 0
-                    of_group = noise.group_constants(Uint32(tile * 32 + group))
-                    words = [noise.philox_words_of_constants(of_group, constants[c]) for c in range(2)]
-                    for half in range_constexpr(2):
-                        packed = noise.code_bytes([words[c][r + 2 * half] for r in range(2) for c in range(2)])
-                        flag = noise.flagged(packed)
-                        chunk = half * 4 + group // 8
-                        if flag != Uint32(0):
-                            packed = noise.mend_flagged(packed, flag)
-                            bit = Uint32(1) << Uint32(block // self.vector)
-                            cute.arch.atomic_or(shared.flags.iterator + chunk, bit, sem="relaxed", scope="cta")
-                        for c in range_constexpr(2):
-                            fixed = packed & Uint32(0xFF00FF00 >> 8 * c) | Uint32(noise.GREEDY_BYTE * 0x00010001 << 8 * c)
-                            packed = Uint32(select_(greedy[c], fixed, packed))
-                        shared.codes[chunk * (32 * self.blocks) + word0 + (group % 8) * (4 * self.vector)] = packed
+            if const_expr(self.pairs == 96):
+                for phase in cutlass.range(3, unroll=1):
+                    item = phase * _NOISE_THREADS + thread
+                    own = self.pair_constants(args, walk, item % self.pairs)
+                    self.code_pair(shared, tile, item % self.pairs, own, item // self.pairs, 4)
+            else:
+                if thread // self.pairs < self.threads_per_pair:
+                    self.code_pair(shared, tile, thread % self.pairs, constants, thread // self.pairs, self.threads_per_pair)
             self.learn_thresholds(args, walk, shared, thread, _NOISE_THREADS, False)
             cute.arch.mbarrier_arrive(full)
+
+    def pair_constants(self, args, walk, pair):
+        """Of two neighbouring columns: what Philox needs of them, and whether they are greedy."""
+        constants = []
+        for c in range(2):
+            row = cutlass.min(walk.first_row + 2 * pair + c, args.batch - 1)
+            _, switch, k0, k1, o0, o1 = self.row_params(args, row)
+            constants.append((noise.row_constants(Uint32(0), (o0, o1), (k0, k1)), switch == Float32(0.0)))
+        return constants
+
+    @cute.jit
+    def code_pair(self, shared, tile, pair, constants, first_group, group_stride: cutlass.Constexpr):
+        """Codes of a pair of columns in every ``group_stride``-th of a tile's 32 groups (token bits 5, 4, 2, 1, 0)."""
+        block = pair // 4
+        word0 = (block // self.vector) * (32 * self.vector) + (pair % 4) * self.vector + block % self.vector
+        for step in cutlass.range(32 // group_stride, unroll=1):
+            group = step * group_stride + first_group
+            of_group = noise.group_constants(Uint32(tile * 32 + group))
+            words = [noise.philox_words_of_constants(of_group, constants[c][0]) for c in range(2)]
+            for half in range_constexpr(2):
+                packed = noise.code_bytes([words[c][r + 2 * half] for r in range(2) for c in range(2)])
+                flag = noise.flagged(packed)
+                chunk = half * 4 + group // 8
+                if flag != Uint32(0):
+                    packed = noise.mend_flagged(packed, flag)
+                    bit = Uint32(1) << Uint32(block // self.vector)
+                    cute.arch.atomic_or(shared.flags.iterator + chunk, bit, sem="relaxed", scope="cta")
+                for c in range_constexpr(2):
+                    fixed = packed & Uint32(0xFF00FF00 >> 8 * c) | Uint32(noise.GREEDY_BYTE * 0x00010001 << 8 * c)
+                    packed = Uint32(select_(constants[c][1], fixed, packed))
+                shared.codes[chunk * (32 * self.blocks) + word0 + (group % 8) * (4 * self.vector)] = packed
 
     @cute.jit
     def learn_thresholds(self, args, walk, shared, thread, threads: cutlass.Constexpr, teach: cutlass.Constexpr):

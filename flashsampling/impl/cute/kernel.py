@@ -26,7 +26,7 @@ The exposed part of a tile is the search, five instructions a logit. Registers a
 
 Rejected designs, H200, B = 256, V = 151936, whole steps against cuBLAS's bare matmul in the same run:
 
-    two ping-pong warpgroups of 128 x 128, the noise in     D = 4096: 1.16, D = 2048: 1.30, without noise 1.06 and 1.00: it moves
+    two ping-pong warpgroups of 128 x 128, the noise in     D = 4096: 1.16, D = 2048: 1.30, without noise 1.06, 1.00: it moves
     each one's epilogue                                     160 bytes of shared memory a cycle where 128 are to be had
     wide multiplications in the noise (see ``noise``)       D = 4096: 1.14 of the same without noise, narrow ones 1.02
     two Philox blocks per noise thread at once              D = 4096: 1.17, with one 1.13: bursts cost the tensor cores more
@@ -72,7 +72,7 @@ class SampleKernel:
         seed_value: Int64,
         offset: Int64,
         offset_value: Int64,
-        tokens: cute.Tensor,  # (B * num_samples,) int64, out; the one tensor, by which the launch finds the current stream
+        tokens: cute.Tensor,  # (B, num_samples) int64, out; the one tensor, by which the launch finds the current stream
         workspace: Int64,
         batch: Int32,
         vocab_size: Int32,
@@ -238,7 +238,7 @@ class SampleKernel:
 def compile_kernel(dtype, config: TileConfig, options: str = ""):
     """The compiled launch of a tile shape for ``CUTE_DSL_ARCH``, callable with the arguments of ``SampleKernel``'s call, less
     the stream: it is torch's current one."""
-    tokens = cute.runtime.make_fake_compact_tensor(Int64, (cute.sym_int32(),))
+    tokens = cute.runtime.make_fake_compact_tensor(Int64, (cute.sym_int32(), cute.sym_int32()), stride_order=(1, 0))
     return cute.compile(
         SampleKernel(dtype, config),
         Int64(0),

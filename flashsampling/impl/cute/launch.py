@@ -55,7 +55,7 @@ def _launch(
     if not copy_engine_reads(hidden_states):
         padded = torch.empty((batch, -(-dim // 8) * 8), dtype=hidden_states.dtype, device=device)
         hidden_states = padded[:, :dim].copy_(hidden_states)
-    tokens = torch.empty(batch * num_samples, dtype=torch.int64, device=device)
+    tokens = torch.empty((batch, num_samples), dtype=torch.int64, device=device)
     kernel, row_blocks, ctas = _plan(batch, vocab_size, hidden_states.dtype, device, config)
     workspace = zeroed_words(2 * batch * num_samples + row_blocks, device)
     temperature_at, temperature_value = (temperature.data_ptr(), 0.0) if isinstance(temperature, Tensor) else (0, temperature)
@@ -82,4 +82,4 @@ def _launch(
         row_blocks,
         ctas,
     )
-    return tokens.view(batch, num_samples)
+    return tokens
