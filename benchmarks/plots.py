@@ -27,19 +27,24 @@ def _panels(result: dict[str, Any]) -> list[tuple[str, list[dict[str, Any]]]]:
 def speedup(result: dict[str, Any], path: Path) -> None:
     """Time of the bare cuBLAS matmul over the time of the whole step: 1 means that sampling is free."""
     panels = _panels(result)
-    figure, axes = plt.subplots(1, len(panels), figsize=(4.6 * len(panels), 3.8), sharey=True, squeeze=False)
-    for axis, (name, rows) in zip(axes[0], panels):
+    lines = -(-len(panels) // 3)
+    figure, grid = plt.subplots(lines, 3, figsize=(14.0, 3.8 * lines), sharey=True, squeeze=False)
+    axes = list(grid.flat)
+    for axis in axes[len(panels) :]:
+        axis.set_visible(False)
+    for axis, (name, rows) in zip(axes, panels):
         for step, style in _STYLES.items():
             points = [(row["batch"], row["ms"]["cuBLAS alone"] / row["ms"][step]) for row in rows if step in row["ms"]]
             if points and step != "streaming":
                 axis.plot(*zip(*points), label=step, **{"marker": ".", **style})
         axis.axhline(1.0, color="black", linewidth=0.8, linestyle="--")
         axis.set(title=name, xscale="log", xlabel="batch size")
-        axis.set_xticks([row["batch"] for row in rows], [str(row["batch"]) for row in rows])
+        axis.set_xticks([row["batch"] for row in rows], [str(row["batch"]) for row in rows], rotation=60, fontsize=8)
         axis.minorticks_off()
         axis.grid(alpha=0.3)
-    axes[0][0].set_ylabel("bare cuBLAS matmul / whole step")
-    axes[0][0].legend()
+    for line in grid:
+        line[0].set_ylabel("bare cuBLAS matmul / whole step")
+    axes[0].legend()
     figure.suptitle(f"LM head to token ids, {result['machine']['gpu']}: above the dashed line sampling costs nothing")
     figure.tight_layout()
     figure.savefig(path, dpi=110)
@@ -57,7 +62,7 @@ def bandwidth(result: dict[str, Any], path: Path) -> None:
     axis.axhline(100, color="black", linewidth=0.8, linestyle="--")
     axis.set(xscale="log", xlabel="batch size", ylabel="% of measured read bandwidth", ylim=(0, 108))
     axis.set_title(f"Weight bandwidth of the {ours} step, {result['machine']['gpu']} ({result['read_tb_s']:.2f} TB/s read)")
-    axis.set_xticks(batches, [str(b) for b in batches])
+    axis.set_xticks(batches, [str(b) for b in batches], rotation=60, fontsize=8)
     axis.minorticks_off()
     axis.grid(alpha=0.3)
     axis.legend()

@@ -7,6 +7,7 @@ more at the level it uses, so that a passing test says something; ``test_the_tes
 
 import importlib.util
 import math
+import os
 
 import pytest
 import torch
@@ -146,13 +147,16 @@ def test_real_model_logits(temperature):
 @pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", ["flat", "peaked"])
-@pytest.mark.parametrize(("impl", "draws", "distance"), [("triton", 10**8, 0.0066), ("cute", 10**9, 0.0021)])
-def test_very_many_draws(impl, draws, distance, shape):
-    """1e8 draws and more at V = 128,256, on the tensor cores."""
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("impl", ["triton", "cute"])
+def test_very_many_draws(impl, shape):
+    """At V = 128,256, on the tensor cores: 1e8 draws, or FLASHSAMPLING_DRAWS of them."""
     if impl not in KERNELS:
         pytest.skip("needs a Hopper GPU and the CuTe DSL")
+    draws = int(float(os.environ.get("FLASHSAMPLING_DRAWS", 1e8)))
     logits = logit_shapes(128_256)[shape].bfloat16().float()
     rows = 4096
     counts = draw_counts(impl, logits, 1.0, rows, 1, -(-draws // rows), torch.bfloat16)
     assert counts.sum() >= draws
+    distance = 0.0066 * (1e8 / draws) ** 0.5
     assert_distribution(counts, torch.softmax(logits.double(), 0).to(DEVICE), distance)

@@ -1,9 +1,11 @@
-"""Two steps per problem for Nsight Compute; the README's profile is of the second.
+"""Two steps per problem for Nsight Compute; the README's profiles are of the second. KERNEL is triton or cute.
 
-ncu --clock-control none -k regex:sample_kernel --metrics dram__throughput.avg.pct_of_peak_sustained_elapsed,\
+ncu --clock-control none -k "regex:sample_kernel|SampleKernel" --metrics dram__throughput.avg.pct_of_peak_sustained_elapsed,\
 sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed,sm__inst_executed_pipe_alu.avg.pct_of_peak_sustained_elapsed,\
-sm__inst_issued.avg.pct_of_peak_sustained_elapsed,smsp__sass_inst_executed_op_local.sum python -m benchmarks.profile_triton
+sm__inst_issued.avg.pct_of_peak_sustained_elapsed,smsp__sass_inst_executed_op_local.sum python -m benchmarks.profile_step KERNEL
 """
+
+import sys
 
 import torch
 
@@ -15,5 +17,5 @@ if __name__ == "__main__":
         for batch in (1, 64, 128, 256):
             problem = make_problem(batch, weight)
             for _ in range(2):
-                problem.sample("triton")
+                problem.sample(sys.argv[1])
             torch.cuda.synchronize()

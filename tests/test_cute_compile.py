@@ -1,0 +1,90 @@
+"""The Hopper kernel compiles in every shape without a GPU, its matmul is not serialised, nothing spills; what Blackwell could
+use of it compiles for sm_100a. In processes of their own: the compiler reads its target when it is imported."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+if not all(importlib.util.find_spec(name) for name in ("cutlass", "tvm_ffi")):
+    pytest.skip("needs the cute extra", allow_module_level=True)
+
+ROOT = Path(__file__).parent.parent
+DISASSEMBLE = """
+import sys
+from pathlib import Path
+import cutlass
+from flashsampling.impl.cute.config import CONFIGS
+from flashsampling.impl.cute.kernel import compile_kernel
+
+dtype = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}[sys.argv[1]]
+config = next(config for config in CONFIGS if config.block_b == int(sys.argv[2]))
+compile_kernel(dtype, config, f"--gpu-arch sm_90a --keep-cubin --dump-dir {sys.argv[3]}")
+print(config.stages)
+"""
+SHAPES = [("bf16", n) for n in (8, 16, 32, 48, 64, 96, 128, 192, 256)] + [("fp16", 64)]
+
+
+def run(code, *arguments, architecture):
+    environment = os.environ | {"CUTE_DSL_ARCH": architecture}
+    result = subprocess.run([sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True, env=environment)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return result.stdout
+
+
+@pytest.mark.parametrize(("dtype", "block_b"), SHAPES)
+def test_compiles_for_hopper(dtype, block_b, tmp_path):
+    triton = pytest.importorskip("triton")  # for its disassembler
+    stages = int(run(DISASSEMBLE, dtype, str(block_b), str(tmp_path), architecture="sm_90a"))
+    assert stages >= 4
+    (cubin,) = tmp_path.glob("*.cubin")
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    sass = subprocess.run([tools / "nvdisasm", "-c", cubin], capture_output=True, text=True, check=True).stdout
+    products = re.findall(r"HGMMA\.64x(\d+)x16", sass)
+    assert products == [str(min(block_b, block_b // 2 if block_b > 128 else block_b))] * (8 if block_b <= 128 else 16)
+    # one wait inside the k loop and one after it; a wait after every product is ptxas serialising them
+    assert len(re.findall(r"WARPGROUP\.DEPBAR", sass)) == 2
+    assert len(re.findall(r"UTMALDG\.2D", sass)) == 2
+    # several draws per row keep a copy of the logits in local memory; the registers of the one-draw path never go there
+    copies = block_b // 2
+    assert len(re.findall(r"\bSTL", sass)) <= copies + 8
+
+
+@pytest.mark.parametrize("architecture", ["sm_90a", "sm_100a"])
+def test_noise_and_keys_compile(architecture):
+    code = f"from tests.cute_noise import compile_noise; compile_noise({architecture!r}); print('compiled')"
+    assert "compiled" in run(code, architecture=architecture)
+
+
+def test_precompile_fills_the_cache(tmp_path):
+    environment = os.environ | {"FLASHSAMPLING_CACHE_DIR": str(tmp_path), "PYTHONWARNINGS": "default"}
+    command = [sys.executable, "scripts/precompile", "--workers", "2"]
+    for state in ("compiled", "was there"):
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+        assert result.returncode == 0, result.stderr[-3000:]
+        assert result.stdout.count(state) == 18
+    objects = list(tmp_path.glob("cute/*/*.o"))
+    assert len(objects) == 18
+    code = (
+        "import torch; from flashsampling.impl.cute import cache; from flashsampling.impl.cute.config import CONFIGS\n"
+        "cache._compile = None\n"  # what is on disk is not compiled again
+        "print([callable(cache.kernel_for(dtype, CONFIGS[-1])) for dtype in (torch.bfloat16, torch.float16)])"
+    )
+    environment["CUTE_DSL_ARCH"] = "sm_90a"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, env=environment)
+    assert "[True, True]" in result.stdout, result.stderr[-3000:]
+    # an object that does not load is made again, and says so
+    objects[0].write_bytes(b"cut off")
+    name = objects[0].name.split("_")
+    code = (
+        "import torch; from flashsampling.impl.cute import cache; from flashsampling.impl.cute.config import TileConfig\n"
+        f"print(callable(cache._load_or_compile(torch.{name[0]}, TileConfig({name[1]}, {name[2].removesuffix('.o')}))))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, env=environment)
+    assert "True" in result.stdout, result.stderr[-3000:]
+    assert "does not load" in result.stderr
+    assert objects[0].stat().st_size > 1000
