@@ -6,7 +6,9 @@
 
 import functools
 import importlib
+import importlib.metadata
 import importlib.util
+import re
 from types import ModuleType
 
 import torch
@@ -15,6 +17,7 @@ from torch import Tensor
 IMPLEMENTATIONS = ("reference", "streaming", "triton", "cute")
 _KERNELS = ("cute", "triton")  # in the order in which they are tried
 
+_MIN_CUTE = (4, 8, 1)  # the only one measured
 _MIN_TRITON = (3, 6)  # 3.4 fails to compile the kernel; 3.6 is measured, 3.9 compiles in all its shapes
 
 _library = torch.library.Library("flashsampling", "DEF")
@@ -83,9 +86,16 @@ def _triton_missing() -> str | None:
 
 @functools.cache
 def _cute_missing() -> str | None:
-    for module, package in (("cutlass", "nvidia-cutlass-dsl"), ("tvm_ffi", "apache-tvm-ffi")):
+    # not "cutlass": the old C++ template package goes by that name too
+    for module, package in (("nvidia_cutlass_dsl", "nvidia-cutlass-dsl"), ("tvm_ffi", "apache-tvm-ffi")):
         if importlib.util.find_spec(module) is None:
             return f"{package} is not installed (pip install flashsampling[cute])"
+    try:
+        version = importlib.metadata.version("nvidia-cutlass-dsl")
+    except importlib.metadata.PackageNotFoundError:  # a bare folder on the path: whoever put it there knows
+        return None
+    if tuple(int(part) for part in re.findall(r"\d+", version)[:3]) < _MIN_CUTE:
+        return f"nvidia-cutlass-dsl {version} is installed, it needs {'.'.join(map(str, _MIN_CUTE))} or newer"
     return None
 
 

@@ -56,12 +56,14 @@ def test_a_named_implementation_never_falls_back(device):
     if device.type == "cpu":
         code = (
             "import torch, flashsampling\n"
-            "try: flashsampling.sample(torch.ones(1, 8), torch.ones(9, 8), impl='triton')\n"
-            "except ValueError as error: print(error)"
+            "for impl in ('triton', 'cute'):\n"
+            "    try: flashsampling.sample(torch.ones(1, 8), torch.ones(9, 8), impl=impl)\n"
+            "    except ValueError as error: print(error)"
         )
         # without the interpreter
         run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={"PATH": ""}, check=True)
         assert "impl='triton' cannot do this: tensors on the CPU" in run.stdout
+        assert "impl='cute' cannot do this: tensors on cpu, it runs on NVIDIA GPUs" in run.stdout
     else:
         columns_apart = torch.ones(8, 20, device=device).T
         with pytest.raises(ValueError, match="weight must be contiguous along D"):
@@ -168,21 +170,35 @@ def test_import_needs_neither_triton_nor_cutlass():
 
 
 @pytest.mark.parametrize(
-    ("setup", "reason"),
+    ("impl", "setup", "reason"),
     [
         (
+            "cute",
+            "import importlib.util as u; f = u.find_spec;"
+            "u.find_spec = lambda n, p=None: None if n == 'nvidia_cutlass_dsl' else f(n, p)",
+            "nvidia-cutlass-dsl is not installed (pip install flashsampling[cute])",
+        ),
+        (
+            "cute",
+            "import importlib.util as u, importlib.metadata as m; f, v = u.find_spec, m.version;"
+            "u.find_spec = lambda n, p=None: n if n in ('nvidia_cutlass_dsl', 'tvm_ffi') else f(n, p);"
+            "m.version = lambda n: '4.5.0' if n == 'nvidia-cutlass-dsl' else v(n)",
+            "nvidia-cutlass-dsl 4.5.0 is installed, it needs 4.8.1 or newer",
+        ),
+        (
+            "triton",
             "import sys; sys.modules['triton'] = None; import importlib.util as u; f = u.find_spec;"
             "u.find_spec = lambda n, p=None: None if n == 'triton' else f(n, p)",
             "triton is not installed",
         ),
-        ("import triton; triton.__version__ = '3.4.0'", "triton 3.4.0 is installed, it needs 3.6 or newer"),
+        ("triton", "import triton; triton.__version__ = '3.4.0'", "triton 3.4.0 is installed, it needs 3.6 or newer"),
     ],
 )
-def test_works_without_a_triton_that_serves(setup, reason):
+def test_works_without_a_kernel_that_serves(impl, setup, reason):
     code = (
         f"{setup}\nimport torch, flashsampling; x = torch.ones(2, 8); w = torch.ones(9, 8);"
         "print(flashsampling.sample(x, w, seed=1).token_ids)\n"
-        "try: flashsampling.sample(x, w, seed=1, impl='triton')\n"
+        f"try: flashsampling.sample(x, w, seed=1, impl={impl!r})\n"
         "except ValueError as error: print(error)"
     )
     run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
