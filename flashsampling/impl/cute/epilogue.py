@@ -358,8 +358,10 @@ class SampleEpilogue:
         """
         running = Int32(1)
         while running != 0:
-            # before the slot is looked at: what was pushed before the consumers were done is then seen
-            finished = cute.arch.load(shared.done.iterator, Int32, sem="acquire", scope="cta") == 8
+            # before the slot is looked at: what was pushed before the consumers were done is then seen. The warp decides as
+            # one, since a thread that comes late from an evaluation may read a later count than the others did
+            done = cute.arch.load(shared.done.iterator, Int32, sem="acquire", scope="cta") == 8
+            finished = cute.arch.vote_all_sync(done)
             entry = cute.arch.load(shared.queue.iterator + thread, Int64, sem="relaxed", scope="cta")
             if cute.arch.vote_any_sync(entry != Int64(0)):
                 if entry != Int64(0):
