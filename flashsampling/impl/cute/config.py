@@ -1,6 +1,6 @@
 """Which problems the Hopper kernel takes, and the tile shape of each: a pure function of the batch size.
 
-Nothing is tuned while serving, and there are ten shapes per dtype in all, so ``scripts/precompile`` can make every kernel
+Nothing is tuned while serving, and there are nine shapes per dtype in all, so ``scripts/precompile`` can make every kernel
 that will ever be asked for. Rejected designs are recorded in ``kernel``.
 """
 

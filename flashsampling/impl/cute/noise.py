@@ -5,11 +5,11 @@ drops out, and the logarithms are then the hardware's own base-2 ones.
 
 Of Philox's ten rounds, what depends on the row alone (round keys, its half of the first two rounds) is computed once per launch
 (``row_constants``), and what depends on the group of tokens alone (the other half of the first round) once per group
-(``group_constants``). A block then costs 17 wide multiplications and 19 three-input exclusive-ors, and no addition.
+(``group_constants``). A block then costs 17 multiplications and 19 three-input exclusive-ors, and no addition.
 
 Accuracy of ``minus_gumbel``: ``lg2.approx`` has an absolute error of 2**-22 next to 1, so ``E = -log1p(-v)`` is a polynomial
-below v = 1/16 (truncation 1.6e-7 relative) and the logarithm of the complement, formed from the negated word and not from ``1
-- v``, above. Both ends of the range keep full relative precision.
+below v = 1/16 (truncation 1.6e-7 relative) and the logarithm of the complement, formed from the negated word and not from
+``1 - v``, above. Both ends of the range keep full relative precision.
 
 No wide multiplication where it counts. Beside ``wgmma`` an ``IMAD.WIDE`` or ``IMAD.HI`` costs the tensor cores some twelve
 cycles, a plain ``IMAD`` next to none, so the noise warpgroup builds the high half of a product from four plain ones
