@@ -131,12 +131,12 @@ class SampleEpilogue:
     @cute.jit
     def make_codes(self, args: Arguments, walk: Walk, shared: Shared, full, empty, thread):
         """The noise warpgroup: codes of every tile's words, a tile at a time; ``full`` and ``empty`` are their barriers."""
-        # 96 pairs: a thread takes a third of three pairs' groups, and makes their constants anew; else one pair for all tiles
-        constants = self.pair_constants(args, walk, thread % self.pairs)
+        if const_expr(self.pairs != 96):
+            constants = self.pair_constants(args, walk, thread % self.pairs)  # one pair for all tiles
         for i in cutlass.range(walk.tiles, unroll=1):
             tile = walk.first_tile + i * walk.tile_stride
             cute.arch.mbarrier_wait(empty, (i + 1) % 2)
-            if const_expr(self.pairs == 96):
+            if const_expr(self.pairs == 96):  # a thread takes a third of three pairs' groups, and makes their constants anew
                 for phase in cutlass.range(3, unroll=1):
                     item = phase * _NOISE_THREADS + thread
                     own = self.pair_constants(args, walk, item % self.pairs)

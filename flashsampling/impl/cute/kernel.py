@@ -31,7 +31,6 @@ Rejected designs, H200, B = 256, V = 151936, whole steps against cuBLAS's bare m
     wide multiplications in the noise (see ``noise``)       D = 4096: 1.14 of the same without noise, narrow ones 1.02
     two Philox blocks per noise thread at once              D = 4096: 1.17, with one 1.13: bursts cost the tensor cores more
     candidates evaluated by the consumers that find them    D = 4096: 1.13, by warps of their own 1.11
-    lower bounds of the first tile published by every warp  D = 2048, B = 128: 1.09, and 1.05 by one thread per row
 """
 
 import cuda.bindings.driver as cuda
