@@ -4,11 +4,12 @@ Nothing is tuned while serving, and there are nine shapes per dtype in all, so `
 that will ever be asked for. Rejected designs are recorded in ``kernel``.
 """
 
-import functools
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from ..device import capability, multiprocessors
 
 TILE_V = 128  # vocabulary rows of a tile: two m64 wgmma blocks
 TILE_D = 64  # depth of a pipeline stage: one 128-byte swizzle atom of 16-bit elements
@@ -54,17 +55,6 @@ def choose_config(batch: int) -> TileConfig:
     return min(CONFIGS[-2:], key=lambda config: (-(-batch // config.block_b) * config.block_b, -config.block_b))
 
 
-@functools.cache
-def multiprocessors(device: torch.device) -> int:
-    """Of a CUDA device."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@functools.cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
-
-
 def ctas_per_row_block(config: TileConfig, batch: int, vocab_size: int, processors: int) -> int:
     """CTAs that walk the vocabulary for one block of rows: a multiple of the cluster, one CTA per multiprocessor in all."""
     clusters = -(-vocab_size // (TILE_V * config.cluster))
@@ -87,8 +77,8 @@ def unsupported(hidden_states: Tensor, weight: Tensor) -> str | None:
     device = hidden_states.device
     if device.type != "cuda" or torch.version.cuda is None:
         return f"tensors on {device.type}, it runs on NVIDIA GPUs"
-    if _capability(device) != (9, 0):
-        return f"compute capability {_capability(device)}, it needs (9, 0)"
+    if capability(device) != (9, 0):
+        return f"compute capability {capability(device)}, it needs (9, 0)"
     if weight.dtype == torch.float32:
         return "float32, it takes bfloat16 and float16"
     if not copy_engine_reads(weight):

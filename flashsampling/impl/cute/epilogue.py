@@ -55,12 +55,10 @@ class Arguments(NamedTuple):
 class Walk(NamedTuple):
     """Which tiles are this CTA's."""
 
-    row_block: Int32
     first_row: Int32
     first_tile: Int32
     tile_stride: Int32
     tiles: Int32
-    ctas: Int32  # of the row block
 
 
 class Shared(NamedTuple):

@@ -161,12 +161,10 @@ class SampleKernel:
         first = cluster // row_blocks * self.cluster  # of the cluster's tiles: all its CTAs make as many steps
         tiles_of_all = cute.ceil_div(args.vocab_size, self.mainloop.tile[0])
         walk = Walk(
-            row_block=row_block,
             first_row=row_block * self.block_b,
             first_tile=first + rank,
             tile_stride=ctas,
             tiles=(tiles_of_all - first + ctas - 1) // ctas,
-            ctas=ctas,
         )
 
         storage = cutlass.utils.SmemAllocator().allocate(self.storage)

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from ...workspace import zeroed_words
+from ..device import multiprocessors
 from .cache import kernel_for
-from .config import TileConfig, choose_config, copy_engine_reads, ctas_per_row_block, multiprocessors
+from .config import TileConfig, choose_config, copy_engine_reads, ctas_per_row_block
 
 
 @functools.lru_cache(maxsize=4096)

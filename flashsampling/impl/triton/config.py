@@ -17,12 +17,13 @@ Dead ends, each against another shape in the same run (B = 256, V = 151936, D = 
     noise inside the k loop          ptxas then serialises wgmma (a wait after each); not timed
 """
 
-import functools
 from dataclasses import dataclass
 
 import torch
 import triton
 from torch import Tensor
+
+from ..device import capability
 
 
 @dataclass(frozen=True)
@@ -41,17 +42,6 @@ class TileConfig:
     preload: bool = False  # keep the row parameters in registers over all tiles
 
 
-@functools.cache
-def multiprocessors(device: torch.device) -> int:
-    """Of a CUDA device; the interpreter plays two."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
-
-
-@functools.cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
-
-
 def unsupported(hidden_states: Tensor, weight: Tensor) -> str | None:
     """Why the Triton implementation cannot take this problem, or None."""
     device = hidden_states.device
@@ -59,8 +49,8 @@ def unsupported(hidden_states: Tensor, weight: Tensor) -> str | None:
         return None if triton.knobs.runtime.interpret else "tensors on the CPU (TRITON_INTERPRET=1 is for tests)"
     if device.type != "cuda" or torch.version.cuda is None:
         return f"tensors on {device.type}, it runs on NVIDIA GPUs"
-    if _capability(device) < (8, 0):
-        return f"compute capability {_capability(device)}, it needs (8, 0)"
+    if capability(device) < (8, 0):
+        return f"compute capability {capability(device)}, it needs (8, 0)"
     if weight.stride(1) != 1 and weight.shape[1] > 1:
         return f"weight must be contiguous along D, got strides {weight.stride()}"
     return None
@@ -75,7 +65,7 @@ def choose_config(hidden_states: Tensor, weight: Tensor, num_samples: int) -> Ti
     """The tile shape for a problem that ``unsupported`` does not refuse."""
     batch, dim = hidden_states.shape
     # sm_90 and sm_100: bulk tensor copies, and 227 KiB of shared memory for the large tiles' stages
-    big = hidden_states.is_cuda and _capability(hidden_states.device)[0] in (9, 10)
+    big = hidden_states.is_cuda and capability(hidden_states.device)[0] in (9, 10)
     use_tma = big and _tma_addressable(hidden_states) and _tma_addressable(weight)
     return shape_for(batch, dim, hidden_states.dtype, num_samples, use_tma)
 

@@ -29,7 +29,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...workspace import zeroed_words
-from .config import TileConfig, choose_config, multiprocessors
+from ..device import multiprocessors
+from .config import TileConfig, choose_config
 from .noise import INTERPRETED, REFINEMENT_BIT, minus_gumbel, minus_gumbel_refined, opaque, philox_words
 
 _GREEDY_BELOW = tl.constexpr(1e-6)
