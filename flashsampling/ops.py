@@ -1,7 +1,8 @@
 """The torch operator ``flashsampling::sample``: schema, fake, dispatch to the implementations.
 
 ``torch.library.Library`` and not ``torch.library.custom_op``, whose wrapper adds 12 us of host time to a call where this adds 1
-(torch 2.13 on an EPYC core).
+(torch 2.13 on an EPYC core). Where nobody looks, no tracer, mode, transform, subclass or profiler, ``sample`` does not go
+through torch's dispatcher at all, which saves another third of what a call costs.
 """
 
 import functools
@@ -10,9 +11,11 @@ import importlib.metadata
 import importlib.util
 import re
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 IMPLEMENTATIONS = ("reference", "streaming", "triton", "cute")
 _KERNELS = ("cute", "triton")  # in the order in which they are tried
@@ -41,23 +44,26 @@ def _sample(
     vocab_size: int,
     impl: str,  # "": chosen here
 ) -> Tensor:
-    """(B, num_samples) int64."""
-    batch = hidden_states.shape[0]
+    """(B * num_samples,) int64, row by row."""
+    batch, device = hidden_states.shape[0], hidden_states.device
     if batch == 0:
-        return torch.empty((0, num_samples), dtype=torch.int64, device=hidden_states.device)
-    if impl in ("", *_KERNELS):
+        return torch.empty(0, dtype=torch.int64, device=device)
+    if impl == "" or impl in _KERNELS:
         for name in (impl,) if impl else _KERNELS if hidden_states.is_cuda else ():
             reason = _kernel_cannot(name, hidden_states, weight)
             if reason is None:
                 temperature_or_value = temperature_value if temperature is None else temperature
                 seeds, offsets = seed_value if seed is None else seed, offset_value if offset is None else offset
                 sample = _kernels(name).sample
-                return sample(hidden_states, weight, temperature_or_value, seeds, offsets, num_samples, vocab_size)
+                arguments = hidden_states, weight, temperature_or_value, seeds, offsets, num_samples, vocab_size
+                if device.type == "cuda" and device.index != torch.cuda.current_device():
+                    with torch.cuda.device(device):
+                        return sample(*arguments)
+                return sample(*arguments)
             if impl:
                 raise ValueError(f"impl={impl!r} cannot do this: {reason}")
         impl = "streaming"
 
-    device = hidden_states.device
     if temperature is None:
         temperature = torch.full((batch,), temperature_value, dtype=torch.float32, device=device)
     if seed is None:
@@ -67,10 +73,26 @@ def _sample(
     if impl == "streaming":
         from .impl import streaming
 
-        return streaming.sample(hidden_states, weight, temperature, seed, offset, num_samples, vocab_size)
+        return streaming.sample(hidden_states, weight, temperature, seed, offset, num_samples, vocab_size).flatten()
     from .impl import reference
 
-    return reference.sample(hidden_states, weight, temperature, seed, offset, num_samples, vocab_size)
+    return reference.sample(hidden_states, weight, temperature, seed, offset, num_samples, vocab_size).flatten()
+
+
+def sample(hidden_states: Tensor, weight: Tensor, *arguments: Any) -> Tensor:
+    """``torch.ops.flashsampling.sample``, past the dispatcher where it would change nothing."""
+    unobserved = (
+        type(hidden_states) is Tensor
+        and type(weight) in (Tensor, Parameter)
+        and not torch.compiler.is_compiling()
+        and not torch._C._len_torch_dispatch_stack()
+        and not torch._C._len_torch_function_stack()
+        and not torch._C._are_functorch_transforms_active()
+        and torch._C._get_tracing_state() is None
+        and not torch.autograd.profiler._is_profiler_enabled
+        and not (torch.is_grad_enabled() and (hidden_states.requires_grad or weight.requires_grad))
+    )
+    return (_sample if unobserved else torch.ops.flashsampling.sample.default)(hidden_states, weight, *arguments)
 
 
 @functools.cache
@@ -122,7 +144,7 @@ def _fake(
     vocab_size: int,
     impl: str,
 ) -> Tensor:
-    return hidden_states.new_empty((hidden_states.shape[0], num_samples), dtype=torch.int64)
+    return hidden_states.new_empty(hidden_states.shape[0] * num_samples, dtype=torch.int64)
 
 
 _library.impl("sample", _sample, "CompositeExplicitAutograd")

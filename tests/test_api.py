@@ -231,3 +231,34 @@ def test_streaming_never_holds_the_logits(batch):
     with Watch():
         sample(problem.hidden_states, problem.weight, seed=1, impl="streaming")
     assert 0 < largest <= batch * vocab / 4
+
+
+def test_whoever_watches_sees_the_operator():
+    """A plain call goes past the dispatcher; modes, tracers and the profiler still find one operator."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.profiler import ProfilerActivity, profile
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Names(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.seen = []
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            self.seen.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    def draw(states):
+        return sample(states, WEIGHT, seed=3).token_ids
+
+    expected = draw(STATES)
+    with Names() as mode:
+        tokens = draw(STATES)
+    assert torch.equal(tokens, expected)
+    assert mode.seen == ["flashsampling.sample.default"]
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        draw(STATES)
+    assert "flashsampling::sample" in {event.key for event in profiler.key_averages()}
+    traced = make_fx(draw)(STATES)
+    assert [str(node.target) for node in traced.graph.nodes if node.op == "call_function"] == ["flashsampling.sample.default"]
+    assert torch.equal(traced(STATES), expected)

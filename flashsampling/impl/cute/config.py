@@ -1,10 +1,10 @@
-"""Which problems the Hopper kernel takes, and the tile shape of each: a pure function of the batch size.
+"""Which problems the Hopper kernel takes, and the tile shape of each: a pure function of the batch size and D.
 
-Nothing is tuned while serving, and there are nine shapes per dtype in all, so ``scripts/precompile`` can make every kernel
+Nothing is tuned while serving, and there are thirteen shapes per dtype in all, so ``scripts/precompile`` can make every kernel
 that will ever be asked for. Rejected designs are recorded in ``kernel``.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ class TileConfig:
 
     block_b: int  # batch rows of a tile: a multiple of 8, at most 256
     cluster: int  # CTAs, neighbours in the vocabulary, that share each load of hidden states
+    wide: bool = False  # noise by wide multiplications: a third of the instructions, and each holds up the tensor cores
 
     @property
     def stages(self) -> int:
@@ -44,15 +45,21 @@ CONFIGS = (
     TileConfig(128, 2),
     TileConfig(192, 1),
     TileConfig(256, 1),
+    TileConfig(96, 2, wide=True),
+    TileConfig(128, 2, wide=True),
+    TileConfig(192, 1, wide=True),
+    TileConfig(256, 1, wide=True),
 )
+_NARROW = [config for config in CONFIGS if not config.wide]
+_WIDE_UP_TO = {96: 2048, 128: 2048, 192: 2048, 256: 1536}  # D: the matmul of a tile is then shorter than its narrow noise
 
 
-def choose_config(batch: int) -> TileConfig:
+def choose_config(batch: int, dim: int) -> TileConfig:
     """The smallest shape that takes the batch in one block of rows; beyond 256 rows the one that pads it least."""
-    for config in CONFIGS:
-        if batch <= config.block_b:
-            return config
-    return min(CONFIGS[-2:], key=lambda config: (-(-batch // config.block_b) * config.block_b, -config.block_b))
+    config = next((config for config in _NARROW if batch <= config.block_b), None)
+    if config is None:
+        config = min(_NARROW[-2:], key=lambda config: (-(-batch // config.block_b) * config.block_b, -config.block_b))
+    return replace(config, wide=dim <= _WIDE_UP_TO.get(config.block_b, 0))
 
 
 def ctas_per_row_block(config: TileConfig, batch: int, vocab_size: int, processors: int) -> int:
@@ -64,11 +71,12 @@ def ctas_per_row_block(config: TileConfig, batch: int, vocab_size: int, processo
 
 def copy_engine_reads(matrix: Tensor) -> bool:
     """Whether TMA can address the rows: 16-byte aligned, contiguous along D."""
-    rows_apart = matrix.stride(0) * matrix.element_size()
+    stride, along_d = matrix.stride()
+    rows_apart = stride * matrix.element_size()
     return (
-        matrix.stride(1) == 1
+        along_d == 1
         and matrix.data_ptr() % 16 == 0
-        and (matrix.shape[0] == 1 or (rows_apart % 16 == 0 and 0 < rows_apart < 2**40))
+        and ((rows_apart % 16 == 0 and 0 < rows_apart < 2**40) or matrix.shape[0] == 1)
     )
 
 
@@ -86,9 +94,9 @@ def unsupported(hidden_states: Tensor, weight: Tensor) -> str | None:
             "the rows of weight must be contiguous and start at multiples of 16 bytes (D divisible by 8), "
             f"got strides {tuple(weight.stride())} at address {weight.data_ptr():#x}"
         )
-    batch, vocab = hidden_states.shape[0], weight.shape[0]
+    (batch, dim), vocab = hidden_states.shape, weight.shape[0]
     if vocab > _MAX_TILES_PER_CTA * TILE_V:
-        most = _MAX_TILES_PER_CTA * TILE_V * ctas_per_row_block(choose_config(batch), batch, vocab, multiprocessors(device))
-        if vocab > most:
-            return f"{vocab} vocabulary rows, for a batch of {batch} it takes up to {most}"
+        ctas = ctas_per_row_block(choose_config(batch, dim), batch, vocab, multiprocessors(device))
+        if vocab > _MAX_TILES_PER_CTA * TILE_V * ctas:
+            return f"{vocab} vocabulary rows, for a batch of {batch} it takes up to {_MAX_TILES_PER_CTA * TILE_V * ctas}"
     return None

@@ -27,7 +27,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, range_constexpr, select_
 
 from . import noise, reduction
-from .config import TILE_V
+from .config import TILE_V, TileConfig
 from .reduction import INFINITY, global_pointer
 
 QUEUE = 64  # candidates that wait for evaluation: one per thread of the two evaluating warps
@@ -79,8 +79,9 @@ def _half(value: Int64, upper: int) -> Uint32:
 class SampleEpilogue:
     """One winner per row of a block of ``block_b`` rows."""
 
-    def __init__(self, block_b: int):
-        self.block_b = block_b
+    def __init__(self, config: TileConfig):
+        self.block_b = block_b = config.block_b
+        self.wide = config.wide
         self.blocks = block_b // 8  # of eight columns
         self.vector = next(v for v in (4, 2, 1) if self.blocks % v == 0)  # code words that a consumer thread loads at once
         self.pairs = block_b // 2  # of columns
@@ -159,22 +160,27 @@ class SampleEpilogue:
         """Codes of a pair of columns in every ``group_stride``-th of a tile's 32 groups (token bits 5, 4, 2, 1, 0)."""
         block = pair // 4
         word0 = (block // self.vector) * (32 * self.vector) + (pair % 4) * self.vector + block % self.vector
-        for step in cutlass.range(32 // group_stride, unroll=1):
-            group = step * group_stride + first_group
-            of_group = noise.group_constants(Uint32(tile * 32 + group))
-            words = [noise.philox_words_of_constants(of_group, constants[c][0]) for c in range(2)]
-            for half in range_constexpr(2):
-                packed = noise.code_bytes([words[c][r + 2 * half] for r in range(2) for c in range(2)])
-                flag = noise.flagged(packed)
-                chunk = half * 4 + group // 8
-                if flag != Uint32(0):
-                    packed = noise.mend_flagged(packed, flag)
-                    bit = Uint32(1) << Uint32(block // self.vector)
-                    cute.arch.atomic_or(shared.flags.iterator + chunk, bit, sem="relaxed", scope="cta")
-                for c in range_constexpr(2):
-                    fixed = packed & Uint32(0xFF00FF00 >> 8 * c) | Uint32(noise.GREEDY_BYTE * 0x00010001 << 8 * c)
-                    packed = Uint32(select_(constants[c][1], fixed, packed))
-                shared.codes[chunk * (32 * self.blocks) + word0 + (group % 8) * (4 * self.vector)] = packed
+        at_once = 2 if self.wide else 1  # wide multiplications wait longer, and bursts of them cost no more than single ones
+        for step in cutlass.range(32 // group_stride // at_once, unroll=1):
+            groups = [(step * at_once + g) * group_stride + first_group for g in range(at_once)]
+            of_groups = [noise.group_constants(Uint32(tile * 32 + group)) for group in groups]
+            words = [
+                [noise.philox_words_of_constants(of_group, constants[c][0], self.wide) for c in range(2)]
+                for of_group in of_groups
+            ]
+            for g in range_constexpr(at_once):
+                for half in range_constexpr(2):
+                    packed = noise.code_bytes([words[g][c][r + 2 * half] for r in range(2) for c in range(2)])
+                    flag = noise.flagged(packed)
+                    chunk = half * 4 + groups[g] // 8
+                    if flag != Uint32(0):
+                        packed = noise.mend_flagged(packed, flag)
+                        bit = Uint32(1) << Uint32(block // self.vector)
+                        cute.arch.atomic_or(shared.flags.iterator + chunk, bit, sem="relaxed", scope="cta")
+                    for c in range_constexpr(2):
+                        fixed = packed & Uint32(0xFF00FF00 >> 8 * c) | Uint32(noise.GREEDY_BYTE * 0x00010001 << 8 * c)
+                        packed = Uint32(select_(constants[c][1], fixed, packed))
+                    shared.codes[chunk * (32 * self.blocks) + word0 + (groups[g] % 8) * (4 * self.vector)] = packed
 
     @cute.jit
     def learn_thresholds(self, args, walk, shared, thread, threads: cutlass.Constexpr, teach: cutlass.Constexpr):

@@ -58,7 +58,7 @@ class SampleKernel:
         self.cluster = config.cluster
         self.block_b = config.block_b
         self.mainloop = Mainloop(dtype, config)
-        self.epilogue = SampleEpilogue(config.block_b)
+        self.epilogue = SampleEpilogue(config)
 
     @cute.jit
     def __call__(
@@ -71,7 +71,7 @@ class SampleKernel:
         seed_value: Int64,
         offset: Int64,
         offset_value: Int64,
-        tokens: cute.Tensor,  # (B, num_samples) int64, out; the one tensor, by which the launch finds the current stream
+        tokens: cute.Tensor,  # (B * num_samples,) int64, out; the one tensor, by which the launch finds the current stream
         workspace: Int64,
         batch: Int32,
         vocab_size: Int32,
@@ -235,7 +235,7 @@ class SampleKernel:
 def compile_kernel(dtype, config: TileConfig, options: str = ""):
     """The compiled launch of a tile shape for ``CUTE_DSL_ARCH``, callable with the arguments of ``SampleKernel``'s call, less
     the stream: it is torch's current one."""
-    tokens = cute.runtime.make_fake_compact_tensor(Int64, (cute.sym_int32(), cute.sym_int32()), stride_order=(1, 0))
+    tokens = cute.runtime.make_fake_compact_tensor(Int64, (cute.sym_int32(),))
     return cute.compile(
         SampleKernel(dtype, config),
         Int64(0),

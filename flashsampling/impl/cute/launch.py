@@ -15,10 +15,10 @@ from .config import TileConfig, choose_config, copy_engine_reads, ctas_per_row_b
 
 @functools.lru_cache(maxsize=4096)
 def _plan(
-    batch: int, vocab_size: int, dtype: torch.dtype, device: torch.device, config: TileConfig | None
+    batch: int, vocab_size: int, dim: int, dtype: torch.dtype, device: torch.device, config: TileConfig | None
 ) -> tuple[Callable[..., Any], int, int]:
     """The kernel, the blocks of rows, the CTAs per block: a dictionary's worth of host time per call."""
-    config = choose_config(batch) if config is None else config
+    config = choose_config(batch, dim) if config is None else config
     ctas = ctas_per_row_block(config, batch, vocab_size, multiprocessors(device))
     return kernel_for(dtype, config), -(-batch // config.block_b), ctas
 
@@ -33,31 +33,14 @@ def sample(
     vocab_size: int,
     config: TileConfig | None = None,
 ) -> Tensor:
-    """(B, num_samples) int64 token ids, B > 0: one launch on the current stream of the tensors' device."""
-    device = hidden_states.device
-    if device.index != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            return _launch(hidden_states, weight, temperature, seed, offset, num_samples, vocab_size, config)
-    return _launch(hidden_states, weight, temperature, seed, offset, num_samples, vocab_size, config)
-
-
-def _launch(
-    hidden_states: Tensor,
-    weight: Tensor,
-    temperature: Tensor | float,
-    seed: Tensor | int,
-    offset: Tensor | int,
-    num_samples: int,
-    vocab_size: int,
-    config: TileConfig | None,
-) -> Tensor:
+    """(B * num_samples,) int64 token ids, B > 0: one launch on the current stream of the tensors' device, the current one."""
     batch, dim = hidden_states.shape
     device = hidden_states.device
     if not copy_engine_reads(hidden_states):
         padded = torch.empty((batch, -(-dim // 8) * 8), dtype=hidden_states.dtype, device=device)
         hidden_states = padded[:, :dim].copy_(hidden_states)
-    tokens = torch.empty((batch, num_samples), dtype=torch.int64, device=device)
-    kernel, row_blocks, ctas = _plan(batch, vocab_size, hidden_states.dtype, device, config)
+    tokens = torch.empty(batch * num_samples, dtype=torch.int64, device=device)
+    kernel, row_blocks, ctas = _plan(batch, vocab_size, dim, hidden_states.dtype, device, config)
     workspace = zeroed_words(2 * batch * num_samples + row_blocks, device)
     temperature_at, temperature_value = (temperature.data_ptr(), 0.0) if isinstance(temperature, Tensor) else (0, temperature)
     seed_at, seed_value = (seed.data_ptr(), 0) if isinstance(seed, Tensor) else (0, seed)

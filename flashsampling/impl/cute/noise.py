@@ -107,12 +107,14 @@ def group_constants(group: Uint32) -> tuple[Uint32, Uint32]:
     return _multiply(group, _M0)
 
 
-def philox_words_of_constants(group: tuple, row: list) -> tuple:
-    """``philox_words`` from ``group_constants`` and ``row_constants``: the same four words."""
-    high1, low1 = _multiply_narrow(group[0] ^ row[0], _M1)
+def philox_words_of_constants(group: tuple, row: list, wide: bool = False) -> tuple:
+    """``philox_words`` from ``group_constants`` and ``row_constants``: the same four words, by ``wide`` multiplications or by
+    narrow ones."""
+    multiply = _multiply if wide else _multiply_narrow
+    high1, low1 = multiply(group[0] ^ row[0], _M1)
     counter = (high1 ^ row[1], low1, row[2] ^ group[1], row[3])
     for i in range(8):
-        counter = _round(counter, row[4 + 2 * i], row[5 + 2 * i], _multiply_narrow)
+        counter = _round(counter, row[4 + 2 * i], row[5 + 2 * i], multiply)
     return counter
 
 

@@ -405,31 +405,14 @@ def sample(
     vocab_size: int,
     config: TileConfig | None = None,
 ) -> Tensor:
-    """(B, num_samples) int64 token ids, B > 0: one launch on the current stream of the tensors' device."""
+    """(B * num_samples,) int64 token ids, B > 0: one launch on the current stream of the tensors' device, the current one."""
     if hidden_states.stride(1) != 1:
         hidden_states = hidden_states.contiguous()
     if config is None:
         config = choose_config(hidden_states, weight, num_samples)
-    device = hidden_states.device
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            return _launch(hidden_states, weight, temperature, seed, offset, num_samples, vocab_size, config)
-    return _launch(hidden_states, weight, temperature, seed, offset, num_samples, vocab_size, config)
-
-
-def _launch(
-    hidden_states: Tensor,
-    weight: Tensor,
-    temperature: Tensor | float,
-    seed: Tensor | int,
-    offset: Tensor | int,
-    num_samples: int,
-    vocab_size: int,
-    config: TileConfig,
-) -> Tensor:
     batch, dim = hidden_states.shape
     device = hidden_states.device
-    token_ids = torch.empty((batch, num_samples), dtype=torch.int64, device=device)
+    token_ids = torch.empty(batch * num_samples, dtype=torch.int64, device=device)
     row_blocks = -(-batch // config.block_b)
     vocab_tiles = -(-vocab_size // config.block_v)
     programs_per_row_block = max(1, min(vocab_tiles, config.ctas_per_sm * multiprocessors(device) // row_blocks))
