@@ -2,11 +2,15 @@
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from . import noise, ops
+
+if TYPE_CHECKING:
+    from .distributed import TensorParallel
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
@@ -35,6 +39,7 @@ def sample(
     num_samples: int = 1,
     vocab_size: int | None = None,
     impl: str | None = None,
+    tp: "TensorParallel | None" = None,
 ) -> SampleOutput:
     """Draws token ids from ``softmax(hidden_states @ weight.T / temperature)``, exactly, without storing the logits.
 
@@ -52,7 +57,10 @@ def sample(
         offset: an int or an integer tensor (B,): the row's position, by convention how many tokens it has drawn.
         num_samples: draws per row, 1 to 2**24; each has noise of its own.
         vocab_size: real size where ``weight`` is padded; rows from it on are never sampled.
-        impl: "reference", "streaming" or "triton". None chooses by device and problem; a name never falls back.
+        impl: "reference", "streaming", "triton" or "cute". None chooses by device and problem; a name never falls back.
+        tp: a ``flashsampling.distributed.TensorParallel``: ``weight`` is then this rank's shard, the one that ``tp`` was made
+            with, and every rank of the group makes this call with the same hidden states and parameters, and gets the same
+            token ids. ``seed`` must be given; ``impl`` and ``vocab_size`` belong to ``tp``.
 
     Returns:
         SampleOutput.
@@ -60,9 +68,13 @@ def sample(
     Raises:
         TypeError: an argument is of the wrong type or dtype.
         ValueError: a shape, device or range does not fit, or ``impl`` cannot do this problem.
+        flashsampling.distributed.TensorParallelTimeout: another rank did not take part in this step or, with the transport
+            "p2p", in an earlier one; the rows of that step are -1.
     """
-    batch, vocab, device = _check_matrices(hidden_states, weight)
-    if vocab_size is None:
+    batch, vocab, device = _check_matrices(hidden_states, weight, 1 if tp is None else 0)
+    if tp is not None:
+        vocab_size, impl = _check_tensor_parallel(tp, weight, batch, num_samples, seed, vocab_size, impl)
+    elif vocab_size is None:
         vocab_size = vocab
     elif not 1 <= vocab_size <= vocab:
         raise ValueError(f"vocab_size must be from 1 to the {vocab} rows of weight, got {vocab_size}")
@@ -87,11 +99,12 @@ def sample(
         num_samples,
         vocab_size,
         impl or "",
+        "" if tp is None else tp.name,
     )
     return SampleOutput(token_ids=token_ids if num_samples == 1 else token_ids.view(batch, num_samples))
 
 
-def _check_matrices(hidden_states: Tensor, weight: Tensor) -> tuple[int, int, torch.device]:
+def _check_matrices(hidden_states: Tensor, weight: Tensor, least_rows: int) -> tuple[int, int, torch.device]:
     """B, V and the device. Every attribute is asked for once: a tenth of a microsecond each."""
     if not isinstance(hidden_states, Tensor):
         raise TypeError(f"hidden_states must be a torch.Tensor, got {type(hidden_states).__name__}")
@@ -113,9 +126,31 @@ def _check_matrices(hidden_states: Tensor, weight: Tensor) -> tuple[int, int, to
     (batch, dim), (vocab, columns) = shape, weight_shape
     if dim != columns:
         raise ValueError(f"weight must have the {dim} columns of hidden_states, got shape {tuple(weight_shape)}")
-    if vocab < 1 or dim < 1:
+    if vocab < least_rows or dim < 1:
         raise ValueError(f"weight must have at least one row and one column, got shape {tuple(weight_shape)}")
     return batch, vocab, device
+
+
+def _check_tensor_parallel(
+    tp: "TensorParallel",
+    weight: Tensor,
+    batch: int,
+    num_samples: int,
+    seed: int | Tensor | None,
+    vocab_size: int | None,
+    impl: str | None,
+) -> tuple[int, str]:
+    """The shard's own vocabulary size and the group's implementation."""
+    if not hasattr(tp, "check_call"):
+        raise TypeError(f"tp must be a flashsampling.distributed.TensorParallel, got {type(tp).__name__}")
+    if seed is None:
+        raise ValueError("seed must be given with tp: all ranks need the same")
+    if vocab_size is not None:
+        raise ValueError("vocab_size must be given to TensorParallel, not together with tp")
+    if impl is not None and impl != tp.impl:
+        raise ValueError(f"impl must be None or tp.impl = {tp.impl!r} with tp, got {impl!r}")
+    tp.check_call(weight, batch, num_samples)
+    return tp.last_token - tp.first_token, tp.impl
 
 
 def _check_rows(name: str, rows: Tensor, batch: int, device: torch.device) -> None:

@@ -1,9 +1,14 @@
 """``LMHeadSampler``: what replaces a model's ``lm_head`` and sampler."""
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 
 from .api import SampleOutput, sample
+
+if TYPE_CHECKING:
+    from .distributed import TensorParallel
 
 
 class LMHeadSampler(nn.Module):
@@ -23,6 +28,8 @@ class LMHeadSampler(nn.Module):
         temperature: default for ``forward``.
         vocab_size: real size where the weight is padded.
         impl: as in ``flashsampling.sample``.
+        tp: a ``flashsampling.distributed.TensorParallel``; ``lm_head`` is then this rank's shard. Seeds are the first rank's
+            on all ranks, so making the module and ``reset`` are collective calls.
 
     Raises:
         TypeError: ``lm_head`` is neither an ``nn.Linear`` nor a tensor.
@@ -41,6 +48,7 @@ class LMHeadSampler(nn.Module):
         temperature: float = 1.0,
         vocab_size: int | None = None,
         impl: str | None = None,
+        tp: "TensorParallel | None" = None,
     ) -> None:
         super().__init__()
         if isinstance(lm_head, nn.Linear):
@@ -59,6 +67,7 @@ class LMHeadSampler(nn.Module):
         self.temperature = temperature
         self.vocab_size = vocab_size
         self.impl = impl
+        self.tp = tp
         device = lm_head.device
         self.register_buffer("seeds", torch.empty(max_batch_size, dtype=torch.int64, device=device), persistent=False)
         self.register_buffer("offsets", torch.zeros(max_batch_size, dtype=torch.int64, device=device), persistent=False)
@@ -81,6 +90,8 @@ class LMHeadSampler(nn.Module):
             seed = torch.randint(-(2**63), 2**63 - 1, (count,), dtype=torch.int64, generator=generator)
         if seed.shape != (count,):
             raise ValueError(f"seed must be an int or have shape ({count},), got shape {tuple(seed.shape)}")
+        if self.tp is not None:
+            seed = self.tp.broadcast(seed)
         self.seeds[rows] = seed.to(self.seeds)
         self.offsets[rows] = offset.to(self.offsets) if isinstance(offset, Tensor) else offset
 
@@ -103,6 +114,7 @@ class LMHeadSampler(nn.Module):
             num_samples=num_samples,
             vocab_size=self.vocab_size,
             impl=self.impl,
+            tp=self.tp,
         )
         self.offsets[:batch].add_(1)
         return out

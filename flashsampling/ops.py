@@ -10,12 +10,15 @@ import importlib
 import importlib.metadata
 import importlib.util
 import re
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+
+from .exchange import WHOLE
 
 IMPLEMENTATIONS = ("reference", "streaming", "triton", "cute")
 _KERNELS = ("cute", "triton")  # in the order in which they are tried
@@ -26,7 +29,8 @@ _MIN_TRITON = (3, 6)  # 3.4 fails to compile the kernel; 3.6 is measured, 3.9 co
 _library = torch.library.Library("flashsampling", "DEF")
 _library.define(
     "sample(Tensor hidden_states, Tensor weight, Tensor? temperature, float temperature_value, Tensor? seed, "
-    "SymInt seed_value, Tensor? offset, SymInt offset_value, SymInt num_samples, SymInt vocab_size, str impl) -> Tensor",
+    "SymInt seed_value, Tensor? offset, SymInt offset_value, SymInt num_samples, SymInt vocab_size, str impl, str tp) "
+    "-> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -43,23 +47,33 @@ def _sample(
     num_samples: int,
     vocab_size: int,
     impl: str,  # "": chosen here
+    tp: str,  # name of a TensorParallel; "": the weight is whole
 ) -> Tensor:
     """(B * num_samples,) int64, row by row."""
     batch, device = hidden_states.shape[0], hidden_states.device
     if batch == 0:
         return torch.empty(0, dtype=torch.int64, device=device)
+    finish: Callable[[Tensor], Tensor] = _as_it_is
+    if tp:
+        from . import distributed
+
+        group = distributed.find(tp)
+        group.raise_if_unusable()
+        impl, shard, finish = group.impl, group.shard, group.finish
+    else:
+        shard = WHOLE
     if impl == "" or impl in _KERNELS:
         for name in (impl,) if impl else _KERNELS if hidden_states.is_cuda else ():
-            reason = _kernel_cannot(name, hidden_states, weight)
+            reason = kernel_cannot(name, hidden_states, weight)
             if reason is None:
                 temperature_or_value = temperature_value if temperature is None else temperature
                 seeds, offsets = seed_value if seed is None else seed, offset_value if offset is None else offset
                 sample = _kernels(name).sample
-                arguments = hidden_states, weight, temperature_or_value, seeds, offsets, num_samples, vocab_size
+                arguments = hidden_states, weight, temperature_or_value, seeds, offsets, num_samples, vocab_size, shard
                 if device.type == "cuda" and device.index != torch.cuda.current_device():
                     with torch.cuda.device(device):
-                        return sample(*arguments)
-                return sample(*arguments)
+                        return finish(sample(*arguments))
+                return finish(sample(*arguments))
             if impl:
                 raise ValueError(f"impl={impl!r} cannot do this: {reason}")
         impl = "streaming"
@@ -73,10 +87,15 @@ def _sample(
     if impl == "streaming":
         from .impl import streaming
 
-        return streaming.sample(hidden_states, weight, temperature, seed, offset, num_samples, vocab_size).flatten()
+        out = streaming.sample(hidden_states, weight, temperature, seed, offset, num_samples, vocab_size, shard)
+        return finish(out.flatten())
     from .impl import reference
 
     return reference.sample(hidden_states, weight, temperature, seed, offset, num_samples, vocab_size).flatten()
+
+
+def _as_it_is(tokens: Tensor) -> Tensor:
+    return tokens
 
 
 def sample(hidden_states: Tensor, weight: Tensor, *arguments: Any) -> Tensor:
@@ -126,7 +145,8 @@ def _kernels(name: str) -> ModuleType:
     return importlib.import_module(f".impl.{name}", __package__)
 
 
-def _kernel_cannot(name: str, hidden_states: Tensor, weight: Tensor) -> str | None:
+def kernel_cannot(name: str, hidden_states: Tensor, weight: Tensor) -> str | None:
+    """Why "cute" or "triton" cannot do a problem, or None."""
     missing = _cute_missing() if name == "cute" else _triton_missing()
     return _kernels(name).unsupported(hidden_states, weight) if missing is None else missing
 
@@ -143,6 +163,7 @@ def _fake(
     num_samples: int,
     vocab_size: int,
     impl: str,
+    tp: str,
 ) -> Tensor:
     return hidden_states.new_empty(hidden_states.shape[0] * num_samples, dtype=torch.int64)
 

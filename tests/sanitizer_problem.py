@@ -31,5 +31,5 @@ if __name__ == "__main__":
             print(kernel, batch, vocab, dim, dtype, num_samples, "agrees")
     problem = make_problem(130, 300, 64, device, torch.bfloat16)
     call = (problem.hidden_states, problem.weight, problem.temperature, problem.seed, problem.offset, 1, 300)
-    assert torch.equal(sample(*call), sample(*call, TileConfig(256, 64, 64, 8, 5, 1, True, 64, None, True)))
+    assert torch.equal(sample(*call), sample(*call, config=TileConfig(256, 64, 64, 8, 5, 1, True, 64, None, True)))
     torch.cuda.synchronize()

@@ -269,7 +269,7 @@ def test_triton_is_bitwise_invariant_to_the_tile(dtype, device):
     if ON_GPU and dtype != torch.float32 and torch.cuda.get_device_capability() >= (9, 0):
         configs += [TileConfig(128, 64, 128, 4, 2, 3, use_tma=True), TileConfig(256, 16, 64, 8, 3, 1, use_tma=True)]
     for config in configs:
-        assert torch.equal(sample(*arguments, config), expected), config
+        assert torch.equal(sample(*arguments, config=config), expected), config
 
 
 @pytest.mark.skipif("cute" not in KERNELS, reason="needs a Hopper GPU and the CuTe DSL")
@@ -283,7 +283,7 @@ def test_cute_is_bitwise_invariant_to_the_tile(dtype, vocab, dim, device):
     arguments = (problem.hidden_states, problem.weight, problem.temperature, problem.seed, problem.offset, 1, problem.vocab)
     expected = sample(*arguments)
     for config in CONFIGS:
-        assert torch.equal(sample(*arguments, config), expected), config
+        assert torch.equal(sample(*arguments, config=config), expected), config
 
 
 @pytest.mark.parametrize("impl", ["streaming", *(pytest.param(name, marks=pytest.mark.gpu) for name in KERNELS)])

@@ -140,7 +140,7 @@ def test_opcheck(impl):
     arguments = (problem.hidden_states, problem.weight)
     rows = (problem.temperature, 0.0, problem.seed, 0, problem.offset, 0)
     numbers = (None, 0.7, None, 5, None, 6)
-    for case in ((*rows, 1, 300, impl), (*numbers, 3, 299, impl)):
+    for case in ((*rows, 1, 300, impl, ""), (*numbers, 3, 299, impl, "")):
         torch.library.opcheck(torch.ops.flashsampling.sample.default, (*arguments, *case))
 
 

@@ -19,13 +19,14 @@ from flashsampling.impl.triton.config import shape_for
 from flashsampling.impl.triton.kernel import sample_kernel
 
 capability, dtype, use_tma = int(sys.argv[1]), sys.argv[2], sys.argv[3] == "tma"
-batch, dim, num_samples = (int(number) for number in sys.argv[4:])
+batch, dim, num_samples, exchange = (int(number) for number in sys.argv[4:])
 torch_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
 config = shape_for(batch, dim, torch_dtype, num_samples, use_tma)
 block_b, block_d = config.block_b, config.block_d
 constants = {
     "BLOCK_V": config.block_v, "BLOCK_B": block_b, "BLOCK_D": block_d, "CHUNK_B": config.chunk_b, "USE_TMA": use_tma,
     "EVEN_D": True, "UPCAST": False, "ONE_DRAW": num_samples == 1, "PRELOAD": config.preload,
+    "EXCHANGE": exchange,
 }
 signature = {}
 for name in sample_kernel.arg_names:
@@ -41,7 +42,7 @@ for name in sample_kernel.arg_names:
     elif name == "temperature_value":
         signature[name] = "fp32"
     else:
-        signature[name] = "i64" if name.endswith("_value") else "i32"
+        signature[name] = "i64" if name.endswith("_value") or name == "table" else "i32"
 attributes = {
     (i,): [["tt.divisibility", 16]]
     for i, name in enumerate(sample_kernel.arg_names)
@@ -56,17 +57,20 @@ print("matmul", "wgmma" if "wgmma.mma" in ptx else "tcgen05" if "tcgen05.mma" in
 print("bytes", len(kernel.asm["cubin"]))
 """
 
-CASES = [  # batch, dim, num_samples; the A100's shared memory, or Hopper's and Blackwell's
-    (80, "bf16", "pointers", (64, 4096, 1), "mma", 164),
-    (80, "fp32", "pointers", (64, 4096, 1), "fma", 164),
-    (90, "bf16", "tma", (1, 4096, 1), "wgmma", 227),
-    (90, "bf16", "tma", (64, 4096, 1), "wgmma", 227),
-    (90, "bf16", "tma", (64, 8192, 1), "wgmma", 227),
-    (90, "bf16", "tma", (128, 4096, 1), "wgmma", 227),
-    (90, "bf16", "tma", (256, 4096, 1), "wgmma", 227),
-    (90, "fp16", "pointers", (32, 4096, 3), "wgmma", 227),
-    (100, "bf16", "tma", (64, 4096, 1), "tcgen05", 227),
-    (100, "bf16", "tma", (256, 4096, 1), "tcgen05", 227),
+CASES = [  # batch, dim, num_samples, exchange (2) or none (0); an A100's shared memory, or Hopper's and Blackwell's
+    (80, "bf16", "pointers", (64, 4096, 1, 0), "mma", 164),
+    (80, "fp32", "pointers", (64, 4096, 1, 0), "fma", 164),
+    (90, "bf16", "tma", (1, 4096, 1, 0), "wgmma", 227),
+    (90, "bf16", "tma", (64, 4096, 1, 0), "wgmma", 227),
+    (90, "bf16", "tma", (64, 8192, 1, 0), "wgmma", 227),
+    (90, "bf16", "tma", (128, 4096, 1, 0), "wgmma", 227),
+    (90, "bf16", "tma", (256, 4096, 1, 0), "wgmma", 227),
+    (90, "fp16", "pointers", (32, 4096, 3, 0), "wgmma", 227),
+    (100, "bf16", "tma", (64, 4096, 1, 0), "tcgen05", 227),
+    (100, "bf16", "tma", (256, 4096, 1, 0), "tcgen05", 227),
+    (80, "bf16", "pointers", (64, 4096, 3, 2), "mma", 164),
+    (90, "bf16", "tma", (16, 8192, 1, 2), "wgmma", 227),
+    (90, "bf16", "tma", (256, 4096, 1, 2), "wgmma", 227),
 ]
 
 

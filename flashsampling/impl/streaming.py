@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from .. import noise
+from .. import exchange, noise
+from ..exchange import Shard
 from .reference import exact_logits, scores_of_logits
 
 # scores of one chunk in all rows and draws; on a CPU 64 k floats and their Philox words stay in a core's cache
@@ -48,20 +49,26 @@ def sample(
     offset: Tensor,  # (B,) int64
     num_samples: int,
     vocab_size: int,
+    shard: Shard = exchange.WHOLE,
 ) -> Tensor:
-    """(B, num_samples) int64 token ids."""
+    """(B, num_samples) int64 token ids, or packed winners."""
     batch, device = hidden_states.shape[0], hidden_states.device
     draws = torch.arange(num_samples, device=device)
     best = torch.full((batch, num_samples), float("-inf"), device=device)
     token_ids = torch.full((batch, num_samples), -1, dtype=torch.int64, device=device)
     finite = torch.zeros((batch, num_samples), dtype=torch.bool, device=device)
-    step = chunk_tokens(batch * num_samples, vocab_size, device.type)
-    for first in range(0, vocab_size, step):
-        last = min(first + step, vocab_size)
-        logits = _logits(hidden_states, weight[first:last])
-        scores = scores_of_logits(logits, temperature, noise.gumbel(seed, offset, draws, first, last))
+    step = chunk_tokens(batch * num_samples, max(vocab_size, 1), device.type)
+    begin, end = shard.first_token, shard.first_token + vocab_size
+    starts = range(begin - begin % _GRANULE, end, step) if vocab_size > 0 else ()
+    for start in starts:  # whole Philox groups, of which the first may not all be ours
+        first, last = max(start, begin), min(start + step, end)
+        logits = _logits(hidden_states, weight[first - begin : last - begin])
+        gumbel = noise.gumbel(seed, offset, draws, start, last)[..., first - start :]
+        scores = scores_of_logits(logits, temperature, gumbel)
         chunk_best, index = scores.max(dim=-1)  # NaN if there is one; the first index of a tie
         token_ids = torch.where(chunk_best > best, first + index, token_ids)
         finite |= _any_finite(scores, chunk_best)
         best = torch.maximum(best, chunk_best)  # keeps a NaN
+    if shard.exchange == exchange.PACKED:
+        return exchange.pack(best, token_ids, finite)
     return torch.where(finite & ~best.isnan(), token_ids, -1)

@@ -28,7 +28,8 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, range_co
 
 from . import noise, reduction
 from .config import TILE_V, TileConfig
-from .reduction import INFINITY, global_pointer
+from .memory import global_pointer
+from .reduction import INFINITY
 
 QUEUE = 64  # candidates that wait for evaluation: one per thread of the two evaluating warps
 _VALID = -(2**31)  # the top bit of an entry's lower half: 0 is a free slot
@@ -48,8 +49,13 @@ class Arguments(NamedTuple):
     tokens: Int64  # of (B, num_samples) int64, out
     workspace: Int64  # of int64, zero between launches: slots (2, B, num_samples), then a counter per block of rows
     batch: Int32
-    vocab_size: Int32
+    # Tiles are whole Philox groups, so a shard need not start where one does. Tokens are counted from the first one's start:
+    # those from ``skip`` up to ``end`` are sampled, and ``base`` (a multiple of 128) makes them ids.
+    base: Int32
+    skip: Int32
+    end: Int32
     num_samples: Int32
+    exchange: Int64  # TOKENS, PACKED or the address of an exchange's table
 
 
 class Walk(NamedTuple):
@@ -133,7 +139,7 @@ class SampleEpilogue:
         if const_expr(self.pairs != 96):
             constants = self.pair_constants(args, walk, thread % self.pairs)  # one pair for all tiles
         for i in cutlass.range(walk.tiles, unroll=1):
-            tile = walk.first_tile + i * walk.tile_stride
+            tile = args.base // TILE_V + walk.first_tile + i * walk.tile_stride
             cute.arch.mbarrier_wait(empty, (i + 1) % 2)
             if const_expr(self.pairs == 96):  # a thread takes a third of three pairs' groups, and makes their constants anew
                 for phase in cutlass.range(3, unroll=1):
@@ -163,7 +169,7 @@ class SampleEpilogue:
         at_once = 2 if self.wide else 1  # wide multiplications wait longer, and bursts of them cost no more than single ones
         for step in cutlass.range(32 // group_stride // at_once, unroll=1):
             groups = [(step * at_once + g) * group_stride + first_group for g in range(at_once)]
-            of_groups = [noise.group_constants(Uint32(tile * 32 + group)) for group in groups]
+            of_groups = [noise.group_constants(Uint32(tile * 32 + group)) for group in groups]  # of the id, not of its place
             words = [
                 [noise.philox_words_of_constants(of_group, constants[c][0], self.wide) for c in range(2)]
                 for of_group in of_groups
@@ -210,9 +216,9 @@ class SampleEpilogue:
         warp = thread // 32  # 0 .. 7: token bits 6, 5, 4
         first_token = (walk.first_tile + iteration * walk.tile_stride) * TILE_V
         token0 = first_token + warp * 16 + lane // 4
-        if first_token + TILE_V > args.vocab_size:
+        if (first_token + TILE_V > args.end) | (first_token < args.skip):
             for r in range_constexpr(2):
-                if token0 + 8 * r >= args.vocab_size:
+                if (token0 + 8 * r >= args.end) | (token0 + 8 * r < args.skip):
                     for j in range_constexpr(self.blocks):
                         for c in range_constexpr(2):
                             logits[c, r, j] = Float32(-INFINITY)
@@ -323,7 +329,7 @@ class SampleEpilogue:
 
     @cute.jit
     def score_of(self, args, logit, token, row, draw) -> Float32:
-        """A token's score, exactly; ``row`` may lie beyond the batch."""
+        """The score of a token id, exactly; ``row`` may lie beyond the batch."""
         scale, switch, k0, k1, o0, o1 = self.row_params(args, cutlass.min(row, args.batch - 1))
         group = Uint32((token & 7) | ((token >> 4) & 3) << 3 | (token >> 7) << 5)
         words = noise.philox_words(group, Uint32(draw), (o0, o1), (k0, k1))
@@ -385,7 +391,8 @@ class SampleEpilogue:
     def consider(self, args, walk, shared, logit, token, column):
         """Every case of the contract, for one token."""
         row = walk.first_row + column
-        if (row < args.batch) & (token < args.vocab_size):
+        if (row < args.batch) & (token < args.end) & (token >= args.skip):
+            token = args.base + token
             score = self.score_of(args, logit, token, row, Int32(0))
             slot = args.workspace + Int64(row) * 8
             key = reduction.pack_key(score, token)
@@ -414,9 +421,9 @@ class SampleEpilogue:
                 best_inf = Int64(0)
                 for r in range_constexpr(2):
                     token = token0 + 8 * r
-                    score = self.score_of(args, copy[r, column], token, row, draw)
-                    key = reduction.pack_key(score, token)
-                    sampled = (row < args.batch) & (token < args.vocab_size)
+                    score = self.score_of(args, copy[r, column], args.base + token, row, draw)
+                    key = reduction.pack_key(score, args.base + token)
+                    sampled = (row < args.batch) & (token < args.end) & (token >= args.skip)
                     is_inf = score == Float32(INFINITY)
                     counts = (score != Float32(INFINITY)) & (score != Float32(-INFINITY))  # finite, or NaN
                     best = reduction.max_key(best, Int64(select_(sampled & counts, key, Int64(0))))

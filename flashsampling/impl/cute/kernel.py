@@ -64,7 +64,7 @@ class SampleKernel:
     def __call__(
         self,
         hidden: Int64,  # address of (B, D), rows hidden_stride elements apart
-        weight: Int64,  # address of (V, D), rows weight_stride elements apart
+        weight: Int64,  # address of (weight_rows, D), rows weight_stride elements apart
         temperature: Int64,
         temperature_value: Float32,
         seed: Int64,
@@ -74,9 +74,13 @@ class SampleKernel:
         tokens: cute.Tensor,  # (B * num_samples,) int64, out; the one tensor, by which the launch finds the current stream
         workspace: Int64,
         batch: Int32,
-        vocab_size: Int32,
+        weight_rows: Int32,
+        base: Int32,  # see epilogue.Arguments
+        skip: Int32,
+        end: Int32,
         dim: Int32,
         num_samples: Int32,
+        exchange: Int64,
         hidden_stride: Int64,
         weight_stride: Int64,
         row_blocks: Int32,
@@ -89,7 +93,7 @@ class SampleKernel:
 
         w_layout, h_layout = self.mainloop.layouts()
         tma_w, tW, tma_h, tH = self.mainloop.copies(
-            matrix(weight, vocab_size, weight_stride), matrix(hidden, batch, hidden_stride), w_layout, h_layout
+            matrix(weight, weight_rows, weight_stride), matrix(hidden, batch, hidden_stride), w_layout, h_layout
         )
 
         @cute.struct
@@ -118,8 +122,11 @@ class SampleKernel:
             tokens.iterator.toint(),
             workspace,
             batch,
-            vocab_size,
+            base,
+            skip,
+            end,
             num_samples,
+            exchange,
         )
         self.kernel(
             tma_w, tW, tma_h, tH, self.mainloop.tiled_mma(), w_layout, h_layout, arguments, dim, row_blocks, ctas
@@ -135,7 +142,7 @@ class SampleKernel:
     def kernel(
         self,
         tma_w: cute.CopyAtom,
-        tW: cute.Tensor,  # coordinates of (V, D)
+        tW: cute.Tensor,  # coordinates of (weight_rows, D)
         tma_h: cute.CopyAtom,
         tH: cute.Tensor,  # coordinates of (B, D)
         tiled_mma: cute.TiledMma,
@@ -159,7 +166,7 @@ class SampleKernel:
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()) if const_expr(self.cluster > 1) else Int32(0)
         row_block = cluster % row_blocks
         first = cluster // row_blocks * self.cluster  # of the cluster's tiles: all its CTAs make as many steps
-        tiles_of_all = cute.ceil_div(args.vocab_size, self.mainloop.tile[0])
+        tiles_of_all = cute.ceil_div(args.end, self.mainloop.tile[0])
         walk = Walk(
             first_row=row_block * self.block_b,
             first_tile=first + rank,
@@ -168,6 +175,7 @@ class SampleKernel:
         )
 
         storage = cutlass.utils.SmemAllocator().allocate(self.storage)
+        tW = cute.domain_offset((-args.skip, 0), tW)  # what TMA reads before the first row is zero, as after the last
         sW = storage.w.get_tensor(w_layout.outer, swizzle=w_layout.inner)
         sH = storage.h.get_tensor(h_layout.outer, swizzle=h_layout.inner)
         one = cute.make_layout(1)
@@ -250,8 +258,12 @@ def compile_kernel(dtype, config: TileConfig, options: str = ""):
         Int64(0),
         Int32(1),
         Int32(1),
+        Int32(0),
+        Int32(0),
         Int32(1),
         Int32(1),
+        Int32(1),
+        Int64(0),
         Int64(8),
         Int64(8),
         Int32(1),

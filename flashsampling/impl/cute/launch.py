@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...exchange import WHOLE, Shard
 from ...workspace import zeroed_words
 from ..device import multiprocessors
 from .cache import kernel_for
-from .config import TileConfig, choose_config, copy_engine_reads, ctas_per_row_block
+from .config import TILE_V, TileConfig, choose_config, copy_engine_reads, ctas_per_row_block
 
 
 @functools.lru_cache(maxsize=4096)
@@ -31,16 +32,21 @@ def sample(
     offset: Tensor | int,  # (B,) int64
     num_samples: int,
     vocab_size: int,
+    shard: Shard = WHOLE,
     config: TileConfig | None = None,
 ) -> Tensor:
-    """(B * num_samples,) int64 token ids, B > 0: one launch on the current stream of the tensors' device, the current one."""
+    """(B * num_samples,) int64 token ids or packed winners, B > 0: one launch on the current stream of the current device."""
     batch, dim = hidden_states.shape
     device = hidden_states.device
     if not copy_engine_reads(hidden_states):
         padded = torch.empty((batch, -(-dim // 8) * 8), dtype=hidden_states.dtype, device=device)
         hidden_states = padded[:, :dim].copy_(hidden_states)
+    skip = shard.first_token % TILE_V
+    base, end = shard.first_token - skip, skip + vocab_size
+    if vocab_size == 0:  # a shard without a token: the launch has something to read, and samples none of it
+        weight, skip, end = hidden_states, 1, 1
     tokens = torch.empty(batch * num_samples, dtype=torch.int64, device=device)
-    kernel, row_blocks, ctas = _plan(batch, vocab_size, dim, hidden_states.dtype, device, config)
+    kernel, row_blocks, ctas = _plan(batch, end, dim, hidden_states.dtype, device, config)
     workspace = zeroed_words(2 * batch * num_samples + row_blocks, device)
     temperature_at, temperature_value = (temperature.data_ptr(), 0.0) if isinstance(temperature, Tensor) else (0, temperature)
     seed_at, seed_value = (seed.data_ptr(), 0) if isinstance(seed, Tensor) else (0, seed)
@@ -57,9 +63,13 @@ def sample(
         tokens,
         workspace.data_ptr(),
         batch,
-        vocab_size,
+        vocab_size or 1,
+        base,
+        skip,
+        end,
         dim,
         num_samples,
+        shard.exchange,
         # of a single row the stride is torch's business, but TMA wants a multiple of 16 bytes
         hidden_states.stride(0) if batch > 1 else -(-dim // 8) * 8,
         weight.stride(0) if weight.shape[0] > 1 else -(-dim // 8) * 8,

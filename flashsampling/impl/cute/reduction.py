@@ -12,26 +12,25 @@ of the lowest id whose score is +inf. Threads publish by a relaxed ``red.max`` a
     its thread -> the last CTA's thread        atomic add on the row block's counter, acquire-release at GPU scope
     the last CTA's thread -> its threads       CTA barrier
 
-and the last CTA of a row block turns keys into token ids and zeroes slots and counter, for the next launch or graph replay.
+and the last CTA of a row block zeroes slots and counter, for the next launch or graph replay, and turns the keys into token
+ids; under tensor parallelism into packed winners, which it exchanges with the other ranks (``exchange``) or hands on.
 """
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, select_
 
-NO_TOKEN = 2**31 - 1
-NAN_KEY = 2**63 - 1
+from ...exchange import NAN as NAN_KEY
+from ...exchange import NO_FINITE, NO_TOKEN, PACKED, TOKENS
+from . import exchange
+from .memory import global_pointer
+
 INFINITY = float("inf")
 
 
 def max_nan(a: Float32, b: Float32) -> Float32:
     """Maximum; NaN if either is."""
     return cute.arch.inline_ptx("max.NaN.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b])
-
-
-def global_pointer(dtype, address: Int64):
-    """To one element of global memory."""
-    return cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=dtype.width // 8)
 
 
 def pack_key(score: Float32, token: Int32) -> Int64:
@@ -73,6 +72,13 @@ def token_of_keys(best_key: Int64, inf_key: Int64) -> Int64:
     return Int64(select_(undefined, Int64(-1), token))
 
 
+def packed_winner(best_key: Int64, inf_key: Int64) -> Int64:
+    """What ``flashsampling.exchange`` calls a packed winner, of a row's two slots."""
+    without_finite = Int64(select_(best_key == Int64(0), inf_key | Int64(NO_FINITE), inf_key))
+    finite_or_nan = (best_key == Int64(NAN_KEY)) | ((inf_key == Int64(0)) & (best_key != Int64(0)))
+    return Int64(select_(finite_or_nan, best_key, without_finite))
+
+
 @cute.jit
 def finish(args, block_b: cutlass.Constexpr, row_block, ctas_of_row_block, last, thread, published, barrier):
     """The end of a launch, for 256 threads. ``published``: the barrier after which all of the CTA's keys are published;
@@ -92,4 +98,13 @@ def finish(args, block_b: cutlass.Constexpr, row_block, ctas_of_row_block, last,
             slot = args.workspace + (first + i) * 8
             best_key = cute.arch.atomic_exch(global_pointer(Int64, slot), Int64(0), sem="relaxed", scope="gpu")
             inf_key = cute.arch.atomic_exch(global_pointer(Int64, slot + total * 8), Int64(0), sem="relaxed", scope="gpu")
-            global_pointer(Int64, args.tokens + (first + i) * 8).store(token_of_keys(best_key, inf_key))
+            out = token_of_keys(best_key, inf_key)
+            if args.exchange != Int64(TOKENS):
+                out = packed_winner(best_key, inf_key)
+                if args.exchange != Int64(PACKED):
+                    exchange.send(args.exchange, first + i, out)
+            global_pointer(Int64, args.tokens + (first + i) * 8).store(out)
+        if (args.exchange != Int64(TOKENS)) & (args.exchange != Int64(PACKED)):
+            for i in cutlass.range(thread, count, 256, unroll=1):  # the same thread for a row as above
+                token = exchange.receive(args.exchange, first + i)
+                global_pointer(Int64, args.tokens + (first + i) * 8).store(token)

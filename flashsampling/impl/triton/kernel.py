@@ -28,14 +28,20 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ... import exchange as protocol
+from ...exchange import WHOLE, Shard
 from ...workspace import zeroed_words
 from ..device import multiprocessors
 from .config import TileConfig, choose_config
+from .exchange import receive, send
 from .noise import INTERPRETED, REFINEMENT_BIT, minus_gumbel, minus_gumbel_refined, opaque, philox_words
 
 _GREEDY_BELOW = tl.constexpr(1e-6)
-_NO_TOKEN = tl.constexpr(2**31 - 1)
-_NAN_KEY = tl.constexpr(2**63 - 1)
+_NO_TOKEN = tl.constexpr(protocol.NO_TOKEN)
+_NAN_KEY = tl.constexpr(protocol.NAN)
+_NO_FINITE = tl.constexpr(protocol.NO_FINITE)
+_EXCHANGE = tl.constexpr(2)  # beside TOKENS and PACKED: through the table
+_TOKENS = tl.constexpr(protocol.TOKENS)
 
 
 @triton.jit
@@ -96,7 +102,7 @@ def _row_params(
 def _tile_logits(
     hidden,  # descriptor of blocks (BLOCK_B, BLOCK_D), or pointer to (B, D)
     weight,  # descriptor of blocks (BLOCK_V, BLOCK_D), or pointer to (V, D)
-    first_token,
+    first_token,  # row of the weight; below 0 in the first tile of a shard that does not start where a Philox group does
     first_row,
     batch,
     vocab_size,
@@ -119,7 +125,7 @@ def _tile_logits(
             acc = tl.dot(w, h.T, acc)
     else:
         # rows past the end repeat the last one instead of a mask: their scores are dropped later
-        tokens = tl.minimum(first_token + tl.arange(0, BLOCK_V), vocab_size - 1).to(tl.int64)
+        tokens = tl.maximum(tl.minimum(first_token + tl.arange(0, BLOCK_V), vocab_size - 1), 0).to(tl.int64)
         rows = tl.minimum(first_row + tl.arange(0, BLOCK_B), batch - 1).to(tl.int64)
         dims = tl.arange(0, BLOCK_D)
         w_ptrs = weight + tokens[:, None] * weight_stride + dims[None, :]
@@ -217,11 +223,13 @@ def _pack_key(score, token):
 @triton.jit
 def _publish_careful(
     acc,  # (BLOCK_V, BLOCK_B)
-    first_token,
+    first_token,  # counted from the start of the shard's first Philox group, as skip and end are
     slots,  # (BLOCK_B,) pointers: key of the best score that is not +inf
     inf_slots,  # (BLOCK_B,) pointers: key of the lowest id with score +inf
     live,  # (BLOCK_B,)
-    vocab_size,
+    base,
+    skip,
+    end,
     draw,
     scale,
     noise_on,
@@ -234,7 +242,7 @@ def _publish_careful(
 ):
     """Publishes one tile with the refined noise and every special case told apart."""
     token0 = _lane0_tokens(first_token, BLOCK_V)
-    group = (first_token // 4 + tl.arange(0, BLOCK_V // 4))[:, None].to(tl.uint32)
+    group = ((base + first_token) // 4 + tl.arange(0, BLOCK_V // 4))[:, None].to(tl.uint32)
     stream_draw = tl.full((1, 1), draw, tl.uint32)
     words = philox_words(group, stream_draw, offset_lo, offset_hi, key_lo, key_hi)
     tails = philox_words(group, stream_draw | REFINEMENT_BIT, offset_lo, offset_hi, key_lo, key_hi)
@@ -245,8 +253,8 @@ def _publish_careful(
         token = token0 + (lane & 1) * 8 + (lane >> 1) * 64
         minus_noise = minus_gumbel_refined(words[lane], tails[lane])
         score = _score(lanes[lane], scale, 0.0, minus_noise, noise_on)
-        key = _pack_key(score, token)
-        sampled = token < vocab_size
+        key = _pack_key(score, base + token)
+        sampled = (token >= skip) & (token < end)
         is_inf = score == float("inf")
         counts = sampled & (score != float("-inf")) & (score != float("inf"))  # finite, or NaN
         best = tl.maximum(best, tl.max(tl.where(counts, key, 0), axis=0))
@@ -255,7 +263,11 @@ def _publish_careful(
     tl.atomic_max(inf_slots, best_inf, mask=live & (best_inf != 0), sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["batch", "vocab_size", "num_samples", "temperature_value", "seed_value", "offset_value", "zero"])
+@triton.jit(
+    do_not_specialize=[
+        "batch", "vocab_size", "base", "skip", "num_samples", "temperature_value", "seed_value", "offset_value", "table", "zero"
+    ]
+)  # fmt: skip
 def sample_kernel(
     hidden,  # (B, D), or its descriptor
     weight,  # (V, D), or its descriptor
@@ -268,11 +280,14 @@ def sample_kernel(
     tokens_ptr,  # (B, num_samples) int64, out
     workspace_ptr,  # int64, zero between launches: slots (2, B, num_samples), then a counter per block of rows
     batch,
-    vocab_size,
+    vocab_size,  # tokens of the shard
+    base,  # id of the first token of the shard's first Philox group: a multiple of 128
+    skip,  # tokens of that group that are not the shard's
     dim,
     num_samples,
     hidden_stride,
     weight_stride,
+    table: tl.int64,  # address of an exchange's table, if EXCHANGE says so
     zero: tl.int32,  # 0: see _after
     BLOCK_V: tl.constexpr,
     BLOCK_B: tl.constexpr,
@@ -283,13 +298,15 @@ def sample_kernel(
     UPCAST: tl.constexpr,
     ONE_DRAW: tl.constexpr,
     PRELOAD: tl.constexpr,
+    EXCHANGE: tl.constexpr,
 ):
     """See the module's docstring. Grid: (programs per block of rows * blocks of rows,)."""
     row_blocks = tl.cdiv(batch, BLOCK_B)
     row_block = tl.program_id(0) % row_blocks  # neighbours share a weight tile through L2
     first_tile = tl.program_id(0) // row_blocks
     stride = tl.num_programs(0) // row_blocks
-    vocab_tiles = tl.cdiv(vocab_size, BLOCK_V)
+    end = skip + vocab_size
+    vocab_tiles = tl.cdiv(end, BLOCK_V)
 
     first_row = row_block * BLOCK_B
     rows = first_row + tl.arange(0, BLOCK_B)
@@ -318,11 +335,11 @@ def sample_kernel(
         for tile in range(first_tile, vocab_tiles, stride):
             first_token = tile * BLOCK_V
             acc = _tile_logits(
-                hidden, weight, first_token, first_row, batch, vocab_size, dim, hidden_stride, weight_stride,
+                hidden, weight, first_token - skip, first_row, batch, vocab_size, dim, hidden_stride, weight_stride,
                 BLOCK_V, BLOCK_B, BLOCK_D, USE_TMA, EVEN_D, UPCAST,
             )  # fmt: skip
             blocks = _split_blocks(acc, BLOCK_V // 128, CHUNKS)
-            group = (first_token // 4 + tl.arange(0, 32))[:, None].to(tl.uint32)
+            group = ((base + first_token) // 4 + tl.arange(0, 32))[:, None].to(tl.uint32)
             token0 = _lane0_tokens(first_token, 128)
             new_best = ()
             new_id = ()
@@ -346,7 +363,7 @@ def sample_kernel(
                     # ascending ids and a strict comparison: ties keep the lowest id
                     for lane in tl.static_range(4):
                         lane_token = token + (lane & 1) * 8 + (lane >> 1) * 64
-                        bias = tl.where(lane_token < vocab_size, 0.0, float("-inf"))
+                        bias = tl.where((lane_token >= skip) & (lane_token < end), 0.0, float("-inf"))
                         score = _score(logits[lane], scale, bias, minus_gumbel(words[lane]), noise_on)
                         b, i = _keep_better(b, i, score, lane_token)
                 done = b
@@ -360,7 +377,7 @@ def sample_kernel(
             careful = careful | (tl.min(tl.min(ordinary.to(tl.int32), axis=0), axis=0) == 0)
         if not careful:
             for c in tl.static_range(CHUNKS):
-                row_best = tl.max(tl.where(best[c] > float("-inf"), _pack_key(best[c], best_id[c]), 0), axis=0)
+                row_best = tl.max(tl.where(best[c] > float("-inf"), _pack_key(best[c], base + best_id[c]), 0), axis=0)
                 chunk_rows = first_row + c * CHUNK_B + tl.arange(0, CHUNK_B)
                 slot = workspace_ptr + chunk_rows.to(tl.int64) * num_samples
                 tl.atomic_max(slot, row_best, mask=(chunk_rows < batch) & (row_best != 0), sem="relaxed")
@@ -372,12 +389,12 @@ def sample_kernel(
         for tile in range(first_tile, vocab_tiles, stride):
             first_token = tile * BLOCK_V
             acc = _tile_logits(
-                hidden, weight, first_token, first_row, batch, vocab_size, dim, hidden_stride, weight_stride,
+                hidden, weight, first_token - skip, first_row, batch, vocab_size, dim, hidden_stride, weight_stride,
                 BLOCK_V, BLOCK_B, BLOCK_D, USE_TMA, EVEN_D, UPCAST,
             )  # fmt: skip
             for draw in range(num_samples):
                 _publish_careful(
-                    acc, first_token, slots + draw, inf_slots + draw, live, vocab_size, draw,
+                    acc, first_token, slots + draw, inf_slots + draw, live, base, skip, end, draw,
                     scale, noise_on, key_lo, key_hi, offset_lo, offset_hi, BLOCK_V, BLOCK_B,
                 )  # fmt: skip
 
@@ -387,11 +404,22 @@ def sample_kernel(
         for draw in range(num_samples):
             best_key = tl.atomic_xchg(slots + draw, 0, mask=live, sem="relaxed")
             inf_key = tl.atomic_xchg(inf_slots + draw, 0, mask=live, sem="relaxed")
-            winner = tl.where(inf_key != 0, inf_key, best_key)
-            token = (winner & _NO_TOKEN) ^ _NO_TOKEN
-            # a NaN, or no finite score at all
-            undefined = (best_key == _NAN_KEY) | (best_key == 0)
-            tl.store(tokens_ptr + rows.to(tl.int64) * num_samples + draw, tl.where(undefined, -1, token), mask=live)
+            index = rows.to(tl.int64) * num_samples + draw
+            if EXCHANGE == _TOKENS:
+                winner = tl.where(inf_key != 0, inf_key, best_key)
+                # a NaN, or no finite score at all
+                undefined = (best_key == _NAN_KEY) | (best_key == 0)
+                out = tl.where(undefined, -1, (winner & _NO_TOKEN) ^ _NO_TOKEN)
+            else:
+                below = tl.where(best_key == 0, inf_key | _NO_FINITE, inf_key)
+                out = tl.where((best_key == _NAN_KEY) | ((inf_key == 0) & (best_key != 0)), best_key, below)
+                if EXCHANGE == _EXCHANGE:
+                    send(table, index, live, out)
+            tl.store(tokens_ptr + index, out, mask=live)
+        if EXCHANGE == _EXCHANGE:
+            for draw in range(num_samples):
+                index = rows.to(tl.int64) * num_samples + draw
+                tl.store(tokens_ptr + index, receive(table, index, live), mask=live)
         tl.atomic_xchg(counter, 0, sem="relaxed")
 
 
@@ -403,18 +431,23 @@ def sample(
     offset: Tensor | int,  # (B,) int64
     num_samples: int,
     vocab_size: int,
+    shard: Shard = WHOLE,
     config: TileConfig | None = None,
 ) -> Tensor:
-    """(B * num_samples,) int64 token ids, B > 0: one launch on the current stream of the tensors' device, the current one."""
+    """(B * num_samples,) int64 token ids or packed winners, B > 0: one launch on the current stream of the current device."""
     if hidden_states.stride(1) != 1:
         hidden_states = hidden_states.contiguous()
+    skip = shard.first_token % 128
+    base = shard.first_token - skip
+    if vocab_size == 0:  # a shard without a token: the launch has something to read, and samples none of it
+        weight, skip = hidden_states, 0
     if config is None:
         config = choose_config(hidden_states, weight, num_samples)
     batch, dim = hidden_states.shape
     device = hidden_states.device
     token_ids = torch.empty(batch * num_samples, dtype=torch.int64, device=device)
     row_blocks = -(-batch // config.block_b)
-    vocab_tiles = -(-vocab_size // config.block_v)
+    vocab_tiles = -(-(skip + vocab_size) // config.block_v)
     programs_per_row_block = max(1, min(vocab_tiles, config.ctas_per_sm * multiprocessors(device) // row_blocks))
     slots = 2 * batch * num_samples
     workspace = zeroed_words(slots + row_blocks, device)
@@ -439,10 +472,13 @@ def sample(
         workspace,
         batch,
         vocab_size,
+        base,
+        skip,
         dim,
         num_samples,
         hidden_states.stride(0),
         weight.stride(0),
+        shard.exchange,
         0,
         BLOCK_V=config.block_v,
         BLOCK_B=config.block_b,
@@ -453,6 +489,7 @@ def sample(
         UPCAST=INTERPRETED.value,
         ONE_DRAW=num_samples == 1,
         PRELOAD=config.preload,
+        EXCHANGE=shard.exchange if shard.exchange in (protocol.TOKENS, protocol.PACKED) else _EXCHANGE.value,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         maxnreg=config.max_registers,
