@@ -1,4 +1,4 @@
-"""The README's pictures, from a result file of ``benchmarks.sample``."""
+"""The README's pictures, from the result files of ``benchmarks.sample`` and ``benchmarks.tensor_parallel``."""
 
 from pathlib import Path
 from typing import Any
@@ -66,6 +66,41 @@ def bandwidth(result: dict[str, Any], path: Path) -> None:
     axis.minorticks_off()
     axis.grid(alpha=0.3)
     axis.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def scaling(result: dict[str, Any], path: Path) -> None:
+    """Time of a tensor-parallel step over the number of GPUs, from a result file of ``benchmarks.tensor_parallel``."""
+    first = result["implementations"][0]
+    batches = [batch for batch in (1, 16, 64, 256) if any(row["batch"] == batch for row in result["rows"])]
+    figure, axes = plt.subplots(1, len(batches), figsize=(3.6 * len(batches), 3.8), squeeze=False)
+    styles = {
+        f"p2p {first}": "#d62728",
+        f"nccl {first}": "#ff9896",
+        "cuBLAS alone": "#7f7f7f",
+        "all-gather + Gumbel": "#1f77b4",
+    }
+    for axis, batch in zip(axes[0], batches):
+        rows = [row for row in result["rows"] if row["batch"] == batch]
+        alone = [row["us"][f"no exchange {first}"] for row in rows if row["size"] == 1]
+        for name, color in styles.items():
+            points = [(row["size"], row["us"][name]) for row in rows if name in row["us"]]
+            if alone and name.endswith(first):
+                points = [(1, alone[0]), *points]
+            if points:
+                axis.plot(*zip(*points), label=name, color=color, marker="o")
+        sizes = sorted({row["size"] for row in rows})
+        if alone:
+            axis.plot(sizes, [alone[0] / size for size in sizes], label="ideal", color="black", linewidth=0.8, linestyle="--")
+        axis.set(title=f"B = {batch}", xscale="log", yscale="log", xlabel="GPUs")
+        axis.set_xticks(sizes, [str(size) for size in sizes])
+        axis.minorticks_off()
+        axis.grid(alpha=0.3)
+    axes[0][0].set_ylabel("us a step")
+    axes[0][0].legend()
+    figure.suptitle(f"LM head to token ids over GPUs, V={result['vocab']} D={result['dim']}, {result['machine']['gpu']}")
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     plt.close(figure)

@@ -257,7 +257,7 @@ class TensorParallel:
         if self.transport == "nccl":
             assert self._gathered is not None
             gathered = self._gathered[: self.world_size * out.numel()]
-            dist.all_gather_into_tensor(gathered, out, group=self._group)
+            gather_flat(gathered, out, self._group)
             return exchange.tokens_of(gathered.view(self.world_size, -1))
         return exchange.tokens_of(self._exchange_through_host(out.cpu())).to(out.device)
 
@@ -332,6 +332,12 @@ class PeerMemory:
     def failed_rank(self) -> int | None:
         """The rank that a kernel gave up waiting for, if any did."""
         return int(self._failed_view[0]) - 1 if self._failed_view[0] else None
+
+
+def gather_flat(gathered: Tensor, mine: Tensor, group: dist.ProcessGroup | None = None) -> None:
+    """All-gather of contiguous tensors of one size on all ranks, one after the other into ``gathered``."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.13
+    gather(gathered.view(-1), mine.view(-1), group=group)
 
 
 def find(name: str) -> TensorParallel:
