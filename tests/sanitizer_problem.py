@@ -1,9 +1,12 @@
 """Problems for compute-sanitizer, through every path of the kernels: ``python -m tests.sanitizer_problem [KERNEL...]``."""
 
+import importlib
 import sys
 
 import torch
 
+from flashsampling import exchange
+from flashsampling.exchange import Shard
 from flashsampling.impl.triton import sample
 from flashsampling.impl.triton.config import TileConfig
 from tests.problems import KERNELS, check, make_problem
@@ -32,4 +35,13 @@ if __name__ == "__main__":
     problem = make_problem(130, 300, 64, device, torch.bfloat16)
     call = (problem.hidden_states, problem.weight, problem.temperature, problem.seed, problem.offset, 1, 300)
     assert torch.equal(sample(*call), sample(*call, config=TileConfig(256, 64, 64, 8, 5, 1, True, 64, None, True)))
+    for kernel in kernels:  # shards that start in the middle of a tile, and an empty one
+        draw = importlib.import_module(f"flashsampling.impl.{kernel}").sample
+        states, weight, *rows, _, _ = call
+        parts = [
+            draw(states, weight[first:last].clone(), *rows, 1, last - first, shard=Shard(first, exchange.PACKED))
+            for first, last in ((0, 100), (100, 100), (100, 300))
+        ]
+        assert torch.equal(exchange.tokens_of(torch.stack(parts)), problem.sample(kernel)[:, 0])
+        print(kernel, "shards agree")
     torch.cuda.synchronize()

@@ -35,6 +35,7 @@ QUEUE = 64  # candidates that wait for evaluation: one per thread of the two eva
 _VALID = -(2**31)  # the top bit of an entry's lower half: 0 is a free slot
 _NOISE_THREADS = 128
 _CONSUMER_THREADS = 256
+_LEARN_AFTER = int(__import__("os").environ.get("LEARN_AFTER", "1000"))  # ns
 
 
 class Arguments(NamedTuple):
@@ -227,6 +228,11 @@ class SampleEpilogue:
                 self.seed_thresholds(shared, logits, lane, warp)
                 barrier.arrive_and_wait()
                 self.learn_thresholds(args, walk, shared, thread, _CONSUMER_THREADS, True)
+                if const_expr(
+                    self.block_b > 64 and _LEARN_AFTER >= 0
+                ):  # the other CTAs are at their first tile too: what they teach meanwhile
+                    cute.arch.inline_ptx("nanosleep.u32 {$r0};", read_only_args=[Uint32(_LEARN_AFTER)])
+                    self.learn_thresholds(args, walk, shared, thread, _CONSUMER_THREADS, False)
                 barrier.arrive_and_wait()
             flagged = shared.flags[warp]
             for q in range_constexpr(self.blocks // self.vector):

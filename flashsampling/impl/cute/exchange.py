@@ -1,77 +1,127 @@
-"""Packed winners between GPUs, from inside the sampling kernel: ``flashsampling.exchange`` has the protocol."""
+"""Packed winners between GPUs, from inside the sampling kernel: ``flashsampling.exchange`` has the protocol.
+
+Between the last CTA's arrival and the store of a token lie one trip over NVLink and one poll; what can be known before is read
+before (``look_up``), while the matmul still runs: the table, the peers' addresses, and the fence that orders the last launch's
+clearing before this launch's stores.
+"""
+
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64, select_
+from cutlass import Boolean, Int32, Int64, range_constexpr, select_
 
 from ... import exchange as protocol
 from .memory import global_pointer
 
-
-def _word(table: Int64, index) -> Int64:
-    return global_pointer(Int64, table + Int64(index) * 8).load()
+_KNOWN_PEERS = 8  # whose addresses are kept in registers: one host's
 
 
-def _uses(table: Int64, index: Int64) -> Int64:
-    """Address of a row's use count."""
-    return _word(table, protocol.TABLE_STATE) + (1 + index) * 8
+class Table(NamedTuple):
+    """What ``flashsampling.exchange`` keeps in its table, read."""
+
+    address: Int64
+    rank: Int32
+    ranks: Int32
+    capacity: Int64
+    timeout: Int64
+    failed: Int64
+    state: Int64
+    own: Int64  # address of this rank's received
+    others: list  # addresses of the received of the ranks after this one, in turn
 
 
-def _slot(table: Int64, owner, rank, use: Int64, index: Int64) -> Int64:
-    """Address of the slot in ``owner``'s memory that ``rank`` fills."""
-    buffer = (use % 2) * _word(table, protocol.TABLE_RANKS) + rank
-    return _word(table, Int64(protocol.TABLE_RECEIVED) + owner) + (buffer * _word(table, protocol.TABLE_CAPACITY) + index) * 8
-
-
-@cute.jit
-def send(table: Int64, index: Int64, winner: Int64):
-    """Stores this rank's packed winner of a row into every rank's slot; its own last, the others' travel longer."""
-    rank, ranks = _word(table, protocol.TABLE_RANK), _word(table, protocol.TABLE_RANKS)
-    use = global_pointer(Int64, _uses(table, index)).load()
-    cute.arch.fence_acq_rel_sys()
-    for step in cutlass.range(1, Int32(ranks) + 1, unroll=1):
-        owner = (rank + step) % ranks
-        cute.arch.store(global_pointer(Int64, _slot(table, owner, rank, use, index)), winner, sem="relaxed", scope="sys")
+def _word(address: Int64, index) -> Int64:
+    return global_pointer(Int64, address + Int64(index) * 8).load()
 
 
 @cute.jit
-def receive(table: Int64, index: Int64) -> Int64:
+def look_up(address: Int64) -> Table:
+    """Reads the table. ``address`` may be TOKENS or PACKED, then nothing is read."""
+    words = cute.make_rmem_tensor(protocol.TABLE_RECEIVED, Int64)
+    received = cute.make_rmem_tensor(_KNOWN_PEERS, Int64)
+    for i in range_constexpr(protocol.TABLE_RECEIVED):
+        words[i] = Int64(0)
+    for i in range_constexpr(_KNOWN_PEERS):
+        received[i] = Int64(0)
+    if (address != Int64(protocol.TOKENS)) & (address != Int64(protocol.PACKED)):
+        for i in range_constexpr(protocol.TABLE_RECEIVED):
+            words[i] = _word(address, i)
+        for i in range_constexpr(_KNOWN_PEERS):
+            owner = (words[protocol.TABLE_RANK] + i) % words[protocol.TABLE_RANKS]
+            received[i] = _word(address, Int64(protocol.TABLE_RECEIVED) + owner)
+        cute.arch.fence_acq_rel_sys()
+    return Table(
+        address,
+        Int32(words[protocol.TABLE_RANK]),
+        Int32(words[protocol.TABLE_RANKS]),
+        words[protocol.TABLE_CAPACITY],
+        words[protocol.TABLE_TIMEOUT],
+        words[protocol.TABLE_FAILED],
+        words[protocol.TABLE_STATE],
+        received[0],
+        [received[i] for i in range(1, _KNOWN_PEERS)],
+    )
+
+
+def use_count(table: Table, index: Int64):
+    """Pointer to how often a row was used."""
+    return global_pointer(Int64, table.state + (1 + index) * 8)
+
+
+def _slot(table: Table, received: Int64, rank: Int32, use: Int64, index: Int64):
+    """Pointer to the slot that ``rank`` fills, in the memory whose ``received`` is given."""
+    buffer = (use & 1) * table.ranks + rank
+    return global_pointer(Int64, received + (buffer * table.capacity + index) * 8)
+
+
+@cute.jit
+def send(table: Table, use: Int64, index: Int64, winner: Int64):
+    """Stores this rank's packed winner of a row into every rank's slot."""
+    for i in range_constexpr(1, _KNOWN_PEERS):
+        if i < table.ranks:
+            slot = _slot(table, table.others[i - 1], table.rank, use, index)
+            cute.arch.store(slot, winner, sem="relaxed", scope="sys")
+    for i in cutlass.range(_KNOWN_PEERS, table.ranks, unroll=1):
+        received = _word(table.address, Int64(protocol.TABLE_RECEIVED + (table.rank + i) % table.ranks))
+        cute.arch.store(_slot(table, received, table.rank, use, index), winner, sem="relaxed", scope="sys")
+    cute.arch.store(_slot(table, table.own, table.rank, use, index), winner, sem="relaxed", scope="sys")
+
+
+@cute.jit
+def receive(table: Table, use: Int64, index: Int64) -> Int64:
     """Waits for every rank's packed winner of a row: the row's token id, -1 if one did not come in time."""
-    rank, ranks = _word(table, protocol.TABLE_RANK), _word(table, protocol.TABLE_RANKS)
-    uses = _uses(table, index)
-    use = global_pointer(Int64, uses).load()
     best = Int64(0)
     defined = Boolean(False)
     complete = Boolean(True)
-    for peer in cutlass.range(Int32(ranks), unroll=1):
-        slot = _slot(table, rank, Int64(peer), use, index)
-        winner = _wait(table, slot, peer)
-        global_pointer(Int64, slot).store(Int64(0))
+    for peer in cutlass.range(table.ranks, unroll=1):
+        slot = _slot(table, table.own, Int32(peer), use, index)
+        winner = _wait(table, slot, Int32(peer))
+        slot.store(Int64(0))
         if winner == Int64(0):
             complete = Boolean(False)
         if winner > Int64(0):
             defined = Boolean(True)
         below = winner & Int64(protocol.NAN)
         best = Int64(select_(below > best, below, best))
-    global_pointer(Int64, uses).store(use + 1)
+    use_count(table, index).store(use + 1)
     token = (best & Int64(protocol.NO_TOKEN)) ^ Int64(protocol.NO_TOKEN)
     return Int64(select_(complete & defined & (best != Int64(protocol.NAN)), token, Int64(-1)))
 
 
 @cute.jit
-def _wait(table: Int64, slot: Int64, peer: Int32) -> Int64:
+def _wait(table: Table, slot, peer: Int32) -> Int64:
     """A packed winner, or 0 after the time-out."""
-    pointer = global_pointer(Int64, slot)
-    winner = cute.arch.load(pointer, Int64, sem="acquire", scope="sys")
+    winner = cute.arch.load(slot, Int64, sem="acquire", scope="sys")
     if winner == Int64(0):
-        failure = global_pointer(Int64, _word(table, protocol.TABLE_STATE))
-        patience = _word(table, protocol.TABLE_TIMEOUT)
+        failure = global_pointer(Int64, table.state)
+        patience = table.timeout
         if cute.arch.load(failure, Int64, sem="relaxed", scope="gpu") != Int64(0):
             patience = Int64(0)
         start = Int64(cute.arch.globaltimer())
         waiting = Int32(1)
         while waiting != 0:
-            winner = cute.arch.load(pointer, Int64, sem="acquire", scope="sys")
+            winner = cute.arch.load(slot, Int64, sem="acquire", scope="sys")
             if winner != Int64(0):
                 waiting = Int32(0)
             else:
@@ -80,6 +130,6 @@ def _wait(table: Int64, slot: Int64, peer: Int32) -> Int64:
         if (winner == Int64(0)) & (patience != Int64(0)):
             first = cute.arch.atomic_cas(failure, cmp=Int64(0), val=Int64(peer) + 1, sem="relaxed", scope="gpu")
             if first == Int64(0):
-                host = global_pointer(Int64, _word(table, protocol.TABLE_FAILED))
+                host = global_pointer(Int64, table.failed)
                 cute.arch.store(host, Int64(peer) + 1, sem="relaxed", scope="sys")
     return winner

@@ -5,7 +5,7 @@ A CTA keeps one block of rows and walks every ``tile_stride``-th vocabulary tile
     warp 0          producer      fills the ring of stages by TMA
     warps 1, 2      evaluators    exact score of every candidate, publication of those that lead
     warp 3          idle
-    warps 4..7      noise         codes of a tile's noise, while the consumers multiply
+    warps 4..7      noise         codes of a tile's noise, while the consumers multiply; at the end the reduction
     warps 8..15     consumers     wgmma, two warpgroups of 64 vocabulary rows each; then the search of the tile's logits
 
 Barriers:
@@ -18,7 +18,8 @@ Barriers:
     queue                   64-bit slots, 0 is free        consumers, compare-and-swap   the slot's evaluator thread, exchange
     no more candidates      ``done``, release / acquire    8 consumer warps              evaluators, before a last look
     consumers               named barrier 1                256 threads                   the same
-    everything published    named barrier 2                evaluators arrive             consumers wait
+    everything published    named barrier 2                evaluators, consumers arrive  noise threads wait
+    finishing               named barrier 3                128 noise threads             the same
     workspace               see ``reduction``              last CTA, by a counter        the same
 
 The exposed part of a tile is the search, five instructions a logit. Registers a thread: 56 producer and evaluators, 96 noise,
@@ -199,7 +200,8 @@ class SampleKernel:
         cute.arch.sync_threads()
 
         consumers = pipeline.NamedBarrier(barrier_id=1, num_threads=2 * _WARPGROUP)
-        published = pipeline.NamedBarrier(barrier_id=2, num_threads=2 * _WARPGROUP + QUEUE)
+        published = pipeline.NamedBarrier(barrier_id=2, num_threads=3 * _WARPGROUP + QUEUE)
+        finishing = pipeline.NamedBarrier(barrier_id=3, num_threads=_WARPGROUP)
         one_draw = args.num_samples == 1
         if warp_group == 0:
             cute.arch.setmaxregister_decrease(_PRODUCER_REGISTERS)
@@ -212,8 +214,10 @@ class SampleKernel:
                 published.arrive()
         elif warp_group == 1:
             cute.arch.setmaxregister_decrease(_NOISE_REGISTERS)
+            thread = thread - _WARPGROUP
             if one_draw:
-                self.epilogue.make_codes(args, walk, shared, codes_full, codes_empty, thread - _WARPGROUP)
+                self.epilogue.make_codes(args, walk, shared, codes_full, codes_empty, thread)
+            finish(args, self.block_b, row_block, ctas, last, thread, published, finishing)
         else:
             cute.arch.setmaxregister_increase(_CONSUMER_REGISTERS)
             thread = thread - 2 * _WARPGROUP
@@ -234,7 +238,7 @@ class SampleKernel:
                     cute.arch.mbarrier_arrive(codes_empty)
             if thread % 32 == 0:
                 cute.arch.atomic_add(shared.done.iterator, Int32(1), sem="release", scope="cta")
-            finish(args, self.block_b, row_block, ctas, last, thread, published, consumers)
+            published.arrive()
         if const_expr(self.cluster > 1):  # no CTA leaves while another may still signal its barriers
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()

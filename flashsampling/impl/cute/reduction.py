@@ -8,9 +8,9 @@ Slots: a row and draw has two int64 in the workspace, zero between launches: the
 of the lowest id whose score is +inf. Threads publish by a relaxed ``red.max`` at GPU scope; then
 
     edge                                       order
-    a CTA's publishing threads -> its thread   CTA barrier
+    a CTA's publishing threads -> its thread   named barrier of the CTA
     its thread -> the last CTA's thread        atomic add on the row block's counter, acquire-release at GPU scope
-    the last CTA's thread -> its threads       CTA barrier
+    the last CTA's thread -> its threads       named barrier of its noise warpgroup
 
 and the last CTA of a row block zeroes slots and counter, for the next launch or graph replay, and turns the keys into token
 ids; under tensor parallelism into packed winners, which it exchanges with the other ranks (``exchange``) or hands on.
@@ -26,6 +26,7 @@ from . import exchange
 from .memory import global_pointer
 
 INFINITY = float("inf")
+_THREADS = 128  # of the warpgroup that finishes a launch
 
 
 def max_nan(a: Float32, b: Float32) -> Float32:
@@ -81,10 +82,11 @@ def packed_winner(best_key: Int64, inf_key: Int64) -> Int64:
 
 @cute.jit
 def finish(args, block_b: cutlass.Constexpr, row_block, ctas_of_row_block, last, thread, published, barrier):
-    """The end of a launch, for 256 threads. ``published``: the barrier after which all of the CTA's keys are published;
-    ``last``: one int32 of shared memory."""
+    """The end of a launch, for one warpgroup. ``published``: the barrier after which all of the CTA's keys are published;
+    ``barrier``: of these threads; ``last``: one int32 of shared memory."""
     total = Int64(args.batch) * args.num_samples
     counter = global_pointer(Int64, args.workspace + (2 * total + row_block) * 8)
+    table = exchange.look_up(args.exchange)
     published.arrive_and_wait()
     if thread == 0:
         last[0] = Int32(cute.arch.atomic_add(counter, Int64(1), sem="acq_rel", scope="gpu"))
@@ -94,17 +96,29 @@ def finish(args, block_b: cutlass.Constexpr, row_block, ctas_of_row_block, last,
             cute.arch.atomic_exch(counter, Int64(0), sem="relaxed", scope="gpu")
         first = Int64(row_block) * block_b * args.num_samples
         count = cutlass.min(block_b, args.batch - row_block * block_b) * args.num_samples
-        for i in cutlass.range(thread, count, 256, unroll=1):
-            slot = args.workspace + (first + i) * 8
-            best_key = cute.arch.atomic_exch(global_pointer(Int64, slot), Int64(0), sem="relaxed", scope="gpu")
-            inf_key = cute.arch.atomic_exch(global_pointer(Int64, slot + total * 8), Int64(0), sem="relaxed", scope="gpu")
-            out = token_of_keys(best_key, inf_key)
-            if args.exchange != Int64(TOKENS):
-                out = packed_winner(best_key, inf_key)
-                if args.exchange != Int64(PACKED):
-                    exchange.send(args.exchange, first + i, out)
-            global_pointer(Int64, args.tokens + (first + i) * 8).store(out)
-        if (args.exchange != Int64(TOKENS)) & (args.exchange != Int64(PACKED)):
-            for i in cutlass.range(thread, count, 256, unroll=1):  # the same thread for a row as above
-                token = exchange.receive(args.exchange, first + i)
-                global_pointer(Int64, args.tokens + (first + i) * 8).store(token)
+        at_once = cutlass.const_expr(2 if block_b > _THREADS else 1)
+        uses = cute.make_rmem_tensor(at_once, Int64)
+        exchanges = (args.exchange != Int64(TOKENS)) & (args.exchange != Int64(PACKED))
+        for start in cutlass.range(thread, count, at_once * _THREADS, unroll=1):
+            for k in cutlass.range_constexpr(at_once):
+                uses[k] = Int64(0)
+                if start + k * _THREADS < count:
+                    index = first + start + k * _THREADS
+                    slot = args.workspace + index * 8
+                    if exchanges:
+                        uses[k] = exchange.use_count(table, index).load()
+                    best_key = cute.arch.atomic_exch(global_pointer(Int64, slot), Int64(0), sem="relaxed", scope="gpu")
+                    inf_slot = global_pointer(Int64, slot + total * 8)
+                    inf_key = cute.arch.atomic_exch(inf_slot, Int64(0), sem="relaxed", scope="gpu")
+                    out = token_of_keys(best_key, inf_key)
+                    if args.exchange != Int64(TOKENS):
+                        out = packed_winner(best_key, inf_key)
+                    if exchanges:
+                        exchange.send(table, uses[k], index, out)
+                    else:
+                        global_pointer(Int64, args.tokens + index * 8).store(out)
+            if exchanges:
+                for k in cutlass.range_constexpr(at_once):
+                    if start + k * _THREADS < count:
+                        index = first + start + k * _THREADS
+                        global_pointer(Int64, args.tokens + index * 8).store(exchange.receive(table, uses[k], index))
