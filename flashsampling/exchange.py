@@ -26,10 +26,10 @@ Peer to peer (transport ``p2p``)
 
     edge                                               order
     clearing in use u -> the peers' stores of u + 2    the clearing thread's launch ends before use u + 1 begins (one stream);
-                                                       fence.acq_rel.sys, st.relaxed.sys of use u + 1 (in Triton
-                                                       atom.exch.release.sys) -> ld.acquire.sys of the peer, which
-                                                       stores for u + 2 only after it has that
-    a peer's store of use u -> the wait                the same 8 bytes: st.relaxed.sys -> ld.acquire.sys
+                                                       fence.acq_rel.sys, st.relaxed.sys of use u + 1 -> ld.relaxed.sys,
+                                                       fence.acq_rel.sys of the peer, which stores for u + 2 only after
+                                                       that (Triton: atom.exch.release.sys -> atom.add.acquire.sys)
+    a peer's store of use u -> the wait                the same 8 bytes: st.relaxed.sys -> ld.relaxed.sys
 
     So no rank overwrites what another still reads, however far it runs ahead: it gets two uses ahead of nobody. One
     ``TensorParallel`` is used by one step at a time, in the same order on all ranks, like any collective.

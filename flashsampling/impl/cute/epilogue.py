@@ -231,10 +231,8 @@ class SampleEpilogue:
                 self.seed_thresholds(shared, logits, lane, warp)
                 barrier.arrive_and_wait()
                 self.learn_thresholds(args, walk, shared, thread, _CONSUMER_THREADS, True)
-                if const_expr(
-                    self.block_b > 64 and _LEARN_AFTER >= 0
-                ):  # the other CTAs are at their first tile too: what they teach meanwhile
-                    cute.arch.inline_ptx("nanosleep.u32 {$r0};", read_only_args=[Uint32(_LEARN_AFTER)])
+                if const_expr(self.block_b > 128):
+                    cute.arch.inline_ptx("nanosleep.u32 {$r0};", read_only_args=[Uint32(_LEARN_AFTER_NS)])
                     self.learn_thresholds(args, walk, shared, thread, _CONSUMER_THREADS, False)
                 barrier.arrive_and_wait()
             flagged = shared.flags[warp]

@@ -94,42 +94,50 @@ def receive(table: Table, use: Int64, index: Int64) -> Int64:
     best = Int64(0)
     defined = Boolean(False)
     complete = Boolean(True)
-    for peer in cutlass.range(table.ranks, unroll=1):
-        slot = _slot(table, table.own, Int32(peer), use, index)
-        winner = _wait(table, slot, Int32(peer))
-        slot.store(Int64(0))
-        if winner == Int64(0):
-            complete = Boolean(False)
-        if winner > Int64(0):
-            defined = Boolean(True)
-        below = winner & Int64(protocol.NAN)
-        best = Int64(select_(below > best, below, best))
+    for first in cutlass.range(0, table.ranks, _KNOWN_PEERS, unroll=1):
+        winners = _wait(table, use, index, first)
+        for i in range_constexpr(_KNOWN_PEERS):
+            if winners[i] == Int64(0):
+                complete = Boolean(False)
+            if winners[i] > Int64(0):
+                defined = Boolean(True)
+            below = winners[i] & Int64(protocol.NAN)
+            best = Int64(select_(below > best, below, best))
+            if first + i < table.ranks:
+                _slot(table, table.own, first + i, use, index).store(Int64(0))
     use_count(table, index).store(use + 1)
     token = (best & Int64(protocol.NO_TOKEN)) ^ Int64(protocol.NO_TOKEN)
     return Int64(select_(complete & defined & (best != Int64(protocol.NAN)), token, Int64(-1)))
 
 
 @cute.jit
-def _wait(table: Table, slot, peer: Int32) -> Int64:
-    """A packed winner, or 0 after the time-out."""
-    winner = cute.arch.load(slot, Int64, sem="acquire", scope="sys")
-    if winner == Int64(0):
-        failure = global_pointer(Int64, table.state)
-        patience = table.timeout
-        if cute.arch.load(failure, Int64, sem="relaxed", scope="gpu") != Int64(0):
-            patience = Int64(0)
-        start = Int64(cute.arch.globaltimer())
-        waiting = Int32(1)
-        while waiting != 0:
-            winner = cute.arch.load(slot, Int64, sem="acquire", scope="sys")
-            if winner != Int64(0):
-                waiting = Int32(0)
+def _wait(table: Table, use: Int64, index: Int64, first: Int32):
+    """Packed winners of the ranks from ``first`` on, of the last one as often as it takes to be eight; 0 after the time-out.
+
+    Eight loads at once and one fence after them: ``ld.acquire`` would wait for each before the next.
+    """
+    winners = cute.make_rmem_tensor(_KNOWN_PEERS, Int64)
+    slots = [_slot(table, table.own, cutlass.min(first + i, table.ranks - 1), use, index) for i in range(_KNOWN_PEERS)]
+    patience = table.timeout
+    start = Int64(cute.arch.globaltimer())
+    waiting = Int32(1)
+    while waiting != 0:
+        missing = Int32(_KNOWN_PEERS)
+        for i in range_constexpr(_KNOWN_PEERS):
+            winners[i] = cute.arch.load(slots[i], Int64, sem="relaxed", scope="sys")
+        for i in range_constexpr(_KNOWN_PEERS):
+            missing = Int32(select_(winners[_KNOWN_PEERS - 1 - i] == Int64(0), Int32(_KNOWN_PEERS - 1 - i), missing))
+        waiting = Int32(0)
+        if missing < Int32(_KNOWN_PEERS):
+            failure = global_pointer(Int64, table.state)
+            if cute.arch.load(failure, Int64, sem="relaxed", scope="gpu") != Int64(0):
+                patience = Int64(0)
+            if Int64(cute.arch.globaltimer()) - start < patience:
+                waiting = Int32(1)
             else:
-                if Int64(cute.arch.globaltimer()) - start >= patience:
-                    waiting = Int32(0)
-        if (winner == Int64(0)) & (patience != Int64(0)):
-            first = cute.arch.atomic_cas(failure, cmp=Int64(0), val=Int64(peer) + 1, sem="relaxed", scope="gpu")
-            if first == Int64(0):
-                host = global_pointer(Int64, table.failed)
-                cute.arch.store(host, Int64(peer) + 1, sem="relaxed", scope="sys")
-    return winner
+                late = Int64(cutlass.min(first + missing, table.ranks - 1)) + 1
+                known = cute.arch.atomic_cas(failure, cmp=Int64(0), val=late, sem="relaxed", scope="gpu")
+                if known == Int64(0):
+                    cute.arch.store(global_pointer(Int64, table.failed), late, sem="relaxed", scope="sys")
+    cute.arch.fence_acq_rel_sys()
+    return winners
