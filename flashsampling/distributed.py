@@ -189,7 +189,7 @@ class TensorParallel:
                 self._peers = PeerMemory(group, self.device, self.rank, self.world_size, capacity, seconds)
             elif self.transport == "nccl":
                 self._gathered = torch.empty(self.world_size * capacity, dtype=torch.int64, device=self.device)
-        self.name = f"{id(self):x}"  # by which the torch operator finds it
+        self.name = str(mine.serial)  # by which the torch operator finds it
         _alive[self.name] = self
 
     def check(self) -> None:

@@ -11,10 +11,11 @@ Accuracy of ``minus_gumbel``: ``lg2.approx`` has an absolute error of 2**-22 nex
 below v = 1/16 (truncation 1.6e-7 relative) and the logarithm of the complement, formed from the negated word and not from
 ``1 - v``, above. Both ends of the range keep full relative precision.
 
-No wide multiplication where it counts. Beside ``wgmma`` an ``IMAD.WIDE`` or ``IMAD.HI`` costs the tensor cores some twelve
-cycles, a plain ``IMAD`` next to none, so the noise warpgroup builds the high half of a product from four plain ones
-(``_multiply_narrow``). Measured on an H200, V = 151936, D = 4096, B = 256, the noise as it was then: 0.486 ms wide, 0.452 ms
-narrow, 0.437 ms without noise.
+Wide multiplications only where the matmul is short. Beside ``wgmma`` an ``IMAD.WIDE`` costs the tensor cores six to nine
+cycles, an ``IMAD.HI`` eight to fourteen, a plain ``IMAD`` none (``benchmarks/wgmma_neighbours.cu``). So the noise warpgroup
+builds the high half of a product from four plain ones (``_multiply_narrow``), which takes three times the instructions.
+Measured on an H200, V = 151936, D = 4096, B = 256, whole step over cuBLAS: 1.077 narrow, 1.194 wide. At D = 2048 the number
+of instructions counts for more (``config``).
 
 The bound. Almost no token can win, and seven bits of its noise show it. ``code_bytes`` keeps of a word the exponent and two
 bits of the mantissa (its logarithm in quarters, rounded down). A byte ``b = 0x80 | code`` becomes the upper half of the float
