@@ -75,7 +75,7 @@ def scaling(result: dict[str, Any], path: Path) -> None:
     """Time of a tensor-parallel step over the number of GPUs, from a result file of ``benchmarks.tensor_parallel``."""
     first = result["implementations"][0]
     batches = [batch for batch in (1, 16, 64, 256) if any(row["batch"] == batch for row in result["rows"])]
-    figure, axes = plt.subplots(1, len(batches), figsize=(3.6 * len(batches), 3.8), squeeze=False)
+    figure, axes = plt.subplots(1, len(batches), figsize=(3.6 * len(batches), 3.8), squeeze=False, sharey=True)
     styles = {
         f"p2p {first}": "#d62728",
         f"nccl {first}": "#ff9896",
@@ -96,6 +96,7 @@ def scaling(result: dict[str, Any], path: Path) -> None:
             axis.plot(sizes, [alone[0] / size for size in sizes], label="ideal", color="black", linewidth=0.8, linestyle="--")
         axis.set(title=f"B = {batch}", xscale="log", yscale="log", xlabel="GPUs")
         axis.set_xticks(sizes, [str(size) for size in sizes])
+        axis.set_yticks([50, 100, 200, 400, 800, 1600], ["50", "100", "200", "400", "800", "1600"])
         axis.minorticks_off()
         axis.grid(alpha=0.3)
     axes[0][0].set_ylabel("us a step")
