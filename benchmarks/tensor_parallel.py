@@ -14,6 +14,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,7 +25,6 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-import flashsampling
 from flashsampling.distributed import TensorParallel, gather_flat, shard_range
 from tests.problems import Problem
 
@@ -72,15 +72,7 @@ def _medians(steps: dict[str, Step], per_graph: int, rounds: int) -> dict[str, f
 
 
 def _draw(problem: Problem, weight: Tensor, tp: TensorParallel | None, impl: str) -> Tensor:
-    return flashsampling.sample(
-        problem.hidden_states,
-        weight,
-        temperature=problem.temperature,
-        seed=problem.seed,
-        offset=problem.offset,
-        impl=impl,
-        tp=tp,
-    ).token_ids
+    return replace(problem, weight=weight).sample(impl, tp)
 
 
 def _rank(vocab: int, dim: int, batches: list[int], implementations: list[str], per_graph: int, rounds: int) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import itertools
 import math
 import platform
 import socket
+import warnings
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -183,14 +184,33 @@ class TensorParallel:
         self._failed_rank: int | None = None
         self._tag = max(member.serial for member in members) % 2**16
         capacity = max_batch_size * max_num_samples
-        self._peers = self._gathered = None
-        if self.world_size > 1:
-            if self.transport == "p2p":
-                self._peers = PeerMemory(group, self.device, self.rank, self.world_size, capacity, seconds)
-            elif self.transport == "nccl":
-                self._gathered = torch.empty(self.world_size * capacity, dtype=torch.int64, device=self.device)
+        self._peers: PeerMemory | None = None
+        self._gathered: Tensor | None = None
+        if self.world_size > 1 and self.transport == "p2p":
+            self._peers = self._make_peer_memory(members, capacity)
+        if self.world_size > 1 and self.transport == "nccl":
+            self._gathered = torch.empty(self.world_size * capacity, dtype=torch.int64, device=self.device)
         self.name = str(mine.serial)  # by which the torch operator finds it
         _alive[self.name] = self
+
+    def _make_peer_memory(self, members: Sequence[_Member], capacity: int) -> "PeerMemory | None":
+        """None, and another transport with a warning, where memory that should be mapped cannot be (a container without the
+        right to, say) and "p2p" was not asked for by name."""
+        peers, failure = None, None
+        try:
+            peers = PeerMemory(self._group, self.device, self.rank, self.world_size, capacity, self.timeout)
+        except RuntimeError as error:
+            failure = str(error)
+        failures: list[str | None] = [failure] * self.world_size
+        dist.all_gather_object(failures, failure, group=self._group)
+        why = next((f"rank {rank}: {failure}" for rank, failure in enumerate(failures) if failure is not None), None)
+        if why is None:
+            return peers
+        if members[0].transport == "p2p":
+            raise ValueError(f"transport='p2p' cannot be used ({why})")
+        self.transport = _choose_transport(members, self.impl, self._group, no_p2p=why)
+        warnings.warn(f"transport 'p2p' cannot be used ({why}); it is {self.transport!r} instead", RuntimeWarning, stacklevel=3)
+        return None
 
     def check(self) -> None:
         """Waits for the current stream, then raises if a step failed. After graph replays, which cannot raise themselves.
@@ -208,7 +228,7 @@ class TensorParallel:
             self._closed = True
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
-            self._peers = self._gathered = None
+            self._peers, self._gathered = None, None
             _alive.pop(self.name, None)
 
     def __enter__(self) -> "TensorParallel":
@@ -470,16 +490,14 @@ def _choose_impl(members: Sequence[_Member]) -> str:
     raise ValueError(f"impl={asked!r} cannot do this on rank {rank}: {reason}")
 
 
-def _choose_transport(members: Sequence[_Member], impl: str, group: dist.ProcessGroup | None) -> str:
+def _choose_transport(members: Sequence[_Member], impl: str, group: dist.ProcessGroup | None, no_p2p: str | None = None) -> str:
     asked = members[0].transport
     if asked is not None and asked not in TRANSPORTS:
         raise ValueError(f"transport must be None or one of {', '.join(TRANSPORTS)}, got {asked!r}")
-    backends = str(dist.get_backend_config(group))
+    backends, device = str(dist.get_backend_config(group)), members[0].device
     cannot = {
-        "p2p": _why_no_p2p(members, impl),
-        "nccl": None
-        if members[0].device == "cuda" and "nccl" in backends
-        else f"shards on {members[0].device}, group {backends}",
+        "p2p": no_p2p or _why_no_p2p(members, impl),
+        "nccl": None if device == "cuda" and "nccl" in backends else f"shards on {device}, group {backends}",
         "gloo": None if "gloo" in backends else f"group {backends}",
     }
     for name in (asked,) if asked else TRANSPORTS:

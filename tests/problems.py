@@ -9,6 +9,7 @@ from torch import Tensor
 
 import flashsampling
 from flashsampling import noise
+from flashsampling.distributed import TensorParallel
 from flashsampling.impl import reference
 
 
@@ -35,7 +36,7 @@ class Problem:
     def vocab(self) -> int:
         return self.weight.shape[0] if self.vocab_size is None else self.vocab_size
 
-    def sample(self, impl: str | None) -> Tensor:
+    def sample(self, impl: str | None, tp: TensorParallel | None = None) -> Tensor:
         """(B, num_samples)"""
         out = flashsampling.sample(
             self.hidden_states,
@@ -46,6 +47,7 @@ class Problem:
             num_samples=self.num_samples,
             vocab_size=self.vocab_size,
             impl=impl,
+            tp=tp,
         )
         return out.token_ids.view(-1, self.num_samples)
 

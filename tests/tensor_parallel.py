@@ -22,7 +22,7 @@ import torch.multiprocessing as multiprocessing
 from torch import Tensor
 
 import flashsampling
-from flashsampling import LMHeadSampler
+from flashsampling import LMHeadSampler, distributed
 from flashsampling.distributed import TensorParallel, TensorParallelTimeout, shard_lm_head, shard_range
 
 from .problems import Problem, assert_agreement, make_problem
@@ -77,18 +77,8 @@ class Rank:
         return tokens
 
 
-def draw(tp: TensorParallel, shard: Tensor, problem: Problem, **options) -> Tensor:
-    out = flashsampling.sample(
-        problem.hidden_states,
-        shard,
-        temperature=problem.temperature,
-        seed=problem.seed,
-        offset=problem.offset,
-        num_samples=problem.num_samples,
-        tp=tp,
-        **options,
-    )
-    return out.token_ids.view(-1, problem.num_samples)
+def draw(tp: TensorParallel, shard: Tensor, problem: Problem, impl: str | None = None, vocab_size: int | None = None) -> Tensor:
+    return replace(problem, weight=shard, vocab_size=vocab_size).sample(impl, tp)
 
 
 # -- scenarios
@@ -235,6 +225,57 @@ def disagreements(rank: Rank) -> None:
     tp.close()
     with pytest.raises(ValueError, match="has been closed"):
         draw(tp, shard, problem)
+
+
+def memory_that_cannot_be_mapped(rank: Rank) -> None:
+    """Found out when the buffers are made: another transport and a warning on all ranks, or an error if p2p was named."""
+
+    class Refused:
+        def __init__(self, *_: object) -> None:
+            if rank.rank == 1:
+                raise RuntimeError("pidfd_getfd: Operation not permitted")
+
+    problem = rank.problem(4, 600, 64)
+    shard, _ = rank.shard(problem.weight)
+    real = distributed.PeerMemory, distributed._why_no_p2p
+    distributed.PeerMemory, distributed._why_no_p2p = Refused, lambda *_: None
+    try:
+        with pytest.raises(ValueError, match=r"transport='p2p' cannot be used \(rank 1: pidfd_getfd"):
+            TensorParallel(None, shard, transport="p2p", impl=rank.impl)
+        with pytest.warns(RuntimeWarning, match="transport 'p2p' cannot be used .* instead"):
+            tp = TensorParallel(None, shard, impl=rank.impl)
+    finally:
+        distributed.PeerMemory, distributed._why_no_p2p = real
+    assert tp.transport == ("nccl" if rank.device.type == "cuda" else "gloo")
+    rank.check(tp, shard, problem)
+
+
+def generate(rank: Rank) -> None:
+    """A transformer on every rank, its LM head sharded: the text of one rank."""
+    transformers = pytest.importorskip("transformers")
+    from flashsampling.integrations.transformers import generate as custom_generate
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=500,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        eos_token_id=None,
+        pad_token_id=0,
+        tie_word_embeddings=False,
+    )
+    model = transformers.LlamaForCausalLM(config).to(rank.device, rank.dtype).eval()
+    ids = torch.arange(1, 13, device=rank.device).view(2, 6)
+    tp, shard = rank.group(model.lm_head.weight.detach())
+    options = {"custom_generate": custom_generate, "do_sample": True, "top_k": 0, "max_new_tokens": 8, "seeds": [1, 2]}
+    options |= {"attention_mask": torch.ones_like(ids)}
+    whole = LMHeadSampler(model.lm_head, max_batch_size=2, impl=rank.impl)
+    expected = model.generate(ids, sampler=whole, **options)
+    drawn = model.generate(ids, sampler=LMHeadSampler(shard, max_batch_size=2, tp=tp), **options)
+    assert torch.equal(drawn, expected)
 
 
 def sub_groups(rank: Rank) -> None:
@@ -408,6 +449,8 @@ ON_CPU: list[Callable[[Rank], None]] = [
     delayed_ranks,
     many_steps,
     disagreements,
+    memory_that_cannot_be_mapped,
+    generate,
     sub_groups,
     two_at_once,
     module,

@@ -28,13 +28,14 @@ def _kinds() -> list[tuple[int, str, str]]:
     return kinds + ([(2, "streaming", "nccl"), (2, "triton", "gloo")] if GPUS >= 2 else [])
 
 
+_WITHOUT_A_KERNEL_TOO = ("module", "disagreements", "memory_that_cannot_be_mapped", "generate")
 SCENARIOS = [scenario.__name__ for scenario in (tensor_parallel.ON_GPU if GPUS else tensor_parallel.ON_CPU)]
 CASES = [
     pytest.param(*kind, name, marks=pytest.mark.xdist_group("-".join(map(str, kind))))  # one worker per group of processes
     for kind in _kinds()
     for name in SCENARIOS
     if not (kind[2] == "gloo" and name in ("cuda_graphs", "no_sync"))  # it goes through the host
-    and not (kind[1] == "triton" and not GPUS and name in ("module", "disagreements"))  # the same as without a kernel
+    and not (kind[1] == "triton" and not GPUS and name in _WITHOUT_A_KERNEL_TOO)  # the same as without a kernel
 ]
 
 
