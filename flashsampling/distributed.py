@@ -102,7 +102,9 @@ class TensorParallel:
 
     It is made for one weight shard, once; ``sample(..., tp=...)`` and ``LMHeadSampler(..., tp=...)`` then take the same shard.
     All ranks call with the same hidden states and the same parameters per row, in the same order, and all get the same token
-    ids: those that one rank with the whole weight would draw (bit for bit with the kernels).
+    ids: those that one rank with the whole weight would draw (bit for bit with the kernels). Steps of one group follow one
+    another, on one stream or ordered by events; two groups may be at work at once. A CUDA graph captured with a group needs it
+    open whenever it is replayed.
 
     Args:
         group: the process group; None is the default one. Sub-groups (tensor parallelism inside data or pipeline parallelism)
@@ -223,7 +225,8 @@ class TensorParallel:
         self.raise_if_unusable()
 
     def close(self) -> None:
-        """Gives the buffers back, once the device is done with them. Not collective; calling it twice is fine."""
+        """Gives the buffers back, once the device is done with them. Not collective; calling it twice is fine. Graphs captured
+        with the group must not be replayed after it."""
         if not self._closed:
             self._closed = True
             if self.device.type == "cuda":
