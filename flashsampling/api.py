@@ -141,7 +141,9 @@ def _check_tensor_parallel(
     impl: str | None,
 ) -> tuple[int, str]:
     """The shard's own vocabulary size and the group's implementation."""
-    if not hasattr(tp, "check_call"):
+    from .distributed import TensorParallel  # whoever has one has imported it
+
+    if not isinstance(tp, TensorParallel):
         raise TypeError(f"tp must be a flashsampling.distributed.TensorParallel, got {type(tp).__name__}")
     if seed is None:
         raise ValueError("seed must be given with tp: all ranks need the same")
