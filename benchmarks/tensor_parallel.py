@@ -30,28 +30,20 @@ from tests.problems import Problem
 
 from . import plots
 from .sample import make_problem
-from .timing import Step, machine
+from .timing import Step, graph_of, machine
 
 BATCHES = "1,4,16,64,128,256"
 SIZES = "1,2,4,8"
 
 
-def _graph(step: Step, steps: int) -> torch.cuda.CUDAGraph:
-    for _ in range(3):
+def _repeat(step: Step, times: int) -> None:
+    for _ in range(times):
         step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(steps):
-            step()
-    graph.replay()
-    torch.cuda.synchronize()
-    return graph
 
 
 def _medians(steps: dict[str, Step], per_graph: int, rounds: int) -> dict[str, float]:
     """Microseconds of a step: per round the slowest rank, over the rounds the median."""
-    graphs = {name: _graph(step, per_graph) for name, step in steps.items()}
+    graphs = {name: graph_of(functools.partial(_repeat, step, per_graph)) for name, step in steps.items()}
     together = torch.zeros(1, device="cuda")
     times: list[list[float]] = []
     for _ in range(rounds):
@@ -134,10 +126,9 @@ def _start(size: int, arguments: list[str]) -> dict[str, Any]:
 
 
 def _print(console: Console, result: dict[str, Any]) -> None:
-    alone = {
-        row["batch"]: row["us"][f"no exchange {result['implementations'][0]}"] for row in result["rows"] if row["size"] == 1
-    }
-    ours = f"p2p {result['implementations'][0]}"
+    first = result["implementations"][0]
+    ours, without = f"p2p {first}", f"no exchange {first}"
+    alone = {row["batch"]: row["us"][without] for row in result["rows"] if row["size"] == 1}
     for size in sorted({row["size"] for row in result["rows"]}):
         rows = [row for row in result["rows"] if row["size"] == size]
         names = list(rows[0]["us"])
@@ -147,8 +138,7 @@ def _print(console: Console, result: dict[str, Any]) -> None:
             us = row["us"]
             cells = [f"{us[name]:.1f}" if name in us else "" for name in names]
             if ours in us:
-                added = us[ours] - us[f"no exchange {result['implementations'][0]}"]
-                cells += [f"{us[ours] / us['cuBLAS alone']:.3f}", f"{added:.1f}"]
+                cells += [f"{us[ours] / us['cuBLAS alone']:.3f}", f"{us[ours] - us[without]:.1f}"]
                 cells.append(f"{us[ours] * size / alone[row['batch']]:.3f}" if row["batch"] in alone else "")
             table.add_row(str(row["batch"]), *cells)
         console.print(table)

@@ -94,7 +94,6 @@ class _Member:
     timeout: float
     serial: int
     cannot: dict[str, str]  # implementation -> why not here
-    p2p_cannot: str | None
 
 
 class TensorParallel:
@@ -168,7 +167,6 @@ class TensorParallel:
             timeout=seconds,
             serial=next(_serial_numbers),
             cannot=_cannot(weight),
-            p2p_cannot=_p2p_cannot(weight),
         )
         members: list[_Member] = [mine] * self.world_size
         if self.world_size > 1:
@@ -413,23 +411,6 @@ def _cannot(weight: Tensor) -> dict[str, str]:
     return {name: reason for name, reason in reasons.items() if reason is not None}
 
 
-def _p2p_cannot(weight: Tensor) -> str | None:
-    if weight.device.type != "cuda":
-        return f"its shard is on {weight.device.type}"
-    try:
-        from torch.distributed import _symmetric_memory  # noqa: F401
-    except ImportError as error:
-        return f"this torch has no symmetric memory ({error})"
-    return None
-
-
-def _different(members: Sequence[_Member], name: str) -> str | None:
-    values = [getattr(member, name) for member in members]
-    if all(value == values[0] for value in values):
-        return None
-    return ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
-
-
 def _check(members: Sequence[_Member]) -> list[tuple[int, int]]:
     """The ranks' token ranges [first, last), cut at the real vocabulary size. Raises alike on every rank."""
     for rank, member in enumerate(members):
@@ -441,9 +422,9 @@ def _check(members: Sequence[_Member]) -> list[tuple[int, int]]:
     if len(set(dims)) > 1:
         raise ValueError(f"weight must have the same D on all ranks, got {_by_rank(dims)}")
     for name in ("dtype", "device", "vocab_size", "max_batch_size", "max_num_samples", "transport", "impl", "timeout"):
-        different = _different(members, name)
-        if different is not None:
-            raise ValueError(f"{name} must be the same on all ranks, got {different}")
+        values = [getattr(member, name) for member in members]
+        if any(value != values[0] for value in values):
+            raise ValueError(f"{name} must be the same on all ranks, got {_by_rank(values)}")
     one = members[0]
     for name in ("max_batch_size", "max_num_samples"):
         if getattr(one, name) < 1:
@@ -511,9 +492,8 @@ def _choose_transport(members: Sequence[_Member], impl: str, group: dist.Process
 
 
 def _why_no_p2p(members: Sequence[_Member], impl: str) -> str | None:
-    for rank, member in enumerate(members):
-        if member.p2p_cannot is not None:
-            return f"rank {rank}: {member.p2p_cannot}"
+    if members[0].device != "cuda":
+        return f"a shard is on {members[0].device}"
     if impl == "streaming":
         return "impl 'streaming' has no kernel that could do the exchange"
     if len(members) > _MAX_P2P_RANKS:

@@ -78,8 +78,7 @@ def pack(
     bits = (score + 0.0).view(torch.int32).to(torch.int64)  # + 0.0: -0.0 and 0.0 tie
     ordered = (bits ^ torch.where(bits < 0, NO_TOKEN, 0)) + 2**31
     key = ordered << 31 | token ^ NO_TOKEN
-    key = torch.where(score.isneginf(), 0, torch.where(finite, key, key | NO_FINITE))
-    key = torch.where(key == 0, NO_FINITE, key)
+    key = torch.where(score.isneginf(), NO_FINITE, torch.where(finite, key, key | NO_FINITE))
     return torch.where(score.isnan(), NAN, key)
 
 

@@ -279,7 +279,7 @@ def generate(rank: Rank) -> None:
 
 
 def sub_groups(rank: Rank) -> None:
-    """Tensor parallelism inside data parallelism: halves of the world at work on problems of their own, and ranks reversed."""
+    """Tensor parallelism inside data parallelism: halves of the world at work on problems of their own."""
     half = max(rank.world // 2, 1)
     members = [list(range(half)), list(range(half, rank.world))]
     groups = [dist.new_group(ranks) for ranks in members]
