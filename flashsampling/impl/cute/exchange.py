@@ -103,18 +103,25 @@ def receive(table: Table, use: Int64, index: Int64) -> Int64:
                 defined = Boolean(True)
             below = winners[i] & Int64(protocol.NAN)
             best = Int64(select_(below > best, below, best))
+    token = (best & Int64(protocol.NO_TOKEN)) ^ Int64(protocol.NO_TOKEN)
+    return Int64(select_(complete & defined & (best != Int64(protocol.NAN)), token, Int64(-1)))
+
+
+@cute.jit
+def clear(table: Table, use: Int64, index: Int64):
+    """After ``receive`` and a fence: the row's slots are free for the use after the next."""
+    for first in cutlass.range(0, table.ranks, _KNOWN_PEERS, unroll=1):
+        for i in range_constexpr(_KNOWN_PEERS):
             if first + i < table.ranks:
                 _slot(table, table.own, first + i, use, index).store(Int64(0))
     use_count(table, index).store(use + 1)
-    token = (best & Int64(protocol.NO_TOKEN)) ^ Int64(protocol.NO_TOKEN)
-    return Int64(select_(complete & defined & (best != Int64(protocol.NAN)), token, Int64(-1)))
 
 
 @cute.jit
 def _wait(table: Table, use: Int64, index: Int64, first: Int32):
     """Packed winners of the ranks from ``first`` on, of the last one as often as it takes to be eight; 0 after the time-out.
 
-    Eight loads at once and one fence after them: ``ld.acquire`` would wait for each before the next.
+    Eight loads at once, and one fence when a thread has all its rows: ``ld.acquire`` would wait for each before the next.
     """
     winners = cute.make_rmem_tensor(_KNOWN_PEERS, Int64)
     slots = [_slot(table, table.own, cutlass.min(first + i, table.ranks - 1), use, index) for i in range(_KNOWN_PEERS)]
@@ -139,5 +146,4 @@ def _wait(table: Table, use: Int64, index: Int64, first: Int32):
                 known = cute.arch.atomic_cas(failure, cmp=Int64(0), val=late, sem="relaxed", scope="gpu")
                 if known == Int64(0):
                     cute.arch.store(global_pointer(Int64, table.failed), late, sem="relaxed", scope="sys")
-    cute.arch.fence_acq_rel_sys()
     return winners

@@ -137,6 +137,7 @@ class SampleKernel:
             cluster=(self.cluster, 1, 1),
             min_blocks_per_mp=1,
             stream=stream,
+            use_pdl=True,
         )
 
     @cute.kernel
@@ -195,6 +196,9 @@ class SampleKernel:
             cute.arch.mbarrier_init(codes_empty, 8)
         pipe = self.mainloop.make_pipeline(storage.stages.data_ptr())
         pipeline.pipeline_init_arrive(cluster_shape_mn=(self.cluster, 1), is_relaxed=True)
+        if warp == 0:
+            self.mainloop.prefetch(tma_w, tW, sW, walk.first_tile)
+        cute.arch.griddepcontrol_wait()
         self.epilogue.prepare(args, walk, shared, thread)
         pipeline.pipeline_init_wait(cluster_shape_mn=(self.cluster, 1))
         cute.arch.sync_threads()
@@ -206,9 +210,11 @@ class SampleKernel:
         if warp_group == 0:
             cute.arch.setmaxregister_decrease(_PRODUCER_REGISTERS)
             if warp == 0:
-                self.mainloop.produce(
+                state = self.mainloop.produce(
                     pipe, tma_w, tW, tma_h, tH, sW, sH, rank, row_block, walk.first_tile, walk.tile_stride, walk.tiles
                 )
+                cute.arch.griddepcontrol_launch_dependents()
+                pipe.producer_tail(state)
             elif warp < 3:
                 self.epilogue.evaluate(args, walk, shared, thread - 32)
                 published.arrive()
