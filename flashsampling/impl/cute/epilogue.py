@@ -119,14 +119,14 @@ class SampleEpilogue:
 
     @cute.jit
     def prepare(self, args: Arguments, walk: Walk, shared: Shared, thread):
-        """First values of the shared memory: thresholds that everything passes, an empty queue."""
-        if thread < Int32(self.block_b):
-            row = walk.first_row + thread
+        """The noise warpgroup: first values of the shared memory, thresholds that everything passes and an empty queue."""
+        for column in cutlass.range(thread, self.block_b, _NOISE_THREADS, unroll_full=True):
+            row = walk.first_row + column
             scale = self.row_params(args, cutlass.min(row, args.batch - 1))[0]
             live = row < args.batch
             # beyond the batch nothing is a candidate
-            shared.rows[thread, 0] = Float32(select_(live, scale, Float32(0.0)))
-            shared.rows[thread, 1] = Float32(select_(live, Float32(INFINITY), Float32(-INFINITY)))
+            shared.rows[column, 0] = Float32(select_(live, scale, Float32(0.0)))
+            shared.rows[column, 1] = Float32(select_(live, Float32(INFINITY), Float32(-INFINITY)))
         if thread < 8:
             shared.flags[thread] = Uint32(0)
         if thread < QUEUE:
@@ -235,46 +235,58 @@ class SampleEpilogue:
                     cute.arch.inline_ptx("nanosleep.u32 {$r0};", read_only_args=[Uint32(_LEARN_AFTER_NS)])
                     self.learn_thresholds(args, walk, shared, thread, _CONSUMER_THREADS, False)
                 barrier.arrive_and_wait()
-            flagged = shared.flags[warp]
+            # first without a branch, so that loads and arithmetic of all vectors overlap; then what the few hits need
+            hits = shared.flags[warp]
             for q in range_constexpr(self.blocks // self.vector):
-                bounds = cute.make_rmem_tensor((4, self.vector), Float32)
-                words = self.load_codes(shared, q, lane, warp)
                 top = Float32(-INFINITY)
-                for v in range_constexpr(self.vector):
-                    j = q * self.vector + v
-                    pair = self.load_rows(shared, j, lane)
-                    for e in range_constexpr(4):
-                        c, r = e % 2, e // 2
-                        base = cute.math.fma(logits[c, r, j], pair[2 * c], pair[2 * c + 1])
-                        bound = cute.math.fma(noise.code_float(words[v], e), Float32(noise.CODE_STEP), base)
-                        bounds[e, v] = bound
-                        top = reduction.max_nan(top, bound)
-                candidate = not (top < Float32(0.0))
-                candidate = candidate | (((flagged >> Uint32(q)) & Uint32(1)) != Uint32(0))
-                if cute.arch.vote_any_sync(candidate):
-                    mask = Uint32(0)
-                    for v in range_constexpr(self.vector):
-                        for e in range_constexpr(4):
-                            hit = not (bounds[e, v] < Float32(0.0))
-                            hit = hit | ((words[v] >> Uint32(8 * e)) & Uint32(0xFF) == Uint32(0x80))
-                            mask = mask | Uint32(select_(hit, Uint32(1 << (4 * v + e)), Uint32(0)))
-                    while mask != Uint32(0):
-                        lowest = mask & (Uint32(0) - mask)
-                        mask = mask ^ lowest
-                        logit = Float32(0.0)
-                        column = Int32(0)
-                        up = Int32(0)
-                        for v in range_constexpr(self.vector):
-                            for e in range_constexpr(4):
-                                here = lowest == Uint32(1 << (4 * v + e))
-                                logit = Float32(select_(here, logits[e % 2, e // 2, q * self.vector + v], logit))
-                                column = Int32(select_(here, Int32((q * self.vector + v) * 8 + e % 2), column))
-                                up = Int32(select_(here, Int32(e // 2), up))
-                        token = warp * 16 + lane // 4 + 8 * up  # in the tile
-                        place = Int32(_VALID) | (iteration << 15) | (token << 8) | (column + 2 * (lane % 4))
-                        self.push(shared, Int64(logit.bitcast(Uint32)) << Int64(32) | Int64(Uint32(place)))
+                bounds, _ = self.bounds(shared, logits, q, lane, warp)
+                for bound in bounds:
+                    top = reduction.max_nan(top, bound)
+                hits = hits | Uint32(select_(top < Float32(0.0), Uint32(0), Uint32(1 << q)))
+            if cute.arch.vote_any_sync(hits != Uint32(0)):
+                for q in range_constexpr(self.blocks // self.vector):
+                    if cute.arch.vote_any_sync((hits >> Uint32(q)) & Uint32(1) != Uint32(0)):
+                        self.push_candidates(shared, logits, q, iteration, lane, warp)
         else:
             self.every_draw(args, walk, logits, token0, lane)
+
+    def bounds(self, shared, logits, q, lane, warp):
+        """Of a thread's logits in the columns 8 (vector q + v) + ..., for v below ``vector``: how far above its row's threshold a
+        score can be at most, (column | row << 1) by v; and their codes."""
+        words = self.load_codes(shared, q, lane, warp)
+        bounds = []
+        for v in range(self.vector):
+            j = q * self.vector + v
+            pair = self.load_rows(shared, j, lane)
+            for e in range(4):
+                c, r = e % 2, e // 2
+                base = cute.math.fma(logits[c, r, j], pair[2 * c], pair[2 * c + 1])
+                bounds.append(cute.math.fma(noise.code_float(words[v], e), Float32(noise.CODE_STEP), base))
+        return bounds, words
+
+    @cute.jit
+    def push_candidates(self, shared, logits, q: cutlass.Constexpr, iteration, lane, warp):
+        """Queues what ``bounds`` or a flagged code makes a candidate."""
+        bounds, words = self.bounds(shared, logits, q, lane, warp)
+        mask = Uint32(0)
+        for i in range_constexpr(4 * self.vector):
+            hit = not (bounds[i] < Float32(0.0))
+            hit = hit | ((words[i // 4] >> Uint32(8 * (i % 4))) & Uint32(0xFF) == Uint32(0x80))
+            mask = mask | Uint32(select_(hit, Uint32(1 << i), Uint32(0)))
+        while mask != Uint32(0):
+            lowest = mask & (Uint32(0) - mask)
+            mask = mask ^ lowest
+            logit = Float32(0.0)
+            column = Int32(0)
+            up = Int32(0)
+            for i in range_constexpr(4 * self.vector):
+                here = lowest == Uint32(1 << i)
+                logit = Float32(select_(here, logits[i % 2, i // 2 % 2, q * self.vector + i // 4], logit))
+                column = Int32(select_(here, Int32((q * self.vector + i // 4) * 8 + i % 2), column))
+                up = Int32(select_(here, Int32(i // 2 % 2), up))
+            token = warp * 16 + lane // 4 + 8 * up  # in the tile
+            place = Int32(_VALID) | (iteration << 15) | (token << 8) | (column + 2 * (lane % 4))
+            self.push(shared, Int64(logit.bitcast(Uint32)) << Int64(32) | Int64(Uint32(place)))
 
     @cute.jit
     def load_codes(self, shared, q, lane, warp):
@@ -299,21 +311,22 @@ class SampleEpilogue:
         """Before the first tile is searched: a lower bound of every row's best score in it."""
         for q in range_constexpr(self.blocks // self.vector):
             words = self.load_codes(shared, q, lane, warp)
+            bests = []  # by column, c + 2 v
             for v in range_constexpr(self.vector):
-                j = q * self.vector + v
-                pair = self.load_rows(shared, j, lane)
+                pair = self.load_rows(shared, q * self.vector + v, lane)
                 for c in range_constexpr(2):
                     best = Float32(-INFINITY)
                     for r in range_constexpr(2):
                         w = noise.code_float(words[v], c + 2 * r)
                         gumbel = cute.math.fma(w, Float32(noise.CODE_STEP), Float32(noise.GUMBEL_ABOVE))
                         gumbel = Float32(select_(w <= Float32(noise.HALF), gumbel, Float32(-5.1)))  # E is at most 23
-                        best = cute.arch.fmax(best, cute.math.fma(logits[c, r, j], pair[2 * c], gumbel))
-                    for distance in (4, 8, 16):
-                        best = cute.arch.fmax(best, cute.arch.shuffle_sync_bfly(best, distance))
-                    if lane < 4:
-                        if (best < Float32(INFINITY)) & (best > Float32(-INFINITY)):
-                            self.lower_threshold(shared, 8 * j + 2 * lane + c, best)
+                        logit = logits[c, r, q * self.vector + v]
+                        best = cute.arch.fmax(best, cute.math.fma(logit, pair[2 * c], gumbel))
+                    bests.append(best)
+            best, own = reduction.scatter_max(bests, lane)
+            if (best < Float32(INFINITY)) & (best > Float32(-INFINITY)):
+                column = (q * self.vector + own // 2) * 8 + 2 * (lane % 4) + own % 2
+                self.lower_threshold(shared, column, best)
 
     @cute.jit
     def lower_threshold(self, shared, column, score) -> Boolean:

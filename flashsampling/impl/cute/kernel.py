@@ -18,6 +18,7 @@ Barriers:
     queue                   64-bit slots, 0 is free        consumers, compare-and-swap   the slot's evaluator thread, exchange
     no more candidates      ``done``, release / acquire    8 consumer warps              evaluators, before a last look
     consumers               named barrier 1                256 threads                   the same
+    prepared                named barrier 4                noise threads                 evaluators, consumers wait
     everything published    named barrier 2                evaluators, consumers arrive  noise threads wait
     finishing               named barrier 3                128 noise threads             the same
     workspace               see ``reduction``              last CTA, by a counter        the same
@@ -137,7 +138,6 @@ class SampleKernel:
             cluster=(self.cluster, 1, 1),
             min_blocks_per_mp=1,
             stream=stream,
-            use_pdl=True,
         )
 
     @cute.kernel
@@ -196,37 +196,35 @@ class SampleKernel:
             cute.arch.mbarrier_init(codes_empty, 8)
         pipe = self.mainloop.make_pipeline(storage.stages.data_ptr())
         pipeline.pipeline_init_arrive(cluster_shape_mn=(self.cluster, 1), is_relaxed=True)
-        if warp == 0:
-            self.mainloop.prefetch(tma_w, tW, sW, walk.first_tile)
-        cute.arch.griddepcontrol_wait()
-        self.epilogue.prepare(args, walk, shared, thread)
         pipeline.pipeline_init_wait(cluster_shape_mn=(self.cluster, 1))
-        cute.arch.sync_threads()
 
         consumers = pipeline.NamedBarrier(barrier_id=1, num_threads=2 * _WARPGROUP)
         published = pipeline.NamedBarrier(barrier_id=2, num_threads=3 * _WARPGROUP + QUEUE)
         finishing = pipeline.NamedBarrier(barrier_id=3, num_threads=_WARPGROUP)
+        prepared = pipeline.NamedBarrier(barrier_id=4, num_threads=3 * _WARPGROUP + QUEUE)
         one_draw = args.num_samples == 1
         if warp_group == 0:
             cute.arch.setmaxregister_decrease(_PRODUCER_REGISTERS)
             if warp == 0:
-                state = self.mainloop.produce(
+                self.mainloop.produce(
                     pipe, tma_w, tW, tma_h, tH, sW, sH, rank, row_block, walk.first_tile, walk.tile_stride, walk.tiles
                 )
-                cute.arch.griddepcontrol_launch_dependents()
-                pipe.producer_tail(state)
             elif warp < 3:
+                prepared.arrive_and_wait()
                 self.epilogue.evaluate(args, walk, shared, thread - 32)
                 published.arrive()
         elif warp_group == 1:
             cute.arch.setmaxregister_decrease(_NOISE_REGISTERS)
             thread = thread - _WARPGROUP
+            self.epilogue.prepare(args, walk, shared, thread)
+            prepared.arrive_and_wait()
             if one_draw:
                 self.epilogue.make_codes(args, walk, shared, codes_full, codes_empty, thread)
             finish(args, self.block_b, row_block, ctas, last, thread, published, finishing)
         else:
             cute.arch.setmaxregister_increase(_CONSUMER_REGISTERS)
             thread = thread - 2 * _WARPGROUP
+            prepared.arrive_and_wait()
             tCrW, tCrH, accumulator = self.mainloop.fragments(tiled_mma, sW, sH, warp_group - 2)
             # a thread's columns come as neighbours out of eight; its tokens differ in bit 3
             logits = cute.make_tensor(accumulator.iterator, cute.make_layout((2, 2, self.block_b // 8)))

@@ -15,7 +15,6 @@ from cutlass.utils import hopper_helpers as sm90
 from .config import TILE_D, TILE_V, TileConfig
 
 _CONSUMER_WARPS = 8
-_PREFETCHED_STAGES = 12  # 26 MB of weights in all, what HBM delivers in 5.5 us
 
 
 class Mainloop:
@@ -65,30 +64,19 @@ class Mainloop:
             defer_sync=True,
         )
 
-    def weight_stages(self, tma_w, tW, sW):
-        """The stages of shared memory, and the weight in pieces that fill one: (piece, V tiles, D tiles)."""
-        gW = cute.local_tile(tW, (TILE_V, TILE_D), (None, None))  # (128, 64, V tiles, D tiles)
-        return cpasync.tma_partition(
-            tma_w, 0, cute.make_layout(1), cute.group_modes(sW, 0, 2), cute.group_modes(gW, 0, 2)
-        )
-
-    @cute.jit
-    def prefetch(self, tma_w, tW, sW, tile):
-        """The producer warp: the beginning of a tile's weights into the L2 cache."""
-        _, tWgW = self.weight_stages(tma_w, tW, sW)
-        for k in cutlass.range(cutlass.min(cute.size(tWgW, mode=[2]), _PREFETCHED_STAGES), unroll=1):
-            cute.prefetch(tma_w, tWgW[None, tile, k])
-
     @cute.jit
     def produce(self, pipe, tma_w, tW, tma_h, tH, sW, sH, rank, row_block, first_tile, tile_stride, tiles):
-        """The producer warp: fills stages for every tile of the CTA. Returns the state for the pipeline's ``producer_tail``."""
-        tWsW, tWgW = self.weight_stages(tma_w, tW, sW)
+        """The producer warp: fills stages for every tile of the CTA."""
+        gW = cute.local_tile(tW, (TILE_V, TILE_D), (None, None))  # (128, 64, V tiles, D tiles)
         gH = cute.local_tile(tH, (self.tile[1], TILE_D), (None, None))  # (N, 64, B tiles, D tiles)
+        tWsW, tWgW = cpasync.tma_partition(
+            tma_w, 0, cute.make_layout(1), cute.group_modes(sW, 0, 2), cute.group_modes(gW, 0, 2)
+        )
         tHsH, tHgH = cpasync.tma_partition(
             tma_h, rank, cute.make_layout(self.cluster), cute.group_modes(sH, 0, 2), cute.group_modes(gH, 0, 2)
         )
         to_all = {} if self.cluster == 1 else {"mcast_mask": cutlass.Int16(2**self.cluster - 1)}
-        k_tiles = cute.size(tWgW, mode=[2])
+        k_tiles = cute.size(gW, mode=[3])
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
         for i in cutlass.range(tiles, unroll=1):
             tile = first_tile + i * tile_stride
@@ -98,7 +86,7 @@ class Mainloop:
                 cute.copy(tma_w, tWgW[None, tile, k], tWsW[None, state.index], tma_bar_ptr=full)
                 cute.copy(tma_h, tHgH[None, row_block, k], tHsH[None, state.index], tma_bar_ptr=full, **to_all)
                 state.advance()
-        return state
+        pipe.producer_tail(state)
 
     def fragments(self, tiled_mma, sW, sH, warp_group):
         """Operand descriptors of a consumer warpgroup (0 or 1), and its accumulator, (2 columns, 2 rows, N / 8) per thread."""

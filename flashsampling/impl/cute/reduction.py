@@ -60,6 +60,26 @@ def column_max(key: Int64) -> Int64:
     return key
 
 
+def scatter_max(values: list, lane: Int32) -> tuple[Float32, Int32]:
+    """Maxima of up to eight values (2**n) over the eight threads of a warp that hold the same columns: each of these threads gets
+    one maximum, and which value's. Every exchange halves what a thread has: seven shuffles for eight values, where one maximum
+    after the other takes 24."""
+    own = Int32(0)
+    for distance in (16, 8, 4):
+        if len(values) > 1:
+            half = len(values) // 2
+            upper = lane & distance != 0
+            kept = [select_(upper, values[half + i], values[i]) for i in range(half)]
+            sent = [Float32(select_(upper, values[i], values[half + i])) for i in range(half)]
+            own = own + Int32(select_(upper, Int32(half), Int32(0)))
+        else:
+            kept = sent = values
+        values = [
+            cute.arch.fmax(Float32(mine), cute.arch.shuffle_sync_bfly(other, distance)) for mine, other in zip(kept, sent)
+        ]
+    return values[0], own
+
+
 def publish(slot: Int64, key: Int64) -> None:
     """Raises the slot at an address to a key."""
     cute.arch.red(global_pointer(Int64, slot), key, op="max", dtype="s64", sem="relaxed", scope="gpu")
