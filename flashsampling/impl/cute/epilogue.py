@@ -54,7 +54,7 @@ class Arguments(NamedTuple):
     workspace: Int64  # of int64, zero between launches: slots (2, B, num_samples), then a counter per block of rows
     batch: Int32
     # Tiles are whole Philox groups, so a shard need not start where one does. Tokens are counted from the first one's start:
-    # those from ``skip`` up to ``end`` are sampled, and ``base`` (a multiple of 128) makes them ids.
+    # those from ``skip`` up to ``end`` are sampled, and ``base`` (a multiple of 128, and of the cluster) makes them ids.
     base: Int32
     skip: Int32
     end: Int32

@@ -16,12 +16,20 @@ from .config import TILE_V, TileConfig, choose_config, copy_engine_reads, ctas_p
 
 @functools.lru_cache(maxsize=4096)
 def _plan(
-    batch: int, vocab_size: int, dim: int, dtype: torch.dtype, device: torch.device, config: TileConfig | None
-) -> tuple[Callable[..., Any], int, int]:
-    """The kernel, the blocks of rows, the CTAs per block: a dictionary's worth of host time per call."""
+    batch: int,
+    first_token: int,
+    vocab_size: int,
+    dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    config: TileConfig | None,
+) -> tuple[Callable[..., Any], int, int, int]:
+    """The kernel, the blocks of rows, the CTAs per block, and by how many tokens the first cluster's tiles start before the
+    first token: a dictionary's worth of host time per call."""
     config = choose_config(batch, dim) if config is None else config
-    ctas = ctas_per_row_block(config, batch, vocab_size, multiprocessors(device))
-    return kernel_for(dtype, config), -(-batch // config.block_b), ctas
+    skip = first_token % (TILE_V * config.cluster)
+    ctas = ctas_per_row_block(config, batch, skip + vocab_size, multiprocessors(device))
+    return kernel_for(dtype, config), -(-batch // config.block_b), ctas, skip
 
 
 def sample(
@@ -41,12 +49,13 @@ def sample(
     if not copy_engine_reads(hidden_states):
         padded = torch.empty((batch, -(-dim // 8) * 8), dtype=hidden_states.dtype, device=device)
         hidden_states = padded[:, :dim].copy_(hidden_states)
-    skip = shard.first_token % TILE_V
+    tokens = torch.empty(batch * num_samples, dtype=torch.int64, device=device)
+    kernel, row_blocks, ctas, skip = _plan(
+        batch, shard.first_token, vocab_size, dim, hidden_states.dtype, device, config
+    )
     base, end = shard.first_token - skip, skip + vocab_size
     if vocab_size == 0:  # a shard without a token: the launch has something to read, and samples none of it
         weight, skip, end = hidden_states, 1, 1
-    tokens = torch.empty(batch * num_samples, dtype=torch.int64, device=device)
-    kernel, row_blocks, ctas = _plan(batch, end, dim, hidden_states.dtype, device, config)
     workspace = zeroed_words(2 * batch * num_samples + row_blocks, device)
     temperature_at, temperature_value = (temperature.data_ptr(), 0.0) if isinstance(temperature, Tensor) else (0, temperature)
     seed_at, seed_value = (seed.data_ptr(), 0) if isinstance(seed, Tensor) else (0, seed)
