@@ -16,6 +16,8 @@ _ARENA_WORDS = 1 << 18  # 2 MiB: about 500 captured calls of batch 256
 _MIN_WORDS = 1 << 12
 _MAX_KEPT_WORDS = 1 << 22
 
+_CPU = torch.device("cpu"), torch.device("cpu", 0)  # comparing is cheaper than asking for the type
+
 _lock = threading.Lock()
 _per_stream: dict[tuple[int, int], Tensor] = {}
 _arenas: dict[int, tuple[Tensor, list[int]]] = {}
@@ -23,7 +25,7 @@ _arenas: dict[int, tuple[Tensor, list[int]]] = {}
 
 def zeroed_words(words: int, device: torch.device) -> Tensor:
     """At least ``words`` int64 zeros for one launch on the device's current stream; the launch zeroes them again."""
-    if device.type != "cuda":  # the interpreter
+    if device in _CPU:  # the interpreter
         return torch.zeros(words, dtype=torch.int64, device=device)
     index = torch.cuda.current_device() if device.index is None else device.index
     if torch.cuda.is_current_stream_capturing():

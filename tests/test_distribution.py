@@ -8,6 +8,8 @@ more at the level it uses, so that a passing test says something; ``test_the_tes
 import importlib.util
 import math
 import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -48,15 +50,16 @@ def assert_distribution(counts: torch.Tensor, probabilities: torch.Tensor, dista
     assert pvalue > LEVEL, f"p = {pvalue:.3g} with {freedom} degrees of freedom"
 
 
-def draw_counts(impl, logits, temperature, rows, draws_per_row, calls=1, dtype=torch.float32):
-    """Counts of every token over rows * draws_per_row * calls draws from one row of logits, exact in ``dtype``."""
+def draw_counts(impl, logits, temperature, rows, draws_per_row, calls: Iterable[int], dtype=torch.float32, device=DEVICE):
+    """Counts of every token over rows * draws_per_row draws at every offset in ``calls``, from one row of logits, exact in
+    ``dtype``."""
     vocab = logits.shape[0]
-    weight = torch.zeros(vocab, 8, device=DEVICE, dtype=dtype)
-    weight[:, 0] = logits.to(DEVICE)
-    states = torch.ones(rows, 8, device=DEVICE, dtype=dtype)
-    counts = torch.zeros(vocab, dtype=torch.int64, device=DEVICE)
-    seeds = torch.arange(rows, device=DEVICE)
-    for call in range(calls):
+    weight = torch.zeros(vocab, 8, device=device, dtype=dtype)
+    weight[:, 0] = logits.to(device)
+    states = torch.ones(rows, 8, device=device, dtype=dtype)
+    counts = torch.zeros(vocab, dtype=torch.int64, device=device)
+    seeds = torch.arange(rows, device=device)
+    for call in calls:
         out = flashsampling.sample(
             states, weight, temperature=temperature, seed=seeds, offset=call, num_samples=draws_per_row, impl=impl
         )
@@ -80,7 +83,7 @@ def logit_shapes(vocab):
 def test_torch_implementations(impl, shape, temperature):
     logits = logit_shapes(1000)[shape]
     on_gpu = DEVICE.type == "cuda"
-    counts = draw_counts(impl, logits, temperature, 64, 128, calls=100 if on_gpu else 5)
+    counts = draw_counts(impl, logits, temperature, 64, 128, range(100 if on_gpu else 5))
     probabilities = torch.softmax(logits.double() / temperature, 0).to(DEVICE)
     assert_distribution(counts, probabilities, distance=0.03 if on_gpu else 0.12)
 
@@ -93,7 +96,7 @@ def test_kernels(impl, draws_per_row):
     rows, calls = (4096, 400) if on_gpu else (64, 4)
     logits = logit_shapes(1000 if on_gpu else 100)["peaked"].bfloat16().float()
     dtype = torch.bfloat16 if impl == "cute" else torch.float32
-    counts = draw_counts(impl, logits, 0.9, rows, draws_per_row, calls, dtype)
+    counts = draw_counts(impl, logits, 0.9, rows, draws_per_row, range(calls), dtype)
     distance = 0.02 if on_gpu else 1.2 if draws_per_row == 1 else 0.3
     assert_distribution(counts, torch.softmax(logits.double() / 0.9, 0).to(DEVICE), distance)
 
@@ -150,13 +153,20 @@ def test_real_model_logits(temperature):
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("impl", ["triton", "cute"])
 def test_very_many_draws(impl, shape):
-    """At V = 128,256, on the tensor cores: 1e8 draws, or FLASHSAMPLING_DRAWS of them."""
+    """At V = 128,256, on the tensor cores: 1e8 draws, or FLASHSAMPLING_DRAWS of them, by all GPUs of this host."""
     if impl not in KERNELS:
         pytest.skip("needs a Hopper GPU and the CuTe DSL")
     draws = int(float(os.environ.get("FLASHSAMPLING_DRAWS", 1e8)))
     logits = logit_shapes(128_256)[shape].bfloat16().float()
     rows = 4096
-    counts = draw_counts(impl, logits, 1.0, rows, 1, -(-draws // rows), torch.bfloat16)
+    gpus = torch.cuda.device_count()
+    calls = range(-(-draws // rows))
+    with ThreadPoolExecutor(gpus) as pool:
+        jobs = [
+            pool.submit(draw_counts, impl, logits, 1.0, rows, 1, calls[gpu::gpus], torch.bfloat16, torch.device("cuda", gpu))
+            for gpu in range(gpus)
+        ]
+        counts = sum(job.result().to(DEVICE) for job in jobs)
     assert counts.sum() >= draws
     distance = 0.0066 * (1e8 / draws) ** 0.5
     assert_distribution(counts, torch.softmax(logits.double(), 0).to(DEVICE), distance)

@@ -86,7 +86,7 @@ def copy_engine_reads(matrix: Tensor) -> bool:
 def unsupported(hidden_states: Tensor, weight: Tensor) -> str | None:
     """Why the Hopper kernel cannot take this problem, or None. Misaligned hidden states it copies; the weight it does not."""
     device = hidden_states.device
-    if device.type != "cuda" or torch.version.cuda is None:
+    if not weight.is_cuda or torch.version.cuda is None:
         return f"tensors on {device.type}, it runs on NVIDIA GPUs"
     if capability(device) != (9, 0):
         return f"compute capability {capability(device)}, it needs (9, 0)"

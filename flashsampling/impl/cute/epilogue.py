@@ -35,10 +35,6 @@ QUEUE = 64  # candidates that wait for evaluation: one per thread of the two eva
 _VALID = -(2**31)  # the top bit of an entry's lower half: 0 is a free slot
 _NOISE_THREADS = 128
 _CONSUMER_THREADS = 256
-# A CTA's first tile has most of its candidates, for it knows of no other tile; the other CTAs are at their first tile too, so
-# what they publish in this time spares evaluations. V = 32064, D = 8192 (H200, over cuBLAS): B = 256 1.146 -> 1.112, B = 192
-# 1.133 -> 1.091; 2000 ns 1.125, 1.105; nothing up to B = 128.
-_LEARN_AFTER_NS = 500
 
 
 class Arguments(NamedTuple):
@@ -231,8 +227,7 @@ class SampleEpilogue:
                 self.seed_thresholds(shared, logits, lane, warp)
                 barrier.arrive_and_wait()
                 self.learn_thresholds(args, walk, shared, thread, _CONSUMER_THREADS, True)
-                if const_expr(self.block_b > 128):
-                    cute.arch.inline_ptx("nanosleep.u32 {$r0};", read_only_args=[Uint32(_LEARN_AFTER_NS)])
+                if const_expr(self.block_b > 128):  # again: the others are at their first tile too, and teach at the same time
                     self.learn_thresholds(args, walk, shared, thread, _CONSUMER_THREADS, False)
                 barrier.arrive_and_wait()
             # first without a branch, so that loads and arithmetic of all vectors overlap; then what the few hits need
@@ -251,8 +246,8 @@ class SampleEpilogue:
             self.every_draw(args, walk, logits, token0, lane)
 
     def bounds(self, shared, logits, q, lane, warp):
-        """Of a thread's logits in the columns 8 (vector q + v) + ..., for v below ``vector``: how far above its row's threshold a
-        score can be at most, (column | row << 1) by v; and their codes."""
+        """Of a thread's logits in the columns 8 (vector q + v) + ..., for v below ``vector``: how far above its row's threshold
+        a score can be at most, (column | row << 1) by v; and their codes."""
         words = self.load_codes(shared, q, lane, warp)
         bounds = []
         for v in range(self.vector):

@@ -50,9 +50,7 @@ def sample(
         padded = torch.empty((batch, -(-dim // 8) * 8), dtype=hidden_states.dtype, device=device)
         hidden_states = padded[:, :dim].copy_(hidden_states)
     tokens = torch.empty(batch * num_samples, dtype=torch.int64, device=device)
-    kernel, row_blocks, ctas, skip = _plan(
-        batch, shard.first_token, vocab_size, dim, hidden_states.dtype, device, config
-    )
+    kernel, row_blocks, ctas, skip = _plan(batch, shard.first_token, vocab_size, dim, hidden_states.dtype, device, config)
     base, end = shard.first_token - skip, skip + vocab_size
     if vocab_size == 0:  # a shard without a token: the launch has something to read, and samples none of it
         weight, skip, end = hidden_states, 1, 1
@@ -80,8 +78,8 @@ def sample(
         num_samples,
         shard.exchange,
         # of a single row the stride is torch's business, but TMA wants a multiple of 16 bytes
-        hidden_states.stride(0) if batch > 1 else -(-dim // 8) * 8,
-        weight.stride(0) if weight.shape[0] > 1 else -(-dim // 8) * 8,
+        hidden_states.stride()[0] if batch > 1 else -(-dim // 8) * 8,
+        weight.stride()[0] if vocab_size > 1 else -(-dim // 8) * 8,
         row_blocks,
         ctas,
     )
