@@ -120,8 +120,8 @@ class SampleEpilogue:
             row = walk.first_row + column
             scale = self.row_params(args, cutlass.min(row, args.batch - 1))[0]
             live = row < args.batch
-            # beyond the batch nothing is a candidate
-            shared.rows[column, 0] = Float32(select_(live, scale, Float32(0.0)))
+            # beyond the batch nothing is a candidate, whether its logit is 0 or, masked, -inf
+            shared.rows[column, 0] = Float32(select_(live, scale, Float32(1.0)))
             shared.rows[column, 1] = Float32(select_(live, Float32(INFINITY), Float32(-INFINITY)))
         if thread < 8:
             shared.flags[thread] = Uint32(0)
@@ -206,9 +206,15 @@ class SampleEpilogue:
 
     # -- the consumers
 
+    def holds_tokens(self, args, walk, iteration):
+        """Whether anything of a tile is sampled. What a cluster rounds its tiles up by is not: searched, all of it would be
+        candidates, since no threshold is known that -inf falls short of."""
+        first_token = (walk.first_tile + iteration * walk.tile_stride) * TILE_V
+        return (first_token + TILE_V > args.skip) & (first_token < args.end)
+
     @cute.jit
     def search(self, args: Arguments, walk: Walk, shared: Shared, logits, iteration, thread, barrier):
-        """The consumers, 256 threads: queues the candidates of the CTA's tile number ``iteration``.
+        """The consumers, 256 threads: queues the candidates of the CTA's tile number ``iteration``, which ``holds_tokens``.
 
         ``logits``: this thread's, (2 columns, 2 rows, N / 8) float32. ``barrier``: of all consumers.
         """
@@ -223,7 +229,8 @@ class SampleEpilogue:
                         for c in range_constexpr(2):
                             logits[c, r, j] = Float32(-INFINITY)
         if args.num_samples == 1:
-            if iteration == 0:
+            skipped = (walk.first_tile + 1) * TILE_V <= args.skip
+            if iteration == Int32(skipped):
                 self.seed_thresholds(shared, logits, lane, warp)
                 barrier.arrive_and_wait()
                 self.learn_thresholds(args, walk, shared, thread, _CONSUMER_THREADS, True)

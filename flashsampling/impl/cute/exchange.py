@@ -15,7 +15,6 @@ from ... import exchange as protocol
 from .memory import global_pointer
 
 _KNOWN_PEERS = 8  # whose addresses are kept in registers: one host's
-_POLLS_A_CHECK = 16  # polls, some 0.7 us each, between looks at the clock and at failures, which would take as long again
 
 
 class Table(NamedTuple):
@@ -104,31 +103,23 @@ def receive(table: Table, use: Int64, index: Int64) -> Int64:
                 defined = Boolean(True)
             below = winners[i] & Int64(protocol.NAN)
             best = Int64(select_(below > best, below, best))
-    token = (best & Int64(protocol.NO_TOKEN)) ^ Int64(protocol.NO_TOKEN)
-    return Int64(select_(complete & defined & (best != Int64(protocol.NAN)), token, Int64(-1)))
-
-
-@cute.jit
-def clear(table: Table, use: Int64, index: Int64):
-    """After ``receive`` and a fence: the row's slots are free for the use after the next."""
-    for first in cutlass.range(0, table.ranks, _KNOWN_PEERS, unroll=1):
-        for i in range_constexpr(_KNOWN_PEERS):
             if first + i < table.ranks:
                 _slot(table, table.own, first + i, use, index).store(Int64(0))
     use_count(table, index).store(use + 1)
+    token = (best & Int64(protocol.NO_TOKEN)) ^ Int64(protocol.NO_TOKEN)
+    return Int64(select_(complete & defined & (best != Int64(protocol.NAN)), token, Int64(-1)))
 
 
 @cute.jit
 def _wait(table: Table, use: Int64, index: Int64, first: Int32):
     """Packed winners of the ranks from ``first`` on, of the last one as often as it takes to be eight; 0 after the time-out.
 
-    Eight loads at once, and one fence when a thread has all its rows: ``ld.acquire`` would wait for each before the next.
+    Eight loads at once and one fence after them: ``ld.acquire`` would wait for each before the next.
     """
     winners = cute.make_rmem_tensor(_KNOWN_PEERS, Int64)
     slots = [_slot(table, table.own, cutlass.min(first + i, table.ranks - 1), use, index) for i in range(_KNOWN_PEERS)]
     patience = table.timeout
     start = Int64(cute.arch.globaltimer())
-    polls = Int32(0)
     waiting = Int32(1)
     while waiting != 0:
         missing = Int32(_KNOWN_PEERS)
@@ -136,16 +127,17 @@ def _wait(table: Table, use: Int64, index: Int64, first: Int32):
             winners[i] = cute.arch.load(slots[i], Int64, sem="relaxed", scope="sys")
         for i in range_constexpr(_KNOWN_PEERS):
             missing = Int32(select_(winners[_KNOWN_PEERS - 1 - i] == Int64(0), Int32(_KNOWN_PEERS - 1 - i), missing))
-        waiting = Int32(missing < Int32(_KNOWN_PEERS))
-        polls += 1
-        if (waiting != 0) & (polls % _POLLS_A_CHECK == 0):
+        waiting = Int32(0)
+        if missing < Int32(_KNOWN_PEERS):
             failure = global_pointer(Int64, table.state)
             if cute.arch.load(failure, Int64, sem="relaxed", scope="gpu") != Int64(0):
                 patience = Int64(0)
-            if Int64(cute.arch.globaltimer()) - start >= patience:
-                waiting = Int32(0)
+            if Int64(cute.arch.globaltimer()) - start < patience:
+                waiting = Int32(1)
+            else:
                 late = Int64(cutlass.min(first + missing, table.ranks - 1)) + 1
                 known = cute.arch.atomic_cas(failure, cmp=Int64(0), val=late, sem="relaxed", scope="gpu")
                 if known == Int64(0):
                     cute.arch.store(global_pointer(Int64, table.failed), late, sem="relaxed", scope="sys")
+    cute.arch.fence_acq_rel_sys()
     return winners

@@ -233,7 +233,8 @@ class SampleKernel:
                 state, release = self.mainloop.accumulate(pipe, tiled_mma, tCrW, tCrH, accumulator, state, release, k_tiles)
                 if one_draw:
                     cute.arch.mbarrier_wait(codes_full, i % 2)
-                self.epilogue.search(args, walk, shared, logits, i, thread, consumers)
+                if self.epilogue.holds_tokens(args, walk, i):
+                    self.epilogue.search(args, walk, shared, logits, i, thread, consumers)
                 cute.arch.sync_warp()
                 if one_draw & (thread % 32 == 0):
                     shared.flags[thread // 32] = Uint32(0)

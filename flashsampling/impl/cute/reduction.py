@@ -142,7 +142,3 @@ def finish(args, block_b: cutlass.Constexpr, row_block, ctas_of_row_block, last,
                     if start + k * _THREADS < count:
                         index = first + start + k * _THREADS
                         global_pointer(Int64, args.tokens + index * 8).store(exchange.receive(table, uses[k], index))
-                cute.arch.fence_acq_rel_sys()
-                for k in cutlass.range_constexpr(at_once):
-                    if start + k * _THREADS < count:
-                        exchange.clear(table, uses[k], first + start + k * _THREADS)
