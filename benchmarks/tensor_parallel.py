@@ -47,7 +47,7 @@ def _medians(steps: dict[str, Step], per_graph: int, rounds: int) -> dict[str, f
     together = torch.zeros(1, device="cuda")
     times: list[list[float]] = []
     for _ in range(rounds):
-        # not timed: while it runs, the hosts get ahead of their devices; else the ranks' launches would be part of the first figure
+        # not timed: while it runs the hosts get ahead of their devices; else their launches would be part of the first figure
         next(iter(graphs.values())).replay()
         events = []
         for graph in graphs.values():
