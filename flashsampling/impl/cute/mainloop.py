@@ -6,10 +6,11 @@ the batch or on how the vocabulary is sharded. A block of more than 128 rows is 
 allows no instruction of more than 128 columns.
 
 The order: k runs upwards from a start of the tile's, and round. CTAs begin together, and if all of them begin at k = 0 they
-read addresses that are equal in their lowest bits, which HBM serves at 3.8 TB/s until they have drifted apart (30 us; then
-4.5). Starts a multiple of 8 stages (1 KB) apart, one per pair of tiles, against all at 0, over cuBLAS in one run (H200, steps
-in a row, B = 1 and 64): V = 32064, D = 8192 0.955 and 0.944, against 0.969 and 0.954; 128256, 8192 0.962 and 0.853, against
-0.969 and 0.863; 151936, 4096 0.944 and 0.922, against 0.956 and 0.931; 151936, 2048 0.952 and 0.912, against 0.953 and 0.919.
+read addresses that are equal in their lowest bits: by timestamps 3.8 TB/s came in the first 30 us of a launch and 4.5 after,
+when they had drifted apart. Starts a multiple of 8 stages (1 KB) apart, one per pair of tiles, against all at 0, over cuBLAS in
+one run (H200, steps in a row, B = 1 and 64): V = 32064, D = 8192 0.955 and 0.944, against 0.969 and 0.954; 128256, 8192 0.962
+and 0.853, against 0.969 and 0.863; 151936, 4096 0.944 and 0.922, against 0.956 and 0.931; 151936, 2048 0.952 and 0.912,
+against 0.953 and 0.919. Which starts are best differs with D by 2 %; these were never the worst.
 """
 
 import cutlass
