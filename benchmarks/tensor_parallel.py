@@ -8,6 +8,7 @@ Nothing is timed before the ranks' tokens equal those of one GPU with the whole 
 
 import contextlib
 import functools
+import importlib
 import json
 import os
 import statistics
@@ -26,6 +27,7 @@ from rich.table import Table
 from torch import Tensor
 
 from flashsampling.distributed import TensorParallel, gather_flat, shard_range
+from flashsampling.exchange import Shard
 from tests.problems import Problem
 
 from . import plots
@@ -69,6 +71,14 @@ def _draw(problem: Problem, weight: Tensor, tp: TensorParallel | None, impl: str
     return replace(problem, weight=weight).sample(impl, tp)
 
 
+def _draw_alone(problem: Problem, shard: Tensor, impl: str, first_token: int) -> Tensor:
+    """What the shard alone would draw: the same launch without an exchange."""
+    sample = importlib.import_module(f"flashsampling.impl.{impl}").sample
+    rows = problem.temperature, problem.seed, problem.offset
+    tokens: Tensor = sample(problem.hidden_states, shard, *rows, 1, shard.shape[0], Shard(first_token))
+    return tokens
+
+
 def _rank(vocab: int, dim: int, batches: list[int], implementations: list[str], per_graph: int, rounds: int) -> dict[str, Any]:
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)  # the same problem everywhere
@@ -91,7 +101,7 @@ def _rank(vocab: int, dim: int, batches: list[int], implementations: list[str], 
             assert torch.equal(_draw(problem, shard, tp, tp.impl), expected[tp.impl]), f"{name}, B={batch}: tokens differ"
             steps[name] = functools.partial(_draw, problem, shard, tp, tp.impl)
         for impl in implementations:
-            steps[f"no exchange {impl}"] = functools.partial(_draw, problem, shard, None, impl)
+            steps[f"no exchange {impl}"] = functools.partial(_draw_alone, problem, shard, impl, first)
         local = torch.empty(batch, shard.shape[0], dtype=torch.bfloat16, device="cuda")
 
         def matmul(states: Tensor = problem.hidden_states, out: Tensor = local) -> Tensor:
