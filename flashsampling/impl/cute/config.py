@@ -14,7 +14,7 @@ from ..device import capability, multiprocessors
 TILE_V = 128  # vocabulary rows of a tile: two m64 wgmma blocks
 TILE_D = 64  # depth of a pipeline stage: one 128-byte swizzle atom of 16-bit elements
 
-_SHARED_BYTES = 232_448  # what a CTA may have on sm_90
+SHARED_BYTES = 232_448  # what a CTA may have on sm_90
 _MAX_STAGES = 13
 _MAX_TILES_PER_CTA = 2**16  # a candidate's entry in the queue has 16 bits for it
 
@@ -31,7 +31,7 @@ class TileConfig:
     def stages(self) -> int:
         """Pipeline stages: what shared memory holds beside the codes, thresholds, queue and barriers."""
         others = 800 + 136 * self.block_b
-        room = _SHARED_BYTES - -(-others // 1024) * 1024
+        room = SHARED_BYTES - -(-others // 1024) * 1024
         return min(_MAX_STAGES, room // ((TILE_V + self.block_b) * TILE_D * 2))
 
 

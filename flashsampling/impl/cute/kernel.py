@@ -41,7 +41,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr, pipeline
 from cutlass.cute.nvgpu import cpasync
 
-from .config import TileConfig
+from .config import SHARED_BYTES, TileConfig
 from .epilogue import QUEUE, Arguments, SampleEpilogue, Shared, Walk
 from .mainloop import Mainloop
 from .reduction import finish
@@ -113,6 +113,7 @@ class SampleKernel:
             w: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(w_layout)], 1024]
             h: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(h_layout)], 1024]
 
+        assert Storage.size_in_bytes() <= SHARED_BYTES, "TileConfig.stages leaves too little beside the stages"
         self.storage = Storage
         arguments = Arguments(
             temperature,
