@@ -66,6 +66,10 @@ class Walk(NamedTuple):
     tile_stride: Int32
     tiles: Int32
 
+    def tile(self, iteration):
+        """Number of the CTA's tile number ``iteration``, from the launch's first one."""
+        return self.first_tile + iteration * self.tile_stride
+
 
 class Shared(NamedTuple):
     """The epilogue's shared memory."""
@@ -209,7 +213,7 @@ class SampleEpilogue:
     def holds_tokens(self, args, walk, iteration):
         """Whether anything of a tile is sampled. What a cluster rounds its tiles up by is not: searched, all of it would be
         candidates, since no threshold is known that -inf falls short of."""
-        first_token = (walk.first_tile + iteration * walk.tile_stride) * TILE_V
+        first_token = walk.tile(iteration) * TILE_V
         return (first_token + TILE_V > args.skip) & (first_token < args.end)
 
     @cute.jit
@@ -220,7 +224,7 @@ class SampleEpilogue:
         """
         lane = thread % 32
         warp = thread // 32  # 0 .. 7: token bits 6, 5, 4
-        first_token = (walk.first_tile + iteration * walk.tile_stride) * TILE_V
+        first_token = walk.tile(iteration) * TILE_V
         token0 = first_token + warp * 16 + lane // 4
         if (first_token + TILE_V > args.end) | (first_token < args.skip):
             for r in range_constexpr(2):
@@ -400,7 +404,7 @@ class SampleEpilogue:
                     cute.arch.atomic_exch(shared.queue.iterator + thread, Int64(0), sem="relaxed", scope="cta")
                     logit = Uint32(entry >> Int64(32)).bitcast(Float32)
                     place = Int32(entry & Int64(0x7FFFFFFF))
-                    tile = walk.first_tile + (place >> 15) * walk.tile_stride
+                    tile = walk.tile(place >> 15)
                     token = tile * TILE_V + ((place >> 8) & (TILE_V - 1))
                     self.consider(args, walk, shared, logit, token, place & 255)
             else:

@@ -89,7 +89,7 @@ class Mainloop:
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
         starts = cutlass.max(k_tiles // _STARTS_APART, 1)
         for i in cutlass.range(walk.tiles, unroll=1):
-            tile = walk.first_tile + i * walk.tile_stride
+            tile = walk.tile(i)
             pair = (base // TILE_V + tile) // 2  # a cluster's two CTAs share their loads, and so their k
             k = pair % starts * _STARTS_APART
             for _ in cutlass.range(k_tiles, unroll=1):
