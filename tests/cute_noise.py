@@ -15,7 +15,7 @@ def _kernel(blocks: cute.Tensor, out: cute.Tensor, count: Int32):
         group, stream_draw, o0, o1, k0, k1 = [Uint32(blocks[i, c]) for c in range(6)]
         words = noise.philox_words(group, stream_draw, (o0, o1), (k0, k1))
         constants = noise.row_constants(stream_draw, (o0, o1), (k0, k1))
-        same = noise.philox_words_of_constants(noise.group_constants(group), constants)
+        same = noise.philox_words_of_products(noise.group_product(group), constants)
         given = [Uint32(blocks[i, 6 + c]) for c in range(4)]  # words of the caller's choice
         codes = noise.code_bytes(given)
         flags = noise.flagged(codes)

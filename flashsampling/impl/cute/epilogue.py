@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, range_constexpr, select_
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, Uint64, const_expr, range_constexpr, select_
 
 from . import noise, reduction
 from .config import TILE_V, TileConfig
@@ -157,40 +157,47 @@ class SampleEpilogue:
             cute.arch.mbarrier_arrive(full)
 
     def pair_constants(self, args, walk, pair):
-        """Of two neighbouring columns: what Philox needs of them, and whether they are greedy."""
-        constants = []
+        """Of two neighbouring columns: what Philox needs of each, and masks that put a greedy one's code in its bytes (kept, set)."""
+        of_rows = []
+        keep, fixed = Uint32(0xFFFFFFFF), Uint32(0)
         for c in range(2):
             row = cutlass.min(walk.first_row + 2 * pair + c, args.batch - 1)
             _, switch, k0, k1, o0, o1 = self.row_params(args, row)
-            constants.append((noise.row_constants(Uint32(0), (o0, o1), (k0, k1)), switch == Float32(0.0)))
-        return constants
+            of_rows.append(noise.row_constants(Uint32(0), (o0, o1), (k0, k1)))
+            greedy = switch == Float32(0.0)
+            keep = keep & Uint32(select_(greedy, Uint32(0xFF00FF00 >> 8 * c), Uint32(0xFFFFFFFF)))
+            fixed = fixed | Uint32(select_(greedy, Uint32(noise.GREEDY_BYTE * 0x00010001 << 8 * c), Uint32(0)))
+        return of_rows, keep, fixed
 
     @cute.jit
     def code_pair(self, shared, tile, pair, constants, first_group, group_stride: cutlass.Constexpr):
         """Codes of a pair of columns in every ``group_stride``-th of a tile's 32 groups (token bits 5, 4, 2, 1, 0)."""
+        of_rows, keep, fixed = constants
         block = pair // 4
-        word0 = (block // self.vector) * (32 * self.vector) + (pair % 4) * self.vector + block % self.vector
-        at_once = 2 if self.wide else 1  # wide multiplications wait longer, and bursts of them cost no more than single ones
-        for step in cutlass.range(32 // group_stride // at_once, unroll=1):
-            groups = [(step * at_once + g) * group_stride + first_group for g in range(at_once)]
-            of_groups = [noise.group_constants(Uint32(tile * 32 + group)) for group in groups]  # of the id, not of its place
-            words = [
-                [noise.philox_words_of_constants(of_group, constants[c][0], self.wide) for c in range(2)]
-                for of_group in of_groups
-            ]
-            for g in range_constexpr(at_once):
-                for half in range_constexpr(2):
-                    packed = noise.code_bytes([words[g][c][r + 2 * half] for r in range(2) for c in range(2)])
-                    flag = noise.flagged(packed)
-                    chunk = half * 4 + groups[g] // 8
-                    if flag != Uint32(0):
-                        packed = noise.mend_flagged(packed, flag)
-                        bit = Uint32(1) << Uint32(block // self.vector)
-                        cute.arch.atomic_or(shared.flags.iterator + chunk, bit, sem="relaxed", scope="cta")
-                    for c in range_constexpr(2):
-                        fixed = packed & Uint32(0xFF00FF00 >> 8 * c) | Uint32(noise.GREEDY_BYTE * 0x00010001 << 8 * c)
-                        packed = Uint32(select_(constants[c][1], fixed, packed))
-                    shared.codes[chunk * (32 * self.blocks) + word0 + (groups[g] % 8) * (4 * self.vector)] = packed
+        at = (block // self.vector * 256 + 4 * first_group + pair % 4) * self.vector + block % self.vector
+        product = noise.group_product(Uint32(tile * 32 + first_group))  # of the id, not of its place
+        for step in cutlass.range(32 // group_stride, unroll=1):
+            words = [noise.philox_words_of_products(product, of_row) for of_row in of_rows]
+            # of tokens without and with bit 6
+            low = noise.code_bytes([words[c][r] for r in range(2) for c in range(2)])
+            high = noise.code_bytes([words[c][r + 2] for r in range(2) for c in range(2)])
+            if not noise.none_flagged(low, high):
+                warp = (step * group_stride + first_group) // 8
+                low = self.mend(shared, low, warp, block)
+                high = self.mend(shared, high, warp + 4, block)
+            shared.codes[at] = low & keep | fixed
+            shared.codes[at + 128 * self.vector] = high & keep | fixed
+            at += 4 * group_stride * self.vector
+            product += Uint64(group_stride * noise.GROUP_STEP)
+
+    @cute.jit
+    def mend(self, shared, codes, warp, block):
+        """Makes candidates of a word's flagged codes, for the consumer warp that reads it."""
+        flags = noise.flagged(codes)
+        if flags != Uint32(0):
+            bit = Uint32(1) << Uint32(block // self.vector)
+            cute.arch.atomic_or(shared.flags.iterator + warp, bit, sem="relaxed", scope="cta")
+        return noise.mend_flagged(codes, flags)
 
     @cute.jit
     def learn_thresholds(self, args, walk, shared, thread, threads: cutlass.Constexpr, teach: cutlass.Constexpr):
@@ -298,7 +305,7 @@ class SampleEpilogue:
     def load_codes(self, shared, q, lane, warp):
         """Codes of a thread's tokens in the columns 8 (vector q + v) + ..., for v below ``vector``."""
         words = cute.make_rmem_tensor(self.vector, Uint32)
-        start = (warp * (self.blocks // self.vector) + q) * 32 + lane
+        start = (8 * q + warp) * 32 + lane
         layout = cute.make_layout((self.vector, self.code_words // self.vector), stride=(1, self.vector))
         tiled = cute.make_tensor(shared.codes.iterator, layout)
         cute.autovec_copy(tiled[None, start], words)

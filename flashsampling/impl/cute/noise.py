@@ -33,9 +33,9 @@ Source of the method: Salmon et al., "Parallel random numbers: as easy as 1, 2, 
 """
 
 import cutlass.cute as cute
-from cutlass import Float32, Uint32, Uint64, select_
+from cutlass import Boolean, Float32, Uint32, Uint64, select_
 
-_M0 = 0xD2511F53  # multipliers and Weyl increments of Philox4x32
+GROUP_STEP = _M0 = 0xD2511F53  # multipliers and Weyl increments of Philox4x32
 _M1 = 0xCD9E8D57
 _W0 = 0x9E3779B9
 _W1 = 0xBB67AE85
@@ -58,23 +58,46 @@ def _multiply(a: Uint32, constant: int) -> tuple[Uint32, Uint32]:
 
 
 def _multiply_narrow(a: Uint32, constant: int) -> tuple[Uint32, Uint32]:
-    """``_multiply`` without a wide multiplication: see the module's docstring.
+    """High half, and the complement of the low half, of the 64-bit product: four 32-bit multiplications, three shifts with addition.
 
-    With a = 2**16 ah + al, c = 2**16 ch + cl:  a c / 2**32 = ah ch + (al ch + (a cl) / 2**16) / 2**16. Where ch + cl < 2**16
-    the inner sum fits a word. It does for 0xD2511F53, and for 2**32 - 0xCD9E8D57, of which the quotient is rounded up and taken
-    from a.
+    With a = 2**16 ah + al, c = 2**16 ch + cl, m = al ch + ah cl and p = al cl:  a c = 2**32 ah ch + 2**16 m + p. What carries
+    into the high half besides ah ch is k with 2**16 m + p = 2**32 k + low, and p need not be known for it, since ~low will do:
+
+        2**16 m + ~low = 2**32 k + (2**32 - 1 - p)                    so k = (m + ~low / 2**16) / 2**16
+
+    Neither need al: modulo 2**32, m = a ch + ah (cl - 2**16 ch). The sum fits a word if ch + cl < 2**16. That holds for
+    0xD2511F53; for 0xCD9E8D57 it does with 2**32 - c in c's place, and a c = 2**32 a - a (2**32 - c) gives in the same way
+    k = (-m - low / 2**16) / 2**16, to be added to a - ah ch. Then ah + 4 stands for ah, which keeps the sum positive.
     """
-    negate = (constant >> 16) + (constant & 0xFFFF) >= 2**16 - 1
-    c = 2**32 - constant if negate else constant
-    ch, cl = c >> 16, c & 0xFFFF
-    assert ch + cl < 2**16 - 2
-    ah, al = a >> Uint32(16), a & Uint32(0xFFFF)
-    up = 0xFFFF if negate else 0  # added before a division, rounds it up
-    inner = ah * Uint32(cl) + (((al * Uint32(cl) + Uint32(up)) >> Uint32(16)) + Uint32(up))
-    quotient = (al * Uint32(ch) + inner) >> Uint32(16)
+    ch, cl = constant >> 16, constant & 0xFFFF
+    negate = ch + cl >= 2**16
+    more = 0
     if negate:
-        return (ah * Uint32(2**32 - ch) + a) - quotient, a * Uint32(constant)
-    return ah * Uint32(ch) + quotient, a * Uint32(constant)
+        ch, cl = (2**32 - constant) >> 16, (2**32 - constant) & 0xFFFF
+        more = 4
+        assert ch + cl < more * ch < 2**16
+    sign = -1 if negate else 1
+    ah = _add_upper(a, _word(more)) if negate else a >> Uint32(16)
+    not_low = _mad(a, -constant, _word(-1))
+    m = _mad(ah, sign * (cl - (ch << 16)), _mad(a, sign * ch, _word(more * cl - 0xFFFF if negate else 0)))
+    rest = _mad(ah, sign * ch, a if negate else Uint32(0))
+    return _add_upper(_add_upper(not_low, m), rest), not_low
+
+
+def _word(value: int) -> Uint32:
+    return Uint32(value % 2**32)
+
+
+def _mad(a: Uint32, constant: int, c: Uint32) -> Uint32:
+    """a * constant + c, as one instruction: the compiler would move the constants about, and need more of them."""
+    ptx = f"mad.lo.u32 {{$w0}}, {{$r0}}, {constant % 2**32:#x}, {{$r1}};"
+    return cute.arch.inline_ptx(ptx, write_only_types=[Uint32], read_only_args=[a, c])
+
+
+def _add_upper(a: Uint32, b: Uint32) -> Uint32:
+    """a / 2**16 + b, as one instruction."""
+    ptx = "{.reg .u32 t; shr.u32 t, {$r0}, 16; add.u32 {$w0}, t, {$r1};}"
+    return cute.arch.inline_ptx(ptx, write_only_types=[Uint32], read_only_args=[a, b])
 
 
 def _round(counter: tuple, key_lo: Uint32, key_hi: Uint32, multiply=_multiply) -> tuple:
@@ -92,31 +115,30 @@ def philox_words(group: Uint32, stream_draw: Uint32, offset: tuple, key: tuple) 
 
 
 def row_constants(stream_draw: Uint32, offset: tuple, key: tuple) -> list:
-    """What Philox needs of a row: four words of the first two rounds, then the round keys 3 to 10 (low, high)."""
+    """What Philox needs of a row: four words of the first two rounds, then the complements of the round keys 3 to 10 (low, high)."""
     key_lo = [key[0] + Uint32(i * _W0 % 2**32) for i in range(10)]
     key_hi = [key[1] + Uint32(i * _W1 % 2**32) for i in range(10)]
     high1, low1 = _multiply(offset[0], _M1)
     high2, low2 = _multiply(high1 ^ stream_draw ^ key_lo[0], _M0)
-    words = [offset[1] ^ key_hi[0], low1 ^ key_lo[1], high2 ^ key_hi[1], low2]
+    words = [offset[1] ^ key_hi[0], low1 ^ key_lo[1], high2 ^ key_hi[1], ~low2]
     for i in range(2, 10):
-        words += [key_lo[i], key_hi[i]]
+        words += [~key_lo[i], ~key_hi[i]]
     return words
 
 
-def group_constants(group: Uint32) -> tuple[Uint32, Uint32]:
-    """The half of Philox's first round that all rows share."""
-    return _multiply(group, _M0)
+def group_product(group: Uint32) -> Uint64:
+    """What all rows share of Philox's first round: of the next group it is GROUP_STEP more."""
+    return Uint64(group) * Uint64(GROUP_STEP)
 
 
-def philox_words_of_constants(group: tuple, row: list, wide: bool = False) -> tuple:
-    """``philox_words`` from ``group_constants`` and ``row_constants``: the same four words, by ``wide`` multiplications or by
-    narrow ones."""
-    multiply = _multiply if wide else _multiply_narrow
-    high1, low1 = multiply(group[0] ^ row[0], _M1)
-    counter = (high1 ^ row[1], low1, row[2] ^ group[1], row[3])
+def philox_words_of_products(group_product: Uint64, row: list) -> tuple:
+    """``philox_words`` from ``group_product`` and ``row_constants``: the same four words."""
+    # a counter's words 1 and 3, low halves, are complements, and so are the keys that they meet
+    high1, not_low1 = _multiply_narrow(Uint32(group_product >> Uint64(32)) ^ row[0], _M1)
+    counter = (high1 ^ row[1], not_low1, row[2] ^ Uint32(group_product), row[3])
     for i in range(8):
-        counter = _round(counter, row[4 + 2 * i], row[5 + 2 * i], multiply)
-    return counter
+        counter = _round(counter, row[4 + 2 * i], row[5 + 2 * i], _multiply_narrow)
+    return counter[0], ~counter[1], counter[2], ~counter[3]
 
 
 def _permute_bytes(a: Uint32, b: Uint32, selector: int) -> Uint32:
@@ -127,13 +149,19 @@ def _permute_bytes(a: Uint32, b: Uint32, selector: int) -> Uint32:
 
 def code_bytes(words: list) -> Uint32:
     """Codes of four words, the first in the lowest byte; not yet checked by ``flagged``."""
-    shifted = []
-    for word in words:
-        magnitude = cute.arch.inline_ptx("cvt.rz.f32.u32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[word])
-        shifted.append(magnitude.bitcast(Uint32) * Uint32(8) + Uint32(0x80000000))
-    low = _permute_bytes(shifted[0], shifted[1], 0x0073)
-    high = _permute_bytes(shifted[2], shifted[3], 0x7300)
-    return _permute_bytes(low, high, 0x7610)
+    upper = [
+        cute.arch.inline_ptx("cvt.rz.f32.u32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[word]).bitcast(Uint32)
+        for word in words
+    ]
+    # of two floats the upper halves: three bits to the left, a code is a half's upper byte, less its top bit
+    low, high = (_mad(_permute_bytes(*upper[i : i + 2], 0x7632), 8, _word(0x80008000)) for i in (0, 2))
+    return _permute_bytes(low, high, 0x7531)
+
+
+def none_flagged(codes: Uint32, more: Uint32) -> Boolean:
+    """Whether ``flagged`` is 0 for both."""
+    unflagged = codes & (codes - Uint32(0x01010101)) & more & (more - Uint32(0x01010101))
+    return unflagged & Uint32(0x80808080) == Uint32(0x80808080)
 
 
 def flagged(codes: Uint32) -> Uint32:
