@@ -25,7 +25,7 @@ class TileConfig:
 
     block_b: int  # batch rows of a tile: a multiple of 8, at most 256
     cluster: int  # CTAs, neighbours in the vocabulary, that share each load of hidden states
-    wide: bool = False  # noise by wide multiplications: a third of the instructions, and each holds up the tensor cores
+    wide: bool = False  # noise by wide multiplications: fewer instructions, and each holds up the tensor cores
 
     @property
     def stages(self) -> int:
@@ -43,18 +43,15 @@ CONFIGS = (
     TileConfig(64, 2),
     TileConfig(96, 2),
     TileConfig(128, 2),
-    TileConfig(192, 1),
-    TileConfig(256, 1),
+    TileConfig(192, 2),
+    TileConfig(256, 2),
     TileConfig(96, 2, wide=True),
     TileConfig(128, 2, wide=True),
-    TileConfig(192, 1, wide=True),
-    TileConfig(256, 1, wide=True),
+    TileConfig(192, 2, wide=True),
+    TileConfig(256, 2, wide=True),
 )
 _NARROW = [config for config in CONFIGS if not config.wide]
-# D up to which noise by wide multiplications is faster: a tile's matmul is then shorter than its narrow noise. H200,
-# V = 151936, D = 2048, over cuBLAS in one run: B = 96 0.969 narrow, 0.953 wide; 128 0.973, 0.958; 192 1.258, 1.211;
-# but 256 1.343, 1.372. At D = 2880 narrow is ahead from 128 on (192 1.155, 1.221). That 256 turns at 1536 is a guess.
-_WIDE_UP_TO = {96: 2048, 128: 2048, 192: 2048, 256: 1536}
+_WIDE_UP_TO = {96: 1024, 128: 1536, 192: 1536, 256: 1536}  # D
 
 
 def choose_config(batch: int, dim: int) -> TileConfig:

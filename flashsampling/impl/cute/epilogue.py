@@ -76,7 +76,6 @@ class Shared(NamedTuple):
 
     rows: cute.Tensor  # (N, 2) float32: scale, threshold
     codes: cute.Tensor  # (32 N,) uint32
-    flags: cute.Tensor  # (8,) uint32: per consumer warp, a bit per vector of codes that holds a flagged one
     queue: cute.Tensor  # (QUEUE,) int64: logit, then valid, iteration (16 bits), token of the tile (7), column (8); 0: free
     ticket: cute.Tensor  # (1,) int32: where the next search for a free slot starts
     done: cute.Tensor  # (1,) int32: consumer warps that have no more candidates
@@ -91,8 +90,8 @@ class SampleEpilogue:
 
     def __init__(self, config: TileConfig):
         self.block_b = block_b = config.block_b
-        self.wide = config.wide
         self.blocks = block_b // 8  # of eight columns
+        self.wide = config.wide
         self.vector = next(v for v in (4, 2, 1) if self.blocks % v == 0)  # code words that a consumer thread loads at once
         self.pairs = block_b // 2  # of columns
         self.threads_per_pair = 1  # that share the tile's groups
@@ -127,8 +126,6 @@ class SampleEpilogue:
             # beyond the batch nothing is a candidate, whether its logit is 0 or, masked, -inf
             shared.rows[column, 0] = Float32(select_(live, scale, Float32(1.0)))
             shared.rows[column, 1] = Float32(select_(live, Float32(INFINITY), Float32(-INFINITY)))
-        if thread < 8:
-            shared.flags[thread] = Uint32(0)
         if thread < QUEUE:
             shared.queue[thread] = Int64(0)
         if thread == 0:
@@ -157,7 +154,7 @@ class SampleEpilogue:
             cute.arch.mbarrier_arrive(full)
 
     def pair_constants(self, args, walk, pair):
-        """Of two neighbouring columns: what Philox needs of each, and masks that put a greedy one's code in its bytes (kept, set)."""
+        """Of two neighbouring columns: what Philox needs of each, and what is kept of their codes and set, for greedy ones."""
         of_rows = []
         keep, fixed = Uint32(0xFFFFFFFF), Uint32(0)
         for c in range(2):
@@ -176,28 +173,18 @@ class SampleEpilogue:
         block = pair // 4
         at = (block // self.vector * 256 + 4 * first_group + pair % 4) * self.vector + block % self.vector
         product = noise.group_product(Uint32(tile * 32 + first_group))  # of the id, not of its place
-        for step in cutlass.range(32 // group_stride, unroll=1):
-            words = [noise.philox_words_of_products(product, of_row) for of_row in of_rows]
-            # of tokens without and with bit 6
-            low = noise.code_bytes([words[c][r] for r in range(2) for c in range(2)])
-            high = noise.code_bytes([words[c][r + 2] for r in range(2) for c in range(2)])
-            if not noise.none_flagged(low, high):
-                warp = (step * group_stride + first_group) // 8
-                low = self.mend(shared, low, warp, block)
-                high = self.mend(shared, high, warp + 4, block)
-            shared.codes[at] = low & keep | fixed
-            shared.codes[at + 128 * self.vector] = high & keep | fixed
-            at += 4 * group_stride * self.vector
-            product += Uint64(group_stride * noise.GROUP_STEP)
-
-    @cute.jit
-    def mend(self, shared, codes, warp, block):
-        """Makes candidates of a word's flagged codes, for the consumer warp that reads it."""
-        flags = noise.flagged(codes)
-        if flags != Uint32(0):
-            bit = Uint32(1) << Uint32(block // self.vector)
-            cute.arch.atomic_or(shared.flags.iterator + warp, bit, sem="relaxed", scope="cta")
-        return noise.mend_flagged(codes, flags)
+        # groups: wide multiplications wait longer, and bursts of them cost no more than single ones
+        at_once = 2 if self.wide else 1
+        for _ in cutlass.range(32 // group_stride // at_once, unroll=1):
+            words = []
+            for _group in range_constexpr(at_once):
+                words.append([noise.philox_words_of_products(product, of_row, self.wide) for of_row in of_rows])
+                product += Uint64(group_stride * noise.GROUP_STEP)
+            for g in range_constexpr(at_once):
+                for half in range_constexpr(2):  # tokens without and with bit 6
+                    codes = noise.code_bytes([words[g][c][r + 2 * half] for r in range(2) for c in range(2)])
+                    shared.codes[at + 128 * half * self.vector] = codes & keep | fixed
+                at += 4 * group_stride * self.vector
 
     @cute.jit
     def learn_thresholds(self, args, walk, shared, thread, threads: cutlass.Constexpr, teach: cutlass.Constexpr):
@@ -249,13 +236,12 @@ class SampleEpilogue:
                     self.learn_thresholds(args, walk, shared, thread, _CONSUMER_THREADS, False)
                 barrier.arrive_and_wait()
             # first without a branch, so that loads and arithmetic of all vectors overlap; then what the few hits need
-            hits = shared.flags[warp]
+            hits = Uint32(0)
             for q in range_constexpr(self.blocks // self.vector):
-                top = Float32(-INFINITY)
-                bounds, _ = self.bounds(shared, logits, q, lane, warp)
-                for bound in bounds:
-                    top = reduction.max_nan(top, bound)
-                hits = hits | Uint32(select_(top < Float32(0.0), Uint32(0), Uint32(1 << q)))
+                signs = Uint32(0x80000000)  # that of a NaN, as the hardware makes it, is 0
+                for bound in self.bounds(shared, logits, q, lane, warp):
+                    signs = signs & bound.bitcast(Uint32)
+                hits = hits | Uint32(select_(signs != Uint32(0), Uint32(0), Uint32(1 << q)))
             if cute.arch.vote_any_sync(hits != Uint32(0)):
                 for q in range_constexpr(self.blocks // self.vector):
                     if cute.arch.vote_any_sync((hits >> Uint32(q)) & Uint32(1) != Uint32(0)):
@@ -265,7 +251,7 @@ class SampleEpilogue:
 
     def bounds(self, shared, logits, q, lane, warp):
         """Of a thread's logits in the columns 8 (vector q + v) + ..., for v below ``vector``: how far above its row's threshold
-        a score can be at most, (column | row << 1) by v; and their codes."""
+        a score can be at most, (column | row << 1) by v."""
         words = self.load_codes(shared, q, lane, warp)
         bounds = []
         for v in range(self.vector):
@@ -275,17 +261,15 @@ class SampleEpilogue:
                 c, r = e % 2, e // 2
                 base = cute.math.fma(logits[c, r, j], pair[2 * c], pair[2 * c + 1])
                 bounds.append(cute.math.fma(noise.code_float(words[v], e), Float32(noise.CODE_STEP), base))
-        return bounds, words
+        return bounds
 
     @cute.jit
     def push_candidates(self, shared, logits, q: cutlass.Constexpr, iteration, lane, warp):
-        """Queues what ``bounds`` or a flagged code makes a candidate."""
-        bounds, words = self.bounds(shared, logits, q, lane, warp)
+        """Queues what ``bounds`` makes a candidate."""
+        bounds = self.bounds(shared, logits, q, lane, warp)
         mask = Uint32(0)
         for i in range_constexpr(4 * self.vector):
-            hit = not (bounds[i] < Float32(0.0))
-            hit = hit | ((words[i // 4] >> Uint32(8 * (i % 4))) & Uint32(0xFF) == Uint32(0x80))
-            mask = mask | Uint32(select_(hit, Uint32(1 << i), Uint32(0)))
+            mask = mask | Uint32(select_(bounds[i] < Float32(0.0), Uint32(0), Uint32(1 << i)))
         while mask != Uint32(0):
             lowest = mask & (Uint32(0) - mask)
             mask = mask ^ lowest
@@ -332,7 +316,7 @@ class SampleEpilogue:
                     for r in range_constexpr(2):
                         w = noise.code_float(words[v], c + 2 * r)
                         gumbel = cute.math.fma(w, Float32(noise.CODE_STEP), Float32(noise.GUMBEL_ABOVE))
-                        gumbel = Float32(select_(w <= Float32(noise.HALF), gumbel, Float32(-5.1)))  # E is at most 23
+                        gumbel = Float32(select_(w >= Float32(noise.HALF), gumbel, Float32(-5.1)))  # E is at most 23
                         logit = logits[c, r, q * self.vector + v]
                         best = cute.arch.fmax(best, cute.math.fma(logit, pair[2 * c], gumbel))
                     bests.append(best)

@@ -106,7 +106,6 @@ class SampleKernel:
             ticket: cute.struct.MemRange[Int32, 1]
             done: cute.struct.MemRange[Int32, 1]
             last: cute.struct.MemRange[Int32, 1]
-            flags: cute.struct.MemRange[Uint32, 8]
             queue: cute.struct.MemRange[Int64, QUEUE]
             rows: cute.struct.Align[cute.struct.MemRange[Float32, 2 * self.block_b], 16]
             codes: cute.struct.Align[cute.struct.MemRange[Uint32, self.epilogue.code_words], 16]
@@ -185,7 +184,6 @@ class SampleKernel:
         shared = Shared(
             rows=cute.make_tensor(storage.rows.data_ptr(), cute.make_layout((self.block_b, 2), stride=(2, 1))),
             codes=cute.make_tensor(storage.codes.data_ptr(), cute.make_layout(self.epilogue.code_words)),
-            flags=cute.make_tensor(storage.flags.data_ptr(), cute.make_layout(8)),
             queue=cute.make_tensor(storage.queue.data_ptr(), cute.make_layout(QUEUE)),
             ticket=cute.make_tensor(storage.ticket.data_ptr(), one),
             done=cute.make_tensor(storage.done.data_ptr(), one),
@@ -238,7 +236,6 @@ class SampleKernel:
                     self.epilogue.search(args, walk, shared, logits, i, thread, consumers)
                 cute.arch.sync_warp()
                 if one_draw & (thread % 32 == 0):
-                    shared.flags[thread // 32] = Uint32(0)
                     cute.arch.mbarrier_arrive(codes_empty)
             if thread % 32 == 0:
                 cute.arch.atomic_add(shared.done.iterator, Int32(1), sem="release", scope="cta")

@@ -53,7 +53,7 @@ def sample(
     kernel, row_blocks, ctas, skip = _plan(batch, shard.first_token, vocab_size, dim, hidden_states.dtype, device, config)
     base, end = shard.first_token - skip, skip + vocab_size
     if vocab_size == 0:  # a shard without a token: the launch has something to read, and samples none of it
-        weight, skip, end = hidden_states, 1, 1
+        weight, skip, end = hidden_states, TILE_V, TILE_V
     workspace = zeroed_words(2 * batch * num_samples + row_blocks, device)
     temperature_at, temperature_value = (temperature.data_ptr(), 0.0) if isinstance(temperature, Tensor) else (0, temperature)
     seed_at, seed_value = (seed.data_ptr(), 0) if isinstance(seed, Tensor) else (0, seed)

@@ -17,23 +17,24 @@ builds the high half of a product from four plain ones (``_multiply_narrow``), w
 Measured on an H200, V = 151936, D = 4096, B = 256, whole step over cuBLAS: 1.077 narrow, 1.194 wide. At D = 2048 the number
 of instructions counts for more (``config``).
 
-The bound. Almost no token can win, and seven bits of its noise show it. ``code_bytes`` keeps of a word the exponent and two
-bits of the mantissa (its logarithm in quarters, rounded down). A byte ``b = 0x80 | code`` becomes the upper half of the float
-``w = 256 + 2 * code`` by a byte permutation, and for every word that is not flagged
+The bound. Almost no token can win, and seven bits of its noise show it. ``code_bytes`` makes of a word a byte: its logarithm in
+quarters, rounded down and counted from above, so that more noise is a greater code. A byte below 128 becomes the upper half of
+the float ``w = (1 + code / 128) * 2**127`` by a byte permutation, and
 
-    GUMBEL_ABOVE - w / 8 <= base-2 Gumbel <= GUMBEL_BELOW - w / 8           the left side for v <= 1/2
+    GUMBEL_ABOVE + w * CODE_STEP <= base-2 Gumbel <= GUMBEL_BELOW + w * CODE_STEP        the left side for v <= 1/2
 
     upper   E >= v, and log2 is at least its linear interpolation between powers of two
     lower   E <= 2 ln(2) v up to v = 1/2 (0.471), a quarter, and 0.086 for the interpolation
 
-Words below 3 are flagged: they get code 0 and are evaluated whatever the bound says, the word 0 and its tail refinement among
-them. A greedy row's code is GREEDY_BYTE, for which the bounds hold of a Gumbel that is 0.
+The words 0, 1 and 2 give bytes from 129 on, whose w is NaN: they are evaluated whatever the rest of the score is, the word 0
+and its tail refinement among them. A greedy row's code is GREEDY_BYTE, for which the bounds, 0.73 and -0.09, hold of a Gumbel
+that is 0.
 
 Source of the method: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11 (Philox).
 """
 
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Uint32, Uint64, select_
+from cutlass import Float32, Uint32, Uint64, select_
 
 GROUP_STEP = _M0 = 0xD2511F53  # multipliers and Weyl increments of Philox4x32
 _M1 = 0xCD9E8D57
@@ -41,11 +42,11 @@ _W0 = 0x9E3779B9
 _W1 = 0xBB67AE85
 REFINEMENT_BIT = 0x80 << 24  # the stream bit of the tail refinement's block
 
-GUMBEL_BELOW = 62.4713  # 63 - log2(log2(e)), rounded up
-GUMBEL_ABOVE = 61.66  # GUMBEL_BELOW less 0.472 + 0.25 + 0.087, rounded down
-CODE_STEP = -1.0 / 8  # of the Gumbel, per unit of w
-HALF = 494.0  # w of the largest code whose words have v <= 1/2
-GREEDY_BYTE = 0x80 | 119  # its w is HALF: the bounds are 0.73 and -0.09
+GUMBEL_BELOW = -33.7787  # -33.25 - log2(log2(e)), rounded up
+GUMBEL_ABOVE = -34.59  # GUMBEL_BELOW less 0.472 + 0.25 + 0.087, rounded down
+CODE_STEP = 2.0**-122  # of the Gumbel, per unit of w
+GREEDY_BYTE = 10
+HALF = (1 + GREEDY_BYTE / 128) * 2.0**127  # w of the smallest code whose words have v <= 1/2
 
 _SMALL_WORD = 1 << 28  # words below this have v < 1/16
 _LOG2_E = 1.4426950408889634
@@ -57,8 +58,14 @@ def _multiply(a: Uint32, constant: int) -> tuple[Uint32, Uint32]:
     return Uint32(product >> Uint64(32)), Uint32(product)
 
 
+def _multiply_wide(a: Uint32, constant: int) -> tuple[Uint32, Uint32]:
+    """High half, and the complement of the low half, of the 64-bit product."""
+    high, low = _multiply(a, constant)
+    return high, ~low
+
+
 def _multiply_narrow(a: Uint32, constant: int) -> tuple[Uint32, Uint32]:
-    """High half, and the complement of the low half, of the 64-bit product: four 32-bit multiplications, three shifts with addition.
+    """``_multiply_wide`` in four 32-bit multiplications and three shifts with addition.
 
     With a = 2**16 ah + al, c = 2**16 ch + cl, m = al ch + ah cl and p = al cl:  a c = 2**32 ah ch + 2**16 m + p. What carries
     into the high half besides ah ch is k with 2**16 m + p = 2**32 k + low, and p need not be known for it, since ~low will do:
@@ -115,7 +122,7 @@ def philox_words(group: Uint32, stream_draw: Uint32, offset: tuple, key: tuple) 
 
 
 def row_constants(stream_draw: Uint32, offset: tuple, key: tuple) -> list:
-    """What Philox needs of a row: four words of the first two rounds, then the complements of the round keys 3 to 10 (low, high)."""
+    """What Philox needs of a row: four words of the first two rounds, then the complements of the keys of rounds 3 to 10."""
     key_lo = [key[0] + Uint32(i * _W0 % 2**32) for i in range(10)]
     key_hi = [key[1] + Uint32(i * _W1 % 2**32) for i in range(10)]
     high1, low1 = _multiply(offset[0], _M1)
@@ -131,13 +138,15 @@ def group_product(group: Uint32) -> Uint64:
     return Uint64(group) * Uint64(GROUP_STEP)
 
 
-def philox_words_of_products(group_product: Uint64, row: list) -> tuple:
-    """``philox_words`` from ``group_product`` and ``row_constants``: the same four words."""
+def philox_words_of_products(group_product: Uint64, row: list, wide: bool = False) -> tuple:
+    """``philox_words`` from ``group_product`` and ``row_constants``: the same four words, by wide multiplications or by narrow
+    ones."""
+    multiply = _multiply_wide if wide else _multiply_narrow
     # a counter's words 1 and 3, low halves, are complements, and so are the keys that they meet
-    high1, not_low1 = _multiply_narrow(Uint32(group_product >> Uint64(32)) ^ row[0], _M1)
+    high1, not_low1 = multiply(Uint32(group_product >> Uint64(32)) ^ row[0], _M1)
     counter = (high1 ^ row[1], not_low1, row[2] ^ Uint32(group_product), row[3])
     for i in range(8):
-        counter = _round(counter, row[4 + 2 * i], row[5 + 2 * i], _multiply_narrow)
+        counter = _round(counter, row[4 + 2 * i], row[5 + 2 * i], multiply)
     return counter[0], ~counter[1], counter[2], ~counter[3]
 
 
@@ -148,36 +157,20 @@ def _permute_bytes(a: Uint32, b: Uint32, selector: int) -> Uint32:
 
 
 def code_bytes(words: list) -> Uint32:
-    """Codes of four words, the first in the lowest byte; not yet checked by ``flagged``."""
+    """Codes of four words, the first in the lowest byte."""
     upper = [
         cute.arch.inline_ptx("cvt.rz.f32.u32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[word]).bitcast(Uint32)
         for word in words
     ]
-    # of two floats the upper halves: three bits to the left, a code is a half's upper byte, less its top bit
-    low, high = (_mad(_permute_bytes(*upper[i : i + 2], 0x7632), 8, _word(0x80008000)) for i in (0, 2))
-    return _permute_bytes(low, high, 0x7531)
-
-
-def none_flagged(codes: Uint32, more: Uint32) -> Boolean:
-    """Whether ``flagged`` is 0 for both."""
-    unflagged = codes & (codes - Uint32(0x01010101)) & more & (more - Uint32(0x01010101))
-    return unflagged & Uint32(0x80808080) == Uint32(0x80808080)
-
-
-def flagged(codes: Uint32) -> Uint32:
-    """The top bit of every byte whose word was below 3: 0 and 2 give the byte 0x80, 1 gives one whose top bit is 0."""
-    return ~(codes & (codes - Uint32(0x01010101))) & Uint32(0x80808080)
-
-
-def mend_flagged(codes: Uint32, flags: Uint32) -> Uint32:
-    """Codes with 0x80, code 0, in the flagged bytes."""
-    mask = (flags >> Uint32(7)) * Uint32(0xFF)
-    return (codes & ~mask) | flags
+    # of two floats the upper halves, three bits to the left: the upper byte is then the exponent's low six bits and two of the
+    # mantissa. 0x7E00 more, and it is 0x80 or more for the words from 3 on, less for 0, 1 and 2
+    low, high = (_mad(_permute_bytes(*upper[i : i + 2], 0x7632), 8, _word(0x7E007E00)) for i in (0, 2))
+    return ~_permute_bytes(low, high, 0x7531)
 
 
 def code_float(codes: Uint32, byte: int) -> Float32:
     """w of one of four codes."""
-    return _permute_bytes(codes, Uint32(0x43000000), 0x7055 | byte << 8).bitcast(Float32)
+    return _permute_bytes(codes, Uint32(0x7F000000), 0x7055 | byte << 8).bitcast(Float32)
 
 
 def _log2(x: Float32) -> Float32:
