@@ -5,7 +5,7 @@ from cutlass import Float32, Int32, Int64, Uint32, range_constexpr
 
 from flashsampling.impl.cute import noise, reduction
 
-OUTPUTS = 23  # per block: 4 words, the same 4 from constants twice, codes, 4 w, 4 refined Gumbels, key, score of key
+OUTPUTS = 19  # per block: 4 words, the same 4 from constants, codes, 4 w, 4 refined Gumbels, key, score of key
 
 
 @cute.kernel
@@ -15,20 +15,18 @@ def _kernel(blocks: cute.Tensor, out: cute.Tensor, count: Int32):
         group, stream_draw, o0, o1, k0, k1 = [Uint32(blocks[i, c]) for c in range(6)]
         words = noise.philox_words(group, stream_draw, (o0, o1), (k0, k1))
         constants = noise.row_constants(stream_draw, (o0, o1), (k0, k1))
-        narrow = noise.philox_words_of_products(noise.group_product(group), constants)
-        wide = noise.philox_words_of_products(noise.group_product(group), constants, wide=True)
+        same = noise.philox_words_of_products(noise.group_product(group), constants)
         given = [Uint32(blocks[i, 6 + c]) for c in range(4)]  # words of the caller's choice
         codes = noise.code_bytes(given)
         for c in range_constexpr(4):
             out[i, c] = Int64(words[c])
-            out[i, 4 + c] = Int64(narrow[c])
-            out[i, 8 + c] = Int64(wide[c])
-            out[i, 13 + c] = Int64(noise.code_float(codes, c).bitcast(Uint32))
-            out[i, 17 + c] = Int64(noise.minus_gumbel_refined(given[c], Uint32(blocks[i, 10])).bitcast(Uint32))
-        out[i, 12] = Int64(codes)
+            out[i, 4 + c] = Int64(same[c])
+            out[i, 9 + c] = Int64(noise.code_float(codes, c).bitcast(Uint32))
+            out[i, 13 + c] = Int64(noise.minus_gumbel_refined(given[c], Uint32(blocks[i, 10])).bitcast(Uint32))
+        out[i, 8] = Int64(codes)
         key = reduction.pack_key(given[0].bitcast(Float32), Int32(i))
-        out[i, 21] = key
-        out[i, 22] = Int64(reduction.score_of_key(key).bitcast(Uint32))
+        out[i, 17] = key
+        out[i, 18] = Int64(reduction.score_of_key(key).bitcast(Uint32))
 
 
 @cute.jit

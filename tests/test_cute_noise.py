@@ -44,11 +44,11 @@ def test_philox_known_answers(compute):
     blocks = torch.tensor([[*counter, *key, 0, 0, 0, 0, 0] for counter, key, _ in KNOWN_ANSWERS])
     expected = torch.tensor([words for _, _, words in KNOWN_ANSWERS], device=DEVICE)
     out = compute(blocks)
-    for first in (0, 4, 8):
+    for first in (0, 4):
         assert torch.equal(out[:, first : first + 4], expected)
 
 
-def test_either_multiplication_gives_philox(compute):
+def test_narrow_multiplications_give_philox(compute):
     """On random counters, and with zeros and all ones, where carries and roundings live."""
     edges = torch.tensor([0, 1, 2, 0xFFFF, 0x10000, 0xFFFF0000, 0xFFFFFFFE, 0xFFFFFFFF])
     blocks = blocks_of(torch.randint(0, 2**32, (1 << 20,)))
@@ -56,7 +56,7 @@ def test_either_multiplication_gives_philox(compute):
     out = compute(blocks)
     c = blocks.to(DEVICE)
     expected = torch.stack(noise.philox4x32_10((c[:, 0], c[:, 1], c[:, 2], c[:, 3]), (c[:, 4], c[:, 5])), dim=1)
-    for first in (0, 4, 8):
+    for first in (0, 4):
         assert torch.equal(out[:, first : first + 4], expected)
 
 
@@ -70,7 +70,7 @@ def test_gumbel_error_over_the_word_range(compute):
     """The hardware's logarithm included: 3e-6 * max(1, |g|), at both ends, at the branch of the series, and between."""
     words = word_range()
     words = words[words > 0]
-    g = -(as_float(compute(blocks_of(words))[:, 17:21]).flatten()[: len(words)] * math.log(2) + math.log(math.log(2)))
+    g = -(as_float(compute(blocks_of(words))[:, 13:17]).flatten()[: len(words)] * math.log(2) + math.log(math.log(2)))
     exact = -torch.log(-torch.log1p(-(words.double() + 0.5) * 2.0**-32)).to(DEVICE)
     assert ((g - exact).abs() / exact.abs().clamp(min=1.0)).max() <= 3e-6
     oracle = noise.gumbel_from_words(words.to(DEVICE)).double()
@@ -79,7 +79,7 @@ def test_gumbel_error_over_the_word_range(compute):
 
 @pytest.mark.parametrize("refinement", [0, 1, 12345, 2**31, 2**32 - 1])
 def test_the_word_zero(refinement, compute):
-    g = -(as_float(compute(blocks_of(torch.zeros(4, dtype=torch.int64), refinement))[:, 17:21]) * math.log(2))
+    g = -(as_float(compute(blocks_of(torch.zeros(4, dtype=torch.int64), refinement))[:, 13:17]) * math.log(2))
     exact = -math.log((refinement + 0.5) * 2.0**-64)
     assert (g - math.log(math.log(2)) - exact).abs().max() <= 3e-6 * exact
 
@@ -91,8 +91,8 @@ def test_the_bounds_hold_for_every_word(compute):
     words = word_range()
     words = torch.cat([words, words.new_full((-len(words) % 4,), 5)]).to(DEVICE)
     out = compute(blocks_of(words.cpu()))
-    codes = torch.stack([out[:, 12] >> 8 * byte & 0xFF for byte in range(4)], dim=1).flatten()
-    w = as_float(out[:, 13:17]).flatten()
+    codes = torch.stack([out[:, 8] >> 8 * byte & 0xFF for byte in range(4)], dim=1).flatten()
+    w = as_float(out[:, 9:13]).flatten()
     assert torch.equal(codes > 0x80, words < 3)
     assert torch.equal(w.isnan(), words < 3)
     coded = words >= 3
@@ -113,10 +113,10 @@ def test_keys_order_as_scores_and_give_them_back(compute):
     words = torch.zeros(len(floats), 4, dtype=torch.int64)
     words[:, 0] = floats.view(torch.int32).long() & 0xFFFFFFFF
     out = compute(blocks_of(words.flatten()))
-    keys, back = out[:, 21], as_float(out[:, 22])
+    keys, back = out[:, 17], as_float(out[:, 18])
     assert torch.equal(back, floats.to(DEVICE).double())
     assert (keys > 0).all()
     order = sorted(range(len(floats)), key=lambda i: (floats[i].item(), -i))  # ties: the lower id is the greater key
     assert keys.argsort().tolist() == order
-    nan = compute(blocks_of(torch.full((4,), 0x7FC00000)))[0, 21]
+    nan = compute(blocks_of(torch.full((4,), 0x7FC00000)))[0, 17]
     assert nan == 2**63 - 1

@@ -1,10 +1,10 @@
-"""Which problems the Hopper kernel takes, and the tile shape of each: a pure function of the batch size and D.
+"""Which problems the Hopper kernel takes, and the tile shape of each: a pure function of the batch size.
 
-Nothing is tuned while serving, and there are thirteen shapes per dtype in all, so ``scripts/precompile`` can make every kernel
+Nothing is tuned while serving, and there are nine shapes per dtype in all, so ``scripts/precompile`` can make every kernel
 that will ever be asked for. Rejected designs are recorded in ``kernel``.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -25,7 +25,6 @@ class TileConfig:
 
     block_b: int  # batch rows of a tile: a multiple of 8, at most 256
     cluster: int  # CTAs, neighbours in the vocabulary, that share each load of hidden states
-    wide: bool = False  # noise by wide multiplications: fewer instructions, and each holds up the tensor cores
 
     @property
     def stages(self) -> int:
@@ -45,21 +44,13 @@ CONFIGS = (
     TileConfig(128, 2),
     TileConfig(192, 2),
     TileConfig(256, 2),
-    TileConfig(96, 2, wide=True),
-    TileConfig(128, 2, wide=True),
-    TileConfig(192, 2, wide=True),
-    TileConfig(256, 2, wide=True),
 )
-_NARROW = [config for config in CONFIGS if not config.wide]
-_WIDE_UP_TO = {96: 1024, 128: 1536, 192: 1536, 256: 1536}  # D
 
 
-def choose_config(batch: int, dim: int) -> TileConfig:
+def choose_config(batch: int) -> TileConfig:
     """The smallest shape that takes the batch in one block of rows; beyond 256 rows the one that pads it least."""
-    config = next((config for config in _NARROW if batch <= config.block_b), None)
-    if config is None:
-        config = min(_NARROW[-2:], key=lambda config: (-(-batch // config.block_b) * config.block_b, -config.block_b))
-    return replace(config, wide=dim <= _WIDE_UP_TO.get(config.block_b, 0))
+    config = next((config for config in CONFIGS if batch <= config.block_b), None)
+    return config or min(CONFIGS[-2:], key=lambda config: (-(-batch // config.block_b) * config.block_b, -config.block_b))
 
 
 def ctas_per_row_block(config: TileConfig, batch: int, vocab_size: int, processors: int) -> int:
@@ -94,9 +85,9 @@ def unsupported(hidden_states: Tensor, weight: Tensor) -> str | None:
             "the rows of weight must be contiguous and start at multiples of 16 bytes (D divisible by 8), "
             f"got strides {tuple(weight.stride())} at address {weight.data_ptr():#x}"
         )
-    (batch, dim), vocab = hidden_states.shape, weight.shape[0]
+    batch, vocab = hidden_states.shape[0], weight.shape[0]
     if vocab > _MAX_TILES_PER_CTA * TILE_V:
-        ctas = ctas_per_row_block(choose_config(batch, dim), batch, vocab, multiprocessors(device))
+        ctas = ctas_per_row_block(choose_config(batch), batch, vocab, multiprocessors(device))
         if vocab > _MAX_TILES_PER_CTA * TILE_V * ctas:
             return f"{vocab} vocabulary rows, for a batch of {batch} it takes up to {_MAX_TILES_PER_CTA * TILE_V * ctas}"
     return None

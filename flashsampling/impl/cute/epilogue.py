@@ -5,7 +5,7 @@ row's log-sum-exp, per-tile maxima, bias, masks, the logits of a few chosen tile
 in registers, and what it keeps per row to ``rows``.
 
     make_codes   noise warpgroup        seven bits of every token's noise, into shared memory, while the matmul runs
-    search       consumer warpgroups    bound = logit * scale + bound of the noise - threshold of the row, five instructions a
+    search       consumer warpgroups    bound = logit * scale + bound of the noise - threshold of the row, four instructions a
                                         logit; what is not below 0 is a candidate and goes to the queue
     evaluate     two warps              the exact score of a candidate; what leads its row in this CTA is published
 
@@ -91,7 +91,6 @@ class SampleEpilogue:
     def __init__(self, config: TileConfig):
         self.block_b = block_b = config.block_b
         self.blocks = block_b // 8  # of eight columns
-        self.wide = config.wide
         self.vector = next(v for v in (4, 2, 1) if self.blocks % v == 0)  # code words that a consumer thread loads at once
         self.pairs = block_b // 2  # of columns
         self.threads_per_pair = 1  # that share the tile's groups
@@ -173,18 +172,13 @@ class SampleEpilogue:
         block = pair // 4
         at = (block // self.vector * 256 + 4 * first_group + pair % 4) * self.vector + block % self.vector
         product = noise.group_product(Uint32(tile * 32 + first_group))  # of the id, not of its place
-        # groups: wide multiplications wait longer, and bursts of them cost no more than single ones
-        at_once = 2 if self.wide else 1
-        for _ in cutlass.range(32 // group_stride // at_once, unroll=1):
-            words = []
-            for _group in range_constexpr(at_once):
-                words.append([noise.philox_words_of_products(product, of_row, self.wide) for of_row in of_rows])
-                product += Uint64(group_stride * noise.GROUP_STEP)
-            for g in range_constexpr(at_once):
-                for half in range_constexpr(2):  # tokens without and with bit 6
-                    codes = noise.code_bytes([words[g][c][r + 2 * half] for r in range(2) for c in range(2)])
-                    shared.codes[at + 128 * half * self.vector] = codes & keep | fixed
-                at += 4 * group_stride * self.vector
+        for _ in cutlass.range(32 // group_stride, unroll=1):
+            words = [noise.philox_words_of_products(product, of_row) for of_row in of_rows]
+            for half in range_constexpr(2):  # tokens without and with bit 6
+                codes = noise.code_bytes([words[c][r + 2 * half] for r in range(2) for c in range(2)])
+                shared.codes[at + 128 * half * self.vector] = codes & keep | fixed
+            at += 4 * group_stride * self.vector
+            product += Uint64(group_stride * noise.GROUP_STEP)
 
     @cute.jit
     def learn_thresholds(self, args, walk, shared, thread, threads: cutlass.Constexpr, teach: cutlass.Constexpr):

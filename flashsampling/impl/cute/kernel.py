@@ -23,16 +23,19 @@ Barriers:
     finishing               named barrier 3                128 noise threads             the same
     workspace               see ``reduction``              last CTA, by a counter        the same
 
-The exposed part of a tile is the search, five instructions a logit. Registers a thread: 56 producer and evaluators, 96 noise,
+The exposed part of a tile is the search, four instructions a logit. Registers a thread: 56 producer and evaluators, 96 noise,
 176 consumers.
 
 Rejected designs, H200, B = 256, V = 151936, whole steps against cuBLAS's bare matmul in the same run:
 
     two ping-pong warpgroups of 128 x 128, the noise in     D = 4096: 1.16, D = 2048: 1.30, without noise 1.06, 1.00: it moves
     each one's epilogue                                     160 bytes of shared memory a cycle where 128 are to be had
-    wide multiplications in the noise (see ``noise``)       D = 4096: 1.14 of the same without noise, narrow ones 1.02
-    two Philox blocks per noise thread at once              D = 4096: 1.17, with one 1.13: bursts cost the tensor cores more
     candidates evaluated by the consumers that find them    D = 4096: 1.13, by warps of their own 1.11
+    the columns in two parts, each searched while the       no faster: D = 2048 1.153 against 1.152, D = 2880 1.060 against
+    other multiplies a tile's first or last two stages      1.061, D = 4096 1.070 against 1.038
+    weights prefetched into L2 four stages ahead            D = 2048: 1.171, without 1.146
+    stages of 32 instead of 64, twice as many               D = 2048: 1.177 against 1.146
+    four Philox blocks per noise thread at once, not two    D = 2048: 1.149 against 1.151
 """
 
 import cuda.bindings.driver as cuda

@@ -11,11 +11,11 @@ Accuracy of ``minus_gumbel``: ``lg2.approx`` has an absolute error of 2**-22 nex
 below v = 1/16 (truncation 1.6e-7 relative) and the logarithm of the complement, formed from the negated word and not from
 ``1 - v``, above. Both ends of the range keep full relative precision.
 
-Wide multiplications only where the matmul is short. Beside ``wgmma`` an ``IMAD.WIDE`` costs the tensor cores six to nine
-cycles, an ``IMAD.HI`` eight to fourteen, a plain ``IMAD`` none (``benchmarks/wgmma_neighbours.cu``). So the noise warpgroup
-builds the high half of a product from four plain ones (``_multiply_narrow``), which takes three times the instructions.
-Measured on an H200, V = 151936, D = 4096, B = 256, whole step over cuBLAS: 1.077 narrow, 1.194 wide. At D = 2048 the number
-of instructions counts for more (``config``).
+No wide multiplications. Beside ``wgmma`` an ``IMAD.WIDE`` costs the tensor cores six to nine cycles, an ``IMAD.HI`` eight to
+fourteen, a plain ``IMAD`` none (``benchmarks/wgmma_neighbours.cu``). So the noise warpgroup builds a product from four plain
+ones (``_multiply_narrow``), seven instructions where one would do. Whole steps with wide ones (two groups at once) over narrow
+ones, H200, V = 151936, one run, B = 96, 128, 192, 256: D = 576 0.997, 1.041, 0.989, 1.017; D = 1024 1.05, 1.07, 1.04, 1.09;
+D = 2048 1.005, 1.04, 1.13, 1.22.
 
 The bound. Almost no token can win, and seven bits of its noise show it. ``code_bytes`` makes of a word a byte: its logarithm in
 quarters, rounded down and counted from above, so that more noise is a greater code. A byte below 128 becomes the upper half of
@@ -58,14 +58,9 @@ def _multiply(a: Uint32, constant: int) -> tuple[Uint32, Uint32]:
     return Uint32(product >> Uint64(32)), Uint32(product)
 
 
-def _multiply_wide(a: Uint32, constant: int) -> tuple[Uint32, Uint32]:
-    """High half, and the complement of the low half, of the 64-bit product."""
-    high, low = _multiply(a, constant)
-    return high, ~low
-
-
 def _multiply_narrow(a: Uint32, constant: int) -> tuple[Uint32, Uint32]:
-    """``_multiply_wide`` in four 32-bit multiplications and three shifts with addition.
+    """High half, and the complement of the low half, of the 64-bit product: four 32-bit multiplications, three shifts with
+    addition.
 
     With a = 2**16 ah + al, c = 2**16 ch + cl, m = al ch + ah cl and p = al cl:  a c = 2**32 ah ch + 2**16 m + p. What carries
     into the high half besides ah ch is k with 2**16 m + p = 2**32 k + low, and p need not be known for it, since ~low will do:
@@ -74,7 +69,8 @@ def _multiply_narrow(a: Uint32, constant: int) -> tuple[Uint32, Uint32]:
 
     Neither need al: modulo 2**32, m = a ch + ah (cl - 2**16 ch). The sum fits a word if ch + cl < 2**16. That holds for
     0xD2511F53; for 0xCD9E8D57 it does with 2**32 - c in c's place, and a c = 2**32 a - a (2**32 - c) gives in the same way
-    k = (-m - low / 2**16) / 2**16, to be added to a - ah ch. Then ah + 4 stands for ah, which keeps the sum positive.
+    k = (-m - low / 2**16) / 2**16, to be added to a - ah ch. Then ah + 4 stands for ah, which keeps the sum positive. Tried on
+    all 2**32 words for both constants.
     """
     ch, cl = constant >> 16, constant & 0xFFFF
     negate = ch + cl >= 2**16
@@ -138,15 +134,13 @@ def group_product(group: Uint32) -> Uint64:
     return Uint64(group) * Uint64(GROUP_STEP)
 
 
-def philox_words_of_products(group_product: Uint64, row: list, wide: bool = False) -> tuple:
-    """``philox_words`` from ``group_product`` and ``row_constants``: the same four words, by wide multiplications or by narrow
-    ones."""
-    multiply = _multiply_wide if wide else _multiply_narrow
+def philox_words_of_products(group_product: Uint64, row: list) -> tuple:
+    """``philox_words`` from ``group_product`` and ``row_constants``: the same four words."""
     # a counter's words 1 and 3, low halves, are complements, and so are the keys that they meet
-    high1, not_low1 = multiply(Uint32(group_product >> Uint64(32)) ^ row[0], _M1)
+    high1, not_low1 = _multiply_narrow(Uint32(group_product >> Uint64(32)) ^ row[0], _M1)
     counter = (high1 ^ row[1], not_low1, row[2] ^ Uint32(group_product), row[3])
     for i in range(8):
-        counter = _round(counter, row[4 + 2 * i], row[5 + 2 * i], multiply)
+        counter = _round(counter, row[4 + 2 * i], row[5 + 2 * i], _multiply_narrow)
     return counter[0], ~counter[1], counter[2], ~counter[3]
 
 
