@@ -7,6 +7,7 @@
 // when undisturbed; four more warps, one per scheduler, do something else until they are done:
 //
 //     instructions   bursts of one instruction between plain logic: cycles that a warp's instruction costs its scheduler
+//     rates          nothing but one instruction, in independent chains: cycles that it takes itself, per scheduler
 //     Philox         blocks of the noise kernel's words, paced as a vocabulary tile of 128 x 256 needs them: 16 blocks per 16
 //                    steps, warp and scheduler at D = 4096, 32 at D = 2048; with random operands, so that the power limit tells
 
@@ -17,7 +18,9 @@ namespace {
 
 constexpr int kNoiseThreads = 128, kThreads = 384, kSteps = 4000, kShared = 49152 + 2048;
 constexpr unsigned kM0 = 0xD2511F53, kM1 = 0xCD9E8D57;
+constexpr int kRateThreads = 512, kRateSteps = 1500;
 enum Instruction { kNone, kImad, kImadWide, kImadHi, kFfma, kDfma };
+enum Rate { kLop3, kMad, kShiftAdd, kPermute, kFma };
 
 __device__ __forceinline__ void multiply(float* d, uint64_t a, uint64_t b) {
   asm volatile(
@@ -41,6 +44,27 @@ __device__ __forceinline__ void multiply(float* d, uint64_t a, uint64_t b) {
 
 __device__ __forceinline__ uint64_t descriptor(uint32_t address) {  // K-major, 128-byte swizzle
   return uint64_t((address & 0x3ffff) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
+}
+
+// the tile's matmul: cycles of so many steps of 64 in k. A thread that is given progress says how far it is
+__device__ __forceinline__ long long multiply_steps(unsigned char* shared, int warpgroup, int steps, volatile int* progress) {
+  float left[64] = {}, right[64] = {};
+  uint32_t base = __cvta_generic_to_shared(shared);
+  uint64_t a = descriptor(base + warpgroup * 8192), b = descriptor(base + 16384);
+  long long start = clock64();
+#pragma unroll 1
+  for (int step = 0; step < steps; step++) {
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+    for (int k = 0; k < 4; k++) multiply(left, a + 2 * k, b + 2 * k), multiply(right, a + 2 * k, b + 1024 + 2 * k);
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+    if (progress != nullptr) *progress = step;
+  }
+  long long cycles = clock64() - start;
+  float sum = 0;
+  for (int i = 0; i < 64; i++) sum += left[i] + right[i];
+  return sum == 1.5f ? 0 : cycles;
 }
 
 __device__ __forceinline__ unsigned logic(unsigned a, unsigned b, unsigned c) {
@@ -67,6 +91,19 @@ __device__ void burst(unsigned* x, float* f, double* e, unsigned c) {
   for (int i = 0; i < 24; i++) x[4 + i % 4] = logic(x[4 + i % 4], c, c);
 }
 
+template <unsigned C>
+__device__ __forceinline__ unsigned mad(unsigned a, unsigned c) {
+  unsigned d;
+  asm volatile("mad.lo.u32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "n"(C), "r"(c));
+  return d;
+}
+
+__device__ __forceinline__ unsigned add_upper(unsigned a, unsigned b) {
+  unsigned d;
+  asm volatile("{.reg .u32 t; shr.u32 t, %1, 16; add.u32 %0, t, %2;}" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+
 // 32 x 32 -> 64 bits by one wide multiplication, or by narrow ones as flashsampling/impl/cute/noise.py does
 template <bool Wide, unsigned C>
 __device__ __forceinline__ void product(unsigned a, unsigned& high, unsigned& low) {
@@ -76,12 +113,11 @@ __device__ __forceinline__ void product(unsigned a, unsigned& high, unsigned& lo
     return;
   }
   constexpr bool negate = C == kM1;
-  constexpr unsigned c = negate ? 0u - C : C, ch = c >> 16, cl = c & 0xffff, up = negate ? 0xffff : 0;
-  unsigned ah = a >> 16, al = a & 0xffff;
-  unsigned inner = ah * cl + (((al * cl + up) >> 16) + up);
-  unsigned quotient = (al * ch + inner) >> 16;
-  high = negate ? (ah * (0u - ch) + a) - quotient : ah * ch + quotient;
-  low = a * C;
+  constexpr unsigned c = negate ? 0u - C : C, ch = c >> 16, cl = c & 0xffff, sign = negate ? ~0u : 1, more = negate ? 4 : 0;
+  unsigned ah = add_upper(a, more), not_low = mad<0u - C>(a, ~0u);
+  unsigned m = mad<sign * (cl - (ch << 16))>(ah, mad<sign * ch>(a, negate ? more * cl - 0xffff : 0));
+  high = add_upper(add_upper(not_low, m), mad<sign * ch>(ah, negate ? a : 0));
+  low = ~not_low;
 }
 
 template <int AtOnce, bool Wide>
@@ -143,25 +179,73 @@ __global__ void __launch_bounds__(kThreads, 1) kernel(unsigned long long* out, i
     if (count == 0x12345) out[2] = count;
     return;
   }
-  float left[64] = {}, right[64] = {};
-  uint32_t base = __cvta_generic_to_shared(shared), warpgroup = threadIdx.x / 128 - 1;
-  uint64_t a = descriptor(base + warpgroup * 8192), b = descriptor(base + 16384);
-  long long start = clock64();
-#pragma unroll 1
-  for (int step = 0; step < kSteps; step++) {
-    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-#pragma unroll
-    for (int k = 0; k < 4; k++) multiply(left, a + 2 * k, b + 2 * k), multiply(right, a + 2 * k, b + 1024 + 2 * k);
-    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-    if (threadIdx.x == kThreads - 1) progress = step;
-  }
-  long long end = clock64();
+  long long cycles = multiply_steps(shared, threadIdx.x / 128 - 1, kSteps, threadIdx.x == kThreads - 1 ? &progress : nullptr);
   done = 1;
-  float sum = 0;
-  for (int i = 0; i < 64; i++) sum += left[i] + right[i];
-  if (threadIdx.x == kThreads - 1 && blockIdx.x == 0) out[0] = end - start;
-  if (sum == 1.5f) out[2] = 1;
+  if (threadIdx.x == kThreads - 1 && blockIdx.x == 0) out[0] = cycles;
+}
+
+template <Rate R>
+__device__ __forceinline__ void one(unsigned& x, unsigned b, unsigned c) {
+  if (R == kLop3) asm volatile("lop3.b32 %0, %0, %1, %2, 0x96;" : "+r"(x) : "r"(b), "r"(c));
+  if (R == kMad) x = mad<0x2545f491>(x, b);
+  if (R == kShiftAdd) x = add_upper(x, b);
+  if (R == kPermute) asm volatile("prmt.b32 %0, %0, %1, 0x7632;" : "+r"(x) : "r"(b));
+  if (R == kFma) asm volatile("{.reg .f32 f; mov.b32 f, %0; fma.rn.f32 f, f, f, f; mov.b32 %0, f;}" : "+r"(x));
+}
+
+// out: instructions of a warp, its cycles, cycles of the steps. warps: per scheduler, 1 or 2
+template <Rate R, int Chains>
+__global__ void __launch_bounds__(kRateThreads, 1) rate(unsigned long long* out, int warps, bool beside) {
+  extern __shared__ __align__(1024) unsigned char shared[];
+  __shared__ volatile int done;
+  for (unsigned i = threadIdx.x; i < 49152 / 4; i += kRateThreads) reinterpret_cast<unsigned*>(shared)[i] = 0;
+  if (threadIdx.x == 0) done = 0;
+  asm volatile("fence.proxy.async;");
+  __syncthreads();
+  if (threadIdx.x < 256) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    if (threadIdx.x >= 128 * warps) return;
+    unsigned long long count = 0;
+    unsigned x[Chains], sum = 0;
+    for (int i = 0; i < Chains; i++) x[i] = threadIdx.x * 77 + i;
+    long long start = clock64();
+    do {
+#pragma unroll
+      for (int i = 0; i < 128; i++) one<R>(x[i % Chains], threadIdx.x * 77, threadIdx.x * 99 + 1);
+      count += 128;
+    } while (beside ? done == 0 : count < 200000);
+    long long end = clock64();
+    for (int i = 0; i < Chains; i++) sum += x[i];
+    if (sum == 0x12345) out[3] = sum;
+    if (threadIdx.x == 0 && blockIdx.x == 0) out[0] = count, out[1] = end - start;
+    return;
+  }
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 208;");
+  if (!beside) return;
+  long long cycles = multiply_steps(shared, threadIdx.x / 128 - 2, kRateSteps, nullptr);
+  done = 1;
+  if (threadIdx.x == 256 && blockIdx.x == 0) out[2] = cycles;
+}
+
+template <Rate R, int Chains>
+void run_rate(int warps, bool beside) {
+  unsigned long long *out, said[3];
+  cudaMalloc(&out, 64);
+  cudaMemset(out, 0, 64);
+  cudaFuncSetAttribute(rate<R, Chains>, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
+  for (int i = 0; i < 3; i++) rate<R, Chains><<<132, kRateThreads, kShared>>>(out, warps, beside);
+  cudaMemcpy(said, out, sizeof said, cudaMemcpyDeviceToHost);
+  printf("  %5.2f", double(said[1]) / said[0] / warps);
+  if (beside) printf(" (%4.0f)", double(said[2]) / kRateSteps);
+  cudaFree(out);
+}
+
+template <Rate R>
+void run_rates(const char* name) {
+  printf("%-24s", name);
+  run_rate<R, 8>(1, false), run_rate<R, 8>(2, false);
+  run_rate<R, 1>(1, true), run_rate<R, 8>(1, true), run_rate<R, 8>(2, true);
+  printf("  %s\n", cudaGetErrorString(cudaGetLastError()));
 }
 
 template <Instruction I, int AtOnce, bool Wide>
@@ -204,6 +288,12 @@ int main() {
   run<kImadHi, 1, false>("IMAD.HI", 0, false);
   run<kFfma, 1, false>("FFMA", 0, false);
   run<kDfma, 1, false>("DFMA", 0, false);
+  printf("cycles an instruction takes: 8 chains, 1 and 2 warps; beside wgmma (cycles a step) 1, 8 chains, 2 warps of 8\n");
+  run_rates<kLop3>("LOP3");
+  run_rates<kMad>("IMAD");
+  run_rates<kShiftAdd>("LEA.HI");
+  run_rates<kPermute>("PRMT");
+  run_rates<kFma>("FFMA");
   run<kNone, 1, false>("nothing", 0, true);
   run_philox<1, false>("narrow, 1 block at once");
   run_philox<2, false>("narrow, 2 blocks");
