@@ -29,11 +29,6 @@ INFINITY = float("inf")
 _THREADS = 128  # of the warpgroup that finishes a launch
 
 
-def max_nan(a: Float32, b: Float32) -> Float32:
-    """Maximum; NaN if either is."""
-    return cute.arch.inline_ptx("max.NaN.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b])
-
-
 def pack_key(score: Float32, token: Int32) -> Int64:
     """See the module's docstring."""
     bits = (score + Float32(0.0)).bitcast(Int32)  # + 0.0: -0.0 and 0.0 tie
