@@ -80,7 +80,7 @@ def _multiply_narrow(a: Uint32, constant: int) -> tuple[Uint32, Uint32]:
         more = 4
         assert ch + cl < more * ch < 2**16
     sign = -1 if negate else 1
-    ah = _add_upper(a, _word(more)) if negate else a >> Uint32(16)
+    ah = _add_upper(a, _word(more))
     not_low = _mad(a, -constant, _word(-1))
     m = _mad(ah, sign * (cl - (ch << 16)), _mad(a, sign * ch, _word(more * cl - 0xFFFF if negate else 0)))
     rest = _mad(ah, sign * ch, a if negate else Uint32(0))
