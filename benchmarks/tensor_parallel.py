@@ -11,6 +11,7 @@ import functools
 import importlib
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -48,19 +49,20 @@ def _medians(steps: dict[str, Step], per_graph: int, rounds: int) -> dict[str, f
     graphs = {name: graph_of(functools.partial(_repeat, step, per_graph)) for name, step in steps.items()}
     together = torch.zeros(1, device="cuda")
     times: list[list[float]] = []
+    shuffled = random.Random(0)  # the same order on all ranks, another each round: what a step leaves behind meets all alike
     for _ in range(rounds):
         # not timed: while it runs the hosts get ahead of their devices; else their launches would be part of the first figure
         next(iter(graphs.values())).replay()
-        events = []
-        for graph in graphs.values():
+        events = {}
+        for name in shuffled.sample(list(graphs), len(graphs)):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             dist.all_reduce(together)  # the ranks' devices start together
             start.record()
-            graph.replay()
+            graphs[name].replay()
             end.record()
-            events.append((start, end))
+            events[name] = start, end
         torch.cuda.synchronize()
-        times.append([start.elapsed_time(end) for start, end in events])
+        times.append([events[name][0].elapsed_time(events[name][1]) for name in graphs])
     slowest = torch.tensor(times, device="cuda")  # (rounds, steps) ms
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     medians = [statistics.median(column) for column in slowest.T.tolist()]

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import platform
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -27,14 +28,16 @@ def graph_of(step: Step) -> torch.cuda.CUDAGraph:
 
 
 def interleaved_medians(steps: Mapping[str, Step], rounds: int) -> dict[str, float]:
-    """Median milliseconds of a graph replay of every step; round by round, so that a drift of the clocks meets all alike."""
+    """Median milliseconds of a graph replay of every step; round by round, so that a drift of the clocks meets all alike, and
+    in an order of its own each, so that what a step leaves behind, a hot GPU among it, does too."""
     graphs = {name: graph_of(step) for name, step in steps.items()}
     events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in steps}
+    shuffled = random.Random(0)
     for _ in range(rounds):
-        for name, graph in graphs.items():
+        for name in shuffled.sample(list(graphs), len(graphs)):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
-            graph.replay()
+            graphs[name].replay()
             end.record()
             events[name].append((start, end))
     torch.cuda.synchronize()
