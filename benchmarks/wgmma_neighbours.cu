@@ -20,7 +20,7 @@ constexpr int kNoiseThreads = 128, kThreads = 384, kSteps = 4000, kShared = 4915
 constexpr unsigned kM0 = 0xD2511F53, kM1 = 0xCD9E8D57;
 constexpr int kRateThreads = 512, kRateSteps = 1500;
 enum Instruction { kNone, kImad, kImadWide, kImadHi, kFfma, kDfma };
-enum Rate { kLop3, kMad, kShiftAdd, kPermute, kFma };
+enum Rate { kLop3, kMad, kShiftAdd, kMadShiftAdd, kMadFma, kPermute, kFma };
 
 __device__ __forceinline__ void multiply(float* d, uint64_t a, uint64_t b) {
   asm volatile(
@@ -189,6 +189,8 @@ __device__ __forceinline__ void one(unsigned& x, unsigned b, unsigned c) {
   if (R == kLop3) asm volatile("lop3.b32 %0, %0, %1, %2, 0x96;" : "+r"(x) : "r"(b), "r"(c));
   if (R == kMad) x = mad<0x2545f491>(x, b);
   if (R == kShiftAdd) x = add_upper(x, b);
+  if (R == kMadShiftAdd) x = add_upper(mad<0x2545f491>(x, b), b);
+  if (R == kMadFma) one<kMad>(x, b, c), one<kFma>(x, b, c);
   if (R == kPermute) asm volatile("prmt.b32 %0, %0, %1, 0x7632;" : "+r"(x) : "r"(b));
   if (R == kFma) asm volatile("{.reg .f32 f; mov.b32 f, %0; fma.rn.f32 f, f, f, f; mov.b32 %0, f;}" : "+r"(x));
 }
@@ -292,6 +294,8 @@ int main() {
   run_rates<kLop3>("LOP3");
   run_rates<kMad>("IMAD");
   run_rates<kShiftAdd>("LEA.HI");
+  run_rates<kMadShiftAdd>("IMAD, then LEA.HI");
+  run_rates<kMadFma>("IMAD, then FFMA");
   run_rates<kPermute>("PRMT");
   run_rates<kFma>("FFMA");
   run<kNone, 1, false>("nothing", 0, true);
