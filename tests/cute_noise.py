@@ -5,7 +5,8 @@ from cutlass import Float32, Int32, Int64, Uint32, range_constexpr
 
 from flashsampling.impl.cute import noise, reduction
 
-OUTPUTS = 19  # per block: 4 words, the same 4 from constants, codes, 4 w, 4 refined Gumbels, key, score of key
+INPUTS = 13  # per block: counter and key (6), 4 words, refinement, bits of two floats
+OUTPUTS = 21  # per block: 4 words, the same 4 from constants, codes, 4 w, 4 refined Gumbels, key, score of key, 2 sums of codes
 
 
 @cute.kernel
@@ -27,18 +28,21 @@ def _kernel(blocks: cute.Tensor, out: cute.Tensor, count: Int32):
         key = reduction.pack_key(given[0].bitcast(Float32), Int32(i))
         out[i, 17] = key
         out[i, 18] = Int64(reduction.score_of_key(key).bitcast(Uint32))
+        bases = [Uint32(blocks[i, 11 + c]).bitcast(Float32) for c in range(2)]
+        for pair in range_constexpr(2):
+            out[i, 19 + pair] = Int64(noise.add_codes(*bases, codes, pair, noise.exponents(count)))
 
 
 @cute.jit
 def run(blocks: cute.Tensor, out: cute.Tensor, count: Int32, stream):
-    """One block of ``blocks`` (n, 11) int64 per thread; ``out`` (n, OUTPUTS) int64."""
+    """One block of ``blocks`` (n, INPUTS) int64 per thread; ``out`` (n, OUTPUTS) int64."""
     _kernel(blocks, out, count).launch(grid=((count + 127) // 128, 1, 1), block=(128, 1, 1), stream=stream)
 
 
 def compile_noise(architecture: str):
     """``run`` for an architecture, callable with two tensors and their length."""
     blocks, out = (
-        cute.runtime.make_fake_compact_tensor(Int64, (cute.sym_int32(), n), stride_order=(1, 0)) for n in (11, OUTPUTS)
+        cute.runtime.make_fake_compact_tensor(Int64, (cute.sym_int32(), n), stride_order=(1, 0)) for n in (INPUTS, OUTPUTS)
     )
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
     return cute.compile(run, blocks, out, Int32(1), stream, options=f"--enable-tvm-ffi --gpu-arch {architecture}")

@@ -15,12 +15,13 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif("cute" not in KERNELS, reason=
 
 @pytest.fixture(scope="module")
 def compute():
-    from tests.cute_noise import OUTPUTS, compile_noise
+    from tests.cute_noise import INPUTS, OUTPUTS, compile_noise
 
     compiled = compile_noise("sm_90a")
 
     def compute(blocks):
-        """(n, 11) int64 -> (n, OUTPUTS) int64"""
+        """(n, 11 to INPUTS) int64 -> (n, OUTPUTS) int64"""
+        blocks = torch.nn.functional.pad(blocks, (0, INPUTS - blocks.shape[1]))
         blocks = blocks.to(DEVICE).contiguous()
         out = torch.full((len(blocks), OUTPUTS), -1, device=DEVICE)
         compiled(blocks, out, len(blocks))
@@ -106,6 +107,28 @@ def test_the_bounds_hold_for_every_word(compute):
     assert (base2 >= -5.1).all()
     assert (1 + GREEDY_BYTE / 128) * 2.0**127 == HALF
     assert GUMBEL_ABOVE + HALF * CODE_STEP <= 0 <= GUMBEL_BELOW + HALF * CODE_STEP
+
+
+def test_signs_of_bounds_in_bfloat16_miss_no_candidate(compute):
+    """What is at least 0, or NaN, never gets the sign of what is below; what does is at most rounding above it."""
+    from flashsampling.impl.cute.noise import CODE_STEP
+
+    words = torch.cat([torch.randint(0, 4, (4096,)), torch.logspace(0, 31.99, 1 << 16, base=2, dtype=torch.float64).long()])
+    words = words[torch.randperm(len(words))]
+    blocks = blocks_of(words)
+    w = as_float(compute(blocks)[:, 9:13])  # 32 to 64 of CODE_STEP
+    # near what cancels w, and at all magnitudes
+    bases = -(w[:, :2] * CODE_STEP).float().cpu() * torch.cat([torch.tensor([1.0]), torch.rand(len(blocks) - 1) + 0.5])[:, None]
+    bases = torch.where(bases.isnan(), torch.randn_like(bases) * 40, bases)
+    bases[:64] = torch.tensor([math.inf, -math.inf, math.nan, 3e38, -3e38, 0.0, 1e-40, -1e-40]).repeat(8)[:, None]
+    bits = bases.view(torch.int32).long() & 0xFFFFFFFF
+    out = compute(torch.cat([blocks, bits], dim=1))
+    for pair in range(2):
+        for side in range(2):
+            exact = bases[:, side].to(DEVICE).double() + w[:, 2 * pair + side] * CODE_STEP
+            below = out[:, 19 + pair] >> (15 + 16 * side) & 1 == 1
+            assert not (below & ~(exact < 0)).any()
+            assert below[exact < -0.26].all()
 
 
 def test_keys_order_as_scores_and_give_them_back(compute):

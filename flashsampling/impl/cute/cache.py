@@ -72,7 +72,7 @@ def kernel_for(dtype: torch.dtype, config: TileConfig) -> Callable[..., Any]:
 
 
 def _path(dtype: torch.dtype, config: TileConfig) -> Path:
-    return folder() / f"{str(dtype).removeprefix('torch.')}_{config.block_b}_{config.cluster}.o"
+    return folder() / f"{str(dtype).removeprefix('torch.')}_{config.block_b}_{config.cluster}_{config.code_buffers}.o"
 
 
 def prepare(dtype: torch.dtype, config: TileConfig) -> tuple[Path, bool]:

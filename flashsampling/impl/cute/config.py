@@ -1,6 +1,6 @@
-"""Which problems the Hopper kernel takes, and the tile shape of each: a pure function of the batch size.
+"""Which problems the Hopper kernel takes, and the tile shape of each: a pure function of the batch size and D.
 
-Nothing is tuned while serving, and there are nine shapes per dtype in all, so ``scripts/precompile`` can make every kernel
+Nothing is tuned while serving, and there are ten shapes per dtype in all, so ``scripts/precompile`` can make every kernel
 that will ever be asked for. Rejected designs are recorded in ``kernel``.
 """
 
@@ -16,6 +16,7 @@ TILE_D = 64  # depth of a pipeline stage: one 128-byte swizzle atom of 16-bit el
 
 SHARED_BYTES = 232_448  # what a CTA may have on sm_90
 _MAX_STAGES = 13
+_LONG_NOISE = 2304  # D up to which the noise of 192 columns takes longer than their matmul
 _MAX_TILES_PER_CTA = 2**16  # a candidate's entry in the queue has 16 bits for it
 
 
@@ -25,11 +26,17 @@ class TileConfig:
 
     block_b: int  # batch rows of a tile: a multiple of 8, at most 256
     cluster: int  # CTAs, neighbours in the vocabulary, that share each load of hidden states
+    code_buffers: int = 1  # tiles whose codes have room: with two the noise of one need not wait for the search of another
+
+    @property
+    def halves(self) -> int:
+        """Halves of a tile's 128 tokens that a consumer warpgroup has: with both, it has half of the columns."""
+        return 1 if self.block_b <= 128 else 2
 
     @property
     def stages(self) -> int:
         """Pipeline stages: what shared memory holds beside the codes, thresholds, queue and barriers."""
-        others = 800 + 136 * self.block_b
+        others = 800 + (8 + TILE_V * self.code_buffers) * self.block_b
         room = SHARED_BYTES - -(-others // 1024) * 1024
         return min(_MAX_STAGES, room // ((TILE_V + self.block_b) * TILE_D * 2))
 
@@ -43,14 +50,18 @@ CONFIGS = (
     TileConfig(96, 2),
     TileConfig(128, 2),
     TileConfig(192, 2),
+    TileConfig(192, 2, code_buffers=2),
     TileConfig(256, 2),
 )
 
 
-def choose_config(batch: int) -> TileConfig:
-    """The smallest shape that takes the batch in one block of rows; beyond 256 rows the one that pads it least."""
-    config = next((config for config in CONFIGS if batch <= config.block_b), None)
-    return config or min(CONFIGS[-2:], key=lambda config: (-(-batch // config.block_b) * config.block_b, -config.block_b))
+def choose_config(batch: int, dim: int) -> TileConfig:
+    """The smallest shape that takes the batch in one block of rows; beyond 256 rows the one that pads it least. Where the noise
+    takes longer than the matmul, a second buffer of codes is worth the pipeline stage in whose place it is."""
+    block_b = next((config.block_b for config in CONFIGS if batch <= config.block_b), 0)
+    block_b = block_b or min(256, 192, key=lambda n: -(-batch // n) * n)
+    buffers = 2 if block_b == 192 and dim <= _LONG_NOISE else 1
+    return next(config for config in CONFIGS if (config.block_b, config.code_buffers) == (block_b, buffers))
 
 
 def ctas_per_row_block(config: TileConfig, batch: int, vocab_size: int, processors: int) -> int:
@@ -87,7 +98,7 @@ def unsupported(hidden_states: Tensor, weight: Tensor) -> str | None:
         )
     batch, vocab = hidden_states.shape[0], weight.shape[0]
     if vocab > _MAX_TILES_PER_CTA * TILE_V:
-        ctas = ctas_per_row_block(choose_config(batch), batch, vocab, multiprocessors(device))
+        ctas = ctas_per_row_block(choose_config(batch, weight.shape[1]), batch, vocab, multiprocessors(device))
         if vocab > _MAX_TILES_PER_CTA * TILE_V * ctas:
             return f"{vocab} vocabulary rows, for a batch of {batch} it takes up to {_MAX_TILES_PER_CTA * TILE_V * ctas}"
     return None

@@ -5,19 +5,21 @@ row's log-sum-exp, per-tile maxima, bias, masks, the logits of a few chosen tile
 in registers, and what it keeps per row to ``rows``.
 
     make_codes   noise warpgroup        seven bits of every token's noise, into shared memory, while the matmul runs
-    search       consumer warpgroups    bound = logit * scale + bound of the noise - threshold of the row, four instructions a
+    search       consumer warpgroups    bound = logit * scale + bound of the noise - threshold of the row, three instructions a
                                         logit; what is not below 0 is a candidate and goes to the queue
-    evaluate     two warps              the exact score of a candidate; what leads its row in this CTA is published
+    evaluate     two warps              the exact score of a candidate; what leads its row in this CTA is published; and what
+                                        others have published lowers thresholds (``learn_thresholds``)
 
 A row's threshold is what the bound must reach: ``GUMBEL_BELOW`` less the best score known, and a margin for rounding. It only
-falls: by candidates that lead, by what other CTAs have published (``learn_thresholds``), and in a CTA's first tile by a lower
-bound of that tile's best (``seed_thresholds``). When and where it falls decides how much is evaluated, never which token
-wins: what is skipped scores strictly below something published. NaN, +inf and the word 0 are candidates by construction, so
-every rare case of the contract is decided in one place, ``consider``.
+falls: by candidates that lead, by what other CTAs have published, and in a CTA's first tile by lower bounds of what all CTAs'
+first tiles hold (``seed_thresholds``, ``share_thresholds``). When and where it falls decides how much is evaluated, never which
+token wins: what is skipped scores strictly below something published. NaN, +inf and the word 0 are candidates by construction,
+so every rare case of the contract is decided in one place, ``consider``.
 
-A thread holds of a tile the two tokens t and t + 8, t = 64 warpgroup + 16 warp + lane / 4, and columns 8 j + 2 (lane % 4) +
-{0, 1}. Codes lie in shared memory as a consumer thread reads them: four bytes (column | row << 1) a word, ``vector`` words at
-once.
+A thread holds of a tile the tokens t and t + 8, t = 64 half + 16 warp + lane / 4, and columns 8 j + 2 (lane % 4) + {0, 1}.
+The two consumer warpgroups share a tile by halves of its tokens; where it has more than 128 columns, by halves of these, and a
+thread has both halves of the tokens: what it loads of a column is then used four times, not twice. Codes lie in shared memory
+as a consumer thread reads them: four bytes (column | row << 1) a word, ``vector`` words at once, the halves innermost.
 """
 
 from typing import NamedTuple
@@ -35,6 +37,9 @@ QUEUE = 64  # candidates that wait for evaluation: one per thread of the two eva
 _VALID = -(2**31)  # the top bit of an entry's lower half: 0 is a free slot
 _NOISE_THREADS = 128
 _CONSUMER_THREADS = 256
+_CROWD = 8  # rows of which a CTA in its first tile knows the best token of all: with more it waits for others
+_LOOKS = 8  # at what they know, at most
+_MANY_CTAS = 16  # that work for a block of rows: of fewer there is less to learn
 
 
 class Arguments(NamedTuple):
@@ -75,10 +80,24 @@ class Shared(NamedTuple):
     """The epilogue's shared memory."""
 
     rows: cute.Tensor  # (N, 2) float32: scale, threshold
-    codes: cute.Tensor  # (32 N,) uint32
+    codes: cute.Tensor  # (32 N,) uint32, of a tile's buffer or of all
     queue: cute.Tensor  # (QUEUE,) int64: logit, then valid, iteration (16 bits), token of the tile (7), column (8); 0: free
-    ticket: cute.Tensor  # (1,) int32: where the next search for a free slot starts
     done: cute.Tensor  # (1,) int32: consumer warps that have no more candidates
+
+
+def _happened(barrier: Uint32, phase: Uint32) -> Uint32:
+    """1 once a phase of an mbarrier, at an address in shared memory, is over; 0 if it is not within a microsecond or so."""
+    ptx = "{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [{$r0}], {$r1}, 1000; selp.u32 {$w0}, 1, 0, p;}"
+    return cute.arch.inline_ptx(ptx, write_only_types=[Uint32], read_only_args=[barrier, phase])
+
+
+def _count(barrier, condition: Boolean) -> Int32:
+    """Of a named barrier's threads, which it waits for, those for which a condition holds."""
+    ptx = (
+        "{.reg .pred p; setp.ne.u32 p, {$r0}, 0; "
+        f"bar.red.popc.u32 {{$w0}}, {barrier.barrier_id}, {barrier.num_threads}, p;}}"
+    )
+    return cute.arch.inline_ptx(ptx, write_only_types=[Int32], read_only_args=[Uint32(condition)])
 
 
 def _half(value: Int64, upper: int) -> Uint32:
@@ -91,12 +110,17 @@ class SampleEpilogue:
     def __init__(self, config: TileConfig):
         self.block_b = block_b = config.block_b
         self.blocks = block_b // 8  # of eight columns
-        self.vector = next(v for v in (4, 2, 1) if self.blocks % v == 0)  # code words that a consumer thread loads at once
+        self.halves = config.halves  # of the tile's tokens that a consumer thread has
+        self.own_blocks = self.blocks // self.halves  # that it has
+        self.vector = next(v for v in (4, 2, 1) if self.blocks % v == 0)  # code words that it loads at once
+        self.vectors = self.blocks // self.vector
+        self.seeded_blocks = next(v for v in (4, 2, 1) if self.own_blocks % v == 0)  # of columns, at once
         self.pairs = block_b // 2  # of columns
         self.threads_per_pair = 1  # that share the tile's groups
         while 2 * self.threads_per_pair * self.pairs <= _NOISE_THREADS:
             self.threads_per_pair *= 2
-        self.code_words = TILE_V * block_b // 4
+        self.code_words = TILE_V * block_b // 4  # of a buffer
+        self.code_buffers = config.code_buffers
 
     # -- rows
 
@@ -128,29 +152,40 @@ class SampleEpilogue:
         if thread < QUEUE:
             shared.queue[thread] = Int64(0)
         if thread == 0:
-            shared.ticket[0] = Int32(0)
             shared.done[0] = Int32(0)
 
     # -- the noise warpgroup
 
     @cute.jit
     def make_codes(self, args: Arguments, walk: Walk, shared: Shared, full, empty, thread):
-        """The noise warpgroup: codes of every tile's words, a tile at a time; ``full`` and ``empty`` are their barriers."""
-        if const_expr(self.pairs != 96):
-            constants = self.pair_constants(args, walk, thread % self.pairs)  # one pair for all tiles
+        """The noise warpgroup: codes of every tile's words, a tile at a time; ``full`` and ``empty``: their barriers."""
+        # a thread has one pair of columns for all tiles; of 96 pairs' groups the last warp takes seven, for a third of the
+        # pairs at a time: with the constants, which it makes anew, that takes about as long as the others' 25
+        shared_out = const_expr(self.pairs == 96)
+        steps = const_expr(25 if shared_out else 32 // self.threads_per_pair)
+        pair = thread % self.pairs
+        constants = self.pair_constants(args, walk, pair)
         for i in cutlass.range(walk.tiles, unroll=1):
-            tile = args.base // TILE_V + walk.first_tile + i * walk.tile_stride
-            cute.arch.mbarrier_wait(empty, (i + 1) % 2)
-            if const_expr(self.pairs == 96):  # a thread takes a third of three pairs' groups, and makes their constants anew
-                for phase in cutlass.range(3, unroll=1):
-                    item = phase * _NOISE_THREADS + thread
-                    own = self.pair_constants(args, walk, item % self.pairs)
-                    self.code_pair(shared, tile, item % self.pairs, own, item // self.pairs, 4)
-            else:
-                if thread // self.pairs < self.threads_per_pair:
-                    self.code_pair(shared, tile, thread % self.pairs, constants, thread // self.pairs, self.threads_per_pair)
-            self.learn_thresholds(args, walk, shared, thread, _NOISE_THREADS, False)
-            cute.arch.mbarrier_arrive(full)
+            tile = args.base // TILE_V + walk.tile(i)
+            buffer, use = self.buffer_of(i)
+            codes = self.codes_of(shared, buffer)
+            cute.arch.mbarrier_wait(empty + buffer, (use + 1) % 2)
+            if thread // self.pairs < self.threads_per_pair:
+                self.code_pair(codes, tile, pair, constants, thread // self.pairs, self.threads_per_pair, steps)
+            elif const_expr(shared_out):
+                for third in cutlass.range(3, unroll=1):
+                    other = 32 * third + pair
+                    own = self.pair_constants(args, walk, other)
+                    self.code_pair(codes, tile, other, own, steps, 1, 32 - steps)
+            cute.arch.mbarrier_arrive(full + buffer)
+
+    def buffer_of(self, iteration):
+        """Of the codes of the CTA's tile number ``iteration``, and how often it was used before."""
+        return iteration % self.code_buffers, iteration // self.code_buffers
+
+    def codes_of(self, shared, buffer):
+        """(32 N,) uint32"""
+        return cute.make_tensor(shared.codes.iterator + buffer * self.code_words, cute.make_layout(self.code_words))
 
     def pair_constants(self, args, walk, pair):
         """Of two neighbouring columns: what Philox needs of each, and what is kept of their codes and set, for greedy ones."""
@@ -166,158 +201,247 @@ class SampleEpilogue:
         return of_rows, keep, fixed
 
     @cute.jit
-    def code_pair(self, shared, tile, pair, constants, first_group, group_stride: cutlass.Constexpr):
-        """Codes of a pair of columns in every ``group_stride``-th of a tile's 32 groups (token bits 5, 4, 2, 1, 0)."""
+    def code_pair(self, codes, tile, pair, constants, first, stride: cutlass.Constexpr, steps: cutlass.Constexpr):
+        """Codes of a pair of columns in ``steps`` of a tile's 32 groups (token bits 5, 4, 2, 1, 0): every ``stride``-th one."""
         of_rows, keep, fixed = constants
-        block = pair // 4
-        at = (block // self.vector * 256 + 4 * first_group + pair % 4) * self.vector + block % self.vector
-        product = noise.group_product(Uint32(tile * 32 + first_group))  # of the id, not of its place
-        for _ in cutlass.range(32 // group_stride, unroll=1):
+        first_word = pair // 4 % self.own_blocks * self.halves  # of a consumer thread's
+        warpgroup = pair // 4 // self.own_blocks
+        to_half = const_expr(128 * self.vector if self.halves == 1 else 1)
+        start = first_word // self.vector * 256 + warpgroup * 128 + 4 * first + pair % 4
+        at = start * self.vector + first_word % self.vector
+        product = noise.group_product(Uint32(tile * 32 + first))  # of the id, not of its place
+        for _ in cutlass.range(steps, unroll=1):
             words = [noise.philox_words_of_products(product, of_row) for of_row in of_rows]
             for half in range_constexpr(2):  # tokens without and with bit 6
-                codes = noise.code_bytes([words[c][r + 2 * half] for r in range(2) for c in range(2)])
-                shared.codes[at + 128 * half * self.vector] = codes & keep | fixed
-            at += 4 * group_stride * self.vector
-            product += Uint64(group_stride * noise.GROUP_STEP)
+                word = noise.code_bytes([words[c][r + 2 * half] for r in range(2) for c in range(2)])
+                codes[at + half * to_half] = word & keep | fixed
+            at += 4 * stride * self.vector
+            product += Uint64(stride * noise.GROUP_STEP)
 
     @cute.jit
-    def learn_thresholds(self, args, walk, shared, thread, threads: cutlass.Constexpr, teach: cutlass.Constexpr):
-        """What other CTAs have published by now lowers this CTA's thresholds. With ``teach`` the others learn of this one's."""
+    def learn_thresholds(self, args, walk, shared, thread, threads: cutlass.Constexpr):
+        """What other CTAs have published by now lowers this CTA's thresholds."""
         for column in cutlass.range(thread, cutlass.min(self.block_b, args.batch - walk.first_row), threads, unroll=1):
-            address = args.workspace + Int64(walk.first_row + column) * 8
-            key = cute.arch.load(global_pointer(Int64, address), Int64, sem="relaxed", scope="gpu")
-            if const_expr(teach):
-                threshold = shared.rows[column, 1]
-                if threshold < Float32(INFINITY):
-                    # a score that some token of this CTA reaches; with no token's id it is below that token's key
-                    bound = reduction.pack_key(Float32(noise.GUMBEL_BELOW) - threshold, Int32(reduction.NO_TOKEN))
-                    if bound > key:
-                        reduction.publish(address, bound)
-            if (key != Int64(0)) & (key != Int64(reduction.NAN_KEY)):
-                self.lower_threshold(shared, column, reduction.score_of_key(key))
+            self.learn(shared, column, reduction.published(args.workspace + Int64(walk.first_row + column) * 8))
+
+    @cute.jit
+    def learn(self, shared, column, key: Int64):
+        """Lowers a threshold by a key that was published."""
+        if (key != Int64(0)) & (key != Int64(reduction.NAN_KEY)):
+            self.lower_threshold(shared, column, reduction.score_of_key(key))
 
     # -- the consumers
 
-    def holds_tokens(self, args, walk, iteration):
-        """Whether anything of a tile is sampled. What a cluster rounds its tiles up by is not: searched, all of it would be
-        candidates, since no threshold is known that -inf falls short of."""
+    def sampled(self, args, walk, iteration):
+        """2 if all of a tile's tokens are sampled, 1 if some are, 0 if none. What a cluster rounds its tiles up by is not:
+        searched, all of it would be candidates, since no threshold is known that -inf falls short of."""
         first_token = walk.tile(iteration) * TILE_V
-        return (first_token + TILE_V > args.skip) & (first_token < args.end)
+        some = (first_token + TILE_V > args.skip) & (first_token < args.end)
+        everything = (first_token + TILE_V <= args.end) & (first_token >= args.skip)
+        return Int32(select_(everything, Int32(2), Int32(select_(some, Int32(1), Int32(0)))))
 
     @cute.jit
-    def search(self, args: Arguments, walk: Walk, shared: Shared, logits, iteration, thread, barrier):
-        """The consumers, 256 threads: queues the candidates of the CTA's tile number ``iteration``, which ``holds_tokens``.
+    def search(self, args: Arguments, walk: Walk, shared: Shared, logits, early, sampled, iteration, thread, barrier):
+        """The consumers, 256 threads: queues the candidates of the CTA's tile number ``iteration``.
 
-        ``logits``: this thread's, (2 columns, 2 rows, N / 8) float32. ``barrier``: of all consumers.
+        ``logits``: this thread's, (2 columns, 2 rows, blocks of eight columns, halves of the tokens) float32. ``early``:
+        ``bounds_without_logits``. ``sampled``: what it says of the tile, not 0. ``barrier``: of all consumers.
         """
         lane = thread % 32
-        warp = thread // 32  # 0 .. 7: token bits 6, 5, 4
+        warp = thread // 32
         first_token = walk.tile(iteration) * TILE_V
-        token0 = first_token + warp * 16 + lane // 4
-        if (first_token + TILE_V > args.end) | (first_token < args.skip):
+        token0 = first_token + self.first_token(warp) + lane // 4
+        if sampled == 1:
             for r in range_constexpr(2):
-                if (token0 + 8 * r >= args.end) | (token0 + 8 * r < args.skip):
-                    for j in range_constexpr(self.blocks):
-                        for c in range_constexpr(2):
-                            logits[c, r, j] = Float32(-INFINITY)
+                for half in range_constexpr(self.halves):
+                    token = token0 + 8 * r + 64 * half
+                    if (token >= args.end) | (token < args.skip):
+                        for j in range_constexpr(self.own_blocks):
+                            for c in range_constexpr(2):
+                                logits[c, r, j, half] = Float32(-INFINITY)
         if args.num_samples == 1:
             skipped = (walk.first_tile + 1) * TILE_V <= args.skip
             if iteration == Int32(skipped):
                 self.seed_thresholds(shared, logits, lane, warp)
                 barrier.arrive_and_wait()
-                self.learn_thresholds(args, walk, shared, thread, _CONSUMER_THREADS, True)
-                if const_expr(self.block_b > 128):  # again: the others are at their first tile too, and teach at the same time
-                    self.learn_thresholds(args, walk, shared, thread, _CONSUMER_THREADS, False)
+                self.share_thresholds(args, walk, shared, thread, barrier)
                 barrier.arrive_and_wait()
-            # first without a branch, so that loads and arithmetic of all vectors overlap; then what the few hits need
-            hits = Uint32(0)
-            for q in range_constexpr(self.blocks // self.vector):
-                signs = Uint32(0x80000000)  # that of a NaN, as the hardware makes it, is 0
-                for bound in self.bounds(shared, logits, q, lane, warp):
-                    signs = signs & bound.bitcast(Uint32)
-                hits = hits | Uint32(select_(signs != Uint32(0), Uint32(0), Uint32(1 << q)))
+                self.bounds_without_logits(shared, early, thread)  # of the thresholds that are known now
+            # first without a branch, so that loads and arithmetic of all vectors overlap; then what the few hits need. A hit is
+            # a sign of 0, and so is a NaN, as the hardware makes it
+            signs = Uint32(0x80000000)
+            for i in range_constexpr(4 * self.vector):
+                c, r, j, half = self.place(0, i)
+                bound = cute.math.fma(logits[c, r, j, half], early[4 * self.vector + 2 * j + c], early[i])
+                signs = signs & bound.bitcast(Uint32)
+            hits = Uint32(select_(signs != Uint32(0), Uint32(0), Uint32(1)))
+            exponents = noise.exponents(args.batch)
+            for q in range_constexpr(1, self.vectors):
+                signs = Uint32(0x80008000)
+                words = self.load_codes(shared, q, lane, warp)
+                for i in range_constexpr(0, 4 * self.vector, 2):
+                    _, r, j, half = self.place(q, i)
+                    if const_expr(i % (4 * self.halves) == 0):
+                        pair = self.load_rows(shared, self.first_block(warp) + j, lane)
+                    bases = [cute.math.fma(logits[c, r, j, half], pair[2 * c], pair[2 * c + 1]) for c in range(2)]
+                    signs = signs & noise.add_codes(*bases, words[i // 4], r, exponents)
+                hits = hits | Uint32(select_(signs == Uint32(0x80008000), Uint32(0), Uint32(1 << q)))
             if cute.arch.vote_any_sync(hits != Uint32(0)):
-                for q in range_constexpr(self.blocks // self.vector):
-                    if cute.arch.vote_any_sync((hits >> Uint32(q)) & Uint32(1) != Uint32(0)):
-                        self.push_candidates(shared, logits, q, iteration, lane, warp)
+                hits = cute.arch.warp_redux_sync(hits, "or")
+                while hits != Uint32(0):
+                    q = cute.arch.popc((hits & (Uint32(0) - hits)) - Uint32(1))
+                    hits = hits & (hits - Uint32(1))
+                    found = cute.make_rmem_tensor(4 * self.vector, Float32)
+                    self.pick(logits, q, found, 0, 1)  # then there is one copy of what follows: seldom run, it is seldom cached
+                    self.push_candidates(shared, found, q, iteration, lane, warp)
         else:
-            self.every_draw(args, walk, logits, token0, lane)
+            self.every_draw(args, walk, logits, token0, self.first_block(warp), lane)
 
-    def bounds(self, shared, logits, q, lane, warp):
-        """Of a thread's logits in the columns 8 (vector q + v) + ..., for v below ``vector``: how far above its row's threshold
-        a score can be at most, (column | row << 1) by v."""
-        words = self.load_codes(shared, q, lane, warp)
-        bounds = []
-        for v in range(self.vector):
-            j = q * self.vector + v
-            pair = self.load_rows(shared, j, lane)
-            for e in range(4):
-                c, r = e % 2, e // 2
-                base = cute.math.fma(logits[c, r, j], pair[2 * c], pair[2 * c + 1])
-                bounds.append(cute.math.fma(noise.code_float(words[v], e), Float32(noise.CODE_STEP), base))
-        return bounds
+    def first_block(self, warp):
+        """Of eight columns: the first one of a consumer warp."""
+        return Int32(0) if self.halves == 1 else warp // 4 * self.own_blocks
+
+    def first_token(self, warp):
+        """Of a tile, that a consumer warp has."""
+        return (warp if self.halves == 1 else warp % 4) * 16
+
+    def place(self, q, i: int) -> tuple:
+        """Where the logit of byte ``i`` (of 4 ``vector``) of a thread's code words number ``q`` stands: column and row of two,
+        block of columns, half of the tokens."""
+        return i % 2, i // 2 % 2, q * self.vector // self.halves + i // 4 // self.halves, i // 4 % self.halves
 
     @cute.jit
-    def push_candidates(self, shared, logits, q: cutlass.Constexpr, iteration, lane, warp):
-        """Queues what ``bounds`` makes a candidate."""
-        bounds = self.bounds(shared, logits, q, lane, warp)
+    def bounds_without_logits(self, shared, early, thread):
+        """Fills ``early``, (6 ``vector``,) float32, with what does not need the logits of a thread's first code words: bounds
+        that the scaled logits are to be added to, and the scales of the columns."""
+        lane, warp = thread % 32, thread // 32
+        words = self.load_codes(shared, 0, lane, warp)
+        for i in range_constexpr(4 * self.vector):
+            c, _, j, _ = self.place(0, i)
+            if const_expr(i % (4 * self.halves) == 0):
+                pair = self.load_rows(shared, self.first_block(warp) + j, lane)
+                for column in range_constexpr(2):
+                    early[4 * self.vector + 2 * j + column] = pair[2 * column]
+            early[i] = cute.math.fma(noise.code_float(words[i // 4], i % 4), Float32(noise.CODE_STEP), pair[2 * c + 1])
+
+    def bound(self, logit, pair, c: int, word, i: int) -> Float32:
+        """How far above its row's threshold a score can be at most. ``pair``: what ``load_rows`` says of columns c = 0, 1;
+        ``word``: the code word of which byte i % 4 is the logit's."""
+        base = cute.math.fma(logit, pair[2 * c], pair[2 * c + 1])
+        return cute.math.fma(noise.code_float(word, i % 4), Float32(noise.CODE_STEP), base)
+
+    @cute.jit
+    def pick(self, logits, q, found, k: cutlass.Constexpr, at_once: cutlass.Constexpr):
+        """``found`` (4 ``vector`` ``at_once``,) becomes a thread's logits of its code words number q ``at_once`` and next, q at
+        least ``k``."""
+        if const_expr((k + 1) * at_once == self.vectors):
+            self.copy_vectors(logits, k, found, at_once)
+        else:
+            if q == k:
+                self.copy_vectors(logits, k, found, at_once)
+            else:
+                self.pick(logits, q, found, k + 1, at_once)
+
+    def copy_vectors(self, logits, k, found, at_once):
+        for i in range(4 * self.vector * at_once):
+            c, r, j, half = self.place(k * at_once, i)
+            found[i] = logits[c, r, j, half]
+
+    @cute.jit
+    def push_candidates(self, shared, logits, q, iteration, lane, warp):
+        """Queues candidates: ``logits`` (4 ``vector``,) are those of a thread's code words number ``q``."""
+        words = self.load_codes(shared, q, lane, warp)
         mask = Uint32(0)
         for i in range_constexpr(4 * self.vector):
-            mask = mask | Uint32(select_(bounds[i] < Float32(0.0), Uint32(0), Uint32(1 << i)))
+            c, _, j, _ = self.place(q, i)
+            if const_expr(i % (4 * self.halves) == 0):
+                pair = self.load_rows(shared, self.first_block(warp) + j, lane)
+            below = self.bound(logits[i], pair, c, words[i // 4], i) < Float32(0.0)
+            mask = mask | Uint32(select_(below, Uint32(0), Uint32(1 << i)))
         while mask != Uint32(0):
-            lowest = mask & (Uint32(0) - mask)
-            mask = mask ^ lowest
-            logit = Float32(0.0)
-            column = Int32(0)
-            up = Int32(0)
-            for i in range_constexpr(4 * self.vector):
-                here = lowest == Uint32(1 << i)
-                logit = Float32(select_(here, logits[i % 2, i // 2 % 2, q * self.vector + i // 4], logit))
-                column = Int32(select_(here, Int32((q * self.vector + i // 4) * 8 + i % 2), column))
-                up = Int32(select_(here, Int32(i // 2 % 2), up))
-            token = warp * 16 + lane // 4 + 8 * up  # in the tile
-            place = Int32(_VALID) | (iteration << 15) | (token << 8) | (column + 2 * (lane % 4))
-            self.push(shared, Int64(logit.bitcast(Uint32)) << Int64(32) | Int64(Uint32(place)))
+            lowest = cute.arch.popc((mask & (Uint32(0) - mask)) - Uint32(1))
+            mask = mask & (mask - Uint32(1))
+            some = [logits[i] for i in range(4 * self.vector)]
+            for bit in range_constexpr(self.vector.bit_length() + 1):
+                odd = lowest >> bit & 1 != 0
+                some = [Float32(select_(odd, some[i + 1], some[i])) for i in range(0, len(some), 2)]
+            word = lowest >> 2
+            block = self.first_block(warp) + q * self.vector // self.halves + word // self.halves
+            column = 8 * block + 2 * (lane % 4) + (lowest & 1)
+            token = self.first_token(warp) + lane // 4 + 8 * (lowest >> 1 & 1) + 64 * (word % self.halves)  # in the tile
+            place = Int32(_VALID) | (iteration << 15) | (token << 8) | column
+            entry = Int64(some[0].bitcast(Uint32)) << Int64(32) | Int64(Uint32(place))
+            self.push(shared, entry, (warp * 32 + lane) % QUEUE)
 
     @cute.jit
     def load_codes(self, shared, q, lane, warp):
-        """Codes of a thread's tokens in the columns 8 (vector q + v) + ..., for v below ``vector``."""
+        """A thread's code words number ``q``, ``vector`` of them."""
         words = cute.make_rmem_tensor(self.vector, Uint32)
-        start = (8 * q + warp) * 32 + lane
         layout = cute.make_layout((self.vector, self.code_words // self.vector), stride=(1, self.vector))
         tiled = cute.make_tensor(shared.codes.iterator, layout)
-        cute.autovec_copy(tiled[None, start], words)
+        cute.autovec_copy(tiled[None, (8 * q + warp) * 32 + lane], words)
         return words
 
     @cute.jit
-    def load_rows(self, shared, j, lane):
-        """scale, threshold of a thread's two columns of block j."""
+    def load_rows(self, shared, block, lane):
+        """scale, threshold of a thread's two columns of a block of eight."""
         pair = cute.make_rmem_tensor(4, Float32)
         tiled = cute.make_tensor(shared.rows.iterator, cute.make_layout((4, self.pairs), stride=(1, 4)))
-        cute.autovec_copy(tiled[None, 4 * j + lane % 4], pair)
+        cute.autovec_copy(tiled[None, 4 * block + lane % 4], pair)
         return pair
 
     @cute.jit
     def seed_thresholds(self, shared, logits, lane, warp):
-        """Before the first tile is searched: a lower bound of every row's best score in it."""
-        for q in range_constexpr(self.blocks // self.vector):
-            words = self.load_codes(shared, q, lane, warp)
-            bests = []  # by column, c + 2 v
-            for v in range_constexpr(self.vector):
-                pair = self.load_rows(shared, q * self.vector + v, lane)
-                for c in range_constexpr(2):
-                    best = Float32(-INFINITY)
-                    for r in range_constexpr(2):
-                        w = noise.code_float(words[v], c + 2 * r)
-                        gumbel = cute.math.fma(w, Float32(noise.CODE_STEP), Float32(noise.GUMBEL_ABOVE))
-                        gumbel = Float32(select_(w >= Float32(noise.HALF), gumbel, Float32(-5.1)))  # E is at most 23
-                        logit = logits[c, r, q * self.vector + v]
-                        best = cute.arch.fmax(best, cute.math.fma(logit, pair[2 * c], gumbel))
-                    bests.append(best)
+        """Before the first tile is searched: a lower bound of every row's best score in half of it, since each warp does half
+        of its columns. All of it takes twice the time, and saves less than that."""
+        groups = self.own_blocks // self.seeded_blocks
+        vectors = self.vectors // groups  # of a group
+        for k in cutlass.range((groups + 1) // 2, unroll=1):
+            group = (warp + 2 * k) % groups
+            found = cute.make_rmem_tensor(4 * self.vector * vectors, Float32)
+            self.pick(logits, group, found, 0, vectors)
+            bests = []  # by column
+            for i in range_constexpr(4 * self.vector * vectors):
+                c, _, j, _ = self.place(0, i)
+                if const_expr(i % (4 * self.vector) == 0):
+                    words = self.load_codes(shared, group * vectors + i // (4 * self.vector), lane, warp)
+                if const_expr(i % (4 * self.halves) == 0):
+                    pair = self.load_rows(shared, self.first_block(warp) + group * self.seeded_blocks + j, lane)
+                    bests += [Float32(-INFINITY), Float32(-INFINITY)]
+                w = noise.code_float(words[i // 4 % self.vector], i % 4)
+                gumbel = cute.math.fma(w, Float32(noise.CODE_STEP), Float32(noise.GUMBEL_ABOVE))
+                gumbel = Float32(select_(w >= Float32(noise.HALF), gumbel, Float32(-5.1)))  # E is at most 23
+                bests[2 * j + c] = cute.arch.fmax(bests[2 * j + c], cute.math.fma(found[i], pair[2 * c], gumbel))
             best, own = reduction.scatter_max(bests, lane)
             if (best < Float32(INFINITY)) & (best > Float32(-INFINITY)):
-                column = (q * self.vector + own // 2) * 8 + 2 * (lane % 4) + own % 2
-                self.lower_threshold(shared, column, best)
+                block = self.first_block(warp) + group * self.seeded_blocks + own // 2
+                self.lower_threshold(shared, block * 8 + 2 * (lane % 4) + own % 2, best)
+
+    @cute.jit
+    def share_thresholds(self, args, walk, shared, column, barrier):
+        """After ``seed_thresholds``, a thread per column: tells other CTAs of the bounds and learns theirs. To the first ones
+        nearly every row's best would be a candidate: they wait until others have come so far."""
+        live = column < cutlass.min(self.block_b, args.batch - walk.first_row)
+        slot = args.workspace + Int64(walk.first_row + column) * 8
+        bound = Int64(-1)
+        if live:
+            threshold = shared.rows[column, 1]
+            if threshold < Float32(INFINITY):
+                # a score that some token of this CTA reaches; with no token's id it is below that token's key
+                bound = reduction.pack_key(Float32(noise.GUMBEL_BELOW) - threshold, Int32(reduction.NO_TOKEN))
+                reduction.publish(slot, bound)
+        key = Int64(0)
+        looks = Int32(1)
+        if const_expr(self.block_b > 128):  # a smaller tile has few candidates, and its CTAs come far apart
+            looks = Int32(select_(walk.tile_stride >= _MANY_CTAS, Int32(_LOOKS), Int32(1)))
+        while looks > 0:
+            looks -= 1
+            if live:
+                key = reduction.published(slot)
+            if _count(barrier, live & (bound >= key)) <= _CROWD:
+                looks = Int32(0)
+        if live:
+            self.learn(shared, column, key)
 
     @cute.jit
     def lower_threshold(self, shared, column, score) -> Boolean:
@@ -359,9 +483,8 @@ class SampleEpilogue:
         return Uint32(select_(token & 64 != 0, high, low))
 
     @cute.jit
-    def push(self, shared, entry: Int64):
-        """Leaves a candidate for ``evaluate``; waits while the queue is full."""
-        slot = cute.arch.atomic_add(shared.ticket.iterator, Int32(1), sem="relaxed", scope="cta") % QUEUE
+    def push(self, shared, entry: Int64, slot: Int32):
+        """Leaves a candidate for ``evaluate`` in the first free slot from ``slot`` on; waits while the queue is full."""
         waiting = Int32(1)
         while waiting != 0:
             found = cute.arch.atomic_cas(shared.queue.iterator + slot, cmp=Int64(0), val=entry, sem="relaxed", scope="cta")
@@ -372,11 +495,14 @@ class SampleEpilogue:
     # -- the evaluating warps
 
     @cute.jit
-    def evaluate(self, args: Arguments, walk: Walk, shared: Shared, thread):
+    def evaluate(self, args: Arguments, walk: Walk, shared: Shared, full, empty, thread):
         """Evaluates candidates exactly and publishes those that lead their row in this CTA, until the consumers are done.
 
-        A thread owns one slot of the queue.
+        A thread owns one slot of the queue. With none filled the warps sleep: the instructions of a loop that looks would be
+        taken from the noise. They wake when a tile's codes are complete, to learn thresholds, when it has been searched, and
+        every microsecond, for a queue that is full.
         """
+        events = Int32(0)  # a tile's codes full, then empty
         running = Int32(1)
         while running != 0:
             # before the slot is looked at: what was pushed before the consumers were done is then seen. The warp decides as
@@ -395,8 +521,16 @@ class SampleEpilogue:
             else:
                 if finished:
                     running = Int32(0)
+                elif events == 2 * walk.tiles:
+                    cute.arch.inline_ptx("nanosleep.u32 {$r0};", read_only_args=[Uint32(100)])
                 else:
-                    cute.arch.inline_ptx("nanosleep.u32 {$r0};", read_only_args=[Uint32(200)])
+                    coded = events & 1 == 0
+                    buffer, use = self.buffer_of(events >> 1)
+                    barrier = Uint32(select_(coded, Uint32((full + buffer).toint()), Uint32((empty + buffer).toint())))
+                    if cute.arch.vote_any_sync(_happened(barrier, Uint32(use & 1)) != Uint32(0)):
+                        if coded:
+                            self.learn_thresholds(args, walk, shared, thread, QUEUE)
+                        events += 1
 
     @cute.jit
     def consider(self, args, walk, shared, logit, token, column):
@@ -418,20 +552,20 @@ class SampleEpilogue:
                         reduction.publish(slot, key)
 
     @cute.jit
-    def every_draw(self, args, walk, logits, token0, lane):
+    def every_draw(self, args, walk, logits, token0, first_block, lane):
         """Several draws per row: every token is evaluated exactly, draw by draw."""
-        copy = cute.make_rmem_tensor((2, 2 * self.blocks), Float32)
-        for j in range_constexpr(self.blocks):
+        copy = cute.make_rmem_tensor((2 * self.halves, 2 * self.own_blocks), Float32)
+        for j in range_constexpr(self.own_blocks):
             for c in range_constexpr(2):
-                for r in range_constexpr(2):
-                    copy[r, 2 * j + c] = logits[c, r, j]
-        for column in cutlass.range(2 * self.blocks, unroll=1):
-            row = walk.first_row + (column // 2) * 8 + (lane % 4) * 2 + column % 2
+                for r in range_constexpr(2 * self.halves):
+                    copy[r, 2 * j + c] = logits[c, r % 2, j, r // 2]
+        for column in cutlass.range(2 * self.own_blocks, unroll=1):
+            row = walk.first_row + (first_block + column // 2) * 8 + (lane % 4) * 2 + column % 2
             for draw in cutlass.range(args.num_samples, unroll=1):
                 best = Int64(0)
                 best_inf = Int64(0)
-                for r in range_constexpr(2):
-                    token = token0 + 8 * r
+                for r in range_constexpr(2 * self.halves):
+                    token = token0 + 8 * (r % 2) + 64 * (r // 2)
                     score = self.score_of(args, copy[r, column], args.base + token, row, draw)
                     key = reduction.pack_key(score, args.base + token)
                     sampled = (row < args.batch) & (token < args.end) & (token >= args.skip)

@@ -3,18 +3,18 @@
 A CTA keeps one block of rows and walks every ``tile_stride``-th vocabulary tile of 128 rows. Roles, 16 warps:
 
     warp 0          producer      fills the ring of stages by TMA
-    warps 1, 2      evaluators    exact score of every candidate, publication of those that lead
+    warps 1, 2      evaluators    exact score of every candidate, publication of those that lead, others' thresholds
     warp 3          idle
     warps 4..7      noise         codes of a tile's noise, while the consumers multiply; at the end the reduction
-    warps 8..15     consumers     wgmma, two warpgroups of 64 vocabulary rows each; then the search of the tile's logits
+    warps 8..15     consumers     wgmma, two warpgroups, each half of the tile; then the search of the tile's logits
 
 Barriers:
 
     edge                    object                         filled by                     emptied by
     stage full              mbarrier per stage             TMA, by bytes                 -
     stage empty             mbarrier per stage             -                             8 consumer warps per CTA of the cluster
-    codes full              mbarrier                       128 noise threads             -
-    codes empty             mbarrier                       -                             8 consumer warps, after the search
+    codes full              mbarrier per buffer            128 noise threads             -
+    codes empty             mbarrier per buffer            -                             8 consumer warps, after the search
     queue                   64-bit slots, 0 is free        consumers, compare-and-swap   the slot's evaluator thread, exchange
     no more candidates      ``done``, release / acquire    8 consumer warps              evaluators, before a last look
     consumers               named barrier 1                256 threads                   the same
@@ -23,8 +23,10 @@ Barriers:
     finishing               named barrier 3                128 noise threads             the same
     workspace               see ``reduction``              last CTA, by a counter        the same
 
-The exposed part of a tile is the search, four instructions a logit. Registers a thread: 56 producer and evaluators, 96 noise,
-176 consumers.
+The evaluators, whose looks would be taken from the noise, sleep on the codes' barriers.
+
+The exposed part of a tile is the search, three instructions a logit. It wants registers: at 256 columns and four instructions a
+logit ptxas hid its loads and results with 184 registers a thread, and not with 176, 650 static cycles a warp and 1250.
 
 Rejected designs, H200, B = 256, V = 151936, whole steps against cuBLAS's bare matmul in the same run:
 
@@ -35,13 +37,15 @@ Rejected designs, H200, B = 256, V = 151936, whole steps against cuBLAS's bare m
     other multiplies a tile's first or last two stages      1.061, D = 4096 1.070 against 1.038
     weights prefetched into L2 four stages ahead            D = 2048: 1.171, without 1.146
     stages of 32 instead of 64, twice as many               D = 2048: 1.177 against 1.146
-    four Philox blocks per noise thread at once, not two    D = 2048: 1.149 against 1.151
+    four Philox blocks per noise thread at once, not two    D = 2048: 1.149 against 1.151; later 1.098 against 1.080
+    codes handed back by the quarter of the columns         D = 2048: 1.129 against 1.124, with sleeping evaluators 1.103, 1.083
+    two buffers of codes, and three stages instead of four  D = 2048: 1.124 against 1.086, D = 4096: 1.062 against 1.029
 """
 
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32, const_expr, pipeline
+from cutlass import Float32, Int32, Int64, Uint32, const_expr, pipeline, range_constexpr
 from cutlass.cute.nvgpu import cpasync
 
 from .config import SHARED_BYTES, TileConfig
@@ -50,9 +54,7 @@ from .mainloop import Mainloop
 from .reduction import finish
 
 _WARPGROUP = 128
-_PRODUCER_REGISTERS = 56
-_NOISE_REGISTERS = 96
-_CONSUMER_REGISTERS = 176
+_PRODUCER_REGISTERS = 40
 
 
 class SampleKernel:
@@ -64,6 +66,8 @@ class SampleKernel:
         self.block_b = config.block_b
         self.mainloop = Mainloop(dtype, config)
         self.epilogue = SampleEpilogue(config)
+        # what 65536 registers allow beside 128 threads of the producer's warpgroup
+        self.noise_registers, self.consumer_registers = (88, 192) if config.block_b == 256 else (104, 184)
 
     @cute.jit
     def __call__(
@@ -104,14 +108,13 @@ class SampleKernel:
         @cute.struct
         class Storage:
             stages: cute.struct.MemRange[Int64, 2 * self.mainloop.stages]
-            codes_full: cute.struct.MemRange[Int64, 1]
-            codes_empty: cute.struct.MemRange[Int64, 1]
-            ticket: cute.struct.MemRange[Int32, 1]
+            codes_full: cute.struct.MemRange[Int64, self.epilogue.code_buffers]
+            codes_empty: cute.struct.MemRange[Int64, self.epilogue.code_buffers]
             done: cute.struct.MemRange[Int32, 1]
             last: cute.struct.MemRange[Int32, 1]
             queue: cute.struct.MemRange[Int64, QUEUE]
             rows: cute.struct.Align[cute.struct.MemRange[Float32, 2 * self.block_b], 16]
-            codes: cute.struct.Align[cute.struct.MemRange[Uint32, self.epilogue.code_words], 16]
+            codes: cute.struct.Align[cute.struct.MemRange[Uint32, self.epilogue.code_buffers * self.epilogue.code_words], 16]
             w: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(w_layout)], 1024]
             h: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(h_layout)], 1024]
 
@@ -184,18 +187,19 @@ class SampleKernel:
         sW = storage.w.get_tensor(w_layout.outer, swizzle=w_layout.inner)
         sH = storage.h.get_tensor(h_layout.outer, swizzle=h_layout.inner)
         one = cute.make_layout(1)
+        epilogue = self.epilogue
         shared = Shared(
             rows=cute.make_tensor(storage.rows.data_ptr(), cute.make_layout((self.block_b, 2), stride=(2, 1))),
-            codes=cute.make_tensor(storage.codes.data_ptr(), cute.make_layout(self.epilogue.code_words)),
+            codes=cute.make_tensor(storage.codes.data_ptr(), cute.make_layout(epilogue.code_buffers * epilogue.code_words)),
             queue=cute.make_tensor(storage.queue.data_ptr(), cute.make_layout(QUEUE)),
-            ticket=cute.make_tensor(storage.ticket.data_ptr(), one),
             done=cute.make_tensor(storage.done.data_ptr(), one),
         )
         last = cute.make_tensor(storage.last.data_ptr(), one)
         codes_full, codes_empty = storage.codes_full.data_ptr(), storage.codes_empty.data_ptr()
         if thread == 0:
-            cute.arch.mbarrier_init(codes_full, _WARPGROUP)
-            cute.arch.mbarrier_init(codes_empty, 8)
+            for buffer in range_constexpr(epilogue.code_buffers):
+                cute.arch.mbarrier_init(codes_full + buffer, _WARPGROUP)
+                cute.arch.mbarrier_init(codes_empty + buffer, 8)
         pipe = self.mainloop.make_pipeline(storage.stages.data_ptr())
         pipeline.pipeline_init_arrive(cluster_shape_mn=(self.cluster, 1), is_relaxed=True)
         pipeline.pipeline_init_wait(cluster_shape_mn=(self.cluster, 1))
@@ -211,10 +215,10 @@ class SampleKernel:
                 self.mainloop.produce(pipe, tma_w, tW, tma_h, tH, sW, sH, rank, row_block, walk, args.base)
             elif warp < 3:
                 prepared.arrive_and_wait()
-                self.epilogue.evaluate(args, walk, shared, thread - 32)
+                self.epilogue.evaluate(args, walk, shared, codes_full, codes_empty, thread - 32)
                 published.arrive()
         elif warp_group == 1:
-            cute.arch.setmaxregister_decrease(_NOISE_REGISTERS)
+            cute.arch.setmaxregister_decrease(self.noise_registers)
             thread = thread - _WARPGROUP
             self.epilogue.prepare(args, walk, shared, thread)
             prepared.arrive_and_wait()
@@ -222,24 +226,31 @@ class SampleKernel:
                 self.epilogue.make_codes(args, walk, shared, codes_full, codes_empty, thread)
             finish(args, self.block_b, row_block, ctas, last, thread, published, finishing)
         else:
-            cute.arch.setmaxregister_increase(_CONSUMER_REGISTERS)
+            cute.arch.setmaxregister_increase(self.consumer_registers)
             thread = thread - 2 * _WARPGROUP
             prepared.arrive_and_wait()
             tCrW, tCrH, accumulator = self.mainloop.fragments(tiled_mma, sW, sH, warp_group - 2)
             # a thread's columns come as neighbours out of eight; its tokens differ in bit 3
-            logits = cute.make_tensor(accumulator.iterator, cute.make_layout((2, 2, self.block_b // 8)))
+            logits = cute.make_tensor(accumulator.iterator, cute.make_layout((2, 2, epilogue.own_blocks, epilogue.halves)))
             state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.mainloop.stages)
             release = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.mainloop.stages)
             k_tiles = cute.ceil_div(dim, self.mainloop.tile[2])
+            early = cute.make_rmem_tensor(6 * self.epilogue.vector, Float32)
             for i in cutlass.range(walk.tiles, unroll=1):
+                sampled = self.epilogue.sampled(args, walk, i)
                 state, release = self.mainloop.accumulate(pipe, tiled_mma, tCrW, tCrH, accumulator, state, release, k_tiles)
+                buffer, use = self.epilogue.buffer_of(i)
+                tile_shared = shared._replace(codes=self.epilogue.codes_of(shared, buffer))
                 if one_draw:
-                    cute.arch.mbarrier_wait(codes_full, i % 2)
-                if self.epilogue.holds_tokens(args, walk, i):
-                    self.epilogue.search(args, walk, shared, logits, i, thread, consumers)
+                    cute.arch.mbarrier_wait(codes_full + buffer, use % 2)
+                # while the last products are on their way
+                self.epilogue.bounds_without_logits(tile_shared, early, thread)
+                release = self.mainloop.drain(pipe, release)
+                if sampled != 0:
+                    self.epilogue.search(args, walk, tile_shared, logits, early, sampled, i, thread, consumers)
                 cute.arch.sync_warp()
                 if one_draw & (thread % 32 == 0):
-                    cute.arch.mbarrier_arrive(codes_empty)
+                    cute.arch.mbarrier_arrive(codes_empty + buffer)
             if thread % 32 == 0:
                 cute.arch.atomic_add(shared.done.iterator, Int32(1), sem="release", scope="cta")
             published.arrive()

@@ -17,6 +17,7 @@ from .config import TILE_V, TileConfig, choose_config, copy_engine_reads, ctas_p
 @functools.lru_cache(maxsize=4096)
 def _plan(
     batch: int,
+    dim: int,
     first_token: int,
     vocab_size: int,
     dtype: torch.dtype,
@@ -25,7 +26,7 @@ def _plan(
 ) -> tuple[Callable[..., Any], int, int, int]:
     """The kernel, the blocks of rows, the CTAs per block, and by how many tokens the first cluster's tiles start before the
     first token: a dictionary's worth of host time per call."""
-    config = choose_config(batch) if config is None else config
+    config = choose_config(batch, dim) if config is None else config
     skip = first_token % (TILE_V * config.cluster)
     ctas = ctas_per_row_block(config, batch, skip + vocab_size, multiprocessors(device))
     return kernel_for(dtype, config), -(-batch // config.block_b), ctas, skip
@@ -49,7 +50,7 @@ def sample(
         padded = torch.empty((batch, -(-dim // 8) * 8), dtype=hidden_states.dtype, device=device)
         hidden_states = padded[:, :dim].copy_(hidden_states)
     tokens = torch.empty(batch * num_samples, dtype=torch.int64, device=device)
-    kernel, row_blocks, ctas, skip = _plan(batch, shard.first_token, vocab_size, hidden_states.dtype, device, config)
+    kernel, row_blocks, ctas, skip = _plan(batch, dim, shard.first_token, vocab_size, hidden_states.dtype, device, config)
     base, end = shard.first_token - skip, skip + vocab_size
     if vocab_size == 0:  # a shard without a token: the launch has something to read, and samples none of it
         weight, skip, end = hidden_states, TILE_V, TILE_V

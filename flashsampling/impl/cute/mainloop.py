@@ -1,9 +1,9 @@
-"""The matmul of one tile: TMA fills a ring of stages, two warpgroups multiply them, each 64 of the tile's 128 vocabulary rows.
+"""The matmul of one tile: TMA fills a ring of stages, two warpgroups multiply them, each half of the tile's 128 vocabulary rows
+or, of more than 128 batch rows, half of these.
 
 Vocabulary is M and batch is N of ``wgmma``; both operands are K-major as they lie in memory. k runs in one chain of m64 k16
 instructions, in an order that depends on the token id and D alone, so a logit's bits do not depend on the tile's shape, on
-the batch or on how the vocabulary is sharded. A block of more than 128 rows is two instructions in N: with 512 threads ptxas
-allows no instruction of more than 128 columns.
+the batch or on how the vocabulary is sharded. With 512 threads ptxas allows no instruction of more than 128 columns.
 
 The order: k runs upwards from a start of the tile's, and round. CTAs begin together, and if all of them begin at k = 0 they
 read addresses that are equal in their lowest bits: by timestamps 3.8 TB/s came in the first 30 us of a launch and 4.5 after,
@@ -34,15 +34,17 @@ class Mainloop:
         self.stages = config.stages
         self.cluster = config.cluster
         self.tile = (TILE_V, config.block_b, TILE_D)
-        self.columns_per_instruction = config.block_b if config.block_b <= 128 else config.block_b // 2
+        self.halves = config.halves
+        self.columns = config.block_b // config.halves  # of a warpgroup
 
     # -- host side of the launch
 
     def tiled_mma(self):
-        """Two m64 blocks side by side in M, one per consumer warpgroup."""
+        """Instructions of m64: one of all columns per consumer warpgroup, or two of half the columns."""
         major = LayoutEnum.ROW_MAJOR.sm90_mma_major_mode()
-        tiler = (64, self.columns_per_instruction)
-        return sm90.make_trivial_tiled_mma(self.dtype, self.dtype, major, major, Float32, (2, 1, 1), tiler_mn=tiler)
+        warpgroups = (2, 1, 1) if self.halves == 1 else (1, 2, 1)
+        tiler = (64, self.columns)
+        return sm90.make_trivial_tiled_mma(self.dtype, self.dtype, major, major, Float32, warpgroups, tiler_mn=tiler)
 
     def layouts(self):
         """Swizzled shared-memory layouts of the weight's and the hidden states' stages."""
@@ -104,7 +106,8 @@ class Mainloop:
         pipe.producer_tail(state)
 
     def fragments(self, tiled_mma, sW, sH, warp_group):
-        """Operand descriptors of a consumer warpgroup (0 or 1), and its accumulator, (2 columns, 2 rows, N / 8) per thread."""
+        """Operand descriptors of a consumer warpgroup (0 or 1), and its accumulator, of a thread (2 columns, 2 rows, blocks of
+        eight columns, halves of the tokens)."""
         thread_mma = tiled_mma.get_slice(cute.make_layout(2, stride=128)(warp_group))
         tCrW = tiled_mma.make_fragment_A(thread_mma.partition_A(sW))
         tCrH = tiled_mma.make_fragment_B(thread_mma.partition_B(sH))
@@ -113,8 +116,8 @@ class Mainloop:
 
     @cute.jit
     def accumulate(self, pipe, tiled_mma, tCrW, tCrH, accumulator, state, release, k_tiles):
-        """The logits of one tile; returns the advanced pipeline states. A stage is released once the next one's products are on
-        their way."""
+        """The logits of one tile, but for the last stage's products, which ``drain`` waits for; returns the advanced pipeline
+        states. A stage is released once the next one's products are on their way."""
         pipe.consumer_wait(state)
         warpgroup.fence()
         for kb in range_constexpr(TILE_D // 16):
@@ -135,7 +138,12 @@ class Mainloop:
             pipe.consumer_release(release)
             release.advance()
             state.advance()
+        return state, release
+
+    @cute.jit
+    def drain(self, pipe, release):
+        """Waits for all products and releases the last stage; returns the advanced state."""
         warpgroup.wait_group(0)
         pipe.consumer_release(release)
         release.advance()
-        return state, release
+        return release

@@ -167,6 +167,24 @@ def code_float(codes: Uint32, byte: int) -> Float32:
     return _permute_bytes(codes, Uint32(0x7F000000), 0x7055 | byte << 8).bitcast(Float32)
 
 
+def exponents(batch) -> Uint32:
+    """The upper byte of every ``code_float``, made so (a batch is positive) that ptxas takes it for a value: of a constant it
+    makes an operand, and then needs an instruction more for the selector of each permutation."""
+    return Uint32(0x7F000000) ^ (Uint32(batch) >> Uint32(31))
+
+
+def add_codes(base_low: Float32, base_high: Float32, codes: Uint32, pair: int, exponents: Uint32) -> Uint32:
+    """base + w * CODE_STEP of two neighbouring codes, bytes 2 ``pair`` and 2 ``pair`` + 1, as bfloat16: for the signs. These
+    are 0 wherever those of the sums are: a negative base is rounded upwards, the sum is rounded once, and w and CODE_STEP are
+    exact, w's seven bits being those of a bfloat16."""
+    ptx = (
+        "{.reg .b32 w, base, step; mov.b32 step, 0x02800280; cvt.rz.bf16x2.f32 base, {$r1}, {$r0}; "
+        f"prmt.b32 w, {{$r2}}, {{$r3}}, {0x7372 if pair else 0x7170:#x}; "
+        "fma.rn.bf16x2 {$w0}, w, step, base;}"
+    )
+    return cute.arch.inline_ptx(ptx, write_only_types=[Uint32], read_only_args=[base_low, base_high, codes, exponents])
+
+
 def _log2(x: Float32) -> Float32:
     """The hardware's logarithm, absolute error 2**-22 in (1/2, 2)."""
     return cute.arch.inline_ptx("lg2.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])

@@ -80,6 +80,11 @@ def publish(slot: Int64, key: Int64) -> None:
     cute.arch.red(global_pointer(Int64, slot), key, op="max", dtype="s64", sem="relaxed", scope="gpu")
 
 
+def published(slot: Int64) -> Int64:
+    """The key of the slot at an address, as far as other threads have raised it."""
+    return cute.arch.load(global_pointer(Int64, slot), Int64, sem="relaxed", scope="gpu")
+
+
 def token_of_keys(best_key: Int64, inf_key: Int64) -> Int64:
     """Token id of a row's two slots; -1 if a score was NaN or none was finite."""
     winner = Int64(select_(inf_key != Int64(0), inf_key, best_key))
