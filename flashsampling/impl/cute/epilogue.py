@@ -37,6 +37,7 @@ QUEUE = 64  # candidates that wait for evaluation: one per thread of the two eva
 _VALID = -(2**31)  # the top bit of an entry's lower half: 0 is a free slot
 _NOISE_THREADS = 128
 _CONSUMER_THREADS = 256
+_CONSTANTS = 2 * noise.ROW_CONSTANTS + 2  # of a pair of columns
 _CROWD = 8  # rows of which a CTA in its first tile knows the best token of all: with more it waits for others
 _LOOKS = 8  # at what they know, at most
 _MANY_CTAS = 16  # that work for a block of rows: of fewer there is less to learn
@@ -159,24 +160,26 @@ class SampleEpilogue:
     @cute.jit
     def make_codes(self, args: Arguments, walk: Walk, shared: Shared, full, empty, thread):
         """The noise warpgroup: codes of every tile's words, a tile at a time; ``full`` and ``empty``: their barriers."""
-        # a thread has one pair of columns for all tiles; of 96 pairs' groups the last warp takes seven, for a third of the
-        # pairs at a time: with the constants, which it makes anew, that takes about as long as the others' 25
-        shared_out = const_expr(self.pairs == 96)
-        steps = const_expr(25 if shared_out else 32 // self.threads_per_pair)
-        pair = thread % self.pairs
-        constants = self.pair_constants(args, walk, pair)
+        # A thread has one pair of columns for all tiles. Of 96 pairs' groups the last warp takes a quarter, for a third of the
+        # pairs at a time, whose constants it makes anew.
+        turns, first, steps = Int32(1), thread // self.pairs, Int32(32 // self.threads_per_pair)
+        idle = first >= self.threads_per_pair
+        if const_expr(self.pairs == 96):
+            turns = Int32(select_(idle, Int32(3), Int32(1)))
+            first = Int32(select_(idle, Int32(24), Int32(0)))
+            steps = Int32(select_(idle, Int32(8), Int32(24)))
+            idle = Boolean(False)
+        constants = cute.make_rmem_tensor(_CONSTANTS, Uint32)
         for i in cutlass.range(walk.tiles, unroll=1):
             tile = args.base // TILE_V + walk.tile(i)
             buffer, use = self.buffer_of(i)
-            codes = self.codes_of(shared, buffer)
             cute.arch.mbarrier_wait(empty + buffer, (use + 1) % 2)
-            if thread // self.pairs < self.threads_per_pair:
-                self.code_pair(codes, tile, pair, constants, thread // self.pairs, self.threads_per_pair, steps)
-            elif const_expr(shared_out):
-                for third in cutlass.range(3, unroll=1):
-                    other = 32 * third + pair
-                    own = self.pair_constants(args, walk, other)
-                    self.code_pair(codes, tile, other, own, steps, 1, 32 - steps)
+            for turn in cutlass.range(turns, unroll=1):
+                pair = thread % self.pairs + 32 * turn
+                if (i == 0) | (turns > 1):
+                    self.pair_constants(args, walk, pair, constants)
+                if not idle:
+                    self.code_pair(self.codes_of(shared, buffer), tile, pair, constants, first, steps)
             cute.arch.mbarrier_arrive(full + buffer)
 
     def buffer_of(self, iteration):
@@ -187,36 +190,40 @@ class SampleEpilogue:
         """(32 N,) uint32"""
         return cute.make_tensor(shared.codes.iterator + buffer * self.code_words, cute.make_layout(self.code_words))
 
-    def pair_constants(self, args, walk, pair):
-        """Of two neighbouring columns: what Philox needs of each, and what is kept of their codes and set, for greedy ones."""
-        of_rows = []
+    @cute.jit
+    def pair_constants(self, args, walk, pair, constants):
+        """Of two neighbouring columns: what Philox needs of each, then what is kept of their codes and set, for greedy ones."""
         keep, fixed = Uint32(0xFFFFFFFF), Uint32(0)
-        for c in range(2):
+        for c in range_constexpr(2):
             row = cutlass.min(walk.first_row + 2 * pair + c, args.batch - 1)
             _, switch, k0, k1, o0, o1 = self.row_params(args, row)
-            of_rows.append(noise.row_constants(Uint32(0), (o0, o1), (k0, k1)))
+            words = noise.row_constants(Uint32(0), (o0, o1), (k0, k1))
+            for n in range_constexpr(noise.ROW_CONSTANTS):
+                constants[noise.ROW_CONSTANTS * c + n] = words[n]
             greedy = switch == Float32(0.0)
             keep = keep & Uint32(select_(greedy, Uint32(0xFF00FF00 >> 8 * c), Uint32(0xFFFFFFFF)))
             fixed = fixed | Uint32(select_(greedy, Uint32(noise.GREEDY_BYTE * 0x00010001 << 8 * c), Uint32(0)))
-        return of_rows, keep, fixed
+        constants[_CONSTANTS - 2], constants[_CONSTANTS - 1] = keep, fixed
 
     @cute.jit
-    def code_pair(self, codes, tile, pair, constants, first, stride: cutlass.Constexpr, steps: cutlass.Constexpr):
-        """Codes of a pair of columns in ``steps`` of a tile's 32 groups (token bits 5, 4, 2, 1, 0): every ``stride``-th one."""
-        of_rows, keep, fixed = constants
+    def code_pair(self, codes, tile, pair, constants, first, steps):
+        """Codes of a pair of columns in ``steps`` of a tile's 32 groups (token bits 5, 4, 2, 1, 0), from ``first`` on every one
+        that is this thread's."""
+        of_rows = [[constants[noise.ROW_CONSTANTS * c + n] for n in range(noise.ROW_CONSTANTS)] for c in range(2)]
+        keep, fixed = constants[_CONSTANTS - 2], constants[_CONSTANTS - 1]
         first_word = pair // 4 % self.own_blocks * self.halves  # of a consumer thread's
         warpgroup = pair // 4 // self.own_blocks
         to_half = const_expr(128 * self.vector if self.halves == 1 else 1)
         start = first_word // self.vector * 256 + warpgroup * 128 + 4 * first + pair % 4
         at = start * self.vector + first_word % self.vector
         product = noise.group_product(Uint32(tile * 32 + first))  # of the id, not of its place
-        for _ in cutlass.range(steps, unroll=1):
+        for _ in cutlass.range(steps, unroll=2 if self.block_b == 256 else 1):  # no faster for fewer columns
             words = [noise.philox_words_of_products(product, of_row) for of_row in of_rows]
             for half in range_constexpr(2):  # tokens without and with bit 6
                 word = noise.code_bytes([words[c][r + 2 * half] for r in range(2) for c in range(2)])
                 codes[at + half * to_half] = word & keep | fixed
-            at += 4 * stride * self.vector
-            product += Uint64(stride * noise.GROUP_STEP)
+            at += 4 * self.threads_per_pair * self.vector
+            product += Uint64(self.threads_per_pair * noise.GROUP_STEP)
 
     @cute.jit
     def learn_thresholds(self, args, walk, shared, thread, threads: cutlass.Constexpr):
@@ -241,11 +248,11 @@ class SampleEpilogue:
         return Int32(select_(everything, Int32(2), Int32(select_(some, Int32(1), Int32(0)))))
 
     @cute.jit
-    def search(self, args: Arguments, walk: Walk, shared: Shared, logits, early, sampled, iteration, thread, barrier):
+    def search(self, args: Arguments, walk: Walk, shared: Shared, logits, first_words, sampled, iteration, thread, barrier):
         """The consumers, 256 threads: queues the candidates of the CTA's tile number ``iteration``.
 
-        ``logits``: this thread's, (2 columns, 2 rows, blocks of eight columns, halves of the tokens) float32. ``early``:
-        ``bounds_without_logits``. ``sampled``: what it says of the tile, not 0. ``barrier``: of all consumers.
+        ``logits``: this thread's, (2 columns, 2 rows, blocks of eight columns, halves of the tokens) float32. ``first_words``:
+        the code words number 0. ``sampled``: what it says of the tile, not 0. ``barrier``: of all consumers.
         """
         lane = thread % 32
         warp = thread // 32
@@ -266,19 +273,13 @@ class SampleEpilogue:
                 barrier.arrive_and_wait()
                 self.share_thresholds(args, walk, shared, thread, barrier)
                 barrier.arrive_and_wait()
-                self.bounds_without_logits(shared, early, thread)  # of the thresholds that are known now
             # first without a branch, so that loads and arithmetic of all vectors overlap; then what the few hits need. A hit is
             # a sign of 0, and so is a NaN, as the hardware makes it
-            signs = Uint32(0x80000000)
-            for i in range_constexpr(4 * self.vector):
-                c, r, j, half = self.place(0, i)
-                bound = cute.math.fma(logits[c, r, j, half], early[4 * self.vector + 2 * j + c], early[i])
-                signs = signs & bound.bitcast(Uint32)
-            hits = Uint32(select_(signs != Uint32(0), Uint32(0), Uint32(1)))
+            hits = Uint32(0)
             exponents = noise.exponents(args.batch)
-            for q in range_constexpr(1, self.vectors):
+            for q in range_constexpr(self.vectors):
                 signs = Uint32(0x80008000)
-                words = self.load_codes(shared, q, lane, warp)
+                words = first_words if const_expr(q == 0) else self.load_codes(shared, q, thread)
                 for i in range_constexpr(0, 4 * self.vector, 2):
                     _, r, j, half = self.place(q, i)
                     if const_expr(i % (4 * self.halves) == 0):
@@ -291,8 +292,9 @@ class SampleEpilogue:
                 while hits != Uint32(0):
                     q = cute.arch.popc((hits & (Uint32(0) - hits)) - Uint32(1))
                     hits = hits & (hits - Uint32(1))
+                    # one copy, since what is seldom run is seldom cached
                     found = cute.make_rmem_tensor(4 * self.vector, Float32)
-                    self.pick(logits, q, found, 0, 1)  # then there is one copy of what follows: seldom run, it is seldom cached
+                    self.pick(logits, q, found, 0, 1)
                     self.push_candidates(shared, found, q, iteration, lane, warp)
         else:
             self.every_draw(args, walk, logits, token0, self.first_block(warp), lane)
@@ -310,20 +312,6 @@ class SampleEpilogue:
         block of columns, half of the tokens."""
         return i % 2, i // 2 % 2, q * self.vector // self.halves + i // 4 // self.halves, i // 4 % self.halves
 
-    @cute.jit
-    def bounds_without_logits(self, shared, early, thread):
-        """Fills ``early``, (6 ``vector``,) float32, with what does not need the logits of a thread's first code words: bounds
-        that the scaled logits are to be added to, and the scales of the columns."""
-        lane, warp = thread % 32, thread // 32
-        words = self.load_codes(shared, 0, lane, warp)
-        for i in range_constexpr(4 * self.vector):
-            c, _, j, _ = self.place(0, i)
-            if const_expr(i % (4 * self.halves) == 0):
-                pair = self.load_rows(shared, self.first_block(warp) + j, lane)
-                for column in range_constexpr(2):
-                    early[4 * self.vector + 2 * j + column] = pair[2 * column]
-            early[i] = cute.math.fma(noise.code_float(words[i // 4], i % 4), Float32(noise.CODE_STEP), pair[2 * c + 1])
-
     def bound(self, logit, pair, c: int, word, i: int) -> Float32:
         """How far above its row's threshold a score can be at most. ``pair``: what ``load_rows`` says of columns c = 0, 1;
         ``word``: the code word of which byte i % 4 is the logit's."""
@@ -331,26 +319,26 @@ class SampleEpilogue:
         return cute.math.fma(noise.code_float(word, i % 4), Float32(noise.CODE_STEP), base)
 
     @cute.jit
-    def pick(self, logits, q, found, k: cutlass.Constexpr, at_once: cutlass.Constexpr):
-        """``found`` (4 ``vector`` ``at_once``,) becomes a thread's logits of its code words number q ``at_once`` and next, q at
-        least ``k``."""
-        if const_expr((k + 1) * at_once == self.vectors):
-            self.copy_vectors(logits, k, found, at_once)
+    def pick(self, logits, q, found, at_least: cutlass.Constexpr, at_once: cutlass.Constexpr):
+        """``found`` (4 ``vector`` ``at_once``,) becomes a thread's logits of its code words number q ``at_once`` and next ones;
+        q is ``at_least`` that."""
+        if const_expr((at_least + 1) * at_once == self.vectors):
+            self.copy(logits, at_least * at_once, found)
         else:
-            if q == k:
-                self.copy_vectors(logits, k, found, at_once)
+            if q == at_least:
+                self.copy(logits, at_least * at_once, found)
             else:
-                self.pick(logits, q, found, k + 1, at_once)
+                self.pick(logits, q, found, at_least + 1, at_once)
 
-    def copy_vectors(self, logits, k, found, at_once):
-        for i in range(4 * self.vector * at_once):
-            c, r, j, half = self.place(k * at_once, i)
+    def copy(self, logits, first, found):
+        for i in range(cute.size(found)):
+            c, r, j, half = self.place(first, i)
             found[i] = logits[c, r, j, half]
 
     @cute.jit
     def push_candidates(self, shared, logits, q, iteration, lane, warp):
         """Queues candidates: ``logits`` (4 ``vector``,) are those of a thread's code words number ``q``."""
-        words = self.load_codes(shared, q, lane, warp)
+        words = self.load_codes(shared, q, warp * 32 + lane)
         mask = Uint32(0)
         for i in range_constexpr(4 * self.vector):
             c, _, j, _ = self.place(q, i)
@@ -374,12 +362,12 @@ class SampleEpilogue:
             self.push(shared, entry, (warp * 32 + lane) % QUEUE)
 
     @cute.jit
-    def load_codes(self, shared, q, lane, warp):
-        """A thread's code words number ``q``, ``vector`` of them."""
+    def load_codes(self, shared, q, thread):
+        """A consumer thread's code words number ``q``, (``vector``,) uint32."""
         words = cute.make_rmem_tensor(self.vector, Uint32)
         layout = cute.make_layout((self.vector, self.code_words // self.vector), stride=(1, self.vector))
         tiled = cute.make_tensor(shared.codes.iterator, layout)
-        cute.autovec_copy(tiled[None, (8 * q + warp) * 32 + lane], words)
+        cute.autovec_copy(tiled[None, _CONSUMER_THREADS * q + thread], words)
         return words
 
     @cute.jit
@@ -404,7 +392,7 @@ class SampleEpilogue:
             for i in range_constexpr(4 * self.vector * vectors):
                 c, _, j, _ = self.place(0, i)
                 if const_expr(i % (4 * self.vector) == 0):
-                    words = self.load_codes(shared, group * vectors + i // (4 * self.vector), lane, warp)
+                    words = self.load_codes(shared, group * vectors + i // (4 * self.vector), warp * 32 + lane)
                 if const_expr(i % (4 * self.halves) == 0):
                     pair = self.load_rows(shared, self.first_block(warp) + group * self.seeded_blocks + j, lane)
                     bests += [Float32(-INFINITY), Float32(-INFINITY)]
@@ -495,14 +483,13 @@ class SampleEpilogue:
     # -- the evaluating warps
 
     @cute.jit
-    def evaluate(self, args: Arguments, walk: Walk, shared: Shared, full, empty, thread):
+    def evaluate(self, args: Arguments, walk: Walk, shared: Shared, full, thread):
         """Evaluates candidates exactly and publishes those that lead their row in this CTA, until the consumers are done.
 
         A thread owns one slot of the queue. With none filled the warps sleep: the instructions of a loop that looks would be
-        taken from the noise. They wake when a tile's codes are complete, to learn thresholds, when it has been searched, and
-        every microsecond, for a queue that is full.
+        taken from the noise. They wake when a tile's codes are complete, to learn thresholds, and every microsecond.
         """
-        events = Int32(0)  # a tile's codes full, then empty
+        learned = Int32(0)  # tiles
         running = Int32(1)
         while running != 0:
             # before the slot is looked at: what was pushed before the consumers were done is then seen. The warp decides as
@@ -521,16 +508,13 @@ class SampleEpilogue:
             else:
                 if finished:
                     running = Int32(0)
-                elif events == 2 * walk.tiles:
+                elif learned == walk.tiles:
                     cute.arch.inline_ptx("nanosleep.u32 {$r0};", read_only_args=[Uint32(100)])
                 else:
-                    coded = events & 1 == 0
-                    buffer, use = self.buffer_of(events >> 1)
-                    barrier = Uint32(select_(coded, Uint32((full + buffer).toint()), Uint32((empty + buffer).toint())))
-                    if cute.arch.vote_any_sync(_happened(barrier, Uint32(use & 1)) != Uint32(0)):
-                        if coded:
-                            self.learn_thresholds(args, walk, shared, thread, QUEUE)
-                        events += 1
+                    buffer, use = self.buffer_of(learned)
+                    if cute.arch.vote_any_sync(_happened(Uint32((full + buffer).toint()), Uint32(use & 1)) != Uint32(0)):
+                        self.learn_thresholds(args, walk, shared, thread, QUEUE)
+                        learned += 1
 
     @cute.jit
     def consider(self, args, walk, shared, logit, token, column):

@@ -215,7 +215,7 @@ class SampleKernel:
                 self.mainloop.produce(pipe, tma_w, tW, tma_h, tH, sW, sH, rank, row_block, walk, args.base)
             elif warp < 3:
                 prepared.arrive_and_wait()
-                self.epilogue.evaluate(args, walk, shared, codes_full, codes_empty, thread - 32)
+                self.epilogue.evaluate(args, walk, shared, codes_full, thread - 32)
                 published.arrive()
         elif warp_group == 1:
             cute.arch.setmaxregister_decrease(self.noise_registers)
@@ -235,7 +235,6 @@ class SampleKernel:
             state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.mainloop.stages)
             release = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.mainloop.stages)
             k_tiles = cute.ceil_div(dim, self.mainloop.tile[2])
-            early = cute.make_rmem_tensor(6 * self.epilogue.vector, Float32)
             for i in cutlass.range(walk.tiles, unroll=1):
                 sampled = self.epilogue.sampled(args, walk, i)
                 state, release = self.mainloop.accumulate(pipe, tiled_mma, tCrW, tCrH, accumulator, state, release, k_tiles)
@@ -243,11 +242,10 @@ class SampleKernel:
                 tile_shared = shared._replace(codes=self.epilogue.codes_of(shared, buffer))
                 if one_draw:
                     cute.arch.mbarrier_wait(codes_full + buffer, use % 2)
-                # while the last products are on their way
-                self.epilogue.bounds_without_logits(tile_shared, early, thread)
+                words = self.epilogue.load_codes(tile_shared, 0, thread)  # while the last products are on their way
                 release = self.mainloop.drain(pipe, release)
                 if sampled != 0:
-                    self.epilogue.search(args, walk, tile_shared, logits, early, sampled, i, thread, consumers)
+                    self.epilogue.search(args, walk, tile_shared, logits, words, sampled, i, thread, consumers)
                 cute.arch.sync_warp()
                 if one_draw & (thread % 32 == 0):
                     cute.arch.mbarrier_arrive(codes_empty + buffer)

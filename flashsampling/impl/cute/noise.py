@@ -40,6 +40,7 @@ GROUP_STEP = _M0 = 0xD2511F53  # multipliers and Weyl increments of Philox4x32
 _M1 = 0xCD9E8D57
 _W0 = 0x9E3779B9
 _W1 = 0xBB67AE85
+ROW_CONSTANTS = 20
 REFINEMENT_BIT = 0x80 << 24  # the stream bit of the tail refinement's block
 
 GUMBEL_BELOW = -33.7787  # -33.25 - log2(log2(e)), rounded up
