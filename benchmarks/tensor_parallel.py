@@ -11,7 +11,6 @@ import functools
 import importlib
 import json
 import os
-import random
 import statistics
 import subprocess
 import sys
@@ -33,7 +32,7 @@ from tests.problems import Problem
 
 from . import plots
 from .sample import make_problem
-from .timing import Step, graph_of, machine
+from .timing import Step, graph_of, machine, shuffled
 
 BATCHES = "1,4,16,64,128,256"
 SIZES = "1,2,4,8"
@@ -49,12 +48,11 @@ def _medians(steps: dict[str, Step], per_graph: int, rounds: int) -> dict[str, f
     graphs = {name: graph_of(functools.partial(_repeat, step, per_graph)) for name, step in steps.items()}
     together = torch.zeros(1, device="cuda")
     times: list[list[float]] = []
-    shuffled = random.Random(0)  # the same order on all ranks, another each round: what a step leaves behind meets all alike
-    for _ in range(rounds):
+    for names in shuffled(graphs, rounds):
         # not timed: while it runs the hosts get ahead of their devices; else their launches would be part of the first figure
         next(iter(graphs.values())).replay()
         events = {}
-        for name in shuffled.sample(list(graphs), len(graphs)):
+        for name in names:
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             dist.all_reduce(together)  # the ranks' devices start together
             start.record()

@@ -5,7 +5,7 @@ import platform
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -27,14 +27,20 @@ def graph_of(step: Step) -> torch.cuda.CUDAGraph:
     return graph
 
 
+def shuffled(names: Iterable[str], rounds: int) -> Iterator[list[str]]:
+    """The names in an order of its own for every round, so that what a step leaves behind, a hot GPU among it, meets all alike;
+    the same orders in every process."""
+    generator, names = random.Random(0), list(names)
+    for _ in range(rounds):
+        yield generator.sample(names, len(names))
+
+
 def interleaved_medians(steps: Mapping[str, Step], rounds: int) -> dict[str, float]:
-    """Median milliseconds of a graph replay of every step; round by round, so that a drift of the clocks meets all alike, and
-    in an order of its own each, so that what a step leaves behind, a hot GPU among it, does too."""
+    """Median milliseconds of a graph replay of every step; round by round, so that a drift of the clocks meets all alike."""
     graphs = {name: graph_of(step) for name, step in steps.items()}
     events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in steps}
-    shuffled = random.Random(0)
-    for _ in range(rounds):
-        for name in shuffled.sample(list(graphs), len(graphs)):
+    for names in shuffled(graphs, rounds):
+        for name in names:
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             graphs[name].replay()
