@@ -63,6 +63,10 @@ class Arguments(NamedTuple):
     num_samples: Int32
     exchange: Int64  # TOKENS, PACKED or the address of an exchange's table
 
+    def slot(self, row):
+        """Address of a row's first slot, of one draw."""
+        return self.workspace + Int64(row) * 8
+
 
 class Walk(NamedTuple):
     """Which tiles are this CTA's."""
@@ -81,7 +85,7 @@ class Shared(NamedTuple):
     """The epilogue's shared memory."""
 
     rows: cute.Tensor  # (N, 2) float32: scale, threshold
-    codes: cute.Tensor  # (32 N,) uint32, of a tile's buffer or of all
+    codes: cute.Tensor  # uint32, of all buffers; for ``search`` (32 N,), its tile's
     queue: cute.Tensor  # (QUEUE,) int64: logit, then valid, iteration (16 bits), token of the tile (7), column (8); 0: free
     done: cute.Tensor  # (1,) int32: consumer warps that have no more candidates
 
@@ -99,6 +103,12 @@ def _count(barrier, condition: Boolean) -> Int32:
         f"bar.red.popc.u32 {{$w0}}, {barrier.barrier_id}, {barrier.num_threads}, p;}}"
     )
     return cute.arch.inline_ptx(ptx, write_only_types=[Int32], read_only_args=[Uint32(condition)])
+
+
+def _take_lowest(bits: Uint32) -> tuple:
+    """Which bit of some is the lowest, and the others."""
+    lowest = cute.arch.popc((bits & (Uint32(0) - bits)) - Uint32(1))
+    return lowest, bits & (bits - Uint32(1))
 
 
 def _half(value: Int64, upper: int) -> Uint32:
@@ -120,8 +130,9 @@ class SampleEpilogue:
         self.threads_per_pair = 1  # that share the tile's groups
         while 2 * self.threads_per_pair * self.pairs <= _NOISE_THREADS:
             self.threads_per_pair *= 2
-        self.code_words = TILE_V * block_b // 4  # of a buffer
         self.code_buffers = config.code_buffers
+        self.buffer_words = TILE_V * block_b // 4
+        self.code_words = self.code_buffers * self.buffer_words
 
     # -- rows
 
@@ -187,8 +198,8 @@ class SampleEpilogue:
         return iteration % self.code_buffers, iteration // self.code_buffers
 
     def codes_of(self, shared, buffer):
-        """(32 N,) uint32"""
-        return cute.make_tensor(shared.codes.iterator + buffer * self.code_words, cute.make_layout(self.code_words))
+        """A buffer's, (32 N,) uint32."""
+        return cute.make_tensor(shared.codes.iterator + buffer * self.buffer_words, cute.make_layout(self.buffer_words))
 
     @cute.jit
     def pair_constants(self, args, walk, pair, constants):
@@ -226,10 +237,10 @@ class SampleEpilogue:
             product += Uint64(self.threads_per_pair * noise.GROUP_STEP)
 
     @cute.jit
-    def learn_thresholds(self, args, walk, shared, thread, threads: cutlass.Constexpr):
-        """What other CTAs have published by now lowers this CTA's thresholds."""
-        for column in cutlass.range(thread, cutlass.min(self.block_b, args.batch - walk.first_row), threads, unroll=1):
-            self.learn(shared, column, reduction.published(args.workspace + Int64(walk.first_row + column) * 8))
+    def learn_thresholds(self, args, walk, shared, thread):
+        """The evaluators: what other CTAs have published by now lowers this CTA's thresholds."""
+        for column in cutlass.range(thread, cutlass.min(self.block_b, args.batch - walk.first_row), QUEUE, unroll=1):
+            self.learn(shared, column, reduction.published(args.slot(walk.first_row + column)))
 
     @cute.jit
     def learn(self, shared, column, key: Int64):
@@ -290,8 +301,7 @@ class SampleEpilogue:
             if cute.arch.vote_any_sync(hits != Uint32(0)):
                 hits = cute.arch.warp_redux_sync(hits, "or")
                 while hits != Uint32(0):
-                    q = cute.arch.popc((hits & (Uint32(0) - hits)) - Uint32(1))
-                    hits = hits & (hits - Uint32(1))
+                    q, hits = _take_lowest(hits)
                     # one copy, since what is seldom run is seldom cached
                     found = cute.make_rmem_tensor(4 * self.vector, Float32)
                     self.pick(logits, q, found, 0, 1)
@@ -307,10 +317,11 @@ class SampleEpilogue:
         """Of a tile, that a consumer warp has."""
         return (warp if self.halves == 1 else warp % 4) * 16
 
-    def place(self, q, i: int) -> tuple:
+    def place(self, q, i) -> tuple:
         """Where the logit of byte ``i`` (of 4 ``vector``) of a thread's code words number ``q`` stands: column and row of two,
         block of columns, half of the tokens."""
-        return i % 2, i // 2 % 2, q * self.vector // self.halves + i // 4 // self.halves, i // 4 % self.halves
+        word = i >> 2
+        return i & 1, i >> 1 & 1, q * self.vector // self.halves + word // self.halves, word % self.halves
 
     def bound(self, logit, pair, c: int, word, i: int) -> Float32:
         """How far above its row's threshold a score can be at most. ``pair``: what ``load_rows`` says of columns c = 0, 1;
@@ -347,16 +358,14 @@ class SampleEpilogue:
             below = self.bound(logits[i], pair, c, words[i // 4], i) < Float32(0.0)
             mask = mask | Uint32(select_(below, Uint32(0), Uint32(1 << i)))
         while mask != Uint32(0):
-            lowest = cute.arch.popc((mask & (Uint32(0) - mask)) - Uint32(1))
-            mask = mask & (mask - Uint32(1))
+            which, mask = _take_lowest(mask)
             some = [logits[i] for i in range(4 * self.vector)]
             for bit in range_constexpr(self.vector.bit_length() + 1):
-                odd = lowest >> bit & 1 != 0
-                some = [Float32(select_(odd, some[i + 1], some[i])) for i in range(0, len(some), 2)]
-            word = lowest >> 2
-            block = self.first_block(warp) + q * self.vector // self.halves + word // self.halves
-            column = 8 * block + 2 * (lane % 4) + (lowest & 1)
-            token = self.first_token(warp) + lane // 4 + 8 * (lowest >> 1 & 1) + 64 * (word % self.halves)  # in the tile
+                odd = which >> bit & 1 != 0
+                some = [Float32(select_(odd, some[n + 1], some[n])) for n in range(0, len(some), 2)]
+            of_two, row, block, half = self.place(q, which)
+            column = 8 * (self.first_block(warp) + block) + 2 * (lane % 4) + of_two
+            token = self.first_token(warp) + lane // 4 + 8 * row + 64 * half  # in the tile
             place = Int32(_VALID) | (iteration << 15) | (token << 8) | column
             entry = Int64(some[0].bitcast(Uint32)) << Int64(32) | Int64(Uint32(place))
             self.push(shared, entry, (warp * 32 + lane) % QUEUE)
@@ -365,7 +374,7 @@ class SampleEpilogue:
     def load_codes(self, shared, q, thread):
         """A consumer thread's code words number ``q``, (``vector``,) uint32."""
         words = cute.make_rmem_tensor(self.vector, Uint32)
-        layout = cute.make_layout((self.vector, self.code_words // self.vector), stride=(1, self.vector))
+        layout = cute.make_layout((self.vector, self.buffer_words // self.vector), stride=(1, self.vector))
         tiled = cute.make_tensor(shared.codes.iterator, layout)
         cute.autovec_copy(tiled[None, _CONSUMER_THREADS * q + thread], words)
         return words
@@ -410,7 +419,7 @@ class SampleEpilogue:
         """After ``seed_thresholds``, a thread per column: tells other CTAs of the bounds and learns theirs. To the first ones
         nearly every row's best would be a candidate: they wait until others have come so far."""
         live = column < cutlass.min(self.block_b, args.batch - walk.first_row)
-        slot = args.workspace + Int64(walk.first_row + column) * 8
+        slot = args.slot(walk.first_row + column)
         bound = Int64(-1)
         if live:
             threshold = shared.rows[column, 1]
@@ -513,7 +522,7 @@ class SampleEpilogue:
                 else:
                     buffer, use = self.buffer_of(learned)
                     if cute.arch.vote_any_sync(_happened(Uint32((full + buffer).toint()), Uint32(use & 1)) != Uint32(0)):
-                        self.learn_thresholds(args, walk, shared, thread, QUEUE)
+                        self.learn_thresholds(args, walk, shared, thread)
                         learned += 1
 
     @cute.jit
@@ -523,7 +532,7 @@ class SampleEpilogue:
         if (row < args.batch) & (token < args.end) & (token >= args.skip):
             token = args.base + token
             score = self.score_of(args, logit, token, row, Int32(0))
-            slot = args.workspace + Int64(row) * 8
+            slot = args.slot(row)
             key = reduction.pack_key(score, token)
             if score == Float32(INFINITY):
                 reduction.publish(slot + Int64(args.batch) * 8, key)

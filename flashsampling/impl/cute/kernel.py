@@ -114,7 +114,7 @@ class SampleKernel:
             last: cute.struct.MemRange[Int32, 1]
             queue: cute.struct.MemRange[Int64, QUEUE]
             rows: cute.struct.Align[cute.struct.MemRange[Float32, 2 * self.block_b], 16]
-            codes: cute.struct.Align[cute.struct.MemRange[Uint32, self.epilogue.code_buffers * self.epilogue.code_words], 16]
+            codes: cute.struct.Align[cute.struct.MemRange[Uint32, self.epilogue.code_words], 16]
             w: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(w_layout)], 1024]
             h: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(h_layout)], 1024]
 
@@ -187,17 +187,16 @@ class SampleKernel:
         sW = storage.w.get_tensor(w_layout.outer, swizzle=w_layout.inner)
         sH = storage.h.get_tensor(h_layout.outer, swizzle=h_layout.inner)
         one = cute.make_layout(1)
-        epilogue = self.epilogue
         shared = Shared(
             rows=cute.make_tensor(storage.rows.data_ptr(), cute.make_layout((self.block_b, 2), stride=(2, 1))),
-            codes=cute.make_tensor(storage.codes.data_ptr(), cute.make_layout(epilogue.code_buffers * epilogue.code_words)),
+            codes=cute.make_tensor(storage.codes.data_ptr(), cute.make_layout(self.epilogue.code_words)),
             queue=cute.make_tensor(storage.queue.data_ptr(), cute.make_layout(QUEUE)),
             done=cute.make_tensor(storage.done.data_ptr(), one),
         )
         last = cute.make_tensor(storage.last.data_ptr(), one)
         codes_full, codes_empty = storage.codes_full.data_ptr(), storage.codes_empty.data_ptr()
         if thread == 0:
-            for buffer in range_constexpr(epilogue.code_buffers):
+            for buffer in range_constexpr(self.epilogue.code_buffers):
                 cute.arch.mbarrier_init(codes_full + buffer, _WARPGROUP)
                 cute.arch.mbarrier_init(codes_empty + buffer, 8)
         pipe = self.mainloop.make_pipeline(storage.stages.data_ptr())
@@ -231,7 +230,8 @@ class SampleKernel:
             prepared.arrive_and_wait()
             tCrW, tCrH, accumulator = self.mainloop.fragments(tiled_mma, sW, sH, warp_group - 2)
             # a thread's columns come as neighbours out of eight; its tokens differ in bit 3
-            logits = cute.make_tensor(accumulator.iterator, cute.make_layout((2, 2, epilogue.own_blocks, epilogue.halves)))
+            of_thread = (2, 2, self.epilogue.own_blocks, self.epilogue.halves)
+            logits = cute.make_tensor(accumulator.iterator, cute.make_layout(of_thread))
             state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.mainloop.stages)
             release = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.mainloop.stages)
             k_tiles = cute.ceil_div(dim, self.mainloop.tile[2])

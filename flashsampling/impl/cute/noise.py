@@ -33,6 +33,8 @@ that is 0.
 Source of the method: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11 (Philox).
 """
 
+import struct
+
 import cutlass.cute as cute
 from cutlass import Float32, Uint32, Uint64, select_
 
@@ -40,13 +42,14 @@ GROUP_STEP = _M0 = 0xD2511F53  # multipliers and Weyl increments of Philox4x32
 _M1 = 0xCD9E8D57
 _W0 = 0x9E3779B9
 _W1 = 0xBB67AE85
-ROW_CONSTANTS = 20
+ROW_CONSTANTS = 20  # words that row_constants makes
 REFINEMENT_BIT = 0x80 << 24  # the stream bit of the tail refinement's block
 
 GUMBEL_BELOW = -33.7787  # -33.25 - log2(log2(e)), rounded up
 GUMBEL_ABOVE = -34.59  # GUMBEL_BELOW less 0.472 + 0.25 + 0.087, rounded down
 CODE_STEP = 2.0**-122  # of the Gumbel, per unit of w
 GREEDY_BYTE = 10
+_EXPONENT = 0x7F000000  # upper byte of every w
 HALF = (1 + GREEDY_BYTE / 128) * 2.0**127  # w of the smallest code whose words have v <= 1/2
 
 _SMALL_WORD = 1 << 28  # words below this have v < 1/16
@@ -165,21 +168,23 @@ def code_bytes(words: list) -> Uint32:
 
 def code_float(codes: Uint32, byte: int) -> Float32:
     """w of one of four codes."""
-    return _permute_bytes(codes, Uint32(0x7F000000), 0x7055 | byte << 8).bitcast(Float32)
+    return _permute_bytes(codes, Uint32(_EXPONENT), 0x7055 | byte << 8).bitcast(Float32)
 
 
 def exponents(batch) -> Uint32:
     """The upper byte of every ``code_float``, made so (a batch is positive) that ptxas takes it for a value: of a constant it
     makes an operand, and then needs an instruction more for the selector of each permutation."""
-    return Uint32(0x7F000000) ^ (Uint32(batch) >> Uint32(31))
+    return Uint32(_EXPONENT) ^ (Uint32(batch) >> Uint32(31))
 
 
 def add_codes(base_low: Float32, base_high: Float32, codes: Uint32, pair: int, exponents: Uint32) -> Uint32:
     """base + w * CODE_STEP of two neighbouring codes, bytes 2 ``pair`` and 2 ``pair`` + 1, as bfloat16: for the signs. These
     are 0 wherever those of the sums are: a negative base is rounded upwards, the sum is rounded once, and w and CODE_STEP are
     exact, w's seven bits being those of a bfloat16."""
+    step = int.from_bytes(struct.pack(">f", CODE_STEP)[:2], "big") * 0x00010001  # twice, as bfloat16
     ptx = (
-        "{.reg .b32 w, base, step; mov.b32 step, 0x02800280; cvt.rz.bf16x2.f32 base, {$r1}, {$r0}; "
+        f"{{.reg .b32 w, base, step; mov.b32 step, {step:#x}; "
+        "cvt.rz.bf16x2.f32 base, {$r1}, {$r0}; "
         f"prmt.b32 w, {{$r2}}, {{$r3}}, {0x7372 if pair else 0x7170:#x}; "
         "fma.rn.bf16x2 {$w0}, w, step, base;}"
     )
