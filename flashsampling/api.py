@@ -155,24 +155,12 @@ def _check_tensor_parallel(
     return tp.last_token - tp.first_token, tp.impl
 
 
-def _check_rows(name: str, rows: Tensor, batch: int, device: torch.device) -> None:
-    if rows.shape != (batch,):
-        raise ValueError(f"{name} must be a number or have shape ({batch},), got shape {tuple(rows.shape)}")
-    if rows.device != device:
-        raise ValueError(f"{name} must be on the device of hidden_states, {device}, got {rows.device}")
-
-
-def _dense(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    # asking is a tenth of what the two calls cost that would change nothing
-    return rows if rows.dtype == dtype and rows.is_contiguous() else rows.to(dtype).contiguous()
-
-
 def _temperature(temperature: float | Tensor, batch: int, device: torch.device) -> tuple[Tensor | None, float]:
     if isinstance(temperature, Tensor):
-        if not temperature.is_floating_point():
-            raise TypeError(f"temperature must be floating point, got {temperature.dtype}")
-        _check_rows("temperature", temperature, batch, device)
-        return _dense(temperature, torch.float32), 0.0
+        dtype = temperature.dtype
+        if dtype is not torch.float32 and not dtype.is_floating_point:
+            raise TypeError(f"temperature must be floating point, got {dtype}")
+        return _rows("temperature", temperature, batch, device, dtype, torch.float32), 0.0
     if isinstance(temperature, bool) or not isinstance(temperature, (int, float)):
         raise TypeError(f"temperature must be a float or a tensor, got {type(temperature).__name__}")
     if math.isnan(temperature) or temperature < 0:
@@ -182,12 +170,22 @@ def _temperature(temperature: float | Tensor, batch: int, device: torch.device) 
 
 def _integers(name: str, value: int | Tensor, batch: int, device: torch.device) -> tuple[Tensor | None, int]:
     if isinstance(value, Tensor):
-        if value.dtype not in _INTEGERS:
-            raise TypeError(f"{name} must be an integer tensor, got {value.dtype}")
-        _check_rows(name, value, batch, device)
-        return _dense(value, torch.int64), 0
+        dtype = value.dtype
+        if dtype is not torch.int64 and dtype not in _INTEGERS:
+            raise TypeError(f"{name} must be an integer tensor, got {dtype}")
+        return _rows(name, value, batch, device, dtype, torch.int64), 0
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         raise TypeError(f"{name} must be an int or an integer tensor, got {type(value).__name__}")
     if not -(2**63) <= value < 2**64:
         raise ValueError(f"{name} must fit in 64 bits, got {value}")
     return None, value - 2**_INT64_BITS if value >= 2**63 else value
+
+
+def _rows(name: str, rows: Tensor, batch: int, device: torch.device, dtype: torch.dtype, wanted: torch.dtype) -> Tensor:
+    """A value per row as the implementations take it: contiguous, of the dtype ``wanted``. ``dtype``: what it has."""
+    if rows.shape != (batch,):
+        raise ValueError(f"{name} must be a number or have shape ({batch},), got shape {tuple(rows.shape)}")
+    if rows.device != device:
+        raise ValueError(f"{name} must be on the device of hidden_states, {device}, got {rows.device}")
+    # asking is a tenth of what the two calls cost that would change nothing
+    return rows if dtype is wanted and rows.is_contiguous() else rows.to(wanted).contiguous()

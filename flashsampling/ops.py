@@ -70,7 +70,8 @@ def _sample(
                 seeds, offsets = seed_value if seed is None else seed, offset_value if offset is None else offset
                 sample = _kernels(name).sample
                 arguments = hidden_states, weight, temperature_or_value, seeds, offsets, num_samples, vocab_size, shard
-                if hidden_states.is_cuda and device.index != torch.cuda.current_device():
+                # torch.cuda.current_device() less its asking whether there is CUDA
+                if hidden_states.is_cuda and device.index != torch._C._cuda_getDevice():
                     with torch.cuda.device(device):
                         return finish(sample(*arguments))
                 return finish(sample(*arguments))

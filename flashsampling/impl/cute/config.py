@@ -96,8 +96,9 @@ def unsupported(hidden_states: Tensor, weight: Tensor) -> str | None:
             "the rows of weight must be contiguous and start at multiples of 16 bytes (D divisible by 8), "
             f"got strides {tuple(weight.stride())} at address {weight.data_ptr():#x}"
         )
-    batch, vocab = hidden_states.shape[0], weight.shape[0]
+    vocab = weight.shape[0]
     if vocab > _MAX_TILES_PER_CTA * TILE_V:
+        batch = hidden_states.shape[0]
         ctas = ctas_per_row_block(choose_config(batch, weight.shape[1]), batch, vocab, multiprocessors(device))
         if vocab > _MAX_TILES_PER_CTA * TILE_V * ctas:
             return f"{vocab} vocabulary rows, for a batch of {batch} it takes up to {_MAX_TILES_PER_CTA * TILE_V * ctas}"
