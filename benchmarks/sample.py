@@ -120,6 +120,7 @@ def main(
         raise typer.BadParameter("this benchmark needs a CUDA device")
     torch.manual_seed(0)
     console = Console(width=150)
+    out.mkdir(parents=True, exist_ok=True)
     names, named = implementations.split(","), [name for name in against.split(",") if name]
     if named and "cuBLAS alone" not in named:
         raise typer.BadParameter("the peers must include 'cuBLAS alone', which the limits are of")
@@ -143,13 +144,12 @@ def main(
             missed += _over_the_limit(row, config, names, read)
         console.print(table)
         result["rows"] += rows
+        (out / "sample.json").write_text(json.dumps(result, indent=1) + "\n")  # a run that is cut short keeps what it has
         del weight
         torch.cuda.empty_cache()
     console.print(f"read bandwidth {read:.2f} TB/s; host time of an eager call on a tiny problem, us:")
     console.print({name: round(value, 1) for name, value in result["host_us"].items()})
     console.print(result["machine"])
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "sample.json").write_text(json.dumps(result, indent=1) + "\n")
     plots.speedup(result, out / "speedup.png")
     plots.bandwidth(result, out / "bandwidth.png")
     for line in missed:
