@@ -14,6 +14,8 @@
 #include <cstdint>
 #include <cstdio>
 
+#include "wgmma.cuh"
+
 namespace {
 
 constexpr int kNoiseThreads = 128, kThreads = 384, kSteps = 4000, kShared = 49152 + 2048;
@@ -21,30 +23,6 @@ constexpr unsigned kM0 = 0xD2511F53, kM1 = 0xCD9E8D57;
 constexpr int kRateThreads = 512, kRateSteps = 1500;
 enum Instruction { kNone, kImad, kImadWide, kImadHi, kFfma, kDfma };
 enum Rate { kLop3, kMad, kShiftAdd, kMadShiftAdd, kMadFma, kPermute, kFma };
-
-__device__ __forceinline__ void multiply(float* d, uint64_t a, uint64_t b) {
-  asm volatile(
-      "{wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
-      "{"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, "
-      "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, "
-      "%42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, "
-      "%62, %63 "
-      "}, %64, %65, 1, 1, 1, 0, 0;}"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-        "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-        "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
-        "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
-        "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
-        "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
-        "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
-      : "l"(a), "l"(b));
-}
-
-__device__ __forceinline__ uint64_t descriptor(uint32_t address) {  // K-major, 128-byte swizzle
-  return uint64_t((address & 0x3ffff) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
-}
 
 // the tile's matmul: cycles of so many steps of 64 in k. A thread that is given progress says how far it is
 __device__ __forceinline__ long long multiply_steps(unsigned char* shared, int warpgroup, int steps, volatile int* progress) {
@@ -56,7 +34,7 @@ __device__ __forceinline__ long long multiply_steps(unsigned char* shared, int w
   for (int step = 0; step < steps; step++) {
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
-    for (int k = 0; k < 4; k++) multiply(left, a + 2 * k, b + 2 * k), multiply(right, a + 2 * k, b + 1024 + 2 * k);
+    for (int k = 0; k < 4; k++) multiply128(left, a + 2 * k, b + 2 * k), multiply128(right, a + 2 * k, b + 1024 + 2 * k);
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
     asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
     if (progress != nullptr) *progress = step;

@@ -16,6 +16,7 @@ TILE_D = 64  # depth of a pipeline stage: one 128-byte swizzle atom of 16-bit el
 
 SHARED_BYTES = 232_448  # what a CTA may have on sm_90
 _MAX_STAGES = 13
+_WIDEST_INSTRUCTION = 192  # columns: ptxas serialises one of 256 in a kernel of 512 threads (C7602)
 _LONG_NOISE = 2304  # D up to which the noise of 192 columns takes longer than their matmul
 _MAX_TILES_PER_CTA = 2**16  # a candidate's entry in the queue has 16 bits for it
 
@@ -31,7 +32,7 @@ class TileConfig:
     @property
     def halves(self) -> int:
         """Halves of a tile's 128 tokens that a consumer warpgroup has: with both, it has half of the columns."""
-        return 1 if self.block_b <= 128 else 2
+        return 1 if self.block_b <= _WIDEST_INSTRUCTION else 2
 
     @property
     def stages(self) -> int:

@@ -17,7 +17,7 @@ token wins: what is skipped scores strictly below something published. NaN, +inf
 so every rare case of the contract is decided in one place, ``consider``.
 
 A thread holds of a tile the tokens t and t + 8, t = 64 half + 16 warp + lane / 4, and columns 8 j + 2 (lane % 4) + {0, 1}.
-The two consumer warpgroups share a tile by halves of its tokens; where it has more than 128 columns, by halves of these, and a
+The two consumer warpgroups share a tile by halves of its tokens; where it has more than 192 columns, by halves of these, and a
 thread has both halves of the tokens: what it loads of a column is then used four times, not twice. Codes lie in shared memory
 as a consumer thread reads them: four bytes (column | row << 1) a word, ``vector`` words at once, the halves innermost.
 """
