@@ -63,7 +63,7 @@ __device__ __forceinline__ void load(uint32_t to, const CUtensorMap* map, int k,
 template <bool PingPong, int W, int H, Shared S, int Stages>
 __global__ void __launch_bounds__(kThreads, 1)
     kernel(const __grid_constant__ CUtensorMap weights, const __grid_constant__ CUtensorMap hidden, int depth, long long* out) {
-  constexpr int kCluster = S == kNothing ? 1 : 2, kBlock = 8192, kStage = (W + H) * 128, kSteps = PingPong ? 2 : 1;
+  constexpr int kCluster = S == kNothing ? 1 : 2, kBlock = 8192, kStage = (W + H) * 128, kParts = PingPong ? 2 : 1;
   extern __shared__ __align__(1024) unsigned char raw[];
   __shared__ __align__(8) unsigned long long barriers[2 * Stages + 2];
   const uint32_t base = (__cvta_generic_to_shared(raw) + 1023) & ~1023u, full = __cvta_generic_to_shared(barriers);
@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (thread == 0) {
       // CTAs with the same weights and other columns are neighbours, or neighbouring clusters
       const int columns = 256 / H, group = S == kHidden ? blockIdx.x / 2 / columns * 2 + rank : blockIdx.x / columns;
-      const int column = (S == kHidden ? blockIdx.x / 2 : blockIdx.x) % columns * H, tiles = kTiles * kSteps;
+      const int column = (S == kHidden ? blockIdx.x / 2 : blockIdx.x) % columns * H, tiles = kTiles * kParts;
       for (int s = 0, i = 0, phase = 1, k = 0, tile = 0; s < tiles * depth; s++) {
         wait(empty + 8 * i, phase);
         const uint32_t at = base + i * kStage, barrier = full + 8 * i;
