@@ -31,7 +31,7 @@ logit ptxas hid its loads and results with 184 registers a thread, and not with 
 Rejected designs, H200, B = 256, V = 151936, whole steps against cuBLAS's bare matmul in the same run:
 
     two ping-pong warpgroups of 128 x 128, and in           D = 4096: 1.148, 1.075 against 1.021; D = 2048: 1.175, 1.134
-    clusters of two                                         against 1.067. Fewer cycles, and a lower clock
+    clusters of two                                         against 1.067. A bare loop: fewer cycles, a lower clock
     the second warpgroup three stages behind at the end     D = 4096: 1.021 against 1.025, D = 2048: 1.071 against 1.067
     of a tile: one searches while the other multiplies
     candidates evaluated by the consumers that find them    D = 4096: 1.13, by warps of their own 1.11
