@@ -111,6 +111,15 @@ def same_tokens(rank: Rank) -> None:
     rank.check(tp, shard, problem)
 
 
+def wide_batches(rank: Rank) -> None:
+    """More rows than 128, and than one block of rows has: shapes of the kernels that smaller batches do not take."""
+    problem = rank.problem(330, 1500, 72)
+    tp, shard = rank.group(problem.weight, "uneven 1", max_batch_size=330)
+    with tp:
+        for batch in (330, 129, 150, 170, 190, 205, 220, 235, 256):
+            rank.check(tp, shard, problem.rows(slice(0, batch)))
+
+
 def rare_rows(rank: Rank) -> None:
     """NaN, +inf and -inf on one shard or on several."""
     vocab = 130 * rank.world
@@ -444,6 +453,7 @@ def a_rank_dies(rank: Rank) -> None:
 
 ON_CPU: list[Callable[[Rank], None]] = [
     same_tokens,
+    wide_batches,
     rare_rows,
     changing_batches,
     delayed_ranks,

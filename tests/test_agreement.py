@@ -274,12 +274,12 @@ def test_triton_is_bitwise_invariant_to_the_tile(dtype, device):
 
 @pytest.mark.skipif("cute" not in KERNELS, reason="needs a Hopper GPU and the CuTe DSL")
 @pytest.mark.parametrize("dtype", DTYPES[1:])
-@pytest.mark.parametrize(("vocab", "dim"), [(5000, 1544), (130, 64), (40_000, 72)])
-def test_cute_is_bitwise_invariant_to_the_tile(dtype, vocab, dim, device):
+@pytest.mark.parametrize(("batch", "vocab", "dim"), [(70, 5000, 1544), (70, 130, 64), (70, 40_000, 72), (300, 40_000, 72)])
+def test_cute_is_bitwise_invariant_to_the_tile(dtype, batch, vocab, dim, device):
     from flashsampling.impl.cute import sample
     from flashsampling.impl.cute.config import CONFIGS
 
-    problem = make_problem(70, vocab, dim, device, dtype, logit_std=0.3)
+    problem = make_problem(batch, vocab, dim, device, dtype, logit_std=0.3)
     arguments = (problem.hidden_states, problem.weight, problem.temperature, problem.seed, problem.offset, 1, problem.vocab)
     expected = sample(*arguments)
     for config in CONFIGS:

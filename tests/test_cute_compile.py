@@ -1,6 +1,7 @@
 """The Hopper kernel compiles in every shape without a GPU, its matmul is not serialised, nothing spills; what Blackwell could
 use of it compiles for sm_100a. In processes of their own: the compiler reads its target when it is imported."""
 
+import ast
 import importlib.util
 import os
 import re
@@ -26,7 +27,8 @@ config = CONFIGS[int(sys.argv[2])]
 compile_kernel(dtype, config, f"--gpu-arch sm_90a --keep-cubin --dump-dir {sys.argv[3]}")
 print(config.stages)
 """
-SHAPES = [("bf16", index, n) for index, n in enumerate((8, 16, 32, 48, 64, 96, 128, 192, 192, 256))] + [("fp16", 4, 64)]
+WIDTHS = (8, 16, 32, 48, 64, 96, 128, 144, 160, 176, 192, 192, 208, 224, 240, 256)
+SHAPES = [("bf16", index, n) for index, n in enumerate(WIDTHS)] + [("fp16", 4, 64)]
 
 
 def run(code, *arguments, architecture):
@@ -34,6 +36,20 @@ def run(code, *arguments, architecture):
     result = subprocess.run([sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True, env=environment)
     assert result.returncode == 0, result.stderr[-3000:]
     return result.stdout
+
+
+def test_every_batch_has_a_shape():
+    """As few blocks of rows as there can be, and no shape that is less wide would do."""
+    code = (
+        "from flashsampling.impl.cute.config import CONFIGS, choose_config\n"
+        "print([config.block_b for config in CONFIGS])\n"
+        "print([choose_config(batch, 4096).block_b for batch in range(1, 1100)])"
+    )
+    widths, chosen = map(ast.literal_eval, run(code, architecture="sm_90a").splitlines())
+    assert tuple(widths) == WIDTHS
+    for batch, width in enumerate(chosen, start=1):
+        row_blocks = -(-batch // max(WIDTHS))
+        assert width == min(n for n in WIDTHS if n * row_blocks >= batch), batch
 
 
 @pytest.mark.parametrize(("dtype", "index", "block_b"), SHAPES)
@@ -66,9 +82,9 @@ def test_precompile_fills_the_cache(tmp_path):
     for state in ("compiled", "was there"):
         result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
         assert result.returncode == 0, result.stderr[-3000:]
-        assert result.stdout.count(state) == 20
+        assert result.stdout.count(state) == 2 * len(WIDTHS)
     objects = list(tmp_path.glob("cute/*/*.o"))
-    assert len(objects) == 20
+    assert len(objects) == 2 * len(WIDTHS)
     code = (
         "import torch; from flashsampling.impl.cute import cache; from flashsampling.impl.cute.config import CONFIGS\n"
         "cache._compile = None\n"  # what is on disk is not compiled again

@@ -1,6 +1,6 @@
 """Which problems the Hopper kernel takes, and the tile shape of each: a pure function of the batch size and D.
 
-Nothing is tuned while serving, and there are ten shapes per dtype in all, so ``scripts/precompile`` can make every kernel
+Nothing is tuned while serving, and there are sixteen shapes per dtype in all, so ``scripts/precompile`` can make every kernel
 that will ever be asked for. Rejected designs are recorded in ``kernel``.
 """
 
@@ -17,7 +17,9 @@ TILE_D = 64  # depth of a pipeline stage: one 128-byte swizzle atom of 16-bit el
 SHARED_BYTES = 232_448  # what a CTA may have on sm_90
 _MAX_STAGES = 13
 _WIDEST_INSTRUCTION = 192  # columns: ptxas serialises one of 256 in a kernel of 512 threads (C7602)
-_LONG_NOISE = 2304  # D up to which the noise of 192 columns takes longer than their matmul
+# D up to which the noise of 192 columns takes longer than their matmul, or than their weight takes to read: with several
+# blocks of rows a CTA finds it in L2
+_LONG_NOISE, _LONG_NOISE_SHARED = 1792, 2304
 _MAX_TILES_PER_CTA = 2**16  # a candidate's entry in the queue has 16 bits for it
 
 
@@ -50,19 +52,26 @@ CONFIGS = (
     TileConfig(64, 2),
     TileConfig(96, 2),
     TileConfig(128, 2),
+    TileConfig(144, 2),
+    TileConfig(160, 2, code_buffers=2),
+    TileConfig(176, 2),
     TileConfig(192, 2),
     TileConfig(192, 2, code_buffers=2),
+    TileConfig(208, 2),
+    TileConfig(224, 2),
+    TileConfig(240, 2),
     TileConfig(256, 2),
 )
 
 
 def choose_config(batch: int, dim: int) -> TileConfig:
-    """The smallest shape that takes the batch in one block of rows; beyond 256 rows the one that pads it least. Where the noise
-    takes longer than the matmul, a second buffer of codes is worth the pipeline stage in whose place it is."""
-    block_b = next((config.block_b for config in CONFIGS if batch <= config.block_b), 0)
-    block_b = block_b or min(256, 192, key=lambda n: -(-batch // n) * n)
-    buffers = 2 if block_b == 192 and dim <= _LONG_NOISE else 1
-    return next(config for config in CONFIGS if (config.block_b, config.code_buffers) == (block_b, buffers))
+    """The fewest blocks of rows, and the smallest shape that takes them. Of 192 columns there are two: where the noise takes
+    longer than the matmul, a second buffer of codes is worth the pipeline stage in whose place it is."""
+    row_blocks = max(1, -(-batch // CONFIGS[-1].block_b))
+    block_b = next(config.block_b for config in CONFIGS if batch <= row_blocks * config.block_b)
+    shapes = [config for config in CONFIGS if config.block_b == block_b]
+    long_noise = dim <= (_LONG_NOISE if row_blocks == 1 else _LONG_NOISE_SHARED)
+    return shapes[-1] if long_noise else shapes[0]
 
 
 def ctas_per_row_block(config: TileConfig, batch: int, vocab_size: int, processors: int) -> int:

@@ -130,6 +130,8 @@ class SampleEpilogue:
         self.threads_per_pair = 1  # that share the tile's groups
         while 2 * self.threads_per_pair * self.pairs <= _NOISE_THREADS:
             self.threads_per_pair *= 2
+        # groups that the noise warpgroup's last warp takes over from whole warps of pairs, which keeps all four equally busy
+        self.helped_groups = {72: 10, 80: 10, 88: 7, 96: 7, 104: 5, 112: 3}.get(self.pairs, 0)
         self.code_buffers = config.code_buffers
         self.buffer_words = TILE_V * block_b // 4
         self.code_words = self.code_buffers * self.buffer_words
@@ -171,27 +173,59 @@ class SampleEpilogue:
     @cute.jit
     def make_codes(self, args: Arguments, walk: Walk, shared: Shared, full, empty, thread):
         """The noise warpgroup: codes of every tile's words, a tile at a time; ``full`` and ``empty``: their barriers."""
-        # A thread has one pair of columns for all tiles. Of 96 pairs' groups the last warp takes a quarter, for a third of the
-        # pairs at a time, whose constants it makes anew.
-        turns, first, steps = Int32(1), thread // self.pairs, Int32(32 // self.threads_per_pair)
-        idle = first >= self.threads_per_pair
-        if const_expr(self.pairs == 96):
-            turns = Int32(select_(idle, Int32(3), Int32(1)))
-            first = Int32(select_(idle, Int32(24), Int32(0)))
-            steps = Int32(select_(idle, Int32(8), Int32(24)))
-            idle = Boolean(False)
+        turns = self.noise_turns(thread)
         constants = cute.make_rmem_tensor(_CONSTANTS, Uint32)
         for i in cutlass.range(walk.tiles, unroll=1):
             tile = args.base // TILE_V + walk.tile(i)
             buffer, use = self.buffer_of(i)
             cute.arch.mbarrier_wait(empty + buffer, (use + 1) % 2)
             for turn in cutlass.range(turns, unroll=1):
-                pair = thread % self.pairs + 32 * turn
+                pair, first, stride, steps = self.noise_share(thread, turn)
                 if (i == 0) | (turns > 1):
                     self.pair_constants(args, walk, pair, constants)
-                if not idle:
-                    self.code_pair(self.codes_of(shared, buffer), tile, pair, constants, first, steps)
+                self.code_pair(self.codes_of(shared, buffer), tile, pair, constants, first, stride, steps)
             cute.arch.mbarrier_arrive(full + buffer)
+
+    def noise_turns(self, thread) -> Int32:
+        """How many pairs of columns a noise thread has in turn: one, for all tiles, or those that it helps with."""
+        if not self.helped_groups:
+            return Int32(1)
+        warps, left = self.pairs_of_warps()
+        return Int32(select_(thread >= 96, Int32(warps + (warps == 3 and left > 0)), Int32(1)))
+
+    def noise_share(self, thread, turn) -> tuple:
+        """A noise thread's pair of columns, the first of its groups of four tokens, how far apart these are, and how many.
+
+        Threads share a pair evenly where their number allows it. Else a warp has 32 pairs, another one, if need be, those that
+        are left, several threads each; and the last warp takes the last groups of all pairs of whole warps."""
+        if not self.helped_groups:
+            each = self.threads_per_pair
+            first = thread // self.pairs
+            return thread % self.pairs, first, Int32(each), Int32(select_(first < each, Int32(32 // each), Int32(0)))
+        warps, left = self.pairs_of_warps()
+        own = Int32(32 - self.helped_groups)
+        turn_of_left = 0 if left and warps == 3 else -1  # of the last warp
+        warp, lane = thread // 32, thread % 32
+        helps = (warp == 3) & (turn != turn_of_left)
+        pair = Int32(select_(helps, 32 * (turn - turn_of_left - 1) + lane, thread))
+        first = Int32(select_(helps, own, Int32(0)))
+        steps = Int32(select_(helps, Int32(self.helped_groups), own))
+        steps = Int32(select_(pair < self.pairs, steps, Int32(0)))
+        if left == 0:
+            return pair, first, Int32(1), steps
+        each = 32 // left
+        shares = (warp == warps) & ~helps
+        return (
+            Int32(select_(shares, 32 * warps + lane % left, pair)),
+            Int32(select_(shares, lane // left, first)),
+            Int32(select_(shares, Int32(each), Int32(1))),
+            Int32(select_(shares, Int32(32 // each), steps)),
+        )
+
+    def pairs_of_warps(self) -> tuple[int, int]:
+        """Warps that have 32 pairs of columns of their own, the last one perhaps a few less, and pairs that are left."""
+        warps, left = divmod(self.pairs, 32)
+        return (warps + 1, 0) if left > 16 else (warps, left)
 
     def buffer_of(self, iteration):
         """Of the codes of the CTA's tile number ``iteration``, and how often it was used before."""
@@ -217,9 +251,9 @@ class SampleEpilogue:
         constants[_CONSTANTS - 2], constants[_CONSTANTS - 1] = keep, fixed
 
     @cute.jit
-    def code_pair(self, codes, tile, pair, constants, first, steps):
-        """Codes of a pair of columns in ``steps`` of a tile's 32 groups (token bits 5, 4, 2, 1, 0), from ``first`` on every one
-        that is this thread's."""
+    def code_pair(self, codes, tile, pair, constants, first, stride, steps):
+        """Codes of a pair of columns in ``steps`` of a tile's 32 groups (token bits 5, 4, 2, 1, 0), from ``first`` on and
+        ``stride`` apart."""
         of_rows = [[constants[noise.ROW_CONSTANTS * c + n] for n in range(noise.ROW_CONSTANTS)] for c in range(2)]
         keep, fixed = constants[_CONSTANTS - 2], constants[_CONSTANTS - 1]
         first_word = pair // 4 % self.own_blocks * self.halves  # of a consumer thread's
@@ -233,8 +267,8 @@ class SampleEpilogue:
             for half in range_constexpr(2):  # tokens without and with bit 6
                 word = noise.code_bytes([words[c][r + 2 * half] for r in range(2) for c in range(2)])
                 codes[at + half * to_half] = word & keep | fixed
-            at += 4 * self.threads_per_pair * self.vector
-            product += Uint64(self.threads_per_pair * noise.GROUP_STEP)
+            at += 4 * stride * self.vector
+            product += Uint64(stride) * Uint64(noise.GROUP_STEP)
 
     @cute.jit
     def learn_thresholds(self, args, walk, shared, thread):
