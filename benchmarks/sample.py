@@ -22,11 +22,11 @@ from .peers import peers
 from .timing import Step, host_microseconds, interleaved_medians, machine, read_bandwidth
 
 CONFIGS = [(151936, 4096), (128256, 8192), (151936, 2048), (128256, 4096), (201088, 2880)]  # V, D
-BATCHES = [1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512]
+BATCHES = [1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 512]
 TENSOR_TFLOPS = 790  # bf16 on random data, as measured on an H200: for the speed-of-light column
 LIMITS = {  # whole step over the bare cuBLAS matmul, up to that batch: what is reached, and a little for other machines
     "triton": {32: 1.03, 64: 1.06, 96: 1.35, 128: 1.30, 192: 1.95, 512: 1.65},
-    "cute": {128: 1.00, 512: 1.10},  # the goal is 1.00 everywhere
+    "cute": {128: 1.00, 512: 1.15},  # the goal is 1.00 everywhere
 }
 BEATEN_BY = {("triton", 192, "FI2")}  # seen at V=128256 D=8192; everywhere else ours are faster than all peers
 READ_LIMITS = [0.95, 0.95, 0.92]  # of the read bandwidth, the Hopper kernel up to B = 64 on the first three configurations
