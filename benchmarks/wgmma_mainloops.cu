@@ -1,12 +1,13 @@
 // Which mainloop leaves the tensor cores idle least: the figures of docs/hopper_profile.md.
 //
 //     nvcc -O3 -std=c++17 -gencode arch=compute_90a,code=sm_90a -o /tmp/mainloops benchmarks/wgmma_mainloops.cu -lcuda
-//     /tmp/mainloops
+//     /tmp/mainloops [CYCLES]
 //
 // A persistent CTA per multiprocessor, nine tiles of 128 x 256 each of a matmul with 256 rows, weights from HBM. After a tile a
-// warpgroup is busy for 1500 cycles with its accumulators, as the search is. No noise, no reduction.
+// warpgroup is busy for CYCLES (1500) with its accumulators, as the search is. No noise, no reduction.
 //
 //     cooperative            both warpgroups multiply a tile, half of the columns each, and are then busy together
+//     cooperative, tokens    half of the tokens each, by instructions of 256 columns
 //     ping-pong 128 x 128    in turn, a tile and half of the columns each; another CTA has the other half
 //     ping-pong 64 x 256     in turn, half of a tile each, by instructions of 256 columns
 //
@@ -28,7 +29,7 @@
 
 namespace {
 
-constexpr int kProcessors = 132, kThreads = 384, kTiles = 9, kBusy = 1500, kDepths[] = {32, 64};
+constexpr int kProcessors = 132, kThreads = 384, kTiles = 9, kDepths[] = {32, 64};
 enum Shared { kNothing, kHidden, kWeights };
 
 __device__ __forceinline__ void wait(uint32_t barrier, int phase) {
@@ -60,9 +61,10 @@ __device__ __forceinline__ void load(uint32_t to, const CUtensorMap* map, int k,
 }
 
 // W: weight rows of a stage, H: rows of hidden states; out: cycles of each warpgroup
-template <bool PingPong, int W, int H, Shared S, int Stages>
+template <bool PingPong, int W, int H, Shared S, int Stages, bool Tokens>
 __global__ void __launch_bounds__(kThreads, 1)
-    kernel(const __grid_constant__ CUtensorMap weights, const __grid_constant__ CUtensorMap hidden, int depth, long long* out) {
+    kernel(const __grid_constant__ CUtensorMap weights, const __grid_constant__ CUtensorMap hidden, int depth, int busy,
+           long long* out) {
   constexpr int kCluster = S == kNothing ? 1 : 2, kBlock = 8192, kStage = (W + H) * 128, kParts = PingPong ? 2 : 1;
   extern __shared__ __align__(1024) unsigned char raw[];
   __shared__ __align__(8) unsigned long long barriers[2 * Stages + 2];
@@ -118,11 +120,12 @@ __global__ void __launch_bounds__(kThreads, 1)
       for (int k = 0; k < depth; k++) {
         wait(full + 8 * i, phase);
         const uint32_t at = base + i * kStage;
-        const uint64_t a = descriptor(at), b = descriptor(at + W * 128 + (PingPong ? 0 : warpgroup * 128 * 128));
+        const uint64_t a = descriptor(at + (Tokens ? warpgroup * kBlock : 0));
+        const uint64_t b = descriptor(at + W * 128 + (PingPong || Tokens ? 0 : warpgroup * 128 * 128));
         asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
         for (int n = 0; n < 4; n++) {
-          if (W == 64) multiply256(sums, a + 2 * n, b + 2 * n);
+          if (W == 64 || Tokens) multiply256(sums, a + 2 * n, b + 2 * n);
           else multiply128(sums, a + 2 * n, b + 2 * n), multiply128(sums + 64, a + 512 + 2 * n, b + 2 * n);
         }
         asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
@@ -138,7 +141,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       const long long from = clock64();
 #pragma unroll
       for (int j = 0; j < 128; j++) sum += sums[j];
-      while (clock64() - from < kBusy) {
+      while (clock64() - from < busy) {
       }
     }
     const long long cycles = clock64() - start;
@@ -165,9 +168,9 @@ struct Variant {
   int cluster, shared;
 };
 
-template <bool PingPong, int W, int H, Shared S, int Stages>
+template <bool PingPong, int W, int H, Shared S, int Stages, bool Tokens = false>
 Variant variant(const char* name) {
-  const void* function = reinterpret_cast<const void*>(kernel<PingPong, W, H, S, Stages>);
+  const void* function = reinterpret_cast<const void*>(kernel<PingPong, W, H, S, Stages, Tokens>);
   const int shared = Stages * (W + H) * 128 + 1024;
   cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
   return {name, function, S == kNothing ? 1 : 2, shared};
@@ -175,10 +178,12 @@ Variant variant(const char* name) {
 
 }  // namespace
 
-int main() {
+int main(int argc, char** argv) {
+  int busy = argc > 1 ? std::atoi(argv[1]) : 1500;
   const Variant variants[] = {
       variant<false, 128, 256, kHidden, 4>("cooperative, hidden"),
-      variant<false, 128, 256, kHidden, 3>("the same, three stages of four"),
+      variant<false, 128, 256, kHidden, 4, true>("cooperative, tokens, hidden"),
+      variant<false, 128, 256, kHidden, 3>("cooperative, three stages of four"),
       variant<false, 128, 256, kNothing, 4>("cooperative, nothing"),
       variant<true, 128, 128, kNothing, 6>("ping-pong 128 x 128, nothing"),
       variant<true, 128, 128, kHidden, 6>("ping-pong 128 x 128, hidden"),
@@ -206,7 +211,7 @@ int main() {
         cudaLaunchConfig_t config = {};
         config.gridDim = kProcessors, config.blockDim = kThreads, config.dynamicSmemBytes = v.shared;
         config.attrs = &attribute, config.numAttrs = 1;
-        void* arguments[] = {&w, &h, &depth, &out};
+        void* arguments[] = {&w, &h, &depth, &busy, &out};
         std::vector<float> times, cycles;
         const int launches = pause ? 1 : 10;
         for (int round = 0; round < 60; round++) {

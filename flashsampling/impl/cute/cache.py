@@ -5,8 +5,8 @@ compiled object depends on: this package's sources, the compiler's version, Pyth
 ``$FLASHSAMPLING_CACHE_DIR``, or ``~/.cache/flashsampling``; objects are written beside their place and moved there, so
 processes that compile the same kernel at once do no harm, and one that cannot be read is made again.
 
-The first call for a dtype makes every tile shape, some ten seconds with an empty folder (``scripts/precompile`` does it
-ahead): after it no batch size compiles anything.
+The first call for a dtype makes every tile shape, which takes half a minute on two cores with an empty folder
+(``scripts/precompile`` does it ahead): after it no batch size compiles anything.
 """
 
 import functools

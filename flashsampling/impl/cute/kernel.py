@@ -25,7 +25,7 @@ Barriers:
 
 The evaluators, whose looks would be taken from the noise, sleep on the codes' barriers.
 
-The exposed part of a tile is the search, three instructions a logit. It wants registers: at 256 columns and four instructions a
+The exposed part of a tile is the search, 2.75 instructions a logit. It wants registers: at 256 columns and four instructions a
 logit ptxas hid its loads and results with 184 registers a thread, and not with 176, 650 static cycles a warp and 1250.
 
 Rejected designs, H200, B = 256, V = 151936, whole steps against cuBLAS's bare matmul in the same run:
@@ -37,6 +37,10 @@ Rejected designs, H200, B = 256, V = 151936, whole steps against cuBLAS's bare m
     candidates evaluated by the consumers that find them    D = 4096: 1.13, by warps of their own 1.11
     the columns in two parts, each searched while the       no faster: D = 2048 1.153 against 1.152, D = 2880 1.060 against
     other multiplies a tile's first or last two stages      1.061, D = 4096 1.070 against 1.038
+    a code per Philox block: the search is free, its hits   D = 4096: 1.031 against 1.024; D = 2048: 1.091 against 1.065
+    are four times as many
+    a ring for the weights, six stages, and one for the     D = 4096: 1.075 against 1.039; B = 64, eleven and four
+    hidden states, three, each with a producer              stages: 0.974 against 0.920
     weights prefetched into L2 four stages ahead            D = 2048: 1.171, without 1.146
     stages of 32 instead of 64, twice as many               D = 2048: 1.177 against 1.146
     four Philox blocks per noise thread at once, not two    D = 2048: 1.149 against 1.151; later 1.098 against 1.080
