@@ -36,6 +36,7 @@ from .reduction import INFINITY
 QUEUE = 64  # candidates that wait for evaluation: one per thread of the two evaluating warps
 _VALID = -(2**31)  # the top bit of an entry's lower half: 0 is a free slot
 _NOISE_THREADS = 128
+_LAST_WARP = _NOISE_THREADS // 32 - 1  # of the noise warpgroup
 _CONSUMER_THREADS = 256
 _CONSTANTS = 2 * noise.ROW_CONSTANTS + 2  # of a pair of columns
 _CROWD = 8  # rows of which a CTA in its first tile knows the best token of all: with more it waits for others
@@ -132,6 +133,10 @@ class SampleEpilogue:
             self.threads_per_pair *= 2
         # groups that the noise warpgroup's last warp takes over from whole warps of pairs, which keeps all four equally busy
         self.helped_groups = {72: 10, 80: 10, 88: 7, 96: 7, 104: 5, 112: 3}.get(self.pairs, 0)
+        # warps that have 32 pairs of their own, the last of them perhaps a few less, and pairs that are left
+        self.pair_warps, self.pairs_left = divmod(self.pairs, 32)
+        if self.pairs_left > 16:
+            self.pair_warps, self.pairs_left = self.pair_warps + 1, 0
         self.code_buffers = config.code_buffers
         self.buffer_words = TILE_V * block_b // 4
         self.code_words = self.code_buffers * self.buffer_words
@@ -190,8 +195,8 @@ class SampleEpilogue:
         """How many pairs of columns a noise thread has in turn: one, for all tiles, or those that it helps with."""
         if not self.helped_groups:
             return Int32(1)
-        warps, left = self.pairs_of_warps()
-        return Int32(select_(thread >= 96, Int32(warps + (warps == 3 and left > 0)), Int32(1)))
+        turns = self.pair_warps + (self.pairs_left > 0 and self.pair_warps == _LAST_WARP)
+        return Int32(select_(thread >= 32 * _LAST_WARP, Int32(turns), Int32(1)))
 
     def noise_share(self, thread, turn) -> tuple:
         """A noise thread's pair of columns, the first of its groups of four tokens, how far apart these are, and how many.
@@ -202,11 +207,11 @@ class SampleEpilogue:
             each = self.threads_per_pair
             first = thread // self.pairs
             return thread % self.pairs, first, Int32(each), Int32(select_(first < each, Int32(32 // each), Int32(0)))
-        warps, left = self.pairs_of_warps()
+        warps, left = self.pair_warps, self.pairs_left
         own = Int32(32 - self.helped_groups)
-        turn_of_left = 0 if left and warps == 3 else -1  # of the last warp
+        turn_of_left = 0 if left and warps == _LAST_WARP else -1  # the last warp's that is not for helping
         warp, lane = thread // 32, thread % 32
-        helps = (warp == 3) & (turn != turn_of_left)
+        helps = (warp == _LAST_WARP) & (turn != turn_of_left)
         pair = Int32(select_(helps, 32 * (turn - turn_of_left - 1) + lane, thread))
         first = Int32(select_(helps, own, Int32(0)))
         steps = Int32(select_(helps, Int32(self.helped_groups), own))
@@ -221,11 +226,6 @@ class SampleEpilogue:
             Int32(select_(shares, Int32(each), Int32(1))),
             Int32(select_(shares, Int32(32 // each), steps)),
         )
-
-    def pairs_of_warps(self) -> tuple[int, int]:
-        """Warps that have 32 pairs of columns of their own, the last one perhaps a few less, and pairs that are left."""
-        warps, left = divmod(self.pairs, 32)
-        return (warps + 1, 0) if left > 16 else (warps, left)
 
     def buffer_of(self, iteration):
         """Of the codes of the CTA's tile number ``iteration``, and how often it was used before."""
