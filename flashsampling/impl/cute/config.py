@@ -6,7 +6,6 @@ costs its share of the time (H200, over cuBLAS: B = 136, 208 and 320, D = 4096 1
 only, 0.92, 1.06 and 1.06 now). Rejected designs are recorded in ``kernel``.
 """
 
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -67,7 +66,6 @@ CONFIGS = (
 )
 
 
-@functools.lru_cache(maxsize=4096)  # a microsecond of every eager call
 def choose_config(batch: int, dim: int) -> TileConfig:
     """The fewest blocks of rows, and the smallest shape that takes them. Of 192 columns there are two: where the noise takes
     longer than the matmul, a second buffer of codes is worth the pipeline stage in whose place it is."""
