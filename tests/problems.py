@@ -136,9 +136,11 @@ def assert_agreement(tokens: Tensor, problem: Problem, slack: float = 1.0) -> in
         torch.float64,
     )
     ours, theirs = (exact.gather(-1, ids[differing].clamp(min=0)[..., None])[..., 0] for ids in (tokens, oracle))
-    scale = torch.where(part.temperature < 1e-6, 1.0, part.temperature).double()
+    # scores are those of the contract times min(temperature, 1), and a greedy row's are its logits
+    temperature = torch.where(part.temperature < 1e-6, 0.0, part.temperature).double()
     # logit error over temperature; the noise's own error; the rounding of the score itself
-    bound = logit_error_bound(part) / scale + 4e-6 * 4 + ours.abs().amax(dim=1) * 2.0**-21
+    noise_error = temperature.clamp(max=1.0) * 4e-6 * 4
+    bound = logit_error_bound(part) / temperature.clamp(min=1.0) + noise_error + ours.abs().amax(dim=1) * 2.0**-21
     gap = (theirs - ours).abs().amax(dim=1)
     assert (gap <= slack * 2 * bound).all(), f"scores {gap.max():.3g} apart, arithmetic explains {2 * bound.min():.3g}"
     return int((tokens != oracle).sum())

@@ -28,10 +28,10 @@ def scores_of_logits(
     temperature: Tensor,  # (B,) float32
     gumbel: Tensor,  # (B, S, V)
 ) -> Tensor:
-    """(B, S, V) scores: logits / temperature + Gumbel, or the bare logits in the rows that are greedy."""
-    greedy = (temperature < GREEDY_BELOW)[:, None, None]
-    scale = torch.where(greedy, 1.0, temperature[:, None, None])
-    return logits[:, None, :] / scale + torch.where(greedy, 0.0, gumbel)
+    """(B, S, V) scores, ``logits / temperature + gumbel`` times ``min(temperature, 1)``: the same order, since a row's scores
+    are all multiplied alike, and no finite logit overflows at any temperature. A greedy row's are its logits."""
+    temperature = torch.where(temperature < GREEDY_BELOW, 0.0, temperature)[:, None, None]
+    return logits[:, None, :] / temperature.clamp(min=1.0) + temperature.clamp(max=1.0) * gumbel
 
 
 def scores(
