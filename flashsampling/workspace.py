@@ -5,9 +5,20 @@ captured calls   a slice of a per-device arena that is never handed out twice: g
                  the same time as each other and as eager calls. A graph so holds the kernel and nothing else. When the
                  arena is spent, or was never made because the first call of all was captured, the buffer comes from
                  the graph's own pool and the graph holds a memset before the kernel.
+
+What is kept is allocated by a thread and a stream of its own, since whoever calls may have sent its allocations to a pool that
+is not ours to keep: ``torch.cuda.use_mem_pool`` does, and ``torch.compile(mode="reduce-overhead")`` in the runs before it
+records, which then takes for a leak what outlives them. The thread waits until the zeros are written, once per buffer, so no
+stream and no capture need be ordered after that.
+
+Who shares a buffer shares a stream, with two exceptions that are the caller's: a graph instantiated more than once by hand (its
+executables share the tensors that they write as well, and so cannot run at the same time), and a stream that was destroyed
+while a step still ran on it and whose handle CUDA gives to another (torch destroys none of its own). The per-thread default
+stream has one handle for all threads; its calls get zeros of their own.
 """
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -15,12 +26,14 @@ from torch import Tensor
 _ARENA_WORDS = 1 << 18  # 2 MiB: about 500 captured calls of batch 256
 _MIN_WORDS = 1 << 12
 _MAX_KEPT_WORDS = 1 << 22
+_PER_THREAD_STREAM = 2  # cudaStreamPerThread
 
 _CPU = torch.device("cpu"), torch.device("cpu", 0)  # comparing is cheaper than asking for the type
 
 _lock = threading.Lock()
 _per_stream: dict[tuple[int, int], Tensor] = {}
 _arenas: dict[int, tuple[Tensor, list[int]]] = {}
+_outgrown: list[Tensor] = []  # a launch may still use them; together they are no larger than what took their place
 
 
 def zeroed_words(words: int, device: torch.device) -> Tensor:
@@ -30,17 +43,31 @@ def zeroed_words(words: int, device: torch.device) -> Tensor:
     index = torch.cuda.current_device() if device.index is None else device.index
     if torch.cuda.is_current_stream_capturing():
         return _captured(words, index)
-    if words > _MAX_KEPT_WORDS:
-        return torch.zeros(words, dtype=torch.int64, device=device)
     key = index, torch._C._cuda_getCurrentRawStream(index)  # as torch's own launchers ask for it: a tenth of current_stream()
     buffer = _per_stream.get(key)
     if buffer is None or buffer.numel() < words:
-        buffer = torch.zeros(max(_MIN_WORDS, 1 << (words - 1).bit_length()), dtype=torch.int64, device=device)
+        if words > _MAX_KEPT_WORDS or key[1] == _PER_THREAD_STREAM:
+            return torch.zeros(words, dtype=torch.int64, device=device)
         with _lock:
-            _per_stream[key] = buffer
             if index not in _arenas:
-                _arenas[index] = torch.zeros(_ARENA_WORDS, dtype=torch.int64, device=device), [0]
+                _arenas[index] = _kept_zeros(_ARENA_WORDS, index), [0]
+            if buffer is not None:
+                _outgrown.append(buffer)
+            buffer = _per_stream[key] = _kept_zeros(max(_MIN_WORDS, 1 << (words - 1).bit_length()), index)
     return buffer
+
+
+def _kept_zeros(words: int, index: int) -> Tensor:
+    def allocate() -> Tensor:
+        with torch.cuda.stream(torch.cuda.Stream(index)):
+            zeros = torch.zeros(words, dtype=torch.int64, device=torch.device("cuda", index))
+            written = torch.cuda.Event()
+            written.record()
+            written.synchronize()
+        return zeros
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(allocate).result()
 
 
 def _captured(words: int, index: int) -> Tensor:

@@ -1,5 +1,9 @@
 """What only a GPU can show: graphs, streams, synchronisation, devices, and what the kernel writes."""
 
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -91,6 +95,114 @@ def test_first_call_captured(kernel, device):
             assert torch.equal(tokens, expected)
     finally:
         workspace._arenas.update(saved)
+
+
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+@pytest.mark.parametrize("what", ["sample", "module"])
+def test_compile_modes_that_capture_graphs(mode, what, kernel, device):
+    """Trap 28: several graphs alive, and shapes that change. A workspace made in the runs before a recording is no leak."""
+    torch._dynamo.reset()
+    workspace._per_stream.clear()
+    workspace._arenas.clear()
+    problem = make_problem(40, 3000, 128, device, torch.bfloat16)
+    traced, eager = (LMHeadSampler(problem.weight, max_batch_size=64, seed=3, impl=kernel) for _ in range(2))
+
+    def draw(states, seed, offset):
+        tokens = flashsampling.sample(states * 2, problem.weight, temperature=0.7, seed=seed, offset=offset, impl=kernel)
+        return tokens.token_ids + 1
+
+    def step(states):
+        return traced(states * 2, temperature=0.7).token_ids + 1
+
+    compiled = torch.compile(draw if what == "sample" else step, mode=mode)
+    outputs = []
+    for batch in (40, 7, 40, 33):
+        for turn in range(4):
+            torch.compiler.cudagraph_mark_step_begin()
+            rows = problem.hidden_states[:batch].clone(), problem.seed[:batch].clone(), problem.offset[:batch] + turn
+            if what == "sample":
+                tokens, expected = compiled(*rows), draw(*rows)
+            else:
+                tokens, expected = compiled(rows[0]), eager(rows[0] * 2, temperature=0.7).token_ids + 1
+            assert torch.equal(tokens, expected), (batch, turn)
+            outputs.append(tokens.clone())
+    assert not torch.equal(outputs[0], outputs[1])  # offsets move on
+    assert all(int(buffer.count_nonzero()) == 0 for buffer in workspace._per_stream.values())
+    torch._dynamo.reset()
+
+
+def test_workspace_is_not_taken_from_a_pool_of_the_callers(kernel, device):
+    """``torch.cuda.use_mem_pool``: what the workspace keeps must not be the pool's, which ends with it."""
+    workspace._per_stream.clear()
+    workspace._arenas.clear()
+    problem = make_problem(40, 3000, 128, device, torch.bfloat16)
+    expected = problem.sample("reference")
+    pool = torch.cuda.MemPool()
+    with torch.cuda.use_mem_pool(pool):
+        tokens = problem.sample(kernel)
+    assert torch.equal(tokens, expected)
+    kept = [*workspace._per_stream.values(), *(arena for arena, _ in workspace._arenas.values())]
+    assert len(kept) == 2
+    segments = [(part["address"], part["address"] + part["total_size"]) for part in pool.snapshot()]
+    assert segments
+    assert not [buffer for buffer in kept for first, last in segments if first <= buffer.data_ptr() < last]
+
+
+def test_captured_without_a_synchronisation(kernel, device):
+    """``capture_begin`` by itself, right after the call that makes the workspace."""
+    workspace._per_stream.clear()
+    workspace._arenas.clear()
+    problem = make_problem(40, 3000, 128, device, torch.bfloat16)
+    expected = problem.sample("reference")
+    torch.cuda.synchronize()
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    torch.cuda._sleep(100_000_000)  # the current stream is busy, so whatever is queued on it is late
+    problem.sample(kernel)
+    with torch.cuda.stream(stream):
+        graph.capture_begin()
+        tokens = problem.sample(kernel)
+        graph.capture_end()
+        graph.replay()
+        assert torch.equal(tokens, expected)
+    torch.cuda.synchronize()
+
+
+def test_the_first_launch_of_a_process_may_be_captured(kernel, device):
+    """Before a kernel's module was ever loaded; what is compiled comes from the caches."""
+    make_problem(20, 3000, 128, device, torch.bfloat16).sample(kernel)  # fills them
+    code = f"""
+import torch
+from tests.problems import make_problem
+problem = make_problem(20, 3000, 128, torch.device("cuda", 0), torch.bfloat16)
+expected = problem.sample("reference")
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    tokens = problem.sample({kernel!r})
+for _ in range(3):
+    tokens.fill_(-7)
+    graph.replay()
+    assert torch.equal(tokens, expected)
+print("captured")
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "captured" in run.stdout, run.stderr[-3000:]
+
+
+def test_threads_on_their_default_streams(kernel, device):
+    """``cudaStreamPerThread`` is one handle and many streams: no workspace is shared by its name."""
+    problem = make_problem(64, 60_000, 512, device, torch.bfloat16)
+    expected = problem.sample(kernel)
+    torch.cuda.synchronize()
+
+    def draw(_):
+        with torch.cuda.stream(torch.cuda.ExternalStream(2)):
+            tokens = [problem.sample(kernel) for _ in range(50)]
+            torch.cuda.current_stream().synchronize()
+        return all(torch.equal(each, expected) for each in tokens)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(draw, range(4)))
+    assert not [key for key in workspace._per_stream if key[1] == 2]
 
 
 def test_two_graphs_replayed_at_once_share_nothing(kernel, device):
@@ -230,8 +342,6 @@ def test_cute_compiles_nothing_for_a_new_batch_size(device, monkeypatch, tmp_pat
 @pytest.mark.skipif("cute" not in KERNELS, reason="needs a Hopper GPU and the CuTe DSL")
 def test_cute_from_many_threads_at_once(device):
     """The first calls race for the cache, all of them for the stream's workspace; each has its own stream."""
-    from concurrent.futures import ThreadPoolExecutor
-
     from flashsampling.impl.cute import cache, launch
 
     problems = [make_problem(batch, 3000, 64, device, torch.float16, seed=batch) for batch in (1, 7, 33, 100, 250, 300)]

@@ -10,11 +10,12 @@ in registers, and what it keeps per row to ``rows``.
     evaluate     two warps              the exact score of a candidate; what leads its row in this CTA is published; and what
                                         others have published lowers thresholds (``learn_thresholds``)
 
-A row's threshold is what the bound must reach: ``GUMBEL_BELOW`` less the best score known, and a margin for rounding. It only
-falls: by candidates that lead, by what other CTAs have published, and in a CTA's first tile by lower bounds of what all CTAs'
-first tiles hold (``seed_thresholds``, ``share_thresholds``). When and where it falls decides how much is evaluated, never which
-token wins: what is skipped scores strictly below something published. NaN, +inf and the word 0 are candidates by construction,
-so every rare case of the contract is decided in one place, ``consider``.
+A row's threshold (``threshold``) is what the bound must reach. It only falls: by candidates that lead, by what other CTAs have
+published, and in a CTA's first tile by lower bounds of what all CTAs' first tiles hold (``seed_thresholds``,
+``share_thresholds``); of sharp rows, in which many scores may be equal, that tile is evaluated whole (``every_score``). When
+and where a threshold falls decides how much is evaluated, never which token wins: what is skipped scores strictly below
+something published, or equally and has a higher id. NaN, +inf and the word 0 are candidates by construction, so every rare case
+of the contract is decided in one place, ``consider``; a row in which a NaN was published is looked at no more.
 
 A thread holds of a tile the tokens t and t + 8, t = 64 half + 16 warp + lane / 4, and columns 8 j + 2 (lane % 4) + {0, 1}.
 The two consumer warpgroups share a tile by halves of its tokens; where it has more than 192 columns, by halves of these, and a
@@ -26,9 +27,9 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, Uint32, Uint64, const_expr, range_constexpr, select_
+from cutlass import Boolean, Float32, Int32, Int64, Uint8, Uint32, Uint64, const_expr, range_constexpr, select_
 
-from . import noise, reduction
+from . import noise, reduction, threshold
 from .config import TILE_V, TileConfig
 from .memory import global_pointer
 from .reduction import INFINITY
@@ -119,7 +120,8 @@ def _half(value: Int64, upper: int) -> Uint32:
 class SampleEpilogue:
     """One winner per row of a block of ``block_b`` rows."""
 
-    def __init__(self, config: TileConfig):
+    def __init__(self, config: TileConfig, counts_evaluations: bool = False):
+        self.counts_evaluations = counts_evaluations  # for tests: in the word before the workspace
         self.block_b = block_b = config.block_b
         self.blocks = block_b // 8  # of eight columns
         self.halves = config.halves  # of the tile's tokens that a consumer thread has
@@ -145,7 +147,7 @@ class SampleEpilogue:
 
     @cute.jit
     def row_params(self, args, row: Int32):
-        """scale, noise switch, Philox key (low, high), offset (low, high) of a row below the batch size."""
+        """temperature, Philox key (low, high), offset (low, high) of a row below the batch size."""
         temperature = args.temperature_value
         if args.temperature != Int64(0):
             temperature = global_pointer(Float32, args.temperature + Int64(row) * 4).load()
@@ -155,18 +157,17 @@ class SampleEpilogue:
         offset = args.offset_value
         if args.offset != Int64(0):
             offset = global_pointer(Int64, args.offset + Int64(row) * 8).load()
-        scale, switch = noise.row_scale(temperature)
-        return scale, switch, _half(seed, 0), _half(seed, 1), _half(offset, 0), _half(offset, 1)
+        return temperature, _half(seed, 0), _half(seed, 1), _half(offset, 0), _half(offset, 1)
 
     @cute.jit
     def prepare(self, args: Arguments, walk: Walk, shared: Shared, thread):
         """The noise warpgroup: first values of the shared memory, thresholds that everything passes and an empty queue."""
         for column in cutlass.range(thread, self.block_b, _NOISE_THREADS, unroll_full=True):
             row = walk.first_row + column
-            scale = self.row_params(args, cutlass.min(row, args.batch - 1))[0]
+            slope = threshold.slope_of(self.row_params(args, cutlass.min(row, args.batch - 1))[0])
             live = row < args.batch
             # beyond the batch nothing is a candidate, whether its logit is 0 or, masked, -inf
-            shared.rows[column, 0] = Float32(select_(live, scale, Float32(1.0)))
+            shared.rows[column, 0] = Float32(select_(live, slope, Float32(1.0)))
             shared.rows[column, 1] = Float32(select_(live, Float32(INFINITY), Float32(-INFINITY)))
         if thread < QUEUE:
             shared.queue[thread] = Int64(0)
@@ -241,11 +242,11 @@ class SampleEpilogue:
         keep, fixed = Uint32(0xFFFFFFFF), Uint32(0)
         for c in range_constexpr(2):
             row = cutlass.min(walk.first_row + 2 * pair + c, args.batch - 1)
-            _, switch, k0, k1, o0, o1 = self.row_params(args, row)
+            temperature, k0, k1, o0, o1 = self.row_params(args, row)
             words = noise.row_constants(Uint32(0), (o0, o1), (k0, k1))
             for n in range_constexpr(noise.ROW_CONSTANTS):
                 constants[noise.ROW_CONSTANTS * c + n] = words[n]
-            greedy = switch == Float32(0.0)
+            greedy = temperature < Float32(noise.GREEDY_BELOW)
             keep = keep & Uint32(select_(greedy, Uint32(0xFF00FF00 >> 8 * c), Uint32(0xFFFFFFFF)))
             fixed = fixed | Uint32(select_(greedy, Uint32(noise.GREEDY_BYTE * 0x00010001 << 8 * c), Uint32(0)))
         constants[_CONSTANTS - 2], constants[_CONSTANTS - 1] = keep, fixed
@@ -271,16 +272,36 @@ class SampleEpilogue:
             product += Uint64(stride) * Uint64(noise.GROUP_STEP)
 
     @cute.jit
-    def learn_thresholds(self, args, walk, shared, thread):
-        """The evaluators: what other CTAs have published by now lowers this CTA's thresholds."""
+    def learn_thresholds(self, args, walk, shared, iteration, thread):
+        """The evaluators: what has been published by now lowers this CTA's thresholds. ``iteration``: a tile of the CTA's,
+        before which everything is searched."""
+        first_token = self.first_token_of(args, walk, iteration)
         for column in cutlass.range(thread, cutlass.min(self.block_b, args.batch - walk.first_row), QUEUE, unroll=1):
-            self.learn(shared, column, reduction.published(args.slot(walk.first_row + column)))
+            slot = args.slot(walk.first_row + column)
+            self.learn(shared, column, reduction.published(slot), first_token)
+            infinite = reduction.published(slot + Int64(args.batch) * 8)
+            if (infinite != Int64(0)) & (reduction.token_of_key(infinite) < first_token):
+                self.learn_of_infinity(shared, column, reduction.published(slot) != Int64(0))
 
     @cute.jit
-    def learn(self, shared, column, key: Int64):
-        """Lowers a threshold by a key that was published."""
-        if (key != Int64(0)) & (key != Int64(reduction.NAN_KEY)):
-            self.lower_threshold(shared, column, reduction.score_of_key(key))
+    def learn(self, shared, column, key: Int64, first_token):
+        """Lowers a threshold by a key that was published. ``first_token``: of those that are still to be searched."""
+        if key == Int64(reduction.NAN_KEY):
+            self.lower_threshold(shared, column, Float32(-INFINITY))
+        elif key != Int64(0):
+            score = reduction.score_of_key(key)
+            loses_ties = reduction.token_of_key(key) < first_token
+            score = Float32(select_(loses_ties, threshold.after(score), score))
+            self.lower_threshold(shared, column, threshold.of_score(score, shared.rows[column, 0]))
+
+    def learn_of_infinity(self, shared, column, finite_found):
+        """Marks a row in which a token scores +inf whose id is lower than all that are still to be searched."""
+        found, alone = Float32(threshold.INFINITE_FOUND), Float32(threshold.INFINITE_ALONE)
+        self.lower_threshold(shared, column, Float32(select_(finite_found, found, alone)))
+
+    def first_token_of(self, args, walk, iteration):
+        """Id of the first token of the CTA's tile number ``iteration``."""
+        return args.base + walk.tile(iteration) * TILE_V
 
     # -- the consumers
 
@@ -311,12 +332,17 @@ class SampleEpilogue:
                         for j in range_constexpr(self.own_blocks):
                             for c in range_constexpr(2):
                                 logits[c, r, j, half] = Float32(-INFINITY)
+        first = iteration == Int32((walk.first_tile + 1) * TILE_V <= args.skip)
+        sharp = Boolean(False)
+        if (args.num_samples == 1) & first:
+            sharp = self.any_sharp(shared, lane, warp)
+        if sharp | (args.num_samples != 1):
+            self.every_score(args, walk, shared, logits, token0, warp, lane)
         if args.num_samples == 1:
-            skipped = (walk.first_tile + 1) * TILE_V <= args.skip
-            if iteration == Int32(skipped):
-                self.seed_thresholds(shared, logits, lane, warp)
+            if first:
+                self.seed_thresholds(args, walk, shared, logits, lane, warp)
                 barrier.arrive_and_wait()
-                self.share_thresholds(args, walk, shared, thread, barrier)
+                self.share_thresholds(args, walk, shared, iteration, thread, barrier)
                 barrier.arrive_and_wait()
             # first without a branch, so that loads and arithmetic of all vectors overlap; then what the few hits need. A hit is
             # a sign of 0, and so is a NaN, as the hardware makes it
@@ -339,9 +365,7 @@ class SampleEpilogue:
                     # one copy, since what is seldom run is seldom cached
                     found = cute.make_rmem_tensor(4 * self.vector, Float32)
                     self.pick(logits, q, found, 0, 1)
-                    self.push_candidates(shared, found, q, iteration, lane, warp)
-        else:
-            self.every_draw(args, walk, logits, token0, self.first_block(warp), lane)
+                    self.push_candidates(shared, found, q, iteration, first, lane, warp)
 
     def first_block(self, warp):
         """Of eight columns: the first one of a consumer warp."""
@@ -356,12 +380,6 @@ class SampleEpilogue:
         block of columns, half of the tokens."""
         word = i >> 2
         return i & 1, i >> 1 & 1, q * self.vector // self.halves + word // self.halves, word % self.halves
-
-    def bound(self, logit, pair, c: int, word, i: int) -> Float32:
-        """How far above its row's threshold a score can be at most. ``pair``: what ``load_rows`` says of columns c = 0, 1;
-        ``word``: the code word of which byte i % 4 is the logit's."""
-        base = cute.math.fma(logit, pair[2 * c], pair[2 * c + 1])
-        return cute.math.fma(noise.code_float(word, i % 4), Float32(noise.CODE_STEP), base)
 
     @cute.jit
     def pick(self, logits, q, found, at_least: cutlass.Constexpr, at_once: cutlass.Constexpr):
@@ -381,16 +399,18 @@ class SampleEpilogue:
             found[i] = logits[c, r, j, half]
 
     @cute.jit
-    def push_candidates(self, shared, logits, q, iteration, lane, warp):
-        """Queues candidates: ``logits`` (4 ``vector``,) are those of a thread's code words number ``q``."""
+    def push_candidates(self, shared, logits, q, iteration, first, lane, warp):
+        """Queues candidates: ``logits`` (4 ``vector``,) are those of a thread's code words number ``q``. ``first``: whether the
+        tile is the CTA's first, of which sharp rows are evaluated already."""
         words = self.load_codes(shared, q, warp * 32 + lane)
         mask = Uint32(0)
         for i in range_constexpr(4 * self.vector):
             c, _, j, _ = self.place(q, i)
             if const_expr(i % (4 * self.halves) == 0):
                 pair = self.load_rows(shared, self.first_block(warp) + j, lane)
-            below = self.bound(logits[i], pair, c, words[i // 4], i) < Float32(0.0)
-            mask = mask | Uint32(select_(below, Uint32(0), Uint32(1 << i)))
+            candidate = threshold.may_win(logits[i], noise.code_float(words[i // 4], i % 4), pair[2 * c], pair[2 * c + 1])
+            candidate = candidate & ~(first & threshold.is_sharp(pair[2 * c]))
+            mask = mask | Uint32(select_(candidate, Uint32(1 << i), Uint32(0)))
         while mask != Uint32(0):
             which, mask = _take_lowest(mask)
             some = [logits[i] for i in range(4 * self.vector)]
@@ -400,9 +420,15 @@ class SampleEpilogue:
             of_two, row, block, half = self.place(q, which)
             column = 8 * (self.first_block(warp) + block) + 2 * (lane % 4) + of_two
             token = self.first_token(warp) + lane // 4 + 8 * row + 64 * half  # in the tile
-            place = Int32(_VALID) | (iteration << 15) | (token << 8) | column
-            entry = Int64(some[0].bitcast(Uint32)) << Int64(32) | Int64(Uint32(place))
-            self.push(shared, entry, (warp * 32 + lane) % QUEUE)
+            # while this thread waited for room others may have been evaluated; where all scores are NaN one of them is enough
+            at = cute.recast_ptr(shared.codes.iterator, dtype=Uint8) + 4 * self.vector * (
+                _CONSUMER_THREADS * q + warp * 32 + lane
+            )
+            code = noise.float_of_code(Uint32(cute.make_tensor(at + which, cute.make_layout(1))[0]))
+            if threshold.may_win(some[0], code, shared.rows[column, 0], shared.rows[column, 1]):
+                place = Int32(_VALID) | (iteration << 15) | (token << 8) | column
+                entry = Int64(some[0].bitcast(Uint32)) << Int64(32) | Int64(Uint32(place))
+                self.push(shared, entry, (warp * 32 + lane) % QUEUE)
 
     @cute.jit
     def load_codes(self, shared, q, thread):
@@ -422,9 +448,9 @@ class SampleEpilogue:
         return pair
 
     @cute.jit
-    def seed_thresholds(self, shared, logits, lane, warp):
-        """Before the first tile is searched: a lower bound of every row's best score in half of it, since each warp does half
-        of its columns. All of it takes twice the time, and saves less than that."""
+    def seed_thresholds(self, args, walk, shared, logits, lane, warp):
+        """Before the first tile is searched: a lower bound of every smooth row's best score in half of it, since each warp does
+        half of its columns. All of it takes twice the time, and saves less than that. Rows with a NaN are decided."""
         groups = self.own_blocks // self.seeded_blocks
         vectors = self.vectors // groups  # of a group
         for k in cutlass.range((groups + 1) // 2, unroll=1):
@@ -439,27 +465,34 @@ class SampleEpilogue:
                 if const_expr(i % (4 * self.halves) == 0):
                     pair = self.load_rows(shared, self.first_block(warp) + group * self.seeded_blocks + j, lane)
                     bests += [Float32(-INFINITY), Float32(-INFINITY)]
-                w = noise.code_float(words[i // 4 % self.vector], i % 4)
-                gumbel = cute.math.fma(w, Float32(noise.CODE_STEP), Float32(noise.GUMBEL_ABOVE))
-                gumbel = Float32(select_(w >= Float32(noise.HALF), gumbel, Float32(-5.1)))  # E is at most 23
-                bests[2 * j + c] = cute.arch.fmax(bests[2 * j + c], cute.math.fma(found[i], pair[2 * c], gumbel))
+                code = noise.code_float(words[i // 4 % self.vector], i % 4)
+                seed = threshold.seed_of(found[i], code, pair[2 * c])
+                bests[2 * j + c] = cute.arch.fmax(bests[2 * j + c], seed, nan=True)
             best, own = reduction.scatter_max(bests, lane)
-            if (best < Float32(INFINITY)) & (best > Float32(-INFINITY)):
-                block = self.first_block(warp) + group * self.seeded_blocks + own // 2
-                self.lower_threshold(shared, block * 8 + 2 * (lane % 4) + own % 2, best)
+            block = self.first_block(warp) + group * self.seeded_blocks + own // 2
+            column = block * 8 + 2 * (lane % 4) + own % 2
+            row = walk.first_row + column
+            if (row < args.batch) & ~threshold.is_sharp(shared.rows[column, 0]):
+                if best != best:
+                    reduction.publish(args.slot(row), Int64(reduction.NAN_KEY))
+                    self.lower_threshold(shared, column, Float32(-INFINITY))
+                elif (best < Float32(INFINITY)) & (best > Float32(-INFINITY)):
+                    self.lower_threshold(shared, column, threshold.of_seed(best))
 
     @cute.jit
-    def share_thresholds(self, args, walk, shared, column, barrier):
+    def share_thresholds(self, args, walk, shared, iteration, column, barrier):
         """After ``seed_thresholds``, a thread per column: tells other CTAs of the bounds and learns theirs. To the first ones
         nearly every row's best would be a candidate: they wait until others have come so far."""
         live = column < cutlass.min(self.block_b, args.batch - walk.first_row)
         slot = args.slot(walk.first_row + column)
         bound = Int64(-1)
         if live:
-            threshold = shared.rows[column, 1]
-            if threshold < Float32(INFINITY):
+            slope, known = shared.rows[column, 0], shared.rows[column, 1]
+            # neither a mark nor, of a sharp row, what is published with a token's id already
+            finite = (known < Float32(threshold.INFINITE_ALONE)) & (known > Float32(threshold.INFINITE_FOUND))
+            if finite & ~threshold.is_sharp(slope):
                 # a score that some token of this CTA reaches; with no token's id it is below that token's key
-                bound = reduction.pack_key(Float32(noise.GUMBEL_BELOW) - threshold, Int32(reduction.NO_TOKEN))
+                bound = reduction.pack_key(threshold.score_of(known, slope), Int32(reduction.NO_TOKEN))
                 reduction.publish(slot, bound)
         key = Int64(0)
         looks = Int32(1)
@@ -472,31 +505,27 @@ class SampleEpilogue:
             if _count(barrier, live & (bound >= key)) <= _CROWD:
                 looks = Int32(0)
         if live:
-            self.learn(shared, column, key)
+            self.learn(shared, column, key, self.first_token_of(args, walk, iteration))
 
     @cute.jit
-    def lower_threshold(self, shared, column, score) -> Boolean:
-        """Records that a row's best is at least ``score``; false if that was known."""
-        margin = cute.math.fma(cute.math.abs(score), Float32(2.0**-18), Float32(noise.GUMBEL_BELOW + 2.0**-10))
-        threshold = margin - score
+    def lower_threshold(self, shared, column, lower: Float32) -> Float32:
+        """Lowers a row's threshold to that, and returns what it was."""
         pointer = shared.rows.iterator + 2 * column + 1
         old = Float32(0.0)
-        if threshold >= Float32(0.0):
-            was = cute.arch.atomic_min(
-                cute.recast_ptr(pointer, dtype=Int32), threshold.bitcast(Int32), sem="relaxed", scope="cta"
-            )
+        if lower >= Float32(0.0):
+            was = cute.arch.atomic_min(cute.recast_ptr(pointer, dtype=Int32), lower.bitcast(Int32), sem="relaxed", scope="cta")
             old = was.bitcast(Float32)
         else:
             was = cute.arch.atomic_max(
-                cute.recast_ptr(pointer, dtype=Uint32), threshold.bitcast(Uint32), sem="relaxed", scope="cta"
+                cute.recast_ptr(pointer, dtype=Uint32), lower.bitcast(Uint32), sem="relaxed", scope="cta"
             )
             old = was.bitcast(Float32)
-        return threshold <= old
+        return old
 
     @cute.jit
     def score_of(self, args, logit, token, row, draw) -> Float32:
         """The score of a token id, exactly; ``row`` may lie beyond the batch."""
-        scale, switch, k0, k1, o0, o1 = self.row_params(args, cutlass.min(row, args.batch - 1))
+        temperature, k0, k1, o0, o1 = self.row_params(args, cutlass.min(row, args.batch - 1))
         group = Uint32((token & 7) | ((token >> 4) & 3) << 3 | (token >> 7) << 5)
         words = noise.philox_words(group, Uint32(draw), (o0, o1), (k0, k1))
         word = self.word_of_token(words, token)
@@ -504,7 +533,8 @@ class SampleEpilogue:
         if word == Uint32(0):
             refined = Uint32(draw) | Uint32(noise.REFINEMENT_BIT)
             tail = self.word_of_token(noise.philox_words(group, refined, (o0, o1), (k0, k1)), token)
-        return noise.score(logit, scale, noise.minus_gumbel_refined(word, tail), switch)
+        scale, amplitude = noise.row_factors(temperature)
+        return noise.score(logit, scale, noise.minus_gumbel_refined(word, tail), amplitude)
 
     @cute.jit
     def word_of_token(self, words, token) -> Uint32:
@@ -556,7 +586,9 @@ class SampleEpilogue:
                 else:
                     buffer, use = self.buffer_of(learned)
                     if cute.arch.vote_any_sync(_happened(Uint32((full + buffer).toint()), Uint32(use & 1)) != Uint32(0)):
-                        self.learn_thresholds(args, walk, shared, thread)
+                        # with two buffers the tile before may still be searched
+                        searched = cutlass.max(learned - (self.code_buffers - 1), 0)
+                        self.learn_thresholds(args, walk, shared, searched, thread)
                         learned += 1
 
     @cute.jit
@@ -568,34 +600,56 @@ class SampleEpilogue:
             score = self.score_of(args, logit, token, row, Int32(0))
             slot = args.slot(row)
             key = reduction.pack_key(score, token)
+            if const_expr(self.counts_evaluations):
+                counter = global_pointer(Int64, args.workspace - 8)
+                cute.arch.atomic_add(counter, Int64(1), sem="relaxed", scope="gpu")
             if score == Float32(INFINITY):
                 reduction.publish(slot + Int64(args.batch) * 8, key)
-            else:
-                if score != Float32(-INFINITY):
-                    leads = score != score
-                    if score == score:
-                        leads = self.lower_threshold(shared, column, score)
-                    if leads:
-                        reduction.publish(slot, key)
+            elif score != score:
+                reduction.publish(slot, key)
+                self.lower_threshold(shared, column, Float32(-INFINITY))
+            elif score != Float32(-INFINITY):
+                slope = shared.rows[column, 0]
+                known = self.lower_threshold(shared, column, threshold.of_score(score, slope))
+                # whoever set a threshold by an equal score may have had the higher id
+                if threshold.of_score(threshold.after(score), slope) <= known:
+                    reduction.publish(slot, key)
 
     @cute.jit
-    def every_draw(self, args, walk, logits, token0, first_block, lane):
-        """Several draws per row: every token is evaluated exactly, draw by draw."""
+    def any_sharp(self, shared, lane, warp) -> Boolean:
+        """Whether a warp has columns of sharp rows."""
+        found = Boolean(False)
+        first = 8 * self.first_block(warp)
+        for column in cutlass.range(lane, 8 * self.own_blocks, 32, unroll=1):
+            found = found | threshold.is_sharp(shared.rows[first + column, 0])
+        return cute.arch.vote_any_sync(found)
+
+    @cute.jit
+    def every_score(self, args, walk, shared, logits, token0, warp, lane):
+        """Evaluates all of a tile exactly: of several draws per row, draw by draw; of one, in sharp rows alone."""
+        one_draw = args.num_samples == 1
         copy = cute.make_rmem_tensor((2 * self.halves, 2 * self.own_blocks), Float32)
         for j in range_constexpr(self.own_blocks):
             for c in range_constexpr(2):
                 for r in range_constexpr(2 * self.halves):
                     copy[r, 2 * j + c] = logits[c, r % 2, j, r // 2]
-        for column in cutlass.range(2 * self.own_blocks, unroll=1):
-            row = walk.first_row + (first_block + column // 2) * 8 + (lane % 4) * 2 + column % 2
-            for draw in cutlass.range(args.num_samples, unroll=1):
+        for number in cutlass.range(2 * self.own_blocks, unroll=1):
+            column = (self.first_block(warp) + number // 2) * 8 + (lane % 4) * 2 + number % 2
+            row = walk.first_row + column
+            slope = shared.rows[column, 0]
+            wanted = (row < args.batch) & (threshold.is_sharp(slope) | ~one_draw)
+            noisy = cute.arch.vote_any_sync(wanted & (slope != Float32(threshold.GREEDY_SLOPE)))
+            draws = Int32(select_(cute.arch.vote_any_sync(wanted), args.num_samples, Int32(0)))
+            for draw in cutlass.range(draws, unroll=1):
                 best = Int64(0)
                 best_inf = Int64(0)
                 for r in range_constexpr(2 * self.halves):
                     token = token0 + 8 * (r % 2) + 64 * (r // 2)
-                    score = self.score_of(args, copy[r, column], args.base + token, row, draw)
+                    score = copy[r, number]
+                    if noisy:
+                        score = self.score_of(args, copy[r, number], args.base + token, row, draw)
                     key = reduction.pack_key(score, args.base + token)
-                    sampled = (row < args.batch) & (token < args.end) & (token >= args.skip)
+                    sampled = wanted & (token < args.end) & (token >= args.skip)
                     is_inf = score == Float32(INFINITY)
                     counts = (score != Float32(INFINITY)) & (score != Float32(-INFINITY))  # finite, or NaN
                     best = reduction.max_key(best, Int64(select_(sampled & counts, key, Int64(0))))
@@ -603,8 +657,12 @@ class SampleEpilogue:
                 best = reduction.column_max(best)
                 best_inf = reduction.column_max(best_inf)
                 slot = args.workspace + (Int64(row) * args.num_samples + draw) * 8
-                if lane < 4:
+                if (lane < 4) & wanted:
                     if best != Int64(0):
                         reduction.publish(slot, best)
                     if best_inf != Int64(0):
                         reduction.publish(slot + Int64(args.batch) * args.num_samples * 8, best_inf)
+                    if one_draw:  # later tiles have higher ids
+                        self.learn(shared, column, best, Int32(reduction.NO_TOKEN))
+                        if best_inf != Int64(0):
+                            self.learn_of_infinity(shared, column, best != Int64(0))

@@ -66,12 +66,12 @@ _PRODUCER_REGISTERS = 40
 class SampleKernel:
     """One tile shape and dtype. Called under ``cute.compile`` only."""
 
-    def __init__(self, dtype, config: TileConfig):
+    def __init__(self, dtype, config: TileConfig, counts_evaluations: bool = False):
         self.dtype = dtype
         self.cluster = config.cluster
         self.block_b = config.block_b
         self.mainloop = Mainloop(dtype, config)
-        self.epilogue = SampleEpilogue(config)
+        self.epilogue = SampleEpilogue(config, counts_evaluations)
         # what 65536 registers allow beside 128 threads of the producer's warpgroup
         self.noise_registers, self.consumer_registers = (88, 192) if config.block_b == 256 else (104, 184)
 
@@ -263,12 +263,12 @@ class SampleKernel:
             cute.arch.cluster_wait()
 
 
-def compile_kernel(dtype, config: TileConfig, options: str = ""):
+def compile_kernel(dtype, config: TileConfig, options: str = "", counts_evaluations: bool = False):
     """The compiled launch of a tile shape for ``CUTE_DSL_ARCH``, callable with the arguments of ``SampleKernel``'s call, less
     the stream: it is torch's current one."""
     tokens = cute.runtime.make_fake_compact_tensor(Int64, (cute.sym_int32(),))
     return cute.compile(
-        SampleKernel(dtype, config),
+        SampleKernel(dtype, config, counts_evaluations),
         Int64(0),
         Int64(0),
         Int64(0),

@@ -1,7 +1,7 @@
 """The contract's noise as CuTe functions: Philox4x32-10 words, the Gumbel in base 2, and a cheap bound of it.
 
-A kernel compares scores in base 2, ``logit * log2(e) / T - log2(E / ln 2)``: the constant ``log2(ln 2)`` is common to a row and
-drops out, and the logarithms are then the hardware's own base-2 ones.
+The Gumbel is in base 2, ``-log2(E / ln 2)``: the constant ``log2(ln 2)`` is common to a row and drops out, and the logarithms
+are then the hardware's own base-2 ones.
 
 Of Philox's ten rounds, what depends on the row alone (round keys, its half of the first two rounds) is computed once per launch
 (``row_constants``), and what depends on the group of tokens alone (the other half of the first round) once per group
@@ -54,6 +54,8 @@ HALF = (1 + GREEDY_BYTE / 128) * 2.0**127  # w of the smallest code whose words 
 
 _SMALL_WORD = 1 << 28  # words below this have v < 1/16
 _LOG2_E = 1.4426950408889634
+_LN_2 = 0.6931471805599453
+GREEDY_BELOW = 1e-6
 
 
 def _multiply(a: Uint32, constant: int) -> tuple[Uint32, Uint32]:
@@ -171,6 +173,11 @@ def code_float(codes: Uint32, byte: int) -> Float32:
     return _permute_bytes(codes, Uint32(_EXPONENT), 0x7055 | byte << 8).bitcast(Float32)
 
 
+def float_of_code(code: Uint32) -> Float32:
+    """w of a code by itself."""
+    return (code << Uint32(16) | Uint32(_EXPONENT)).bitcast(Float32)
+
+
 def exponents(batch) -> Uint32:
     """The upper byte of every ``code_float``, made so (a batch is positive) that ptxas takes it for a value: of a constant it
     makes an operand, and then needs an instruction more for the selector of each permutation."""
@@ -221,14 +228,16 @@ def minus_gumbel_refined(word: Uint32, refinement: Uint32) -> Float32:
     return Float32(select_(word == Uint32(0), _log2(tail * Float32(_LOG2_E)), minus_gumbel(word)))
 
 
-def row_scale(temperature: Float32) -> tuple[Float32, Float32]:
-    """Base-2 scale and noise switch (0 or 1) of a row: greedy below 1e-6."""
-    greedy = temperature < Float32(1e-6)
-    divisor = Float32(select_(greedy, Float32(1.0), temperature))
-    scale = Float32(select_(greedy, Float32(1.0), Float32(_LOG2_E) / divisor))
-    return scale, Float32(select_(greedy, Float32(0.0), Float32(1.0)))
+def row_factors(temperature: Float32) -> tuple[Float32, Float32]:
+    """Of a row's scores, ``logit / T + gumbel`` times ``min(T, 1)``: the factor of the logit, and that of the base-2 Gumbel, 0
+    in greedy rows. A finite logit never overflows."""
+    greedy = temperature < Float32(GREEDY_BELOW)
+    hot = temperature > Float32(1.0)
+    scale = Float32(select_(hot, Float32(1.0) / temperature, Float32(1.0)))
+    amplitude = Float32(select_(hot, Float32(_LN_2), temperature * Float32(_LN_2)))  # NaN for NaN
+    return scale, Float32(select_(greedy, Float32(0.0), amplitude))
 
 
-def score(logit: Float32, scale: Float32, minus_noise: Float32, switch: Float32) -> Float32:
-    """Base-2 score; the operations are spelled out, so that every path rounds alike."""
-    return cute.math.fma(-minus_noise, switch, logit * scale)
+def score(logit: Float32, scale: Float32, minus_noise: Float32, amplitude: Float32) -> Float32:
+    """The operations are spelled out, so that every path rounds alike."""
+    return cute.math.fma(-minus_noise, amplitude, logit * scale)

@@ -43,6 +43,11 @@ def score_of_key(key: Int64) -> Float32:
     return (ordered ^ ((ordered >> Int32(31)) & Int32(0x7FFFFFFF))).bitcast(Float32)
 
 
+def token_of_key(key: Int64) -> Int32:
+    """The id that ``pack_key`` put into a key; NO_TOKEN if none."""
+    return Int32(key & Int64(NO_TOKEN)) ^ Int32(NO_TOKEN)
+
+
 def max_key(a: Int64, b: Int64) -> Int64:
     """The greater of two keys."""
     return Int64(select_(a > b, a, b))
@@ -56,8 +61,8 @@ def column_max(key: Int64) -> Int64:
 
 
 def scatter_max(values: list, lane: Int32) -> tuple[Float32, Int32]:
-    """Maxima of up to eight values (2**n) over the eight threads of a warp that hold the same columns: each of these threads
-    gets one maximum, and which value's. Every exchange halves what a thread has: seven shuffles for eight values, where one
+    """Maxima, NaN above all, of up to eight values (2**n) over the eight threads of a warp that hold the same columns: each of
+    these threads gets one maximum, and which value's. Every exchange halves what a thread has: seven shuffles for eight values, where one
     maximum after the other takes 24."""
     own = Int32(0)
     for distance in (16, 8, 4):
@@ -70,7 +75,8 @@ def scatter_max(values: list, lane: Int32) -> tuple[Float32, Int32]:
         else:
             kept = sent = values
         values = [
-            cute.arch.fmax(Float32(mine), cute.arch.shuffle_sync_bfly(other, distance)) for mine, other in zip(kept, sent)
+            cute.arch.fmax(Float32(mine), cute.arch.shuffle_sync_bfly(other, distance), nan=True)
+            for mine, other in zip(kept, sent)
         ]
     return values[0], own
 
@@ -115,11 +121,13 @@ def finish(args, block_b: cutlass.Constexpr, row_block, ctas_of_row_block, last,
         if thread == 0:
             cute.arch.atomic_exch(counter, Int64(0), sem="relaxed", scope="gpu")
         first = Int64(row_block) * block_b * args.num_samples
-        count = cutlass.min(block_b, args.batch - row_block * block_b) * args.num_samples
+        count = Int64(cutlass.min(block_b, args.batch - row_block * block_b)) * args.num_samples
         at_once = cutlass.const_expr(2 if block_b > _THREADS else 1)
         uses = cute.make_rmem_tensor(at_once, Int64)
         exchanges = (args.exchange != Int64(TOKENS)) & (args.exchange != Int64(PACKED))
-        for start in cutlass.range(thread, count, at_once * _THREADS, unroll=1):
+        turns = Int32((count + (at_once * _THREADS - 1)) // (at_once * _THREADS))
+        for turn in cutlass.range(turns, unroll=1):
+            start = Int64(turn) * (at_once * _THREADS) + thread
             for k in cutlass.range_constexpr(at_once):
                 uses[k] = Int64(0)
                 if start + k * _THREADS < count:

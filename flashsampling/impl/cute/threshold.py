@@ -1,0 +1,115 @@
+"""When a token need not be evaluated: what the search compares, and why nothing that can win is left out.
+
+A row has a slope and a threshold, two floats in shared memory. The search skips a token of logit l whose noise has a code with
+float w (``noise``) if ``l * slope + w * CODE_STEP + threshold < 0``. Both sums are rounded once and towards that sign's own
+truth (a float is below zero exactly if the real number that it rounds is), so what is skipped fulfils it in real numbers.
+
+The score is ``fma(gumbel, amplitude, l * scale)`` of ``noise.row_factors``; S is one that some token of the row reaches, or
+less. A row is of one of two kinds, told apart by its slope:
+
+    smooth   slope = log2(e) / T < SHARP. The search works in units of the base-2 Gumbel, 1 / max(slope, log2 e) of the score's:
+             threshold = GUMBEL_BELOW + 2**-10 - p (1 -+ 2**-20), p = S max(slope, log2 e). The Gumbel is at most GUMBEL_BELOW +
+             w CODE_STEP; 2**-20 of p is more than what the roundings of slope, scale, amplitude, p, threshold and the score
+             itself amount to (13 of 2**-24, some relative to l * slope, which a token that is near S has as large as p but for
+             the Gumbel's 65 at most), 2**-10 more than the hardware's logarithm errs by and what these 65 add.
+    sharp    T < 7e-4 or greedy; slope is a power of two, at most 1 / amplitude but for rounding. Noise is so small beside the
+             logits that 24 bits of l * slope would not tell two scores apart, so nothing is added to it that could round:
+             threshold = -S * slope, exactly. The search then leaves through what scores up to 33 units less, and ``may_win``
+             bounds the score itself, rounded as the score is: fma is monotone in its summand.
+
+``of_score`` is monotone: a higher score never has the higher threshold, by a formula of one rounding. So the row's best score
+always gets by a threshold of a lower or equal one. ``of_score(after(S))``, the next float's, also skips what equals S, for tokens
+whose ids are higher than that of one that reaches S.
+
+Two thresholds that no score has mark rows in which a token scores +inf: INFINITE_FOUND if a finite one was seen as well, else
+INFINITE_ALONE; further +inf, of higher ids, are skipped. -inf as a threshold: the row is decided, there is a NaN.
+"""
+
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Uint32, select_
+
+from . import noise
+
+INFINITY = float("inf")
+SHARP = 2.0**11  # slopes of sharp rows are at least that
+GREEDY_SLOPE = 2.0**22  # above that of any temperature that is not greedy
+INFINITE_FOUND, INFINITE_ALONE = -(2.0**127), 2.0**127
+_LIMIT = 2.0**126  # of finite thresholds
+_LOG2_E = 1.4426950408889634
+_MARGIN = noise.GUMBEL_BELOW + 2.0**-10
+_RELATIVE = 2.0**-20
+
+
+def slope_of(temperature: Float32) -> Float32:
+    """A row's slope."""
+    slope = Float32(_LOG2_E) / temperature
+    power = (slope.bitcast(Uint32) & Uint32(0x7F800000)).bitcast(Float32)
+    slope = Float32(select_(slope >= Float32(SHARP), power, slope))
+    return Float32(select_(temperature < Float32(noise.GREEDY_BELOW), Float32(GREEDY_SLOPE), slope))
+
+
+def is_sharp(slope: Float32) -> Boolean:
+    """Which of the two kinds a row is."""
+    return slope >= Float32(SHARP)
+
+
+def _inverse(power: Float32) -> Float32:
+    """Of a power of two; not of what ``is_sharp`` denies."""
+    return (Uint32(254 << 23) - power.bitcast(Uint32)).bitcast(Float32)
+
+
+def _smooth(p: Float32, margin: float, relative: float) -> Float32:
+    factor = Float32(select_(p >= Float32(0.0), Float32(relative - 1.0), Float32(-relative - 1.0)))
+    return cute.math.fma(p, factor, Float32(margin))
+
+
+def _clamp(threshold: Float32) -> Float32:
+    """Higher is always safe: more is evaluated."""
+    clamped = cute.arch.fmax(threshold, Float32(-_LIMIT))
+    return Float32(select_(threshold > Float32(_LIMIT), Float32(INFINITY), clamped))
+
+
+def of_score(score: Float32, slope: Float32) -> Float32:
+    """The threshold of rows in which some token has this score, finite, or a higher one."""
+    smooth = _smooth(score * cute.arch.fmax(slope, Float32(_LOG2_E)), _MARGIN, _RELATIVE)
+    return _clamp(Float32(select_(is_sharp(slope), -score * slope, smooth)))
+
+
+def after(score: Float32) -> Float32:
+    """The next float above a finite one."""
+    bits = (score + Float32(0.0)).bitcast(Int32)  # + 0.0: -0.0 is 0.0
+    return (bits + Int32(select_(bits < Int32(0), Int32(-1), Int32(1)))).bitcast(Float32)
+
+
+def seed_of(logit: Float32, code: Float32, slope: Float32) -> Float32:
+    """A lower bound of the score of a token of a smooth row, in the search's units; NaN where the score is NaN, -inf where it
+    is. ``code``: the float of its code."""
+    gumbel = cute.math.fma(code, Float32(noise.CODE_STEP), Float32(noise.GUMBEL_ABOVE))
+    gumbel = Float32(select_(code >= Float32(noise.HALF), gumbel, Float32(-5.1)))  # E is at most 23
+    least = cute.math.fma(logit, slope, gumbel)
+    # what is not sampled is -inf as well, and 0 * inf of a row of infinite temperature no score of it
+    return Float32(select_(logit == Float32(-INFINITY), Float32(-INFINITY), least))
+
+
+def of_seed(seed: Float32) -> Float32:
+    """The threshold of a finite ``seed_of``: not below that of the token's score, which twice the margins make sure of."""
+    return _clamp(_smooth(seed, _MARGIN + 2.0**-10, 2 * _RELATIVE))
+
+
+def score_of(threshold: Float32, slope: Float32) -> Float32:
+    """A score that the token is sure to reach whose seed gave a smooth row's threshold, within +-_LIMIT."""
+    return (Float32(noise.GUMBEL_BELOW) - threshold) / cute.arch.fmax(slope, Float32(_LOG2_E))
+
+
+def may_win(logit: Float32, code: Float32, slope: Float32, threshold: Float32) -> Boolean:
+    """Whether a token must be evaluated, by the finest bound there is. NaN scores, and words without a code, must."""
+    smooth = cute.math.fma(code, Float32(noise.CODE_STEP), cute.math.fma(logit, slope, threshold))
+    gumbel = cute.math.fma(code, Float32(noise.CODE_STEP), Float32(_MARGIN))
+    gumbel = Float32(select_(gumbel < Float32(0.0), Float32(0.0), gumbel))  # NaN stays
+    amplitude = Float32(select_(slope == Float32(GREEDY_SLOPE), Float32(0.0), _inverse(slope)))
+    sharp = cute.math.fma(cute.math.fma(gumbel, amplitude, logit), slope, threshold)
+    above = Float32(select_(is_sharp(slope), sharp, smooth))
+    known = (threshold == Float32(INFINITE_FOUND)) | (threshold == Float32(INFINITE_ALONE))
+    useless = (above < Float32(0.0)) | (threshold == Float32(-INFINITY))
+    useless = useless | ((logit == Float32(-INFINITY)) & (slope != Float32(0.0)))
+    return ~(useless | ((logit == Float32(INFINITY)) & known))

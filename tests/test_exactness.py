@@ -1,0 +1,223 @@
+"""Of one draw a kernel evaluates a few tokens, or quickly; of two it evaluates every token, with care. The tokens are the same,
+bit for bit, at the ends of every range: traps 26, 27, 29."""
+
+import importlib
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from flashsampling import exchange
+from flashsampling.exchange import Shard
+from tests.conftest import DEVICE
+from tests.problems import KERNELS, Problem, make_problem
+
+ON_GPU = DEVICE.type == "cuda"
+NEEDS_CUTE = pytest.mark.skipif("cute" not in KERNELS, reason="needs a Hopper GPU and the CuTe DSL")
+DIM = 32
+
+
+def awkward_weight(vocab: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """(V, DIM). Column 0 is one; 1 has a few values, so that there are ties; 2 is what an ulp or two are to column 1; then
+    columns of zeros, an eighth of the values of the next ones, and normal ones."""
+    device = generator.device
+
+    def pick(*values: float) -> Tensor:
+        choice = torch.randint(len(values), (vocab,), generator=generator, device=device)
+        return torch.tensor(values, device=device)[choice]
+
+    weight = torch.randn(vocab, DIM, generator=generator, device=device)
+    weight[:, 0] = 1.0
+    weight[:, 1] = pick(-2.0, -1.5, 0.0, 1.0, 1.5, 1.5, 1.5)
+    weight[:, 2] = pick(-(2.0**-22), 0.0, 0.0, 2.0**-23, 2.0**-22)
+    weight[:, 3] = 0.0
+    weight[:, 4] = torch.randn(vocab, generator=generator, device=device) * 2.0**-22
+    return weight.to(dtype)
+
+
+def awkward_rows(weight: Tensor, batch: int, generator: torch.Generator, poisoned: bool) -> Problem:
+    """Rows of every kind over the weight, scales from 1e-3 to the dtype's largest, temperatures from 1e-6 to 1e6 and greedy."""
+    device, dtype = weight.device, weight.dtype
+    largest = torch.finfo(dtype).max
+
+    def uniform(low: float, high: float) -> Tensor:
+        return torch.rand(batch, generator=generator, device=device) * (high - low) + low
+
+    def one_in(n: int) -> Tensor:
+        return torch.randint(n, (batch,), generator=generator, device=device) == 0
+
+    scale = 10.0 ** torch.where(one_in(3), uniform(-3, math.log10(largest)), uniform(-3, 3))
+    scale = torch.where(one_in(8), largest / 4, scale)
+    sign = torch.where(one_in(2), -1.0, 1.0)
+    states = torch.zeros(batch, DIM, device=device)
+    kind = torch.randint(6, (batch,), generator=generator, device=device)
+    normal = torch.randn(batch, DIM - 5, generator=generator, device=device)
+    states[:, 5:] = torch.where((kind == 0)[:, None], normal * scale[:, None] / DIM**0.5, 0.0)
+    power = 2.0 ** scale.clamp(max=largest / 4).log2().floor()  # times which the ulps of columns 1 and 2 stay exact
+    states[:, 0] = torch.where((kind == 1) | (kind == 2), sign * scale, 0.0)  # equal logits
+    states[:, 4] = torch.where(kind == 2, scale, 0.0)  # ... but for an ulp or so
+    states[:, 1] = torch.where((kind == 3) | (kind == 4), sign * power, 0.0)  # ties
+    states[:, 2] = torch.where(kind == 4, power, 0.0)  # ... and what is an ulp away from one; kind 5 is zero
+    if poisoned:
+        states[:, 3] = torch.where(one_in(10), math.nan, torch.where(one_in(10), math.inf, 0.0))
+    temperature = 10.0 ** torch.where(one_in(3), uniform(-6, -2), uniform(-6, 6))
+    temperature = torch.where(one_in(8), 1e-6, torch.where(one_in(8), 1.0, temperature))
+    temperature = torch.where(one_in(4), 0.0, torch.where(one_in(30), math.inf, temperature))
+    bits = [torch.randint(-(2**63), 2**63 - 1, (batch,), generator=generator, device=device) for _ in range(2)]
+    return Problem(states.to(dtype), weight, temperature.float(), *bits)
+
+
+def shards(problem: Problem, impl: str, cuts: list[int], num_samples: int) -> Tensor:
+    """(B, num_samples) tokens of a vocabulary cut in parts, by packed winners."""
+    sample = importlib.import_module(f"flashsampling.impl.{impl}").sample
+    rows = problem.temperature, problem.seed, problem.offset
+    edges = [0, *cuts, problem.vocab]
+    parts = [
+        sample(
+            problem.hidden_states,
+            problem.weight[first:last],
+            *rows,
+            num_samples,
+            last - first,
+            shard=Shard(first, exchange.PACKED),
+        )
+        for first, last in itertools.pairwise(edges)
+    ]
+    return exchange.tokens_of(torch.stack(parts)).view(-1, num_samples)
+
+
+def mismatches(impl: str, rows: int, seed: int) -> int:
+    """Of at least that many awkward rows: how often a token of one draw is not the first of two, of the whole vocabulary or of
+    one in shards."""
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    dtypes = (torch.bfloat16, torch.float16) if impl == "cute" else (torch.bfloat16, torch.float16, torch.float32)
+
+    def pick(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (), generator=generator, device=DEVICE))
+
+    wrong = done = problems = 0
+    while done < rows:
+        # small vocabularies, and those that give a CTA several tiles
+        vocab = pick(1, 600) if not ON_GPU else pick(1, 3000) if pick(0, 3) == 0 else pick(3000, 70_000)
+        weight = awkward_weight(vocab, dtypes[problems % len(dtypes)], generator)
+        for _ in range(8 if ON_GPU else 2):
+            batch = pick(1, 24) if not ON_GPU else pick(1, 520) if pick(0, 2) else (1, 64, 128, 256)[pick(0, 4)]
+            problem = awkward_rows(weight, batch, generator, poisoned=problems % 4 == 3)
+            expected = replace(problem, num_samples=2).sample(impl)[:, :1]
+            wrong += int((problem.sample(impl) != expected).sum())
+            if problems % 4 == 0:
+                cuts = sorted(pick(0, vocab + 1) for _ in range(pick(1, 4)))
+                wrong += int((shards(problem, impl, cuts, 1) != expected).sum())
+            done += batch
+            problems += 1
+    return wrong
+
+
+@pytest.mark.parametrize("impl", KERNELS)
+def test_one_draw_is_the_first_of_two(impl):
+    assert mismatches(impl, 100_000 if ON_GPU else 150, seed=1) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("impl", KERNELS)
+def test_one_draw_is_the_first_of_two_in_a_million_rows(impl):
+    assert mismatches(impl, 1_000_000, seed=2) == 0
+
+
+@NEEDS_CUTE
+@pytest.mark.parametrize(("temperature", "scale"), [(1e-6, 3.0), (1e-6, 10.0), (1e-6, 40.0), (1e-5, 40.0), (5e-6, 10.0)])
+def test_no_row_is_lost_at_a_low_temperature(temperature, scale, device):
+    """Trap 26: a bound that rounds once was above the score, which rounds twice."""
+    for i in range(50):
+        problem = make_problem(8, 4096, 64, device, torch.bfloat16, logit_std=scale, seed=i)
+        problem.temperature.fill_(temperature)
+        tokens = problem.sample("cute")
+        assert (tokens >= 0).all()
+        assert torch.equal(tokens, replace(problem, num_samples=2).sample("cute")[:, :1])
+
+
+@pytest.mark.parametrize("impl", KERNELS)
+@pytest.mark.parametrize("best", [1.5, 2.5, 3.5, -1.5, 2.0**-30])
+@pytest.mark.parametrize("batch", [1, 8])
+def test_an_ulp_more_wins_at_any_distance(impl, best, batch, device):
+    """Trap 27: a late tile's best against what an early one has an ulp less of, greedy and at temperatures near it."""
+    late = 132 * 128 + 7 if ON_GPU else 300
+    vocab = late + 400
+    weight = torch.zeros(vocab, 8, device=device)
+    weight[:, 0] = -4.0
+    weight[5, 0] = weight[late, 0] = best
+    weight[5, 1] = -abs(best) * 2.0**-20
+    ones = torch.ones(batch, 8, device=device, dtype=torch.bfloat16)
+    temperature = torch.tensor([0.0, 1e-8, 0.0, 0.0] * 2, device=device)[:batch]
+    rows = torch.arange(batch, device=device)
+    problem = Problem(ones, weight.bfloat16(), temperature, rows, rows)
+    assert (problem.sample(impl) == late).all()
+    problem.weight[5, 1] = 0.0
+    assert (problem.sample(impl) == 5).all()
+
+
+@pytest.fixture(scope="module")
+def evaluations():
+    """Counts what the Hopper kernel evaluates exactly, by a kernel that counts."""
+    import cutlass
+
+    from flashsampling.impl.cute import config, kernel, launch
+
+    compiled = {}
+
+    def count(problem: Problem) -> int:
+        words = torch.zeros(1 << 16, dtype=torch.int64, device=DEVICE)
+
+        def kernel_for(dtype, shape):
+            if shape not in compiled:
+                compiled[shape] = kernel.compile_kernel(cutlass.BFloat16, shape, counts_evaluations=True)
+            return compiled[shape]
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(launch, "kernel_for", kernel_for)
+            patch.setattr(launch, "zeroed_words", lambda needed, device: words[1 : 1 + needed])
+            launch._plan.cache_clear()
+            rows = problem.temperature, problem.seed, problem.offset
+            tokens = launch.sample(problem.hidden_states, problem.weight, *rows, 1, problem.vocab)
+        launch._plan.cache_clear()
+        assert torch.equal(tokens, problem.sample("cute")[:, 0])
+        assert int(words[1:].count_nonzero()) == 0
+        assert config.choose_config(*problem.hidden_states.shape) in compiled
+        return int(words[0])
+
+    return count
+
+
+def rows_of_kind(problem: Problem, kind: str) -> Problem:
+    """The problem with all rows but one of that kind: "NaN", "zero", "equal" or "infinite"."""
+    problem = replace(problem, hidden_states=problem.hidden_states.clone(), weight=problem.weight.clone())
+    if kind == "equal":
+        problem.weight[:, 0] = 1.0
+    problem.hidden_states[1:] = math.nan if kind == "NaN" else 0.0
+    if kind == "infinite":
+        problem.hidden_states[1:, 0] = math.inf  # every logit is +inf or -inf
+    elif kind == "equal":
+        problem.hidden_states[1:, 0] = torch.linspace(-40, 40, len(problem.hidden_states) - 1).to(problem.hidden_states)
+    return problem
+
+
+KINDS = ["NaN", "zero", "equal", "infinite"]
+TEMPERATURES = [0.0, 1e-6, 1e-4, 1.0]
+
+
+@NEEDS_CUTE
+@pytest.mark.parametrize("batch", [64, 256])
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_poisoned_and_equal_rows_evaluate_little(kind, temperature, batch, device, evaluations):
+    """What a failed row costs is bounded: contract, section 4. Before it was, all tokens of such rows were evaluated."""
+    problem = make_problem(batch, 151_936, 64, device, torch.bfloat16)
+    problem.temperature.fill_(temperature)
+    few = evaluations(problem)
+    many = evaluations(rows_of_kind(problem, kind))
+    print(f"{kind}, T = {temperature}, B = {batch}: {many} evaluations, {few} of ordinary rows")
+    assert many <= 4 * few + 100 * batch
