@@ -62,8 +62,8 @@ def column_max(key: Int64) -> Int64:
 
 def scatter_max(values: list, lane: Int32) -> tuple[Float32, Int32]:
     """Maxima, NaN above all, of up to eight values (2**n) over the eight threads of a warp that hold the same columns: each of
-    these threads gets one maximum, and which value's. Every exchange halves what a thread has: seven shuffles for eight values, where one
-    maximum after the other takes 24."""
+    these threads gets one maximum, and which value's. Every exchange halves what a thread has: seven shuffles for eight values,
+    where one maximum after the other takes 24."""
     own = Int32(0)
     for distance in (16, 8, 4):
         if len(values) > 1:

@@ -18,8 +18,8 @@ less. A row is of one of two kinds, told apart by its slope:
              bounds the score itself, rounded as the score is: fma is monotone in its summand.
 
 ``of_score`` is monotone: a higher score never has the higher threshold, by a formula of one rounding. So the row's best score
-always gets by a threshold of a lower or equal one. ``of_score(after(S))``, the next float's, also skips what equals S, for tokens
-whose ids are higher than that of one that reaches S.
+always gets by a threshold of a lower or equal one. ``of_score(after(S))``, the next float's, also skips what equals S: for
+tokens whose ids are higher than that of one that reaches S.
 
 Two thresholds that no score has mark rows in which a token scores +inf: INFINITE_FOUND if a finite one was seen as well, else
 INFINITE_ALONE; further +inf, of higher ids, are skipped. -inf as a threshold: the row is decided, there is a NaN.
