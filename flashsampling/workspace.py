@@ -13,8 +13,8 @@ stream and no capture need be ordered after that.
 
 Who shares a buffer shares a stream, with two exceptions that are the caller's: a graph instantiated more than once by hand (its
 executables share the tensors that they write as well, and so cannot run at the same time), and a stream that was destroyed
-while a step still ran on it and whose handle CUDA gives to another (torch destroys none of its own). The per-thread default
-stream has one handle for all threads; its calls get zeros of their own.
+while a step still ran on it and whose handle CUDA gives to another (torch destroys none of its own). CUDA's per-thread default
+stream, one handle for as many streams as there are threads, is for one thread: torch's allocator takes it for one stream too.
 """
 
 import threading
@@ -26,7 +26,6 @@ from torch import Tensor
 _ARENA_WORDS = 1 << 18  # 2 MiB: about 500 captured calls of batch 256
 _MIN_WORDS = 1 << 12
 _MAX_KEPT_WORDS = 1 << 22
-_PER_THREAD_STREAM = 2  # cudaStreamPerThread
 
 _CPU = torch.device("cpu"), torch.device("cpu", 0)  # comparing is cheaper than asking for the type
 
@@ -46,7 +45,7 @@ def zeroed_words(words: int, device: torch.device) -> Tensor:
     key = index, torch._C._cuda_getCurrentRawStream(index)  # as torch's own launchers ask for it: a tenth of current_stream()
     buffer = _per_stream.get(key)
     if buffer is None or buffer.numel() < words:
-        if words > _MAX_KEPT_WORDS or key[1] == _PER_THREAD_STREAM:
+        if words > _MAX_KEPT_WORDS:
             return torch.zeros(words, dtype=torch.int64, device=device)
         with _lock:
             if index not in _arenas:

@@ -188,23 +188,6 @@ print("captured")
     assert "captured" in run.stdout, run.stderr[-3000:]
 
 
-def test_threads_on_their_default_streams(kernel, device):
-    """``cudaStreamPerThread`` is one handle and many streams: no workspace is shared by its name."""
-    problem = make_problem(64, 60_000, 512, device, torch.bfloat16)
-    expected = problem.sample(kernel)
-    torch.cuda.synchronize()
-
-    def draw(_):
-        with torch.cuda.stream(torch.cuda.ExternalStream(2)):
-            tokens = [problem.sample(kernel) for _ in range(50)]
-            torch.cuda.current_stream().synchronize()
-        return all(torch.equal(each, expected) for each in tokens)
-
-    with ThreadPoolExecutor(4) as pool:
-        assert all(pool.map(draw, range(4)))
-    assert not [key for key in workspace._per_stream if key[1] == 2]
-
-
 def test_two_graphs_replayed_at_once_share_nothing(kernel, device):
     problems = [make_problem(64, 60_000, 512, device, torch.bfloat16, seed=s) for s in range(2)]
     expected = [p.sample(kernel) for p in problems]

@@ -12,10 +12,13 @@ in registers, and what it keeps per row to ``rows``.
 
 A row's threshold (``threshold``) is what the bound must reach. It only falls: by candidates that lead, by what other CTAs have
 published, and in a CTA's first tile by lower bounds of what all CTAs' first tiles hold (``seed_thresholds``,
-``share_thresholds``); of sharp rows, in which many scores may be equal, that tile is evaluated whole (``every_score``). When
-and where a threshold falls decides how much is evaluated, never which token wins: what is skipped scores strictly below
-something published, or equally and has a higher id. NaN, +inf and the word 0 are candidates by construction, so every rare case
-of the contract is decided in one place, ``consider``; a row in which a NaN was published is looked at no more.
+``share_thresholds``). When and where it falls decides how much is evaluated, never which token wins: what is skipped scores
+strictly below something published, or equally and has a higher id. NaN, +inf and the word 0 are candidates by construction, so
+every rare case of the contract is decided in one place, ``consider``; a row in which a NaN was published is looked at no more.
+
+Where a crowd of a tile's tokens may win, many equal scores as in a greedy row of zeros, the consumers that hold it evaluate it
+themselves (``every_score``), which is many times faster than the queue. H200, V = 151936, D = 2048, B = 256, 128 rows of zeros
+@@FIGURES@@
 
 A thread holds of a tile the tokens t and t + 8, t = 64 half + 16 warp + lane / 4, and columns 8 j + 2 (lane % 4) + {0, 1}.
 The two consumer warpgroups share a tile by halves of its tokens; where it has more than 192 columns, by halves of these, and a
@@ -42,6 +45,7 @@ _CONSUMER_THREADS = 256
 _CONSTANTS = 2 * noise.ROW_CONSTANTS + 2  # of a pair of columns
 _CROWD = 8  # rows of which a CTA in its first tile knows the best token of all: with more it waits for others
 _LOOKS = 8  # at what they know, at most
+_CROWDED = 4  # columns of a thread in which all its tokens may win: that many, and they are evaluated, not queued
 _MANY_CTAS = 16  # that work for a block of rows: of fewer there is less to learn
 
 
@@ -121,7 +125,9 @@ class SampleEpilogue:
     """One winner per row of a block of ``block_b`` rows."""
 
     def __init__(self, config: TileConfig, counts_evaluations: bool = False):
-        self.counts_evaluations = counts_evaluations  # for tests: in the word before the workspace
+        self.counts_evaluations = (
+            counts_evaluations  # for tests: queued ones in the word before the workspace, others before it
+        )
         self.block_b = block_b = config.block_b
         self.blocks = block_b // 8  # of eight columns
         self.halves = config.halves  # of the tile's tokens that a consumer thread has
@@ -278,10 +284,13 @@ class SampleEpilogue:
         first_token = self.first_token_of(args, walk, iteration)
         for column in cutlass.range(thread, cutlass.min(self.block_b, args.batch - walk.first_row), QUEUE, unroll=1):
             slot = args.slot(walk.first_row + column)
-            self.learn(shared, column, reduction.published(slot), first_token)
+            key = reduction.published(slot)
             infinite = reduction.published(slot + Int64(args.batch) * 8)
+            self.learn(shared, column, key, first_token)
             if (infinite != Int64(0)) & (reduction.token_of_key(infinite) < first_token):
-                self.learn_of_infinity(shared, column, reduction.published(slot) != Int64(0))
+                # +inf wins by the lowest id, which no token has that is still to be searched
+                found, alone = Float32(threshold.INFINITE_FOUND), Float32(threshold.INFINITE_ALONE)
+                self.lower_threshold(shared, column, Float32(select_(key != Int64(0), found, alone)))
 
     @cute.jit
     def learn(self, shared, column, key: Int64, first_token):
@@ -293,11 +302,6 @@ class SampleEpilogue:
             loses_ties = reduction.token_of_key(key) < first_token
             score = Float32(select_(loses_ties, threshold.after(score), score))
             self.lower_threshold(shared, column, threshold.of_score(score, shared.rows[column, 0]))
-
-    def learn_of_infinity(self, shared, column, finite_found):
-        """Marks a row in which a token scores +inf whose id is lower than all that are still to be searched."""
-        found, alone = Float32(threshold.INFINITE_FOUND), Float32(threshold.INFINITE_ALONE)
-        self.lower_threshold(shared, column, Float32(select_(finite_found, found, alone)))
 
     def first_token_of(self, args, walk, iteration):
         """Id of the first token of the CTA's tile number ``iteration``."""
@@ -332,21 +336,17 @@ class SampleEpilogue:
                         for j in range_constexpr(self.own_blocks):
                             for c in range_constexpr(2):
                                 logits[c, r, j, half] = Float32(-INFINITY)
-        first = iteration == Int32((walk.first_tile + 1) * TILE_V <= args.skip)
-        sharp = Boolean(False)
-        if (args.num_samples == 1) & first:
-            sharp = self.any_sharp(shared, lane, warp)
-        if sharp | (args.num_samples != 1):
-            self.every_score(args, walk, shared, logits, token0, warp, lane)
+        hits = Uint32(0)
+        crowd = Uint64(2**64 - 1)
         if args.num_samples == 1:
-            if first:
+            crowd = Uint64(0)
+            if iteration == Int32((walk.first_tile + 1) * TILE_V <= args.skip):
                 self.seed_thresholds(args, walk, shared, logits, lane, warp)
                 barrier.arrive_and_wait()
                 self.share_thresholds(args, walk, shared, iteration, thread, barrier)
                 barrier.arrive_and_wait()
             # first without a branch, so that loads and arithmetic of all vectors overlap; then what the few hits need. A hit is
             # a sign of 0, and so is a NaN, as the hardware makes it
-            hits = Uint32(0)
             exponents = noise.exponents(args.batch)
             for q in range_constexpr(self.vectors):
                 signs = Uint32(0x80008000)
@@ -358,14 +358,33 @@ class SampleEpilogue:
                     bases = [cute.math.fma(logits[c, r, j, half], pair[2 * c], pair[2 * c + 1]) for c in range(2)]
                     signs = signs & noise.add_codes(*bases, words[i // 4], r, exponents)
                 hits = hits | Uint32(select_(signs == Uint32(0x80008000), Uint32(0), Uint32(1 << q)))
-            if cute.arch.vote_any_sync(hits != Uint32(0)):
-                hits = cute.arch.warp_redux_sync(hits, "or")
-                while hits != Uint32(0):
-                    q, hits = _take_lowest(hits)
-                    # one copy, since what is seldom run is seldom cached
+        if (args.num_samples != 1) | cute.arch.vote_any_sync(hits != Uint32(0)):
+            hits = cute.arch.warp_redux_sync(hits, "or")
+            # many hits: looked at once more, a crowd evaluated, what is left queued; few: queued. In a loop, and one copy of
+            # what it does, since what is seldom run is seldom cached
+            looks = (args.num_samples != 1) | (2 * cute.arch.popc(hits) > self.vectors)
+            for queues in cutlass.range(Int32(select_(looks, Int32(0), Int32(1))), 2, unroll=1):
+                left, hits = hits, Uint32(0)
+                while left != Uint32(0):
+                    q, left = _take_lowest(left)
                     found = cute.make_rmem_tensor(4 * self.vector, Float32)
                     self.pick(logits, q, found, 0, 1)
-                    self.push_candidates(shared, found, q, iteration, first, lane, warp)
+                    mask, full = self.candidates(shared, found, q, lane, warp)
+                    columns = q * (2 * self.vector // self.halves)  # of this thread, the first of them
+                    if queues == 1:
+                        mask = self.without_crowd(mask, Uint32(crowd >> Uint64(columns)))
+                        self.push_candidates(shared, found, mask, q, iteration, lane, warp)
+                    else:
+                        hits = hits | Uint32(select_(cute.arch.vote_any_sync(mask != Uint32(0)), Uint32(1) << q, Uint32(0)))
+                        crowd = crowd | Uint64(full) << Uint64(columns)
+                if queues == 0:
+                    low = cute.arch.warp_redux_sync(Uint32(crowd), "or")
+                    high = cute.arch.warp_redux_sync(Uint32(crowd >> Uint64(32)), "or")
+                    crowd = Uint64(high) << Uint64(32) | Uint64(low)
+                    if cute.arch.popc(low) + cute.arch.popc(high) < Int32(min(_CROWDED, self.own_blocks)):
+                        crowd = Uint64(0)
+                    else:
+                        self.every_score(args, walk, shared, logits, token0, crowd, warp, lane)
 
     def first_block(self, warp):
         """Of eight columns: the first one of a consumer warp."""
@@ -399,18 +418,37 @@ class SampleEpilogue:
             found[i] = logits[c, r, j, half]
 
     @cute.jit
-    def push_candidates(self, shared, logits, q, iteration, first, lane, warp):
-        """Queues candidates: ``logits`` (4 ``vector``,) are those of a thread's code words number ``q``. ``first``: whether the
-        tile is the CTA's first, of which sharp rows are evaluated already."""
+    def candidates(self, shared, logits, q, lane, warp) -> tuple:
+        """Of a thread's code words number ``q``, whose logits (4 ``vector``,) are given: a bit for each that may win, and a bit for
+        each column of which all do."""
         words = self.load_codes(shared, q, warp * 32 + lane)
         mask = Uint32(0)
+        whole = [0] * (2 * self.vector // self.halves)  # by column, the bits that it has in the mask
         for i in range_constexpr(4 * self.vector):
-            c, _, j, _ = self.place(q, i)
+            c, _, j, _ = self.place(0, i)
             if const_expr(i % (4 * self.halves) == 0):
-                pair = self.load_rows(shared, self.first_block(warp) + j, lane)
-            candidate = threshold.may_win(logits[i], noise.code_float(words[i // 4], i % 4), pair[2 * c], pair[2 * c + 1])
-            candidate = candidate & ~(first & threshold.is_sharp(pair[2 * c]))
-            mask = mask | Uint32(select_(candidate, Uint32(1 << i), Uint32(0)))
+                block = self.first_block(warp) + q * (self.vector // self.halves) + j
+                pair = self.load_rows(shared, block, lane)
+                bounds = [threshold.bound_of(pair[2 * n], pair[2 * n + 1]) for n in range(2)]
+            wins = threshold.may_win(logits[i], noise.code_float(words[i // 4], i % 4), bounds[c])
+            mask = mask | Uint32(select_(wins, Uint32(1 << i), Uint32(0)))
+            whole[2 * j + c] |= 1 << i
+        full = Uint32(0)
+        for n in range_constexpr(len(whole)):
+            full = full | Uint32(select_(mask & Uint32(whole[n]) == Uint32(whole[n]), Uint32(1 << n), Uint32(0)))
+        return mask, full
+
+    def without_crowd(self, mask: Uint32, crowd: Uint32) -> Uint32:
+        """``candidates``' mask, less the columns of which every score has been evaluated: bits of ``crowd``."""
+        for i in range(4 * self.vector):
+            c, _, j, _ = self.place(0, i)
+            evaluated = crowd >> Uint32(2 * j + c) & Uint32(1)
+            mask = mask & ~(evaluated << Uint32(i))
+        return mask
+
+    @cute.jit
+    def push_candidates(self, shared, logits, mask, q, iteration, lane, warp):
+        """Queues candidates, the bits of a mask: ``logits`` (4 ``vector``,) are those of a thread's code words number ``q``."""
         while mask != Uint32(0):
             which, mask = _take_lowest(mask)
             some = [logits[i] for i in range(4 * self.vector)]
@@ -425,7 +463,7 @@ class SampleEpilogue:
                 _CONSUMER_THREADS * q + warp * 32 + lane
             )
             code = noise.float_of_code(Uint32(cute.make_tensor(at + which, cute.make_layout(1))[0]))
-            if threshold.may_win(some[0], code, shared.rows[column, 0], shared.rows[column, 1]):
+            if threshold.may_win(some[0], code, threshold.bound_of(shared.rows[column, 0], shared.rows[column, 1])):
                 place = Int32(_VALID) | (iteration << 15) | (token << 8) | column
                 entry = Int64(some[0].bitcast(Uint32)) << Int64(32) | Int64(Uint32(place))
                 self.push(shared, entry, (warp * 32 + lane) % QUEUE)
@@ -449,8 +487,8 @@ class SampleEpilogue:
 
     @cute.jit
     def seed_thresholds(self, args, walk, shared, logits, lane, warp):
-        """Before the first tile is searched: a lower bound of every smooth row's best score in half of it, since each warp does
-        half of its columns. All of it takes twice the time, and saves less than that. Rows with a NaN are decided."""
+        """Before the first tile is searched: a lower bound of every row's best score in half of it, since each warp does half
+        of its columns. All of it takes twice the time, and saves less than that. Rows with a NaN are decided."""
         groups = self.own_blocks // self.seeded_blocks
         vectors = self.vectors // groups  # of a group
         for k in cutlass.range((groups + 1) // 2, unroll=1):
@@ -472,12 +510,12 @@ class SampleEpilogue:
             block = self.first_block(warp) + group * self.seeded_blocks + own // 2
             column = block * 8 + 2 * (lane % 4) + own % 2
             row = walk.first_row + column
-            if (row < args.batch) & ~threshold.is_sharp(shared.rows[column, 0]):
+            if row < args.batch:
                 if best != best:
                     reduction.publish(args.slot(row), Int64(reduction.NAN_KEY))
                     self.lower_threshold(shared, column, Float32(-INFINITY))
                 elif (best < Float32(INFINITY)) & (best > Float32(-INFINITY)):
-                    self.lower_threshold(shared, column, threshold.of_seed(best))
+                    self.lower_threshold(shared, column, threshold.of_seed(best, shared.rows[column, 0]))
 
     @cute.jit
     def share_thresholds(self, args, walk, shared, iteration, column, barrier):
@@ -487,12 +525,12 @@ class SampleEpilogue:
         slot = args.slot(walk.first_row + column)
         bound = Int64(-1)
         if live:
-            slope, known = shared.rows[column, 0], shared.rows[column, 1]
-            # neither a mark nor, of a sharp row, what is published with a token's id already
-            finite = (known < Float32(threshold.INFINITE_ALONE)) & (known > Float32(threshold.INFINITE_FOUND))
-            if finite & ~threshold.is_sharp(slope):
+            known = shared.rows[column, 1]
+            # neither a mark nor decided
+            if (known < Float32(threshold.INFINITE_ALONE)) & (known > Float32(threshold.INFINITE_FOUND)):
                 # a score that some token of this CTA reaches; with no token's id it is below that token's key
-                bound = reduction.pack_key(threshold.score_of(known, slope), Int32(reduction.NO_TOKEN))
+                score = threshold.score_of(known, shared.rows[column, 0])
+                bound = reduction.pack_key(score, Int32(reduction.NO_TOKEN))
                 reduction.publish(slot, bound)
         key = Int64(0)
         looks = Int32(1)
@@ -601,8 +639,7 @@ class SampleEpilogue:
             slot = args.slot(row)
             key = reduction.pack_key(score, token)
             if const_expr(self.counts_evaluations):
-                counter = global_pointer(Int64, args.workspace - 8)
-                cute.arch.atomic_add(counter, Int64(1), sem="relaxed", scope="gpu")
+                cute.arch.atomic_add(global_pointer(Int64, args.workspace - 8), Int64(1), sem="relaxed", scope="gpu")
             if score == Float32(INFINITY):
                 reduction.publish(slot + Int64(args.batch) * 8, key)
             elif score != score:
@@ -616,17 +653,9 @@ class SampleEpilogue:
                     reduction.publish(slot, key)
 
     @cute.jit
-    def any_sharp(self, shared, lane, warp) -> Boolean:
-        """Whether a warp has columns of sharp rows."""
-        found = Boolean(False)
-        first = 8 * self.first_block(warp)
-        for column in cutlass.range(lane, 8 * self.own_blocks, 32, unroll=1):
-            found = found | threshold.is_sharp(shared.rows[first + column, 0])
-        return cute.arch.vote_any_sync(found)
-
-    @cute.jit
-    def every_score(self, args, walk, shared, logits, token0, warp, lane):
-        """Evaluates all of a tile exactly: of several draws per row, draw by draw; of one, in sharp rows alone."""
+    def every_score(self, args, walk, shared, logits, token0, columns: Uint64, warp, lane):
+        """Evaluates exactly, and publishes the best of, every token of a warp's tile in some of its threads' columns, given by
+        bits; draw by draw."""
         one_draw = args.num_samples == 1
         copy = cute.make_rmem_tensor((2 * self.halves, 2 * self.own_blocks), Float32)
         for j in range_constexpr(self.own_blocks):
@@ -636,10 +665,10 @@ class SampleEpilogue:
         for number in cutlass.range(2 * self.own_blocks, unroll=1):
             column = (self.first_block(warp) + number // 2) * 8 + (lane % 4) * 2 + number % 2
             row = walk.first_row + column
-            slope = shared.rows[column, 0]
-            wanted = (row < args.batch) & (threshold.is_sharp(slope) | ~one_draw)
-            noisy = cute.arch.vote_any_sync(wanted & (slope != Float32(threshold.GREEDY_SLOPE)))
-            draws = Int32(select_(cute.arch.vote_any_sync(wanted), args.num_samples, Int32(0)))
+            live = (row < args.batch) & (shared.rows[column, 1] != Float32(-INFINITY))
+            wanted = (columns >> Uint64(number)) & Uint64(1) != Uint64(0)
+            draws = Int32(select_(wanted & cute.arch.vote_any_sync(live), args.num_samples, Int32(0)))
+            noisy = cute.arch.vote_any_sync(live & (shared.rows[column, 0] != Float32(threshold.GREEDY_SLOPE)))
             for draw in cutlass.range(draws, unroll=1):
                 best = Int64(0)
                 best_inf = Int64(0)
@@ -649,20 +678,22 @@ class SampleEpilogue:
                     if noisy:
                         score = self.score_of(args, copy[r, number], args.base + token, row, draw)
                     key = reduction.pack_key(score, args.base + token)
-                    sampled = wanted & (token < args.end) & (token >= args.skip)
+                    sampled = live & (token < args.end) & (token >= args.skip)
                     is_inf = score == Float32(INFINITY)
                     counts = (score != Float32(INFINITY)) & (score != Float32(-INFINITY))  # finite, or NaN
                     best = reduction.max_key(best, Int64(select_(sampled & counts, key, Int64(0))))
                     best_inf = reduction.max_key(best_inf, Int64(select_(sampled & is_inf, key, Int64(0))))
+                if const_expr(self.counts_evaluations):
+                    if live:
+                        counter = global_pointer(Int64, args.workspace - 16)
+                        cute.arch.atomic_add(counter, Int64(2 * self.halves), sem="relaxed", scope="gpu")
                 best = reduction.column_max(best)
                 best_inf = reduction.column_max(best_inf)
                 slot = args.workspace + (Int64(row) * args.num_samples + draw) * 8
-                if (lane < 4) & wanted:
+                if lane < 4:
                     if best != Int64(0):
                         reduction.publish(slot, best)
+                        if one_draw:  # other warps may have lower ids, of this tile, and as high a score
+                            self.learn(shared, column, best, Int32(0))
                     if best_inf != Int64(0):
                         reduction.publish(slot + Int64(args.batch) * args.num_samples * 8, best_inf)
-                    if one_draw:  # later tiles have higher ids
-                        self.learn(shared, column, best, Int32(reduction.NO_TOKEN))
-                        if best_inf != Int64(0):
-                            self.learn_of_infinity(shared, column, best != Int64(0))

@@ -25,6 +25,8 @@ Two thresholds that no score has mark rows in which a token scores +inf: INFINIT
 INFINITE_ALONE; further +inf, of higher ids, are skipped. -inf as a threshold: the row is decided, there is a NaN.
 """
 
+from typing import NamedTuple
+
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Uint32, select_
 
@@ -82,34 +84,53 @@ def after(score: Float32) -> Float32:
 
 
 def seed_of(logit: Float32, code: Float32, slope: Float32) -> Float32:
-    """A lower bound of the score of a token of a smooth row, in the search's units; NaN where the score is NaN, -inf where it
-    is. ``code``: the float of its code."""
+    """A lower bound of a token's score, in the search's units; NaN where the score is NaN, -inf where it is. ``code``: the float
+    of its code."""
     gumbel = cute.math.fma(code, Float32(noise.CODE_STEP), Float32(noise.GUMBEL_ABOVE))
     gumbel = Float32(select_(code >= Float32(noise.HALF), gumbel, Float32(-5.1)))  # E is at most 23
-    least = cute.math.fma(logit, slope, gumbel)
+    # of a sharp row a Gumbel of 1 is between 1/2 and 1 of these units, of a greedy one it is nothing
+    half = gumbel * Float32(select_(is_sharp(slope), Float32(0.5), Float32(1.0)))
+    least = cute.math.fma(logit, slope, cute.arch.fmin(gumbel, half))
     # what is not sampled is -inf as well, and 0 * inf of a row of infinite temperature no score of it
     return Float32(select_(logit == Float32(-INFINITY), Float32(-INFINITY), least))
 
 
-def of_seed(seed: Float32) -> Float32:
-    """The threshold of a finite ``seed_of``: not below that of the token's score, which twice the margins make sure of."""
-    return _clamp(_smooth(seed, _MARGIN + 2.0**-10, 2 * _RELATIVE))
+def of_seed(seed: Float32, slope: Float32) -> Float32:
+    """The threshold of a finite ``seed_of``: not below that of the token's score, which in a smooth row twice the margins make
+    sure of."""
+    smooth = _smooth(seed, _MARGIN + 2.0**-10, 2 * _RELATIVE)
+    return _clamp(Float32(select_(is_sharp(slope), -seed, smooth)))
 
 
 def score_of(threshold: Float32, slope: Float32) -> Float32:
-    """A score that the token is sure to reach whose seed gave a smooth row's threshold, within +-_LIMIT."""
-    return (Float32(noise.GUMBEL_BELOW) - threshold) / cute.arch.fmax(slope, Float32(_LOG2_E))
+    """A score that the token is sure to reach that a threshold, within +-_LIMIT, is of."""
+    smooth = (Float32(noise.GUMBEL_BELOW) - threshold) / cute.arch.fmax(slope, Float32(_LOG2_E))
+    return Float32(select_(is_sharp(slope), -threshold * _inverse(slope), smooth))
 
 
-def may_win(logit: Float32, code: Float32, slope: Float32, threshold: Float32) -> Boolean:
+class Bound(NamedTuple):
+    """What ``may_win`` needs of a row."""
+
+    slope: Float32
+    threshold: Float32
+    amplitude: Float32  # of what is added to a sharp row's logits: 0 in a smooth row or a greedy one
+    step: Float32  # per unit of a code's float, of what is added to a smooth row's bound
+    open: Boolean  # not decided
+    infinite: Boolean  # +inf has been found
+
+
+def bound_of(slope: Float32, threshold: Float32) -> Bound:
+    """Of a row's slope and threshold."""
+    sharp = is_sharp(slope)
+    amplitude = Float32(select_(sharp & (slope != Float32(GREEDY_SLOPE)), _inverse(slope), Float32(0.0)))
+    step = Float32(select_(sharp, Float32(0.0), Float32(noise.CODE_STEP)))
+    found = (threshold == Float32(INFINITE_FOUND)) | (threshold == Float32(INFINITE_ALONE))
+    return Bound(slope, threshold, amplitude, step, threshold != Float32(-INFINITY), found)
+
+
+def may_win(logit: Float32, code: Float32, bound: Bound) -> Boolean:
     """Whether a token must be evaluated, by the finest bound there is. NaN scores, and words without a code, must."""
-    smooth = cute.math.fma(code, Float32(noise.CODE_STEP), cute.math.fma(logit, slope, threshold))
     gumbel = cute.math.fma(code, Float32(noise.CODE_STEP), Float32(_MARGIN))
-    gumbel = Float32(select_(gumbel < Float32(0.0), Float32(0.0), gumbel))  # NaN stays
-    amplitude = Float32(select_(slope == Float32(GREEDY_SLOPE), Float32(0.0), _inverse(slope)))
-    sharp = cute.math.fma(cute.math.fma(gumbel, amplitude, logit), slope, threshold)
-    above = Float32(select_(is_sharp(slope), sharp, smooth))
-    known = (threshold == Float32(INFINITE_FOUND)) | (threshold == Float32(INFINITE_ALONE))
-    useless = (above < Float32(0.0)) | (threshold == Float32(-INFINITY))
-    useless = useless | ((logit == Float32(-INFINITY)) & (slope != Float32(0.0)))
-    return ~(useless | ((logit == Float32(INFINITY)) & known))
+    score = cute.math.fma(cute.arch.fmax(gumbel, Float32(0.0), nan=True), bound.amplitude, logit)
+    above = cute.math.fma(code, bound.step, cute.math.fma(score, bound.slope, bound.threshold))
+    return ~(above < Float32(0.0)) & bound.open & ~((logit == Float32(INFINITY)) & bound.infinite)
