@@ -45,7 +45,6 @@ _CONSUMER_THREADS = 256
 _CONSTANTS = 2 * noise.ROW_CONSTANTS + 2  # of a pair of columns
 _CROWD = 8  # rows of which a CTA in its first tile knows the best token of all: with more it waits for others
 _LOOKS = 8  # at what they know, at most
-_CROWDED = 4  # columns of a thread in which all its tokens may win: that many, and they are evaluated, not queued
 _MANY_CTAS = 16  # that work for a block of rows: of fewer there is less to learn
 
 
@@ -336,7 +335,6 @@ class SampleEpilogue:
                         for j in range_constexpr(self.own_blocks):
                             for c in range_constexpr(2):
                                 logits[c, r, j, half] = Float32(-INFINITY)
-        hits = Uint32(0)
         crowd = Uint64(2**64 - 1)
         if args.num_samples == 1:
             crowd = Uint64(0)
@@ -347,6 +345,7 @@ class SampleEpilogue:
                 barrier.arrive_and_wait()
             # first without a branch, so that loads and arithmetic of all vectors overlap; then what the few hits need. A hit is
             # a sign of 0, and so is a NaN, as the hardware makes it
+            hits = Uint32(0)
             exponents = noise.exponents(args.batch)
             for q in range_constexpr(self.vectors):
                 signs = Uint32(0x80008000)
@@ -358,33 +357,23 @@ class SampleEpilogue:
                     bases = [cute.math.fma(logits[c, r, j, half], pair[2 * c], pair[2 * c + 1]) for c in range(2)]
                     signs = signs & noise.add_codes(*bases, words[i // 4], r, exponents)
                 hits = hits | Uint32(select_(signs == Uint32(0x80008000), Uint32(0), Uint32(1 << q)))
-        if (args.num_samples != 1) | cute.arch.vote_any_sync(hits != Uint32(0)):
-            hits = cute.arch.warp_redux_sync(hits, "or")
-            # many hits: looked at once more, a crowd evaluated, what is left queued; few: queued. In a loop, and one copy of
-            # what it does, since what is seldom run is seldom cached
-            looks = (args.num_samples != 1) | (2 * cute.arch.popc(hits) > self.vectors)
-            for queues in cutlass.range(Int32(select_(looks, Int32(0), Int32(1))), 2, unroll=1):
-                left, hits = hits, Uint32(0)
-                while left != Uint32(0):
-                    q, left = _take_lowest(left)
+            if cute.arch.vote_any_sync(hits != Uint32(0)):
+                hits = cute.arch.warp_redux_sync(hits, "or")
+                while hits != Uint32(0):
+                    q, hits = _take_lowest(hits)
+                    # one copy, since what is seldom run is seldom cached
                     found = cute.make_rmem_tensor(4 * self.vector, Float32)
                     self.pick(logits, q, found, 0, 1)
                     mask, full = self.candidates(shared, found, q, lane, warp)
-                    columns = q * (2 * self.vector // self.halves)  # of this thread, the first of them
-                    if queues == 1:
-                        mask = self.without_crowd(mask, Uint32(crowd >> Uint64(columns)))
-                        self.push_candidates(shared, found, mask, q, iteration, lane, warp)
-                    else:
-                        hits = hits | Uint32(select_(cute.arch.vote_any_sync(mask != Uint32(0)), Uint32(1) << q, Uint32(0)))
-                        crowd = crowd | Uint64(full) << Uint64(columns)
-                if queues == 0:
-                    low = cute.arch.warp_redux_sync(Uint32(crowd), "or")
-                    high = cute.arch.warp_redux_sync(Uint32(crowd >> Uint64(32)), "or")
-                    crowd = Uint64(high) << Uint64(32) | Uint64(low)
-                    if cute.arch.popc(low) + cute.arch.popc(high) < Int32(min(_CROWDED, self.own_blocks)):
-                        crowd = Uint64(0)
-                    else:
-                        self.every_score(args, walk, shared, logits, token0, crowd, warp, lane)
+                    if cute.arch.vote_any_sync(full != Uint32(0)):
+                        columns = self.crowded(full)
+                        mask = self.without_crowd(mask, columns)
+                        if columns != Uint32(0):
+                            columns = self.evaluate_greedy(args, walk, shared, found, columns, token0, q, lane, warp)
+                        crowd = crowd | Uint64(columns) << Uint64(q * (2 * self.vector // self.halves))
+                    self.push_candidates(shared, found, mask, q, iteration, lane, warp)
+        if crowd != Uint64(0):
+            self.every_score(args, walk, shared, logits, token0, crowd, warp, lane)
 
     def first_block(self, warp):
         """Of eight columns: the first one of a consumer warp."""
@@ -417,26 +406,90 @@ class SampleEpilogue:
             c, r, j, half = self.place(first, i)
             found[i] = logits[c, r, j, half]
 
+    def logits_of(self, c: int, j: int) -> list[int]:
+        """Those of a thread's code words, of (4 ``vector``,), that are of one column: c of two, j of the blocks of eight."""
+        return [i for i in range(4 * self.vector) if self.place(0, i)[0] == c and self.place(0, i)[2] == j]
+
     @cute.jit
     def candidates(self, shared, logits, q, lane, warp) -> tuple:
-        """Of a thread's code words number ``q``, whose logits (4 ``vector``,) are given: a bit for each that may win, and a bit for
-        each column of which all do."""
+        """Of a thread's code words number ``q``, whose logits (4 ``vector``,) are given: a bit for each that may win, and a bit
+        for each column of which all do."""
         words = self.load_codes(shared, q, warp * 32 + lane)
+        rows = [
+            self.load_rows(shared, self.first_block(warp) + q * (self.vector // self.halves) + j, lane)
+            for j in range(self.vector // self.halves)
+        ]
+        bounds = [threshold.bound_of(row[2 * c], row[2 * c + 1]) for row in rows for c in range(2)]
+        special = Boolean(False)
+        for bound in bounds:
+            special = special | (bound.open & (threshold.is_sharp(bound.slope) | bound.infinite))
         mask = Uint32(0)
-        whole = [0] * (2 * self.vector // self.halves)  # by column, the bits that it has in the mask
-        for i in range_constexpr(4 * self.vector):
-            c, _, j, _ = self.place(0, i)
-            if const_expr(i % (4 * self.halves) == 0):
-                block = self.first_block(warp) + q * (self.vector // self.halves) + j
-                pair = self.load_rows(shared, block, lane)
-                bounds = [threshold.bound_of(pair[2 * n], pair[2 * n + 1]) for n in range(2)]
-            wins = threshold.may_win(logits[i], noise.code_float(words[i // 4], i % 4), bounds[c])
-            mask = mask | Uint32(select_(wins, Uint32(1 << i), Uint32(0)))
-            whole[2 * j + c] |= 1 << i
+        if cute.arch.vote_any_sync(special):
+            # rows of zeros hit in every tile: first whether a logit reaches what was found, of greedy rows
+            noisy = Boolean(False)
+            for n in range_constexpr(len(bounds)):
+                greatest = Float32(-INFINITY)
+                for i in self.logits_of(n % 2, n // 2):
+                    greatest = cute.arch.fmax(greatest, logits[i], nan=True)
+                noisy = noisy | threshold.needs_a_look(greatest, bounds[n])
+            if cute.arch.vote_any_sync(noisy):
+                for n in range_constexpr(len(bounds)):
+                    for i in self.logits_of(n % 2, n // 2):
+                        wins = threshold.may_win(logits[i], noise.code_float(words[i // 4], i % 4), bounds[n])
+                        mask = mask | Uint32(select_(wins, Uint32(1 << i), Uint32(0)))
+        else:
+            for n in range_constexpr(len(bounds)):
+                for i in self.logits_of(n % 2, n // 2):
+                    wins = threshold.may_win_smooth(logits[i], noise.code_float(words[i // 4], i % 4), bounds[n])
+                    mask = mask | Uint32(select_(wins, Uint32(1 << i), Uint32(0)))
         full = Uint32(0)
-        for n in range_constexpr(len(whole)):
-            full = full | Uint32(select_(mask & Uint32(whole[n]) == Uint32(whole[n]), Uint32(1 << n), Uint32(0)))
+        for n in range_constexpr(len(bounds)):
+            whole = Uint32(sum(1 << i for i in self.logits_of(n % 2, n // 2)))
+            full = full | Uint32(select_(mask & whole == whole, Uint32(1 << n), Uint32(0)))
         return mask, full
+
+    @cute.jit
+    def crowded(self, full: Uint32) -> Uint32:
+        """Columns, bits, in which six threads or more of a warp have tokens of which all may win."""
+        crowded = Uint32(0)
+        for n in range_constexpr(2 * self.vector // self.halves):
+            threads = cute.arch.popc(cute.arch.vote_ballot_sync(full >> Uint32(n) & Uint32(1) != Uint32(0)))
+            crowded = crowded | Uint32(select_(threads >= 6, Uint32(1 << n), Uint32(0)))
+        return crowded
+
+    @cute.jit
+    def evaluate_greedy(self, args, walk, shared, logits, columns: Uint32, token0, q, lane, warp) -> Uint32:
+        """Publishes the best of the tokens of a thread's code words number ``q`` in some columns, bits, if all these are of
+        greedy rows and finite or NaN: their scores are their logits. Returns the columns of which it did not."""
+        first_block = self.first_block(warp) + q * (self.vector // self.halves)
+        plain = Boolean(True)
+        keys = []
+        for j in range_constexpr(self.vector // self.halves):
+            pair = self.load_rows(shared, first_block + j, lane)
+            for c in range_constexpr(2):
+                wanted = columns >> Uint32(2 * j + c) & Uint32(1) != Uint32(0)
+                wanted = wanted & (pair[2 * c + 1] != Float32(-INFINITY))
+                key = Int64(0)
+                for i in self.logits_of(c, j):
+                    _, r, _, half = self.place(0, i)
+                    token = token0 + 8 * r + 64 * half
+                    sampled = (token < args.end) & (token >= args.skip)
+                    this = reduction.pack_key(logits[i], args.base + token)
+                    key = reduction.max_key(key, Int64(select_(sampled, this, Int64(0))))
+                    infinite = (logits[i] == Float32(INFINITY)) | (logits[i] == Float32(-INFINITY))
+                    plain = plain & ~(wanted & sampled & infinite)
+                plain = plain & (~wanted | (pair[2 * c] == Float32(threshold.GREEDY_SLOPE)))
+                keys += [Int64(select_(wanted, key, Int64(0)))]
+        left = columns
+        if cute.arch.vote_all_sync(plain):
+            left = Uint32(0)
+            key, own = reduction.scatter_max_keys(keys, lane)
+            column = 8 * (first_block + own // 2) + 2 * (lane % 4) + own % 2
+            if key != Int64(0):
+                reduction.publish(args.slot(walk.first_row + column), key)
+                # other warps may have lower ids, of this tile, and as high a score
+                self.learn(shared, column, key, Int32(0))
+        return left
 
     def without_crowd(self, mask: Uint32, crowd: Uint32) -> Uint32:
         """``candidates``' mask, less the columns of which every score has been evaluated: bits of ``crowd``."""
@@ -635,6 +688,7 @@ class SampleEpilogue:
         row = walk.first_row + column
         if (row < args.batch) & (token < args.end) & (token >= args.skip):
             token = args.base + token
+            slope = shared.rows[column, 0]
             score = self.score_of(args, logit, token, row, Int32(0))
             slot = args.slot(row)
             key = reduction.pack_key(score, token)
@@ -646,10 +700,8 @@ class SampleEpilogue:
                 reduction.publish(slot, key)
                 self.lower_threshold(shared, column, Float32(-INFINITY))
             elif score != Float32(-INFINITY):
-                slope = shared.rows[column, 0]
-                known = self.lower_threshold(shared, column, threshold.of_score(score, slope))
-                # whoever set a threshold by an equal score may have had the higher id
-                if threshold.of_score(threshold.after(score), slope) <= known:
+                lower = threshold.of_score(score, slope)
+                if threshold.leads(lower, self.lower_threshold(shared, column, lower)):
                     reduction.publish(slot, key)
 
     @cute.jit

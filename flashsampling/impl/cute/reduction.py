@@ -61,23 +61,30 @@ def column_max(key: Int64) -> Int64:
 
 
 def scatter_max(values: list, lane: Int32) -> tuple[Float32, Int32]:
-    """Maxima, NaN above all, of up to eight values (2**n) over the eight threads of a warp that hold the same columns: each of
-    these threads gets one maximum, and which value's. Every exchange halves what a thread has: seven shuffles for eight values,
-    where one maximum after the other takes 24."""
+    """``_scatter`` of floats, NaN above all."""
+    return _scatter(values, lane, Float32, lambda a, b: cute.arch.fmax(a, b, nan=True))
+
+
+def scatter_max_keys(keys: list, lane: Int32) -> tuple[Int64, Int32]:
+    """``_scatter`` of keys."""
+    return _scatter(keys, lane, Int64, max_key)
+
+
+def _scatter(values: list, lane: Int32, dtype, greater) -> tuple:
+    """Maxima of up to eight values (2**n) over the eight threads of a warp that hold the same columns: each of these threads
+    gets one maximum, and which value's. Every exchange halves what a thread has: seven shuffles for eight values, where one
+    maximum after the other takes 24."""
     own = Int32(0)
     for distance in (16, 8, 4):
         if len(values) > 1:
             half = len(values) // 2
             upper = lane & distance != 0
-            kept = [select_(upper, values[half + i], values[i]) for i in range(half)]
-            sent = [Float32(select_(upper, values[i], values[half + i])) for i in range(half)]
+            kept = [dtype(select_(upper, values[half + i], values[i])) for i in range(half)]
+            sent = [dtype(select_(upper, values[i], values[half + i])) for i in range(half)]
             own = own + Int32(select_(upper, Int32(half), Int32(0)))
         else:
             kept = sent = values
-        values = [
-            cute.arch.fmax(Float32(mine), cute.arch.shuffle_sync_bfly(other, distance), nan=True)
-            for mine, other in zip(kept, sent)
-        ]
+        values = [greater(mine, cute.arch.shuffle_sync_bfly(other, distance)) for mine, other in zip(kept, sent)]
     return values[0], own
 
 

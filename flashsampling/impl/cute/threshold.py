@@ -84,8 +84,8 @@ def after(score: Float32) -> Float32:
 
 
 def seed_of(logit: Float32, code: Float32, slope: Float32) -> Float32:
-    """A lower bound of a token's score, in the search's units; NaN where the score is NaN, -inf where it is. ``code``: the float
-    of its code."""
+    """A lower bound of a token's score, in the search's units; NaN where the score is NaN, -inf where it is. ``code``: the
+    float of its code."""
     gumbel = cute.math.fma(code, Float32(noise.CODE_STEP), Float32(noise.GUMBEL_ABOVE))
     gumbel = Float32(select_(code >= Float32(noise.HALF), gumbel, Float32(-5.1)))  # E is at most 23
     # of a sharp row a Gumbel of 1 is between 1/2 and 1 of these units, of a greedy one it is nothing
@@ -104,7 +104,7 @@ def of_seed(seed: Float32, slope: Float32) -> Float32:
 
 def score_of(threshold: Float32, slope: Float32) -> Float32:
     """A score that the token is sure to reach that a threshold, within +-_LIMIT, is of."""
-    smooth = (Float32(noise.GUMBEL_BELOW) - threshold) / cute.arch.fmax(slope, Float32(_LOG2_E))
+    smooth = (Float32(noise.GUMBEL_BELOW) - threshold) * cute.arch.rcp_approx(cute.arch.fmax(slope, Float32(_LOG2_E)))
     return Float32(select_(is_sharp(slope), -threshold * _inverse(slope), smooth))
 
 
@@ -134,3 +134,22 @@ def may_win(logit: Float32, code: Float32, bound: Bound) -> Boolean:
     score = cute.math.fma(cute.arch.fmax(gumbel, Float32(0.0), nan=True), bound.amplitude, logit)
     above = cute.math.fma(code, bound.step, cute.math.fma(score, bound.slope, bound.threshold))
     return ~(above < Float32(0.0)) & bound.open & ~((logit == Float32(INFINITY)) & bound.infinite)
+
+
+def may_win_smooth(logit: Float32, code: Float32, bound: Bound) -> Boolean:
+    """``may_win`` of smooth rows in which no +inf was found."""
+    above = cute.math.fma(code, Float32(noise.CODE_STEP), cute.math.fma(logit, bound.slope, bound.threshold))
+    return ~(above < Float32(0.0)) & bound.open
+
+
+def needs_a_look(greatest: Float32, bound: Bound) -> Boolean:
+    """False if ``may_win`` is, of all tokens of a row with logits up to that (or NaN): of decided and of greedy rows."""
+    below = cute.math.fma(greatest, bound.slope, bound.threshold) < Float32(0.0)
+    return bound.open & ~(below & (bound.slope == Float32(GREEDY_SLOPE)))
+
+
+def leads(lower: Float32, known: Float32) -> Boolean:
+    """Whether a score whose threshold is ``lower`` may be the best, its row's having been ``known``: also if that is of an
+    equal one, or of the float after it, since whoever set it may have had the higher id. Too often is harmless."""
+    slack = cute.math.fma(cute.math.abs(lower), Float32(-(2.0**-22)), Float32(-(2.0**-100)))
+    return lower + slack <= known
