@@ -364,14 +364,14 @@ class SampleEpilogue:
                     # one copy, since what is seldom run is seldom cached
                     found = cute.make_rmem_tensor(4 * self.vector, Float32)
                     self.pick(logits, q, found, 0, 1)
-                    mask, full = self.candidates(shared, found, q, lane, warp)
-                    if cute.arch.vote_any_sync(full != Uint32(0)):
-                        columns = self.crowded(full)
-                        mask = self.without_crowd(mask, columns)
+                    mask, special = self.candidates(shared, found, q, lane, warp)
+                    if special:
+                        columns = self.crowded(mask)
                         if columns != Uint32(0):
+                            mask = self.without_crowd(mask, columns)
                             columns = self.evaluate_greedy(args, walk, shared, found, columns, token0, q, lane, warp)
-                        crowd = crowd | Uint64(columns) << Uint64(q * (2 * self.vector // self.halves))
-                    self.push_candidates(shared, found, mask, q, iteration, lane, warp)
+                            crowd = crowd | Uint64(columns) << Uint64(q * (2 * self.vector // self.halves))
+                    self.push_candidates(shared, found, mask, special, q, iteration, lane, warp)
         if crowd != Uint64(0):
             self.every_score(args, walk, shared, logits, token0, crowd, warp, lane)
 
@@ -412,48 +412,50 @@ class SampleEpilogue:
 
     @cute.jit
     def candidates(self, shared, logits, q, lane, warp) -> tuple:
-        """Of a thread's code words number ``q``, whose logits (4 ``vector``,) are given: a bit for each that may win, and a bit
-        for each column of which all do."""
+        """Of a thread's code words number ``q``, whose logits (4 ``vector``,) are given, a bit for each that may win; and
+        whether any row of the warp's asks for the finer bound. What is here is exposed, in most tiles."""
         words = self.load_codes(shared, q, warp * 32 + lane)
-        rows = [
-            self.load_rows(shared, self.first_block(warp) + q * (self.vector // self.halves) + j, lane)
-            for j in range(self.vector // self.halves)
-        ]
-        bounds = [threshold.bound_of(row[2 * c], row[2 * c + 1]) for row in rows for c in range(2)]
+        first_block = self.first_block(warp) + q * (self.vector // self.halves)
+        rows = [self.load_rows(shared, first_block + j, lane) for j in range(self.vector // self.halves)]
+        rows = [(row[2 * c], row[2 * c + 1]) for row in rows for c in range(2)]  # by column: slope, threshold
         special = Boolean(False)
-        for bound in bounds:
-            special = special | (bound.open & (threshold.is_sharp(bound.slope) | bound.infinite))
         mask = Uint32(0)
-        if cute.arch.vote_any_sync(special):
-            # rows of zeros hit in every tile: first whether a logit reaches what was found, of greedy rows
-            noisy = Boolean(False)
-            for n in range_constexpr(len(bounds)):
-                greatest = Float32(-INFINITY)
-                for i in self.logits_of(n % 2, n // 2):
-                    greatest = cute.arch.fmax(greatest, logits[i], nan=True)
-                noisy = noisy | threshold.needs_a_look(greatest, bounds[n])
-            if cute.arch.vote_any_sync(noisy):
-                for n in range_constexpr(len(bounds)):
-                    for i in self.logits_of(n % 2, n // 2):
-                        wins = threshold.may_win(logits[i], noise.code_float(words[i // 4], i % 4), bounds[n])
-                        mask = mask | Uint32(select_(wins, Uint32(1 << i), Uint32(0)))
-        else:
-            for n in range_constexpr(len(bounds)):
-                for i in self.logits_of(n % 2, n // 2):
-                    wins = threshold.may_win_smooth(logits[i], noise.code_float(words[i // 4], i % 4), bounds[n])
-                    mask = mask | Uint32(select_(wins, Uint32(1 << i), Uint32(0)))
-        full = Uint32(0)
-        for n in range_constexpr(len(bounds)):
-            whole = Uint32(sum(1 << i for i in self.logits_of(n % 2, n // 2)))
-            full = full | Uint32(select_(mask & whole == whole, Uint32(1 << n), Uint32(0)))
-        return mask, full
+        for n in range_constexpr(len(rows)):
+            special = special | threshold.is_special(*rows[n])
+            for i in self.logits_of(n % 2, n // 2):
+                wins = threshold.may_win_smooth(logits[i], noise.code_float(words[i // 4], i % 4), *rows[n])
+                mask = mask | Uint32(select_(wins, Uint32(1 << i), Uint32(0)))
+        special = cute.arch.vote_any_sync(special)
+        if special:
+            mask = self.special_candidates(logits, words, rows)
+        return mask, special
 
     @cute.jit
-    def crowded(self, full: Uint32) -> Uint32:
-        """Columns, bits, in which six threads or more of a warp have tokens of which all may win."""
+    def special_candidates(self, logits, words, rows) -> Uint32:
+        """``candidates`` by the finer bound."""
+        bounds = [threshold.bound_of(*row) for row in rows]
+        mask = Uint32(0)
+        # rows of zeros hit in every tile: first whether a logit reaches what was found, of greedy rows
+        noisy = Boolean(False)
+        for n in range_constexpr(len(bounds)):
+            greatest = Float32(-INFINITY)
+            for i in self.logits_of(n % 2, n // 2):
+                greatest = cute.arch.fmax(greatest, logits[i], nan=True)
+            noisy = noisy | threshold.needs_a_look(greatest, bounds[n])
+        if cute.arch.vote_any_sync(noisy):
+            for n in range_constexpr(len(bounds)):
+                for i in self.logits_of(n % 2, n // 2):
+                    wins = threshold.may_win(logits[i], noise.code_float(words[i // 4], i % 4), bounds[n])
+                    mask = mask | Uint32(select_(wins, Uint32(1 << i), Uint32(0)))
+        return mask
+
+    @cute.jit
+    def crowded(self, mask: Uint32) -> Uint32:
+        """Columns, bits, in which six threads or more of a warp have tokens of which all may win, bits of ``candidates``'."""
         crowded = Uint32(0)
         for n in range_constexpr(2 * self.vector // self.halves):
-            threads = cute.arch.popc(cute.arch.vote_ballot_sync(full >> Uint32(n) & Uint32(1) != Uint32(0)))
+            whole = Uint32(sum(1 << i for i in self.logits_of(n % 2, n // 2)))
+            threads = cute.arch.popc(cute.arch.vote_ballot_sync(mask & whole == whole))
             crowded = crowded | Uint32(select_(threads >= 6, Uint32(1 << n), Uint32(0)))
         return crowded
 
@@ -500,7 +502,7 @@ class SampleEpilogue:
         return mask
 
     @cute.jit
-    def push_candidates(self, shared, logits, mask, q, iteration, lane, warp):
+    def push_candidates(self, shared, logits, mask, special, q, iteration, lane, warp):
         """Queues candidates, the bits of a mask: ``logits`` (4 ``vector``,) are those of a thread's code words number ``q``."""
         while mask != Uint32(0):
             which, mask = _take_lowest(mask)
@@ -511,12 +513,14 @@ class SampleEpilogue:
             of_two, row, block, half = self.place(q, which)
             column = 8 * (self.first_block(warp) + block) + 2 * (lane % 4) + of_two
             token = self.first_token(warp) + lane // 4 + 8 * row + 64 * half  # in the tile
-            # while this thread waited for room others may have been evaluated; where all scores are NaN one of them is enough
-            at = cute.recast_ptr(shared.codes.iterator, dtype=Uint8) + 4 * self.vector * (
-                _CONSUMER_THREADS * q + warp * 32 + lane
-            )
-            code = noise.float_of_code(Uint32(cute.make_tensor(at + which, cute.make_layout(1))[0]))
-            if threshold.may_win(some[0], code, threshold.bound_of(shared.rows[column, 0], shared.rows[column, 1])):
+            pushes = Boolean(True)
+            if special:  # while this thread waited for room others may have been evaluated, with equal scores
+                at = cute.recast_ptr(shared.codes.iterator, dtype=Uint8)
+                at += 4 * self.vector * (_CONSUMER_THREADS * q + warp * 32 + lane) + which
+                code = noise.float_of_code(Uint32(cute.make_tensor(at, cute.make_layout(1))[0]))
+                bound = threshold.bound_of(shared.rows[column, 0], shared.rows[column, 1])
+                pushes = threshold.may_win(some[0], code, bound)
+            if pushes:
                 place = Int32(_VALID) | (iteration << 15) | (token << 8) | column
                 entry = Int64(some[0].bitcast(Uint32)) << Int64(32) | Int64(Uint32(place))
                 self.push(shared, entry, (warp * 32 + lane) % QUEUE)
