@@ -118,6 +118,7 @@ class SampleKernel:
             codes_empty: cute.struct.MemRange[Int64, self.epilogue.code_buffers]
             done: cute.struct.MemRange[Int32, 1]
             last: cute.struct.MemRange[Int32, 1]
+            special: cute.struct.MemRange[Int32, 1]
             queue: cute.struct.MemRange[Int64, QUEUE]
             rows: cute.struct.Align[cute.struct.MemRange[Float32, 2 * self.block_b], 16]
             codes: cute.struct.Align[cute.struct.MemRange[Uint32, self.epilogue.code_words], 16]
@@ -198,10 +199,13 @@ class SampleKernel:
             codes=cute.make_tensor(storage.codes.data_ptr(), cute.make_layout(self.epilogue.code_words)),
             queue=cute.make_tensor(storage.queue.data_ptr(), cute.make_layout(QUEUE)),
             done=cute.make_tensor(storage.done.data_ptr(), one),
+            special=cute.make_tensor(storage.special.data_ptr(), one),
         )
         last = cute.make_tensor(storage.last.data_ptr(), one)
         codes_full, codes_empty = storage.codes_full.data_ptr(), storage.codes_empty.data_ptr()
         if thread == 0:
+            shared.done[0] = Int32(0)
+            shared.special[0] = Int32(0)
             for buffer in range_constexpr(self.epilogue.code_buffers):
                 cute.arch.mbarrier_init(codes_full + buffer, _WARPGROUP)
                 cute.arch.mbarrier_init(codes_empty + buffer, 8)

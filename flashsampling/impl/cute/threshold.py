@@ -136,14 +136,8 @@ def may_win(logit: Float32, code: Float32, bound: Bound) -> Boolean:
     return ~(above < Float32(0.0)) & bound.open & ~((logit == Float32(INFINITY)) & bound.infinite)
 
 
-def is_special(slope: Float32, threshold: Float32) -> Boolean:
-    """Whether ``may_win_smooth`` does not do: sharp rows, and those in which +inf was found."""
-    found = (threshold == Float32(INFINITE_FOUND)) | (threshold == Float32(INFINITE_ALONE))
-    return (threshold != Float32(-INFINITY)) & (is_sharp(slope) | found)
-
-
 def may_win_smooth(logit: Float32, code: Float32, slope: Float32, threshold: Float32) -> Boolean:
-    """``may_win`` of rows that are not special."""
+    """``may_win`` of smooth rows in which no +inf was found."""
     above = cute.math.fma(code, Float32(noise.CODE_STEP), cute.math.fma(logit, slope, threshold))
     return ~(above < Float32(0.0)) & (threshold != Float32(-INFINITY))
 
