@@ -220,5 +220,7 @@ def test_poisoned_and_equal_rows_evaluate_little(kind, temperature, batch, devic
     few, crowd = evaluations(problem)
     many, crowds = evaluations(rows_of_kind(problem, kind))
     print(f"{kind}, T = {temperature}, B = {batch}: {many} and {crowds} evaluations, {few} and {crowd} of ordinary rows")
-    assert many <= 4 * few + 100 * batch
-    assert crowds <= batch * 151_936 / 4
+    if 0 < temperature < 1e-3 and kind in ("zero", "equal"):  # so sharp that in a CTA's first tile a few are as good as any
+        few += 2 * batch * torch.cuda.get_device_properties(device).multi_processor_count
+    assert many <= 4 * few + batch
+    assert crowds <= (batch * 151_936 / 6 if kind == "infinite" else batch * 151_936 / 60)

@@ -16,9 +16,11 @@ published, and in a CTA's first tile by lower bounds of what all CTAs' first til
 strictly below something published, or equally and has a higher id. NaN, +inf and the word 0 are candidates by construction, so
 every rare case of the contract is decided in one place, ``consider``; a row in which a NaN was published is looked at no more.
 
-Where a crowd of a tile's tokens may win, many equal scores as in a greedy row of zeros, the consumers that hold it evaluate it
-themselves (``every_score``), which is many times faster than the queue. H200, V = 151936, D = 2048, B = 256, 128 rows of zeros
-@@FIGURES@@
+Where a crowd of a tile's tokens may win, equal logits of a greedy row or infinite ones, the consumers that hold it evaluate it
+themselves (``evaluate_greedy``, ``every_score``), which is many times faster than the queue: an eighth of all tokens are such in
+255 rows of infinite logits. Whole steps, H200, V = 151936, D = 4096, B = 256, over that without such rows: 128 or 255 rows of
+NaN, zeros or equal logits 0.87 to 1.06 at T = 1, 0.96 to 1.11 greedy, 0.95 to 1.19 at T = 1e-6; D = 2048 0.89 to 1.09, 1.03 to
+1.20, 1.02 to 1.35. Before there were crowds and decided rows: 28 times as long (255 rows of NaN, another shape).
 
 A thread holds of a tile the tokens t and t + 8, t = 64 half + 16 warp + lane / 4, and columns 8 j + 2 (lane % 4) + {0, 1}.
 The two consumer warpgroups share a tile by halves of its tokens; where it has more than 192 columns, by halves of these, and a
@@ -93,7 +95,7 @@ class Shared(NamedTuple):
     codes: cute.Tensor  # uint32, of all buffers; for ``search`` (32 N,), its tile's
     queue: cute.Tensor  # (QUEUE,) int64: logit, then valid, iteration (16 bits), token of the tile (7), column (8); 0: free
     done: cute.Tensor  # (1,) int32: consumer warps that have no more candidates
-    special: cute.Tensor  # (1,) int32: 1 if a row is sharp, or +inf was found in one
+    special: cute.Tensor  # (1,) int32: 1 if a row is sharp or has a logit of +inf
 
 
 def _happened(barrier: Uint32, phase: Uint32) -> Uint32:
@@ -573,6 +575,8 @@ class SampleEpilogue:
                     self.lower_threshold(shared, column, Float32(-INFINITY))
                 elif (best < Float32(INFINITY)) & (best > Float32(-INFINITY)):
                     self.lower_threshold(shared, column, threshold.of_seed(best, shared.rows[column, 0]))
+                elif best == Float32(INFINITY):
+                    shared.special[0] = Int32(1)
 
     @cute.jit
     def share_thresholds(self, args, walk, shared, iteration, column, barrier):
