@@ -19,34 +19,34 @@ from flashsampling.impl.triton.config import shape_for
 from flashsampling.impl.triton.kernel import sample_kernel
 
 capability, dtype, use_tma = int(sys.argv[1]), sys.argv[2], sys.argv[3] == "tma"
-batch, dim, num_samples, exchange = (int(number) for number in sys.argv[4:])
+batch, dim, num_samples, exchange = (int(number) for number in sys.argv[4:8])
+row_tensors = sys.argv[8:] != ["scalars"]
 torch_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
 config = shape_for(batch, dim, torch_dtype, num_samples, use_tma)
-block_b, block_d = config.block_b, config.block_d
+block_d = config.block_d
 constants = {
-    "BLOCK_V": config.block_v, "BLOCK_B": block_b, "BLOCK_D": block_d, "CHUNK_B": config.chunk_b, "USE_TMA": use_tma,
-    "EVEN_D": True, "UPCAST": False, "ONE_DRAW": num_samples == 1, "PRELOAD": config.preload,
-    "EXCHANGE": exchange,
+    "BLOCK_V": config.block_v, "BLOCK_B": config.block_b, "REST_B": config.rest_b, "BLOCK_D": block_d,
+    "CHUNK_B": config.chunk_b, "USE_TMA": use_tma, "EVEN_D": True, "ROW_ALIGNMENT": 4 if dtype == "fp32" else 8,
+    "UPCAST": False, "ONE_DRAW": num_samples == 1, "PRELOAD": config.preload,
+    "ROWS": 1 << (config.columns - 1).bit_length(), "ROW_TENSORS": row_tensors, "EXCHANGE": exchange,
 }
+blocks = {"hidden": config.block_b, "hidden_rest": config.rest_b or config.block_b, "weight": config.block_v}
 signature = {}
 for name in sample_kernel.arg_names:
     if name in constants:
         signature[name] = "constexpr"
-    elif name in ("hidden", "weight"):
-        block = [block_b if name == "hidden" else config.block_v, block_d]
-        signature[name] = f"tensordesc<{dtype}{block}>".replace(" ", "") if use_tma else "*" + dtype
-    elif name == "temperature_ptr":
-        signature[name] = "*fp32"
+    elif name in blocks:
+        signature[name] = f"tensordesc<{dtype}[{blocks[name]},{block_d}]>" if use_tma else "*" + dtype
     elif name.endswith("_ptr"):
         signature[name] = "*i64"
     elif name == "temperature_value":
         signature[name] = "fp32"
     else:
-        signature[name] = "i64" if name.endswith("_value") or name == "table" else "i32"
+        signature[name] = "i64" if name.endswith(("_value", "_at")) or name in ("table", "hidden_stride") else "i32"
 attributes = {
     (i,): [["tt.divisibility", 16]]
     for i, name in enumerate(sample_kernel.arg_names)
-    if signature[name][0] == "*" or name in ("dim", "hidden_stride", "weight_stride")
+    if name in ("dim", "weight_stride") or (name == "weight" and not use_tma)
 }
 source = ASTSource(sample_kernel, signature, constants, attributes)
 options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "maxnreg": config.max_registers}

@@ -31,7 +31,7 @@ class TileConfig:
     """Shape of one launch. Tokens do not depend on it."""
 
     block_v: int  # vocabulary rows of a tile: a multiple of 128
-    block_b: int  # batch rows of a tile
+    block_b: int  # batch rows of a tile: a power of two
     block_d: int  # depth of a pipeline stage
     num_warps: int
     num_stages: int
@@ -40,6 +40,12 @@ class TileConfig:
     chunk_b: int = 16  # batch rows whose noise is in registers at a time
     max_registers: int | None = None  # per thread
     preload: bool = False  # keep the row parameters in registers over all tiles
+    rest_b: int = 0  # batch rows of a second block that shares the weight tile: a power of two below block_b, or 0
+
+    @property
+    def columns(self) -> int:
+        """Batch rows of a tile in all."""
+        return self.block_b + self.rest_b
 
 
 def unsupported(hidden_states: Tensor, weight: Tensor) -> str | None:
@@ -66,7 +72,7 @@ def choose_config(hidden_states: Tensor, weight: Tensor, num_samples: int) -> Ti
     batch, dim = hidden_states.shape
     # sm_90 and sm_100: bulk tensor copies, and 227 KiB of shared memory for the large tiles' stages
     big = hidden_states.is_cuda and capability(hidden_states.device)[0] in (9, 10)
-    use_tma = big and _tma_addressable(hidden_states) and _tma_addressable(weight)
+    use_tma = big and _tma_addressable(weight)  # the hidden states are copied if they must be
     return shape_for(batch, dim, hidden_states.dtype, num_samples, use_tma)
 
 
