@@ -99,21 +99,32 @@ def _row_params(
     offset_value,
     ROW_TENSORS: tl.constexpr,
 ):
-    """Per-row factor of the logits, factor of the base-2 noise, Philox key (low, high) and offset (low, high), in the shape of
-    rows.
+    """Per-row factors of logit and noise in one number (see ``_factors``), Philox key (low, high) and offset (low, high), in
+    the shape of rows.
 
-    A score is ``logit / max(T, 1) + min(T, 1) * gumbel``, as the oracle's: ``logit / T + gumbel`` times ``min(T, 1)``, so no
-    finite logit overflows at any temperature. The loads are inline assembly because Triton would otherwise choose a layout for
-    them, and reach the shape's own through shared memory.
+    The loads are inline assembly because Triton would otherwise choose a layout for them, and reach the shape's own through
+    shared memory.
     """
     temperature = _load_f32(temperature_at, rows, temperature_value, ROW_TENSORS)
     key_lo, key_hi = _load_b64(seed_at, rows, seed_value, ROW_TENSORS)
     offset_lo, offset_hi = _load_b64(offset_at, rows, offset_value, ROW_TENSORS)
     hot = temperature > 1.0
-    scale = 1.0 / tl.where(hot, temperature, 1.0)
     # a NaN stays one: the row's scores are then NaN too
-    cool = tl.where(hot, 1.0, tl.where(temperature < _GREEDY_BELOW, 0.0, temperature))
-    return scale, cool * _LN2, key_lo, key_hi, offset_lo, offset_hi
+    noise_factor = tl.where(temperature < _GREEDY_BELOW, 0.0, temperature * _LN2)
+    factors = tl.where(hot, -1.0 / tl.where(hot, temperature, 1.0), noise_factor)
+    return factors, key_lo, key_hi, offset_lo, offset_hi
+
+
+@triton.jit
+def _factors(factors):
+    """Factor of the logit and of the base-2 noise.
+
+    A score is ``logit / max(T, 1) + min(T, 1) * gumbel``, as the oracle's: ``logit / T + gumbel`` times ``min(T, 1)``, so no
+    finite logit overflows at any temperature. One of the two factors is 1 or ln 2: the sign bit says which, the rest is the
+    other, so a row takes one register over all tiles.
+    """
+    hot = factors.to(tl.int32, bitcast=True) < 0  # also of -0.0, an infinite temperature
+    return tl.where(hot, -factors, 1.0), tl.where(hot, _LN2, factors)
 
 
 @triton.jit
@@ -372,10 +383,11 @@ def _walk_carefully(
     slots = workspace_ptr + rows.to(tl.int64) * num_samples
     inf_slots = slots + batch.to(tl.int64) * num_samples
     end = skip + vocab_size
-    scale, noise_factor, key_lo, key_hi, offset_lo, offset_hi = _row_params(
+    factors, key_lo, key_hi, offset_lo, offset_hi = _row_params(
         tl.minimum(rows, batch - 1)[None, :],
         temperature_at, temperature_value, seed_at, seed_value, offset_at, offset_value, ROW_TENSORS,
     )  # fmt: skip
+    scale, noise_factor = _factors(factors)
     for tile in range(first_tile, tl.cdiv(end, BLOCK_V), stride):
         first_token = tile * BLOCK_V
         acc, _ = _tile_logits(
@@ -479,17 +491,18 @@ def sample_kernel(
             done = best[0]
             for c in tl.static_range(CHUNKS + REST_CHUNKS):
                 if PRELOAD:
-                    scale, noise_factor = params[6 * c], params[6 * c + 1]
-                    key_lo, key_hi = opaque(params[6 * c + 2]), opaque(params[6 * c + 3])
-                    offset_lo, offset_hi = opaque(params[6 * c + 4]), opaque(params[6 * c + 5])
+                    factors = opaque(params[5 * c].to(tl.uint32, bitcast=True)).to(tl.float32, bitcast=True)
+                    key_lo, key_hi = opaque(params[5 * c + 1]), opaque(params[5 * c + 2])
+                    offset_lo, offset_hi = opaque(params[5 * c + 3]), opaque(params[5 * c + 4])
                 else:
                     columns = tl.minimum(_chunk_rows(first_row, c, BLOCK_B, CHUNK_B, REST_CHUNK), batch - 1)[None, :]
                     if c == CHUNKS:  # another width, so ``done`` has another shape; nothing to wait for in its own
                         done = best[c]
-                    scale, noise_factor, key_lo, key_hi, offset_lo, offset_hi = _row_params(
+                    factors, key_lo, key_hi, offset_lo, offset_hi = _row_params(
                         _after(columns, done, zero),
                         temperature_at, temperature_value, seed_at, seed_value, offset_at, offset_value, ROW_TENSORS,
                     )  # fmt: skip
+                scale, noise_factor = _factors(factors)
                 b, i = best[c], best_id[c]
                 for block in tl.static_range(BLOCK_V // 128):
                     if c < CHUNKS:
@@ -513,7 +526,7 @@ def sample_kernel(
         for c in tl.static_range(CHUNKS + REST_CHUNKS):
             key = tl.max(tl.where(best[c] != float("-inf"), _pack_key(best[c], base + best_id[c]), 0), axis=0)
             chunk_rows = _chunk_rows(first_row, c, BLOCK_B, CHUNK_B, REST_CHUNK)
-            _, _, key_lo, key_hi, offset_lo, offset_hi = _row_params(
+            _, key_lo, key_hi, offset_lo, offset_hi = _row_params(
                 tl.minimum(chunk_rows, batch - 1),
                 temperature_at, temperature_value, seed_at, seed_value, offset_at, offset_value, ROW_TENSORS,
             )  # fmt: skip
