@@ -71,7 +71,8 @@ def test_infinite_rows_and_words_of_zero_take_it(careful_tiles, device):
     """The counter counts; and a word 0 that cannot win costs nothing."""
     problem = make_problem(2, 300, 16, device)
     problem.hidden_states[1] = math.inf
-    problem.sample("triton")
+    problem.weight.abs_()
+    assert problem.sample("triton")[1] == -1
     assert len(careful_tiles) > 0
     careful_tiles.clear()
     seed, offset, token, _ = ZERO_WORDS[0]
@@ -134,10 +135,10 @@ def test_row_parameters_of_any_stride(device):
 
 
 def test_no_batch_is_padded_far():
-    """The shapes of a GPU with copy engines: monotone in the padded batch, and at most 48 rows of padding above 64."""
+    """The shapes of a GPU with copy engines: the padded batch grows with the batch, and is not far above it."""
     padded = []
     for batch in range(1, 1025):
         config = shape_for(batch, 4096, torch.bfloat16, 1, use_tma=True)
         padded.append(-(-batch // config.columns) * config.columns)
-        assert padded[-1] - batch < (64 if batch > 192 else 32)
+        assert padded[-1] - batch < (32 if 64 < batch <= 192 else max(64, batch // 8))
     assert padded == sorted(padded)
