@@ -27,8 +27,8 @@ def warmup(
     """Compiles every kernel that ``sample`` can need for this weight: call it once before serving.
 
     After it no batch of 1 to ``max_batch_size`` rows compiles anything, whichever of temperature, seed and offset are numbers
-    and which are tensors; a weight of another D, dtype or row stride, another ``num_samples`` (1, or more than 1), GPU, ``impl``
-    or group may. It draws from all-zero hidden states on the current stream, once per kernel, and waits for the result; nothing
+    and which are tensors; a weight of another D, dtype or row stride, another ``num_samples`` (1, or more), GPU, ``impl`` or
+    group may. It draws from all-zero hidden states on the current stream, once per kernel, and waits for the result; nothing
     of the caller's is written, and no random generator is read. Called again it draws again and compiles nothing.
 
     What will be compiled is logged first, at level INFO to the logger "flashsampling". Triton takes seconds for each kernel, or

@@ -218,7 +218,7 @@ def test_no_finite_logit_overflows(impl, num_samples, floor, logits, expected, d
 @pytest.mark.parametrize("impl", ["reference", *IMPLEMENTATIONS])
 @pytest.mark.parametrize("num_samples", [1, 2])
 def test_hot_rows_of_huge_and_of_infinite_logits(impl, num_samples, device):
-    problem = _one_column(impl, torch.full((300,), -1e38), [1e6, 1e30], num_samples, device)
+    problem = _one_column(impl, torch.full((300,), -1e38), [1e6, 1e20], num_samples, device)
     assert (problem.sample(impl) == 0).all()
     infinite = torch.zeros(300)
     infinite[5] = math.inf

@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("triton")
 
 COMPILE = """
+import re
 import sys
 import torch
 import triton
@@ -55,9 +56,10 @@ ptx = kernel.asm["ptx"]
 print("shared", kernel.metadata.shared)
 print("matmul", "wgmma" if "wgmma.mma" in ptx else "tcgen05" if "tcgen05.mma" in ptx else "mma" if "mma.sync" in ptx else "fma")
 print("bytes", len(kernel.asm["cubin"]))
+print("in_flight", max([int(n) for n in re.findall(r"warp_group_dot_wait .*pendings = (\\d+)", kernel.asm["ttgir"])], default=0))
 """
 
-CASES = [  # batch, dim, num_samples, exchange (2) or none (0); an A100's shared memory, or Hopper's and Blackwell's
+CASES = [  # batch, dim, num_samples, exchange (2) or none (0), with numbers for row parameters; an A100's shared memory, or Hopper's and Blackwell's
     (80, "bf16", "pointers", (64, 4096, 1, 0), "mma", 164),
     (80, "fp32", "pointers", (64, 4096, 1, 0), "fma", 164),
     (90, "bf16", "tma", (1, 4096, 1, 0), "wgmma", 227),
@@ -66,7 +68,12 @@ CASES = [  # batch, dim, num_samples, exchange (2) or none (0); an A100's shared
     (90, "bf16", "tma", (128, 4096, 1, 0), "wgmma", 227),
     (90, "bf16", "tma", (256, 4096, 1, 0), "wgmma", 227),
     (90, "fp16", "pointers", (32, 4096, 3, 0), "wgmma", 227),
+    (90, "bf16", "tma", (80, 4096, 1, 0), "wgmma", 227),
+    (90, "bf16", "tma", (160, 4096, 1, 0), "wgmma", 227),
+    (90, "fp16", "tma", (192, 4096, 1, 2), "wgmma", 227),
+    (90, "bf16", "tma", (64, 4096, 1, 0, "scalars"), "wgmma", 227),
     (100, "bf16", "tma", (64, 4096, 1, 0), "tcgen05", 227),
+    (100, "bf16", "tma", (160, 4096, 1, 0), "tcgen05", 227),
     (100, "bf16", "tma", (256, 4096, 1, 0), "tcgen05", 227),
     (80, "bf16", "pointers", (64, 4096, 3, 2), "mma", 164),
     (90, "bf16", "tma", (16, 8192, 1, 2), "wgmma", 227),
@@ -80,7 +87,9 @@ def test_compiles(capability, dtype, loads, problem, matmul, shared_kib):
     command = [sys.executable, "-c", COMPILE, str(capability), dtype, loads, *map(str, problem)]
     run = subprocess.run(command, cwd=Path(__file__).parent.parent, capture_output=True, text=True, env=environment)
     assert run.returncode == 0, run.stderr[-3000:]
-    report = dict(line.split() for line in run.stdout.strip().splitlines()[-3:])
+    report = dict(line.split() for line in run.stdout.strip().splitlines()[-4:])
     assert report["matmul"] == matmul
     assert int(report["shared"]) <= shared_kib * 1024
     assert int(report["bytes"]) > 0
+    if capability == 90 and problem[0] in (80, 160, 192):  # both blocks' matmuls of a stage run while the next are issued
+        assert int(report["in_flight"]) == 2
