@@ -56,10 +56,12 @@ ptx = kernel.asm["ptx"]
 print("shared", kernel.metadata.shared)
 print("matmul", "wgmma" if "wgmma.mma" in ptx else "tcgen05" if "tcgen05.mma" in ptx else "mma" if "mma.sync" in ptx else "fma")
 print("bytes", len(kernel.asm["cubin"]))
-print("in_flight", max([int(n) for n in re.findall(r"warp_group_dot_wait .*pendings = (\\d+)", kernel.asm["ttgir"])], default=0))
+waits = re.findall(r"warp_group_dot_wait .*pendings = (\\d+)", kernel.asm["ttgir"])
+print("in_flight", max(map(int, waits), default=0))
 """
 
-CASES = [  # batch, dim, num_samples, exchange (2) or none (0), with numbers for row parameters; an A100's shared memory, or Hopper's and Blackwell's
+# batch, dim, num_samples, exchange (2) or none (0), numbers for row parameters; an A100's shared memory, or Hopper's, Blackwell's
+CASES = [
     (80, "bf16", "pointers", (64, 4096, 1, 0), "mma", 164),
     (80, "fp32", "pointers", (64, 4096, 1, 0), "fma", 164),
     (90, "bf16", "tma", (1, 4096, 1, 0), "wgmma", 227),
