@@ -27,8 +27,10 @@ VOCABULARIES = {dim: vocab for vocab, dim in reversed(CONFIGS)}  # of two with t
 _LEAN = TileConfig(128, 128, 64, 8, 6, 1, use_tma=True, chunk_b=64, preload=True)
 _SMALL = TileConfig(128, 64, 64, 4, 3, 3, use_tma=True, max_registers=168)
 CANDIDATES = [  # that fit sm_90's shared memory and registers; with more spills than the shapes in use none is worth a try
-    *(TileConfig(128, 16, 128, 4, *pipeline, use_tma=True) for pipeline in ((2, 3), (3, 2))),
-    *(TileConfig(128, 32, 64, 4, *pipeline, use_tma=True, chunk_b=32) for pipeline in ((3, 3), (5, 2))),
+    TileConfig(128, 16, 128, 4, 2, 3, use_tma=True, max_registers=168),
+    TileConfig(128, 16, 128, 4, 3, 2, use_tma=True),
+    TileConfig(128, 32, 64, 4, 3, 3, use_tma=True, chunk_b=32, max_registers=168),
+    TileConfig(128, 32, 64, 4, 5, 2, use_tma=True, chunk_b=32),
     *(replace(_SMALL, block_b=32, rest_b=16, chunk_b=chunk) for chunk in (16, 32)),
     _SMALL,
     replace(_SMALL, chunk_b=32),

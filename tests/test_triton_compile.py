@@ -60,7 +60,7 @@ waits = re.findall(r"warp_group_dot_wait .*pendings = (\\d+)", kernel.asm["ttgir
 print("in_flight", max(map(int, waits), default=0))
 """
 
-# batch, dim, num_samples, exchange (2) or none (0), numbers for row parameters; an A100's shared memory, or Hopper's, Blackwell's
+# batch, dim, num_samples, exchange (2) or none (0), numbers for row parameters; shared memory of an A100, or of what came after
 CASES = [
     (80, "bf16", "pointers", (64, 4096, 1, 0), "mma", 164),
     (80, "fp32", "pointers", (64, 4096, 1, 0), "fma", 164),
