@@ -4,10 +4,13 @@ Every candidate is compiled first, in parallel processes, and must give the same
 """
 
 import functools
-import itertools
+import json
 import multiprocessing
+import os
 from concurrent.futures import ProcessPoolExecutor
-from typing import Annotated
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -18,88 +21,122 @@ from flashsampling.impl.triton import choose_config, sample
 from flashsampling.impl.triton.config import TileConfig
 
 from .sample import CONFIGS, make_problem, make_weight
-from .timing import Step, interleaved_medians
+from .timing import Step, interleaved_medians, machine
+
+VOCABULARIES = {dim: vocab for vocab, dim in reversed(CONFIGS)}  # of two with the same D, the first
+_LEAN = TileConfig(128, 128, 64, 8, 6, 1, use_tma=True, chunk_b=64, preload=True)
+_SMALL = TileConfig(128, 64, 64, 4, 3, 3, use_tma=True, max_registers=168)
+CANDIDATES = [  # that fit sm_90's shared memory and registers; with more spills than the shapes in use none is worth a try
+    TileConfig(128, 16, 128, 4, 2, 3, use_tma=True, max_registers=168),
+    TileConfig(128, 16, 128, 4, 3, 2, use_tma=True),
+    TileConfig(128, 32, 64, 4, 3, 3, use_tma=True, chunk_b=32, max_registers=168),
+    TileConfig(128, 32, 64, 4, 5, 2, use_tma=True, chunk_b=32),
+    *(replace(_SMALL, block_b=32, rest_b=16, chunk_b=chunk) for chunk in (16, 32)),
+    _SMALL,
+    replace(_SMALL, chunk_b=32),
+    TileConfig(256, 64, 64, 8, 5, 1, use_tma=True, chunk_b=64, preload=True),
+    *(replace(_LEAN, block_b=64, num_stages=7, rest_b=rest) for rest in (16, 32)),
+    *(replace(_LEAN, block_v=256, block_b=64, num_stages=4, rest_b=rest) for rest in (16, 32)),
+    *(replace(_SMALL, num_stages=3, ctas_per_sm=2, max_registers=None, rest_b=rest) for rest in (16, 32)),
+    _LEAN,
+    replace(_LEAN, chunk_b=128),
+    replace(_LEAN, block_d=128, num_stages=3),
+    *(replace(_LEAN, block_v=256, num_stages=4, chunk_b=chunk) for chunk in (32, 64, 128)),
+    *(replace(_LEAN, rest_b=rest, chunk_b=chunk) for rest in (16, 32) for chunk in (32, 64)),
+    *(replace(_LEAN, rest_b=rest, block_d=128, num_stages=3) for rest in (16, 32)),
+    *(replace(_LEAN, rest_b=64, num_stages=5, chunk_b=chunk) for chunk in (32, 64)),
+    replace(_LEAN, rest_b=128, num_stages=4),
+]
+_MOST_PADDING = 64  # rows of a batch beyond the least that some candidate needs
+
+
+def _padded(config: TileConfig, batch: int) -> int:
+    return -(-batch // config.columns) * config.columns
 
 
 def candidates(batch: int) -> list[TileConfig]:
-    """The shapes worth timing at a batch size."""
-    rows = min(64, max(16, 1 << (batch - 1).bit_length()))
-    found = [
-        TileConfig(128, rows, depth, 4, stages, programs, True, chunk, registers)
-        for (depth, stages, programs, registers), chunk in itertools.product(
-            [(64, 3, 3, 168), (128, 2, 3, 168), (64, 5, 2, None), (64, 4, 2, None), (128, 3, 2, None)], [16, 32]
-        )
-        if chunk <= rows and (128 + rows) * depth * 2 * stages * programs <= 224 * 1024
-    ]
-    if batch >= 64:
-        found += [
-            TileConfig(256, 64, 64, 8, 5, 1, True, 64, None, True),
-            TileConfig(128, 64, 64, 4, 3, 2, True, 64, None, True),
-        ]
-    if batch > 64:
-        found += [
-            TileConfig(128, 128, 64, 8, 6, 1, True, 128, None, True),
-            TileConfig(128, 128, 64, 8, 6, 1, True, 64, None, True),
-            TileConfig(128, 128, 128, 8, 3, 1, True, 128, None, True),
-            TileConfig(256, 128, 64, 8, 4, 1, True, 128, None, True),
-            TileConfig(256, 128, 64, 8, 4, 1, True, 64, None, True),
-            TileConfig(256, 128, 64, 8, 3, 1, True, 128, None, True),
-            TileConfig(128, 256, 64, 8, 4, 1, True, 256, None, True),
-            TileConfig(128, 128, 64, 4, 3, 2, True, 16),
-        ]
-    return found
+    """The shapes worth timing at a batch size: few blocks of rows, and little padding."""
+    fewest = -(-batch // max(config.columns for config in CANDIDATES))
+    allowed = [config for config in CANDIDATES if -(-batch // config.columns) <= 2 * fewest]
+    least = min(_padded(config, batch) for config in allowed)
+    return [config for config in allowed if _padded(config, batch) <= least + _MOST_PADDING]
 
 
 def _compile(config: TileConfig) -> str | None:
     try:
         problem = make_problem(4, torch.zeros(256, 4096, dtype=torch.bfloat16, device="cuda"))
-        sample(problem.hidden_states, problem.weight, problem.temperature, problem.seed, problem.offset, 1, 256, config)
+        sample(problem.hidden_states, problem.weight, problem.temperature, problem.seed, problem.offset, 1, 256, config=config)
         torch.cuda.synchronize()
     except Exception as error:  # a shape that does not fit is a finding
         return f"{config}: {type(error).__name__}: {str(error)[:120]}"
     return None
 
 
-def _time(batch: int, weight: torch.Tensor, failed: set[str], rounds: int) -> tuple[dict[str, float], str]:
-    """Median ms per shape and of "cuBLAS alone"; and the shape in use."""
+def _time(batch: int, weight: torch.Tensor, failed: set[str], rounds: int) -> dict[str, Any]:
+    """Median ms of cuBLAS's bare matmul and of every shape, and which is in use."""
     problem = make_problem(batch, weight)
     call = (problem.hidden_states, weight, problem.temperature, problem.seed, problem.offset, 1, weight.shape[0])
     in_use = choose_config(problem.hidden_states, weight, 1)
-    expected = sample(*call, in_use)
+    expected = sample(*call, config=in_use)
     shapes = list(dict.fromkeys([in_use, *(c for c in candidates(batch) if str(c) not in failed)]))
     for config in shapes:
-        if not torch.equal(sample(*call, config), expected):
-            raise RuntimeError(f"{config} gives other tokens than {in_use}")
+        if not torch.equal(sample(*call, config=config), expected):
+            raise RuntimeError(f"B={batch}: {config} gives other tokens than {in_use}")
     logits = torch.empty(batch, weight.shape[0], dtype=weight.dtype, device="cuda")
-    steps: dict[str, Step] = {"cuBLAS alone": lambda: torch.mm(problem.hidden_states, weight.T, out=logits)}
-    steps |= {str(config): functools.partial(sample, *call, config) for config in shapes}
-    return interleaved_medians(steps, rounds), str(in_use)
+    steps: dict[str, Step] = {"cuBLAS": lambda: torch.mm(problem.hidden_states, weight.T, out=logits)}
+    steps |= {str(config): functools.partial(sample, *call, config=config) for config in shapes}
+    times = interleaved_medians(steps, rounds)
+    found = [{"config": asdict(c), "ms": times[str(c)], "name": _short(c), "in_use": c == in_use} for c in shapes]
+    return {"batch": batch, "cublas_ms": times["cuBLAS"], "shapes": sorted(found, key=lambda shape: shape["ms"])}
+
+
+def _short(config: TileConfig) -> str:
+    """A shape in a table's cell."""
+    width = f"{config.block_b}+{config.rest_b}" if config.rest_b else str(config.block_b)
+    tile = f"{config.block_v}x{width} d{config.block_d} w{config.num_warps} s{config.num_stages} p{config.ctas_per_sm}"
+    return f"{tile} c{config.chunk_b}{' r' + str(config.max_registers) if config.max_registers else ''}"
 
 
 def main(
-    batches: Annotated[str, typer.Option(help="Comma-separated.")] = "1,16,32,64,128,256,512",
+    batches: Annotated[
+        str, typer.Option(help="Comma-separated.")
+    ] = "1,16,32,48,64,80,96,128,144,160,176,192,208,224,256,272,288,320,384,448,512",
+    dims: Annotated[str, typer.Option(help="Comma-separated: D of the LM heads of benchmarks.sample.")] = "4096",
     rounds: Annotated[int, typer.Option(min=3)] = 25,
-    best: Annotated[int, typer.Option(help="Rows to print per problem.")] = 4,
+    best: Annotated[int, typer.Option(help="Shapes to print per batch size, beside the one in use.")] = 2,
+    workers: Annotated[int, typer.Option(help="Processes that compile.")] = min(16, os.cpu_count() or 1),
+    out: Annotated[Path | None, typer.Option(help="JSON of all times.")] = None,
 ) -> None:
-    """Times tile shapes against cuBLAS's bare matmul."""
-    console = Console(width=220)
+    """Times tile shapes against cuBLAS's bare matmul; first, every shape must give the same tokens, bit for bit."""
+    console = Console(width=150)
     sizes = [int(batch) for batch in batches.split(",")]
     shapes = list(dict.fromkeys(config for batch in sizes for config in candidates(batch)))
-    with ProcessPoolExecutor(12, mp_context=multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
         failures = [line for line in pool.map(_compile, shapes) if line]
     for line in failures:
         console.print(line)
     failed = {line.split(": ")[0] for line in failures}
-    for vocab, dim in CONFIGS:
+    result: dict[str, Any] = {"machine": machine(), "rounds": rounds, "failed": failures, "problems": []}
+    for dim in (int(dim) for dim in dims.split(",")):
+        vocab = VOCABULARIES[dim]
         weight = make_weight(vocab, dim)
-        for batch in sizes:
-            times, in_use = _time(batch, weight, failed, rounds)
-            bare = times.pop("cuBLAS alone")
-            table = Table("ms", "x cuBLAS", "", "shape", title=f"V={vocab} D={dim} B={batch}: cuBLAS alone {bare:.3f} ms")
-            ranked = sorted(times, key=times.__getitem__)
-            for name in dict.fromkeys([*ranked[:best], in_use]):
-                table.add_row(f"{times[name]:.3f}", f"{times[name] / bare:.3f}", "in use" if name == in_use else "", name)
-            console.print(table)
+        legend = "shape: tile, depth, warps, stages, programs, chunk, registers"
+        table = Table("B", "cuBLAS ms", "in use", "x", "against larger B", "best shapes (x cuBLAS)", title=f"V={vocab} D={dim}")
+        rows = [_time(batch, weight, failed, rounds) for batch in sizes]
+        used = [next(shape for shape in row["shapes"] if shape["in_use"]) for row in rows]
+        for row, shape, later in zip(rows, used, (used[index:] for index in range(len(used)))):
+            bare = row["cublas_ms"]
+            ranked = ", ".join(f"{other['name']} ({other['ms'] / bare:.3f})" for other in row["shapes"][:best])
+            above = shape["ms"] / min(other["ms"] for other in later)
+            cells = (f"{bare:.4f}", shape["name"], f"{shape['ms'] / bare:.3f}", f"{above:.3f}", ranked)
+            table.add_row(str(row["batch"]), *cells)
+        console.print(table)
+        console.print(legend)
+        result["problems"].append({"vocab": vocab, "dim": dim, "rows": rows})
+        if out is not None:
+            out.write_text(json.dumps(result, indent=1) + "\n")
+        del weight
+        torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ then the implementation of your interest. Importing this package imports neither
 
 from .api import SampleOutput, sample
 from .module import LMHeadSampler
+from .warmup import warmup
 
 __version__ = "0.1.0"
-__all__ = ["LMHeadSampler", "SampleOutput", "__version__", "sample"]
+__all__ = ["LMHeadSampler", "SampleOutput", "__version__", "sample", "warmup"]

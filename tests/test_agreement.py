@@ -178,6 +178,66 @@ def test_nan_temperature_is_undefined_and_infinite_is_uniform(impl, device):
     assert_agreement(tokens[[0]], problem.rows([0]))
 
 
+def _one_column(impl, logits, temperature, num_samples, device):
+    """A problem of a row per temperature whose logits are the weight's one column."""
+    problem = make_problem(len(temperature), len(logits), 1, device, num_samples=num_samples)
+    problem.hidden_states = fit(impl, torch.ones(len(temperature), 1, device=device))
+    problem.weight = fit(impl, logits.to(device)[:, None].contiguous())
+    problem.temperature = torch.tensor(temperature, device=device)
+    return problem
+
+
+BF16_MAX = torch.finfo(torch.bfloat16).max
+
+
+@pytest.mark.parametrize("impl", ["reference", *IMPLEMENTATIONS])
+@pytest.mark.parametrize("num_samples", [1, 2])
+@pytest.mark.parametrize(
+    ("floor", "logits", "expected"),
+    [
+        (0.0, {3: 2.5e38, 200: 3e38}, 200),
+        (0.0, {7: 3e38}, 7),
+        (-BF16_MAX, {211: -2.7e38}, 211),
+        (-3e38, {}, 0),  # no noise tells such scores apart: the lowest id
+        (0.0, {290: BF16_MAX, 291: BF16_MAX}, 290),
+        (-BF16_MAX, {}, 0),
+        (-math.inf, {130: -BF16_MAX}, 130),
+    ],
+)
+def test_no_finite_logit_overflows(impl, num_samples, floor, logits, expected, device):
+    """Trap 29: nothing finite becomes infinite in base 2, or by a temperature below 1; nor is -1 for such a row."""
+    column = torch.full((300,), floor)
+    for token, logit in logits.items():
+        column[token] = logit
+    problem = _one_column(impl, column, [1.0, 1e-6, 0.0, 0.3, 1e6, 2.0], num_samples, device)
+    tokens = problem.sample(impl)
+    assert (tokens == expected).all()
+    assert torch.equal(tokens, problem.sample("reference"))
+
+
+@pytest.mark.parametrize("impl", ["reference", *IMPLEMENTATIONS])
+@pytest.mark.parametrize("num_samples", [1, 2])
+def test_hot_rows_of_huge_and_of_infinite_logits(impl, num_samples, device):
+    problem = _one_column(impl, torch.full((300,), -1e38), [1e6, 1e20], num_samples, device)
+    assert (problem.sample(impl) == 0).all()
+    infinite = torch.zeros(300)
+    infinite[5] = math.inf
+    for logits in (infinite, -infinite):  # times 1 / inf is NaN
+        problem = _one_column(impl, logits, [math.inf, 1e6, 1.0, 0.0], num_samples, device)
+        tokens = problem.sample(impl)
+        assert (tokens[0] == -1).all()
+        assert_agreement(tokens, problem)
+
+
+@pytest.mark.parametrize("impl", ["reference", *IMPLEMENTATIONS])
+@pytest.mark.parametrize("num_samples", [1, 2])
+@pytest.mark.parametrize("temperature", [1.1e-6, 1e-5, 1e-4])
+def test_temperatures_just_above_greedy_draw(impl, num_samples, temperature, device):
+    """Equal logits: a greedy row takes the lowest id, any other the largest noise."""
+    problem = _one_column(impl, torch.zeros(300), [temperature] * 3, num_samples, device)
+    assert torch.equal(problem.sample(impl), gumbel_at(problem).argmax(dim=-1))
+
+
 @pytest.mark.parametrize("impl", ["reference", *IMPLEMENTATIONS])
 def test_ties_go_to_the_lowest_id(impl, device):
     """Trap 9: equal logits, among them 0.0 and -0.0, greedy; and equal logits with noise stay distinct tokens."""
@@ -265,9 +325,14 @@ def test_triton_is_bitwise_invariant_to_the_tile(dtype, device):
         TileConfig(256, 32, 16, 4, 2, 2, use_tma=False, chunk_b=32),
         TileConfig(128, 64, 64, 8, 2, 1, use_tma=False, chunk_b=8),
         TileConfig(256, 32, 32, 8, 2, 1, use_tma=False, chunk_b=32, preload=True),
+        TileConfig(128, 16, 32, 4, 2, 1, use_tma=False, rest_b=16),
+        TileConfig(128, 32, 32, 8, 2, 1, use_tma=False, chunk_b=32, preload=True, rest_b=16),
     ]
     if ON_GPU and dtype != torch.float32 and torch.cuda.get_device_capability() >= (9, 0):
         configs += [TileConfig(128, 64, 128, 4, 2, 3, use_tma=True), TileConfig(256, 16, 64, 8, 3, 1, use_tma=True)]
+        configs += [
+            TileConfig(128, 64, 64, 8, 4, 1, use_tma=True, chunk_b=64, preload=True, rest_b=rest) for rest in (16, 32, 64)
+        ]
     for config in configs:
         assert torch.equal(sample(*arguments, config=config), expected), config
 

@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("triton")
 
 COMPILE = """
+import re
 import sys
 import torch
 import triton
@@ -19,34 +20,34 @@ from flashsampling.impl.triton.config import shape_for
 from flashsampling.impl.triton.kernel import sample_kernel
 
 capability, dtype, use_tma = int(sys.argv[1]), sys.argv[2], sys.argv[3] == "tma"
-batch, dim, num_samples, exchange = (int(number) for number in sys.argv[4:])
+batch, dim, num_samples, exchange = (int(number) for number in sys.argv[4:8])
+row_tensors = sys.argv[8:] != ["scalars"]
 torch_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
 config = shape_for(batch, dim, torch_dtype, num_samples, use_tma)
-block_b, block_d = config.block_b, config.block_d
+block_d = config.block_d
 constants = {
-    "BLOCK_V": config.block_v, "BLOCK_B": block_b, "BLOCK_D": block_d, "CHUNK_B": config.chunk_b, "USE_TMA": use_tma,
-    "EVEN_D": True, "UPCAST": False, "ONE_DRAW": num_samples == 1, "PRELOAD": config.preload,
-    "EXCHANGE": exchange,
+    "BLOCK_V": config.block_v, "BLOCK_B": config.block_b, "REST_B": config.rest_b, "BLOCK_D": block_d,
+    "CHUNK_B": config.chunk_b, "USE_TMA": use_tma, "EVEN_D": True, "ROW_ALIGNMENT": 4 if dtype == "fp32" else 8,
+    "UPCAST": False, "ONE_DRAW": num_samples == 1, "PRELOAD": config.preload,
+    "ROWS": 1 << (config.columns - 1).bit_length(), "ROW_TENSORS": row_tensors, "EXCHANGE": exchange,
 }
+blocks = {"hidden": config.block_b, "hidden_rest": config.rest_b or config.block_b, "weight": config.block_v}
 signature = {}
 for name in sample_kernel.arg_names:
     if name in constants:
         signature[name] = "constexpr"
-    elif name in ("hidden", "weight"):
-        block = [block_b if name == "hidden" else config.block_v, block_d]
-        signature[name] = f"tensordesc<{dtype}{block}>".replace(" ", "") if use_tma else "*" + dtype
-    elif name == "temperature_ptr":
-        signature[name] = "*fp32"
+    elif name in blocks:
+        signature[name] = f"tensordesc<{dtype}[{blocks[name]},{block_d}]>" if use_tma else "*" + dtype
     elif name.endswith("_ptr"):
         signature[name] = "*i64"
     elif name == "temperature_value":
         signature[name] = "fp32"
     else:
-        signature[name] = "i64" if name.endswith("_value") or name == "table" else "i32"
+        signature[name] = "i64" if name.endswith(("_value", "_at")) or name in ("table", "hidden_stride") else "i32"
 attributes = {
     (i,): [["tt.divisibility", 16]]
     for i, name in enumerate(sample_kernel.arg_names)
-    if signature[name][0] == "*" or name in ("dim", "hidden_stride", "weight_stride")
+    if name in ("dim", "weight_stride") or (name == "weight" and not use_tma)
 }
 source = ASTSource(sample_kernel, signature, constants, attributes)
 options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "maxnreg": config.max_registers}
@@ -55,9 +56,12 @@ ptx = kernel.asm["ptx"]
 print("shared", kernel.metadata.shared)
 print("matmul", "wgmma" if "wgmma.mma" in ptx else "tcgen05" if "tcgen05.mma" in ptx else "mma" if "mma.sync" in ptx else "fma")
 print("bytes", len(kernel.asm["cubin"]))
+waits = re.findall(r"warp_group_dot_wait .*pendings = (\\d+)", kernel.asm["ttgir"])
+print("in_flight", max(map(int, waits), default=0))
 """
 
-CASES = [  # batch, dim, num_samples, exchange (2) or none (0); an A100's shared memory, or Hopper's and Blackwell's
+# batch, dim, num_samples, exchange (2) or none (0), numbers for row parameters; shared memory of an A100, or of what came after
+CASES = [
     (80, "bf16", "pointers", (64, 4096, 1, 0), "mma", 164),
     (80, "fp32", "pointers", (64, 4096, 1, 0), "fma", 164),
     (90, "bf16", "tma", (1, 4096, 1, 0), "wgmma", 227),
@@ -66,7 +70,12 @@ CASES = [  # batch, dim, num_samples, exchange (2) or none (0); an A100's shared
     (90, "bf16", "tma", (128, 4096, 1, 0), "wgmma", 227),
     (90, "bf16", "tma", (256, 4096, 1, 0), "wgmma", 227),
     (90, "fp16", "pointers", (32, 4096, 3, 0), "wgmma", 227),
+    (90, "bf16", "tma", (80, 4096, 1, 0), "wgmma", 227),
+    (90, "bf16", "tma", (160, 4096, 1, 0), "wgmma", 227),
+    (90, "fp16", "tma", (192, 4096, 1, 2), "wgmma", 227),
+    (90, "bf16", "tma", (64, 4096, 1, 0, "scalars"), "wgmma", 227),
     (100, "bf16", "tma", (64, 4096, 1, 0), "tcgen05", 227),
+    (100, "bf16", "tma", (160, 4096, 1, 0), "tcgen05", 227),
     (100, "bf16", "tma", (256, 4096, 1, 0), "tcgen05", 227),
     (80, "bf16", "pointers", (64, 4096, 3, 2), "mma", 164),
     (90, "bf16", "tma", (16, 8192, 1, 2), "wgmma", 227),
@@ -80,7 +89,9 @@ def test_compiles(capability, dtype, loads, problem, matmul, shared_kib):
     command = [sys.executable, "-c", COMPILE, str(capability), dtype, loads, *map(str, problem)]
     run = subprocess.run(command, cwd=Path(__file__).parent.parent, capture_output=True, text=True, env=environment)
     assert run.returncode == 0, run.stderr[-3000:]
-    report = dict(line.split() for line in run.stdout.strip().splitlines()[-3:])
+    report = dict(line.split() for line in run.stdout.strip().splitlines()[-4:])
     assert report["matmul"] == matmul
     assert int(report["shared"]) <= shared_kib * 1024
     assert int(report["bytes"]) > 0
+    if capability == 90 and problem[0] in (80, 160, 192):  # both blocks' matmuls of a stage run while the next are issued
+        assert int(report["in_flight"]) == 2

@@ -7,6 +7,10 @@ shape is registers: per thread the accumulator, a Philox block's words, and the 
     eight warps, rows preloaded    a large tile that rereads little through L2; the noise is exposed, so it must be lean:
                                    keys stay in registers and nothing orders it, which lets it start before the matmul ends
 
+Triton's blocks are powers of two. A tile between two of them is two blocks of columns, 128 + 32 say, that share the weight's
+tile: two accumulators, and the matmuls of both in flight at once. So no batch is padded by more than 15 rows up to 96, from
+129 to 160 and in multiples of these, and by more than 48 anywhere.
+
 Dead ends, each against another shape in the same run (B = 256, V = 151936, D = 4096, H200, Triton 3.6):
 
     128 x 256, 8 warps               1.14x the time of 256 x 128: each warp's noise is for 256 rows, whose keys do not fit
@@ -31,7 +35,7 @@ class TileConfig:
     """Shape of one launch. Tokens do not depend on it."""
 
     block_v: int  # vocabulary rows of a tile: a multiple of 128
-    block_b: int  # batch rows of a tile
+    block_b: int  # batch rows of a tile: a power of two
     block_d: int  # depth of a pipeline stage
     num_warps: int
     num_stages: int
@@ -40,6 +44,16 @@ class TileConfig:
     chunk_b: int = 16  # batch rows whose noise is in registers at a time
     max_registers: int | None = None  # per thread
     preload: bool = False  # keep the row parameters in registers over all tiles
+    rest_b: int = 0  # batch rows of a second block that shares the weight tile: a power of two from 16 up to block_b, or 0
+
+    @property
+    def columns(self) -> int:
+        """Batch rows of a tile in all."""
+        return self.block_b + self.rest_b
+
+
+# rows beside a block of 128 that share its weight tile -> stages that 227 KiB of shared memory hold
+_STAGES = {0: 6, 16: 6, 32: 6, 64: 5}
 
 
 def unsupported(hidden_states: Tensor, weight: Tensor) -> str | None:
@@ -66,7 +80,7 @@ def choose_config(hidden_states: Tensor, weight: Tensor, num_samples: int) -> Ti
     batch, dim = hidden_states.shape
     # sm_90 and sm_100: bulk tensor copies, and 227 KiB of shared memory for the large tiles' stages
     big = hidden_states.is_cuda and capability(hidden_states.device)[0] in (9, 10)
-    use_tma = big and _tma_addressable(hidden_states) and _tma_addressable(weight)
+    use_tma = big and _tma_addressable(weight)  # the hidden states are copied if they must be
     return shape_for(batch, dim, hidden_states.dtype, num_samples, use_tma)
 
 
@@ -85,6 +99,12 @@ def shape_for(batch: int, dim: int, dtype: torch.dtype, num_samples: int, use_tm
         if deep:
             return TileConfig(256, 64, 64, 8, 5, 1, use_tma, chunk_b=64, preload=True)
         return TileConfig(128, 64, 64, 4, 3, 3, use_tma, max_registers=168)
+    if 64 < batch <= 96:
+        return TileConfig(128, 64, 64, 8, 7, 1, use_tma, chunk_b=64, preload=True, rest_b=16 if batch <= 80 else 32)
     if batch <= 128:
         return TileConfig(128, 128, 64, 8, 6, 1, use_tma, chunk_b=64, preload=True)
-    return TileConfig(256, 128, 64, 8, 4, 1, use_tma, chunk_b=128, preload=True)
+    # the fewest padded rows; of equals the narrowest
+    rest_b = min(_STAGES, key=lambda rest: (-(-batch // (128 + rest)) * (128 + rest), rest))
+    if rest_b == 0:
+        return TileConfig(256, 128, 64, 8, 4, 1, use_tma, chunk_b=128, preload=True)
+    return TileConfig(128, 128, 64, 8, _STAGES[rest_b], 1, use_tma, chunk_b=64, preload=True, rest_b=rest_b)

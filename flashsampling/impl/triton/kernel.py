@@ -3,12 +3,12 @@
 Tiles put the vocabulary on M and the batch on N of the tensor-core instruction. The grid is persistent: a program keeps
 one block of rows and walks every ``stride``-th vocabulary tile, so a score's rivals meet in registers:
 
-    fast pass     per tile: matmul, noise, running (score, id) per register. Assumes the ordinary: finite logits and no
-                  Philox word that needs the tail refinement. Whatever is not ordinary (NaN, +inf, the word 0, which the
-                  fast noise maps to +inf) leaves a NaN or an infinity in the running score, and costs nothing to notice.
-    careful pass  only if the fast pass met one of those: the program walks its tiles again with the refined noise and
-                  every case of the contract told apart. At B = 256, V = 151936 about one step in a hundred has one
-                  program that does.
+    fast pass     per tile: matmul, noise, running (score, id) per register. A NaN stays in the running score and is published
+                  as one. Of a Philox word 0, which needs the tail refinement, the score is an upper bound, and finite.
+    careful pass  only if the fast pass' best of a row is +inf (is there a finite score?) or a token whose word is 0 (is it
+                  the best still?): the program walks its tiles again with the refined noise and every case of the
+                  contract told apart. At B = 256, V = 151936 about one step in a hundred has one program that does; rows
+                  of NaN, of zeros or of equal logits cause none.
     publish       one 64-bit key per row (order-preserving bits of the score, then the complement of the id) goes to the
                   row's slot by ``atomic_max``; max, ties and order of arrival are then one operation.
     finish        the last program of a block of rows, by a counter, turns keys into token ids and resets slots and
@@ -37,70 +37,107 @@ from .exchange import receive, send
 from .noise import INTERPRETED, REFINEMENT_BIT, minus_gumbel, minus_gumbel_refined, opaque, philox_words
 
 _GREEDY_BELOW = tl.constexpr(1e-6)
+_LN2 = tl.constexpr(0.6931471805599453)
 _NO_TOKEN = tl.constexpr(protocol.NO_TOKEN)
 _NAN_KEY = tl.constexpr(protocol.NAN)
 _NO_FINITE = tl.constexpr(protocol.NO_FINITE)
 _EXCHANGE = tl.constexpr(2)  # beside TOKENS and PACKED: through the table
 _TOKENS = tl.constexpr(protocol.TOKENS)
+_ORDERED_INF = tl.constexpr(0x7F800000 + 2**31)  # a key's high bits if its score is +inf
 
 
 @triton.jit
-def _load_b64(ptr, index):
-    """Low and high half of 64-bit elements."""
+def _load_b64(address, index, value, ROW_TENSORS: tl.constexpr):
+    """Low and high half of 64-bit elements; of ``value`` where the address may be, and is, 0."""
+    pointers = address + index.to(tl.int64) * 8
     if INTERPRETED:
-        x = tl.load(ptr + index).to(tl.uint64, bitcast=True)
-        return x.to(tl.uint32), (x >> 32).to(tl.uint32)
+        given = tl.full(index.shape, 1, tl.int1) & (address != 0)
+        x = tl.load(pointers.to(tl.pointer_type(tl.int64)), mask=given, other=value)
+        return x.to(tl.uint32), (x.to(tl.uint64, bitcast=True) >> 32).to(tl.uint32)
+    if ROW_TENSORS:
+        return tl.inline_asm_elementwise(
+            "ld.global.nc.v2.b32 {$0, $1}, [$2];", "=r,=r,l", [pointers], dtype=(tl.uint32, tl.uint32), is_pure=True, pack=1
+        )
     return tl.inline_asm_elementwise(
-        "ld.global.nc.v2.b32 {$0, $1}, [$2];", "=r,=r,l", [ptr + index], dtype=(tl.uint32, tl.uint32), is_pure=True, pack=1
+        "{ .reg .pred p; setp.ne.s64 p, $4, 0; mov.b64 {$0, $1}, $3; @p ld.global.nc.v2.b32 {$0, $1}, [$2]; }",
+        "=&r,=&r,l,l,l",
+        [pointers, tl.full(index.shape, value, tl.int64), tl.full(index.shape, address, tl.int64)],
+        dtype=(tl.uint32, tl.uint32),
+        is_pure=True,
+        pack=1,
     )
 
 
 @triton.jit
-def _load_f32(ptr, index):
+def _load_f32(address, index, value, ROW_TENSORS: tl.constexpr):
+    pointers = address + index.to(tl.int64) * 4
     if INTERPRETED:
-        return tl.load(ptr + index)
+        given = tl.full(index.shape, 1, tl.int1) & (address != 0)
+        return tl.load(pointers.to(tl.pointer_type(tl.float32)), mask=given, other=value)
+    if ROW_TENSORS:
+        return tl.inline_asm_elementwise(
+            "ld.global.nc.f32 $0, [$1];", "=f,l", [pointers], dtype=tl.float32, is_pure=True, pack=1
+        )
     return tl.inline_asm_elementwise(
-        "ld.global.nc.f32 $0, [$1];", "=f,l", [ptr + index], dtype=tl.float32, is_pure=True, pack=1
+        "{ .reg .pred p; setp.ne.s64 p, $3, 0; mov.f32 $0, $2; @p ld.global.nc.f32 $0, [$1]; }",
+        "=&f,l,f,l",
+        [pointers, tl.full(index.shape, value, tl.float32), tl.full(index.shape, address, tl.int64)],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=1,
     )
 
 
 @triton.jit
 def _row_params(
     rows,  # any shape, within the batch
-    temperature_ptr,
+    temperature_at,
     temperature_value,
-    seed_ptr,
+    seed_at,
     seed_value,
-    offset_ptr,
+    offset_at,
     offset_value,
+    ROW_TENSORS: tl.constexpr,
 ):
-    """Per-row scale (base 2), noise switch (0 or 1), Philox key (low, high) and offset (low, high), in the shape of rows.
+    """Per-row factors of logit and noise in one number (see ``_factors``), Philox key (low, high) and offset (low, high), in
+    the shape of rows.
 
     The loads are inline assembly because Triton would otherwise choose a layout for them, and reach the shape's own through
     shared memory.
     """
-    if temperature_ptr is None:
-        temperature = tl.full(rows.shape, temperature_value, tl.float32)
-    else:
-        temperature = _load_f32(temperature_ptr, rows)
-    if seed_ptr is None:
-        key_lo = tl.full(rows.shape, seed_value, tl.int64).to(tl.uint32)
-        key_hi = tl.full(rows.shape, seed_value >> 32, tl.int64).to(tl.uint32)
-    else:
-        key_lo, key_hi = _load_b64(seed_ptr, rows)
-    if offset_ptr is None:
-        offset_lo = tl.full(rows.shape, offset_value, tl.int64).to(tl.uint32)
-        offset_hi = tl.full(rows.shape, offset_value >> 32, tl.int64).to(tl.uint32)
-    else:
-        offset_lo, offset_hi = _load_b64(offset_ptr, rows)
-    greedy = temperature < _GREEDY_BELOW
-    scale = tl.where(greedy, 1.0, 1.4426950408889634 / tl.where(greedy, 1.0, temperature))
-    return scale, tl.where(greedy, 0.0, 1.0), key_lo, key_hi, offset_lo, offset_hi
+    temperature = _load_f32(temperature_at, rows, temperature_value, ROW_TENSORS)
+    key_lo, key_hi = _load_b64(seed_at, rows, seed_value, ROW_TENSORS)
+    offset_lo, offset_hi = _load_b64(offset_at, rows, offset_value, ROW_TENSORS)
+    hot = temperature > 1.0
+    # a NaN stays one: the row's scores are then NaN too
+    noise_factor = tl.where(temperature < _GREEDY_BELOW, 0.0, temperature * _LN2)
+    factors = tl.where(hot, -1.0 / tl.where(hot, temperature, 1.0), noise_factor)
+    return factors, key_lo, key_hi, offset_lo, offset_hi
+
+
+@triton.jit
+def _factors(factors):
+    """Factor of the logit and of the base-2 noise.
+
+    A score is ``logit / max(T, 1) + min(T, 1) * gumbel``, as the oracle's: ``logit / T + gumbel`` times ``min(T, 1)``, so no
+    finite logit overflows at any temperature. One of the two factors is 1 or ln 2: the sign bit says which, the rest is the
+    other, so a row takes one register over all tiles.
+    """
+    hot = factors.to(tl.int32, bitcast=True) < 0  # also of -0.0, an infinite temperature
+    return tl.where(hot, -factors, 1.0), tl.where(hot, _LN2, factors)
+
+
+@triton.jit
+def _hidden_pointers(hidden, first_row, batch, hidden_stride, BLOCK_B: tl.constexpr, BLOCK_D: tl.constexpr):
+    """(BLOCK_D, BLOCK_B); rows past the end repeat the last one: their winners are not published."""
+    rows = tl.minimum(first_row + tl.arange(0, BLOCK_B), batch - 1).to(tl.int64)
+    return hidden + rows[None, :] * hidden_stride + tl.arange(0, BLOCK_D)[:, None]
 
 
 @triton.jit
 def _tile_logits(
     hidden,  # descriptor of blocks (BLOCK_B, BLOCK_D), or pointer to (B, D)
+    hidden_rest,  # as hidden, for blocks (REST_B, BLOCK_D)
     weight,  # descriptor of blocks (BLOCK_V, BLOCK_D), or pointer to (V, D)
     first_token,  # row of the weight; below 0 in the first tile of a shard that does not start where a Philox group does
     first_row,
@@ -111,25 +148,38 @@ def _tile_logits(
     weight_stride,
     BLOCK_V: tl.constexpr,
     BLOCK_B: tl.constexpr,
+    REST_B: tl.constexpr,
     BLOCK_D: tl.constexpr,
     USE_TMA: tl.constexpr,
     EVEN_D: tl.constexpr,
+    ROW_ALIGNMENT: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Logits of one tile in fp32, (BLOCK_V, BLOCK_B). k runs upwards in one chain: no split, the same sum in any tile."""
+    """Logits of one tile in fp32, (BLOCK_V, BLOCK_B) and (BLOCK_V, REST_B or a placeholder's 16): two blocks of columns, one
+    read of the weight. k runs upwards in one chain: no split, the same sum in any tile. Outside [0, vocab_size) the weight's
+    rows read as zeros, whatever a padded vocabulary has there."""
     acc = tl.zeros((BLOCK_V, BLOCK_B), dtype=tl.float32)
+    rest = tl.zeros((BLOCK_V, REST_B if REST_B > 0 else 16), dtype=tl.float32)
     if USE_TMA:
         for d in range(0, dim, BLOCK_D):
             w = weight.load([first_token, d])  # (BLOCK_V, BLOCK_D)
             h = hidden.load([first_row, d])  # (BLOCK_B, BLOCK_D)
             acc = tl.dot(w, h.T, acc)
+            if REST_B > 0:
+                h = hidden_rest.load([first_row + BLOCK_B, d])  # (REST_B, BLOCK_D)
+                rest = tl.dot(w, h.T, rest)
     else:
-        # rows past the end repeat the last one instead of a mask: their scores are dropped later
-        tokens = tl.maximum(tl.minimum(first_token + tl.arange(0, BLOCK_V), vocab_size - 1), 0).to(tl.int64)
-        rows = tl.minimum(first_row + tl.arange(0, BLOCK_B), batch - 1).to(tl.int64)
+        tokens = first_token + tl.arange(0, BLOCK_V)
         dims = tl.arange(0, BLOCK_D)
-        w_ptrs = weight + tokens[:, None] * weight_stride + dims[None, :]
-        h_ptrs = hidden + rows[None, :] * hidden_stride + dims[:, None]
+        if ROW_ALIGNMENT > 1:  # 16 bytes
+            hidden_stride = tl.multiple_of(hidden_stride, ROW_ALIGNMENT)
+            hidden = tl.multiple_of(hidden, 16)
+        # what is outside reads a neighbour's row, and is dropped below
+        w_rows = tl.maximum(tl.minimum(tokens, vocab_size - 1), 0).to(tl.int64)
+        w_ptrs = weight + w_rows[:, None] * weight_stride + dims[None, :]
+        h_ptrs = _hidden_pointers(hidden, first_row, batch, hidden_stride, BLOCK_B, BLOCK_D)
+        if REST_B > 0:
+            rest_ptrs = _hidden_pointers(hidden, first_row + BLOCK_B, batch, hidden_stride, REST_B, BLOCK_D)
         for d in range(0, dim, BLOCK_D):
             if EVEN_D:
                 w = tl.load(w_ptrs)
@@ -141,9 +191,22 @@ def _tile_logits(
                 w = w.to(tl.float32)
                 h = h.to(tl.float32)
             acc = tl.dot(w, h, acc, input_precision="ieee")
+            if REST_B > 0:
+                if EVEN_D:
+                    h = tl.load(rest_ptrs)
+                else:
+                    h = tl.load(rest_ptrs, mask=dims[:, None] < dim - d, other=0.0)
+                if UPCAST:
+                    h = h.to(tl.float32)
+                rest = tl.dot(w, h, rest, input_precision="ieee")
+                rest_ptrs += BLOCK_D
             w_ptrs += BLOCK_D
             h_ptrs += BLOCK_D
-    return acc
+        inside = ((tokens >= 0) & (tokens < vocab_size))[:, None]
+        acc = tl.where(inside, acc, 0.0)
+        if REST_B > 0:
+            rest = tl.where(inside, rest, 0.0)
+    return acc, rest
 
 
 @triton.jit
@@ -198,10 +261,10 @@ def _after(rows, done, zero):
 
 
 @triton.jit
-def _score(logit, scale, bias, minus_noise, noise_on):
-    """logit * scale + bias + noise, or without the noise in greedy rows. The operations are spelled out, so that every pass
-    and every tile shape rounds alike."""
-    return tl.fma(-minus_noise, noise_on, tl.fma(logit, scale, bias))
+def _score(logit, scale, bias, minus_noise, noise_factor):
+    """logit * scale + bias + noise * noise_factor. The operations are spelled out, so that every pass and every tile shape
+    rounds alike."""
+    return tl.fma(-minus_noise, noise_factor, tl.fma(logit, scale, bias))
 
 
 @triton.jit
@@ -221,6 +284,17 @@ def _pack_key(score, token):
 
 
 @triton.jit
+def _word_of(token, offset_lo, offset_hi, key_lo, key_hi):
+    """The Philox word of a token, draw 0: its group is the id less bits 3 and 6, and they are its lane."""
+    group = (token & 7) | (((token >> 4) & 3) << 3) | ((token >> 7) << 5)
+    no_draw = tl.zeros(token.shape, tl.uint32)
+    words = philox_words(group.to(tl.uint32), no_draw, offset_lo, offset_hi, key_lo, key_hi)
+    lower = tl.where((token & 8) == 0, words[0], words[1])
+    upper = tl.where((token & 8) == 0, words[2], words[3])
+    return tl.where((token & 64) == 0, lower, upper)
+
+
+@triton.jit
 def _publish_careful(
     acc,  # (BLOCK_V, BLOCK_B)
     first_token,  # counted from the start of the shard's first Philox group, as skip and end are
@@ -232,7 +306,7 @@ def _publish_careful(
     end,
     draw,
     scale,
-    noise_on,
+    noise_factor,
     key_lo,
     key_hi,
     offset_lo,
@@ -252,7 +326,7 @@ def _publish_careful(
     for lane in tl.static_range(4):
         token = token0 + (lane & 1) * 8 + (lane >> 1) * 64
         minus_noise = minus_gumbel_refined(words[lane], tails[lane])
-        score = _score(lanes[lane], scale, 0.0, minus_noise, noise_on)
+        score = _score(lanes[lane], scale, 0.0, minus_noise, noise_factor)
         key = _pack_key(score, base + token)
         sampled = (token >= skip) & (token < end)
         is_inf = score == float("inf")
@@ -263,19 +337,86 @@ def _publish_careful(
     tl.atomic_max(inf_slots, best_inf, mask=live & (best_inf != 0), sem="relaxed")
 
 
+@triton.jit
+def _chunk_rows(first_row, c: tl.constexpr, BLOCK_B: tl.constexpr, CHUNK_B: tl.constexpr, REST_CHUNK: tl.constexpr):
+    """Rows of chunk c of a tile, (CHUNK_B,), or (REST_CHUNK,) in the second block of columns."""
+    if c < BLOCK_B // CHUNK_B:
+        return first_row + c * CHUNK_B + tl.arange(0, CHUNK_B)
+    else:
+        return first_row + BLOCK_B + (c - BLOCK_B // CHUNK_B) * REST_CHUNK + tl.arange(0, REST_CHUNK)
+
+
+@triton.jit
+def _walk_carefully(
+    hidden,  # of blocks (BLOCK_B, BLOCK_D)
+    weight,
+    temperature_at,
+    temperature_value,
+    seed_at,
+    seed_value,
+    offset_at,
+    offset_value,
+    workspace_ptr,
+    first_row,
+    first_tile,
+    stride,
+    batch,
+    vocab_size,
+    base,
+    skip,
+    dim,
+    num_samples,
+    hidden_stride,
+    weight_stride,
+    BLOCK_V: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    USE_TMA: tl.constexpr,
+    EVEN_D: tl.constexpr,
+    ROW_ALIGNMENT: tl.constexpr,
+    UPCAST: tl.constexpr,
+    ROW_TENSORS: tl.constexpr,
+):
+    """The careful pass over a program's tiles, for one block of columns."""
+    rows = first_row + tl.arange(0, BLOCK_B)
+    live = rows < batch
+    slots = workspace_ptr + rows.to(tl.int64) * num_samples
+    inf_slots = slots + batch.to(tl.int64) * num_samples
+    end = skip + vocab_size
+    factors, key_lo, key_hi, offset_lo, offset_hi = _row_params(
+        tl.minimum(rows, batch - 1)[None, :],
+        temperature_at, temperature_value, seed_at, seed_value, offset_at, offset_value, ROW_TENSORS,
+    )  # fmt: skip
+    scale, noise_factor = _factors(factors)
+    for tile in range(first_tile, tl.cdiv(end, BLOCK_V), stride):
+        first_token = tile * BLOCK_V
+        acc, _ = _tile_logits(
+            hidden, hidden, weight, first_token - skip, first_row, batch, vocab_size, dim, hidden_stride, weight_stride,
+            BLOCK_V, BLOCK_B, 0, BLOCK_D, USE_TMA, EVEN_D, ROW_ALIGNMENT, UPCAST,
+        )  # fmt: skip
+        for draw in range(num_samples):
+            _publish_careful(
+                acc, first_token, slots + draw, inf_slots + draw, live, base, skip, end, draw,
+                scale, noise_factor, key_lo, key_hi, offset_lo, offset_hi, BLOCK_V, BLOCK_B,
+            )  # fmt: skip
+
+
 @triton.jit(
     do_not_specialize=[
-        "batch", "vocab_size", "base", "skip", "num_samples", "temperature_value", "seed_value", "offset_value", "table", "zero"
-    ]
+        "temperature_at", "temperature_value", "seed_at", "seed_value", "offset_at", "offset_value", "batch", "vocab_size",
+        "base", "skip", "num_samples", "hidden_stride", "table", "zero",
+    ],
+    do_not_specialize_on_alignment=["hidden", "hidden_rest", "tokens_ptr", "workspace_ptr"],
 )  # fmt: skip
 def sample_kernel(
     hidden,  # (B, D), or its descriptor
+    hidden_rest,  # descriptor for the second block of columns; hidden again if there is none
     weight,  # (V, D), or its descriptor
-    temperature_ptr,  # (B,) float32 or None: then temperature_value
+    temperature_at: tl.int64,  # address of (B,) float32; 0: temperature_value for every row
     temperature_value: tl.float32,
-    seed_ptr,  # (B,) int64 or None: then seed_value
+    seed_at: tl.int64,  # address of (B,) int64; 0: seed_value
     seed_value: tl.int64,
-    offset_ptr,  # (B,) int64 or None: then offset_value
+    offset_at: tl.int64,  # address of (B,) int64; 0: offset_value
     offset_value: tl.int64,
     tokens_ptr,  # (B, num_samples) int64, out
     workspace_ptr,  # int64, zero between launches: slots (2, B, num_samples), then a counter per block of rows
@@ -285,86 +426,96 @@ def sample_kernel(
     skip,  # tokens of that group that are not the shard's
     dim,
     num_samples,
-    hidden_stride,
+    hidden_stride: tl.int64,
     weight_stride,
     table: tl.int64,  # address of an exchange's table, if EXCHANGE says so
     zero: tl.int32,  # 0: see _after
     BLOCK_V: tl.constexpr,
     BLOCK_B: tl.constexpr,
+    REST_B: tl.constexpr,  # columns of the second block, or 0
     BLOCK_D: tl.constexpr,
     CHUNK_B: tl.constexpr,
     USE_TMA: tl.constexpr,
     EVEN_D: tl.constexpr,
+    ROW_ALIGNMENT: tl.constexpr,  # elements: the hidden states' rows start at multiples of it
     UPCAST: tl.constexpr,
     ONE_DRAW: tl.constexpr,
     PRELOAD: tl.constexpr,
+    ROWS: tl.constexpr,  # BLOCK_B + REST_B, up to a power of two
+    ROW_TENSORS: tl.constexpr,  # no address of row parameters is 0
     EXCHANGE: tl.constexpr,
 ):
     """See the module's docstring. Grid: (programs per block of rows * blocks of rows,)."""
-    row_blocks = tl.cdiv(batch, BLOCK_B)
+    WIDTH: tl.constexpr = BLOCK_B + REST_B
+    row_blocks = tl.cdiv(batch, WIDTH)
     row_block = tl.program_id(0) % row_blocks  # neighbours share a weight tile through L2
     first_tile = tl.program_id(0) // row_blocks
     stride = tl.num_programs(0) // row_blocks
     end = skip + vocab_size
     vocab_tiles = tl.cdiv(end, BLOCK_V)
-
-    first_row = row_block * BLOCK_B
-    rows = first_row + tl.arange(0, BLOCK_B)
-    live = rows < batch
-    slots = workspace_ptr + rows.to(tl.int64) * num_samples
-    inf_slots = slots + batch.to(tl.int64) * num_samples
-    counter = workspace_ptr + 2 * batch.to(tl.int64) * num_samples + row_block
+    first_row = row_block * WIDTH
 
     careful = True
     if ONE_DRAW:
         CHUNKS: tl.constexpr = BLOCK_B // CHUNK_B
+        REST_CHUNK: tl.constexpr = CHUNK_B if CHUNK_B < REST_B else REST_B
+        REST_CHUNKS: tl.constexpr = REST_B // REST_CHUNK if REST_B > 0 else 0
         best = ()
         best_id = ()
-        for _ in tl.static_range(CHUNKS):
-            best = best + (tl.full((32, CHUNK_B), float("-inf"), tl.float32),)
-            best_id = best_id + (tl.full((32, CHUNK_B), _NO_TOKEN, tl.int32),)
         params = ()
-        if PRELOAD:
-            for c in tl.static_range(CHUNKS):
-                columns = tl.minimum(first_row + c * CHUNK_B + tl.arange(0, CHUNK_B), batch - 1)[None, :]
+        for c in tl.static_range(CHUNKS + REST_CHUNKS):
+            columns = tl.minimum(_chunk_rows(first_row, c, BLOCK_B, CHUNK_B, REST_CHUNK), batch - 1)[None, :]
+            nothing = tl.full((32, columns.shape[1]), float("-inf"), tl.float32)
+            best = best + (nothing,)
+            best_id = best_id + (tl.full(nothing.shape, _NO_TOKEN, tl.int32),)
+            if PRELOAD:
                 params = params + _row_params(
-                    _after(columns, best[c], zero),
-                    temperature_ptr, temperature_value, seed_ptr, seed_value, offset_ptr, offset_value,
+                    _after(columns, nothing, zero),
+                    temperature_at, temperature_value, seed_at, seed_value, offset_at, offset_value, ROW_TENSORS,
                 )  # fmt: skip
         no_draw = tl.zeros((1, 1), tl.uint32)
         for tile in range(first_tile, vocab_tiles, stride):
             first_token = tile * BLOCK_V
-            acc = _tile_logits(
-                hidden, weight, first_token - skip, first_row, batch, vocab_size, dim, hidden_stride, weight_stride,
-                BLOCK_V, BLOCK_B, BLOCK_D, USE_TMA, EVEN_D, UPCAST,
+            acc, rest = _tile_logits(
+                hidden, hidden_rest, weight, first_token - skip, first_row, batch, vocab_size, dim, hidden_stride,
+                weight_stride, BLOCK_V, BLOCK_B, REST_B, BLOCK_D, USE_TMA, EVEN_D, ROW_ALIGNMENT, UPCAST,
             )  # fmt: skip
             blocks = _split_blocks(acc, BLOCK_V // 128, CHUNKS)
+            rest_blocks = ()
+            if REST_B > 0:
+                rest_blocks = _split_blocks(rest, BLOCK_V // 128, REST_CHUNKS)
             group = ((base + first_token) // 4 + tl.arange(0, 32))[:, None].to(tl.uint32)
             token0 = _lane0_tokens(first_token, 128)
             new_best = ()
             new_id = ()
             done = best[0]
-            for c in tl.static_range(CHUNKS):
+            for c in tl.static_range(CHUNKS + REST_CHUNKS):
                 if PRELOAD:
-                    scale, noise_on = params[6 * c], params[6 * c + 1]
-                    key_lo, key_hi = opaque(params[6 * c + 2]), opaque(params[6 * c + 3])
-                    offset_lo, offset_hi = opaque(params[6 * c + 4]), opaque(params[6 * c + 5])
+                    factors = opaque(params[5 * c].to(tl.uint32, bitcast=True)).to(tl.float32, bitcast=True)
+                    key_lo, key_hi = opaque(params[5 * c + 1]), opaque(params[5 * c + 2])
+                    offset_lo, offset_hi = opaque(params[5 * c + 3]), opaque(params[5 * c + 4])
                 else:
-                    columns = tl.minimum(first_row + c * CHUNK_B + tl.arange(0, CHUNK_B), batch - 1)[None, :]
-                    scale, noise_on, key_lo, key_hi, offset_lo, offset_hi = _row_params(
+                    columns = tl.minimum(_chunk_rows(first_row, c, BLOCK_B, CHUNK_B, REST_CHUNK), batch - 1)[None, :]
+                    if c == CHUNKS:  # another width, so ``done`` has another shape; nothing to wait for in its own
+                        done = best[c]
+                    factors, key_lo, key_hi, offset_lo, offset_hi = _row_params(
                         _after(columns, done, zero),
-                        temperature_ptr, temperature_value, seed_ptr, seed_value, offset_ptr, offset_value,
+                        temperature_at, temperature_value, seed_at, seed_value, offset_at, offset_value, ROW_TENSORS,
                     )  # fmt: skip
+                scale, noise_factor = _factors(factors)
                 b, i = best[c], best_id[c]
                 for block in tl.static_range(BLOCK_V // 128):
-                    logits = _split_lanes(blocks[block * CHUNKS + c], 128, CHUNK_B)
+                    if c < CHUNKS:
+                        logits = _split_lanes(blocks[block * CHUNKS + c], 128, CHUNK_B)
+                    else:
+                        logits = _split_lanes(rest_blocks[block * REST_CHUNKS + c - CHUNKS], 128, REST_CHUNK)
                     words = philox_words(group + 32 * block, no_draw, offset_lo, offset_hi, key_lo, key_hi)
                     token = token0 + 128 * block
                     # ascending ids and a strict comparison: ties keep the lowest id
                     for lane in tl.static_range(4):
                         lane_token = token + (lane & 1) * 8 + (lane >> 1) * 64
                         bias = tl.where((lane_token >= skip) & (lane_token < end), 0.0, float("-inf"))
-                        score = _score(logits[lane], scale, bias, minus_gumbel(words[lane]), noise_on)
+                        score = _score(logits[lane], scale, bias, minus_gumbel(words[lane]), noise_factor)
                         b, i = _keep_better(b, i, score, lane_token)
                 done = b
                 new_best = new_best + (b,)
@@ -372,31 +523,37 @@ def sample_kernel(
             best = new_best
             best_id = new_id
         careful = False
-        for c in tl.static_range(CHUNKS):
-            ordinary = best[c] < float("inf")  # false for +inf and for NaN
-            careful = careful | (tl.min(tl.min(ordinary.to(tl.int32), axis=0), axis=0) == 0)
-        if not careful:
-            for c in tl.static_range(CHUNKS):
-                row_best = tl.max(tl.where(best[c] > float("-inf"), _pack_key(best[c], base + best_id[c]), 0), axis=0)
-                chunk_rows = first_row + c * CHUNK_B + tl.arange(0, CHUNK_B)
-                slot = workspace_ptr + chunk_rows.to(tl.int64) * num_samples
-                tl.atomic_max(slot, row_best, mask=(chunk_rows < batch) & (row_best != 0), sem="relaxed")
-    if careful:
-        scale, noise_on, key_lo, key_hi, offset_lo, offset_hi = _row_params(
-            tl.minimum(rows, batch - 1)[None, :],
-            temperature_ptr, temperature_value, seed_ptr, seed_value, offset_ptr, offset_value,
-        )  # fmt: skip
-        for tile in range(first_tile, vocab_tiles, stride):
-            first_token = tile * BLOCK_V
-            acc = _tile_logits(
-                hidden, weight, first_token - skip, first_row, batch, vocab_size, dim, hidden_stride, weight_stride,
-                BLOCK_V, BLOCK_B, BLOCK_D, USE_TMA, EVEN_D, UPCAST,
+        for c in tl.static_range(CHUNKS + REST_CHUNKS):
+            key = tl.max(tl.where(best[c] != float("-inf"), _pack_key(best[c], base + best_id[c]), 0), axis=0)
+            chunk_rows = _chunk_rows(first_row, c, BLOCK_B, CHUNK_B, REST_CHUNK)
+            _, key_lo, key_hi, offset_lo, offset_hi = _row_params(
+                tl.minimum(chunk_rows, batch - 1),
+                temperature_at, temperature_value, seed_at, seed_value, offset_at, offset_value, ROW_TENSORS,
             )  # fmt: skip
-            for draw in range(num_samples):
-                _publish_careful(
-                    acc, first_token, slots + draw, inf_slots + draw, live, base, skip, end, draw,
-                    scale, noise_on, key_lo, key_hi, offset_lo, offset_hi, BLOCK_V, BLOCK_B,
-                )  # fmt: skip
+            word = _word_of(((key & _NO_TOKEN) ^ _NO_TOKEN).to(tl.int32), offset_lo, offset_hi, key_lo, key_hi)
+            known = (chunk_rows < batch) & (key != 0)
+            doubtful = known & ((key >> 31 == _ORDERED_INF) | ((word == 0) & (key != _NAN_KEY)))
+            slot = workspace_ptr + chunk_rows.to(tl.int64) * num_samples
+            tl.atomic_max(slot, key, mask=known & (doubtful == 0), sem="relaxed")
+            careful = careful | (tl.max(doubtful.to(tl.int32), axis=0) != 0)
+    if careful:
+        _walk_carefully(
+            hidden, weight, temperature_at, temperature_value, seed_at, seed_value, offset_at, offset_value, workspace_ptr,
+            first_row, first_tile, stride, batch, vocab_size, base, skip, dim, num_samples, hidden_stride, weight_stride,
+            BLOCK_V, BLOCK_B, BLOCK_D, USE_TMA, EVEN_D, ROW_ALIGNMENT, UPCAST, ROW_TENSORS,
+        )  # fmt: skip
+        if REST_B > 0:
+            _walk_carefully(
+                hidden_rest, weight, temperature_at, temperature_value, seed_at, seed_value, offset_at, offset_value,
+                workspace_ptr, first_row + BLOCK_B, first_tile, stride, batch, vocab_size, base, skip, dim, num_samples,
+                hidden_stride, weight_stride, BLOCK_V, REST_B, BLOCK_D, USE_TMA, EVEN_D, ROW_ALIGNMENT, UPCAST, ROW_TENSORS,
+            )  # fmt: skip
+
+    rows = first_row + tl.arange(0, ROWS)
+    live = (rows < batch) & (rows < first_row + WIDTH)
+    slots = workspace_ptr + rows.to(tl.int64) * num_samples
+    inf_slots = slots + batch.to(tl.int64) * num_samples
+    counter = workspace_ptr + 2 * batch.to(tl.int64) * num_samples + row_block
 
     tl.debug_barrier()
     arrived = tl.atomic_add(counter, 1, sem="acq_rel")
@@ -423,6 +580,16 @@ def sample_kernel(
         tl.atomic_xchg(counter, 0, sem="relaxed")
 
 
+def _aligned_rows(hidden_states: Tensor) -> Tensor:
+    """The hidden states, or a copy of them, with rows that are contiguous and start at multiples of 16 bytes."""
+    (batch, dim), (rows_apart, along_d) = hidden_states.shape, hidden_states.stride()
+    unit = 16 // hidden_states.element_size()
+    if along_d == 1 and rows_apart % unit == 0 and rows_apart > 0 and hidden_states.data_ptr() % 16 == 0:
+        return hidden_states
+    padded = torch.empty((batch, -(-dim // unit) * unit), dtype=hidden_states.dtype, device=hidden_states.device)
+    return padded[:, :dim].copy_(hidden_states)
+
+
 def sample(
     hidden_states: Tensor,  # (B, D)
     weight: Tensor,  # (V, D), contiguous along D
@@ -435,38 +602,48 @@ def sample(
     config: TileConfig | None = None,
 ) -> Tensor:
     """(B * num_samples,) int64 token ids or packed winners, B > 0: one launch on the current stream of the current device."""
-    if hidden_states.stride(1) != 1:
-        hidden_states = hidden_states.contiguous()
+    batch, dim = hidden_states.shape
+    device = hidden_states.device
+    if config is None:
+        config = choose_config(hidden_states, weight, num_samples)
+    # one class of alignment per D: what Triton specialises on is then decided by the weight
+    row_alignment = 16 // hidden_states.element_size()
+    if config.use_tma or dim % row_alignment == 0:
+        hidden_states = _aligned_rows(hidden_states)
+    else:
+        row_alignment = 1
+        if hidden_states.stride(1) != 1:
+            hidden_states = hidden_states.contiguous()
     skip = shard.first_token % 128
     base = shard.first_token - skip
     if vocab_size == 0:  # a shard without a token: the launch has something to read, and samples none of it
         weight, skip = hidden_states, 0
-    if config is None:
-        config = choose_config(hidden_states, weight, num_samples)
-    batch, dim = hidden_states.shape
-    device = hidden_states.device
     token_ids = torch.empty(batch * num_samples, dtype=torch.int64, device=device)
-    row_blocks = -(-batch // config.block_b)
+    row_blocks = -(-batch // config.columns)
     vocab_tiles = -(-(skip + vocab_size) // config.block_v)
     programs_per_row_block = max(1, min(vocab_tiles, config.ctas_per_sm * multiprocessors(device) // row_blocks))
     slots = 2 * batch * num_samples
     workspace = zeroed_words(slots + row_blocks, device)
+    hidden, hidden_rest, weights = hidden_states, hidden_states, weight
     if config.use_tma:
-        hidden = TensorDescriptor(hidden_states, hidden_states.shape, hidden_states.stride(), [config.block_b, config.block_d])
-        weights = TensorDescriptor(weight, weight.shape, weight.stride(), [config.block_v, config.block_d])
-    else:
-        hidden, weights = hidden_states, weight
-    temperature_ptr, temperature_value = (temperature, 0.0) if isinstance(temperature, Tensor) else (None, temperature)
-    seed_ptr, seed_value = (seed, 0) if isinstance(seed, Tensor) else (None, seed)
-    offset_ptr, offset_value = (offset, 0) if isinstance(offset, Tensor) else (None, offset)
+        shape, stride, depth = hidden_states.shape, hidden_states.stride(), config.block_d
+        hidden = hidden_rest = TensorDescriptor(hidden_states, shape, stride, [config.block_b, depth])
+        if config.rest_b:
+            hidden_rest = TensorDescriptor(hidden_states, shape, stride, [config.rest_b, depth])
+        # rows outside the vocabulary read as zeros, and nothing of a padded one is read
+        weights = TensorDescriptor(weight, [max(vocab_size, 1), dim], weight.stride(), [config.block_v, depth])
+    temperature_at, temperature_value = (temperature.data_ptr(), 0.0) if isinstance(temperature, Tensor) else (0, temperature)
+    seed_at, seed_value = (seed.data_ptr(), 0) if isinstance(seed, Tensor) else (0, seed)
+    offset_at, offset_value = (offset.data_ptr(), 0) if isinstance(offset, Tensor) else (0, offset)
     sample_kernel[(programs_per_row_block * row_blocks,)](
         hidden,
+        hidden_rest,
         weights,
-        temperature_ptr,
+        temperature_at,
         temperature_value,
-        seed_ptr,
+        seed_at,
         seed_value,
-        offset_ptr,
+        offset_at,
         offset_value,
         token_ids,
         workspace,
@@ -482,13 +659,17 @@ def sample(
         0,
         BLOCK_V=config.block_v,
         BLOCK_B=config.block_b,
+        REST_B=config.rest_b,
         BLOCK_D=config.block_d,
         CHUNK_B=config.chunk_b,
         USE_TMA=config.use_tma,
         EVEN_D=dim % config.block_d == 0,
+        ROW_ALIGNMENT=row_alignment,
         UPCAST=INTERPRETED.value,
         ONE_DRAW=num_samples == 1,
         PRELOAD=config.preload,
+        ROWS=1 << (config.columns - 1).bit_length(),
+        ROW_TENSORS=temperature_at != 0 and seed_at != 0 and offset_at != 0,
         EXCHANGE=shard.exchange if shard.exchange in (protocol.TOKENS, protocol.PACKED) else _EXCHANGE.value,
         num_warps=config.num_warps,
         num_stages=config.num_stages,

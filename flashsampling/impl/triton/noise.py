@@ -1,8 +1,8 @@
 """The contract's noise as Triton functions: Philox4x32-10 words and the Gumbel in base 2.
 
 The functions are elementwise, so a caller keeps whatever register layout its accumulator has. A kernel compares
-scores in base 2, ``logit * log2(e) / T - log2(E / ln 2)``: the constant ``log2(ln 2)`` is common to a row and drops out,
-and the logarithms are then the hardware's own base-2 ones.
+logits plus ``-log2(E / ln 2)`` times ``ln 2 * T``: the constant ``log2(ln 2)`` is common to a row and drops out, and the
+logarithms are then the hardware's own base-2 ones.
 
 Accuracy: ``lg2.approx`` has an absolute error of 2**-22 next to 1, so ``E = -log1p(-v)`` is a polynomial below
 v = 1/16 (truncation 1.6e-7 relative) and the logarithm of the complement, taken from the complemented word and not from
@@ -25,6 +25,7 @@ _TWO_POW_M32 = tl.constexpr(2.0**-32)
 _TWO_POW_M33 = tl.constexpr(2.0**-33)
 _TWO_POW_M64 = tl.constexpr(2.0**-64)
 _TWO_POW_M65 = tl.constexpr(2.0**-65)
+_TWO_POW_M100 = tl.constexpr(2.0**-100)  # 0f0D800000
 _SMALL_WORD = tl.constexpr(1 << 28)  # words below this have v < 1/16
 
 # E / ln 2 = v * (C0 + C1 v + C2 v^2 + ...), the series of -log1p(-v) times log2(e)
@@ -62,11 +63,16 @@ def _log2(x):
 
 @triton.jit
 def _log2_neg(x):
-    """log2(-x); the hardware negates its operand for nothing."""
+    """log2(-x), and -100 for a zero: 2**-100 is far below the last bit of every other x."""
     if INTERPRETED:
-        return tl.log2(-x)
+        return tl.log2(_TWO_POW_M100 - x)
     return tl.inline_asm_elementwise(
-        "{ .reg .f32 t; neg.f32 t, $1; lg2.approx.ftz.f32 $0, t; }", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        "{ .reg .f32 t; sub.f32 t, 0f0D800000, $1; lg2.approx.ftz.f32 $0, t; }",
+        "=f,f",
+        [x],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=1,
     )
 
 
@@ -81,14 +87,14 @@ def opaque(x):
 @triton.jit
 def minus_gumbel(word):
     """Minus the base-2 Gumbel of a uint32 word, plus log2(ln 2): log2(E / ln 2). The word 0, the one that needs the tail
-    refinement, gives -inf."""
+    refinement, gives -100: below every refined one (the least is -64.5), so its score is an upper bound, and finite."""
     # spelled out as fused operations: every place that computes this must round alike
-    v = tl.fma(word.to(tl.float32), _TWO_POW_M32, _TWO_POW_M33)
-    complement = tl.fma((word ^ 0xFFFFFFFF).to(tl.float32), _TWO_POW_M32, _TWO_POW_M33)
-    series = tl.fma(tl.fma(tl.fma(tl.fma(v, -_C4, -_C3), v, -_C2), v, -_C1), v, -_C0)
-    minus_series = series * v
     # the word 0 wraps to the largest uint32 and takes the logarithm of a complement that rounds to 1
-    return _log2_neg(tl.where(word - 1 < _SMALL_WORD - 1, minus_series, _log2(complement)))
+    small = word - 1 < _SMALL_WORD - 1
+    # v, or its complement: selected before it is converted, which saves a conversion
+    v = tl.fma(tl.where(small, word, word ^ 0xFFFFFFFF).to(tl.float32), _TWO_POW_M32, _TWO_POW_M33)
+    series = tl.fma(tl.fma(tl.fma(tl.fma(v, -_C4, -_C3), v, -_C2), v, -_C1), v, -_C0)
+    return _log2_neg(tl.where(small, series * v, _log2(v)))
 
 
 @triton.jit

@@ -1,0 +1,121 @@
+"""Compiles ahead of serving everything that serving would compile."""
+
+import logging
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from . import ops
+from .api import sample
+
+if TYPE_CHECKING:
+    from .distributed import TensorParallel
+
+_logger = logging.getLogger("flashsampling")
+
+
+def warmup(
+    weight: Tensor,  # (V, D)
+    *,
+    max_batch_size: int | None = None,
+    num_samples: int = 1,
+    vocab_size: int | None = None,
+    impl: str | None = None,
+    tp: "TensorParallel | None" = None,
+) -> list[str]:
+    """Compiles every kernel that ``sample`` can need for this weight: call it once before serving.
+
+    After it no batch of 1 to ``max_batch_size`` rows compiles anything, whichever of temperature, seed and offset are numbers
+    and which are tensors; a weight of another D, dtype or row stride, another ``num_samples`` (1, or more), GPU, ``impl`` or
+    group may. It draws from all-zero hidden states on the current stream, once per kernel, and waits for the result; nothing
+    of the caller's is written, and no random generator is read. Called again it draws again and compiles nothing.
+
+    What will be compiled is logged first, at level INFO to the logger "flashsampling". Triton takes seconds for each kernel, or
+    milliseconds where its own cache on disk has it; of the Hopper kernel all shapes are made at once.
+
+    Args:
+        weight: (V, D), as it will be passed to ``sample``.
+        max_batch_size: rows of the largest batch; None is ``tp.max_batch_size``, or 256 without ``tp``.
+        num_samples: draws per row, as in ``sample``.
+        vocab_size: as in ``sample``.
+        impl: as in ``sample``.
+        tp: as in ``sample``. Every rank then makes this call, as it would make a step, with the same ``max_batch_size`` and
+            ``num_samples``.
+
+    Returns:
+        Names of the kernels that are now there; empty where nothing is compiled ("streaming", "reference").
+
+    Raises:
+        TypeError, ValueError: as ``sample``; and ``max_batch_size`` is below 1.
+        RuntimeError: the current stream is being captured.
+        flashsampling.distributed.TensorParallelTimeout: as ``sample``.
+    """
+    if not isinstance(weight, Tensor):
+        raise TypeError(f"weight must be a torch.Tensor, got {type(weight).__name__}")
+    if weight.ndim != 2:
+        raise ValueError(f"weight must have 2 dimensions, got shape {tuple(weight.shape)}")
+    if tp is not None:
+        from .distributed import TensorParallel  # whoever has one has imported it
+
+        if not isinstance(tp, TensorParallel):
+            raise TypeError(f"tp must be a flashsampling.distributed.TensorParallel, got {type(tp).__name__}")
+    if max_batch_size is None:
+        max_batch_size = 256 if tp is None else tp.max_batch_size
+    if max_batch_size < 1:
+        raise ValueError(f"max_batch_size must be at least 1, got {max_batch_size}")
+    if weight.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("warmup must be called before a CUDA graph is captured: the current stream is being captured")
+    names, batches = _plan(weight, max_batch_size, num_samples, impl, tp)
+    if names:
+        _logger.info("warmup compiles what is missing of %d kernels: %s", len(names), ", ".join(names))
+    for batch in batches:
+        states = weight.new_zeros(batch, weight.shape[1])
+        zeros = torch.zeros(batch, dtype=torch.int64, device=weight.device)
+        ones = torch.ones(batch, device=weight.device)
+        for temperature, numbers in ((ones, zeros), (1.0, 0)):
+            sample(
+                states,
+                weight,
+                temperature=temperature,
+                seed=numbers,
+                offset=numbers,
+                num_samples=num_samples,
+                vocab_size=vocab_size,
+                impl=impl,
+                tp=tp,
+            )
+    if weight.is_cuda:
+        torch.cuda.current_stream(weight.device).synchronize()
+    return names
+
+
+def _plan(
+    weight: Tensor, max_batch_size: int, num_samples: int, impl: str | None, tp: "TensorParallel | None"
+) -> tuple[list[str], list[int]]:
+    """Names of the kernels, and the batch sizes whose draws compile them: with ``tp`` the same ones on every rank."""
+    one = weight.new_zeros(1, weight.shape[1])
+    if tp is not None:
+        name: str | None = tp.impl
+    elif impl is not None:
+        name = impl
+    else:
+        can = (name for name in ("cute", "triton") if ops.kernel_cannot(name, one, weight) is None)
+        name = next(can, None) if weight.is_cuda else None
+    dtype = str(weight.dtype).removeprefix("torch.")
+    if name == "cute":
+        from .impl.cute.config import CONFIGS
+
+        return [f"cute {dtype} {config}" for config in CONFIGS], [1]
+    if name != "triton" or ops.kernel_cannot(name, one, weight) is not None:
+        return [], [1]  # the call checks the arguments
+    from .impl.triton.config import choose_config, shape_for
+
+    batches: dict[object, int] = {}
+    for batch in range(1, max_batch_size + 1):  # whether a shard is TMA's may differ between ranks
+        shapes = tuple(shape_for(batch, weight.shape[1], weight.dtype, num_samples, use_tma) for use_tma in (False, True))
+        batches.setdefault(shapes, batch)
+    states = (weight.new_empty(1, weight.shape[1]).expand(batch, -1) for batch in batches.values())
+    configs = dict.fromkeys(choose_config(part, weight, num_samples) for part in states)
+    kinds = ("parameters per row", "some parameter a number")
+    return [f"triton {dtype} {config}, {kind}" for config in configs for kind in kinds], list(batches.values())

@@ -1,0 +1,144 @@
+"""What the Triton kernel does besides giving the right tokens: passes, padding, parameters of any stride."""
+
+import math
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+from flashsampling.exchange import PACKED, Shard, tokens_of  # noqa: E402
+from flashsampling.impl.triton import kernel, sample  # noqa: E402
+from flashsampling.impl.triton.config import TileConfig, shape_for  # noqa: E402
+from tests.conftest import DEVICE  # noqa: E402
+from tests.problems import assert_agreement, make_problem  # noqa: E402
+from tests.zero_words import ZERO_WORDS  # noqa: E402
+
+on_cpu = pytest.mark.skipif(DEVICE.type == "cuda", reason="counts calls in the interpreter")
+
+
+@pytest.fixture
+def careful_tiles(monkeypatch):
+    """How many tiles the careful pass evaluated so far, in the interpreter."""
+    calls = []
+    real = kernel._publish_careful
+
+    def counted(*arguments, **named):
+        calls.append(1)
+        return real(*arguments, **named)
+
+    monkeypatch.setattr(kernel, "_publish_careful", counted)
+    return calls
+
+
+def _special(problem, name):
+    """The problem with special rows, all but the first: NaN through the states, the temperature or one weight; equal logits."""
+    rows = slice(1, None)
+    if name == "nan states":
+        problem.hidden_states[rows] = math.nan
+    elif name == "nan temperature":
+        problem.temperature[rows] = math.nan
+    elif name == "zero states, greedy":
+        problem.hidden_states[rows] = 0.0
+        problem.temperature[rows] = 0.0
+    elif name == "equal logits":
+        problem.hidden_states[rows] = 0.0
+        problem.temperature[rows] = 1.0
+    elif name == "-inf":
+        problem.weight[rows] = -math.inf
+        problem.hidden_states.abs_()
+    return problem
+
+
+@on_cpu
+@pytest.mark.parametrize("name", ["nan states", "nan temperature", "zero states, greedy", "equal logits", "-inf"])
+@pytest.mark.parametrize("config", [None, TileConfig(128, 16, 16, 4, 2, 1, use_tma=True, rest_b=16)])
+def test_special_rows_take_no_second_pass(name, config, careful_tiles, device):
+    """Contract section 4: any number of such rows, also beside a padded vocabulary's poison."""
+    for batch in (2, 20):
+        problem = _special(make_problem(batch, 400, 16, device, vocab_size=300), name)
+        problem.weight[300:] = math.nan
+        rows = (problem.temperature, problem.seed, problem.offset)
+        tokens = sample(problem.hidden_states, problem.weight, *rows, 1, 300, config=config)
+        assert careful_tiles == []
+        assert_agreement(tokens[:, None], problem)
+        if name.startswith("nan"):
+            assert (tokens[1:] == -1).all()
+
+
+@on_cpu
+def test_infinite_rows_and_words_of_zero_take_it(careful_tiles, device):
+    """The counter counts; and a word 0 that cannot win costs nothing."""
+    problem = make_problem(2, 300, 16, device)
+    problem.hidden_states[1] = math.inf
+    problem.weight.abs_()
+    assert problem.sample("triton")[1] == -1
+    assert len(careful_tiles) > 0
+    careful_tiles.clear()
+    seed, offset, token, _ = ZERO_WORDS[0]
+    for logit, tiles in ((0.0, True), (-200.0, False)):
+        problem = make_problem(1, 300, 1, device)
+        problem.weight = torch.zeros(300, 1, device=device)
+        problem.weight[token] = logit
+        problem.hidden_states, problem.temperature = torch.ones(1, 1, device=device), torch.ones(1, device=device)
+        problem.seed[:], problem.offset[:] = seed, offset
+        assert_agreement(problem.sample("triton"), problem)
+        assert (len(careful_tiles) > 0) == tiles
+        careful_tiles.clear()
+
+
+@pytest.mark.parametrize("num_samples", [1, 2])
+@pytest.mark.parametrize("poison", [1e30, math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("use_tma", [False, True])
+def test_poison_around_a_shard(num_samples, poison, use_tma, device):
+    """Rows before a shard's first and after its last real one: of no pass, of no kind of load, of no draw. Its own +inf and
+    -inf are its own."""
+    if device.type == "cuda" and (not use_tma or torch.cuda.get_device_capability() < (9, 0)):
+        use_tma = False
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    problem = make_problem(5, 700, 16, device, dtype, num_samples)
+    problem.weight[[130, 400]] *= 1e30  # some rows' best is +inf or -inf there
+    problem.weight[[131, 401]] *= 3e38
+    config = TileConfig(128, 16, 16, 4, 2, 1, use_tma=use_tma)
+    rows = (problem.temperature, problem.seed, problem.offset, num_samples)
+    whole = sample(problem.hidden_states, problem.weight, *rows, 700, config=config)
+    assert_agreement(whole.view(-1, num_samples), problem)
+    winners = []
+    for first, last in ((0, 131), (131, 140), (140, 401), (401, 700)):
+        poisoned = torch.full((900, 16), poison, dtype=dtype, device=device)
+        poisoned[100 : 100 + last - first] = problem.weight[first:last]
+        shard = Shard(first, PACKED)
+        winners.append(sample(problem.hidden_states, poisoned[100:], *rows, last - first, shard=shard, config=config))
+    assert torch.equal(tokens_of(torch.stack(winners)), whole)
+
+
+def test_row_parameters_of_any_stride(device):
+    """Strided, expanded and of other dtypes: what the public function makes contiguous, in every row."""
+    import flashsampling
+
+    problem = make_problem(7, 400, 24, device)
+    expected = problem.sample("triton")[:, 0]
+    wide = {name: torch.stack([getattr(problem, name)] * 3, dim=1) for name in ("temperature", "seed", "offset")}
+    for value in wide.values():
+        value[:, 0], value[:, 2] = -7, 5
+    columns = {name: value[:, 1] for name, value in wide.items()}
+    assert not any(column.is_contiguous() for column in columns.values())
+    out = flashsampling.sample(problem.hidden_states, problem.weight, **columns, impl="triton").token_ids
+    assert torch.equal(out, expected)
+    columns = {name: torch.tensor([value[0]], device=device).expand(7) for name, value in columns.items()}
+    one = {name: value[0].item() for name, value in columns.items()}
+    tensors = flashsampling.sample(problem.hidden_states, problem.weight, **columns, impl="triton").token_ids
+    assert torch.equal(tensors, flashsampling.sample(problem.hidden_states, problem.weight, **one, impl="triton").token_ids)
+    for name, value in one.items():  # each kind beside the others
+        mixed = flashsampling.sample(problem.hidden_states, problem.weight, **(columns | {name: value}), impl="triton")
+        assert torch.equal(mixed.token_ids, tensors)
+
+
+def test_no_batch_is_padded_far():
+    """The shapes of a GPU with copy engines: the padded batch grows with the batch, and is not far above it."""
+    padded = []
+    for batch in range(1, 1025):
+        config = shape_for(batch, 4096, torch.bfloat16, 1, use_tma=True)
+        padded.append(-(-batch // config.columns) * config.columns)
+        assert padded[-1] - batch < (32 if 64 < batch <= 192 else max(64, batch // 8))
+    assert padded == sorted(padded)

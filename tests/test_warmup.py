@@ -1,0 +1,138 @@
+"""``warmup``: nothing is compiled after it, and nothing of the caller's changes."""
+
+import itertools
+import logging
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import flashsampling
+from tests.problems import KERNELS, make_problem
+
+KINDS = list(itertools.product((False, True), repeat=3))
+
+
+def draw(problem, batch, numbers, num_samples=1, impl="triton", tp=None):
+    """A draw of the first rows, with those of (temperature, seed, offset) that ``numbers`` names as numbers."""
+    rows = {name: getattr(problem, name)[:batch] for name in ("temperature", "seed", "offset")}
+    rows |= {name: value[0].item() for (name, value), number in zip(rows.items(), numbers) if number}
+    return flashsampling.sample(
+        problem.hidden_states[:batch], problem.weight, **rows, num_samples=num_samples, impl=impl, tp=tp
+    ).token_ids
+
+
+class _Keys:
+    """Stands in for the kernel: collects what Triton would look up in its cache, and runs nothing."""
+
+    def __init__(self, kernel):
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import make_backend
+        from triton.runtime.jit import JITFunction, create_function_from_signature
+
+        jit = kernel if isinstance(kernel, JITFunction) else JITFunction(kernel.fn, **kernel.kwargs)
+        backend = make_backend(GPUTarget("cuda", 90, 32))
+        self.bind = create_function_from_signature(jit.signature, jit.params, backend)
+        self.seen = set()
+
+    def __getitem__(self, grid):
+        return self
+
+    def __call__(self, *arguments, **named):
+        _, specialization, options = self.bind(*arguments, **named)
+        self.seen.add(str((specialization, options)))
+
+
+@pytest.mark.parametrize("use_tma", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "dim"), [(torch.bfloat16, 64), (torch.bfloat16, 61), (torch.bfloat16, 1), (torch.float32, 24)]
+)
+@pytest.mark.parametrize("num_samples", [1, 2])
+def test_keys_of_the_cache_after_warmup(use_tma, dtype, dim, num_samples, monkeypatch, device):
+    """Every batch size, kind of parameter, alignment and stride of what changes between calls: the keys that warmup made."""
+    from flashsampling.impl.triton import config, kernel
+
+    keys = _Keys(kernel.sample_kernel)
+    monkeypatch.setattr(kernel, "sample_kernel", keys)
+    if use_tma:
+
+        def choose(states, weight, num_samples):
+            on = config._tma_addressable(weight) and dtype != torch.float32
+            return config.shape_for(*states.shape, states.dtype, num_samples, on)
+
+        monkeypatch.setattr(kernel, "choose_config", choose)
+        monkeypatch.setattr(config, "choose_config", choose)
+    problem = make_problem(300, 5, dim, device, dtype)
+    names = flashsampling.warmup(problem.weight, max_batch_size=300, num_samples=num_samples, impl="triton")
+    made = set(keys.seen)
+    assert len(made) == len(names) >= 2
+    for batch in range(1, 301):
+        for numbers in KINDS if batch < 20 else KINDS[::7]:
+            draw(problem, batch, numbers, num_samples)
+    wide = torch.zeros(300, 3, dim + 3, dtype=dtype, device=device)
+    for states in (wide[:, -1, :dim], wide[:, 1, 3:], wide[1:2, 0, 1 : 1 + dim], torch.zeros(dim, 9, dtype=dtype).T):
+        problem.hidden_states = states
+        draw(problem, len(states), KINDS[0], num_samples)
+    moved = torch.zeros(303, dtype=torch.int64, device=device)[3:]  # not at a multiple of 16 bytes
+    problem.hidden_states, problem.seed, problem.offset = torch.zeros(300, dim, dtype=dtype, device=device), moved, moved
+    problem.temperature = torch.zeros(303, device=device)[3:]
+    draw(problem, 17, KINDS[0], num_samples)
+    assert keys.seen == made
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_samples", [1, 3])
+def test_compiles_nothing_after_warmup(num_samples, device):
+    from flashsampling.impl.triton.kernel import sample_kernel
+
+    problem = make_problem(300, 3000, 264, device, torch.bfloat16)
+    flashsampling.warmup(problem.weight, max_batch_size=300, num_samples=num_samples, impl="triton")
+    cache = sample_kernel.device_caches[device.index][0]
+    before = len(cache)
+    for batch in range(1, 301):
+        for numbers in KINDS:
+            draw(problem, batch, numbers, num_samples)
+    flashsampling.warmup(problem.weight, max_batch_size=300, num_samples=num_samples, impl="triton")
+    assert len(cache) == before
+
+
+@pytest.mark.parametrize("impl", ["reference", "streaming", *KERNELS, None])
+def test_says_what_it_makes_and_changes_nothing(impl, device, caplog):
+    problem = make_problem(3, 300, 16, device, torch.bfloat16)
+    weight, state = problem.weight.clone(), torch.get_rng_state()
+    on_device = torch.cuda.get_rng_state() if device.type == "cuda" else None
+    with caplog.at_level(logging.INFO, logger="flashsampling"):
+        names = flashsampling.warmup(problem.weight, max_batch_size=20, impl=impl)
+    assert torch.equal(problem.weight, weight)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert on_device is None or torch.equal(torch.cuda.get_rng_state(), on_device)
+    compiled = impl in KERNELS or (impl is None and device.type == "cuda")
+    assert bool(names) == compiled == bool(caplog.messages)
+    assert len(set(names)) == len(names)
+    for name in names:
+        assert name in caplog.messages[0]
+    assert flashsampling.warmup(problem.weight, max_batch_size=20, impl=impl) == names
+
+
+def test_refuses_what_sample_refuses(device):
+    weight = torch.zeros(300, 16, device=device)
+    with pytest.raises(ValueError, match="max_batch_size must be at least 1, got 0"):
+        flashsampling.warmup(weight, max_batch_size=0)
+    with pytest.raises(ValueError, match="weight must have 2 dimensions"):
+        flashsampling.warmup(weight[0])
+    with pytest.raises(TypeError, match="weight must be a"):
+        flashsampling.warmup([1.0])
+    with pytest.raises(TypeError, match="tp must be a"):
+        flashsampling.warmup(weight, tp="tp")
+    with pytest.raises(ValueError, match="impl must be None or one of"):
+        flashsampling.warmup(weight, impl="magic")
+    with pytest.raises(ValueError, match="num_samples must be from 1"):
+        flashsampling.warmup(weight, num_samples=0)
+    with pytest.raises(ValueError, match="vocab_size must be from 1 to the 300"):
+        flashsampling.warmup(weight, vocab_size=301)
+
+
+def test_the_package_imports_no_compiler():
+    check = "import sys, flashsampling; flashsampling.warmup; assert not {'triton', 'cutlass'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", check], check=True)
