@@ -153,9 +153,7 @@ def main(
     with _console.status("timing it beside transformers' own generate"):
         ways[theirs]()  # warms up
         times = _ms_a_token(ways, prompt_length)
-    table = Table(
-        "decoding", "ms a token", "tokens/s", title=f"{len(prompts)} sequences on {device}, up to {timed} tokens each"
-    )
+    table = Table("decoding", "ms a token", "tokens/s", title=f"batch of {len(prompts)} on {device}, {timed} tokens each")
     for name, milliseconds in times.items():
         table.add_row(name, f"{milliseconds:.2f}", f"{len(prompts) / milliseconds * 1e3:.0f}")
     _console.print(table)

@@ -29,19 +29,23 @@ def fences(language):
     return re.findall(rf"^```{language}\n(.*?)^```$", README, flags=re.DOTALL | re.MULTILINE)
 
 
+def snippets():
+    """The README's python, one program: each snippet is a cell, what one defines the next may use."""
+    (preamble,) = re.findall(r"<!--.*?```python\n(.*?)```\n-->", README, flags=re.DOTALL)
+    shown = [code for code in fences("python") if code != preamble]
+    assert len(shown) >= 4
+    return "\n".join([preamble, *shown])
+
+
 def test_every_snippet_runs(tmp_path):
     pytest.importorskip("transformers")
-    (preamble,) = re.findall(r"<!--.*?```python\n(.*?)```\n-->", README, flags=re.DOTALL)
-    snippets = [code for code in fences("python") if code != preamble]
-    assert len(snippets) >= 4
     checks = (
         "assert out.token_ids.shape == (8,) and (out.token_ids >= 0).all()\n"
         "assert sampler.offsets[:9].tolist() == [1] * 8 + [0]\n"
         "assert torch.equal(tokens, out.token_ids)\n"
     )
-    # each is a cell: what one defines the next may use
     program = tmp_path / "snippets.py"
-    program.write_text("\n".join([preamble, *snippets, checks]))
+    program.write_text(f"{snippets()}\n{checks}")
     environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     run = subprocess.run([sys.executable, program], cwd=tmp_path, capture_output=True, text=True, env=environment)
     assert run.returncode == 0, run.stderr[-3000:]
