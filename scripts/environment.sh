@@ -39,7 +39,7 @@ _install_all() { # each step says by itself that it failed: within an if, set -e
   if [ -n "$torch" ]; then
     echo "using the torch in $torch" >&2
     echo "$torch" >"$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/host_packages.pth"
-    "$PYTHON" -c 'import torch; print(f"torch=={torch.__version__}")' >"$folder/constraints.txt" || return 1
+    "$PYTHON" -c 'from importlib.metadata import version; print("torch==" + version("torch"))' >"$folder/constraints.txt" || return 1
     constraints=(-c "$folder/constraints.txt")
   else
     _choose_index || return 1
@@ -80,7 +80,7 @@ _install() {
 }
 
 _uv_serves() { # uv sees neither pip's configuration nor the host's packages
-  command -v uv >/dev/null && [ -z "$torch" ] && ! "$PYTHON" -m pip config list | grep -qE '(index-url|find-links|no-index)='
+  command -v uv >/dev/null && [ -z "$torch" ] && ! "$PYTHON" -m pip config list | grep -qE "(index-url|find-links|no-index)='[^']"
 }
 
 _sha256() { if command -v sha256sum >/dev/null; then sha256sum; else shasum -a 256; fi; }
