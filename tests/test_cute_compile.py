@@ -78,8 +78,8 @@ def test_noise_and_keys_compile(architecture):
 
 def test_precompile_fills_the_cache(tmp_path):
     environment = os.environ | {"FLASHSAMPLING_CACHE_DIR": str(tmp_path), "PYTHONWARNINGS": "default"}
-    command = [sys.executable, "scripts/precompile", "--workers", "2"]
-    for state in ("compiled", "was there"):
+    for command, state in (("-m", "flashsampling", "precompile"), "compiled"), (("scripts/precompile",), "was there"):
+        command = [sys.executable, *command, "--workers", "2"]
         result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
         assert result.returncode == 0, result.stderr[-3000:]
         assert result.stdout.count(state) == 2 * len(WIDTHS)
@@ -87,20 +87,28 @@ def test_precompile_fills_the_cache(tmp_path):
     assert len(objects) == 2 * len(WIDTHS)
     code = (
         "import torch; from flashsampling.impl.cute import cache; from flashsampling.impl.cute.config import CONFIGS\n"
-        "cache._compile = None\n"  # what is on disk is not compiled again
-        "print([callable(cache.kernel_for(dtype, CONFIGS[-1])) for dtype in (torch.bfloat16, torch.float16)])"
+        "compile, cache._compile = cache._compile, None\n"  # what is on disk is not compiled again
+        "print([callable(cache.kernel_for(dtype, CONFIGS[-1])) for dtype in (torch.bfloat16, torch.float16)])\n"
+        # an object without the symbol that is wanted is compiled again, and then has it
+        "cache._compile, cache._SYMBOL = compile, 'another_name'\n"
+        "first = cache._load_or_compile(torch.bfloat16, CONFIGS[0])\n"
+        "cache._compile = None\n"
+        "print(callable(first), callable(cache._load_or_compile(torch.bfloat16, CONFIGS[0])))\n"
     )
     environment["CUTE_DSL_ARCH"] = "sm_90a"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, env=environment)
-    assert "[True, True]" in result.stdout, result.stderr[-3000:]
-    # an object that does not load is made again, and says so
-    objects[0].write_bytes(b"cut off")
-    dtype, *shape = objects[0].stem.split("_")
+    assert "[True, True]\nTrue True" in result.stdout, result.stderr[-3000:]
+    assert result.stderr.count("does not load") == 1
+    # the loader is not even shown an object that is cut off
+    (path,) = tmp_path.glob("cute/*/bfloat16_16_*.o")
+    whole = path.stat().st_size
+    with open(path, "r+b") as file:
+        file.truncate(whole // 2)
     code = (
-        "import torch; from flashsampling.impl.cute import cache; from flashsampling.impl.cute.config import TileConfig\n"
-        f"print(callable(cache._load_or_compile(torch.{dtype}, TileConfig({', '.join(shape)}))))"
+        "import torch; from flashsampling.impl.cute import cache; from flashsampling.impl.cute.config import CONFIGS\n"
+        "print(callable(cache._load_or_compile(torch.bfloat16, CONFIGS[1])))"
     )
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, env=environment)
     assert "True" in result.stdout, result.stderr[-3000:]
-    assert "does not load" in result.stderr
-    assert objects[0].stat().st_size > 1000
+    assert "is damaged" in result.stderr
+    assert [other.stat().st_size > whole // 2 for other in tmp_path.glob("cute/*/bfloat16_16_*.o")] == [True]

@@ -155,4 +155,6 @@ def test_the_demo_compares_equal_on_the_real_model():
     assert answer, run.stdout
     assert len(answer[1].strip()) > 10
     assert "tokens equals plain logits + oracle noise" in " ".join(run.stdout.split())
-    assert "never written" in " ".join(run.stdout.split())
+    assert re.search(r"LMHeadSampler, no logits in memory │ \d+\.\d\d +│.*\n.*own generate +│ \d+\.\d\d +│", run.stdout), (
+        run.stdout
+    )

@@ -1,0 +1,158 @@
+"""``python -m flashsampling``: ``doctor`` says what runs here and why not, ``precompile``
+fills the cache. It needs torch alone."""
+
+import argparse
+import importlib.metadata
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from . import __version__, ops
+from .impl.cute import cache
+
+_PACKAGES = ("triton", "nvidia-cutlass-dsl", "apache-tvm-ffi", "transformers")
+_PROBLEMS = (  # what makes a difference to who serves: dtype, D
+    ("bf16", torch.bfloat16, 64),
+    ("fp16", torch.float16, 64),
+    ("fp32", torch.float32, 64),
+    ("bf16 with D not divisible by 8", torch.bfloat16, 63),
+)
+
+
+def doctor() -> None:
+    """Prints versions, GPUs, which implementation serves which problem and why no faster one does, and the cache folder."""
+    print(f"flashsampling {__version__} in {Path(__file__).parent}")
+    for title, lines in (("versions", _versions), ("GPUs", _gpus), ("what impl=None takes", _choices), ("cache", _cache)):
+        print(f"\n{title}")
+        for line in _even_if_it_fails(lines):
+            print(f"  {line}")
+
+
+def _even_if_it_fails(lines: Callable[[], Iterator[str]]) -> Iterator[str]:
+    try:
+        yield from lines()
+    except Exception as error:  # a broken driver or package is what one calls a doctor for
+        yield f"cannot be said: {type(error).__name__}: {error}"
+
+
+def _versions() -> Iterator[str]:
+    yield f"{'python':20} {platform.python_version()}, {platform.system()} {platform.machine()}"
+    yield f"{'torch':20} {torch.__version__}, " + (f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA")
+    for package in _PACKAGES:
+        try:
+            version = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            version = "not installed"
+        yield f"{package:20} {version}"
+
+
+def _gpus() -> Iterator[str]:
+    if not torch.cuda.is_available():
+        built = f"it is built for CUDA {torch.version.cuda}" if torch.version.cuda else "it is built without CUDA"
+        yield f"none that torch can use ({built})"
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        properties = torch.cuda.get_device_properties(index)
+        yield (
+            f"cuda:{index} {properties.name}, compute capability {properties.major}.{properties.minor}, "
+            f"{properties.multi_processor_count} multiprocessors, {properties.total_memory / 2**30:.0f} GiB"
+        )
+
+
+def _choices() -> Iterator[str]:
+    devices = [torch.device("cpu")]
+    if torch.cuda.is_available():
+        devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())] + devices
+    for device in devices:
+        alike: dict[tuple[str, ...], list[str]] = {}
+        for name, dtype, dim in _PROBLEMS:
+            hidden_states, weight = (torch.zeros(rows, dim, dtype=dtype, device=device) for rows in (1, 256))
+            alike.setdefault(_choice(hidden_states, weight), []).append(name)
+        for (chosen, *reasons), names in alike.items():
+            yield f"{device}: {chosen} for {', '.join(names)}"
+            yield from (f"    not {reason}" for reason in reasons)
+
+
+def _choice(hidden_states: torch.Tensor, weight: torch.Tensor) -> tuple[str, ...]:
+    """What ``impl=None`` takes, and why none of those that it tries before."""
+    reasons: list[str] = []
+    for name in ops._KERNELS:
+        try:
+            reason = ops.kernel_cannot(name, hidden_states, weight)
+        except Exception as error:  # installed, and broken
+            reason = f"{type(error).__name__}: {error}"
+        if reason is None and hidden_states.is_cuda:
+            return name, *reasons
+        reasons.append(f"{name}: {reason or 'on a CPU it runs in its interpreter, for tests'}")
+    return "streaming", *reasons
+
+
+def _cache() -> Iterator[str]:
+    missing = ops._cute_missing()
+    if missing:
+        yield f"not needed: {missing}"
+        return
+    folder = cache.folder()
+    yield f"{folder} (FLASHSAMPLING_CACHE_DIR {'is' if os.environ.get('FLASHSAMPLING_CACHE_DIR') else 'is not'} set)"
+    doubt = cache.doubt_of_folder()
+    if doubt:
+        yield f"not used: {doubt}"
+    if not folder.is_dir():
+        yield "none of the Hopper kernels is there yet"
+    else:
+        objects = sorted(folder.glob("*.o"))
+        damaged = [(path, reason) for path in objects if (reason := cache.damage(path))]
+        size = sum(path.stat().st_size for path in objects) / 1e6
+        yield f"{len(objects) - len(damaged)} of the {len(cache.KERNELS)} Hopper kernels, {size:.1f} MB"
+        yield from (f"{path.name} {reason}" for path, reason in damaged)
+    others = [other for other in folder.parent.glob("*") if other != folder]
+    if others:
+        yield f"{len(others)} folders of other versions beside it, which can be deleted"
+
+
+def precompile(workers: int) -> None:
+    """Compiles every Hopper kernel that is missing from the cache folder. Needs the cute extra, and no GPU."""
+    missing = ops._cute_missing()
+    if missing:
+        raise SystemExit(f"the Hopper kernels cannot be compiled: {missing}")
+    started = time.perf_counter()
+    try:
+        for path, compiled in cache.precompile(workers):
+            print(path.name, "compiled" if compiled else "was there", flush=True)
+        print(f"{len(cache.KERNELS)} kernels in {cache.folder()}, {time.perf_counter() - started:.0f} s")
+    except OSError as error:
+        raise SystemExit(f"the kernels cannot be kept: {error}") from None
+
+
+def _workers(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number, 1 or more, got {text!r}")
+    return int(text)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line; ``arguments`` default to the process's."""
+    parser = argparse.ArgumentParser(
+        "python -m flashsampling", description="FlashSampling: what runs here, and kernels ahead of time."
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    help_doctor = "print versions, GPUs, what serves which problem and why not, and what the cache folder has"
+    commands.add_parser("doctor", help=help_doctor, description=help_doctor)
+    help_precompile = "compile every Hopper kernel into the cache folder, so that serving compiles none; needs no GPU"
+    parser_precompile = commands.add_parser("precompile", help=help_precompile, description=help_precompile)
+    parser_precompile.add_argument(
+        "--workers", type=_workers, default=min(8, os.cpu_count() or 1), help="processes that compile (default %(default)s)"
+    )
+    chosen = parser.parse_args(arguments)
+    if chosen.command == "doctor":
+        doctor()
+    else:
+        precompile(chosen.workers)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

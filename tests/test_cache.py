@@ -1,0 +1,377 @@
+"""The compile cache, with a compiler and a loader that are played: what is loaded, what never is, and what the key covers."""
+
+import contextlib
+import importlib
+import os
+import platform
+import pwd
+import shutil
+import stat
+import threading
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+import flashsampling
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "geteuid"), reason="the Hopper kernel is for Linux")
+cache = importlib.import_module("flashsampling.impl.cute.cache")
+
+DTYPE, CONFIG = torch.bfloat16, cache.CONFIGS[0]
+PAYLOAD = b"\x7fELF" + bytes(range(256)) * 8
+
+
+class Compiled:
+    """What the compiler returns."""
+
+    def __init__(self, payload=PAYLOAD):
+        self.payload = payload
+
+    def export_to_c(self, path, function_name):
+        assert function_name == cache._SYMBOL
+        Path(path).write_bytes(self.payload)
+
+
+@pytest.fixture
+def played(monkeypatch, tmp_path):
+    """(compiled, loaded): what was asked of the compiler, and the contents that reached the loader."""
+    compiled, loaded = [], []
+
+    def compile_(dtype, config):
+        compiled.append((dtype, config))
+        return Compiled()
+
+    def load(path):
+        loaded.append(path.read_bytes())
+        return load
+
+    monkeypatch.setenv("FLASHSAMPLING_CACHE_DIR", str(tmp_path / "root"))
+    monkeypatch.setattr(cache, "_fingerprint", lambda: "0123456789abcdef")
+    monkeypatch.setattr(cache, "_compile", compile_)
+    monkeypatch.setattr(cache, "_load", load)
+    monkeypatch.setattr(cache, "_kernels", {})
+    return compiled, loaded
+
+
+@contextlib.contextmanager
+def no_warning():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+def belongs_to_another(path, monkeypatch):
+    if os.geteuid() == 0:
+        os.chown(path, 4242, -1, follow_symlinks=False)
+    else:
+        user = os.geteuid()
+        monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o002, 0o077])
+def test_what_is_written_is_loaded_and_nobody_else_could_have_written_it(played, umask):
+    compiled, loaded = played
+    before = os.umask(umask)
+    try:
+        with no_warning():
+            cache._load_or_compile(DTYPE, CONFIG)
+            cache._load_or_compile(DTYPE, CONFIG)
+    finally:
+        os.umask(before)
+    assert compiled == [(DTYPE, CONFIG)]
+    assert loaded == [PAYLOAD]
+    place = cache.folder()
+    for folder in (place, place.parent, place.parent.parent):
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700 & ~umask
+    (path,) = place.iterdir()  # and no scratch folder is left
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_first_use_of_a_dtype_makes_every_shape_once(played):
+    compiled, loaded = played
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda config: cache.kernel_for(DTYPE, config), cache.CONFIGS * 3))
+    assert sorted(compiled, key=repr) == sorted(((DTYPE, config) for config in cache.CONFIGS), key=repr)
+    assert not loaded
+
+
+def overwrite(content):
+    return lambda path: path.write_bytes(content)
+
+
+def swap(make):
+    def damage(path):
+        path.rename(path.parent.parent / "aside.o")
+        make(path)
+
+    return damage
+
+
+DAMAGE = {
+    "empty": overwrite(b""),
+    "garbage": overwrite(b"cut off"),
+    "one bit": overwrite(PAYLOAD[:1000] + bytes([PAYLOAD[1000] ^ 1]) + PAYLOAD[1001:]),
+    "longer": overwrite(PAYLOAD + b"\0"),
+    **{f"cut at {end}": overwrite(PAYLOAD[:end]) for end in (1, 4, 64, len(PAYLOAD) // 2, len(PAYLOAD) - 1)},
+    "link": swap(lambda path: path.symlink_to(path.parent.parent / "aside.o")),
+    "dangling link": swap(lambda path: path.symlink_to("nowhere")),
+    "pipe": swap(os.mkfifo),
+    "others may write": lambda path: path.chmod(0o666),
+    "the group may write": lambda path: path.chmod(0o620),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_a_damaged_object_is_not_loaded_but_made_again(played, damage):
+    compiled, loaded = played
+    path, _ = cache.prepare(DTYPE, CONFIG)
+    damage(path)
+    with pytest.warns(RuntimeWarning, match="compiled again"):
+        cache._load_or_compile(DTYPE, CONFIG)
+    assert len(compiled) == 2
+    assert not loaded
+    with no_warning():
+        assert cache.prepare(DTYPE, CONFIG) == (path, False)
+        cache._load_or_compile(DTYPE, CONFIG)
+    assert loaded == [PAYLOAD]
+    assert len(compiled) == 2
+
+
+def test_what_cannot_be_replaced_is_compiled_in_memory(played):
+    compiled, loaded = played
+    path, _ = cache.prepare(DTYPE, CONFIG)
+    path.unlink()
+    path.mkdir()
+    with pytest.warns(RuntimeWarning) as warned:
+        cache._load_or_compile(DTYPE, CONFIG)
+    assert ["Is a directory" in str(warned[0].message), "are not kept" in str(warned[1].message)] == [True, True]
+    assert (len(compiled), loaded) == (2, [])
+
+
+def test_an_intact_object_that_does_not_load_is_made_again(played, monkeypatch):
+    compiled, _ = played
+    path, _ = cache.prepare(DTYPE, CONFIG)
+
+    def load(path):
+        raise AttributeError("no such symbol")
+
+    monkeypatch.setattr(cache, "_load", load)
+    with pytest.warns(RuntimeWarning, match="does not load .no such symbol.; the kernel is compiled again"):
+        assert isinstance(cache._load_or_compile(DTYPE, CONFIG), Compiled)
+    assert len(compiled) == 2
+    assert cache.damage(path) is None
+
+
+def test_another_users_object_in_a_shared_folder_is_not_loaded(played, monkeypatch):
+    compiled, loaded = played
+    path, _ = cache.prepare(DTYPE, CONFIG)
+    path.parent.chmod(0o1777)  # sticky: fit as a folder
+    with no_warning():
+        assert cache.trusted_folder() == path.parent
+    if os.geteuid() != 0:
+        pytest.skip("only root can make an object another user's and keep the folder")
+    os.chown(path, 4242, -1)
+    with pytest.warns(RuntimeWarning, match="belongs to user 4242"):
+        cache._load_or_compile(DTYPE, CONFIG)
+    assert (len(compiled), loaded) == (2, [])
+
+
+@pytest.mark.parametrize("level", ["root", "root/cute", "root/cute/0123456789abcdef"])
+@pytest.mark.parametrize("flaw", ["the group may write", "others may write", "another user's", "a link", "a file"])
+def test_a_folder_that_others_could_have_filled_is_not_used(played, monkeypatch, tmp_path, level, flaw):
+    compiled, loaded = played
+    cache.prepare(DTYPE, CONFIG)
+    place = tmp_path / level
+    message = "can be written by others"
+    if flaw == "the group may write":
+        place.chmod(0o770)
+    elif flaw == "others may write":
+        place.chmod(0o707)
+    elif flaw == "another user's":
+        belongs_to_another(place, monkeypatch)
+        message = "belongs to user"
+    elif flaw == "a link":
+        place.rename(tmp_path / "elsewhere")
+        place.symlink_to(tmp_path / "elsewhere")
+        message = "is not a plain folder"
+    else:
+        shutil.rmtree(place)
+        place.write_text("")
+        message = "File exists"
+    if flaw == "a link" and level == "root":  # to a larger disk: fine
+        with no_warning():
+            cache._load_or_compile(DTYPE, CONFIG)
+        assert (len(compiled), loaded) == (1, [PAYLOAD])
+        return
+    with pytest.warns(RuntimeWarning, match=f"neither kept nor loaded: .*{message}"):
+        assert isinstance(cache._load_or_compile(DTYPE, CONFIG), Compiled)
+    assert not loaded
+    with pytest.raises(OSError, match=message):
+        cache.prepare(DTYPE, CONFIG)
+    with pytest.raises(OSError, match=message):
+        next(cache.precompile(1))
+    assert len(compiled) == 2
+
+
+def test_no_home_directory(played, monkeypatch):
+    """Path.home() raises; the kernel is compiled in memory, and whoever wants it on disk is told."""
+    compiled, loaded = played
+
+    def no_entry(_):
+        raise KeyError
+
+    for name in ("HOME", "FLASHSAMPLING_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", no_entry)
+    with pytest.warns(RuntimeWarning, match="neither kept nor loaded: no cache folder"):
+        assert isinstance(cache.kernel_for(DTYPE, CONFIG), Compiled)
+    assert (len(compiled), loaded) == (len(cache.CONFIGS), [])
+    with pytest.raises(FileNotFoundError, match="FLASHSAMPLING_CACHE_DIR is not set"):
+        cache.prepare(DTYPE, CONFIG)
+
+
+def test_a_home_that_cannot_be_written(played, monkeypatch):
+    compiled, _ = played
+    monkeypatch.delenv("FLASHSAMPLING_CACHE_DIR")
+    monkeypatch.setenv("HOME", "/dev/null")
+    with pytest.warns(RuntimeWarning, match="neither kept nor loaded: .*Not a directory"):
+        cache._load_or_compile(DTYPE, CONFIG)
+    assert len(compiled) == 1
+
+
+def test_many_at_once_leave_whole_objects(played, monkeypatch):
+    """Compilers that differ in every object, all writing the same kernel, and readers: nothing is ever found damaged."""
+    number = iter(range(1000))
+    lock = threading.Lock()
+
+    def compile_(dtype, config):
+        with lock:
+            return Compiled(PAYLOAD * 50 + str(next(number)).encode())
+
+    monkeypatch.setattr(cache, "_compile", compile_)
+    start = threading.Barrier(8)
+
+    def work(_):
+        start.wait()
+        return [cache._load_or_compile(DTYPE, CONFIG) for _ in range(20)]
+
+    with no_warning(), ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, range(8)))
+    left = list(cache.folder().iterdir())
+    assert 1 <= len(left) <= 8
+    assert [cache.damage(path) for path in left] == [None] * len(left)
+
+
+# What the key covers
+
+
+@pytest.fixture
+def copied(monkeypatch, tmp_path):
+    """A copy of the package whose sources the key is made of, and the key."""
+    package = tmp_path / "flashsampling"
+    shutil.copytree(Path(flashsampling.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(cache, "_HERE", package / "impl" / "cute")
+    monkeypatch.setattr(cache, "_compiler", lambda: ["nvidia-cutlass-dsl 4.8.1"])
+    return package, cache._fingerprint.__wrapped__
+
+
+def test_a_constant_of_the_exchange_changes_the_key(copied):
+    package, key = copied
+    before = key()
+    source = package / "exchange.py"
+    changed = source.read_text().replace("TABLE_RANK, TABLE_RANKS,", "TABLE_RANKS, TABLE_RANK,", 1)
+    assert changed != source.read_text()
+    source.write_text(changed)
+    assert key() != before
+
+
+def test_every_source_that_the_kernel_imports_changes_the_key_and_no_other(copied):
+    package, key = copied
+    before = key()
+    covered = set()
+    for source in sorted(package.rglob("*.py")):
+        original = source.read_bytes()
+        source.write_bytes(original + b"\n# changed\n")
+        if key() != before:
+            covered.add(str(source.relative_to(package)))
+        source.write_bytes(original)
+    assert key() == before
+    assert {f"impl/cute/{source.name}" for source in (package / "impl" / "cute").glob("*.py")} < covered
+    assert {"exchange.py", "impl/device.py"} < covered
+    assert not covered & {"api.py", "module.py", "impl/reference.py", "impl/triton/kernel.py", "integrations/transformers.py"}
+
+
+def test_the_kernels_imports_when_it_runs_are_covered():
+    """The modules of the package that the compiled ones hold objects of, found by importing them."""
+    pytest.importorskip("cutlass")
+    package = Path(flashsampling.__file__).parent
+    covered = {str(source.relative_to(package)) for source in cache._sources(cache._HERE)}
+    for name in ("kernel", "mainloop", "noise", "epilogue", "reduction", "exchange", "memory", "config"):
+        for value in vars(importlib.import_module(f"flashsampling.impl.cute.{name}")).values():
+            module = getattr(value, "__module__", None) or getattr(value, "__name__", "")
+            if isinstance(module, str) and module.startswith("flashsampling."):
+                assert module.removeprefix("flashsampling.").replace(".", "/") + ".py" in covered, (name, module)
+
+
+def test_a_new_import_is_followed(copied):
+    package, key = copied
+    noise = package / "noise.py"
+    before = key()
+    noise.write_text(noise.read_text() + "\n# changed\n")
+    assert key() == before
+    epilogue = package / "impl" / "cute" / "epilogue.py"
+    epilogue.write_text(epilogue.read_text() + "\n\ndef _late():\n    from ... import noise\n    return noise\n")
+    first = key()
+    noise.write_text(noise.read_text() + "# again\n")
+    assert len({before, first, key()}) == 3
+
+
+@pytest.mark.parametrize(
+    ("statement", "found"),
+    [
+        ("from . import b", {"impl/cute/b.py"}),
+        ("from .b import *", {"impl/cute/b.py"}),
+        ("from ..device import x", {"impl/device.py"}),
+        ("from ... import top as t", {"top.py"}),
+        ("from ... import SOMETHING", {"__init__.py", "top.py"}),  # stands in __init__, which imports top
+        ("import p.top", {"top.py"}),
+        ("from p import top", {"top.py"}),
+        ("from p.impl.device import x", {"impl/device.py"}),
+        ("import torch, os.path\nfrom pathlib import Path\nfrom pp import x", set()),
+        ("if True:\n    class A:\n        def f(self):\n            from ...chain import x", {"chain.py", "top.py"}),
+    ],
+)
+def test_imports_are_found_however_they_are_written(tmp_path, statement, found):
+    package = tmp_path / "p"
+    files = {
+        "__init__.py": "from .top import SOMETHING", "top.py": "SOMETHING = 1", "chain.py": "from .top import SOMETHING as x",
+        "impl/__init__.py": "", "impl/device.py": "x = 1", "impl/cute/b.py": "",
+    }  # fmt: skip
+    for name, code in files.items():
+        (package / name).parent.mkdir(parents=True, exist_ok=True)
+        (package / name).write_text(code)
+    here = package / "impl" / "cute"
+    (here / "a.py").write_text(statement)
+    assert {str(path.relative_to(package)) for path in cache._sources(here)} == found | {"impl/cute/a.py", "impl/cute/b.py"}
+
+
+def test_processor_and_compiler_change_the_key(copied, monkeypatch):
+    _, key = copied
+    keys = {key()}
+    monkeypatch.setattr(platform, "machine", lambda: "some other")
+    keys.add(key())
+    monkeypatch.setattr(cache, "_compiler", lambda: ["nvidia-cutlass-dsl 4.8.2"])
+    keys.add(key())
+    monkeypatch.setattr(cache, "ARCHITECTURE", "sm_90")
+    keys.add(key())
+    assert len(keys) == 4
+
+
+def test_the_compilers_libraries_are_in_the_key(monkeypatch):
+    pytest.importorskip("cutlass")
+    assert any(entry.startswith("nvidia-cutlass-dsl-libs-") for entry in cache._compiler())
+    monkeypatch.setattr(cache.importlib.metadata, "distributions", lambda: [])  # bare folders on the path
+    assert [entry.split()[0] for entry in cache._compiler()] == ["cutlass", "tvm_ffi"]

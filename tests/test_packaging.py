@@ -1,0 +1,80 @@
+"""What is built from the sources: an sdist that can be worked with, and a wheel that runs the README's snippets."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+
+import pytest
+
+from tests.test_readme import ROOT, snippets
+
+setuptools = pytest.importorskip("setuptools", minversion="77")
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """(sdist unpacked, wheel unpacked); the wheel is built from the unpacked sdist, as a packager's is."""
+    out = tmp_path_factory.mktemp("built")
+    tree = out / "tree"
+    ignored = shutil.ignore_patterns(".git", ".venv*", "*.egg-info", "build", "dist", "__pycache__", ".*_cache", ".hypothesis")
+    shutil.copytree(ROOT, tree, ignore=ignored)
+
+    def build(source, name):
+        code = f"import sys; from setuptools import build_meta; build_meta.build_{name}(sys.argv[1])"
+        run = subprocess.run([sys.executable, "-c", code, str(out)], cwd=source, capture_output=True, text=True)
+        assert run.returncode == 0, run.stderr[-3000:]
+
+    build(tree, "sdist")
+    (archive,) = out.glob("*.tar.gz")
+    with tarfile.open(archive) as file:
+        file.extractall(out / "sdist")
+    (sdist,) = (out / "sdist").iterdir()
+    build(sdist, "wheel")
+    (archive,) = out.glob("*.whl")
+    with zipfile.ZipFile(archive) as file:
+        file.extractall(out / "wheel")
+    return sdist, out / "wheel"
+
+
+def test_the_sdist_has_what_a_checkout_has(built):
+    sdist, _ = built
+    for folder in ("flashsampling", "scripts", "tests", "benchmarks", "docs", ".ci"):
+        wanted = {
+            path.relative_to(ROOT) for path in (ROOT / folder).rglob("*") if path.is_file() and "__pycache__" not in path.parts
+        }
+        assert wanted
+        assert not [str(path) for path in wanted if not (sdist / path).is_file()]
+    for name in ("CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "README.md", "pyproject.toml", "setup.py"):
+        assert (sdist / name).is_file()
+    assert os.access(sdist / "scripts" / "demo", os.X_OK)
+
+
+def test_the_wheel_is_typed_and_alone_and_says_what_it_needs(built):
+    _, wheel = built
+    assert (wheel / "flashsampling" / "py.typed").is_file()
+    (metadata,) = wheel.glob("*.dist-info/METADATA")
+    assert {path.name for path in wheel.iterdir()} == {"flashsampling", metadata.parent.name}
+    text = metadata.read_text(encoding="utf-8")
+    assert "Provides-Extra: transformers" in text
+    assert "Description-Content-Type: text/markdown" in text
+    assert "# FlashSampling" in text
+    assert "](benchmarks/" not in text
+
+
+def test_the_wheel_runs_the_readmes_snippets(built, tmp_path):
+    pytest.importorskip("transformers")
+    _, wheel = built
+    program = tmp_path / "snippets.py"
+    program.write_text(f"{snippets()}\nprint(flashsampling.__file__)")
+    environment = os.environ | {"PYTHONPATH": str(wheel), "CUDA_VISIBLE_DEVICES": ""}
+    run = subprocess.run([sys.executable, program], cwd=tmp_path, capture_output=True, text=True, env=environment)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert str(wheel) in run.stdout
+    run = subprocess.run(
+        [sys.executable, "-m", "flashsampling", "doctor"], cwd=tmp_path, capture_output=True, text=True, env=environment
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert str(wheel) in run.stdout

@@ -1,0 +1,199 @@
+"""What the README says to type works: snippets run, commands exist, and the environment that it names has what they import."""
+
+import ast
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    tomllib = pytest.importorskip("tomli")
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+OURS = ("benchmarks", "flashsampling", "scripts", "tests")
+ENVIRONMENTS = {"./scripts/demo": "demo", "./scripts/test": "test"}  # what the script asks of make_environment
+MODULES = {"nvidia-cutlass-dsl": ("cutlass", "cuda"), "apache-tvm-ffi": ("tvm_ffi",)}  # others are named as their package
+
+
+def fences(language):
+    return re.findall(rf"^```{language}\n(.*?)^```$", README, flags=re.DOTALL | re.MULTILINE)
+
+
+def snippets():
+    """The README's python, one program: each snippet is a cell, what one defines the next may use."""
+    (preamble,) = re.findall(r"<!--.*?```python\n(.*?)```\n-->", README, flags=re.DOTALL)
+    shown = [code for code in fences("python") if code != preamble]
+    assert len(shown) >= 4
+    return "\n".join([preamble, *shown])
+
+
+def test_every_snippet_runs(tmp_path):
+    pytest.importorskip("transformers")
+    checks = (
+        "assert out.token_ids.shape == (8,) and (out.token_ids >= 0).all()\n"
+        "assert sampler.offsets[:9].tolist() == [1] * 8 + [0]\n"
+        "assert torch.equal(tokens, out.token_ids)\n"
+    )
+    program = tmp_path / "snippets.py"
+    program.write_text(f"{snippets()}\n{checks}")
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    run = subprocess.run([sys.executable, program], cwd=tmp_path, capture_output=True, text=True, env=environment)
+    assert run.returncode == 0, run.stderr[-3000:]
+
+
+def requirements(extras):
+    """Distribution names that the package and its extras bring, extras of the package itself followed."""
+    names = set()
+    for requirement in PROJECT["dependencies"] + [entry for extra in extras for entry in EXTRAS[extra]]:
+        name, own = re.match(r"([\w-]+)(?:\[([\w,]+)\])?", requirement).groups()
+        names |= requirements(own.split(",")) if name == PROJECT["name"] else {name}
+    return names
+
+
+def imports(source, seen=None):
+    """Top-level names of other packages that running a file of this repository imports at once; its own are followed."""
+    seen = set() if seen is None else seen
+    if source in seen:
+        return set()
+    seen.add(source)
+    found = set()
+    pending = [ast.parse(source.read_text(encoding="utf-8"))]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            continue  # imported when called
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            parts = list(source.relative_to(ROOT).parts[: -node.level]) if node.level else []
+            base = ".".join([*parts, *([node.module] if node.module else [])])
+            names = [base, *(f"{base}.{alias.name}" for alias in node.names)]
+        for name in names:
+            top = name.split(".")[0]
+            if top not in OURS:
+                found.add(top)
+                continue
+            place = ROOT.joinpath(*name.split("."))
+            packages = [ROOT.joinpath(*name.split(".")[:end], "__init__.py") for end in range(1, name.count(".") + 2)]
+            for file in (place.with_suffix(".py"), *packages):
+                if file.is_file():
+                    found |= imports(file, seen)
+        pending += ast.iter_child_nodes(node)
+    return found - set(sys.stdlib_module_names)
+
+
+def missing(source, extras):
+    modules = {module for name in requirements(extras) for module in MODULES.get(name, (name.replace("-", "_"),))}
+    return imports(source) - modules
+
+
+def commands():
+    """(command, extras of the environment that it runs in), from the fences and from what stands between backticks."""
+    for block in fences("bash"):
+        extras = None
+        for line in block.splitlines():
+            command = line.partition(" #")[0].strip()
+            if command.startswith("pip install"):
+                extras = extras_of(command)
+            if command:
+                yield command, extras
+    inline = [command for text in (README, CONTRIBUTING) for command in re.findall(r"`(python -m [^`]+)`", text)]
+    indented = re.findall(r"^    (\./[^#\n]+)", CONTRIBUTING, flags=re.MULTILINE)
+    yield from (
+        (" ".join(command.split()), ["bench", "cute", "triton"]) for command in inline + indented if "..." not in command
+    )
+
+
+def extras_of(install):
+    return [extra for group in re.findall(r"\.\[([\w,]+)\]", install) for extra in group.split(",")]
+
+
+COMMANDS = list(dict.fromkeys((command, tuple(extras or ())) for command, extras in commands()))
+
+
+def test_the_commands_are_found():
+    said = [command for command, _ in COMMANDS]
+    for expected in (
+        "./scripts/demo",
+        "./scripts/test",
+        "python -m flashsampling precompile",
+        "python -m benchmarks.sample_cpu",
+    ):
+        assert expected in said
+
+
+@pytest.mark.parametrize(("command", "extras"), COMMANDS, ids=[command for command, _ in COMMANDS])
+def test_a_command_has_its_script_and_what_that_imports(command, extras):
+    words = command.split()
+    if words[:2] == ["pip", "install"]:
+        for extra in extras_of(command):
+            assert extra in EXTRAS
+        return
+    if words[0].startswith("./"):
+        script = ROOT / words[0]
+        assert os.access(script, os.X_OK)
+        extra = ENVIRONMENTS.get(words[0])
+        if extra is None:
+            return
+        assert f" {extra}\n" in script.read_text()
+        module = re.search(r'"\$PYTHON" -m (scripts\.\w+)', script.read_text())
+        if module:
+            assert not missing(ROOT / (module[1].replace(".", "/") + ".py"), [extra])
+        return
+    if words[0].startswith(".venv"):
+        extras = [words[0].split("/")[0].removeprefix(".venv-")]
+    else:
+        assert words[0] == "python", f"{words[0]} belongs to no environment that the README names"
+    assert words[1] == "-m"
+    if words[2] == "torch.distributed.run":
+        source = ROOT / next(word for word in words if word.startswith("scripts/"))
+        assert os.access(source, os.X_OK)
+    else:
+        spec = importlib.util.find_spec(words[2])
+        assert spec is not None
+        source = Path(spec.origin)
+        if source.name == "__init__.py":
+            source = source.with_name("__main__.py")
+    assert source.is_relative_to(ROOT)
+    assert not missing(source, extras)
+
+
+def test_what_the_import_check_says():
+    """It finds what was missing once: typer of a command after ``pip install .[cute]``, pytest of the benchmarks' gate."""
+    assert missing(ROOT / "scripts" / "demo_generate.py", ["cute"]) == {"typer", "rich", "transformers"}
+    assert "pytest" in imports(ROOT / "benchmarks" / "sample_cpu.py")
+    assert missing(ROOT / "flashsampling" / "__main__.py", []) == set()
+
+
+def test_links_lead_somewhere():
+    for text in (README, CONTRIBUTING):
+        for target in re.findall(r"\]\((?!https?://|#)([^)\s]+)\)", text):
+            assert (ROOT / target).is_file(), target
+
+
+def test_what_pypi_shows_has_no_relative_link():
+    spec = importlib.util.spec_from_file_location("setup_of_flashsampling", ROOT / "setup.py")
+    setup = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(setup)
+    relative = re.compile(r"\]\((?!https?://|#)")
+    assert relative.search(README)
+    for repository in ("", "https://example.org/owner/name"):
+        text = setup.for_pypi(README, repository)
+        assert not relative.search(text)
+        assert "<!--" not in text
+        assert ("https://example.org/owner/name/raw/main/benchmarks/results/speedup.png" in text) == bool(repository)
+        assert "[`sample.json`]" in text or not repository
+        assert text.count("```python") == README.count("```python") - 1
