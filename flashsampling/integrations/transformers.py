@@ -35,7 +35,9 @@ from transformers.generation.streamers import BaseStreamer
 from ..module import LMHeadSampler
 
 if "is_first_iteration" not in inspect.signature(GenerationMixin._prefill).parameters:
-    raise ImportError(f"flashsampling.integrations.transformers needs transformers 5.3 or newer, got {transformers.__version__}")
+    raise ImportError(
+        f"flashsampling.integrations.transformers needs transformers 5.3 or newer, got {transformers.__version__}"
+    )
 
 _T = TypeVar("_T")
 _LINEAR_FORWARD = nn.Linear.forward
@@ -83,7 +85,9 @@ class NoTokenError(RuntimeError):
     """
 
     def __init__(self, rows: list[int], position: int) -> None:
-        super().__init__(f"no token for rows {rows} of the batch at new token {position}: a NaN in their logits, or none finite")
+        super().__init__(
+            f"no token for rows {rows} of the batch at new token {position}: a NaN in their logits, or none finite"
+        )
         self.rows = rows
 
 
@@ -99,12 +103,13 @@ class _Placeholder(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _SAME_LOGITS:
-            return args[0]
         if func in _PROPERTIES:
             return super().__torch_function__(func, types, args, kwargs)
-        if func in _SCALINGS and not isinstance(args[1], Tensor) and args[1] == 1:
-            return args[0]  # Granite's and Falcon-H1's default
+        if args and isinstance(args[0], _Placeholder):
+            if func in _SAME_LOGITS:
+                return args[0]
+            if func in _SCALINGS and not kwargs and args[1:] in ((1,), (1.0,)):
+                return args[0]  # Granite's and Falcon-H1's default
         name = getattr(func, "__name__", str(func))
         placeholder = next((value for value in args if isinstance(value, _Placeholder)), None)
         changed = "the logits were used" if placeholder is None else placeholder.changed
@@ -114,7 +119,11 @@ class _Placeholder(Tensor):
 _SAME_LOGITS = frozenset((Tensor.float, Tensor.to, Tensor.contiguous, Tensor.detach))
 _SCALINGS = frozenset((Tensor.mul, Tensor.__mul__, Tensor.div, Tensor.__truediv__))
 _PROPERTIES = frozenset(
-    (Tensor.size, Tensor.dim, *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "requires_grad")))
+    (
+        Tensor.size,
+        Tensor.dim,
+        *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "requires_grad")),
+    )
 )
 
 
@@ -166,7 +175,9 @@ class _HeadTap:
         hidden_states = logits.hidden_states
         if hidden_states.dim() != 3 or hidden_states.shape[0] != batch or hidden_states.shape[1] < 1:
             shape = tuple(hidden_states.shape)
-            raise ValueError(f"{name}'s LM head must be given hidden states of shape ({batch}, positions, dim), got shape {shape}")
+            raise ValueError(
+                f"{name}'s LM head must be given hidden states of shape ({batch}, positions, dim), got shape {shape}"
+            )
         if hidden_states.dtype != self.weight.dtype or torch.is_autocast_enabled(hidden_states.device.type):
             raise ValueError(
                 f"{name}'s LM head would convert what it multiplies (autocast?): hidden states are {hidden_states.dtype}, its weight "
@@ -178,7 +189,9 @@ class _HeadTap:
         if not self._running or threading.get_ident() != self._thread:
             return None
         if len(args) != 1:
-            raise ValueError(f"{type(self.model).__name__}'s LM head must be called with one positional argument, got {len(args)}")
+            raise ValueError(
+                f"{type(self.model).__name__}'s LM head must be called with one positional argument, got {len(args)}"
+            )
         self._hidden_states = args[0]
         return None if self.record is not None else (args[0][..., :0, :],)
 
@@ -217,10 +230,10 @@ def _plain_lm_head(model: Any) -> nn.Linear:
     if others:
         raise ValueError(f"the model's LM head has a forward hook, {others[0]!r}, which the fused step cannot follow")
     weight = head.weight
-    if type(weight) not in (nn.Parameter, Tensor) or weight.is_meta or not weight.is_floating_point():
+    if type(weight) not in (nn.Parameter, Tensor) or weight.is_meta or not weight.is_floating_point() or weight.dim() != 2:
         raise ValueError(
-            f"the model's LM head must have a plain floating-point weight in memory, got {type(weight).__name__}, {weight.dtype} on "
-            f"{weight.device}: sharded (DTensor), quantised and offloaded heads are not supported"
+            f"the model's LM head must have a plain floating-point weight in memory, got {type(weight).__name__}, {weight.dtype}, "
+            f"shape {tuple(weight.shape)} on {weight.device}: sharded (DTensor, FSDP, ZeRO-3), quantised and offloaded heads are not supported"
         )
     return head
 
@@ -282,7 +295,9 @@ def _require_what_we_do(config: GenerationConfig, assistant_model: Any, synced_g
         raise ValueError("return_dict_in_generate is not supported: there are no scores or logits to return")
     mode = config.get_generation_mode(assistant_model)
     if mode not in (GenerationMode.SAMPLE, GenerationMode.GREEDY_SEARCH):
-        given = [f"{name}={getattr(config, name)!r}" for name in _OTHER_MODES if getattr(config, name, None) not in (None, False, 1)]
+        given = [
+            f"{name}={getattr(config, name)!r}" for name in _OTHER_MODES if getattr(config, name, None) not in (None, False, 1)
+        ]
         given += [] if assistant_model is None else ["assistant_model"]
         raise ValueError(f"the fused step samples or decodes greedily, got {mode.value} ({', '.join(given)})")
     if config.is_assistant:
@@ -335,7 +350,9 @@ def _row_seeds(seeds: Any, config: GenerationConfig, batch: int) -> Tensor | int
 def _require_row_each(name: str, rows: Tensor, config: GenerationConfig, batch: int) -> None:
     if rows.shape != (batch,):
         returned = config.num_return_sequences or 1
-        sequences = f"{batch} sequences" + (f", {batch // returned} prompts x {returned} returned sequences" if returned > 1 else "")
+        sequences = f"{batch} sequences" + (
+            f", {batch // returned} prompts x {returned} returned sequences" if returned > 1 else ""
+        )
         raise ValueError(f"{name} must have one entry for each of the {sequences}, got shape {tuple(rows.shape)}")
 
 
@@ -343,7 +360,9 @@ def _require_sampler_of(head: nn.Linear, sampler: LMHeadSampler, batch: int) -> 
     if not isinstance(sampler, LMHeadSampler):
         raise TypeError(f"sampler must be an LMHeadSampler, got {type(sampler).__name__}")
     if batch > sampler.max_batch_size:
-        raise ValueError(f"input_ids must have at most max_batch_size = {sampler.max_batch_size} rows with this sampler, got {batch}")
+        raise ValueError(
+            f"input_ids must have at most max_batch_size = {sampler.max_batch_size} rows with this sampler, got {batch}"
+        )
     ours, models = sampler.weight, head.weight
     if ours is models:
         return
