@@ -24,9 +24,9 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 MAMBA = TOKENS | {"hidden_size": 32, "state_size": 4, "num_hidden_layers": 2}
 HYBRID = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8}
 LATENT = SIZES | {
-    "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
-    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1,
-    "first_k_dense_replace": 1, "n_shared_experts": 1,
+    "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+    "v_head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1,
+    "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1,
 }  # fmt: skip
 
 # what the table's first column says: the class, perhaps a setting -> its configuration
@@ -58,7 +58,8 @@ MODELS = {
     "GPTJForCausalLM": GPT | {"rotary_dim": 4},
     "GPTBigCodeForCausalLM": GPT,
     "GptOssForCausalLM": HEADS | {
-        "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"],
+        "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
     },
     "OPTForCausalLM": TOKENS | {
         "hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 128,
@@ -67,7 +68,8 @@ MODELS = {
     "BloomForCausalLM": TOKENS | {"hidden_size": 32, "n_layer": 2, "n_head": 4},
     "FalconForCausalLM": TOKENS | {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
     "FalconH1ForCausalLM": HEADS | {
-        "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1, "lm_head_multiplier": 0.5,
+        "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1,
+        "lm_head_multiplier": 0.5,
     },
     "StableLmForCausalLM": SIZES,
     "Starcoder2ForCausalLM": SIZES,
@@ -98,7 +100,9 @@ MODELS = {
     "Lfm2ForCausalLM": SIZES | {"layer_types": ["conv", "full_attention"]},
     "RwkvForCausalLM": TOKENS | {"hidden_size": 32, "attention_hidden_size": 32, "num_hidden_layers": 2},
     "CTRLLMHeadModel": TOKENS | {"n_embd": 32, "n_layer": 2, "n_head": 4, "dff": 64, "n_positions": 128},
-    "T5ForConditionalGeneration": TOKENS | {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0},
+    "T5ForConditionalGeneration": TOKENS | {
+        "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0,
+    },
 }  # fmt: skip
 # and without a cache, from each kind: attention, sliding window, state space, hybrid
 WITHOUT_CACHE = ("LlamaForCausalLM", "Gemma3ForCausalLM", "MambaForCausalLM", "Lfm2ForCausalLM", "RwkvForCausalLM")

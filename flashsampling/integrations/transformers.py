@@ -7,11 +7,11 @@
 The decoding loop is transformers' own ``custom_generate`` contract: KV cache, padding and stopping criteria come from there.
 What every argument of ``generate`` does here, and which models work, is in docs/transformers.md.
 
-The model stays as it is: its whole ``forward`` runs, with a pair of hooks on the LM head that act on one thread's own calls alone.
-The first takes the head's input and hands on none of its positions, so that no logit is computed; the second puts a
-``_Placeholder`` where the logits would be. A model that does anything to the logits does it to the placeholder, at every step, and
-is refused there and then. (Calling the base model and skipping the rest would miss what a model does between the two; a
-``TorchFunctionMode`` needs no hooks, but every torch function of the model pays for it.)
+The model stays as it is: its whole ``forward`` runs, with a pair of hooks on the LM head that act on this thread's own calls
+alone. The first takes the head's input and hands on none of its positions, so that no logit is computed; the second puts a
+``_Placeholder`` where the logits would be. A model that does anything to its logits does it to the placeholder, in every step,
+and is refused there and then. (Calling the base model instead would miss what the model does between it and its head, and hooks
+on the model; a ``TorchFunctionMode`` needs no hooks, but every torch function of the model would pass through it.)
 """
 
 import inspect
@@ -72,8 +72,8 @@ _SWITCH_OFF = {
 }
 # What makes ``GenerationConfig.get_generation_mode`` choose another algorithm than sampling and greedy search
 _OTHER_MODES = (
-    "num_beams", "num_beam_groups", "penalty_alpha", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp", "dola_layers",
-    "constraints", "force_words_ids",
+    "num_beams", "num_beam_groups", "penalty_alpha", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp",
+    "dola_layers", "constraints", "force_words_ids",
 )  # fmt: skip
 
 
@@ -94,8 +94,8 @@ class NoTokenError(RuntimeError):
 class _Placeholder(Tensor):
     """Stands where a model expects its LM head's logits, in their shape but without their memory.
 
-    A change of dtype or layout returns it as it is. Whatever else is done to it raises, so a model whose logits are not what its LM
-    head returned cannot pass for one whose are.
+    A change of dtype or layout returns it as it is. Whatever else is done to it raises, so a model whose logits are not what
+    its LM head returned cannot pass for one whose are.
     """
 
     hidden_states: Tensor  # (B, T, D), what the LM head would have multiplied
@@ -130,9 +130,9 @@ _PROPERTIES = frozenset(
 class _HeadTap:
     """Takes the LM head's input from calls of the model that go through ``run``, and computes no logits in them.
 
-    The hooks look at the thread and at whether ``run`` is at work, so all other calls of the model, from other threads or from this
-    one's callbacks, see the model as it is. Registering and removing hooks is safe beside calls: torch copies them before it
-    iterates, without giving up the GIL.
+    The hooks look at the thread and at whether ``run`` is at work, so all other calls of the model, from other threads or from
+    this one's callbacks, see the model as it is. Registering and removing hooks is safe beside calls: torch copies them before
+    it iterates, without giving up the GIL.
     """
 
     def __init__(self, model: Any, head: nn.Linear) -> None:
@@ -169,8 +169,8 @@ class _HeadTap:
         name = type(self.model).__name__
         if not isinstance(logits, _Placeholder):
             raise ValueError(
-                f"{name} changes the logits after its LM head, or does not call it: it returned others. If its forward is compiled, "
-                "compile the decoder instead: model.get_decoder().compile()"
+                f"{name} changes the logits after its LM head, or does not call it: it returned others, which the fused step "
+                "cannot follow"
             )
         hidden_states = logits.hidden_states
         if hidden_states.dim() != 3 or hidden_states.shape[0] != batch or hidden_states.shape[1] < 1:
@@ -180,8 +180,8 @@ class _HeadTap:
             )
         if hidden_states.dtype != self.weight.dtype or torch.is_autocast_enabled(hidden_states.device.type):
             raise ValueError(
-                f"{name}'s LM head would convert what it multiplies (autocast?): hidden states are {hidden_states.dtype}, its weight "
-                f"{self.weight.dtype}; load the model in the dtype that you want and generate without autocast"
+                f"{name}'s LM head would convert what it multiplies (autocast?): hidden states are {hidden_states.dtype}, its "
+                f"weight {self.weight.dtype}; load the model in the dtype that you want and generate without autocast"
             )
         return hidden_states[:, -1]
 
@@ -213,27 +213,31 @@ class _HeadTap:
 def _plain_lm_head(model: Any) -> nn.Linear:
     """The model's LM head, if it is seen to be ``hidden_states @ weight.T`` and nothing else. Cheap: done before every step."""
     head = model.get_output_embeddings()
+    if model._compiled_call_impl is not None or hasattr(vars(model).get("forward"), "_torchdynamo_orig_callable"):
+        raise ValueError("the model is compiled, its LM head too; compile the decoder alone: model.get_decoder().compile()")
     if type(head) is not nn.Linear:
         raise ValueError(
-            f"the model's output embedding must be an nn.Linear, got {type(head).__name__}: adapters (LoRA) on it must be merged, "
-            "quantised heads and subclasses are not supported"
+            f"the model's output embedding must be an nn.Linear, got {type(head).__name__}: adapters (LoRA) on it must be "
+            "merged, quantised heads and subclasses are not supported"
         )
     if head.bias is not None:
         raise ValueError("the model's LM head must be a linear layer without bias, got one with a bias")
     if "forward" in vars(head) or nn.Linear.forward is not _LINEAR_FORWARD or head._compiled_call_impl is not None:
         raise ValueError(
-            "the model's LM head has a forward of its own (accelerate puts one there for a device_map over several devices or with "
-            "offloading, compile() another), which the fused step cannot follow"
+            "the model's LM head has a forward of its own (accelerate puts one there for a device_map over several devices or "
+            "with offloading, compile() another), which the fused step cannot follow"
         )
     hooks = (*head._forward_pre_hooks.values(), *head._forward_hooks.values())
     others = [hook for hook in hooks if not isinstance(getattr(hook, "__self__", None), _HeadTap)]
     if others:
         raise ValueError(f"the model's LM head has a forward hook, {others[0]!r}, which the fused step cannot follow")
     weight = head.weight
-    if type(weight) not in (nn.Parameter, Tensor) or weight.is_meta or not weight.is_floating_point() or weight.dim() != 2:
+    plain = type(weight) in (nn.Parameter, Tensor) and weight.dim() == 2 and weight.is_floating_point() and not weight.is_meta
+    if not plain:
         raise ValueError(
-            f"the model's LM head must have a plain floating-point weight in memory, got {type(weight).__name__}, {weight.dtype}, "
-            f"shape {tuple(weight.shape)} on {weight.device}: sharded (DTensor, FSDP, ZeRO-3), quantised and offloaded heads are not supported"
+            f"the model's LM head must have a plain floating-point weight in memory, got {type(weight).__name__}, "
+            f"{weight.dtype}, shape {tuple(weight.shape)} on {weight.device}: sharded (DTensor, FSDP, ZeRO-3), quantised and "
+            "offloaded heads are not supported"
         )
     return head
 
@@ -246,12 +250,14 @@ _checked_models: "WeakKeyDictionary[nn.Module, tuple[ref[nn.Linear], ref[Tensor]
 def checked_lm_head(model: Any) -> nn.Linear:
     """The LM head of a transformers causal LM, after a check that the model's logits are its output and nothing else.
 
-    Looks at the head's structure every time, and compares numbers over four tokens once: again if the head, its weight or the hooks
-    on the model change. Names of configuration fields are not looked at: a list of them would miss the next model family.
+    Looks at the head's structure every time, and compares numbers over four tokens once: again if the head, its weight or the
+    hooks on the model change. Names of configuration fields are not looked at: a list of them would miss the next model family.
 
     Raises:
-        ValueError: the model is an encoder-decoder, its LM head is not an ``nn.Linear`` without bias, hooks or a forward of its own
-            and with a plain weight, or its logits are not what the head returns (Gemma 2's soft cap, Cohere's and Granite's scale).
+        TypeError: ``model`` has no ``get_output_embeddings``.
+        ValueError: the model is an encoder-decoder or compiled as a whole, its LM head is not an ``nn.Linear`` without bias,
+            hooks or a forward of its own and with a plain weight, or its logits are not what the head returns (Gemma 2's soft
+            cap, Cohere's and Granite's scale).
     """
     name = type(model).__name__
     if not hasattr(model, "get_output_embeddings"):
@@ -295,9 +301,8 @@ def _require_what_we_do(config: GenerationConfig, assistant_model: Any, synced_g
         raise ValueError("return_dict_in_generate is not supported: there are no scores or logits to return")
     mode = config.get_generation_mode(assistant_model)
     if mode not in (GenerationMode.SAMPLE, GenerationMode.GREEDY_SEARCH):
-        given = [
-            f"{name}={getattr(config, name)!r}" for name in _OTHER_MODES if getattr(config, name, None) not in (None, False, 1)
-        ]
+        values = {name: getattr(config, name, None) for name in _OTHER_MODES}
+        given = [f"{name}={value!r}" for name, value in values.items() if value and not (value == 1 and "beam" in name)]
         given += [] if assistant_model is None else ["assistant_model"]
         raise ValueError(f"the fused step samples or decodes greedily, got {mode.value} ({', '.join(given)})")
     if config.is_assistant:
@@ -363,7 +368,8 @@ def _require_sampler_of(head: nn.Linear, sampler: LMHeadSampler, batch: int) -> 
         raise ValueError(
             f"input_ids must have at most max_batch_size = {sampler.max_batch_size} rows with this sampler, got {batch}"
         )
-    ours, models = sampler.weight, head.weight
+    ours: Tensor = sampler.weight
+    models: Tensor = head.weight
     if ours is models:
         return
     if sampler.tp is not None:
@@ -421,8 +427,9 @@ def generate(
         model, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, model_kwargs: from
             transformers. The streamer gets the prompt and every step's (B,) ids, and its end also when this raises.
         sampler: an ``LMHeadSampler.from_model(model)``, to keep its state (or to name an ``impl``); None makes one.
-        seeds: one per returned sequence; each sequence's tokens then depend on its own seed, prompt and temperature alone. An int
-            gives each a seed of its own. None leaves the sampler's seeds, or draws fresh ones from torch's default generator.
+        seeds: one per returned sequence; each sequence's tokens then depend on its own seed, prompt and temperature alone. An
+            int gives each a seed of its own. None leaves the sampler's seeds, or draws fresh ones from torch's default
+            generator.
         temperatures: one per returned sequence, 0 for greedy; None uses ``generation_config`` for all.
         token_streamer: a second streamer, alike: it too gets the prompt first.
 
