@@ -217,8 +217,8 @@ def _plain_lm_head(model: Any) -> nn.Linear:
         raise ValueError("the model is compiled, its LM head too; compile the decoder alone: model.get_decoder().compile()")
     if type(head) is not nn.Linear:
         raise ValueError(
-            f"the model's output embedding must be an nn.Linear, got {type(head).__name__}: adapters (LoRA) on it must be "
-            "merged, quantised heads and subclasses are not supported"
+            f"the model's output embedding must be an nn.Linear, got {type(head).__module__}.{type(head).__name__}: adapters "
+            "(LoRA) on it must be merged, quantised heads and subclasses are not supported"
         )
     if head.bias is not None:
         raise ValueError("the model's LM head must be a linear layer without bias, got one with a bias")
