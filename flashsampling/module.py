@@ -1,6 +1,6 @@
 """``LMHeadSampler``: what replaces a model's ``lm_head`` and sampler."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,8 @@ class LMHeadSampler(nn.Module):
 
     Args:
         lm_head: an ``nn.Linear`` without bias, or its weight (V, D). The parameter is shared, not copied: tied embeddings
-            stay tied.
+            stay tied. What a model does to its logits beside it is not seen: soft caps (Gemma 2), scales (Cohere, Granite),
+            hooks, adapters. ``from_model`` looks for them.
         max_batch_size: rows of state to keep.
         seed: an int, from which every row gets a seed of its own; an integer tensor (max_batch_size,) of seeds; None for
             seeds from torch's default generator.
@@ -72,6 +73,27 @@ class LMHeadSampler(nn.Module):
         self.register_buffer("seeds", torch.empty(max_batch_size, dtype=torch.int64, device=device), persistent=False)
         self.register_buffer("offsets", torch.zeros(max_batch_size, dtype=torch.int64, device=device), persistent=False)
         self.reset(seed)
+
+    @classmethod
+    def from_model(cls, model: nn.Module, **options: Any) -> "LMHeadSampler":
+        """A sampler for a Hugging Face transformers causal LM, once it is shown that its logits are its LM head's output.
+
+        The constructor sees a weight alone; this runs the model over four tokens and refuses soft caps, scales, biases, hooks,
+        adapters and quantised or sharded heads, from all of which the weight alone would draw another distribution.
+
+        Args:
+            model: on its device. Not changed.
+            options: the constructor's other arguments; not ``tp``, whose weight is a shard.
+
+        Raises:
+            TypeError: ``model`` has no ``get_output_embeddings``.
+            ValueError: its logits are not ``hidden_states @ weight.T``, or ``tp`` is given.
+        """
+        from .integrations.transformers import checked_lm_head
+
+        if options.get("tp") is not None:
+            raise ValueError("tp must go to LMHeadSampler(shard, tp=tp), whose weight is a shard, not to from_model")
+        return cls(checked_lm_head(model), **options)
 
     def reset(self, seed: int | Tensor | None = None, offset: int | Tensor = 0, rows: Tensor | slice | None = None) -> None:
         """Starts requests anew, in place (a captured graph sees it).

@@ -61,6 +61,8 @@ class _Table(BaseStreamer):
         self.tokens: list[list[int]] = [[] for _ in prompts]
 
     def put(self, value: Tensor) -> None:
+        if value.dim() > 1:  # the prompts come first
+            return
         for row, token in zip(self.tokens, value.tolist()):
             row.append(token)
         self.live.update(self.table())

@@ -1,8 +1,11 @@
 import importlib.util
+import inspect
 import os
 import re
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -10,10 +13,25 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM  # noqa: E402
+import tokenizers  # noqa: E402
+from torch import nn  # noqa: E402
+from transformers import (  # noqa: E402
+    DynamicCache,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LogitsProcessor,
+    StoppingCriteria,
+    TextIteratorStreamer,
+    WatermarkingConfig,
+)
+from transformers.generation import GenerationMixin  # noqa: E402
+from transformers.generation.logits_process import TemperatureLogitsWarper  # noqa: E402
 
 from flashsampling import LMHeadSampler  # noqa: E402
-from flashsampling.integrations.transformers import generate  # noqa: E402
+from flashsampling.integrations.transformers import NoTokenError, _Placeholder, checked_lm_head, generate  # noqa: E402
 from scripts.demo_generate import _GumbelNoise  # noqa: E402
 from tests.conftest import DEVICE  # noqa: E402
 
@@ -24,11 +42,42 @@ SIZES = {
 SAMPLED = {"do_sample": True, "temperature": 0.8, "top_k": 0, "custom_generate": generate}
 
 
+DOCS = (Path(__file__).parent.parent / "docs" / "transformers.md").read_text()
+
+
+def llama(**options):
+    """Logits of a standard deviation of 1.3: with the initial 0.16 the noise alone would decide."""
+    torch.manual_seed(0)
+    config = LlamaConfig(**SIZES | options, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    model = LlamaForCausalLM(config).to(DEVICE).eval()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(8)
+    return model
+
+
 @pytest.fixture(scope="module")
 def model():
-    torch.manual_seed(0)
-    config = LlamaConfig(**SIZES, tie_word_embeddings=True, pad_token_id=0, bos_token_id=1, eos_token_id=2)
-    return LlamaForCausalLM(config).to(DEVICE).eval()
+    return llama()
+
+
+class Collector:
+    """A streamer that keeps what it is given."""
+
+    def __init__(self):
+        self.steps, self.ends = [], 0
+
+    def put(self, value):
+        self.steps.append(value)
+
+    def end(self):
+        self.ends += 1
+
+
+class Decoder:
+    """As much of a tokenizer as a TextIteratorStreamer needs."""
+
+    def decode(self, ids, **_):
+        return "".join(f"{int(token)} " for token in ids)
 
 
 def prompt(lengths, seed=0):
@@ -52,20 +101,99 @@ def test_every_token_equals_plain_logits_with_the_oracles_noise(model):
     assert len(fused[:, 9:].unique()) > 20
 
 
-def test_streams_every_step(model):
-    class Collector:
-        steps, ended = [], False
+@pytest.mark.parametrize("name", ["streamer", "token_streamer"])
+def test_streams_the_prompt_and_every_step(model, name):
+    inputs, collector = prompt([5, 5]), Collector()
+    out = model.generate(**inputs, **SAMPLED, seeds=[1, 2], max_new_tokens=7, eos_token_id=-1, **{name: collector})
+    assert torch.equal(collector.steps[0], inputs["input_ids"].cpu())
+    assert torch.equal(torch.stack(collector.steps[1:], dim=1), out[:, 5:].cpu())
+    assert collector.ends == 1
 
+
+@pytest.mark.parametrize("options", [{}, {"return_dict_in_generate": True}, {"seeds": [1, 2, 3]}], ids=str)
+def test_nobody_waits_for_ever_on_a_streamer(model, options):
+    streamer = TextIteratorStreamer(Decoder(), timeout=60)  # raises queue.Empty
+    arguments = prompt([5]) | SAMPLED | {"max_new_tokens": 4, "eos_token_id": -1, "streamer": streamer} | options
+    with ThreadPoolExecutor(1) as thread:
+        generation = thread.submit(model.generate, **arguments)
+        text = "".join(streamer)
+    if not options:
+        assert text == Decoder().decode(generation.result()[0])
+    else:
+        with pytest.raises(ValueError, match="|".join(options)):
+            generation.result()
+
+
+def test_a_streamer_that_raises_leaves_the_model_as_it_was(model):
+    class Interrupts(Collector):
         def put(self, value):
-            self.steps.append(value)
+            super().put(value)
+            if len(self.steps) == 3:
+                raise KeyboardInterrupt
 
-        def end(self):
-            self.ended = True
+    inputs, streamer = prompt([5]), Interrupts()
+    before = model(**inputs).logits
+    with pytest.raises(KeyboardInterrupt):
+        model.generate(**inputs, **SAMPLED, max_new_tokens=9, eos_token_id=-1, streamer=streamer)
+    assert streamer.ends == 1
+    assert len(streamer.steps) == 3
+    assert torch.equal(model(**inputs).logits, before)
+    assert not model.lm_head._forward_hooks
+    assert not model.lm_head._forward_pre_hooks
 
-    collector = Collector()
-    out = model.generate(**prompt([5, 5]), **SAMPLED, seeds=[1, 2], max_new_tokens=7, eos_token_id=-1, token_streamer=collector)
-    assert torch.equal(torch.stack(collector.steps, dim=1), out[:, 5:].cpu())
-    assert collector.ended
+
+def test_threads_share_a_model(model):
+    """Four threads, two that sample and two that want plain logits: nobody sees another's."""
+    inputs = prompt([9, 4, 7])
+    logits = model(**inputs).logits
+    alone = [
+        model.generate(**inputs, **SAMPLED, seeds=[seed, -5, 7], max_new_tokens=8, eos_token_id=-1) for seed in range(4)
+    ]  # fmt: skip
+    finished = threading.Event()
+
+    def sample(first):
+        for _ in range(5):
+            for seed in (first, first + 1):
+                out = model.generate(**inputs, **SAMPLED, seeds=[seed, -5, 7], max_new_tokens=8, eos_token_id=-1)
+                assert torch.equal(out, alone[seed])
+
+    def forward():
+        calls = 0
+        while not finished.is_set():
+            assert torch.equal(model(**inputs).logits, logits)
+            calls += 1
+        return calls
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            plain = [threads.submit(forward) for _ in range(2)]
+            sampled = [threads.submit(sample, first) for first in (0, 2)]
+            try:
+                for future in sampled:
+                    future.result()
+            finally:
+                finished.set()
+            assert all(future.result() > 3 for future in plain)
+    finally:
+        sys.setswitchinterval(interval)
+    assert not model.lm_head._forward_hooks
+    assert not model.lm_head._forward_pre_hooks
+
+
+def test_a_streamer_may_generate_with_the_same_model(model):
+    inputs, inner = prompt([6]), []
+
+    class Nested(Collector):
+        def put(self, value):
+            inner.append(model.generate(**inputs, **SAMPLED, seeds=[5], max_new_tokens=3))
+            inner.append(model(**inputs).logits)
+
+    out = model.generate(**inputs, **SAMPLED, seeds=[4], max_new_tokens=5, streamer=Nested())
+    assert torch.equal(out, model.generate(**inputs, **SAMPLED, seeds=[4], max_new_tokens=5))
+    assert torch.equal(inner[0], model.generate(**inputs, **SAMPLED, seeds=[5], max_new_tokens=3))
+    assert inner[-1].shape == (1, 6, 1000)
 
 
 def test_greedy_is_transformers_greedy(model):
@@ -110,18 +238,268 @@ def test_sampler_keeps_its_state_and_the_model_its_head(model):
     assert model.get_output_embeddings() is head  # restored after an error, too
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"top_k": 50}, "switch off TopKLogitsWarper"),
-        ({"top_p": 0.9}, "switch off TopPLogitsWarper"),
-        ({"repetition_penalty": 1.2}, "switch off RepetitionPenaltyLogitsProcessor"),
-        ({"return_dict_in_generate": True}, "return_dict_in_generate is not supported"),
-    ],
-)
-def test_what_it_cannot_do_is_an_error(model, options, message):
+class Adds(LogitsProcessor):
+    def __call__(self, input_ids, scores):
+        return scores + 1
+
+
+REFUSED = {
+    "top_k": ({"top_k": 50}, r"switch off TopKLogitsWarper \(top_k=0\)"),
+    "top_p": ({"top_p": 0.9}, r"switch off TopPLogitsWarper \(top_p=1.0\)"),
+    "repetition_penalty": ({"repetition_penalty": 1.2}, "switch off RepetitionPenaltyLogitsProcessor"),
+    "two processors": ({"top_k": 5, "min_p": 0.1}, r"TopKLogitsWarper \(top_k=0\), MinPLogitsWarper \(min_p=None\)"),
+    "logits_processor": ({"logits_processor": [Adds()]}, "switch off Adds, or keep them and generate without custom_generate"),
+    "prefix_allowed_tokens_fn": ({"prefix_allowed_tokens_fn": lambda batch, ids: [3, 4]}, "prefix_allowed_tokens_fn=None"),
+    "return_dict_in_generate": ({"return_dict_in_generate": True}, "return_dict_in_generate is not supported"),
+    "num_beams": ({"num_beams": 3}, "got beam_sample .num_beams=3"),
+    "greedy beams": ({"do_sample": False, "num_beams": 3}, "got beam_search .num_beams=3"),
+    "assistant_model": ({"assistant_model": None}, "got assisted_generation .assistant_model"),
+    "prompt_lookup_num_tokens": ({"prompt_lookup_num_tokens": 2}, "prompt_lookup_num_tokens=2"),
+    "assistant_early_exit": ({"assistant_early_exit": 1}, "assistant_early_exit=1"),
+    "dola_layers": ({"dola_layers": "low"}, "dola_layers='low'"),
+    "penalty_alpha": ({"do_sample": False, "penalty_alpha": 0.6, "top_k": 4}, "penalty_alpha=0.6"),
+    "constraints": ({"force_words_ids": [[7]], "num_beams": 2}, "force_words_ids"),
+    "is_assistant": ({"is_assistant": True}, "is_assistant is not supported"),
+    "synced_gpus": ({"synced_gpus": True}, "synced_gpus is not supported"),
+    "compile_config": ({"compile_config": transformers.CompileConfig()}, "compile_config is not supported"),
+    "stop_strings": ({"stop_strings": ["a"], "tokenizer": Decoder()}, "stop strings"),  # by transformers
+    "token_healing": ({"token_healing": True, "tokenizer": Decoder()}, "tokenizer"),  # by transformers
+    "greedy temperatures": ({"do_sample": False, "temperatures": [0.5]}, "temperatures needs do_sample=True"),
+    "two temperatures": ({"temperatures": [0.5, 0.6]}, "temperatures must have one entry for each of the 1 seq"),
+    "a negative temperature": ({"temperatures": [-1.0]}, r"temperatures must be at least 0, got \[-1.0\]"),
+    "NaN": ({"temperatures": [float("nan")]}, "temperatures must be at least 0"),
+    "two seeds": ({"seeds": [1, 2]}, r"seeds must have one entry for each of the 1 sequences, got shape \(2,\)"),
+    "returned sequences": ({"seeds": [1], "num_return_sequences": 3}, "3 sequences, 1 prompts x 3 returned sequences"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_it_cannot_do_is_an_error_by_name_before_the_first_token(model, case):
+    options, message = REFUSED[case]
+    if case == "assistant_model":
+        options = {"assistant_model": model}
+    streamer = None if case in ("greedy beams", "num_beams") else Collector()
+    arguments = prompt([4]) | SAMPLED | {"max_new_tokens": 2, "streamer": streamer} | options
     with pytest.raises(ValueError, match=message):
-        model.generate(**prompt([4]), **(SAMPLED | options), max_new_tokens=2)
+        model.generate(**arguments)
+    assert streamer is None or len(streamer.steps) <= 1  # the prompt
+
+
+@pytest.mark.parametrize(("seeds", "message"), [([0.5], "seeds must be integers"), (torch.ones(1), "got torch.float32")])
+def test_seeds_must_be_integers(model, seeds, message):
+    with pytest.raises(TypeError, match=message):
+        model.generate(**prompt([4]), **SAMPLED, max_new_tokens=2, seeds=seeds)
+
+
+PROCESSORS = {
+    "top_k": 50, "top_p": 0.9, "min_p": 0.1, "top_h": 0.5, "typical_p": 0.9, "epsilon_cutoff": 0.1, "eta_cutoff": 0.1,
+    "repetition_penalty": 1.2, "encoder_repetition_penalty": 1.2, "no_repeat_ngram_size": 2, "encoder_no_repeat_ngram_size": 2,
+    "bad_words_ids": [[7]], "min_length": 9, "min_new_tokens": 2, "forced_bos_token_id": 7, "forced_eos_token_id": 7,
+    "remove_invalid_values": True, "exponential_decay_length_penalty": (2, 1.1), "suppress_tokens": [7],
+    "begin_suppress_tokens": [7], "sequence_bias": {(7,): 1.0}, "guidance_scale": 2.0,
+    "watermarking_config": WatermarkingConfig(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("field", PROCESSORS)
+def test_the_error_says_what_switches_a_processor_off(model, field, monkeypatch):
+    """Also where the model's own generation_config has switched it on, as many a model from the Hub has."""
+    config = GenerationConfig(**{"pad_token_id": 0, "eos_token_id": 2, field: PROCESSORS[field]})
+    monkeypatch.setattr(model, "generation_config", config)
+    arguments = prompt([4]) | {"do_sample": True, "custom_generate": generate, "max_new_tokens": 2, "seeds": [3]}
+    if field != "top_k":
+        arguments["top_k"] = 0
+    with pytest.raises(ValueError, match="switch off") as error:
+        model.generate(**arguments)
+    hints = dict(re.findall(r"\((\w+)=(.*?)\)", str(error.value)))
+    assert field in hints
+    value = hints[field]
+    assert f"| `{field}` | refused" in DOCS
+    assert f"switched off by {value} |" in next(line for line in DOCS.splitlines() if line.startswith(f"| `{field}` |"))
+    model.generate(**arguments | {field: eval(value)})
+
+
+def test_every_processor_of_transformers_has_a_hint():
+    """Those that ``_get_logits_processor`` may add."""
+    from flashsampling.integrations.transformers import _SWITCH_OFF
+
+    source = inspect.getsource(GenerationMixin._get_logits_processor)
+    added = set(re.findall(r"processors\.append\(\s*(\w+)\(", source))
+    assert len(added) > 20
+    assert added - {"TemperatureLogitsWarper", "LogitNormalization"} <= set(_SWITCH_OFF)
+
+
+def test_the_docs_say_what_every_argument_does():
+    fields = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
+    arguments = set(inspect.signature(GenerationMixin.generate).parameters) - {"self", "kwargs"}
+    ours = {"sampler", "seeds", "temperatures", "token_streamer"}
+    assert set(inspect.signature(generate).parameters) - set(inspect.signature(GenerationMixin._sample).parameters) == ours | {
+        "model"
+    }
+    said = set(re.findall(r"^\| `(\w+)` \| \S", DOCS, flags=re.MULTILINE))
+    assert (fields | arguments | ours) - said == set()
+
+
+def plain(model, seeds, **options):
+    """What transformers draws with the same noise."""
+    return model.generate(**options | {"do_sample": False, "logits_processor": [_GumbelNoise(seeds, 0.8)]})
+
+
+class StopsAt(StoppingCriteria):
+    def __init__(self, length):
+        self.length = length
+
+    def __call__(self, input_ids, scores, **_):
+        assert int(input_ids.min()) >= 0
+        return torch.full((input_ids.shape[0],), input_ids.shape[1] >= self.length, device=input_ids.device)
+
+
+WORKS = {
+    "use_cache": lambda: {"use_cache": False},
+    "a pad id that is not 0": lambda: {"pad_token_id": 9, "eos_token_id": list(range(100, 400))},
+    "eos list": lambda: {"eos_token_id": list(range(100, 300))},
+    "static cache": lambda: {"cache_implementation": "static"},
+    "max_cache_len": lambda: {"cache_implementation": "static", "cache_config": {"max_cache_len": 64}},
+    "dynamic cache": lambda: {"past_key_values": DynamicCache()},
+    "chunked prefill": lambda: {"prefill_chunk_size": 4},
+    "generation_config": lambda: {"generation_config": GenerationConfig(max_new_tokens=6, eos_token_id=-1, pad_token_id=3)},
+    "stopping_criteria": lambda: {"stopping_criteria": [StopsAt(12)]},
+    "renormalize_logits": lambda: {"renormalize_logits": True},
+    "max_length": lambda: {"max_length": 15, "max_new_tokens": None},
+    "output_scores": lambda: {"output_scores": True},
+    "beam options without beams": lambda: {"length_penalty": 2.0, "early_stopping": True},
+}
+
+
+@pytest.mark.parametrize("case", WORKS)
+def test_works_as_in_transformers(model, case):
+    seeds = torch.tensor([11, -5, 2**62], device=DEVICE)
+    options = prompt([9, 4, 7]) | {"max_new_tokens": 12}
+    ours = SAMPLED
+    if case == "generation_config":
+        options.pop("max_new_tokens")
+        ours = {"custom_generate": generate}
+        sampling = GenerationConfig(max_new_tokens=6, eos_token_id=-1, pad_token_id=3, do_sample=True, temperature=0.8, top_k=0)
+        fused = model.generate(**options, **ours, seeds=seeds, generation_config=sampling)
+    else:
+        fused = model.generate(**options | WORKS[case](), **ours, seeds=seeds)
+    expected = plain(model, seeds, **options | WORKS[case]())
+    assert torch.equal(fused, expected)
+    if case == "a pad id that is not 0":
+        assert (fused[:, 9:] == 9).any()
+
+
+def test_stop_strings_as_a_criterion(model):
+    """What the docs say to pass, since transformers hands no tokenizer on."""
+    letters = {chr(97 + token): token for token in range(26)}
+    words = {f"{chr(97 + token % 26)}{chr(97 + token // 26 % 26)}{token}": token for token in range(26, 1000)}
+    tokens = tokenizers.Tokenizer(tokenizers.models.BPE(letters | words, []))
+    tokens.decoder = tokenizers.decoders.Fuse()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tokens)
+    options, seeds = prompt([6]) | {"max_new_tokens": 15, "eos_token_id": -1}, torch.tensor([1], device=DEVICE)
+    free = model.generate(**options, **SAMPLED, seeds=seeds)
+    stop = tokenizer.decode([int(free[0, 9])])[1:]
+    criteria = [transformers.StopStringCriteria(tokenizer, [stop])]
+    stopped = model.generate(**options, **SAMPLED, seeds=seeds, stopping_criteria=criteria)
+    assert torch.equal(stopped, plain(model, seeds, **options, stop_strings=[stop], tokenizer=tokenizer))
+    assert stopped.shape[1] <= 10 < free.shape[1]
+
+
+def test_max_time_stops(model):
+    assert model.generate(**prompt([5]), **SAMPLED, max_time=1e-9, max_new_tokens=50).shape == (1, 6)
+
+
+def test_inputs_embeds_are_a_prompt(model):
+    inputs = prompt([9, 4])
+    embeds = {"inputs_embeds": model.get_input_embeddings()(inputs["input_ids"]), "attention_mask": inputs["attention_mask"]}
+    ids = model.generate(**inputs, **SAMPLED, seeds=[1, 2], max_new_tokens=6)
+    assert torch.equal(model.generate(**embeds, **SAMPLED, seeds=[1, 2], max_new_tokens=6), ids[:, 9:])
+
+
+def test_goes_on_from_a_cache(model):
+    inputs, cache = prompt([9]), DynamicCache()
+    first = model.generate(**inputs, **SAMPLED, seeds=[3], max_new_tokens=5, eos_token_id=-1, past_key_values=cache)
+    assert cache.get_seq_length() == 13
+    sampler = LMHeadSampler.from_model(model, max_batch_size=1)
+    sampler.reset(torch.tensor([3], device=DEVICE), offset=5)
+    rest = {"input_ids": first, "attention_mask": torch.ones_like(first)}
+    second = model.generate(**rest, **SAMPLED, sampler=sampler, max_new_tokens=4, eos_token_id=-1, past_key_values=cache)
+    assert torch.equal(second, model.generate(**inputs, **SAMPLED, seeds=[3], max_new_tokens=9, eos_token_id=-1))
+
+
+def test_returned_sequences_have_their_own_seeds_and_temperatures(model):
+    inputs = prompt([6, 8])
+    seeds, temperatures = [1, 2, 3, 4, 5, 6], [0.5, 0.8, 0.0, 1.5, 0.8, 0.7]
+    options = SAMPLED | {"max_new_tokens": 9, "eos_token_id": -1}
+    out = model.generate(**inputs, **options, num_return_sequences=3, seeds=seeds, temperatures=temperatures)
+    for row in range(6):
+        one = {name: value[row // 3 : row // 3 + 1] for name, value in inputs.items()}
+        alone = model.generate(**one, **options, seeds=seeds[row : row + 1], temperatures=temperatures[row : row + 1])
+        assert torch.equal(out[row : row + 1], alone)
+    for seed in (7, None):
+        out = model.generate(**inputs, **options, num_return_sequences=3, seeds=seed)
+        assert len({tuple(row) for row in out.tolist()}) == 6
+    assert torch.equal(*(model.generate(**inputs, **options, num_return_sequences=3, seeds=7) for _ in range(2)))
+
+
+def test_seeds_of_64_bits(model):
+    inputs = prompt([6, 8])
+    out = [
+        model.generate(**inputs, **SAMPLED, max_new_tokens=5, seeds=seeds)
+        for seeds in ([2**64 - 5, 3], [-5, 3], torch.tensor([-5, 3]), torch.tensor([-5, 3], dtype=torch.int32))
+    ]
+    assert all(torch.equal(out[0], other) for other in out)
+
+
+def test_a_temperature_warper_of_ones_own(model):
+    seeds = torch.tensor([5, 6], device=DEVICE)
+    own = {"temperature": 1.0, "logits_processor": [TemperatureLogitsWarper(0.8)]}
+    fused = model.generate(**prompt([5, 5]), **SAMPLED | own, seeds=seeds, max_new_tokens=9)
+    assert torch.equal(fused, plain(model, seeds, **prompt([5, 5]), max_new_tokens=9))
+
+
+def test_a_compiled_decoder(model):
+    compiled = llama()
+    compiled.get_decoder().compile(backend="eager")
+    options = prompt([5, 7]) | SAMPLED | {"seeds": [1, 2], "max_new_tokens": 4}
+    assert torch.equal(compiled.generate(**options), model.generate(**options))
+    whole, called = llama(), llama()
+    whole.forward = torch.compile(whole.forward, backend="eager")
+    called.compile(backend="eager")
+    for refused in (whole, called):
+        with pytest.raises(ValueError, match=r"the model is compiled, .* model.get_decoder\(\).compile\(\)"):
+            refused.generate(**options)
+
+
+def test_a_row_without_a_token_stops_the_generation_before_its_id_is_used():
+    poisoned = llama()
+    with torch.no_grad():
+        poisoned.get_input_embeddings().weight[7] = float("nan")
+    fed = []
+    poisoned.get_input_embeddings().register_forward_pre_hook(lambda module, args: fed.append(int(args[0].min())))
+    inputs, streamer = prompt([5, 5, 5]), Collector()
+    inputs["input_ids"][1, 2] = 7
+    criteria = [StopsAt(50)]
+    with pytest.raises(NoTokenError, match=r"rows \[1\] of the batch at new token 1: a NaN") as error:
+        poisoned.generate(**inputs, **SAMPLED, max_new_tokens=4, eos_token_id=-1, streamer=streamer, stopping_criteria=criteria)
+    assert error.value.rows == [1]
+    assert len(streamer.steps) == 1  # the prompt
+    assert streamer.ends == 1
+    assert min(fed) >= 0
+
+
+def test_a_row_that_has_ended_may_hold_nan():
+    """What a finished sequence is fed is padding; nothing of what comes out is used."""
+    poisoned = llama()
+    inputs = prompt([5, 5])
+    free = poisoned.generate(**inputs, **SAMPLED, seeds=[1, 2], max_new_tokens=8, eos_token_id=-1)
+    stop = next(int(token) for token in free[0, 5:8] if token not in free[1])
+    with torch.no_grad():
+        poisoned.get_input_embeddings().weight[9] = float("nan")
+    assert 9 not in free
+    out = poisoned.generate(**inputs, **SAMPLED, seeds=[1, 2], max_new_tokens=8, eos_token_id=stop, pad_token_id=9)
+    assert torch.equal(out[1], free[1])
+    assert (out[0] == 9).any()
 
 
 def test_a_model_that_caps_its_logits_is_refused():
@@ -132,6 +510,249 @@ def test_a_model_that_caps_its_logits_is_refused():
     config.final_logit_softcapping = None
     plain = Gemma2ForCausalLM(config).to(DEVICE).eval()
     assert plain.generate(**prompt([4]), **SAMPLED, max_new_tokens=2, eos_token_id=-1).shape == (1, 6)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda logits: logits * 2,
+        lambda logits: 0.5 * logits,
+        lambda logits: logits.div(1, rounding_mode="floor"),
+        lambda logits: logits[..., :2],
+        lambda logits: torch.tanh(logits),
+        lambda logits: logits.data,
+        lambda logits: logits.mul_(1),
+        lambda logits: torch.cat([logits]),
+        lambda logits: torch.zeros(2).to(logits),
+    ],
+)
+def test_whatever_is_done_to_the_logits_is_seen(change):
+    logits = torch.zeros(2, 3).as_subclass(_Placeholder)
+    logits.changed = "changes the logits"
+    assert logits.float().to(torch.float16).contiguous() * 1.0 / 1 is logits
+    assert logits.shape == (2, 3)
+    with pytest.raises(
+        ValueError, match=r"(changes the logits|the logits were used) \(\w+\), which the fused step cannot follow"
+    ):
+        change(logits)
+
+
+def test_a_change_after_the_check_is_refused():
+    config = Gemma2Config(**SIZES, final_logit_softcapping=None, pad_token_id=0, query_pre_attn_scalar=16)
+    gemma = Gemma2ForCausalLM(config).to(DEVICE).eval()
+    gemma.generate(**prompt([4]), **SAMPLED, max_new_tokens=2)
+    config.final_logit_softcapping = 30.0
+    with pytest.raises(ValueError, match=r"Gemma2ForCausalLM changes the logits after its LM head \(div\)"):
+        gemma.generate(**prompt([4]), **SAMPLED, max_new_tokens=2)
+
+
+class Doubles(nn.Linear):
+    def forward(self, hidden_states):
+        return 2 * super().forward(hidden_states)
+
+
+class Adapter(nn.Module):
+    """As PEFT wraps a linear layer."""
+
+    def __init__(self, base_layer):
+        super().__init__()
+        self.base_layer = base_layer
+
+    def forward(self, hidden_states):
+        return self.base_layer(hidden_states) + 1
+
+
+class Quantised(torch.Tensor):
+    pass
+
+
+def subclass(model):
+    model.lm_head.__class__ = Doubles
+
+
+def adapter(model):
+    model.lm_head = Adapter(model.lm_head)
+
+
+def bias(model):
+    model.lm_head.bias = nn.Parameter(torch.ones(1000, device=DEVICE))
+
+
+def own_forward(model):
+    model.lm_head.forward = lambda hidden_states: 2 * nn.Linear.forward(model.lm_head, hidden_states)
+
+
+def hook(model):
+    model.lm_head.register_forward_hook(lambda module, args, output: output * 2)
+
+
+def pre_hook(model):
+    model.lm_head.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+
+
+def quantised(model):
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().as_subclass(Quantised))
+
+
+def parametrised(model):
+    nn.utils.parametrize.register_parametrization(model.lm_head, "weight", nn.Softplus())
+
+
+def offloaded(model):
+    model.lm_head.to("meta")
+
+
+def compiled(model):
+    model.compile(backend="eager")
+
+
+def model_hook(model):
+    def scale(module, args, output):
+        output.logits = output.logits * 2
+        return output
+
+    model.register_forward_hook(scale)
+
+
+def model_forward(model):
+    forward = model.forward
+
+    def scaled(*args, **kwargs):
+        output = forward(*args, **kwargs)
+        output["logits"] = output.logits[:, -1:] * 1.5
+        return output
+
+    model.forward = scaled
+
+
+def other_logits(model):
+    model.register_forward_hook(lambda module, args, output: output.__class__(logits=torch.zeros(1, 1, 1000, device=DEVICE)))
+
+
+CHANGES = {
+    subclass: "must be an nn.Linear, got .*Doubles",
+    adapter: "must be an nn.Linear, got .*Adapter",
+    bias: "without bias, got one with a bias",
+    own_forward: "has a forward of its own",
+    hook: "has a forward hook",
+    pre_hook: "has a forward hook",
+    quantised: "plain floating-point weight in memory, got Quantised",
+    parametrised: "must be an nn.Linear, got .*ParametrizedLinear",
+    offloaded: "on meta",
+    compiled: "the model is compiled",
+    model_hook: "changes the logits after its LM head",
+    model_forward: "changes the logits after its LM head",
+    other_logits: "changes the logits after its LM head",
+}
+
+
+@pytest.mark.parametrize("when", ["before the check", "after the check", "while it generates"])
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_head_that_is_not_plain_is_refused(change, when):
+    """Nothing that alters the logits passes, whenever it came."""
+    changed = llama()
+
+    class Changes(Collector):
+        def put(self, value):
+            super().put(value)
+            if when == "while it generates" and len(self.steps) == 3:
+                change(changed)
+
+    if when == "before the check":
+        change(changed)
+    else:
+        checked_lm_head(changed)
+    if when == "after the check":
+        change(changed)
+    collector = Changes()
+    with pytest.raises(ValueError, match=CHANGES[change]):
+        changed.generate(**prompt([4]), **SAMPLED, max_new_tokens=5, eos_token_id=-1, streamer=collector)
+    assert len(collector.steps) == (3 if when == "while it generates" else 1)
+    if when != "while it generates":
+        with pytest.raises(ValueError, match=CHANGES[change]):
+            LMHeadSampler.from_model(changed)
+
+
+def test_a_head_that_is_replaced_while_generating_is_refused():
+    changed = llama()
+
+    class Replaces(Collector):
+        def put(self, value):
+            changed.lm_head = nn.Linear(64, 1000, bias=False, device=DEVICE)
+
+    with pytest.raises(ValueError, match="LM head was replaced"):
+        changed.generate(
+            **prompt([4]), **SAMPLED, max_new_tokens=5, token_streamer=Replaces(), sampler=LMHeadSampler.from_model(changed)
+        )
+
+
+def test_global_hooks_make_it_compare_again(model):
+    checked_lm_head(model)
+
+    def double(module, args, output):
+        return output * 2 if module is model.lm_head else None
+
+    handle = nn.modules.module.register_module_forward_hook(double)
+    try:
+        with pytest.raises(ValueError, match="returns something else than"):
+            checked_lm_head(model)
+    finally:
+        handle.remove()
+    assert checked_lm_head(model) is model.lm_head
+
+
+def test_autocast_is_refused(model):
+    with torch.autocast(DEVICE.type, torch.bfloat16), pytest.raises(ValueError, match="autocast"):
+        model.generate(**prompt([4]), **SAMPLED, max_new_tokens=2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bits(dtype):
+    half = llama().to(dtype)
+    seeds = torch.tensor([1, 2], device=DEVICE)
+    options = prompt([5, 6]) | {"max_new_tokens": 6, "eos_token_id": -1}
+    fused = half.generate(**options, **SAMPLED, seeds=seeds)
+    steps = half(
+        fused[:, :-1],
+        attention_mask=torch.nn.functional.pad(options["attention_mask"], (0, 5), value=1),
+        output_hidden_states=True,
+    )
+    logits = steps.hidden_states[-1][:, 5:].float() @ half.lm_head.weight.float().T
+    for step in range(6):
+        noise = _GumbelNoise(seeds, 0.8)
+        noise.step = step
+        scores = noise(None, logits[:, step])
+        chosen = scores.gather(1, fused[:, 6 + step, None])[:, 0]
+        assert (scores.amax(1) - chosen).max() < 0.2  # the hidden states' own rounding, with and without a cache
+
+
+def test_from_model(model):
+    sampler = LMHeadSampler.from_model(model, max_batch_size=3, seed=torch.tensor([1, 2, 3]), temperature=0.8, impl="reference")
+    assert sampler.weight is model.lm_head.weight
+    assert (sampler.max_batch_size, sampler.temperature, sampler.impl) == (3, 0.8, "reference")
+    inputs = prompt([6, 8, 7])
+    hidden = model.get_decoder()(**inputs).last_hidden_state[:, -1]
+    expected = model.generate(**inputs, **SAMPLED, seeds=[1, 2, 3], max_new_tokens=1)[:, -1]
+    assert torch.equal(sampler(hidden).token_ids, expected)
+    with pytest.raises(ValueError, match="tp must go to LMHeadSampler"):
+        LMHeadSampler.from_model(model, tp=object())
+    with pytest.raises(TypeError, match="must be a transformers causal LM, got Linear"):
+        LMHeadSampler.from_model(nn.Linear(4, 4))
+    with pytest.raises(ValueError, match=r"got .*NoneType"):
+        LMHeadSampler.from_model(model.get_decoder())
+    assert not model.lm_head._forward_hooks
+
+
+def test_a_sampler_of_another_weight_is_refused(model):
+    for weight in (model.lm_head.weight.detach().clone(), model.model.layers[0].mlp.up_proj.weight):
+        with pytest.raises(ValueError, match="must be over this model's LM head"):
+            model.generate(**prompt([4]), **SAMPLED, sampler=LMHeadSampler(weight), max_new_tokens=2)
+    with pytest.raises(TypeError, match="sampler must be an LMHeadSampler, got Linear"):
+        model.generate(**prompt([4]), **SAMPLED, sampler=model.lm_head, max_new_tokens=2)
+    out = model.generate(
+        **prompt([4]), **SAMPLED, sampler=LMHeadSampler(model.lm_head.weight.detach()), seeds=[3], max_new_tokens=2
+    )
+    assert torch.equal(out, model.generate(**prompt([4]), **SAMPLED, seeds=[3], max_new_tokens=2))
 
 
 def test_not_for_calling_by_itself(model):
