@@ -49,6 +49,7 @@ def _any_finite(scores: Tensor, best: Tensor) -> Tensor:
     return scores.isfinite().any(dim=-1)
 
 
+@torch.no_grad()  # with a trainable weight, autograd would keep every chunk for a gradient that tokens do not have
 def sample(
     hidden_states: Tensor,  # (B, D)
     weight: Tensor,  # (V, D)
