@@ -110,7 +110,7 @@ def _numbers(name: str, value: Any, wanted: str, number: Callable[[Any], Any]) -
     several = isinstance(value, Sequence) and not isinstance(value, (str, bytes))
     numbers = []
     for element in value if several else (value,):
-        if hasattr(element, "tolist") and not isinstance(element, Tensor):
+        if not isinstance(element, (int, float, Tensor)) and hasattr(element, "tolist"):
             element = element.tolist()
         if isinstance(element, (list, tuple)):
             raise ValueError(f"{name} must be {wanted}, got {got} of more than one dimension")
