@@ -355,7 +355,8 @@ def test_reset_never_writes_into_its_arguments():
 def test_a_default_temperature_per_row(kind):
     values = [0.0, 3.0, 0.5, 0.1]
     sampler = LMHeadSampler(make_head(), max_batch_size=4, seed=1, temperature=kind(values)).to(torch.bfloat16).float()
-    for batch in (4, 2, 0):  # 0.1 is no bfloat16: temperatures are no weights
+    assert torch.equal(sampler.temperature, torch.tensor(values, device=DEVICE))  # 0.1 is no bfloat16, and this is no weight
+    for batch in (4, 2, 0):
         x = states(batch)
         temperature = torch.tensor(values[:batch], device=DEVICE)
         expected = sample(
