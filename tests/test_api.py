@@ -396,8 +396,8 @@ def test_streaming_never_holds_the_logits(batch):
 def test_streaming_holds_a_chunk_whatever_the_number_of_draws(monkeypatch):
     """Neither scores nor the state of draws grow with their number; the tokens themselves do."""
     assert watch_streaming(2, 1100, 2**10) <= streaming._SCORES_AT_ONCE["cpu"]
-    monkeypatch.setattr(streaming, "_SCORES_AT_ONCE", {"cpu": 2 * streaming._DRAWS_PER_PASS})
-    assert watch_streaming(2, 130, 2 * streaming._DRAWS_PER_PASS + 5) <= 2 * streaming._DRAWS_PER_PASS
+    monkeypatch.setattr(streaming, "_SCORES_AT_ONCE", {"cpu": 2**15})
+    assert watch_streaming(1, 130, 2**15 + 5) <= 2**15
 
 
 def test_streaming_keeps_nothing_for_a_gradient():
