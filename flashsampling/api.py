@@ -1,25 +1,31 @@
 """The public function: validate, choose, call, return."""
 
-import math
+import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
+from torch.utils import _pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import noise, ops
+from .exchange import NO_TOKEN
+from .impl.reference import GREEDY_BELOW
+from .parameters import Integers, Reals, integers, reals
 
 if TYPE_CHECKING:
     from .distributed import TensorParallel
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
-_INT64_BITS = 64
+
+_said_that_noise_is_shared = False
 
 
 @dataclass(frozen=True)
 class SampleOutput:
-    """What a sampling step returns. Fields are only ever added.
+    """What a sampling step returns. Fields are only ever added. A pytree, so exported and compiled modules may return it.
 
     Attributes:
         token_ids: int64, (B,), or (B, num_samples) when ``num_samples > 1``. -1 in a row whose scores hold a NaN or no
@@ -29,13 +35,16 @@ class SampleOutput:
     token_ids: Tensor
 
 
+_pytree.register_dataclass(SampleOutput, serialized_type_name="flashsampling.SampleOutput")
+
+
 def sample(
     hidden_states: Tensor,  # (B, D)
     weight: Tensor,  # (V, D)
     *,
-    temperature: float | Tensor = 1.0,  # or (B,)
-    seed: int | Tensor | None = None,  # or (B,) int64
-    offset: int | Tensor = 0,  # or (B,) int64
+    temperature: Reals = 1.0,  # or (B,)
+    seed: Integers | None = None,  # or (B,)
+    offset: Integers = 0,  # or (B,)
     num_samples: int = 1,
     vocab_size: int | None = None,
     impl: str | None = None,
@@ -49,18 +58,30 @@ def sample(
 
     Args:
         hidden_states: (B, D), bfloat16, float16 or float32; B may be 0.
-        weight: (V, D), the LM head, same dtype and device; any row stride.
-        temperature: a number >= 0 or a floating-point tensor (B,). Below 1e-6 a row is greedy.
-        seed: an int or an integer tensor (B,): 64 bits, negative values count as their two's complement. An int is every
-            row's seed: rows that share (seed, offset) share their noise, so give independent rows seeds of their own.
-            None draws one seed per row from torch's default generator of the device.
-        offset: an int or an integer tensor (B,): the row's position, by convention how many tokens it has drawn.
+        weight: (V, D), the LM head, same dtype and device; any row stride. A plain tensor: neither quantised nor a DTensor.
+        temperature: at least 0; one number, or one per row. Below 1e-6 a row is greedy.
+        seed: 64 bits, negative values count as their two's complement; one integer, or one per row. None draws one per row
+            from torch's default generator of the device. One integer is every row's seed, and rows that share (seed, offset)
+            share their noise: those with equal hidden states draw equal tokens, at every call with that offset. Independent
+            rows need seeds of their own, and a row's next token the next offset::
+
+                seeds = torch.arange(batch, device=device)  # one per request, for all its tokens
+                for position in range(max_new_tokens):
+                    token_ids = sample(hidden_states, weight, seed=seeds, offset=position).token_ids
+
+            ``LMHeadSampler`` does both by itself.
+        offset: 64 bits; one integer, or one per row: the row's position, by convention how many tokens it has drawn.
         num_samples: draws per row, 1 to 2**24; each has noise of its own.
-        vocab_size: real size where ``weight`` is padded; rows from it on are never sampled.
+        vocab_size: real size where ``weight`` is padded; rows from it on are never sampled. At most 2**31 - 1.
         impl: "reference", "streaming", "triton" or "cute". None chooses by device and problem; a name never falls back.
         tp: a ``flashsampling.distributed.TensorParallel``: ``weight`` is then this rank's shard, the one that ``tp`` was made
             with, and every rank of the group makes this call with the same hidden states and parameters, and gets the same
             token ids. ``seed`` must be given; ``impl`` and ``vocab_size`` belong to ``tp``.
+
+    ``temperature``, ``seed`` and ``offset`` take Python and numpy numbers, lists, tuples, numpy arrays and tensors. A value per
+    row has shape (B,); shapes () and (1,) count for all rows. What a list or an array holds is checked, and copied to the
+    device in every call; the host waits for that, and no CUDA graph can capture it. Tensors on the device are read
+    by the kernel alone.
 
     Returns:
         SampleOutput.
@@ -70,23 +91,30 @@ def sample(
         ValueError: a shape, device or range does not fit, or ``impl`` cannot do this problem.
         flashsampling.distributed.TensorParallelTimeout: another rank did not take part in this step or, with the transport
             "p2p", in an earlier one; the rows of that step are -1.
+
+    Warns:
+        UserWarning: once per process, where several rows, not greedy, share one integer for a seed and one for an offset.
     """
     batch, vocab, device = _check_matrices(hidden_states, weight, 1 if tp is None else 0)
     if tp is not None:
-        vocab_size, impl = _check_tensor_parallel(tp, weight, batch, num_samples, seed, vocab_size, impl)
-    elif vocab_size is None:
+        if seed is None:
+            raise ValueError("seed must be given with tp: all ranks need the same")
+        vocab_size, impl = check_tensor_parallel(tp, weight, batch, num_samples, vocab_size, impl)
+    elif vocab_size is None and vocab <= NO_TOKEN:
         vocab_size = vocab
-    elif not 1 <= vocab_size <= vocab:
-        raise ValueError(f"vocab_size must be from 1 to the {vocab} rows of weight, got {vocab_size}")
+    else:
+        vocab_size = check_vocab_size(vocab_size, vocab)
     if not 1 <= num_samples <= noise.MAX_DRAWS:
         raise ValueError(f"num_samples must be from 1 to 2**24, got {num_samples}")
-    if impl is not None and impl not in ops.IMPLEMENTATIONS:
-        raise ValueError(f"impl must be None or one of {', '.join(ops.IMPLEMENTATIONS)}, got {impl!r}")
+    if impl is not None:
+        check_impl(impl)
     if seed is None:
         seed = torch.randint(-(2**63), 2**63 - 1, (batch,), dtype=torch.int64, device=device)
-    temperature_rows, temperature_value = _temperature(temperature, batch, device)
-    seed_rows, seed_value = _integers("seed", seed, batch, device)
-    offset_rows, offset_value = _integers("offset", offset, batch, device)
+    temperature_rows, temperature_value = reals("temperature", temperature, batch, device)
+    seed_rows, seed_value = integers("seed", seed, batch, device)
+    offset_rows, offset_value = integers("offset", offset, batch, device)
+    if seed_rows is None and offset_rows is None and batch > 1 and not torch.compiler.is_compiling():
+        _say_that_noise_is_shared(batch, greedy=temperature_rows is None and temperature_value < GREEDY_BELOW)
     token_ids = ops.sample(
         hidden_states,
         weight,
@@ -106,86 +134,104 @@ def sample(
 
 def _check_matrices(hidden_states: Tensor, weight: Tensor, least_rows: int) -> tuple[int, int, torch.device]:
     """B, V and the device. Every attribute is asked for once: a tenth of a microsecond each."""
-    if not isinstance(hidden_states, Tensor):
-        raise TypeError(f"hidden_states must be a torch.Tensor, got {type(hidden_states).__name__}")
-    if not isinstance(weight, Tensor):
-        raise TypeError(f"weight must be a torch.Tensor, got {type(weight).__name__}")
+    if type(hidden_states) is not Tensor:
+        _check_kind("hidden_states", hidden_states)
+    kind = type(weight)
+    if kind is not Parameter and kind is not Tensor:
+        _check_kind("weight", weight)
     shape, weight_shape = hidden_states.shape, weight.shape
     if len(shape) != 2:
         hint = "select the positions to sample first, e.g. hidden_states[:, -1]"
         raise ValueError(f"hidden_states must have 2 dimensions, got shape {tuple(shape)}; {hint}")
-    if len(weight_shape) != 2:
-        raise ValueError(f"weight must have 2 dimensions, got shape {tuple(weight_shape)}")
     dtype, device = hidden_states.dtype, hidden_states.device
     if dtype not in _DTYPES:
         raise TypeError(f"hidden_states must be bfloat16, float16 or float32, got {dtype}")
     if weight.dtype != dtype:
+        check_weight(weight, least_rows)
         raise TypeError(f"weight must have the dtype of hidden_states, {dtype}, got {weight.dtype}")
+    if len(weight_shape) != 2:
+        check_weight(weight, least_rows)
     if weight.device != device:
         raise ValueError(f"weight must be on the device of hidden_states, {device}, got {weight.device}")
     (batch, dim), (vocab, columns) = shape, weight_shape
     if dim != columns:
         raise ValueError(f"weight must have the {dim} columns of hidden_states, got shape {tuple(weight_shape)}")
     if vocab < least_rows or dim < 1:
-        raise ValueError(f"weight must have at least one row and one column, got shape {tuple(weight_shape)}")
+        check_weight(weight, least_rows)
     return batch, vocab, device
 
 
-def _check_tensor_parallel(
-    tp: "TensorParallel",
-    weight: Tensor,
-    batch: int,
-    num_samples: int,
-    seed: int | Tensor | None,
-    vocab_size: int | None,
-    impl: str | None,
+def check_weight(weight: Tensor, least_rows: int = 1) -> None:
+    """Raises what ``sample`` documents if a weight cannot serve whatever the hidden states are."""
+    _check_kind("weight", weight)
+    dtype, shape = weight.dtype, tuple(weight.shape)
+    if dtype not in _DTYPES:
+        hint = "" if dtype.is_floating_point and dtype.itemsize > 1 else "; of a quantised head pass the dequantised weight"
+        raise TypeError(f"weight must be bfloat16, float16 or float32, got {dtype}{hint}")
+    if weight.layout is not torch.strided:
+        raise TypeError(f"weight must be a dense tensor, got {weight.layout}; pass weight.to_dense()")
+    if len(shape) != 2:
+        raise ValueError(f"weight must have 2 dimensions, got shape {shape}")
+    if shape[0] < least_rows or shape[1] < 1:
+        raise ValueError(f"weight must have at least one row and one column, got shape {shape}")
+
+
+def _check_kind(name: str, tensor: object) -> None:
+    """Raises TypeError for what is no tensor, or one whose memory is not its values."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+    if hasattr(tensor, "full_tensor"):
+        what = "this rank's rows, weight.to_local(), with tp=TensorParallel(...)," if name == "weight" else "the whole of it,"
+        raise TypeError(f"{name} must be a plain tensor, got a DTensor; pass {what} or {name}.full_tensor()")
+    if name == "weight" and is_traceable_wrapper_subclass(tensor):
+        hint = "of a quantised head pass the dequantised weight, e.g. weight.dequantize()"
+        raise TypeError(f"weight must be a plain tensor, got {type(tensor).__name__}; {hint}")
+
+
+def check_vocab_size(vocab_size: int | None, vocab: int) -> int:
+    """How many of the weight's ``vocab`` rows may be sampled. Raises what ``sample`` documents."""
+    if vocab_size is None:
+        vocab_size = vocab
+    elif not 1 <= vocab_size <= vocab:
+        raise ValueError(f"vocab_size must be from 1 to the {vocab} rows of weight, got {vocab_size}")
+    if vocab_size > NO_TOKEN:  # which as an id says that there is none
+        raise ValueError(
+            f"weight must have at most 2**31 - 1 rows that can be sampled, got {vocab_size}; vocab_size says how many can"
+        )
+    return vocab_size
+
+
+def check_impl(impl: str | None) -> None:
+    """Raises what ``sample`` documents."""
+    if impl is not None and impl not in ops.IMPLEMENTATIONS:
+        raise ValueError(f"impl must be None or one of {', '.join(ops.IMPLEMENTATIONS)}, got {impl!r}")
+
+
+def _say_that_noise_is_shared(batch: int, greedy: bool) -> None:
+    global _said_that_noise_is_shared
+    if greedy or _said_that_noise_is_shared:
+        return
+    _said_that_noise_is_shared = True
+    warnings.warn(
+        f"one seed and one offset for {batch} rows: rows with equal hidden states draw equal tokens, and every call with this "
+        "seed and offset draws with the same noise. Give every row a seed of its own (seed=torch.arange(B, device=...), or "
+        "None) and every step its offset; LMHeadSampler does both. A tensor of equal seeds says that this is meant",
+        UserWarning,
+        stacklevel=3,
+    )
+
+
+def check_tensor_parallel(
+    tp: "TensorParallel", weight: Tensor, batch: int, num_samples: int, vocab_size: int | None, impl: str | None
 ) -> tuple[int, str]:
-    """The shard's own vocabulary size and the group's implementation."""
+    """The shard's own vocabulary size and the group's implementation. Raises what ``sample`` documents."""
     from .distributed import TensorParallel  # whoever has one has imported it
 
     if not isinstance(tp, TensorParallel):
         raise TypeError(f"tp must be a flashsampling.distributed.TensorParallel, got {type(tp).__name__}")
-    if seed is None:
-        raise ValueError("seed must be given with tp: all ranks need the same")
     if vocab_size is not None:
         raise ValueError("vocab_size must be given to TensorParallel, not together with tp")
     if impl is not None and impl != tp.impl:
         raise ValueError(f"impl must be None or tp.impl = {tp.impl!r} with tp, got {impl!r}")
     tp.check_call(weight, batch, num_samples)
     return tp.last_token - tp.first_token, tp.impl
-
-
-def _temperature(temperature: float | Tensor, batch: int, device: torch.device) -> tuple[Tensor | None, float]:
-    if isinstance(temperature, Tensor):
-        dtype = temperature.dtype
-        if dtype is not torch.float32 and not dtype.is_floating_point:
-            raise TypeError(f"temperature must be floating point, got {dtype}")
-        return _rows("temperature", temperature, batch, device, dtype, torch.float32), 0.0
-    if isinstance(temperature, bool) or not isinstance(temperature, (int, float)):
-        raise TypeError(f"temperature must be a float or a tensor, got {type(temperature).__name__}")
-    if math.isnan(temperature) or temperature < 0:
-        raise ValueError(f"temperature must be at least 0, got {temperature}")
-    return None, float(temperature)
-
-
-def _integers(name: str, value: int | Tensor, batch: int, device: torch.device) -> tuple[Tensor | None, int]:
-    if isinstance(value, Tensor):
-        dtype = value.dtype
-        if dtype is not torch.int64 and dtype not in _INTEGERS:
-            raise TypeError(f"{name} must be an integer tensor, got {dtype}")
-        return _rows(name, value, batch, device, dtype, torch.int64), 0
-    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
-        raise TypeError(f"{name} must be an int or an integer tensor, got {type(value).__name__}")
-    if not -(2**63) <= value < 2**64:
-        raise ValueError(f"{name} must fit in 64 bits, got {value}")
-    return None, value - 2**_INT64_BITS if value >= 2**63 else value
-
-
-def _rows(name: str, rows: Tensor, batch: int, device: torch.device, dtype: torch.dtype, wanted: torch.dtype) -> Tensor:
-    """A value per row as the implementations take it: contiguous, of the dtype ``wanted``. ``dtype``: what it has."""
-    if rows.shape != (batch,):
-        raise ValueError(f"{name} must be a number or have shape ({batch},), got shape {tuple(rows.shape)}")
-    if rows.device != device:
-        raise ValueError(f"{name} must be on the device of hidden_states, {device}, got {rows.device}")
-    # asking is a tenth of what the two calls cost that would change nothing
-    return rows if dtype is wanted and rows.is_contiguous() else rows.to(wanted).contiguous()

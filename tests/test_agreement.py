@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import flashsampling
 from tests.conftest import DEVICE
-from tests.problems import IMPLEMENTATIONS, KERNELS, assert_agreement, check, fit, gumbel_at, make_problem
+from tests.problems import IMPLEMENTATIONS, KERNELS, Problem, assert_agreement, check, fit, gumbel_at, make_problem
 from tests.zero_words import ZERO_WORDS
 
 ON_GPU = DEVICE.type == "cuda"
@@ -248,15 +248,101 @@ def test_ties_go_to_the_lowest_id(impl, device):
         out = flashsampling.sample(ones, fit(impl, weight), temperature=0.0, seed=0, impl=impl)
         assert (out.token_ids == min(low, high)).all()
     weight = torch.zeros(300, 1, device=device)
-    weight[:200] = -0.0
-    zeros = fit(impl, torch.full((2, 1), -1e-30, device=device))
-    assert (flashsampling.sample(zeros, fit(impl, weight), temperature=0.0, seed=0, impl=impl).token_ids == 0).all()
+    weight[200:] = -0.0  # times a negative number: the lower ids' logits are -0.0, which ties with 0.0
+    # noise times 0 has either sign too: rows of many seeds
+    small, seed = fit(impl, torch.full((16, 1), -1e-30, device=device)), torch.arange(16, device=device)
+    assert (flashsampling.sample(small, fit(impl, weight), temperature=0.0, seed=seed, impl=impl).token_ids == 0).all()
     problem = make_problem(64, 300, 4, device, impl=impl)
     problem.weight = torch.zeros_like(problem.weight)
     problem.temperature = torch.ones_like(problem.temperature)
     tokens = problem.sample(impl)
     assert torch.equal(tokens[:, 0], gumbel_at(problem)[:, 0].argmax(dim=-1))
     assert len(tokens.unique()) > 40
+
+
+@pytest.mark.parametrize("impl", ["reference", *IMPLEMENTATIONS])
+@pytest.mark.parametrize("temperature", [1e-3, 1e-4, 2e-6, 1.001e-6])
+def test_low_temperatures_are_no_greedy_ones(impl, temperature, device):
+    """Only below 1e-6 is a row greedy: above, equal logits are told apart by their noise, however little of it there is."""
+    problem = make_problem(16, 300, 4, device, impl=impl)
+    problem.weight = torch.zeros_like(problem.weight)
+    drawn = gumbel_at(problem)[:, 0].argmax(dim=-1)
+    assert (drawn != 0).all()
+    problem.temperature = torch.full_like(problem.temperature, temperature)
+    assert torch.equal(problem.sample(impl)[:, 0], drawn)
+    arguments = {"seed": problem.seed, "offset": problem.offset, "impl": impl}
+    out = flashsampling.sample(problem.hidden_states, problem.weight, temperature=temperature, **arguments)
+    assert torch.equal(out.token_ids, drawn)
+    problem.temperature = torch.full_like(problem.temperature, 0.999e-6)
+    assert (problem.sample(impl) == 0).all()
+    # and a rival whose logit is lower by less than the noise makes up for, or by more
+    rival, best = 256, 3
+    noise_apart = (gumbel_at(problem)[:, 0, rival] - gumbel_at(problem)[:, 0, best]).tolist()
+    problem.temperature = torch.full_like(problem.temperature, temperature)
+    gap = temperature * sum(abs(apart) for apart in noise_apart) / 16
+    weight = torch.full((300, 1), -1.0, device=device)
+    weight[best], weight[rival] = gap, 0.0
+    problem.weight = fit(impl, weight)
+    problem.hidden_states = fit(impl, torch.ones(16, 1, device=device))
+    gap = problem.weight[best, 0].item() / temperature  # rounded to bf16, perhaps
+    assert all(abs(apart - gap) > 1e-3 for apart in noise_apart)
+    assert problem.sample(impl)[:, 0].tolist() == [rival if apart > gap else best for apart in noise_apart]
+    assert 0 < sum(apart > gap for apart in noise_apart) < 16
+
+
+INF, NAN = math.inf, math.nan
+# logits by chunk of streaming; the others are 0, or what "rest" says
+ACROSS_CHUNKS = {
+    "tie of the first and the last chunk": ({0: 2.0, 3: 2.0}, 0.0, 0),
+    "tie of two chunks in the middle": ({1: 2.0, 2: 2.0}, 0.0, 1),
+    "nan in the first chunk": ({0: NAN}, 0.0, None),
+    "nan in the middle": ({1: NAN, 3: INF}, 0.0, None),
+    "nan in the last chunk": ({3: NAN}, 0.0, None),
+    "nan before +inf": ({0: NAN, 1: INF}, 0.0, None),
+    "finite in the first chunk alone": ({0: 1.0}, -INF, 0),
+    "finite in the middle alone": ({2: 1.0}, -INF, 2),
+    "finite in the last chunk alone": ({3: 1.0}, -INF, 3),
+    "finite first, +inf last": ({0: 1.0, 3: INF}, -INF, 3),
+    "+inf first, finite last": ({0: INF, 3: 1.0}, -INF, 0),
+    "+inf in two chunks": ({1: INF, 2: INF}, 0.0, 1),
+    "+inf and no finite": ({1: INF}, -INF, None),
+    "none": ({}, -INF, None),
+    "best first": ({0: -1.0, 3: -2.0}, -50.0, 0),
+    "best last": ({0: -2.0, 3: -1.0}, -50.0, 3),
+}
+
+
+@pytest.mark.parametrize("name", list(ACROSS_CHUNKS))
+@pytest.mark.parametrize(("impl", "num_samples"), [("streaming", 1), ("streaming", 3), ("reference", 1)])
+def test_special_rows_across_streaming_s_chunks(impl, name, num_samples, device, monkeypatch):
+    """Four chunks, the last a short one; a draw's state goes through all of them, and through blocks of draws."""
+    from flashsampling.impl import streaming
+
+    monkeypatch.setattr(streaming, "_MAX_TOKENS", {device.type: 1024})
+    monkeypatch.setattr(streaming, "_SCORES_AT_ONCE", {device.type: 2 * 2 * 1024})
+    chunk = streaming.chunk_tokens(2 * num_samples, 10**6, device.type)
+    assert chunk == 1024
+    logits, rest, winner = ACROSS_CHUNKS[name]
+    weight = torch.full((3 * chunk + 300, 1), rest, device=device)
+    tokens = {number: number * chunk + 77 for number in range(4)}
+    for number, logit in logits.items():
+        weight[tokens[number]] = logit
+    for temperature in (0.0, 1e-3):  # noise too small to change the winner, but of a tie
+        ones, seed = torch.ones(2, 1, device=device), torch.arange(2, device=device)
+        problem = Problem(ones, weight, torch.full((2,), temperature, device=device), seed, seed, num_samples)
+        drawn = problem.sample(impl)
+        if list(logits.values()).count(2.0) > 1 and temperature > 0:
+            assert torch.equal(drawn, problem.sample("reference"))
+        else:
+            assert (drawn == (-1 if winner is None else tokens[winner])).all()
+
+
+def test_streaming_over_a_real_vocabulary_s_chunks(device):
+    """V = 40,000 in the chunks as they are."""
+    problem = make_problem(5, 40_000, 8, device, torch.float32, num_samples=2, logit_std=0.5)
+    problem.weight[[5, 39_990]] = problem.weight[20_000] * 30
+    problem.hidden_states[4] = math.nan
+    assert_agreement(problem.sample("streaming"), problem)
 
 
 @pytest.mark.parametrize("impl", ["reference", *IMPLEMENTATIONS])

@@ -18,6 +18,7 @@ def test_packed_winners_of_any_split_are_the_whole_rows_winner():
     numbers = random.Random(0)
     inf, nan = float("inf"), float("nan")
     classes = [[-inf, -inf], [-inf, inf], [1.5, inf], [-2.0, 0.0], [-0.0, -inf], [nan, 1.0], [nan, inf], [3e38, -3e38], []]
+    classes += [[-5.0, -3.0], [-3.0, -4.0], [-1e-30, -inf], [-3e38]]  # shards whose bests are all negative
     for _ in range(400):
         shards = [numbers.choice(classes) for _ in range(3)]
         scores = [score for shard in shards for score in shard]
@@ -62,6 +63,23 @@ def test_winners_of_shards_are_the_whole_vocabulary_s(impl, batch, num_samples, 
             assert_agreement(tokens, problem)
         else:
             assert torch.equal(tokens, whole), ends
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+def test_shards_whose_scores_are_all_negative(impl, device):
+    """The higher of two negative scores wins, and of equal ones the lower id, in whichever shard they are."""
+    for tokens, scores, expected in (
+        ((10, 250), (-2.0, -3.0), 10),
+        ((10, 250), (-3.0, -2.0), 250),
+        ((40, 200), (-2.5, -2.5), 40),
+    ):
+        weight = torch.full((300, 8), 0.0, device=device)
+        weight[:, 0] = -100.0
+        weight[list(tokens), 0] = torch.tensor(scores, device=device)
+        states = torch.ones(1, 8, device=device)
+        problem = replace(make_problem(1, 300, 8, device), weight=fit(impl, weight), hidden_states=fit(impl, states))
+        problem.temperature[:] = 0.0
+        assert exchange.tokens_of(_shard_winners(impl, problem, (150, 300))).item() == expected
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)

@@ -1,0 +1,149 @@
+"""Seeds, offsets and temperatures: what users write, and what implementations take.
+
+Users write one number for all rows or one value per row, in whatever holds numbers: Python's and numpy's scalars, lists,
+tuples, arrays, tensors. Implementations take the number itself, or a contiguous (B,) tensor on the device of the hidden states.
+No tensor's values are read here, so no call waits for a device. numpy is not imported: what is not a tensor and has
+``tolist()``, as numpy's scalars and arrays do, is turned into Python numbers by it.
+"""
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, SupportsIndex, TypeAlias
+
+import torch
+from torch import Tensor
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
+_MAX_FLOAT32 = torch.finfo(torch.float32).max
+
+
+class Array(Protocol):
+    """numpy's scalars and arrays, and their like."""
+
+    def tolist(self) -> Any:
+        """The same as Python numbers, in lists."""
+
+
+Integers: TypeAlias = SupportsIndex | Sequence[SupportsIndex] | Array | Tensor
+Reals: TypeAlias = float | Sequence[float] | Array | Tensor
+
+
+def integers(name: str, value: Integers, batch: int, device: torch.device) -> tuple[Tensor | None, int]:
+    """64 bits per row: a tensor (batch,) int64, or None and the number for all rows, as two's complement."""
+    if isinstance(value, Tensor):
+        dtype = value.dtype
+        if dtype is not torch.int64 and dtype not in _INTEGERS:
+            raise TypeError(f"{name} must be an integer tensor, got {dtype}")
+        return _rows(name, value, batch, device, dtype, torch.int64), 0
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+        numbers = [
+            _two_s_complement(name, number) for number in _numbers(name, value, "an int or integers, one per row", _integer)
+        ]
+        if len(numbers) != 1:
+            return _column(name, numbers, batch, device, torch.int64), 0
+        return None, numbers[0]
+    if 0 <= value < 2**63:
+        return None, value  # type: ignore[return-value] # a SymInt is one to whoever takes it
+    return None, _two_s_complement(name, value)
+
+
+def reals(name: str, value: Reals, batch: int, device: torch.device) -> tuple[Tensor | None, float]:
+    """At least 0 per row: a tensor (batch,) float32, or None and the number for all rows. Infinite beyond float32."""
+    if isinstance(value, Tensor):
+        dtype = value.dtype
+        if dtype is not torch.float32 and not dtype.is_floating_point and dtype not in _INTEGERS:
+            raise TypeError(f"{name} must be a tensor of floating-point numbers or integers, got {dtype}")
+        return _rows(name, value, batch, device, dtype, torch.float32), 0.0
+    if isinstance(value, bool) or not isinstance(value, (float, int, torch.SymFloat, torch.SymInt)):
+        numbers = [_at_least_0(name, number) for number in _numbers(name, value, "a number or numbers, one per row", _real)]
+        if len(numbers) != 1:
+            return _column(name, numbers, batch, device, torch.float32), 0.0
+        return None, numbers[0]
+    if 0 <= value <= _MAX_FLOAT32:
+        return None, float(value)
+    return None, _at_least_0(name, value)
+
+
+def integer(name: str, value: SupportsIndex) -> int:
+    """An int from whatever Python would take as an index, but for a bool."""
+    try:
+        return value if type(value) is int else _integer(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an int, got {type(value).__name__}") from None
+
+
+def dimensions(value: Any) -> int:
+    """0: one number; 1: a value per row, as lists and most tensors are."""
+    return int(getattr(value, "ndim", isinstance(value, Sequence)))
+
+
+def _two_s_complement(name: str, value: Any) -> int:
+    if not -(2**63) <= value < 2**64:
+        raise ValueError(f"{name} must fit in 64 bits, got {value}")
+    return value - 2**64 if value >= 2**63 else value
+
+
+def _at_least_0(name: str, value: float) -> float:
+    if not value >= 0:  # NaN too
+        raise ValueError(f"{name} must be at least 0, got {value}")
+    return float(value) if value <= _MAX_FLOAT32 else math.inf
+
+
+def _integer(value: Any) -> int:
+    if isinstance(value, (bool, Tensor)):
+        raise TypeError
+    return operator.index(value)
+
+
+def _real(value: Any) -> float:
+    if isinstance(value, (bool, Tensor, str, bytes)):
+        raise TypeError
+    return value if isinstance(value, int) else float(value)  # an int may be beyond every float
+
+
+def _numbers(name: str, value: Any, wanted: str, number: Callable[[Any], Any]) -> list[Any]:
+    """Python numbers out of what holds one number, or one per row."""
+    got = type(value).__name__
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    several = isinstance(value, Sequence) and not isinstance(value, (str, bytes))
+    numbers = []
+    for element in value if several else (value,):
+        if not isinstance(element, (int, float, Tensor)) and hasattr(element, "tolist"):
+            element = element.tolist()
+        if isinstance(element, (list, tuple)):
+            raise ValueError(f"{name} must be {wanted}, got {got} of more than one dimension")
+        try:
+            numbers.append(number(element))
+        except TypeError:
+            if several:
+                got += f" that holds {type(element).__name__}"
+            hint = "; torch.stack makes one tensor of several" if isinstance(element, Tensor) else ""
+            raise TypeError(f"{name} must be {wanted}, got {got}{hint}") from None
+    return numbers
+
+
+def _column(name: str, numbers: list[Any], batch: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """A value per row, copied to the device."""
+    if len(numbers) != batch:
+        raise _shape_error(name, batch, (len(numbers),))
+    return torch.tensor(numbers, dtype=dtype, device=device)
+
+
+def _rows(name: str, rows: Tensor, batch: int, device: torch.device, dtype: torch.dtype, wanted: torch.dtype) -> Tensor:
+    """A value per row as the implementations take it: contiguous, of the dtype ``wanted``. ``dtype``: what it has."""
+    if rows.shape != (batch,):
+        if rows.dim() > 1 or rows.numel() != 1:
+            raise _shape_error(name, batch, tuple(rows.shape))
+        if rows.dim() == 0 and rows.device.type == "cpu":
+            rows = rows.to(device)  # torch's rule: a number on the CPU goes with any device
+        rows = rows.expand(batch)
+    if rows.device != device:
+        raise ValueError(f"{name} must be on the device of hidden_states, {device}, got {rows.device}")
+    # asking is a tenth of what the two calls cost that would change nothing
+    return rows if dtype is wanted and rows.is_contiguous() else rows.to(wanted).contiguous()
+
+
+def _shape_error(name: str, batch: int, shape: tuple[int, ...]) -> ValueError:
+    return ValueError(f"{name} must be a number or have shape (), (1,) or ({batch},), one per row, got shape {shape}")
