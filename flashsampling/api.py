@@ -59,6 +59,7 @@ def sample(
     Args:
         hidden_states: (B, D), bfloat16, float16 or float32; B may be 0.
         weight: (V, D), the LM head, same dtype and device; any row stride. A plain tensor: neither quantised nor a DTensor.
+            What a model does to its logits beside it (a bias, a scale, a soft cap) is not seen.
         temperature: at least 0; one number, or one per row. Below 1e-6 a row is greedy.
         seed: 64 bits, negative values count as their two's complement; one integer, or one per row. None draws one per row
             from torch's default generator of the device. One integer is every row's seed, and rows that share (seed, offset)
