@@ -45,6 +45,8 @@ CANDIDATES = [  # that fit sm_90's shared memory and registers; with more spills
     *(replace(_LEAN, rest_b=rest, chunk_b=chunk) for rest in (16, 32) for chunk in (32, 64)),
     *(replace(_LEAN, rest_b=rest, block_d=128, num_stages=3) for rest in (16, 32)),
     *(replace(_LEAN, rest_b=64, num_stages=5, chunk_b=chunk) for chunk in (32, 64)),
+    *(replace(_LEAN, rest_b=64, num_stages=5, chunk_b=chunk, preload=False) for chunk in (16, 32, 64)),
+    *(replace(_LEAN, rest_b=32, chunk_b=chunk, preload=False) for chunk in (16, 32)),
     replace(_LEAN, rest_b=128, num_stages=4),
 ]
 _MOST_PADDING = 64  # rows of a batch beyond the least that some candidate needs
