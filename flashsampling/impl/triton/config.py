@@ -9,9 +9,9 @@ shape is registers: per thread the accumulator, a Philox block's words, and the 
 
 Triton's blocks are powers of two. A tile between two of them is two blocks of columns, 128 + 32 say, that share the weight's
 tile: two accumulators, and the matmuls of both in flight at once. Above 192 rows it is blocks of 128, the last of which takes
-rows of the one before rather than rows beyond the batch (``kernel``). Over cuBLAS, H200, V = 151936, D = 4096, B = 96, 112, 128,
-160, 192, 208, 256, 320, 384, 512: 1.17, 1.11, 1.10, 1.39, 1.43, 1.53, 1.27, 1.53, 1.28, 1.27. The time grows with the batch, but
-for 96 rows, which take 1.04 times as long as 112, and 208, which take 1.03 times as long as 256.
+rows of the one before rather than rows beyond the batch (``kernel``). Over cuBLAS, H200, V = 151936, D = 4096, B = 96, 112,
+128, 160, 192, 208, 256, 320, 384, 512: 1.17, 1.11, 1.10, 1.39, 1.43, 1.53, 1.27, 1.53, 1.28, 1.27. The time grows with the
+batch, but for 96 rows, which take 1.04 times as long as 112, and 208, which take 1.03 times as long as 256.
 
 Dead ends, each against another shape in the same run (B = 256, V = 151936, D = 4096, H200, Triton 3.6):
 
