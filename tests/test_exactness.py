@@ -141,6 +141,25 @@ def test_no_row_is_lost_at_a_low_temperature(temperature, scale, device):
 
 
 @pytest.mark.parametrize("impl", KERNELS)
+@pytest.mark.parametrize("temperature", [0.0, 1e-6, 1e-4, 1.0, 1e6])
+def test_logits_at_the_end_of_the_range_alone(impl, temperature, device):
+    """Batches of one kind of row, which nothing but the ordinary path serves: all logits huge and negative, or positive."""
+    generator = torch.Generator(device).manual_seed(3)
+    vocab = 5000 if ON_GPU else 150
+    weight = torch.zeros(vocab, 8, device=device)
+    weight[:, 0] = torch.randint(1, 5, (vocab,), generator=generator, device=device) / 4
+    for scale in (-3.3e38, -1e38, -6e37, 6e37, 3.3e38) if ON_GPU else (-3.3e38, 3.3e38):
+        states = torch.zeros(5, 8, device=device)
+        states[:, 0] = scale
+        rows = torch.arange(5, device=device)
+        problem = Problem(states.bfloat16(), weight.bfloat16(), torch.full((5,), temperature, device=device), rows, rows)
+        tokens = problem.sample(impl)
+        assert (tokens >= 0).all(), scale
+        assert torch.equal(tokens, replace(problem, num_samples=2).sample(impl)[:, :1])
+        assert torch.equal(tokens, problem.sample("reference")) or temperature == 1e6
+
+
+@pytest.mark.parametrize("impl", KERNELS)
 @pytest.mark.parametrize("best", [1.5, 2.5, 3.5, -1.5, 2.0**-30])
 @pytest.mark.parametrize("batch", [1, 8])
 def test_an_ulp_more_wins_at_any_distance(impl, best, batch, device):

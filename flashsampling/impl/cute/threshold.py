@@ -66,8 +66,8 @@ def _smooth(p: Float32, margin: float, relative: float) -> Float32:
 
 
 def _clamp(threshold: Float32) -> Float32:
-    """Higher is always safe: more is evaluated."""
-    clamped = cute.arch.fmax(threshold, Float32(-_LIMIT))
+    """Higher is always safe: more is evaluated. Without a negative zero, whose bits are not between its neighbours'."""
+    clamped = cute.arch.fmax(threshold + Float32(0.0), Float32(-_LIMIT))
     return Float32(select_(threshold > Float32(_LIMIT), Float32(INFINITY), clamped))
 
 
@@ -152,4 +152,4 @@ def leads(lower: Float32, known: Float32) -> Boolean:
     """Whether a score whose threshold is ``lower`` may be the best, its row's having been ``known``: also if that is of an
     equal one, or of the float after it, since whoever set it may have had the higher id. Too often is harmless."""
     slack = cute.math.fma(cute.math.abs(lower), Float32(-(2.0**-22)), Float32(-(2.0**-100)))
-    return lower + slack <= known
+    return (lower <= known) | (lower + slack <= known)  # the second is false of two infinite ones
