@@ -168,19 +168,23 @@ class SampleEpilogue:
         return temperature, _half(seed, 0), _half(seed, 1), _half(offset, 0), _half(offset, 1)
 
     @cute.jit
-    def prepare(self, args: Arguments, walk: Walk, shared: Shared, thread):
+    def prepare(self, args: Arguments, walk: Walk, shared: Shared, thread, barrier):
         """The noise warpgroup: first values of the shared memory, thresholds that everything passes and an empty queue."""
+        sharp = Boolean(False)
         for column in cutlass.range(thread, self.block_b, _NOISE_THREADS, unroll_full=True):
             row = walk.first_row + column
             slope = threshold.slope_of(self.row_params(args, cutlass.min(row, args.batch - 1))[0])
             live = row < args.batch
             # beyond the batch nothing is a candidate, whether its logit is 0 or, masked, -inf
             shared.rows[column, 0] = Float32(select_(live, slope, Float32(1.0)))
-            shared.rows[column, 1] = Float32(select_(live, Float32(INFINITY), Float32(-INFINITY)))
-            if live & threshold.is_sharp(slope):
-                shared.special[0] = Int32(1)
+            shared.rows[column, 1] = Float32(select_(live, threshold.unknown(), Float32(-INFINITY)))
+            sharp = sharp | (live & threshold.is_sharp(slope))
         if thread < QUEUE:
             shared.queue[thread] = Int64(0)
+        sharp_threads = _count(barrier, sharp)
+        if thread == 0:
+            shared.done[0] = Int32(0)
+            shared.special[0] = Int32(select_(sharp_threads != 0, Int32(1), Int32(0)))
 
     # -- the noise warpgroup
 
@@ -368,7 +372,7 @@ class SampleEpilogue:
                     # one copy, since what is seldom run is seldom cached
                     found = cute.make_rmem_tensor(4 * self.vector, Float32)
                     self.pick(logits, q, found, 0, 1)
-                    special = shared.special[0] != 0
+                    special = cute.arch.vote_any_sync(shared.special[0] != 0)
                     mask = self.candidates(shared, found, special, q, lane, warp)
                     if special:
                         columns = self.crowded(mask)
@@ -587,7 +591,7 @@ class SampleEpilogue:
         bound = Int64(-1)
         if live:
             known = shared.rows[column, 1]
-            # neither a mark nor decided
+            # not NaN, no mark, not decided
             if (known < Float32(threshold.INFINITE_ALONE)) & (known > Float32(threshold.INFINITE_FOUND)):
                 # a score that some token of this CTA reaches; with no token's id it is below that token's key
                 score = threshold.score_of(known, shared.rows[column, 0])
@@ -611,7 +615,7 @@ class SampleEpilogue:
         """Lowers a row's threshold to that, and returns what it was."""
         pointer = shared.rows.iterator + 2 * column + 1
         old = Float32(0.0)
-        if lower >= Float32(0.0):
+        if lower.bitcast(Int32) >= Int32(0):  # NaN too
             was = cute.arch.atomic_min(cute.recast_ptr(pointer, dtype=Int32), lower.bitcast(Int32), sem="relaxed", scope="cta")
             old = was.bitcast(Float32)
         else:

@@ -204,8 +204,6 @@ class SampleKernel:
         last = cute.make_tensor(storage.last.data_ptr(), one)
         codes_full, codes_empty = storage.codes_full.data_ptr(), storage.codes_empty.data_ptr()
         if thread == 0:
-            shared.done[0] = Int32(0)
-            shared.special[0] = Int32(0)
             for buffer in range_constexpr(self.epilogue.code_buffers):
                 cute.arch.mbarrier_init(codes_full + buffer, _WARPGROUP)
                 cute.arch.mbarrier_init(codes_empty + buffer, 8)
@@ -229,7 +227,7 @@ class SampleKernel:
         elif warp_group == 1:
             cute.arch.setmaxregister_decrease(self.noise_registers)
             thread = thread - _WARPGROUP
-            self.epilogue.prepare(args, walk, shared, thread)
+            self.epilogue.prepare(args, walk, shared, thread, finishing)
             prepared.arrive_and_wait()
             if one_draw:
                 self.epilogue.make_codes(args, walk, shared, codes_full, codes_empty, thread)

@@ -233,8 +233,8 @@ def row_factors(temperature: Float32) -> tuple[Float32, Float32]:
     in greedy rows. A finite logit never overflows."""
     greedy = temperature < Float32(GREEDY_BELOW)
     hot = temperature > Float32(1.0)
-    # within an ulp; by quarters, since the instruction flushes what is below 2**-126
-    inverse = cute.arch.rcp_approx(temperature * Float32(0.25)) * Float32(0.25)
+    # within an ulp; of a sixteenth, since the instruction flushes what is below 2**-126
+    inverse = cute.arch.rcp_approx(temperature * Float32(0.0625)) * Float32(0.0625)
     scale = Float32(select_(hot, inverse, Float32(1.0)))
     amplitude = Float32(select_(hot, Float32(_LN_2), temperature * Float32(_LN_2)))  # NaN for NaN
     return scale, Float32(select_(greedy, Float32(0.0), amplitude))

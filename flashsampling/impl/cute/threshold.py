@@ -21,8 +21,9 @@ less. A row is of one of two kinds, told apart by its slope:
 always gets by a threshold of a lower or equal one. ``of_score(after(S))``, the next float's, also skips what equals S: for
 tokens whose ids are higher than that of one that reaches S.
 
-Two thresholds that no score has mark rows in which a token scores +inf: INFINITE_FOUND if a finite one was seen as well, else
-INFINITE_ALONE; further +inf, of higher ids, are skipped. -inf as a threshold: the row is decided, there is a NaN.
+Other thresholds: NaN, nothing is known of the row, or only scores below what a threshold can say; everything is looked at.
+INFINITE_FOUND and INFINITE_ALONE, some token scores +inf, and a finite score was seen or was not; further infinite ones, of
+higher ids, are skipped. -inf, the row is decided: there is a NaN.
 """
 
 from typing import NamedTuple
@@ -35,7 +36,7 @@ from . import noise
 INFINITY = float("inf")
 SHARP = 2.0**11  # slopes of sharp rows are at least that
 GREEDY_SLOPE = 2.0**22  # above that of any temperature that is not greedy
-INFINITE_FOUND, INFINITE_ALONE = -(2.0**127), 2.0**127
+INFINITE_FOUND, INFINITE_ALONE = -(2.0**127), INFINITY
 _LIMIT = 2.0**126  # of finite thresholds
 _LOG2_E = 1.4426950408889634
 _MARGIN = noise.GUMBEL_BELOW + 2.0**-10
@@ -48,6 +49,11 @@ def slope_of(temperature: Float32) -> Float32:
     power = (slope.bitcast(Uint32) & Uint32(0x7F800000)).bitcast(Float32)
     slope = Float32(select_(slope >= Float32(SHARP), power, slope))
     return Float32(select_(temperature < Float32(noise.GREEDY_BELOW), Float32(GREEDY_SLOPE), slope))
+
+
+def unknown() -> Float32:
+    """The threshold of a row of which nothing is known: as an integer it is above all others."""
+    return Uint32(0x7FC00000).bitcast(Float32)
 
 
 def is_sharp(slope: Float32) -> Boolean:
@@ -68,7 +74,7 @@ def _smooth(p: Float32, margin: float, relative: float) -> Float32:
 def _clamp(threshold: Float32) -> Float32:
     """Higher is always safe: more is evaluated. Without a negative zero, whose bits are not between its neighbours'."""
     clamped = cute.arch.fmax(threshold + Float32(0.0), Float32(-_LIMIT))
-    return Float32(select_(threshold > Float32(_LIMIT), Float32(INFINITY), clamped))
+    return Float32(select_(threshold > Float32(_LIMIT), unknown(), clamped))
 
 
 def of_score(score: Float32, slope: Float32) -> Float32:
@@ -103,9 +109,9 @@ def of_seed(seed: Float32, slope: Float32) -> Float32:
 
 
 def score_of(threshold: Float32, slope: Float32) -> Float32:
-    """A score that the token is sure to reach that a threshold, within +-_LIMIT, is of."""
+    """A score that the token is sure to reach that a threshold, within +-_LIMIT, is of; also if it is of the float after."""
     smooth = (Float32(noise.GUMBEL_BELOW) - threshold) * cute.arch.rcp_approx(cute.arch.fmax(slope, Float32(_LOG2_E)))
-    return Float32(select_(is_sharp(slope), -threshold * _inverse(slope), smooth))
+    return Float32(select_(is_sharp(slope), -after(threshold * _inverse(slope)), smooth))
 
 
 class Bound(NamedTuple):
@@ -116,7 +122,7 @@ class Bound(NamedTuple):
     amplitude: Float32  # of what is added to a sharp row's logits: 0 in a smooth row or a greedy one
     step: Float32  # per unit of a code's float, of what is added to a smooth row's bound
     open: Boolean  # not decided
-    infinite: Boolean  # +inf has been found
+    infinite: Boolean  # +inf has been found: no other infinite score is wanted
 
 
 def bound_of(slope: Float32, threshold: Float32) -> Bound:
@@ -133,7 +139,7 @@ def may_win(logit: Float32, code: Float32, bound: Bound) -> Boolean:
     gumbel = cute.math.fma(code, Float32(noise.CODE_STEP), Float32(_MARGIN))
     score = cute.math.fma(cute.arch.fmax(gumbel, Float32(0.0), nan=True), bound.amplitude, logit)
     above = cute.math.fma(code, bound.step, cute.math.fma(score, bound.slope, bound.threshold))
-    return ~(above < Float32(0.0)) & bound.open & ~((logit == Float32(INFINITY)) & bound.infinite)
+    return ~(above < Float32(0.0)) & bound.open & ~((cute.math.abs(logit) == Float32(INFINITY)) & bound.infinite)
 
 
 def may_win_smooth(logit: Float32, code: Float32, slope: Float32, threshold: Float32) -> Boolean:
@@ -151,5 +157,5 @@ def needs_a_look(greatest: Float32, bound: Bound) -> Boolean:
 def leads(lower: Float32, known: Float32) -> Boolean:
     """Whether a score whose threshold is ``lower`` may be the best, its row's having been ``known``: also if that is of an
     equal one, or of the float after it, since whoever set it may have had the higher id. Too often is harmless."""
-    slack = cute.math.fma(cute.math.abs(lower), Float32(-(2.0**-22)), Float32(-(2.0**-100)))
-    return (lower <= known) | (lower + slack <= known)  # the second is false of two infinite ones
+    size = cute.math.abs(lower) + Float32(64.0)  # of what _MARGIN may have cancelled
+    return ~(cute.math.fma(size, Float32(-(2.0**-21)), lower) > known)  # true if either is NaN
