@@ -181,9 +181,10 @@ class SampleEpilogue:
             sharp = sharp | (live & threshold.is_sharp(slope))
         if thread < QUEUE:
             shared.queue[thread] = Int64(0)
-        sharp_threads = _count(barrier, sharp)
         if thread == 0:
             shared.done[0] = Int32(0)
+        sharp_threads = _count(barrier, sharp)
+        if thread == 0:
             shared.special[0] = Int32(select_(sharp_threads != 0, Int32(1), Int32(0)))
 
     # -- the noise warpgroup

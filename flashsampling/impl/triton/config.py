@@ -10,8 +10,8 @@ shape is registers: per thread the accumulator, a Philox block's words, and the 
 Triton's blocks are powers of two. A tile between two of them is two blocks of columns, 128 + 32 say, that share the weight's
 tile: two accumulators, and the matmuls of both in flight at once. Above 192 rows it is blocks of 128, the last of which takes
 rows of the one before rather than rows beyond the batch (``kernel``). Over cuBLAS, H200, V = 151936, D = 4096, B = 96, 112,
-128, 160, 192, 208, 256, 320, 384, 512: 1.17, 1.11, 1.10, 1.39, 1.43, 1.53, 1.27, 1.53, 1.28, 1.27. The time grows with the
-batch, but for 96 rows, which take 1.04 times as long as 112, and 208, which take 1.03 times as long as 256.
+128, 160, 192, 208, 256, 320, 384, 512: 1.17, 1.11, 1.10, 1.36 to 1.39, 1.39, 1.53, 1.27, 1.53, 1.28, 1.27. The time grows with
+the batch, but for 96 rows, which take 1.04 times as long as 112, and 208, which take 1.03 times as long as 256.
 
 Dead ends, each against another shape in the same run (B = 256, V = 151936, D = 4096, H200, Triton 3.6):
 
@@ -20,7 +20,7 @@ Dead ends, each against another shape in the same run (B = 256, V = 151936, D = 
     256 x 64, 4 warps, 2 programs    1.28x the time of 128 x 64: shared memory for two leaves room for 32-deep stages only
     256 x 128 instead of 128 x 128   B = 256: 1.22x, 384: 1.24x, 512: 1.19x: 161 words spilled per thread and tile
     2 x (128 + 32) for 320 rows      1.06x the time of 3 x 128; 2 x (128 + 64) for 384 1.16x
-    row parameters loaded by chunk   128 + 64 for 192 rows: 1.03x and more in chunks of 16, 32 and 64
+    128 + 64 for 192 rows            1.04x the time of 3 x 64 with four warps; row parameters loaded by chunk: 1.03x and more
     flattened tile loop              1.15x for 128 x 64: loads run across the epilogue, but Triton predicates the epilogue
                                      into the k loop
     noise inside the k loop          ptxas then serialises wgmma (a wait after each); not timed
@@ -108,5 +108,7 @@ def shape_for(batch: int, dim: int, dtype: torch.dtype, num_samples: int, use_tm
         return TileConfig(128, 64, 64, 8, 7, 1, use_tma, chunk_b=64, preload=True, rest_b=16 if batch <= 80 else 32)
     if batch <= 128:
         return TileConfig(128, 128, 64, 8, 6, 1, use_tma, chunk_b=64, preload=True)
+    if 160 < batch <= 192 and not deep:
+        return TileConfig(128, 64, 64, 4, 3, 3, use_tma, max_registers=168)
     rest_b = next((rest for rest in _STAGES if batch <= 128 + rest), 0)  # above 192 rows more blocks of 128
     return TileConfig(128, 128, 64, 8, _STAGES[rest_b], 1, use_tma, chunk_b=64, preload=True, rest_b=rest_b)
