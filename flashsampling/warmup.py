@@ -73,13 +73,13 @@ def warmup(
         states = weight.new_zeros(batch, weight.shape[1])
         zeros = torch.zeros(batch, dtype=torch.int64, device=weight.device)
         ones = torch.ones(batch, device=weight.device)
-        for temperature, numbers in ((ones, zeros), (1.0, 0)):
+        for temperature in (ones, 1.0):  # all parameters per row, or one of them a number: which one is the same to Triton
             sample(
                 states,
                 weight,
                 temperature=temperature,
-                seed=numbers,
-                offset=numbers,
+                seed=zeros,
+                offset=zeros,
                 num_samples=num_samples,
                 vocab_size=vocab_size,
                 impl=impl,
