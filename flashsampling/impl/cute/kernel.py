@@ -20,7 +20,8 @@ Barriers:
     consumers               named barrier 1                256 threads                   the same
     prepared                named barrier 4                noise threads                 evaluators, consumers wait
     everything published    named barrier 2                evaluators, consumers arrive  noise threads wait
-    finishing               named barrier 3                128 noise threads             the same
+    counting sharp rows,    named barrier 3                128 noise threads             the same
+    then finishing
     workspace               see ``reduction``              last CTA, by a counter        the same
 
 The evaluators, whose looks would be taken from the noise, sleep on the codes' barriers.
