@@ -127,9 +127,8 @@ class SampleEpilogue:
     """One winner per row of a block of ``block_b`` rows."""
 
     def __init__(self, config: TileConfig, counts_evaluations: bool = False):
-        self.counts_evaluations = (
-            counts_evaluations  # for tests: queued ones in the word before the workspace, others before it
-        )
+        # for tests: of queued candidates in the word before the workspace, of whole tiles in the one before that
+        self.counts_evaluations = counts_evaluations
         self.block_b = block_b = config.block_b
         self.blocks = block_b // 8  # of eight columns
         self.halves = config.halves  # of the tile's tokens that a consumer thread has
