@@ -77,7 +77,8 @@ def sample(
         impl: "reference", "streaming", "triton" or "cute". None chooses by device and problem; a name never falls back.
         tp: a ``flashsampling.distributed.TensorParallel``: ``weight`` is then this rank's shard, the one that ``tp`` was made
             with, and every rank of the group makes this call with the same hidden states and parameters, and gets the same
-            token ids. ``seed`` must be given; ``impl`` and ``vocab_size`` belong to ``tp``.
+            token ids. ``seed`` must be given; ``impl`` and ``vocab_size`` belong to ``tp``. ``torch.compile`` keeps the call
+            where its tokens are unused, and keeps the order of such calls; a compiled function does not keep ``tp`` alive.
 
     ``temperature``, ``seed`` and ``offset`` take Python and numpy numbers, lists, tuples, numpy arrays and tensors. A value per
     row has shape (B,); shapes () and (1,) count for all rows. What a list or an array holds is checked, and copied to the
@@ -96,40 +97,50 @@ def sample(
     Warns:
         UserWarning: once per process, where several rows, not greedy, share one integer for a seed and one for an offset.
     """
-    batch, vocab, device = _check_matrices(hidden_states, weight, 1 if tp is None else 0)
-    if tp is not None:
+    try:
+        batch, vocab, device = _check_matrices(hidden_states, weight, 1 if tp is None else 0)
+        if tp is not None:
+            if seed is None:
+                raise ValueError("seed must be given with tp: all ranks need the same")
+            check_tensor_parallel(tp, vocab_size, impl)
+        elif vocab_size is None and vocab <= NO_TOKEN:
+            vocab_size = vocab
+        else:
+            vocab_size = check_vocab_size(vocab_size, vocab)
+        if not 1 <= num_samples <= noise.MAX_DRAWS:
+            raise ValueError(f"num_samples must be from 1 to 2**24, got {num_samples}")
+        if impl is not None:
+            check_impl(impl)
         if seed is None:
-            raise ValueError("seed must be given with tp: all ranks need the same")
-        vocab_size, impl = check_tensor_parallel(tp, weight, batch, num_samples, vocab_size, impl)
-    elif vocab_size is None and vocab <= NO_TOKEN:
-        vocab_size = vocab
-    else:
-        vocab_size = check_vocab_size(vocab_size, vocab)
-    if not 1 <= num_samples <= noise.MAX_DRAWS:
-        raise ValueError(f"num_samples must be from 1 to 2**24, got {num_samples}")
-    if impl is not None:
-        check_impl(impl)
-    if seed is None:
-        seed = torch.randint(-(2**63), 2**63 - 1, (batch,), dtype=torch.int64, device=device)
-    temperature_rows, temperature_value = reals("temperature", temperature, batch, device)
-    seed_rows, seed_value = integers("seed", seed, batch, device)
-    offset_rows, offset_value = integers("offset", offset, batch, device)
-    if seed_rows is None and offset_rows is None and batch > 1 and not torch.compiler.is_compiling():
-        _say_that_noise_is_shared(batch, greedy=temperature_rows is None and temperature_value < GREEDY_BELOW)
-    token_ids = ops.sample(
-        hidden_states,
-        weight,
-        temperature_rows,
-        temperature_value,
-        seed_rows,
-        seed_value,
-        offset_rows,
-        offset_value,
-        num_samples,
-        vocab_size,
-        impl or "",
-        "" if tp is None else tp.name,
-    )
+            seed = torch.randint(-(2**63), 2**63 - 1, (batch,), dtype=torch.int64, device=device)
+        temperature_rows, temperature_value = reals("temperature", temperature, batch, device)
+        seed_rows, seed_value = integers("seed", seed, batch, device)
+        offset_rows, offset_value = integers("offset", offset, batch, device)
+        if seed_rows is None and offset_rows is None and batch > 1 and not torch.compiler.is_compiling():
+            _say_that_noise_is_shared(batch, greedy=temperature_rows is None and temperature_value < GREEDY_BELOW)
+        if tp is None:
+            token_ids = ops.sample(
+                hidden_states,
+                weight,
+                temperature_rows,
+                temperature_value,
+                seed_rows,
+                seed_value,
+                offset_rows,
+                offset_value,
+                num_samples,
+                vocab_size,
+                impl or "",
+            )
+        else:
+            rows = temperature_rows, temperature_value, seed_rows, seed_value, offset_rows, offset_value
+            if torch.compiler._is_exporting_flag:  # is_exporting() says so in every torch.compile of torch 2.8
+                token_ids = ops.sample_exported(hidden_states, weight, *rows, num_samples, tp.name)
+            else:
+                token_ids = ops.sample_sharded(hidden_states, weight, *rows, num_samples, tp.name, tp.order)
+    except BaseException as error:
+        count_left_out(tp, error)
+        raise
     return SampleOutput(token_ids=token_ids if num_samples == 1 else token_ids.view(batch, num_samples))
 
 
@@ -222,10 +233,8 @@ def _say_that_noise_is_shared(batch: int, greedy: bool) -> None:
     )
 
 
-def check_tensor_parallel(
-    tp: "TensorParallel", weight: Tensor, batch: int, num_samples: int, vocab_size: int | None, impl: str | None
-) -> tuple[int, str]:
-    """The shard's own vocabulary size and the group's implementation. Raises what ``sample`` documents."""
+def check_tensor_parallel(tp: "TensorParallel", vocab_size: int | None, impl: str | None) -> None:
+    """Raises what ``sample`` documents."""
     from .distributed import TensorParallel  # whoever has one has imported it
 
     if not isinstance(tp, TensorParallel):
@@ -234,5 +243,12 @@ def check_tensor_parallel(
         raise ValueError("vocab_size must be given to TensorParallel, not together with tp")
     if impl is not None and impl != tp.impl:
         raise ValueError(f"impl must be None or tp.impl = {tp.impl!r} with tp, got {impl!r}")
-    tp.check_call(weight, batch, num_samples)
-    return tp.last_token - tp.first_token, tp.impl
+
+
+def count_left_out(tp: object, error: BaseException) -> None:
+    """A call with ``tp`` that raised took part in no step: whatever it was, the ranks are out of step if others did."""
+    if tp is not None:
+        from .distributed import TensorParallel
+
+        if isinstance(tp, TensorParallel):
+            ops.count_left_out(tp, error)

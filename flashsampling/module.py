@@ -1,16 +1,24 @@
 """``LMHeadSampler``: what replaces a model's ``lm_head`` and sampler."""
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex
 
 import torch
 from torch import Tensor, nn
 
-from .api import SampleOutput, check_impl, check_tensor_parallel, check_vocab_size, check_weight, sample
+from .api import SampleOutput, check_impl, check_tensor_parallel, check_vocab_size, check_weight, count_left_out, sample
 from .parameters import Integers, Reals, dimensions, integer, integers, reals
 
 if TYPE_CHECKING:
     from .distributed import TensorParallel
+
+
+class _Rows(NamedTuple):
+    """Parameters of some rows: a value for all of them, or a tensor (rows,)."""
+
+    seeds: Tensor  # (rows,) int64, always
+    offset: Tensor | int
+    temperature: Tensor | float | None  # None: as it is
 
 
 class LMHeadSampler(nn.Module):
@@ -36,8 +44,10 @@ class LMHeadSampler(nn.Module):
         temperature: default for ``forward``: one number, or max_batch_size of them.
         vocab_size: real size where the weight is padded.
         impl: as in ``flashsampling.sample``.
-        tp: a ``flashsampling.distributed.TensorParallel``; ``lm_head`` is then this rank's shard. Seeds are the first rank's
-            on all ranks, so making the module and ``reset`` are collective calls.
+        tp: a ``flashsampling.distributed.TensorParallel``; ``lm_head`` is then this rank's shard. Seeds, offsets and
+            temperatures given here and to ``reset`` are the first rank's on all ranks, whatever the others give, so making
+            the module and ``reset`` are collective calls: one exchange each. A temperature given to ``forward`` is not sent
+            around, which would cost every token an exchange: all ranks give the same.
 
     ``seed``, ``offset`` and ``temperature`` take Python and numpy numbers, lists, tuples, numpy arrays and tensors, here and in
     ``reset`` and ``forward``.
@@ -45,7 +55,8 @@ class LMHeadSampler(nn.Module):
     Raises:
         TypeError: an argument is of the wrong type or dtype; ``lm_head`` is neither an ``nn.Linear`` nor a tensor, or its
             weight is quantised, sparse or a DTensor.
-        ValueError: the linear layer has a bias or lies on the meta device, or a shape or range does not fit.
+        ValueError: the linear layer has a bias or lies on the meta device, or a shape or range does not fit; with ``tp``
+            also where that is so on another rank, which is named, or where ``max_batch_size`` differs.
     """
 
     seeds: Tensor  # (max_batch_size,) int64
@@ -63,20 +74,39 @@ class LMHeadSampler(nn.Module):
         tp: "TensorParallel | None" = None,
     ) -> None:
         super().__init__()
+        self.vocab_size = vocab_size
+        self.impl = impl
+        self.tp = tp
+
+        def given() -> _Rows:
+            self.max_batch_size = self._adopt(lm_head, max_batch_size)
+            device = self.weight.device
+            rows, number = reals("temperature", _to(device, temperature), self.max_batch_size, device)
+            return self._rows(seed, 0, number if rows is None else rows.clone(), self.max_batch_size, device)
+
+        new = self._first_rank_s(given, "max_batch_size")
+        device = self.weight.device
+        self.temperature: Reals = _to(device, new.temperature)  # type: ignore[assignment] # given, so it is not None
+        self.register_buffer("seeds", new.seeds.to(device).clone(), persistent=False)
+        self.register_buffer("offsets", torch.zeros(self.max_batch_size, dtype=torch.int64, device=device), persistent=False)
+
+    def _adopt(self, lm_head: nn.Linear | Tensor, max_batch_size: SupportsIndex) -> int:
+        """Takes the head, if it and the arguments that come with it fit. ``max_batch_size`` as an int."""
         if isinstance(lm_head, nn.Linear):
             if lm_head.bias is not None:
                 raise ValueError("lm_head must be a linear layer without bias, got one with a bias")
         elif not isinstance(lm_head, Tensor):
             raise TypeError(f"lm_head must be an nn.Linear or its weight, got {type(lm_head).__name__}")
         weight = lm_head if isinstance(lm_head, Tensor) else lm_head.weight
-        check_weight(weight, 1 if tp is None else 0)
+        check_weight(weight, 1 if self.tp is None else 0)
         if weight.is_meta:
             raise ValueError("lm_head must hold values, got a weight on the meta device; make the sampler once they are loaded")
-        if tp is None:
-            check_vocab_size(vocab_size, weight.shape[0])
-            check_impl(impl)
+        if self.tp is None:
+            check_vocab_size(self.vocab_size, weight.shape[0])
+            check_impl(self.impl)
         else:
-            check_tensor_parallel(tp, weight, 0, 1, vocab_size, impl)
+            check_tensor_parallel(self.tp, self.vocab_size, self.impl)
+            self.tp.check_call(weight, 0, 1)
         max_batch_size = integer("max_batch_size", max_batch_size)
         if max_batch_size < 1:
             raise ValueError(f"max_batch_size must be at least 1, got {max_batch_size}")
@@ -84,16 +114,7 @@ class LMHeadSampler(nn.Module):
             self.bare = _BareWeight(lm_head)
         # in a tuple, which nn.Module does not register: the head is saved, and named, where it belongs
         self._owner: tuple[nn.Module] = (self.bare if isinstance(lm_head, Tensor) else lm_head,)
-        device = weight.device
-        rows, number = reals("temperature", _to(device, temperature), max_batch_size, device)
-        self.temperature: Reals = number if rows is None else rows.clone()
-        self.max_batch_size = max_batch_size
-        self.vocab_size = vocab_size
-        self.impl = impl
-        self.tp = tp
-        self.register_buffer("seeds", torch.empty(max_batch_size, dtype=torch.int64, device=device), persistent=False)
-        self.register_buffer("offsets", torch.zeros(max_batch_size, dtype=torch.int64, device=device), persistent=False)
-        self.reset(seed)
+        return max_batch_size
 
     @classmethod
     def from_model(cls, model: nn.Module, **options: Any) -> "LMHeadSampler":
@@ -126,6 +147,8 @@ class LMHeadSampler(nn.Module):
         seed: Integers | None = None,
         offset: Integers = 0,
         rows: Tensor | slice | int | list[int] | None = None,
+        *,
+        temperature: Reals | None = None,
     ) -> None:
         """Starts requests anew, in place (a captured graph sees it). The arguments are copied, never written to.
 
@@ -133,19 +156,60 @@ class LMHeadSampler(nn.Module):
             seed: as in the constructor, for the rows named: one integer gives each a seed of its own, a list or tensor has the
                 seeds themselves, one per row.
             offset: tokens that the rows have drawn already: one integer, or one per row.
-            rows: which rows, as an index into the state; None is all.
+            rows: which rows, as an index into the state; None is all. With ``tp`` every rank names its own, and as many.
+            temperature: the rows' default for ``forward`` from now on: one number, or one per row; None leaves it. For a
+                sampler that was made with one temperature per row.
 
         Raises:
-            TypeError, ValueError: an argument does not fit; no row has changed then.
+            TypeError, ValueError: an argument does not fit, with ``tp`` on whichever rank; no row has changed then, on none.
         """
-        rows = self._index(rows)
-        count, device = self.seeds[rows].shape[0], self.seeds.device
-        offset_rows, number = integers("offset", _to(device, offset), count, device)
-        seeds = self._draw_seeds(seed, count) if seed is None or not dimensions(seed) else self._take_seeds(seed, count)
-        if self.tp is not None:
-            seeds = self.tp.broadcast(seeds.clone())  # which writes into what it is given
-        self.seeds[rows] = seeds.to(device)
-        self.offsets[rows] = number if offset_rows is None else offset_rows
+        index: Tensor | slice = slice(None)
+
+        def given() -> _Rows:
+            nonlocal index
+            index = self._index(rows)
+            if temperature is not None and not isinstance(self.temperature, Tensor):
+                raise ValueError(
+                    "temperature can be reset in a sampler that was made with one per row, as a captured graph reads them, got "
+                    f"one with temperature={self.temperature} for all; LMHeadSampler(..., temperature=[1.0] * max_batch_size)"
+                )
+            return self._rows(seed, offset, temperature, self.seeds[index].shape[0], self.seeds.device)
+
+        new = self._first_rank_s(given, "the number of rows")
+        self.seeds[index] = new.seeds.to(self.seeds.device)
+        self.offsets[index] = _to(self.seeds.device, new.offset)
+        if new.temperature is not None:
+            self.temperature[index] = _to(self.seeds.device, new.temperature)  # type: ignore[index] # a tensor, as seen above
+
+    def _rows(
+        self, seed: Integers | None, offset: Integers, temperature: Reals | None, count: int, device: torch.device
+    ) -> _Rows:
+        """``count`` rows' parameters, checked; nothing is written."""
+        offset_rows, offset_value = integers("offset", _to(device, offset), count, device)
+        temperature_rows, temperature_value = None, None
+        if temperature is not None:
+            temperature_rows, temperature_value = reals("temperature", _to(device, temperature), count, device)
+        seeds = self._draw_seeds(seed, count) if seed is None or not dimensions(seed) else self._take_seeds(seed, count, device)
+        return _Rows(
+            seeds,
+            offset_value if offset_rows is None else offset_rows,
+            temperature_value if temperature_rows is None else temperature_rows,
+        )
+
+    def _first_rank_s(self, given: Callable[[], _Rows], count: str) -> _Rows:
+        """What is ``given`` on the first rank, on every rank; where it raises on any, all do. ``count``: its rows' name."""
+        if self.tp is None:
+            return given()
+        from .distributed import TensorParallel  # whoever has one has imported it
+
+        if not isinstance(self.tp, TensorParallel):
+            return given()  # which says so
+        try:
+            rows = _Rows(*(_to(torch.device("cpu"), value) for value in given()))
+        except Exception as error:
+            self.tp.broadcast(None, error)  # and raises it
+            raise
+        return self.tp.broadcast(rows, alike={count: rows.seeds.shape[0]})
 
     def _index(self, rows: Tensor | slice | int | list[int] | None) -> Tensor | slice:
         """Rows of the state; those that the host knows are in range, since a GPU would end the process over one that is not."""
@@ -170,11 +234,11 @@ class LMHeadSampler(nn.Module):
             generator = torch.Generator(cpu).manual_seed(number if one is None else int(one))
         return torch.randint(-(2**63), 2**63 - 1, (count,), dtype=torch.int64, generator=generator, device="cpu")
 
-    def _take_seeds(self, seed: Integers, count: int) -> Tensor:
+    def _take_seeds(self, seed: Integers, count: int, device: torch.device) -> Tensor:
         shape = tuple(getattr(seed, "shape", None) or (len(seed),))  # type: ignore[arg-type]
         if shape != (count,):  # one for several rows would be the same noise for all of them
             raise ValueError(f"seed must be one number or have shape ({count},), one per row, got shape {shape}")
-        rows, number = integers("seed", _to(self.seeds.device, seed), count, self.seeds.device)
+        rows, number = integers("seed", _to(device, seed), count, device)
         return torch.tensor([number]) if rows is None else rows
 
     def forward(
@@ -184,31 +248,37 @@ class LMHeadSampler(nn.Module):
         num_samples: int = 1,
     ) -> SampleOutput:
         """Samples rows 0 to B - 1 and advances their offsets by one. See ``flashsampling.sample`` for shapes and errors."""
-        if not isinstance(hidden_states, Tensor):
-            raise TypeError(f"hidden_states must be a torch.Tensor, got {type(hidden_states).__name__}")
-        shape = hidden_states.shape
-        batch = shape[0] if shape else 0
-        if batch > self.max_batch_size:
-            raise ValueError(f"hidden_states must have at most max_batch_size = {self.max_batch_size} rows, got {batch}")
-        seeds, offsets = self.seeds, self.offsets
-        if seeds.device != hidden_states.device:
-            raise ValueError(f"hidden_states must be on the device of the sampler, {seeds.device}, got {hidden_states.device}")
-        if temperature is None:
-            temperature = self.temperature
-            if isinstance(temperature, Tensor):
-                temperature = temperature[:batch]
-        offsets = offsets[:batch]
-        out = sample(
-            hidden_states,
-            self.weight,
-            temperature=temperature,
-            seed=seeds[:batch],
-            offset=offsets,
-            num_samples=num_samples,
-            vocab_size=self.vocab_size,
-            impl=self.impl,
-            tp=self.tp,
-        )
+        try:
+            if not isinstance(hidden_states, Tensor):
+                raise TypeError(f"hidden_states must be a torch.Tensor, got {type(hidden_states).__name__}")
+            shape = hidden_states.shape
+            batch = shape[0] if shape else 0
+            if batch > self.max_batch_size:
+                raise ValueError(f"hidden_states must have at most max_batch_size = {self.max_batch_size} rows, got {batch}")
+            seeds, offsets = self.seeds, self.offsets
+            if seeds.device != hidden_states.device:
+                raise ValueError(
+                    f"hidden_states must be on the device of the sampler, {seeds.device}, got {hidden_states.device}"
+                )
+            if temperature is None:
+                temperature = self.temperature
+                if isinstance(temperature, Tensor):
+                    temperature = temperature[:batch]
+            offsets = offsets[:batch]
+            out = sample(
+                hidden_states,
+                self.weight,
+                temperature=temperature,
+                seed=seeds[:batch],
+                offset=offsets,
+                num_samples=num_samples,
+                vocab_size=self.vocab_size,
+                impl=self.impl,
+                tp=self.tp,
+            )
+        except BaseException as error:
+            count_left_out(self.tp, error)
+            raise
         offsets.add_(1)
         return out
 

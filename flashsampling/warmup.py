@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .api import sample
+from .api import count_left_out, sample
 
 if TYPE_CHECKING:
     from .distributed import TensorParallel
@@ -51,6 +51,21 @@ def warmup(
         RuntimeError: the current stream is being captured.
         flashsampling.distributed.TensorParallelTimeout: as ``sample``.
     """
+    try:
+        return _draw_all(weight, max_batch_size, num_samples, vocab_size, impl, tp)
+    except BaseException as error:
+        count_left_out(tp, error)
+        raise
+
+
+def _draw_all(
+    weight: Tensor,
+    max_batch_size: int | None,
+    num_samples: int,
+    vocab_size: int | None,
+    impl: str | None,
+    tp: "TensorParallel | None",
+) -> list[str]:
     if not isinstance(weight, Tensor):
         raise TypeError(f"weight must be a torch.Tensor, got {type(weight).__name__}")
     if weight.ndim != 2:
@@ -66,7 +81,7 @@ def warmup(
         raise ValueError(f"max_batch_size must be at least 1, got {max_batch_size}")
     if weight.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("warmup must be called before a CUDA graph is captured: the current stream is being captured")
-    names, batches = _plan(weight, max_batch_size, num_samples, impl, tp)
+    names, batches = plan(weight, max_batch_size, num_samples, impl, tp)
     if names:
         _logger.info("warmup compiles what is missing of %d kernels: %s", len(names), ", ".join(names))
     for batch in batches:
@@ -90,7 +105,7 @@ def warmup(
     return names
 
 
-def _plan(
+def plan(
     weight: Tensor, max_batch_size: int, num_samples: int, impl: str | None, tp: "TensorParallel | None"
 ) -> tuple[list[str], list[int]]:
     """Names of the kernels, and the batch sizes whose draws compile them: with ``tp`` the same ones on every rank."""

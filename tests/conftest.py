@@ -1,4 +1,6 @@
+import importlib.util
 import os
+from collections.abc import Iterator
 
 import torch
 
@@ -18,6 +20,28 @@ def device() -> torch.device:
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_tensor_in_a_constexpr() -> Iterator[None]:
+    """To Triton's interpreter ``constexpr - tensor`` is a constexpr. Up to 3.6 a builtin takes that, from 3.7 on
+    (triton-lang/triton#8785) it does not; torch's CPU builds are tested with 3.6, and 3.7 is what PyPI's bring."""
+    if DEVICE.type == "cuda" or importlib.util.find_spec("triton") is None:
+        yield
+        return
+    from triton.language.core import constexpr
+    from triton.language.semantic import TritonSemantic
+
+    take = TritonSemantic.to_tensor
+
+    def to_tensor(self: TritonSemantic, x: object, check_type: bool = True) -> object:
+        if check_type and isinstance(x, constexpr) and isinstance(x.value, self.tensor):
+            raise TypeError("a tensor in a constexpr: assign it to a name, or write the tensor first")
+        return take(self, x, check_type)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(TritonSemantic, "to_tensor", to_tensor)
+        yield
 
 
 def pytest_collection_modifyitems(items):

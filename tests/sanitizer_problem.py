@@ -10,6 +10,7 @@ from flashsampling.exchange import Shard
 from flashsampling.impl.triton import sample
 from flashsampling.impl.triton.config import TileConfig
 from tests.problems import KERNELS, check, make_problem
+from tests.test_exchange_kernel import Ranks
 
 if __name__ == "__main__":
     device = torch.device("cuda", 0)
@@ -44,4 +45,10 @@ if __name__ == "__main__":
         ]
         assert torch.equal(exchange.tokens_of(torch.stack(parts)), problem.sample(kernel)[:, 0])
         print(kernel, "shards agree")
+        alone = Ranks(kernel, 1, 330)  # an exchange with itself, and one with a rank that does not come
+        assert torch.equal(alone.draw({0: problem})[0], problem.sample(kernel))
+        waiting = Ranks(kernel, 2, 330, seconds=0.1)
+        assert (waiting.draw({0: problem})[0] == -1).all()
+        assert (waiting.draw({1: problem})[1] == -1).all()
+        print(kernel, "exchanges")
     torch.cuda.synchronize()

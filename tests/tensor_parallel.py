@@ -3,27 +3,41 @@
 import functools
 import os
 import random
+import re
 import signal
 import socket
 import tempfile
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 import flashsampling
-from flashsampling import LMHeadSampler, distributed
-from flashsampling.distributed import TensorParallel, TensorParallelTimeout, shard_lm_head, shard_range
+from flashsampling import LMHeadSampler, exchange
+from flashsampling.distributed import (
+    Failure,
+    TensorParallel,
+    TensorParallelError,
+    TensorParallelMismatch,
+    TensorParallelTimeout,
+    agreement,
+    group,
+    shard_lm_head,
+    shard_range,
+)
 
 from .problems import Problem, assert_agreement, make_problem
 
@@ -240,21 +254,24 @@ def memory_that_cannot_be_mapped(rank: Rank) -> None:
     """Found out when the buffers are made: another transport and a warning on all ranks, or an error if p2p was named."""
 
     class Refused:
-        def __init__(self, *_: object) -> None:
+        def __init__(self, *_: object, **__: object) -> None:
             if rank.rank == 1:
                 raise RuntimeError("pidfd_getfd: Operation not permitted")
 
+        def close(self, everybody: bool) -> None:
+            assert everybody  # no step was made
+
     problem = rank.problem(4, 600, 64)
     shard, _ = rank.shard(problem.weight)
-    real = distributed.PeerMemory, distributed._why_no_p2p
-    distributed.PeerMemory, distributed._why_no_p2p = Refused, lambda *_: None
+    real = group.PeerToPeer, agreement.why_no_p2p
+    group.PeerToPeer, agreement.why_no_p2p = Refused, lambda *_: None
     try:
         with pytest.raises(ValueError, match=r"transport='p2p' cannot be used \(rank 1: pidfd_getfd"):
             TensorParallel(None, shard, transport="p2p", impl=rank.impl)
         with pytest.warns(RuntimeWarning, match="transport 'p2p' cannot be used .* instead"):
             tp = TensorParallel(None, shard, impl=rank.impl)
     finally:
-        distributed.PeerMemory, distributed._why_no_p2p = real
+        group.PeerToPeer, agreement.why_no_p2p = real
     assert tp.transport == ("nccl" if rank.device.type == "cuda" else "gloo")
     rank.check(tp, shard, problem)
 
@@ -353,6 +370,101 @@ def module(rank: Rank) -> None:
         assert torch.equal(compiled(problem.hidden_states, problem.temperature), expected)
 
 
+def parameters_of_the_first_rank(rank: Rank) -> None:
+    """Whatever the others give, and whoever gives what cannot be: all hear of it, and nothing changes."""
+    problem = rank.problem(4, 600, 64)
+    tp, shard = rank.group(problem.weight)
+    odd = rank.rank == 1
+    mine = torch.full((4,), rank.rank, device=rank.device)  # int64, on the device: what a broadcast might write into
+    sampler = LMHeadSampler(shard, max_batch_size=4, seed=mine, temperature=(mine + 0.5).expand(4), impl=rank.impl, tp=tp)
+    assert sampler.seeds.tolist() == [0] * 4
+    assert sampler.temperature.tolist() == [0.5] * 4
+    expanded = mine[:1].expand(3)
+    sampler.reset(expanded, expanded + 5, rows=[0, 1, 3], temperature=None if odd else [0.25, 0.5, 0.75])
+    assert sampler.offsets.tolist() == [5, 5, 0, 5]
+    assert sampler.temperature.tolist() == [0.25, 0.5, 0.5, 0.75]
+    assert mine.tolist() == [rank.rank] * 4
+    assert LMHeadSampler(shard, max_batch_size=4, temperature=1.0 + rank.rank, tp=tp).temperature == 1.0
+
+    make = functools.partial(LMHeadSampler, shard, max_batch_size=4, tp=tp)
+    on_1 = "" if odd else "rank 1: ValueError: "  # on the others
+    for message, call in (
+        (on_1 + "seed must be one number or have shape", lambda: sampler.reset([1, 2] if odd else 3)),
+        (on_1 + "rows must be from 0 to", lambda: sampler.reset(rows=[9] if odd else [0])),
+        (on_1 + "temperature must be at least 0", lambda: sampler.reset(temperature=-1 if odd else 1)),
+        (
+            "the number of rows must be the same on all ranks, got rank 0: 1, rank 1: 2",
+            lambda: sampler.reset(rows=[0, 1] if odd else [0]),
+        ),
+        (on_1 + "vocab_size must be given to TensorParallel", lambda: make(vocab_size=600 if odd else None)),
+        (on_1 + "temperature must be a number or have shape", lambda: make(temperature=[1.0, 2.0] if odd else 1.0)),
+        (
+            "max_batch_size must be the same on all ranks, got rank 0: 4, rank 1: 5",
+            lambda: make(max_batch_size=5 if odd else 4),
+        ),
+    ):
+        with pytest.raises(ValueError, match="^" + message):
+            call()
+    assert sampler.seeds.tolist() == [0] * 4
+    assert sampler.offsets.tolist() == [5, 5, 0, 5]
+    # the same state everywhere, so the same tokens; ranks that gave another temperature would not have agreed
+    tokens = sampler(problem.hidden_states).token_ids
+    whole = LMHeadSampler(problem.weight, max_batch_size=4, seed=[0] * 4, temperature=[0.25, 0.5, 0.5, 0.75], impl=rank.impl)
+    whole.reset([0] * 4, [5, 5, 0, 5])
+    assert torch.equal(tokens, whole(problem.hidden_states).token_ids)
+
+
+def steps_that_a_compiler_could_drop(rank: Rank) -> None:
+    """Trap 33: tokens that one rank does not use, in functions compiled in every way; two groups in one of them."""
+    if rank.world != 2:  # compiling takes each rank half a minute of a CI core
+        return
+    problems = [rank.problem(6, 600, 64, seed=1), rank.problem(6, 600, 64, seed=2)]
+    groups = [rank.group(problem.weight, timeout=120.0) for problem in problems]  # while the other rank compiles
+
+    def draws(states: Tensor, offset: Tensor) -> list[Tensor]:
+        return [
+            flashsampling.sample(
+                states + i // 2,
+                groups[i % 2][1],
+                temperature=problems[i % 2].temperature,
+                seed=problems[i % 2].seed,
+                offset=offset + i,
+                tp=groups[i % 2][0],
+            ).token_ids
+            for i in (0, 1, 2)
+        ]
+
+    def used(states: Tensor, offset: Tensor) -> tuple[Tensor, list[Tensor]]:
+        return states + 1, draws(states, offset)
+
+    def unused(states: Tensor, offset: Tensor) -> tuple[Tensor, list[Tensor]]:
+        draws(states, offset)
+        return states + 1, []
+
+    ways = [{"backend": "aot_eager"}, {"backend": "inductor"}]
+    if rank.transport != "gloo":  # whose exchange the host makes, so that no graph holds it
+        ways.append({"mode": "reduce-overhead"})
+    for options in ways:
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        compiled = torch.compile(unused if rank.rank == 1 else used, fullgraph=True, **options)
+        for turn in range(4):  # graph trees warm up, record, replay
+            torch.compiler.cudagraph_mark_step_begin()
+            states, offset = problems[0].hidden_states.clone(), problems[0].offset + turn
+            if turn == 2:
+                states *= -1
+            expected = used(states, offset)
+            moved, tokens = compiled(states, offset)
+            assert torch.equal(moved, expected[0])
+            assert len(tokens) == (0 if rank.rank == 1 else 3)
+            for ours, eager in zip(tokens, expected[1]):
+                assert torch.equal(ours, eager), (options, turn)
+        skipped = torch._dynamo.utils.counters["inductor"]["cudagraph_skips"]
+        assert "mode" not in options or not skipped, f"{skipped} graphs were not recorded"
+        for tp, _ in groups:
+            tp.check()
+
+
 def cuda_graphs(rank: Rank) -> None:
     """Captured on one batch size, replayed between eager calls of others."""
     problem = rank.problem(24, 600, 64)
@@ -403,52 +515,487 @@ def no_sync(rank: Rank) -> None:
     assert torch.equal(tokens, problem.sample(rank.impl))
 
 
+def _agreed(value: object) -> list[object]:
+    """The ranks' values, by the process group that is not under test."""
+    values: list[object] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _fails(tp: TensorParallel, step: Callable[[], object]) -> TensorParallelError:
+    """The error of a step and of all later ones, whose tokens are -1; the same failure each time."""
+    tokens = []
+
+    def steps() -> None:
+        for _ in range(3):  # what is queued behind the first drains
+            tokens.append(step())
+        tp.check()
+
+    with pytest.raises(TensorParallelError) as error:
+        steps()
+    if tp.transport != "nccl" or error.value.failure.kind != "late":  # else the all-gather hangs, and who asks for tokens
+        for out in tokens:
+            assert (out == -1).all(), out
+    for later in (step, tp.check, functools.partial(tp.check, collective=True)):
+        with pytest.raises(TensorParallelError) as again:
+            later()
+        assert again.value.failure == error.value.failure
+    assert error.value.rank == error.value.failure.rank
+    assert "docs/tensor_parallel.md" in str(error.value)
+    return error.value
+
+
+def _raises(tp: TensorParallel, call: Callable[[], object]) -> None:
+    """A call that raises on this rank alone, as a serving loop would catch it."""
+    before = tp.left_out
+    with pytest.raises(ValueError, match="at most"):
+        call()
+    if tp.left_out == before:
+        tp.count_left_out()
+
+
+def out_of_step(rank: Rank) -> None:
+    """Trap 31: a rank's call raises, and it goes on. All learn it at the next step, and another group goes on."""
+    problem = rank.problem(4, 600, 64)
+    tp, shard = rank.group(problem.weight, max_batch_size=4)
+    bystander, _ = rank.group(problem.weight)
+
+    def step(number: int) -> Tensor:
+        return draw(tp, shard, replace(problem, offset=problem.offset + number))
+
+    for number in range(3):
+        assert torch.equal(step(number), replace(problem, offset=problem.offset + number).sample(rank.impl))
+    for _ in range(2):  # all ranks' calls raise: they are in step
+        _raises(tp, lambda: draw(tp, shard, rank.problem(5, 600, 64)))
+    rank.check(tp, shard, problem)
+    if rank.rank == 1:
+        _raises(tp, lambda: draw(tp, shard, rank.problem(5, 600, 64)))
+    error = _fails(tp, lambda: step(5))
+    assert isinstance(error, TensorParallelMismatch)
+    assert error.rank == 1
+    assert "step" in error.failure.differs
+    assert re.search("^rank 1 is out of step with", str(error))
+    assert _agreed(error.failure) == [error.failure] * rank.world
+    rank.check(bystander, shard, problem)
+    bystander.close()
+    tp.close()
+    tp, shard = rank.group(problem.weight)
+    rank.check(tp, shard, problem)
+
+
+def other_parameters(rank: Rank) -> None:
+    """One rank calls with something else: never a token, on any rank, and the error says who and what."""
+    six = rank.problem(6, 600, 64)
+    two = replace(rank.problem(2, 600, 64), num_samples=3)
+    seed, offset, temperature = six.seed.clone(), six.offset.clone(), six.temperature.clone()
+    seed[5] ^= 1 << 63
+    offset[0] += 1
+    temperature[2:4] = temperature[2:4].flip(0) + 0.25
+    cases = [
+        (six.rows(slice(0, 5)), ("batch size or num_samples",)),
+        (two, ("batch size or num_samples",)),
+        (replace(six, seed=seed), ("seed",)),
+        (replace(six, offset=offset), ("offset",)),
+        (replace(six, temperature=temperature), ("temperature",)),
+        (replace(six, offset=offset, temperature=temperature), ("offset", "temperature")),
+    ]
+    odd = rank.world - 1
+    for other, differs in cases:
+        tp, shard = rank.group(six.weight, max_num_samples=3)
+        with tp:
+            rank.check(tp, shard, six)
+            error = _fails(tp, functools.partial(draw, tp, shard, other if rank.rank == odd else six))
+            assert isinstance(error, TensorParallelMismatch)
+            named = error.failure.differs
+            assert error.rank == odd
+            if rank.transport == "p2p" and len(differs) > 1:  # it says what differs in one of the rows
+                assert set(named) < set(differs)
+                assert named
+            else:
+                assert named == differs, error
+            assert f"rank {odd} called step" in str(error)
+            assert f"with another {' and '.join(named)} than" in str(error)
+            assert _agreed(error.failure) == [error.failure] * rank.world
+    # a number for all rows and the same number in every row are the same
+    tp, shard = rank.group(six.weight)
+    ones, threes = torch.ones(6, device=rank.device), torch.full((6,), -3, device=rank.device)
+    numbers = {"temperature": 1.0, "seed": 7, "offset": -3}
+    rows = {"temperature": ones, "seed": (threes + 10), "offset": threes}
+    tokens = flashsampling.sample(six.hidden_states, shard, **rows if rank.rank else numbers, tp=tp).token_ids
+    expected = replace(six, temperature=ones, seed=threes + 10, offset=threes).sample(rank.impl)
+    assert torch.equal(tokens, expected[:, 0])
+    tp.check(collective=True)
+
+
+def construction_that_fails(rank: Rank) -> None:
+    """On one rank, for whatever reason: all hear of it at once, not after a time-out, and the next group works."""
+    problem = rank.problem(4, 600, 64)
+    shard, first = rank.shard(problem.weight)
+    odd = rank.rank == 1
+
+    def compile_on_odd(tp: TensorParallel, weight: Tensor) -> None:
+        if odd:
+            raise RuntimeError("no such instruction")
+
+    def no_memory(member: object, *_: object, **__: object) -> None:
+        if odd:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        raise AssertionError("a rank met a peer that had none")
+
+    def construct(weight: object = shard, **options: object) -> None:
+        options = {"transport": rank.transport, "impl": rank.impl, "first_token": first, "timeout": 60.0} | options
+        TensorParallel(None, weight, **options)
+
+    started = time.monotonic()
+    for mine, kind, message, options in (
+        (TypeError, ValueError, "^rank 1: TypeError: weight must be a torch.Tensor, got list", {"weight": [1.0]}),
+        ((TypeError, ValueError), ValueError, "^rank 1: ValueError: could not convert string", {"timeout": "soon"}),
+        (TypeError, ValueError, "^rank 1: TypeError: ", {"timeout": None}),
+        (TypeError, ValueError, "^rank 1: TypeError: max_batch_size must be an int, got float", {"max_batch_size": 256.0}),
+        (TypeError, ValueError, "^rank 1: TypeError: vocab_size must be an int, got float", {"vocab_size": 599.5}),
+        (TypeError, ValueError, "^rank 1: TypeError: first_token must be an int, got str", {"first_token": "0"}),
+    ):
+        with pytest.raises(mine if odd else kind, match=None if odd else message):
+            construct(**options if odd else {})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TensorParallel, "_compile", compile_on_odd)
+        with pytest.raises(
+            RuntimeError, match="no such instruction" if odd else "^rank 1 left .*RuntimeError: no such"
+        ) as error:
+            construct()
+        assert odd or (type(error.value) is TensorParallelError and error.value.rank == 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agreement, "member", no_memory) if odd else None
+        with pytest.raises(RuntimeError, match="out of memory"):
+            construct()
+    assert time.monotonic() - started < 20
+    tp, shard = rank.group(problem.weight, timeout=np.float32(50))
+    assert tp.timeout == tp._rendezvous.seconds == 50
+    rank.check(tp, shard, problem)
+
+
+def messages_of_others(rank: Rank) -> None:
+    """Point to point, with torch's default tag, on the way while a step is: it meets no step (gloo would abort the process)."""
+    problem = rank.problem(4, 600, 64)
+    tp, shard = rank.group(problem.weight)
+    received = torch.zeros(3)
+    sent = dist.isend(torch.ones(3), 0) if rank.rank == 1 else None
+    rank.check(tp, shard, problem)
+    if rank.rank == 0:
+        dist.recv(received, 1)
+        assert received.tolist() == [1, 1, 1]
+    if sent is not None:
+        sent.wait()
+    tp.close()
+
+
+def ranks_that_do_not_come(rank: Rank) -> None:
+    """To construction, a broadcast, closing: the others are told who in time, and it when it comes; the next group works."""
+    problem = rank.problem(4, 600, 64)
+    odd = rank.world - 1
+    rank.group(problem.weight)[0].close()  # imports what a first construction does, which takes longer than the time-out
+
+    def late(call: Callable[[], object], to: str) -> None:
+        _agreed(None)
+        if rank.rank == odd:
+            time.sleep(5)
+        started = time.monotonic()
+        with pytest.raises(TensorParallelTimeout, match=rf"^rank {odd} did not take part in .*{to} within 2 s") as error:
+            call()
+        assert error.value.rank == odd
+        assert time.monotonic() - started < 4.5
+        _agreed(None)
+
+    late(lambda: rank.group(problem.weight, timeout=2.0), "construction")
+    tp, shard = rank.group(problem.weight, timeout=2.0)
+    rank.check(tp, shard, problem)
+    late(lambda: tp.broadcast([1]), "a broadcast")
+    assert _fails(tp, lambda: draw(tp, shard, problem)).rank == odd
+    started = time.monotonic()
+    tp.close()  # all ranks are told, none raises
+    assert time.monotonic() - started < 2
+
+    tp, shard = rank.group(problem.weight, timeout=2.0)
+    rank.check(tp, shard, problem)
+    if rank.rank == odd:  # to it the group has failed, and closing one that has raises nothing
+        _agreed(None)
+        time.sleep(5)
+        tp.close()
+        _agreed(None)
+    else:
+        late(tp.close, "closing")
+    tp.close()
+    with pytest.raises(ValueError, match="has been closed"):
+        draw(tp, shard, problem)
+    tp, shard = rank.group(problem.weight, timeout=2.0)
+    rank.check(tp, shard, problem)
+    # one is at another collective call than the others
+    with pytest.raises(TensorParallelMismatch, match=r"^rank 1 called a broadcast where rank 0 called a collective check"):
+        tp.broadcast(1) if rank.rank == 1 else tp.check(collective=True)
+    tp.close()
+
+
+def leaving_by_an_exception(rank: Rank) -> None:
+    """``with`` does not wait for ranks that go on, nor they for this one."""
+    problem = rank.problem(4, 600, 64)
+    tp, shard = rank.group(problem.weight, timeout=30.0)
+    rank.check(tp, shard, problem)
+    started = time.monotonic()
+    if rank.rank == 1:
+        with pytest.raises(KeyError), tp:
+            raise KeyError("a request that is gone")
+        with pytest.raises(ValueError, match="has been closed"):
+            draw(tp, shard, problem)
+        _agreed(None)
+    else:
+        _agreed(None)
+        if rank.transport == "nccl":
+            time.sleep(4)  # until the thread has heard
+        error = _fails(tp, lambda: draw(tp, shard, problem))
+        assert type(error) is TensorParallelError
+        assert error.rank == 1
+        assert "rank 1 left the group: KeyError: 'a request that is gone'" in str(error)
+        tp.close()
+    assert time.monotonic() - started < 15
+    tp, shard = rank.group(problem.weight)
+    rank.check(tp, shard, problem)
+
+
+def collective_check(rank: Rank) -> None:
+    """All ranks learn of a failure that one knows."""
+    problem = rank.problem(4, 600, 64)
+    tp, shard = rank.group(problem.weight, timeout=30.0)
+    rank.check(tp, shard, problem)
+    for _ in range(3):
+        tp.check(collective=True)
+    started = time.monotonic()
+    failure = Failure("left", 1, what="a broken device")
+    if rank.rank == 1:
+        time.sleep(1)
+        tp._transport.declare(failure)
+    with pytest.raises(TensorParallelError, match=r"^rank 1 left the group: a broken device") as error:
+        tp.check(collective=True)
+    assert error.value.failure == failure
+    assert time.monotonic() - started < 15
+    tp.close()
+
+
+def device_mesh(rank: Rank) -> None:
+    """A one-dimensional mesh is its group; parameters are the first rank's."""
+    problem = rank.problem(4, 600, 64)
+    shard, first = rank.shard(problem.weight)
+    mesh = init_device_mesh(rank.device.type, (1, rank.world), mesh_dim_names=("dp", "tp"))
+    with pytest.raises(ValueError, match=r"one-dimensional DeviceMesh, got one of shape \(1, .*mesh\[.tp.\]"):
+        TensorParallel(mesh, shard)
+    assert torch.equal(shard_lm_head(problem.weight, mesh["tp"]), shard_lm_head(problem.weight))
+    options = {"transport": rank.transport, "impl": rank.impl}
+    with TensorParallel(mesh["tp"], shard, first_token=first, **options) as tp:
+        rank.check(tp, shard, problem)
+        assert tp.broadcast({"seeds": torch.arange(3) + rank.rank})["seeds"].tolist() == [0, 1, 2]
+        mine = ValueError("seed is wrong") if rank.rank == 1 else None
+        with pytest.raises(ValueError, match="seed is wrong" if mine else "^rank 1: ValueError: seed is wrong"):
+            tp.broadcast(1, error=mine)
+        with pytest.raises(ValueError, match="rows must be the same on all ranks, got rank 0: 0, rank 1: 1"):
+            tp.broadcast(1, alike={"rows": rank.rank})
+        rank.check(tp, shard, problem)
+    with TensorParallel(mesh["dp"], problem.weight, impl=rank.impl) as alone:
+        assert alone.world_size == 1
+        assert alone.broadcast(rank.rank) == rank.rank
+        alone.check(collective=True)
+        assert torch.equal(draw(alone, problem.weight, problem), problem.sample(rank.impl))
+
+
 def a_rank_is_late(rank: Rank) -> None:
-    """Later than the time-out: the others say who, within the bound, and so does every later call."""
+    """Trap 32: later than the time-out. The others say who, within the bound; it says so itself when it comes; a new process
+    group goes on."""
     problem = rank.problem(5, 600, 64)
     tp, shard = rank.group(problem.weight, timeout=2.0)
     rank.check(tp, shard, problem)
     late = rank.world - 1
     if rank.rank == late:
         time.sleep(8)
-        return
-    tokens: list[Tensor] = []
-
-    def steps() -> None:
-        for _ in range(4):  # what is queued behind the first drains
-            tokens.append(draw(tp, shard, problem))
-        tp.check()
-
     started = time.monotonic()
-    with pytest.raises(TensorParallelTimeout, match=f"rank {late} did not take part in a step within 2 s") as error:
-        steps()
-    assert time.monotonic() - started < 5
-    assert error.value.rank == late
-    for out in tokens:
-        assert (out == -1).all()
-    with pytest.raises(TensorParallelTimeout, match=f"rank {late}"):
-        draw(tp, shard, problem)
+    error = _fails(tp, lambda: draw(tp, shard, problem))
+    assert time.monotonic() - started < (2 if rank.rank == late else 7 if rank.transport == "nccl" else 5)
+    assert isinstance(error, TensorParallelTimeout)
+    assert error.rank == late
+    assert re.search(f"^rank {late} did not take part in a step within 2 s", str(error))
+    tp.close()
+    if rank.transport == "nccl" and rank.device.type == "cuda":
+        return  # what hangs on the device must be aborted first
+    fresh = dist.new_group()
+    assert _agreed_in(fresh, error.failure) == [error.failure] * rank.world
+    tp, shard = rank.group(problem.weight, group=fresh)
+    rank.check(tp, shard, problem)
+    tp.close()
 
 
-def a_rank_dies(rank: Rank) -> None:
-    """Killed in the middle of its work."""
+def an_all_gather_that_hangs(rank: Rank) -> None:
+    """NCCL's thread, where gloo stands in for NCCL: a step that only the first rank issues, as a graph replay does. It ends
+    when the others have raised, which then have taken part."""
+    problem = rank.problem(5, 600, 64)
+    tp, shard = rank.group(problem.weight, timeout=1.0)
+    rank.check(tp, shard, problem)
+    winners = exchange.pack(torch.ones(5), torch.arange(5), torch.ones(5, dtype=torch.bool))
+    assert tp.finish(winners, 1.0, 1, 0, 1).tolist() == [0, 1, 2, 3, 4]
+    _agreed(None)
+    started = time.monotonic()
+    outs: list[Tensor] = []
+    hangs = threading.Thread(target=lambda: outs.append(tp.finish(winners, 1.0, 1, 0, 1)))
+    if rank.rank == 0:
+        hangs.start()
+
+    def checks() -> None:
+        while time.monotonic() - started < 10:
+            tp.check()
+            time.sleep(0.05)
+
+    with pytest.raises(TensorParallelTimeout, match=r"^rank 1 did not take part in a step within 1 s") as error:
+        checks()
+    assert 1 <= time.monotonic() - started < 5
+    assert error.value.failure == Failure("late", 1, 2)
+    if rank.rank == 0:
+        hangs.join(5)
+        assert (outs[0] == -1).all()
+    _agreed(None)
+    for _ in range(2):
+        assert (tp.finish(winners, 1.0, 1, 0, 1) == -1).all()
+    started = time.monotonic()
+    tp.close()
+    assert time.monotonic() - started < 2
+    tp._transport._watcher.join(2)
+    assert not tp._transport._watcher.is_alive()
+
+
+def hosts_that_learn_late(rank: Rank) -> None:
+    """All ranks' devices know of a failure at the same step; a host that does not yet goes on, and issues all-gathers that the
+    others do not. They end nevertheless, and tokens are -1."""
+    problem = rank.problem(5, 600, 64)
+    odd, slow = rank.world - 1, 0
+    bystander, _ = rank.group(problem.weight)
+
+    def group(timeout: float = 5.0) -> tuple[TensorParallel, Callable[[], Tensor], Callable[[], Tensor]]:
+        tp, shard = rank.group(problem.weight, timeout=timeout)
+        rank.check(tp, shard, problem)
+        other = replace(problem, offset=problem.offset + (rank.rank == odd))
+        return tp, functools.partial(draw, tp, shard, problem), functools.partial(draw, tp, shard, other)
+
+    def as_many_everywhere(tp: TensorParallel) -> None:
+        counts = _agreed(tp._transport._progress().begun)
+        assert len(set(counts)) == 1, counts
+
+    # parameters differ, and the slow host takes four steps before it looks
+    tp, _, step = group()
+    tokens = []
+    if rank.rank == slow:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(tp._transport, "_state_view", torch.zeros(4, dtype=torch.int64).numpy())
+            patch.setattr(tp._rendezvous, "declared", lambda: None)
+            tokens = [step() for _ in range(4)]
+            for out in tokens:
+                assert (out == -1).all()
+    assert isinstance(_fails(tp, step), TensorParallelMismatch)
+    as_many_everywhere(tp)
+    rank.check(bystander, rank.shard(problem.weight)[0], problem)
+    tp.close()
+
+    # it replays a graph after all have raised: who closes takes part
+    if rank.device.type == "cpu":  # an all-gather that a graph was captured with asks no host
+        tp, _, step = group()
+        _fails(tp, step)
+        _agreed(None)
+        if rank.rank == slow:
+            winners = exchange.pack(torch.ones(5), torch.arange(5), torch.ones(5, dtype=torch.bool))
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(tp._transport, "_capturing", lambda: True)
+                for _ in range(2):
+                    assert (tp.finish(winners, 1.0, 1, 0, 1) == -1).all()
+        started = time.monotonic()
+        tp.close()
+        assert time.monotonic() - started < 4
+        as_many_everywhere(tp)
+
+    # a rank leaves by an exception where the others have issued a step
+    tp, step, _ = group()
+    _agreed(None)
+    if rank.rank == odd:
+        time.sleep(0.5)
+        with pytest.raises(KeyError), tp:
+            raise KeyError("a request that is gone")
+    else:
+        assert (step() == -1).all()
+        error = _fails(tp, step)
+        assert error.failure.kind == "left"
+        assert error.rank == odd
+    as_many_everywhere(tp)
+    tp.close()
+
+    # a rank comes later than the time-out, and the group's all-gathers end
+    tp, step, _ = group(2.0)
+    _agreed(None)
+    out = None
+    if rank.rank == odd:
+        time.sleep(6)
+    else:
+        out = step()
+    error = _fails(tp, step)
+    assert isinstance(error, TensorParallelTimeout)
+    assert error.rank == odd
+    _agreed(None)
+    assert out is None or (out == -1).all()
+    as_many_everywhere(tp)
+    tp.close()
+    rank.check(bystander, rank.shard(problem.weight)[0], problem)
+    tp, step, _ = group()
+    tp.close()
+    bystander.close()
+
+
+def _agreed_in(group: dist.ProcessGroup, value: object) -> list[object]:
+    values: list[object] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def a_rank_dies(rank: Rank, dead: int = 1) -> None:
+    """Killed in the middle of its work. Those that live close without waiting for it, and share its part."""
     problem = rank.problem(5, 600, 64)
     tp, shard = rank.group(problem.weight, timeout=3.0)
     for _ in range(5):
         rank.check(tp, shard, problem)
-    dead = min(1, rank.world - 1)
     if rank.rank == dead:
         os.kill(os.getpid(), signal.SIGKILL)
-
-    def step() -> None:
-        draw(tp, shard, problem)
-        tp.check()
-
     started = time.monotonic()
-    with pytest.raises(TensorParallelTimeout, match=f"rank {dead} did not take part") as error:
-        step()
-    assert time.monotonic() - started < 8
-    assert error.value.rank == dead
+    error = _fails(tp, lambda: draw(tp, shard, problem))
+    assert isinstance(error, TensorParallelTimeout)
+    assert error.rank == dead
+    assert f"rank {dead} did not take part" in str(error)
+    tp.close()
+    assert time.monotonic() - started < (12 if rank.transport == "nccl" else 8)
+    if dead == 0 or rank.device.type == "cuda":
+        return  # who has lost the store cannot make a process group; on GPUs NCCL's part of the group may wait for the dead
+    ranks = [other for other in range(rank.world) if other != dead]
+    fresh = dist.new_group(ranks, use_local_synchronization=True)
+    part = replace(rank, rank=ranks.index(rank.rank), world=len(ranks))
+    tp, shard = part.group(problem.weight, group=fresh, transport=None)
+    part.check(tp, shard, problem)
+    tp.close()
+
+
+def the_first_rank_dies(rank: Rank) -> None:
+    """And with it the store."""
+    a_rank_dies(rank, dead=0)
+
+
+def p2p_is_chosen(rank: Rank) -> None:
+    """Where it can be, without a word."""
+    problem = rank.problem(5, 600, 64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tp, shard = rank.group(problem.weight, transport=None, impl=None)
+    with tp:
+        assert tp.transport == "p2p"
+        assert torch.equal(draw(tp, shard, problem), problem.sample(tp.impl))
 
 
 ON_CPU: list[Callable[[Rank], None]] = [
@@ -464,9 +1011,20 @@ ON_CPU: list[Callable[[Rank], None]] = [
     sub_groups,
     two_at_once,
     module,
+    parameters_of_the_first_rank,
+    steps_that_a_compiler_could_drop,
+    out_of_step,
+    other_parameters,
+    construction_that_fails,
+    messages_of_others,
+    ranks_that_do_not_come,
+    leaving_by_an_exception,
+    collective_check,
+    device_mesh,
+    hosts_that_learn_late,
 ]
 ON_GPU = [*ON_CPU, cuda_graphs, no_sync]
-LAST = [a_rank_is_late, a_rank_dies]  # they leave the ranks' group unusable: a group of processes each
+LAST = [a_rank_is_late, a_rank_dies, the_first_rank_dies]  # they leave the ranks' group unusable: a group of processes each
 
 
 # -- starting ranks
@@ -476,6 +1034,8 @@ def _work(rank: Rank, names: Sequence[str], port: int, pipe: Connection) -> None
     torch.set_num_threads(1)
     torch.manual_seed(rank.rank)  # nothing may rest on equal generators
     backend = "gloo"
+    if rank.device.type == "cpu" and rank.transport == "nccl":  # all but NCCL itself: gloo stands in for it
+        agreement.why_no_nccl = lambda members: None
     if rank.device.type == "cuda":
         torch.cuda.set_device(rank.device)
         backend = "cpu:gloo,cuda:nccl"
@@ -485,7 +1045,7 @@ def _work(rank: Rank, names: Sequence[str], port: int, pipe: Connection) -> None
     for name in names:
         try:
             globals()[name](rank)
-            if rank.device.type == "cuda":
+            if rank.device.type == "cuda" and globals()[name] not in LAST:  # NCCL would wait for whoever is gone
                 torch.cuda.synchronize()
             pipe.send((name, "ok"))
         except BaseException:
@@ -499,20 +1059,34 @@ def _work(rank: Rank, names: Sequence[str], port: int, pipe: Connection) -> None
 
 
 def run(
-    world: int, names: Sequence[str], *, device: str, impl: str, transport: str, long: bool, seconds: float = 300.0
+    world: int,
+    names: Sequence[str],
+    *,
+    device: str,
+    impl: str,
+    transport: str,
+    long: bool,
+    seconds: float | None = None,
+    one_visible: bool = False,
 ) -> dict[str, dict[int, str]]:
-    """Per scenario and rank: "ok", a traceback, or "died"."""
+    """Per scenario and rank: "ok", a traceback, or "died". ``one_visible``: no rank sees another's GPU."""
+    if seconds is None:  # on GPUs every group may compile kernels, for a minute or more where Triton's cache is empty
+        seconds = 300.0 if device == "cpu" else 900.0
     context = multiprocessing.get_context("spawn")
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
     pipes, processes = {}, []
     for rank in range(world):
-        where = torch.device("cuda", rank) if device == "cuda" else torch.device("cpu")
+        where = torch.device("cuda", 0 if one_visible else rank) if device == "cuda" else torch.device("cpu")
         ours, theirs = context.Pipe(duplex=False)
         arguments = (Rank(rank, world, where, impl, transport, long), list(names), port, theirs)
         process = context.Process(target=_work, args=arguments, daemon=True)
-        process.start()
+        with pytest.MonkeyPatch.context() as patch:  # what is imported first asks CUDA for the devices already
+            if one_visible:
+                visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(world)))).split(",")
+                patch.setenv("CUDA_VISIBLE_DEVICES", visible[rank])
+            process.start()
         theirs.close()
         pipes[ours] = rank
         processes.append(process)

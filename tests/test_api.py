@@ -13,7 +13,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashsampling
-from flashsampling import SampleOutput, api, distributed, noise, ops, sample
+from flashsampling import SampleOutput, api, noise, ops, sample
+from flashsampling.distributed import agreement
 from flashsampling.impl import streaming
 from tests.conftest import DEVICE
 from tests.problems import IMPLEMENTATIONS, make_problem
@@ -241,15 +242,15 @@ def test_no_more_than_2_to_the_31_less_1_tokens(monkeypatch):
 
 @pytest.mark.parametrize(("rows", "message"), [(2**31 - 1, None), (2**31, "got 2147483648")])
 def test_no_more_tokens_over_all_shards(rows, message):
-    member = distributed._Member(
-        (rows - 4, 8), "torch.float32", "cpu", "", (), "", None, None, 1, 1, None, None, 1.0, 0, cannot={}
+    member = agreement.Member(
+        (rows - 4, 8), "torch.float32", "cpu", "", (), "", None, None, 1, 1, None, None, 1.0, "", cannot={}
     )
     members = [member, replace(member, shape=(4, 8))]
     if message is None:
-        assert distributed._check(members)[-1] == (rows - 4, rows)
+        assert agreement.check(members)[-1] == (rows - 4, rows)
     else:
         with pytest.raises(ValueError, match=message):
-            distributed._check(members)
+            agreement.check(members)
 
 
 def test_low_precision_and_strided_row_parameters(device):
@@ -291,7 +292,7 @@ def test_opcheck(impl):
     arguments = (problem.hidden_states, problem.weight)
     rows = (problem.temperature, 0.0, problem.seed, 0, problem.offset, 0)
     numbers = (None, 0.7, None, 5, None, 6)
-    for case in ((*rows, 1, 300, impl, ""), (*numbers, 3, 299, impl, "")):
+    for case in ((*rows, 1, 300, impl), (*numbers, 3, 299, impl)):
         torch.library.opcheck(torch.ops.flashsampling.sample.default, (*arguments, *case))
 
 

@@ -281,7 +281,8 @@ def test_poisoned_and_equal_rows_evaluate_little(kind, temperature, batch, devic
     few, crowd = evaluations(problem)
     many, crowds = evaluations(rows_of_kind(problem, kind))
     print(f"{kind}, T = {temperature}, B = {batch}: {many} and {crowds} evaluations, {few} and {crowd} of ordinary rows")
-    if 0 < temperature < 1e-3 and kind in ("zero", "equal"):  # so sharp that in a CTA's first tile a few are as good as any
-        few += 2 * batch * torch.cuda.get_device_properties(device).multi_processor_count
+    if 0 < temperature < 1e-3 and kind in ("zero", "equal"):  # so sharp that in a CTA's first tile some are as good as any:
+        # 8 to 10 of 1150 a row and multiprocessor, as the evaluators happen to come in
+        few += 4 * batch * torch.cuda.get_device_properties(device).multi_processor_count
     assert many <= 4 * few + batch
     assert crowds <= (batch * 151_936 / 4 if kind == "infinite" else batch * 151_936 / 60)

@@ -325,30 +325,66 @@ def test_a_reset_that_fails_changes_nothing(seed, offset):
 
 
 class FirstRank(TensorParallel):
-    """Another rank's view of a group whose first rank drew 7 for every row."""
+    """Another rank's view of a group whose first rank gave 7 for everything."""
 
     def __init__(self, weight):
         self.first_token, self.last_token, self.impl = 0, weight.shape[0], "streaming"
         self.weight_shape, self.dtype, self.device = weight.shape, weight.dtype, weight.device
         self.max_batch_size, self.max_num_samples = 8, 1
 
-    def broadcast(self, tensor):
-        return tensor.fill_(7)
+    def broadcast(self, values, error=None, alike=None):
+        if error is not None:
+            raise error
+        assert values.seeds.device.type == "cpu"
+        for value in values:
+            if isinstance(value, torch.Tensor):
+                assert value.device.type == "cpu"
+        seven = values.temperature if values.temperature is None else 7.0
+        return values._replace(seeds=torch.full_like(values.seeds, 7), offset=7, temperature=seven)
 
 
-def test_reset_never_writes_into_its_arguments():
-    """Trap 35: tensors of the right dtype and device, which nothing needs to copy."""
+@pytest.mark.parametrize("expanded", [False, True])
+def test_never_writes_into_its_arguments(expanded):
+    """Trap 35: tensors of the right dtype and device, which nothing needs to copy, and some that cannot be written to."""
+
+    def values(dtype):
+        if expanded:
+            return torch.full((1,), 3, device=DEVICE, dtype=dtype).expand(4)
+        return torch.full((4,), 3, device=DEVICE, dtype=dtype)
+
     head = make_head()
     for tp in (None, FirstRank(head.weight)):
-        seeds, offsets = torch.arange(4, device=DEVICE), torch.arange(4, device=DEVICE)
-        temperature = torch.ones(4, device=DEVICE)
+        seeds, offsets, temperature = values(torch.int64), values(torch.int64), values(torch.float32)
         sampler = LMHeadSampler(head, max_batch_size=4, seed=seeds, temperature=temperature, tp=tp)
-        sampler.reset(seeds, offsets)
-        sampler.seeds.fill_(-1)
-        sampler.offsets.add_(1)
-        assert seeds.tolist() == offsets.tolist() == [0, 1, 2, 3]
-    sampler.reset(torch.arange(4))
-    assert sampler.seeds.tolist() == [7] * 4
+        if tp is not None:
+            assert sampler.temperature == 7
+            sampler.temperature = torch.ones(4, device=DEVICE)
+        sampler.reset(seeds, offsets, temperature=temperature)
+        expected = 3 if tp is None else 7
+        for state in (sampler.seeds, sampler.offsets, sampler.temperature):
+            assert state.tolist() == [expected] * 4
+            state.fill_(9)
+        for argument in (seeds, offsets, temperature):
+            assert argument.tolist() == [3] * 4
+
+
+def test_reset_of_temperatures():
+    sampler = LMHeadSampler(make_head(), max_batch_size=4, seed=1, temperature=[0.0, 0.5, 1.0, 1.5])
+    storage = sampler.temperature.data_ptr()
+    sampler.reset(rows=[1, 3], temperature=[2.0, 0.25])
+    assert sampler.temperature.tolist() == [0.0, 2.0, 1.0, 0.25]
+    sampler.reset(rows=slice(0, 2), temperature=1)
+    sampler.reset(3)
+    assert sampler.temperature.tolist() == [1.0, 1.0, 1.0, 0.25]
+    assert sampler.temperature.data_ptr() == storage  # a captured graph sees it
+    before = sampler.seeds.clone()
+    for temperature, message in ((-1.0, "temperature must be at least 0"), ([1.0] * 3, "temperature must be a number or have")):
+        with pytest.raises(ValueError, match=message):
+            sampler.reset(4, temperature=temperature)
+    number = LMHeadSampler(make_head(), max_batch_size=4, seed=1)
+    with pytest.raises(ValueError, match="temperature can be reset in a sampler that was made with one per row"):
+        number.reset(temperature=2.0)
+    assert torch.equal(sampler.seeds, before)
 
 
 @pytest.mark.parametrize("kind", [list, numpy.array, torch.tensor])

@@ -41,7 +41,7 @@ def built(tmp_path_factory):
 
 def test_the_sdist_has_what_a_checkout_has(built):
     sdist, _ = built
-    for folder in ("flashsampling", "scripts", "tests", "benchmarks", "docs", ".ci"):
+    for folder in ("flashsampling", "scripts", "tests", "benchmarks", "docs", "examples", ".ci"):
         wanted = {
             path.relative_to(ROOT) for path in (ROOT / folder).rglob("*") if path.is_file() and "__pycache__" not in path.parts
         }

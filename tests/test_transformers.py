@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import threading
+import types
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -31,6 +32,8 @@ from transformers.generation import GenerationMixin  # noqa: E402
 from transformers.generation.logits_process import TemperatureLogitsWarper  # noqa: E402
 
 from flashsampling import LMHeadSampler  # noqa: E402
+from flashsampling.distributed import TensorParallelTimeout  # noqa: E402
+from flashsampling.distributed.failure import Failure  # noqa: E402
 from flashsampling.integrations.transformers import NoTokenError, _Placeholder, checked_lm_head, generate  # noqa: E402
 from scripts.demo_generate import _GumbelNoise  # noqa: E402
 from tests.conftest import DEVICE  # noqa: E402
@@ -486,6 +489,52 @@ def test_a_row_without_a_token_stops_the_generation_before_its_id_is_used():
     assert len(streamer.steps) == 1  # the prompt
     assert streamer.ends == 1
     assert min(fed) >= 0
+
+
+class Fails(LMHeadSampler):
+    """From its step number ``at`` on another rank is gone: the ids of that step are -1, and every later call raises, as do the
+    group's ``check`` and, if ``at_once``, the failing step itself (transports whose exchange the host makes)."""
+
+    def __init__(self, model, at, at_once):
+        super().__init__(model.lm_head, max_batch_size=2, seed=1)
+        self.at, self.at_once, self.steps, self.failed = at, at_once, 0, False
+        self.tp = types.SimpleNamespace(check=self.check, first_token=0, last_token=1000)  # what the loop asks a group for
+
+    def check(self):
+        if self.failed:
+            raise Failure("late", 1).error("rank 1", timeout=2.0)
+
+    def forward(self, hidden_states, **options):
+        self.check()
+        group, self.tp = self.tp, None
+        out = super().forward(hidden_states, **options)
+        self.tp, self.failed = group, self.steps == self.at
+        self.steps += 1
+        if self.failed:
+            if self.at_once:
+                self.check()
+            out.token_ids.fill_(-1)
+        return out
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize("at", [0, 3])
+def test_a_rank_that_is_gone_is_named_before_an_id_is_used(at, at_once):
+    """Trap 34: -1 in an embedding would end a GPU's process, and what it streams nobody could read."""
+    model = llama()
+    fed = []
+    model.get_input_embeddings().register_forward_pre_hook(lambda module, args: fed.append(int(args[0].min())))
+    inputs, streamers = prompt([5, 5]), [Collector(), Collector()]
+    sampler = Fails(model, at, at_once)
+    options = {"max_new_tokens": 8, "eos_token_id": -1, "stopping_criteria": [StopsAt(50)], "sampler": sampler}
+    with pytest.raises(TensorParallelTimeout, match="rank 1 did not take part"):
+        model.generate(**inputs, **SAMPLED, **options, streamer=streamers[0], token_streamer=streamers[1])
+    assert min(fed) >= 0
+    assert sampler.steps == at + 1
+    for streamer in streamers:
+        assert len(streamer.steps) == 1 + at  # the prompt, and the steps before
+        assert all(bool((ids >= 0).all()) for ids in streamer.steps)
+        assert streamer.ends == 1
 
 
 def test_a_row_that_has_ended_may_hold_nan():

@@ -1,143 +1,389 @@
 """Packed winners between GPUs, from inside the sampling kernel: ``flashsampling.exchange`` has the protocol.
 
 Between the last CTA's arrival and the store of a token lie one trip over NVLink and one poll; what can be known before is read
-before (``look_up``), while the matmul still runs: the table, the peers' addresses, and the fence that orders the last launch's
-clearing before this launch's stores.
+before (``look_up``, ``tags_of``), while the matmul still runs: the table, the peers' addresses, the row's tags, and the fence
+that orders the last launch's emptying before this launch's stores.
+
+Lanes. A warp finishes 32 rows and has a lane for each (row, peer): with ``lanes`` the ranks up to a power of two, a pass is
+32 / lanes rows by ``lanes`` peers, and ``lanes`` passes are all rows. A lane waits for four passes' messages at once, so on two
+GPUs all 256 rows of a block come with one poll, and on 72 (three peers a lane) four rows do with three.
 """
 
 from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64, range_constexpr, select_
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, range_constexpr, select_
 
 from ... import exchange as protocol
 from .memory import global_pointer
 
-_KNOWN_PEERS = 8  # whose addresses are kept in registers: one host's
+_WARP = 32
+_ROWS_APART = 128  # between a thread's rows: those of the warpgroup that finishes a launch
+_PASSES = 4  # that a lane waits for at once
+_NOBODY = protocol.MAX_RANKS
 
 
 class Table(NamedTuple):
-    """What ``flashsampling.exchange`` keeps in its table, read."""
+    """What ``flashsampling.exchange`` keeps in its table, read; no ranks where nothing is to be exchanged."""
 
     address: Int64
     rank: Int32
     ranks: Int32
     capacity: Int64
     timeout: Int64
-    failed: Int64
-    state: Int64
-    own: Int64  # address of this rank's received
-    others: list  # addresses of the received of the ranks after this one, in turn
+    told: Int64
+    own: Int64  # address of this rank's shared memory; 0 if the group is closed
+    failure: Int64  # as it was at the start
+    launches: Int64
+    number: Int32  # of the step
+    shift: Int32  # lanes of a row = 1 << shift
+    peer: Int64  # address of the shared memory of the rank that is this lane's first
 
 
-def _word(address: Int64, index) -> Int64:
-    return global_pointer(Int64, address + Int64(index) * 8).load()
+def _words(address: Int64, index):
+    return global_pointer(Int64, address + Int64(index) * 8)
+
+
+def _failure(own: Int64) -> Int64:
+    return cute.arch.load(_words(own, protocol.SHARED_FAILURE), Int64, sem="relaxed", scope="sys")
+
+
+def _tell(table: Table, verdict: Int64):
+    cute.arch.store(global_pointer(Int64, table.told), verdict, sem="relaxed", scope="sys")
 
 
 @cute.jit
-def look_up(address: Int64) -> Table:
+def agreed(table: Table, failed: Boolean, thread: Int32) -> Table:
+    """The table of a CTA's threads, of whom one has seen whether the group has failed."""
+    if failed & (thread == 0) & (table.failure != Int64(0)):
+        _tell(table, table.failure)
+    return table._replace(ranks=Int32(select_(failed, Int32(0), table.ranks)))
+
+
+@cute.jit
+def look_up(address: Int64, thread: Int32) -> Table:
     """Reads the table. ``address`` may be TOKENS or PACKED, then nothing is read."""
-    words = cute.make_rmem_tensor(protocol.TABLE_RECEIVED, Int64)
-    received = cute.make_rmem_tensor(_KNOWN_PEERS, Int64)
-    for i in range_constexpr(protocol.TABLE_RECEIVED):
+    words = cute.make_rmem_tensor(protocol.TABLE_SHARED, Int64)
+    for i in range_constexpr(protocol.TABLE_SHARED):
         words[i] = Int64(0)
-    for i in range_constexpr(_KNOWN_PEERS):
-        received[i] = Int64(0)
+    own = Int64(0)
+    peer = Int64(0)
+    failure = Int64(0)
+    shift = Int32(0)
     if (address != Int64(protocol.TOKENS)) & (address != Int64(protocol.PACKED)):
-        for i in range_constexpr(protocol.TABLE_RECEIVED):
-            words[i] = _word(address, i)
-        for i in range_constexpr(_KNOWN_PEERS):
-            owner = (words[protocol.TABLE_RANK] + i) % words[protocol.TABLE_RANKS]
-            received[i] = _word(address, Int64(protocol.TABLE_RECEIVED) + owner)
-        cute.arch.fence_acq_rel_sys()
+        for i in range_constexpr(protocol.TABLE_SHARED):
+            words[i] = _words(address, i).load()
+        ranks = Int32(words[protocol.TABLE_RANKS])
+        if ranks > 0:
+            own = _words(address, protocol.TABLE_SHARED + words[protocol.TABLE_RANK]).load()
+            while (shift < 5) & ((Int32(1) << shift) < ranks):
+                shift = shift + 1
+            first = cutlass.min(thread & ((Int32(1) << shift) - 1), ranks - 1)
+            peer = _words(address, protocol.TABLE_SHARED + first).load()
+            failure = _failure(own)
     return Table(
         address,
         Int32(words[protocol.TABLE_RANK]),
         Int32(words[protocol.TABLE_RANKS]),
         words[protocol.TABLE_CAPACITY],
         words[protocol.TABLE_TIMEOUT],
-        words[protocol.TABLE_FAILED],
-        words[protocol.TABLE_STATE],
-        received[0],
-        [received[i] for i in range(1, _KNOWN_PEERS)],
+        words[protocol.TABLE_TOLD],
+        own,
+        failure,
+        words[protocol.TABLE_STEPS],
+        Int32(words[protocol.TABLE_STEPS] + words[protocol.TABLE_LEFT_OUT]),
+        shift,
+        peer,
     )
 
 
-def use_count(table: Table, index: Int64):
-    """Pointer to how often a row was used."""
-    return global_pointer(Int64, table.state + (1 + index) * 8)
+def _mix(a: Uint32, b: Uint32) -> Uint32:
+    """A hash of two words."""
+    start, first, second, third = protocol.HASH_FACTORS
+    h = (a ^ Uint32(start)) * Uint32(first)
+    h = (h ^ (h >> Uint32(15)) ^ b) * Uint32(second)
+    h = (h ^ (h >> Uint32(13))) * Uint32(third)
+    return h ^ (h >> Uint32(16))
 
 
-def _slot(table: Table, received: Int64, rank: Int32, use: Int64, index: Int64):
-    """Pointer to the slot that ``rank`` fills, in the memory whose ``received`` is given."""
-    buffer = (use & 1) * table.ranks + rank
-    return global_pointer(Int64, received + (buffer * table.capacity + index) * 8)
-
-
-@cute.jit
-def send(table: Table, use: Int64, index: Int64, winner: Int64):
-    """Stores this rank's packed winner of a row into every rank's slot."""
-    for i in range_constexpr(1, _KNOWN_PEERS):
-        if i < table.ranks:
-            slot = _slot(table, table.others[i - 1], table.rank, use, index)
-            cute.arch.store(slot, winner, sem="relaxed", scope="sys")
-    for i in cutlass.range(_KNOWN_PEERS, table.ranks, unroll=1):
-        received = _word(table.address, Int64(protocol.TABLE_RECEIVED + (table.rank + i) % table.ranks))
-        cute.arch.store(_slot(table, received, table.rank, use, index), winner, sem="relaxed", scope="sys")
-    cute.arch.store(_slot(table, table.own, table.rank, use, index), winner, sem="relaxed", scope="sys")
+def _mix_long(value: Int64) -> Uint32:
+    return _mix(Uint32(value), Uint32(value >> Int64(32)))
 
 
 @cute.jit
-def receive(table: Table, use: Int64, index: Int64) -> Int64:
-    """Waits for every rank's packed winner of a row: the row's token id, -1 if one did not come in time."""
-    best = Int64(0)
-    defined = Boolean(False)
-    complete = Boolean(True)
-    for first in cutlass.range(0, table.ranks, _KNOWN_PEERS, unroll=1):
-        winners = _wait(table, use, index, first)
-        for i in range_constexpr(_KNOWN_PEERS):
-            if winners[i] == Int64(0):
-                complete = Boolean(False)
-            if winners[i] > Int64(0):
-                defined = Boolean(True)
-            below = winners[i] & Int64(protocol.NAN)
-            best = Int64(select_(below > best, below, best))
-            if first + i < table.ranks:
-                _slot(table, table.own, first + i, use, index).store(Int64(0))
-    use_count(table, index).store(use + 1)
-    token = (best & Int64(protocol.NO_TOKEN)) ^ Int64(protocol.NO_TOKEN)
-    return Int64(select_(complete & defined & (best != Int64(protocol.NAN)), token, Int64(-1)))
+def tags_of(table: Table, args, index: Int64) -> tuple[Int32, Int32]:
+    """A row's tags, of the row and draw number ``index``; rows beyond the batch have the last one's. Stores the row's details.
+    A fence must follow before anything is sent."""
+    count = Int64(args.batch) * args.num_samples
+    row = Int64(cutlass.min(index, count - 1)) // args.num_samples
+    temperature = args.temperature_value
+    seed = args.seed_value
+    offset = args.offset_value
+    if args.temperature != 0:
+        temperature = global_pointer(Float32, args.temperature + row * 4).load()
+    if args.seed != 0:
+        seed = global_pointer(Int64, args.seed + row * 8).load()
+    if args.offset != 0:
+        offset = global_pointer(Int64, args.offset + row * 8).load()
+    fields = [
+        _mix(Uint32(args.batch), Uint32(args.num_samples)),
+        _mix_long(seed),
+        _mix_long(offset),
+        _mix((temperature + Float32(0.0)).bitcast(Uint32), Uint32(0)),  # -0.0 is 0.0
+    ]
+    details = Int64(0)
+    for i in range_constexpr(len(fields)):
+        details = (details << Int64(protocol.DETAIL_BITS)) | Int64(fields[i] >> Uint32(32 - protocol.DETAIL_BITS))
+    # not once the group has failed: who judges may still want those of that step
+    if (table.ranks > 0) & (table.failure == Int64(0)) & (index < count):
+        _words(table.own, protocol.SHARED_DETAILS + index).store(details)
+    number = Uint32(table.number)
+    tag1 = _mix(_mix(_mix(fields[0], fields[1]), _mix(fields[2], fields[3])), number)
+    tag0 = (Uint32(1) << Uint32(31)) | ((number & Uint32(2**protocol.STEP_BITS - 1)) << Uint32(16))
+    tag0 = tag0 | (_mix(fields[0] ^ fields[1], fields[2] ^ fields[3]) >> Uint32(16))
+    return Int32(tag0), Int32(tag1 | Uint32(1))
+
+
+def _slot(table: Table, shared: Int64, rank, index: Int64):
+    """Address of the slot that ``rank`` fills, in the shared memory whose address is given."""
+    buffer = (table.launches & 1) * table.ranks + rank
+    first = protocol.SHARED_DETAILS + table.capacity + (table.capacity & 1)
+    return shared + first * 8 + (buffer * table.capacity + index) * 16
+
+
+class Rows(NamedTuple):
+    """Rows and draws that a warp finishes: 32 from ``first`` on, then 32 ``_ROWS_APART`` further on, none from ``end`` on."""
+
+    first: Int64
+    end: Int64
+    tags: list  # of a lane's own row, or two: both tags
+
+    def passes(self, table: Table) -> Int32:
+        """How many there are until all rows had theirs."""
+        a_pass = Int32(_WARP) >> table.shift
+        passes = Int32(0)
+        for k in range(len(self.tags)):
+            left = cutlass.min(self.end - self.first - k * _ROWS_APART, Int64(_WARP))
+            own = (k << table.shift) + (Int32(left) + a_pass - 1) // a_pass
+            passes = Int32(select_((left > 0) & (table.ranks > 0), own, passes))
+        return passes
+
+    def source(self, table: Table, number, lane: Int32):
+        """Of a lane's row in pass ``number``: whose own it is, that one's which, and where it lies."""
+        k, number = number >> table.shift, number & ((Int32(1) << table.shift) - 1)
+        source = number * (Int32(_WARP) >> table.shift) + (lane >> table.shift)
+        return source, k, self.first + Int64(k * _ROWS_APART + source)
+
+    def tags_of(self, source: Int32, k: Int32) -> tuple[Int32, Int32]:
+        """The tags of another lane's row; a call of all lanes."""
+        return tuple(_other_s([tags[i] for tags in self.tags], source, k) for i in range(2))
+
+
+def _other_s(values: list, source: Int32, k: Int32):
+    """Number ``k`` of lane ``source``'s values; a call of all lanes."""
+    value = cute.arch.shuffle_sync(values[0], source)
+    if len(values) == 2:
+        value = type(value)(select_(k == 0, value, cute.arch.shuffle_sync(values[1], source)))
+    return value
 
 
 @cute.jit
-def _wait(table: Table, use: Int64, index: Int64, first: Int32):
-    """Packed winners of the ranks from ``first`` on, of the last one as often as it takes to be eight; 0 after the time-out.
+def send(table: Table, rows: Rows, winners: list, lane: Int32):
+    """Stores this rank's packed winners, of each of a lane's rows, into every rank's slots."""
+    lanes = Int32(1) << table.shift
+    highs = [((w >> Int64(32)) << Int64(32)) | Int64(Uint32(tags[0])) for w, tags in zip(winners, rows.tags)]
+    lows = [(w << Int64(32)) | Int64(Uint32(tags[1])) for w, tags in zip(winners, rows.tags)]
+    for number in cutlass.range(rows.passes(table), unroll=1):
+        source, k, index = rows.source(table, number, lane)
+        high, low = _other_s(highs, source, k), _other_s(lows, source, k)
+        peer = lane & (lanes - 1)
+        shared = table.peer
+        while (peer < table.ranks) & (index < rows.end):
+            slot = _slot(table, shared, table.rank, index)
+            cute.arch.store(global_pointer(Int64, slot), high, sem="relaxed", scope="sys")
+            cute.arch.store(global_pointer(Int64, slot + 8), low, sem="relaxed", scope="sys")
+            peer = peer + lanes
+            if peer < table.ranks:
+                shared = _words(table.address, protocol.TABLE_SHARED + peer).load()
+        cute.arch.sync_warp()
 
-    Eight loads at once and one fence after them: ``ld.acquire`` would wait for each before the next.
-    """
-    winners = cute.make_rmem_tensor(_KNOWN_PEERS, Int64)
-    slots = [_slot(table, table.own, cutlass.min(first + i, table.ranks - 1), use, index) for i in range(_KNOWN_PEERS)]
-    patience = table.timeout
-    start = Int64(cute.arch.globaltimer())
-    waiting = Int32(1)
-    while waiting != 0:
-        missing = Int32(_KNOWN_PEERS)
-        for i in range_constexpr(_KNOWN_PEERS):
-            winners[i] = cute.arch.load(slots[i], Int64, sem="relaxed", scope="sys")
-        for i in range_constexpr(_KNOWN_PEERS):
-            missing = Int32(select_(winners[_KNOWN_PEERS - 1 - i] == Int64(0), Int32(_KNOWN_PEERS - 1 - i), missing))
-        waiting = Int32(0)
-        if missing < Int32(_KNOWN_PEERS):
-            failure = global_pointer(Int64, table.state)
-            if cute.arch.load(failure, Int64, sem="relaxed", scope="gpu") != Int64(0):
-                patience = Int64(0)
-            if Int64(cute.arch.globaltimer()) - start < patience:
-                waiting = Int32(1)
+
+def clock() -> Int64:
+    """Nanoseconds."""
+    return Int64(cute.arch.globaltimer())
+
+
+@cute.jit
+def receive(table: Table, rows: Rows, tokens: Int64, lane: Int32, start: Int64) -> Boolean:
+    """Waits for every rank's messages and stores the rows' token ids: -1 if a message did not come in time, or is of another
+    call. Whether that happened to this warp. ``start``: ``clock`` before anything was sent."""
+    failed = Boolean(False)
+    for first in cutlass.range(0, rows.passes(table), _PASSES, unroll=1):
+        if _receive(table, rows, first, tokens, lane, start):
+            failed = Boolean(True)
+    if table.ranks == 0:
+        for k in range_constexpr(len(rows.tags)):
+            index = rows.first + k * _ROWS_APART + lane
+            if index < rows.end:
+                global_pointer(Int64, tokens + index * 8).store(Int64(-1))
+    return failed
+
+
+@cute.jit
+def _receive(table: Table, rows: Rows, first: Int32, tokens: Int64, lane: Int32, start: Int64) -> Boolean:
+    """``receive`` of up to four passes."""
+    lanes = Int32(1) << table.shift
+    best = cute.make_rmem_tensor(_PASSES, Int64)
+    defined = cute.make_rmem_tensor(_PASSES, Int32)
+    high = cute.make_rmem_tensor(_PASSES, Int64)
+    low = cute.make_rmem_tensor(_PASSES, Int64)
+    for i in range_constexpr(_PASSES):
+        best[i] = Int64(0)
+        defined[i] = Int32(0)
+    failed = Boolean(False)
+    for peers in cutlass.range(0, table.ranks, lanes, unroll=1):
+        peer = peers + (lane & (lanes - 1))
+        waiting = Int32(1)
+        while waiting != 0:
+            waiting = Int32(0)
+            failure = _failure(table.own)
+            for i in range_constexpr(_PASSES):
+                index = rows.source(table, first + i, lane)[2]
+                high[i] = Int64(1)
+                low[i] = Int64(1)
+                if (first + i < rows.passes(table)) & (peer < table.ranks) & (index < rows.end):
+                    slot = _slot(table, table.own, peer, index)
+                    high[i] = cute.arch.load(global_pointer(Int64, slot), Int64, sem="relaxed", scope="sys")
+                    low[i] = cute.arch.load(global_pointer(Int64, slot + 8), Int64, sem="relaxed", scope="sys")
+            for i in range_constexpr(_PASSES):
+                if (high[i] == Int64(0)) | (low[i] == Int64(0)):
+                    waiting = Int32(1)
+            if (failure != Int64(0)) | (clock() - start >= table.timeout):
+                waiting = Int32(0)
+        cute.arch.sync_warp()
+        cute.arch.fence_acq_rel_sys()
+        wrong = Int32(_PASSES)  # the lane's first message that is missing or of another call
+        for i in range_constexpr(_PASSES - 1, -1, -1):
+            source, k, index = rows.source(table, first + i, lane)
+            tag0, tag1 = rows.tags_of(source, k)
+            mine = (first + i < rows.passes(table)) & (peer < table.ranks) & (index < rows.end)
+            if mine & ((Int32(high[i]) != tag0) | (Int32(low[i]) != tag1)):
+                wrong = Int32(i)
+            if mine:
+                winner = ((high[i] >> Int64(32)) << Int64(32)) | ((low[i] >> Int64(32)) & Int64(0xFFFFFFFF))
+                if winner > Int64(0):
+                    defined[i] = Int32(1)
+                below = winner & Int64(protocol.NAN)
+                best[i] = Int64(select_(below > best[i], below, best[i]))
+        if cute.arch.vote_any_sync(wrong < _PASSES):
+            source, k, index = rows.source(table, first + wrong, lane)
+            tag0, tag1 = rows.tags_of(source & (_WARP - 1), k)
+            if wrong < _PASSES:
+                _judge(table, index, tag0, tag1, peer)
+            failed = Boolean(True)
+        cute.arch.sync_warp()
+    if not failed:
+        for peers in cutlass.range(0, table.ranks, lanes, unroll=1):
+            peer = peers + (lane & (lanes - 1))
+            for i in range_constexpr(_PASSES):
+                index = rows.source(table, first + i, lane)[2]
+                if (first + i < rows.passes(table)) & (peer < table.ranks) & (index < rows.end):
+                    slot = _slot(table, table.own, peer, index)
+                    global_pointer(Int64, slot).store(Int64(0))
+                    global_pointer(Int64, slot + 8).store(Int64(0))
+    distance = lanes >> 1
+    while distance > 0:
+        for i in range_constexpr(_PASSES):
+            below = cute.arch.shuffle_sync_bfly(best[i], distance)
+            best[i] = Int64(select_(below > best[i], below, best[i]))
+            defined[i] = defined[i] | cute.arch.shuffle_sync_bfly(defined[i], distance)
+        distance = distance >> 1
+    for i in range_constexpr(_PASSES):
+        index = rows.source(table, first + i, lane)[2]
+        if (first + i < rows.passes(table)) & (index < rows.end) & (lane & (lanes - 1) == 0):
+            token = (best[i] & Int64(protocol.NO_TOKEN)) ^ Int64(protocol.NO_TOKEN)
+            defined_here = (defined[i] != 0) & (best[i] != Int64(protocol.NAN)) & (not failed)
+            global_pointer(Int64, tokens + index * 8).store(Int64(select_(defined_here, token, Int64(-1))))
+    return failed
+
+
+@cute.jit
+def _judge(table: Table, index: Int64, tag0: Int32, tag1: Int32, seen: Int32):
+    """Says why the message of a row is missing or wrong, to all ranks, unless one of them was earlier. Of the ranks that differ
+    the fewer are to blame; of two halves, the one without the first rank. ``seen``: a rank whose message was so, though a
+    missing one may have come since."""
+    verdict = _failure(table.own)
+    if verdict == Int64(0):
+        missing = seen
+        differing = Int32(_NOBODY)
+        theirs = Int32(0)
+        present = Int32(0)
+        same = Int32(0)
+        first_is_same = Boolean(False)
+        for i in cutlass.range(table.ranks, unroll=1):
+            peer = table.ranks - 1 - i  # so that the lowest is found last
+            slot = _slot(table, table.own, peer, index)
+            high = cute.arch.load(global_pointer(Int64, slot), Int64, sem="relaxed", scope="sys")
+            low = cute.arch.load(global_pointer(Int64, slot + 8), Int64, sem="relaxed", scope="sys")
+            if (high == Int64(0)) | (low == Int64(0)):
+                missing = peer
             else:
-                late = Int64(cutlass.min(first + missing, table.ranks - 1)) + 1
-                known = cute.arch.atomic_cas(failure, cmp=Int64(0), val=late, sem="relaxed", scope="gpu")
-                if known == Int64(0):
-                    cute.arch.store(global_pointer(Int64, table.failed), late, sem="relaxed", scope="sys")
-    cute.arch.fence_acq_rel_sys()
-    return winners
+                present = present + 1
+                if (Int32(high) == tag0) & (Int32(low) == tag1):
+                    same = same + 1
+                    if peer == 0:
+                        first_is_same = Boolean(True)
+                else:
+                    differing = peer
+                    theirs = Int32(high)
+        step = table.number
+        if differing < _NOBODY:
+            cute.arch.fence_acq_rel_sys()  # their details were stored before their message
+            address = _words(table.address, protocol.TABLE_SHARED + differing).load()
+            details = cute.arch.load(
+                _words(address, protocol.SHARED_DETAILS + index), Int64, sem="relaxed", scope="sys"
+            ) ^ cute.arch.load(_words(table.own, protocol.SHARED_DETAILS + index), Int64, sem="relaxed", scope="sys")
+            fields = Int32(0)
+            for i in range_constexpr(len(protocol.FIELDS)):
+                field = (details >> Int64(protocol.DETAIL_BITS * (3 - i))) & Int64(2**protocol.DETAIL_BITS - 1)
+                if field != Int64(0):
+                    fields = fields | (8 >> i)
+            ahead = ((theirs >> 16) - (tag0 >> 16)) << (32 - protocol.STEP_BITS) >> (32 - protocol.STEP_BITS)
+            blame_them = (same * 2 > present) | ((same * 2 == present) & first_is_same)
+            if not blame_them:
+                step = step + ahead  # the reporter's
+                ahead = -ahead
+            ahead = cutlass.min(cutlass.max(ahead, Int32(-32)), Int32(31))
+            culprit = Int64(select_(blame_them, differing, table.rank))
+            reporter = Int64(select_(blame_them, table.rank, differing))
+            verdict = Int64(protocol.DIFFERS) | (culprit << Int64(2)) | (reporter << Int64(12))
+            verdict = verdict | (Int64(fields) << Int64(22)) | (Int64(ahead & 63) << Int64(26))
+        else:
+            verdict = Int64(protocol.LATE) | (Int64(missing) << Int64(2)) | (Int64(table.rank) << Int64(12))
+        verdict = verdict | (Int64(step & 0x7FFFFFFF) << Int64(32))
+        everybodys = _words(_words(table.address, protocol.TABLE_SHARED).load(), protocol.SHARED_VERDICT)
+        earlier = cute.arch.atomic_cas(everybodys, cmp=Int64(0), val=verdict, sem="relaxed", scope="sys")
+        verdict = Int64(select_(earlier == Int64(0), verdict, earlier))
+        for i in cutlass.range(table.ranks, unroll=1):
+            peer = _words(table.address, protocol.TABLE_SHARED + i).load()
+            cute.arch.store(_words(peer, protocol.SHARED_FAILURE), verdict, sem="relaxed", scope="sys")
+    _tell(table, verdict)
+
+
+@cute.jit
+def conclude(table: Table, row_blocks: Int32, tokens: Int64, count: Int64):
+    """The end of a launch, by one thread of each block of rows: counts the step, and if it failed, no row of it has a token."""
+    finished = Int64(0)
+    if row_blocks > 1:
+        finished = cute.arch.atomic_add(_words(table.address, protocol.TABLE_FINISHED), Int64(1), sem="acq_rel", scope="gpu")
+    if finished == Int64(row_blocks - 1):
+        if row_blocks > 1:
+            _words(table.address, protocol.TABLE_FINISHED).store(Int64(0))
+            if table.own != Int64(0):
+                failure = _failure(table.own)
+                if failure != Int64(0):
+                    _tell(table, failure)
+                    for index in cutlass.range(count, unroll=1):
+                        global_pointer(Int64, tokens + index * 8).store(Int64(-1))
+        _words(table.address, protocol.TABLE_STEPS).store(table.launches + 1)

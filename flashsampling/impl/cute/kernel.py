@@ -58,7 +58,7 @@ from cutlass.cute.nvgpu import cpasync
 from .config import SHARED_BYTES, TileConfig
 from .epilogue import QUEUE, Arguments, SampleEpilogue, Shared, Walk
 from .mainloop import Mainloop
-from .reduction import finish
+from .reduction import LAST_WORDS, finish
 
 _WARPGROUP = 128
 _PRODUCER_REGISTERS = 40
@@ -67,8 +67,9 @@ _PRODUCER_REGISTERS = 40
 class SampleKernel:
     """One tile shape and dtype. Called under ``cute.compile`` only."""
 
-    def __init__(self, dtype, config: TileConfig, counts_evaluations: bool = False):
+    def __init__(self, dtype, config: TileConfig, counts_evaluations: bool = False, stamps: bool = False):
         self.dtype = dtype
+        self.stamps = stamps
         self.cluster = config.cluster
         self.block_b = config.block_b
         self.mainloop = Mainloop(dtype, config)
@@ -118,7 +119,7 @@ class SampleKernel:
             codes_full: cute.struct.MemRange[Int64, self.epilogue.code_buffers]
             codes_empty: cute.struct.MemRange[Int64, self.epilogue.code_buffers]
             done: cute.struct.MemRange[Int32, 1]
-            last: cute.struct.MemRange[Int32, 1]
+            last: cute.struct.MemRange[Int32, LAST_WORDS]
             special: cute.struct.MemRange[Int32, 1]
             queue: cute.struct.MemRange[Int64, QUEUE]
             rows: cute.struct.Align[cute.struct.MemRange[Float32, 2 * self.block_b], 16]
@@ -202,7 +203,7 @@ class SampleKernel:
             done=cute.make_tensor(storage.done.data_ptr(), one),
             special=cute.make_tensor(storage.special.data_ptr(), one),
         )
-        last = cute.make_tensor(storage.last.data_ptr(), one)
+        last = cute.make_tensor(storage.last.data_ptr(), cute.make_layout(LAST_WORDS))
         codes_full, codes_empty = storage.codes_full.data_ptr(), storage.codes_empty.data_ptr()
         if thread == 0:
             for buffer in range_constexpr(self.epilogue.code_buffers):
@@ -232,7 +233,7 @@ class SampleKernel:
             prepared.arrive_and_wait()
             if one_draw:
                 self.epilogue.make_codes(args, walk, shared, codes_full, codes_empty, thread)
-            finish(args, self.block_b, row_block, ctas, last, thread, published, finishing)
+            finish(args, self.block_b, self.stamps, row_block, row_blocks, ctas, last, thread, published, finishing)
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
             thread = thread - 2 * _WARPGROUP
@@ -266,12 +267,12 @@ class SampleKernel:
             cute.arch.cluster_wait()
 
 
-def compile_kernel(dtype, config: TileConfig, options: str = "", counts_evaluations: bool = False):
+def compile_kernel(dtype, config: TileConfig, options: str = "", counts_evaluations: bool = False, stamps: bool = False):
     """The compiled launch of a tile shape for ``CUTE_DSL_ARCH``, callable with the arguments of ``SampleKernel``'s call, less
     the stream: it is torch's current one."""
     tokens = cute.runtime.make_fake_compact_tensor(Int64, (cute.sym_int32(),))
     return cute.compile(
-        SampleKernel(dtype, config, counts_evaluations),
+        SampleKernel(dtype, config, counts_evaluations, stamps),
         Int64(0),
         Int64(0),
         Int64(0),

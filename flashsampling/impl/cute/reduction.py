@@ -27,6 +27,7 @@ from .memory import global_pointer
 
 INFINITY = float("inf")
 _THREADS = 128  # of the warpgroup that finishes a launch
+LAST_WORDS = 2 + _THREADS // 32  # which CTA this is; whether the exchange had failed before; of each warp, whether it did now
 
 
 def pack_key(score: Float32, token: Int32) -> Int64:
@@ -114,12 +115,43 @@ def packed_winner(best_key: Int64, inf_key: Int64) -> Int64:
 
 
 @cute.jit
-def finish(args, block_b: cutlass.Constexpr, row_block, ctas_of_row_block, last, thread, published, barrier):
+def finish(
+    args,
+    block_b: cutlass.Constexpr,
+    stamps: cutlass.Constexpr,
+    row_block,
+    row_blocks,
+    ctas_of_row_block,
+    last,
+    thread,
+    published,
+    barrier,
+):
     """The end of a launch, for one warpgroup. ``published``: the barrier after which all of the CTA's keys are published;
-    ``barrier``: of these threads; ``last``: one int32 of shared memory."""
+    ``barrier``: of these threads; ``last``: ``LAST_WORDS`` int32 of shared memory; ``stamps``: for ``benchmarks.exchange``, the
+    last CTA's times, in the four words before the workspace."""
     total = Int64(args.batch) * args.num_samples
     counter = global_pointer(Int64, args.workspace + (2 * total + row_block) * 8)
-    table = exchange.look_up(args.exchange)
+    first = Int64(row_block) * block_b * args.num_samples
+    count = Int64(cutlass.min(block_b, args.batch - row_block * block_b)) * args.num_samples
+    at_once = cutlass.const_expr(2 if block_b > _THREADS else 1)
+    exchanges = (args.exchange != Int64(TOKENS)) & (args.exchange != Int64(PACKED))
+    table = exchange.look_up(args.exchange, thread)
+    lane = thread % 32
+    tags = cute.make_rmem_tensor((at_once, 2), Int32)
+    winners = cute.make_rmem_tensor(at_once, Int64)
+    for k in cutlass.range_constexpr(at_once):
+        tags[k, 0] = Int32(0)
+        tags[k, 1] = Int32(0)
+        if exchanges:
+            index = first + thread + k * _THREADS
+            tags[k, 0], tags[k, 1] = exchange.tags_of(table, args, cutlass.min(index, first + count))
+    if exchanges:
+        cute.arch.fence_acq_rel_sys()
+    if thread == 0:
+        last[1] = Int32(table.failure != Int64(0))
+    if lane == 0:
+        last[2 + thread // 32] = Int32(0)
     published.arrive_and_wait()
     if thread == 0:
         last[0] = Int32(cute.arch.atomic_add(counter, Int64(1), sem="acq_rel", scope="gpu"))
@@ -127,21 +159,17 @@ def finish(args, block_b: cutlass.Constexpr, row_block, ctas_of_row_block, last,
     if last[0] == ctas_of_row_block - 1:
         if thread == 0:
             cute.arch.atomic_exch(counter, Int64(0), sem="relaxed", scope="gpu")
-        first = Int64(row_block) * block_b * args.num_samples
-        count = Int64(cutlass.min(block_b, args.batch - row_block * block_b)) * args.num_samples
-        at_once = cutlass.const_expr(2 if block_b > _THREADS else 1)
-        uses = cute.make_rmem_tensor(at_once, Int64)
-        exchanges = (args.exchange != Int64(TOKENS)) & (args.exchange != Int64(PACKED))
+        table = exchange.agreed(table, last[1] != 0, thread)
+        if cutlass.const_expr(stamps):
+            _stamp(args, thread, 4)
         turns = Int32((count + (at_once * _THREADS - 1)) // (at_once * _THREADS))
         for turn in cutlass.range(turns, unroll=1):
             start = Int64(turn) * (at_once * _THREADS) + thread
             for k in cutlass.range_constexpr(at_once):
-                uses[k] = Int64(0)
+                winners[k] = Int64(0)
                 if start + k * _THREADS < count:
                     index = first + start + k * _THREADS
                     slot = args.workspace + index * 8
-                    if exchanges:
-                        uses[k] = exchange.use_count(table, index).load()
                     best_key = cute.arch.atomic_exch(global_pointer(Int64, slot), Int64(0), sem="relaxed", scope="gpu")
                     inf_slot = global_pointer(Int64, slot + total * 8)
                     inf_key = cute.arch.atomic_exch(inf_slot, Int64(0), sem="relaxed", scope="gpu")
@@ -149,11 +177,42 @@ def finish(args, block_b: cutlass.Constexpr, row_block, ctas_of_row_block, last,
                     if args.exchange != Int64(TOKENS):
                         out = packed_winner(best_key, inf_key)
                     if exchanges:
-                        exchange.send(table, uses[k], index, out)
+                        winners[k] = out
                     else:
                         global_pointer(Int64, args.tokens + index * 8).store(out)
             if exchanges:
-                for k in cutlass.range_constexpr(at_once):
-                    if start + k * _THREADS < count:
-                        index = first + start + k * _THREADS
-                        global_pointer(Int64, args.tokens + index * 8).store(exchange.receive(table, uses[k], index))
+                cute.arch.sync_warp()
+                own_tags = [[tags[k, 0], tags[k, 1]] for k in range(at_once)]
+                rows = exchange.Rows(first + start - lane, first + count, own_tags)
+                if cutlass.const_expr(stamps):
+                    _stamp(args, thread, 3)
+                sent = exchange.clock()
+                exchange.send(table, rows, [winners[k] for k in range(at_once)], lane)
+                if cutlass.const_expr(stamps):
+                    _stamp(args, thread, 2)
+                if exchange.receive(table, rows, args.tokens, lane, sent) & (lane == 0):
+                    last[2 + thread // 32] = Int32(1)
+                if turn + 1 < turns:
+                    for k in cutlass.range_constexpr(at_once):
+                        index = first + start + (at_once + k) * _THREADS
+                        tags[k, 0], tags[k, 1] = exchange.tags_of(table, args, cutlass.min(index, first + count))
+                    cute.arch.fence_acq_rel_sys()
+        if exchanges:
+            barrier.arrive_and_wait()
+            failed = last[2]
+            for warp in cutlass.range_constexpr(1, LAST_WORDS - 2):
+                failed = failed | last[2 + warp]
+            if failed != 0:
+                for index in cutlass.range(Int64(thread), count, _THREADS, unroll=1):
+                    global_pointer(Int64, args.tokens + (first + index) * 8).store(Int64(-1))
+                barrier.arrive_and_wait()
+            if cutlass.const_expr(stamps):
+                _stamp(args, thread, 1)
+            if thread == 0:
+                exchange.conclude(table, row_blocks, args.tokens, total)
+
+
+@cute.jit
+def _stamp(args, thread, word: cutlass.Constexpr):
+    if thread == 0:
+        global_pointer(Int64, args.workspace - 8 * word).store(Int64(cute.arch.globaltimer()))

@@ -33,7 +33,7 @@ from ...exchange import WHOLE, Shard
 from ...workspace import zeroed_words
 from ..device import multiprocessors
 from .config import TileConfig, choose_config
-from .exchange import receive, send
+from .exchange import active_ranks, conclude, details_and_tags, receive, send, start_clock, steps_taken
 from .noise import INTERPRETED, REFINEMENT_BIT, minus_gumbel, minus_gumbel_refined, opaque, philox_words
 
 _GREEDY_BELOW = tl.constexpr(1e-6)
@@ -113,6 +113,27 @@ def _row_params(
     noise_factor = tl.where(temperature < _GREEDY_BELOW, 0.0, temperature * _LN2)
     factors = tl.where(hot, -1.0 / tl.where(hot, temperature, 1.0), noise_factor)
     return factors, key_lo, key_hi, offset_lo, offset_hi
+
+
+@triton.jit
+def _row_tags(
+    number,
+    rows,  # (N,), within the batch
+    batch,
+    num_samples,
+    temperature_at,
+    temperature_value,
+    seed_at,
+    seed_value,
+    offset_at,
+    offset_value,
+    ROW_TENSORS: tl.constexpr,
+):
+    """What an exchange compares of rows, in the step of that number: details and both tags."""
+    temperature = _load_f32(temperature_at, rows, temperature_value, ROW_TENSORS)
+    seed_lo, seed_hi = _load_b64(seed_at, rows, seed_value, ROW_TENSORS)
+    offset_lo, offset_hi = _load_b64(offset_at, rows, offset_value, ROW_TENSORS)
+    return details_and_tags(number, batch, num_samples, temperature, seed_lo, seed_hi, offset_lo, offset_hi)
 
 
 @triton.jit
@@ -563,6 +584,14 @@ def sample_kernel(
     tl.debug_barrier()
     arrived = tl.atomic_add(counter, 1, sem="acq_rel")
     if arrived == stride - 1:
+        if EXCHANGE == _EXCHANGE:
+            ranks = active_ranks(table)
+            launches, number = steps_taken(table)
+            details, tag0, tag1 = _row_tags(
+                number, tl.minimum(rows, batch - 1), batch, num_samples,
+                temperature_at, temperature_value, seed_at, seed_value, offset_at, offset_value, ROW_TENSORS,
+            )  # fmt: skip
+            start_clock(table)
         for draw in range(num_samples):
             best_key = tl.atomic_xchg(slots + draw, 0, mask=live, sem="relaxed")
             inf_key = tl.atomic_xchg(inf_slots + draw, 0, mask=live, sem="relaxed")
@@ -576,12 +605,21 @@ def sample_kernel(
                 below = tl.where(best_key == 0, inf_key | _NO_FINITE, inf_key)
                 out = tl.where((best_key == _NAN_KEY) | ((inf_key == 0) & (best_key != 0)), best_key, below)
                 if EXCHANGE == _EXCHANGE:
-                    send(table, index, live, out)
+                    send(table, ranks, launches, index, live, out, details, tag0, tag1)
             tl.store(tokens_ptr + index, out, mask=live)
         if EXCHANGE == _EXCHANGE:
+            wrong = 0
+            waited_since = launches * 0
             for draw in range(num_samples):
                 index = rows.to(tl.int64) * num_samples + draw
-                tl.store(tokens_ptr + index, receive(table, index, live), mask=live)
+                out, wrong_here, waited_since = receive(table, ranks, launches, number, index, live, tag0, tag1, waited_since)
+                tl.store(tokens_ptr + index, out, mask=live)
+                wrong += wrong_here.to(tl.int32)
+            if wrong != 0:
+                for draw in range(num_samples):
+                    index = rows.to(tl.int64) * num_samples + draw
+                    tl.store(tokens_ptr + index, tl.full(index.shape, -1, tl.int64), mask=live)
+            conclude(table, launches, row_blocks, tokens_ptr, batch.to(tl.int64) * num_samples)
         tl.atomic_xchg(counter, 0, sem="relaxed")
 
 

@@ -65,7 +65,9 @@ def _log2(x):
 def _log2_neg(x):
     """log2(-x), and -100 for a zero: 2**-100 is far below the last bit of every other x."""
     if INTERPRETED:
-        return tl.log2(_TWO_POW_M100 - x)
+        # named first: to the interpreter constexpr - tensor is a constexpr, which Triton 3.7 unwraps in assignments alone
+        x = _TWO_POW_M100 - x
+        return tl.log2(x)
     return tl.inline_asm_elementwise(
         "{ .reg .f32 t; sub.f32 t, 0f0D800000, $1; lg2.approx.ftz.f32 $0, t; }",
         "=f,f",

@@ -1,0 +1,89 @@
+"""What can go wrong between ranks, as one value that all ranks share, and as the exceptions that users see."""
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+HOW_TO_GO_ON = (
+    "The group cannot be used any more: close it on every rank that lives and make a new one, see docs/tensor_parallel.md"
+)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a group cannot be used any more. It is decided once, and the same on all ranks.
+
+    Attributes:
+        kind: "late", a rank did not take part in time, or is gone; "differs", it took another step, or the step with other
+            parameters; "left", it gave up by itself: an exception left its ``with``, it closed, its device broke.
+        rank: whose doing it is, in the group.
+        step: number of the step, from 0, as the rank that reported it counts; None if it was not in a step.
+        differs: of "step", "batch size or num_samples", "seed", "offset" and "temperature"; or "collective", where it was not
+            the same collective call.
+        what: "late": in what it did not take part, "" for a step. "differs": from whom it differs. "left": why.
+    """
+
+    kind: Literal["late", "differs", "left"]
+    rank: int
+    step: int | None = None
+    differs: tuple[str, ...] = ()
+    what: str = ""
+
+    def encoded(self) -> str:
+        """As ASCII text, for a store."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def decoded(text: str | bytes) -> "Failure":
+        """What ``encoded`` wrote."""
+        fields = json.loads(text)
+        return Failure(**fields | {"differs": tuple(fields["differs"])})
+
+    def message(self, who: str, timeout: float) -> str:
+        """In words; ``who`` names the rank, ``timeout`` is in seconds."""
+        if self.kind == "late":
+            said = f"{who} did not take part in {self.what or 'a step'} within {timeout:g} s, or is gone"
+        elif self.kind == "left":
+            said = f"{who} left the group" + (f": {self.what}" if self.what else "")
+        elif "collective" in self.differs:
+            said = f"{who} called {self.what}"
+        else:
+            others = self.what or "the other ranks"
+            fields = [name for name in self.differs if name != "step"]
+            named = " and ".join(filter(None, [", ".join(fields[:-1]), *fields[-1:]]))
+            at = "a step" if self.step is None else f"step {self.step}"
+            if "step" in self.differs:
+                said = f"{who} is out of step with {others} in {at}" + (f", and has another {named}" if named else "")
+            else:
+                said = f"{who} called {at} with another {named or 'parameter'} than {others}"
+        return f"{said}. {HOW_TO_GO_ON}"
+
+    def error(self, who: str, timeout: float) -> "TensorParallelError":
+        """The exception of this failure."""
+        kinds = {"late": TensorParallelTimeout, "differs": TensorParallelMismatch, "left": TensorParallelError}
+        return kinds[self.kind](self.message(who, timeout), self)
+
+
+class TensorParallelError(RuntimeError):
+    """The ranks of a group cannot go on together. The group cannot be used any more, all its ranks get this error.
+
+    Attributes:
+        failure: what happened, the same on all ranks.
+        rank: whose doing it is, in the group.
+    """
+
+    def __init__(self, message: str, failure: Failure) -> None:
+        super().__init__(message)
+        self.failure = failure
+        self.rank = failure.rank
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.failure)
+
+
+class TensorParallelTimeout(TensorParallelError, TimeoutError):
+    """A rank did not take part in a step, or in a collective call, in time; or it is gone."""
+
+
+class TensorParallelMismatch(TensorParallelError):
+    """A rank was at another step than the others, or called it with other parameters."""

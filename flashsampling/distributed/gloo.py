@@ -1,0 +1,119 @@
+"""Transport ``gloo``: winners go through the host, point to point. On CPUs, or where nothing else works.
+
+Point to point rather than all-gather, so that a rank that is gone has a name. A failure is decided in the process group's
+store. A step looks there first, which costs a round trip; who waits for a rank that has given up waits for ``timeout``.
+"""
+
+import time
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .. import exchange
+from ..exchange import Shard
+from .failure import Failure
+from .message import HEADER, STEP, Hashes, difference
+from .rendezvous import Rendezvous, StoreGoneError
+from .sharding import global_rank
+
+Number = TypeVar("Number", int, float)
+
+_FIRST_TAG = 0x46530000  # far from 0, torch's default, by which a user's own send would meet a step: gloo then aborts
+_LEAST_WAIT = 1e-3  # seconds; gloo counts milliseconds, and 0 of them are no bound at all
+
+
+class Gloo:
+    """See ``transport.Transport``.
+
+    Args:
+        group: the process group, None for the default one.
+        rendezvous: of the group's construction.
+        max_batch_size: rows, at most.
+        capacity: winners of a step, at most.
+        seconds: how long another rank is waited for.
+    """
+
+    name = "gloo"
+
+    def __init__(
+        self, group: dist.ProcessGroup | None, rendezvous: Rendezvous, max_batch_size: int, capacity: int, seconds: float
+    ) -> None:
+        self.left_out = 0
+        self._group, self._rendezvous, self._seconds = group, rendezvous, seconds
+        self._rank, self._ranks = rendezvous.rank, rendezvous.ranks
+        self._tag = _FIRST_TAG + rendezvous.number % 2**16
+        self._hashes = Hashes(max_batch_size, torch.device("cpu"))
+        self._words = HEADER + capacity
+        self._steps = 0
+        self._failure: Failure | None = None
+
+    def shard(self, first_token: int) -> Shard:
+        """As the protocol says."""
+        return Shard(first_token, exchange.PACKED)
+
+    rehearsal = shard
+
+    def finish(
+        self, out: Tensor, temperature: Tensor | float, seed: Tensor | int, offset: Tensor | int, num_samples: int
+    ) -> Tensor:
+        """As the protocol says. Raises the failure of this step on the host; the rank that is named raises it too."""
+        mine = torch.zeros(self._words, dtype=torch.int64)
+        parameters = _on_host(temperature), _on_host(seed), _on_host(offset)
+        self._hashes.write(mine, *parameters, out.numel() // num_samples, num_samples)
+        step, self._steps = self._steps + self.left_out, self._steps + 1
+        mine[STEP] = step
+        mine[HEADER : HEADER + out.numel()] = out.cpu()
+        messages = torch.empty(self._ranks, self._words, dtype=torch.int64)
+        messages[self._rank] = mine
+        failure = self._swap(mine, messages, step) or difference(messages[:, :HEADER].tolist())
+        if failure is not None:
+            failure = self.declare(failure)
+            raise failure.error(self._rendezvous.who(failure.rank), self._seconds)
+        return exchange.tokens_of(messages[:, HEADER : HEADER + out.numel()]).to(out.device)
+
+    def _swap(self, mine: Tensor, messages: Tensor, step: int) -> Failure | None:
+        others = [rank for rank in range(self._ranks) if rank != self._rank]
+        until = time.monotonic() + self._seconds
+        waiting_for = others[0]
+        sends, receipts = [], []
+        try:
+            for waiting_for in others:
+                to = global_rank(self._group, waiting_for)
+                sends.append(dist.isend(mine, to, group=self._group, tag=self._tag))
+            for waiting_for in others:
+                source = global_rank(self._group, waiting_for)
+                receipts.append(dist.irecv(messages[waiting_for], source, group=self._group, tag=self._tag))
+            for waiting_for, work in zip(others + others, receipts + sends):  # noqa: B007 (the handler reads it)
+                assert work is not None
+                work.wait(timedelta(seconds=max(until - time.monotonic(), _LEAST_WAIT)))
+        except RuntimeError:  # gloo's for a time-out and for a lost connection
+            return Failure("late", waiting_for, step)
+        return None
+
+    def failure(self) -> Failure | None:
+        """As the protocol says: the store is asked."""
+        if self._failure is None:
+            try:
+                self._failure = self._rendezvous.declared()
+            except StoreGoneError:  # whose process is gone; the next step finds out, if it is a rank
+                return None
+        return self._failure
+
+    def declare(self, failure: Failure) -> Failure:
+        """As the protocol says."""
+        if self._failure is None:
+            self._failure = self._rendezvous.declare(failure)
+        return self._failure
+
+    def catch_up(self) -> None:
+        """As the protocol says: nobody waits without a bound."""
+
+    def close(self, everybody: bool) -> None:
+        """As the protocol says: nothing here is touched by others."""
+
+
+def _on_host(value: Tensor | Number) -> Tensor | Number:
+    return value.cpu() if isinstance(value, Tensor) else value

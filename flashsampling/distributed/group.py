@@ -1,0 +1,516 @@
+"""``TensorParallel``: a group of ranks from its construction to its end."""
+
+import functools
+import itertools
+import pickle
+import threading
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from .. import ops, registry
+from ..exchange import Shard
+from ..parameters import integer
+from ..warmup import plan
+from . import agreement
+from .failure import Failure, TensorParallelError
+from .gloo import Gloo
+from .nccl import Nccl
+from .p2p import PeerToPeer
+from .rendezvous import RemoteError, Rendezvous, store_of
+from .sharding import process_group, rank_and_size
+from .transport import Transport
+
+_USUAL_TIMEOUT = 60.0  # seconds
+_LEAST_FOR_NCCL = 60.0  # seconds that NCCL gets to make its communicator, however short the time-out of steps
+_LOOK_FOR_FAILURE = 0.05  # seconds
+_DRAIN_AFTER_FAILURE = 1.0  # seconds
+
+_names = itertools.count()
+
+
+class TensorParallel:
+    """A group of ranks that share an LM head by its vocabulary. Making one is a collective call, and so is closing it.
+
+    It is made for one weight shard, once; ``sample(..., tp=...)`` and ``LMHeadSampler(..., tp=...)`` then take the same shard.
+    All ranks call with the same hidden states and the same parameters per row, in the same order, and all get the same token
+    ids: those that one rank with the whole weight would draw (bit for bit with the kernels). Steps of one group follow one
+    another, on one stream or ordered by events; two groups may be at work at once, if all ranks begin their steps in the same
+    order. A CUDA graph captured with a group needs it open whenever it is replayed.
+
+    Ranks that are out of step, or whose parameters differ, exchange nothing: the group fails, on all ranks alike. What then
+    happens, what cannot be noticed and how to go on stands in docs/tensor_parallel.md. A group lives until it is closed, also
+    if nobody holds it: graphs and other ranks may still use its buffers.
+
+    Args:
+        group: the process group, or a one-dimensional ``DeviceMesh`` (``mesh["tp"]``); None is the default group. Sub-groups
+            (tensor parallelism inside data or pipeline parallelism) are fine.
+        weight: (V_shard, D), this rank's rows of the LM head; V_shard may be 0.
+        first_token: token id of the shard's first row. None: shards lie one after the other in the order of the ranks.
+        vocab_size: real size of the whole vocabulary where the weight is padded; ids from it on are never sampled.
+        max_batch_size: rows of the largest batch; the buffers are made for it.
+        max_num_samples: draws per row, at most.
+        transport: "p2p", "nccl" or "gloo"; None chooses. A name never falls back.
+        impl: "cute", "triton" or "streaming", the same on all ranks; None chooses the first that can do every shard.
+        timeout: seconds (or a timedelta) after which a rank is given up that does not come to a step, to construction, to
+            closing or to another collective call. It may come that much later than the others without harm. With nccl the
+            error follows up to 3 s later.
+
+    Attributes:
+        rank: this rank in the group.
+        world_size: ranks in the group.
+        first_token: id of this shard's first token.
+        last_token: id after this shard's last token that can be sampled.
+        vocab_size: tokens of the whole vocabulary that can be sampled.
+        transport: what was chosen.
+        impl: what was chosen.
+        timeout: in seconds.
+
+    Raises:
+        ValueError: on every rank alike: the ranks disagree (D, dtype, kind of device, sizes, transport, impl, time-out), the
+            shards overlap or leave a hole, an argument of a rank is wrong, or what was asked for by name cannot be done; it
+            says which rank and why.
+        TypeError: an argument is of the wrong type; the other ranks get a ValueError.
+        TensorParallelTimeout: a rank did not come within ``timeout``; it gets this too when it comes. The next group works.
+        TensorParallelError: another rank could not go on, for lack of memory, say; what it raises itself is the reason.
+
+    Warns:
+        RuntimeWarning: all ranks are on one host's GPUs, and the transport is not "p2p": why.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | DeviceMesh | None,
+        weight: Tensor,  # (V_shard, D)
+        *,
+        first_token: int | None = None,
+        vocab_size: int | None = None,
+        max_batch_size: int = 256,
+        max_num_samples: int = 1,
+        transport: str | None = None,
+        impl: str | None = None,
+        timeout: float | timedelta = _USUAL_TIMEOUT,
+    ) -> None:
+        self._group = process_group(group)
+        self.rank, self.world_size = rank_and_size(self._group)
+        # asked for once, as messages need them after the process group is destroyed too
+        self._global_ranks = None if self._group is None else dist.get_process_group_ranks(self._group)
+        self._closed = False
+        self._left_out = 0
+        self._transport: Transport | None = None
+        self._rendezvous: Rendezvous | None = None
+        if self.world_size > 1:
+            bound = _USUAL_TIMEOUT  # for telling the others that this one's is wrong
+            with suppress(Exception):
+                bound = given if 0 < (given := _seconds(timeout)) <= agreement.MAX_TIMEOUT else bound
+            connect = functools.partial(store_of, self._group)
+            self._rendezvous = Rendezvous(connect, self.rank, self.world_size, bound, self._who, self._store_holder())
+        options = {"first_token": first_token, "vocab_size": vocab_size, "transport": transport, "impl": impl}
+        options |= {"max_batch_size": max_batch_size, "max_num_samples": max_num_samples}
+        try:
+            self._construct(weight, timeout, options)
+        except BaseException as error:
+            self._end(everybody=True)  # no step was made
+            if not isinstance(error, RemoteError):
+                raise
+            if error.kind in ("ValueError", "TypeError"):
+                raise ValueError(str(error)) from None
+            raise self._error(Failure("left", error.rank, what=f"{error.kind}: {error.message}")) from None
+        self.order = ops.order_of(self.device)  # see ops
+        self.name = str(next(_names))  # by which the torch operator finds it
+        registry.add(self.name, self)
+
+    def _construct(self, weight: Tensor, timeout: float | timedelta, options: dict[str, Any]) -> None:
+        def describe() -> bytes:
+            if not isinstance(weight, Tensor):
+                raise TypeError(f"weight must be a torch.Tensor, got {type(weight).__name__}")
+            if weight.is_cuda and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError("TensorParallel must be made before a CUDA graph is captured: the stream is being captured")
+            for name in ("max_batch_size", "max_num_samples", "first_token", "vocab_size"):
+                if options[name] is not None or name.startswith("max"):
+                    options[name] = integer(name, options[name])
+            backends = str(dist.get_backend_config(self._group))
+            return pickle.dumps(agreement.member(weight, _seconds(timeout), backends, **options))
+
+        members = [pickle.loads(said) for said in self._meet("construction", describe)]
+        ranges = agreement.check(members)
+        mine = members[self.rank]
+        self.weight_shape, self.dtype, self.device = weight.shape, weight.dtype, weight.device
+        self.vocab_size = max(last for _, last in ranges)
+        self.first_token, self.last_token = ranges[self.rank]
+        self.max_batch_size, self.max_num_samples, self.timeout = mine.max_batch_size, mine.max_num_samples, mine.timeout
+        self.impl = agreement.choose_impl(members)
+        self.transport, no_p2p = agreement.choose_transport(members, self.impl)
+        if self.world_size > 1:
+            no_p2p = self._make_transport(members) or no_p2p
+        if no_p2p is not None:
+            message = f"transport 'p2p' cannot be used ({no_p2p}); it is {self.transport!r} instead"
+            warnings.warn(message, RuntimeWarning, stacklevel=3)
+        self.shard = Shard(self.first_token) if self._transport is None else self._transport.shard(self.first_token)
+        self._meet("the end of construction", lambda: self._compile(weight))
+
+    def _meet(self, phase: str, work: Callable[[], bytes | None]) -> list[bytes]:
+        """What ``work`` gives on all ranks, which wait for each other's as long as they live. An exception reaches them all."""
+        meet = self._rendezvous
+        try:
+            with nullcontext() if meet is None else meet.busy():
+                mine = work() or b""
+        except Exception as error:
+            if meet is not None:
+                meet.fail(phase, error)
+            raise
+        return [mine] if meet is None else meet.exchange(phase, mine)  # type: ignore[return-value]
+
+    def _make_transport(self, members: Sequence[agreement.Member]) -> str | None:
+        """Why p2p cannot be used, if it was tried and could not."""
+        why, meet, capacity = None, self._rendezvous, self.max_batch_size * self.max_num_samples
+        assert meet is not None
+        if self.transport == "p2p":
+            why = self._make_p2p(meet, capacity)
+            if why is None:
+                return None
+            if members[0].transport == "p2p":
+                raise ValueError(f"transport='p2p' cannot be used ({why})")
+            self.transport, _ = agreement.choose_transport(members, self.impl, no_p2p=why)
+
+        def make() -> None:
+            if self.transport == "gloo":
+                self._transport = Gloo(self._group, meet, self.max_batch_size, capacity, self.timeout)
+                return
+            holder = self._store_holder()
+            self._transport = Nccl(self._group, meet, self.device, self.max_batch_size, capacity, self.timeout, holder)
+
+        self._meet("making buffers", make)
+        nccl = self._transport
+        if not isinstance(nccl, Nccl):
+            return why
+        # in a thread: if a rank dies just now, NCCL waits for it in the host, without a bound that is ours
+        bound = max(self.timeout, _LEAST_FOR_NCCL)
+
+        def connect() -> None:
+            connecting = _Thread(nccl.connect, self.device)
+            if not connecting.ends_within(bound):
+                raise TimeoutError(f"NCCL did not connect the ranks within {bound:g} s")
+            connecting.result()
+
+        self._meet("connecting", connect)
+        return why
+
+    def _make_p2p(self, meet: Rendezvous, capacity: int) -> str | None:
+        """None, or why not where memory that should be mapped cannot be (a container without the right to, say)."""
+
+        try:
+            self._transport = PeerToPeer(meet, self.device, capacity, self.timeout)
+            meet.exchange("mapping peers' memory", b"")
+            return None
+        except TensorParallelError:
+            raise
+        except Exception as error:
+            agreed = error if isinstance(error, RemoteError) else meet.fail("mapping peers' memory", error)
+            if self._transport is not None:
+                self._transport.close(True)
+                self._transport = None
+            if not isinstance(agreed, RemoteError):
+                raise agreed from error
+            if agreed.kind in ("OutOfMemoryError", "MemoryError"):
+                raise
+            return f"rank {agreed.rank}: {agreed.message}"
+
+    def _compile(self, weight: Tensor) -> None:
+        """Compiles the kernels, and runs them once, without meeting other ranks: a step in which one did would be late."""
+        if not weight.is_cuda or self.impl == "streaming":
+            return
+        shard = self.shard if self._transport is None else self._transport.rehearsal(self.first_token)
+        sample, vocab = ops.kernels(self.impl).sample, self.last_token - self.first_token
+        with torch.cuda.device(self.device):
+            for num_samples in sorted({1, self.max_num_samples}):
+                for batch in plan(weight, self.max_batch_size, num_samples, self.impl, None)[1]:
+                    states = weight.new_zeros(batch, weight.shape[1])
+                    zeros = torch.zeros(batch, dtype=torch.int64, device=self.device)
+                    ones = torch.ones(batch, device=self.device)
+                    for temperature in (ones, 1.0):  # as ``warmup`` does
+                        sample(states, weight, temperature, zeros, zeros, num_samples, vocab, shard)
+            torch.cuda.current_stream().synchronize()
+
+    def check(self, *, collective: bool = False) -> None:
+        """Waits for the current stream, then raises if a step failed. After graph replays, which cannot raise themselves.
+
+        A failure that is known already is raised before the device is asked for anything; one that becomes known meanwhile
+        ends the wait. So the error can be had while an all-gather hangs, and after the device broke.
+
+        Args:
+            collective: all ranks make this call, and all learn whether any of them failed. Bounded by ``timeout``.
+
+        Raises:
+            TensorParallelError: the group has failed: TensorParallelTimeout where a rank did not take part in time,
+                TensorParallelMismatch where one was at another step or had other parameters.
+            ValueError: the group has been closed.
+        """
+        self.raise_if_unusable()
+        if self.device.type == "cuda":
+            try:
+                self._wait_for_stream()
+            except RuntimeError as error:
+                failure = self._failure()
+                if failure is None and collective and self._transport is not None:
+                    self._transport.declare(Failure("left", self.rank, what=f"{type(error).__name__}: {error}"))
+                if failure is None:
+                    raise
+                raise self._error(failure) from error
+        self.raise_if_unusable()
+        if collective:
+            self._collective("a collective check", b"")
+
+    def _wait_for_stream(self) -> None:
+        """Until the current stream is done, or the group has failed."""
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.device))
+        pause, looked = 2e-5, time.monotonic()
+        while not event.query():
+            now = time.monotonic()
+            if now - looked > _LOOK_FOR_FAILURE:
+                looked = now
+                if self._failure() is not None:
+                    return
+            time.sleep(pause)
+            pause = min(pause * 1.5, 1e-3)
+
+    def broadcast(self, values: Any, error: Exception | None = None, alike: Mapping[str, Any] | None = None) -> Any:
+        """The first rank's ``values`` on every rank. A collective, bounded by ``timeout``.
+
+        Through the process group's store, whatever its backend: for some KiB of parameters.
+
+        Args:
+            values: what is given on this rank; tensors of it on the CPU.
+            error: why nothing can be given. It is raised here, and a ValueError that names this rank on the others.
+            alike: what must be the same on all ranks, by name.
+
+        Raises:
+            ValueError: a rank had an ``error``, or ``alike`` is not, on all ranks; or the group has been closed.
+            TensorParallelError: a rank did not come, or the group has failed.
+        """
+        phase = "a broadcast"
+        if error is not None:
+            if self._rendezvous is not None:
+                self.raise_if_unusable()
+                self._rendezvous.fail(phase, error)
+            raise error
+        mine = pickle.dumps((values if self.rank == 0 else None, dict(alike or {})))
+        said = [pickle.loads(payload) for payload in self._collective(phase, mine)]
+        for name in said[0][1]:
+            given = [alike.get(name) for _, alike in said]
+            if any(other != given[0] for other in given):
+                raise ValueError(f"{name} must be the same on all ranks, got {agreement.by_rank(given)}")
+        return said[0][0]
+
+    def _collective(self, phase: str, payload: bytes) -> list[bytes]:
+        self.raise_if_unusable()
+        if self._transport is None or self._rendezvous is None:
+            return [payload]
+        try:
+            return self._rendezvous.exchange(phase, payload, failure=self._transport.failure)  # type: ignore[return-value]
+        except RemoteError as error:
+            raise ValueError(str(error)) from None
+        except TensorParallelError as error:
+            failure = self._transport.declare(error.failure)
+            self._transport.catch_up()
+            raise self._error(failure) from error
+
+    def close(self) -> None:
+        """Gives the buffers back, once all ranks are here and their devices done. A collective; calling it twice is fine.
+
+        Graphs captured with the group must not be replayed after it. After a failure it does not wait for the rank that failed;
+        buffers that this rank, or an all-gather that hangs, may still touch are then kept until the process ends.
+
+        Raises:
+            TensorParallelTimeout: a rank did not come within ``timeout``, and the group had not failed before. It is closed all
+                the same.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        registry.remove(self.name)
+        everybody = False
+        try:
+            everybody = self._agree_to_close()
+        finally:
+            self._end(everybody)
+
+    def _agree_to_close(self) -> bool:
+        """Whether all ranks are here, and their devices done with the buffers."""
+        transport, meet = self._transport, self._rendezvous
+        if transport is None or meet is None:
+            return self._drain()
+        transport.catch_up()
+        with meet.busy():
+            done = self._drain()
+
+        def failure() -> Failure | None:
+            return transport.failure() or meet.known()  # a transport may hear of it in its next step only
+
+        def excused() -> Sequence[int]:
+            transport.catch_up()  # whoever is not here yet may wait for its device
+            failed = failure()
+            return () if failed is None else (failed.rank,)
+
+        known = failure() is not None
+        try:
+            said = meet.exchange("closing", b"done" if done else b"busy", excused=excused)
+        except TensorParallelError as error:
+            if known:  # before: it closes as a group that has failed
+                return False
+            raise self._error(transport.declare(error.failure)) from error
+        meet.part(sum(payload is not None for payload in said))
+        return all(payload == b"done" for payload in said)
+
+    def _drain(self) -> bool:
+        """Waits for the device; once the group has failed, not for long. Whether it is done."""
+        if self.device.type != "cuda":
+            return True
+        waiting = _Thread(lambda: torch.cuda.synchronize(self.device), self.device)
+        while not waiting.ends_within(_LOOK_FOR_FAILURE):
+            if self._failure() is not None and not waiting.ends_within(_DRAIN_AFTER_FAILURE):
+                return False
+        return waiting.error is None
+
+    def _end(self, everybody: bool) -> None:
+        try:
+            if self._transport is not None:
+                self._transport.close(everybody)
+        finally:
+            if self._rendezvous is not None:
+                self._rendezvous.end()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "TensorParallel":
+        """Itself, as it is for a copy of a module that has it: a group is made by all ranks."""
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise TypeError("a TensorParallel cannot be pickled: it is this process's part of a group. Save weights, make it anew")
+
+    def __enter__(self) -> "TensorParallel":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Closes. If an exception leaves the block: the group fails, so that no rank waits for this one, nor this for any."""
+        if error is None or self._closed:
+            self.close()
+            return
+        self._closed = True
+        registry.remove(self.name)
+        if self._transport is not None and self._rendezvous is not None:
+            self._transport.declare(Failure("left", self.rank, what=f"{type(error).__name__}: {error}"))
+            self._transport.catch_up()
+            self._rendezvous.post("closing")
+        self._end(everybody=False)
+
+    def __repr__(self) -> str:
+        return (
+            f"TensorParallel(rank={self.rank}, world_size={self.world_size}, tokens=[{self.first_token}, {self.last_token}) of "
+            f"{self.vocab_size}, transport={self.transport!r}, impl={self.impl!r})"
+        )
+
+    def check_call(self, weight: Tensor, batch: int, num_samples: int) -> None:
+        """Raises what ``sample`` documents if this group cannot do the call."""
+        if weight.shape != self.weight_shape or weight.dtype != self.dtype or weight.device != self.device:
+            raise ValueError(
+                f"weight must be the shard that tp was made with, {tuple(self.weight_shape)} {self.dtype} on {self.device}, "
+                f"got {tuple(weight.shape)} {weight.dtype} on {weight.device}"
+            )
+        if batch > self.max_batch_size:
+            raise ValueError(f"hidden_states must have at most tp.max_batch_size = {self.max_batch_size} rows, got {batch}")
+        if num_samples > self.max_num_samples:
+            raise ValueError(f"num_samples must be at most tp.max_num_samples = {self.max_num_samples}, got {num_samples}")
+
+    @property
+    def left_out(self) -> int:
+        """Calls with this group that exchanged nothing, since they raised before or had no rows. They count as steps: a rank
+        whose call raised while the others' did not is out of step with them from then on, and all learn of it."""
+        return self._left_out
+
+    @left_out.setter
+    def left_out(self, count: int) -> None:
+        self._left_out = count
+        if self._transport is not None:
+            with suppress(RuntimeError):  # a broken device's: what the call raised says more
+                self._transport.left_out = count
+
+    def count_left_out(self) -> None:
+        """One more call with this group that took no part in a step."""
+        self.left_out += 1
+
+    def finish(
+        self,
+        out: Tensor,  # (B * num_samples,) int64
+        temperature: Tensor | float,  # (B,) float32, or one for all rows
+        seed: Tensor | int,  # (B,) int64, or one for all rows
+        offset: Tensor | int,  # (B,) int64, or one for all rows
+        num_samples: int,
+    ) -> Tensor:
+        """Token ids from what a kernel wrote: packed winners, or the tokens themselves where it did the exchange."""
+        if self._transport is None:
+            return out
+        return self._transport.finish(out, temperature, seed, offset, num_samples)
+
+    def raise_if_unusable(self) -> None:
+        """Raises if the group is closed, or if a step failed by now. Asks no device."""
+        if self._closed:
+            raise ValueError("tp must be open, it has been closed")
+        failure = self._failure()
+        if failure is not None:
+            assert self._transport is not None
+            self._transport.catch_up()
+            raise self._error(failure)
+
+    def _failure(self) -> Failure | None:
+        return None if self._transport is None else self._transport.failure()
+
+    def _error(self, failure: Failure) -> TensorParallelError:
+        return failure.error(self._who(failure.rank), self._rendezvous.seconds if self._rendezvous else self.timeout)
+
+    def _who(self, rank: int) -> str:
+        return f"rank {rank}" + ("" if self._global_ranks is None else f" (global rank {self._global_ranks[rank]})")
+
+    def _store_holder(self) -> int:
+        """The rank whose process holds the process group's store, unless the launcher's does."""
+        return self._global_ranks.index(0) if self._global_ranks and 0 in self._global_ranks else 0
+
+
+def _seconds(timeout: float | timedelta) -> float:
+    return timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+
+
+class _Thread:
+    """A call that may never end, in a thread of its own."""
+
+    def __init__(self, call: Callable[[], None], device: torch.device) -> None:
+        self.error: Exception | None = None
+
+        def work() -> None:
+            try:
+                with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+                    call()
+            except Exception as error:
+                self.error = error
+
+        self._thread = threading.Thread(target=work, name="flashsampling device", daemon=True)
+        self._thread.start()
+
+    def ends_within(self, seconds: float) -> bool:
+        """Waits that long at most."""
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def result(self) -> None:
+        """Raises what the call raised."""
+        if self.error is not None:
+            raise self.error

@@ -1,0 +1,412 @@
+"""Transport ``nccl``: an all-gather after the kernel. Across nodes, or where peers cannot map each other's memory.
+
+A step is the device's work alone, in stream order, and can be captured. Step counter, header, all-gather of whole messages,
+comparison; where headers differ, or the group has failed, tokens are -1, now and in every later step and replay.
+
+What the device tells the host, in pinned memory, and the host the device:
+
+    begun     the counts of steps and of all-gathers begun, before the all-gather
+    headers   all ranks' headers of the step that failed first, else of the last one
+    state     the counts of those ended, and whether one failed; after headers
+    told      set by the host: the group has failed; read before and after the all-gather
+
+NCCL waits for a rank that does not come for as long as the process group's time-out, and cannot say who it is. So every rank
+has a thread that posts to the store which step it began and ended, and a count that moves while the process lives (``Watch``).
+A rank whose step began and did not end within the time-out compares all ranks' posts (``culprit``) and declares a failure in
+the store, and every thread hears of it at its next look. The thread makes no CUDA call: it disturbs no capture, and waits for
+no device.
+
+    bound: timeout + 3 s from the beginning of the all-gather that hangs to the error on all ranks (looks are 0.2 to 1 s apart)
+
+Hosts learn of a failure one after another, and hosts run ahead of their devices. The first to know issues no more all-gathers
+when others have issued those of the next steps, which hang, and with them whoever waits for such a device. So the call that
+raises a failure first takes part in all-gathers that others' devices have begun and this rank has not (``Nccl.catch_up``): with
+a message of no winners that says that the group has failed, so that all tokens are -1. It does so until the host of every rank
+knows and all its all-gathers have begun, as the threads post, for ``CATCH_UP`` seconds at most after the last that it took part
+in. Later calls that raise look once, and so does ``close`` again and again while it waits: graph replays, which no host counts
+before they begin, are found there.
+
+    Only what has begun: other collectives of the process group may lie before what a host has issued, and would meet these.
+    The thread that calls: NCCL takes one thread at a time for a communicator, which may be the model's too.
+    A stream of their own: nothing of the caller's waits for them. NCCL runs them after what this rank has issued before.
+    None while a graph is captured.
+
+An all-gather that hangs stays on the device until its missing rank calls or the process group is aborted: that of a process
+that is gone, of a rank that never calls again, and what a host had issued behind it when its group was closed.
+"""
+
+import contextlib
+import struct
+import threading
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .. import exchange
+from ..exchange import Shard
+from .failure import Failure
+from .message import FAILED, HEADER, STEP, Hashes, difference
+from .rendezvous import Rendezvous, StoreGoneError
+
+CATCH_UP = 5.0  # seconds
+_LOOK_AFTER_FAILURE = 0.1  # seconds
+
+
+class Progress(NamedTuple):
+    """What a rank's thread posts.
+
+    Attributes:
+        begun: all-gathers that began.
+        ended: all-gathers that ended.
+        beat: moves while the process lives.
+        issued: all-gathers that the host has issued and that have not begun; less those of graph replays.
+        knows: 1 if the host knows that the group has failed. It issues no more then.
+    """
+
+    begun: int
+    ended: int
+    beat: int = 0
+    issued: int = 0
+    knows: int = 0
+
+    def packed(self) -> bytes:
+        """For the store."""
+        return struct.pack("<5q", *self)
+
+    @staticmethod
+    def unpacked(value: bytes) -> "Progress":
+        """What ``packed`` made."""
+        return Progress(*struct.unpack("<5q", value))
+
+
+def culprit(before: Sequence[Progress | None], now: Sequence[Progress | None], begun: int) -> int | None:
+    """Whom a rank waits for that hangs in its all-gather number ``begun``; None if every rank is in it and lives.
+
+    Args:
+        before: by rank, posts of some looks ago; None where there is none.
+        now: by rank, posts of this moment.
+        begun: what the rank that asks has begun.
+
+    Returns:
+        Of the ranks whose process does not move any more, the one that is furthest behind; else, of those behind, first one
+        that is in no step at all, since one that is in a step waits itself. Of equals, the lowest.
+    """
+    table = list(enumerate(zip(before, now)))
+    still = [(new.begun if new else -1, rank) for rank, (old, new) in table if new is None or (old and old.beat == new.beat)]
+    if still:
+        return min(still)[1]
+    behind = [(new.begun != new.ended, new.begun, rank) for rank, (_, new) in table if new and new.begun < begun]
+    return min(behind)[2] if behind else None
+
+
+class Nccl:
+    """See ``transport.Transport``.
+
+    Args:
+        group: the process group, None for the default one.
+        rendezvous: of the group's construction.
+        device: of the shard.
+        max_batch_size: rows, at most.
+        capacity: winners of a step, at most.
+        seconds: how long another rank is waited for.
+        holder: rank that probably holds the store.
+    """
+
+    name = "nccl"
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        rendezvous: Rendezvous,
+        device: torch.device,
+        max_batch_size: int,
+        capacity: int,
+        seconds: float,
+        holder: int = 0,
+    ) -> None:
+        self._group, self._rendezvous, self._device, self._seconds = group, rendezvous, device, seconds
+        self._rank, self._ranks, self._holder = rendezvous.rank, rendezvous.ranks, holder
+        self._hashes = Hashes(max_batch_size, device)
+        on_gpu = device.type == "cuda"
+
+        def words(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int64, device=device)
+
+        def pinned(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int64, pin_memory=on_gpu)
+
+        self._message = words(HEADER + capacity)
+        self._messages = words(self._ranks, HEADER + capacity)
+        self._state = words(4)  # steps, all-gathers that the host issued, those of graph replays, whether the group failed
+        self._counts, self._step, self._failed = self._state[:3], self._state[:1], self._state[3:]
+        self._one_called, self._one_replayed = (torch.tensor(one, device=device) for one in ([1, 1, 0], [1, 0, 1]))
+        self._first_failed = words(self._ranks, HEADER)
+        self._told = words(1)
+        self._host_begun, self._host_state, self._host_told = pinned(3), pinned(4), pinned(1)
+        self._host_headers = pinned(self._ranks, HEADER)
+        # views that cost the host a tenth of a tensor's element
+        self._begun_view, self._state_view = self._host_begun.numpy(), self._host_state.numpy()
+        self._left_out = self._left_out_on_device = 0
+        self._failure: Failure | None = None
+        # of failing: a host that knows issues nothing more
+        self._lock = threading.Lock()
+        self._issued = 0  # all-gathers, by this host; those of captured graphs are not
+        self._no_winners, self._nobody_reads = words(HEADER + capacity), words(self._ranks, HEADER + capacity)
+        self._no_winners[FAILED] = 1
+        self._aside = torch.cuda.Stream(device) if on_gpu else None
+        self._caught_up = 0  # all-gathers for the sake of others
+        self._catching_up = threading.Lock()
+        self._waited_for_others = False
+        self._woken, self._closed, self._everybody = threading.Event(), threading.Event(), False
+        self._watcher = threading.Thread(target=self._watch, name="flashsampling nccl", daemon=True)
+
+    def connect(self) -> None:
+        """A first all-gather, in which NCCL makes its communicator, and then the thread. Blocks until all ranks do it."""
+        gather_flat(self._messages, self._message, self._group)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # this may be another thread and stream than the one that made the buffers
+        self._rendezvous.share()
+        self._watcher.start()
+
+    @property
+    def left_out(self) -> int:
+        """As the protocol says. The device's counter follows in order of the current stream."""
+        return self._left_out
+
+    @left_out.setter
+    def left_out(self, count: int) -> None:
+        self._left_out = count
+        self._count_left_out()
+
+    def _count_left_out(self) -> None:
+        missing = self._left_out - self._left_out_on_device
+        if not missing or self._capturing():
+            return  # a graph would count it at every replay; the next step outside one does
+        self._left_out_on_device = self._left_out
+        with contextlib.suppress(RuntimeError):  # a broken device's; whoever uses it next says it better
+            self._step.add_(missing)
+
+    def _capturing(self) -> bool:
+        return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    def shard(self, first_token: int) -> Shard:
+        """As the protocol says."""
+        return Shard(first_token, exchange.PACKED)
+
+    rehearsal = shard
+
+    def finish(
+        self, out: Tensor, temperature: Tensor | float, seed: Tensor | int, offset: Tensor | int, num_samples: int
+    ) -> Tensor:
+        """As the protocol says. Raises nothing: tokens of a failed step are -1, and later ``failure`` says why."""
+        self._count_left_out()
+        count, mine = out.numel(), self._message
+        one = self._one_replayed
+        if not self._capturing():
+            one = self._one_called
+            with self._lock:
+                if self._failure is not None:  # since the call began; the other ranks count on it that nothing more is issued
+                    return torch.full_like(out, -1)
+                self._issued += 1
+        self._hashes.write(mine, temperature, seed, offset, count // num_samples, num_samples)
+        mine[HEADER : HEADER + count].copy_(out)
+        self._told.copy_(self._host_told, non_blocking=True)
+        torch.bitwise_or(self._failed, self._told, out=mine[FAILED : FAILED + 1])
+        mine[STEP : STEP + 1].copy_(self._step)
+        self._counts.add_(one)
+        self._host_begun.copy_(self._counts, non_blocking=True)
+        gather_flat(self._messages, mine, self._group)
+        headers = self._messages[:, :HEADER]
+        torch.where(self._failed != 0, self._first_failed, headers, out=self._first_failed)
+        self._failed.bitwise_or_((headers != headers[:1]).any())
+        self._host_headers.copy_(self._first_failed, non_blocking=True)
+        self._host_state.copy_(self._state, non_blocking=True)  # after the headers that it speaks of
+        self._told.copy_(self._host_told, non_blocking=True)
+        tokens = exchange.tokens_of(self._messages[:, HEADER : HEADER + count])
+        return torch.where((self._failed | self._told) != 0, -1, tokens)
+
+    def failure(self) -> Failure | None:
+        """As the protocol says."""
+        if self._failure is None and self._state_view[3]:
+            found = difference(self._host_headers.tolist())
+            assert found is not None
+            self.declare(found)
+        return self._failure
+
+    def declare(self, failure: Failure) -> Failure:
+        """As the protocol says."""
+        if self._failure is None:
+            self._take(self._rendezvous.declare(failure))
+        assert self._failure is not None
+        return self._failure
+
+    def _take(self, failure: Failure) -> None:
+        self._host_told[0] = 1
+        with self._lock:
+            self._failure = failure
+        self._woken.set()
+
+    def catch_up(self) -> None:
+        """As the protocol says; see the module's docstring. Raises nothing."""
+        if self._failure is None or self._capturing() or not self._catching_up.acquire(blocking=False):
+            return
+        try:
+            # of a rank that is late it is known that no waiting brings it
+            wait = not self._waited_for_others and (self._failure.kind != "late" or self._failure.rank == self._rank)
+            self._waited_for_others = True
+            last = time.monotonic()
+            while True:
+                mine, others = self._progress(), self._posts_of_others()
+                ahead = any(post.begun > mine.begun for post in others)
+                # while one of its own has not ended this rank is in none, and it is not this one that others wait for
+                if ahead and mine.issued == 0 and mine.begun == mine.ended:
+                    self._take_part_without_winners()
+                    last = time.monotonic()
+                    continue
+                settled = not ahead and mine.issued == 0 and all(post.knows and post.issued == 0 for post in others)
+                if settled or not wait or time.monotonic() - last > min(self._seconds, CATCH_UP):
+                    return
+                time.sleep(_LOOK_AFTER_FAILURE / 4)
+        except (StoreGoneError, RuntimeError):  # nobody can say what is missing; or a broken device, an aborted process group
+            return
+        finally:
+            self._catching_up.release()
+
+    def _posts_of_others(self) -> list[Progress]:
+        keys = [progress_of(rank) for rank in range(self._ranks) if rank != self._rank]
+        values = [self._rendezvous.store.get(key) for key in keys]
+        return [Progress(0, 0) if value is None else Progress.unpacked(value) for value in values]
+
+    def _take_part_without_winners(self) -> None:
+        with contextlib.nullcontext() if self._aside is None else torch.cuda.stream(self._aside):
+            gather_flat(self._nobody_reads, self._no_winners, self._group)
+        self._caught_up += 1
+
+    def _progress(self) -> Progress:
+        knows = self._failure is not None  # first: what is issued is final then
+        with self._lock:
+            issued = self._issued
+        _, called, replayed = self._begun_view.tolist()
+        _, called_ended, replayed_ended, _ = self._state_view.tolist()
+        extra = self._caught_up
+        return Progress(called + replayed + extra, called_ended + replayed_ended + extra, 0, issued - called, int(knows))
+
+    def close(self, everybody: bool) -> None:
+        """As the protocol says."""
+        self._everybody = everybody
+        self._closed.set()
+        self._woken.set()
+        if not everybody:
+            _kept.append(self)
+
+    def _watch(self) -> None:
+        watch = Watch(self._rendezvous, self._seconds, self._holder)
+        while not self._woken.wait(watch.period):
+            if self._state_view[3]:
+                self.failure()
+                break
+            step = int(self._begun_view[0]) - 1
+            failure = watch.look(self._progress(), step, time.monotonic())
+            if failure is not None and self._failure is None:
+                self._take(failure)
+        # also when closed, while something hangs: a rank that comes late looks for how far it must go
+        with contextlib.suppress(StoreGoneError):
+            while not (self._closed.is_set() and self._everybody):
+                progress = self._progress()
+                watch.post(progress)
+                if self._closed.is_set() and progress.issued == 0 and progress.begun == progress.ended:
+                    break
+                time.sleep(_LOOK_AFTER_FAILURE)
+        self._rendezvous.end()
+
+
+class Watch:
+    """What a rank's thread does at every look; apart from device and clock, so that both can be stood in for.
+
+    Args:
+        rendezvous: of the group.
+        seconds: how long a step may hang.
+        holder: rank that probably holds the store.
+
+    Attributes:
+        period: seconds between two looks, on all ranks alike.
+    """
+
+    def __init__(self, rendezvous: Rendezvous, seconds: float, holder: int) -> None:
+        self.period = min(max(seconds / 10, 0.2), 1.0)
+        self._rendezvous, self._seconds, self._holder = rendezvous, seconds, holder
+        self._beat = 0
+        self._begun, self._since = -1, 0.0
+        self._before: tuple[float, list[Progress | None]] | None = None
+        self._store_gone = False
+
+    def post(self, progress: Progress) -> None:
+        """For the other ranks' threads."""
+        self._beat += 1
+        self._rendezvous.store.set(progress_of(self._rendezvous.rank), progress._replace(beat=self._beat).packed())
+
+    def look(self, progress: Progress, step: int, now: float) -> Failure | None:
+        """Posts this rank's progress; the group's failure, decided now if an all-gather has hung for too long.
+
+        Args:
+            progress: of this rank.
+            step: number of the step that began last.
+            now: seconds.
+        """
+        begun, ended = progress.begun, progress.ended
+        try:
+            if not self._store_gone:
+                self.post(progress)
+                failure = self._rendezvous.declared()
+                if failure is not None:
+                    return failure
+        except StoreGoneError:
+            self._store_gone = True
+        if begun <= ended or begun != self._begun:
+            self._begun, self._since, self._before = begun, now, None
+            return None
+        hung = now - self._since
+        if hung < self._seconds / 2:
+            return None
+        if self._store_gone:
+            if hung < self._seconds:
+                return None
+            others = [rank for rank in range(self._rendezvous.ranks) if rank != self._rendezvous.rank]
+            rank = self._holder if self._holder in others else others[0]
+            return Failure("late", rank, step)
+        try:
+            table = [self._rendezvous.store.get(progress_of(rank)) for rank in range(self._rendezvous.ranks)]
+        except StoreGoneError:
+            self._store_gone = True
+            return None
+        posts = [None if value is None else Progress.unpacked(value) for value in table]
+        if self._before is None:
+            self._before = now, posts
+        # every thread that lives has had several looks since
+        if hung < self._seconds or now - self._before[0] < 4 * self.period:
+            return None
+        late = culprit(self._before[1], posts, begun)
+        if late is None:
+            if hung < 2 * self._seconds:  # all ranks are in this step: it may yet end
+                return None
+            what = "all ranks are in this step, but its all-gather does not end"
+            return self._rendezvous.declare(Failure("left", self._rendezvous.rank, step, what=what))
+        return self._rendezvous.declare(Failure("late", late, step))
+
+
+def progress_of(rank: int) -> str:
+    """The key in the store under which a rank's thread posts."""
+    return f"progress/{rank}"
+
+
+_kept: list[Nccl] = []  # their buffers belong to all-gathers that hang, or to graphs
+
+
+def gather_flat(gathered: Tensor, mine: Tensor, group: dist.ProcessGroup | None = None) -> None:
+    """All-gather of contiguous tensors of one size on all ranks, one after the other into ``gathered``."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.13
+    gather(gathered.view(-1), mine.view(-1), group=group)

@@ -1,0 +1,424 @@
+"""Collective calls over a process group's store that end within a bound, whoever fails and why.
+
+A process group's own collectives wait for its time-out, 10 to 30 minutes, and are undefined once a rank has left them. Here an
+exchange has a number. Every rank posts its payload, or why it has none, under that number, and looks for the others'. How it
+ended is one key, the verdict, that the first to know sets by ``compare_set`` and everybody follows:
+
+    all are there                     whoever has seen all payloads      they are the result
+    a rank posted an error            whoever sees it first              all raise, with the rank's name
+    a rank does not come              whoever waited too long            all raise its name, the latecomer too when it comes
+    ranks are in different exchanges  whoever has seen all               all raise it
+    the group failed meanwhile        whoever hears of it first          all raise that failure
+
+So no rank takes part in an exchange that another has given up, all ranks are at the same number afterwards, and the next group,
+whose keys have a prefix of its own, works.
+
+A rank that is at work between two exchanges (compiling, say) says so by a count that moves, ``busy``; it is waited for.
+"""
+
+import atexit
+import contextlib
+import json
+import queue
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed import ProcessGroup, distributed_c10d
+
+from .failure import Failure, TensorParallelError
+
+_POLL_AT_FIRST, _POLL_AT_MOST = 2e-4, 2e-2  # seconds between two looks
+_LINGER = 2.0  # seconds
+# seconds that a store gets to answer, however short the time-out of steps: at every connection torch asks for a host's name, on
+# both sides, and a name server that does not answer costs 10 s (resolv.conf(5)), in which the store serves nobody
+_LEAST_FOR_STORE = 15.0
+
+
+class StoreGoneError(RuntimeError):
+    """The store raised, or did not answer in time."""
+
+
+class RemoteError(RuntimeError):
+    """Another rank could not take part in an exchange. Raised by all but that one.
+
+    Attributes:
+        rank: which.
+        kind: name of the exception's class there.
+        message: what it said.
+    """
+
+    def __init__(self, rank: int, kind: str, message: str) -> None:
+        super().__init__(f"rank {rank}: {kind}: {message}")
+        self.rank, self.kind, self.message = rank, kind, message
+
+
+class BoundedStore:
+    """The few operations of a store that are needed here, each with a bound.
+
+    A store on a host that does not answer blocks in some of them for ever (``TCPStore.check`` and ``set`` know no time-out), so
+    a thread calls them. For any number of threads.
+
+    Args:
+        connect: gives the store.
+        seconds: the bound.
+
+    Attributes:
+        prefix: goes before every key.
+    """
+
+    def __init__(self, connect: Callable[[], Store], seconds: float) -> None:
+        self.prefix = ""
+        self._connect, self._seconds = connect, seconds
+        self._store: Store | None = None
+        self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._gone: str | None = None
+
+    def set(self, key: str, value: bytes) -> None:
+        """As the store's."""
+        self._call("set", key, value)
+
+    def get(self, key: str) -> bytes | None:
+        """The value, or None if there is none now."""
+        return self._call("look", key)  # type: ignore[no-any-return]
+
+    def add(self, key: str, amount: int) -> int:
+        """As the store's."""
+        return self._call("add", key, amount)  # type: ignore[no-any-return]
+
+    def decide(self, key: str, value: str) -> bytes:
+        """The first value that anybody decided for this key: ``value`` if nobody did."""
+        return self._call("compare_set", key, "", value)  # type: ignore[no-any-return]
+
+    def delete(self, key: str) -> None:
+        """As the store's; not every store can."""
+        with contextlib.suppress(StoreGoneError):
+            self._call("forget", key)
+
+    def end(self) -> None:
+        """Ends the thread. Operations that follow raise StoreGoneError."""
+        self._gone = self._gone or "the group has been closed"
+        self._requests.put(None)
+
+    def _do(self, operation: str, key: str, *arguments: Any) -> Any:
+        if self._store is None:
+            self._store = self._connect()
+        if operation == "look":
+            return self._store.get(key) if self._store.check([key]) else None
+        if operation == "forget":
+            with contextlib.suppress(RuntimeError, NotImplementedError):
+                self._store.delete_key(key)
+            return None
+        return getattr(self._store, operation)(key, *arguments)
+
+    def _call(self, operation: str, key: str, *arguments: Any) -> Any:
+        if self._gone is not None:
+            raise StoreGoneError(self._gone)
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="flashsampling store", daemon=True)
+                _with_threads.add(self)
+                self._thread.start()
+        reply: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._requests.put((reply, operation, self.prefix + key, *arguments))
+        try:
+            value, error = reply.get(timeout=self._seconds)
+        except queue.Empty:
+            value, error = None, TimeoutError(f"no answer within {self._seconds:g} s")
+        if error is not None:
+            self._gone = f"the process group's store does not answer, the process that holds it may be gone ({error})"
+            raise StoreGoneError(self._gone) from error
+        return value
+
+    def _work(self) -> None:
+        while (request := self._requests.get()) is not None:
+            reply, *operation = request
+            try:
+                reply.put((self._do(*operation), None))
+            except Exception as error:
+                reply.put((None, error))
+        self._store = None  # its connection with it
+
+
+_with_threads: weakref.WeakSet[BoundedStore] = weakref.WeakSet()
+_LINGER_AT_EXIT = 1.0  # seconds
+
+
+@atexit.register
+def _end_threads() -> None:
+    """Before the interpreter ends: a thread that comes back from the store into one that has ended makes it abort (SIGABRT)."""
+    stores = list(_with_threads)
+    for store in stores:
+        store.end()
+    until = time.monotonic() + _LINGER_AT_EXIT
+    for store in stores:
+        if store._thread is not None:
+            store._thread.join(max(until - time.monotonic(), 0.0))
+
+
+def store_of(group: ProcessGroup | None) -> Store:
+    """The default store under the group's prefix, by a connection of its own: others may wait on that of the process."""
+    store = distributed_c10d._get_default_store()
+    inner = store
+    while isinstance(inner, PrefixStore):
+        inner = inner.underlying_store
+    if isinstance(inner, TCPStore) and hasattr(store, "clone"):  # torch 2.8 has none
+        store = store.clone()
+    group = group or distributed_c10d._get_default_group()
+    # the ranks too: torch 2.8's split_group, and so DeviceMesh, gives all groups of one split the same name
+    ranks = ",".join(map(str, distributed_c10d.get_process_group_ranks(group)))
+    return PrefixStore(f"flashsampling/{group.group_name}/{ranks}", store)
+
+
+class Rendezvous:
+    """The exchanges of one group, from its construction until it is closed.
+
+    Args:
+        connect: gives the process group's store, see ``store_of``.
+        rank: this one.
+        ranks: how many there are.
+        seconds: the bound: how long a rank that gives no sign of life is waited for.
+        who: a rank's name in messages.
+        holder: rank that probably holds the store, to name when it is gone.
+
+    Attributes:
+        number: how many groups this rank began to make over this store, this one not counted. Counted in the store, by rank,
+            before anything can fail: ranks stay in step whatever happens, and if a process is replaced.
+
+    Raises:
+        TensorParallelError: the store is gone.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[], Store],
+        rank: int,
+        ranks: int,
+        seconds: float,
+        who: Callable[[int], str] = "rank {}".format,
+        holder: int = 0,
+    ) -> None:
+        self.rank, self.ranks, self.seconds, self.who, self._holder = rank, ranks, seconds, who, holder
+        self.store = BoundedStore(connect, max(seconds, _LEAST_FOR_STORE))
+        with self._store_errors():
+            self.number = self.store.add(f"groups/{rank}", 1) - 1
+        self.store.prefix = f"{self.number}/"
+        self._exchanges = 0
+        self._users, self._lock = 1, threading.Lock()
+
+    def exchange(
+        self,
+        phase: str,
+        payload: bytes,
+        failure: Callable[[], Failure | None] = lambda: None,
+        excused: Callable[[], Collection[int]] = tuple,
+    ) -> list[bytes | None]:
+        """All ranks' payloads. None for ranks that were excused and did not come.
+
+        Args:
+            phase: what this is, in words; ranks must agree.
+            payload: this rank's.
+            failure: a failure of the group that ends the exchange; asked again and again.
+            excused: ranks that need not come; asked again and again.
+
+        Raises:
+            RemoteError: a rank had an error instead of a payload.
+            TensorParallelError: a rank did not come, was in another exchange, or the group failed.
+        """
+        number, self._exchanges = self._exchanges, self._exchanges + 1
+        with self._store_errors():
+            self.store.set(f"{number}/{self.rank}", _sealed(phase, False, payload))
+            seen = {self.rank: payload}
+            verdict = self._wait(number, phase, seen, failure, excused)
+            error = self._error_of(verdict)
+            if error is not None:
+                raise error
+            for rank in verdict["present"]:
+                if rank not in seen:
+                    value = self.store.get(f"{number}/{rank}")
+                    assert value is not None
+                    seen[rank] = _opened(value)[2]
+            if len(verdict["present"]) == self.ranks and number:
+                # all are here, so all have read what was before
+                self.store.delete(f"{number - 1}/{self.rank}")
+                if self.rank == 0:
+                    self.store.delete(f"{number - 1}/verdict")
+        return [seen[rank] if rank in verdict["present"] else None for rank in range(self.ranks)]
+
+    def fail(self, phase: str, error: Exception) -> RemoteError | TensorParallelError:
+        """Takes part in the next exchange by an error, which ends it for all ranks at once.
+
+        Returns:
+            What all other ranks raise: of this error, or of what had ended the exchange before.
+        """
+        number, self._exchanges = self._exchanges, self._exchanges + 1
+        what = [self.rank, type(error).__name__, str(error)]
+        try:
+            with self._store_errors():
+                self.store.set(f"{number}/{self.rank}", _sealed(phase, True, json.dumps(what).encode()))
+                agreed = self._error_of(self._decide(number, {"error": what}))
+        except TensorParallelError as gone:
+            return gone
+        assert agreed is not None  # an exchange in which this rank has no payload cannot have ended well
+        return agreed
+
+    def over(self) -> bool:
+        """Whether the next exchange has ended before this rank came to it: another rank has an error."""
+        return self.store.get(f"{self._exchanges}/verdict") is not None
+
+    def post(self, phase: str) -> None:
+        """Takes part in the next exchange without waiting for anybody; for a rank that leaves. Never raises."""
+        number, self._exchanges = self._exchanges, self._exchanges + 1
+        with contextlib.suppress(StoreGoneError):
+            self.store.set(f"{number}/{self.rank}", _sealed(phase, False, b""))
+            self.store.add("parted", 1)
+
+    @contextlib.contextmanager
+    def busy(self) -> Iterator[None]:
+        """While in here, the others wait for this rank however long it takes, as long as the process lives."""
+        ended = threading.Event()
+
+        def beat() -> None:
+            count = 0
+            with contextlib.suppress(StoreGoneError):
+                while not ended.is_set():
+                    count += 1
+                    self.store.set(f"busy/{self.rank}", str(count).encode())
+                    ended.wait(min(self.seconds / 4, 1.0))
+
+        thread = threading.Thread(target=beat, name="flashsampling busy", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+
+    def declare(self, failure: Failure) -> Failure:
+        """Decides a failure for all ranks; returns the one that was decided first. Never raises."""
+        try:
+            return Failure.decoded(self.store.decide("failure", failure.encoded()))
+        except StoreGoneError:
+            return failure
+
+    def declared(self) -> Failure | None:
+        """The failure that was decided, if any was. StoreGoneError if that cannot be known."""
+        text = self.store.get("failure")
+        return None if text is None else Failure.decoded(text)
+
+    def known(self) -> Failure | None:
+        """``declared``, or None if that cannot be known."""
+        with contextlib.suppress(StoreGoneError):
+            return self.declared()
+        return None
+
+    def part(self, present: int) -> None:
+        """After the last exchange, by as many ranks as were in it. The one whose process holds the store, and may end now,
+        stays until all have read how the exchange ended."""
+        with contextlib.suppress(StoreGoneError):
+            parted = self.store.add("parted", 1)
+            until = time.monotonic() + _LINGER
+            while self.rank == self._holder and parted < present and time.monotonic() < until:
+                time.sleep(_POLL_AT_FIRST)
+                parted = self.store.add("parted", 0)
+
+    def share(self) -> None:
+        """For one more user of the store, which ends it for itself."""
+        with self._lock:
+            self._users += 1
+
+    def end(self) -> None:
+        """A user needs it no more. The store's thread ends with the last."""
+        with self._lock:
+            self._users -= 1
+            last = self._users == 0
+        if last:
+            self.store.end()
+
+    def _wait(
+        self,
+        number: int,
+        phase: str,
+        seen: dict[int, bytes],
+        failure: Callable[[], Failure | None],
+        excused: Callable[[], Collection[int]],
+    ) -> dict[str, Any]:
+        now = time.monotonic()
+        alive = dict.fromkeys(range(self.ranks), now)  # when a rank last gave a sign of life
+        beats: dict[int, bytes | None] = {}
+        phases = {self.rank: phase}
+        looked, pause = now, _POLL_AT_FIRST
+        while True:
+            verdict = self.store.get(f"{number}/verdict")
+            if verdict is not None:
+                return json.loads(verdict)  # type: ignore[no-any-return]
+            for rank in [rank for rank in range(self.ranks) if rank not in seen]:
+                value = self.store.get(f"{number}/{rank}")
+                if value is None:
+                    continue
+                said, is_error, payload = _opened(value)
+                if is_error:
+                    return self._decide(number, {"error": json.loads(payload)})
+                seen[rank], phases[rank] = payload, said
+            failed = failure()
+            if failed is not None:
+                return self._give_up(number, failed)
+            pardoned = excused()
+            missing = [rank for rank in range(self.ranks) if rank not in seen and rank not in pardoned]
+            if not missing:
+                right = Counter(phases[rank] for rank in sorted(phases)).most_common(1)[0][0]  # the first of as many
+                odd = [rank for rank in sorted(phases) if phases[rank] != right]
+                if odd:
+                    like = self.who(min(rank for rank in phases if phases[rank] == right))
+                    what = f"{phases[odd[0]]} where {like} called {right}"
+                    return self._give_up(number, Failure("differs", odd[0], differs=("collective",), what=what))
+                return self._decide(number, {"present": sorted(seen)})
+            now = time.monotonic()
+            if now - looked > self.seconds / 4:
+                looked = now
+                for rank in missing:
+                    beat = self.store.get(f"busy/{rank}")
+                    if beat != beats.get(rank):
+                        beats[rank], alive[rank] = beat, now
+            late = [rank for rank in missing if now - alive[rank] > self.seconds]
+            if late:
+                return self._give_up(number, Failure("late", late[0], what=phase))
+            time.sleep(pause)
+            pause = min(pause * 1.5, _POLL_AT_MOST)
+
+    def _error_of(self, verdict: dict[str, Any]) -> RemoteError | TensorParallelError | None:
+        if "error" in verdict:
+            return RemoteError(*verdict["error"])
+        if "failure" in verdict:
+            failure = Failure.decoded(verdict["failure"])
+            return failure.error(self.who(failure.rank), self.seconds)
+        return None
+
+    def _decide(self, number: int, verdict: dict[str, Any]) -> dict[str, Any]:
+        return json.loads(self.store.decide(f"{number}/verdict", json.dumps(verdict)))  # type: ignore[no-any-return]
+
+    def _give_up(self, number: int, failure: Failure) -> dict[str, Any]:
+        return self._decide(number, {"failure": failure.encoded()})
+
+    @contextlib.contextmanager
+    def _store_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except StoreGoneError as error:
+            failure = Failure("left", self._holder, what=str(error))
+            raise TensorParallelError(failure.message(self.who(self._holder), self.seconds), failure) from error
+
+
+def _sealed(phase: str, is_error: bool, payload: bytes) -> bytes:
+    return f"{phase}\n{int(is_error)}\n".encode() + payload
+
+
+def _opened(value: bytes) -> tuple[str, bool, bytes]:
+    phase, is_error, payload = value.split(b"\n", 2)
+    return phase.decode(), is_error == b"1", payload

@@ -1,0 +1,63 @@
+"""Which rows of an LM head a rank has."""
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+
+def shard_range(
+    vocab: int,
+    rank: int,
+    world_size: int,
+) -> tuple[int, int]:
+    """Rows [first, last) of a (vocab, D) LM head that ``shard_lm_head`` gives a rank: even, but in whole blocks of 128 ids.
+
+    The last ranks get less, or nothing. Blocks of 128 are whole Philox groups and whole tiles: no tile is cut in two.
+    """
+    rows = -(-vocab // (128 * world_size)) * 128
+    return min(rank * rows, vocab), min((rank + 1) * rows, vocab)
+
+
+def shard_lm_head(
+    weight: Tensor,  # (V, D)
+    group: dist.ProcessGroup | DeviceMesh | None = None,
+) -> Tensor:
+    """This rank's shard of an LM head, (V_shard, D): a copy, so that the whole weight can be freed. See ``shard_range``.
+
+    Raises:
+        ValueError: torch.distributed is not initialised, this process is not in the group, or a mesh has several dimensions.
+    """
+    rank, world_size = rank_and_size(process_group(group))
+    first, last = shard_range(weight.shape[0], rank, world_size)
+    return weight[first:last].clone()
+
+
+def process_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:
+    """The process group of a one-dimensional mesh; what is no mesh stays as it is."""
+    if not isinstance(group, DeviceMesh):
+        return group
+    if group.ndim != 1:
+        names = group.mesh_dim_names
+        example = names[-1] if names else "tp"
+        raise ValueError(
+            f"group must be a process group or a one-dimensional DeviceMesh, got one of shape {tuple(group.shape)}; pass one "
+            f'dimension of it, mesh["{example}"]'
+        )
+    if group.get_coordinate() is None:
+        raise ValueError("group must contain this process, which is not in the DeviceMesh")
+    return group.get_group()
+
+
+def rank_and_size(group: dist.ProcessGroup | None) -> tuple[int, int]:
+    """This process's rank in the group, and how many there are."""
+    if not (dist.is_available() and dist.is_initialized()):
+        raise ValueError("torch.distributed must be initialised (torch.distributed.init_process_group)")
+    rank = dist.get_rank(group)
+    if rank < 0:
+        raise ValueError("group must contain this process")
+    return rank, dist.get_world_size(group)
+
+
+def global_rank(group: dist.ProcessGroup | None, rank: int) -> int:
+    """A group's rank as the default group counts."""
+    return rank if group is None else dist.get_global_rank(group, rank)

@@ -1,0 +1,57 @@
+"""What a group asks of whatever carries the winners between ranks."""
+
+from typing import Protocol
+
+from torch import Tensor
+
+from ..exchange import Shard
+from .failure import Failure
+
+
+class Transport(Protocol):
+    """Made by all ranks together, for one ``TensorParallel``; failures are shared and final.
+
+    Attributes:
+        name: "p2p", "nccl" or "gloo".
+        left_out: calls that were no step of this transport, but count as one (``TensorParallel.left_out``); the group sets it.
+    """
+
+    name: str
+    left_out: int
+
+    def shard(self, first_token: int) -> Shard:
+        """What a kernel is told."""
+        ...
+
+    def rehearsal(self, first_token: int) -> Shard:
+        """What a kernel is told that is compiled and run before the first step: as ``shard``, but it meets no other rank."""
+        ...
+
+    def finish(
+        self,
+        out: Tensor,  # (B * num_samples,) int64, what the implementation wrote
+        temperature: Tensor | float,  # (B,) float32, or one for all rows; and so on
+        seed: Tensor | int,  # int64
+        offset: Tensor | int,  # int64
+        num_samples: int,
+    ) -> Tensor:
+        """(B * num_samples,) token ids."""
+        ...
+
+    def failure(self) -> Failure | None:
+        """The group's failure as far as it is known here. No device is asked, so it can be had of a broken one."""
+        ...
+
+    def declare(self, failure: Failure) -> Failure:
+        """Makes the group fail on all ranks. Returns the failure that was declared first."""
+        ...
+
+    def catch_up(self) -> None:
+        """After a failure: takes part in what other ranks' devices wait for, if they do for longer than a bound of their own.
+        A call that raises the failure does this first. Raises nothing."""
+        ...
+
+    def close(self, everybody: bool) -> None:
+        """Ends it. Memory that another rank, or a step that hangs, may still touch is kept unless ``everybody`` is at it too
+        and done."""
+        ...

@@ -1,0 +1,294 @@
+"""The peer-to-peer protocol as the kernels run it, with all ranks on one GPU: a stream and a table each, in one process."""
+
+import importlib
+import itertools
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from flashsampling import exchange
+from flashsampling.exchange import DIFFERS, LATE, Shard, Verdict
+
+from .problems import KERNELS, Problem, make_problem
+
+pytestmark = pytest.mark.gpu
+SECONDS = 30.0
+
+
+@dataclass
+class Ranks:
+    """What ``TensorParallel`` makes for each rank of a group, in one process."""
+
+    impl: str
+    size: int
+    capacity: int
+    seconds: float = SECONDS
+
+    def __post_init__(self) -> None:
+        words = exchange.shared_words(self.size, self.capacity)
+        self.shared = torch.zeros(self.size, words, dtype=torch.int64, device="cuda")
+        self.told = torch.zeros(self.size, dtype=torch.int64, pin_memory=True)
+        self.tables = torch.zeros(self.size, exchange.TABLE_SHARED + self.size, dtype=torch.int64, device="cuda")
+        addresses = [row.data_ptr() for row in self.shared]
+        for rank in range(self.size):
+            words = exchange.table_words(rank, self.capacity, int(self.seconds * 1e9), self.told[rank:].data_ptr(), addresses)
+            self.tables[rank] = torch.tensor(words)
+        self.streams = [torch.cuda.Stream() for _ in range(self.size)]
+
+    def draw(self, problems: dict[int, Problem], left_out: dict[int, int] | None = None) -> dict[int, Tensor]:
+        """Tokens, (B, num_samples), of a step of those ranks, each with the problem that it believes in."""
+        sample = importlib.import_module(f"flashsampling.impl.{self.impl}").sample
+        calls = {}
+        for rank, problem in problems.items():
+            first, last = (problem.vocab * (rank + i) // self.size for i in range(2))
+            shard = problem.weight[first:last].clone()
+            rows = problem.temperature, problem.seed, problem.offset, problem.num_samples
+            self.tables[rank, exchange.TABLE_LEFT_OUT] = (left_out or {}).get(rank, 0)
+            calls[rank] = problem.hidden_states, shard, *rows, last - first, Shard(first, self.tables[rank].data_ptr())
+        torch.cuda.synchronize()
+        out = {}
+        for rank, call in calls.items():
+            with torch.cuda.stream(self.streams[rank]):
+                out[rank] = sample(*call).view(-1, problems[rank].num_samples)
+        torch.cuda.synchronize()
+        return out
+
+    def everybody(self, problem: Problem) -> dict[int, Problem]:
+        return dict.fromkeys(range(self.size), problem)
+
+    def assert_empty(self) -> None:
+        assert not self.shared[:, : exchange.SHARED_DETAILS].any()
+        assert not self.shared[:, exchange.first_slot(self.capacity) :].any()
+        assert not self.told.any()
+
+    def verdict(self, ranks: range | list[int] | None = None) -> Verdict:
+        """What those ranks were told, all the same."""
+        told = {int(self.told[rank]) for rank in (range(self.size) if ranks is None else ranks)}
+        assert len(told) == 1
+        return Verdict.of(told.pop())
+
+
+def problem_of(batch: int, num_samples: int = 1, vocab: int = 1500) -> Problem:
+    return make_problem(batch, vocab, 64, torch.device("cuda"), torch.bfloat16, num_samples)
+
+
+@pytest.fixture(params=KERNELS)
+def impl(request):
+    # a kernel is loaded while nothing waits: loading may wait for the device
+    problem = problem_of(4)
+    Ranks(request.param, 1, 4).draw({0: replace(problem, temperature=1.0)})
+    for batch in (5, 30, 40, 70, 130, 256, 330):
+        for num_samples in (1, 3):
+            Ranks(request.param, 1, 1000).draw({0: problem_of(batch, num_samples)})
+    problem.sample(request.param)
+    return request.param
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+def test_ranks_draw_the_whole_vocabulary_s_tokens(impl, size):
+    """One row to two blocks of them, one draw to three. Every slot is empty after it."""
+    ranks = Ranks(impl, size, 1000)
+    shapes = [(1, 1), (5, 1), (30, 1), (5, 3), (1, 1), (40, 1), (70, 1), (130, 1), (256, 1), (330, 1), (256, 3), (130, 3)]
+    for step, (batch, num_samples) in enumerate(shapes):
+        problem = problem_of(batch, num_samples)
+        expected = problem.sample(impl)
+        for tokens in ranks.draw(ranks.everybody(problem)).values():
+            assert torch.equal(tokens, expected), (batch, num_samples)
+        ranks.assert_empty()
+        assert (ranks.tables[:, exchange.TABLE_STEPS] == step + 1).all()
+        assert not ranks.tables[:, exchange.TABLE_FINISHED].any()
+
+
+def mix(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """The protocol's hash, written anew."""
+    with np.errstate(over="ignore"):
+        h = (a ^ np.uint32(0x9E3779B9)) * np.uint32(0x85EBCA6B)
+        h = (h ^ h >> np.uint32(15) ^ b) * np.uint32(0xC2B2AE35)
+        h = (h ^ h >> np.uint32(13)) * np.uint32(0x27D4EB2F)
+        return h ^ h >> np.uint32(16)
+
+
+def messages(problem: Problem, winners: Tensor, number: int) -> tuple[Tensor, Tensor]:
+    """Words, (B * num_samples, 2) int64, that the rank with these packed winners sends in the step of that number; details."""
+    batch, draws = len(problem.seed), problem.num_samples
+
+    def words(values: Tensor) -> np.ndarray:
+        return values.cpu().numpy().view(np.uint32).reshape(batch, -1).repeat(draws, axis=0)
+
+    seed, offset = words(problem.seed), words(problem.offset)
+    same = np.ones(batch * draws, np.uint32)
+    fields = [
+        mix(batch * same, np.uint32(draws)),
+        mix(seed[:, 0], seed[:, 1]),
+        mix(offset[:, 0], offset[:, 1]),
+        mix(words(problem.temperature)[:, 0], np.uint32(0)),
+    ]
+    step = number * same
+    some = mix(fields[0] ^ fields[1], fields[2] ^ fields[3]) >> np.uint32(16)
+    tag0 = 1 << 31 | (number & 0x7FFF) << 16 | some.astype(np.int64)
+    tag1 = mix(mix(mix(fields[0], fields[1]), mix(fields[2], fields[3])), step) | np.uint32(1)
+    high, low = winners.cpu().numpy() >> 32, winners.cpu().numpy() & 0xFFFFFFFF
+    sent = np.stack([high << 32 | tag0, low << 32 | tag1.astype(np.int64)], axis=1)
+    details = sum((field >> np.uint32(16)).astype(np.int64) << 48 - 16 * i for i, field in enumerate(fields))
+    return torch.from_numpy(sent).cuda(), torch.from_numpy(details).cuda()
+
+
+@pytest.mark.parametrize("size", [2, 5, 8, 31, 32, 33, 64, 72])
+@pytest.mark.parametrize(("batch", "num_samples"), [(1, 1), (9, 1), (33, 1), (130, 1), (256, 1), (7, 5), (260, 1)])
+def test_a_rank_among_messages_that_are_there(impl, size, batch, num_samples):
+    """Words as the protocol has them, for any rank and more of them than a warp has lanes; what it sends is as well."""
+    sample = importlib.import_module(f"flashsampling.impl.{impl}").sample
+    ranks = Ranks(impl, size, batch * num_samples + 1)
+    slots = ranks.shared[:, exchange.first_slot(ranks.capacity) :].view(
+        size, 2, size, -1, 2
+    )  # of whom, buffer, from whom, row, word
+    problem = problem_of(batch, num_samples)
+    rows = problem.temperature, problem.seed, problem.offset, num_samples
+    edges = [problem.vocab * i // size for i in range(size + 1)]
+    parts = [(problem.weight[first:last].clone(), last - first, first) for first, last in itertools.pairwise(edges)]
+    winners = [sample(problem.hidden_states, part, *rows, n, Shard(first, exchange.PACKED)) for part, n, first in parts]
+    expected = problem.sample(impl)
+    n = batch * num_samples
+    for launches, left_out, rank in ((0, 0, 0), (1, 0, size - 1), (2**15, 2**31 - 2**15 + 3, size // 2)):
+        ranks.shared.zero_()
+        ranks.tables[rank, exchange.TABLE_STEPS] = launches
+        said = [messages(problem, winner, (launches + left_out) % 2**32) for winner in winners]
+        for peer in range(size):
+            if peer != rank:
+                slots[rank, launches % 2, peer, :n] = said[peer][0]
+        tokens = ranks.draw({rank: problem}, {rank: left_out})[rank]
+        assert torch.equal(tokens, expected)
+        assert torch.equal(ranks.shared[rank, exchange.SHARED_DETAILS :][:n], said[rank][1])
+        for peer in range(size):
+            got = slots[peer, launches % 2, rank, :n]
+            assert torch.equal(got, said[rank][0] if peer != rank else torch.zeros_like(got))
+            slots[peer, launches % 2, rank, :n] = 0
+        ranks.assert_empty()
+    # the last row of the last rank is of another step, or missing: nothing is drawn, and that rank is to blame
+    for number, verdict in ((4, Verdict(DIFFERS, size - 1, 0, ahead=2, step=2)), (None, Verdict(LATE, size - 1, 0, step=2))):
+        ranks = Ranks(impl, size, batch * num_samples + 1, seconds=SECONDS if number else 0.2)
+        slots = ranks.shared[:, exchange.first_slot(ranks.capacity) :].view(size, 2, size, -1, 2)
+        ranks.tables[0, exchange.TABLE_STEPS] = 2
+        for peer in range(1, size):
+            slots[0, 0, peer, :n], ranks.shared[peer, exchange.SHARED_DETAILS :][:n] = messages(problem, winners[peer], 2)
+        slots[0, 0, size - 1, n - 1] = 0 if number is None else messages(problem, winners[-1], number)[0][-1]
+        assert (ranks.draw({0: problem})[0] == -1).all()
+        assert ranks.verdict([0]) == verdict
+        assert (ranks.shared[:, exchange.SHARED_FAILURE] == verdict.word()).all()
+
+
+def changed(problem: Problem, what: str) -> Problem:
+    """The problem with something else in its last row, or in all."""
+    if what == "one row fewer":
+        return problem.rows(slice(0, len(problem.seed) - 1))
+    if what == "draws":  # as many in all
+        return replace(problem.rows(slice(0, len(problem.seed) // 2)), num_samples=2 * problem.num_samples)
+    if what == "left out":
+        return problem
+    values = getattr(problem, what).clone()
+    values[-1] += {"seed": 2**40, "offset": 1, "temperature": 1e-3}[what]
+    return replace(problem, **{what: values})
+
+
+FIELDS = {"one row fewer": 8, "draws": 8, "seed": 4, "offset": 2, "temperature": 1, "left out": 0}
+
+
+@pytest.mark.parametrize("what", FIELDS)
+@pytest.mark.parametrize(("size", "odd"), [(2, 0), (2, 1), (3, 0), (3, 1), (3, 2)])
+@pytest.mark.parametrize("batch", [6, 130, 330])
+def test_a_rank_whose_call_differs(impl, size, odd, what, batch):
+    """All ranks' rows are -1, all are told the same: who, and what."""
+    ranks = Ranks(impl, size, 1000)
+    problem = problem_of(batch)
+    ranks.draw(ranks.everybody(problem))
+    problems = ranks.everybody(problem) | {odd: changed(problem, what)}
+    for tokens in ranks.draw(problems, {odd: 2} if what == "left out" else None).values():
+        assert (tokens == -1).all()
+    verdict = ranks.verdict()
+    assert verdict.kind == DIFFERS
+    assert verdict.culprit == (odd if size > 2 else 1)
+    assert verdict.reporter != verdict.culprit
+    if what == "draws":  # of which the rows are others, and so may be all of them
+        assert verdict.fields & FIELDS[what]
+    else:
+        assert verdict.fields == FIELDS[what]
+    assert verdict.ahead == ((2 if verdict.culprit == odd else -2) if what == "left out" else 0)
+    if what != "left out":
+        assert verdict.step == 1
+    before = ranks.shared.clone()
+    for tokens in ranks.draw(ranks.everybody(problem)).values():  # for good, and nothing is sent
+        assert (tokens == -1).all()
+    assert torch.equal(ranks.shared, before)
+    assert ranks.verdict() == verdict
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("batch", [5, 330])
+def test_a_late_rank(impl, size, batch):
+    """The others give up and say who it was; it hears of it when it comes, and no later step has a token."""
+    ranks = Ranks(impl, size, 1000, seconds=0.3)
+    problem = problem_of(batch)
+    ranks.draw(ranks.everybody(problem))
+    others = {rank: problem for rank in range(size) if rank != 1}
+    for _ in range(2):
+        for tokens in ranks.draw(others).values():
+            assert (tokens == -1).all()
+        assert ranks.verdict(list(others)) == Verdict(LATE, 1, ranks.verdict(list(others)).reporter, step=1)
+    assert ranks.told[1] == 0
+    assert (ranks.draw({1: problem})[1] == -1).all()
+    assert ranks.verdict().culprit == 1
+    for tokens in ranks.draw(ranks.everybody(problem)).values():
+        assert (tokens == -1).all()
+
+
+def test_a_closed_group(impl):
+    """Nothing of another rank's memory is touched, and the rows are -1."""
+    ranks = Ranks(impl, 2, 1000)
+    ranks.tables[:, exchange.TABLE_RANKS] = 0
+    ranks.tables[:, exchange.TABLE_SHARED :] = 8  # no address
+    for batch, num_samples in ((3, 1), (330, 1), (40, 3)):
+        for tokens in ranks.draw(ranks.everybody(problem_of(batch, num_samples))).values():
+            assert (tokens == -1).all()
+    assert not ranks.shared.any()
+    assert not ranks.told.any()
+
+
+def test_a_failure_that_a_host_declares(impl):
+    """All ranks hear of it at their next step, the first declared is the one."""
+    pytest.importorskip("triton")
+    from flashsampling.impl.triton.exchange import declare
+
+    ranks = Ranks(impl, 3, 1000)
+    problem = problem_of(5)
+    ranks.draw(ranks.everybody(problem))
+    first = Verdict(exchange.DECLARED, 2, 2, step=7)
+    for rank, verdict in ((2, first), (0, Verdict(LATE, 1, 0))):
+        declare[(1,)](ranks.tables[rank].data_ptr(), verdict.word(), num_warps=1)
+    for tokens in ranks.draw(ranks.everybody(problem)).values():
+        assert (tokens == -1).all()
+    assert ranks.verdict() == first
+
+
+def test_parameters_as_numbers_are_the_same_as_in_tensors(impl):
+    """A rank may pass a number where another passes a tensor of equal values."""
+    ranks = Ranks(impl, 2, 100)
+    problem = problem_of(4)
+    problem.temperature[:], problem.seed[:], problem.offset[:] = 0.7, -(2**60), 3
+    numbers = replace(problem, temperature=0.7, seed=-(2**60), offset=3)
+    expected = problem.sample(impl)
+    for tokens in ranks.draw({0: problem, 1: numbers}).values():
+        assert torch.equal(tokens, expected)
+
+
+def test_verdicts_survive_their_word():
+    for verdict in (
+        Verdict(LATE, 1, 0),
+        Verdict(DIFFERS, 1023, 1022, 15, -32, 2**31 - 1),
+        Verdict(DIFFERS, 0, 1, 5, 31, 12345),
+        Verdict(exchange.DECLARED, 71, 70, 0, 0, 1),
+    ):
+        assert 0 < verdict.word() < 2**63
+        assert Verdict.of(verdict.word()) == verdict
