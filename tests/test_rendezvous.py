@@ -20,6 +20,8 @@ from flashsampling.distributed.message import FAILED, HEADER, OFFSET, SEED, STEP
 from flashsampling.distributed.nccl import Progress, Watch, culprit
 from flashsampling.distributed.rendezvous import RemoteError, Rendezvous, StoreGoneError, store_of
 
+SOON = 10.0  # seconds; a loaded machine may stop a thread for some
+
 
 def _tcp(folder):
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
@@ -43,12 +45,13 @@ def connect(request, tmp_path):
 
 
 def ranks(world, work, connect, seconds=1.0, late=()):
-    """What each rank's thread returned or raised, and the seconds it took from when the first could begin."""
+    """What each rank's thread returned or raised, and the seconds it took. Those ``late`` begin when the others are done."""
     results = [None] * world
 
     def run(rank):
         if rank in late:
-            time.sleep(3 * seconds)
+            for other in set(range(world)).difference(late):
+                threads[other].join()
         started = time.monotonic()
         try:
             meet = Rendezvous(connect, rank, world, seconds)
@@ -101,7 +104,7 @@ def test_an_error_reaches_all_at_once(connect):
     for error in results:
         assert isinstance(error, RemoteError)
         assert (error.rank, error.kind, error.message) == (1, "OSError", "no such thing")
-    assert max(times) < 5
+    assert max(times) < SOON
     results, _ = ranks(3, lambda meet: (meet.number, meet.exchange("first", b"x")), connect)
     assert results == [(1, [b"x"] * 3)] * 3
 
@@ -112,7 +115,8 @@ def test_a_rank_that_does_not_come_is_named_to_all_and_to_itself(connect):
         assert isinstance(error, TensorParallelTimeout)
         assert error.failure == Failure("late", 1, what="meeting")
         assert str(error).startswith("rank 1 did not take part in meeting within 1 s")
-    assert max(times[0], times[2]) < 2
+    assert min(times[0], times[2]) >= 1
+    assert max(times[0], times[2]) < SOON
     assert times[1] < 1  # it does not wait for those who have left
     results, _ = ranks(3, lambda meet: meet.exchange("meeting", b"x"), connect)
     assert results == [[b"x"] * 3] * 3
@@ -136,10 +140,10 @@ def test_a_rank_that_is_busy_is_waited_for(connect):
     def work(meet):
         if meet.rank == 1:
             with meet.busy():
-                time.sleep(2.5)
+                time.sleep(4.5)
         return meet.exchange("meeting", b"x")
 
-    assert ranks(2, work, connect)[0] == [[b"x"] * 2] * 2
+    assert ranks(2, work, connect, seconds=2.0)[0] == [[b"x"] * 2] * 2
 
 
 def test_other_phases_are_named(connect):
@@ -148,16 +152,16 @@ def test_other_phases_are_named(connect):
         assert isinstance(error, TensorParallelMismatch)
         assert error.rank == 2
         assert str(error).startswith("rank 2 called other where rank 0 called one. ")
-    assert max(times) < 5
+    assert max(times) < SOON
 
 
 def test_excused_ranks_are_not_waited_for(connect):
     def work(meet):
         return meet.exchange("closing", b"x", excused=lambda: (1,))
 
-    results, times = ranks(3, work, connect, seconds=1.0, late=(1,))
+    results, times = ranks(3, work, connect, seconds=2 * SOON, late=(1,))
     assert results[0] == results[2] == results[1] == [b"x", None, b"x"]
-    assert max(times) < 1
+    assert max(times) < SOON
 
 
 def test_a_failure_of_the_group_ends_an_exchange(connect):
@@ -174,7 +178,7 @@ def test_a_failure_of_the_group_ends_an_exchange(connect):
     for error in (results[0], results[2]):
         assert type(error) is TensorParallelError
         assert error.failure == failure
-    assert max(times) < 5
+    assert max(times) < SOON
 
 
 def test_the_first_failure_stands(connect):
@@ -205,7 +209,7 @@ def test_a_store_that_does_not_answer_is_an_error_within_a_bound(monkeypatch):
 
     with pytest.raises(TensorParallelError, match=r"store does not answer, .*Connection refused"):
         Rendezvous(unreachable, 1, 2, 0.5)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < SOON
 
 
 # -- headers
@@ -452,6 +456,7 @@ def test_groups_of_one_name_and_other_ranks_do_not_meet(monkeypatch):
 def test_who_holds_the_store_leaves_last(monkeypatch):
     """A process that ended with its store would make the others' closing fail."""
     store = HashStore()
+    monkeypatch.setattr(rendezvous, "_LINGER", SOON)
 
     def work(rank):
         meet = Rendezvous(lambda: store, rank, 3, 20.0, holder=1)
@@ -469,17 +474,18 @@ def test_who_holds_the_store_leaves_last(monkeypatch):
     meet = Rendezvous(HashStore, 0, 2, 20.0)
     started = time.monotonic()
     meet.part(2)  # the other one died
-    assert 0.2 <= time.monotonic() - started < 2
+    assert 0.2 <= time.monotonic() - started < SOON
 
 
-def test_who_leaves_by_itself_is_not_waited_for():
+def test_who_leaves_by_itself_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(rendezvous, "_LINGER", 2 * SOON)
     store = HashStore()
     meets = [Rendezvous(lambda: store, rank, 2, 20.0) for rank in range(2)]
     meets[1].post("closing")
     started = time.monotonic()
     assert meets[0].exchange("closing", b"done") == [b"done", b""]
     meets[0].part(2)
-    assert time.monotonic() - started < rendezvous._LINGER / 2
+    assert time.monotonic() - started < SOON
 
 
 # -- all-gathers that other ranks wait for
@@ -567,7 +573,7 @@ def test_it_waits_once_and_not_for_ever(alone):
     it, sent = alone
     it._take(MISMATCH)
     _post(it, 1)  # rank 2 never posts
-    for least, most in ((1.0, 2.0), (0.0, 0.5)):  # the group's time-out is 1 s
+    for least, most in ((1.0, SOON), (0.0, 0.9)):  # the group's time-out is 1 s
         started = time.monotonic()
         it.catch_up()
         assert least <= time.monotonic() - started < most
@@ -639,18 +645,23 @@ def test_posts_go_on_after_closing_while_an_all_gather_hangs(alone, everybody):
     it.close(everybody)
     it._rendezvous.end()  # the group's; the thread holds it too
     if not everybody:
-        time.sleep(0.5)
-        key = nccl.progress_of(0)
-        posted = Progress.unpacked(it._rendezvous.store.get(key))
-        assert posted == Progress(1, 0, posted.beat, issued=1, knows=1)
+
+        def posted(begun, issued):
+            until = time.monotonic() + SOON
+            while time.monotonic() < until:
+                value = it._rendezvous.store.get(nccl.progress_of(0))
+                post = None if value is None else Progress.unpacked(value)
+                if post == Progress(begun, 0, post and post.beat, issued=issued, knows=1):
+                    return post.beat
+                time.sleep(0.01)
+            raise AssertionError(post)
+
+        first = posted(1, 1)
         it._host_begun[:2] = 2
-        time.sleep(0.5)
-        again = Progress.unpacked(it._rendezvous.store.get(key))
-        assert again == Progress(2, 0, again.beat, issued=0, knows=1)
-        assert again.beat > posted.beat
+        assert posted(2, 0) > first
         assert it._watcher.is_alive()
         it._host_state[:2] = 2
-    it._watcher.join(2)
+    it._watcher.join(SOON)
     assert not it._watcher.is_alive()
     with pytest.raises(StoreGoneError, match="has been closed"):
         it._rendezvous.store.get("any")

@@ -4,9 +4,9 @@ import copy
 import gc
 import json
 import pickle
-import time
 import weakref
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -213,6 +213,8 @@ def test_a_broken_device_does_not_hide_the_named_error(alone):
 def test_gloo_waits_for_all_ranks_together_no_longer_than_the_bound(seconds, monkeypatch):
     """Not that long for each; and gloo takes less than a millisecond, which is 0 to it, for no bound at all."""
     waits = []
+    clock = SimpleNamespace(now=5.0)
+    clock.monotonic = lambda: clock.now
 
     class Work:
         def wait(self, bound):
@@ -220,12 +222,13 @@ def test_gloo_waits_for_all_ranks_together_no_longer_than_the_bound(seconds, mon
             assert waits[-1] >= 1e-3
             if waits[-1] < 0.25 and seconds > 0.25:
                 raise RuntimeError("timed out")
-            time.sleep(min(0.2, seconds))
+            clock.now += min(0.2, seconds)
 
+    monkeypatch.setattr("flashsampling.distributed.gloo.time", clock)
     monkeypatch.setattr(dist, "isend", lambda *_, **__: Work())
     monkeypatch.setattr(dist, "irecv", lambda *_, **__: Work())
     transport = Gloo(None, Rendezvous(dist.HashStore, 0, 3, seconds), 4, 4, seconds)
     failure = transport._swap(torch.zeros(12), torch.zeros(3, 12), 5)
     assert failure == (None if seconds < 0.25 else Failure("late", 2, 5))
-    assert waits[0] == pytest.approx(max(seconds, 1e-3), abs=0.02)
-    assert seconds < 0.25 or waits[1] == pytest.approx(0.1, abs=0.05)
+    assert waits[0] == pytest.approx(max(seconds, 1e-3), abs=2e-6)
+    assert seconds < 0.25 or waits[1] == pytest.approx(0.1, abs=2e-6)
