@@ -78,7 +78,7 @@ def sample(
         tp: a ``flashsampling.distributed.TensorParallel``: ``weight`` is then this rank's shard, the one that ``tp`` was made
             with, and every rank of the group makes this call with the same hidden states and parameters, and gets the same
             token ids. ``seed`` must be given; ``impl`` and ``vocab_size`` belong to ``tp``. ``torch.compile`` keeps the call
-            where its tokens are unused, and keeps the order of such calls; a compiled function does not keep ``tp`` alive.
+            where its tokens are unused, and keeps the order of such calls; ``tp`` must be open whenever they run.
 
     ``temperature``, ``seed`` and ``offset`` take Python and numpy numbers, lists, tuples, numpy arrays and tensors. A value per
     row has shape (B,); shapes () and (1,) count for all rows. What a list or an array holds is checked, and copied to the

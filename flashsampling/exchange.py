@@ -151,7 +151,7 @@ def shared_words(ranks: int, capacity: int) -> int:
 
 def first_slot(capacity: int) -> int:
     """At which of these words the slots begin."""
-    return SHARED_DETAILS + capacity + capacity % 2
+    return SHARED_DETAILS + capacity + (capacity & 1)
 
 
 def pack(

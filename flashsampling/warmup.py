@@ -1,6 +1,7 @@
 """Compiles ahead of serving everything that serving would compile."""
 
 import logging
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -84,25 +85,30 @@ def _draw_all(
     names, batches = plan(weight, max_batch_size, num_samples, impl, tp)
     if names:
         _logger.info("warmup compiles what is missing of %d kernels: %s", len(names), ", ".join(names))
-    for batch in batches:
-        states = weight.new_zeros(batch, weight.shape[1])
-        zeros = torch.zeros(batch, dtype=torch.int64, device=weight.device)
-        ones = torch.ones(batch, device=weight.device)
-        for temperature in (ones, 1.0):  # all parameters per row, or one of them a number: which one is the same to Triton
-            sample(
-                states,
-                weight,
-                temperature=temperature,
-                seed=zeros,
-                offset=zeros,
-                num_samples=num_samples,
-                vocab_size=vocab_size,
-                impl=impl,
-                tp=tp,
-            )
+    for states, temperature, zeros in inputs(weight, batches):
+        sample(
+            states,
+            weight,
+            temperature=temperature,
+            seed=zeros,
+            offset=zeros,
+            num_samples=num_samples,
+            vocab_size=vocab_size,
+            impl=impl,
+            tp=tp,
+        )
     if weight.is_cuda:
         torch.cuda.current_stream(weight.device).synchronize()
     return names
+
+
+def inputs(weight: Tensor, batches: Iterable[int]) -> Iterator[tuple[Tensor, Tensor | float, Tensor]]:
+    """Hidden states, a temperature, and zeros for seeds and offsets, of calls that need every kernel of these batch sizes."""
+    for batch in batches:
+        states = weight.new_zeros(batch, weight.shape[1])
+        zeros = torch.zeros(batch, dtype=torch.int64, device=weight.device)
+        yield states, torch.ones(batch, device=weight.device), zeros
+        yield states, 1.0, zeros  # some parameter is a number: which one is the same to Triton
 
 
 def plan(

@@ -16,7 +16,7 @@ from .. import exchange
 from ..exchange import Shard
 from .failure import Failure
 from .message import HEADER, STEP, Hashes, difference
-from .rendezvous import Rendezvous, StoreGoneError
+from .rendezvous import Rendezvous
 from .sharding import global_rank
 
 Number = TypeVar("Number", int, float)
@@ -96,10 +96,7 @@ class Gloo:
     def failure(self) -> Failure | None:
         """As the protocol says: the store is asked."""
         if self._failure is None:
-            try:
-                self._failure = self._rendezvous.declared()
-            except StoreGoneError:  # whose process is gone; the next step finds out, if it is a rank
-                return None
+            self._failure = self._rendezvous.known()  # None if its process is gone; the next step finds out, if it is a rank
         return self._failure
 
     def declare(self, failure: Failure) -> Failure:

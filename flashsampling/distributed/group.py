@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .. import ops, registry
 from ..exchange import Shard
 from ..parameters import integer
-from ..warmup import plan
+from ..warmup import inputs, plan
 from . import agreement
 from .failure import Failure, TensorParallelError
 from .gloo import Gloo
@@ -233,12 +233,9 @@ class TensorParallel:
         sample, vocab = ops.kernels(self.impl).sample, self.last_token - self.first_token
         with torch.cuda.device(self.device):
             for num_samples in sorted({1, self.max_num_samples}):
-                for batch in plan(weight, self.max_batch_size, num_samples, self.impl, None)[1]:
-                    states = weight.new_zeros(batch, weight.shape[1])
-                    zeros = torch.zeros(batch, dtype=torch.int64, device=self.device)
-                    ones = torch.ones(batch, device=self.device)
-                    for temperature in (ones, 1.0):  # as ``warmup`` does
-                        sample(states, weight, temperature, zeros, zeros, num_samples, vocab, shard)
+                batches = plan(weight, self.max_batch_size, num_samples, self.impl, None)[1]
+                for states, temperature, zeros in inputs(weight, batches):
+                    sample(states, weight, temperature, zeros, zeros, num_samples, vocab, shard)
             torch.cuda.current_stream().synchronize()
 
     def check(self, *, collective: bool = False) -> None:

@@ -187,8 +187,7 @@ class Nccl:
         if not missing or self._capturing():
             return  # a graph would count it at every replay; the next step outside one does
         self._left_out_on_device = self._left_out
-        with contextlib.suppress(RuntimeError):  # a broken device's; whoever uses it next says it better
-            self._step.add_(missing)
+        self._step.add_(missing)
 
     def _capturing(self) -> bool:
         return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
@@ -260,7 +259,8 @@ class Nccl:
             self._waited_for_others = True
             last = time.monotonic()
             while True:
-                mine, others = self._progress(), self._posts_of_others()
+                mine, posts = self._progress(), posts_of(self._rendezvous)
+                others = [post or Progress(0, 0) for rank, post in enumerate(posts) if rank != self._rank]
                 ahead = any(post.begun > mine.begun for post in others)
                 # while one of its own has not ended this rank is in none, and it is not this one that others wait for
                 if ahead and mine.issued == 0 and mine.begun == mine.ended:
@@ -275,11 +275,6 @@ class Nccl:
             return
         finally:
             self._catching_up.release()
-
-    def _posts_of_others(self) -> list[Progress]:
-        keys = [progress_of(rank) for rank in range(self._ranks) if rank != self._rank]
-        values = [self._rendezvous.store.get(key) for key in keys]
-        return [Progress(0, 0) if value is None else Progress.unpacked(value) for value in values]
 
     def _take_part_without_winners(self) -> None:
         with contextlib.nullcontext() if self._aside is None else torch.cuda.stream(self._aside):
@@ -379,11 +374,10 @@ class Watch:
             rank = self._holder if self._holder in others else others[0]
             return Failure("late", rank, step)
         try:
-            table = [self._rendezvous.store.get(progress_of(rank)) for rank in range(self._rendezvous.ranks)]
+            posts = posts_of(self._rendezvous)
         except StoreGoneError:
             self._store_gone = True
             return None
-        posts = [None if value is None else Progress.unpacked(value) for value in table]
         if self._before is None:
             self._before = now, posts
         # every thread that lives has had several looks since
@@ -401,6 +395,12 @@ class Watch:
 def progress_of(rank: int) -> str:
     """The key in the store under which a rank's thread posts."""
     return f"progress/{rank}"
+
+
+def posts_of(rendezvous: Rendezvous) -> list[Progress | None]:
+    """By rank, what its thread posted last."""
+    values = [rendezvous.store.get(progress_of(rank)) for rank in range(rendezvous.ranks)]
+    return [None if value is None else Progress.unpacked(value) for value in values]
 
 
 _kept: list[Nccl] = []  # their buffers belong to all-gathers that hang, or to graphs

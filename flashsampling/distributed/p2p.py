@@ -299,7 +299,7 @@ class PeerToPeer:
             return
         self._left_out = count
         stream = torch.cuda.current_stream(self._device).cuda_stream
-        with contextlib.suppress(RuntimeError), _current(self._context):  # a broken device's; its next user says more
+        with _current(self._context):
             _driver("cuStreamWriteValue64_v2", stream, self._table + 8 * protocol.TABLE_LEFT_OUT, count, 0)
 
     def shard(self, first_token: int) -> Shard:

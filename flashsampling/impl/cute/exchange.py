@@ -148,8 +148,7 @@ def tags_of(table: Table, args, index: Int64) -> tuple[Int32, Int32]:
 def _slot(table: Table, shared: Int64, rank, index: Int64):
     """Address of the slot that ``rank`` fills, in the shared memory whose address is given."""
     buffer = (table.launches & 1) * table.ranks + rank
-    first = protocol.SHARED_DETAILS + table.capacity + (table.capacity & 1)
-    return shared + first * 8 + (buffer * table.capacity + index) * 16
+    return shared + protocol.first_slot(table.capacity) * 8 + (buffer * table.capacity + index) * 16
 
 
 class Rows(NamedTuple):
