@@ -29,7 +29,6 @@ STAMPS = ("winners", "sends", "wait")
 def _stamped_times(tp: TensorParallel, weight: torch.Tensor, shard: torch.Tensor, batch: int, steps: int) -> torch.Tensor:
     """(steps, 3) nanoseconds of this rank."""
     problem = make_problem(batch, weight)
-    rows = problem.temperature, problem.seed, problem.offset
     words = torch.zeros(1 << 14, dtype=torch.int64, device="cuda")
     stamps, workspace = words[:4], words[4:]
     log = torch.zeros(steps, 4, dtype=torch.int64, device="cuda")
@@ -41,7 +40,7 @@ def _stamped_times(tp: TensorParallel, weight: torch.Tensor, shard: torch.Tensor
     ):
 
         def step() -> torch.Tensor:
-            return launch.sample(problem.hidden_states, shard, *rows, 1, shard.shape[0], tp.shard)
+            return launch.run(problem.step(weight=shard, vocab_size=shard.shape[0], shard=tp.shard)).ids
 
         assert torch.equal(step(), problem.sample("cute")[:, 0]), f"B={batch}: tokens differ"
         torch.cuda.synchronize()

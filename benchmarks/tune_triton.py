@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from flashsampling.impl.triton import choose_config, sample
+from flashsampling.impl.triton import choose_config, run
 from flashsampling.impl.triton.config import TileConfig
 
 from .sample import CONFIGS, make_problem, make_weight
@@ -67,7 +67,7 @@ def candidates(batch: int) -> list[TileConfig]:
 def _compile(config: TileConfig) -> str | None:
     try:
         problem = make_problem(4, torch.zeros(256, 4096, dtype=torch.bfloat16, device="cuda"))
-        sample(problem.hidden_states, problem.weight, problem.temperature, problem.seed, problem.offset, 1, 256, config=config)
+        run(problem.step(), config)
         torch.cuda.synchronize()
     except Exception as error:  # a shape that does not fit is a finding
         return f"{config}: {type(error).__name__}: {str(error)[:120]}"
@@ -77,16 +77,16 @@ def _compile(config: TileConfig) -> str | None:
 def _time(batch: int, weight: torch.Tensor, failed: set[str], rounds: int) -> dict[str, Any]:
     """Median ms of cuBLAS's bare matmul and of every shape, and which is in use."""
     problem = make_problem(batch, weight)
-    call = (problem.hidden_states, weight, problem.temperature, problem.seed, problem.offset, 1, weight.shape[0])
+    step = problem.step()
     in_use = choose_config(problem.hidden_states, weight, 1)
-    expected = sample(*call, config=in_use)
+    expected = run(step, in_use).ids
     shapes = list(dict.fromkeys([in_use, *(c for c in candidates(batch) if str(c) not in failed)]))
     for config in shapes:
-        if not torch.equal(sample(*call, config=config), expected):
+        if not torch.equal(run(step, config).ids, expected):
             raise RuntimeError(f"B={batch}: {config} gives other tokens than {in_use}")
     logits = torch.empty(batch, weight.shape[0], dtype=weight.dtype, device="cuda")
     steps: dict[str, Step] = {"cuBLAS": lambda: torch.mm(problem.hidden_states, weight.T, out=logits)}
-    steps |= {str(config): functools.partial(sample, *call, config=config) for config in shapes}
+    steps |= {str(config): functools.partial(run, step, config) for config in shapes}
     times = interleaved_medians(steps, rounds)
     found = [{"config": asdict(c), "ms": times[str(c)], "name": _short(c), "in_use": c == in_use} for c in shapes]
     return {"batch": batch, "cublas_ms": times["cuBLAS"], "shapes": sorted(found, key=lambda shape: shape["ms"])}

@@ -12,8 +12,10 @@ from pathlib import Path
 
 import torch
 
-from . import __version__, ops
+from . import __version__
+from .backends import BACKENDS, tried_on
 from .impl.cute import cache
+from .step import example
 
 _PACKAGES = ("triton", "nvidia-cutlass-dsl", "apache-tvm-ffi", "transformers")
 _PROBLEMS = (  # what makes a difference to who serves: dtype, D
@@ -70,29 +72,29 @@ def _choices() -> Iterator[str]:
     for device in devices:
         alike: dict[tuple[str, ...], list[str]] = {}
         for name, dtype, dim in _PROBLEMS:
-            hidden_states, weight = (torch.zeros(rows, dim, dtype=dtype, device=device) for rows in (1, 256))
-            alike.setdefault(_choice(hidden_states, weight), []).append(name)
+            alike.setdefault(_choice(torch.zeros(256, dim, dtype=dtype, device=device)), []).append(name)
         for (chosen, *reasons), names in alike.items():
             yield f"{device}: {chosen} for {', '.join(names)}"
             yield from (f"    not {reason}" for reason in reasons)
 
 
-def _choice(hidden_states: torch.Tensor, weight: torch.Tensor) -> tuple[str, ...]:
+def _choice(weight: torch.Tensor) -> tuple[str, ...]:
     """What ``impl=None`` takes, and why none of those that it tries before."""
     reasons: list[str] = []
-    for name in ops._KERNELS:
+    kind, step = weight.device.type, example(weight)
+    for backend in tried_on("cuda"):
         try:
-            reason = ops.kernel_cannot(name, hidden_states, weight)
+            reason = backend.unsupported(step)
         except Exception as error:  # installed, and broken
             reason = f"{type(error).__name__}: {error}"
-        if reason is None and hidden_states.is_cuda:
-            return name, *reasons
-        reasons.append(f"{name}: {reason or 'on a CPU it runs in its interpreter, for tests'}")
-    return "streaming", *reasons
+        if reason is None and backend in tried_on(kind):
+            return backend.name, *reasons
+        reasons.append(f"{backend.name}: {reason or 'on a CPU it runs in its interpreter, for tests'}")
+    return "none", *reasons
 
 
 def _cache() -> Iterator[str]:
-    missing = ops._cute_missing()
+    missing = BACKENDS["cute"].missing
     if missing:
         yield f"not needed: {missing}"
         return
@@ -116,7 +118,7 @@ def _cache() -> Iterator[str]:
 
 def precompile(workers: int) -> None:
     """Compiles every Hopper kernel that is missing from the cache folder. Needs the cute extra, and no GPU."""
-    missing = ops._cute_missing()
+    missing = BACKENDS["cute"].missing
     if missing:
         raise SystemExit(f"the Hopper kernels cannot be compiled: {missing}")
     started = time.perf_counter()

@@ -11,9 +11,11 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import noise, ops
-from .exchange import NO_TOKEN
+from .backends import named
+from .exchange import NO_TOKEN, WHOLE
 from .impl.reference import GREEDY_BELOW
 from .parameters import Integers, Reals, integers, reals
+from .step import Step
 
 if TYPE_CHECKING:
     from .distributed import TensorParallel
@@ -103,41 +105,23 @@ def sample(
             if seed is None:
                 raise ValueError("seed must be given with tp: all ranks need the same")
             check_tensor_parallel(tp, vocab_size, impl)
-        elif vocab_size is None and vocab <= NO_TOKEN:
-            vocab_size = vocab
+            tokens, shard = tp.part
         else:
-            vocab_size = check_vocab_size(vocab_size, vocab)
+            tokens, shard = vocab, WHOLE
+            if vocab_size is not None or vocab > NO_TOKEN:
+                tokens = check_vocab_size(vocab_size, vocab)
         if not 1 <= num_samples <= noise.MAX_DRAWS:
             raise ValueError(f"num_samples must be from 1 to 2**24, got {num_samples}")
-        if impl is not None:
-            check_impl(impl)
+        check_impl(impl)
         if seed is None:
             seed = torch.randint(-(2**63), 2**63 - 1, (batch,), dtype=torch.int64, device=device)
-        temperature_rows, temperature_value = reals("temperature", temperature, batch, device)
-        seed_rows, seed_value = integers("seed", seed, batch, device)
-        offset_rows, offset_value = integers("offset", offset, batch, device)
-        if seed_rows is None and offset_rows is None and batch > 1 and not torch.compiler.is_compiling():
-            _say_that_noise_is_shared(batch, greedy=temperature_rows is None and temperature_value < GREEDY_BELOW)
-        if tp is None:
-            token_ids = ops.sample(
-                hidden_states,
-                weight,
-                temperature_rows,
-                temperature_value,
-                seed_rows,
-                seed_value,
-                offset_rows,
-                offset_value,
-                num_samples,
-                vocab_size,
-                impl or "",
-            )
-        else:
-            rows = temperature_rows, temperature_value, seed_rows, seed_value, offset_rows, offset_value
-            if torch.compiler._is_exporting_flag:  # is_exporting() says so in every torch.compile of torch 2.8
-                token_ids = ops.sample_exported(hidden_states, weight, *rows, num_samples, tp.name)
-            else:
-                token_ids = ops.sample_sharded(hidden_states, weight, *rows, num_samples, tp.name, tp.order)
+        temperatures = reals("temperature", temperature, batch, device)
+        seeds = integers("seed", seed, batch, device)
+        offsets = integers("offset", offset, batch, device)
+        if batch > 1 and not (isinstance(seeds, Tensor) or isinstance(offsets, Tensor) or torch.compiler.is_compiling()):
+            _say_that_noise_is_shared(batch, greedy=not isinstance(temperatures, Tensor) and temperatures < GREEDY_BELOW)
+        step = Step(hidden_states, weight, temperatures, seeds, offsets, num_samples, tokens, shard)
+        token_ids = (ops.sample(step, impl or "") if tp is None else ops.sample_sharded(step, tp)).ids
     except BaseException as error:
         count_left_out(tp, error)
         raise
@@ -215,8 +199,8 @@ def check_vocab_size(vocab_size: int | None, vocab: int) -> int:
 
 def check_impl(impl: str | None) -> None:
     """Raises what ``sample`` documents."""
-    if impl is not None and impl not in ops.IMPLEMENTATIONS:
-        raise ValueError(f"impl must be None or one of {', '.join(ops.IMPLEMENTATIONS)}, got {impl!r}")
+    if impl is not None:
+        named(impl)
 
 
 def _say_that_noise_is_shared(batch: int, greedy: bool) -> None:

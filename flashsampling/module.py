@@ -81,8 +81,8 @@ class LMHeadSampler(nn.Module):
         def given() -> _Rows:
             self.max_batch_size = self._adopt(lm_head, max_batch_size)
             device = self.weight.device
-            rows, number = reals("temperature", _to(device, temperature), self.max_batch_size, device)
-            return self._rows(seed, 0, number if rows is None else rows.clone(), self.max_batch_size, device)
+            rows = reals("temperature", _to(device, temperature), self.max_batch_size, device)
+            return self._rows(seed, 0, rows.clone() if isinstance(rows, Tensor) else rows, self.max_batch_size, device)
 
         new = self._first_rank_s(given, "max_batch_size")
         device = self.weight.device
@@ -185,16 +185,10 @@ class LMHeadSampler(nn.Module):
         self, seed: Integers | None, offset: Integers, temperature: Reals | None, count: int, device: torch.device
     ) -> _Rows:
         """``count`` rows' parameters, checked; nothing is written."""
-        offset_rows, offset_value = integers("offset", _to(device, offset), count, device)
-        temperature_rows, temperature_value = None, None
-        if temperature is not None:
-            temperature_rows, temperature_value = reals("temperature", _to(device, temperature), count, device)
+        offsets = integers("offset", _to(device, offset), count, device)
+        temperatures = None if temperature is None else reals("temperature", _to(device, temperature), count, device)
         seeds = self._draw_seeds(seed, count) if seed is None or not dimensions(seed) else self._take_seeds(seed, count, device)
-        return _Rows(
-            seeds,
-            offset_value if offset_rows is None else offset_rows,
-            temperature_value if temperature_rows is None else temperature_rows,
-        )
+        return _Rows(seeds, offsets, temperatures)
 
     def _first_rank_s(self, given: Callable[[], _Rows], count: str) -> _Rows:
         """What is ``given`` on the first rank, on every rank; where it raises on any, all do. ``count``: its rows' name."""
@@ -230,16 +224,15 @@ class LMHeadSampler(nn.Module):
         generator = None
         if seed is not None:
             cpu = torch.device("cpu")
-            one, number = integers("seed", _to(cpu, seed), 1, cpu)
-            generator = torch.Generator(cpu).manual_seed(number if one is None else int(one))
+            generator = torch.Generator(cpu).manual_seed(int(integers("seed", _to(cpu, seed), 1, cpu)))
         return torch.randint(-(2**63), 2**63 - 1, (count,), dtype=torch.int64, generator=generator, device="cpu")
 
     def _take_seeds(self, seed: Integers, count: int, device: torch.device) -> Tensor:
         shape = tuple(getattr(seed, "shape", None) or (len(seed),))  # type: ignore[arg-type]
         if shape != (count,):  # one for several rows would be the same noise for all of them
             raise ValueError(f"seed must be one number or have shape ({count},), one per row, got shape {shape}")
-        rows, number = integers("seed", _to(device, seed), count, device)
-        return torch.tensor([number]) if rows is None else rows
+        seeds = integers("seed", _to(device, seed), count, device)
+        return seeds if isinstance(seeds, Tensor) else torch.tensor([seeds])
 
     def forward(
         self,

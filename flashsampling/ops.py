@@ -1,7 +1,10 @@
-"""The torch operators: schemas, fakes, dispatch to the implementations.
+"""The torch operators: schemas, fakes, dispatch to the implementations (``backends``).
 
     flashsampling::sample           a whole weight; a pure function
     flashsampling::sample_sharded   one step of a ``TensorParallel``; it has a side effect, the exchange with the other ranks
+
+Here alone a ``Step`` is taken apart and put together again. Both operators return ids and values, empty where none were asked
+for, so that what a step may be asked for needs no operator of its own; a new argument gets a default in the schema.
 
 ``torch.library.Library`` and not ``torch.library.custom_op``, whose wrapper adds 12 us of host time to a call where this adds 1
 (torch 2.13 on an EPYC core). Where nobody looks, no tracer, mode, transform, subclass or profiler, they do not go through
@@ -17,13 +20,8 @@ torch.library), private, and not kept by FX before torch 2.10; ``has_side_effect
 """
 
 import functools
-import importlib
-import importlib.metadata
-import importlib.util
 import logging
-import re
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -32,122 +30,110 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from . import registry
+from .backends import Backend, named, tried_on
 from .exchange import WHOLE, Shard
-
-IMPLEMENTATIONS = ("reference", "streaming", "triton", "cute")
-_KERNELS = ("cute", "triton")  # in the order in which they are tried
-
-_MIN_CUTE = (4, 8, 1)  # the only one measured
-_MIN_TRITON = (3, 6)  # 3.4 fails to compile the kernel; 3.6 is measured, 3.9 compiles in all its shapes
+from .noise import Stream
+from .step import PLAIN, Asked, Drawn, Step
 
 _logger = logging.getLogger(__name__)
 
-_library = torch.library.Library("flashsampling", "DEF")
-_ROWS = (
-    "Tensor hidden_states, Tensor weight, Tensor? temperature, float temperature_value, Tensor? seed, SymInt seed_value, "
-    "Tensor? offset, SymInt offset_value, SymInt num_samples"
+# A row parameter is a tensor or, where that is None, a number for all rows: its field of ``Step``, and the number's type.
+_ROW_PARAMETERS = (("temperature", "float"), ("seed", "SymInt"), ("offset", "SymInt"))
+# What may be asked for: a field of ``Asked``, its type in a schema, and how it is read from there.
+_ASKED: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (("stream", "int", Stream),)
+_STEP = ", ".join(
+    (
+        "Tensor hidden_states, Tensor weight",
+        *(f"Tensor? {name}, {kind} {name}_value" for name, kind in _ROW_PARAMETERS),
+        *(f"{kind} {name}" for name, kind, _ in _ASKED),
+        "SymInt num_samples",
+    )
 )
+_NUM_SAMPLES = 2 + 2 * len(_ROW_PARAMETERS) + len(_ASKED)  # its place
+_DRAWN = "(Tensor ids, Tensor values)"
+
+_library = torch.library.Library("flashsampling", "DEF")
 for _schema in (
-    f"sample({_ROWS}, SymInt vocab_size, str impl) -> Tensor",
-    f"sample_sharded({_ROWS}, str tp, Tensor(a!) order) -> Tensor",
-    f"sample_sharded.exported({_ROWS}, str tp) -> Tensor",
+    f"sample({_STEP}, SymInt vocab_size, str impl) -> {_DRAWN}",
+    f"sample_sharded({_STEP}, str tp, Tensor(a!) order) -> {_DRAWN}",
+    f"sample_sharded.exported({_STEP}, str tp) -> {_DRAWN}",
 ):
     _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
 
 
-def _sample(
-    hidden_states: Tensor,  # (B, D)
-    weight: Tensor,  # (V, D)
-    temperature: Tensor | None,  # (B,) float32, or None: temperature_value for every row
-    temperature_value: float,
-    seed: Tensor | None,  # (B,) int64, or None: seed_value
-    seed_value: int,
-    offset: Tensor | None,  # (B,) int64, or None: offset_value
-    offset_value: int,
-    num_samples: int,
-    vocab_size: int,
-    impl: str,  # "": chosen here
-    shard: Shard = WHOLE,
-) -> Tensor:
-    """(B * num_samples,) int64, row by row: token ids, or what ``shard`` says."""
-    batch, device = hidden_states.shape[0], hidden_states.device
-    if batch == 0:
-        return torch.empty(0, dtype=torch.int64, device=device)
-    if impl == "" or impl in _KERNELS:
-        for name in (impl,) if impl else _KERNELS if hidden_states.is_cuda else ():
-            reason = kernel_cannot(name, hidden_states, weight)
-            if reason is None:
-                if not impl:
-                    _log_choice(name, hidden_states.dtype, device)
-                temperature_or_value = temperature_value if temperature is None else temperature
-                seeds, offsets = seed_value if seed is None else seed, offset_value if offset is None else offset
-                sample = kernels(name).sample
-                arguments = hidden_states, weight, temperature_or_value, seeds, offsets, num_samples, vocab_size, shard
-                # torch.cuda.current_device() less its asking whether there is CUDA
-                if hidden_states.is_cuda and device.index != torch._C._cuda_getDevice():
-                    with torch.cuda.device(device):
-                        return sample(*arguments)
-                return sample(*arguments)
-            if impl:
-                raise ValueError(f"impl={impl!r} cannot do this: {reason}")
-        impl = "streaming"
-        _log_choice(impl, hidden_states.dtype, device)
-
-    if temperature is None:
-        temperature = torch.full((batch,), temperature_value, dtype=torch.float32, device=device)
-    if seed is None:
-        seed = torch.full((batch,), seed_value, dtype=torch.int64, device=device)
-    if offset is None:
-        offset = torch.full((batch,), offset_value, dtype=torch.int64, device=device)
-    if impl == "streaming":
-        from .impl import streaming
-
-        return streaming.sample(hidden_states, weight, temperature, seed, offset, num_samples, vocab_size, shard).flatten()
-    from .impl import reference
-
-    return reference.sample(hidden_states, weight, temperature, seed, offset, num_samples, vocab_size).flatten()
+def _taken_apart(step: Step) -> list[Any]:
+    """A step as the schemas have it, up to ``num_samples``."""
+    arguments: list[Any] = [step.hidden_states, step.weight]
+    for name, kind in _ROW_PARAMETERS:
+        value = getattr(step, name)
+        arguments += (value, 0.0 if kind == "float" else 0) if isinstance(value, Tensor) else (None, value)
+    return [*arguments, *step.asked, step.num_samples]
 
 
-def _sample_sharded(
-    hidden_states: Tensor,  # (B, D)
-    weight: Tensor,  # (V_shard, D)
-    temperature: Tensor | None,
-    temperature_value: float,
-    seed: Tensor | None,
-    seed_value: int,
-    offset: Tensor | None,
-    offset_value: int,
-    num_samples: int,
-    tp: str,  # name of a TensorParallel
-    order: Tensor | None = None,  # what is said to be written: the module's docstring
-) -> Tensor:
-    """The same from a shard. A call that raises before it took part in a step, or has no rows, counts as left out."""
-    group = registry.find(tp)
+def _put_together(arguments: tuple[Any, ...], vocab_size: int, shard: Shard = WHOLE) -> Step:
+    """The step that was taken apart."""
+    hidden_states, weight, *rows, num_samples = arguments
+    rows, values = rows[: 2 * len(_ROW_PARAMETERS)], rows[2 * len(_ROW_PARAMETERS) :]
+    asked = Asked(**{name: read(value) for (name, _, read), value in zip(_ASKED, values)})
+    if all(value is plain for value, plain in zip(asked, PLAIN)):
+        asked = PLAIN
+    given = {name: rows[2 * i + 1] if rows[2 * i] is None else rows[2 * i] for i, (name, _) in enumerate(_ROW_PARAMETERS)}
+    return Step(hidden_states, weight, **given, num_samples=num_samples, vocab_size=vocab_size, shard=shard, asked=asked)
+
+
+def choose(step: Step, impl: str = "") -> Backend:
+    """The backend that is named, or else the first that can do the step. Raises ValueError: there is none, or it cannot."""
+    if impl:
+        backend = named(impl)
+        reason = backend.unsupported(step)
+        if reason is not None:
+            raise ValueError(f"impl={impl!r} cannot do this: {reason}")
+        return backend
+    kind = "cuda" if step.hidden_states.is_cuda else "cpu"
+    backend = next(backend for backend in tried_on(kind) if backend.unsupported(step) is None)
+    _log_choice(backend.name, step.hidden_states.dtype, step.hidden_states.device)
+    return backend
+
+
+def _sample(step: Step, impl: str) -> Drawn:
+    if step.hidden_states.shape[0] == 0:
+        return _nothing(step)
+    return _there(step, choose(step, impl).run)
+
+
+def _sample_sharded(step: Step, group: Any) -> Drawn:
+    """One step of a ``TensorParallel``. A call that raises before it took part in one, or has no rows, counts as left out."""
     try:
         group.raise_if_unusable()
         # here, not where a tracer looks once: compiled functions and exported programs come with whatever batch
-        group.check_call(weight, hidden_states.shape[0], num_samples)
-        if hidden_states.shape[0] == 0:
+        batch = step.hidden_states.shape[0]
+        group.check_call(step.weight, batch, step.num_samples)
+        if batch == 0:
             group.count_left_out()
-        vocab_size, shard = group.last_token - group.first_token, group.shard
-        rows = temperature, temperature_value, seed, seed_value, offset, offset_value
-        out = _sample(hidden_states, weight, *rows, num_samples, vocab_size, group.impl, shard)
-        if out.numel() == 0:
-            return out
-        finish = (
-            out,
-            temperature_value if temperature is None else temperature,
-            seed_value if seed is None else seed,
-            offset_value if offset is None else offset,
-            num_samples,
-        )
-        if hidden_states.is_cuda and hidden_states.device.index != torch._C._cuda_getDevice():
-            with torch.cuda.device(hidden_states.device):
-                return group.finish(*finish)
-        return group.finish(*finish)
+            return _nothing(step)
+        return _there(step, functools.partial(_run_and_exchange, choose(step, group.impl), group))
     except BaseException as error:
         count_left_out(group, error)
         raise
+
+
+def _run_and_exchange(backend: Backend, group: Any, step: Step) -> Drawn:
+    drawn = backend.run(step)
+    return drawn._replace(ids=group.finish(drawn.ids, step))
+
+
+def _nothing(step: Step) -> Drawn:
+    return Drawn(torch.empty(0, dtype=torch.int64, device=step.hidden_states.device))
+
+
+def _there(step: Step, run: Callable[[Step], Drawn]) -> Drawn:
+    """Runs a step with its device the current one."""
+    states = step.hidden_states
+    # torch.cuda.current_device() less its asking whether there is CUDA
+    if states.is_cuda and states.device.index != torch._C._cuda_getDevice():
+        with torch.cuda.device(states.device):
+            return run(step)
+    return run(step)
 
 
 def count_left_out(group: Any, error: BaseException) -> None:
@@ -176,78 +162,69 @@ def order_of(device: torch.device) -> Tensor:
     return order
 
 
-@functools.cache
-def _triton_missing() -> str | None:
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed"
-    import triton
-
-    if tuple(int(part) for part in triton.__version__.split(".")[:2]) < _MIN_TRITON:
-        return f"triton {triton.__version__} is installed, it needs {'.'.join(map(str, _MIN_TRITON))} or newer"
-    return None
+# -- the operators
 
 
-@functools.cache
-def _cute_missing() -> str | None:
-    # not "cutlass": the old C++ template package goes by that name too
-    for module, package in (("nvidia_cutlass_dsl", "nvidia-cutlass-dsl"), ("tvm_ffi", "apache-tvm-ffi")):
-        if importlib.util.find_spec(module) is None:
-            return f"{package} is not installed (pip install flashsampling[cute])"
-    try:
-        version = importlib.metadata.version("nvidia-cutlass-dsl")
-    except importlib.metadata.PackageNotFoundError:  # a bare folder on the path: whoever put it there knows
-        return None
-    if tuple(int(part) for part in re.findall(r"\d+", version)[:3]) < _MIN_CUTE:
-        return f"nvidia-cutlass-dsl {version} is installed, it needs {'.'.join(map(str, _MIN_CUTE))} or newer"
-    return None
+def _tensors(drawn: Drawn) -> tuple[Tensor, Tensor]:
+    """What an operator returns: one that gives no values gives an empty tensor of them."""
+    return drawn.ids, drawn.ids.new_empty(0, dtype=torch.float32) if drawn.values is None else drawn.values
 
 
-@functools.cache
-def kernels(name: str) -> ModuleType:
-    """The package of an implementation that has kernels, "cute" or "triton"."""
-    return importlib.import_module(f".impl.{name}", __package__)
+def _operate(*arguments: Any) -> tuple[Tensor, Tensor]:
+    *taken_apart, vocab_size, impl = arguments
+    return _tensors(_sample(_put_together(tuple(taken_apart), vocab_size), impl))
 
 
-def kernel_cannot(name: str, hidden_states: Tensor, weight: Tensor) -> str | None:
-    """Why "cute" or "triton" cannot do a problem, or None."""
-    missing = _cute_missing() if name == "cute" else _triton_missing()
-    return kernels(name).unsupported(hidden_states, weight) if missing is None else missing
+def _operate_sharded(*arguments: Any) -> tuple[Tensor, Tensor]:
+    if isinstance(arguments[-1], Tensor):  # order, which nobody reads
+        arguments = arguments[:-1]
+    group = registry.find(arguments[-1])
+    return _tensors(_sample_sharded(_put_together(arguments[:-1], *group.part), group))
 
 
-def _fake(hidden_states: Tensor, weight: Tensor, *arguments: Any) -> Tensor:
-    num_samples = arguments[6]
-    return hidden_states.new_empty(hidden_states.shape[0] * num_samples, dtype=torch.int64)
+def _fake(hidden_states: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    num_samples = arguments[_NUM_SAMPLES - 1]
+    return _tensors(Drawn(hidden_states.new_empty(hidden_states.shape[0] * num_samples, dtype=torch.int64)))
 
 
 for _name, _function in (
-    ("sample", _sample),
-    ("sample_sharded", _sample_sharded),
-    ("sample_sharded.exported", _sample_sharded),
+    ("sample", _operate),
+    ("sample_sharded", _operate_sharded),
+    ("sample_sharded.exported", _operate_sharded),
 ):
     _library.impl(_name, _function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"flashsampling::{_name}", _fake, lib=_library)
+_exported = torch.fx.has_side_effect(torch.ops.flashsampling.sample_sharded.exported)
 
 
-def _past_dispatcher(function: Callable[..., Tensor], operator: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The operator, past torch's dispatcher where that would change nothing."""
-
-    def call(hidden_states: Tensor, weight: Tensor, *arguments: Any) -> Tensor:
-        unobserved = (
-            type(hidden_states) is Tensor
-            and type(weight) in (Tensor, Parameter)
-            and not torch.compiler.is_compiling()
-            and not torch._C._len_torch_dispatch_stack()
-            and not torch._C._len_torch_function_stack()
-            and not torch._C._are_functorch_transforms_active()
-            and torch._C._get_tracing_state() is None
-            and not torch.autograd.profiler._is_profiler_enabled
-            and not (torch.is_grad_enabled() and (hidden_states.requires_grad or weight.requires_grad))
-        )
-        return (function if unobserved else operator)(hidden_states, weight, *arguments)
-
-    return call
+def _nobody_looks(step: Step) -> bool:
+    """Whether torch's dispatcher would change nothing."""
+    states, weight = step.hidden_states, step.weight
+    return (
+        type(states) is Tensor
+        and type(weight) in (Tensor, Parameter)
+        and not torch.compiler.is_compiling()
+        and not torch._C._len_torch_dispatch_stack()
+        and not torch._C._len_torch_function_stack()
+        and not torch._C._are_functorch_transforms_active()
+        and torch._C._get_tracing_state() is None
+        and not torch.autograd.profiler._is_profiler_enabled
+        and not (torch.is_grad_enabled() and (states.requires_grad or weight.requires_grad))
+    )
 
 
-sample = _past_dispatcher(_sample, torch.ops.flashsampling.sample.default)
-sample_sharded = _past_dispatcher(_sample_sharded, torch.ops.flashsampling.sample_sharded.default)
-sample_exported = torch.fx.has_side_effect(torch.ops.flashsampling.sample_sharded.exported)
+def sample(step: Step, impl: str) -> Drawn:
+    """A step of a whole weight; ``impl`` may be "": chosen here."""
+    if _nobody_looks(step):
+        return _sample(step, impl)
+    return Drawn(*torch.ops.flashsampling.sample.default(*_taken_apart(step), step.vocab_size, impl))
+
+
+def sample_sharded(step: Step, tp: Any) -> Drawn:
+    """A step of the open ``TensorParallel`` ``tp``, whose ``part`` it is of."""
+    if _nobody_looks(step):
+        return _sample_sharded(step, registry.find(tp.name))
+    arguments = _taken_apart(step)
+    if torch.compiler._is_exporting_flag:  # is_exporting() says so in every torch.compile of torch 2.8
+        return Drawn(*_exported(*arguments, tp.name))
+    return Drawn(*torch.ops.flashsampling.sample_sharded.default(*arguments, tp.name, tp.order))

@@ -30,40 +30,40 @@ Integers: TypeAlias = SupportsIndex | Sequence[SupportsIndex] | Array | Tensor
 Reals: TypeAlias = float | Sequence[float] | Array | Tensor
 
 
-def integers(name: str, value: Integers, batch: int, device: torch.device) -> tuple[Tensor | None, int]:
-    """64 bits per row: a tensor (batch,) int64, or None and the number for all rows, as two's complement."""
+def integers(name: str, value: Integers, batch: int, device: torch.device) -> Tensor | int:
+    """64 bits per row: a tensor (batch,) int64, or the number for all rows, as two's complement."""
     if isinstance(value, Tensor):
         dtype = value.dtype
         if dtype is not _INT64 and dtype not in _INTEGERS:
             raise TypeError(f"{name} must be an integer tensor, got {dtype}")
-        return _rows(name, value, batch, device, dtype, _INT64), 0
+        return _rows(name, value, batch, device, dtype, _INT64)
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         numbers = [
             _two_s_complement(name, number) for number in _numbers(name, value, "an int or integers, one per row", _integer)
         ]
         if len(numbers) != 1:
-            return _column(name, numbers, batch, device, _INT64), 0
-        return None, numbers[0]
+            return _column(name, numbers, batch, device, _INT64)
+        return numbers[0]  # type: ignore[no-any-return]
     if 0 <= value < 2**63:
-        return None, value  # type: ignore[return-value] # a SymInt is one to whoever takes it
-    return None, _two_s_complement(name, value)
+        return value  # type: ignore[return-value] # a SymInt is one to whoever takes it
+    return _two_s_complement(name, value)
 
 
-def reals(name: str, value: Reals, batch: int, device: torch.device) -> tuple[Tensor | None, float]:
-    """At least 0 per row: a tensor (batch,) float32, or None and the number for all rows. Infinite beyond float32."""
+def reals(name: str, value: Reals, batch: int, device: torch.device) -> Tensor | float:
+    """At least 0 per row: a tensor (batch,) float32, or the number for all rows. Infinite beyond float32."""
     if isinstance(value, Tensor):
         dtype = value.dtype
         if dtype is not _FLOAT32 and not dtype.is_floating_point and dtype not in _INTEGERS:
             raise TypeError(f"{name} must be a tensor of floating-point numbers or integers, got {dtype}")
-        return _rows(name, value, batch, device, dtype, _FLOAT32), 0.0
+        return _rows(name, value, batch, device, dtype, _FLOAT32)
     if isinstance(value, bool) or not isinstance(value, (float, int, torch.SymFloat, torch.SymInt)):
         numbers = [_at_least_0(name, number) for number in _numbers(name, value, "a number or numbers, one per row", _real)]
         if len(numbers) != 1:
-            return _column(name, numbers, batch, device, _FLOAT32), 0.0
-        return None, numbers[0]
+            return _column(name, numbers, batch, device, _FLOAT32)
+        return numbers[0]
     if 0 <= value <= _MAX_FLOAT32:
-        return None, float(value)
-    return None, _at_least_0(name, value)
+        return float(value)
+    return _at_least_0(name, value)
 
 
 def integer(name: str, value: SupportsIndex) -> int:

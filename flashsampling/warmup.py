@@ -9,6 +9,8 @@ from torch import Tensor
 
 from . import ops
 from .api import count_left_out, sample
+from .backends import BACKENDS
+from .step import example
 
 if TYPE_CHECKING:
     from .distributed import TensorParallel
@@ -115,28 +117,8 @@ def plan(
     weight: Tensor, max_batch_size: int, num_samples: int, impl: str | None, tp: "TensorParallel | None"
 ) -> tuple[list[str], list[int]]:
     """Names of the kernels, and the batch sizes whose draws compile them: with ``tp`` the same ones on every rank."""
-    one = weight.new_zeros(1, weight.shape[1])
-    if tp is not None:
-        name: str | None = tp.impl
-    elif impl is not None:
-        name = impl
-    else:
-        can = (name for name in ("cute", "triton") if ops.kernel_cannot(name, one, weight) is None)
-        name = next(can, None) if weight.is_cuda else None
-    dtype = str(weight.dtype).removeprefix("torch.")
-    if name == "cute":
-        from .impl.cute.config import CONFIGS
-
-        return [f"cute {dtype} {config}" for config in CONFIGS], [1]
-    if name != "triton" or ops.kernel_cannot(name, one, weight) is not None:
-        return [], [1]  # the call checks the arguments
-    from .impl.triton.config import choose_config, shape_for
-
-    batches: dict[object, int] = {}
-    for batch in range(1, max_batch_size + 1):  # whether a shard is TMA's may differ between ranks
-        shapes = tuple(shape_for(batch, weight.shape[1], weight.dtype, num_samples, use_tma) for use_tma in (False, True))
-        batches.setdefault(shapes, batch)
-    states = (weight.new_empty(1, weight.shape[1]).expand(batch, -1) for batch in batches.values())
-    configs = dict.fromkeys(choose_config(part, weight, num_samples) for part in states)
-    kinds = ("parameters per row", "some parameter a number")
-    return [f"triton {dtype} {config}, {kind}" for config in configs for kind in kinds], list(batches.values())
+    step = example(weight)
+    name = impl if tp is None else tp.impl
+    if name is not None and (name not in BACKENDS or BACKENDS[name].unsupported(step) is not None):
+        return [], [1]  # the call says what is wrong
+    return ops.choose(step, name or "").compiled_for(weight, max_batch_size, num_samples)

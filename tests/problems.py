@@ -2,6 +2,7 @@
 
 import importlib.util
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import flashsampling
 from flashsampling import noise
 from flashsampling.distributed import TensorParallel
 from flashsampling.impl import reference
+from flashsampling.step import Step
 
 
 def _runs_cute() -> bool:
@@ -50,6 +52,11 @@ class Problem:
             tp=tp,
         )
         return out.token_ids.view(-1, self.num_samples)
+
+    def step(self, **others: Any) -> Step:
+        """As implementations take it. ``others``: further fields."""
+        rows = self.temperature, self.seed, self.offset
+        return Step(self.hidden_states, self.weight, *rows, self.num_samples, self.vocab)._replace(**others)
 
     def rows(self, index: slice | list[int] | Tensor) -> "Problem":
         return replace(
@@ -95,6 +102,17 @@ def make_problem(
     )
 
 
+def rows_only(
+    batch: int,
+    temperature: Tensor | float = 1.0,
+    seed: Tensor | int = 1,
+    offset: Tensor | int = 0,
+    num_samples: int = 1,
+) -> Step:
+    """A step of which only the rows' parameters matter."""
+    return Step(torch.empty(batch, 1), torch.empty(1, 1), temperature, seed, offset, num_samples, 1)
+
+
 def fit(impl: str | None, matrix: Tensor) -> Tensor:
     """The matrix as ``impl`` takes it: for the Hopper kernel in bf16 and with columns of zeros up to a multiple of eight."""
     if impl != "cute":
@@ -125,16 +143,7 @@ def assert_agreement(tokens: Tensor, problem: Problem, slack: float = 1.0) -> in
     assert torch.equal(tokens == -1, oracle == -1), "undefined rows differ"
     differing = (tokens != oracle).any(dim=1)
     part = problem.rows(differing)
-    exact = reference.scores(
-        part.hidden_states,
-        part.weight,
-        part.temperature,
-        part.seed,
-        part.offset,
-        part.num_samples,
-        part.vocab,
-        torch.float64,
-    )
+    exact = reference.scores(part.step(), torch.float64)
     ours, theirs = (exact.gather(-1, ids[differing].clamp(min=0)[..., None])[..., 0] for ids in (tokens, oracle))
     # scores are those of the contract times min(temperature, 1), and a greedy row's are its logits
     temperature = torch.where(part.temperature < 1e-6, 0.0, part.temperature).double()

@@ -7,7 +7,7 @@ import torch
 
 from flashsampling import exchange
 from flashsampling.exchange import Shard
-from flashsampling.impl.triton import sample
+from flashsampling.impl.triton import run
 from flashsampling.impl.triton.config import TileConfig
 from tests.problems import KERNELS, check, make_problem
 from tests.test_exchange_kernel import Ranks
@@ -34,15 +34,14 @@ if __name__ == "__main__":
             assert (tokens[1] == -1).all()
             print(kernel, batch, vocab, dim, dtype, num_samples, "agrees")
     problem = make_problem(130, 300, 64, device, torch.bfloat16)
-    call = (problem.hidden_states, problem.weight, problem.temperature, problem.seed, problem.offset, 1, 300)
-    assert torch.equal(sample(*call), sample(*call, config=TileConfig(256, 64, 64, 8, 5, 1, True, 64, None, True)))
+    step = problem.step()
+    assert torch.equal(run(step).ids, run(step, TileConfig(256, 64, 64, 8, 5, 1, True, 64, None, True)).ids)
     for kernel in kernels:  # shards that start in the middle of a tile, and an empty one
-        draw = importlib.import_module(f"flashsampling.impl.{kernel}").sample
-        states, weight, *rows, _, _ = call
-        parts = [
-            draw(states, weight[first:last].clone(), *rows, 1, last - first, shard=Shard(first, exchange.PACKED))
-            for first, last in ((0, 100), (100, 100), (100, 300))
-        ]
+        draw = importlib.import_module(f"flashsampling.impl.{kernel}").run
+        parts = []
+        for first, last in ((0, 100), (100, 100), (100, 300)):
+            shard = problem.weight[first:last].clone()
+            parts.append(draw(problem.step(weight=shard, vocab_size=last - first, shard=Shard(first, exchange.PACKED))).ids)
         assert torch.equal(exchange.tokens_of(torch.stack(parts)), problem.sample(kernel)[:, 0])
         print(kernel, "shards agree")
         alone = Ranks(kernel, 1, 330)  # an exchange with itself, and one with a rank that does not come

@@ -40,7 +40,7 @@ from flashsampling.distributed import (
 )
 from flashsampling.distributed.nccl import posts_of
 
-from .problems import Problem, assert_agreement, make_problem
+from .problems import Problem, assert_agreement, make_problem, rows_only
 
 
 @dataclass
@@ -858,11 +858,11 @@ def an_all_gather_that_hangs(rank: Rank) -> None:
     tp, shard = rank.group(problem.weight, timeout=4.0)
     rank.check(tp, shard, problem)
     winners = exchange.pack(torch.ones(5), torch.arange(5), torch.ones(5, dtype=torch.bool))
-    assert tp.finish(winners, 1.0, 1, 0, 1).tolist() == [0, 1, 2, 3, 4]
+    assert tp.finish(winners, rows_only(5)).tolist() == [0, 1, 2, 3, 4]
     _agreed(None)
     started = time.monotonic()
     outs: list[Tensor] = []
-    hangs = threading.Thread(target=lambda: outs.append(tp.finish(winners, 1.0, 1, 0, 1)))
+    hangs = threading.Thread(target=lambda: outs.append(tp.finish(winners, rows_only(5))))
     if rank.rank == 0:
         hangs.start()
 
@@ -880,7 +880,7 @@ def an_all_gather_that_hangs(rank: Rank) -> None:
         assert (outs[0] == -1).all()
     _agreed(None)
     for _ in range(2):
-        assert (tp.finish(winners, 1.0, 1, 0, 1) == -1).all()
+        assert (tp.finish(winners, rows_only(5)) == -1).all()
     started = time.monotonic()
     tp.close()
     assert time.monotonic() - started < SOON
@@ -930,7 +930,7 @@ def hosts_that_learn_late(rank: Rank) -> None:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(tp._transport, "_capturing", lambda: True)
                 for _ in range(2):
-                    assert (tp.finish(winners, 1.0, 1, 0, 1) == -1).all()
+                    assert (tp.finish(winners, rows_only(5)) == -1).all()
         started = time.monotonic()
         tp.close()
         assert time.monotonic() - started < SOON

@@ -400,12 +400,11 @@ def test_kernels_are_bitwise_invariant_to_the_batch(impl, dtype, device):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_triton_is_bitwise_invariant_to_the_tile(dtype, device):
-    from flashsampling.impl.triton import sample
+    from flashsampling.impl.triton import run
     from flashsampling.impl.triton.config import TileConfig
 
     problem = make_problem(20, 5000 if ON_GPU else 700, 512 if ON_GPU else 64, device, dtype, logit_std=0.3)
-    arguments = (problem.hidden_states, problem.weight, problem.temperature, problem.seed, problem.offset, 1, problem.vocab)
-    expected = sample(*arguments)
+    expected = run(problem.step()).ids
     configs = [
         TileConfig(128, 16, 32, 4, 3, 1, use_tma=False),
         TileConfig(256, 32, 16, 4, 2, 2, use_tma=False, chunk_b=32),
@@ -420,21 +419,20 @@ def test_triton_is_bitwise_invariant_to_the_tile(dtype, device):
             TileConfig(128, 64, 64, 8, 4, 1, use_tma=True, chunk_b=64, preload=True, rest_b=rest) for rest in (16, 32, 64)
         ]
     for config in configs:
-        assert torch.equal(sample(*arguments, config=config), expected), config
+        assert torch.equal(run(problem.step(), config).ids, expected), config
 
 
 @pytest.mark.skipif("cute" not in KERNELS, reason="needs a Hopper GPU and the CuTe DSL")
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 @pytest.mark.parametrize(("batch", "vocab", "dim"), [(70, 5000, 1544), (70, 130, 64), (70, 40_000, 72), (300, 40_000, 72)])
 def test_cute_is_bitwise_invariant_to_the_tile(dtype, batch, vocab, dim, device):
-    from flashsampling.impl.cute import sample
+    from flashsampling.impl.cute import run
     from flashsampling.impl.cute.config import CONFIGS
 
     problem = make_problem(batch, vocab, dim, device, dtype, logit_std=0.3)
-    arguments = (problem.hidden_states, problem.weight, problem.temperature, problem.seed, problem.offset, 1, problem.vocab)
-    expected = sample(*arguments)
+    expected = run(problem.step()).ids
     for config in CONFIGS:
-        assert torch.equal(sample(*arguments, config=config), expected), config
+        assert torch.equal(run(problem.step(), config).ids, expected), config
 
 
 @pytest.mark.parametrize("impl", ["streaming", *(pytest.param(name, marks=pytest.mark.gpu) for name in KERNELS)])

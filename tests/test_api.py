@@ -16,6 +16,7 @@ import flashsampling
 from flashsampling import SampleOutput, api, noise, ops, sample
 from flashsampling.distributed import agreement
 from flashsampling.impl import streaming
+from flashsampling.step import Drawn
 from tests.conftest import DEVICE
 from tests.problems import IMPLEMENTATIONS, make_problem
 
@@ -78,7 +79,7 @@ BAD_CALLS = [
     (ValueError, r"num_samples must be from 1 to 2\*\*24, got 16777217", {"num_samples": 2**24 + 1}),
     (ValueError, "vocab_size must be from 1 to the 20 rows of weight, got 21", {"vocab_size": 21}),
     (ValueError, "vocab_size must be from 1 to the 20 rows of weight, got 0", {"vocab_size": 0}),
-    (ValueError, "impl must be None or one of reference, streaming, triton, cute, got 'cuda'", {"impl": "cuda"}),
+    (ValueError, "impl must be None or one of cute, triton, streaming, reference, got 'cuda'", {"impl": "cuda"}),
 ]  # fmt: skip
 
 
@@ -234,7 +235,9 @@ def test_no_more_than_2_to_the_31_less_1_tokens(monkeypatch):
     weight = WEIGHT[:1].expand(2**31, 8)
     assert (sample(STATES, weight, vocab_size=5, seed=1, offset=torch.arange(3)).token_ids < 5).all()
     seen = []
-    monkeypatch.setattr(ops, "sample", lambda *arguments: seen.append(arguments[9]) or torch.zeros(3, dtype=torch.int64))
+    monkeypatch.setattr(
+        ops, "sample", lambda step, impl: seen.append(step.vocab_size) or Drawn(torch.zeros(3, dtype=torch.int64))
+    )
     sample(STATES, weight, vocab_size=2**31 - 1, seed=1, temperature=0.0)
     sample(STATES, weight[: 2**31 - 1], seed=1, temperature=0.0)
     assert seen == [2**31 - 1] * 2
@@ -292,7 +295,7 @@ def test_opcheck(impl):
     arguments = (problem.hidden_states, problem.weight)
     rows = (problem.temperature, 0.0, problem.seed, 0, problem.offset, 0)
     numbers = (None, 0.7, None, 5, None, 6)
-    for case in ((*rows, 1, 300, impl), (*numbers, 3, 299, impl)):
+    for case in ((*rows, 0, 1, 300, impl), (*numbers, 0, 3, 299, impl)):
         torch.library.opcheck(torch.ops.flashsampling.sample.default, (*arguments, *case))
 
 
@@ -380,10 +383,9 @@ class Largest(TorchDispatchMode):
 def watch_streaming(batch, vocab, num_samples):
     """The largest tensor of a call but for the weight and the tokens; a mode would see the operator as one, so without it."""
     problem = make_problem(batch, vocab, 8, torch.device("cpu"), num_samples=num_samples)
-    rows = problem.temperature, problem.seed, problem.offset
     with Largest() as largest:
-        tokens = streaming.sample(problem.hidden_states, problem.weight, *rows, num_samples, vocab)
-    assert tokens.shape == (batch, num_samples)
+        tokens = streaming.run(problem.step()).ids
+    assert tokens.shape == (batch * num_samples,)
     ours = {matrix.untyped_storage().data_ptr() for matrix in (problem.weight, tokens)}
     return max(elements for storage, elements in largest.elements.items() if storage not in ours)
 

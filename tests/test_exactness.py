@@ -208,17 +208,16 @@ def test_late_ctas_share_only_what_is_reached(batch, dim, first_token, device):
     problem.temperature[:] = torch.tensor([0.0, 1e-6, 1e-4, 0.0], device=device).repeat(batch)[:batch]
     problem.weight[vocab // 3] = problem.hidden_states[0] * 4
     problem.weight[70] = problem.hidden_states[-1] * 4
-    sample = importlib.import_module("flashsampling.impl.cute").sample
-    rows = problem.hidden_states, problem.weight, problem.temperature, problem.seed, problem.offset
-    shard = Shard(first_token, exchange.TOKENS)
-    expected = sample(*rows, 2, vocab, shard).view(batch, 2)[:, 0]
+    run = importlib.import_module("flashsampling.impl.cute").run
+    step = problem.step(shard=Shard(first_token, exchange.TOKENS))
+    expected = run(step._replace(num_samples=2)).ids.view(batch, 2)[:, 0]
     busy, other = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16), torch.cuda.Stream()
     for turn in range(60):
         if turn % 2:
             with torch.cuda.stream(other):
                 for _ in range(3):
                     busy @ busy
-        assert torch.equal(sample(*rows, 1, vocab, shard), expected), turn
+        assert torch.equal(run(step).ids, expected), turn
 
 
 @pytest.fixture(scope="module")
@@ -242,8 +241,7 @@ def evaluations():
             patch.setattr(launch, "kernel_for", kernel_for)
             patch.setattr(launch, "zeroed_words", lambda needed, device: words[2 : 2 + needed])
             launch._plan.cache_clear()
-            rows = problem.temperature, problem.seed, problem.offset
-            tokens = launch.sample(problem.hidden_states, problem.weight, *rows, 1, problem.vocab)
+            tokens = launch.run(problem.step()).ids
         launch._plan.cache_clear()
         assert torch.equal(tokens, problem.sample("cute")[:, 0])
         assert int(words[2:].count_nonzero()) == 0

@@ -40,19 +40,19 @@ class Ranks:
 
     def draw(self, problems: dict[int, Problem], left_out: dict[int, int] | None = None) -> dict[int, Tensor]:
         """Tokens, (B, num_samples), of a step of those ranks, each with the problem that it believes in."""
-        sample = importlib.import_module(f"flashsampling.impl.{self.impl}").sample
-        calls = {}
+        run = importlib.import_module(f"flashsampling.impl.{self.impl}").run
+        steps = {}
         for rank, problem in problems.items():
             first, last = (problem.vocab * (rank + i) // self.size for i in range(2))
             shard = problem.weight[first:last].clone()
-            rows = problem.temperature, problem.seed, problem.offset, problem.num_samples
             self.tables[rank, exchange.TABLE_LEFT_OUT] = (left_out or {}).get(rank, 0)
-            calls[rank] = problem.hidden_states, shard, *rows, last - first, Shard(first, self.tables[rank].data_ptr())
+            part = Shard(first, self.tables[rank].data_ptr())
+            steps[rank] = problem.step(weight=shard, vocab_size=last - first, shard=part)
         torch.cuda.synchronize()
         out = {}
-        for rank, call in calls.items():
+        for rank, step in steps.items():
             with torch.cuda.stream(self.streams[rank]):
-                out[rank] = sample(*call).view(-1, problems[rank].num_samples)
+                out[rank] = run(step).ids.view(-1, problems[rank].num_samples)
         torch.cuda.synchronize()
         return out
 

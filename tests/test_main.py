@@ -7,6 +7,7 @@ import torch
 
 from flashsampling import __main__ as command
 from flashsampling import ops, sample
+from flashsampling.backends import BACKENDS
 
 
 def test_doctor_says_what_serves_and_why_nothing_faster_does(capsys, monkeypatch, tmp_path):
@@ -16,7 +17,7 @@ def test_doctor_says_what_serves_and_why_nothing_faster_does(capsys, monkeypatch
     assert f"torch                {torch.__version__}" in out
     assert "cpu: streaming for bf16, fp16, fp32, bf16 with D not divisible by 8\n      not cute: " in out
     assert "cannot be said" not in out
-    if ops._cute_missing() is None:
+    if BACKENDS["cute"].missing is None:
         assert f"{tmp_path}/cute/" in out
         tmp_path.chmod(0o777)
         command.main(["doctor"])
@@ -27,7 +28,8 @@ def test_doctor_outlives_a_broken_installation(capsys, monkeypatch):
     def broken(*_):
         raise ImportError("libcuda.so.1")
 
-    monkeypatch.setattr(ops, "kernel_cannot", broken)
+    for name in ("cute", "triton"):
+        monkeypatch.setattr(BACKENDS[name], "unsupported", broken)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     command.main(["doctor"])
     assert "not triton: ImportError: libcuda.so.1" in capsys.readouterr().out
@@ -38,10 +40,10 @@ def test_doctor_outlives_a_broken_installation(capsys, monkeypatch):
 
 def test_precompile_says_why_it_cannot(monkeypatch, tmp_path):
     with monkeypatch.context() as patched:
-        patched.setattr(ops, "_cute_missing", lambda: "nvidia-cutlass-dsl is not installed")
+        patched.setattr(BACKENDS["cute"], "missing", "nvidia-cutlass-dsl is not installed")
         with pytest.raises(SystemExit, match="nvidia-cutlass-dsl is not installed"):
             command.main(["precompile"])
-    monkeypatch.setattr(ops, "_cute_missing", lambda: None)
+    monkeypatch.setattr(BACKENDS["cute"], "missing", None)
     tmp_path.chmod(0o777)
     monkeypatch.setenv("FLASHSAMPLING_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr("flashsampling.impl.cute.cache._fingerprint", lambda: "0" * 16)

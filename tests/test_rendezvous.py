@@ -19,6 +19,7 @@ from flashsampling.distributed.failure import Failure, TensorParallelError, Tens
 from flashsampling.distributed.message import FAILED, HEADER, OFFSET, SEED, STEP, TEMPERATURE, Hashes, difference
 from flashsampling.distributed.nccl import Progress, Watch, culprit
 from flashsampling.distributed.rendezvous import RemoteError, Rendezvous, StoreGoneError, store_of
+from tests.problems import rows_only
 
 SOON = 10.0  # seconds; a loaded machine may stop a thread for some
 
@@ -253,7 +254,7 @@ def test_every_bit_of_every_row_is_in_the_hash(field):
 
     def write(temperature, seed, offset):
         out = torch.zeros(HEADER + 3, dtype=torch.int64)
-        hashes.write(out, temperature, seed, offset, 9, 1)
+        hashes.write(out, rows_only(9, temperature, seed, offset))
         return out[:HEADER].tolist()
 
     generator = torch.Generator().manual_seed(1)
@@ -280,14 +281,14 @@ def test_every_bit_of_every_row_is_in_the_hash(field):
 def test_a_number_is_that_number_in_every_row(temperature, seed, offset, batch):
     hashes = Hashes(8, torch.device("cpu"))
     numbers, rows = torch.zeros(2, HEADER, dtype=torch.int64)
-    hashes.write(numbers, temperature, seed, offset, batch, 3)
+    hashes.write(numbers, rows_only(batch, temperature, seed, offset, 3))
     filled = torch.full((batch,), temperature, dtype=torch.float32), *(torch.full((batch,), n) for n in (seed, offset))
-    hashes.write(rows, *filled, batch, 3)
+    hashes.write(rows, rows_only(batch, *filled, 3))
     assert torch.equal(numbers, rows)
     assert numbers[FAILED] == 0
     if temperature == 0:
         for zero in (-temperature, -filled[0]):
-            hashes.write(rows, zero, *filled[1:], batch, 3)
+            hashes.write(rows, rows_only(batch, zero, *filled[1:], 3))
             assert torch.equal(numbers, rows)
 
 
@@ -614,7 +615,7 @@ def test_a_host_that_knows_issues_nothing(alone):
     """It may come to know within a call, after which the others rely on what it posted."""
     it, sent = alone
     it._take(MISMATCH)
-    out = it.finish(torch.tensor([5, 6]), 1.0, 1, 0, 1)
+    out = it.finish(torch.tensor([5, 6]), rows_only(2))
     assert out.tolist() == [-1, -1]
     assert it._progress() == Progress(0, 0, knows=1)
     assert not sent
@@ -623,12 +624,12 @@ def test_a_host_that_knows_issues_nothing(alone):
 def test_what_is_issued_less_what_graphs_replay(alone, monkeypatch):
     it, sent = alone
     winners = torch.zeros(2, dtype=torch.int64)
-    it.finish(winners, 1.0, 1, 0, 1)
+    it.finish(winners, rows_only(2))
     monkeypatch.setattr(it, "_capturing", lambda: True)
-    it.finish(winners, 1.0, 1, 0, 1)
+    it.finish(winners, rows_only(2))
     it.left_out = 5  # counts as steps, and no all-gather is theirs
     monkeypatch.setattr(it, "_capturing", lambda: False)
-    it.finish(winners, 1.0, 1, 0, 1)
+    it.finish(winners, rows_only(2))
     assert it._progress() == Progress(3, 3)
     assert it._begun_view.tolist() == [8, 2, 1]
     assert [message[STEP] for message in sent] == [0, 1, 7]

@@ -19,9 +19,10 @@ SEEDS = torch.arange(3)
 class Group(TensorParallel):
     """Writes down its steps."""
 
-    def finish(self, out, *parameters):
+    def finish(self, out, step):
+        parameters = step.temperature, step.seed, step.offset, step.num_samples
         self.steps.append((self.name, out.numel(), [p if isinstance(p, (int, float)) else p.tolist() for p in parameters]))
-        return super().finish(out, *parameters)
+        return super().finish(out, step)
 
 
 @pytest.fixture
@@ -45,7 +46,7 @@ def test_opcheck(groups):
     a, b, _ = groups
     rows = (torch.ones(3), 0.0, SEEDS, 0, SEEDS, 0)
     numbers = (None, 0.7, None, 5, None, 6)
-    for arguments in ((*rows, 1, a.name), (*numbers, 3, b.name)):
+    for arguments in ((*rows, 0, 1, a.name), (*numbers, 0, 3, b.name)):
         torch.library.opcheck(torch.ops.flashsampling.sample_sharded.default, (STATES, WEIGHT, *arguments, a.order))
         torch.library.opcheck(torch.ops.flashsampling.sample_sharded.exported, (STATES, WEIGHT, *arguments))
     assert torch.ops.flashsampling.sample_sharded.default._schema.is_mutable
@@ -167,8 +168,8 @@ class _Step(torch.nn.Module):
         self.name = tp.name
 
     def forward(self, states):
-        rows = (None, 1.0, None, 5, None, 6, 1, self.name)
-        return torch.ops.flashsampling.sample_sharded.exported(states, WEIGHT, *rows)
+        rows = (None, 1.0, None, 5, None, 6, 0, 1, self.name)
+        return torch.ops.flashsampling.sample_sharded.exported(states, WEIGHT, *rows)[0]
 
 
 def test_an_exported_program_cannot_overrun_the_buffers(groups):

@@ -8,7 +8,7 @@ import torch
 triton = pytest.importorskip("triton")
 
 from flashsampling.exchange import PACKED, Shard, tokens_of  # noqa: E402
-from flashsampling.impl.triton import kernel, sample  # noqa: E402
+from flashsampling.impl.triton import kernel, run  # noqa: E402
 from flashsampling.impl.triton.config import TileConfig, shape_for  # noqa: E402
 from tests.conftest import DEVICE  # noqa: E402
 from tests.problems import assert_agreement, make_problem  # noqa: E402
@@ -58,8 +58,7 @@ def test_special_rows_take_no_second_pass(name, config, careful_tiles, device):
     for batch in (2, 20):
         problem = _special(make_problem(batch, 400, 16, device, vocab_size=300), name)
         problem.weight[300:] = math.nan
-        rows = (problem.temperature, problem.seed, problem.offset)
-        tokens = sample(problem.hidden_states, problem.weight, *rows, 1, 300, config=config)
+        tokens = run(problem.step(), config).ids
         assert careful_tiles == []
         assert_agreement(tokens[:, None], problem)
         if name.startswith("nan"):
@@ -100,15 +99,14 @@ def test_poison_around_a_shard(num_samples, poison, use_tma, device):
     problem.weight[[130, 400]] *= 1e30  # some rows' best is +inf or -inf there
     problem.weight[[131, 401]] *= 3e38
     config = TileConfig(128, 16, 16, 4, 2, 1, use_tma=use_tma)
-    rows = (problem.temperature, problem.seed, problem.offset, num_samples)
-    whole = sample(problem.hidden_states, problem.weight, *rows, 700, config=config)
+    whole = run(problem.step(), config).ids
     assert_agreement(whole.view(-1, num_samples), problem)
     winners = []
     for first, last in ((0, 131), (131, 140), (140, 401), (401, 700)):
         poisoned = torch.full((900, 16), poison, dtype=dtype, device=device)
         poisoned[100 : 100 + last - first] = problem.weight[first:last]
-        shard = Shard(first, PACKED)
-        winners.append(sample(problem.hidden_states, poisoned[100:], *rows, last - first, shard=shard, config=config))
+        part = problem.step(weight=poisoned[100:], vocab_size=last - first, shard=Shard(first, PACKED))
+        winners.append(run(part, config).ids)
     assert torch.equal(tokens_of(torch.stack(winners)), whole)
 
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import ops
+from ..backends import BACKENDS, tried_on
+from ..step import example
 
 TRANSPORTS = ("p2p", "nccl", "gloo")
-_IMPLEMENTATIONS = ("cute", "triton", "streaming")  # in the order in which they are tried; p2p needs one of the first two
 _MAX_P2P_RANKS = 72  # one NVLink domain
 MAX_TIMEOUT = 1e9  # seconds, whose nanoseconds are an int64
 
@@ -78,9 +78,9 @@ def _cannot(weight: Tensor) -> dict[str, str]:
     """Implementations that cannot do this shard, and why."""
     if weight.dim() != 2 or weight.shape[1] < 1:
         return {}  # check says it better
-    states = weight.new_empty((1, weight.shape[1]))
-    shard = weight if weight.shape[0] else states  # an empty shard reads the hidden states instead
-    reasons = {name: ops.kernel_cannot(name, states, shard) for name in ("cute", "triton")}
+    # an empty shard reads the hidden states instead
+    step = example(weight if weight.shape[0] else weight.new_empty((1, weight.shape[1])))
+    reasons = {backend.name: backend.unsupported(step) for backend in BACKENDS.values() if backend.sharded}
     return {name: reason for name, reason in reasons.items() if reason is not None}
 
 
@@ -138,10 +138,10 @@ def by_rank(values: Sequence[Any]) -> str:
 def choose_impl(members: Sequence[Member]) -> str:
     """The first implementation that every rank can do, or the one asked for. Raises alike on every rank."""
     asked = members[0].impl
-    if asked is not None and asked not in _IMPLEMENTATIONS:
-        raise ValueError(f"impl must be None or one of {', '.join(_IMPLEMENTATIONS)} under tensor parallelism, got {asked!r}")
-    on_gpu = members[0].device == "cuda"
-    for name in (asked,) if asked else _IMPLEMENTATIONS if on_gpu else ("streaming",):
+    names = [backend.name for backend in BACKENDS.values() if backend.sharded]
+    if asked is not None and asked not in names:
+        raise ValueError(f"impl must be None or one of {', '.join(names)} under tensor parallelism, got {asked!r}")
+    for name in (asked,) if asked else [backend.name for backend in tried_on(members[0].device) if backend.sharded]:
         refused = {rank: member.cannot[name] for rank, member in enumerate(members) if name in member.cannot}
         if not refused:
             return name
@@ -184,8 +184,8 @@ def why_no_p2p(members: Sequence[Member], impl: str) -> str | None:
     """Why p2p is out before it is tried, or None. A peer's GPU that this process does not see may still be mapped."""
     if members[0].device != "cuda":
         return f"a shard is on {members[0].device}"
-    if impl == "streaming":
-        return "impl 'streaming' has no kernel that could do the exchange"
+    if not BACKENDS[impl].exchanges:
+        return f"impl {impl!r} has no kernel that could do the exchange"
     if len(members) > _MAX_P2P_RANKS:
         return f"{len(members)} ranks, it takes up to {_MAX_P2P_RANKS}"
     if len({member.host for member in members}) > 1:

@@ -6,7 +6,7 @@ store. A step looks there first, which costs a round trip; who waits for a rank 
 
 import time
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,12 +14,11 @@ from torch import Tensor
 
 from .. import exchange
 from ..exchange import Shard
+from ..step import Step
 from .failure import Failure
-from .message import HEADER, STEP, Hashes, difference
+from .message import HASHED, HEADER, STEP, Hashes, difference
 from .rendezvous import Rendezvous
 from .sharding import global_rank
-
-Number = TypeVar("Number", int, float)
 
 _FIRST_TAG = 0x46530000  # far from 0, torch's default, by which a user's own send would meet a step: gloo then aborts
 _LEAST_WAIT = 1e-3  # seconds; gloo counts milliseconds, and 0 of them are no bound at all
@@ -56,19 +55,17 @@ class Gloo:
 
     rehearsal = shard
 
-    def finish(
-        self, out: Tensor, temperature: Tensor | float, seed: Tensor | int, offset: Tensor | int, num_samples: int
-    ) -> Tensor:
+    def finish(self, out: Tensor, step: Step) -> Tensor:
         """As the protocol says. Raises the failure of this step on the host; the rank that is named raises it too."""
         mine = torch.zeros(self._words, dtype=torch.int64)
-        parameters = _on_host(temperature), _on_host(seed), _on_host(offset)
-        self._hashes.write(mine, *parameters, out.numel() // num_samples, num_samples)
-        step, self._steps = self._steps + self.left_out, self._steps + 1
-        mine[STEP] = step
+        rows: dict[str, Any] = {name: value.cpu() for name in HASHED if isinstance(value := getattr(step, name), Tensor)}
+        self._hashes.write(mine, step._replace(**rows))
+        number, self._steps = self._steps + self.left_out, self._steps + 1
+        mine[STEP] = number
         mine[HEADER : HEADER + out.numel()] = out.cpu()
         messages = torch.empty(self._ranks, self._words, dtype=torch.int64)
         messages[self._rank] = mine
-        failure = self._swap(mine, messages, step) or difference(messages[:, :HEADER].tolist())
+        failure = self._swap(mine, messages, number) or difference(messages[:, :HEADER].tolist())
         if failure is not None:
             failure = self.declare(failure)
             raise failure.error(self._rendezvous.who(failure.rank), self._seconds)
@@ -110,7 +107,3 @@ class Gloo:
 
     def close(self, everybody: bool) -> None:
         """As the protocol says: nothing here is touched by others."""
-
-
-def _on_host(value: Tensor | Number) -> Tensor | Number:
-    return value.cpu() if isinstance(value, Tensor) else value

@@ -18,8 +18,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import ops, registry
+from ..backends import BACKENDS
 from ..exchange import Shard
 from ..parameters import integer
+from ..step import Step
 from ..warmup import inputs, plan
 from . import agreement
 from .failure import Failure, TensorParallelError
@@ -230,12 +232,12 @@ class TensorParallel:
         if not weight.is_cuda or self.impl == "streaming":
             return
         shard = self.shard if self._transport is None else self._transport.rehearsal(self.first_token)
-        sample, vocab = ops.kernels(self.impl).sample, self.last_token - self.first_token
+        run, vocab = BACKENDS[self.impl].run, self.last_token - self.first_token
         with torch.cuda.device(self.device):
             for num_samples in sorted({1, self.max_num_samples}):
                 batches = plan(weight, self.max_batch_size, num_samples, self.impl, None)[1]
                 for states, temperature, zeros in inputs(weight, batches):
-                    sample(states, weight, temperature, zeros, zeros, num_samples, vocab, shard)
+                    run(Step(states, weight, temperature, zeros, zeros, num_samples, vocab, shard))
             torch.cuda.current_stream().synchronize()
 
     def check(self, *, collective: bool = False) -> None:
@@ -445,18 +447,18 @@ class TensorParallel:
         """One more call with this group that took no part in a step."""
         self.left_out += 1
 
+    @property
+    def part(self) -> tuple[int, Shard]:
+        """Of a step: how many tokens of the shard there are, and what a kernel is told of it."""
+        return self.last_token - self.first_token, self.shard
+
     def finish(
         self,
         out: Tensor,  # (B * num_samples,) int64
-        temperature: Tensor | float,  # (B,) float32, or one for all rows
-        seed: Tensor | int,  # (B,) int64, or one for all rows
-        offset: Tensor | int,  # (B,) int64, or one for all rows
-        num_samples: int,
+        step: Step,
     ) -> Tensor:
         """Token ids from what a kernel wrote: packed winners, or the tokens themselves where it did the exchange."""
-        if self._transport is None:
-            return out
-        return self._transport.finish(out, temperature, seed, offset, num_samples)
+        return out if self._transport is None else self._transport.finish(out, step)
 
     def raise_if_unusable(self) -> None:
         """Raises if the group is closed, or if a step failed by now. Asks no device."""

@@ -17,10 +17,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..step import Step
 from .failure import Failure
 
 STEP, BATCH, NUM_SAMPLES, TEMPERATURE, SEED, OFFSET, FAILED, HEADER = range(8)
-_HASHED = (("seed", SEED), ("offset", OFFSET), ("temperature", TEMPERATURE))
+HASHED = {"seed": SEED, "offset": OFFSET, "temperature": TEMPERATURE}  # a step's parameters of rows
 
 
 def odd_factors(count: int) -> Tensor:
@@ -51,20 +52,17 @@ class Hashes:
     def write(
         self,
         header: Tensor,  # (>= HEADER,) int64
-        temperature: Tensor | float,  # (B,) float32, or a number for all rows
-        seed: Tensor | int,  # (B,) int64, or a number
-        offset: Tensor | int,  # (B,) int64, or a number
-        batch: int,
-        num_samples: int,
+        step: Step,
     ) -> None:
         """Fills in all of a header but step and failed. The device's work alone, in order of the current stream."""
+        batch, temperature = step.hidden_states.shape[0], step.temperature
         header[BATCH].fill_(batch)  # one kernel, where an assignment is two
-        header[NUM_SAMPLES].fill_(num_samples)
+        header[NUM_SAMPLES].fill_(step.num_samples)
         if isinstance(temperature, Tensor):
             torch.sum((temperature + 0.0).view(torch.int32) * self._factors[: 2 * batch : 2], 0, out=header[TEMPERATURE])
         else:
             header[TEMPERATURE].fill_(_signed(bits_of(temperature) * self._sums[0][batch], 64))
-        for field, value in ((SEED, seed), (OFFSET, offset)):
+        for field, value in ((SEED, step.seed), (OFFSET, step.offset)):
             if isinstance(value, Tensor):  # low half, high half
                 torch.sum(value.contiguous().view(torch.int32) * self._factors[: 2 * batch], 0, out=header[field])
             else:
@@ -95,5 +93,5 @@ def difference(headers: Sequence[Sequence[int]]) -> Failure | None:
     if header[BATCH] != right[BATCH] or header[NUM_SAMPLES] != right[NUM_SAMPLES]:
         differs.append("batch size or num_samples")
     else:  # hashes of as many rows
-        differs += [name for name, field in _HASHED if header[field] != right[field]]
+        differs += [name for name, field in HASHED.items() if header[field] != right[field]]
     return Failure("differs", odd, right[STEP], tuple(differs), f"rank {like}")

@@ -48,6 +48,7 @@ from torch import Tensor
 
 from .. import exchange
 from ..exchange import Shard
+from ..step import Step
 from .failure import Failure
 from .message import FAILED, HEADER, STEP, Hashes, difference
 from .rendezvous import Rendezvous, StoreGoneError
@@ -198,9 +199,7 @@ class Nccl:
 
     rehearsal = shard
 
-    def finish(
-        self, out: Tensor, temperature: Tensor | float, seed: Tensor | int, offset: Tensor | int, num_samples: int
-    ) -> Tensor:
+    def finish(self, out: Tensor, step: Step) -> Tensor:
         """As the protocol says. Raises nothing: tokens of a failed step are -1, and later ``failure`` says why."""
         self._count_left_out()
         count, mine = out.numel(), self._message
@@ -211,7 +210,7 @@ class Nccl:
                 if self._failure is not None:  # since the call began; the other ranks count on it that nothing more is issued
                     return torch.full_like(out, -1)
                 self._issued += 1
-        self._hashes.write(mine, temperature, seed, offset, count // num_samples, num_samples)
+        self._hashes.write(mine, step)
         mine[HEADER : HEADER + count].copy_(out)
         self._told.copy_(self._host_told, non_blocking=True)
         torch.bitwise_or(self._failed, self._told, out=mine[FAILED : FAILED + 1])

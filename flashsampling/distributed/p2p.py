@@ -27,6 +27,7 @@ from torch import Tensor
 
 from .. import exchange as protocol
 from ..exchange import Shard, Verdict
+from ..step import Step
 from .failure import Failure
 from .rendezvous import Rendezvous
 
@@ -310,9 +311,7 @@ class PeerToPeer:
         """As the protocol says."""
         return Shard(first_token, self._rehearsal)
 
-    def finish(
-        self, out: Tensor, temperature: Tensor | float, seed: Tensor | int, offset: Tensor | int, num_samples: int
-    ) -> Tensor:
+    def finish(self, out: Tensor, step: Step) -> Tensor:
         """As the protocol says: the kernel did the exchange."""
         return out
 

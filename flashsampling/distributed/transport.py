@@ -5,6 +5,7 @@ from typing import Protocol
 from torch import Tensor
 
 from ..exchange import Shard
+from ..step import Step
 from .failure import Failure
 
 
@@ -30,10 +31,7 @@ class Transport(Protocol):
     def finish(
         self,
         out: Tensor,  # (B * num_samples,) int64, what the implementation wrote
-        temperature: Tensor | float,  # (B,) float32, or one for all rows; and so on
-        seed: Tensor | int,  # int64
-        offset: Tensor | int,  # int64
-        num_samples: int,
+        step: Step,
     ) -> Tensor:
         """(B * num_samples,) token ids."""
         ...

@@ -4,7 +4,10 @@ import torch
 from torch import Tensor
 
 from .. import noise
+from ..exchange import WHOLE
+from ..step import Drawn, Step
 
+DOES = ("stream",)
 GREEDY_BELOW = 1e-6
 
 
@@ -34,20 +37,13 @@ def scores_of_logits(
     return logits[:, None, :] / temperature.clamp(min=1.0) + temperature.clamp(max=1.0) * gumbel
 
 
-def scores(
-    hidden_states: Tensor,  # (B, D)
-    weight: Tensor,  # (V, D)
-    temperature: Tensor,  # (B,) float32
-    seed: Tensor,  # (B,) int64
-    offset: Tensor,  # (B,) int64
-    num_samples: int,
-    vocab_size: int,
-    dtype: torch.dtype = torch.float32,
-) -> Tensor:
+def scores(step: Step, dtype: torch.dtype = torch.float32) -> Tensor:
     """Every score, (B, num_samples, vocab_size) in ``dtype``."""
-    draws = torch.arange(num_samples, device=hidden_states.device)
-    logits = exact_logits(hidden_states, weight[:vocab_size], dtype)
-    return scores_of_logits(logits, temperature, noise.gumbel(seed, offset, draws, 0, vocab_size).to(dtype))
+    rows = step.rows()
+    draws = torch.arange(step.num_samples, device=step.hidden_states.device)
+    logits = exact_logits(step.hidden_states, step.weight[: step.vocab_size], dtype)
+    gumbel = noise.gumbel(rows.seed, rows.offset, draws, 0, step.vocab_size, step.asked.stream)
+    return scores_of_logits(logits, rows.temperature, gumbel.to(dtype))
 
 
 def winners(
@@ -61,15 +57,11 @@ def winners(
     return torch.where(defined, lowest, -1)
 
 
-def sample(
-    hidden_states: Tensor,  # (B, D)
-    weight: Tensor,  # (V, D)
-    temperature: Tensor,  # (B,) float32
-    seed: Tensor,  # (B,) int64
-    offset: Tensor,  # (B,) int64
-    num_samples: int,
-    vocab_size: int,
-    dtype: torch.dtype = torch.float32,
-) -> Tensor:
-    """(B, num_samples) int64 token ids."""
-    return winners(scores(hidden_states, weight, temperature, seed, offset, num_samples, vocab_size, dtype))
+def unsupported(step: Step) -> str | None:
+    """Why the oracle cannot do a step, or None."""
+    return None if step.shard == WHOLE else "a shard of a vocabulary: the oracle knows whole ones"
+
+
+def run(step: Step) -> Drawn:
+    """See ``backends``."""
+    return Drawn(winners(scores(step)).flatten())

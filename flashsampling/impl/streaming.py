@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from .. import exchange, noise
-from ..exchange import Shard
+from ..step import Drawn, Step
 from .reference import exact_logits, scores_of_logits
+
+DOES = ("stream",)
 
 # scores of one chunk in all rows and draws; on a CPU 64 k floats and their Philox words stay in a core's cache
 _SCORES_PER_CHUNK = {"cpu": 1 << 16, "cuda": 1 << 22}
@@ -49,23 +51,21 @@ def _any_finite(scores: Tensor, best: Tensor) -> Tensor:
     return scores.isfinite().any(dim=-1)
 
 
+def unsupported(step: Step) -> str | None:
+    """Nothing: it does every step, anywhere."""
+    return None
+
+
 @torch.no_grad()  # with a trainable weight, autograd would keep every chunk for a gradient that tokens do not have
-def sample(
-    hidden_states: Tensor,  # (B, D)
-    weight: Tensor,  # (V, D)
-    temperature: Tensor,  # (B,) float32
-    seed: Tensor,  # (B,) int64
-    offset: Tensor,  # (B,) int64
-    num_samples: int,
-    vocab_size: int,
-    shard: Shard = exchange.WHOLE,
-) -> Tensor:
-    """(B, num_samples) int64 token ids, or packed winners."""
-    batch, device = hidden_states.shape[0], hidden_states.device
-    step = chunk_tokens(batch * num_samples, max(vocab_size, 1), device.type)
-    draws_at_once = max(_SCORES_AT_ONCE.get(device.type, 1 << 18) // (max(batch, 1) * step), 1)
-    begin, end = shard.first_token, shard.first_token + vocab_size
-    starts = range(begin - begin % _GRANULE, end, step) if vocab_size > 0 else ()
+def run(step: Step) -> Drawn:
+    """See ``backends``."""
+    rows = step.rows()
+    num_samples, vocab_size = step.num_samples, step.vocab_size
+    batch, device = step.hidden_states.shape[0], step.hidden_states.device
+    chunk = chunk_tokens(batch * num_samples, max(vocab_size, 1), device.type)
+    draws_at_once = max(_SCORES_AT_ONCE.get(device.type, 1 << 18) // (max(batch, 1) * chunk), 1)
+    begin, end = step.shard.first_token, step.shard.first_token + vocab_size
+    starts = range(begin - begin % _GRANULE, end, chunk) if vocab_size > 0 else ()
     out = torch.full((batch, num_samples), -1, dtype=torch.int64, device=device)
     for first_draw in range(0, num_samples, _DRAWS_PER_PASS):
         token_ids = out[:, first_draw : first_draw + _DRAWS_PER_PASS]
@@ -74,17 +74,17 @@ def sample(
         finite = torch.zeros(token_ids.shape, dtype=torch.bool, device=device)
         parts = [part.split(draws_at_once, dim=-1) for part in (draws, best, token_ids, finite)]
         for start in starts:  # whole Philox groups, of which the first may not all be ours
-            first, last = max(start, begin), min(start + step, end)
-            logits = _logits(hidden_states, weight[first - begin : last - begin])
+            first, last = max(start, begin), min(start + chunk, end)
+            logits = _logits(step.hidden_states, step.weight[first - begin : last - begin])
             for some_draws, some_best, some_ids, some_finite in zip(*parts):
-                gumbel = noise.gumbel(seed, offset, some_draws, start, last)[..., first - start :]
-                scores = scores_of_logits(logits, temperature, gumbel)
+                gumbel = noise.gumbel(rows.seed, rows.offset, some_draws, start, last, step.asked.stream)[..., first - start :]
+                scores = scores_of_logits(logits, rows.temperature, gumbel)
                 chunk_best, index = scores.max(dim=-1)  # NaN if there is one; the first index of a tie
                 torch.where(chunk_best > some_best, first + index, some_ids, out=some_ids)
                 some_finite |= _any_finite(scores, chunk_best)
                 torch.maximum(some_best, chunk_best, out=some_best)  # keeps a NaN
-        if shard.exchange == exchange.PACKED:
+        if step.shard.exchange == exchange.PACKED:
             token_ids.copy_(exchange.pack(best, token_ids, finite))
         else:
             token_ids.masked_fill_(~finite | best.isnan(), -1)
-    return out
+    return Drawn(out.flatten())

@@ -4,7 +4,7 @@
 ``cache`` the compiled objects, in memory and on disk; ``launch`` the call.
 """
 
-from .config import choose_config, unsupported
-from .launch import sample
+from .config import choose_config, compiled_for, unsupported
+from .launch import run
 
-__all__ = ["choose_config", "sample", "unsupported"]
+__all__ = ["choose_config", "compiled_for", "run", "unsupported"]

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...step import Step
 from ..device import capability, multiprocessors
 
 TILE_V = 128  # vocabulary rows of a tile: two m64 wgmma blocks
@@ -94,8 +95,9 @@ def copy_engine_reads(matrix: Tensor) -> bool:
     )
 
 
-def unsupported(hidden_states: Tensor, weight: Tensor) -> str | None:
-    """Why the Hopper kernel cannot take this problem, or None. Misaligned hidden states it copies; the weight it does not."""
+def unsupported(step: Step) -> str | None:
+    """Why the Hopper kernel cannot do a step, or None. Misaligned hidden states it copies; the weight it does not."""
+    hidden_states, weight = step.hidden_states, step.weight
     device = hidden_states.device
     if not weight.is_cuda or torch.version.cuda is None:
         return f"tensors on {device.type}, it runs on NVIDIA GPUs"
@@ -115,3 +117,9 @@ def unsupported(hidden_states: Tensor, weight: Tensor) -> str | None:
         if vocab > _MAX_TILES_PER_CTA * TILE_V * ctas:
             return f"{vocab} vocabulary rows, for a batch of {batch} it takes up to {_MAX_TILES_PER_CTA * TILE_V * ctas}"
     return None
+
+
+def compiled_for(weight: Tensor, max_batch_size: int, num_samples: int) -> tuple[list[str], list[int]]:
+    """See ``backends``: all shapes of a dtype are made at once."""
+    dtype = str(weight.dtype).removeprefix("torch.")
+    return [f"cute {dtype} {config}" for config in CONFIGS], [1]

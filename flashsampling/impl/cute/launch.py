@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...exchange import WHOLE, Shard
+from ...step import Drawn, Step
 from ...workspace import zeroed_words
 from ..device import multiprocessors
 from .cache import kernel_for
@@ -32,18 +32,16 @@ def _plan(
     return kernel_for(dtype, config), -(-batch // config.block_b), ctas, skip
 
 
-def sample(
-    hidden_states: Tensor,  # (B, D)
-    weight: Tensor,  # (V, D), rows that TMA can address
-    temperature: Tensor | float,  # (B,) float32
-    seed: Tensor | int,  # (B,) int64
-    offset: Tensor | int,  # (B,) int64
-    num_samples: int,
-    vocab_size: int,
-    shard: Shard = WHOLE,
-    config: TileConfig | None = None,
-) -> Tensor:
-    """(B * num_samples,) int64 token ids or packed winners, B > 0: one launch on the current stream of the current device."""
+def run(step: Step, config: TileConfig | None = None) -> Drawn:
+    """See ``backends``: one launch. ``config`` in place of the shape that is chosen."""
+    hidden_states, weight, num_samples, vocab_size, shard = (
+        step.hidden_states,
+        step.weight,
+        step.num_samples,
+        step.vocab_size,
+        step.shard,
+    )
+    temperature, seed, offset = step.temperature, step.seed, step.offset
     batch, dim = hidden_states.shape
     device = hidden_states.device
     if not copy_engine_reads(hidden_states):
@@ -83,4 +81,4 @@ def sample(
         row_blocks,
         ctas,
     )
-    return tokens
+    return Drawn(tokens)

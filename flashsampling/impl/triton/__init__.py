@@ -1,6 +1,6 @@
 """Triton: the fused step in one launch. ``kernel`` is the kernel and its launch, ``noise`` its noise, ``config`` its shapes."""
 
-from .config import choose_config, unsupported
-from .kernel import sample
+from .config import choose_config, compiled_for, unsupported
+from .kernel import run
 
-__all__ = ["choose_config", "sample", "unsupported"]
+__all__ = ["choose_config", "compiled_for", "run", "unsupported"]

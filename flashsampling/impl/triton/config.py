@@ -32,6 +32,7 @@ import torch
 import triton
 from torch import Tensor
 
+from ...step import Step
 from ..device import capability
 
 
@@ -61,9 +62,9 @@ class TileConfig:
 _STAGES = {0: 6, 16: 6, 32: 6, 64: 5}
 
 
-def unsupported(hidden_states: Tensor, weight: Tensor) -> str | None:
-    """Why the Triton implementation cannot take this problem, or None."""
-    device = hidden_states.device
+def unsupported(step: Step) -> str | None:
+    """Why the Triton implementation cannot do a step, or None."""
+    device, weight = step.hidden_states.device, step.weight
     if device.type == "cpu":
         return None if triton.knobs.runtime.interpret else "tensors on the CPU (TRITON_INTERPRET=1 is for tests)"
     if device.type != "cuda" or torch.version.cuda is None:
@@ -112,3 +113,15 @@ def shape_for(batch: int, dim: int, dtype: torch.dtype, num_samples: int, use_tm
         return TileConfig(128, 64, 64, 4, 3, 3, use_tma, max_registers=168)
     rest_b = next((rest for rest in _STAGES if batch <= 128 + rest), 0)  # above 192 rows more blocks of 128
     return TileConfig(128, 128, 64, 8, _STAGES[rest_b], 1, use_tma, chunk_b=64, preload=True, rest_b=rest_b)
+
+
+def compiled_for(weight: Tensor, max_batch_size: int, num_samples: int) -> tuple[list[str], list[int]]:
+    """See ``backends``: two kernels for every shape."""
+    batches: dict[object, int] = {}
+    for batch in range(1, max_batch_size + 1):  # whether a shard is TMA's may differ between ranks
+        shapes = tuple(shape_for(batch, weight.shape[1], weight.dtype, num_samples, use_tma) for use_tma in (False, True))
+        batches.setdefault(shapes, batch)
+    states = (weight.new_empty(1, weight.shape[1]).expand(batch, -1) for batch in batches.values())
+    configs = dict.fromkeys(choose_config(part, weight, num_samples) for part in states)
+    dtype, kinds = str(weight.dtype).removeprefix("torch."), ("parameters per row", "some parameter a number")
+    return [f"triton {dtype} {config}, {kind}" for config in configs for kind in kinds], list(batches.values())

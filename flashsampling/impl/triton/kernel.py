@@ -29,7 +29,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ... import exchange as protocol
-from ...exchange import WHOLE, Shard
+from ...step import Drawn, Step
 from ...workspace import zeroed_words
 from ..device import multiprocessors
 from .config import TileConfig, choose_config
@@ -633,18 +633,16 @@ def _aligned_rows(hidden_states: Tensor) -> Tensor:
     return padded[:, :dim].copy_(hidden_states)
 
 
-def sample(
-    hidden_states: Tensor,  # (B, D)
-    weight: Tensor,  # (V, D), contiguous along D
-    temperature: Tensor | float,  # (B,) float32
-    seed: Tensor | int,  # (B,) int64
-    offset: Tensor | int,  # (B,) int64
-    num_samples: int,
-    vocab_size: int,
-    shard: Shard = WHOLE,
-    config: TileConfig | None = None,
-) -> Tensor:
-    """(B * num_samples,) int64 token ids or packed winners, B > 0: one launch on the current stream of the current device."""
+def run(step: Step, config: TileConfig | None = None) -> Drawn:
+    """See ``backends``: one launch. ``config`` in place of the shape that is chosen."""
+    hidden_states, weight, num_samples, vocab_size, shard = (
+        step.hidden_states,
+        step.weight,
+        step.num_samples,
+        step.vocab_size,
+        step.shard,
+    )
+    temperature, seed, offset = step.temperature, step.seed, step.offset
     batch, dim = hidden_states.shape
     device = hidden_states.device
     if config is None:
@@ -718,4 +716,4 @@ def sample(
         num_stages=config.num_stages,
         maxnreg=config.max_registers,
     )
-    return token_ids
+    return Drawn(token_ids)

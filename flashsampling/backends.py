@@ -1,0 +1,127 @@
+"""The implementations: a row each, in the order in which ``impl=None`` tries them.
+
+A backend is a module or package ``impl.<name>`` with
+
+    DOES                               fields of ``step.Asked`` that it does; a step with another one is refused; if it does any
+    unsupported(step) -> str | None    why it cannot do a step, or None: the only truth about what it takes
+    run(step) -> Drawn                 of one row or more, on the current device and, there, the current stream
+    compiled_for(weight, max_batch_size, num_samples) -> names, batch sizes
+                                       the kernels that such calls can need, and whose draws compile them; if it compiles any
+
+It is imported when it is first asked, and only where the packages that it needs are installed.
+"""
+
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+import re
+from types import ModuleType
+from typing import NamedTuple
+
+from torch import Tensor
+
+from .step import PLAIN, Drawn, Step
+
+
+class Package(NamedTuple):
+    """What a backend needs beside torch."""
+
+    module: str
+    distribution: str
+    least: tuple[int, ...] = ()  # version
+    hint: str = ""
+
+    def missing(self) -> str | None:
+        """Why it cannot be used, or None."""
+        if importlib.util.find_spec(self.module) is None:
+            return f"{self.distribution} is not installed{self.hint}"
+        try:
+            version = importlib.metadata.version(self.distribution)
+        except importlib.metadata.PackageNotFoundError:  # it came under another name, or as a bare folder on the path
+            version = getattr(importlib.import_module(self.module), "__version__", "")
+        if version and tuple(int(part) for part in re.findall(r"\d+", version)[: len(self.least)]) < self.least:
+            return f"{self.distribution} {version} is installed, it needs {'.'.join(map(str, self.least))} or newer"
+        return None
+
+
+class Backend:
+    """An implementation.
+
+    Args:
+        name: its module's, and what ``impl`` takes.
+        needs: packages.
+        chosen_on: kind of device on which ``impl=None`` tries it; "any", or None: it must be named.
+        sharded: it can be told of a shard, so it serves under tensor parallelism.
+        exchanges: its kernel does the exchange of the transport ``p2p`` itself.
+    """
+
+    def __init__(
+        self, name: str, *, needs: tuple[Package, ...] = (), chosen_on: str | None, sharded: bool, exchanges: bool = False
+    ) -> None:
+        self.name, self.needs, self.chosen_on, self.sharded, self.exchanges = name, needs, chosen_on, sharded, exchanges
+
+    @functools.cached_property
+    def missing(self) -> str | None:
+        """Which package that it needs is not there, or too old; None: all are there."""
+        return next((reason for package in self.needs if (reason := package.missing()) is not None), None)
+
+    @functools.cached_property
+    def module(self) -> ModuleType:
+        """Imported at the first use."""
+        return importlib.import_module(f".impl.{self.name}", __package__)
+
+    def unsupported(self, step: Step) -> str | None:
+        """Why it cannot do a step here, or None."""
+        if self.missing is not None:
+            return self.missing
+        if step.asked is not PLAIN:
+            does = getattr(self.module, "DOES", ())
+            asked = zip(step.asked._fields, step.asked, PLAIN)
+            left = [name for name, value, plain in asked if value is not plain and name not in does]
+            if left:
+                return f"it does not do {', '.join(left)}"
+        return self.module.unsupported(step)  # type: ignore[no-any-return]
+
+    def run(self, step: Step) -> Drawn:
+        """Does a step that it supports, of one row or more, on the current device and stream."""
+        return self.module.run(step)  # type: ignore[no-any-return]
+
+    def compiled_for(self, weight: Tensor, max_batch_size: int, num_samples: int) -> tuple[list[str], list[int]]:
+        """Names of the kernels for batches of up to ``max_batch_size`` rows, and the batch sizes whose draws compile them."""
+        compiled_for = getattr(self.module, "compiled_for", None)
+        return ([], [1]) if compiled_for is None else compiled_for(weight, max_batch_size, num_samples)
+
+
+_CUTE_HINT = " (pip install flashsampling[cute])"
+_TABLE = (
+    Backend(
+        "cute",
+        needs=(
+            # not "cutlass": the old C++ template package goes by that name too. 4.8.1 is the only one measured
+            Package("nvidia_cutlass_dsl", "nvidia-cutlass-dsl", (4, 8, 1), _CUTE_HINT),
+            Package("tvm_ffi", "apache-tvm-ffi", hint=_CUTE_HINT),
+        ),
+        chosen_on="cuda",
+        sharded=True,
+        exchanges=True,
+    ),
+    # 3.4 fails to compile the kernel; 3.6 is measured, 3.9 compiles in all its shapes
+    Backend("triton", needs=(Package("triton", "triton", (3, 6)),), chosen_on="cuda", sharded=True, exchanges=True),
+    Backend("streaming", chosen_on="any", sharded=True),
+    Backend("reference", chosen_on=None, sharded=False),
+)
+BACKENDS = {backend.name: backend for backend in _TABLE}
+
+
+def tried_on(kind: str) -> list[Backend]:
+    """Those that ``impl=None`` tries on a kind of device, "cuda" or "cpu", in that order."""
+    return [backend for backend in BACKENDS.values() if backend.chosen_on in (kind, "any")]
+
+
+def named(name: str) -> Backend:
+    """The backend of that name; ValueError if there is none."""
+    try:
+        return BACKENDS[name]
+    except KeyError:
+        raise ValueError(f"impl must be None or one of {', '.join(BACKENDS)}, got {name!r}") from None

@@ -1,0 +1,65 @@
+"""A step as a value: what one call asks for, and what comes back.
+
+``api`` builds it, once, from checked arguments; ``ops`` takes it apart for torch's dispatcher and puts it together again; an
+implementation (``backends``) reads what it needs. A new parameter is a field here.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .exchange import WHOLE, Shard
+from .noise import Stream
+
+
+class Rows(NamedTuple):
+    """A value for every row."""
+
+    temperature: Tensor  # (B,) float32
+    seed: Tensor  # (B,) int64
+    offset: Tensor  # (B,) int64
+
+
+class Asked(NamedTuple):
+    """What a step may be asked for beside one plain draw. A backend does of it what its ``DOES`` names; else it refuses."""
+
+    stream: Stream = Stream.TOKEN  # of the noise
+
+
+PLAIN = Asked()  # this very object, where nothing is asked for: a call looks no further
+
+
+class Step(NamedTuple):
+    """One sampling step of a whole LM head, or of a shard. Arguments are checked: shapes, dtypes, ranges, devices."""
+
+    hidden_states: Tensor  # (B, D)
+    weight: Tensor  # (V, D), same dtype and device
+    temperature: Tensor | float  # (B,) float32, or one number for all rows
+    seed: Tensor | int  # (B,) int64, or one number
+    offset: Tensor | int  # (B,) int64, or one number
+    num_samples: int  # draws per row
+    vocab_size: int  # only that many of the weight's rows are tokens; 0 of an empty shard
+    shard: Shard = WHOLE  # of which the weight is a part, and what becomes of its winners
+    asked: Asked = PLAIN
+
+    def rows(self) -> Rows:
+        """Its rows' parameters as tensors, numbers too."""
+        batch, device = self.hidden_states.shape[0], self.hidden_states.device
+
+        def column(value: Tensor | float, dtype: torch.dtype) -> Tensor:
+            return value if isinstance(value, Tensor) else torch.full((batch,), value, dtype=dtype, device=device)
+
+        return Rows(column(self.temperature, torch.float32), column(self.seed, torch.int64), column(self.offset, torch.int64))
+
+
+class Drawn(NamedTuple):
+    """What a step gives."""
+
+    ids: Tensor  # (B * num_samples,) int64, row by row: token ids, or what ``Step.shard`` says
+    values: Tensor | None = None  # float32: what else was asked for; nothing asks yet
+
+
+def example(weight: Tensor, batch: int = 1) -> Step:
+    """A step of some hidden states for a weight, to ask what an implementation takes. Its values are nobody's."""
+    return Step(weight.new_empty((batch, weight.shape[1])), weight, 1.0, 0, 0, 1, weight.shape[0])
