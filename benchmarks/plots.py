@@ -1,4 +1,4 @@
-"""The README's pictures, from the result files of ``benchmarks.sample`` and ``benchmarks.tensor_parallel``."""
+"""The pictures of README and docs/, from the result files of ``benchmarks.sample`` and ``benchmarks.tensor_parallel``."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-// Which mainloop leaves the tensor cores idle least: the figures of docs/hopper_profile.md.
+// Which mainloop leaves the tensor cores idle least: the table wgmma_mainloops of results/hopper_profile.json.
 //
 //     nvcc -O3 -std=c++17 -gencode arch=compute_90a,code=sm_90a -o /tmp/mainloops benchmarks/wgmma_mainloops.cu -lcuda
 //     /tmp/mainloops [CYCLES]

@@ -1,4 +1,4 @@
-// What arithmetic beside wgmma costs it: the figures of docs/hopper_profile.md.
+// What arithmetic beside wgmma costs it: figures of results/hopper_profile.json (its tables say which).
 //
 //     nvcc -O3 -std=c++17 -gencode arch=compute_90a,code=sm_90a -o /tmp/neighbours benchmarks/wgmma_neighbours.cu
 //     /tmp/neighbours

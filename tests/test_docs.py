@@ -1,6 +1,7 @@
-"""What docs/ says of the code is so: names, the numbers by which the code cites it, and who imports whom."""
+"""What the pages say is so: links, files, names, the numbers by which the code cites it, who imports whom, measured figures."""
 
 import ast
+import json
 import re
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -10,6 +11,16 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "flashsampling"
 DOCS = {name: (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in ("architecture", "contract", "traps")}
+PAGES = {
+    path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
+    for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
+}
+FOLDERS = ("flashsampling", "tests", "benchmarks", "docs", "examples", "scripts", ".ci")
+FILES = {path.relative_to(ROOT).as_posix() for place in FOLDERS for path in (ROOT / place).rglob("*")}
+FILES |= {*FOLDERS, *(path.name for path in ROOT.iterdir() if path.is_file())}
+RESULTS = ROOT / "benchmarks" / "results"
+SAMPLE = json.loads((RESULTS / "sample.json").read_text(encoding="utf-8"))
+TABLES = json.loads((RESULTS / "hopper_profile.json").read_text(encoding="utf-8"))["tables"]
 SOURCES = {  # name of a module of the package -> its file
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in PACKAGE.rglob("*.py")
 }
@@ -52,10 +63,105 @@ def test_what_the_docs_name_exists(file, name):
     assert not name or name in definitions(place)
 
 
-@pytest.mark.parametrize("document", DOCS)
-def test_links_lead_somewhere(document):
-    for target in re.findall(r"\]\((?!https?://|#)([^)\s#]+)(?:#[^)]*)?\)", DOCS[document]):
-        assert (ROOT / "docs" / target).is_file(), target
+def anchors(text):
+    """What a heading is linked by."""
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\((?!https?://)([^)\s]+)\)", PAGES[page]):
+        path, _, anchor = target.partition("#")
+        file = ((ROOT / page).parent / path).resolve() if path else ROOT / page
+        assert file.is_file(), target
+        assert not anchor or anchor in anchors(file.read_text(encoding="utf-8")), target
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_mentions_no_file_that_is_not_there(page):
+    words = re.findall(r"[\w./-]+\.(?:cuh?|json|md|png|py|sh|toml)\b", PAGES[page])
+    for word in set(words) | {file for file, _ in named(PAGES[page])}:
+        ends = tuple("/" + re.sub(r"^(\.\.?/)+", "", word).rstrip("/") + suffix for suffix in ("", ".py"))
+        assert any(f"/{file}".endswith(ends) for file in FILES), word
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_rows_of_a_table_have_its_columns(page):
+    for block in re.findall(r"(?:^\|.*\n)+", PAGES[page], re.MULTILINE):
+        rows = block.splitlines()
+        assert re.fullmatch(r"\|(?:-+\|)+", rows[1]), rows[0]
+        assert len({len(re.findall(r"(?<!\\)\|", row)) for row in rows}) == 1, rows[0]
+
+
+def cells_of(row):
+    return [cell.strip().strip("*") for cell in row.strip("|").split("|")]
+
+
+def rows_below(text, first):
+    """Cells of the rows of the table whose header begins so."""
+    (block,) = re.findall(rf"^{re.escape(first)}.*\n\|[-|]+\n((?:\|.*\n)+)", text, re.MULTILINE)
+    return [cells_of(row) for row in block.splitlines()]
+
+
+def test_the_ratios_are_those_of_the_run():
+    """A ratio of 0.96: in ``sample.json`` the Hopper kernel takes 0.96 times the other's time."""
+    times = {(row["config"], row["batch"]): row["ms"] for row in SAMPLE["rows"]}
+
+    def over(config, batch, peer, step="cute"):
+        return f"{times[config, int(batch)][step] / times[config, int(batch)][peer]:.2f}"
+
+    rows = rows_below(PAGES["README.md"], "| LM head | as in | B |")
+    assert len(rows) == 6
+    for config, _, batch, *ratios in rows:
+        assert ratios == [over(config, batch, peer) for peer in ("cuBLAS alone", "FI2", "multinomial")]
+    text = PAGES["docs/benchmarks.md"]
+    batches = cells_of(re.search(r"^\| config \| B = 1 .*$", text, re.MULTILINE)[0])[1:]
+    for config, *ratios in rows_below(text, "| config | B = 1 |"):
+        assert ratios == [over(config, batch.removeprefix("B = "), "cuBLAS alone") for batch in batches]
+    for config, batch, ms, *ratios, triton in rows_below(text, "| config | B | whole step, ms |"):
+        assert ms == f"{times[config, int(batch)]['cute']:.3f}"
+        assert ratios == [over(config, batch, peer) for peer in ("cuBLAS alone", "FI1", "FI2", "FI2 fp32", "multinomial")]
+        assert triton == over(config, batch, "cuBLAS alone", "triton")
+
+
+def numbers(text):
+    return {float(number) for number in re.findall(r"\d+(?:\.\d+)?", text)}
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_a_table_of_results_is_whole(table):
+    entry = TABLES[table]
+    assert {"what", "unit", "commits", "made_in", "recorded", "machine", "columns", "rows"} <= set(entry)
+    assert all(re.fullmatch(r"[0-9a-f]{7}", commit) for commit in [*entry["commits"], *entry["made_in"], entry["recorded"]])
+    assert "H200" in entry["machine"]
+    assert len(set(entry["columns"])) == len(entry["columns"])
+    assert entry["rows"]
+    for row in entry["rows"]:
+        assert len(row) == len(entry["columns"])
+        assert all(cell is None or isinstance(cell, (str, int, float)) for cell in row)
+
+
+@pytest.mark.parametrize("file", sorted(path.name for path in RESULTS.glob("*.json")))
+def test_results_are_json(file):
+    def no_number(word):
+        raise AssertionError(word)  # NaN and infinities, which Python writes, are not JSON
+
+    json.loads((RESULTS / file).read_text(encoding="utf-8"), parse_constant=no_number)
+
+
+def test_what_was_tried_has_its_figures_in_the_results():
+    hopper, experiments = PAGES["docs/hopper.md"], PAGES["docs/experiments.md"]
+    cited = set(re.findall(r"`([a-z0-9]+(?:_[a-z0-9]+)+)`", hopper + experiments))
+    assert cited == set(TABLES)
+    for _, case, before, after, commit, _, raw in map(cells_of, re.findall(r"^\|(?:[^|\n]+\|){7}$", experiments, re.MULTILINE)):
+        if commit not in ("commit", "---"):
+            tables = json.dumps([TABLES[name] for name in re.findall(r"`(\w+)`", raw)])
+            assert re.fullmatch(r"[0-9a-f]{7}", commit)
+            assert raw
+            assert numbers(f"{before} {after}") <= numbers(tables), (case, before, after)
+    profile = [list(map(int, row)) for row in rows_below(hopper, "| D | B | DRAM |")]
+    assert profile == TABLES["ncu_whole_kernel"]["rows"]
 
 
 def cited(pattern, text):

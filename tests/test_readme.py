@@ -1,4 +1,4 @@
-"""What the README says to type works: snippets run, commands exist, and the environment that it names has what they import."""
+"""What README and docs/ say to type works: snippets run, commands exist, and the environment named has what they import."""
 
 import ast
 import importlib.util
@@ -18,6 +18,7 @@ else:
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+DOCS = {path.stem: path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md"))}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 OURS = ("benchmarks", "flashsampling", "scripts", "tests")
@@ -25,16 +26,22 @@ ENVIRONMENTS = {"./scripts/demo": "demo", "./scripts/test": "test"}  # what the 
 MODULES = {"nvidia-cutlass-dsl": ("cutlass", "cuda"), "apache-tvm-ffi": ("tvm_ffi",)}  # others are named as their package
 
 
-def fences(language):
-    return re.findall(rf"^```{language}\n(.*?)^```$", README, flags=re.DOTALL | re.MULTILINE)
+def fences(language, text):
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def cells(text):
+    """(what the page's python takes for granted, the python that it shows)"""
+    (preamble,) = re.findall(r"<!--.*?```python\n(.*?)```\n-->", text, flags=re.DOTALL)
+    return preamble, [code for code in fences("python", text) if code != preamble]
 
 
 def snippets():
-    """The README's python, one program: each snippet is a cell, what one defines the next may use."""
-    (preamble,) = re.findall(r"<!--.*?```python\n(.*?)```\n-->", README, flags=re.DOTALL)
-    shown = [code for code in fences("python") if code != preamble]
-    assert len(shown) >= 4
-    return "\n".join([preamble, *shown])
+    """The README's python and how tensor parallelism is used, one program: what one snippet defines the next may use."""
+    preamble, shown = cells(README)
+    assert len(shown) >= 5
+    group, use = cells(DOCS["tensor_parallel"])
+    return "\n".join([preamble, *shown, group, use[0]])
 
 
 def test_every_snippet_runs(tmp_path):
@@ -102,7 +109,7 @@ def missing(source, extras):
 
 def commands():
     """(command, extras of the environment that it runs in), from the fences and from what stands between backticks."""
-    for block in fences("bash"):
+    for block in fences("bash", README):
         extras = None
         for line in block.splitlines():
             command = line.partition(" #")[0].strip()
@@ -110,11 +117,12 @@ def commands():
                 extras = extras_of(command)
             if command:
                 yield command, extras
-    inline = [command for text in (README, CONTRIBUTING) for command in re.findall(r"`(python -m [^`]+)`", text)]
-    indented = re.findall(r"^    (\./[^#\n]+)", CONTRIBUTING, flags=re.MULTILINE)
-    yield from (
-        (" ".join(command.split()), ["bench", "cute", "triton"]) for command in inline + indented if "..." not in command
-    )
+    pages = (README, CONTRIBUTING, *DOCS.values())
+    said = [command for text in pages for command in re.findall(r"`(python -m [^`]+)`", text)]
+    said += re.findall(r"^    (\./[^#\n]+)", CONTRIBUTING, flags=re.MULTILINE)
+    lines = [line.partition(" #")[0] for text in DOCS.values() for block in fences("bash", text) for line in block.splitlines()]
+    said += [line for line in lines if line.startswith(("python ", "./", ".venv"))]
+    yield from ((" ".join(command.split()), ["bench", "cute", "triton"]) for command in said if "..." not in command)
 
 
 def extras_of(install):
@@ -131,6 +139,8 @@ def test_the_commands_are_found():
         "./scripts/test",
         "python -m flashsampling precompile",
         "python -m benchmarks.sample_cpu",
+        "python -m benchmarks.profile_step cute",
+        "python -m torch.distributed.run --standalone --nproc_per_node 2 -m benchmarks.exchange",
     ):
         assert expected in said
 
@@ -158,11 +168,14 @@ def test_a_command_has_its_script_and_what_that_imports(command, extras):
     else:
         assert words[0] == "python", f"{words[0]} belongs to no environment that the README names"
     assert words[1] == "-m"
-    if words[2] == "torch.distributed.run":
-        source = ROOT / next(word for word in words if word.startswith("scripts/"))
+    script = next((ROOT / word for word in words if word.startswith("scripts/")), None)
+    if script is not None:
+        assert words[2] == "torch.distributed.run"
+        source = script
         assert os.access(source, os.X_OK)
     else:
-        spec = importlib.util.find_spec(words[2])
+        name = words[words.index("-m", 3) + 1] if words[2] == "torch.distributed.run" else words[2]
+        spec = importlib.util.find_spec(name)
         assert spec is not None
         source = Path(spec.origin)
         if source.name == "__init__.py":
@@ -176,12 +189,6 @@ def test_what_the_import_check_says():
     assert missing(ROOT / "scripts" / "demo_generate.py", ["cute"]) == {"typer", "rich", "transformers"}
     assert "pytest" in imports(ROOT / "benchmarks" / "sample_cpu.py")
     assert missing(ROOT / "flashsampling" / "__main__.py", []) == set()
-
-
-def test_links_lead_somewhere():
-    for text in (README, CONTRIBUTING):
-        for target in re.findall(r"\]\((?!https?://|#)([^)\s]+)\)", text):
-            assert (ROOT / target).is_file(), target
 
 
 def test_what_pypi_shows_has_no_relative_link():
