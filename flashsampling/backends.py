@@ -77,8 +77,7 @@ class Backend:
             return self.missing
         if step.asked is not PLAIN:
             does = getattr(self.module, "DOES", ())
-            asked = zip(step.asked._fields, step.asked, PLAIN)
-            left = [name for name, value, plain in asked if value is not plain and name not in does]
+            left = [name for name in step.asked.names() if name not in does]
             if left:
                 return f"it does not do {', '.join(left)}"
         return self.module.unsupported(step)  # type: ignore[no-any-return]

@@ -75,24 +75,27 @@ def _put_together(arguments: tuple[Any, ...], vocab_size: int, shard: Shard = WH
     hidden_states, weight, *rows, num_samples = arguments
     rows, values = rows[: 2 * len(_ROW_PARAMETERS)], rows[2 * len(_ROW_PARAMETERS) :]
     asked = Asked(**{name: read(value) for (name, _, read), value in zip(_ASKED, values)})
-    if all(value is plain for value, plain in zip(asked, PLAIN)):
-        asked = PLAIN
+    asked = asked if asked.names() else PLAIN
     given = {name: rows[2 * i + 1] if rows[2 * i] is None else rows[2 * i] for i, (name, _) in enumerate(_ROW_PARAMETERS)}
     return Step(hidden_states, weight, **given, num_samples=num_samples, vocab_size=vocab_size, shard=shard, asked=asked)
 
 
 def choose(step: Step, impl: str = "") -> Backend:
-    """The backend that is named, or else the first that can do the step. Raises ValueError: there is none, or it cannot."""
+    """The backend that is named, or else the first that can do the step. Raises ValueError: no such name, or none can."""
     if impl:
         backend = named(impl)
         reason = backend.unsupported(step)
         if reason is not None:
             raise ValueError(f"impl={impl!r} cannot do this: {reason}")
         return backend
-    kind = "cuda" if step.hidden_states.is_cuda else "cpu"
-    backend = next(backend for backend in tried_on(kind) if backend.unsupported(step) is None)
-    _log_choice(backend.name, step.hidden_states.dtype, step.hidden_states.device)
-    return backend
+    reasons = []
+    for backend in tried_on("cuda" if step.hidden_states.is_cuda else "cpu"):
+        reason = backend.unsupported(step)
+        if reason is None:
+            _log_choice(backend.name, step.hidden_states.dtype, step.hidden_states.device)
+            return backend
+        reasons.append(f"{backend.name}: {reason}")
+    raise ValueError(f"no implementation can do this on {step.hidden_states.device}: {'; '.join(reasons)}")
 
 
 def _sample(step: Step, impl: str) -> Drawn:

@@ -26,6 +26,11 @@ class Asked(NamedTuple):
 
     stream: Stream = Stream.TOKEN  # of the noise
 
+    def names(self) -> list[str]:
+        """Fields that are not as they are where nothing is asked for."""
+        fields = zip(self._fields, self, PLAIN)
+        return [name for name, value, plain in fields if value is not plain and (isinstance(value, Tensor) or value != plain)]
+
 
 PLAIN = Asked()  # this very object, where nothing is asked for: a call looks no further
 

@@ -65,7 +65,7 @@ def test_a_row_of_the_table_is_an_implementation(toy):
         dist.destroy_process_group()
 
 
-def test_what_a_backend_does_not_do_is_refused_by_name(toy):
+def test_what_a_backend_does_not_do_is_refused_by_name(toy, monkeypatch):
     """Never done as if it had not been asked for."""
     step = make_problem(3, 300, 16, CPU).step()
     recovery = step._replace(asked=Asked(stream=Stream.RECOVERY))
@@ -77,6 +77,11 @@ def test_what_a_backend_does_not_do_is_refused_by_name(toy):
         ops.sample(recovery, "toy")
     assert torch.equal(ops.sample(recovery, "").ids, ops.sample(recovery, "reference").ids)
     assert not toy.steps
+    monkeypatch.setattr(streaming, "DOES", ())
+    with pytest.raises(
+        ValueError, match="no implementation can do this on cpu: toy: it does not do stream; streaming: it does"
+    ):
+        ops.sample(recovery, "")
     assert BACKENDS["reference"].unsupported(step._replace(shard=Shard(7, exchange.PACKED))).startswith("a shard")
 
 
