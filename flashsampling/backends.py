@@ -16,6 +16,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import re
+import sys
 from types import ModuleType
 from typing import NamedTuple
 
@@ -36,13 +37,20 @@ class Package(NamedTuple):
         """Why it cannot be used, or None."""
         if importlib.util.find_spec(self.module) is None:
             return f"{self.distribution} is not installed{self.hint}"
-        try:
-            version = importlib.metadata.version(self.distribution)
-        except importlib.metadata.PackageNotFoundError:  # it came under another name, or as a bare folder on the path
-            version = getattr(importlib.import_module(self.module), "__version__", "")
+        version = self._version()
         if version and tuple(int(part) for part in re.findall(r"\d+", version)[: len(self.least)]) < self.least:
             return f"{self.distribution} {version} is installed, it needs {'.'.join(map(str, self.least))} or newer"
         return None
+
+    def _version(self) -> str:
+        """What is loaded counts, or else what is installed; "" if that cannot be known."""
+        version = getattr(sys.modules.get(self.module), "__version__", None)
+        if version is None:
+            try:
+                return importlib.metadata.version(self.distribution)
+            except importlib.metadata.PackageNotFoundError:  # it came under another name, or as a bare folder on the path
+                version = getattr(importlib.import_module(self.module), "__version__", "")
+        return str(version)
 
 
 class Backend:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -134,6 +135,7 @@ def test_versions_of_what_a_backend_needs(monkeypatch):
     def installed(version):
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
         monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
+        monkeypatch.delitem(sys.modules, "triton", raising=False)
 
     package = Package("triton", "triton", (3, 6))
     for version in ("3.6.0", "3.10.1", "4.0.0+git1234", "3.6"):
@@ -142,6 +144,8 @@ def test_versions_of_what_a_backend_needs(monkeypatch):
     for version in ("3.5.9", "2.99", "3.4.0+cu128"):
         installed(version)
         assert package.missing() == f"triton {version} is installed, it needs 3.6 or newer"
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__="3.4.0"))
+    assert package.missing() == "triton 3.4.0 is installed, it needs 3.6 or newer"
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert package.missing() == "triton is not installed"
     assert Package("tvm_ffi", "apache-tvm-ffi", hint=" (pip install x)").missing().endswith("is not installed (pip install x)")

@@ -90,10 +90,14 @@ def test_what_is_written_is_loaded_and_nobody_else_could_have_written_it(played,
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-def test_first_use_of_a_dtype_makes_every_shape_once(played):
+def test_a_shape_is_made_when_it_is_needed_and_once(played):
+    """A first token does not wait for the shapes of other batches."""
     compiled, loaded = played
+    kernel = cache.kernel_for(DTYPE, cache.CONFIGS[3])
+    assert compiled == [(DTYPE, cache.CONFIGS[3])]
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda config: cache.kernel_for(DTYPE, config), cache.CONFIGS * 3))
+    assert cache.kernel_for(DTYPE, cache.CONFIGS[3]) is kernel
     assert sorted(compiled, key=repr) == sorted(((DTYPE, config) for config in cache.CONFIGS), key=repr)
     assert not loaded
 

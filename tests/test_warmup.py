@@ -87,6 +87,19 @@ def test_keys_of_the_cache_after_warmup(use_tma, dtype, dim, num_samples, monkey
     assert keys.seen == made
 
 
+@pytest.mark.parametrize("dim", [64, 1792, 2048, 4096])
+@pytest.mark.parametrize("most", [1, 64, 193, 256, 600])
+def test_the_hopper_kernels_shapes_up_to_a_batch(dim, most):
+    """All that batches up to it need, and no others: each is seconds of compiling."""
+    from flashsampling.impl.cute.config import choose_config, compiled_for
+
+    names, batches = compiled_for(torch.empty(1, dim, dtype=torch.float16), most, 1)
+    wanted = {choose_config(batch, dim) for batch in range(1, most + 1)}
+    assert {choose_config(batch, dim) for batch in batches} == wanted
+    assert len(batches) == len(wanted)
+    assert names == [f"cute float16 {choose_config(batch, dim)}" for batch in batches]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_samples", [1, 3])
 def test_compiles_nothing_after_warmup(num_samples, device):

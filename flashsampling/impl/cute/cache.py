@@ -12,8 +12,8 @@ may: they cannot replace there what is not theirs.) A folder that is not so is n
 process over a damaged object, so an object's name ends in the SHA-256 of its bytes, which is compared before it is loaded; one
 that does not match is removed and made again.
 
-The first call for a dtype makes every tile shape, which takes half a minute on two cores with an empty folder
-(``python -m flashsampling precompile`` does it ahead): after it no batch size compiles anything.
+A shape is made when a batch first needs it. ``flashsampling.warmup`` makes those that batches up to a size need, one after the
+other; ``python -m flashsampling precompile`` makes all, in parallel and without a GPU: half a minute on two cores.
 """
 
 import ast
@@ -52,10 +52,9 @@ def kernel_for(dtype: torch.dtype, config: TileConfig) -> Callable[..., Any]:
     kernel = _kernels.get((dtype, config))
     if kernel is None:
         with _lock:
-            for shape in CONFIGS:
-                if (dtype, shape) not in _kernels:
-                    _kernels[dtype, shape] = _load_or_compile(dtype, shape)
-        kernel = _kernels[dtype, config]
+            kernel = _kernels.get((dtype, config))
+            if kernel is None:
+                kernel = _kernels[dtype, config] = _load_or_compile(dtype, config)
     return kernel
 
 

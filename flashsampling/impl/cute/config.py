@@ -120,6 +120,9 @@ def unsupported(step: Step) -> str | None:
 
 
 def compiled_for(weight: Tensor, max_batch_size: int, num_samples: int) -> tuple[list[str], list[int]]:
-    """See ``backends``: all shapes of a dtype are made at once."""
+    """See ``backends``: a kernel for every shape."""
+    batches: dict[TileConfig, int] = {}
+    for batch in range(1, max_batch_size + 1):
+        batches.setdefault(choose_config(batch, weight.shape[1]), batch)
     dtype = str(weight.dtype).removeprefix("torch.")
-    return [f"cute {dtype} {config}" for config in CONFIGS], [1]
+    return [f"cute {dtype} {config}" for config in batches], list(batches.values())
