@@ -34,11 +34,11 @@ from flashsampling.distributed import (
     TensorParallelMismatch,
     TensorParallelTimeout,
     agreement,
-    group,
+    construction,
     shard_lm_head,
     shard_range,
 )
-from flashsampling.distributed.nccl import posts_of
+from flashsampling.distributed.watch import posts_of
 
 from .problems import Problem, assert_agreement, make_problem, rows_only
 
@@ -269,15 +269,15 @@ def memory_that_cannot_be_mapped(rank: Rank) -> None:
 
     problem = rank.problem(4, 600, 64)
     shard, _ = rank.shard(problem.weight)
-    real = group.PeerToPeer, agreement.why_no_p2p
-    group.PeerToPeer, agreement.why_no_p2p = Refused, lambda *_: None
+    real = construction.PeerToPeer, agreement.why_no_p2p
+    construction.PeerToPeer, agreement.why_no_p2p = Refused, lambda *_: None
     try:
         with pytest.raises(ValueError, match=r"transport='p2p' cannot be used \(rank 1: pidfd_getfd"):
             TensorParallel(None, shard, transport="p2p", impl=rank.impl)
         with pytest.warns(RuntimeWarning, match="transport 'p2p' cannot be used .* instead"):
             tp = TensorParallel(None, shard, impl=rank.impl)
     finally:
-        group.PeerToPeer, agreement.why_no_p2p = real
+        construction.PeerToPeer, agreement.why_no_p2p = real
     assert tp.transport == ("nccl" if rank.device.type == "cuda" else "gloo")
     rank.check(tp, shard, problem)
 
@@ -649,7 +649,7 @@ def construction_that_fails(rank: Rank) -> None:
     shard, first = rank.shard(problem.weight)
     odd = rank.rank == 1
 
-    def compile_on_odd(tp: TensorParallel, weight: Tensor) -> None:
+    def compile_on_odd(making: construction.Construction, weight: Tensor) -> None:
         if odd:
             raise RuntimeError("no such instruction")
 
@@ -674,7 +674,7 @@ def construction_that_fails(rank: Rank) -> None:
         with pytest.raises(mine if odd else kind, match=None if odd else message):
             construct(**options if odd else {})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TensorParallel, "_compile", compile_on_odd)
+        patch.setattr(construction.Construction, "_compile", compile_on_odd)
         with pytest.raises(
             RuntimeError, match="no such instruction" if odd else "^rank 1 left .*RuntimeError: no such"
         ) as error:

@@ -17,8 +17,9 @@ from torch.distributed import distributed_c10d
 from flashsampling.distributed import nccl, rendezvous
 from flashsampling.distributed.failure import Failure, TensorParallelError, TensorParallelMismatch, TensorParallelTimeout
 from flashsampling.distributed.message import FAILED, HEADER, OFFSET, SEED, STEP, TEMPERATURE, Hashes, difference
-from flashsampling.distributed.nccl import Progress, Watch, culprit
-from flashsampling.distributed.rendezvous import RemoteError, Rendezvous, StoreGoneError, store_of
+from flashsampling.distributed.rendezvous import RemoteError, Rendezvous
+from flashsampling.distributed.store import StoreGoneError, store_of
+from flashsampling.distributed.watch import Progress, Watch, culprit, progress_of
 from tests.problems import rows_only
 
 SOON = 10.0  # seconds; a loaded machine may stop a thread for some
@@ -199,7 +200,7 @@ class _Wedged:
 
 
 def test_a_store_that_does_not_answer_is_an_error_within_a_bound(monkeypatch):
-    monkeypatch.setattr("flashsampling.distributed.rendezvous._LEAST_FOR_STORE", 0.5)
+    monkeypatch.setattr("flashsampling.distributed.store._LEAST", 0.5)
     started = time.monotonic()
     with pytest.raises(TensorParallelError, match="store does not answer") as error:
         Rendezvous(_Wedged, 1, 2, 0.5, holder=0)
@@ -503,7 +504,7 @@ def alone(monkeypatch):
 
 
 def _post(it, rank, **fields):
-    it._rendezvous.store.set(nccl.progress_of(rank), Progress(**{"begun": 0, "ended": 0, "knows": 1} | fields).packed())
+    it._rendezvous.store.set(progress_of(rank), Progress(**{"begun": 0, "ended": 0, "knows": 1} | fields).packed())
 
 
 MISMATCH = Failure("differs", 1, 3, ("seed",), "rank 0")
@@ -650,7 +651,7 @@ def test_posts_go_on_after_closing_while_an_all_gather_hangs(alone, everybody):
         def posted(begun, issued):
             until = time.monotonic() + SOON
             while time.monotonic() < until:
-                value = it._rendezvous.store.get(nccl.progress_of(0))
+                value = it._rendezvous.store.get(progress_of(0))
                 post = None if value is None else Progress.unpacked(value)
                 if post == Progress(begun, 0, post and post.beat, issued=issued, knows=1):
                     return post.beat
