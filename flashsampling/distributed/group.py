@@ -81,6 +81,18 @@ class TensorParallel:
 
     Warns:
         RuntimeWarning: all ranks are on one host's GPUs, and the transport is not "p2p": why.
+
+    Example:
+        >>> import torch, flashsampling
+        >>> from flashsampling.distributed import TensorParallel, shard_lm_head
+        >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        >>> shard = shard_lm_head(torch.zeros(1000, 8))
+        >>> with TensorParallel(None, shard, max_batch_size=64) as tp:  # once, on all ranks
+        ...     step = flashsampling.sample(torch.zeros(3, 8), shard, seed=torch.arange(3), tp=tp)  # on all ranks
+        ...     tp.check()
+        ...     print(tp.transport, step.token_ids)
+        gloo tensor([414, 777, 916])
+        >>> torch.distributed.destroy_process_group()
     """
 
     def __init__(

@@ -269,6 +269,25 @@ _kept: list[Nccl] = []  # their buffers belong to all-gathers that hang, or to g
 
 
 def gather_flat(gathered: Tensor, mine: Tensor, group: dist.ProcessGroup | None = None) -> None:
-    """All-gather of contiguous tensors of one size on all ranks, one after the other into ``gathered``."""
+    """All-gather of contiguous tensors of one size on all ranks, one after the other into ``gathered``. A collective.
+
+    Args:
+        gathered: written; as many elements as all ranks' ``mine`` together, of their dtype and on their device.
+        mine: this rank's.
+        group: the process group, None for the default one. Its time-out bounds the call.
+
+    Raises:
+        RuntimeError: torch's, where sizes or dtypes do not fit, or the process group's time is up.
+
+    Example:
+        >>> import torch
+        >>> from flashsampling.distributed import gather_flat
+        >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        >>> gathered, mine = torch.zeros(1, 2, 3), torch.ones(2, 3)  # (ranks, ...), (...)
+        >>> gather_flat(gathered, mine)
+        >>> gathered.sum().item()
+        6.0
+        >>> torch.distributed.destroy_process_group()
+    """
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.13
     gather(gathered.view(-1), mine.view(-1), group=group)
