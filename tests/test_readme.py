@@ -60,7 +60,7 @@ def test_every_snippet_runs(tmp_path):
 
 def requirements(extras):
     """Distribution names that the package and its extras bring, extras of the package itself followed."""
-    names = set()
+    names: set[str] = set()
     for requirement in PROJECT["dependencies"] + [entry for extra in extras for entry in EXTRAS[extra]]:
         name, own = re.match(r"([\w-]+)(?:\[([\w,]+)\])?", requirement).groups()
         names |= requirements(own.split(",")) if name == PROJECT["name"] else {name}
