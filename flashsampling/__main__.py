@@ -1,4 +1,4 @@
-"""``python -m flashsampling``: ``doctor`` says what runs here and why not, ``precompile``
+"""The command ``flashsampling``, or ``python -m flashsampling``: ``doctor`` says what runs here and why not, ``precompile``
 fills the cache. It needs torch alone."""
 
 import argparse
@@ -138,9 +138,7 @@ def _workers(text: str) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line; ``arguments`` default to the process's."""
-    parser = argparse.ArgumentParser(
-        "python -m flashsampling", description="FlashSampling: what runs here, and kernels ahead of time."
-    )
+    parser = argparse.ArgumentParser("flashsampling", description="FlashSampling: what runs here, and kernels ahead of time.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     help_doctor = "print versions, GPUs, what serves which problem and why not, and what the cache folder has"
     commands.add_parser("doctor", help=help_doctor, description=help_doctor)

@@ -32,6 +32,12 @@ class SampleOutput:
     Attributes:
         token_ids: int64, (B,), or (B, num_samples) when ``num_samples > 1``. -1 in a row whose scores hold a NaN or no
             finite value; such a row leaves the others untouched.
+
+    Example:
+        >>> import torch, flashsampling
+        >>> hidden_states, weight = torch.zeros(2, 8), torch.zeros(1000, 8)
+        >>> flashsampling.sample(hidden_states, weight, seed=torch.arange(2), num_samples=3).token_ids.shape
+        torch.Size([2, 3])
     """
 
     token_ids: Tensor
@@ -93,11 +99,23 @@ def sample(
     Raises:
         TypeError: an argument is of the wrong type or dtype.
         ValueError: a shape, device or range does not fit, or ``impl`` cannot do this problem.
-        flashsampling.distributed.TensorParallelTimeout: another rank did not take part in this step or, with the transport
-            "p2p", in an earlier one; the rows of that step are -1.
+        flashsampling.distributed.TensorParallelError: the ranks cannot go on together. TensorParallelTimeout: one did not take
+            part in a step; TensorParallelMismatch: it was at another one, or gave other parameters. With the transport "gloo"
+            of this step, else of an earlier one, whose rows are -1.
 
     Warns:
         UserWarning: once per process, where several rows, not greedy, share one integer for a seed and one for an offset.
+
+    Example:
+        >>> import torch, flashsampling
+        >>> hidden_states, weight = torch.zeros(3, 8), torch.zeros(1000, 8)  # all of 1000 tokens are as likely
+        >>> seeds = torch.arange(3)
+        >>> flashsampling.sample(hidden_states, weight, temperature=0.8, seed=seeds).token_ids
+        tensor([414, 777, 916])
+        >>> flashsampling.sample(hidden_states[1:], weight, temperature=0.8, seed=seeds[1:]).token_ids  # in another batch
+        tensor([777, 916])
+        >>> flashsampling.sample(hidden_states, weight, temperature=0.8, seed=seeds, offset=1).token_ids  # their next tokens
+        tensor([142, 392, 169])
     """
     try:
         batch, vocab, device = _check_matrices(hidden_states, weight, 1 if tp is None else 0)

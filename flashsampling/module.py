@@ -57,6 +57,21 @@ class LMHeadSampler(nn.Module):
             weight is quantised, sparse or a DTensor.
         ValueError: the linear layer has a bias or lies on the meta device, or a shape or range does not fit; with ``tp``
             also where that is so on another rank, which is named, or where ``max_batch_size`` differs.
+
+    Example:
+        >>> import torch, flashsampling
+        >>> lm_head = torch.nn.Linear(8, 1000, bias=False)
+        >>> sampler = flashsampling.LMHeadSampler(lm_head, max_batch_size=4, seed=[0, 1, 2, 3], temperature=0.8)
+        >>> hidden_states = torch.zeros(3, 8)  # all of 1000 tokens are as likely
+        >>> sampler(hidden_states).token_ids
+        tensor([414, 777, 916])
+        >>> sampler(hidden_states).token_ids
+        tensor([142, 392, 169])
+        >>> sampler.reset(seed=[0], rows=[2])  # a new request in row 2, with the seed of row 0
+        >>> sampler(hidden_states).token_ids
+        tensor([992, 731, 414])
+        >>> sampler.offsets
+        tensor([3, 3, 1, 0])
     """
 
     seeds: Tensor  # (max_batch_size,) int64

@@ -53,7 +53,12 @@ def warmup(
     Raises:
         TypeError, ValueError: as ``sample``; and ``max_batch_size`` is below 1.
         RuntimeError: the current stream is being captured.
-        flashsampling.distributed.TensorParallelTimeout: as ``sample``.
+        flashsampling.distributed.TensorParallelError: as ``sample``.
+
+    Example:
+        >>> import torch, flashsampling
+        >>> flashsampling.warmup(torch.zeros(1000, 8), max_batch_size=64)  # on a CPU nothing is compiled
+        []
     """
     try:
         return _draw_all(weight, max_batch_size, num_samples, vocab_size, impl, tp)

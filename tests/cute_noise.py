@@ -30,7 +30,7 @@ def _kernel(blocks: cute.Tensor, out: cute.Tensor, count: Int32):
         out[i, 18] = Int64(reduction.score_of_key(key).bitcast(Uint32))
         bases = [Uint32(blocks[i, 11 + c]).bitcast(Float32) for c in range(2)]
         for pair in range_constexpr(2):
-            out[i, 19 + pair] = Int64(noise.add_codes(*bases, codes, pair, noise.exponents(count)))
+            out[i, 19 + pair] = Int64(noise.add_codes(bases[0], bases[1], codes, pair, noise.exponents(count)))
 
 
 @cute.jit

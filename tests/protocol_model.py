@@ -356,9 +356,9 @@ class Model:
         for chosen in itertools.product(*choices):
             yield self.compare(world, rank, block, slots, chosen)
         if not self.has("unpolled"):
-            for found, after in self.failures(world, rank):
-                if found is not None:
-                    yield self.tell(after, rank, block, found, FAILED)
+            for failure, after in self.failures(world, rank):
+                if failure is not None:
+                    yield self.tell(after, rank, block, failure, FAILED)
 
     def compare(self, world: World, rank: int, block: int, slots: list[int], chosen: tuple) -> Step:
         me = world.ranks[rank]

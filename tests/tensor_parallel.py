@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,11 +35,11 @@ from flashsampling.distributed import (
     TensorParallelMismatch,
     TensorParallelTimeout,
     agreement,
-    group,
+    construction,
     shard_lm_head,
     shard_range,
 )
-from flashsampling.distributed.nccl import posts_of
+from flashsampling.distributed.watch import posts_of
 
 from .problems import Problem, assert_agreement, make_problem, rows_only
 
@@ -269,15 +270,13 @@ def memory_that_cannot_be_mapped(rank: Rank) -> None:
 
     problem = rank.problem(4, 600, 64)
     shard, _ = rank.shard(problem.weight)
-    real = group.PeerToPeer, agreement.why_no_p2p
-    group.PeerToPeer, agreement.why_no_p2p = Refused, lambda *_: None
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(construction, "PeerToPeer", Refused)
+        patch.setattr(agreement, "why_no_p2p", lambda *_: None)
         with pytest.raises(ValueError, match=r"transport='p2p' cannot be used \(rank 1: pidfd_getfd"):
             TensorParallel(None, shard, transport="p2p", impl=rank.impl)
         with pytest.warns(RuntimeWarning, match="transport 'p2p' cannot be used .* instead"):
             tp = TensorParallel(None, shard, impl=rank.impl)
-    finally:
-        group.PeerToPeer, agreement.why_no_p2p = real
     assert tp.transport == ("nccl" if rank.device.type == "cuda" else "gloo")
     rank.check(tp, shard, problem)
 
@@ -447,7 +446,7 @@ def steps_that_a_compiler_could_drop(rank: Rank) -> None:
         draws(states, offset)
         return states + 1, []
 
-    ways = [{"backend": "aot_eager"}, {"backend": "inductor"}]
+    ways: list[dict[str, Any]] = [{"backend": "aot_eager"}, {"backend": "inductor"}]
     if rank.transport != "gloo":  # whose exchange the host makes, so that no graph holds it
         ways.append({"mode": "reduce-overhead"})
     for options in ways:
@@ -541,7 +540,7 @@ def _until(condition: Callable[[], bool]) -> None:
 
 def _fails(tp: TensorParallel, step: Callable[[], object]) -> TensorParallelError:
     """The error of a step and of all later ones, whose tokens are -1; the same failure each time."""
-    tokens = []
+    tokens: list[Any] = []
 
     def steps() -> None:
         for _ in range(3):  # what is queued behind the first drains
@@ -649,7 +648,7 @@ def construction_that_fails(rank: Rank) -> None:
     shard, first = rank.shard(problem.weight)
     odd = rank.rank == 1
 
-    def compile_on_odd(tp: TensorParallel, weight: Tensor) -> None:
+    def compile_on_odd(making: construction.Construction, weight: Tensor) -> None:
         if odd:
             raise RuntimeError("no such instruction")
 
@@ -674,7 +673,7 @@ def construction_that_fails(rank: Rank) -> None:
         with pytest.raises(mine if odd else kind, match=None if odd else message):
             construct(**options if odd else {})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TensorParallel, "_compile", compile_on_odd)
+        patch.setattr(construction.Construction, "_compile", compile_on_odd)
         with pytest.raises(
             RuntimeError, match="no such instruction" if odd else "^rank 1 left .*RuntimeError: no such"
         ) as error:
@@ -960,16 +959,16 @@ def hosts_that_learn_late(rank: Rank) -> None:
 
     # a rank comes later than the time-out, and the group's all-gathers end
     tp, step, _ = group(4.0)
-    out = None
+    drawn: Tensor | None = None
     if rank.rank == odd:
         _until(lambda: tp._transport._failure is not None)  # its thread has heard
     else:
-        out = step()
+        drawn = step()
     error = _fails(tp, step)
     assert isinstance(error, TensorParallelTimeout)
     assert error.rank == odd
     _agreed("all have raised")
-    assert out is None or (out == -1).all()
+    assert drawn is None or (drawn == -1).all()
     as_many_everywhere(tp)
     tp.close()
     rank.check(bystander, rank.shard(problem.weight)[0], problem)
@@ -1115,7 +1114,8 @@ def run(
     results: dict[str, dict[int, str]] = {name: {} for name in names}
     deadline = time.monotonic() + seconds
     while pipes and time.monotonic() < deadline:
-        for pipe in wait(list(pipes), timeout=1.0):
+        ready: list[Any] = wait(list(pipes), timeout=1.0)
+        for pipe in ready:
             rank = pipes[pipe]
             try:
                 said = pipe.recv()

@@ -235,9 +235,12 @@ def test_no_more_than_2_to_the_31_less_1_tokens(monkeypatch):
     weight = WEIGHT[:1].expand(2**31, 8)
     assert (sample(STATES, weight, vocab_size=5, seed=1, offset=torch.arange(3)).token_ids < 5).all()
     seen = []
-    monkeypatch.setattr(
-        ops, "sample", lambda step, impl: seen.append(step.vocab_size) or Drawn(torch.zeros(3, dtype=torch.int64))
-    )
+
+    def draw(step, impl):
+        seen.append(step.vocab_size)
+        return Drawn(torch.zeros(3, dtype=torch.int64))
+
+    monkeypatch.setattr(ops, "sample", draw)
     sample(STATES, weight, vocab_size=2**31 - 1, seed=1, temperature=0.0)
     sample(STATES, weight[: 2**31 - 1], seed=1, temperature=0.0)
     assert seen == [2**31 - 1] * 2
@@ -286,7 +289,7 @@ def test_output_is_frozen_and_the_inputs_untouched(device):
     after = (problem.hidden_states, problem.weight, problem.temperature, problem.seed, problem.offset)
     assert all(torch.equal(a, b) for a, b in zip(before, after))
     with pytest.raises(FrozenInstanceError):
-        out.token_ids = None
+        out.token_ids = None  # type: ignore[misc, assignment]
 
 
 @pytest.mark.parametrize("impl", ["reference", *IMPLEMENTATIONS])
@@ -405,7 +408,7 @@ def test_streaming_holds_a_chunk_whatever_the_number_of_draws(monkeypatch):
 
 def test_streaming_keeps_nothing_for_a_gradient():
     """A trainable weight, as a model's is that nobody froze: no chunk is saved for a backward pass."""
-    saved = []
+    saved: list[torch.Tensor] = []
     problem = make_problem(2, 40_000, 8, torch.device("cpu"))
     problem.weight.requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda tensor: tensor):

@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ def toy():
         steps.append(step)
         return streaming.run(step)
 
-    backend = Backend("toy", chosen_on="cpu", sharded=True)
+    backend: Any = Backend("toy", chosen_on="cpu", sharded=True)
     backend.module = SimpleNamespace(
         unsupported=lambda step: "odd vocabularies are not its own" if step.vocab_size % 2 else None, run=run
     )

@@ -209,7 +209,7 @@ def test_two_streams_at_once(kernel, device):
     expected = [p.sample(kernel) for p in problems]
     streams = [torch.cuda.Stream() for _ in problems]
     torch.cuda.synchronize()
-    results = [[], []]
+    results: list[list[torch.Tensor]] = [[], []]
     for _ in range(100):
         for index, stream in enumerate(streams):
             with torch.cuda.stream(stream):

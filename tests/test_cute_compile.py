@@ -79,8 +79,8 @@ def test_noise_and_keys_compile(architecture):
 def test_precompile_fills_the_cache(tmp_path):
     environment = os.environ | {"FLASHSAMPLING_CACHE_DIR": str(tmp_path), "PYTHONWARNINGS": "default"}
     for command, state in (("-m", "flashsampling", "precompile"), "compiled"), (("scripts/precompile",), "was there"):
-        command = [sys.executable, *command, "--workers", "2"]
-        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+        words = [sys.executable, *command, "--workers", "2"]
+        result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, env=environment)
         assert result.returncode == 0, result.stderr[-3000:]
         assert result.stdout.count(state) == 2 * len(WIDTHS)
     objects = list(tmp_path.glob("cute/*/*.o"))

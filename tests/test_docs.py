@@ -116,7 +116,7 @@ def test_the_ratios_are_those_of_the_run():
     for config, _, batch, *ratios in rows:
         assert ratios == [over(config, batch, peer) for peer in ("cuBLAS alone", "FI2", "multinomial")]
     text = PAGES["docs/benchmarks.md"]
-    batches = cells_of(re.search(r"^\| config \| B = 1 .*$", text, re.MULTILINE)[0])[1:]
+    batches = cells_of(re.findall(r"^\| config \| B = 1 .*$", text, re.MULTILINE)[0])[1:]
     for config, *ratios in rows_below(text, "| config | B = 1 |"):
         assert ratios == [over(config, batch.removeprefix("B = "), "cuBLAS alone") for batch in batches]
     for config, batch, ms, *ratios, triton in rows_below(text, "| config | B | whole step, ms |"):
@@ -192,8 +192,8 @@ def imports(module):
     path = SOURCES[module]
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
     own = {module} | {module.rsplit(".", dots)[0] for dots in range(1, module.count(".") + 1)}
-    found = set(), set()
-    pending = [(ast.parse(path.read_text(encoding="utf-8")), False)]
+    found: tuple[set[str], set[str]] = (set(), set())
+    pending: list[tuple[ast.AST, bool]] = [(ast.parse(path.read_text(encoding="utf-8")), False)]
     while pending:
         node, called = pending.pop()
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
@@ -229,7 +229,7 @@ def part_of(module):
 
 
 def test_the_table_of_imports():
-    parts = {part_of(module): (set(), set()) for module in SOURCES}
+    parts: dict[str, tuple[set[str], set[str]]] = {part_of(module): (set(), set()) for module in SOURCES}
     for module in SOURCES:
         for mine, theirs in zip(parts[part_of(module)], imports(module)):
             mine |= {part_of(name) for name in theirs} - {part_of(module), "impl"}

@@ -24,7 +24,7 @@ def test_example(name, tmp_path):
         pytest.importorskip("transformers")
     path = ROOT / "examples" / f"{name}.py"
     text = path.read_text(encoding="utf-8")
-    command = re.search(r"``python (.*?)``", text)[1].split()
+    command = re.findall(r"``python (.*?)``", text)[0].split()
     assert command[-1] == f"examples/{name}.py"
     assert len(text.splitlines()) < 40
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}

@@ -34,8 +34,8 @@ class Ranks:
         self.tables = torch.zeros(self.size, exchange.TABLE_SHARED + self.size, dtype=torch.int64, device="cuda")
         addresses = [row.data_ptr() for row in self.shared]
         for rank in range(self.size):
-            words = exchange.table_words(rank, self.capacity, int(self.seconds * 1e9), self.told[rank:].data_ptr(), addresses)
-            self.tables[rank] = torch.tensor(words)
+            told, nanoseconds = self.told[rank:].data_ptr(), int(self.seconds * 1e9)
+            self.tables[rank] = torch.tensor(exchange.table_words(rank, self.capacity, nanoseconds, told, addresses))
         self.streams = [torch.cuda.Stream() for _ in range(self.size)]
 
     def draw(self, problems: dict[int, Problem], left_out: dict[int, int] | None = None) -> dict[int, Tensor]:

@@ -1,4 +1,4 @@
-"""``python -m flashsampling``, and what is logged of the choice that ``impl=None`` makes."""
+"""The command ``flashsampling``, and what is logged of the choice that ``impl=None`` makes."""
 
 import logging
 

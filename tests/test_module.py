@@ -288,7 +288,7 @@ def test_reset_of_one_row_and_of_none():
         with pytest.raises(ValueError, match="rows must be from 0 to max_batch_size - 1 = 3, got"):
             sampler.reset(1, rows=rows)
     with pytest.raises(TypeError, match="rows must be integers or a mask, got torch"):
-        sampler.reset(1, rows=[0.5])
+        sampler.reset(1, rows=[0.5])  # type: ignore[list-item]
 
 
 def test_one_number_in_any_form_gives_each_row_a_seed_of_its_own():

@@ -154,14 +154,12 @@ def test_words_are_independent_across_everything(device):
     base = {"seed": 1, "offset": 1, "draw": 1, "stream": noise.Stream.TOKEN}
     variants = [base, base | {"seed": 2}, base | {"offset": 2}, base | {"draw": 2}, base | {"seed": 1 << 32 | 1}]
     variants += [base | {"offset": 1 << 32 | 1}, base | {"stream": noise.Stream.RECOVERY}]
-    rows = torch.stack(
-        [
-            noise.gumbel(
-                *(torch.tensor([v[k]], device=device) for k in ("seed", "offset", "draw")), 0, size, v["stream"]
-            ).flatten()
-            for v in variants
-        ]
-    )
+
+    def row(v):
+        seed, offset, draw = (torch.tensor([v[name]], device=device) for name in ("seed", "offset", "draw"))
+        return noise.gumbel(seed, offset, draw, 0, size, v["stream"]).flatten()
+
+    rows = torch.stack([row(v) for v in variants])
     correlation = torch.corrcoef(rows.double()) - torch.eye(len(variants), device=device)
     assert correlation.abs().max() < 6 / size**0.5
     shifted = torch.corrcoef(torch.stack([rows[0, :-1], rows[0, 1:]]).double())[0, 1]
@@ -170,7 +168,8 @@ def test_words_are_independent_across_everything(device):
 
 @pytest.mark.parametrize(("seed", "offset", "token", "refinement"), ZERO_WORDS)
 def test_known_zero_words_are_refined(seed, offset, token, refinement, device):
-    row = noise.gumbel(*(torch.tensor([x], device=device) for x in (seed, offset, 0)), 0, token + 1)[0, 0]
+    seeds, offsets, draws = (torch.tensor([x], device=device) for x in (seed, offset, 0))
+    row = noise.gumbel(seeds, offsets, draws, 0, token + 1)[0, 0]
     assert row[token].item() == pytest.approx(-math.log((refinement + 0.5) * 2.0**-64), rel=1e-6)
 
 

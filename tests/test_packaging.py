@@ -1,6 +1,8 @@
-"""What is built from the sources: an sdist that can be worked with, and a wheel that runs the README's snippets."""
+"""What is built from the sources: an sdist that can be worked with, and a wheel that runs the README's snippets. And that the
+checkers see every source."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -34,8 +36,8 @@ def built(tmp_path_factory):
     (sdist,) = (out / "sdist").iterdir()
     build(sdist, "wheel")
     (archive,) = out.glob("*.whl")
-    with zipfile.ZipFile(archive) as file:
-        file.extractall(out / "wheel")
+    with zipfile.ZipFile(archive) as wheel:
+        wheel.extractall(out / "wheel")
     return sdist, out / "wheel"
 
 
@@ -73,8 +75,38 @@ def test_the_wheel_runs_the_readmes_snippets(built, tmp_path):
     run = subprocess.run([sys.executable, program], cwd=tmp_path, capture_output=True, text=True, env=environment)
     assert run.returncode == 0, run.stderr[-3000:]
     assert str(wheel) in run.stdout
-    run = subprocess.run(
-        [sys.executable, "-m", "flashsampling", "doctor"], cwd=tmp_path, capture_output=True, text=True, env=environment
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
-    assert str(wheel) in run.stdout
+    # as the script that an installer makes of the entry point, and as a module
+    entry = "import sys; from importlib.metadata import distribution as of; (entry,) = of('flashsampling').entry_points; "
+    entry += "assert (entry.group, entry.name) == ('console_scripts', 'flashsampling'); sys.exit(entry.load()())"
+    for command in (["-c", entry], ["-m", "flashsampling"]):
+        run = subprocess.run(
+            [sys.executable, *command, "doctor"], cwd=tmp_path, capture_output=True, text=True, env=environment
+        )
+        assert run.returncode == 0, run.stderr[-3000:]
+        assert str(wheel) in run.stdout
+
+
+def _sources():
+    """Python by its suffix; scripts that have none by their first line."""
+    folders = ("benchmarks", "examples", "flashsampling", "scripts", "tests")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
+    scripts = [path for path in files if not path.suffix and path.read_bytes().startswith(b"#!/usr/bin/env python3")]
+    assert ROOT / "scripts" / "precompile" in scripts
+    return [ROOT / "setup.py", *scripts, *(path for path in files if path.suffix == ".py")]
+
+
+def test_ruff_checks_every_source():
+    pytest.importorskip("ruff")
+    run = subprocess.run([sys.executable, "-m", "ruff", "check", "--show-files", "."], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert not {str(path) for path in _sources()} - set(run.stdout.splitlines())
+
+
+def test_mypy_checks_every_source_but_kernels(monkeypatch):
+    process_options = pytest.importorskip("mypy.main").process_options
+    monkeypatch.chdir(ROOT)
+    found, options = process_options([])
+    wanted = {str(path) for path in _sources()}
+    kernels = {path for path in wanted if any(re.search(each, path) for each in options.exclude)}
+    assert {os.path.basename(os.path.dirname(path)) for path in kernels} == {"cute", "triton"}
+    assert not wanted - kernels - {str(ROOT / source.path) for source in found}

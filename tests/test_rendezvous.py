@@ -1,5 +1,6 @@
 """What ranks do outside of steps, as threads over every kind of store; and what the transports conclude, without a device."""
 
+import functools
 import itertools
 import os
 import subprocess
@@ -8,6 +9,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -17,8 +19,9 @@ from torch.distributed import distributed_c10d
 from flashsampling.distributed import nccl, rendezvous
 from flashsampling.distributed.failure import Failure, TensorParallelError, TensorParallelMismatch, TensorParallelTimeout
 from flashsampling.distributed.message import FAILED, HEADER, OFFSET, SEED, STEP, TEMPERATURE, Hashes, difference
-from flashsampling.distributed.nccl import Progress, Watch, culprit
-from flashsampling.distributed.rendezvous import RemoteError, Rendezvous, StoreGoneError, store_of
+from flashsampling.distributed.rendezvous import RemoteError, Rendezvous
+from flashsampling.distributed.store import StoreGoneError, store_of
+from flashsampling.distributed.watch import Progress, Watch, culprit, progress_of
 from tests.problems import rows_only
 
 SOON = 10.0  # seconds; a loaded machine may stop a thread for some
@@ -47,7 +50,7 @@ def connect(request, tmp_path):
 
 def ranks(world, work, connect, seconds=1.0, late=()):
     """What each rank's thread returned or raised, and the seconds it took. Those ``late`` begin when the others are done."""
-    results = [None] * world
+    results: list[Any] = [None] * world
 
     def run(rank):
         if rank in late:
@@ -199,7 +202,7 @@ class _Wedged:
 
 
 def test_a_store_that_does_not_answer_is_an_error_within_a_bound(monkeypatch):
-    monkeypatch.setattr("flashsampling.distributed.rendezvous._LEAST_FOR_STORE", 0.5)
+    monkeypatch.setattr("flashsampling.distributed.store._LEAST", 0.5)
     started = time.monotonic()
     with pytest.raises(TensorParallelError, match="store does not answer") as error:
         Rendezvous(_Wedged, 1, 2, 0.5, holder=0)
@@ -282,13 +285,13 @@ def test_a_number_is_that_number_in_every_row(temperature, seed, offset, batch):
     hashes = Hashes(8, torch.device("cpu"))
     numbers, rows = torch.zeros(2, HEADER, dtype=torch.int64)
     hashes.write(numbers, rows_only(batch, temperature, seed, offset, 3))
-    filled = torch.full((batch,), temperature, dtype=torch.float32), *(torch.full((batch,), n) for n in (seed, offset))
-    hashes.write(rows, rows_only(batch, *filled, 3))
+    filled = [torch.full((batch,), temperature, dtype=torch.float32), *(torch.full((batch,), n) for n in (seed, offset))]
+    hashes.write(rows, rows_only(batch, filled[0], filled[1], filled[2], 3))
     assert torch.equal(numbers, rows)
     assert numbers[FAILED] == 0
     if temperature == 0:
         for zero in (-temperature, -filled[0]):
-            hashes.write(rows, rows_only(batch, zero, *filled[1:], 3))
+            hashes.write(rows, rows_only(batch, zero, filled[1], filled[2], 3))
             assert torch.equal(numbers, rows)
 
 
@@ -393,7 +396,7 @@ def test_a_store_that_is_gone_while_a_step_hangs():
         raise StoreGoneError("gone")
 
     store = group.meets[1].store
-    store.set = store.get = gone
+    store.set = store.get = gone  # type: ignore[method-assign]
     group.progress = [(4, 3)]
     heard = group.until_failure(20)
     assert heard[0][0] == Failure("late", 0, 3)
@@ -403,7 +406,7 @@ def test_a_closed_group_has_no_connection_left():
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
     opened = []
     for _ in range(3):
-        meet = Rendezvous(server.clone, 0, 1, 5.0)
+        meet = Rendezvous(server.clone, 0, 1, 5.0)  # type: ignore[attr-defined] # torch's stubs lack it
         opened.append(meet)
         descriptors = len(os.listdir("/proc/self/fd"))
         meet.end()
@@ -441,7 +444,7 @@ time.sleep(0.3)
 
 def test_groups_of_one_name_and_other_ranks_do_not_meet(monkeypatch):
     """torch 2.8's split_group, which DeviceMesh uses with NCCL, gives all groups of one split the same name."""
-    store, ranks = HashStore(), {}
+    store, ranks = HashStore(), dict[Any, list[int]]()
     monkeypatch.setattr(distributed_c10d, "_get_default_store", lambda: store)
     monkeypatch.setattr(distributed_c10d, "get_process_group_ranks", lambda group: ranks[group])
 
@@ -450,7 +453,7 @@ def test_groups_of_one_name_and_other_ranks_do_not_meet(monkeypatch):
 
     one, other = Group(), Group()
     ranks |= {one: [0, 1], other: [2, 3]}
-    meetings = [Rendezvous(lambda group=group: store_of(group), 0, 2, 1.0) for group in (one, other, one)]
+    meetings = [Rendezvous(functools.partial(store_of, group), 0, 2, 1.0) for group in (one, other, one)]
     assert [meet.number for meet in meetings] == [0, 0, 1]
 
 
@@ -503,7 +506,7 @@ def alone(monkeypatch):
 
 
 def _post(it, rank, **fields):
-    it._rendezvous.store.set(nccl.progress_of(rank), Progress(**{"begun": 0, "ended": 0, "knows": 1} | fields).packed())
+    it._rendezvous.store.set(progress_of(rank), Progress(**{"begun": 0, "ended": 0, "knows": 1} | fields).packed())
 
 
 MISMATCH = Failure("differs", 1, 3, ("seed",), "rank 0")
@@ -650,7 +653,7 @@ def test_posts_go_on_after_closing_while_an_all_gather_hangs(alone, everybody):
         def posted(begun, issued):
             until = time.monotonic() + SOON
             while time.monotonic() < until:
-                value = it._rendezvous.store.get(nccl.progress_of(0))
+                value = it._rendezvous.store.get(progress_of(0))
                 post = None if value is None else Progress.unpacked(value)
                 if post == Progress(begun, 0, post and post.beat, issued=issued, knows=1):
                     return post.beat

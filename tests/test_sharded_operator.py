@@ -19,6 +19,8 @@ SEEDS = torch.arange(3)
 class Group(TensorParallel):
     """Writes down its steps."""
 
+    steps: list
+
     def finish(self, out, step):
         parameters = step.temperature, step.seed, step.offset, step.num_samples
         self.steps.append((self.name, out.numel(), [p if isinstance(p, (int, float)) else p.tolist() for p in parameters]))
@@ -30,7 +32,8 @@ def groups():
     """Two, and the list of all their steps."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        groups, steps = [Group(None, WEIGHT, max_num_samples=3) for _ in range(2)], []
+        groups = [Group(None, WEIGHT, max_num_samples=3) for _ in range(2)]
+        steps: list = []
         for group in groups:
             group.steps = steps
         yield *groups, steps

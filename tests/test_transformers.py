@@ -8,6 +8,7 @@ import threading
 import types
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -498,16 +499,16 @@ class Fails(LMHeadSampler):
     def __init__(self, model, at, at_once):
         super().__init__(model.lm_head, max_batch_size=2, seed=1)
         self.at, self.at_once, self.steps, self.failed = at, at_once, 0, False
-        self.tp = types.SimpleNamespace(check=self.check, first_token=0, last_token=1000)  # what the loop asks a group for
+        self.tp: Any = types.SimpleNamespace(check=self.check, first_token=0, last_token=1000)  # what the loop asks a group for
 
     def check(self):
         if self.failed:
             raise Failure("late", 1).error("rank 1", timeout=2.0)
 
-    def forward(self, hidden_states, **options):
+    def forward(self, hidden_states, *options, **named):
         self.check()
         group, self.tp = self.tp, None
-        out = super().forward(hidden_states, **options)
+        out = super().forward(hidden_states, *options, **named)
         self.tp, self.failed = group, self.steps == self.at
         self.steps += 1
         if self.failed:

@@ -1,6 +1,7 @@
 """What the Triton kernel does besides giving the right tokens: passes, padding, parameters of any stride."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -119,7 +120,7 @@ def test_row_parameters_of_any_stride(device):
     wide = {name: torch.stack([getattr(problem, name)] * 3, dim=1) for name in ("temperature", "seed", "offset")}
     for value in wide.values():
         value[:, 0], value[:, 2] = -7, 5
-    columns = {name: value[:, 1] for name, value in wide.items()}
+    columns: dict[str, Any] = {name: value[:, 1] for name, value in wide.items()}
     assert not any(column.is_contiguous() for column in columns.values())
     out = flashsampling.sample(problem.hidden_states, problem.weight, **columns, impl="triton").token_ids
     assert torch.equal(out, expected)

@@ -8,8 +8,8 @@ the same result:
     gloo    point to point through the host: on CPUs
 
 What a winner looks like on the way, and the peer-to-peer protocol with its memory orders, stand in ``exchange``. Read ``group``
-first, then ``agreement`` (what ranks must agree on), ``rendezvous`` (how they meet outside of steps), ``failure`` and the
-transports. What users do about failures stands in docs/tensor_parallel.md.
+first, then ``construction``, ``agreement`` (what ranks must agree on), ``rendezvous`` (how they meet outside of steps),
+``failure`` and the transports. What users do about failures stands in docs/tensor_parallel.md.
 """
 
 from .failure import Failure, TensorParallelError, TensorParallelMismatch, TensorParallelTimeout

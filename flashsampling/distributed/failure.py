@@ -21,6 +21,11 @@ class Failure:
         differs: of "step", "batch size or num_samples", "seed", "offset" and "temperature"; or "collective", where it was not
             the same collective call.
         what: "late": in what it did not take part, "" for a step. "differs": from whom it differs. "left": why.
+
+    Example:
+        >>> from flashsampling.distributed import Failure
+        >>> Failure("late", rank=1, step=7).message("rank 1 (global rank 5)", timeout=60.0).partition(". ")[0]
+        'rank 1 (global rank 5) did not take part in a step within 60 s, or is gone'
     """
 
     kind: Literal["late", "differs", "left"]
@@ -70,6 +75,14 @@ class TensorParallelError(RuntimeError):
     Attributes:
         failure: what happened, the same on all ranks.
         rank: whose doing it is, in the group.
+
+    Example:
+        >>> from flashsampling.distributed import Failure, TensorParallelError
+        >>> try:  # a call with tp=
+        ...     raise Failure("left", rank=1, what="KeyboardInterrupt: ").error("rank 1", timeout=60.0)
+        ... except TensorParallelError as error:
+        ...     print(error.rank, error.failure.kind)
+        1 left
     """
 
     def __init__(self, message: str, failure: Failure) -> None:
@@ -82,8 +95,26 @@ class TensorParallelError(RuntimeError):
 
 
 class TensorParallelTimeout(TensorParallelError, TimeoutError):
-    """A rank did not take part in a step, or in a collective call, in time; or it is gone."""
+    """A rank did not take part in a step, or in a collective call, in time; or it is gone.
+
+    Example:
+        >>> from flashsampling.distributed import Failure
+        >>> try:  # a call with tp=
+        ...     raise Failure("late", rank=1, step=7).error("rank 1", timeout=60.0)
+        ... except TimeoutError as error:
+        ...     print(error.rank, error.failure.step)
+        1 7
+    """
 
 
 class TensorParallelMismatch(TensorParallelError):
-    """A rank was at another step than the others, or called it with other parameters."""
+    """A rank was at another step than the others, or called it with other parameters.
+
+    Example:
+        >>> from flashsampling.distributed import Failure, TensorParallelMismatch
+        >>> try:  # a call with tp=
+        ...     raise Failure("differs", rank=1, step=7, differs=("seed",), what="rank 0").error("rank 1", timeout=60.0)
+        ... except TensorParallelMismatch as error:
+        ...     print(error.rank, error.failure.differs)
+        1 ('seed',)
+    """

@@ -1,13 +1,11 @@
-"""``TensorParallel``: a group of ranks from its construction to its end."""
+"""``TensorParallel``: a group of ranks, from its construction, which is in ``construction``, to its end."""
 
 import functools
 import itertools
 import pickle
-import threading
 import time
-import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -18,22 +16,18 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import ops, registry
-from ..backends import BACKENDS
 from ..exchange import Shard
-from ..parameters import integer
 from ..step import Step
-from ..warmup import inputs, plan
 from . import agreement
+from .construction import Construction, seconds_of
 from .failure import Failure, TensorParallelError
-from .gloo import Gloo
-from .nccl import Nccl
-from .p2p import PeerToPeer
-from .rendezvous import RemoteError, Rendezvous, store_of
+from .rendezvous import RemoteError, Rendezvous
 from .sharding import process_group, rank_and_size
+from .store import store_of
+from .thread import DeviceThread
 from .transport import Transport
 
 _USUAL_TIMEOUT = 60.0  # seconds
-_LEAST_FOR_NCCL = 60.0  # seconds that NCCL gets to make its communicator, however short the time-out of steps
 _LOOK_FOR_FAILURE = 0.05  # seconds
 _DRAIN_AFTER_FAILURE = 1.0  # seconds
 
@@ -87,6 +81,18 @@ class TensorParallel:
 
     Warns:
         RuntimeWarning: all ranks are on one host's GPUs, and the transport is not "p2p": why.
+
+    Example:
+        >>> import torch, flashsampling
+        >>> from flashsampling.distributed import TensorParallel, shard_lm_head
+        >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        >>> shard = shard_lm_head(torch.zeros(1000, 8))
+        >>> with TensorParallel(None, shard, max_batch_size=64) as tp:  # once, on all ranks
+        ...     step = flashsampling.sample(torch.zeros(3, 8), shard, seed=torch.arange(3), tp=tp)  # on all ranks
+        ...     tp.check()
+        ...     print(tp.transport, step.token_ids)
+        gloo tensor([414, 777, 916])
+        >>> torch.distributed.destroy_process_group()
     """
 
     def __init__(
@@ -113,132 +119,29 @@ class TensorParallel:
         if self.world_size > 1:
             bound = _USUAL_TIMEOUT  # for telling the others that this one's is wrong
             with suppress(Exception):
-                bound = given if 0 < (given := _seconds(timeout)) <= agreement.MAX_TIMEOUT else bound
+                bound = given if 0 < (given := seconds_of(timeout)) <= agreement.MAX_TIMEOUT else bound
             connect = functools.partial(store_of, self._group)
             self._rendezvous = Rendezvous(connect, self.rank, self.world_size, bound, self._who, self._store_holder())
         options = {"first_token": first_token, "vocab_size": vocab_size, "transport": transport, "impl": impl}
         options |= {"max_batch_size": max_batch_size, "max_num_samples": max_num_samples}
+        making = Construction(self._group, self._rendezvous, self._store_holder())
         try:
-            self._construct(weight, timeout, options)
+            making.run(weight, timeout, options)
         except BaseException as error:
-            self._end(everybody=True)  # no step was made
+            self._end(everybody=True)
             if not isinstance(error, RemoteError):
                 raise
             if error.kind in ("ValueError", "TypeError"):
                 raise ValueError(str(error)) from None
             raise self._error(Failure("left", error.rank, what=f"{error.kind}: {error.message}")) from None
+        self.weight_shape, self.dtype, self.device = weight.shape, weight.dtype, weight.device
+        self.first_token, self.last_token, self.vocab_size = making.first_token, making.last_token, making.vocab_size
+        mine = making.mine
+        self.max_batch_size, self.max_num_samples, self.timeout = mine.max_batch_size, mine.max_num_samples, mine.timeout
+        self.impl, self.transport, self._transport, self.shard = making.impl, making.transport, making.made, making.shard
         self.order = ops.order_of(self.device)  # see ops
         self.name = str(next(_names))  # by which the torch operator finds it
         registry.add(self.name, self)
-
-    def _construct(self, weight: Tensor, timeout: float | timedelta, options: dict[str, Any]) -> None:
-        def describe() -> bytes:
-            if not isinstance(weight, Tensor):
-                raise TypeError(f"weight must be a torch.Tensor, got {type(weight).__name__}")
-            if weight.is_cuda and torch.cuda.is_current_stream_capturing():
-                raise RuntimeError("TensorParallel must be made before a CUDA graph is captured: the stream is being captured")
-            for name in ("max_batch_size", "max_num_samples", "first_token", "vocab_size"):
-                if options[name] is not None or name.startswith("max"):
-                    options[name] = integer(name, options[name])
-            backends = str(dist.get_backend_config(self._group))
-            return pickle.dumps(agreement.member(weight, _seconds(timeout), backends, **options))
-
-        members = [pickle.loads(said) for said in self._meet("construction", describe)]
-        ranges = agreement.check(members)
-        mine = members[self.rank]
-        self.weight_shape, self.dtype, self.device = weight.shape, weight.dtype, weight.device
-        self.vocab_size = max(last for _, last in ranges)
-        self.first_token, self.last_token = ranges[self.rank]
-        self.max_batch_size, self.max_num_samples, self.timeout = mine.max_batch_size, mine.max_num_samples, mine.timeout
-        self.impl = agreement.choose_impl(members)
-        self.transport, no_p2p = agreement.choose_transport(members, self.impl)
-        if self.world_size > 1:
-            no_p2p = self._make_transport(members) or no_p2p
-        if no_p2p is not None:
-            message = f"transport 'p2p' cannot be used ({no_p2p}); it is {self.transport!r} instead"
-            warnings.warn(message, RuntimeWarning, stacklevel=3)
-        self.shard = Shard(self.first_token) if self._transport is None else self._transport.shard(self.first_token)
-        self._meet("the end of construction", lambda: self._compile(weight))
-
-    def _meet(self, phase: str, work: Callable[[], bytes | None]) -> list[bytes]:
-        """What ``work`` gives on all ranks, which wait for each other's as long as they live. An exception reaches them all."""
-        meet = self._rendezvous
-        try:
-            with nullcontext() if meet is None else meet.busy():
-                mine = work() or b""
-        except Exception as error:
-            if meet is not None:
-                meet.fail(phase, error)
-            raise
-        return [mine] if meet is None else meet.exchange(phase, mine)  # type: ignore[return-value]
-
-    def _make_transport(self, members: Sequence[agreement.Member]) -> str | None:
-        """Why p2p cannot be used, if it was tried and could not."""
-        why, meet, capacity = None, self._rendezvous, self.max_batch_size * self.max_num_samples
-        assert meet is not None
-        if self.transport == "p2p":
-            why = self._make_p2p(meet, capacity)
-            if why is None:
-                return None
-            if members[0].transport == "p2p":
-                raise ValueError(f"transport='p2p' cannot be used ({why})")
-            self.transport, _ = agreement.choose_transport(members, self.impl, no_p2p=why)
-
-        def make() -> None:
-            if self.transport == "gloo":
-                self._transport = Gloo(self._group, meet, self.max_batch_size, capacity, self.timeout)
-                return
-            holder = self._store_holder()
-            self._transport = Nccl(self._group, meet, self.device, self.max_batch_size, capacity, self.timeout, holder)
-
-        self._meet("making buffers", make)
-        nccl = self._transport
-        if not isinstance(nccl, Nccl):
-            return why
-        # in a thread: if a rank dies just now, NCCL waits for it in the host, without a bound that is ours
-        bound = max(self.timeout, _LEAST_FOR_NCCL)
-
-        def connect() -> None:
-            connecting = _Thread(nccl.connect, self.device)
-            if not connecting.ends_within(bound):
-                raise TimeoutError(f"NCCL did not connect the ranks within {bound:g} s")
-            connecting.result()
-
-        self._meet("connecting", connect)
-        return why
-
-    def _make_p2p(self, meet: Rendezvous, capacity: int) -> str | None:
-        """None, or why not where memory that should be mapped cannot be (a container without the right to, say)."""
-
-        try:
-            self._transport = PeerToPeer(meet, self.device, capacity, self.timeout)
-            meet.exchange("mapping peers' memory", b"")
-            return None
-        except TensorParallelError:
-            raise
-        except Exception as error:
-            agreed = error if isinstance(error, RemoteError) else meet.fail("mapping peers' memory", error)
-            if self._transport is not None:
-                self._transport.close(True)
-                self._transport = None
-            if not isinstance(agreed, RemoteError):
-                raise agreed from error
-            if agreed.kind in ("OutOfMemoryError", "MemoryError"):
-                raise
-            return f"rank {agreed.rank}: {agreed.message}"
-
-    def _compile(self, weight: Tensor) -> None:
-        """Compiles the kernels, and runs them once, without meeting other ranks: a step in which one did would be late."""
-        if not weight.is_cuda or self.impl == "streaming":
-            return
-        shard = self.shard if self._transport is None else self._transport.rehearsal(self.first_token)
-        run, vocab = BACKENDS[self.impl].run, self.last_token - self.first_token
-        with torch.cuda.device(self.device):
-            for num_samples in sorted({1, self.max_num_samples}):
-                batches = plan(weight, self.max_batch_size, num_samples, self.impl, None)[1]
-                for states, temperature, zeros in inputs(weight, batches):
-                    run(Step(states, weight, temperature, zeros, zeros, num_samples, vocab, shard))
-            torch.cuda.current_stream().synchronize()
 
     def check(self, *, collective: bool = False) -> None:
         """Waits for the current stream, then raises if a step failed. After graph replays, which cannot raise themselves.
@@ -375,7 +278,7 @@ class TensorParallel:
         """Waits for the device; once the group has failed, not for long. Whether it is done."""
         if self.device.type != "cuda":
             return True
-        waiting = _Thread(lambda: torch.cuda.synchronize(self.device), self.device)
+        waiting = DeviceThread(lambda: torch.cuda.synchronize(self.device), self.device)
         while not waiting.ends_within(_LOOK_FOR_FAILURE):
             if self._failure() is not None and not waiting.ends_within(_DRAIN_AFTER_FAILURE):
                 return False
@@ -482,34 +385,3 @@ class TensorParallel:
     def _store_holder(self) -> int:
         """The rank whose process holds the process group's store, unless the launcher's does."""
         return self._global_ranks.index(0) if self._global_ranks and 0 in self._global_ranks else 0
-
-
-def _seconds(timeout: float | timedelta) -> float:
-    return timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
-
-
-class _Thread:
-    """A call that may never end, in a thread of its own."""
-
-    def __init__(self, call: Callable[[], None], device: torch.device) -> None:
-        self.error: Exception | None = None
-
-        def work() -> None:
-            try:
-                with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-                    call()
-            except Exception as error:
-                self.error = error
-
-        self._thread = threading.Thread(target=work, name="flashsampling device", daemon=True)
-        self._thread.start()
-
-    def ends_within(self, seconds: float) -> bool:
-        """Waits that long at most."""
-        self._thread.join(seconds)
-        return not self._thread.is_alive()
-
-    def result(self) -> None:
-        """Raises what the call raised."""
-        if self.error is not None:
-            raise self.error

@@ -10,13 +10,8 @@ What the device tells the host, in pinned memory, and the host the device:
     state     the counts of those ended, and whether one failed; after headers
     told      set by the host: the group has failed; read before and after the all-gather
 
-NCCL waits for a rank that does not come for as long as the process group's time-out, and cannot say who it is. So every rank
-has a thread that posts to the store which step it began and ended, and a count that moves while the process lives (``Watch``).
-A rank whose step began and did not end within the time-out compares all ranks' posts (``culprit``) and declares a failure in
-the store, and every thread hears of it at its next look. The thread makes no CUDA call: it disturbs no capture, and waits for
-no device.
-
-    bound: timeout + 3 s from the beginning of the all-gather that hangs to the error on all ranks (looks are 0.2 to 1 s apart)
+NCCL waits for a rank that does not come for as long as the process group's time-out, and cannot say who it is: a thread of
+every rank finds out (``watch``).
 
 Hosts learn of a failure one after another, and hosts run ahead of their devices. The first to know issues no more all-gathers
 when others have issued those of the next steps, which hang, and with them whoever waits for such a device. So the call that
@@ -36,11 +31,8 @@ that is gone, of a rank that never calls again, and what a host had issued behin
 """
 
 import contextlib
-import struct
 import threading
 import time
-from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -51,57 +43,12 @@ from ..exchange import Shard
 from ..step import Step
 from .failure import Failure
 from .message import FAILED, HEADER, STEP, Hashes, difference
-from .rendezvous import Rendezvous, StoreGoneError
+from .rendezvous import Rendezvous
+from .store import StoreGoneError
+from .watch import Progress, Watch, posts_of
 
 CATCH_UP = 5.0  # seconds
 _LOOK_AFTER_FAILURE = 0.1  # seconds
-
-
-class Progress(NamedTuple):
-    """What a rank's thread posts.
-
-    Attributes:
-        begun: all-gathers that began.
-        ended: all-gathers that ended.
-        beat: moves while the process lives.
-        issued: all-gathers that the host has issued and that have not begun; less those of graph replays.
-        knows: 1 if the host knows that the group has failed. It issues no more then.
-    """
-
-    begun: int
-    ended: int
-    beat: int = 0
-    issued: int = 0
-    knows: int = 0
-
-    def packed(self) -> bytes:
-        """For the store."""
-        return struct.pack("<5q", *self)
-
-    @staticmethod
-    def unpacked(value: bytes) -> "Progress":
-        """What ``packed`` made."""
-        return Progress(*struct.unpack("<5q", value))
-
-
-def culprit(before: Sequence[Progress | None], now: Sequence[Progress | None], begun: int) -> int | None:
-    """Whom a rank waits for that hangs in its all-gather number ``begun``; None if every rank is in it and lives.
-
-    Args:
-        before: by rank, posts of some looks ago; None where there is none.
-        now: by rank, posts of this moment.
-        begun: what the rank that asks has begun.
-
-    Returns:
-        Of the ranks whose process does not move any more, the one that is furthest behind; else, of those behind, first one
-        that is in no step at all, since one that is in a step waits itself. Of equals, the lowest.
-    """
-    table = list(enumerate(zip(before, now)))
-    still = [(new.begun if new else -1, rank) for rank, (old, new) in table if new is None or (old and old.beat == new.beat)]
-    if still:
-        return min(still)[1]
-    behind = [(new.begun != new.ended, new.begun, rank) for rank, (_, new) in table if new and new.begun < begun]
-    return min(behind)[2] if behind else None
 
 
 class Nccl:
@@ -318,94 +265,29 @@ class Nccl:
         self._rendezvous.end()
 
 
-class Watch:
-    """What a rank's thread does at every look; apart from device and clock, so that both can be stood in for.
-
-    Args:
-        rendezvous: of the group.
-        seconds: how long a step may hang.
-        holder: rank that probably holds the store.
-
-    Attributes:
-        period: seconds between two looks, on all ranks alike.
-    """
-
-    def __init__(self, rendezvous: Rendezvous, seconds: float, holder: int) -> None:
-        self.period = min(max(seconds / 10, 0.2), 1.0)
-        self._rendezvous, self._seconds, self._holder = rendezvous, seconds, holder
-        self._beat = 0
-        self._begun, self._since = -1, 0.0
-        self._before: tuple[float, list[Progress | None]] | None = None
-        self._store_gone = False
-
-    def post(self, progress: Progress) -> None:
-        """For the other ranks' threads."""
-        self._beat += 1
-        self._rendezvous.store.set(progress_of(self._rendezvous.rank), progress._replace(beat=self._beat).packed())
-
-    def look(self, progress: Progress, step: int, now: float) -> Failure | None:
-        """Posts this rank's progress; the group's failure, decided now if an all-gather has hung for too long.
-
-        Args:
-            progress: of this rank.
-            step: number of the step that began last.
-            now: seconds.
-        """
-        begun, ended = progress.begun, progress.ended
-        try:
-            if not self._store_gone:
-                self.post(progress)
-                failure = self._rendezvous.declared()
-                if failure is not None:
-                    return failure
-        except StoreGoneError:
-            self._store_gone = True
-        if begun <= ended or begun != self._begun:
-            self._begun, self._since, self._before = begun, now, None
-            return None
-        hung = now - self._since
-        if hung < self._seconds / 2:
-            return None
-        if self._store_gone:
-            if hung < self._seconds:
-                return None
-            others = [rank for rank in range(self._rendezvous.ranks) if rank != self._rendezvous.rank]
-            rank = self._holder if self._holder in others else others[0]
-            return Failure("late", rank, step)
-        try:
-            posts = posts_of(self._rendezvous)
-        except StoreGoneError:
-            self._store_gone = True
-            return None
-        if self._before is None:
-            self._before = now, posts
-        # every thread that lives has had several looks since
-        if hung < self._seconds or now - self._before[0] < 4 * self.period:
-            return None
-        late = culprit(self._before[1], posts, begun)
-        if late is None:
-            if hung < 2 * self._seconds:  # all ranks are in this step: it may yet end
-                return None
-            what = "all ranks are in this step, but its all-gather does not end"
-            return self._rendezvous.declare(Failure("left", self._rendezvous.rank, step, what=what))
-        return self._rendezvous.declare(Failure("late", late, step))
-
-
-def progress_of(rank: int) -> str:
-    """The key in the store under which a rank's thread posts."""
-    return f"progress/{rank}"
-
-
-def posts_of(rendezvous: Rendezvous) -> list[Progress | None]:
-    """By rank, what its thread posted last."""
-    values = [rendezvous.store.get(progress_of(rank)) for rank in range(rendezvous.ranks)]
-    return [None if value is None else Progress.unpacked(value) for value in values]
-
-
 _kept: list[Nccl] = []  # their buffers belong to all-gathers that hang, or to graphs
 
 
 def gather_flat(gathered: Tensor, mine: Tensor, group: dist.ProcessGroup | None = None) -> None:
-    """All-gather of contiguous tensors of one size on all ranks, one after the other into ``gathered``."""
+    """All-gather of contiguous tensors of one size on all ranks, one after the other into ``gathered``. A collective.
+
+    Args:
+        gathered: written; as many elements as all ranks' ``mine`` together, of their dtype and on their device.
+        mine: this rank's.
+        group: the process group, None for the default one. Its time-out bounds the call.
+
+    Raises:
+        RuntimeError: torch's, where sizes or dtypes do not fit, or the process group's time is up.
+
+    Example:
+        >>> import torch
+        >>> from flashsampling.distributed import gather_flat
+        >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        >>> gathered, mine = torch.zeros(1, 2, 3), torch.ones(2, 3)  # (ranks, ...), (...)
+        >>> gather_flat(gathered, mine)
+        >>> gathered.sum().item()
+        6.0
+        >>> torch.distributed.destroy_process_group()
+    """
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.13
     gather(gathered.view(-1), mine.view(-1), group=group)

@@ -16,31 +16,21 @@ whose keys have a prefix of its own, works.
 A rank that is at work between two exchanges (compiling, say) says so by a count that moves, ``busy``; it is waited for.
 """
 
-import atexit
 import contextlib
 import json
-import queue
 import threading
 import time
-import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
-from torch.distributed import ProcessGroup, distributed_c10d
+from torch._C._distributed_c10d import Store
 
 from .failure import Failure, TensorParallelError
+from .store import BoundedStore, StoreGoneError
 
 _POLL_AT_FIRST, _POLL_AT_MOST = 2e-4, 2e-2  # seconds between two looks
 _LINGER = 2.0  # seconds
-# seconds that a store gets to answer, however short the time-out of steps: at every connection torch asks for a host's name, on
-# both sides, and a name server that does not answer costs 10 s (resolv.conf(5)), in which the store serves nobody
-_LEAST_FOR_STORE = 15.0
-
-
-class StoreGoneError(RuntimeError):
-    """The store raised, or did not answer in time."""
 
 
 class RemoteError(RuntimeError):
@@ -57,130 +47,11 @@ class RemoteError(RuntimeError):
         self.rank, self.kind, self.message = rank, kind, message
 
 
-class BoundedStore:
-    """The few operations of a store that are needed here, each with a bound.
-
-    A store on a host that does not answer blocks in some of them for ever (``TCPStore.check`` and ``set`` know no time-out), so
-    a thread calls them. For any number of threads.
-
-    Args:
-        connect: gives the store.
-        seconds: the bound.
-
-    Attributes:
-        prefix: goes before every key.
-    """
-
-    def __init__(self, connect: Callable[[], Store], seconds: float) -> None:
-        self.prefix = ""
-        self._connect, self._seconds = connect, seconds
-        self._store: Store | None = None
-        self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._lock = threading.Lock()
-        self._gone: str | None = None
-
-    def set(self, key: str, value: bytes) -> None:
-        """As the store's."""
-        self._call("set", key, value)
-
-    def get(self, key: str) -> bytes | None:
-        """The value, or None if there is none now."""
-        return self._call("look", key)  # type: ignore[no-any-return]
-
-    def add(self, key: str, amount: int) -> int:
-        """As the store's."""
-        return self._call("add", key, amount)  # type: ignore[no-any-return]
-
-    def decide(self, key: str, value: str) -> bytes:
-        """The first value that anybody decided for this key: ``value`` if nobody did."""
-        return self._call("compare_set", key, "", value)  # type: ignore[no-any-return]
-
-    def delete(self, key: str) -> None:
-        """As the store's; not every store can."""
-        with contextlib.suppress(StoreGoneError):
-            self._call("forget", key)
-
-    def end(self) -> None:
-        """Ends the thread. Operations that follow raise StoreGoneError."""
-        self._gone = self._gone or "the group has been closed"
-        self._requests.put(None)
-
-    def _do(self, operation: str, key: str, *arguments: Any) -> Any:
-        if self._store is None:
-            self._store = self._connect()
-        if operation == "look":
-            return self._store.get(key) if self._store.check([key]) else None
-        if operation == "forget":
-            with contextlib.suppress(RuntimeError, NotImplementedError):
-                self._store.delete_key(key)
-            return None
-        return getattr(self._store, operation)(key, *arguments)
-
-    def _call(self, operation: str, key: str, *arguments: Any) -> Any:
-        if self._gone is not None:
-            raise StoreGoneError(self._gone)
-        with self._lock:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="flashsampling store", daemon=True)
-                _with_threads.add(self)
-                self._thread.start()
-        reply: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._requests.put((reply, operation, self.prefix + key, *arguments))
-        try:
-            value, error = reply.get(timeout=self._seconds)
-        except queue.Empty:
-            value, error = None, TimeoutError(f"no answer within {self._seconds:g} s")
-        if error is not None:
-            self._gone = f"the process group's store does not answer, the process that holds it may be gone ({error})"
-            raise StoreGoneError(self._gone) from error
-        return value
-
-    def _work(self) -> None:
-        while (request := self._requests.get()) is not None:
-            reply, *operation = request
-            try:
-                reply.put((self._do(*operation), None))
-            except Exception as error:
-                reply.put((None, error))
-        self._store = None  # its connection with it
-
-
-_with_threads: weakref.WeakSet[BoundedStore] = weakref.WeakSet()
-_LINGER_AT_EXIT = 1.0  # seconds
-
-
-@atexit.register
-def _end_threads() -> None:
-    """Before the interpreter ends: a thread that comes back from the store into one that has ended makes it abort (SIGABRT)."""
-    stores = list(_with_threads)
-    for store in stores:
-        store.end()
-    until = time.monotonic() + _LINGER_AT_EXIT
-    for store in stores:
-        if store._thread is not None:
-            store._thread.join(max(until - time.monotonic(), 0.0))
-
-
-def store_of(group: ProcessGroup | None) -> Store:
-    """The default store under the group's prefix, by a connection of its own: others may wait on that of the process."""
-    store = distributed_c10d._get_default_store()
-    inner = store
-    while isinstance(inner, PrefixStore):
-        inner = inner.underlying_store
-    if isinstance(inner, TCPStore) and hasattr(store, "clone"):  # torch 2.8 has none
-        store = store.clone()
-    group = group or distributed_c10d._get_default_group()
-    # the ranks too: torch 2.8's split_group, and so DeviceMesh, gives all groups of one split the same name
-    ranks = ",".join(map(str, distributed_c10d.get_process_group_ranks(group)))
-    return PrefixStore(f"flashsampling/{group.group_name}/{ranks}", store)
-
-
 class Rendezvous:
     """The exchanges of one group, from its construction until it is closed.
 
     Args:
-        connect: gives the process group's store, see ``store_of``.
+        connect: gives the process group's store, see ``store.store_of``.
         rank: this one.
         ranks: how many there are.
         seconds: the bound: how long a rank that gives no sign of life is waited for.
@@ -205,7 +76,7 @@ class Rendezvous:
         holder: int = 0,
     ) -> None:
         self.rank, self.ranks, self.seconds, self.who, self._holder = rank, ranks, seconds, who, holder
-        self.store = BoundedStore(connect, max(seconds, _LEAST_FOR_STORE))
+        self.store = BoundedStore(connect, seconds)
         with self._store_errors():
             self.number = self.store.add(f"groups/{rank}", 1) - 1
         self.store.prefix = f"{self.number}/"

@@ -13,6 +13,16 @@ def shard_range(
     """Rows [first, last) of a (vocab, D) LM head that ``shard_lm_head`` gives a rank: even, but in whole blocks of 128 ids.
 
     The last ranks get less, or nothing. Blocks of 128 are whole Philox groups and whole tiles: no tile is cut in two.
+
+    Args:
+        vocab: rows of the whole LM head, at least 0.
+        rank: from 0 to ``world_size - 1``.
+        world_size: ranks.
+
+    Example:
+        >>> from flashsampling.distributed import shard_range
+        >>> [shard_range(128_256, rank, world_size=4) for rank in range(4)]
+        [(0, 32128), (32128, 64256), (64256, 96384), (96384, 128256)]
     """
     rows = -(-vocab // (128 * world_size)) * 128
     return min(rank * rows, vocab), min((rank + 1) * rows, vocab)
@@ -22,10 +32,25 @@ def shard_lm_head(
     weight: Tensor,  # (V, D)
     group: dist.ProcessGroup | DeviceMesh | None = None,
 ) -> Tensor:
-    """This rank's shard of an LM head, (V_shard, D): a copy, so that the whole weight can be freed. See ``shard_range``.
+    """This rank's shard of an LM head: a copy, so that the whole weight can be freed. See ``shard_range``.
+
+    Args:
+        weight: (V, D), the whole LM head, on any device.
+        group: as in ``TensorParallel``.
+
+    Returns:
+        (V_shard, D), dtype and device as the weight's; V_shard may be 0.
 
     Raises:
         ValueError: torch.distributed is not initialised, this process is not in the group, or a mesh has several dimensions.
+
+    Example:
+        >>> import torch
+        >>> from flashsampling.distributed import shard_lm_head
+        >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        >>> shard_lm_head(torch.zeros(1000, 8)).shape  # one rank has all of it
+        torch.Size([1000, 8])
+        >>> torch.distributed.destroy_process_group()
     """
     rank, world_size = rank_and_size(process_group(group))
     first, last = shard_range(weight.shape[0], rank, world_size)

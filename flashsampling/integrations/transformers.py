@@ -441,7 +441,17 @@ def generate(
             temperature, beams, drafts, scores or logits in the output; a model that changes its logits after the LM head
             (``checked_lm_head``); seeds, temperatures or a sampler that do not fit. Before the first token.
         NoTokenError: a sequence's logits hold a NaN, or no finite value.
-        flashsampling.distributed.TensorParallelTimeout: as in ``flashsampling.sample``.
+        flashsampling.distributed.TensorParallelError: as in ``flashsampling.sample``.
+
+    Example:
+        >>> import torch, transformers
+        >>> from flashsampling.integrations.transformers import generate
+        >>> config = transformers.GPT2Config(vocab_size=1000, n_embd=8, n_layer=1, n_head=1, bos_token_id=0, eos_token_id=None)
+        >>> model = transformers.GPT2LMHeadModel(config)  # its weights are random
+        >>> prompts = torch.tensor([[5, 6], [7, 8]])
+        >>> options = {"do_sample": True, "top_k": 0, "max_new_tokens": 4, "seeds": [1, 2]}
+        >>> model.generate(prompts, custom_generate=generate, **options).shape
+        torch.Size([2, 6])
     """
     given = _arguments_of_model_generate(model)
     streamer = given.get("streamer") if streamer is None else streamer

@@ -1,0 +1,198 @@
+"""How ranks make a group: all agree, make the same transport, and compile their kernels ahead.
+
+Each stage ends with an exchange, so that all ranks learn what any of them raised in it, and none goes on alone:
+
+    construction              what each rank has and was asked for; all conclude the same from it (``agreement``)
+    mapping peers' memory     p2p; where that cannot be done, and p2p was not asked for by name, the next transport is taken
+    making buffers            nccl and gloo
+    connecting                nccl
+    the end of construction   kernels are compiled, and have run once
+"""
+
+import pickle
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..backends import BACKENDS
+from ..exchange import Shard
+from ..parameters import integer
+from ..step import Step
+from ..warmup import inputs, plan
+from . import agreement
+from .failure import TensorParallelError
+from .gloo import Gloo
+from .nccl import Nccl
+from .p2p import PeerToPeer
+from .rendezvous import RemoteError, Rendezvous
+from .thread import DeviceThread
+from .transport import Transport
+
+_LEAST_FOR_NCCL = 60.0  # seconds that NCCL gets to make its communicator, however short the time-out of steps
+
+
+class Construction:
+    """This rank's part in it: ``run``, and what that leaves in the attributes.
+
+    Args:
+        group: the process group, None for the default one.
+        meet: the group's; None for one rank alone.
+        holder: rank that probably holds the store.
+
+    Attributes:
+        mine: what this rank told the others; of its sizes and its time-out they said the same.
+        first_token: id of this shard's first token.
+        last_token: id after this shard's last token that can be sampled.
+        vocab_size: tokens of the whole vocabulary that can be sampled.
+        impl: what was chosen.
+        transport: what was chosen, by name.
+        made: it; None for one rank alone.
+        shard: what a kernel is told.
+    """
+
+    mine: agreement.Member
+    first_token: int
+    last_token: int
+    vocab_size: int
+    impl: str
+    transport: str
+    shard: Shard
+
+    def __init__(self, group: dist.ProcessGroup | None, meet: Rendezvous | None, holder: int) -> None:
+        self._group, self._meet, self._holder = group, meet, holder
+        self.made: Transport | None = None
+
+    def run(self, weight: Tensor, timeout: float | timedelta, options: dict[str, Any]) -> None:
+        """A collective. Raises what ``TensorParallel`` does, but a RemoteError where another rank raised; nothing is left then.
+
+        Args:
+            weight: (V_shard, D), unchecked, as all that users give.
+            timeout: seconds, or a timedelta.
+            options: the other arguments of ``TensorParallel``, by name.
+        """
+        try:
+            members = self._agree(weight, timeout, options)
+            self.impl = agreement.choose_impl(members)
+            self.transport, no_p2p = agreement.choose_transport(members, self.impl)
+            if self._meet is not None:
+                no_p2p = self._make_transport(self._meet, members, weight.device) or no_p2p
+            if no_p2p is not None:
+                message = f"transport 'p2p' cannot be used ({no_p2p}); it is {self.transport!r} instead"
+                warnings.warn(message, RuntimeWarning, stacklevel=3)
+            self.shard = Shard(self.first_token) if self.made is None else self.made.shard(self.first_token)
+            self._stage("the end of construction", lambda: self._compile(weight))
+        except BaseException:
+            if self.made is not None:
+                self.made.close(True)  # no step was made
+            raise
+
+    def _stage(self, phase: str, work: Callable[[], bytes | None]) -> list[bytes]:
+        """What ``work`` gives on all ranks, which wait for each other's as long as they live. An exception reaches them all."""
+        meet = self._meet
+        try:
+            with nullcontext() if meet is None else meet.busy():
+                mine = work() or b""
+        except Exception as error:
+            if meet is not None:
+                meet.fail(phase, error)
+            raise
+        return [mine] if meet is None else meet.exchange(phase, mine)  # type: ignore[return-value]
+
+    def _agree(self, weight: Tensor, timeout: float | timedelta, options: dict[str, Any]) -> list[agreement.Member]:
+        """What the ranks said, by rank; it fits together."""
+
+        def describe() -> bytes:
+            if not isinstance(weight, Tensor):
+                raise TypeError(f"weight must be a torch.Tensor, got {type(weight).__name__}")
+            if weight.is_cuda and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError("TensorParallel must be made before a CUDA graph is captured: the stream is being captured")
+            for name in ("max_batch_size", "max_num_samples", "first_token", "vocab_size"):
+                if options[name] is not None or name.startswith("max"):
+                    options[name] = integer(name, options[name])
+            backends = str(dist.get_backend_config(self._group))
+            return pickle.dumps(agreement.member(weight, seconds_of(timeout), backends, **options))
+
+        members = [pickle.loads(said) for said in self._stage("construction", describe)]
+        ranges = agreement.check(members)
+        rank = 0 if self._meet is None else self._meet.rank
+        self.mine = members[rank]
+        self.first_token, self.last_token = ranges[rank]
+        self.vocab_size = max(last for _, last in ranges)
+        return members
+
+    def _make_transport(self, meet: Rendezvous, members: list[agreement.Member], device: torch.device) -> str | None:
+        """Why p2p cannot be used, if it was tried and could not."""
+        why, rows, seconds = None, self.mine.max_batch_size, self.mine.timeout
+        capacity = rows * self.mine.max_num_samples
+        if self.transport == "p2p":
+            why = self._make_p2p(meet, device, capacity)
+            if why is None:
+                return None
+            if members[0].transport == "p2p":
+                raise ValueError(f"transport='p2p' cannot be used ({why})")
+            self.transport, _ = agreement.choose_transport(members, self.impl, no_p2p=why)
+
+        def make() -> None:
+            if self.transport == "gloo":
+                self.made = Gloo(self._group, meet, rows, capacity, seconds)
+            else:
+                self.made = Nccl(self._group, meet, device, rows, capacity, seconds, self._holder)
+
+        self._stage("making buffers", make)
+        nccl = self.made
+        if not isinstance(nccl, Nccl):
+            return why
+        # in a thread: if a rank dies just now, NCCL waits for it in the host, without a bound that is ours
+        bound = max(seconds, _LEAST_FOR_NCCL)
+
+        def connect() -> None:
+            connecting = DeviceThread(nccl.connect, device)
+            if not connecting.ends_within(bound):
+                raise TimeoutError(f"NCCL did not connect the ranks within {bound:g} s")
+            connecting.result()
+
+        self._stage("connecting", connect)
+        return why
+
+    def _make_p2p(self, meet: Rendezvous, device: torch.device, capacity: int) -> str | None:
+        """None, or why not where memory that should be mapped cannot be (a container without the right to, say)."""
+        try:
+            self.made = PeerToPeer(meet, device, capacity, self.mine.timeout)
+            meet.exchange("mapping peers' memory", b"")
+            return None
+        except TensorParallelError:
+            raise
+        except Exception as error:
+            agreed = error if isinstance(error, RemoteError) else meet.fail("mapping peers' memory", error)
+            if self.made is not None:
+                self.made.close(True)
+                self.made = None
+            if not isinstance(agreed, RemoteError):
+                raise agreed from error
+            if agreed.kind in ("OutOfMemoryError", "MemoryError"):
+                raise
+            return f"rank {agreed.rank}: {agreed.message}"
+
+    def _compile(self, weight: Tensor) -> None:
+        """Compiles the kernels, and runs them once, without meeting other ranks: a step in which one did would be late."""
+        if not weight.is_cuda or self.impl == "streaming":
+            return
+        shard = self.shard if self.made is None else self.made.rehearsal(self.first_token)
+        run, vocab = BACKENDS[self.impl].run, self.last_token - self.first_token
+        with torch.cuda.device(weight.device):
+            for num_samples in sorted({1, self.mine.max_num_samples}):
+                batches = plan(weight, self.mine.max_batch_size, num_samples, self.impl, None)[1]
+                for states, temperature, zeros in inputs(weight, batches):
+                    run(Step(states, weight, temperature, zeros, zeros, num_samples, vocab, shard))
+            torch.cuda.current_stream().synchronize()
+
+
+def seconds_of(timeout: float | timedelta) -> float:
+    """A time-out in seconds, as the user gave it."""
+    return timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
