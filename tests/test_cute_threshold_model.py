@@ -300,7 +300,7 @@ def test_seeds_are_lower_bounds():
 
 
 def test_a_shared_strict_threshold_is_a_reached_score():
-    """``share_thresholds`` reads whatever the evaluators have set by then, ``learn``'s thresholds of ``after`` too."""
+    """``Learning.share`` reads whatever the evaluators have set by then, ``learn``'s thresholds of ``after`` too."""
     rng = np.random.default_rng(3)
     for _ in range(ROUNDS):
         t, slope, (logit, _, _, s), _ = scored(rng, N)

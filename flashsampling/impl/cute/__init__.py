@@ -1,7 +1,7 @@
 """CuTe DSL, Hopper: the fused step in one launch.
 
-``kernel`` is the kernel, of ``mainloop``, ``noise``, ``epilogue`` and ``reduction``; ``config`` its shapes and what it takes;
-``cache`` the compiled objects, in memory and on disk; ``launch`` the call.
+``kernel`` is the kernel, of ``mainloop`` and ``epilogue``, which says what is behind it; ``config`` its shapes and what it
+takes; ``cache`` the compiled objects, in memory and on disk; ``launch`` the call.
 """
 
 from .config import choose_config, compiled_for, unsupported

@@ -47,6 +47,15 @@ class TileConfig:
         return min(_MAX_STAGES, room // ((TILE_V + self.block_b) * TILE_D * 2))
 
 
+@dataclass(frozen=True)
+class Features:
+    """What a kernel has beside the draw. With the dtype and ``TileConfig`` it is all that a kernel is compiled for, and so the
+    key of a compiled one; ``cache`` keeps those without any."""
+
+    counts_evaluations: bool = False  # for tests: into ``slots.EVALUATED`` and ``slots.EVALUATED_WHOLE``
+    stamps: bool = False  # for ``benchmarks.exchange``: times of the launch's last CTA, into ``slots.RECEIVED`` and so on
+
+
 CONFIGS = (
     TileConfig(8, 1),
     TileConfig(16, 1),

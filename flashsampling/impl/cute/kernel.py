@@ -24,7 +24,8 @@ Barriers:
     then finishing
     workspace               see ``reduction``              last CTA, by a counter        the same
 
-The evaluators, whose looks would be taken from the noise, sleep on the codes' barriers.
+The evaluators, whose looks would be taken from the noise, sleep on the codes' barriers. The named barriers are made here, the
+stages' in ``mainloop``, and what is between the epilogue's roles in ``epilogue``.
 
 The exposed part of a tile is the search, 2.75 instructions a logit. It wants registers: at 256 columns and four instructions a
 logit ptxas hid its loads and results with 184 registers a thread, and not with 176, 650 static cycles a warp and 1250.
@@ -49,16 +50,16 @@ Rejected designs, H200, B = 256, V = 151936, whole steps against cuBLAS's bare m
     two buffers of codes, and three stages instead of four  D = 2048: 1.124 against 1.086, D = 4096: 1.062 against 1.029
 """
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32, const_expr, pipeline, range_constexpr
+from cutlass import Int32, Int64, const_expr, pipeline
 from cutlass.cute.nvgpu import cpasync
 
-from .config import SHARED_BYTES, TileConfig
-from .epilogue import QUEUE, Arguments, SampleEpilogue, Shared, Walk
+from .arguments import Arguments, LaunchArguments, Walk
+from .config import SHARED_BYTES, Features, TileConfig
+from .epilogue import SampleEpilogue
 from .mainloop import Mainloop
-from .reduction import LAST_WORDS, finish
+from .shared import QUEUE
 
 _WARPGROUP = 128
 _PRODUCER_REGISTERS = 40
@@ -67,92 +68,62 @@ _PRODUCER_REGISTERS = 40
 class SampleKernel:
     """One tile shape and dtype. Called under ``cute.compile`` only."""
 
-    def __init__(self, dtype, config: TileConfig, counts_evaluations: bool = False, stamps: bool = False):
+    def __init__(self, dtype, config: TileConfig, features: Features):
         self.dtype = dtype
-        self.stamps = stamps
         self.cluster = config.cluster
         self.block_b = config.block_b
         self.mainloop = Mainloop(dtype, config)
-        self.epilogue = SampleEpilogue(config, counts_evaluations)
+        self.epilogue = SampleEpilogue(config, features)
         # what 65536 registers allow beside 128 threads of the producer's warpgroup
         self.noise_registers, self.consumer_registers = (88, 192) if config.block_b == 256 else (104, 184)
 
     @cute.jit
-    def __call__(
-        self,
-        hidden: Int64,  # address of (B, D), rows hidden_stride elements apart
-        weight: Int64,  # address of (weight_rows, D), rows weight_stride elements apart
-        temperature: Int64,
-        temperature_value: Float32,
-        seed: Int64,
-        seed_value: Int64,
-        offset: Int64,
-        offset_value: Int64,
-        tokens: cute.Tensor,  # (B * num_samples,) int64, out; the one tensor, by which the launch finds the current stream
-        workspace: Int64,
-        batch: Int32,
-        weight_rows: Int32,
-        base: Int32,  # see epilogue.Arguments
-        skip: Int32,
-        end: Int32,
-        dim: Int32,
-        num_samples: Int32,
-        exchange: Int64,
-        hidden_stride: Int64,
-        weight_stride: Int64,
-        row_blocks: Int32,
-        ctas: Int32,  # per row block: a multiple of the cluster
-        stream: cuda.CUstream,
-    ):
+    def __call__(self, *arguments):
+        """Of ``LaunchArguments``, and the stream."""
+        of_host, args = LaunchArguments.of(arguments[:-1])
+
         def matrix(address, rows, stride):
             pointer = cute.make_ptr(self.dtype, address, cute.AddressSpace.gmem, assumed_align=16)
-            return cute.make_tensor(pointer, cute.make_layout((rows, dim), stride=(cute.assume(stride, divby=8), 1)))
+            return cute.make_tensor(pointer, cute.make_layout((rows, of_host.dim), stride=(cute.assume(stride, divby=8), 1)))
 
         w_layout, h_layout = self.mainloop.layouts()
         tma_w, tW, tma_h, tH = self.mainloop.copies(
-            matrix(weight, weight_rows, weight_stride), matrix(hidden, batch, hidden_stride), w_layout, h_layout
+            matrix(of_host.weight, of_host.weight_rows, of_host.weight_stride),
+            matrix(of_host.hidden, args.batch, of_host.hidden_stride),
+            w_layout,
+            h_layout,
         )
+
+        epilogue_storage = self.epilogue.storage()
 
         @cute.struct
         class Storage:
             stages: cute.struct.MemRange[Int64, 2 * self.mainloop.stages]
-            codes_full: cute.struct.MemRange[Int64, self.epilogue.code_buffers]
-            codes_empty: cute.struct.MemRange[Int64, self.epilogue.code_buffers]
-            done: cute.struct.MemRange[Int32, 1]
-            last: cute.struct.MemRange[Int32, LAST_WORDS]
-            special: cute.struct.MemRange[Int32, 1]
-            queue: cute.struct.MemRange[Int64, QUEUE]
-            rows: cute.struct.Align[cute.struct.MemRange[Float32, 2 * self.block_b], 16]
-            codes: cute.struct.Align[cute.struct.MemRange[Uint32, self.epilogue.code_words], 16]
+            epilogue: epilogue_storage
             w: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(w_layout)], 1024]
             h: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(h_layout)], 1024]
 
         assert Storage.size_in_bytes() <= SHARED_BYTES, "TileConfig.stages leaves too little beside the stages"
         self.storage = Storage
-        arguments = Arguments(
-            temperature,
-            temperature_value,
-            seed,
-            seed_value,
-            offset,
-            offset_value,
-            tokens.iterator.toint(),
-            workspace,
-            batch,
-            base,
-            skip,
-            end,
-            num_samples,
-            exchange,
-        )
+        args = args._replace(tokens=args.tokens.iterator.toint())
         self.kernel(
-            tma_w, tW, tma_h, tH, self.mainloop.tiled_mma(), w_layout, h_layout, arguments, dim, row_blocks, ctas
+            tma_w,
+            tW,
+            tma_h,
+            tH,
+            self.mainloop.tiled_mma(),
+            w_layout,
+            h_layout,
+            args,
+            of_host.dim,
+            of_host.row_blocks,
+            of_host.ctas,
         ).launch(
-            grid=(row_blocks * ctas, 1, 1),
+            grid=(of_host.row_blocks * of_host.ctas, 1, 1),
             block=(4 * _WARPGROUP, 1, 1),
             cluster=(self.cluster, 1, 1),
             min_blocks_per_mp=1,
-            stream=stream,
+            stream=arguments[-1],
         )
 
     @cute.kernel
@@ -195,20 +166,7 @@ class SampleKernel:
         tW = cute.domain_offset((-args.skip, 0), tW)  # what TMA reads before the first row is zero, as after the last
         sW = storage.w.get_tensor(w_layout.outer, swizzle=w_layout.inner)
         sH = storage.h.get_tensor(h_layout.outer, swizzle=h_layout.inner)
-        one = cute.make_layout(1)
-        shared = Shared(
-            rows=cute.make_tensor(storage.rows.data_ptr(), cute.make_layout((self.block_b, 2), stride=(2, 1))),
-            codes=cute.make_tensor(storage.codes.data_ptr(), cute.make_layout(self.epilogue.code_words)),
-            queue=cute.make_tensor(storage.queue.data_ptr(), cute.make_layout(QUEUE)),
-            done=cute.make_tensor(storage.done.data_ptr(), one),
-            special=cute.make_tensor(storage.special.data_ptr(), one),
-        )
-        last = cute.make_tensor(storage.last.data_ptr(), cute.make_layout(LAST_WORDS))
-        codes_full, codes_empty = storage.codes_full.data_ptr(), storage.codes_empty.data_ptr()
-        if thread == 0:
-            for buffer in range_constexpr(self.epilogue.code_buffers):
-                cute.arch.mbarrier_init(codes_full + buffer, _WARPGROUP)
-                cute.arch.mbarrier_init(codes_empty + buffer, 8)
+        shared = self.epilogue.open(storage.epilogue, thread)
         pipe = self.mainloop.make_pipeline(storage.stages.data_ptr())
         pipeline.pipeline_init_arrive(cluster_shape_mn=(self.cluster, 1), is_relaxed=True)
         pipeline.pipeline_init_wait(cluster_shape_mn=(self.cluster, 1))
@@ -217,84 +175,49 @@ class SampleKernel:
         published = pipeline.NamedBarrier(barrier_id=2, num_threads=3 * _WARPGROUP + QUEUE)
         finishing = pipeline.NamedBarrier(barrier_id=3, num_threads=_WARPGROUP)
         prepared = pipeline.NamedBarrier(barrier_id=4, num_threads=3 * _WARPGROUP + QUEUE)
-        one_draw = args.num_samples == 1
         if warp_group == 0:
             cute.arch.setmaxregister_decrease(_PRODUCER_REGISTERS)
             if warp == 0:
                 self.mainloop.produce(pipe, tma_w, tW, tma_h, tH, sW, sH, rank, row_block, walk, args.base)
             elif warp < 3:
                 prepared.arrive_and_wait()
-                self.epilogue.evaluate(args, walk, shared, codes_full, thread - 32)
+                self.epilogue.evaluate(args, walk, shared, thread - 32)
                 published.arrive()
         elif warp_group == 1:
             cute.arch.setmaxregister_decrease(self.noise_registers)
             thread = thread - _WARPGROUP
             self.epilogue.prepare(args, walk, shared, thread, finishing)
             prepared.arrive_and_wait()
-            if one_draw:
-                self.epilogue.make_codes(args, walk, shared, codes_full, codes_empty, thread)
-            finish(args, self.block_b, self.stamps, row_block, row_blocks, ctas, last, thread, published, finishing)
+            self.epilogue.make_codes(args, walk, shared, thread)
+            self.epilogue.finish(args, shared, row_block, row_blocks, ctas, thread, published, finishing)
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
             thread = thread - 2 * _WARPGROUP
             prepared.arrive_and_wait()
             tCrW, tCrH, accumulator = self.mainloop.fragments(tiled_mma, sW, sH, warp_group - 2)
-            # a thread's columns come as neighbours out of eight; its tokens differ in bit 3
-            of_thread = (2, 2, self.epilogue.own_blocks, self.epilogue.halves)
-            logits = cute.make_tensor(accumulator.iterator, cute.make_layout(of_thread))
+            logits = self.epilogue.logits_of(accumulator)
             state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.mainloop.stages)
             release = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.mainloop.stages)
             k_tiles = cute.ceil_div(dim, self.mainloop.tile[2])
             for i in cutlass.range(walk.tiles, unroll=1):
                 sampled = self.epilogue.sampled(args, walk, i)
                 state, release = self.mainloop.accumulate(pipe, tiled_mma, tCrW, tCrH, accumulator, state, release, k_tiles)
-                buffer, use = self.epilogue.buffer_of(i)
-                tile_shared = shared._replace(codes=self.epilogue.codes_of(shared, buffer))
-                if one_draw:
-                    cute.arch.mbarrier_wait(codes_full + buffer, use % 2)
-                words = self.epilogue.load_codes(tile_shared, 0, thread)  # while the last products are on their way
+                of_tile, words = self.epilogue.receive(args, shared, i, thread)  # while the last products are on their way
                 release = self.mainloop.drain(pipe, release)
-                if sampled != 0:
-                    self.epilogue.search(args, walk, tile_shared, logits, words, sampled, i, thread, consumers)
-                cute.arch.sync_warp()
-                if one_draw & (thread % 32 == 0):
-                    cute.arch.mbarrier_arrive(codes_empty + buffer)
-            if thread % 32 == 0:
-                cute.arch.atomic_add(shared.done.iterator, Int32(1), sem="release", scope="cta")
+                self.epilogue.search(args, walk, of_tile, logits, words, sampled, i, thread, consumers)
+            self.epilogue.done(shared, thread)
             published.arrive()
         if const_expr(self.cluster > 1):  # no CTA leaves while another may still signal its barriers
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
 
 
-def compile_kernel(dtype, config: TileConfig, options: str = "", counts_evaluations: bool = False, stamps: bool = False):
-    """The compiled launch of a tile shape for ``CUTE_DSL_ARCH``, callable with the arguments of ``SampleKernel``'s call, less
-    the stream: it is torch's current one."""
-    tokens = cute.runtime.make_fake_compact_tensor(Int64, (cute.sym_int32(),))
+def compile_kernel(dtype, config: TileConfig, options: str = "", **features: bool):
+    """The compiled launch of a tile shape for ``CUTE_DSL_ARCH``, with ``Features`` by name. It is called with the values of
+    ``LaunchArguments``, without a stream: it is torch's current one."""
     return cute.compile(
-        SampleKernel(dtype, config, counts_evaluations, stamps),
-        Int64(0),
-        Int64(0),
-        Int64(0),
-        Float32(0),
-        Int64(0),
-        Int64(0),
-        Int64(0),
-        Int64(0),
-        tokens,
-        Int64(0),
-        Int32(1),
-        Int32(1),
-        Int32(0),
-        Int32(0),
-        Int32(1),
-        Int32(1),
-        Int32(1),
-        Int64(0),
-        Int64(8),
-        Int64(8),
-        Int32(1),
-        Int32(1),
+        SampleKernel(dtype, config, Features(**features)),
+        *LaunchArguments.fakes(),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
         options=f"--enable-tvm-ffi {options}",
     )

@@ -10,6 +10,7 @@ from torch import Tensor
 from ...step import Drawn, Step
 from ...workspace import zeroed_words
 from ..device import multiprocessors
+from . import slots
 from .cache import kernel_for
 from .config import TILE_V, TileConfig, choose_config, copy_engine_reads, ctas_per_row_block
 
@@ -52,13 +53,20 @@ def run(step: Step, config: TileConfig | None = None) -> Drawn:
     base, end = shard.first_token - skip, skip + vocab_size
     if vocab_size == 0:  # a shard without a token: the launch has something to read, and samples none of it
         weight, skip, end = hidden_states, TILE_V, TILE_V
-    workspace = zeroed_words(2 * batch * num_samples + row_blocks, device)
+    workspace = zeroed_words(slots.words(batch * num_samples, row_blocks), device)
     temperature_at, temperature_value = (temperature.data_ptr(), 0.0) if isinstance(temperature, Tensor) else (0, temperature)
     seed_at, seed_value = (seed.data_ptr(), 0) if isinstance(seed, Tensor) else (0, seed)
     offset_at, offset_value = (offset.data_ptr(), 0) if isinstance(offset, Tensor) else (0, offset)
-    kernel(
+    kernel(  # in the order of arguments.LaunchArguments
         hidden_states.data_ptr(),
+        # of a single row the stride is torch's business, but TMA wants a multiple of 16 bytes
+        hidden_states.stride()[0] if batch > 1 else -(-dim // 8) * 8,
         weight.data_ptr(),
+        weight.stride()[0] if vocab_size > 1 else -(-dim // 8) * 8,
+        vocab_size or 1,
+        dim,
+        row_blocks,
+        ctas,
         temperature_at,
         temperature_value,
         seed_at,
@@ -68,17 +76,10 @@ def run(step: Step, config: TileConfig | None = None) -> Drawn:
         tokens,
         workspace.data_ptr(),
         batch,
-        vocab_size or 1,
         base,
         skip,
         end,
-        dim,
         num_samples,
         shard.exchange,
-        # of a single row the stride is torch's business, but TMA wants a multiple of 16 bytes
-        hidden_states.stride()[0] if batch > 1 else -(-dim // 8) * 8,
-        weight.stride()[0] if vocab_size > 1 else -(-dim // 8) * 8,
-        row_blocks,
-        ctas,
     )
     return Drawn(tokens)

@@ -1,11 +1,11 @@
-"""From scores to one token per row: 64-bit keys, the workspace's slots, and the reduction that ends the launch.
+"""From scores to one token per row: 64-bit keys, how they are published, and the reduction that ends the launch.
 
 A key orders as (score, then the lower id): order-preserving bits of the score, then the complement of the id, in a positive
 int64. Max, ties and order of arrival are then one operation. A NaN is above all keys, 0 below. A key without an id (NO_TOKEN)
 is below every token's key with the same score: it states a lower bound.
 
-Slots: a row and draw has two int64 in the workspace, zero between launches: the best key whose score is not +inf, and the key
-of the lowest id whose score is +inf. Threads publish by a relaxed ``red.max`` at GPU scope; then
+A row and draw has two slots in the workspace (``slots``): the best key whose score is not +inf, and the key of the lowest id
+whose score is +inf. Threads publish by a relaxed ``red.max`` at GPU scope; then
 
     edge                                       order
     a CTA's publishing threads -> its thread   named barrier of the CTA
@@ -22,7 +22,7 @@ from cutlass import Float32, Int32, Int64, select_
 
 from ...exchange import NAN as NAN_KEY
 from ...exchange import NO_FINITE, NO_TOKEN, PACKED, TOKENS
-from . import exchange
+from . import exchange, slots
 from .memory import global_pointer
 
 INFINITY = float("inf")
@@ -128,10 +128,10 @@ def finish(
     barrier,
 ):
     """The end of a launch, for one warpgroup. ``published``: the barrier after which all of the CTA's keys are published;
-    ``barrier``: of these threads; ``last``: ``LAST_WORDS`` int32 of shared memory; ``stamps``: for ``benchmarks.exchange``, the
-    last CTA's times, in the four words before the workspace."""
-    total = Int64(args.batch) * args.num_samples
-    counter = global_pointer(Int64, args.workspace + (2 * total + row_block) * 8)
+    ``barrier``: of these threads; ``last``: ``LAST_WORDS`` int32 of shared memory; ``stamps``: the last CTA's times,
+    for ``benchmarks.exchange``, into the four words before the workspace."""
+    total = args.draws()
+    counter = global_pointer(Int64, slots.counter(args.workspace, total, row_block))
     first = Int64(row_block) * block_b * args.num_samples
     count = Int64(cutlass.min(block_b, args.batch - row_block * block_b)) * args.num_samples
     at_once = cutlass.const_expr(2 if block_b > _THREADS else 1)
@@ -161,7 +161,7 @@ def finish(
             cute.arch.atomic_exch(counter, Int64(0), sem="relaxed", scope="gpu")
         table = exchange.agreed(table, last[1] != 0, thread)
         if cutlass.const_expr(stamps):
-            _stamp(args, thread, 4)
+            _stamp(args, thread, slots.ARRIVED)
         turns = Int32((count + (at_once * _THREADS - 1)) // (at_once * _THREADS))
         for turn in cutlass.range(turns, unroll=1):
             start = Int64(turn) * (at_once * _THREADS) + thread
@@ -169,9 +169,9 @@ def finish(
                 winners[k] = Int64(0)
                 if start + k * _THREADS < count:
                     index = first + start + k * _THREADS
-                    slot = args.workspace + index * 8
+                    slot = slots.best(args.workspace, index)
                     best_key = cute.arch.atomic_exch(global_pointer(Int64, slot), Int64(0), sem="relaxed", scope="gpu")
-                    inf_slot = global_pointer(Int64, slot + total * 8)
+                    inf_slot = global_pointer(Int64, slots.infinite(slot, total))
                     inf_key = cute.arch.atomic_exch(inf_slot, Int64(0), sem="relaxed", scope="gpu")
                     out = token_of_keys(best_key, inf_key)
                     if args.exchange != Int64(TOKENS):
@@ -185,11 +185,11 @@ def finish(
                 own_tags = [[tags[k, 0], tags[k, 1]] for k in range(at_once)]
                 rows = exchange.Rows(first + start - lane, first + count, own_tags)
                 if cutlass.const_expr(stamps):
-                    _stamp(args, thread, 3)
+                    _stamp(args, thread, slots.WON)
                 sent = exchange.clock()
                 exchange.send(table, rows, [winners[k] for k in range(at_once)], lane)
                 if cutlass.const_expr(stamps):
-                    _stamp(args, thread, 2)
+                    _stamp(args, thread, slots.SENT)
                 if exchange.receive(table, rows, args.tokens, lane, sent) & (lane == 0):
                     last[2 + thread // 32] = Int32(1)
                 if turn + 1 < turns:
@@ -207,7 +207,7 @@ def finish(
                     global_pointer(Int64, args.tokens + (first + index) * 8).store(Int64(-1))
                 barrier.arrive_and_wait()
             if cutlass.const_expr(stamps):
-                _stamp(args, thread, 1)
+                _stamp(args, thread, slots.RECEIVED)
             if thread == 0:
                 exchange.conclude(table, row_blocks, args.tokens, total)
 
@@ -215,4 +215,4 @@ def finish(
 @cute.jit
 def _stamp(args, thread, word: cutlass.Constexpr):
     if thread == 0:
-        global_pointer(Int64, args.workspace - 8 * word).store(exchange.clock())
+        global_pointer(Int64, slots.before(args.workspace, word)).store(exchange.clock())
