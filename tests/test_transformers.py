@@ -35,7 +35,8 @@ from transformers.generation.logits_process import TemperatureLogitsWarper  # no
 from flashsampling import LMHeadSampler  # noqa: E402
 from flashsampling.distributed import TensorParallelTimeout  # noqa: E402
 from flashsampling.distributed.failure import Failure  # noqa: E402
-from flashsampling.integrations.transformers import NoTokenError, _Placeholder, checked_lm_head, generate  # noqa: E402
+from flashsampling.integrations.transformers import NoTokenError, checked_lm_head, generate  # noqa: E402
+from flashsampling.integrations.transformers.head import _Placeholder  # noqa: E402
 from scripts.demo_generate import _GumbelNoise  # noqa: E402
 from tests.conftest import DEVICE  # noqa: E402
 
@@ -325,7 +326,7 @@ def test_the_error_says_what_switches_a_processor_off(model, field, monkeypatch)
 
 def test_every_processor_of_transformers_has_a_hint():
     """Those that ``_get_logits_processor`` may add."""
-    from flashsampling.integrations.transformers import _SWITCH_OFF
+    from flashsampling.integrations.transformers.arguments import _SWITCH_OFF
 
     source = inspect.getsource(GenerationMixin._get_logits_processor)
     added = set(re.findall(r"processors\.append\(\s*(\w+)\(", source))

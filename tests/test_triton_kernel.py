@@ -9,7 +9,7 @@ import torch
 triton = pytest.importorskip("triton")
 
 from flashsampling.exchange import PACKED, Shard, tokens_of  # noqa: E402
-from flashsampling.impl.triton import kernel, run  # noqa: E402
+from flashsampling.impl.triton import careful, run  # noqa: E402
 from flashsampling.impl.triton.config import TileConfig, shape_for  # noqa: E402
 from tests.conftest import DEVICE  # noqa: E402
 from tests.problems import assert_agreement, make_problem  # noqa: E402
@@ -22,13 +22,13 @@ on_cpu = pytest.mark.skipif(DEVICE.type == "cuda", reason="counts calls in the i
 def careful_tiles(monkeypatch):
     """How many tiles the careful pass evaluated so far, in the interpreter."""
     calls = []
-    real = kernel._publish_careful
+    real = careful._publish_careful
 
     def counted(*arguments, **named):
         calls.append(1)
         return real(*arguments, **named)
 
-    monkeypatch.setattr(kernel, "_publish_careful", counted)
+    monkeypatch.setattr(careful, "_publish_careful", counted)
     return calls
 
 

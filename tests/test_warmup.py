@@ -52,17 +52,17 @@ class _Keys:
 @pytest.mark.parametrize("num_samples", [1, 2])
 def test_keys_of_the_cache_after_warmup(use_tma, dtype, dim, num_samples, monkeypatch, device):
     """Every batch size, kind of parameter, alignment and stride of what changes between calls: the keys that warmup made."""
-    from flashsampling.impl.triton import config, kernel
+    from flashsampling.impl.triton import config, kernel, launch
 
     keys = _Keys(kernel.sample_kernel)
-    monkeypatch.setattr(kernel, "sample_kernel", keys)
+    monkeypatch.setattr(launch, "sample_kernel", keys)
     if use_tma:
 
         def choose(states, weight, num_samples):
             on = config._tma_addressable(weight) and dtype != torch.float32
             return config.shape_for(states.shape[0], states.shape[1], states.dtype, num_samples, on)
 
-        monkeypatch.setattr(kernel, "choose_config", choose)
+        monkeypatch.setattr(launch, "choose_config", choose)
         monkeypatch.setattr(config, "choose_config", choose)
     problem = make_problem(300, 5, dim, device, dtype)
     names = flashsampling.warmup(problem.weight, max_batch_size=300, num_samples=num_samples, impl="triton")

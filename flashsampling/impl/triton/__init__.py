@@ -1,6 +1,10 @@
-"""Triton: the fused step in one launch. ``kernel`` is the kernel and its launch, ``noise`` its noise, ``config`` its shapes."""
+"""Triton: the fused step in one launch.
+
+``kernel`` is the kernel, of ``rows``, ``tiles``, ``noise``, ``scores``, ``careful`` and ``exchange``; ``config`` its shapes and
+what it takes; ``launch`` the call.
+"""
 
 from .config import choose_config, compiled_for, unsupported
-from .kernel import run
+from .launch import run
 
 __all__ = ["choose_config", "compiled_for", "run", "unsupported"]

@@ -1,0 +1,109 @@
+"""One launch of the Triton kernel."""
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ... import exchange as protocol
+from ...step import Drawn, Step
+from ...workspace import zeroed_words
+from ..device import multiprocessors
+from .config import TileConfig, choose_config
+from .kernel import _EXCHANGE, sample_kernel
+from .noise import INTERPRETED
+
+
+def _aligned_rows(hidden_states: Tensor) -> Tensor:
+    """The hidden states, or a copy of them, with rows that are contiguous and start at multiples of 16 bytes."""
+    (batch, dim), (rows_apart, along_d) = hidden_states.shape, hidden_states.stride()
+    unit = 16 // hidden_states.element_size()
+    if along_d == 1 and rows_apart % unit == 0 and rows_apart > 0 and hidden_states.data_ptr() % 16 == 0:
+        return hidden_states
+    padded = torch.empty((batch, -(-dim // unit) * unit), dtype=hidden_states.dtype, device=hidden_states.device)
+    return padded[:, :dim].copy_(hidden_states)
+
+
+def run(step: Step, config: TileConfig | None = None) -> Drawn:
+    """See ``backends``: one launch. ``config`` in place of the shape that is chosen."""
+    hidden_states, weight, num_samples, vocab_size, shard = (
+        step.hidden_states,
+        step.weight,
+        step.num_samples,
+        step.vocab_size,
+        step.shard,
+    )
+    temperature, seed, offset = step.temperature, step.seed, step.offset
+    batch, dim = hidden_states.shape
+    device = hidden_states.device
+    if config is None:
+        config = choose_config(hidden_states, weight, num_samples)
+    # one class of alignment per D: what Triton specialises on is then decided by the weight
+    row_alignment = 16 // hidden_states.element_size()
+    if config.use_tma or dim % row_alignment == 0:
+        hidden_states = _aligned_rows(hidden_states)
+    else:
+        row_alignment = 1
+        if hidden_states.stride(1) != 1:
+            hidden_states = hidden_states.contiguous()
+    skip = shard.first_token % 128
+    base = shard.first_token - skip
+    if vocab_size == 0:  # a shard without a token: the launch has something to read, and samples none of it
+        weight, skip = hidden_states, 0
+    token_ids = torch.empty(batch * num_samples, dtype=torch.int64, device=device)
+    row_blocks = -(-batch // config.columns)
+    vocab_tiles = -(-(skip + vocab_size) // config.block_v)
+    programs_per_row_block = max(1, min(vocab_tiles, config.ctas_per_sm * multiprocessors(device) // row_blocks))
+    slots = 2 * batch * num_samples
+    workspace = zeroed_words(slots + row_blocks, device)
+    hidden, hidden_rest, weights = hidden_states, hidden_states, weight
+    if config.use_tma:
+        shape, stride, depth = hidden_states.shape, hidden_states.stride(), config.block_d
+        hidden = hidden_rest = TensorDescriptor(hidden_states, shape, stride, [config.block_b, depth])
+        if config.rest_b:
+            hidden_rest = TensorDescriptor(hidden_states, shape, stride, [config.rest_b, depth])
+        # rows outside the vocabulary read as zeros, and nothing of a padded one is read
+        weights = TensorDescriptor(weight, [max(vocab_size, 1), dim], weight.stride(), [config.block_v, depth])
+    temperature_at, temperature_value = (temperature.data_ptr(), 0.0) if isinstance(temperature, Tensor) else (0, temperature)
+    seed_at, seed_value = (seed.data_ptr(), 0) if isinstance(seed, Tensor) else (0, seed)
+    offset_at, offset_value = (offset.data_ptr(), 0) if isinstance(offset, Tensor) else (0, offset)
+    sample_kernel[(programs_per_row_block * row_blocks,)](
+        hidden,
+        hidden_rest,
+        weights,
+        temperature_at,
+        temperature_value,
+        seed_at,
+        seed_value,
+        offset_at,
+        offset_value,
+        token_ids,
+        workspace,
+        batch,
+        vocab_size,
+        base,
+        skip,
+        dim,
+        num_samples,
+        hidden_states.stride(0),
+        weight.stride(0),
+        shard.exchange,
+        0,
+        BLOCK_V=config.block_v,
+        BLOCK_B=config.block_b,
+        REST_B=config.rest_b,
+        BLOCK_D=config.block_d,
+        CHUNK_B=config.chunk_b,
+        USE_TMA=config.use_tma,
+        EVEN_D=dim % config.block_d == 0,
+        ROW_ALIGNMENT=row_alignment,
+        UPCAST=INTERPRETED.value,
+        ONE_DRAW=num_samples == 1,
+        PRELOAD=config.preload,
+        ROWS=1 << (config.columns - 1).bit_length(),
+        ROW_TENSORS=temperature_at != 0 and seed_at != 0 and offset_at != 0,
+        EXCHANGE=shard.exchange if shard.exchange in (protocol.TOKENS, protocol.PACKED) else _EXCHANGE.value,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        maxnreg=config.max_registers,
+    )
+    return Drawn(token_ids)

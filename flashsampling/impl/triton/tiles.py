@@ -1,0 +1,134 @@
+"""A tile: its logits, which token and which row each is of, and the blocks and Philox lanes that it is split into."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _hidden_pointers(hidden, first_row, batch, hidden_stride, BLOCK_B: tl.constexpr, BLOCK_D: tl.constexpr):
+    """(BLOCK_D, BLOCK_B); rows past the end repeat the last one: their winners are not published."""
+    rows = tl.minimum(first_row + tl.arange(0, BLOCK_B), batch - 1).to(tl.int64)
+    return hidden + rows[None, :] * hidden_stride + tl.arange(0, BLOCK_D)[:, None]
+
+
+@triton.jit
+def tile_logits(
+    hidden,  # descriptor of blocks (BLOCK_B, BLOCK_D), or pointer to (B, D)
+    hidden_rest,  # as hidden, for blocks (REST_B, BLOCK_D)
+    weight,  # descriptor of blocks (BLOCK_V, BLOCK_D), or pointer to (V, D)
+    first_token,  # row of the weight; below 0 in the first tile of a shard that does not start where a Philox group does
+    first_row,
+    batch,
+    vocab_size,
+    dim,
+    hidden_stride,
+    weight_stride,
+    BLOCK_V: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    REST_B: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    USE_TMA: tl.constexpr,
+    EVEN_D: tl.constexpr,
+    ROW_ALIGNMENT: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Logits of one tile in fp32, (BLOCK_V, BLOCK_B) and (BLOCK_V, REST_B or a placeholder's 16): two blocks of columns, one
+    read of the weight. k runs upwards in one chain: no split, the same sum in any tile. Outside [0, vocab_size) the weight's
+    rows read as zeros, whatever a padded vocabulary has there."""
+    acc = tl.zeros((BLOCK_V, BLOCK_B), dtype=tl.float32)
+    rest = tl.zeros((BLOCK_V, REST_B if REST_B > 0 else 16), dtype=tl.float32)
+    if USE_TMA:
+        for d in range(0, dim, BLOCK_D):
+            w = weight.load([first_token, d])  # (BLOCK_V, BLOCK_D)
+            h = hidden.load([first_row, d])  # (BLOCK_B, BLOCK_D)
+            acc = tl.dot(w, h.T, acc)
+            if REST_B > 0:
+                h = hidden_rest.load([first_row + BLOCK_B, d])  # (REST_B, BLOCK_D)
+                rest = tl.dot(w, h.T, rest)
+    else:
+        tokens = first_token + tl.arange(0, BLOCK_V)
+        dims = tl.arange(0, BLOCK_D)
+        if ROW_ALIGNMENT > 1:  # 16 bytes
+            hidden_stride = tl.multiple_of(hidden_stride, ROW_ALIGNMENT)
+            hidden = tl.multiple_of(hidden, 16)
+        # what is outside reads a neighbour's row, and is dropped below
+        w_rows = tl.maximum(tl.minimum(tokens, vocab_size - 1), 0).to(tl.int64)
+        w_ptrs = weight + w_rows[:, None] * weight_stride + dims[None, :]
+        h_ptrs = _hidden_pointers(hidden, first_row, batch, hidden_stride, BLOCK_B, BLOCK_D)
+        if REST_B > 0:
+            rest_ptrs = _hidden_pointers(hidden, first_row + BLOCK_B, batch, hidden_stride, REST_B, BLOCK_D)
+        for d in range(0, dim, BLOCK_D):
+            if EVEN_D:
+                w = tl.load(w_ptrs)
+                h = tl.load(h_ptrs)
+            else:
+                w = tl.load(w_ptrs, mask=dims[None, :] < dim - d, other=0.0)
+                h = tl.load(h_ptrs, mask=dims[:, None] < dim - d, other=0.0)
+            if UPCAST:
+                w = w.to(tl.float32)
+                h = h.to(tl.float32)
+            acc = tl.dot(w, h, acc, input_precision="ieee")
+            if REST_B > 0:
+                if EVEN_D:
+                    h = tl.load(rest_ptrs)
+                else:
+                    h = tl.load(rest_ptrs, mask=dims[:, None] < dim - d, other=0.0)
+                if UPCAST:
+                    h = h.to(tl.float32)
+                rest = tl.dot(w, h, rest, input_precision="ieee")
+                rest_ptrs += BLOCK_D
+            w_ptrs += BLOCK_D
+            h_ptrs += BLOCK_D
+        inside = ((tokens >= 0) & (tokens < vocab_size))[:, None]
+        acc = tl.where(inside, acc, 0.0)
+        if REST_B > 0:
+            rest = tl.where(inside, rest, 0.0)
+    return acc, rest
+
+
+@triton.jit
+def split_lanes(x, BLOCK_V: tl.constexpr, BLOCK_B: tl.constexpr):
+    """(BLOCK_V, BLOCK_B) by token -> four (BLOCK_V // 4, BLOCK_B) by Philox lane = bit 3 | bit 6 << 1 of the token id.
+
+    In ``wgmma``'s accumulator with four warps the two bits are registers of one thread, so this moves nothing.
+    """
+    x = tl.reshape(x, (BLOCK_V // 128, 2, 4, 2, 8, BLOCK_B))  # token bits: 7 up | 6 | 5, 4 | 3 | 2..0
+    x = tl.permute(x, (0, 2, 4, 5, 1, 3))
+    x0, x1 = tl.split(x)  # bit 3
+    lane0, lane2 = tl.split(x0)  # bit 6
+    lane1, lane3 = tl.split(x1)
+    return (
+        tl.reshape(lane0, (BLOCK_V // 4, BLOCK_B)),
+        tl.reshape(lane1, (BLOCK_V // 4, BLOCK_B)),
+        tl.reshape(lane2, (BLOCK_V // 4, BLOCK_B)),
+        tl.reshape(lane3, (BLOCK_V // 4, BLOCK_B)),
+    )
+
+
+@triton.jit
+def split_blocks(x, ROW_BLOCKS: tl.constexpr, COLUMN_BLOCKS: tl.constexpr):
+    """(M, N) -> tuple of ROW_BLOCKS * COLUMN_BLOCKS neighbouring blocks, row by row; register bits again, nothing moves."""
+    if ROW_BLOCKS > 1:
+        upper, lower = tl.split(tl.permute(tl.reshape(x, (2, x.shape[0] // 2, x.shape[1])), (1, 2, 0)))
+        return split_blocks(upper, ROW_BLOCKS // 2, COLUMN_BLOCKS) + split_blocks(lower, ROW_BLOCKS // 2, COLUMN_BLOCKS)
+    elif COLUMN_BLOCKS > 1:
+        left, right = tl.split(tl.permute(tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2)), (0, 2, 1)))
+        return split_blocks(left, 1, COLUMN_BLOCKS // 2) + split_blocks(right, 1, COLUMN_BLOCKS // 2)
+    else:
+        return (x,)
+
+
+@triton.jit
+def lane0_tokens(first_token, BLOCK_V: tl.constexpr):
+    """Token ids of lane 0 of a tile's groups, (BLOCK_V // 4, 1); lanes 1, 2, 3 lie 8, 64 and 72 above."""
+    group = tl.arange(0, BLOCK_V // 4)
+    return (first_token + (group & 7) + ((group >> 3) & 3) * 16 + (group >> 5) * 128)[:, None]
+
+
+@triton.jit
+def rows_of_chunk(first_row, c: tl.constexpr, BLOCK_B: tl.constexpr, CHUNK_B: tl.constexpr, REST_CHUNK: tl.constexpr):
+    """Rows of chunk c of a tile, (CHUNK_B,), or (REST_CHUNK,) in the second block of columns."""
+    if c < BLOCK_B // CHUNK_B:
+        return first_row + c * CHUNK_B + tl.arange(0, CHUNK_B)
+    else:
+        return first_row + BLOCK_B + (c - BLOCK_B // CHUNK_B) * REST_CHUNK + tl.arange(0, REST_CHUNK)

@@ -1,0 +1,15 @@
+"""Hugging Face transformers: ``model.generate(..., custom_generate=generate)`` with the LM head fused into the sampler.
+
+    from flashsampling.integrations.transformers import generate
+
+    model.generate(**inputs, custom_generate=generate, do_sample=True, temperature=0.8, top_k=0, seeds=[1, 2, 3])
+
+``decoding`` is transformers' own ``custom_generate`` contract: KV cache, padding and stopping criteria come from there. It runs
+the model as it is, and ``head`` takes from it what its LM head would have multiplied. ``arguments`` is what every argument of
+``generate`` does here; docs/transformers.md has that as a table, and which models work.
+"""
+
+from .decoding import NoTokenError, generate
+from .head import checked_lm_head
+
+__all__ = ["NoTokenError", "checked_lm_head", "generate"]

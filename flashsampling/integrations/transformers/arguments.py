@@ -1,0 +1,159 @@
+"""What the arguments of ``generate`` mean, and which of them are refused."""
+
+import inspect
+import math
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig, LogitsProcessorList
+from transformers.generation import GenerationMixin, GenerationMode
+from transformers.generation.logits_process import LogitNormalization, TemperatureLogitsWarper
+
+from ...module import LMHeadSampler
+
+# What makes transformers add a logits processor, and the value that keeps it from doing so
+_SWITCH_OFF = {
+    "EncoderNoRepeatNGramLogitsProcessor": "encoder_no_repeat_ngram_size=0",
+    "EncoderRepetitionPenaltyLogitsProcessor": "encoder_repetition_penalty=1.0",
+    "EpsilonLogitsWarper": "epsilon_cutoff=0.0",
+    "EtaLogitsWarper": "eta_cutoff=0.0",
+    "ExponentialDecayLengthPenalty": "exponential_decay_length_penalty=None",
+    "ForcedBOSTokenLogitsProcessor": "forced_bos_token_id=None",
+    "ForcedEOSTokenLogitsProcessor": "forced_eos_token_id=None",
+    "InfNanRemoveLogitsProcessor": "remove_invalid_values=False",
+    "MinLengthLogitsProcessor": "min_length=0",
+    "MinNewTokensLengthLogitsProcessor": "min_new_tokens=None",
+    "MinPLogitsWarper": "min_p=None",
+    "NoBadWordsLogitsProcessor": "bad_words_ids=None",
+    "NoRepeatNGramLogitsProcessor": "no_repeat_ngram_size=0",
+    "PrefixConstrainedLogitsProcessor": "prefix_allowed_tokens_fn=None",
+    "RepetitionPenaltyLogitsProcessor": "repetition_penalty=1.0",
+    "SequenceBiasLogitsProcessor": "sequence_bias=None",
+    "SuppressTokensAtBeginLogitsProcessor": "begin_suppress_tokens=None",
+    "SuppressTokensLogitsProcessor": "suppress_tokens=None",
+    "SynthIDTextWatermarkLogitsProcessor": "watermarking_config=None",
+    "TopHLogitsWarper": "top_h=None",
+    "TopKLogitsWarper": "top_k=0",
+    "TopPLogitsWarper": "top_p=1.0",
+    "TypicalLogitsWarper": "typical_p=1.0",
+    "UnbatchedClassifierFreeGuidanceLogitsProcessor": "guidance_scale=None",
+    "WatermarkLogitsProcessor": "watermarking_config=None",
+}
+# What makes ``GenerationConfig.get_generation_mode`` choose another algorithm than sampling and greedy search
+_OTHER_MODES = (
+    "num_beams", "num_beam_groups", "penalty_alpha", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp",
+    "dola_layers", "constraints", "force_words_ids",
+)  # fmt: skip
+
+
+def require_what_we_do(config: GenerationConfig, assistant_model: Any, synced_gpus: bool) -> None:
+    """Raises ValueError, by name, for arguments of ``generate`` that would silently do nothing here."""
+    if config.return_dict_in_generate:
+        raise ValueError("return_dict_in_generate is not supported: there are no scores or logits to return")
+    mode = config.get_generation_mode(assistant_model)
+    if mode not in (GenerationMode.SAMPLE, GenerationMode.GREEDY_SEARCH):
+        values = {name: getattr(config, name, None) for name in _OTHER_MODES}
+        given = [f"{name}={value!r}" for name, value in values.items() if value and not (value == 1 and "beam" in name)]
+        given += [] if assistant_model is None else ["assistant_model"]
+        raise ValueError(f"the fused step samples or decodes greedily, got {mode.value} ({', '.join(given)})")
+    if config.is_assistant:
+        raise ValueError("is_assistant is not supported: a model that drafts for another needs scores")
+    if synced_gpus:
+        raise ValueError("synced_gpus is not supported, nor are FSDP and DeepSpeed ZeRO-3, which set it")
+    if config.compile_config is not None:
+        raise ValueError("compile_config is not supported: compile the decoder instead, model.get_decoder().compile()")
+
+
+def batch_temperature(config: GenerationConfig, processors: LogitsProcessorList) -> float:
+    """The batch's temperature; ValueError for any other logits processor, none of which may be dropped silently."""
+    harmless = (TemperatureLogitsWarper, LogitNormalization)  # log softmax moves all of a row's scores alike
+    others = [type(processor).__name__ for processor in processors if type(processor) not in harmless]
+    if others:
+        named = [f"{other} ({_SWITCH_OFF[other]})" if other in _SWITCH_OFF else other for other in others]
+        raise ValueError(
+            f"the fused step samples with a temperature only; switch off {', '.join(named)}, "
+            "or keep them and generate without custom_generate"
+        )
+    if not config.do_sample:
+        return 0.0
+    return math.prod(float(warper.temperature) for warper in processors if type(warper) is TemperatureLogitsWarper)
+
+
+def row_temperatures(temperatures: Any, config: GenerationConfig, batch: int, device: torch.device) -> Tensor:
+    """(B,) float32 on the device. ValueError for another shape, greedy decoding, or a number below 0 that is seen to be one."""
+    if not config.do_sample:
+        raise ValueError("temperatures needs do_sample=True, got do_sample=False, which is greedy")
+    rows = torch.as_tensor(temperatures, dtype=torch.float32)
+    _require_row_each("temperatures", rows, config, batch)
+    if rows.device.type == "cpu" and not bool((rows >= 0).all()):
+        raise ValueError(f"temperatures must be at least 0, got {rows.tolist()}")
+    return rows.to(device)
+
+
+def row_seeds(seeds: Any, config: GenerationConfig, batch: int) -> Tensor | int:
+    """(B,) int64, or the int that was given. TypeError for what is no integer, ValueError for another shape."""
+    if isinstance(seeds, int):
+        return seeds
+    if not isinstance(seeds, Tensor):
+        values = [int(seed) if hasattr(seed, "__index__") else seed for seed in seeds]
+        if not all(isinstance(seed, int) for seed in values):
+            raise TypeError(f"seeds must be integers, got {seeds!r}")
+        seeds = torch.tensor([seed - 2**64 if seed >= 2**63 else seed for seed in values], dtype=torch.int64)
+    if seeds.is_floating_point() or seeds.is_complex() or seeds.dtype == torch.bool:
+        raise TypeError(f"seeds must be integers, got {seeds.dtype}")
+    _require_row_each("seeds", seeds, config, batch)
+    return seeds.to(torch.int64)
+
+
+def _require_row_each(name: str, rows: Tensor, config: GenerationConfig, batch: int) -> None:
+    if rows.shape != (batch,):
+        returned = config.num_return_sequences or 1
+        sequences = f"{batch} sequences" + (
+            f", {batch // returned} prompts x {returned} returned sequences" if returned > 1 else ""
+        )
+        raise ValueError(f"{name} must have one entry for each of the {sequences}, got shape {tuple(rows.shape)}")
+
+
+def require_sampler_of(head: nn.Linear, sampler: LMHeadSampler, batch: int) -> None:
+    """TypeError or ValueError unless the sampler is over this head's weight, or its shard of it, and takes so many rows."""
+    if not isinstance(sampler, LMHeadSampler):
+        raise TypeError(f"sampler must be an LMHeadSampler, got {type(sampler).__name__}")
+    if batch > sampler.max_batch_size:
+        raise ValueError(
+            f"input_ids must have at most max_batch_size = {sampler.max_batch_size} rows with this sampler, got {batch}"
+        )
+    ours: Tensor = sampler.weight
+    models: Tensor = head.weight
+    if ours is models:
+        return
+    if sampler.tp is not None:
+        models = models[sampler.tp.first_token : sampler.tp.last_token]
+        ours = ours[: models.shape[0]]
+        same = ours.shape == models.shape and ours.dtype == models.dtype and ours.device == models.device
+        same = same and torch.equal(ours, models)
+    else:
+        same = (ours.data_ptr(), ours.shape, ours.stride(), ours.dtype) == (
+            models.data_ptr(), models.shape, models.stride(), models.dtype
+        )  # fmt: skip
+    if not same:
+        raise ValueError(
+            f"sampler must be over this model's LM head (LMHeadSampler.from_model), got one over another weight, shape "
+            f"{tuple(sampler.weight.shape)}"
+        )
+
+
+def arguments_of_model_generate(model: Any) -> dict[str, Any]:
+    """``streamer``, ``assistant_model`` and ``synced_gpus`` as given to the ``model.generate`` that called us.
+
+    transformers (5.3 to 5.23) hands none of them to a ``custom_generate`` callable, so they are read from its frame: without, a
+    streamer would be waited on for ever and an assistant ignored in silence.
+    """
+    code = inspect.unwrap(GenerationMixin.generate).__code__
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is code and frame.f_locals.get("self") is model:
+            return {name: frame.f_locals.get(name) for name in ("streamer", "assistant_model", "synced_gpus")}
+        frame = frame.f_back  # type: ignore[assignment]
+    return {}
