@@ -8,7 +8,6 @@ Nothing is timed before the ranks' tokens equal those of one GPU with the whole 
 
 import contextlib
 import functools
-import importlib
 import json
 import os
 import statistics
@@ -26,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from flashsampling.backends import BACKENDS
 from flashsampling.distributed import TensorParallel, gather_flat, shard_range
 from flashsampling.exchange import Shard
 from tests.problems import Problem
@@ -73,10 +73,7 @@ def _draw(problem: Problem, weight: Tensor, tp: TensorParallel | None, impl: str
 
 def _draw_alone(problem: Problem, shard: Tensor, impl: str, first_token: int) -> Tensor:
     """What the shard alone would draw: the same launch without an exchange."""
-    sample = importlib.import_module(f"flashsampling.impl.{impl}").sample
-    rows = problem.temperature, problem.seed, problem.offset
-    tokens: Tensor = sample(problem.hidden_states, shard, *rows, 1, shard.shape[0], Shard(first_token))
-    return tokens
+    return BACKENDS[impl].run(problem.step(weight=shard, vocab_size=shard.shape[0], shard=Shard(first_token))).ids
 
 
 def _rank(vocab: int, dim: int, batches: list[int], implementations: list[str], per_graph: int, rounds: int) -> dict[str, Any]:

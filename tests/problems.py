@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 import flashsampling
-from flashsampling import noise
+from flashsampling import exchange, noise
+from flashsampling.backends import BACKENDS
 from flashsampling.distributed import TensorParallel
+from flashsampling.exchange import Shard
 from flashsampling.impl import reference
 from flashsampling.step import Step
 
@@ -57,6 +59,12 @@ class Problem:
         """As implementations take it. ``others``: further fields."""
         rows = self.temperature, self.seed, self.offset
         return Step(self.hidden_states, self.weight, *rows, self.num_samples, self.vocab)._replace(**others)
+
+    def winners(self, impl: str, first: int, last: int) -> Tensor:
+        """(B * num_samples,) packed winners of the tokens from ``first`` up to ``last``, a shard."""
+        shard = self.weight[first:last].clone()
+        step = self.step(weight=shard, vocab_size=last - first, shard=Shard(first, exchange.PACKED))
+        return BACKENDS[impl].run(step).ids
 
     def rows(self, index: slice | list[int] | Tensor) -> "Problem":
         return replace(

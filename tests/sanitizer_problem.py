@@ -1,12 +1,10 @@
 """Problems for compute-sanitizer, through every path of the kernels: ``python -m tests.sanitizer_problem [KERNEL...]``."""
 
-import importlib
 import sys
 
 import torch
 
 from flashsampling import exchange
-from flashsampling.exchange import Shard
 from flashsampling.impl.triton import run
 from flashsampling.impl.triton.config import TileConfig
 from tests.problems import KERNELS, check, make_problem
@@ -37,11 +35,7 @@ if __name__ == "__main__":
     step = problem.step()
     assert torch.equal(run(step).ids, run(step, TileConfig(256, 64, 64, 8, 5, 1, True, 64, None, True)).ids)
     for kernel in kernels:  # shards that start in the middle of a tile, and an empty one
-        draw = importlib.import_module(f"flashsampling.impl.{kernel}").run
-        parts = []
-        for first, last in ((0, 100), (100, 100), (100, 300)):
-            shard = problem.weight[first:last].clone()
-            parts.append(draw(problem.step(weight=shard, vocab_size=last - first, shard=Shard(first, exchange.PACKED))).ids)
+        parts = [problem.winners(kernel, first, last) for first, last in ((0, 100), (100, 100), (100, 300))]
         assert torch.equal(exchange.tokens_of(torch.stack(parts)), problem.sample(kernel)[:, 0])
         print(kernel, "shards agree")
         alone = Ranks(kernel, 1, 330)  # an exchange with itself, and one with a rank that does not come

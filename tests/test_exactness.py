@@ -72,20 +72,8 @@ def awkward_rows(weight: Tensor, batch: int, generator: torch.Generator, poisone
 
 def shards(problem: Problem, impl: str, cuts: list[int], num_samples: int) -> Tensor:
     """(B, num_samples) tokens of a vocabulary cut in parts, by packed winners."""
-    sample = importlib.import_module(f"flashsampling.impl.{impl}").sample
-    rows = problem.temperature, problem.seed, problem.offset
-    edges = [0, *cuts, problem.vocab]
-    parts = [
-        sample(
-            problem.hidden_states,
-            problem.weight[first:last],
-            *rows,
-            num_samples,
-            last - first,
-            shard=Shard(first, exchange.PACKED),
-        )
-        for first, last in itertools.pairwise(edges)
-    ]
+    problem = replace(problem, num_samples=num_samples)
+    parts = [problem.winners(impl, first, last) for first, last in itertools.pairwise([0, *cuts, problem.vocab])]
     return exchange.tokens_of(torch.stack(parts)).view(-1, num_samples)
 
 

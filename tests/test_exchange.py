@@ -1,6 +1,6 @@
 """Packed winners: what a shard says of a row, on one device that plays all ranks."""
 
-import importlib
+import itertools
 import random
 from dataclasses import replace
 
@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from flashsampling import exchange
-from flashsampling.exchange import Shard
 
 from .problems import IMPLEMENTATIONS, assert_agreement, fit, make_problem
 
@@ -38,14 +37,7 @@ def test_packed_winners_of_any_split_are_the_whole_rows_winner():
 
 def _shard_winners(impl, problem, ends):
     """(shards, B * num_samples) packed winners of one device that plays all ranks."""
-    sample = importlib.import_module(f"flashsampling.impl.{impl}").sample
-    rows = problem.temperature, problem.seed, problem.offset, problem.num_samples
-    winners, first = [], 0
-    for end in ends:
-        part = problem.weight[first:end].clone()
-        winners.append(sample(problem.hidden_states, part, *rows, end - first, shard=Shard(first, exchange.PACKED)).flatten())
-        first = end
-    return torch.stack(winners)
+    return torch.stack([problem.winners(impl, first, last) for first, last in itertools.pairwise((0, *ends))])
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)

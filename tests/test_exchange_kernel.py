@@ -140,16 +140,13 @@ def messages(problem: Problem, winners: Tensor, number: int) -> tuple[Tensor, Te
 @pytest.mark.parametrize(("batch", "num_samples"), [(1, 1), (9, 1), (33, 1), (130, 1), (256, 1), (7, 5), (260, 1)])
 def test_a_rank_among_messages_that_are_there(impl, size, batch, num_samples):
     """Words as the protocol has them, for any rank and more of them than a warp has lanes; what it sends is as well."""
-    sample = importlib.import_module(f"flashsampling.impl.{impl}").sample
     ranks = Ranks(impl, size, batch * num_samples + 1)
     slots = ranks.shared[:, exchange.first_slot(ranks.capacity) :].view(
         size, 2, size, -1, 2
     )  # of whom, buffer, from whom, row, word
     problem = problem_of(batch, num_samples)
-    rows = problem.temperature, problem.seed, problem.offset, num_samples
     edges = [problem.vocab * i // size for i in range(size + 1)]
-    parts = [(problem.weight[first:last].clone(), last - first, first) for first, last in itertools.pairwise(edges)]
-    winners = [sample(problem.hidden_states, part, *rows, n, Shard(first, exchange.PACKED)) for part, n, first in parts]
+    winners = [problem.winners(impl, first, last) for first, last in itertools.pairwise(edges)]
     expected = problem.sample(impl)
     n = batch * num_samples
     for launches, left_out, rank in ((0, 0, 0), (1, 0, size - 1), (2**15, 2**31 - 2**15 + 3, size // 2)):
