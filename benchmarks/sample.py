@@ -7,6 +7,7 @@ Nothing of a configuration is timed before its tokens equal the oracle's.
 import functools
 import json
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any
 
 import torch
@@ -18,6 +19,7 @@ import flashsampling
 from tests.problems import Problem, assert_agreement
 
 from . import plots
+from .before import draw_before, import_before
 from .peers import peers
 from .timing import Step, host_microseconds, interleaved_medians, machine, read_bandwidth
 
@@ -36,6 +38,7 @@ BEATEN_BY = {  # peers faster than Triton at ae0ded4, which padded the batch to 
     ("V=128256 D=8192", 192): {"FI1", "FI2"},
     ("V=128256 D=8192", 320): {"FI2"},
 }
+MONOTONE = 1.03  # a batch takes at most so many times what any larger one does
 READ_LIMITS = [0.95, 0.95, 0.92]  # of the read bandwidth, the Hopper kernel up to B = 64 on the first three configurations
 
 
@@ -60,12 +63,12 @@ def make_problem(batch: int, weight: torch.Tensor) -> Problem:
     )
 
 
-def _host_times(implementations: list[str], named: list[str]) -> dict[str, float]:
+def _host_times(implementations: list[str], named: list[str], before: ModuleType | None) -> dict[str, float]:
     problem = make_problem(4, torch.randn(2048, 256, device="cuda", dtype=torch.bfloat16))
     one = torch.zeros(1, device="cuda")
 
-    def call(name: str) -> Any:  # as a user calls it
-        return flashsampling.sample(
+    def call(name: str, package: ModuleType = flashsampling) -> Any:  # as a user calls it
+        return package.sample(
             problem.hidden_states,
             problem.weight,
             temperature=problem.temperature,
@@ -75,15 +78,26 @@ def _host_times(implementations: list[str], named: list[str]) -> dict[str, float
         )
 
     steps: dict[str, Step] = {name: functools.partial(call, name) for name in implementations}
+    if before is not None:
+        steps |= {f"{name} before": functools.partial(call, name, before) for name in implementations}
     steps |= {"an empty launch": one.zero_, **peers(problem.hidden_states, problem.weight, named)}
     return {name: host_microseconds(step) for name, step in steps.items()}
 
 
-def _row(problem: Problem, implementations: list[str], named: list[str], rounds: int, read_tb_s: float) -> dict[str, Any]:
+def _row(
+    problem: Problem,
+    implementations: list[str],
+    named: list[str],
+    before: ModuleType | None,
+    rounds: int,
+    read_tb_s: float,
+) -> dict[str, Any]:
     """The correctness gate, then every step's time."""
     (vocab, dim), batch = problem.weight.shape, problem.hidden_states.shape[0]
-    excused = sum(assert_agreement(problem.sample(name), problem) for name in implementations)
     steps: dict[str, Step] = {name: functools.partial(problem.sample, name) for name in implementations}
+    if before is not None:
+        steps |= {f"{name} before": functools.partial(draw_before, before, problem, name) for name in implementations}
+    excused = sum(assert_agreement(step(), problem) for step in steps.values())
     steps |= peers(problem.hidden_states, problem.weight, named)
     return {
         "config": f"V={vocab} D={dim}",
@@ -113,6 +127,18 @@ def _over_the_limit(row: dict[str, Any], config: int, implementations: list[str]
     return found
 
 
+def _not_monotone(rows: list[dict[str, Any]], implementations: list[str]) -> list[str]:
+    """Batches that take more than 3 % longer than a larger one."""
+    found = []
+    for name in implementations:
+        for row in rows:
+            longest = row["ms"][name] / MONOTONE
+            faster = [larger["batch"] for larger in rows if larger["batch"] > row["batch"] and larger["ms"][name] < longest]
+            if faster:
+                found.append(f"{row['config']}: {name} takes longer at B={row['batch']} than at {faster}")
+    return found
+
+
 def main(
     out: Annotated[Path, typer.Option(help="Folder for sample.json, speedup.png and bandwidth.png.")] = Path(
         "benchmarks/results"
@@ -121,6 +147,9 @@ def main(
     implementations: Annotated[
         str, typer.Option(help="Comma-separated; ratios in the table are of the first.")
     ] = "cute,triton",
+    batches: Annotated[str, typer.Option(help="Comma-separated rows.")] = ",".join(map(str, BATCHES)),
+    configs: Annotated[int, typer.Option(min=1, max=len(CONFIGS), help="How many of the LM heads.")] = len(CONFIGS),
+    before: Annotated[Path | None, typer.Option(help="Another checkout, timed too: git worktree add FOLDER COMMIT.")] = None,
     against: Annotated[str, typer.Option("--peers", help="Comma-separated; all that are installed by default.")] = "",
     check: Annotated[bool, typer.Option(help="Exit 1 if a step misses a limit.")] = False,
 ) -> None:
@@ -133,18 +162,20 @@ def main(
     names, named = implementations.split(","), [name for name in against.split(",") if name]
     if named and "cuBLAS alone" not in named:
         raise typer.BadParameter("the peers must include 'cuBLAS alone', which the limits are of")
+    sizes = sorted(int(batch) for batch in batches.split(","))
+    package_before = None if before is None else import_before(before)
     read = read_bandwidth()
     result: dict[str, Any] = {
         "machine": machine(),
         "read_tb_s": read,
         "rounds": rounds,
         "rows": [],
-        "host_us": _host_times(names, named),
+        "host_us": _host_times(names, named, package_before),
     }
     missed = []
-    for config, (vocab, dim) in enumerate(CONFIGS):
+    for config, (vocab, dim) in enumerate(CONFIGS[:configs]):
         weight = make_weight(vocab, dim)
-        rows = [_row(make_problem(batch, weight), names, named, rounds, read) for batch in BATCHES]
+        rows = [_row(make_problem(batch, weight), names, named, package_before, rounds, read) for batch in sizes]
         table = Table("B", "SoL", *rows[0]["ms"], title=f"V={vocab} D={dim}: ms ({names[0]} over it)")
         for row in rows:
             ours = row["ms"][names[0]]
@@ -152,6 +183,7 @@ def main(
             table.add_row(str(row["batch"]), f"{row['speed_of_light_ms']:.3f}", *cells)
             missed += _over_the_limit(row, config, names, read)
         console.print(table)
+        missed += _not_monotone(rows, names)
         result["rows"] += rows
         (out / "sample.json").write_text(json.dumps(result, indent=1) + "\n")  # a run that is cut short keeps what it has
         del weight

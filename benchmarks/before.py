@@ -1,0 +1,50 @@
+"""Another checkout of this package under a name of its own, to be timed in one run with this one: options ``--before``."""
+
+import importlib
+import re
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from types import ModuleType
+
+from torch import Tensor
+
+from tests.problems import Problem
+
+NAME = "flashsampling_before"
+_scratch = tempfile.TemporaryDirectory(prefix="before-")  # until the process ends
+
+
+def import_before(checkout: Path) -> ModuleType:
+    """The package of a checkout (``git worktree add FOLDER COMMIT``), its operators under a name of their own too.
+
+    Its Hopper kernels have a cache folder of their own, as those of every version; what is missing there is compiled.
+
+    Raises:
+        FileNotFoundError: there is no package ``flashsampling`` in it.
+    """
+    if NAME in sys.modules:
+        return sys.modules[NAME]
+    package = Path(_scratch.name) / NAME
+    shutil.copytree(checkout / "flashsampling", package, ignore=shutil.ignore_patterns("__pycache__"))
+    for source in package.rglob("*.py"):
+        source.write_text(re.sub(r"\bflashsampling\b", NAME, source.read_text()))
+    sys.path.insert(0, _scratch.name)
+    return importlib.import_module(NAME)
+
+
+def draw_before(before: ModuleType, problem: Problem, impl: str) -> Tensor:
+    """(B, num_samples) tokens of that version."""
+    out = before.sample(
+        problem.hidden_states,
+        problem.weight,
+        temperature=problem.temperature,
+        seed=problem.seed,
+        offset=problem.offset,
+        num_samples=problem.num_samples,
+        vocab_size=problem.vocab_size,
+        impl=impl,
+    )
+    tokens: Tensor = out.token_ids
+    return tokens.view(-1, problem.num_samples)
