@@ -11,7 +11,7 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import noise, ops
-from .backends import named
+from .backends import BACKENDS, named
 from .exchange import NO_TOKEN, WHOLE
 from .impl.reference import GREEDY_BELOW
 from .parameters import Integers, Reals, integers, reals
@@ -130,7 +130,8 @@ def sample(
                 tokens = check_vocab_size(vocab_size, vocab)
         if not 1 <= num_samples <= noise.MAX_DRAWS:
             raise ValueError(f"num_samples must be from 1 to 2**24, got {num_samples}")
-        check_impl(impl)
+        if impl is not None and impl not in BACKENDS:
+            check_impl(impl)
         if seed is None:
             seed = torch.randint(-(2**63), 2**63 - 1, (batch,), dtype=torch.int64, device=device)
         temperatures = reals("temperature", temperature, batch, device)
