@@ -85,6 +85,7 @@ def _assert_ok(per_rank, expected_dead=None):
         assert said == ("died" if int(rank) == expected_dead else "ok"), f"rank {rank}: {said}"
 
 
+@pytest.mark.timeout(1300)  # a kind's scenarios are run by the first test that asks, and the others wait
 @pytest.mark.parametrize(("world", "impl", "transport", "name"), CASES)
 def test_ranks(world, impl, transport, name, results):
     _assert_ok(results(world, impl, transport)[name])
