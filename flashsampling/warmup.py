@@ -51,7 +51,7 @@ def warmup(
         Names of the kernels that are now there; empty where nothing is compiled ("streaming", "reference").
 
     Raises:
-        TypeError, ValueError: as ``sample``; and ``max_batch_size`` is below 1.
+        TypeError, ValueError: as ``sample``; and ``max_batch_size`` is below 1, or above that of ``tp``.
         RuntimeError: the current stream is being captured.
         flashsampling.distributed.TensorParallelError: as ``sample``.
 
@@ -88,6 +88,8 @@ def _draw_all(
         max_batch_size = 256 if tp is None else tp.max_batch_size
     if max_batch_size < 1:
         raise ValueError(f"max_batch_size must be at least 1, got {max_batch_size}")
+    if tp is not None and max_batch_size > tp.max_batch_size:
+        raise ValueError(f"max_batch_size must be at most tp.max_batch_size = {tp.max_batch_size}, got {max_batch_size}")
     if weight.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("warmup must be called before a CUDA graph is captured: the current stream is being captured")
     names, batches = plan(weight, max_batch_size, num_samples, impl, tp)

@@ -1,5 +1,6 @@
 """What only a GPU can show: graphs, streams, synchronisation, devices, and what the kernel writes."""
 
+import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -186,6 +187,30 @@ print("captured")
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "captured" in run.stdout, run.stderr[-3000:]
+
+
+@pytest.mark.skipif("cute" not in KERNELS, reason="needs a Hopper GPU and the CuTe DSL")
+def test_a_shape_may_be_compiled_while_a_graph_is_captured(device, tmp_path):
+    """A batch of another size before met no capture, and the cache is empty."""
+    code = """
+import torch
+from tests.problems import make_problem
+problem = make_problem(200, 3000, 128, torch.device("cuda", 0), torch.bfloat16)
+expected = problem.sample("triton")
+problem.rows(slice(0, 8)).sample("cute")
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    tokens = problem.sample("cute")
+for _ in range(3):
+    tokens.fill_(-7)
+    graph.replay()
+    assert torch.equal(tokens, expected)
+print("captured")
+"""
+    environment = os.environ | {"FLASHSAMPLING_CACHE_DIR": str(tmp_path)}
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert "captured" in run.stdout, run.stderr[-3000:]
+    assert len(list(tmp_path.glob("cute/*/*.o"))) == 2
 
 
 def test_two_graphs_replayed_at_once_share_nothing(kernel, device):

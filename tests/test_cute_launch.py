@@ -7,7 +7,7 @@ pytest.importorskip("cutlass")
 
 from flashsampling import exchange
 from flashsampling.exchange import WHOLE, Shard
-from flashsampling.impl.cute import launch, slots
+from flashsampling.impl.cute import config, launch, slots
 from flashsampling.impl.cute.arguments import Arguments, LaunchArguments, Operands
 from flashsampling.step import Step
 
@@ -49,6 +49,15 @@ def test_tensors_and_a_shard(passed):
     addresses = [value for row in rows for value in (row.data_ptr(), 0)]
     expected = Arguments(*addresses, None, None, BATCH, 1000 - 104, 104, 104 + VOCAB, 1, exchange.PACKED)
     assert passed(*rows, num_samples=1, shard=Shard(1000, exchange.PACKED), skip=104) == expected
+
+
+def test_what_the_copy_engine_reads():
+    """Of no row, or one, the stride is nobody's business: an empty shard is cut from whatever matrix."""
+    matrix = torch.zeros(10, 100, dtype=torch.bfloat16)  # rows 200 bytes apart
+    assert [config.copy_engine_reads(matrix[:rows]) for rows in (0, 1, 2)] == [True, True, False]
+    assert config.copy_engine_reads(torch.zeros(10, 104, dtype=torch.bfloat16)[:, :100])
+    assert not config.copy_engine_reads(matrix[:1, 1:])
+    assert not config.copy_engine_reads(matrix.T)
 
 
 def test_what_the_launch_is_compiled_with_has_every_name_once():

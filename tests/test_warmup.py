@@ -8,8 +8,10 @@ import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import flashsampling
+from flashsampling.distributed import TensorParallel
 from tests.problems import KERNELS, make_problem
 
 KINDS = list(itertools.product((False, True), repeat=3))
@@ -133,6 +135,20 @@ def test_says_what_it_makes_and_changes_nothing(impl, device, caplog):
     for name in names:
         assert name in caplog.messages[0]
     assert flashsampling.warmup(problem.weight, max_batch_size=20, impl=impl) == names
+
+
+def test_with_a_group_no_more_rows_than_it_has_room_for():
+    """Before the first step: else this rank had made some, and counted one that it left out."""
+    weight = torch.zeros(300, 16)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with TensorParallel(None, weight, max_batch_size=4) as tp:
+            assert flashsampling.warmup(weight, tp=tp, max_batch_size=4) == flashsampling.warmup(weight, tp=tp) == []
+            with pytest.raises(ValueError, match=r"max_batch_size must be at most tp\.max_batch_size = 4, got 5"):
+                flashsampling.warmup(weight, tp=tp, max_batch_size=5)
+            assert tp.left_out == 1
+    finally:
+        dist.destroy_process_group()
 
 
 def test_refuses_what_sample_refuses(device):

@@ -100,7 +100,7 @@ def copy_engine_reads(matrix: Tensor) -> bool:
     return (
         along_d == 1
         and matrix.data_ptr() % 16 == 0
-        and ((rows_apart % 16 == 0 and 0 < rows_apart < 2**40) or matrix.shape[0] == 1)
+        and ((rows_apart % 16 == 0 and 0 < rows_apart < 2**40) or matrix.shape[0] <= 1)
     )
 
 
