@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ...step import Drawn, Step
 from ...workspace import zeroed_words
@@ -35,14 +34,8 @@ def _plan(
 
 def run(step: Step, config: TileConfig | None = None) -> Drawn:
     """See ``backends``: one launch. ``config`` in place of the shape that is chosen."""
-    hidden_states, weight, num_samples, vocab_size, shard = (
-        step.hidden_states,
-        step.weight,
-        step.num_samples,
-        step.vocab_size,
-        step.shard,
-    )
-    temperature, seed, offset = step.temperature, step.seed, step.offset
+    hidden_states, weight, shard = step.hidden_states, step.weight, step.shard
+    num_samples, vocab_size = step.num_samples, step.vocab_size
     batch, dim = hidden_states.shape
     device = hidden_states.device
     if not copy_engine_reads(hidden_states):
@@ -54,9 +47,6 @@ def run(step: Step, config: TileConfig | None = None) -> Drawn:
     if vocab_size == 0:  # a shard without a token: the launch has something to read, and samples none of it
         weight, skip, end = hidden_states, TILE_V, TILE_V
     workspace = zeroed_words(slots.words(batch * num_samples, row_blocks), device)
-    temperature_at, temperature_value = (temperature.data_ptr(), 0.0) if isinstance(temperature, Tensor) else (0, temperature)
-    seed_at, seed_value = (seed.data_ptr(), 0) if isinstance(seed, Tensor) else (0, seed)
-    offset_at, offset_value = (offset.data_ptr(), 0) if isinstance(offset, Tensor) else (0, offset)
     kernel(  # in the order of arguments.LaunchArguments
         hidden_states.data_ptr(),
         # of a single row the stride is torch's business, but TMA wants a multiple of 16 bytes
@@ -67,12 +57,7 @@ def run(step: Step, config: TileConfig | None = None) -> Drawn:
         dim,
         row_blocks,
         ctas,
-        temperature_at,
-        temperature_value,
-        seed_at,
-        seed_value,
-        offset_at,
-        offset_value,
+        *step.row_arguments(),
         tokens,
         workspace.data_ptr(),
         batch,

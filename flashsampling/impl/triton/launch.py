@@ -25,14 +25,8 @@ def _aligned_rows(hidden_states: Tensor) -> Tensor:
 
 def run(step: Step, config: TileConfig | None = None) -> Drawn:
     """See ``backends``: one launch. ``config`` in place of the shape that is chosen."""
-    hidden_states, weight, num_samples, vocab_size, shard = (
-        step.hidden_states,
-        step.weight,
-        step.num_samples,
-        step.vocab_size,
-        step.shard,
-    )
-    temperature, seed, offset = step.temperature, step.seed, step.offset
+    hidden_states, weight, shard = step.hidden_states, step.weight, step.shard
+    num_samples, vocab_size = step.num_samples, step.vocab_size
     batch, dim = hidden_states.shape
     device = hidden_states.device
     if config is None:
@@ -63,19 +57,12 @@ def run(step: Step, config: TileConfig | None = None) -> Drawn:
             hidden_rest = TensorDescriptor(hidden_states, shape, stride, [config.rest_b, depth])
         # rows outside the vocabulary read as zeros, and nothing of a padded one is read
         weights = TensorDescriptor(weight, [max(vocab_size, 1), dim], weight.stride(), [config.block_v, depth])
-    temperature_at, temperature_value = (temperature.data_ptr(), 0.0) if isinstance(temperature, Tensor) else (0, temperature)
-    seed_at, seed_value = (seed.data_ptr(), 0) if isinstance(seed, Tensor) else (0, seed)
-    offset_at, offset_value = (offset.data_ptr(), 0) if isinstance(offset, Tensor) else (0, offset)
+    rows = step.row_arguments()
     sample_kernel[(programs_per_row_block * row_blocks,)](
         hidden,
         hidden_rest,
         weights,
-        temperature_at,
-        temperature_value,
-        seed_at,
-        seed_value,
-        offset_at,
-        offset_value,
+        *rows,
         token_ids,
         workspace,
         batch,
@@ -100,7 +87,7 @@ def run(step: Step, config: TileConfig | None = None) -> Drawn:
         ONE_DRAW=num_samples == 1,
         PRELOAD=config.preload,
         ROWS=1 << (config.columns - 1).bit_length(),
-        ROW_TENSORS=temperature_at != 0 and seed_at != 0 and offset_at != 0,
+        ROW_TENSORS=all(rows[::2]),
         EXCHANGE=shard.exchange if shard.exchange in (protocol.TOKENS, protocol.PACKED) else _EXCHANGE.value,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
