@@ -8,10 +8,6 @@ import tempfile
 from pathlib import Path
 from types import ModuleType
 
-from torch import Tensor
-
-from tests.problems import Problem
-
 NAME = "flashsampling_before"
 _scratch = tempfile.TemporaryDirectory(prefix="before-")  # until the process ends
 
@@ -32,19 +28,3 @@ def import_before(checkout: Path) -> ModuleType:
         source.write_text(re.sub(r"\bflashsampling\b", NAME, source.read_text()))
     sys.path.insert(0, _scratch.name)
     return importlib.import_module(NAME)
-
-
-def draw_before(before: ModuleType, problem: Problem, impl: str) -> Tensor:
-    """(B, num_samples) tokens of that version."""
-    out = before.sample(
-        problem.hidden_states,
-        problem.weight,
-        temperature=problem.temperature,
-        seed=problem.seed,
-        offset=problem.offset,
-        num_samples=problem.num_samples,
-        vocab_size=problem.vocab_size,
-        impl=impl,
-    )
-    tokens: Tensor = out.token_ids
-    return tokens.view(-1, problem.num_samples)

@@ -19,7 +19,7 @@ import flashsampling
 from tests.problems import Problem, assert_agreement
 
 from . import plots
-from .before import draw_before, import_before
+from .before import import_before
 from .peers import peers
 from .timing import Step, host_microseconds, interleaved_medians, machine, read_bandwidth
 
@@ -96,7 +96,7 @@ def _row(
     (vocab, dim), batch = problem.weight.shape, problem.hidden_states.shape[0]
     steps: dict[str, Step] = {name: functools.partial(problem.sample, name) for name in implementations}
     if before is not None:
-        steps |= {f"{name} before": functools.partial(draw_before, before, problem, name) for name in implementations}
+        steps |= {f"{name} before": functools.partial(problem.sample, name, package=before) for name in implementations}
     excused = sum(assert_agreement(step(), problem) for step in steps.values())
     steps |= peers(problem.hidden_states, problem.weight, named)
     return {

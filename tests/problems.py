@@ -2,6 +2,7 @@
 
 import importlib.util
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -40,9 +41,9 @@ class Problem:
     def vocab(self) -> int:
         return self.weight.shape[0] if self.vocab_size is None else self.vocab_size
 
-    def sample(self, impl: str | None, tp: TensorParallel | None = None) -> Tensor:
-        """(B, num_samples)"""
-        out = flashsampling.sample(
+    def sample(self, impl: str | None, tp: TensorParallel | None = None, package: ModuleType = flashsampling) -> Tensor:
+        """(B, num_samples). ``package``: another version of it."""
+        out = package.sample(
             self.hidden_states,
             self.weight,
             temperature=self.temperature,
