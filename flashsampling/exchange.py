@@ -29,8 +29,8 @@ Peer to peer (transport ``p2p``)
 
         1  read ``failure``; where it is not 0, or the group closed, all tokens are -1, and nothing is sent
         2  store the row's details, then its message into slot [s % 2, own rank, row] of every rank, its own included
-        3  wait until both words of every rank's slot [s % 2, rank, row] of its own memory are there, ``failure`` is not 0, or
-           the time is up, which runs from before 2
+        3  wait until both words of every rank's slot [s % 2, rank, row] of its own memory are there, or else, looked at now
+           and then, ``failure`` is not 0 or the time is up, which runs from before 2
         4  compare tags: the token is that of the winners if all are this rank's own, else -1
         5  empty these slots, if all of the row's are there and agree; the launch's last thread counts the step
 
@@ -44,11 +44,11 @@ Peer to peer (transport ``p2p``)
 
     edge                                               order
     emptying in step s -> the peers' stores of s + 2   the emptying thread's launch ends before step s + 1 begins (one stream);
-                                                       fence.acq_rel.sys, st.relaxed.sys of step s + 1 -> ld.relaxed.sys,
-                                                       fence.acq_rel.sys of the peer, which stores for s + 2 only after
-                                                       that (Triton: atom.exch.release.sys -> atom.add.acquire.sys)
+                                                       fence.acq_rel.sys, st.relaxed.sys of step s + 1 -> ld.acquire.sys of
+                                                       the peer, whose launch ends before it stores for s + 2
+                                                       (Triton: atom.exch.release.sys -> atom.add.acquire.sys)
     a row's details -> whoever judges its message      as above: stored before the fence that comes before the message
-    a peer's store of step s -> the wait               the same 8 bytes: st.relaxed.sys -> ld.relaxed.sys
+    a peer's store of step s -> the wait               the same 8 bytes: st.relaxed.sys -> ld.acquire.sys
     verdict -> failure -> a wait, told                 the value says all; nothing is read because of it
 
     Why no stale winner is accepted. While no rank has failed, a rank stores for its launch s + 1 only after it had every rank's

@@ -16,11 +16,14 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, range_constexpr, select_
 
 from ... import exchange as protocol
+from . import ptx
 from .memory import global_pointer
 
 _WARP = 32
 _ROWS_APART = 128  # between a thread's rows: those of the warpgroup that finishes a launch
 _PASSES = 4  # that a lane waits for at once
+_SLOT = 16  # bytes
+_LOOKS = 16  # at what is waited for, between looks at whether to go on
 _NOBODY = protocol.MAX_RANKS
 
 
@@ -148,7 +151,7 @@ def tags_of(table: Table, args, index: Int64) -> tuple[Int32, Int32]:
 def _slot(table: Table, shared: Int64, rank, index: Int64):
     """Address of the slot that ``rank`` fills, in the shared memory whose address is given."""
     buffer = (table.launches & 1) * table.ranks + rank
-    return shared + protocol.first_slot(table.capacity) * 8 + (buffer * table.capacity + index) * 16
+    return shared + protocol.first_slot(table.capacity) * 8 + (buffer * table.capacity + index) * _SLOT
 
 
 class Rows(NamedTuple):
@@ -193,18 +196,17 @@ def send(table: Table, rows: Rows, winners: list, lane: Int32):
     lanes = Int32(1) << table.shift
     highs = [((w >> Int64(32)) << Int64(32)) | Int64(Uint32(tags[0])) for w, tags in zip(winners, rows.tags)]
     lows = [(w << Int64(32)) | Int64(Uint32(tags[1])) for w, tags in zip(winners, rows.tags)]
+    first = lane & (lanes - 1)
+    first_slot = _slot(table, table.peer, table.rank, rows.first)
     for number in cutlass.range(rows.passes(table), unroll=1):
         source, k, index = rows.source(table, number, lane)
         high, low = _other_s(highs, source, k), _other_s(lows, source, k)
-        peer = lane & (lanes - 1)
-        shared = table.peer
-        while (peer < table.ranks) & (index < rows.end):
-            slot = _slot(table, shared, table.rank, index)
-            cute.arch.store(global_pointer(Int64, slot), high, sem="relaxed", scope="sys")
-            cute.arch.store(global_pointer(Int64, slot + 8), low, sem="relaxed", scope="sys")
-            peer = peer + lanes
-            if peer < table.ranks:
+        if index < rows.end:
+            if first < table.ranks:
+                ptx.store_two(first_slot + (index - rows.first) * _SLOT, high, low)
+            for peer in cutlass.range(first + lanes, table.ranks, lanes, unroll=1):
                 shared = _words(table.address, protocol.TABLE_SHARED + peer).load()
+                ptx.store_two(_slot(table, shared, table.rank, index), high, low)
         cute.arch.sync_warp()
 
 
@@ -231,50 +233,59 @@ def receive(table: Table, rows: Rows, tokens: Int64, lane: Int32, start: Int64) 
 
 @cute.jit
 def _receive(table: Table, rows: Rows, first: Int32, tokens: Int64, lane: Int32, start: Int64) -> Boolean:
-    """``receive`` of up to four passes."""
+    """``receive`` of up to four passes. What can be known before the messages are here is made before they are waited for."""
     lanes = Int32(1) << table.shift
+    indices = cute.make_rmem_tensor(_PASSES, Int64)
+    tags = cute.make_rmem_tensor((_PASSES, 2), Int32)
+    slots = cute.make_rmem_tensor(_PASSES, Int64)  # in this rank's memory, of the lane's first peer; 0: none
     best = cute.make_rmem_tensor(_PASSES, Int64)
     defined = cute.make_rmem_tensor(_PASSES, Int32)
     high = cute.make_rmem_tensor(_PASSES, Int64)
     low = cute.make_rmem_tensor(_PASSES, Int64)
+    passes = rows.passes(table)
+    first_slot = _slot(table, table.own, lane & (lanes - 1), rows.first)
+    next_peer_s = Int64(lanes) * table.capacity * _SLOT
     for i in range_constexpr(_PASSES):
+        source, k, indices[i] = rows.source(table, first + i, lane)
+        tags[i, 0], tags[i, 1] = rows.tags_of(source & (_WARP - 1), k)
+        slots[i] = Int64(0)
+        if (first + i < passes) & (indices[i] < rows.end):
+            slots[i] = first_slot + (indices[i] - rows.first) * _SLOT
         best[i] = Int64(0)
         defined[i] = Int32(0)
     failed = Boolean(False)
     for peers in cutlass.range(0, table.ranks, lanes, unroll=1):
         peer = peers + (lane & (lanes - 1))
-        waiting = Int32(1)
-        while waiting != 0:
-            waiting = Int32(0)
-            failure = _failure(table.own)
-            for i in range_constexpr(_PASSES):
-                index = rows.source(table, first + i, lane)[2]
-                high[i] = Int64(1)
-                low[i] = Int64(1)
-                if (first + i < rows.passes(table)) & (peer < table.ranks) & (index < rows.end):
-                    slot = _slot(table, table.own, peer, index)
-                    high[i] = cute.arch.load(global_pointer(Int64, slot), Int64, sem="relaxed", scope="sys")
-                    low[i] = cute.arch.load(global_pointer(Int64, slot + 8), Int64, sem="relaxed", scope="sys")
-            for i in range_constexpr(_PASSES):
-                if (high[i] == Int64(0)) | (low[i] == Int64(0)):
-                    waiting = Int32(1)
-            if (failure != Int64(0)) | (clock() - start >= table.timeout):
-                waiting = Int32(0)
+        if peer < table.ranks:
+            waiting = Int32(1)
+            while waiting != 0:
+                looks = Int32(_LOOKS)
+                while (waiting != 0) & (looks > 0):
+                    waiting = Int32(0)
+                    for i in range_constexpr(_PASSES):
+                        high[i] = Int64(1)
+                        low[i] = Int64(1)
+                        if slots[i] != Int64(0):
+                            high[i], low[i] = ptx.load_two(slots[i])
+                    for i in range_constexpr(_PASSES):
+                        if (high[i] == Int64(0)) | (low[i] == Int64(0)):
+                            waiting = Int32(1)
+                    looks = looks - 1
+                if waiting != 0:
+                    if (_failure(table.own) != Int64(0)) | (clock() - start >= table.timeout):
+                        waiting = Int32(0)
         cute.arch.sync_warp()
-        cute.arch.fence_acq_rel_sys()
         wrong = Int32(_PASSES)  # the lane's first message that is missing or of another call
         for i in range_constexpr(_PASSES - 1, -1, -1):
-            source, k, index = rows.source(table, first + i, lane)
-            tag0, tag1 = rows.tags_of(source, k)
-            mine = (first + i < rows.passes(table)) & (peer < table.ranks) & (index < rows.end)
-            if mine & ((Int32(high[i]) != tag0) | (Int32(low[i]) != tag1)):
-                wrong = Int32(i)
-            if mine:
+            if (slots[i] != Int64(0)) & (peer < table.ranks):
+                if (Int32(high[i]) != tags[i, 0]) | (Int32(low[i]) != tags[i, 1]):
+                    wrong = Int32(i)
                 winner = ((high[i] >> Int64(32)) << Int64(32)) | ((low[i] >> Int64(32)) & Int64(0xFFFFFFFF))
                 if winner > Int64(0):
                     defined[i] = Int32(1)
                 below = winner & Int64(protocol.NAN)
                 best[i] = Int64(select_(below > best[i], below, best[i]))
+                slots[i] = slots[i] + next_peer_s
         if cute.arch.vote_any_sync(wrong < _PASSES):
             source, k, index = rows.source(table, first + wrong, lane)
             tag0, tag1 = rows.tags_of(source & (_WARP - 1), k)
@@ -286,11 +297,10 @@ def _receive(table: Table, rows: Rows, first: Int32, tokens: Int64, lane: Int32,
         for peers in cutlass.range(0, table.ranks, lanes, unroll=1):
             peer = peers + (lane & (lanes - 1))
             for i in range_constexpr(_PASSES):
-                index = rows.source(table, first + i, lane)[2]
-                if (first + i < rows.passes(table)) & (peer < table.ranks) & (index < rows.end):
-                    slot = _slot(table, table.own, peer, index)
-                    global_pointer(Int64, slot).store(Int64(0))
-                    global_pointer(Int64, slot + 8).store(Int64(0))
+                if (slots[i] != Int64(0)) & (peer < table.ranks):
+                    slots[i] = slots[i] - next_peer_s
+                    global_pointer(Int64, slots[i]).store(Int64(0))
+                    global_pointer(Int64, slots[i] + 8).store(Int64(0))
     distance = lanes >> 1
     while distance > 0:
         for i in range_constexpr(_PASSES):
@@ -299,11 +309,10 @@ def _receive(table: Table, rows: Rows, first: Int32, tokens: Int64, lane: Int32,
             defined[i] = defined[i] | cute.arch.shuffle_sync_bfly(defined[i], distance)
         distance = distance >> 1
     for i in range_constexpr(_PASSES):
-        index = rows.source(table, first + i, lane)[2]
-        if (first + i < rows.passes(table)) & (index < rows.end) & (lane & (lanes - 1) == 0):
+        if (slots[i] != Int64(0)) & (lane & (lanes - 1) == 0):
             token = (best[i] & Int64(protocol.NO_TOKEN)) ^ Int64(protocol.NO_TOKEN)
             defined_here = (defined[i] != 0) & (best[i] != Int64(protocol.NAN)) & (not failed)
-            global_pointer(Int64, tokens + index * 8).store(Int64(select_(defined_here, token, Int64(-1))))
+            global_pointer(Int64, tokens + indices[i] * 8).store(Int64(select_(defined_here, token, Int64(-1))))
     return failed
 
 

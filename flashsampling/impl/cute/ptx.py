@@ -1,7 +1,7 @@
 """Instructions for which the DSL has no function."""
 
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Uint32
+from cutlass import Boolean, Int32, Int64, Uint32
 
 
 def happened(barrier: Uint32, phase: Uint32) -> Uint32:
@@ -28,3 +28,14 @@ def take_lowest(bits: Uint32) -> tuple:
     """Which bit of some is the lowest, and the others."""
     lowest = cute.arch.popc((bits & (Uint32(0) - bits)) - Uint32(1))
     return lowest, bits & (bits - Uint32(1))
+
+
+def store_two(address: Int64, first: Int64, second: Int64) -> None:
+    """Two words of global memory side by side, at an address of 16 bytes; each arrives whole, in any order."""
+    cute.arch.inline_ptx("st.relaxed.sys.global.v2.b64 [{$r0}], {{$r1}, {$r2}};", read_only_args=[address, first, second])
+
+
+def load_two(address: Int64) -> tuple:
+    """Two words of global memory side by side, at an address of 16 bytes; what was released before each was stored is seen."""
+    ptx = "ld.acquire.sys.global.v2.b64 {{$w0}, {$w1}}, [{$r0}];"
+    return cute.arch.inline_ptx(ptx, write_only_types=[Int64, Int64], read_only_args=[address])

@@ -140,6 +140,8 @@ def finish(
     lane = thread % 32
     tags = cute.make_rmem_tensor((at_once, 2), Int32)
     winners = cute.make_rmem_tensor(at_once, Int64)
+    best_keys = cute.make_rmem_tensor(at_once, Int64)
+    inf_keys = cute.make_rmem_tensor(at_once, Int64)
     for k in cutlass.range_constexpr(at_once):
         tags[k, 0] = Int32(0)
         tags[k, 1] = Int32(0)
@@ -166,20 +168,20 @@ def finish(
         for turn in cutlass.range(turns, unroll=1):
             start = Int64(turn) * (at_once * _THREADS) + thread
             for k in cutlass.range_constexpr(at_once):
-                winners[k] = Int64(0)
+                best_keys[k] = Int64(0)
+                inf_keys[k] = Int64(0)
                 if start + k * _THREADS < count:
-                    index = first + start + k * _THREADS
-                    slot = slots.best(args.workspace, index)
-                    best_key = cute.arch.atomic_exch(global_pointer(Int64, slot), Int64(0), sem="relaxed", scope="gpu")
+                    slot = slots.best(args.workspace, first + start + k * _THREADS)
+                    best_keys[k] = cute.arch.atomic_exch(global_pointer(Int64, slot), Int64(0), sem="relaxed", scope="gpu")
                     inf_slot = global_pointer(Int64, slots.infinite(slot, total))
-                    inf_key = cute.arch.atomic_exch(inf_slot, Int64(0), sem="relaxed", scope="gpu")
-                    out = token_of_keys(best_key, inf_key)
-                    if args.exchange != Int64(TOKENS):
-                        out = packed_winner(best_key, inf_key)
-                    if exchanges:
-                        winners[k] = out
-                    else:
-                        global_pointer(Int64, args.tokens + index * 8).store(out)
+                    inf_keys[k] = cute.arch.atomic_exch(inf_slot, Int64(0), sem="relaxed", scope="gpu")
+            for k in cutlass.range_constexpr(at_once):
+                winners[k] = packed_winner(best_keys[k], inf_keys[k])
+                if (start + k * _THREADS < count) & (not exchanges):
+                    out = winners[k]
+                    if args.exchange == Int64(TOKENS):
+                        out = token_of_keys(best_keys[k], inf_keys[k])
+                    global_pointer(Int64, args.tokens + (first + start + k * _THREADS) * 8).store(out)
             if exchanges:
                 cute.arch.sync_warp()
                 own_tags = [[tags[k, 0], tags[k, 1]] for k in range(at_once)]
