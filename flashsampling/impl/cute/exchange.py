@@ -155,59 +155,53 @@ def _slot(table: Table, shared: Int64, rank, index: Int64):
 
 
 class Rows(NamedTuple):
-    """Rows and draws that a warp finishes: 32 from ``first`` on, then 32 ``_ROWS_APART`` further on, none from ``end`` on."""
+    """Rows and draws that a warp finishes: 32 in positions from 0 on, then 32 from ``_ROWS_APART`` on."""
 
-    first: Int64
-    end: Int64
+    first: Int64  # number of the row and draw in position 0
+    left: Int32  # none is in positions from here on
     tags: list  # of a lane's own row, or two: both tags
 
     def passes(self, table: Table) -> Int32:
         """How many there are until all rows had theirs."""
-        a_pass = Int32(_WARP) >> table.shift
         passes = Int32(0)
         for k in range(len(self.tags)):
-            left = cutlass.min(self.end - self.first - k * _ROWS_APART, Int64(_WARP))
-            own = (k << table.shift) + (Int32(left) + a_pass - 1) // a_pass
+            left = cutlass.min(self.left - k * _ROWS_APART, Int32(_WARP))
+            own = (k << table.shift) + ((left + (Int32(_WARP) >> table.shift) - 1) >> (5 - table.shift))
             passes = Int32(select_((left > 0) & (table.ranks > 0), own, passes))
         return passes
 
-    def source(self, table: Table, number, lane: Int32):
-        """Of a lane's row in pass ``number``: whose own it is, that one's which, and where it lies."""
+    def position(self, table: Table, number, lane: Int32) -> Int32:
+        """Of a lane's row in pass ``number``. Its place in the warp is whose own row it is."""
         k, number = number >> table.shift, number & ((Int32(1) << table.shift) - 1)
-        source = number * (Int32(_WARP) >> table.shift) + (lane >> table.shift)
-        return source, k, self.first + Int64(k * _ROWS_APART + source)
+        return k * _ROWS_APART + number * (Int32(_WARP) >> table.shift) + (lane >> table.shift)
 
-    def tags_of(self, source: Int32, k: Int32) -> tuple[Int32, Int32]:
-        """The tags of another lane's row; a call of all lanes."""
-        return tuple(_other_s([tags[i] for tags in self.tags], source, k) for i in range(2))
-
-
-def _other_s(values: list, source: Int32, k: Int32):
-    """Number ``k`` of lane ``source``'s values; a call of all lanes."""
-    value = cute.arch.shuffle_sync(values[0], source)
-    if len(values) == 2:
-        value = type(value)(select_(k == 0, value, cute.arch.shuffle_sync(values[1], source)))
-    return value
+    def tags_of(self, position: Int32) -> list:
+        """The tags of the row in a position; a call of all lanes."""
+        both = [[cute.arch.shuffle_sync(tag, position & (_WARP - 1)) for tag in tags] for tags in self.tags]
+        return [Int32(select_(position < _ROWS_APART, tag, both[-1][i])) for i, tag in enumerate(both[0])]
 
 
 @cute.jit
 def send(table: Table, rows: Rows, winners: list, lane: Int32):
     """Stores this rank's packed winners, of each of a lane's rows, into every rank's slots."""
     lanes = Int32(1) << table.shift
-    highs = [((w >> Int64(32)) << Int64(32)) | Int64(Uint32(tags[0])) for w, tags in zip(winners, rows.tags)]
-    lows = [(w << Int64(32)) | Int64(Uint32(tags[1])) for w, tags in zip(winners, rows.tags)]
-    first = lane & (lanes - 1)
-    first_slot = _slot(table, table.peer, table.rank, rows.first)
-    for number in cutlass.range(rows.passes(table), unroll=1):
-        source, k, index = rows.source(table, number, lane)
-        high, low = _other_s(highs, source, k), _other_s(lows, source, k)
-        if index < rows.end:
-            if first < table.ranks:
-                ptx.store_two(first_slot + (index - rows.first) * _SLOT, high, low)
-            for peer in cutlass.range(first + lanes, table.ranks, lanes, unroll=1):
-                shared = _words(table.address, protocol.TABLE_SHARED + peer).load()
-                ptx.store_two(_slot(table, shared, table.rank, index), high, low)
-        cute.arch.sync_warp()
+    peer = lane & (lanes - 1)
+    first_slot = ptx.settled(_slot(table, table.peer, table.rank, rows.first))
+    for k in range_constexpr(len(winners)):
+        high = ((winners[k] >> Int64(32)) << Int64(32)) | Int64(Uint32(rows.tags[k][0]))
+        low = (winners[k] << Int64(32)) | Int64(Uint32(rows.tags[k][1]))
+        end = cutlass.min(rows.left, Int32(k * _ROWS_APART + _WARP))
+        for first in cutlass.range(k * _ROWS_APART, end, Int32(_WARP) >> table.shift, unroll=1):
+            position = first + (lane >> table.shift)
+            source_s_high = cute.arch.shuffle_sync(high, position & (_WARP - 1))
+            source_s_low = cute.arch.shuffle_sync(low, position & (_WARP - 1))
+            if position < end:
+                if peer < table.ranks:
+                    ptx.store_two(first_slot + Int64(position) * _SLOT, source_s_high, source_s_low)
+                for other in cutlass.range(peer + lanes, table.ranks, lanes, unroll=1):
+                    shared = _words(table.address, protocol.TABLE_SHARED + other).load()
+                    ptx.store_two(_slot(table, shared, table.rank, rows.first + position), source_s_high, source_s_low)
+            cute.arch.sync_warp()
 
 
 def clock() -> Int64:
@@ -225,9 +219,8 @@ def receive(table: Table, rows: Rows, tokens: Int64, lane: Int32, start: Int64) 
             failed = Boolean(True)
     if table.ranks == 0:
         for k in range_constexpr(len(rows.tags)):
-            index = rows.first + k * _ROWS_APART + lane
-            if index < rows.end:
-                global_pointer(Int64, tokens + index * 8).store(Int64(-1))
+            if k * _ROWS_APART + lane < rows.left:
+                global_pointer(Int64, tokens + (rows.first + k * _ROWS_APART + lane) * 8).store(Int64(-1))
     return failed
 
 
@@ -235,7 +228,7 @@ def receive(table: Table, rows: Rows, tokens: Int64, lane: Int32, start: Int64) 
 def _receive(table: Table, rows: Rows, first: Int32, tokens: Int64, lane: Int32, start: Int64) -> Boolean:
     """``receive`` of up to four passes. What can be known before the messages are here is made before they are waited for."""
     lanes = Int32(1) << table.shift
-    indices = cute.make_rmem_tensor(_PASSES, Int64)
+    positions = cute.make_rmem_tensor(_PASSES, Int32)
     tags = cute.make_rmem_tensor((_PASSES, 2), Int32)
     slots = cute.make_rmem_tensor(_PASSES, Int64)  # in this rank's memory, of the lane's first peer; 0: none
     best = cute.make_rmem_tensor(_PASSES, Int64)
@@ -243,14 +236,13 @@ def _receive(table: Table, rows: Rows, first: Int32, tokens: Int64, lane: Int32,
     high = cute.make_rmem_tensor(_PASSES, Int64)
     low = cute.make_rmem_tensor(_PASSES, Int64)
     passes = rows.passes(table)
-    first_slot = _slot(table, table.own, lane & (lanes - 1), rows.first)
+    first_slot = ptx.settled(_slot(table, table.own, lane & (lanes - 1), rows.first))
     next_peer_s = Int64(lanes) * table.capacity * _SLOT
     for i in range_constexpr(_PASSES):
-        source, k, indices[i] = rows.source(table, first + i, lane)
-        tags[i, 0], tags[i, 1] = rows.tags_of(source & (_WARP - 1), k)
-        slots[i] = Int64(0)
-        if (first + i < passes) & (indices[i] < rows.end):
-            slots[i] = first_slot + (indices[i] - rows.first) * _SLOT
+        positions[i] = rows.position(table, first + i, lane)
+        tags[i, 0], tags[i, 1] = rows.tags_of(positions[i])
+        here = (first + i < passes) & (positions[i] < rows.left)
+        slots[i] = ptx.settled(Int64(select_(here, first_slot + Int64(positions[i]) * _SLOT, Int64(0))))
         best[i] = Int64(0)
         defined[i] = Int32(0)
     failed = Boolean(False)
@@ -262,11 +254,12 @@ def _receive(table: Table, rows: Rows, first: Int32, tokens: Int64, lane: Int32,
                 looks = Int32(_LOOKS)
                 while (waiting != 0) & (looks > 0):
                     waiting = Int32(0)
-                    for i in range_constexpr(_PASSES):
+                    # of all that a rank emptied before it sent, one of its messages tells: the others need not acquire
+                    for i in range_constexpr(_PASSES - 1, -1, -1):
                         high[i] = Int64(1)
                         low[i] = Int64(1)
                         if slots[i] != Int64(0):
-                            high[i], low[i] = ptx.load_two(slots[i])
+                            high[i], low[i] = ptx.load_two(slots[i], "relaxed" if i else "acquire")
                     for i in range_constexpr(_PASSES):
                         if (high[i] == Int64(0)) | (low[i] == Int64(0)):
                             waiting = Int32(1)
@@ -287,10 +280,10 @@ def _receive(table: Table, rows: Rows, first: Int32, tokens: Int64, lane: Int32,
                 best[i] = Int64(select_(below > best[i], below, best[i]))
                 slots[i] = slots[i] + next_peer_s
         if cute.arch.vote_any_sync(wrong < _PASSES):
-            source, k, index = rows.source(table, first + wrong, lane)
-            tag0, tag1 = rows.tags_of(source & (_WARP - 1), k)
+            position = rows.position(table, first + wrong, lane)
+            tag0, tag1 = rows.tags_of(position)
             if wrong < _PASSES:
-                _judge(table, index, tag0, tag1, peer)
+                _judge(table, rows.first + position, tag0, tag1, peer)
             failed = Boolean(True)
         cute.arch.sync_warp()
     if not failed:
@@ -312,7 +305,7 @@ def _receive(table: Table, rows: Rows, first: Int32, tokens: Int64, lane: Int32,
         if (slots[i] != Int64(0)) & (lane & (lanes - 1) == 0):
             token = (best[i] & Int64(protocol.NO_TOKEN)) ^ Int64(protocol.NO_TOKEN)
             defined_here = (defined[i] != 0) & (best[i] != Int64(protocol.NAN)) & (not failed)
-            global_pointer(Int64, tokens + indices[i] * 8).store(Int64(select_(defined_here, token, Int64(-1))))
+            global_pointer(Int64, tokens + (rows.first + positions[i]) * 8).store(Int64(select_(defined_here, token, Int64(-1))))
     return failed
 
 

@@ -35,7 +35,13 @@ def store_two(address: Int64, first: Int64, second: Int64) -> None:
     cute.arch.inline_ptx("st.relaxed.sys.global.v2.b64 [{$r0}], {{$r1}, {$r2}};", read_only_args=[address, first, second])
 
 
-def load_two(address: Int64) -> tuple:
-    """Two words of global memory side by side, at an address of 16 bytes; what was released before each was stored is seen."""
-    ptx = "ld.acquire.sys.global.v2.b64 {{$w0}, {$w1}}, [{$r0}];"
+def load_two(address: Int64, order: str) -> tuple:
+    """Two words of global memory side by side, at an address of 16 bytes, each "relaxed" or "acquire"."""
+    ptx = f"ld.{order}.sys.global.v2.b64 {{{{$w0}}, {{$w1}}}}, [{{$r0}}];"
     return cute.arch.inline_ptx(ptx, write_only_types=[Int64, Int64], read_only_args=[address])
+
+
+def settled(value):
+    """The value, worked out here: compilers move what is cheap to where it is used, also into a loop that somebody waits for."""
+    kind = type(value)
+    return cute.arch.inline_ptx(f"mov.b{kind.width} {{$w0}}, {{$r0}};", write_only_types=[kind], read_only_args=[value])

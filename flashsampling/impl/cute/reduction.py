@@ -22,7 +22,7 @@ from cutlass import Float32, Int32, Int64, select_
 
 from ...exchange import NAN as NAN_KEY
 from ...exchange import NO_FINITE, NO_TOKEN, PACKED, TOKENS
-from . import exchange, slots
+from . import exchange, ptx, slots
 from .memory import global_pointer
 
 INFINITY = float("inf")
@@ -185,7 +185,9 @@ def finish(
             if exchanges:
                 cute.arch.sync_warp()
                 own_tags = [[tags[k, 0], tags[k, 1]] for k in range(at_once)]
-                rows = exchange.Rows(first + start - lane, first + count, own_tags)
+                warp_s = start - lane
+                left = ptx.settled(Int32(cutlass.min(count - warp_s, Int64(at_once * _THREADS))))
+                rows = exchange.Rows(first + warp_s, left, own_tags)
                 if cutlass.const_expr(stamps):
                     _stamp(args, thread, slots.WON)
                 sent = exchange.clock()
