@@ -142,9 +142,9 @@ def coarse(logit, code, slope, t):
     return ~np.signbit(total) | np.isnan(total)
 
 
-def needs_a_look(greatest, slope, t):
-    below = fma(greatest, slope, t) < 0
-    return (t != -INF) & ~(below & (slope == F(threshold.GREEDY_SLOPE)))
+def some_may_win(logit, code, slope, t):
+    without_found = may_win(logit, code, slope, t) | (np.isinf(logit) & ~(fma(logit, slope, t) < 0))
+    return (without_found | (slope == 0)) & (t != -INF)
 
 
 def leads(lower, known):
@@ -269,7 +269,7 @@ def test_what_is_skipped_scores_less():
             known = of_score(after(s0) if strict else s0, slope)
             skips = ~coarse(l1, c1, slope, known) | ~may_win(l1, c1, slope, known)
             skips |= ~is_sharp(slope) & ~may_win_smooth(l1, c1, slope, known)
-            skips |= ~needs_a_look(l1, slope, known)
+            skips |= ~some_may_win(l1, c1, slope, known)
             wins = s1 > s0 if strict else s1 >= s0
             assert_none(skips & wins & np.isfinite(s0), t=t, s0=s0, l1=l1, w1=w1, s1=s1, known=known)
 
@@ -341,7 +341,7 @@ def test_rows_of_infinite_scores_still_look_for_a_finite_one():
     t, slope, (logit, _, code, s), _ = scored(rng, N)
     known = np.full(N, F(threshold.INFINITE_ALONE))
     assert_none(np.isfinite(s) & ~may_win(logit, code, slope, known), t=t, slope=slope, logit=logit, s=s)
-    assert_none(np.isfinite(s) & ~needs_a_look(logit, slope, known), t=t, slope=slope, logit=logit, s=s)
+    assert_none(np.isfinite(s) & ~some_may_win(logit, code, slope, known), t=t, slope=slope, logit=logit, s=s)
     assert_none(np.isfinite(s) & ~leads(of_score(s, slope), known), t=t, slope=slope, logit=logit, s=s)
 
 
@@ -355,10 +355,28 @@ def test_nan_and_infinite_scores_are_candidates():
         row = np.full(N, logit)
         with_nan = np.isnan(row) | np.isnan(t) | (np.isinf(row) & np.isinf(t))
         must = with_nan | (row == INF)
-        for passes in (coarse, may_win, needs_a_look):
-            arguments = (row, slope, known) if passes is needs_a_look else (row, code, slope, known)
-            assert_none(must & ~passes(*arguments), t=t, slope=slope, known=known)
+        for passes in (coarse, may_win, some_may_win):
+            assert_none(must & ~passes(row, code, slope, known), t=t, slope=slope, known=known)
     undecided = code_of([0, 1, 2])[rng.integers(0, 3, N)]
     some = logits(rng, N, np.full(N, 1, F))
     assert coarse(some, undecided, slope, known).all()
     assert may_win(some, undecided, slope, known).all()
+
+
+def test_what_is_greatest_may_win_if_any_token_may():
+    """A thread's tokens of a column are looked at together first."""
+    rng = np.random.default_rng(7)
+    for _ in range(ROUNDS):
+        t, slope, (logit, _, code, s), _ = scored(rng, N)
+        known = of_score(s, slope)
+        known[rng.random(N) < 0.1] = rng.choice(np.array([UNKNOWN, threshold.INFINITE_FOUND, threshold.INFINITE_ALONE], F))
+        tokens = [(logit, code)]
+        for _ in range(3):
+            other = np.where(rng.random(N) < 0.5, logit, logits(rng, N, np.full(N, 1, F)))
+            other[rng.random(N) < 0.1] = rng.choice(np.array([np.nan, np.inf, -np.inf], F))
+            tokens.append((other, code_of(words(rng, N))))
+        some = np.zeros(N, bool)
+        for token in tokens:
+            some |= may_win(*token, slope, known)
+        greatest = [np.maximum.reduce([token[i] for token in tokens]) for i in range(2)]
+        assert_none(some & ~some_may_win(*greatest, slope, known), t=t, slope=slope, known=known)

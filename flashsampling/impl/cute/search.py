@@ -107,12 +107,13 @@ class Search:
         rows = [self.fragments.load_rows(shared, first_block + j, lane) for j in range(blocks)]
         rows = [(row[2 * c], row[2 * c + 1]) for row in rows for c in range(2)]  # by column: slope, threshold
         mask = Uint32(0)
-        for n in range_constexpr(len(rows)):
-            for i in self.fragments.logits_of(n % 2, n // 2):
-                wins = threshold.may_win_smooth(logits[i], noise.code_float(words[i // 4], i % 4), *rows[n])
-                mask = mask | Uint32(select_(wins, Uint32(1 << i), Uint32(0)))
         if special:
             mask = self._special_candidates(logits, words, rows)
+        else:
+            for n in range_constexpr(len(rows)):
+                for i in self.fragments.logits_of(n % 2, n // 2):
+                    wins = threshold.may_win_smooth(logits[i], noise.code_float(words[i // 4], i % 4), *rows[n])
+                    mask = mask | Uint32(select_(wins, Uint32(1 << i), Uint32(0)))
         return mask
 
     @cute.jit
@@ -120,13 +121,14 @@ class Search:
         """``_candidates`` by the finer bound."""
         bounds = [threshold.bound_of(*row) for row in rows]
         mask = Uint32(0)
-        # rows of zeros hit in every tile: first whether a logit reaches what was found, of greedy rows
+        # rows of zeros, and sharp ones of equal logits, hit in every tile: first whether what is greatest could win
         noisy = Boolean(False)
         for n in range_constexpr(len(bounds)):
-            greatest = Float32(-INFINITY)
+            logit = code = Float32(-INFINITY)
             for i in self.fragments.logits_of(n % 2, n // 2):
-                greatest = cute.arch.fmax(greatest, logits[i], nan=True)
-            noisy = noisy | threshold.needs_a_look(greatest, bounds[n])
+                logit = cute.arch.fmax(logit, logits[i], nan=True)
+                code = cute.arch.fmax(code, noise.code_float(words[i // 4], i % 4), nan=True)
+            noisy = noisy | threshold.some_may_win(logit, code, bounds[n])
         if cute.arch.vote_any_sync(noisy):
             for n in range_constexpr(len(bounds)):
                 for i in self.fragments.logits_of(n % 2, n // 2):

@@ -148,10 +148,10 @@ def may_win_smooth(logit: Float32, code: Float32, slope: Float32, threshold: Flo
     return ~(above < Float32(0.0)) & (threshold != Float32(-INFINITY))
 
 
-def needs_a_look(greatest: Float32, bound: Bound) -> Boolean:
-    """False if ``may_win`` is, of all tokens of a row with logits up to that (or NaN): of decided and of greedy rows."""
-    below = cute.math.fma(greatest, bound.slope, bound.threshold) < Float32(0.0)
-    return bound.open & ~(below & (bound.slope == Float32(GREEDY_SLOPE)))
+def some_may_win(logit: Float32, code: Float32, bound: Bound) -> Boolean:
+    """False if ``may_win`` is, of all tokens of a row with logits up to that (or NaN) and codes up to that: it rises with both.
+    But for what it says of infinite logits, and of a slope of 0, which makes NaN of -inf."""
+    return may_win(logit, code, bound._replace(infinite=Boolean(False))) | (bound.open & (bound.slope == Float32(0.0)))
 
 
 def leads(lower: Float32, known: Float32) -> Boolean:
