@@ -368,7 +368,7 @@ def test_what_is_greatest_may_win_if_any_token_may():
     rng = np.random.default_rng(7)
     for _ in range(ROUNDS):
         t, slope, (logit, _, code, s), _ = scored(rng, N)
-        known = of_score(s, slope)
+        known = of_score((s + rng.choice([0, 20, 1e6], N)).astype(F), slope)
         known[rng.random(N) < 0.1] = rng.choice(np.array([UNKNOWN, threshold.INFINITE_FOUND, threshold.INFINITE_ALONE], F))
         tokens = [(logit, code)]
         for _ in range(3):
