@@ -369,11 +369,12 @@ def test_what_is_greatest_may_win_if_any_token_may():
     for _ in range(ROUNDS):
         t, slope, (logit, _, code, s), _ = scored(rng, N)
         known = of_score((s + rng.choice([0, 20, 1e6], N)).astype(F), slope)
-        known[rng.random(N) < 0.1] = rng.choice(np.array([UNKNOWN, threshold.INFINITE_FOUND, threshold.INFINITE_ALONE], F))
+        marks = rng.choice(np.array([UNKNOWN, threshold.INFINITE_FOUND, threshold.INFINITE_ALONE], F), N)
+        known = np.where(rng.random(N) < 0.1, marks, known)
         tokens = [(logit, code)]
         for _ in range(3):
             other = np.where(rng.random(N) < 0.5, logit, logits(rng, N, np.full(N, 1, F)))
-            other[rng.random(N) < 0.1] = rng.choice(np.array([np.nan, np.inf, -np.inf], F))
+            other = np.where(rng.random(N) < 0.1, rng.choice(np.array([np.nan, np.inf, -np.inf], F), N), other)
             tokens.append((other, code_of(words(rng, N))))
         some = np.zeros(N, bool)
         for token in tokens:
