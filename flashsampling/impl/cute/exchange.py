@@ -305,7 +305,9 @@ def _receive(table: Table, rows: Rows, first: Int32, tokens: Int64, lane: Int32,
         if (slots[i] != Int64(0)) & (lane & (lanes - 1) == 0):
             token = (best[i] & Int64(protocol.NO_TOKEN)) ^ Int64(protocol.NO_TOKEN)
             defined_here = (defined[i] != 0) & (best[i] != Int64(protocol.NAN)) & (not failed)
-            global_pointer(Int64, tokens + (rows.first + positions[i]) * 8).store(Int64(select_(defined_here, token, Int64(-1))))
+            global_pointer(Int64, tokens + (rows.first + positions[i]) * 8).store(
+                Int64(select_(defined_here, token, Int64(-1)))
+            )
     return failed
 
 

@@ -1,5 +1,7 @@
 """Instructions for which the DSL has no function."""
 
+from typing import Any
+
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint32
 
@@ -41,7 +43,7 @@ def load_two(address: Int64, order: str) -> tuple:
     return cute.arch.inline_ptx(ptx, write_only_types=[Int64, Int64], read_only_args=[address])
 
 
-def settled(value):
-    """The value, worked out here: compilers move what is cheap to where it is used, also into a loop that somebody waits for."""
+def settled(value: Any) -> Any:
+    """The value, worked out here: compilers move what is cheap to where it is used, even into a loop."""
     kind = type(value)
     return cute.arch.inline_ptx(f"mov.b{kind.width} {{$w0}}, {{$r0}};", write_only_types=[kind], read_only_args=[value])
