@@ -94,10 +94,16 @@ class Backend:
         """Does a step that it supports, of one row or more, on the current device and stream."""
         return self.module.run(step)  # type: ignore[no-any-return]
 
+    @property
+    def compiles(self) -> bool:
+        """Whether it has kernels of its own."""
+        return hasattr(self.module, "compiled_for")
+
     def compiled_for(self, weight: Tensor, max_batch_size: int, num_samples: int) -> tuple[list[str], list[int]]:
         """Names of the kernels for batches of up to ``max_batch_size`` rows, and the batch sizes whose draws compile them."""
-        compiled_for = getattr(self.module, "compiled_for", None)
-        return ([], [1]) if compiled_for is None else compiled_for(weight, max_batch_size, num_samples)
+        if not self.compiles:
+            return [], [1]
+        return self.module.compiled_for(weight, max_batch_size, num_samples)  # type: ignore[no-any-return]
 
 
 _CUTE_HINT = " (pip install flashsampling[cute])"

@@ -73,6 +73,6 @@ class Drawn(NamedTuple):
     values: Tensor | None = None  # float32: what else was asked for; nothing asks yet
 
 
-def example(weight: Tensor, batch: int = 1) -> Step:
-    """A step of some hidden states for a weight, to ask what an implementation takes. Its values are nobody's."""
-    return Step(weight.new_empty((batch, weight.shape[1])), weight, 1.0, 0, 0, 1, weight.shape[0])
+def example(weight: Tensor) -> Step:
+    """A step of one row for a weight, to ask what an implementation takes. Its values are nobody's."""
+    return Step(weight.new_empty((1, weight.shape[1])), weight, 1.0, 0, 0, 1, weight.shape[0])

@@ -181,7 +181,7 @@ class Construction:
 
     def _compile(self, weight: Tensor) -> None:
         """Compiles the kernels, and runs them once, without meeting other ranks: a step in which one did would be late."""
-        if not weight.is_cuda or self.impl == "streaming":
+        if not weight.is_cuda or not BACKENDS[self.impl].compiles:
             return
         shard = self.shard if self.made is None else self.made.rehearsal(self.first_token)
         run, vocab = BACKENDS[self.impl].run, self.last_token - self.first_token
