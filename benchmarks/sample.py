@@ -38,7 +38,6 @@ BEATEN_BY = {  # peers faster than Triton at ae0ded4, which padded the batch to 
     ("V=128256 D=8192", 192): {"FI1", "FI2"},
     ("V=128256 D=8192", 320): {"FI2"},
 }
-MONOTONE = 1.03  # a batch takes at most so many times what any larger one does
 READ_LIMITS = [0.95, 0.95, 0.92]  # of the read bandwidth, the Hopper kernel up to B = 64 on the first three configurations
 
 
@@ -127,18 +126,6 @@ def _over_the_limit(row: dict[str, Any], config: int, implementations: list[str]
     return found
 
 
-def _not_monotone(rows: list[dict[str, Any]], implementations: list[str]) -> list[str]:
-    """Batches that take more than 3 % longer than a larger one."""
-    found = []
-    for name in implementations:
-        for row in rows:
-            longest = row["ms"][name] / MONOTONE
-            faster = [larger["batch"] for larger in rows if larger["batch"] > row["batch"] and larger["ms"][name] < longest]
-            if faster:
-                found.append(f"{row['config']}: {name} takes longer at B={row['batch']} than at {faster}")
-    return found
-
-
 def main(
     out: Annotated[Path, typer.Option(help="Folder for sample.json, speedup.png and bandwidth.png.")] = Path(
         "benchmarks/results"
@@ -183,7 +170,6 @@ def main(
             table.add_row(str(row["batch"]), f"{row['speed_of_light_ms']:.3f}", *cells)
             missed += _over_the_limit(row, config, names, read)
         console.print(table)
-        missed += _not_monotone(rows, names)
         result["rows"] += rows
         (out / "sample.json").write_text(json.dumps(result, indent=1) + "\n")  # a run that is cut short keeps what it has
         del weight
