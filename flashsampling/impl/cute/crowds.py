@@ -2,9 +2,9 @@
 
 Where a crowd of a tile's tokens may win, equal logits of a greedy row or infinite ones, the consumers that hold it evaluate it
 themselves, which is many times faster than the queue: in 255 rows of infinite logits an eighth of all tokens are such. Whole
-steps, H200, V = 151936, D = 4096, B = 256, over that without such rows: 128 or 255 rows of NaN, zeros or equal logits 0.87 to
-1.06 at T = 1, 0.96 to 1.11 greedy, 0.95 to 1.19 at T = 1e-6; D = 2048 0.89 to 1.09, 1.03 to 1.20, 1.02 to 1.35. Before there
-were crowds and decided rows: 28 times as long (255 rows of NaN, another shape).
+steps, H200, V = 151936, B = 256, over that without such rows: 1, 128 or 255 rows of NaN, zeros or equal logits 0.98 to 1.17 at
+D = 4096, 0.98 to 1.17 at D = 2048, but there 1.23 and 1.28 of zeros and equal logits at T = 1e-6 (``benchmarks.rare_rows``).
+Before there were crowds and decided rows: 28 times as long (255 rows of NaN, another shape).
 
 With several draws per row there are neither codes nor a search: every tile is such a crowd.
 """
