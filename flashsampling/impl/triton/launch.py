@@ -1,5 +1,7 @@
 """One launch of the Triton kernel."""
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -23,14 +25,17 @@ def _aligned_rows(hidden_states: Tensor) -> Tensor:
     return padded[:, :dim].copy_(hidden_states)
 
 
-def run(step: Step, config: TileConfig | None = None) -> Drawn:
-    """See ``backends``: one launch. ``config`` in place of the shape that is chosen."""
-    hidden_states, weight, shard = step.hidden_states, step.weight, step.shard
-    num_samples, vocab_size = step.num_samples, step.vocab_size
-    batch, dim = hidden_states.shape
-    device = hidden_states.device
-    if config is None:
-        config = choose_config(hidden_states, weight, num_samples)
+class Operands(NamedTuple):
+    """The two matrices as kernels take them, and what they are compiled for."""
+
+    matrices: tuple[Any, Any, Any]  # hidden states, those of the second block of columns, weight: tensors or descriptors
+    strides: tuple[int, int]  # elements between rows of hidden states and of the weight
+    shapes: dict[str, Any]
+
+
+def tile_operands(hidden_states: Tensor, weight: Tensor, vocab_size: int, config: TileConfig) -> Operands:
+    """Of a launch in tiles of a shape."""
+    dim = hidden_states.shape[1]
     # one class of alignment per D: what Triton specialises on is then decided by the weight
     row_alignment = 16 // hidden_states.element_size()
     if config.use_tma or dim % row_alignment == 0:
@@ -39,16 +44,8 @@ def run(step: Step, config: TileConfig | None = None) -> Drawn:
         row_alignment = 1
         if hidden_states.stride(1) != 1:
             hidden_states = hidden_states.contiguous()
-    skip = shard.first_token % 128
-    base = shard.first_token - skip
     if vocab_size == 0:  # a shard without a token: the launch has something to read, and samples none of it
-        weight, skip = hidden_states, 0
-    token_ids = torch.empty(batch * num_samples, dtype=torch.int64, device=device)
-    row_blocks = -(-batch // config.columns)
-    vocab_tiles = -(-(skip + vocab_size) // config.block_v)
-    programs_per_row_block = max(1, min(vocab_tiles, config.ctas_per_sm * multiprocessors(device) // row_blocks))
-    slots = 2 * batch * num_samples
-    workspace = zeroed_words(slots + row_blocks, device)
+        weight = hidden_states
     hidden, hidden_rest, weights = hidden_states, hidden_states, weight
     if config.use_tma:
         shape, stride, depth = hidden_states.shape, hidden_states.stride(), config.block_d
@@ -57,33 +54,51 @@ def run(step: Step, config: TileConfig | None = None) -> Drawn:
             hidden_rest = TensorDescriptor(hidden_states, shape, stride, [config.rest_b, depth])
         # rows outside the vocabulary read as zeros, and nothing of a padded one is read
         weights = TensorDescriptor(weight, [max(vocab_size, 1), dim], weight.stride(), [config.block_v, depth])
+    shapes = {
+        "BLOCK_V": config.block_v,
+        "BLOCK_B": config.block_b,
+        "REST_B": config.rest_b,
+        "BLOCK_D": config.block_d,
+        "USE_TMA": config.use_tma,
+        "EVEN_D": dim % config.block_d == 0,
+        "ROW_ALIGNMENT": row_alignment,
+        "UPCAST": INTERPRETED.value,
+    }
+    return Operands((hidden, hidden_rest, weights), (hidden_states.stride(0), weight.stride(0)), shapes)
+
+
+def run(step: Step, config: TileConfig | None = None) -> Drawn:
+    """See ``backends``: one launch. ``config`` in place of the shape that is chosen."""
+    shard, num_samples, vocab_size = step.shard, step.num_samples, step.vocab_size
+    batch, dim = step.hidden_states.shape
+    device = step.hidden_states.device
+    if config is None:
+        config = choose_config(step.hidden_states, step.weight, num_samples)
+    operands = tile_operands(step.hidden_states, step.weight, vocab_size, config)
+    skip = shard.first_token % 128 if vocab_size else 0
+    token_ids = torch.empty(batch * num_samples, dtype=torch.int64, device=device)
+    row_blocks = -(-batch // config.columns)
+    vocab_tiles = -(-(skip + vocab_size) // config.block_v)
+    programs_per_row_block = max(1, min(vocab_tiles, config.ctas_per_sm * multiprocessors(device) // row_blocks))
+    slots = 2 * batch * num_samples
+    workspace = zeroed_words(slots + row_blocks, device)
     rows = step.row_arguments()
     sample_kernel[(programs_per_row_block * row_blocks,)](
-        hidden,
-        hidden_rest,
-        weights,
+        *operands.matrices,
         *rows,
         token_ids,
         workspace,
         batch,
         vocab_size,
-        base,
+        shard.first_token - shard.first_token % 128,
         skip,
         dim,
         num_samples,
-        hidden_states.stride(0),
-        weight.stride(0),
+        *operands.strides,
         shard.exchange,
         0,
-        BLOCK_V=config.block_v,
-        BLOCK_B=config.block_b,
-        REST_B=config.rest_b,
-        BLOCK_D=config.block_d,
+        **operands.shapes,
         CHUNK_B=config.chunk_b,
-        USE_TMA=config.use_tma,
-        EVEN_D=dim % config.block_d == 0,
-        ROW_ALIGNMENT=row_alignment,
-        UPCAST=INTERPRETED.value,
         ONE_DRAW=num_samples == 1,
         PRELOAD=config.preload,
         ROWS=1 << (config.columns - 1).bit_length(),
