@@ -2,7 +2,7 @@
 
 import warnings
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,10 +12,12 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import noise, ops
 from .backends import BACKENDS, named
+from .counts import TokenCounts
 from .exchange import NO_TOKEN, WHOLE
 from .impl.reference import GREEDY_BELOW
 from .parameters import Integers, Reals, integers, reals
-from .step import Step
+from .requests import LogitBias, Problem, Request, asked_of
+from .step import PLAIN, Asked, Drawn, Step, arguments, layout
 
 if TYPE_CHECKING:
     from .distributed import TensorParallel
@@ -32,6 +34,15 @@ class SampleOutput:
     Attributes:
         token_ids: int64, (B,), or (B, num_samples) when ``num_samples > 1``. -1 in a row whose scores hold a NaN or no
             finite value; such a row leaves the others untouched.
+        logprobs: float32, of ``token_ids``' shape: log softmax of the head's logits, the raw ones, at the token. NaN of a -1.
+        processed_logprobs: float32, likewise: of the distribution that was drawn from. A greedy row's is that at temperature 1.
+        ranks: int64, likewise: 1 + how many tokens have a larger raw logit; -1 of a -1.
+        top_token_ids: int64, (B, n): the tokens with the highest raw logits, the lowest ids of equal ones; -1 in a row of NaN.
+        top_logprobs: float32, (B, n): theirs, raw; NaN in a row of NaN.
+        given_logprobs: float32, (B, m): raw log-probabilities of ``logprob_ids``; NaN of an id out of range.
+        logsumexp: float32, (B,): of the raw logits.
+
+        All but ``token_ids`` are None unless they are asked for. Logarithms are natural.
 
     Example:
         >>> import torch, flashsampling
@@ -41,6 +52,13 @@ class SampleOutput:
     """
 
     token_ids: Tensor
+    logprobs: Tensor | None = None
+    processed_logprobs: Tensor | None = None
+    ranks: Tensor | None = None
+    top_token_ids: Tensor | None = None
+    top_logprobs: Tensor | None = None
+    given_logprobs: Tensor | None = None
+    logsumexp: Tensor | None = None
 
 
 _pytree.register_dataclass(SampleOutput, serialized_type_name="flashsampling.SampleOutput")
@@ -57,6 +75,22 @@ def sample(
     vocab_size: int | None = None,
     impl: str | None = None,
     tp: "TensorParallel | None" = None,
+    bias: Tensor | None = None,  # (V,)
+    logit_scale: float | None = None,
+    soft_cap: float | None = None,
+    logit_bias: LogitBias | None = None,  # (V,), or ids (B, n) and values (B, n)
+    token_counts: TokenCounts | Tensor | None = None,  # or (B, V)
+    repetition_penalty: Reals | None = None,  # or (B,)
+    frequency_penalty: Reals | None = None,  # or (B,)
+    presence_penalty: Reals | None = None,  # or (B,)
+    token_mask: Tensor | None = None,  # (B, ceil(V / 32))
+    top_k: Integers | None = None,  # or (B,)
+    top_p: Reals | None = None,  # or (B,)
+    min_p: Reals | None = None,  # or (B,)
+    return_logprobs: bool = False,
+    top_logprobs: int = 0,
+    logprob_ids: Any = None,  # (B, m)
+    return_logsumexp: bool = False,
 ) -> SampleOutput:
     """Draws token ids from ``softmax(hidden_states @ weight.T / temperature)``, exactly, without storing the logits.
 
@@ -139,12 +173,56 @@ def sample(
         offsets = integers("offset", offset, batch, device)
         if batch > 1 and not (isinstance(seeds, Tensor) or isinstance(offsets, Tensor) or torch.compiler.is_compiling()):
             _say_that_noise_is_shared(batch, greedy=not isinstance(temperatures, Tensor) and temperatures < GREEDY_BELOW)
-        step = Step(hidden_states, weight, temperatures, seeds, offsets, num_samples, tokens, shard)
-        token_ids = (ops.sample(step, impl or "") if tp is None else ops.sample_sharded(step, tp)).ids
+        asked = PLAIN
+        if not (
+            # one chain, since a call pays for it
+            bias is logit_scale is soft_cap is logit_bias is token_counts is repetition_penalty is frequency_penalty is None
+            and presence_penalty is token_mask is top_k is top_p is min_p is logprob_ids is None
+            and not (return_logprobs or top_logprobs or return_logsumexp)
+        ):
+            request: Request = {
+                "bias": bias,
+                "logit_scale": logit_scale,
+                "soft_cap": soft_cap,
+                "logit_bias": logit_bias,
+                "token_counts": token_counts,
+                "repetition_penalty": repetition_penalty,
+                "frequency_penalty": frequency_penalty,
+                "presence_penalty": presence_penalty,
+                "token_mask": token_mask,
+                "top_k": top_k,
+                "top_p": top_p,
+                "min_p": min_p,
+                "return_logprobs": return_logprobs,
+                "top_logprobs": top_logprobs,
+                "logprob_ids": logprob_ids,
+                "return_logsumexp": return_logsumexp,
+            }
+            asked = asked_of(request, Problem(batch, vocab, tokens, device, num_samples))
+            if tp is not None and asked is not PLAIN:
+                raise ValueError(
+                    f"tp must be None with {arguments(asked.names())}: ranks that hold a shard each cannot do that yet"
+                )
+        step = Step(hidden_states, weight, temperatures, seeds, offsets, num_samples, tokens, shard, asked)
+        drawn = ops.sample(step, impl or "") if tp is None else ops.sample_sharded(step, tp)
     except BaseException as error:
         count_left_out(tp, error)
         raise
-    return SampleOutput(token_ids=token_ids if num_samples == 1 else token_ids.view(batch, num_samples))
+    if asked is PLAIN and token_counts is None:
+        return SampleOutput(token_ids=drawn.ids if num_samples == 1 else drawn.ids.view(batch, num_samples))
+    return output_of(drawn, batch, num_samples, asked, token_counts)
+
+
+def output_of(
+    drawn: Drawn, batch: int, num_samples: int, asked: Asked, token_counts: TokenCounts | Tensor | None
+) -> SampleOutput:
+    """What was drawn, in its parts; a ``TokenCounts`` counts it."""
+    parts = layout(batch, num_samples, asked).split(drawn, batch)
+    flat = ("logsumexp",) if num_samples > 1 else ("token_ids", "logprobs", "processed_logprobs", "ranks", "logsumexp")
+    out = SampleOutput(**{name: part[:, 0] if name in flat else part for name, part in parts.items()})
+    if isinstance(token_counts, TokenCounts):
+        token_counts.add(out.token_ids)
+    return out
 
 
 def _check_matrices(hidden_states: Tensor, weight: Tensor, least_rows: int) -> tuple[int, int, torch.device]:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from .api import SampleOutput, check_impl, check_tensor_parallel, check_vocab_size, check_weight, count_left_out, sample
-from .parameters import Integers, Reals, dimensions, integer, integers, reals
+from .parameters import Integers, Reals, dimensions, index_of, integer, integers, reals
 
 if TYPE_CHECKING:
     from .distributed import TensorParallel
@@ -182,7 +182,7 @@ class LMHeadSampler(nn.Module):
 
         def given() -> _Rows:
             nonlocal index
-            index = self._index(rows)
+            index = index_of(rows, self.max_batch_size)
             if temperature is not None and not isinstance(self.temperature, Tensor):
                 raise ValueError(
                     "temperature can be reset in a sampler that was made with one per row, as a captured graph reads them, got "
@@ -219,21 +219,6 @@ class LMHeadSampler(nn.Module):
             self.tp.broadcast(None, error)  # and raises it
             raise
         return self.tp.broadcast(rows, alike={count: rows.seeds.shape[0]})
-
-    def _index(self, rows: Tensor | slice | int | list[int] | None) -> Tensor | slice:
-        """Rows of the state; those that the host knows are in range, since a GPU would end the process over one that is not."""
-        if rows is None:
-            return slice(None)
-        if isinstance(rows, slice):
-            return rows
-        index = rows if isinstance(rows, Tensor) else torch.as_tensor(rows, device="cpu")
-        index = index.reshape(-1) if index.numel() else index.reshape(-1).long()  # torch takes [] for floats
-        if index.is_floating_point():
-            raise TypeError(f"rows must be integers or a mask, got {index.dtype}")
-        size = self.max_batch_size
-        if index.device.type == "cpu" and index.dtype != torch.bool and bool(((index < -size) | (index >= size)).any()):
-            raise ValueError(f"rows must be from 0 to max_batch_size - 1 = {size - 1}, got {index.tolist()}")
-        return index
 
     def _draw_seeds(self, seed: Integers | None, count: int) -> Tensor:
         generator = None
