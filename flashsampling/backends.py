@@ -2,8 +2,8 @@
 
 A backend is a module or package ``impl.<name>`` with
 
-    DOES                               fields of ``step.Asked`` that it does, and "logits" if it takes ``Step.logits``; a step with
-                                       another one is refused; if it does any
+    DOES                               fields of ``step.Asked`` that it does, and "logits" if it takes ``Step.logits``; a step
+                                       with another one is refused; if it does any
     unsupported(step) -> str | None    why it cannot do a step, or None: the only truth about what it takes
     run(step) -> Drawn                 of one row or more, on the current device and, there, the current stream
     compiled_for(weight, max_batch_size, num_samples) -> names, batch sizes

@@ -2,7 +2,7 @@
 
     flashsampling::sample               a whole weight; a pure function
     flashsampling::sample_from_logits   logits that are there already; a pure function
-    flashsampling::sample_sharded       one step of a ``TensorParallel``; it has a side effect, the exchange with the other ranks
+    flashsampling::sample_sharded       one step of a ``TensorParallel``; it has a side effect, the exchange with other ranks
 
 Here alone a ``Step`` is taken apart and put together again. All operators return ids and values, empty where none were asked
 for, so that what a step may be asked for needs no operator of its own. What may be asked for stands behind all other arguments,

@@ -193,7 +193,7 @@ def _rows(name: str, rows: Tensor, batch: int, device: torch.device, dtype: torc
             rows = rows.to(device)  # torch's rule: a number on the CPU goes with any device
         rows = rows.expand(batch)
     if rows.device != device:
-        raise ValueError(f"{name} must be on the device of hidden_states, {device}, got {rows.device}")
+        raise ValueError(f"{name} must be on the device of the step, {device}, got {rows.device}")
     # asking is a tenth of what the two calls cost that would change nothing
     return rows if dtype is wanted and rows.is_contiguous() else rows.to(wanted).contiguous()
 

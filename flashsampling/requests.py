@@ -67,7 +67,9 @@ def asked_of(request: Request, problem: Problem) -> Asked:
 def _bias(name: str, value: Any, problem: Problem) -> dict[str, Any]:
     _check_tensor(name, value, problem)
     if tuple(value.shape) != (problem.vocab,):
-        raise ValueError(f"{name} must have shape ({problem.vocab},), the rows of weight, got shape {tuple(value.shape)}")
+        raise ValueError(
+            f"{name} must have shape ({problem.vocab},), one value per row of the head, got shape {tuple(value.shape)}"
+        )
     return {"bias": _float32(name, value)}
 
 
@@ -214,7 +216,7 @@ def _check_tensor(name: str, value: Any, problem: Problem) -> None:
     if type(value) is not Tensor and type(value) is not Parameter:
         raise TypeError(f"{name} must be a plain torch.Tensor, got {type(value).__name__}")
     if value.device != problem.device:
-        raise ValueError(f"{name} must be on the device of hidden_states, {problem.device}, got {value.device}")
+        raise ValueError(f"{name} must be on the device of the step, {problem.device}, got {value.device}")
 
 
 def _float32(name: str, value: Tensor) -> Tensor:

@@ -4,6 +4,7 @@
 implementation (``backends``) reads what it needs. A new parameter is a field here.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -59,13 +60,14 @@ class Asked(NamedTuple):
 
     def rows(self, first: int, last: int) -> "Asked":
         """Of the rows from ``first`` up to ``last``."""
-        values = {name: getattr(self, name) for name in _PER_ROW}
-        return self._replace(**{name: value[first:last] for name, value in values.items() if isinstance(value, Tensor)})
+        return self._replace(**_rows_of(self, _PER_ROW, first, last))
 
 
 PLAIN = Asked()  # this very object, where nothing is asked for: a call looks no further
-_PER_ROW = ("bias_ids", "bias_values", "counts", "token_mask", "logprob_ids", "top_k", "top_p", "min_p")
-_PER_ROW += ("repetition_penalty", "frequency_penalty", "presence_penalty")
+_PER_ROW = (
+    *("bias_ids", "bias_values", "counts", "repetition_penalty", "frequency_penalty", "presence_penalty", "token_mask"),
+    *("top_k", "top_p", "min_p", "logprob_ids"),
+)
 ARGUMENTS = {  # of ``sample``, where a field has another name
     "dense_bias": "logit_bias",
     "bias_ids": "logit_bias",
@@ -79,6 +81,11 @@ ARGUMENTS = {  # of ``sample``, where a field has another name
 def arguments(names: list[str]) -> str:
     """Fields of ``Asked`` as ``sample`` calls them, in a sentence."""
     return ", ".join(dict.fromkeys(ARGUMENTS.get(name, name) for name in names))
+
+
+def _rows_of(whole: Any, names: Sequence[str], first: int, last: int) -> dict[str, Any]:
+    """Of its fields that are tensors these rows."""
+    return {name: value[first:last] for name in names if isinstance(value := getattr(whole, name), Tensor)}
 
 
 class Step(NamedTuple):
@@ -115,8 +122,7 @@ class Step(NamedTuple):
     def part(self, first: int, last: int) -> "Step":
         """Of the rows from ``first`` up to ``last``."""
         names = ("hidden_states", "logits", "temperature", "seed", "offset")
-        rows = {name: value[first:last] for name in names if isinstance(value := getattr(self, name), Tensor)}
-        return self._replace(**rows, asked=self.asked.rows(first, last))
+        return self._replace(**_rows_of(self, names, first, last), asked=self.asked.rows(first, last))
 
 
 class Drawn(NamedTuple):

@@ -11,9 +11,11 @@ from ..step import Asked, Drawn, Step, layout
 from . import filters
 from .filters import GREEDY_BELOW
 
-DOES = ("stream", "bias", "logit_scale", "soft_cap", "dense_bias", "bias_ids", "bias_values", "counts", "repetition_penalty")
-DOES += ("frequency_penalty", "presence_penalty", "token_mask", "top_k", "top_p", "min_p")
-DOES += ("logprobs", "top_logprobs", "logprob_ids", "logsumexp", "logits")
+DOES = (
+    *("stream", "bias", "logit_scale", "soft_cap", "dense_bias", "bias_ids", "bias_values", "counts", "repetition_penalty"),
+    *("frequency_penalty", "presence_penalty", "token_mask", "top_k", "top_p", "min_p"),
+    *("logprobs", "top_logprobs", "logprob_ids", "logsumexp", "logits"),
+)
 
 
 def exact_logits(
