@@ -3,6 +3,7 @@ comes back, and that tracers, exporters and modules see it."""
 
 import io
 from dataclasses import fields
+from typing import Any
 
 import numpy
 import pytest
@@ -14,7 +15,7 @@ import flashsampling
 from flashsampling import LMHeadSampler, SampleOutput, TokenCounts, ops, sample, sample_from_logits
 from flashsampling.backends import BACKENDS
 from flashsampling.requests import Problem, Request, asked_of
-from flashsampling.step import PLAIN, Asked, layout
+from flashsampling.step import PLAIN, Asked, Drawn, layout
 from tests.mixes import Mix
 
 STATES = torch.randn(3, 8, generator=torch.Generator().manual_seed(1))
@@ -123,6 +124,7 @@ def asked_by(**request):
 
 def test_what_asks_for_nothing_is_nothing():
     """The very object that calls look for, so that such a call takes the unfiltered way, in kernels too."""
+    request: dict[str, Any]
     for request in (
         dict.fromkeys(Request.__annotations__), {"top_k": 0}, {"top_k": -1}, {"top_k": 70}, {"top_k": numpy.int64(100)},
         {"top_p": 1}, {"top_p": [1.0]}, {"min_p": 0.0}, {"repetition_penalty": 1, "frequency_penalty": 0.0}, {"soft_cap": 0},
@@ -188,7 +190,7 @@ def test_what_comes_back():
     assert [field.name for field in fields(SampleOutput) if getattr(plain, field.name) is not None] == ["token_ids"]
     out = sample(STATES, WEIGHT, seed=SEEDS, **ALL)
     flat = {"token_ids", "logprobs", "processed_logprobs", "ranks"}
-    shapes = {name: (3,) for name in flat | {"logsumexp"}}
+    shapes: dict[str, tuple[int, ...]] = {name: (3,) for name in flat | {"logsumexp"}}
     shapes |= {"top_token_ids": (3, 4), "top_logprobs": (3, 4), "given_logprobs": (3, 3)}
     assert {field.name: tuple(getattr(out, field.name).shape) for field in fields(SampleOutput)} == shapes
     several = sample(STATES, WEIGHT, seed=SEEDS, num_samples=5, **ALL)
@@ -201,7 +203,7 @@ def test_what_comes_back():
             nothing = sample(STATES[:0], WEIGHT, impl=impl, num_samples=num_samples, **ALL | {
                 "logit_bias": None, "token_counts": COUNTS[:0], "token_mask": MASK[:0], "presence_penalty": 0.1, "top_k": 3,
                 "top_p": 0.5, "logprob_ids": torch.ones(0, 3).long()})  # fmt: skip
-            wanted = {name: (0, *shape[1:]) for name, shape in shapes.items()}
+            wanted: dict[str, tuple[int, ...]] = {name: (0, *shape[1:]) for name, shape in shapes.items()}
             if num_samples == 1:
                 wanted |= {name: (0,) for name in flat}
             assert {field.name: tuple(getattr(nothing, field.name).shape) for field in fields(SampleOutput)} == wanted
@@ -223,7 +225,7 @@ def test_the_layout_is_what_kernels_fill_in():
     assert (there.num_ids, there.num_values) == (48, 64)
     assert layout(4, 5, PLAIN) == ({"token_ids": (0, 5)}, {}, 20, 0)
     ids, values = torch.arange(48), torch.arange(64.0)
-    drawn = there.join(there.split(ops.Drawn(ids, values), 4))
+    drawn = there.join(there.split(Drawn(ids, values), 4))
     assert torch.equal(drawn.ids, ids)
     assert torch.equal(drawn.values, values)
 
