@@ -12,7 +12,7 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import flashsampling
-from flashsampling import LMHeadSampler, SampleOutput, TokenCounts, ops, sample, sample_from_logits
+from flashsampling import LMHeadSampler, SampleOutput, TokenCounts, api, ops, sample, sample_from_logits
 from flashsampling.backends import BACKENDS
 from flashsampling.requests import Problem, Request, asked_of
 from flashsampling.step import PLAIN, Asked, Drawn, layout
@@ -136,6 +136,18 @@ def test_what_asks_for_nothing_is_nothing():
         name for name in Asked._fields if name not in ("stream", "dense_bias")
     ]
     assert asked_by(logit_bias=torch.zeros(70)).names() == ["dense_bias"]
+
+
+def test_a_call_that_asks_for_nothing_does_no_work_for_it(monkeypatch):
+    seen = []
+    monkeypatch.setattr(api, "asked_of", None)
+    monkeypatch.setattr(api, "output_of", None)
+    monkeypatch.setattr(api, "layout", None)
+    run = ops._sample
+    monkeypatch.setattr(ops, "_sample", lambda step, impl: seen.append(step.asked) or run(step, impl))
+    out = sample(STATES, WEIGHT, seed=SEEDS)
+    assert seen[0] is PLAIN
+    assert list(vars(out)) == ["token_ids"]
 
 
 def test_one_meaning_however_it_is_written():
@@ -420,6 +432,49 @@ def test_counts_of_prompts_and_of_what_is_drawn():
     assert torch.equal(state.counts[0] & 0x7FFFFFFF, expected[0])
     state.reset()
     assert not state.counts.any()
+
+
+@pytest.mark.gpu
+def test_a_graph_replays_it_all_and_counts():
+    """Nothing waits for the host: filters, masks, penalties and log-probabilities of rows in a CUDA graph; every replay draws
+    anew, and counts what it draws."""
+    states, weight = STATES.cuda(), WEIGHT.cuda()
+    request = {
+        "top_k": torch.tensor([0, 5, 50]), "top_p": torch.tensor([0.9, 0.99, 1.0]), "min_p": torch.tensor([0.0, 0.01, 0.02]),
+        "token_mask": MASK, "presence_penalty": torch.tensor([0.1, 0.2, 0.3]), "logit_bias": (torch.tensor([[1, 2]] * 3), torch.ones(3, 2)),
+        "logprob_ids": torch.tensor([[1, 2, 3]] * 3),
+    }  # fmt: skip
+    request = {
+        name: tuple(part.cuda() for part in value) if isinstance(value, tuple) else value.cuda()
+        for name, value in request.items()
+    }
+    request |= {
+        "frequency_penalty": 0.5,
+        "repetition_penalty": 1.1,
+        "soft_cap": 20.0,
+        "return_logprobs": True,
+        "top_logprobs": 3,
+    }
+
+    def make():
+        return LMHeadSampler(weight, max_batch_size=3, seed=[1, 2, 3]), TokenCounts(3, 70, "cuda")
+
+    (sampler, counts), (captured, its_counts) = make(), make()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        captured(states, token_counts=its_counts, **request)
+    torch.cuda.synchronize()
+    captured.reset([1, 2, 3])
+    its_counts.reset()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = captured(states, token_counts=its_counts, **request)
+    for _ in range(4):
+        graph.replay()
+        expected = sampler(states, token_counts=counts, **request)
+        for one, other in zip(torch.utils._pytree.tree_leaves(out), torch.utils._pytree.tree_leaves(expected)):
+            assert torch.equal(one, other)
+        assert torch.equal(counts.counts, its_counts.counts)
+    assert int(counts.counts.sum()) == 12
 
 
 def test_counts_leave_out_what_is_no_token():
