@@ -1,0 +1,424 @@
+"""The second kernel of ``logits``: a program per row turns what the first one wrote into tokens and what else is asked for.
+
+    no filter        the best of the blocks' best scores
+    a filter         from the chunks' maxima and masses a bound below which no token is kept; the tokens above it, read again,
+                     are the candidates; boundaries of top-k and top-p among them; the best score of what is kept
+    a flat row       whose candidates are more than there is room for: the same searches over the row itself. They take a fixed
+                     number of passes: no row takes forever
+"""
+
+import triton
+import triton.language as tl
+
+from .logits_search import COUNT, MASS, Tokens, boundary, chunk_tile, first_of_ties, gather, is_kept, kth_highest, list_chunks
+from .logits_search import nucleus_bound, tile_of
+from .logits_source import (
+    GREEDY_BELOW,
+    LN2,
+    LOG2E,
+    MINUS_INF,
+    NAN,
+    NO_LIMIT,
+    PLUS_INF,
+    both_logits_of,
+    key_of,
+    mass_of,
+    mass_scale,
+    raw_logits,
+    row_f32,
+    row_i64,
+    row_top_k,
+    score_factors,
+    source_of,
+    value_of,
+)
+from .noise import REFINEMENT_BIT, minus_gumbel_refined, philox_words
+from .scores import NAN_KEY, NO_TOKEN, ORDERED_INF, pack_key, score_of
+
+_LOWEST = tl.constexpr(-0x80000000)
+_NOTHING = tl.constexpr(-0x7FFFFFFF)  # key of no logit
+
+
+@triton.jit
+def _word_of(token, draw_word, offset_lo, offset_hi, key_lo, key_hi):
+    """The Philox words of tokens, each of a block of its own."""
+    group = (token & 7) | (((token >> 4) & 3) << 3) | ((token >> 7) << 5)
+    words = philox_words(group.to(tl.uint32), draw_word, offset_lo, offset_hi, key_lo, key_hi)
+    lower = tl.where((token & 8) == 0, words[0], words[1])
+    upper = tl.where((token & 8) == 0, words[2], words[3])
+    return tl.where((token & 64) == 0, lower, upper)
+
+
+@triton.jit
+def _draw(
+    tokens, limit_key, limit_id, least_mass, temperature, seed, offset, stream, ids_ptr, num_samples,
+    MASKED: tl.constexpr, WHOLE: tl.constexpr, TILE: tl.constexpr, HEAD: tl.constexpr, ENTRIES: tl.constexpr,
+):  # fmt: skip
+    """Writes the token with the best score among the kept ones, for every draw."""
+    scale, noise_factor = score_factors(temperature, MASKED)
+    key_lo, key_hi = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
+    offset_lo, offset_hi = offset.to(tl.uint32), (offset >> 32).to(tl.uint32)
+    for draw in range(num_samples):
+        draw_word = tl.zeros((TILE,), tl.uint32) + (draw | (stream << 24)).to(tl.uint32)
+        best = tl.zeros((TILE,), tl.int64)
+        for start in range(0, tokens.count, TILE):
+            key, token, live = tile_of(tokens, start, WHOLE, TILE, HEAD, ENTRIES)
+            x = value_of(key)
+            live = live & is_kept(key, token, limit_key, limit_id)
+            live = live & (mass_of(x, tokens.top, tokens.scale) >= least_mass) & (x != float("-inf"))
+            word = _word_of(token, draw_word, offset_lo, offset_hi, key_lo, key_hi)
+            tail = tl.zeros((TILE,), tl.uint32)
+            if tl.max((live & (word == 0)).to(tl.int32), axis=0) != 0:
+                tail = _word_of(token, draw_word | REFINEMENT_BIT, offset_lo, offset_hi, key_lo, key_hi)
+            score = score_of(x, scale, 0.0, minus_gumbel_refined(word, tail), noise_factor)
+            best = tl.maximum(best, tl.where(live, pack_key(score, token), 0))
+        key = tl.max(best, axis=0)
+        tl.store(ids_ptr + draw, tl.where((key == 0) | (key == NAN_KEY), -1, (key & NO_TOKEN) ^ NO_TOKEN))
+
+
+@triton.jit
+def _filter(
+    tokens, low, highest, row_mass, top_k, top_p, min_p, by_top_k, by_top_p, temperature, seed, offset, stream, ids_ptr,
+    num_samples, LOGPROBS: tl.constexpr, MASKED: tl.constexpr, WHOLE: tl.constexpr, TILE: tl.constexpr, HEAD: tl.constexpr,
+    ENTRIES: tl.constexpr,
+):  # fmt: skip
+    """Boundaries, then draws. Mass of what is kept, 0 if nobody asks."""
+    limit_key = tl.full((), _LOWEST, tl.int32)
+    limit_id = tl.full((), NO_LIMIT, tl.int32)
+    if by_top_k:
+        limit_key, limit_id = boundary(
+            tokens, low, highest, top_k.to(tl.float32), limit_key, limit_id, COUNT, WHOLE, TILE, HEAD, ENTRIES
+        )
+    if by_top_p:
+        total = row_mass
+        if by_top_k:
+            total = _kept_mass(tokens, limit_key, limit_id, 0.0, WHOLE, TILE, HEAD, ENTRIES)
+        target = tl.maximum(total * top_p, 1e-30)
+        limit_key, limit_id = boundary(
+            tokens, tl.maximum(low, limit_key), highest, target, limit_key, limit_id, MASS, WHOLE, TILE, HEAD, ENTRIES
+        )
+    if min_p > 1.0:  # the first one alone
+        limit_id = first_of_ties(tokens, highest, 1.0, limit_key, limit_id, WHOLE, TILE, HEAD, ENTRIES)
+        limit_key = highest
+    least_mass = tl.minimum(min_p, 1.0)
+    _draw(
+        tokens, limit_key, limit_id, least_mass, temperature, seed, offset, stream, ids_ptr, num_samples,
+        MASKED, WHOLE, TILE, HEAD, ENTRIES,
+    )  # fmt: skip
+    mass = tl.full((), 0.0, tl.float32)
+    if LOGPROBS:
+        mass = _kept_mass(tokens, limit_key, limit_id, least_mass, WHOLE, TILE, HEAD, ENTRIES)
+    return mass
+
+
+@triton.jit
+def _kept_mass(
+    tokens, limit_key, limit_id, least_mass,
+    WHOLE: tl.constexpr, TILE: tl.constexpr, HEAD: tl.constexpr, ENTRIES: tl.constexpr,
+):  # fmt: skip
+    total = tl.full((), 0.0, tl.float32)
+    for start in range(0, tokens.count, TILE):
+        key, token, live = tile_of(tokens, start, WHOLE, TILE, HEAD, ENTRIES)
+        mass = mass_of(value_of(key), tokens.top, tokens.scale)
+        live = live & is_kept(key, token, limit_key, limit_id) & (mass >= least_mass)
+        total += tl.sum(tl.where(live, mass, 0.0), axis=0)
+    return total
+
+
+@triton.jit
+def _any_finite(tokens, TILE: tl.constexpr, HEAD: tl.constexpr, ENTRIES: tl.constexpr):
+    """Whether any of the row's processed logits is finite."""
+    found = tl.full((), 0, tl.int32)
+    for start in range(0, tokens.count, TILE):
+        key, _, live = tile_of(tokens, start, True, TILE, HEAD, ENTRIES)
+        found = tl.maximum(found, tl.max((live & (key > MINUS_INF) & (key < PLUS_INF)).to(tl.int32), axis=0))
+    return found != 0
+
+
+@triton.jit
+def _top_ids(
+    tokens, highest, lse, top_ids_ptr, top_logprobs_ptr, num_top,
+    WHOLE: tl.constexpr, TILE: tl.constexpr, HEAD: tl.constexpr, ENTRIES: tl.constexpr,
+):  # fmt: skip
+    """Writes the first ``num_top`` of the tokens in order, one after the other."""
+    last = tl.full((), 0x7FFFFFFFFFFFFFFF, tl.int64)
+    for i in range(num_top):
+        best = tl.full((TILE,), -0x7FFFFFFFFFFFFFFF, tl.int64)
+        for start in range(0, tokens.count, TILE):
+            key, token, live = tile_of(tokens, start, WHOLE, TILE, HEAD, ENTRIES)
+            # greater for the greater key, then for the lower id
+            place = (key.to(tl.int64) << 32) | (token ^ 0x7FFFFFFF).to(tl.int64)
+            best = tl.maximum(best, tl.where(live & (place < last), place, -0x7FFFFFFFFFFFFFFF))
+        last = tl.max(best, axis=0)
+        tl.store(top_ids_ptr + i, (last & 0x7FFFFFFF) ^ 0x7FFFFFFF)
+        tl.store(top_logprobs_ptr + i, value_of((last >> 32).to(tl.int32)) - lse)
+
+
+@triton.jit
+def _log_sum_exp(keys, sums, scale, CHUNKS: tl.constexpr):
+    """Highest key, mass relative to it, of chunks' keys and sums (CHUNKS,), and the chunks' masses."""
+    highest = tl.max(keys, axis=0)
+    chunk_mass = tl.where(keys > MINUS_INF, sums * mass_of(value_of(keys), value_of(highest), scale), 0.0)
+    return highest, tl.sum(chunk_mass, axis=0), chunk_mass
+
+
+@triton.jit(
+    do_not_specialize=[
+        "temperature_at", "temperature_value", "seed_at", "seed_value", "offset_at", "offset_value", "top_k_at", "top_k_value",
+        "top_p_at", "top_p_value", "min_p_at", "min_p_value", "repetition_at", "repetition_value", "frequency_at",
+        "frequency_value", "presence_at", "presence_value", "logit_scale", "soft_cap", "bias_count", "ids_stride",
+        "values_stride", "num_samples", "stream", "blocks", "num_top", "num_given", "given_stride",
+    ],
+    do_not_specialize_on_alignment=[
+        "ids_ptr", "logprobs_ptr", "processed_ptr", "ranks_ptr", "top_ids_ptr", "top_logprobs_ptr", "given_ids", "given_ptr",
+        "lse_ptr",
+    ],
+)  # fmt: skip
+def pick_kernel(
+    logits,  # as for scan_kernel, up to blocks; what it wrote is read here
+    logits_stride,
+    vocab_size,
+    bias,
+    logit_scale: tl.float32,
+    soft_cap: tl.float32,
+    dense_bias,
+    bias_ids,
+    bias_values,
+    bias_count: tl.int32,
+    ids_stride: tl.int64,
+    values_stride: tl.int64,
+    counts,
+    counts_stride,
+    token_mask,
+    mask_stride,
+    temperature_at: tl.int64,
+    temperature_value: tl.float32,
+    seed_at: tl.int64,
+    seed_value: tl.int64,
+    offset_at: tl.int64,
+    offset_value: tl.int64,
+    top_k_at: tl.int64,
+    top_k_value: tl.int64,
+    top_p_at: tl.int64,
+    top_p_value: tl.float32,
+    min_p_at: tl.int64,
+    min_p_value: tl.float32,
+    repetition_at: tl.int64,
+    repetition_value: tl.float32,
+    frequency_at: tl.int64,
+    frequency_value: tl.float32,
+    presence_at: tl.int64,
+    presence_value: tl.float32,
+    keys_ptr,
+    sums_ptr,
+    raw_keys_ptr,
+    raw_sums_ptr,
+    winners_ptr,
+    num_samples: tl.int32,
+    stream: tl.int32,
+    blocks: tl.int32,
+    candidates_ptr,  # (B, 2 * CAPACITY + CHUNKS) int32: keys, ids, a list of chunks
+    ids_ptr,  # (B, num_samples) int64, out
+    logprobs_ptr,  # (B, num_samples) float32, out; None if nobody asks, as the following
+    processed_ptr,
+    ranks_ptr,  # (B, num_samples) int64, out
+    top_ids_ptr,  # (B, num_top) int64, out
+    top_logprobs_ptr,  # (B, num_top) float32, out
+    num_top: tl.int32,
+    given_ids,  # (B, num_given) int64
+    given_stride: tl.int64,
+    given_ptr,  # (B, num_given) float32, out
+    num_given: tl.int32,
+    lse_ptr,  # (B,) float32, out
+    COLUMNS: tl.constexpr,
+    REPS: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    HEAD: tl.constexpr,
+    FILTERS: tl.constexpr,
+    LOGPROBS: tl.constexpr,
+    TOP_K_WIDE: tl.constexpr,
+    BLOCKS: tl.constexpr,  # blocks, up to a power of two
+    CHUNKS: tl.constexpr,  # chunks, likewise
+    CAPACITY: tl.constexpr,  # candidates
+    TILE: tl.constexpr,  # candidates at a time
+    WHOLE_TILE: tl.constexpr,  # tokens of a row at a time
+    GATHERED: tl.constexpr,  # chunks at a time
+):
+    """See the module's docstring. Grid: (B,)."""
+    MASKED: tl.constexpr = token_mask is not None
+    row = tl.program_id(0)
+    far = row.to(tl.int64)
+    source = source_of(
+        row, logits, logits_stride, vocab_size, bias, logit_scale, soft_cap, dense_bias, bias_ids, bias_values, bias_count,
+        ids_stride, values_stride, counts, counts_stride, repetition_at, repetition_value, frequency_at, frequency_value,
+        presence_at, presence_value, token_mask, mask_stride,
+    )  # fmt: skip
+    temperature = row_f32(temperature_at, temperature_value, row)
+    scale = mass_scale(temperature)
+    chunk = tl.arange(0, CHUNKS)
+    num_chunks = blocks * (COLUMNS // 8)
+    cand_keys = candidates_ptr + far * (2 * CAPACITY + CHUNKS)
+    cand_ids = cand_keys + CAPACITY
+    list_ptr = cand_ids + CAPACITY
+    ids_ptr += far * num_samples
+
+    filtered = False
+    undefined = False
+    kept_mass = tl.full((), 0.0, tl.float32)
+    top = tl.full((), 0.0, tl.float32)
+    if FILTERS or LOGPROBS:
+        in_row = chunk < num_chunks
+        keys = tl.load(keys_ptr + far * num_chunks + chunk, mask=in_row, other=_NOTHING)
+        highest = tl.max(keys, axis=0)
+        undefined = (highest == NAN) | (highest <= MINUS_INF) | (temperature != temperature)
+        top = value_of(highest)
+    if FILTERS:
+        top_k = row_top_k(top_k_at, top_k_value, row, TOP_K_WIDE)
+        top_p = row_f32(top_p_at, top_p_value, row)
+        min_p = row_f32(min_p_at, min_p_value, row)
+        by_top_k = (top_k > 0) & (top_k < vocab_size)
+        by_top_p = top_p < 1.0
+        by_min_p = min_p > 0.0
+        filtered = by_top_k | by_top_p | by_min_p
+        undefined = undefined | (top_p != top_p) | (min_p != min_p)
+        if not LOGPROBS:
+            filtered = filtered & ((temperature < GREEDY_BELOW) == 0)
+        if filtered & (undefined == 0):
+            if highest == PLUS_INF:
+                row_tokens = Tokens(source, cand_keys, cand_ids, vocab_size, top, scale)
+                undefined = _any_finite(row_tokens, WHOLE_TILE, HEAD, ENTRIES) == 0
+    if LOGPROBS or FILTERS:
+        row_mass = tl.full((), 0.0, tl.float32)
+        chunk_mass = tl.zeros((CHUNKS,), tl.float32)
+        wants_mass = undefined == 0
+        if not LOGPROBS:
+            wants_mass = wants_mass & filtered & by_top_p & (by_top_k == 0)
+        if wants_mass:
+            sums = tl.load(sums_ptr + far * num_chunks + chunk, mask=in_row, other=0.0)
+            _, row_mass, chunk_mass = _log_sum_exp(keys, sums, scale, CHUNKS)
+        kept_mass = row_mass
+
+    if filtered == 0:
+        block = tl.arange(0, BLOCKS)
+        for draw in range(num_samples):
+            slots = winners_ptr + (far * num_samples + draw) * blocks + block
+            key = tl.max(tl.load(slots, mask=block < blocks, other=0), axis=0)
+            token = (key & NO_TOKEN) ^ NO_TOKEN
+            defined = (key != 0) & (key != NAN_KEY) & (undefined == 0)
+            if defined & (key >> 31 == ORDERED_INF):
+                row_tokens = Tokens(source, cand_keys, cand_ids, vocab_size, top, scale)
+                defined = _any_finite(row_tokens, WHOLE_TILE, HEAD, ENTRIES)
+            tl.store(ids_ptr + draw, tl.where(defined, token, -1))
+    if FILTERS:
+        if filtered & undefined:
+            for draw in range(num_samples):
+                tl.store(ids_ptr + draw, tl.full((), -1, tl.int64))
+        if filtered & (undefined == 0):
+            seed = row_i64(seed_at, seed_value, row)
+            offset = row_i64(offset_at, offset_value, row)
+            lowest = tl.full((), MINUS_INF + 1, tl.int32)  # no token of -inf is drawn
+            bound = lowest
+            sure = True
+            guess = 0.8
+            least = lowest
+            if by_min_p & ((by_top_k & by_top_p) == 0):
+                at_least = tl.log2(tl.minimum(min_p, 1.0)) - 0.01
+                least = tl.maximum(key_of(top + at_least / scale - tl.abs(top) * 1e-6), lowest)
+            if by_top_k:
+                bound = tl.maximum(kth_highest(keys, top_k), lowest)
+            elif by_top_p:
+                there = tl.sum((keys > MINUS_INF).to(tl.float32), axis=0)
+                rest = (1.0 - top_p) * row_mass
+                bound = tl.maximum(nucleus_bound(keys, chunk_mass, there, top, scale, guess * rest), lowest)
+                sure = bound <= least
+            bound = tl.maximum(bound, least)
+            count, mass = gather(
+                source, keys, bound, list_ptr, cand_keys, cand_ids, top, scale, False, CAPACITY, CHUNKS, GATHERED, COLUMNS,
+                REPS, HEAD, ENTRIES,
+            )  # fmt: skip
+            if (sure == 0) & (count <= CAPACITY):
+                target = row_mass * top_p * 1.00001  # as the search will ask for, and what rounding may take
+                if mass < target:
+                    bound = tl.maximum(nucleus_bound(keys, chunk_mass, there, top, scale, 0.2 * rest), least)
+                    count, mass = gather(
+                        source, keys, bound, list_ptr, cand_keys, cand_ids, top, scale, False, CAPACITY, CHUNKS, GATHERED,
+                        COLUMNS, REPS, HEAD, ENTRIES,
+                    )  # fmt: skip
+                    if (mass < target) & (bound > least):
+                        count = CAPACITY + 1
+            if count <= CAPACITY:
+                tokens = Tokens(source, cand_keys, cand_ids, count, top, scale)
+                kept_mass = _filter(
+                    tokens, bound, highest, row_mass, top_k, top_p, min_p, by_top_k, by_top_p, temperature, seed, offset,
+                    stream, ids_ptr, num_samples, LOGPROBS, MASKED, False, TILE, HEAD, ENTRIES,
+                )  # fmt: skip
+            else:
+                row_tokens = Tokens(source, cand_keys, cand_ids, vocab_size, top, scale)
+                kept_mass = _filter(
+                    row_tokens, tl.full((), _LOWEST, tl.int32), highest, row_mass, top_k, top_p, min_p, by_top_k, by_top_p,
+                    temperature, seed, offset, stream, ids_ptr, num_samples, LOGPROBS, MASKED, True, WHOLE_TILE, HEAD, ENTRIES,
+                )  # fmt: skip
+
+    if raw_keys_ptr is not None:
+        raw_keys = tl.load(raw_keys_ptr + far * num_chunks + chunk, mask=chunk < num_chunks, other=_NOTHING)
+        raw_sums = tl.load(raw_sums_ptr + far * num_chunks + chunk, mask=chunk < num_chunks, other=0.0)
+        raw_highest, raw_mass, _ = _log_sum_exp(raw_keys, raw_sums, LOG2E, CHUNKS)
+        raw_top = value_of(raw_highest)
+        lse = tl.where(tl.abs(raw_top) == float("inf"), raw_top, raw_top + tl.log2(raw_mass) * LN2)
+        lse = tl.where(raw_highest == NAN, float("nan"), lse)
+        if lse_ptr is not None:
+            tl.store(lse_ptr + row, lse)
+        if given_ids is not None:
+            for first in range(0, num_given, 128):
+                index = first + tl.arange(0, 128)
+                token = tl.load(given_ids + far * given_stride + index, mask=index < num_given, other=-1)
+                there = (token >= 0) & (token < vocab_size)
+                x = raw_logits(source, tl.where(there, token, 0).to(tl.int32), there, HEAD)
+                tl.store(given_ptr + far * num_given + index, tl.where(there, x - lse, float("nan")), mask=index < num_given)
+        if top_ids_ptr is not None:
+            top_ids_ptr += far * num_top
+            top_logprobs_ptr += far * num_top
+            if raw_highest == NAN:
+                for i in range(num_top):
+                    tl.store(top_ids_ptr + i, tl.full((), -1, tl.int64))
+                    tl.store(top_logprobs_ptr + i, lse)
+            else:
+                raw_bound = tl.maximum(kth_highest(raw_keys, num_top), MINUS_INF)
+                count, _ = gather(
+                    source, raw_keys, raw_bound, list_ptr, cand_keys, cand_ids, raw_top, LOG2E, True, CAPACITY, CHUNKS, GATHERED,
+                    COLUMNS, REPS, HEAD, ENTRIES,
+                )  # fmt: skip
+                if count <= CAPACITY:
+                    raw_tokens = Tokens(source, cand_keys, cand_ids, count, raw_top, LOG2E)
+                    _top_ids(raw_tokens, raw_highest, lse, top_ids_ptr, top_logprobs_ptr, num_top, False, TILE, HEAD, ENTRIES)
+                else:
+                    raw_source = source._replace(dense_bias=None, bias_ids=None, counts=None, token_mask=None)
+                    raw_tokens = Tokens(raw_source, cand_keys, cand_ids, vocab_size, raw_top, LOG2E)
+                    _top_ids(
+                        raw_tokens, raw_highest, lse, top_ids_ptr, top_logprobs_ptr, num_top, True, WHOLE_TILE, HEAD, ENTRIES
+                    )
+        if LOGPROBS:
+            tl.debug_barrier()  # the tokens are there
+            for draw in range(num_samples):
+                out = far * num_samples + draw
+                token = tl.load(ids_ptr + draw)
+                rank = tl.full((), -1, tl.int64)
+                raw = tl.full((), float("nan"), tl.float32)
+                processed = raw
+                if token >= 0:
+                    x, y = both_logits_of(source, token.to(tl.int32), HEAD, ENTRIES)
+                    raw = tl.where(raw_highest == NAN, lse, x - lse)
+                    below = tl.where(y == top, 0.0, (y - top) * scale)
+                    processed = (below - tl.log2(kept_mass)) * LN2
+                    own = key_of(x)
+                    listed = list_chunks(raw_keys > own, list_ptr, CHUNKS)
+                    above = tl.full((), 0, tl.int32)
+                    for first in range(0, listed, GATHERED):
+                        logit, _, live = chunk_tile(
+                            source, list_ptr, listed, first, True, GATHERED, COLUMNS, REPS, HEAD, ENTRIES
+                        )
+                        above += tl.sum(tl.sum((live & (logit > x)).to(tl.int32), axis=1), axis=0)
+                    rank = 1 + above.to(tl.int64)
+                tl.store(logprobs_ptr + out, raw)
+                tl.store(processed_ptr + out, processed)
+                tl.store(ranks_ptr + out, rank)
