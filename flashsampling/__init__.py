@@ -5,8 +5,10 @@ then the implementation of your interest. Importing this package imports neither
 """
 
 from .api import SampleOutput, sample
+from .counts import TokenCounts
+from .logits import sample_from_logits
 from .module import LMHeadSampler
 from .warmup import warmup
 
 __version__ = "0.1.0"
-__all__ = ["LMHeadSampler", "SampleOutput", "__version__", "sample", "warmup"]
+__all__ = ["LMHeadSampler", "SampleOutput", "TokenCounts", "__version__", "sample", "sample_from_logits", "warmup"]

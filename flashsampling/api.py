@@ -2,7 +2,7 @@
 
 import warnings
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,15 +12,17 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import noise, ops
 from .backends import BACKENDS, named
+from .counts import TokenCounts
 from .exchange import NO_TOKEN, WHOLE
-from .impl.reference import GREEDY_BELOW
+from .impl.filters import GREEDY_BELOW
 from .parameters import Integers, Reals, integers, reals
-from .step import Step
+from .requests import LogitBias, Problem, Request, asked_of
+from .step import PLAIN, Asked, Drawn, Step, arguments, layout
 
 if TYPE_CHECKING:
     from .distributed import TensorParallel
 
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 _said_that_noise_is_shared = False
 
@@ -32,6 +34,15 @@ class SampleOutput:
     Attributes:
         token_ids: int64, (B,), or (B, num_samples) when ``num_samples > 1``. -1 in a row whose scores hold a NaN or no
             finite value; such a row leaves the others untouched.
+        logprobs: float32, of ``token_ids``' shape: log softmax of the head's logits, the raw ones, at the token. NaN of a -1.
+        processed_logprobs: float32, likewise: of the distribution that was drawn from. A greedy row's is that at temperature 1.
+        ranks: int64, likewise: 1 + how many tokens have a larger raw logit; -1 of a -1.
+        top_token_ids: int64, (B, n): the tokens with the highest raw logits, the lowest ids of equal ones; -1 in a row of NaN.
+        top_logprobs: float32, (B, n): theirs, raw; NaN in a row of NaN.
+        given_logprobs: float32, (B, m): raw log-probabilities of ``logprob_ids``; NaN of an id out of range.
+        logsumexp: float32, (B,): of the raw logits.
+
+        All but ``token_ids`` are None unless they are asked for. Logarithms are natural.
 
     Example:
         >>> import torch, flashsampling
@@ -41,6 +52,13 @@ class SampleOutput:
     """
 
     token_ids: Tensor
+    logprobs: Tensor | None = None
+    processed_logprobs: Tensor | None = None
+    ranks: Tensor | None = None
+    top_token_ids: Tensor | None = None
+    top_logprobs: Tensor | None = None
+    given_logprobs: Tensor | None = None
+    logsumexp: Tensor | None = None
 
 
 _pytree.register_dataclass(SampleOutput, serialized_type_name="flashsampling.SampleOutput")
@@ -57,6 +75,22 @@ def sample(
     vocab_size: int | None = None,
     impl: str | None = None,
     tp: "TensorParallel | None" = None,
+    bias: Tensor | None = None,  # (V,)
+    logit_scale: float | None = None,
+    soft_cap: float | None = None,
+    logit_bias: LogitBias | None = None,  # (V,), or ids (B, n) and values (B, n)
+    token_counts: TokenCounts | Tensor | None = None,  # or (B, V)
+    repetition_penalty: Reals | None = None,  # or (B,)
+    frequency_penalty: Reals | None = None,  # or (B,)
+    presence_penalty: Reals | None = None,  # or (B,)
+    token_mask: Tensor | None = None,  # (B, ceil(V / 32))
+    top_k: Integers | None = None,  # or (B,)
+    top_p: Reals | None = None,  # or (B,)
+    min_p: Reals | None = None,  # or (B,)
+    return_logprobs: bool = False,
+    top_logprobs: int = 0,
+    logprob_ids: Any = None,  # (B, m)
+    return_logsumexp: bool = False,
 ) -> SampleOutput:
     """Draws token ids from ``softmax(hidden_states @ weight.T / temperature)``, exactly, without storing the logits.
 
@@ -67,7 +101,7 @@ def sample(
     Args:
         hidden_states: (B, D), bfloat16, float16 or float32; B may be 0.
         weight: (V, D), the LM head, same dtype and device; any row stride. A plain tensor: neither quantised nor a DTensor.
-            What a model does to its logits beside it (a bias, a scale, a soft cap) is not seen.
+            What a model does to its logits beside it is not seen: say so by ``bias``, ``logit_scale`` and ``soft_cap``.
         temperature: at least 0; one number, or one per row. Below 1e-6 a row is greedy.
         seed: 64 bits, negative values count as their two's complement; one integer, or one per row. None draws one per row
             from torch's default generator of the device. One integer is every row's seed, and rows that share (seed, offset)
@@ -88,10 +122,41 @@ def sample(
             token ids. ``seed`` must be given; ``impl`` and ``vocab_size`` belong to ``tp``. ``torch.compile`` keeps the call
             where its tokens are unused, and keeps the order of such calls; ``tp`` must be open whenever they run.
 
-    ``temperature``, ``seed`` and ``offset`` take Python and numpy numbers, lists, tuples, numpy arrays and tensors. A value per
-    row has shape (B,); shapes () and (1,) count for all rows. What a list or an array holds is checked, and copied to the
-    device in every call; the host waits for that, and no CUDA graph can capture it. Tensors on the device are read
-    by the kernel alone.
+    What a request asks for; None and False: nothing. It happens in this order: the head's ``bias``, ``logit_scale`` and
+    ``soft_cap`` make the raw logits, ``logit_bias``, the penalties and ``token_mask`` the processed ones; those over the
+    temperature, top-k, top-p of what top-k kept, min-p; the draw. A kept token's score is the one that it has without filters,
+    so a filter that keeps the winner does not change it. Equal logits are ordered by id, the lowest first.
+
+    Args:
+        bias: (V,), the head's own, of float32, bfloat16 or float16, added in fp32.
+        logit_scale: times every logit (Cohere; Granite divides: give 1 / x).
+        soft_cap: c > 0 makes ``c * tanh(logit / c)`` of a logit (Gemma); 0 is none.
+        logit_bias: (V,) of the same dtypes, added in all rows; or a pair of token ids (int32 or int64) and values, (B, n) each,
+            or (n,) for all rows, n up to 1024. An id out of range, as -1, adds nothing; of one that is named twice both count.
+        token_counts: what the penalties read: a ``TokenCounts``, of which rows 0 to B - 1 are used and count the drawn token
+            (``num_samples`` is then 1); or int32 (B, V), not written to, whose low 31 bits say how often a token is in the
+            output, and bit 31 that it is in the prompt.
+        repetition_penalty: r > 0: positive logits of the prompt's and the output's tokens are divided by r, others multiplied
+            (Keskar et al. 2019). 1 is off.
+        frequency_penalty: taken off a logit for every time that its token is in the output (OpenAI's definition). 0 is off.
+        presence_penalty: taken off once if its token is in the output (OpenAI's). 0 is off.
+        token_mask: int32 (B, ceil(V / 32)), or one row of that for all: token t may be drawn if bit t & 31 of word t >> 5 is
+            set (as in xgrammar, llguidance and vLLM). The others are not there at all. A row with no token left gives -1.
+        top_k: so many tokens, those with the highest logits (Fan et al. 2018). Below 1, or V and more: off.
+        top_p: from 0 to 1: the fewest most probable tokens whose share of what top-k kept reaches it, and at least one
+            (nucleus sampling, Holtzman et al. 2020). 1 is off.
+        min_p: from 0 to 1: tokens at least that many times as probable as the most probable one (Nguyen et al. 2024). 0 is off.
+        return_logprobs: ``logprobs``, ``processed_logprobs`` and ``ranks`` of what is drawn.
+        top_logprobs: n up to 20: ``top_token_ids`` and ``top_logprobs``.
+        logprob_ids: token ids (B, m), int32 or int64, or (m,) for all rows: ``given_logprobs``.
+        return_logsumexp: ``logsumexp``.
+
+    ``cute`` and ``triton`` do none of these yet, and with ``tp`` no implementation does.
+
+    ``temperature``, ``seed``, ``offset``, the penalties, ``top_k``, ``top_p`` and ``min_p`` take Python and numpy numbers,
+    lists, tuples, numpy arrays and tensors. A value per row has shape (B,); shapes () and (1,) count for all rows. What a list
+    or an array holds is checked, and copied to the device in every call; the host waits for that, and no CUDA graph can capture
+    it. Tensors on the device are read by the kernel alone: a row whose ``top_p`` or ``min_p`` is NaN there gives -1.
 
     Returns:
         SampleOutput.
@@ -116,6 +181,14 @@ def sample(
         tensor([777, 916])
         >>> flashsampling.sample(hidden_states, weight, temperature=0.8, seed=seeds, offset=1).token_ids  # their next tokens
         tensor([142, 392, 169])
+        >>> weight[7] = 0.5  # a logit of 4; the others stay 0
+        >>> out = flashsampling.sample(hidden_states + 1, weight, top_k=[1, 2, 0], seed=seeds, return_logprobs=True)
+        >>> out.token_ids
+        tensor([  7,   7, 916])
+        >>> out.ranks
+        tensor([1, 1, 2])
+        >>> out.processed_logprobs  # 0: nothing else was left
+        tensor([ 0.0000, -0.0181, -6.9609])
     """
     try:
         batch, vocab, device = _check_matrices(hidden_states, weight, 1 if tp is None else 0)
@@ -138,28 +211,82 @@ def sample(
         seeds = integers("seed", seed, batch, device)
         offsets = integers("offset", offset, batch, device)
         if batch > 1 and not (isinstance(seeds, Tensor) or isinstance(offsets, Tensor) or torch.compiler.is_compiling()):
-            _say_that_noise_is_shared(batch, greedy=not isinstance(temperatures, Tensor) and temperatures < GREEDY_BELOW)
-        step = Step(hidden_states, weight, temperatures, seeds, offsets, num_samples, tokens, shard)
-        token_ids = (ops.sample(step, impl or "") if tp is None else ops.sample_sharded(step, tp)).ids
+            say_that_noise_is_shared(batch, greedy=not isinstance(temperatures, Tensor) and temperatures < GREEDY_BELOW)
+        asked = PLAIN
+        if not (
+            bias is None
+            and logit_scale is None
+            and soft_cap is None
+            and logit_bias is None
+            and token_counts is None
+            and repetition_penalty is None
+            and frequency_penalty is None
+            and presence_penalty is None
+            and token_mask is None
+            and top_k is None
+            and top_p is None
+            and min_p is None
+            and logprob_ids is None
+            and not (return_logprobs or top_logprobs or return_logsumexp)
+        ):
+            request: Request = {
+                "bias": bias,
+                "logit_scale": logit_scale,
+                "soft_cap": soft_cap,
+                "logit_bias": logit_bias,
+                "token_counts": token_counts,
+                "repetition_penalty": repetition_penalty,
+                "frequency_penalty": frequency_penalty,
+                "presence_penalty": presence_penalty,
+                "token_mask": token_mask,
+                "top_k": top_k,
+                "top_p": top_p,
+                "min_p": min_p,
+                "return_logprobs": return_logprobs,
+                "top_logprobs": top_logprobs,
+                "logprob_ids": logprob_ids,
+                "return_logsumexp": return_logsumexp,
+            }
+            asked = asked_of(request, Problem(batch, vocab, tokens, device, num_samples))
+            if tp is not None and asked is not PLAIN:
+                raise ValueError(
+                    f"tp must be None with {arguments(asked.names())}: ranks that hold a shard each cannot do that yet"
+                )
+        step = Step(hidden_states, weight, temperatures, seeds, offsets, num_samples, tokens, shard, asked)
+        drawn = ops.sample(step, impl or "") if tp is None else ops.sample_sharded(step, tp)
     except BaseException as error:
         count_left_out(tp, error)
         raise
-    return SampleOutput(token_ids=token_ids if num_samples == 1 else token_ids.view(batch, num_samples))
+    if asked is PLAIN and token_counts is None:
+        return SampleOutput(token_ids=drawn.ids if num_samples == 1 else drawn.ids.view(batch, num_samples))
+    return output_of(drawn, batch, num_samples, asked, token_counts)
+
+
+def output_of(
+    drawn: Drawn, batch: int, num_samples: int, asked: Asked, token_counts: TokenCounts | Tensor | None
+) -> SampleOutput:
+    """What was drawn, in its parts; a ``TokenCounts`` counts it."""
+    parts = layout(batch, num_samples, asked).split(drawn, batch)
+    flat = ("logsumexp",) if num_samples > 1 else ("token_ids", "logprobs", "processed_logprobs", "ranks", "logsumexp")
+    out = SampleOutput(**{name: part[:, 0] if name in flat else part for name, part in parts.items()})
+    if isinstance(token_counts, TokenCounts):
+        token_counts.add(out.token_ids)
+    return out
 
 
 def _check_matrices(hidden_states: Tensor, weight: Tensor, least_rows: int) -> tuple[int, int, torch.device]:
     """B, V and the device. Every attribute is asked for once: a tenth of a microsecond each."""
     if type(hidden_states) is not Tensor:
-        _check_kind("hidden_states", hidden_states)
+        check_kind("hidden_states", hidden_states)
     kind = type(weight)
     if kind is not Parameter and kind is not Tensor:
-        _check_kind("weight", weight)
+        check_kind("weight", weight)
     shape, weight_shape = hidden_states.shape, weight.shape
     if len(shape) != 2:
         hint = "select the positions to sample first, e.g. hidden_states[:, -1]"
         raise ValueError(f"hidden_states must have 2 dimensions, got shape {tuple(shape)}; {hint}")
     dtype, device = hidden_states.dtype, hidden_states.device
-    if dtype not in _DTYPES:
+    if dtype not in DTYPES:
         raise TypeError(f"hidden_states must be bfloat16, float16 or float32, got {dtype}")
     if weight.dtype != dtype:
         check_weight(weight, least_rows)
@@ -178,9 +305,9 @@ def _check_matrices(hidden_states: Tensor, weight: Tensor, least_rows: int) -> t
 
 def check_weight(weight: Tensor, least_rows: int = 1) -> None:
     """Raises what ``sample`` documents if a weight cannot serve whatever the hidden states are."""
-    _check_kind("weight", weight)
+    check_kind("weight", weight)
     dtype, shape = weight.dtype, tuple(weight.shape)
-    if dtype not in _DTYPES:
+    if dtype not in DTYPES:
         hint = "" if dtype.is_floating_point and dtype.itemsize > 1 else "; of a quantised head pass the dequantised weight"
         raise TypeError(f"weight must be bfloat16, float16 or float32, got {dtype}{hint}")
     if weight.layout is not torch.strided:
@@ -191,7 +318,7 @@ def check_weight(weight: Tensor, least_rows: int = 1) -> None:
         raise ValueError(f"weight must have at least one row and one column, got shape {shape}")
 
 
-def _check_kind(name: str, tensor: object) -> None:
+def check_kind(name: str, tensor: object) -> None:
     """Raises TypeError for what is no tensor, or one whose memory is not its values."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
@@ -203,15 +330,15 @@ def _check_kind(name: str, tensor: object) -> None:
         raise TypeError(f"weight must be a plain tensor, got {type(tensor).__name__}; {hint}")
 
 
-def check_vocab_size(vocab_size: int | None, vocab: int) -> int:
+def check_vocab_size(vocab_size: int | None, vocab: int, whose: str = "weight", what: str = "rows") -> int:
     """How many of the weight's ``vocab`` rows may be sampled. Raises what ``sample`` documents."""
     if vocab_size is None:
         vocab_size = vocab
     elif not 1 <= vocab_size <= vocab:
-        raise ValueError(f"vocab_size must be from 1 to the {vocab} rows of weight, got {vocab_size}")
+        raise ValueError(f"vocab_size must be from 1 to the {vocab} {what} of {whose}, got {vocab_size}")
     if vocab_size > NO_TOKEN:  # which as an id says that there is none
         raise ValueError(
-            f"weight must have at most 2**31 - 1 rows that can be sampled, got {vocab_size}; vocab_size says how many can"
+            f"{whose} must have at most 2**31 - 1 {what} that can be sampled, got {vocab_size}; vocab_size says how many can"
         )
     return vocab_size
 
@@ -222,7 +349,8 @@ def check_impl(impl: str | None) -> None:
         named(impl)
 
 
-def _say_that_noise_is_shared(batch: int, greedy: bool) -> None:
+def say_that_noise_is_shared(batch: int, greedy: bool) -> None:
+    """Warns as ``sample`` documents, in the name of whoever called the function that calls this."""
     global _said_that_noise_is_shared
     if greedy or _said_that_noise_is_shared:
         return

@@ -2,7 +2,8 @@
 
 A backend is a module or package ``impl.<name>`` with
 
-    DOES                               fields of ``step.Asked`` that it does; a step with another one is refused; if it does any
+    DOES                               fields of ``step.Asked`` that it does, and "logits" if it takes ``Step.logits``; a step
+                                       with another one is refused; if it does any
     unsupported(step) -> str | None    why it cannot do a step, or None: the only truth about what it takes
     run(step) -> Drawn                 of one row or more, on the current device and, there, the current stream
     compiled_for(weight, max_batch_size, num_samples) -> names, batch sizes
@@ -22,7 +23,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from .step import PLAIN, Drawn, Step
+from .step import PLAIN, Drawn, Step, arguments
 
 
 class Package(NamedTuple):
@@ -83,11 +84,13 @@ class Backend:
         """Why it cannot do a step here, or None."""
         if self.missing is not None:
             return self.missing
-        if step.asked is not PLAIN:
+        if step.asked is not PLAIN or step.logits is not None:
             does = getattr(self.module, "DOES", ())
+            if step.logits is not None and "logits" not in does:
+                return "it takes hidden states and a weight, not logits"
             left = [name for name in step.asked.names() if name not in does]
             if left:
-                return f"it does not do {', '.join(left)}"
+                return f"it does not do {arguments(left)}"
         return self.module.unsupported(step)  # type: ignore[no-any-return]
 
     def run(self, step: Step) -> Drawn:

@@ -7,10 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from .api import SampleOutput, check_impl, check_tensor_parallel, check_vocab_size, check_weight, count_left_out, sample
-from .parameters import Integers, Reals, dimensions, integer, integers, reals
+from .parameters import Integers, Reals, dimensions, index_of, integer, integers, reals
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack  # typing's from Python 3.11 on; torch brings this one
+
     from .distributed import TensorParallel
+    from .requests import Request
 
 
 class _Rows(NamedTuple):
@@ -35,9 +38,10 @@ class LMHeadSampler(nn.Module):
     embeddings are, and not saved either; who replaces it makes a new sampler.
 
     Args:
-        lm_head: an ``nn.Linear`` without bias, or its weight (V, D), on the device, loaded, neither quantised nor a DTensor.
-            It is shared, not copied: tied embeddings stay tied. What a model does to its logits beside it is not seen: soft
-            caps (Gemma 2), scales (Cohere, Granite), hooks, adapters. ``from_model`` looks for them.
+        lm_head: an ``nn.Linear``, or its weight (V, D), on the device, loaded, neither quantised nor a DTensor. It is shared,
+            not copied: tied embeddings stay tied. A linear layer's bias is used. What a model does to its logits beside it is
+            not seen: soft caps (Gemma 2), scales (Cohere, Granite), which ``forward`` takes, hooks, adapters. ``from_model``
+            looks for them.
         max_batch_size: rows of state to keep.
         seed: one integer, from which every row gets a seed of its own; or max_batch_size integers, the seeds themselves; None
             for seeds from torch's default generator.
@@ -55,8 +59,8 @@ class LMHeadSampler(nn.Module):
     Raises:
         TypeError: an argument is of the wrong type or dtype; ``lm_head`` is neither an ``nn.Linear`` nor a tensor, or its
             weight is quantised, sparse or a DTensor.
-        ValueError: the linear layer has a bias or lies on the meta device, or a shape or range does not fit; with ``tp``
-            also where that is so on another rank, which is named, or where ``max_batch_size`` differs.
+        ValueError: the weight lies on the meta device, or a shape or range does not fit; with ``tp`` also where that is so on
+            another rank, which is named, where ``max_batch_size`` differs, or where the linear layer has a bias.
 
     Example:
         >>> import torch, flashsampling
@@ -108,8 +112,8 @@ class LMHeadSampler(nn.Module):
     def _adopt(self, lm_head: nn.Linear | Tensor, max_batch_size: SupportsIndex) -> int:
         """Takes the head, if it and the arguments that come with it fit. ``max_batch_size`` as an int."""
         if isinstance(lm_head, nn.Linear):
-            if lm_head.bias is not None:
-                raise ValueError("lm_head must be a linear layer without bias, got one with a bias")
+            if lm_head.bias is not None and self.tp is not None:
+                raise ValueError("lm_head must be a linear layer without bias with tp, got one with a bias")
         elif not isinstance(lm_head, Tensor):
             raise TypeError(f"lm_head must be an nn.Linear or its weight, got {type(lm_head).__name__}")
         weight = lm_head if isinstance(lm_head, Tensor) else lm_head.weight
@@ -157,6 +161,11 @@ class LMHeadSampler(nn.Module):
         """(V, D), the LM head's own."""
         return self._owner[0].weight  # type: ignore[return-value]
 
+    @property
+    def bias(self) -> Tensor | None:
+        """(V,), the LM head's own, or None."""
+        return getattr(self._owner[0], "bias", None)
+
     def reset(
         self,
         seed: Integers | None = None,
@@ -182,7 +191,7 @@ class LMHeadSampler(nn.Module):
 
         def given() -> _Rows:
             nonlocal index
-            index = self._index(rows)
+            index = index_of(rows, self.max_batch_size)
             if temperature is not None and not isinstance(self.temperature, Tensor):
                 raise ValueError(
                     "temperature can be reset in a sampler that was made with one per row, as a captured graph reads them, got "
@@ -220,21 +229,6 @@ class LMHeadSampler(nn.Module):
             raise
         return self.tp.broadcast(rows, alike={count: rows.seeds.shape[0]})
 
-    def _index(self, rows: Tensor | slice | int | list[int] | None) -> Tensor | slice:
-        """Rows of the state; those that the host knows are in range, since a GPU would end the process over one that is not."""
-        if rows is None:
-            return slice(None)
-        if isinstance(rows, slice):
-            return rows
-        index = rows if isinstance(rows, Tensor) else torch.as_tensor(rows, device="cpu")
-        index = index.reshape(-1) if index.numel() else index.reshape(-1).long()  # torch takes [] for floats
-        if index.is_floating_point():
-            raise TypeError(f"rows must be integers or a mask, got {index.dtype}")
-        size = self.max_batch_size
-        if index.device.type == "cpu" and index.dtype != torch.bool and bool(((index < -size) | (index >= size)).any()):
-            raise ValueError(f"rows must be from 0 to max_batch_size - 1 = {size - 1}, got {index.tolist()}")
-        return index
-
     def _draw_seeds(self, seed: Integers | None, count: int) -> Tensor:
         generator = None
         if seed is not None:
@@ -254,8 +248,13 @@ class LMHeadSampler(nn.Module):
         hidden_states: Tensor,  # (B, D), B <= max_batch_size
         temperature: Reals | None = None,
         num_samples: int = 1,
+        **request: "Unpack[Request]",
     ) -> SampleOutput:
-        """Samples rows 0 to B - 1 and advances their offsets by one. See ``flashsampling.sample`` for shapes and errors."""
+        """Samples rows 0 to B - 1 and advances their offsets by one. See ``flashsampling.sample`` for shapes and errors.
+
+        ``request``: what ``sample`` takes from ``bias`` on: ``top_k``, ``top_p``, penalties, masks, log-probabilities. ``bias``
+        only of a head that has none.
+        """
         try:
             if not isinstance(hidden_states, Tensor):
                 raise TypeError(f"hidden_states must be a torch.Tensor, got {type(hidden_states).__name__}")
@@ -273,6 +272,11 @@ class LMHeadSampler(nn.Module):
                 if isinstance(temperature, Tensor):
                     temperature = temperature[:batch]
             offsets = offsets[:batch]
+            bias = self.bias
+            if bias is not None:
+                if request.get("bias") is not None:
+                    raise ValueError("bias must be None: the LM head has one of its own")
+                request["bias"] = bias
             out = sample(
                 hidden_states,
                 self.weight,
@@ -283,6 +287,7 @@ class LMHeadSampler(nn.Module):
                 vocab_size=self.vocab_size,
                 impl=self.impl,
                 tp=self.tp,
+                **request,
             )
         except BaseException as error:
             count_left_out(self.tp, error)

@@ -1,10 +1,12 @@
 """The torch operators: schemas, fakes, dispatch to the implementations (``backends``).
 
-    flashsampling::sample           a whole weight; a pure function
-    flashsampling::sample_sharded   one step of a ``TensorParallel``; it has a side effect, the exchange with the other ranks
+    flashsampling::sample               a whole weight; a pure function
+    flashsampling::sample_from_logits   logits that are there already; a pure function
+    flashsampling::sample_sharded       one step of a ``TensorParallel``; it has a side effect, the exchange with other ranks
 
-Here alone a ``Step`` is taken apart and put together again. Both operators return ids and values, empty where none were asked
-for, so that what a step may be asked for needs no operator of its own; a new argument gets a default in the schema.
+Here alone a ``Step`` is taken apart and put together again. All operators return ids and values, empty where none were asked
+for, so that what a step may be asked for needs no operator of its own. What may be asked for stands behind all other arguments,
+by keyword and with a default: where nothing is asked for, nothing is passed, and a program exported before still runs.
 
 ``torch.library.Library`` and not ``torch.library.custom_op``, whose wrapper adds 12 us of host time to a call where this adds 1
 (torch 2.13 on an EPYC core). Where nobody looks, no tracer, mode, transform, subclass or profiler, they do not go through
@@ -33,51 +35,112 @@ from . import registry
 from .backends import BACKENDS, Backend, named, tried_on
 from .exchange import WHOLE, Shard
 from .noise import Stream
-from .step import PLAIN, Asked, Drawn, Step
+from .step import PLAIN, Asked, Drawn, Step, layout
 
 _logger = logging.getLogger(__name__)
 
 # A row parameter is a tensor or, where that is None, a number for all rows: its field of ``Step``, and the number's type.
 _ROW_PARAMETERS = (("temperature", "float"), ("seed", "SymInt"), ("offset", "SymInt"))
-# What may be asked for: a field of ``Asked``, its type in a schema, and how it is read from there.
-_ASKED: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (("stream", "int", Stream),)
-_STEP = ", ".join(
-    (
-        "Tensor hidden_states, Tensor weight",
-        *(f"Tensor? {name}, {kind} {name}_value" for name, kind in _ROW_PARAMETERS),
-        *(f"{kind} {name}" for name, kind, _ in _ASKED),
-        "SymInt num_samples",
-    )
+# What may be asked for: a field of ``Asked``, and its type in a schema; of a row parameter its number's. The stream is passed
+# always, as it was before there was anything else.
+_ASKED = (
+    ("bias", "Tensor?"),
+    ("logit_scale", "float"),
+    ("soft_cap", "float"),
+    ("dense_bias", "Tensor?"),
+    ("bias_ids", "Tensor?"),
+    ("bias_values", "Tensor?"),
+    ("counts", "Tensor?"),
+    ("repetition_penalty", "row float"),
+    ("frequency_penalty", "row float"),
+    ("presence_penalty", "row float"),
+    ("token_mask", "Tensor?"),
+    ("top_k", "row SymInt"),
+    ("top_p", "row float"),
+    ("min_p", "row float"),
+    ("logprobs", "bool"),
+    ("top_logprobs", "int"),
+    ("logprob_ids", "Tensor?"),
+    ("logsumexp", "bool"),
 )
-_NUM_SAMPLES = 2 + 2 * len(_ROW_PARAMETERS) + len(_ASKED)  # its place
+
+
+def _asked_schema() -> str:
+    """All of it, with the defaults that say that it is not asked for."""
+    arguments = []
+    for name, kind in _ASKED:
+        row, _, number = kind.rpartition(" ")
+        suffix = ""
+        if row:
+            arguments.append(f"Tensor? {name}=None")
+            suffix = "_value"
+        arguments.append(f"{number} {name}{suffix}={getattr(PLAIN, name)}")
+    return ", ".join(arguments)
+
+
+_ROWS = ", ".join(f"Tensor? {name}, {kind} {name}_value" for name, kind in _ROW_PARAMETERS)
+_STEP = f"{_ROWS}, int stream, SymInt num_samples"
+_HEAD = f"Tensor hidden_states, Tensor weight, {_STEP}"
 _DRAWN = "(Tensor ids, Tensor values)"
 
 _library = torch.library.Library("flashsampling", "DEF")
 for _schema in (
-    f"sample({_STEP}, SymInt vocab_size, str impl) -> {_DRAWN}",
-    f"sample_sharded({_STEP}, str tp, Tensor(a!) order) -> {_DRAWN}",
-    f"sample_sharded.exported({_STEP}, str tp) -> {_DRAWN}",
+    f"sample({_HEAD}, SymInt vocab_size, str impl, *, {_asked_schema()}) -> {_DRAWN}",
+    f"sample_from_logits(Tensor logits, {_STEP}, SymInt vocab_size, str impl, *, {_asked_schema()}) -> {_DRAWN}",
+    f"sample_sharded({_HEAD}, str tp, Tensor(a!) order, *, {_asked_schema()}) -> {_DRAWN}",
+    f"sample_sharded.exported({_HEAD}, str tp, *, {_asked_schema()}) -> {_DRAWN}",
 ):
     _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
 
 
 def _taken_apart(step: Step) -> list[Any]:
     """A step as the schemas have it, up to ``num_samples``."""
-    arguments: list[Any] = [step.hidden_states, step.weight]
+    arguments: list[Any] = [step.hidden_states, step.weight] if step.logits is None else [step.logits]
     for name, kind in _ROW_PARAMETERS:
         value = getattr(step, name)
         arguments += (value, 0.0 if kind == "float" else 0) if isinstance(value, Tensor) else (None, value)
-    return [*arguments, *step.asked, step.num_samples]
+    return [*arguments, int(step.asked.stream), step.num_samples]
 
 
-def _put_together(arguments: tuple[Any, ...], vocab_size: int, shard: Shard = WHOLE) -> Step:
+def _asked_apart(asked: Asked) -> dict[str, Any]:
+    """What is asked for, as the schemas' keywords have it."""
+    if asked is PLAIN:
+        return {}
+    rows = {name for name, kind in _ASKED if kind.startswith("row ")}
+    values = {name: getattr(asked, name) for name in asked.names() if name != "stream"}
+    return {name + "_value" * (name in rows and not isinstance(value, Tensor)): value for name, value in values.items()}
+
+
+def _put_together(
+    arguments: tuple[Any, ...], asked: dict[str, Any], vocab_size: int, shard: Shard = WHOLE, of_logits: bool = False
+) -> Step:
     """The step that was taken apart."""
-    hidden_states, weight, *rows, num_samples = arguments
-    rows, values = rows[: 2 * len(_ROW_PARAMETERS)], rows[2 * len(_ROW_PARAMETERS) :]
-    asked = Asked(**{name: read(value) for (name, _, read), value in zip(_ASKED, values)})
-    asked = asked if asked.names() else PLAIN
+    if of_logits:
+        logits, *arguments_ = arguments
+        hidden_states = weight = logits
+    else:
+        (hidden_states, weight, *arguments_), logits = arguments, None
+    *rows, stream, num_samples = arguments_
     given = {name: rows[2 * i + 1] if rows[2 * i] is None else rows[2 * i] for i, (name, _) in enumerate(_ROW_PARAMETERS)}
-    return Step(hidden_states, weight, **given, num_samples=num_samples, vocab_size=vocab_size, shard=shard, asked=asked)
+    return Step(
+        hidden_states,
+        weight,
+        **given,
+        num_samples=num_samples,
+        vocab_size=vocab_size,
+        shard=shard,
+        asked=_asked_together(stream, asked),
+        logits=logits,
+    )
+
+
+def _asked_together(stream: int, asked: dict[str, Any]) -> Asked:
+    if not asked and stream == PLAIN.stream:
+        return PLAIN
+    together = Asked(
+        Stream(stream), **{name.removesuffix("_value"): value for name, value in asked.items() if value is not None}
+    )
+    return together if together.names() else PLAIN
 
 
 def choose(step: Step, impl: str = "") -> Backend:
@@ -126,7 +189,7 @@ def _run_and_exchange(backend: Backend, group: Any, step: Step) -> Drawn:
 
 
 def _nothing(step: Step) -> Drawn:
-    return Drawn(torch.empty(0, dtype=torch.int64, device=step.hidden_states.device))
+    return Drawn(torch.empty(0, dtype=torch.int64, device=step.hidden_states.device))  # no rows: no values either
 
 
 def _there(step: Step, run: Callable[[Step], Drawn]) -> Drawn:
@@ -173,30 +236,44 @@ def _tensors(drawn: Drawn) -> tuple[Tensor, Tensor]:
     return drawn.ids, drawn.ids.new_empty(0, dtype=torch.float32) if drawn.values is None else drawn.values
 
 
-def _operate(*arguments: Any) -> tuple[Tensor, Tensor]:
+def _operate(*arguments: Any, **asked: Any) -> tuple[Tensor, Tensor]:
     *taken_apart, vocab_size, impl = arguments
-    return _tensors(_sample(_put_together(tuple(taken_apart), vocab_size), impl))
+    return _tensors(_sample(_put_together(tuple(taken_apart), asked, vocab_size), impl))
 
 
-def _operate_sharded(*arguments: Any) -> tuple[Tensor, Tensor]:
+def _operate_on_logits(*arguments: Any, **asked: Any) -> tuple[Tensor, Tensor]:
+    *taken_apart, vocab_size, impl = arguments
+    return _tensors(_sample(_put_together(tuple(taken_apart), asked, vocab_size, of_logits=True), impl))
+
+
+def _operate_sharded(*arguments: Any, **asked: Any) -> tuple[Tensor, Tensor]:
     if isinstance(arguments[-1], Tensor):  # order, which nobody reads
         arguments = arguments[:-1]
     group = registry.find(arguments[-1])
-    return _tensors(_sample_sharded(_put_together(arguments[:-1], *group.part), group))
+    return _tensors(_sample_sharded(_put_together(arguments[:-1], asked, *group.part), group))
 
 
-def _fake(hidden_states: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    num_samples = arguments[_NUM_SAMPLES - 1]
-    return _tensors(Drawn(hidden_states.new_empty(hidden_states.shape[0] * num_samples, dtype=torch.int64)))
+def _fake_of(matrices: int) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Of an operator whose first arguments are so many matrices: how much comes back is known from shapes and what is asked."""
+
+    def fake(*arguments: Any, **asked: Any) -> tuple[Tensor, Tensor]:
+        states = arguments[0]
+        stream, num_samples = arguments[matrices + 2 * len(_ROW_PARAMETERS) :][:2]
+        there = layout(states.shape[0], num_samples, _asked_together(stream, asked))
+        values = states.new_empty(there.num_values, dtype=torch.float32)
+        return states.new_empty(there.num_ids, dtype=torch.int64), values
+
+    return fake
 
 
-for _name, _function in (
-    ("sample", _operate),
-    ("sample_sharded", _operate_sharded),
-    ("sample_sharded.exported", _operate_sharded),
+for _name, _function, _matrices in (
+    ("sample", _operate, 2),
+    ("sample_from_logits", _operate_on_logits, 1),
+    ("sample_sharded", _operate_sharded, 2),
+    ("sample_sharded.exported", _operate_sharded, 2),
 ):
     _library.impl(_name, _function, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"flashsampling::{_name}", _fake, lib=_library)
+    torch.library.register_fake(f"flashsampling::{_name}", _fake_of(_matrices), lib=_library)
 _exported = torch.fx.has_side_effect(torch.ops.flashsampling.sample_sharded.exported)
 
 
@@ -217,17 +294,19 @@ def _nobody_looks(step: Step) -> bool:
 
 
 def sample(step: Step, impl: str) -> Drawn:
-    """A step of a whole weight; ``impl`` may be "": chosen here."""
+    """A step of a whole weight, or of logits; ``impl`` may be "": chosen here."""
     if _nobody_looks(step):
         return _sample(step, impl)
-    return Drawn(*torch.ops.flashsampling.sample.default(*_taken_apart(step), step.vocab_size, impl))
+    operators = torch.ops.flashsampling
+    operator = operators.sample.default if step.logits is None else operators.sample_from_logits.default
+    return Drawn(*operator(*_taken_apart(step), step.vocab_size, impl, **_asked_apart(step.asked)))
 
 
 def sample_sharded(step: Step, tp: Any) -> Drawn:
     """A step of the open ``TensorParallel`` ``tp``, whose ``part`` it is of."""
     if _nobody_looks(step):
         return _sample_sharded(step, registry.find(tp.name))
-    arguments = _taken_apart(step)
+    arguments, asked = _taken_apart(step), _asked_apart(step.asked)
     if torch.compiler._is_exporting_flag:  # is_exporting() says so in every torch.compile of torch 2.8
-        return Drawn(*_exported(*arguments, tp.name))
-    return Drawn(*torch.ops.flashsampling.sample_sharded.default(*arguments, tp.name, tp.order))
+        return Drawn(*_exported(*arguments, tp.name, **asked))
+    return Drawn(*torch.ops.flashsampling.sample_sharded.default(*arguments, tp.name, tp.order, **asked))

@@ -1,4 +1,4 @@
-"""Seeds, offsets and temperatures: what users write, and what implementations take.
+"""Parameters of rows, as seeds and temperatures: what users write, and what implementations take.
 
 Users write one number for all rows or one value per row, in whatever holds numbers: Python's and numpy's scalars, lists,
 tuples, arrays, tensors. Implementations take the number itself, or a contiguous (B,) tensor on the device of the hidden states.
@@ -30,13 +30,14 @@ Integers: TypeAlias = SupportsIndex | Sequence[SupportsIndex] | Array | Tensor
 Reals: TypeAlias = float | Sequence[float] | Array | Tensor
 
 
-def integers(name: str, value: Integers, batch: int, device: torch.device) -> Tensor | int:
-    """64 bits per row: a tensor (batch,) int64, or the number for all rows, as two's complement."""
+def integers(name: str, value: Integers, batch: int, device: torch.device, also: torch.dtype = _INT64) -> Tensor | int:
+    """64 bits per row: a tensor (batch,) int64, or the number for all rows, as two's complement. ``also``: another dtype that
+    is good as it is."""
     if isinstance(value, Tensor):
         dtype = value.dtype
         if dtype is not _INT64 and dtype not in _INTEGERS:
             raise TypeError(f"{name} must be an integer tensor, got {dtype}")
-        return _rows(name, value, batch, device, dtype, _INT64)
+        return _rows(name, value, batch, device, dtype, also if dtype is also else _INT64)
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         numbers = [
             _two_s_complement(name, number) for number in _numbers(name, value, "an int or integers, one per row", _integer)
@@ -49,21 +50,56 @@ def integers(name: str, value: Integers, batch: int, device: torch.device) -> Te
     return _two_s_complement(name, value)
 
 
-def reals(name: str, value: Reals, batch: int, device: torch.device) -> Tensor | float:
-    """At least 0 per row: a tensor (batch,) float32, or the number for all rows. Infinite beyond float32."""
+def reals(
+    name: str, value: Reals, batch: int, device: torch.device, check: "Callable[[str, float], float] | None" = None
+) -> Tensor | float:
+    """A tensor (batch,) float32, or the number for all rows. ``check`` takes what the host knows, or raises what ``sample``
+    documents; None: it is at least 0, and infinite beyond float32."""
     if isinstance(value, Tensor):
         dtype = value.dtype
         if dtype is not _FLOAT32 and not dtype.is_floating_point and dtype not in _INTEGERS:
             raise TypeError(f"{name} must be a tensor of floating-point numbers or integers, got {dtype}")
         return _rows(name, value, batch, device, dtype, _FLOAT32)
     if isinstance(value, bool) or not isinstance(value, (float, int, torch.SymFloat, torch.SymInt)):
-        numbers = [_at_least_0(name, number) for number in _numbers(name, value, "a number or numbers, one per row", _real)]
+        check = check or _at_least_0
+        numbers = [check(name, number) for number in _numbers(name, value, "a number or numbers, one per row", _real)]
         if len(numbers) != 1:
             return _column(name, numbers, batch, device, _FLOAT32)
         return numbers[0]
+    if check is not None:
+        return check(name, value)
     if 0 <= value <= _MAX_FLOAT32:
         return float(value)
     return _at_least_0(name, value)
+
+
+def real(name: str, value: float, check: Callable[[str, float], float]) -> float:
+    """One number for all rows and all time."""
+    numbers = [value] if isinstance(value, (torch.SymFloat, torch.SymInt)) else _numbers(name, value, "a number", _real)
+    if len(numbers) != 1:
+        raise TypeError(f"{name} must be a number, got {len(numbers)} of them")
+    return check(name, numbers[0])
+
+
+def finite(name: str, value: float) -> float:
+    """A number that float32 holds."""
+    if not -_MAX_FLOAT32 <= value <= _MAX_FLOAT32:
+        raise ValueError(f"{name} must be finite, got {value}")
+    return float(value)
+
+
+def above_0(name: str, value: float) -> float:
+    """... and that is positive."""
+    if not 0 < value <= _MAX_FLOAT32:
+        raise ValueError(f"{name} must be above 0 and finite, got {value}")
+    return float(value)
+
+
+def share(name: str, value: float) -> float:
+    """A number from 0 to 1."""
+    if not 0 <= value <= 1:
+        raise ValueError(f"{name} must be from 0 to 1, got {value}")
+    return float(value)
 
 
 def integer(name: str, value: SupportsIndex) -> int:
@@ -77,6 +113,22 @@ def integer(name: str, value: SupportsIndex) -> int:
 def dimensions(value: Any) -> int:
     """0: one number; 1: a value per row, as lists and most tensors are."""
     return int(getattr(value, "ndim", isinstance(value, Sequence)))
+
+
+def index_of(rows: Tensor | slice | int | list[int] | None, size: int) -> Tensor | slice:
+    """Rows of a state of so many; those that the host knows are in range, since a GPU would end the process over one that is
+    not."""
+    if rows is None:
+        return slice(None)
+    if isinstance(rows, slice):
+        return rows
+    index = rows if isinstance(rows, Tensor) else torch.as_tensor(rows, device="cpu")
+    index = index.reshape(-1) if index.numel() else index.reshape(-1).long()  # torch takes [] for floats
+    if index.is_floating_point():
+        raise TypeError(f"rows must be integers or a mask, got {index.dtype}")
+    if index.device.type == "cpu" and index.dtype != torch.bool and bool(((index < -size) | (index >= size)).any()):
+        raise ValueError(f"rows must be from 0 to max_batch_size - 1 = {size - 1}, got {index.tolist()}")
+    return index
 
 
 def _two_s_complement(name: str, value: Any) -> int:
@@ -141,7 +193,7 @@ def _rows(name: str, rows: Tensor, batch: int, device: torch.device, dtype: torc
             rows = rows.to(device)  # torch's rule: a number on the CPU goes with any device
         rows = rows.expand(batch)
     if rows.device != device:
-        raise ValueError(f"{name} must be on the device of hidden_states, {device}, got {rows.device}")
+        raise ValueError(f"{name} must be on the device of the step, {device}, got {rows.device}")
     # asking is a tenth of what the two calls cost that would change nothing
     return rows if dtype is wanted and rows.is_contiguous() else rows.to(wanted).contiguous()
 

@@ -4,7 +4,8 @@
 implementation (``backends``) reads what it needs. A new parameter is a field here.
 """
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,17 +23,69 @@ class Rows(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """What a step may be asked for beside one plain draw. A backend does of it what its ``DOES`` names; else it refuses."""
+    """What a step may be asked for beside one plain draw. A backend does of it what its ``DOES`` names; else it refuses.
+
+    Shapes and dtypes are checked, and the numbers, but not what tensors hold: nothing in them makes an id out of range. A row
+    whose ``top_p`` or ``min_p`` is NaN gives -1. V is the step's ``vocab_size``; a tensor may be wider, and what is beyond is
+    not read. A dimension of 1 or V elements is contiguous; rows may be any stride apart, 0 too.
+    """
 
     stream: Stream = Stream.TOKEN  # of the noise
+    # the head's: soft_cap * tanh(logit_scale * (hidden_states @ weight.T + bias) / soft_cap)
+    bias: Tensor | None = None  # (V,) float32
+    logit_scale: float = 1.0
+    soft_cap: float = 0.0  # 0: none
+    # the request's, in this order
+    dense_bias: Tensor | None = None  # (V,) float32, added in all rows
+    bias_ids: Tensor | None = None  # (B, n) int32; -1 or out of range: no entry; of an id named twice the sum is added
+    bias_values: Tensor | None = None  # (B, n) float32
+    counts: Tensor | None = None  # (B, V) int32: low 31 bits: how often in the output; bit 31: it is in the prompt
+    repetition_penalty: Tensor | float = 1.0  # (B,) float32, or one number; as are the following
+    frequency_penalty: Tensor | float = 0.0
+    presence_penalty: Tensor | float = 0.0
+    token_mask: Tensor | None = None  # (B, ceil(V / 32)) int32; bit t & 31 of word t >> 5: token t is allowed
+    top_k: Tensor | int = 0  # (B,) int32 or int64; <= 0 or >= V: off
+    top_p: Tensor | float = 1.0  # >= 1: off
+    min_p: Tensor | float = 0.0  # <= 0: off
+    # what comes back beside token ids
+    logprobs: bool = False  # raw and processed logprob and rank of every drawn token
+    top_logprobs: int = 0  # that many ids with the highest raw logits, the lowest of equal ones, and their raw logprobs
+    logprob_ids: Tensor | None = None  # (B, m) int64: raw logprobs of these; NaN if out of range
+    logsumexp: bool = False  # of the raw logits
 
     def names(self) -> list[str]:
         """Fields that are not as they are where nothing is asked for."""
         fields = zip(self._fields, self, PLAIN)
         return [name for name, value, plain in fields if value is not plain and (isinstance(value, Tensor) or value != plain)]
 
+    def rows(self, first: int, last: int) -> "Asked":
+        """Of the rows from ``first`` up to ``last``."""
+        return self._replace(**_rows_of(self, _PER_ROW, first, last))
+
 
 PLAIN = Asked()  # this very object, where nothing is asked for: a call looks no further
+_PER_ROW = (
+    *("bias_ids", "bias_values", "counts", "repetition_penalty", "frequency_penalty", "presence_penalty", "token_mask"),
+    *("top_k", "top_p", "min_p", "logprob_ids"),
+)
+ARGUMENTS = {  # of ``sample``, where a field has another name
+    "dense_bias": "logit_bias",
+    "bias_ids": "logit_bias",
+    "bias_values": "logit_bias",
+    "counts": "token_counts",
+    "logprobs": "return_logprobs",
+    "logsumexp": "return_logsumexp",
+}
+
+
+def arguments(names: list[str]) -> str:
+    """Fields of ``Asked`` as ``sample`` calls them, in a sentence."""
+    return ", ".join(dict.fromkeys(ARGUMENTS.get(name, name) for name in names))
+
+
+def _rows_of(whole: Any, names: Sequence[str], first: int, last: int) -> dict[str, Any]:
+    """Of its fields that are tensors these rows."""
+    return {name: value[first:last] for name in names if isinstance(value := getattr(whole, name), Tensor)}
 
 
 class Step(NamedTuple):
@@ -47,6 +100,7 @@ class Step(NamedTuple):
     vocab_size: int  # only that many of the weight's rows are tokens; 0 of an empty shard
     shard: Shard = WHOLE  # of which the weight is a part, and what becomes of its winners
     asked: Asked = PLAIN
+    logits: Tensor | None = None  # (B, V) any float dtype: there is no head; hidden_states and weight are this tensor too
 
     def rows(self) -> Rows:
         """Its rows' parameters as tensors, numbers too."""
@@ -65,12 +119,69 @@ class Step(NamedTuple):
         offset_at, offset = (offset.data_ptr(), 0) if isinstance(offset, Tensor) else (0, offset)
         return temperature_at, temperature, seed_at, seed, offset_at, offset
 
+    def part(self, first: int, last: int) -> "Step":
+        """Of the rows from ``first`` up to ``last``."""
+        names = ("hidden_states", "logits", "temperature", "seed", "offset")
+        return self._replace(**_rows_of(self, names, first, last), asked=self.asked.rows(first, last))
+
 
 class Drawn(NamedTuple):
-    """What a step gives."""
+    """What a step gives. ``layout`` says where in it what lies."""
 
-    ids: Tensor  # (B * num_samples,) int64, row by row: token ids, or what ``Step.shard`` says
-    values: Tensor | None = None  # float32: what else was asked for; nothing asks yet
+    ids: Tensor  # int64: (B * num_samples,) token ids, row by row, or what ``Step.shard`` says; behind them other ids
+    values: Tensor | None = None  # float32: what else was asked for; None or empty: nothing
+
+
+class Part(NamedTuple):
+    """A part of ``Drawn.ids`` or ``Drawn.values``: row after row."""
+
+    first: int  # element
+    columns: int  # per row
+
+
+class Layout(NamedTuple):
+    """What ``Drawn`` holds, in this order, by the name that ``SampleOutput`` has for it."""
+
+    ids: dict[str, Part]
+    values: dict[str, Part]
+    num_ids: int  # elements in all
+    num_values: int
+
+    def split(self, drawn: Drawn, batch: int) -> dict[str, Tensor]:
+        """Every part of it, (B, columns)."""
+        held = [(self.ids, drawn.ids)] + ([] if drawn.values is None else [(self.values, drawn.values)])
+        return {
+            name: tensor[first : first + batch * columns].view(batch, columns)
+            for parts, tensor in held
+            for name, (first, columns) in parts.items()
+        }
+
+    def join(self, parts: dict[str, Tensor]) -> Drawn:
+        """The opposite: of parts (B, columns), int64 and float32."""
+        ids, values = ([parts[name].flatten() for name in names] for names in (self.ids, self.values))
+        return Drawn(torch.cat(ids) if len(ids) > 1 else ids[0], torch.cat(values) if values else None)
+
+
+def layout(batch: int, num_samples: int, asked: Asked) -> Layout:
+    """What a step of so many rows gives."""
+    draws = num_samples if asked.logprobs else 0
+    given = 0 if asked.logprob_ids is None else asked.logprob_ids.shape[1]
+    ids = [("token_ids", num_samples, True), ("top_token_ids", asked.top_logprobs, asked.top_logprobs)]
+    ids += [("ranks", draws, draws)]
+    values = [("logprobs", draws, draws), ("processed_logprobs", draws, draws)]
+    values += [("top_logprobs", asked.top_logprobs, asked.top_logprobs)]
+    values += [("given_logprobs", given, asked.logprob_ids is not None), ("logsumexp", 1, asked.logsumexp)]
+
+    def place(wanted: list[Any]) -> tuple[dict[str, Part], int]:
+        parts, first = {}, 0
+        for name, columns, is_there in wanted:
+            if is_there:
+                parts[name] = Part(first, columns)
+                first += batch * columns
+        return parts, first
+
+    (id_parts, num_ids), (value_parts, num_values) = place(ids), place(values)
+    return Layout(id_parts, value_parts, num_ids, num_values)
 
 
 def example(weight: Tensor, batch: int = 1) -> Step:

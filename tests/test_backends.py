@@ -111,13 +111,17 @@ def test_a_step_is_put_together_as_it_was():
         problem.step(seed=3, asked=Asked(Stream.RECOVERY)),
         problem.step(shard=Shard(64, exchange.PACKED), vocab_size=13),
     ):
-        again = ops._put_together(tuple(ops._taken_apart(step)), step.vocab_size, step.shard)
+        asked = ops._asked_apart(step.asked)
+        again = ops._put_together(tuple(ops._taken_apart(step)), asked, step.vocab_size, step.shard)
         assert all(a is b or a == b for a, b in zip(again, step))
         assert (again.asked is PLAIN) == (step.asked is PLAIN)
-    schema = torch.ops.flashsampling.sample.default._schema
-    names = [argument.name.removesuffix("_value") for argument in schema.arguments]
-    assert set(names) == (set(Step._fields) - {"shard", "asked"}) | set(Asked._fields) | {"impl"}
-    assert [result.name for result in schema.returns] == list(Drawn._fields)
+    for operator, logits in ((torch.ops.flashsampling.sample, ()), (torch.ops.flashsampling.sample_from_logits, ("logits",))):
+        schema = operator.default._schema
+        names = {argument.name.removesuffix("_value") for argument in schema.arguments}
+        heads = {"hidden_states", "weight"}
+        given = set(logits) or heads
+        assert names == (set(Step._fields) - {"shard", "asked", "logits"} - heads) | given | set(Asked._fields) | {"impl"}
+        assert [result.name for result in schema.returns] == list(Drawn._fields)
 
 
 def test_an_operator_returns_values_where_there_are_some(toy, monkeypatch):

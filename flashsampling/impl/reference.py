@@ -1,14 +1,21 @@
 """The oracle: the contract written out, every score in memory. For tests and comparison, not for speed."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from .. import noise
 from ..exchange import WHOLE
-from ..step import Drawn, Step
+from ..step import Asked, Drawn, Step, layout
+from . import filters
+from .filters import GREEDY_BELOW
 
-DOES = ("stream",)
-GREEDY_BELOW = 1e-6
+DOES = (
+    *("stream", "bias", "logit_scale", "soft_cap", "dense_bias", "bias_ids", "bias_values", "counts", "repetition_penalty"),
+    *("frequency_penalty", "presence_penalty", "token_mask", "top_k", "top_p", "min_p"),
+    *("logprobs", "top_logprobs", "logprob_ids", "logsumexp", "logits"),
+)
 
 
 def exact_logits(
@@ -37,24 +44,107 @@ def scores_of_logits(
     return logits[:, None, :] / temperature.clamp(min=1.0) + temperature.clamp(max=1.0) * gumbel
 
 
-def scores(step: Step, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Every score, (B, num_samples, vocab_size) in ``dtype``."""
+class Logits(NamedTuple):
+    """Of all tokens of some rows, and what became of them."""
+
+    raw: Tensor  # (B, V) after the head
+    processed: Tensor  # (B, V) after the request's bias, penalties and mask
+    allowed: Tensor | None  # (B, V) bool; None: all
+    kept: Tensor | None  # (B, V) bool, what the filters keep; None: all that is allowed
+
+
+def product(step: Step, dtype: torch.dtype = torch.float32) -> Tensor:
+    """(B, V) in ``dtype``, whatever else is asked for."""
+    if step.logits is not None:
+        return step.logits[:, : step.vocab_size].to(dtype)
+    return exact_logits(step.hidden_states, step.weight[: step.vocab_size], dtype)
+
+
+def logits_of(
+    product: Tensor,  # (B, V)
+    temperature: Tensor,  # (B,)
+    asked: Asked,
+) -> Logits:
+    """What the head and the request make of it."""
+    raw = filters.raw(product, asked)
+    processed = filters.processed(raw, asked)
+    allowed = filters.allowed(asked, raw.shape[1])
+    if not {"top_k", "top_p", "min_p"} & set(asked.names()):
+        return Logits(raw, processed, allowed, None)
+    kept = filters.kept(processed, temperature, asked.top_k, asked.top_p, asked.min_p)
+    return Logits(raw, processed, allowed, kept if allowed is None else kept & allowed)
+
+
+def scores_of(
+    logits: Logits,
+    step: Step,
+    draws: Tensor,  # (S,) int64
+) -> Tensor:
+    """(B, S, V): what is kept has the score that it has without filters; a token that is not allowed has none, -inf."""
     rows = step.rows()
-    draws = torch.arange(step.num_samples, device=step.hidden_states.device)
-    logits = exact_logits(step.hidden_states, step.weight[: step.vocab_size], dtype)
     gumbel = noise.gumbel(rows.seed, rows.offset, draws, 0, step.vocab_size, step.asked.stream)
-    return scores_of_logits(logits, rows.temperature, gumbel.to(dtype))
+    scores = scores_of_logits(logits.processed, rows.temperature, gumbel.to(logits.processed.dtype))
+    return scores if logits.allowed is None else scores.masked_fill(~logits.allowed[:, None], float("-inf"))
+
+
+def scores(step: Step, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Every score, (B, num_samples, vocab_size) in ``dtype``, before top-k, top-p and min-p."""
+    draws = torch.arange(step.num_samples, device=step.hidden_states.device)
+    return scores_of(logits_of(product(step, dtype), step.rows().temperature, step.asked), step, draws)
 
 
 def winners(
     scores: Tensor,  # (..., V)
+    kept: Tensor | None = None,  # (..., V) bool; None: all
 ) -> Tensor:
-    """(...) int64: the lowest id among the highest scores; -1 where a score is NaN or none is finite."""
+    """(...) int64: the lowest id among the highest scores of what is kept; -1 where any score is NaN or none is finite."""
+    defined = scores.isfinite().any(dim=-1) & ~scores.isnan().any(dim=-1)
+    if kept is not None:
+        scores = scores.masked_fill(~kept, float("-inf"))
     best = scores.amax(dim=-1, keepdim=True)
     ids = torch.arange(scores.shape[-1], device=scores.device)
     lowest = torch.where(scores == best, ids, scores.shape[-1]).amin(dim=-1)
-    defined = scores.isfinite().any(dim=-1) & ~scores.isnan().any(dim=-1)
     return torch.where(defined, lowest, -1)
+
+
+def draw(
+    logits: Logits,
+    step: Step,
+    draws: Tensor,  # (S,) int64
+) -> Tensor:
+    """(B, S) int64 token ids. Filters change which token it is, not whether there is one; but a NaN among them does."""
+    kept = logits.kept
+    token_ids = winners(scores_of(logits, step, draws), None if kept is None else kept[:, None])
+    for limit in (step.asked.top_p, step.asked.min_p):
+        if isinstance(limit, Tensor):
+            token_ids = token_ids.masked_fill(limit.isnan()[:, None], -1)
+    return token_ids
+
+
+def outcome(
+    token_ids: Tensor,  # (B, num_samples) int64
+    logits: Logits,
+    step: Step,
+) -> dict[str, Tensor]:
+    """All parts of what a step gives."""
+    asked, parts = step.asked, {"token_ids": token_ids}
+    if asked.logprobs or asked.top_logprobs or asked.logprob_ids is not None:
+        raw_logprobs = filters.logprobs(logits.raw)
+    if asked.logprobs:
+        processed = filters.kept_logprobs(
+            logits.processed, step.rows().temperature, logits.allowed if logits.kept is None else logits.kept
+        )
+        parts["logprobs"] = filters.at(raw_logprobs, token_ids)
+        parts["processed_logprobs"] = filters.at(processed, token_ids)
+        parts["ranks"] = filters.ranks(logits.raw, token_ids)
+    if asked.top_logprobs:
+        parts["top_token_ids"] = filters.top(logits.raw, asked.top_logprobs)
+        parts["top_logprobs"] = filters.at(raw_logprobs, parts["top_token_ids"])
+    if asked.logprob_ids is not None:
+        parts["given_logprobs"] = filters.at(raw_logprobs, asked.logprob_ids)
+    if asked.logsumexp:
+        parts["logsumexp"] = logits.raw.double().logsumexp(dim=-1, keepdim=True).float()
+    return parts
 
 
 def unsupported(step: Step) -> str | None:
@@ -62,6 +152,9 @@ def unsupported(step: Step) -> str | None:
     return None if step.shard == WHOLE else "a shard of a vocabulary: the oracle knows whole ones"
 
 
+@torch.no_grad()
 def run(step: Step) -> Drawn:
     """See ``backends``."""
-    return Drawn(winners(scores(step)).flatten())
+    logits = logits_of(product(step), step.rows().temperature, step.asked)
+    token_ids = draw(logits, step, torch.arange(step.num_samples, device=step.hidden_states.device))
+    return layout(len(token_ids), step.num_samples, step.asked).join(outcome(token_ids, logits, step))

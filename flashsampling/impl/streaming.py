@@ -2,16 +2,21 @@
 
 Many draws are made in passes over the vocabulary, and in a chunk's logits a few at a time, so their number costs no memory but
 that of their tokens.
+
+What a request asks for needs all logits of its row: then a few rows at a time have theirs in memory, whatever B is, and the
+weight is read once for each such group. The arithmetic is the oracle's.
 """
 
 import torch
 from torch import Tensor
 
 from .. import exchange, noise
-from ..step import Drawn, Step
+from ..exchange import WHOLE
+from ..step import PLAIN, Drawn, Step, arguments, layout
+from . import reference
 from .reference import exact_logits, scores_of_logits
 
-DOES = ("stream",)
+DOES = reference.DOES
 
 # scores of one chunk in all rows and draws; on a CPU 64 k floats and their Philox words stay in a core's cache
 _SCORES_PER_CHUNK = {"cpu": 1 << 16, "cuda": 1 << 22}
@@ -21,6 +26,7 @@ _SCORES_AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 22}
 _WIDENED_ELEMENTS = 1 << 19
 _MAX_TOKENS = {"cpu": 1 << 14, "cuda": 1 << 16}  # however few the rows: a chunk, not the vocabulary
 _GRANULE = 128  # whole Philox groups
+_LOGITS_AT_ONCE = {"cpu": 1 << 21, "cuda": 1 << 24}  # of whole rows, or else of one; some 60 bytes each, with filters
 _DRAWS_PER_PASS = 1 << 14  # 5 bytes of state each and row; the logits, made anew in every pass, are a small part of so many
 
 
@@ -51,14 +57,45 @@ def _any_finite(scores: Tensor, best: Tensor) -> Tensor:
     return scores.isfinite().any(dim=-1)
 
 
+def _needs_whole_rows(step: Step) -> list[str]:
+    return [] if step.asked is PLAIN else [name for name in step.asked.names() if name != "stream"]
+
+
 def unsupported(step: Step) -> str | None:
-    """Nothing: it does every step, anywhere."""
+    """Why it cannot do a step, or None."""
+    if step.shard != WHOLE and _needs_whole_rows(step):
+        return f"a shard of a vocabulary with {arguments(_needs_whole_rows(step))}"
     return None
 
 
 @torch.no_grad()  # with a trainable weight, autograd would keep every chunk for a gradient that tokens do not have
 def run(step: Step) -> Drawn:
     """See ``backends``."""
+    return _in_rows(step) if _needs_whole_rows(step) else _in_chunks(step)
+
+
+def _in_rows(step: Step) -> Drawn:
+    """All logits of a few rows at a time."""
+    batch, device = step.hidden_states.shape[0], step.hidden_states.device
+    rows = max(_LOGITS_AT_ONCE.get(device.type, 1 << 21) // step.vocab_size, 1)
+    draws = torch.arange(step.num_samples, device=device)
+    outcomes = []
+    for first in range(0, batch, rows):
+        part = step.part(first, min(first + rows, batch))
+        if part.logits is None:
+            product = _logits(part.hidden_states, part.weight[: step.vocab_size])
+        else:
+            product = reference.product(part)
+        logits = reference.logits_of(product, part.rows().temperature, part.asked)
+        at_once = max(_SCORES_AT_ONCE.get(device.type, 1 << 18) // product.numel(), 1)
+        token_ids = torch.cat([reference.draw(logits, part, some) for some in draws.split(at_once)], dim=1)
+        outcomes.append(reference.outcome(token_ids, logits, part))
+    parts = {name: torch.cat([outcome[name] for outcome in outcomes]) for name in outcomes[0]}
+    return layout(batch, step.num_samples, step.asked).join(parts)
+
+
+def _in_chunks(step: Step) -> Drawn:
+    """A chunk of all rows' logits at a time."""
     rows = step.rows()
     num_samples, vocab_size = step.num_samples, step.vocab_size
     batch, device = step.hidden_states.shape[0], step.hidden_states.device
@@ -75,7 +112,10 @@ def run(step: Step) -> Drawn:
         parts = [part.split(draws_at_once, dim=-1) for part in (draws, best, token_ids, finite)]
         for start in starts:  # whole Philox groups, of which the first may not all be ours
             first, last = max(start, begin), min(start + chunk, end)
-            logits = _logits(step.hidden_states, step.weight[first - begin : last - begin])
+            if step.logits is None:
+                logits = _logits(step.hidden_states, step.weight[first - begin : last - begin])
+            else:
+                logits = step.logits[:, first - begin : last - begin].float()
             for some_draws, some_best, some_ids, some_finite in zip(*parts):
                 gumbel = noise.gumbel(rows.seed, rows.offset, some_draws, start, last, step.asked.stream)[..., first - start :]
                 scores = scores_of_logits(logits, rows.temperature, gumbel)

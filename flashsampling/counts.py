@@ -1,0 +1,130 @@
+"""``TokenCounts``: which tokens a request has seen, and how often, on the device."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .parameters import index_of
+
+IN_PROMPT = -(2**31)  # bit 31; the other bits count the output
+
+
+class TokenCounts:
+    """What the penalties of ``flashsampling.sample`` need to know of every row: how often each token came in its output, and
+    which tokens its prompt holds.
+
+    ``sample(token_counts=state)`` reads rows 0 to B - 1 and counts the tokens that it draws. Nothing waits for the device, and
+    nothing is allocated per step: a step with it can be captured in a CUDA graph, whose every replay counts on.
+
+    Args:
+        max_batch_size: rows.
+        vocab_size: tokens. 4 bytes for each of them and row.
+        device: where; None is torch's default.
+
+    Attributes:
+        counts: (max_batch_size, vocab_size) int32. The low 31 bits: how often in the output; bit 31: it is in the prompt.
+
+    Raises:
+        ValueError: a size is below 1.
+
+    Example:
+        >>> import torch, flashsampling
+        >>> state = flashsampling.TokenCounts(max_batch_size=2, vocab_size=1000)
+        >>> state.reset(rows=[0, 1], prompt_token_ids=[[5, 7, 7], [9]])
+        >>> hidden_states, weight = torch.ones(2, 8), torch.zeros(1000, 8)
+        >>> weight[5], weight[6] = 0.5, 0.4  # rows: logits 4.0 and 3.2, all others 0
+        >>> flashsampling.sample(
+        ...     hidden_states, weight, temperature=0.0, repetition_penalty=1.5, token_counts=state
+        ... ).token_ids  # 5 is in the prompt of row 0: 4.0 / 1.5 is below 3.2
+        tensor([6, 5])
+        >>> state.counts[:, 5:8] & 0x7FFFFFFF
+        tensor([[0, 1, 0],
+                [1, 0, 0]], dtype=torch.int32)
+    """
+
+    def __init__(self, max_batch_size: int, vocab_size: int, device: torch.device | str | None = None) -> None:
+        for name, size in (("max_batch_size", max_batch_size), ("vocab_size", vocab_size)):
+            if size < 1:
+                raise ValueError(f"{name} must be at least 1, got {size}")
+        self.counts = torch.zeros(max_batch_size, vocab_size, dtype=torch.int32, device=device)
+
+    @property
+    def max_batch_size(self) -> int:
+        """Rows."""
+        return self.counts.shape[0]
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens."""
+        return self.counts.shape[1]
+
+    def reset(self, rows: Tensor | slice | int | list[int] | None = None, prompt_token_ids: Any = None) -> None:
+        """Starts requests anew, in place.
+
+        Args:
+            rows: which, as an index; None is all.
+            prompt_token_ids: of one row its ids; of several one list per row, or a tensor (rows, n) with -1 where a prompt has
+                ended. Ids out of range are passed over. None: no prompt, or one that the repetition penalty is to leave alone.
+
+        Raises:
+            TypeError, ValueError: an argument does not fit; no row has changed then.
+        """
+        index = index_of(rows, self.max_batch_size)
+        fresh = torch.zeros_like(self.counts[index])
+        if prompt_token_ids is not None:
+            ids = self._matrix("prompt_token_ids", prompt_token_ids, len(fresh))
+            there = (ids >= 0) & (ids < self.vocab_size)
+            bits = torch.where(there, IN_PROMPT, 0).to(torch.int32)
+            fresh.scatter_reduce_(1, torch.where(there, ids, 0), bits, "amin")
+        self.counts[index] = fresh
+
+    def add(self, token_ids: Tensor, rows: Tensor | slice | int | list[int] | None = None) -> None:
+        """Counts tokens of the output; -1 and other ids out of range count for nothing.
+
+        Args:
+            token_ids: integers, one per row, or (rows, n).
+            rows: whose; None is as many as there are, from row 0 on.
+
+        Raises:
+            TypeError, ValueError: an argument does not fit.
+        """
+        if not isinstance(token_ids, Tensor) or token_ids.is_floating_point() or token_ids.dtype is torch.bool:
+            got = token_ids.dtype if isinstance(token_ids, Tensor) else type(token_ids).__name__
+            raise TypeError(f"token_ids must be a tensor of integers, got {got}")
+        ids = token_ids.long()
+        ids = ids[:, None] if ids.ndim == 1 else ids
+        if ids.ndim != 2 or len(ids) > self.max_batch_size:
+            raise ValueError(
+                f"token_ids must have shape (B,) or (B, n), B up to max_batch_size = {self.max_batch_size}, "
+                f"got shape {tuple(token_ids.shape)}"
+            )
+        there = (ids >= 0) & (ids < self.vocab_size)
+        ids, ones = torch.where(there, ids, 0), there.to(torch.int32)
+        if rows is None:
+            self.counts[: len(ids)].scatter_add_(1, ids, ones)
+            return
+        chosen = torch.arange(self.max_batch_size, device=self.counts.device)[index_of(rows, self.max_batch_size)]
+        if len(chosen) != len(ids):
+            raise ValueError(f"token_ids must have a row for each of {len(chosen)} rows, got shape {tuple(token_ids.shape)}")
+        self.counts.index_put_((chosen[:, None].expand_as(ids), ids), ones, accumulate=True)
+
+    def _matrix(self, name: str, given: Any, count: int) -> Tensor:
+        """(count, n) int64 on the device, -1 where a row has ended."""
+        if not isinstance(given, Tensor):
+            if hasattr(given, "tolist"):
+                given = given.tolist()
+            lists = [row.tolist() if hasattr(row, "tolist") else row for row in given]
+            lists = lists if lists and all(isinstance(row, (list, tuple)) for row in lists) else [lists]
+            longest = max(map(len, lists))
+            try:
+                given = torch.tensor([[*row, *[-1] * (longest - len(row))] for row in lists])
+            except (TypeError, ValueError) as error:
+                raise TypeError(f"{name} must be token ids, or a list of them per row: {error}") from None
+            given = given if given.numel() else given.long()  # torch takes [] for floats
+        if given.is_floating_point() or given.dtype is torch.bool:
+            raise TypeError(f"{name} must be integers, got {given.dtype}")
+        given = given[None] if given.ndim == 1 else given
+        if given.ndim != 2 or len(given) != count:
+            raise ValueError(f"{name} must have one row for each of {count} rows, got shape {tuple(given.shape)}")
+        return given.to(self.counts.device, torch.int64)

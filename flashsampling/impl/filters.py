@@ -1,0 +1,169 @@
+"""What a request makes of its logits: pure functions of rows of logits that are in memory, on any device. Contract, section 5.
+
+    product of the head -> raw -> processed -> kept -> drawn
+
+Nothing waits for the device. Parameters are (B,) tensors or numbers, which count as float32. Masses are sums in float64.
+
+Top-k: Fan, Lewis and Dauphin, "Hierarchical Neural Story Generation", ACL 2018. Top-p: Holtzman et al., "The Curious Case of
+Neural Text Degeneration", ICLR 2020. Min-p: Nguyen et al., "Turning Up the Heat", 2024. Repetition penalty: Keskar et al.,
+"CTRL", 2019. Frequency and presence penalties: OpenAI's API.
+"""
+
+import torch
+from torch import Tensor
+
+from ..step import Asked
+
+GREEDY_BELOW = 1e-6
+_COUNT = 0x7FFFFFFF
+
+
+def column(value: Tensor | float, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+    """(B, 1), or (1, 1) of a number, in a way that a CUDA graph can hold."""
+    if isinstance(value, Tensor):
+        return value[:, None]
+    return torch.full((1, 1), value, dtype=dtype, device=device)
+
+
+def raw(
+    product: Tensor,  # (B, V) hidden_states @ weight.T
+    asked: Asked,
+) -> Tensor:
+    """(B, V) logits after the head's own bias, scale and soft cap."""
+    if asked.bias is not None:
+        product = product + asked.bias[: product.shape[1]]
+    if asked.logit_scale != 1.0:
+        product = product * asked.logit_scale
+    if asked.soft_cap:
+        product = asked.soft_cap * torch.tanh(product / asked.soft_cap)
+    return product
+
+
+def allowed(asked: Asked, vocab_size: int) -> Tensor | None:
+    """(B, V) bool: the mask's tokens; None: all."""
+    if asked.token_mask is None:
+        return None
+    bits = asked.token_mask[:, :, None] >> torch.arange(32, dtype=torch.int32, device=asked.token_mask.device) & 1
+    return bits.flatten(1)[:, :vocab_size].bool()
+
+
+def processed(
+    raw: Tensor,  # (B, V)
+    asked: Asked,
+) -> Tensor:
+    """(B, V) logits after the request's bias, penalties and mask: -inf where a token is not allowed."""
+    logits, vocab_size = raw, raw.shape[1]
+    if asked.dense_bias is not None:
+        logits = logits + asked.dense_bias[:vocab_size]
+    if asked.bias_ids is not None and asked.bias_values is not None:
+        there = (asked.bias_ids >= 0) & (asked.bias_ids < vocab_size)
+        ids, values = torch.where(there, asked.bias_ids, 0).long(), torch.where(there, asked.bias_values, 0.0)
+        sums = torch.zeros(logits.shape, device=logits.device).scatter_add_(1, ids, values)
+        logits = logits + sums
+    if asked.counts is not None:
+        logits = penalised(logits, asked)
+    mask = allowed(asked, vocab_size)
+    return logits if mask is None else logits.masked_fill(~mask, float("-inf"))
+
+
+def penalised(
+    logits: Tensor,  # (B, V)
+    asked: Asked,
+) -> Tensor:
+    """(B, V) logits after the penalties. A token that has not come is left alone, whatever a penalty is."""
+    if asked.counts is None:
+        return logits
+    counts = asked.counts[:, : logits.shape[1]]
+    repetition, frequency, presence = (
+        column(value, logits.device) for value in (asked.repetition_penalty, asked.frequency_penalty, asked.presence_penalty)
+    )
+    logits = torch.where(counts != 0, torch.where(logits > 0, logits / repetition, logits * repetition), logits)
+    times = counts & _COUNT
+    return torch.where(times > 0, logits - frequency * times - presence, logits)
+
+
+def relative(
+    logits: Tensor,  # (B, V)
+    temperature: Tensor,  # (B,) float32
+) -> Tensor:
+    """(B, V) float64: the logarithm of what a token's probability is to that of the best, from 0 down. A greedy row's is that
+    at temperature 1. An infinite logit leaves no other token any probability; two have as much."""
+    wide = logits.double()
+    best = wide.amax(dim=-1, keepdim=True)
+    scale = torch.where(temperature < GREEDY_BELOW, 1.0, temperature).double()[:, None]
+    below = torch.where(wide == best, 0.0, (wide - best) / scale)
+    return torch.where(wide.isneginf(), wide, below)  # at an infinite temperature too
+
+
+def kept(
+    logits: Tensor,  # (B, V), processed
+    temperature: Tensor,  # (B,) float32
+    top_k: Tensor | int = 0,
+    top_p: Tensor | float = 1.0,
+    min_p: Tensor | float = 0.0,
+) -> Tensor:
+    """(B, V) bool: the tokens that the filters keep, in each row the first one at least.
+
+    Order: by logit downwards, equal ones by id upwards. Top-k keeps its first k; top-p the shortest prefix whose share of what
+    top-k kept reaches p; min-p those that have at least ``min_p`` times the first one's probability.
+    """
+    device, vocab_size = logits.device, logits.shape[1]
+    ordered, ids = (logits + 0.0).sort(dim=-1, descending=True, stable=True)  # + 0.0: -0.0 and 0.0 are equal
+    places = torch.arange(vocab_size, device=device)
+    k, p, ratio = column(top_k, device, torch.int64), column(top_p, device), column(min_p, device)
+    in_top_k = (places < k) | (k <= 0)
+    mass = torch.where(in_top_k, relative(ordered, temperature).exp(), 0.0)
+    before = mass.cumsum(dim=-1) - mass
+    in_top_p = (before < p.double() * mass.sum(dim=-1, keepdim=True)) | (p >= 1)
+    in_min_p = (mass >= ratio.double()) | (ratio <= 0)
+    keep = in_top_k & in_top_p & in_min_p | (places == 0)
+    return torch.zeros_like(keep).scatter_(-1, ids, keep)
+
+
+def logprobs(
+    logits: Tensor,  # (B, V)
+) -> Tensor:
+    """(B, V) float32: log softmax. NaN in all of a row that holds one."""
+    wide = logits.double()
+    return (wide - wide.logsumexp(dim=-1, keepdim=True)).float()
+
+
+def kept_logprobs(
+    logits: Tensor,  # (B, V), processed
+    temperature: Tensor,  # (B,) float32
+    kept: Tensor | None,  # (B, V) bool; None: all
+) -> Tensor:
+    """(B, V) float32: log softmax of ``logits / temperature`` over what was kept, -inf elsewhere. A greedy row's is that at
+    temperature 1."""
+    below = relative(logits, temperature)
+    if kept is not None:
+        below = below.masked_fill(~kept, float("-inf"))
+    return (below - below.logsumexp(dim=-1, keepdim=True)).float()
+
+
+def ranks(
+    logits: Tensor,  # (B, V)
+    ids: Tensor,  # (B, S) int64
+) -> Tensor:
+    """(B, S) int64: 1 + how many tokens have a larger logit; -1 where the id is."""
+    ordered = torch.where(logits.isnan(), float("-inf"), logits).sort(dim=-1).values
+    up_to = torch.searchsorted(ordered, logits.gather(1, ids.clamp(min=0)), right=True)
+    return torch.where(ids < 0, -1, 1 + logits.shape[1] - up_to)
+
+
+def at(
+    values: Tensor,  # (B, V)
+    ids: Tensor,  # (B, m) int64
+) -> Tensor:
+    """(B, m): the values of these tokens, NaN of an id out of range."""
+    there = (ids >= 0) & (ids < values.shape[1])
+    return torch.where(there, values.gather(1, torch.where(there, ids, 0)), float("nan"))
+
+
+def top(
+    logits: Tensor,  # (B, V)
+    count: int,  # up to V
+) -> Tensor:
+    """(B, count) int64: the ids with the highest logits, the lowest of equal ones; -1 in all of a row that holds a NaN."""
+    ids = (logits + 0.0).sort(dim=-1, descending=True, stable=True).indices[:, :count]
+    return ids.masked_fill(logits.isnan().any(dim=-1, keepdim=True), -1)

@@ -1,0 +1,122 @@
+"""``sample_from_logits``: the same draw, where the logits are in memory already."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import noise, ops
+from .api import DTYPES, SampleOutput, check_impl, check_kind, check_vocab_size, output_of, say_that_noise_is_shared
+from .counts import TokenCounts
+from .impl.filters import GREEDY_BELOW
+from .parameters import Integers, Reals, integers, reals
+from .requests import LogitBias, Problem, Request, asked_of
+from .step import Step
+
+
+def sample_from_logits(
+    logits: Tensor,  # (B, V)
+    *,
+    temperature: Reals = 1.0,  # or (B,)
+    seed: Integers | None = None,  # or (B,)
+    offset: Integers = 0,  # or (B,)
+    num_samples: int = 1,
+    vocab_size: int | None = None,
+    impl: str | None = None,
+    bias: Tensor | None = None,  # (V,)
+    logit_scale: float | None = None,
+    soft_cap: float | None = None,
+    logit_bias: LogitBias | None = None,  # (V,), or ids (B, n) and values (B, n)
+    token_counts: TokenCounts | Tensor | None = None,  # or (B, V)
+    repetition_penalty: Reals | None = None,  # or (B,)
+    frequency_penalty: Reals | None = None,  # or (B,)
+    presence_penalty: Reals | None = None,  # or (B,)
+    token_mask: Tensor | None = None,  # (B, ceil(V / 32))
+    top_k: Integers | None = None,  # or (B,)
+    top_p: Reals | None = None,  # or (B,)
+    min_p: Reals | None = None,  # or (B,)
+    return_logprobs: bool = False,
+    top_logprobs: int = 0,
+    logprob_ids: Any = None,  # (B, m)
+    return_logsumexp: bool = False,
+) -> SampleOutput:
+    """Draws token ids from logits that are in memory already: what ``sample`` draws from the head that they come from.
+
+    For heads that ``sample`` does not take, as quantised ones, and for logits that something else has changed. The noise is the
+    same function of (seed, offset, draw, token id), so from equal logits both draw the same token.
+
+    Args:
+        logits: (B, V), float32, float16 or bfloat16; rows any stride apart; B may be 0. Not written to.
+        vocab_size: how many of the columns are tokens; the others are never sampled. At most 2**31 - 1.
+        bias, logit_scale, soft_cap: where ``logits`` are not yet what the model makes of its head's output.
+        impl: "reference" or "streaming". None chooses by device and problem; a name never falls back.
+        temperature, seed, offset, num_samples and all others: as in ``flashsampling.sample``, in the same order.
+
+    Returns:
+        SampleOutput.
+
+    Raises:
+        TypeError: an argument is of the wrong type or dtype.
+        ValueError: a shape, device or range does not fit, or ``impl`` cannot do this problem.
+
+    Warns:
+        UserWarning: as ``sample``.
+
+    Example:
+        >>> import torch, flashsampling
+        >>> hidden_states, weight = torch.ones(3, 8), torch.linspace(-1, 1, 8000).view(1000, 8)
+        >>> arguments = {"seed": torch.arange(3), "top_k": [1, 10, 0], "top_p": 0.95}
+        >>> flashsampling.sample(hidden_states, weight, **arguments).token_ids
+        tensor([999, 995, 916])
+        >>> flashsampling.sample_from_logits(hidden_states @ weight.T, **arguments).token_ids
+        tensor([999, 995, 916])
+    """
+    batch, vocab = _check_logits(logits)
+    device = logits.device
+    tokens = check_vocab_size(vocab_size, vocab, "logits", "columns")
+    if not 1 <= num_samples <= noise.MAX_DRAWS:
+        raise ValueError(f"num_samples must be from 1 to 2**24, got {num_samples}")
+    check_impl(impl)
+    if seed is None:
+        seed = torch.randint(-(2**63), 2**63 - 1, (batch,), dtype=torch.int64, device=device)
+    temperatures = reals("temperature", temperature, batch, device)
+    seeds = integers("seed", seed, batch, device)
+    offsets = integers("offset", offset, batch, device)
+    if batch > 1 and not (isinstance(seeds, Tensor) or isinstance(offsets, Tensor) or torch.compiler.is_compiling()):
+        say_that_noise_is_shared(batch, greedy=not isinstance(temperatures, Tensor) and temperatures < GREEDY_BELOW)
+    request: Request = {
+        "bias": bias,
+        "logit_scale": logit_scale,
+        "soft_cap": soft_cap,
+        "logit_bias": logit_bias,
+        "token_counts": token_counts,
+        "repetition_penalty": repetition_penalty,
+        "frequency_penalty": frequency_penalty,
+        "presence_penalty": presence_penalty,
+        "token_mask": token_mask,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "return_logprobs": return_logprobs,
+        "top_logprobs": top_logprobs,
+        "logprob_ids": logprob_ids,
+        "return_logsumexp": return_logsumexp,
+    }
+    asked = asked_of(request, Problem(batch, vocab, tokens, device, num_samples))
+    step = Step(logits, logits, temperatures, seeds, offsets, num_samples, tokens, asked=asked, logits=logits)
+    return output_of(ops.sample(step, impl or ""), batch, num_samples, asked, token_counts)
+
+
+def _check_logits(logits: Tensor) -> tuple[int, int]:
+    """B and V."""
+    check_kind("logits", logits)
+    if logits.ndim != 2:
+        hint = "select the positions to sample first, e.g. logits[:, -1]"
+        raise ValueError(f"logits must have 2 dimensions, got shape {tuple(logits.shape)}; {hint}")
+    if logits.dtype not in DTYPES:
+        raise TypeError(f"logits must be bfloat16, float16 or float32, got {logits.dtype}")
+    if logits.layout is not torch.strided:
+        raise TypeError(f"logits must be a dense tensor, got {logits.layout}")
+    if logits.shape[1] < 1:
+        raise ValueError(f"logits must have at least one column, got shape {tuple(logits.shape)}")
+    return logits.shape[0], logits.shape[1]

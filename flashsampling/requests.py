@@ -1,0 +1,249 @@
+"""What a request asks for beside one plain draw: arguments of ``sample`` and its like, checked, as ``step.Asked`` has them."""
+
+from typing import Any, NamedTuple, TypeAlias, TypedDict
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from .counts import TokenCounts
+from .parameters import Integers, Reals, above_0, finite, integer, integers, real, reals, share
+from .step import PLAIN, Asked
+
+MAX_BIASED = 1024  # tokens of a row
+MAX_TOP_LOGPROBS = 20
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_IDS = (torch.int32, torch.int64)
+
+LogitBias: TypeAlias = Tensor | tuple[Any, Any]
+
+
+class Request(TypedDict, total=False):
+    """Arguments of ``sample`` by which a request asks for more; None, False or 0, or left out: it does not."""
+
+    bias: Tensor | None  # (V,)
+    logit_scale: float | None
+    soft_cap: float | None
+    logit_bias: LogitBias | None  # (V,), or ids (B, n) and values (B, n)
+    token_counts: TokenCounts | Tensor | None  # (B, V)
+    repetition_penalty: Reals | None  # or (B,)
+    frequency_penalty: Reals | None  # or (B,)
+    presence_penalty: Reals | None  # or (B,)
+    token_mask: Tensor | None  # (B, ceil(V / 32))
+    top_k: Integers | None  # or (B,)
+    top_p: Reals | None  # or (B,)
+    min_p: Reals | None  # or (B,)
+    return_logprobs: bool
+    top_logprobs: int
+    logprob_ids: Any  # (B, m)
+    return_logsumexp: bool
+
+
+class Problem(NamedTuple):
+    """What the arguments have to fit."""
+
+    batch: int
+    vocab: int  # rows of the weight, or columns of logits
+    vocab_size: int  # how many of them are tokens
+    device: torch.device
+    num_samples: int
+
+
+def asked_of(request: Request, problem: Problem) -> Asked:
+    """The request as implementations take it; ``PLAIN`` if it asks for nothing. Raises what ``sample`` documents."""
+    given = {name: value for name, value in request.items() if value is not None}
+    asked: dict[str, Any] = {}
+    for name, take in _TAKE.items():
+        if name in given:
+            asked |= take(name, given[name], problem)
+    _with_penalties(asked, given, problem)
+    together = Asked(**asked)
+    return together if together.names() else PLAIN
+
+
+# -- how an argument becomes fields
+
+
+def _bias(name: str, value: Any, problem: Problem) -> dict[str, Any]:
+    _check_tensor(name, value, problem)
+    if tuple(value.shape) != (problem.vocab,):
+        raise ValueError(
+            f"{name} must have shape ({problem.vocab},), one value per row of the head, got shape {tuple(value.shape)}"
+        )
+    return {"bias": _float32(name, value)}
+
+
+def _scale(name: str, value: Any, problem: Problem) -> dict[str, Any]:
+    return {name: real(name, value, finite)}
+
+
+def _soft_cap(name: str, value: Any, problem: Problem) -> dict[str, Any]:
+    cap = real(name, value, finite)
+    if cap < 0:
+        raise ValueError(f"{name} must be at least 0, got {value}")
+    return {name: cap}
+
+
+def _logit_bias(name: str, value: Any, problem: Problem) -> dict[str, Any]:
+    if isinstance(value, Tensor):
+        _check_tensor(name, value, problem)
+        if value.ndim != 1 or not problem.vocab_size <= value.shape[0] <= problem.vocab:
+            wanted = f"a tensor ({problem.vocab_size},), for all rows, or ids and values, ({problem.batch}, n) each"
+            raise ValueError(f"{name} must be {wanted}, got shape {tuple(value.shape)}")
+        return {"dense_bias": _float32(name, value)}
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        raise TypeError(f"{name} must be a tensor (V,) or a pair of ids and values, got {type(value).__name__}")
+    ids, values = (_matrix(f"{name}'s {what}", part, problem) for what, part in zip(("ids", "values"), value))
+    if ids.dtype not in _IDS:
+        raise TypeError(f"{name}'s ids must be int32 or int64, got {ids.dtype}")
+    if ids.shape != values.shape:
+        raise ValueError(f"{name}'s ids and values must have the same shape, got {tuple(ids.shape)} and {tuple(values.shape)}")
+    if ids.shape[1] > MAX_BIASED:
+        raise ValueError(f"{name} must have at most {MAX_BIASED} ids per row, got {ids.shape[1]}")
+    if values.dtype in _IDS:
+        values = values.float()
+    if ids.shape[1] == 0:
+        return {}
+    if ids.dtype is not torch.int32:  # an id that int32 does not hold names no token: it must not become one that does
+        ids = torch.where((ids >= 0) & (ids < problem.vocab_size), ids, -1).to(torch.int32)
+    return {"bias_ids": ids, "bias_values": _float32(f"{name}'s values", values)}
+
+
+def _token_mask(name: str, value: Any, problem: Problem) -> dict[str, Any]:
+    _check_tensor(name, value, problem)
+    words = -(-problem.vocab_size // 32)
+    if value.dtype is not torch.int32:
+        hint = ": bit t & 31 of word t >> 5 is set where token t is allowed"
+        raise TypeError(f"{name} must be int32{hint}, got {value.dtype}")
+    if value.ndim == 1:
+        value = value.expand(problem.batch, -1)
+    if value.ndim != 2 or value.shape[0] != problem.batch or value.shape[1] < words:
+        raise ValueError(
+            f"{name} must have shape ({problem.batch}, {words}) or ({words},), a bit for each of {problem.vocab_size} tokens, "
+            f"got shape {tuple(value.shape)}"
+        )
+    return {name: _rows_of_contiguous(value)}
+
+
+def _top_k(name: str, value: Any, problem: Problem) -> dict[str, Any]:
+    k = integers(name, value, problem.batch, problem.device, also=torch.int32)
+    return {name: k if isinstance(k, Tensor) or 0 < k < problem.vocab_size else PLAIN.top_k}
+
+
+def _share(name: str, value: Any, problem: Problem) -> dict[str, Any]:
+    return {name: reals(name, value, problem.batch, problem.device, share)}
+
+
+def _flag(name: str, value: Any, problem: Problem) -> dict[str, Any]:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be a bool, got {type(value).__name__}")
+    return {name.removeprefix("return_"): value}
+
+
+def _top_logprobs(name: str, value: Any, problem: Problem) -> dict[str, Any]:
+    count, most = integer(name, value), min(MAX_TOP_LOGPROBS, problem.vocab_size)
+    if not 0 <= count <= most:
+        raise ValueError(f"{name} must be from 0 to {most}, got {count}")
+    return {name: count}
+
+
+def _logprob_ids(name: str, value: Any, problem: Problem) -> dict[str, Any]:
+    ids = _matrix(name, value, problem)
+    if ids.dtype not in _IDS:
+        raise TypeError(f"{name} must be int32 or int64, got {ids.dtype}")
+    return {name: ids.long()}
+
+
+_TAKE = {
+    "bias": _bias,
+    "logit_scale": _scale,
+    "soft_cap": _soft_cap,
+    "logit_bias": _logit_bias,
+    "token_mask": _token_mask,
+    "top_k": _top_k,
+    "top_p": _share,
+    "min_p": _share,
+    "return_logprobs": _flag,
+    "top_logprobs": _top_logprobs,
+    "logprob_ids": _logprob_ids,
+    "return_logsumexp": _flag,
+}
+_PENALTIES = {"repetition_penalty": above_0, "frequency_penalty": finite, "presence_penalty": finite}
+
+
+def _with_penalties(asked: dict[str, Any], given: dict[str, Any], problem: Problem) -> None:
+    """Adds penalties and counts; counts alone change no logit."""
+    counts = given.get("token_counts")
+    if counts is not None:
+        counts = _counts(counts, problem)
+    for name, check in _PENALTIES.items():
+        if name in given:
+            penalty = reals(name, given[name], problem.batch, problem.device, check)
+            if isinstance(penalty, Tensor) or penalty != getattr(PLAIN, name):
+                if counts is None:
+                    raise ValueError(f"token_counts must be given with {name}")
+                asked |= {name: penalty, "counts": counts}
+
+
+def _counts(counts: Any, problem: Problem) -> Tensor:
+    """(B, V) of what was given."""
+    if isinstance(counts, TokenCounts):
+        if problem.num_samples != 1:
+            raise ValueError(
+                f"num_samples must be 1 with a TokenCounts, which counts one token per row, got {problem.num_samples}"
+            )
+        state, counts = counts, counts.counts
+        _check_tensor("token_counts", counts, problem)
+        if len(counts) < problem.batch:
+            raise ValueError(f"token_counts must have a row for each of {problem.batch} rows, got {len(counts)}")
+        counts = counts[: problem.batch]
+        if state.vocab_size < problem.vocab_size:
+            raise ValueError(f"token_counts must be of at least {problem.vocab_size} tokens, got {state.vocab_size}")
+        return counts
+    _check_tensor("token_counts", counts, problem)
+    if counts.dtype is not torch.int32:
+        raise TypeError(f"token_counts must be a TokenCounts or int32, got {counts.dtype}")
+    if counts.ndim != 2 or counts.shape[0] != problem.batch or counts.shape[1] < problem.vocab_size:
+        wanted = f"({problem.batch}, {problem.vocab_size})"
+        raise ValueError(f"token_counts must have shape {wanted}, got shape {tuple(counts.shape)}")
+    return _rows_of_contiguous(counts)
+
+
+# -- tensors
+
+
+def _check_tensor(name: str, value: Any, problem: Problem) -> None:
+    if type(value) is not Tensor and type(value) is not Parameter:
+        raise TypeError(f"{name} must be a plain torch.Tensor, got {type(value).__name__}")
+    if value.device != problem.device:
+        raise ValueError(f"{name} must be on the device of the step, {problem.device}, got {value.device}")
+
+
+def _float32(name: str, value: Tensor) -> Tensor:
+    if value.dtype not in _FLOATS:
+        raise TypeError(f"{name} must be float32, bfloat16 or float16, got {value.dtype}")
+    return _rows_of_contiguous(value.detach().float())
+
+
+def _matrix(name: str, value: Any, problem: Problem) -> Tensor:
+    """(B, n), of one row for all too, and of what holds numbers."""
+    if not isinstance(value, Tensor):
+        try:
+            value = torch.as_tensor(value, device=problem.device)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise TypeError(f"{name} must be a tensor ({problem.batch}, n), or lists of as many numbers: {error}") from None
+        if value.dtype is torch.float64:
+            value = value.float()
+        if value.numel() == 0 and value.is_floating_point():  # torch takes [] for floats
+            value = value.long()
+    _check_tensor(name, value, problem)
+    if value.ndim == 1:
+        value = value.expand(problem.batch, -1)
+    if value.ndim != 2 or value.shape[0] != problem.batch:
+        raise ValueError(f"{name} must have shape ({problem.batch}, n), or (n,) for all rows, got shape {tuple(value.shape)}")
+    return _rows_of_contiguous(value)
+
+
+def _rows_of_contiguous(value: Tensor) -> Tensor:
+    """The same, its last dimension contiguous."""
+    return value if value.stride(-1) == 1 or value.shape[-1] == 1 else value.contiguous()
