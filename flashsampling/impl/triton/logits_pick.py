@@ -10,16 +10,15 @@
 import triton
 import triton.language as tl
 
-from .logits_search import COUNT, MASS, Tokens, boundary, chunk_tile, first_of_ties, gather, is_kept, kth_highest, list_chunks
-from .logits_search import nucleus_bound, tile_of
+from .logits_search import Tokens, chunk_tile, gather, kth_highest, limit_of, list_chunks, nucleus_bound, place_of, tile_of
 from .logits_source import (
     GREEDY_BELOW,
     LN2,
     LOG2E,
     MINUS_INF,
     NAN,
-    NO_LIMIT,
     PLUS_INF,
+    Source,
     both_logits_of,
     key_of,
     mass_of,
@@ -29,13 +28,13 @@ from .logits_source import (
     row_i64,
     row_top_k,
     score_factors,
-    source_of,
     value_of,
 )
 from .noise import REFINEMENT_BIT, minus_gumbel_refined, philox_words
 from .scores import NAN_KEY, NO_TOKEN, ORDERED_INF, pack_key, score_of
 
 _LOWEST = tl.constexpr(-0x80000000)
+_LARGEST = tl.constexpr(3.4028234663852886e38)
 _NOTHING = tl.constexpr(-0x7FFFFFFF)  # key of no logit
 
 
@@ -51,7 +50,7 @@ def _word_of(token, draw_word, offset_lo, offset_hi, key_lo, key_hi):
 
 @triton.jit
 def _draw(
-    tokens, limit_key, limit_id, least_mass, temperature, seed, offset, stream, ids_ptr, num_samples,
+    tokens, limit, least_mass, temperature, seed, offset, stream, ids_ptr, num_samples,
     MASKED: tl.constexpr, WHOLE: tl.constexpr, TILE: tl.constexpr, HEAD: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
     """Writes the token with the best score among the kept ones, for every draw."""
@@ -64,7 +63,7 @@ def _draw(
         for start in range(0, tokens.count, TILE):
             key, token, live = tile_of(tokens, start, WHOLE, TILE, HEAD, ENTRIES)
             x = value_of(key)
-            live = live & is_kept(key, token, limit_key, limit_id)
+            live = live & (place_of(tokens, key, token) >= limit)
             live = live & (mass_of(x, tokens.top, tokens.scale) >= least_mass) & (x != float("-inf"))
             word = _word_of(token, draw_word, offset_lo, offset_hi, key_lo, key_hi)
             tail = tl.zeros((TILE,), tl.uint32)
@@ -78,51 +77,32 @@ def _draw(
 
 @triton.jit
 def _filter(
-    tokens, low, highest, row_mass, top_k, top_p, min_p, by_top_k, by_top_p, temperature, seed, offset, stream, ids_ptr,
-    num_samples, LOGPROBS: tl.constexpr, MASKED: tl.constexpr, WHOLE: tl.constexpr, TILE: tl.constexpr, HEAD: tl.constexpr,
+    tokens, highest, row_mass, top_k, top_p, min_p, by_top_k, by_top_p, temperature, seed, offset, stream, ids_ptr, num_samples,
+    LOGPROBS: tl.constexpr, MASKED: tl.constexpr, WHOLE: tl.constexpr, TILE: tl.constexpr, HEAD: tl.constexpr,
     ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    """Boundaries, then draws. Mass of what is kept, 0 if nobody asks."""
-    limit_key = tl.full((), _LOWEST, tl.int32)
-    limit_id = tl.full((), NO_LIMIT, tl.int32)
-    if by_top_k:
-        limit_key, limit_id = boundary(
-            tokens, low, highest, top_k.to(tl.float32), limit_key, limit_id, COUNT, WHOLE, TILE, HEAD, ENTRIES
-        )
-    if by_top_p:
-        total = row_mass
-        if by_top_k:
-            total = _kept_mass(tokens, limit_key, limit_id, 0.0, WHOLE, TILE, HEAD, ENTRIES)
-        target = tl.maximum(total * top_p, 1e-30)
-        limit_key, limit_id = boundary(
-            tokens, tl.maximum(low, limit_key), highest, target, limit_key, limit_id, MASS, WHOLE, TILE, HEAD, ENTRIES
-        )
-    if min_p > 1.0:  # the first one alone
-        limit_id = first_of_ties(tokens, highest, 1.0, limit_key, limit_id, WHOLE, TILE, HEAD, ENTRIES)
-        limit_key = highest
+    """Limits, then draws. Mass of what is kept, 0 if nobody asks."""
+    limit = tl.full((), 0, tl.int64)
+    for stage in range(3):  # top-k, top-p, a min-p that leaves the first token alone
+        by_mass = stage == 1
+        asked = tl.where(stage == 0, by_top_k, tl.where(by_mass, by_top_p, min_p > 1.0))
+        if asked:
+            target = tl.where(stage == 0, top_k.to(tl.float64), 1.0)
+            share = tl.maximum(top_p, 1e-30).to(tl.float64)
+            target = tl.where(by_mass, tl.where(by_top_k, share, share * row_mass), target)
+            limit = limit_of(tokens, highest, limit, by_mass, target, by_mass & by_top_k, WHOLE, TILE, HEAD, ENTRIES)
     least_mass = tl.minimum(min_p, 1.0)
     _draw(
-        tokens, limit_key, limit_id, least_mass, temperature, seed, offset, stream, ids_ptr, num_samples,
-        MASKED, WHOLE, TILE, HEAD, ENTRIES,
-    )  # fmt: skip
-    mass = tl.full((), 0.0, tl.float32)
+        tokens, limit, least_mass, temperature, seed, offset, stream, ids_ptr, num_samples, MASKED, WHOLE, TILE, HEAD, ENTRIES
+    )
+    total = tl.full((), 0.0, tl.float64)
     if LOGPROBS:
-        mass = _kept_mass(tokens, limit_key, limit_id, least_mass, WHOLE, TILE, HEAD, ENTRIES)
-    return mass
-
-
-@triton.jit
-def _kept_mass(
-    tokens, limit_key, limit_id, least_mass,
-    WHOLE: tl.constexpr, TILE: tl.constexpr, HEAD: tl.constexpr, ENTRIES: tl.constexpr,
-):  # fmt: skip
-    total = tl.full((), 0.0, tl.float32)
-    for start in range(0, tokens.count, TILE):
-        key, token, live = tile_of(tokens, start, WHOLE, TILE, HEAD, ENTRIES)
-        mass = mass_of(value_of(key), tokens.top, tokens.scale)
-        live = live & is_kept(key, token, limit_key, limit_id) & (mass >= least_mass)
-        total += tl.sum(tl.where(live, mass, 0.0), axis=0)
-    return total
+        for start in range(0, tokens.count, TILE):
+            key, token, live = tile_of(tokens, start, WHOLE, TILE, HEAD, ENTRIES)
+            mass = mass_of(value_of(key), tokens.top, tokens.scale)
+            live = live & (place_of(tokens, key, token) >= limit) & (mass >= least_mass)
+            total += tl.sum(tl.where(live, mass, 0.0), axis=0).to(tl.float64)
+    return total.to(tl.float32)
 
 
 @triton.jit
@@ -248,10 +228,12 @@ def pick_kernel(
     MASKED: tl.constexpr = token_mask is not None
     row = tl.program_id(0)
     far = row.to(tl.int64)
-    source = source_of(
-        row, logits, logits_stride, vocab_size, bias, logit_scale, soft_cap, dense_bias, bias_ids, bias_values, bias_count,
-        ids_stride, values_stride, counts, counts_stride, repetition_at, repetition_value, frequency_at, frequency_value,
-        presence_at, presence_value, token_mask, mask_stride,
+    repetition = row_f32(repetition_at, repetition_value, row)
+    frequency = row_f32(frequency_at, frequency_value, row)
+    presence = row_f32(presence_at, presence_value, row)
+    source = Source(
+        row.to(tl.int64), logits, logits_stride, vocab_size, bias, logit_scale, soft_cap, dense_bias, bias_ids, bias_values,
+        bias_count, ids_stride, values_stride, counts, counts_stride, repetition, frequency, presence, token_mask, mask_stride,
     )  # fmt: skip
     temperature = row_f32(temperature_at, temperature_value, row)
     scale = mass_scale(temperature)
@@ -262,6 +244,7 @@ def pick_kernel(
     list_ptr = cand_ids + CAPACITY
     ids_ptr += far * num_samples
 
+    lowest = tl.full((), _LOWEST, tl.int64)
     filtered = False
     undefined = False
     kept_mass = tl.full((), 0.0, tl.float32)
@@ -285,7 +268,7 @@ def pick_kernel(
             filtered = filtered & ((temperature < GREEDY_BELOW) == 0)
         if filtered & (undefined == 0):
             if highest == PLUS_INF:
-                row_tokens = Tokens(source, cand_keys, cand_ids, vocab_size, top, scale)
+                row_tokens = Tokens(source, cand_keys, cand_ids, vocab_size, lowest, top, scale)
                 undefined = _any_finite(row_tokens, WHOLE_TILE, HEAD, ENTRIES) == 0
     if LOGPROBS or FILTERS:
         row_mass = tl.full((), 0.0, tl.float32)
@@ -306,7 +289,7 @@ def pick_kernel(
             token = (key & NO_TOKEN) ^ NO_TOKEN
             defined = (key != 0) & (key != NAN_KEY) & (undefined == 0)
             if defined & (key >> 31 == ORDERED_INF):
-                row_tokens = Tokens(source, cand_keys, cand_ids, vocab_size, top, scale)
+                row_tokens = Tokens(source, cand_keys, cand_ids, vocab_size, lowest, top, scale)
                 defined = _any_finite(row_tokens, WHOLE_TILE, HEAD, ENTRIES)
             tl.store(ids_ptr + draw, tl.where(defined, token, -1))
     if FILTERS:
@@ -316,47 +299,42 @@ def pick_kernel(
         if filtered & (undefined == 0):
             seed = row_i64(seed_at, seed_value, row)
             offset = row_i64(offset_at, offset_value, row)
-            lowest = tl.full((), MINUS_INF + 1, tl.int32)  # no token of -inf is drawn
-            bound = lowest
-            sure = True
-            guess = 0.8
-            least = lowest
+            rest = (1.0 - top_p) * row_mass
+            least = tl.full((), MINUS_INF + 1, tl.int32)  # no token of -inf is drawn
             if by_min_p & ((by_top_k & by_top_p) == 0):
                 at_least = tl.log2(tl.minimum(min_p, 1.0)) - 0.01
-                least = tl.maximum(key_of(top + at_least / scale - tl.abs(top) * 1e-6), lowest)
-            if by_top_k:
-                bound = tl.maximum(kth_highest(keys, top_k), lowest)
-            elif by_top_p:
-                there = tl.sum((keys > MINUS_INF).to(tl.float32), axis=0)
-                rest = (1.0 - top_p) * row_mass
-                bound = tl.maximum(nucleus_bound(keys, chunk_mass, there, top, scale, guess * rest), lowest)
-                sure = bound <= least
-            bound = tl.maximum(bound, least)
-            count, mass = gather(
-                source, keys, bound, list_ptr, cand_keys, cand_ids, top, scale, False, CAPACITY, CHUNKS, GATHERED, COLUMNS,
-                REPS, HEAD, ENTRIES,
-            )  # fmt: skip
-            if (sure == 0) & (count <= CAPACITY):
-                target = row_mass * top_p * 1.00001  # as the search will ask for, and what rounding may take
-                if mass < target:
-                    bound = tl.maximum(nucleus_bound(keys, chunk_mass, there, top, scale, 0.2 * rest), least)
-                    count, mass = gather(
-                        source, keys, bound, list_ptr, cand_keys, cand_ids, top, scale, False, CAPACITY, CHUNKS, GATHERED,
-                        COLUMNS, REPS, HEAD, ENTRIES,
-                    )  # fmt: skip
-                    if (mass < target) & (bound > least):
-                        count = CAPACITY + 1
+                least = tl.maximum(key_of(top + at_least / scale - tl.minimum(tl.abs(top), _LARGEST) * 1e-6), least)
+            there = tl.sum((keys > MINUS_INF).to(tl.float32), axis=0)
+            target = row_mass * top_p * 1.00001  # as the search will ask for, and what rounding may take
+            bound = least
+            count = tl.full((), 0, tl.int32)
+            attempts = tl.full((), 2, tl.int32)
+            while attempts > 0:
+                if by_top_k:
+                    bound = tl.maximum(kth_highest(keys, top_k), least)
+                elif by_top_p:
+                    guess = tl.where(attempts == 2, 0.8, 0.2)
+                    bound = tl.maximum(nucleus_bound(keys, chunk_mass, there, top, scale, guess * rest), least)
+                count, mass = gather(
+                    source, keys, bound, list_ptr, cand_keys, cand_ids, top, scale, False, CAPACITY, CHUNKS, GATHERED, COLUMNS,
+                    REPS, HEAD, ENTRIES,
+                )  # fmt: skip
+                attempts -= 1
+                if by_top_k | (bound <= least) | (mass >= target) | (count > CAPACITY):
+                    attempts = attempts * 0
+                elif attempts == 0:
+                    count = count * 0 + CAPACITY + 1
             if count <= CAPACITY:
-                tokens = Tokens(source, cand_keys, cand_ids, count, top, scale)
+                tokens = Tokens(source, cand_keys, cand_ids, count, bound.to(tl.int64), top, scale)
                 kept_mass = _filter(
-                    tokens, bound, highest, row_mass, top_k, top_p, min_p, by_top_k, by_top_p, temperature, seed, offset,
-                    stream, ids_ptr, num_samples, LOGPROBS, MASKED, False, TILE, HEAD, ENTRIES,
+                    tokens, highest, row_mass, top_k, top_p, min_p, by_top_k, by_top_p, temperature, seed, offset, stream,
+                    ids_ptr, num_samples, LOGPROBS, MASKED, False, TILE, HEAD, ENTRIES,
                 )  # fmt: skip
             else:
-                row_tokens = Tokens(source, cand_keys, cand_ids, vocab_size, top, scale)
+                row_tokens = Tokens(source, cand_keys, cand_ids, vocab_size, lowest, top, scale)
                 kept_mass = _filter(
-                    row_tokens, tl.full((), _LOWEST, tl.int32), highest, row_mass, top_k, top_p, min_p, by_top_k, by_top_p,
-                    temperature, seed, offset, stream, ids_ptr, num_samples, LOGPROBS, MASKED, True, WHOLE_TILE, HEAD, ENTRIES,
+                    row_tokens, highest, row_mass, top_k, top_p, min_p, by_top_k, by_top_p, temperature, seed, offset, stream,
+                    ids_ptr, num_samples, LOGPROBS, MASKED, True, WHOLE_TILE, HEAD, ENTRIES,
                 )  # fmt: skip
 
     if raw_keys_ptr is not None:
@@ -389,11 +367,14 @@ def pick_kernel(
                     COLUMNS, REPS, HEAD, ENTRIES,
                 )  # fmt: skip
                 if count <= CAPACITY:
-                    raw_tokens = Tokens(source, cand_keys, cand_ids, count, raw_top, LOG2E)
+                    raw_tokens = Tokens(source, cand_keys, cand_ids, count, _LOWEST, raw_top, LOG2E)
                     _top_ids(raw_tokens, raw_highest, lse, top_ids_ptr, top_logprobs_ptr, num_top, False, TILE, HEAD, ENTRIES)
                 else:
-                    raw_source = source._replace(dense_bias=None, bias_ids=None, counts=None, token_mask=None)
-                    raw_tokens = Tokens(raw_source, cand_keys, cand_ids, vocab_size, raw_top, LOG2E)
+                    raw_source = Source(
+                        far, logits, logits_stride, vocab_size, bias, logit_scale, soft_cap, None, None, None, 0, 0, 0, None, 0,
+                        1.0, 0.0, 0.0, None, 0,
+                    )  # fmt: skip
+                    raw_tokens = Tokens(raw_source, cand_keys, cand_ids, vocab_size, _LOWEST, raw_top, LOG2E)
                     _top_ids(
                         raw_tokens, raw_highest, lse, top_ids_ptr, top_logprobs_ptr, num_top, True, WHOLE_TILE, HEAD, ENTRIES
                     )

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from .logits_source import (
     GREEDY_BELOW,
+    Source,
     column_tokens,
     key_of,
     mass_scale,
@@ -19,7 +20,6 @@ from .logits_source import (
     row_i64,
     row_top_k,
     score_factors,
-    source_of,
     sparse_entries,
     value_of,
 )
@@ -144,10 +144,12 @@ def scan_kernel(
     row = tl.program_id(0) // blocks
     block = tl.program_id(0) % blocks
     first = block * BLOCK
-    source = source_of(
-        row, logits, logits_stride, vocab_size, bias, logit_scale, soft_cap, dense_bias, bias_ids, bias_values, bias_count,
-        ids_stride, values_stride, counts, counts_stride, repetition_at, repetition_value, frequency_at, frequency_value,
-        presence_at, presence_value, token_mask, mask_stride,
+    repetition = row_f32(repetition_at, repetition_value, row)
+    frequency = row_f32(frequency_at, frequency_value, row)
+    presence = row_f32(presence_at, presence_value, row)
+    source = Source(
+        row.to(tl.int64), logits, logits_stride, vocab_size, bias, logit_scale, soft_cap, dense_bias, bias_ids, bias_values,
+        bias_count, ids_stride, values_stride, counts, counts_stride, repetition, frequency, presence, token_mask, mask_stride,
     )  # fmt: skip
     column = column_tokens(COLUMNS)
     tokens = ()
@@ -206,12 +208,12 @@ def scan_kernel(
                     processed, tokens, first, draw_word, scale, noise_factor, key_lo, key_hi, offset_lo, offset_hi,
                     COLUMNS, REPS, False, True,
                 )  # fmt: skip
-                token = ((key & NO_TOKEN) ^ NO_TOKEN).to(tl.int32)
-                group = (token & 7) | (((token >> 4) & 3) << 3) | ((token >> 7) << 5)
+                best = ((key & NO_TOKEN) ^ NO_TOKEN).to(tl.int32)
+                group = (best & 7) | (((best >> 4) & 3) << 3) | ((best >> 7) << 5)
                 words = philox_words(group.to(tl.uint32), draw_word, offset_lo, offset_hi, key_lo, key_hi)
-                lower = tl.where((token & 8) == 0, words[0], words[1])
-                upper = tl.where((token & 8) == 0, words[2], words[3])
-                word = tl.where((token & 64) == 0, lower, upper)
+                lower = tl.where((best & 8) == 0, words[0], words[1])
+                upper = tl.where((best & 8) == 0, words[2], words[3])
+                word = tl.where((best & 64) == 0, lower, upper)
                 if (word == 0) & (key != 0) & (key != NAN_KEY):  # is it the best still?
                     key = _best(
                         processed, tokens, first, draw_word, scale, noise_factor, key_lo, key_hi, offset_lo, offset_hi,

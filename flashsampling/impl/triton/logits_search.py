@@ -1,8 +1,9 @@
 """Of a row's tokens the boundary that a filter draws, found without sorting; and the tokens that can lie on its kept side.
 
-A boundary is a pair (key, id): kept is what has a greater key, or the same one and an id up to that one. Its key is searched for
-digit by digit: how many tokens, or how much mass, have at least one of ``WAYS`` keys at once. Sums run in an order that is fixed
-by the row alone, and rounding is monotone, so they never contradict each other.
+A token's place is one number, greater for the greater logit and then for the lower id, so what a filter keeps is all places from
+a limit on. The limit is searched for digit by digit: how many tokens, and how much mass, have at least one of ``WAYS`` places
+at once; it is found as soon as a digit leaves one token. Sums run in an order that is fixed by the row alone, and rounding is
+monotone, so they never contradict each other.
 
 The tokens are candidates in memory (``gather``), or, where those do not suffice, the row itself (``WHOLE``).
 """
@@ -12,12 +13,11 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .logits_source import NO_LIMIT, chunk_of, chunk_tokens, key_of, mass_of, processed_logits, raw_logits, sparse_entries, value_of
+from .logits_source import chunk_of, chunk_tokens, key_of, mass_of, processed_logits, raw_logits, sparse_entries, value_of
 
-COUNT = tl.constexpr(0)  # what a search adds up: tokens with at least a key,
-MASS = tl.constexpr(1)  # their mass,
-TIES = tl.constexpr(2)  # or tokens of one key below an id
-WAYS = tl.constexpr(16)
+_DIGIT = tl.constexpr(4)  # bits
+_WAYS = tl.constexpr(16)
+_LAST_ID = tl.constexpr(0x7FFFFFFF)
 
 
 class Tokens(NamedTuple):
@@ -27,6 +27,7 @@ class Tokens(NamedTuple):
     keys: object  # (CAPACITY,) int32
     ids: object  # (CAPACITY,) int32
     count: object  # of candidates; of the whole row, the vocabulary's size
+    lowest: object  # no key is below it
     top: object  # highest logit
     scale: object  # of masses
 
@@ -49,95 +50,61 @@ def tile_of(tokens, first, WHOLE: tl.constexpr, TILE: tl.constexpr, HEAD: tl.con
 
 
 @triton.jit
-def is_kept(key, token, limit_key, limit_id):
-    """Whether tokens are on the kept side of a boundary."""
-    return (key > limit_key) | ((key == limit_key) & (token <= limit_id))
+def place_of(tokens, key, token):
+    """int64 in the row's order, from 0 up."""
+    return ((key.to(tl.int64) - tokens.lowest) << 31) | (token ^ _LAST_ID).to(tl.int64)
 
 
 @triton.jit
 def _sums(
-    tokens, first, step, limit_key, limit_id, tie,
-    WHAT: tl.constexpr, WHOLE: tl.constexpr, TILE: tl.constexpr, HEAD: tl.constexpr, ENTRIES: tl.constexpr,
-):  # fmt: skip
-    """(WAYS,) float32: of the kept tokens, the sums at first, first + step, ..."""
-    thresholds = tl.minimum(first + step * tl.arange(0, WAYS).to(tl.int64), 0x7FFFFFFF).to(tl.int32)
-    totals = tl.zeros((WAYS,), tl.float32)
+    tokens, low, step, limit, WHOLE: tl.constexpr, TILE: tl.constexpr, HEAD: tl.constexpr, ENTRIES: tl.constexpr
+):
+    """Counts int32 and masses float64 (WAYS,): of the places from the limit on that are at least low, low + step, ..."""
+    thresholds = low + step * tl.arange(0, _WAYS).to(tl.int64)
+    thresholds = tl.where(thresholds < low, 0x7FFFFFFFFFFFFFFF, thresholds)  # beyond 2**63
+    counts = tl.zeros((_WAYS,), tl.int32)
+    masses = tl.zeros((_WAYS,), tl.float64)
     for start in range(0, tokens.count, TILE):
         key, token, live = tile_of(tokens, start, WHOLE, TILE, HEAD, ENTRIES)
-        live = live & is_kept(key, token, limit_key, limit_id)
-        if WHAT == TIES:
-            there = (token[:, None] < thresholds[None, :]) & (live & (key == tie))[:, None]
-            totals += tl.sum(there.to(tl.float32), axis=0)
-        elif WHAT == COUNT:
-            there = (key[:, None] >= thresholds[None, :]) & live[:, None]
-            totals += tl.sum(there.to(tl.float32), axis=0)
-        else:
-            mass = tl.where(live, mass_of(value_of(key), tokens.top, tokens.scale), 0.0)
-            totals += tl.sum(tl.where(key[:, None] >= thresholds[None, :], mass[:, None], 0.0), axis=0)
-    return totals
+        place = place_of(tokens, key, token)
+        live = live & (place >= limit)
+        there = (place[:, None] >= thresholds[None, :]) & live[:, None]
+        mass = mass_of(value_of(key), tokens.top, tokens.scale)
+        counts += tl.sum(there.to(tl.int32), axis=0)
+        masses += tl.sum(tl.where(there, mass[:, None], 0.0), axis=0).to(tl.float64)
+    return counts, masses
 
 
 @triton.jit
-def _search(
-    tokens, low, highest, target, limit_key, limit_id, tie,
-    WHAT: tl.constexpr, WHOLE: tl.constexpr, TILE: tl.constexpr, HEAD: tl.constexpr, ENTRIES: tl.constexpr,
-):  # fmt: skip
-    """The greatest key from low to highest at which the sum reaches the target (it does at low); or the greatest id at which
-    the ties below it are fewer."""
-    low = tl.cast(low, tl.int64)
-    step = tl.full((), 1 << 28, tl.int64)
-    way = tl.arange(0, WAYS)
-    for _ in range(8):
-        if low + step <= highest:
-            totals = _sums(tokens, low, step, limit_key, limit_id, tie, WHAT, WHOLE, TILE, HEAD, ENTRIES)
-            if WHAT == TIES:
-                passed = totals < target
-            else:
-                passed = totals >= target
-            low += step * tl.sum((passed & (way > 0)).to(tl.int32), axis=0)
-        step = step >> 4
-    return low.to(tl.int32)
-
-
-@triton.jit
-def first_of_ties(
-    tokens, tie, needed, limit_key, limit_id,
+def limit_of(
+    tokens, highest, limit, by_mass, target, is_share,
     WHOLE: tl.constexpr, TILE: tl.constexpr, HEAD: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    """The id up to which the kept tokens of one key are ``needed`` many; NO_LIMIT if there are no more."""
-    way = tl.arange(0, WAYS)
-    everything = tl.full((), 0x7FFFFFFF, tl.int64)
-    totals = _sums(tokens, everything, 0, limit_key, limit_id, tie, TIES, WHOLE, TILE, HEAD, ENTRIES)
-    last = tl.full((), NO_LIMIT, tl.int32)
-    if tl.sum(tl.where(way == 0, totals, 0.0), axis=0) > needed:
-        vocab_size = tl.cast(tokens.source.vocab_size, tl.int64)
-        last = _search(tokens, 0, vocab_size, needed, limit_key, limit_id, tie, TIES, WHOLE, TILE, HEAD, ENTRIES)
-    return last
-
-
-@triton.jit
-def boundary(
-    tokens, low, highest, target, limit_key, limit_id,
-    WHAT: tl.constexpr, WHOLE: tl.constexpr, TILE: tl.constexpr, HEAD: tl.constexpr, ENTRIES: tl.constexpr,
-):  # fmt: skip
-    """The boundary (key, id) of the shortest prefix of the kept tokens whose count or mass reaches the target; the old one if
-    all of them do not. ``low``: no token has a lower key."""
-    way = tl.arange(0, WAYS)
-    key = limit_key
-    last = limit_id
-    low = tl.cast(low, tl.int64)
-    totals = _sums(tokens, low, 0, limit_key, limit_id, 0, WHAT, WHOLE, TILE, HEAD, ENTRIES)
-    if tl.sum(tl.where(way == 0, totals, 0.0), axis=0) >= target:
-        found = _search(tokens, low, highest, target, limit_key, limit_id, 0, WHAT, WHOLE, TILE, HEAD, ENTRIES)
-        totals = _sums(tokens, found.to(tl.int64) + 1, 0, limit_key, limit_id, 0, WHAT, WHOLE, TILE, HEAD, ENTRIES)
-        needed = target - tl.sum(tl.where(way == 0, totals, 0.0), axis=0)
-        if WHAT == MASS:
-            needed = needed / mass_of(value_of(found), tokens.top, tokens.scale)
-        needed = tl.maximum(tl.ceil(needed), 1.0)
-        ties_end = first_of_ties(tokens, found, needed, limit_key, limit_id, WHOLE, TILE, HEAD, ENTRIES)
-        last = tl.where(found == limit_key, tl.minimum(limit_id, ties_end), ties_end)
-        key = found
-    return key, last
+    """The limit of the shortest prefix of what a limit keeps whose count or mass reaches the target, or, if ``is_share``, that
+    times the mass of all that is kept; the old limit if all of it does not."""
+    way = tl.arange(0, _WAYS)
+    low = tl.full((), 0, tl.int64)
+    step = tl.full((), 1 << 60, tl.int64)
+    last = place_of(tokens, highest, tl.full((), 0, tl.int32))
+    while step > last:
+        step = step >> _DIGIT
+    asks = tl.full((), 1, tl.int32)  # for the total still
+    while step > 0:
+        counts, masses = _sums(tokens, low, step, limit, WHOLE, TILE, HEAD, ENTRIES)
+        if asks != 0:
+            total = tl.sum(tl.where(way == 0, masses, 0.0), axis=0)
+            target = tl.where(is_share, target * total, target)
+            asks = asks * 0
+        sums = tl.where(by_mass, masses, counts.to(tl.float64))
+        passed = tl.sum((sums >= target).to(tl.int32), axis=0)
+        if passed == 0:  # all of it does not reach the target
+            step = step * 0
+        else:
+            low += step * (passed - 1).to(tl.int64)
+            left = tl.sum(tl.where(way == passed - 1, counts, 0), axis=0) - tl.sum(tl.where(way == passed, counts, 0), axis=0)
+            limit = tl.maximum(limit, low)
+            step = tl.where(left == 1, 0, step >> _DIGIT)
+    return limit
 
 
 # -- candidates

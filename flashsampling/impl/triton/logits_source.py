@@ -18,13 +18,14 @@ GREEDY_BELOW = tl.constexpr(1e-6)
 MINUS_INF = tl.constexpr(-0x7F800001)
 PLUS_INF = tl.constexpr(0x7F800000)
 NAN = tl.constexpr(0x7FFFFFFF)
-NO_LIMIT = tl.constexpr(0x7FFFFFFF)  # above every id
 
 
 class Source(NamedTuple):
-    """What one row's logits are made of. Pointers point to the row's own values, or to the vocabulary's; None: not asked for."""
+    """What one row's logits are made of; None: not asked for."""
 
+    row: object  # int64
     logits: object
+    logits_stride: object
     vocab_size: object
     bias: object
     logit_scale: object
@@ -33,11 +34,15 @@ class Source(NamedTuple):
     bias_ids: object
     bias_values: object
     bias_count: object
+    ids_stride: object
+    values_stride: object
     counts: object
+    counts_stride: object
     repetition: object
     frequency: object
     presence: object
     token_mask: object
+    mask_stride: object
 
 
 @triton.jit
@@ -65,33 +70,6 @@ def row_top_k(address, value, row, WIDE: tl.constexpr):
 
 
 @triton.jit
-def source_of(
-    row, logits, logits_stride, vocab_size, bias, logit_scale, soft_cap, dense_bias, bias_ids, bias_values, bias_count,
-    ids_stride, values_stride, counts, counts_stride, repetition_at, repetition_value, frequency_at, frequency_value,
-    presence_at, presence_value, token_mask, mask_stride,
-):  # fmt: skip
-    """The ``Source`` of a row."""
-    far = row.to(tl.int64)
-    repetition = 1.0
-    frequency = 0.0
-    presence = 0.0
-    if bias_ids is not None:
-        bias_ids += far * ids_stride
-        bias_values += far * values_stride
-    if counts is not None:
-        counts += far * counts_stride
-        repetition = row_f32(repetition_at, repetition_value, row)
-        frequency = row_f32(frequency_at, frequency_value, row)
-        presence = row_f32(presence_at, presence_value, row)
-    if token_mask is not None:
-        token_mask += far * mask_stride
-    return Source(
-        logits + far * logits_stride, vocab_size, bias, logit_scale, soft_cap, dense_bias, bias_ids, bias_values, bias_count,
-        counts, repetition, frequency, presence, token_mask,
-    )  # fmt: skip
-
-
-@triton.jit
 def _tanh(x):
     """Within 3e-7 of tanh, relatively: a continued fraction near 0, exponentials elsewhere. Triton has none of its own."""
     x2 = x * x
@@ -104,7 +82,7 @@ def _tanh(x):
 @triton.jit
 def raw_logits(source, tokens, live, HEAD: tl.constexpr):
     """Raw logits of tokens, float32; -inf where not live. ``HEAD``: there is a scale or a soft cap."""
-    x = tl.load(source.logits + tokens, mask=live, other=float("-inf")).to(tl.float32)
+    x = tl.load(source.logits + source.row * source.logits_stride + tokens, mask=live, other=float("-inf")).to(tl.float32)
     if source.bias is not None:
         x += tl.load(source.bias + tokens, mask=live, other=0.0)
     if HEAD:
@@ -125,12 +103,12 @@ def _dense(source, x, tokens, live):
 @triton.jit
 def _penalized(source, x, tokens, live):
     if source.counts is not None:
-        counts = tl.load(source.counts + tokens, mask=live, other=0)
+        counts = tl.load(source.counts + source.row * source.counts_stride + tokens, mask=live, other=0)
         x = tl.where(counts != 0, tl.where(x > 0.0, x / source.repetition, x * source.repetition), x)
         times = (counts & 0x7FFFFFFF).to(tl.float32)
         x = tl.where(times > 0.0, x - source.frequency * times - source.presence, x)
     if source.token_mask is not None:
-        word = tl.load(source.token_mask + (tokens >> 5), mask=live, other=0)
+        word = tl.load(source.token_mask + source.row * source.mask_stride + (tokens >> 5), mask=live, other=0)
         x = tl.where(((word >> (tokens & 31)) & 1) != 0, x, float("-inf"))
     return x
 
@@ -139,7 +117,7 @@ def _penalized(source, x, tokens, live):
 def sparse_entries(source, ENTRIES: tl.constexpr):
     """Tokens of the row's sparse bias, (ENTRIES,) int32; -1: none. To be narrowed down to those of a tile."""
     index = tl.arange(0, ENTRIES)
-    ids = tl.load(source.bias_ids + index, mask=index < source.bias_count, other=-1)
+    ids = tl.load(source.bias_ids + source.row * source.ids_stride + index, mask=index < source.bias_count, other=-1)
     return tl.where(ids < source.vocab_size, ids, -1)
 
 
@@ -156,8 +134,8 @@ def processed_logits(source, raw, tokens, live, entries, ENTRIES: tl.constexpr):
         for _ in range(tl.sum(pending.to(tl.int32), axis=0)):
             entry = tl.min(tl.where(pending, index, ENTRIES), axis=0)
             pending = pending & (index != entry)
-            token = tl.load(source.bias_ids + entry)
-            value = tl.load(source.bias_values + entry)
+            token = tl.load(source.bias_ids + source.row * source.ids_stride + entry)
+            value = tl.load(source.bias_values + source.row * source.values_stride + entry)
             biased = ()
             for i in tl.static_range(len(raw)):
                 biased = biased + (tl.where(tokens[i] == token, done[i] + value, done[i]),)
@@ -202,7 +180,8 @@ def value_of(key):
 @triton.jit
 def mass_scale(temperature):
     """Per unit of logit, to the base 2. Never 0, so -inf stays -inf; a greedy row's masses are at temperature 1."""
-    return tl.maximum(LOG2E / tl.where(temperature < GREEDY_BELOW, 1.0, temperature), 1e-38)
+    inverse = 1.0 / tl.where(temperature < GREEDY_BELOW, 1.0, temperature)
+    return tl.maximum(inverse * LOG2E, 2e-38)
 
 
 @triton.jit
@@ -218,7 +197,7 @@ def score_factors(temperature, MASKED: tl.constexpr):
     hot = temperature > 1.0
     scale = tl.where(hot, 1.0 / tl.where(hot, temperature, 1.0), 1.0)
     if MASKED:
-        scale = tl.maximum(scale, 1e-38)
+        scale = tl.maximum(scale, 2e-38)
     noise = tl.where(temperature < GREEDY_BELOW, 0.0, temperature * LN2)
     return tl.where(temperature != temperature, temperature, scale), tl.where(hot, LN2, noise)
 
