@@ -259,13 +259,9 @@ def test_a_row_is_the_same_in_any_batch(asked):
     step = make_step(batch=5, asked=asked, num_samples=2)
     whole = layout(5, 2, asked).split(run(step, SMALL), 5)
     for rows in ([3], [4, 0]):
-        def take(value: Any) -> Any:
-            return value[rows] if isinstance(value, Tensor) else value
-
-        part = Step(
-            take(step.logits), take(step.logits), take(step.temperature), take(step.seed), take(step.offset), 2, VOCAB, asked=asked,
-            logits=torch.nn.functional.pad(take(step.logits), (0, 3))[:, :VOCAB],
-        )  # fmt: skip
+        logits = torch.nn.functional.pad(step.logits[rows], (0, 3))[:, :VOCAB]
+        parameters = {name: getattr(step, name)[rows] for name in ("temperature", "seed", "offset")}
+        part = with_logits(step._replace(**parameters), logits)
         some = layout(len(rows), 2, asked).split(run(part, SMALL), len(rows))
         for name, values in whole.items():
             assert torch.equal(some[name], values[rows]), name

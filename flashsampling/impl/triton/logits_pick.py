@@ -1,10 +1,10 @@
 """The second kernel of ``logits``: a program per row turns what the first one wrote into tokens and what else is asked for.
 
-    no filter        the best of the blocks' best scores
-    a filter         from the chunks' maxima and masses a bound below which no token is kept; the tokens above it, read again,
-                     are the candidates; boundaries of top-k and top-p among them; the best score of what is kept
-    a flat row       whose candidates are more than there is room for: the same searches over the row itself. They take a fixed
-                     number of passes: no row takes forever
+no filter        the best of the blocks' best scores
+a filter         from the chunks' maxima and masses a bound below which no token is kept; the tokens above it, read again,
+                 are the candidates; boundaries of top-k and top-p among them; the best score of what is kept
+a flat row       whose candidates are more than there is room for: the same searches over the row itself. They take a fixed
+                 number of passes: no row takes forever
 """
 
 import triton
@@ -266,10 +266,9 @@ def pick_kernel(
         undefined = undefined | (top_p != top_p) | (min_p != min_p)
         if not LOGPROBS:
             filtered = filtered & ((temperature < GREEDY_BELOW) == 0)
-        if filtered & (undefined == 0):
-            if highest == PLUS_INF:
-                row_tokens = Tokens(source, cand_keys, cand_ids, vocab_size, lowest, top, scale)
-                undefined = _any_finite(row_tokens, WHOLE_TILE, HEAD, ENTRIES) == 0
+        if filtered & (undefined == 0) & (highest == PLUS_INF):
+            row_tokens = Tokens(source, cand_keys, cand_ids, vocab_size, lowest, top, scale)
+            undefined = _any_finite(row_tokens, WHOLE_TILE, HEAD, ENTRIES) == 0
     if LOGPROBS or FILTERS:
         row_mass = tl.full((), 0.0, tl.float32)
         chunk_mass = tl.zeros((CHUNKS,), tl.float32)
@@ -363,8 +362,8 @@ def pick_kernel(
             else:
                 raw_bound = tl.maximum(kth_highest(raw_keys, num_top), MINUS_INF)
                 count, _ = gather(
-                    source, raw_keys, raw_bound, list_ptr, cand_keys, cand_ids, raw_top, LOG2E, True, CAPACITY, CHUNKS, GATHERED,
-                    COLUMNS, REPS, HEAD, ENTRIES,
+                    source, raw_keys, raw_bound, list_ptr, cand_keys, cand_ids, raw_top, LOG2E, True, CAPACITY, CHUNKS,
+                    GATHERED, COLUMNS, REPS, HEAD, ENTRIES,
                 )  # fmt: skip
                 if count <= CAPACITY:
                     raw_tokens = Tokens(source, cand_keys, cand_ids, count, _LOWEST, raw_top, LOG2E)

@@ -1,7 +1,7 @@
 """Of a row's tokens the boundary that a filter draws, found without sorting; and the tokens that can lie on its kept side.
 
-A token's place is one number, greater for the greater logit and then for the lower id, so what a filter keeps is all places from
-a limit on. The limit is searched for digit by digit: how many tokens, and how much mass, have at least one of ``WAYS`` places
+A token's place is one number, greater for the greater logit and then for the lower id, so what a filter keeps is all places
+from a limit on. The limit is searched for digit by digit: how many tokens, and how much mass, are at or above each of 16 places
 at once; it is found as soon as a digit leaves one token. Sums run in an order that is fixed by the row alone, and rounding is
 monotone, so they never contradict each other.
 
@@ -56,9 +56,7 @@ def place_of(tokens, key, token):
 
 
 @triton.jit
-def _sums(
-    tokens, low, step, limit, WHOLE: tl.constexpr, TILE: tl.constexpr, HEAD: tl.constexpr, ENTRIES: tl.constexpr
-):
+def _sums(tokens, low, step, limit, WHOLE: tl.constexpr, TILE: tl.constexpr, HEAD: tl.constexpr, ENTRIES: tl.constexpr):
     """Counts int32 and masses float64 (WAYS,): of the places from the limit on that are at least low, low + step, ..."""
     thresholds = low + step * tl.arange(0, _WAYS).to(tl.int64)
     thresholds = tl.where(thresholds < low, 0x7FFFFFFFFFFFFFFF, thresholds)  # beyond 2**63
@@ -148,7 +146,7 @@ def gather(
     CHUNKS: tl.constexpr, GATHERED: tl.constexpr, COLUMNS: tl.constexpr, REPS: tl.constexpr, HEAD: tl.constexpr,
     ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    """Writes the candidates, the tokens with at least the key ``bound``. How many, which may be more than there is room for, and
+    """Writes the candidates, the tokens with at least the key ``bound``. How many, also where there is no room for them, and
     their mass."""
     listed = list_chunks(chunk_keys >= bound, list_ptr, CHUNKS)
     count = tl.full((), 0, tl.int32)
