@@ -259,7 +259,7 @@ def test_a_row_is_the_same_in_any_batch(asked):
     step = make_step(batch=5, asked=asked, num_samples=2)
     whole = layout(5, 2, asked).split(run(step, SMALL), 5)
     for rows in ([3], [4, 0]):
-        logits = torch.nn.functional.pad(step.logits[rows], (0, 3))[:, :VOCAB]
+        logits = torch.nn.functional.pad(step.hidden_states[rows], (0, 3))[:, :VOCAB]
         parameters = {name: getattr(step, name)[rows] for name in ("temperature", "seed", "offset")}
         part = with_logits(step._replace(**parameters), logits)
         some = layout(len(rows), 2, asked).split(run(part, SMALL), len(rows))
@@ -271,7 +271,7 @@ def test_padded_vocabulary_and_rows_apart():
     """What lies beyond the vocabulary is not read as a logit."""
     step = make_step(batch=2, asked=Asked(top_k=10, top_p=0.9, logprobs=True))
     wide = torch.full((2, 2 * VOCAB), math.nan, device=DEVICE)
-    wide[:, :VOCAB] = step.logits
+    wide[:, :VOCAB] = step.hidden_states
     assert torch.equal(run(with_logits(step, wide), SMALL).ids, run(step, SMALL).ids)
 
 
@@ -288,4 +288,4 @@ def test_filters_keep_what_the_oracle_keeps():
 def test_what_it_does_not_take():
     step = make_step(batch=1)
     assert unsupported(step) is None
-    assert "takes logits" in unsupported(step._replace(logits=None))
+    assert "takes logits" in str(unsupported(step._replace(logits=None)))

@@ -10,20 +10,18 @@ a flat row       whose candidates are more than there is room for: the same sear
 import triton
 import triton.language as tl
 
-from .logits_search import Tokens, chunk_tile, gather, kth_highest, limit_of, list_chunks, nucleus_bound, place_of, tile_of
+from .logits_beside import log_sum_exp, mass_of_chunks, write_drawn, write_given, write_top
+from .logits_search import Tokens, gather, kth_highest, limit_of, nucleus_bound, place_of, tile_of
 from .logits_source import (
     GREEDY_BELOW,
-    LN2,
     LOG2E,
     MINUS_INF,
     NAN,
     PLUS_INF,
     Source,
-    both_logits_of,
     key_of,
     mass_of,
     mass_scale,
-    raw_logits,
     row_f32,
     row_i64,
     row_top_k,
@@ -113,33 +111,6 @@ def _any_finite(tokens, TILE: tl.constexpr, HEAD: tl.constexpr, ENTRIES: tl.cons
         key, _, live = tile_of(tokens, start, True, TILE, HEAD, ENTRIES)
         found = tl.maximum(found, tl.max((live & (key > MINUS_INF) & (key < PLUS_INF)).to(tl.int32), axis=0))
     return found != 0
-
-
-@triton.jit
-def _top_ids(
-    tokens, highest, lse, top_ids_ptr, top_logprobs_ptr, num_top,
-    WHOLE: tl.constexpr, TILE: tl.constexpr, HEAD: tl.constexpr, ENTRIES: tl.constexpr,
-):  # fmt: skip
-    """Writes the first ``num_top`` of the tokens in order, one after the other."""
-    last = tl.full((), 0x7FFFFFFFFFFFFFFF, tl.int64)
-    for i in range(num_top):
-        best = tl.full((TILE,), -0x7FFFFFFFFFFFFFFF, tl.int64)
-        for start in range(0, tokens.count, TILE):
-            key, token, live = tile_of(tokens, start, WHOLE, TILE, HEAD, ENTRIES)
-            # greater for the greater key, then for the lower id
-            place = (key.to(tl.int64) << 32) | (token ^ 0x7FFFFFFF).to(tl.int64)
-            best = tl.maximum(best, tl.where(live & (place < last), place, -0x7FFFFFFFFFFFFFFF))
-        last = tl.max(best, axis=0)
-        tl.store(top_ids_ptr + i, (last & 0x7FFFFFFF) ^ 0x7FFFFFFF)
-        tl.store(top_logprobs_ptr + i, value_of((last >> 32).to(tl.int32)) - lse)
-
-
-@triton.jit
-def _log_sum_exp(keys, sums, scale, CHUNKS: tl.constexpr):
-    """Highest key, mass relative to it, of chunks' keys and sums (CHUNKS,), and the chunks' masses."""
-    highest = tl.max(keys, axis=0)
-    chunk_mass = tl.where(keys > MINUS_INF, sums * mass_of(value_of(keys), value_of(highest), scale), 0.0)
-    return highest, tl.sum(chunk_mass, axis=0), chunk_mass
 
 
 @triton.jit(
@@ -277,7 +248,7 @@ def pick_kernel(
             wants_mass = wants_mass & filtered & by_top_p & (by_top_k == 0)
         if wants_mass:
             sums = tl.load(sums_ptr + far * num_chunks + chunk, mask=in_row, other=0.0)
-            _, row_mass, chunk_mass = _log_sum_exp(keys, sums, scale, CHUNKS)
+            _, row_mass, chunk_mass = mass_of_chunks(keys, sums, scale)
         kept_mass = row_mass
 
     if filtered == 0:
@@ -339,66 +310,26 @@ def pick_kernel(
     if raw_keys_ptr is not None:
         raw_keys = tl.load(raw_keys_ptr + far * num_chunks + chunk, mask=chunk < num_chunks, other=_NOTHING)
         raw_sums = tl.load(raw_sums_ptr + far * num_chunks + chunk, mask=chunk < num_chunks, other=0.0)
-        raw_highest, raw_mass, _ = _log_sum_exp(raw_keys, raw_sums, LOG2E, CHUNKS)
-        raw_top = value_of(raw_highest)
-        lse = tl.where(tl.abs(raw_top) == float("inf"), raw_top, raw_top + tl.log2(raw_mass) * LN2)
-        lse = tl.where(raw_highest == NAN, float("nan"), lse)
+        raw_highest, raw_mass, _ = mass_of_chunks(raw_keys, raw_sums, LOG2E)
+        lse = log_sum_exp(raw_highest, raw_mass)
         if lse_ptr is not None:
             tl.store(lse_ptr + row, lse)
         if given_ids is not None:
-            for first in range(0, num_given, 128):
-                index = first + tl.arange(0, 128)
-                token = tl.load(given_ids + far * given_stride + index, mask=index < num_given, other=-1)
-                there = (token >= 0) & (token < vocab_size)
-                x = raw_logits(source, tl.where(there, token, 0).to(tl.int32), there, HEAD)
-                tl.store(given_ptr + far * num_given + index, tl.where(there, x - lse, float("nan")), mask=index < num_given)
+            write_given(source, given_ids + far * given_stride, given_ptr + far * num_given, num_given, lse, HEAD)
         if top_ids_ptr is not None:
-            top_ids_ptr += far * num_top
-            top_logprobs_ptr += far * num_top
-            if raw_highest == NAN:
-                for i in range(num_top):
-                    tl.store(top_ids_ptr + i, tl.full((), -1, tl.int64))
-                    tl.store(top_logprobs_ptr + i, lse)
-            else:
-                raw_bound = tl.maximum(kth_highest(raw_keys, num_top), MINUS_INF)
-                count, _ = gather(
-                    source, raw_keys, raw_bound, list_ptr, cand_keys, cand_ids, raw_top, LOG2E, True, CAPACITY, CHUNKS,
-                    GATHERED, COLUMNS, REPS, HEAD, ENTRIES,
-                )  # fmt: skip
-                if count <= CAPACITY:
-                    raw_tokens = Tokens(source, cand_keys, cand_ids, count, _LOWEST, raw_top, LOG2E)
-                    _top_ids(raw_tokens, raw_highest, lse, top_ids_ptr, top_logprobs_ptr, num_top, False, TILE, HEAD, ENTRIES)
-                else:
-                    raw_source = Source(
-                        far, logits, logits_stride, vocab_size, bias, logit_scale, soft_cap, None, None, None, 0, 0, 0, None, 0,
-                        1.0, 0.0, 0.0, None, 0,
-                    )  # fmt: skip
-                    raw_tokens = Tokens(raw_source, cand_keys, cand_ids, vocab_size, _LOWEST, raw_top, LOG2E)
-                    _top_ids(
-                        raw_tokens, raw_highest, lse, top_ids_ptr, top_logprobs_ptr, num_top, True, WHOLE_TILE, HEAD, ENTRIES
-                    )
+            raw_source = Source(
+                far, logits, logits_stride, vocab_size, bias, logit_scale, soft_cap, None, None, None, 0, 0, 0, None, 0,
+                1.0, 0.0, 0.0, None, 0,
+            )  # fmt: skip
+            write_top(
+                raw_source, raw_keys, raw_highest, lse, list_ptr, cand_keys, cand_ids, top_ids_ptr + far * num_top,
+                top_logprobs_ptr + far * num_top, num_top, CAPACITY, CHUNKS, GATHERED, TILE, WHOLE_TILE, COLUMNS, REPS, HEAD,
+            )  # fmt: skip
         if LOGPROBS:
             tl.debug_barrier()  # the tokens are there
             for draw in range(num_samples):
                 out = far * num_samples + draw
-                token = tl.load(ids_ptr + draw)
-                rank = tl.full((), -1, tl.int64)
-                raw = tl.full((), float("nan"), tl.float32)
-                processed = raw
-                if token >= 0:
-                    x, y = both_logits_of(source, token.to(tl.int32), HEAD, ENTRIES)
-                    raw = tl.where(raw_highest == NAN, lse, x - lse)
-                    below = tl.where(y == top, 0.0, (y - top) * scale)
-                    processed = (below - tl.log2(kept_mass)) * LN2
-                    own = key_of(x)
-                    listed = list_chunks(raw_keys > own, list_ptr, CHUNKS)
-                    above = tl.full((), 0, tl.int32)
-                    for first in range(0, listed, GATHERED):
-                        logit, _, live = chunk_tile(
-                            source, list_ptr, listed, first, True, GATHERED, COLUMNS, REPS, HEAD, ENTRIES
-                        )
-                        above += tl.sum(tl.sum((live & (logit > x)).to(tl.int32), axis=1), axis=0)
-                    rank = 1 + above.to(tl.int64)
-                tl.store(logprobs_ptr + out, raw)
-                tl.store(processed_ptr + out, processed)
-                tl.store(ranks_ptr + out, rank)
+                write_drawn(
+                    source, tl.load(ids_ptr + draw), raw_keys, raw_highest, lse, top, scale, kept_mass, list_ptr,
+                    logprobs_ptr + out, processed_ptr + out, ranks_ptr + out, CHUNKS, GATHERED, COLUMNS, REPS, HEAD, ENTRIES,
+                )  # fmt: skip

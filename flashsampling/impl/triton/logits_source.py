@@ -192,7 +192,7 @@ def mass_of(x, top, scale):
 
 @triton.jit
 def score_factors(temperature, MASKED: tl.constexpr):
-    """Factors of the logit and of the base-2 noise, as ``rows.both_factors`` gives them. ``MASKED``: a token that is not allowed
+    """Factors of the logit and of the base-2 noise, as ``rows.both_factors`` gives them. ``MASKED``: a token out of the mask
     keeps its -inf at an infinite temperature."""
     hot = temperature > 1.0
     scale = tl.where(hot, 1.0 / tl.where(hot, temperature, 1.0), 1.0)
