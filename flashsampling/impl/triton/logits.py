@@ -33,7 +33,9 @@ class Config:
     columns: int = 512  # Philox groups side by side: 8 of them are a chunk
     reps: int = 2  # rows of columns in a block
     scan_warps: int = 4
+    scan_registers: int = 128  # per thread
     pick_warps: int = 8
+    pick_registers: int = 128
     capacity: int = 8192  # candidates per row
     tile: int = 512
     whole_tile: int = 1024
@@ -158,7 +160,7 @@ def run(step: Step, config: Config = CONFIG) -> Drawn:
         "LOGPROBS": asked.logprobs,
         "TOP_K_WIDE": wide,
     }
-    scan_kernel[(batch * blocks,)](*common, **flags, num_warps=config.scan_warps)
+    scan_kernel[(batch * blocks,)](*common, 0, **flags, num_warps=config.scan_warps, maxnreg=config.scan_registers)
 
     def part(tensor: Tensor, name: str) -> Tensor | None:
         where = (places.ids if tensor is ids else places.values).get(name)
@@ -187,5 +189,6 @@ def run(step: Step, config: Config = CONFIG) -> Drawn:
         WHOLE_TILE=config.whole_tile,
         GATHERED=config.gathered,
         num_warps=config.pick_warps,
+        maxnreg=config.pick_registers,
     )
     return Drawn(ids, values if places.num_values else None)

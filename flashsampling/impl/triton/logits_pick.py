@@ -27,23 +27,14 @@ from .logits_source import (
     row_top_k,
     score_factors,
     value_of,
+    word_of,
 )
-from .noise import REFINEMENT_BIT, minus_gumbel_refined, philox_words
+from .noise import REFINEMENT_BIT, minus_gumbel_refined
 from .scores import NAN_KEY, NO_TOKEN, ORDERED_INF, pack_key, score_of
 
 _LOWEST = tl.constexpr(-0x80000000)
 _LARGEST = tl.constexpr(3.4028234663852886e38)
 _NOTHING = tl.constexpr(-0x7FFFFFFF)  # key of no logit
-
-
-@triton.jit
-def _word_of(token, draw_word, offset_lo, offset_hi, key_lo, key_hi):
-    """The Philox words of tokens, each of a block of its own."""
-    group = (token & 7) | (((token >> 4) & 3) << 3) | ((token >> 7) << 5)
-    words = philox_words(group.to(tl.uint32), draw_word, offset_lo, offset_hi, key_lo, key_hi)
-    lower = tl.where((token & 8) == 0, words[0], words[1])
-    upper = tl.where((token & 8) == 0, words[2], words[3])
-    return tl.where((token & 64) == 0, lower, upper)
 
 
 @triton.jit
@@ -63,10 +54,10 @@ def _draw(
             x = value_of(key)
             live = live & (place_of(tokens, key, token) >= limit)
             live = live & (mass_of(x, tokens.top, tokens.scale) >= least_mass) & (x != float("-inf"))
-            word = _word_of(token, draw_word, offset_lo, offset_hi, key_lo, key_hi)
+            word = word_of(token, draw_word, offset_lo, offset_hi, key_lo, key_hi)
             tail = tl.zeros((TILE,), tl.uint32)
             if tl.max((live & (word == 0)).to(tl.int32), axis=0) != 0:
-                tail = _word_of(token, draw_word | REFINEMENT_BIT, offset_lo, offset_hi, key_lo, key_hi)
+                tail = word_of(token, draw_word | REFINEMENT_BIT, offset_lo, offset_hi, key_lo, key_hi)
             score = score_of(x, scale, 0.0, minus_gumbel_refined(word, tail), noise_factor)
             best = tl.maximum(best, tl.where(live, pack_key(score, token), 0))
         key = tl.max(best, axis=0)
@@ -251,6 +242,9 @@ def pick_kernel(
             _, row_mass, chunk_mass = mass_of_chunks(keys, sums, scale)
         kept_mass = row_mass
 
+    seed = row_i64(seed_at, seed_value, row)
+    offset = row_i64(offset_at, offset_value, row)
+    whole = tl.full((), 0, tl.int32)  # draws from the row itself, with refined noise
     if filtered == 0:
         block = tl.arange(0, BLOCKS)
         for draw in range(num_samples):
@@ -262,13 +256,18 @@ def pick_kernel(
                 row_tokens = Tokens(source, cand_keys, cand_ids, vocab_size, lowest, top, scale)
                 defined = _any_finite(row_tokens, WHOLE_TILE, HEAD, ENTRIES)
             tl.store(ids_ptr + draw, tl.where(defined, token, -1))
+            if defined & (temperature >= GREEDY_BELOW):  # a word 0: is it the best still?
+                draw_word = (draw | (stream << 24)).to(tl.uint32)
+                word = word_of(
+                    token.to(tl.int32), draw_word, offset.to(tl.uint32), (offset >> 32).to(tl.uint32), seed.to(tl.uint32),
+                    (seed >> 32).to(tl.uint32),
+                )  # fmt: skip
+                whole = tl.maximum(whole, (word == 0).to(tl.int32))
     if FILTERS:
         if filtered & undefined:
             for draw in range(num_samples):
                 tl.store(ids_ptr + draw, tl.full((), -1, tl.int64))
         if filtered & (undefined == 0):
-            seed = row_i64(seed_at, seed_value, row)
-            offset = row_i64(offset_at, offset_value, row)
             rest = (1.0 - top_p) * row_mass
             least = tl.full((), MINUS_INF + 1, tl.int32)  # no token of -inf is drawn
             if by_min_p & ((by_top_k & by_top_p) == 0):
@@ -301,11 +300,20 @@ def pick_kernel(
                     ids_ptr, num_samples, LOGPROBS, MASKED, False, TILE, HEAD, ENTRIES,
                 )  # fmt: skip
             else:
-                row_tokens = Tokens(source, cand_keys, cand_ids, vocab_size, lowest, top, scale)
-                kept_mass = _filter(
-                    row_tokens, highest, row_mass, top_k, top_p, min_p, by_top_k, by_top_p, temperature, seed, offset, stream,
-                    ids_ptr, num_samples, LOGPROBS, MASKED, True, WHOLE_TILE, HEAD, ENTRIES,
-                )  # fmt: skip
+                whole = whole * 0 + 1
+        if whole != 0:
+            row_tokens = Tokens(source, cand_keys, cand_ids, vocab_size, lowest, top, scale)
+            kept_mass = _filter(
+                row_tokens, highest, row_mass, top_k, top_p, min_p, by_top_k, by_top_p, temperature, seed, offset, stream,
+                ids_ptr, num_samples, LOGPROBS, MASKED, True, WHOLE_TILE, HEAD, ENTRIES,
+            )  # fmt: skip
+    elif whole != 0:
+        row_tokens = Tokens(source, cand_keys, cand_ids, vocab_size, lowest, top, scale)
+        nothing = tl.full((), 0, tl.int64)
+        _draw(
+            row_tokens, nothing, 0.0, temperature, seed, offset, stream, ids_ptr, num_samples, MASKED, True, WHOLE_TILE, HEAD,
+            ENTRIES,
+        )  # fmt: skip
 
     if raw_keys_ptr is not None:
         raw_keys = tl.load(raw_keys_ptr + far * num_chunks + chunk, mask=chunk < num_chunks, other=_NOTHING)

@@ -23,8 +23,8 @@ from .logits_source import (
     sparse_entries,
     value_of,
 )
-from .noise import REFINEMENT_BIT, minus_gumbel, minus_gumbel_refined, philox_words
-from .scores import NAN_KEY, NO_TOKEN, keep_better, pack_key, score_of
+from .noise import minus_gumbel, philox_words
+from .scores import NO_TOKEN, keep_better, pack_key, score_of
 
 _LARGEST = tl.constexpr(3.4028234663852886e38)
 
@@ -50,28 +50,28 @@ def _summaries(logits, scale, keys_ptr, sums_ptr, wants_mass, COLUMNS: tl.conste
 
 
 @triton.jit
+def _after(index, done, zero):
+    """uint32 numbers, but not before ``done`` (float32) is known, and in its register layout: see ``rows.after``."""
+    return (index ^ (done.to(tl.int32, bitcast=True) & zero)).to(tl.uint32)
+
+
+@triton.jit
 def _best(
-    logits, tokens, first, draw_word, scale, noise_factor, key_lo, key_hi, offset_lo, offset_hi,
-    COLUMNS: tl.constexpr, REPS: tl.constexpr, REFINED: tl.constexpr, NOISE: tl.constexpr,
+    logits, tokens, first, zero, draw_word, scale, noise_factor, key_lo, key_hi, offset_lo, offset_hi,
+    COLUMNS: tl.constexpr, REPS: tl.constexpr, NOISE: tl.constexpr,
 ):  # fmt: skip
-    """Key of the block's best score. Without ``REFINED`` the word 0 counts for more than it is worth."""
+    """Key of the block's best score. The word 0 counts for more than it is worth: who reads the key looks out for it."""
     best = tl.full((COLUMNS,), float("-inf"), tl.float32)
     best_id = tl.full((COLUMNS,), NO_TOKEN, tl.int32)
     for rep in tl.static_range(REPS):
         if NOISE:
-            group = (first // 4 + rep * COLUMNS + tl.arange(0, COLUMNS)).to(tl.uint32)
+            group = _after(first // 4 + rep * COLUMNS + tl.arange(0, COLUMNS), logits[0] if rep == 0 else best, zero)
             stream_draw = tl.zeros((COLUMNS,), tl.uint32) + draw_word
             words = philox_words(group, stream_draw, offset_lo, offset_hi, key_lo, key_hi)
-            if REFINED:
-                tails = philox_words(group, stream_draw | REFINEMENT_BIT, offset_lo, offset_hi, key_lo, key_hi)
         for lane in tl.static_range(4):
             x = logits[rep * 4 + lane]
             if NOISE:
-                if REFINED:
-                    minus_noise = minus_gumbel_refined(words[lane], tails[lane])
-                else:
-                    minus_noise = minus_gumbel(words[lane])
-                score = score_of(x, scale, 0.0, minus_noise, noise_factor)
+                score = score_of(x, scale, 0.0, minus_gumbel(words[lane]), noise_factor)
             else:
                 score = x * scale
             best, best_id = keep_better(best, best_id, score, tokens[rep * 4 + lane])
@@ -83,7 +83,7 @@ def _best(
         "temperature_at", "temperature_value", "seed_at", "seed_value", "offset_at", "offset_value", "top_k_at", "top_k_value",
         "top_p_at", "top_p_value", "min_p_at", "min_p_value", "repetition_at", "repetition_value", "frequency_at",
         "frequency_value", "presence_at", "presence_value", "logit_scale", "soft_cap", "bias_count", "ids_stride",
-        "values_stride", "num_samples", "stream", "blocks",
+        "values_stride", "num_samples", "stream", "blocks", "zero",
     ],
 )  # fmt: skip
 def scan_kernel(
@@ -129,6 +129,7 @@ def scan_kernel(
     num_samples: tl.int32,
     stream: tl.int32,
     blocks: tl.int32,
+    zero: tl.int32,  # 0: see rows.after
     COLUMNS: tl.constexpr,
     REPS: tl.constexpr,
     ENTRIES: tl.constexpr,  # n, up to a power of two
@@ -196,8 +197,8 @@ def scan_kernel(
         slots = winners_ptr + row.to(tl.int64) * num_samples * blocks + block
         if greedy:
             key = _best(
-                processed, tokens, first, 0, scale, noise_factor, key_lo, key_hi, offset_lo, offset_hi,
-                COLUMNS, REPS, False, False,
+                processed, tokens, first, zero, 0, scale, noise_factor, key_lo, key_hi, offset_lo, offset_hi,
+                COLUMNS, REPS, False,
             )  # fmt: skip
             for draw in range(num_samples):
                 tl.store(slots + draw * blocks, key)
@@ -205,18 +206,7 @@ def scan_kernel(
             for draw in range(num_samples):
                 draw_word = (draw | (stream << 24)).to(tl.uint32)
                 key = _best(
-                    processed, tokens, first, draw_word, scale, noise_factor, key_lo, key_hi, offset_lo, offset_hi,
-                    COLUMNS, REPS, False, True,
+                    processed, tokens, first, zero, draw_word, scale, noise_factor, key_lo, key_hi, offset_lo, offset_hi,
+                    COLUMNS, REPS, True,
                 )  # fmt: skip
-                best = ((key & NO_TOKEN) ^ NO_TOKEN).to(tl.int32)
-                group = (best & 7) | (((best >> 4) & 3) << 3) | ((best >> 7) << 5)
-                words = philox_words(group.to(tl.uint32), draw_word, offset_lo, offset_hi, key_lo, key_hi)
-                lower = tl.where((best & 8) == 0, words[0], words[1])
-                upper = tl.where((best & 8) == 0, words[2], words[3])
-                word = tl.where((best & 64) == 0, lower, upper)
-                if (word == 0) & (key != 0) & (key != NAN_KEY):  # is it the best still?
-                    key = _best(
-                        processed, tokens, first, draw_word, scale, noise_factor, key_lo, key_hi, offset_lo, offset_hi,
-                        COLUMNS, REPS, True, True,
-                    )  # fmt: skip
                 tl.store(slots + draw * blocks, key)

@@ -11,6 +11,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from .noise import philox_words
+
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 GREEDY_BELOW = tl.constexpr(1e-6)
@@ -200,6 +202,16 @@ def score_factors(temperature, MASKED: tl.constexpr):
         scale = tl.maximum(scale, 2e-38)
     noise = tl.where(temperature < GREEDY_BELOW, 0.0, temperature * LN2)
     return tl.where(temperature != temperature, temperature, scale), tl.where(hot, LN2, noise)
+
+
+@triton.jit
+def word_of(token, draw_word, offset_lo, offset_hi, key_lo, key_hi):
+    """The Philox words of tokens, or of one, each of a block of its own."""
+    group = (token & 7) | (((token >> 4) & 3) << 3) | ((token >> 7) << 5)
+    words = philox_words(group.to(tl.uint32), draw_word, offset_lo, offset_hi, key_lo, key_hi)
+    lower = tl.where((token & 8) == 0, words[0], words[1])
+    upper = tl.where((token & 8) == 0, words[2], words[3])
+    return tl.where((token & 64) == 0, lower, upper)
 
 
 # -- chunks: the tokens that share a maximum and a sum
