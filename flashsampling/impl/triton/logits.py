@@ -37,9 +37,9 @@ class Config:
     pick_warps: int = 8
     pick_registers: int = 128
     capacity: int = 8192  # candidates per row
-    tile: int = 512
-    whole_tile: int = 1024
-    gathered: int = 64
+    tile: int = 512  # of them at a time
+    whole_tile: int = 512  # of the row's tokens
+    gathered: int = 32  # of chunks
 
     @property
     def block(self) -> int:

@@ -233,13 +233,12 @@ def pick_kernel(
             undefined = _any_finite(row_tokens, WHOLE_TILE, HEAD, ENTRIES) == 0
     if LOGPROBS or FILTERS:
         row_mass = tl.full((), 0.0, tl.float32)
-        chunk_mass = tl.zeros((CHUNKS,), tl.float32)
         wants_mass = undefined == 0
         if not LOGPROBS:
             wants_mass = wants_mass & filtered & by_top_p & (by_top_k == 0)
         if wants_mass:
             sums = tl.load(sums_ptr + far * num_chunks + chunk, mask=in_row, other=0.0)
-            _, row_mass, chunk_mass = mass_of_chunks(keys, sums, scale)
+            _, row_mass, _ = mass_of_chunks(keys, sums, scale)
         kept_mass = row_mass
 
     seed = row_i64(seed_at, seed_value, row)
@@ -273,17 +272,20 @@ def pick_kernel(
             if by_min_p & ((by_top_k & by_top_p) == 0):
                 at_least = tl.log2(tl.minimum(min_p, 1.0)) - 0.01
                 least = tl.maximum(key_of(top + at_least / scale - tl.minimum(tl.abs(top), _LARGEST) * 1e-6), least)
-            there = tl.sum((keys > MINUS_INF).to(tl.float32), axis=0)
             target = row_mass * top_p * 1.00001  # as the search will ask for, and what rounding may take
             bound = least
             count = tl.full((), 0, tl.int32)
             attempts = tl.full((), 2, tl.int32)
             while attempts > 0:
+                # read again: registers for all of them would be one program less per multiprocessor
+                keys = tl.load(keys_ptr + far * num_chunks + chunk, mask=in_row, other=_NOTHING)
                 if by_top_k:
                     bound = tl.maximum(kth_highest(keys, top_k), least)
                 elif by_top_p:
+                    sums = tl.load(sums_ptr + far * num_chunks + chunk, mask=in_row, other=0.0)
+                    _, _, chunk_mass = mass_of_chunks(keys, sums, scale)
                     guess = tl.where(attempts == 2, 0.8, 0.2)
-                    bound = tl.maximum(nucleus_bound(keys, chunk_mass, there, top, scale, guess * rest), least)
+                    bound = tl.maximum(nucleus_bound(keys, chunk_mass, top, scale, guess * rest), least)
                 count, mass = gather(
                     source, keys, bound, list_ptr, cand_keys, cand_ids, top, scale, False, CAPACITY, CHUNKS, GATHERED, COLUMNS,
                     REPS, HEAD, ENTRIES,
