@@ -2,7 +2,7 @@
 
 import warnings
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,10 +16,12 @@ from .counts import TokenCounts
 from .exchange import NO_TOKEN, WHOLE
 from .impl.filters import GREEDY_BELOW
 from .parameters import Integers, Reals, integers, reals
-from .requests import LogitBias, Problem, Request, asked_of
+from .requests import Problem, Request, asked_of
 from .step import PLAIN, Asked, Drawn, Step, arguments, layout
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack  # typing's from Python 3.11 on; torch brings this one
+
     from .distributed import TensorParallel
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -27,7 +29,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _said_that_noise_is_shared = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class SampleOutput:
     """What a sampling step returns. Fields are only ever added. A pytree, so exported and compiled modules may return it.
 
@@ -60,6 +62,34 @@ class SampleOutput:
     given_logprobs: Tensor | None = None
     logsumexp: Tensor | None = None
 
+    def __init__(
+        self,
+        token_ids: Tensor,
+        logprobs: Tensor | None = None,
+        processed_logprobs: Tensor | None = None,
+        ranks: Tensor | None = None,
+        top_token_ids: Tensor | None = None,
+        top_logprobs: Tensor | None = None,
+        given_logprobs: Tensor | None = None,
+        logsumexp: Tensor | None = None,
+    ) -> None:
+        object.__setattr__(self, "token_ids", token_ids)
+        # what a dataclass would write costs a call of the host a microsecond; a field that is not written is the class's None
+        if logprobs is not None:
+            object.__setattr__(self, "logprobs", logprobs)
+        if processed_logprobs is not None:
+            object.__setattr__(self, "processed_logprobs", processed_logprobs)
+        if ranks is not None:
+            object.__setattr__(self, "ranks", ranks)
+        if top_token_ids is not None:
+            object.__setattr__(self, "top_token_ids", top_token_ids)
+        if top_logprobs is not None:
+            object.__setattr__(self, "top_logprobs", top_logprobs)
+        if given_logprobs is not None:
+            object.__setattr__(self, "given_logprobs", given_logprobs)
+        if logsumexp is not None:
+            object.__setattr__(self, "logsumexp", logsumexp)
+
 
 _pytree.register_dataclass(SampleOutput, serialized_type_name="flashsampling.SampleOutput")
 
@@ -75,22 +105,7 @@ def sample(
     vocab_size: int | None = None,
     impl: str | None = None,
     tp: "TensorParallel | None" = None,
-    bias: Tensor | None = None,  # (V,)
-    logit_scale: float | None = None,
-    soft_cap: float | None = None,
-    logit_bias: LogitBias | None = None,  # (V,), or ids (B, n) and values (B, n)
-    token_counts: TokenCounts | Tensor | None = None,  # or (B, V)
-    repetition_penalty: Reals | None = None,  # or (B,)
-    frequency_penalty: Reals | None = None,  # or (B,)
-    presence_penalty: Reals | None = None,  # or (B,)
-    token_mask: Tensor | None = None,  # (B, ceil(V / 32))
-    top_k: Integers | None = None,  # or (B,)
-    top_p: Reals | None = None,  # or (B,)
-    min_p: Reals | None = None,  # or (B,)
-    return_logprobs: bool = False,
-    top_logprobs: int = 0,
-    logprob_ids: Any = None,  # (B, m)
-    return_logsumexp: bool = False,
+    **request: "Unpack[Request]",
 ) -> SampleOutput:
     """Draws token ids from ``softmax(hidden_states @ weight.T / temperature)``, exactly, without storing the logits.
 
@@ -188,7 +203,7 @@ def sample(
         >>> out.ranks
         tensor([1, 1, 2])
         >>> out.processed_logprobs  # 0: nothing else was left
-        tensor([ 0.0000, -0.0181, -6.9609])
+        tensor([ 0.0000, -0.0181, -6.9600])
     """
     try:
         batch, vocab, device = _check_matrices(hidden_states, weight, 1 if tp is None else 0)
@@ -213,40 +228,7 @@ def sample(
         if batch > 1 and not (isinstance(seeds, Tensor) or isinstance(offsets, Tensor) or torch.compiler.is_compiling()):
             say_that_noise_is_shared(batch, greedy=not isinstance(temperatures, Tensor) and temperatures < GREEDY_BELOW)
         asked = PLAIN
-        if not (
-            bias is None
-            and logit_scale is None
-            and soft_cap is None
-            and logit_bias is None
-            and token_counts is None
-            and repetition_penalty is None
-            and frequency_penalty is None
-            and presence_penalty is None
-            and token_mask is None
-            and top_k is None
-            and top_p is None
-            and min_p is None
-            and logprob_ids is None
-            and not (return_logprobs or top_logprobs or return_logsumexp)
-        ):
-            request: Request = {
-                "bias": bias,
-                "logit_scale": logit_scale,
-                "soft_cap": soft_cap,
-                "logit_bias": logit_bias,
-                "token_counts": token_counts,
-                "repetition_penalty": repetition_penalty,
-                "frequency_penalty": frequency_penalty,
-                "presence_penalty": presence_penalty,
-                "token_mask": token_mask,
-                "top_k": top_k,
-                "top_p": top_p,
-                "min_p": min_p,
-                "return_logprobs": return_logprobs,
-                "top_logprobs": top_logprobs,
-                "logprob_ids": logprob_ids,
-                "return_logsumexp": return_logsumexp,
-            }
+        if request:
             asked = asked_of(request, Problem(batch, vocab, tokens, device, num_samples))
             if tp is not None and asked is not PLAIN:
                 raise ValueError(
@@ -257,9 +239,9 @@ def sample(
     except BaseException as error:
         count_left_out(tp, error)
         raise
-    if asked is PLAIN and token_counts is None:
-        return SampleOutput(token_ids=drawn.ids if num_samples == 1 else drawn.ids.view(batch, num_samples))
-    return output_of(drawn, batch, num_samples, asked, token_counts)
+    if request:
+        return output_of(drawn, batch, num_samples, asked, request.get("token_counts"))
+    return SampleOutput(drawn.ids if num_samples == 1 else drawn.ids.view(batch, num_samples))
 
 
 def output_of(

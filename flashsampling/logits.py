@@ -1,17 +1,19 @@
 """``sample_from_logits``: the same draw, where the logits are in memory already."""
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from . import noise, ops
 from .api import DTYPES, SampleOutput, check_impl, check_kind, check_vocab_size, output_of, say_that_noise_is_shared
-from .counts import TokenCounts
 from .impl.filters import GREEDY_BELOW
 from .parameters import Integers, Reals, integers, reals
-from .requests import LogitBias, Problem, Request, asked_of
+from .requests import Problem, Request, asked_of
 from .step import Step
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # typing's from Python 3.11 on; torch brings this one
 
 
 def sample_from_logits(
@@ -23,22 +25,7 @@ def sample_from_logits(
     num_samples: int = 1,
     vocab_size: int | None = None,
     impl: str | None = None,
-    bias: Tensor | None = None,  # (V,)
-    logit_scale: float | None = None,
-    soft_cap: float | None = None,
-    logit_bias: LogitBias | None = None,  # (V,), or ids (B, n) and values (B, n)
-    token_counts: TokenCounts | Tensor | None = None,  # or (B, V)
-    repetition_penalty: Reals | None = None,  # or (B,)
-    frequency_penalty: Reals | None = None,  # or (B,)
-    presence_penalty: Reals | None = None,  # or (B,)
-    token_mask: Tensor | None = None,  # (B, ceil(V / 32))
-    top_k: Integers | None = None,  # or (B,)
-    top_p: Reals | None = None,  # or (B,)
-    min_p: Reals | None = None,  # or (B,)
-    return_logprobs: bool = False,
-    top_logprobs: int = 0,
-    logprob_ids: Any = None,  # (B, m)
-    return_logsumexp: bool = False,
+    **request: "Unpack[Request]",
 ) -> SampleOutput:
     """Draws token ids from logits that are in memory already: what ``sample`` draws from the head that they come from.
 
@@ -84,27 +71,9 @@ def sample_from_logits(
     offsets = integers("offset", offset, batch, device)
     if batch > 1 and not (isinstance(seeds, Tensor) or isinstance(offsets, Tensor) or torch.compiler.is_compiling()):
         say_that_noise_is_shared(batch, greedy=not isinstance(temperatures, Tensor) and temperatures < GREEDY_BELOW)
-    request: Request = {
-        "bias": bias,
-        "logit_scale": logit_scale,
-        "soft_cap": soft_cap,
-        "logit_bias": logit_bias,
-        "token_counts": token_counts,
-        "repetition_penalty": repetition_penalty,
-        "frequency_penalty": frequency_penalty,
-        "presence_penalty": presence_penalty,
-        "token_mask": token_mask,
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-        "return_logprobs": return_logprobs,
-        "top_logprobs": top_logprobs,
-        "logprob_ids": logprob_ids,
-        "return_logsumexp": return_logsumexp,
-    }
     asked = asked_of(request, Problem(batch, vocab, tokens, device, num_samples))
     step = Step(logits, logits, temperatures, seeds, offsets, num_samples, tokens, asked=asked, logits=logits)
-    return output_of(ops.sample(step, impl or ""), batch, num_samples, asked, token_counts)
+    return output_of(ops.sample(step, impl or ""), batch, num_samples, asked, request.get("token_counts"))
 
 
 def _check_logits(logits: Tensor) -> tuple[int, int]:

@@ -133,6 +133,7 @@ class LMHeadSampler(nn.Module):
             self.bare = _BareWeight(lm_head)
         # in a tuple, which nn.Module does not register: the head is saved, and named, where it belongs
         self._owner: tuple[nn.Module] = (self.bare if isinstance(lm_head, Tensor) else lm_head,)
+        self._biased = self.bias is not None  # asking costs a call as much as a check does
         return max_batch_size
 
     @classmethod
@@ -272,11 +273,10 @@ class LMHeadSampler(nn.Module):
                 if isinstance(temperature, Tensor):
                     temperature = temperature[:batch]
             offsets = offsets[:batch]
-            bias = self.bias
-            if bias is not None:
+            if self._biased:
                 if request.get("bias") is not None:
                     raise ValueError("bias must be None: the LM head has one of its own")
-                request["bias"] = bias
+                request["bias"] = self.bias
             out = sample(
                 hidden_states,
                 self.weight,

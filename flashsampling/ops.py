@@ -273,6 +273,7 @@ for _name, _function, _matrices in (
     ("sample_sharded.exported", _operate_sharded, 2),
 ):
     _library.impl(_name, _function, "CompositeExplicitAutograd")
+    _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")  # values have no gradient, whoever's weight has one
     torch.library.register_fake(f"flashsampling::{_name}", _fake_of(_matrices), lib=_library)
 _exported = torch.fx.has_side_effect(torch.ops.flashsampling.sample_sharded.exported)
 

@@ -74,7 +74,9 @@ def reals(
 
 
 def real(name: str, value: float, check: Callable[[str, float], float]) -> float:
-    """One number for all rows and all time."""
+    """One number for all rows, which the host knows."""
+    if isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a number, got Tensor")
     numbers = [value] if isinstance(value, (torch.SymFloat, torch.SymInt)) else _numbers(name, value, "a number", _real)
     if len(numbers) != 1:
         raise TypeError(f"{name} must be a number, got {len(numbers)} of them")

@@ -51,6 +51,9 @@ class Problem(NamedTuple):
 
 def asked_of(request: Request, problem: Problem) -> Asked:
     """The request as implementations take it; ``PLAIN`` if it asks for nothing. Raises what ``sample`` documents."""
+    for name in request:
+        if name not in Request.__annotations__:
+            raise TypeError(f"unexpected argument {name!r}; a request has {', '.join(Request.__annotations__)}")
     given = {name: value for name, value in request.items() if value is not None}
     asked: dict[str, Any] = {}
     for name, take in _TAKE.items():

@@ -149,10 +149,10 @@ class Layout(NamedTuple):
 
     def split(self, drawn: Drawn, batch: int) -> dict[str, Tensor]:
         """Every part of it, (B, columns)."""
-        held = [(self.ids, drawn.ids)] + ([] if drawn.values is None else [(self.values, drawn.values)])
+        values = drawn.ids.new_empty(0, dtype=torch.float32) if drawn.values is None else drawn.values  # None: of no rows
         return {
             name: tensor[first : first + batch * columns].view(batch, columns)
-            for parts, tensor in held
+            for parts, tensor in ((self.ids, drawn.ids), (self.values, values))
             for name, (first, columns) in parts.items()
         }
 

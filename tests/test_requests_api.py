@@ -1,0 +1,528 @@
+"""The arguments by which a request asks for more, as users write them: what is taken, what is refused and in which words, what
+comes back, and that tracers, exporters and modules see it."""
+
+import io
+from dataclasses import fields
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
+
+import flashsampling
+from flashsampling import LMHeadSampler, SampleOutput, TokenCounts, api, ops, sample, sample_from_logits
+from flashsampling.backends import BACKENDS
+from flashsampling.requests import Problem, Request, asked_of
+from flashsampling.step import PLAIN, Asked, Drawn, layout
+from tests.mixes import Mix
+
+STATES = torch.randn(3, 8, generator=torch.Generator().manual_seed(1))
+WEIGHT = torch.randn(70, 8, generator=torch.Generator().manual_seed(2))
+SEEDS = torch.arange(3)
+PROBLEM = Problem(3, 72, 70, torch.device("cpu"), 1)
+MASK = torch.full((3, 3), -1, dtype=torch.int32)
+COUNTS = torch.zeros(3, 70, dtype=torch.int32)
+ALL = {
+    "bias": torch.linspace(-1, 1, 70), "logit_scale": 1.5, "soft_cap": 20.0, "logit_bias": ([[1, 2]] * 3, [[1.0, -1.0]] * 3),
+    "token_counts": COUNTS, "repetition_penalty": 1.2, "frequency_penalty": 0.1, "presence_penalty": [0.1, 0.2, 0.3],
+    "token_mask": MASK, "top_k": [0, 5, 50], "top_p": torch.tensor([0.9, 0.99, 1.0]), "min_p": 0.01, "return_logprobs": True,
+    "top_logprobs": 4, "logprob_ids": [[1, 2, 3]] * 3, "return_logsumexp": True,
+}  # fmt: skip
+
+# ruff: noqa: E501
+BAD = [
+    (ValueError, r"bias must have shape \(70,\), one value per row of the head, got shape \(69,\)", {"bias": torch.zeros(69)}),
+    (TypeError, "bias must be a plain torch.Tensor, got list", {"bias": [0.0] * 70}),
+    (TypeError, "bias must be a plain torch.Tensor, got TwoTensor", {"bias": TwoTensor(torch.zeros(70), torch.zeros(70))}),
+    (TypeError, "bias must be float32, bfloat16 or float16, got torch.float64", {"bias": torch.zeros(70).double()}),
+    (ValueError, "bias must be on the device of the step, cpu, got meta", {"bias": torch.zeros(70, device="meta")}),
+    (ValueError, "logit_scale must be finite, got inf", {"logit_scale": float("inf")}),
+    (TypeError, "logit_scale must be a number, got str", {"logit_scale": "2"}),
+    (TypeError, "logit_scale must be a number, got 2 of them", {"logit_scale": [1.0, 2.0]}),
+    (TypeError, "logit_scale must be a number, got Tensor", {"logit_scale": torch.tensor([1.0], device="meta")}),
+    (ValueError, "soft_cap must be at least 0, got -1", {"soft_cap": -1}),
+    (ValueError, "soft_cap must be finite, got nan", {"soft_cap": float("nan")}),
+    (ValueError, r"logit_bias must be a tensor \(70,\), for all rows, or ids and values, \(3, n\) each, got shape \(3, 70\)", {"logit_bias": torch.zeros(3, 70)}),
+    (ValueError, r"logit_bias must be .* got shape \(69,\)", {"logit_bias": torch.zeros(69)}),
+    (TypeError, r"logit_bias must be a tensor \(V,\) or a pair of ids and values, got dict", {"logit_bias": {3: 1.0}}),
+    (TypeError, "logit_bias's ids must be int32 or int64, got torch.float32", {"logit_bias": ([[0.5]] * 3, [[1.0]] * 3)}),
+    (TypeError, "logit_bias's values must be float32, bfloat16 or float16, got torch.complex64", {"logit_bias": ([[1]] * 3, torch.zeros(3, 1) * 1j)}),
+    (ValueError, r"logit_bias's ids and values must have the same shape, got \(3, 2\) and \(3, 1\)", {"logit_bias": ([[1, 2]] * 3, [[1.0]] * 3)}),
+    (ValueError, r"logit_bias's ids must have shape \(3, n\), or \(n,\) for all rows, got shape \(2, 1\)", {"logit_bias": ([[1]] * 2, [[1.0]] * 2)}),
+    (TypeError, r"logit_bias's ids must be a tensor \(3, n\), or lists of as many numbers", {"logit_bias": ([[1], [1, 2], []], [[1.0]] * 3)}),
+    (ValueError, "logit_bias must have at most 1024 ids per row, got 1025", {"logit_bias": (torch.zeros(3, 1025).long(), torch.zeros(3, 1025))}),
+    (ValueError, "token_counts must be given with repetition_penalty", {"repetition_penalty": 1.1}),
+    (ValueError, "token_counts must be given with presence_penalty", {"presence_penalty": [0.0, 0.0, 0.1]}),
+    (ValueError, "repetition_penalty must be above 0 and finite, got 0", {"repetition_penalty": 0, "token_counts": COUNTS}),
+    (ValueError, "repetition_penalty must be above 0 and finite, got -1", {"repetition_penalty": [1, 1, -1], "token_counts": COUNTS}),
+    (ValueError, "frequency_penalty must be finite, got nan", {"frequency_penalty": float("nan"), "token_counts": COUNTS}),
+    (TypeError, "presence_penalty must be a number or numbers, one per row, got str", {"presence_penalty": "x", "token_counts": COUNTS}),
+    (TypeError, "token_counts must be a TokenCounts or int32, got torch.int64", {"token_counts": COUNTS.long(), "frequency_penalty": 1}),
+    (ValueError, r"token_counts must have shape \(3, 70\), got shape \(3, 69\)", {"token_counts": COUNTS[:, :69]}),
+    (ValueError, "token_counts must have a row for each of 3 rows, got 2", {"token_counts": TokenCounts(2, 70)}),
+    (ValueError, "token_counts must be of at least 70 tokens, got 69", {"token_counts": TokenCounts(3, 69)}),
+    (ValueError, "num_samples must be 1 with a TokenCounts, which counts one token per row, got 2", {"token_counts": TokenCounts(3, 70), "num_samples": 2}),
+    (TypeError, "token_counts must be a plain torch.Tensor, got list", {"token_counts": [1]}),
+    (TypeError, "token_mask must be int32: bit t & 31 of word t >> 5 .*, got torch.bool", {"token_mask": torch.ones(3, 70, dtype=torch.bool)}),
+    (ValueError, r"token_mask must have shape \(3, 3\) or \(3,\), a bit for each of 70 tokens, got shape \(3, 2\)", {"token_mask": MASK[:, :2]}),
+    (ValueError, r"token_mask must have shape .*, got shape \(2, 3\)", {"token_mask": MASK[:2]}),
+    (ValueError, r"token_mask must have shape .*, got shape \(3, 2\)", {"token_mask": MASK[0, :2]}),
+    (TypeError, "top_k must be an int or integers, one per row, got float", {"top_k": 5.0}),
+    (TypeError, "top_k must be an integer tensor, got torch.float32", {"top_k": torch.ones(3)}),
+    (ValueError, r"top_k must be a number or have shape \(\), \(1,\) or \(3,\), one per row, got shape \(2,\)", {"top_k": [1, 2]}),
+    (ValueError, "top_p must be from 0 to 1, got 95", {"top_p": 95}),
+    (ValueError, "top_p must be from 0 to 1, got nan", {"top_p": float("nan")}),
+    (ValueError, "top_p must be from 0 to 1, got -0.1", {"top_p": numpy.array([0.5, -0.1, 1.0])}),
+    (ValueError, "min_p must be from 0 to 1, got 1.5", {"min_p": 1.5}),
+    (TypeError, "min_p must be a number or numbers, one per row, got bool", {"min_p": True}),
+    (TypeError, "return_logprobs must be a bool, got int", {"return_logprobs": 1}),
+    (TypeError, "return_logsumexp must be a bool, got str", {"return_logsumexp": "yes"}),
+    (ValueError, "top_logprobs must be from 0 to 20, got 21", {"top_logprobs": 21}),
+    (ValueError, "top_logprobs must be from 0 to 20, got -1", {"top_logprobs": -1}),
+    (TypeError, "top_logprobs must be an int, got bool", {"top_logprobs": True}),
+    (TypeError, "logprob_ids must be int32 or int64, got torch.float32", {"logprob_ids": torch.ones(3, 2)}),
+    (ValueError, r"logprob_ids must have shape \(3, n\), or \(n,\) for all rows, got shape \(2, 2\)", {"logprob_ids": torch.ones(2, 2).long()}),
+    (TypeError, "unexpected argument 'topk'; a request has bias, .*top_k, top_p", {"topk": 5}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("error", "message", "change"), BAD)
+def test_errors_name_the_argument(error, message, change):
+    with pytest.raises(error, match=message):
+        sample(STATES, WEIGHT, seed=SEEDS, **change)
+    with pytest.raises(error, match=message):
+        sample_from_logits(STATES @ WEIGHT.T, seed=SEEDS, **change)
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "change"),
+    [
+        (TypeError, "logits must be a torch.Tensor, got list", {"logits": [[1.0]]}),
+        (ValueError, r"logits must have 2 dimensions, got shape \(5,\); .*logits\[:, -1\]", {"logits": torch.zeros(5)}),
+        (TypeError, "logits must be bfloat16, float16 or float32, got torch.float64", {"logits": torch.zeros(3, 5).double()}),
+        (ValueError, r"logits must have at least one column, got shape \(3, 0\)", {"logits": torch.zeros(3, 0)}),
+        (TypeError, "logits must be a dense tensor, got torch.sparse_coo", {"logits": torch.zeros(3, 5).to_sparse()}),
+        (ValueError, "vocab_size must be from 1 to the 5 columns of logits, got 6", {"vocab_size": 6}),
+        (ValueError, r"num_samples must be from 1 to 2\*\*24, got 0", {"num_samples": 0}),
+        (ValueError, "temperature must be at least 0, got -1", {"temperature": -1}),
+        (ValueError, "seed must be on the device of the step, cpu, got meta", {"seed": torch.ones(3, device="meta").long()}),
+        (ValueError, "impl must be None or one of .*, got 'cuda'", {"impl": "cuda"}),
+        (ValueError, "top_logprobs must be from 0 to 5, got 6", {"top_logprobs": 6}),
+        (TypeError, "unexpected keyword argument 'tp'|unexpected argument 'tp'", {"tp": None}),
+    ],
+)
+def test_errors_of_logits(error, message, change):
+    with pytest.raises(error, match=message):
+        sample_from_logits(**({"logits": torch.zeros(3, 5), "seed": SEEDS} | change))
+
+
+def asked_by(**request):
+    return asked_of(request, PROBLEM)
+
+
+def test_what_asks_for_nothing_is_nothing():
+    """The very object that calls look for, so that such a call takes the unfiltered way, in kernels too."""
+    request: dict[str, Any]
+    for request in (
+        dict.fromkeys(Request.__annotations__), {"top_k": 0}, {"top_k": -1}, {"top_k": 70}, {"top_k": numpy.int64(100)},
+        {"top_p": 1}, {"top_p": [1.0]}, {"min_p": 0.0}, {"repetition_penalty": 1, "frequency_penalty": 0.0}, {"soft_cap": 0},
+        {"logit_scale": 1}, {"return_logprobs": False, "top_logprobs": 0}, {"token_counts": COUNTS}, {"logit_bias": ([], [])},
+    ):  # fmt: skip
+        assert asked_by(**request) is PLAIN, request
+    assert asked_by(top_k=torch.zeros(3, dtype=torch.int32)).names() == ["top_k"]  # what a tensor holds is not read
+    assert asked_by(**ALL | {"bias": torch.zeros(72)}).names() == [
+        name for name in Asked._fields if name not in ("stream", "dense_bias")
+    ]
+    assert asked_by(logit_bias=torch.zeros(70)).names() == ["dense_bias"]
+
+
+def test_a_call_that_asks_for_nothing_does_no_work_for_it(monkeypatch):
+    seen = []
+    monkeypatch.setattr(api, "asked_of", None)
+    monkeypatch.setattr(api, "output_of", None)
+    monkeypatch.setattr(api, "layout", None)
+    run = ops._sample
+    monkeypatch.setattr(ops, "_sample", lambda step, impl: seen.append(step.asked) or run(step, impl))
+    out = sample(STATES, WEIGHT, seed=SEEDS)
+    assert seen[0] is PLAIN
+    assert list(vars(out)) == ["token_ids"]
+
+
+def test_one_meaning_however_it_is_written():
+    same = torch.tensor([5, 5, 5])
+    for name, value, ways in (
+        ("top_k", 5, [numpy.int32(5), [5], same, same.to(torch.int32), torch.tensor(5), (5, 5, 5), numpy.full(3, 5)]),
+        (
+            "top_p",
+            0.5,
+            [numpy.float32(0.5), [0.5] * 3, torch.full((3,), 0.5), torch.tensor(0.5), torch.full((3,), 0.5).bfloat16()],
+        ),
+        ("min_p", 0.25, [numpy.full(3, 0.25), torch.full((6,), 0.25)[::2]]),
+        ("frequency_penalty", 2, [2.0, [2, 2, 2], torch.tensor([2, 2, 2])]),
+    ):
+        counts = torch.randint(0, 3, (3, 70), dtype=torch.int32)
+        expected = sample(STATES, WEIGHT, seed=SEEDS, token_counts=counts, return_logprobs=True, **{name: value})
+        plain = sample(STATES, WEIGHT, seed=SEEDS, return_logprobs=True)
+        assert not torch.equal(expected.processed_logprobs, plain.processed_logprobs)
+        for way in ways:
+            out = sample(STATES, WEIGHT, seed=SEEDS, token_counts=counts, return_logprobs=True, **{name: way})
+            assert torch.equal(out.token_ids, expected.token_ids), (name, way)
+            assert torch.equal(out.processed_logprobs, expected.processed_logprobs), (name, way)
+    assert asked_by(top_k=same.to(torch.int32)).top_k.dtype == torch.int32  # as it is: no copy
+
+
+def test_biases_and_masks_however_they_are_written():
+    def draw(**request):
+        return sample(STATES, WEIGHT, temperature=0.0, return_logprobs=True, **request)
+
+    ids, values = torch.tensor([[3, 9, 3]] * 3), torch.tensor([[4.0, 50.0, 4.0]] * 3)
+    dense = torch.zeros(70)
+    dense[3], dense[9] = 8.0, 50.0
+    expected = draw(logit_bias=dense)
+    assert expected.token_ids.tolist() == [9, 9, 9]
+    wide = torch.stack([ids, ids], 2)[:, :, 0]
+    for way in (
+        (ids, values), (ids[0], values[0]), (ids.int(), values.half()), (ids.tolist(), values.tolist()), (wide, values),
+        [ids.numpy(), values.numpy()], ([3, 9, 3], [4, 50, 4]), dense.bfloat16(), (torch.tensor([3, 9, 3, -1, 70, 2**32 + 5]),
+        torch.tensor([4.0, 50.0, 4.0, 1e9, 1e9, 1e9])), torch.stack([dense, dense], 1)[:, 0],
+    ):  # fmt: skip
+        out = draw(logit_bias=way)
+        assert torch.equal(out.token_ids, expected.token_ids)
+        assert torch.allclose(out.processed_logprobs, expected.processed_logprobs, atol=1e-6)
+    mask = torch.zeros(3, 3, dtype=torch.int32)
+    mask[:, 2] = 1 << 5
+    for masks in (mask, mask[0], torch.cat([mask, mask], 1), torch.stack([mask, mask], 2)[:, :, 0]):
+        assert draw(token_mask=masks).token_ids.tolist() == [69, 69, 69]
+
+
+def test_what_comes_back():
+    plain = sample(STATES, WEIGHT, seed=SEEDS)
+    assert [field.name for field in fields(SampleOutput) if getattr(plain, field.name) is not None] == ["token_ids"]
+    out = sample(STATES, WEIGHT, seed=SEEDS, **ALL)
+    flat = {"token_ids", "logprobs", "processed_logprobs", "ranks"}
+    shapes: dict[str, tuple[int, ...]] = {name: (3,) for name in flat | {"logsumexp"}}
+    shapes |= {"top_token_ids": (3, 4), "top_logprobs": (3, 4), "given_logprobs": (3, 3)}
+    assert {field.name: tuple(getattr(out, field.name).shape) for field in fields(SampleOutput)} == shapes
+    several = sample(STATES, WEIGHT, seed=SEEDS, num_samples=5, **ALL)
+    shapes |= {name: (3, 5) for name in flat}
+    assert {field.name: tuple(getattr(several, field.name).shape) for field in fields(SampleOutput)} == shapes
+    for name in flat:
+        assert torch.equal(getattr(several, name)[:, 0], getattr(out, name)), name
+    for impl in ("streaming", "reference"):
+        for num_samples in (1, 5):
+            nothing = sample(STATES[:0], WEIGHT, impl=impl, num_samples=num_samples, **ALL | {
+                "logit_bias": None, "token_counts": COUNTS[:0], "token_mask": MASK[:0], "presence_penalty": 0.1, "top_k": 3,
+                "top_p": 0.5, "logprob_ids": torch.ones(0, 3).long()})  # fmt: skip
+            wanted: dict[str, tuple[int, ...]] = {name: (0, *shape[1:]) for name, shape in shapes.items()}
+            if num_samples == 1:
+                wanted |= {name: (0,) for name in flat}
+            assert {field.name: tuple(getattr(nothing, field.name).shape) for field in fields(SampleOutput)} == wanted
+    leaves, spec = torch.utils._pytree.tree_flatten(out)
+    assert len(leaves) == 8
+    assert torch.utils._pytree.tree_unflatten(leaves, spec).ranks is out.ranks
+    logprobs_only = sample(STATES, WEIGHT, seed=SEEDS, return_logsumexp=True)
+    assert len(torch.utils._pytree.tree_leaves(logprobs_only)) == 2
+    assert "logsumexp=tensor" in repr(logprobs_only)
+
+
+def test_the_layout_is_what_kernels_fill_in():
+    asked = Asked(logprobs=True, top_logprobs=2, logprob_ids=torch.zeros(4, 3), logsumexp=True)
+    there = layout(4, 5, asked)
+    assert there.ids == {"token_ids": (0, 5), "top_token_ids": (20, 2), "ranks": (28, 5)}
+    assert there.values == {
+        "logprobs": (0, 5), "processed_logprobs": (20, 5), "top_logprobs": (40, 2), "given_logprobs": (48, 3), "logsumexp": (60, 1),
+    }  # fmt: skip
+    assert (there.num_ids, there.num_values) == (48, 64)
+    assert layout(4, 5, PLAIN) == ({"token_ids": (0, 5)}, {}, 20, 0)
+    ids, values = torch.arange(48), torch.arange(64.0)
+    drawn = there.join(there.split(Drawn(ids, values), 4))
+    assert torch.equal(drawn.ids, ids)
+    assert torch.equal(drawn.values, values)
+
+
+def test_kernels_refuse_by_name_what_they_do_not_do():
+    step = Mix(0).make(batch=3, vocab=70)
+    logits = step._replace(asked=PLAIN)
+    head = Mix(0).of_a_head(step)._replace(asked=PLAIN)
+    for name, value, public in (
+        ("top_k", 3, "top_k"), ("dense_bias", torch.zeros(70), "logit_bias"), ("logprobs", True, "return_logprobs"),
+        ("counts", COUNTS, "token_counts"), ("soft_cap", 30.0, "soft_cap"), ("token_mask", MASK, "token_mask"),
+    ):  # fmt: skip
+        asked = head._replace(asked=Asked(**{name: value}))
+        for impl in ("cute", "triton"):
+            if BACKENDS[impl].missing is None:
+                assert BACKENDS[impl].unsupported(asked) == f"it does not do {public}"
+                assert BACKENDS[impl].unsupported(logits) == "it takes hidden states and a weight, not logits"
+        assert ops.choose(asked).name == "streaming"
+    assert ops.choose(logits).name == "streaming"
+
+
+def test_shards_refuse_it_by_name():
+    import torch.distributed as dist
+
+    from flashsampling.distributed import TensorParallel
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with TensorParallel(None, WEIGHT) as tp:
+            message = "tp must be None with top_k, return_logprobs: ranks that hold a shard each cannot do that yet"
+            with pytest.raises(ValueError, match=message):
+                sample(STATES, WEIGHT, seed=SEEDS, tp=tp, top_k=3, return_logprobs=True)
+            off = sample(STATES, WEIGHT, seed=SEEDS, tp=tp, top_k=0, top_p=1.0)
+            assert torch.equal(off.token_ids, sample(STATES, WEIGHT, seed=SEEDS).token_ids)
+            with pytest.raises(ValueError, match="without bias with tp"):
+                LMHeadSampler(nn.Linear(8, 70), tp=tp)
+    finally:
+        dist.destroy_process_group()
+    step = Mix(0).of_a_head(Mix(0).make(vocab=64))
+    shard = step._replace(shard=flashsampling.exchange.Shard(64, flashsampling.exchange.PACKED), asked=Asked(top_k=3))
+    with pytest.raises(ValueError, match=r"no implementation can do this.*streaming: a shard of a vocabulary with top_k"):
+        ops.sample(shard, "")
+
+
+def test_logits_of_every_dtype_and_stride():
+    logits = torch.randn(4, 2, 300)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        rows = logits.to(dtype)[:, 1]
+        assert rows.stride(0) == 600
+        request = {"seed": torch.arange(4), "top_p": 0.9, "return_logprobs": True}
+        expected = sample_from_logits(rows.float().contiguous(), impl="reference", **request)
+        for impl in (None, "streaming", "reference"):
+            for given in (rows, rows.T.contiguous().T):
+                out = sample_from_logits(given, impl=impl, **request)
+                assert torch.equal(out.token_ids, expected.token_ids)
+                assert torch.equal(out.logprobs, expected.logprobs)
+        plain = sample_from_logits(rows, seed=torch.arange(4)).token_ids
+        states, weight = torch.eye(4, dtype=dtype), rows.T.contiguous()
+        assert torch.equal(plain, sample(states, weight, seed=torch.arange(4)).token_ids)
+
+
+# -- tracers
+
+
+@pytest.mark.parametrize("impl", ["reference", "streaming"])
+def test_opcheck(impl):
+    for seed in (0, 1, 7, 40, 44):  # whose values hold no NaN: opcheck takes none for another
+        mix = Mix(seed, poisoned=False)
+        step = mix.make(batch=3)
+        head = mix.of_a_head(step)
+        assert not any(ops.sample(one, impl).values.isnan().any() for one in (step, head)), seed
+        asked, operators = ops._asked_apart(step.asked), torch.ops.flashsampling
+        for one, operator in ((step, operators.sample_from_logits.default), (head, operators.sample.default)):
+            torch.library.opcheck(operator, (*ops._taken_apart(one), one.vocab_size, impl), asked)
+
+
+def test_an_operator_is_passed_only_what_is_asked_for():
+    arguments = torch.ops.flashsampling.sample.default._schema.arguments
+    assert all(argument.kwarg_only == argument.has_default_value() for argument in arguments)
+    assert ops._asked_apart(PLAIN) == {}
+    for seed in range(200):
+        step = Mix(seed).make()
+        apart = ops._asked_apart(step.asked)
+        again = ops._put_together(tuple(ops._taken_apart(step)), apart, step.vocab_size, of_logits=True)
+        assert all(a is b or a == b for a, b in zip(again, step) if not isinstance(a, Asked))
+        assert all(a is b or a == b for a, b in zip(again.asked, step.asked))
+        assert len(apart) == len(step.asked.names())
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiles_without_a_graph_break(dynamic):
+    def step(states, seeds, top_p, mask, k):
+        request = {"top_p": top_p, "token_mask": mask, "top_k": k, "return_logprobs": True, "top_logprobs": 2, "min_p": 0.01}
+        fused = sample(states * 2, WEIGHT, seed=seeds, soft_cap=30.0, **request)
+        unfused = sample_from_logits(states @ WEIGHT.T, seed=seeds, return_logsumexp=True, **request)
+        return fused, unfused.token_ids + 1, unfused.logsumexp
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for batch, k in ((3, 5), (2, 7), (2, 0)):
+        arguments = STATES[:batch], SEEDS[:batch], torch.full((batch,), 0.9), MASK[:batch], k
+        (fused, *others), (expected, *more) = compiled(*arguments), step(*arguments)
+        assert type(fused) is SampleOutput
+        for one, other in zip(torch.utils._pytree.tree_leaves(fused), torch.utils._pytree.tree_leaves(expected)):
+            assert torch.equal(one, other)
+        for one, other in zip(others, more):
+            assert torch.allclose(one, other)
+
+
+def test_exports():
+    class Module(nn.Module):
+        def forward(self, states, seeds, top_k):
+            return sample(states, WEIGHT, seed=seeds, top_k=top_k, top_p=0.9, return_logprobs=True)
+
+    arguments = STATES, SEEDS, torch.tensor([1, 5, 0])
+    exported = torch.export.export(Module(), arguments)
+    file = io.BytesIO()
+    torch.export.save(exported, file)
+    file.seek(0)
+    out, expected = torch.export.load(file).module()(*arguments), Module()(*arguments)
+    assert type(out) is SampleOutput
+    assert torch.equal(out.token_ids, expected.token_ids)
+    assert torch.equal(out.logprobs, expected.logprobs)
+    assert out.top_token_ids is None
+
+
+# -- the module
+
+
+def test_the_sampler_takes_it_all():
+    sampler = LMHeadSampler(WEIGHT, max_batch_size=4, seed=3)
+    seeds = sampler.seeds[:3].clone()
+    request = ALL | {"token_counts": COUNTS}
+    for step in range(3):
+        out = sampler(STATES, **request)
+        expected = sample(STATES, WEIGHT, seed=seeds, offset=step, **request)
+        for one, other in zip(torch.utils._pytree.tree_leaves(out), torch.utils._pytree.tree_leaves(expected)):
+            assert torch.equal(one, other)
+    assert sampler.offsets.tolist() == [3, 3, 3, 0]
+    with pytest.raises(TypeError, match="unexpected argument 'topk'"):
+        sampler(STATES, topk=3)
+    assert sampler.offsets.tolist() == [3, 3, 3, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_head_with_a_bias(dtype):
+    head = nn.Linear(8, 70).to(dtype)
+    with torch.no_grad():
+        head.bias[11] = 50.0
+    sampler = LMHeadSampler(head, max_batch_size=4, seed=[1, 2, 3, 4])
+    out = sampler(STATES.to(dtype), return_logprobs=True)
+    assert out.token_ids.tolist() == [11, 11, 11]
+    expected = torch.log_softmax(STATES.to(dtype).float() @ head.weight.float().T + head.bias.float(), 1)[:, 11]
+    assert torch.allclose(out.logprobs, expected, atol=1e-5)
+    assert not out.logprobs.requires_grad
+    with torch.no_grad():
+        head.bias[11] = -50.0  # read at every call
+    assert 11 not in sampler(STATES.to(dtype)).token_ids
+    assert sampler.bias is head.bias
+    assert LMHeadSampler(WEIGHT).bias is None
+    with pytest.raises(ValueError, match="bias must be None: the LM head has one of its own"):
+        sampler(STATES.to(dtype), bias=torch.zeros(70))
+    assert sampler.state_dict() == {}
+    compiled = torch.compile(LMHeadSampler(head, max_batch_size=4, seed=[1, 2, 3, 4]), fullgraph=True, backend="aot_eager")
+    sampler.reset([1, 2, 3, 4])
+    assert torch.equal(compiled(STATES.to(dtype), top_k=5).token_ids, sampler(STATES.to(dtype), top_k=5).token_ids)
+
+
+# -- counts
+
+
+def test_counts_of_prompts_and_of_what_is_drawn():
+    state = TokenCounts(4, 70)
+    state.reset(prompt_token_ids=[[1, 2, 2], [], [69, 70, -1, 5], [0]])
+    seen = state.counts < 0
+    assert [row.nonzero().flatten().tolist() for row in seen] == [[1, 2], [], [5, 69], [0]]
+    drawn = []
+    for offset in range(5):
+        request = {"repetition_penalty": 1.5, "frequency_penalty": 0.5, "presence_penalty": torch.full((3,), 0.25)}
+        before = state.counts[:3].clone()
+        out = sample(STATES, WEIGHT, seed=SEEDS, offset=offset, token_counts=state, **request).token_ids
+        assert torch.equal(out, sample(STATES, WEIGHT, seed=SEEDS, offset=offset, token_counts=before, **request).token_ids)
+        drawn.append(out)
+        expected = torch.zeros(3, 70, dtype=torch.int32)
+        for token_ids in drawn:
+            expected[torch.arange(3), token_ids] += 1
+        assert torch.equal(state.counts[:3] & 0x7FFFFFFF, expected)
+        assert torch.equal(state.counts < 0, seen)
+    assert not (state.counts[3] & 0x7FFFFFFF).any()
+    state.reset(rows=[1], prompt_token_ids=[7])
+    assert state.counts[1].nonzero().tolist() == [[7]]
+    assert torch.equal(state.counts[0] & 0x7FFFFFFF, expected[0])
+    state.reset()
+    assert not state.counts.any()
+
+
+@pytest.mark.gpu
+def test_a_graph_replays_it_all_and_counts():
+    """Nothing waits for the host: filters, masks, penalties and log-probabilities of rows in a CUDA graph; every replay draws
+    anew, and counts what it draws."""
+    states, weight = STATES.cuda(), WEIGHT.cuda()
+    request = {
+        "top_k": torch.tensor([0, 5, 50]), "top_p": torch.tensor([0.9, 0.99, 1.0]), "min_p": torch.tensor([0.0, 0.01, 0.02]),
+        "token_mask": MASK, "presence_penalty": torch.tensor([0.1, 0.2, 0.3]), "logit_bias": (torch.tensor([[1, 2]] * 3), torch.ones(3, 2)),
+        "logprob_ids": torch.tensor([[1, 2, 3]] * 3),
+    }  # fmt: skip
+    request = {
+        name: tuple(part.cuda() for part in value) if isinstance(value, tuple) else value.cuda()
+        for name, value in request.items()
+    }
+    request |= {
+        "frequency_penalty": 0.5,
+        "repetition_penalty": 1.1,
+        "soft_cap": 20.0,
+        "return_logprobs": True,
+        "top_logprobs": 3,
+    }
+
+    def make():
+        return LMHeadSampler(weight, max_batch_size=3, seed=[1, 2, 3]), TokenCounts(3, 70, "cuda")
+
+    (sampler, counts), (captured, its_counts) = make(), make()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        captured(states, token_counts=its_counts, **request)
+    torch.cuda.synchronize()
+    captured.reset([1, 2, 3])
+    its_counts.reset()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = captured(states, token_counts=its_counts, **request)
+    for _ in range(4):
+        graph.replay()
+        expected = sampler(states, token_counts=counts, **request)
+        for one, other in zip(torch.utils._pytree.tree_leaves(out), torch.utils._pytree.tree_leaves(expected)):
+            assert torch.equal(one, other)
+        assert torch.equal(counts.counts, its_counts.counts)
+    assert int(counts.counts.sum()) == 12
+
+
+def test_counts_leave_out_what_is_no_token():
+    state = TokenCounts(3, 70)
+    state.add(torch.tensor([-1, 70, 5]))
+    assert state.counts.nonzero().tolist() == [[2, 5]]
+    state.add(torch.tensor([[5, 5, -1], [1, 2, 3]], dtype=torch.int32), rows=torch.tensor([2, 0]))
+    assert state.counts[2, 5] == 3
+    assert state.counts[0].nonzero().flatten().tolist() == [1, 2, 3]
+    logits = torch.full((1, 70), float("nan"))
+    before = state.counts.clone()
+    assert sample_from_logits(logits, token_counts=state, presence_penalty=1.0).token_ids.tolist() == [-1]
+    assert torch.equal(state.counts, before)
+    sample_from_logits(torch.zeros(1, 70), token_counts=state, temperature=0.0)  # no penalty: counted all the same
+    assert state.counts[0, 0] == 1
+
+
+def test_counts_in_a_compiled_step():
+    eager, traced = TokenCounts(3, 70), TokenCounts(3, 70)
+
+    def step(state, offset):
+        return sample(STATES, WEIGHT, seed=SEEDS, offset=offset, token_counts=state, frequency_penalty=2.0).token_ids
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for offset in range(3):
+        assert torch.equal(compiled(traced, torch.full((3,), offset)), step(eager, torch.full((3,), offset)))
+    assert torch.equal(eager.counts, traced.counts)
+    assert int(traced.counts.sum()) == 9
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "call"),
+    [
+        (ValueError, "max_batch_size must be at least 1, got 0", lambda state: TokenCounts(0, 5)),
+        (ValueError, "vocab_size must be at least 1, got 0", lambda state: TokenCounts(5, 0)),
+        (ValueError, "rows must be from 0 to max_batch_size - 1 = 2", lambda state: state.reset(rows=[3])),
+        (ValueError, r"prompt_token_ids must have one row for each of 3 rows, got shape \(2, 1\)", lambda state: state.reset(prompt_token_ids=[[1], [2]])),
+        (TypeError, "prompt_token_ids must be integers, got torch.float32", lambda state: state.reset([0], [0.5])),
+        (TypeError, "prompt_token_ids must be token ids, or a list of them per row", lambda state: state.reset([0], ["a"])),
+        (TypeError, "token_ids must be a tensor of integers, got torch.float32", lambda state: state.add(torch.ones(3))),
+        (TypeError, "token_ids must be a tensor of integers, got list", lambda state: state.add([1, 2])),
+        (ValueError, r"token_ids must have shape \(B,\) or \(B, n\), B up to max_batch_size = 3, got shape \(4,\)", lambda state: state.add(torch.arange(4))),
+        (ValueError, r"token_ids must have a row for each of 2 rows, got shape \(3,\)", lambda state: state.add(torch.arange(3), rows=[0, 1])),
+    ],
+)  # fmt: skip
+def test_counts_say_what_does_not_fit(error, message, call):
+    state = TokenCounts(3, 70)
+    with pytest.raises(error, match=message):
+        call(state)
+    assert not state.counts.any()
