@@ -13,6 +13,7 @@ from flashsampling.impl import filters, reference  # noqa: E402
 from flashsampling.impl.triton.logits import CONFIG, Config, run, unsupported  # noqa: E402
 from flashsampling.step import PLAIN, Asked, Drawn, Step, layout  # noqa: E402
 from tests.conftest import DEVICE  # noqa: E402
+from tests.zero_words import ZERO_WORDS  # noqa: E402
 
 # several blocks and chunks of a small vocabulary; candidates that do not all fit
 SMALL = CONFIG if DEVICE.type == "cuda" else Config(columns=32, reps=2, capacity=128, tile=128, whole_tile=256, gathered=4)
@@ -289,3 +290,14 @@ def test_what_it_does_not_take():
     step = make_step(batch=1)
     assert unsupported(step) is None
     assert "takes logits" in str(unsupported(step._replace(logits=None)))
+
+
+@pytest.mark.parametrize("asked", [Asked(), Asked(logprobs=True), Asked(top_p=of([1.0, 0.9]))])
+@pytest.mark.parametrize("logit", [0.0, -30.0, -200.0])
+def test_words_of_zero(asked, logit):
+    """A token whose noise needs the refinement wins or does not as the oracle says, filtered or not."""
+    for seed, offset, token, _ in ZERO_WORDS:
+        step = make_step(batch=2, vocab=900, asked=asked, temperature=1.0, std=1.0)
+        logits = step.hidden_states.clone()
+        logits[:, token] = logit
+        check(with_logits(step._replace(seed=of([seed] * 2), offset=of([offset] * 2)), logits))

@@ -12,6 +12,7 @@ from .logits_source import (
     GREEDY_BELOW,
     Source,
     column_tokens,
+    exp2,
     key_of,
     mass_scale,
     processed_logits,
@@ -42,9 +43,9 @@ def _summaries(logits, scale, keys_ptr, sums_ptr, wants_mass, COLUMNS: tl.conste
         # a chunk of -inf has no mass; infinite ones have one each
         top = tl.minimum(tl.where(top == float("-inf"), 0.0, top), _LARGEST)
         top = tl.reshape(tl.broadcast_to(top[:, None], (COLUMNS // 8, 8)), (COLUMNS,))
-        mass = tl.exp2((tl.minimum(logits[0], _LARGEST) - top) * scale)
+        mass = exp2((tl.minimum(logits[0], _LARGEST) - top) * scale)
         for i in tl.static_range(1, len(logits)):
-            mass += tl.exp2((tl.minimum(logits[i], _LARGEST) - top) * scale)
+            mass += exp2((tl.minimum(logits[i], _LARGEST) - top) * scale)
         total = tl.sum(tl.reshape(mass, (COLUMNS // 8, 8)), axis=1)
         tl.store(sums_ptr + tl.arange(0, COLUMNS // 8), total)
 
