@@ -90,7 +90,9 @@ def peers(logits: Tensor) -> dict[str, Callable[[], Any]]:
     }
 
 
-def _repeated(step: Callable[[], Any]) -> Callable[[], Any]:
+def repeated(step: Callable[[], Any]) -> Callable[[], Any]:
+    """So many of them."""
+
     def several() -> None:
         for _ in range(REPEATS):
             step()
@@ -109,9 +111,9 @@ def _rows(logits: Tensor, rounds: int, read_tb_s: float) -> list[dict[str, Any]]
         step = Step(logits, logits, temperature, seed, offset, 1, vocab, asked=asked, logits=logits)
         some = check(step.part(0, min(batch, CHECKED))).ids
         assert torch.equal(run(step).ids[: len(some)], some), f"{name}: a row depends on its batch"
-        steps[f"ours {name}"] = _repeated(functools.partial(run, step))
+        steps[f"ours {name}"] = repeated(functools.partial(run, step))
         if name in theirs:
-            steps[f"FlashInfer {name}"] = _repeated(theirs[name])
+            steps[f"FlashInfer {name}"] = repeated(theirs[name])
     ms = {name: time / REPEATS for name, time in interleaved_medians(steps, rounds).items()}
     return [
         {

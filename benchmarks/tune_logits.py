@@ -1,4 +1,4 @@
-"""Shapes of sampling from logits, timed on this GPU: ``python -m benchmarks.tune_logits``. ``logits.CONFIG`` was read off it."""
+"""Shapes of sampling from logits, timed: ``python -m benchmarks.tune_logits``. ``logits.CONFIG`` is read off it."""
 
 import functools
 import itertools
@@ -12,7 +12,7 @@ from rich.table import Table
 from flashsampling.impl.triton.logits import CONFIG, Config, run
 from flashsampling.step import Step
 
-from .from_logits import REPEATS, _repeated, filled, requests, spectrum
+from .from_logits import REPEATS, repeated, filled, requests, spectrum
 from .timing import Step as Call
 from .timing import interleaved_medians
 
@@ -49,7 +49,7 @@ def main(
         logits = filled(*spectrum(None, ""), batch, vocab, torch.float32)
         seed = torch.arange(batch, device="cuda")
         step = Step(logits, logits, 1.0, seed, 0, 1, vocab, asked=requests(batch)[request], logits=logits)
-        steps: dict[str, Call] = {name: _repeated(functools.partial(run, step, config)) for name, config in configs.items()}
+        steps: dict[str, Call] = {name: repeated(functools.partial(run, step, config)) for name, config in configs.items()}
         columns[str(batch)] = {name: ms / REPEATS * 1e3 for name, ms in interleaved_medians(steps, rounds).items()}
     table = Table(which, *columns, title=f"{request}, V={vocab}: us")
     for name in sorted(configs, key=lambda name: sum(times[name] / min(times.values()) for times in columns.values())):

@@ -21,9 +21,7 @@ from ..device import capability
 from .logits_pick import pick_kernel
 from .logits_scan import scan_kernel
 
-DOES = ("stream", "bias", "logit_scale", "soft_cap", "dense_bias", "bias_ids", "bias_values", "counts", "repetition_penalty")
-DOES += ("frequency_penalty", "presence_penalty", "token_mask", "top_k", "top_p", "min_p")
-DOES += ("logprobs", "top_logprobs", "logprob_ids", "logsumexp", "logits")
+DOES = (*Asked._fields, "logits")
 
 
 @dataclass(frozen=True)
