@@ -1,0 +1,105 @@
+"""What a step gives beside tokens: log-probabilities, ranks, the likeliest tokens. Parts of ``logits_pick``'s kernel."""
+
+import triton
+import triton.language as tl
+
+from .logits_search import Tokens, chunk_tile, gather, kth_highest, list_chunks, tile_of
+from .logits_source import LN2, LOG2E, MINUS_INF, NAN, both_logits_of, key_of, mass_of, raw_logits, value_of
+
+
+@triton.jit
+def mass_of_chunks(keys, sums, scale):
+    """Of chunks' keys and sums: the highest key, all the mass relative to it, and every chunk's."""
+    highest = tl.max(keys, axis=0)
+    mass = tl.where(keys > MINUS_INF, sums * mass_of(value_of(keys), value_of(highest), scale), 0.0)
+    return highest, tl.sum(mass, axis=0), mass
+
+
+@triton.jit
+def log_sum_exp(highest, mass):
+    """Of a row's highest key and the mass relative to it."""
+    top = value_of(highest)
+    lse = tl.where(tl.abs(top) == float("inf"), top, top + tl.log2(mass) * LN2)
+    return tl.where(highest == NAN, float("nan"), lse)
+
+
+@triton.jit
+def write_given(source, ids, out, count, lse, HEAD: tl.constexpr):
+    """Raw log-probabilities of the given ids."""
+    for first in range(0, count, 128):
+        index = first + tl.arange(0, 128)
+        token = tl.load(ids + index, mask=index < count, other=-1)
+        there = (token >= 0) & (token < source.vocab_size)
+        x = raw_logits(source, tl.where(there, token, 0).to(tl.int32), there, HEAD)
+        tl.store(out + index, tl.where(there, x - lse, float("nan")), mask=index < count)
+
+
+@triton.jit
+def _top_ids(
+    tokens, lse, top_ids_ptr, top_logprobs_ptr, num_top,
+    WHOLE: tl.constexpr, TILE: tl.constexpr, HEAD: tl.constexpr,
+):  # fmt: skip
+    """Writes the first ``num_top`` of the tokens in order, one after the other."""
+    last = tl.full((), 0x7FFFFFFFFFFFFFFF, tl.int64)
+    for i in range(num_top):
+        best = tl.full((TILE,), -0x7FFFFFFFFFFFFFFF, tl.int64)
+        for start in range(0, tokens.count, TILE):
+            key, token, live = tile_of(tokens, start, WHOLE, TILE, HEAD, 1)
+            # greater for the greater key, then for the lower id
+            place = (key.to(tl.int64) << 32) | (token ^ 0x7FFFFFFF).to(tl.int64)
+            best = tl.maximum(best, tl.where(live & (place < last), place, -0x7FFFFFFFFFFFFFFF))
+        last = tl.max(best, axis=0)
+        tl.store(top_ids_ptr + i, (last & 0x7FFFFFFF) ^ 0x7FFFFFFF)
+        tl.store(top_logprobs_ptr + i, value_of((last >> 32).to(tl.int32)) - lse)
+
+
+@triton.jit
+def write_top(
+    source, chunk_keys, highest, lse, list_ptr, keys_ptr, cand_ids, ids_ptr, logprobs_ptr, count,
+    CAPACITY: tl.constexpr, CHUNKS: tl.constexpr, GATHERED: tl.constexpr, TILE: tl.constexpr, WHOLE_TILE: tl.constexpr,
+    COLUMNS: tl.constexpr, REPS: tl.constexpr, HEAD: tl.constexpr,
+):  # fmt: skip
+    """The ids with the highest raw logits and their log-probabilities. ``source``: without what is the request's."""
+    if highest == NAN:
+        for i in range(count):
+            tl.store(ids_ptr + i, tl.full((), -1, tl.int64))
+            tl.store(logprobs_ptr + i, lse)
+    else:
+        top = value_of(highest)
+        bound = tl.maximum(kth_highest(chunk_keys, count), MINUS_INF)
+        gathered, _ = gather(
+            source, chunk_keys, bound, list_ptr, keys_ptr, cand_ids, top, LOG2E, True, CAPACITY, CHUNKS, GATHERED, COLUMNS,
+            REPS, HEAD, 1,
+        )  # fmt: skip
+        if gathered <= CAPACITY:
+            tokens = Tokens(source, keys_ptr, cand_ids, gathered, MINUS_INF, top, LOG2E)
+            _top_ids(tokens, lse, ids_ptr, logprobs_ptr, count, False, TILE, HEAD)
+        else:
+            row = Tokens(source, keys_ptr, cand_ids, source.vocab_size, MINUS_INF, top, LOG2E)
+            _top_ids(row, lse, ids_ptr, logprobs_ptr, count, True, WHOLE_TILE, HEAD)
+
+
+@triton.jit
+def write_drawn(
+    source, token, raw_keys, raw_highest, lse, top, scale, kept_mass, list_ptr, logprob_ptr, processed_ptr, rank_ptr,
+    CHUNKS: tl.constexpr, GATHERED: tl.constexpr, COLUMNS: tl.constexpr, REPS: tl.constexpr, HEAD: tl.constexpr,
+    ENTRIES: tl.constexpr,
+):  # fmt: skip
+    """Both log-probabilities and the rank of a token that was drawn, or -1."""
+    rank = tl.full((), -1, tl.int64)
+    raw = tl.full((), float("nan"), tl.float32)
+    processed = tl.full((), float("nan"), tl.float32)
+    if token >= 0:
+        x, y = both_logits_of(source, token.to(tl.int32), HEAD, ENTRIES)
+        raw = tl.where(raw_highest == NAN, lse, x - lse)
+        below = tl.where(y == top, 0.0, (y - top) * scale)
+        processed = (below - tl.log2(kept_mass)) * LN2
+        listed = list_chunks(raw_keys > key_of(x), list_ptr, CHUNKS)
+        above = tl.full((), 0, tl.int32)
+        for first in range(0, listed, GATHERED):
+            logit, _, live = chunk_tile(source, list_ptr, listed, first, True, GATHERED, COLUMNS, REPS, HEAD, ENTRIES)
+            above += tl.sum(tl.sum((live & (logit > x)).to(tl.int32), axis=1), axis=0)
+        rank = 1 + above.to(tl.int64)
+    tl.store(logprob_ptr, raw)
+    tl.store(processed_ptr, processed)
+    tl.store(rank_ptr, rank)

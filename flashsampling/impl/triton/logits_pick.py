@@ -1,0 +1,345 @@
+"""The second kernel of ``logits``: a program per row turns what the first one wrote into tokens and what else is asked for.
+
+no filter        the best of the blocks' best scores
+a filter         from the chunks' maxima and masses a bound below which no token is kept; the tokens above it, read again,
+                 are the candidates; boundaries of top-k and top-p among them; the best score of what is kept
+a flat row       whose candidates are more than there is room for: the same searches over the row itself. They take a fixed
+                 number of passes: no row takes forever
+"""
+
+import triton
+import triton.language as tl
+
+from .logits_beside import log_sum_exp, mass_of_chunks, write_drawn, write_given, write_top
+from .logits_search import Tokens, gather, kth_highest, limit_of, nucleus_bound, place_of, tile_of
+from .logits_source import (
+    GREEDY_BELOW,
+    LOG2E,
+    MINUS_INF,
+    NAN,
+    PLUS_INF,
+    Source,
+    key_of,
+    mass_of,
+    mass_scale,
+    row_f32,
+    row_i64,
+    row_top_k,
+    score_factors,
+    value_of,
+    word_of,
+)
+from .noise import REFINEMENT_BIT, minus_gumbel_refined
+from .scores import NAN_KEY, NO_TOKEN, ORDERED_INF, pack_key, score_of
+
+_LOWEST = tl.constexpr(-0x80000000)
+_LARGEST = tl.constexpr(3.4028234663852886e38)
+_NOTHING = tl.constexpr(-0x7FFFFFFF)  # key of no logit
+
+
+@triton.jit
+def _draw(
+    tokens, limit, least_mass, temperature, seed, offset, stream, ids_ptr, num_samples,
+    MASKED: tl.constexpr, WHOLE: tl.constexpr, TILE: tl.constexpr, HEAD: tl.constexpr, ENTRIES: tl.constexpr,
+):  # fmt: skip
+    """Writes the token with the best score among the kept ones, for every draw."""
+    scale, noise_factor = score_factors(temperature, MASKED)
+    key_lo, key_hi = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
+    offset_lo, offset_hi = offset.to(tl.uint32), (offset >> 32).to(tl.uint32)
+    for draw in range(num_samples):
+        draw_word = tl.zeros((TILE,), tl.uint32) + (draw | (stream << 24)).to(tl.uint32)
+        best = tl.zeros((TILE,), tl.int64)
+        for start in range(0, tokens.count, TILE):
+            key, token, live = tile_of(tokens, start, WHOLE, TILE, HEAD, ENTRIES)
+            x = value_of(key)
+            live = live & (place_of(tokens, key, token) >= limit)
+            live = live & (mass_of(x, tokens.top, tokens.scale) >= least_mass) & (x != float("-inf"))
+            word = word_of(token, draw_word, offset_lo, offset_hi, key_lo, key_hi)
+            tail = tl.zeros((TILE,), tl.uint32)
+            if tl.max((live & (word == 0)).to(tl.int32), axis=0) != 0:
+                tail = word_of(token, draw_word | REFINEMENT_BIT, offset_lo, offset_hi, key_lo, key_hi)
+            score = score_of(x, scale, 0.0, minus_gumbel_refined(word, tail), noise_factor)
+            best = tl.maximum(best, tl.where(live, pack_key(score, token), 0))
+        key = tl.max(best, axis=0)
+        tl.store(ids_ptr + draw, tl.where((key == 0) | (key == NAN_KEY), -1, (key & NO_TOKEN) ^ NO_TOKEN))
+
+
+@triton.jit
+def _filter(
+    tokens, highest, row_mass, top_k, top_p, min_p, by_top_k, by_top_p, temperature, seed, offset, stream, ids_ptr, num_samples,
+    LOGPROBS: tl.constexpr, MASKED: tl.constexpr, WHOLE: tl.constexpr, TILE: tl.constexpr, HEAD: tl.constexpr,
+    ENTRIES: tl.constexpr,
+):  # fmt: skip
+    """Limits, then draws. Mass of what is kept, 0 if nobody asks."""
+    limit = tl.full((), 0, tl.int64)
+    for stage in range(3):  # top-k, top-p, a min-p that leaves the first token alone
+        by_mass = stage == 1
+        asked = tl.where(stage == 0, by_top_k, tl.where(by_mass, by_top_p, min_p > 1.0))
+        if asked:
+            target = tl.where(stage == 0, top_k.to(tl.float64), 1.0)
+            share = tl.maximum(top_p, 1e-30).to(tl.float64)
+            target = tl.where(by_mass, tl.where(by_top_k, share, share * row_mass), target)
+            limit = limit_of(tokens, highest, limit, by_mass, target, by_mass & by_top_k, WHOLE, TILE, HEAD, ENTRIES)
+    least_mass = tl.minimum(min_p, 1.0)
+    _draw(
+        tokens, limit, least_mass, temperature, seed, offset, stream, ids_ptr, num_samples, MASKED, WHOLE, TILE, HEAD, ENTRIES
+    )
+    total = tl.full((), 0.0, tl.float64)
+    if LOGPROBS:
+        for start in range(0, tokens.count, TILE):
+            key, token, live = tile_of(tokens, start, WHOLE, TILE, HEAD, ENTRIES)
+            mass = mass_of(value_of(key), tokens.top, tokens.scale)
+            live = live & (place_of(tokens, key, token) >= limit) & (mass >= least_mass)
+            total += tl.sum(tl.where(live, mass, 0.0), axis=0).to(tl.float64)
+    return total.to(tl.float32)
+
+
+@triton.jit
+def _any_finite(tokens, TILE: tl.constexpr, HEAD: tl.constexpr, ENTRIES: tl.constexpr):
+    """Whether any of the row's processed logits is finite."""
+    found = tl.full((), 0, tl.int32)
+    for start in range(0, tokens.count, TILE):
+        key, _, live = tile_of(tokens, start, True, TILE, HEAD, ENTRIES)
+        found = tl.maximum(found, tl.max((live & (key > MINUS_INF) & (key < PLUS_INF)).to(tl.int32), axis=0))
+    return found != 0
+
+
+@triton.jit(
+    do_not_specialize=[
+        "temperature_at", "temperature_value", "seed_at", "seed_value", "offset_at", "offset_value", "top_k_at", "top_k_value",
+        "top_p_at", "top_p_value", "min_p_at", "min_p_value", "repetition_at", "repetition_value", "frequency_at",
+        "frequency_value", "presence_at", "presence_value", "logit_scale", "soft_cap", "bias_count", "ids_stride",
+        "values_stride", "num_samples", "stream", "blocks", "num_top", "num_given", "given_stride",
+    ],
+    do_not_specialize_on_alignment=[
+        "ids_ptr", "logprobs_ptr", "processed_ptr", "ranks_ptr", "top_ids_ptr", "top_logprobs_ptr", "given_ids", "given_ptr",
+        "lse_ptr",
+    ],
+)  # fmt: skip
+def pick_kernel(
+    logits,  # as for scan_kernel, up to blocks; what it wrote is read here
+    logits_stride,
+    vocab_size,
+    bias,
+    logit_scale: tl.float32,
+    soft_cap: tl.float32,
+    dense_bias,
+    bias_ids,
+    bias_values,
+    bias_count: tl.int32,
+    ids_stride: tl.int64,
+    values_stride: tl.int64,
+    counts,
+    counts_stride,
+    token_mask,
+    mask_stride,
+    temperature_at: tl.int64,
+    temperature_value: tl.float32,
+    seed_at: tl.int64,
+    seed_value: tl.int64,
+    offset_at: tl.int64,
+    offset_value: tl.int64,
+    top_k_at: tl.int64,
+    top_k_value: tl.int64,
+    top_p_at: tl.int64,
+    top_p_value: tl.float32,
+    min_p_at: tl.int64,
+    min_p_value: tl.float32,
+    repetition_at: tl.int64,
+    repetition_value: tl.float32,
+    frequency_at: tl.int64,
+    frequency_value: tl.float32,
+    presence_at: tl.int64,
+    presence_value: tl.float32,
+    keys_ptr,
+    sums_ptr,
+    raw_keys_ptr,
+    raw_sums_ptr,
+    winners_ptr,
+    num_samples: tl.int32,
+    stream: tl.int32,
+    blocks: tl.int32,
+    candidates_ptr,  # (B, 2 * CAPACITY + CHUNKS) int32: keys, ids, a list of chunks
+    ids_ptr,  # (B, num_samples) int64, out
+    logprobs_ptr,  # (B, num_samples) float32, out; None if nobody asks, as the following
+    processed_ptr,
+    ranks_ptr,  # (B, num_samples) int64, out
+    top_ids_ptr,  # (B, num_top) int64, out
+    top_logprobs_ptr,  # (B, num_top) float32, out
+    num_top: tl.int32,
+    given_ids,  # (B, num_given) int64
+    given_stride: tl.int64,
+    given_ptr,  # (B, num_given) float32, out
+    num_given: tl.int32,
+    lse_ptr,  # (B,) float32, out
+    COLUMNS: tl.constexpr,
+    REPS: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    HEAD: tl.constexpr,
+    FILTERS: tl.constexpr,
+    LOGPROBS: tl.constexpr,
+    TOP_K_WIDE: tl.constexpr,
+    BLOCKS: tl.constexpr,  # blocks, up to a power of two
+    CHUNKS: tl.constexpr,  # chunks, likewise
+    CAPACITY: tl.constexpr,  # candidates
+    TILE: tl.constexpr,  # candidates at a time
+    WHOLE_TILE: tl.constexpr,  # tokens of a row at a time
+    GATHERED: tl.constexpr,  # chunks at a time
+):
+    """See the module's docstring. Grid: (B,)."""
+    MASKED: tl.constexpr = token_mask is not None
+    row = tl.program_id(0)
+    far = row.to(tl.int64)
+    repetition = row_f32(repetition_at, repetition_value, row)
+    frequency = row_f32(frequency_at, frequency_value, row)
+    presence = row_f32(presence_at, presence_value, row)
+    source = Source(
+        row.to(tl.int64), logits, logits_stride, vocab_size, bias, logit_scale, soft_cap, dense_bias, bias_ids, bias_values,
+        bias_count, ids_stride, values_stride, counts, counts_stride, repetition, frequency, presence, token_mask, mask_stride,
+    )  # fmt: skip
+    temperature = row_f32(temperature_at, temperature_value, row)
+    scale = mass_scale(temperature)
+    chunk = tl.arange(0, CHUNKS)
+    num_chunks = blocks * (COLUMNS // 8)
+    cand_keys = candidates_ptr + far * (2 * CAPACITY + CHUNKS)
+    cand_ids = cand_keys + CAPACITY
+    list_ptr = cand_ids + CAPACITY
+    ids_ptr += far * num_samples
+
+    lowest = tl.full((), _LOWEST, tl.int64)
+    filtered = False
+    undefined = False
+    kept_mass = tl.full((), 0.0, tl.float32)
+    top = tl.full((), 0.0, tl.float32)
+    if FILTERS or LOGPROBS:
+        in_row = chunk < num_chunks
+        keys = tl.load(keys_ptr + far * num_chunks + chunk, mask=in_row, other=_NOTHING)
+        highest = tl.max(keys, axis=0)
+        undefined = (highest == NAN) | (highest <= MINUS_INF) | (temperature != temperature)
+        top = value_of(highest)
+    if FILTERS:
+        top_k = row_top_k(top_k_at, top_k_value, row, TOP_K_WIDE)
+        top_p = row_f32(top_p_at, top_p_value, row)
+        min_p = row_f32(min_p_at, min_p_value, row)
+        by_top_k = (top_k > 0) & (top_k < vocab_size)
+        by_top_p = top_p < 1.0
+        by_min_p = min_p > 0.0
+        filtered = by_top_k | by_top_p | by_min_p
+        undefined = undefined | (top_p != top_p) | (min_p != min_p)
+        if not LOGPROBS:
+            filtered = filtered & ((temperature < GREEDY_BELOW) == 0)
+        if filtered & (undefined == 0) & (highest == PLUS_INF):
+            row_tokens = Tokens(source, cand_keys, cand_ids, vocab_size, lowest, top, scale)
+            undefined = _any_finite(row_tokens, WHOLE_TILE, HEAD, ENTRIES) == 0
+    if LOGPROBS or FILTERS:
+        row_mass = tl.full((), 0.0, tl.float32)
+        wants_mass = undefined == 0
+        if not LOGPROBS:
+            wants_mass = wants_mass & filtered & by_top_p & (by_top_k == 0)
+        if wants_mass:
+            sums = tl.load(sums_ptr + far * num_chunks + chunk, mask=in_row, other=0.0)
+            _, row_mass, _ = mass_of_chunks(keys, sums, scale)
+        kept_mass = row_mass
+
+    seed = row_i64(seed_at, seed_value, row)
+    offset = row_i64(offset_at, offset_value, row)
+    whole = tl.full((), 0, tl.int32)  # draws from the row itself, with refined noise
+    if filtered == 0:
+        block = tl.arange(0, BLOCKS)
+        for draw in range(num_samples):
+            slots = winners_ptr + (far * num_samples + draw) * blocks + block
+            key = tl.max(tl.load(slots, mask=block < blocks, other=0), axis=0)
+            token = (key & NO_TOKEN) ^ NO_TOKEN
+            defined = (key != 0) & (key != NAN_KEY) & (undefined == 0)
+            if defined & (key >> 31 == ORDERED_INF):
+                row_tokens = Tokens(source, cand_keys, cand_ids, vocab_size, lowest, top, scale)
+                defined = _any_finite(row_tokens, WHOLE_TILE, HEAD, ENTRIES)
+            tl.store(ids_ptr + draw, tl.where(defined, token, -1))
+            if defined & (temperature >= GREEDY_BELOW):  # a word 0: is it the best still?
+                draw_word = (draw | (stream << 24)).to(tl.uint32)
+                word = word_of(
+                    token.to(tl.int32), draw_word, offset.to(tl.uint32), (offset >> 32).to(tl.uint32), seed.to(tl.uint32),
+                    (seed >> 32).to(tl.uint32),
+                )  # fmt: skip
+                whole = tl.maximum(whole, (word == 0).to(tl.int32))
+    if FILTERS:
+        if filtered & undefined:
+            for draw in range(num_samples):
+                tl.store(ids_ptr + draw, tl.full((), -1, tl.int64))
+        if filtered & (undefined == 0):
+            rest = (1.0 - top_p) * row_mass
+            least = tl.full((), MINUS_INF + 1, tl.int32)  # no token of -inf is drawn
+            if by_min_p & ((by_top_k & by_top_p) == 0):
+                at_least = tl.log2(tl.minimum(min_p, 1.0)) - 0.01
+                least = tl.maximum(key_of(top + at_least / scale - tl.minimum(tl.abs(top), _LARGEST) * 1e-6), least)
+            target = row_mass * top_p * 1.00001  # as the search will ask for, and what rounding may take
+            bound = least
+            count = tl.full((), 0, tl.int32)
+            attempts = tl.full((), 2, tl.int32)
+            while attempts > 0:
+                # read again: registers for all of them would be one program less per multiprocessor
+                keys = tl.load(keys_ptr + far * num_chunks + chunk, mask=in_row, other=_NOTHING)
+                if by_top_k:
+                    bound = tl.maximum(kth_highest(keys, top_k), least)
+                elif by_top_p:
+                    sums = tl.load(sums_ptr + far * num_chunks + chunk, mask=in_row, other=0.0)
+                    _, _, chunk_mass = mass_of_chunks(keys, sums, scale)
+                    guess = tl.where(attempts == 2, 0.8, 0.2)
+                    bound = tl.maximum(nucleus_bound(keys, chunk_mass, top, scale, guess * rest), least)
+                count, mass = gather(
+                    source, keys, bound, list_ptr, cand_keys, cand_ids, top, scale, False, CAPACITY, CHUNKS, GATHERED, COLUMNS,
+                    REPS, HEAD, ENTRIES,
+                )  # fmt: skip
+                attempts -= 1
+                if by_top_k | (bound <= least) | (mass >= target) | (count > CAPACITY):
+                    attempts = attempts * 0
+                elif attempts == 0:
+                    count = count * 0 + CAPACITY + 1
+            if count <= CAPACITY:
+                tokens = Tokens(source, cand_keys, cand_ids, count, bound.to(tl.int64), top, scale)
+                kept_mass = _filter(
+                    tokens, highest, row_mass, top_k, top_p, min_p, by_top_k, by_top_p, temperature, seed, offset, stream,
+                    ids_ptr, num_samples, LOGPROBS, MASKED, False, TILE, HEAD, ENTRIES,
+                )  # fmt: skip
+            else:
+                whole = whole * 0 + 1
+        if whole != 0:
+            row_tokens = Tokens(source, cand_keys, cand_ids, vocab_size, lowest, top, scale)
+            kept_mass = _filter(
+                row_tokens, highest, row_mass, top_k, top_p, min_p, by_top_k, by_top_p, temperature, seed, offset, stream,
+                ids_ptr, num_samples, LOGPROBS, MASKED, True, WHOLE_TILE, HEAD, ENTRIES,
+            )  # fmt: skip
+    elif whole != 0:
+        row_tokens = Tokens(source, cand_keys, cand_ids, vocab_size, lowest, top, scale)
+        nothing = tl.full((), 0, tl.int64)
+        _draw(
+            row_tokens, nothing, 0.0, temperature, seed, offset, stream, ids_ptr, num_samples, MASKED, True, WHOLE_TILE, HEAD,
+            ENTRIES,
+        )  # fmt: skip
+
+    if raw_keys_ptr is not None:
+        raw_keys = tl.load(raw_keys_ptr + far * num_chunks + chunk, mask=chunk < num_chunks, other=_NOTHING)
+        raw_sums = tl.load(raw_sums_ptr + far * num_chunks + chunk, mask=chunk < num_chunks, other=0.0)
+        raw_highest, raw_mass, _ = mass_of_chunks(raw_keys, raw_sums, LOG2E)
+        lse = log_sum_exp(raw_highest, raw_mass)
+        if lse_ptr is not None:
+            tl.store(lse_ptr + row, lse)
+        if given_ids is not None:
+            write_given(source, given_ids + far * given_stride, given_ptr + far * num_given, num_given, lse, HEAD)
+        if top_ids_ptr is not None:
+            raw_source = Source(
+                far, logits, logits_stride, vocab_size, bias, logit_scale, soft_cap, None, None, None, 0, 0, 0, None, 0,
+                1.0, 0.0, 0.0, None, 0,
+            )  # fmt: skip
+            write_top(
+                raw_source, raw_keys, raw_highest, lse, list_ptr, cand_keys, cand_ids, top_ids_ptr + far * num_top,
+                top_logprobs_ptr + far * num_top, num_top, CAPACITY, CHUNKS, GATHERED, TILE, WHOLE_TILE, COLUMNS, REPS, HEAD,
+            )  # fmt: skip
+        if LOGPROBS:
+            tl.debug_barrier()  # the tokens are there
+            for draw in range(num_samples):
+                out = far * num_samples + draw
+                write_drawn(
+                    source, tl.load(ids_ptr + draw), raw_keys, raw_highest, lse, top, scale, kept_mass, list_ptr,
+                    logprobs_ptr + out, processed_ptr + out, ranks_ptr + out, CHUNKS, GATHERED, COLUMNS, REPS, HEAD, ENTRIES,
+                )  # fmt: skip

@@ -1,0 +1,303 @@
+"""Tokens from logits in memory, by Triton: what the oracle says, at the ends of every range, whatever the batch."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+triton = pytest.importorskip("triton")
+
+from flashsampling.impl import filters, reference  # noqa: E402
+from flashsampling.impl.triton.logits import CONFIG, Config, run, unsupported  # noqa: E402
+from flashsampling.step import PLAIN, Asked, Drawn, Step, layout  # noqa: E402
+from tests.conftest import DEVICE  # noqa: E402
+from tests.zero_words import ZERO_WORDS  # noqa: E402
+
+# several blocks and chunks of a small vocabulary; candidates that do not all fit
+SMALL = CONFIG if DEVICE.type == "cuda" else Config(columns=32, reps=2, capacity=128, tile=128, whole_tile=256, gathered=4)
+VOCAB = 40_000 if DEVICE.type == "cuda" else 600
+INF = math.inf
+
+
+def make_step(
+    batch: int = 3,
+    vocab: int = VOCAB,
+    asked: Asked = PLAIN,
+    num_samples: int = 1,
+    dtype: torch.dtype = torch.float32,
+    std: float = 3.0,
+    temperature: Tensor | float | None = None,
+) -> Step:
+    """Random logits, seeds and offsets; a third of the rows are hot."""
+    logits = (torch.randn(batch, vocab) * std).to(dtype).to(DEVICE)
+    temperature = torch.rand(batch) * 1.5 + 0.2 if temperature is None else temperature
+    if isinstance(temperature, Tensor):
+        temperature = temperature.to(DEVICE)
+    seed, offset = (torch.randint(-(2**63), 2**63 - 1, (batch,)).to(DEVICE) for _ in range(2))
+    return Step(logits, logits, temperature, seed, offset, num_samples, vocab, asked=asked, logits=logits)
+
+
+def with_logits(step: Step, logits: Tensor) -> Step:
+    return step._replace(hidden_states=logits, weight=logits, logits=logits)
+
+
+def of(value: Any) -> Tensor:
+    return torch.tensor(value, device=DEVICE)
+
+
+def _excused(step: Step, row: int, draw: int, ours: int, theirs: int) -> bool:
+    """Whether arithmetic explains another token: two scores as good as equal, or a nucleus that ends within 2e-6 of p."""
+    part = step.part(row, row + 1)
+    rows = part.rows()
+    logits = reference.logits_of(reference.product(part, torch.float64), rows.temperature, part.asked)
+    draws = torch.tensor([draw], device=DEVICE)
+    scores = reference.scores_of(logits, part, draws)[0, 0]
+    if ours < 0 or theirs < 0:
+        return False
+    gap = abs(scores[ours] - scores[theirs]).item()
+    if gap <= 1e-5 + abs(scores[theirs]).item() * 2.0**-20:
+        return True
+    top_p = part.asked.top_p
+    for slack in (-2e-6, 2e-6):
+        p = top_p * (1 + slack)
+        moved = part._replace(asked=part.asked._replace(top_p=p), num_samples=step.num_samples)
+        if reference.run(moved).ids[draw].item() == ours:
+            return True
+    return False
+
+
+def check(step: Step, config: Config = SMALL) -> Drawn:
+    """Equal to the oracle."""
+    drawn, oracle = run(step, config), reference.run(step)
+    batch, num_samples = step.hidden_states.shape[0], step.num_samples
+    assert drawn.ids.shape == oracle.ids.shape
+    ours, theirs = (out.ids[: batch * num_samples].view(batch, num_samples) for out in (drawn, oracle))
+    same = (ours == theirs).all(dim=1)
+    for row, draw in (ours != theirs).nonzero().tolist():
+        assert _excused(step, row, draw, int(ours[row, draw]), int(theirs[row, draw])), (row, draw, ours, theirs)
+    if drawn.values is not None:
+        assert oracle.values is not None
+        parts = layout(batch, num_samples, step.asked)
+        mine, others = parts.split(drawn, batch), parts.split(oracle, batch)
+        for name in mine:
+            if name in ("top_token_ids", "ranks"):
+                assert torch.equal(mine[name][same], others[name][same]), name
+            elif name != "token_ids":
+                torch.testing.assert_close(mine[name][same], others[name][same], rtol=1e-5, atol=3e-5, equal_nan=True, msg=name)
+    return drawn
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("num_samples", [1, 3])
+def test_unfiltered(dtype, num_samples):
+    check(make_step(dtype=dtype, num_samples=num_samples))
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        Asked(top_k=7),
+        Asked(top_p=0.9),
+        Asked(min_p=0.05),
+        Asked(top_k=40, top_p=0.8),
+        Asked(top_k=40, top_p=0.8, min_p=0.02),
+        Asked(top_p=0.9, min_p=0.02),
+        Asked(top_k=100, min_p=0.01),
+    ],
+)
+def test_filters(asked):
+    check(make_step(asked=asked, num_samples=2))
+
+
+@pytest.mark.parametrize("std", [0.0, 0.01])
+@pytest.mark.parametrize("asked", [Asked(top_k=300), Asked(top_p=0.9), Asked(top_k=550, top_p=0.5), Asked(min_p=0.99), Asked()])
+def test_flat_rows(asked, std):
+    """More candidates than there is room for, all of them ties or next to it."""
+    check(make_step(batch=2, asked=asked, std=std))
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 5, VOCAB - 1, VOCAB, VOCAB + 1, 0, -3])
+def test_ties_at_the_boundary(top_k):
+    """Exactly k are kept, of equal ones those of the lowest ids."""
+    step = make_step(batch=2, asked=Asked(top_k=top_k), num_samples=3)
+    check(with_logits(step, step.logits.round()))
+
+
+@pytest.mark.parametrize("top_p", [-1.0, 0.0, 1e-30, 1e-7, 0.3, 1 - 1e-7, 1.0, 2.0])
+def test_ends_of_top_p(top_p):
+    step = make_step(batch=2, asked=Asked(top_p=top_p))
+    check(step)
+    check(with_logits(step, step.logits.round()))
+
+
+@pytest.mark.parametrize("min_p", [-1.0, 0.0, 1e-30, 1e-7, 1.0, 1.5])
+def test_ends_of_min_p(min_p):
+    step = make_step(batch=2, asked=Asked(min_p=min_p))
+    check(step)
+    check(with_logits(step, step.logits.round()))
+
+
+def test_filters_by_row():
+    """Every row its own; NaN gives -1."""
+    nan = math.nan
+    asked = Asked(
+        top_k=of([0, 5, 0, 0, 5, 1, 0, 0]),
+        top_p=of([1.0, 1.0, 0.7, 1.0, 0.7, 0.5, nan, 0.5]),
+        min_p=of([0.0, 0.0, 0.0, 0.1, 0.1, 0.1, 0.0, nan]),
+    )
+    temperature = torch.tensor([1.0, 0.0, 0.7, 2.0, 1e-6, 1.0, 1.0, 1.0])
+    drawn = check(make_step(batch=8, vocab=300, asked=asked, temperature=temperature))
+    assert drawn.ids[6:].tolist() == [-1, -1]
+    check(make_step(batch=8, vocab=300, asked=asked._replace(top_k=asked.top_k.int()), temperature=temperature))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-6, 0.5, 1.0, 1e6, math.nan])
+@pytest.mark.parametrize("asked", [Asked(), Asked(top_k=5, top_p=0.9), Asked(top_p=0.9)])
+def test_temperatures(asked, temperature):
+    check(make_step(batch=1, asked=asked, temperature=temperature))
+
+
+@pytest.mark.parametrize("asked", [Asked(), Asked(top_k=3), Asked(top_p=0.5), Asked(min_p=0.5), Asked(logprobs=True)])
+def test_special_values(asked):
+    """NaN, infinities and the largest numbers, with and without a finite logit beside them."""
+    step = make_step(batch=9, vocab=300, asked=asked)
+    logits = step.logits.clone()
+    logits[0, 77] = math.nan
+    logits[1, 77] = INF
+    logits[2, [50, 290]] = INF
+    logits[3] = -INF
+    logits[3, 12] = INF
+    logits[4] = -INF
+    logits[5] = -INF
+    logits[5, 290] = 3.0
+    logits[6] = 3.4e38
+    logits[7, 5], logits[7, 6] = -3.4e38, 3.4e38
+    logits[8, 10] = -INF
+    check(with_logits(step, logits))
+
+
+def _requested(batch: int, vocab: int, generator: torch.Generator) -> Asked:
+    """Everything at once."""
+
+    def rand(*shape: int) -> Tensor:
+        return torch.rand(*shape, generator=generator)
+
+    def ints(low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(low, high, shape, generator=generator)
+
+    counts = ints(0, 4, batch, vocab).int() * (rand(batch, vocab) < 0.05) | (rand(batch, vocab) < 0.03).int() << 31
+    bias_ids = ints(-1, vocab + 5, batch, 9).int()
+    bias_ids[:, 3] = bias_ids[:, 4]
+    words = -(-vocab // 32)
+    mask = ints(-(2**31), 2**31, batch, words).int() | ints(-(2**31), 2**31, batch, words).int()
+    asked = Asked(
+        bias=torch.randn(vocab, generator=generator),
+        logit_scale=0.7,
+        soft_cap=20.0,
+        dense_bias=torch.randn(vocab, generator=generator),
+        bias_ids=bias_ids,
+        bias_values=torch.randn(batch, 9, generator=generator) * 5,
+        counts=counts,
+        repetition_penalty=rand(batch) + 0.8,
+        frequency_penalty=rand(batch),
+        presence_penalty=0.3,
+        token_mask=mask,
+        top_k=ints(0, 60, batch),
+        top_p=rand(batch) + 0.3,
+        min_p=rand(batch) * 0.1,
+        logprobs=True,
+        top_logprobs=5,
+        logprob_ids=ints(-1, vocab + 3, batch, 7),
+        logsumexp=True,
+    )
+    return Asked(*(part.to(DEVICE) if isinstance(part, Tensor) else part for part in asked))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_everything_at_once(dtype):
+    asked = _requested(3, VOCAB, torch.Generator().manual_seed(1))
+    check(make_step(asked=asked, num_samples=2, dtype=dtype))
+
+
+NAMES = ("bias", "dense_bias", "bias_ids", "counts", "token_mask", "logprobs", "top_logprobs", "logprob_ids", "logsumexp")
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("filtered", [False, True])
+def test_each_by_itself(name, filtered):
+    everything = _requested(2, VOCAB, torch.Generator().manual_seed(2))
+    together = {"bias": ("logit_scale", "soft_cap"), "bias_ids": ("bias_values",), "counts": ("repetition_penalty",)}
+    chosen = {part: getattr(everything, part) for part in (name, *together.get(name, ()))}
+    if filtered:
+        chosen |= {"top_k": 20, "top_p": 0.9}
+    check(make_step(batch=2, asked=Asked(**chosen)))
+
+
+def test_masks_that_leave_one_token_or_none():
+    mask = torch.zeros(3, -(-VOCAB // 32), dtype=torch.int32)
+    mask[1, 5] = 1 << 7
+    mask[2] = -1
+    for asked in (Asked(), Asked(top_k=4), Asked(top_p=0.5)):
+        step = make_step(asked=asked._replace(token_mask=mask.to(DEVICE)))
+        logits = step.logits.clone()
+        logits[1, 3] = math.nan  # masked out: not there
+        assert check(with_logits(step, logits)).ids[:2].tolist() == [-1, 167]
+
+
+def test_bias_of_infinities():
+    values = torch.tensor([[-100.0, 100.0, -INF, 100.0]]).expand(2, 4).contiguous().to(DEVICE)
+    ids = torch.tensor([[3, 9, 11, 12]], dtype=torch.int32).expand(2, 4).contiguous().to(DEVICE)
+    for asked in (Asked(), Asked(top_k=2), Asked(top_p=0.99)):
+        drawn = check(make_step(batch=2, asked=asked._replace(bias_ids=ids, bias_values=values)))
+        assert set(drawn.ids.tolist()) <= {9, 12}
+
+
+@pytest.mark.parametrize("asked", [Asked(), Asked(top_k=20, top_p=0.9), Asked(top_p=0.95, logprobs=True)])
+def test_a_row_is_the_same_in_any_batch(asked):
+    """Bits of tokens and values; whatever lies beside it, and however its memory is strided."""
+    step = make_step(batch=5, asked=asked, num_samples=2)
+    whole = layout(5, 2, asked).split(run(step, SMALL), 5)
+    for rows in ([3], [4, 0]):
+        logits = torch.nn.functional.pad(step.hidden_states[rows], (0, 3))[:, :VOCAB]
+        parameters = {name: getattr(step, name)[rows] for name in ("temperature", "seed", "offset")}
+        part = with_logits(step._replace(**parameters), logits)
+        some = layout(len(rows), 2, asked).split(run(part, SMALL), len(rows))
+        for name, values in whole.items():
+            assert torch.equal(some[name], values[rows]), name
+
+
+def test_padded_vocabulary_and_rows_apart():
+    """What lies beyond the vocabulary is not read as a logit."""
+    step = make_step(batch=2, asked=Asked(top_k=10, top_p=0.9, logprobs=True))
+    wide = torch.full((2, 2 * VOCAB), math.nan, device=DEVICE)
+    wide[:, :VOCAB] = step.hidden_states
+    assert torch.equal(run(with_logits(step, wide), SMALL).ids, run(step, SMALL).ids)
+
+
+def test_filters_keep_what_the_oracle_keeps():
+    """Many draws of one row see every kept token, and no other."""
+    step = make_step(batch=1, vocab=300, asked=Asked(top_k=12, top_p=0.95), num_samples=300, temperature=1.5)
+    kept = reference.logits_of(step.logits, step.rows().temperature, step.asked).kept
+    drawn = check(step).ids
+    assert kept is not None
+    assert set(drawn.tolist()) <= set(kept[0].nonzero()[:, 0].tolist())
+    assert filters.GREEDY_BELOW == 1e-6
+
+
+def test_what_it_does_not_take():
+    step = make_step(batch=1)
+    assert unsupported(step) is None
+    assert "takes logits" in str(unsupported(step._replace(logits=None)))
+
+
+@pytest.mark.parametrize("asked", [Asked(), Asked(logprobs=True), Asked(top_p=of([1.0, 0.9]))])
+@pytest.mark.parametrize("logit", [0.0, -30.0, -200.0])
+def test_words_of_zero(asked, logit):
+    """A token whose noise needs the refinement wins or does not as the oracle says, filtered or not."""
+    for seed, offset, token, _ in ZERO_WORDS:
+        step = make_step(batch=2, vocab=900, asked=asked, temperature=1.0, std=1.0)
+        logits = step.hidden_states.clone()
+        logits[:, token] = logit
+        check(with_logits(step._replace(seed=of([seed] * 2), offset=of([offset] * 2)), logits))

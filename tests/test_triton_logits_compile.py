@@ -1,0 +1,92 @@
+"""Sampling from logits compiles for every architecture we name, without a GPU, as it is launched. In a process of its own."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+# the launch itself, with a driver that names a target and has no device; compiled and not run
+COMPILE = """
+import re
+import subprocess
+import sys
+import tempfile
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+from flashsampling.impl.triton import logits
+from flashsampling.step import Asked, Step
+
+capability, dtype, case, vocab = int(sys.argv[1]), getattr(torch, sys.argv[2]), sys.argv[3], int(sys.argv[4])
+
+class Driver:
+    def get_current_target(self):
+        return GPUTarget("cuda", capability, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+compiled = []
+launch = JITFunction.run
+
+def compile_only(self, *arguments, grid, warmup, **options):
+    compiled.append(launch(self, *arguments, grid=grid, warmup=True, **options))
+
+triton.runtime.driver.set_active(Driver())
+JITFunction.run = compile_only
+
+def ints(*shape, dtype=torch.int32):
+    return torch.zeros(shape, dtype=dtype)
+
+filters = {"top_k": ints(2, dtype=torch.int64), "top_p": torch.ones(2), "min_p": torch.zeros(2)}
+asked = Asked()
+if case in ("filters", "everything"):
+    asked = asked._replace(**filters)
+if case == "logprobs":
+    asked = asked._replace(logprobs=True)
+if case == "everything":
+    asked = asked._replace(
+        bias=torch.zeros(vocab), logit_scale=2.0, soft_cap=30.0, dense_bias=torch.zeros(vocab), bias_ids=ints(2, 20),
+        bias_values=torch.zeros(2, 20), counts=ints(2, vocab), repetition_penalty=1.2, token_mask=ints(2, -(-vocab // 32)),
+        logprobs=True, top_logprobs=5, logprob_ids=ints(2, 7, dtype=torch.int64), logsumexp=True,
+    )
+values = torch.empty(2, vocab, dtype=dtype)
+logits.run(Step(values, values, torch.ones(2), ints(2, dtype=torch.int64), 0, 1, vocab, asked=asked, logits=values))
+scan, pick = compiled
+vectors = re.findall(r"ld.global.v(\\d).b32", scan.asm["ptx"])
+print("vectors", len(vectors))
+print("bytes", min(len(scan.asm["cubin"]), len(pick.asm["cubin"])))
+print("shared", max(scan.metadata.shared, pick.metadata.shared))
+print("conversions", scan.asm["ttgir"].count("tensor<512xf32, #blocked1> -> tensor<512xf32, #blocked>"))
+"""
+
+CASES = [
+    (80, "float32", "filters"),
+    (90, "float32", "plain"),
+    (90, "float32", "filters"),
+    (90, "bfloat16", "filters"),
+    (90, "float32", "logprobs"),
+    (90, "float32", "everything"),
+    (100, "float16", "filters"),
+]
+
+
+@pytest.mark.parametrize(("capability", "dtype", "case"), CASES)
+def test_compiles(capability, dtype, case):
+    environment = os.environ | {"TRITON_INTERPRET": "0"}
+    command = [sys.executable, "-c", COMPILE, str(capability), dtype, case, "151936"]
+    run = subprocess.run(command, cwd=Path(__file__).parent.parent, capture_output=True, text=True, env=environment)
+    assert run.returncode == 0, run.stderr[-3000:]
+    report = dict(line.split() for line in run.stdout.strip().splitlines()[-4:])
+    assert int(report["vectors"]) >= 8  # a block's logits, four tokens at a time
+    assert int(report["conversions"]) == 0  # no score goes through shared memory
+    assert int(report["shared"]) <= 48 * 1024
+    assert int(report["bytes"]) > 0
