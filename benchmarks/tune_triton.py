@@ -17,8 +17,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from flashsampling.impl.triton import choose_config, run
+from flashsampling.impl.triton import choose_config
 from flashsampling.impl.triton.config import TileConfig
+from flashsampling.impl.triton.launch import run
 
 from .sample import CONFIGS, make_problem, make_weight
 from .timing import Step, interleaved_medians, machine

@@ -5,8 +5,8 @@ import sys
 import torch
 
 from flashsampling import exchange
-from flashsampling.impl.triton import run
 from flashsampling.impl.triton.config import TileConfig
+from flashsampling.impl.triton.launch import run
 from tests.problems import KERNELS, check, make_problem
 from tests.test_exchange_kernel import Ranks
 

@@ -400,8 +400,8 @@ def test_kernels_are_bitwise_invariant_to_the_batch(impl, dtype, device):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_triton_is_bitwise_invariant_to_the_tile(dtype, device):
-    from flashsampling.impl.triton import run
     from flashsampling.impl.triton.config import TileConfig
+    from flashsampling.impl.triton.launch import run
 
     problem = make_problem(20, 5000 if ON_GPU else 700, 512 if ON_GPU else 64, device, dtype, logit_std=0.3)
     expected = run(problem.step()).ids

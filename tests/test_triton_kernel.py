@@ -9,8 +9,9 @@ import torch
 triton = pytest.importorskip("triton")
 
 from flashsampling.exchange import PACKED, Shard, tokens_of  # noqa: E402
-from flashsampling.impl.triton import careful, run  # noqa: E402
+from flashsampling.impl.triton import careful  # noqa: E402
 from flashsampling.impl.triton.config import TileConfig, shape_for  # noqa: E402
+from flashsampling.impl.triton.launch import run  # noqa: E402
 from tests.conftest import DEVICE  # noqa: E402
 from tests.problems import assert_agreement, make_problem  # noqa: E402
 from tests.zero_words import ZERO_WORDS  # noqa: E402

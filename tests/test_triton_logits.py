@@ -70,7 +70,12 @@ def _excused(step: Step, row: int, draw: int, ours: int, theirs: int) -> bool:
 
 def check(step: Step, config: Config = SMALL) -> Drawn:
     """Equal to the oracle."""
-    drawn, oracle = run(step, config), reference.run(step)
+    return agrees(run(step, config), step)
+
+
+def agrees(drawn: Drawn, step: Step) -> Drawn:
+    """What was drawn is equal to the oracle's."""
+    oracle = reference.run(step)
     batch, num_samples = step.hidden_states.shape[0], step.num_samples
     assert drawn.ids.shape == oracle.ids.shape
     ours, theirs = (out.ids[: batch * num_samples].view(batch, num_samples) for out in (drawn, oracle))

@@ -1,10 +1,11 @@
-"""Triton: the fused step in one launch.
+"""Triton: the fused step in one launch, and what a request asks for beside it in two more.
 
-``kernel`` is the kernel, of ``rows``, ``tiles``, ``noise``, ``scores``, ``careful`` and ``exchange``; ``config`` its shapes and
-what it takes; ``launch`` the call.
+``steps`` says which launches a step takes. ``launch`` calls ``kernel``, which is made of ``rows``, ``tiles``, ``noise``,
+``scores``, ``careful`` and ``exchange``; ``products`` has its tiles without its end; ``logits`` draws from logits in memory.
+``config`` has the tiles' shapes, and what is taken.
 """
 
-from .config import choose_config, compiled_for, unsupported
-from .launch import run
+from .config import choose_config, compiled_for
+from .steps import DOES, DOES_OF_LOGITS, run, unsupported
 
-__all__ = ["choose_config", "compiled_for", "run", "unsupported"]
+__all__ = ["DOES", "DOES_OF_LOGITS", "choose_config", "compiled_for", "run", "unsupported"]

@@ -21,8 +21,6 @@ from ..device import capability
 from .logits_pick import pick_kernel
 from .logits_scan import scan_kernel
 
-DOES = (*Asked._fields, "logits")
-
 
 @dataclass(frozen=True)
 class Config:

@@ -1,0 +1,124 @@
+"""The benchmark of what requests ask for: ``python -m benchmarks.requests --spectra FOLDER``.
+
+A whole step, from hidden states to token ids, with filters, masks, penalties and log-probabilities, on logits as real models
+make them, beside our step without any of it, cuBLAS's bare matmul, and cuBLAS with FlashInfer's filters where it is installed.
+Interleaved in one run; nothing is timed before its tokens are the oracle's.
+"""
+
+import functools
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from flashsampling import ops
+from flashsampling.step import PLAIN, Asked, Step
+from tests.test_triton_logits import agrees
+
+from .from_logits import filled, peers, requests, spectrum
+from .timing import Step as Call
+from .timing import interleaved_medians, machine
+
+HEADS = [(151936, 4096), (128256, 8192)]  # V, D
+BATCHES = [1, 16, 64, 128, 256]
+CHECKED = 8  # rows that are compared with the oracle
+
+
+def head_of(logits: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Hidden states (B, D) and a weight (V, D), bf16, whose products are these logits but for bf16's rounding."""
+    states = torch.linalg.qr(torch.randn(dim, logits.shape[0], device=logits.device)).Q.T.contiguous()
+    return states.bfloat16(), (logits.float().T @ states).bfloat16()
+
+
+def more_requests(batch: int, vocab: int) -> dict[str, Asked]:
+    """What is asked for beside ``from_logits.requests``."""
+    words = torch.randint(-(2**31), 2**31 - 1, (batch, -(-vocab // 32)), dtype=torch.int32, device="cuda")
+    counts = (torch.rand(batch, vocab, device="cuda") < 0.002).int()
+    ids = torch.randint(0, vocab, (batch, 32), dtype=torch.int32, device="cuda")
+    penalties = Asked(counts=counts, repetition_penalty=1.1, frequency_penalty=0.1, presence_penalty=0.1)
+    filters = requests(batch)["top-k top-p"]
+    everything = penalties._replace(
+        token_mask=words,
+        bias_ids=ids,
+        bias_values=torch.ones_like(ids, dtype=torch.float32),
+        top_k=filters.top_k,
+        top_p=filters.top_p,
+        min_p=0.02,
+    )
+    return {
+        "mask": Asked(token_mask=words),
+        "penalties": penalties,
+        "top_logprobs=5": Asked(logprobs=True, top_logprobs=5),
+        "everything": everything,
+    }
+
+
+def _theirs(states: Tensor, weight: Tensor, logits: Tensor, draw: Call) -> Any:
+    logits.copy_(torch.mm(states, weight.T))
+    return draw()
+
+
+def _row(held: tuple[Tensor, Tensor, int], vocab: int, dim: int, batch: int, rounds: int) -> dict[str, Any]:
+    """The correctness gate, then the times of every step."""
+    logits = filled(*held, batch, vocab, torch.float32)
+    states, weight = head_of(logits, dim)
+    del logits
+    ones, zeros = torch.ones(batch, device="cuda"), torch.zeros(batch, dtype=torch.int64, device="cuda")
+    seed = torch.randint(-(2**63), 2**63 - 1, (batch,), device="cuda")
+    plain = Step(states, weight, ones, seed, zeros, 1, vocab)
+    steps: dict[str, Call] = {f"{impl} unfiltered": functools.partial(ops.sample, plain, impl) for impl in ("cute", "triton")}
+    for name, asked in (requests(batch) | more_requests(batch, vocab)).items():
+        if asked is not PLAIN:
+            step = plain._replace(asked=asked)
+            some = step.part(0, min(batch, CHECKED))
+            agrees(ops.sample(some, "triton"), some)
+            steps[name] = functools.partial(ops.sample, step, "triton")
+    out16 = torch.empty(batch, vocab, dtype=torch.bfloat16, device="cuda")
+    steps["cuBLAS alone"] = lambda: torch.mm(states, weight.T, out=out16)
+    logits = torch.empty(batch, vocab, device="cuda")
+    for name, draw in peers(logits).items():
+        # a decode step with FlashInfer: 16-bit logits from the LM head, widened, filtered, drawn
+        steps[f"FlashInfer {name}"] = functools.partial(_theirs, states, weight, logits, draw)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    steps["top-k top-p"]()
+    peak = torch.cuda.max_memory_allocated() - before
+    return {"vocab": vocab, "dim": dim, "batch": batch, "ms": interleaved_medians(steps, rounds), "peak_bytes": peak}
+
+
+def main(
+    spectra: Annotated[Path | None, typer.Option(help="Folder of npz files of real logits; without it: Zipf's law.")] = None,
+    name: Annotated[str, typer.Option(help="Which of them.")] = "gemma3-270m",
+    out: Annotated[Path, typer.Option(help="Folder for requests.json.")] = Path("benchmarks/results"),
+    rounds: Annotated[int, typer.Option(min=3, help="Interleaved replays per step.")] = 40,
+    batches: Annotated[str, typer.Option(help="Comma-separated rows.")] = ",".join(map(str, BATCHES)),
+) -> None:
+    """Times steps with everything that a request may ask for."""
+    if not torch.cuda.is_available():
+        raise typer.BadParameter("this benchmark needs a CUDA device")
+    torch.manual_seed(0)
+    console = Console(width=230)
+    out.mkdir(parents=True, exist_ok=True)
+    held = spectrum(spectra, name)
+    source = f"{name} from {spectra}" if spectra else "synthetic: Zipf's law, exponents 1 to 2"
+    result: dict[str, Any] = {"machine": machine(), "logits": source, "rounds": rounds, "rows": []}
+    for vocab, dim in HEADS:
+        rows = [_row(held, vocab, dim, batch, rounds) for batch in map(int, batches.split(","))]
+        table = Table("B", *rows[0]["ms"], "MiB", title=f"V={vocab} D={dim}, {source}: ms (over cute unfiltered)")
+        for row in rows:
+            plain = row["ms"]["cute unfiltered"]
+            cells = [f"{ms:.3f} ({ms / plain:.2f})" for ms in row["ms"].values()]
+            table.add_row(str(row["batch"]), *cells, f"{row['peak_bytes'] / 2**20:.0f}")
+        console.print(table)
+        result["rows"] += rows
+        (out / "requests.json").write_text(json.dumps(result, indent=1) + "\n")
+    console.print(result["machine"])
+
+
+if __name__ == "__main__":
+    typer.run(main)

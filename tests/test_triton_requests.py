@@ -1,0 +1,96 @@
+"""What requests ask for of a whole step, by Triton: three launches, what the oracle says, the same bits in any batch."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from flashsampling import ops
+from flashsampling.impl.triton.config import TileConfig
+from flashsampling.impl.triton.products import products
+from flashsampling.step import PLAIN, Asked, Step, layout
+from tests.conftest import DEVICE
+from tests.test_triton_logits import agrees
+
+CUDA = DEVICE.type == "cuda"
+SHAPES = [None, TileConfig(128, 16, 32, 4, 2, 1, False, rest_b=16)]
+
+
+@pytest.mark.parametrize("config", SHAPES)
+@pytest.mark.parametrize(("batch", "vocab", "dim"), [(1, 128, 8), (3, 300, 40), (37, 257, 33), (130, 500, 64)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_products(batch, vocab, dim, dtype, config):
+    """Of a padded weight, whose rows beyond the vocabulary are NaN; hidden states any stride apart."""
+    states = torch.randn(batch, 2 * dim, device=DEVICE).to(dtype)[:, ::2]
+    weight = torch.randn(vocab + 5, dim, device=DEVICE).to(dtype)
+    weight[vocab:] = float("nan")
+    out = products(states, weight, vocab, config)
+    torch.testing.assert_close(out.double(), states.double() @ weight[:vocab].double().T, rtol=2e-5, atol=2e-4)
+    if CUDA:  # the interpreter multiplies with numpy
+        some = products(states[batch // 2 :], weight, vocab)
+        assert torch.equal(some, products(states, weight, vocab)[batch // 2 :])
+
+
+def _of(*values, dtype=torch.float32):
+    return torch.tensor(values, dtype=dtype, device=DEVICE)
+
+
+def _asked(batch: int, vocab: int) -> dict[str, Asked]:
+    mask = torch.randint(-(2**31), 2**31 - 1, (batch, -(-vocab // 32)), dtype=torch.int32, device=DEVICE)
+    ids = torch.randint(0, vocab, (batch, 4), dtype=torch.int32, device=DEVICE)
+    counts = torch.randint(0, 3, (batch, vocab), dtype=torch.int32, device=DEVICE)
+    penalties = Asked(counts=counts, repetition_penalty=1.2, frequency_penalty=0.3, presence_penalty=0.1)
+    return {
+        "top_k": Asked(top_k=5),
+        "top_p": Asked(top_p=0.9),
+        "head": Asked(bias=torch.randn(vocab, device=DEVICE), logit_scale=0.5, soft_cap=20.0, top_k=20),
+        "mask": Asked(token_mask=mask, min_p=0.1),
+        "logprobs": Asked(logprobs=True, top_logprobs=3, logsumexp=True),
+        "everything": penalties._replace(
+            bias_ids=ids,
+            bias_values=torch.randn(batch, 4, device=DEVICE),
+            token_mask=mask,
+            top_k=30,
+            top_p=0.8,
+            min_p=0.01,
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", list(_asked(1, 64)))
+def test_steps_are_the_oracle_s(name):
+    rows, wanted = 0, 1700 if CUDA else 3
+    while rows < wanted:
+        batch = 37 if CUDA else 3
+        vocab, dim = (4099, 72) if CUDA else (200, 24)
+        step = Step(
+            torch.randn(batch, dim, device=DEVICE).bfloat16(),
+            torch.randn(vocab + 3, dim, device=DEVICE).bfloat16(),
+            torch.rand(batch, device=DEVICE) * 1.5,
+            torch.randint(-(2**63), 2**63 - 1, (batch,), device=DEVICE),
+            torch.randint(0, 2**20, (batch,), device=DEVICE),
+            2,
+            vocab,
+            asked=_asked(batch, vocab)[name],
+        )
+        step = step._replace(temperature=step.temperature.masked_fill(step.temperature < 0.2, 0.0))
+        drawn = agrees(ops.sample(step, "triton"), step)
+        rows += batch
+        if not CUDA:
+            continue
+        some = step.part(batch // 3, batch)
+        parts, whole = (
+            layout(len(one.hidden_states), 2, one.asked).split(out, len(one.hidden_states))
+            for one, out in ((some, ops.sample(some, "triton")), (step, drawn))
+        )
+        for part, values in parts.items():
+            assert torch.equal(values.nan_to_num(7.0), whole[part][batch // 3 :].nan_to_num(7.0)), part
+
+
+def test_a_shard_is_refused_by_name():
+    from flashsampling.backends import BACKENDS
+    from flashsampling.exchange import Shard
+
+    step = Step(torch.zeros(1, 8), torch.zeros(64, 8), 1.0, 0, 0, 1, 64, shard=Shard(64), asked=Asked(top_k=3))
+    assert BACKENDS["triton"].unsupported(step) == "a shard of a vocabulary with top_k"
+    assert "shard" not in (BACKENDS["triton"].unsupported(step._replace(asked=PLAIN)) or "")
