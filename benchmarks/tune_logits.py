@@ -12,7 +12,7 @@ from rich.table import Table
 from flashsampling.impl.triton.logits import CONFIG, Config, run
 from flashsampling.step import Step
 
-from .from_logits import REPEATS, repeated, filled, requests, spectrum
+from .from_logits import REPEATS, filled, repeated, requests, spectrum
 from .timing import Step as Call
 from .timing import interleaved_medians
 
