@@ -180,6 +180,7 @@ def run(step: Step, config: Config = CONFIG) -> Drawn:
         **flags,
         BLOCKS=triton.next_power_of_2(blocks),
         CHUNKS=list_length,
+        ID_BITS=vocab_size.bit_length(),
         CAPACITY=config.capacity,
         TILE=config.tile,
         WHOLE_TILE=config.whole_tile,

@@ -72,10 +72,10 @@ def write_top(
             REPS, HEAD, 1,
         )  # fmt: skip
         if gathered <= CAPACITY:
-            tokens = Tokens(source, keys_ptr, cand_ids, gathered, MINUS_INF, top, LOG2E)
+            tokens = Tokens(source, keys_ptr, cand_ids, gathered, MINUS_INF, 31, top, LOG2E)
             _top_ids(tokens, lse, ids_ptr, logprobs_ptr, count, False, TILE, HEAD)
         else:
-            row = Tokens(source, keys_ptr, cand_ids, source.vocab_size, MINUS_INF, top, LOG2E)
+            row = Tokens(source, keys_ptr, cand_ids, source.vocab_size, MINUS_INF, 31, top, LOG2E)
             _top_ids(row, lse, ids_ptr, logprobs_ptr, count, True, WHOLE_TILE, HEAD)
 
 

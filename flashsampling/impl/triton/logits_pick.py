@@ -181,6 +181,7 @@ def pick_kernel(
     TOP_K_WIDE: tl.constexpr,
     BLOCKS: tl.constexpr,  # blocks, up to a power of two
     CHUNKS: tl.constexpr,  # chunks, likewise
+    ID_BITS: tl.constexpr,  # that ids need
     CAPACITY: tl.constexpr,  # candidates
     TILE: tl.constexpr,  # candidates at a time
     WHOLE_TILE: tl.constexpr,  # tokens of a row at a time
@@ -229,7 +230,7 @@ def pick_kernel(
         if not LOGPROBS:
             filtered = filtered & ((temperature < GREEDY_BELOW) == 0)
         if filtered & (undefined == 0) & (highest == PLUS_INF):
-            row_tokens = Tokens(source, cand_keys, cand_ids, vocab_size, lowest, top, scale)
+            row_tokens = Tokens(source, cand_keys, cand_ids, vocab_size, lowest, ID_BITS, top, scale)
             undefined = _any_finite(row_tokens, WHOLE_TILE, HEAD, ENTRIES) == 0
     if LOGPROBS or FILTERS:
         row_mass = tl.full((), 0.0, tl.float32)
@@ -252,7 +253,7 @@ def pick_kernel(
             token = (key & NO_TOKEN) ^ NO_TOKEN
             defined = (key != 0) & (key != NAN_KEY) & (undefined == 0)
             if defined & (key >> 31 == ORDERED_INF):
-                row_tokens = Tokens(source, cand_keys, cand_ids, vocab_size, lowest, top, scale)
+                row_tokens = Tokens(source, cand_keys, cand_ids, vocab_size, lowest, ID_BITS, top, scale)
                 defined = _any_finite(row_tokens, WHOLE_TILE, HEAD, ENTRIES)
             tl.store(ids_ptr + draw, tl.where(defined, token, -1))
             if defined & (temperature >= GREEDY_BELOW):  # a word 0: is it the best still?
@@ -295,8 +296,10 @@ def pick_kernel(
                     attempts = attempts * 0
                 elif attempts == 0:
                     count = count * 0 + CAPACITY + 1
+                    bound = least
+            lowest = bound.to(tl.int64)
             if count <= CAPACITY:
-                tokens = Tokens(source, cand_keys, cand_ids, count, bound.to(tl.int64), top, scale)
+                tokens = Tokens(source, cand_keys, cand_ids, count, lowest, ID_BITS, top, scale)
                 kept_mass = _filter(
                     tokens, highest, row_mass, top_k, top_p, min_p, by_top_k, by_top_p, temperature, seed, offset, stream,
                     ids_ptr, num_samples, LOGPROBS, MASKED, False, TILE, HEAD, ENTRIES,
@@ -304,13 +307,13 @@ def pick_kernel(
             else:
                 whole = whole * 0 + 1
         if whole != 0:
-            row_tokens = Tokens(source, cand_keys, cand_ids, vocab_size, lowest, top, scale)
+            row_tokens = Tokens(source, cand_keys, cand_ids, vocab_size, lowest, ID_BITS, top, scale)
             kept_mass = _filter(
                 row_tokens, highest, row_mass, top_k, top_p, min_p, by_top_k, by_top_p, temperature, seed, offset, stream,
                 ids_ptr, num_samples, LOGPROBS, MASKED, True, WHOLE_TILE, HEAD, ENTRIES,
             )  # fmt: skip
     elif whole != 0:
-        row_tokens = Tokens(source, cand_keys, cand_ids, vocab_size, lowest, top, scale)
+        row_tokens = Tokens(source, cand_keys, cand_ids, vocab_size, lowest, ID_BITS, top, scale)
         nothing = tl.full((), 0, tl.int64)
         _draw(
             row_tokens, nothing, 0.0, temperature, seed, offset, stream, ids_ptr, num_samples, MASKED, True, WHOLE_TILE, HEAD,

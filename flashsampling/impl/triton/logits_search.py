@@ -27,7 +27,6 @@ from .logits_source import (
 
 _DIGIT = tl.constexpr(4)  # bits
 _WAYS = tl.constexpr(16)
-_LAST_ID = tl.constexpr(0x7FFFFFFF)
 
 
 class Tokens(NamedTuple):
@@ -37,7 +36,8 @@ class Tokens(NamedTuple):
     keys: object  # (CAPACITY,) int32
     ids: object  # (CAPACITY,) int32
     count: object  # of candidates; of the whole row, the vocabulary's size
-    lowest: object  # no key is below it
+    lowest: object  # key; tokens below it are left out
+    id_bits: object  # that ids need, a constant
     top: object  # highest logit
     scale: object  # of masses
 
@@ -61,8 +61,9 @@ def tile_of(tokens, first, WHOLE: tl.constexpr, TILE: tl.constexpr, HEAD: tl.con
 
 @triton.jit
 def place_of(tokens, key, token):
-    """int64 in the row's order, from 0 up."""
-    return ((key.to(tl.int64) - tokens.lowest) << 31) | (token ^ _LAST_ID).to(tl.int64)
+    """int64 in the row's order, from 0 up; below 0 for a key that is left out."""
+    last_id: tl.constexpr = (1 << tokens.id_bits) - 1
+    return ((key.to(tl.int64) - tokens.lowest) << tokens.id_bits) | (token ^ last_id).to(tl.int64)
 
 
 @triton.jit
