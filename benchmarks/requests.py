@@ -76,7 +76,7 @@ def _row(held: tuple[Tensor, Tensor, int], vocab: int, dim: int, batch: int, rou
         if asked is not PLAIN:
             step = plain._replace(asked=asked)
             some = step.part(0, min(batch, CHECKED))
-            agrees(ops.sample(some, "triton"), some)
+            agrees(ops.sample(some, "triton"), some, tolerance=2e-3)  # sums of thousands of products
             steps[name] = functools.partial(ops.sample, step, "triton")
     out16 = torch.empty(batch, vocab, dtype=torch.bfloat16, device="cuda")
     steps["cuBLAS alone"] = lambda: torch.mm(states, weight.T, out=out16)

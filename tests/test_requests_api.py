@@ -247,7 +247,7 @@ def test_the_layout_is_what_kernels_fill_in():
     assert torch.equal(drawn.values, values)
 
 
-def test_kernels_refuse_by_name_what_they_do_not_do():
+def test_a_kernel_refuses_by_name_what_it_does_not_do():
     step = Mix(0).make(batch=3, vocab=70)
     logits = step._replace(asked=PLAIN)
     head = Mix(0).of_a_head(step)._replace(asked=PLAIN)
@@ -256,10 +256,9 @@ def test_kernels_refuse_by_name_what_they_do_not_do():
         ("counts", COUNTS, "token_counts"), ("soft_cap", 30.0, "soft_cap"), ("token_mask", MASK, "token_mask"),
     ):  # fmt: skip
         asked = head._replace(asked=Asked(**{name: value}))
-        for impl in ("cute", "triton"):
-            if BACKENDS[impl].missing is None:
-                assert BACKENDS[impl].unsupported(asked) == f"it does not do {public}"
-                assert BACKENDS[impl].unsupported(logits) == "it takes hidden states and a weight, not logits"
+        if BACKENDS["cute"].missing is None:
+            assert BACKENDS["cute"].unsupported(asked) == f"it does not do {public}"
+            assert BACKENDS["cute"].unsupported(logits) == "it takes hidden states and a weight, not logits"
         assert ops.choose(asked).name == "streaming"
     assert ops.choose(logits).name == "streaming"
 

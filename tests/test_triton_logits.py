@@ -47,8 +47,8 @@ def of(value: Any) -> Tensor:
     return torch.tensor(value, device=DEVICE)
 
 
-def _excused(step: Step, row: int, draw: int, ours: int, theirs: int) -> bool:
-    """Whether arithmetic explains another token: two scores as good as equal, or a nucleus that ends within 2e-6 of p."""
+def _excused(step: Step, row: int, draw: int, ours: int, theirs: int, tolerance: float) -> bool:
+    """Whether arithmetic explains another token: two scores as good as equal, or a nucleus that ends as near p."""
     part = step.part(row, row + 1)
     rows = part.rows()
     logits = reference.logits_of(reference.product(part, torch.float64), rows.temperature, part.asked)
@@ -57,10 +57,10 @@ def _excused(step: Step, row: int, draw: int, ours: int, theirs: int) -> bool:
     if ours < 0 or theirs < 0:
         return False
     gap = abs(scores[ours] - scores[theirs]).item()
-    if gap <= 1e-5 + abs(scores[theirs]).item() * 2.0**-20:
+    if gap <= tolerance / 3 + abs(scores[theirs]).item() * 2.0**-20:
         return True
     top_p = part.asked.top_p
-    for slack in (-2e-6, 2e-6):
+    for slack in (-tolerance / 15, tolerance / 15):
         p = top_p * (1 + slack)
         moved = part._replace(asked=part.asked._replace(top_p=p), num_samples=step.num_samples)
         if reference.run(moved).ids[draw].item() == ours:
@@ -73,24 +73,28 @@ def check(step: Step, config: Config = SMALL) -> Drawn:
     return agrees(run(step, config), step)
 
 
-def agrees(drawn: Drawn, step: Step) -> Drawn:
-    """What was drawn is equal to the oracle's."""
+def agrees(drawn: Drawn, step: Step, tolerance: float = 3e-5) -> Drawn:
+    """What was drawn is the oracle's; values but for a tolerance, which two matmuls of long rows need more of."""
     oracle = reference.run(step)
     batch, num_samples = step.hidden_states.shape[0], step.num_samples
     assert drawn.ids.shape == oracle.ids.shape
     ours, theirs = (out.ids[: batch * num_samples].view(batch, num_samples) for out in (drawn, oracle))
     same = (ours == theirs).all(dim=1)
     for row, draw in (ours != theirs).nonzero().tolist():
-        assert _excused(step, row, draw, int(ours[row, draw]), int(theirs[row, draw])), (row, draw, ours, theirs)
+        assert _excused(step, row, draw, int(ours[row, draw]), int(theirs[row, draw]), tolerance), (row, draw, ours, theirs)
     if drawn.values is not None:
         assert oracle.values is not None
         parts = layout(batch, num_samples, step.asked)
         mine, others = parts.split(drawn, batch), parts.split(oracle, batch)
         for name in mine:
             if name in ("top_token_ids", "ranks"):
+                if tolerance > 3e-5:  # near ties change places
+                    continue
                 assert torch.equal(mine[name][same], others[name][same]), name
             elif name != "token_ids":
-                torch.testing.assert_close(mine[name][same], others[name][same], rtol=1e-5, atol=3e-5, equal_nan=True, msg=name)
+                torch.testing.assert_close(
+                    mine[name][same], others[name][same], rtol=1e-5, atol=tolerance, equal_nan=True, msg=name
+                )
     return drawn
 
 
