@@ -93,7 +93,7 @@ def reject(target: Target, drafts: Drafts, parameters: Parameters, draft_probs: 
     step = step_at(nodes, Stream.RECOVERY)
     rows = {"temperature": step.temperature, "seed": step.seed, "offset": step.offset}
     bonus = target.draw(step.hidden_states, **rows, **_request(step.asked._replace(stream=Stream.TOKEN))).token_ids
-    tokens = torch.where(refused < 0, bonus, ops.recover(step, refused, draft_probs, place))
+    tokens = torch.where(refused < 0, bonus, ops.recover(step, refused, draft_probs, place)) if len(held) else bonus
     return _output(drafts, accepted, ids.masked_fill(accepted.nodes < 0, -1).scatter(1, last, tokens[:, None]))
 
 
@@ -142,7 +142,7 @@ def asked_at(request: Request, target: Target, drafts: Drafts) -> tuple[Asked, T
         masks = asked_of({"token_mask": mask.flatten(0, -2)}, every).token_mask
         del request["token_mask"]
     asked = asked_of(request, Problem(batch, target.vocab, target.vocab_size, device, 1))
-    beside = [name for name in ("logprobs", "top_logprobs", "logprob_ids", "logsumexp") if name in asked.names()]
+    beside = [name for name in asked.names() if name in ("logprobs", "top_logprobs", "logprob_ids", "logsumexp")]
     if beside:
         raise ValueError(f"{arguments(beside)} must be left out: verify returns token ids alone")
     return asked, masks

@@ -140,7 +140,7 @@ def ragged(
     bounds: Tensor,  # (B + 1,) int64, B above 0
     n: int,
 ) -> Drafts:
-    """Drafts one request after the other, and hidden states likewise, N + B rows; those behind a request's n-th are left out."""
+    """Drafts one request after the other, and hidden states likewise, N + B rows; none behind a request's n-th counts."""
     batch, total, device = len(bounds) - 1, len(token_ids), token_ids.device
     there = torch.arange(n, device=device) < (bounds[1:] - bounds[:-1])[:, None]
     places = _places(bounds, n, total)
@@ -242,10 +242,10 @@ def _check_bounds(cu_draft_lengths: Integers, total: int, device: torch.device) 
         if bounds.ndim != 1 or len(bounds) < 1:
             raise ValueError(f"{name} must have shape (B + 1,), got shape {tuple(bounds.shape)}")
         return bounds, None
-    numbers = getattr(cu_draft_lengths, "tolist", lambda: cu_draft_lengths)()
-    if not isinstance(numbers, (list, tuple)) or not numbers:
+    given = getattr(cu_draft_lengths, "tolist", lambda: cu_draft_lengths)()
+    if not isinstance(given, (list, tuple)) or not given:
         raise TypeError(f"{name} must be B + 1 integers, got {type(cu_draft_lengths).__name__}")
-    numbers = [integer(name, number) for number in numbers]
+    numbers = [integer(name, number) for number in given]
     lengths = [after - before for before, after in pairwise(numbers)]
     if numbers[0] != 0 or numbers[-1] > total or min(lengths, default=0) < 0:
         raise ValueError(f"{name} must go up from 0 to the {total} of draft_token_ids at most, got {numbers}")

@@ -320,9 +320,9 @@ class LMHeadSampler(nn.Module):
                     raise ValueError("bias must be None: the LM head has one of its own")
                 options["bias"] = self.bias
             offsets = self.offsets[:batch]
-            rows = {"temperature": temperature, "seed": self.seeds[:batch], "offset": offsets}
-            head = {"vocab_size": self.vocab_size, "impl": self.impl, "tp": self.tp}
-            out = verify(hidden_states, self.weight, draft_token_ids, **rows, **head, **options)
+            own: dict[str, Any] = {"seed": self.seeds[:batch], "offset": offsets, "temperature": temperature}
+            own |= {"vocab_size": self.vocab_size, "impl": self.impl, "tp": self.tp}
+            out = verify(hidden_states, self.weight, draft_token_ids, **own, **options)
         except BaseException as error:
             count_left_out(self.tp, error)
             raise

@@ -26,11 +26,14 @@ def probabilities(
 ) -> Tensor:
     """(B, V) float64: of what ``sample`` draws each token with. A greedy row's are 1 and 0; NaN in a row that has no token."""
     rows = step.rows()
-    kept = logits.allowed if logits.kept is None else logits.kept
     below = filters.relative(logits.processed, rows.temperature)
+    scores = reference.scores_of_logits(logits.processed, rows.temperature, below.new_zeros(1, 1, 1).float())[:, 0]
+    kept = logits.allowed if logits.kept is None else logits.kept
     if kept is not None:
         below = below.masked_fill(~kept, float("-inf"))
-    first = reference.winners(logits.processed)  # -1: none
+    if logits.allowed is not None:
+        scores = scores.masked_fill(~logits.allowed, float("-inf"))
+    first = reference.winners(scores)  # -1: none; a greedy row's token
     undefined = first < 0
     for limit in (step.asked.top_p, step.asked.min_p):
         if isinstance(limit, Tensor):
