@@ -78,7 +78,7 @@ class Drafted:
 def make_drafted(seed: int, method: str, tree: bool = False, poisoned: bool = True, head: bool = False) -> Drafted:
     """Logits as ``tests/mixes.py`` makes them; drafts are likely tokens, any, or none; q likewise."""
     mix = Mix(seed, poisoned)
-    batch, n, vocab = mix.random.randrange(1, 6), mix.random.randrange(5), mix.random.choice((1, 2, 5, 33))
+    batch, n, vocab = mix.random.randrange(1, 10), mix.random.randrange(5), mix.random.choice((1, 2, 2, 5, 5, 5, 5, 33))
     step = mix.make(batch, vocab)
     asked = step.asked._replace(**BESIDE)
     if asked.bias_ids is not None:
@@ -126,7 +126,22 @@ def make_drafted(seed: int, method: str, tree: bool = False, poisoned: bool = Tr
         masks = mix.mask(batch * (n + 1), vocab).view(batch, n + 1, -1)
         without = step.asked._replace(token_mask=None)
         step = step._replace(asked=without if without.names() else PLAIN)
-    return Drafted(step, states.view(batch, n + 1, -1), weight, ids, parents, probs, masks)
+    drafted = Drafted(step, states.view(batch, n + 1, -1), weight, ids, parents, probs, masks)
+    for _ in range(mix.random.randrange(3)):
+        _improve(drafted, method)
+    return drafted
+
+
+def _improve(drafted: Drafted, method: str) -> None:
+    """One more draft of each request is what comes out, so that several in a row are accepted."""
+    out = drafted.verify(method, impl="reference")
+    for row, (count, length) in enumerate(zip(out.num_accepted.tolist(), drafted.lengths)):
+        token, at = int(out.token_ids[row, count]), count
+        if out.accepted_drafts is not None and drafted.parents is not None:
+            last = int(out.accepted_drafts[row, count - 1]) if count else -1
+            at = next((j for j in range(length) if int(drafted.parents[row, j]) == last < j), length)
+        if at < length and token >= 0:
+            drafted.ids[row, at] = token
 
 
 def at_position(drafted: Drafted, request: int, node: int, path: list[int]) -> Step:

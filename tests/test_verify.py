@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-import flashsampling
-from flashsampling import LMHeadSampler, TokenCounts, VerifyOutput, sample, verify, verify_from_logits
+from flashsampling import LMHeadSampler, TokenCounts, VerifyOutput, sample, verify
+from tests.conftest import DEVICE
 from tests.drafting import Drafted, make_drafted, one_by_one
 
 CASES = [("match", False), ("match", True), ("rejection", False)]
@@ -37,7 +37,7 @@ def written_out(drafted: Drafted, method: str) -> tuple[VerifyOutput, float]:
 def test_draft_by_draft(method, tree, head):
     """The contract one draft after the other; both layouts give it."""
     requests, seen, near, accepted, failed, seed = 0, set(), 0, 0, 0, 0
-    while requests < 1700:
+    while requests < (1700 if DEVICE.type == "cuda" else 400):  # on a GPU's host 10,000 in all
         seed += 1
         drafted = make_drafted(seed + 10**6 * head, method, tree, head=head)
         expected, margin = written_out(drafted, method)
