@@ -139,12 +139,17 @@ def test_what_asks_for_nothing_is_nothing():
 
 
 def test_a_call_that_asks_for_nothing_does_no_work_for_it(monkeypatch):
-    seen = []
+    seen: list[Asked] = []
     monkeypatch.setattr(api, "asked_of", None)
     monkeypatch.setattr(api, "output_of", None)
     monkeypatch.setattr(api, "layout", None)
     run = ops._sample
-    monkeypatch.setattr(ops, "_sample", lambda step, impl: seen.append(step.asked) or run(step, impl))
+
+    def watched(step, impl):
+        seen.append(step.asked)
+        return run(step, impl)
+
+    monkeypatch.setattr(ops, "_sample", watched)
     out = sample(STATES, WEIGHT, seed=SEEDS)
     assert seen[0] is PLAIN
     assert list(vars(out)) == ["token_ids"]
@@ -439,7 +444,7 @@ def test_a_graph_replays_it_all_and_counts():
     """Nothing waits for the host: filters, masks, penalties and log-probabilities of rows in a CUDA graph; every replay draws
     anew, and counts what it draws."""
     states, weight = STATES.cuda(), WEIGHT.cuda()
-    request = {
+    request: dict[str, Any] = {
         "top_k": torch.tensor([0, 5, 50]), "top_p": torch.tensor([0.9, 0.99, 1.0]), "min_p": torch.tensor([0.0, 0.01, 0.02]),
         "token_mask": MASK, "presence_penalty": torch.tensor([0.1, 0.2, 0.3]), "logit_bias": (torch.tensor([[1, 2]] * 3), torch.ones(3, 2)),
         "logprob_ids": torch.tensor([[1, 2, 3]] * 3),
