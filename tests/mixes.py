@@ -186,6 +186,7 @@ def word_by_word(step: Step) -> Drawn:
 
 def probabilities_of(step: Step) -> tuple[int, list[float] | None]:
     """Of a step of one row and draw: the token, and what ``sample`` draws each one with; None: there is no token."""
+    assert step.logits is not None
     there = _row(
         step.logits[0, : step.vocab_size].float().numpy(),
         0,

@@ -110,7 +110,7 @@ MIXES: list[dict[str, Any]] = [
 
 def rows_of(request: dict[str, Any], times: int) -> dict[str, Any]:
     """For five rows so many times over."""
-    of_rows = {name: value * times for name, value in request.items() if isinstance(value, list)}
+    of_rows: dict[str, Any] = {name: value * times for name, value in request.items() if isinstance(value, list)}
     if "logit_bias" in request:
         of_rows["logit_bias"] = tuple(part * times for part in request["logit_bias"])
     return request | of_rows
