@@ -8,7 +8,19 @@ from .api import SampleOutput, sample
 from .counts import TokenCounts
 from .logits import sample_from_logits
 from .module import LMHeadSampler
+from .verification import VerifyOutput, verify, verify_from_logits
 from .warmup import warmup
 
 __version__ = "0.1.0"
-__all__ = ["LMHeadSampler", "SampleOutput", "TokenCounts", "__version__", "sample", "sample_from_logits", "warmup"]
+__all__ = [
+    "LMHeadSampler",
+    "SampleOutput",
+    "TokenCounts",
+    "VerifyOutput",
+    "__version__",
+    "sample",
+    "sample_from_logits",
+    "verify",
+    "verify_from_logits",
+    "warmup",
+]

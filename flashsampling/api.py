@@ -206,7 +206,7 @@ def sample(
         tensor([ 0.0000, -0.0181, -6.9600])
     """
     try:
-        batch, vocab, device = _check_matrices(hidden_states, weight, 1 if tp is None else 0)
+        batch, vocab, device = check_matrices(hidden_states, weight, 1 if tp is None else 0)
         if tp is not None:
             if seed is None:
                 raise ValueError("seed must be given with tp: all ranks need the same")
@@ -256,8 +256,8 @@ def output_of(
     return out
 
 
-def _check_matrices(hidden_states: Tensor, weight: Tensor, least_rows: int) -> tuple[int, int, torch.device]:
-    """B, V and the device. Every attribute is asked for once: a tenth of a microsecond each."""
+def check_matrices(hidden_states: Tensor, weight: Tensor, least_rows: int) -> tuple[int, int, torch.device]:
+    """B, V and the device, or what ``sample`` documents. Every attribute is asked for once: a tenth of a microsecond each."""
     if type(hidden_states) is not Tensor:
         check_kind("hidden_states", hidden_states)
     kind = type(weight)

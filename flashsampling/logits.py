@@ -58,7 +58,7 @@ def sample_from_logits(
         >>> flashsampling.sample_from_logits(hidden_states @ weight.T, **arguments).token_ids
         tensor([999, 995, 916])
     """
-    batch, vocab = _check_logits(logits)
+    batch, vocab = check_logits(logits)
     device = logits.device
     tokens = check_vocab_size(vocab_size, vocab, "logits", "columns")
     if not 1 <= num_samples <= noise.MAX_DRAWS:
@@ -76,8 +76,8 @@ def sample_from_logits(
     return output_of(ops.sample(step, impl or ""), batch, num_samples, asked, request.get("token_counts"))
 
 
-def _check_logits(logits: Tensor) -> tuple[int, int]:
-    """B and V."""
+def check_logits(logits: Tensor) -> tuple[int, int]:
+    """B and V. Raises what ``sample_from_logits`` documents."""
     check_kind("logits", logits)
     if logits.ndim != 2:
         hint = "select the positions to sample first, e.g. logits[:, -1]"

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from .api import SampleOutput, check_impl, check_tensor_parallel, check_vocab_size, check_weight, count_left_out, sample
 from .parameters import Integers, Reals, dimensions, index_of, integer, integers, reals
+from .verification import VerifyOutput, verify
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # typing's from Python 3.11 on; torch brings this one
@@ -293,6 +294,39 @@ class LMHeadSampler(nn.Module):
             count_left_out(self.tp, error)
             raise
         offsets.add_(1)
+        return out
+
+    def verify(
+        self,
+        hidden_states: Tensor,  # (B, n + 1, D), or (N + B, D)
+        draft_token_ids: Tensor,  # (B, n), or (N,)
+        temperature: Reals | None = None,
+        **options: Any,
+    ) -> VerifyOutput:
+        """Verifies drafts of rows 0 to B - 1 and advances their offsets by what they emit, on the device.
+
+        ``options``: what ``flashsampling.verify`` takes beside the sampler's own: the layout of the drafts, ``method``, what a
+        request asks for. Shapes and errors are its.
+        """
+        try:
+            bounds = options.get("cu_draft_lengths")
+            batch = len(draft_token_ids) if bounds is None else len(bounds) - 1
+            if batch > self.max_batch_size:
+                raise ValueError(f"drafts must be of at most max_batch_size = {self.max_batch_size} requests, got {batch}")
+            if temperature is None:
+                temperature = self.temperature[:batch] if isinstance(self.temperature, Tensor) else self.temperature
+            if self._biased:
+                if options.get("bias") is not None:
+                    raise ValueError("bias must be None: the LM head has one of its own")
+                options["bias"] = self.bias
+            offsets = self.offsets[:batch]
+            own: dict[str, Any] = {"seed": self.seeds[:batch], "offset": offsets, "temperature": temperature}
+            own |= {"vocab_size": self.vocab_size, "impl": self.impl, "tp": self.tp}
+            out = verify(hidden_states, self.weight, draft_token_ids, **own, **options)
+        except BaseException as error:
+            count_left_out(self.tp, error)
+            raise
+        offsets.add_(out.num_emitted)
         return out
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "LMHeadSampler":

@@ -121,3 +121,13 @@ def gumbel(
     if word.device.type == "cpu" and bool(word.all()):
         return gumbel_from_words(word)
     return gumbel_from_words(word, words(stream | _REFINEMENT_BIT))
+
+
+def coin(
+    seed: Tensor,  # (B,) int64
+    offset: Tensor,  # (B,) int64
+) -> Tensor:
+    """(B,) float64, uniform, strictly between 0 and 1: ``(word + 0.5) * 2**-32`` of token 0's word of ``ACCEPTANCE_COIN``."""
+    counter = (torch.zeros_like(offset), torch.full_like(offset, Stream.ACCEPTANCE_COIN << 24), offset & _MASK32)
+    word = philox4x32_10((*counter, offset >> 32 & _MASK32), (seed & _MASK32, seed >> 32 & _MASK32))[0]
+    return (word.double() + 0.5) * 2.0**-32

@@ -3,6 +3,7 @@
     flashsampling::sample               a whole weight; a pure function
     flashsampling::sample_from_logits   logits that are there already; a pure function
     flashsampling::sample_sharded       one step of a ``TensorParallel``; it has a side effect, the exchange with other ranks
+    flashsampling::accept, recover      rejection sampling of drafts (``impl/rejection``); pure functions; no weight: of logits
 
 Here alone a ``Step`` is taken apart and put together again. All operators return ids and values, empty where none were asked
 for, so that what a step may be asked for needs no operator of its own. What may be asked for stands behind all other arguments,
@@ -34,6 +35,7 @@ from torch.nn import Parameter
 from . import registry
 from .backends import BACKENDS, Backend, named, tried_on
 from .exchange import WHOLE, Shard
+from .impl import rejection
 from .noise import Stream
 from .step import PLAIN, Asked, Drawn, Step, layout
 
@@ -82,6 +84,7 @@ _ROWS = ", ".join(f"Tensor? {name}, {kind} {name}_value" for name, kind in _ROW_
 _STEP = f"{_ROWS}, int stream, SymInt num_samples"
 _HEAD = f"Tensor hidden_states, Tensor weight, {_STEP}"
 _DRAWN = "(Tensor ids, Tensor values)"
+_EITHER = f"Tensor states, Tensor? weight, {_STEP}, SymInt vocab_size, Tensor draft_token_ids, Tensor? draft_probs"
 
 _library = torch.library.Library("flashsampling", "DEF")
 for _schema in (
@@ -89,6 +92,8 @@ for _schema in (
     f"sample_from_logits(Tensor logits, {_STEP}, SymInt vocab_size, str impl, *, {_asked_schema()}) -> {_DRAWN}",
     f"sample_sharded({_HEAD}, str tp, Tensor(a!) order, *, {_asked_schema()}) -> {_DRAWN}",
     f"sample_sharded.exported({_HEAD}, str tp, *, {_asked_schema()}) -> {_DRAWN}",
+    f"accept({_EITHER}, *, {_asked_schema()}) -> Tensor",
+    f"recover({_EITHER}, Tensor draft_rows, *, {_asked_schema()}) -> Tensor",
 ):
     _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
 
@@ -266,15 +271,41 @@ def _fake_of(matrices: int) -> Callable[..., tuple[Tensor, Tensor]]:
     return fake
 
 
-for _name, _function, _matrices in (
-    ("sample", _operate, 2),
-    ("sample_from_logits", _operate_on_logits, 1),
-    ("sample_sharded", _operate_sharded, 2),
-    ("sample_sharded.exported", _operate_sharded, 2),
+def _drafted(arguments: tuple[Any, ...], asked: dict[str, Any], behind: int) -> Step:
+    """The step of ``accept`` or ``recover``, of whose arguments so many are behind it."""
+    states, weight, *parameters, vocab_size = arguments[:-behind]
+    if weight is None:
+        return _put_together((states, *parameters), asked, vocab_size, of_logits=True)
+    return _put_together((states, weight, *parameters), asked, vocab_size)
+
+
+def _accept(*arguments: Any, **asked: Any) -> Tensor:
+    return rejection.accept(_drafted(arguments, asked, 2), *arguments[-2:])
+
+
+def _recover(*arguments: Any, **asked: Any) -> Tensor:
+    return rejection.recover(_drafted(arguments, asked, 3), *arguments[-3:])
+
+
+def _fake_accept(*arguments: Any, **asked: Any) -> Tensor:
+    return arguments[-2].new_empty(arguments[-2].shape, dtype=torch.bool)
+
+
+def _fake_recover(*arguments: Any, **asked: Any) -> Tensor:
+    return torch.empty_like(arguments[-3])
+
+
+for _name, _function, _fake in (
+    ("sample", _operate, _fake_of(2)),
+    ("sample_from_logits", _operate_on_logits, _fake_of(1)),
+    ("sample_sharded", _operate_sharded, _fake_of(2)),
+    ("sample_sharded.exported", _operate_sharded, _fake_of(2)),
+    ("accept", _accept, _fake_accept),
+    ("recover", _recover, _fake_recover),
 ):
     _library.impl(_name, _function, "CompositeExplicitAutograd")
     _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")  # values have no gradient, whoever's weight has one
-    torch.library.register_fake(f"flashsampling::{_name}", _fake_of(_matrices), lib=_library)
+    torch.library.register_fake(f"flashsampling::{_name}", _fake, lib=_library)
 _exported = torch.fx.has_side_effect(torch.ops.flashsampling.sample_sharded.exported)
 
 
@@ -311,3 +342,20 @@ def sample_sharded(step: Step, tp: Any) -> Drawn:
     if torch.compiler._is_exporting_flag:  # is_exporting() says so in every torch.compile of torch 2.8
         return Drawn(*_exported(*arguments, tp.name, **asked))
     return Drawn(*torch.ops.flashsampling.sample_sharded.default(*arguments, tp.name, tp.order, **asked))
+
+
+def _either(step: Step) -> list[Any]:
+    """A step as ``accept`` and ``recover`` have it."""
+    states, *others = _taken_apart(step)
+    return [states, *([None] if step.logits is not None else []), *others, step.vocab_size]
+
+
+def accept(step: Step, draft_token_ids: Tensor, draft_probs: Tensor | None) -> Tensor:
+    """``impl/rejection``'s, for compilers one node."""
+    return torch.ops.flashsampling.accept.default(*_either(step), draft_token_ids, draft_probs, **_asked_apart(step.asked))
+
+
+def recover(step: Step, draft_token_ids: Tensor, draft_probs: Tensor | None, draft_rows: Tensor) -> Tensor:
+    """``impl/rejection``'s, for compilers one node."""
+    operator, asked = torch.ops.flashsampling.recover.default, _asked_apart(step.asked)
+    return operator(*_either(step), draft_token_ids, draft_probs, draft_rows, **asked)

@@ -184,6 +184,23 @@ def word_by_word(step: Step) -> Drawn:
     return there.join(parts)
 
 
+def probabilities_of(step: Step) -> tuple[int, list[float] | None]:
+    """Of a step of one row and draw: the token, and what ``sample`` draws each one with; None: there is no token."""
+    assert step.logits is not None
+    there = _row(
+        step.logits[0, : step.vocab_size].float().numpy(),
+        0,
+        step,
+        noise.gumbel(step.rows().seed, step.rows().offset, torch.zeros(1, dtype=torch.int64), 0, step.vocab_size)[0].numpy(),
+    )
+    (token,) = there["token_ids"]
+    if token < 0:
+        return token, None
+    if rounded(at(step.temperature, 0)) < rounded(1e-6):
+        return token, [float(other == token) for other in range(step.vocab_size)]
+    return token, [there["probabilities"].get(other, 0.0) for other in range(step.vocab_size)]
+
+
 def _row(raw: np.ndarray, row: int, step: Step, gumbel: np.ndarray) -> dict[str, Any]:
     f: Any = np.float32
     asked: Any = step.asked
@@ -258,6 +275,7 @@ def _row(raw: np.ndarray, row: int, step: Step, gumbel: np.ndarray) -> dict[str,
         return raw_logprobs[token] if 0 <= token < vocab else NAN
 
     return {
+        "probabilities": {token: math.exp(above[token] - kept_lse) for token in kept},
         "token_ids": token_ids,
         "ranks": [-1 if t < 0 else 1 + sum(other > raw64[t] for other in raw64) for t in token_ids],
         "top_token_ids": top,

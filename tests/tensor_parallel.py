@@ -375,6 +375,38 @@ def module(rank: Rank) -> None:
         assert torch.equal(compiled(problem.hidden_states, problem.temperature), expected)
 
 
+def drafts(rank: Rank) -> None:
+    """Verified over all ranks: what one rank emits, and offsets advance by it; chains, trees, requests without drafts."""
+    batch, n = 7, 3
+    generator = torch.Generator().manual_seed(6)
+    states = torch.randint(-4, 5, (batch, n + 1, 16), generator=generator).to(rank.device, rank.dtype)
+    weight = torch.randint(-4, 5, (600, 16), generator=generator).to(rank.device, rank.dtype) / 16  # exact in any order
+    tp, shard = rank.group(weight)
+    sampler = LMHeadSampler(shard, max_batch_size=batch, seed=range(batch), tp=tp)
+    one = LMHeadSampler(weight, max_batch_size=batch, seed=range(batch), impl=rank.impl)
+    parents = torch.tensor([-1, 0, 0], device=rank.device).expand(batch, n)
+    emitted = 0
+    for step in range(6):
+        rows = {"seed": one.seeds, "impl": rank.impl}
+        ids = [flashsampling.sample(states[:, j], weight, offset=one.offsets + j, **rows).token_ids for j in range(n)]
+        ids[2][0] = 7
+        drafted = torch.stack(ids, dim=1)
+        drafted[1, step % n :] = -1
+        options = {"parents": parents} if step % 2 else {}
+        expected = one.verify(states, drafted, **options)
+        out = sampler.verify(states, drafted, **options)
+        for name in ("token_ids", "num_accepted", "num_emitted"):
+            assert torch.equal(getattr(out, name), getattr(expected, name)), (step, name)
+        assert torch.equal(sampler.offsets, one.offsets)
+        emitted += int(out.num_emitted.sum())
+    assert emitted > 2 * 6 * batch
+    with pytest.raises(ValueError, match="tp must be None with method='rejection'"):
+        sampler.verify(states, drafted, method="rejection")
+    with pytest.raises(ValueError, match="seed must be given with tp"):
+        flashsampling.verify(states, shard, drafted, tp=tp)
+    assert torch.equal(sampler.verify(states, drafted).token_ids, one.verify(states, drafted).token_ids)
+
+
 def parameters_of_the_first_rank(rank: Rank) -> None:
     """Whatever the others give, and whoever gives what cannot be: all hear of it, and nothing changes."""
     problem = rank.problem(4, 600, 64)
@@ -1031,6 +1063,7 @@ ON_CPU: list[Callable[[Rank], None]] = [
     sub_groups,
     two_at_once,
     module,
+    drafts,
     parameters_of_the_first_rank,
     steps_that_a_compiler_could_drop,
     out_of_step,

@@ -58,6 +58,14 @@ def test_every_snippet_runs(tmp_path):
     assert run.returncode == 0, run.stderr[-3000:]
 
 
+def test_the_snippets_about_drafts_run():
+    preamble, shown = cells(DOCS["speculative"])
+    assert len(shown) == 4
+    names: dict[str, object] = {}
+    exec("\n".join([preamble, *shown]), names)
+    assert names["out"].accepted_drafts.shape == (2, 3)
+
+
 def requirements(extras):
     """Distribution names that the package and its extras bring, extras of the package itself followed."""
     names: set[str] = set()

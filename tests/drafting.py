@@ -1,0 +1,228 @@
+"""Drafts at random, and section 7 of the contract once more, one request and one draft after the other in Python."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashsampling import VerifyOutput, noise, verify, verify_from_logits
+from flashsampling.step import PLAIN, Asked, Step
+from tests.mixes import Mix, probabilities_of
+
+BESIDE = {"logprobs": False, "top_logprobs": 0, "logprob_ids": None, "logsumexp": False}
+
+
+@dataclass
+class Drafted:
+    """B requests with up to n drafts each."""
+
+    step: Step  # a row per request: parameters; its states are not used
+    states: Tensor  # (B, n + 1, D), or logits (B, n + 1, V)
+    weight: Tensor | None  # None: of logits
+    ids: Tensor  # (B, n)
+    parents: Tensor | None = None  # (B, n)
+    probs: Tensor | None = None  # (B, n, V)
+    masks: Tensor | None = None  # (B, n + 1, words)
+
+    @property
+    def lengths(self) -> list[int]:
+        return [next((i for i, token in enumerate(row) if token < 0), len(row)) for row in self.ids.tolist()]
+
+    def request(self) -> dict[str, Any]:
+        """As ``verify`` takes it: numbers that may be out of range as tensors, which are not looked at."""
+        asked, batch = self.step.asked, len(self.ids)
+        given: dict[str, Any] = {name: getattr(asked, name) for name in asked.names()}
+        given = {
+            name: torch.full((batch,), value, dtype=torch.int64 if name == "top_k" else torch.float32)
+            if isinstance(value, (int, float)) and name in ("top_k", "top_p", "min_p")
+            else value
+            for name, value in given.items()
+        }
+        if "bias" in given:  # a value for every row of the head, padding too
+            padding = (self.states if self.weight is None else self.weight.T).shape[-1] - self.step.vocab_size
+            given["bias"] = torch.nn.functional.pad(given["bias"], (0, padding), value=math.nan)
+        if "bias_ids" in given:
+            given["logit_bias"] = (given.pop("bias_ids"), given.pop("bias_values"))
+        if "dense_bias" in given:
+            given["logit_bias"] = given.pop("dense_bias")
+        if "counts" in given:
+            given["token_counts"] = given.pop("counts")
+        if self.masks is not None:
+            given["token_mask"] = self.masks
+        return given
+
+    def verify(self, method: str = "match", flat: bool = False, **others: Any) -> VerifyOutput:
+        rows = self.step.rows()
+        options: dict[str, Any] = {"temperature": rows.temperature, "seed": rows.seed, "offset": rows.offset}
+        options |= {"vocab_size": self.step.vocab_size, "method": method, **self.request(), **others}
+        states, drafts = self.states, {"draft": self.ids, "parents": self.parents, "draft_probs": self.probs}
+        if flat:
+            lengths = self.lengths
+            ends = [sum(lengths[:b]) for b in range(len(lengths) + 1)]
+            states = torch.cat([row[: length + 1] for row, length in zip(states, lengths)])
+            drafts = {
+                name: None if value is None else torch.cat([row[:length] for row, length in zip(value, lengths)])
+                for name, value in drafts.items()
+            }
+            if self.masks is not None:
+                options["token_mask"] = torch.cat([row[: length + 1] for row, length in zip(self.masks, lengths)])
+            options |= {"cu_draft_lengths": torch.tensor(ends), "max_draft_length": self.ids.shape[1]}
+        ids = drafts.pop("draft")
+        if self.weight is None:
+            return verify_from_logits(states, ids, **drafts, **options)
+        return verify(states, self.weight, ids, **drafts, **options)
+
+
+def make_drafted(seed: int, method: str, tree: bool = False, poisoned: bool = True, head: bool = False) -> Drafted:
+    """Logits as ``tests/mixes.py`` makes them; drafts are likely tokens, any, or none; q likewise."""
+    mix = Mix(seed, poisoned)
+    batch, n, vocab = mix.random.randrange(1, 10), mix.random.randrange(5), mix.random.choice((1, 2, 2, 5, 5, 5, 5, 33))
+    step = mix.make(batch, vocab)
+    asked = step.asked._replace(**BESIDE)
+    if asked.bias_ids is not None:
+        asked = asked._replace(dense_bias=None)  # one argument takes either
+    columns = step.hidden_states.shape[1]
+    logits = mix.logits(batch * (n + 1), columns)
+    if columns > vocab:
+        logits[:, vocab:] = math.nan
+    temperature = step.rows().temperature
+    step = step._replace(asked=asked if asked.names() else PLAIN, num_samples=1, temperature=temperature)
+    weight = None
+    states = logits
+    if head:
+        whole = mix.of_a_head(step._replace(hidden_states=logits))
+        states, weight = whole.hidden_states, whole.weight
+        logits = states @ weight.T
+    likely = logits[:, :vocab].nan_to_num(0.0).topk(min(vocab, 2)).indices
+    drawn = torch.randint(-2 if mix.one_in(3) else 0, vocab + 2 * mix.one_in(4), (batch, n + 1), generator=mix.generator)
+    pick = torch.randint(0, likely.shape[1], (batch, n + 1), generator=mix.generator)
+    usual = likely.view(batch, n + 1, -1).gather(2, pick[:, :, None])[:, :, 0]
+    ids = torch.where(torch.rand(batch, n + 1, generator=mix.generator) < 0.7, usual, drawn)[:, :n].contiguous()
+    for row in ids:
+        row[mix.random.randrange(n + 1) :] = -1
+        if mix.one_in(2):
+            row[mix.random.randrange(n + 1) :] = -1
+    parents = None
+    if tree:
+        parents = torch.tensor([[mix.random.randrange(-1, j) for j in range(n)] for _ in range(batch)]).view(batch, n).long()
+        if mix.one_in(5) and n:
+            parents[mix.random.randrange(batch), mix.random.randrange(n)] = mix.random.choice((-2, n, 2**40, -(2**40)))
+    probs = None
+    if method == "rejection" and not mix.one_in(4):
+        q = torch.softmax(mix.normal(batch * n, vocab + 1) * mix.random.choice((0.1, 1.0, 5.0)), dim=-1)
+        q[:, :vocab] = torch.where(torch.rand(batch * n, vocab, generator=mix.generator) < 0.3, 0.0, q[:, :vocab])
+        q = q.view(batch, n, vocab + 1)
+        if mix.one_in(4):
+            q = q.bfloat16()
+        if mix.one_in(2):
+            q = q[:, :, :vocab]
+        if mix.poisoned and mix.one_in(6) and n:
+            q[mix.random.randrange(batch), mix.random.randrange(n), mix.random.randrange(vocab)] = math.nan
+        probs = q
+    masks = None
+    if step.asked.token_mask is not None and mix.one_in(2):
+        masks = mix.mask(batch * (n + 1), vocab).view(batch, n + 1, -1)
+        without = step.asked._replace(token_mask=None)
+        step = step._replace(asked=without if without.names() else PLAIN)
+    drafted = Drafted(step, states.view(batch, n + 1, -1), weight, ids, parents, probs, masks)
+    for _ in range(mix.random.randrange(3)):
+        _improve(drafted, method)
+    return drafted
+
+
+def _improve(drafted: Drafted, method: str) -> None:
+    """One more draft of each request is what comes out, so that several in a row are accepted."""
+    out = drafted.verify(method, impl="reference")
+    for row, (count, length) in enumerate(zip(out.num_accepted.tolist(), drafted.lengths)):
+        token, at = int(out.token_ids[row, count]), count
+        if out.accepted_drafts is not None and drafted.parents is not None:
+            last = int(out.accepted_drafts[row, count - 1]) if count else -1
+            at = next((j for j in range(length) if int(drafted.parents[row, j]) == last < j), length)
+        if at < length and token >= 0:
+            drafted.ids[row, at] = token
+
+
+def at_position(drafted: Drafted, request: int, node: int, path: list[int]) -> Step:
+    """The step of one request at one node, after the drafts ``path`` that lead to it."""
+    step = drafted.step.part(request, request + 1)
+    state = drafted.states[request, node][None]
+    logits = state if drafted.weight is None else state @ drafted.weight.T
+    asked: Asked = step.asked
+    if asked.counts is not None:
+        counts = asked.counts.clone()
+        for draft in path:
+            token = int(drafted.ids[request, draft])
+            if token < step.vocab_size:
+                counts[0, token] += 1
+        asked = asked._replace(counts=counts)
+    if drafted.masks is not None:
+        asked = asked._replace(token_mask=drafted.masks[request, node][None])
+    rows = drafted.step.rows()
+    # two's complement, as 64 bits wrap
+    offset = rows.offset[request : request + 1] + len(path)
+    return step._replace(
+        hidden_states=logits, weight=logits, logits=logits, offset=offset, seed=rows.seed[request : request + 1], asked=asked
+    )
+
+
+def coin_of(step: Step) -> float:
+    rows = step.rows()
+    seed, offset = int(rows.seed[0]) % 2**64, int(rows.offset[0]) % 2**64
+    counter = (0, 1 << 24, offset % 2**32, offset >> 32)
+    words = noise.philox4x32_10(
+        tuple(torch.tensor([word]) for word in counter),  # type: ignore[arg-type]
+        (torch.tensor([seed % 2**32]), torch.tensor([seed >> 32])),
+    )
+    return (int(words[0]) + 0.5) / 2**32
+
+
+def one_by_one(drafted: Drafted, request: int, method: str) -> tuple[list[int], list[int], float]:
+    """The request's tokens, of which drafts they are but for the last, and how near a comparison was to going the other way."""
+    vocab, ids, length = drafted.step.vocab_size, drafted.ids[request].tolist(), drafted.lengths[request]
+    path: list[int] = []
+    tokens: list[int] = []
+    margin = math.inf
+    while True:
+        node = path[-1] + 1 if path else 0
+        step = at_position(drafted, request, node, path)
+        token, p = probabilities_of(step)
+        if method == "match":
+            tokens.append(token)
+            if drafted.parents is None:
+                children = [len(path)] if len(path) < length else []
+            else:
+                parents = drafted.parents[request].tolist()
+                children = [j for j in range(length) if -1 <= parents[j] < j and parents[j] + 1 == node]
+            follows = next((j for j in children if ids[j] == token), None)
+            if follows is None:
+                return tokens, path, margin
+            path.append(follows)
+            continue
+        if node == length:
+            tokens.append(token)
+            return tokens, path, margin
+        x = ids[node]
+        q = [float(token == x) for token in range(vocab)]
+        if drafted.probs is not None:
+            q = drafted.probs[request, node, :vocab].tolist()
+        held, limit = coin_of(step) * (q[x] if x < vocab else 1.0), p[x] if p is not None and x < vocab else 0.0
+        if drafted.probs is not None and x >= vocab:
+            held = 0.0
+        if held != limit:
+            margin = min(margin, abs(held - limit) / max(abs(held), abs(limit)))
+        if held < limit:
+            tokens.append(x)
+            path.append(node)
+            continue
+        token = -1
+        if p is not None and not any(map(math.isnan, q)):
+            left = [max(mine - theirs, 0.0) for mine, theirs in zip(p, q)]
+            left = left if any(left) else p
+            rows = step.rows()
+            gumbel = noise.gumbel(rows.seed, rows.offset, torch.zeros(1).long(), 0, vocab, noise.Stream.RECOVERY)[0, 0].tolist()
+            scores = [math.log(mass) + g if mass else -math.inf for mass, g in zip(left, gumbel)]
+            token = scores.index(max(scores))
+        tokens.append(token)
+        return tokens, path, margin
