@@ -326,12 +326,12 @@ def test_the_error_says_what_switches_a_processor_off(model, field, monkeypatch)
 
 def test_every_processor_of_transformers_has_a_hint():
     """Those that ``_get_logits_processor`` may add."""
-    from flashsampling.integrations.transformers.arguments import _SWITCH_OFF
+    from flashsampling.integrations.transformers.arguments import SWITCH_OFF
 
     source = inspect.getsource(GenerationMixin._get_logits_processor)
     added = set(re.findall(r"processors\.append\(\s*(\w+)\(", source))
     assert len(added) > 20
-    assert added - {"TemperatureLogitsWarper", "LogitNormalization"} <= set(_SWITCH_OFF)
+    assert added - {"TemperatureLogitsWarper", "LogitNormalization"} <= set(SWITCH_OFF)
 
 
 def test_the_docs_say_what_every_argument_does():
