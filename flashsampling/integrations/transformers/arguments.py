@@ -34,6 +34,7 @@ SWITCH_OFF = {
     "SuppressTokensAtBeginLogitsProcessor": "begin_suppress_tokens=None",
     "SuppressTokensLogitsProcessor": "suppress_tokens=None",
     "SynthIDTextWatermarkLogitsProcessor": "watermarking_config=None",
+    "TemperatureLogitsWarper": "temperature=1.0",
     "TopHLogitsWarper": "top_h=None",
     "TopKLogitsWarper": "top_k=0",
     "TopPLogitsWarper": "top_p=1.0",

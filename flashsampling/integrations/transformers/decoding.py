@@ -26,7 +26,8 @@ from .arguments import (
     row_temperatures,
 )
 from .head import HeadTap, Transform, checked_lm_head
-from .processors import Requests, taken
+from .processors import taken
+from .request import Requests
 
 if "is_first_iteration" not in inspect.signature(GenerationMixin._prefill).parameters:
     raise ImportError(
