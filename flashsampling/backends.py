@@ -2,8 +2,8 @@
 
 A backend is a module or package ``impl.<name>`` with
 
-    DOES                               fields of ``step.Asked`` that it does, and "logits" if it takes ``Step.logits``; a step
-                                       with another one is refused; if it does any
+    DOES                               fields of ``step.Asked`` that it does; a step with another one is refused; if it does any
+    DOES_OF_LOGITS                     the same of steps that have ``Step.logits``; if it takes them
     unsupported(step) -> str | None    why it cannot do a step, or None: the only truth about what it takes
     run(step) -> Drawn                 of one row or more, on the current device and, there, the current stream
     compiled_for(weight, max_batch_size, num_samples) -> names, batch sizes
@@ -85,10 +85,10 @@ class Backend:
         if self.missing is not None:
             return self.missing
         if step.asked is not PLAIN or step.logits is not None:
-            does = getattr(self.module, "DOES", ())
-            if step.logits is not None and "logits" not in does:
+            does = getattr(self.module, "DOES" if step.logits is None else "DOES_OF_LOGITS", None)
+            if does is None and step.logits is not None:
                 return "it takes hidden states and a weight, not logits"
-            left = [name for name in step.asked.names() if name not in does]
+            left = [name for name in step.asked.names() if name not in (does or ())]
             if left:
                 return f"it does not do {arguments(left)}"
         return self.module.unsupported(step)  # type: ignore[no-any-return]

@@ -138,7 +138,8 @@ class Mix:
         logits = logits.to(self.device)
         num_samples = self.random.choice((1, 1, 1, 2, 5))
         asked = self.asked(batch, vocab)
-        return Step(logits, logits, temperature, *bits, num_samples, vocab, asked=asked, logits=logits)
+        seed, offset = bits
+        return Step(logits, logits, temperature, seed, offset, num_samples, vocab, asked=asked, logits=logits)
 
     def of_a_head(self, step: Step) -> Step:
         """The step with a head in place of its logits: small multiples of 1/4, so that any order of sums is exact; and ties."""
@@ -184,7 +185,9 @@ def word_by_word(step: Step) -> Drawn:
 
 
 def _row(raw: np.ndarray, row: int, step: Step, gumbel: np.ndarray) -> dict[str, Any]:
-    f, asked, vocab = np.float32, step.asked, step.vocab_size
+    f: Any = np.float32
+    asked: Any = step.asked
+    vocab = step.vocab_size
     raw = raw.copy()
     for token in range(vocab):
         if asked.bias is not None:

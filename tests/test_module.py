@@ -73,8 +73,6 @@ def test_temperature_per_call_and_per_row():
 
 
 def test_errors():
-    with pytest.raises(ValueError, match="without bias"):
-        LMHeadSampler(make_head(bias=True))
     with pytest.raises(TypeError, match=r"nn\.Linear or its weight, got str"):
         LMHeadSampler("lm_head")
     with pytest.raises(ValueError, match="at most max_batch_size = 4 rows, got 5"):

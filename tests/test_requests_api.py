@@ -3,6 +3,7 @@ comes back, and that tracers, exporters and modules see it."""
 
 import io
 from dataclasses import fields
+from typing import Any
 
 import numpy
 import pytest
@@ -11,10 +12,10 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import flashsampling
-from flashsampling import LMHeadSampler, SampleOutput, TokenCounts, ops, sample, sample_from_logits
+from flashsampling import LMHeadSampler, SampleOutput, TokenCounts, api, ops, sample, sample_from_logits
 from flashsampling.backends import BACKENDS
 from flashsampling.requests import Problem, Request, asked_of
-from flashsampling.step import PLAIN, Asked, layout
+from flashsampling.step import PLAIN, Asked, Drawn, layout
 from tests.mixes import Mix
 
 STATES = torch.randn(3, 8, generator=torch.Generator().manual_seed(1))
@@ -123,6 +124,7 @@ def asked_by(**request):
 
 def test_what_asks_for_nothing_is_nothing():
     """The very object that calls look for, so that such a call takes the unfiltered way, in kernels too."""
+    request: dict[str, Any]
     for request in (
         dict.fromkeys(Request.__annotations__), {"top_k": 0}, {"top_k": -1}, {"top_k": 70}, {"top_k": numpy.int64(100)},
         {"top_p": 1}, {"top_p": [1.0]}, {"min_p": 0.0}, {"repetition_penalty": 1, "frequency_penalty": 0.0}, {"soft_cap": 0},
@@ -134,6 +136,23 @@ def test_what_asks_for_nothing_is_nothing():
         name for name in Asked._fields if name not in ("stream", "dense_bias")
     ]
     assert asked_by(logit_bias=torch.zeros(70)).names() == ["dense_bias"]
+
+
+def test_a_call_that_asks_for_nothing_does_no_work_for_it(monkeypatch):
+    seen: list[Asked] = []
+    monkeypatch.setattr(api, "asked_of", None)
+    monkeypatch.setattr(api, "output_of", None)
+    monkeypatch.setattr(api, "layout", None)
+    run = ops._sample
+
+    def watched(step, impl):
+        seen.append(step.asked)
+        return run(step, impl)
+
+    monkeypatch.setattr(ops, "_sample", watched)
+    out = sample(STATES, WEIGHT, seed=SEEDS)
+    assert seen[0] is PLAIN
+    assert list(vars(out)) == ["token_ids"]
 
 
 def test_one_meaning_however_it_is_written():
@@ -188,7 +207,7 @@ def test_what_comes_back():
     assert [field.name for field in fields(SampleOutput) if getattr(plain, field.name) is not None] == ["token_ids"]
     out = sample(STATES, WEIGHT, seed=SEEDS, **ALL)
     flat = {"token_ids", "logprobs", "processed_logprobs", "ranks"}
-    shapes = {name: (3,) for name in flat | {"logsumexp"}}
+    shapes: dict[str, tuple[int, ...]] = {name: (3,) for name in flat | {"logsumexp"}}
     shapes |= {"top_token_ids": (3, 4), "top_logprobs": (3, 4), "given_logprobs": (3, 3)}
     assert {field.name: tuple(getattr(out, field.name).shape) for field in fields(SampleOutput)} == shapes
     several = sample(STATES, WEIGHT, seed=SEEDS, num_samples=5, **ALL)
@@ -201,7 +220,7 @@ def test_what_comes_back():
             nothing = sample(STATES[:0], WEIGHT, impl=impl, num_samples=num_samples, **ALL | {
                 "logit_bias": None, "token_counts": COUNTS[:0], "token_mask": MASK[:0], "presence_penalty": 0.1, "top_k": 3,
                 "top_p": 0.5, "logprob_ids": torch.ones(0, 3).long()})  # fmt: skip
-            wanted = {name: (0, *shape[1:]) for name, shape in shapes.items()}
+            wanted: dict[str, tuple[int, ...]] = {name: (0, *shape[1:]) for name, shape in shapes.items()}
             if num_samples == 1:
                 wanted |= {name: (0,) for name in flat}
             assert {field.name: tuple(getattr(nothing, field.name).shape) for field in fields(SampleOutput)} == wanted
@@ -223,7 +242,7 @@ def test_the_layout_is_what_kernels_fill_in():
     assert (there.num_ids, there.num_values) == (48, 64)
     assert layout(4, 5, PLAIN) == ({"token_ids": (0, 5)}, {}, 20, 0)
     ids, values = torch.arange(48), torch.arange(64.0)
-    drawn = there.join(there.split(ops.Drawn(ids, values), 4))
+    drawn = there.join(there.split(Drawn(ids, values), 4))
     assert torch.equal(drawn.ids, ids)
     assert torch.equal(drawn.values, values)
 
@@ -418,6 +437,49 @@ def test_counts_of_prompts_and_of_what_is_drawn():
     assert torch.equal(state.counts[0] & 0x7FFFFFFF, expected[0])
     state.reset()
     assert not state.counts.any()
+
+
+@pytest.mark.gpu
+def test_a_graph_replays_it_all_and_counts():
+    """Nothing waits for the host: filters, masks, penalties and log-probabilities of rows in a CUDA graph; every replay draws
+    anew, and counts what it draws."""
+    states, weight = STATES.cuda(), WEIGHT.cuda()
+    request: dict[str, Any] = {
+        "top_k": torch.tensor([0, 5, 50]), "top_p": torch.tensor([0.9, 0.99, 1.0]), "min_p": torch.tensor([0.0, 0.01, 0.02]),
+        "token_mask": MASK, "presence_penalty": torch.tensor([0.1, 0.2, 0.3]), "logit_bias": (torch.tensor([[1, 2]] * 3), torch.ones(3, 2)),
+        "logprob_ids": torch.tensor([[1, 2, 3]] * 3),
+    }  # fmt: skip
+    request = {
+        name: tuple(part.cuda() for part in value) if isinstance(value, tuple) else value.cuda()
+        for name, value in request.items()
+    }
+    request |= {
+        "frequency_penalty": 0.5,
+        "repetition_penalty": 1.1,
+        "soft_cap": 20.0,
+        "return_logprobs": True,
+        "top_logprobs": 3,
+    }
+
+    def make():
+        return LMHeadSampler(weight, max_batch_size=3, seed=[1, 2, 3]), TokenCounts(3, 70, "cuda")
+
+    (sampler, counts), (captured, its_counts) = make(), make()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        captured(states, token_counts=its_counts, **request)
+    torch.cuda.synchronize()
+    captured.reset([1, 2, 3])
+    its_counts.reset()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = captured(states, token_counts=its_counts, **request)
+    for _ in range(4):
+        graph.replay()
+        expected = sampler(states, token_counts=counts, **request)
+        for one, other in zip(torch.utils._pytree.tree_leaves(out), torch.utils._pytree.tree_leaves(expected)):
+            assert torch.equal(one, other)
+        assert torch.equal(counts.counts, its_counts.counts)
+    assert int(counts.counts.sum()) == 12
 
 
 def test_counts_leave_out_what_is_no_token():

@@ -115,7 +115,7 @@ def kept(
     mass = torch.where(in_top_k, relative(ordered, temperature).exp(), 0.0)
     before = mass.cumsum(dim=-1) - mass
     in_top_p = (before < p.double() * mass.sum(dim=-1, keepdim=True)) | (p >= 1)
-    in_min_p = (mass >= ratio.double()) | (ratio <= 0)
+    in_min_p = mass >= ratio.double()  # of a ratio up to 0 all
     keep = in_top_k & in_top_p & in_min_p | (places == 0)
     return torch.zeros_like(keep).scatter_(-1, ids, keep)
 

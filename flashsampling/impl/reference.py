@@ -14,8 +14,9 @@ from .filters import GREEDY_BELOW
 DOES = (
     *("stream", "bias", "logit_scale", "soft_cap", "dense_bias", "bias_ids", "bias_values", "counts", "repetition_penalty"),
     *("frequency_penalty", "presence_penalty", "token_mask", "top_k", "top_p", "min_p"),
-    *("logprobs", "top_logprobs", "logprob_ids", "logsumexp", "logits"),
+    *("logprobs", "top_logprobs", "logprob_ids", "logsumexp"),
 )
+DOES_OF_LOGITS = DOES
 
 
 def exact_logits(
@@ -50,7 +51,7 @@ class Logits(NamedTuple):
     raw: Tensor  # (B, V) after the head
     processed: Tensor  # (B, V) after the request's bias, penalties and mask
     allowed: Tensor | None  # (B, V) bool; None: all
-    kept: Tensor | None  # (B, V) bool, what the filters keep; None: all that is allowed
+    kept: Tensor | None  # (B, V) bool, what the filters keep, of tokens that are not allowed too; None: all
 
 
 def product(step: Step, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -69,10 +70,10 @@ def logits_of(
     raw = filters.raw(product, asked)
     processed = filters.processed(raw, asked)
     allowed = filters.allowed(asked, raw.shape[1])
-    if not {"top_k", "top_p", "min_p"} & set(asked.names()):
-        return Logits(raw, processed, allowed, None)
-    kept = filters.kept(processed, temperature, asked.top_k, asked.top_p, asked.min_p)
-    return Logits(raw, processed, allowed, kept if allowed is None else kept & allowed)
+    kept = None
+    if {"top_k", "top_p", "min_p"} & set(asked.names()):
+        kept = filters.kept(processed, temperature, asked.top_k, asked.top_p, asked.min_p)
+    return Logits(raw, processed, allowed, kept)
 
 
 def scores_of(
@@ -131,9 +132,7 @@ def outcome(
     if asked.logprobs or asked.top_logprobs or asked.logprob_ids is not None:
         raw_logprobs = filters.logprobs(logits.raw)
     if asked.logprobs:
-        processed = filters.kept_logprobs(
-            logits.processed, step.rows().temperature, logits.allowed if logits.kept is None else logits.kept
-        )
+        processed = filters.kept_logprobs(logits.processed, step.rows().temperature, logits.kept)
         parts["logprobs"] = filters.at(raw_logprobs, token_ids)
         parts["processed_logprobs"] = filters.at(processed, token_ids)
         parts["ranks"] = filters.ranks(logits.raw, token_ids)

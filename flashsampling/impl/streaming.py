@@ -16,7 +16,7 @@ from ..step import PLAIN, Drawn, Step, arguments, layout
 from . import reference
 from .reference import exact_logits, scores_of_logits
 
-DOES = reference.DOES
+DOES = DOES_OF_LOGITS = reference.DOES
 
 # scores of one chunk in all rows and draws; on a CPU 64 k floats and their Philox words stay in a core's cache
 _SCORES_PER_CHUNK = {"cpu": 1 << 16, "cuda": 1 << 22}
