@@ -130,8 +130,10 @@ RESULTS = {name.replace("`", ""): result for name, result in re.findall(r"\| (.*
 
 
 def tiny(name: str):
-    """The model, its head scaled until its logits have a standard deviation of about 3: with less the noise alone decides. A head
-    that is tied to the embeddings gets a weight of its own, else the last token would come again; a bias is made no zero."""
+    """The model, its head scaled until its logits have a standard deviation of about 3: with less the noise alone decides.
+
+    A head that is tied to the embeddings gets a weight of its own, else the last token would come again; a bias others than 0.
+    """
     torch.manual_seed(0)
     config = re.sub("(ForCausalLM|LMHeadModel|ForConditionalGeneration).*", "", name)
     config += "Text" if config in ("Gemma3", "Gemma3n", "Gemma4", "Llama4") else ""

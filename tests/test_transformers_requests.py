@@ -1,5 +1,7 @@
 """``generate`` with everything that a configuration may ask for: the tokens of transformers' own processors, with our noise."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -14,7 +16,7 @@ from transformers.generation.logits_process import (  # noqa: E402
 )
 
 from flashsampling import noise  # noqa: E402
-from flashsampling.integrations.transformers import GenerateOutput, NoTokenError, generate  # noqa: E402
+from flashsampling.integrations.transformers import NoTokenError, generate  # noqa: E402
 from tests.conftest import DEVICE  # noqa: E402
 from tests.test_transformers import llama, prompt  # noqa: E402
 from tests.transformers_oracle import plain  # noqa: E402
@@ -48,7 +50,7 @@ def expected(model, seeds=SEEDS, lengths=(9, 4, 7), **options):
     return plain(model, seeds, **prompt(lengths) | NEW | options)
 
 
-FIELDS = {
+FIELDS: dict[str, dict[str, Any]] = {
     "default settings": {},
     "top_k": {"top_k": 3},
     "top_p": {"top_k": 0, "top_p": 0.7},
@@ -118,11 +120,17 @@ def test_embeddings_as_a_prompt(model):
 
 
 def test_the_dictionary_and_its_logprobs(model):
-    options = {"temperature": 1.3, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.2, "eos_token_id": list(range(300, 500))}
+    options: dict[str, Any] = {
+        "temperature": 1.3,
+        "top_k": 20,
+        "top_p": 0.9,
+        "repetition_penalty": 1.2,
+        "eos_token_id": list(range(300, 500)),
+    }
     options |= {"return_dict_in_generate": True, "output_hidden_states": True}
-    ours = fused(model, **options, return_logprobs=True, top_logprobs=3)
+    ours: Any = fused(model, **options, return_logprobs=True, top_logprobs=3)
     theirs = expected(model, **options, output_logits=True, output_scores=True)
-    assert isinstance(ours, GenerateOutput)
+    assert type(ours).__name__ == "GenerateOutput"
     assert torch.equal(ours.sequences, theirs.sequences)
     assert ours.scores is None
     assert ours.logits is None
@@ -167,15 +175,20 @@ def test_attentions():
 
 def test_a_request_per_row(model):
     """Each row draws what it would draw alone, with a configuration of its own."""
-    request = {"top_k": [1, 30, 0], "top_p": [1.0, 0.6, 0.9], "min_p": [0.0, 0.0, 0.1], "repetition_penalty": [1.0, 2.0, 1.3]}
-    options = {"eos_token_id": -1, "temperatures": [0.9, 1.4, 2.0]}
-    batch = fused(model, request=request, **options)
+    request: dict[str, Any] = {
+        "top_k": [1, 30, 0],
+        "top_p": [1.0, 0.6, 0.9],
+        "min_p": [0.0, 0.0, 0.1],
+        "repetition_penalty": [1.0, 2.0, 1.3],
+    }
+    temperatures = [0.9, 1.4, 2.0]
+    batch = fused(model, request=request, temperatures=temperatures, eos_token_id=-1)
     for row in range(3):
         config = {name: values[row] for name, values in request.items()}
         inputs = {name: value[row : row + 1] for name, value in prompt([9, 4, 7]).items()}
         seeds = torch.tensor(SEEDS[row : row + 1], device=DEVICE)
-        temperature = options["temperatures"][row]
-        alone = plain(model, seeds, **inputs, **config, temperature=temperature, max_new_tokens=12, eos_token_id=-1)
+        config["temperature"] = temperatures[row]
+        alone = plain(model, seeds, **inputs, **config, max_new_tokens=12, eos_token_id=-1)
         assert torch.equal(batch[row : row + 1], alone)
 
 
