@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from .api import SampleOutput, check_impl, check_tensor_parallel, check_vocab_size, check_weight, count_left_out, sample
-from .parameters import Integers, Reals, dimensions, index_of, integer, integers, reals
+from .parameters import Integers, Reals, dimensions, finite, index_of, integer, integers, real, reals
 from .verification import VerifyOutput, verify
 
 if TYPE_CHECKING:
@@ -41,13 +41,14 @@ class LMHeadSampler(nn.Module):
     Args:
         lm_head: an ``nn.Linear``, or its weight (V, D), on the device, loaded, neither quantised nor a DTensor. It is shared,
             not copied: tied embeddings stay tied. A linear layer's bias is used. What a model does to its logits beside it is
-            not seen: soft caps (Gemma 2), scales (Cohere, Granite), which ``forward`` takes, hooks, adapters. ``from_model``
-            looks for them.
+            not seen: soft caps (Gemma 2), scales (Cohere, Granite), which are given here, hooks, adapters. ``from_model`` finds
+            the first two and refuses the others.
         max_batch_size: rows of state to keep.
         seed: one integer, from which every row gets a seed of its own; or max_batch_size integers, the seeds themselves; None
             for seeds from torch's default generator.
         temperature: default for ``forward``: one number, or max_batch_size of them.
         vocab_size: real size where the weight is padded.
+        logit_scale, soft_cap: as in ``flashsampling.sample``, for every step whose call gives no others; not with ``tp``.
         impl: as in ``flashsampling.sample``.
         tp: a ``flashsampling.distributed.TensorParallel``; ``lm_head`` is then this rank's shard. Seeds, offsets and
             temperatures given here and to ``reset`` are the first rank's on all ranks, whatever the others give, so making
@@ -90,6 +91,8 @@ class LMHeadSampler(nn.Module):
         seed: Integers | None = None,
         temperature: Reals = 1.0,
         vocab_size: int | None = None,
+        logit_scale: float = 1.0,
+        soft_cap: float = 0.0,
         impl: str | None = None,
         tp: "TensorParallel | None" = None,
     ) -> None:
@@ -100,6 +103,7 @@ class LMHeadSampler(nn.Module):
 
         def given() -> _Rows:
             self.max_batch_size = self._adopt(lm_head, max_batch_size)
+            self._take_transform(logit_scale, soft_cap)
             device = self.weight.device
             rows = reals("temperature", _to(device, temperature), self.max_batch_size, device)
             return self._rows(seed, 0, rows.clone() if isinstance(rows, Tensor) else rows, self.max_batch_size, device)
@@ -137,12 +141,26 @@ class LMHeadSampler(nn.Module):
         self._biased = self.bias is not None  # asking costs a call as much as a check does
         return max_batch_size
 
+    def _take_transform(self, logit_scale: float, soft_cap: float) -> None:
+        """What the model does to its head's output, if that fits."""
+        self.logit_scale, self.soft_cap = real("logit_scale", logit_scale, finite), real("soft_cap", soft_cap, finite)
+        if self.soft_cap < 0:
+            raise ValueError(f"soft_cap must be at least 0, got {soft_cap}")
+        self._transform: Request = {}  # what of it is anything
+        if self.logit_scale != 1.0:
+            self._transform["logit_scale"] = self.logit_scale
+        if self.soft_cap:
+            self._transform["soft_cap"] = self.soft_cap
+        if self._transform and self.tp is not None:
+            raise ValueError(f"{' and '.join(self._transform)} must be left out with tp: shards cannot do that yet")
+
     @classmethod
     def from_model(cls, model: nn.Module, **options: Any) -> "LMHeadSampler":
-        """A sampler for a Hugging Face transformers causal LM, once it is shown that its logits are its LM head's output.
+        """A sampler for a Hugging Face transformers causal LM, once it is shown that it draws from the model's own logits.
 
-        The constructor sees a weight alone; this runs the model over four tokens and refuses soft caps, scales, biases, hooks,
-        adapters and quantised or sharded heads, from all of which the weight alone would draw another distribution.
+        The constructor sees a head alone; this runs the model over four tokens, takes the scale and the soft cap that it finds
+        and refuses hooks, adapters, quantised or sharded heads and whatever else, for all of which the head alone would draw
+        from another distribution.
 
         Args:
             model: on its device. Not changed.
@@ -150,13 +168,14 @@ class LMHeadSampler(nn.Module):
 
         Raises:
             TypeError: ``model`` has no ``get_output_embeddings``.
-            ValueError: its logits are not ``hidden_states @ weight.T``, or ``tp`` is given.
+            ValueError: its logits are not its head's output with a scale and a soft cap, or ``tp`` is given.
         """
         from .integrations.transformers import checked_lm_head
 
         if options.get("tp") is not None:
             raise ValueError("tp must go to LMHeadSampler(shard, tp=tp), whose weight is a shard, not to from_model")
-        return cls(checked_lm_head(model), **options)
+        head = checked_lm_head(model)
+        return cls(head.linear, logit_scale=head.logit_scale, soft_cap=head.soft_cap, **options)
 
     @property
     def weight(self) -> Tensor:
@@ -274,6 +293,8 @@ class LMHeadSampler(nn.Module):
                 if isinstance(temperature, Tensor):
                     temperature = temperature[:batch]
             offsets = offsets[:batch]
+            if self._transform:
+                request = {**self._transform, **request}
             if self._biased:
                 if request.get("bias") is not None:
                     raise ValueError("bias must be None: the LM head has one of its own")

@@ -10,8 +10,8 @@ transformers = pytest.importorskip("transformers")
 
 from flashsampling import LMHeadSampler  # noqa: E402
 from flashsampling.integrations.transformers import generate  # noqa: E402
-from scripts.demo_generate import _GumbelNoise  # noqa: E402
 from tests.conftest import DEVICE  # noqa: E402
+from tests.transformers_oracle import GumbelNoise, plain  # noqa: E402
 
 TOKENS = {"vocab_size": 320, "pad_token_id": 5, "bos_token_id": 1, "eos_token_id": 2}
 SIZES = TOKENS | {
@@ -46,6 +46,17 @@ MODELS = {
     "Gemma2ForCausalLM": HEADS | {"sliding_window": 8},
     "Gemma2ForCausalLM, final_logit_softcapping=None": HEADS | {"sliding_window": 8, "final_logit_softcapping": None},
     "Gemma3ForCausalLM": HEADS | {"sliding_window": 8},
+    "Gemma3ForCausalLM, final_logit_softcapping=5.0": HEADS | {"sliding_window": 8, "final_logit_softcapping": 5.0},
+    "Gemma3nForCausalLM": HEADS | {
+        "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"], "num_kv_shared_layers": 0,
+        "vocab_size_per_layer_input": 320, "hidden_size_per_layer_input": 8, "laurel_rank": 4,
+        "activation_sparsity_pattern": [0.0, 0.0],
+    },
+    "Gemma4ForCausalLM": HEADS | {
+        "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"], "global_head_dim": 8,
+        "vocab_size_per_layer_input": 320, "hidden_size_per_layer_input": 8, "final_logit_softcapping": 5.0,
+    },
+    "VaultGemmaForCausalLM": HEADS | {"sliding_window": 8},
     "RecurrentGemmaForCausalLM": SIZES | {"num_hidden_layers": 3, "lru_width": 32, "attention_window_size": 16},
     "PhiForCausalLM": SIZES,
     "Phi3ForCausalLM": SIZES | {"sliding_window": 8},
@@ -78,6 +89,9 @@ MODELS = {
     "Cohere2ForCausalLM": SIZES,
     "GraniteForCausalLM": SIZES | {"logits_scaling": 8.0},
     "GraniteForCausalLM, logits_scaling=1.0": SIZES | {"logits_scaling": 1.0},
+    "GraniteMoeForCausalLM": SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2, "logits_scaling": 3.0},
+    "HyperCLOVAXForCausalLM": SIZES | {"logits_scaling": 0.3},
+    "NanoChatForCausalLM": SIZES,
     "OlmoForCausalLM": SIZES,
     "Olmo2ForCausalLM": SIZES,
     "OlmoeForCausalLM": SIZES | {"num_experts": 4, "num_experts_per_tok": 2},
@@ -104,6 +118,11 @@ MODELS = {
         "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0,
     },
 }  # fmt: skip
+# heads that are not a weight alone, and one that is
+DEFAULTS = (
+    "LlamaForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM, final_logit_softcapping=5.0", "Gemma4ForCausalLM",
+    "CohereForCausalLM", "GraniteForCausalLM", "PhiForCausalLM", "GPTJForCausalLM",
+)  # fmt: skip
 # and without a cache, from each kind: attention, sliding window, state space, hybrid
 WITHOUT_CACHE = ("LlamaForCausalLM", "Gemma3ForCausalLM", "MambaForCausalLM", "Lfm2ForCausalLM", "RwkvForCausalLM")
 TABLE = (Path(__file__).parent.parent / "docs" / "transformers.md").read_text().partition("| model | result |\n|---|---|\n")[2]
@@ -111,18 +130,25 @@ RESULTS = {name.replace("`", ""): result for name, result in re.findall(r"\| (.*
 
 
 def tiny(name: str):
-    """The model, its head scaled until its logits have a standard deviation of about 3: with less the noise alone decides."""
+    """The model, its head scaled until its logits have a standard deviation of about 3: with less the noise alone decides.
+
+    A head that is tied to the embeddings gets a weight of its own, else the last token would come again; a bias others than 0.
+    """
     torch.manual_seed(0)
     config = re.sub("(ForCausalLM|LMHeadModel|ForConditionalGeneration).*", "", name)
-    config = {"Gemma3": "Gemma3Text", "Llama4": "Llama4Text"}.get(config, config)
+    config += "Text" if config in ("Gemma3", "Gemma3n", "Gemma4", "Llama4") else ""
     model = (
         getattr(transformers, name.split(",")[0])(getattr(transformers, config + "Config")(**MODELS[name])).to(DEVICE).eval()
     )
     if not model.config.is_encoder_decoder:
+        head = model.get_output_embeddings()
         with torch.no_grad():
-            for _ in range(3):  # where the head is tied to the embeddings, the hidden states change with it
-                deviation = model(**prompt()).logits.std()
-                model.get_output_embeddings().weight.mul_(3 / deviation)
+            if head.weight is model.get_input_embeddings().weight:
+                head.weight = torch.nn.Parameter(torch.randn_like(head.weight) / 5)
+            if head.bias is not None:
+                head.bias.normal_()
+            for _ in range(4):  # a soft cap leaves less
+                head.weight.mul_(3 / model(**prompt()).logits.std())
     return model
 
 
@@ -147,9 +173,8 @@ def test_model(name, use_cache):
     sampled = options | {"do_sample": True, "temperature": 0.8, "top_k": 0, "custom_generate": generate, "seeds": seeds}
     if RESULTS[name] == "works":
         fused = model.generate(**sampled)
-        plain = model.generate(**options, do_sample=False, logits_processor=[_GumbelNoise(seeds, 0.8)])
-        assert torch.equal(fused, plain)
-        noise_alone = _GumbelNoise(seeds, 1.0)(fused, torch.zeros(3, 320, device=DEVICE)).argmax(-1)
+        assert torch.equal(fused, plain(model, seeds, **options, temperature=0.8, top_k=0))
+        noise_alone = GumbelNoise(seeds)(fused, torch.zeros(3, 320, device=DEVICE)).argmax(-1)
         assert not torch.equal(fused[:, 7], noise_alone), "the model has no say in what is drawn"
         assert not model.get_output_embeddings()._forward_hooks
         return
@@ -157,3 +182,24 @@ def test_model(name, use_cache):
         with pytest.raises(ValueError) as error:
             refused()
         assert RESULTS[name].removeprefix("refused: ") in str(error.value)
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_default_settings(name):
+    """``top_k=50`` and nothing else; and with a penalty, which looks at the sign of what the head's transform leaves."""
+    model = tiny(name)
+    seeds = torch.tensor([11, -5, 2**62], device=DEVICE)
+    for more in ({}, {"repetition_penalty": 1.3, "top_p": 0.8}):
+        options = prompt() | {"max_new_tokens": 8, "eos_token_id": 319} | more
+        fused = model.generate(**options, do_sample=True, custom_generate=generate, seeds=seeds)
+        assert torch.equal(fused, plain(model, seeds, **options))
+        assert len(fused[:, 7:].unique()) > 8
+    head = model.get_output_embeddings()
+    bare = LMHeadSampler(head.weight)
+    if name == "LlamaForCausalLM":
+        assert torch.equal(
+            model.generate(**options, do_sample=True, custom_generate=generate, seeds=seeds, sampler=bare), fused
+        )
+    else:
+        with pytest.raises(ValueError, match="sampler must have"):
+            model.generate(**options, do_sample=True, custom_generate=generate, seeds=seeds, sampler=bare)

@@ -2,14 +2,15 @@
 
     from flashsampling.integrations.transformers import generate
 
-    model.generate(**inputs, custom_generate=generate, do_sample=True, temperature=0.8, top_k=0, seeds=[1, 2, 3])
+    model.generate(**inputs, custom_generate=generate, do_sample=True, top_p=0.9, seeds=[1, 2, 3])
 
 ``decoding`` is transformers' own ``custom_generate`` contract: KV cache, padding and stopping criteria come from there. It runs
-the model as it is, and ``head`` takes from it what its LM head would have multiplied. ``arguments`` is what every argument of
-``generate`` does here; docs/transformers.md has that as a table, and which models work.
+the model as it is, and ``head`` takes from it what its LM head would have multiplied, and finds what it makes of the logits.
+``arguments`` is what every argument of ``generate`` does here, ``processors`` what a ``GenerationConfig`` and logits processors
+become; docs/transformers.md has that as a table, and which models work.
 """
 
-from .decoding import NoTokenError, generate
-from .head import checked_lm_head
+from .decoding import GenerateOutput, NoTokenError, generate
+from .head import CheckedHead, checked_lm_head
 
-__all__ = ["NoTokenError", "checked_lm_head", "generate"]
+__all__ = ["CheckedHead", "GenerateOutput", "NoTokenError", "checked_lm_head", "generate"]

@@ -1,20 +1,20 @@
 """What the arguments of ``generate`` mean, and which of them are refused."""
 
 import inspect
-import math
 import sys
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers import GenerationConfig, LogitsProcessorList
+from torch import Tensor
+from transformers import GenerationConfig
 from transformers.generation import GenerationMixin, GenerationMode
-from transformers.generation.logits_process import LogitNormalization, TemperatureLogitsWarper
 
 from ...module import LMHeadSampler
+from ...requests import Request
+from .head import CheckedHead
 
 # What makes transformers add a logits processor, and the value that keeps it from doing so
-_SWITCH_OFF = {
+SWITCH_OFF = {
     "EncoderNoRepeatNGramLogitsProcessor": "encoder_no_repeat_ngram_size=0",
     "EncoderRepetitionPenaltyLogitsProcessor": "encoder_repetition_penalty=1.0",
     "EpsilonLogitsWarper": "epsilon_cutoff=0.0",
@@ -34,6 +34,7 @@ _SWITCH_OFF = {
     "SuppressTokensAtBeginLogitsProcessor": "begin_suppress_tokens=None",
     "SuppressTokensLogitsProcessor": "suppress_tokens=None",
     "SynthIDTextWatermarkLogitsProcessor": "watermarking_config=None",
+    "TemperatureLogitsWarper": "temperature=1.0",
     "TopHLogitsWarper": "top_h=None",
     "TopKLogitsWarper": "top_k=0",
     "TopPLogitsWarper": "top_p=1.0",
@@ -48,10 +49,18 @@ _OTHER_MODES = (
 )  # fmt: skip
 
 
-def require_what_we_do(config: GenerationConfig, assistant_model: Any, synced_gpus: bool) -> None:
+def require_what_we_do(config: GenerationConfig, assistant_model: Any, synced_gpus: bool, logprobs: Request) -> None:
     """Raises ValueError, by name, for arguments of ``generate`` that would silently do nothing here."""
     if config.return_dict_in_generate:
-        raise ValueError("return_dict_in_generate is not supported: there are no scores or logits to return")
+        for name in ("output_scores", "output_logits"):
+            if getattr(config, name):
+                raise ValueError(
+                    f"{name} is not supported: logits are never in memory; return_logprobs=True gives the drawn tokens' "
+                    "log-probabilities"
+                )
+    for name, wanted in logprobs.items():
+        if wanted and not config.return_dict_in_generate:
+            raise ValueError(f"{name} needs return_dict_in_generate=True, got False")
     mode = config.get_generation_mode(assistant_model)
     if mode not in (GenerationMode.SAMPLE, GenerationMode.GREEDY_SEARCH):
         values = {name: getattr(config, name, None) for name in _OTHER_MODES}
@@ -64,21 +73,6 @@ def require_what_we_do(config: GenerationConfig, assistant_model: Any, synced_gp
         raise ValueError("synced_gpus is not supported, nor are FSDP and DeepSpeed ZeRO-3, which set it")
     if config.compile_config is not None:
         raise ValueError("compile_config is not supported: compile the decoder instead, model.get_decoder().compile()")
-
-
-def batch_temperature(config: GenerationConfig, processors: LogitsProcessorList) -> float:
-    """The batch's temperature; ValueError for any other logits processor, none of which may be dropped silently."""
-    harmless = (TemperatureLogitsWarper, LogitNormalization)  # log softmax moves all of a row's scores alike
-    others = [type(processor).__name__ for processor in processors if type(processor) not in harmless]
-    if others:
-        named = [f"{other} ({_SWITCH_OFF[other]})" if other in _SWITCH_OFF else other for other in others]
-        raise ValueError(
-            f"the fused step samples with a temperature only; switch off {', '.join(named)}, "
-            "or keep them and generate without custom_generate"
-        )
-    if not config.do_sample:
-        return 0.0
-    return math.prod(float(warper.temperature) for warper in processors if type(warper) is TemperatureLogitsWarper)
 
 
 def row_temperatures(temperatures: Any, config: GenerationConfig, batch: int, device: torch.device) -> Tensor:
@@ -116,8 +110,9 @@ def _require_row_each(name: str, rows: Tensor, config: GenerationConfig, batch: 
         raise ValueError(f"{name} must have one entry for each of the {sequences}, got shape {tuple(rows.shape)}")
 
 
-def require_sampler_of(head: nn.Linear, sampler: LMHeadSampler, batch: int) -> None:
-    """TypeError or ValueError unless the sampler is over this head's weight, or its shard of it, and takes so many rows."""
+def require_sampler_of(head: CheckedHead, sampler: LMHeadSampler, batch: int) -> None:
+    """TypeError or ValueError unless the sampler is over this head, or its shard of it, does to its output what the model does,
+    and takes so many rows."""
     if not isinstance(sampler, LMHeadSampler):
         raise TypeError(f"sampler must be an LMHeadSampler, got {type(sampler).__name__}")
     if batch > sampler.max_batch_size:
@@ -125,23 +120,38 @@ def require_sampler_of(head: nn.Linear, sampler: LMHeadSampler, batch: int) -> N
             f"input_ids must have at most max_batch_size = {sampler.max_batch_size} rows with this sampler, got {batch}"
         )
     ours: Tensor = sampler.weight
-    models: Tensor = head.weight
-    if ours is models:
-        return
-    if sampler.tp is not None:
+    models: Tensor = head.linear.weight
+    if sampler.tp is not None and ours is not models:
         models = models[sampler.tp.first_token : sampler.tp.last_token]
         ours = ours[: models.shape[0]]
         same = ours.shape == models.shape and ours.dtype == models.dtype and ours.device == models.device
         same = same and torch.equal(ours, models)
     else:
-        same = (ours.data_ptr(), ours.shape, ours.stride(), ours.dtype) == (
-            models.data_ptr(), models.shape, models.stride(), models.dtype
-        )  # fmt: skip
+        same = _same_memory(ours, models)
     if not same:
         raise ValueError(
             f"sampler must be over this model's LM head (LMHeadSampler.from_model), got one over another weight, shape "
             f"{tuple(sampler.weight.shape)}"
         )
+    if not _same_memory(sampler.bias, head.linear.bias):
+        raise ValueError(
+            "sampler must have the bias of this model's LM head (LMHeadSampler.from_model), got one "
+            + ("without" if sampler.bias is None else "with another")
+        )
+    theirs, own = (head.logit_scale, head.soft_cap), (sampler.logit_scale, sampler.soft_cap)
+    if own != theirs:
+        raise ValueError(
+            f"sampler must have logit_scale={theirs[0]:g}, soft_cap={theirs[1]:g} with this model (LMHeadSampler.from_model), "
+            f"got logit_scale={own[0]:g}, soft_cap={own[1]:g}"
+        )
+
+
+def _same_memory(ours: Tensor | None, models: Tensor | None) -> bool:
+    if ours is None or models is None or ours is models:
+        return ours is models
+    return (ours.data_ptr(), ours.shape, ours.stride(), ours.dtype) == (
+        models.data_ptr(), models.shape, models.stride(), models.dtype
+    )  # fmt: skip
 
 
 def arguments_of_model_generate(model: Any) -> dict[str, Any]:

@@ -3,25 +3,31 @@
 import inspect
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
-from transformers.generation import GenerationMixin
+from transformers.generation import GenerateDecoderOnlyOutput, GenerationMixin
 from transformers.generation.streamers import BaseStreamer
+from transformers.generation.utils import ALL_CACHE_NAMES
 
+from ...api import SampleOutput
 from ...module import LMHeadSampler
+from ...requests import Request
 from .arguments import (
+    SWITCH_OFF,
     arguments_of_model_generate,
-    batch_temperature,
     require_sampler_of,
     require_what_we_do,
     row_seeds,
     row_temperatures,
 )
-from .head import HeadTap, checked_lm_head
+from .head import HeadTap, Transform, checked_lm_head
+from .processors import taken
+from .request import Requests
 
 if "is_first_iteration" not in inspect.signature(GenerationMixin._prefill).parameters:
     raise ImportError(
@@ -30,7 +36,8 @@ if "is_first_iteration" not in inspect.signature(GenerationMixin._prefill).param
 
 
 class NoTokenError(RuntimeError):
-    """A sequence has no next token: its scores hold a NaN or no finite value. Raised before the step's ids are used.
+    """A sequence has no next token: its scores hold a NaN or no finite value, or no token is allowed. Raised before the step's
+    ids are used.
 
     Attributes:
         rows: the sequences' places in the batch.
@@ -38,9 +45,32 @@ class NoTokenError(RuntimeError):
 
     def __init__(self, rows: list[int], position: int) -> None:
         super().__init__(
-            f"no token for rows {rows} of the batch at new token {position}: a NaN in their logits, or none finite"
+            f"no token for rows {rows} of the batch at new token {position}: a NaN in their logits, or none finite that is not "
+            "masked out"
         )
         self.rows = rows
+
+
+@dataclass
+class GenerateOutput(GenerateDecoderOnlyOutput):
+    """What ``generate`` returns with ``return_dict_in_generate=True``: transformers' own fields, of which ``scores`` and
+    ``logits`` are None, and more.
+
+    Attributes:
+        logprobs: (B, new tokens) float32, with ``return_logprobs=True``: log softmax of the model's logits at the drawn token.
+            NaN behind the end of a sequence.
+        processed_logprobs: likewise, of the distribution that it was drawn from, after everything that the configuration asks
+            for. With ``do_sample=False`` that is the one at temperature 1, of all tokens that are not masked.
+        ranks: (B, new tokens) int64, likewise: 1 + how many tokens have a larger logit of the model; -1 behind the end.
+        top_token_ids: (B, new tokens, n) int64, with ``top_logprobs=n``: the tokens with the model's highest logits.
+        top_logprobs: (B, new tokens, n) float32: theirs.
+    """
+
+    logprobs: Tensor | None = None
+    processed_logprobs: Tensor | None = None
+    ranks: Tensor | None = None
+    top_token_ids: Tensor | None = None
+    top_logprobs: Tensor | None = None
 
 
 @torch.no_grad()
@@ -57,8 +87,11 @@ def generate(
     seeds: int | Sequence[int] | Tensor | None = None,
     temperatures: Sequence[float] | Tensor | None = None,
     token_streamer: BaseStreamer | None = None,
+    return_logprobs: bool = False,
+    top_logprobs: int = 0,
+    request: Request | None = None,
     **model_kwargs: Any,
-) -> Tensor:
+) -> Tensor | GenerateOutput:
     """Decoding loop for ``model.generate(..., custom_generate=generate)``. docs/transformers.md has every argument and model.
 
     Several threads may generate with one model, each with a sampler of its own, beside plain calls of it.
@@ -72,15 +105,22 @@ def generate(
             generator.
         temperatures: one per returned sequence, 0 for greedy; None uses ``generation_config`` for all.
         token_streamer: a second streamer, alike: it too gets the prompt first.
+        return_logprobs: fills ``logprobs``, ``processed_logprobs`` and ``ranks`` of a ``GenerateOutput``.
+        top_logprobs: up to 20; fills ``top_token_ids`` and ``top_logprobs``.
+        request: what a ``GenerationConfig`` has no field for, or one for all rows alone, as ``flashsampling.sample`` takes it:
+            ``logit_bias``, ``token_mask``, ``top_k``, ``top_p``, ``min_p``, ``repetition_penalty``, ``frequency_penalty`` and
+            ``presence_penalty``, for all rows or one per returned sequence. Each takes the place of its field; a mask is added.
 
     Returns:
-        (B, T + new tokens) int64 token ids, sequences that ended early padded with the pad token.
+        (B, T + new tokens) int64 token ids, sequences that ended early padded with the pad token; or a ``GenerateOutput``, with
+        ``return_dict_in_generate=True``.
 
     Raises:
-        ValueError: the generation asks for something that the fused step does not do: logits processors other than the
-            temperature, beams, drafts, scores or logits in the output; a model that changes its logits after the LM head
-            (``checked_lm_head``); seeds, temperatures or a sampler that do not fit. Before the first token.
-        NoTokenError: a sequence's logits hold a NaN, or no finite value.
+        ValueError: the generation asks for something that the fused step does not do: logits processors that it has no
+            argument for, or in another order, beams, drafts, scores or logits in the output; a model that makes something else
+            of its logits than a scale and a soft cap (``checked_lm_head``); seeds, temperatures or a sampler that do not fit.
+            Before the first token.
+        NoTokenError: a sequence's logits hold a NaN, or no finite value, or no token is allowed.
         flashsampling.distributed.TensorParallelError: as in ``flashsampling.sample``.
 
     Example:
@@ -89,7 +129,7 @@ def generate(
         >>> config = transformers.GPT2Config(vocab_size=1000, n_embd=8, n_layer=1, n_head=1, bos_token_id=0, eos_token_id=None)
         >>> model = transformers.GPT2LMHeadModel(config)  # its weights are random
         >>> prompts = torch.tensor([[5, 6], [7, 8]])
-        >>> options = {"do_sample": True, "top_k": 0, "max_new_tokens": 4, "seeds": [1, 2]}
+        >>> options = {"do_sample": True, "top_p": 0.9, "max_new_tokens": 4, "seeds": [1, 2]}
         >>> model.generate(prompts, custom_generate=generate, **options).shape
         torch.Size([2, 6])
     """
@@ -100,12 +140,16 @@ def generate(
     try:
         if generation_config is None or stopping_criteria is None or logits_processor is None:
             raise ValueError("generate is called by model.generate(..., custom_generate=generate), not by itself")
-        require_what_we_do(generation_config, given.get("assistant_model"), bool(synced_gpus))
+        logprobs: Request = {"return_logprobs": return_logprobs, "top_logprobs": top_logprobs}
+        require_what_we_do(generation_config, given.get("assistant_model"), bool(synced_gpus), logprobs)
         batch, device = input_ids.shape[0], input_ids.device
-        temperature: float | Tensor = batch_temperature(generation_config, logits_processor)
+        asked = taken(logits_processor, bool(generation_config.do_sample), SWITCH_OFF)
+        temperature: float | Tensor = asked.temperature
         head = checked_lm_head(model)
+        transform, weight = Transform(head.logit_scale, head.soft_cap), head.linear.weight
+        requests = Requests(asked, input_ids, weight.shape[0], weight.device, request or {})
         if temperatures is not None:
-            temperature = row_temperatures(temperatures, generation_config, batch, head.weight.device)
+            temperature = row_temperatures(temperatures, generation_config, batch, weight.device)
         if seeds is not None:
             seeds = row_seeds(seeds, generation_config, batch)
         if sampler is None:
@@ -126,14 +170,22 @@ def generate(
             token_streamer.put(input_ids.cpu())
         prompt_length = input_ids.shape[1]
         unfinished = torch.ones(batch, dtype=torch.bool, device=device)
-        with HeadTap(model, head) as tap, ExitStack() as decoding:
+        kept = _Kept(generation_config)
+        with HeadTap(model, head.linear) as tap, ExitStack() as decoding:
             outputs = tap.run(model._prefill, input_ids, generation_config, model_kwargs, is_first_iteration=True)
             decoding.enter_context(model._optimize_model_for_decode())
             while True:
-                hidden_states = tap.last_hidden_states(outputs.logits, batch)
+                hidden_states = tap.last_hidden_states(outputs.logits, batch, transform)
+                kept.of_model(outputs)
                 model_kwargs = model._update_model_kwargs_for_generation(outputs, model_kwargs, is_encoder_decoder=False)
                 del outputs
-                next_tokens = sampler(hidden_states, temperature=temperature).token_ids.to(device)
+                wanted = requests.at(input_ids)
+                if return_logprobs or top_logprobs:
+                    wanted |= logprobs
+                drawn = sampler(hidden_states, temperature=temperature, **wanted)
+                kept.of_step(drawn, unfinished)
+                next_tokens = drawn.token_ids.to(device)
+                requests.drawn(next_tokens, input_ids.shape[1])
                 lost = next_tokens < 0
                 if ends:
                     lost &= unfinished
@@ -149,7 +201,7 @@ def generate(
                 for one in streamers:
                     one.put(next_tokens.cpu())
                 if not going_on:
-                    return input_ids
+                    return kept.output(input_ids, model_kwargs) if generation_config.return_dict_in_generate else input_ids
                 inputs = model.prepare_inputs_for_generation(
                     input_ids, next_sequence_length=1 if model_kwargs["use_cache"] else None, **model_kwargs
                 )
@@ -157,3 +209,31 @@ def generate(
     finally:
         for one in streamers:  # after an error, too: whoever reads from them would wait for ever
             one.end()
+
+
+class _Kept:
+    """What goes into a ``GenerateOutput``, step for step."""
+
+    def __init__(self, config: GenerationConfig) -> None:
+        wanted = {"attentions": config.output_attentions, "hidden_states": config.output_hidden_states}
+        wanted = {name: is_wanted and config.return_dict_in_generate for name, is_wanted in wanted.items()}
+        self._of_model: dict[str, list[Any]] = {name: [] for name, is_wanted in wanted.items() if is_wanted}
+        self._drawn: dict[str, list[Tensor]] = {}
+
+    def of_model(self, outputs: Any) -> None:
+        for name, steps in self._of_model.items():
+            steps.append(outputs[name])
+
+    def of_step(self, drawn: SampleOutput, unfinished: Tensor) -> None:
+        for name in ("logprobs", "processed_logprobs", "ranks", "top_token_ids", "top_logprobs"):
+            values = getattr(drawn, name)
+            if values is not None:
+                there = unfinished.to(values.device).view(-1, *[1] * (values.ndim - 1))
+                ended = float("nan") if values.is_floating_point() else -1
+                self._drawn.setdefault(name, []).append(torch.where(there, values, ended))
+
+    def output(self, sequences: Any, model_kwargs: dict[str, Any]) -> GenerateOutput:
+        cache = next((model_kwargs[name] for name in ALL_CACHE_NAMES if name in model_kwargs), None)
+        of_model: dict[str, Any] = {name: tuple(steps) for name, steps in self._of_model.items()}
+        drawn = {name: torch.stack(steps, dim=1) for name, steps in self._drawn.items()}
+        return GenerateOutput(sequences=sequences, past_key_values=cache, **of_model, **drawn)

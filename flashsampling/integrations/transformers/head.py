@@ -1,16 +1,19 @@
-"""The LM head's input instead of its output, and whether a model's logits are that output.
+"""The LM head's input instead of its output, and what a model makes of that output.
 
 The model stays as it is: its whole ``forward`` runs, with a pair of hooks on the LM head that act on this thread's own calls
 alone. The first takes the head's input and hands on none of its positions, so that no logit is computed; the second puts a
-``_Placeholder`` where the logits would be. A model that does anything to its logits does it to the placeholder, in every step,
-and is refused there and then. (Calling the base model instead would miss what the model does between it and its head, and hooks
-on the model; a ``TorchFunctionMode`` needs no hooks, but every torch function of the model would pass through it.)
+``_Placeholder`` where the logits would be. What a model does to its logits it does to the placeholder, in every step: factors
+and one soft cap are followed, so they need not be known by the names of configuration fields, which differ from family to
+family; anything else is refused there and then. (Calling the base model instead would miss what the model does between it and
+its head, and hooks on the model; a ``TorchFunctionMode`` needs no hooks, but every torch function of the model would pass
+through it.)
 """
 
+import math
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -21,15 +24,39 @@ _T = TypeVar("_T")
 _LINEAR_FORWARD = nn.Linear.forward
 
 
+class Transform(NamedTuple):
+    """What a model makes of its LM head's output, as ``flashsampling.sample`` takes it."""
+
+    logit_scale: float = 1.0
+    soft_cap: float = 0.0  # 0: none
+
+    def __str__(self) -> str:
+        return f"logit_scale={self.logit_scale:g}, soft_cap={self.soft_cap:g}"
+
+    def of(self, output: Tensor) -> Tensor:
+        """The logits, in the dtype of the output."""
+        logits = output * self.logit_scale
+        return self.soft_cap * torch.tanh(logits / self.soft_cap) if self.soft_cap else logits
+
+
+class CheckedHead(NamedTuple):
+    """An LM head, and what a model makes of its output: ``soft_cap * tanh(logit_scale * output / soft_cap)``."""
+
+    linear: nn.Linear
+    logit_scale: float
+    soft_cap: float  # 0: none
+
+
 class _Placeholder(Tensor):
     """Stands where a model expects its LM head's logits, in their shape but without their memory.
 
-    A change of dtype or layout returns it as it is. Whatever else is done to it raises, so a model whose logits are not what
-    its LM head returned cannot pass for one whose are.
+    A change of dtype or layout returns it as it is; a product or quotient with a number, and a tanh, one that has it noted.
+    Whatever else is done to it raises, so a model whose logits are something else cannot pass for one whose are these.
     """
 
     hidden_states: Tensor  # (B, T, D), what the LM head would have multiplied
     changed: str  # the error's words up to what was done
+    done: tuple[tuple[str, float], ...] = ()  # to the logits, in order: a factor, a divisor, or "tanh"
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -38,16 +65,52 @@ class _Placeholder(Tensor):
         if args and isinstance(args[0], _Placeholder):
             if func in _SAME_LOGITS:
                 return args[0]
-            if func in _SCALINGS and not kwargs and args[1:] in ((1,), (1.0,)):
-                return args[0]  # Granite's and Falcon-H1's default
+            if func in _FOLLOWED and not kwargs:
+                kind = _FOLLOWED[func]
+                if kind == "tanh" and len(args) == 1 and not any(kind == "tanh" for kind, _ in args[0].done):
+                    return args[0]._after(kind, 0.0)
+                if kind != "tanh" and len(args) == 2 and type(args[1]) in (int, float):
+                    return args[0] if args[1] == 1 else args[0]._after(kind, float(args[1]))
         name = getattr(func, "__name__", str(func))
         placeholder = next((value for value in args if isinstance(value, _Placeholder)), None)
         changed = "the logits were used" if placeholder is None else placeholder.changed
         raise ValueError(f"{changed} ({name}), which the fused step cannot follow")
 
+    def _after(self, kind: str, number: float) -> "_Placeholder":
+        with torch._C.DisableTorchFunctionSubclass():
+            other = self.detach().as_subclass(_Placeholder)
+        other.hidden_states, other.changed, other.done = self.hidden_states, self.changed, (*self.done, (kind, number))
+        return other
+
+    def transform(self) -> Transform:
+        """What was done, all of it."""
+        kinds = [kind for kind, _ in self.done]
+        cut = kinds.index("tanh") if "tanh" in kinds else len(kinds)
+        before, after = self.done[:cut], self.done[cut + 1 :]
+        if cut == len(kinds):
+            made = Transform(_product(before))
+        elif before and before[-1] == ("divisor", _product(after)):
+            made = Transform(_product(before[:-1]), _product(after))
+        else:
+            made = Transform(_product(before) * _product(after), _product(after))
+        if not all(map(math.isfinite, made)) or made.soft_cap < 0 or (cut < len(kinds) and made.soft_cap == 0):
+            raise ValueError(f"{self.changed} ({made}), which the fused step cannot follow")
+        return made
+
+
+def _product(done: tuple[tuple[str, float], ...]) -> float:
+    product = 1.0
+    for kind, number in done:
+        product = product * number if kind == "factor" else product / number if number else math.nan
+    return product
+
 
 _SAME_LOGITS = frozenset((Tensor.float, Tensor.to, Tensor.contiguous, Tensor.detach))
-_SCALINGS = frozenset((Tensor.mul, Tensor.__mul__, Tensor.div, Tensor.__truediv__))
+_FOLLOWED = {
+    **dict.fromkeys((Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.mul), "factor"),
+    **dict.fromkeys((Tensor.div, Tensor.__truediv__, torch.div), "divisor"),
+    **dict.fromkeys((Tensor.tanh, torch.tanh), "tanh"),
+}
 _PROPERTIES = frozenset(
     (
         Tensor.size,
@@ -66,7 +129,7 @@ class HeadTap:
     """
 
     def __init__(self, model: Any, head: nn.Linear) -> None:
-        self.model, self.head, self.weight = model, head, head.weight
+        self.model, self.head, self.weight, self.bias = model, head, head.weight, head.bias
         self.record: list[tuple[Tensor, Tensor]] | None = None  # the probe's: (head's input, head's output) of every call
         self._thread = threading.get_ident()
         self._running = False
@@ -85,7 +148,8 @@ class HeadTap:
 
     def run(self, call: Callable[..., _T], *args: Any, **kwargs: Any) -> _T:
         """``call``, which calls the model."""
-        if _plain_lm_head(self.model) is not self.head or self.head.weight is not self.weight:
+        head = _plain_lm_head(self.model)
+        if head is not self.head or head.weight is not self.weight or head.bias is not self.bias:
             raise ValueError(f"{type(self.model).__name__}'s LM head was replaced while it was generating")
         self._running = True
         try:
@@ -94,13 +158,21 @@ class HeadTap:
             self._running = False
             self._hidden_states = None
 
-    def last_hidden_states(self, logits: Any, batch: int) -> Tensor:
-        """(B, D), what the LM head would have turned into the ``logits`` of each row's last position."""
+    def last_hidden_states(self, logits: Any, batch: int, transform: Transform | None = None) -> Tensor:
+        """(B, D), what the LM head would have turned into the ``logits`` of each row's last position, by way of ``transform``;
+        None: of any."""
         name = type(self.model).__name__
         if not isinstance(logits, _Placeholder):
             raise ValueError(
                 f"{name} changes the logits after its LM head, or does not call it: it returned others, which the fused step "
                 "cannot follow"
+            )
+        made = logits.transform()
+        if transform is not None and made != transform:
+            _checked_models.pop(self.model, None)
+            raise ValueError(
+                f"{name} changes the logits after its LM head by {made}, where it was by {transform} when it was looked at; "
+                "generate anew, with a sampler made anew"
             )
         hidden_states = logits.hidden_states
         if hidden_states.dim() != 3 or hidden_states.shape[0] != batch or hidden_states.shape[1] < 1:
@@ -141,7 +213,8 @@ class HeadTap:
 
 
 def _plain_lm_head(model: Any) -> nn.Linear:
-    """The model's LM head, if it is seen to be ``hidden_states @ weight.T`` and nothing else. Cheap: done before every step."""
+    """The model's LM head, if it is seen to be ``hidden_states @ weight.T + bias`` and nothing else. Cheap: done before every
+    step."""
     head = model.get_output_embeddings()
     if model._compiled_call_impl is not None or hasattr(vars(model).get("forward"), "_torchdynamo_orig_callable"):
         raise ValueError("the model is compiled, its LM head too; compile the decoder alone: model.get_decoder().compile()")
@@ -150,8 +223,6 @@ def _plain_lm_head(model: Any) -> nn.Linear:
             f"the model's output embedding must be an nn.Linear, got {type(head).__module__}.{type(head).__name__}: adapters "
             "(LoRA) on it must be merged, quantised heads and subclasses are not supported"
         )
-    if head.bias is not None:
-        raise ValueError("the model's LM head must be a linear layer without bias, got one with a bias")
     if "forward" in vars(head) or nn.Linear.forward is not _LINEAR_FORWARD or head._compiled_call_impl is not None:
         raise ValueError(
             "the model's LM head has a forward of its own (accelerate puts one there for a device_map over several devices or "
@@ -161,33 +232,49 @@ def _plain_lm_head(model: Any) -> nn.Linear:
     others = [hook for hook in hooks if not isinstance(getattr(hook, "__self__", None), HeadTap)]
     if others:
         raise ValueError(f"the model's LM head has a forward hook, {others[0]!r}, which the fused step cannot follow")
-    weight = head.weight
-    plain = type(weight) in (nn.Parameter, Tensor) and weight.dim() == 2 and weight.is_floating_point() and not weight.is_meta
-    if not plain:
-        raise ValueError(
-            f"the model's LM head must have a plain floating-point weight in memory, got {type(weight).__name__}, "
-            f"{weight.dtype}, shape {tuple(weight.shape)} on {weight.device}: sharded (DTensor, FSDP, ZeRO-3), quantised and "
-            "offloaded heads are not supported"
-        )
+    for name, tensor, dims in (("weight", head.weight, 2), ("bias", head.bias, 1)):
+        if tensor is None and name == "bias":
+            continue
+        plain = type(tensor) in (nn.Parameter, Tensor) and tensor.dim() == dims and tensor.is_floating_point()
+        if not plain or tensor.is_meta:
+            raise ValueError(
+                f"the model's LM head must have a plain floating-point {name} in memory, got {type(tensor).__name__}, "
+                f"{tensor.dtype}, shape {tuple(tensor.shape)} on {tensor.device}: sharded (DTensor, FSDP, ZeRO-3), quantised "
+                "and offloaded heads are not supported"
+            )
     return head
 
 
-# model -> its LM head, the head's weight and what else could change its logits, when ``checked_lm_head`` last compared numbers
-_checked_models: "WeakKeyDictionary[nn.Module, tuple[ref[nn.Linear], ref[Tensor], tuple[object, ...]]]" = WeakKeyDictionary()
+class _Seen(NamedTuple):
+    """What ``checked_lm_head`` compared when it last compared numbers, and what else could change a model's logits."""
+
+    linear: "ref[nn.Linear]"
+    weight: "ref[Tensor]"
+    bias: "ref[Tensor] | None"
+    hooks: tuple[object, ...]
+    transform: Transform
+
+    def is_of(self, head: nn.Linear, hooks: tuple[object, ...]) -> bool:
+        bias = None if self.bias is None else self.bias()
+        return self.linear() is head and self.weight() is head.weight and bias is head.bias and self.hooks == hooks
+
+
+_checked_models: "WeakKeyDictionary[nn.Module, _Seen]" = WeakKeyDictionary()
 
 
 @torch.no_grad()
-def checked_lm_head(model: Any) -> nn.Linear:
-    """The LM head of a transformers causal LM, after a check that the model's logits are its output and nothing else.
+def checked_lm_head(model: Any) -> CheckedHead:
+    """The LM head of a transformers causal LM, and what the model makes of its output, after a check that this is all.
 
-    Looks at the head's structure every time, and compares numbers over four tokens once: again if the head, its weight or the
-    hooks on the model change. Names of configuration fields are not looked at: a list of them would miss the next model family.
+    Looks at the head's structure every time, and compares numbers over four tokens once: again if the head, its weight or bias
+    or the hooks on the model change. Names of configuration fields are not looked at: a list of them would miss the next model
+    family. What is done to the logits is followed instead, and what comes of it compared with the model's.
 
     Raises:
         TypeError: ``model`` has no ``get_output_embeddings``.
-        ValueError: the model is an encoder-decoder or compiled as a whole, its LM head is not an ``nn.Linear`` without bias,
-            hooks or a forward of its own and with a plain weight, or its logits are not what the head returns (Gemma 2's soft
-            cap, Cohere's and Granite's scale).
+        ValueError: the model is an encoder-decoder or compiled as a whole, its LM head is not an ``nn.Linear`` without hooks or
+            a forward of its own and with a plain weight and bias, or its logits are something else than what the head returns
+            after factors and a soft cap.
     """
     name = type(model).__name__
     if not hasattr(model, "get_output_embeddings"):
@@ -201,8 +288,8 @@ def checked_lm_head(model: Any) -> nn.Linear:
         *(tuple(hooks) for hooks in (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks)),
     )
     seen = _checked_models.get(model)
-    if seen is not None and seen[0]() is head and seen[1]() is head.weight and seen[2] == hooks:
-        return head
+    if seen is not None and seen.is_of(head, hooks):
+        return CheckedHead(head, *seen.transform)
 
     embeddings = model.get_input_embeddings().weight
     tokens = torch.arange(1, 5, device=embeddings.device)[None] % embeddings.shape[0]
@@ -212,14 +299,29 @@ def checked_lm_head(model: Any) -> nn.Linear:
         if len(tap.record) != 1:
             raise ValueError(f"{name} must call its LM head once, it was called {len(tap.record)} times")
         ((hidden_states, output),) = tap.record
-        if output.shape != logits.shape or not torch.allclose(output.float(), logits.float(), rtol=0, atol=0, equal_nan=True):
+        tap.record = None  # and as ``generate`` calls it, which sees also what leaves these four tokens' logits alone
+        placeholder = tap.run(model, input_ids=tokens, use_cache=False, return_dict=True).logits
+        tap.last_hidden_states(placeholder, 1)
+        transform = placeholder.transform()
+        if output.shape != logits.shape or not _same(logits, output, transform):
             raise ValueError(f"{name} changes the logits after its LM head, which the fused step cannot follow")
         # the same multiplication may be summed in another order: a few roundings of the largest logit
         expected = hidden_states.to(head.weight.dtype) @ head.weight.T
-        bound = 8 * torch.finfo(output.dtype).eps * expected.float().nan_to_num().abs().amax().item()
-        if not torch.allclose(output.float(), expected.float(), rtol=0, atol=bound, equal_nan=True):
-            raise ValueError(f"{name}'s LM head returns something else than hidden_states @ weight.T")
-        tap.record = None  # and as ``generate`` calls it, which sees also what leaves these four tokens' logits alone
-        tap.last_hidden_states(tap.run(model, input_ids=tokens, use_cache=False, return_dict=True).logits, 1)
-    _checked_models[model] = ref(head), ref(head.weight), hooks
-    return head
+        expected = expected if head.bias is None else expected + head.bias
+        if not torch.allclose(output.float(), expected.float(), rtol=0, atol=_roundings(expected, output), equal_nan=True):
+            raise ValueError(f"{name}'s LM head returns something else than hidden_states @ weight.T + bias")
+    bias: ref[Tensor] | None = None if head.bias is None else ref(head.bias)
+    _checked_models[model] = _Seen(ref(head), ref(head.weight), bias, hooks, transform)
+    return CheckedHead(head, *transform)
+
+
+def _same(logits: Tensor, output: Tensor, transform: Transform) -> bool:
+    """Whether this is what was made of the head's output: to the bit where that is nothing, else but for roundings."""
+    expected = transform.of(output.float())
+    bound = 0.0 if transform == Transform() else _roundings(output.float() * transform.logit_scale, output)
+    return torch.allclose(logits.float(), expected, rtol=0, atol=bound, equal_nan=True)
+
+
+def _roundings(values: Tensor, computed: Tensor) -> float:
+    """Some roundings of the largest value, in the dtype in which it was ``computed``."""
+    return 8 * torch.finfo(computed.dtype).eps * values.float().nan_to_num().abs().amax().item()
