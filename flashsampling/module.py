@@ -146,11 +146,8 @@ class LMHeadSampler(nn.Module):
         self.logit_scale, self.soft_cap = real("logit_scale", logit_scale, finite), real("soft_cap", soft_cap, finite)
         if self.soft_cap < 0:
             raise ValueError(f"soft_cap must be at least 0, got {soft_cap}")
-        self._transform: Request = {}  # what of it is anything
-        if self.logit_scale != 1.0:
-            self._transform["logit_scale"] = self.logit_scale
-        if self.soft_cap:
-            self._transform["soft_cap"] = self.soft_cap
+        transform: Request = {"logit_scale": self.logit_scale, "soft_cap": self.soft_cap}
+        self._transform = {name: value for name, value in transform.items() if value != (name == "logit_scale")}
         if self._transform and self.tp is not None:
             raise ValueError(f"{' and '.join(self._transform)} must be left out with tp: shards cannot do that yet")
 
@@ -264,6 +261,14 @@ class LMHeadSampler(nn.Module):
         seeds = integers("seed", _to(device, seed), count, device)
         return seeds if isinstance(seeds, Tensor) else torch.tensor([seeds])
 
+    def _with_the_head_s(self, request: Any) -> Any:
+        """A request, with what the head adds to every one: its bias, the model's scale and soft cap."""
+        if not self._biased:
+            return {**self._transform, **request}
+        if request.get("bias") is not None:
+            raise ValueError("bias must be None: the LM head has one of its own")
+        return {**self._transform, **request, "bias": self.bias}
+
     def forward(
         self,
         hidden_states: Tensor,  # (B, D), B <= max_batch_size
@@ -285,20 +290,12 @@ class LMHeadSampler(nn.Module):
                 raise ValueError(f"hidden_states must have at most max_batch_size = {self.max_batch_size} rows, got {batch}")
             seeds, offsets = self.seeds, self.offsets
             if seeds.device != hidden_states.device:
-                raise ValueError(
-                    f"hidden_states must be on the device of the sampler, {seeds.device}, got {hidden_states.device}"
-                )
+                raise ValueError(f"hidden_states must be on the sampler's device, {seeds.device}, got {hidden_states.device}")
             if temperature is None:
-                temperature = self.temperature
-                if isinstance(temperature, Tensor):
-                    temperature = temperature[:batch]
+                temperature = self.temperature[:batch] if isinstance(self.temperature, Tensor) else self.temperature
             offsets = offsets[:batch]
-            if self._transform:
-                request = {**self._transform, **request}
-            if self._biased:
-                if request.get("bias") is not None:
-                    raise ValueError("bias must be None: the LM head has one of its own")
-                request["bias"] = self.bias
+            if self._transform or self._biased:
+                request = self._with_the_head_s(request)
             out = sample(
                 hidden_states,
                 self.weight,
@@ -336,14 +333,10 @@ class LMHeadSampler(nn.Module):
                 raise ValueError(f"drafts must be of at most max_batch_size = {self.max_batch_size} requests, got {batch}")
             if temperature is None:
                 temperature = self.temperature[:batch] if isinstance(self.temperature, Tensor) else self.temperature
-            if self._biased:
-                if options.get("bias") is not None:
-                    raise ValueError("bias must be None: the LM head has one of its own")
-                options["bias"] = self.bias
             offsets = self.offsets[:batch]
             own: dict[str, Any] = {"seed": self.seeds[:batch], "offset": offsets, "temperature": temperature}
             own |= {"vocab_size": self.vocab_size, "impl": self.impl, "tp": self.tp}
-            out = verify(hidden_states, self.weight, draft_token_ids, **own, **options)
+            out = verify(hidden_states, self.weight, draft_token_ids, **own, **self._with_the_head_s(options))
         except BaseException as error:
             count_left_out(self.tp, error)
             raise
