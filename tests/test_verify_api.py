@@ -76,7 +76,7 @@ def test_what_is_refused_from_logits():
     for message, states in (("3 dimensions|shape", STATES[0]), ("at least one column", STATES[..., :0])):
         with pytest.raises(ValueError, match=message):
             verify_from_logits(states, DRAFTS)
-    with pytest.raises(TypeError, match="target_logits must be a torch.Tensor, got NoneType"):
+    with pytest.raises(TypeError, match=r"target_logits must be a torch.Tensor, got NoneType"):
         verify_from_logits(None, DRAFTS)
 
 

@@ -136,7 +136,7 @@ def test_trees():
 
 def test_filters_and_penalties_are_in_p():
     """Rejection with top-k: the joint distribution of what it keeps; with a presence penalty: no draft comes twice."""
-    kept = TARGET.masked_fill(TARGET == TARGET.amin(1, keepdim=True), -math.inf)
+    kept = TARGET.masked_fill(TARGET.amin(1, keepdim=True) == TARGET, -math.inf)
     q = DRAFTERS["bad"](TARGET)
     propose = chain(q, 2, "rejection", torch.Generator().manual_seed(3))
     assert_joint(kept, emitted(TARGET, propose, method="rejection", top_k=torch.full((REQUESTS,), 2)))
