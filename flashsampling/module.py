@@ -276,11 +276,8 @@ class LMHeadSampler(nn.Module):
         num_samples: int = 1,
         **request: "Unpack[Request]",
     ) -> SampleOutput:
-        """Samples rows 0 to B - 1 and advances their offsets by one. See ``flashsampling.sample`` for shapes and errors.
-
-        ``request``: what ``sample`` takes from ``bias`` on: ``top_k``, ``top_p``, penalties, masks, log-probabilities. ``bias``
-        only of a head that has none.
-        """
+        """Samples rows 0 to B - 1 and advances their offsets by one. See ``flashsampling.sample`` for shapes, errors and
+        ``request``, what it takes from ``bias`` on; ``bias`` only of a head that has none."""
         try:
             if not isinstance(hidden_states, Tensor):
                 raise TypeError(f"hidden_states must be a torch.Tensor, got {type(hidden_states).__name__}")
@@ -321,11 +318,8 @@ class LMHeadSampler(nn.Module):
         temperature: Reals | None = None,
         **options: Any,
     ) -> VerifyOutput:
-        """Verifies drafts of rows 0 to B - 1 and advances their offsets by what they emit, on the device.
-
-        ``options``: what ``flashsampling.verify`` takes beside the sampler's own: the layout of the drafts, ``method``, what a
-        request asks for. Shapes and errors are its.
-        """
+        """Verifies drafts of rows 0 to B - 1 and advances their offsets by what they emit, on the device. ``options``: what else
+        ``flashsampling.verify`` takes, whose shapes and errors these are."""
         try:
             bounds = options.get("cu_draft_lengths")
             batch = len(draft_token_ids) if bounds is None else len(bounds) - 1

@@ -81,7 +81,7 @@ def test_errors():
         LMHeadSampler(make_head())([[1.0]])
     with pytest.raises(ValueError, match=r"hidden_states must have 2 dimensions, got shape \(\)"):
         LMHeadSampler(make_head())(torch.tensor(1.0, device=DEVICE))
-    with pytest.raises(ValueError, match="hidden_states must be on the sampler.s device"):
+    with pytest.raises(ValueError, match="hidden_states must be on the sampler's device"):
         LMHeadSampler(make_head())(states().to("meta"))
 
 
