@@ -318,8 +318,8 @@ class LMHeadSampler(nn.Module):
         temperature: Reals | None = None,
         **options: Any,
     ) -> VerifyOutput:
-        """Verifies drafts of rows 0 to B - 1 and advances their offsets by what they emit, on the device. ``options``: what else
-        ``flashsampling.verify`` takes, whose shapes and errors these are."""
+        """Verifies drafts of rows 0 to B - 1 and advances their offsets by what they emit, on the device. ``options``: what
+        else ``flashsampling.verify`` takes, whose shapes and errors these are."""
         try:
             bounds = options.get("cu_draft_lengths")
             batch = len(draft_token_ids) if bounds is None else len(bounds) - 1
