@@ -33,6 +33,25 @@ def test_steps_are_the_function_at_successive_offsets():
     assert torch.equal(sampler.seeds, seeds)
 
 
+def test_the_head_s_scale_and_soft_cap_are_every_step_s():
+    head, x = make_head(), 9 * states()
+    transform = {"logit_scale": 0.5, "soft_cap": 2.0}
+    sampler = LMHeadSampler(head, max_batch_size=8, seed=3, **transform)
+    expected = sample(x, head.weight, seed=sampler.seeds[:5].clone(), return_logprobs=True, **transform)
+    out = sampler(x, return_logprobs=True)
+    assert torch.equal(out.token_ids, expected.token_ids)
+    assert torch.equal(out.logprobs, expected.logprobs)
+    without = sampler(x, logit_scale=1.0, soft_cap=None, logprob_ids=out.token_ids[:, None]).given_logprobs[:, 0]
+    assert torch.allclose(without, (x @ head.weight.T).log_softmax(1).gather(1, out.token_ids[:, None])[:, 0], atol=1e-4)
+    assert not torch.allclose(without, expected.logprobs, atol=1e-2)
+    with pytest.raises(ValueError, match=r"soft_cap must be at least 0, got -1\.0"):
+        LMHeadSampler(head, soft_cap=-1.0)
+    with pytest.raises(ValueError, match="logit_scale must be finite, got nan"):
+        LMHeadSampler(head, logit_scale=float("nan"))
+    with pytest.raises(TypeError, match="logit_scale must be a number"):
+        LMHeadSampler(head, logit_scale="1")
+
+
 def test_a_request_replays_in_another_row_and_batch():
     sampler = LMHeadSampler(make_head(), max_batch_size=8, seed=0)
     xs = [states(1) for _ in range(5)]

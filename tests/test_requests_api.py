@@ -278,6 +278,8 @@ def test_shards_refuse_it_by_name():
             assert torch.equal(off.token_ids, sample(STATES, WEIGHT, seed=SEEDS).token_ids)
             with pytest.raises(ValueError, match="without bias with tp"):
                 LMHeadSampler(nn.Linear(8, 70), tp=tp)
+            with pytest.raises(ValueError, match="logit_scale and soft_cap must be left out with tp"):
+                LMHeadSampler(WEIGHT, logit_scale=2.0, soft_cap=3.0, tp=tp)
     finally:
         dist.destroy_process_group()
     step = Mix(0).of_a_head(Mix(0).make(vocab=64))

@@ -1,3 +1,4 @@
+import dataclasses
 import importlib.util
 import inspect
 import os
@@ -29,13 +30,13 @@ from transformers import (  # noqa: E402
     TextIteratorStreamer,
     WatermarkingConfig,
 )
-from transformers.generation import GenerationMixin  # noqa: E402
+from transformers.generation import GenerateDecoderOnlyOutput, GenerationMixin  # noqa: E402
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopPLogitsWarper  # noqa: E402
 
 from flashsampling import LMHeadSampler, sample  # noqa: E402
 from flashsampling.distributed import TensorParallelTimeout  # noqa: E402
 from flashsampling.distributed.failure import Failure  # noqa: E402
-from flashsampling.integrations.transformers import NoTokenError, checked_lm_head, generate  # noqa: E402
+from flashsampling.integrations.transformers import GenerateOutput, NoTokenError, checked_lm_head, generate  # noqa: E402
 from flashsampling.integrations.transformers.head import Transform, _Placeholder  # noqa: E402
 from scripts.demo_generate import _GumbelNoise  # noqa: E402
 from tests.conftest import DEVICE  # noqa: E402
@@ -319,8 +320,9 @@ def test_the_error_says_what_switches_a_processor_off(model, field, monkeypatch)
     hints = dict(re.findall(r"\((\w+)=(.*?)\)", str(error.value)))
     assert field in hints
     value = hints[field]
-    assert f"| `{field}` | refused" in DOCS
-    assert f"switched off by {value} |" in next(line for line in DOCS.splitlines() if line.startswith(f"| `{field}` |"))
+    said = next(line for line in DOCS.splitlines() if line.startswith(f"| `{field}` |"))
+    assert "refused" in said
+    assert f"switched off by {value} |" in said
     model.generate(**arguments | {field: eval(value)})
 
 
@@ -343,6 +345,8 @@ def test_the_docs_say_what_every_argument_does():
     }
     said = set(re.findall(r"^\| `(\w+)` \| \S", DOCS, flags=re.MULTILINE))
     assert (fields | arguments | ours) - said == set()
+    returned = {field.name for field in dataclasses.fields(GenerateOutput)}
+    assert returned - {field.name for field in dataclasses.fields(GenerateDecoderOnlyOutput)} <= said
 
 
 class StopsAt(StoppingCriteria):

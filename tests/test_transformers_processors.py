@@ -64,7 +64,7 @@ MAKE = {
     MinNewTokensLengthLogitsProcessor: lambda random: [LENGTH, random.choice((0, 1, 2, 9)), ids(random)],
     SuppressTokensLogitsProcessor: lambda random: [[*ids(random), 999]],
     SuppressTokensAtBeginLogitsProcessor: lambda random: [ids(random), random.choice((LENGTH, LENGTH + 1))],
-    ForcedBOSTokenLogitsProcessor: lambda random: [random.randrange(VOCAB)],
+    ForcedBOSTokenLogitsProcessor: lambda random: [random.randrange(5)],
     ForcedEOSTokenLogitsProcessor: lambda random: [random.choice((LENGTH + 1, LENGTH + 2, 99)), ids(random, 2)],
     LogitNormalization: lambda random: [],
 }

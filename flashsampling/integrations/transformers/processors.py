@@ -175,7 +175,7 @@ _NOT_AFTER = {
     "penalty": {"penalty", "shift", *_FILTERS},
     "words": {"forced", *_FILTERS},
     "mask": _FILTERS,
-    "forced": _FILTERS,
+    "forced": set(),
     "temperature": {"top_p", "min_p"},
     "top_k": {"top_p"},  # but for one that keeps no fewer than an earlier one has
     "top_p": {"top_p", "min_p"},
