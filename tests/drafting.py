@@ -78,7 +78,11 @@ class Drafted:
 def make_drafted(seed: int, method: str, tree: bool = False, poisoned: bool = True, head: bool = False) -> Drafted:
     """Logits as ``tests/mixes.py`` makes them; drafts are likely tokens, any, or none; q likewise."""
     mix = Mix(seed, poisoned)
-    batch, n, vocab = mix.random.randrange(1, 10), mix.random.randrange(5), mix.random.choice((1, 2, 2, 5, 5, 5, 5, 33))
+    batch, n, vocab = (
+        mix.random.randrange(1, 10),
+        mix.random.randrange(8 if tree else 5),
+        mix.random.choice((1, 2, 2, 5, 5, 5, 5, 33)),
+    )
     step = mix.make(batch, vocab)
     asked = step.asked._replace(**BESIDE)
     if asked.bias_ids is not None:
@@ -127,7 +131,7 @@ def make_drafted(seed: int, method: str, tree: bool = False, poisoned: bool = Tr
         without = step.asked._replace(token_mask=None)
         step = step._replace(asked=without if without.names() else PLAIN)
     drafted = Drafted(step, states.view(batch, n + 1, -1), weight, ids, parents, probs, masks)
-    for _ in range(mix.random.randrange(3)):
+    for _ in range(mix.random.randrange(6 if tree else 3)):
         _improve(drafted, method)
     return drafted
 
@@ -139,7 +143,7 @@ def _improve(drafted: Drafted, method: str) -> None:
         token, at = int(out.token_ids[row, count]), count
         if out.accepted_drafts is not None and drafted.parents is not None:
             last = int(out.accepted_drafts[row, count - 1]) if count else -1
-            at = next((j for j in range(length) if int(drafted.parents[row, j]) == last < j), length)
+            at = max((j for j in range(length) if int(drafted.parents[row, j]) == last < j), default=length)
         if at < length and token >= 0:
             drafted.ids[row, at] = token
 
