@@ -8,11 +8,14 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .api import count_left_out, sample
+from .api import check_vocab_size, count_left_out, sample
 from .backends import BACKENDS
-from .step import example
+from .requests import Problem, Request, asked_of
+from .step import PLAIN, Asked, Step, arguments, example
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack  # typing's from Python 3.11 on; torch brings this one
+
     from .distributed import TensorParallel
 
 _logger = logging.getLogger("flashsampling")
@@ -26,6 +29,7 @@ def warmup(
     vocab_size: int | None = None,
     impl: str | None = None,
     tp: "TensorParallel | None" = None,
+    **request: "Unpack[Request]",
 ) -> list[str]:
     """Compiles every kernel that ``sample`` can need for this weight: call it once before serving.
 
@@ -46,6 +50,9 @@ def warmup(
         impl: as in ``sample``.
         tp: as in ``sample``. Every rank then makes this call, as it would make a step, with the same ``max_batch_size`` and
             ``num_samples``.
+        request: what the calls will ask for, as ``sample`` takes it; its kinds count, not its values: what is a tensor here is
+            one then. Values per row are for ``max_batch_size`` rows. What such calls need is compiled, and no more: call it for
+            each mix that will be served, and without any for plain draws. Counts are not advanced. Not with ``tp``.
 
     Returns:
         Names of the kernels that are now there; empty where nothing is compiled ("streaming", "reference").
@@ -61,7 +68,7 @@ def warmup(
         []
     """
     try:
-        return _draw_all(weight, max_batch_size, num_samples, vocab_size, impl, tp)
+        return _draw_all(weight, max_batch_size, num_samples, vocab_size, impl, tp, request)
     except BaseException as error:
         count_left_out(tp, error)
         raise
@@ -74,6 +81,7 @@ def _draw_all(
     vocab_size: int | None,
     impl: str | None,
     tp: "TensorParallel | None",
+    request: Request,
 ) -> list[str]:
     if not isinstance(weight, Tensor):
         raise TypeError(f"weight must be a torch.Tensor, got {type(weight).__name__}")
@@ -92,21 +100,21 @@ def _draw_all(
         raise ValueError(f"max_batch_size must be at most tp.max_batch_size = {tp.max_batch_size}, got {max_batch_size}")
     if weight.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("warmup must be called before a CUDA graph is captured: the current stream is being captured")
-    names, batches = plan(weight, max_batch_size, num_samples, impl, tp)
+    tokens = check_vocab_size(vocab_size, weight.shape[0]) if tp is None else 0
+    problem = Problem(max_batch_size, weight.shape[0], tokens, weight.device, num_samples)
+    asked = asked_of(request, problem) if request else PLAIN
+    if asked is not PLAIN and tp is not None:
+        raise ValueError(f"tp must be None with {', '.join(request)}: ranks that hold a shard each cannot do that yet")
+    names, batches = plan(weight, max_batch_size, num_samples, impl, tp, asked)
     if names:
         _logger.info("warmup compiles what is missing of %d kernels: %s", len(names), ", ".join(names))
     for states, temperature, zeros in inputs(weight, batches):
-        sample(
-            states,
-            weight,
-            temperature=temperature,
-            seed=zeros,
-            offset=zeros,
-            num_samples=num_samples,
-            vocab_size=vocab_size,
-            impl=impl,
-            tp=tp,
-        )
+        if asked is PLAIN:
+            rows = {"temperature": temperature, "seed": zeros, "offset": zeros, "num_samples": num_samples}
+            sample(states, weight, **rows, vocab_size=vocab_size, impl=impl, tp=tp)  # type: ignore[arg-type]
+        else:
+            some = asked.rows(0, len(states))
+            ops.sample(Step(states, weight, temperature, zeros, zeros, num_samples, tokens, asked=some), impl or "")
     if weight.is_cuda:
         torch.cuda.current_stream(weight.device).synchronize()
     return names
@@ -122,11 +130,14 @@ def inputs(weight: Tensor, batches: Iterable[int]) -> Iterator[tuple[Tensor, Ten
 
 
 def plan(
-    weight: Tensor, max_batch_size: int, num_samples: int, impl: str | None, tp: "TensorParallel | None"
+    weight: Tensor, max_batch_size: int, num_samples: int, impl: str | None, tp: "TensorParallel | None", asked: Asked = PLAIN
 ) -> tuple[list[str], list[int]]:
     """Names of the kernels, and the batch sizes whose draws compile them: with ``tp`` the same ones on every rank."""
-    step = example(weight)
+    step = example(weight)._replace(asked=asked)
     name = impl if tp is None else tp.impl
     if name is not None and (name not in BACKENDS or BACKENDS[name].unsupported(step) is not None):
         return [], [1]  # the call says what is wrong
-    return ops.choose(step, name or "").compiled_for(weight, max_batch_size, num_samples)
+    # what is asked for is drawn behind a matmul, in the shapes of one draw
+    draws = num_samples if asked is PLAIN else 1
+    names, batches = ops.choose(step, name or "").compiled_for(weight, max_batch_size, draws)
+    return [f"{name} with {arguments(asked.names())}" for name in names] if asked is not PLAIN else names, batches

@@ -172,3 +172,34 @@ def test_refuses_what_sample_refuses(device):
 def test_the_package_imports_no_compiler():
     check = "import sys, flashsampling; flashsampling.warmup; assert not {'triton', 'cutlass'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", check], check=True)
+
+
+def test_with_what_requests_ask_for(device):
+    """Of its kinds: for any batch nothing is compiled after it, and no count of the caller's is advanced."""
+    problem = make_problem(20, 300, 16, device, torch.bfloat16)
+    counts = flashsampling.TokenCounts(20, 300, device)
+    request = {
+        "top_k": torch.full((20,), 5, device=device),
+        "top_p": 0.9,
+        "token_counts": counts,
+        "presence_penalty": 0.5,
+        "token_mask": torch.full((20, 10), -1, dtype=torch.int32, device=device),
+        "return_logprobs": True,
+    }
+    names = flashsampling.warmup(problem.weight, max_batch_size=20, **request)
+    assert not counts.counts.any()
+    asked_for = "token_counts, presence_penalty, token_mask, top_k, top_p, return_logprobs"
+    assert all(name.endswith(f" with {asked_for}") for name in names)
+    assert bool(names) == (device.type == "cuda")
+    with pytest.raises(TypeError, match="unexpected argument 'top_n'"):
+        flashsampling.warmup(problem.weight, top_n=3)
+    if device.type == "cuda":
+        from flashsampling.impl.triton import logits_pick, logits_scan, products
+
+        kernels = [logits_pick.pick_kernel, logits_scan.scan_kernel, products.products_kernel]
+        made = [set(kernel.device_caches[device.index][0]) for kernel in kernels]
+        for batch in range(1, 21):
+            rows = {name: value[:batch] if isinstance(value, torch.Tensor) else value for name, value in request.items()}
+            seeds = torch.arange(batch, device=device)
+            flashsampling.sample(problem.hidden_states[:batch], problem.weight, temperature=0.7, seed=seeds, **rows)
+        assert [set(kernel.device_caches[device.index][0]) for kernel in kernels] == made
