@@ -1123,7 +1123,10 @@ def run(
     seconds: float | None = None,
     one_visible: bool = False,
 ) -> dict[str, dict[int, str]]:
-    """Per scenario and rank: "ok", a traceback, or "died". ``one_visible``: no rank sees another's GPU."""
+    """Per scenario and rank: "ok", a traceback, or "died". ``one_visible``: no rank sees another's GPU.
+
+    A kind's scenarios take minutes on GPUs: the file that SCENARIO_LOG names has them, as they end, also of a run that is cut.
+    """
     if seconds is None:  # on GPUs every group may compile kernels, for a minute or more where Triton's cache is empty
         seconds = 1200.0 if device == "cpu" else 900.0
     context = multiprocessing.get_context("spawn")
@@ -1145,7 +1148,9 @@ def run(
         pipes[ours] = rank
         processes.append(process)
     results: dict[str, dict[int, str]] = {name: {} for name in names}
-    deadline = time.monotonic() + seconds
+    started = time.monotonic()
+    deadline = started + seconds
+    log = os.environ.get("SCENARIO_LOG")
     while pipes and time.monotonic() < deadline:
         ready: list[Any] = wait(list(pipes), timeout=1.0)
         for pipe in ready:
@@ -1158,6 +1163,10 @@ def run(
                 del pipes[pipe]
             else:
                 results[said[0]][rank] = said[1]
+                if log is not None:
+                    with open(log, "a", encoding="utf-8") as file:
+                        seconds_so_far = time.monotonic() - started
+                        file.write(f"{world} {impl} {transport} {said[0]} rank {rank}, {seconds_so_far:.0f} s: {said[1]}\n")
     for process in processes:
         process.join(10)
         if process.is_alive():
