@@ -34,7 +34,7 @@ class Config:
     pick_registers: int = 128
     capacity: int = 8192  # candidates per row
     tile: int = 512  # of them at a time
-    whole_tile: int = 512  # of the row's tokens
+    whole_tile: int = 2048  # of the row's tokens in a draw, twice as many as in a search
     gathered: int = 32  # of chunks
 
     @property
@@ -97,6 +97,7 @@ def run(step: Step, config: Config = CONFIG) -> Drawn:
     list_length = triton.next_power_of_2(chunks)
     sizes = [
         2 * batch * num_samples * blocks,
+        batch * blocks,
         batch * chunks if summaries else 0,
         batch * chunks if summaries else 0,
         batch * chunks if wants_raw else 0,
@@ -105,7 +106,7 @@ def run(step: Step, config: Config = CONFIG) -> Drawn:
     ]
     scratch = torch.empty(sum(sizes) + 4, dtype=torch.int32, device=device)
     parts = scratch[: sum(sizes)].split(sizes)
-    winners, keys, sums, raw_keys, raw_sums, candidates = parts
+    winners, marks, keys, sums, raw_keys, raw_sums, candidates = parts
 
     top_k = asked.top_k
     wide = not isinstance(top_k, Tensor) or top_k.dtype == torch.int64
@@ -143,6 +144,7 @@ def run(step: Step, config: Config = CONFIG) -> Drawn:
         raw_keys if wants_raw else None,
         raw_sums.view(torch.float32) if wants_raw else None,
         winners.view(torch.int64),
+        marks,
         num_samples,
         int(asked.stream),
         blocks,

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from .logits_search import Tokens, chunk_tile, gather, kth_highest, list_chunks, tile_of
-from .logits_source import LN2, LOG2E, MINUS_INF, NAN, both_logits_of, key_of, mass_of, raw_logits, value_of
+from .logits_source import LN2, LOG2E, MINUS_INF, MIXED, NAN, both_logits_of, key_of, mass_of, raw_logits, value_of
 
 
 @triton.jit
@@ -67,6 +67,13 @@ def write_top(
     else:
         top = value_of(highest)
         bound = tl.maximum(kth_highest(chunk_keys, count), MINUS_INF)
+        # where enough chunks reach the highest, as in a row of zeros, the first blocks that hold so many are enough
+        reached = tl.cumsum((chunk_keys == highest).to(tl.int32), axis=0)
+        if tl.max(reached, axis=0) >= count:
+            bound = highest
+            chunk = tl.arange(0, CHUNKS)
+            last = tl.min(tl.where(reached >= count, chunk, CHUNKS), axis=0) // (COLUMNS // 8)
+            chunk_keys = tl.where(chunk // (COLUMNS // 8) <= last, chunk_keys, MIXED)
         gathered, _ = gather(
             source, chunk_keys, bound, list_ptr, keys_ptr, cand_ids, top, LOG2E, True, CAPACITY, CHUNKS, GATHERED, COLUMNS,
             REPS, HEAD, 1,

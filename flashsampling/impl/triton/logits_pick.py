@@ -3,19 +3,22 @@
 no filter        the best of the blocks' best scores
 a filter         from the chunks' maxima and masses a bound below which no token is kept; the tokens above it, read again,
                  are the candidates; boundaries of top-k and top-p among them; the best score of what is kept
-a flat row       whose candidates are more than there is room for: the same searches over the row itself. They take a fixed
-                 number of passes: no row takes forever
+equal logits     in all of a row, as the zeros of a padded batch: the filters keep the first ids, and of their blocks the scan
+                 has the best scores. What is left to draw from is less than a block: no more work than another row's
+a flat row       whose candidates are more than there is room for, and not all equal: ``logits_row`` searches the row itself
 """
 
 import triton
 import triton.language as tl
 
 from .logits_beside import log_sum_exp, mass_of_chunks, write_drawn, write_given, write_top
+from .logits_row import draw_from_row, mass_of_kept, row_limit_of
 from .logits_search import Tokens, gather, kth_highest, limit_of, nucleus_bound, place_of, tile_of
 from .logits_source import (
     GREEDY_BELOW,
     LOG2E,
     MINUS_INF,
+    MIXED,
     NAN,
     PLUS_INF,
     Source,
@@ -38,19 +41,16 @@ _NOTHING = tl.constexpr(-0x7FFFFFFF)  # key of no logit
 
 
 @triton.jit
-def _draw(
-    tokens, limit, least_mass, temperature, seed, offset, stream, ids_ptr, num_samples,
-    MASKED: tl.constexpr, WHOLE: tl.constexpr, TILE: tl.constexpr, HEAD: tl.constexpr, ENTRIES: tl.constexpr,
-):  # fmt: skip
-    """Writes the token with the best score among the kept ones, for every draw."""
-    scale, noise_factor = score_factors(temperature, MASKED)
+def _draw(tokens, limit, least_mass, temperature, seed, offset, stream, ids_ptr, num_samples, TILE: tl.constexpr):
+    """Writes the candidate with the best score among the kept ones, for every draw."""
+    scale, noise_factor = score_factors(temperature)
     key_lo, key_hi = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
     offset_lo, offset_hi = offset.to(tl.uint32), (offset >> 32).to(tl.uint32)
     for draw in range(num_samples):
         draw_word = tl.zeros((TILE,), tl.uint32) + (draw | (stream << 24)).to(tl.uint32)
         best = tl.zeros((TILE,), tl.int64)
         for start in range(0, tokens.count, TILE):
-            key, token, live = tile_of(tokens, start, WHOLE, TILE, HEAD, ENTRIES)
+            key, token, live = tile_of(tokens, start, False, TILE, False, 1)
             x = value_of(key)
             live = live & (place_of(tokens, key, token) >= limit)
             live = live & (mass_of(x, tokens.top, tokens.scale) >= least_mass) & (x != float("-inf"))
@@ -65,12 +65,11 @@ def _draw(
 
 
 @triton.jit
-def _filter(
-    tokens, highest, row_mass, top_k, top_p, min_p, by_top_k, by_top_p, temperature, seed, offset, stream, ids_ptr, num_samples,
-    LOGPROBS: tl.constexpr, MASKED: tl.constexpr, WHOLE: tl.constexpr, TILE: tl.constexpr, HEAD: tl.constexpr,
-    ENTRIES: tl.constexpr,
+def _limit(
+    tokens, highest, row_mass, top_k, top_p, min_p, by_top_k, by_top_p,
+    WHOLE: tl.constexpr, TILE: tl.constexpr, HEAD: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    """Limits, then draws. Mass of what is kept, 0 if nobody asks."""
+    """The place from which on the filters keep what there is, but for min-p."""
     limit = tl.full((), 0, tl.int64)
     for stage in range(3):  # top-k, top-p, a min-p that leaves the first token alone
         by_mass = stage == 1
@@ -79,29 +78,23 @@ def _filter(
             target = tl.where(stage == 0, top_k.to(tl.float64), 1.0)
             share = tl.maximum(top_p, 1e-30).to(tl.float64)
             target = tl.where(by_mass, tl.where(by_top_k, share, share * row_mass), target)
-            limit = limit_of(tokens, highest, limit, by_mass, target, by_mass & by_top_k, WHOLE, TILE, HEAD, ENTRIES)
-    least_mass = tl.minimum(min_p, 1.0)
-    _draw(
-        tokens, limit, least_mass, temperature, seed, offset, stream, ids_ptr, num_samples, MASKED, WHOLE, TILE, HEAD, ENTRIES
-    )
-    total = tl.full((), 0.0, tl.float64)
-    if LOGPROBS:
-        for start in range(0, tokens.count, TILE):
-            key, token, live = tile_of(tokens, start, WHOLE, TILE, HEAD, ENTRIES)
-            mass = mass_of(value_of(key), tokens.top, tokens.scale)
-            live = live & (place_of(tokens, key, token) >= limit) & (mass >= least_mass)
-            total += tl.sum(tl.where(live, mass, 0.0), axis=0).to(tl.float64)
-    return total.to(tl.float32)
+            is_share = by_mass & by_top_k
+            if WHOLE:
+                limit = row_limit_of(tokens, highest, limit, by_mass, target, is_share, TILE, HEAD, ENTRIES)
+            else:
+                limit = limit_of(tokens, highest, limit, by_mass, target, is_share, TILE)
+    return limit
 
 
 @triton.jit
-def _any_finite(tokens, TILE: tl.constexpr, HEAD: tl.constexpr, ENTRIES: tl.constexpr):
-    """Whether any of the row's processed logits is finite."""
-    found = tl.full((), 0, tl.int32)
-    for start in range(0, tokens.count, TILE):
-        key, _, live = tile_of(tokens, start, True, TILE, HEAD, ENTRIES)
-        found = tl.maximum(found, tl.max((live & (key > MINUS_INF) & (key < PLUS_INF)).to(tl.int32), axis=0))
-    return found != 0
+def _kept_of_equal(vocab_size, top_k, top_p, min_p, by_top_k, by_top_p):
+    """How many tokens the filters keep of a row whose logits are all equal: these are the first ids."""
+    kept = tl.where(by_top_k, top_k, vocab_size).to(tl.int32)
+    wanted = tl.maximum(top_p, 1e-30).to(tl.float64) * kept.to(tl.float64)
+    wanted = tl.minimum(tl.where(by_top_p, wanted, kept.to(tl.float64)), kept.to(tl.float64))
+    kept = wanted.to(tl.int32)
+    kept += (kept.to(tl.float64) < wanted).to(tl.int32)
+    return tl.where(min_p > 1.0, 1, tl.maximum(kept, 1))
 
 
 @triton.jit(
@@ -156,6 +149,7 @@ def pick_kernel(
     raw_keys_ptr,
     raw_sums_ptr,
     winners_ptr,
+    marks_ptr,
     num_samples: tl.int32,
     stream: tl.int32,
     blocks: tl.int32,
@@ -188,7 +182,6 @@ def pick_kernel(
     GATHERED: tl.constexpr,  # chunks at a time
 ):
     """See the module's docstring. Grid: (B,)."""
-    MASKED: tl.constexpr = token_mask is not None
     row = tl.program_id(0)
     far = row.to(tl.int64)
     repetition = row_f32(repetition_at, repetition_value, row)
@@ -207,6 +200,7 @@ def pick_kernel(
     list_ptr = cand_ids + CAPACITY
     ids_ptr += far * num_samples
 
+    block = tl.arange(0, BLOCKS)
     lowest = tl.full((), _LOWEST, tl.int64)
     filtered = False
     undefined = False
@@ -216,7 +210,11 @@ def pick_kernel(
         in_row = chunk < num_chunks
         keys = tl.load(keys_ptr + far * num_chunks + chunk, mask=in_row, other=_NOTHING)
         highest = tl.max(keys, axis=0)
-        undefined = (highest == NAN) | (highest <= MINUS_INF) | (temperature != temperature)
+        marks = tl.load(marks_ptr + far * blocks + block, mask=block < blocks, other=MIXED)
+        undefined = (highest == NAN) | (highest <= MINUS_INF) | (temperature != temperature) | (tl.max(marks, axis=0) == NAN)
+        if highest == PLUS_INF:
+            finite = (marks == MIXED) | ((marks > MINUS_INF) & (marks < PLUS_INF))
+            undefined = undefined | (tl.max((finite & (block < blocks)).to(tl.int32), axis=0) == 0)
         top = value_of(highest)
     if FILTERS:
         top_k = row_top_k(top_k_at, top_k_value, row, TOP_K_WIDE)
@@ -229,9 +227,6 @@ def pick_kernel(
         undefined = undefined | (top_p != top_p) | (min_p != min_p)
         if not LOGPROBS:
             filtered = filtered & ((temperature < GREEDY_BELOW) == 0)
-        if filtered & (undefined == 0) & (highest == PLUS_INF):
-            row_tokens = Tokens(source, cand_keys, cand_ids, vocab_size, lowest, ID_BITS, top, scale)
-            undefined = _any_finite(row_tokens, WHOLE_TILE, HEAD, ENTRIES) == 0
     if LOGPROBS or FILTERS:
         row_mass = tl.full((), 0.0, tl.float32)
         wants_mass = undefined == 0
@@ -245,16 +240,21 @@ def pick_kernel(
     seed = row_i64(seed_at, seed_value, row)
     offset = row_i64(offset_at, offset_value, row)
     whole = tl.full((), 0, tl.int32)  # draws from the row itself, with refined noise
+    equal = False
+    full = tl.full((), 0, tl.int32)  # blocks that are kept and whose best scores count
+    last = tl.full((), 0, tl.int32) + vocab_size  # tokens before it are looked at
     if filtered == 0:
-        block = tl.arange(0, BLOCKS)
         for draw in range(num_samples):
             slots = winners_ptr + (far * num_samples + draw) * blocks + block
-            key = tl.max(tl.load(slots, mask=block < blocks, other=0), axis=0)
+            block_keys = tl.load(slots, mask=block < blocks, other=0)
+            key = tl.max(block_keys, axis=0)
             token = (key & NO_TOKEN) ^ NO_TOKEN
             defined = (key != 0) & (key != NAN_KEY) & (undefined == 0)
             if defined & (key >> 31 == ORDERED_INF):
-                row_tokens = Tokens(source, cand_keys, cand_ids, vocab_size, lowest, ID_BITS, top, scale)
-                defined = _any_finite(row_tokens, WHOLE_TILE, HEAD, ENTRIES)
+                infinite = block_keys >> 31 == ORDERED_INF
+                mark = tl.load(marks_ptr + far * blocks + block, mask=infinite, other=MIXED)
+                finite = tl.where(infinite, (mark == MIXED) | ((mark > MINUS_INF) & (mark < PLUS_INF)), block_keys != 0)
+                defined = tl.max(finite.to(tl.int32), axis=0) != 0
             tl.store(ids_ptr + draw, tl.where(defined, token, -1))
             if defined & (temperature >= GREEDY_BELOW):  # a word 0: is it the best still?
                 draw_word = (draw | (stream << 24)).to(tl.uint32)
@@ -267,7 +267,14 @@ def pick_kernel(
         if filtered & undefined:
             for draw in range(num_samples):
                 tl.store(ids_ptr + draw, tl.full((), -1, tl.int64))
-        if filtered & (undefined == 0):
+            filtered = False
+        if filtered:
+            equal = tl.min(((marks == highest) | (block >= blocks)).to(tl.int32), axis=0) != 0
+        if equal:
+            last = _kept_of_equal(vocab_size, top_k, top_p, min_p, by_top_k, by_top_p)
+            full = last // (4 * COLUMNS * REPS)
+            whole = whole * 0 + 1
+        elif filtered:
             rest = (1.0 - top_p) * row_mass
             least = tl.full((), MINUS_INF + 1, tl.int32)  # no token of -inf is drawn
             if by_min_p & ((by_top_k & by_top_p) == 0):
@@ -300,25 +307,31 @@ def pick_kernel(
             lowest = bound.to(tl.int64)
             if count <= CAPACITY:
                 tokens = Tokens(source, cand_keys, cand_ids, count, lowest, ID_BITS, top, scale)
-                kept_mass = _filter(
-                    tokens, highest, row_mass, top_k, top_p, min_p, by_top_k, by_top_p, temperature, seed, offset, stream,
-                    ids_ptr, num_samples, LOGPROBS, MASKED, False, TILE, HEAD, ENTRIES,
-                )  # fmt: skip
+                limit = _limit(tokens, highest, row_mass, top_k, top_p, min_p, by_top_k, by_top_p, False, TILE, HEAD, ENTRIES)
+                _draw(tokens, limit, tl.minimum(min_p, 1.0), temperature, seed, offset, stream, ids_ptr, num_samples, TILE)
+                if LOGPROBS:
+                    kept_mass = mass_of_kept(tokens, limit, tl.minimum(min_p, 1.0), False, TILE, HEAD, ENTRIES)
             else:
                 whole = whole * 0 + 1
-        if whole != 0:
-            row_tokens = Tokens(source, cand_keys, cand_ids, vocab_size, lowest, ID_BITS, top, scale)
-            kept_mass = _filter(
-                row_tokens, highest, row_mass, top_k, top_p, min_p, by_top_k, by_top_p, temperature, seed, offset, stream,
-                ids_ptr, num_samples, LOGPROBS, MASKED, True, WHOLE_TILE, HEAD, ENTRIES,
-            )  # fmt: skip
-    elif whole != 0:
-        row_tokens = Tokens(source, cand_keys, cand_ids, vocab_size, lowest, ID_BITS, top, scale)
-        nothing = tl.full((), 0, tl.int64)
-        _draw(
-            row_tokens, nothing, 0.0, temperature, seed, offset, stream, ids_ptr, num_samples, MASKED, True, WHOLE_TILE, HEAD,
-            ENTRIES,
+    if whole != 0:
+        row_tokens = Tokens(source, cand_keys, cand_ids, last, lowest, ID_BITS, top, scale)
+        limit = tl.full((), 0, tl.int64)
+        least_mass = tl.full((), 0.0, tl.float32)
+        if FILTERS:
+            least_mass = tl.minimum(min_p, 1.0)
+            if filtered & (equal == 0):
+                limit = _limit(
+                    row_tokens, highest, row_mass, top_k, top_p, min_p, by_top_k, by_top_p, True, WHOLE_TILE // 2, HEAD, ENTRIES
+                )
+        draw_from_row(
+            row_tokens, limit, least_mass, full * (4 * COLUMNS * REPS), temperature, seed, offset, stream,
+            winners_ptr + far * num_samples * blocks, blocks, full, ids_ptr, num_samples, BLOCKS, WHOLE_TILE, HEAD, ENTRIES,
         )  # fmt: skip
+        if LOGPROBS and FILTERS:
+            if equal:
+                kept_mass = last.to(tl.float32)
+            elif filtered:
+                kept_mass = mass_of_kept(row_tokens, limit, least_mass, True, WHOLE_TILE // 2, HEAD, ENTRIES)
 
     if raw_keys_ptr is not None:
         raw_keys = tl.load(raw_keys_ptr + far * num_chunks + chunk, mask=chunk < num_chunks, other=_NOTHING)

@@ -1,8 +1,12 @@
 """The first kernel of ``logits``: reads every logit once.
 
 A program has a block of one row. It writes, per chunk, the highest processed logit and, where someone will ask, the sum of the
-masses relative to it; and of a row without filters the block's best score per draw. Lanes of Philox groups are registers of one
-thread, as in ``kernel``, and so are most of a chunk's tokens.
+masses relative to it; and of a row without filters the block's best score per draw, which it writes also if all logits of the
+block are equal: of a row that is nothing but such blocks the filters keep the first ids, so they are what the draw needs
+(``logits_pick``). Lanes of Philox groups are registers of one thread, as in ``kernel``, and so are most of a chunk's tokens.
+
+A block's mark says whether all its logits are equal, and whether any is finite. It is found with a few comparisons of the
+chunks' highest logits, unless those leave it open.
 """
 
 import triton
@@ -10,9 +14,15 @@ import triton.language as tl
 
 from .logits_source import (
     GREEDY_BELOW,
+    MINUS_INF,
+    MIXED,
+    MIXED_INFINITE,
+    NAN,
+    PLUS_INF,
     Source,
     column_tokens,
     exp2,
+    is_allowed,
     key_of,
     mass_scale,
     processed_logits,
@@ -25,14 +35,14 @@ from .logits_source import (
     value_of,
 )
 from .noise import minus_gumbel, philox_words
-from .scores import NO_TOKEN, keep_better, pack_key, score_of
+from .scores import NAN_KEY, NO_TOKEN, ORDERED_INF, keep_better, pack_key, score_of
 
 _LARGEST = tl.constexpr(3.4028234663852886e38)
 
 
 @triton.jit
 def _summaries(logits, scale, keys_ptr, sums_ptr, wants_mass, COLUMNS: tl.constexpr, CHUNK: tl.constexpr):
-    """Writes the chunks' highest keys and sums of masses, of a tuple of (COLUMNS,) logits."""
+    """Writes the chunks' highest keys and sums of masses, of a tuple of (COLUMNS,) logits. The keys."""
     highest = logits[0]
     for i in tl.static_range(1, len(logits)):
         highest = tl.maximum(highest, logits[i], propagate_nan=tl.PropagateNan.ALL)
@@ -48,6 +58,40 @@ def _summaries(logits, scale, keys_ptr, sums_ptr, wants_mass, COLUMNS: tl.conste
             mass += exp2((tl.minimum(logits[i], _LARGEST) - top) * scale)
         total = tl.sum(tl.reshape(mass, (COLUMNS // 8, 8)), axis=1)
         tl.store(sums_ptr + tl.arange(0, COLUMNS // 8), total)
+    return key
+
+
+@triton.jit
+def _mark(logits, live, COLUMNS: tl.constexpr):
+    """The key of all of a block's logits, or one of the two marks that say that they are not equal."""
+    lowest = tl.full((COLUMNS,), NAN, tl.int32)
+    highest = tl.full((COLUMNS,), MIXED, tl.int32)
+    finite = tl.zeros((COLUMNS,), tl.int32)
+    for i in tl.static_range(len(logits)):
+        key = key_of(logits[i])
+        lowest = tl.minimum(lowest, tl.where(live[i], key, NAN))
+        highest = tl.maximum(highest, tl.where(live[i], key, MIXED))
+        finite = tl.maximum(finite, (live[i] & (key > MINUS_INF) & (key < PLUS_INF)).to(tl.int32))
+    common = tl.max(highest, axis=0)
+    mixed = tl.where(tl.max(finite, axis=0) != 0, MIXED, MIXED_INFINITE)
+    return tl.where(common == tl.min(lowest, axis=0), common, mixed)
+
+
+@triton.jit
+def _mark_infinite(key, mark_ptr, logits, live, COLUMNS: tl.constexpr):
+    """Writes the mark, where the best score is infinite."""
+    if key >> 31 == ORDERED_INF:
+        tl.store(mark_ptr, _mark(logits, live, COLUMNS))
+
+
+@triton.jit
+def _any_infinite(source, logits, tokens, live):
+    """Whether a token that the mask leaves in has an infinite logit."""
+    found = tl.zeros(logits[0].shape, tl.int32)
+    for i in tl.static_range(len(logits)):
+        infinite = is_allowed(source, tokens[i], live[i]) & (tl.abs(logits[i]) == float("inf"))
+        found = tl.maximum(found, infinite.to(tl.int32))
+    return tl.max(found, axis=0)
 
 
 @triton.jit
@@ -127,6 +171,7 @@ def scan_kernel(
     raw_keys_ptr,  # (B, chunks) int32, out: highest raw logits; None if nobody asks
     raw_sums_ptr,  # (B, chunks) float32, out
     winners_ptr,  # (B, num_samples, blocks) int64, out: keys of best scores
+    marks_ptr,  # (B, blocks) int32, out; where a best score is infinite, or where there are summaries
     num_samples: tl.int32,
     stream: tl.int32,
     blocks: tl.int32,
@@ -174,23 +219,32 @@ def scan_kernel(
     processed = processed_logits(source, raw, tokens, live, entries, ENTRIES)
 
     greedy = temperature < GREEDY_BELOW
-    filtered = False
-    wants_mass = LOGPROBS
-    if FILTERS:
-        top_k = row_top_k(top_k_at, top_k_value, row, TOP_K_WIDE)
-        by_top_k = (top_k > 0) & (top_k < vocab_size)
-        by_top_p = (row_f32(top_p_at, top_p_value, row) >= 1.0) == 0  # also if NaN
-        by_min_p = (row_f32(min_p_at, min_p_value, row) <= 0.0) == 0
-        if LOGPROBS:
+    undefined = tl.full((), 0, tl.int32)
+    if temperature == float("inf"):  # which would make NaN of it
+        undefined = _any_infinite(source, processed, tokens, live)
+    draws = True
+    mark_ptr = marks_ptr + row.to(tl.int64) * blocks + block
+    if FILTERS or LOGPROBS:
+        filtered = False
+        wants_mass = LOGPROBS
+        if FILTERS:
+            top_k = row_top_k(top_k_at, top_k_value, row, TOP_K_WIDE)
+            by_top_k = (top_k > 0) & (top_k < vocab_size)
+            by_top_p = (row_f32(top_p_at, top_p_value, row) >= 1.0) == 0  # also if NaN
+            by_min_p = (row_f32(min_p_at, min_p_value, row) <= 0.0) == 0
             filtered = by_top_k | by_top_p | by_min_p
-        else:
-            filtered = (by_top_k | by_top_p | by_min_p) & (greedy == 0)
-            wants_mass = filtered & by_top_p & (by_top_k == 0)
-        _summaries(processed, mass_scale(temperature), keys_ptr + out, sums_ptr + out, wants_mass, COLUMNS, 8 * PARTS)
-    elif LOGPROBS:
-        _summaries(processed, mass_scale(temperature), keys_ptr + out, sums_ptr + out, True, COLUMNS, 8 * PARTS)
-    if filtered == 0:
-        scale, noise_factor = score_factors(temperature, token_mask is not None)
+            if not LOGPROBS:
+                filtered = filtered & (greedy == 0)
+                wants_mass = filtered & by_top_p & (by_top_k == 0)
+        keys = _summaries(processed, mass_scale(temperature), keys_ptr + out, sums_ptr + out, wants_mass, COLUMNS, 8 * PARTS)
+        highest = tl.max(keys, axis=0)
+        mark = tl.full((), MIXED, tl.int32)
+        if (highest == tl.min(keys, axis=0)) | (highest == PLUS_INF) | (block == blocks - 1):  # a row's end may be of no token
+            mark = _mark(processed, live, COLUMNS)
+        tl.store(mark_ptr, tl.where(undefined != 0, NAN, mark))
+        draws = (filtered == 0) | (mark >= MINUS_INF)
+    if draws:
+        scale, noise_factor = score_factors(temperature)
         seed = row_i64(seed_at, seed_value, row)
         offset = row_i64(offset_at, offset_value, row)
         key_lo, key_hi = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
@@ -203,6 +257,8 @@ def scan_kernel(
             )  # fmt: skip
             for draw in range(num_samples):
                 tl.store(slots + draw * blocks, key)
+            if not (FILTERS or LOGPROBS):
+                _mark_infinite(key, mark_ptr, processed, live, COLUMNS)
         else:
             for draw in range(num_samples):
                 draw_word = (draw | (stream << 24)).to(tl.uint32)
@@ -210,4 +266,6 @@ def scan_kernel(
                     processed, tokens, first, zero, draw_word, scale, noise_factor, key_lo, key_hi, offset_lo, offset_hi,
                     COLUMNS, REPS, True,
                 )  # fmt: skip
-                tl.store(slots + draw * blocks, key)
+                tl.store(slots + draw * blocks, tl.where(undefined != 0, NAN_KEY, key))
+                if not (FILTERS or LOGPROBS):
+                    _mark_infinite(key, mark_ptr, processed, live, COLUMNS)

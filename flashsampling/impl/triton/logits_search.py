@@ -5,7 +5,7 @@ from a limit on. The limit is searched for digit by digit: how many tokens, and 
 at once; it is found as soon as a digit leaves one token. Sums run in an order that is fixed by the row alone, and rounding is
 monotone, so they never contradict each other.
 
-The tokens are candidates in memory (``gather``), or, where those do not suffice, the row itself (``WHOLE``).
+The tokens are candidates in memory (``gather``). Where those do not suffice, ``logits_row`` searches the row itself.
 """
 
 from typing import NamedTuple
@@ -67,14 +67,14 @@ def place_of(tokens, key, token):
 
 
 @triton.jit
-def _sums(tokens, low, step, limit, WHOLE: tl.constexpr, TILE: tl.constexpr, HEAD: tl.constexpr, ENTRIES: tl.constexpr):
+def _sums(tokens, low, step, limit, TILE: tl.constexpr):
     """Counts int32 and masses float64 (WAYS,): of the places from the limit on that are at least low, low + step, ..."""
     thresholds = low + step * tl.arange(0, _WAYS).to(tl.int64)
     thresholds = tl.where(thresholds < low, 0x7FFFFFFFFFFFFFFF, thresholds)  # beyond 2**63
     counts = tl.zeros((_WAYS,), tl.int32)
     masses = tl.zeros((_WAYS,), tl.float64)
     for start in range(0, tokens.count, TILE):
-        key, token, live = tile_of(tokens, start, WHOLE, TILE, HEAD, ENTRIES)
+        key, token, live = tile_of(tokens, start, False, TILE, False, 1)
         place = place_of(tokens, key, token)
         live = live & (place >= limit)
         there = (place[:, None] >= thresholds[None, :]) & live[:, None]
@@ -85,10 +85,7 @@ def _sums(tokens, low, step, limit, WHOLE: tl.constexpr, TILE: tl.constexpr, HEA
 
 
 @triton.jit
-def limit_of(
-    tokens, highest, limit, by_mass, target, is_share,
-    WHOLE: tl.constexpr, TILE: tl.constexpr, HEAD: tl.constexpr, ENTRIES: tl.constexpr,
-):  # fmt: skip
+def limit_of(tokens, highest, limit, by_mass, target, is_share, TILE: tl.constexpr):
     """The limit of the shortest prefix of what a limit keeps whose count or mass reaches the target, or, if ``is_share``, that
     times the mass of all that is kept; the old limit if all of it does not."""
     way = tl.arange(0, _WAYS)
@@ -99,7 +96,7 @@ def limit_of(
         step = step >> _DIGIT
     asks = tl.full((), 1, tl.int32)  # for the total still
     while step > 0:
-        counts, masses = _sums(tokens, low, step, limit, WHOLE, TILE, HEAD, ENTRIES)
+        counts, masses = _sums(tokens, low, step, limit, TILE)
         if asks != 0:
             total = tl.sum(tl.where(way == 0, masses, 0.0), axis=0)
             target = tl.where(is_share, target * total, target)

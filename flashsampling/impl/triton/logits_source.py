@@ -20,6 +20,9 @@ GREEDY_BELOW = tl.constexpr(1e-6)
 MINUS_INF = tl.constexpr(-0x7F800001)
 PLUS_INF = tl.constexpr(0x7F800000)
 NAN = tl.constexpr(0x7FFFFFFF)
+# below all of them: what a block's mark is if its logits are not all equal, and if none of them is finite either
+MIXED = tl.constexpr(-0x80000000)
+MIXED_INFINITE = tl.constexpr(-0x7FFFFFFF)
 
 
 class Source(NamedTuple):
@@ -111,6 +114,15 @@ def _dense(source, x, tokens, live):
 
 
 @triton.jit
+def is_allowed(source, tokens, live):
+    """Whether the token mask leaves tokens in; all, if there is none."""
+    if source.token_mask is not None:
+        word = tl.load(source.token_mask + source.row * source.mask_stride + (tokens >> 5), mask=live, other=0)
+        live = live & (((word >> (tokens & 31)) & 1) != 0)
+    return live
+
+
+@triton.jit
 def _penalized(source, x, tokens, live):
     if source.counts is not None:
         counts = tl.load(source.counts + source.row * source.counts_stride + tokens, mask=live, other=0)
@@ -118,8 +130,7 @@ def _penalized(source, x, tokens, live):
         times = (counts & 0x7FFFFFFF).to(tl.float32)
         x = tl.where(times > 0.0, x - source.frequency * times - source.presence, x)
     if source.token_mask is not None:
-        word = tl.load(source.token_mask + source.row * source.mask_stride + (tokens >> 5), mask=live, other=0)
-        x = tl.where(((word >> (tokens & 31)) & 1) != 0, x, float("-inf"))
+        x = tl.where(is_allowed(source, tokens, live), x, float("-inf"))
     return x
 
 
@@ -201,13 +212,13 @@ def mass_of(x, top, scale):
 
 
 @triton.jit
-def score_factors(temperature, MASKED: tl.constexpr):
-    """Factors of the logit and of the base-2 noise, as ``rows.both_factors`` gives them. ``MASKED``: a token out of the mask
-    keeps its -inf at an infinite temperature."""
+def score_factors(temperature):
+    """Factors of the logit and of the base-2 noise, as ``rows.both_factors`` gives them; the first is never 0, so a token that
+    is masked out keeps its -inf at an infinite temperature. What else is infinite then, the scan finds out."""
     hot = temperature > 1.0
     scale = tl.where(hot, 1.0 / tl.where(hot, temperature, 1.0), 1.0)
-    if MASKED:
-        scale = tl.maximum(scale, 2e-38)
+    smallest = tl.full((), 1, tl.int32).to(tl.float32, bitcast=True)  # times the largest logit: 5e-7
+    scale = tl.maximum(scale, smallest)
     noise = tl.where(temperature < GREEDY_BELOW, 0.0, temperature * LN2)
     return tl.where(temperature != temperature, temperature, scale), tl.where(hot, LN2, noise)
 

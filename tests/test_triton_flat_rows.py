@@ -1,0 +1,132 @@
+"""Rows with next to nothing to choose by, from logits in memory, by Triton: equal logits, few values, many candidates."""
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from flashsampling.impl.triton.logits import run
+from flashsampling.step import Asked, Step, layout
+from tests.conftest import DEVICE
+from tests.test_triton_logits import INF, SMALL, VOCAB, check, make_step, of, with_logits
+from tests.zero_words import ZERO_WORDS
+
+BLOCK = SMALL.block
+
+
+def flat_step(asked: Asked, num_samples: int = 1, vocab: int = VOCAB) -> Step:
+    """Zeros, an ordinary row, two values, few values, no two alike."""
+    step = make_step(batch=5, vocab=vocab, asked=asked, num_samples=num_samples, std=1.0)
+    logits = step.hidden_states.clone()
+    logits[0] = 0.0
+    logits[0, 5] = -0.0
+    logits[1] *= 3
+    logits[2] = torch.where(logits[2] > 0.0, 1.5, 1.0)
+    logits[3] = (logits[3] * 2).round() * 0.01
+    logits[4] *= 0.01
+    return with_logits(step, logits)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        Asked(top_k=VOCAB - 150),
+        Asked(top_p=0.5),
+        Asked(top_p=1 - 1e-6),
+        Asked(min_p=0.992),
+        Asked(top_k=VOCAB - 50, top_p=0.7),
+        Asked(top_k=VOCAB - 50, top_p=0.9, min_p=0.5, logprobs=True, top_logprobs=4),
+    ],
+)
+def test_flat_rows(asked):
+    check(flat_step(asked, num_samples=2 if asked.logprobs else 1))
+
+
+@pytest.mark.parametrize("asked", [Asked(top_k=3), Asked(top_p=1e-30), Asked(min_p=1.5)])
+def test_few_are_kept_of_many_equal_ones(asked):
+    check(flat_step(asked))
+
+
+def test_equal_logits_at_every_edge():
+    """Prefixes of ids that end before, at and after a block's end."""
+    top_k = [1, BLOCK - 1, BLOCK, BLOCK + 1, VOCAB - 1, VOCAB]
+    step = make_step(batch=6, asked=Asked(top_k=of(top_k)), std=0.0)
+    step = with_logits(step, step.hidden_states - 17.25)
+    assert check(step).ids[0] == 0
+    edge = BLOCK / VOCAB
+    top_p = [0.0, edge * (1 - 1e-6), edge, edge * (1 + 1e-6), 1 - 1e-7, 1.0]
+    check(step._replace(asked=Asked(top_p=of(top_p), logprobs=True)))
+
+
+@pytest.mark.parametrize("asked", [Asked(), Asked(top_k=VOCAB - 7), Asked(top_p=0.9, logprobs=True)])
+def test_equal_infinities(asked):
+    """None is finite; a finite one beside them, in whatever block, makes the row one to draw from."""
+    step = make_step(batch=4, asked=asked, temperature=1.0)
+    logits = torch.full_like(step.hidden_states, INF)
+    logits[1] = -INF
+    logits[2, ::2] = -INF
+    logits[3, VOCAB - 1] = 2.0
+    ids = check(with_logits(step, logits)).ids[:4].tolist()
+    assert ids[:3] == [-1, -1, -1]
+    assert ids[3] >= 0
+
+
+@pytest.mark.parametrize("asked", [Asked(), Asked(top_k=VOCAB - 7), Asked(top_p=0.9)])
+def test_masked_rows_of_zeros(asked):
+    """Two values: 0 and minus infinity. The first row's first block has nothing."""
+    mask = torch.randint(-(2**31), 2**31, (2, -(-VOCAB // 32))).int()
+    mask[0, : BLOCK // 32] = 0
+    check(make_step(batch=2, asked=asked._replace(token_mask=mask.to(DEVICE)), num_samples=2, std=0.0))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("asked", [Asked(), Asked(top_k=5), Asked(top_p=0.9, logprobs=True)])
+def test_infinite_logits_at_an_infinite_temperature(asked, masked):
+    """No score: -1, unless the mask leaves them out."""
+    out = torch.full((4, -(-VOCAB // 32)), -1, dtype=torch.int32)
+    if masked:
+        out[3, 2] = ~(1 << 13)
+        asked = asked._replace(token_mask=out.to(DEVICE))
+    step = make_step(batch=4, asked=asked, temperature=INF)
+    logits = step.hidden_states.clone()
+    logits[1, 77] = -INF
+    logits[2, VOCAB - 1] = INF
+    logits[3, 77] = -INF
+    drawn = check(with_logits(step, logits)).ids[:4].tolist()
+    assert [token < 0 for token in drawn] == [False, True, True, not masked]
+
+
+@pytest.mark.parametrize("asked", [Asked(top_k=VOCAB - 120), Asked(top_p=0.8, logprobs=True)])
+def test_flat_rows_are_the_same_in_any_batch(asked):
+    step = flat_step(asked)
+    whole = layout(5, 1, asked).split(run(step, SMALL), 5)
+    for rows in ([4], [2, 0]):
+        parameters = {name: getattr(step, name)[rows] for name in ("temperature", "seed", "offset")}
+        part = with_logits(step._replace(**parameters), step.hidden_states[rows])
+        some = layout(len(rows), 1, asked).split(run(part, SMALL), len(rows))
+        for name, values in whole.items():
+            assert torch.equal(some[name], values[rows]), name
+
+
+@pytest.mark.parametrize(("asked", "spread"), [(Asked(top_k=899), 0.0), (Asked(top_p=0.99), 0.01)])
+def test_words_of_zero(asked, spread):
+    """A token whose noise needs the refinement, among equal ones and in a row that is searched as a whole."""
+    seeds, offsets, _, _ = zip(*ZERO_WORDS, strict=True)
+    step = make_step(batch=3, vocab=900, asked=asked, temperature=1.0, std=spread)
+    check(step._replace(seed=of(seeds), offset=of(offsets)))
+
+
+def _logits_of_equal_digits() -> Tensor:
+    """Values that thresholds, by value or by bits, hardly tell apart."""
+    exponents = torch.arange(VOCAB) % 200 - 120
+    return 2.0 ** exponents.double()
+
+
+@pytest.mark.parametrize("asked", [Asked(top_k=VOCAB - 100), Asked(top_p=0.99), Asked(top_k=VOCAB - 3, top_p=0.97)])
+def test_logits_over_many_magnitudes(asked):
+    step = make_step(batch=2, asked=asked, temperature=2.0**60)
+    logits = step.hidden_states.clone()
+    logits[0] = _logits_of_equal_digits().float() * 2.0**20
+    logits[1] = -logits[0]
+    check(with_logits(step, logits))
