@@ -1,5 +1,7 @@
 """Rows with next to nothing to choose by, from logits in memory, by Triton: equal logits, few values, many candidates."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -46,6 +48,12 @@ def test_flat_rows(asked):
 @pytest.mark.parametrize("asked", [Asked(top_k=3), Asked(top_p=1e-30), Asked(min_p=1.5)])
 def test_few_are_kept_of_many_equal_ones(asked):
     check(flat_step(asked))
+
+
+@pytest.mark.parametrize("count", [3, 20])
+def test_likeliest_of_flat_rows(count):
+    """Of many equal ones the lowest ids, whether or not the blocks they are in fit among the candidates."""
+    check(flat_step(Asked(top_logprobs=count)), replace(SMALL, capacity=max(SMALL.capacity, 256)))
 
 
 def test_equal_logits_at_every_edge():

@@ -3,7 +3,8 @@
     scan   reads every logit once: per chunk of 64 tokens the highest processed logit and its mass, per block of a row without
            filters the best score (``logits_scan``)
     pick   a program per row: reads again the chunks that can hold a kept token, from the level-2 cache for the most part
-           (``logits_pick``, ``logits_search``)
+           (``logits_pick``, ``logits_search``); of a row of equal logits, as the zeros of a padded batch, less than a block;
+           of another one that is too flat for candidates, the row itself, several times (``logits_row``)
 
 What a row's chunks are depends on the vocabulary's size alone, and all sums run in a fixed order, so a row's result is the same
 bits in any batch. Extra memory per row: 8 bytes per chunk, 16 where raw log-probabilities are asked for, and the candidates.
