@@ -24,9 +24,9 @@ from .logits_scan import scan_kernel
 
 @dataclass(frozen=True)
 class Config:
-    """Shapes of both launches. Sums are rounded as the first two say, so they must not depend on anything but V."""
+    """Shapes of both launches. Tokens do not depend on them."""
 
-    columns: int = 512  # Philox groups side by side: 8 of them are a chunk
+    columns: int = 512  # Philox groups side by side: 16 of them are a chunk
     reps: int = 2  # rows of columns in a block
     scan_warps: int = 4
     scan_registers: int = 128  # per thread
@@ -86,7 +86,7 @@ def run(step: Step, config: Config = CONFIG) -> Drawn:
     assert logits is not None
     batch, device = logits.shape[0], logits.device
     blocks = -(-vocab_size // config.block)
-    chunks = blocks * (config.columns // 8)
+    chunks = 2 * -(-vocab_size // 128)
     filters = _may_filter(asked)
     wants_raw = asked.logprobs or asked.top_logprobs > 0 or asked.logprob_ids is not None or asked.logsumexp
     places = layout(batch, num_samples, asked)
@@ -148,15 +148,21 @@ def run(step: Step, config: Config = CONFIG) -> Drawn:
         blocks,
     )
     flags = {
-        "COLUMNS": config.columns,
-        "REPS": config.reps,
         "ENTRIES": triton.next_power_of_2(max(bias_count, 1)),
         "HEAD": asked.logit_scale != 1.0 or asked.soft_cap != 0.0,
         "FILTERS": filters,
         "LOGPROBS": asked.logprobs,
         "TOP_K_WIDE": wide,
     }
-    scan_kernel[(batch * blocks,)](*common, 0, **flags, num_warps=config.scan_warps, maxnreg=config.scan_registers)
+    scan_kernel[(batch * blocks,)](
+        *common,
+        0,
+        COLUMNS=config.columns,
+        REPS=config.reps,
+        **flags,
+        num_warps=config.scan_warps,
+        maxnreg=config.scan_registers,
+    )
 
     def part(tensor: Tensor, name: str) -> Tensor | None:
         where = (places.ids if tensor is ids else places.values).get(name)

@@ -57,7 +57,7 @@ def _top_ids(
 def write_top(
     source, chunk_keys, highest, lse, list_ptr, keys_ptr, cand_ids, ids_ptr, logprobs_ptr, count,
     CAPACITY: tl.constexpr, CHUNKS: tl.constexpr, GATHERED: tl.constexpr, TILE: tl.constexpr, WHOLE_TILE: tl.constexpr,
-    COLUMNS: tl.constexpr, REPS: tl.constexpr, HEAD: tl.constexpr,
+    HEAD: tl.constexpr,
 ):  # fmt: skip
     """The ids with the highest raw logits and their log-probabilities. ``source``: without what is the request's."""
     if highest == NAN:
@@ -68,8 +68,7 @@ def write_top(
         top = value_of(highest)
         bound = tl.maximum(kth_highest(chunk_keys, count), MINUS_INF)
         gathered, _ = gather(
-            source, chunk_keys, bound, list_ptr, keys_ptr, cand_ids, top, LOG2E, True, CAPACITY, CHUNKS, GATHERED, COLUMNS,
-            REPS, HEAD, 1,
+            source, chunk_keys, bound, list_ptr, keys_ptr, cand_ids, top, LOG2E, True, CAPACITY, CHUNKS, GATHERED, HEAD, 1,
         )  # fmt: skip
         if gathered <= CAPACITY:
             tokens = Tokens(source, keys_ptr, cand_ids, gathered, MINUS_INF, 31, top, LOG2E)
@@ -82,7 +81,7 @@ def write_top(
 @triton.jit
 def write_drawn(
     source, token, raw_keys, raw_highest, lse, top, scale, kept_mass, list_ptr, logprob_ptr, processed_ptr, rank_ptr,
-    CHUNKS: tl.constexpr, GATHERED: tl.constexpr, COLUMNS: tl.constexpr, REPS: tl.constexpr, HEAD: tl.constexpr,
+    CHUNKS: tl.constexpr, GATHERED: tl.constexpr, HEAD: tl.constexpr,
     ENTRIES: tl.constexpr,
 ):  # fmt: skip
     """Both log-probabilities and the rank of a token that was drawn, or -1."""
@@ -97,7 +96,7 @@ def write_drawn(
         listed = list_chunks(raw_keys > key_of(x), list_ptr, CHUNKS)
         above = tl.full((), 0, tl.int32)
         for first in range(0, listed, GATHERED):
-            logit, _, live = chunk_tile(source, list_ptr, listed, first, True, GATHERED, COLUMNS, REPS, HEAD, ENTRIES)
+            logit, _, live = chunk_tile(source, list_ptr, listed, first, True, GATHERED, HEAD, ENTRIES)
             above += tl.sum(tl.sum((live & (logit > x)).to(tl.int32), axis=1), axis=0)
         rank = 1 + above.to(tl.int64)
     tl.store(logprob_ptr, raw)

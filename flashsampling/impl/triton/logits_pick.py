@@ -172,8 +172,6 @@ def pick_kernel(
     given_ptr,  # (B, num_given) float32, out
     num_given: tl.int32,
     lse_ptr,  # (B,) float32, out
-    COLUMNS: tl.constexpr,
-    REPS: tl.constexpr,
     ENTRIES: tl.constexpr,
     HEAD: tl.constexpr,
     FILTERS: tl.constexpr,
@@ -201,7 +199,7 @@ def pick_kernel(
     temperature = row_f32(temperature_at, temperature_value, row)
     scale = mass_scale(temperature)
     chunk = tl.arange(0, CHUNKS)
-    num_chunks = blocks * (COLUMNS // 8)
+    num_chunks = 2 * tl.cdiv(vocab_size, 128)
     cand_keys = candidates_ptr + far * (2 * CAPACITY + CHUNKS)
     cand_ids = cand_keys + CAPACITY
     list_ptr = cand_ids + CAPACITY
@@ -288,8 +286,8 @@ def pick_kernel(
                     guess = tl.where(attempts == 2, 0.8, 0.2)
                     bound = tl.maximum(nucleus_bound(keys, chunk_mass, top, scale, guess * rest), least)
                 count, mass = gather(
-                    source, keys, bound, list_ptr, cand_keys, cand_ids, top, scale, False, CAPACITY, CHUNKS, GATHERED, COLUMNS,
-                    REPS, HEAD, ENTRIES,
+                    source, keys, bound, list_ptr, cand_keys, cand_ids, top, scale, False, CAPACITY, CHUNKS, GATHERED, HEAD,
+                    ENTRIES,
                 )  # fmt: skip
                 attempts -= 1
                 if by_top_k | (bound <= least) | (mass >= target) | (count > CAPACITY):
@@ -336,7 +334,7 @@ def pick_kernel(
             )  # fmt: skip
             write_top(
                 raw_source, raw_keys, raw_highest, lse, list_ptr, cand_keys, cand_ids, top_ids_ptr + far * num_top,
-                top_logprobs_ptr + far * num_top, num_top, CAPACITY, CHUNKS, GATHERED, TILE, WHOLE_TILE, COLUMNS, REPS, HEAD,
+                top_logprobs_ptr + far * num_top, num_top, CAPACITY, CHUNKS, GATHERED, TILE, WHOLE_TILE, HEAD,
             )  # fmt: skip
         if LOGPROBS:
             tl.debug_barrier()  # the tokens are there
@@ -344,5 +342,5 @@ def pick_kernel(
                 out = far * num_samples + draw
                 write_drawn(
                     source, tl.load(ids_ptr + draw), raw_keys, raw_highest, lse, top, scale, kept_mass, list_ptr,
-                    logprobs_ptr + out, processed_ptr + out, ranks_ptr + out, CHUNKS, GATHERED, COLUMNS, REPS, HEAD, ENTRIES,
+                    logprobs_ptr + out, processed_ptr + out, ranks_ptr + out, CHUNKS, GATHERED, HEAD, ENTRIES,
                 )  # fmt: skip

@@ -11,6 +11,7 @@ import triton.language as tl
 from .logits_source import (
     GREEDY_BELOW,
     Source,
+    chunk_sums,
     column_tokens,
     exp2,
     key_of,
@@ -31,23 +32,40 @@ _LARGEST = tl.constexpr(3.4028234663852886e38)
 
 
 @triton.jit
-def _summaries(logits, scale, keys_ptr, sums_ptr, wants_mass, COLUMNS: tl.constexpr, CHUNK: tl.constexpr):
-    """Writes the chunks' highest keys and sums of masses, of a tuple of (COLUMNS,) logits."""
-    highest = logits[0]
-    for i in tl.static_range(1, len(logits)):
-        highest = tl.maximum(highest, logits[i], propagate_nan=tl.PropagateNan.ALL)
-    key = tl.max(tl.reshape(key_of(highest), (COLUMNS // 8, 8)), axis=1)
-    tl.store(keys_ptr + tl.arange(0, COLUMNS // 8), key)
+def chunk_summaries(lanes, scale, wants_mass):
+    """Of a tuple of four lanes (columns, N): the highest key of every chunk, and the sum of its masses relative to it if
+    someone wants it: (columns // 16, N) each."""
+    COLUMNS: tl.constexpr = lanes[0].shape[0]
+    N: tl.constexpr = lanes[0].shape[1]
+    highest = lanes[0]
+    for i in tl.static_range(1, 4):
+        highest = tl.maximum(highest, lanes[i], propagate_nan=tl.PropagateNan.ALL)
+    key = tl.max(tl.reshape(key_of(highest), (COLUMNS // 16, 16, N)), axis=1)
+    total = tl.zeros(key.shape, tl.float32)
     if wants_mass:
         top = value_of(key)
         # a chunk of -inf has no mass; infinite ones have one each
         top = tl.minimum(tl.where(top == float("-inf"), 0.0, top), _LARGEST)
-        top = tl.reshape(tl.broadcast_to(top[:, None], (COLUMNS // 8, 8)), (COLUMNS,))
-        mass = exp2((tl.minimum(logits[0], _LARGEST) - top) * scale)
-        for i in tl.static_range(1, len(logits)):
-            mass += exp2((tl.minimum(logits[i], _LARGEST) - top) * scale)
-        total = tl.sum(tl.reshape(mass, (COLUMNS // 8, 8)), axis=1)
-        tl.store(sums_ptr + tl.arange(0, COLUMNS // 8), total)
+        top = tl.reshape(tl.broadcast_to(top[:, None, :], (COLUMNS // 16, 16, N)), (COLUMNS, N))
+        mass = exp2((tl.minimum(lanes[0], _LARGEST) - top) * scale)
+        for i in tl.static_range(1, 4):
+            mass += exp2((tl.minimum(lanes[i], _LARGEST) - top) * scale)
+        total = chunk_sums(tl.reshape(mass, (COLUMNS // 16, 2, 2, 2, 2, N)))
+    return key, total
+
+
+@triton.jit
+def _summaries(logits, scale, keys_ptr, sums_ptr, wants_mass, chunks, COLUMNS: tl.constexpr):
+    """Writes those of a tuple of (COLUMNS,) logits. ``chunks``: so many there are from the first one on."""
+    for rep in tl.static_range(len(logits) // 4):
+        lanes = ()
+        for i in tl.static_range(4):
+            lanes = lanes + (logits[rep * 4 + i][:, None],)
+        key, total = chunk_summaries(lanes, scale, wants_mass)
+        chunk = rep * (COLUMNS // 16) + tl.arange(0, COLUMNS // 16)[:, None]
+        tl.store(keys_ptr + chunk, key, mask=chunk < chunks)
+        if wants_mass:
+            tl.store(sums_ptr + chunk, total, mask=chunk < chunks)
 
 
 @triton.jit
@@ -142,7 +160,6 @@ def scan_kernel(
     """See the module's docstring. Grid: (blocks * B,)."""
     BLOCK: tl.constexpr = 4 * COLUMNS * REPS
     PARTS: tl.constexpr = 4 * REPS
-    CHUNKS: tl.constexpr = COLUMNS // 8
     row = tl.program_id(0) // blocks
     block = tl.program_id(0) % blocks
     first = block * BLOCK
@@ -164,9 +181,11 @@ def scan_kernel(
         live = live + (inside,)
         raw = raw + (raw_logits(source, token, inside, HEAD),)
     temperature = row_f32(temperature_at, temperature_value, row)
-    out = row.to(tl.int64) * (blocks * CHUNKS) + block * CHUNKS
+    chunks = 2 * tl.cdiv(vocab_size, 128)
+    out = row.to(tl.int64) * chunks + first // 64
+    chunks -= first // 64
     if raw_keys_ptr is not None:
-        _summaries(raw, 1.4426950408889634, raw_keys_ptr + out, raw_sums_ptr + out, True, COLUMNS, 8 * PARTS)
+        _summaries(raw, 1.4426950408889634, raw_keys_ptr + out, raw_sums_ptr + out, True, chunks, COLUMNS)
     entries = tl.full((ENTRIES,), -1, tl.int32)
     if bias_ids is not None:
         entries = sparse_entries(source, ENTRIES)
@@ -186,9 +205,9 @@ def scan_kernel(
         else:
             filtered = (by_top_k | by_top_p | by_min_p) & (greedy == 0)
             wants_mass = filtered & by_top_p & (by_top_k == 0)
-        _summaries(processed, mass_scale(temperature), keys_ptr + out, sums_ptr + out, wants_mass, COLUMNS, 8 * PARTS)
+        _summaries(processed, mass_scale(temperature), keys_ptr + out, sums_ptr + out, wants_mass, chunks, COLUMNS)
     elif LOGPROBS:
-        _summaries(processed, mass_scale(temperature), keys_ptr + out, sums_ptr + out, True, COLUMNS, 8 * PARTS)
+        _summaries(processed, mass_scale(temperature), keys_ptr + out, sums_ptr + out, True, chunks, COLUMNS)
     if filtered == 0:
         scale, noise_factor = score_factors(temperature, token_mask is not None)
         seed = row_i64(seed_at, seed_value, row)

@@ -132,20 +132,20 @@ def list_chunks(there, list_ptr, CHUNKS: tl.constexpr):
 @triton.jit
 def chunk_tile(
     source, list_ptr, listed, first, RAW: tl.constexpr,
-    GATHERED: tl.constexpr, COLUMNS: tl.constexpr, REPS: tl.constexpr, HEAD: tl.constexpr, ENTRIES: tl.constexpr,
+    GATHERED: tl.constexpr, HEAD: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
     """Logits, tokens and which of them there are, of the listed chunks from ``first`` on: (GATHERED, tokens of a chunk)."""
     slot = first + tl.arange(0, GATHERED)
     chunk = tl.load(list_ptr + slot, mask=slot < listed, other=0)
-    token = chunk_tokens(chunk, COLUMNS, REPS)
+    token = chunk_tokens(chunk)
     live = (token < source.vocab_size) & (slot < listed)[:, None]
     x = raw_logits(source, token, live, HEAD)
     if not RAW:
         entries = tl.full((ENTRIES,), -1, tl.int32)
         if source.bias_ids is not None:
             entries = sparse_entries(source, ENTRIES)
-            near = (entries >= 0) & (chunk_of(entries, COLUMNS, REPS) >= tl.load(list_ptr + first))
-            near = near & (chunk_of(entries, COLUMNS, REPS) <= tl.max(chunk, axis=0))
+            near = (entries >= 0) & (chunk_of(entries) >= tl.load(list_ptr + first))
+            near = near & (chunk_of(entries) <= tl.max(chunk, axis=0))
             entries = tl.where(near, entries, -1)
         x = processed_logits(source, (x,), (token,), (live,), entries, ENTRIES)[0]
     return x, token, live
@@ -154,8 +154,7 @@ def chunk_tile(
 @triton.jit
 def gather(
     source, chunk_keys, bound, list_ptr, keys_ptr, ids_ptr, top, scale, RAW: tl.constexpr, CAPACITY: tl.constexpr,
-    CHUNKS: tl.constexpr, GATHERED: tl.constexpr, COLUMNS: tl.constexpr, REPS: tl.constexpr, HEAD: tl.constexpr,
-    ENTRIES: tl.constexpr,
+    CHUNKS: tl.constexpr, GATHERED: tl.constexpr, HEAD: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
     """Writes the candidates, the tokens with at least the key ``bound``. How many, also where there is no room for them, and
     their mass."""
@@ -163,7 +162,7 @@ def gather(
     count = tl.full((), 0, tl.int32)
     mass = tl.full((), 0.0, tl.float32)
     for first in range(0, listed, GATHERED):
-        x, token, live = chunk_tile(source, list_ptr, listed, first, RAW, GATHERED, COLUMNS, REPS, HEAD, ENTRIES)
+        x, token, live = chunk_tile(source, list_ptr, listed, first, RAW, GATHERED, HEAD, ENTRIES)
         key = key_of(x)
         there = live & (key >= bound)
         ones = there.to(tl.int32)

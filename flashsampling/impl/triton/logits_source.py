@@ -3,7 +3,7 @@
     raw        after the head's bias, scale and soft cap
     processed  after the request's biases, penalties and token mask too: what filters and draws are about
 
-Both kernels of ``logits`` read them through these functions, so a token's logit is the same bits wherever it is made.
+All kernels of ``logits`` read them through these functions, so a token's logit is the same bits wherever it is made.
 """
 
 from typing import NamedTuple
@@ -93,6 +93,12 @@ def _tanh(x):
 def raw_logits(source, tokens, live, HEAD: tl.constexpr):
     """Raw logits of tokens, float32; -inf where not live. ``HEAD``: there is a scale or a soft cap."""
     x = tl.load(source.logits + source.row * source.logits_stride + tokens, mask=live, other=float("-inf")).to(tl.float32)
+    return after_head(source, x, tokens, live, HEAD)
+
+
+@triton.jit
+def after_head(source, x, tokens, live, HEAD: tl.constexpr):
+    """Raw logits of products, which are -inf where not live."""
     if source.bias is not None:
         x += tl.load(source.bias + tokens, mask=live, other=0.0)
     if HEAD:
@@ -104,22 +110,34 @@ def raw_logits(source, tokens, live, HEAD: tl.constexpr):
 
 
 @triton.jit
-def _dense(source, x, tokens, live):
+def biased(source, x, tokens, live):
     if source.dense_bias is not None:
         x += tl.load(source.dense_bias + tokens, mask=live, other=0.0)
     return x
 
 
 @triton.jit
+def penalized(x, counts, repetition, frequency, presence):
+    """Of tokens that have been in the prompt or the output so often."""
+    x = tl.where(counts != 0, tl.where(x > 0.0, x / repetition, x * repetition), x)
+    times = (counts & 0x7FFFFFFF).to(tl.float32)
+    return tl.where(times > 0.0, x - frequency * times - presence, x)
+
+
+@triton.jit
+def masked(x, tokens, word):
+    """``word``: of the token mask."""
+    return tl.where(((word >> (tokens & 31)) & 1) != 0, x, float("-inf"))
+
+
+@triton.jit
 def _penalized(source, x, tokens, live):
     if source.counts is not None:
         counts = tl.load(source.counts + source.row * source.counts_stride + tokens, mask=live, other=0)
-        x = tl.where(counts != 0, tl.where(x > 0.0, x / source.repetition, x * source.repetition), x)
-        times = (counts & 0x7FFFFFFF).to(tl.float32)
-        x = tl.where(times > 0.0, x - source.frequency * times - source.presence, x)
+        x = penalized(x, counts, source.repetition, source.frequency, source.presence)
     if source.token_mask is not None:
         word = tl.load(source.token_mask + source.row * source.mask_stride + (tokens >> 5), mask=live, other=0)
-        x = tl.where(((word >> (tokens & 31)) & 1) != 0, x, float("-inf"))
+        x = masked(x, tokens, word)
     return x
 
 
@@ -137,7 +155,7 @@ def processed_logits(source, raw, tokens, live, entries, ENTRIES: tl.constexpr):
     the sparse bias, -1 for those that are in none of the tensors."""
     done = ()
     for i in tl.static_range(len(raw)):
-        done = done + (_dense(source, raw[i], tokens[i], live[i]),)
+        done = done + (biased(source, raw[i], tokens[i], live[i]),)
     if source.bias_ids is not None:
         index = tl.arange(0, ENTRIES)
         pending = entries >= 0
@@ -146,15 +164,14 @@ def processed_logits(source, raw, tokens, live, entries, ENTRIES: tl.constexpr):
             pending = pending & (index != entry)
             token = tl.load(source.bias_ids + source.row * source.ids_stride + entry)
             value = tl.load(source.bias_values + source.row * source.values_stride + entry)
-            biased = ()
+            more = ()
             for i in tl.static_range(len(raw)):
-                biased = biased + (tl.where(tokens[i] == token, done[i] + value, done[i]),)
-            done = biased
-    penalized = ()
+                more = more + (tl.where(tokens[i] == token, done[i] + value, done[i]),)
+            done = more
+    processed = ()
     for i in tl.static_range(len(raw)):
-        x = _penalized(source, done[i], tokens[i], live[i])
-        penalized = penalized + (x,)
-    return penalized
+        processed = processed + (_penalized(source, done[i], tokens[i], live[i]),)
+    return processed
 
 
 @triton.jit
@@ -233,18 +250,25 @@ def column_tokens(COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def chunk_tokens(chunk, COLUMNS: tl.constexpr, REPS: tl.constexpr):
-    """Tokens of chunks (N,): (N, 32 * REPS). A chunk is eight of a block's columns, all lanes, all repetitions."""
-    per_block: tl.constexpr = COLUMNS // 8
-    inside = chunk % per_block
-    first = chunk // per_block * (4 * COLUMNS * REPS) + inside // 4 * 128 + inside % 4 * 16
-    e = tl.arange(0, 32 * REPS)
-    offset = e % 8 + (e // 8 % 2) * 8 + (e // 16 % 2) * 64 + (e // 32) * (4 * COLUMNS)
-    return tl.multiple_of(first, 16)[:, None] + tl.max_contiguous(offset, 8)[None, :]
+def chunk_tokens(chunk):
+    """Tokens of chunks (N,): (N, 64). A chunk is half of a block of 128: 16 columns, all lanes, so 32 tokens and, 64 above
+    them, 32 more."""
+    first = chunk // 2 * 128 + chunk % 2 * 32
+    e = tl.arange(0, 64)
+    return tl.multiple_of(first, 32)[:, None] + tl.max_contiguous(e % 32 + e // 32 * 64, 32)[None, :]
 
 
 @triton.jit
-def chunk_of(token, COLUMNS: tl.constexpr, REPS: tl.constexpr):
+def chunk_of(token):
     """The chunk that a token is in."""
-    inside = token % (4 * COLUMNS)
-    return token // (4 * COLUMNS * REPS) * (COLUMNS // 8) + inside // 128 * 4 + inside // 16 % 4
+    return (token >> 7) * 2 + ((token >> 5) & 1)
+
+
+@triton.jit
+def chunk_sums(x):
+    """Sums over a chunk's columns: (columns, 2, 2, 2, 2, N) -> (columns, N). Each axis is one addition of two, so that sums
+    are the same bits wherever the columns are."""
+    x = tl.sum(x, axis=4)
+    x = tl.sum(x, axis=3)
+    x = tl.sum(x, axis=2)
+    return tl.sum(x, axis=1)
