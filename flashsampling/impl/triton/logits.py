@@ -18,8 +18,11 @@ from torch import Tensor
 from ...exchange import WHOLE
 from ...step import Asked, Drawn, Step, layout
 from ..device import capability
+from .config import TileConfig
 from .logits_pick import pick_kernel
 from .logits_scan import scan_kernel
+from .products import empty_products
+from .products_scan import products_scan
 
 
 @dataclass(frozen=True)
@@ -79,13 +82,16 @@ def _contiguous_rows(matrix: Tensor | None) -> Tensor | None:
     return matrix if matrix is None or matrix.shape[1] <= 1 or matrix.stride(1) == 1 else matrix.contiguous()
 
 
-def run(step: Step, config: Config = CONFIG) -> Drawn:
-    """See ``backends``: two launches."""
+def run(step: Step, config: Config = CONFIG, tiles: TileConfig | None = None) -> Drawn:
+    """See ``backends``: two launches. A step without logits, asked for what ``products_scan`` covers, has its first one made
+    by that, in ``tiles``."""
     asked, num_samples, vocab_size = step.asked, step.num_samples, step.vocab_size
+    batch, device = step.hidden_states.shape[0], step.hidden_states.device
     logits = _contiguous_rows(step.logits)
-    assert logits is not None
-    batch, device = logits.shape[0], logits.device
-    blocks = -(-vocab_size // config.block)
+    fused = logits is None
+    if logits is None:
+        logits = empty_products(batch, vocab_size, device)
+    blocks = -(-vocab_size // (128 if fused else config.block))
     chunks = 2 * -(-vocab_size // 128)
     filters = _may_filter(asked)
     wants_raw = asked.logprobs or asked.top_logprobs > 0 or asked.logprob_ids is not None or asked.logsumexp
@@ -114,19 +120,15 @@ def run(step: Step, config: Config = CONFIG) -> Drawn:
     counts, token_mask = _contiguous_rows(asked.counts), _contiguous_rows(asked.token_mask)
     bias_ids, bias_values = (_contiguous_rows(part) if bias_count else None for part in (asked.bias_ids, asked.bias_values))
     given = _contiguous_rows(given)
-    common = (
-        logits,
-        logits.stride(0),
-        vocab_size,
-        asked.bias,
-        asked.logit_scale,
-        asked.soft_cap,
-        asked.dense_bias,
+    head = (vocab_size, asked.bias, asked.logit_scale, asked.soft_cap, asked.dense_bias)
+    sparse = (
         bias_ids,
         bias_values,
         bias_count,
         0 if bias_ids is None else bias_ids.stride(0),
         0 if bias_values is None else bias_values.stride(0),
+    )
+    rest = (
         counts,
         0 if counts is None else counts.stride(0),
         token_mask,
@@ -147,22 +149,27 @@ def run(step: Step, config: Config = CONFIG) -> Drawn:
         int(asked.stream),
         blocks,
     )
+    common = (logits, logits.stride(0), *head, *sparse, *rest)
     flags = {
-        "ENTRIES": triton.next_power_of_2(max(bias_count, 1)),
         "HEAD": asked.logit_scale != 1.0 or asked.soft_cap != 0.0,
         "FILTERS": filters,
         "LOGPROBS": asked.logprobs,
         "TOP_K_WIDE": wide,
     }
-    scan_kernel[(batch * blocks,)](
-        *common,
-        0,
-        COLUMNS=config.columns,
-        REPS=config.reps,
-        **flags,
-        num_warps=config.scan_warps,
-        maxnreg=config.scan_registers,
-    )
+    entries = triton.next_power_of_2(max(bias_count, 1))
+    if fused:
+        products_scan(step, logits, (*head, *rest), flags, tiles)
+    else:
+        scan_kernel[(batch * blocks,)](
+            *common,
+            0,
+            COLUMNS=config.columns,
+            REPS=config.reps,
+            ENTRIES=entries,
+            **flags,
+            num_warps=config.scan_warps,
+            maxnreg=config.scan_registers,
+        )
 
     def part(tensor: Tensor, name: str) -> Tensor | None:
         where = (places.ids if tensor is ids else places.values).get(name)
@@ -183,6 +190,7 @@ def run(step: Step, config: Config = CONFIG) -> Drawn:
         part(values, "given_logprobs"),
         0 if given is None else given.shape[1],
         part(values, "logsumexp"),
+        ENTRIES=entries,
         **flags,
         BLOCKS=triton.next_power_of_2(blocks),
         CHUNKS=list_length,

@@ -15,7 +15,7 @@ from .tiles import tile_logits
 
 
 @triton.jit
-def _store(out, out_stride, tile, first_token, first_row, first_owned, batch, vocab_size):
+def store_tile(out, out_stride, tile, first_token, first_row, first_owned, batch, vocab_size):
     """A tile, (tokens, rows), transposed into rows."""
     tokens = first_token + tl.arange(0, tile.shape[0])[:, None]
     rows = first_row + tl.arange(0, tile.shape[1])[None, :]
@@ -59,9 +59,14 @@ def products_kernel(
             hidden, hidden_rest, weight, first_token, first_row, batch, vocab_size, dim, hidden_stride, weight_stride,
             BLOCK_V, BLOCK_B, REST_B, BLOCK_D, USE_TMA, EVEN_D, ROW_ALIGNMENT, UPCAST,
         )  # fmt: skip
-        _store(out, out_stride, acc, first_token, first_row, first_owned, batch, vocab_size)
+        store_tile(out, out_stride, acc, first_token, first_row, first_owned, batch, vocab_size)
         if REST_B > 0:
-            _store(out, out_stride, rest, first_token, first_row + BLOCK_B, first_owned, batch, vocab_size)
+            store_tile(out, out_stride, rest, first_token, first_row + BLOCK_B, first_owned, batch, vocab_size)
+
+
+def empty_products(batch: int, vocab_size: int, device: torch.device) -> Tensor:
+    """(batch, vocab_size) float32, rows a multiple of 16 bytes apart."""
+    return torch.empty((batch, -(-vocab_size // 4) * 4), dtype=torch.float32, device=device)[:, :vocab_size]
 
 
 def products(
@@ -70,14 +75,14 @@ def products(
     vocab_size: int,
     config: TileConfig | None = None,
 ) -> Tensor:
-    """(B, vocab_size) float32, rows a multiple of 16 bytes apart: one launch. ``config`` replaces the shape that is chosen."""
+    """``empty_products``, filled: one launch. ``config`` replaces the shape that is chosen."""
     batch = hidden_states.shape[0]
     config = choose_config(hidden_states, weight, 1) if config is None else config
     operands = tile_operands(hidden_states, weight, vocab_size, config)
     row_blocks = -(-batch // config.columns)
     tiles = -(-vocab_size // config.block_v)
     programs = max(1, min(tiles, config.ctas_per_sm * multiprocessors(weight.device) // row_blocks))
-    out = torch.empty((batch, -(-vocab_size // 4) * 4), dtype=torch.float32, device=weight.device)
+    out = empty_products(batch, vocab_size, weight.device)
     products_kernel[(programs * row_blocks,)](
         *operands.matrices,
         out,
@@ -91,4 +96,4 @@ def products(
         num_stages=config.num_stages,
         maxnreg=config.max_registers,
     )
-    return out[:, :vocab_size]
+    return out

@@ -11,7 +11,7 @@ _LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def _load_b64(address, index, value, ROW_TENSORS: tl.constexpr):
+def load_b64(address, index, value, ROW_TENSORS: tl.constexpr):
     """Low and high half of 64-bit elements; of ``value`` where the address may be, and is, 0."""
     pointers = address + index.to(tl.int64) * 8
     if INTERPRETED:
@@ -33,7 +33,7 @@ def _load_b64(address, index, value, ROW_TENSORS: tl.constexpr):
 
 
 @triton.jit
-def _load_f32(address, index, value, ROW_TENSORS: tl.constexpr):
+def load_f32(address, index, value, ROW_TENSORS: tl.constexpr):
     pointers = address + index.to(tl.int64) * 4
     if INTERPRETED:
         given = tl.full(index.shape, 1, tl.int1) & (address != 0)
@@ -69,9 +69,9 @@ def row_params(
     The loads are inline assembly because Triton would otherwise choose a layout for them, and reach the shape's own through
     shared memory.
     """
-    temperature = _load_f32(temperature_at, rows, temperature_value, ROW_TENSORS)
-    key_lo, key_hi = _load_b64(seed_at, rows, seed_value, ROW_TENSORS)
-    offset_lo, offset_hi = _load_b64(offset_at, rows, offset_value, ROW_TENSORS)
+    temperature = load_f32(temperature_at, rows, temperature_value, ROW_TENSORS)
+    key_lo, key_hi = load_b64(seed_at, rows, seed_value, ROW_TENSORS)
+    offset_lo, offset_hi = load_b64(offset_at, rows, offset_value, ROW_TENSORS)
     hot = temperature > 1.0
     # a NaN stays one: the row's scores are then NaN too
     noise_factor = tl.where(temperature < _GREEDY_BELOW, 0.0, temperature * _LN2)
@@ -94,9 +94,9 @@ def row_tags(
     ROW_TENSORS: tl.constexpr,
 ):
     """What an exchange compares of rows, in the step of that number: details and both tags."""
-    temperature = _load_f32(temperature_at, rows, temperature_value, ROW_TENSORS)
-    seed_lo, seed_hi = _load_b64(seed_at, rows, seed_value, ROW_TENSORS)
-    offset_lo, offset_hi = _load_b64(offset_at, rows, offset_value, ROW_TENSORS)
+    temperature = load_f32(temperature_at, rows, temperature_value, ROW_TENSORS)
+    seed_lo, seed_hi = load_b64(seed_at, rows, seed_value, ROW_TENSORS)
+    offset_lo, offset_hi = load_b64(offset_at, rows, offset_value, ROW_TENSORS)
     return details_and_tags(number, batch, num_samples, temperature, seed_lo, seed_hi, offset_lo, offset_hi)
 
 

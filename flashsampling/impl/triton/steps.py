@@ -1,13 +1,14 @@
-"""Which launches a step takes: one, or where a row's logits must be seen more than once, three.
+"""Which launches a step takes: one, or where a row's logits must be seen more than once, two or three.
 
 nothing is asked for    ``launch``: logits never leave the registers
 logits are there        ``logits``: two launches
-anything else           ``products`` writes (B, V) float32 logits, of which ``logits`` makes the rest
+a sparse bias           ``products`` writes (B, V) float32 logits, of which ``logits`` makes the rest in two more
+anything else           ``products_scan`` writes them, and what the first launch of ``logits`` would write: two launches
 """
 
 from ...exchange import WHOLE
 from ...step import PLAIN, Asked, Drawn, Step, arguments
-from . import config, launch, logits
+from . import config, launch, logits, products_scan
 from .products import products
 
 DOES = DOES_OF_LOGITS = Asked._fields
@@ -28,4 +29,6 @@ def run(step: Step) -> Drawn:
         return logits.run(step)
     if step.asked is PLAIN:
         return launch.run(step)
+    if products_scan.covers(step.asked):
+        return logits.run(step)
     return logits.run(step._replace(logits=products(step.hidden_states, step.weight, step.vocab_size)))
