@@ -15,12 +15,11 @@ from .tiles import tile_logits
 
 
 @triton.jit
-def store_tile(out, out_stride, tile, first_token, first_row, first_owned, batch, vocab_size):
+def store_tile(out, out_stride, tile, first_token, rows, owned, vocab_size):
     """A tile, (tokens, rows), transposed into rows."""
     tokens = first_token + tl.arange(0, tile.shape[0])[:, None]
-    rows = first_row + tl.arange(0, tile.shape[1])[None, :]
-    wanted = (tokens < vocab_size) & (rows < batch) & (rows >= first_owned)
-    tl.store(out + rows.to(tl.int64) * out_stride + tokens, tile, mask=wanted)
+    wanted = (tokens < vocab_size) & owned[None, :]
+    tl.store(out + rows.to(tl.int64)[None, :] * out_stride + tokens, tile, mask=wanted)
 
 
 @triton.jit(
@@ -59,9 +58,11 @@ def products_kernel(
             hidden, hidden_rest, weight, first_token, first_row, batch, vocab_size, dim, hidden_stride, weight_stride,
             BLOCK_V, BLOCK_B, REST_B, BLOCK_D, USE_TMA, EVEN_D, ROW_ALIGNMENT, UPCAST,
         )  # fmt: skip
-        store_tile(out, out_stride, acc, first_token, first_row, first_owned, batch, vocab_size)
+        rows = first_row + tl.arange(0, BLOCK_B)
+        store_tile(out, out_stride, acc, first_token, rows, (rows < batch) & (rows >= first_owned), vocab_size)
         if REST_B > 0:
-            store_tile(out, out_stride, rest, first_token, first_row + BLOCK_B, first_owned, batch, vocab_size)
+            rest_rows = first_row + BLOCK_B + tl.arange(0, REST_B)
+            store_tile(out, out_stride, rest, first_token, rest_rows, rest_rows < batch, vocab_size)
 
 
 def empty_products(batch: int, vocab_size: int, device: torch.device) -> Tensor:

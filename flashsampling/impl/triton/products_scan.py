@@ -32,7 +32,7 @@ from .logits_source import (
     row_top_k,
     score_factors,
 )
-from .noise import minus_gumbel, philox_words
+from .noise import minus_gumbel, opaque, philox_words
 from .products import store_tile
 from .rows import after, load_b64, load_f32
 from .scores import NO_TOKEN, keep_better, pack_key, score_of
@@ -135,15 +135,16 @@ def _block(
         slots = winners_ptr + rows.to(tl.int64) * num_samples * blocks + first_token // 128
         for draw in range(num_samples):
             draw_word = tl.zeros((1, 1), tl.uint32) + (draw | (stream << 24)).to(tl.uint32)
-            words = philox_words(group, draw_word, offset_lo, offset_hi, key_lo, key_hi)
+            # ten round keys per row are not to be kept over the draws
+            words = philox_words(group, draw_word, offset_lo, offset_hi, opaque(key_lo), opaque(key_hi))
             best = tl.full((32, N), float("-inf"), tl.float32)
             best_id = tl.full((32, N), NO_TOKEN, tl.int32)
             for lane in tl.static_range(4):
                 token = token0 + (lane & 1) * 8 + (lane >> 1) * 64
                 score = score_of(processed[lane], scale, 0.0, minus_gumbel(words[lane]), noise_factor)
                 best, best_id = keep_better(best, best_id, score, token)
-            key = tl.max(tl.where(best != float("-inf"), pack_key(best, best_id), 0), axis=0)
-            tl.store(slots + draw * blocks, key, mask=owned)
+            winner = tl.max(tl.where(best != float("-inf"), pack_key(best, best_id), 0), axis=0)
+            tl.store(slots + draw * blocks, winner, mask=owned)
 
 
 @triton.jit(
@@ -241,20 +242,20 @@ def products_scan_kernel(
             hidden, hidden_rest, weight, first_token, first_row, batch, vocab_size, dim, hidden_stride, weight_stride,
             BLOCK_V, BLOCK_B, REST_B, BLOCK_D, USE_TMA, EVEN_D, ROW_ALIGNMENT, UPCAST,
         )  # fmt: skip
-        store_tile(out, out_stride, acc, first_token, first_row, first_owned, batch, vocab_size)
         tiles = split_blocks(acc, BLOCK_V // 128, CHUNKS)
         rest_tiles = ()
         if REST_B > 0:
-            store_tile(out, out_stride, rest, first_token, first_row + BLOCK_B, first_owned, batch, vocab_size)
             rest_tiles = split_blocks(rest, BLOCK_V // 128, REST_CHUNKS)
         for c in tl.static_range(CHUNKS + REST_CHUNKS):
-            rows = rows_of_chunk(first_row, c, BLOCK_B, CHUNK_B, REST_CHUNK)
+            # of this tile, to every compiler: addresses computed before the loop would be 90 spilled words (sm_90, B = 64)
+            rows = rows_of_chunk(first_row + (tile & zero), c, BLOCK_B, CHUNK_B, REST_CHUNK)
             owned = (rows < batch) & (rows >= first_owned)
             for b in tl.static_range(BLOCK_V // 128):
                 if c < CHUNKS:
                     block = tiles[b * CHUNKS + c]
                 else:
                     block = rest_tiles[b * REST_CHUNKS + c - CHUNKS]
+                store_tile(out, out_stride, block, first_token + 128 * b, rows, owned, vocab_size)
                 # the last tile's second block may lie beyond the vocabulary
                 inside = owned & (first_token + 128 * b < vocab_size)
                 _block(
