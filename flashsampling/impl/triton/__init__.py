@@ -1,8 +1,8 @@
-"""Triton: the fused step in one launch, and what a request asks for beside it in two more.
+"""Triton: the fused step in one launch, and what a request asks for beside it in one or two more.
 
 ``steps`` says which launches a step takes. ``launch`` calls ``kernel``, which is made of ``rows``, ``tiles``, ``noise``,
-``scores``, ``careful`` and ``exchange``; ``products`` has its tiles without its end; ``logits`` draws from logits in memory.
-``config`` has the tiles' shapes, and what is taken.
+``scores``, ``careful`` and ``exchange``; ``products`` has its tiles without its end, ``products_scan`` with another one;
+``logits`` draws from logits in memory. ``config`` has the tiles' shapes, and what is taken.
 """
 
 from .config import choose_config, compiled_for

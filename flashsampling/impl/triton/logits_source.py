@@ -111,6 +111,7 @@ def after_head(source, x, tokens, live, HEAD: tl.constexpr):
 
 @triton.jit
 def biased(source, x, tokens, live):
+    """With the bias that all rows share."""
     if source.dense_bias is not None:
         x += tl.load(source.dense_bias + tokens, mask=live, other=0.0)
     return x

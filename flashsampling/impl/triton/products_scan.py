@@ -26,8 +26,8 @@ from .logits_source import (
     Source,
     after_head,
     biased,
-    mass_scale,
     masked,
+    mass_scale,
     penalized,
     row_top_k,
     score_factors,
@@ -40,8 +40,9 @@ from .tiles import lane0_tokens, rows_of_chunk, split_blocks, split_lanes, tile_
 
 
 @triton.jit
-def _load_i32(address, index):
-    return load_f32(address, index, 0.0, True).to(tl.int32, bitcast=True)
+def _load_i32(pointer, index):
+    """Into the registers that ``index`` has."""
+    return load_f32(pointer.to(tl.int64), index, 0.0, True).to(tl.int32, bitcast=True)
 
 
 @triton.jit
@@ -108,17 +109,17 @@ def _block(
         presence = load_f32(presence_at, columns, presence_value, False)
     if source.token_mask is not None:  # lanes 0 and 1 are bits of one word, 2 and 3 of another
         last_word = (vocab_size - 1) >> 5
-        word_at = source.token_mask.to(tl.int64) + columns.to(tl.int64) * (source.mask_stride * 4)
-        lower_word = _load_i32(word_at, tl.minimum(token0 >> 5, last_word))
-        upper_word = _load_i32(word_at, tl.minimum((token0 + 64) >> 5, last_word))
+        words_of_row = columns.to(tl.int64) * source.mask_stride
+        lower_word = _load_i32(source.token_mask, words_of_row + tl.minimum(token0 >> 5, last_word))
+        upper_word = _load_i32(source.token_mask, words_of_row + tl.minimum((token0 + 64) >> 5, last_word))
     processed = ()
     for lane in tl.static_range(4):
         token = token0 + (lane & 1) * 8 + (lane >> 1) * 64
         live = token < vocab_size
         x = biased(source, raw[lane], token, live)
         if source.counts is not None:
-            count_at = source.counts.to(tl.int64) + columns.to(tl.int64) * (source.counts_stride * 4)
-            counts = _load_i32(count_at, tl.minimum(token, vocab_size - 1))
+            place = columns.to(tl.int64) * source.counts_stride + tl.minimum(token, vocab_size - 1)
+            counts = _load_i32(source.counts, place)
             x = penalized(x, tl.where(live, counts, 0), repetition, frequency, presence)
         if source.token_mask is not None:
             x = masked(x, token, lower_word if lane < 2 else upper_word)

@@ -34,6 +34,7 @@ def load_b64(address, index, value, ROW_TENSORS: tl.constexpr):
 
 @triton.jit
 def load_f32(address, index, value, ROW_TENSORS: tl.constexpr):
+    """float32 elements; ``value`` where the address may be, and is, 0."""
     pointers = address + index.to(tl.int64) * 4
     if INTERPRETED:
         given = tl.full(index.shape, 1, tl.int1) & (address != 0)
