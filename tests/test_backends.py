@@ -72,7 +72,7 @@ def test_what_a_backend_does_not_do_is_refused_by_name(toy, monkeypatch):
     step = make_problem(3, 300, 16, CPU).step()
     recovery = step._replace(asked=Asked(stream=Stream.RECOVERY))
     assert toy.unsupported(step) is None
-    for name in ("toy", "triton", "cute"):
+    for name in ("toy", "cute"):
         if BACKENDS[name].missing is None:
             assert BACKENDS[name].unsupported(recovery) == "it does not do stream"
     with pytest.raises(ValueError, match="impl='toy' cannot do this: it does not do stream"):

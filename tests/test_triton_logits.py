@@ -12,6 +12,7 @@ triton = pytest.importorskip("triton")
 
 from flashsampling.impl import filters, reference  # noqa: E402
 from flashsampling.impl.triton.logits import CONFIG, Config, run, unsupported  # noqa: E402
+from flashsampling.noise import Stream  # noqa: E402
 from flashsampling.step import PLAIN, Asked, Drawn, Step, layout  # noqa: E402
 from tests.conftest import DEVICE  # noqa: E402
 from tests.zero_words import ZERO_WORDS  # noqa: E402
@@ -128,6 +129,11 @@ def test_unfiltered(dtype, num_samples):
 )
 def test_filters(asked):
     check(make_step(asked=asked, num_samples=2))
+
+
+@pytest.mark.parametrize("asked", [Asked(stream=Stream.RECOVERY), Asked(stream=Stream.ACCEPTANCE_COIN, top_p=0.9)])
+def test_streams(asked):
+    check(make_step(batch=2, asked=asked))
 
 
 @pytest.mark.parametrize("std", [0.0, 0.01])
