@@ -166,7 +166,7 @@ def sample(
         logprob_ids: token ids (B, m), int32 or int64, or (m,) for all rows: ``given_logprobs``.
         return_logsumexp: ``logsumexp``.
 
-    ``cute`` and ``triton`` do none of these yet, and with ``tp`` no implementation does.
+    ``cute`` does none of these yet, ``triton`` does all with the logits in memory, and with ``tp`` no implementation does any.
 
     ``temperature``, ``seed``, ``offset``, the penalties, ``top_k``, ``top_p`` and ``min_p`` take Python and numpy numbers,
     lists, tuples, numpy arrays and tensors. A value per row has shape (B,); shapes () and (1,) count for all rows. What a list
@@ -229,7 +229,9 @@ def sample(
             say_that_noise_is_shared(batch, greedy=not isinstance(temperatures, Tensor) and temperatures < GREEDY_BELOW)
         asked = PLAIN
         if request:
-            asked = asked_of(request, Problem(batch, vocab, tokens, device, num_samples))
+            # what is off is so of the whole vocabulary
+            whole = tokens if tp is None else tp.vocab_size
+            asked = asked_of(request, Problem(batch, vocab, whole, device, num_samples))
             if tp is not None and asked is not PLAIN:
                 raise ValueError(
                     f"tp must be None with {arguments(asked.names())}: ranks that hold a shard each cannot do that yet"

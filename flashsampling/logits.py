@@ -36,7 +36,7 @@ def sample_from_logits(
         logits: (B, V), float32, float16 or bfloat16; rows any stride apart; B may be 0. Not written to.
         vocab_size: how many of the columns are tokens; the others are never sampled. At most 2**31 - 1.
         bias, logit_scale, soft_cap: where ``logits`` are not yet what the model makes of its head's output.
-        impl: "reference" or "streaming". None chooses by device and problem; a name never falls back.
+        impl: "reference", "streaming" or "triton". None chooses by device and problem; a name never falls back.
         temperature, seed, offset, num_samples and all others: as in ``flashsampling.sample``, in the same order.
 
     Returns:

@@ -100,7 +100,7 @@ def _draw_all(
         raise ValueError(f"max_batch_size must be at most tp.max_batch_size = {tp.max_batch_size}, got {max_batch_size}")
     if weight.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("warmup must be called before a CUDA graph is captured: the current stream is being captured")
-    tokens = check_vocab_size(vocab_size, weight.shape[0]) if tp is None else 0
+    tokens = check_vocab_size(vocab_size, weight.shape[0]) if tp is None else tp.vocab_size
     problem = Problem(max_batch_size, weight.shape[0], tokens, weight.device, num_samples)
     asked = asked_of(request, problem) if request else PLAIN
     if asked is not PLAIN and tp is not None:

@@ -274,6 +274,12 @@ def test_shards_refuse_it_by_name():
             message = "tp must be None with top_k, return_logprobs: ranks that hold a shard each cannot do that yet"
             with pytest.raises(ValueError, match=message):
                 sample(STATES, WEIGHT, seed=SEEDS, tp=tp, top_k=3, return_logprobs=True)
+            with pytest.raises(ValueError, match="tp must be None with top_k"):
+                flashsampling.warmup(WEIGHT, tp=tp, top_k=3)
+            tp.vocab_size = 1000  # as if this rank's shard were a part: k is below the whole's size, if not below the part's
+            with pytest.raises(ValueError, match="tp must be None with top_k"):
+                sample(STATES, WEIGHT, seed=SEEDS, tp=tp, top_k=500)
+            tp.vocab_size = 70
             off = sample(STATES, WEIGHT, seed=SEEDS, tp=tp, top_k=0, top_p=1.0)
             assert torch.equal(off.token_ids, sample(STATES, WEIGHT, seed=SEEDS).token_ids)
             with pytest.raises(ValueError, match="without bias with tp"):
