@@ -67,6 +67,13 @@ def tile_operands(hidden_states: Tensor, weight: Tensor, vocab_size: int, config
     return Operands((hidden, hidden_rest, weights), (hidden_states.stride(0), weight.stride(0)), shapes)
 
 
+def programs(batch: int, tokens: int, config: TileConfig, device: torch.device) -> tuple[int, int]:
+    """How many work for a block of rows, and the blocks of rows: as many in all as the device holds at once, or fewer."""
+    row_blocks = -(-batch // config.columns)
+    tiles = -(-tokens // config.block_v)
+    return max(1, min(tiles, config.ctas_per_sm * multiprocessors(device) // row_blocks)), row_blocks
+
+
 def run(step: Step, config: TileConfig | None = None) -> Drawn:
     """See ``backends``: one launch. ``config`` in place of the shape that is chosen."""
     shard, num_samples, vocab_size = step.shard, step.num_samples, step.vocab_size
@@ -77,9 +84,7 @@ def run(step: Step, config: TileConfig | None = None) -> Drawn:
     operands = tile_operands(step.hidden_states, step.weight, vocab_size, config)
     skip = shard.first_token % 128 if vocab_size else 0
     token_ids = torch.empty(batch * num_samples, dtype=torch.int64, device=device)
-    row_blocks = -(-batch // config.columns)
-    vocab_tiles = -(-(skip + vocab_size) // config.block_v)
-    programs_per_row_block = max(1, min(vocab_tiles, config.ctas_per_sm * multiprocessors(device) // row_blocks))
+    programs_per_row_block, row_blocks = programs(batch, skip + vocab_size, config, device)
     slots = 2 * batch * num_samples
     workspace = zeroed_words(slots + row_blocks, device)
     rows = step.row_arguments()

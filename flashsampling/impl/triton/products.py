@@ -8,9 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..device import multiprocessors
 from .config import TileConfig, choose_config
-from .launch import tile_operands
+from .launch import programs, tile_operands
 from .tiles import tile_logits
 
 
@@ -74,11 +73,9 @@ def products(
     batch = hidden_states.shape[0]
     config = choose_config(hidden_states, weight, 1) if config is None else config
     operands = tile_operands(hidden_states, weight, vocab_size, config)
-    row_blocks = -(-batch // config.columns)
-    tiles = -(-vocab_size // config.block_v)
-    programs = max(1, min(tiles, config.ctas_per_sm * multiprocessors(weight.device) // row_blocks))
+    programs_per_row_block, row_blocks = programs(batch, vocab_size, config, weight.device)
     out = torch.empty((batch, -(-vocab_size // 4) * 4), dtype=torch.float32, device=weight.device)
-    products_kernel[(programs * row_blocks,)](
+    products_kernel[(programs_per_row_block * row_blocks,)](
         *operands.matrices,
         out,
         batch,
