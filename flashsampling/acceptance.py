@@ -8,10 +8,11 @@ from torch import Tensor
 
 from . import ops
 from .api import SampleOutput, check_kind
-from .drafts import Accepted, Drafts, Nodes
+from .backends import BACKENDS
+from .drafts import Accepted, Drafts, Given, Nodes
 from .noise import Stream
 from .requests import Problem, Request, asked_of
-from .step import ARGUMENTS, Asked, Step, arguments
+from .step import ARGUMENTS, PLAIN, Asked, Step, arguments
 
 METHODS = ("match", "rejection")
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -52,27 +53,73 @@ class Parameters(NamedTuple):
             return value.index_select(0, nodes.request) if isinstance(value, Tensor) else value
 
         rows = {"temperature": each(self.temperature), "seed": each(self.seed), "offset": each(self.offset) + nodes.depth}
-        asked = self.asked
-        if (names := asked.names()) or self.masks is not None:
-            values = {name: each(getattr(asked, name)) for name in names if name not in ("bias", "dense_bias", "counts")}
-            if asked.counts is not None:
-                values["counts"] = drafts.counts(asked.counts, nodes, vocab_size)
-            if self.masks is not None:
-                values["token_mask"] = self.masks.index_select(0, nodes.row)
-            asked = asked._replace(**values)
-        return rows, asked
+        masks = None if self.masks is None else self.masks.index_select(0, nodes.row)
+        return rows, self.asked_by(nodes.request, masks, self.counts_at(nodes, drafts, vocab_size))
+
+    def counts_at(self, nodes: Nodes, drafts: Drafts, vocab_size: int) -> Tensor | None:
+        """Of some positions, the drafts before them counted too."""
+        return None if self.asked.counts is None else drafts.counts(self.asked.counts, nodes, vocab_size)
+
+    def asked_by(self, request: Tensor, masks: Tensor | None, counts: Tensor | None) -> Asked:
+        """What these requests ask for, (k,), with masks and counts of their positions."""
+        names = [name for name in self.asked.names() if name not in ("bias", "dense_bias", "counts")]
+        values = {name: getattr(self.asked, name) for name in names}
+        values = {
+            name: value.index_select(0, request) if isinstance(value, Tensor) else value for name, value in values.items()
+        }
+        if masks is not None:
+            values["token_mask"] = masks
+        if counts is not None:
+            values["counts"] = counts
+        return self.asked._replace(**values) if values else self.asked
 
 
-def match(target: Target, drafts: Drafts, parameters: Parameters, _: Tensor | None) -> Verified:
+def match(target: Target, given: Given, parameters: Parameters, _: Tensor | None) -> Verified:
     """Drafts that are what ``sample`` draws at their position, with the request's own noise."""
+    if _by_kernels(target, given):
+        return _match_by_kernels(target, given, parameters)
+    drafts = given.drafts()
     rows, asked = parameters.at(drafts.nodes(), drafts, target.vocab_size)
     tokens = target.draw(target.states, **rows, **_request(asked)).token_ids[drafts.rows]
     accepted = drafts.matched(tokens)
     return _output(drafts, accepted, torch.where(accepted.nodes < 0, -1, tokens.gather(1, accepted.nodes.clamp(min=0))))
 
 
-def reject(target: Target, drafts: Drafts, parameters: Parameters, draft_probs: Tensor | None) -> Verified:
+def _by_kernels(target: Target, given: Given) -> bool:
+    """Whether two small launches do what else takes some thirty: chains on a GPU, where no compiler looks."""
+    return (
+        target.states.is_cuda
+        and given.parents is None
+        and given.batch > 0
+        and BACKENDS["triton"].missing is None
+        and not torch.compiler.is_compiling()
+        and torch._C._get_tracing_state() is None
+        and not torch._C._len_torch_dispatch_stack()
+    )
+
+
+def _match_by_kernels(target: Target, given: Given, parameters: Parameters) -> Verified:
+    from .impl.triton import chains
+
+    asked, plain = parameters.asked, parameters.asked is PLAIN and parameters.masks is None
+    rows = parameters.temperature, parameters.seed, parameters.offset
+    with torch.cuda.device_of(target.states):
+        temperature, seed, offset, request = chains.spread(
+            *given[2:], *rows, target.states.device, positions=given.positions, with_requests=not plain
+        )
+        if request is not None:
+            counts = None
+            if asked.counts is not None:
+                drafts = given.drafts()
+                counts = parameters.counts_at(drafts.nodes(), drafts, target.vocab_size)
+            asked = parameters.asked_by(request, parameters.masks, counts)
+        tokens = target.draw(target.states, temperature=temperature, seed=seed, offset=offset, **_request(asked)).token_ids
+        return Verified(*chains.match(given.token_ids, *given[2:], tokens), None)
+
+
+def reject(target: Target, given: Given, parameters: Parameters, draft_probs: Tensor | None) -> Verified:
     """Drafts that a coin accepts, and what ``impl/rejection`` draws instead of the first that it does not."""
+    drafts = given.drafts()
 
     def step_at(nodes: Nodes, stream: Stream) -> Step:
         rows, asked = parameters.at(nodes, drafts, target.vocab_size)
@@ -108,9 +155,9 @@ def _output(drafts: Drafts, accepted: Accepted, token_ids: Tensor) -> Verified:
 # -- arguments
 
 
-def check_draft_probs(draft_probs: Any, method: str, target: Target, drafts: Drafts) -> Tensor | None:
+def check_draft_probs(draft_probs: Any, method: str, target: Target, given: Given) -> Tensor | None:
     """(N, V or more)."""
-    if method == "rejection" and drafts.tree is not None:
+    if method == "rejection" and given.parents is not None:
         raise ValueError("parents must be None with method='rejection', which knows chains alone")
     if draft_probs is None:
         return None
@@ -121,20 +168,20 @@ def check_draft_probs(draft_probs: Any, method: str, target: Target, drafts: Dra
         raise TypeError(f"draft_probs must be float32, bfloat16 or float16, got {draft_probs.dtype}")
     if draft_probs.device != target.states.device:
         raise ValueError(f"draft_probs must be on the device of the step, {target.states.device}, got {draft_probs.device}")
-    shape = (len(target.states) - len(drafts.rows),) if drafts.bounds is not None else tuple(drafts.token_ids.shape)
+    shape = tuple(given.token_ids.shape)
     if draft_probs.shape[:-1] != shape or draft_probs.shape[-1] < target.vocab_size:
         wanted = f"({', '.join(map(str, shape))}, {target.vocab_size})"
         raise ValueError(f"draft_probs must have shape {wanted}, got shape {tuple(draft_probs.shape)}")
     return draft_probs.flatten(0, -2)
 
 
-def asked_at(request: Request, target: Target, drafts: Drafts) -> tuple[Asked, Tensor | None]:
+def asked_at(request: Request, target: Target, given: Given) -> tuple[Asked, Tensor | None]:
     """What is asked for, a row per request, and masks of every position if there are such."""
-    positions, batch, device = len(target.states), len(drafts.rows), target.states.device
+    positions, batch, device = len(target.states), given.batch, target.states.device
     request, masks = request.copy(), None
     mask = request.get("token_mask")
     if isinstance(mask, Tensor) and (mask.ndim == 3 or (mask.ndim == 2 and len(mask) == positions != batch)):
-        if mask.shape[:-1] not in ((batch, positions // max(batch, 1)), (positions,)) or (drafts.bounds is not None) != (
+        if mask.shape[:-1] not in ((batch, positions // max(batch, 1)), (positions,)) or (given.bounds is not None) != (
             mask.ndim == 2
         ):
             raise ValueError(f"token_mask must have a row per request or per position, got shape {tuple(mask.shape)}")

@@ -123,7 +123,28 @@ class Drafts(NamedTuple):
         return Accepted(num_accepted, torch.where(numbers <= num_accepted[:, None], numbers, -1))
 
 
-def padded(
+class Given(NamedTuple):
+    """Drafts as they are given, checked: ``drafts`` says where all of it lies, with a dozen operations on the device."""
+
+    token_ids: Tensor  # (B, n) int64, or (N,) with bounds
+    parents: Tensor | None  # likewise; None: chains
+    bounds: Tensor | None  # (B + 1,) int64, B above 0; None: a rectangle
+    batch: int
+    n: int
+
+    @property
+    def positions(self) -> int:
+        """Rows of hidden states."""
+        return self.token_ids.numel() + self.batch
+
+    def drafts(self) -> Drafts:
+        """Where all of it lies."""
+        if self.bounds is None:
+            return _padded(self.token_ids, self.parents)
+        return _ragged(self.token_ids, self.parents, self.bounds, self.n)
+
+
+def _padded(
     token_ids: Tensor,  # (B, n) int64
     parents: Tensor | None,  # (B, n) int64
 ) -> Drafts:
@@ -134,7 +155,7 @@ def padded(
     return Drafts(_ended(token_ids), rows.view(batch, n + 1), request, node, _tree(parents), None)
 
 
-def ragged(
+def _ragged(
     token_ids: Tensor,  # (N,) int64
     parents: Tensor | None,  # (N,) int64
     bounds: Tensor,  # (B + 1,) int64, B above 0
@@ -197,7 +218,7 @@ def layout(
     cu_draft_lengths: Integers | None,
     max_draft_length: SupportsIndex | None,
     parents: Any,
-) -> tuple[Drafts, Tensor]:
+) -> tuple[Given, Tensor]:
     """The drafts, and the states of all positions as rows. Raises what ``verify`` documents."""
     ids = _integers("draft_token_ids", draft_token_ids, states.device)
     if parents is not None:
@@ -214,7 +235,7 @@ def layout(
         if states.ndim != 3 or states.shape[:2] != (batch, n + 1):
             wanted = f"({batch}, {n + 1}, ...), one more than drafts"
             raise ValueError(f"{name} must have shape {wanted}, got shape {tuple(states.shape)}")
-        return padded(ids, parents), states.reshape(batch * (n + 1), states.shape[2])
+        return Given(ids, parents, None, batch, n), states.reshape(batch * (n + 1), states.shape[2])
     if ids.ndim != 1:
         raise ValueError(f"draft_token_ids must have shape (N,) with cu_draft_lengths, got shape {tuple(ids.shape)}")
     bounds, most = _check_bounds(cu_draft_lengths, len(ids), states.device)
@@ -230,8 +251,8 @@ def layout(
         raise ValueError(f"{name} must have shape {wanted}, got shape {tuple(states.shape)}")
     if batch == 0:
         empty = ids.new_empty(0, most)
-        return padded(empty, None if parents is None else empty), states[:0]
-    return ragged(ids, parents, bounds, most), states
+        return Given(empty, None if parents is None else empty, None, 0, most), states[:0]
+    return Given(ids, parents, bounds, batch, most), states
 
 
 def _check_bounds(cu_draft_lengths: Integers, total: int, device: torch.device) -> tuple[Tensor, int | None]:

@@ -20,7 +20,7 @@ from .api import (
     say_that_noise_is_shared,
 )
 from .counts import TokenCounts
-from .drafts import Drafts, layout
+from .drafts import Given, layout
 from .impl.filters import GREEDY_BELOW
 from .logits import check_logits, sample_from_logits
 from .parameters import Integers, Reals, integers, reals
@@ -162,7 +162,7 @@ def verify(
     """
     try:
         check_kind("hidden_states", hidden_states)
-        drafts, states = layout("hidden_states", hidden_states, draft_token_ids, cu_draft_lengths, max_draft_length, parents)
+        given, states = layout("hidden_states", hidden_states, draft_token_ids, cu_draft_lengths, max_draft_length, parents)
         _, vocab, _ = check_matrices(states, weight, 1 if tp is None else 0)
         if tp is not None:
             if seed is None:
@@ -178,7 +178,7 @@ def verify(
             return sample(rows, weight, vocab_size=vocab_size, impl=impl, tp=tp, **parameters)
 
         target = Target(states, weight, vocab, tokens, draw)
-        return _verify(target, drafts, method, draft_probs, temperature, seed, offset, impl, request)
+        return _verify(target, given, method, draft_probs, temperature, seed, offset, impl, request)
     except BaseException as error:
         count_left_out(tp, error)
         raise
@@ -230,7 +230,7 @@ def verify_from_logits(
         tensor([ 0, -1])
     """
     check_kind("target_logits", target_logits)
-    drafts, logits = layout("target_logits", target_logits, draft_token_ids, cu_draft_lengths, max_draft_length, parents)
+    given, logits = layout("target_logits", target_logits, draft_token_ids, cu_draft_lengths, max_draft_length, parents)
     _, vocab = check_logits(logits)
     tokens = check_vocab_size(vocab_size, vocab, "target_logits", "columns")
 
@@ -238,12 +238,12 @@ def verify_from_logits(
         return sample_from_logits(rows, vocab_size=vocab_size, impl=impl, **parameters)
 
     target = Target(logits, None, vocab, tokens, draw)
-    return _verify(target, drafts, method, draft_probs, temperature, seed, offset, impl, request)
+    return _verify(target, given, method, draft_probs, temperature, seed, offset, impl, request)
 
 
 def _verify(
     target: Target,
-    drafts: Drafts,
+    given: Given,
     method: str,
     draft_probs: Tensor | None,
     temperature: Reals,
@@ -252,11 +252,11 @@ def _verify(
     impl: str | None,
     request: Request,
 ) -> VerifyOutput:
-    batch, device = len(drafts.rows), target.states.device
+    batch, device = given.batch, target.states.device
     if method not in METHODS:
         raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
     check_impl(impl)
-    probs = check_draft_probs(draft_probs, method, target, drafts)
+    probs = check_draft_probs(draft_probs, method, target, given)
     if seed is None:
         seed = torch.randint(-(2**63), 2**63 - 1, (batch,), dtype=torch.int64, device=device)
     temperatures = reals("temperature", temperature, batch, device)
@@ -264,9 +264,9 @@ def _verify(
     offsets = integers("offset", offset, batch, device)
     if batch > 1 and not (isinstance(seeds, Tensor) or isinstance(offsets, Tensor) or torch.compiler.is_compiling()):
         say_that_noise_is_shared(batch, greedy=not isinstance(temperatures, Tensor) and temperatures < GREEDY_BELOW)
-    asked, masks = asked_at(request, target, drafts)
+    asked, masks = asked_at(request, target, given)
     parameters = Parameters(temperatures, seeds, offsets, asked, masks)
-    out = VerifyOutput(*(match if method == "match" else reject)(target, drafts, parameters, probs))
+    out = VerifyOutput(*(match if method == "match" else reject)(target, given, parameters, probs))
     counts = request.get("token_counts")
     if isinstance(counts, TokenCounts):
         counts.add(out.token_ids)

@@ -1,0 +1,180 @@
+"""Drafts in chains, on the device in two small launches: the parameters of every position, and which drafts were matched.
+
+    spread  of each row of hidden states its request, and that one's temperature, seed and offset
+    match   what the target drew at the positions of a request beside its drafts, up to the first that differs
+
+What ``drafts`` and ``acceptance`` do in a dozen torch operations; those do trees too, are what compilers see, and are what this
+is tested against. Whatever the tensors hold, no index is out of range.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_ROWS = 128  # of a program of ``spread_kernel``
+_REQUESTS = 8  # of a program of ``match_kernel``
+
+
+@triton.jit
+def _owner(bounds, batch, rows):
+    """Of each row of hidden states the request that it is of, and how far behind its first one it is."""
+    owner = tl.zeros(rows.shape, tl.int64)
+    left = tl.zeros(rows.shape, tl.int64) + batch  # how many requests may begin at or before it
+    while tl.max(left, axis=0) > 1:
+        half = left // 2
+        begins = tl.load(bounds + owner + half) + owner + half
+        owner = tl.where(begins <= rows, owner + half, owner)
+        left = left - half
+    return owner, rows - (tl.load(bounds + owner) + owner)
+
+
+@triton.jit(
+    do_not_specialize=["offset_value", "positions", "batch", "n"],
+    do_not_specialize_on_alignment=["bounds", "temperature", "seed", "offset", "temperatures", "seeds", "offsets", "requests"],
+)
+def spread_kernel(
+    bounds,  # (B + 1,) int64; None: n drafts each
+    temperature,  # (B,) float32; None: a number for all, nothing is written
+    seed,  # (B,) int64; None likewise
+    offset,  # (B,) int64; None: offset_value
+    offset_value: tl.int64,
+    temperatures,  # (R,), out
+    seeds,  # (R,), out
+    offsets,  # (R,), out
+    requests,  # (R,) int64, out; None: nobody asks
+    positions: tl.int64,
+    batch: tl.int64,
+    n: tl.int64,
+    ROWS: tl.constexpr,
+):
+    """See the module's docstring. Grid: (blocks of rows,)."""
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    live = rows < positions
+    if bounds is None:
+        request = tl.minimum(rows // (n + 1), batch - 1)
+        node = rows % (n + 1)
+    else:
+        request, node = _owner(bounds, batch, rows)
+        node = tl.minimum(tl.maximum(node, 0), n)
+    if temperature is not None:
+        tl.store(temperatures + rows, tl.load(temperature + request), mask=live)
+    if seed is not None:
+        tl.store(seeds + rows, tl.load(seed + request), mask=live)
+    first = offset_value
+    if offset is not None:
+        first = tl.load(offset + request)
+    tl.store(offsets + rows, first + node, mask=live)
+    if requests is not None:
+        tl.store(requests + rows, request, mask=live)
+
+
+@triton.jit(
+    do_not_specialize=["total", "batch", "n"],
+    do_not_specialize_on_alignment=["bounds", "drafts", "tokens", "out", "num_accepted", "num_emitted"],
+)
+def match_kernel(
+    bounds,  # (B + 1,) int64; None: n drafts each
+    drafts,  # (total,) int64
+    tokens,  # (total + B,) int64: what the target drew
+    out,  # (B, n + 1) int64, out
+    num_accepted,  # (B,) int64, out
+    num_emitted,  # (B,) int64, out
+    total: tl.int64,
+    batch: tl.int64,
+    n: tl.int64,
+    REQUESTS: tl.constexpr,
+    NODES: tl.constexpr,  # n + 1, up to a power of two
+):
+    """See the module's docstring. Grid: (blocks of requests,)."""
+    request = tl.program_id(0).to(tl.int64) * REQUESTS + tl.arange(0, REQUESTS)
+    there = request < batch
+    request = tl.minimum(request, batch - 1)
+    node = tl.arange(0, NODES).to(tl.int64)[None, :]
+    if bounds is None:
+        first = request * n
+        count = tl.zeros((REQUESTS,), tl.int64) + n
+    else:
+        first = tl.load(bounds + request)
+        count = tl.minimum(tl.load(bounds + request + 1) - first, n)
+    place = first[:, None] + node
+    row = tl.minimum(tl.maximum(place + request[:, None], 0), total + batch - 1)
+    token = tl.load(tokens + row)
+    has_draft = node < count[:, None]
+    place = tl.minimum(tl.maximum(place, 0), total - 1)
+    draft = tl.load(drafts + place, mask=has_draft & (total > 0), other=-1)
+    holds = has_draft & (draft >= 0) & (draft == token)
+    accepted = tl.min(tl.where(holds, NODES, node), axis=1)  # node 0 to n: the first that does not
+    accepted = tl.minimum(accepted, n)
+    emitted = (node <= accepted[:, None]) & (node <= n)
+    tl.store(out + request[:, None] * (n + 1) + node, tl.where(emitted, token, -1), mask=there[:, None] & (node <= n))
+    last = tl.sum(tl.where(node == accepted[:, None], token, 0), axis=1)
+    tl.store(num_accepted + request, accepted, mask=there)
+    tl.store(num_emitted + request, accepted + (last >= 0).to(tl.int64), mask=there)
+
+
+def spread(
+    bounds: Tensor | None,  # (B + 1,) int64
+    batch: int,
+    n: int,
+    temperature: Tensor | float,  # (B,)
+    seed: Tensor | int,  # (B,)
+    offset: Tensor | int,  # (B,)
+    device: torch.device,
+    *,
+    positions: int,
+    with_requests: bool,
+) -> tuple[Tensor | float, Tensor | int, Tensor, Tensor | None]:
+    """Temperature, seed and offset of every position, (R,) or the number for all, and whose it is if that is asked for."""
+    outputs = torch.empty((3, positions), dtype=torch.int64, device=device)
+    temperatures = torch.empty(positions, dtype=torch.float32, device=device) if isinstance(temperature, Tensor) else None
+    seeds, offsets, requests = outputs
+    spread_kernel[(triton.cdiv(positions, _ROWS),)](
+        bounds,
+        temperature if isinstance(temperature, Tensor) else None,
+        seed if isinstance(seed, Tensor) else None,
+        offset if isinstance(offset, Tensor) else None,
+        0 if isinstance(offset, Tensor) else offset,
+        temperatures,
+        seeds if isinstance(seed, Tensor) else None,
+        offsets,
+        requests if with_requests else None,
+        positions,
+        batch,
+        n,
+        ROWS=_ROWS,
+        num_warps=4,
+    )
+    return (
+        temperature if temperatures is None else temperatures,
+        seeds if isinstance(seed, Tensor) else seed,
+        offsets,
+        requests if with_requests else None,
+    )
+
+
+def match(
+    token_ids: Tensor,  # (B, n) or (N,) int64, contiguous
+    bounds: Tensor | None,  # (B + 1,) int64
+    batch: int,
+    n: int,
+    tokens: Tensor,  # (R,) int64: what the target drew
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens (B, n + 1), how many drafts hold (B,), how many tokens there are (B,)."""
+    out = torch.empty((batch, n + 1), dtype=torch.int64, device=tokens.device)
+    num_accepted, num_emitted = torch.empty((2, batch), dtype=torch.int64, device=tokens.device)
+    match_kernel[(triton.cdiv(batch, _REQUESTS),)](
+        bounds,
+        token_ids,
+        tokens,
+        out,
+        num_accepted,
+        num_emitted,
+        token_ids.numel(),
+        batch,
+        n,
+        REQUESTS=_REQUESTS,
+        NODES=triton.next_power_of_2(n + 1),
+        num_warps=1,
+    )
+    return out, num_accepted, num_emitted

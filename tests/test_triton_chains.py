@@ -1,0 +1,144 @@
+"""The two small kernels behind ``verify`` on a GPU, beside the torch operations that everything else goes through."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from flashsampling import TokenCounts, acceptance, verify
+from flashsampling.drafts import Given
+from flashsampling.impl.triton import chains
+
+from .conftest import DEVICE
+
+
+def random_given(generator: torch.Generator, batch: int, n: int, is_ragged: bool) -> Given:
+    """Few token ids, so that drafts are matched; some requests end early, one draft behind the last request."""
+
+    def integers(low: int, high: int, shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.randint(low, high, shape, generator=generator).to(DEVICE)
+
+    if not is_ragged:
+        return Given(integers(-1, 3, (batch, n)), None, None, batch, n)
+    lengths = integers(0, n + 2, (batch,))  # one more than are looked at
+    bounds = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    return Given(integers(-1, 3, (int(bounds[-1]) + 1,)), None, bounds, batch, n)
+
+
+@pytest.mark.parametrize("is_ragged", [False, True])
+@pytest.mark.parametrize(("batch", "n"), [(1, 0), (1, 1), (2, 3), (9, 7), (130, 1), (33, 4)])
+def test_as_the_torch_operations(batch, n, is_ragged):
+    generator = torch.Generator().manual_seed(batch + n)
+    for _ in range(5):
+        given = random_given(generator, batch, n, is_ragged)
+        drafts = given.drafts()
+        nodes = drafts.nodes()
+        temperature = torch.rand(batch, generator=generator).to(DEVICE)
+        seed, offset = torch.randint(-(2**63), 2**63 - 1, (2, batch), generator=generator).to(DEVICE)
+        for rows in [(temperature, seed, offset), (0.5, seed, 2**63 - 1), (temperature, 7, offset), (1.0, -3, 0)]:
+            ours = chains.spread(*given[2:], *rows, DEVICE, positions=given.positions, with_requests=True)
+            for value, ours_of_it in zip(rows[:2], ours):
+                expected = value[nodes.request] if isinstance(value, torch.Tensor) else value
+                assert torch.equal(ours_of_it, expected) if isinstance(value, torch.Tensor) else ours_of_it == expected
+            expected = rows[2][nodes.request] if isinstance(rows[2], torch.Tensor) else torch.full_like(nodes.depth, rows[2])
+            assert torch.equal(ours[2], expected + nodes.depth)  # wraps around, as seeds do
+            assert torch.equal(ours[3], nodes.request)
+        tokens = torch.randint(-1, 3, (given.positions,), generator=generator).to(DEVICE)
+        at_nodes = tokens[drafts.rows]
+        accepted = drafts.matched(at_nodes)
+        expected = torch.where(accepted.nodes < 0, -1, at_nodes.gather(1, accepted.nodes.clamp(min=0)))
+        token_ids, num_accepted, num_emitted = chains.match(given.token_ids, *given[2:], tokens)
+        assert torch.equal(token_ids, expected)
+        assert torch.equal(num_accepted, accepted.num_accepted)
+        last = at_nodes.gather(1, num_accepted[:, None])[:, 0]
+        assert torch.equal(num_emitted, num_accepted + (last >= 0))
+
+
+@pytest.mark.parametrize("bounds", [[5, 3, -7], [0, 2**40, 1], [-1, -1, -1], [9, 9, 9]])
+def test_bounds_of_nonsense(bounds):
+    """Nothing is read or written out of range."""
+    given = Given(torch.tensor([1, 2, 1], device=DEVICE), None, torch.tensor(bounds, device=DEVICE), 2, 2)
+    _, _, offsets, requests = chains.spread(*given[2:], 1.0, 0, 0, DEVICE, positions=5, with_requests=True)
+    assert ((requests >= 0) & (requests < 2)).all()
+    assert ((offsets >= 0) & (offsets <= 2)).all()
+    token_ids, num_accepted, _ = chains.match(given.token_ids, *given[2:], torch.tensor([1, 2, 1, 2, 1], device=DEVICE))
+    assert token_ids.shape == (2, 3)
+    assert ((num_accepted >= 0) & (num_accepted <= 2)).all()
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="the CPU's drafts go through torch")
+@pytest.mark.parametrize("is_ragged", [False, True])
+def test_verify(is_ragged, monkeypatch):
+    """The same with filters, penalties and masks per position, by the kernels and by torch."""
+    generator = torch.Generator().manual_seed(5)
+    weight = torch.randn(70, 64, generator=generator).to(DEVICE, torch.bfloat16)
+    for batch, n in [(1, 3), (6, 3), (40, 7)]:
+        given = random_given(generator, batch, n, is_ragged)
+        states = torch.randn(given.positions, 64, generator=generator).to(DEVICE, torch.bfloat16)
+        layout = {"cu_draft_lengths": given.bounds, "max_draft_length": n} if is_ragged else {}
+        states = states if is_ragged else states.view(batch, n + 1, 64)
+        masks = torch.randint(-(2**31), 2**31 - 1, (*states.shape[:-1], 3), generator=generator, dtype=torch.int32).to(DEVICE)
+        counts = TokenCounts(batch, 70, DEVICE)
+        requests = [
+            {},
+            {"top_k": torch.arange(batch, device=DEVICE), "top_p": 0.8},
+            {"token_mask": masks, "min_p": torch.rand(batch, generator=generator).to(DEVICE)},
+            {"token_counts": counts.counts, "presence_penalty": 0.5},
+        ]
+        rows = {"temperature": torch.rand(batch, generator=generator).to(DEVICE), "seed": torch.arange(batch, device=DEVICE)}
+        for request in requests:
+            ours = verify(states, weight, given.token_ids, **layout, **rows, **request)
+            with monkeypatch.context() as patch:
+                patch.setattr(acceptance, "_by_kernels", lambda *_: False)
+                theirs = verify(states, weight, given.token_ids, **layout, **rows, **request)
+            assert torch.equal(ours.token_ids, theirs.token_ids)
+            assert torch.equal(ours.num_accepted, theirs.num_accepted)
+            assert torch.equal(ours.num_emitted, theirs.num_emitted)
+
+
+# the launches themselves, with a driver that names a target and has no device; compiled and not run
+COMPILE = """
+import sys
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+from flashsampling.impl.triton import chains
+
+class Driver:
+    def get_current_target(self):
+        return GPUTarget("cuda", int(sys.argv[1]), 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+launch = JITFunction.run
+
+def compile_only(self, *arguments, grid, warmup, **options):
+    print(len(launch(self, *arguments, grid=grid, warmup=True, **options).asm["cubin"]))
+
+triton.runtime.driver.set_active(Driver())
+JITFunction.run = compile_only
+bounds, rows, cpu = torch.zeros(3, dtype=torch.int64), torch.zeros(2, dtype=torch.int64), torch.device("cpu")
+chains.spread(bounds, 2, 3, torch.ones(2), rows, rows, cpu, positions=8, with_requests=True)
+chains.spread(None, 2, 3, 1.0, 0, 2**63 - 1, cpu, positions=8, with_requests=False)
+chains.match(torch.zeros(6, dtype=torch.int64), bounds, 2, 3, torch.zeros(8, dtype=torch.int64))
+chains.match(torch.zeros(2, 3, dtype=torch.int64), None, 2, 3, torch.zeros(8, dtype=torch.int64))
+"""
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_compiles(capability):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(Path(__file__).parents[1])}
+    command = [sys.executable, "-c", COMPILE, str(capability)]
+    out = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert out.returncode == 0, out.stderr
+    sizes = [int(line) for line in out.stdout.split()]
+    assert len(sizes) == 4 and min(sizes) > 0
