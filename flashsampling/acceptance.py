@@ -101,24 +101,33 @@ def _by_kernels(target: Target, given: Given) -> bool:
 def _match_by_kernels(target: Target, given: Given, parameters: Parameters) -> Verified:
     from .impl.triton import chains
 
-    asked, plain = parameters.asked, parameters.asked is PLAIN and parameters.masks is None
-    rows = parameters.temperature, parameters.seed, parameters.offset
     with torch.cuda.device_of(target.states):
-        temperature, seed, offset, request = chains.spread(
-            *given[2:], *rows, target.states.device, positions=given.positions, with_requests=not plain
-        )
-        if request is not None:
-            counts = None
-            if asked.counts is not None:
-                drafts = given.drafts()
-                counts = parameters.counts_at(drafts.nodes(), drafts, target.vocab_size)
-            asked = parameters.asked_by(request, parameters.masks, counts)
-        tokens = target.draw(target.states, temperature=temperature, seed=seed, offset=offset, **_request(asked)).token_ids
+        rows, asked = _spread(target, given, parameters)
+        tokens = target.draw(target.states, **rows, **_request(asked)).token_ids
         return Verified(*chains.match(given.token_ids, *given[2:], tokens), None)
+
+
+def _spread(target: Target, given: Given, parameters: Parameters) -> tuple[dict[str, Any], Asked]:
+    """``Parameters.at`` of all positions, by a kernel."""
+    from .impl.triton import chains
+
+    asked, plain = parameters.asked, parameters.asked is PLAIN and parameters.masks is None
+    values = parameters.temperature, parameters.seed, parameters.offset
+    device = target.states.device
+    *rows, request = chains.spread(*given[2:], *values, device, positions=given.positions, with_requests=not plain)
+    if request is not None:
+        counts = None
+        if asked.counts is not None:
+            drafts = given.drafts()
+            counts = parameters.counts_at(drafts.nodes(), drafts, target.vocab_size)
+        asked = parameters.asked_by(request, parameters.masks, counts)
+    return dict(zip(("temperature", "seed", "offset"), rows)), asked
 
 
 def reject(target: Target, given: Given, parameters: Parameters, draft_probs: Tensor | None) -> Verified:
     """Drafts that a coin accepts, and what ``impl/rejection`` draws instead of the first that it does not."""
+    if _by_kernels(target, given):
+        return _reject_by_kernels(target, given, parameters, draft_probs)
     drafts = given.drafts()
 
     def step_at(nodes: Nodes, stream: Stream) -> Step:
@@ -142,6 +151,18 @@ def reject(target: Target, given: Given, parameters: Parameters, draft_probs: Te
     bonus = target.draw(step.hidden_states, **rows, **_request(step.asked._replace(stream=Stream.TOKEN))).token_ids
     tokens = torch.where(refused < 0, bonus, ops.recover(step, refused, draft_probs, place)) if len(held) else bonus
     return _output(drafts, accepted, ids.masked_fill(accepted.nodes < 0, -1).scatter(1, last, tokens[:, None]))
+
+
+def _reject_by_kernels(target: Target, given: Given, parameters: Parameters, draft_probs: Tensor | None) -> Verified:
+    from .impl.triton import products, rejection
+
+    with torch.cuda.device_of(target.states):
+        rows, asked = _spread(target, given, parameters)
+        logits = target.states
+        if target.weight is not None:
+            logits = products.products(target.states, target.weight, target.vocab_size)
+        step = Step(logits, logits, **rows, num_samples=1, vocab_size=target.vocab_size, asked=asked, logits=logits)
+        return Verified(*rejection.run(step, given.token_ids, *given[2:], draft_probs), None)
 
 
 def _output(drafts: Drafts, accepted: Accepted, token_ids: Tensor) -> Verified:

@@ -62,6 +62,7 @@ def test_bounds_of_nonsense(bounds):
     """Nothing is read or written out of range."""
     given = Given(torch.tensor([1, 2, 1], device=DEVICE), None, torch.tensor(bounds, device=DEVICE), 2, 2)
     _, _, offsets, requests = chains.spread(*given[2:], 1.0, 0, 0, DEVICE, positions=5, with_requests=True)
+    assert requests is not None
     assert ((requests >= 0) & (requests < 2)).all()
     assert ((offsets >= 0) & (offsets <= 2)).all()
     token_ids, num_accepted, _ = chains.match(given.token_ids, *given[2:], torch.tensor([1, 2, 1, 2, 1], device=DEVICE))
@@ -106,7 +107,8 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
-from flashsampling.impl.triton import chains
+from flashsampling.impl.triton import chains, rejection
+from flashsampling.step import Asked, Step
 
 class Driver:
     def get_current_target(self):
@@ -130,6 +132,16 @@ chains.spread(bounds, 2, 3, torch.ones(2), rows, rows, cpu, positions=8, with_re
 chains.spread(None, 2, 3, 1.0, 0, 2**63 - 1, cpu, positions=8, with_requests=False)
 chains.match(torch.zeros(6, dtype=torch.int64), bounds, 2, 3, torch.zeros(8, dtype=torch.int64))
 chains.match(torch.zeros(2, 3, dtype=torch.int64), None, 2, 3, torch.zeros(8, dtype=torch.int64))
+if sys.argv[1] == "90":
+    ids, logits, eight = torch.zeros(2, 3, dtype=torch.int64), torch.zeros(8, 70), torch.zeros(8, dtype=torch.int64)
+    step = Step(logits, logits, torch.ones(8), eight, eight, 1, 70, asked=Asked(top_p=torch.ones(8)), logits=logits)
+    rejection.run(step, ids, None, 2, 3, torch.zeros(6, 70, dtype=torch.bfloat16))
+    counts = torch.zeros(8, 70, dtype=torch.int32)
+    asked = Asked(
+        bias=torch.zeros(70), soft_cap=3.0, bias_ids=counts, bias_values=logits, counts=counts, repetition_penalty=2.0,
+        token_mask=counts,
+    )
+    rejection.run(step._replace(asked=asked), ids.flatten(), bounds, 2, 3, None)
 """
 
 
@@ -141,4 +153,5 @@ def test_compiles(capability):
     out = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert out.returncode == 0, out.stderr
     sizes = [int(line) for line in out.stdout.split()]
-    assert len(sizes) == 4 and min(sizes) > 0
+    assert len(sizes) == 4 + 2 * 5 * (capability == 90)
+    assert min(sizes) > 0

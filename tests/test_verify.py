@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashsampling import LMHeadSampler, TokenCounts, VerifyOutput, sample, verify
+from flashsampling import LMHeadSampler, TokenCounts, VerifyOutput, acceptance, sample, verify
 from tests.conftest import DEVICE
 from tests.drafting import Drafted, make_drafted, one_by_one
 
@@ -55,6 +55,32 @@ def test_draft_by_draft(method, tree, head):
     assert len(seen) >= 13  # of what a request may ask for
     assert accepted > requests / 4  # all outcomes are there
     assert requests / 100 < failed < requests / 2
+
+
+@pytest.mark.parametrize("head", [False, True])
+def test_rejection_by_kernels(head, monkeypatch):
+    """The same by Triton's kernels, whose masses are float32: what is closer than that to another outcome is left out."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(acceptance, "_by_kernels", lambda target, given: given.batch > 0)
+    requests, seen, near, accepted, failed, seed = 0, set(), 0, 0, 0, 0
+    while requests < (5000 if DEVICE.type == "cuda" else 8):  # on a GPU 10,000 in all; the interpreter takes seconds for each
+        seed += 1
+        drafted = make_drafted(seed + 10**6 * head, "rejection", False, head=head)
+        expected, margin = written_out(drafted, "rejection")
+        if margin < 1e-4:
+            near += 1
+            continue
+        ours = drafted.verify("rejection", flat=seed % 2 == 0)
+        assert not differences(ours, expected), (seed, ours, expected)
+        requests += len(drafted.ids)
+        seen |= set(drafted.step.asked.names())
+        accepted += int(expected.num_accepted.sum())
+        failed += int((expected.num_emitted == expected.num_accepted).sum())
+    assert near <= max(requests / 20, 2)
+    assert accepted > requests / 10
+    if DEVICE.type == "cuda":
+        assert len(seen) >= 13
+        assert failed > 0
 
 
 class Counter(torch.nn.Module):

@@ -11,6 +11,7 @@ bits in any batch. Extra memory per row: 8 bytes per chunk, 16 where raw log-pro
 """
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -80,10 +81,60 @@ def _contiguous_rows(matrix: Tensor | None) -> Tensor | None:
     return matrix if matrix is None or matrix.shape[1] <= 1 or matrix.stride(1) == 1 else matrix.contiguous()
 
 
-def run(step: Step, config: Config = CONFIG) -> Drawn:
-    """See ``backends``: two launches."""
+class Records(NamedTuple):
+    """What ``rejection`` reads of a row, beside its logits. ``logits_pick`` says what it is."""
+
+    limits: Tensor  # (B,) int64
+    masses: Tensor  # (B, 4) float32
+
+
+def source_arguments(step: Step) -> tuple[Any, ...]:
+    """What a row's logits are made of, as the kernels' first parameters have it."""
+    asked, logits = step.asked, _contiguous_rows(step.logits)
+    assert logits is not None
+    bias_count = 0 if asked.bias_ids is None else asked.bias_ids.shape[1]
+    counts, token_mask = _contiguous_rows(asked.counts), _contiguous_rows(asked.token_mask)
+    bias_ids, bias_values = (_contiguous_rows(part) if bias_count else None for part in (asked.bias_ids, asked.bias_values))
+    return (
+        logits,
+        logits.stride(0),
+        step.vocab_size,
+        asked.bias,
+        asked.logit_scale,
+        asked.soft_cap,
+        asked.dense_bias,
+        bias_ids,
+        bias_values,
+        bias_count,
+        0 if bias_ids is None else bias_ids.stride(0),
+        0 if bias_values is None else bias_values.stride(0),
+        counts,
+        0 if counts is None else counts.stride(0),
+        token_mask,
+        0 if token_mask is None else token_mask.stride(0),
+    )
+
+
+def entries_of(asked: Asked) -> int:
+    """``ENTRIES`` of the kernels."""
+    return int(triton.next_power_of_2(1 if asked.bias_ids is None else max(asked.bias_ids.shape[1], 1)))
+
+
+def has_head(asked: Asked) -> bool:
+    """``HEAD`` of the kernels."""
+    return asked.logit_scale != 1.0 or asked.soft_cap != 0.0
+
+
+def penalty_arguments(asked: Asked) -> tuple[int | float, ...]:
+    """Address and number of each penalty, as the kernels have them."""
+    values = (asked.repetition_penalty, asked.frequency_penalty, asked.presence_penalty)
+    return tuple(part for value in values for part in _row_argument(value))
+
+
+def run(step: Step, config: Config = CONFIG, records: Records | None = None) -> Drawn:
+    """See ``backends``: two launches. ``records`` is written to."""
     asked, num_samples, vocab_size = step.asked, step.num_samples, step.vocab_size
-    logits = _contiguous_rows(step.logits)
+    logits = step.logits
     assert logits is not None
     batch, device = logits.shape[0], logits.device
     blocks = -(-vocab_size // config.block)
@@ -94,7 +145,8 @@ def run(step: Step, config: Config = CONFIG) -> Drawn:
     ids = torch.empty(places.num_ids, dtype=torch.int64, device=device)
     values = torch.empty(places.num_values, dtype=torch.float32, device=device)
     # one allocation: what the second kernel is told by the first, and its candidates
-    summaries = filters or asked.logprobs
+    masses = asked.logprobs or records is not None
+    summaries = filters or masses
     list_length = triton.next_power_of_2(chunks)
     sizes = [
         2 * batch * num_samples * blocks,
@@ -112,34 +164,14 @@ def run(step: Step, config: Config = CONFIG) -> Drawn:
     top_k = asked.top_k
     wide = not isinstance(top_k, Tensor) or top_k.dtype == torch.int64
     given = asked.logprob_ids
-    bias_count = 0 if asked.bias_ids is None else asked.bias_ids.shape[1]
-    counts, token_mask = _contiguous_rows(asked.counts), _contiguous_rows(asked.token_mask)
-    bias_ids, bias_values = (_contiguous_rows(part) if bias_count else None for part in (asked.bias_ids, asked.bias_values))
     given = _contiguous_rows(given)
     common = (
-        logits,
-        logits.stride(0),
-        vocab_size,
-        asked.bias,
-        asked.logit_scale,
-        asked.soft_cap,
-        asked.dense_bias,
-        bias_ids,
-        bias_values,
-        bias_count,
-        0 if bias_ids is None else bias_ids.stride(0),
-        0 if bias_values is None else bias_values.stride(0),
-        counts,
-        0 if counts is None else counts.stride(0),
-        token_mask,
-        0 if token_mask is None else token_mask.stride(0),
+        *source_arguments(step),
         *step.row_arguments(),
         *_row_argument(top_k),
         *_row_argument(asked.top_p),
         *_row_argument(asked.min_p),
-        *_row_argument(asked.repetition_penalty),
-        *_row_argument(asked.frequency_penalty),
-        *_row_argument(asked.presence_penalty),
+        *penalty_arguments(asked),
         keys,
         sums.view(torch.float32),
         raw_keys if wants_raw else None,
@@ -153,10 +185,10 @@ def run(step: Step, config: Config = CONFIG) -> Drawn:
     flags = {
         "COLUMNS": config.columns,
         "REPS": config.reps,
-        "ENTRIES": triton.next_power_of_2(max(bias_count, 1)),
-        "HEAD": asked.logit_scale != 1.0 or asked.soft_cap != 0.0,
+        "ENTRIES": entries_of(asked),
+        "HEAD": has_head(asked),
         "FILTERS": filters,
-        "LOGPROBS": asked.logprobs,
+        "LOGPROBS": masses,
         "TOP_K_WIDE": wide,
     }
     scan_kernel[(batch * blocks,)](*common, 0, **flags, num_warps=config.scan_warps, maxnreg=config.scan_registers)
@@ -180,6 +212,8 @@ def run(step: Step, config: Config = CONFIG) -> Drawn:
         part(values, "given_logprobs"),
         0 if given is None else given.shape[1],
         part(values, "logsumexp"),
+        None if records is None else records.limits,
+        None if records is None else records.masses,
         **flags,
         BLOCKS=triton.next_power_of_2(blocks),
         CHUNKS=list_length,

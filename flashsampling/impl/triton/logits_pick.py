@@ -87,6 +87,14 @@ def _limit(
 
 
 @triton.jit
+def _place_in_row(limit, lowest, ID_BITS: tl.constexpr):
+    """A place that is counted from the key ``lowest`` as one that is counted from none: the key, then 31 bits for the id."""
+    last_id: tl.constexpr = (1 << ID_BITS) - 1
+    token = (limit & last_id) ^ last_id
+    return (((limit >> ID_BITS) + lowest) << 31) | (token ^ NO_TOKEN)
+
+
+@triton.jit
 def _kept_of_equal(vocab_size, top_k, top_p, min_p, by_top_k, by_top_p):
     """How many tokens the filters keep of a row whose logits are all equal: these are the first ids."""
     kept = tl.where(by_top_k, top_k, vocab_size).to(tl.int32)
@@ -106,7 +114,7 @@ def _kept_of_equal(vocab_size, top_k, top_p, min_p, by_top_k, by_top_p):
     ],
     do_not_specialize_on_alignment=[
         "ids_ptr", "logprobs_ptr", "processed_ptr", "ranks_ptr", "top_ids_ptr", "top_logprobs_ptr", "given_ids", "given_ptr",
-        "lse_ptr",
+        "lse_ptr", "limits_ptr", "masses_ptr",
     ],
 )  # fmt: skip
 def pick_kernel(
@@ -166,6 +174,8 @@ def pick_kernel(
     given_ptr,  # (B, num_given) float32, out
     num_given: tl.int32,
     lse_ptr,  # (B,) float32, out
+    limits_ptr,  # (B,) int64, out: what ``rejection`` reads of a row: the place of its last kept token
+    masses_ptr,  # (B, 4) float32, out: least mass of a kept token, mass of all, highest logit, a greedy row's token
     COLUMNS: tl.constexpr,
     REPS: tl.constexpr,
     ENTRIES: tl.constexpr,
@@ -205,6 +215,8 @@ def pick_kernel(
     filtered = False
     undefined = False
     kept_mass = tl.full((), 0.0, tl.float32)
+    least_mass = tl.full((), 0.0, tl.float32)
+    first_kept = tl.full((), -(1 << 62), tl.int64)
     top = tl.full((), 0.0, tl.float32)
     if FILTERS or LOGPROBS:
         in_row = chunk < num_chunks
@@ -311,27 +323,30 @@ def pick_kernel(
                 _draw(tokens, limit, tl.minimum(min_p, 1.0), temperature, seed, offset, stream, ids_ptr, num_samples, TILE)
                 if LOGPROBS:
                     kept_mass = mass_of_kept(tokens, limit, tl.minimum(min_p, 1.0), False, TILE, HEAD, ENTRIES)
+                    first_kept = _place_in_row(limit, lowest, ID_BITS)
             else:
                 whole = whole * 0 + 1
     if whole != 0:
         row_tokens = Tokens(source, cand_keys, cand_ids, last, lowest, ID_BITS, top, scale)
         limit = tl.full((), 0, tl.int64)
-        least_mass = tl.full((), 0.0, tl.float32)
+        least = tl.full((), 0.0, tl.float32)
         if FILTERS:
-            least_mass = tl.minimum(min_p, 1.0)
+            least = tl.minimum(min_p, 1.0)
             if filtered & (equal == 0):
                 limit = _limit(
                     row_tokens, highest, row_mass, top_k, top_p, min_p, by_top_k, by_top_p, True, WHOLE_TILE // 2, HEAD, ENTRIES
                 )
         draw_from_row(
-            row_tokens, limit, least_mass, full * (4 * COLUMNS * REPS), temperature, seed, offset, stream,
+            row_tokens, limit, least, full * (4 * COLUMNS * REPS), temperature, seed, offset, stream,
             winners_ptr + far * num_samples * blocks, blocks, full, ids_ptr, num_samples, BLOCKS, WHOLE_TILE, HEAD, ENTRIES,
         )  # fmt: skip
         if LOGPROBS and FILTERS:
             if equal:
                 kept_mass = last.to(tl.float32)
+                first_kept = (highest.to(tl.int64) << 31) | ((last - 1) ^ NO_TOKEN).to(tl.int64)
             elif filtered:
-                kept_mass = mass_of_kept(row_tokens, limit, least_mass, True, WHOLE_TILE // 2, HEAD, ENTRIES)
+                first_kept = _place_in_row(limit, lowest, ID_BITS)
+                kept_mass = mass_of_kept(row_tokens, limit, least, True, WHOLE_TILE // 2, HEAD, ENTRIES)
 
     if raw_keys_ptr is not None:
         raw_keys = tl.load(raw_keys_ptr + far * num_chunks + chunk, mask=chunk < num_chunks, other=_NOTHING)
@@ -351,7 +366,7 @@ def pick_kernel(
                 raw_source, raw_keys, raw_highest, lse, list_ptr, cand_keys, cand_ids, top_ids_ptr + far * num_top,
                 top_logprobs_ptr + far * num_top, num_top, CAPACITY, CHUNKS, GATHERED, TILE, WHOLE_TILE, COLUMNS, REPS, HEAD,
             )  # fmt: skip
-        if LOGPROBS:
+        if logprobs_ptr is not None:
             tl.debug_barrier()  # the tokens are there
             for draw in range(num_samples):
                 out = far * num_samples + draw
@@ -359,3 +374,16 @@ def pick_kernel(
                     source, tl.load(ids_ptr + draw), raw_keys, raw_highest, lse, top, scale, kept_mass, list_ptr,
                     logprobs_ptr + out, processed_ptr + out, ranks_ptr + out, CHUNKS, GATHERED, COLUMNS, REPS, HEAD, ENTRIES,
                 )  # fmt: skip
+    if limits_ptr is not None:
+        if FILTERS:
+            least_mass = tl.where(filtered, tl.minimum(min_p, 1.0), least_mass)
+        greedy_token = tl.full((), -1, tl.int32)
+        if temperature < GREEDY_BELOW:
+            tl.debug_barrier()  # the token is there
+            greedy_token = tl.load(ids_ptr).to(tl.int32)
+        record = masses_ptr + far * 4
+        tl.store(limits_ptr + row, first_kept)
+        tl.store(record, least_mass)
+        tl.store(record + 1, tl.where(undefined, float("nan"), kept_mass))
+        tl.store(record + 2, top)
+        tl.store(record + 3, greedy_token.to(tl.float32, bitcast=True))
