@@ -272,7 +272,7 @@ def check_matrices(hidden_states: Tensor, weight: Tensor, least_rows: int) -> tu
     dtype, device = hidden_states.dtype, hidden_states.device
     if dtype not in DTYPES:
         raise TypeError(f"hidden_states must be bfloat16, float16 or float32, got {dtype}")
-    if weight.dtype != dtype:
+    if weight.dtype is not dtype:
         check_weight(weight, least_rows)
         raise TypeError(f"weight must have the dtype of hidden_states, {dtype}, got {weight.dtype}")
     if len(weight_shape) != 2:

@@ -130,9 +130,10 @@ _TABLE = (
 BACKENDS = {backend.name: backend for backend in _TABLE}
 
 
-def tried_on(kind: str) -> list[Backend]:
+@functools.cache  # to go through the table costs a call most of a microsecond
+def tried_on(kind: str) -> tuple[Backend, ...]:
     """Those that ``impl=None`` tries on a kind of device, "cuda" or "cpu", in that order."""
-    return [backend for backend in BACKENDS.values() if backend.chosen_on in (kind, "any")]
+    return tuple(backend for backend in BACKENDS.values() if backend.chosen_on in (kind, "any"))
 
 
 def named(name: str) -> Backend:

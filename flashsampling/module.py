@@ -285,7 +285,8 @@ class LMHeadSampler(nn.Module):
             batch = shape[0] if shape else 0
             if batch > self.max_batch_size:
                 raise ValueError(f"hidden_states must have at most max_batch_size = {self.max_batch_size} rows, got {batch}")
-            seeds, offsets = self.seeds, self.offsets
+            state: Any = self._buffers  # as attributes they cost a call a microsecond more: nn.Module looks for them in Python
+            seeds, offsets = state["seeds"], state["offsets"]
             if seeds.device != hidden_states.device:
                 raise ValueError(f"hidden_states must be on the sampler's device, {seeds.device}, got {hidden_states.device}")
             if temperature is None:

@@ -30,6 +30,8 @@ from typing import Any
 import torch
 import torch.fx
 from torch import Tensor
+from torch._C import _are_functorch_transforms_active, _get_tracing_state, _len_torch_dispatch_stack, _len_torch_function_stack
+from torch.autograd import profiler
 from torch.nn import Parameter
 
 from . import registry
@@ -160,14 +162,15 @@ def choose(step: Step, impl: str = "") -> Backend:
     for backend in tried_on("cuda" if step.hidden_states.is_cuda else "cpu"):
         reason = backend.unsupported(step)
         if reason is None:
-            _log_choice(backend.name, step.hidden_states.dtype, step.hidden_states.device)
+            if _logger.isEnabledFor(logging.DEBUG):
+                _log_choice(backend.name, step.hidden_states.dtype, step.hidden_states.device)
             return backend
         reasons.append(f"{backend.name}: {reason}")
     raise ValueError(f"no implementation can do this on {step.hidden_states.device}: {'; '.join(reasons)}")
 
 
 def _sample(step: Step, impl: str) -> Drawn:
-    if step.hidden_states.shape[0] == 0:
+    if not step.hidden_states.numel():
         return _nothing(step)
     return _there(step, choose(step, impl).module.run)  # .run costs the host a call more
 
@@ -201,7 +204,7 @@ def _there(step: Step, run: Callable[[Step], Drawn]) -> Drawn:
     """Runs a step with its device the current one."""
     states = step.hidden_states
     # torch.cuda.current_device() less its asking whether there is CUDA
-    if states.is_cuda and states.device.index != torch._C._cuda_getDevice():
+    if states.is_cuda and states.get_device() != torch._C._cuda_getDevice():
         with torch.cuda.device(states.device):
             return run(step)
     return run(step)
@@ -217,7 +220,7 @@ def count_left_out(group: Any, error: BaseException) -> None:
         group.count_left_out()
 
 
-@functools.cache  # once for each, and a call pays for a look-up
+@functools.cache  # once for each
 def _log_choice(name: str, dtype: torch.dtype, device: torch.device) -> None:
     _logger.debug("impl=None takes %s for %s on %s (python -m flashsampling doctor says why)", name, dtype, device)
 
@@ -310,18 +313,18 @@ _exported = torch.fx.has_side_effect(torch.ops.flashsampling.sample_sharded.expo
 
 
 def _nobody_looks(step: Step) -> bool:
-    """Whether torch's dispatcher would change nothing."""
-    states, weight = step.hidden_states, step.weight
+    """Whether torch's dispatcher would change nothing. It does nothing where a gradient is wanted: see above."""
     return (
-        type(states) is Tensor
-        and type(weight) in (Tensor, Parameter)
-        and not torch.compiler.is_compiling()
-        and not torch._C._len_torch_dispatch_stack()
-        and not torch._C._len_torch_function_stack()
-        and not torch._C._are_functorch_transforms_active()
-        and torch._C._get_tracing_state() is None
-        and not torch.autograd.profiler._is_profiler_enabled
-        and not (torch.is_grad_enabled() and (states.requires_grad or weight.requires_grad))
+        type(step.hidden_states) is Tensor
+        and type(step.weight) in (Tensor, Parameter)
+        # is_compiling() less two calls; of the call that is left Dynamo knows the answer, so it does not guard on the flag
+        and not torch.compiler.is_dynamo_compiling()
+        and not torch.compiler._is_compiling_flag
+        and not _len_torch_dispatch_stack()
+        and not _len_torch_function_stack()
+        and not _are_functorch_transforms_active()
+        and _get_tracing_state() is None
+        and not profiler._is_profiler_enabled
     )
 
 

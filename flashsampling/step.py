@@ -114,9 +114,13 @@ class Step(NamedTuple):
     def row_arguments(self) -> tuple[int, float, int, int, int, int]:
         """Its rows' parameters as kernels take them: of each the address and 0, or 0 and the number for all rows."""
         temperature, seed, offset = self.temperature, self.seed, self.offset
-        temperature_at, temperature = (temperature.data_ptr(), 0.0) if isinstance(temperature, Tensor) else (0, temperature)
-        seed_at, seed = (seed.data_ptr(), 0) if isinstance(seed, Tensor) else (0, seed)
-        offset_at, offset = (offset.data_ptr(), 0) if isinstance(offset, Tensor) else (0, offset)
+        temperature_at = seed_at = offset_at = 0
+        if isinstance(temperature, Tensor):
+            temperature_at, temperature = temperature.data_ptr(), 0.0
+        if isinstance(seed, Tensor):
+            seed_at, seed = seed.data_ptr(), 0
+        if isinstance(offset, Tensor):
+            offset_at, offset = offset.data_ptr(), 0
         return temperature_at, temperature, seed_at, seed, offset_at, offset
 
     def part(self, first: int, last: int) -> "Step":

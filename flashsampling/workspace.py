@@ -27,8 +27,6 @@ _ARENA_WORDS = 1 << 18  # 2 MiB: about 500 captured calls of batch 256
 _MIN_WORDS = 1 << 12
 _MAX_KEPT_WORDS = 1 << 22
 
-_CPU = torch.device("cpu"), torch.device("cpu", 0)  # comparing is cheaper than asking for the type
-
 _lock = threading.Lock()
 _per_stream: dict[tuple[int, int], Tensor] = {}
 _arenas: dict[int, tuple[Tensor, list[int]]] = {}
@@ -37,14 +35,16 @@ _outgrown: list[Tensor] = []  # a launch may still use them; together they are n
 
 def zeroed_words(words: int, device: torch.device) -> Tensor:
     """At least ``words`` int64 zeros for one launch on the device's current stream; the launch zeroes them again."""
-    if device in _CPU:  # the interpreter
-        return torch.zeros(words, dtype=torch.int64, device=device)
-    index = torch.cuda.current_device() if device.index is None else device.index
-    if torch.cuda.is_current_stream_capturing():
+    index = device.index
+    if index is None:  # as of the CPU's tensors, and of no GPU's
+        if device.type == "cpu":  # the interpreter
+            return torch.zeros(words, dtype=torch.int64, device=device)
+        index = torch.cuda.current_device()
+    if torch._C._cuda_isCurrentStreamCapturing():  # torch.cuda.is_current_stream_capturing() less a call
         return _captured(words, index)
     key = index, torch._C._cuda_getCurrentRawStream(index)  # as torch's own launchers ask for it: a tenth of current_stream()
     buffer = _per_stream.get(key)
-    if buffer is None or buffer.numel() < words:
+    if buffer is None or (words > _MIN_WORDS and buffer.numel() < words):
         if words > _MAX_KEPT_WORDS:
             return torch.zeros(words, dtype=torch.int64, device=device)
         with _lock:

@@ -1,4 +1,5 @@
 import array
+import contextlib
 import io
 import math
 import operator
@@ -10,6 +11,7 @@ from dataclasses import FrozenInstanceError, replace
 import numpy
 import pytest
 import torch
+from torch.overrides import BaseTorchFunctionMode
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -412,10 +414,11 @@ def test_streaming_keeps_nothing_for_a_gradient():
     saved: list[torch.Tensor] = []
     problem = make_problem(2, 40_000, 8, torch.device("cpu"))
     problem.weight.requires_grad_()
-    with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda tensor: tensor):
-        tokens = problem.sample("streaming")
-    assert not saved
-    assert not tokens.requires_grad
+    for looks in (contextlib.nullcontext(), BaseTorchFunctionMode()):  # past torch's dispatcher, and through it
+        with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda tensor: tensor), looks:
+            tokens = problem.sample("streaming")
+        assert not saved
+        assert not tokens.requires_grad
 
 
 @pytest.mark.parametrize("impl", ["streaming", "reference"])

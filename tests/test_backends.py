@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import flashsampling
 from flashsampling import exchange, ops
-from flashsampling.backends import BACKENDS, Backend, Package
+from flashsampling.backends import BACKENDS, Backend, Package, tried_on
 from flashsampling.distributed import TensorParallel
 from flashsampling.exchange import Shard
 from flashsampling.impl import streaming
@@ -38,8 +38,10 @@ def toy():
     others = dict(BACKENDS)
     BACKENDS.clear()
     BACKENDS.update({"toy": backend, **others})
+    tried_on.cache_clear()
     yield backend
     del BACKENDS["toy"]
+    tried_on.cache_clear()
 
 
 CPU = torch.device("cpu")

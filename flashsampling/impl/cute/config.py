@@ -6,6 +6,7 @@ costs its share of the time (H200, over cuBLAS: B = 136, 208 and 320, D = 4096 1
 only, 0.92, 1.06 and 1.06 now). Rejected designs are recorded in ``kernel``.
 """
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -93,36 +94,40 @@ def ctas_per_row_block(config: TileConfig, batch: int, vocab_size: int, processo
     return max(1, min(clusters, processors // (config.cluster * row_blocks))) * config.cluster
 
 
-def copy_engine_reads(matrix: Tensor) -> bool:
-    """Whether TMA can address the rows: 16-byte aligned, contiguous along D."""
-    stride, along_d = matrix.stride()
-    rows_apart = stride * matrix.element_size()
-    return (
-        along_d == 1
-        and matrix.data_ptr() % 16 == 0
-        and ((rows_apart % 16 == 0 and 0 < rows_apart < 2**40) or matrix.shape[0] <= 1)
-    )
+def copy_engine_reads(address: int, rows: int, rows_apart: int, along_d: int) -> bool:
+    """Whether TMA can address so many rows of a matrix of 16-bit elements: 16-byte aligned, contiguous along D. The last two
+    are its strides."""
+    return along_d == 1 and address % 16 == 0 and ((rows_apart % 8 == 0 and 0 < rows_apart < 2**39) or rows <= 1)
+
+
+@functools.cache
+def _device_cannot(device: torch.device) -> str | None:
+    """Why nothing can be done on a device, or None."""
+    if device.type != "cuda" or torch.version.cuda is None:
+        return f"tensors on {device.type}, it runs on NVIDIA GPUs"
+    if capability(device) != (9, 0):
+        return f"compute capability {capability(device)}, it needs (9, 0)"
+    return None
 
 
 def unsupported(step: Step) -> str | None:
     """Why the Hopper kernel cannot do a step, or None. Misaligned hidden states it copies; the weight it does not."""
-    hidden_states, weight = step.hidden_states, step.weight
-    device = hidden_states.device
-    if not weight.is_cuda or torch.version.cuda is None:
-        return f"tensors on {device.type}, it runs on NVIDIA GPUs"
-    if capability(device) != (9, 0):
-        return f"compute capability {capability(device)}, it needs (9, 0)"
-    if weight.dtype == torch.float32:
+    weight = step.weight
+    reason = _device_cannot(weight.device)
+    if reason is not None:
+        return reason
+    if weight.dtype is torch.float32:
         return "float32, it takes bfloat16 and float16"
-    if not copy_engine_reads(weight):
+    vocab = step.vocab_size
+    rows_apart, along_d = weight.stride()
+    if not copy_engine_reads(weight.data_ptr(), vocab, rows_apart, along_d):
         return (
             "the rows of weight must be contiguous and start at multiples of 16 bytes (D divisible by 8), "
             f"got strides {tuple(weight.stride())} at address {weight.data_ptr():#x}"
         )
-    vocab = weight.shape[0]
     if vocab > _MAX_TILES_PER_CTA * TILE_V:
-        batch = hidden_states.shape[0]
-        ctas = ctas_per_row_block(choose_config(batch, weight.shape[1]), batch, vocab, multiprocessors(device))
+        batch = step.hidden_states.shape[0]
+        ctas = ctas_per_row_block(choose_config(batch, weight.shape[1]), batch, vocab, multiprocessors(weight.device))
         if vocab > _MAX_TILES_PER_CTA * TILE_V * ctas:
             return f"{vocab} vocabulary rows, for a batch of {batch} it takes up to {_MAX_TILES_PER_CTA * TILE_V * ctas}"
     return None

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,50 +14,73 @@ from .cache import kernel_for
 from .config import TILE_V, TileConfig, choose_config, copy_engine_reads, ctas_per_row_block
 
 
+class _Plan(NamedTuple):
+    """What all launches of a problem share."""
+
+    kernel: Callable[..., Any]
+    row_blocks: int
+    ctas: int  # per block of rows
+    base: int  # this, skip and end: see arguments.Arguments
+    skip: int
+    end: int
+    words: int  # of the workspace
+
+
 @functools.lru_cache(maxsize=4096)
 def _plan(
     batch: int,
     dim: int,
-    first_token: int,
+    num_samples: int,
     vocab_size: int,
+    first_token: int,
     dtype: torch.dtype,
     device: torch.device,
     config: TileConfig | None,
-) -> tuple[Callable[..., Any], int, int, int]:
-    """The kernel, the blocks of rows, the CTAs per block, and by how many tokens the first cluster's tiles start before the
-    first token: a dictionary's worth of host time per call."""
+) -> _Plan:
+    """A dictionary's worth of host time per call."""
     config = choose_config(batch, dim) if config is None else config
-    skip = first_token % (TILE_V * config.cluster)
+    skip = first_token % (TILE_V * config.cluster)  # by how many tokens the first cluster's tiles start before the first one
+    row_blocks = -(-batch // config.block_b)
     ctas = ctas_per_row_block(config, batch, skip + vocab_size, multiprocessors(device))
-    return kernel_for(dtype, config), -(-batch // config.block_b), ctas, skip
+    # a shard without a token: the launch has something to read, and samples none of it
+    sampled = (skip, skip + vocab_size) if vocab_size else (TILE_V, TILE_V)
+    words = slots.words(batch * num_samples, row_blocks)
+    return _Plan(kernel_for(dtype, config), row_blocks, ctas, first_token - skip, *sampled, words)
 
 
 def run(step: Step, config: TileConfig | None = None) -> Drawn:
     """See ``backends``: one launch. ``config`` in place of the shape that is chosen."""
-    hidden_states, weight, shard = step.hidden_states, step.weight, step.shard
-    num_samples, vocab_size = step.num_samples, step.vocab_size
-    batch, dim = hidden_states.shape
-    device = hidden_states.device
-    if not copy_engine_reads(hidden_states):
-        padded = torch.empty((batch, -(-dim // 8) * 8), dtype=hidden_states.dtype, device=device)
+    # nothing is asked for twice: an attribute of a tensor costs the host a tenth of a microsecond, a field of the step a third
+    hidden_states, weight, _, _, _, num_samples, vocab_size, shard, _, _ = step
+    (batch, dim), dtype, device = hidden_states.shape, hidden_states.dtype, hidden_states.device
+    hidden, (hidden_stride, along_d) = hidden_states.data_ptr(), hidden_states.stride()
+    if not copy_engine_reads(hidden, batch, hidden_stride, along_d):
+        padded = torch.empty((batch, -(-dim // 8) * 8), dtype=dtype, device=device)
         hidden_states = padded[:, :dim].copy_(hidden_states)
+        hidden, hidden_stride = padded.data_ptr(), padded.shape[1]
+    first_token, exchange = shard
+    kernel, row_blocks, ctas, base, skip, end, words = _plan(
+        batch, dim, num_samples, vocab_size, first_token, dtype, device, config
+    )
     tokens = torch.empty(batch * num_samples, dtype=torch.int64, device=device)
-    kernel, row_blocks, ctas, skip = _plan(batch, dim, shard.first_token, vocab_size, hidden_states.dtype, device, config)
-    base, end = shard.first_token - skip, skip + vocab_size
-    if vocab_size == 0:  # a shard without a token: the launch has something to read, and samples none of it
-        weight, skip, end = hidden_states, TILE_V, TILE_V
-    workspace = zeroed_words(slots.words(batch * num_samples, row_blocks), device)
+    workspace = zeroed_words(words, device)  # which is held until the launch
+    temperature_at, temperature, seed_at, seed, offset_at, offset = step.row_arguments()
     kernel(  # in the order of arguments.LaunchArguments
-        hidden_states.data_ptr(),
+        hidden,
         # of a single row the stride is torch's business, but TMA wants a multiple of 16 bytes
-        hidden_states.stride()[0] if batch > 1 else -(-dim // 8) * 8,
-        weight.data_ptr(),
+        hidden_stride if batch > 1 else -(-dim // 8) * 8,
+        weight.data_ptr() if vocab_size else hidden,
         weight.stride()[0] if vocab_size > 1 else -(-dim // 8) * 8,
         vocab_size or 1,
         dim,
         row_blocks,
         ctas,
-        *step.row_arguments(),
+        temperature_at,
+        temperature,
+        seed_at,
+        seed,
+        offset_at,
+        offset,
         tokens,
         workspace.data_ptr(),
         batch,
@@ -65,6 +88,6 @@ def run(step: Step, config: TileConfig | None = None) -> Drawn:
         skip,
         end,
         num_samples,
-        shard.exchange,
+        exchange,
     )
-    return Drawn(tokens)
+    return Drawn.__new__(Drawn, tokens)  # Drawn(tokens), less half of its host time
