@@ -31,7 +31,8 @@ def passed(monkeypatch):
         weight = torch.zeros(VOCAB, 128, dtype=torch.bfloat16)[:, :DIM]
         tokens = launch.run(Step(hidden, weight, temperature, seed, offset, num_samples, VOCAB, shard)).ids
         assert len(call) == len(LaunchArguments.names())
-        operands, arguments = LaunchArguments.of(call)
+        operands, arguments, outputs = LaunchArguments.of(call)
+        assert outputs is None
         assert operands == Operands(hidden.data_ptr(), 96, weight.data_ptr(), 128, VOCAB, DIM, 2, 66)
         assert arguments.tokens is tokens
         assert (arguments.workspace, len(words[0])) == (words[0].data_ptr(), 2 * BATCH * num_samples + 2)
@@ -60,10 +61,11 @@ def test_what_the_copy_engine_reads():
     assert not config.copy_engine_reads(matrix.T)
 
 
-def test_what_the_launch_is_compiled_with_has_every_name_once():
-    names = LaunchArguments.names()
+@pytest.mark.parametrize("logits", [False, True])
+def test_what_the_launch_is_compiled_with_has_every_name_once(logits):
+    names = LaunchArguments.names(logits)
     assert len(set(names)) == len(names)
-    assert len(LaunchArguments.fakes()) == len(names)
+    assert len(LaunchArguments.fakes(logits)) == len(names)
 
 
 def test_the_workspace_is_laid_out_without_gaps():

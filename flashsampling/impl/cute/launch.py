@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ...step import Drawn, Step
+from ...step import PLAIN, Drawn, Step
 from ...workspace import zeroed_words
 from ..device import multiprocessors
 from . import slots
@@ -23,17 +23,23 @@ def _plan(
     dtype: torch.dtype,
     device: torch.device,
     config: TileConfig | None,
+    plain: bool = True,
 ) -> tuple[Callable[..., Any], int, int, int]:
     """The kernel, the blocks of rows, the CTAs per block, and by how many tokens the first cluster's tiles start before the
-    first token: a dictionary's worth of host time per call."""
+    first token: a dictionary's worth of host time per call. ``plain``: the kernel has no ``Features.logits``."""
     config = choose_config(batch, dim) if config is None else config
     skip = first_token % (TILE_V * config.cluster)
     ctas = ctas_per_row_block(config, batch, skip + vocab_size, multiprocessors(device))
-    return kernel_for(dtype, config), -(-batch // config.block_b), ctas, skip
+    return kernel_for(dtype, config, not plain), -(-batch // config.block_b), ctas, skip
 
 
-def run(step: Step, config: TileConfig | None = None) -> Drawn:
-    """See ``backends``: one launch. ``config`` in place of the shape that is chosen."""
+def run(step: Step, config: TileConfig | None = None, outputs: tuple[int, ...] = ()) -> Drawn:
+    """See ``backends``: one launch, where nothing is asked for. ``config`` in place of the shape that is chosen. ``outputs``:
+    ``arguments.Outputs``, of a kernel that writes them, which may make no draws at all: of one token nobody knows what."""
+    if step.asked is not PLAIN:
+        from . import asked  # which makes such launches
+
+        return asked.run(step, config)
     hidden_states, weight, shard = step.hidden_states, step.weight, step.shard
     num_samples, vocab_size = step.num_samples, step.vocab_size
     batch, dim = hidden_states.shape
@@ -41,8 +47,10 @@ def run(step: Step, config: TileConfig | None = None) -> Drawn:
     if not copy_engine_reads(hidden_states):
         padded = torch.empty((batch, -(-dim // 8) * 8), dtype=hidden_states.dtype, device=device)
         hidden_states = padded[:, :dim].copy_(hidden_states)
-    tokens = torch.empty(batch * num_samples, dtype=torch.int64, device=device)
-    kernel, row_blocks, ctas, skip = _plan(batch, dim, shard.first_token, vocab_size, hidden_states.dtype, device, config)
+    tokens = torch.empty(batch * num_samples or 1, dtype=torch.int64, device=device)
+    kernel, row_blocks, ctas, skip = _plan(
+        batch, dim, shard.first_token, vocab_size, hidden_states.dtype, device, config, not outputs
+    )
     base, end = shard.first_token - skip, skip + vocab_size
     if vocab_size == 0:  # a shard without a token: the launch has something to read, and samples none of it
         weight, skip, end = hidden_states, TILE_V, TILE_V
@@ -66,5 +74,6 @@ def run(step: Step, config: TileConfig | None = None) -> Drawn:
         end,
         num_samples,
         shard.exchange,
+        *outputs,
     )
     return Drawn(tokens)

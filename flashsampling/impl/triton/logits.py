@@ -11,6 +11,7 @@ bits in any batch. Extra memory per row: 8 bytes per chunk, 16 where raw log-pro
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -78,6 +79,19 @@ def _may_filter(asked: Asked) -> bool:
 
 def _contiguous_rows(matrix: Tensor | None) -> Tensor | None:
     return matrix if matrix is None or matrix.shape[1] <= 1 or matrix.stride(1) == 1 else matrix.contiguous()
+
+
+class Summaries(NamedTuple):
+    """What another kernel found out about logits while it wrote them, by ``logits_source.chunk_tokens`` of one repetition."""
+
+    keys: Tensor  # (B, chunks) int32
+    sums: Tensor | None  # (B, chunks) float32, at the row's temperature
+    raw_sums: Tensor | None  # at temperature 1
+
+
+def pick(step: Step, summaries: Summaries, drawn: Tensor) -> Drawn:
+    """A stand-in, until ``pick_kernel`` reads these: ``run``."""
+    return run(step)
 
 
 def run(step: Step, config: Config = CONFIG) -> Drawn:
