@@ -1,5 +1,7 @@
 """The launch of the Hopper kernel passes its arguments in the order in which the kernel takes them. Nothing is compiled."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -7,9 +9,11 @@ pytest.importorskip("cutlass")
 
 from flashsampling import exchange
 from flashsampling.exchange import WHOLE, Shard
+from flashsampling.impl.cute import asked as module
 from flashsampling.impl.cute import config, launch, slots
 from flashsampling.impl.cute.arguments import Arguments, LaunchArguments, Operands
-from flashsampling.step import Step
+from flashsampling.noise import Stream
+from flashsampling.step import Asked, Step
 
 BATCH, DIM, VOCAB, SAMPLES = 5, 64, 300, 3
 
@@ -75,3 +79,64 @@ def test_the_workspace_is_laid_out_without_gaps():
     counters = [slots.counter(start, draws, block) for block in range(row_blocks)]
     assert best + infinite + counters == [start + 8 * word for word in range(slots.words(draws, row_blocks))]
     assert [slots.before(start, word) for word in (1, 4)] == [start - 8, start - 32]
+
+
+TENSOR = torch.zeros(BATCH)
+
+
+@pytest.mark.parametrize(
+    ("asked", "temperature", "expected"),
+    [  # draws, sums, raw sums
+        (Asked(top_k=3), 0.5, (0, False, False)),
+        (Asked(top_k=3), TENSOR, (SAMPLES, False, False)),
+        (Asked(top_k=3), 0.0, (SAMPLES, False, False)),
+        (Asked(top_k=VOCAB), 0.5, (SAMPLES, False, False)),
+        (Asked(top_k=TENSOR.int()), 0.5, (SAMPLES, False, False)),
+        (Asked(top_k=TENSOR.int(), top_p=0.9), 0.5, (0, True, False)),
+        (Asked(top_k=3, top_p=TENSOR, min_p=TENSOR), 0.5, (0, False, False)),
+        (Asked(top_p=TENSOR, min_p=TENSOR), 0.5, (SAMPLES, True, False)),
+        (Asked(top_p=float("nan")), 0.5, (SAMPLES, True, False)),
+        (Asked(min_p=0.1), 0.5, (0, False, False)),
+        (Asked(top_logprobs=2), 0.5, (SAMPLES, False, True)),
+        (Asked(logsumexp=True), 0.5, (SAMPLES, False, True)),
+        (Asked(top_k=3, logprobs=True), 0.5, (0, True, True)),
+        (Asked(top_k=3, soft_cap=1.0), 0.5, None),
+        (Asked(stream=Stream.RECOVERY), 0.5, None),
+        (Asked(token_mask=TENSOR.int()[:, None]), 0.5, None),
+    ],
+)
+def test_what_a_request_makes_of_a_step(monkeypatch, asked, temperature, expected):
+    """How many draws, which summaries, and who does the rest; None: no draws, no summaries, all of it is done again."""
+    calls, picked = [], []
+
+    def pick(step, summaries, drawn):
+        picked.append((step, summaries, drawn))
+        return "picked"
+
+    picking = SimpleNamespace(pick=pick, run=lambda step: picked.append((step,)) or "run", Summaries=lambda *parts: parts)
+    monkeypatch.setattr(launch, "_plan", lambda *_: (lambda *values: calls.append((_[-1], values)), 2, 66, 0))
+    monkeypatch.setattr(launch, "zeroed_words", lambda needed, device: torch.zeros(needed, dtype=torch.int64))
+    monkeypatch.setattr(module, "_picking", lambda: picking)
+    hidden, weight = (torch.zeros(rows, DIM, dtype=torch.bfloat16) for rows in (BATCH, VOCAB + 2))
+    step = Step(hidden, weight, temperature, 7, 11, SAMPLES, VOCAB, asked=asked)
+    assert launch.run(step) == ("run" if expected is None else "picked")
+    ((plain, values),) = calls
+    assert not plain
+    _, arguments, outputs = LaunchArguments.of(values)
+    ((whole, *rest),) = picked
+    assert whole._replace(logits=None) == step
+    assert whole.logits.shape == (BATCH, VOCAB)
+    assert outputs.stride == 4 * whole.logits.stride(0)
+    assert outputs.stride % 16 == 0
+    assert outputs.logits == whole.logits.data_ptr()
+    assert arguments.num_samples == (0 if expected is None else expected[0])
+    if expected is None:
+        assert (outputs.sums, outputs.raw_sums, rest) == (0, 0, [])
+        return
+    (keys, *sums), drawn = rest
+    assert (keys.shape, keys.dtype, keys.data_ptr()) == ((BATCH, 12), torch.int32, outputs.keys)
+    for part, address, wanted in zip(sums, outputs[3:], expected[1:], strict=True):
+        assert (part is None, address == 0) == (not wanted, not wanted)
+        assert not wanted or (part.shape, part.dtype, part.data_ptr()) == ((BATCH, 12), torch.float32, address)
+    assert drawn.shape == (BATCH * SAMPLES,)
+    assert expected[0] == 0 or drawn is arguments.tokens

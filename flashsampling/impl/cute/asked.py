@@ -12,7 +12,6 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from ...noise import Stream
 from ...step import PLAIN, Asked, Drawn, Step
 from . import launch
 from .config import TILE_V, TileConfig
@@ -32,7 +31,7 @@ def _processes(asked: Asked) -> bool:
     return (
         asked.logit_scale != 1.0
         or asked.soft_cap != 0.0
-        or asked.stream != Stream.TOKEN
+        or asked.stream != PLAIN.stream
         or any(tensor is not None for tensor in tensors)
     )
 
