@@ -109,20 +109,22 @@ def test_what_a_request_makes_of_a_step(monkeypatch, asked, temperature, expecte
     """How many draws, which summaries, and who does the rest; None: no draws, no summaries, all of it is done again."""
     calls, picked = [], []
 
-    def pick(step, summaries, drawn):
-        picked.append((step, summaries, drawn))
-        return "picked"
+    def pick(*parts):
+        picked.append(parts)
+        return parts
 
-    picking = SimpleNamespace(pick=pick, run=lambda step: picked.append((step,)) or "run", Summaries=lambda *parts: parts)
+    picking = SimpleNamespace(pick=pick, run=lambda step: pick(step), Summaries=lambda *parts: parts)
     monkeypatch.setattr(launch, "_plan", lambda *_: (lambda *values: calls.append((_[-1], values)), 2, 66, 0))
     monkeypatch.setattr(launch, "zeroed_words", lambda needed, device: torch.zeros(needed, dtype=torch.int64))
     monkeypatch.setattr(module, "_picking", lambda: picking)
     hidden, weight = (torch.zeros(rows, DIM, dtype=torch.bfloat16) for rows in (BATCH, VOCAB + 2))
     step = Step(hidden, weight, temperature, 7, 11, SAMPLES, VOCAB, asked=asked)
-    assert launch.run(step) == ("run" if expected is None else "picked")
+    given = launch.run(step)
+    assert given is picked[0]
     ((plain, values),) = calls
     assert not plain
     _, arguments, outputs = LaunchArguments.of(values)
+    assert outputs is not None
     ((whole, *rest),) = picked
     assert whole._replace(logits=None) == step
     assert whole.logits.shape == (BATCH, VOCAB)

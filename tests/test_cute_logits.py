@@ -127,7 +127,7 @@ def test_a_temperature_for_all_rows(temperature):
 
 def test_temperatures_by_row():
     step = make_step(130, 1000)
-    step.temperature[:8] = torch.tensor([0.0, 9e-7, 1e-6, 1e-5, 7e-4, 1.0, 1e6, INF], device=DEVICE)
+    step.rows().temperature[:8] = torch.tensor([0.0, 9e-7, 1e-6, 1e-5, 7e-4, 1.0, 1e6, INF], device=DEVICE)
     check(step)
 
 
@@ -279,7 +279,7 @@ def test_sample_takes_it_and_warmup_compiles_it(monkeypatch):
         raise AssertionError("compiled while serving")
 
     monkeypatch.setattr(cache, "_compile", refuse)
-    rows = {"temperature": step.temperature, "seed": step.seed, "offset": step.offset}
+    rows = step.rows()._asdict()
     for batch in (1, 9, 20):
         some = {name: value[:batch] for name, value in rows.items()}
         out = flashsampling.sample(step.hidden_states[:batch], weight, **some, top_k=50, top_p=0.9)

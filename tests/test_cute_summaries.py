@@ -35,7 +35,7 @@ def test_words_lie_in_the_warp_s_own_codes(room):
 @pytest.mark.parametrize("room", ALL)
 def test_every_half_chunk_is_kept_where_it_is_looked_for(room):
     """What a thread has after the exchange of its group, as ``reduction._scatter`` does it."""
-    kept = {}
+    kept: dict[int, tuple[int, int]] = {}
     for first, count in room.groups:
         values = room._each(
             {(j, c, half): (j, c, half) for j in range(first, first + count) for c in range(2) for half in range(room.halves)}

@@ -27,6 +27,7 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr, range_constexpr, 
 from . import noise, ptx, reduction
 from .arguments import Arguments, Outputs, Walk
 from .fragments import Fragments
+from .memory import global_pointer
 from .reduction import INFINITY
 from .shared import Shared
 
@@ -71,13 +72,14 @@ class Summaries:
         if sampled == 1:
             self._store_some(args, out, logits, at, args.batch - row0, args.end - token0)
         rows_left = Int32(select_(sampled == 2, args.batch - row0, Int32(0)))
+        temperatures = self._temperatures(args, out, walk, column0 - 2 * (lane % 4), lane)
         cute.arch.sync_warp()  # the codes have been read
         for first, count in self.groups:
             self._store(out, logits, at + out.stride * (8 * first), rows_left, first, count)
             highest, own = reduction.scatter_max(self._each(self._highest(logits, first, count)), lane)
             shared.codes[self._of_own(_HIGHEST, first, own, warp, lane)] = self._bits(highest)
         if (out.sums != Int64(0)) | (out.raw_sums != Int64(0)):
-            self._factors(args, walk, shared, column0 - 2 * (lane % 4), warp, lane)
+            self._keep_factors(shared, temperatures, warp, lane)
             cute.arch.sync_warp()
             first_kind = Int32(select_(out.sums != Int64(0), Int32(0), Int32(1)))
             last_kind = Int32(select_(out.raw_sums != Int64(0), Int32(1), Int32(0)))
@@ -165,13 +167,27 @@ class Summaries:
         return ptx.exp2(cute.arch.fmin((logit - highest) * factor, Float32(0.0)))
 
     @cute.jit
-    def _factors(self, args, walk, shared, column0, warp, lane):
-        """Of exponents to the base 2, per unit of logit: of every column of a warp. ``column0``: its first."""
-        for column in cutlass.range(lane, self.own_columns, 32, unroll=1):
-            temperature = args.row(cutlass.min(walk.first_row + column0 + column, args.batch - 1))[0]
-            temperature = Float32(select_(temperature < Float32(noise.GREEDY_BELOW), Float32(1.0), temperature))
-            factor = cute.arch.fmax(Float32(1.0) / temperature * Float32(_LOG2_E), Float32(_LEAST_SCALE))
-            shared.codes[self._at(_FACTOR, 0, column, warp)] = self._bits(factor)
+    def _temperatures(self, args, out, walk, column0, lane):
+        """Of every 32nd column of a warp, from the thread's on; where nobody asks, of no account. ``column0``: its first. They
+        are on their way while the logits are stored."""
+        temperatures = cute.make_rmem_tensor(-(-self.own_columns // 32), Float32)
+        for k in range_constexpr(cute.size(temperatures)):
+            temperatures[k] = args.temperature_value
+            if (out.sums != Int64(0)) & (args.temperature != Int64(0)):
+                row = cutlass.min(walk.first_row + column0 + lane + 32 * k, args.batch - 1)
+                temperatures[k] = global_pointer(Float32, args.temperature + Int64(row) * 4).load()
+        return temperatures
+
+    @cute.jit
+    def _keep_factors(self, shared, temperatures, warp, lane):
+        """Of exponents to the base 2, per unit of logit: of every column of a warp."""
+        for k in range_constexpr(cute.size(temperatures)):
+            column = lane + 32 * k
+            if column < self.own_columns:
+                greedy = temperatures[k] < Float32(noise.GREEDY_BELOW)
+                inverse = cute.arch.rcp_approx(temperatures[k]) * Float32(_LOG2_E)
+                factor = cute.arch.fmax(Float32(select_(greedy, Float32(_LOG2_E), inverse)), Float32(_LEAST_SCALE))
+                shared.codes[self._at(_FACTOR, 0, column, warp)] = self._bits(factor)
 
     def _bits(self, x: Float32) -> Uint32:
         return x.bitcast(Uint32)
