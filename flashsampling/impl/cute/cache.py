@@ -13,7 +13,7 @@ process over a damaged object, so an object's name ends in the SHA-256 of its by
 that does not match is removed and made again.
 
 A shape is made when a batch first needs it. ``flashsampling.warmup`` makes those that batches up to a size need, one after the
-other; ``python -m flashsampling precompile`` makes all, in parallel and without a GPU: a minute and a half on two cores.
+other; ``python -m flashsampling precompile`` makes all, in parallel and without a GPU: a minute or two on two cores.
 """
 
 import ast
