@@ -54,6 +54,10 @@ class Package(NamedTuple):
         return str(version)
 
 
+def _first_missing(packages: tuple[Package, ...]) -> str | None:
+    return next((reason for package in packages if (reason := package.missing()) is not None), None)
+
+
 class Backend:
     """An implementation.
 
@@ -63,17 +67,31 @@ class Backend:
         chosen_on: kind of device on which ``impl=None`` tries it; "any", or None: it must be named.
         sharded: it can be told of a shard, so it serves under tensor parallelism.
         exchanges: its kernel does the exchange of the transport ``p2p`` itself.
+        asked_needs: packages, for steps that ask for anything.
     """
 
     def __init__(
-        self, name: str, *, needs: tuple[Package, ...] = (), chosen_on: str | None, sharded: bool, exchanges: bool = False
+        self,
+        name: str,
+        *,
+        needs: tuple[Package, ...] = (),
+        chosen_on: str | None,
+        sharded: bool,
+        exchanges: bool = False,
+        asked_needs: tuple[Package, ...] = (),
     ) -> None:
         self.name, self.needs, self.chosen_on, self.sharded, self.exchanges = name, needs, chosen_on, sharded, exchanges
+        self.asked_needs = asked_needs
 
     @functools.cached_property
     def missing(self) -> str | None:
         """Which package that it needs is not there, or too old; None: all are there."""
-        return next((reason for package in self.needs if (reason := package.missing()) is not None), None)
+        return _first_missing(self.needs)
+
+    @functools.cached_property
+    def asked_missing(self) -> str | None:
+        """The same of steps that ask for anything."""
+        return _first_missing(self.asked_needs)
 
     @functools.cached_property
     def module(self) -> ModuleType:
@@ -91,6 +109,8 @@ class Backend:
             left = [name for name in step.asked.names() if name not in (does or ())]
             if left:
                 return f"it does not do {arguments(left)}"
+            if step.asked is not PLAIN and self.asked_missing is not None:
+                return f"it does not do {arguments(step.asked.names())}: {self.asked_missing}"
         return self.module.unsupported(step)  # type: ignore[no-any-return]
 
     def run(self, step: Step) -> Drawn:
@@ -109,6 +129,9 @@ class Backend:
         return self.module.compiled_for(weight, max_batch_size, num_samples)  # type: ignore[no-any-return]
 
 
+_TRITON = Package(
+    "triton", "triton", (3, 6)
+)  # 3.4 fails to compile the kernel; 3.6 is measured, 3.9 compiles in all its shapes
 _CUTE_HINT = " (pip install flashsampling[cute])"
 _TABLE = (
     Backend(
@@ -121,9 +144,9 @@ _TABLE = (
         chosen_on="cuda",
         sharded=True,
         exchanges=True,
+        asked_needs=(_TRITON,),  # which picks from the logits that the kernel leaves
     ),
-    # 3.4 fails to compile the kernel; 3.6 is measured, 3.9 compiles in all its shapes
-    Backend("triton", needs=(Package("triton", "triton", (3, 6)),), chosen_on="cuda", sharded=True, exchanges=True),
+    Backend("triton", needs=(_TRITON,), chosen_on="cuda", sharded=True, exchanges=True),
     Backend("streaming", chosen_on="any", sharded=True),
     Backend("reference", chosen_on=None, sharded=False),
 )

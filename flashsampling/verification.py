@@ -125,11 +125,11 @@ def verify(
             position the penalties count the drafts before it; that takes 4 V bytes for every position, only where a penalty is
             asked for. A ``TokenCounts`` counts what is emitted.
 
-    "match" is one ``sample`` over all positions and two small launches on a GPU, or some thirty torch operations: of trees, where
-    there is no Triton, and where a compiler looks. Nothing waits for the device, and a CUDA graph can hold it. Trees take n**2
-    bytes and a few times that per request. "rejection" on a GPU writes the logits of all positions, (N + B) V float32, and is
-    seven launches, which a graph can hold too. Elsewhere it makes probabilities in torch, in float64, a bounded number of
-    rows at a time: memory does not grow with the batch, but it is not fast.
+    "match" is one ``sample`` over all positions and two small launches on a GPU, or some thirty torch operations: of trees,
+    where there is no Triton, and where a compiler looks. Nothing waits for the device, and a CUDA graph can hold it. Trees take
+    n**2 bytes and a few times that per request. "rejection" on a GPU writes the logits of all positions, (N + B) V float32,
+    and is seven launches, which a graph can hold too. Elsewhere it makes probabilities in torch, in float64, a bounded number
+    of rows at a time: memory does not grow with the batch, but it is not fast.
 
     Returns:
         VerifyOutput.

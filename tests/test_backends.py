@@ -74,9 +74,18 @@ def test_what_a_backend_does_not_do_is_refused_by_name(toy, monkeypatch):
     step = make_problem(3, 300, 16, CPU).step()
     recovery = step._replace(asked=Asked(stream=Stream.RECOVERY))
     assert toy.unsupported(step) is None
-    for name in ("toy", "cute"):
-        if BACKENDS[name].missing is None:
-            assert BACKENDS[name].unsupported(recovery) == "it does not do stream"
+    assert toy.unsupported(recovery) == "it does not do stream"
+    cute = BACKENDS["cute"]
+    if cute.missing is None:
+        for missing, reason in (
+            (None, "tensors on cpu"),
+            ("triton is not installed", "it does not do stream: triton is not inst"),
+        ):
+            monkeypatch.setattr(cute, "asked_missing", missing)
+            assert cute.unsupported(recovery).startswith(reason)
+            assert cute.unsupported(step).startswith("tensors on cpu")
+        monkeypatch.setattr(cute, "asked_missing", None)
+        assert cute.unsupported(recovery._replace(shard=Shard(7))) == "a shard of a vocabulary with stream"
     with pytest.raises(ValueError, match="impl='toy' cannot do this: it does not do stream"):
         ops.sample(recovery, "toy")
     assert torch.equal(ops.sample(recovery, "").ids, ops.sample(recovery, "reference").ids)

@@ -40,8 +40,8 @@ def played(monkeypatch, tmp_path):
     """(compiled, loaded): what was asked of the compiler, and the contents that reached the loader."""
     compiled, loaded = [], []
 
-    def compile_(dtype, config):
-        compiled.append((dtype, config))
+    def compile_(dtype, config, logits):
+        compiled.append((dtype, config, *(["logits"] if logits else [])))
         return Compiled()
 
     def load(path):
@@ -100,6 +100,13 @@ def test_a_shape_is_made_when_it_is_needed_and_once(played):
     assert cache.kernel_for(DTYPE, cache.CONFIGS[3]) is kernel
     assert sorted(compiled, key=repr) == sorted(((DTYPE, config) for config in cache.CONFIGS), key=repr)
     assert not loaded
+    compiled.clear()
+    assert cache.kernel_for(DTYPE, cache.CONFIGS[3], True) is not kernel  # another one, that writes logits, beside it
+    cache._kernels.clear()
+    cache.kernel_for(DTYPE, cache.CONFIGS[3])
+    cache.kernel_for(DTYPE, cache.CONFIGS[3], True)
+    assert compiled == [(DTYPE, cache.CONFIGS[3], "logits")]
+    assert len(loaded) == 2
 
 
 def overwrite(content):
@@ -251,7 +258,7 @@ def test_many_at_once_leave_whole_objects(played, monkeypatch):
     number = iter(range(1000))
     lock = threading.Lock()
 
-    def compile_(dtype, config):
+    def compile_(dtype, config, logits):
         with lock:
             return Compiled(PAYLOAD * 50 + str(next(number)).encode())
 

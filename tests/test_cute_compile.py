@@ -24,11 +24,13 @@ from flashsampling.impl.cute.kernel import compile_kernel
 
 dtype = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}[sys.argv[1]]
 config = CONFIGS[int(sys.argv[2])]
-compile_kernel(dtype, config, f"--gpu-arch sm_90a --keep-cubin --dump-dir {sys.argv[3]}")
+features = {name: True for name in sys.argv[4:]}
+compile_kernel(dtype, config, f"--gpu-arch sm_90a --keep-cubin --dump-dir {sys.argv[3]}", **features)
 print(config.stages)
 """
 WIDTHS = (8, 16, 32, 48, 64, 96, 128, 144, 160, 176, 192, 192, 208, 224, 240, 256)
 SHAPES = [("bf16", index, n) for index, n in enumerate(WIDTHS)] + [("fp16", 4, 64)]
+WITH_LOGITS = [("bf16", 0, 8), ("bf16", 6, 128), ("bf16", 12, 208), ("bf16", 15, 256), ("fp16", 10, 192)]
 
 
 def run(code, *arguments, architecture):
@@ -52,10 +54,13 @@ def test_every_batch_has_a_shape():
         assert width == min(n for n in WIDTHS if n * row_blocks >= batch), batch
 
 
-@pytest.mark.parametrize(("dtype", "index", "block_b"), SHAPES)
-def test_compiles_for_hopper(dtype, index, block_b, tmp_path):
+@pytest.mark.parametrize(
+    ("dtype", "index", "block_b", "logits"), [(*shape, False) for shape in SHAPES] + [(*shape, True) for shape in WITH_LOGITS]
+)
+def test_compiles_for_hopper(dtype, index, block_b, logits, tmp_path):
     triton = pytest.importorskip("triton")  # for its disassembler
-    stages = int(run(DISASSEMBLE, dtype, str(index), str(tmp_path), architecture="sm_90a"))
+    features = ["logits"] if logits else []
+    stages = int(run(DISASSEMBLE, dtype, str(index), str(tmp_path), *features, architecture="sm_90a"))
     assert stages >= 4
     (cubin,) = tmp_path.glob("*.cubin")
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -82,9 +87,9 @@ def test_precompile_fills_the_cache(tmp_path):
         words = [sys.executable, *command, "--workers", "2"]
         result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, env=environment)
         assert result.returncode == 0, result.stderr[-3000:]
-        assert result.stdout.count(state) == 2 * len(WIDTHS)
+        assert result.stdout.count(state) == 4 * len(WIDTHS)
     objects = list(tmp_path.glob("cute/*/*.o"))
-    assert len(objects) == 2 * len(WIDTHS)
+    assert len(objects) == 4 * len(WIDTHS)
     code = (
         "import torch; from flashsampling.impl.cute import cache; from flashsampling.impl.cute.config import CONFIGS\n"
         "compile, cache._compile = cache._compile, None\n"  # what is on disk is not compiled again
@@ -100,7 +105,7 @@ def test_precompile_fills_the_cache(tmp_path):
     assert "[True, True]\nTrue True" in result.stdout, result.stderr[-3000:]
     assert result.stderr.count("does not load") == 1
     # the loader is not even shown an object that is cut off
-    (path,) = tmp_path.glob("cute/*/bfloat16_16_*.o")
+    (path,) = tmp_path.glob("cute/*/bfloat16_16_1_1-*.o")
     whole = path.stat().st_size
     with open(path, "r+b") as file:
         file.truncate(whole // 2)
@@ -111,4 +116,4 @@ def test_precompile_fills_the_cache(tmp_path):
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, env=environment)
     assert "True" in result.stdout, result.stderr[-3000:]
     assert "is damaged" in result.stderr
-    assert [other.stat().st_size > whole // 2 for other in tmp_path.glob("cute/*/bfloat16_16_*.o")] == [True]
+    assert [other.stat().st_size > whole // 2 for other in tmp_path.glob("cute/*/bfloat16_16_1_1-*.o")] == [True]

@@ -1,5 +1,7 @@
 """The launch of the Hopper kernel passes its arguments in the order in which the kernel takes them. Nothing is compiled."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -7,9 +9,11 @@ pytest.importorskip("cutlass")
 
 from flashsampling import exchange
 from flashsampling.exchange import WHOLE, Shard
+from flashsampling.impl.cute import asked as module
 from flashsampling.impl.cute import config, launch, slots
 from flashsampling.impl.cute.arguments import Arguments, LaunchArguments, Operands
-from flashsampling.step import Step
+from flashsampling.noise import Stream
+from flashsampling.step import Asked, Step
 
 BATCH, DIM, VOCAB, SAMPLES = 5, 64, 300, 3
 
@@ -25,13 +29,14 @@ def call(monkeypatch):
             words.append(torch.zeros(needed, dtype=torch.int64))
             return words[0]
 
-        monkeypatch.setattr(launch, "kernel_for", lambda dtype, shape: lambda *values: call.extend(values))
+        monkeypatch.setattr(launch, "kernel_for", lambda dtype, shape, logits: lambda *values: call.extend(values))
         monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)
         monkeypatch.setattr(launch, "zeroed_words", zeroed_words)
         launch._plan.cache_clear()
         tokens = launch.run(step).ids
         assert len(call) == len(LaunchArguments.names())
-        operands, arguments = LaunchArguments.of(call)
+        operands, arguments, outputs = LaunchArguments.of(call)
+        assert outputs is None
         assert arguments.tokens is tokens
         assert len(words[0]) == slots.words(len(tokens), operands.row_blocks)
         assert arguments.workspace == words[0].data_ptr()
@@ -101,3 +106,86 @@ def test_what_the_copy_engine_reads():
     assert not reads(matrix[:1, 1:])
     assert not reads(matrix.T)
     assert not config.copy_engine_reads(0, 2, 2**39, 1)  # its strides have 40 bits, of bytes
+
+
+@pytest.mark.parametrize("logits", [False, True])
+def test_what_the_launch_is_compiled_with_has_every_name_once(logits):
+    names = LaunchArguments.names(logits)
+    assert len(set(names)) == len(names)
+    assert len(LaunchArguments.fakes(logits)) == len(names)
+
+
+def test_the_workspace_is_laid_out_without_gaps():
+    draws, row_blocks, start = 15, 2, 1 << 20
+    best = [slots.best(start, number) for number in range(draws)]
+    infinite = [slots.infinite(address, draws) for address in best]
+    counters = [slots.counter(start, draws, block) for block in range(row_blocks)]
+    assert best + infinite + counters == [start + 8 * word for word in range(slots.words(draws, row_blocks))]
+    assert [slots.before(start, word) for word in (1, 4)] == [start - 8, start - 32]
+
+
+TENSOR = torch.zeros(BATCH)
+
+
+@pytest.mark.parametrize(
+    ("asked", "temperature", "expected"),
+    [  # draws, sums, raw sums
+        (Asked(top_k=3), 0.5, (0, False, False)),
+        (Asked(top_k=3), TENSOR, (SAMPLES, False, False)),
+        (Asked(top_k=3), 0.0, (SAMPLES, False, False)),
+        (Asked(top_k=VOCAB), 0.5, (SAMPLES, False, False)),
+        (Asked(top_k=TENSOR.int()), 0.5, (SAMPLES, False, False)),
+        (Asked(top_k=TENSOR.int(), top_p=0.9), 0.5, (0, True, False)),
+        (Asked(top_k=3, top_p=TENSOR, min_p=TENSOR), 0.5, (0, False, False)),
+        (Asked(top_p=TENSOR, min_p=TENSOR), 0.5, (SAMPLES, True, False)),
+        (Asked(top_p=float("nan")), 0.5, (SAMPLES, True, False)),
+        (Asked(min_p=0.1), 0.5, (0, False, False)),
+        (Asked(top_logprobs=2), 0.5, (SAMPLES, False, True)),
+        (Asked(logsumexp=True), 0.5, (SAMPLES, False, True)),
+        (Asked(top_k=3, logprobs=True), 0.5, (0, True, True)),
+        (Asked(top_k=3, soft_cap=1.0), 0.5, None),
+        (Asked(stream=Stream.RECOVERY), 0.5, None),
+        (Asked(token_mask=TENSOR.int()[:, None]), 0.5, None),
+    ],
+)
+def test_what_a_request_makes_of_a_step(monkeypatch, asked, temperature, expected):
+    """How many draws, which summaries, and who does the rest; None: no draws, no summaries, all of it is done again."""
+    calls, picked = [], []
+
+    def pick(*parts):
+        picked.append(parts)
+        return parts
+
+    picking = SimpleNamespace(pick=pick, run=lambda step: pick(step), Summaries=lambda *parts: parts)
+
+    def plan(batch, dim, num_samples, *rest):
+        return launch._Plan(lambda *values: calls.append((rest[-1], values)), 2, 66, 0, 0, VOCAB, 8)
+
+    monkeypatch.setattr(launch, "_plan", plan)
+    monkeypatch.setattr(launch, "zeroed_words", lambda needed, device: torch.zeros(needed, dtype=torch.int64))
+    monkeypatch.setattr(module, "_picking", lambda: picking)
+    hidden, weight = (torch.zeros(rows, DIM, dtype=torch.bfloat16) for rows in (BATCH, VOCAB + 2))
+    step = Step(hidden, weight, temperature, 7, 11, SAMPLES, VOCAB, asked=asked)
+    given = launch.run(step)
+    assert given is picked[0]
+    ((plain, values),) = calls
+    assert not plain
+    _, arguments, outputs = LaunchArguments.of(values)
+    assert outputs is not None
+    ((whole, *rest),) = picked
+    assert whole._replace(logits=None) == step
+    assert whole.logits.shape == (BATCH, VOCAB)
+    assert outputs.stride == 4 * whole.logits.stride(0)
+    assert outputs.stride % 16 == 0
+    assert outputs.logits == whole.logits.data_ptr()
+    assert arguments.num_samples == (0 if expected is None else expected[0])
+    if expected is None:
+        assert (outputs.sums, outputs.raw_sums, rest) == (0, 0, [])
+        return
+    (keys, *sums), drawn = rest
+    assert (keys.shape, keys.dtype, keys.data_ptr()) == ((BATCH, 12), torch.int32, outputs.keys)
+    for part, address, wanted in zip(sums, outputs[3:], expected[1:], strict=True):
+        assert (part is None, address == 0) == (not wanted, not wanted)
+        assert not wanted or (part.shape, part.dtype, part.data_ptr()) == ((BATCH, 12), torch.float32, address)
+    assert drawn.shape == (BATCH * SAMPLES,)
+    assert expected[0] == 0 or drawn is arguments.tokens

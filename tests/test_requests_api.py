@@ -247,7 +247,8 @@ def test_the_layout_is_what_kernels_fill_in():
     assert torch.equal(drawn.values, values)
 
 
-def test_a_kernel_refuses_by_name_what_it_does_not_do():
+def test_a_kernel_refuses_by_name_what_it_does_not_do(monkeypatch):
+    monkeypatch.setattr(BACKENDS["cute"], "asked_missing", "triton is not installed")
     step = Mix(0).make(batch=3, vocab=70)
     logits = step._replace(asked=PLAIN)
     head = Mix(0).of_a_head(step)._replace(asked=PLAIN)
@@ -257,7 +258,7 @@ def test_a_kernel_refuses_by_name_what_it_does_not_do():
     ):  # fmt: skip
         asked = head._replace(asked=Asked(**{name: value}))
         if BACKENDS["cute"].missing is None:
-            assert BACKENDS["cute"].unsupported(asked) == f"it does not do {public}"
+            assert BACKENDS["cute"].unsupported(asked) == f"it does not do {public}: triton is not installed"
             assert BACKENDS["cute"].unsupported(logits) == "it takes hidden states and a weight, not logits"
         assert ops.choose(asked).name == "streaming"
     assert ops.choose(logits).name == "streaming"

@@ -1,4 +1,4 @@
-"""What requests ask for of a whole step, by Triton: three launches, what the oracle says, the same bits in any batch."""
+"""What requests ask for of a whole step, by kernels: what the oracle says, the same bits in any batch."""
 
 import pytest
 import torch
@@ -10,6 +10,7 @@ from flashsampling.impl.triton.config import TileConfig
 from flashsampling.impl.triton.products import products
 from flashsampling.step import PLAIN, Asked, Step, layout
 from tests.conftest import DEVICE
+from tests.problems import KERNELS
 from tests.test_triton_logits import agrees
 
 CUDA = DEVICE.type == "cuda"
@@ -57,8 +58,9 @@ def _asked(batch: int, vocab: int) -> dict[str, Asked]:
     }
 
 
+@pytest.mark.parametrize("impl", KERNELS)
 @pytest.mark.parametrize("name", list(_asked(1, 64)))
-def test_steps_are_the_oracle_s(name):
+def test_steps_are_the_oracle_s(name, impl):
     rows, wanted = 0, 1700 if CUDA else 3
     while rows < wanted:
         batch = 37 if CUDA else 3
@@ -74,14 +76,14 @@ def test_steps_are_the_oracle_s(name):
             asked=_asked(batch, vocab)[name],
         )
         step = step._replace(temperature=step.temperature.masked_fill(step.temperature < 0.2, 0.0))
-        drawn = agrees(ops.sample(step, "triton"), step)
+        drawn = agrees(ops.sample(step, impl), step)
         rows += batch
         if not CUDA:
             continue
         some = step.part(batch // 3, batch)
         parts, whole = (
             layout(len(one.hidden_states), 2, one.asked).split(out, len(one.hidden_states))
-            for one, out in ((some, ops.sample(some, "triton")), (step, drawn))
+            for one, out in ((some, ops.sample(some, impl)), (step, drawn))
         )
         for part, values in parts.items():
             assert torch.equal(values.nan_to_num(7.0), whole[part][batch // 3 :].nan_to_num(7.0)), part

@@ -1,10 +1,13 @@
 """CuTe DSL, Hopper: the fused step in one launch.
 
 ``kernel`` is the kernel, of ``mainloop`` and ``epilogue``, which says what is behind it; ``config`` its shapes and what it
-takes; ``cache`` the compiled objects, in memory and on disk; ``launch`` the call.
+takes; ``cache`` the compiled objects, in memory and on disk; ``launch`` the call, ``asked`` that of what a request asks for.
 """
 
+from ...step import Asked
 from .config import choose_config, compiled_for, unsupported
 from .launch import run
 
-__all__ = ["choose_config", "compiled_for", "run", "unsupported"]
+DOES = Asked._fields
+
+__all__ = ["DOES", "choose_config", "compiled_for", "run", "unsupported"]

@@ -45,7 +45,7 @@ class Arguments(NamedTuple):
     base: Int32
     skip: Int32
     end: Int32
-    num_samples: Int32
+    num_samples: Int32  # draws; 0: none, which only a kernel with ``Features.logits`` is asked for
     exchange: Int64  # TOKENS, PACKED or the address of an exchange's table
 
     @cute.jit
@@ -83,28 +83,40 @@ class Arguments(NamedTuple):
         return slots.infinite(slot, Int64(self.batch))
 
 
+class Outputs(NamedTuple):
+    """Where a kernel with ``Features.logits`` writes, of a whole vocabulary, beside the tokens. Chunks: see ``summaries``."""
+
+    logits: Int64  # address of (B, V) float32
+    stride: Int64  # of its rows, in bytes: a multiple of 16
+    keys: Int64  # address of (B, 4 * ceil(V / 128)) int32: of each chunk the highest logit, as int32 in its order
+    sums: Int64  # address of as many float32: masses relative to it at the row's temperature, a greedy row's at 1; 0: none
+    raw_sums: Int64  # at temperature 1; 0: none
+
+
 class LaunchArguments(NamedTuple):
     """What the compiled launch is called with, in this order, and then the stream, which TVM FFI adds."""
 
     operands: Operands
     arguments: Arguments
+    outputs: Outputs | None = None
 
     @classmethod
-    def names(cls) -> tuple[str, ...]:
-        """Of the positional arguments."""
-        return Operands._fields + Arguments._fields
+    def names(cls, logits: bool = False) -> tuple[str, ...]:
+        """Of the positional arguments. ``logits``: see ``Features``."""
+        return Operands._fields + Arguments._fields + (Outputs._fields if logits else ())
 
     @classmethod
     def of(cls, values) -> "LaunchArguments":
         """Positional arguments by their names."""
-        count = len(Operands._fields)
-        return cls(Operands(*values[:count]), Arguments(*values[count:]))
+        first, second = len(Operands._fields), len(Operands._fields) + len(Arguments._fields)
+        outputs = Outputs(*values[second:]) if len(values) > second else None
+        return cls(Operands(*values[:first]), Arguments(*values[first:second]), outputs)
 
     @classmethod
-    def fakes(cls) -> list[Any]:
+    def fakes(cls, logits: bool = False) -> list[Any]:
         """What it is compiled with. ``tokens`` is the one tensor, by which the launch finds the current stream."""
-        types = get_type_hints(Operands) | get_type_hints(Arguments)
-        values = {name: types[name](1) for name in cls.names()}
+        types = get_type_hints(Operands) | get_type_hints(Arguments) | get_type_hints(Outputs)
+        values = {name: types[name](1) for name in cls.names(logits)}
         return list((values | {"tokens": cute.runtime.make_fake_compact_tensor(Int64, (cute.sym_int32(),))}).values())
 
 

@@ -1,10 +1,10 @@
 """Compiled kernels: made once, kept in memory and on disk.
 
-In memory the key is what a kernel is specialised to, dtype and tile shape. On disk it is that and a fingerprint of everything a
-compiled object depends on: this folder's sources and whatever of the package they import (found by reading their imports), the
-compiler's distributions, Python's version, the platform and its processor, the GPU's architecture. The root is
-``$FLASHSAMPLING_CACHE_DIR``, or ``~/.cache/flashsampling``; where there is neither, nothing is kept. Objects are written beside
-their place and moved there, so processes that compile the same kernel at once do no harm.
+In memory the key is what a kernel is specialised to: dtype, tile shape, and whether it writes logits. On disk it is that and a
+fingerprint of everything a compiled object depends on: this folder's sources and whatever of the package they import (found by
+reading their imports), the compiler's distributions, Python's version, the platform and its processor, the GPU's architecture.
+The root is ``$FLASHSAMPLING_CACHE_DIR``, or ``~/.cache/flashsampling``; where there is neither, nothing is kept. Objects are
+written beside their place and moved there, so processes that compile the same kernel at once do no harm.
 
 What lies there runs as native code, so it is trusted only where nobody else can have put it: the folders, from the root down,
 and the objects belong to the user or to root, and neither group nor others may write. (To a folder with the sticky bit they
@@ -13,7 +13,7 @@ process over a damaged object, so an object's name ends in the SHA-256 of its by
 that does not match is removed and made again.
 
 A shape is made when a batch first needs it. ``flashsampling.warmup`` makes those that batches up to a size need, one after the
-other; ``python -m flashsampling precompile`` makes all, in parallel and without a GPU: half a minute on two cores.
+other; ``python -m flashsampling precompile`` makes all, in parallel and without a GPU: a minute or two on two cores.
 """
 
 import ast
@@ -39,22 +39,24 @@ import torch
 from .config import CONFIGS, TileConfig
 
 ARCHITECTURE = "sm_90a"
-KERNELS = tuple((dtype, config) for dtype in (torch.bfloat16, torch.float16) for config in CONFIGS)
+KERNELS = tuple(
+    (dtype, config, logits) for logits in (False, True) for dtype in (torch.bfloat16, torch.float16) for config in CONFIGS
+)
 _SYMBOL = "flashsampling_sample"
 _HERE = Path(__file__).parent
 
 _lock = threading.Lock()
-_kernels: dict[tuple[torch.dtype, TileConfig], Callable[..., Any]] = {}
+_kernels: dict[tuple[torch.dtype, TileConfig, bool], Callable[..., Any]] = {}
 
 
-def kernel_for(dtype: torch.dtype, config: TileConfig) -> Callable[..., Any]:
-    """The compiled launch for a dtype (bfloat16 or float16) and a shape of ``CONFIGS``. Thread-safe."""
-    kernel = _kernels.get((dtype, config))
+def kernel_for(dtype: torch.dtype, config: TileConfig, logits: bool = False) -> Callable[..., Any]:
+    """The compiled launch for a dtype (bfloat16 or float16), a shape of ``CONFIGS`` and ``Features.logits``. Thread-safe."""
+    kernel = _kernels.get((dtype, config, logits))
     if kernel is None:
         with _lock:
-            kernel = _kernels.get((dtype, config))
+            kernel = _kernels.get((dtype, config, logits))
             if kernel is None:
-                kernel = _kernels[dtype, config] = _load_or_compile(dtype, config)
+                kernel = _kernels[dtype, config, logits] = _load_or_compile(dtype, config, logits)
     return kernel
 
 
@@ -71,46 +73,46 @@ def precompile(workers: int) -> Iterator[tuple[Path, bool]]:
             yield job.result()
 
 
-def prepare(dtype: torch.dtype, config: TileConfig) -> tuple[Path, bool]:
+def prepare(dtype: torch.dtype, config: TileConfig, logits: bool = False) -> tuple[Path, bool]:
     """Makes sure that a kernel is on disk: where, and whether it had to be compiled.
 
     Raises:
         OSError: the folder cannot be written, or is not to be trusted.
     """
     where = trusted_folder()
-    path = _find(where, dtype, config)
+    path = _find(where, dtype, config, logits)
     if path is not None:
         return path, False
-    return _write(_compile(dtype, config), where, dtype, config), True
+    return _write(_compile(dtype, config, logits), where, dtype, config, logits), True
 
 
-def _load_or_compile(dtype: torch.dtype, config: TileConfig) -> Callable[..., Any]:
+def _load_or_compile(dtype: torch.dtype, config: TileConfig, logits: bool = False) -> Callable[..., Any]:
     try:
         where = trusted_folder()
     except OSError as error:
         warnings.warn(f"compiled kernels are neither kept nor loaded: {error}", RuntimeWarning, stacklevel=2)
-        return _compile(dtype, config)
-    path = _find(where, dtype, config)
+        return _compile(dtype, config, logits)
+    path = _find(where, dtype, config, logits)
     if path is not None:
         try:
             return _load(path)
         except Exception as error:
             _discard(path, f"does not load ({error})")
-    compiled = _compile(dtype, config)
+    compiled = _compile(dtype, config, logits)
     try:
-        _write(compiled, where, dtype, config)
+        _write(compiled, where, dtype, config, logits)
     except OSError as error:
         warnings.warn(f"compiled kernels are not kept in {where}: {error}", RuntimeWarning, stacklevel=2)
     return compiled
 
 
-def _compile(dtype: torch.dtype, config: TileConfig) -> Any:
+def _compile(dtype: torch.dtype, config: TileConfig, logits: bool = False) -> Any:
     import cutlass
 
     from .kernel import compile_kernel
 
     element = {torch.bfloat16: cutlass.BFloat16, torch.float16: cutlass.Float16}[dtype]
-    return compile_kernel(element, config, f"--gpu-arch {ARCHITECTURE}")
+    return compile_kernel(element, config, f"--gpu-arch {ARCHITECTURE}", logits=logits)
 
 
 def _load(path: Path) -> Callable[..., Any]:
@@ -198,13 +200,14 @@ def _doubt(status: os.stat_result, kind: Callable[[int], bool]) -> str | None:
     return None
 
 
-def _name(dtype: torch.dtype, config: TileConfig) -> str:
-    return f"{str(dtype).removeprefix('torch.')}_{config.block_b}_{config.cluster}_{config.code_buffers}"
+def _name(dtype: torch.dtype, config: TileConfig, logits: bool) -> str:
+    shape = f"{config.block_b}_{config.cluster}_{config.code_buffers}"
+    return f"{str(dtype).removeprefix('torch.')}_{shape}{'_logits' if logits else ''}"
 
 
-def _find(where: Path, dtype: torch.dtype, config: TileConfig) -> Path | None:
+def _find(where: Path, dtype: torch.dtype, config: TileConfig, logits: bool) -> Path | None:
     """A kernel's intact object. Two processes that compiled it at once may have left two."""
-    for path in sorted(where.glob(f"{_name(dtype, config)}-*.o")):
+    for path in sorted(where.glob(f"{_name(dtype, config, logits)}-*.o")):
         reason = damage(path)
         if reason is None:
             return path
@@ -218,13 +221,13 @@ def _discard(path: Path, reason: str) -> None:
         path.unlink(missing_ok=True)
 
 
-def _write(compiled: Any, where: Path, dtype: torch.dtype, config: TileConfig) -> Path:
+def _write(compiled: Any, where: Path, dtype: torch.dtype, config: TileConfig, logits: bool) -> Path:
     with tempfile.TemporaryDirectory(dir=where) as scratch:
         written = Path(scratch) / "kernel.o"
         compiled.export_to_c(str(written), function_name=_SYMBOL)
         written.chmod(0o600)  # whatever the umask
         checksum = hashlib.sha256(written.read_bytes()).hexdigest()
-        return written.replace(where / f"{_name(dtype, config)}-{checksum}.o")
+        return written.replace(where / f"{_name(dtype, config, logits)}-{checksum}.o")
 
 
 @functools.cache

@@ -1,9 +1,9 @@
 """Which problems the Hopper kernel takes, and the tile shape of each: a pure function of the batch size and D.
 
-Nothing is tuned while serving, and there are sixteen shapes per dtype in all, so ``scripts/precompile`` can make every kernel
-that will ever be asked for. Above 128 columns they are 16 apart: there the tensor cores are the limit, and what pads a batch
-costs its share of the time (H200, over cuBLAS: B = 136, 208 and 320, D = 4096 1.16, 1.18 and 1.20 with shapes of 192 and 256
-only, 0.92, 1.06 and 1.06 now). Rejected designs are recorded in ``kernel``.
+Nothing is tuned while serving, and there are sixteen shapes per dtype in all, with and without logits, so
+``scripts/precompile`` can make every kernel that will ever be asked for. Above 128 columns they are 16 apart: there the tensor
+cores are the limit, and what pads a batch costs its share of the time (H200, over cuBLAS: B = 136, 208 and 320, D = 4096 1.16,
+1.18 and 1.20 with shapes of 192 and 256 only, 0.92, 1.06 and 1.06 now). Rejected designs are recorded in ``kernel``.
 """
 
 import functools
@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...step import Step
+from ...exchange import WHOLE
+from ...step import PLAIN, Step, arguments
 from ..device import capability, multiprocessors
 
 TILE_V = 128  # vocabulary rows of a tile: two m64 wgmma blocks
@@ -51,8 +52,9 @@ class TileConfig:
 @dataclass(frozen=True)
 class Features:
     """What a kernel has beside the draw. With the dtype and ``TileConfig`` it is all that a kernel is compiled for, and so the
-    key of a compiled one; ``cache`` keeps those without any."""
+    key of a compiled one; ``cache`` keeps those without any, and those with ``logits`` alone."""
 
+    logits: bool = False  # writes ``arguments.Outputs``
     counts_evaluations: bool = False  # for tests: into ``slots.EVALUATED`` and ``slots.EVALUATED_WHOLE``
     stamps: bool = False  # for ``benchmarks.exchange``: times of the launch's last CTA, into ``slots.RECEIVED`` and so on
 
@@ -113,6 +115,8 @@ def _device_cannot(device: torch.device) -> str | None:
 def unsupported(step: Step) -> str | None:
     """Why the Hopper kernel cannot do a step, or None. Misaligned hidden states it copies; the weight it does not."""
     weight = step.weight
+    if step.asked is not PLAIN and step.shard != WHOLE:
+        return f"a shard of a vocabulary with {arguments(step.asked.names())}"
     reason = _device_cannot(weight.device)
     if reason is not None:
         return reason

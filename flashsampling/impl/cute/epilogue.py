@@ -6,6 +6,7 @@ calls one method of it per step. Behind it is a room per subject:
     codes        noise warpgroup        seven bits of every token's noise, into shared memory, while the matmul runs
     search       consumer warpgroups    a bound of each logit's score; what may reach its row's threshold is a candidate
     candidates   two warps              the exact score of a candidate; what leads its row in this CTA is published
+    summaries    consumer warpgroups    with ``Features.logits``: logits to memory, and of chunks the highest and the mass
     crowds       consumer warpgroups    exact scores of whole tiles, where a crowd may win or there are several draws
     learning     all of these           when, and by what, a row's threshold falls; ``threshold`` says why no token is missed
     scores       all of these           the score of one token
@@ -20,9 +21,10 @@ adds a room: its options to ``config.Features``, which is part of what a kernel 
 """
 
 import cutlass.cute as cute
+from cutlass import Int32, const_expr
 
 from . import reduction, shared
-from .arguments import Arguments, Walk
+from .arguments import Arguments, Outputs, Walk
 from .candidates import Queue
 from .codes import Codes
 from .config import Features, TileConfig
@@ -31,6 +33,7 @@ from .fragments import Fragments
 from .learning import Learning
 from .search import Search
 from .shared import Shared
+from .summaries import Summaries
 
 
 class SampleEpilogue:
@@ -44,6 +47,7 @@ class SampleEpilogue:
         self.learning = Learning(self.fragments)
         self.queue = Queue(self.fragments, self.codes, self.learning, features)
         self.searching = Search(self.fragments, self.learning, self.queue, Crowds(self.fragments, features))
+        self.summaries = Summaries(self.fragments) if features.logits else None
 
     # -- shared memory
 
@@ -100,10 +104,19 @@ class SampleEpilogue:
         return of_tile, self.fragments.load_codes(of_tile, 0, thread)
 
     @cute.jit
-    def search(self, args: Arguments, walk: Walk, of_tile: Shared, logits, words, sampled, iteration, thread, barrier):
+    def search(
+        self, args: Arguments, out: Outputs, walk: Walk, of_tile: Shared, logits, words, sampled, iteration, thread, barrier
+    ):
         """The search of the CTA's tile number ``iteration``, and its codes' release. ``barrier``: of these threads."""
         if sampled != 0:
-            self.searching.tile(args, walk, of_tile, logits, words, sampled, iteration, thread, barrier)
+            if const_expr(self.summaries is None):
+                self.searching.tile(args, walk, of_tile, logits, words, sampled, iteration, thread, barrier)
+            else:
+                if sampled == 1:
+                    self.searching.mask(args, logits, self.fragments.token(walk.first_token(iteration), thread))
+                if args.num_samples != 0:
+                    self.searching.tile(args, walk, of_tile, logits, words, Int32(2), iteration, thread, barrier)
+                self.summaries.tile(args, out, walk, of_tile, logits, sampled, iteration, thread, barrier)
         self.codes.release(of_tile, iteration, thread, args.num_samples == 1)
 
     @cute.jit

@@ -38,6 +38,10 @@ class Fragments:
         """Of a tile, that a consumer warp has."""
         return (warp if self.halves == 1 else warp % 4) * 16
 
+    def token(self, first_token, thread):
+        """The first token that a consumer thread has of a tile, whose first is given."""
+        return first_token + self.first_token(thread // 32) + thread % 32 // 4
+
     def place(self, q, i) -> tuple:
         """Where the logit of byte ``i`` of a thread's code words number ``q`` stands: column and row of two, block of columns,
         half of the tokens."""

@@ -55,7 +55,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr, pipeline
 from cutlass.cute.nvgpu import cpasync
 
-from .arguments import Arguments, LaunchArguments, Walk
+from .arguments import Arguments, LaunchArguments, Outputs, Walk
 from .config import SHARED_BYTES, Features, TileConfig
 from .epilogue import SampleEpilogue
 from .mainloop import Mainloop
@@ -80,7 +80,7 @@ class SampleKernel:
     @cute.jit
     def __call__(self, *arguments):
         """Of ``LaunchArguments``, and the stream."""
-        of_host, args = LaunchArguments.of(arguments[:-1])
+        of_host, args, out = LaunchArguments.of(arguments[:-1])
 
         def matrix(address, rows, stride):
             pointer = cute.make_ptr(self.dtype, address, cute.AddressSpace.gmem, assumed_align=16)
@@ -115,6 +115,7 @@ class SampleKernel:
             w_layout,
             h_layout,
             args,
+            out,
             of_host.dim,
             of_host.row_blocks,
             of_host.ctas,
@@ -137,6 +138,7 @@ class SampleKernel:
         w_layout: cute.ComposedLayout,
         h_layout: cute.ComposedLayout,
         args: Arguments,
+        out: Outputs | None,
         dim: Int32,
         row_blocks: Int32,
         ctas: Int32,
@@ -204,7 +206,7 @@ class SampleKernel:
                 state, release = self.mainloop.accumulate(pipe, tiled_mma, tCrW, tCrH, accumulator, state, release, k_tiles)
                 of_tile, words = self.epilogue.receive(args, shared, i, thread)  # while the last products are on their way
                 release = self.mainloop.drain(pipe, release)
-                self.epilogue.search(args, walk, of_tile, logits, words, sampled, i, thread, consumers)
+                self.epilogue.search(args, out, walk, of_tile, logits, words, sampled, i, thread, consumers)
             self.epilogue.done(shared, thread)
             published.arrive()
         if const_expr(self.cluster > 1):  # no CTA leaves while another may still signal its barriers
@@ -215,9 +217,10 @@ class SampleKernel:
 def compile_kernel(dtype, config: TileConfig, options: str = "", **features: bool):
     """The compiled launch of a tile shape for ``CUTE_DSL_ARCH``, with ``Features`` by name. It is called with the values of
     ``LaunchArguments``, without a stream: it is torch's current one."""
+    of_kernel = Features(**features)
     return cute.compile(
-        SampleKernel(dtype, config, Features(**features)),
-        *LaunchArguments.fakes(),
+        SampleKernel(dtype, config, of_kernel),
+        *LaunchArguments.fakes(of_kernel.logits),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
         options=f"--enable-tvm-ffi {options}",
     )

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...step import Drawn, Step
+from ...step import PLAIN, Drawn, Step
 from ...workspace import zeroed_words
 from ..device import multiprocessors
 from . import slots
@@ -36,8 +36,9 @@ def _plan(
     dtype: torch.dtype,
     device: torch.device,
     config: TileConfig | None,
+    plain: bool = True,
 ) -> _Plan:
-    """A dictionary's worth of host time per call."""
+    """A dictionary's worth of host time per call. ``plain``: the kernel has no ``Features.logits``."""
     config = choose_config(batch, dim) if config is None else config
     skip = first_token % (TILE_V * config.cluster)  # by how many tokens the first cluster's tiles start before the first one
     row_blocks = -(-batch // config.block_b)
@@ -45,13 +46,18 @@ def _plan(
     # a shard without a token: the launch has something to read, and samples none of it
     sampled = (skip, skip + vocab_size) if vocab_size else (TILE_V, TILE_V)
     words = slots.words(batch * num_samples, row_blocks)
-    return _Plan(kernel_for(dtype, config), row_blocks, ctas, first_token - skip, *sampled, words)
+    return _Plan(kernel_for(dtype, config, not plain), row_blocks, ctas, first_token - skip, *sampled, words)
 
 
-def run(step: Step, config: TileConfig | None = None) -> Drawn:
-    """See ``backends``: one launch. ``config`` in place of the shape that is chosen."""
+def run(step: Step, config: TileConfig | None = None, outputs: tuple[int, ...] = ()) -> Drawn:
+    """See ``backends``: one launch, where nothing is asked for. ``config`` in place of the shape that is chosen. ``outputs``:
+    ``arguments.Outputs``, of a kernel that writes them, which may make no draws at all: of one token nobody knows what."""
     # nothing is asked for twice: an attribute of a tensor costs the host a tenth of a microsecond, a field of the step a third
-    hidden_states, weight, _, _, _, num_samples, vocab_size, shard, _, _ = step
+    hidden_states, weight, _, _, _, num_samples, vocab_size, shard, asked, _ = step
+    if asked is not PLAIN:
+        from .asked import run as run_asked  # which makes such launches
+
+        return run_asked(step, config)
     (batch, dim), dtype, device = hidden_states.shape, hidden_states.dtype, hidden_states.device
     hidden, (hidden_stride, along_d) = hidden_states.data_ptr(), hidden_states.stride()
     if not copy_engine_reads(hidden, batch, hidden_stride, along_d):
@@ -60,9 +66,9 @@ def run(step: Step, config: TileConfig | None = None) -> Drawn:
         hidden, hidden_stride = padded.data_ptr(), padded.shape[1]
     first_token, exchange = shard
     kernel, row_blocks, ctas, base, skip, end, words = _plan(
-        batch, dim, num_samples, vocab_size, first_token, dtype, device, config
+        batch, dim, num_samples, vocab_size, first_token, dtype, device, config, not outputs
     )
-    tokens = torch.empty(batch * num_samples, dtype=torch.int64, device=device)
+    tokens = torch.empty(batch * num_samples or 1, dtype=torch.int64, device=device)
     workspace = zeroed_words(words, device)  # which is held until the launch
     temperature_at, temperature, seed_at, seed, offset_at, offset = step.row_arguments()
     kernel(  # in the order of arguments.LaunchArguments
@@ -89,5 +95,6 @@ def run(step: Step, config: TileConfig | None = None) -> Drawn:
         end,
         num_samples,
         exchange,
+        *outputs,
     )
     return Drawn.__new__(Drawn, tokens)  # Drawn(tokens), less half of its host time

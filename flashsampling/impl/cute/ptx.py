@@ -3,7 +3,7 @@
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64, Uint32
+from cutlass import Boolean, Float32, Int32, Int64, Uint32
 
 
 def happened(barrier: Uint32, phase: Uint32) -> Uint32:
@@ -47,3 +47,21 @@ def settled(value: Any) -> Any:
     """The value, worked out here: compilers move what is cheap to where it is used, even into a loop."""
     kind = type(value)
     return cute.arch.inline_ptx(f"mov.b{kind.width} {{$w0}}, {{$r0}};", write_only_types=[kind], read_only_args=[value])
+
+
+def exp2(x: Any) -> Any:
+    """The hardware's, within 2**-22 of it; what is below 2**-126 is 0."""
+    return cute.arch.inline_ptx("ex2.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
+
+
+def store_floats(address: Int64, values: list, places: list[int], left: Int32, least: int) -> None:
+    """Floats to global memory, ``places`` bytes behind an address each, if ``left`` is greater than ``least``."""
+    stores = "".join(f"@p st.global.f32 [{{$r1}}+{place}], {{$r{n}}}; " for n, place in enumerate(places, start=2))
+    ptx = f"{{.reg .pred p; setp.gt.s32 p, {{$r0}}, {least}; {stores}}}"
+    cute.arch.inline_ptx(ptx, read_only_args=[left, address, *values])
+
+
+def store_four(address: Int64, words: list) -> None:
+    """Four words of 32 bits to global memory, side by side, at an address of 16 bytes."""
+    ptx = "st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};"
+    cute.arch.inline_ptx(ptx, read_only_args=[address, *words])

@@ -71,6 +71,11 @@ def scatter_max_keys(keys: list, lane: Int32) -> tuple[Int64, Int32]:
     return _scatter(keys, lane, Int64, max_key)
 
 
+def scatter_sum(values: list, lane: Int32) -> tuple[Float32, Int32]:
+    """``_scatter`` of floats, for their sums: of the threads 16 lanes apart, of these 8, of these 4, of however many values."""
+    return _scatter(values, lane, Float32, lambda a, b: a + b)
+
+
 def _scatter(values: list, lane: Int32, dtype, greater) -> tuple:
     """Maxima of up to eight values (2**n) over the eight threads of a warp that hold the same columns: each of these threads
     gets one maximum, and which value's. Every exchange halves what a thread has: seven shuffles for eight values, where one

@@ -49,13 +49,7 @@ class Search:
         first_token = walk.first_token(iteration)
         token0 = first_token + self.fragments.first_token(warp) + lane // 4
         if sampled == 1:
-            for r in range_constexpr(2):
-                for half in range_constexpr(self.halves):
-                    token = token0 + 8 * r + 64 * half
-                    if (token >= args.end) | (token < args.skip):
-                        for j in range_constexpr(self.own_blocks):
-                            for c in range_constexpr(2):
-                                logits[c, r, j, half] = Float32(-INFINITY)
+            self.mask(args, logits, token0)
         crowd = Uint64(2**64 - 1)
         if args.num_samples == 1:
             crowd = Uint64(0)
@@ -96,6 +90,17 @@ class Search:
                     self.queue.push_candidates(shared, found, mask, special, q, iteration, lane, warp)
         if crowd != Uint64(0):
             self.crowds.every_score(args, walk, shared, logits, token0, crowd, warp, lane)
+
+    @cute.jit
+    def mask(self, args: Arguments, logits, token0):
+        """Makes -inf of a tile's tokens that are not sampled. ``token0``: the thread's first one."""
+        for r in range_constexpr(2):
+            for half in range_constexpr(self.halves):
+                token = token0 + 8 * r + 64 * half
+                if (token >= args.end) | (token < args.skip):
+                    for j in range_constexpr(self.own_blocks):
+                        for c in range_constexpr(2):
+                            logits[c, r, j, half] = Float32(-INFINITY)
 
     @cute.jit
     def _candidates(self, shared, logits, special, q, lane, warp) -> Uint32:

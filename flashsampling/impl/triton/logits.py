@@ -131,6 +131,19 @@ def penalty_arguments(asked: Asked) -> tuple[int | float, ...]:
     return tuple(part for value in values for part in _row_argument(value))
 
 
+class Summaries(NamedTuple):
+    """What another kernel found out about logits while it wrote them, by ``logits_source.chunk_tokens`` of one repetition."""
+
+    keys: Tensor  # (B, chunks) int32
+    sums: Tensor | None  # (B, chunks) float32, at the row's temperature
+    raw_sums: Tensor | None  # at temperature 1
+
+
+def pick(step: Step, summaries: Summaries, drawn: Tensor) -> Drawn:
+    """A stand-in, until ``pick_kernel`` reads these: ``run``."""
+    return run(step)
+
+
 def run(step: Step, config: Config = CONFIG, records: Records | None = None) -> Drawn:
     """See ``backends``: two launches. ``records`` is written to."""
     asked, num_samples, vocab_size = step.asked, step.num_samples, step.vocab_size

@@ -1,0 +1,106 @@
+"""Steps that must see a row's logits more than once: the Hopper kernel stores them, and ``impl.triton`` picks from them.
+
+filters and log-probabilities of the products    two launches: the kernel draws and summarises them too (``Features.logits``),
+                                                 then ``impl.triton.logits.pick``
+what changes logits, other noise                 three: the kernel only stores them, then ``impl.triton.logits.run``
+"""
+
+import functools
+import importlib
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from ...step import PLAIN, Asked, Drawn, Step
+from . import launch
+from .config import TILE_V, TileConfig
+
+_GREEDY_BELOW = 1e-6  # temperature
+
+
+@functools.cache
+def _picking() -> ModuleType:
+    """Imported at the first use, and by name: what is compiled here does not depend on it, as ``cache`` would take it to."""
+    return importlib.import_module("..triton.logits", __package__)
+
+
+def _processes(asked: Asked) -> bool:
+    """Whether what is drawn from is another thing than the products, or drawn with noise that the kernel has not."""
+    tensors = asked.bias, asked.dense_bias, asked.bias_ids, asked.counts, asked.token_mask
+    return (
+        asked.logit_scale != 1.0
+        or asked.soft_cap != 0.0
+        or asked.stream != PLAIN.stream
+        or any(tensor is not None for tensor in tensors)
+    )
+
+
+def _always_filters(step: Step) -> bool:
+    """Whether every row has a filter and is not greedy, as far as the host knows: nobody wants the kernel's draws."""
+    top_k, top_p, min_p, temperature = step.asked.top_k, step.asked.top_p, step.asked.min_p, step.temperature
+    filters = (
+        (isinstance(top_k, int) and 0 < top_k < step.vocab_size)
+        or (not isinstance(top_p, Tensor) and top_p < 1.0)
+        or (not isinstance(min_p, Tensor) and min_p > 0.0)
+    )
+    return filters and not isinstance(temperature, Tensor) and temperature >= _GREEDY_BELOW
+
+
+def _wants_mass(step: Step) -> bool:
+    """Whether a row may need its mass at its own temperature: processed log-probabilities, top-p without top-k."""
+    top_k, top_p = step.asked.top_k, step.asked.top_p
+    by_top_k = isinstance(top_k, int) and 0 < top_k < step.vocab_size
+    return step.asked.logprobs or (not by_top_k and (isinstance(top_p, Tensor) or not top_p >= 1.0))
+
+
+def _wants_raw_mass(asked: Asked) -> bool:
+    """Whether raw log-probabilities are asked for."""
+    return asked.logprobs or asked.top_logprobs > 0 or asked.logprob_ids is not None or asked.logsumexp
+
+
+def run(step: Step, config: TileConfig | None = None) -> Drawn:
+    """See ``launch.run``, of what is not PLAIN."""
+    if _processes(step.asked):
+        logits, _, _ = with_logits(step, 0, None, config)
+        return _picking().run(step._replace(logits=logits))  # type: ignore[no-any-return]
+    masses = _wants_mass(step), _wants_raw_mass(step.asked)
+    logits, summaries, drawn = with_logits(step, 0 if _always_filters(step) else step.num_samples, masses, config)
+    return _picking().pick(step._replace(logits=logits), _picking().Summaries(*summaries), drawn)  # type: ignore[no-any-return]
+
+
+def with_logits(
+    step: Step, draws: int, masses: tuple[bool, bool] | None, config: TileConfig | None = None
+) -> tuple[Tensor, tuple[Tensor, Tensor | None, Tensor | None], Tensor]:
+    """One launch, for a whole vocabulary.
+
+    Args:
+        step: of which hidden states, weight and the rows' parameters matter.
+        draws: how many of ``step.num_samples`` are wanted: all or none.
+        masses: whether the chunks' are wanted, at the rows' temperatures and at 1.
+        config: in place of the shape that is chosen.
+
+    Returns:
+        logits: (B, V) float32, rows a multiple of 16 bytes apart.
+        summaries: keys (B, chunks) int32 and as many float32 twice: see ``arguments.Outputs``.
+        drawn: (B * num_samples,) int64, the tokens without any filter; of no draws nobody knows what.
+    """
+    batch, vocab_size, device = step.hidden_states.shape[0], step.vocab_size, step.hidden_states.device
+    chunks = -(-vocab_size // TILE_V) * 4
+    logits = torch.empty((batch, -(-vocab_size // 4) * 4), dtype=torch.float32, device=device)
+    keys = torch.empty((batch, chunks), dtype=torch.int32, device=device)
+    sums, raw_sums = (
+        torch.empty((batch, chunks), dtype=torch.float32, device=device) if wanted else None
+        for wanted in (masses or (False, False))
+    )
+    outputs = (
+        logits.data_ptr(),
+        logits.stride(0) * 4,
+        keys.data_ptr(),
+        0 if sums is None else sums.data_ptr(),
+        0 if raw_sums is None else raw_sums.data_ptr(),
+    )
+    drawn = launch.run(step._replace(asked=PLAIN, num_samples=draws), config, outputs).ids
+    if draws == 0:
+        drawn = torch.empty(batch * step.num_samples, dtype=torch.int64, device=device)
+    return logits[:, :vocab_size], (keys, sums, raw_sums), drawn

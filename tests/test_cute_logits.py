@@ -1,0 +1,287 @@
+"""The Hopper kernel that leaves its logits: they are the products, chunks are summarised as Triton's scan does it, a row's bits
+are the same in any batch and shape, the tokens are those of the plain kernel, and nothing is written beside all that."""
+
+import math
+
+import pytest
+import torch
+
+import flashsampling
+from flashsampling import workspace
+from flashsampling.impl.cute import asked, config, launch
+from flashsampling.step import PLAIN, Asked, Step, layout
+from tests.conftest import DEVICE
+from tests.problems import KERNELS
+from tests.test_triton_logits import agrees
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif("cute" not in KERNELS, reason="needs a Hopper GPU and the CuTe DSL")]
+
+CONFIGS = config.CONFIGS
+IDS = [f"{one.block_b}/{one.code_buffers}" for one in CONFIGS]
+INF, LARGEST, LOG2_E = math.inf, torch.finfo(torch.float32).max, math.log2(math.e)
+BOTH = True, True
+
+
+def make_step(batch: int, vocab: int, dim: int = 72, dtype: torch.dtype = torch.bfloat16, num_samples: int = 1) -> Step:
+    """Of a padded weight, whose rows beyond the vocabulary are NaN."""
+    weight = torch.randn(vocab + 3, dim, device=DEVICE).to(dtype)
+    weight[vocab:] = math.nan
+    temperature = torch.rand(batch, device=DEVICE) * 1.5 + 0.2
+    temperature[::3] = 0.0
+    return Step(
+        torch.randn(batch, dim, device=DEVICE).to(dtype),
+        weight,
+        temperature,
+        torch.randint(-(2**63), 2**63 - 1, (batch,), device=DEVICE),
+        torch.randint(-(2**63), 2**63 - 1, (batch,), device=DEVICE),
+        num_samples,
+        vocab,
+    )
+
+
+def in_chunks(logits: torch.Tensor) -> torch.Tensor:
+    """(B, chunks, 32), -inf where there is no token."""
+    batch, vocab = logits.shape
+    tiles = -(-vocab // 128)
+    padded = torch.nn.functional.pad(logits, (0, 128 * tiles - vocab), value=-INF)
+    return padded.view(batch, tiles, 2, 4, 16).transpose(2, 3).reshape(batch, 4 * tiles, 32)
+
+
+def keys_of(x: torch.Tensor) -> torch.Tensor:
+    bits = (x + 0.0).view(torch.int32)
+    return torch.where(x.isnan(), 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
+
+
+def masses_of(chunks: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    """(B, chunks) float64, as ``logits_scan`` has it."""
+    temperature = torch.where(temperature < 1e-6, 1.0, temperature)
+    scale = (1.0 / temperature.double() * LOG2_E).clamp(min=2e-38)[:, None, None]
+    top = chunks.amax(2, keepdim=True)
+    top = torch.where(top == -INF, 0.0, top).clamp(max=LARGEST).double()
+    return torch.exp2((chunks.clamp(max=LARGEST).double() - top) * scale).sum(2)
+
+
+def check(step: Step, shape: config.TileConfig | None = None, draws: int | None = None) -> tuple:
+    """What is left of a step: (logits, keys, sums, raw sums), all of it right."""
+    draws = step.num_samples if draws is None else draws
+    logits, (keys, sums, raw_sums), drawn = asked.with_logits(step, draws, BOTH, shape)
+    batch, vocab = step.hidden_states.shape[0], step.vocab_size
+    assert logits.shape == (batch, vocab)
+    assert logits.stride(0) % 4 == 0
+    chunks = in_chunks(logits)
+    assert torch.equal(keys, keys_of(chunks.amax(2)))
+    known = ~chunks.isnan().any(2)
+    ones = torch.ones(batch, device=DEVICE)
+    for found, temperature in ((sums, step.rows().temperature), (raw_sums, ones)):
+        expected = masses_of(chunks, temperature)
+        torch.testing.assert_close(found.double()[known], expected[known], rtol=1e-5, atol=0)
+    if draws:
+        assert torch.equal(drawn, launch.run(step, shape).ids)
+    assert all(int(buffer.count_nonzero()) == 0 for buffer in workspace._per_stream.values())
+    return logits, keys, sums, raw_sums
+
+
+def products(step: Step) -> torch.Tensor:
+    return step.hidden_states.double() @ step.weight[: step.vocab_size].double().T
+
+
+@pytest.mark.parametrize("shape", CONFIGS, ids=IDS)
+@pytest.mark.parametrize("vocab", [1, 17, 127, 128, 1000, 5003])
+def test_every_shape(vocab, shape):
+    """Full and ragged blocks of rows, one and several."""
+    for batch in {1, shape.block_b - 3, shape.block_b, 2 * shape.block_b - 5}:
+        step = make_step(batch, vocab)
+        logits, *_ = check(step, shape)
+        torch.testing.assert_close(logits.double(), products(step), rtol=2e-5, atol=2e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("batch", "vocab", "dim"), [(1, 151936, 512), (67, 128256, 256), (256, 151936, 256), (300, 50257, 64)])
+def test_large_vocabularies(batch, vocab, dim, dtype):
+    """Many tiles per CTA, one stage per tile, hidden states of whatever stride."""
+    step = make_step(batch, vocab, dim, dtype)
+    logits, *_ = check(step)
+    assert (logits - products(step)).abs().max() < 2e-3
+    wide = torch.nn.functional.pad(step.hidden_states, (0, 1))[:, :dim]  # rows that the copy engine does not read
+    assert torch.equal(check(step._replace(hidden_states=wide))[0], logits)
+
+
+def test_more_logits_than_32_bits_count():
+    """B * V above 2**31: 9 GB of them."""
+    batch, vocab = 4096, 2**31 // 4096 + 1000
+    if torch.cuda.mem_get_info()[0] < 40 * 2**30:
+        pytest.skip("needs 40 GB")
+    step = make_step(batch, vocab, 64)
+    logits, (keys, *_), drawn = asked.with_logits(step, 1, BOTH)
+    rows = [0, 1, 2000, batch - 1]
+    assert torch.equal(keys[rows], keys_of(in_chunks(logits[rows]).amax(2)))
+    exact = step.hidden_states[rows].double() @ step.weight[:vocab].double().T
+    assert (logits[rows] - exact).abs().max() < 2e-3
+    assert torch.equal(drawn, launch.run(step).ids)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-6, 1e-5, 0.3, 1.0, 50.0, INF])
+def test_a_temperature_for_all_rows(temperature):
+    check(make_step(37, 1000)._replace(temperature=temperature))
+
+
+def test_temperatures_by_row():
+    step = make_step(130, 1000)
+    step.rows().temperature[:8] = torch.tensor([0.0, 9e-7, 1e-6, 1e-5, 7e-4, 1.0, 1e6, INF], device=DEVICE)
+    check(step)
+
+
+@pytest.mark.parametrize("shape", CONFIGS, ids=IDS)
+def test_special_values(shape):
+    """Rows of NaN, zeros, infinities with and without finite logits beside them, and the largest numbers."""
+    vocab, big = 1000, 3e38
+    step = make_step(shape.block_b, vocab)
+    states, weight = step.hidden_states.clone(), step.weight.clone()
+    states[:, :3] = 0.0
+    weight[:vocab, :3] = 0.0
+    weight[:vocab, 0] = torch.randint(-1, 2, (vocab,), device=DEVICE).bfloat16() * big  # times big: infinities
+    weight[:128, 0] = -big
+    weight[200:260, 1] = big
+    weight[:vocab, 2] = 1.0
+    for row, values in enumerate(
+        [(big, 0, 0), (0, big, 0), (0, 0, big), (math.nan, 0, 0), (0, 0, 0), (0, 0, INF), (0, 0, -INF)]
+    ):
+        states[row] = torch.tensor([*values, *[0.0] * 69], device=DEVICE).bfloat16()
+    logits, keys, *_ = check(step._replace(hidden_states=states, weight=weight), shape)
+    assert (logits[0, :128] == -INF).all()
+    assert (logits[0] == INF).any()
+    assert logits[3].isnan().all()
+    assert (logits[5] == INF).all()
+    assert (keys[3] == 0x7FFFFFFF).all()
+
+
+@pytest.mark.parametrize("draws", [0, 1, 5])
+@pytest.mark.parametrize("batch", [3, 64, 150, 256])
+def test_draws(batch, draws):
+    """None, with which there are neither noise nor search, and several, with which there are no codes."""
+    step = make_step(batch, 3001, num_samples=max(draws, 1))
+    none = check(step, draws=0)
+    for a, b in zip(check(step, draws=draws), none):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("masses", [None, (False, False), (True, False), (False, True)])
+def test_what_is_not_wanted_is_not_there(masses):
+    step = make_step(200, 3001)
+    logits, keys, *both = check(step)
+    fewer, (fewer_keys, *some), _ = asked.with_logits(step, 1, masses)
+    assert torch.equal(fewer, logits)
+    assert torch.equal(fewer_keys, keys)
+    for wanted, found, expected in zip(masses or (False, False), some, both):
+        assert torch.equal(found, expected) if wanted else found is None
+
+
+def test_a_row_is_the_same_in_any_batch_and_shape():
+    step = make_step(256, 4001, 512)
+    whole = check(step)
+    for shape in CONFIGS:
+        for first in (0, 97):
+            part = step.part(first, min(first + 2 * shape.block_b - 3, 256))
+            for some, all_of_it in zip(check(part, shape), whole):
+                assert torch.equal(some, all_of_it[first : first + len(some)])
+
+
+@pytest.mark.parametrize("shape", CONFIGS, ids=IDS)
+@pytest.mark.parametrize("vocab", [127, 1000])
+def test_nothing_is_written_beside(vocab, shape):
+    """Rows beyond the batch, tokens beyond the vocabulary; and all of the rest is written."""
+    chunks, poison = -(-vocab // 128) * 4, -12345.0
+    for batch in (1, shape.block_b - 1, shape.block_b + 1):
+        step = make_step(batch, vocab)
+        logits = torch.full((2 * shape.block_b + 8, 1024), poison, device=DEVICE)
+        others = [torch.full((2 * shape.block_b + 8, chunks), poison, device=DEVICE) for _ in range(3)]
+        at = 4  # rows before
+        outputs = [tensor[at:].data_ptr() for tensor in (logits, *others)]
+        launch.run(step, shape, (outputs[0], 4096, *outputs[1:]))
+        for tensor, columns in ((logits, vocab), *((other, chunks) for other in others)):
+            written = torch.zeros_like(tensor, dtype=torch.bool)
+            written[at : at + batch, :columns] = True
+            assert torch.equal(tensor != poison, written)
+
+
+def test_a_graph_replays_it():
+    step = make_step(70, 5003, num_samples=1)
+    eager = asked.with_logits(step, 1, BOTH)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        logits, (keys, sums, raw_sums), drawn = asked.with_logits(step, 1, BOTH)
+    for _ in range(20):
+        step.hidden_states.copy_(torch.randn_like(step.hidden_states))
+        graph.replay()
+        eager = asked.with_logits(step, 1, BOTH)
+        for a, b in zip((logits, keys, sums, raw_sums, drawn), (eager[0], *eager[1], eager[2])):
+            assert torch.equal(a, b)
+
+
+def test_launches_that_follow_each_other_share_nothing():
+    """Plain, with logits and without draws, in turn, on one workspace."""
+    step = make_step(256, 20_000, 64)
+    expected = launch.run(step).ids
+    logits = asked.with_logits(step, 1, BOTH)[0]
+    for _ in range(50):
+        assert torch.equal(asked.with_logits(step, 0, None)[0], logits)
+        assert torch.equal(launch.run(step).ids, expected)
+        again, _, drawn = asked.with_logits(step, 1, BOTH)
+        assert torch.equal(again, logits)
+        assert torch.equal(drawn, expected)
+
+
+REQUESTS = {
+    "top_k": Asked(top_k=40),
+    "top_p": Asked(top_p=0.9),
+    "both": Asked(top_k=40, top_p=0.9, min_p=0.01),
+    "logprobs": Asked(top_p=0.95, logprobs=True, top_logprobs=3, logsumexp=True),
+    "logsumexp": Asked(logsumexp=True),
+    "masked": Asked(top_k=20, soft_cap=20.0),
+}
+
+
+@pytest.mark.parametrize("name", list(REQUESTS))
+@pytest.mark.parametrize("batch", [1, 40, 130, 256])
+@pytest.mark.parametrize("number", [False, True])
+def test_whole_steps(name, batch, number):
+    """What the oracle says, and a row's bits in another batch."""
+    step = make_step(batch, 4099, num_samples=2)._replace(asked=REQUESTS[name])
+    if number:
+        step = step._replace(temperature=0.8)
+    drawn = agrees(launch.run(step), step)
+    some = step.part(batch // 3, batch)
+    whole = layout(batch, 2, step.asked).split(drawn, batch)
+    for part, values in layout(batch - batch // 3, 2, step.asked).split(launch.run(some), batch - batch // 3).items():
+        assert torch.equal(values.nan_to_num(7.0), whole[part][batch // 3 :].nan_to_num(7.0)), part
+
+
+def test_filters_of_some_rows():
+    """The others' tokens are those of the plain kernel."""
+    step = make_step(60, 4099)
+    top_k = torch.zeros(60, dtype=torch.int32, device=DEVICE)
+    top_k[::2] = 5
+    drawn = agrees(launch.run(step._replace(asked=Asked(top_k=top_k))), step._replace(asked=Asked(top_k=top_k)))
+    assert torch.equal(drawn.ids[1::2], launch.run(step._replace(asked=PLAIN)).ids[1::2])
+
+
+def test_sample_takes_it_and_warmup_compiles_it(monkeypatch):
+    from flashsampling.impl.cute import cache
+
+    step = make_step(20, 4099)
+    weight = step.weight[: step.vocab_size].contiguous()
+    names = flashsampling.warmup(weight, max_batch_size=20, top_k=50, top_p=0.9)
+    assert names
+    assert all(name.startswith("cute") and name.endswith("with top_k, top_p") for name in names)
+
+    def refuse(*_):
+        raise AssertionError("compiled while serving")
+
+    monkeypatch.setattr(cache, "_compile", refuse)
+    rows = step.rows()._asdict()
+    for batch in (1, 9, 20):
+        some = {name: value[:batch] for name, value in rows.items()}
+        out = flashsampling.sample(step.hidden_states[:batch], weight, **some, top_k=50, top_p=0.9)
+        same = flashsampling.sample(step.hidden_states[:batch], weight, **some, top_k=50, top_p=0.9, impl="cute")
+        assert torch.equal(out.token_ids, same.token_ids)
