@@ -6,6 +6,7 @@ its tokens equal the oracle's.
 
 import functools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -51,12 +52,13 @@ def main(
     result: dict[str, Any] = {"machine": machine(), "implementation": implementation, "rounds": rounds, "heads": []}
     for vocab, dim in CONFIGS[:configs]:
         weight, steps = make_weight(vocab, dim), dict[str, Step]()
+        offsets = torch.arange(max(BATCHES), device="cuda")  # of all problems
         for batch in BATCHES:
-            problem = make_problem(batch, weight)
+            problem = replace(make_problem(batch, weight), offset=offsets[:batch])
             assert_agreement(problem.sample(implementation), problem)
             steps[f"{batch}"] = functools.partial(problem.sample, implementation)
             steps[f"{batch} cuBLAS"] = peers(problem.hidden_states, weight, ["cuBLAS alone"])["cuBLAS alone"]
-        ms = interleaved_medians(steps, rounds)
+        ms = interleaved_medians(steps, rounds, offsets=offsets)
         ours = {batch: ms[f"{batch}"] for batch in BATCHES}
         columns.append([f"{own:.3f} ({own / ms[f'{batch} cuBLAS']:.2f})" for batch, own in ours.items()])
         table.add_column(f"V={vocab} D={dim}")

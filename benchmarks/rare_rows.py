@@ -72,7 +72,7 @@ def main(
                         special = _with_rows(problem, kind, count)
                         _check(special, usual, kind, count, impl)
                         steps[f"{kind} {count}"] = functools.partial(special.sample, impl)
-                ms = interleaved_medians(steps, rounds)
+                ms = interleaved_medians(steps, rounds, offsets=problem.offset)
                 found.append({"config": f"V={vocab} D={dim}", "impl": impl, "rows": name, "ms": ms})
         del weight
         torch.cuda.empty_cache()

@@ -101,7 +101,7 @@ def _row(
     return {
         "config": f"V={vocab} D={dim}",
         "batch": batch,
-        "ms": interleaved_medians(steps, rounds),
+        "ms": interleaved_medians(steps, rounds, offsets=problem.offset),
         "speed_of_light_ms": max(problem.weight.nbytes / read_tb_s / 1e9, 2 * batch * vocab * dim / TENSOR_TFLOPS / 1e9),
         "weight_bytes": problem.weight.nbytes,
         "near_ties_excused": excused,

@@ -88,7 +88,7 @@ def _time(batch: int, weight: torch.Tensor, failed: set[str], rounds: int) -> di
     logits = torch.empty(batch, weight.shape[0], dtype=weight.dtype, device="cuda")
     steps: dict[str, Step] = {"cuBLAS": lambda: torch.mm(problem.hidden_states, weight.T, out=logits)}
     steps |= {str(config): functools.partial(run, step, config) for config in shapes}
-    times = interleaved_medians(steps, rounds)
+    times = interleaved_medians(steps, rounds, offsets=problem.offset)
     found = [{"config": asdict(c), "ms": times[str(c)], "name": _short(c), "in_use": c == in_use} for c in shapes]
     return {"batch": batch, "cublas_ms": times["cuBLAS"], "shapes": sorted(found, key=lambda shape: shape["ms"])}
 

@@ -1,4 +1,4 @@
-"""A model of the Hopper kernel's thresholds in exact float32: what the search leaves out cannot win, and what can is published.
+"""What the Hopper kernel's search leaves out cannot win, and what can is published: by a model in exact float32.
 
 ``impl/cute/threshold.py`` says which inequalities hold; here random and adversarial rows try to break them, on the CPU."""
 
@@ -8,228 +8,44 @@ import pytest
 pytest.importorskip("cutlass")
 
 from flashsampling.impl.cute import noise, threshold
-
-F = np.float32
-INF = F(np.inf)
-LOG2_E, LN_2 = F(1.4426950408889634), F(0.6931471805599453)
-MARGIN, RELATIVE = threshold._MARGIN, threshold._RELATIVE
-UNKNOWN = F(np.nan)
-LARGEST = np.finfo(F).max
-TEMPERATURES = [
-    1e-6,
-    1.0000001e-6,
-    7e-4,
-    7.0443e-4,
-    7.0444e-4,
-    7.0445e-4,
-    1e-3,
-    0.5,
-    0.99999994,
-    1.0,
-    1.0000001,
-    2.0,
-    1e6,
-    1e20,
-    3.4e38,
-    np.inf,
-]
+from tests.threshold_model import (
+    INF,
+    LOG2_E,
+    MARGIN,
+    UNKNOWN,
+    F,
+    after,
+    amplitude_of,
+    coarse,
+    code_of,
+    evaluations,
+    exact_score,
+    fma,
+    height,
+    is_sharp,
+    leads,
+    logits,
+    may_win,
+    may_win_smooth,
+    minus_gumbel,
+    of_score,
+    of_seed,
+    ratio_of,
+    score_of,
+    scored,
+    seed_of,
+    sharp_temperatures,
+    slope_of,
+    some_may_win,
+    temperatures,
+    words,
+)
 
 
 @pytest.fixture(autouse=True)
 def _quiet():
     with np.errstate(all="ignore"):
         yield
-
-
-def fma(a, b, c, dtype=F):
-    """Rounded once: the product of two float32 is exact in float64, the sum is rounded to odd there, then to ``dtype``."""
-    product, c = np.float64(a) * np.float64(b), np.float64(c)
-    total = product + c
-    b_virtual = total - product
-    error = (product - (total - b_virtual)) + (c - b_virtual)
-    bits = np.atleast_1d(total).view(np.int64)
-    inexact = np.atleast_1d(np.isfinite(total) & np.isfinite(error) & (error != 0)) & (bits & 1 == 0)
-    away = np.atleast_1d((error > 0) == (total > 0))
-    odd = np.where(inexact, np.where(away, bits + 1, bits - 1), bits).view(np.float64).reshape(np.shape(total))
-    return odd.astype(dtype)
-
-
-def rcp(x, ulps):
-    inverse = (F(1) / F(x)).astype(F)
-    return np.where((inverse == 0) | ~np.isfinite(inverse), inverse, (inverse.view(np.int32) + np.int32(ulps)).view(F))
-
-
-def rz_bf16(x):
-    """cvt.rz.bf16x2.f32."""
-    return np.where(np.isnan(x), F(np.nan), (np.ascontiguousarray(x, F).view(np.uint32) & np.uint32(0xFFFF0000)).view(F))
-
-
-# -- threshold.py
-
-
-def is_sharp(slope):
-    return slope >= F(threshold.SHARP)
-
-
-def slope_of(temperature):
-    slope = (LOG2_E / temperature).astype(F)
-    power = (slope.view(np.uint32) & np.uint32(0x7F800000)).view(F)
-    slope = np.where(slope >= F(threshold.SHARP), power, slope)
-    return np.where(temperature < F(noise.GREEDY_BELOW), F(threshold.GREEDY_SLOPE), slope).astype(F)
-
-
-def inverse(power):
-    return F(1) / np.where(is_sharp(power), power, F(1))
-
-
-def smooth(p, margin, relative):
-    return fma(p, np.where(p >= 0, F(relative - 1.0), F(-relative - 1.0)), F(margin))
-
-
-def clamp(t):
-    return np.where(t > F(threshold._LIMIT), UNKNOWN, np.fmax(t + F(0), F(-threshold._LIMIT))).astype(F)
-
-
-def height(t):
-    """Thresholds as ``lower_threshold`` orders them: by their bits, NaN above all."""
-    return np.where(np.isnan(t), INF, t)
-
-
-def of_score(score, slope):
-    p = (score * np.fmax(slope, LOG2_E)).astype(F)
-    return clamp(np.where(is_sharp(slope), -score * slope, smooth(p, MARGIN, RELATIVE)).astype(F))
-
-
-def after(score):
-    bits = np.ascontiguousarray(score + F(0), F).view(np.int32)
-    return (bits + np.where(bits < 0, -1, 1).astype(np.int32)).view(F)
-
-
-def seed_of(logit, code, slope):
-    gumbel = fma(code, F(noise.CODE_STEP), F(noise.GUMBEL_ABOVE))
-    gumbel = np.where(code >= F(noise.HALF), gumbel, F(-5.1)).astype(F)
-    half = (gumbel * np.where(is_sharp(slope), F(0.5), F(1))).astype(F)
-    return np.where(logit == -INF, -INF, fma(logit, slope, np.fmin(gumbel, half)))
-
-
-def of_seed(seed, slope):
-    return clamp(np.where(is_sharp(slope), -seed, smooth(seed, MARGIN + 2.0**-10, 2 * RELATIVE)).astype(F))
-
-
-def score_of(t, slope, ulps):
-    low = ((F(noise.GUMBEL_BELOW) - t).astype(F) * rcp(np.fmax(slope, LOG2_E), ulps)).astype(F)
-    return np.where(is_sharp(slope), -after((t * inverse(slope)).astype(F)), low)
-
-
-def may_win(logit, code, slope, t):
-    noisy = is_sharp(slope) & (slope != F(threshold.GREEDY_SLOPE))
-    amplitude = np.where(noisy, inverse(slope), F(0))
-    step = np.where(is_sharp(slope), F(0), F(noise.CODE_STEP))
-    found = (t == F(threshold.INFINITE_FOUND)) | (t == F(threshold.INFINITE_ALONE))
-    gumbel = fma(code, F(noise.CODE_STEP), F(MARGIN))
-    score = fma(np.maximum(gumbel, F(0)), amplitude, logit)  # np.maximum: NaN above all
-    above = fma(code, step, fma(score, slope, t))
-    return ~(above < 0) & (t != -INF) & ~(np.isinf(logit) & found)
-
-
-def may_win_smooth(logit, code, slope, t):
-    return ~(fma(code, F(noise.CODE_STEP), fma(logit, slope, t)) < 0) & (t != -INF)
-
-
-def coarse(logit, code, slope, t):
-    """The search: whether a sum's sign is 0. The sign alone is wanted, and one rounding, to whatever precision, keeps it."""
-    total = rz_bf16(fma(logit, slope, t)).astype(np.float64) + code.astype(np.float64) * noise.CODE_STEP
-    return ~np.signbit(total) | np.isnan(total)
-
-
-def some_may_win(logit, code, slope, t):
-    without_found = may_win(logit, code, slope, t) | (np.isinf(logit) & ~(fma(logit, slope, t) < 0))
-    return (without_found | (slope == 0)) & (t != -INF)
-
-
-def leads(lower, known):
-    return ~(fma((np.abs(lower) + F(64)).astype(F), F(-(2.0**-21)), lower) > known)
-
-
-# -- noise.py
-
-
-def code_of(word, greedy=False):
-    """The float of a word's code."""
-    word = np.asarray(word, np.uint32)
-    as_float = word.astype(F)
-    above = as_float.astype(np.float64) > word
-    bits = np.where(above, as_float.view(np.uint32) - 1, as_float.view(np.uint32)).astype(np.uint32)  # cvt.rz
-    byte = ~((((bits >> 16) * 8 + 0x7E00) & 0xFFFF) >> 8) & 0xFF
-    byte = np.where(greedy, noise.GREEDY_BYTE, byte).astype(np.uint32)
-    return (byte << 16 | np.uint32(0x7F000000)).view(F)
-
-
-def minus_gumbel(word, error):
-    """base-2, with an absolute error of the hardware's logarithm; words from 1 on, and 0 as refined."""
-    refined = 12345.5 * 2.0**-64  # any tail
-    v = np.where(word == 0, refined, (word.astype(np.float64) + 0.5) * 2.0**-32)
-    exact = np.log2(-np.log1p(-v) * 1.4426950408889634)
-    return (exact * (1 + error * 2.0**-24) + error * 2.0**-21).astype(F)
-
-
-def exact_score(logit, temperature, word, error, ulps):
-    greedy, hot = temperature < F(noise.GREEDY_BELOW), temperature > 1
-    scale = np.where(hot, (rcp((temperature * F(0.0625)).astype(F), ulps) * F(0.0625)).astype(F), F(1))
-    amplitude = np.where(greedy, F(0), np.where(hot, LN_2, (temperature * LN_2).astype(F)))
-    return fma(-minus_gumbel(word, error), amplitude, (logit * scale).astype(F))
-
-
-# -- rows
-
-
-def temperatures(rng, n, greedy=0.1):
-    t = 10.0 ** rng.uniform(-6, 6, n)
-    some = rng.random(n)
-    t = np.where(some < 0.3, rng.choice(TEMPERATURES, n), t)
-    t = np.where((some > 0.3) & (some < 0.4), 7.0444e-4 * (1 + rng.normal(0, 1e-6, n)), t)
-    powers = 1.4426950408889634 / 2.0 ** rng.integers(0, 21, n)  # slopes next to powers of two
-    t = np.where((some > 0.4) & (some < 0.6), powers * (1 + rng.integers(-3, 4, n) * 2.0**-24), t)
-    t = np.maximum(t, F(1e-6)).astype(F)
-    return np.where(rng.random(n) < greedy, F(0), t).astype(F)
-
-
-def words(rng, n):
-    w = rng.integers(0, 2**32, n)
-    octave = (2.0 ** rng.uniform(0, 32, n)).astype(np.int64)
-    edge = (2.0 ** rng.integers(1, 32, n) * (1 + rng.integers(0, 4, n) / 4)).astype(np.int64) + rng.integers(-2, 3, n)
-    kind = rng.random(n)
-    w = np.where(kind < 0.4, octave, np.where(kind < 0.7, edge, np.where(kind < 0.75, rng.integers(0, 6, n), w)))
-    return np.clip(w, 0, 2**32 - 1).astype(np.uint32)
-
-
-def logits(rng, n, temperature):
-    scale = 10.0 ** rng.uniform(-45, 38.5, n)
-    near = np.where(temperature > 0, np.minimum(temperature, 1e30), 1) * 2.0 ** rng.uniform(-2, 20, n)
-    values = np.where(rng.random(n) < 0.6, near, scale) * rng.choice([-1, 1], n) * rng.uniform(0.5, 1, n)
-    return np.clip(values, -LARGEST, LARGEST).astype(F)
-
-
-def neighbours(rng, logit, temperature, n):
-    """Another token's logit: ulps away, or as far as noise reaches."""
-    ulps = (np.ascontiguousarray(logit).view(np.int32) + rng.integers(-3, 4, n).astype(np.int32)).view(F)
-    reach = logit + np.minimum(temperature, F(1e30)) * rng.uniform(-45, 45, n).astype(F)
-    other = np.where(rng.random(n) < 0.4, ulps, np.where(rng.random(n) < 0.8, reach, logit)).astype(F)
-    return np.where(np.isfinite(other), other, logit).astype(F)
-
-
-def scored(rng, n, greedy=0.1):
-    """Two tokens of a row, whose scores are finite: temperature, slope, then logits, words, codes, scores of both."""
-    t = temperatures(rng, n, greedy)
-    slope, ulps = slope_of(t), rng.integers(-1, 2, n)
-    first = logits(rng, n, t)
-    both = []
-    for logit in (first, neighbours(rng, first, t, n)):
-        word = words(rng, n)
-        both.append(
-            (logit, word, code_of(word, t < F(noise.GREEDY_BELOW)), exact_score(logit, t, word, rng.uniform(-1, 1, n), ulps))
-        )
-    return t, slope, *both
 
 
 ROUNDS, N = 4, 60_000
@@ -265,11 +81,12 @@ def test_what_is_skipped_scores_less():
     rng = np.random.default_rng(0)
     for _ in range(ROUNDS):
         t, slope, (_, _, _, s0), (l1, w1, c1, s1) = scored(rng, N)
+        ratio = ratio_of(t, slope)
         for strict in (False, True):
             known = of_score(after(s0) if strict else s0, slope)
-            skips = ~coarse(l1, c1, slope, known) | ~may_win(l1, c1, slope, known)
+            skips = ~coarse(l1, c1, slope, known) | ~may_win(l1, c1, slope, known, ratio)
             skips |= ~is_sharp(slope) & ~may_win_smooth(l1, c1, slope, known)
-            skips |= ~some_may_win(l1, c1, slope, known)
+            skips |= ~some_may_win(l1, c1, slope, known, ratio)
             wins = s1 > s0 if strict else s1 >= s0
             assert_none(skips & wins & np.isfinite(s0), t=t, s0=s0, l1=l1, w1=w1, s1=s1, known=known)
 
@@ -287,7 +104,7 @@ def test_seeds_are_lower_bounds():
     rng = np.random.default_rng(2)
     for _ in range(ROUNDS):
         t, slope, (logit, word, code, s), _ = scored(rng, N)
-        seed = seed_of(logit, code, slope)
+        seed = seed_of(logit, code, slope, ratio_of(t, slope))
         usable = np.isfinite(seed)
         known = of_seed(seed, slope)
         below = height(known) < height(of_score(s, slope))
@@ -340,8 +157,9 @@ def test_rows_of_infinite_scores_still_look_for_a_finite_one():
     rng = np.random.default_rng(5)
     t, slope, (logit, _, code, s), _ = scored(rng, N)
     known = np.full(N, F(threshold.INFINITE_ALONE))
-    assert_none(np.isfinite(s) & ~may_win(logit, code, slope, known), t=t, slope=slope, logit=logit, s=s)
-    assert_none(np.isfinite(s) & ~some_may_win(logit, code, slope, known), t=t, slope=slope, logit=logit, s=s)
+    for passes in (may_win, some_may_win):
+        looked_at = passes(logit, code, slope, known, ratio_of(t, slope))
+        assert_none(np.isfinite(s) & ~looked_at, t=t, slope=slope, logit=logit, s=s)
     assert_none(np.isfinite(s) & ~leads(of_score(s, slope), known), t=t, slope=slope, logit=logit, s=s)
 
 
@@ -355,12 +173,13 @@ def test_nan_and_infinite_scores_are_candidates():
         row = np.full(N, logit)
         with_nan = np.isnan(row) | np.isnan(t) | (np.isinf(row) & np.isinf(t))
         must = with_nan | (row == INF)
-        for passes in (coarse, may_win, some_may_win):
-            assert_none(must & ~passes(row, code, slope, known), t=t, slope=slope, known=known)
+        assert_none(must & ~coarse(row, code, slope, known), t=t, slope=slope, known=known)
+        for passes in (may_win, some_may_win):
+            assert_none(must & ~passes(row, code, slope, known, ratio_of(t, slope)), t=t, slope=slope, known=known)
     undecided = code_of([0, 1, 2])[rng.integers(0, 3, N)]
     some = logits(rng, N, np.full(N, 1, F))
     assert coarse(some, undecided, slope, known).all()
-    assert may_win(some, undecided, slope, known).all()
+    assert may_win(some, undecided, slope, known, ratio_of(t, slope)).all()
 
 
 def test_what_is_greatest_may_win_if_any_token_may():
@@ -376,8 +195,69 @@ def test_what_is_greatest_may_win_if_any_token_may():
             other = np.where(rng.random(N) < 0.5, logit, logits(rng, N, np.full(N, 1, F)))
             other = np.where(rng.random(N) < 0.1, rng.choice(np.array([np.nan, np.inf, -np.inf], F), N), other)
             tokens.append((other, code_of(words(rng, N))))
-        some = np.zeros(N, bool)
+        some, ratio = np.zeros(N, bool), ratio_of(t, slope)
         for token in tokens:
-            some |= may_win(*token, slope, known)
+            some |= may_win(*token, slope, known, ratio)
         greatest = [np.maximum.reduce([token[i] for token in tokens]) for i in range(2)]
-        assert_none(some & ~some_may_win(*greatest, slope, known), t=t, slope=slope, known=known)
+        assert_none(some & ~some_may_win(*greatest, slope, known, ratio), t=t, slope=slope, known=known)
+
+
+def test_ratios_bound_a_sharp_rows_amplitude():
+    """From below within the roundings that ``seed_of`` has room for, from above strictly, and by 1/128 of it at most."""
+    rng = np.random.default_rng(8)
+    for _ in range(ROUNDS):
+        t = np.maximum(sharp_temperatures(rng, N), F(1e-6))
+        slope = slope_of(t)
+        assert is_sharp(slope).all()
+        ratio, exact = ratio_of(t, slope).astype(np.float64), amplitude_of(t).astype(np.float64) * slope.astype(np.float64)
+        assert_none(~(ratio <= exact * (1 + 2.0**-20)), t=t, ratio=ratio, exact=exact)
+        assert_none(~(ratio + threshold.RATIO_STEP > exact), t=t, ratio=ratio, exact=exact)
+        assert_none(ratio + threshold.RATIO_STEP > exact * (1 + 2.0**-7 + 2.0**-20), t=t, ratio=ratio, exact=exact)
+    others = temperatures(rng, N)
+    others = others[~is_sharp(slope_of(others))]
+    assert (ratio_of(others, slope_of(others)) == 1).all()
+
+
+def test_equal_scores_of_sharp_rows_are_not_skipped():
+    """Tokens that tie, or all but tie, by quite different noise, whose bound is next to it."""
+    rng = np.random.default_rng(9)
+    for _ in range(ROUNDS):
+        t = np.maximum(sharp_temperatures(rng, N), F(1e-6))
+        slope = slope_of(t)
+        ratio = ratio_of(t, slope)
+        l0 = np.where(rng.random(N) < 0.3, F(0), logits(rng, N, t))
+        w0 = words(rng, N)
+        tight = (2.0 ** rng.integers(2, 32, N) * (1 + rng.integers(0, 4, N) / 4)).astype(np.uint32)  # that a bound is next to
+        w1 = np.where(rng.random(N) < 0.7, tight, words(rng, N)).astype(np.uint32)
+        s0, c1 = exact_score(l0, t, w0, rng.uniform(-1, 1, N), 0), code_of(w1)
+        error = rng.uniform(-1, 1, N)
+        l1 = fma(minus_gumbel(w1, error), amplitude_of(t), s0)
+        l1 = (l1.view(np.int32) + rng.integers(-2, 3, N).astype(np.int32)).view(F)
+        s1 = exact_score(l1, t, w1, error, 0)
+        for strict in (False, True):
+            known = of_score(after(s0) if strict else s0, slope)
+            wins = (s1 > s0 if strict else s1 >= s0) & np.isfinite(s0)
+            assert (wins & ~np.isnan(c1)).mean() > 0.2
+            for looked_at in (
+                coarse(l1, c1, slope, known),
+                may_win(l1, c1, slope, known, ratio),
+                some_may_win(l1, c1, slope, known, ratio),
+            ):
+                assert_none(wins & ~looked_at, t=t, l0=l0, w0=w0, s0=s0, l1=l1, w1=w1, s1=s1, known=known)
+
+
+@pytest.mark.parametrize("logit", [0.0, 0.16])
+@pytest.mark.parametrize("t", [1e-6, 1e-5, 5e-4])
+def test_a_sharp_row_of_equal_logits_has_no_more_candidates_than_others(t, logit):
+    """As one of zeros at temperature 1: 8 of 151936 tokens in the mean. With 1 / slope for the amplitude there were 230 to
+    280, most of them in the first tiles."""
+    rng, t = np.random.default_rng(10), np.full(1, t, F)
+    (ratio,) = ratio_of(t, slope_of(t))
+    smooth_row = sharp_row = by_slope = 0
+    for _ in range(8):
+        word = rng.integers(0, 2**32, 151936).astype(np.uint32)
+        smooth_row += evaluations(F(1), F(0), word, F(1), F(1))
+        sharp_row += evaluations(t[0], F(logit), word, ratio, ratio + F(threshold.RATIO_STEP))
+        by_slope += evaluations(t[0], F(logit), word, F(0.5), F(1))
+    assert sharp_row < 1.2 * smooth_row
+    assert by_slope > 10 * sharp_row

@@ -1,6 +1,7 @@
 """What the Triton kernel does besides giving the right tokens: passes, padding, parameters of any stride."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -88,6 +89,45 @@ def test_infinite_rows_and_words_of_zero_take_it(careful_tiles, device):
         careful_tiles.clear()
 
 
+@on_cpu
+@pytest.mark.parametrize(("rest", "narrow"), [(0, 16), (32, 32)])
+@pytest.mark.parametrize("use_tma", [False, True])
+def test_the_careful_pass_takes_the_columns_in_doubt_alone(rest, narrow, use_tma, careful_tiles, device):
+    """Of each block of rows, also of the last one, which shares rows with the one before."""
+    config = TileConfig(128, 32, 16, 4, 2, 1, use_tma=use_tma, chunk_b=16, rest_b=rest)
+    seed, offset, token, _ = ZERO_WORDS[1]
+    for batch, doubtful in ((20, [3, 5, 17]), (70, [69]), (70, [0, 33, 47, 48])):
+        problem = make_problem(batch, 700, 16, device)
+        problem.temperature[:] = 0.5
+        problem.weight[:, 0] = 0.01
+        problem.weight[[5, 650], 0] = 4.0
+        for row in doubtful:
+            if row % 2:
+                problem.seed[row], problem.offset[row] = seed, offset
+                problem.hidden_states[row] *= 1e-3  # the word 0 wins
+            else:
+                problem.hidden_states[row] = 0.0
+                problem.hidden_states[row, 0] = 3e38  # two tokens' logits are +inf
+        tokens = run(problem.step(), config).ids[:, None]
+        assert_agreement(tokens, problem)
+        assert all(tokens[row] == (token if row % 2 else 5) for row in doubtful)
+        width = config.columns
+        firsts = [max(min(first, batch - width), 0) for first in range(0, batch, width)]
+        places = {(row // width, (row - firsts[row // width]) // narrow) for row in doubtful}
+        assert len(places) <= len(careful_tiles) <= 6 * len(places)  # of six tiles
+        careful_tiles.clear()
+
+
+@on_cpu
+@pytest.mark.parametrize("batch", [65, 100, 127])
+def test_a_block_is_filled_with_rows_of_the_batch(batch, device):
+    problem = make_problem(batch, 300, 24, device)
+    config = TileConfig(128, 128, 16, 8, 2, 1, use_tma=True, chunk_b=64, preload=True)
+    assert_agreement(run(problem.step(), config).ids[:, None], problem)
+    problem = replace(problem, hidden_states=torch.nn.functional.pad(problem.hidden_states, (0, 1))[:, 1:])
+    assert_agreement(run(problem.step(), config).ids[:, None], problem)
+
+
 @pytest.mark.parametrize("num_samples", [1, 2])
 @pytest.mark.parametrize("poison", [1e30, math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("use_tma", [False, True])
@@ -140,5 +180,5 @@ def test_no_batch_is_padded_far():
     for batch in range(1, 1025):
         config = shape_for(batch, 4096, torch.bfloat16, 1, use_tma=True)
         padded.append(-(-batch // config.columns) * config.columns)
-        assert padded[-1] - batch < (32 if 64 < batch <= 192 else 64 if batch <= 64 else 128)
+        assert padded[-1] - batch < (32 if 128 < batch <= 192 else 64 if batch <= 128 else 128)
     assert padded == sorted(padded)

@@ -50,7 +50,8 @@ class Queue:
                 at = cute.recast_ptr(shared.codes.iterator, dtype=Uint8)
                 at += 4 * self.vector * (CONSUMER_THREADS * q + warp * 32 + lane) + which
                 code = noise.float_of_code(Uint32(cute.make_tensor(at, cute.make_layout(1))[0]))
-                bound = threshold.bound_of(shared.rows[column, 0], shared.rows[column, 1])
+                ratio = threshold.ratio_of_byte(Uint32(shared.ratios[column]))
+                bound = threshold.bound_of(shared.rows[column, 0], shared.rows[column, 1], ratio)
                 pushes = threshold.may_win(some[0], code, bound)
             if pushes:
                 place = Int32(_VALID) | (iteration << 15) | (token << 8) | column

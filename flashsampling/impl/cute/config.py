@@ -44,7 +44,7 @@ class TileConfig:
     @property
     def stages(self) -> int:
         """Pipeline stages: what shared memory holds beside the codes, thresholds, queue and barriers."""
-        others = 800 + (8 + TILE_V * self.code_buffers) * self.block_b
+        others = 736 + (9 + TILE_V * self.code_buffers) * self.block_b
         room = SHARED_BYTES - -(-others // 1024) * 1024
         return min(_MAX_STAGES, room // ((TILE_V + self.block_b) * TILE_D * 2))
 

@@ -3,7 +3,8 @@
 Where a crowd of a tile's tokens may win, equal logits of a greedy row or infinite ones, the consumers that hold it evaluate it
 themselves, which is many times faster than the queue: in 255 rows of infinite logits an eighth of all tokens are such. Whole
 steps, H200, V = 151936, B = 256, over that without such rows: 1, 128 or 255 rows of NaN, zeros or equal logits 0.98 to 1.17 at
-D = 4096, 0.98 to 1.17 at D = 2048, but there 1.23 and 1.28 of zeros and equal logits at T = 1e-6 (``benchmarks.rare_rows``).
+D = 4096, 0.98 to 1.17 at D = 2048, but there 1.23 and 1.28 of zeros and equal logits at T = 1e-6 (``benchmarks.rare_rows``,
+30918d7; before such rows had a ``threshold.ratio_byte``, so about 250 candidates each for the 8 of now, by the tests' model).
 Before there were crowds and decided rows: 28 times as long (255 rows of NaN, another shape).
 
 With several draws per row there are neither codes nor a search: every tile is such a crowd.
@@ -11,7 +12,7 @@ With several draws per row there are neither codes nor a search: every tile is s
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, Uint32, Uint64, const_expr, range_constexpr, select_
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, range_constexpr, select_
 
 from . import reduction, slots, threshold
 from .config import Features
@@ -85,10 +86,11 @@ class Crowds:
         return left
 
     @cute.jit
-    def every_score(self, args, walk, shared, logits, token0, columns: Uint64, warp, lane):
+    def every_score(self, args, walk, shared, logits, token0, columns, warp, lane):
         """Evaluates exactly, and publishes the best of, every token of a warp's tile in some of its threads' columns, given by
         bits; draw by draw."""
         one_draw = args.num_samples == 1
+        bit = self.fragments.columns_of
         copy = cute.make_rmem_tensor((2 * self.halves, 2 * self.own_blocks), Float32)
         for j in range_constexpr(self.own_blocks):
             for c in range_constexpr(2):
@@ -98,7 +100,7 @@ class Crowds:
             column = (self.fragments.first_block(warp) + number // 2) * 8 + (lane % 4) * 2 + number % 2
             row = walk.first_row + column
             live = (row < args.batch) & (shared.rows[column, 1] != Float32(-INFINITY))
-            wanted = (columns >> Uint64(number)) & Uint64(1) != Uint64(0)
+            wanted = (columns >> bit(number)) & bit(1) != bit(0)
             draws = Int32(select_(wanted & cute.arch.vote_any_sync(live), args.num_samples, Int32(0)))
             noisy = cute.arch.vote_any_sync(live & (shared.rows[column, 0] != Float32(threshold.GREEDY_SLOPE)))
             for draw in cutlass.range(draws, unroll=1):

@@ -8,8 +8,9 @@ as a consumer thread reads them: four bytes (column | row << 1) a word, ``vector
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32, const_expr
+from cutlass import Float32, Int32, Uint16, Uint32, Uint64, const_expr
 
+from . import threshold
 from .config import TILE_V, TileConfig
 from .shared import CONSUMER_THREADS
 
@@ -26,6 +27,7 @@ class Fragments:
         self.vector = next(v for v in (4, 2, 1) if block_b // 8 % v == 0)  # code words that it loads at once
         self.vectors = block_b // 8 // self.vector
         self.pairs = block_b // 2  # of columns
+        self.columns_of = Uint32 if 2 * self.own_blocks <= 32 else Uint64  # bits, one for each that a thread has
         self.tile_words = TILE_V * block_b // 4  # of a tile's codes
         # a thread's columns come as neighbours out of eight; its tokens differ in bit 3
         self.of_thread = (2, 2, self.own_blocks, self.halves)
@@ -80,8 +82,14 @@ class Fragments:
 
     @cute.jit
     def load_rows(self, shared, block, lane):
-        """scale, threshold of a thread's two columns of a block of eight."""
+        """slope, threshold of a thread's two columns of a block of eight."""
         pair = cute.make_rmem_tensor(4, Float32)
         tiled = cute.make_tensor(shared.rows.iterator, cute.make_layout((4, self.pairs), stride=(1, 4)))
         cute.autovec_copy(tiled[None, 4 * block + lane % 4], pair)
         return pair
+
+    def load_ratios(self, shared, block, lane) -> list[Float32]:
+        """Of the same two columns."""
+        pairs = cute.make_tensor(cute.recast_ptr(shared.ratios.iterator, dtype=Uint16), cute.make_layout(self.pairs))
+        pair = Uint32(pairs[4 * block + lane % 4])
+        return [threshold.ratio_of_byte(pair & Uint32(0xFF)), threshold.ratio_of_byte(pair >> Uint32(8))]

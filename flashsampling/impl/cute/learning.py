@@ -91,12 +91,12 @@ class Learning:
                 if const_expr(i % (4 * self.vector) == 0):
                     words = self.fragments.load_codes(shared, group * vectors + i // (4 * self.vector), warp * 32 + lane)
                 if const_expr(i % (4 * self.halves) == 0):
-                    pair = self.fragments.load_rows(
-                        shared, self.fragments.first_block(warp) + group * self.seeded_blocks + j, lane
-                    )
+                    block = self.fragments.first_block(warp) + group * self.seeded_blocks + j
+                    pair = self.fragments.load_rows(shared, block, lane)
+                    ratios = self.fragments.load_ratios(shared, block, lane)
                     bests += [Float32(-INFINITY), Float32(-INFINITY)]
                 code = noise.code_float(words[i // 4 % self.vector], i % 4)
-                seed = threshold.seed_of(found[i], code, pair[2 * c])
+                seed = threshold.seed_of(found[i], code, pair[2 * c], ratios[c])
                 bests[2 * j + c] = cute.arch.fmax(bests[2 * j + c], seed, nan=True)
             best, own = reduction.scatter_max(bests, lane)
             block = self.fragments.first_block(warp) + group * self.seeded_blocks + own // 2

@@ -4,7 +4,7 @@ What is not below 0 is a candidate, and goes to the queue (``candidates``) or is
 """
 
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Uint32, Uint64, const_expr, range_constexpr, select_
+from cutlass import Boolean, Float32, Int32, Uint32, const_expr, range_constexpr, select_
 
 from . import noise, ptx, threshold
 from .arguments import Arguments, Walk
@@ -50,9 +50,10 @@ class Search:
         token0 = first_token + self.fragments.first_token(warp) + lane // 4
         if sampled == 1:
             self.mask(args, logits, token0)
-        crowd = Uint64(2**64 - 1)
+        columns_of = self.fragments.columns_of
+        crowd = columns_of(2 ** (2 * self.own_blocks) - 1)
         if args.num_samples == 1:
-            crowd = Uint64(0)
+            crowd = columns_of(0)
             if iteration == Int32((walk.first_tile + 1) * TILE_V <= args.skip):
                 self.learning.seed(args, walk, shared, logits, lane, warp)
                 barrier.arrive_and_wait()
@@ -86,9 +87,9 @@ class Search:
                         if columns != Uint32(0):
                             mask = self.crowds.without_crowd(mask, columns)
                             columns = self.crowds.evaluate_greedy(args, walk, shared, found, columns, token0, q, lane, warp)
-                            crowd = crowd | Uint64(columns) << Uint64(q * (2 * self.vector // self.halves))
+                            crowd = crowd | columns_of(columns) << columns_of(q * (2 * self.vector // self.halves))
                     self.queue.push_candidates(shared, found, mask, special, q, iteration, lane, warp)
-        if crowd != Uint64(0):
+        if crowd != columns_of(0):
             self.crowds.every_score(args, walk, shared, logits, token0, crowd, warp, lane)
 
     @cute.jit
@@ -113,7 +114,9 @@ class Search:
         rows = [(row[2 * c], row[2 * c + 1]) for row in rows for c in range(2)]  # by column: slope, threshold
         mask = Uint32(0)
         if special:
-            mask = self._special_candidates(logits, words, rows)
+            ratios = [self.fragments.load_ratios(shared, first_block + j, lane) for j in range(blocks)]
+            ratios = [ratio for pair in ratios for ratio in pair]
+            mask = self._special_candidates(logits, words, rows, ratios)
         else:
             for n in range_constexpr(len(rows)):
                 for i in self.fragments.logits_of(n % 2, n // 2):
@@ -122,9 +125,9 @@ class Search:
         return mask
 
     @cute.jit
-    def _special_candidates(self, logits, words, rows) -> Uint32:
+    def _special_candidates(self, logits, words, rows, ratios) -> Uint32:
         """``_candidates`` by the finer bound."""
-        bounds = [threshold.bound_of(*row) for row in rows]
+        bounds = [threshold.bound_of(*row, ratio) for row, ratio in zip(rows, ratios)]
         mask = Uint32(0)
         # rows of zeros, and sharp ones of equal logits, hit in every tile: first whether what is greatest could win
         noisy = Boolean(False)

@@ -4,9 +4,9 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, Uint32, range_constexpr, select_
+from cutlass import Boolean, Float32, Int32, Int64, Uint8, Uint32, range_constexpr, select_
 
-from . import ptx, threshold
+from . import noise, ptx, threshold
 from .arguments import Arguments, Walk
 from .reduction import INFINITY, LAST_WORDS
 
@@ -19,7 +19,8 @@ CONSUMER_THREADS = 32 * CONSUMER_WARPS
 class Shared(NamedTuple):
     """The epilogue's shared memory, as its threads have it."""
 
-    rows: cute.Tensor  # (N, 2) float32: scale, threshold
+    rows: cute.Tensor  # (N, 2) float32: slope, threshold
+    ratios: cute.Tensor  # (N,) uint8: ``threshold.ratio_byte``
     codes: cute.Tensor  # uint32, of all buffers; for the search (32 N,), its tile's
     queue: cute.Tensor  # (QUEUE,) int64: logit, then valid, iteration (16 bits), token of the tile (7), column (8); 0: free
     done: cute.Tensor  # (1,) int32: consumer warps that have no more candidates
@@ -41,6 +42,7 @@ def storage_of(block_b: int, code_buffers: int, code_words: int):
         special: cute.struct.MemRange[Int32, 1]
         queue: cute.struct.MemRange[Int64, QUEUE]
         rows: cute.struct.Align[cute.struct.MemRange[Float32, 2 * block_b], 16]
+        ratios: cute.struct.Align[cute.struct.MemRange[Uint8, block_b], 2]
         codes: cute.struct.Align[cute.struct.MemRange[Uint32, code_words], 16]
 
     return Storage
@@ -52,6 +54,7 @@ def shared_of(storage, block_b: cutlass.Constexpr, code_words: cutlass.Constexpr
     one = cute.make_layout(1)
     return Shared(
         rows=cute.make_tensor(storage.rows.data_ptr(), cute.make_layout((block_b, 2), stride=(2, 1))),
+        ratios=cute.make_tensor(storage.ratios.data_ptr(), cute.make_layout(block_b)),
         codes=cute.make_tensor(storage.codes.data_ptr(), cute.make_layout(code_words)),
         queue=cute.make_tensor(storage.queue.data_ptr(), cute.make_layout(QUEUE)),
         done=cute.make_tensor(storage.done.data_ptr(), one),
@@ -77,11 +80,13 @@ def prepare(args: Arguments, walk: Walk, shared: Shared, block_b: cutlass.Conste
     sharp = Boolean(False)
     for column in cutlass.range(thread, block_b, NOISE_THREADS, unroll_full=True):
         row = walk.first_row + column
-        slope = threshold.slope_of(args.row(cutlass.min(row, args.batch - 1))[0])
+        temperature = args.row(cutlass.min(row, args.batch - 1))[0]
+        slope = threshold.slope_of(temperature)
         live = row < args.batch
         # beyond the batch nothing is a candidate, whether its logit is 0 or, masked, -inf
         shared.rows[column, 0] = Float32(select_(live, slope, Float32(1.0)))
         shared.rows[column, 1] = Float32(select_(live, threshold.unknown(), Float32(-INFINITY)))
+        shared.ratios[column] = Uint8(threshold.ratio_byte(noise.row_factors(temperature)[1], slope))
         sharp = sharp | (live & threshold.is_sharp(slope))
     if thread < QUEUE:
         shared.queue[thread] = Int64(0)

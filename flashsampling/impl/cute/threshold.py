@@ -15,7 +15,11 @@ less. A row is of one of two kinds, told apart by its slope:
     sharp    T < 7e-4 or greedy; slope is a power of two, at most 1 / amplitude but for rounding. Noise is so small beside the
              logits that 24 bits of l * slope would not tell two scores apart, so nothing is added to it that could round:
              threshold = -S * slope, exactly. The search then leaves through what scores up to 33 units less, and ``may_win``
-             bounds the score itself, rounded as the score is: fma is monotone in its summand.
+             bounds the score itself, rounded as the score is: fma is monotone in its product, of Gumbel and amplitude, and
+             what ``may_win`` takes for either is not less, and not negative. For the amplitude 1 / slope would do, up to twice
+             as much; but then a row of equal logits has hundreds of candidates, for eight. So a byte of shared memory has
+             amplitude * slope, which is exact, as ``ratio``: rounded down to a multiple of 2**-8, for lower bounds, and with
+             a RATIO_STEP more above it.
 
 ``of_score`` is monotone: a higher score never has the higher threshold, by a formula of one rounding. So the row's best score
 always gets by a threshold of a lower or equal one. ``of_score(after(S))``, the next float's, also skips what equals S: for
@@ -36,6 +40,7 @@ from . import noise
 INFINITY = float("inf")
 SHARP = 2.0**11  # slopes of sharp rows are at least that
 GREEDY_SLOPE = 2.0**22  # above that of any temperature that is not greedy
+RATIO_STEP = 2.0**-8
 INFINITE_FOUND, INFINITE_ALONE = -(2.0**127), INFINITY
 _LIMIT = 2.0**126  # of finite thresholds
 _LOG2_E = 1.4426950408889634
@@ -66,6 +71,19 @@ def _inverse(power: Float32) -> Float32:
     return (Uint32(254 << 23) - power.bitcast(Uint32)).bitcast(Float32)
 
 
+def ratio_byte(amplitude: Float32, slope: Float32) -> Uint32:
+    """Of a row with that factor of the Gumbel, what ``ratio_of_byte`` makes its ratio of: of a smooth one 1."""
+    # the product is between 1/2 and 1 but for roundings, 2**-22 of it, and GUMBEL_ABOVE is rounded down by more
+    ratio = cute.arch.fmax(amplitude * slope, Float32(0.5))
+    ratio = Float32(select_(is_sharp(slope), ratio, Float32(1.0)))
+    return ratio.bitcast(Uint32) >> Uint32(16) & Uint32(0xFF)
+
+
+def ratio_of_byte(byte: Uint32) -> Float32:
+    """A row's ratio: the byte is a bfloat16's lower one, whose upper one is that of 1/2 and of 1."""
+    return (byte << Uint32(16) | Uint32(0x3F000000)).bitcast(Float32)
+
+
 def _smooth(p: Float32, margin: float, relative: float) -> Float32:
     factor = Float32(select_(p >= Float32(0.0), Float32(relative - 1.0), Float32(-relative - 1.0)))
     return cute.math.fma(p, factor, Float32(margin))
@@ -89,14 +107,13 @@ def after(score: Float32) -> Float32:
     return (bits + Int32(select_(bits < Int32(0), Int32(-1), Int32(1)))).bitcast(Float32)
 
 
-def seed_of(logit: Float32, code: Float32, slope: Float32) -> Float32:
+def seed_of(logit: Float32, code: Float32, slope: Float32, ratio: Float32) -> Float32:
     """A lower bound of a token's score, in the search's units; NaN where the score is NaN, -inf where it is. ``code``: the
     float of its code."""
     gumbel = cute.math.fma(code, Float32(noise.CODE_STEP), Float32(noise.GUMBEL_ABOVE))
     gumbel = Float32(select_(code >= Float32(noise.HALF), gumbel, Float32(-5.1)))  # E is at most 23
-    # of a sharp row a Gumbel of 1 is between 1/2 and 1 of these units, of a greedy one it is nothing
-    half = gumbel * Float32(select_(is_sharp(slope), Float32(0.5), Float32(1.0)))
-    least = cute.math.fma(logit, slope, cute.arch.fmin(gumbel, half))
+    # of a sharp row a Gumbel of 1 is at least ``ratio`` of these units, at most 1; of a greedy one it is nothing
+    least = cute.math.fma(logit, slope, cute.arch.fmin(gumbel, gumbel * ratio))
     # what is not sampled is -inf as well, and 0 * inf of a row of infinite temperature no score of it
     return Float32(select_(logit == Float32(-INFINITY), Float32(-INFINITY), least))
 
@@ -119,16 +136,17 @@ class Bound(NamedTuple):
 
     slope: Float32
     threshold: Float32
-    amplitude: Float32  # of what is added to a sharp row's logits: 0 in a smooth row or a greedy one
+    amplitude: Float32  # or a little more, of what is added to a sharp row's logits: 0 in a smooth row or a greedy one
     step: Float32  # per unit of a code's float, of what is added to a smooth row's bound
     open: Boolean  # not decided
     infinite: Boolean  # +inf has been found: no other infinite score is wanted
 
 
-def bound_of(slope: Float32, threshold: Float32) -> Bound:
-    """Of a row's slope and threshold."""
+def bound_of(slope: Float32, threshold: Float32, ratio: Float32) -> Bound:
+    """Of a row's slope, threshold and ratio."""
     sharp = is_sharp(slope)
-    amplitude = Float32(select_(sharp & (slope != Float32(GREEDY_SLOPE)), _inverse(slope), Float32(0.0)))
+    above = (ratio + Float32(RATIO_STEP)) * _inverse(slope)
+    amplitude = Float32(select_(sharp & (slope != Float32(GREEDY_SLOPE)), above, Float32(0.0)))
     step = Float32(select_(sharp, Float32(0.0), Float32(noise.CODE_STEP)))
     found = (threshold == Float32(INFINITE_FOUND)) | (threshold == Float32(INFINITE_ALONE))
     return Bound(slope, threshold, amplitude, step, threshold != Float32(-INFINITY), found)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .noise import REFINEMENT_BIT, minus_gumbel_refined, philox_words
+from .noise import REFINEMENT_BIT, minus_gumbel, minus_gumbel_of_zero, philox_words
 from .rows import both_factors, row_params
 from .scores import pack_key, score_of
 from .tiles import lane0_tokens, split_lanes, tile_logits
@@ -34,14 +34,22 @@ def _publish_careful(
     group = ((base + first_token) // 4 + tl.arange(0, BLOCK_V // 4))[:, None].to(tl.uint32)
     stream_draw = tl.full((1, 1), draw, tl.uint32)
     words = philox_words(group, stream_draw, offset_lo, offset_hi, key_lo, key_hi)
-    tails = philox_words(group, stream_draw | REFINEMENT_BIT, offset_lo, offset_hi, key_lo, key_hi)
+    minus = (minus_gumbel(words[0]), minus_gumbel(words[1]), minus_gumbel(words[2]), minus_gumbel(words[3]))
+    least = tl.minimum(tl.minimum(words[0], words[1]), tl.minimum(words[2], words[3]))
+    if tl.min(tl.min(least, axis=1), axis=0) == 0:  # one tile of 128 x 128 in 2**18; the tails are half of the noise
+        tails = philox_words(group, stream_draw | REFINEMENT_BIT, offset_lo, offset_hi, key_lo, key_hi)
+        minus = (
+            tl.where(words[0] == 0, minus_gumbel_of_zero(tails[0]), minus[0]),
+            tl.where(words[1] == 0, minus_gumbel_of_zero(tails[1]), minus[1]),
+            tl.where(words[2] == 0, minus_gumbel_of_zero(tails[2]), minus[2]),
+            tl.where(words[3] == 0, minus_gumbel_of_zero(tails[3]), minus[3]),
+        )
     lanes = split_lanes(acc, BLOCK_V, BLOCK_B)
     best = tl.zeros((BLOCK_B,), tl.int64)
     best_inf = tl.zeros((BLOCK_B,), tl.int64)
     for lane in tl.static_range(4):
         token = token0 + (lane & 1) * 8 + (lane >> 1) * 64
-        minus_noise = minus_gumbel_refined(words[lane], tails[lane])
-        score = score_of(lanes[lane], scale, 0.0, minus_noise, noise_factor)
+        score = score_of(lanes[lane], scale, 0.0, minus[lane], noise_factor)
         key = pack_key(score, base + token)
         sampled = (token >= skip) & (token < end)
         is_inf = score == float("inf")

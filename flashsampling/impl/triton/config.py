@@ -9,9 +9,13 @@ shape is registers: per thread the accumulator, a Philox block's words, and the 
 
 Triton's blocks are powers of two. A tile between two of them is two blocks of columns, 128 + 32 say, that share the weight's
 tile: two accumulators, and the matmuls of both in flight at once. Above 192 rows it is blocks of 128, the last of which takes
-rows of the one before rather than rows beyond the batch (``kernel``). Over cuBLAS, H200, V = 151936, D = 4096, B = 96, 112,
-128, 160, 192, 208, 256, 320, 384, 512: 1.17, 1.11, 1.10, 1.36 to 1.39, 1.39, 1.53, 1.27, 1.53, 1.28, 1.27. The time grows with
-the batch, but for 96 rows, which take 1.04 times as long as 112, and 208, which take 1.03 times as long as 256.
+rows of the one before rather than rows beyond the batch (``kernel``). Over cuBLAS, H200, V = 151936, D = 4096, B = 112, 128,
+160, 192, 208, 256, 320, 384, 512: 1.11, 1.10, 1.36 to 1.39, 1.39, 1.53, 1.27, 1.53, 1.28, 1.27. The time grows with the batch,
+but for 208 rows, which take 1.03 times as long as 256.
+
+From 65 rows on there is one shape up to 128, and ``launch`` fills its block up with rows of the batch. Both other ways were
+slower than 128 rows, H200, V = 151936, D = 4096: 64 + 16 and 64 + 32 columns take 1.08 and 1.09 times as long (80 and 96 rows,
+``benchmarks.monotone``), and rows beyond the batch 1.04 times, 1.08 at D = 2048 (96 rows, ae0ded4). Filled up: not timed yet.
 
 Dead ends, each against another shape in the same run (B = 256, V = 151936, D = 4096, H200, Triton 3.6):
 
@@ -56,6 +60,11 @@ class TileConfig:
     def columns(self) -> int:
         """Batch rows of a tile in all."""
         return self.block_b + self.rest_b
+
+    @property
+    def narrow(self) -> int:
+        """Batch rows of the second block, and of what the careful pass takes at once: 16 if there is none."""
+        return self.rest_b or 16
 
 
 # rows beside a block of 128 that share its weight tile -> stages that 227 KiB of shared memory hold
@@ -105,8 +114,6 @@ def shape_for(batch: int, dim: int, dtype: torch.dtype, num_samples: int, use_tm
         if deep:
             return TileConfig(256, 64, 64, 8, 5, 1, use_tma, chunk_b=64, preload=True)
         return TileConfig(128, 64, 64, 4, 3, 3, use_tma, max_registers=168)
-    if 64 < batch <= 96:
-        return TileConfig(128, 64, 64, 8, 7, 1, use_tma, chunk_b=64, preload=True, rest_b=16 if batch <= 80 else 32)
     if batch <= 128:
         return TileConfig(128, 128, 64, 8, 6, 1, use_tma, chunk_b=64, preload=True)
     if 160 < batch <= 192 and not deep:

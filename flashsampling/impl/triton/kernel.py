@@ -7,8 +7,9 @@ one block of rows and walks every ``stride``-th vocabulary tile, so a score's ri
                   as one. Of a Philox word 0, which needs the tail refinement, the score is an upper bound, and finite.
     careful pass  only if the fast pass' best of a row is +inf (is there a finite score?) or a token whose word is 0 (is it
                   the best still?): the program walks its tiles again with the refined noise and every case of the
-                  contract told apart (``careful``). At B = 256, V = 151936 about one step in a hundred has one program that
-                  does; rows of NaN, of zeros or of equal logits cause none.
+                  contract told apart (``careful``), with the few columns around such a row alone: of 16 for 128 it
+                  multiplies, reads and makes noise for an eighth. At B = 256, V = 151936 about one step in a hundred has
+                  one program that does; rows of NaN, of zeros or of equal logits cause none.
     publish       one 64-bit key per row (order-preserving bits of the score, then the complement of the id) goes to the
                   row's slot by ``atomic_max``; max, ties and order of arrival are then one operation.
     finish        the last program of a block of rows, by a counter, turns keys into token ids and resets slots and
@@ -50,7 +51,7 @@ _EXCHANGE = tl.constexpr(2)  # beside TOKENS and PACKED: through the table
 )  # fmt: skip
 def sample_kernel(
     hidden,  # (B, D), or its descriptor
-    hidden_rest,  # descriptor for the second block of columns; hidden again if there is none
+    hidden_rest,  # (B, D), or its descriptor for the second block of columns and for the careful pass, NARROW rows
     weight,  # (V, D), or its descriptor
     temperature_at: tl.int64,  # address of (B,) float32; 0: temperature_value for every row
     temperature_value: tl.float32,
@@ -87,6 +88,7 @@ def sample_kernel(
 ):
     """See the module's docstring. Grid: (programs per block of rows * blocks of rows,)."""
     WIDTH: tl.constexpr = BLOCK_B + REST_B
+    NARROW: tl.constexpr = REST_B if REST_B > 0 else 16  # columns that the careful pass of one draw takes at once
     row_blocks = tl.cdiv(batch, WIDTH)
     row_block = tl.program_id(0) % row_blocks  # neighbours share a weight tile through L2
     first_tile = tl.program_id(0) // row_blocks
@@ -98,7 +100,6 @@ def sample_kernel(
     first_owned = row_block * WIDTH
     first_row = tl.maximum(tl.minimum(first_owned, batch - WIDTH), 0)
 
-    careful = True
     if ONE_DRAW:
         CHUNKS: tl.constexpr = BLOCK_B // CHUNK_B
         REST_CHUNK: tl.constexpr = CHUNK_B if CHUNK_B < REST_B else REST_B
@@ -165,7 +166,7 @@ def sample_kernel(
                 new_id = new_id + (i,)
             best = new_best
             best_id = new_id
-        careful = False
+        doubts = 0  # a bit for each NARROW columns
         for c in tl.static_range(CHUNKS + REST_CHUNKS):
             key = tl.max(tl.where(best[c] != float("-inf"), pack_key(best[c], base + best_id[c]), 0), axis=0)
             chunk_rows = rows_of_chunk(first_row, c, BLOCK_B, CHUNK_B, REST_CHUNK)
@@ -178,8 +179,16 @@ def sample_kernel(
             doubtful = known & ((key >> 31 == ORDERED_INF) | ((word == 0) & (key != NAN_KEY)))
             slot = workspace_ptr + chunk_rows.to(tl.int64) * num_samples
             tl.atomic_max(slot, key, mask=known & (doubtful == 0), sem="relaxed")
-            careful = careful | (tl.max(doubtful.to(tl.int32), axis=0) != 0)
-    if careful:
+            doubts = doubts | tl.reduce_or(tl.where(doubtful, 1 << ((chunk_rows - first_row) // NARROW), 0), axis=0)
+        for narrow in range(WIDTH // NARROW):
+            if (doubts >> narrow) & 1 != 0:
+                walk_carefully(
+                    hidden_rest, weight, temperature_at, temperature_value, seed_at, seed_value, offset_at, offset_value,
+                    workspace_ptr, first_row + narrow * NARROW, first_owned, first_tile, stride, batch, vocab_size, base, skip,
+                    dim, num_samples, hidden_stride, weight_stride, BLOCK_V, NARROW, BLOCK_D, USE_TMA, EVEN_D, ROW_ALIGNMENT,
+                    UPCAST, ROW_TENSORS,
+                )  # fmt: skip
+    else:
         walk_carefully(
             hidden, weight, temperature_at, temperature_value, seed_at, seed_value, offset_at, offset_value, workspace_ptr,
             first_row, first_owned, first_tile, stride, batch, vocab_size, base, skip, dim, num_samples, hidden_stride,

@@ -28,14 +28,17 @@ def _aligned_rows(hidden_states: Tensor) -> Tensor:
 class Operands(NamedTuple):
     """The two matrices as kernels take them, and what they are compiled for."""
 
-    matrices: tuple[Any, Any, Any]  # hidden states, those of the second block of columns, weight: tensors or descriptors
+    matrices: tuple[Any, Any, Any]  # hidden states, those of ``TileConfig.narrow`` rows, weight: tensors or descriptors
     strides: tuple[int, int]  # elements between rows of hidden states and of the weight
     shapes: dict[str, Any]
 
 
 def tile_operands(hidden_states: Tensor, weight: Tensor, vocab_size: int, config: TileConfig) -> Operands:
     """Of a launch in tiles of a shape."""
-    dim = hidden_states.shape[1]
+    batch, dim = hidden_states.shape
+    if config.use_tma and config.columns == 128 and 64 <= batch < 128:
+        # rows beyond the batch cost more to load than those of rows (``config``): the first ones once more, which nobody owns
+        hidden_states = torch.cat((hidden_states, hidden_states[: 128 - batch]))
     # one class of alignment per D: what Triton specialises on is then decided by the weight
     row_alignment = 16 // hidden_states.element_size()
     if config.use_tma or dim % row_alignment == 0:
@@ -50,8 +53,8 @@ def tile_operands(hidden_states: Tensor, weight: Tensor, vocab_size: int, config
     if config.use_tma:
         shape, stride, depth = hidden_states.shape, hidden_states.stride(), config.block_d
         hidden = hidden_rest = TensorDescriptor(hidden_states, shape, stride, [config.block_b, depth])
-        if config.rest_b:
-            hidden_rest = TensorDescriptor(hidden_states, shape, stride, [config.rest_b, depth])
+        if config.narrow != config.block_b:
+            hidden_rest = TensorDescriptor(hidden_states, shape, stride, [config.narrow, depth])
         # rows outside the vocabulary read as zeros, and nothing of a padded one is read
         weights = TensorDescriptor(weight, [max(vocab_size, 1), dim], weight.stride(), [config.block_v, depth])
     shapes = {

@@ -100,7 +100,13 @@ def minus_gumbel(word):
 
 
 @triton.jit
-def minus_gumbel_refined(word, refinement):
-    """``minus_gumbel``, total: ``refinement`` is the same lane of the block with the refinement bit set."""
+def minus_gumbel_of_zero(refinement):
+    """Of the word 0, exactly: ``refinement`` is the same lane of the block with the refinement bit set."""
     tail = refinement.to(tl.float32) * _TWO_POW_M64 + _TWO_POW_M65
-    return tl.where(word == 0, _log2(tail * _C0), minus_gumbel(word))
+    return _log2(tail * _C0)
+
+
+@triton.jit
+def minus_gumbel_refined(word, refinement):
+    """``minus_gumbel``, total: of the word 0 ``minus_gumbel_of_zero``."""
+    return tl.where(word == 0, minus_gumbel_of_zero(refinement), minus_gumbel(word))

@@ -28,7 +28,7 @@ def _store(out, out_stride, tile, first_token, first_row, first_owned, batch, vo
 )
 def products_kernel(
     hidden,  # (B, D), or its descriptor
-    hidden_rest,  # descriptor for the second block of columns; hidden again if there is none
+    hidden_rest,  # (B, D), or its descriptor for the second block of columns, if there is one
     weight,  # (V, D), or its descriptor
     out,  # (B, V) float32
     batch,
