@@ -105,8 +105,8 @@ def run(step: Step, config: Config = CONFIG) -> Drawn:
         batch * chunks if wants_raw else 0,
         batch * (2 * config.capacity + list_length) if filters or wants_raw else 0,
     ]
-    scratch = torch.empty(sum(sizes) + 4, dtype=torch.int32, device=device)
-    parts = scratch[: sum(sizes)].split(sizes)
+    sizes = [-(-size // 4) * 4 for size in sizes]  # all of them at 16 bytes, in any batch: Triton compiles for it
+    parts = torch.empty(sum(sizes), dtype=torch.int32, device=device).split(sizes)
     winners, marks, keys, sums, raw_keys, raw_sums, candidates = parts
 
     top_k = asked.top_k

@@ -299,9 +299,10 @@ def pick_kernel(
                     REPS, HEAD, ENTRIES,
                 )  # fmt: skip
                 attempts -= 1
-                if by_top_k | (bound <= least) | (mass >= target) | (count > CAPACITY):
+                if by_top_k | (bound <= least) | (mass >= target):
                     attempts = attempts * 0
-                elif attempts == 0:
+                elif (attempts == 0) | (count > CAPACITY):  # too many above a bound that is still too high
+                    attempts = attempts * 0
                     count = count * 0 + CAPACITY + 1
                     bound = least
             lowest = bound.to(tl.int64)
