@@ -88,10 +88,10 @@ def write_top(
             tl.store(ids_ptr + rank, token.to(tl.int64), mask=wanted)
             tl.store(logprobs_ptr + rank, value_of(key) - lse, mask=wanted)
         elif gathered <= CAPACITY:
-            tokens = Tokens(source, keys_ptr, cand_ids, masses_ptr, gathered, MINUS_INF, 31, top, LOG2E, list_ptr, FEW)
+            tokens = Tokens(source, keys_ptr, cand_ids, masses_ptr, gathered, MINUS_INF, 31, top, LOG2E, list_ptr)
             _top_ids(tokens, lse, ids_ptr, logprobs_ptr, count, False, TILE, HEAD)
         else:
-            row = Tokens(source, keys_ptr, cand_ids, masses_ptr, source.vocab_size, MINUS_INF, 31, top, LOG2E, list_ptr, FEW)
+            row = Tokens(source, keys_ptr, cand_ids, masses_ptr, source.vocab_size, MINUS_INF, 31, top, LOG2E, list_ptr)
             _top_ids(row, lse, ids_ptr, logprobs_ptr, count, True, WHOLE_TILE, HEAD)
 
 

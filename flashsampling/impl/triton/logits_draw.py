@@ -65,13 +65,14 @@ def _best_kept(
 
 @triton.jit
 def draw_from_few(
-    tokens, row_mass, top_k, top_p, min_p, by_top_k, by_top_p, temperature, seed, offset, stream, ids_ptr, num_samples
-):
+    tokens, row_mass, top_k, top_p, min_p, by_top_k, by_top_p, temperature, seed, offset, stream, ids_ptr, num_samples,
+    FEW: tl.constexpr,
+):  # fmt: skip
     """Writes the tokens that are drawn of few candidates, all filters at once. The mass of what is kept."""
     scale, noise_factor = score_factors(temperature)
     key_lo, key_hi = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
     offset_lo, offset_hi = offset.to(tl.uint32), (offset >> 32).to(tl.uint32)
-    key, token, live = tile_of(tokens, 0, False, tokens.few, False, 1)
+    key, token, live = tile_of(tokens, 0, False, FEW, False, 1)
     x = value_of(key)
     mass = tl.where(live, mass_of(x, tokens.top, tokens.scale), 0.0)
     rank, mass_before = before(key, token, tokens.keys, tokens.ids, tokens.masses, tokens.count)

@@ -47,7 +47,7 @@ _LARGEST = tl.constexpr(3.4028234663852886e38)
 @triton.jit
 def _limit(
     tokens, highest, row_mass, top_k, top_p, min_p, by_top_k, by_top_p,
-    WHOLE: tl.constexpr, TILE: tl.constexpr, HEAD: tl.constexpr, ENTRIES: tl.constexpr,
+    WHOLE: tl.constexpr, FEW: tl.constexpr, TILE: tl.constexpr, HEAD: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
     """The place from which on the filters keep what there is, but for min-p."""
     limit = tl.full((), 0, tl.int64)
@@ -59,7 +59,7 @@ def _limit(
             share = tl.maximum(top_p, 1e-30).to(tl.float64)
             target = tl.where(by_mass, tl.where(by_top_k, share, share * row_mass), target)
             is_share = by_mass & by_top_k
-            limit = limit_of(tokens, highest, limit, by_mass, target, is_share, WHOLE, TILE, HEAD, ENTRIES)
+            limit = limit_of(tokens, highest, limit, by_mass, target, is_share, WHOLE, FEW, TILE, HEAD, ENTRIES)
     return limit
 
 
@@ -265,9 +265,7 @@ def pick_kernel(
         if filtered:
             if DRAWN:
                 if (highest == lowest_of(keys)) & ((by_top_k == 0) | (top_k > num_chunks)):
-                    row_tokens = Tokens(
-                        source, cand_keys, cand_ids, cand_masses, last, lowest, ID_BITS, top, scale, list_ptr, FEW
-                    )
+                    row_tokens = Tokens(source, cand_keys, cand_ids, cand_masses, last, lowest, ID_BITS, top, scale, list_ptr)
                     equal = all_equal(row_tokens, highest, 2 * WHOLE_TILE, HEAD, ENTRIES)
             else:
                 equal = tl.min(((marks == highest) | (block >= blocks)).to(tl.int32), axis=0) != 0
@@ -312,14 +310,16 @@ def pick_kernel(
                     bound = least
             lowest = bound.to(tl.int64)
             if count <= FEW:
-                tokens = Tokens(source, cand_keys, cand_ids, cand_masses, count, lowest, ID_BITS, top, scale, list_ptr, FEW)
+                tokens = Tokens(source, cand_keys, cand_ids, cand_masses, count, lowest, ID_BITS, top, scale, list_ptr)
                 kept_mass = draw_from_few(
                     tokens, row_mass, top_k, top_p, min_p, by_top_k, by_top_p, temperature, seed, offset, stream, ids_ptr,
-                    num_samples,
+                    num_samples, FEW,
                 )  # fmt: skip
             elif count <= CAPACITY:
-                tokens = Tokens(source, cand_keys, cand_ids, cand_masses, count, lowest, ID_BITS, top, scale, list_ptr, FEW)
-                limit = _limit(tokens, highest, row_mass, top_k, top_p, min_p, by_top_k, by_top_p, False, TILE, HEAD, ENTRIES)
+                tokens = Tokens(source, cand_keys, cand_ids, cand_masses, count, lowest, ID_BITS, top, scale, list_ptr)
+                limit = _limit(
+                    tokens, highest, row_mass, top_k, top_p, min_p, by_top_k, by_top_p, False, FEW, TILE, HEAD, ENTRIES
+                )
                 least_mass = tl.minimum(min_p, 1.0)
                 draw_from_candidates(tokens, limit, least_mass, temperature, seed, offset, stream, ids_ptr, num_samples, TILE)
                 if LOGPROBS:
@@ -327,15 +327,16 @@ def pick_kernel(
             else:
                 whole = whole * 0 + 1
     if whole != 0:
-        row_tokens = Tokens(source, cand_keys, cand_ids, cand_masses, last, lowest, ID_BITS, top, scale, list_ptr, FEW)
+        row_tokens = Tokens(source, cand_keys, cand_ids, cand_masses, last, lowest, ID_BITS, top, scale, list_ptr)
         limit = tl.full((), 0, tl.int64)
         least_mass = tl.full((), 0.0, tl.float32)
         if FILTERS:
             least_mass = tl.minimum(min_p, 1.0)
             if filtered & (equal == 0):
                 limit = _limit(
-                    row_tokens, highest, row_mass, top_k, top_p, min_p, by_top_k, by_top_p, True, WHOLE_TILE // 2, HEAD, ENTRIES
-                )
+                    row_tokens, highest, row_mass, top_k, top_p, min_p, by_top_k, by_top_p, True, FEW, WHOLE_TILE // 2, HEAD,
+                    ENTRIES,
+                )  # fmt: skip
         draw_from_row(
             row_tokens, limit, least_mass, full * (4 * COLUMNS * REPS), temperature, seed, offset, stream,
             winners_ptr + far * num_samples * blocks, blocks, full, ids_ptr, num_samples, DRAWN, BLOCKS, WHOLE_TILE, HEAD,

@@ -41,8 +41,7 @@ class Tokens(NamedTuple):
     id_bits: object  # that ids need, a constant
     top: object  # highest logit
     scale: object  # of masses
-    room: object  # for 3 * few int32
-    few: object  # so many tokens are compared with each other, a constant
+    room: object  # for 3 * FEW int32
 
 
 @triton.jit
@@ -141,7 +140,7 @@ def _last_tie(tokens, limit, key_of_ties, many, TILE: tl.constexpr, HEAD: tl.con
     last = tl.full((), -1, tl.int32)
     row = Tokens(
         tokens.source, tokens.keys, tokens.ids, tokens.masses, tokens.source.vocab_size, tokens.lowest, tokens.id_bits,
-        tokens.top, tokens.scale, tokens.room, tokens.few,
+        tokens.top, tokens.scale, tokens.room,
     )  # fmt: skip
     while (start < row.count) & (last < 0):
         key, token, live = tile_of(row, start, True, TILE, HEAD, ENTRIES)
@@ -157,11 +156,10 @@ def _last_tie(tokens, limit, key_of_ties, many, TILE: tl.constexpr, HEAD: tl.con
 
 @triton.jit
 def _limit_among(
-    tokens, limit, low, high, many, by_mass, left, WHOLE: tl.constexpr, TILE: tl.constexpr, HEAD: tl.constexpr,
-    ENTRIES: tl.constexpr,
+    tokens, limit, low, high, many, by_mass, left,
+    WHOLE: tl.constexpr, FEW: tl.constexpr, TILE: tl.constexpr, HEAD: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
     """The last place that is needed for what is left of the target, among the few tokens of a bracket of keys."""
-    FEW: tl.constexpr = tokens.few
     found = tl.full((), 0, tl.int32)
     keys_ptr, ids_ptr, masses_ptr = tokens.room, tokens.room + FEW, (tokens.room + 2 * FEW).to(tl.pointer_type(tl.float32))
     tl.debug_barrier()
@@ -189,7 +187,7 @@ def _limit_among(
 @triton.jit
 def limit_of(
     tokens, highest, limit, by_mass, target, is_share,
-    WHOLE: tl.constexpr, TILE: tl.constexpr, HEAD: tl.constexpr, ENTRIES: tl.constexpr,
+    WHOLE: tl.constexpr, FEW: tl.constexpr, TILE: tl.constexpr, HEAD: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
     """The limit of the shortest prefix of what a limit keeps whose count or mass reaches the target, or, if ``is_share``, that
     times the mass of all that is kept; the old limit if all of it does not."""
@@ -230,7 +228,7 @@ def limit_of(
             around = tl.where(by_value, tl.minimum(1.0 / tl.sqrt(many.to(tl.float32)), 0.17), 0.17)
             first = _threshold(low, high, share + around, by_value)
             second = tl.maximum(_threshold(low, high, share - around, by_value), first)
-            searching = ((low < high) & (many > tokens.few)).to(tl.int32)
+            searching = ((low < high) & (many > FEW)).to(tl.int32)
         else:  # at first: all of it does not reach the target. Later: rounding, the whole bracket is kept
             many = tl.where(passes == 0, 0, many)
             whole_bracket = whole_bracket * 0 + 1
@@ -240,7 +238,8 @@ def limit_of(
         lowest_place = (low.to(tl.int64) - tokens.lowest) << tokens.id_bits
         if whole_bracket == 0:
             if low < high:
-                lowest_place = _limit_among(tokens, limit, low, high, many, by_mass, target - above, WHOLE, TILE, HEAD, ENTRIES)
+                left = target - above
+                lowest_place = _limit_among(tokens, limit, low, high, many, by_mass, left, WHOLE, FEW, TILE, HEAD, ENTRIES)
             else:
                 each = tl.where(by_mass, mass_of(value_of(low), tokens.top, tokens.scale), 1.0).to(tl.float64)
                 wanted = tl.where(each > 0.0, (target - above) / tl.where(each > 0.0, each, 1.0), 1.0)
