@@ -83,7 +83,7 @@ def write_top(
             i = tl.arange(0, FEW)
             key = tl.load(keys_ptr + i, mask=i < gathered, other=0)
             token = tl.load(cand_ids + i, mask=i < gathered, other=0)
-            rank, _ = before(key, token, keys_ptr, cand_ids, masses_ptr, gathered)
+            rank, _mass_before = before(key, token, keys_ptr, cand_ids, masses_ptr, gathered)
             wanted = (i < gathered) & (rank < count)
             tl.store(ids_ptr + rank, token.to(tl.int64), mask=wanted)
             tl.store(logprobs_ptr + rank, value_of(key) - lse, mask=wanted)

@@ -144,19 +144,19 @@ def draw_from_row(
         start = first
         known = tl.full((), 0, tl.int64)
         if DRAWN:
-            token = tl.load(winners_ptr + draw).to(tl.int32)
-            _, x = both_logits_of(tokens.source, token, HEAD, ENTRIES)
-            kept = (token < tokens.count) & (place_of(tokens, key_of(x), token) >= limit)
-            if kept & (mass_of(x, tokens.top, tokens.scale) >= least_mass):
-                known = known | (token ^ NO_TOKEN).to(tl.int64) | (1 << 32)  # any score
+            drawn = tl.load(winners_ptr + draw).to(tl.int32)
+            _raw, of_drawn = both_logits_of(tokens.source, drawn, HEAD, ENTRIES)
+            is_kept = (drawn < tokens.count) & (place_of(tokens, key_of(of_drawn), drawn) >= limit)
+            if is_kept & (mass_of(of_drawn, tokens.top, tokens.scale) >= least_mass):
+                known = known | (drawn ^ NO_TOKEN).to(tl.int64) | (1 << 32)  # any score
                 start = tokens.count
         else:
             known = tl.max(tl.load(winners_ptr + draw * blocks + block, mask=block < full, other=0), axis=0)
-        if (DRAWN == 0) & (known != 0):  # the word 0 counts for too much there: all over again
-            token = ((known & NO_TOKEN) ^ NO_TOKEN).to(tl.int32)
-            is_zero = word_of_token(token, draw_number, offset_lo, offset_hi, key_lo, key_hi) == 0
-            start = tl.where(is_zero, 0, first)
-            known = tl.where(is_zero, 0, known)
+            if known != 0:  # the word 0 counts for too much there: all over again
+                token = ((known & NO_TOKEN) ^ NO_TOKEN).to(tl.int32)
+                is_zero = word_of_token(token, draw_number, offset_lo, offset_hi, key_lo, key_hi) == 0
+                start = tl.where(is_zero, 0, first)
+                known = tl.where(is_zero, 0, known)
         draw_word = tl.zeros((GROUPS,), tl.uint32) + draw_number
         best = tl.zeros((GROUPS,), tl.int64)
         while start < tokens.count:
