@@ -29,8 +29,8 @@ def candidates(which: str) -> dict[str, Config]:
         for columns, reps, warps, registers in itertools.product((512, 1024), (1, 2, 4), (4, 8), (64, 80, 96, 128, 168)):
             per_thread = 4 * columns * reps // (32 * warps)
             if 8 <= per_thread <= 32 and registers >= 2 * per_thread + 48:
-                fields = {"columns": columns, "reps": reps, "scan_warps": warps, "scan_registers": registers}
-                found[f"{columns} x {reps}, {warps} warps, {registers}"] = Config(**fields)
+                shape = Config(columns=columns, reps=reps, scan_warps=warps, scan_registers=registers)
+                found[f"{columns} x {reps}, {warps} warps, {registers}"] = shape
     else:
         found = {
             "no overlap": replace(CONFIG, pdl=False),

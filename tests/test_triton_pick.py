@@ -71,7 +71,9 @@ def check(step: Step, sums: bool = True) -> Drawn:
 
 def mixed(asked: Asked, num_samples: int = 1) -> Step:
     """Ordinary rows at several temperatures, NaN, infinities, equal logits, two values and few of them, next to equal ones."""
-    step = make_step(batch=13, vocab=VOCAB, asked=asked, num_samples=num_samples)
+    temperature = torch.rand(13) * 1.5 + 0.2
+    temperature[11] = 0.0
+    step = make_step(batch=13, vocab=VOCAB, asked=asked, num_samples=num_samples, temperature=temperature)
     logits = step.hidden_states.clone()
     logits[1, 77] = math.nan
     logits[2, [50, 290]] = INF
@@ -85,7 +87,6 @@ def mixed(asked: Asked, num_samples: int = 1) -> Step:
     logits[8] = logits[8].round()
     logits[9] = logits[9] * 0.003
     logits[10, 5:] = -INF
-    step.temperature[11] = 0.0
     logits[12] = 2.0
     logits[12, VOCAB - 1] = 1.0
     return with_logits(step, logits)
