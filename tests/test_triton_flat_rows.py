@@ -45,6 +45,15 @@ def test_flat_rows(asked):
     check(flat_step(asked, num_samples=2 if asked.logprobs else 1))
 
 
+@pytest.mark.parametrize("top_p", [0.6, 1 - 1e-6])
+def test_more_candidates_than_there_is_room_for_and_not_enough(top_p):
+    """Each chunk's highest is far above half of its tokens: a bound between takes in more than fit, and too little mass."""
+    step = make_step(batch=4, asked=Asked(top_p=top_p), std=0.004, temperature=1.0, num_samples=4)
+    logits = step.hidden_states.clone()
+    logits[:, torch.arange(VOCAB, device=logits.device) // 8 % 2 == 0] += 0.2
+    check(with_logits(step, logits))
+
+
 @pytest.mark.parametrize("asked", [Asked(top_k=3), Asked(top_p=1e-30), Asked(min_p=1.5)])
 def test_few_are_kept_of_many_equal_ones(asked):
     check(flat_step(asked))

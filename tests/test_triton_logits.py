@@ -18,7 +18,8 @@ from tests.conftest import DEVICE  # noqa: E402
 from tests.zero_words import ZERO_WORDS  # noqa: E402
 
 # several blocks and chunks of a small vocabulary; candidates that do not all fit
-SMALL = CONFIG if DEVICE.type == "cuda" else Config(columns=32, reps=2, capacity=128, tile=128, whole_tile=512, gathered=4)
+TINY = Config(columns=32, width=8, few=32, capacity=128, tile=128, whole_tile=512, gathered=4)
+SMALL = CONFIG if DEVICE.type == "cuda" else TINY
 # the interpreter takes its time for every program, whatever its size
 WIDE = CONFIG if DEVICE.type == "cuda" else replace(SMALL, columns=128)
 VOCAB, ROWS, DRAWS = (40_000, 3, 300) if DEVICE.type == "cuda" else (400, 2, 40)

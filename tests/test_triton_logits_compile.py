@@ -48,7 +48,7 @@ def ints(*shape, dtype=torch.int32):
 
 filters = {"top_k": ints(2, dtype=torch.int64), "top_p": torch.ones(2), "min_p": torch.zeros(2)}
 asked = Asked()
-if case in ("filters", "everything"):
+if case in ("filters", "everything", "drawn"):
     asked = asked._replace(**filters)
 if case == "logprobs":
     asked = asked._replace(logprobs=True)
@@ -58,9 +58,19 @@ if case == "everything":
         bias_values=torch.zeros(2, 20), counts=ints(2, vocab), repetition_penalty=1.2, token_mask=ints(2, -(-vocab // 32)),
         logprobs=True, top_logprobs=5, logprob_ids=ints(2, 7, dtype=torch.int64), logsumexp=True,
     )
+logits._pdl = lambda device, config: config.pdl and capability >= 90
 values = torch.empty(2, vocab, dtype=dtype)
-logits.run(Step(values, values, torch.ones(2), ints(2, dtype=torch.int64), 0, 1, vocab, asked=asked, logits=values))
+step = Step(values, values, torch.ones(2), ints(2, dtype=torch.int64), 0, 1, vocab, asked=asked, logits=values)
+logits.run(step)
 scan, pick = compiled
+overlap = [kernel.asm["ptx"].count("griddepcontrol") for kernel in compiled]
+assert overlap == ([1, 1] if capability >= 90 else [0, 0])
+assert pick.metadata.launch_pdl == (capability >= 90)
+if case == "drawn":
+    chunks = 4 * -(-vocab // 128)
+    summaries = logits.Summaries(ints(2, chunks), torch.ones(2, chunks), torch.ones(2, chunks))
+    logits.pick(step, summaries, ints(2, dtype=torch.int64))
+    pick = compiled.pop()
 vectors = re.findall(r"ld.global.v(\\d).b32", scan.asm["ptx"])
 print("vectors", len(vectors))
 print("bytes", min(len(scan.asm["cubin"]), len(pick.asm["cubin"])))
@@ -74,6 +84,7 @@ CASES = [
     (90, "float32", "filters"),
     (90, "bfloat16", "filters"),
     (90, "float32", "logprobs"),
+    (90, "float32", "drawn"),
     (90, "float32", "everything"),
     (100, "float16", "filters"),
 ]

@@ -203,3 +203,41 @@ def test_with_what_requests_ask_for(device):
             seeds = torch.arange(batch, device=device)
             flashsampling.sample(problem.hidden_states[:batch], problem.weight, temperature=0.7, seed=seeds, **rows)
         assert [set(kernel.device_caches[device.index][0]) for kernel in kernels] == made
+
+
+@pytest.mark.parametrize("use_tma", [False, True])
+def test_keys_of_the_cache_for_what_requests_ask_for(use_tma, monkeypatch, device):
+    """Of the three kernels behind a request, where parts of one allocation lie too: any batch has the keys that warmup made."""
+    from flashsampling.impl.triton import config, logits, products
+
+    kernels = {
+        name: _Keys(getattr(module, name))
+        for module, name in ((logits, "scan_kernel"), (logits, "pick_kernel"), (products, "products_kernel"))
+    }
+    for module, name in ((logits, "scan_kernel"), (logits, "pick_kernel"), (products, "products_kernel")):
+        monkeypatch.setattr(module, name, kernels[name])
+
+    def choose(states, weight, num_samples):
+        return config.shape_for(states.shape[0], states.shape[1], states.dtype, num_samples, use_tma)
+
+    monkeypatch.setattr(products, "choose_config", choose)
+    monkeypatch.setattr(config, "choose_config", choose)
+    problem = make_problem(70, 300, 16, device, torch.bfloat16)
+    request = {
+        "top_k": torch.full((70,), 5, device=device),
+        "top_p": 0.9,
+        "token_counts": flashsampling.TokenCounts(70, 300, device),
+        "presence_penalty": 0.5,
+        "token_mask": torch.full((70, 10), -1, dtype=torch.int32, device=device),
+        "return_logprobs": True,
+        "top_logprobs": 3,
+        "logprob_ids": torch.zeros(70, 5, dtype=torch.int64, device=device),
+    }
+    flashsampling.warmup(problem.weight, max_batch_size=70, impl="triton", **request)
+    made = {name: set(keys.seen) for name, keys in kernels.items()}
+    for batch in range(1, 71):
+        rows = {name: value[:batch] if isinstance(value, torch.Tensor) else value for name, value in request.items()}
+        seed = torch.arange(batch, device=device)
+        hidden_states = problem.hidden_states[:batch]
+        flashsampling.sample(hidden_states, problem.weight, temperature=0.7, seed=seed, impl="triton", **rows)
+    assert {name: keys.seen for name, keys in kernels.items()} == made

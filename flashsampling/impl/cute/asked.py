@@ -16,8 +16,6 @@ from ...step import PLAIN, Asked, Drawn, Step
 from . import launch
 from .config import TILE_V, TileConfig
 
-_GREEDY_BELOW = 1e-6  # temperature
-
 
 @functools.cache
 def _picking() -> ModuleType:
@@ -34,17 +32,6 @@ def _processes(asked: Asked) -> bool:
         or asked.stream != PLAIN.stream
         or any(tensor is not None for tensor in tensors)
     )
-
-
-def _always_filters(step: Step) -> bool:
-    """Whether every row has a filter and is not greedy, as far as the host knows: nobody wants the kernel's draws."""
-    top_k, top_p, min_p, temperature = step.asked.top_k, step.asked.top_p, step.asked.min_p, step.temperature
-    filters = (
-        (isinstance(top_k, int) and 0 < top_k < step.vocab_size)
-        or (not isinstance(top_p, Tensor) and top_p < 1.0)
-        or (not isinstance(min_p, Tensor) and min_p > 0.0)
-    )
-    return filters and not isinstance(temperature, Tensor) and temperature >= _GREEDY_BELOW
 
 
 def _wants_mass(step: Step) -> bool:
@@ -65,7 +52,8 @@ def run(step: Step, config: TileConfig | None = None) -> Drawn:
         logits, _, _ = with_logits(step, 0, None, config)
         return _picking().run(step._replace(logits=logits))  # type: ignore[no-any-return]
     masses = _wants_mass(step), _wants_raw_mass(step.asked)
-    logits, summaries, drawn = with_logits(step, 0 if _always_filters(step) else step.num_samples, masses, config)
+    # the draws also say which rows are undefined, with filters and without
+    logits, summaries, drawn = with_logits(step, step.num_samples, masses, config)
     return _picking().pick(step._replace(logits=logits), _picking().Summaries(*summaries), drawn)  # type: ignore[no-any-return]
 
 

@@ -1,13 +1,18 @@
 """Tokens from logits that are in memory, with everything that a request may ask for, in two launches and without sorting.
 
-    scan   reads every logit once: per chunk of 64 tokens the highest processed logit and its mass, per block of a row without
+    scan   reads every logit once: per chunk of 32 tokens the highest processed logit and its mass, per block of a row without
            filters the best score (``logits_scan``)
     pick   a program per row: reads again the chunks that can hold a kept token, from the level-2 cache for the most part
-           (``logits_pick``, ``logits_search``); of a row of equal logits, as the zeros of a padded batch, less than a block;
-           of another one that is too flat for candidates, the row itself, several times (``logits_row``)
+           (``logits_pick``, ``logits_chunks``, ``logits_search``); of a row of equal logits, as the zeros of a padded batch,
+           less than a block; of another one that is too flat for candidates, the row itself, several times (``logits_draw``)
+
+A kernel that has the logits in its hands anyway can do the scan's work, and draw for the rows without filters: ``pick`` alone
+follows it.
 
 What a row's chunks are depends on the vocabulary's size alone, and all sums run in a fixed order, so a row's result is the same
 bits in any batch. Extra memory per row: 8 bytes per chunk, 16 where raw log-probabilities are asked for, and the candidates.
+Chunks of 64 tokens would be 4 bytes less per 32 logits, 3 % of what the scan reads, and twice as much to read again for a
+candidate; and a Hopper kernel has 32 of a row in one thread.
 """
 
 from dataclasses import dataclass
@@ -26,18 +31,21 @@ from .logits_scan import scan_kernel
 
 @dataclass(frozen=True)
 class Config:
-    """Shapes of both launches. Sums are rounded as the first two say, so they must not depend on anything but V."""
+    """Shapes of both launches. Those of the second say how its sums are rounded: they must not depend on the batch."""
 
-    columns: int = 512  # Philox groups side by side: 8 of them are a chunk
+    columns: int = 512  # Philox groups side by side
     reps: int = 2  # rows of columns in a block
     scan_warps: int = 4
     scan_registers: int = 128  # per thread
     pick_warps: int = 8
     pick_registers: int = 128
-    capacity: int = 8192  # candidates per row
-    tile: int = 512  # of them at a time
+    width: int = 1024  # chunks side by side
+    few: int = 256  # candidates that are compared with each other: a thread each
+    capacity: int = 8192  # candidates per row, not fewer
+    tile: int = 1024  # of them at a time
     whole_tile: int = 2048  # of the row's tokens in a draw, twice as many as in a search
-    gathered: int = 32  # of chunks
+    gathered: int = 64  # of chunks
+    pdl: bool = True  # the second launch begins before the first one's end, where the device can (sm_90)
 
     @property
     def block(self) -> int:
@@ -46,6 +54,16 @@ class Config:
 
 
 CONFIG = Config()
+
+
+class Summaries(NamedTuple):
+    """What a kernel says of a row's chunks (``logits_source.chunk_tokens``), of which there are 4 * ceil(V / 128)."""
+
+    keys: Tensor  # (B, chunks) int32: ``logits_source.key_of`` the highest logit; that of -inf where there is no token
+    # (B, chunks) float32: sums of exp2((x - the highest) * ``mass_scale(temperature)``), an infinite x counting as the largest
+    # finite number; None where no row has a top-p without a top-k, and no log-probabilities are asked for
+    sums: Tensor | None = None
+    raw_sums: Tensor | None = None  # likewise at temperature 1; None where nothing is asked for that needs a log-sum-exp
 
 
 def unsupported(step: Step) -> str | None:
@@ -131,36 +149,61 @@ def penalty_arguments(asked: Asked) -> tuple[int | float, ...]:
     return tuple(part for value in values for part in _row_argument(value))
 
 
-class Summaries(NamedTuple):
-    """What another kernel found out about logits while it wrote them, by ``logits_source.chunk_tokens`` of one repetition."""
-
-    keys: Tensor  # (B, chunks) int32
-    sums: Tensor | None  # (B, chunks) float32, at the row's temperature
-    raw_sums: Tensor | None  # at temperature 1
+def _wants_raw(asked: Asked) -> bool:
+    return asked.logprobs or asked.top_logprobs > 0 or asked.logprob_ids is not None or asked.logsumexp
 
 
-def pick(step: Step, summaries: Summaries, drawn: Tensor) -> Drawn:
-    """A stand-in, until ``pick_kernel`` reads these: ``run``."""
-    return run(step)
+def _flags(asked: Asked, pdl: bool, config: Config, records: bool = False) -> dict[str, Any]:
+    """What both kernels are compiled for."""
+    return {
+        "COLUMNS": config.columns,
+        "REPS": config.reps,
+        "ENTRIES": entries_of(asked),
+        "HEAD": has_head(asked),
+        "FILTERS": _may_filter(asked),
+        "LOGPROBS": asked.logprobs or records,
+        "TOP_K_WIDE": not isinstance(asked.top_k, Tensor) or asked.top_k.dtype == torch.int64,
+        "PDL": pdl,
+    }
+
+
+def _pdl(device: torch.device, config: Config) -> bool:
+    """Whether launches may overlap."""
+    return config.pdl and device.type == "cuda" and capability(device) >= (9, 0)
+
+
+def _arguments(step: Step, summaries: tuple[Tensor | None, ...], blocks: int) -> tuple[Any, ...]:
+    """Of both kernels. ``summaries``: keys, sums, raw keys, raw sums, winners, marks."""
+    asked = step.asked
+    return (
+        *source_arguments(step),
+        *step.row_arguments(),
+        *_row_argument(asked.top_k),
+        *_row_argument(asked.top_p),
+        *_row_argument(asked.min_p),
+        *penalty_arguments(asked),
+        *summaries,
+        step.num_samples,
+        int(asked.stream),
+        blocks,
+    )
+
+
+def _list_length(chunks: int, config: Config) -> int:
+    """Numbers of a list of chunks, or of a few candidates."""
+    return max(chunks, 3 * config.few)
 
 
 def run(step: Step, config: Config = CONFIG, records: Records | None = None) -> Drawn:
     """See ``backends``: two launches. ``records`` is written to."""
     asked, num_samples, vocab_size = step.asked, step.num_samples, step.vocab_size
-    logits = step.logits
-    assert logits is not None
-    batch, device = logits.shape[0], logits.device
+    assert step.logits is not None
+    batch, device = step.logits.shape[0], step.logits.device
     blocks = -(-vocab_size // config.block)
-    chunks = blocks * (config.columns // 8)
-    filters = _may_filter(asked)
-    wants_raw = asked.logprobs or asked.top_logprobs > 0 or asked.logprob_ids is not None or asked.logsumexp
-    places = layout(batch, num_samples, asked)
-    ids = torch.empty(places.num_ids, dtype=torch.int64, device=device)
-    values = torch.empty(places.num_values, dtype=torch.float32, device=device)
+    chunks = 4 * -(-vocab_size // 128)
+    filters, wants_raw = _may_filter(asked), _wants_raw(asked)
     # one allocation: what the second kernel is told by the first, and its candidates
-    masses = asked.logprobs or records is not None
-    summaries = filters or masses
-    list_length = triton.next_power_of_2(chunks)
+    summaries = filters or asked.logprobs or records is not None
     sizes = [
         2 * batch * num_samples * blocks,
         batch * blocks,
@@ -168,43 +211,57 @@ def run(step: Step, config: Config = CONFIG, records: Records | None = None) -> 
         batch * chunks if summaries else 0,
         batch * chunks if wants_raw else 0,
         batch * chunks if wants_raw else 0,
-        batch * (2 * config.capacity + list_length) if filters or wants_raw else 0,
+        batch * (3 * config.capacity + _list_length(chunks, config)) if filters or wants_raw else 0,
     ]
-    scratch = torch.empty(sum(sizes) + 4, dtype=torch.int32, device=device)
-    parts = scratch[: sum(sizes)].split(sizes)
+    sizes = [-(-size // 4) * 4 for size in sizes]  # all of them at 16 bytes, in any batch: Triton compiles for it
+    parts = torch.empty(sum(sizes), dtype=torch.int32, device=device).split(sizes)
     winners, marks, keys, sums, raw_keys, raw_sums, candidates = parts
-
-    top_k = asked.top_k
-    wide = not isinstance(top_k, Tensor) or top_k.dtype == torch.int64
-    given = asked.logprob_ids
-    given = _contiguous_rows(given)
-    common = (
-        *source_arguments(step),
-        *step.row_arguments(),
-        *_row_argument(top_k),
-        *_row_argument(asked.top_p),
-        *_row_argument(asked.min_p),
-        *penalty_arguments(asked),
-        keys,
-        sums.view(torch.float32),
-        raw_keys if wants_raw else None,
-        raw_sums.view(torch.float32) if wants_raw else None,
-        winners.view(torch.int64),
-        marks,
-        num_samples,
-        int(asked.stream),
-        blocks,
-    )
-    flags = {
-        "COLUMNS": config.columns,
-        "REPS": config.reps,
-        "ENTRIES": entries_of(asked),
-        "HEAD": has_head(asked),
-        "FILTERS": filters,
-        "LOGPROBS": masses,
-        "TOP_K_WIDE": wide,
-    }
+    raw = (raw_keys, raw_sums.view(torch.float32)) if wants_raw else (None, None)
+    told = (keys, sums.view(torch.float32), *raw, winners.view(torch.int64), marks)
+    common = _arguments(step, told, blocks)
+    flags = _flags(asked, _pdl(device, config), config, records is not None)
     scan_kernel[(batch * blocks,)](*common, 0, **flags, num_warps=config.scan_warps, maxnreg=config.scan_registers)
+    return _launch_pick(step, common, candidates, flags, False, blocks, config, records)
+
+
+def pick(step: Step, summaries: Summaries, drawn: Tensor, config: Config = CONFIG) -> Drawn:
+    """The second launch alone, behind a kernel that wrote ``Step.logits``, (B, V) float32 with rows a multiple of 16 bytes
+    apart, to which nothing is left to do but filters: no head, mask, bias or penalty. ``drawn`` (B * num_samples,) int64: the
+    tokens that all rows have without filters, -1 of undefined ones."""
+    asked, logits = step.asked, step.logits
+    assert logits is not None
+    filters, wants_raw = _may_filter(asked), _wants_raw(asked)
+    by_top_k = isinstance(asked.top_k, int) and 0 < asked.top_k < step.vocab_size
+    by_mass = asked.logprobs or (not by_top_k and (isinstance(asked.top_p, Tensor) or not asked.top_p >= 1))
+    assert summaries.sums is not None or not by_mass
+    assert summaries.raw_sums is not None or not wants_raw
+    batch, chunks = summaries.keys.shape
+    assert chunks == 4 * -(-step.vocab_size // 128)
+    size = batch * (3 * config.capacity + _list_length(chunks, config)) if filters or wants_raw else 0
+    candidates = torch.empty(size, dtype=torch.int32, device=logits.device)
+    raw_keys = summaries.keys if wants_raw else None
+    told = (summaries.keys, summaries.sums, raw_keys, summaries.raw_sums if wants_raw else None, drawn, None)
+    common = _arguments(step, told, 1)
+    return _launch_pick(step, common, candidates, _flags(asked, _pdl(logits.device, config), config), True, 1, config)
+
+
+def _launch_pick(
+    step: Step,
+    common: tuple[Any, ...],
+    candidates: Tensor,
+    flags: dict[str, Any],
+    drawn: bool,
+    blocks: int,
+    config: Config,
+    records: Records | None = None,
+) -> Drawn:
+    asked, batch, device = step.asked, common[0].shape[0], candidates.device
+    places = layout(batch, step.num_samples, asked)
+    ids = torch.empty(places.num_ids, dtype=torch.int64, device=device)
+    values = torch.empty(places.num_values, dtype=torch.float32, device=device)
+    chunks = 4 * -(-step.vocab_size // 128)
+    width = min(config.width, triton.next_power_of_2(chunks))
+    given = _contiguous_rows(asked.logprob_ids)
 
     def part(tensor: Tensor, name: str) -> Tensor | None:
         where = (places.ids if tensor is ids else places.values).get(name)
@@ -228,14 +285,19 @@ def run(step: Step, config: Config = CONFIG, records: Records | None = None) -> 
         None if records is None else records.limits,
         None if records is None else records.masses,
         **flags,
+        DRAWN=drawn,
         BLOCKS=triton.next_power_of_2(blocks),
-        CHUNKS=list_length,
-        ID_BITS=vocab_size.bit_length(),
+        WIDTH=width,
+        PARTS=-(-chunks // width),
+        LIST=_list_length(chunks, config),
+        ID_BITS=step.vocab_size.bit_length(),
+        FEW=config.few,
         CAPACITY=config.capacity,
         TILE=config.tile,
         WHOLE_TILE=config.whole_tile,
         GATHERED=config.gathered,
         num_warps=config.pick_warps,
         maxnreg=config.pick_registers,
+        launch_pdl=flags["PDL"],
     )
     return Drawn(ids, values if places.num_values else None)

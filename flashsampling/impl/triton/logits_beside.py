@@ -3,16 +3,21 @@
 import triton
 import triton.language as tl
 
-from .logits_search import Tokens, chunk_tile, gather, kth_highest, list_chunks, tile_of
-from .logits_source import LN2, LOG2E, MINUS_INF, MIXED, NAN, both_logits_of, key_of, mass_of, raw_logits, value_of
-
-
-@triton.jit
-def mass_of_chunks(keys, sums, scale):
-    """Of chunks' keys and sums: the highest key, all the mass relative to it, and every chunk's."""
-    highest = tl.max(keys, axis=0)
-    mass = tl.where(keys > MINUS_INF, sums * mass_of(value_of(keys), value_of(highest), scale), 0.0)
-    return highest, tl.sum(mass, axis=0), mass
+from .logits_chunks import chunk_tile, first_ties, gather, kth_highest, list_chunks
+from .logits_search import Tokens, before, tile_of
+from .logits_source import (
+    GREEDY_BELOW,
+    LN2,
+    LOG2E,
+    MINUS_INF,
+    NAN,
+    both_logits_of,
+    chunks_in,
+    key_of,
+    raw_logits,
+    value_of,
+)
+from .scores import NO_TOKEN
 
 
 @triton.jit
@@ -55,9 +60,9 @@ def _top_ids(
 
 @triton.jit
 def write_top(
-    source, chunk_keys, highest, lse, list_ptr, keys_ptr, cand_ids, ids_ptr, logprobs_ptr, count,
-    CAPACITY: tl.constexpr, CHUNKS: tl.constexpr, GATHERED: tl.constexpr, TILE: tl.constexpr, WHOLE_TILE: tl.constexpr,
-    COLUMNS: tl.constexpr, REPS: tl.constexpr, HEAD: tl.constexpr,
+    source, chunk_keys, highest, lse, list_ptr, keys_ptr, cand_ids, masses_ptr, ids_ptr, logprobs_ptr, count,
+    FEW: tl.constexpr, CAPACITY: tl.constexpr, GATHERED: tl.constexpr, TILE: tl.constexpr, WHOLE_TILE: tl.constexpr,
+    HEAD: tl.constexpr,
 ):  # fmt: skip
     """The ids with the highest raw logits and their log-probabilities. ``source``: without what is the request's."""
     if highest == NAN:
@@ -66,31 +71,46 @@ def write_top(
             tl.store(logprobs_ptr + i, lse)
     else:
         top = value_of(highest)
-        bound = tl.maximum(kth_highest(chunk_keys, count), MINUS_INF)
-        # where enough chunks reach the highest, as in a row of zeros, the first blocks that hold so many are enough
-        reached = tl.cumsum((chunk_keys == highest).to(tl.int32), axis=0)
-        if tl.max(reached, axis=0) >= count:
-            bound = highest
-            chunk = tl.arange(0, CHUNKS)
-            last = tl.min(tl.where(reached >= count, chunk, CHUNKS), axis=0) // (COLUMNS // 8)
-            chunk_keys = tl.where(chunk // (COLUMNS // 8) <= last, chunk_keys, MIXED)
+        bound = tl.maximum(kth_highest(chunk_keys, highest, count, chunks_in(source.vocab_size)), MINUS_INF)
+        if bound == highest:  # as in a row of zeros: the ties of the lowest ids
+            chunk_keys = first_ties(chunk_keys, highest, count)
         gathered, _ = gather(
-            source, chunk_keys, bound, list_ptr, keys_ptr, cand_ids, top, LOG2E, True, CAPACITY, CHUNKS, GATHERED, COLUMNS,
-            REPS, HEAD, 1,
-        )  # fmt: skip
-        if gathered <= CAPACITY:
-            tokens = Tokens(source, keys_ptr, cand_ids, gathered, MINUS_INF, 31, top, LOG2E)
+            source,
+            chunk_keys,
+            bound,
+            list_ptr,
+            keys_ptr,
+            cand_ids,
+            masses_ptr,
+            top,
+            LOG2E,
+            False,
+            True,
+            CAPACITY,
+            GATHERED,
+            HEAD,
+            1,
+        )
+        if gathered <= FEW:
+            i = tl.arange(0, FEW)
+            key = tl.load(keys_ptr + i, mask=i < gathered, other=0)
+            token = tl.load(cand_ids + i, mask=i < gathered, other=0)
+            rank, _mass_before = before(key, token, keys_ptr, cand_ids, masses_ptr, gathered)
+            wanted = (i < gathered) & (rank < count)
+            tl.store(ids_ptr + rank, token.to(tl.int64), mask=wanted)
+            tl.store(logprobs_ptr + rank, value_of(key) - lse, mask=wanted)
+        elif gathered <= CAPACITY:
+            tokens = Tokens(source, keys_ptr, cand_ids, masses_ptr, gathered, MINUS_INF, 31, top, LOG2E, list_ptr)
             _top_ids(tokens, lse, ids_ptr, logprobs_ptr, count, False, TILE, HEAD)
         else:
-            row = Tokens(source, keys_ptr, cand_ids, source.vocab_size, MINUS_INF, 31, top, LOG2E)
+            row = Tokens(source, keys_ptr, cand_ids, masses_ptr, source.vocab_size, MINUS_INF, 31, top, LOG2E, list_ptr)
             _top_ids(row, lse, ids_ptr, logprobs_ptr, count, True, WHOLE_TILE, HEAD)
 
 
 @triton.jit
 def write_drawn(
     source, token, raw_keys, raw_highest, lse, top, scale, kept_mass, list_ptr, logprob_ptr, processed_ptr, rank_ptr,
-    CHUNKS: tl.constexpr, GATHERED: tl.constexpr, COLUMNS: tl.constexpr, REPS: tl.constexpr, HEAD: tl.constexpr,
-    ENTRIES: tl.constexpr,
+    GATHERED: tl.constexpr, HEAD: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
     """Both log-probabilities and the rank of a token that was drawn, or -1."""
     rank = tl.full((), -1, tl.int64)
@@ -101,12 +121,35 @@ def write_drawn(
         raw = tl.where(raw_highest == NAN, lse, x - lse)
         below = tl.where(y == top, 0.0, (y - top) * scale)
         processed = (below - tl.log2(kept_mass)) * LN2
-        listed = list_chunks(raw_keys > key_of(x), list_ptr, CHUNKS)
+        listed = list_chunks(raw_keys, key_of(x) + 1, list_ptr)
         above = tl.full((), 0, tl.int32)
         for first in range(0, listed, GATHERED):
-            logit, _, live = chunk_tile(source, list_ptr, listed, first, True, GATHERED, COLUMNS, REPS, HEAD, ENTRIES)
+            logit, _, live = chunk_tile(source, list_ptr, listed, first, True, GATHERED, HEAD, ENTRIES)
             above += tl.sum(tl.sum((live & (logit > x)).to(tl.int32), axis=1), axis=0)
         rank = 1 + above.to(tl.int64)
     tl.store(logprob_ptr, raw)
     tl.store(processed_ptr, processed)
     tl.store(rank_ptr, rank)
+
+
+@triton.jit
+def place_in_row(limit, lowest, ID_BITS: tl.constexpr):
+    """A place that is counted from the key ``lowest`` as one that is counted from none: the key, then 31 bits for the id."""
+    last_id: tl.constexpr = (1 << ID_BITS) - 1
+    token = (limit & last_id) ^ last_id
+    return (((limit >> ID_BITS) + lowest) << 31) | (token ^ NO_TOKEN)
+
+
+@triton.jit
+def write_record(limit_ptr, record, first_kept, least_mass, kept_mass, top, temperature, ids_ptr):
+    """What ``rejection`` reads of a row: the place of its last kept token; least mass of one, mass of all, the highest logit,
+    and the token of a greedy row, or -1."""
+    greedy_token = tl.full((), -1, tl.int32)
+    if temperature < GREEDY_BELOW:
+        tl.debug_barrier()  # the token is there
+        greedy_token = tl.load(ids_ptr).to(tl.int32)
+    tl.store(limit_ptr, first_kept)
+    tl.store(record, least_mass)
+    tl.store(record + 1, kept_mass)
+    tl.store(record + 2, top)
+    tl.store(record + 3, greedy_token.to(tl.float32, bitcast=True))

@@ -5,69 +5,49 @@ a filter         from the chunks' maxima and masses a bound below which no token
                  are the candidates; boundaries of top-k and top-p among them; the best score of what is kept
 equal logits     in all of a row, as the zeros of a padded batch: the filters keep the first ids, and of their blocks the scan
                  has the best scores. What is left to draw from is less than a block: no more work than another row's
-a flat row       whose candidates are more than there is room for, and not all equal: ``logits_row`` searches the row itself
+a flat row       whose candidates are more than there is room for, and not all equal: the row itself is searched
+
+Behind a kernel that has drawn for every row without filters (``DRAWN``) there are chunks and its tokens, no blocks: rows
+without filters take them, -1 says that a row is undefined, with filters too, and whether all logits of a row are equal is
+looked up where all chunks have the same highest one.
 """
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
-from .logits_beside import log_sum_exp, mass_of_chunks, write_drawn, write_given, write_top
-from .logits_row import draw_from_row, mass_of_kept, row_limit_of
-from .logits_search import Tokens, gather, kth_highest, limit_of, nucleus_bound, place_of, tile_of
+from .logits_beside import log_sum_exp, place_in_row, write_drawn, write_given, write_record, write_top
+from .logits_chunks import first_ties, gather, highest_of, kth_highest, load_chunks, lowest_of, masses_of, nucleus_bound
+from .logits_draw import all_equal, draw_from_candidates, draw_from_few, draw_from_row
+from .logits_search import Tokens, limit_of, mass_of_kept
 from .logits_source import (
     GREEDY_BELOW,
     LOG2E,
     MINUS_INF,
     MIXED,
     NAN,
+    NO_LOGIT,
     PLUS_INF,
     Source,
+    chunks_in,
     key_of,
-    mass_of,
     mass_scale,
     row_f32,
     row_i64,
     row_top_k,
-    score_factors,
     value_of,
     word_of,
 )
-from .noise import REFINEMENT_BIT, minus_gumbel_refined
-from .scores import NAN_KEY, NO_TOKEN, ORDERED_INF, pack_key, score_of
+from .scores import NAN_KEY, NO_TOKEN, ORDERED_INF
 
 _LOWEST = tl.constexpr(-0x80000000)
 _LARGEST = tl.constexpr(3.4028234663852886e38)
-_NOTHING = tl.constexpr(-0x7FFFFFFF)  # key of no logit
-
-
-@triton.jit
-def _draw(tokens, limit, least_mass, temperature, seed, offset, stream, ids_ptr, num_samples, TILE: tl.constexpr):
-    """Writes the candidate with the best score among the kept ones, for every draw."""
-    scale, noise_factor = score_factors(temperature)
-    key_lo, key_hi = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
-    offset_lo, offset_hi = offset.to(tl.uint32), (offset >> 32).to(tl.uint32)
-    for draw in range(num_samples):
-        draw_word = tl.zeros((TILE,), tl.uint32) + (draw | (stream << 24)).to(tl.uint32)
-        best = tl.zeros((TILE,), tl.int64)
-        for start in range(0, tokens.count, TILE):
-            key, token, live = tile_of(tokens, start, False, TILE, False, 1)
-            x = value_of(key)
-            live = live & (place_of(tokens, key, token) >= limit)
-            live = live & (mass_of(x, tokens.top, tokens.scale) >= least_mass) & (x != float("-inf"))
-            word = word_of(token, draw_word, offset_lo, offset_hi, key_lo, key_hi)
-            tail = tl.zeros((TILE,), tl.uint32)
-            if tl.max((live & (word == 0)).to(tl.int32), axis=0) != 0:
-                tail = word_of(token, draw_word | REFINEMENT_BIT, offset_lo, offset_hi, key_lo, key_hi)
-            score = score_of(x, scale, 0.0, minus_gumbel_refined(word, tail), noise_factor)
-            best = tl.maximum(best, tl.where(live, pack_key(score, token), 0))
-        key = tl.max(best, axis=0)
-        tl.store(ids_ptr + draw, tl.where((key == 0) | (key == NAN_KEY), -1, (key & NO_TOKEN) ^ NO_TOKEN))
 
 
 @triton.jit
 def _limit(
     tokens, highest, row_mass, top_k, top_p, min_p, by_top_k, by_top_p,
-    WHOLE: tl.constexpr, TILE: tl.constexpr, HEAD: tl.constexpr, ENTRIES: tl.constexpr,
+    WHOLE: tl.constexpr, FEW: tl.constexpr, TILE: tl.constexpr, HEAD: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
     """The place from which on the filters keep what there is, but for min-p."""
     limit = tl.full((), 0, tl.int64)
@@ -79,19 +59,8 @@ def _limit(
             share = tl.maximum(top_p, 1e-30).to(tl.float64)
             target = tl.where(by_mass, tl.where(by_top_k, share, share * row_mass), target)
             is_share = by_mass & by_top_k
-            if WHOLE:
-                limit = row_limit_of(tokens, highest, limit, by_mass, target, is_share, TILE, HEAD, ENTRIES)
-            else:
-                limit = limit_of(tokens, highest, limit, by_mass, target, is_share, TILE)
+            limit = limit_of(tokens, highest, limit, by_mass, target, is_share, WHOLE, FEW, TILE, HEAD, ENTRIES)
     return limit
-
-
-@triton.jit
-def _place_in_row(limit, lowest, ID_BITS: tl.constexpr):
-    """A place that is counted from the key ``lowest`` as one that is counted from none: the key, then 31 bits for the id."""
-    last_id: tl.constexpr = (1 << ID_BITS) - 1
-    token = (limit & last_id) ^ last_id
-    return (((limit >> ID_BITS) + lowest) << 31) | (token ^ NO_TOKEN)
 
 
 @triton.jit
@@ -156,12 +125,12 @@ def pick_kernel(
     sums_ptr,
     raw_keys_ptr,
     raw_sums_ptr,
-    winners_ptr,
+    winners_ptr,  # if DRAWN: (B, num_samples) int64, tokens
     marks_ptr,
     num_samples: tl.int32,
     stream: tl.int32,
     blocks: tl.int32,
-    candidates_ptr,  # (B, 2 * CAPACITY + CHUNKS) int32: keys, ids, a list of chunks
+    candidates_ptr,  # (B, 3 * CAPACITY + LIST) int32: keys, ids, masses, a list of chunks
     ids_ptr,  # (B, num_samples) int64, out
     logprobs_ptr,  # (B, num_samples) float32, out; None if nobody asks, as the following
     processed_ptr,
@@ -183,15 +152,22 @@ def pick_kernel(
     FILTERS: tl.constexpr,
     LOGPROBS: tl.constexpr,
     TOP_K_WIDE: tl.constexpr,
+    PDL: tl.constexpr,  # this launch may begin before the last one's end
+    DRAWN: tl.constexpr,
     BLOCKS: tl.constexpr,  # blocks, up to a power of two
-    CHUNKS: tl.constexpr,  # chunks, likewise
+    WIDTH: tl.constexpr,  # chunks side by side
+    PARTS: tl.constexpr,  # times that
+    LIST: tl.constexpr,  # room for a list of chunks, at least 3 * FEW
     ID_BITS: tl.constexpr,  # that ids need
-    CAPACITY: tl.constexpr,  # candidates
+    FEW: tl.constexpr,  # candidates that are compared with each other
+    CAPACITY: tl.constexpr,  # candidates, not fewer
     TILE: tl.constexpr,  # candidates at a time
     WHOLE_TILE: tl.constexpr,  # tokens of a row at a time
     GATHERED: tl.constexpr,  # chunks at a time
 ):
     """See the module's docstring. Grid: (B,)."""
+    if PDL:
+        gdc_wait()
     row = tl.program_id(0)
     far = row.to(tl.int64)
     repetition = row_f32(repetition_at, repetition_value, row)
@@ -203,11 +179,12 @@ def pick_kernel(
     )  # fmt: skip
     temperature = row_f32(temperature_at, temperature_value, row)
     scale = mass_scale(temperature)
-    chunk = tl.arange(0, CHUNKS)
-    num_chunks = blocks * (COLUMNS // 8)
-    cand_keys = candidates_ptr + far * (2 * CAPACITY + CHUNKS)
+    num_chunks = chunks_in(vocab_size)
+    at_chunks = far * num_chunks
+    cand_keys = candidates_ptr + far * (3 * CAPACITY + LIST)
     cand_ids = cand_keys + CAPACITY
-    list_ptr = cand_ids + CAPACITY
+    cand_masses = (cand_ids + CAPACITY).to(tl.pointer_type(tl.float32))
+    list_ptr = cand_ids + 2 * CAPACITY
     ids_ptr += far * num_samples
 
     block = tl.arange(0, BLOCKS)
@@ -219,14 +196,17 @@ def pick_kernel(
     first_kept = tl.full((), -(1 << 62), tl.int64)
     top = tl.full((), 0.0, tl.float32)
     if FILTERS or LOGPROBS:
-        in_row = chunk < num_chunks
-        keys = tl.load(keys_ptr + far * num_chunks + chunk, mask=in_row, other=_NOTHING)
-        highest = tl.max(keys, axis=0)
-        marks = tl.load(marks_ptr + far * blocks + block, mask=block < blocks, other=MIXED)
-        undefined = (highest == NAN) | (highest <= MINUS_INF) | (temperature != temperature) | (tl.max(marks, axis=0) == NAN)
-        if highest == PLUS_INF:
-            finite = (marks == MIXED) | ((marks > MINUS_INF) & (marks < PLUS_INF))
-            undefined = undefined | (tl.max((finite & (block < blocks)).to(tl.int32), axis=0) == 0)
+        keys = load_chunks(keys_ptr + at_chunks, num_chunks, NO_LOGIT, WIDTH, PARTS)
+        highest = tl.max(highest_of(keys), axis=0)
+        undefined = (highest == NAN) | (highest <= MINUS_INF) | (temperature != temperature)
+        if DRAWN:
+            undefined = undefined | (tl.load(winners_ptr + far * num_samples) < 0)
+        else:
+            marks = tl.load(marks_ptr + far * blocks + block, mask=block < blocks, other=MIXED)
+            undefined = undefined | (tl.max(marks, axis=0) == NAN)
+            if highest == PLUS_INF:
+                finite = (marks == MIXED) | ((marks > MINUS_INF) & (marks < PLUS_INF))
+                undefined = undefined | (tl.max((finite & (block < blocks)).to(tl.int32), axis=0) == 0)
         top = value_of(highest)
     if FILTERS:
         top_k = row_top_k(top_k_at, top_k_value, row, TOP_K_WIDE)
@@ -239,14 +219,17 @@ def pick_kernel(
         undefined = undefined | (top_p != top_p) | (min_p != min_p)
         if not LOGPROBS:
             filtered = filtered & ((temperature < GREEDY_BELOW) == 0)
+            if DRAWN:  # the first infinite one is kept
+                filtered = filtered & (highest != PLUS_INF)
     if LOGPROBS or FILTERS:
         row_mass = tl.full((), 0.0, tl.float32)
         wants_mass = undefined == 0
         if not LOGPROBS:
             wants_mass = wants_mass & filtered & by_top_p & (by_top_k == 0)
-        if wants_mass:
-            sums = tl.load(sums_ptr + far * num_chunks + chunk, mask=in_row, other=0.0)
-            _, row_mass, _ = mass_of_chunks(keys, sums, scale)
+        if sums_ptr is not None:  # noqa: SIM102, the one is for the compiler
+            if wants_mass:
+                sums = load_chunks(sums_ptr + at_chunks, num_chunks, 0.0, WIDTH, PARTS)
+                _, row_mass = masses_of(keys, sums, top, scale)
         kept_mass = row_mass
 
     seed = row_i64(seed_at, seed_value, row)
@@ -257,34 +240,43 @@ def pick_kernel(
     last = tl.full((), 0, tl.int32) + vocab_size  # tokens before it are looked at
     if filtered == 0:
         for draw in range(num_samples):
-            slots = winners_ptr + (far * num_samples + draw) * blocks + block
-            block_keys = tl.load(slots, mask=block < blocks, other=0)
-            key = tl.max(block_keys, axis=0)
-            token = (key & NO_TOKEN) ^ NO_TOKEN
-            defined = (key != 0) & (key != NAN_KEY) & (undefined == 0)
-            if defined & (key >> 31 == ORDERED_INF):
-                infinite = block_keys >> 31 == ORDERED_INF
-                mark = tl.load(marks_ptr + far * blocks + block, mask=infinite, other=MIXED)
-                finite = tl.where(infinite, (mark == MIXED) | ((mark > MINUS_INF) & (mark < PLUS_INF)), block_keys != 0)
-                defined = tl.max(finite.to(tl.int32), axis=0) != 0
-            tl.store(ids_ptr + draw, tl.where(defined, token, -1))
-            if defined & (temperature >= GREEDY_BELOW):  # a word 0: is it the best still?
-                draw_word = (draw | (stream << 24)).to(tl.uint32)
-                word = word_of(
-                    token.to(tl.int32), draw_word, offset.to(tl.uint32), (offset >> 32).to(tl.uint32), seed.to(tl.uint32),
-                    (seed >> 32).to(tl.uint32),
-                )  # fmt: skip
-                whole = tl.maximum(whole, (word == 0).to(tl.int32))
+            if DRAWN:
+                tl.store(ids_ptr + draw, tl.where(undefined, -1, tl.load(winners_ptr + far * num_samples + draw)))
+            else:
+                slots = winners_ptr + (far * num_samples + draw) * blocks + block
+                block_keys = tl.load(slots, mask=block < blocks, other=0)
+                key = tl.max(block_keys, axis=0)
+                token = (key & NO_TOKEN) ^ NO_TOKEN
+                defined = (key != 0) & (key != NAN_KEY) & (undefined == 0)
+                if defined & (key >> 31 == ORDERED_INF):
+                    infinite = block_keys >> 31 == ORDERED_INF
+                    mark = tl.load(marks_ptr + far * blocks + block, mask=infinite, other=MIXED)
+                    finite = tl.where(infinite, (mark == MIXED) | ((mark > MINUS_INF) & (mark < PLUS_INF)), block_keys != 0)
+                    defined = tl.max(finite.to(tl.int32), axis=0) != 0
+                tl.store(ids_ptr + draw, tl.where(defined, token, -1))
+                if defined & (temperature >= GREEDY_BELOW):  # a word 0: is it the best still?
+                    draw_word = (draw | (stream << 24)).to(tl.uint32)
+                    word = word_of(
+                        token.to(tl.int32), draw_word, offset.to(tl.uint32), (offset >> 32).to(tl.uint32), seed.to(tl.uint32),
+                        (seed >> 32).to(tl.uint32),
+                    )  # fmt: skip
+                    whole = tl.maximum(whole, (word == 0).to(tl.int32))
     if FILTERS:
         if filtered & undefined:
             for draw in range(num_samples):
                 tl.store(ids_ptr + draw, tl.full((), -1, tl.int64))
             filtered = False
         if filtered:
-            equal = tl.min(((marks == highest) | (block >= blocks)).to(tl.int32), axis=0) != 0
+            if DRAWN:
+                if (highest == lowest_of(keys)) & ((by_top_k == 0) | (top_k > num_chunks)):
+                    row_tokens = Tokens(source, cand_keys, cand_ids, cand_masses, last, lowest, ID_BITS, top, scale, list_ptr)
+                    equal = all_equal(row_tokens, highest, 2 * WHOLE_TILE, HEAD, ENTRIES)
+            else:
+                equal = tl.min(((marks == highest) | (block >= blocks)).to(tl.int32), axis=0) != 0
         if equal:
             last = _kept_of_equal(vocab_size, top_k, top_p, min_p, by_top_k, by_top_p)
-            full = last // (4 * COLUMNS * REPS)
+            if not DRAWN:
+                full = last // (4 * COLUMNS * REPS)
             whole = whole * 0 + 1
         elif filtered:
             rest = (1.0 - top_p) * row_mass
@@ -298,60 +290,75 @@ def pick_kernel(
             attempts = tl.full((), 2, tl.int32)
             while attempts > 0:
                 # read again: registers for all of them would be one program less per multiprocessor
-                keys = tl.load(keys_ptr + far * num_chunks + chunk, mask=in_row, other=_NOTHING)
+                keys = load_chunks(keys_ptr + at_chunks, num_chunks, NO_LOGIT, WIDTH, PARTS)
                 if by_top_k:
-                    bound = tl.maximum(kth_highest(keys, top_k), least)
-                elif by_top_p:
-                    sums = tl.load(sums_ptr + far * num_chunks + chunk, mask=in_row, other=0.0)
-                    _, _, chunk_mass = mass_of_chunks(keys, sums, scale)
-                    guess = tl.where(attempts == 2, 0.8, 0.2)
-                    bound = tl.maximum(nucleus_bound(keys, chunk_mass, top, scale, guess * rest), least)
+                    bound = tl.maximum(kth_highest(keys, highest, top_k, num_chunks), least)
+                    if bound == highest:  # so many ties: those of the lowest ids
+                        keys = first_ties(keys, highest, top_k)
+                elif sums_ptr is not None:  # noqa: SIM102
+                    if by_top_p:
+                        sums = load_chunks(sums_ptr + at_chunks, num_chunks, 0.0, WIDTH, PARTS)
+                        masses, _ = masses_of(keys, sums, top, scale)
+                        guess = tl.where(attempts == 2, 0.8, 0.2)
+                        bound = tl.maximum(nucleus_bound(keys, masses, top, scale, guess * rest, vocab_size), least)
                 count, mass = gather(
-                    source, keys, bound, list_ptr, cand_keys, cand_ids, top, scale, False, CAPACITY, CHUNKS, GATHERED, COLUMNS,
-                    REPS, HEAD, ENTRIES,
+                    source, keys, bound, list_ptr, cand_keys, cand_ids, cand_masses, top, scale, by_top_k == 0, False,
+                    CAPACITY, GATHERED, HEAD, ENTRIES,
                 )  # fmt: skip
                 attempts -= 1
-                if by_top_k | (bound <= least) | (mass >= target) | (count > CAPACITY):
+                if by_top_k | (bound <= least) | (mass >= target):
                     attempts = attempts * 0
-                elif attempts == 0:
+                elif (attempts == 0) | (count > CAPACITY):  # too many above a bound that is still too high
+                    attempts = attempts * 0
                     count = count * 0 + CAPACITY + 1
                     bound = least
             lowest = bound.to(tl.int64)
-            if count <= CAPACITY:
-                tokens = Tokens(source, cand_keys, cand_ids, count, lowest, ID_BITS, top, scale)
-                limit = _limit(tokens, highest, row_mass, top_k, top_p, min_p, by_top_k, by_top_p, False, TILE, HEAD, ENTRIES)
-                _draw(tokens, limit, tl.minimum(min_p, 1.0), temperature, seed, offset, stream, ids_ptr, num_samples, TILE)
+            if count <= FEW:
+                tokens = Tokens(source, cand_keys, cand_ids, cand_masses, count, lowest, ID_BITS, top, scale, list_ptr)
+                kept_mass, first_kept = draw_from_few(
+                    tokens, row_mass, top_k, top_p, min_p, by_top_k, by_top_p, temperature, seed, offset, stream, ids_ptr,
+                    num_samples, FEW,
+                )  # fmt: skip
+            elif count <= CAPACITY:
+                tokens = Tokens(source, cand_keys, cand_ids, cand_masses, count, lowest, ID_BITS, top, scale, list_ptr)
+                limit = _limit(
+                    tokens, highest, row_mass, top_k, top_p, min_p, by_top_k, by_top_p, False, FEW, TILE, HEAD, ENTRIES
+                )
+                least_mass = tl.minimum(min_p, 1.0)
+                draw_from_candidates(tokens, limit, least_mass, temperature, seed, offset, stream, ids_ptr, num_samples, TILE)
                 if LOGPROBS:
-                    kept_mass = mass_of_kept(tokens, limit, tl.minimum(min_p, 1.0), False, TILE, HEAD, ENTRIES)
-                    first_kept = _place_in_row(limit, lowest, ID_BITS)
+                    kept_mass = mass_of_kept(tokens, limit, least_mass, False, TILE, HEAD, ENTRIES)
+                    first_kept = place_in_row(limit, lowest, ID_BITS)
             else:
                 whole = whole * 0 + 1
     if whole != 0:
-        row_tokens = Tokens(source, cand_keys, cand_ids, last, lowest, ID_BITS, top, scale)
+        row_tokens = Tokens(source, cand_keys, cand_ids, cand_masses, last, lowest, ID_BITS, top, scale, list_ptr)
         limit = tl.full((), 0, tl.int64)
-        least = tl.full((), 0.0, tl.float32)
         if FILTERS:
-            least = tl.minimum(min_p, 1.0)
+            least_mass = tl.minimum(min_p, 1.0)
             if filtered & (equal == 0):
                 limit = _limit(
-                    row_tokens, highest, row_mass, top_k, top_p, min_p, by_top_k, by_top_p, True, WHOLE_TILE // 2, HEAD, ENTRIES
-                )
+                    row_tokens, highest, row_mass, top_k, top_p, min_p, by_top_k, by_top_p, True, FEW, WHOLE_TILE // 2, HEAD,
+                    ENTRIES,
+                )  # fmt: skip
         draw_from_row(
-            row_tokens, limit, least, full * (4 * COLUMNS * REPS), temperature, seed, offset, stream,
-            winners_ptr + far * num_samples * blocks, blocks, full, ids_ptr, num_samples, BLOCKS, WHOLE_TILE, HEAD, ENTRIES,
+            row_tokens, limit, least_mass, full * (4 * COLUMNS * REPS), temperature, seed, offset, stream,
+            winners_ptr + far * num_samples * blocks, blocks, full, ids_ptr, num_samples, DRAWN, BLOCKS, WHOLE_TILE, HEAD,
+            ENTRIES,
         )  # fmt: skip
         if LOGPROBS and FILTERS:
             if equal:
                 kept_mass = last.to(tl.float32)
                 first_kept = (highest.to(tl.int64) << 31) | ((last - 1) ^ NO_TOKEN).to(tl.int64)
             elif filtered:
-                first_kept = _place_in_row(limit, lowest, ID_BITS)
-                kept_mass = mass_of_kept(row_tokens, limit, least, True, WHOLE_TILE // 2, HEAD, ENTRIES)
+                first_kept = place_in_row(limit, lowest, ID_BITS)
+                kept_mass = mass_of_kept(row_tokens, limit, least_mass, True, WHOLE_TILE // 2, HEAD, ENTRIES)
 
     if raw_keys_ptr is not None:
-        raw_keys = tl.load(raw_keys_ptr + far * num_chunks + chunk, mask=chunk < num_chunks, other=_NOTHING)
-        raw_sums = tl.load(raw_sums_ptr + far * num_chunks + chunk, mask=chunk < num_chunks, other=0.0)
-        raw_highest, raw_mass, _ = mass_of_chunks(raw_keys, raw_sums, LOG2E)
+        raw_keys = load_chunks(raw_keys_ptr + at_chunks, num_chunks, NO_LOGIT, WIDTH, PARTS)
+        raw_sums = load_chunks(raw_sums_ptr + at_chunks, num_chunks, 0.0, WIDTH, PARTS)
+        raw_highest = tl.max(highest_of(raw_keys), axis=0)
+        _, raw_mass = masses_of(raw_keys, raw_sums, value_of(raw_highest), LOG2E)
         lse = log_sum_exp(raw_highest, raw_mass)
         if lse_ptr is not None:
             tl.store(lse_ptr + row, lse)
@@ -363,8 +370,9 @@ def pick_kernel(
                 1.0, 0.0, 0.0, None, 0,
             )  # fmt: skip
             write_top(
-                raw_source, raw_keys, raw_highest, lse, list_ptr, cand_keys, cand_ids, top_ids_ptr + far * num_top,
-                top_logprobs_ptr + far * num_top, num_top, CAPACITY, CHUNKS, GATHERED, TILE, WHOLE_TILE, COLUMNS, REPS, HEAD,
+                raw_source, raw_keys, raw_highest, lse, list_ptr, cand_keys, cand_ids, cand_masses,
+                top_ids_ptr + far * num_top, top_logprobs_ptr + far * num_top, num_top, FEW, CAPACITY, GATHERED, TILE,
+                WHOLE_TILE, HEAD,
             )  # fmt: skip
         if logprobs_ptr is not None:
             tl.debug_barrier()  # the tokens are there
@@ -372,18 +380,12 @@ def pick_kernel(
                 out = far * num_samples + draw
                 write_drawn(
                     source, tl.load(ids_ptr + draw), raw_keys, raw_highest, lse, top, scale, kept_mass, list_ptr,
-                    logprobs_ptr + out, processed_ptr + out, ranks_ptr + out, CHUNKS, GATHERED, COLUMNS, REPS, HEAD, ENTRIES,
+                    logprobs_ptr + out, processed_ptr + out, ranks_ptr + out, GATHERED, HEAD, ENTRIES,
                 )  # fmt: skip
     if limits_ptr is not None:
         if FILTERS:
             least_mass = tl.where(filtered, tl.minimum(min_p, 1.0), least_mass)
-        greedy_token = tl.full((), -1, tl.int32)
-        if temperature < GREEDY_BELOW:
-            tl.debug_barrier()  # the token is there
-            greedy_token = tl.load(ids_ptr).to(tl.int32)
-        record = masses_ptr + far * 4
-        tl.store(limits_ptr + row, first_kept)
-        tl.store(record, least_mass)
-        tl.store(record + 1, tl.where(undefined, float("nan"), kept_mass))
-        tl.store(record + 2, top)
-        tl.store(record + 3, greedy_token.to(tl.float32, bitcast=True))
+        write_record(
+            limits_ptr + row, masses_ptr + far * 4, first_kept, least_mass, tl.where(undefined, float("nan"), kept_mass), top,
+            temperature, ids_ptr,
+        )  # fmt: skip

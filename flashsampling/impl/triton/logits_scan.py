@@ -1,9 +1,10 @@
 """The first kernel of ``logits``: reads every logit once.
 
-A program has a block of one row. It writes, per chunk, the highest processed logit and, where someone will ask, the sum of the
-masses relative to it; and of a row without filters the block's best score per draw, which it writes also if all logits of the
-block are equal: of a row that is nothing but such blocks the filters keep the first ids, so they are what the draw needs
-(``logits_pick``). Lanes of Philox groups are registers of one thread, as in ``kernel``, and so are most of a chunk's tokens.
+A program has a block of one row. It writes, per chunk of 32 tokens, the highest processed logit and, where someone will ask,
+the sum of the masses relative to it; and of a row without filters the block's best score per draw, which it writes also if all
+logits of the block are equal: of a row that is nothing but such blocks the filters keep the first ids, so they are what the
+draw needs (``logits_pick``). Lanes of Philox groups are registers of one thread, as in ``kernel``, and so are most of a
+chunk's tokens.
 
 A block's mark says whether all its logits are equal, and whether any is finite. It is found with a few comparisons of the
 chunks' highest logits, unless those leave it open.
@@ -11,6 +12,7 @@ chunks' highest logits, unless those leave it open.
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from .logits_source import (
     GREEDY_BELOW,
@@ -20,6 +22,7 @@ from .logits_source import (
     NAN,
     PLUS_INF,
     Source,
+    chunks_in,
     column_tokens,
     exp2,
     is_allowed,
@@ -41,24 +44,31 @@ _LARGEST = tl.constexpr(3.4028234663852886e38)
 
 
 @triton.jit
-def _summaries(logits, scale, keys_ptr, sums_ptr, wants_mass, COLUMNS: tl.constexpr, CHUNK: tl.constexpr):
-    """Writes the chunks' highest keys and sums of masses, of a tuple of (COLUMNS,) logits. The keys."""
-    highest = logits[0]
-    for i in tl.static_range(1, len(logits)):
-        highest = tl.maximum(highest, logits[i], propagate_nan=tl.PropagateNan.ALL)
-    key = tl.max(tl.reshape(key_of(highest), (COLUMNS // 8, 8)), axis=1)
-    tl.store(keys_ptr + tl.arange(0, COLUMNS // 8), key)
-    if wants_mass:
-        top = value_of(key)
-        # a chunk of -inf has no mass; infinite ones have one each
-        top = tl.minimum(tl.where(top == float("-inf"), 0.0, top), _LARGEST)
-        top = tl.reshape(tl.broadcast_to(top[:, None], (COLUMNS // 8, 8)), (COLUMNS,))
-        mass = exp2((tl.minimum(logits[0], _LARGEST) - top) * scale)
-        for i in tl.static_range(1, len(logits)):
-            mass += exp2((tl.minimum(logits[i], _LARGEST) - top) * scale)
-        total = tl.sum(tl.reshape(mass, (COLUMNS // 8, 8)), axis=1)
-        tl.store(sums_ptr + tl.arange(0, COLUMNS // 8), total)
-    return key
+def _summaries(logits, scale, keys_ptr, sums_ptr, wants_mass, chunks, COLUMNS: tl.constexpr):
+    """Writes the chunks' highest keys and sums of masses, of a tuple of (COLUMNS,) logits, if they are among the first
+    ``chunks`` ones. The lowest and the highest key of all."""
+    PER_REP: tl.constexpr = COLUMNS // 8
+    lowest = tl.full((PER_REP,), NAN, tl.int32)
+    overall = tl.full((PER_REP,), MIXED, tl.int32)
+    for rep in tl.static_range(len(logits) // 4):
+        highest = logits[4 * rep]
+        for i in tl.static_range(1, 4):
+            highest = tl.maximum(highest, logits[4 * rep + i], propagate_nan=tl.PropagateNan.ALL)
+        key = tl.max(tl.reshape(key_of(highest), (PER_REP, 8)), axis=1)
+        chunk = rep * PER_REP + tl.arange(0, PER_REP)
+        tl.store(keys_ptr + chunk, key, mask=chunk < chunks)
+        lowest = tl.minimum(lowest, key)
+        overall = tl.maximum(overall, key)
+        if wants_mass:
+            top = value_of(key)
+            # a chunk of -inf has no mass; infinite ones have one each
+            top = tl.minimum(tl.where(top == float("-inf"), 0.0, top), _LARGEST)
+            top = tl.reshape(tl.broadcast_to(top[:, None], (PER_REP, 8)), (COLUMNS,))
+            mass = exp2((tl.minimum(logits[4 * rep], _LARGEST) - top) * scale)
+            for i in tl.static_range(1, 4):
+                mass += exp2((tl.minimum(logits[4 * rep + i], _LARGEST) - top) * scale)
+            tl.store(sums_ptr + chunk, tl.sum(tl.reshape(mass, (PER_REP, 8)), axis=1), mask=chunk < chunks)
+    return tl.min(lowest, axis=0), tl.max(overall, axis=0)
 
 
 @triton.jit
@@ -183,11 +193,13 @@ def scan_kernel(
     FILTERS: tl.constexpr,  # some row may have a filter
     LOGPROBS: tl.constexpr,
     TOP_K_WIDE: tl.constexpr,
+    PDL: tl.constexpr,  # the next launch need not wait for this one's end to begin
 ):
     """See the module's docstring. Grid: (blocks * B,)."""
+    if PDL:
+        gdc_launch_dependents()
     BLOCK: tl.constexpr = 4 * COLUMNS * REPS
     PARTS: tl.constexpr = 4 * REPS
-    CHUNKS: tl.constexpr = COLUMNS // 8
     row = tl.program_id(0) // blocks
     block = tl.program_id(0) % blocks
     first = block * BLOCK
@@ -209,9 +221,10 @@ def scan_kernel(
         live = live + (inside,)
         raw = raw + (raw_logits(source, token, inside, HEAD),)
     temperature = row_f32(temperature_at, temperature_value, row)
-    out = row.to(tl.int64) * (blocks * CHUNKS) + block * CHUNKS
+    out = row.to(tl.int64) * chunks_in(vocab_size) + first // 32
+    chunks = chunks_in(vocab_size) - first // 32  # from here on
     if raw_keys_ptr is not None:
-        _summaries(raw, 1.4426950408889634, raw_keys_ptr + out, raw_sums_ptr + out, True, COLUMNS, 8 * PARTS)
+        _summaries(raw, 1.4426950408889634, raw_keys_ptr + out, raw_sums_ptr + out, True, chunks, COLUMNS)
     entries = tl.full((ENTRIES,), -1, tl.int32)
     if bias_ids is not None:
         entries = sparse_entries(source, ENTRIES)
@@ -236,10 +249,11 @@ def scan_kernel(
             if not LOGPROBS:
                 filtered = filtered & (greedy == 0)
                 wants_mass = filtered & by_top_p & (by_top_k == 0)
-        keys = _summaries(processed, mass_scale(temperature), keys_ptr + out, sums_ptr + out, wants_mass, COLUMNS, 8 * PARTS)
-        highest = tl.max(keys, axis=0)
+        lowest, highest = _summaries(
+            processed, mass_scale(temperature), keys_ptr + out, sums_ptr + out, wants_mass, chunks, COLUMNS
+        )
         mark = tl.full((), MIXED, tl.int32)
-        if (highest == tl.min(keys, axis=0)) | (highest == PLUS_INF) | (block == blocks - 1):  # a row's end may be of no token
+        if (highest == lowest) | (highest == PLUS_INF) | (block == blocks - 1):  # a row's end may be of no token
             mark = _mark(processed, live, COLUMNS)
         tl.store(mark_ptr, tl.where(undefined != 0, NAN, mark))
         draws = (filtered == 0) | (mark >= MINUS_INF)

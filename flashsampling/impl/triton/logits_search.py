@@ -1,11 +1,19 @@
-"""Of a row's tokens the boundary that a filter draws, found without sorting; and the tokens that can lie on its kept side.
+"""Of a row's tokens the boundary that a filter draws, found without sorting.
 
 A token's place is one number, greater for the greater logit and then for the lower id, so what a filter keeps is all places
-from a limit on. The limit is searched for digit by digit: how many tokens, and how much mass, are at or above each of 16 places
-at once; it is found as soon as a digit leaves one token. Sums run in an order that is fixed by the row alone, and rounding is
-monotone, so they never contradict each other.
+from a limit on.
 
-The tokens are candidates in memory (``gather``). Where those do not suffice, ``logits_row`` searches the row itself.
+    few tokens     each is compared with each: how many, and how much mass, are before it (``before``)
+    more           a bracket of keys around the boundary is split in three by two thresholds; a pass over the tokens says of
+                   each part how many it holds and how much mass, and the ends of the one with the boundary, keys that occur.
+                   When few are left, they are compared with each other; when one key is left, a pass in the order of ids
+                   follows
+
+Thresholds lie close around where the target would be if the bracket were evenly filled, which leaves about twice the root of
+how many there were; every third pass they lie evenly between the ends as bits, so that any row comes to one key in 80. All
+numbers are kept per place of a tile until a pass ends, and few reductions follow.
+
+The tokens are candidates in memory (``logits_chunks``), or, where those do not suffice, the row itself.
 """
 
 from typing import NamedTuple
@@ -13,20 +21,12 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .logits_source import (
-    MINUS_INF,
-    chunk_of,
-    chunk_tokens,
-    key_of,
-    mass_of,
-    processed_logits,
-    raw_logits,
-    sparse_entries,
-    value_of,
-)
+from .logits_source import LOG2E, key_of, mass_of, processed_logits, raw_logits, scatter, sparse_entries, value_of
 
-_DIGIT = tl.constexpr(4)  # bits
-_WAYS = tl.constexpr(16)
+_AT_A_TIME = tl.constexpr(8)  # loads on their way
+_LEAST = tl.constexpr(-0x80000000)
+_MOST = tl.constexpr(0x7FFFFFFF)
+_LAST_PLACE = tl.constexpr(0x7FFFFFFFFFFFFFFF)
 
 
 class Tokens(NamedTuple):
@@ -35,11 +35,13 @@ class Tokens(NamedTuple):
     source: object
     keys: object  # (CAPACITY,) int32
     ids: object  # (CAPACITY,) int32
+    masses: object  # (CAPACITY,) float32, relative to the highest logit's
     count: object  # of candidates; of the whole row, the vocabulary's size
     lowest: object  # key; tokens below it are left out
     id_bits: object  # that ids need, a constant
     top: object  # highest logit
     scale: object  # of masses
+    room: object  # for 3 * FEW int32
 
 
 @triton.jit
@@ -67,156 +69,196 @@ def place_of(tokens, key, token):
 
 
 @triton.jit
-def _sums(tokens, low, step, limit, TILE: tl.constexpr):
-    """Counts int32 and masses float64 (WAYS,): of the places from the limit on that are at least low, low + step, ..."""
-    thresholds = low + step * tl.arange(0, _WAYS).to(tl.int64)
-    thresholds = tl.where(thresholds < low, 0x7FFFFFFFFFFFFFFF, thresholds)  # beyond 2**63
-    counts = tl.zeros((_WAYS,), tl.int32)
-    masses = tl.zeros((_WAYS,), tl.float64)
-    for start in range(0, tokens.count, TILE):
-        key, token, live = tile_of(tokens, start, False, TILE, False, 1)
-        place = place_of(tokens, key, token)
-        live = live & (place >= limit)
-        there = (place[:, None] >= thresholds[None, :]) & live[:, None]
-        mass = mass_of(value_of(key), tokens.top, tokens.scale)
-        counts += tl.sum(there.to(tl.int32), axis=0)
-        masses += tl.sum(tl.where(there, mass[:, None], 0.0), axis=0).to(tl.float64)
-    return counts, masses
+def before(key, token, keys_ptr, ids_ptr, masses_ptr, count):
+    """How many of a few tokens in memory, and how much of their mass, are before each of those in ``key`` and ``token``. Sums
+    run in the same order for each, and so what is before a token never weighs more than what is before the next one.
+
+    Every thread reads all of them, which need no more than a cache: no thread waits for another."""
+    rank = tl.zeros(key.shape, tl.int32)
+    mass = tl.zeros(key.shape, tl.float32)
+    for start in range(0, count, _AT_A_TIME):
+        part = tl.zeros(key.shape, tl.float32)
+        for j in tl.static_range(_AT_A_TIME):
+            there = start + j < count
+            other_key = tl.load(keys_ptr + start + j, mask=there, other=_LEAST)
+            other_id = tl.load(ids_ptr + start + j, mask=there, other=0)
+            other_mass = tl.load(masses_ptr + start + j, mask=there, other=0.0)
+            earlier = (other_key > key) | ((other_key == key) & (other_id < token))
+            rank += earlier.to(tl.int32)
+            part += tl.where(earlier, other_mass, 0.0)
+        mass += part
+    return rank, mass
 
 
 @triton.jit
-def limit_of(tokens, highest, limit, by_mass, target, is_share, TILE: tl.constexpr):
+def _add(count, mass, low, high, there, key, this_mass):
+    """A part's numbers, per place of a tile, and one tile more."""
+    count += there.to(tl.int32)
+    mass += tl.where(there, this_mass, 0.0).to(tl.float64)
+    return count, mass, tl.minimum(low, tl.where(there, key, _MOST)), tl.maximum(high, tl.where(there, key, _LEAST))
+
+
+@triton.jit
+def _parts(
+    tokens, limit, low, first, second, high, WHOLE: tl.constexpr, TILE: tl.constexpr, HEAD: tl.constexpr, ENTRIES: tl.constexpr
+):
+    """Of the tokens from the limit on, with keys in [second, high], [first, second) and [low, first): how many, their mass, the
+    lowest and the highest key; all of them still per place of a tile."""
+    none, nothing = tl.zeros((TILE,), tl.int32), tl.zeros((TILE,), tl.float64)
+    n0, m0, l0, h0 = none, nothing, none + _MOST, none + _LEAST
+    n1, m1, l1, h1 = none, nothing, none + _MOST, none + _LEAST
+    n2, m2, l2, h2 = none, nothing, none + _MOST, none + _LEAST
+    for start in range(0, tokens.count, TILE):
+        key, token, live = tile_of(tokens, start, WHOLE, TILE, HEAD, ENTRIES)
+        live = live & (key >= low) & (key <= high) & (place_of(tokens, key, token) >= limit)
+        mass = mass_of(value_of(key), tokens.top, tokens.scale)
+        n0, m0, l0, h0 = _add(n0, m0, l0, h0, live & (key >= second), key, mass)
+        n1, m1, l1, h1 = _add(n1, m1, l1, h1, live & (key >= first) & (key < second), key, mass)
+        n2, m2, l2, h2 = _add(n2, m2, l2, h2, live & (key < first), key, mass)
+    return (n0, m0, l0, h0), (n1, m1, l1, h1), (n2, m2, l2, h2)
+
+
+@triton.jit
+def _threshold(low, high, share, by_value):
+    """A key so much of the way from high down to low, by value or by bits; above low and up to high."""
+    bottom, top = value_of(low), value_of(high)
+    share = tl.minimum(tl.maximum(share, 0.0), 1.0)
+    by_value = by_value & (tl.abs(bottom) < float("inf")) & (tl.abs(top) < float("inf"))
+    between = key_of(top * (1.0 - share) + bottom * share).to(tl.int64)
+    wide = low.to(tl.int64)
+    by_bits = high.to(tl.int64) - ((high.to(tl.int64) - wide).to(tl.float32) * share).to(tl.int64)
+    key = tl.where(by_value, between, by_bits)
+    return tl.minimum(tl.maximum(key, wide + 1), high.to(tl.int64)).to(tl.int32)
+
+
+@triton.jit
+def _last_tie(tokens, limit, key_of_ties, many, TILE: tl.constexpr, HEAD: tl.constexpr, ENTRIES: tl.constexpr):
+    """Id of the ``many``-th token of a key, from the limit on, in the order of ids: of the row, also where there are
+    candidates, which are in no order."""
+    seen = tl.full((), 0, tl.int32)
+    start = tl.full((), 0, tl.int32)
+    last = tl.full((), -1, tl.int32)
+    row = Tokens(
+        tokens.source, tokens.keys, tokens.ids, tokens.masses, tokens.source.vocab_size, tokens.lowest, tokens.id_bits,
+        tokens.top, tokens.scale, tokens.room,
+    )  # fmt: skip
+    while (start < row.count) & (last < 0):
+        key, token, live = tile_of(row, start, True, TILE, HEAD, ENTRIES)
+        tie = (live & (key == key_of_ties) & (place_of(row, key, token) >= limit)).to(tl.int32)
+        here = tl.sum(tie, axis=0)
+        if seen + here >= many:
+            is_last = (tie != 0) & (tl.cumsum(tie, axis=0) == many - seen)
+            last = tl.max(tl.where(is_last, token, -1), axis=0)
+        seen += here
+        start += TILE
+    return last
+
+
+@triton.jit
+def _limit_among(
+    tokens, limit, low, high, many, by_mass, left,
+    WHOLE: tl.constexpr, FEW: tl.constexpr, TILE: tl.constexpr, HEAD: tl.constexpr, ENTRIES: tl.constexpr,
+):  # fmt: skip
+    """The last place that is needed for what is left of the target, among the few tokens of a bracket of keys."""
+    found = tl.full((), 0, tl.int32)
+    keys_ptr, ids_ptr, masses_ptr = tokens.room, tokens.room + FEW, (tokens.room + 2 * FEW).to(tl.pointer_type(tl.float32))
+    tl.debug_barrier()
+    for start in range(0, tokens.count, TILE):
+        key, token, live = tile_of(tokens, start, WHOLE, TILE, HEAD, ENTRIES)
+        there = live & (key >= low) & (key <= high) & (place_of(tokens, key, token) >= limit)
+        ones = there.to(tl.int32)
+        at = found + tl.cumsum(ones, axis=0) - ones
+        scatter(keys_ptr + at, key, there)
+        scatter(ids_ptr + at, token, there)
+        scatter(masses_ptr + at, mass_of(value_of(key), tokens.top, tokens.scale), there)
+        found += tl.sum(ones, axis=0)
+    tl.debug_barrier()
+    i = tl.arange(0, FEW)
+    live = i < many
+    key = tl.load(keys_ptr + i, mask=live, other=0)
+    token = tl.load(ids_ptr + i, mask=live, other=0)
+    place = tl.where(live, place_of(tokens, key, token), -1)
+    rank, mass_before = before(key, token, keys_ptr, ids_ptr, masses_ptr, many)
+    taken = tl.where(by_mass, mass_before.to(tl.float64), rank.to(tl.float64))
+    kept = live & ((taken < left) | (rank == 0))
+    return tl.min(tl.where(kept, place, _LAST_PLACE), axis=0)
+
+
+@triton.jit
+def limit_of(
+    tokens, highest, limit, by_mass, target, is_share,
+    WHOLE: tl.constexpr, FEW: tl.constexpr, TILE: tl.constexpr, HEAD: tl.constexpr, ENTRIES: tl.constexpr,
+):  # fmt: skip
     """The limit of the shortest prefix of what a limit keeps whose count or mass reaches the target, or, if ``is_share``, that
     times the mass of all that is kept; the old limit if all of it does not."""
-    way = tl.arange(0, _WAYS)
-    low = tl.full((), 0, tl.int64)
-    step = tl.full((), 1 << 60, tl.int64)
-    last = place_of(tokens, highest, tl.full((), 0, tl.int32))
-    while step > last:
-        step = step >> _DIGIT
-    asks = tl.full((), 1, tl.int32)  # for the total still
-    while step > 0:
-        counts, masses = _sums(tokens, low, step, limit, TILE)
-        if asks != 0:
-            total = tl.sum(tl.where(way == 0, masses, 0.0), axis=0)
-            target = tl.where(is_share, target * total, target)
-            asks = asks * 0
-        sums = tl.where(by_mass, masses, counts.to(tl.float64))
-        passed = tl.sum((sums >= target).to(tl.int32), axis=0)
-        if passed == 0:  # all of it does not reach the target
-            step = step * 0
-        else:
-            low += step * (passed - 1).to(tl.int64)
-            left = tl.sum(tl.where(way == passed - 1, counts, 0), axis=0) - tl.sum(tl.where(way == passed, counts, 0), axis=0)
-            limit = tl.maximum(limit, low)
-            step = tl.where(left == 1, 0, step >> _DIGIT)
+    low = tokens.lowest.to(tl.int32)
+    high = highest
+    if WHOLE:
+        first = tl.minimum(tl.maximum(key_of(tokens.top - 2.0 / tokens.scale), low), high)
+        second = highest
+    else:  # the bound that the candidates have is a guess of where the boundary is
+        floor = tl.maximum(low, key_of(tokens.top - 40.0 * LOG2E / tokens.scale))
+        first = _threshold(floor, high, 0.95, True)
+        second = tl.maximum(_threshold(floor, high, 0.7, True), first)
+    above = tl.full((), 0.0, tl.float64)
+    many = tl.full((), 0, tl.int32)
+    passes = tl.full((), 0, tl.int32)
+    whole_bracket = tl.full((), 0, tl.int32)
+    searching = tl.full((), 1, tl.int32)
+    while searching != 0:
+        part0, part1, part2 = _parts(tokens, limit, low, first, second, high, WHOLE, TILE, HEAD, ENTRIES)
+        n0, n1, n2 = tl.sum(part0[0], axis=0), tl.sum(part1[0], axis=0), tl.sum(part2[0], axis=0)
+        a0, a1, a2 = n0.to(tl.float64), n1.to(tl.float64), n2.to(tl.float64)
+        if by_mass:
+            a0, a1, a2 = tl.sum(part0[1], axis=0), tl.sum(part1[1], axis=0), tl.sum(part2[1], axis=0)
+        if passes == 0:
+            target = tl.where(is_share, target * (a0 + a1 + a2), target)
+        in0 = (n0 > 0) & (above + a0 >= target)
+        in1 = (n1 > 0) & (above + a0 + a1 >= target) & (in0 == 0)
+        in2 = (n2 > 0) & (above + a0 + a1 + a2 >= target) & (in0 == 0) & (in1 == 0)
+        if in0 | in1 | in2:
+            above = tl.where(in0, above, tl.where(in1, above + a0, above + a0 + a1))
+            many = tl.where(in0, n0, tl.where(in1, n1, n2))
+            amount = tl.where(in0, a0, tl.where(in1, a1, a2))
+            low = tl.min(tl.where(in0, part0[2], tl.where(in1, part1[2], part2[2])), axis=0)
+            high = tl.max(tl.where(in0, part0[3], tl.where(in1, part1[3], part2[3])), axis=0)
+            share = ((target - above) / tl.where(amount > 0.0, amount, 1.0)).to(tl.float32)
+            by_value = passes % 3 != 2
+            share = tl.where(by_value, share, 0.5)
+            around = tl.where(by_value, tl.minimum(1.0 / tl.sqrt(many.to(tl.float32)), 0.17), 0.17)
+            first = _threshold(low, high, share + around, by_value)
+            second = tl.maximum(_threshold(low, high, share - around, by_value), first)
+            searching = ((low < high) & (many > FEW)).to(tl.int32)
+        else:  # at first: all of it does not reach the target. Later: rounding, the whole bracket is kept
+            many = tl.where(passes == 0, 0, many)
+            whole_bracket = whole_bracket * 0 + 1
+            searching = searching * 0
+        passes += 1
+    if many > 0:
+        lowest_place = (low.to(tl.int64) - tokens.lowest) << tokens.id_bits
+        if whole_bracket == 0:
+            if low < high:
+                left = target - above
+                lowest_place = _limit_among(tokens, limit, low, high, many, by_mass, left, WHOLE, FEW, TILE, HEAD, ENTRIES)
+            else:
+                each = tl.where(by_mass, mass_of(value_of(low), tokens.top, tokens.scale), 1.0).to(tl.float64)
+                wanted = tl.where(each > 0.0, (target - above) / tl.where(each > 0.0, each, 1.0), 1.0)
+                wanted = tl.minimum(tl.maximum(wanted, 1.0), many.to(tl.float64))
+                ties = wanted.to(tl.int32)
+                ties += (ties.to(tl.float64) < wanted).to(tl.int32)
+                if ties < many:
+                    lowest_place = place_of(tokens, low, _last_tie(tokens, limit, low, ties, 4 * TILE, HEAD, ENTRIES))
+        limit = tl.maximum(limit, lowest_place)
     return limit
 
 
-# -- candidates
-
-
 @triton.jit
-def list_chunks(there, list_ptr, CHUNKS: tl.constexpr):
-    """Writes the numbers of the chunks that are there (CHUNKS,), upwards. How many."""
-    tl.debug_barrier()  # whoever reads the old list has done so
-    there = there.to(tl.int32)
-    tl.store(list_ptr + tl.cumsum(there, axis=0) - there, tl.arange(0, CHUNKS), mask=there != 0)
-    tl.debug_barrier()
-    return tl.sum(there, axis=0)
-
-
-@triton.jit
-def chunk_tile(
-    source, list_ptr, listed, first, RAW: tl.constexpr,
-    GATHERED: tl.constexpr, COLUMNS: tl.constexpr, REPS: tl.constexpr, HEAD: tl.constexpr, ENTRIES: tl.constexpr,
-):  # fmt: skip
-    """Logits, tokens and which of them there are, of the listed chunks from ``first`` on: (GATHERED, tokens of a chunk)."""
-    slot = first + tl.arange(0, GATHERED)
-    chunk = tl.load(list_ptr + slot, mask=slot < listed, other=0)
-    token = chunk_tokens(chunk, COLUMNS, REPS)
-    live = (token < source.vocab_size) & (slot < listed)[:, None]
-    x = raw_logits(source, token, live, HEAD)
-    if not RAW:
-        entries = tl.full((ENTRIES,), -1, tl.int32)
-        if source.bias_ids is not None:
-            entries = sparse_entries(source, ENTRIES)
-            near = (entries >= 0) & (chunk_of(entries, COLUMNS, REPS) >= tl.load(list_ptr + first))
-            near = near & (chunk_of(entries, COLUMNS, REPS) <= tl.max(chunk, axis=0))
-            entries = tl.where(near, entries, -1)
-        x = processed_logits(source, (x,), (token,), (live,), entries, ENTRIES)[0]
-    return x, token, live
-
-
-@triton.jit
-def gather(
-    source, chunk_keys, bound, list_ptr, keys_ptr, ids_ptr, top, scale, RAW: tl.constexpr, CAPACITY: tl.constexpr,
-    CHUNKS: tl.constexpr, GATHERED: tl.constexpr, COLUMNS: tl.constexpr, REPS: tl.constexpr, HEAD: tl.constexpr,
-    ENTRIES: tl.constexpr,
-):  # fmt: skip
-    """Writes the candidates, the tokens with at least the key ``bound``. How many, also where there is no room for them, and
-    their mass."""
-    listed = list_chunks(chunk_keys >= bound, list_ptr, CHUNKS)
-    count = tl.full((), 0, tl.int32)
-    mass = tl.full((), 0.0, tl.float32)
-    for first in range(0, listed, GATHERED):
-        x, token, live = chunk_tile(source, list_ptr, listed, first, RAW, GATHERED, COLUMNS, REPS, HEAD, ENTRIES)
-        key = key_of(x)
-        there = live & (key >= bound)
-        ones = there.to(tl.int32)
-        per_chunk = tl.sum(ones, axis=1)
-        place = count + (tl.cumsum(per_chunk, axis=0) - per_chunk)[:, None] + tl.cumsum(ones, axis=1) - ones
-        fits = there & (place < CAPACITY)
-        tl.store(keys_ptr + place, key, mask=fits)
-        tl.store(ids_ptr + place, token, mask=fits)
-        count += tl.sum(per_chunk, axis=0)
-        mass += tl.sum(tl.sum(tl.where(there, mass_of(x, top, scale), 0.0), axis=1), axis=0)
-    tl.debug_barrier()
-    return count, mass
-
-
-@triton.jit
-def kth_highest(chunk_keys, k):
-    """A key that at least k of the chunks' highest reach, and so k tokens, or the lowest there is; (CHUNKS,) -> number.
-
-    The last 2**14 keys are one: a safe bound need not be the best.
-    """
-    low = tl.full((), -0x80000000, tl.int64)
-    step = tl.full((), 1 << 30, tl.int64)
-    highest = tl.max(chunk_keys, axis=0).to(tl.int64)
-    for _ in range(9):
-        if low + step <= highest:
-            reach = tl.zeros(chunk_keys.shape, tl.int64)  # three counts of 21 bits, in one sum
-            for way in tl.static_range(1, 4):
-                threshold = tl.minimum(low + step * way, 0x7FFFFFFF).to(tl.int32)
-                reach += (chunk_keys >= threshold).to(tl.int64) << (21 * (way - 1))
-            reach = tl.sum(reach, axis=0)
-            for way in tl.static_range(3):
-                low += tl.where(((reach >> (21 * way)) & 0x1FFFFF) >= k, step, 0)
-        step = step >> 2
-    return low.to(tl.int32)
-
-
-@triton.jit
-def nucleus_bound(chunk_keys, chunk_mass, top, scale, rest):
-    """A key above which all but about ``rest`` of the row's mass lies: a guess, to be checked.
-
-    Chunks are alike but for the few tokens that stand out, so what those without a token above a key hold is what every chunk
-    holds below it.
-    """
-    chunks = tl.sum((chunk_keys > MINUS_INF).to(tl.float32), axis=0)
-    # in 1024 steps over what can matter: 40 nats
-    reach = 40.0 * 1.4426950408889634 / scale
-    below = tl.full((), 1024, tl.int32)  # steps below the top
-    step = tl.full((), 256, tl.int32)
-    for _ in range(5):
-        passed = tl.full((), 0, tl.int32)
-        for way in tl.static_range(1, 4):
-            bound = key_of(top - reach * ((below - step * way).to(tl.float32) / 1024.0))
-            is_below = (chunk_keys < bound) & (chunk_keys > MINUS_INF)
-            held = tl.sum(tl.where(is_below, chunk_mass, 0.0), axis=0)
-            many = tl.sum(is_below.to(tl.float32), axis=0)
-            passed += (held * chunks <= rest * many).to(tl.int32)
-        below -= step * passed
-        step = step >> 2
-    return key_of(top - reach * (below.to(tl.float32) / 1024.0))
+def mass_of_kept(tokens, limit, least_mass, WHOLE: tl.constexpr, TILE: tl.constexpr, HEAD: tl.constexpr, ENTRIES: tl.constexpr):
+    """Mass of what is kept of a row, or of its candidates."""
+    total = tl.zeros((TILE,), tl.float64)
+    for start in range(0, tokens.count, TILE):
+        key, token, live = tile_of(tokens, start, WHOLE, TILE, HEAD, ENTRIES)
+        mass = mass_of(value_of(key), tokens.top, tokens.scale)
+        live = live & (place_of(tokens, key, token) >= limit) & (mass >= least_mass)
+        total += tl.where(live, mass, 0.0).to(tl.float64)
+    return tl.sum(total, axis=0).to(tl.float32)

@@ -20,7 +20,8 @@ GREEDY_BELOW = tl.constexpr(1e-6)
 MINUS_INF = tl.constexpr(-0x7F800001)
 PLUS_INF = tl.constexpr(0x7F800000)
 NAN = tl.constexpr(0x7FFFFFFF)
-# below all of them: what a block's mark is if its logits are not all equal, and if none of them is finite either
+NO_LOGIT = tl.constexpr(-0x7FFFFFFF)  # below them
+# likewise, and nowhere beside it: what a block's mark is if its logits are not all equal, and if none of them is finite either
 MIXED = tl.constexpr(-0x80000000)
 MIXED_INFINITE = tl.constexpr(-0x7FFFFFFF)
 
@@ -80,6 +81,23 @@ def exp2(x):
     if INTERPRETED:
         return tl.exp2(x)
     return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def scatter(pointer, value, mask):
+    """Stores 32-bit values to pointers in no order. ``tl.store`` brings them into a layout of its own first, by shared memory
+    and two barriers for each operand."""
+    if INTERPRETED:
+        tl.store(pointer, value, mask=mask)
+    else:
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.b32 p, $3, 0; @p st.global.b32 [$1], $2; mov.b32 $0, 0; }",
+            "=r,l,r,r",
+            [pointer.to(tl.int64), value.to(tl.int32, bitcast=True), mask.to(tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 @triton.jit
@@ -244,18 +262,20 @@ def column_tokens(COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def chunk_tokens(chunk, COLUMNS: tl.constexpr, REPS: tl.constexpr):
-    """Tokens of chunks (N,): (N, 32 * REPS). A chunk is eight of a block's columns, all lanes, all repetitions."""
-    per_block: tl.constexpr = COLUMNS // 8
-    inside = chunk % per_block
-    first = chunk // per_block * (4 * COLUMNS * REPS) + inside // 4 * 128 + inside % 4 * 16
-    e = tl.arange(0, 32 * REPS)
-    offset = e % 8 + (e // 8 % 2) * 8 + (e // 16 % 2) * 64 + (e // 32) * (4 * COLUMNS)
-    return tl.multiple_of(first, 16)[:, None] + tl.max_contiguous(offset, 8)[None, :]
+def chunk_tokens(chunk):
+    """Tokens of chunks (N,): (N, 32). A chunk is 16 tokens of a block of 128 and the 16 that are 64 above them."""
+    first = chunk // 4 * 128 + chunk % 4 * 16
+    e = tl.arange(0, 32)
+    return tl.multiple_of(first, 16)[:, None] + tl.max_contiguous(e % 16 + e // 16 * 64, 16)[None, :]
 
 
 @triton.jit
-def chunk_of(token, COLUMNS: tl.constexpr, REPS: tl.constexpr):
+def chunk_of(token):
     """The chunk that a token is in."""
-    inside = token % (4 * COLUMNS)
-    return token // (4 * COLUMNS * REPS) * (COLUMNS // 8) + inside // 128 * 4 + inside // 16 % 4
+    return token // 128 * 4 + token // 16 % 4
+
+
+@triton.jit
+def chunks_in(vocab_size):
+    """How many a row has; those of the last block may be of no token."""
+    return tl.cdiv(vocab_size, 128) * 4

@@ -1,0 +1,195 @@
+"""Draws: from few candidates, from more of them, and from a row itself, where there are more than there is room for.
+
+From a row in Philox groups, as in the scan: four tokens for one block of noise. Where the token that the row has without
+filters is known and kept, it is drawn, and no noise is made. Why one program does this alone: rows of equal logits, of which
+there may be many, are little work for most draws, and passes over several programs would have to wait for each other.
+"""
+
+import triton
+import triton.language as tl
+
+from .logits_search import before, place_of, tile_of
+from .logits_source import (
+    both_logits_of,
+    column_tokens,
+    key_of,
+    mass_of,
+    processed_logits,
+    raw_logits,
+    score_factors,
+    sparse_entries,
+    value_of,
+)
+from .logits_source import word_of as word_of_token
+from .noise import REFINEMENT_BIT, minus_gumbel, minus_gumbel_refined, philox_words
+from .scores import NAN_KEY, NO_TOKEN, pack_key, score_of
+
+
+@triton.jit
+def _id_of(key):
+    """The token of a best key; -1 where there is none."""
+    return tl.where((key == 0) | (key == NAN_KEY), -1, (key & NO_TOKEN) ^ NO_TOKEN)
+
+
+@triton.jit
+def _keys_of_scores(
+    x, token, live, draw_number, scale, noise_factor, offset_lo, offset_hi, key_lo, key_hi, REFINED: tl.constexpr
+):
+    """Of tokens (N,), each of a Philox block of its own. Not refined, a word 0 has a key above all others."""
+    draw_word = tl.zeros(token.shape, tl.uint32) + draw_number
+    word = word_of_token(token, draw_word, offset_lo, offset_hi, key_lo, key_hi)
+    if REFINED:
+        tail = word_of_token(token, draw_word | REFINEMENT_BIT, offset_lo, offset_hi, key_lo, key_hi)
+        keys = pack_key(score_of(x, scale, 0.0, minus_gumbel_refined(word, tail), noise_factor), token)
+    else:
+        keys = pack_key(score_of(x, scale, 0.0, minus_gumbel(word), noise_factor), token)
+        keys = tl.where(word == 0, NAN_KEY, keys)
+    return tl.where(live & (x != float("-inf")), keys, 0)
+
+
+@triton.jit
+def _best_kept(
+    tokens, limit, least_mass, draw_number, scale, noise_factor, offset_lo, offset_hi, key_lo, key_hi,
+    REFINED: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """The best key of a score among the kept candidates."""
+    best = tl.zeros((TILE,), tl.int64)
+    for start in range(0, tokens.count, TILE):
+        key, token, live = tile_of(tokens, start, False, TILE, False, 1)
+        x = value_of(key)
+        live = live & (place_of(tokens, key, token) >= limit) & (mass_of(x, tokens.top, tokens.scale) >= least_mass)
+        keys = _keys_of_scores(x, token, live, draw_number, scale, noise_factor, offset_lo, offset_hi, key_lo, key_hi, REFINED)
+        best = tl.maximum(best, keys)
+    return tl.max(best, axis=0)
+
+
+@triton.jit
+def draw_from_few(
+    tokens, row_mass, top_k, top_p, min_p, by_top_k, by_top_p, temperature, seed, offset, stream, ids_ptr, num_samples,
+    FEW: tl.constexpr,
+):  # fmt: skip
+    """Writes the tokens that are drawn of few candidates, all filters at once. The mass of what is kept, and its last place."""
+    scale, noise_factor = score_factors(temperature)
+    key_lo, key_hi = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
+    offset_lo, offset_hi = offset.to(tl.uint32), (offset >> 32).to(tl.uint32)
+    key, token, live = tile_of(tokens, 0, False, FEW, False, 1)
+    x = value_of(key)
+    mass = tl.where(live, mass_of(x, tokens.top, tokens.scale), 0.0)
+    rank, mass_before = before(key, token, tokens.keys, tokens.ids, tokens.masses, tokens.count)
+    in_top_k = live & ((rank < top_k) | (by_top_k == 0))
+    whole = row_mass.to(tl.float64)
+    if by_top_k & by_top_p:
+        whole = tl.sum(tl.where(in_top_k, mass, 0.0), axis=0).to(tl.float64)
+    target = tl.maximum(top_p, 1e-30).to(tl.float64) * whole
+    in_top_p = (mass_before.to(tl.float64) < target) | (by_top_p == 0)
+    kept = in_top_k & ((in_top_p & (mass >= min_p)) | (rank == 0))
+    for draw in range(num_samples):
+        draw_number = (draw | (stream << 24)).to(tl.uint32)
+        keys = _keys_of_scores(x, token, kept, draw_number, scale, noise_factor, offset_lo, offset_hi, key_lo, key_hi, False)
+        best = tl.max(keys, axis=0)
+        if best == NAN_KEY:
+            keys = _keys_of_scores(x, token, kept, draw_number, scale, noise_factor, offset_lo, offset_hi, key_lo, key_hi, True)
+            best = tl.max(keys, axis=0)
+        tl.store(ids_ptr + draw, _id_of(best))
+    place = (key.to(tl.int64) << 31) | (token ^ NO_TOKEN).to(tl.int64)
+    return tl.sum(tl.where(kept, mass, 0.0), axis=0), tl.min(tl.where(kept, place, 0x7FFFFFFFFFFFFFFF), axis=0)
+
+
+@triton.jit
+def draw_from_candidates(
+    tokens, limit, least_mass, temperature, seed, offset, stream, ids_ptr, num_samples, TILE: tl.constexpr
+):
+    """Writes the candidate with the best score among the kept ones, for every draw."""
+    scale, noise_factor = score_factors(temperature)
+    key_lo, key_hi = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
+    offset_lo, offset_hi = offset.to(tl.uint32), (offset >> 32).to(tl.uint32)
+    for draw in range(num_samples):
+        draw_number = (draw | (stream << 24)).to(tl.uint32)
+        best = _best_kept(
+            tokens, limit, least_mass, draw_number, scale, noise_factor, offset_lo, offset_hi, key_lo, key_hi, False, TILE
+        )
+        if best == NAN_KEY:  # a word 0
+            best = _best_kept(
+                tokens, limit, least_mass, draw_number, scale, noise_factor, offset_lo, offset_hi, key_lo, key_hi, True, TILE
+            )
+        tl.store(ids_ptr + draw, _id_of(best))
+
+
+@triton.jit
+def all_equal(tokens, highest, TILE: tl.constexpr, HEAD: tl.constexpr, ENTRIES: tl.constexpr):
+    """Whether every logit of a row is the highest one: its first other one ends the search."""
+    equal = tl.full((), 1, tl.int32)
+    start = tl.full((), 0, tl.int32)
+    while (start < tokens.count) & (equal != 0):
+        key, _, live = tile_of(tokens, start, True, TILE, HEAD, ENTRIES)
+        equal = tl.min(((key == highest) | (live == 0)).to(tl.int32), axis=0)
+        start += TILE
+    return equal != 0
+
+
+@triton.jit
+def draw_from_row(
+    tokens, limit, least_mass, first, temperature, seed, offset, stream, winners_ptr, blocks, full, ids_ptr, num_samples,
+    DRAWN: tl.constexpr, BLOCKS: tl.constexpr, TILE: tl.constexpr, HEAD: tl.constexpr, ENTRIES: tl.constexpr,
+):  # fmt: skip
+    """Writes the token with the best score among the kept ones, for every draw. ``first``, a multiple of 128: of the tokens
+    below it the scan has the best scores, in the first ``full`` of a draw's ``blocks``. ``DRAWN``: it has the row's tokens."""
+    GROUPS: tl.constexpr = TILE // 4
+    scale, noise_factor = score_factors(temperature)
+    key_lo, key_hi = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
+    offset_lo, offset_hi = offset.to(tl.uint32), (offset >> 32).to(tl.uint32)
+    column = column_tokens(GROUPS)
+    block = tl.arange(0, BLOCKS)
+    for draw in range(num_samples):
+        draw_number = (draw | (stream << 24)).to(tl.uint32)
+        start = first
+        known = tl.full((), 0, tl.int64)
+        if DRAWN:
+            drawn = tl.load(winners_ptr + draw).to(tl.int32)
+            _raw, of_drawn = both_logits_of(tokens.source, drawn, HEAD, ENTRIES)
+            is_kept = (drawn < tokens.count) & (place_of(tokens, key_of(of_drawn), drawn) >= limit)
+            if is_kept & (mass_of(of_drawn, tokens.top, tokens.scale) >= least_mass):
+                known = known | (drawn ^ NO_TOKEN).to(tl.int64) | (1 << 32)  # any score
+                start = tokens.count
+        else:
+            known = tl.max(tl.load(winners_ptr + draw * blocks + block, mask=block < full, other=0), axis=0)
+            if known != 0:  # the word 0 counts for too much there: all over again
+                token = ((known & NO_TOKEN) ^ NO_TOKEN).to(tl.int32)
+                is_zero = word_of_token(token, draw_number, offset_lo, offset_hi, key_lo, key_hi) == 0
+                start = tl.where(is_zero, 0, first)
+                known = tl.where(is_zero, 0, known)
+        draw_word = tl.zeros((GROUPS,), tl.uint32) + draw_number
+        best = tl.zeros((GROUPS,), tl.int64)
+        while start < tokens.count:
+            ids = ()
+            there = ()
+            raw = ()
+            for lane in tl.static_range(4):
+                id = start + (lane & 1) * 8 + (lane // 2) * 64 + column
+                live = id < tokens.count
+                ids = ids + (id,)
+                there = there + (live,)
+                raw = raw + (raw_logits(tokens.source, id, live, HEAD),)
+            entries = tl.full((ENTRIES,), -1, tl.int32)
+            if tokens.source.bias_ids is not None:
+                entries = sparse_entries(tokens.source, ENTRIES)
+                entries = tl.where((entries >= start) & (entries < start + TILE), entries, -1)
+            logits = processed_logits(tokens.source, raw, ids, there, entries, ENTRIES)
+            group = (start // 4 + tl.arange(0, GROUPS)).to(tl.uint32)
+            words = philox_words(group, draw_word, offset_lo, offset_hi, key_lo, key_hi)
+            tail0, tail1, tail2, tail3 = words  # of no account where no word is 0
+            is_zero = (words[0] == 0) | (words[1] == 0) | (words[2] == 0) | (words[3] == 0)
+            if tl.max(is_zero.to(tl.int32), axis=0) != 0:
+                tail0, tail1, tail2, tail3 = philox_words(
+                    group, draw_word | REFINEMENT_BIT, offset_lo, offset_hi, key_lo, key_hi
+                )
+            tails = (tail0, tail1, tail2, tail3)
+            for lane in tl.static_range(4):
+                x = logits[lane]
+                live = there[lane] & (place_of(tokens, key_of(x), ids[lane]) >= limit)
+                live = live & (mass_of(x, tokens.top, tokens.scale) >= least_mass) & (x != float("-inf"))
+                score = score_of(x, scale, 0.0, minus_gumbel_refined(words[lane], tails[lane]), noise_factor)
+                best = tl.maximum(best, tl.where(live, pack_key(score, ids[lane]), 0))
+            start += TILE
+        key = tl.maximum(tl.max(best, axis=0), known)
+        tl.store(ids_ptr + draw, _id_of(key))

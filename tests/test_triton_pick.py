@@ -1,0 +1,168 @@
+"""The second launch alone, behind a kernel that wrote logits, the chunks' summaries and what rows draw without filters."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from flashsampling.impl import filters, reference
+from flashsampling.impl.triton.logits import Summaries, pick, run
+from flashsampling.step import PLAIN, Asked, Drawn, Step, layout
+from tests.conftest import DEVICE
+from tests.test_triton_logits import INF, SMALL, agrees, make_step, of, with_logits
+
+CUDA = DEVICE.type == "cuda"
+VOCAB = 30_011 if CUDA else 389  # the last block of 128 tokens is not full
+LARGEST = torch.finfo(torch.float32).max
+
+
+def key_of(x: Tensor) -> Tensor:
+    bits = (x + 0.0).view(torch.int32)
+    return torch.where(x.isnan(), 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
+
+
+def summaries_of(step: Step, sums: bool = True) -> Summaries:
+    """As a kernel would make them: thread w of four has tokens 16 * w + {0..15} of both halves of a block of 128."""
+    assert step.logits is not None
+    batch, vocab = step.logits.shape
+    padded = torch.nn.functional.pad(step.logits, (0, -vocab % 128), value=-INF)
+    chunks = padded.view(batch, -1, 2, 4, 16).transpose(2, 3).reshape(batch, -1, 32)
+    highest = chunks.amax(dim=-1)
+    highest = torch.where(chunks.isnan().any(dim=-1), math.nan, highest)
+    top = torch.where(highest == -INF, 0.0, highest).clamp(max=LARGEST)[..., None]
+
+    def summed(temperature: Tensor) -> Tensor:
+        scale = (temperature >= filters.GREEDY_BELOW) * (temperature - 1.0) + 1.0
+        scale = (math.log2(math.e) / scale).clamp(min=2e-38)
+        return ((chunks.clamp(max=LARGEST) - top) * scale[:, None, None]).exp2().sum(dim=-1)
+
+    of_rows = step.rows().temperature
+    return Summaries(key_of(highest), summed(of_rows) if sums else None, summed(torch.ones_like(of_rows)))
+
+
+def picked(step: Step, sums: bool = True) -> Drawn:
+    """Rows 16 bytes apart, what lies between them is not read; tokens without filters from the oracle."""
+    assert step.logits is not None
+    unfiltered = reference.run(step._replace(asked=PLAIN)).ids
+    if DEVICE.type == "cuda":  # the kernel's own arithmetic, where two scores are next to equal
+        unfiltered = run(step._replace(asked=PLAIN)).ids
+    summaries = summaries_of(step, sums)
+    logits = torch.nn.functional.pad(step.logits, (0, -step.vocab_size % 4 + 4), value=math.nan)[:, : step.vocab_size]
+    return pick(step._replace(logits=logits), summaries, unfiltered, SMALL)
+
+
+def check(step: Step, sums: bool = True) -> Drawn:
+    """The oracle's, and what both launches make."""
+    drawn = agrees(picked(step, sums), step)
+    both = run(step, SMALL)
+    parts = [
+        layout(len(step.hidden_states), step.num_samples, step.asked).split(one, len(step.hidden_states))
+        for one in (drawn, both)
+    ]
+    for name in ("token_ids", "ranks", "top_token_ids"):
+        if name in parts[0]:
+            assert torch.equal(parts[0][name], parts[1][name]), name
+    return drawn
+
+
+def mixed(asked: Asked, num_samples: int = 1) -> Step:
+    """Ordinary rows at several temperatures, NaN, infinities, equal logits, two values and few of them, next to equal ones."""
+    temperature = torch.rand(13) * 1.5 + 0.2
+    temperature[11] = 0.0
+    step = make_step(batch=13, vocab=VOCAB, asked=asked, num_samples=num_samples, temperature=temperature)
+    logits = step.hidden_states.clone()
+    logits[1, 77] = math.nan
+    logits[2, [50, 290]] = INF
+    logits[3] = -INF
+    logits[4] = INF
+    logits[5] = -INF
+    logits[5, 290] = 3.0
+    logits[6] = 0.0
+    logits[6, 5] = -0.0
+    logits[7] = torch.where(logits[7] > 0.0, 1.5, 1.0)
+    logits[8] = logits[8].round()
+    logits[9] = logits[9] * 0.003
+    logits[10, 5:] = -INF
+    logits[12] = 2.0
+    logits[12, VOCAB - 1] = 1.0
+    return with_logits(step, logits)
+
+
+@pytest.mark.parametrize(
+    ("asked", "sums"),
+    [
+        (Asked(), False),
+        (Asked(top_k=7), False),
+        (Asked(top_k=300), False),
+        (Asked(top_p=0.9), True),
+        (Asked(top_p=1 - 1e-6), True),
+        (Asked(min_p=0.05), False),
+        (Asked(top_k=40, top_p=0.8, min_p=0.02), True),
+        (Asked(top_p=0.7, logprobs=True, top_logprobs=3, logsumexp=True), True),
+        (Asked(logprobs=True), True),
+    ],
+)
+def test_mixed_rows(asked, sums):
+    check(mixed(asked, num_samples=2 if asked.logprobs else 1), sums)
+
+
+def test_filters_by_row():
+    nan = math.nan
+    asked = Asked(
+        top_k=of([0, 5, 0, 0, 5, 1, 0, 0, 0, 0, 300, 0, 20]),
+        top_p=of([1.0, 1.0, 0.7, 1.0, 0.7, 0.5, 0.9, 0.5, 0.6, 0.9, 0.4, 0.9, 0.5]),
+        min_p=of([0.0, 0.0, 0.0, 0.1, 0.1, 0.1, 0.0, 0.0, 0.1, 0.999, 0.0, 0.0, 0.0]),
+        logprob_ids=torch.arange(26, device=DEVICE).view(13, 2),
+    )
+    check(mixed(asked, num_samples=3))
+    step = make_step(batch=2, vocab=VOCAB, asked=Asked(top_p=of([nan, 0.5]), min_p=of([0.1, nan])))
+    assert check(step).ids.tolist() == [-1, -1]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e5, INF, math.nan])
+@pytest.mark.parametrize("asked", [Asked(top_k=5), Asked(top_p=0.9, logprobs=True)])
+def test_temperatures(asked, temperature):
+    step = make_step(batch=3, vocab=VOCAB, asked=asked, temperature=torch.full((3,), temperature))
+    logits = step.hidden_states.clone()
+    logits[1, 77] = -INF
+    logits[2, 77] = INF
+    check(with_logits(step, logits))
+
+
+@pytest.mark.parametrize("vocab", [1, 31, 128, 129, 1000])
+@pytest.mark.parametrize("asked", [Asked(top_k=3), Asked(top_p=0.5), Asked(top_p=0.9, min_p=0.3)])
+def test_vocabularies(asked, vocab):
+    step = make_step(batch=3, vocab=vocab, asked=asked)
+    logits = step.hidden_states.clone()
+    logits[2] = 0.0
+    check(with_logits(step, logits))
+
+
+def test_equal_rows_where_the_unfiltered_token_is_kept_and_where_it_is_not():
+    """Prefixes of ids, of every length about: half of the tokens without filters are in them."""
+    top_p = torch.linspace(0.02, 0.98, 8, device=DEVICE)
+    step = make_step(batch=8, vocab=VOCAB, asked=Asked(top_p=top_p), std=0.0, num_samples=2)
+    check(step)
+
+
+def test_a_row_is_the_same_in_any_batch():
+    asked = Asked(top_p=0.8, logprobs=True)
+    step = mixed(asked)
+    whole = layout(13, 1, asked).split(picked(step), 13)
+    for first, last in ((7, 10), (2, 3)):
+        some = layout(last - first, 1, asked).split(picked(step.part(first, last)), last - first)
+        for name, values in whole.items():
+            assert torch.equal(some[name].nan_to_num(7.0), values[first:last].nan_to_num(7.0)), name
+
+
+def test_more_capacity_gives_the_same_tokens():
+    """Candidates compared with each other, searched, and the row itself."""
+    step = make_step(batch=4, vocab=VOCAB, asked=Asked(top_k=100, top_p=0.9), num_samples=4)
+    shapes = [SMALL, replace(SMALL, few=32, capacity=32), replace(SMALL, few=32, capacity=8192)]
+    tokens = [run(step, shape).ids for shape in shapes]
+    assert torch.equal(tokens[0], tokens[1])
+    assert torch.equal(tokens[0], tokens[2])
