@@ -63,7 +63,7 @@ def _theirs(states: Tensor, weight: Tensor, logits: Tensor, draw: Call) -> Any:
     return draw()
 
 
-def _row(held: tuple[Tensor, Tensor, int], vocab: int, dim: int, batch: int, rounds: int) -> dict[str, Any]:
+def _row(held: tuple[Tensor, Tensor, int], vocab: int, dim: int, batch: int, rounds: int, impls: list[str]) -> dict[str, Any]:
     """The correctness gate, then the times of every step."""
     logits = filled(*held, batch, vocab, torch.float32)
     states, weight = head_of(logits, dim)
@@ -71,13 +71,14 @@ def _row(held: tuple[Tensor, Tensor, int], vocab: int, dim: int, batch: int, rou
     ones, zeros = torch.ones(batch, device="cuda"), torch.zeros(batch, dtype=torch.int64, device="cuda")
     seed = torch.randint(-(2**63), 2**63 - 1, (batch,), device="cuda")
     plain = Step(states, weight, ones, seed, zeros, 1, vocab)
-    steps: dict[str, Call] = {f"{impl} unfiltered": functools.partial(ops.sample, plain, impl) for impl in ("cute", "triton")}
+    steps: dict[str, Call] = {"cute unfiltered": functools.partial(ops.sample, plain, "cute")}
     for name, asked in (requests(batch) | more_requests(batch, vocab)).items():
         if asked is not PLAIN:
             step = plain._replace(asked=asked)
             some = step.part(0, min(batch, CHECKED))
-            agrees(ops.sample(some, "triton"), some, tolerance=2e-3)  # sums of thousands of products
-            steps[name] = functools.partial(ops.sample, step, "triton")
+            for impl in impls:
+                agrees(ops.sample(some, impl), some, tolerance=2e-3)  # sums of thousands of products
+                steps[f"{impl} {name}" if len(impls) > 1 else name] = functools.partial(ops.sample, step, impl)
     out16 = torch.empty(batch, vocab, dtype=torch.bfloat16, device="cuda")
     steps["cuBLAS alone"] = lambda: torch.mm(states, weight.T, out=out16)
     logits = torch.empty(batch, vocab, device="cuda")
@@ -86,7 +87,7 @@ def _row(held: tuple[Tensor, Tensor, int], vocab: int, dim: int, batch: int, rou
         steps[f"FlashInfer {name}"] = functools.partial(_theirs, states, weight, logits, draw)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    steps["top-k top-p"]()
+    next(step for name, step in steps.items() if name.endswith("top-k top-p"))()
     peak = torch.cuda.max_memory_allocated() - before
     return {"vocab": vocab, "dim": dim, "batch": batch, "ms": interleaved_medians(steps, rounds), "peak_bytes": peak}
 
@@ -97,6 +98,7 @@ def main(
     out: Annotated[Path, typer.Option(help="Folder for requests.json.")] = Path("benchmarks/results"),
     rounds: Annotated[int, typer.Option(min=3, help="Interleaved replays per step.")] = 40,
     batches: Annotated[str, typer.Option(help="Comma-separated rows.")] = ",".join(map(str, BATCHES)),
+    implementations: Annotated[str, typer.Option(help="Comma-separated: who does the requests.")] = "cute",
 ) -> None:
     """Times steps with everything that a request may ask for."""
     if not torch.cuda.is_available():
@@ -108,7 +110,8 @@ def main(
     source = f"{name} from {spectra}" if spectra else "synthetic: Zipf's law, exponents 1 to 2"
     result: dict[str, Any] = {"machine": machine(), "logits": source, "rounds": rounds, "rows": []}
     for vocab, dim in HEADS:
-        rows = [_row(held, vocab, dim, batch, rounds) for batch in map(int, batches.split(","))]
+        impls = implementations.split(",")
+        rows = [_row(held, vocab, dim, batch, rounds, impls) for batch in map(int, batches.split(","))]
         table = Table("B", *rows[0]["ms"], "MiB", title=f"V={vocab} D={dim}, {source}: ms (over cute unfiltered)")
         for row in rows:
             plain = row["ms"]["cute unfiltered"]

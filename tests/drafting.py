@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from flashsampling import VerifyOutput, noise, verify, verify_from_logits
 from flashsampling.step import PLAIN, Asked, Step
@@ -53,7 +54,10 @@ class Drafted:
             given["token_mask"] = self.masks
         return given
 
-    def verify(self, method: str = "match", flat: bool = False, **others: Any) -> VerifyOutput:
+    def verify(
+        self, method: str = "match", flat: bool = False, device: str | torch.device = "cpu", **others: Any
+    ) -> VerifyOutput:
+        """``device``: where it is done; what comes back is on the CPU."""
         rows = self.step.rows()
         options: dict[str, Any] = {"temperature": rows.temperature, "seed": rows.seed, "offset": rows.offset}
         options |= {"vocab_size": self.step.vocab_size, "method": method, **self.request(), **others}
@@ -70,9 +74,11 @@ class Drafted:
                 options["token_mask"] = torch.cat([row[: length + 1] for row, length in zip(self.masks, lengths)])
             options |= {"cu_draft_lengths": torch.tensor(ends), "max_draft_length": self.ids.shape[1]}
         ids = drafts.pop("draft")
-        if self.weight is None:
-            return verify_from_logits(states, ids, **drafts, **options)
-        return verify(states, self.weight, ids, **drafts, **options)
+        given = {"ids": ids, "states": states, "weight": self.weight, **drafts, **options}
+        ids, states, weight, *_ = (given := tree_map_only(Tensor, lambda tensor: tensor.to(device), given)).values()
+        rest = {name: value for name, value in given.items() if name not in ("ids", "states", "weight")}
+        out = verify_from_logits(states, ids, **rest) if weight is None else verify(states, weight, ids, **rest)
+        return VerifyOutput(*(None if part is None else part.cpu() for part in vars(out).values()))
 
 
 def make_drafted(seed: int, method: str, tree: bool = False, poisoned: bool = True, head: bool = False) -> Drafted:

@@ -1,7 +1,6 @@
 """What the Triton kernel does besides giving the right tokens: passes, padding, parameters of any stride."""
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -116,16 +115,6 @@ def test_the_careful_pass_takes_the_columns_in_doubt_alone(rest, narrow, use_tma
         places = {(row // width, (row - firsts[row // width]) // narrow) for row in doubtful}
         assert len(places) <= len(careful_tiles) <= 6 * len(places)  # of six tiles
         careful_tiles.clear()
-
-
-@on_cpu
-@pytest.mark.parametrize("batch", [65, 100, 127])
-def test_a_block_is_filled_with_rows_of_the_batch(batch, device):
-    problem = make_problem(batch, 300, 24, device)
-    config = TileConfig(128, 128, 16, 8, 2, 1, use_tma=True, chunk_b=64, preload=True)
-    assert_agreement(run(problem.step(), config).ids[:, None], problem)
-    problem = replace(problem, hidden_states=torch.nn.functional.pad(problem.hidden_states, (0, 1))[:, 1:])
-    assert_agreement(run(problem.step(), config).ids[:, None], problem)
 
 
 @pytest.mark.parametrize("num_samples", [1, 2])

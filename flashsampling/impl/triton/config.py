@@ -13,9 +13,9 @@ rows of the one before rather than rows beyond the batch (``kernel``). Over cuBL
 160, 192, 208, 256, 320, 384, 512: 1.11, 1.10, 1.36 to 1.39, 1.39, 1.53, 1.27, 1.53, 1.28, 1.27. The time grows with the batch,
 but for 208 rows, which take 1.03 times as long as 256.
 
-From 65 rows on there is one shape up to 128, and ``launch`` fills its block up with rows of the batch. Both other ways were
-slower than 128 rows, H200, V = 151936, D = 4096: 64 + 16 and 64 + 32 columns take 1.08 and 1.09 times as long (80 and 96 rows,
-``benchmarks.monotone``), and rows beyond the batch 1.04 times, 1.08 at D = 2048 (96 rows, ae0ded4). Filled up: not timed yet.
+From 65 rows on there is one shape up to 128. Rows beyond the batch cost something (H200, 96 rows over 128: 1.04 at D = 4096,
+1.02 at 8192, 1.08 at 2048, ae0ded4), but 64 + 16 and 64 + 32 columns cost more: 1.08 and 1.09 (80 and 96 rows, D = 4096,
+``benchmarks.monotone``); copying rows of the batch there would be a second launch.
 
 Dead ends, each against another shape in the same run (B = 256, V = 151936, D = 4096, H200, Triton 3.6):
 

@@ -35,10 +35,7 @@ class Operands(NamedTuple):
 
 def tile_operands(hidden_states: Tensor, weight: Tensor, vocab_size: int, config: TileConfig) -> Operands:
     """Of a launch in tiles of a shape."""
-    batch, dim = hidden_states.shape
-    if config.use_tma and config.columns == 128 and 64 <= batch < 128:
-        # rows beyond the batch cost more to load than those of rows (``config``): the first ones once more, which nobody owns
-        hidden_states = torch.cat((hidden_states, hidden_states[: 128 - batch]))
+    dim = hidden_states.shape[1]
     # one class of alignment per D: what Triton specialises on is then decided by the weight
     row_alignment = 16 // hidden_states.element_size()
     if config.use_tma or dim % row_alignment == 0:
