@@ -122,8 +122,8 @@ class Runner:
         """The text has so many tokens now. The cache forgets what is behind all but the last of them."""
         self.kwargs, self.length = self._longer(length), length
         surplus = max(self.cached - (length - 1), 0)
-        for layer in self.cache.layers:
-            if surplus or getattr(layer, "record_past", False):  # which then forgets what is behind its window, too
+        for layer in self.cache.layers:  # one that records its past then forgets what is before its window, too
+            if (surplus or getattr(layer, "record_past", False)) and getattr(layer, "is_initialized", True):
                 layer.crop(-surplus)
         self.cached -= surplus
 
