@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, GenerationConfig
+from transformers import GenerationConfig
 from transformers.generation import GenerationMode
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 from transformers.generation.streamers import BaseStreamer
@@ -196,8 +196,9 @@ class Assistant:
             kwargs["position_ids"] = position_ids
         if model._supports_logits_to_keep():
             kwargs["logits_to_keep"] = 1
-        kwargs["past_key_values"] = DynamicCache(config=model.config.get_text_config(decoder=True))
-        _require_cut_back("drafts of assistant_model", kwargs["past_key_values"])
+        mode = GenerationMode.ASSISTED_GENERATION  # in older releases of transformers a cache without windows, then
+        model._prepare_cache_for_generation(GenerationConfig(use_cache=True), kwargs, mode, 1, prompt.shape[1])
+        _require_cut_back("drafts of assistant_model", kwargs.get("past_key_values"))
         self._runner = Runner(model, tap, transform, kwargs, prompt.shape[1], "drafts of assistant_model")
         self._count = model.generation_config.num_assistant_tokens or ASSISTANT_TOKENS
         schedule = model.generation_config.num_assistant_tokens_schedule or "constant"
