@@ -250,7 +250,7 @@ class Adds(LogitsProcessor):
         return scores + 1
 
 
-REFUSED = {
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "typical_p": ({"typical_p": 0.9}, r"switch off TypicalLogitsWarper \(typical_p=1.0\), or keep it and generate without"),
     "two processors": ({"epsilon_cutoff": 0.1, "eta_cutoff": 0.1}, r"EpsilonLogitsWarper \(.*\), EtaLogitsWarper \("),
     "logits_processor": ({"logits_processor": [Adds()]}, "switch off Adds, or keep it and generate without custom_generate"),

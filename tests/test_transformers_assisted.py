@@ -1,4 +1,4 @@
-"""``generate`` with drafts: every token, every criterion's and streamer's call are those without, and the model runs less often."""
+"""``generate`` with drafts: tokens and calls of criteria and streamers are those without, and the model runs less often."""
 
 import copy
 from contextlib import contextmanager
@@ -81,7 +81,7 @@ CASES = {name: fields for name, fields in FIELDS.items() if name not in ("no cac
     "eos": {"eos_token_id": list(range(3, 900, 7))},
     "words": {"bad_words_ids": [[7, 8], [9]], "sequence_bias": {(5, 6, 7): 3.0, (4,): -1.0}},
     "a request": {"request": {"top_k": [40], "frequency_penalty": 0.4, "presence_penalty": [0.2], "repetition_penalty": 1.2}},
-    "a mask": {"request": {"token_mask": torch.full((1, 40), 0x77777777, dtype=torch.int32, device=DEVICE)}, "min_new_tokens": 5},
+    "a mask": {"request": {"token_mask": torch.full((1, 40), 0x77777777, dtype=torch.int32, device=DEVICE)}, "min_length": 32},
     "a forced beginning": {"forced_bos_token_id": 77, "input_ids": torch.tensor([[5]]), "attention_mask": torch.tensor([[1]])},
     "a temperature": {"temperatures": [0.4], "top_k": 0},
     "max_length": {"max_length": 33, "max_new_tokens": None},
@@ -173,7 +173,8 @@ class Sees(StoppingCriteria):
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_criteria_and_streamers_see_every_token(model, drafting, drafter):
     seen = []
-    for options in ({}, drafting(drafter)):
+    cases: tuple[dict[str, Any], ...] = ({}, drafting(drafter))
+    for options in cases:
         streamer, second, criterion = Collector(), Collector(), Sees()
         out = drawn(model, streamer=streamer, token_streamer=second, stopping_criteria=[criterion], **options)
         assert criterion.lengths == [28, 29, 30, 31, 32]
@@ -191,7 +192,8 @@ def test_no_token(model, drafting, drafter):
     """Three tokens are allowed, once each, and drafts go on."""
     mask = torch.zeros(32, dtype=torch.int32, device=DEVICE)
     mask[31] = 0b111
-    for options in ({}, drafting(drafter)):
+    cases: tuple[dict[str, Any], ...] = ({}, drafting(drafter))
+    for options in cases:
         streamer = Collector()
         with pytest.raises(NoTokenError, match=r"rows \[0\] of the batch at new token 4:") as error:
             drawn(model, request={"token_mask": mask}, no_repeat_ngram_size=1, streamer=streamer, **options)
@@ -219,6 +221,7 @@ def test_drafts_end_where_a_bias_depends_on_them():
     requests = Requests(taken, torch.tensor([[1, 2]], device=DEVICE), 1000, torch.device(DEVICE), {})
     ids = torch.tensor([[1, 2]], device=DEVICE)
     for drafts, fit in (([3, 3, 3], 3), ([3, 4, 5, 6], 1), ([4, 5], 0), ([], 0), ([5, 5, 4], 2)):
+        request: Any
         request, count = requests.over(ids, torch.tensor([drafts], dtype=torch.int64, device=DEVICE))
         assert count == fit
         assert request["logit_bias"][0].tolist() == [[7, -1]]
@@ -287,7 +290,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "assistant_model must have the model's 1000 tokens, got LlamaForCausalLM with 999",
     ),
     "no assistant": (
-        {"prompt_lookup_num_tokens": None, "assistant_model": lambda: small().model}, "assistant_model cannot draft: the model's output embedding"
+        {"prompt_lookup_num_tokens": None, "assistant_model": lambda: small().model},
+        "assistant_model cannot draft: the model's output embedding",
     ),
 }  # fmt: skip
 

@@ -82,6 +82,9 @@ def generate(
 
     Several threads may generate with one model, each with a sampler of its own, beside plain calls of it.
 
+    With ``assistant_model`` or ``prompt_lookup_num_tokens``, given to ``model.generate``, the model runs over several drafts at
+    once. Tokens are those without drafts, as far as the model's hidden states are, for one sequence.
+
     Args:
         model, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, model_kwargs: from
             transformers. The streamer gets the prompt and every step's (B,) ids, and its end also when this raises.
@@ -103,9 +106,9 @@ def generate(
 
     Raises:
         ValueError: the generation asks for something that the fused step does not do: logits processors that it has no
-            argument for, or in another order, beams, drafts, scores or logits in the output; a model that makes something else
-            of its logits than a scale and a soft cap (``checked_lm_head``); seeds, temperatures or a sampler that do not fit.
-            Before the first token.
+            argument for, or in another order, beams, scores or logits in the output, drafts for several sequences or with a
+            cache that cannot be cut back; a model that makes something else of its logits than a scale and a soft cap
+            (``checked_lm_head``); seeds, temperatures or a sampler that do not fit. Before the first token.
         NoTokenError: a sequence's logits hold a NaN, or no finite value, or no token is allowed.
         flashsampling.distributed.TensorParallelError: as in ``flashsampling.sample``.
 
