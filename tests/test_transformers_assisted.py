@@ -9,7 +9,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from transformers import DynamicCache, StoppingCriteria  # noqa: E402
+from transformers import DynamicCache, GenerationConfig, StaticCache, StoppingCriteria  # noqa: E402
 
 from flashsampling import LMHeadSampler  # noqa: E402
 from flashsampling.integrations.transformers import NoTokenError, generate  # noqa: E402
@@ -282,7 +282,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "attentions": ({"return_dict_in_generate": True, "output_attentions": True}, "output_attentions is not supported with"),
     "states": ({"return_dict_in_generate": True, "output_hidden_states": True}, "output_hidden_states is not supported with"),
     "no cache": ({"use_cache": False}, "drafts need a key and value cache: use_cache=True"),
-    "a static cache": ({"cache_implementation": "static"}, "can be cut back, got StaticCache of StaticLayer: static, quant"),
+    "a static cache": ({"past_key_values": lambda: StaticCache(small().config, 64)}, "got StaticCache of StaticLayer: static"),
     "an offloaded cache": ({"past_key_values": lambda: DynamicCache(offloading=True)}, "got an offloaded one"),
     "an ensemble": ({"assistant_ensemble_weight": 0.5}, "assistant_ensemble_weight is not supported"),
     "another vocabulary": (
@@ -299,6 +299,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_does_not_go_with_drafts_is_an_error_by_name_before_the_first_token(model, case):
     options, message = REFUSED[case]
+    if not all(hasattr(GenerationConfig(), name) for name in options if name.startswith("assistant_e")):
+        pytest.skip("this release of transformers has no such field")
     streamer = Collector()
     options = {name: value() if callable(value) else value for name, value in options.items()}
     arguments = text() | OPTIONS | {"prompt_lookup_num_tokens": 2, "custom_generate": generate, "streamer": streamer}
