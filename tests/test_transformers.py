@@ -250,7 +250,7 @@ class Adds(LogitsProcessor):
         return scores + 1
 
 
-REFUSED = {
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "typical_p": ({"typical_p": 0.9}, r"switch off TypicalLogitsWarper \(typical_p=1.0\), or keep it and generate without"),
     "two processors": ({"epsilon_cutoff": 0.1, "eta_cutoff": 0.1}, r"EpsilonLogitsWarper \(.*\), EtaLogitsWarper \("),
     "logits_processor": ({"logits_processor": [Adds()]}, "switch off Adds, or keep it and generate without custom_generate"),
@@ -264,8 +264,7 @@ REFUSED = {
     "top_logprobs": ({"top_logprobs": 2}, "top_logprobs needs return_dict_in_generate=True"),
     "num_beams": ({"num_beams": 3}, "got beam_sample .num_beams=3"),
     "greedy beams": ({"do_sample": False, "num_beams": 3}, "got beam_search .num_beams=3"),
-    "assistant_model": ({"assistant_model": None}, "got assisted_generation .assistant_model"),
-    "prompt_lookup_num_tokens": ({"prompt_lookup_num_tokens": 2}, "prompt_lookup_num_tokens=2"),
+    "beams with an assistant": ({"num_beams": 3, "assistant_model": None}, "got beam_sample .num_beams=3, assistant_model"),
     "assistant_early_exit": ({"assistant_early_exit": 1}, "assistant_early_exit=1"),
     "dola_layers": ({"dola_layers": "low"}, "dola_layers='low'"),
     "penalty_alpha": ({"do_sample": False, "penalty_alpha": 0.6, "top_k": 4}, "penalty_alpha=0.6"),
@@ -287,9 +286,9 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_it_cannot_do_is_an_error_by_name_before_the_first_token(model, case):
     options, message = REFUSED[case]
-    if case == "assistant_model":
-        options = {"assistant_model": model}
-    streamer = None if case in ("greedy beams", "num_beams") else Collector()
+    if "assistant_model" in options:
+        options = options | {"assistant_model": model}
+    streamer = None if "num_beams" in options else Collector()
     arguments = prompt([4]) | SAMPLED | {"max_new_tokens": 2, "streamer": streamer} | options
     with pytest.raises(ValueError, match=message):
         model.generate(**arguments)

@@ -125,6 +125,15 @@ DEFAULTS = (
 )  # fmt: skip
 # and without a cache, from each kind: attention, sliding window, state space, hybrid
 WITHOUT_CACHE = ("LlamaForCausalLM", "Gemma3ForCausalLM", "MambaForCausalLM", "Lfm2ForCausalLM", "RwkvForCausalLM")
+STATEFUL = "assisted generation is not supported with stateful models"  # says transformers
+WITHOUT_DRAFTS = {
+    **dict.fromkeys((
+        "Qwen3NextForCausalLM", "RecurrentGemmaForCausalLM", "FalconH1ForCausalLM", "MambaForCausalLM", "Mamba2ForCausalLM",
+        "FalconMambaForCausalLM", "JambaForCausalLM", "BambaForCausalLM", "GraniteMoeHybridForCausalLM", "RwkvForCausalLM",
+    ), STATEFUL),
+    "Lfm2ForCausalLM": "can be cut back, got DynamicCache of LinearAttentionLayer",
+    "MptForCausalLM": "drafts need a key and value cache",
+}  # fmt: skip
 TABLE = (Path(__file__).parent.parent / "docs" / "transformers.md").read_text().partition("| model | result |\n|---|---|\n")[2]
 RESULTS = {name.replace("`", ""): result for name, result in re.findall(r"\| (.*?) \| (.*?) \|\n", TABLE)}
 
@@ -182,6 +191,31 @@ def test_model(name, use_cache):
         with pytest.raises(ValueError) as error:
             refused()
         assert RESULTS[name].removeprefix("refused: ") in str(error.value)
+
+
+@pytest.mark.parametrize("name", [name for name, result in RESULTS.items() if result == "works"])
+def test_drafts(name):
+    """Of the model itself, and of its text: what comes out is what does without. Or they are refused."""
+    model = tiny(name)
+    ids = prompt()["input_ids"][1:2].repeat(1, 3)
+    options = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "eos_token_id": 319}
+    options |= {"do_sample": True, "temperature": 0.6, "custom_generate": generate, "seeds": [3]}
+    if name in WITHOUT_DRAFTS:
+        with pytest.raises(ValueError, match=WITHOUT_DRAFTS[name]):
+            model.generate(**options, prompt_lookup_num_tokens=3)
+        return
+    plain = model.generate(**options)
+    verified, verify = [], LMHeadSampler.verify
+
+    def counted(*given, **more):
+        verified.append(1)
+        return verify(*given, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LMHeadSampler, "verify", counted)
+        assert torch.equal(model.generate(**options, assistant_model=model), plain)
+    assert len(verified) <= 1 + -(-(plain.shape[1] - 22) // 6)  # all drafts hold: 1 from the prompt, then 6 a run
+    assert torch.equal(model.generate(**options, prompt_lookup_num_tokens=3), plain)
 
 
 @pytest.mark.parametrize("name", DEFAULTS)

@@ -169,5 +169,5 @@ def test_no_batch_is_padded_far():
     for batch in range(1, 1025):
         config = shape_for(batch, 4096, torch.bfloat16, 1, use_tma=True)
         padded.append(-(-batch // config.columns) * config.columns)
-        assert padded[-1] - batch < (32 if 128 < batch <= 192 else 64 if batch <= 128 else 128)
+        assert padded[-1] - batch < (32 if 64 < batch <= 192 else 64 if batch <= 64 else 128)
     assert padded == sorted(padded)

@@ -13,9 +13,9 @@ rows of the one before rather than rows beyond the batch (``kernel``). Over cuBL
 160, 192, 208, 256, 320, 384, 512: 1.11, 1.10, 1.36 to 1.39, 1.39, 1.53, 1.27, 1.53, 1.28, 1.27. The time grows with the batch,
 but for 208 rows, which take 1.03 times as long as 256.
 
-From 65 rows on there is one shape up to 128. Rows beyond the batch cost something (H200, 96 rows over 128: 1.04 at D = 4096,
-1.02 at 8192, 1.08 at 2048, ae0ded4), but 64 + 16 and 64 + 32 columns cost more: 1.08 and 1.09 (80 and 96 rows, D = 4096,
-``benchmarks.monotone``); copying rows of the batch there would be a second launch.
+Not monotone: 80 and 96 rows, 64 + 16 and 64 + 32 columns, take 1.08 and 1.09 times as long as 128 rows. In the shape of 128
+rows they took 1.21 and 1.09 times: rows beyond the batch cost more to load than those of rows (H200, ``benchmarks.monotone``,
+two runs). Copying rows of the batch there would be a second launch.
 
 Dead ends, each against another shape in the same run (B = 256, V = 151936, D = 4096, H200, Triton 3.6):
 
@@ -114,6 +114,8 @@ def shape_for(batch: int, dim: int, dtype: torch.dtype, num_samples: int, use_tm
         if deep:
             return TileConfig(256, 64, 64, 8, 5, 1, use_tma, chunk_b=64, preload=True)
         return TileConfig(128, 64, 64, 4, 3, 3, use_tma, max_registers=168)
+    if 64 < batch <= 96:
+        return TileConfig(128, 64, 64, 8, 7, 1, use_tma, chunk_b=64, preload=True, rest_b=16 if batch <= 80 else 32)
     if batch <= 128:
         return TileConfig(128, 128, 64, 8, 6, 1, use_tma, chunk_b=64, preload=True)
     if 160 < batch <= 192 and not deep:

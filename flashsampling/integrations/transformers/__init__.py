@@ -6,11 +6,12 @@
 
 ``decoding`` is transformers' own ``custom_generate`` contract: KV cache, padding and stopping criteria come from there. It runs
 the model as it is, and ``head`` takes from it what its LM head would have multiplied, and finds what it makes of the logits.
-``arguments`` is what every argument of ``generate`` does here, ``processors`` what a ``GenerationConfig`` and logits processors
-become; docs/transformers.md has that as a table, and which models work.
+``assisted`` is the same with drafts. ``arguments`` is what every argument of ``generate`` does here, ``processors`` what a
+``GenerationConfig`` and logits processors become; docs/transformers.md has that as a table, and which models work.
 """
 
-from .decoding import GenerateOutput, NoTokenError, generate
+from .decoding import GenerateOutput, generate
+from .errors import NoTokenError
 from .head import CheckedHead, checked_lm_head
 
 __all__ = ["CheckedHead", "GenerateOutput", "NoTokenError", "checked_lm_head", "generate"]

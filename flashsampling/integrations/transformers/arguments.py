@@ -62,11 +62,16 @@ def require_what_we_do(config: GenerationConfig, assistant_model: Any, synced_gp
         if wanted and not config.return_dict_in_generate:
             raise ValueError(f"{name} needs return_dict_in_generate=True, got False")
     mode = config.get_generation_mode(assistant_model)
-    if mode not in (GenerationMode.SAMPLE, GenerationMode.GREEDY_SEARCH):
+    drafted = mode == GenerationMode.ASSISTED_GENERATION and config.assistant_early_exit is None
+    drafted = drafted and not getattr(config, "use_mtp", None)
+    if not drafted and mode not in (GenerationMode.SAMPLE, GenerationMode.GREEDY_SEARCH):
         values = {name: getattr(config, name, None) for name in _OTHER_MODES}
         given = [f"{name}={value!r}" for name, value in values.items() if value and not (value == 1 and "beam" in name)]
         given += [] if assistant_model is None else ["assistant_model"]
         raise ValueError(f"the fused step samples or decodes greedily, got {mode.value} ({', '.join(given)})")
+    if drafted and any(logprobs.values()):
+        names = ", ".join(name for name, wanted in logprobs.items() if wanted)
+        raise ValueError(f"{names} is not supported with drafts, of which the ids alone are known")
     if config.is_assistant:
         raise ValueError("is_assistant is not supported: a model that drafts for another needs scores")
     if synced_gpus:

@@ -25,6 +25,8 @@ from .arguments import (
     row_seeds,
     row_temperatures,
 )
+from .assisted import Drawing, Runner, decode, drafter_of, is_drafted, require_drafts_we_do
+from .errors import NoTokenError
 from .head import HeadTap, Transform, checked_lm_head
 from .processors import taken
 from .request import Requests
@@ -33,22 +35,6 @@ if "is_first_iteration" not in inspect.signature(GenerationMixin._prefill).param
     raise ImportError(
         f"flashsampling.integrations.transformers needs transformers 5.3 or newer, got {transformers.__version__}"
     )
-
-
-class NoTokenError(RuntimeError):
-    """A sequence has no next token: its scores hold a NaN or no finite value, or no token is allowed. Raised before the step's
-    ids are used.
-
-    Attributes:
-        rows: the sequences' places in the batch.
-    """
-
-    def __init__(self, rows: list[int], position: int) -> None:
-        super().__init__(
-            f"no token for rows {rows} of the batch at new token {position}: a NaN in their logits, or none finite that is not "
-            "masked out"
-        )
-        self.rows = rows
 
 
 @dataclass
@@ -96,6 +82,9 @@ def generate(
 
     Several threads may generate with one model, each with a sampler of its own, beside plain calls of it.
 
+    With ``assistant_model`` or ``prompt_lookup_num_tokens``, given to ``model.generate``, the model runs over several drafts at
+    once. Tokens are those without drafts, as far as the model's hidden states are, for one sequence.
+
     Args:
         model, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, model_kwargs: from
             transformers. The streamer gets the prompt and every step's (B,) ids, and its end also when this raises.
@@ -117,9 +106,9 @@ def generate(
 
     Raises:
         ValueError: the generation asks for something that the fused step does not do: logits processors that it has no
-            argument for, or in another order, beams, drafts, scores or logits in the output; a model that makes something else
-            of its logits than a scale and a soft cap (``checked_lm_head``); seeds, temperatures or a sampler that do not fit.
-            Before the first token.
+            argument for, or in another order, beams, scores or logits in the output, drafts for several sequences or with a
+            cache that cannot be cut back; a model that makes something else of its logits than a scale and a soft cap
+            (``checked_lm_head``); seeds, temperatures or a sampler that do not fit. Before the first token.
         NoTokenError: a sequence's logits hold a NaN, or no finite value, or no token is allowed.
         flashsampling.distributed.TensorParallelError: as in ``flashsampling.sample``.
 
@@ -141,8 +130,12 @@ def generate(
         if generation_config is None or stopping_criteria is None or logits_processor is None:
             raise ValueError("generate is called by model.generate(..., custom_generate=generate), not by itself")
         logprobs: Request = {"return_logprobs": return_logprobs, "top_logprobs": top_logprobs}
-        require_what_we_do(generation_config, given.get("assistant_model"), bool(synced_gpus), logprobs)
+        assistant = given.get("assistant_model")
+        require_what_we_do(generation_config, assistant, bool(synced_gpus), logprobs)
         batch, device = input_ids.shape[0], input_ids.device
+        drafted = is_drafted(generation_config, assistant)
+        if drafted:
+            require_drafts_we_do(generation_config, assistant, sampler, batch, model_kwargs)
         asked = taken(logits_processor, bool(generation_config.do_sample), SWITCH_OFF)
         temperature: float | Tensor = asked.temperature
         head = checked_lm_head(model)
@@ -172,10 +165,18 @@ def generate(
         unfinished = torch.ones(batch, dtype=torch.bool, device=device)
         kept = _Kept(generation_config)
         with HeadTap(model, head.linear) as tap, ExitStack() as decoding:
+            if drafted:
+                drawing = Drawing(sampler, temperature, requests)
+                drafter = decoding.enter_context(
+                    drafter_of(generation_config, assistant, head, input_ids, model_kwargs, drawing)
+                )
+                runner = Runner(model, tap, transform, model_kwargs, prompt_length, "drafts")
+                input_ids = decode(runner, drafter, drawing, input_ids, generation_config, stopping_criteria, streamers)
+                return kept.output(input_ids, model_kwargs) if generation_config.return_dict_in_generate else input_ids
             outputs = tap.run(model._prefill, input_ids, generation_config, model_kwargs, is_first_iteration=True)
             decoding.enter_context(model._optimize_model_for_decode())
             while True:
-                hidden_states = tap.last_hidden_states(outputs.logits, batch, transform)
+                hidden_states = tap.last_hidden_states(outputs.logits, batch, transform)[:, 0]
                 kept.of_model(outputs)
                 model_kwargs = model._update_model_kwargs_for_generation(outputs, model_kwargs, is_encoder_decoder=False)
                 del outputs

@@ -158,9 +158,9 @@ class HeadTap:
             self._running = False
             self._hidden_states = None
 
-    def last_hidden_states(self, logits: Any, batch: int, transform: Transform | None = None) -> Tensor:
-        """(B, D), what the LM head would have turned into the ``logits`` of each row's last position, by way of ``transform``;
-        None: of any."""
+    def last_hidden_states(self, logits: Any, batch: int, transform: Transform | None = None, positions: int = 1) -> Tensor:
+        """(B, positions, D), what the LM head would have turned into the ``logits`` of each row's last positions, by way of
+        ``transform``; None: of any."""
         name = type(self.model).__name__
         if not isinstance(logits, _Placeholder):
             raise ValueError(
@@ -175,17 +175,18 @@ class HeadTap:
                 "generate anew, with a sampler made anew"
             )
         hidden_states = logits.hidden_states
-        if hidden_states.dim() != 3 or hidden_states.shape[0] != batch or hidden_states.shape[1] < 1:
-            shape = tuple(hidden_states.shape)
+        if hidden_states.dim() != 3 or hidden_states.shape[0] != batch or hidden_states.shape[1] < positions:
+            least = f"{positions} or more positions" if positions > 1 else "positions"
             raise ValueError(
-                f"{name}'s LM head must be given hidden states of shape ({batch}, positions, dim), got shape {shape}"
+                f"{name}'s LM head must be given hidden states of shape ({batch}, {least}, dim), got shape "
+                f"{tuple(hidden_states.shape)}"
             )
         if hidden_states.dtype != self.weight.dtype or torch.is_autocast_enabled(hidden_states.device.type):
             raise ValueError(
                 f"{name}'s LM head would convert what it multiplies (autocast?): hidden states are {hidden_states.dtype}, its "
                 f"weight {self.weight.dtype}; load the model in the dtype that you want and generate without autocast"
             )
-        return hidden_states[:, -1]
+        return hidden_states[:, -positions:]
 
     def _before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor] | None:
         if not self._running or threading.get_ident() != self._thread:

@@ -81,7 +81,7 @@ def _min_p(taken: Taken, processor: Any) -> None:
 def _require_plain_filter(processor: Any) -> None:
     if processor.filter_value != -math.inf:
         raise Unmapped(f"filter_value={processor.filter_value} does not remove a token")
-    if processor.min_tokens_to_keep != 1:
+    if getattr(processor, "min_tokens_to_keep", 1) != 1:  # in older releases top-k has it in its top_k
         raise Unmapped(f"min_tokens_to_keep={processor.min_tokens_to_keep}")
 
 

@@ -67,6 +67,31 @@ class Requests:
             request["token_mask"] = mask if given is None else mask & given[..., : mask.shape[-1]]
         return request
 
+    def over(
+        self,
+        input_ids: Tensor,  # (B, T)
+        drafts: Tensor,  # (B, n)
+    ) -> tuple[Request, int]:
+        """For the tokens behind these and behind each draft, as ``verify`` takes it, and of how many drafts: those up to where
+        a bias depends on them, since one request has no other biases at its next position. ``verify`` counts them itself."""
+        drafted = drafts.shape[1]
+        if self._counts is not None and not bool(self._counting(input_ids.shape[1], input_ids.device).all()):
+            drafted = 0  # of a prompt of embeddings the penalty leaves the first new tokens out, which ``verify`` would count
+        text, first, masks = input_ids, self.at(input_ids), []
+        for place in range(drafted + 1):
+            request = self.at(text) if place else first
+            if not _same_biases(request.get("logit_bias"), first.get("logit_bias")):
+                drafted = place - 1
+                break
+            masks.append(request.get("token_mask"))
+            text = torch.cat([text, drafts[:, place : place + 1]], dim=1)
+        if any(mask is not masks[0] for mask in masks):
+            shape = len(input_ids), -(-self.vocab_size // 32)
+            every = torch.full(shape, -1, dtype=torch.int32, device=self.device)
+            rows = [every if mask is None else mask[..., : shape[1]].expand(shape) for mask in masks]
+            first["token_mask"] = torch.stack(rows, dim=1)
+        return first, drafted
+
     def drawn(
         self,
         token_ids: Tensor,  # (B,)
@@ -174,6 +199,13 @@ class Requests:
                 ids.append(torch.where((end == prefix).all(dim=-1), last, -1))
         assert self._values is not None
         return torch.cat(ids, dim=1).to(self.device), self._values.expand(len(input_ids), -1)
+
+
+def _same_biases(one: Any, other: Any) -> bool:
+    """Of two positions. Waits for the device where they depend on the text."""
+    if one is other or one is None or other is None:
+        return one is other
+    return isinstance(one, tuple) and isinstance(other, tuple) and torch.equal(one[0], other[0])
 
 
 def _int32(words: Tensor) -> Tensor:
