@@ -116,21 +116,23 @@ def _cache() -> Iterator[str]:
         yield f"{len(others)} folders of other versions beside it, which can be deleted"
 
 
-def precompile(workers: int) -> None:
-    """Compiles every Hopper kernel that is missing from the cache folder. Needs the cute extra, and no GPU."""
+def precompile(workers: int, dtype: torch.dtype | None = None, max_batch_size: int | None = None) -> None:
+    """Compiles what is missing from the cache folder: the Hopper kernels of a dtype, and of batches of up to so many rows, or of
+    all. Needs the cute extra, and no GPU."""
     missing = BACKENDS["cute"].missing
     if missing:
         raise SystemExit(f"the Hopper kernels cannot be compiled: {missing}")
     started = time.perf_counter()
     try:
-        for path, compiled in cache.precompile(workers):
+        kernels = cache.kernels_of(dtype, max_batch_size)
+        for path, compiled in cache.precompile(workers, kernels):
             print(path.name, "compiled" if compiled else "was there", flush=True)
-        print(f"{len(cache.KERNELS)} kernels in {cache.folder()}, {time.perf_counter() - started:.0f} s")
+        print(f"{len(kernels)} kernels in {cache.folder()}, {time.perf_counter() - started:.0f} s")
     except OSError as error:
         raise SystemExit(f"the kernels cannot be kept: {error}") from None
 
 
-def _workers(text: str) -> int:
+def _number(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number, 1 or more, got {text!r}")
     return int(text)
@@ -142,16 +144,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     help_doctor = "print versions, GPUs, what serves which problem and why not, and what the cache folder has"
     commands.add_parser("doctor", help=help_doctor, description=help_doctor)
-    help_precompile = "compile every Hopper kernel into the cache folder, so that serving compiles none; needs no GPU"
+    help_precompile = "compile the Hopper kernels into the cache folder, so that serving compiles none; needs no GPU"
     parser_precompile = commands.add_parser("precompile", help=help_precompile, description=help_precompile)
     parser_precompile.add_argument(
-        "--workers", type=_workers, default=min(8, os.cpu_count() or 1), help="processes that compile (default %(default)s)"
+        "--workers", type=_number, default=min(8, os.cpu_count() or 1), help="processes that compile (default %(default)s)"
     )
+    parser_precompile.add_argument("--dtype", choices=("bfloat16", "float16"), help="of the LM head (default both)")
+    help_batch = "rows of the largest batch: fewer of the kernels' shapes (default all of them)"
+    parser_precompile.add_argument("--max-batch-size", type=_number, help=help_batch)
     chosen = parser.parse_args(arguments)
     if chosen.command == "doctor":
         doctor()
     else:
-        precompile(chosen.workers)
+        dtype = None if chosen.dtype is None else getattr(torch, chosen.dtype)
+        precompile(chosen.workers, dtype, chosen.max_batch_size)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 if not all(importlib.util.find_spec(name) for name in ("cutlass", "tvm_ffi")):
     pytest.skip("needs the cute extra", allow_module_level=True)
@@ -81,19 +82,30 @@ def test_noise_and_keys_compile(architecture):
     assert "compiled" in run(code, architecture=architecture)
 
 
+def test_which_kernels_are_compiled_ahead():
+    from flashsampling.impl.cute import cache
+
+    assert cache.kernels_of(None, None) == list(cache.KERNELS)
+    assert len(cache.KERNELS) == 4 * len(WIDTHS)
+    assert {dtype for dtype, *_ in cache.kernels_of(torch.float16, None)} == {torch.float16}
+    for most, widths in ((1, {8}), (8, {8}), (9, {8, 16}), (192, set(WIDTHS[:12])), (193, {*WIDTHS[:12], 208})):
+        assert {config.block_b for _, config, _ in cache.kernels_of(None, most)} == widths
+    assert cache.kernels_of(None, 1000) == list(cache.KERNELS)  # blocks of at most 256 rows
+
+
 def test_precompile_fills_the_cache(tmp_path):
     environment = os.environ | {"FLASHSAMPLING_CACHE_DIR": str(tmp_path), "PYTHONWARNINGS": "default"}
     for command, state in (("-m", "flashsampling", "precompile"), "compiled"), (("scripts/precompile",), "was there"):
-        words = [sys.executable, *command, "--workers", "2"]
+        words = [sys.executable, *command, "--workers", "2", "--dtype", "bfloat16", "--max-batch-size", "16"]
         result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, env=environment)
         assert result.returncode == 0, result.stderr[-3000:]
-        assert result.stdout.count(state) == 4 * len(WIDTHS)
-    objects = list(tmp_path.glob("cute/*/*.o"))
-    assert len(objects) == 4 * len(WIDTHS)
+        assert result.stdout.count(state) == 2 * 2  # shapes of 8 and 16 columns, with and without logits
+        assert "\n4 kernels in " in result.stdout
+    assert len(list(tmp_path.glob("cute/*/*.o"))) == 4
     code = (
         "import torch; from flashsampling.impl.cute import cache; from flashsampling.impl.cute.config import CONFIGS\n"
         "compile, cache._compile = cache._compile, None\n"  # what is on disk is not compiled again
-        "print([callable(cache.kernel_for(dtype, CONFIGS[-1])) for dtype in (torch.bfloat16, torch.float16)])\n"
+        "print([callable(cache.kernel_for(torch.bfloat16, CONFIGS[1], logits)) for logits in (False, True)])\n"
         # an object without the symbol that is wanted is compiled again, and then has it
         "cache._compile, cache._SYMBOL = compile, 'another_name'\n"
         "first = cache._load_or_compile(torch.bfloat16, CONFIGS[0])\n"

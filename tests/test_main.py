@@ -56,6 +56,9 @@ def test_workers_must_be_a_number_of_processes(workers, capsys):
     with pytest.raises(SystemExit):
         command.main(["precompile", f"--workers={workers}"])
     assert "--workers: must be a whole number, 1 or more" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        command.main(["precompile", f"--max-batch-size={workers}"])
+    assert "--max-batch-size: must be a whole number, 1 or more" in capsys.readouterr().err
 
 
 def test_the_choice_is_logged_once_and_only_where_one_is_made(caplog):

@@ -28,7 +28,7 @@ import sys
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -36,7 +36,7 @@ from typing import Any
 
 import torch
 
-from .config import CONFIGS, TileConfig
+from .config import CONFIGS, TileConfig, choose_config
 
 ARCHITECTURE = "sm_90a"
 KERNELS = tuple(
@@ -60,8 +60,18 @@ def kernel_for(dtype: torch.dtype, config: TileConfig, logits: bool = False) -> 
     return kernel
 
 
-def precompile(workers: int) -> Iterator[tuple[Path, bool]]:
-    """Makes sure that every kernel is on disk: for each, where, and whether it had to be compiled. Needs no GPU.
+def kernels_of(dtype: torch.dtype | None, max_batch_size: int | None) -> list[tuple[torch.dtype, TileConfig, bool]]:
+    """Those of ``KERNELS`` that batches of up to so many rows need, whatever D; None: of every dtype, of any batch."""
+    widest = CONFIGS[-1].block_b  # up to which all shapes occur
+    batches = range(1, min(max_batch_size or widest, widest) + 1)
+    shapes = {
+        choose_config(batch, dim) for batch in batches for dim in (8, 1 << 20)
+    }  # noise that takes long, and that does not
+    return [kernel for kernel in KERNELS if dtype in (None, kernel[0]) and kernel[1] in shapes]
+
+
+def precompile(workers: int, kernels: Sequence[tuple[torch.dtype, TileConfig, bool]] = KERNELS) -> Iterator[tuple[Path, bool]]:
+    """Makes sure that kernels are on disk: for each, where, and whether it had to be compiled. Needs no GPU.
 
     Raises:
         OSError: the folder cannot be written, or is not to be trusted.
@@ -69,7 +79,7 @@ def precompile(workers: int) -> Iterator[tuple[Path, bool]]:
     trusted_folder()  # its error once, and here
     os.environ.setdefault("CUTE_DSL_ARCH", ARCHITECTURE)  # where there is no GPU to ask; the workers inherit it
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        for job in [pool.submit(prepare, *kernel) for kernel in KERNELS]:
+        for job in [pool.submit(prepare, *kernel) for kernel in kernels]:
             yield job.result()
 
 
