@@ -117,8 +117,8 @@ def _cache() -> Iterator[str]:
 
 
 def precompile(workers: int, dtype: torch.dtype | None = None, max_batch_size: int | None = None) -> None:
-    """Compiles what is missing from the cache folder: the Hopper kernels of a dtype, and of batches of up to so many rows, or of
-    all. Needs the cute extra, and no GPU."""
+    """Compiles what is missing from the cache folder: Hopper kernels of a dtype, and of batches of up to so many rows, or all
+    of them. Needs the cute extra, and no GPU."""
     missing = BACKENDS["cute"].missing
     if missing:
         raise SystemExit(f"the Hopper kernels cannot be compiled: {missing}")
