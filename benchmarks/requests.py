@@ -89,7 +89,8 @@ def _row(held: tuple[Tensor, Tensor, int], vocab: int, dim: int, batch: int, rou
     before = torch.cuda.memory_allocated()
     next(step for name, step in steps.items() if name.endswith("top-k top-p"))()
     peak = torch.cuda.max_memory_allocated() - before
-    return {"vocab": vocab, "dim": dim, "batch": batch, "ms": interleaved_medians(steps, rounds, offsets=zeros), "peak_bytes": peak}
+    ms = interleaved_medians(steps, rounds, offsets=zeros)
+    return {"vocab": vocab, "dim": dim, "batch": batch, "ms": ms, "peak_bytes": peak}
 
 
 def main(
