@@ -80,10 +80,7 @@ print("conversions", scan.asm["ttgir"].count("tensor<512xf32, #blocked1> -> tens
 
 CASES = [
     (80, "float32", "filters"),
-    (90, "float32", "plain"),
-    (90, "float32", "filters"),
     (90, "bfloat16", "filters"),
-    (90, "float32", "logprobs"),
     (90, "float32", "drawn"),
     (90, "float32", "everything"),
     (100, "float16", "filters"),
