@@ -10,6 +10,7 @@ from . import ops
 from .api import SampleOutput, check_kind
 from .backends import BACKENDS
 from .drafts import Accepted, Drafts, Given, Nodes
+from .impl.device import capability
 from .noise import Stream
 from .requests import Problem, Request, asked_of
 from .step import ARGUMENTS, PLAIN, Asked, Step, arguments
@@ -35,6 +36,7 @@ class Target(NamedTuple):
     vocab: int
     vocab_size: int
     draw: Callable[..., SampleOutput]  # of rows of states, by sample's keywords
+    impl: str | None  # who draws; None: whoever can
 
 
 class Parameters(NamedTuple):
@@ -92,6 +94,7 @@ def _by_kernels(target: Target, given: Given) -> bool:
         and given.parents is None
         and given.batch > 0
         and BACKENDS["triton"].missing is None
+        and capability(target.states.device) >= (8, 0)
         and not torch.compiler.is_compiling()
         and torch._C._get_tracing_state() is None
         and not torch._C._len_torch_dispatch_stack()
@@ -126,7 +129,7 @@ def _spread(target: Target, given: Given, parameters: Parameters) -> tuple[dict[
 
 def reject(target: Target, given: Given, parameters: Parameters, draft_probs: Tensor | None) -> Verified:
     """Drafts that a coin accepts, and what ``impl/rejection`` draws instead of the first that it does not."""
-    if _by_kernels(target, given):
+    if target.impl in (None, "triton") and _by_kernels(target, given):  # a name never falls back
         return _reject_by_kernels(target, given, parameters, draft_probs)
     drafts = given.drafts()
 

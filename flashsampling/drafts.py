@@ -274,11 +274,11 @@ def _check_bounds(cu_draft_lengths: Integers, total: int, device: torch.device) 
 
 
 def _integers(name: str, value: Any, device: torch.device) -> Tensor:
-    """As int64."""
+    """As int64, contiguous."""
     if type(value) is not Tensor:
         raise TypeError(f"{name} must be a plain torch.Tensor, got {type(value).__name__}")
     if value.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name} must be int32 or int64, got {value.dtype}")
     if value.device != device:
         raise ValueError(f"{name} must be on the device of the step, {device}, got {value.device}")
-    return value.long()
+    return value.long().contiguous()

@@ -117,7 +117,7 @@ def verify(
         draft_probs: q, what each draft was drawn from, of at least ``vocab_size`` columns; float32, bfloat16 or float16. None:
             drafts are certain, q is 1 at the draft. Only with "rejection".
         temperature, vocab_size, impl, tp: as in ``sample``; values per row are per request. With "rejection" ``impl`` is who
-            draws the token behind drafts that are all accepted, and ``tp`` must be None.
+            draws the token behind drafts that are all accepted, and ``tp`` must be None; "triton", or None on a GPU, does all.
         seed: as in ``sample``, one per request.
         offset: the request's position: how many tokens it has drawn. Its next one is this and ``num_emitted``.
         request: as in ``sample``, a value per request, but for what comes back beside tokens. ``token_mask`` may also have a
@@ -179,7 +179,7 @@ def verify(
         def draw(rows: Tensor, **parameters: Any) -> SampleOutput:
             return sample(rows, weight, vocab_size=vocab_size, impl=impl, tp=tp, **parameters)
 
-        target = Target(states, weight, vocab, tokens, draw)
+        target = Target(states, weight, vocab, tokens, draw, impl)
         return _verify(target, given, method, draft_probs, temperature, seed, offset, impl, request)
     except BaseException as error:
         count_left_out(tp, error)
@@ -239,7 +239,7 @@ def verify_from_logits(
     def draw(rows: Tensor, **parameters: Any) -> SampleOutput:
         return sample_from_logits(rows, vocab_size=vocab_size, impl=impl, **parameters)
 
-    target = Target(logits, None, vocab, tokens, draw)
+    target = Target(logits, None, vocab, tokens, draw, impl)
     return _verify(target, given, method, draft_probs, temperature, seed, offset, impl, request)
 
 

@@ -70,6 +70,31 @@ def test_bounds_of_nonsense(bounds):
     assert ((num_accepted >= 0) & (num_accepted <= 2)).all()
 
 
+@pytest.mark.parametrize("method", ["match", "rejection"])
+def test_drafts_of_any_stride(method, monkeypatch):
+    """What is not contiguous is read as what it is, by kernels too."""
+    monkeypatch.setattr(acceptance, "_by_kernels", lambda target, given: target.states.device.type == DEVICE.type)
+    states, weight = torch.randn(2, 3, 8, device=DEVICE), torch.randn(5, 8, device=DEVICE)
+    drafts = torch.tensor([[1, 9, 2, 9], [3, 9, 0, 9]], device=DEVICE)[:, ::2]
+    seeds = torch.arange(2, device=DEVICE)
+    out = verify(states, weight, drafts, method=method, seed=seeds)
+    assert torch.equal(out.token_ids, verify(states, weight, drafts.contiguous(), method=method, seed=seeds).token_ids)
+    bounds = torch.tensor([0, 9, 2, 9, 4, 9], device=DEVICE)[::2]
+    flat = verify(
+        states.flatten(0, 1), weight, drafts.flatten(), cu_draft_lengths=bounds, max_draft_length=2, method=method, seed=seeds
+    )
+    assert torch.equal(out.token_ids, flat.token_ids)
+
+
+def test_a_name_never_falls_back(monkeypatch):
+    """Rejection by an implementation that is named is not Triton's."""
+    monkeypatch.setattr(acceptance, "_by_kernels", lambda target, given: True)
+    monkeypatch.setattr(acceptance, "_reject_by_kernels", lambda *_: pytest.fail("by kernels"))
+    states, weight, drafts = torch.randn(2, 3, 8), torch.randn(5, 8), torch.tensor([[1, 2], [3, 0]])
+    for impl in ("reference", "streaming"):
+        assert verify(states, weight, drafts, method="rejection", impl=impl, seed=torch.arange(2)).token_ids.shape == (2, 3)
+
+
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="the CPU's drafts go through torch")
 @pytest.mark.parametrize("is_ragged", [False, True])
 def test_verify(is_ragged, monkeypatch):
