@@ -130,27 +130,30 @@ TENSOR = torch.zeros(BATCH)
 @pytest.mark.parametrize(
     ("asked", "temperature", "expected"),
     [  # draws, sums, raw sums
-        (Asked(top_k=3), 0.5, (SAMPLES, False, False)),
-        (Asked(top_k=3), TENSOR, (SAMPLES, False, False)),
-        (Asked(top_k=3), 0.0, (SAMPLES, False, False)),
-        (Asked(top_k=VOCAB), 0.5, (SAMPLES, False, False)),
-        (Asked(top_k=TENSOR.int()), 0.5, (SAMPLES, False, False)),
-        (Asked(top_k=TENSOR.int(), top_p=0.9), 0.5, (SAMPLES, True, False)),
-        (Asked(top_k=3, top_p=TENSOR, min_p=TENSOR), 0.5, (SAMPLES, False, False)),
-        (Asked(top_p=TENSOR, min_p=TENSOR), 0.5, (SAMPLES, True, False)),
-        (Asked(top_p=float("nan")), 0.5, (SAMPLES, True, False)),
-        (Asked(min_p=0.1), 0.5, (SAMPLES, False, False)),
-        (Asked(top_logprobs=2), 0.5, (SAMPLES, False, True)),
-        (Asked(logsumexp=True), 0.5, (SAMPLES, False, True)),
-        (Asked(top_k=3, logprobs=True), 0.5, (SAMPLES, True, True)),
+        (Asked(top_k=3), 0.5, (1, False, False)),
+        (Asked(top_k=3), TENSOR, (1, False, False)),
+        (Asked(top_k=3), 0.0, (1, False, False)),
+        (Asked(top_k=VOCAB), 0.5, (1, False, False)),
+        (Asked(top_k=TENSOR.int()), 0.5, (1, False, False)),
+        (Asked(top_k=TENSOR.int(), top_p=0.9), 0.5, (1, True, False)),
+        (Asked(top_k=3, top_p=TENSOR, min_p=TENSOR), 0.5, (1, False, False)),
+        (Asked(top_p=TENSOR, min_p=TENSOR), 0.5, (1, True, False)),
+        (Asked(top_p=float("nan")), 0.5, (1, True, False)),
+        (Asked(min_p=0.1), 0.5, (1, False, False)),
+        (Asked(top_logprobs=2), 0.5, (1, False, True)),
+        (Asked(logsumexp=True), 0.5, (1, False, True)),
+        (Asked(top_k=3, logprobs=True), 0.5, (1, True, True)),
         (Asked(top_k=3, soft_cap=1.0), 0.5, None),
         (Asked(stream=Stream.RECOVERY), 0.5, None),
         (Asked(token_mask=TENSOR.int()[:, None]), 0.5, None),
     ],
 )
-def test_what_a_request_makes_of_a_step(monkeypatch, asked, temperature, expected):
+@pytest.mark.parametrize("num_samples", [1, SAMPLES])
+def test_what_a_request_makes_of_a_step(monkeypatch, asked, temperature, expected, num_samples):
     """How many draws, which summaries, and who does the rest; None: no draws, no summaries, all of it is done again."""
     calls, picked = [], []
+    if num_samples > 1:  # of which the kernel would evaluate every token
+        expected = None
 
     def pick(*parts):
         picked.append(parts)
@@ -165,7 +168,7 @@ def test_what_a_request_makes_of_a_step(monkeypatch, asked, temperature, expecte
     monkeypatch.setattr(launch, "zeroed_words", lambda needed, device: torch.zeros(needed, dtype=torch.int64))
     monkeypatch.setattr(module, "_picking", lambda: picking)
     hidden, weight = (torch.zeros(rows, DIM, dtype=torch.bfloat16) for rows in (BATCH, VOCAB + 2))
-    step = Step(hidden, weight, temperature, 7, 11, SAMPLES, VOCAB, asked=asked)
+    step = Step(hidden, weight, temperature, 7, 11, num_samples, VOCAB, asked=asked)
     given = launch.run(step)
     assert given is picked[0]
     ((plain, values),) = calls
@@ -187,5 +190,5 @@ def test_what_a_request_makes_of_a_step(monkeypatch, asked, temperature, expecte
     for part, address, wanted in zip(sums, outputs[3:], expected[1:], strict=True):
         assert (part is None, address == 0) == (not wanted, not wanted)
         assert not wanted or (part.shape, part.dtype, part.data_ptr()) == ((BATCH, 12), torch.float32, address)
-    assert drawn.shape == (BATCH * SAMPLES,)
-    assert expected[0] == 0 or drawn is arguments.tokens
+    assert drawn.shape == (BATCH,)
+    assert drawn is arguments.tokens

@@ -1,8 +1,8 @@
 """Steps that must see a row's logits more than once: the Hopper kernel stores them, and ``impl.triton`` picks from them.
 
-filters and log-probabilities of the products    two launches: the kernel draws and summarises them too (``Features.logits``),
-                                                 then ``impl.triton.logits.pick``
-what changes logits, other noise                 three: the kernel only stores them, then ``impl.triton.logits.run``
+filters and log-probabilities of the products     two launches: the kernel draws and summarises them too (``Features.logits``),
+                                                  then ``impl.triton.logits.pick``
+what changes logits, other noise, several draws   three: the kernel only stores them, then ``impl.triton.logits.run``
 """
 
 import functools
@@ -48,7 +48,7 @@ def _wants_raw_mass(asked: Asked) -> bool:
 
 def run(step: Step, config: TileConfig | None = None) -> Drawn:
     """See ``launch.run``, of what is not PLAIN."""
-    if _processes(step.asked):
+    if step.num_samples > 1 or _processes(step.asked):  # of several draws the kernel would evaluate every token
         logits, _, _ = with_logits(step, 0, None, config)
         return _picking().run(step._replace(logits=logits))  # type: ignore[no-any-return]
     masses = _wants_mass(step), _wants_raw_mass(step.asked)
