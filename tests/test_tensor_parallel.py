@@ -54,6 +54,8 @@ def _names(world: int, impl: str, transport: str) -> list[str]:
         return ["rare_rows", "sub_groups"]
     if transport == "nccl" and not GPUS:  # its operations on tensors, and gloo's all-gather
         return STAND_IN if world > 2 else STAND_IN[-2:]
+    if world > 3 and not GPUS:  # the others do all of it
+        return ["same_tokens", "rare_rows", "sub_groups", "out_of_step", "collective_check", "device_mesh"]
     not_for = {"gloo": ["cuda_graphs", "no_sync", "hosts_that_learn_late"], "p2p": ["hosts_that_learn_late"], "nccl": []}
     return [name for name in SCENARIOS if name not in not_for[transport]]  # gloo goes through the host
 
