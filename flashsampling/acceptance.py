@@ -39,6 +39,11 @@ class Target(NamedTuple):
     impl: str | None  # who draws; None: whoever can
 
 
+def _of(value: Any, request: Tensor) -> Any:
+    """A parameter of requests (k,): a row each, or the number for all."""
+    return value.index_select(0, request) if isinstance(value, Tensor) else value
+
+
 class Parameters(NamedTuple):
     """Of all requests."""
 
@@ -50,11 +55,8 @@ class Parameters(NamedTuple):
 
     def at(self, nodes: Nodes, drafts: Drafts, vocab_size: int) -> tuple[dict[str, Any], Asked]:
         """Of some positions."""
-
-        def each(value: Any) -> Any:
-            return value.index_select(0, nodes.request) if isinstance(value, Tensor) else value
-
-        rows = {"temperature": each(self.temperature), "seed": each(self.seed), "offset": each(self.offset) + nodes.depth}
+        temperature, seed, offset = (_of(value, nodes.request) for value in (self.temperature, self.seed, self.offset))
+        rows = {"temperature": temperature, "seed": seed, "offset": offset + nodes.depth}
         masks = None if self.masks is None else self.masks.index_select(0, nodes.row)
         return rows, self.asked_by(nodes.request, masks, self.counts_at(nodes, drafts, vocab_size))
 
@@ -65,10 +67,7 @@ class Parameters(NamedTuple):
     def asked_by(self, request: Tensor, masks: Tensor | None, counts: Tensor | None) -> Asked:
         """What these requests ask for, (k,), with masks and counts of their positions."""
         names = [name for name in self.asked.names() if name not in ("bias", "dense_bias", "counts")]
-        values = {name: getattr(self.asked, name) for name in names}
-        values = {
-            name: value.index_select(0, request) if isinstance(value, Tensor) else value for name, value in values.items()
-        }
+        values = {name: _of(getattr(self.asked, name), request) for name in names}
         if masks is not None:
             values["token_mask"] = masks
         if counts is not None:

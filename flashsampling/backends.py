@@ -129,9 +129,8 @@ class Backend:
         return self.module.compiled_for(weight, max_batch_size, num_samples)  # type: ignore[no-any-return]
 
 
-_TRITON = Package(
-    "triton", "triton", (3, 6)
-)  # 3.4 fails to compile the kernel; 3.6 is measured, 3.9 compiles in all its shapes
+# 3.4 fails to compile the kernel; 3.6 is measured, 3.9 compiles in all its shapes
+_TRITON = Package("triton", "triton", (3, 6))
 _CUTE_HINT = " (pip install flashsampling[cute])"
 _TABLE = (
     Backend(

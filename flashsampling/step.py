@@ -58,6 +58,15 @@ class Asked(NamedTuple):
         fields = zip(self._fields, self, PLAIN)
         return [name for name, value, plain in fields if value is not plain and (isinstance(value, Tensor) or value != plain)]
 
+    def needs_raw_mass(self) -> bool:
+        """Whether the log-sum-exp of the raw logits is needed."""
+        return self.logprobs or self.top_logprobs > 0 or self.logprob_ids is not None or self.logsumexp
+
+    def needs_mass(self, vocab_size: int) -> bool:
+        """Whether a row may need the mass of all its processed logits: for log-probabilities, or a top-p without a top-k."""
+        by_top_k = isinstance(self.top_k, int) and 0 < self.top_k < vocab_size
+        return self.logprobs or (not by_top_k and (isinstance(self.top_p, Tensor) or not self.top_p >= 1.0))
+
     def rows(self, first: int, last: int) -> "Asked":
         """Of the rows from ``first`` up to ``last``."""
         return self._replace(**_rows_of(self, _PER_ROW, first, last))

@@ -34,24 +34,12 @@ def _processes(asked: Asked) -> bool:
     )
 
 
-def _wants_mass(step: Step) -> bool:
-    """Whether a row may need its mass at its own temperature: processed log-probabilities, top-p without top-k."""
-    top_k, top_p = step.asked.top_k, step.asked.top_p
-    by_top_k = isinstance(top_k, int) and 0 < top_k < step.vocab_size
-    return step.asked.logprobs or (not by_top_k and (isinstance(top_p, Tensor) or not top_p >= 1.0))
-
-
-def _wants_raw_mass(asked: Asked) -> bool:
-    """Whether raw log-probabilities are asked for."""
-    return asked.logprobs or asked.top_logprobs > 0 or asked.logprob_ids is not None or asked.logsumexp
-
-
 def run(step: Step, config: TileConfig | None = None) -> Drawn:
     """See ``launch.run``, of what is not PLAIN."""
     if step.num_samples > 1 or _processes(step.asked):  # of several draws the kernel would evaluate every token
         logits, _, _ = with_logits(step, 0, None, config)
         return _picking().run(step._replace(logits=logits))  # type: ignore[no-any-return]
-    masses = _wants_mass(step), _wants_raw_mass(step.asked)
+    masses = step.asked.needs_mass(step.vocab_size), step.asked.needs_raw_mass()
     # the draws also say which rows are undefined, with filters and without
     logits, summaries, drawn = with_logits(step, step.num_samples, masses, config)
     return _picking().pick(step._replace(logits=logits), _picking().Summaries(*summaries), drawn)  # type: ignore[no-any-return]

@@ -149,10 +149,6 @@ def penalty_arguments(asked: Asked) -> tuple[int | float, ...]:
     return tuple(part for value in values for part in _row_argument(value))
 
 
-def _wants_raw(asked: Asked) -> bool:
-    return asked.logprobs or asked.top_logprobs > 0 or asked.logprob_ids is not None or asked.logsumexp
-
-
 def _flags(asked: Asked, pdl: bool, config: Config, records: bool = False) -> dict[str, Any]:
     """What both kernels are compiled for."""
     return {
@@ -201,7 +197,7 @@ def run(step: Step, config: Config = CONFIG, records: Records | None = None) -> 
     batch, device = step.logits.shape[0], step.logits.device
     blocks = -(-vocab_size // config.block)
     chunks = 4 * -(-vocab_size // 128)
-    filters, wants_raw = _may_filter(asked), _wants_raw(asked)
+    filters, wants_raw = _may_filter(asked), asked.needs_raw_mass()
     # one allocation: what the second kernel is told by the first, and its candidates
     summaries = filters or asked.logprobs or records is not None
     sizes = [
@@ -230,10 +226,8 @@ def pick(step: Step, summaries: Summaries, drawn: Tensor, config: Config = CONFI
     tokens that all rows have without filters, -1 of undefined ones."""
     asked, logits = step.asked, step.logits
     assert logits is not None
-    filters, wants_raw = _may_filter(asked), _wants_raw(asked)
-    by_top_k = isinstance(asked.top_k, int) and 0 < asked.top_k < step.vocab_size
-    by_mass = asked.logprobs or (not by_top_k and (isinstance(asked.top_p, Tensor) or not asked.top_p >= 1))
-    assert summaries.sums is not None or not by_mass
+    filters, wants_raw = _may_filter(asked), asked.needs_raw_mass()
+    assert summaries.sums is not None or not asked.needs_mass(step.vocab_size)
     assert summaries.raw_sums is not None or not wants_raw
     batch, chunks = summaries.keys.shape
     assert chunks == 4 * -(-step.vocab_size // 128)
