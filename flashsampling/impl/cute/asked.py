@@ -59,7 +59,7 @@ def with_logits(
     Returns:
         logits: (B, V) float32, rows a multiple of 16 bytes apart.
         summaries: keys (B, chunks) int32 and as many float32 twice: see ``arguments.Outputs``.
-        drawn: (B * num_samples,) int64, the tokens without any filter; of no draws nobody knows what.
+        drawn: (B * num_samples,) int64, the tokens without any filter; of no draws as ``launch.run`` says.
     """
     batch, vocab_size, device = step.hidden_states.shape[0], step.vocab_size, step.hidden_states.device
     chunks = -(-vocab_size // TILE_V) * 4
@@ -77,6 +77,4 @@ def with_logits(
         0 if raw_sums is None else raw_sums.data_ptr(),
     )
     drawn = launch.run(step._replace(asked=PLAIN, num_samples=draws), config, outputs).ids
-    if draws == 0:
-        drawn = torch.empty(batch * step.num_samples, dtype=torch.int64, device=device)
     return logits[:, :vocab_size], (keys, sums, raw_sums), drawn
