@@ -58,6 +58,11 @@ class Asked(NamedTuple):
         fields = zip(self._fields, self, PLAIN)
         return [name for name, value, plain in fields if value is not plain and (isinstance(value, Tensor) or value != plain)]
 
+    def may_filter(self) -> bool:
+        """Whether a row may have a top-k, a top-p or a min-p."""
+        on = (self.top_k, lambda k: k > 0), (self.top_p, lambda p: not p >= 1), (self.min_p, lambda p: not p <= 0)
+        return any(isinstance(value, Tensor) or is_on(value) for value, is_on in on)
+
     def needs_raw_mass(self) -> bool:
         """Whether the log-sum-exp of the raw logits is needed."""
         return self.logprobs or self.top_logprobs > 0 or self.logprob_ids is not None or self.logsumexp
@@ -90,6 +95,11 @@ ARGUMENTS = {  # of ``sample``, where a field has another name
 def arguments(names: list[str]) -> str:
     """Fields of ``Asked`` as ``sample`` calls them, in a sentence."""
     return ", ".join(dict.fromkeys(ARGUMENTS.get(name, name) for name in names))
+
+
+def row_argument(value: Tensor | float) -> tuple[int, float]:
+    """A parameter of rows as kernels take it: an address and 0, or 0 and the number for all rows."""
+    return (value.data_ptr(), 0) if isinstance(value, Tensor) else (0, value)
 
 
 def _rows_of(whole: Any, names: Sequence[str], first: int, last: int) -> dict[str, Any]:

@@ -11,9 +11,9 @@ from flashsampling import exchange
 from flashsampling.exchange import WHOLE, Shard
 from flashsampling.impl.cute import asked as module
 from flashsampling.impl.cute import config, launch, slots
-from flashsampling.impl.cute.arguments import Arguments, LaunchArguments, Operands
+from flashsampling.impl.cute.arguments import NO_PROCESSING, Arguments, LaunchArguments, Operands, Processing
 from flashsampling.noise import Stream
-from flashsampling.step import Asked, Step
+from flashsampling.step import PLAIN, Asked, Step
 
 BATCH, DIM, VOCAB, SAMPLES = 5, 64, 300, 3
 
@@ -35,7 +35,8 @@ def call(monkeypatch):
         launch._plan.cache_clear()
         tokens = launch.run(step).ids
         assert len(call) == len(LaunchArguments.names())
-        operands, arguments, outputs = LaunchArguments.of(call)
+        operands, arguments, processing, outputs = LaunchArguments.of(call)
+        assert processing is None
         assert outputs is None
         assert arguments.tokens is tokens
         assert len(words[0]) == slots.words(len(tokens), operands.row_blocks)
@@ -124,7 +125,8 @@ def test_the_workspace_is_laid_out_without_gaps():
     assert [slots.before(start, word) for word in (1, 4)] == [start - 8, start - 32]
 
 
-TENSOR = torch.zeros(BATCH)
+PROCESSED = "bias", "logit_scale", "soft_cap", "dense_bias", "counts", "token_mask"
+TENSOR, VECTOR, COUNTS = torch.zeros(BATCH), torch.zeros(VOCAB), torch.zeros(BATCH, VOCAB, dtype=torch.int32)
 
 
 @pytest.mark.parametrize(
@@ -143,9 +145,14 @@ TENSOR = torch.zeros(BATCH)
         (Asked(top_logprobs=2), 0.5, (1, False, True)),
         (Asked(logsumexp=True), 0.5, (1, False, True)),
         (Asked(top_k=3, logprobs=True), 0.5, (1, True, True)),
-        (Asked(top_k=3, soft_cap=1.0), 0.5, None),
+        (Asked(top_k=3, soft_cap=1.0), 0.5, (1, False, False)),
+        (Asked(top_k=3, token_mask=TENSOR.int()[:, None]), 0.5, (1, False, False)),
+        (Asked(soft_cap=1.0, logit_scale=2.0, bias=VECTOR, logprobs=True), 0.5, (1, True, True)),
         (Asked(stream=Stream.RECOVERY), 0.5, None),
-        (Asked(token_mask=TENSOR.int()[:, None]), 0.5, None),
+        (Asked(token_mask=TENSOR.int()[:, None], logprobs=True), 0.5, None),
+        (Asked(counts=COUNTS, logsumexp=True), 0.5, None),
+        (Asked(dense_bias=VECTOR, top_logprobs=2), 0.5, None),
+        (Asked(bias_ids=TENSOR.int()[:, None], bias_values=TENSOR[:, None]), 0.5, None),
     ],
 )
 @pytest.mark.parametrize("num_samples", [1, SAMPLES])
@@ -173,10 +180,13 @@ def test_what_a_request_makes_of_a_step(monkeypatch, asked, temperature, expecte
     assert given is picked[0]
     ((plain, values),) = calls
     assert not plain
-    _, arguments, outputs = LaunchArguments.of(values)
+    _, arguments, processing, outputs = LaunchArguments.of(values)
+    assert processing is not None
     assert outputs is not None
     ((whole, *rest),) = picked
-    assert whole._replace(logits=None) == step
+    processed = {} if expected is None else {name: getattr(PLAIN, name) for name in PROCESSED}
+    assert whole._replace(logits=None) == step._replace(asked=asked._replace(**processed))
+    assert processing.any == (expected is not None and any(getattr(asked, name) is not processed[name] for name in PROCESSED))
     assert whole.logits.shape == (BATCH, VOCAB)
     assert outputs.stride == 4 * whole.logits.stride(0)
     assert outputs.stride % 16 == 0
@@ -192,3 +202,64 @@ def test_what_a_request_makes_of_a_step(monkeypatch, asked, temperature, expecte
         assert not wanted or (part.shape, part.dtype, part.data_ptr()) == ((BATCH, 12), torch.float32, address)
     assert drawn.shape == (BATCH,)
     assert drawn is arguments.tokens
+
+
+@pytest.mark.parametrize("num_samples", [1, SAMPLES])
+def test_what_changes_logits_alone_is_one_launch(monkeypatch, num_samples):
+    """Of several draws too; and every part of it is where the kernel looks for it."""
+    calls = []
+
+    def plan(batch, dim, num_samples, *rest):
+        return launch._Plan(lambda *values: calls.append((rest[-1], values)), 2, 66, 0, 0, VOCAB, 8)
+
+    def refuse():
+        raise AssertionError("nothing is to be picked")
+
+    monkeypatch.setattr(launch, "_plan", plan)
+    monkeypatch.setattr(launch, "zeroed_words", lambda needed, device: torch.zeros(needed, dtype=torch.int64))
+    monkeypatch.setattr(module, "_picking", refuse)
+    hidden, weight = (torch.zeros(rows, DIM, dtype=torch.bfloat16) for rows in (BATCH, VOCAB))
+    wide, mask = torch.zeros(BATCH, VOCAB + 7, dtype=torch.int32), torch.zeros(1, 13, dtype=torch.int32).expand(BATCH, -1)
+    penalties = {"repetition_penalty": TENSOR, "frequency_penalty": 0.25, "presence_penalty": TENSOR + 1}
+    asked = Asked(bias=VECTOR, logit_scale=2.0, soft_cap=30.0, dense_bias=VECTOR + 1, counts=wide, **penalties, token_mask=mask)
+    drawn = launch.run(Step(hidden, weight, 0.5, 7, 11, num_samples, VOCAB, asked=asked))
+    ((plain, values),) = calls
+    assert not plain
+    _, arguments, processing, outputs = LaunchArguments.of(values)
+    assert arguments.num_samples == num_samples
+    assert drawn.ids is arguments.tokens
+    assert set(outputs) == {0}
+    assert processing == Processing(
+        any=1,
+        bias=VECTOR.data_ptr(),
+        logit_scale=2.0,
+        soft_cap=30.0,
+        dense_bias=asked.dense_bias.data_ptr(),
+        counts=wide.data_ptr(),
+        counts_stride=4 * (VOCAB + 7),
+        repetition=TENSOR.data_ptr(),
+        repetition_value=0,
+        frequency=0,
+        frequency_value=0.25,
+        presence=asked.presence_penalty.data_ptr(),
+        presence_value=0,
+        token_mask=mask.data_ptr(),
+        mask_stride=0,
+    )
+    nothing = Processing(*NO_PROCESSING)
+    assert nothing._replace(logit_scale=0.0, repetition_value=0.0) == (0,) * len(NO_PROCESSING)
+
+
+def test_what_asks_for_nothing_takes_the_plain_kernel(monkeypatch):
+    calls = []
+
+    def plan(*rest):
+        return launch._Plan(lambda *values: calls.append((rest[-1], values)), 2, 66, 0, 0, VOCAB, 8)
+
+    monkeypatch.setattr(launch, "_plan", plan)
+    monkeypatch.setattr(launch, "zeroed_words", lambda needed, device: torch.zeros(needed, dtype=torch.int64))
+    hidden, weight = (torch.zeros(rows, DIM, dtype=torch.bfloat16) for rows in (BATCH, VOCAB))
+    launch.run(Step(hidden, weight, 0.5, 7, 11, 1, VOCAB, asked=Asked(top_k=-1, repetition_penalty=TENSOR)))
+    ((plain, values),) = calls
+    assert plain
+    assert len(values) == len(LaunchArguments.names())

@@ -9,6 +9,7 @@ import torch
 import flashsampling
 from flashsampling import workspace
 from flashsampling.impl.cute import asked, config, launch
+from flashsampling.impl.cute.arguments import NO_PROCESSING
 from flashsampling.step import PLAIN, Asked, Step, layout
 from tests.conftest import DEVICE
 from tests.problems import KERNELS
@@ -61,10 +62,15 @@ def masses_of(chunks: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
     return torch.exp2((chunks.clamp(max=LARGEST).double() - top) * scale).sum(2)
 
 
-def check(step: Step, shape: config.TileConfig | None = None, draws: int | None = None) -> tuple:
+def check(
+    step: Step,
+    shape: config.TileConfig | None = None,
+    draws: int | None = None,
+    processing: tuple[int | float, ...] = NO_PROCESSING,
+) -> tuple:
     """What is left of a step: (logits, keys, sums, raw sums), all of it right."""
     draws = step.num_samples if draws is None else draws
-    logits, (keys, sums, raw_sums), drawn = asked.with_logits(step, draws, BOTH, shape)
+    logits, (keys, sums, raw_sums), drawn = asked.with_logits(step, draws, BOTH, shape, processing)
     batch, vocab = step.hidden_states.shape[0], step.vocab_size
     assert logits.shape == (batch, vocab)
     assert logits.stride(0) % 4 == 0
@@ -197,7 +203,7 @@ def test_nothing_is_written_beside(vocab, shape):
         others = [torch.full((2 * shape.block_b + 8, chunks), poison, device=DEVICE) for _ in range(3)]
         at = 4  # rows before
         outputs = [tensor[at:].data_ptr() for tensor in (logits, *others)]
-        launch.run(step, shape, (outputs[0], 4096, *outputs[1:]))
+        launch.run(step, shape, (*NO_PROCESSING, outputs[0], 4096, *outputs[1:]))
         for tensor, columns in ((logits, vocab), *((other, chunks) for other in others)):
             written = torch.zeros_like(tensor, dtype=torch.bool)
             written[at : at + batch, :columns] = True

@@ -83,14 +83,41 @@ class Arguments(NamedTuple):
         return slots.infinite(slot, Int64(self.batch))
 
 
+class Processing(NamedTuple):
+    """What a kernel with ``Features.logits`` makes of its logits before it looks at them: see ``processing``. Of a whole
+    vocabulary. Addresses are of float32 where nothing is said; 0: none."""
+
+    any: Int32  # 0: nothing
+    bias: Int64  # of (V,)
+    logit_scale: Float32
+    soft_cap: Float32  # 0: none
+    dense_bias: Int64  # of (V,)
+    counts: Int64  # of (B, V) int32: see ``step.Asked.counts``
+    counts_stride: Int64  # of its rows, in bytes
+    repetition: Int64  # of (B,), or 0: repetition_value; likewise the others
+    repetition_value: Float32
+    frequency: Int64
+    frequency_value: Float32
+    presence: Int64
+    presence_value: Float32
+    token_mask: Int64  # of (B, ceil(V / 32)) int32
+    mask_stride: Int64  # of its rows, in bytes
+
+
+NO_PROCESSING = (0, 0, 1.0, 0.0, 0, 0, 0, 0, 1.0, 0, 0.0, 0, 0.0, 0, 0)
+
+
 class Outputs(NamedTuple):
     """Where a kernel with ``Features.logits`` writes, of a whole vocabulary, beside the tokens. Chunks: see ``summaries``."""
 
-    logits: Int64  # address of (B, V) float32
+    logits: Int64  # address of (B, V) float32; 0: none, nor any of the following
     stride: Int64  # of its rows, in bytes: a multiple of 16
     keys: Int64  # address of (B, 4 * ceil(V / 128)) int32: of each chunk the highest logit, as int32 in its order
     sums: Int64  # address of as many float32: masses relative to it at the row's temperature, a greedy row's at 1; 0: none
     raw_sums: Int64  # at temperature 1; 0: none
+
+
+NO_OUTPUTS = (0, 0, 0, 0, 0)
 
 
 class LaunchArguments(NamedTuple):
@@ -98,24 +125,29 @@ class LaunchArguments(NamedTuple):
 
     operands: Operands
     arguments: Arguments
+    asked: Processing | None = None
     outputs: Outputs | None = None
 
     @classmethod
     def names(cls, logits: bool = False) -> tuple[str, ...]:
         """Of the positional arguments. ``logits``: see ``Features``."""
-        return Operands._fields + Arguments._fields + (Outputs._fields if logits else ())
+        return Operands._fields + Arguments._fields + (Processing._fields + Outputs._fields if logits else ())
 
     @classmethod
     def of(cls, values) -> "LaunchArguments":
         """Positional arguments by their names."""
-        first, second = len(Operands._fields), len(Operands._fields) + len(Arguments._fields)
-        outputs = Outputs(*values[second:]) if len(values) > second else None
-        return cls(Operands(*values[:first]), Arguments(*values[first:second]), outputs)
+        parts, rest = [], list(values)
+        for part in (Operands, Arguments, Processing, Outputs):
+            some, rest = rest[: len(part._fields)], rest[len(part._fields) :]
+            parts += [part(*some)] if some else []
+        return cls(*parts)
 
     @classmethod
     def fakes(cls, logits: bool = False) -> list[Any]:
         """What it is compiled with. ``tokens`` is the one tensor, by which the launch finds the current stream."""
-        types = get_type_hints(Operands) | get_type_hints(Arguments) | get_type_hints(Outputs)
+        types = {}
+        for part in (Operands, Arguments, Processing, Outputs):
+            types |= get_type_hints(part)
         values = {name: types[name](1) for name in cls.names(logits)}
         return list((values | {"tokens": cute.runtime.make_fake_compact_tensor(Int64, (cute.sym_int32(),))}).values())
 

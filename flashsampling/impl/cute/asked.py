@@ -1,8 +1,12 @@
-"""Steps that must see a row's logits more than once: the Hopper kernel stores them, and ``impl.triton`` picks from them.
+"""Steps of which something is asked: one launch where the kernel can do all of it in registers (``Features.logits``), else it
+stores logits, and ``impl.triton`` picks from them.
 
-filters and log-probabilities of the products     two launches: the kernel draws and summarises them too (``Features.logits``),
-                                                  then ``impl.triton.logits.pick``
-what changes logits, other noise, several draws   three: the kernel only stores them, then ``impl.triton.logits.run``
+head, bias of all rows, penalties, token mask   one launch (``processing``)
+filters, with any of these                      two: the kernel draws and summarises what it stores too (``summaries``), then
+                                                ``impl.triton.logits.pick``
+log-probabilities, with the head's own          likewise
+log-probabilities, with what a request changes, three: the kernel only stores products, then ``impl.triton.logits.run``; the
+a bias by row, other noise, several draws       former need two logits of a token, raw and processed
 """
 
 import functools
@@ -12,8 +16,9 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from ...step import PLAIN, Asked, Drawn, Step
+from ...step import PLAIN, Asked, Drawn, Step, row_argument
 from . import launch
+from .arguments import NO_OUTPUTS, NO_PROCESSING
 from .config import TILE_V, TileConfig
 
 
@@ -23,30 +28,77 @@ def _picking() -> ModuleType:
     return importlib.import_module("..triton.logits", __package__)
 
 
-def _processes(asked: Asked) -> bool:
-    """Whether what is drawn from is another thing than the products, or drawn with noise that the kernel has not."""
-    tensors = asked.bias, asked.dense_bias, asked.bias_ids, asked.counts, asked.token_mask
+def _scanned(step: Step) -> bool:
+    """Whether the kernel leaves products, from which everything is made: what is said of it in the module's docstring."""
+    asked = step.asked
+    of_request = any(part is not None for part in (asked.dense_bias, asked.counts, asked.token_mask))
     return (
-        asked.logit_scale != 1.0
-        or asked.soft_cap != 0.0
+        asked.bias_ids is not None
         or asked.stream != PLAIN.stream
-        or any(tensor is not None for tensor in tensors)
+        or (of_request and asked.needs_raw_mass())
+        or (step.num_samples > 1 and (asked.may_filter() or asked.needs_raw_mass()))
     )
+
+
+def _rows_of(matrix: Tensor | None) -> tuple[int, int, Tensor | None]:
+    """Address of a matrix of 32-bit elements, its rows' distance in bytes, and what holds them."""
+    if matrix is None:
+        return 0, 0, None
+    if matrix.shape[1] > 1 and matrix.stride(1) != 1:
+        matrix = matrix.contiguous()
+    return matrix.data_ptr(), matrix.stride(0) * 4, matrix
+
+
+def _address(vector: Tensor | None) -> int:
+    return 0 if vector is None else vector.data_ptr()
+
+
+def processing_of(asked: Asked) -> tuple[tuple[int | float, ...], tuple[Tensor | None, ...]]:
+    """``arguments.Processing``, and what must live until the launch."""
+    counts, counts_stride, of_counts = _rows_of(asked.counts)
+    mask, mask_stride, of_mask = _rows_of(asked.token_mask)
+    tensors = asked.bias, asked.dense_bias, of_counts, of_mask
+    changes = any(part is not None for part in tensors) or asked.logit_scale != 1.0 or asked.soft_cap != 0.0
+    processing = (
+        int(changes),
+        _address(asked.bias),
+        asked.logit_scale,
+        asked.soft_cap,
+        _address(asked.dense_bias),
+        counts,
+        counts_stride,
+        *row_argument(asked.repetition_penalty),
+        *row_argument(asked.frequency_penalty),
+        *row_argument(asked.presence_penalty),
+        mask,
+        mask_stride,
+    )
+    return processing, tensors
 
 
 def run(step: Step, config: TileConfig | None = None) -> Drawn:
     """See ``launch.run``, of what is not PLAIN."""
-    if step.num_samples > 1 or _processes(step.asked):  # of several draws the kernel would evaluate every token
+    asked = step.asked
+    if _scanned(step):
         logits, _, _ = with_logits(step, 0, None, config)
         return _picking().run(step._replace(logits=logits))  # type: ignore[no-any-return]
-    masses = step.asked.needs_mass(step.vocab_size), step.asked.needs_raw_mass()
+    processing, _held = processing_of(asked)
+    if not (asked.may_filter() or asked.needs_raw_mass()):
+        return launch.run(step._replace(asked=PLAIN), config, (*processing, *NO_OUTPUTS) if processing[0] else ())
+    masses = asked.needs_mass(step.vocab_size), asked.needs_raw_mass()
     # the draws also say which rows are undefined, with filters and without
-    logits, summaries, drawn = with_logits(step, step.num_samples, masses, config)
-    return _picking().pick(step._replace(logits=logits), _picking().Summaries(*summaries), drawn)  # type: ignore[no-any-return]
+    logits, summaries, drawn = with_logits(step, step.num_samples, masses, config, processing)
+    left = asked._replace(bias=None, logit_scale=1.0, soft_cap=0.0, dense_bias=None, counts=None, token_mask=None)
+    of_chunks = _picking().Summaries(*summaries)
+    return _picking().pick(step._replace(logits=logits, asked=left), of_chunks, drawn)  # type: ignore[no-any-return]
 
 
 def with_logits(
-    step: Step, draws: int, masses: tuple[bool, bool] | None, config: TileConfig | None = None
+    step: Step,
+    draws: int,
+    masses: tuple[bool, bool] | None,
+    config: TileConfig | None = None,
+    processing: tuple[int | float, ...] = NO_PROCESSING,
 ) -> tuple[Tensor, tuple[Tensor, Tensor | None, Tensor | None], Tensor]:
     """One launch, for a whole vocabulary.
 
@@ -55,6 +107,7 @@ def with_logits(
         draws: how many of ``step.num_samples`` are wanted: all or none.
         masses: whether the chunks' are wanted, at the rows' temperatures and at 1.
         config: in place of the shape that is chosen.
+        processing: ``arguments.Processing``, of what becomes of the products before all else.
 
     Returns:
         logits: (B, V) float32, rows a multiple of 16 bytes apart.
@@ -76,5 +129,5 @@ def with_logits(
         0 if sums is None else sums.data_ptr(),
         0 if raw_sums is None else raw_sums.data_ptr(),
     )
-    drawn = launch.run(step._replace(asked=PLAIN, num_samples=draws), config, outputs).ids
+    drawn = launch.run(step._replace(asked=PLAIN, num_samples=draws), config, processing + outputs).ids
     return logits[:, :vocab_size], (keys, sums, raw_sums), drawn

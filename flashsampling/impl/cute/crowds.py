@@ -32,6 +32,7 @@ class Crowds:
         self.own_blocks = fragments.own_blocks
         self.vector = fragments.vector
         self.counts_evaluations = features.counts_evaluations
+        self.masks = features.logits  # see ``search``
 
     @cute.jit
     def crowded(self, mask: Uint32) -> Uint32:
@@ -115,6 +116,8 @@ class Crowds:
                     sampled = live & (token < args.end) & (token >= args.skip)
                     is_inf = score == Float32(INFINITY)
                     counts = (score != Float32(INFINITY)) & (score != Float32(-INFINITY))  # finite, or NaN
+                    if const_expr(self.masks):
+                        counts = counts & (copy[r, number] != Float32(-INFINITY))
                     best = reduction.max_key(best, Int64(select_(sampled & counts, key, Int64(0))))
                     best_inf = reduction.max_key(best_inf, Int64(select_(sampled & is_inf, key, Int64(0))))
                 if const_expr(self.counts_evaluations):

@@ -6,6 +6,7 @@ calls one method of it per step. Behind it is a room per subject:
     codes        noise warpgroup        seven bits of every token's noise, into shared memory, while the matmul runs
     search       consumer warpgroups    a bound of each logit's score; what may reach its row's threshold is a candidate
     candidates   two warps              the exact score of a candidate; what leads its row in this CTA is published
+    processing   consumer warpgroups    with ``Features.logits``: bias, soft cap, penalties, mask
     summaries    consumer warpgroups    with ``Features.logits``: logits to memory, and of chunks the highest and the mass
     crowds       consumer warpgroups    exact scores of whole tiles, where a crowd may win or there are several draws
     learning     all of these           when, and by what, a row's threshold falls; ``threshold`` says why no token is missed
@@ -21,16 +22,17 @@ adds a room: its options to ``config.Features``, which is part of what a kernel 
 """
 
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Int32, Int64, const_expr
 
 from . import reduction, shared
-from .arguments import Arguments, Outputs, Walk
+from .arguments import Arguments, Outputs, Processing, Walk
 from .candidates import Queue
 from .codes import Codes
 from .config import Features, TileConfig
 from .crowds import Crowds
 from .fragments import Fragments
 from .learning import Learning
+from .processing import Processed
 from .search import Search
 from .shared import Shared
 from .summaries import Summaries
@@ -46,7 +48,8 @@ class SampleEpilogue:
         self.codes = Codes(config, self.fragments)
         self.learning = Learning(self.fragments)
         self.queue = Queue(self.fragments, self.codes, self.learning, features)
-        self.searching = Search(self.fragments, self.learning, self.queue, Crowds(self.fragments, features))
+        self.searching = Search(self.fragments, self.learning, self.queue, Crowds(self.fragments, features), features)
+        self.processed = Processed(self.fragments) if features.logits else None
         self.summaries = Summaries(self.fragments) if features.logits else None
 
     # -- shared memory
@@ -98,6 +101,13 @@ class SampleEpilogue:
         return self.searching.sampled(args, walk, iteration)
 
     @cute.jit
+    def prefetch(self, args: Arguments, asked: Processing | None, walk: Walk, iteration, thread):
+        """For ``search``, before the tile's matmul: what it will read, on its way."""
+        if const_expr(self.processed is not None):
+            if asked.any != 0:
+                self.processed.prefetch(args, asked, walk, iteration, thread)
+
+    @cute.jit
     def receive(self, args: Arguments, memory: Shared, iteration, thread):
         """For ``search``, while the last products are on their way: a tile's codes, and the first words of them."""
         of_tile = self.codes.wait(memory, iteration, args.num_samples == 1)
@@ -105,18 +115,32 @@ class SampleEpilogue:
 
     @cute.jit
     def search(
-        self, args: Arguments, out: Outputs, walk: Walk, of_tile: Shared, logits, words, sampled, iteration, thread, barrier
+        self,
+        args: Arguments,
+        asked: Processing | None,
+        out: Outputs | None,
+        walk: Walk,
+        of_tile: Shared,
+        logits,
+        words,
+        sampled,
+        iteration,
+        thread,
+        barrier,
     ):
         """The search of the CTA's tile number ``iteration``, and its codes' release. ``barrier``: of these threads."""
         if sampled != 0:
             if const_expr(self.summaries is None):
                 self.searching.tile(args, walk, of_tile, logits, words, sampled, iteration, thread, barrier)
             else:
+                if asked.any != 0:
+                    self.processed.tile(args, asked, walk, logits, iteration, thread)
                 if sampled == 1:
                     self.searching.mask(args, logits, self.fragments.token(walk.first_token(iteration), thread))
                 if args.num_samples != 0:
                     self.searching.tile(args, walk, of_tile, logits, words, Int32(2), iteration, thread, barrier)
-                self.summaries.tile(args, out, walk, of_tile, logits, sampled, iteration, thread, barrier)
+                if out.logits != Int64(0):
+                    self.summaries.tile(args, out, walk, of_tile, logits, sampled, iteration, thread, barrier)
         self.codes.release(of_tile, iteration, thread, args.num_samples == 1)
 
     @cute.jit

@@ -55,7 +55,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr, pipeline
 from cutlass.cute.nvgpu import cpasync
 
-from .arguments import Arguments, LaunchArguments, Outputs, Walk
+from .arguments import Arguments, LaunchArguments, Outputs, Processing, Walk
 from .config import SHARED_BYTES, Features, TileConfig
 from .epilogue import SampleEpilogue
 from .mainloop import Mainloop
@@ -80,7 +80,7 @@ class SampleKernel:
     @cute.jit
     def __call__(self, *arguments):
         """Of ``LaunchArguments``, and the stream."""
-        of_host, args, out = LaunchArguments.of(arguments[:-1])
+        of_host, args, asked, out = LaunchArguments.of(arguments[:-1])
 
         def matrix(address, rows, stride):
             pointer = cute.make_ptr(self.dtype, address, cute.AddressSpace.gmem, assumed_align=16)
@@ -115,6 +115,7 @@ class SampleKernel:
             w_layout,
             h_layout,
             args,
+            asked,
             out,
             of_host.dim,
             of_host.row_blocks,
@@ -138,6 +139,7 @@ class SampleKernel:
         w_layout: cute.ComposedLayout,
         h_layout: cute.ComposedLayout,
         args: Arguments,
+        asked: Processing | None,
         out: Outputs | None,
         dim: Int32,
         row_blocks: Int32,
@@ -203,10 +205,11 @@ class SampleKernel:
             k_tiles = cute.ceil_div(dim, self.mainloop.tile[2])
             for i in cutlass.range(walk.tiles, unroll=1):
                 sampled = self.epilogue.sampled(args, walk, i)
+                self.epilogue.prefetch(args, asked, walk, i, thread)
                 state, release = self.mainloop.accumulate(pipe, tiled_mma, tCrW, tCrH, accumulator, state, release, k_tiles)
                 of_tile, words = self.epilogue.receive(args, shared, i, thread)  # while the last products are on their way
                 release = self.mainloop.drain(pipe, release)
-                self.epilogue.search(args, out, walk, of_tile, logits, words, sampled, i, thread, consumers)
+                self.epilogue.search(args, asked, out, walk, of_tile, logits, words, sampled, i, thread, consumers)
             self.epilogue.done(shared, thread)
             published.arrive()
         if const_expr(self.cluster > 1):  # no CTA leaves while another may still signal its barriers

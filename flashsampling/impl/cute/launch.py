@@ -49,9 +49,10 @@ def _plan(
     return _Plan(kernel_for(dtype, config, not plain), row_blocks, ctas, first_token - skip, *sampled, words)
 
 
-def run(step: Step, config: TileConfig | None = None, outputs: tuple[int, ...] = ()) -> Drawn:
-    """See ``backends``: one launch, where nothing is asked for. ``config`` in place of the shape that is chosen. ``outputs``:
-    ``arguments.Outputs``, of a kernel that writes them, which may make no draws at all: of one token nobody knows what."""
+def run(step: Step, config: TileConfig | None = None, asked_for: tuple[int | float, ...] = ()) -> Drawn:
+    """See ``backends``: one launch, where nothing is asked for. ``config`` in place of the shape that is chosen. ``asked_for``:
+    ``arguments.Processing`` and ``arguments.Outputs``, of a kernel with ``Features.logits``, which may make no draws at all: of
+    one token nobody knows what."""
     # nothing is asked for twice: an attribute of a tensor costs the host a tenth of a microsecond, a field of the step a third
     hidden_states, weight, _, _, _, num_samples, vocab_size, shard, asked, _ = step
     if asked is not PLAIN:
@@ -66,7 +67,7 @@ def run(step: Step, config: TileConfig | None = None, outputs: tuple[int, ...] =
         hidden, hidden_stride = padded.data_ptr(), padded.shape[1]
     first_token, exchange = shard
     kernel, row_blocks, ctas, base, skip, end, words = _plan(
-        batch, dim, num_samples, vocab_size, first_token, dtype, device, config, not outputs
+        batch, dim, num_samples, vocab_size, first_token, dtype, device, config, not asked_for
     )
     tokens = torch.empty(batch * num_samples or 1, dtype=torch.int64, device=device)
     workspace = zeroed_words(words, device)  # which is held until the launch
@@ -95,6 +96,6 @@ def run(step: Step, config: TileConfig | None = None, outputs: tuple[int, ...] =
         end,
         num_samples,
         exchange,
-        *outputs,
+        *asked_for,
     )
     return Drawn.__new__(Drawn, tokens)  # Drawn(tokens), less half of its host time

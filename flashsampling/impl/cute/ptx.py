@@ -65,3 +65,33 @@ def store_four(address: Int64, words: list) -> None:
     """Four words of 32 bits to global memory, side by side, at an address of 16 bytes."""
     ptx = "st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};"
     cute.arch.inline_ptx(ptx, read_only_args=[address, *words])
+
+
+def prefetch(address: Int64) -> None:
+    """Global memory to the level-2 cache."""
+    cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[address])
+
+
+def _of_two(instruction: str, a: Any, b: Any) -> Any:
+    ptx = f"{instruction}.f32 {{$w0}}, {{$r0}}, {{$r1}};"
+    return cute.arch.inline_ptx(ptx, write_only_types=[Float32], read_only_args=[a, b])
+
+
+def add(a: Any, b: Any) -> Any:
+    """Rounded, whatever follows: compilers fuse products into sums."""
+    return _of_two("add.rn", a, b)
+
+
+def subtract(a: Any, b: Any) -> Any:
+    """Likewise."""
+    return _of_two("sub.rn", a, b)
+
+
+def multiply(a: Any, b: Any) -> Any:
+    """Likewise."""
+    return _of_two("mul.rn", a, b)
+
+
+def divide(a: Any, b: Any) -> Any:
+    """Within two units in the last place, as Triton divides."""
+    return _of_two("div.full", a, b)

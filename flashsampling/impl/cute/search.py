@@ -9,7 +9,7 @@ from cutlass import Boolean, Float32, Int32, Uint32, const_expr, range_constexpr
 from . import noise, ptx, threshold
 from .arguments import Arguments, Walk
 from .candidates import Queue
-from .config import TILE_V
+from .config import TILE_V, Features
 from .crowds import Crowds
 from .fragments import Fragments
 from .learning import Learning
@@ -20,7 +20,7 @@ from .shared import Shared
 class Search:
     """Of a tile shape."""
 
-    def __init__(self, fragments: Fragments, learning: Learning, queue: Queue, crowds: Crowds):
+    def __init__(self, fragments: Fragments, learning: Learning, queue: Queue, crowds: Crowds, features: Features):
         self.fragments = fragments
         self.halves = fragments.halves
         self.own_blocks = fragments.own_blocks
@@ -28,6 +28,7 @@ class Search:
         self.learning = learning
         self.queue = queue
         self.crowds = crowds
+        self.masks = features.logits  # -inf is what is masked out: no score, whatever the temperature, and no candidate
 
     def sampled(self, args, walk, iteration):
         """2 if all of a tile's tokens are sampled, 1 if some are, 0 if none. What a cluster rounds its tiles up by is not:
@@ -122,6 +123,10 @@ class Search:
                 for i in self.fragments.logits_of(n % 2, n // 2):
                     wins = threshold.may_win_smooth(logits[i], noise.code_float(words[i // 4], i % 4), *rows[n])
                     mask = mask | Uint32(select_(wins, Uint32(1 << i), Uint32(0)))
+        if const_expr(self.masks):
+            for i in range_constexpr(4 * self.vector):
+                out = logits[i] == Float32(-INFINITY)
+                mask = mask & ~Uint32(select_(out, Uint32(1 << i), Uint32(0)))
         return mask
 
     @cute.jit

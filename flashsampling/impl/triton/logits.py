@@ -23,7 +23,7 @@ import triton
 from torch import Tensor
 
 from ...exchange import WHOLE
-from ...step import Asked, Drawn, Step, layout
+from ...step import Asked, Drawn, Step, layout, row_argument
 from ..device import capability
 from .logits_pick import pick_kernel
 from .logits_scan import scan_kernel
@@ -84,17 +84,6 @@ def unsupported(step: Step) -> str | None:
     return None
 
 
-def _row_argument(value: Tensor | float) -> tuple[int, float]:
-    """An address and 0, or 0 and the number for all rows."""
-    return (value.data_ptr(), 0) if isinstance(value, Tensor) else (0, value)
-
-
-def _may_filter(asked: Asked) -> bool:
-    """Whether any row may have a filter."""
-    on = (asked.top_k, lambda k: k > 0), (asked.top_p, lambda p: not p >= 1), (asked.min_p, lambda p: not p <= 0)
-    return any(isinstance(value, Tensor) or is_on(value) for value, is_on in on)
-
-
 def _contiguous_rows(matrix: Tensor | None) -> Tensor | None:
     return matrix if matrix is None or matrix.shape[1] <= 1 or matrix.stride(1) == 1 else matrix.contiguous()
 
@@ -146,7 +135,7 @@ def has_head(asked: Asked) -> bool:
 def penalty_arguments(asked: Asked) -> tuple[int | float, ...]:
     """Address and number of each penalty, as the kernels have them."""
     values = (asked.repetition_penalty, asked.frequency_penalty, asked.presence_penalty)
-    return tuple(part for value in values for part in _row_argument(value))
+    return tuple(part for value in values for part in row_argument(value))
 
 
 def _flags(asked: Asked, pdl: bool, config: Config, records: bool = False) -> dict[str, Any]:
@@ -156,7 +145,7 @@ def _flags(asked: Asked, pdl: bool, config: Config, records: bool = False) -> di
         "REPS": config.reps,
         "ENTRIES": entries_of(asked),
         "HEAD": has_head(asked),
-        "FILTERS": _may_filter(asked),
+        "FILTERS": asked.may_filter(),
         "LOGPROBS": asked.logprobs or records,
         "TOP_K_WIDE": not isinstance(asked.top_k, Tensor) or asked.top_k.dtype == torch.int64,
         "PDL": pdl,
@@ -174,9 +163,9 @@ def _arguments(step: Step, summaries: tuple[Tensor | None, ...], blocks: int) ->
     return (
         *source_arguments(step),
         *step.row_arguments(),
-        *_row_argument(asked.top_k),
-        *_row_argument(asked.top_p),
-        *_row_argument(asked.min_p),
+        *row_argument(asked.top_k),
+        *row_argument(asked.top_p),
+        *row_argument(asked.min_p),
         *penalty_arguments(asked),
         *summaries,
         step.num_samples,
@@ -197,7 +186,7 @@ def run(step: Step, config: Config = CONFIG, records: Records | None = None) -> 
     batch, device = step.logits.shape[0], step.logits.device
     blocks = -(-vocab_size // config.block)
     chunks = 4 * -(-vocab_size // 128)
-    filters, wants_raw = _may_filter(asked), asked.needs_raw_mass()
+    filters, wants_raw = asked.may_filter(), asked.needs_raw_mass()
     # one allocation: what the second kernel is told by the first, and its candidates
     summaries = filters or asked.logprobs or records is not None
     sizes = [
@@ -226,7 +215,7 @@ def pick(step: Step, summaries: Summaries, drawn: Tensor, config: Config = CONFI
     tokens that all rows have without filters, -1 of undefined ones."""
     asked, logits = step.asked, step.logits
     assert logits is not None
-    filters, wants_raw = _may_filter(asked), asked.needs_raw_mass()
+    filters, wants_raw = asked.may_filter(), asked.needs_raw_mass()
     assert summaries.sums is not None or not asked.needs_mass(step.vocab_size)
     assert summaries.raw_sums is not None or not wants_raw
     batch, chunks = summaries.keys.shape

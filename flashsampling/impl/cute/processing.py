@@ -1,0 +1,180 @@
+"""What a request makes of a tile's logits, in registers, before anything else looks at them.
+
+The order is the contract's (section 5): the head's bias, scale and soft cap; a bias of all rows; penalties; the token mask. A
+token that is masked out has -inf, which ``search`` and ``crowds`` pass over. Every operation is the one that Triton's kernels
+make of ``logits_source`` (which products are fused into sums, which division it is), so that a logit is the same bits whoever
+makes it, and ``sample_from_logits`` of the products gives the tokens of ``sample``.
+
+What is read is small beside the weight, but comes from where the weight has pushed it: ``prefetch`` asks for a tile's share
+before its products are begun.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32, range_constexpr, select_
+
+from . import ptx
+from .arguments import Arguments, Processing, Walk
+from .config import TILE_V
+from .fragments import Fragments
+from .memory import global_pointer
+from .reduction import INFINITY
+from .shared import CONSUMER_THREADS
+
+_AT_ONCE = 32, 16  # logits of a thread that has one or both halves: all of it is unrolled, and more of 128 would spill
+_LOG2_E = 1.4426950408889634
+_LINE = 128  # bytes
+
+
+class Processed:
+    """Of a tile shape."""
+
+    def __init__(self, fragments: Fragments):
+        self.fragments = fragments
+        self.halves = fragments.halves
+        self.block_b = fragments.block_b
+        self.own_blocks = fragments.own_blocks
+        most = max(_AT_ONCE[self.halves - 1] // (4 * self.halves), 1)
+        self.blocks = next(n for n in range(min(most, self.own_blocks), 0, -1) if self.own_blocks % n == 0)  # at once
+
+    @cute.jit
+    def prefetch(self, args: Arguments, asked: Processing, walk: Walk, iteration, thread):
+        """The consumers: a tile's share of what is different in every row, from memory to the level-2 cache."""
+        first = walk.first_token(iteration)
+        rows = cutlass.min(args.batch - walk.first_row, self.block_b)
+        if asked.token_mask != Int64(0):
+            words = cute.ceil_div(args.end, 32)
+            for column in cutlass.range(thread, rows, CONSUMER_THREADS, unroll=1):
+                row = asked.token_mask + Int64(walk.first_row + column) * asked.mask_stride
+                ptx.prefetch(row + Int64(cutlass.min(first // 32, words - 1)) * 4)
+        if asked.counts != Int64(0):
+            lines = TILE_V * 4 // _LINE
+            for place in cutlass.range(thread, rows * lines, CONSUMER_THREADS, unroll=1):
+                row = asked.counts + Int64(walk.first_row + place // lines) * asked.counts_stride
+                token = cutlass.min(first + place % lines * (_LINE // 4), args.end - 1)
+                ptx.prefetch(row + Int64(token) * 4)
+
+    @cute.jit
+    def tile(self, args: Arguments, asked: Processing, walk: Walk, logits, iteration, thread):
+        """The consumers, 256 threads: the logits (2 columns, 2 rows, blocks of eight columns, halves of the tokens) of the
+        CTA's tile number ``iteration`` become what the request makes of them. Those beyond the vocabulary become whatever."""
+        lane = thread % 32
+        first_row = walk.first_row + 8 * self.fragments.first_block(thread // 32) + 2 * (lane % 4)
+        token0 = self.fragments.token(walk.first_token(iteration), thread)
+        tokens = [cutlass.min(token0 + 8 * r + 64 * half, args.end - 1) for half in range(self.halves) for r in range(2)]
+        for _ in cutlass.range(self.own_blocks // self.blocks, unroll=1):
+            self._head(asked, logits, tokens)
+            if asked.dense_bias != Int64(0):
+                self._add(asked.dense_bias, logits, tokens)
+            if asked.counts != Int64(0):
+                self._penalties(args, asked, logits, tokens, first_row)
+            if asked.token_mask != Int64(0):
+                self._mask(args, asked, logits, tokens, first_row)
+            self._rotate(logits)
+            first_row += 8 * self.blocks
+
+    # -- of the first blocks of columns
+
+    def _each(self) -> list[tuple[int, int, int, int, int]]:
+        """Column of two, row of two, block, half, and the number of the token, of every logit."""
+        return [
+            (c, r, j, half, 2 * half + r)
+            for j in range(self.blocks)
+            for c in range(2)
+            for half in range(self.halves)
+            for r in range(2)
+        ]
+
+    def _rotate(self, logits):
+        """The next blocks become the first ones, these the last."""
+        if self.blocks == self.own_blocks:
+            return
+        for c in range(2):
+            for r in range(2):
+                for half in range(self.halves):
+                    values = [logits[c, r, j, half] for j in range(self.own_blocks)]
+                    for j in range(self.own_blocks):
+                        logits[c, r, j, half] = values[(j + self.blocks) % self.own_blocks]
+
+    @cute.jit
+    def _add(self, address, logits, tokens):
+        """A (V,) float32 vector."""
+        values = [global_pointer(Float32, address + Int64(token) * 4).load() for token in tokens]
+        for c, r, j, half, n in self._each():
+            logits[c, r, j, half] = ptx.add(logits[c, r, j, half], values[n])
+
+    @cute.jit
+    def _head(self, asked, logits, tokens):
+        if asked.bias != Int64(0):
+            self._add(asked.bias, logits, tokens)
+        if asked.logit_scale != Float32(1.0):
+            for c, r, j, half, _ in self._each():
+                logits[c, r, j, half] = ptx.multiply(logits[c, r, j, half], asked.logit_scale)
+        if asked.soft_cap > Float32(0.0):
+            for c, r, j, half, _ in self._each():
+                capped = _tanh(ptx.divide(logits[c, r, j, half], asked.soft_cap))
+                logits[c, r, j, half] = ptx.multiply(capped, asked.soft_cap)
+
+    @cute.jit
+    def _penalties(self, args, asked, logits, tokens, first_row):
+        counts = cute.make_rmem_tensor(4 * self.blocks * self.halves, Int32)
+        for at, (c, _, j, _, n) in enumerate(self._each()):
+            address = asked.counts + Int64(cutlass.min(first_row + 8 * j + c, args.batch - 1)) * asked.counts_stride
+            counts[at] = global_pointer(Int32, address + Int64(tokens[n]) * 4).load()
+        for j in range_constexpr(self.blocks):
+            some = Int32(0)
+            for at in range_constexpr(4 * self.halves):
+                some = some | counts[4 * self.halves * j + at]
+            if some != Int32(0):  # of few threads
+                for c in range_constexpr(2):
+                    row = cutlass.min(first_row + 8 * j + c, args.batch - 1)
+                    repetition = _of_row(asked.repetition, asked.repetition_value, row)
+                    frequency = _of_row(asked.frequency, asked.frequency_value, row)
+                    presence = _of_row(asked.presence, asked.presence_value, row)
+                    for n in range_constexpr(2 * self.halves):
+                        count = counts[4 * self.halves * j + 2 * self.halves * c + n]
+                        r, half = n % 2, n // 2
+                        logits[c, r, j, half] = _penalised(logits[c, r, j, half], count, repetition, frequency, presence)
+
+    @cute.jit
+    def _mask(self, args, asked, logits, tokens, first_row):
+        words = cute.make_rmem_tensor(2 * self.blocks * self.halves, Uint32)
+        for j in range_constexpr(self.blocks):
+            for c in range_constexpr(2):
+                row = Int64(cutlass.min(first_row + 8 * j + c, args.batch - 1))
+                for half in range_constexpr(self.halves):  # both of a thread's tokens of a half are in one word
+                    address = asked.token_mask + row * asked.mask_stride + Int64(tokens[2 * half] // 32) * 4
+                    words[(2 * j + c) * self.halves + half] = global_pointer(Uint32, address).load()
+        for c, r, j, half, n in self._each():
+            word = words[(2 * j + c) * self.halves + half]
+            allowed = (word >> Uint32(tokens[n] % 32)) & Uint32(1) != Uint32(0)
+            logits[c, r, j, half] = Float32(select_(allowed, logits[c, r, j, half], Float32(-INFINITY)))
+
+
+@cute.jit
+def _of_row(address, value, row) -> Float32:
+    """A row's parameter: a number where there is no address."""
+    found = value
+    if address != Int64(0):
+        found = global_pointer(Float32, address + Int64(row) * 4).load()
+    return found
+
+
+def _penalised(logit, count, repetition, frequency, presence) -> Float32:
+    """The logit of a token after the penalties. ``count``: see ``step.Asked.counts``."""
+    repeated = Float32(select_(logit > Float32(0.0), ptx.divide(logit, repetition), ptx.multiply(logit, repetition)))
+    x = Float32(select_(count != Int32(0), repeated, logit))
+    times = count & Int32(0x7FFFFFFF)
+    less = ptx.subtract(cute.math.fma(-frequency, Float32(times), x), presence)
+    return Float32(select_(times != Int32(0), less, x))
+
+
+def _tanh(x) -> Float32:
+    """``impl.triton.logits_source._tanh``."""
+    x2 = ptx.multiply(x, x)
+    above = ptx.multiply(x, cute.math.fma(x2, cute.math.fma(x, x, Float32(105.0)), Float32(945.0)))
+    below = cute.math.fma(x2, cute.math.fma(x2, Float32(15.0), Float32(420.0)), Float32(945.0))
+    e = ptx.exp2(ptx.multiply(cute.math.abs(x), Float32(-2.0 * _LOG2_E)))
+    far = ptx.divide(ptx.subtract(Float32(1.0), e), ptx.add(e, Float32(1.0)))
+    far = Float32(select_(x < Float32(0.0), -far, far))
+    return Float32(select_(cute.math.abs(x) < Float32(0.6), ptx.divide(above, below), far))

@@ -1,0 +1,295 @@
+"""What the Hopper kernel makes of its logits in registers: the bits that Triton's kernels make of the products, in any batch
+and shape, and the oracle's tokens, of one launch; what is masked out is never drawn."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+import triton
+import triton.language as tl
+
+import flashsampling
+from flashsampling import workspace
+from flashsampling.impl.cute import asked as module
+from flashsampling.impl.cute import config, launch
+from flashsampling.impl.triton import logits as of_logits
+from flashsampling.impl.triton.logits_source import Source, processed_logits, raw_logits, row_f32, sparse_entries
+from flashsampling.step import PLAIN, Asked, Drawn, Step
+from tests.conftest import DEVICE
+from tests.mixes import Mix
+from tests.problems import KERNELS
+from tests.test_cuda import kernel_nodes
+from tests.test_cute_logits import CONFIGS, IDS, check, make_step
+from tests.test_triton_logits import agrees
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif("cute" not in KERNELS, reason="needs a Hopper GPU and the CuTe DSL")]
+
+INF, NAN = math.inf, math.nan
+
+
+@triton.jit
+def process_kernel(
+    out, logits, logits_stride, vocab_size, bias, logit_scale, soft_cap, dense_bias, bias_ids, bias_values, bias_count,
+    ids_stride, values_stride, counts, counts_stride, token_mask, mask_stride,
+    repetition_at: tl.int64, repetition_value: tl.float32, frequency_at: tl.int64, frequency_value: tl.float32,
+    presence_at: tl.int64, presence_value: tl.float32,
+    HEAD: tl.constexpr, ENTRIES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Processed logits as scan and pick make them."""
+    row = tl.program_id(0)
+    repetition = row_f32(repetition_at, repetition_value, row)
+    frequency = row_f32(frequency_at, frequency_value, row)
+    presence = row_f32(presence_at, presence_value, row)
+    source = Source(
+        row.to(tl.int64), logits, logits_stride, vocab_size, bias, logit_scale, soft_cap, dense_bias, bias_ids, bias_values,
+        bias_count, ids_stride, values_stride, counts, counts_stride, repetition, frequency, presence, token_mask, mask_stride,
+    )  # fmt: skip
+    tokens = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    live = tokens < vocab_size
+    raw = raw_logits(source, tokens, live, HEAD)
+    entries = tl.full((ENTRIES,), -1, tl.int32)
+    if bias_ids is not None:
+        entries = sparse_entries(source, ENTRIES)
+    x = processed_logits(source, (raw,), (tokens,), (live,), entries, ENTRIES)[0]
+    tl.store(out + row.to(tl.int64) * vocab_size + tokens, x, mask=live)
+
+
+def by_triton(products: torch.Tensor, asked: Asked) -> torch.Tensor:
+    batch, vocab = products.shape
+    out = torch.empty(batch, vocab, device=DEVICE)
+    step = Step(products, products, 1.0, 0, 0, 1, vocab, asked=asked, logits=products)
+    process_kernel[(batch, -(-vocab // 256))](
+        out,
+        *of_logits.source_arguments(step),
+        *of_logits.penalty_arguments(asked),
+        HEAD=of_logits.has_head(asked),
+        ENTRIES=of_logits.entries_of(asked),
+        BLOCK=256,
+    )
+    return out
+
+
+def random_mask(batch: int, vocab: int, share: float = 0.5) -> torch.Tensor:
+    bits = torch.rand(batch, -(-vocab // 32), 32, device=DEVICE) < share
+    return (bits.int() << torch.arange(32, device=DEVICE, dtype=torch.int32)).sum(2, dtype=torch.int32)
+
+
+def everything(batch: int, vocab: int) -> dict[str, Asked]:
+    counts = (torch.rand(batch, vocab, device=DEVICE) < 0.3).int() * torch.randint(1, 100_000, (batch, vocab), device=DEVICE)
+    counts = counts.int() | torch.where(torch.rand(batch, vocab, device=DEVICE) < 0.3, -(2**31), 0).int()
+    rows = torch.rand(3, batch, device=DEVICE)
+    penalties = {"repetition_penalty": rows[0] + 0.5, "frequency_penalty": rows[1] * 1e-3, "presence_penalty": rows[2] * 2 - 1}
+    parts: dict[str, dict[str, Any]] = {
+        "bias": {"bias": torch.randn(vocab, device=DEVICE)},
+        "scale": {"logit_scale": 0.0625},
+        "cap": {"soft_cap": 3.0},
+        "dense": {"dense_bias": torch.randn(vocab, device=DEVICE) * 100},
+        "mask": {"token_mask": random_mask(batch, vocab)},
+        "penalties": {"counts": counts, **penalties},
+        "one for all": {"counts": counts, "repetition_penalty": 1.3, "frequency_penalty": 0.01, "presence_penalty": -0.5},
+    }
+    of_each = {name: Asked(**part) for name, part in parts.items()}
+    whole = {name: value for part in list(parts.values())[:6] for name, value in part.items()}
+    return of_each | {"everything": Asked(**whole)}
+
+
+def processed(step: Step, asked: Asked, shape: config.TileConfig | None = None) -> torch.Tensor:
+    processing, _held = module.processing_of(asked)
+    return module.with_logits(step, 0, None, shape, processing)[0]
+
+
+def against_the_oracle(step: Step) -> Drawn:
+    """Of the kernel's own products, so that its sums are not what is compared."""
+    products = module.with_logits(step, 0, None)[0]
+    return agrees(launch.run(step), step._replace(hidden_states=products, weight=products, logits=products))
+
+
+@pytest.mark.parametrize("shape", CONFIGS, ids=IDS)
+def test_bits_are_those_of_triton(shape):
+    """Full and ragged blocks of rows, one and several."""
+    for batch, vocab in ((shape.block_b - 3, 1000), (shape.block_b + 5, 129), (shape.block_b, 31), (1, 1)):
+        step = make_step(batch, vocab)
+        step.hidden_states[:, :8] *= 10
+        products = module.with_logits(step, 0, None, shape)[0]
+        for name, asked in everything(batch, vocab).items():
+            assert torch.equal(processed(step, asked, shape), by_triton(products, asked)), name
+
+
+def test_matrices_of_any_stride():
+    """Wider than the vocabulary, rows apart, one row for all, not contiguous."""
+    batch, vocab = 37, 1000
+    step = make_step(batch, vocab)
+    products = module.with_logits(step, 0, None)[0]
+    asked = everything(batch, vocab)["everything"]
+    assert asked.counts is not None
+    assert asked.token_mask is not None
+    expected = processed(step, asked)
+    assert torch.equal(expected, by_triton(products, asked))
+    for counts, mask in (
+        (torch.nn.functional.pad(asked.counts, (0, 5), value=99), torch.nn.functional.pad(asked.token_mask, (0, 3), value=-1)),
+        (asked.counts.T.contiguous().T, asked.token_mask.T.contiguous().T),
+    ):
+        assert torch.equal(processed(step, asked._replace(counts=counts, token_mask=mask)), expected)
+    counts, mask = asked.counts[:1].expand(batch, -1), asked.token_mask[:1].expand(batch, -1)
+    one = asked._replace(counts=counts, token_mask=mask)
+    copied = asked._replace(counts=counts.contiguous(), token_mask=mask.contiguous())
+    assert torch.equal(processed(step, one), processed(step, copied))
+
+
+def test_special_values():
+    """Of products and of what is done to them; what is masked out is -inf, NaN too."""
+    batch, vocab = 40, 700
+    step = make_step(batch, vocab)
+    states, weight = torch.zeros_like(step.hidden_states), torch.zeros_like(step.weight)
+    weight[:vocab, 0] = torch.randn(vocab, device=DEVICE).bfloat16()
+    weight[5:9, 1] = torch.tensor([NAN, INF, -INF, 3e38], device=DEVICE).bfloat16()
+    states[:, 0] = torch.linspace(-300, 300, batch, device=DEVICE).bfloat16()
+    states[:20, 1] = 1.0
+    states[3, 0] = 3e38
+    step = step._replace(hidden_states=states, weight=weight)
+    products = module.with_logits(step, 0, None)[0]
+    bias = torch.zeros(vocab, device=DEVICE)
+    bias[:6] = torch.tensor([INF, -INF, NAN, 3e38, -100, 100], device=DEVICE)
+    mask = random_mask(batch, vocab)
+    for asked in (
+        Asked(soft_cap=30.0),
+        Asked(bias=bias, soft_cap=30.0),
+        Asked(dense_bias=bias),
+        Asked(dense_bias=bias, token_mask=mask),
+        *everything(batch, vocab).values(),
+    ):
+        found, expected = processed(step, asked), by_triton(products, asked)
+        assert torch.equal(found.isnan(), expected.isnan())
+        assert torch.equal(found.nan_to_num(7.0), expected.nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("batch", [1, 3, 40, 130, 256, 300])
+@pytest.mark.parametrize("name", ["bias", "scale", "cap", "dense", "mask", "penalties", "everything"])
+def test_whole_steps(name, batch):
+    """The oracle's tokens, alone, with filters, with log-probabilities where the head alone changes logits, of several draws;
+    and a row's bits in another batch."""
+    vocab = 4099
+    asked = everything(batch, vocab)[name]
+    more = [{}, {"top_k": 5, "top_p": 0.9}, {"min_p": 0.1}, {"top_p": 0.7}]
+    if name in ("bias", "scale", "cap"):
+        more.append({"logprobs": True, "top_logprobs": 3, "logsumexp": True, "top_k": 50})
+    for num_samples in (1, 2):
+        step = make_step(batch, vocab, num_samples=num_samples)
+        for some in more:
+            one = step._replace(asked=asked._replace(**some))
+            drawn = against_the_oracle(one)
+            part = one.part(batch // 3, batch)
+            same = launch.run(part).ids[: len(part.hidden_states) * num_samples]
+            assert torch.equal(same, drawn.ids[batch // 3 * num_samples : batch * num_samples])
+    assert all(int(buffer.count_nonzero()) == 0 for buffer in workspace._per_stream.values())
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_mixes(seed):
+    """Of everything at once."""
+    torch.manual_seed(seed)
+    mix, batch, vocab = Mix(seed, device=DEVICE), 50, 600
+    for _ in range(20):
+        step = mix.make(batch=batch, vocab=vocab)
+        head = make_step(batch, vocab, num_samples=step.num_samples)
+        whole = head._replace(temperature=step.temperature, seed=step.seed, offset=step.offset, asked=step.asked)
+        against_the_oracle(whole)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-6, 1e-3, 1.0, 1e6, INF])
+@pytest.mark.parametrize("batch", [2, 64, 250])
+def test_masks_that_leave_few_tokens(batch, temperature):
+    """One, in the last tile or the first; none; all. What is left is drawn, whatever the rest is."""
+    vocab = 5003
+    step = make_step(batch, vocab)._replace(temperature=temperature)
+    weight = step.weight.clone()
+    weight[17] = NAN  # masked out everywhere
+    step = step._replace(weight=weight)
+    left = torch.randint(18, vocab, (batch,), device=DEVICE)
+    left[0] = vocab - 1
+    mask = torch.zeros(batch, -(-vocab // 32), dtype=torch.int32, device=DEVICE)
+    mask.scatter_(1, (left // 32)[:, None], (torch.ones_like(left) << left % 32).int()[:, None])
+    expected = left.clone()
+    mask[1] = 0
+    expected[1] = -1
+    asked = Asked(token_mask=mask)
+    assert torch.equal(launch.run(step._replace(asked=asked)).ids, expected)
+    assert torch.equal(launch.run(step._replace(asked=asked._replace(top_k=3, top_p=0.5))).ids, expected)
+    twice = launch.run(step._replace(asked=asked, num_samples=2)).ids.view(batch, 2)
+    assert torch.equal(twice, expected[:, None].expand(-1, 2))
+
+
+@pytest.mark.parametrize("batch", [8, 64, 256])
+@pytest.mark.parametrize("deviation", [0.1, 1.0, 40.0])
+def test_the_search_misses_nothing(batch, deviation):
+    """One draw, searched, and two, of which every token is evaluated, bit for bit, from the lowest temperatures on."""
+    vocab = 40_000
+    weight = (torch.randn(vocab, 64, device=DEVICE) * deviation / 8).bfloat16()
+    for round in range(12):
+        temperature = torch.exp(torch.empty(batch, device=DEVICE).uniform_(math.log(1e-6), math.log(1e6)))
+        temperature[::5] = 0.0
+        states = torch.randn(batch, 64, device=DEVICE).bfloat16()
+        states[1::7] = 0.0  # equal logits
+        seed = torch.randint(-(2**63), 2**63 - 1, (batch,), device=DEVICE)
+        asked = list(everything(batch, vocab).values())[round % 8]
+        step = Step(states, weight, temperature, seed, 11, 1, vocab, asked=asked)
+        one, two = launch.run(step).ids, launch.run(step._replace(num_samples=2)).ids.view(batch, 2)[:, 0]
+        assert torch.equal(one, two)
+
+
+def test_rows_without_a_mask_are_as_without():
+    step = make_step(100, 4099)
+    mask = torch.full((100, 129), -1, dtype=torch.int32, device=DEVICE)
+    mask[::2] = random_mask(50, 4099)
+    masked, plain = launch.run(step._replace(asked=Asked(token_mask=mask))).ids, launch.run(step._replace(asked=PLAIN)).ids
+    assert torch.equal(masked[1::2], plain[1::2])
+
+
+@pytest.mark.parametrize(("extra", "launches"), [({}, 1), ({"top_k": 20, "top_p": 0.95}, 2)])
+def test_launches(extra, launches, tmp_path):
+    """And a graph whose every replay reads the masks and counts as they are then."""
+    batch, vocab = 70, 5003
+    step = make_step(batch, vocab)._replace(asked=everything(batch, vocab)["everything"]._replace(**extra))
+    launch.run(step)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    graph.enable_debug_mode()
+    with torch.cuda.graph(graph):
+        drawn = launch.run(step).ids
+    assert kernel_nodes(graph, tmp_path) == (launches, 0)
+    mask, counts = step.asked.token_mask, step.asked.counts
+    assert mask is not None
+    assert counts is not None
+    for _ in range(5):
+        other = everything(batch, vocab)["penalties"].counts
+        assert other is not None
+        mask.copy_(random_mask(batch, vocab))
+        counts.copy_(other)
+        graph.replay()
+        assert torch.equal(drawn, launch.run(step).ids)
+
+
+def test_summaries_are_of_what_was_made():
+    """Keys and masses of the processed logits; ``check`` compares them with the logits that are stored."""
+    step = make_step(130, 4099)
+    asked = everything(130, 4099)["everything"]
+    processing, _held = module.processing_of(asked)
+    expected = processed(step, asked)
+    logits, *_ = check(step, None, 0, processing)
+    assert torch.equal(logits, expected)
+
+
+def test_sample_takes_it():
+    step = make_step(20, 4099)
+    weight = step.weight[: step.vocab_size].contiguous()
+    state = flashsampling.TokenCounts(20, 4099, device=DEVICE)
+    rows = step.rows()._asdict()
+    for _ in range(3):
+        out = flashsampling.sample(
+            step.hidden_states, weight, **rows, soft_cap=20.0, token_counts=state, presence_penalty=0.5, impl="cute"
+        )
+    assert int((state.counts > 0).sum()) >= 20
+    assert out.token_ids.min() >= 0
