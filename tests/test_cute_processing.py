@@ -222,6 +222,28 @@ def test_masks_that_leave_few_tokens(batch, temperature):
     assert torch.equal(twice, expected[:, None].expand(-1, 2))
 
 
+@pytest.mark.parametrize("name", ["top_k", "token_mask", "logit_scale", "dense_bias"])
+def test_infinite_logits_at_an_infinite_temperature(name):
+    """What the head gives as -inf makes a row undefined there, as the oracle says; what is masked out does not."""
+    batch, vocab = 20, 700
+    step = make_step(batch, vocab)._replace(temperature=INF)
+    weight, states = step.weight.clone(), torch.ones_like(step.hidden_states)
+    weight[100] = 0.0
+    weight[100, 0] = -3e38
+    states[:, 0] = 0.0
+    states[1::2, 0] = 1e30  # times that: -inf
+    mask, bias = random_mask(batch, vocab), torch.zeros(vocab, device=DEVICE)
+    mask[:8], bias[5] = -1, -INF
+    mask[8:, 100 // 32] &= ~(1 << 100 % 32)
+    of_name = {"top_k": 300, "token_mask": mask, "logit_scale": 2.0, "dense_bias": bias}
+    step = step._replace(hidden_states=states, weight=weight, asked=PLAIN._replace(**{name: of_name[name]}))
+    assert (module.with_logits(step, 0, None)[0][1] == -INF).any()
+    drawn = against_the_oracle(step)
+    assert (drawn.ids == -1).any()
+    assert (drawn.ids >= 0).any() or name == "dense_bias"
+    assert torch.equal(launch.run(step._replace(num_samples=2)).ids.view(-1, 2)[:, 0], drawn.ids)
+
+
 @pytest.mark.parametrize("batch", [8, 64, 256])
 @pytest.mark.parametrize("deviation", [0.1, 1.0, 40.0])
 def test_the_search_misses_nothing(batch, deviation):

@@ -87,7 +87,7 @@ class Crowds:
         return left
 
     @cute.jit
-    def every_score(self, args, walk, shared, logits, token0, columns, warp, lane):
+    def every_score(self, args, walk, shared, logits, token0, columns, masked, warp, lane):
         """Evaluates exactly, and publishes the best of, every token of a warp's tile in some of its threads' columns, given by
         bits; draw by draw."""
         one_draw = args.num_samples == 1
@@ -117,7 +117,7 @@ class Crowds:
                     is_inf = score == Float32(INFINITY)
                     counts = (score != Float32(INFINITY)) & (score != Float32(-INFINITY))  # finite, or NaN
                     if const_expr(self.masks):
-                        counts = counts & (copy[r, number] != Float32(-INFINITY))
+                        counts = counts & ~(masked & (copy[r, number] == Float32(-INFINITY)))
                     best = reduction.max_key(best, Int64(select_(sampled & counts, key, Int64(0))))
                     best_inf = reduction.max_key(best_inf, Int64(select_(sampled & is_inf, key, Int64(0))))
                 if const_expr(self.counts_evaluations):

@@ -22,7 +22,7 @@ adds a room: its options to ``config.Features``, which is part of what a kernel 
 """
 
 import cutlass.cute as cute
-from cutlass import Int32, Int64, const_expr
+from cutlass import Boolean, Int32, Int64, const_expr
 
 from . import reduction, shared
 from .arguments import Arguments, Outputs, Processing, Walk
@@ -131,14 +131,15 @@ class SampleEpilogue:
         """The search of the CTA's tile number ``iteration``, and its codes' release. ``barrier``: of these threads."""
         if sampled != 0:
             if const_expr(self.summaries is None):
-                self.searching.tile(args, walk, of_tile, logits, words, sampled, iteration, thread, barrier)
+                self.searching.tile(args, walk, of_tile, logits, words, sampled, Boolean(False), iteration, thread, barrier)
             else:
                 if asked.any != 0:
-                    self.processed.tile(args, asked, walk, logits, iteration, thread)
+                    self.processed.tile(args, asked, walk, of_tile, logits, iteration, thread)
                 if sampled == 1:
                     self.searching.mask(args, logits, self.fragments.token(walk.first_token(iteration), thread))
                 if args.num_samples != 0:
-                    self.searching.tile(args, walk, of_tile, logits, words, Int32(2), iteration, thread, barrier)
+                    masked = asked.token_mask != Int64(0)
+                    self.searching.tile(args, walk, of_tile, logits, words, Int32(2), masked, iteration, thread, barrier)
                 if out.logits != Int64(0):
                     self.summaries.tile(args, out, walk, of_tile, logits, sampled, iteration, thread, barrier)
         self.codes.release(of_tile, iteration, thread, args.num_samples == 1)

@@ -9,6 +9,8 @@ What is read is small beside the weight, but comes from where the weight has pus
 before its products are begun.
 """
 
+import math
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, range_constexpr, select_
@@ -19,7 +21,7 @@ from .config import TILE_V
 from .fragments import Fragments
 from .memory import global_pointer
 from .reduction import INFINITY
-from .shared import CONSUMER_THREADS
+from .shared import CONSUMER_THREADS, Shared
 
 _AT_ONCE = 32, 16  # logits of a thread that has one or both halves: all of it is unrolled, and more of 128 would spill
 _LOG2_E = 1.4426950408889634
@@ -55,7 +57,7 @@ class Processed:
                 ptx.prefetch(row + Int64(token) * 4)
 
     @cute.jit
-    def tile(self, args: Arguments, asked: Processing, walk: Walk, logits, iteration, thread):
+    def tile(self, args: Arguments, asked: Processing, walk: Walk, shared: Shared, logits, iteration, thread):
         """The consumers, 256 threads: the logits (2 columns, 2 rows, blocks of eight columns, halves of the tokens) of the
         CTA's tile number ``iteration`` become what the request makes of them. Those beyond the vocabulary become whatever."""
         lane = thread % 32
@@ -69,7 +71,7 @@ class Processed:
             if asked.counts != Int64(0):
                 self._penalties(args, asked, logits, tokens, first_row)
             if asked.token_mask != Int64(0):
-                self._mask(args, asked, logits, tokens, first_row)
+                self._mask(args, asked, walk, shared, logits, tokens, first_row)
             self._rotate(logits)
             first_row += 8 * self.blocks
 
@@ -137,7 +139,8 @@ class Processed:
                         logits[c, r, j, half] = _penalised(logits[c, r, j, half], count, repetition, frequency, presence)
 
     @cute.jit
-    def _mask(self, args, asked, logits, tokens, first_row):
+    def _mask(self, args, asked, walk, shared, logits, tokens, first_row):
+        """What is masked out is passed over at an infinite temperature too, where -inf is else no score but NaN."""
         words = cute.make_rmem_tensor(2 * self.blocks * self.halves, Uint32)
         for j in range_constexpr(self.blocks):
             for c in range_constexpr(2):
@@ -145,6 +148,14 @@ class Processed:
                 for half in range_constexpr(self.halves):  # both of a thread's tokens of a half are in one word
                     address = asked.token_mask + row * asked.mask_stride + Int64(tokens[2 * half] // 32) * 4
                     words[(2 * j + c) * self.halves + half] = global_pointer(Uint32, address).load()
+        for j in range_constexpr(self.blocks):
+            for c in range_constexpr(2):
+                undefined = shared.rows[first_row - walk.first_row + 8 * j + c, 0] == Float32(0.0)  # its slope
+                for half in range_constexpr(self.halves):
+                    for r in range_constexpr(2):
+                        x = logits[c, r, j, half]
+                        lost = undefined & (x == Float32(-INFINITY))
+                        logits[c, r, j, half] = Float32(select_(lost, Float32(math.nan), x))
         for c, r, j, half, n in self._each():
             word = words[(2 * j + c) * self.halves + half]
             allowed = (word >> Uint32(tokens[n] % 32)) & Uint32(1) != Uint32(0)

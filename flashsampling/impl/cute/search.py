@@ -28,7 +28,7 @@ class Search:
         self.learning = learning
         self.queue = queue
         self.crowds = crowds
-        self.masks = features.logits  # -inf is what is masked out: no score, whatever the temperature, and no candidate
+        self.masks = features.logits  # -inf may be what is masked out: no score, whatever the temperature, and no candidate
 
     def sampled(self, args, walk, iteration):
         """2 if all of a tile's tokens are sampled, 1 if some are, 0 if none. What a cluster rounds its tiles up by is not:
@@ -39,11 +39,24 @@ class Search:
         return Int32(select_(everything, Int32(2), Int32(select_(some, Int32(1), Int32(0)))))
 
     @cute.jit
-    def tile(self, args: Arguments, walk: Walk, shared: Shared, logits, first_words, sampled, iteration, thread, barrier):
+    def tile(
+        self,
+        args: Arguments,
+        walk: Walk,
+        shared: Shared,
+        logits,
+        first_words,
+        sampled,
+        masked: Boolean,
+        iteration,
+        thread,
+        barrier,
+    ):
         """The consumers, 256 threads: queues the candidates of the CTA's tile number ``iteration``.
 
         ``logits``: this thread's, (2 columns, 2 rows, blocks of eight columns, halves of the tokens) float32. ``first_words``:
-        the code words number 0. ``sampled``: what it says of the tile, not 0. ``barrier``: of all consumers.
+        the code words number 0. ``sampled``: what it says of the tile, not 0. ``masked``: -inf is what is masked out.
+        ``barrier``: of all consumers.
         """
         lane = thread % 32
         warp = thread // 32
@@ -82,7 +95,7 @@ class Search:
                     found = cute.make_rmem_tensor(4 * self.vector, Float32)
                     self.fragments.pick(logits, q, found, 0, 1)
                     special = cute.arch.vote_any_sync(shared.special[0] != 0)
-                    mask = self._candidates(shared, found, special, q, lane, warp)
+                    mask = self._candidates(shared, found, special, masked, q, lane, warp)
                     if special:
                         columns = self.crowds.crowded(mask)
                         if columns != Uint32(0):
@@ -91,7 +104,7 @@ class Search:
                             crowd = crowd | columns_of(columns) << columns_of(q * (2 * self.vector // self.halves))
                     self.queue.push_candidates(shared, found, mask, special, q, iteration, lane, warp)
         if crowd != columns_of(0):
-            self.crowds.every_score(args, walk, shared, logits, token0, crowd, warp, lane)
+            self.crowds.every_score(args, walk, shared, logits, token0, crowd, masked, warp, lane)
 
     @cute.jit
     def mask(self, args: Arguments, logits, token0):
@@ -105,7 +118,7 @@ class Search:
                             logits[c, r, j, half] = Float32(-INFINITY)
 
     @cute.jit
-    def _candidates(self, shared, logits, special, q, lane, warp) -> Uint32:
+    def _candidates(self, shared, logits, special, masked, q, lane, warp) -> Uint32:
         """Of a thread's code words number ``q``, whose logits (4 ``vector``,) are given, a bit for each that may win. What is
         here is exposed, in most tiles: 24 instructions more were 1.5 % of a step at D = 2048, B = 128."""
         blocks = self.vector // self.halves
@@ -125,7 +138,7 @@ class Search:
                     mask = mask | Uint32(select_(wins, Uint32(1 << i), Uint32(0)))
         if const_expr(self.masks):
             for i in range_constexpr(4 * self.vector):
-                out = logits[i] == Float32(-INFINITY)
+                out = masked & (logits[i] == Float32(-INFINITY))
                 mask = mask & ~Uint32(select_(out, Uint32(1 << i), Uint32(0)))
         return mask
 
