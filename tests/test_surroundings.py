@@ -1,7 +1,8 @@
 """What is set around a call changes nothing of it: autocast, torch's default dtype, inference mode."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-SURROUNDINGS = {
+SURROUNDINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "autocast bfloat16": lambda: torch.autocast(DEVICE.type, torch.bfloat16),
     "autocast float16": lambda: torch.autocast(DEVICE.type, torch.float16),
     "default bfloat16": lambda: default_dtype(torch.bfloat16),
@@ -71,8 +72,9 @@ def test_sample(impl, dtype, request_name, around):
 @pytest.mark.parametrize("impl", ["reference", "streaming", None])
 def test_verify(impl, method, around):
     states, weight = (torch.randn(*shape, DIM, device=DEVICE).bfloat16() for shape in ((BATCH, 3), (VOCAB,)))
-    drafts = flashsampling.sample(states[:, 0], weight, seed=torch.arange(BATCH, device=DEVICE)).token_ids[:, None].expand(-1, 2)
-    request = {"seed": torch.arange(BATCH, device=DEVICE), "method": method, "impl": impl}
+    seeds = torch.arange(BATCH, device=DEVICE)
+    drafts = flashsampling.sample(states[:, 0], weight, seed=seeds).token_ids[:, None].expand(-1, 2)
+    request: dict[str, Any] = {"seed": seeds, "method": method, "impl": impl}
 
     def draw() -> dict[str, torch.Tensor]:
         return parts_of(flashsampling.verify(states, weight, drafts, **request))
@@ -82,3 +84,14 @@ def test_verify(impl, method, around):
         found = draw()
     for name, part in expected.items():
         assert torch.equal(found[name], part), name
+
+
+def test_default_device():
+    """Whose lists become tensors: on the device of the state, not on torch's default one."""
+    counts, weight = flashsampling.TokenCounts(2, VOCAB, device=DEVICE), torch.zeros(VOCAB, DIM, device=DEVICE)
+    sampler = flashsampling.LMHeadSampler(weight, max_batch_size=2, seed=1)
+    with torch.device("meta"):
+        counts.reset(prompt_token_ids=[[1], [2, 3]])
+        sampler.reset(seed=[5], rows=[1])
+    assert (counts.counts != 0).sum(1).tolist() == [1, 2]
+    assert sampler.seeds[1] == 5
