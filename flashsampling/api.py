@@ -166,7 +166,7 @@ def sample(
         logprob_ids: token ids (B, m), int32 or int64, or (m,) for all rows: ``given_logprobs``.
         return_logsumexp: ``logsumexp``.
 
-    ``cute`` does none of these yet, ``triton`` does all with the logits in memory, and with ``tp`` no implementation does any.
+    ``cute`` and ``triton`` do all of these, with the logits in memory; with ``tp`` no implementation does any.
 
     ``temperature``, ``seed``, ``offset``, the penalties, ``top_k``, ``top_p`` and ``min_p`` take Python and numpy numbers,
     lists, tuples, numpy arrays and tensors. A value per row has shape (B,); shapes () and (1,) count for all rows. What a list

@@ -118,7 +118,7 @@ class TokenCounts:
             lists = lists if lists and all(isinstance(row, (list, tuple)) for row in lists) else [lists]
             longest = max(map(len, lists))
             try:
-                given = torch.tensor([[*row, *[-1] * (longest - len(row))] for row in lists])
+                given = torch.tensor([[*row, *[-1] * (longest - len(row))] for row in lists], device="cpu")
             except (TypeError, ValueError) as error:
                 raise TypeError(f"{name} must be token ids, or a list of them per row: {error}") from None
             given = given if given.numel() else given.long()  # torch takes [] for floats

@@ -259,7 +259,7 @@ class LMHeadSampler(nn.Module):
         if shape != (count,):  # one for several rows would be the same noise for all of them
             raise ValueError(f"seed must be one number or have shape ({count},), one per row, got shape {shape}")
         seeds = integers("seed", _to(device, seed), count, device)
-        return seeds if isinstance(seeds, Tensor) else torch.tensor([seeds])
+        return seeds if isinstance(seeds, Tensor) else torch.tensor([seeds], device="cpu")
 
     def _with_the_head_s(self, request: Any) -> Any:
         """A request, with what the head adds to every one: its bias, the model's scale and soft cap."""

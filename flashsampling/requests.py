@@ -232,11 +232,12 @@ def _matrix(name: str, value: Any, problem: Problem) -> Tensor:
     """(B, n), of one row for all too, and of what holds numbers."""
     if not isinstance(value, Tensor):
         try:
-            value = torch.as_tensor(value, device=problem.device)
+            given = value
+            value = torch.as_tensor(given, device=problem.device)
+            if value.is_floating_point():  # which torch may take for 16 bits: torch.set_default_dtype
+                value = torch.as_tensor(given, dtype=torch.float32, device=problem.device)
         except (TypeError, ValueError, RuntimeError) as error:
             raise TypeError(f"{name} must be a tensor ({problem.batch}, n), or lists of as many numbers: {error}") from None
-        if value.dtype is torch.float64:
-            value = value.float()
         if value.numel() == 0 and value.is_floating_point():  # torch takes [] for floats
             value = value.long()
     _check_tensor(name, value, problem)

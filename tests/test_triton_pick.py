@@ -10,6 +10,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from flashsampling.impl import filters, reference
+from flashsampling.impl.triton import logits_pick
 from flashsampling.impl.triton.logits import Summaries, pick, run
 from flashsampling.step import PLAIN, Asked, Drawn, Step, layout
 from tests.conftest import DEVICE
@@ -147,6 +148,18 @@ def test_equal_rows_where_the_unfiltered_token_is_kept_and_where_it_is_not():
     top_p = torch.linspace(0.02, 0.98, 8, device=DEVICE)
     step = make_step(batch=8, vocab=VOCAB, asked=Asked(top_p=top_p), std=0.0, num_samples=2)
     check(step)
+
+
+@pytest.mark.skipif(CUDA, reason="looks into the interpreter")
+@pytest.mark.parametrize("vocab", [384, 385, 417, 432, 433])
+def test_equal_rows_are_known_where_the_last_chunks_hold_no_token(vocab, monkeypatch):
+    """Of such a row nothing is searched, which would take several passes over it."""
+
+    def search(*_):
+        raise AssertionError("the row is searched")
+
+    monkeypatch.setattr(logits_pick, "_limit", search)
+    check(make_step(batch=1, vocab=vocab, asked=Asked(top_p=0.9), std=0.0))
 
 
 def test_a_row_is_the_same_in_any_batch():

@@ -58,7 +58,7 @@ def processed(
     if asked.bias_ids is not None and asked.bias_values is not None:
         there = (asked.bias_ids >= 0) & (asked.bias_ids < vocab_size)
         ids, values = torch.where(there, asked.bias_ids, 0).long(), torch.where(there, asked.bias_values, 0.0)
-        sums = torch.zeros(logits.shape, device=logits.device).scatter_add_(1, ids, values)
+        sums = torch.zeros(logits.shape, dtype=values.dtype, device=logits.device).scatter_add_(1, ids, values)
         logits = logits + sums
     if asked.counts is not None:
         logits = penalised(logits, asked)

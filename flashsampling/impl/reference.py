@@ -1,9 +1,11 @@
 """The oracle: the contract written out, every score in memory. For tests and comparison, not for speed."""
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.amp.autocast_mode import is_autocast_available
 
 from .. import noise
 from ..exchange import WHOLE
@@ -19,6 +21,13 @@ DOES = (
 DOES_OF_LOGITS = DOES
 
 
+def without_autocast(device: torch.device) -> AbstractContextManager[None]:
+    """Where matrices are multiplied as they are, also inside ``torch.autocast``."""
+    if not is_autocast_available(device.type) or not torch.is_autocast_enabled(device.type):
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)
+
+
 def exact_logits(
     hidden_states: Tensor,  # (B, D)
     weight: Tensor,  # (V, D)
@@ -27,8 +36,13 @@ def exact_logits(
     """(B, V) logits accumulated in ``dtype``: 16-bit inputs are widened first, so no product or sum is rounded to 16 bits.
 
     fp32 inputs on CUDA go through float64 when the process allows TF32, which would drop 13 bits of them. (16-bit inputs
-    fit TF32's mantissa whole.)
+    fit TF32's mantissa whole.) Autocast, which would round the inputs to 16 bits, is left out.
     """
+    with without_autocast(hidden_states.device):
+        return _exact_logits(hidden_states, weight, dtype)
+
+
+def _exact_logits(hidden_states: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     if hidden_states.is_cuda and hidden_states.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32:
         return (hidden_states.double() @ weight.double().T).to(dtype)
     return hidden_states.to(dtype) @ weight.to(dtype).T

@@ -56,6 +56,17 @@ def lowest_of(keys):
 
 
 @triton.jit
+def lowest_of_tokens(keys, vocab_size):
+    """Of a row's chunks, the lowest of those that hold a token: of the last 128 tokens' four some may hold none."""
+    WIDTH: tl.constexpr = keys[0].shape[0]
+    lowest = tl.full((WIDTH,), 0x7FFFFFFF, tl.int32)
+    for i in tl.static_range(len(keys)):
+        chunk = tl.arange(0, WIDTH) + i * WIDTH
+        lowest = tl.minimum(lowest, tl.where(chunk // 4 * 128 + chunk % 4 * 16 < vocab_size, keys[i], 0x7FFFFFFF))
+    return tl.min(lowest, axis=0)
+
+
+@triton.jit
 def masses_of(keys, sums, top, scale):
     """Every chunk's mass relative to the row's highest logit, and all of it."""
     masses = ()

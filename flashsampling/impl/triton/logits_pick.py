@@ -17,7 +17,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from .logits_beside import log_sum_exp, place_in_row, write_drawn, write_given, write_record, write_top
-from .logits_chunks import first_ties, gather, highest_of, kth_highest, load_chunks, lowest_of, masses_of, nucleus_bound
+from .logits_chunks import first_ties, gather, highest_of, kth_highest, load_chunks, lowest_of_tokens, masses_of, nucleus_bound
 from .logits_draw import all_equal, draw_from_candidates, draw_from_few, draw_from_row
 from .logits_search import Tokens, limit_of, mass_of_kept
 from .logits_source import (
@@ -268,7 +268,7 @@ def pick_kernel(
             filtered = False
         if filtered:
             if DRAWN:
-                if (highest == lowest_of(keys)) & ((by_top_k == 0) | (top_k > num_chunks)):
+                if (highest == lowest_of_tokens(keys, vocab_size)) & ((by_top_k == 0) | (top_k > num_chunks)):
                     row_tokens = Tokens(source, cand_keys, cand_ids, cand_masses, last, lowest, ID_BITS, top, scale, list_ptr)
                     equal = all_equal(row_tokens, highest, 2 * WHOLE_TILE, HEAD, ENTRIES)
             else:
