@@ -26,7 +26,8 @@ torch_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.floa
 config = shape_for(batch, dim, torch_dtype, num_samples, use_tma)
 block_d = config.block_d
 constants = {
-    "BLOCK_V": config.block_v, "BLOCK_B": config.block_b, "REST_B": config.rest_b, "BLOCK_D": block_d,
+    "BLOCK_V": config.block_v, "BLOCK_B": config.block_b, "REST_B": config.rest_b, "HALVES": config.halves,
+    "BLOCK_D": block_d,
     "CHUNK_B": config.chunk_b, "USE_TMA": use_tma, "EVEN_D": True, "ROW_ALIGNMENT": 4 if dtype == "fp32" else 8,
     "UPCAST": False, "ONE_DRAW": num_samples == 1, "PRELOAD": config.preload,
     "ROWS": 1 << (config.columns - 1).bit_length(), "ROW_TENSORS": row_tensors, "EXCHANGE": exchange,
@@ -37,7 +38,8 @@ for name in sample_kernel.arg_names:
     if name in constants:
         signature[name] = "constexpr"
     elif name in blocks:
-        signature[name] = f"tensordesc<{dtype}[{blocks[name]},{block_d}]>" if use_tma else "*" + dtype
+        rows = f"2,{config.block_b // 2}" if config.halves and name == "hidden" else blocks[name]
+        signature[name] = f"tensordesc<{dtype}[{rows},{block_d}]>" if use_tma else "*" + dtype
     elif name.endswith("_ptr"):
         signature[name] = "*i64"
     elif name == "temperature_value":

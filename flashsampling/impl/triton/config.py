@@ -55,6 +55,7 @@ class TileConfig:
     max_registers: int | None = None  # per thread
     preload: bool = False  # keep the row parameters in registers over all tiles
     rest_b: int = 0  # batch rows of a second block that shares the weight tile: a power of two from 16 up to block_b, or 0
+    halves: bool = False  # of one draw's block of rows, the second half ends with a batch that is larger than the first
 
     @property
     def columns(self) -> int:
