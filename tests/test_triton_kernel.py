@@ -253,8 +253,8 @@ def test_row_parameters_of_any_stride(device):
 
 
 def test_no_batch_is_padded_far():
-    """The shapes of a GPU with copy engines: the padded batch grows with the batch, and is not far above it; where it is by more
-    than 32 rows, up to 128, these are rows of the batch."""
+    """The shapes of a GPU with copy engines: the padded batch grows with the batch, and is not far above it. From 65 to
+    127 rows what pads it are rows of the batch."""
     padded = []
     for batch in range(1, 1025):
         config = shape_for(batch, 4096, torch.bfloat16, 1, use_tma=True)
