@@ -6,6 +6,7 @@ the same logits, so that up to 50 MB of these come from the level-2 cache, as th
 """
 
 import functools
+import importlib
 import importlib.util
 import json
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from flashsampling.impl.triton.logits import run
 from flashsampling.step import PLAIN, Asked, Step
 from tests.test_triton_logits import check
 
+from .before import import_before
 from .timing import interleaved_medians, machine, read_bandwidth
 
 VOCABS = [32000, 128256, 151936, 262144]
@@ -100,18 +102,38 @@ def repeated(step: Callable[[], Any]) -> Callable[[], Any]:
     return several
 
 
-def _rows(logits: Tensor, rounds: int, read_tb_s: float) -> list[dict[str, Any]]:
-    """Of every request: the correctness gate, then the times."""
+def run_before(checkout: Path) -> Callable[[Step], Any]:
+    """What another checkout runs for a step."""
+    name = import_before(checkout).__name__
+    theirs, launch = importlib.import_module(f"{name}.step"), importlib.import_module(f"{name}.impl.triton.logits")
+
+    def run_step(step: Step) -> Any:
+        fields = step._asdict() | {"asked": theirs.Asked(**step.asked._asdict())}
+        del fields["shard"]  # a whole vocabulary, as by default
+        return launch.run(theirs.Step(**fields))
+
+    return run_step
+
+
+def _rows(
+    logits: Tensor, wanted: list[str], before: Callable[[Step], Any] | None, rounds: int, read_tb_s: float
+) -> list[dict[str, Any]]:
+    """Of every request that is wanted: the correctness gate, then the times."""
     (batch, vocab), device = logits.shape, logits.device
     temperature, offset = torch.ones(batch, device=device), torch.arange(batch, device=device)
     seed = torch.randint(-(2**63), 2**63 - 1, (batch,), device=device)
     theirs = peers(logits.float())
     steps: dict[str, Callable[[], Any]] = {}
     for name, asked in requests(batch).items():
+        if name not in wanted:
+            continue
         step = Step(logits, logits, temperature, seed, offset, 1, vocab, asked=asked, logits=logits)
         some = check(step.part(0, min(batch, CHECKED))).ids
         assert torch.equal(run(step).ids[: len(some)], some), f"{name}: a row depends on its batch"
         steps[f"ours {name}"] = repeated(functools.partial(run, step))
+        if before is not None:
+            assert torch.equal(before(step).ids, run(step).ids), f"{name}: the other checkout gives other tokens"
+            steps[f"before {name}"] = repeated(functools.partial(before, step))
         if name in theirs:
             steps[f"FlashInfer {name}"] = repeated(theirs[name])
     ms = {name: time / REPEATS for name, time in interleaved_medians(steps, rounds).items()}
@@ -121,10 +143,11 @@ def _rows(logits: Tensor, rounds: int, read_tb_s: float) -> list[dict[str, Any]]
             "batch": batch,
             "request": name,
             "us": ms[f"ours {name}"] * 1e3,
+            "before_us": None if before is None else ms[f"before {name}"] * 1e3,
             "flashinfer_us": ms[f"FlashInfer {name}"] * 1e3 if name in theirs else None,
             "read_share": logits.nbytes / (ms[f"ours {name}"] * 1e-3) / 1e12 / read_tb_s,
         }
-        for name in requests(batch)
+        for name in wanted
     ]
 
 
@@ -136,6 +159,8 @@ def main(
     vocabs: Annotated[str, typer.Option(help="Comma-separated.")] = ",".join(map(str, VOCABS)),
     batches: Annotated[str, typer.Option(help="Comma-separated rows.")] = ",".join(map(str, BATCHES)),
     dtype: Annotated[str, typer.Option(help="Of our logits; FlashInfer gets float32.")] = "float32",
+    only: Annotated[str, typer.Option(help="Comma-separated requests.")] = "unfiltered,top-k top-p,top-p,min-p",
+    before: Annotated[Path | None, typer.Option(help="Another checkout, timed too: git worktree add FOLDER COMMIT.")] = None,
 ) -> None:
     """Times sampling from logits against FlashInfer."""
     if not torch.cuda.is_available():
@@ -146,16 +171,17 @@ def main(
     held = spectrum(spectra, name)
     source = f"{name} from {spectra}" if spectra else "synthetic: Zipf's law, exponents 1 to 2"
     read = read_bandwidth()
+    wanted, other = only.split(","), None if before is None else run_before(before)
     result: dict[str, Any] = {"machine": machine(), "logits": source, "dtype": dtype, "read_tb_s": read, "rows": []}
     for vocab in map(int, vocabs.split(",")):
-        names = list(requests(1))
-        table = Table("B", *names, title=f"V={vocab} {dtype}, {source}: us (FlashInfer's over ours; share of read bandwidth)")
+        table = Table("B", *wanted, title=f"V={vocab} {dtype}, {source}: us (FlashInfer's over ours; share of read bandwidth)")
         for batch in map(int, batches.split(",")):
-            rows = _rows(filled(*held, batch, vocab, getattr(torch, dtype)), rounds, read)
+            rows = _rows(filled(*held, batch, vocab, getattr(torch, dtype)), wanted, other, rounds, read)
             cells = []
             for row in rows:
                 theirs = row["flashinfer_us"]
                 ratio = "" if theirs is None else f"{theirs / row['us']:.1f}x, "
+                ratio += "" if other is None else f"before {row['before_us']:.1f}, "
                 cells.append(f"{row['us']:.1f} ({ratio}{row['read_share']:.0%})")
             table.add_row(str(batch), *cells)
             result["rows"] += rows

@@ -1,15 +1,19 @@
 """Times the Triton kernel's tile shapes: ``python -m benchmarks.tune_triton``. ``choose_config`` is read off its output.
 
-Every candidate is compiled first, in parallel processes, and must give the same tokens as the shape in use, bit for bit.
+Every candidate is compiled first, in parallel processes, and must give the same tokens as the shape in use, bit for bit; those
+must be the oracle's. All batches of an LM head are timed in one interleaved run, so that they can be compared with each other.
 """
 
 import functools
 import json
 import multiprocessing
 import os
+import re
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any
 
 import torch
@@ -18,9 +22,11 @@ from rich.console import Console
 from rich.table import Table
 
 from flashsampling.impl.triton import choose_config
-from flashsampling.impl.triton.config import TileConfig
+from flashsampling.impl.triton.config import TileConfig, shape_for
 from flashsampling.impl.triton.launch import run
+from tests.problems import Problem, assert_agreement
 
+from .before import import_before
 from .sample import CONFIGS, make_problem, make_weight
 from .timing import Step, interleaved_medians, machine
 
@@ -40,6 +46,9 @@ CANDIDATES = [  # that fit sm_90's shared memory and registers; with more spills
     *(replace(_LEAN, block_v=256, block_b=64, num_stages=4, rest_b=rest) for rest in (16, 32)),
     *(replace(_SMALL, num_stages=3, ctas_per_sm=2, max_registers=None, rest_b=rest) for rest in (16, 32)),
     _LEAN,
+    replace(_LEAN, halves=True),
+    replace(_LEAN, halves=True, chunk_b=32),
+    replace(_LEAN, halves=True, block_d=128, num_stages=3),
     replace(_LEAN, chunk_b=128),
     replace(_LEAN, block_d=128, num_stages=3),
     *(replace(_LEAN, block_v=256, num_stages=4, chunk_b=chunk) for chunk in (32, 64, 128)),
@@ -57,17 +66,21 @@ def _padded(config: TileConfig, batch: int) -> int:
     return -(-batch // config.columns) * config.columns
 
 
+def _fits(config: TileConfig, batch: int) -> bool:
+    return not config.halves or config.block_b // 2 < batch <= config.block_b
+
+
 def candidates(batch: int) -> list[TileConfig]:
     """The shapes worth timing at a batch size: few blocks of rows, and little padding."""
     fewest = -(-batch // max(config.columns for config in CANDIDATES))
-    allowed = [config for config in CANDIDATES if -(-batch // config.columns) <= 2 * fewest]
+    allowed = [config for config in CANDIDATES if _fits(config, batch) and -(-batch // config.columns) <= 2 * fewest]
     least = min(_padded(config, batch) for config in allowed)
     return [config for config in allowed if _padded(config, batch) <= least + _MOST_PADDING]
 
 
 def _compile(config: TileConfig) -> str | None:
     try:
-        problem = make_problem(4, torch.zeros(256, 4096, dtype=torch.bfloat16, device="cuda"))
+        problem = make_problem(config.block_b, torch.zeros(256, 4096, dtype=torch.bfloat16, device="cuda"))
         run(problem.step(), config)
         torch.cuda.synchronize()
     except Exception as error:  # a shape that does not fit is a finding
@@ -75,29 +88,64 @@ def _compile(config: TileConfig) -> str | None:
     return None
 
 
-def _time(batch: int, weight: torch.Tensor, failed: set[str], rounds: int) -> dict[str, Any]:
-    """Median ms of cuBLAS's bare matmul and of every shape, and which is in use."""
-    problem = make_problem(batch, weight)
-    step = problem.step()
-    in_use = choose_config(problem.hidden_states, weight, 1)
-    expected = run(step, in_use).ids
-    shapes = list(dict.fromkeys([in_use, *(c for c in candidates(batch) if str(c) not in failed)]))
-    for config in shapes:
+def _compile_before(checkout: Path, batch: int, dim: int) -> None:
+    """What the other checkout uses for a batch: a process of its own leaves it in Triton's cache."""
+    problem = make_problem(batch, torch.zeros(256, dim, dtype=torch.bfloat16, device="cuda"))
+    problem.sample("triton", package=import_before(checkout))
+
+
+def _checked(problem: Problem, shapes: list[TileConfig], before: ModuleType | None) -> dict[str, Step]:
+    """Steps of a batch, once their tokens are right: cuBLAS's bare matmul, every shape, the first of which is in use, and what
+    is in use in another checkout."""
+    batch, weight, step = problem.hidden_states.shape[0], problem.weight, problem.step()
+    expected = run(step, shapes[0]).ids
+    assert_agreement(expected[:, None], problem)
+    for config in shapes[1:]:
         if not torch.equal(run(step, config).ids, expected):
-            raise RuntimeError(f"B={batch}: {config} gives other tokens than {in_use}")
+            raise RuntimeError(f"B={batch}: {config} gives other tokens than {shapes[0]}")
     logits = torch.empty(batch, weight.shape[0], dtype=weight.dtype, device="cuda")
     steps: dict[str, Step] = {"cuBLAS": lambda: torch.mm(problem.hidden_states, weight.T, out=logits)}
     steps |= {str(config): functools.partial(run, step, config) for config in shapes}
-    times = interleaved_medians(steps, rounds, offsets=problem.offset)
-    found = [{"config": asdict(c), "ms": times[str(c)], "name": _short(c), "in_use": c == in_use} for c in shapes]
-    return {"batch": batch, "cublas_ms": times["cuBLAS"], "shapes": sorted(found, key=lambda shape: shape["ms"])}
+    if before is not None:
+        if not torch.equal(problem.sample("triton", package=before)[:, 0], expected):
+            raise RuntimeError(f"B={batch}: the other checkout gives other tokens")
+        steps["before"] = functools.partial(problem.sample, "triton", package=before)
+    return steps
+
+
+def _time(
+    sizes: list[int],
+    weight: torch.Tensor,
+    shapes_of: Callable[[int], list[TileConfig]],
+    before: ModuleType | None,
+    rounds: int,
+) -> list[dict[str, Any]]:
+    """Of every batch: median ms of cuBLAS's bare matmul and of every shape, and which is in use."""
+    offsets, shapes, steps = torch.arange(max(sizes), device="cuda"), dict[int, list[TileConfig]](), dict[str, Step]()
+    for batch in sizes:
+        problem = replace(make_problem(batch, weight), offset=offsets[:batch])
+        in_use = choose_config(problem.hidden_states, weight, 1)
+        shapes[batch] = list(dict.fromkeys([in_use, *shapes_of(batch)]))
+        steps |= {f"{batch} {name}": step for name, step in _checked(problem, shapes[batch], before).items()}
+    times = interleaved_medians(steps, rounds, offsets=offsets)
+    rows = []
+    for batch in sizes:
+        found: list[dict[str, Any]] = [
+            {"config": asdict(config), "ms": times[f"{batch} {config}"], "name": _short(config), "in_use": index == 0}
+            for index, config in enumerate(shapes[batch])
+        ]
+        row = {"batch": batch, "cublas_ms": times[f"{batch} cuBLAS"], "before_ms": times.get(f"{batch} before")}
+        rows.append(row | {"shapes": sorted(found, key=lambda shape: shape["ms"])})
+    return rows
 
 
 def _short(config: TileConfig) -> str:
     """A shape in a table's cell."""
     width = f"{config.block_b}+{config.rest_b}" if config.rest_b else str(config.block_b)
+    width = f"2*{config.block_b // 2}" if config.halves else width
     tile = f"{config.block_v}x{width} d{config.block_d} w{config.num_warps} s{config.num_stages} p{config.ctas_per_sm}"
-    return f"{tile} c{config.chunk_b}{' r' + str(config.max_registers) if config.max_registers else ''}"
+    last = f"{' keys' if config.preload else ''}{' r' + str(config.max_registers) if config.max_registers else ''}"
+    return f"{tile} c{config.chunk_b}{last}"
 
 
 def main(
@@ -108,14 +156,25 @@ def main(
     rounds: Annotated[int, typer.Option(min=3)] = 25,
     best: Annotated[int, typer.Option(help="Shapes to print per batch size, beside the one in use.")] = 2,
     workers: Annotated[int, typer.Option(help="Processes that compile.")] = min(16, os.cpu_count() or 1),
+    only: Annotated[str, typer.Option(help="Shapes whose name, as printed, matches this; that in use always.")] = "",
+    before: Annotated[Path | None, typer.Option(help="Another checkout, what is in use there timed too.")] = None,
     out: Annotated[Path | None, typer.Option(help="JSON of all times.")] = None,
 ) -> None:
     """Times tile shapes against cuBLAS's bare matmul; first, every shape must give the same tokens, bit for bit."""
-    console = Console(width=150)
+    console = Console(width=250)
     sizes = [int(batch) for batch in batches.split(",")]
-    shapes = list(dict.fromkeys(config for batch in sizes for config in candidates(batch)))
+    package = None if before is None else import_before(before)
+    wanted = re.compile(only)
+    shapes = [config for batch in sizes for config in candidates(batch) if wanted.search(_short(config))]
+    for dim in (int(dim) for dim in dims.split(",")):  # what is in use is compiled ahead too, as numbers alone tell it
+        shapes += [shape_for(batch, dim, torch.bfloat16, 1, use_tma=True) for batch in sizes]
+    shapes = list(dict.fromkeys(shapes))
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+        others = [] if before is None else [(before, size, int(dim)) for size in sizes for dim in dims.split(",")]
+        waiting = [pool.submit(_compile_before, *other) for other in others]
         failures = [line for line in pool.map(_compile, shapes) if line]
+        for future in waiting:
+            future.result()
     for line in failures:
         console.print(line)
     failed = {line.split(": ")[0] for line in failures}
@@ -123,15 +182,21 @@ def main(
     for dim in (int(dim) for dim in dims.split(",")):
         vocab = VOCABULARIES[dim]
         weight = make_weight(vocab, dim)
-        legend = "shape: tile, depth, warps, stages, programs, chunk, registers"
-        table = Table("B", "cuBLAS ms", "in use", "x", "against larger B", "best shapes (x cuBLAS)", title=f"V={vocab} D={dim}")
-        rows = [_time(batch, weight, failed, rounds) for batch in sizes]
+        legend = "shape: tile, depth, warps, stages, programs, chunk, keys of rows in registers, most registers"
+        columns = ("B", "cuBLAS ms", "before", "in use", "x", "against larger B", "best shapes (x cuBLAS)")
+        table = Table(*columns, title=f"V={vocab} D={dim}")
+
+        def shapes_of(batch: int) -> list[TileConfig]:
+            return [c for c in candidates(batch) if str(c) not in failed and wanted.search(_short(c))]
+
+        rows = _time(sizes, weight, shapes_of, package, rounds)
         used = [next(shape for shape in row["shapes"] if shape["in_use"]) for row in rows]
         for row, shape, later in zip(rows, used, (used[index:] for index in range(len(used)))):
             bare = row["cublas_ms"]
             ranked = ", ".join(f"{other['name']} ({other['ms'] / bare:.3f})" for other in row["shapes"][:best])
             above = shape["ms"] / min(other["ms"] for other in later)
-            cells = (f"{bare:.4f}", shape["name"], f"{shape['ms'] / bare:.3f}", f"{above:.3f}", ranked)
+            other_ms = "" if row["before_ms"] is None else f"{row['before_ms'] / bare:.3f}"
+            cells = (f"{bare:.4f}", other_ms, shape["name"], f"{shape['ms'] / bare:.3f}", f"{above:.3f}", ranked)
             table.add_row(str(row["batch"]), *cells)
         console.print(table)
         console.print(legend)

@@ -412,12 +412,14 @@ def test_triton_is_bitwise_invariant_to_the_tile(dtype, device):
         TileConfig(256, 32, 32, 8, 2, 1, use_tma=False, chunk_b=32, preload=True),
         TileConfig(128, 16, 32, 4, 2, 1, use_tma=False, rest_b=16),
         TileConfig(128, 32, 32, 8, 2, 1, use_tma=False, chunk_b=32, preload=True, rest_b=16),
+        TileConfig(128, 32, 32, 4, 2, 1, use_tma=False, halves=True),
     ]
     if ON_GPU and dtype != torch.float32 and torch.cuda.get_device_capability() >= (9, 0):
         configs += [TileConfig(128, 64, 128, 4, 2, 3, use_tma=True), TileConfig(256, 16, 64, 8, 3, 1, use_tma=True)]
         configs += [
             TileConfig(128, 64, 64, 8, 4, 1, use_tma=True, chunk_b=64, preload=True, rest_b=rest) for rest in (16, 32, 64)
         ]
+        configs.append(TileConfig(128, 32, 64, 4, 3, 1, use_tma=True, halves=True))
     for config in configs:
         assert torch.equal(run(problem.step(), config).ids, expected), config
 

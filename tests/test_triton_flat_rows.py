@@ -76,17 +76,19 @@ def test_equal_logits_at_every_edge():
     check(step._replace(asked=Asked(top_p=of(top_p), logprobs=True)))
 
 
+@pytest.mark.parametrize("num_samples", [1, 2])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("asked", [Asked(), Asked(top_k=VOCAB - 7), Asked(top_p=0.9, logprobs=True)])
-def test_equal_infinities(asked):
+def test_equal_infinities(asked, temperature, num_samples):
     """None is finite; a finite one beside them, in whatever block, makes the row one to draw from."""
-    step = make_step(batch=4, asked=asked, temperature=1.0)
+    step = make_step(batch=4, asked=asked, temperature=temperature, num_samples=num_samples)
     logits = torch.full_like(step.hidden_states, INF)
     logits[1] = -INF
     logits[2, ::2] = -INF
     logits[3, VOCAB - 1] = 2.0
-    ids = check(with_logits(step, logits)).ids[:4].tolist()
-    assert ids[:3] == [-1, -1, -1]
-    assert ids[3] >= 0
+    ids = check(with_logits(step, logits)).ids[: 4 * num_samples].view(4, num_samples)
+    assert ids[:3].tolist() == 3 * [num_samples * [-1]]
+    assert ids[3].min() >= 0
 
 
 @pytest.mark.parametrize("asked", [Asked(), Asked(top_k=VOCAB - 7), Asked(top_p=0.9)])
@@ -97,21 +99,22 @@ def test_masked_rows_of_zeros(asked):
     check(make_step(batch=2, asked=asked._replace(token_mask=mask.to(DEVICE)), num_samples=2, std=0.0))
 
 
+@pytest.mark.parametrize("num_samples", [1, 3])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("asked", [Asked(), Asked(top_k=5), Asked(top_p=0.9, logprobs=True)])
-def test_infinite_logits_at_an_infinite_temperature(asked, masked):
+def test_infinite_logits_at_an_infinite_temperature(asked, masked, num_samples):
     """No score: -1, unless the mask leaves them out."""
     out = torch.full((4, -(-VOCAB // 32)), -1, dtype=torch.int32)
     if masked:
         out[3, 2] = ~(1 << 13)
         asked = asked._replace(token_mask=out.to(DEVICE))
-    step = make_step(batch=4, asked=asked, temperature=INF)
+    step = make_step(batch=4, asked=asked, temperature=INF, num_samples=num_samples)
     logits = step.hidden_states.clone()
     logits[1, 77] = -INF
     logits[2, VOCAB - 1] = INF
     logits[3, 77] = -INF
-    drawn = check(with_logits(step, logits)).ids[:4].tolist()
-    assert [token < 0 for token in drawn] == [False, True, True, not masked]
+    drawn = check(with_logits(step, logits)).ids[: 4 * num_samples].view(4, num_samples)
+    assert (drawn < 0).tolist() == [num_samples * [undefined] for undefined in (False, True, True, not masked)]
 
 
 @pytest.mark.parametrize("asked", [Asked(top_k=VOCAB - 120), Asked(top_p=0.8, logprobs=True)])

@@ -1,6 +1,7 @@
 """What the Triton kernel does besides giving the right tokens: passes, padding, parameters of any stride."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from flashsampling.exchange import PACKED, Shard, tokens_of  # noqa: E402
 from flashsampling.impl.triton import careful  # noqa: E402
 from flashsampling.impl.triton.config import TileConfig, shape_for  # noqa: E402
 from flashsampling.impl.triton.launch import run  # noqa: E402
+from flashsampling.impl.triton.products import products  # noqa: E402
 from tests.conftest import DEVICE  # noqa: E402
 from tests.problems import assert_agreement, make_problem  # noqa: E402
 from tests.zero_words import ZERO_WORDS  # noqa: E402
@@ -141,6 +143,93 @@ def test_poison_around_a_shard(num_samples, poison, use_tma, device):
     assert torch.equal(tokens_of(torch.stack(winners)), whole)
 
 
+HALVES = TileConfig(128, 128, 64, 8, 6, 1, use_tma=True, chunk_b=64, preload=True, halves=True)
+PIECES = [  # of columns, the second of which ends with the batch: rows of both are evaluated twice
+    *((HALVES, batch) for batch in (65, 96, 127, 128)),
+    (replace(HALVES, use_tma=False, chunk_b=32, preload=False), 81),
+    (replace(HALVES, halves=False, rest_b=16), 135),
+    (replace(HALVES, halves=False, block_b=64, rest_b=64, num_stages=3, use_tma=False), 70),
+]
+
+
+def _mixed_rows(batch, vocab, device):
+    """Every kind of row that a kernel treats in a way of its own, all around the batch, and ordinary ones between them."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    problem = make_problem(batch, vocab, 64, device, dtype)
+    problem.weight[:, 0] = 0.01
+    problem.weight[[5, vocab - 3], 0] = 4.0
+    seed, offset, _, _ = ZERO_WORDS[1]
+    for row in range(batch):
+        if row % 7 == 1:
+            problem.hidden_states[row, 3] = math.nan
+        elif row % 7 == 2:  # equal logits, greedy: the first id
+            problem.hidden_states[row], problem.temperature[row] = 0.0, 0.0
+        elif row % 7 == 3:
+            problem.hidden_states[row] = 0.0
+        elif row % 63 == 4:  # two infinite logits
+            problem.hidden_states[row], problem.hidden_states[row, 0] = 0.0, 3e38
+        elif row % 63 == 60:  # the word 0 wins
+            problem.seed[row], problem.offset[row], problem.temperature[row] = seed, offset, 0.5
+            problem.hidden_states[row] *= 1e-3
+        elif row % 63 == 18:
+            problem.temperature[row] = math.nan
+    return problem
+
+
+@pytest.mark.parametrize(("config", "batch"), PIECES)
+def test_rows_in_two_pieces_of_a_tile(config, batch, device):
+    """Rows that a tile evaluates twice: tokens, shards' winners, products, and a workspace that is zero afterwards."""
+    if device.type == "cuda" and torch.cuda.get_device_capability()[0] not in (9, 10):
+        pytest.skip("shapes of GPUs with copy engines")
+    vocab = 5000 if device.type == "cuda" else 700  # the token of the word 0 is among them
+    problem = _mixed_rows(batch, vocab, device)
+    tokens = run(problem.step(), config).ids
+    assert_agreement(tokens[:, None], problem)
+    row = torch.arange(batch, device=device)
+    assert (tokens[(row % 7 == 1) | (row % 63 == 18)] == -1).all()
+    assert (tokens[row % 7 == 2] == 0).all()
+    assert (tokens[row % 63 == 4] == 5).all()
+    assert (tokens[row % 63 == 60] == ZERO_WORDS[1][2]).all()
+    winners = []
+    for shard in ((0, 130), (130, vocab)):
+        part = problem.weight[slice(*shard)].clone()
+        step = problem.step(weight=part, vocab_size=len(part), shard=Shard(shard[0], PACKED))
+        winners.append(run(step, config).ids)
+    assert torch.equal(tokens_of(torch.stack(winners)), tokens)
+    made = products(problem.hidden_states, problem.weight, vocab - 50, config)
+    wanted = problem.hidden_states.double() @ problem.weight[:-50].double().T
+    torch.testing.assert_close(made.double(), wanted.float().double(), rtol=1e-5, atol=1e-4, equal_nan=True)
+
+
+@on_cpu
+@pytest.mark.parametrize("use_tma", [False, True])
+def test_the_careful_pass_beside_rows_in_two_pieces(use_tma, careful_tiles, device):
+    """It takes the 16 rows around one in doubt, however many pieces that one is in."""
+    halves = TileConfig(128, 32, 16, 4, 2, 1, use_tma=use_tma, chunk_b=16, halves=True)
+    rest = TileConfig(128, 32, 16, 4, 2, 1, use_tma=use_tma, chunk_b=16, rest_b=16)
+    for config, batch, doubtful in ((halves, 18, [3]), (halves, 27, [12, 26]), (rest, 40, [29]), (rest, 40, [5, 39])):
+        problem = make_problem(batch, 300, 16, device)
+        problem.weight[:, 0] = 0.01
+        problem.weight[[5, 250], 0] = 4.0
+        problem.hidden_states[doubtful] = 0.0
+        problem.hidden_states[doubtful, 0] = 3e38
+        assert_agreement(run(problem.step(), config).ids[:, None], problem)
+        assert len(careful_tiles) == 3 * len({row // 16 for row in doubtful})  # tiles
+        careful_tiles.clear()
+
+
+@pytest.mark.parametrize("num_samples", [2, 3])
+def test_several_draws_of_rows_in_two_blocks(num_samples, device):
+    """The second block ends with the batch there too."""
+    problem = make_problem(40, 300, 16, device, num_samples=num_samples)
+    problem.hidden_states[[5, 30]] = math.nan
+    problem.hidden_states[[7, 29]] = 0.0
+    config = TileConfig(128, 32, 16, 4, 2, 1, use_tma=False, chunk_b=16, rest_b=16)
+    tokens = run(problem.step(), config).ids
+    assert_agreement(tokens.view(-1, num_samples), problem)
+    assert torch.equal(tokens, run(problem.step(), TileConfig(128, 16, 16, 4, 2, 1, use_tma=False)).ids)
+
+
 def test_row_parameters_of_any_stride(device):
     """Strided, expanded and of other dtypes: what the public function makes contiguous, in every row."""
     import flashsampling
@@ -164,10 +253,12 @@ def test_row_parameters_of_any_stride(device):
 
 
 def test_no_batch_is_padded_far():
-    """The shapes of a GPU with copy engines: the padded batch grows with the batch, and is not far above it."""
+    """The shapes of a GPU with copy engines: the padded batch grows with the batch, and is not far above it. From 65 to
+    127 rows what pads it are rows of the batch."""
     padded = []
     for batch in range(1, 1025):
         config = shape_for(batch, 4096, torch.bfloat16, 1, use_tma=True)
         padded.append(-(-batch // config.columns) * config.columns)
-        assert padded[-1] - batch < (32 if 64 < batch <= 192 else 64 if batch <= 64 else 128)
+        assert padded[-1] - batch < (64 if batch <= 128 else 32 if batch <= 192 else 128)
+        assert config.halves == (64 < batch < 128)
     assert padded == sorted(padded)

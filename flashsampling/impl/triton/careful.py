@@ -106,8 +106,8 @@ def walk_carefully(
     for tile in range(first_tile, tl.cdiv(end, BLOCK_V), stride):
         first_token = tile * BLOCK_V
         acc, _ = tile_logits(
-            hidden, hidden, weight, first_token - skip, first_row, batch, vocab_size, dim, hidden_stride, weight_stride,
-            BLOCK_V, BLOCK_B, 0, BLOCK_D, USE_TMA, EVEN_D, ROW_ALIGNMENT, UPCAST,
+            hidden, hidden, weight, first_token - skip, first_row, first_row, batch, vocab_size, dim, hidden_stride,
+            weight_stride, BLOCK_V, BLOCK_B, 0, False, BLOCK_D, USE_TMA, EVEN_D, ROW_ALIGNMENT, UPCAST,
         )  # fmt: skip
         for draw in range(num_samples):
             _publish_careful(

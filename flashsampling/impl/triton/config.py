@@ -13,9 +13,11 @@ rows of the one before rather than rows beyond the batch (``kernel``). Over cuBL
 160, 192, 208, 256, 320, 384, 512: 1.11, 1.10, 1.36 to 1.39, 1.39, 1.53, 1.27, 1.53, 1.28, 1.27. The time grows with the batch,
 but for 208 rows, which take 1.03 times as long as 256.
 
-Not monotone: 80 and 96 rows, 64 + 16 and 64 + 32 columns, take 1.08 and 1.09 times as long as 128 rows. In the shape of 128
-rows they took 1.21 and 1.09 times: rows beyond the batch cost more to load than those of rows (H200, ``benchmarks.monotone``,
-two runs). Copying rows of the batch there would be a second launch.
+From 65 to 127 rows the block of 128 is two halves of 64 rows, the second of which ends with the batch: one copy, by a
+descriptor of two starts, and rows in both halves are evaluated twice. Not timed yet. Before, 80 and 96 rows took 1.08 and 1.09
+times as long as 128 rows as 64 + 16 and 64 + 32 columns, and 1.21 and 1.09 times in the shape of 128 with rows beyond the
+batch, which cost more to load than those of rows (H200, ``benchmarks.monotone``, 42943df). Copying rows there would be a second
+launch. Nor have two blocks been timed since both wait for their copies at one barrier (``tiles.tile_logits``).
 
 Dead ends, each against another shape in the same run (B = 256, V = 151936, D = 4096, H200, Triton 3.6):
 
@@ -55,6 +57,7 @@ class TileConfig:
     max_registers: int | None = None  # per thread
     preload: bool = False  # keep the row parameters in registers over all tiles
     rest_b: int = 0  # batch rows of a second block that shares the weight tile: a power of two from 16 up to block_b, or 0
+    halves: bool = False  # of one draw's block of rows, the second half ends with a batch that is larger than the first
 
     @property
     def columns(self) -> int:
@@ -114,10 +117,8 @@ def shape_for(batch: int, dim: int, dtype: torch.dtype, num_samples: int, use_tm
         if deep:
             return TileConfig(256, 64, 64, 8, 5, 1, use_tma, chunk_b=64, preload=True)
         return TileConfig(128, 64, 64, 4, 3, 3, use_tma, max_registers=168)
-    if 64 < batch <= 96:
-        return TileConfig(128, 64, 64, 8, 7, 1, use_tma, chunk_b=64, preload=True, rest_b=16 if batch <= 80 else 32)
     if batch <= 128:
-        return TileConfig(128, 128, 64, 8, 6, 1, use_tma, chunk_b=64, preload=True)
+        return TileConfig(128, 128, 64, 8, 6, 1, use_tma, chunk_b=64, preload=True, halves=batch < 128)
     if 160 < batch <= 192 and not deep:
         return TileConfig(128, 64, 64, 4, 3, 3, use_tma, max_registers=168)
     rest_b = next((rest for rest in _STAGES if batch <= 128 + rest), 0)  # above 192 rows more blocks of 128

@@ -35,7 +35,7 @@ from .exchange import active_ranks, conclude, receive, send, start_clock, steps_
 from .noise import minus_gumbel, opaque, philox_words
 from .rows import after, both_factors, row_params, row_tags
 from .scores import NAN_KEY, NO_TOKEN, ORDERED_INF, keep_better, pack_key, score_of, word_of
-from .tiles import lane0_tokens, rows_of_chunk, split_blocks, split_lanes, tile_logits
+from .tiles import lane0_tokens, rows_of_chunk, second_row_of, split_blocks, split_lanes, tile_logits
 
 _NO_FINITE = tl.constexpr(protocol.NO_FINITE)
 _TOKENS = tl.constexpr(protocol.TOKENS)
@@ -74,6 +74,7 @@ def sample_kernel(
     BLOCK_V: tl.constexpr,
     BLOCK_B: tl.constexpr,
     REST_B: tl.constexpr,  # columns of the second block, or 0
+    HALVES: tl.constexpr,  # the first block is two halves: see second_row_of
     BLOCK_D: tl.constexpr,
     CHUNK_B: tl.constexpr,
     USE_TMA: tl.constexpr,
@@ -99,6 +100,7 @@ def sample_kernel(
     # rows beyond the batch cost more than those of rows (H200, 128 columns of which 64 are beyond it: 1.33 times the time)
     first_owned = row_block * WIDTH
     first_row = tl.maximum(tl.minimum(first_owned, batch - WIDTH), 0)
+    second_row = second_row_of(first_row, batch, BLOCK_B, REST_B, HALVES)
 
     if ONE_DRAW:
         CHUNKS: tl.constexpr = BLOCK_B // CHUNK_B
@@ -108,7 +110,8 @@ def sample_kernel(
         best_id = ()
         params = ()
         for c in tl.static_range(CHUNKS + REST_CHUNKS):
-            columns = tl.minimum(rows_of_chunk(first_row, c, BLOCK_B, CHUNK_B, REST_CHUNK), batch - 1)[None, :]
+            chunk_rows = rows_of_chunk(first_row, second_row, c, BLOCK_B, CHUNK_B, REST_CHUNK, HALVES)
+            columns = tl.minimum(chunk_rows, batch - 1)[None, :]
             nothing = tl.full((32, columns.shape[1]), float("-inf"), tl.float32)
             best = best + (nothing,)
             best_id = best_id + (tl.full(nothing.shape, NO_TOKEN, tl.int32),)
@@ -121,8 +124,8 @@ def sample_kernel(
         for tile in range(first_tile, vocab_tiles, stride):
             first_token = tile * BLOCK_V
             acc, rest = tile_logits(
-                hidden, hidden_rest, weight, first_token - skip, first_row, batch, vocab_size, dim, hidden_stride,
-                weight_stride, BLOCK_V, BLOCK_B, REST_B, BLOCK_D, USE_TMA, EVEN_D, ROW_ALIGNMENT, UPCAST,
+                hidden, hidden_rest, weight, first_token - skip, first_row, second_row, batch, vocab_size, dim, hidden_stride,
+                weight_stride, BLOCK_V, BLOCK_B, REST_B, HALVES, BLOCK_D, USE_TMA, EVEN_D, ROW_ALIGNMENT, UPCAST,
             )  # fmt: skip
             blocks = split_blocks(acc, BLOCK_V // 128, CHUNKS)
             rest_blocks = ()
@@ -139,7 +142,8 @@ def sample_kernel(
                     key_lo, key_hi = opaque(params[5 * c + 1]), opaque(params[5 * c + 2])
                     offset_lo, offset_hi = opaque(params[5 * c + 3]), opaque(params[5 * c + 4])
                 else:
-                    columns = tl.minimum(rows_of_chunk(first_row, c, BLOCK_B, CHUNK_B, REST_CHUNK), batch - 1)[None, :]
+                    chunk_rows = rows_of_chunk(first_row, second_row, c, BLOCK_B, CHUNK_B, REST_CHUNK, HALVES)
+                    columns = tl.minimum(chunk_rows, batch - 1)[None, :]
                     if c == CHUNKS:  # another width, so ``done`` has another shape; nothing to wait for in its own
                         done = best[c]
                     factors, key_lo, key_hi, offset_lo, offset_hi = row_params(
@@ -169,7 +173,7 @@ def sample_kernel(
         doubts = 0  # a bit for each NARROW columns
         for c in tl.static_range(CHUNKS + REST_CHUNKS):
             key = tl.max(tl.where(best[c] != float("-inf"), pack_key(best[c], base + best_id[c]), 0), axis=0)
-            chunk_rows = rows_of_chunk(first_row, c, BLOCK_B, CHUNK_B, REST_CHUNK)
+            chunk_rows = rows_of_chunk(first_row, second_row, c, BLOCK_B, CHUNK_B, REST_CHUNK, HALVES)
             _, key_lo, key_hi, offset_lo, offset_hi = row_params(
                 tl.minimum(chunk_rows, batch - 1),
                 temperature_at, temperature_value, seed_at, seed_value, offset_at, offset_value, ROW_TENSORS,
@@ -189,6 +193,7 @@ def sample_kernel(
                     UPCAST, ROW_TENSORS,
                 )  # fmt: skip
     else:
+        tl.static_assert(not HALVES, "several draws walk blocks of neighbouring rows")
         walk_carefully(
             hidden, weight, temperature_at, temperature_value, seed_at, seed_value, offset_at, offset_value, workspace_ptr,
             first_row, first_owned, first_tile, stride, batch, vocab_size, base, skip, dim, num_samples, hidden_stride,
@@ -197,7 +202,7 @@ def sample_kernel(
         if REST_B > 0:
             walk_carefully(
                 hidden_rest, weight, temperature_at, temperature_value, seed_at, seed_value, offset_at, offset_value,
-                workspace_ptr, first_row + BLOCK_B, first_owned, first_tile, stride, batch, vocab_size, base, skip, dim,
+                workspace_ptr, second_row, first_owned, first_tile, stride, batch, vocab_size, base, skip, dim,
                 num_samples, hidden_stride, weight_stride, BLOCK_V, REST_B, BLOCK_D, USE_TMA, EVEN_D, ROW_ALIGNMENT, UPCAST,
                 ROW_TENSORS,
             )  # fmt: skip

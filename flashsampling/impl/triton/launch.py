@@ -52,12 +52,18 @@ def tile_operands(hidden_states: Tensor, weight: Tensor, vocab_size: int, config
         hidden = hidden_rest = TensorDescriptor(hidden_states, shape, stride, [config.block_b, depth])
         if config.narrow != config.block_b:
             hidden_rest = TensorDescriptor(hidden_states, shape, stride, [config.narrow, depth])
+        if config.halves:  # the second starts so many rows behind the first, and ends with the batch
+            half = config.block_b // 2
+            assert half < shape[0] <= config.block_b
+            strides = [(shape[0] - half) * stride[0], *stride]
+            hidden = TensorDescriptor(hidden_states, [2, half, dim], strides, [2, half, depth])
         # rows outside the vocabulary read as zeros, and nothing of a padded one is read
         weights = TensorDescriptor(weight, [max(vocab_size, 1), dim], weight.stride(), [config.block_v, depth])
     shapes = {
         "BLOCK_V": config.block_v,
         "BLOCK_B": config.block_b,
         "REST_B": config.rest_b,
+        "HALVES": config.halves,
         "BLOCK_D": config.block_d,
         "USE_TMA": config.use_tma,
         "EVEN_D": dim % config.block_d == 0,

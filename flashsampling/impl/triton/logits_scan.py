@@ -38,7 +38,7 @@ from .logits_source import (
     value_of,
 )
 from .noise import minus_gumbel, philox_words
-from .scores import NAN_KEY, NO_TOKEN, ORDERED_INF, keep_better, pack_key, score_of
+from .scores import NAN_KEY, NO_TOKEN, ORDERED_INF, keep_better, pack_key, with_noise
 
 _LARGEST = tl.constexpr(3.4028234663852886e38)
 
@@ -88,20 +88,24 @@ def _mark(logits, live, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _mark_infinite(key, mark_ptr, logits, live, COLUMNS: tl.constexpr):
-    """Writes the mark, where the best score is infinite."""
-    if key >> 31 == ORDERED_INF:
-        tl.store(mark_ptr, _mark(logits, live, COLUMNS))
+def _any_infinite(source, logits, tokens, later):
+    """Whether a token that the mask leaves in has an infinite logit. ``later`` is 0, and may be known only when this is needed:
+    nothing that the tokens are looked up by can then be computed sooner, and take registers until here."""
+    found = tl.zeros(logits[0].shape, tl.int32)
+    for i in tl.static_range(len(logits)):
+        token = tokens[i] + later
+        infinite = is_allowed(source, token, token < source.vocab_size) & (tl.abs(logits[i]) == float("inf"))
+        found = tl.maximum(found, infinite.to(tl.int32))
+    return tl.max(found, axis=0)
 
 
 @triton.jit
-def _any_infinite(source, logits, tokens, live):
-    """Whether a token that the mask leaves in has an infinite logit."""
-    found = tl.zeros(logits[0].shape, tl.int32)
-    for i in tl.static_range(len(logits)):
-        infinite = is_allowed(source, tokens[i], live[i]) & (tl.abs(logits[i]) == float("inf"))
-        found = tl.maximum(found, infinite.to(tl.int32))
-    return tl.max(found, axis=0)
+def _any_finite(logits):
+    """Whether one is neither infinite nor NaN."""
+    least = tl.abs(logits[0])
+    for i in tl.static_range(1, len(logits)):
+        least = tl.minimum(least, tl.abs(logits[i]))
+    return tl.min(least, axis=0) < float("inf")
 
 
 @triton.jit
@@ -112,23 +116,22 @@ def _after(index, done, zero):
 
 @triton.jit
 def _best(
-    logits, tokens, first, zero, draw_word, scale, noise_factor, key_lo, key_hi, offset_lo, offset_hi,
+    scaled, tokens, first, zero, draw_word, noise_factor, key_lo, key_hi, offset_lo, offset_hi,
     COLUMNS: tl.constexpr, REPS: tl.constexpr, NOISE: tl.constexpr,
 ):  # fmt: skip
-    """Key of the block's best score. The word 0 counts for more than it is worth: who reads the key looks out for it."""
+    """Key of the block's best score, from logits times the row's factor. The word 0 counts for more than it is worth: who reads
+    the key looks out for it."""
     best = tl.full((COLUMNS,), float("-inf"), tl.float32)
     best_id = tl.full((COLUMNS,), NO_TOKEN, tl.int32)
     for rep in tl.static_range(REPS):
         if NOISE:
-            group = _after(first // 4 + rep * COLUMNS + tl.arange(0, COLUMNS), logits[0] if rep == 0 else best, zero)
+            group = _after(first // 4 + rep * COLUMNS + tl.arange(0, COLUMNS), scaled[0] if rep == 0 else best, zero)
             stream_draw = tl.zeros((COLUMNS,), tl.uint32) + draw_word
             words = philox_words(group, stream_draw, offset_lo, offset_hi, key_lo, key_hi)
         for lane in tl.static_range(4):
-            x = logits[rep * 4 + lane]
+            score = scaled[rep * 4 + lane]
             if NOISE:
-                score = score_of(x, scale, 0.0, minus_gumbel(words[lane]), noise_factor)
-            else:
-                score = x * scale
+                score = with_noise(score, minus_gumbel(words[lane]), noise_factor)
             best, best_id = keep_better(best, best_id, score, tokens[rep * 4 + lane])
     return tl.max(tl.where(best != float("-inf"), pack_key(best, best_id), 0), axis=0)
 
@@ -233,11 +236,11 @@ def scan_kernel(
 
     greedy = temperature < GREEDY_BELOW
     undefined = tl.full((), 0, tl.int32)
-    if temperature == float("inf"):  # which would make NaN of it
-        undefined = _any_infinite(source, processed, tokens, live)
     draws = True
     mark_ptr = marks_ptr + row.to(tl.int64) * blocks + block
     if FILTERS or LOGPROBS:
+        if temperature == float("inf"):  # which would make NaN of it
+            undefined = _any_infinite(source, processed, tokens, 0)
         filtered = False
         wants_mass = LOGPROBS
         if FILTERS:
@@ -264,22 +267,32 @@ def scan_kernel(
         key_lo, key_hi = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
         offset_lo, offset_hi = offset.to(tl.uint32), (offset >> 32).to(tl.uint32)
         slots = winners_ptr + row.to(tl.int64) * num_samples * blocks + block
+        scaled = ()
+        for part in tl.static_range(PARTS):
+            scaled = scaled + (tl.fma(processed[part], scale, 0.0),)
+        best_key = tl.full((), 0, tl.int64)
         if greedy:
-            key = _best(
-                processed, tokens, first, zero, 0, scale, noise_factor, key_lo, key_hi, offset_lo, offset_hi,
+            best_key = _best(
+                scaled, tokens, first, zero, 0, noise_factor, key_lo, key_hi, offset_lo, offset_hi,
                 COLUMNS, REPS, False,
             )  # fmt: skip
             for draw in range(num_samples):
-                tl.store(slots + draw * blocks, key)
-            if not (FILTERS or LOGPROBS):
-                _mark_infinite(key, mark_ptr, processed, live, COLUMNS)
+                tl.store(slots + draw * blocks, best_key)
         else:
             for draw in range(num_samples):
                 draw_word = (draw | (stream << 24)).to(tl.uint32)
                 key = _best(
-                    processed, tokens, first, zero, draw_word, scale, noise_factor, key_lo, key_hi, offset_lo, offset_hi,
+                    scaled, tokens, first, zero, draw_word, noise_factor, key_lo, key_hi, offset_lo, offset_hi,
                     COLUMNS, REPS, True,
                 )  # fmt: skip
                 tl.store(slots + draw * blocks, tl.where(undefined != 0, NAN_KEY, key))
-                if not (FILTERS or LOGPROBS):
-                    _mark_infinite(key, mark_ptr, processed, live, COLUMNS)
+                best_key = tl.maximum(best_key, key)
+        if not (FILTERS or LOGPROBS):
+            # behind the draws, and from what these need anyway: in their loop, the compiler makes all of it ready before the
+            # first draw, whether or not it is needed (sm_90: 1911 instructions per thread and draw instead of 1485)
+            if best_key >> 31 == ORDERED_INF:
+                tl.store(mark_ptr, tl.where(_any_finite(scaled), MIXED, MIXED_INFINITE))
+            if temperature == float("inf"):  # noqa: SIM102, a branch, and a reduction behind it
+                if _any_infinite(source, scaled, tokens, best_key.to(tl.int32) & zero) != 0:
+                    for draw in range(num_samples):
+                        tl.store(slots + draw * blocks, NAN_KEY)

@@ -10,14 +10,14 @@ from torch import Tensor
 
 from .config import TileConfig, choose_config
 from .launch import programs, tile_operands
-from .tiles import tile_logits
+from .tiles import rows_of_block, second_row_of, tile_logits
 
 
 @triton.jit
-def _store(out, out_stride, tile, first_token, first_row, first_owned, batch, vocab_size):
+def _store(out, out_stride, tile, first_token, rows, first_owned, batch, vocab_size):
     """A tile, (tokens, rows), transposed into rows."""
     tokens = first_token + tl.arange(0, tile.shape[0])[:, None]
-    rows = first_row + tl.arange(0, tile.shape[1])[None, :]
+    rows = rows[None, :]
     wanted = (tokens < vocab_size) & (rows < batch) & (rows >= first_owned)
     tl.store(out + rows.to(tl.int64) * out_stride + tokens, tile, mask=wanted)
 
@@ -40,6 +40,7 @@ def products_kernel(
     BLOCK_V: tl.constexpr,
     BLOCK_B: tl.constexpr,
     REST_B: tl.constexpr,
+    HALVES: tl.constexpr,
     BLOCK_D: tl.constexpr,
     USE_TMA: tl.constexpr,
     EVEN_D: tl.constexpr,
@@ -52,15 +53,18 @@ def products_kernel(
     row_block = tl.program_id(0) % row_blocks
     first_owned = row_block * WIDTH
     first_row = tl.maximum(tl.minimum(first_owned, batch - WIDTH), 0)
+    second_row = second_row_of(first_row, batch, BLOCK_B, REST_B, HALVES)
+    rows = rows_of_block(first_row, second_row, BLOCK_B, HALVES)
     for tile in range(tl.program_id(0) // row_blocks, tl.cdiv(vocab_size, BLOCK_V), tl.num_programs(0) // row_blocks):
         first_token = tile * BLOCK_V
         acc, rest = tile_logits(
-            hidden, hidden_rest, weight, first_token, first_row, batch, vocab_size, dim, hidden_stride, weight_stride,
-            BLOCK_V, BLOCK_B, REST_B, BLOCK_D, USE_TMA, EVEN_D, ROW_ALIGNMENT, UPCAST,
+            hidden, hidden_rest, weight, first_token, first_row, second_row, batch, vocab_size, dim, hidden_stride,
+            weight_stride, BLOCK_V, BLOCK_B, REST_B, HALVES, BLOCK_D, USE_TMA, EVEN_D, ROW_ALIGNMENT, UPCAST,
         )  # fmt: skip
-        _store(out, out_stride, acc, first_token, first_row, first_owned, batch, vocab_size)
+        _store(out, out_stride, acc, first_token, rows, first_owned, batch, vocab_size)
         if REST_B > 0:
-            _store(out, out_stride, rest, first_token, first_row + BLOCK_B, first_owned, batch, vocab_size)
+            rest_rows = second_row + tl.arange(0, REST_B)
+            _store(out, out_stride, rest, first_token, rest_rows, first_owned, batch, vocab_size)
 
 
 def products(

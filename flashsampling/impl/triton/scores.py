@@ -15,7 +15,13 @@ ORDERED_INF = tl.constexpr(0x7F800000 + 2**31)  # a key's high bits if its score
 def score_of(logit, scale, bias, minus_noise, noise_factor):
     """logit * scale + bias + noise * noise_factor. The operations are spelled out, so that every pass and every tile shape
     rounds alike."""
-    return tl.fma(-minus_noise, noise_factor, tl.fma(logit, scale, bias))
+    return with_noise(tl.fma(logit, scale, bias), minus_noise, noise_factor)
+
+
+@triton.jit
+def with_noise(scaled, minus_noise, noise_factor):
+    """The second half of ``score_of``, where the first is ready."""
+    return tl.fma(-minus_noise, noise_factor, scaled)
 
 
 @triton.jit

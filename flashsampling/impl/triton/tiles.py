@@ -5,19 +5,29 @@ import triton.language as tl
 
 
 @triton.jit
-def _hidden_pointers(hidden, first_row, batch, hidden_stride, BLOCK_B: tl.constexpr, BLOCK_D: tl.constexpr):
-    """(BLOCK_D, BLOCK_B); rows past the end repeat the last one: their winners are not published."""
-    rows = tl.minimum(first_row + tl.arange(0, BLOCK_B), batch - 1).to(tl.int64)
+def second_row_of(first_row, batch, BLOCK_B: tl.constexpr, REST_B: tl.constexpr, HALVES: tl.constexpr):
+    """First row of a tile's second piece of columns: of the block's second half, if HALVES says so, or of the second block. If
+    it would reach beyond the batch, it ends with it, and some rows are in both pieces: with the same scores, so that a maximum
+    takes either. Loads of rows beyond the batch cost more than those of rows."""
+    SECOND: tl.constexpr = BLOCK_B // 2 if HALVES else REST_B
+    return tl.maximum(tl.minimum(first_row + BLOCK_B + REST_B - SECOND, batch - SECOND), 0)
+
+
+@triton.jit
+def _hidden_pointers(hidden, rows, batch, hidden_stride, BLOCK_D: tl.constexpr):
+    """(BLOCK_D, columns); rows past the end repeat the last one: their winners are not published."""
+    rows = tl.minimum(rows, batch - 1).to(tl.int64)
     return hidden + rows[None, :] * hidden_stride + tl.arange(0, BLOCK_D)[:, None]
 
 
 @triton.jit
 def tile_logits(
-    hidden,  # descriptor of blocks (BLOCK_B, BLOCK_D), or pointer to (B, D)
+    hidden,  # descriptor of blocks (BLOCK_B, BLOCK_D), (2, BLOCK_B // 2, BLOCK_D) if HALVES, or pointer to (B, D)
     hidden_rest,  # as hidden, for blocks (REST_B, BLOCK_D)
     weight,  # descriptor of blocks (BLOCK_V, BLOCK_D), or pointer to (V, D)
     first_token,  # row of the weight; below 0 in the first tile of a shard that does not start where a Philox group does
     first_row,
+    second_row,  # see second_row_of
     batch,
     vocab_size,
     dim,
@@ -26,6 +36,7 @@ def tile_logits(
     BLOCK_V: tl.constexpr,
     BLOCK_B: tl.constexpr,
     REST_B: tl.constexpr,
+    HALVES: tl.constexpr,
     BLOCK_D: tl.constexpr,
     USE_TMA: tl.constexpr,
     EVEN_D: tl.constexpr,
@@ -40,11 +51,15 @@ def tile_logits(
     if USE_TMA:
         for d in range(0, dim, BLOCK_D):
             w = weight.load([first_token, d])  # (BLOCK_V, BLOCK_D)
-            h = hidden.load([first_row, d])  # (BLOCK_B, BLOCK_D)
+            if HALVES:  # one copy: where they start is the descriptor's
+                h = tl.reshape(hidden.load([0, 0, d]), (BLOCK_B, BLOCK_D))
+            else:
+                h = hidden.load([first_row, d])  # (BLOCK_B, BLOCK_D)
+            if REST_B > 0:  # before the first product: a stage's copies then share a barrier
+                h_rest = hidden_rest.load([second_row, d])  # (REST_B, BLOCK_D)
             acc = tl.dot(w, h.T, acc)
             if REST_B > 0:
-                h = hidden_rest.load([first_row + BLOCK_B, d])  # (REST_B, BLOCK_D)
-                rest = tl.dot(w, h.T, rest)
+                rest = tl.dot(w, h_rest.T, rest)
     else:
         tokens = first_token + tl.arange(0, BLOCK_V)
         dims = tl.arange(0, BLOCK_D)
@@ -54,9 +69,10 @@ def tile_logits(
         # what is outside reads a neighbour's row, and is dropped below
         w_rows = tl.maximum(tl.minimum(tokens, vocab_size - 1), 0).to(tl.int64)
         w_ptrs = weight + w_rows[:, None] * weight_stride + dims[None, :]
-        h_ptrs = _hidden_pointers(hidden, first_row, batch, hidden_stride, BLOCK_B, BLOCK_D)
+        rows = rows_of_block(first_row, second_row, BLOCK_B, HALVES)
+        h_ptrs = _hidden_pointers(hidden, rows, batch, hidden_stride, BLOCK_D)
         if REST_B > 0:
-            rest_ptrs = _hidden_pointers(hidden, first_row + BLOCK_B, batch, hidden_stride, REST_B, BLOCK_D)
+            rest_ptrs = _hidden_pointers(hidden, second_row + tl.arange(0, REST_B), batch, hidden_stride, BLOCK_D)
         for d in range(0, dim, BLOCK_D):
             if EVEN_D:
                 w = tl.load(w_ptrs)
@@ -126,9 +142,31 @@ def lane0_tokens(first_token, BLOCK_V: tl.constexpr):
 
 
 @triton.jit
-def rows_of_chunk(first_row, c: tl.constexpr, BLOCK_B: tl.constexpr, CHUNK_B: tl.constexpr, REST_CHUNK: tl.constexpr):
-    """Rows of chunk c of a tile, (CHUNK_B,), or (REST_CHUNK,) in the second block of columns."""
-    if c < BLOCK_B // CHUNK_B:
-        return first_row + c * CHUNK_B + tl.arange(0, CHUNK_B)
+def rows_of_block(first_row, second_row, BLOCK_B: tl.constexpr, HALVES: tl.constexpr):
+    """Rows of a tile's first block of columns, (BLOCK_B,)."""
+    column = tl.arange(0, BLOCK_B)
+    if HALVES:
+        return tl.where(column < BLOCK_B // 2, first_row + column, second_row + column - BLOCK_B // 2)
     else:
-        return first_row + BLOCK_B + (c - BLOCK_B // CHUNK_B) * REST_CHUNK + tl.arange(0, REST_CHUNK)
+        return first_row + column
+
+
+@triton.jit
+def rows_of_chunk(
+    first_row,
+    second_row,
+    c: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    CHUNK_B: tl.constexpr,
+    REST_CHUNK: tl.constexpr,
+    HALVES: tl.constexpr,
+):
+    """Rows of chunk c of a tile, (CHUNK_B,), or (REST_CHUNK,) in the second block of columns."""
+    tl.static_assert(not HALVES or CHUNK_B <= BLOCK_B // 2, "a chunk has rows of one half")
+    FIRST: tl.constexpr = BLOCK_B // 2 if HALVES else BLOCK_B  # columns of the first piece
+    if c * CHUNK_B < FIRST:
+        return first_row + c * CHUNK_B + tl.arange(0, CHUNK_B)
+    elif c < BLOCK_B // CHUNK_B:
+        return second_row + (c - FIRST // CHUNK_B) * CHUNK_B + tl.arange(0, CHUNK_B)
+    else:
+        return second_row + (c - BLOCK_B // CHUNK_B) * REST_CHUNK + tl.arange(0, REST_CHUNK)
