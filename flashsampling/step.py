@@ -82,6 +82,7 @@ _PER_ROW = (
     *("bias_ids", "bias_values", "counts", "repetition_penalty", "frequency_penalty", "presence_penalty", "token_mask"),
     *("top_k", "top_p", "min_p", "logprob_ids"),
 )
+_WIDEST_PICKED = 2**20
 ARGUMENTS = {  # of ``sample``, where a field has another name
     "dense_bias": "logit_bias",
     "bias_ids": "logit_bias",
@@ -129,6 +130,12 @@ class Step(NamedTuple):
             return value if isinstance(value, Tensor) else torch.full((batch,), value, dtype=dtype, device=device)
 
         return Rows(column(self.temperature, torch.float32), column(self.seed, torch.int64), column(self.offset, torch.int64))
+
+    def too_wide_to_pick(self) -> str | None:
+        """Why ``impl.triton.logits_pick`` is not compiled for it, or None: its code grows with the vocabulary."""
+        if self.vocab_size > _WIDEST_PICKED and (self.asked.may_filter() or self.asked.needs_raw_mass()):
+            return f"{self.vocab_size} tokens with filters or log-probabilities, of which it takes up to {_WIDEST_PICKED}"
+        return None
 
     def row_arguments(self) -> tuple[int, float, int, int, int, int]:
         """Its rows' parameters as kernels take them: of each the address and 0, or 0 and the number for all rows."""

@@ -134,7 +134,7 @@ def unsupported(step: Step) -> str | None:
         ctas = ctas_per_row_block(choose_config(batch, weight.shape[1]), batch, vocab, multiprocessors(weight.device))
         if vocab > _MAX_TILES_PER_CTA * TILE_V * ctas:
             return f"{vocab} vocabulary rows, for a batch of {batch} it takes up to {_MAX_TILES_PER_CTA * TILE_V * ctas}"
-    return None
+    return step.too_wide_to_pick()
 
 
 def compiled_for(weight: Tensor, max_batch_size: int, num_samples: int) -> tuple[list[str], list[int]]:

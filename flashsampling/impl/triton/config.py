@@ -77,14 +77,14 @@ _STAGES = {0: 6, 16: 6, 32: 6, 64: 5}
 def unsupported(step: Step) -> str | None:
     """Why the Triton implementation cannot do a step, or None."""
     device, weight = step.hidden_states.device, step.weight
+    if weight.stride(1) != 1 and weight.shape[1] > 1:
+        return f"weight must be contiguous along D, got strides {weight.stride()}"
     if device.type == "cpu":
         return None if triton.knobs.runtime.interpret else "tensors on the CPU (TRITON_INTERPRET=1 is for tests)"
     if device.type != "cuda" or torch.version.cuda is None:
         return f"tensors on {device.type}, it runs on NVIDIA GPUs"
     if capability(device) < (8, 0):
         return f"compute capability {capability(device)}, it needs (8, 0)"
-    if weight.stride(1) != 1 and weight.shape[1] > 1:
-        return f"weight must be contiguous along D, got strides {weight.stride()}"
     return None
 
 

@@ -81,7 +81,7 @@ def unsupported(step: Step) -> str | None:
         return f"compute capability {capability(logits.device)}, it needs (8, 0)"
     if logits.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"logits of {logits.dtype}"
-    return None
+    return step.too_wide_to_pick()
 
 
 def _contiguous_rows(matrix: Tensor | None) -> Tensor | None:

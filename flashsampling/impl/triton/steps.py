@@ -19,7 +19,7 @@ def unsupported(step: Step) -> str | None:
         return logits.unsupported(step)
     if step.asked is not PLAIN and step.shard != WHOLE:
         return f"a shard of a vocabulary with {arguments(step.asked.names())}"
-    return config.unsupported(step)
+    return config.unsupported(step) or step.too_wide_to_pick()
 
 
 def run(step: Step) -> Drawn:
