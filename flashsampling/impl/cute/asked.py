@@ -3,6 +3,7 @@
 filters and log-probabilities of the products     two launches: the kernel draws and summarises them too (``Features.logits``),
                                                   then ``impl.triton.logits.pick``
 what changes logits, other noise, several draws   three: the kernel only stores them, then ``impl.triton.logits.run``
+drafts to be rejected (``recorded``)              the same, and what was drawn from is left behind; plain steps too
 """
 
 import functools
@@ -12,7 +13,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from ...step import PLAIN, Asked, Drawn, Step
+from ...step import PLAIN, Asked, Drawn, Recorded, Step
 from . import launch
 from .config import TILE_V, TileConfig
 
@@ -36,13 +37,28 @@ def _processes(asked: Asked) -> bool:
 
 def run(step: Step, config: TileConfig | None = None) -> Drawn:
     """See ``launch.run``, of what is not PLAIN."""
+    masses = step.asked.needs_mass(step.vocab_size), step.asked.needs_raw_mass()
+    return _run(step, masses, config)[0]
+
+
+def recorded(step: Step) -> Recorded:
+    """See ``backends``: two launches or three."""
+    records = _picking().empty_records(len(step.hidden_states), step.hidden_states.device)
+    drawn, logits = _run(step, (True, False), None, records)
+    return Recorded(drawn.ids, logits, *records)
+
+
+def _run(
+    step: Step, masses: tuple[bool, bool], config: TileConfig | None, records: tuple[Tensor, Tensor] | None = None
+) -> tuple[Drawn, Tensor]:
+    """And the logits. ``masses`` as ``with_logits`` has it; ``records`` as ``impl.triton.logits``, which writes them."""
     if step.num_samples > 1 or _processes(step.asked):  # of several draws the kernel would evaluate every token
         logits, _, _ = with_logits(step, 0, None, config)
-        return _picking().run(step._replace(logits=logits))  # type: ignore[no-any-return]
-    masses = step.asked.needs_mass(step.vocab_size), step.asked.needs_raw_mass()
+        return _picking().run(step._replace(logits=logits), records=records), logits
     # the draws also say which rows are undefined, with filters and without
     logits, summaries, drawn = with_logits(step, step.num_samples, masses, config)
-    return _picking().pick(step._replace(logits=logits), _picking().Summaries(*summaries), drawn)  # type: ignore[no-any-return]
+    of_chunks = _picking().Summaries(*summaries)
+    return _picking().pick(step._replace(logits=logits), of_chunks, drawn, records=records), logits
 
 
 def with_logits(
