@@ -258,7 +258,8 @@ def one_by_one(drafted: Drafted, request: int, method: str) -> tuple[list[int], 
 
 def sure_of(drafted: Drafted, expected: VerifyOutput, tolerance: float = 2e-5) -> Tensor:
     """(B,) bool: no comparison by which rejection came to ``expected`` is so near that a probability, an edge of a filter or a
-    score that is wrong by ``tolerance``, relatively, may turn it round. float64, all requests at once, chains."""
+    score that is wrong by ``tolerance``, relatively, may turn it round; or by up to 1e-3, where logits are large and the
+    temperature is low: a last bit counts for more there. float64, all requests at once, chains."""
     given, states = layout("hidden_states", drafted.states, drafted.ids, None, None, None)
     drafts, (batch, n) = given.drafts(), drafted.ids.shape
     of_requests, vocab = drafted.step.rows(), drafted.step.vocab_size
@@ -273,23 +274,26 @@ def sure_of(drafted: Drafted, expected: VerifyOutput, tolerance: float = 2e-5) -
         return logits, rejection.probabilities(logits, step._replace(asked=asked))
 
     logits, p = probabilities(asked)
+    greedy = of_rows.temperature < GREEDY_BELOW
+    largest = logits.processed.abs().nan_to_num(0.0, 0.0).amax(dim=1).double() / torch.where(greedy, 1.0, of_rows.temperature)
+    error = (tolerance + 2.0**-22 * largest.nan_to_num(0.0)).clamp(max=1e-3)
     clear = _is_clear(product, asked)
     for sign in (-1, 1):
-        nudged = {name: _nudged(getattr(asked, name), 1 + sign * tolerance) for name in ("top_p", "min_p")}
+        nudged = {name: _nudged(getattr(asked, name), 1 + sign * error) for name in ("top_p", "min_p")}
         clear = clear & ((probabilities(asked._replace(**nudged))[1] > 0) == (p > 0)).all(dim=1)
     scores = reference.scores_of(logits, step, torch.zeros(1, dtype=torch.int64))[:, 0].double()
     scores = scores if logits.kept is None else scores.masked_fill(~logits.kept, -math.inf)
     best = scores.amax(dim=1, keepdim=True)
-    greedy = of_rows.temperature < GREEDY_BELOW
     others = torch.where((scores == best) & greedy[:, None], -math.inf, scores)  # equal ones: the lowest id, to the bit
     second = others.sort(dim=1, descending=True).values
     second = torch.nn.functional.pad(second, (0, 1), value=-math.inf)
     second = torch.where(greedy, second[:, 0], second[:, 1])
-    drawn = ~(best[:, 0] - second <= tolerance * (1 + best[:, 0].abs()))  # NaN and equal infinities are what they are
+    drawn = ~(best[:, 0] - second <= error * (1 + best[:, 0].abs()))  # NaN and equal infinities are what they are
     clear = clear & (drawn | ~greedy)
 
     # every draft's coin, and what takes the place of a draft
     p, clear, drawn = p.view(batch, n + 1, vocab), clear.view(batch, n + 1), drawn.view(batch, n + 1)
+    error = error.view(batch, n + 1)
     ids = torch.nn.functional.pad(drafts.token_ids, (0, 1), value=-1)
     there = (ids >= 0) & (ids < vocab)
     places = torch.where(there, ids, 0)[:, :, None]
@@ -299,12 +303,13 @@ def sure_of(drafted: Drafted, expected: VerifyOutput, tolerance: float = 2e-5) -
     held = noise.coin(of_rows.seed, of_rows.offset).view(batch, n + 1) * q.gather(2, places)[:, :, 0]
     wanted = p.gather(2, places)[:, :, 0]
     size = torch.maximum(held, wanted)
-    near = there & (((held - wanted).abs() <= tolerance * size) & (size > 0) | (wanted < 1e-37) & (wanted > 0))
+    near = there & (((held - wanted).abs() <= error * size) & (size > 0) | (wanted < 1e-37) & (wanted > 0))
     left = p - q
     none_left = (left <= 0).all(dim=2, keepdim=True)
     left = torch.where(none_left, p, left)
     # where q is as much as p but for rounding, nobody knows what is left
-    low, high = (left - tolerance * p).clamp(min=0), torch.where(p > 0, left + tolerance * p, 0.0).clamp(min=0)
+    wrong = error[:, :, None] * p
+    low, high = (left - wrong).clamp(min=0), torch.where(p > 0, left + wrong, 0.0).clamp(min=0)
     if drafted.probs is None:
         low, high = (torch.where(q > 0, 0.0, bound) for bound in (low, high))
     gumbel = noise.gumbel(of_rows.seed, of_rows.offset, torch.zeros(1, dtype=torch.int64), 0, vocab, noise.Stream.RECOVERY)
@@ -312,7 +317,7 @@ def sure_of(drafted: Drafted, expected: VerifyOutput, tolerance: float = 2e-5) -
     first = (left.log() + gumbel).nan_to_num(-math.inf).argmax(dim=2, keepdim=True)
     above = (high.log() + gumbel).scatter(2, first, -math.inf).amax(dim=2)
     below = (low.log() + gumbel).gather(2, first)[:, :, 0]
-    recovered = (below - above > tolerance * (1 + below.abs())) | (p + q).isnan().any(dim=2)
+    recovered = (below - above > error * (1 + below.abs())) | (p + q).isnan().any(dim=2)
 
     last = expected.num_accepted[:, None]
     node = torch.arange(n + 1)
@@ -322,11 +327,10 @@ def sure_of(drafted: Drafted, expected: VerifyOutput, tolerance: float = 2e-5) -
     return at_end & ((clear & ~near) | ~visited).all(dim=1)
 
 
-def _nudged(limit: Tensor | float, factor: float) -> Tensor | float:
-    """A filter's edge; one that is off stays off."""
-    if isinstance(limit, Tensor):
-        return torch.where(limit < 1, limit * factor, limit)
-    return limit * factor if limit < 1 else limit
+def _nudged(limit: Tensor | float, factor: Tensor) -> Tensor:
+    """A filter's edge in every row; one that is off stays off."""
+    limits = limit if isinstance(limit, Tensor) else torch.full(factor.shape, limit)
+    return torch.where(limits < 1, limits * factor, limits).float()
 
 
 def _is_clear(product: Tensor, asked: Asked) -> Tensor:
