@@ -1,4 +1,5 @@
-"""The pictures of README and docs/, from the result files of ``benchmarks.sample`` and ``benchmarks.tensor_parallel``."""
+"""The pictures of README and docs/, from the result files of ``benchmarks.sample``, ``benchmarks.tensor_parallel`` and
+``benchmarks.verify``."""
 
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,42 @@ def scaling(result: dict[str, Any], path: Path) -> None:
     axes[0][0].set_ylabel("us a step")
     axes[0][0].legend()
     figure.suptitle(f"LM head to token ids over GPUs, V={result['vocab']} D={result['dim']}, {result['machine']['gpu']}")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def drafts(result: dict[str, Any], path: Path) -> None:
+    """Time of rejection over the rows that are verified, with what others take, from a result file of ``benchmarks.verify``."""
+    rows = [row for row in result["rows"] if row.get("filters", "none") == "none"]
+    panels = list(dict.fromkeys((row["vocab"], row["dim"], row["drafts"]) for row in rows))
+    styles: dict[str, dict[str, Any]] = {
+        "rejection": {"color": "#d62728", "linewidth": 2.4, "zorder": 5},
+        "match": {"color": "#ff9896", "linewidth": 2.0, "zorder": 4},
+        "FlashInfer": {"color": "#1f77b4"},
+        "compiled torch": {"color": "#7f7f7f"},
+        "cuBLAS alone": {"color": "black", "linewidth": 0.8, "linestyle": "--"},
+    }
+    lines = -(-len(panels) // 2)
+    figure, grid = plt.subplots(lines, 2, figsize=(10.0, 3.6 * lines), squeeze=False)
+    axes = list(grid.flat)
+    for axis in axes[len(panels) :]:
+        axis.set_visible(False)
+    for axis, (vocab, dim, n) in zip(axes, panels):
+        of_panel = [row for row in rows if (row["vocab"], row["dim"], row["drafts"]) == (vocab, dim, n)]
+        for step, style in styles.items():
+            points = [(row["batch"] * (n + 1), row["ms"][step]) for row in of_panel if step in row["ms"]]
+            if points:
+                axis.plot(*zip(*points), label=step, **{"marker": "o", **style})
+        axis.set(title=f"V={vocab} D={dim}, {n} drafts", xscale="log", xlabel="rows: requests x (drafts + 1)", ylim=(0, None))
+        sizes = [row["batch"] * (n + 1) for row in of_panel]
+        axis.set_xticks(sizes, [str(size) for size in sizes])
+        axis.minorticks_off()
+        axis.grid(alpha=0.3)
+    for line in grid:
+        line[0].set_ylabel("ms")
+    axes[0].legend()
+    figure.suptitle(f"Drafts verified, from hidden states, {result['machine']['gpu']}")
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     plt.close(figure)

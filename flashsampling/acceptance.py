@@ -8,7 +8,7 @@ from torch import Tensor
 
 from . import ops
 from .api import SampleOutput, check_kind
-from .backends import BACKENDS
+from .backends import BACKENDS, Backend
 from .drafts import Accepted, Drafts, Given, Nodes
 from .impl.device import capability
 from .noise import Stream
@@ -37,6 +37,11 @@ class Target(NamedTuple):
     vocab_size: int
     draw: Callable[..., SampleOutput]  # of rows of states, by sample's keywords
     impl: str | None  # who draws; None: whoever can
+
+    def step(self, states: Tensor, rows: dict[str, Any], asked: Asked) -> Step:
+        """One draw of rows of states, by their temperature, seed and offset."""
+        head, logits = (states, states) if self.weight is None else (self.weight, None)
+        return Step(states, head, **rows, num_samples=1, vocab_size=self.vocab_size, asked=asked, logits=logits)
 
 
 def _of(value: Any, request: Tensor) -> Any:
@@ -128,16 +133,14 @@ def _spread(target: Target, given: Given, parameters: Parameters) -> tuple[dict[
 
 def reject(target: Target, given: Given, parameters: Parameters, draft_probs: Tensor | None) -> Verified:
     """Drafts that a coin accepts, and what ``impl/rejection`` draws instead of the first that it does not."""
-    if target.impl in (None, "triton") and _by_kernels(target, given):  # a name never falls back
-        return _reject_by_kernels(target, given, parameters, draft_probs)
+    backend = _recording(target, given, parameters)
+    if backend is not None:
+        return _reject_by_kernels(backend, target, given, parameters, draft_probs)
     drafts = given.drafts()
 
     def step_at(nodes: Nodes, stream: Stream) -> Step:
         rows, asked = parameters.at(nodes, drafts, target.vocab_size)
-        states, weight = target.states.index_select(0, nodes.row), target.weight
-        head, logits = (states, states) if weight is None else (weight, None)
-        asked = asked._replace(stream=stream)
-        return Step(states, head, **rows, num_samples=1, vocab_size=target.vocab_size, asked=asked, logits=logits)
+        return target.step(target.states.index_select(0, nodes.row), rows, asked._replace(stream=stream))
 
     ids = torch.nn.functional.pad(drafts.token_ids, (0, 1), value=-1)
     places = torch.nn.functional.pad(drafts.places(), (0, 1))
@@ -155,16 +158,26 @@ def reject(target: Target, given: Given, parameters: Parameters, draft_probs: Te
     return _output(drafts, accepted, ids.masked_fill(accepted.nodes < 0, -1).scatter(1, last, tokens[:, None]))
 
 
-def _reject_by_kernels(target: Target, given: Given, parameters: Parameters, draft_probs: Tensor | None) -> Verified:
-    from .impl.triton import products, rejection
+def _recording(target: Target, given: Given, parameters: Parameters) -> Backend | None:
+    """Who draws, if it leaves what kernels reject by, and they can; None: torch rejects."""
+    if not _by_kernels(target, given):
+        return None
+    masks, asked = parameters.masks, parameters.asked
+    rows = {"temperature": parameters.temperature, "seed": parameters.seed, "offset": parameters.offset}
+    # of requests where it will be of positions, which is all the same to the choice
+    step = target.step(target.states, rows, asked if masks is None else asked._replace(token_mask=masks))
+    backend = ops.choose(step, target.impl or "")
+    return backend if backend.records else None
+
+
+def _reject_by_kernels(
+    backend: Backend, target: Target, given: Given, parameters: Parameters, draft_probs: Tensor | None
+) -> Verified:
+    from .impl.triton import rejection
 
     with torch.cuda.device_of(target.states):
-        rows, asked = _spread(target, given, parameters)
-        logits = target.states
-        if target.weight is not None:
-            logits = products.products(target.states, target.weight, target.vocab_size)
-        step = Step(logits, logits, **rows, num_samples=1, vocab_size=target.vocab_size, asked=asked, logits=logits)
-        return Verified(*rejection.run(step, given.token_ids, *given[2:], draft_probs), None)
+        step = target.step(target.states, *_spread(target, given, parameters))
+        return Verified(*rejection.run(step, backend.recorded(step), given.token_ids, *given[2:], draft_probs), None)
 
 
 def _output(drafts: Drafts, accepted: Accepted, token_ids: Tensor) -> Verified:

@@ -6,6 +6,8 @@ A backend is a module or package ``impl.<name>`` with
     DOES_OF_LOGITS                     the same of steps that have ``Step.logits``; if it takes them
     unsupported(step) -> str | None    why it cannot do a step, or None: the only truth about what it takes
     run(step) -> Drawn                 of one row or more, on the current device and, there, the current stream
+    recorded(step) -> Recorded         the same of one draw, stream 0 and a whole vocabulary, and what it was drawn from: drafts
+                                       are then rejected by kernels; if it leaves that
     compiled_for(weight, max_batch_size, num_samples) -> names, batch sizes
                                        the kernels that such calls can need, and whose draws compile them; if it compiles any
 
@@ -23,7 +25,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from .step import PLAIN, Drawn, Step, arguments
+from .step import PLAIN, Drawn, Recorded, Step, arguments
 
 
 class Package(NamedTuple):
@@ -116,6 +118,15 @@ class Backend:
     def run(self, step: Step) -> Drawn:
         """Does a step that it supports, of one row or more, on the current device and stream."""
         return self.module.run(step)  # type: ignore[no-any-return]
+
+    @property
+    def records(self) -> bool:
+        """Whether it has ``recorded``."""
+        return hasattr(self.module, "recorded")
+
+    def recorded(self, step: Step) -> Recorded:
+        """Does a step that it supports, and leaves what it was drawn from."""
+        return self.module.recorded(step)  # type: ignore[no-any-return]
 
     @property
     def compiles(self) -> bool:

@@ -162,6 +162,15 @@ class Drawn(NamedTuple):
     values: Tensor | None = None  # float32: what else was asked for; None or empty: nothing
 
 
+class Recorded(NamedTuple):
+    """What a step of one draw per row leaves for ``impl/triton/rejection``: its tokens, and what they were drawn from."""
+
+    ids: Tensor  # (B,) int64
+    logits: Tensor  # (B, V), of which the request's processed ones are made: ``Step.logits``, or float32 products
+    limits: Tensor  # (B,) int64: the place of a row's last kept token. ``logits_pick`` says what these two hold
+    masses: Tensor  # (B, 4) float32
+
+
 class Part(NamedTuple):
     """A part of ``Drawn.ids`` or ``Drawn.values``: row after row."""
 

@@ -116,8 +116,9 @@ def verify(
         method: "match" or "rejection".
         draft_probs: q, what each draft was drawn from, of at least ``vocab_size`` columns; float32, bfloat16 or float16. None:
             drafts are certain, q is 1 at the draft. Only with "rejection".
-        temperature, vocab_size, impl, tp: as in ``sample``; values per row are per request. With "rejection" ``impl`` is who
-            draws the token behind drafts that are all accepted, and ``tp`` must be None; "triton", or None on a GPU, does all.
+        temperature, vocab_size, impl, tp: as in ``sample``; values per row are per request. With "rejection" ``tp`` must be
+            None, and ``impl`` is who draws the token behind drafts that are all accepted; on a GPU "cute", "triton", or None,
+            does all.
         seed: as in ``sample``, one per request.
         offset: the request's position: how many tokens it has drawn. Its next one is this and ``num_emitted``.
         request: as in ``sample``, a value per request, but for what comes back beside tokens. ``token_mask`` may also have a
@@ -128,8 +129,9 @@ def verify(
     "match" is one ``sample`` over all positions and two small launches on a GPU, or some thirty torch operations: of trees,
     where there is no Triton, and where a compiler looks. Nothing waits for the device, and a CUDA graph can hold it. Trees take
     n**2 bytes and a few times that per request. "rejection" on a GPU writes the logits of all positions, (N + B) V float32,
-    and is seven launches, which a graph can hold too. Elsewhere it makes probabilities in torch, in float64, a bounded number
-    of rows at a time: memory does not grow with the batch, but it is not fast.
+    and is six launches on a Hopper GPU, else or with masks, biases or penalties seven, which a graph can hold too.
+    Elsewhere, and where a compiler looks, it makes probabilities in torch, in float64, a bounded number of rows at a time:
+    memory does not grow with the batch, but it is not fast.
 
     Returns:
         VerifyOutput.

@@ -1,6 +1,7 @@
 """Drafts at random, and section 7 of the contract once more, one request and one draft after the other in Python."""
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from flashsampling import VerifyOutput, noise, verify, verify_from_logits
+from flashsampling.acceptance import Parameters
+from flashsampling.drafts import layout
+from flashsampling.impl import filters, reference, rejection
+from flashsampling.impl.filters import GREEDY_BELOW
 from flashsampling.step import PLAIN, Asked, Step
 from tests.mixes import Mix, probabilities_of
 
@@ -81,10 +86,20 @@ class Drafted:
         return VerifyOutput(*(None if part is None else part.cpu() for part in vars(out).values()))
 
 
-def make_drafted(seed: int, method: str, tree: bool = False, poisoned: bool = True, head: bool = False) -> Drafted:
-    """Logits as ``tests/mixes.py`` makes them; drafts are likely tokens, any, or none; q likewise."""
-    mix = Mix(seed, poisoned)
-    batch, n, vocab = (
+def make_drafted(
+    seed: int,
+    method: str,
+    tree: bool = False,
+    poisoned: bool = True,
+    head: bool = False,
+    sizes: tuple[int, int, int] | None = None,  # B, n, V; None: some
+    wanted: Collection[str] | None = None,
+    device: str | torch.device = "cpu",
+) -> Drafted:
+    """Logits as ``tests/mixes.py`` makes them, and what is wanted of them; drafts are likely tokens, any, or none; q likewise.
+    On the CPU; ``device``: where what is accepted is found out."""
+    mix = Mix(seed, poisoned, wanted=wanted)
+    batch, n, vocab = sizes or (
         mix.random.randrange(1, 10),
         mix.random.randrange(8 if tree else 5),
         mix.random.choice((1, 2, 2, 5, 5, 5, 5, 33)),
@@ -138,13 +153,13 @@ def make_drafted(seed: int, method: str, tree: bool = False, poisoned: bool = Tr
         step = step._replace(asked=without if without.names() else PLAIN)
     drafted = Drafted(step, states.view(batch, n + 1, -1), weight, ids, parents, probs, masks)
     for _ in range(mix.random.randrange(6 if tree else 3)):
-        _improve(drafted, method)
+        _improve(drafted, method, device)
     return drafted
 
 
-def _improve(drafted: Drafted, method: str) -> None:
+def _improve(drafted: Drafted, method: str, device: str | torch.device) -> None:
     """One more draft of each request is what comes out, so that several in a row are accepted."""
-    out = drafted.verify(method, impl="reference")
+    out = drafted.verify(method, device=device, impl="reference")
     for row, (count, length) in enumerate(zip(out.num_accepted.tolist(), drafted.lengths)):
         token, at = int(out.token_ids[row, count]), count
         if out.accepted_drafts is not None and drafted.parents is not None:
@@ -236,3 +251,94 @@ def one_by_one(drafted: Drafted, request: int, method: str) -> tuple[list[int], 
             token = scores.index(max(scores))
         tokens.append(token)
         return tokens, path, margin
+
+
+# -- where float32 may come to something else
+
+
+def sure_of(drafted: Drafted, expected: VerifyOutput, tolerance: float = 2e-5) -> Tensor:
+    """(B,) bool: no comparison by which rejection came to ``expected`` is so near that a probability, an edge of a filter or a
+    score that is wrong by ``tolerance``, relatively, may turn it round; or by up to 1e-3, where logits are large and the
+    temperature is low: a last bit counts for more there. float64, all requests at once, chains."""
+    given, states = layout("hidden_states", drafted.states, drafted.ids, None, None, None)
+    drafts, (batch, n) = given.drafts(), drafted.ids.shape
+    of_requests, vocab = drafted.step.rows(), drafted.step.vocab_size
+    masks = None if drafted.masks is None else drafted.masks.flatten(0, 1)
+    rows, asked = Parameters(*of_requests, drafted.step.asked, masks).at(drafts.nodes(), drafts, vocab)
+    product = (states if drafted.weight is None else states @ drafted.weight.T)[:, :vocab].float()
+    step = Step(product, product, **rows, num_samples=1, vocab_size=vocab, asked=asked, logits=product)
+    of_rows = step.rows()
+
+    def probabilities(asked: Asked) -> tuple[reference.Logits, Tensor]:
+        logits = reference.logits_of(product, of_rows.temperature, asked)
+        return logits, rejection.probabilities(logits, step._replace(asked=asked))
+
+    logits, p = probabilities(asked)
+    greedy = of_rows.temperature < GREEDY_BELOW
+    largest = logits.processed.abs().nan_to_num(0.0, 0.0).amax(dim=1).double() / torch.where(greedy, 1.0, of_rows.temperature)
+    error = (tolerance + 2.0**-22 * largest.nan_to_num(0.0)).clamp(max=1e-3)
+    clear = _is_clear(product, asked)
+    for sign in (-1, 1):
+        nudged = {name: _nudged(getattr(asked, name), 1 + sign * error) for name in ("top_p", "min_p")}
+        clear = clear & ((probabilities(asked._replace(**nudged))[1] > 0) == (p > 0)).all(dim=1)
+    scores = reference.scores_of(logits, step, torch.zeros(1, dtype=torch.int64))[:, 0].double()
+    scores = scores if logits.kept is None else scores.masked_fill(~logits.kept, -math.inf)
+    best = scores.amax(dim=1, keepdim=True)
+    others = torch.where((scores == best) & greedy[:, None], -math.inf, scores)  # equal ones: the lowest id, to the bit
+    second = others.sort(dim=1, descending=True).values
+    second = torch.nn.functional.pad(second, (0, 1), value=-math.inf)
+    second = torch.where(greedy, second[:, 0], second[:, 1])
+    drawn = ~(best[:, 0] - second <= error * (1 + best[:, 0].abs()))  # NaN and equal infinities are what they are
+    clear = clear & (drawn | ~greedy)
+
+    # every draft's coin, and what takes the place of a draft
+    p, clear, drawn = p.view(batch, n + 1, vocab), clear.view(batch, n + 1), drawn.view(batch, n + 1)
+    error = error.view(batch, n + 1)
+    ids = torch.nn.functional.pad(drafts.token_ids, (0, 1), value=-1)
+    there = (ids >= 0) & (ids < vocab)
+    places = torch.where(there, ids, 0)[:, :, None]
+    q = torch.zeros_like(p).scatter_(2, places, there[:, :, None].double())
+    if drafted.probs is not None:
+        q[:, :n] = drafted.probs[:, :, :vocab].double()
+    held = noise.coin(of_rows.seed, of_rows.offset).view(batch, n + 1) * q.gather(2, places)[:, :, 0]
+    wanted = p.gather(2, places)[:, :, 0]
+    size = torch.maximum(held, wanted)
+    near = there & (((held - wanted).abs() <= error * size) & (size > 0) | (wanted < 1e-37) & (wanted > 0))
+    left = p - q
+    none_left = (left <= 0).all(dim=2, keepdim=True)
+    left = torch.where(none_left, p, left)
+    # where q is as much as p but for rounding, nobody knows what is left
+    wrong = error[:, :, None] * p
+    low, high = (left - wrong).clamp(min=0), torch.where(p > 0, left + wrong, 0.0).clamp(min=0)
+    if drafted.probs is None:
+        low, high = (torch.where(q > 0, 0.0, bound) for bound in (low, high))
+    gumbel = noise.gumbel(of_rows.seed, of_rows.offset, torch.zeros(1, dtype=torch.int64), 0, vocab, noise.Stream.RECOVERY)
+    gumbel = gumbel[:, 0].double().view(batch, n + 1, vocab)
+    first = (left.log() + gumbel).nan_to_num(-math.inf).argmax(dim=2, keepdim=True)
+    above = (high.log() + gumbel).scatter(2, first, -math.inf).amax(dim=2)
+    below = (low.log() + gumbel).gather(2, first)[:, :, 0]
+    recovered = (below - above > error * (1 + below.abs())) | (p + q).isnan().any(dim=2)
+
+    last = expected.num_accepted[:, None]
+    node = torch.arange(n + 1)
+    visited = node <= last
+    is_refused = (ids.gather(1, last) >= 0)[:, 0]
+    at_end = torch.where(is_refused, recovered.gather(1, last)[:, 0], drawn.gather(1, last)[:, 0])
+    return at_end & ((clear & ~near) | ~visited).all(dim=1)
+
+
+def _nudged(limit: Tensor | float, factor: Tensor) -> Tensor:
+    """A filter's edge in every row; one that is off stays off."""
+    limits = limit if isinstance(limit, Tensor) else torch.full(factor.shape, limit)
+    return torch.where(limits < 1, limits * factor, limits).float()
+
+
+def _is_clear(product: Tensor, asked: Asked) -> Tensor:
+    """(R,) bool: a soft cap keeps apart what it is of, or makes the largest number of both."""
+    if not asked.soft_cap:
+        return torch.ones(len(product), dtype=torch.bool)
+    bare = filters.raw(product, asked._replace(soft_cap=0.0)).double().sort(dim=1).values / asked.soft_cap
+    capped = torch.tanh(bare)
+    apart = (capped[:, 1:] - capped[:, :-1] > 1e-6) | (bare[:, 1:] == bare[:, :-1])
+    same = (bare[:, 1:].abs() > 9.5) & (bare[:, :-1].abs() > 9.5)
+    return (apart | same | bare[:, 1:].isnan()).all(dim=1)

@@ -2,6 +2,7 @@
 
 import math
 import random
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -17,15 +18,23 @@ INF, NAN = math.inf, math.nan
 class Mix:
     """Draws rows of logits and what is asked of them. ``poisoned``: NaN, infinities and parameters out of their range too.
 
+    ``wanted``: fields of ``Asked`` that are asked for, of those before the filters and these; None: some.
+
     ``make(...)`` gives a step of logits; a kernel's test may give it hidden states instead.
     """
 
-    def __init__(self, seed: int, poisoned: bool = True, device: torch.device | None = None) -> None:
+    def __init__(
+        self, seed: int, poisoned: bool = True, device: torch.device | None = None, wanted: Collection[str] | None = None
+    ) -> None:
         self.random, self.poisoned, self.device = random.Random(seed), poisoned, device or torch.device("cpu")
         self.generator = torch.Generator().manual_seed(seed)
+        self.wanted = wanted
 
     def one_in(self, n: int) -> bool:
         return self.random.randrange(n) == 0
+
+    def wants(self, name: str, n: int) -> bool:
+        return self.one_in(n) if self.wanted is None else name in self.wanted
 
     def normal(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self.generator)
@@ -76,41 +85,43 @@ class Mix:
         return (times - (in_prompt.long() << 31)).to(torch.int32)
 
     def asked(self, batch: int, vocab: int) -> Asked:
-        uniform, one_in, poisoned = self.random.random, self.one_in, self.poisoned
+        uniform, one_in, poisoned, wants = self.random.random, self.one_in, self.poisoned, self.wants
         asked: dict[str, Any] = {}
-        if one_in(4):
+        if wants("bias", 4):
             asked["bias"] = self.normal(vocab)
-        if one_in(4):
+        if wants("logit_scale", 4):
             asked["logit_scale"] = self.random.choice((0.25, 3.0))
-        if one_in(4):
+        if wants("soft_cap", 4):
             asked["soft_cap"] = self.random.choice((2.0, 30.0))
-        if one_in(4):
+        if wants("dense_bias", 4):
             asked["dense_bias"] = torch.where(
                 torch.rand(vocab, generator=self.generator) < 0.1, self.random.choice((-INF, 100.0, -100.0)), self.normal(vocab)
             )
-        if one_in(3):
+        if wants("bias_ids", 3):
             n = self.random.randrange(1, 6)
             ids = torch.randint(-2, vocab + 2, (batch, n), generator=self.generator, dtype=torch.int32)
             values = torch.tensor([[self.random.choice((-INF, 100.0, -100.0, 1.5, uniform())) for _ in range(n)]] * batch)
             asked |= {"bias_ids": ids, "bias_values": values}
-        if one_in(2):
+        if wants("counts", 2):
             asked["counts"] = self.counts(batch, vocab)
             asked["repetition_penalty"] = self.pick(
                 batch, lambda: 0.5 + uniform() * 2, (1.0,) + (NAN,) * (poisoned and one_in(9))
             )
             asked["frequency_penalty"] = self.pick(batch, lambda: uniform() * 4 - 2, (0.0, 1e-4))
             asked["presence_penalty"] = self.pick(batch, lambda: uniform() * 4 - 2, (0.0,))
-        if one_in(3):
+        if wants("token_mask", 3):
             asked["token_mask"] = self.mask(batch, vocab)
-        if one_in(2):
+        if wants("top_k", 2):
             ends = (0, 1, 2, vocab - 1, vocab, vocab + 7, 2**31 - 1) + (-1, -(2**31)) * poisoned
             asked["top_k"] = self.pick(batch, lambda: self.random.randrange(1, vocab + 1), ends, integer=True)
-        if one_in(2):
+        if wants("top_p", 2):
             ends_p = (0.0, 1e-30, 1e-7, 0.5, 1 - 6e-8, 1.0) + (-1.0, 2.0, INF) * poisoned + (NAN,) * (poisoned and one_in(9))
             asked["top_p"] = self.pick(batch, uniform, ends_p)
-        if one_in(3):
+        if wants("min_p", 3):
             ends_p = (0.0, 1e-30, 0.5, 1.0) + (-1.0, 2.0) * poisoned + (NAN,) * (poisoned and one_in(9))
             asked["min_p"] = self.pick(batch, lambda: uniform() ** 3, ends_p)
+        if self.wanted is not None:
+            return self._there(asked)
         if one_in(2):
             asked["logprobs"] = True
         if one_in(3):
@@ -119,6 +130,9 @@ class Mix:
             asked["logprob_ids"] = torch.randint(-2, vocab + 2, (batch, self.random.randrange(4)), generator=self.generator)
         if one_in(3):
             asked["logsumexp"] = True
+        return self._there(asked)
+
+    def _there(self, asked: dict[str, Any]) -> Asked:
         return Asked(**{
             name: value.to(self.device) if isinstance(value, Tensor) else value for name, value in asked.items()
         })  # fmt: skip

@@ -13,7 +13,7 @@ from flashsampling.impl.cute import asked as module
 from flashsampling.impl.cute import config, launch, slots
 from flashsampling.impl.cute.arguments import NO_PROCESSING, Arguments, LaunchArguments, Operands, Processing
 from flashsampling.noise import Stream
-from flashsampling.step import PLAIN, Asked, Step
+from flashsampling.step import PLAIN, Asked, Drawn, Step
 
 BATCH, DIM, VOCAB, SAMPLES = 5, 64, 300, 3
 
@@ -155,18 +155,29 @@ TENSOR, VECTOR, COUNTS = torch.zeros(BATCH), torch.zeros(VOCAB), torch.zeros(BAT
         (Asked(bias_ids=TENSOR.int()[:, None], bias_values=TENSOR[:, None]), 0.5, None),
     ],
 )
-@pytest.mark.parametrize("num_samples", [1, SAMPLES])
+@pytest.mark.parametrize("num_samples", [1, SAMPLES, None])
 def test_what_a_request_makes_of_a_step(monkeypatch, asked, temperature, expected, num_samples):
-    """How many draws, which summaries, and who does the rest; None: no draws, no summaries, all of it is done again."""
+    """How many draws, which summaries, and who does the rest; None: no draws, no summaries, all of it is done again. And of
+    one draw with what it leaves behind, for which the mass of every row is needed; there is no raw one then."""
     calls, picked = [], []
+    leaves, num_samples = num_samples is None, num_samples or 1
     if num_samples > 1:  # of which the kernel would evaluate every token
         expected = None
+    if leaves and expected is not None:  # what is processed is processed again
+        changed = any(getattr(asked, name) is not getattr(PLAIN, name) for name in PROCESSED)
+        expected = None if changed else (1, True, False)
 
-    def pick(*parts):
+    def pick(*parts, records=None):
+        assert (records is None) != leaves
         picked.append(parts)
-        return parts
+        return Drawn(torch.zeros(BATCH, dtype=torch.int64))
 
-    picking = SimpleNamespace(pick=pick, run=lambda step: pick(step), Summaries=lambda *parts: parts)
+    picking = SimpleNamespace(
+        pick=pick,
+        run=pick,
+        Summaries=lambda *parts: parts,
+        empty_records=lambda batch, device: (torch.zeros(batch), torch.zeros(batch, 4)),
+    )
 
     def plan(batch, dim, num_samples, *rest):
         return launch._Plan(lambda *values: calls.append((rest[-1], values)), 2, 66, 0, 0, VOCAB, 8)
@@ -176,8 +187,12 @@ def test_what_a_request_makes_of_a_step(monkeypatch, asked, temperature, expecte
     monkeypatch.setattr(module, "_picking", lambda: picking)
     hidden, weight = (torch.zeros(rows, DIM, dtype=torch.bfloat16) for rows in (BATCH, VOCAB + 2))
     step = Step(hidden, weight, temperature, 7, 11, num_samples, VOCAB, asked=asked)
-    given = launch.run(step)
-    assert given is picked[0]
+    if leaves:
+        left = module.recorded(step)
+        assert left.logits is picked[0][0].logits
+        assert [len(part) for part in (left.ids, left.limits, left.masses)] == [BATCH] * 3
+    else:
+        assert isinstance(launch.run(step), Drawn)
     ((plain, values),) = calls
     assert not plain
     _, arguments, processing, outputs = LaunchArguments.of(values)

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import tables
+
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "flashsampling"
 DOCS = {name: (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in ("architecture", "contract", "traps")}
@@ -123,6 +125,28 @@ def test_the_ratios_are_those_of_the_run():
         assert ms == f"{times[config, int(batch)]['cute']:.3f}"
         assert ratios == [over(config, batch, peer) for peer in ("cuBLAS alone", "FI1", "FI2", "FI2 fp32", "multinomial")]
         assert triton == over(config, batch, "cuBLAS alone", "triton")
+
+
+def test_the_tables_of_drafts_are_those_of_the_run():
+    """``python -m benchmarks.tables`` changes nothing."""
+    result = json.loads((RESULTS / "verify.json").read_text(encoding="utf-8"))
+    for path, text in tables.pages(result).items():
+        assert text == PAGES[path.relative_to(ROOT).as_posix()]
+    row = result["rows"][0]
+    assert f"| {row['ms']['rejection']:.3f} |" in tables.readme_table(result)
+
+
+def test_a_table_is_filled_in_where_its_header_is():
+    ms = {"sample": 2.0, "match": 2.02, "rejection": 3.0, "compiled torch": 3.3, "FlashInfer": 2.5}
+    row = {"vocab": 151936, "dim": 4096, "batch": 8, "drafts": 3, "accepted": 2.25, "ms": ms}
+    result = {"rows": [row, row | {"filters": "top-k, top-p"}, row | {"dim": 8}]}
+    readme = "| V=151936 D=4096 | 3 | 8 | 1.01 | 3.000 | **0.91** | 1.20 |\n"
+    assert tables.readme_table(result) == f"{tables.README_HEADER}\n{'|---' * 7}|\n{readme}"
+    assert len(tables.docs_table(result).splitlines()) == 5
+    page = f"a\n\n{tables.README_HEADER}\n|---|\n| old |\n\nb\n"
+    assert tables.with_table(page, tables.readme_table(result)) == f"a\n\n{tables.readme_table(result)}\nb\n"
+    with pytest.raises(ValueError, match="it has 0"):
+        tables.with_table("a", tables.readme_table(result))
 
 
 def numbers(text):

@@ -1,5 +1,6 @@
 """The two small kernels behind ``verify`` on a GPU, beside the torch operations that everything else goes through."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -8,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from flashsampling import TokenCounts, acceptance, verify
+import flashsampling
+from flashsampling import TokenCounts, acceptance, verify, verify_from_logits
 from flashsampling.drafts import Given
-from flashsampling.impl.triton import chains
+from flashsampling.impl.triton import chains, rejection
 
 from .conftest import DEVICE
 
@@ -74,6 +76,7 @@ def test_bounds_of_nonsense(bounds):
 def test_drafts_of_any_stride(method, monkeypatch):
     """What is not contiguous is read as what it is, by kernels too."""
     monkeypatch.setattr(acceptance, "_by_kernels", lambda target, given: target.states.device.type == DEVICE.type)
+    verify = functools.partial(flashsampling.verify, impl="triton")
     states, weight = torch.randn(2, 3, 8, device=DEVICE), torch.randn(5, 8, device=DEVICE)
     drafts = torch.tensor([[1, 9, 2, 9], [3, 9, 0, 9]], device=DEVICE)[:, ::2]
     seeds = torch.arange(2, device=DEVICE)
@@ -89,10 +92,20 @@ def test_drafts_of_any_stride(method, monkeypatch):
 def test_a_name_never_falls_back(monkeypatch):
     """Rejection by an implementation that is named is not Triton's."""
     monkeypatch.setattr(acceptance, "_by_kernels", lambda target, given: True)
-    monkeypatch.setattr(acceptance, "_reject_by_kernels", lambda *_: pytest.fail("by kernels"))
+    monkeypatch.setattr(rejection, "run", lambda *_: pytest.fail("by kernels"))
     states, weight, drafts = torch.randn(2, 3, 8), torch.randn(5, 8), torch.tensor([[1, 2], [3, 0]])
     for impl in ("reference", "streaming"):
         assert verify(states, weight, drafts, method="rejection", impl=impl, seed=torch.arange(2)).token_ids.shape == (2, 3)
+
+
+def test_a_name_that_cannot_is_an_error(monkeypatch):
+    """Also where its logits would be all that is asked of it."""
+    monkeypatch.setattr(acceptance, "_by_kernels", lambda target, given: True)
+    states, weight, drafts = torch.randn(2, 3, 8), torch.randn(5, 8), torch.tensor([[1, 2], [3, 0]])
+    with pytest.raises(ValueError, match="impl='cute' cannot do this"):
+        verify(states, weight, drafts, method="rejection", impl="cute", seed=torch.arange(2))
+    with pytest.raises(ValueError, match="impl='cute' cannot do this"):
+        verify_from_logits(states, drafts, method="rejection", impl="cute", seed=torch.arange(2))
 
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="the CPU's drafts go through torch")
@@ -132,7 +145,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
-from flashsampling.impl.triton import chains, rejection
+from flashsampling.impl.triton import chains, logits, recorded, rejection
 from flashsampling.step import Asked, Step
 
 class Driver:
@@ -158,15 +171,20 @@ chains.spread(None, 2, 3, 1.0, 0, 2**63 - 1, cpu, positions=8, with_requests=Fal
 chains.match(torch.zeros(6, dtype=torch.int64), bounds, 2, 3, torch.zeros(8, dtype=torch.int64))
 chains.match(torch.zeros(2, 3, dtype=torch.int64), None, 2, 3, torch.zeros(8, dtype=torch.int64))
 if sys.argv[1] == "90":
-    ids, logits, eight = torch.zeros(2, 3, dtype=torch.int64), torch.zeros(8, 70), torch.zeros(8, dtype=torch.int64)
-    step = Step(logits, logits, torch.ones(8), eight, eight, 1, 70, asked=Asked(top_p=torch.ones(8)), logits=logits)
-    rejection.run(step, ids, None, 2, 3, torch.zeros(6, 70, dtype=torch.bfloat16))
+    ids, states, eight = torch.zeros(2, 3, dtype=torch.int64), torch.zeros(8, 72)[:, :70], torch.zeros(8, dtype=torch.int64)
+    step = Step(states, states, torch.ones(8), eight, eight, 1, 70, asked=Asked(top_p=torch.ones(8)), logits=states)
+    rejection.run(step, recorded(step), ids, None, 2, 3, torch.zeros(6, 70, dtype=torch.bfloat16))
     counts = torch.zeros(8, 70, dtype=torch.int32)
     asked = Asked(
-        bias=torch.zeros(70), soft_cap=3.0, bias_ids=counts, bias_values=logits, counts=counts, repetition_penalty=2.0,
+        bias=torch.zeros(70), soft_cap=3.0, bias_ids=counts, bias_values=states, counts=counts, repetition_penalty=2.0,
         token_mask=counts,
     )
-    rejection.run(step._replace(asked=asked), ids.flatten(), bounds, 2, 3, None)
+    step = step._replace(asked=asked)
+    rejection.run(step, recorded(step), ids.flatten(), bounds, 2, 3, None)
+    # behind the Hopper kernel
+    summaries = logits.Summaries(torch.zeros(8, 4, dtype=torch.int32), torch.zeros(8, 4))
+    for asked in (Asked(), Asked(top_k=3)):
+        logits.pick(step._replace(asked=asked), summaries, eight, records=logits.empty_records(8, cpu))
 """
 
 
@@ -178,5 +196,5 @@ def test_compiles(capability):
     out = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert out.returncode == 0, out.stderr
     sizes = [int(line) for line in out.stdout.split()]
-    assert len(sizes) == 4 + 2 * 5 * (capability == 90)
+    assert len(sizes) == 4 + (2 * 5 + 2) * (capability == 90)
     assert min(sizes) > 0

@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 from flashsampling.impl import filters, reference
 from flashsampling.impl.triton import logits_pick
-from flashsampling.impl.triton.logits import Summaries, pick, run
+from flashsampling.impl.triton.logits import Records, Summaries, empty_records, pick, run
 from flashsampling.step import PLAIN, Asked, Drawn, Step, layout
 from tests.conftest import DEVICE
 from tests.test_triton_logits import INF, SMALL, agrees, make_step, of, with_logits
@@ -45,7 +45,7 @@ def summaries_of(step: Step, sums: bool = True) -> Summaries:
     return Summaries(key_of(highest), summed(of_rows) if sums else None, summed(torch.ones_like(of_rows)))
 
 
-def picked(step: Step, sums: bool = True) -> Drawn:
+def picked(step: Step, sums: bool = True, records: Records | None = None) -> Drawn:
     """Rows 16 bytes apart, what lies between them is not read; tokens without filters from the oracle."""
     assert step.logits is not None
     unfiltered = reference.run(step._replace(asked=PLAIN)).ids
@@ -53,7 +53,7 @@ def picked(step: Step, sums: bool = True) -> Drawn:
         unfiltered = run(step._replace(asked=PLAIN)).ids
     summaries = summaries_of(step, sums)
     logits = torch.nn.functional.pad(step.logits, (0, -step.vocab_size % 4 + 4), value=math.nan)[:, : step.vocab_size]
-    return pick(step._replace(logits=logits), summaries, unfiltered, SMALL)
+    return pick(step._replace(logits=logits), summaries, unfiltered, SMALL, records)
 
 
 def check(step: Step, sums: bool = True) -> Drawn:
@@ -179,3 +179,28 @@ def test_more_capacity_gives_the_same_tokens():
     tokens = [run(step, shape).ids for shape in shapes]
     assert torch.equal(tokens[0], tokens[1])
     assert torch.equal(tokens[0], tokens[2])
+
+
+def kept_by(step: Step, records: Records) -> Tensor:
+    """(B, V) bool, as ``rejection`` reads a record, but for the least mass."""
+    assert step.logits is not None
+    token = torch.arange(step.vocab_size, device=DEVICE)
+    return (key_of(step.logits).long() << 31 | token ^ 0x7FFFFFFF) >= records.limits[:, None]
+
+
+@pytest.mark.parametrize("asked", [PLAIN, Asked(min_p=0.05), Asked(top_k=40, top_p=0.8, min_p=0.02)])
+def test_records_are_those_of_both_launches(asked):
+    """What rejection reads of a row: which tokens are kept, and their mass; of rows of any kind, greedy ones too."""
+    step = mixed(asked)
+    assert step.logits is not None
+    ours, theirs = (empty_records(13, DEVICE) for _ in range(2))
+    assert torch.equal(picked(step, records=ours).ids, run(step, SMALL, theirs).ids)
+    (least, mass, *rest), (least_of, mass_of, *rest_of) = (records.masses.T for records in (ours, theirs))
+    defined = ~mass_of.isnan()
+    assert defined.tolist() == (~mass.isnan()).tolist() == [row not in (1, 3, 4) for row in range(13)]
+    torch.testing.assert_close(mass[defined], mass_of[defined], rtol=1e-5, atol=0)
+    pairs = [(kept_by(step, ours), kept_by(step, theirs)), (least, least_of)]
+    pairs += [(a.view(torch.int32), b.view(torch.int32)) for a, b in zip(rest, rest_of)]  # the highest logit, a greedy token
+    for a, b in pairs:
+        assert torch.equal(a[defined], b[defined])
+    assert int(rest[1].view(torch.int32)[11]) == int(step.logits[11].argmax())

@@ -9,6 +9,7 @@ from torch import Tensor
 from flashsampling import LMHeadSampler, TokenCounts, VerifyOutput, acceptance, sample, verify
 from tests.conftest import DEVICE
 from tests.drafting import Drafted, make_drafted, one_by_one
+from tests.problems import KERNELS
 
 CASES = [("match", False), ("match", True), ("rejection", False)]
 
@@ -64,43 +65,55 @@ def test_rejection_by_kernels(head, monkeypatch):
     monkeypatch.setattr(
         acceptance, "_by_kernels", lambda target, given: given.batch > 0 and target.states.device.type == DEVICE.type
     )
-    requests, seen, near, accepted, failed, seed = 0, set(), 0, 0, 0, 0
-    while requests < (1000 if DEVICE.type == "cuda" else 5):  # the interpreter takes seconds for each, and 5,000 took minutes
+    requests, near, accepted, seed = 0, 0, 0, 0
+    # each mix is kernels of its own, seconds to compile or interpret: tests/test_verify_kernels.py has thousands of a few mixes
+    while requests < (30 if DEVICE.type == "cuda" else 5):
         seed += 1
         drafted = make_drafted(seed + 10**6 * head, "rejection", False, head=head)
         expected, margin = written_out(drafted, "rejection")
         if margin < 1e-4:
             near += 1
             continue
-        ours = drafted.verify("rejection", flat=seed % 2 == 0, device=DEVICE)
+        ours = drafted.verify("rejection", flat=seed % 2 == 0, device=DEVICE, impl="triton")
         assert not differences(ours, expected), (seed, ours, expected)
         requests += len(drafted.ids)
-        seen |= set(drafted.step.asked.names())
         accepted += int(expected.num_accepted.sum())
-        failed += int((expected.num_emitted == expected.num_accepted).sum())
     assert near <= max(requests / 20, 2)
     assert accepted > requests / 10
-    if DEVICE.type == "cuda":
-        assert len(seen) >= 13
-        assert failed > 0
 
 
-class Counter(torch.nn.Module):
-    """A language model whose states are small integers, so that no order of any sum changes a logit."""
+class Counter:
+    """A language model whose state is a row of small integers, the same however it is computed.
 
-    def __init__(self, vocab: int = 40, dim: int = 8) -> None:
-        super().__init__()
+    ``width`` 0: hidden states are these integers, and no order of any sum changes a logit. Else they are sums of as many real
+    numbers, in bfloat16 as the weight: a logit's last bits are the order of its sum.
+    """
+
+    def __init__(self, vocab: int = 40, width: int = 0, device: str | torch.device = "cpu", dim: int = 8) -> None:
         generator = torch.Generator().manual_seed(5)
-        self.embedding = torch.randint(0, 9, (vocab, dim), generator=generator)
-        self.weight = torch.randint(-4, 5, (vocab, dim), generator=generator).float() / 8
-        self.mixing = torch.randint(0, 9, (dim, dim), generator=generator)
+        self.vocab, self.dim, self.device = vocab, dim, torch.device(device)
+        self.embedding = torch.randint(0, 9, (vocab, dim), generator=generator).to(device)
+        self.mixing = torch.randint(0, 9, (dim, dim), generator=generator).double().to(device)
+        self.features = (torch.randn(dim, 9, width, generator=generator) * dim**-0.5).to(device) if width else None
+        if width:
+            self.weight = (torch.randn(vocab, width, generator=generator) * 2.8 * width**-0.5).to(device, torch.bfloat16)
+        else:
+            self.weight = torch.randint(-4, 5, (vocab, dim), generator=generator).float().to(device) / 8
 
     def next(self, state: Tensor, token_ids: Tensor) -> Tensor:
         """(B, dim) int64 after a token more."""
-        return (state @ self.mixing + self.embedding[token_ids.clamp(min=0)]) % 9
+        return ((state.double() @ self.mixing).long() + self.embedding[token_ids.clamp(min=0)]) % 9
 
     def hidden(self, state: Tensor) -> Tensor:
-        return state.float() - 4
+        if self.features is None:
+            return state.float() - 4
+        hidden = self.features[0][state[..., 0]]
+        for i in range(1, self.dim):
+            hidden = hidden + self.features[i][state[..., i]]
+        return hidden.bfloat16()
+
+
+PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
 
 
 def decode(model: Counter, start: Tensor, tokens: int, seeds: Tensor, counts: TokenCounts | None, **request: Any) -> Tensor:
@@ -112,19 +125,23 @@ def decode(model: Counter, start: Tensor, tokens: int, seeds: Tensor, counts: To
     return torch.stack(out, dim=1)
 
 
-def propose(model: Counter, state: Tensor, seeds: Tensor, offsets: Tensor, n: int, chance: torch.Generator) -> Tensor:
-    """(B, n) by the same noise and a head that is not quite the target's; a few of any; some requests have fewer, or none."""
-    weight = (model.weight * 4).round() / 4
+def propose(
+    model: Counter, state: Tensor, seeds: Tensor, offsets: Tensor, n: int, chance: torch.Generator, **request: Any
+) -> Tensor:
+    """(B, n) by the same noise and a head that is not quite the target's, without penalties; a few of any; some requests have
+    fewer, or none."""
+    weight, device = ((model.weight.float() * 4).round() / 4).to(model.weight.dtype), model.device
+    request = {name: value for name, value in request.items() if name not in PENALTIES}
     out = []
     for position in range(n):
-        drawn = sample(model.hidden(state), weight, seed=seeds, offset=offsets + position).token_ids
-        drawn = torch.where(torch.rand(len(drawn), generator=chance) < 0.1, 3, drawn)
+        drawn = sample(model.hidden(state), weight, seed=seeds, offset=offsets + position, **request).token_ids
+        drawn = torch.where(torch.rand(len(drawn), generator=chance).to(device) < 0.1, 3, drawn)
         out.append(drawn)
         state = model.next(state, drawn)
     drafts = torch.stack(out, dim=1)
     lengths = torch.randint(0, n + 1, (len(drafts), 1), generator=chance).clamp(max=n)
     lengths = torch.where(torch.rand(len(drafts), 1, generator=chance) < 0.7, n, lengths)
-    return torch.where(torch.arange(n) < lengths, drafts, -1)
+    return torch.where(torch.arange(n, device=device) < lengths.to(device), drafts, -1)
 
 
 MIXES: list[dict[str, Any]] = [
@@ -132,62 +149,85 @@ MIXES: list[dict[str, Any]] = [
     {"temperature": [0.0, 1.0, 1.7, 0.4, 1e-6], "top_k": [0, 5, 3, 40, 1], "top_p": [1.0, 0.9, 1.0, 0.5, 0.99], "min_p": 0.02},
     {"repetition_penalty": [1.3, 1.0, 0.8, 2.0, 1.1], "frequency_penalty": 0.4, "presence_penalty": [0.0, 0.5, -0.5, 1.0, 0.2]},
     {"temperature": 1.3, "top_p": 0.9, "repetition_penalty": 1.2, "frequency_penalty": 0.3, "soft_cap": 5.0,
-     "logit_bias": ([[1, 2]] * 5, [[2.0, -3.0]] * 5), "token_mask": torch.tensor([-2, 0xEF], dtype=torch.int32)},
+     "logit_bias": ([[1, 2]] * 5, [[2.0, -3.0]] * 5), "token_mask": -2},  # in every word of 32 tokens
 ]  # fmt: skip
 
 
-def rows_of(request: dict[str, Any], times: int) -> dict[str, Any]:
+def rows_of(request: dict[str, Any], times: int, model: Counter) -> dict[str, Any]:
     """For five rows so many times over."""
     of_rows: dict[str, Any] = {name: value * times for name, value in request.items() if isinstance(value, list)}
     if "logit_bias" in request:
         of_rows["logit_bias"] = tuple(part * times for part in request["logit_bias"])
+    if "token_mask" in request:
+        words = -(-model.vocab // 32)
+        of_rows["token_mask"] = torch.full((words,), request["token_mask"], dtype=torch.int32, device=model.device)
     return request | of_rows
 
 
-@pytest.mark.parametrize("tree", [False, True])
-@pytest.mark.parametrize("mix", range(len(MIXES)))
-def test_match_is_decoding_without_drafts(mix, tree):
-    """Bit for bit, 1000 sequences in all, whatever is drafted; the module keeps offsets, a ``TokenCounts`` what came."""
-    batch, rounds, n = 125, 7, 4
+def both_ways(model: Counter, mix: int, batch: int, tree: bool, impl: str | None = None) -> float:
+    """Sequences with drafts and without, bit for bit the same, whatever is drafted; the module keeps offsets, a ``TokenCounts``
+    what came. How many drafts a round's request has accepted."""
+    rounds, n, vocab, device = 7, 4, model.vocab, model.device
     longest = rounds * (n + 1)
-    model, seeds, chance = Counter(), torch.arange(batch) * 977 - 3, torch.Generator().manual_seed(mix)
-    state = torch.randint(0, 9, (batch, 8), generator=chance)
-    request = rows_of(MIXES[mix], batch // 5)
+    chance = torch.Generator().manual_seed(mix)
+    seeds = torch.arange(batch, device=device) * 977 - 3
+    state = torch.randint(0, 9, (batch, model.dim), generator=chance).to(device)
+    request = rows_of(MIXES[mix], batch // 5, model)
     temperature = request.pop("temperature", 1.0)
-    prompts = torch.randint(0, 40, (batch, 6), generator=chance)
-    counts, plainly = TokenCounts(batch, 40), TokenCounts(batch, 40)
+    prompts = torch.randint(0, vocab, (batch, 6), generator=chance).to(device)
+    counts, plainly = TokenCounts(batch, vocab, device), TokenCounts(batch, vocab, device)
     if "frequency_penalty" in request:
         for one in (counts, plainly):
             one.reset(None, prompts)
-    expected = decode(model, state, longest, seeds, plainly, temperature=temperature, **request)
+    expected = decode(model, state, longest, seeds, plainly, temperature=temperature, impl=impl, **request)
 
-    sampler = LMHeadSampler(model.weight, max_batch_size=batch + 1, seed=[*seeds.tolist(), 0])
-    got, here, accepted = torch.full((batch, longest + 1), -1), torch.zeros(batch, dtype=torch.int64), 0
+    sampler = LMHeadSampler(model.weight, max_batch_size=batch + 1, seed=[*seeds.tolist(), 0], impl=impl)
+    got = torch.full((batch, longest + 1), -1, device=device)
+    here, accepted = torch.zeros(batch, dtype=torch.int64, device=device), 0
     for _ in range(rounds):
-        drafts = propose(model, state, seeds, here, n, chance)
+        drafts = propose(model, state, seeds, here, n, chance, temperature=temperature, impl=impl, **request)
         parents, options = torch.arange(-1, n - 1).expand(batch, n), {}
         if tree:  # two ways from the root, the first of them any token, the second the chain
-            any_token = torch.randint(0, 40, (batch, 1), generator=chance)
+            any_token = torch.randint(0, vocab, (batch, 1), generator=chance).to(device)
             drafts = torch.where(drafts[:, :1] < 0, -1, torch.cat([any_token, drafts[:, : n - 1]], dim=1))
-            parents = options["parents"] = torch.tensor([-1, -1, 1, 2]).expand(batch, n)
+            parents = options["parents"] = torch.tensor([-1, -1, 1, 2], device=device).expand(batch, n)
         states = [state]
         for j in range(n):
-            before = torch.stack(states, dim=1)[torch.arange(batch), parents[:, j] + 1]
+            before = torch.stack(states, dim=1)[torch.arange(batch, device=device), parents[:, j].to(device) + 1]
             states.append(model.next(before, drafts[:, j]))
         hidden = model.hidden(torch.stack(states, dim=1))
         out = sampler.verify(hidden, drafts, temperature, token_counts=counts, **options, **request)
-        where = torch.where(out.token_ids >= 0, here[:, None] + torch.arange(n + 1), longest)
+        where = torch.where(out.token_ids >= 0, here[:, None] + torch.arange(n + 1, device=device), longest)
         got.scatter_(1, where, out.token_ids)
         for token_ids in out.token_ids.T:
             state = torch.where(token_ids[:, None] >= 0, model.next(state, token_ids), state)
         here = here + out.num_emitted
         accepted += int(out.num_accepted.sum())
-        assert torch.equal(sampler.offsets, torch.cat([here, torch.zeros(1, dtype=torch.int64)]))
-    there = torch.arange(longest) < here[:, None]
+        assert torch.equal(sampler.offsets, torch.nn.functional.pad(here, (0, 1)))
+    there = torch.arange(longest, device=device) < here[:, None]
     assert torch.equal(got[:, :longest].masked_fill(~there, -1), expected.masked_fill(~there, -1))
     assert int(here.min()) >= rounds
-    assert accepted > 0.4 * rounds * batch  # drafts were worth something
     assert int((counts.counts & 0x7FFFFFFF).sum()) == int(here.sum())
+    return accepted / rounds / batch
+
+
+@pytest.mark.parametrize("tree", [False, True])
+@pytest.mark.parametrize("mix", range(len(MIXES)))
+def test_match_is_decoding_without_drafts(mix, tree):
+    """1000 sequences in all."""
+    assert 0.4 < both_ways(Counter(), mix, 125, tree) < 3.5  # drafts were worth something, and some were not
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("impl", KERNELS)
+@pytest.mark.parametrize("mix", range(len(MIXES)))
+def test_match_is_decoding_without_drafts_on_a_gpu(mix, impl):
+    """1000 sequences of each mix, in chains and in trees, 5000 rows in one batch where decoding has 1000: with logits that are
+    no integers."""
+    model = Counter(2011, 64, DEVICE)
+    for tree in (False, True):
+        assert 0.4 < both_ways(model, mix, 1000, tree, impl) < 3.5
 
 
 def test_counts_after_a_round_are_those_of_what_was_emitted():

@@ -7,6 +7,7 @@ filters, with any of these                      two: the kernel draws and summar
 log-probabilities, with the head's own          likewise
 log-probabilities, with what a request changes, three: the kernel only stores products, then ``impl.triton.logits.run``; the
 a bias by row, other noise, several draws       former need two logits of a token, raw and processed
+drafts to be rejected (``recorded``)            two or, of what is processed, three; what was drawn from is left behind
 """
 
 import functools
@@ -16,7 +17,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from ...step import PLAIN, Asked, Drawn, Step, row_argument
+from ...step import PLAIN, Asked, Drawn, Recorded, Step, row_argument
 from . import launch
 from .arguments import NO_OUTPUTS, NO_PROCESSING
 from .config import TILE_V, TileConfig
@@ -91,6 +92,18 @@ def run(step: Step, config: TileConfig | None = None) -> Drawn:
     left = asked._replace(bias=None, logit_scale=1.0, soft_cap=0.0, dense_bias=None, counts=None, token_mask=None)
     of_chunks = _picking().Summaries(*summaries)
     return _picking().pick(step._replace(logits=logits, asked=left), of_chunks, drawn)  # type: ignore[no-any-return]
+
+
+def recorded(step: Step) -> Recorded:
+    """See ``backends``. Products are left behind, of which the kernels that reject make processed logits again."""
+    records = _picking().empty_records(len(step.hidden_states), step.hidden_states.device)
+    if _scanned(step) or processing_of(step.asked)[0][0]:
+        logits, _, _ = with_logits(step, 0, None)
+        drawn = _picking().run(step._replace(logits=logits), records=records)
+    else:
+        logits, summaries, tokens = with_logits(step, step.num_samples, (True, False))
+        drawn = _picking().pick(step._replace(logits=logits), _picking().Summaries(*summaries), tokens, records=records)
+    return Recorded(drawn.ids, logits, *records)
 
 
 def with_logits(

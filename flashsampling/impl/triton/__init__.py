@@ -6,6 +6,6 @@
 """
 
 from .config import choose_config, compiled_for
-from .steps import DOES, DOES_OF_LOGITS, run, unsupported
+from .steps import DOES, DOES_OF_LOGITS, recorded, run, unsupported
 
-__all__ = ["DOES", "DOES_OF_LOGITS", "choose_config", "compiled_for", "run", "unsupported"]
+__all__ = ["DOES", "DOES_OF_LOGITS", "choose_config", "compiled_for", "recorded", "run", "unsupported"]

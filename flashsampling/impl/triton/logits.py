@@ -95,6 +95,12 @@ class Records(NamedTuple):
     masses: Tensor  # (B, 4) float32
 
 
+def empty_records(batch: int, device: torch.device) -> Records:
+    """To be written to."""
+    limits = torch.empty(batch, dtype=torch.int64, device=device)
+    return Records(limits, torch.empty((batch, 4), dtype=torch.float32, device=device))
+
+
 def source_arguments(step: Step) -> tuple[Any, ...]:
     """What a row's logits are made of, as the kernels' first parameters have it."""
     asked, logits = step.asked, _contiguous_rows(step.logits)
@@ -209,14 +215,14 @@ def run(step: Step, config: Config = CONFIG, records: Records | None = None) -> 
     return _launch_pick(step, common, candidates, flags, False, blocks, config, records)
 
 
-def pick(step: Step, summaries: Summaries, drawn: Tensor, config: Config = CONFIG) -> Drawn:
+def pick(step: Step, summaries: Summaries, drawn: Tensor, config: Config = CONFIG, records: Records | None = None) -> Drawn:
     """The second launch alone, behind a kernel that wrote ``Step.logits``, (B, V) float32 with rows a multiple of 16 bytes
     apart, to which nothing is left to do but filters: no head, mask, bias or penalty. ``drawn`` (B * num_samples,) int64: the
-    tokens that all rows have without filters, -1 of undefined ones."""
+    tokens that all rows have without filters, -1 of undefined ones. ``records`` is written to, and needs ``summaries.sums``."""
     asked, logits = step.asked, step.logits
     assert logits is not None
     filters, wants_raw = asked.may_filter(), asked.needs_raw_mass()
-    assert summaries.sums is not None or not asked.needs_mass(step.vocab_size)
+    assert summaries.sums is not None or not (records is not None or asked.needs_mass(step.vocab_size))
     assert summaries.raw_sums is not None or not wants_raw
     batch, chunks = summaries.keys.shape
     assert chunks == 4 * -(-step.vocab_size // 128)
@@ -225,7 +231,8 @@ def pick(step: Step, summaries: Summaries, drawn: Tensor, config: Config = CONFI
     raw_keys = summaries.keys if wants_raw else None
     told = (summaries.keys, summaries.sums, raw_keys, summaries.raw_sums if wants_raw else None, drawn, None)
     common = _arguments(step, told, 1)
-    return _launch_pick(step, common, candidates, _flags(asked, _pdl(logits.device, config), config), True, 1, config)
+    flags = _flags(asked, _pdl(logits.device, config), config, records is not None)
+    return _launch_pick(step, common, candidates, flags, True, 1, config, records)
 
 
 def _launch_pick(

@@ -1,4 +1,5 @@
-"""Rejection sampling of chains of drafts, from logits in memory, with everything that a request may ask for. Three launches.
+"""Rejection sampling of chains of drafts, from logits in memory and what was recorded of their rows (``step.Recorded``), with
+everything that a request may ask for. Three launches.
 
     accept   a program per draft: p of it, from its logit and what ``logits_pick`` found out of its row, beside a coin times q
     recover  programs per request: of the first draft that is not accepted, blocks of max(p - q, 0) with noise
@@ -14,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...noise import Stream
-from ...step import Step
+from ...step import Recorded, Step
 from . import logits as of_logits
 from .logits_source import (
     Source,
@@ -334,18 +335,16 @@ _GROUPS = 512  # of a program of ``recover_kernel``
 
 
 def run(
-    step: Step,  # of all positions, R = N + B of them, with their logits
+    step: Step,  # of all positions, R = N + B of them
+    recorded: Recorded,  # of it
     token_ids: Tensor,  # (B, n) or (N,) int64, contiguous
     bounds: Tensor | None,  # (B + 1,) int64
     batch: int,
     n: int,
     draft_probs: Tensor | None,  # (N, V or more); None: each draft was certain
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens (B, n + 1), how many drafts are accepted (B,), how many tokens there are (B,). Five launches."""
-    positions, device, asked = len(step.hidden_states), step.hidden_states.device, step.asked
-    limits = torch.empty(positions, dtype=torch.int64, device=device)
-    records = of_logits.Records(limits, torch.empty((positions, 4), dtype=torch.float32, device=device))
-    drawn = of_logits.run(step, records=records).ids
+    """Tokens (B, n + 1), how many drafts are accepted (B,), how many tokens there are (B,). Three launches, of n = 0 one."""
+    device, asked = recorded.ids.device, step.asked
     blocks = triton.cdiv(step.vocab_size, 4 * _GROUPS)
     slots = torch.empty((batch, blocks, 2), dtype=torch.int64, device=device)
     accepted = torch.empty((batch, n), dtype=torch.int32, device=device)
@@ -354,10 +353,11 @@ def run(
     if draft_probs is not None and draft_probs.stride(1) != 1:
         draft_probs = draft_probs.contiguous()
     common = (
-        *of_logits.source_arguments(step),
+        *of_logits.source_arguments(step._replace(logits=recorded.logits)),
         *step.row_arguments(),
         *of_logits.penalty_arguments(asked),
-        *records,
+        recorded.limits,
+        recorded.masses,
         bounds,
         token_ids,
         draft_probs,
@@ -375,7 +375,7 @@ def run(
     finish_kernel[(batch,)](
         bounds,
         token_ids,
-        drawn,
+        recorded.ids,
         accepted,
         slots,
         out,

@@ -2,11 +2,12 @@
 
 nothing is asked for    ``launch``: logits never leave the registers
 logits are there        ``logits``: two launches
-anything else           ``products`` writes (B, V) float32 logits, of which ``logits`` makes the rest
+anything else           ``products`` writes (B, V) float32 logits, of which ``logits`` makes the rest; and so for ``recorded``,
+                        whatever is asked for
 """
 
 from ...exchange import WHOLE
-from ...step import PLAIN, Asked, Drawn, Step, arguments
+from ...step import PLAIN, Asked, Drawn, Recorded, Step, arguments
 from . import config, launch, logits
 from .products import products
 
@@ -28,4 +29,19 @@ def run(step: Step) -> Drawn:
         return logits.run(step)
     if step.asked is PLAIN:
         return launch.run(step)
-    return logits.run(step._replace(logits=products(step.hidden_states, step.weight, step.vocab_size)))
+    return logits.run(_with_logits(step))
+
+
+def recorded(step: Step) -> Recorded:
+    """See ``backends``: three launches, or two where logits are there."""
+    step = _with_logits(step)
+    assert step.logits is not None
+    records = logits.empty_records(len(step.logits), step.logits.device)
+    return Recorded(logits.run(step, records=records).ids, step.logits, *records)
+
+
+def _with_logits(step: Step) -> Step:
+    """One launch, unless they are there."""
+    if step.logits is not None:
+        return step
+    return step._replace(logits=products(step.hidden_states, step.weight, step.vocab_size))
