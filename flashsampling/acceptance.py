@@ -164,8 +164,9 @@ def _recording(target: Target, given: Given, parameters: Parameters) -> Backend 
         return None
     masks, asked = parameters.masks, parameters.asked
     rows = {"temperature": parameters.temperature, "seed": parameters.seed, "offset": parameters.offset}
-    # of requests where it will be of positions, which is all the same to the choice
-    step = target.step(target.states, rows, asked if masks is None else asked._replace(token_mask=masks))
+    # of requests where it will be of positions, which is all the same to the choice; masses as log-probabilities need them
+    asked = asked._replace(logprobs=True, token_mask=asked.token_mask if masks is None else masks)
+    step = target.step(target.states, rows, asked)
     backend = ops.choose(step, target.impl or "")
     return backend if backend.records else None
 
@@ -217,9 +218,7 @@ def asked_at(request: Request, target: Target, given: Given) -> tuple[Asked, Ten
     request, masks = request.copy(), None
     mask = request.get("token_mask")
     if isinstance(mask, Tensor) and (mask.ndim == 3 or (mask.ndim == 2 and len(mask) == positions != batch)):
-        if mask.shape[:-1] not in ((batch, positions // max(batch, 1)), (positions,)) or (given.bounds is not None) != (
-            mask.ndim == 2
-        ):
+        if mask.shape[:-1] not in ((batch, given.n + 1), (positions,)) or (given.bounds is not None) != (mask.ndim == 2):
             raise ValueError(f"token_mask must have a row per request or per position, got shape {tuple(mask.shape)}")
         every = Problem(positions, target.vocab, target.vocab_size, device, 1)
         masks = asked_of({"token_mask": mask.flatten(0, -2)}, every).token_mask

@@ -73,6 +73,40 @@ def test_bounds_of_nonsense(bounds):
 
 
 @pytest.mark.parametrize("method", ["match", "rejection"])
+def test_lengths_of_drafts_that_are_not_there(method, monkeypatch):
+    """Of no drafts at all none is read, whatever the lengths on the device say."""
+    monkeypatch.setattr(acceptance, "_by_kernels", lambda target, given: target.states.device.type == DEVICE.type)
+    states, weight = torch.randn(2, 8, device=DEVICE), torch.randn(5, 8, device=DEVICE)
+    drafts, bounds = torch.zeros(0, dtype=torch.int64, device=DEVICE), torch.tensor([0, 3, 3], device=DEVICE)
+    probs = {"draft_probs": torch.zeros(0, 5, device=DEVICE)} if method == "rejection" else {}
+    rows = {"seed": torch.arange(2, device=DEVICE), "method": method, "max_draft_length": 3, **probs}
+    out = flashsampling.verify(states, weight, drafts, cu_draft_lengths=bounds, impl="triton", **rows)
+    assert torch.equal(out.num_accepted, torch.zeros_like(out.num_accepted))
+    assert out.token_ids.shape == (2, 4)
+    assert ((out.token_ids >= -1) & (out.token_ids < 5)).all()
+    assert (out.token_ids[:, 0] >= 0).all()
+
+
+@pytest.mark.parametrize("name", ["contiguous", "transposed", "every other column"])
+def test_rejection_refuses_weights_that_triton_cannot_read(name, monkeypatch):
+    """By name, as ``sample`` does; without a name others do it, and the tokens are the oracle's."""
+    monkeypatch.setattr(acceptance, "_by_kernels", lambda target, given: target.states.device.type == DEVICE.type)
+    states, weight = torch.randn(2, 3, 8, device=DEVICE), torch.randn(5, 8, device=DEVICE)
+    strided = {"transposed": weight.T.contiguous().T, "every other column": torch.stack([weight, weight], 2).flatten(1)[:, ::2]}
+    given = strided.get(name, weight)
+    assert torch.equal(given, weight)
+    drafts, rows = (
+        torch.tensor([[1, 2], [3, 0]], device=DEVICE),
+        {"seed": torch.arange(2, device=DEVICE), "method": "rejection"},
+    )
+    expected = flashsampling.verify(states, weight, drafts, impl="reference", **rows).token_ids
+    assert torch.equal(flashsampling.verify(states, given, drafts, **rows).token_ids, expected)
+    if name != "contiguous":
+        with pytest.raises(ValueError, match="weight must be contiguous along D"):
+            flashsampling.verify(states, given, drafts, impl="triton", **rows)
+
+
+@pytest.mark.parametrize("method", ["match", "rejection"])
 def test_drafts_of_any_stride(method, monkeypatch):
     """What is not contiguous is read as what it is, by kernels too."""
     monkeypatch.setattr(acceptance, "_by_kernels", lambda target, given: target.states.device.type == DEVICE.type)

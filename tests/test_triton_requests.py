@@ -6,6 +6,7 @@ import torch
 pytest.importorskip("triton")
 
 from flashsampling import ops
+from flashsampling.backends import BACKENDS
 from flashsampling.impl.triton.config import TileConfig
 from flashsampling.impl.triton.products import products
 from flashsampling.step import PLAIN, Asked, Step, layout
@@ -96,3 +97,18 @@ def test_a_shard_is_refused_by_name():
     step = Step(torch.zeros(1, 8), torch.zeros(64, 8), 1.0, 0, 0, 1, 64, shard=Shard(64), asked=Asked(top_k=3))
     assert BACKENDS["triton"].unsupported(step) == "a shard of a vocabulary with top_k"
     assert "shard" not in (BACKENDS["triton"].unsupported(step._replace(asked=PLAIN)) or "")
+
+
+def test_vocabularies_that_are_too_wide_to_pick_from():
+    """Refused by name where filters or log-probabilities are asked for: their code grows with the vocabulary."""
+    weight = torch.zeros(1, 8, device=DEVICE).expand(2**20 + 1, 8)
+    states = torch.zeros(1, 8, device=DEVICE)
+    step = Step(states, weight, 1.0, 0, 0, 1, len(weight))
+    for impl in KERNELS:
+        unsupported = BACKENDS[impl].module.unsupported
+        if unsupported(step) is None:  # cute: of a dtype and a stride that are not its own something else is said
+            for asked in (Asked(top_k=5), Asked(logsumexp=True)):
+                assert "1048577 tokens with filters or log-probabilities" in unsupported(step._replace(asked=asked))
+                assert unsupported(step._replace(asked=asked, vocab_size=2**20)) is None
+            assert unsupported(step._replace(asked=Asked(soft_cap=2.0))) is None
+    assert "triton" in KERNELS

@@ -109,6 +109,16 @@ def test_no_requests_and_no_drafts(method):
 
 
 @pytest.mark.parametrize("method", ["match", "rejection"])
+def test_no_requests_and_masks_of_positions(method):
+    words = -(-len(WEIGHT) // 32)
+    mask = torch.zeros(0, 4, words, dtype=torch.int32)
+    out = verify(torch.zeros(0, 4, 8), WEIGHT, torch.zeros(0, 3).long(), method=method, token_mask=mask)
+    assert out.token_ids.shape == (0, 4)
+    with pytest.raises(ValueError, match="token_mask must have a row per request or per position"):
+        verify(torch.zeros(0, 4, 8), WEIGHT, torch.zeros(0, 3).long(), method=method, token_mask=mask[:, :3])
+
+
+@pytest.mark.parametrize("method", ["match", "rejection"])
 def test_room_that_nobody_uses(method):
     """Drafts behind the last request's, and behind a request's n-th, change nothing: a graph captured with room for more."""
     flat = torch.tensor([5, 6, 7, 60, 61])
