@@ -192,6 +192,8 @@ def _sample_sharded(step: Step, group: Any) -> Drawn:
 
 
 def _run_and_exchange(backend: Backend, group: Any, step: Step) -> Drawn:
+    if step.asked is not PLAIN:
+        return group.draw(backend, step)
     drawn = backend.module.run(step)
     return drawn._replace(ids=group.finish(drawn.ids, step))
 
