@@ -31,7 +31,7 @@ from .gloo import Gloo
 from .nccl import Nccl
 from .p2p import PeerToPeer
 from .rendezvous import RemoteError, Rendezvous
-from .requests import ROW_WORDS
+from .requests import LEAST_WORDS, ROW_WORDS
 from .thread import DeviceThread
 from .transport import Transport
 
@@ -135,7 +135,7 @@ class Construction:
     def _make_transport(self, meet: Rendezvous, members: list[agreement.Member], device: torch.device) -> str | None:
         """Why p2p cannot be used, if it was tried and could not."""
         why, rows, seconds = None, self.mine.max_batch_size, self.mine.timeout
-        capacity = rows * max(self.mine.max_num_samples, ROW_WORDS)
+        capacity = max(rows * self.mine.max_num_samples, rows * ROW_WORDS, LEAST_WORDS)
         if self.transport == "p2p":
             why = self._make_p2p(meet, device, capacity)
             if why is None:

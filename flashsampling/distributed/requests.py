@@ -35,7 +35,8 @@ from .limits import Meet, Scale, Shards, by_rows
 from .sharding import asked_of_shard
 from .transport import Transport
 
-ROW_WORDS = 16  # of a message, at least, for each row of the largest batch
+ROW_WORDS = 16  # of a message, at least, for each row of the largest batch ...
+LEAST_WORDS = 2048  # ... and in all
 _LOW = 0xFFFFFFFF
 
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from .. import exchange, noise
-from ..step import PLAIN, Drawn, Step, layout
+from ..exchange import WHOLE
+from ..step import PLAIN, Drawn, Step, arguments, layout
 from . import filters, reference
 from .reference import exact_logits, scores_of_logits
 
@@ -62,6 +63,8 @@ def _needs_whole_rows(step: Step) -> list[str]:
 
 def unsupported(step: Step) -> str | None:
     """Why it cannot do a step, or None."""
+    if step.shard != WHOLE and _needs_whole_rows(step):
+        return f"a shard of a vocabulary with {arguments(_needs_whole_rows(step))}"
     return None
 
 

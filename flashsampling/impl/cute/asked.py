@@ -3,6 +3,7 @@
 filters and log-probabilities of the products     two launches: the kernel draws and summarises them too (``Features.logits``),
                                                   then ``impl.triton.logits.pick``
 what changes logits, other noise, several draws   three: the kernel only stores them, then ``impl.triton.logits.run``
+of a shard                                        the kernel only stores them, then ``impl.triton.shards``
 """
 
 import functools
@@ -12,6 +13,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from ...exchange import WHOLE
 from ...step import PLAIN, Asked, Drawn, Step
 from . import launch
 from .config import TILE_V, TileConfig
@@ -21,6 +23,12 @@ from .config import TILE_V, TileConfig
 def _picking() -> ModuleType:
     """Imported at the first use, and by name: what is compiled here does not depend on it, as ``cache`` would take it to."""
     return importlib.import_module("..triton.logits", __package__)
+
+
+@functools.cache
+def _of_shards() -> ModuleType:
+    """Likewise."""
+    return importlib.import_module("..triton.shards", __package__)
 
 
 def _processes(asked: Asked) -> bool:
@@ -43,6 +51,17 @@ def run(step: Step, config: TileConfig | None = None) -> Drawn:
     # the draws also say which rows are undefined, with filters and without
     logits, summaries, drawn = with_logits(step, step.num_samples, masses, config)
     return _picking().pick(step._replace(logits=logits), _picking().Summaries(*summaries), drawn)  # type: ignore[no-any-return]
+
+
+def shard_logits(step: Step) -> tuple[Tensor, Tensor]:
+    """See ``backends``."""
+    logits, _, _ = with_logits(step._replace(shard=WHOLE), 0, None)
+    return _of_shards().processed(step, logits)  # type: ignore[no-any-return]
+
+
+def shard_winners(step: Step, processed: Tensor, limit: Tensor) -> Tensor:
+    """See ``backends``."""
+    return _of_shards().shard_winners(step, processed, limit)  # type: ignore[no-any-return]
 
 
 def with_logits(
