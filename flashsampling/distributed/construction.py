@@ -169,7 +169,7 @@ class Construction:
     def _make_p2p(self, meet: Rendezvous, device: torch.device, capacity: int) -> str | None:
         """None, or why not where memory that should be mapped cannot be (a container without the right to, say)."""
         try:
-            self.made = PeerToPeer(meet, device, capacity, self.mine.timeout)
+            self.made = PeerToPeer(meet, device, capacity, self.mine.timeout, self.mine.max_batch_size)
             meet.exchange("mapping peers' memory", b"")
             return None
         except TensorParallelError:

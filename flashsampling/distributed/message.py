@@ -120,6 +120,12 @@ class Hashes:
             return (value * self._factors[: 2 * len(value) : 2]).sum()
         return (value.contiguous().view(torch.int32) * self._factors[: 2 * len(value)]).sum()
 
+    def of_request(self, step: Step) -> Tensor:
+        """() int64: all of what is asked for in one."""
+        header = torch.zeros(HEADER, dtype=torch.int64, device=self._factors.device)
+        self._write_asked(header, step)
+        return (header[ASKED:] * self._along[: HEADER - ASKED]).sum()
+
     @staticmethod
     def clear(header: Tensor) -> None:
         """After a step that asked for something."""
