@@ -15,9 +15,9 @@ One that knows shards does them with what a request asks for in two parts, betwe
     shard_logits(step) -> Tensor, Tensor
                                        (B, vocab_size) float32, raw and processed logits; the same one where they are the same
     shard_winners(step, processed, limit) -> Tensor
-                                       (B * num_samples,) packed winners of the tokens whose place (``filters.places_of``) is at
-                                       least the row's ``limit``, (B,) int64; ``NO_FINITE`` where there is none. Of rows with a NaN
-                                       anything
+                                       (B * num_samples,) packed winners of the tokens whose place (``filters.places_of``) is
+                                       at least the row's ``limit``, (B,) int64; ``NO_FINITE`` where there is none. Of rows
+                                       with a NaN anything
 
 It is imported when it is first asked, and only where the packages that it needs are installed.
 """

@@ -50,10 +50,10 @@ class LMHeadSampler(nn.Module):
         vocab_size: real size where the weight is padded.
         logit_scale, soft_cap: as in ``flashsampling.sample``, for every step whose call gives no others.
         impl: as in ``flashsampling.sample``.
-        tp: a ``flashsampling.distributed.TensorParallel``; ``lm_head`` is then this rank's shard, and so is its bias. Seeds, offsets and
-            temperatures given here and to ``reset`` are the first rank's on all ranks, whatever the others give, so making
-            the module and ``reset`` are collective calls: one exchange each. A temperature given to ``forward`` is not sent
-            around, which would cost every token an exchange: all ranks give the same.
+        tp: a ``flashsampling.distributed.TensorParallel``; ``lm_head`` is then this rank's shard, its bias too. Seeds, offsets
+            and temperatures given here and to ``reset`` are the first rank's on all ranks, whatever the others give, so making
+            the module and ``reset`` are collective calls: one exchange each. What is given to ``forward`` is not sent around,
+            which would cost every token an exchange: all ranks give the same.
 
     ``seed``, ``offset`` and ``temperature`` take Python and numpy numbers, lists, tuples, numpy arrays and tensors, here and in
     ``reset`` and ``forward``.

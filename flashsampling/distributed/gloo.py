@@ -16,7 +16,7 @@ from .. import exchange
 from ..exchange import Shard
 from ..step import PLAIN, Step
 from .failure import Failure
-from .message import HASHED, HEADER, STEP, Hashes, difference
+from .message import GIVEN, HASHED, HEADER, STEP, Hashes, difference
 from .rendezvous import Rendezvous
 from .sharding import global_rank
 
@@ -63,9 +63,11 @@ class Gloo:
 
     def begin(self, step: Step) -> None:
         """As the protocol says."""
-        asked = {name: _on_host(getattr(step.asked, name)) for name in step.asked.names()}
         rows: dict[str, Any] = {name: _on_host(getattr(step, name)) for name in HASHED}
-        self._hashes.write(self._header, step._replace(**rows, asked=step.asked._replace(**asked) if asked else PLAIN))
+        if step.asked is not PLAIN:
+            asked = {name: _on_host(getattr(step.asked, name)) for name in step.asked.names() if name not in GIVEN}
+            rows["asked"] = step.asked._replace(**asked)
+        self._hashes.write(self._header, step._replace(**rows))
 
     def swap(self, words: Tensor, step: Step) -> Tensor:
         """As the protocol says: raises."""

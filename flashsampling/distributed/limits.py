@@ -85,7 +85,7 @@ class _Found(NamedTuple):
     """The last key that is kept."""
 
     key: Tensor  # (B,) int64, as ``filters.keys_of``
-    count: Tensor  # (B,) int64: how many of its tokens are
+    kept: Tensor  # (B,) int64: how many of its tokens are
     there: Tensor  # (ranks, B) int64: how many each rank has
 
 
@@ -142,9 +142,10 @@ def _search(
 
 def _limit(found: _Found, keys: Tensor, shards: Shards) -> Tensor:
     """(B,) int64: the place from which on this rank's tokens are kept."""
-    before = shards.before()
-    elsewhere = found.there[before].sum(dim=0) if before else torch.zeros_like(found.count)
-    mine = torch.minimum((found.count - elsewhere).clamp(min=0), found.there[shards.rank])
+    left = found.kept
+    for rank in shards.before():
+        left = left - found.there[rank]
+    mine = torch.minimum(left.clamp(min=0), found.there[shards.rank])
 
     def index(keys: Tensor, key: Tensor, mine: Tensor) -> Tensor:
         equal = keys == key[:, None]

@@ -28,7 +28,7 @@ STEP, BATCH, NUM_SAMPLES, TEMPERATURE, SEED, OFFSET, FAILED, ASKED = range(8)
 HEADER = ASKED + len(Asked._fields)
 HASHED = {"seed": SEED, "offset": OFFSET, "temperature": TEMPERATURE}  # a step's parameters of rows
 _ASKED = {name: ASKED + i for i, name in enumerate(Asked._fields)}
-_GIVEN = ("bias", "counts")  # of which it matters only that they are there
+GIVEN = ("bias", "counts")  # of which it matters only that they are there
 _AGAIN = 0x1E3779B97F4A7C15  # odd
 _COLUMNS = 1 << 13  # of a row that are weighted each by itself: a mask's of 262,144 tokens
 
@@ -64,8 +64,8 @@ class Hashes:
         header: Tensor,  # (>= HEADER,) int64
         step: Step,
     ) -> None:
-        """Fills in all of a header but step and failed. The device's work alone, in order of the current stream. Words of what is
-        asked for are left alone where nothing is: they are 0 before such a step (``clear``)."""
+        """Fills in all of a header but step and failed. The device's work alone, in order of the current stream. Words of what
+        is asked for are left alone where nothing is: they are 0 before such a step (``clear``)."""
         if step.asked is not PLAIN:
             self._write_asked(header, step)
         batch, temperature = step.hidden_states.shape[0], step.temperature
@@ -88,7 +88,7 @@ class Hashes:
             field, value = header[_ASKED[name]], getattr(step.asked, name)
             if not isinstance(value, Tensor):
                 field.fill_(self._of_number(value, step.hidden_states.shape[0]))
-            elif name in _GIVEN:
+            elif name in GIVEN:
                 field.fill_(1)
             else:
                 if name == "token_mask":
@@ -110,9 +110,7 @@ class Hashes:
         if value.is_floating_point():
             value = (value + 0.0).view(torch.int32)  # -0.0 is 0.0
         if value.dim() == 2:
-            first, *others = (
-                (part * self._along[: part.shape[1]]).sum(dim=1) for part in value.split(len(self._along), dim=1)
-            )
+            first, *others = ((part * self._along[: part.shape[1]]).sum(dim=1) for part in value.split(len(self._along), dim=1))
             for other in others:
                 first = first * _AGAIN + other
             value = first

@@ -172,7 +172,7 @@ class Nccl:
         return (self._failed | self._told)[0] != 0
 
     def _gathered(self, out: Tensor) -> Tensor | None:
-        """(ranks, n) of (n,), until the next message. None: nothing was issued, for the host knows that the group has failed."""
+        """(ranks, n) of (n,), until the next message. None: the host knows that the group has failed, and issued nothing."""
         count, mine = out.numel(), self._message
         one = self._one_replayed
         if not self._capturing():

@@ -241,9 +241,7 @@ class PeerToPeer:
 
     name = "p2p"
 
-    def __init__(
-        self, meet: Rendezvous, device: torch.device, capacity: int, seconds: float, max_batch_size: int = 1
-    ) -> None:
+    def __init__(self, meet: Rendezvous, device: torch.device, capacity: int, seconds: float, max_batch_size: int = 1) -> None:
         rank, ranks = meet.rank, meet.ranks
         self.room = capacity
         self._ranks = ranks

@@ -8,8 +8,8 @@ from it, in integers or by sums in the order of the ranks:
     highest     the highest processed logit as a packed winner: is there a NaN, is anything finite, the row's first token
     top-k       if a row may have it: how many tokens for each value of a digit, once per digit (``limits``)
     top-p       likewise: their masses; in the last digit how many tokens
-    the draw    the packed winner of what is kept, per draw. For log-probabilities its logits, raw and processed, and the mass of
-                what is kept. If wanted: the raw logits' log-sum-exp, the n highest of them, those of given ids
+    the draw    the packed winner of what is kept, per draw. For log-probabilities its logits, raw and processed, and the mass
+                of what is kept. If wanted: the raw logits' log-sum-exp, the n highest of them, those of given ids
     ranks       for log-probabilities: how many raw logits are higher than the winner's, per draw
 
 A round is one message of the transport for every ``room`` words, and what a transport promises of a plain step's message holds
@@ -69,7 +69,8 @@ def draw(part: Part, step: Step) -> Drawn:
     transport = part.transport
     transport.begin(step._replace(vocab_size=part.vocab_size))
     asked = asked_of_shard(step.asked, first, last)
-    local = step._replace(asked=asked, shard=Shard(first, exchange.PACKED), **step.rows()._asdict())
+    rows = step.rows()
+    local = step._replace(asked=asked, shard=Shard(first, exchange.PACKED), **rows._asdict())
     batch, device = step.hidden_states.shape[0], step.hidden_states.device
     if last > first:
         raw, processed = part.backend.module.shard_logits(local)
@@ -83,7 +84,7 @@ def draw(part: Part, step: Step) -> Drawn:
 
     highest = meet(_highest(logits.keys, processed, local)[:, None])[:, :, 0]
     first_place, defined = _first(highest, step.asked)
-    scale = Scale(values_of(first_place >> 31), local.temperature, limits.unit_of(part.vocab_size))
+    scale = Scale(values_of(first_place >> 31), rows.temperature, limits.unit_of(part.vocab_size))
     shards = Shards(part.rank, part.ranges, transport.room)
     limit = torch.minimum(_limits(meet, logits, asked, scale, shards, part.vocab_size), first_place)
     parts = _parts(meet, part.backend, local, logits, limit, scale, defined)
@@ -137,9 +138,7 @@ def _limits(meet: Meet, logits: _Logits, asked: Asked, scale: Scale, shards: Sha
         limit = by_top_k = limits.of_top_k(meet, logits.keys, asked.top_k, vocab_size, shards)
     if "top_p" in names:
         masses = scale.of(logits.processed)
-        limit = torch.maximum(
-            limit, limits.of_top_p(meet, logits.keys, masses, scale, asked.top_p, by_top_k, shards)
-        )
+        limit = torch.maximum(limit, limits.of_top_p(meet, logits.keys, masses, scale, asked.top_p, by_top_k, shards))
     if "min_p" in names:
         limit = torch.maximum(limit, limits.of_min_p(logits.keys, logits.processed, scale, asked.min_p))
     return limit
@@ -185,9 +184,7 @@ def _parts(
         below = filters.relative(processed, scale.temperature, scale.top[:, None])
         no_token = token_ids < 0
         parts["logprobs"] = (raw.double() - lse).float().masked_fill(no_token, float("nan"))
-        parts["processed_logprobs"] = (below - scale.log(theirs["mass"].sum(dim=0))).float().masked_fill(
-            no_token, float("nan")
-        )
+        parts["processed_logprobs"] = (below - scale.log(theirs["mass"].sum(dim=0))).float().masked_fill(no_token, float("nan"))
         above = meet(_above(logits.raw, raw)).sum(dim=0)
         parts["ranks"] = (1 + above).masked_fill(no_token, -1)
     if asked.top_logprobs:

@@ -180,8 +180,8 @@ def receive(table, ranks, launches, number, index, live, tag0, tag1, start):
 
 @triton.jit
 def receive_words(table, ranks, launches, number, index, live, tag0, tag1, start, out, out_stride):
-    """As ``receive``, but every rank's words, (N,), go to ``out`` + rank * ``out_stride`` + index, 0 where one did not come or is
-    of another call. How many were so."""
+    """As ``receive``, but every rank's words, (N,), go to ``out`` + rank * ``out_stride`` + index, 0 where one did not come or
+    is of another call. How many were so."""
     rank = _word(table, _RANK)
     wrong = ranks * 0
     for first in range(0, ranks, _PEERS):

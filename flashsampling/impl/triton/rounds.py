@@ -51,9 +51,7 @@ def swap_kernel(
     tag0, tag1 = of_request(tag0, tag1, request)
     start_clock(table)
     send(table, ranks, launches, index, live, words, details, tag0, tag1)
-    wrong = receive_words(
-        table, ranks, launches, number, index, live, tag0, tag1, launches * 0, out_ptr, count.to(tl.int64)
-    )
+    wrong = receive_words(table, ranks, launches, number, index, live, tag0, tag1, launches * 0, out_ptr, count.to(tl.int64))
     if (wrong != 0) | (ranks == 0):
         tl.store(failed_ptr, tl.full((), -1, tl.int64))
     conclude(table, launches, blocks, failed_ptr, 1)

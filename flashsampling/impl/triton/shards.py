@@ -1,7 +1,7 @@
 """A shard of a vocabulary, of which more is asked than one draw: its logits to memory, and their winners among what is kept.
 
-What comes between is the ranks' (``distributed/requests``). Logits and scores are made by the functions of ``logits_source`` and
-``logits_draw``'s, so they are the bits that one rank with the whole vocabulary has.
+What comes between is the ranks' (``distributed/requests``). Logits and scores are made by the functions by which one rank with
+the whole vocabulary makes them, so they are the same bits.
 """
 
 import torch
