@@ -11,7 +11,7 @@ Masses are integers: multiples of 2**-62 * V, rounded up to a power of two, of t
 any order, so the kept set depends neither on how the vocabulary is cut, nor on the batch, nor on atomics; V * V * 2**-63 of the
 highest mass is what rounding can amount to, 1e-8 of the sum for V = 262,144.
 
-What a rank takes in a search: 20 bytes per logit of its shard, and temporary ones for some rows at a time.
+What a search takes: 13 bytes per logit of the shard, and temporary ones for some rows at a time.
 """
 
 from collections.abc import Callable, Sequence
@@ -108,7 +108,7 @@ def _search(
     keys: Tensor,  # (B, n) int32
     amounts: Tensor | None,  # (B, n) int64; None: 1 each
     target: Callable[[Tensor], Tensor],  # (B,) from the sum of all amounts (B,)
-    counted: Tensor | None,  # (B, n) int64, 0 or 1: tokens that there are; None: all
+    counted: Tensor | None,  # (B, n) bool: tokens that there are; None: all
     scale: Scale | None,  # of amounts that are masses
     room: int,  # words of a message
 ) -> _Found:
@@ -179,7 +179,7 @@ def of_top_k(
 def of_top_p(
     meet: Meet,
     keys: Tensor,  # (B, n) int32, of this rank's tokens
-    masses: Tensor,  # (B, n) int64, theirs
+    masses: Tensor,  # (B, n) int64, theirs; written to
     scale: Scale,
     top_p: Tensor | float,
     limit: Tensor | None,  # (B,) int64, of top-k; None: it keeps all
@@ -194,8 +194,8 @@ def of_top_p(
 
     counted = None
     if limit is not None:
-        counted = is_kept(keys, limit, shards.first).long()
-        masses = masses * counted
+        counted = is_kept(keys, limit, shards.first)
+        masses = masses.masked_fill_(~counted, 0)
     found = _search(meet, keys, masses, target, counted, scale, shards.room)
     return torch.where(p < 1, _limit(found, keys, shards), LOWEST)
 

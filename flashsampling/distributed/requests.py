@@ -159,8 +159,7 @@ def _parts(
     if asked.logprobs:
         own = (winners & NO_TOKEN ^ NO_TOKEN) - first
         words["logits"] = _at(logits.raw, own) << 32 | _at(logits.processed, own) & _LOW
-        kept = limits.is_kept(logits.keys, limit, first)
-        words["mass"] = torch.where(kept, scale.of(logits.processed), 0).sum(dim=1, keepdim=True)
+        words["mass"] = _mass(logits, limit, scale, first)
     if asked.needs_raw_mass():
         words["logsumexp"] = _logsumexp(logits.raw).view(torch.int64)[:, None]
     if asked.top_logprobs:
@@ -197,6 +196,16 @@ def _parts(
     if asked.logsumexp:
         parts["logsumexp"] = lse.float()
     return parts
+
+
+def _mass(logits: _Logits, limit: Tensor, scale: Scale, first: int) -> Tensor:
+    """(B, 1) int64: of what is kept of the shard."""
+
+    def some(processed: Tensor, keys: Tensor, limit: Tensor, top: Tensor, temperature: Tensor) -> Tensor:
+        masses = Scale(top, temperature, scale.unit).of(processed)
+        return masses.masked_fill(~limits.is_kept(keys, limit, first), 0).sum(dim=1, keepdim=True)
+
+    return by_rows(some, logits.processed, logits.keys, limit, scale.top, scale.temperature)
 
 
 def _at(
