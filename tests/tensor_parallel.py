@@ -588,7 +588,8 @@ def other_requests(rank: Rank) -> None:
             assert _agreed(error.failure) == [error.failure] * rank.world
     # a number for all rows and the same number in every row are the same
     tp, shard = rank.group(problem.weight)
-    given = {"top_p": shares, "top_k": torch.full((6,), 9, device=rank.device)} if rank.rank else {"top_p": 0.75, "top_k": 9}
+    many = torch.full((6,), 300, device=rank.device)
+    given = {"top_p": shares, "top_k": many} if rank.rank else {"top_p": 0.75, "top_k": 300}
     rows = {"temperature": problem.temperature, "seed": problem.seed, "offset": problem.offset}
     tokens = flashsampling.sample(problem.hidden_states, shard, **rows, **given, tp=tp).token_ids
     assert len(set(map(tuple, _agreed(tokens.tolist())))) == 1  # type: ignore[arg-type]
@@ -720,12 +721,19 @@ def no_sync(rank: Rank) -> None:
     problem = rank.problem(24, 600, 64)
     tp, shard = rank.group(problem.weight)
     draw(tp, shard, problem)
+    half = torch.full((24,), 0.5, device=rank.device)
+    mask = torch.full((24, 19), -1, dtype=torch.int32, device=rank.device)
+    rows = {"temperature": problem.temperature, "seed": problem.seed, "offset": problem.offset, "tp": tp}
+    asked = {"top_k": 20, "top_p": half, "min_p": half / 100, "token_mask": mask, "return_logprobs": True, "top_logprobs": 3}
+    kept = flashsampling.sample(problem.hidden_states, shard, **rows, **asked).token_ids
     torch.cuda.set_sync_debug_mode("error")
     try:
         tokens = draw(tp, shard, problem)
+        again = flashsampling.sample(problem.hidden_states, shard, **rows, **asked).token_ids
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(tokens, problem.sample(rank.impl))
+    assert torch.equal(again, kept)
 
 
 def _agreed(value: object) -> list[object]:

@@ -1,6 +1,7 @@
 """What requests ask for where several ranks have a shard each: the oracle's answer for any cut. The ranks are threads here,
 which meet on a board; with transports and processes the scenarios of ``tests/tensor_parallel.py`` do it."""
 
+import math
 import threading
 from typing import Any
 
@@ -192,6 +193,9 @@ def test_ties_at_the_edge_go_to_the_lowest_ids_of_all_shards(ranges):
     assert kept_by(Asked(top_p=0.5, top_k=42), ranges, 100) == set(range(21))
     assert kept_by(Asked(min_p=1.0, top_k=42), ranges, 100) == set(range(42))
     assert kept_by(Asked(top_p=0.0), ranges, 100) == {0}
+    for k, p in ((45, 1.0), (42, 0.5), (5, 0.3)):  # searched for, or by the places of a few
+        rows = Asked(top_k=torch.tensor([k]), top_p=p)
+        assert kept_by(rows, ranges, 100) == kept_by(Asked(top_k=k, top_p=p), ranges, 100) == set(range(math.ceil(k * p)))
 
 
 def test_masks_leave_tokens_of_one_shard_or_none():
@@ -211,13 +215,15 @@ def test_how_many_messages():
     """As docs/tensor_parallel.md says: none but the request and sizes count."""
     for asked, room, messages in (
         (Asked(min_p=0.1), 4096, 2),
-        (Asked(top_k=20), 16 * 4, 2 + 8),
-        (Asked(top_k=20), 256 * 4, 2 + 4),
-        (Asked(top_k=20, top_p=0.9), 64 * 4, 2 + 6 + 6),
+        (Asked(top_k=20, top_p=0.9), 16 * 4, 2 + 2),  # 4 * 20 words
+        (Asked(top_k=20, top_p=torch.ones(4)), 256 * 4, 2 + 1),
+        (Asked(top_k=129), 16 * 4, 2 + 8),
+        (Asked(top_k=torch.ones(4, dtype=torch.int64)), 256 * 4, 2 + 4),
+        (Asked(top_k=129, top_p=0.9), 64 * 4, 2 + 6 + 6),
         (Asked(top_p=torch.ones(4), logprobs=True, logprob_ids=torch.zeros(4, 2, dtype=torch.int64)), 4096, 1 + 4 + 2),
         (Asked(logprob_ids=torch.zeros(4, 200, dtype=torch.int64)), 100, 1 + 9),  # 4 * (1 + 1 + 200) words
     ):
-        assert run(flat(4, 100, asked), [(0, 50), (50, 100)], room=room)[1] == messages, asked
+        assert run(flat(4, 200, asked), [(0, 50), (50, 200)], room=room)[1] == messages, asked
 
 
 def test_masses_of_as_many_as_there_can_be_do_not_overflow():
@@ -310,8 +316,9 @@ def test_what_does_not_differ():
         ("bias_ids", usual.bias_ids.T.contiguous().T),
     ):
         assert _header(usual._replace(**{name: values})) == _header(usual), name
-    assert _header(Asked(top_k=9)) == _header(Asked(top_k=torch.full((5,), 9)))
-    assert _header(Asked(top_k=9)) == _header(Asked(top_k=torch.full((5,), 9, dtype=torch.int32)))
+    assert _header(Asked(top_k=900)) == _header(Asked(top_k=torch.full((5,), 900)))
+    assert _header(Asked(top_k=900)) == _header(Asked(top_k=torch.full((5,), 900, dtype=torch.int32)))
+    assert _header(Asked(top_k=9)) != _header(Asked(top_k=torch.full((5,), 9)))  # which is found in other rounds
     given = [_header(Asked(counts=counts, bias=torch.randn(9))) for counts in torch.ones(2, 5, 70, dtype=torch.int32)]
     assert given[0] == given[1] != _header(PLAIN)  # a rank reads its shard's
 

@@ -7,6 +7,9 @@ the digit in which what is wanted is reached. After 32 bits the key is known, an
 the lowest ids are kept, which a rank finds by how many there are on the shards before its own. So a search takes as many rounds
 as there are digits, whatever the logits, k and p are, and nobody waits for the device.
 
+Where one small k is known to the host, the ranks' first k tokens of each row are all that can be kept: one round, from which
+top-k and top-p follow.
+
 Masses are integers: multiples of 2**-62 * V, rounded up to a power of two, of the highest token's. Their sums are the same in
 any order, so the kept set depends neither on how the vocabulary is cut, nor on the batch, nor on atomics; V * V * 2**-63 of the
 highest mass is what rounding can amount to, 1e-8 of the sum for V = 262,144.
@@ -20,8 +23,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..impl.filters import column, places_of, relative, values_of
+from ..impl.filters import column, keys_of, places_of, relative, values_of
 
+FEW = 128  # tokens, at most, of which a rank sends the places: no more messages than a search takes
 LOWEST, HIGHEST = -(2**63), 2**63 - 1  # places: all tokens are kept, none
 _DIGIT = 8  # bits, at most
 _AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 24}  # logits
@@ -161,6 +165,51 @@ def is_kept(keys: Tensor, limit: Tensor, first_token: int) -> Tensor:
     return by_rows(lambda keys, limit: places_of(keys, ids) >= limit[:, None], keys, limit)
 
 
+def highest_places(
+    logits: Tensor,  # (B, n) float32
+    first_token: int,
+    count: int,
+) -> Tensor:
+    """(B, count) int64: places of a shard's highest logits, downwards; ``LOWEST`` where there are not so many tokens."""
+    ids = torch.arange(first_token, first_token + logits.shape[1], device=logits.device)
+    most = min(count, logits.shape[1])
+    places = by_rows(lambda logits: places_of(keys_of(logits), ids).topk(most, dim=1).values, logits)
+    return torch.nn.functional.pad(places, (0, count - most), value=LOWEST)
+
+
+def highest_of_all(
+    theirs: Tensor,  # (ranks, B, count): each rank's ``highest_places``
+) -> Tensor:
+    """(B, count) int64: the whole vocabulary's."""
+    return theirs.permute(1, 0, 2).flatten(1).topk(theirs.shape[2], dim=1).values
+
+
+def of_few(
+    meet: Meet,
+    logits: Tensor,  # (B, n) float32, of this rank's tokens
+    top_k: int,  # up to FEW, and below the vocabulary's size
+    top_p: Tensor | float,
+    scale: Scale,
+    shards: Shards,
+) -> Tensor:
+    """(B,) int64 limits of top-k and, over what it keeps, of top-p: as ``of_top_k`` and ``of_top_p``."""
+    places = highest_of_all(meet(highest_places(logits, shards.first, top_k)))
+    masses = scale.of(values_of(places >> 31))
+    before = masses.cumsum(dim=1) - masses
+    p = column(top_p, logits.device)[:, 0].double().expand(len(logits))
+    wanted = torch.where(p < 1, _wanted(p, masses.sum(dim=1)), HIGHEST)
+    last = (before < wanted[:, None]).sum(dim=1, keepdim=True) - 1
+    return places.gather(1, last.clamp(min=0))[:, 0]
+
+
+def _wanted(
+    p: Tensor,  # (B,) float64
+    mass: Tensor,  # (B,) int64
+) -> Tensor:
+    """(B,) int64: a token is in the nucleus if the mass before it is below this."""
+    return torch.minimum((p.nan_to_num(0.0).clamp(0.0, 1.0) * mass.double()).ceil().long(), mass).clamp(min=1)
+
+
 def of_top_k(
     meet: Meet,
     keys: Tensor,  # (B, n) int32, of this rank's tokens
@@ -187,16 +236,11 @@ def of_top_p(
 ) -> Tensor:
     """(B,) int64 limits of top-p over what top-k keeps, ``LOWEST`` where it is off."""
     p = column(top_p, keys.device)[:, 0].double().expand(len(keys))
-
-    def target(mass: Tensor) -> Tensor:
-        wanted = (p.nan_to_num(0.0).clamp(0.0, 1.0) * mass.double()).ceil().long()
-        return torch.minimum(wanted, mass).clamp(min=1)
-
     counted = None
     if limit is not None:
         counted = is_kept(keys, limit, shards.first)
         masses = masses.masked_fill_(~counted, 0)
-    found = _search(meet, keys, masses, target, counted, scale, shards.room)
+    found = _search(meet, keys, masses, lambda mass: _wanted(p, mass), counted, scale, shards.room)
     return torch.where(p < 1, _limit(found, keys, shards), LOWEST)
 
 

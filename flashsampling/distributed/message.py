@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ..step import ARGUMENTS, PLAIN, Asked, Step
 from .failure import Failure
+from .limits import FEW
 
 STEP, BATCH, NUM_SAMPLES, TEMPERATURE, SEED, OFFSET, FAILED, ASKED = range(8)
 HEADER = ASKED + len(Asked._fields)
@@ -87,7 +88,10 @@ class Hashes:
         for name in step.asked.names():
             field, value = header[_ASKED[name]], getattr(step.asked, name)
             if not isinstance(value, Tensor):
-                field.fill_(self._of_number(value, step.hidden_states.shape[0]))
+                hashed = self._of_number(value, step.hidden_states.shape[0])
+                if name == "top_k" and value <= FEW:  # other rounds than of a tensor of that number
+                    hashed ^= 1 << 62
+                field.fill_(hashed)
             elif name in GIVEN:
                 field.fill_(1)
             else:

@@ -6,7 +6,8 @@ from it, in integers or by sums in the order of the ranks:
 
     round       words per row of each rank
     highest     the highest processed logit as a packed winner: is there a NaN, is anything finite, the row's first token
-    top-k       if a row may have it: how many tokens for each value of a digit, once per digit (``limits``)
+    few         if one small k is all rows': the places of the shard's first k tokens, which tell of top-p too (``limits``)
+    top-k       else, if a row may have it: how many tokens for each value of a digit, once per digit
     top-p       likewise: their masses; in the last digit how many tokens
     the draw    the packed winner of what is kept, per draw. For log-probabilities its logits, raw and processed, and the mass
                 of what is kept. If wanted: the raw logits' log-sum-exp, the n highest of them, those of given ids
@@ -134,6 +135,9 @@ def _limits(meet: Meet, logits: _Logits, asked: Asked, scale: Scale, shards: Sha
     limit = torch.full_like(scale.top, limits.LOWEST, dtype=torch.int64)
     names = asked.names()
     by_top_k = None
+    if isinstance(asked.top_k, int) and 0 < asked.top_k <= limits.FEW:
+        limit = limits.of_few(meet, logits.processed, asked.top_k, asked.top_p, scale, shards)
+        names = [name for name in names if name not in ("top_k", "top_p")]
     if "top_k" in names:
         limit = by_top_k = limits.of_top_k(meet, logits.keys, asked.top_k, vocab_size, shards)
     if "top_p" in names:
@@ -163,7 +167,7 @@ def _parts(
     if asked.needs_raw_mass():
         words["logsumexp"] = _logsumexp(logits.raw).view(torch.int64)[:, None]
     if asked.top_logprobs:
-        words["top"] = _top(logits.raw, first, asked.top_logprobs)
+        words["top"] = limits.highest_places(logits.raw, first, asked.top_logprobs)
     if asked.logprob_ids is not None:
         there = asked.logprob_ids >= 0
         words["given"] = torch.where(there, _at(logits.raw, asked.logprob_ids) & _LOW | 1 << 32, 0)
@@ -187,7 +191,7 @@ def _parts(
         above = meet(_above(logits.raw, raw)).sum(dim=0)
         parts["ranks"] = (1 + above).masked_fill(no_token, -1)
     if asked.top_logprobs:
-        places = theirs["top"].permute(1, 0, 2).flatten(1).topk(asked.top_logprobs, dim=1).values
+        places = limits.highest_of_all(theirs["top"])
         parts["top_token_ids"] = (places & NO_TOKEN ^ NO_TOKEN).masked_fill(lse.isnan(), -1)
         parts["top_logprobs"] = (values_of(places >> 31).double() - lse).float()
     if asked.logprob_ids is not None:
@@ -230,14 +234,6 @@ def _logsumexp(raw: Tensor) -> Tensor:
     if raw.shape[1] == 0:
         return torch.full((len(raw),), float("-inf"), dtype=torch.float64, device=raw.device)
     return by_rows(lambda raw: raw.double().logsumexp(dim=1), raw)
-
-
-def _top(raw: Tensor, first: int, count: int) -> Tensor:
-    """(B, count) int64: places of the shard's highest logits; the lowest of all where there are not so many tokens."""
-    ids = torch.arange(first, first + raw.shape[1], device=raw.device)
-    most = min(count, raw.shape[1])
-    places = by_rows(lambda raw: places_of(keys_of(raw), ids).topk(most, dim=1).values, raw)
-    return torch.nn.functional.pad(places, (0, count - most), value=limits.LOWEST)
 
 
 def _above(
