@@ -58,9 +58,9 @@ def test_opcheck(groups):
         torch.library.opcheck(torch.ops.flashsampling.sample_sharded.default, (STATES, WEIGHT, *arguments, a.order))
         torch.library.opcheck(torch.ops.flashsampling.sample_sharded.exported, (STATES, WEIGHT, *arguments))
     asked = {"top_k_value": 5, "top_p": torch.full((3,), 0.9), "logprobs": True, "top_logprobs": 2}
-    arguments = (STATES, WEIGHT, *rows, 0, 1, a.name)
-    torch.library.opcheck(torch.ops.flashsampling.sample_sharded.default, (*arguments, a.order), asked)
-    torch.library.opcheck(torch.ops.flashsampling.sample_sharded.exported, arguments, asked)
+    step = (STATES, WEIGHT, *rows, 0, 1, a.name)
+    torch.library.opcheck(torch.ops.flashsampling.sample_sharded.default, (*step, a.order), asked)
+    torch.library.opcheck(torch.ops.flashsampling.sample_sharded.exported, step, asked)
     assert torch.ops.flashsampling.sample_sharded.default._schema.is_mutable
     assert not torch.ops.flashsampling.sample.default._schema.is_mutable
 

@@ -244,6 +244,7 @@ def test_places_are_the_row_s_order():
 def test_a_mask_is_cut_at_any_bit(first, last):
     mask = torch.randint(-(2**31), 2**31, (3, 4), dtype=torch.int32)
     whole = filters.allowed(Asked(token_mask=mask), 100)
+    assert whole is not None
     part = asked_of_shard(Asked(token_mask=mask), first, last)
     if last > first:
         assert torch.equal(filters.allowed(part, last - first), whole[:, first:last])
@@ -306,14 +307,14 @@ def test_what_differs_has_its_name(name):
 def test_what_does_not_differ():
     """Numbers for values of all rows, bits and columns that are no token's, memory in another order."""
     usual = Asked(**USUAL)
-    wide = torch.cat([usual.token_mask, torch.ones(5, 2, dtype=torch.int32)], dim=1)
+    wide = torch.cat([USUAL["token_mask"], torch.ones(5, 2, dtype=torch.int32)], dim=1)
     wide[:, 2] ^= 1 << 6  # token 70
     for name, values in (
         ("min_p", torch.full((5,), 0.5)),
         ("frequency_penalty", torch.full((5,), 0.25)),
         ("token_mask", wide),
-        ("dense_bias", torch.cat([usual.dense_bias, torch.ones(3)])),
-        ("bias_ids", usual.bias_ids.T.contiguous().T),
+        ("dense_bias", torch.cat([USUAL["dense_bias"], torch.ones(3)])),
+        ("bias_ids", USUAL["bias_ids"].T.contiguous().T),
     ):
         assert _header(usual._replace(**{name: values})) == _header(usual), name
     assert _header(Asked(top_k=900)) == _header(Asked(top_k=torch.full((5,), 900)))
