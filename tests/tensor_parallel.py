@@ -307,10 +307,11 @@ def generate(rank: Rank) -> None:
     tp, shard = rank.group(model.lm_head.weight.detach())
     options = {"custom_generate": custom_generate, "do_sample": True, "top_k": 0, "max_new_tokens": 8, "seeds": [1, 2]}
     options |= {"attention_mask": torch.ones_like(ids)}
-    whole = LMHeadSampler(model.lm_head, max_batch_size=2, impl=rank.impl)
-    expected = model.generate(ids, sampler=whole, **options)
-    drawn = model.generate(ids, sampler=LMHeadSampler(shard, max_batch_size=2, tp=tp), **options)
-    assert torch.equal(drawn, expected)
+    for asked in ({}, {"top_k": 20, "top_p": 0.9, "repetition_penalty": 1.3, "bad_words_ids": [[7], [450]]}):
+        whole = LMHeadSampler(model.lm_head, max_batch_size=2, impl=rank.impl)
+        expected = model.generate(ids, sampler=whole, **options | asked)
+        drawn = model.generate(ids, sampler=LMHeadSampler(shard, max_batch_size=2, tp=tp), **options | asked)
+        assert torch.equal(drawn, expected)
 
 
 def sub_groups(rank: Rank) -> None:
