@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flashsampling import ops
 from flashsampling.backends import BACKENDS
@@ -17,7 +18,7 @@ from flashsampling.distributed.requests import Part
 from flashsampling.distributed.sharding import asked_of_shard
 from flashsampling.exchange import PACKED, Shard
 from flashsampling.impl import filters
-from flashsampling.step import PLAIN, Asked, Drawn, Step
+from flashsampling.step import PLAIN, Asked, Drawn, Step, layout
 from tests.conftest import DEVICE
 from tests.mixes import INF, NAN, Mix
 from tests.problems import KERNELS
@@ -345,3 +346,59 @@ def test_shards_of_a_vocabulary_wider_than_the_hash_s_factors():
         step = flat(1, 640_000, Asked(token_mask=words))
         seen.add(int(hashes.of_request(step)))
     assert len(seen) == 6
+
+
+# -- on a GPU, without one
+
+
+class Stub:
+    """A transport and a backend of tensors without values."""
+
+    room = 2048
+
+    def __init__(self, hashes: Hashes) -> None:
+        self.module, self.hashes = self, hashes
+
+    def begin(self, step: Step) -> None:
+        self.hashes.of_request(step)
+
+    def swap(self, words: Tensor, step: Step) -> Tensor:
+        return words.expand(3, -1).clone()
+
+    def end(self) -> Tensor:
+        return torch.zeros((), dtype=torch.bool, device="meta")
+
+    def shard_logits(self, step: Step) -> tuple[Tensor, Tensor]:
+        logits = torch.randn(len(step.hidden_states), step.vocab_size, device="meta")
+        return logits, logits + 1
+
+    def shard_winners(self, step: Step, processed: Tensor, limit: Tensor) -> Tensor:
+        assert limit.shape == (len(processed),)
+        return torch.ones(len(processed) * step.num_samples, dtype=torch.int64, device="meta")
+
+
+@pytest.mark.parametrize("few", [False, True])
+def test_nothing_is_read_on_the_host_and_all_is_on_the_device(few):
+    """With tensors without values, whose operations raise where one is asked for, or where two devices meet: a CUDA graph could
+    hold neither."""
+    hashes: Any = Hashes(8, torch.device("cpu"))
+    with FakeTensorMode():
+        device = torch.device("meta")
+        hashes._factors, hashes._along = (torch.ones(count, dtype=torch.int64, device=device) for count in (16, 8192))
+
+        def moved(value: Any) -> Any:
+            return torch.empty(value.shape, dtype=value.dtype, device=device) if isinstance(value, Tensor) else value
+
+        asked = Asked(**{name: moved(value) for name, value in USUAL.items()}, bias=torch.randn(20, device=device))
+        asked = asked._replace(counts=torch.ones(5, 70, dtype=torch.int32, device=device))
+        if few:
+            asked = asked._replace(top_k=7)
+        states, weight = torch.randn(5, 8, device=device), torch.randn(20, 8, device=device)
+        rows = (torch.ones(5, device=device), torch.arange(5, device=device), torch.arange(5, device=device))
+        step = Step(states, weight, *rows, 2, 20, Shard(33, PACKED), asked)
+        stub: Any = Stub(hashes)
+        part = Part(stub, stub, [(0, 33), (33, 53), (53, 70)], 1, 70)
+        drawn = requests.draw(part, step)
+        assert drawn.ids.device == drawn.values.device == device
+        expected = layout(5, 2, asked)
+        assert (drawn.ids.numel(), drawn.values.numel()) == (expected.num_ids, expected.num_values)
