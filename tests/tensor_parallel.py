@@ -471,7 +471,10 @@ def requests(rank: Rank) -> None:
     """Mixes of all that may be asked for, by group; on GPUs some also captured, and replayed with other seeds."""
     kinds = [("even", 130, 130), ("uneven 2", 130, 130), ("empty first", 70, 64)]
     for kind, rows, vocab in kinds if rank.world < 4 else kinds[:1]:
-        mixes = [Mix(seed + 997 * rows, poisoned=rank.impl == "streaming", device=rank.device) for seed in range(12)]
+        mixes = [
+            Mix(seed + 997 * rows, poisoned=rank.impl == "streaming", device=rank.device)
+            for seed in range(12 if rank.long else 8)
+        ]
         steps = [mix.of_a_head(mix.make(vocab=vocab)) for mix in mixes]
         if rank.long:
             steps *= 10
