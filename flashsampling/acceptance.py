@@ -33,10 +33,11 @@ class Target(NamedTuple):
 
     states: Tensor  # (R, D), or logits (R, V)
     weight: Tensor | None  # None: of logits
-    vocab: int
+    vocab: int  # as in ``requests.Problem``
     vocab_size: int
     draw: Callable[..., SampleOutput]  # of rows of states, by sample's keywords
     impl: str | None  # who draws; None: whoever can
+    head: int | None = None  # as there
 
     def step(self, states: Tensor, rows: dict[str, Any], asked: Asked) -> Step:
         """One draw of rows of states, by their temperature, seed and offset."""
@@ -223,7 +224,7 @@ def asked_at(request: Request, target: Target, given: Given) -> tuple[Asked, Ten
         every = Problem(positions, target.vocab, target.vocab_size, device, 1)
         masks = asked_of({"token_mask": mask.flatten(0, -2)}, every).token_mask
         del request["token_mask"]
-    asked = asked_of(request, Problem(batch, target.vocab, target.vocab_size, device, 1))
+    asked = asked_of(request, Problem(batch, target.vocab, target.vocab_size, device, 1, target.head))
     beside = [name for name in asked.names() if name in ("logprobs", "top_logprobs", "logprob_ids", "logsumexp")]
     if beside:
         raise ValueError(f"{arguments(beside)} must be left out: verify returns token ids alone")

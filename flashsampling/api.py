@@ -17,7 +17,7 @@ from .exchange import NO_TOKEN, WHOLE
 from .impl.filters import GREEDY_BELOW
 from .parameters import Integers, Reals, integers, reals
 from .requests import Problem, Request, asked_of
-from .step import PLAIN, Asked, Drawn, Step, arguments, layout
+from .step import PLAIN, Asked, Drawn, Step, layout
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # typing's from Python 3.11 on; torch brings this one
@@ -166,7 +166,11 @@ def sample(
         logprob_ids: token ids (B, m), int32 or int64, or (m,) for all rows: ``given_logprobs``.
         return_logsumexp: ``logsumexp``.
 
-    ``cute`` and ``triton`` do all of these, with the logits in memory; with ``tp`` no implementation does any.
+    With ``tp`` they are the whole vocabulary's on every rank, ids global ones, and the same on all ranks; but for ``bias``,
+    which is (V_shard,), this rank's part as ``weight`` is, and ``token_counts``, of which a rank reads its shard's tokens. The
+    ranks then meet several times in a step (docs/tensor_parallel.md).
+
+    ``triton`` and ``cute`` do all of these; ``cute`` in one launch what changes logits alone, else with the logits in memory.
 
     ``temperature``, ``seed``, ``offset``, the penalties, ``top_k``, ``top_p`` and ``min_p`` take Python and numpy numbers,
     lists, tuples, numpy arrays and tensors. A value per row has shape (B,); shapes () and (1,) count for all rows. What a list
@@ -229,13 +233,11 @@ def sample(
             say_that_noise_is_shared(batch, greedy=not isinstance(temperatures, Tensor) and temperatures < GREEDY_BELOW)
         asked = PLAIN
         if request:
-            # what is off is so of the whole vocabulary
-            whole = tokens if tp is None else tp.vocab_size
-            asked = asked_of(request, Problem(batch, vocab, whole, device, num_samples))
-            if tp is not None and asked is not PLAIN:
-                raise ValueError(
-                    f"tp must be None with {arguments(asked.names())}: ranks that hold a shard each cannot do that yet"
-                )
+            if tp is None:
+                problem = Problem(batch, vocab, tokens, device, num_samples)
+            else:
+                problem = Problem(batch, tp.num_rows, tp.vocab_size, device, num_samples, vocab)
+            asked = asked_of(request, problem)
         step = Step(hidden_states, weight, temperatures, seeds, offsets, num_samples, tokens, shard, asked)
         drawn = ops.sample(step, impl or "") if tp is None else ops.sample_sharded(step, tp)
     except BaseException as error:

@@ -11,6 +11,16 @@ A backend is a module or package ``impl.<name>`` with
     compiled_for(weight, max_batch_size, num_samples) -> names, batch sizes
                                        the kernels that such calls can need, and whose draws compile them; if it compiles any
 
+One that knows shards does them with what a request asks for in two parts, between which the ranks meet
+(``distributed/requests``); of a shard with a token or more, and of what is asked for cut to it:
+
+    shard_logits(step) -> Tensor, Tensor
+                                       (B, vocab_size) float32, raw and processed logits; the same one where they are the same
+    shard_winners(step, processed, limit) -> Tensor
+                                       (B * num_samples,) packed winners of the tokens whose place (``filters.places_of``) is
+                                       at least the row's ``limit``, (B,) int64; ``NO_FINITE`` where there is none. Of rows
+                                       with a NaN anything
+
 It is imported when it is first asked, and only where the packages that it needs are installed.
 """
 

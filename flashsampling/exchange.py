@@ -61,6 +61,10 @@ Peer to peer (transport ``p2p``)
     looked at while waiting, is for speed alone: without it the others would wait until their time is up.
     ``tests/test_protocol.py`` walks through every interleaving of small groups, and shows what each rule here is needed for.
 
+    What a request asks for takes several rounds (``distributed/requests``), each a launch of its own and a step of this
+    protocol, with words in the place of packed winners. A word has the details of a row, and tags into which a hash of the
+    request is mixed: so a round agrees with none of another request, nor with a plain step, and its details then do not differ.
+
     One ``TensorParallel`` is used by one step at a time, in the same order on all ranks, like any collective.
 
 Table, int64 in device memory that outlives the group (a captured graph may hold it), by whose address a kernel finds all this:

@@ -48,12 +48,12 @@ class LMHeadSampler(nn.Module):
             for seeds from torch's default generator.
         temperature: default for ``forward``: one number, or max_batch_size of them.
         vocab_size: real size where the weight is padded.
-        logit_scale, soft_cap: as in ``flashsampling.sample``, for every step whose call gives no others; not with ``tp``.
+        logit_scale, soft_cap: as in ``flashsampling.sample``, for every step whose call gives no others.
         impl: as in ``flashsampling.sample``.
-        tp: a ``flashsampling.distributed.TensorParallel``; ``lm_head`` is then this rank's shard. Seeds, offsets and
-            temperatures given here and to ``reset`` are the first rank's on all ranks, whatever the others give, so making
-            the module and ``reset`` are collective calls: one exchange each. A temperature given to ``forward`` is not sent
-            around, which would cost every token an exchange: all ranks give the same.
+        tp: a ``flashsampling.distributed.TensorParallel``; ``lm_head`` is then this rank's shard, its bias too. Seeds, offsets
+            and temperatures given here and to ``reset`` are the first rank's on all ranks, whatever the others give, so making
+            the module and ``reset`` are collective calls: one exchange each. What is given to ``forward`` is not sent around,
+            which would cost every token an exchange: all ranks give the same.
 
     ``seed``, ``offset`` and ``temperature`` take Python and numpy numbers, lists, tuples, numpy arrays and tensors, here and in
     ``reset`` and ``forward``.
@@ -62,7 +62,7 @@ class LMHeadSampler(nn.Module):
         TypeError: an argument is of the wrong type or dtype; ``lm_head`` is neither an ``nn.Linear`` nor a tensor, or its
             weight is quantised, sparse or a DTensor.
         ValueError: the weight lies on the meta device, or a shape or range does not fit; with ``tp`` also where that is so on
-            another rank, which is named, where ``max_batch_size`` differs, or where the linear layer has a bias.
+            another rank, which is named, or where ``max_batch_size`` differs.
 
     Example:
         >>> import torch, flashsampling
@@ -116,10 +116,7 @@ class LMHeadSampler(nn.Module):
 
     def _adopt(self, lm_head: nn.Linear | Tensor, max_batch_size: SupportsIndex) -> int:
         """Takes the head, if it and the arguments that come with it fit. ``max_batch_size`` as an int."""
-        if isinstance(lm_head, nn.Linear):
-            if lm_head.bias is not None and self.tp is not None:
-                raise ValueError("lm_head must be a linear layer without bias with tp, got one with a bias")
-        elif not isinstance(lm_head, Tensor):
+        if not isinstance(lm_head, (nn.Linear, Tensor)):
             raise TypeError(f"lm_head must be an nn.Linear or its weight, got {type(lm_head).__name__}")
         weight = lm_head if isinstance(lm_head, Tensor) else lm_head.weight
         check_weight(weight, 1 if self.tp is None else 0)
@@ -148,8 +145,6 @@ class LMHeadSampler(nn.Module):
             raise ValueError(f"soft_cap must be at least 0, got {soft_cap}")
         transform: Request = {"logit_scale": self.logit_scale, "soft_cap": self.soft_cap}
         self._transform = {name: value for name, value in transform.items() if value != (name == "logit_scale")}
-        if self._transform and self.tp is not None:
-            raise ValueError(f"{' and '.join(self._transform)} must be left out with tp: shards cannot do that yet")
 
     @classmethod
     def from_model(cls, model: nn.Module, **options: Any) -> "LMHeadSampler":

@@ -185,13 +185,17 @@ def _sample_sharded(step: Step, group: Any) -> Drawn:
         if batch == 0:
             group.count_left_out()
             return _nothing(step)
-        return _there(step, functools.partial(_run_and_exchange, choose(step, group.impl), group))
+        # what is asked for of a shard, an implementation does in parts, and the group what is between them
+        alone = step if step.asked is PLAIN else step._replace(shard=WHOLE)
+        return _there(step, functools.partial(_run_and_exchange, choose(alone, group.impl), group))
     except BaseException as error:
         count_left_out(group, error)
         raise
 
 
 def _run_and_exchange(backend: Backend, group: Any, step: Step) -> Drawn:
+    if step.asked is not PLAIN:
+        return group.draw(backend, step)
     drawn = backend.module.run(step)
     return drawn._replace(ids=group.finish(drawn.ids, step))
 

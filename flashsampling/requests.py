@@ -43,10 +43,11 @@ class Problem(NamedTuple):
     """What the arguments have to fit."""
 
     batch: int
-    vocab: int  # rows of the weight, or columns of logits
+    vocab: int  # rows of the weight, or columns of logits; of all ranks' weights together
     vocab_size: int  # how many of them are tokens
     device: torch.device
     num_samples: int
+    head: int | None = None  # rows of the weight here, a shard; None: it is whole
 
 
 def asked_of(request: Request, problem: Problem) -> Asked:
@@ -69,10 +70,10 @@ def asked_of(request: Request, problem: Problem) -> Asked:
 
 def _bias(name: str, value: Any, problem: Problem) -> dict[str, Any]:
     _check_tensor(name, value, problem)
-    if tuple(value.shape) != (problem.vocab,):
-        raise ValueError(
-            f"{name} must have shape ({problem.vocab},), one value per row of the head, got shape {tuple(value.shape)}"
-        )
+    rows = problem.vocab if problem.head is None else problem.head
+    if tuple(value.shape) != (rows,):
+        whose = "the head" if problem.head is None else "this rank's shard"
+        raise ValueError(f"{name} must have shape ({rows},), one value per row of {whose}, got shape {tuple(value.shape)}")
     return {"bias": _float32(name, value)}
 
 

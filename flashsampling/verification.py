@@ -174,14 +174,14 @@ def verify(
             check_tensor_parallel(tp, vocab_size, impl)
             if method == "rejection":
                 raise ValueError("tp must be None with method='rejection': ranks that hold a shard each cannot do that yet")
-            tokens = tp.part[0]
+            vocab, tokens, head = tp.num_rows, tp.vocab_size, vocab
         else:
-            tokens = check_vocab_size(vocab_size, vocab)
+            tokens, head = check_vocab_size(vocab_size, vocab), None
 
         def draw(rows: Tensor, **parameters: Any) -> SampleOutput:
             return sample(rows, weight, vocab_size=vocab_size, impl=impl, tp=tp, **parameters)
 
-        target = Target(states, weight, vocab, tokens, draw, impl)
+        target = Target(states, weight, vocab, tokens, draw, impl, head)
         return _verify(target, given, method, draft_probs, temperature, seed, offset, impl, request)
     except BaseException as error:
         count_left_out(tp, error)

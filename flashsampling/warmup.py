@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .api import check_vocab_size, count_left_out, sample
+from .api import check_tensor_parallel, check_vocab_size, count_left_out, sample
 from .backends import BACKENDS
 from .requests import Problem, Request, asked_of
 from .step import PLAIN, Asked, Step, arguments, example
@@ -52,7 +52,7 @@ def warmup(
             ``num_samples``.
         request: what the calls will ask for, as ``sample`` takes it; its kinds count, not its values: what is a tensor here is
             one then. Values per row are for ``max_batch_size`` rows. What such calls need is compiled, and no more: call it for
-            each mix that will be served, and without any for plain draws. Counts are not advanced. Not with ``tp``.
+            each mix that will be served, and without any for plain draws. Counts are not advanced.
 
     Returns:
         Names of the kernels that are now there; empty where nothing is compiled ("streaming", "reference").
@@ -100,11 +100,14 @@ def _draw_all(
         raise ValueError(f"max_batch_size must be at most tp.max_batch_size = {tp.max_batch_size}, got {max_batch_size}")
     if weight.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("warmup must be called before a CUDA graph is captured: the current stream is being captured")
-    tokens = check_vocab_size(vocab_size, weight.shape[0]) if tp is None else tp.vocab_size
-    problem = Problem(max_batch_size, weight.shape[0], tokens, weight.device, num_samples)
+    if tp is None:
+        tokens = check_vocab_size(vocab_size, weight.shape[0])
+        problem = Problem(max_batch_size, weight.shape[0], tokens, weight.device, num_samples)
+    else:
+        check_tensor_parallel(tp, vocab_size, impl)
+        tokens = tp.part[0]
+        problem = Problem(max_batch_size, tp.num_rows, tp.vocab_size, weight.device, num_samples, weight.shape[0])
     asked = asked_of(request, problem) if request else PLAIN
-    if asked is not PLAIN and tp is not None:
-        raise ValueError(f"tp must be None with {', '.join(request)}: ranks that hold a shard each cannot do that yet")
     names, batches = plan(weight, max_batch_size, num_samples, impl, tp, asked)
     if names:
         _logger.info("warmup compiles what is missing of %d kernels: %s", len(names), ", ".join(names))
@@ -114,7 +117,11 @@ def _draw_all(
             sample(states, weight, **rows, vocab_size=vocab_size, impl=impl, tp=tp)  # type: ignore[arg-type]
         else:
             some = asked.rows(0, len(states))
-            ops.sample(Step(states, weight, temperature, zeros, zeros, num_samples, tokens, asked=some), impl or "")
+            step = Step(states, weight, temperature, zeros, zeros, num_samples, tokens, asked=some)
+            if tp is None:
+                ops.sample(step, impl or "")
+            else:
+                ops.sample_sharded(step._replace(shard=tp.shard), tp)
     if weight.is_cuda:
         torch.cuda.current_stream(weight.device).synchronize()
     return names

@@ -27,7 +27,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import flashsampling
-from flashsampling import LMHeadSampler, exchange
+from flashsampling import LMHeadSampler, exchange, ops
+from flashsampling.backends import BACKENDS
 from flashsampling.distributed import (
     Failure,
     TensorParallel,
@@ -40,8 +41,11 @@ from flashsampling.distributed import (
     shard_range,
 )
 from flashsampling.distributed.watch import posts_of
+from flashsampling.step import Drawn, Step
 
+from .mixes import Mix
 from .problems import Problem, assert_agreement, make_problem, rows_only
+from .test_requests import differences
 
 
 @dataclass
@@ -303,10 +307,11 @@ def generate(rank: Rank) -> None:
     tp, shard = rank.group(model.lm_head.weight.detach())
     options = {"custom_generate": custom_generate, "do_sample": True, "top_k": 0, "max_new_tokens": 8, "seeds": [1, 2]}
     options |= {"attention_mask": torch.ones_like(ids)}
-    whole = LMHeadSampler(model.lm_head, max_batch_size=2, impl=rank.impl)
-    expected = model.generate(ids, sampler=whole, **options)
-    drawn = model.generate(ids, sampler=LMHeadSampler(shard, max_batch_size=2, tp=tp), **options)
-    assert torch.equal(drawn, expected)
+    for asked in ({}, {"top_k": 20, "top_p": 0.9, "repetition_penalty": 1.3, "bad_words_ids": [[7], [450]]}):
+        whole = LMHeadSampler(model.lm_head, max_batch_size=2, impl=rank.impl)
+        expected = model.generate(ids, sampler=whole, **options | asked)
+        drawn = model.generate(ids, sampler=LMHeadSampler(shard, max_batch_size=2, tp=tp), **options | asked)
+        assert torch.equal(drawn, expected)
 
 
 def sub_groups(rank: Rank) -> None:
@@ -451,6 +456,182 @@ def parameters_of_the_first_rank(rank: Rank) -> None:
     assert torch.equal(tokens, whole(problem.hidden_states).token_ids)
 
 
+def _same_requests(rank: Rank, drawn: Drawn, step: Step) -> None:
+    """What one rank with the whole vocabulary gives."""
+    if rank.impl == "streaming":
+        others = differences(drawn, ops.sample(step, "reference"), step, 2e-6)
+        assert not others, (others, step.asked.names())
+    else:
+        from .test_triton_logits import agrees
+
+        agrees(drawn, step)
+
+
+def requests(rank: Rank) -> None:
+    """Mixes of all that may be asked for, by group; on GPUs some also captured, and replayed with other seeds."""
+    kinds = [("even", 130, 130), ("uneven 2", 130, 130), ("empty first", 70, 64)]
+    for kind, rows, vocab in kinds if rank.world < 4 else kinds[:1]:
+        mixes = [
+            Mix(seed + 997 * rows, poisoned=rank.impl == "streaming", device=rank.device)
+            for seed in range(12 if rank.long else 8)
+        ]
+        steps = [mix.of_a_head(mix.make(vocab=vocab)) for mix in mixes]
+        if rank.long:
+            steps *= 10
+        tp, first = None, 0
+        weight = torch.zeros(rows, 8, device=rank.device, dtype=rank.dtype)
+        tp, shard = rank.group(weight, kind, vocab_size=vocab, max_batch_size=8, max_num_samples=5)
+        with tp:
+            for number, step in enumerate(steps):
+                if not step.asked.names():
+                    continue
+                step = step._replace(hidden_states=step.hidden_states.to(rank.dtype), weight=step.weight[:vocab].to(rank.dtype))
+                first, last = tp.first_token, tp.last_token
+                shard[: last - first] = step.weight[first:last]  # in place: another head, for this group
+                asked = step.asked
+                if asked.bias is not None:
+                    asked = asked._replace(bias=asked.bias[first:last])
+                part = step._replace(weight=shard, vocab_size=last - first, shard=tp.shard, asked=asked)
+                drawn = ops.sample_sharded(part, tp)
+                _same_requests(rank, drawn, step)
+                if rank.transport != "gloo" and rank.device.type == "cuda" and number < 12:
+                    _captured_requests(rank, part, step, tp)
+            tp.check(collective=True)
+
+
+def _captured_requests(rank: Rank, part: Step, step: Step, tp: TensorParallel) -> None:
+    seeds = part.rows().seed.clone()
+    part, step = part._replace(seed=seeds), step._replace(seed=seeds)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        drawn = ops.sample_sharded(part, tp)
+    for _ in range(3):
+        seeds += 1
+        graph.replay()
+        _same_requests(rank, drawn, step)
+
+
+def requests_of_a_sampler(rank: Rank) -> None:
+    """A head with a bias and a soft cap, penalties over counts, log-probabilities, drafts, a warm-up: as with one rank."""
+    generator = torch.Generator().manual_seed(3)
+    states = torch.randint(-4, 5, (5, 16), generator=generator).to(rank.device, rank.dtype)
+    weight = torch.randint(-4, 5, (600, 16), generator=generator).to(rank.device, rank.dtype) / 4  # exact in any order
+    bias = torch.randint(-4, 5, (600,), generator=generator).to(rank.device, rank.dtype)
+    tp, shard = rank.group(weight, "uneven 1", max_batch_size=20)
+    head, whole = (torch.nn.Linear(16, len(rows), device=rank.device, dtype=rank.dtype) for rows in (shard, weight))
+    head.weight.data, whole.weight.data = shard, weight
+    head.bias.data, whole.bias.data = bias[tp.first_token : tp.last_token], bias
+    options: dict[str, Any] = {"max_batch_size": 5, "seed": range(5), "soft_cap": 20.0}
+    sampler, one = LMHeadSampler(head, tp=tp, **options), LMHeadSampler(whole, impl=rank.impl, **options)
+    names = flashsampling.warmup(shard, tp=tp, max_batch_size=5, top_k=20, top_p=0.9)
+    assert bool(names) == (rank.device.type == "cuda")
+    state, other = (flashsampling.TokenCounts(5, 600, rank.device) for _ in range(2))
+    for counts in (state, other):
+        counts.reset(prompt_token_ids=[[1, 2, 300]] * 5)
+    asked: dict[str, Any] = {"top_k": 20, "top_p": [0.5, 0.9, 1.0, 0.99, 0.3], "repetition_penalty": 1.2}
+    asked |= {"return_logprobs": True, "top_logprobs": 4, "logprob_ids": [0, 599, 600], "return_logsumexp": True}
+    for _ in range(6 if not rank.long else 1000):
+        ours, theirs = sampler(states, token_counts=state, **asked), one(states, token_counts=other, **asked)
+        for name in ("token_ids", "ranks", "top_token_ids"):
+            assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
+        for name in ("logprobs", "processed_logprobs", "top_logprobs", "given_logprobs", "logsumexp"):
+            mine, others = getattr(ours, name), getattr(theirs, name)
+            torch.testing.assert_close(mine, others, rtol=1e-5, atol=3e-5, equal_nan=True)
+        assert torch.equal(state.counts, other.counts)
+    drafted = torch.randint(0, 600, (5, 3), generator=generator).to(rank.device)
+    out, expected = (
+        each.verify(states[:, None].expand(5, 4, 16), drafted, top_k=[1, 2, 3, 4, 5], logit_bias=([7], [3.0]))
+        for each in (sampler, one)
+    )
+    assert torch.equal(out.token_ids, expected.token_ids)
+    tp.check()
+    for message, call in (
+        (r"bias must have shape \(\d+,\), one value per row of this rank's shard", {"bias": bias[:7]}),
+        (r"token_mask must have shape \(5, 19\)", {"token_mask": torch.zeros(5, 18, dtype=torch.int32, device=rank.device)}),
+        (r"logit_bias must be a tensor \(600,\)", {"logit_bias": bias[:7]}),
+    ):
+        with pytest.raises(ValueError, match=message):
+            flashsampling.sample(states, shard, seed=1, offset=torch.arange(5, device=rank.device), tp=tp, **call)
+    tp.close()
+
+
+def other_requests(rank: Rank) -> None:
+    """One rank asks for something else: the error says what, and there is no token."""
+    problem = rank.problem(6, 600, 64)
+    odd = rank.world - 1
+    mask = torch.full((6, 19), -1, dtype=torch.int32, device=rank.device)
+    holes = mask.clone()
+    holes[4, 7] = 5
+    shares = torch.full((6,), 0.75, device=rank.device)
+    moved = shares.clone()
+    moved[3] = 0.875
+    cases: list[tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = [
+        ({"top_k": 5}, {}, ("top_k",)),
+        ({"top_p": 0.5}, {"top_p": 0.75}, ("top_p",)),
+        ({"top_p": shares}, {"top_p": moved}, ("top_p",)),
+        ({"token_mask": mask}, {"token_mask": holes}, ("token_mask",)),
+        ({"top_k": 5, "min_p": 0.5}, {"top_k": 6, "min_p": 0.25}, ("top_k", "min_p")),
+        ({"top_k": 5, "logit_bias": ([1], [2.0])}, {"top_k": 5, "logit_bias": ([2], [2.0])}, ("logit_bias",)),
+        ({"return_logprobs": True}, {"top_logprobs": 3}, ("return_logprobs", "top_logprobs")),
+    ]
+    for usual, other, differs in cases:
+        tp, shard = rank.group(problem.weight, timeout=20.0)
+        with tp:
+            rows = {"temperature": problem.temperature, "seed": problem.seed, "offset": problem.offset, "tp": tp}
+
+            def step(asked: dict[str, Any], rows: dict[str, Any] = rows, shard: Tensor = shard) -> Tensor:
+                return flashsampling.sample(problem.hidden_states, shard, **rows, **asked).token_ids
+
+            if rank.device.type == "cuda":  # what is compiled first keeps the others waiting
+                flashsampling.warmup(shard, tp=tp, max_batch_size=6, **usual)
+            step(usual)
+            error = _fails(tp, functools.partial(step, other if rank.rank == odd else usual))
+            assert isinstance(error, TensorParallelMismatch)
+            assert error.rank == odd
+            assert error.failure.differs == (("request",) if rank.transport == "p2p" else differs), error
+            assert _agreed(error.failure) == [error.failure] * rank.world
+    # a number for all rows and the same number in every row are the same
+    tp, shard = rank.group(problem.weight)
+    many = torch.full((6,), 300, device=rank.device)
+    given = {"top_p": shares, "top_k": many} if rank.rank else {"top_p": 0.75, "top_k": 300}
+    rows = {"temperature": problem.temperature, "seed": problem.seed, "offset": problem.offset}
+    tokens = flashsampling.sample(problem.hidden_states, shard, **rows, **given, tp=tp).token_ids
+    assert len(set(map(tuple, _agreed(tokens.tolist())))) == 1  # type: ignore[arg-type]
+    tp.check(collective=True)
+    tp.close()
+
+
+def out_of_step_in_a_round(rank: Rank) -> None:
+    """A rank's call raises between two rounds, and it goes on: the others' wait ends with the error that says so."""
+    problem = rank.problem(4, 600, 64)
+    odd = rank.world - 1
+    tp, shard = rank.group(problem.weight, timeout=30.0)
+
+    def step() -> Tensor:
+        rows = {"temperature": problem.temperature, "seed": problem.seed, "offset": problem.offset}
+        return flashsampling.sample(problem.hidden_states, shard, **rows, top_k=5, tp=tp).token_ids
+
+    expected = step()
+    if rank.rank == odd:
+
+        def no_memory(*_: object) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(BACKENDS[rank.impl].module, "shard_winners", no_memory)
+            with pytest.raises(torch.OutOfMemoryError):
+                step()
+    error = _fails(tp, step)
+    assert isinstance(error, TensorParallelMismatch)
+    assert error.rank == odd
+    assert "step" in error.failure.differs
+    assert _agreed(error.failure) == [error.failure] * rank.world
+    tp.close()
+    tp, shard = rank.group(problem.weight)
+    assert torch.equal(step(), expected)
+    tp.close()
+
+
 def steps_that_a_compiler_could_drop(rank: Rank) -> None:
     """Trap 33: tokens that one rank does not use, in functions compiled in every way; two groups in one of them."""
     if rank.world != 2:  # compiling takes each rank half a minute of a CI core
@@ -544,12 +725,19 @@ def no_sync(rank: Rank) -> None:
     problem = rank.problem(24, 600, 64)
     tp, shard = rank.group(problem.weight)
     draw(tp, shard, problem)
+    half = torch.full((24,), 0.5, device=rank.device)
+    mask = torch.full((24, 19), -1, dtype=torch.int32, device=rank.device)
+    rows = {"temperature": problem.temperature, "seed": problem.seed, "offset": problem.offset, "tp": tp}
+    asked = {"top_k": 20, "top_p": half, "min_p": half / 100, "token_mask": mask, "return_logprobs": True, "top_logprobs": 3}
+    kept = flashsampling.sample(problem.hidden_states, shard, **rows, **asked).token_ids
     torch.cuda.set_sync_debug_mode("error")
     try:
         tokens = draw(tp, shard, problem)
+        again = flashsampling.sample(problem.hidden_states, shard, **rows, **asked).token_ids
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(tokens, problem.sample(rank.impl))
+    assert torch.equal(again, kept)
 
 
 def _agreed(value: object) -> list[object]:
@@ -1039,6 +1227,38 @@ def the_first_rank_dies(rank: Rank) -> None:
     a_rank_dies(rank, dead=0)
 
 
+def a_rank_dies_in_a_round(rank: Rank) -> None:
+    """Killed when others have its words of some rounds."""
+    problem = rank.problem(5, 600, 64)
+    tp, shard = rank.group(problem.weight, timeout=8.0)
+
+    def step() -> Tensor:
+        rows = {"temperature": problem.temperature, "seed": problem.seed, "offset": problem.offset}
+        return flashsampling.sample(problem.hidden_states, shard, **rows, top_p=0.9, tp=tp).token_ids
+
+    if rank.device.type == "cuda":
+        flashsampling.warmup(shard, tp=tp, max_batch_size=5, top_p=0.9)
+    step()
+    tp.check()
+    if rank.rank == 1:
+        swap, rounds = tp._transport.swap, 0
+
+        def dies(words: Tensor, step: Step) -> Tensor:
+            nonlocal rounds
+            rounds += 1
+            if rounds == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return swap(words, step)
+
+        tp._transport.swap = dies  # type: ignore[method-assign, union-attr]
+    started = time.monotonic()
+    error = _fails(tp, step)
+    assert isinstance(error, TensorParallelTimeout)
+    assert error.rank == 1
+    tp.close()
+    assert time.monotonic() - started < SOON
+
+
 def p2p_is_chosen(rank: Rank) -> None:
     """Where it can be, without a word."""
     problem = rank.problem(5, 600, 64)
@@ -1064,6 +1284,10 @@ ON_CPU: list[Callable[[Rank], None]] = [
     two_at_once,
     module,
     drafts,
+    requests,
+    requests_of_a_sampler,
+    other_requests,
+    out_of_step_in_a_round,
     parameters_of_the_first_rank,
     steps_that_a_compiler_could_drop,
     out_of_step,
@@ -1077,7 +1301,8 @@ ON_CPU: list[Callable[[Rank], None]] = [
     hosts_that_learn_late,
 ]
 ON_GPU = [*ON_CPU, cuda_graphs, no_sync]
-LAST = [a_rank_is_late, a_rank_dies, the_first_rank_dies]  # they leave the ranks' group unusable: a group of processes each
+# they leave the ranks' group unusable: a group of processes each
+LAST = [a_rank_is_late, a_rank_dies, the_first_rank_dies, a_rank_dies_in_a_round]
 
 
 # -- starting ranks

@@ -289,3 +289,105 @@ def test_verdicts_survive_their_word():
     ):
         assert 0 < verdict.word() < 2**63
         assert Verdict.of(verdict.word()) == verdict
+
+
+# -- rounds of requests
+
+
+class Rounds(Ranks):
+    """The same, whose ranks swap words."""
+
+    def swap(
+        self, words: dict[int, Tensor], problem: Problem, requests: dict[int, int] | None = None
+    ) -> dict[int, tuple[Tensor, bool]]:
+        """All ranks' words, (ranks, n), and whether the group has failed, by rank."""
+        from flashsampling.impl.triton import rounds
+
+        out = {}
+        step = problem.step()
+        failed = {rank: torch.zeros(1, dtype=torch.int64, device="cuda") for rank in words}
+        hashes = {rank: torch.tensor([(requests or {}).get(rank, 12345 << 40)], device="cuda") for rank in words}
+        torch.cuda.synchronize()
+        for rank, mine in words.items():
+            with torch.cuda.stream(self.streams[rank]):
+                table = self.tables[rank].data_ptr()
+                out[rank] = rounds.swap(table, mine, self.size, failed[rank], hashes[rank], step)
+        torch.cuda.synchronize()
+        return {rank: (theirs, bool(failed[rank])) for rank, theirs in out.items()}
+
+
+def some_words(ranks: int, count: int, seed: int = 0) -> dict[int, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    words = torch.randint(-(2**63), 2**63 - 1, (ranks, count), generator=generator)
+    words[:, ::3] = 0  # an empty slot's
+    words[:, 1::5] = -1
+    return dict(enumerate(words.cuda()))
+
+
+@pytest.fixture
+def loaded():
+    """A kernel is loaded while nothing waits."""
+    pytest.importorskip("triton")
+    Rounds("triton", 1, 100).swap(some_words(1, 100), problem_of(4))
+    Rounds("triton", 1, 1000).draw({0: problem_of(4)})
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_words_reach_all_ranks(loaded, size):
+    """One program's to many programs', fewer than rows and more; every slot is empty after it."""
+    ranks = Rounds("triton", size, 5000)
+    for step, count in enumerate((1, 4, 255, 256, 257, 1000, 4096, 5000, 3)):
+        words = some_words(size, count, seed=step)
+        for theirs, failed in ranks.swap(words, problem_of(5, num_samples=3)).values():
+            assert torch.equal(theirs, torch.stack(list(words.values())))
+            assert not failed
+        ranks.assert_empty()
+        assert (ranks.tables[:, exchange.TABLE_STEPS] == step + 1).all()
+
+
+@pytest.mark.parametrize("count", [6, 3000])
+@pytest.mark.parametrize(("size", "odd"), [(2, 1), (3, 0), (3, 2)])
+def test_a_rank_whose_request_differs(loaded, size, odd, count):
+    """None of the fields differs; and a plain step agrees with no round."""
+    for what in ("request", "plain"):
+        ranks = Rounds("triton", size, 5000)
+        problem = problem_of(6)
+        ranks.swap(some_words(size, count), problem)
+        if what == "plain":
+            torch.cuda.synchronize()
+            words = some_words(size, count)
+            words.pop(odd)
+            from flashsampling.impl.triton import rounds
+
+            failed = torch.zeros(1, dtype=torch.int64, device="cuda")
+            request = torch.tensor([7 << 40], device="cuda")
+            shard = problem.weight.clone()
+            part = Shard(0, ranks.tables[odd].data_ptr())
+            plain = problem.step(weight=shard, vocab_size=problem.vocab, shard=part)
+            torch.cuda.synchronize()
+            with torch.cuda.stream(ranks.streams[odd]):
+                tokens = importlib.import_module("flashsampling.impl.triton").run(plain).ids
+            for rank, mine in words.items():
+                with torch.cuda.stream(ranks.streams[rank]):
+                    rounds.swap(ranks.tables[rank].data_ptr(), mine, size, failed, request, problem.step())
+            torch.cuda.synchronize()
+            assert (tokens == -1).all()
+            assert failed.item() != 0
+        else:
+            out = ranks.swap(some_words(size, count), problem, {odd: 5 << 40})
+            assert all(failed for _, failed in out.values())
+        verdict = ranks.verdict()
+        assert (verdict.kind, verdict.fields, verdict.ahead) == (DIFFERS, 0, 0)
+        assert verdict.culprit == (odd if size > 2 else 1)
+        assert all(has_failed for _, has_failed in ranks.swap(some_words(size, count), problem).values())  # for good
+
+
+def test_a_late_rank_of_a_round(loaded):
+    ranks = Rounds("triton", 3, 5000, seconds=0.3)
+    problem = problem_of(5)
+    ranks.swap(some_words(3, 3000), problem)
+    words = some_words(3, 3000)
+    late = {1: words.pop(1)}
+    assert all(failed for _, failed in ranks.swap(words, problem).values())
+    assert ranks.verdict([0, 2]) == Verdict(LATE, 1, ranks.verdict([0, 2]).reporter, step=1)
+    assert ranks.swap(late, problem)[1][1]

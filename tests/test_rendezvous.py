@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d
 
 from flashsampling.distributed import nccl, rendezvous
 from flashsampling.distributed.failure import Failure, TensorParallelError, TensorParallelMismatch, TensorParallelTimeout
-from flashsampling.distributed.message import FAILED, HEADER, OFFSET, SEED, STEP, TEMPERATURE, Hashes, difference
+from flashsampling.distributed.message import ASKED, FAILED, HEADER, OFFSET, SEED, STEP, TEMPERATURE, Hashes, difference
 from flashsampling.distributed.rendezvous import RemoteError, Rendezvous
 from flashsampling.distributed.store import StoreGoneError, store_of
 from flashsampling.distributed.watch import Progress, Watch, culprit, progress_of
@@ -220,7 +220,7 @@ def test_a_store_that_does_not_answer_is_an_error_within_a_bound(monkeypatch):
 
 
 def header(step=7, batch=2, num_samples=1, temperature=11, seed=12, offset=13, failed=0):
-    return [step, batch, num_samples, temperature, seed, offset, failed]
+    return [step, batch, num_samples, temperature, seed, offset, failed] + [0] * (HEADER - ASKED)
 
 
 @pytest.mark.parametrize(
@@ -520,7 +520,7 @@ def test_as_many_as_have_begun_elsewhere(alone):
     assert not sent  # nothing failed
     it._take(MISMATCH)
     it.catch_up()
-    assert sent == [[0] * FAILED + [1] + [0] * 4] * 3
+    assert sent == [[0] * FAILED + [1] + [0] * (HEADER - ASKED + 4)] * 3
     assert it._progress().begun == it._progress().ended == 3
     it.catch_up()
     assert len(sent) == 3

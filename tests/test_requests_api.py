@@ -264,31 +264,32 @@ def test_a_kernel_refuses_by_name_what_it_does_not_do(monkeypatch):
     assert ops.choose(logits).name == "streaming"
 
 
-def test_shards_refuse_it_by_name():
+def test_a_group_of_one_does_it_too():
+    """With the whole vocabulary; what several ranks do, tests/test_sharded_requests.py and tests/tensor_parallel.py have."""
     import torch.distributed as dist
 
     from flashsampling.distributed import TensorParallel
 
+    asked = {"top_k": 3, "return_logprobs": True}
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with TensorParallel(None, WEIGHT) as tp:
-            message = "tp must be None with top_k, return_logprobs: ranks that hold a shard each cannot do that yet"
-            with pytest.raises(ValueError, match=message):
-                sample(STATES, WEIGHT, seed=SEEDS, tp=tp, top_k=3, return_logprobs=True)
-            with pytest.raises(ValueError, match="tp must be None with top_k"):
-                flashsampling.warmup(WEIGHT, tp=tp, top_k=3)
-            tp.vocab_size = 1000  # as if this rank's shard were a part: k is below the whole's size, if not below the part's
-            with pytest.raises(ValueError, match="tp must be None with top_k"):
-                sample(STATES, WEIGHT, seed=SEEDS, tp=tp, top_k=500)
-            tp.vocab_size = 70
-            off = sample(STATES, WEIGHT, seed=SEEDS, tp=tp, top_k=0, top_p=1.0)
-            assert torch.equal(off.token_ids, sample(STATES, WEIGHT, seed=SEEDS).token_ids)
-            with pytest.raises(ValueError, match="without bias with tp"):
-                LMHeadSampler(nn.Linear(8, 70), tp=tp)
-            with pytest.raises(ValueError, match="logit_scale and soft_cap must be left out with tp"):
-                LMHeadSampler(WEIGHT, logit_scale=2.0, soft_cap=3.0, tp=tp)
+            ours, theirs = (sample(STATES, WEIGHT, seed=SEEDS, tp=group, **asked) for group in (tp, None))
+            assert torch.equal(ours.token_ids, theirs.token_ids)
+            assert torch.equal(ours.logprobs, theirs.logprobs)
+            assert flashsampling.warmup(WEIGHT, tp=tp, top_k=3) == []
+            head = nn.Linear(8, 70)
+            ours, theirs = (
+                LMHeadSampler(head, seed=list(range(256)), logit_scale=2.0, soft_cap=3.0, tp=group)(STATES, top_p=0.5)
+                for group in (tp, None)
+            )
+            assert torch.equal(ours.token_ids, theirs.token_ids)
     finally:
         dist.destroy_process_group()
+
+
+def test_an_implementation_refuses_a_shard_by_itself():
+    """What comes of it is decided among the ranks."""
     step = Mix(0).of_a_head(Mix(0).make(vocab=64))
     shard = step._replace(shard=flashsampling.exchange.Shard(64, flashsampling.exchange.PACKED), asked=Asked(top_k=3))
     with pytest.raises(ValueError, match=r"no implementation can do this.*streaming: a shard of a vocabulary with top_k"):

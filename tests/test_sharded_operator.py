@@ -46,6 +46,10 @@ def draw(states, tp, offset=0, **options):
     return flashsampling.sample(states, WEIGHT, seed=SEEDS[: len(states)], offset=offset, tp=tp, **options).token_ids
 
 
+def draw_out(states, tp, **asked):
+    return flashsampling.sample(states, WEIGHT, seed=SEEDS[: len(states)], tp=tp, **asked)
+
+
 def test_opcheck(groups):
     a, b, _ = groups
     rows = (torch.ones(3), 0.0, SEEDS, 0, SEEDS, 0)
@@ -53,6 +57,10 @@ def test_opcheck(groups):
     for arguments in ((*rows, 0, 1, a.name), (*numbers, 0, 3, b.name)):
         torch.library.opcheck(torch.ops.flashsampling.sample_sharded.default, (STATES, WEIGHT, *arguments, a.order))
         torch.library.opcheck(torch.ops.flashsampling.sample_sharded.exported, (STATES, WEIGHT, *arguments))
+    asked = {"top_k_value": 5, "top_p": torch.full((3,), 0.9), "logprobs": True, "top_logprobs": 2}
+    step = (STATES, WEIGHT, *rows, 0, 1, a.name)
+    torch.library.opcheck(torch.ops.flashsampling.sample_sharded.default, (*step, a.order), asked)
+    torch.library.opcheck(torch.ops.flashsampling.sample_sharded.exported, step, asked)
     assert torch.ops.flashsampling.sample_sharded.default._schema.is_mutable
     assert not torch.ops.flashsampling.sample.default._schema.is_mutable
 
@@ -108,6 +116,19 @@ def test_a_sampler_in_a_compiled_function(groups):
         assert steps == expected
         steps.clear()
     assert torch.equal(traced.offsets, eager.offsets)
+
+
+def test_a_request_in_a_compiled_function(groups):
+    tp, _, _ = groups
+
+    def step(states, top_p):
+        out = draw_out(states, tp, top_k=7, top_p=top_p, return_logprobs=True)
+        return out.token_ids, out.logprobs
+
+    torch._dynamo.reset()
+    shares = torch.tensor([0.5, 0.9, 1.0])
+    for ours, eager in zip(torch.compile(step, backend="aot_eager", fullgraph=True)(STATES, shares), step(STATES, shares)):
+        assert torch.equal(ours, eager)
 
 
 def test_what_is_said_to_be_written_stays_in_its_place(groups):

@@ -31,6 +31,7 @@ from .gloo import Gloo
 from .nccl import Nccl
 from .p2p import PeerToPeer
 from .rendezvous import RemoteError, Rendezvous
+from .requests import LEAST_WORDS, ROW_WORDS
 from .thread import DeviceThread
 from .transport import Transport
 
@@ -50,6 +51,8 @@ class Construction:
         first_token: id of this shard's first token.
         last_token: id after this shard's last token that can be sampled.
         vocab_size: tokens of the whole vocabulary that can be sampled.
+        num_rows: rows of all shards together, those of padding too.
+        ranges: ids of every rank's tokens that can be sampled, [first, last), by rank.
         impl: what was chosen.
         transport: what was chosen, by name.
         made: it; None for one rank alone.
@@ -60,6 +63,8 @@ class Construction:
     first_token: int
     last_token: int
     vocab_size: int
+    num_rows: int
+    ranges: list[tuple[int, int]]
     impl: str
     transport: str
     shard: Shard
@@ -123,13 +128,14 @@ class Construction:
         rank = 0 if self._meet is None else self._meet.rank
         self.mine = members[rank]
         self.first_token, self.last_token = ranges[rank]
-        self.vocab_size = max(last for _, last in ranges)
+        self.ranges, self.vocab_size = ranges, max(last for _, last in ranges)
+        self.num_rows = sum(member.shape[0] for member in members)
         return members
 
     def _make_transport(self, meet: Rendezvous, members: list[agreement.Member], device: torch.device) -> str | None:
         """Why p2p cannot be used, if it was tried and could not."""
         why, rows, seconds = None, self.mine.max_batch_size, self.mine.timeout
-        capacity = rows * self.mine.max_num_samples
+        capacity = max(rows * self.mine.max_num_samples, rows * ROW_WORDS, LEAST_WORDS)
         if self.transport == "p2p":
             why = self._make_p2p(meet, device, capacity)
             if why is None:
@@ -163,7 +169,7 @@ class Construction:
     def _make_p2p(self, meet: Rendezvous, device: torch.device, capacity: int) -> str | None:
         """None, or why not where memory that should be mapped cannot be (a container without the right to, say)."""
         try:
-            self.made = PeerToPeer(meet, device, capacity, self.mine.timeout)
+            self.made = PeerToPeer(meet, device, capacity, self.mine.timeout, self.mine.max_batch_size)
             meet.exchange("mapping peers' memory", b"")
             return None
         except TensorParallelError:

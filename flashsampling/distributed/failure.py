@@ -17,9 +17,10 @@ class Failure:
         kind: "late", a rank did not take part in time, or is gone; "differs", it took another step, or the step with other
             parameters; "left", it gave up by itself: an exception left its ``with``, it closed, its device broke.
         rank: whose doing it is, in the group.
-        step: number of the step, from 0, as the rank that reported it counts; None if it was not in a step.
-        differs: of "step", "batch size or num_samples", "seed", "offset" and "temperature"; or "collective", where it was not
-            the same collective call.
+        step: number of the step, from 0, as the rank that reported it counts; None if it was not in a step. What a request asks
+            for takes several steps in this count, one for each message.
+        differs: of "step", "batch size or num_samples", "seed", "offset" and "temperature", and names of what else ``sample``
+            was asked for, or with p2p "request"; or "collective", where it was not the same collective call.
         what: "late": in what it did not take part, "" for a step. "differs": from whom it differs. "left": why.
 
     Example:

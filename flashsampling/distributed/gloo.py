@@ -14,9 +14,9 @@ from torch import Tensor
 
 from .. import exchange
 from ..exchange import Shard
-from ..step import Step
+from ..step import PLAIN, Step
 from .failure import Failure
-from .message import HASHED, HEADER, STEP, Hashes, difference
+from .message import GIVEN, HASHED, HEADER, STEP, Hashes, difference
 from .rendezvous import Rendezvous
 from .sharding import global_rank
 
@@ -45,7 +45,8 @@ class Gloo:
         self._rank, self._ranks = rendezvous.rank, rendezvous.ranks
         self._tag = _FIRST_TAG + rendezvous.number % 2**16
         self._hashes = Hashes(max_batch_size, torch.device("cpu"))
-        self._words = HEADER + capacity
+        self.room = capacity
+        self._header = torch.zeros(HEADER, dtype=torch.int64)
         self._steps = 0
         self._failure: Failure | None = None
 
@@ -57,19 +58,38 @@ class Gloo:
 
     def finish(self, out: Tensor, step: Step) -> Tensor:
         """As the protocol says. Raises the failure of this step on the host; the rank that is named raises it too."""
-        mine = torch.zeros(self._words, dtype=torch.int64)
-        rows: dict[str, Any] = {name: value.cpu() for name in HASHED if isinstance(value := getattr(step, name), Tensor)}
-        self._hashes.write(mine, step._replace(**rows))
+        self.begin(step)
+        return exchange.tokens_of(self._swapped(out.cpu())).to(out.device)
+
+    def begin(self, step: Step) -> None:
+        """As the protocol says."""
+        rows: dict[str, Any] = {name: _on_host(getattr(step, name)) for name in HASHED}
+        if step.asked is not PLAIN:
+            asked = {name: _on_host(getattr(step.asked, name)) for name in step.asked.names() if name not in GIVEN}
+            rows["asked"] = step.asked._replace(**asked)
+        self._hashes.write(self._header, step._replace(**rows))
+
+    def swap(self, words: Tensor, step: Step) -> Tensor:
+        """As the protocol says: raises."""
+        return self._swapped(words.cpu()).to(words.device)
+
+    def end(self) -> None:
+        """As the protocol says."""
+        self._hashes.clear(self._header)
+
+    def _swapped(self, words: Tensor) -> Tensor:
+        mine = torch.zeros(HEADER + self.room, dtype=torch.int64)
+        mine[:HEADER] = self._header
         number, self._steps = self._steps + self.left_out, self._steps + 1
         mine[STEP] = number
-        mine[HEADER : HEADER + out.numel()] = out.cpu()
-        messages = torch.empty(self._ranks, self._words, dtype=torch.int64)
+        mine[HEADER : HEADER + len(words)] = words
+        messages = torch.empty(self._ranks, len(mine), dtype=torch.int64)
         messages[self._rank] = mine
         failure = self._swap(mine, messages, number) or difference(messages[:, :HEADER].tolist())
         if failure is not None:
             failure = self.declare(failure)
             raise failure.error(self._rendezvous.who(failure.rank), self._seconds)
-        return exchange.tokens_of(messages[:, HEADER : HEADER + out.numel()]).to(out.device)
+        return messages[:, HEADER : HEADER + len(words)]
 
     def _swap(self, mine: Tensor, messages: Tensor, step: int) -> Failure | None:
         others = [rank for rank in range(self._ranks) if rank != self._rank]
@@ -107,3 +127,7 @@ class Gloo:
 
     def close(self, everybody: bool) -> None:
         """As the protocol says: nothing here is touched by others."""
+
+
+def _on_host(value: Any) -> Any:
+    return value.cpu() if isinstance(value, Tensor) else value

@@ -16,9 +16,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import ops, registry
+from ..backends import Backend
 from ..exchange import Shard
-from ..step import Step
-from . import agreement
+from ..step import Drawn, Step
+from . import agreement, requests
 from .construction import Construction, seconds_of
 from .failure import Failure, TensorParallelError
 from .rendezvous import RemoteError, Rendezvous
@@ -67,6 +68,7 @@ class TensorParallel:
         first_token: id of this shard's first token.
         last_token: id after this shard's last token that can be sampled.
         vocab_size: tokens of the whole vocabulary that can be sampled.
+        num_rows: rows of all shards together, those of padding too.
         transport: what was chosen.
         impl: what was chosen.
         timeout: in seconds.
@@ -136,6 +138,7 @@ class TensorParallel:
             raise self._error(Failure("left", error.rank, what=f"{error.kind}: {error.message}")) from None
         self.weight_shape, self.dtype, self.device = weight.shape, weight.dtype, weight.device
         self.first_token, self.last_token, self.vocab_size = making.first_token, making.last_token, making.vocab_size
+        self.num_rows, self._ranges = making.num_rows, making.ranges
         mine = making.mine
         self.max_batch_size, self.max_num_samples, self.timeout = mine.max_batch_size, mine.max_num_samples, mine.timeout
         self.impl, self.transport, self._transport, self.shard = making.impl, making.transport, making.made, making.shard
@@ -362,6 +365,13 @@ class TensorParallel:
     ) -> Tensor:
         """Token ids from what a kernel wrote: packed winners, or the tokens themselves where it did the exchange."""
         return out if self._transport is None else self._transport.finish(out, step)
+
+    def draw(self, backend: Backend, step: Step) -> Drawn:
+        """A step that asks for something, whose ``asked`` is the whole vocabulary's."""
+        if self._transport is None:
+            return backend.run(step)
+        part = requests.Part(self._transport, backend, self._ranges, self.rank, self.vocab_size)
+        return requests.draw(part, step)
 
     def raise_if_unusable(self) -> None:
         """Raises if the group is closed, or if a step failed by now. Asks no device."""

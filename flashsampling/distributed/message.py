@@ -1,8 +1,12 @@
 """What ``nccl`` and ``gloo`` send: the packed winners of a step behind a header that says which step it is.
 
-A message is int64 and always of the same size, since gloo aborts where sizes differ:
+A message is int64 and always of the same size, since gloo aborts where sizes differ, and NCCL does worse:
 
-    step  batch  num_samples  temperatures  seeds  offsets  failed  winners: (capacity,)
+    step  batch  num_samples  temperatures  seeds  offsets  failed  what is asked for, a word each  winners: (capacity,)
+
+What a request asks for takes several messages (``requests``), each a step of its own to whoever counts and compares; what they
+carry lies where the winners do. What is asked for is hashed by argument, 0 where it is not; of token counts and of the head's
+bias, of which a rank reads its shard's, only that they are given.
 
 Parameters of rows are hashed, each by itself, so that what differs has a name: the sum, modulo 2**64, of the values' 32-bit
 halves times fixed odd numbers, one for every half of every row. Lists that differ in one half never have the same hash, since
@@ -17,11 +21,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..step import Step
+from ..step import ARGUMENTS, PLAIN, Asked, Step
 from .failure import Failure
+from .limits import FEW
 
-STEP, BATCH, NUM_SAMPLES, TEMPERATURE, SEED, OFFSET, FAILED, HEADER = range(8)
+STEP, BATCH, NUM_SAMPLES, TEMPERATURE, SEED, OFFSET, FAILED, ASKED = range(8)
+HEADER = ASKED + len(Asked._fields)
 HASHED = {"seed": SEED, "offset": OFFSET, "temperature": TEMPERATURE}  # a step's parameters of rows
+_ASKED = {name: ASKED + i for i, name in enumerate(Asked._fields)}
+GIVEN = ("bias", "counts")  # of which it matters only that they are there
+_AGAIN = 0x1E3779B97F4A7C15  # odd
+_COLUMNS = 1 << 13  # of a row that are weighted each by itself: a mask's of 262,144 tokens
 
 
 def odd_factors(count: int) -> Tensor:
@@ -47,6 +57,7 @@ class Hashes:
     def __init__(self, max_rows: int, device: torch.device) -> None:
         factors = odd_factors(2 * max_rows)
         self._factors = factors.to(device)
+        self._along = odd_factors(_COLUMNS).to(device)  # a row
         self._sums = [[0, *half.cumsum(0).tolist()] for half in (factors[::2], factors[1::2])]  # of the first rows
 
     def write(
@@ -54,7 +65,10 @@ class Hashes:
         header: Tensor,  # (>= HEADER,) int64
         step: Step,
     ) -> None:
-        """Fills in all of a header but step and failed. The device's work alone, in order of the current stream."""
+        """Fills in all of a header but step and failed. The device's work alone, in order of the current stream. Words of what
+        is asked for are left alone where nothing is: they are 0 before such a step (``clear``)."""
+        if step.asked is not PLAIN:
+            self._write_asked(header, step)
         batch, temperature = step.hidden_states.shape[0], step.temperature
         header[BATCH].fill_(batch)  # one kernel, where an assignment is two
         header[NUM_SAMPLES].fill_(step.num_samples)
@@ -68,6 +82,64 @@ class Hashes:
             else:
                 low, high = _signed(value, 32), _signed(value >> 32, 32)
                 header[field].fill_(_signed(low * self._sums[0][batch] + high * self._sums[1][batch], 64))
+
+    def _write_asked(self, header: Tensor, step: Step) -> None:
+        header[ASKED:HEADER].zero_()
+        for name in step.asked.names():
+            field, value = header[_ASKED[name]], getattr(step.asked, name)
+            if not isinstance(value, Tensor):
+                hashed = self._of_number(value, step.hidden_states.shape[0])
+                if name == "top_k" and value <= FEW:  # other rounds than of a tensor of that number
+                    hashed ^= 1 << 62
+                field.fill_(hashed)
+            elif name in GIVEN:
+                field.fill_(1)
+            else:
+                if name == "token_mask":
+                    value = _of_tokens(value, step.vocab_size)
+                elif name == "dense_bias":
+                    value = value[None, : step.vocab_size]
+                columns = value.shape[1] if value.dim() == 2 else 0
+                torch.add(self._of_tensor(value), 1 + (columns << 20), out=field)  # not 0: it is given
+
+    def _of_number(self, value: float, batch: int) -> int:
+        """As of that value in every row."""
+        low, high = bits_of(value) if isinstance(value, float) else _signed(int(value), 32), 0
+        if not isinstance(value, float):
+            high = _signed(int(value) >> 32, 32)
+        return _signed(low * self._sums[0][batch] + high * self._sums[1][batch] + 1, 64)
+
+    def _of_tensor(self, value: Tensor) -> Tensor:
+        """() int64, of float32, int32 or int64, (B,) or (B, n)."""
+        if value.is_floating_point():
+            value = (value + 0.0).view(torch.int32)  # -0.0 is 0.0
+        if value.dim() == 2:
+            first, *others = ((part * self._along[: part.shape[1]]).sum(dim=1) for part in value.split(len(self._along), dim=1))
+            for other in others:
+                first = first * _AGAIN + other
+            value = first
+        if value.dtype is torch.int32:
+            return (value * self._factors[: 2 * len(value) : 2]).sum()
+        return (value.contiguous().view(torch.int32) * self._factors[: 2 * len(value)]).sum()
+
+    def of_request(self, step: Step) -> Tensor:
+        """() int64: all of what is asked for in one."""
+        header = torch.zeros(HEADER, dtype=torch.int64, device=self._factors.device)
+        self._write_asked(header, step)
+        return (header[ASKED:] * self._along[: HEADER - ASKED]).sum()
+
+    @staticmethod
+    def clear(header: Tensor) -> None:
+        """After a step that asked for something."""
+        header[ASKED:HEADER].zero_()
+
+
+def _of_tokens(mask: Tensor, vocab_size: int) -> Tensor:
+    """A token mask's words, without the bits of the last one that belong to no token."""
+    words = mask[:, : -(-vocab_size // 32)]
+    if vocab_size % 32:
+        words = torch.cat([words[:, :-1], words[:, -1:] & (1 << vocab_size % 32) - 1], dim=1)
+    return words
 
 
 def _signed(value: int, bits: int) -> int:
@@ -94,4 +166,6 @@ def difference(headers: Sequence[Sequence[int]]) -> Failure | None:
         differs.append("batch size or num_samples")
     else:  # hashes of as many rows
         differs += [name for name, field in HASHED.items() if header[field] != right[field]]
+        asked = [name for name, field in _ASKED.items() if header[field] != right[field]]
+        differs += dict.fromkeys(ARGUMENTS.get(name, name) for name in asked)
     return Failure("differs", odd, right[STEP], tuple(differs), f"rank {like}")

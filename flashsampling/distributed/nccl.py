@@ -79,6 +79,7 @@ class Nccl:
         self._group, self._rendezvous, self._device, self._seconds = group, rendezvous, device, seconds
         self._rank, self._ranks, self._holder = rendezvous.rank, rendezvous.ranks, holder
         self._hashes = Hashes(max_batch_size, device)
+        self.room = capacity
         on_gpu = device.type == "cuda"
 
         def words(*shape: int) -> Tensor:
@@ -148,16 +149,38 @@ class Nccl:
 
     def finish(self, out: Tensor, step: Step) -> Tensor:
         """As the protocol says. Raises nothing: tokens of a failed step are -1, and later ``failure`` says why."""
+        self.begin(step)
+        messages = self._gathered(out)
+        if messages is None:
+            return torch.full_like(out, -1)
+        return torch.where((self._failed | self._told) != 0, -1, exchange.tokens_of(messages))
+
+    def begin(self, step: Step) -> None:
+        """As the protocol says."""
         self._count_left_out()
+        self._hashes.write(self._message, step)
+
+    def swap(self, words: Tensor, step: Step) -> Tensor:
+        """As the protocol says. Raises nothing."""
+        messages = self._gathered(words)
+        return words.expand(self._ranks, -1) if messages is None else messages.clone()  # the next message's place
+
+    def end(self) -> Tensor:
+        """As the protocol says."""
+        self._hashes.clear(self._message)
+        self._told.copy_(self._host_told, non_blocking=True)  # of what was not issued nothing has told the device
+        return (self._failed | self._told)[0] != 0
+
+    def _gathered(self, out: Tensor) -> Tensor | None:
+        """(ranks, n) of (n,), until the next message. None: the host knows that the group has failed, and issued nothing."""
         count, mine = out.numel(), self._message
         one = self._one_replayed
         if not self._capturing():
             one = self._one_called
             with self._lock:
                 if self._failure is not None:  # since the call began; the other ranks count on it that nothing more is issued
-                    return torch.full_like(out, -1)
+                    return None
                 self._issued += 1
-        self._hashes.write(mine, step)
         mine[HEADER : HEADER + count].copy_(out)
         self._told.copy_(self._host_told, non_blocking=True)
         torch.bitwise_or(self._failed, self._told, out=mine[FAILED : FAILED + 1])
@@ -171,8 +194,7 @@ class Nccl:
         self._host_headers.copy_(self._first_failed, non_blocking=True)
         self._host_state.copy_(self._state, non_blocking=True)  # after the headers that it speaks of
         self._told.copy_(self._host_told, non_blocking=True)
-        tokens = exchange.tokens_of(self._messages[:, HEADER : HEADER + count])
-        return torch.where((self._failed | self._told) != 0, -1, tokens)
+        return self._messages[:, HEADER : HEADER + count]
 
     def failure(self) -> Failure | None:
         """As the protocol says."""

@@ -29,6 +29,7 @@ from .. import exchange as protocol
 from ..exchange import Shard, Verdict
 from ..step import Step
 from .failure import Failure
+from .message import Hashes
 from .rendezvous import Rendezvous
 
 _OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
@@ -228,8 +229,9 @@ class PeerToPeer:
     Args:
         meet: the group's.
         device: this rank's.
-        capacity: rows times draws, at most.
+        capacity: rows times draws, at most; or words of a message.
         seconds: how long a kernel waits.
+        max_batch_size: rows, at most.
 
     Raises:
         RuntimeError: memory cannot be handed over or mapped; the driver's reason.
@@ -239,8 +241,10 @@ class PeerToPeer:
 
     name = "p2p"
 
-    def __init__(self, meet: Rendezvous, device: torch.device, capacity: int, seconds: float) -> None:
+    def __init__(self, meet: Rendezvous, device: torch.device, capacity: int, seconds: float, max_batch_size: int = 1) -> None:
         rank, ranks = meet.rank, meet.ranks
+        self.room = capacity
+        self._ranks = ranks
         self._left_out = 0
         self._meet = meet
         self._device = device
@@ -252,6 +256,8 @@ class PeerToPeer:
             context = ctypes.c_uint64()
             _driver("cuCtxGetCurrent", ctypes.byref(context))
             self._context = context.value
+            self._hashes = Hashes(max_batch_size, device)
+            self._request = self._asked_failed = torch.zeros(1, dtype=torch.int64, device=device)
             told = torch.zeros(2, dtype=torch.int64, pin_memory=True)
             _kept.append(told)
             self._told = told.numpy()  # reading an element of it costs a tenth of reading a tensor's
@@ -315,6 +321,21 @@ class PeerToPeer:
         """As the protocol says: the kernel did the exchange."""
         return out
 
+    def begin(self, step: Step) -> None:
+        """As the protocol says."""
+        self._request = self._hashes.of_request(step)[None]
+        self._asked_failed = torch.zeros(1, dtype=torch.int64, device=self._device)
+
+    def swap(self, words: Tensor, step: Step) -> Tensor:
+        """As the protocol says: a launch that is a step of the protocol, whichever kernel the group's plain steps run."""
+        from ..impl.triton import rounds  # comes with torch for CUDA
+
+        return rounds.swap(self._table, words, self._ranks, self._asked_failed, self._request, step)
+
+    def end(self) -> Tensor:
+        """As the protocol says."""
+        return self._asked_failed[0] != 0
+
     def failure(self) -> Failure | None:
         """As the protocol says."""
         if self._declared is None and self._told[0]:
@@ -358,6 +379,8 @@ def _failure_of(verdict: Verdict) -> Failure:
     if verdict.kind != protocol.DIFFERS:
         return Failure("late" if verdict.kind == protocol.LATE else "left", verdict.culprit, verdict.step)
     fields = tuple(name for i, name in enumerate(protocol.FIELDS) if verdict.fields & 8 >> i)
+    if not fields and not verdict.ahead:  # what is asked for is in the tags alone
+        fields = ("request",)
     if protocol.FIELDS[0] in fields:  # then a row is not the same row, and all of it differs
         fields = fields[:1]
     differs = (*(("step",) if verdict.ahead else ()), *fields)

@@ -1,8 +1,13 @@
 """Which rows of an LM head a rank has."""
 
+from typing import Any
+
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+
+from ..step import Asked
 
 
 def shard_range(
@@ -86,3 +91,35 @@ def rank_and_size(group: dist.ProcessGroup | None) -> tuple[int, int]:
 def global_rank(group: dist.ProcessGroup | None, rank: int) -> int:
     """A group's rank as the default group counts."""
     return rank if group is None else dist.get_global_rank(group, rank)
+
+
+def asked_of_shard(
+    asked: Asked,  # of the whole vocabulary, but for the head's bias
+    first: int,
+    last: int,
+) -> Asked:
+    """The same of the tokens [first, last), counted from 0."""
+    cut: dict[str, Any] = {}
+    if asked.bias is not None:
+        cut["bias"] = asked.bias[: last - first]
+    if asked.dense_bias is not None:
+        cut["dense_bias"] = asked.dense_bias[first:last]
+    if asked.counts is not None:
+        cut["counts"] = asked.counts[:, first:last]
+    if asked.token_mask is not None:
+        cut["token_mask"] = _mask_of_shard(asked.token_mask, first, last)
+    for name in ("bias_ids", "logprob_ids"):
+        ids = getattr(asked, name)
+        if ids is not None:
+            cut[name] = torch.where((ids >= first) & (ids < last), ids - first, -1)
+    return asked._replace(**cut)
+
+
+def _mask_of_shard(mask: Tensor, first: int, last: int) -> Tensor:
+    """(B, words): the bits from ``first`` up to ``last``, from bit 0 of the first word on."""
+    words, shift = mask[:, first // 32 : -(-last // 32)], first % 32
+    if shift == 0:
+        return words
+    low = words >> shift & (1 << 32 - shift) - 1  # of int32 the shift brings copies of the highest bit
+    high = torch.nn.functional.pad(words[:, 1:], (0, 1)) << 32 - shift
+    return low | high

@@ -12,9 +12,11 @@ Neural Text Degeneration", ICLR 2020. Min-p: Nguyen et al., "Turning Up the Heat
 import torch
 from torch import Tensor
 
+from ..exchange import NO_TOKEN
 from ..step import Asked
 
 GREEDY_BELOW = 1e-6
+_NAN_KEY = 2**31 - 1
 _COUNT = 0x7FFFFFFF
 
 
@@ -85,11 +87,12 @@ def penalised(
 def relative(
     logits: Tensor,  # (B, V)
     temperature: Tensor,  # (B,) float32
+    best: Tensor | None = None,  # (B, 1): the highest logit, if it is another's
 ) -> Tensor:
     """(B, V) float64: the logarithm of what a token's probability is to that of the best, from 0 down. A greedy row's is that
     at temperature 1. An infinite logit leaves no other token any probability; two have as much."""
     wide = logits.double()
-    best = wide.amax(dim=-1, keepdim=True)
+    best = wide.amax(dim=-1, keepdim=True) if best is None else best.double()
     scale = torch.where(temperature < GREEDY_BELOW, 1.0, temperature).double()[:, None]
     below = torch.where(wide == best, 0.0, (wide - best) / scale)
     return torch.where(wide.isneginf(), wide, below)  # at an infinite temperature too
@@ -118,6 +121,28 @@ def kept(
     in_min_p = mass >= ratio.double()  # of a ratio up to 0 all
     keep = in_top_k & in_top_p & in_min_p | (places == 0)
     return torch.zeros_like(keep).scatter_(-1, ids, keep)
+
+
+def keys_of(
+    logits: Tensor,  # (B, n) float32
+) -> Tensor:
+    """(B, n) int32 in their order: NaN above all, -0.0 as 0.0."""
+    bits = (logits + 0.0).view(torch.int32)
+    return torch.where(logits.isnan(), _NAN_KEY, bits ^ (bits >> 31 & NO_TOKEN))
+
+
+def values_of(keys: Tensor) -> Tensor:
+    """The float32 logits of keys, integers."""
+    keys = keys.to(torch.int32)
+    return (keys ^ (keys >> 31 & NO_TOKEN)).view(torch.float32)
+
+
+def places_of(
+    keys: Tensor,  # (B, n) or (B,), int32 or int64
+    ids: Tensor,  # as many, or (n,): global ones
+) -> Tensor:
+    """int64, greater for the greater key, then for the lower id. No two tokens of a row have the same."""
+    return keys.long() << 31 | ids ^ NO_TOKEN
 
 
 def logprobs(

@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import exchange, noise
 from ..exchange import WHOLE
 from ..step import PLAIN, Drawn, Step, arguments, layout
-from . import reference
+from . import filters, reference
 from .reference import exact_logits, scores_of_logits, without_autocast
 
 DOES = DOES_OF_LOGITS = reference.DOES
@@ -71,6 +71,38 @@ def unsupported(step: Step) -> str | None:
     if step.shard != WHOLE and _needs_whole_rows(step):
         return f"a shard of a vocabulary with {arguments(_needs_whole_rows(step))}"
     return None
+
+
+@torch.no_grad()
+def shard_logits(step: Step) -> tuple[Tensor, Tensor]:
+    """See ``backends``."""
+    rows = max(_LOGITS_AT_ONCE.get(step.hidden_states.device.type, 1 << 21) // step.vocab_size, 1)
+    both = []
+    for first in range(0, step.hidden_states.shape[0], rows):
+        part = step.part(first, first + rows)
+        raw = filters.raw(head_product(part.hidden_states, part.weight[: step.vocab_size]), part.asked)
+        both.append((raw, filters.processed(raw, part.asked)))
+    if all(raw is processed for raw, processed in both):
+        raw = torch.cat([raw for raw, _ in both])
+        return raw, raw
+    return torch.cat([raw for raw, _ in both]), torch.cat([processed for _, processed in both])
+
+
+def shard_winners(step: Step, processed: Tensor, limit: Tensor) -> Tensor:
+    """See ``backends``."""
+    first = step.shard.first_token
+    ids = torch.arange(first, first + step.vocab_size, device=processed.device)
+    rows = max(_LOGITS_AT_ONCE.get(processed.device.type, 1 << 21) // step.vocab_size, 1)
+    winners = []
+    for first in range(0, len(processed), rows):
+        part, logits = step.part(first, first + rows), processed[first : first + rows]
+        temperature = part.rows().temperature
+        kept = filters.places_of(filters.keys_of(logits), ids) >= limit[first : first + rows, None]
+        endless = temperature.isinf()  # so all are equal, but what is not kept stays -inf
+        logits = torch.where(endless[:, None], 0.0, logits).masked_fill(~kept | logits.isneginf(), float("-inf"))
+        part = part._replace(hidden_states=logits, logits=logits, temperature=torch.where(endless, 1.0, temperature))
+        winners.append(_in_chunks(part._replace(shard=step.shard._replace(exchange=exchange.PACKED))).ids)
+    return torch.cat(winners)
 
 
 @torch.no_grad()  # with a trainable weight, autograd would keep every chunk for a gradient that tokens do not have

@@ -8,6 +8,7 @@ log-probabilities, with the head's own          likewise
 log-probabilities, with what a request changes, three: the kernel only stores products, then ``impl.triton.logits.run``; the
 a bias by row, other noise, several draws       former need two logits of a token, raw and processed
 drafts to be rejected (``recorded``)            two or, of what is processed, three; what was drawn from is left behind
+of a shard                                      the kernel only stores products, then ``impl.triton.shards``
 """
 
 import functools
@@ -17,6 +18,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from ...exchange import WHOLE
 from ...step import PLAIN, Asked, Drawn, Recorded, Step, row_argument
 from . import launch
 from .arguments import NO_OUTPUTS, NO_PROCESSING
@@ -27,6 +29,12 @@ from .config import TILE_V, TileConfig
 def _picking() -> ModuleType:
     """Imported at the first use, and by name: what is compiled here does not depend on it, as ``cache`` would take it to."""
     return importlib.import_module("..triton.logits", __package__)
+
+
+@functools.cache
+def _of_shards() -> ModuleType:
+    """Likewise."""
+    return importlib.import_module("..triton.shards", __package__)
 
 
 def _scanned(step: Step) -> bool:
@@ -104,6 +112,17 @@ def recorded(step: Step) -> Recorded:
         logits, summaries, tokens = with_logits(step, step.num_samples, (True, False))
         drawn = _picking().pick(step._replace(logits=logits), _picking().Summaries(*summaries), tokens, records=records)
     return Recorded(drawn.ids, logits, *records)
+
+
+def shard_logits(step: Step) -> tuple[Tensor, Tensor]:
+    """See ``backends``."""
+    logits, _, _ = with_logits(step._replace(shard=WHOLE), 0, None)
+    return _of_shards().processed(step, logits)  # type: ignore[no-any-return]
+
+
+def shard_winners(step: Step, processed: Tensor, limit: Tensor) -> Tensor:
+    """See ``backends``."""
+    return _of_shards().shard_winners(step, processed, limit)  # type: ignore[no-any-return]
 
 
 def with_logits(

@@ -2,10 +2,22 @@
 
 ``steps`` says which launches a step takes. ``launch`` calls ``kernel``, which is made of ``rows``, ``tiles``, ``noise``,
 ``scores``, ``careful`` and ``exchange``; ``products`` has its tiles without its end; ``logits`` draws from logits in memory.
-``config`` has the tiles' shapes, and what is taken.
+``shards`` has the logits of a shard in memory, and draws from what the ranks keep of them, who meet by ``rounds``. ``config``
+has the tiles' shapes, and what is taken.
 """
 
 from .config import choose_config, compiled_for
+from .shards import shard_logits, shard_winners
 from .steps import DOES, DOES_OF_LOGITS, recorded, run, unsupported
 
-__all__ = ["DOES", "DOES_OF_LOGITS", "choose_config", "compiled_for", "recorded", "run", "unsupported"]
+__all__ = [
+    "DOES",
+    "DOES_OF_LOGITS",
+    "choose_config",
+    "compiled_for",
+    "recorded",
+    "run",
+    "shard_logits",
+    "shard_winners",
+    "unsupported",
+]

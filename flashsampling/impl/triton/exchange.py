@@ -179,6 +179,46 @@ def receive(table, ranks, launches, number, index, live, tag0, tag1, start):
 
 
 @triton.jit
+def receive_words(table, ranks, launches, number, index, live, tag0, tag1, start, out, out_stride):
+    """As ``receive``, but every rank's words, (N,), go to ``out`` + rank * ``out_stride`` + index, 0 where one did not come or
+    is of another call. How many were so."""
+    rank = _word(table, _RANK)
+    wrong = ranks * 0
+    for first in range(0, ranks, _PEERS):
+        peers = first + tl.arange(0, _PEERS)[None, :]
+        awaited = live[:, None] & (peers < ranks)
+        slots = _slots(table, rank, tl.minimum(peers, ranks - 1), launches, index[:, None])
+        high, low, start = _wait(table, slots, awaited, start)
+        word = ((high >> 32) << 32) | ((low >> 32) & _LOW)
+        differs = awaited & (((high & _LOW) != tag0[:, None]) | ((low & _LOW) != tag1[:, None]))
+        tl.store(out + peers.to(tl.int64) * out_stride + index[:, None], tl.where(differs, 0, word), mask=awaited)
+        wrong_here = tl.sum(tl.sum(differs.to(tl.int32), axis=1), axis=0)
+        if wrong_here != 0:
+            row = tl.min(tl.min(tl.where(differs, index[:, None], _NAN), axis=1), axis=0)
+            seen = tl.min(tl.min(tl.where(differs & (index[:, None] == row), peers, _NOBODY), axis=1), axis=0)
+            tags = tl.where(index == row, tag0, 0), tl.where(index == row, tag1, 0)
+            _judge(table, ranks, launches, number, row, tl.sum(tags[0], axis=0), tl.sum(tags[1], axis=0), seen)
+        wrong += wrong_here
+    if wrong == 0:
+        for first in range(0, ranks, _PEERS):
+            peers = first + tl.arange(0, _PEERS)[None, :]
+            awaited = live[:, None] & (peers < ranks)
+            slots = _slots(table, rank, tl.minimum(peers, ranks - 1), launches, index[:, None])
+            tl.store(slots, tl.zeros(slots.shape, tl.int64), mask=awaited)
+            tl.store(slots + 1, tl.zeros(slots.shape, tl.int64), mask=awaited)
+    return wrong
+
+
+@triton.jit
+def of_request(tag0, tag1, request):
+    """Tags of a step that asks for something; ``request``: a hash of that, int64. Such a step's never agree with a plain one's,
+    but for a collision, and its details do: what differs is then none of the fields."""
+    some = (request >> 32).to(tl.uint32)
+    tag1 = _mix(tag1.to(tl.uint32), tl.zeros(tag1.shape, tl.uint32) + _mix(request.to(tl.uint32), some)) | 1
+    return tag0 ^ ((some >> 16) | 1).to(tl.int64), tag1.to(tl.int64)
+
+
+@triton.jit
 def _poll(slots, awaited):
     high = tl.atomic_add(slots, 0, mask=awaited, sem="acquire", scope="sys")
     low = tl.atomic_add(slots + 1, 0, mask=awaited, sem="acquire", scope="sys")

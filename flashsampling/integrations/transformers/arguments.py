@@ -138,7 +138,15 @@ def require_sampler_of(head: CheckedHead, sampler: LMHeadSampler, batch: int) ->
             f"sampler must be over this model's LM head (LMHeadSampler.from_model), got one over another weight, shape "
             f"{tuple(sampler.weight.shape)}"
         )
-    if not _same_memory(sampler.bias, head.linear.bias):
+    our_bias: Tensor | None = sampler.bias
+    models_bias: Tensor | None = head.linear.bias
+    if sampler.tp is not None and our_bias is not None and models_bias is not None and our_bias is not models_bias:
+        models_bias = models_bias[sampler.tp.first_token : sampler.tp.last_token]
+        same = our_bias.dtype == models_bias.dtype and our_bias.device == models_bias.device
+        same = same and torch.equal(our_bias[: len(models_bias)], models_bias)
+    else:
+        same = _same_memory(our_bias, models_bias)
+    if not same:
         raise ValueError(
             "sampler must have the bias of this model's LM head (LMHeadSampler.from_model), got one "
             + ("without" if sampler.bias is None else "with another")

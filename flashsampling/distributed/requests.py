@@ -1,0 +1,245 @@
+"""What a request asks for, of a row whose logits lie on several ranks. What crosses is candidates, maxima and masses.
+
+Every rank stores the logits of its shard, and nobody else sees them. The ranks meet in rounds, whose number is known to the
+host before the first and the same on all ranks; after each one all have what all sent, (ranks, B, words), and conclude the same
+from it, in integers or by sums in the order of the ranks:
+
+    round       words per row of each rank
+    highest     the highest processed logit as a packed winner: is there a NaN, is anything finite, the row's first token
+    few         if one small k is all rows': the places of the shard's first k tokens, which tell of top-p too (``limits``)
+    top-k       else, if a row may have it: how many tokens for each value of a digit, once per digit
+    top-p       likewise: their masses; in the last digit how many tokens
+    the draw    the packed winner of what is kept, per draw. For log-probabilities its logits, raw and processed, and the mass
+                of what is kept. If wanted: the raw logits' log-sum-exp, the n highest of them, those of given ids
+    ranks       for log-probabilities: how many raw logits are higher than the winner's, per draw
+
+A round is one message of the transport for every ``room`` words, and what a transport promises of a plain step's message holds
+for each of them: number, comparison, time-out, failure. Nothing here reads what is on the device; whatever a failed step
+receives, no index is out of range.
+
+An implementation does what it alone knows how to round (``backends``): the shard's logits, and the scores' winners.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import exchange
+from ..backends import Backend
+from ..exchange import NAN, NO_TOKEN, Shard
+from ..impl import filters
+from ..impl.filters import keys_of, places_of, values_of
+from ..step import Asked, Drawn, Step, layout
+from . import limits
+from .limits import Meet, Scale, Shards, by_rows
+from .sharding import asked_of_shard
+from .transport import Transport
+
+ROW_WORDS = 16  # of a message, at least, for each row of the largest batch ...
+LEAST_WORDS = 2048  # ... and in all
+_LOW = 0xFFFFFFFF
+
+
+class Part(NamedTuple):
+    """A rank's part in a group."""
+
+    transport: Transport
+    backend: Backend
+    ranges: list[tuple[int, int]]  # ids of every rank's tokens, [first, last)
+    rank: int
+    vocab_size: int  # of all ranks
+
+
+class _Logits(NamedTuple):
+    """Of a shard."""
+
+    raw: Tensor  # (B, n) float32
+    processed: Tensor  # (B, n) float32
+    keys: Tensor  # (B, n) int32, of the processed ones
+
+
+def draw(part: Part, step: Step) -> Drawn:
+    """What ``backends.Backend.run`` gives, on every rank.
+
+    Args:
+        part: this rank's.
+        step: of its shard; but what is asked for is the whole vocabulary's.
+    """
+    first, last = part.ranges[part.rank]
+    transport = part.transport
+    transport.begin(step._replace(vocab_size=part.vocab_size))
+    asked = asked_of_shard(step.asked, first, last)
+    rows = step.rows()
+    local = step._replace(asked=asked, shard=Shard(first, exchange.PACKED), **rows._asdict())
+    batch, device = step.hidden_states.shape[0], step.hidden_states.device
+    if last > first:
+        raw, processed = part.backend.module.shard_logits(local)
+    else:
+        raw = processed = torch.empty((batch, 0), dtype=torch.float32, device=device)
+    logits = _Logits(raw, processed, keys_of(processed))
+
+    def meet(words: Tensor) -> Tensor:
+        messages = [transport.swap(some, step) for some in words.contiguous().view(-1).split(transport.room)]
+        return torch.cat(messages, dim=1).view(-1, *words.shape)
+
+    highest = meet(_highest(logits.keys, processed, local)[:, None])[:, :, 0]
+    first_place, defined = _first(highest, step.asked)
+    scale = Scale(values_of(first_place >> 31), rows.temperature, limits.unit_of(part.vocab_size))
+    shards = Shards(part.rank, part.ranges, transport.room)
+    limit = torch.minimum(_limits(meet, logits, asked, scale, shards, part.vocab_size), first_place)
+    parts = _parts(meet, part.backend, local, logits, limit, scale, defined)
+    failed = transport.end()
+    if failed is not None:
+        parts = {
+            name: values.masked_fill(failed, float("nan") if values.is_floating_point() else -1)
+            for name, values in parts.items()
+        }
+    return layout(batch, step.num_samples, step.asked).join(parts)
+
+
+def _highest(keys: Tensor, processed: Tensor, local: Step) -> Tensor:
+    """(B,) packed winners of the shard's processed logits. NaN too where a score will be: an infinite logit over an infinite
+    temperature, or a temperature that is none."""
+    first, columns = local.shard.first_token, keys.shape[1]
+    if columns == 0:
+        return torch.full((len(keys),), exchange.NO_FINITE, device=keys.device)
+    ids = torch.arange(first, first + columns, device=keys.device)
+    best = by_rows(lambda keys: places_of(keys, ids).amax(dim=1), keys)
+    finite = by_rows(lambda logits: logits.isfinite().any(dim=1), processed)
+    winners = exchange.pack(values_of(best >> 31), best & NO_TOKEN ^ NO_TOKEN, finite)
+    infinite = processed.isinf()
+    allowed = filters.allowed(local.asked, columns)
+    if allowed is not None:
+        infinite &= allowed
+    temperature = local.rows().temperature
+    undefined = temperature.isnan() | (temperature.isinf() & infinite.any(dim=1))
+    return winners.masked_fill(undefined, NAN)
+
+
+def _first(
+    highest: Tensor,  # (ranks, B) packed winners
+    asked: Asked,
+) -> tuple[Tensor, Tensor]:
+    """The place (B,) of each row's first token, and whether the row has a token at all."""
+    best = (highest & NAN).amax(dim=0)
+    defined = (highest.amax(dim=0) > 0) & (best != NAN)
+    for limit in (asked.top_p, asked.min_p):
+        if isinstance(limit, Tensor):
+            defined &= ~limit.isnan()
+    return best - (2**31 << 31), defined
+
+
+def _limits(meet: Meet, logits: _Logits, asked: Asked, scale: Scale, shards: Shards, vocab_size: int) -> Tensor:
+    """(B,) int64: the places from which on the filters keep this rank's tokens."""
+    limit = torch.full_like(scale.top, limits.LOWEST, dtype=torch.int64)
+    names = asked.names()
+    by_top_k = None
+    if isinstance(asked.top_k, int) and 0 < asked.top_k <= limits.FEW:
+        limit = limits.of_few(meet, logits.processed, asked.top_k, asked.top_p, scale, shards)
+        names = [name for name in names if name not in ("top_k", "top_p")]
+    if "top_k" in names:
+        limit = by_top_k = limits.of_top_k(meet, logits.keys, asked.top_k, vocab_size, shards)
+    if "top_p" in names:
+        masses = scale.of(logits.processed)
+        limit = torch.maximum(limit, limits.of_top_p(meet, logits.keys, masses, scale, asked.top_p, by_top_k, shards))
+    if "min_p" in names:
+        limit = torch.maximum(limit, limits.of_min_p(logits.keys, logits.processed, scale, asked.min_p))
+    return limit
+
+
+def _parts(
+    meet: Meet, backend: Backend, local: Step, logits: _Logits, limit: Tensor, scale: Scale, defined: Tensor
+) -> dict[str, Tensor]:
+    """All parts of what a step gives, once it is known what is kept."""
+    asked, columns = local.asked, logits.keys.shape[1]
+    batch, draws, device = len(limit), local.num_samples, limit.device
+    first = local.shard.first_token
+    if columns:
+        winners = backend.module.shard_winners(local, logits.processed, limit).view(batch, draws)
+    else:
+        winners = torch.full((batch, draws), exchange.NO_FINITE, device=device)
+    words = {"winners": winners}
+    if asked.logprobs:
+        own = (winners & NO_TOKEN ^ NO_TOKEN) - first
+        words["logits"] = _at(logits.raw, own) << 32 | _at(logits.processed, own) & _LOW
+        words["mass"] = _mass(logits, limit, scale, first)
+    if asked.needs_raw_mass():
+        words["logsumexp"] = _logsumexp(logits.raw).view(torch.int64)[:, None]
+    if asked.top_logprobs:
+        words["top"] = limits.highest_places(logits.raw, first, asked.top_logprobs)
+    if asked.logprob_ids is not None:
+        there = asked.logprob_ids >= 0
+        words["given"] = torch.where(there, _at(logits.raw, asked.logprob_ids) & _LOW | 1 << 32, 0)
+    met = meet(torch.cat(list(words.values()), dim=1)).split([one.shape[1] for one in words.values()], dim=2)
+    theirs = dict(zip(words, met))
+
+    keys = theirs["winners"] & NAN
+    best = keys.amax(dim=0)
+    token_ids = torch.where(defined[:, None], best & NO_TOKEN ^ NO_TOKEN, -1)
+    parts = {"token_ids": token_ids}
+    if asked.needs_raw_mass():
+        lse = theirs["logsumexp"][:, :, 0].contiguous().view(torch.float64).logsumexp(dim=0)[:, None]
+    if asked.logprobs:
+        owner = (keys == best).long().argmax(dim=0, keepdim=True)
+        both = theirs["logits"].gather(0, owner)[0]
+        raw, processed = _float32(both >> 32), _float32(both)
+        below = filters.relative(processed, scale.temperature, scale.top[:, None])
+        no_token = token_ids < 0
+        parts["logprobs"] = (raw.double() - lse).float().masked_fill(no_token, float("nan"))
+        parts["processed_logprobs"] = (below - scale.log(theirs["mass"].sum(dim=0))).float().masked_fill(no_token, float("nan"))
+        above = meet(_above(logits.raw, raw)).sum(dim=0)
+        parts["ranks"] = (1 + above).masked_fill(no_token, -1)
+    if asked.top_logprobs:
+        places = limits.highest_of_all(theirs["top"])
+        parts["top_token_ids"] = (places & NO_TOKEN ^ NO_TOKEN).masked_fill(lse.isnan(), -1)
+        parts["top_logprobs"] = (values_of(places >> 31).double() - lse).float()
+    if asked.logprob_ids is not None:
+        given = theirs["given"].amax(dim=0)
+        parts["given_logprobs"] = torch.where(given > 0, (_float32(given).double() - lse).float(), float("nan"))
+    if asked.logsumexp:
+        parts["logsumexp"] = lse.float()
+    return parts
+
+
+def _mass(logits: _Logits, limit: Tensor, scale: Scale, first: int) -> Tensor:
+    """(B, 1) int64: of what is kept of the shard."""
+
+    def some(processed: Tensor, keys: Tensor, limit: Tensor, top: Tensor, temperature: Tensor) -> Tensor:
+        masses = Scale(top, temperature, scale.unit).of(processed)
+        return masses.masked_fill(~limits.is_kept(keys, limit, first), 0).sum(dim=1, keepdim=True)
+
+    return by_rows(some, logits.processed, logits.keys, limit, scale.top, scale.temperature)
+
+
+def _at(
+    logits: Tensor,  # (B, n) float32
+    index: Tensor,  # (B, m) int64
+) -> Tensor:
+    """(B, m) int64: the bits of these logits; where the index is out of range those of any, or of 0."""
+    columns = logits.shape[1]
+    if columns == 0:
+        return torch.zeros_like(index)
+    return logits.gather(1, index.clamp(0, columns - 1)).contiguous().view(torch.int32).long()
+
+
+def _float32(bits: Tensor) -> Tensor:
+    """float32 of the low halves of int64."""
+    low = bits & _LOW
+    return torch.where(low >= 2**31, low - 2**32, low).to(torch.int32).view(torch.float32)
+
+
+def _logsumexp(raw: Tensor) -> Tensor:
+    """(B,) float64."""
+    if raw.shape[1] == 0:
+        return torch.full((len(raw),), float("-inf"), dtype=torch.float64, device=raw.device)
+    return by_rows(lambda raw: raw.double().logsumexp(dim=1), raw)
+
+
+def _above(
+    raw: Tensor,  # (B, n)
+    logits: Tensor,  # (B, S)
+) -> Tensor:
+    """(B, S) int64: how many of the shard's raw logits are higher."""
+    columns = [by_rows(lambda raw, one: (raw > one).sum(dim=1, keepdim=True), raw, one) for one in logits.split(1, dim=1)]
+    return torch.cat(columns, dim=1)

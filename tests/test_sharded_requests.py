@@ -1,0 +1,404 @@
+"""What requests ask for where several ranks have a shard each: the oracle's answer for any cut. The ranks are threads here,
+which meet on a board; with transports and processes the scenarios of ``tests/tensor_parallel.py`` do it."""
+
+import math
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from flashsampling import ops
+from flashsampling.backends import BACKENDS
+from flashsampling.distributed import limits, requests
+from flashsampling.distributed.message import ASKED, HEADER, Hashes, difference
+from flashsampling.distributed.requests import Part
+from flashsampling.distributed.sharding import asked_of_shard
+from flashsampling.exchange import PACKED, Shard
+from flashsampling.impl import filters
+from flashsampling.step import PLAIN, Asked, Drawn, Step, layout
+from tests.conftest import DEVICE
+from tests.mixes import INF, NAN, Mix
+from tests.problems import KERNELS
+from tests.test_requests import differences, parts_of
+
+
+class Board:
+    """Where as many threads meet."""
+
+    def __init__(self, ranks: int) -> None:
+        self.barrier, self.words = threading.Barrier(ranks, timeout=60), [torch.empty(0)] * ranks
+
+    def swap(self, rank: int, words: Tensor) -> Tensor:
+        self.words[rank] = words.clone()
+        self.barrier.wait()
+        out = torch.stack(self.words)  # RuntimeError if the ranks do not send as much
+        self.barrier.wait()
+        return out
+
+
+class Transport:
+    """A rank's; it counts its messages."""
+
+    def __init__(self, board: Board, rank: int, room: int) -> None:
+        self.board, self.rank, self.room, self.messages = board, rank, room, 0
+
+    def begin(self, step: Step) -> None:
+        self.messages = 0
+
+    def swap(self, words: Tensor, step: Step) -> Tensor:
+        assert words.dtype == torch.int64
+        assert words.ndim == 1
+        assert 1 <= len(words) <= self.room
+        self.messages += 1
+        return self.board.swap(self.rank, words)
+
+    def end(self) -> None:
+        pass
+
+
+class OneAtATime:
+    """A backend of which one thread at a time is in: Triton's interpreter is not made for several."""
+
+    lock = threading.Lock()
+
+    def __init__(self, name: str) -> None:
+        self.module, self._module = self, BACKENDS[name].module
+
+    def shard_logits(self, *arguments: Any) -> Any:
+        with self.lock:
+            return self._module.shard_logits(*arguments)
+
+    def shard_winners(self, *arguments: Any) -> Any:
+        with self.lock:
+            return self._module.shard_winners(*arguments)
+
+
+def run(step: Step, ranges: list[tuple[int, int]], impl: str = "streaming", room: int = 2048) -> tuple[Drawn, int]:
+    """What every rank gives, the same bits, and in how many messages."""
+    board, outs, errors = Board(len(ranges)), {}, []
+    transports = [Transport(board, rank, room) for rank in range(len(ranges))]
+
+    def work(rank: int, first: int, last: int) -> None:
+        try:
+            part = Part(transports[rank], OneAtATime(impl), ranges, rank, step.vocab_size)
+            asked = step.asked
+            if asked.bias is not None:
+                asked = asked._replace(bias=asked.bias[first:last])
+            shard = Shard(first, PACKED)
+            mine = step._replace(weight=step.weight[first:last].clone(), vocab_size=last - first, shard=shard, asked=asked)
+            outs[rank] = requests.draw(part, mine)
+        except BaseException as error:
+            errors.append(error)
+            board.barrier.abort()
+
+    threads = [threading.Thread(target=work, args=(rank, *ends)) for rank, ends in enumerate(ranges)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for error in errors:
+        if not isinstance(error, threading.BrokenBarrierError):
+            raise error
+    assert not errors
+    first = outs[0]
+    for other in outs.values():
+        assert torch.equal(other.ids, first.ids)
+        assert (other.values is None) == (first.values is None)
+        assert other.values is None or torch.equal(other.values.nan_to_num(7.0), first.values.nan_to_num(7.0))
+    return first, transports[0].messages
+
+
+def cut(mix: Mix, vocab: int) -> list[tuple[int, int]]:
+    """Of two to four ranks, some of which may have nothing, in any order."""
+    ends = sorted(mix.random.choices(range(vocab + 1), k=mix.random.randrange(1, 4)))
+    ranges = list(zip([0, *ends], [*ends, vocab]))
+    mix.random.shuffle(ranges)
+    return ranges
+
+
+def test_any_cut_is_the_oracle_s():
+    """Poisoned rows too; messages that take one word of a row or all of them at once."""
+    rows, asked = 0, set()
+    for seed in range(10**6):
+        mix = Mix(seed + 4 * 10**7)
+        step = mix.of_a_head(mix.make())
+        if step.asked is PLAIN or not step.asked.names():
+            continue
+        ours, _ = run(step, cut(mix, step.vocab_size), room=mix.random.choice((128, 300, 4096)))
+        assert not differences(ours, ops.sample(step, "reference"), step, 2e-6), seed
+        rows += len(step.hidden_states)
+        asked |= set(step.asked.names())
+        if rows >= 600:
+            break
+    assert asked == set(Asked._fields) - {"stream"}
+
+
+def test_cuts_do_not_matter():
+    """The same tokens, nuclei's edges too: masses are integers."""
+    for seed in range(20):
+        mix = Mix(seed + 5 * 10**7, poisoned=False)
+        step = mix.of_a_head(mix.make(batch=5, vocab=130))
+        step = step._replace(asked=step.asked._replace(top_p=torch.rand(5), top_k=40, logprobs=True))
+        one, other = (run(step, cut(mix, 130))[0] for _ in range(2))
+        for name, part in parts_of(one, step).items():
+            theirs = parts_of(other, step)[name]
+            if name in ("token_ids", "ranks", "top_token_ids"):
+                assert torch.equal(part, theirs), (seed, name)
+            else:
+                torch.testing.assert_close(part, theirs, rtol=1e-6, atol=1e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("impl", KERNELS)
+def test_kernels_do_it_too(impl):
+    rows, wanted = 0, 3000 if DEVICE.type == "cuda" else 16
+    pytest.importorskip("triton")
+    from tests.test_triton_logits import agrees
+
+    for seed in range(10**6):
+        mix = Mix(seed + 6 * 10**7, poisoned=False, device=DEVICE)
+        step = mix.of_a_head(mix.make(vocab=mix.random.choice((70, 130, 300))))
+        if not step.asked.names():
+            continue
+        dtype = torch.float32 if DEVICE.type == "cpu" else torch.bfloat16
+        step = step._replace(hidden_states=step.hidden_states.to(dtype), weight=step.weight.to(dtype))
+        ours, _ = run(step, cut(mix, step.vocab_size), impl)
+        agrees(ours, step)
+        rows += len(step.hidden_states)
+        if rows >= wanted:
+            break
+
+
+def flat(batch: int, vocab: int, asked: Asked, **others: Any) -> Step:
+    """Rows of equal logits, 0."""
+    states, weight = torch.zeros(batch, 8), torch.zeros(vocab, 8)
+    return Step(states, weight, 1.0, torch.arange(batch), 0, 1, vocab, asked=asked)._replace(**others)
+
+
+def kept_by(asked: Asked, ranges: list[tuple[int, int]], vocab: int, draws: int = 3000) -> set[int]:
+    """The tokens that are ever drawn of equal logits."""
+    drawn, _ = run(flat(1, vocab, asked, num_samples=draws, seed=7), ranges, room=1 << 16)
+    return set(drawn.ids.tolist())
+
+
+RANGES = [[(0, 40), (40, 100)], [(60, 100), (0, 5), (5, 60)], [(0, 100), (100, 100)]]
+
+
+@pytest.mark.parametrize("ranges", RANGES)
+def test_ties_at_the_edge_go_to_the_lowest_ids_of_all_shards(ranges):
+    assert kept_by(Asked(top_k=45), ranges, 100) == set(range(45))
+    assert kept_by(Asked(top_k=5), ranges, 100) == set(range(5))
+    assert kept_by(Asked(top_p=0.625), ranges, 100) == set(range(63))
+    assert kept_by(Asked(top_p=0.5, top_k=42), ranges, 100) == set(range(21))
+    assert kept_by(Asked(min_p=1.0, top_k=42), ranges, 100) == set(range(42))
+    assert kept_by(Asked(top_p=0.0), ranges, 100) == {0}
+    for k, p in ((45, 1.0), (42, 0.5), (5, 0.3)):  # searched for, or by the places of a few
+        rows = Asked(top_k=torch.tensor([k]), top_p=p)
+        assert kept_by(rows, ranges, 100) == kept_by(Asked(top_k=k, top_p=p), ranges, 100) == set(range(math.ceil(k * p)))
+
+
+def test_masks_leave_tokens_of_one_shard_or_none():
+    mask = torch.zeros(3, 4, dtype=torch.int32)
+    mask[0, 2] = 1 << 6  # 70
+    mask[1, 0] = 2  # 1
+    step = flat(3, 100, Asked(token_mask=mask, top_p=0.9, logprobs=True))
+    drawn, _ = run(step, [(0, 33), (33, 67), (67, 100)])
+    parts = parts_of(drawn, step)
+    assert parts["token_ids"].flatten().tolist() == [70, 1, -1]
+    assert parts["processed_logprobs"].flatten()[:2].tolist() == [0, 0]
+    assert parts["ranks"].flatten().tolist() == [1, 1, -1]
+    assert parts["logprobs"].isnan().flatten().tolist() == [False, False, True]
+
+
+def test_how_many_messages():
+    """As docs/tensor_parallel.md says: none but the request and sizes count."""
+    for asked, room, messages in (
+        (Asked(min_p=0.1), 4096, 2),
+        (Asked(top_k=20, top_p=0.9), 16 * 4, 2 + 2),  # 4 * 20 words
+        (Asked(top_k=20, top_p=torch.ones(4)), 256 * 4, 2 + 1),
+        (Asked(top_k=129), 16 * 4, 2 + 8),
+        (Asked(top_k=torch.ones(4, dtype=torch.int64)), 256 * 4, 2 + 4),
+        (Asked(top_k=129, top_p=0.9), 64 * 4, 2 + 6 + 6),
+        (Asked(top_p=torch.ones(4), logprobs=True, logprob_ids=torch.zeros(4, 2, dtype=torch.int64)), 4096, 1 + 4 + 2),
+        (Asked(logprob_ids=torch.zeros(4, 200, dtype=torch.int64)), 100, 1 + 9),  # 4 * (1 + 1 + 200) words
+    ):
+        assert run(flat(4, 200, asked), [(0, 50), (50, 200)], room=room)[1] == messages, asked
+
+
+def test_masses_of_as_many_as_there_can_be_do_not_overflow():
+    for vocab in (1, 2, 3, 130, 151_936, 2**20, 2**31 - 1):
+        unit = limits.unit_of(vocab)
+        assert unit * vocab <= 2**62 < 4 * unit * vocab
+
+
+def test_places_are_the_row_s_order():
+    logits = torch.tensor([[0.0, -0.0, INF, -INF, 1e-45, -3.0, 3.0, 3.0]])
+    places = filters.places_of(filters.keys_of(logits), torch.arange(8))
+    assert places.argsort(descending=True).tolist() == [[2, 6, 7, 4, 0, 1, 5, 3]]
+    assert torch.equal(filters.values_of(filters.keys_of(logits)), logits.abs().where(logits == 0, logits))
+    assert (filters.keys_of(torch.tensor([[NAN, -NAN]])) > filters.keys_of(logits).max()).all()
+
+
+@pytest.mark.parametrize(("first", "last"), [(0, 100), (0, 32), (32, 96), (1, 100), (31, 33), (45, 70), (50, 50), (99, 100)])
+def test_a_mask_is_cut_at_any_bit(first, last):
+    mask = torch.randint(-(2**31), 2**31, (3, 4), dtype=torch.int32)
+    whole = filters.allowed(Asked(token_mask=mask), 100)
+    assert whole is not None
+    part = asked_of_shard(Asked(token_mask=mask), first, last)
+    if last > first:
+        assert torch.equal(filters.allowed(part, last - first), whole[:, first:last])
+
+
+# -- what ranks must agree on
+
+
+USUAL: dict[str, Any] = {
+    "logit_scale": 2.0,
+    "soft_cap": 30.0,
+    "dense_bias": torch.randn(70),
+    "bias_ids": torch.randint(0, 70, (5, 3), dtype=torch.int32),
+    "bias_values": torch.randn(5, 3),
+    "repetition_penalty": torch.rand(5) + 1,
+    "frequency_penalty": 0.25,
+    "presence_penalty": torch.rand(5),
+    "token_mask": torch.randint(-(2**31), 2**31, (5, 3), dtype=torch.int32),
+    "top_k": torch.randint(1, 60, (5,)),
+    "top_p": torch.rand(5),
+    "min_p": 0.5,
+    "logprobs": True,
+    "top_logprobs": 3,
+    "logprob_ids": torch.randint(0, 70, (5, 4)),
+    "logsumexp": True,
+}
+
+
+def _header(asked: Asked) -> list[int]:
+    header = torch.zeros(HEADER + 2, dtype=torch.int64)
+    Hashes(8, torch.device("cpu")).write(header, flat(5, 70, asked))
+    return header[:HEADER].tolist()
+
+
+@pytest.mark.parametrize("name", USUAL)
+def test_what_differs_has_its_name(name):
+    """Left out, and changed in a single place."""
+    usual, value = Asked(**USUAL), USUAL[name]
+    others: list[Any] = [getattr(PLAIN, name)]
+    if isinstance(value, Tensor):
+        changed = value.clone()
+        flat_, step = changed.view(-1), 1 if not value.is_floating_point() else 2.0**-20
+        for place in (0, 1, flat_.numel() - 1):
+            changed = value.clone()
+            changed.view(-1)[place] += step
+            others.append(changed)
+    elif not isinstance(value, bool):
+        others.append(value + 1)
+    public = {"dense_bias": "logit_bias", "bias_ids": "logit_bias", "bias_values": "logit_bias", "logprobs": "return_logprobs"}
+    public |= {"logsumexp": "return_logsumexp"}
+    headers = [_header(usual)]
+    for other in others:
+        headers.append(_header(usual._replace(**{name: other})))
+        failure = difference([headers[0], headers[-1], headers[0]])
+        assert failure is not None
+        assert (failure.rank, failure.differs) == (1, (public.get(name, name),))
+    assert len({tuple(header) for header in headers}) == len(headers)
+
+
+def test_what_does_not_differ():
+    """Numbers for values of all rows, bits and columns that are no token's, memory in another order."""
+    usual = Asked(**USUAL)
+    wide = torch.cat([USUAL["token_mask"], torch.ones(5, 2, dtype=torch.int32)], dim=1)
+    wide[:, 2] ^= 1 << 6  # token 70
+    for name, values in (
+        ("min_p", torch.full((5,), 0.5)),
+        ("frequency_penalty", torch.full((5,), 0.25)),
+        ("token_mask", wide),
+        ("dense_bias", torch.cat([USUAL["dense_bias"], torch.ones(3)])),
+        ("bias_ids", USUAL["bias_ids"].T.contiguous().T),
+    ):
+        assert _header(usual._replace(**{name: values})) == _header(usual), name
+    assert _header(Asked(top_k=900)) == _header(Asked(top_k=torch.full((5,), 900)))
+    assert _header(Asked(top_k=900)) == _header(Asked(top_k=torch.full((5,), 900, dtype=torch.int32)))
+    assert _header(Asked(top_k=9)) != _header(Asked(top_k=torch.full((5,), 9)))  # which is found in other rounds
+    given = [_header(Asked(counts=counts, bias=torch.randn(9))) for counts in torch.ones(2, 5, 70, dtype=torch.int32)]
+    assert given[0] == given[1] != _header(PLAIN)  # a rank reads its shard's
+
+
+def test_a_header_is_plain_again():
+    header, hashes = torch.zeros(HEADER, dtype=torch.int64), Hashes(8, torch.device("cpu"))
+    hashes.write(header, flat(5, 70, Asked(**USUAL)))
+    assert header[ASKED:].any()
+    hashes.clear(header)
+    hashes.write(header, flat(5, 70, PLAIN))
+    assert not header[ASKED:].any()
+
+
+def test_shards_of_a_vocabulary_wider_than_the_hash_s_factors():
+    """Every word counts, wherever it stands."""
+    hashes = Hashes(2, torch.device("cpu"))
+    mask = torch.zeros(1, 20_000, dtype=torch.int32)
+    seen = set()
+    for place in (None, 0, 8191, 8192, 16_384, 19_999):
+        words = mask.clone()
+        if place is not None:
+            words[0, place] = 1
+        step = flat(1, 640_000, Asked(token_mask=words))
+        seen.add(int(hashes.of_request(step)))
+    assert len(seen) == 6
+
+
+# -- on a GPU, without one
+
+
+class Stub:
+    """A transport and a backend of tensors without values."""
+
+    room = 2048
+
+    def __init__(self, hashes: Hashes) -> None:
+        self.module, self.hashes = self, hashes
+
+    def begin(self, step: Step) -> None:
+        self.hashes.of_request(step)
+
+    def swap(self, words: Tensor, step: Step) -> Tensor:
+        return words.expand(3, -1).clone()
+
+    def end(self) -> Tensor:
+        return torch.zeros((), dtype=torch.bool, device="meta")
+
+    def shard_logits(self, step: Step) -> tuple[Tensor, Tensor]:
+        logits = torch.randn(len(step.hidden_states), step.vocab_size, device="meta")
+        return logits, logits + 1
+
+    def shard_winners(self, step: Step, processed: Tensor, limit: Tensor) -> Tensor:
+        assert limit.shape == (len(processed),)
+        return torch.ones(len(processed) * step.num_samples, dtype=torch.int64, device="meta")
+
+
+@pytest.mark.parametrize("few", [False, True])
+def test_nothing_is_read_on_the_host_and_all_is_on_the_device(few):
+    """With tensors without values, whose operations raise where one is asked for, or where two devices meet: a CUDA graph could
+    hold neither."""
+    hashes: Any = Hashes(8, torch.device("cpu"))
+    with FakeTensorMode():
+        device = torch.device("meta")
+        hashes._factors, hashes._along = (torch.ones(count, dtype=torch.int64, device=device) for count in (16, 8192))
+
+        def moved(value: Any) -> Any:
+            return torch.empty(value.shape, dtype=value.dtype, device=device) if isinstance(value, Tensor) else value
+
+        asked = Asked(**{name: moved(value) for name, value in USUAL.items()}, bias=torch.randn(20, device=device))
+        asked = asked._replace(counts=torch.ones(5, 70, dtype=torch.int32, device=device))
+        if few:
+            asked = asked._replace(top_k=7)
+        states, weight = torch.randn(5, 8, device=device), torch.randn(20, 8, device=device)
+        rows = (torch.ones(5, device=device), torch.arange(5, device=device), torch.arange(5, device=device))
+        step = Step(states, weight, *rows, 2, 20, Shard(33, PACKED), asked)
+        stub: Any = Stub(hashes)
+        part = Part(stub, stub, [(0, 33), (33, 53), (53, 70)], 1, 70)
+        drawn = requests.draw(part, step)
+        assert drawn.ids.device == drawn.values.device == device
+        expected = layout(5, 2, asked)
+        assert (drawn.ids.numel(), drawn.values.numel()) == (expected.num_ids, expected.num_values)

@@ -1,0 +1,75 @@
+"""What a shard's requests are made of compiles for every architecture we name, without a GPU, as it is launched."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+# the launches themselves, with a driver that names a target and has no device; compiled and not run
+COMPILE = """
+import sys
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+from flashsampling.exchange import PACKED, Shard
+from flashsampling.impl.triton import rounds, shards
+from flashsampling.step import Asked, Step
+
+capability = int(sys.argv[1])
+
+class Driver:
+    def get_current_target(self):
+        return GPUTarget("cuda", capability, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+compiled = []
+launch = JITFunction.run
+
+def compile_only(self, *arguments, grid, warmup, **options):
+    compiled.append(launch(self, *arguments, grid=grid, warmup=True, **options))
+
+triton.runtime.driver.set_active(Driver())
+JITFunction.run = compile_only
+
+def ints(*shape, dtype=torch.int32):
+    return torch.zeros(shape, dtype=dtype)
+
+vocab, first = 50_000, 30_001
+asked = Asked(
+    bias=torch.zeros(vocab), logit_scale=2.0, soft_cap=30.0, dense_bias=torch.zeros(vocab), bias_ids=ints(2, 20),
+    bias_values=torch.zeros(2, 20), counts=ints(2, vocab), repetition_penalty=1.2, token_mask=ints(2, -(-vocab // 32)),
+)
+logits = torch.empty(2, vocab)
+seeds = ints(2, dtype=torch.int64)
+step = Step(logits, logits, torch.ones(2), seeds, seeds, 3, vocab, shard=Shard(first, PACKED), asked=asked)
+shards.processed(step, logits)
+shards.processed(step._replace(asked=Asked(token_mask=asked.token_mask)), logits)
+shards.processed(step._replace(asked=Asked(logit_scale=2.0)), logits)
+shards.shard_winners(step, logits, seeds)
+one = ints(1, dtype=torch.int64)
+rounds.swap(1 << 40, ints(4096, dtype=torch.int64), 8, one, one, step)
+for kernel in compiled:
+    assert kernel.metadata.shared <= 48 * 1024
+    usage = kernel.asm["cubin"]
+    print(kernel.metadata.name, len(usage))
+assert len(compiled) == 5
+"""
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_compiles(capability):
+    environment = os.environ | {"TRITON_INTERPRET": "0"}
+    command = [sys.executable, "-c", COMPILE, str(capability)]
+    run = subprocess.run(command, cwd=Path(__file__).parent.parent, capture_output=True, text=True, env=environment)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert all(int(line.split()[1]) > 0 for line in run.stdout.strip().splitlines())
