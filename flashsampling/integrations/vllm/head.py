@@ -161,7 +161,7 @@ def _compare(name: str, head: Head, hidden_states: Tensor, logits: Tensor, last_
     if bias is not None:
         products = products + bias[: mine.stop - mine.start].float()
     products = products * head.transform.get("logit_scale", 1.0)
-    bound = 8 * torch.finfo(logits.dtype).eps * float(products.abs().amax()) if products.numel() else 0.0
+    bound = 8 * torch.finfo(logits.dtype).eps * float(products.nan_to_num().abs().amax()) if products.numel() else 0.0
     if cap:
         products = cap * torch.tanh(products / cap)
     if not torch.allclose(products, logits[:, mine].float(), rtol=0, atol=bound, equal_nan=True):

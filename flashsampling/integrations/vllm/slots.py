@@ -1,4 +1,4 @@
-"""What the request in each of vLLM's slots asks for, noted on the host when it is added: by that it is decided who does a step."""
+"""What the request in each of vLLM's slots asks for, noted on the host when it is added: that decides who does a step."""
 
 import math
 from collections.abc import Sequence
