@@ -160,7 +160,9 @@ def test_mixed_batches_read_their_own_slots(order):
     """In several orders of rows, several steps, requests that come and go: all kinds in one batch, eight at a time."""
     runner = runner_of()
     rng, waiting = np.random.default_rng(order), dict(SERVED)
-    running, outputs, requests = [], {}, {}
+    running: list[str] = []
+    outputs: dict[str, list[int]] = {}
+    requests = {}
     for _ in range(25):
         if not waiting:
             break
@@ -417,18 +419,13 @@ def test_models_that_are_refused(change, why):
 
 def nn_linear():
     linear = torch.nn.Linear(D, V)
-    linear.shard_indices = None
     return linear
 
 
-def test_a_processor_that_does_something_else():
-    class Twice(torch.nn.Module):
-        def forward(self, linear, *args):
-            return 2 * linear(*args)
-
+def test_a_processor_that_does_something_else(monkeypatch):
     model = fakes.Model(V, D)
     forward = model.logits_processor.forward
-    model.logits_processor.forward = lambda *args: 2 * forward(*args)
+    monkeypatch.setattr(model.logits_processor, "forward", lambda *args: 2 * forward(*args))
     with pytest.raises(Refused, match="something else"):
         head_of(model, D, torch.float32, torch.device("cpu"), LAYERS)
 
@@ -475,7 +472,7 @@ def test_warm_up_covers_all_mixes(monkeypatch):
     import flashsampling.integrations.vllm.step as module
 
     def kinds(arguments):
-        kind = {}
+        kind: dict[str, object] = {}
         for name, value in arguments.items():
             if name == "logit_bias":
                 kind[name] = value[0].shape[1], value[0].dtype, value[1].dtype
@@ -486,8 +483,13 @@ def test_warm_up_covers_all_mixes(monkeypatch):
         return kind
 
     warm, calls = [], []
-    monkeypatch.setattr(module, "warmup", lambda weight, **request: warm.append(kinds(request)) or ["kernel"])
-    real = module.sample
+
+    def noted(weight, **request):
+        warm.append(kinds(request))
+        return ["kernel"]
+
+    monkeypatch.setattr(module, "warmup", noted)
+    real = flashsampling.sample
     runner = runner_of()
     runner._dummy_sampler_run(torch.randn(5, D))
     assert len(warm) == len(MIXES) + 1

@@ -8,6 +8,7 @@ import dataclasses
 import inspect
 import os
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -139,12 +140,11 @@ def test_the_fake_state_is_as_the_real_one():
     for part in ("sampling_states", "penalties_state"):
         for name, value in vars(getattr(fake, part)).items():
             real = getattr(getattr(runner.sampler, part), name)
-            for real, value in (
-                ((real, value),) if not isinstance(value, fakes.Backed) else ((real.np, value.np), (real.gpu, value.gpu))
-            ):
-                if not isinstance(value, int):
-                    assert (real.dtype, real.shape) == (value.dtype, value.shape), name
-                    assert (real == value).all(), name
+            pairs = [(real.np, value.np), (real.gpu, value.gpu)] if isinstance(value, fakes.Backed) else [(real, value)]
+            for theirs, mine in pairs:
+                if not isinstance(mine, int):
+                    assert (theirs.dtype, theirs.shape) == (mine.dtype, mine.shape), name
+                    assert (theirs == mine).all(), name
 
 
 PROMPT = [5, 31, 7, 7, 200]
@@ -163,15 +163,16 @@ KINDS = {
     "bad_words": {"_bad_words_token_ids": [[3], [31], [300]]},
     "min_tokens": {"min_tokens": 2, "stop_token_ids": [31, 32, 200], "logit_bias": {31: 20.0}},
     "everything": {
-        "temperature": 1.7, "top_k": 50, "min_p": 0.01, "repetition_penalty": 1.3, "frequency_penalty": 0.2, "presence_penalty": 0.1,
-        "logit_bias": {9: 2.0}, "allowed_token_ids": [*range(0, V, 3)], "_bad_words_token_ids": [[9], [12]], "min_tokens": 1,
+        "temperature": 1.7, "top_k": 50, "min_p": 0.01, "repetition_penalty": 1.3, "frequency_penalty": 0.2,
+        "presence_penalty": 0.1, "logit_bias": {9: 2.0}, "allowed_token_ids": [*range(0, V, 3)], "min_tokens": 1,
+        "_bad_words_token_ids": [[9], [12]],
         "stop_token_ids": [15],
     },
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("chosen", [list(KINDS)[:8], list(KINDS)[6:]])
-def test_the_distribution_is_that_of_vllms_sampler(chosen):
+def test_the_distribution_is_that_of_vllms_sampler(chosen, monkeypatch):
     """Of every row the log-probabilities of 60 draws are those that vLLM's processed logits give these tokens; of vLLM's own
     top tokens the raw ones are ours too."""
     runner = Runner(fakes.Model(V, D))
@@ -186,9 +187,10 @@ def test_the_distribution_is_that_of_vllms_sampler(chosen):
     assert (runner.flashsampling.step.slots.reasons[slots] == SERVED).all()
     batch = batch_of(runner, chosen)
     states = torch.randn(len(chosen), D, generator=generator)
-    step, seen = runner.flashsampling.step, {}
+    step = runner.flashsampling.step
+    seen: dict[str, Any] = {}
     draw = step.draw
-    step.draw = lambda each: seen.setdefault("out", draw(each))
+    monkeypatch.setattr(step, "draw", lambda each: seen.setdefault("out", draw(each)))
     processed = runner.sampler.sample(
         runner.model.compute_logits(states), batch.expanded_idx_mapping, batch.idx_mapping_np, batch.positions, batch.input_ids,
         batch.expanded_local_pos, return_logprobs=True,
@@ -225,7 +227,7 @@ def test_decisions_about_real_parameters():
 
 
 def test_the_worker_is_patched_once(monkeypatch):
-    seen = []
+    seen: list[Any] = []
     module = SimpleNamespace(Worker=type("Worker", (), {"load_model": lambda self, *, load_dummy_weights=False: "loaded"}))
     monkeypatch.setattr(load, "attach", seen.append)
     load.patch_worker(module)

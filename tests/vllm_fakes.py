@@ -165,8 +165,15 @@ class Sampler:
 class Runner:
     """vLLM's ``GPUModelRunner``, as far as it samples. Requests take the slots in ``free``, the last one first."""
 
+    model_config: Any
+    vllm_config: Any
+    use_pp: bool
+    is_pooling_model: bool
+    decode_query_len: int
+
     def __init__(self, model: nn.Module, sampler: Sampler, free: list[int]) -> None:
-        self.model, self.sampler, self.free, self.max_num_reqs = model, sampler, free, len(free)
+        self.model: Any = model
+        self.sampler, self.free, self.max_num_reqs = sampler, free, len(free)
         self.req_states = SimpleNamespace(req_id_to_index={})
         self.left: list[tuple[list[str], Any]] = []  # what came to vLLM's own path
         self.lengths: dict[str, int] = {}

@@ -151,29 +151,36 @@ class FusedStep:
         """Compiles what any batch of up to as many rows needs, and takes as much memory as the largest will: vLLM looks at the
         peak meanwhile. Returns the kernels' names."""
         batch, weight, vocab_size = len(hidden_states), self.head.weight, self.head.vocab_size
-        rows = _no_rows(batch, self.device)
         settle(torch.zeros(batch, dtype=torch.int64, device=self.device), self.undefined)
         if self.tp is not None:
             return warmup(weight, max_batch_size=batch, tp=self.tp)
-        request = self.head.request()
-        names = warmup(weight, max_batch_size=batch, vocab_size=vocab_size, **request)  # type: ignore[arg-type]
+        head, rows = self.head.request(), no_rows(batch, self.device)
         slots = torch.zeros(batch, dtype=torch.int32, device=self.device)
-        counts = counts_of(self.sampler.penalties_state, slots, rows, vocab_size).zero_()
+        # a penalty, so that the kernel has something to do
+        counts = counts_of(self.sampler.penalties_state, slots, rows._replace(presence_penalty=rows.top_p), vocab_size)
+        names = warmup(weight, max_batch_size=batch, vocab_size=vocab_size, **head)  # type: ignore[arg-type]
         for mix in MIXES:
-            request = {"top_k": rows.top_k, "top_p": rows.top_p, "min_p": rows.min_p, **self.head.request()}
-            if mix.biases:
-                ids = torch.full((batch, mix.biases), -1, dtype=torch.int32, device=self.device)
-                request["logit_bias"] = ids, torch.zeros(ids.shape, device=self.device)
-                request["token_mask"] = torch.full((batch, self.words), -1, dtype=torch.int32, device=self.device)
-            if mix.penalties:
-                request["token_counts"] = counts
-                request |= {name: getattr(rows, name) for name in Rows._fields if name.endswith("penalty")}
-            if mix.logprobs:
-                request |= {"return_logprobs": True, "top_logprobs": 1}
+            request = head | example_of(mix, rows, counts)
             names += warmup(weight, max_batch_size=batch, vocab_size=vocab_size, **request)  # type: ignore[arg-type]
-        drawn = {"temperature": rows.temperature, "seed": rows.seed, "offset": rows.seed, "vocab_size": vocab_size}
-        sample(hidden_states, weight, **drawn, **request)  # type: ignore[arg-type]
+        parameters = {"temperature": rows.temperature, "seed": rows.seed, "offset": rows.seed, "vocab_size": vocab_size}
+        sample(hidden_states, weight, **parameters, **(head | example_of(EVERYTHING, rows, counts)))  # type: ignore[arg-type]
         return names
+
+
+def example_of(mix: Mix, rows: Rows, counts: Tensor) -> dict[str, Any]:
+    """What a call of this mix has, as ``warmup`` takes it. ``counts`` (B, V) int32."""
+    device, (batch, vocab_size) = counts.device, counts.shape
+    request: dict[str, Any] = {"top_k": rows.top_k, "top_p": rows.top_p, "min_p": rows.min_p}
+    if mix.biases:
+        ids = torch.full((batch, mix.biases), -1, dtype=torch.int32, device=device)
+        request["logit_bias"] = ids, torch.zeros(ids.shape, device=device)
+        request["token_mask"] = torch.full((batch, -(-vocab_size // 32)), -1, dtype=torch.int32, device=device)
+    if mix.penalties:
+        request["token_counts"] = counts
+        request |= {name: getattr(rows, name) for name in Rows._fields if name.endswith("penalty")}
+    if mix.logprobs:
+        request |= {"return_logprobs": True, "top_logprobs": 1}
+    return request
 
 
 def _biases_now(biases: Biases | None, length: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
@@ -186,7 +193,7 @@ def _biases_now(biases: Biases | None, length: int) -> tuple[NDArray[np.int32], 
     return np.concatenate((biases.ids, biases.stops)), np.concatenate((biases.values, minus_infinity))
 
 
-def _no_rows(batch: int, device: torch.device) -> Rows:
+def no_rows(batch: int, device: torch.device) -> Rows:
     """Parameters that ask for nothing."""
     zeros, ones = torch.zeros(batch, device=device), torch.ones(batch, device=device)
     none = torch.zeros(batch, dtype=torch.int64, device=device)
