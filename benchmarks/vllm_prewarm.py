@@ -1,6 +1,6 @@
 """Compiles the plug-in's kernels for some heads in processes side by side, as a cold start of vLLM does one after the other.
 
-``python -m benchmarks.vllm_prewarm 151936x2048x256 1003x512x64``: tokens, hidden size, rows. Prints what each mix took, seconds.
+``python -m benchmarks.vllm_prewarm 151936x2048x256 1003x512x64``: tokens, hidden size, rows. Prints seconds of each mix.
 """
 
 import concurrent.futures
