@@ -34,7 +34,7 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.gpu_worker import Worker
 
-from flashsampling.integrations.vllm import load, settings
+from flashsampling.integrations.vllm import settings
 from flashsampling.integrations.vllm.head import Layers, head_of
 from flashsampling.integrations.vllm.runner import Fused, FusedRunner, Vllm
 from flashsampling.integrations.vllm.slots import MIN_P_TOP_P, SERVED, Rules, Slots, note
@@ -224,14 +224,3 @@ def test_decisions_about_real_parameters():
         note(SamplingParams(min_p=0.1, top_p=0.9, temperature=0), 3, rules).reason == SERVED
     )  # vLLM drops filters of greedy ones
     assert all(note(SamplingParams(**kind), 3, rules).reason == SERVED for kind in KINDS.values())
-
-
-def test_the_worker_is_patched_once(monkeypatch):
-    seen: list[Any] = []
-    module = SimpleNamespace(Worker=type("Worker", (), {"load_model": lambda self, *, load_dummy_weights=False: "loaded"}))
-    monkeypatch.setattr(load, "attach", seen.append)
-    load.patch_worker(module)
-    load.patch_worker(module)
-    worker = module.Worker()
-    assert worker.load_model(load_dummy_weights=True) == "loaded"
-    assert seen == [worker]
