@@ -447,13 +447,17 @@ def test_a_processor_that_does_something_else(monkeypatch):
         (None, None, None),
     ],
 )
-def test_runners_that_are_refused(where, value, why):
+def test_runners_that_are_refused(where, value, why, monkeypatch):
+    monkeypatch.delenv("FLASHSAMPLING_VLLM_TP", raising=False)
     runner = fakes.Runner(fakes.Model(V, D), fakes.Sampler(SLOTS, V), [0])
     parallel = SimpleNamespace(tensor_parallel_size=1, prefill_context_parallel_size=1)
     runner.vllm_config = SimpleNamespace(parallel_config=parallel, speculative_config=None)
     runner.model_config = SimpleNamespace(logits_processors=None)
     runner.use_pp, runner.is_pooling_model, runner.decode_query_len, runner.device = False, False, 1, torch.device("cuda")
     if where is None:
+        check_runner(runner, fakes.Runner, fakes.Sampler)
+        parallel.tensor_parallel_size = 2
+        monkeypatch.setenv("FLASHSAMPLING_VLLM_TP", "1")
         check_runner(runner, fakes.Runner, fakes.Sampler)
         with pytest.raises(Refused, match="model runner is a Runner"):
             check_runner(runner, Whole, fakes.Sampler)

@@ -21,10 +21,11 @@ from torch import Tensor
 
 from ... import ops
 from ...api import SampleOutput
+from ...distributed import TensorParallel, TensorParallelError
 from ...step import example
 from .batches import Grammar, batch_of, grammar_of, part_of, part_of_grammar
 from .head import Head, Layers, head_of
-from .settings import COUNTING, LOGITS, RUNNER, Refused, check_signature
+from .settings import COUNTING, LOGITS, RUNNER, TENSOR_PARALLEL, Refused, check_signature, tensor_parallel
 from .slots import DRAFTS, GRAMMAR, GRAMMAR_LOGPROBS, REASONS, SERVED, SHARDED, Rules, Slots, Wants
 from .step import FusedStep
 
@@ -193,7 +194,10 @@ class FusedRunner:
         """As vLLM's, after a line about what was fused."""
         _logger.info("flashsampling: %s", self.flashsampling.counters())
         if self.flashsampling.step.tp is not None:
-            self.flashsampling.step.tp.close()
+            try:
+                self.flashsampling.step.tp.close()
+            except TensorParallelError as error:  # a rank that does not come; the buffers are given up all the same
+                _logger.warning("flashsampling: %s", error)
         super().shutdown()  # type: ignore[misc]
 
 
@@ -202,6 +206,7 @@ class FusedRunner:
 
 def attach(runner: Any) -> str:
     """Makes a runner, whose model is loaded, a fused one; a line that says what it does. Refused: it cannot."""
+    from vllm.distributed import get_tp_group
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
     from vllm.v1.outputs import LogprobsTensors
@@ -217,9 +222,10 @@ def attach(runner: Any) -> str:
     check_signature("LogitsProcessor.forward", LogitsProcessor.forward, LOGITS)
     layers = Layers(LogitsProcessor, VocabParallelEmbedding, UnquantizedEmbeddingMethod)
     head = head_of(runner.model, runner.model_config.get_hidden_size(), runner.dtype, runner.device, layers)
-    check_head(head)
-    rules = Rules(head.vocab_size, raw_logprobs=runner.sampler.logprobs_mode == "raw_logprobs", plain_only=False)
-    step = FusedStep(head, runner.sampler, Slots(runner.max_num_reqs, rules), runner.device)
+    check_head(head, runner.vocab_size)
+    tp = None if head.ranks == 1 else group_of(head, get_tp_group().device_group, runner.max_num_reqs)
+    rules = Rules(head.vocab_size, raw_logprobs=runner.sampler.logprobs_mode == "raw_logprobs", plain_only=tp is not None)
+    step = FusedStep(head, runner.sampler, Slots(runner.max_num_reqs, rules), runner.device, tp)
     runner.flashsampling = Fused(step, Vllm(SamplerOutput, LogprobsTensors, get_num_sampled_and_rejected))
     runner.__class__ = type("FusedGPUModelRunner", (FusedRunner, GPUModelRunner), {})
     return said_of(head, rules)
@@ -233,7 +239,10 @@ def check_runner(runner: Any, kind: type, sampler: type) -> None:
         (runner.is_pooling_model, "the model does not generate"),
         (runner.device.type != "cuda", f"the device is {runner.device}, not an NVIDIA GPU"),
         (runner.use_pp, "pipeline parallelism"),
-        (config.parallel_config.tensor_parallel_size > 1, "tensor parallelism"),
+        (
+            config.parallel_config.tensor_parallel_size > 1 and not tensor_parallel(),
+            f"tensor parallelism, which has not been tried with vLLM on GPUs ({TENSOR_PARALLEL}=1 tries it)",
+        ),
         (config.parallel_config.prefill_context_parallel_size > 1, "prefill context parallelism"),
         (config.speculative_config is not None, "speculative decoding"),
         (bool(runner.model_config.logits_processors), "custom logits processors"),
@@ -251,8 +260,22 @@ def check_runner(runner: Any, kind: type, sampler: type) -> None:
         raise Refused("VLLM_COMPUTE_NANS_IN_LOGITS counts NaN in logits, which are nowhere in memory here")
 
 
-def check_head(head: Head) -> None:
-    """Refuses a head that only a slow implementation takes."""
+def group_of(head: Head, group: Any, max_batch_size: int) -> TensorParallel:
+    """vLLM's tensor-parallel ranks as a group; all of them make this call. Refused: they cannot be one."""
+    if head.request():
+        raise Refused(f"tensor parallelism with a head that has {', '.join(head.request())}")
+    try:
+        return TensorParallel(
+            group, head.weight, first_token=head.first_token, vocab_size=head.vocab_size, max_batch_size=max_batch_size
+        )
+    except (ValueError, TensorParallelError) as error:
+        raise Refused(f"tensor parallelism: {error}") from error
+
+
+def check_head(head: Head, vocab_size: int) -> None:
+    """Refuses a head of more tokens than vLLM keeps counts of, or that only a slow implementation takes."""
+    if head.vocab_size > vocab_size:
+        raise Refused(f"the LM head has {head.vocab_size} tokens, the model's configuration {vocab_size}")
     try:
         chosen = ops.choose(example(head.weight), "").name
     except ValueError as error:

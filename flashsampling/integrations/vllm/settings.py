@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 VARIABLE = "FLASHSAMPLING_VLLM"
+TENSOR_PARALLEL = "FLASHSAMPLING_VLLM_TP"
 MODES = ("off", "auto", "require")
 KNOWN = {"0.26": "model runner v2"}  # major.minor, and what of it
 
@@ -30,6 +31,11 @@ def mode() -> str:
     if value not in MODES:
         raise ValueError(f"{VARIABLE} must be one of {', '.join(MODES)}, got {value!r}")
     return value
+
+
+def tensor_parallel() -> bool:
+    """Whether several ranks may share a head."""
+    return os.environ.get(TENSOR_PARALLEL, "0") == "1"
 
 
 def check_version(version: str) -> None:
