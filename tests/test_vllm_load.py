@@ -78,7 +78,7 @@ def test_a_module_that_is_waited_for(tmp_path, monkeypatch):
     (tmp_path / "awaited_package" / "__init__.py").write_text("")
     (tmp_path / "awaited_package" / "part.py").write_text("value = 3\n")
     monkeypatch.syspath_prepend(tmp_path)
-    seen = []
+    seen: list[object] = []
     for _ in range(2):
         load.when_imported("awaited_package.part", lambda module: seen.append((module.__name__, module.value)))
     assert "awaited_package" not in sys.modules

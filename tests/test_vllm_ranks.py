@@ -40,12 +40,12 @@ def runner_of(rank):
     model, tp = fakes.Model(V, D), None
     device, kind = torch.device("cpu"), fakes.Processor
     if rank is not None:
-        head = model.lm_head
-        whole = torch.cat((head.weight, torch.zeros(ROWS * RANKS - len(head.weight), D)))
-        head.weight = torch.nn.Parameter(whole[rank * ROWS : (rank + 1) * ROWS].clone(), requires_grad=False)
-        head.tp_size, kind = RANKS, Gathering
-        head.shard_indices.padded_org_vocab_start_index = rank * ROWS
-        head.shard_indices.org_vocab_end_index = min((rank + 1) * ROWS, V)
+        layer = model.lm_head
+        whole = torch.cat((layer.weight, torch.zeros(ROWS * RANKS - len(layer.weight), D)))
+        layer.weight = torch.nn.Parameter(whole[rank * ROWS : (rank + 1) * ROWS].clone(), requires_grad=False)
+        layer.tp_size, kind = RANKS, Gathering
+        layer.shard_indices.padded_org_vocab_start_index = rank * ROWS
+        layer.shard_indices.org_vocab_end_index = min((rank + 1) * ROWS, V)
         model.logits_processor = Gathering(V)
     head = head_of(model, D, torch.float32, device, Layers(kind, fakes.Embedding, fakes.Unquantized))
     if rank is not None:
