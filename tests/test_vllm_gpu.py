@@ -194,7 +194,7 @@ def test_nothing_is_compiled_while_serving(engine, runner, messages):
         engine.generate(prompts_of(3), [params_of(engine, kind, max_tokens=8) for _ in range(3)])
     compiled = [text for text in messages.texts if "compil" in text]
     print("\n".join(compiled))
-    ours = ("scan_kernel", "pick_kernel", "counts_kernel", "settle_kernel", "products", "sample_kernel", "cute")
+    ours = ("scan_kernel", "pick_kernel", "counts_kernel", "settle_kernel", "products", "sample_kernel", "cutedsl")
     assert not [text for text in compiled if any(name in text.lower() for name in ours)]
 
 

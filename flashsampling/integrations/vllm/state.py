@@ -37,22 +37,43 @@ def rows_of(sampler: Any, slots: NDArray[np.int32], device: torch.device) -> Row
     """What vLLM's sampler has for these slots. The host's copies are read: those on the device are made of them before every
     step, and would be gathered by a launch each, over PCIe."""
     states, penalties = sampler.sampling_states, sampler.penalties_state
+    columns = (
+        states.temperature,
+        states.top_k,
+        states.top_p,
+        states.min_p,
+        penalties.repetition_penalty,
+        penalties.frequency_penalty,
+        penalties.presence_penalty,
+    )
+    packed = _packed(slots, states.seeds.np, [column.np for column in columns])
+    seed, there = _unpacked(packed, len(slots), device)
+    temperature, _, *others = there.view(torch.float32).unbind(0)
+    return Rows(seed, temperature, there[1], *others)
+
+
+def plain_rows_of(sampler: Any, slots: NDArray[np.int32], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Seeds and temperatures alone: (B,) int64 and (B,) float32."""
+    states = sampler.sampling_states
+    seed, there = _unpacked(_packed(slots, states.seeds.np, [states.temperature.np]), len(slots), device)
+    return seed, there.view(torch.float32)[0]
+
+
+def _packed(slots: NDArray[np.int32], seeds: NDArray[np.int64], columns: list[NDArray[Any]]) -> NDArray[np.int32]:
+    """(2 + columns, B up to a multiple of 4) int32: every column begins at 16 bytes, as kernels are compiled for. The first two
+    hold the seeds."""
     batch = len(slots)
-    padded = -(-batch // 4) * 4  # every column begins at 16 bytes, as kernels are compiled for
-    packed = np.zeros(2 * padded + (len(Rows._fields) - 1) * padded, np.int32)
-    packed[: 2 * batch].view(np.int64)[:] = states.seeds.np[slots]
-    columns = packed[2 * padded :].reshape(-1, padded)[:, :batch]
-    columns[0] = states.temperature.np[slots].view(np.int32)
-    columns[1] = states.top_k.np[slots]
-    columns[2] = states.top_p.np[slots].view(np.int32)
-    columns[3] = states.min_p.np[slots].view(np.int32)
-    columns[4] = penalties.repetition_penalty.np[slots].view(np.int32)
-    columns[5] = penalties.frequency_penalty.np[slots].view(np.int32)
-    columns[6] = penalties.presence_penalty.np[slots].view(np.int32)
+    packed = np.empty((2 + len(columns), -(-batch // 4) * 4), np.int32)
+    packed[:2].reshape(-1)[: 2 * batch].view(np.int64)[:] = seeds[slots]
+    for row, column in enumerate(columns, 2):
+        packed[row, :batch] = column.view(np.int32)[slots]
+    return packed
+
+
+def _unpacked(packed: NDArray[np.int32], batch: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """On the device: seeds (B,), and the columns (n, B) int32."""
     there = to_device(packed, device)
-    seed = there[: 2 * padded].view(torch.int64)[:batch]
-    rest = there[2 * padded :].view(-1, padded)[:, :batch]
-    return Rows(seed, *(rest[i] if name == "top_k" else rest[i].view(torch.float32) for i, name in enumerate(Rows._fields[1:])))
+    return there[:2].view(-1).view(torch.int64)[:batch], there[2:, :batch]
 
 
 def counts_of(penalties: Any, slots: Tensor, rows: Rows, vocab_size: int) -> Tensor:

@@ -16,7 +16,7 @@ from ...requests import MAX_BIASED
 from ...warmup import warmup
 from .head import Head
 from .slots import Biases, Slots, Wants
-from .state import Rows, counts_of, rows_of, settle, to_device
+from .state import Rows, counts_of, plain_rows_of, rows_of, settle, to_device
 
 _FEW = 64  # biased tokens
 
@@ -85,16 +85,21 @@ class FusedStep:
         wants = Wants(int(np.bitwise_or.reduce(self.slots.wants[batch.slots])))
         if batch.grammar is not None:
             wants |= Wants.MASK
-        rows = rows_of(self.sampler, batch.slots, self.device)
         count = None
         if wants & Wants.LOGPROBS:
             count = int(self.sampler.sampling_states.num_logprobs[batch.slots].max())
-        request = self._request(batch, rows, wants, count or 0) if wants else self.head.request()
+        if wants:
+            rows = rows_of(self.sampler, batch.slots, self.device)
+            seed, temperature = rows.seed, rows.temperature
+            request = self._request(batch, rows, wants, count or 0)
+        else:
+            seed, temperature = plain_rows_of(self.sampler, batch.slots, self.device)
+            request = self.head.request()
         out = sample(
             batch.hidden_states,
             self.head.weight,
-            temperature=rows.temperature,
-            seed=rows.seed,
+            temperature=temperature,
+            seed=seed,
             offset=batch.positions,
             vocab_size=self.head.vocab_size if self.tp is None else None,
             tp=self.tp,
