@@ -96,7 +96,7 @@ class Engine:
         )
 
     def tell(self, function: Any, *args: Any) -> Any:
-        """Has the worker call a function with itself."""
+        """Has every worker call a function with itself; what the first returns."""
         return self.llm.collective_rpc(function, args=args)[0]
 
     def generate(self, prompts: list[list[int]], params: list[Any]) -> list[Any]:
@@ -159,6 +159,9 @@ def main(
     batches: Annotated[str, typer.Option(help="Comma-separated rows.")] = "1,16,64,128,256",
     tokens: Annotated[int, typer.Option(help="Per request.")] = 64,
     rounds: Annotated[int, typer.Option(help="Interleaved, for the time per token.")] = 3,
+    ranks: Annotated[
+        int, typer.Option(help="GPUs that share the model; with several, plain and seeded requests are fused.")
+    ] = 1,
     attention: Annotated[str, typer.Option(help="vLLM's back end; FLASH_ATTN is its own choice on an H200.")] = "FLASH_ATTN",
     out: Annotated[Path, typer.Option(help="Folder for vllm_engine.json.")] = Path("benchmarks/results"),
 ) -> None:
@@ -169,6 +172,8 @@ def main(
     sizes = [int(batch) for batch in batches.split(",")]
     hidden, depth, heads, mlp, tied = SHAPES[shape]
     started = time.perf_counter()
+    if ranks > 1:
+        os.environ.setdefault("FLASHSAMPLING_VLLM_TP", "1")
     engine = Engine(
         model_folder(hidden, layers or depth, heads, mlp, tied, VOCAB, 8, 128),
         max_model_len=1024,
@@ -177,12 +182,14 @@ def main(
         enable_prefix_caching=False,  # a repeat must not find an earlier one's prompts
         attention_backend=attention,
         compilation_config={"mode": 0, "cudagraph_capture_sizes": sorted(sizes)},
+        tensor_parallel_size=ranks,
+        disable_custom_all_reduce=True,
     )
     startup = time.perf_counter() - started
     engine.tell(spread_logits, 4.0)
     from flashsampling.integrations.vllm import counters
 
-    result: dict[str, Any] = {"shape": shape, "layers": layers or depth, "tokens": tokens, "rounds": rounds}
+    result: dict[str, Any] = {"shape": shape, "ranks": ranks, "layers": layers or depth, "tokens": tokens, "rounds": rounds}
     result |= {"startup_s": round(startup, 1), "attention": attention, "rows": []}
     console.print(f"engine ready after {startup:.0f} s; {engine.tell(counters)}")
     out.mkdir(parents=True, exist_ok=True)
@@ -202,7 +209,10 @@ def main(
             result["rows"] += rows
             (out / "vllm_engine.json").write_text(json.dumps(result | {"counters": engine.tell(counters)}, indent=1) + "\n")
         console.print(table)
-    result |= {"machine": machine(), "counters": engine.tell(counters)}
+    of_ranks = engine.llm.collective_rpc(counters)
+    if any(each != of_ranks[0] for each in of_ranks):
+        raise SystemExit(f"the ranks did not do the same: {of_ranks}")
+    result |= {"machine": machine(), "counters": of_ranks[0]}
     (out / "vllm_engine.json").write_text(json.dumps(result, indent=1) + "\n")
     console.print(result["machine"], result["counters"])
 
