@@ -5,6 +5,7 @@ with its pure-Python requirements: ``PYTHONPATH=FOLDER python -m pytest tests/te
 """
 
 import dataclasses
+import importlib.util
 import inspect
 import os
 from types import SimpleNamespace
@@ -16,12 +17,17 @@ import torch
 
 from . import vllm_fakes as fakes
 
-if not torch.cuda.is_available():
+if importlib.util.find_spec("vllm") is not None and not torch.cuda.is_available():
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # else vLLM turns Triton off
 pytest.importorskip("vllm.v1.worker.gpu.model_runner", exc_type=ImportError)
 
 from vllm import SamplingParams
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
 from vllm.v1.core.sched.output import GrammarOutput, NewRequestData
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
@@ -34,7 +40,8 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.gpu_worker import Worker
 
-from flashsampling.integrations.vllm import settings
+import flashsampling
+from flashsampling.integrations.vllm import Refused, settings
 from flashsampling.integrations.vllm.head import Layers, head_of
 from flashsampling.integrations.vllm.runner import Fused, FusedRunner, Vllm
 from flashsampling.integrations.vllm.slots import MIN_P_TOP_P, SERVED, Rules, Slots, note
@@ -224,3 +231,43 @@ def test_decisions_about_real_parameters():
         note(SamplingParams(min_p=0.1, top_p=0.9, temperature=0), 3, rules).reason == SERVED
     )  # vLLM drops filters of greedy ones
     assert all(note(SamplingParams(**kind), 3, rules).reason == SERVED for kind in KINDS.values())
+
+
+@pytest.fixture(scope="module")
+def one_rank():
+    """vLLM's groups of one process, and a configuration: layers ask for both when they are made."""
+    from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
+    from vllm.distributed import parallel_state
+
+    with set_current_vllm_config(VllmConfig(device_config=DeviceConfig("cpu"))):
+        parallel_state.init_distributed_environment(1, 0, "tcp://127.0.0.1:29611", 0, "gloo")
+        parallel_state.initialize_model_parallel(backend="gloo")
+        yield
+    parallel_state.destroy_model_parallel()
+    parallel_state.destroy_distributed_environment()
+
+
+@pytest.mark.parametrize(("bias", "processor"), [(False, {}), (True, {"scale": 0.5, "soft_cap": 4.0})])
+def test_heads_of_vllms_own_layers(one_rank, bias, processor):
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lm_head = ParallelLMHead(V, D, bias=bias, params_dtype=torch.float32)
+            self.logits_processor = LogitsProcessor(V, **processor)
+
+        def compute_logits(self, hidden_states):
+            return self.logits_processor(self.lm_head, hidden_states, *((self.lm_head.bias,) if bias else ()))
+
+    model, layers = Model(), Layers(LogitsProcessor, VocabParallelEmbedding, UnquantizedEmbeddingMethod)
+    for parameter in model.parameters():
+        parameter.data.normal_()
+    head = head_of(model, D, torch.float32, CPU, layers)
+    assert (head.vocab_size, head.first_token, head.ranks, head.weight.shape) == (V, 0, 1, (384, D))
+    states = torch.randn(5, D)
+    drawn = flashsampling.sample(states, head.weight, temperature=0.0, vocab_size=V, top_logprobs=3, **head.request())
+    logits = model.compute_logits(states)
+    assert drawn.token_ids.tolist() == logits.argmax(-1).tolist()
+    torch.testing.assert_close(drawn.top_logprobs, logits.log_softmax(-1).topk(3).values, rtol=0, atol=1e-4)
+    model.logits_processor.vocab_size += 8
+    with pytest.raises(Refused, match="added vocabulary"):
+        head_of(model, D, torch.float32, CPU, layers)
