@@ -514,6 +514,29 @@ def test_warm_up_covers_all_mixes(monkeypatch):
     assert all(mix in calls for mix in warm)  # and nothing is compiled for nobody
 
 
+@pytest.mark.parametrize("chosen", ["auto", "require"])
+def test_a_warm_up_that_fails(chosen, monkeypatch, caplog):
+    """vLLM serves without the plug-in, unless that was required."""
+    monkeypatch.setenv("FLASHSAMPLING_VLLM", chosen)
+    runner = runner_of()
+
+    def fails(hidden_states):
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(runner.flashsampling.step, "warm_up", fails)
+    if chosen == "require":
+        with pytest.raises(torch.OutOfMemoryError):
+            runner._dummy_sampler_run(torch.randn(2, D))
+        return
+    runner._dummy_sampler_run(torch.randn(2, D))
+    assert type(runner) is fakes.Runner
+    assert "no room" in caplog.text
+    runner.add(a=(PROMPT, SamplingParams()))
+    batch = runner.batch({"a": 4})
+    assert runner.sample(states_of(batch), batch, None)[0].sampled_token_ids.tolist() == [[LEFT]]
+    assert "refused" in counters(SimpleNamespace(model_runner=runner))
+
+
 @pytest.mark.parametrize("vocab_size", [331, 4096, 4097])
 def test_counts_by_a_kernel(vocab_size, device):
     """The kernel's counts are those of torch, but for rows without penalties."""

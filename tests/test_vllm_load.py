@@ -137,6 +137,21 @@ def test_a_worker_that_is_refused(chosen, monkeypatch, caplog):
     assert "model runner v1" in counters(worker)["refused"]
 
 
+@pytest.mark.parametrize("chosen", ["auto", "require"])
+def test_what_nobody_expected(chosen, monkeypatch, caplog):
+    """vLLM goes on without the plug-in, unless that was required."""
+    monkeypatch.setenv(settings.VARIABLE, chosen)
+    worker = SimpleNamespace()  # without an attribute that is asked for
+    if chosen == "require":
+        with pytest.raises(AttributeError):
+            load.attach(worker)
+    else:
+        load.attach(worker)
+        assert "nothing is fused: AttributeError" in caplog.text
+        assert "Traceback" in caplog.text
+    assert "AttributeError" in counters(worker)["refused"]
+
+
 def test_importing_it_takes_no_vllm():
     program = (
         "import sys; sys.modules['vllm'] = None; from flashsampling.integrations.vllm import register, runner; "

@@ -78,7 +78,7 @@ def patch_worker(module: ModuleType) -> None:
 
 
 def attach(worker: Any) -> None:
-    """Fuses what a worker's runner can, or says why it does not; Refused where that was required."""
+    """Fuses what a worker's runner can, or says why it does not, whatever the reason; raises it where that was required."""
     try:
         if not worker.use_v2_model_runner:
             raise Refused("vLLM chose its model runner v1 for this model and these settings; v2 is what is known")
@@ -89,6 +89,11 @@ def attach(worker: Any) -> None:
         if mode() == "require":
             raise Refused(f"{why} ({VARIABLE}=require)") from None
         _logger.warning("flashsampling: nothing is fused: %s", why)
+    except Exception as error:  # vLLM works without the plug-in, whatever the plug-in did not expect
+        worker.flashsampling_refused = repr(error)
+        if mode() == "require":
+            raise
+        _logger.warning("flashsampling: nothing is fused: %r", error, exc_info=True)
     else:
         _logger.info("flashsampling: %s", said)
 

@@ -25,7 +25,7 @@ from ...distributed import TensorParallel, TensorParallelError
 from ...step import example
 from .batches import Grammar, batch_of, grammar_of, part_of, part_of_grammar
 from .head import Head, Layers, head_of
-from .settings import COUNTING, LOGITS, RUNNER, TENSOR_PARALLEL, Refused, check_signature, tensor_parallel
+from .settings import COUNTING, LOGITS, RUNNER, TENSOR_PARALLEL, Refused, check_signature, mode, tensor_parallel
 from .slots import DRAFTS, GRAMMAR, GRAMMAR_LOGPROBS, REASONS, SERVED, SHARDED, Rules, Slots, Wants
 from .step import FusedStep
 
@@ -48,7 +48,6 @@ class Fused:
 
     def __init__(self, step: FusedStep, vllm: Vllm) -> None:
         self.step, self.vllm = step, vllm
-        self.is_warm = False
         self._steps: collections.Counter[str] = collections.Counter()
         self._reasons: collections.Counter[int] = collections.Counter()
 
@@ -186,8 +185,16 @@ class FusedRunner:
 
     def _dummy_sampler_run(self, hidden_states: Tensor) -> None:
         super()._dummy_sampler_run(hidden_states)  # type: ignore[misc]
-        names = self.flashsampling.step.warm_up(hidden_states)
-        self.flashsampling.is_warm = True
+        try:
+            names = self.flashsampling.step.warm_up(hidden_states)
+        except Exception as error:
+            # nothing is served yet, so one rank can still go vLLM's way; of several all have to
+            if mode() == "require" or self.flashsampling.step.tp is not None:
+                raise
+            _logger.warning("flashsampling: nothing is fused: %r", error, exc_info=True)
+            del self.flashsampling
+            self.__class__ = next(kind for kind in type(self).__mro__ if not issubclass(kind, FusedRunner))  # type: ignore[assignment]
+            return
         _logger.info("flashsampling: %d kernels are ready for batches of up to %d", len(set(names)), len(hidden_states))
 
     def shutdown(self) -> None:
