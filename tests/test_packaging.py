@@ -75,8 +75,9 @@ def test_the_wheel_runs_the_readmes_snippets(built, tmp_path):
     assert run.returncode == 0, run.stderr[-3000:]
     assert str(wheel) in run.stdout
     # as the script that an installer makes of the entry point, and as a module
-    entry = "import sys; from importlib.metadata import distribution as of; (entry,) = of('flashsampling').entry_points; "
-    entry += "assert (entry.group, entry.name) == ('console_scripts', 'flashsampling'); sys.exit(entry.load()())"
+    entry = "import sys; from importlib.metadata import distribution as of; "
+    entry += "(entry,) = of('flashsampling').entry_points.select(group='console_scripts'); "
+    entry += "assert entry.name == 'flashsampling'; sys.exit(entry.load()())"
     for command in (["-c", entry], ["-m", "flashsampling"]):
         run = subprocess.run(
             [sys.executable, *command, "doctor"], cwd=tmp_path, capture_output=True, text=True, env=environment

@@ -1,0 +1,221 @@
+"""vLLM's decode step with and without the plug-in, interleaved, in one engine: ``python -m benchmarks.vllm_engine``.
+
+Random weights of a Qwen3 shape, scaled so that logits spread as real ones do; no network, no tokenizer. The engine is in a
+process of its own, as vLLM has it; the model runner's class there is the plug-in's or vLLM's own, in turns.
+
+    sample_ms   GPU time of LM head and sampler, CUDA events around the runner's ``sample``: median over the decode steps
+    forward_ms  likewise of the model before it
+    tpot_ms     what a user waits per token, scheduler and all: (time of n tokens - time of 1) / (n - 1), median over rounds
+    peak_MiB    most memory allocated meanwhile
+
+Before anything is timed the plug-in's counters must say that every step of a kind is fused.
+"""
+
+import json
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from .timing import machine, shuffled
+
+SETTINGS = {  # no network, no FlashInfer; functions may be sent to the engine
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+    "FLASHSAMPLING_VLLM": "require",
+}
+SHAPES = {  # hidden, layers, heads, MLP, tied
+    "1.7b": (2048, 28, 16, 6144, True),
+    "8b": (4096, 36, 32, 12288, False),
+}
+VOCAB, PROMPT = 151936, 32
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "seeded": {"seed": 1},
+    "top-k top-p": {"top_k": 20, "top_p": 0.95},
+    "min-p penalties": {"min_p": 0.05, "repetition_penalty": 1.1, "frequency_penalty": 0.1, "presence_penalty": 0.1},
+    "logprobs=5": {"logprobs": 5},
+    "grammar mask": {},
+}
+
+
+def model_folder(hidden: int, layers: int, heads: int, mlp: int, tied: bool, vocab: int, key_heads: int, head_dim: int) -> str:
+    """A Qwen3 configuration alone."""
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "dtype": "bfloat16",
+        "hidden_size": hidden,
+        "intermediate_size": mlp,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": key_heads,
+        "head_dim": head_dim,
+        "vocab_size": vocab,
+        "tie_word_embeddings": tied,
+        "max_position_embeddings": 40960,
+        "rope_theta": 1e6,
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    }
+    folder = Path(tempfile.mkdtemp(prefix="qwen3-"))
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+class Engine:
+    """vLLM with a model of random weights."""
+
+    def __init__(self, folder: str, **options: Any) -> None:
+        for name, value in SETTINGS.items():
+            os.environ.setdefault(name, value)
+        from vllm import LLM, SamplingParams
+
+        self.params = SamplingParams
+        self.llm = LLM(
+            model=folder,
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            worker_extension_cls="benchmarks.vllm_worker.WorkerExtension",
+            **options,
+        )
+
+    def tell(self, function: Any, *args: Any) -> Any:
+        """Has every worker call a function with itself; what the first returns."""
+        return self.llm.collective_rpc(function, args=args)[0]
+
+    def generate(self, prompts: list[list[int]], params: list[Any]) -> list[Any]:
+        """One output per prompt."""
+        outputs = self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+        return [output.outputs[0] for output in outputs]
+
+
+def _measured(engine: Engine, kind: str, batch: int, tokens: int, rounds: int) -> list[dict[str, Any]]:
+    """Rows of both."""
+    import numpy as np
+
+    from flashsampling.integrations.vllm import counters
+
+    from .vllm_worker import start_timing, stop_timing, use_plugin
+
+    generator = np.random.default_rng(0)
+
+    def seconds(count: int) -> float:
+        prompts = generator.integers(0, VOCAB, (batch, PROMPT)).tolist()
+        params = []
+        for row in range(batch):
+            asked = KINDS[kind] | ({"seed": row} if "seed" in KINDS[kind] else {})
+            params.append(engine.params(max_tokens=count, ignore_eos=True, detokenize=False, **asked))
+        start = time.perf_counter()
+        outputs = engine.generate(prompts, params)
+        elapsed = time.perf_counter() - start
+        ids = [list(output.token_ids) for output in outputs]
+        if any(len(row) != count or min(row) < 0 or max(row) >= VOCAB for row in ids):
+            raise SystemExit(f"{kind}, batch {batch}: not {count} tokens of the vocabulary a row")
+        return elapsed
+
+    rows: dict[str, dict[str, Any]] = {"vllm": {}, "plugin": {}}
+    times: dict[str, list[float]] = {name: [] for name in rows}
+    for name, row in rows.items():
+        engine.tell(use_plugin, name == "plugin")
+        before = engine.tell(counters) if name == "plugin" else {}
+        seconds(2)
+        engine.tell(start_timing, kind == "grammar mask")
+        seconds(tokens)
+        row |= engine.tell(stop_timing, batch)
+        if name == "plugin":
+            after = engine.tell(counters)
+            if after["fused"] <= before["fused"] or after["left"] + after["split"] != before["left"] + before["split"]:
+                raise SystemExit(f"{kind}, batch {batch}: not every step is fused: {before}, then {after}")
+    if kind != "grammar mask":  # whose masks are made up inside the runner
+        for names in shuffled(rows, rounds):
+            for name in names:
+                engine.tell(use_plugin, name == "plugin")
+                times[name].append(1e3 * (seconds(tokens) - seconds(1)) / (tokens - 1))
+        for name, row in rows.items():
+            row |= {"tpot_ms": statistics.median(times[name]), "tpot_all_ms": [round(ms, 4) for ms in times[name]]}
+    return [{"kind": kind, "batch": batch, "who": name, **row} for name, row in rows.items()]
+
+
+def main(
+    shape: Annotated[str, typer.Option(help=f"Of {', '.join(SHAPES)}.")] = "1.7b",
+    layers: Annotated[int, typer.Option(help="Fewer layers than the shape has; 0: as many.")] = 0,
+    kinds: Annotated[str, typer.Option(help="Comma-separated.")] = ",".join(KINDS),
+    batches: Annotated[str, typer.Option(help="Comma-separated rows.")] = "1,16,64,128,256",
+    tokens: Annotated[int, typer.Option(help="Per request.")] = 64,
+    rounds: Annotated[int, typer.Option(help="Interleaved, for the time per token.")] = 3,
+    ranks: Annotated[
+        int, typer.Option(help="GPUs that share the model; with several, plain and seeded requests are fused.")
+    ] = 1,
+    attention: Annotated[str, typer.Option(help="vLLM's back end; FLASH_ATTN is its own choice on an H200.")] = "FLASH_ATTN",
+    out: Annotated[Path, typer.Option(help="Folder for vllm_engine.json.")] = Path("benchmarks/results"),
+) -> None:
+    """Times vLLM with and without the plug-in."""
+    from .vllm_worker import spread_logits
+
+    console = Console(width=200)
+    sizes = [int(batch) for batch in batches.split(",")]
+    hidden, depth, heads, mlp, tied = SHAPES[shape]
+    started = time.perf_counter()
+    if ranks > 1:
+        os.environ.setdefault("FLASHSAMPLING_VLLM_TP", "1")
+    engine = Engine(
+        model_folder(hidden, layers or depth, heads, mlp, tied, VOCAB, 8, 128),
+        max_model_len=1024,
+        max_num_seqs=max(sizes),
+        gpu_memory_utilization=0.5,
+        enable_prefix_caching=False,  # a repeat must not find an earlier one's prompts
+        attention_backend=attention,
+        compilation_config={"mode": 0, "cudagraph_capture_sizes": sorted(sizes)},
+        tensor_parallel_size=ranks,
+        disable_custom_all_reduce=True,
+    )
+    startup = time.perf_counter() - started
+    engine.tell(spread_logits, 4.0)
+    from flashsampling.integrations.vllm import counters
+
+    result: dict[str, Any] = {"shape": shape, "ranks": ranks, "layers": layers or depth, "tokens": tokens, "rounds": rounds}
+    result |= {"startup_s": round(startup, 1), "attention": attention, "rows": []}
+    console.print(f"engine ready after {startup:.0f} s; {engine.tell(counters)}")
+    out.mkdir(parents=True, exist_ok=True)
+    for kind in kinds.split(","):
+        table = Table(
+            "B", "head + sampler: vLLM, ms", "fused, ms", "ratio", "token: vLLM, ms", "fused, ms", "ratio", "MiB", title=kind
+        )
+        for batch in sizes:
+            rows = _measured(engine, kind, batch, tokens, rounds)
+            theirs, ours = rows
+            cells = [f"{theirs['sample_ms']:.3f}", f"{ours['sample_ms']:.3f}", f"{ours['sample_ms'] / theirs['sample_ms']:.2f}"]
+            if "tpot_ms" in ours:
+                cells += [f"{theirs['tpot_ms']:.3f}", f"{ours['tpot_ms']:.3f}", f"{ours['tpot_ms'] / theirs['tpot_ms']:.2f}"]
+            else:
+                cells += ["", "", ""]
+            table.add_row(str(batch), *cells, f"{theirs['peak_MiB']:.0f} / {ours['peak_MiB']:.0f}")
+            result["rows"] += rows
+            (out / "vllm_engine.json").write_text(json.dumps(result | {"counters": engine.tell(counters)}, indent=1) + "\n")
+        console.print(table)
+    of_ranks = engine.llm.collective_rpc(counters)
+    if any(each != of_ranks[0] for each in of_ranks):
+        raise SystemExit(f"the ranks did not do the same: {of_ranks}")
+    result |= {"machine": machine(), "counters": of_ranks[0]}
+    (out / "vllm_engine.json").write_text(json.dumps(result, indent=1) + "\n")
+    console.print(result["machine"], result["counters"])
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,95 @@
+"""What the benchmarks do inside vLLM's worker: functions for ``LLM.collective_rpc``, and a class that has them imported there.
+
+vLLM starts its engine in a process of its own, so that is where the model runner is. Its class is the plug-in's or vLLM's.
+"""
+
+import statistics
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def use_plugin(worker: Any, wanted: bool) -> None:
+    """The next requests are sampled by the plug-in's runner, or by vLLM's own."""
+    runner = worker.model_runner
+    kinds = runner.__dict__.setdefault("kinds", (type(runner).__mro__[2], type(runner)))  # vLLM's, the plug-in's
+    runner.__class__ = kinds[wanted]
+
+
+def spread_logits(worker: Any, deviation: float) -> None:
+    """Random weights have logits that are all about equal: makes the last norm such that they spread as real ones."""
+    model = worker.model_runner.model
+    weight = model.lm_head.weight
+    with torch.inference_mode():
+        generator = torch.Generator(weight.device).manual_seed(0)
+        for rows in weight.data.split(8192):
+            rows.normal_(0.0, 0.02, generator=generator)
+        model.model.norm.weight.data.fill_(deviation / 0.02 / weight.shape[1] ** 0.5)
+
+
+def start_timing(worker: Any, with_grammar: bool) -> None:
+    """Notes CUDA events around every step from here on. ``with_grammar``: every row of a step has a mask of half the tokens."""
+    from vllm.v1.core.sched.output import GrammarOutput
+
+    runner = worker.model_runner
+    execute, sample, steps = runner.execute_model, runner.sample, []
+    words = -(-runner.vocab_size // 32)
+    masks = np.random.default_rng(0).integers(-(2**31), 2**31, (runner.max_num_reqs, words), np.int32)
+
+    def timed_execute(*args: Any, **kwargs: Any) -> Any:
+        start = _mark()
+        result = execute(*args, **kwargs)
+        timed_execute.start = start  # type: ignore[attr-defined]
+        return result
+
+    def timed_sample(hidden_states: Any, input_batch: Any, grammar_output: Any) -> Any:
+        if with_grammar:
+            grammar_output = GrammarOutput(list(input_batch.req_ids), masks[: input_batch.num_reqs])
+        before = _mark()
+        out = sample(hidden_states, input_batch, grammar_output)
+        steps.append((input_batch.num_tokens, input_batch.num_reqs, timed_execute.start, before, _mark()))  # type: ignore[attr-defined]
+        return out
+
+    runner.execute_model, runner.sample, runner.timed_steps = timed_execute, timed_sample, steps
+    torch.cuda.reset_peak_memory_stats()
+
+
+def stop_timing(worker: Any, batch: int) -> dict[str, float]:
+    """Medians over the decode steps of so many rows, milliseconds; and the peak of allocated memory, MiB."""
+    runner = worker.model_runner
+    steps = runner.timed_steps
+    del runner.execute_model, runner.sample, runner.timed_steps
+    torch.cuda.synchronize()
+    events = [step[2:] for step in steps if step[:2] == (batch, batch)]
+    return {
+        "forward_ms": statistics.median(start.elapsed_time(before) for start, before, _ in events),
+        "sample_ms": statistics.median(before.elapsed_time(after) for _, before, after in events),
+        "peak_MiB": torch.cuda.max_memory_allocated() / 2**20,
+        "steps": len(events),
+    }
+
+
+def _mark() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+class WorkerExtension:
+    """Named to vLLM as ``worker_extension_cls``, has the engine's process import this module.
+
+    CuTe DSL on the path without quack, as where it was unpacked by hand, lets vLLM warm up router kernels that want it.
+    """
+
+
+def _without_quack() -> None:
+    import importlib.util
+
+    if importlib.util.find_spec("vllm") and not importlib.util.find_spec("quack"):
+        from vllm.model_executor.kernels.linear.cute_dsl import ll_bf16
+
+        ll_bf16._cutedsl_available = False
+
+
+_without_quack()

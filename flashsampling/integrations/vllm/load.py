@@ -1,0 +1,146 @@
+"""How the plug-in gets into vLLM: one method of its worker, after which the model runner is another class.
+
+Plug-ins are called in all of vLLM's processes, also those that serve HTTP or look at a model's class, before most of vLLM is
+imported. So ``register`` only waits for the module of the worker, which the processes that have a GPU import. A runner that is
+refused is left as it was; of one that is not, ``__class__`` becomes a subclass, so that no other runner sees it.
+"""
+
+import functools
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.metadata
+import importlib.util
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+from .settings import VARIABLE, Refused, check_version, mode
+
+_logger = logging.getLogger("vllm.flashsampling")  # below vLLM's own, which is the one that is shown there
+_WORKER = "vllm.v1.worker.gpu_worker"
+
+
+def register() -> None:
+    """vLLM's entry point: has the worker of a known release fuse what it can.
+
+    Called again, as vLLM may, it does nothing more.
+
+    Raises:
+        ValueError: ``FLASHSAMPLING_VLLM`` is none of "off", "auto" and "require".
+        Refused: it is "require", and vLLM's release is not a known one.
+    """
+    chosen = mode()
+    if chosen == "off":
+        return
+    try:
+        check_version(importlib.metadata.version("vllm"))
+    except Refused as why:
+        if chosen == "require":
+            raise
+        _logger.warning("flashsampling: nothing is fused: %s", why)
+        return
+    when_imported(_WORKER, patch_worker)
+
+
+def counters(worker: Any) -> dict[str, Any]:
+    """How many steps a worker fused, and how many it left to vLLM, by reason.
+
+    ``LLM.collective_rpc`` takes it as it is: one dictionary per worker.
+
+    Returns:
+        "fused": steps; "left": steps that vLLM did; "split": steps of which vLLM did some rows; "reasons": how many of those
+        had a request of each reason; "undefined_rows": rows without a finite score, which got token 0. "refused": why
+        nothing is fused, if so. Reading them waits for the device.
+    """
+    fused = getattr(getattr(worker, "model_runner", None), "flashsampling", None)
+    if fused is None:
+        return {"refused": getattr(worker, "flashsampling_refused", "the plug-in is off, or was not loaded")}
+    return fused.counters()  # type: ignore[no-any-return]
+
+
+def patch_worker(module: ModuleType) -> None:
+    """Has the worker's ``load_model`` attach the fused step behind it."""
+    original = module.Worker.load_model
+    if hasattr(original, "flashsampling"):
+        return
+
+    @functools.wraps(original)
+    def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        attach(self)
+        return result
+
+    load_model.flashsampling = True  # type: ignore[attr-defined]
+    module.Worker.load_model = load_model
+
+
+def attach(worker: Any) -> None:
+    """Fuses what a worker's runner can, or says why it does not, whatever the reason; raises it where that was required."""
+    try:
+        if not worker.use_v2_model_runner:
+            raise Refused("vLLM chose its model runner v1 for this model and these settings; v2 is what is known")
+        runner = importlib.import_module(".runner", __package__)
+        said = runner.attach(worker.model_runner)
+    except Refused as why:
+        worker.flashsampling_refused = str(why)
+        if mode() == "require":
+            raise Refused(f"{why} ({VARIABLE}=require)") from None
+        _logger.warning("flashsampling: nothing is fused: %s", why)
+    except Exception as error:  # vLLM works without the plug-in, whatever the plug-in did not expect
+        worker.flashsampling_refused = repr(error)
+        if mode() == "require":
+            raise
+        _logger.warning("flashsampling: nothing is fused: %r", error, exc_info=True)
+    else:
+        _logger.info("flashsampling: %s", said)
+
+
+# -- once a module is there
+
+
+def when_imported(name: str, then: Callable[[ModuleType], None]) -> None:
+    """Calls ``then`` with a module: now if it is imported, else right after it is."""
+    if name in sys.modules:
+        then(sys.modules[name])
+    elif not any(isinstance(finder, _Awaited) and finder.name == name for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Awaited(name, then))
+
+
+class _Awaited(importlib.abc.MetaPathFinder):
+    """Finds one module as the other finders do, once, and has its loader call ``then`` behind it."""
+
+    def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
+        self.name, self.then = name, then
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """As importlib has it."""
+        if fullname != self.name or self not in sys.meta_path:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Followed(spec.loader, self.then)
+        return spec
+
+
+class _Followed(importlib.abc.Loader):
+    """A loader, and what follows it."""
+
+    def __init__(self, loader: importlib.abc.Loader, then: Callable[[ModuleType], None]) -> None:
+        self._loader, self._then = loader, then
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        """As importlib has it."""
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """As importlib has it."""
+        self._loader.exec_module(module)
+        assert module.__spec__ is not None
+        module.__spec__.loader = self._loader
+        self._then(module)

@@ -1,0 +1,302 @@
+"""Where the fused step meets vLLM's model runner v2.
+
+    add_requests         notes what every new request asks for, by its slot
+    sample               the fused step, vLLM's own, or both for a part of the rows each
+    _dummy_sampler_run   compiles, while vLLM measures how much memory a step takes
+
+A batch is fused if all its requests can be. Another one goes the way that it goes without the plug-in, all of it; but if a
+request that could be fused was given a seed, it is drawn by the fused step all the same, and the others by vLLM: else its
+tokens would depend on its batch mates.
+"""
+
+import collections
+import logging
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ... import ops
+from ...api import SampleOutput
+from ...distributed import TensorParallel, TensorParallelError
+from ...step import example
+from .batches import Grammar, batch_of, grammar_of, part_of, part_of_grammar
+from .head import Head, Layers, head_of
+from .settings import COUNTING, LOGITS, RUNNER, TENSOR_PARALLEL, Refused, check_signature, mode, tensor_parallel
+from .slots import DRAFTS, GRAMMAR, GRAMMAR_LOGPROBS, REASONS, SERVED, SHARDED, Rules, Slots, Wants
+from .step import FusedStep
+
+_logger = logging.getLogger("vllm.flashsampling")
+_FAST = ("cute", "triton")  # implementations that are faster than what vLLM does
+
+Sampled = tuple[Any, Tensor, Tensor]  # vLLM's SamplerOutput, num_sampled, num_rejected
+
+
+class Vllm(NamedTuple):
+    """What is used of vLLM."""
+
+    sampler_output: Callable[..., Any]
+    logprobs: Callable[..., Any]  # LogprobsTensors
+    counting: Callable[..., tuple[Tensor, Tensor]]  # get_num_sampled_and_rejected
+
+
+class Fused:
+    """What a runner has of the plug-in."""
+
+    def __init__(self, step: FusedStep, vllm: Vllm) -> None:
+        self.step, self.vllm = step, vllm
+        self._steps: collections.Counter[str] = collections.Counter()
+        self._reasons: collections.Counter[int] = collections.Counter()
+
+    def sample(
+        self, theirs: Callable[..., Sampled], runner: Any, hidden_states: Tensor, input_batch: Any, grammar_output: Any
+    ) -> Sampled:
+        """One step of a batch, in place of ``theirs``, vLLM's own."""
+        grammar = grammar_of(input_batch, grammar_output)
+        reasons = self.reasons(input_batch, grammar)
+        if not reasons.any():
+            self._steps["fused"] += 1
+            return self._fused(runner, hidden_states, input_batch, grammar)
+        self._note(reasons)
+        served = reasons == SERVED
+        if not (served & self.step.slots.promised[input_batch.idx_mapping_np]).any():
+            self._steps["left"] += 1
+            return theirs(hidden_states, input_batch, grammar_output)
+        self._steps["split"] += 1
+        outputs = []
+        for rows, is_mine in ((np.flatnonzero(served), True), (np.flatnonzero(~served), False)):
+            part, masks = part_of(input_batch, rows), part_of_grammar(grammar_output, grammar, rows)
+            if is_mine:
+                output, _, _ = self._fused(runner, hidden_states, part, grammar_of(part, masks))
+            else:
+                output, _, _ = theirs(hidden_states, part, masks)
+            outputs.append((rows, output))
+        return self._joined(runner, input_batch, outputs)
+
+    def reasons(self, input_batch: Any, grammar: Grammar | None) -> NDArray[np.int8]:
+        """(B,) why vLLM has to do a row, as an index of ``REASONS``; known on the host."""
+        slots = self.step.slots
+        reasons = slots.reasons[input_batch.idx_mapping_np]
+        if input_batch.num_draft_tokens:
+            reasons[:] = DRAFTS
+        if grammar is not None:
+            if self.step.tp is not None:
+                reasons[grammar.rows] = SHARDED
+            elif grammar.masks.shape != (len(grammar.rows), max(grammar.masks.shape[1], self.step.words)):
+                reasons[grammar.rows] = GRAMMAR
+            wants = slots.wants[input_batch.idx_mapping_np[grammar.rows]]
+            with_logprobs = grammar.rows[(wants & Wants.LOGPROBS) != 0]  # vLLM's raw ones are of what the grammar allows
+            reasons[with_logprobs] = GRAMMAR_LOGPROBS
+        return reasons
+
+    def counters(self) -> dict[str, Any]:
+        """See ``load.counters``."""
+        steps = {name: self._steps[name] for name in ("fused", "left", "split")}
+        reasons = {REASONS[reason]: count for reason, count in self._reasons.most_common()}
+        return {**steps, "reasons": reasons, "undefined_rows": int(self.step.undefined)}
+
+    def _note(self, reasons: NDArray[np.int8]) -> None:
+        for reason in map(int, np.unique(reasons[reasons != SERVED])):
+            if not self._reasons[reason]:
+                _logger.info("flashsampling: vLLM samples where a request has %s (said once)", REASONS[reason])
+            self._reasons[reason] += 1
+
+    def _fused(self, runner: Any, hidden_states: Tensor, input_batch: Any, grammar: Grammar | None) -> Sampled:
+        out, top = self.step.draw(batch_of(hidden_states, input_batch, grammar))
+        return self._output(runner, input_batch, out.token_ids, None if top is None else self._logprobs(out, top))
+
+    def _logprobs(self, out: SampleOutput, top: int) -> Any:
+        """As vLLM has them: the token's first, then the most likely ones'."""
+        assert out.logprobs is not None
+        assert out.top_token_ids is not None
+        assert out.top_logprobs is not None
+        return self.vllm.logprobs(
+            logprob_token_ids=torch.cat((out.token_ids[:, None], out.top_token_ids[:, :top]), dim=1),
+            logprobs=torch.cat((out.logprobs[:, None], out.top_logprobs[:, :top]), dim=1),
+            selected_token_ranks=out.ranks,
+            cu_num_generated_tokens=None,
+        )
+
+    def _output(self, runner: Any, input_batch: Any, token_ids: Tensor, logprobs: Any) -> Sampled:
+        num_sampled, num_rejected = self.vllm.counting(
+            input_batch.seq_lens.new_ones(input_batch.num_reqs),
+            input_batch.seq_lens,
+            input_batch.cu_num_logits,
+            input_batch.idx_mapping,
+            runner.sampler.req_states.prefill_len.gpu,
+        )
+        output = self.vllm.sampler_output(
+            sampled_token_ids=token_ids.view(-1, 1),
+            logprobs_tensors=logprobs,
+            num_nans=None,
+            num_sampled=num_sampled,
+            num_rejected=num_rejected,
+        )
+        return output, num_sampled, num_rejected
+
+    def _joined(self, runner: Any, input_batch: Any, outputs: list[tuple[NDArray[np.int64], Any]]) -> Sampled:
+        """One output of those of parts."""
+        order = np.empty(input_batch.num_reqs, np.int64)  # where in the parts, one behind the other, a row is
+        order[np.concatenate([rows for rows, _ in outputs])] = np.arange(input_batch.num_reqs)
+        there = torch.from_numpy(order).to(input_batch.logits_indices.device)
+        token_ids = torch.cat([output.sampled_token_ids for _, output in outputs]).index_select(0, there)
+        tensors = [output.logprobs_tensors for _, output in outputs]
+        logprobs = None
+        if any(each is not None for each in tensors):
+            columns = max(each.logprobs.shape[1] for each in tensors if each is not None)
+            parts = [_widened(each, len(rows), columns, token_ids) for each, (rows, _) in zip(tensors, outputs)]
+            ids, values, ranks = (torch.cat(same).index_select(0, there) for same in zip(*parts))
+            logprobs = self.vllm.logprobs(
+                logprob_token_ids=ids, logprobs=values, selected_token_ranks=ranks, cu_num_generated_tokens=None
+            )
+        return self._output(runner, input_batch, token_ids, logprobs)
+
+
+def _widened(tensors: Any, rows: int, columns: int, token_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Ids, log-probabilities and ranks in so many columns; what is not there is as vLLM has it, token 0 and -inf."""
+    ids = token_ids.new_zeros((rows, columns), dtype=torch.int64)
+    values = ids.new_full((rows, columns), float("-inf"), dtype=torch.float32)
+    if tensors is None:
+        return ids, values, ids.new_zeros(rows)
+    width = tensors.logprobs.shape[1]
+    ids[:, :width], values[:, :width] = tensors.logprob_token_ids, tensors.logprobs
+    return ids, values, tensors.selected_token_ranks.long()
+
+
+class FusedRunner:
+    """In front of vLLM's ``GPUModelRunner`` among the bases of a class."""
+
+    flashsampling: Fused
+
+    def add_requests(self, scheduler_output: Any) -> None:
+        """As vLLM's, and notes what new requests ask for."""
+        super().add_requests(scheduler_output)  # type: ignore[misc]
+        for new in scheduler_output.scheduled_new_reqs:
+            if new.sampling_params is not None:
+                slot = self.req_states.req_id_to_index[new.req_id]  # type: ignore[attr-defined]
+                self.flashsampling.step.add(slot, new.sampling_params, len(new.prompt_token_ids))
+
+    def sample(self, hidden_states: Tensor, input_batch: Any, grammar_output: Any) -> Sampled:
+        """As vLLM's, fused where it can be."""
+        return self.flashsampling.sample(super().sample, self, hidden_states, input_batch, grammar_output)  # type: ignore[misc]
+
+    def _dummy_sampler_run(self, hidden_states: Tensor) -> None:
+        super()._dummy_sampler_run(hidden_states)  # type: ignore[misc]
+        try:
+            names = self.flashsampling.step.warm_up(hidden_states)
+        except Exception as error:
+            # nothing is served yet, so one rank can still go vLLM's way; of several all have to
+            if mode() == "require" or self.flashsampling.step.tp is not None:
+                raise
+            _logger.warning("flashsampling: nothing is fused: %r", error, exc_info=True)
+            del self.flashsampling
+            self.__class__ = next(kind for kind in type(self).__mro__ if not issubclass(kind, FusedRunner))  # type: ignore[assignment]
+            return
+        _logger.info("flashsampling: %d kernels are ready for batches of up to %d", len(set(names)), len(hidden_states))
+
+    def shutdown(self) -> None:
+        """As vLLM's, after a line about what was fused."""
+        _logger.info("flashsampling: %s", self.flashsampling.counters())
+        if self.flashsampling.step.tp is not None:
+            try:
+                self.flashsampling.step.tp.close()
+            except TensorParallelError as error:  # a rank that does not come; the buffers are given up all the same
+                _logger.warning("flashsampling: %s", error)
+        super().shutdown()  # type: ignore[misc]
+
+
+# -- once a model is loaded
+
+
+def attach(runner: Any) -> str:
+    """Makes a runner, whose model is loaded, a fused one; a line that says what it does. Refused: it cannot."""
+    from vllm.distributed import get_tp_group
+    from vllm.model_executor.layers.logits_processor import LogitsProcessor
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
+    from vllm.v1.outputs import LogprobsTensors
+    from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+    from vllm.v1.worker.gpu.sample.output import SamplerOutput
+    from vllm.v1.worker.gpu.sample.sampler import Sampler
+
+    check_runner(runner, GPUModelRunner, Sampler)
+    for name, parameters in RUNNER.items():
+        check_signature(f"GPUModelRunner.{name}", getattr(GPUModelRunner, name), parameters)
+    check_signature("get_num_sampled_and_rejected", get_num_sampled_and_rejected, COUNTING)
+    check_signature("LogitsProcessor.forward", LogitsProcessor.forward, LOGITS)
+    layers = Layers(LogitsProcessor, VocabParallelEmbedding, UnquantizedEmbeddingMethod)
+    head = head_of(runner.model, runner.model_config.get_hidden_size(), runner.dtype, runner.device, layers)
+    check_head(head, runner.vocab_size)
+    tp = None if head.ranks == 1 else group_of(head, get_tp_group().device_group, runner.max_num_reqs)
+    rules = Rules(head.vocab_size, raw_logprobs=runner.sampler.logprobs_mode == "raw_logprobs", plain_only=tp is not None)
+    step = FusedStep(head, runner.sampler, Slots(runner.max_num_reqs, rules), runner.device, tp)
+    runner.flashsampling = Fused(step, Vllm(SamplerOutput, LogprobsTensors, get_num_sampled_and_rejected))
+    runner.__class__ = type("FusedGPUModelRunner", (FusedRunner, GPUModelRunner), {})
+    return said_of(head, rules)
+
+
+def check_runner(runner: Any, kind: type, sampler: type) -> None:
+    """Refuses a runner of which something else is asked than a token of every request in turn."""
+    config = runner.vllm_config
+    unmet = (
+        (type(runner) is not kind, f"the model runner is a {type(runner).__name__}"),
+        (runner.is_pooling_model, "the model does not generate"),
+        (runner.device.type != "cuda", f"the device is {runner.device}, not an NVIDIA GPU"),
+        (runner.use_pp, "pipeline parallelism"),
+        (
+            config.parallel_config.tensor_parallel_size > 1 and not tensor_parallel(),
+            f"tensor parallelism, which has not been tried with vLLM on GPUs ({TENSOR_PARALLEL}=1 tries it)",
+        ),
+        (config.parallel_config.prefill_context_parallel_size > 1, "prefill context parallelism"),
+        (config.speculative_config is not None, "speculative decoding"),
+        (bool(runner.model_config.logits_processors), "custom logits processors"),
+        (runner.sampler is None, "this rank samples nothing"),
+    )
+    for is_so, why in unmet:
+        if is_so:
+            raise Refused(why)
+    own = type(runner.sampler)
+    if own is not sampler:
+        raise Refused(f"the model brings a sampler of its own, {own.__name__}")
+    if runner.decode_query_len != 1:
+        raise Refused(f"a step has {runner.decode_query_len} new tokens of a request")
+    if runner.sampler.compute_nans:
+        raise Refused("VLLM_COMPUTE_NANS_IN_LOGITS counts NaN in logits, which are nowhere in memory here")
+
+
+def group_of(head: Head, group: Any, max_batch_size: int) -> TensorParallel:
+    """vLLM's tensor-parallel ranks as a group; all of them make this call. Refused: they cannot be one."""
+    if head.request():
+        raise Refused(f"tensor parallelism with a head that has {', '.join(head.request())}")
+    try:
+        return TensorParallel(
+            group, head.weight, first_token=head.first_token, vocab_size=head.vocab_size, max_batch_size=max_batch_size
+        )
+    except (ValueError, TensorParallelError) as error:
+        raise Refused(f"tensor parallelism: {error}") from error
+
+
+def check_head(head: Head, vocab_size: int) -> None:
+    """Refuses a head of more tokens than vLLM keeps counts of, or that only a slow implementation takes."""
+    if head.vocab_size > vocab_size:
+        raise Refused(f"the LM head has {head.vocab_size} tokens, the model's configuration {vocab_size}")
+    try:
+        chosen = ops.choose(example(head.weight), "").name
+    except ValueError as error:
+        raise Refused(str(error)) from None
+    if chosen not in _FAST:
+        raise Refused(f"for this head and GPU there is only the implementation {chosen!r}, which is no faster than vLLM")
+
+
+def said_of(head: Head, rules: Rules) -> str:
+    """What is fused and what is not, in a line."""
+    left = [REASONS[reason] for reason in range(1, DRAFTS)]
+    left = [text for text in left if "logprobs_mode" not in text or not rules.raw_logprobs]
+    left = [text for text in left if "tensor parallelism" not in text or rules.plain_only]
+    return (
+        f"LM head ({head.vocab_size} tokens) and sampler are one step, {ops.choose(example(head.weight), '').name}; "
+        f"left to vLLM: {', '.join(left)}. Seeded tokens are not those of vLLM's own sampler"
+    )

@@ -1,0 +1,53 @@
+"""What the environment says, and the releases of vLLM that are known."""
+
+import inspect
+import os
+import re
+from typing import Any
+
+VARIABLE = "FLASHSAMPLING_VLLM"
+TENSOR_PARALLEL = "FLASHSAMPLING_VLLM_TP"
+MODES = ("off", "auto", "require")
+KNOWN = {"0.26": "model runner v2"}  # major.minor, and what of it
+
+# What is overridden or called, by its parameters: a release that has other ones is another one, whatever its number.
+RUNNER = {
+    "add_requests": ("self", "scheduler_output"),
+    "sample": ("self", "hidden_states", "input_batch", "grammar_output"),
+    "_dummy_sampler_run": ("self", "hidden_states"),
+    "shutdown": ("self",),
+}
+COUNTING = ("num_sampled", "seq_lens", "cu_num_logits", "idx_mapping", "prefill_len")
+LOGITS = ("self", "lm_head", "hidden_states", "embedding_bias")
+
+
+class Refused(RuntimeError):
+    """Why nothing is fused here. With ``FLASHSAMPLING_VLLM=require`` it is raised, else it is logged."""
+
+
+def mode() -> str:
+    """ "off", "auto" or "require"; ValueError if the environment says something else."""
+    value = os.environ.get(VARIABLE, "auto") or "auto"
+    if value not in MODES:
+        raise ValueError(f"{VARIABLE} must be one of {', '.join(MODES)}, got {value!r}")
+    return value
+
+
+def tensor_parallel() -> bool:
+    """Whether several ranks may share a head."""
+    return os.environ.get(TENSOR_PARALLEL, "0") == "1"
+
+
+def check_version(version: str) -> None:
+    """Refuses a release that nobody has tried."""
+    release = re.match(r"\d+\.\d+", version)
+    if release is None or release.group() not in KNOWN:
+        known = ", ".join(f"{number}.x ({what})" for number, what in KNOWN.items())
+        raise Refused(f"vLLM {version} is not one of the releases that are known to work: {known}")
+
+
+def check_signature(name: str, function: Any, parameters: tuple[str, ...]) -> None:
+    """Refuses what takes other parameters than the known releases'."""
+    got = tuple(inspect.signature(function).parameters)
+    if got != parameters:
+        raise Refused(f"{name} takes {', '.join(got)} here, not {', '.join(parameters)}: this is not a vLLM that is known")

@@ -1,0 +1,593 @@
+"""The plug-in for vLLM, on a model runner that is made up: who does a step, with whose parameters, and what comes of it."""
+
+import dataclasses
+import itertools
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+import flashsampling
+from flashsampling.integrations.vllm import Refused, counters
+from flashsampling.integrations.vllm.head import Layers, head_of
+from flashsampling.integrations.vllm.runner import Fused, FusedRunner, Vllm, check_runner
+from flashsampling.integrations.vllm.slots import REASONS, Rules, Slots, mask_of
+from flashsampling.integrations.vllm.state import Rows, counts_of
+from flashsampling.integrations.vllm.step import EVERYTHING, MIXES, FusedStep
+
+from . import vllm_fakes as fakes
+from .vllm_fakes import LEFT, SamplingParams
+
+V, D, SLOTS = 331, 16, 8
+LAYERS = Layers(fakes.Processor, fakes.Embedding, fakes.Unquantized)
+PROMPT = [5, 31, 7, 7]
+
+
+class Whole(FusedRunner, fakes.Runner):
+    """As ``attach`` makes it."""
+
+
+def runner_of(model=None, free=None, logprobs_mode="raw_logprobs", vocab_size=V):
+    model = fakes.Model(vocab_size, D) if model is None else model
+    head = head_of(model, D, torch.float32, torch.device("cpu"), LAYERS)
+    sampler = fakes.Sampler(SLOTS, vocab_size, logprobs_mode)
+    # slots in an order of their own: a row number is never its slot's number
+    runner = Whole(model, sampler, [0, 3, 1, 7, 4, 6, 2, 5] if free is None else free)
+    rules = Rules(vocab_size, raw_logprobs=logprobs_mode == "raw_logprobs", plain_only=False)
+    step = FusedStep(head, sampler, Slots(SLOTS, rules), runner.device)
+    runner.flashsampling = Fused(step, Vllm(fakes.SamplerOutput, fakes.LogprobsTensors, fakes.get_num_sampled_and_rejected))
+    return runner
+
+
+def states_of(batch):
+    """Hidden states of all tokens and of the padding, of which every row is another."""
+    return torch.randn(batch.num_tokens + 3, D, generator=torch.Generator().manual_seed(batch.num_tokens))
+
+
+def expected(runner, states, params, prompt=(), output=(), position=0, mask=None, **more):
+    """The one row by ``flashsampling.sample``, from what the user wrote: no slots, mixes or tensors of vLLM."""
+    head = runner.flashsampling.step.head
+    request = {"top_k": params.top_k, "top_p": params.top_p, "min_p": params.min_p, **head.request(), **more}
+    dense = torch.zeros(V)
+    for token, value in (params.logit_bias or {}).items():
+        dense[token] = value
+    if position + 1 < len(prompt) + params.min_tokens:
+        dense[list(params.all_stop_token_ids)] = float("-inf")
+    request["logit_bias"] = dense
+    if (params.repetition_penalty, params.frequency_penalty, params.presence_penalty) != (1.0, 0.0, 0.0):
+        counts = flashsampling.TokenCounts(1, V)
+        counts.reset(0, list(prompt))
+        counts.add(torch.tensor([list(output)], dtype=torch.int64))
+        request["token_counts"] = counts.counts
+        request |= {n: getattr(params, n) for n in ("repetition_penalty", "frequency_penalty", "presence_penalty")}
+    allowed = torch.ones(V, dtype=torch.bool) if mask is None else mask.clone()
+    if params.allowed_token_ids:
+        allowed &= torch.isin(torch.arange(V), torch.tensor(params.allowed_token_ids))
+    for (token,) in params.bad_words_token_ids or []:
+        allowed[token] = False
+    request["token_mask"] = torch.from_numpy(mask_of(V, allowed.nonzero()[:, 0].tolist(), []))
+    if params.logprobs is not None:
+        request |= {"return_logprobs": True, "top_logprobs": params.logprobs}
+    rows = {"temperature": params.temperature, "seed": params.seed or 0, "offset": position, "vocab_size": V}
+    return flashsampling.sample(states[None], head.weight, **rows, **request)
+
+
+SERVED = {
+    "plain": SamplingParams(seed=1),
+    "hot": SamplingParams(seed=2, temperature=3.5),
+    "greedy": SamplingParams(temperature=0.0),
+    "top_k": SamplingParams(seed=3, top_k=5),
+    "top_p": SamplingParams(seed=4, top_p=0.5, temperature=2.0),
+    "top_k_top_p": SamplingParams(seed=-5, top_k=7, top_p=0.8, temperature=2.0),
+    "min_p": SamplingParams(seed=6, min_p=0.2, temperature=2.0),
+    "repetition": SamplingParams(seed=7, repetition_penalty=3.0, temperature=0.7),
+    "frequency": SamplingParams(seed=2**63 - 1, frequency_penalty=1.5, presence_penalty=-2.0),
+    "bias": SamplingParams(seed=9, logit_bias={4: 3.0, 330: 5.0, 31: -100.0}),
+    "many_biases": SamplingParams(seed=10, logit_bias={token: 0.1 * (token % 50) for token in range(100)}),
+    "allowed": SamplingParams(seed=11, allowed_token_ids=[3, 31, 32, 330]),
+    "bad_words": SamplingParams(seed=12, temperature=0.0, bad_words_token_ids=[[token] for token in range(0, V, 2)]),
+    "min_tokens": SamplingParams(seed=13, min_tokens=2, stop_token_ids=[*range(100, 160)], logit_bias={120: 40.0, 200: 20.0}),
+    "logprobs": SamplingParams(seed=14, logprobs=5, top_k=20),
+    "logprobs_0": SamplingParams(seed=15, logprobs=0),
+    "everything": SamplingParams(
+        seed=16, temperature=1.7, top_k=50, min_p=0.01, repetition_penalty=1.3, frequency_penalty=0.2, presence_penalty=0.1,
+        logit_bias={9: 2.0}, allowed_token_ids=[*range(0, V, 3)], bad_words_token_ids=[[9], [12]], min_tokens=1,
+        stop_token_ids=[15], logprobs=3,
+    ),
+}  # fmt: skip
+LEFT_TO_VLLM = {
+    "logprobs of more than 20 tokens": SamplingParams(logprobs=21),
+    "logprob_token_ids": SamplingParams(logprob_token_ids=[3]),
+    "bad words of several tokens": SamplingParams(bad_words_token_ids=[[3], [4, 5]]),
+    "min_p with top_p": SamplingParams(min_p=0.1, top_p=0.9),
+    "more than 1024 tokens with a bias": SamplingParams(logit_bias=dict.fromkeys(range(1025), 1.0)),
+    "a bias that is not finite": SamplingParams(logit_bias={3: float("inf")}),
+}
+
+
+def check_rows(runner, batch, states, output, requests, outputs=None, masks=None):
+    """Every row against the request alone."""
+    outputs = outputs or {}
+    for row, name in enumerate(batch.req_ids):
+        prompt, params = requests[name]
+        where = int(batch.logits_indices[row])
+        position = int(batch.positions[where])
+        mask = None if masks is None else masks.get(name)
+        wanted = expected(runner, states[where], params, prompt, outputs.get(name, ()), position, mask)
+        assert output.sampled_token_ids[row].tolist() == wanted.token_ids.tolist(), name
+        if params.logprobs is not None:
+            got, n = output.logprobs_tensors, params.logprobs
+            assert got.logprob_token_ids[row, 0] == wanted.token_ids[0]
+            torch.testing.assert_close(got.logprobs[row, :1], wanted.logprobs, rtol=0, atol=1e-5)
+            assert got.selected_token_ranks[row] == wanted.ranks[0]
+            if n:
+                assert got.logprob_token_ids[row, 1 : n + 1].tolist() == wanted.top_token_ids[0].tolist()
+                torch.testing.assert_close(got.logprobs[row, 1 : n + 1], wanted.top_logprobs[0], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_a_request_of_every_served_kind(name):
+    runner = runner_of()
+    requests = {name: (PROMPT, SERVED[name])}
+    runner.add(**requests)
+    batch = runner.batch({name: 4})  # its prompt
+    states = states_of(batch)
+    output, num_sampled, num_rejected = runner.sample(states, batch, None)
+    check_rows(runner, batch, states, output, requests)
+    assert (num_sampled.tolist(), num_rejected.tolist()) == ([1], [0])
+    assert not runner.left
+    assert counters(SimpleNamespace(model_runner=runner))["fused"] == 1
+
+
+def test_parameters_change_what_is_drawn():
+    """Else the test above would pass a plug-in that forgets them."""
+    runner = runner_of()
+    for name, params in SERVED.items():
+        if name in ("plain", "greedy", "logprobs_0", "logprobs"):
+            continue
+        plain = SamplingParams(seed=params.seed)
+        draws = [
+            [int(expected(runner, torch.randn(D), p, PROMPT, range(0, 200, 2)).token_ids) for _ in range(40)]
+            for p in (params, plain)
+            if torch.manual_seed(0)
+        ]
+        assert draws[0] != draws[1], name
+
+
+@pytest.mark.parametrize("order", [0, 1, 2])
+def test_mixed_batches_read_their_own_slots(order):
+    """In several orders of rows, several steps, requests that come and go: all kinds in one batch, eight at a time."""
+    runner = runner_of()
+    rng, waiting = np.random.default_rng(order), dict(SERVED)
+    running: list[str] = []
+    outputs: dict[str, list[int]] = {}
+    requests = {}
+    for _ in range(25):
+        if not waiting:
+            break
+        while waiting and len(running) < SLOTS:
+            name = list(waiting)[int(rng.integers(len(waiting)))]
+            prompt = rng.integers(0, V, int(rng.integers(1, 6))).tolist()
+            requests[name] = prompt, waiting.pop(name)
+            runner.add(**{name: requests[name]})
+            running.append(name)
+            outputs[name] = []
+        rng.shuffle(running)
+        tokens = {name: len(requests[name][0]) if not runner.lengths[name] else 1 for name in running}
+        batch = runner.batch(tokens)
+        states = states_of(batch)
+        output, *_ = runner.sample(states, batch, None)
+        check_rows(runner, batch, states, output, requests, outputs)
+        for row, name in enumerate(batch.req_ids):  # as vLLM's ``post_update``
+            token = int(output.sampled_token_ids[row])
+            outputs[name].append(token)
+            runner.sampler.penalties_state.output_bin_counts[runner.req_states.req_id_to_index[name], token] += 1
+        if len(outputs[running[0]]) > 3 or rng.random() < 0.5:  # done, or aborted: its slot goes to the next
+            runner.finish(running.pop(0))
+    assert not waiting
+    assert not runner.left
+
+
+def test_tokens_do_not_depend_on_batch_mates():
+    runner = runner_of()
+    runner.add(a=(PROMPT, SERVED["top_k"]))
+    batch = runner.batch({"a": 1})
+    states = states_of(batch)
+    alone = int(runner.sample(states, batch, None)[0].sampled_token_ids)
+    for mate, params in {**SERVED, **LEFT_TO_VLLM}.items():
+        other = runner_of(runner.model)
+        other.add(b=(PROMPT, params), a=(PROMPT, SERVED["top_k"]))
+        batch = other.batch({"b": 1, "a": 1})
+        both = states_of(batch)
+        both[1] = states[0]
+        assert other.sample(both, batch, None)[0].sampled_token_ids[1] == alone, mate
+
+
+@pytest.mark.parametrize("reason", LEFT_TO_VLLM)
+def test_what_is_left_to_vllm(reason):
+    runner = runner_of(vocab_size=2000) if "1024" in reason else runner_of()
+    runner.add(a=(PROMPT, LEFT_TO_VLLM[reason]), b=(PROMPT, SamplingParams()))
+    batch = runner.batch({"b": 4, "a": 4})
+    output, *_ = runner.sample(states_of(batch), batch, None)
+    assert output.sampled_token_ids.tolist() == [[LEFT], [LEFT]]
+    assert runner.left == [(["b", "a"], None)]
+    seen = runner.flashsampling.counters()
+    assert seen == {"fused": 0, "left": 1, "split": 0, "reasons": {reason: 1}, "undefined_rows": 0}
+    runner.finish("a")
+    runner.add(c=(PROMPT, SamplingParams()))  # in its slot
+    batch = runner.batch({"c": 4, "b": 1})
+    states = states_of(batch)
+    runner.sample(states, batch, None)
+    assert len(runner.left) == 1
+    assert runner.flashsampling.counters()["fused"] == 1
+
+
+def test_other_reasons():
+    """Which are not a request's alone."""
+    runner = runner_of(logprobs_mode="processed_logprobs")
+    runner.add(a=(PROMPT, SamplingParams(logprobs=1)))
+    batch = runner.batch({"a": 4})
+    runner.sample(states_of(batch), batch, None)
+    drafts = runner_of()
+    drafts.add(a=(PROMPT, SamplingParams()))
+    batch = drafts.batch({"a": 4})
+    drafts.sample(states_of(batch), dataclasses.replace(batch, num_draft_tokens=2), None)
+    grammar = runner_of()
+    grammar.add(a=(PROMPT, SamplingParams(logprobs=1)), b=(PROMPT, SamplingParams()))
+    for masks in (np.full((1, 11), -1, np.int32), np.full((1, 3), -1, np.int32)):  # b's is too narrow
+        batch = grammar.batch({"a": 1, "b": 1})
+        grammar.sample(states_of(batch), batch, fakes.GrammarOutput(["a" if masks.shape[1] == 11 else "b"], masks))
+    reasons = [list(each.flashsampling.counters()["reasons"]) for each in (runner, drafts, grammar)]
+    assert reasons == [
+        ["a logprobs_mode other than raw_logprobs"],
+        ["drafts"],
+        ["logprobs with a grammar", "a grammar of another shape"],
+    ]
+    sharded = Slots(1, Rules(V, raw_logprobs=True, plain_only=True))
+    plain = [REASONS[sharded.add(0, params, 4).reason] for params in SERVED.values()]
+    assert plain.count("served") == 3  # plain, hot, greedy
+    assert set(plain) == {"served", "tensor parallelism with more than temperatures and seeds"}
+
+
+def test_grammars():
+    """A mask for some rows, in an order of its own, beside masks and biases of requests."""
+    runner = runner_of()
+    names = ["plain", "allowed", "bad_words", "greedy", "everything", "bias"]
+    requests = {name: (PROMPT, dataclasses.replace(SERVED[name], logprobs=None)) for name in names}
+    runner.add(**requests)
+    batch = runner.batch(dict.fromkeys(reversed(names), 4))
+    states = states_of(batch)
+    constrained = ["everything", "plain", "allowed", "greedy"]
+    bits = {name: torch.rand(V, generator=torch.Generator().manual_seed(i)) < 0.5 for i, name in enumerate(constrained)}
+    bits["allowed"][31] = True
+    width = -(-V // 32) + 2  # vLLM's masks may be wider
+    masks = np.stack([np.pad(mask_of(V, bits[name].nonzero()[:, 0].tolist(), []), (0, 2)) for name in constrained])
+    assert masks.shape == (4, width)
+    output, *_ = runner.sample(states, batch, fakes.GrammarOutput(constrained, masks))
+    check_rows(runner, batch, states, output, requests, masks=bits)
+    free, *_ = runner.sample(states, batch, None)
+    assert free.sampled_token_ids.tolist() != output.sampled_token_ids.tolist()
+    nobody, *_ = runner.sample(states, batch, fakes.GrammarOutput([], masks[:0]))
+    assert nobody.sampled_token_ids.tolist() == free.sampled_token_ids.tolist()
+    assert not runner.left
+
+
+def test_a_split_batch():
+    """Requests with a seed are drawn here, those that cannot be by vLLM, with their grammars; log-probabilities of both."""
+    runner = runner_of()
+    requests = {
+        "seeded": (PROMPT, SamplingParams(seed=1, logprobs=2)),
+        "words": (PROMPT, SamplingParams(bad_words_token_ids=[[3, 4]], logprobs=4)),
+        "unseeded": (PROMPT, SamplingParams(temperature=0.0)),
+        "fixed": (PROMPT, SamplingParams(seed=3, allowed_token_ids=[8, 9])),
+        "min_p": (PROMPT, SamplingParams(min_p=0.1, top_p=0.5)),
+    }
+    runner.add(**requests)
+    tokens = {"min_p": 4, "fixed": 4, "seeded": 2, "words": 4, "unseeded": 4}  # seeded: a part of its prompt
+    batch = runner.batch(tokens)
+    states = states_of(batch)
+    masks = np.stack([mask_of(V, [token], []) for token in (8, 11)])
+    output, num_sampled, num_rejected = runner.sample(states, batch, fakes.GrammarOutput(["fixed", "min_p"], masks))
+    ((left, grammar),) = runner.left
+    assert left == ["min_p", "words"]
+    assert grammar.structured_output_request_ids == ["min_p"]
+    assert grammar.grammar_bitmask.tolist() == masks[1:].tolist()
+    ids = output.sampled_token_ids[:, 0].tolist()
+    assert [ids[0], ids[3]] == [LEFT, LEFT]
+    assert ids[1] == 8
+    for row, name in ((2, "seeded"), (4, "unseeded")):
+        where = int(batch.logits_indices[row])
+        wanted = expected(runner, states[where], requests[name][1], PROMPT, (), int(batch.positions[where]))
+        assert ids[row] == wanted.token_ids
+    assert num_sampled.tolist() == [1, 1, 0, 1, 1]
+    assert num_rejected.tolist() == [0] * 5
+    logprobs = output.logprobs_tensors
+    assert logprobs.logprobs.shape == (5, 5)
+    assert logprobs.logprobs[3].tolist() == [-2.0] * 5
+    assert logprobs.logprob_token_ids[2, 0] == ids[2]
+    assert logprobs.logprobs[2].isneginf().tolist() == [False, False, False, True, True]
+    assert logprobs.selected_token_ranks[3] == 3
+    assert runner.flashsampling.counters() == {
+        "fused": 0,
+        "left": 0,
+        "split": 1,
+        "reasons": {"bad words of several tokens": 1, "min_p with top_p": 1},
+        "undefined_rows": 0,
+    }
+
+
+def test_unseeded_requests_have_seeds_of_their_own():
+    runner = runner_of()
+    runner.add(**{name: (PROMPT, SamplingParams(temperature=50.0)) for name in "abcdefgh"})
+    batch = runner.batch(dict.fromkeys("abcdefgh", 1))
+    states = states_of(batch)
+    states[:] = states[0]
+    first = runner.sample(states, batch, None)[0].sampled_token_ids[:, 0].tolist()
+    assert len(set(first)) > 5
+    second = runner.sample(states, runner.batch(dict.fromkeys("abcdefgh", 1)), None)[0].sampled_token_ids[:, 0].tolist()
+    assert first != second  # the position is the offset
+
+
+def test_rows_without_a_score():
+    runner = runner_of()
+    runner.add(
+        a=(PROMPT, SamplingParams(seed=1)),
+        b=(PROMPT, SamplingParams(seed=2, allowed_token_ids=[4])),
+        c=(PROMPT, SamplingParams()),
+    )
+    batch = runner.batch({"a": 1, "b": 1, "c": 1})
+    states = states_of(batch)
+    states[2] = float("nan")
+    output, *_ = runner.sample(states, batch, fakes.GrammarOutput(["b"], mask_of(V, [5], [])[None]))
+    assert output.sampled_token_ids[1:, 0].tolist() == [0, 0]
+    assert output.sampled_token_ids[0] == expected(runner, states[0], SamplingParams(seed=1)).token_ids
+    assert runner.flashsampling.counters()["undefined_rows"] == 2
+
+
+@pytest.mark.parametrize(
+    ("bias", "processor"),
+    [(True, {}), (False, {"scale": 0.25}), (True, {"scale": 2.0, "soft_cap": 3.0}), (False, {"soft_cap": 2.0})],
+)
+def test_heads(bias, processor):
+    """What is drawn is of the model's own logits."""
+    model = fakes.Model(V, D, bias, **processor)
+    runner = runner_of(model)
+    runner.add(a=(PROMPT, SamplingParams(temperature=0.0, logprobs=4)), b=(PROMPT, SamplingParams(temperature=0.0)))
+    for names in (["a"], ["b"]):
+        batch = runner.batch(dict.fromkeys(names, 1))
+        states = states_of(batch)
+        output, *_ = runner.sample(states, batch, None)
+        logits = model.compute_logits(states[:1])
+        assert int(output.sampled_token_ids) == int(logits.argmax())
+        if names == ["a"]:
+            best = logits.log_softmax(-1).topk(4)
+            torch.testing.assert_close(output.logprobs_tensors.logprobs[0, 1:], best.values[0], rtol=0, atol=1e-4)
+    model.lm_head.weight.data.mul_(-1)  # other weights are loaded into it
+    assert int(runner.sample(states, batch, None)[0].sampled_token_ids) == int(model.compute_logits(states[:1]).argmax())
+
+
+def _model(change):
+    model = fakes.Model(V, D, bias=True)
+    change(model)
+    return model
+
+
+def _compute(function):
+    def change(model):
+        original = model.compute_logits
+        model.compute_logits = lambda hidden_states: function(original, hidden_states)
+
+    return change
+
+
+class LogitsProcessorWithLoRA(fakes.Processor):
+    pass
+
+
+class Quantised(fakes.Unquantized):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (_compute(lambda original, states: original(states / 2)), "hidden states before"),
+        (_compute(lambda original, states: original(states) / 2), "logits after"),
+        (_compute(lambda original, states: original(original(states)[:, :D])), "calls 2 logits processors"),
+        (_compute(lambda original, states: states @ torch.ones(D, V)), "calls no logits processor"),
+        (_compute(lambda original, states: original(states, 1)), "could not be looked at"),
+        (lambda model: setattr(model, "logits_processor", LogitsProcessorWithLoRA(V)), "LogitsProcessorWithLoRA"),
+        (lambda model: setattr(model.lm_head, "quant_method", Quantised()), "quantised"),
+        (lambda model: setattr(model.lm_head, "num_added_embeddings", 3), "added vocabulary"),
+        (lambda model: setattr(model.logits_processor, "head_dtype", torch.bfloat16), "head_dtype"),
+        (lambda model: setattr(model.logits_processor, "logits_as_input", True), "no hidden states"),
+        (lambda model: setattr(model.logits_processor, "scale", float("nan")), "scales"),
+        (lambda model: setattr(model, "lm_head", nn_linear()), "LM head is a Linear"),
+        (lambda model: model.lm_head.register_forward_hook(print), None),  # which nobody calls
+        (lambda model: model.lm_head.bias.data.fill_(float("nan")), None),
+    ],
+)
+def test_models_that_are_refused(change, why):
+    model = _model(change)
+    if why is None:
+        head_of(model, D, torch.float32, torch.device("cpu"), LAYERS)
+        return
+    with pytest.raises(Refused, match=why):
+        head_of(model, D, torch.float32, torch.device("cpu"), LAYERS)
+
+
+def nn_linear():
+    linear = torch.nn.Linear(D, V)
+    return linear
+
+
+def test_a_processor_that_does_something_else(monkeypatch):
+    model = fakes.Model(V, D)
+    forward = model.logits_processor.forward
+    monkeypatch.setattr(model.logits_processor, "forward", lambda *args: 2 * forward(*args))
+    with pytest.raises(Refused, match="something else"):
+        head_of(model, D, torch.float32, torch.device("cpu"), LAYERS)
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "why"),
+    [
+        ("use_pp", True, "pipeline parallelism"),
+        ("is_pooling_model", True, "does not generate"),
+        ("device", torch.device("cpu"), "not an NVIDIA GPU"),
+        ("sampler", None, "samples nothing"),
+        ("sampler", SimpleNamespace(compute_nans=False), "sampler of its own"),
+        ("decode_query_len", 3, "3 new tokens"),
+        ("sampler.compute_nans", True, "VLLM_COMPUTE_NANS_IN_LOGITS"),
+        ("model_config.logits_processors", ["some.module:Class"], "custom logits processors"),
+        ("vllm_config.speculative_config", SimpleNamespace(), "speculative decoding"),
+        ("vllm_config.parallel_config.tensor_parallel_size", 2, "tensor parallelism"),
+        ("vllm_config.parallel_config.prefill_context_parallel_size", 2, "context parallelism"),
+        (None, None, None),
+    ],
+)
+def test_runners_that_are_refused(where, value, why, monkeypatch):
+    monkeypatch.delenv("FLASHSAMPLING_VLLM_TP", raising=False)
+    runner = fakes.Runner(fakes.Model(V, D), fakes.Sampler(SLOTS, V), [0])
+    parallel = SimpleNamespace(tensor_parallel_size=1, prefill_context_parallel_size=1)
+    runner.vllm_config = SimpleNamespace(parallel_config=parallel, speculative_config=None)
+    runner.model_config = SimpleNamespace(logits_processors=None)
+    runner.use_pp, runner.is_pooling_model, runner.decode_query_len, runner.device = False, False, 1, torch.device("cuda")
+    if where is None:
+        check_runner(runner, fakes.Runner, fakes.Sampler)
+        parallel.tensor_parallel_size = 2
+        monkeypatch.setenv("FLASHSAMPLING_VLLM_TP", "1")
+        check_runner(runner, fakes.Runner, fakes.Sampler)
+        with pytest.raises(Refused, match="model runner is a Runner"):
+            check_runner(runner, Whole, fakes.Sampler)
+        return
+    *path, last = where.split(".")
+    at = runner
+    for name in path:
+        at = getattr(at, name)
+    setattr(at, last, value)
+    with pytest.raises(Refused, match=why):
+        check_runner(runner, fakes.Runner, fakes.Sampler)
+
+
+def test_warm_up_covers_all_mixes(monkeypatch):
+    """Each call of a step has the arguments, and the kinds of arguments, of one that was warmed up."""
+    import flashsampling.integrations.vllm.step as module
+
+    def kinds(arguments):
+        kind: dict[str, object] = {}
+        for name, value in arguments.items():
+            if name == "logit_bias":
+                kind[name] = value[0].shape[1], value[0].dtype, value[1].dtype
+            elif isinstance(value, torch.Tensor):
+                kind[name] = value.dtype, value.ndim
+            elif name not in ("max_batch_size", "vocab_size", "top_logprobs", "seed", "offset", "temperature", "tp"):
+                kind[name] = value
+        return kind
+
+    warm, calls = [], []
+
+    def noted(weight, **request):
+        warm.append(kinds(request))
+        return ["kernel"]
+
+    monkeypatch.setattr(module, "warmup", noted)
+    real = flashsampling.sample
+    runner = runner_of()
+    runner._dummy_sampler_run(torch.randn(5, D))
+    assert len(warm) == len(MIXES) + 1
+    assert EVERYTHING in MIXES
+
+    def seen(states, weight, *, temperature, seed, offset, **request):
+        calls.append(kinds(request))
+        assert request.get("top_logprobs", 1) > 0  # of none there would be another kernel
+        return real(states, weight, temperature=temperature, seed=seed, offset=offset, **request)
+
+    monkeypatch.setattr(module, "sample", seen)
+    for pair in itertools.combinations_with_replacement(SERVED, 2):
+        runner = runner_of()
+        runner.add(**{f"{i}": (PROMPT, SERVED[name]) for i, name in enumerate(pair)})
+        runner.sample(torch.randn(9, D), runner.batch({"1": 1, "0": 1}), None)
+    assert len(calls) == len(SERVED) * (len(SERVED) + 1) // 2
+    assert all(call in warm for call in calls)
+    assert all(mix in calls for mix in warm)  # and nothing is compiled for nobody
+
+
+@pytest.mark.parametrize("chosen", ["auto", "require"])
+def test_a_warm_up_that_fails(chosen, monkeypatch, caplog):
+    """vLLM serves without the plug-in, unless that was required."""
+    monkeypatch.setenv("FLASHSAMPLING_VLLM", chosen)
+    runner = runner_of()
+
+    def fails(hidden_states):
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(runner.flashsampling.step, "warm_up", fails)
+    if chosen == "require":
+        with pytest.raises(torch.OutOfMemoryError):
+            runner._dummy_sampler_run(torch.randn(2, D))
+        return
+    runner._dummy_sampler_run(torch.randn(2, D))
+    assert type(runner) is fakes.Runner
+    assert "no room" in caplog.text
+    runner.add(a=(PROMPT, SamplingParams()))
+    batch = runner.batch({"a": 4})
+    assert runner.sample(states_of(batch), batch, None)[0].sampled_token_ids.tolist() == [[LEFT]]
+    assert "refused" in counters(SimpleNamespace(model_runner=runner))
+
+
+@pytest.mark.parametrize("vocab_size", [331, 4096, 4097])
+def test_counts_by_a_kernel(vocab_size, device):
+    """The kernel's counts are those of torch, but for rows without penalties."""
+    pytest.importorskip("triton")
+    from flashsampling.integrations.vllm.kernels import counts_kernel
+
+    generator = torch.Generator().manual_seed(0)
+    words = -(-vocab_size // 32)
+    state = SimpleNamespace(
+        output_bin_counts=torch.randint(0, 3, (5, vocab_size), dtype=torch.int32, generator=generator),
+        prompt_bin_mask=torch.randint(-(2**31), 2**31 - 1, (5, words), dtype=torch.int32, generator=generator),
+    )
+    slots = torch.tensor([4, 0, 2, 3], dtype=torch.int32)
+    ones, zeros = torch.ones(4), torch.zeros(4)
+    rows = Rows(
+        zeros,
+        ones,
+        zeros,
+        ones,
+        zeros,
+        torch.tensor([2.0, 1, 1, 1]),
+        torch.tensor([0, 0.5, 0, 0]),
+        torch.tensor([0, 0, 1.0, 0]),
+    )
+    wanted = counts_of(state, slots, rows, vocab_size)
+    for row, slot in enumerate(slots.tolist()):
+        counts = flashsampling.TokenCounts(1, vocab_size)
+        bits = state.prompt_bin_mask[slot][:, None] >> torch.arange(32) & 1
+        counts.reset(0, bits.flatten()[:vocab_size].nonzero()[:, 0].tolist())
+        assert torch.equal(wanted[row], counts.counts[0] + state.output_bin_counts[slot])
+    out = torch.full((4, vocab_size + 3), 77, dtype=torch.int32, device=device)
+    there = [tensor.to(device) for tensor in (state.output_bin_counts, state.prompt_bin_mask, slots, *rows[5:])]
+    counts_kernel[(4, -(-vocab_size // 1024))](
+        there[0], there[0].stride(0), there[1], words, *there[2:], out, out.stride(0), vocab_size, BLOCK=1024
+    )
+    assert torch.equal(out[:3, :vocab_size].cpu(), wanted[:3])
+    assert (out[3] == 77).all()  # it has no penalty
+    assert (out[:, vocab_size:] == 77).all()
+
+
+@pytest.mark.parametrize("batch", [1, 5, 300])
+def test_settling_by_a_kernel(batch, device):
+    pytest.importorskip("triton")
+    from flashsampling.integrations.vllm.kernels import settle_kernel
+
+    ids = torch.arange(batch + 1, device=device)
+    ids[::3] = -1
+    wanted, undefined = ids.clamp(min=0), torch.full((1,), 10, device=device)
+    lost = int((ids[:batch] < 0).sum())
+    last = int(ids[batch])
+    settle_kernel[(-(-batch // 256),)](ids, undefined, batch, BLOCK=256)
+    assert torch.equal(ids[:batch], wanted[:batch])
+    assert int(ids[batch]) == last
+    assert int(undefined) == 10 + lost

@@ -1,0 +1,58 @@
+"""The plug-in's two kernels compile for every architecture we name, without a GPU. In a process of its own."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+COMPILE = """
+import sys
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+from flashsampling.integrations.vllm import kernels
+
+class Driver:
+    def get_current_target(self):
+        return GPUTarget("cuda", int(sys.argv[1]), 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+triton.runtime.driver.set_active(Driver())
+launch = JITFunction.run
+compiled = []
+JITFunction.run = lambda self, *arguments, grid, warmup, **options: compiled.append(
+    launch(self, *arguments, grid=grid, warmup=True, **options)
+)
+vocab = 151936
+counts, mask = torch.zeros(3, vocab, dtype=torch.int32), torch.zeros(3, vocab // 32, dtype=torch.int32)
+ones, slots = torch.ones(2), torch.zeros(2, dtype=torch.int32)
+kernels.counts_kernel[(2, 38)](
+    counts, counts.stride(0), mask, mask.stride(0), slots, ones, ones, ones, counts, counts.stride(0), vocab, BLOCK=4096
+)
+kernels.settle_kernel[(1,)](torch.zeros(5, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), 5, BLOCK=256)
+vectors = [compiled[0].asm["ptx"].count(name) for name in ("ld.global.v4", "st.global.v4")]
+print(len(compiled), min(len(kernel.asm["cubin"]) for kernel in compiled), *vectors)
+"""
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_compiles(capability, tmp_path):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parent.parent)}
+    run = subprocess.run([sys.executable, "-c", COMPILE, str(capability)], capture_output=True, text=True, env=environment)
+    assert run.returncode == 0, run.stderr[-3000:]
+    count, least, loads, stores = map(int, run.stdout.split())
+    assert count == 2
+    assert least > 1000
+    assert loads >= 1  # four counts at a time
+    assert stores >= 1

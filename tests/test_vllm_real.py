@@ -1,0 +1,273 @@
+"""The plug-in against vLLM 0.26's own classes, on the CPU: where vLLM is not installed, as in CI, this is skipped.
+
+vLLM's kernels run in Triton's interpreter; pinned and mapped memory is plain memory. A wheel of vLLM that is unpacked does,
+with its pure-Python requirements: ``PYTHONPATH=FOLDER python -m pytest tests/test_vllm_real.py``.
+"""
+
+import dataclasses
+import importlib.util
+import inspect
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from . import vllm_fakes as fakes
+
+if importlib.util.find_spec("vllm") is not None and not torch.cuda.is_available():
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # else vLLM turns Triton off
+pytest.importorskip("vllm.v1.worker.gpu.model_runner", exc_type=ImportError)
+
+from vllm import SamplingParams
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
+from vllm.v1.core.sched.output import GrammarOutput, NewRequestData
+from vllm.v1.outputs import LogprobsTensors
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
+from vllm.v1.worker.gpu import buffer_utils
+from vllm.v1.worker.gpu.input_batch import InputBatch, get_num_sampled_and_rejected
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+from vllm.v1.worker.gpu.sample import sampler as sampler_module
+from vllm.v1.worker.gpu.sample.output import SamplerOutput
+from vllm.v1.worker.gpu.sample.sampler import Sampler
+from vllm.v1.worker.gpu.states import RequestState
+from vllm.v1.worker.gpu_worker import Worker
+
+import flashsampling
+from flashsampling.integrations.vllm import Refused, settings
+from flashsampling.integrations.vllm.head import Layers, head_of
+from flashsampling.integrations.vllm.runner import Fused, FusedRunner, Vllm
+from flashsampling.integrations.vllm.slots import MIN_P_TOP_P, SERVED, Rules, Slots, note
+from flashsampling.integrations.vllm.step import FusedStep
+
+V, D, SLOTS = 331, 16, 8
+CPU = torch.device("cpu")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="benchmarks.vllm_check is this on a GPU")
+
+
+@pytest.fixture(autouse=True)
+def _without_a_gpu(monkeypatch):
+    class Buffer:
+        def __init__(self, size, dtype):
+            self.cpu = self.uva = torch.zeros(size, dtype=dtype)
+            self.np = self.cpu.numpy()
+
+    def to_cpu(data, dtype, device):
+        return torch.tensor(list(data), dtype=dtype)
+
+    monkeypatch.setattr(buffer_utils, "UvaBuffer", Buffer)
+    monkeypatch.setattr(buffer_utils, "async_tensor_h2d", to_cpu)
+    monkeypatch.setattr("vllm.v1.worker.gpu.sample.penalties.async_tensor_h2d", to_cpu)
+    monkeypatch.setattr(sampler_module, "flashinfer_sampler_supported", lambda: False)
+    monkeypatch.setattr(sampler_module, "apply_top_k_top_p", apply_top_k_top_p_pytorch)  # vLLM's below 8 rows
+    # its noise is libdevice's, which the interpreter has not: what it is added to is what matters here
+    monkeypatch.setattr(sampler_module, "gumbel_sample", lambda logits, *_, **__: logits.argmax(-1))
+
+
+class Runner(FusedRunner, GPUModelRunner):
+    def __init__(self, model):
+        self.model, self.device, self.max_num_reqs, self.is_last_pp_rank = model, CPU, SLOTS, True
+        self.req_states = RequestState(SLOTS, 128, 64, 0, V, CPU)
+        self.sampler = Sampler(SLOTS, V, CPU, self.req_states)
+        self.rejection_sampler, self.encoder_cache, self.pp_handler = None, None, None
+        nothing = SimpleNamespace(
+            **dict.fromkeys(("add_request", "append_block_ids", "apply_staged_writes"), lambda *_, **__: None)
+        )
+        nothing.remove_request = nothing.add_request
+        self.model_state = self.block_tables = self.lora_state = self.prompt_logprobs_worker = nothing
+        layers = Layers(fakes.Processor, fakes.Embedding, fakes.Unquantized)
+        head = head_of(model, D, torch.float32, CPU, layers)
+        step = FusedStep(head, self.sampler, Slots(SLOTS, Rules(V, raw_logprobs=True, plain_only=False)), CPU)
+        self.flashsampling = Fused(step, Vllm(SamplerOutput, LogprobsTensors, get_num_sampled_and_rejected))
+
+    def add(self, **requests):
+        new = [
+            NewRequestData(name, prompt, [], params, None, (), 0, None, prefill_token_ids=prompt)
+            for name, (prompt, params) in requests.items()
+        ]
+        self.add_requests(SimpleNamespace(scheduled_new_reqs=new))
+
+
+def batch_of(runner, names):
+    """The last tokens of requests that are past their prompts but for it."""
+    count, slots = len(names), np.array([runner.req_states.req_id_to_index[name] for name in names], np.int32)
+    lengths = runner.req_states.prefill_len.np[slots]
+    there, zeros = torch.from_numpy(slots), torch.zeros(count, dtype=torch.int32)
+    batch = InputBatch.make_dummy(count, count, SimpleNamespace(
+        device=CPU, seq_lens=torch.zeros(SLOTS, dtype=torch.int32), query_start_loc=torch.zeros(SLOTS + 1, dtype=torch.int32),
+        input_ids=torch.zeros(64, dtype=torch.int32), positions=torch.zeros(64, dtype=torch.int64),
+        is_padding=torch.zeros(64, dtype=torch.bool),
+    ))  # fmt: skip
+    return dataclasses.replace(
+        batch,
+        req_ids=names,
+        idx_mapping=there,
+        idx_mapping_np=slots,
+        expanded_idx_mapping=there,
+        expanded_local_pos=zeros,
+        seq_lens=torch.from_numpy(lengths),
+        num_computed_tokens_np=lengths - 1,
+        positions=torch.from_numpy(lengths - 1).long(),
+    )
+
+
+def test_recorded_signatures():
+    for name, parameters in settings.RUNNER.items():
+        settings.check_signature(name, getattr(GPUModelRunner, name), parameters)
+        assert tuple(inspect.signature(getattr(fakes.Runner, name)).parameters) == parameters
+    settings.check_signature("", get_num_sampled_and_rejected, settings.COUNTING)
+    settings.check_signature("", LogitsProcessor.forward, settings.LOGITS)
+    assert tuple(inspect.signature(Worker.load_model).parameters) == ("self", "load_dummy_weights")
+
+
+@pytest.mark.parametrize(
+    ("real", "fake"),
+    [
+        (InputBatch, fakes.InputBatch),
+        (SamplerOutput, fakes.SamplerOutput),
+        (GrammarOutput, fakes.GrammarOutput),
+        (LogprobsTensors, fakes.LogprobsTensors),
+    ],
+)
+def test_fakes_have_fields_of_the_real_ones(real, fake):
+    mine = [field.name for field in dataclasses.fields(fake)]
+    theirs = real._fields if hasattr(real, "_fields") else [field.name for field in dataclasses.fields(real)]
+    assert [name for name in theirs if name in mine] == mine
+
+
+def test_the_fake_state_is_as_the_real_one():
+    runner, fake = Runner(fakes.Model(V, D)), fakes.Sampler(SLOTS, V)
+    for part in ("sampling_states", "penalties_state"):
+        for name, value in vars(getattr(fake, part)).items():
+            real = getattr(getattr(runner.sampler, part), name)
+            pairs = [(real.np, value.np), (real.gpu, value.gpu)] if isinstance(value, fakes.Backed) else [(real, value)]
+            for theirs, mine in pairs:
+                if not isinstance(mine, int):
+                    assert (theirs.dtype, theirs.shape) == (mine.dtype, mine.shape), name
+                    assert (theirs == mine).all(), name
+
+
+PROMPT = [5, 31, 7, 7, 200]
+KINDS = {
+    "plain": {},
+    "hot": {"temperature": 2.0},
+    "top_k": {"top_k": 5},
+    "top_p": {"top_p": 0.5, "temperature": 2.0},
+    "top_k_top_p": {"top_k": 9, "top_p": 0.8, "temperature": 2.0},
+    "min_p": {"min_p": 0.1, "temperature": 2.0},
+    "min_p_top_k": {"min_p": 0.02, "top_k": 30},
+    "repetition": {"repetition_penalty": 3.0, "temperature": 0.7},
+    "frequency": {"frequency_penalty": 1.5, "presence_penalty": -2.0},
+    "bias": {"logit_bias": {4: 3.0, 330: 5.0, 31: -100.0}},
+    "allowed": {"allowed_token_ids": [3, 31, 32, 330], "logit_bias": {31: 2.0}},
+    "bad_words": {"_bad_words_token_ids": [[3], [31], [300]]},
+    "min_tokens": {"min_tokens": 2, "stop_token_ids": [31, 32, 200], "logit_bias": {31: 20.0}},
+    "everything": {
+        "temperature": 1.7, "top_k": 50, "min_p": 0.01, "repetition_penalty": 1.3, "frequency_penalty": 0.2,
+        "presence_penalty": 0.1, "logit_bias": {9: 2.0}, "allowed_token_ids": [*range(0, V, 3)], "min_tokens": 1,
+        "_bad_words_token_ids": [[9], [12]],
+        "stop_token_ids": [15],
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("chosen", [list(KINDS)[:8], list(KINDS)[6:]])
+def test_the_distribution_is_that_of_vllms_sampler(chosen, monkeypatch):
+    """Of every row the log-probabilities of 60 draws are those that vLLM's processed logits give these tokens; of vLLM's own
+    top tokens the raw ones are ours too."""
+    runner = Runner(fakes.Model(V, D))
+    extra = {"logprobs": 4, "seed": 11}
+    runner.add(**{name: (PROMPT, SamplingParams(**KINDS[name], **extra)) for name in chosen})
+    slots = [runner.req_states.req_id_to_index[name] for name in chosen]
+    generator = torch.Generator().manual_seed(0)
+    state = runner.sampler.penalties_state
+    penalised = state.use_penalty[slots]
+    assert state.prompt_bin_mask[slots].bool().any(1).tolist() == penalised.tolist()
+    state.output_bin_counts[slots] = torch.randint(0, 3, (len(slots), V), dtype=torch.int32, generator=generator)
+    assert (runner.flashsampling.step.slots.reasons[slots] == SERVED).all()
+    batch = batch_of(runner, chosen)
+    states = torch.randn(len(chosen), D, generator=generator)
+    step = runner.flashsampling.step
+    seen: dict[str, Any] = {}
+    draw = step.draw
+    monkeypatch.setattr(step, "draw", lambda each: seen.setdefault("out", draw(each)))
+    processed = runner.sampler.sample(
+        runner.model.compute_logits(states), batch.expanded_idx_mapping, batch.idx_mapping_np, batch.positions, batch.input_ids,
+        batch.expanded_local_pos, return_logprobs=True,
+    )[1].double().log_softmax(-1)  # fmt: skip
+    own, *_ = GPUModelRunner.sample(runner, states, batch, None)
+    drawn = []
+    for offset in range(60):
+        seen.clear()
+        moved = dataclasses.replace(batch, positions=batch.positions + 1000 * offset)
+        output, num_sampled, num_rejected = runner.sample(states, moved, None)
+        out = seen["out"][0]
+        drawn.append(out.token_ids.tolist())
+        theirs = processed.gather(1, out.token_ids[:, None])[:, 0].float()
+        torch.testing.assert_close(out.processed_logprobs, theirs, rtol=0, atol=1e-4)
+        assert num_sampled.tolist() == [1] * len(chosen)
+        assert num_rejected.tolist() == [0] * len(chosen)
+        got = output.logprobs_tensors
+        assert got.logprob_token_ids[:, 1:].tolist() == own.logprobs_tensors.logprob_token_ids[:, 1:].tolist()
+        torch.testing.assert_close(got.logprobs[:, 1:], own.logprobs_tensors.logprobs[:, 1:], rtol=0, atol=1e-4)
+    assert runner.flashsampling.counters()["fused"] == 60
+    for name, tokens in zip(chosen, zip(*drawn)):  # enough of them to mean something
+        assert len(set(tokens)) > 2, name
+
+
+def test_decisions_about_real_parameters():
+    rules = Rules(V, raw_logprobs=True, plain_only=False)
+    warmup = note(SamplingParams.for_sampler_warmup(), 3, rules)
+    assert warmup.reason != SERVED  # it has bad words of two tokens, and min_p with top_p
+    assert note(SamplingParams(min_p=0.1, top_p=0.9), 3, rules).reason == MIN_P_TOP_P
+    assert (
+        note(SamplingParams(min_p=0.1, top_p=0.9, temperature=0), 3, rules).reason == SERVED
+    )  # vLLM drops filters of greedy ones
+    assert all(note(SamplingParams(**kind), 3, rules).reason == SERVED for kind in KINDS.values())
+
+
+@pytest.fixture(scope="module")
+def one_rank():
+    """vLLM's groups of one process, and a configuration: layers ask for both when they are made."""
+    from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
+    from vllm.distributed import parallel_state
+
+    with set_current_vllm_config(VllmConfig(device_config=DeviceConfig("cpu"))):
+        parallel_state.init_distributed_environment(1, 0, "tcp://127.0.0.1:29611", 0, "gloo")
+        parallel_state.initialize_model_parallel(backend="gloo")
+        yield
+    parallel_state.destroy_model_parallel()
+    parallel_state.destroy_distributed_environment()
+
+
+@pytest.mark.parametrize(("bias", "processor"), [(False, {}), (True, {"scale": 0.5, "soft_cap": 4.0})])
+def test_heads_of_vllms_own_layers(one_rank, bias, processor):
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lm_head = ParallelLMHead(V, D, bias=bias, params_dtype=torch.float32)
+            self.logits_processor = LogitsProcessor(V, **processor)
+
+        def compute_logits(self, hidden_states):
+            return self.logits_processor(self.lm_head, hidden_states, *((self.lm_head.bias,) if bias else ()))
+
+    model, layers = Model(), Layers(LogitsProcessor, VocabParallelEmbedding, UnquantizedEmbeddingMethod)
+    for parameter in model.parameters():
+        parameter.data.normal_()
+    head = head_of(model, D, torch.float32, CPU, layers)
+    assert (head.vocab_size, head.first_token, head.ranks, head.weight.shape) == (V, 0, 1, (384, D))
+    states = torch.randn(5, D)
+    drawn = flashsampling.sample(states, head.weight, temperature=0.0, vocab_size=V, top_logprobs=3, **head.request())
+    logits = model.compute_logits(states)
+    assert drawn.token_ids.tolist() == logits.argmax(-1).tolist()
+    torch.testing.assert_close(drawn.top_logprobs, logits.log_softmax(-1).topk(3).values, rtol=0, atol=1e-4)
+    model.logits_processor.vocab_size += 8
+    with pytest.raises(Refused, match="added vocabulary"):
+        head_of(model, D, torch.float32, CPU, layers)
