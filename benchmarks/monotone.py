@@ -40,6 +40,7 @@ def main(
     rounds: Annotated[int, typer.Option(min=3, help="Interleaved replays per batch size.")] = 40,
     configs: Annotated[int, typer.Option(min=1, max=len(CONFIGS), help="How many of the LM heads.")] = len(CONFIGS),
     out: Annotated[Path, typer.Option(help="Folder for monotone.json.")] = Path("benchmarks/results"),
+    rest: Annotated[bool, typer.Option(help="Read 2 GiB, 0.5 ms, before every replay: steps in a row heat the GPU.")] = False,
     check: Annotated[bool, typer.Option(help="Exit 1 if a batch takes 3 % longer than a larger one.")] = False,
 ) -> None:
     """Times one sampling step at 1, 2, 4, 8 rows and every multiple of 16 up to 512."""
@@ -49,7 +50,14 @@ def main(
     console = Console(width=150)
     table = Table("B", title=f"{implementation}: ms, and times cuBLAS's bare matmul")
     columns, over = [], []
-    result: dict[str, Any] = {"machine": machine(), "implementation": implementation, "rounds": rounds, "heads": []}
+    result: dict[str, Any] = {
+        "machine": machine(),
+        "implementation": implementation,
+        "rounds": rounds,
+        "rest": rest,
+        "heads": [],
+    }
+    data = torch.ones(1 << 13, (1 << 16) if rest else 1, device="cuda")
     for vocab, dim in CONFIGS[:configs]:
         weight, steps = make_weight(vocab, dim), dict[str, Step]()
         offsets = torch.arange(max(BATCHES), device="cuda")  # of all problems
@@ -58,7 +66,8 @@ def main(
             assert_agreement(problem.sample(implementation), problem)
             steps[f"{batch}"] = functools.partial(problem.sample, implementation)
             steps[f"{batch} cuBLAS"] = peers(problem.hidden_states, weight, ["cuBLAS alone"])["cuBLAS alone"]
-        ms = interleaved_medians(steps, rounds, offsets=offsets)
+        between = functools.partial(torch.sum, data, dim=1) if rest else None
+        ms = interleaved_medians(steps, rounds, offsets=offsets, rest=between)
         ours = {batch: ms[f"{batch}"] for batch in BATCHES}
         columns.append([f"{own:.3f} ({own / ms[f'{batch} cuBLAS']:.2f})" for batch, own in ours.items()])
         table.add_column(f"V={vocab} D={dim}")

@@ -35,17 +35,22 @@ def shuffled(names: Iterable[str], rounds: int) -> Iterator[list[str]]:
         yield generator.sample(names, len(names))
 
 
-def interleaved_medians(steps: Mapping[str, Step], rounds: int, offsets: Tensor | None = None) -> dict[str, float]:
+def interleaved_medians(
+    steps: Mapping[str, Step], rounds: int, offsets: Tensor | None = None, rest: Step | None = None
+) -> dict[str, float]:
     """Median milliseconds of a graph replay of every step; round by round, so that a drift of the clocks meets all alike.
 
     ``offsets``, the steps' own, advance before each replay, in place and untimed, so that a median is over different draws: of
-    the same draw over and over, a step that a Philox word of 0 makes longer, one in a hundred, would be all that is seen."""
+    the same draw over and over, a step that a Philox word of 0 makes longer, one in a hundred, would be all that is seen.
+    ``rest`` runs before each replay, untimed: what a decoder does between its steps, so that the GPU is as hot as there."""
     graphs = {name: graph_of(step) for name, step in steps.items()}
     events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in steps}
     for names in shuffled(graphs, rounds):
         for name in names:
             if offsets is not None:
                 offsets += len(offsets)
+            if rest is not None:
+                rest()
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             graphs[name].replay()

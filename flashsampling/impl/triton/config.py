@@ -14,10 +14,11 @@ rows of the one before rather than rows beyond the batch (``kernel``). Over cuBL
 but for 208 rows, which take 1.03 times as long as 256.
 
 From 65 to 127 rows the block of 128 is two halves of 64 rows, the second of which ends with the batch: one copy, by a
-descriptor of two starts, and rows in both halves are evaluated twice. Not timed yet. Before, 80 and 96 rows took 1.08 and 1.09
+descriptor of two starts, and rows in both halves are evaluated twice: 80, 96, 112 and 128 rows take 1.12, 1.11, 1.12 and 1.10
+times as long as cuBLAS, and none longer than 128 (H200, ``benchmarks.tune_triton``). Before, 80 and 96 rows took 1.08 and 1.09
 times as long as 128 rows as 64 + 16 and 64 + 32 columns, and 1.21 and 1.09 times in the shape of 128 with rows beyond the
-batch, which cost more to load than those of rows (H200, ``benchmarks.monotone``, 42943df). Copying rows there would be a second
-launch. Nor have two blocks been timed since both wait for their copies at one barrier (``tiles.tile_logits``).
+batch, which cost more to load than those of rows (``benchmarks.monotone``, 42943df). Copying rows there would be a second
+launch. Two blocks that waited for their copies at one barrier took 1.09 and 1.07 times as long at 144 and 160 rows.
 
 Dead ends, each against another shape in the same run (B = 256, V = 151936, D = 4096, H200, Triton 3.6):
 

@@ -55,10 +55,9 @@ def tile_logits(
                 h = tl.reshape(hidden.load([0, 0, d]), (BLOCK_B, BLOCK_D))
             else:
                 h = hidden.load([first_row, d])  # (BLOCK_B, BLOCK_D)
-            if REST_B > 0:  # before the first product: a stage's copies then share a barrier
-                h_rest = hidden_rest.load([second_row, d])  # (REST_B, BLOCK_D)
             acc = tl.dot(w, h.T, acc)
-            if REST_B > 0:
+            if REST_B > 0:  # loaded before the first product, 144 and 160 rows take 8 % longer (H200)
+                h_rest = hidden_rest.load([second_row, d])  # (REST_B, BLOCK_D)
                 rest = tl.dot(w, h_rest.T, rest)
     else:
         tokens = first_token + tl.arange(0, BLOCK_V)
