@@ -166,9 +166,9 @@ def sample(
         logprob_ids: token ids (B, m), int32 or int64, or (m,) for all rows: ``given_logprobs``.
         return_logsumexp: ``logsumexp``.
 
-    With ``tp`` they are the whole vocabulary's on every rank, ids global ones, and the same on all ranks; but for ``bias``,
-    which is (V_shard,), this rank's part as ``weight`` is, and ``token_counts``, of which a rank reads its shard's tokens. The
-    ranks then meet several times in a step (docs/tensor_parallel.md).
+    With ``tp``, over ``nccl`` and ``gloo``, they are the whole vocabulary's on every rank, ids global ones, and the same on all
+    ranks; but for ``bias``, which is (V_shard,), this rank's part as ``weight`` is, and ``token_counts``, of which a rank reads
+    its shard's tokens. The ranks then meet several times in a step (docs/tensor_parallel.md).
 
     ``triton`` and ``cute`` do all of these; ``cute`` in one launch what changes logits alone, else with the logits in memory.
 

@@ -11,7 +11,8 @@ from flashsampling import exchange
 from flashsampling.exchange import WHOLE, Shard
 from flashsampling.impl.cute import asked as module
 from flashsampling.impl.cute import config, launch, slots
-from flashsampling.impl.cute.arguments import NO_PROCESSING, Arguments, LaunchArguments, Operands, Processing
+from flashsampling.impl.cute.arguments import Arguments, LaunchArguments, Operands, Processing
+from flashsampling.impl.cute.config import NO_PROCESSING
 from flashsampling.noise import Stream
 from flashsampling.step import PLAIN, Asked, Drawn, Step
 

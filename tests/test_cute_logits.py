@@ -9,7 +9,7 @@ import torch
 import flashsampling
 from flashsampling import workspace
 from flashsampling.impl.cute import asked, config, launch
-from flashsampling.impl.cute.arguments import NO_PROCESSING
+from flashsampling.impl.cute.config import NO_PROCESSING
 from flashsampling.step import PLAIN, Asked, Step, layout
 from tests.conftest import DEVICE
 from tests.problems import KERNELS

@@ -3,6 +3,7 @@ which meet on a board; with transports and processes the scenarios of ``tests/te
 
 import math
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flashsampling import ops
 from flashsampling.backends import BACKENDS
-from flashsampling.distributed import limits, requests
+from flashsampling.distributed import TensorParallel, limits, requests
 from flashsampling.distributed.message import ASKED, HEADER, Hashes, difference
 from flashsampling.distributed.requests import Part
 from flashsampling.distributed.sharding import asked_of_shard
@@ -21,7 +22,7 @@ from flashsampling.impl import filters
 from flashsampling.step import PLAIN, Asked, Drawn, Step, layout
 from tests.conftest import DEVICE
 from tests.mixes import INF, NAN, Mix
-from tests.problems import KERNELS
+from tests.problems import KERNELS, make_problem
 from tests.test_requests import differences, parts_of
 
 
@@ -402,3 +403,13 @@ def test_nothing_is_read_on_the_host_and_all_is_on_the_device(few):
         assert drawn.ids.device == drawn.values.device == device
         expected = layout(5, 2, asked)
         assert (drawn.ids.numel(), drawn.values.numel()) == (expected.num_ids, expected.num_values)
+
+
+def test_p2p_refuses_requests():
+    """By name, before anything is sent; plain steps are its own."""
+    group = SimpleNamespace(_transport=object(), transport="p2p")
+    step = (
+        make_problem(3, 300, 16, torch.device("cpu")).step()._replace(asked=Asked(top_k=5, token_mask=torch.zeros(3, 10).int()))
+    )
+    with pytest.raises(ValueError, match="tp must have transport='nccl' or 'gloo' with token_mask, top_k: over 'p2p'"):
+        TensorParallel.draw(group, None, step)  # type: ignore[arg-type]

@@ -104,9 +104,6 @@ class Processing(NamedTuple):
     mask_stride: Int64  # of its rows, in bytes
 
 
-NO_PROCESSING = (0, 0, 1.0, 0.0, 0, 0, 0, 0, 1.0, 0, 0.0, 0, 0.0, 0, 0)
-
-
 class Outputs(NamedTuple):
     """Where a kernel with ``Features.logits`` writes, of a whole vocabulary, beside the tokens. Chunks: see ``summaries``."""
 
@@ -115,9 +112,6 @@ class Outputs(NamedTuple):
     keys: Int64  # address of (B, 4 * ceil(V / 128)) int32: of each chunk the highest logit, as int32 in its order
     sums: Int64  # address of as many float32: masses relative to it at the row's temperature, a greedy row's at 1; 0: none
     raw_sums: Int64  # at temperature 1; 0: none
-
-
-NO_OUTPUTS = (0, 0, 0, 0, 0)
 
 
 class LaunchArguments(NamedTuple):

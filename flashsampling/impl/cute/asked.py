@@ -21,8 +21,7 @@ from torch import Tensor
 from ...exchange import WHOLE
 from ...step import PLAIN, Asked, Drawn, Recorded, Step, row_argument
 from . import launch
-from .arguments import NO_OUTPUTS, NO_PROCESSING
-from .config import TILE_V, TileConfig
+from .config import NO_OUTPUTS, NO_PROCESSING, TILE_V, TileConfig
 
 
 @functools.cache

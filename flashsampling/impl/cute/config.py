@@ -59,6 +59,9 @@ class Features:
     stamps: bool = False  # for ``benchmarks.exchange``: times of the launch's last CTA, into ``slots.RECEIVED`` and so on
 
 
+# of a kernel with ``Features.logits``, where nothing is asked for: ``arguments.Processing``, ``arguments.Outputs``
+NO_PROCESSING = (0, 0, 1.0, 0.0, 0, 0, 0, 0, 1.0, 0, 0.0, 0, 0.0, 0, 0)
+NO_OUTPUTS = (0, 0, 0, 0, 0)
 CONFIGS = (
     TileConfig(8, 1),
     TileConfig(16, 1),
