@@ -31,7 +31,7 @@ print(config.stages)
 """
 WIDTHS = (8, 16, 32, 48, 64, 96, 128, 144, 160, 176, 192, 192, 208, 224, 240, 256)
 SHAPES = [("bf16", index, n) for index, n in enumerate(WIDTHS)] + [("fp16", 4, 64)]
-OFTEN = [0, 4, 6, 9, 11, 12, 15]  # of WIDTHS: what compiles everywhere, 15 s each; ``precompile`` does all of them
+OFTEN = [0, 4, 6, 9, 11, 12, 15]  # of WIDTHS: what is compiled here, 15 s each; the others where there is a GPU
 WITH_LOGITS = [("bf16", 0, 8), ("bf16", 6, 128), ("bf16", 12, 208), ("bf16", 15, 256), ("fp16", 10, 192)]
 
 
@@ -58,7 +58,7 @@ def test_every_batch_has_a_shape():
 
 @pytest.mark.parametrize(
     ("dtype", "index", "block_b", "logits"),
-    [pytest.param(*shape, False, marks=[] if shape[1] in OFTEN else [pytest.mark.slow]) for shape in SHAPES]
+    [pytest.param(*shape, False, marks=[] if shape[1] in OFTEN else [pytest.mark.gpu, pytest.mark.slow]) for shape in SHAPES]
     + [(*shape, True) for shape in WITH_LOGITS],
 )
 def test_compiles_for_hopper(dtype, index, block_b, logits, tmp_path):
