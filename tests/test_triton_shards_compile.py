@@ -58,6 +58,8 @@ shards.processed(step._replace(asked=Asked(logit_scale=2.0)), logits)
 shards.shard_winners(step, logits, seeds)
 one = ints(1, dtype=torch.int64)
 rounds.swap(1 << 40, ints(4096, dtype=torch.int64), 8, one, one, step)
+rounds.swap(1 << 40, ints(4096, dtype=torch.int64)[1:4], 8, one, ints(2, dtype=torch.int64)[1:], step)
+assert compiled.pop() is compiled[-1]  # of no other alignment, as other ranks may wait by then
 for kernel in compiled:
     assert kernel.metadata.shared <= 48 * 1024
     usage = kernel.asm["cubin"]

@@ -370,7 +370,7 @@ class TensorParallel:
         """A step that asks for something, whose ``asked`` is the whole vocabulary's."""
         if self._transport is None:
             return backend.run(step)
-        if self.transport == "p2p":  # rounds over it are written (impl.triton.rounds), and fail their test on a GPU
+        if self.transport == "p2p":  # rounds over it (impl.triton.rounds) have not passed their tests on GPUs
             asked = arguments(step.asked.names())
             raise ValueError(f"tp must have transport='nccl' or 'gloo' with {asked}: over 'p2p' ranks cannot do that yet")
         part = requests.Part(self._transport, backend, self._ranges, self.rank, self.vocab_size)

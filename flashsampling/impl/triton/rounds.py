@@ -16,7 +16,13 @@ _BLOCK = 256  # words of a program
 _WARPS = 4
 
 
-@triton.jit(do_not_specialize=["table", "batch", "num_samples", "count", "blocks"])
+@triton.jit(
+    do_not_specialize=["table", "batch", "num_samples", "count", "blocks"],
+    # a kernel of another alignment would be compiled, and loaded, while other ranks wait for this one
+    do_not_specialize_on_alignment=[
+        "words_ptr", "out_ptr", "failed_ptr", "request_ptr", "temperatures_ptr", "seeds_ptr", "offsets_ptr",
+    ],
+)  # fmt: skip
 def swap_kernel(
     table: tl.int64,  # address of the exchange's table
     words_ptr,  # (count,) int64
