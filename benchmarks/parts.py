@@ -31,7 +31,7 @@ PICKED = "top-k top-p", "top-p", "min-p", "top_logprobs=5"  # of what the kernel
 def _steps(plain: Step) -> dict[str, Call]:
     batch, vocab = plain.hidden_states.shape[0], plain.vocab_size
     asked = requests(batch) | more_requests(batch, vocab)
-    filters, one = asked["top-k top-p"], torch.zeros_like(asked["mask"].token_mask)
+    filters, one = asked["top-k top-p"], torch.zeros(batch, -(-vocab // 32), dtype=torch.int32, device="cuda")
     one[:, 77] = 1
     both: dict[str, Any] = {"top_k": filters.top_k, "top_p": filters.top_p}
     asked |= {
