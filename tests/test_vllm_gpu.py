@@ -24,6 +24,7 @@ pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+os.environ["FLASHSAMPLING_VLLM"] = "require"
 pytest.importorskip("vllm")
 stats = pytest.importorskip("scipy.stats")
 

@@ -32,7 +32,7 @@ def test_the_environment(value, monkeypatch):
         monkeypatch.setenv(settings.VARIABLE, value)
     register()
     register()
-    assert awaited() == ([] if value == "off" else ["vllm.v1.worker.gpu_worker"])
+    assert awaited() == (["vllm.v1.worker.gpu_worker"] if value in ("auto", "require") else [])
 
 
 def test_a_wrong_environment(monkeypatch):
