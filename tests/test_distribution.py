@@ -124,7 +124,7 @@ def test_rare_token_next_to_flat_ones():
     assert stats.binomtest(wins, draws, odds / (1 + odds)).pvalue > LEVEL
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("temperature", [pytest.param(1.0, marks=pytest.mark.gpu), 0.7])  # a minute or two on a CPU
 def test_real_model_logits(temperature):
     """Next-token logits of the demo model, through the implementation that its device chooses."""
     pytest.importorskip("transformers")

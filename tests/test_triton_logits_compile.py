@@ -91,7 +91,6 @@ print("conversions", scan.asm["ttgir"].count("tensor<512xf32, #blocked1> -> tens
 CASES = [
     (90, "bfloat16", "plain"),
     (80, "float32", "filters"),
-    (90, "bfloat16", "filters"),
     (90, "float32", "drawn"),
     (90, "float32", "everything"),
     (100, "float16", "filters"),
