@@ -176,29 +176,11 @@ def test_verify(is_ragged, monkeypatch):
 COMPILE = """
 import sys
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.runtime.jit import JITFunction
+from tests.triton_target import compile_only
 from flashsampling.impl.triton import chains, logits, recorded, rejection
 from flashsampling.step import Asked, Step
 
-class Driver:
-    def get_current_target(self):
-        return GPUTarget("cuda", int(sys.argv[1]), 32)
-
-    def get_current_device(self):
-        return 0
-
-    def get_current_stream(self, device):
-        return 0
-
-launch = JITFunction.run
-
-def compile_only(self, *arguments, grid, warmup, **options):
-    print(len(launch(self, *arguments, grid=grid, warmup=True, **options).asm["cubin"]))
-
-triton.runtime.driver.set_active(Driver())
-JITFunction.run = compile_only
+compiled = compile_only(int(sys.argv[1]))
 bounds, rows, cpu = torch.zeros(3, dtype=torch.int64), torch.zeros(2, dtype=torch.int64), torch.device("cpu")
 chains.spread(bounds, 2, 3, torch.ones(2), rows, rows, cpu, positions=8, with_requests=True)
 chains.spread(None, 2, 3, 1.0, 0, 2**63 - 1, cpu, positions=8, with_requests=False)
@@ -219,6 +201,7 @@ if sys.argv[1] == "90":
     summaries = logits.Summaries(torch.zeros(8, 4, dtype=torch.int32), torch.zeros(8, 4))
     for asked in (Asked(), Asked(top_k=3)):
         logits.pick(step._replace(asked=asked), summaries, eight, records=logits.empty_records(8, cpu))
+print(*(len(kernel.asm["cubin"]) for kernel in compiled))
 """
 
 

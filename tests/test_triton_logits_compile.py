@@ -18,22 +18,11 @@ import tempfile
 from pathlib import Path
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.runtime.jit import JITFunction
 from flashsampling.impl.triton import logits
 from flashsampling.step import Asked, Step
+from tests.triton_target import compile_only
 
 capability, dtype, case, vocab = int(sys.argv[1]), getattr(torch, sys.argv[2]), sys.argv[3], int(sys.argv[4])
-
-class Driver:
-    def get_current_target(self):
-        return GPUTarget("cuda", capability, 32)
-
-    def get_current_device(self):
-        return 0
-
-    def get_current_stream(self, device):
-        return 0
 
 def resources(cubin):
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -42,14 +31,7 @@ def resources(cubin):
         tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
         return subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
 
-compiled = []
-launch = JITFunction.run
-
-def compile_only(self, *arguments, grid, warmup, **options):
-    compiled.append(launch(self, *arguments, grid=grid, warmup=True, **options))
-
-triton.runtime.driver.set_active(Driver())
-JITFunction.run = compile_only
+compiled = compile_only(capability)
 
 def ints(*shape, dtype=torch.int32):
     return torch.zeros(shape, dtype=dtype)

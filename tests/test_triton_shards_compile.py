@@ -13,33 +13,12 @@ pytest.importorskip("triton")
 COMPILE = """
 import sys
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.runtime.jit import JITFunction
 from flashsampling.exchange import PACKED, Shard
 from flashsampling.impl.triton import rounds, shards
 from flashsampling.step import Asked, Step
+from tests.triton_target import compile_only
 
-capability = int(sys.argv[1])
-
-class Driver:
-    def get_current_target(self):
-        return GPUTarget("cuda", capability, 32)
-
-    def get_current_device(self):
-        return 0
-
-    def get_current_stream(self, device):
-        return 0
-
-compiled = []
-launch = JITFunction.run
-
-def compile_only(self, *arguments, grid, warmup, **options):
-    compiled.append(launch(self, *arguments, grid=grid, warmup=True, **options))
-
-triton.runtime.driver.set_active(Driver())
-JITFunction.run = compile_only
+compiled = compile_only(int(sys.argv[1]))
 
 def ints(*shape, dtype=torch.int32):
     return torch.zeros(shape, dtype=dtype)

@@ -12,27 +12,10 @@ pytest.importorskip("triton")
 COMPILE = """
 import sys
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.runtime.jit import JITFunction
 from flashsampling.integrations.vllm import kernels
+from tests.triton_target import compile_only
 
-class Driver:
-    def get_current_target(self):
-        return GPUTarget("cuda", int(sys.argv[1]), 32)
-
-    def get_current_device(self):
-        return 0
-
-    def get_current_stream(self, device):
-        return 0
-
-triton.runtime.driver.set_active(Driver())
-launch = JITFunction.run
-compiled = []
-JITFunction.run = lambda self, *arguments, grid, warmup, **options: compiled.append(
-    launch(self, *arguments, grid=grid, warmup=True, **options)
-)
+compiled = compile_only(int(sys.argv[1]))
 vocab = 151936
 counts, mask = torch.zeros(3, vocab, dtype=torch.int32), torch.zeros(3, vocab // 32, dtype=torch.int32)
 ones, slots = torch.ones(2), torch.zeros(2, dtype=torch.int32)
