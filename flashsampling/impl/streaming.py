@@ -73,10 +73,14 @@ def unsupported(step: Step) -> str | None:
     return None
 
 
+def _rows_at_once(step: Step) -> int:
+    return max(_LOGITS_AT_ONCE.get(step.hidden_states.device.type, 1 << 21) // step.vocab_size, 1)
+
+
 @torch.no_grad()
 def shard_logits(step: Step) -> tuple[Tensor, Tensor]:
     """See ``backends``."""
-    rows = max(_LOGITS_AT_ONCE.get(step.hidden_states.device.type, 1 << 21) // step.vocab_size, 1)
+    rows = _rows_at_once(step)
     both = []
     for first in range(0, step.hidden_states.shape[0], rows):
         part = step.part(first, first + rows)
@@ -92,7 +96,7 @@ def shard_winners(step: Step, processed: Tensor, limit: Tensor) -> Tensor:
     """See ``backends``."""
     first = step.shard.first_token
     ids = torch.arange(first, first + step.vocab_size, device=processed.device)
-    rows = max(_LOGITS_AT_ONCE.get(processed.device.type, 1 << 21) // step.vocab_size, 1)
+    rows = _rows_at_once(step)
     winners = []
     for first in range(0, len(processed), rows):
         part, logits = step.part(first, first + rows), processed[first : first + rows]
@@ -114,7 +118,7 @@ def run(step: Step) -> Drawn:
 def _in_rows(step: Step) -> Drawn:
     """All logits of a few rows at a time."""
     batch, device = step.hidden_states.shape[0], step.hidden_states.device
-    rows = max(_LOGITS_AT_ONCE.get(device.type, 1 << 21) // step.vocab_size, 1)
+    rows = _rows_at_once(step)
     draws = torch.arange(step.num_samples, device=device)
     outcomes = []
     for first in range(0, batch, rows):
