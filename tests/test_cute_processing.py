@@ -8,15 +8,12 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-import triton
-import triton.language as tl
 
 import flashsampling
 from flashsampling import workspace
 from flashsampling.impl.cute import asked as module
 from flashsampling.impl.cute import config, launch
-from flashsampling.impl.triton import logits as of_logits
-from flashsampling.impl.triton.logits_source import Source, processed_logits, raw_logits, row_f32, sparse_entries
+from flashsampling.impl.triton import shards
 from flashsampling.step import PLAIN, Asked, Drawn, Step
 from tests.conftest import DEVICE
 from tests.mixes import Mix
@@ -30,46 +27,10 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif("cute" not in KERNELS, reason=
 INF, NAN = math.inf, math.nan
 
 
-@triton.jit
-def process_kernel(
-    out, logits, logits_stride, vocab_size, bias, logit_scale, soft_cap, dense_bias, bias_ids, bias_values, bias_count,
-    ids_stride, values_stride, counts, counts_stride, token_mask, mask_stride,
-    repetition_at: tl.int64, repetition_value: tl.float32, frequency_at: tl.int64, frequency_value: tl.float32,
-    presence_at: tl.int64, presence_value: tl.float32,
-    HEAD: tl.constexpr, ENTRIES: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Processed logits as scan and pick make them."""
-    row = tl.program_id(0)
-    repetition = row_f32(repetition_at, repetition_value, row)
-    frequency = row_f32(frequency_at, frequency_value, row)
-    presence = row_f32(presence_at, presence_value, row)
-    source = Source(
-        row.to(tl.int64), logits, logits_stride, vocab_size, bias, logit_scale, soft_cap, dense_bias, bias_ids, bias_values,
-        bias_count, ids_stride, values_stride, counts, counts_stride, repetition, frequency, presence, token_mask, mask_stride,
-    )  # fmt: skip
-    tokens = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    live = tokens < vocab_size
-    raw = raw_logits(source, tokens, live, HEAD)
-    entries = tl.full((ENTRIES,), -1, tl.int32)
-    if bias_ids is not None:
-        entries = sparse_entries(source, ENTRIES)
-    x = processed_logits(source, (raw,), (tokens,), (live,), entries, ENTRIES)[0]
-    tl.store(out + row.to(tl.int64) * vocab_size + tokens, x, mask=live)
-
-
 def by_triton(products: torch.Tensor, asked: Asked) -> torch.Tensor:
-    batch, vocab = products.shape
-    out = torch.empty(batch, vocab, device=DEVICE)
-    step = Step(products, products, 1.0, 0, 0, 1, vocab, asked=asked, logits=products)
-    process_kernel[(batch, -(-vocab // 256))](
-        out,
-        *of_logits.source_arguments(step),
-        *of_logits.penalty_arguments(asked),
-        HEAD=of_logits.has_head(asked),
-        ENTRIES=of_logits.entries_of(asked),
-        BLOCK=256,
-    )
-    return out
+    """Processed logits as Triton's kernels make them."""
+    step = Step(products, products, 1.0, 0, 0, 1, products.shape[1], asked=asked, logits=products)
+    return shards.processed(step, products)[1]
 
 
 def random_mask(batch: int, vocab: int, share: float = 0.5) -> torch.Tensor:

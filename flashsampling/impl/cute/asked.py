@@ -39,7 +39,7 @@ def _of_shards() -> ModuleType:
 def _scanned(step: Step) -> bool:
     """Whether the kernel leaves products, from which everything is made: what is said of it in the module's docstring."""
     asked = step.asked
-    of_request = any(part is not None for part in (asked.dense_bias, asked.counts, asked.token_mask))
+    of_request = asked.dense_bias is not None or asked.counts is not None or asked.token_mask is not None
     return (
         asked.bias_ids is not None
         or asked.stream != PLAIN.stream
@@ -61,14 +61,18 @@ def _address(vector: Tensor | None) -> int:
     return 0 if vector is None else vector.data_ptr()
 
 
+def _changes(asked: Asked) -> bool:
+    """Whether ``processing`` has something to do."""
+    tensors = asked.bias, asked.dense_bias, asked.counts, asked.token_mask
+    return asked.logit_scale != 1.0 or asked.soft_cap != 0.0 or any(tensor is not None for tensor in tensors)
+
+
 def processing_of(asked: Asked) -> tuple[tuple[int | float, ...], tuple[Tensor | None, ...]]:
     """``arguments.Processing``, and what must live until the launch."""
     counts, counts_stride, of_counts = _rows_of(asked.counts)
     mask, mask_stride, of_mask = _rows_of(asked.token_mask)
-    tensors = asked.bias, asked.dense_bias, of_counts, of_mask
-    changes = any(part is not None for part in tensors) or asked.logit_scale != 1.0 or asked.soft_cap != 0.0
     processing = (
-        int(changes),
+        int(_changes(asked)),
         _address(asked.bias),
         asked.logit_scale,
         asked.soft_cap,
@@ -81,7 +85,7 @@ def processing_of(asked: Asked) -> tuple[tuple[int | float, ...], tuple[Tensor |
         mask,
         mask_stride,
     )
-    return processing, tensors
+    return processing, (of_counts, of_mask)
 
 
 def run(step: Step, config: TileConfig | None = None) -> Drawn:
@@ -104,7 +108,7 @@ def run(step: Step, config: TileConfig | None = None) -> Drawn:
 def recorded(step: Step) -> Recorded:
     """See ``backends``. Products are left behind, of which the kernels that reject make processed logits again."""
     records = _picking().empty_records(len(step.hidden_states), step.hidden_states.device)
-    if _scanned(step) or processing_of(step.asked)[0][0]:
+    if _scanned(step) or _changes(step.asked):
         logits, _, _ = with_logits(step, 0, None)
         drawn = _picking().run(step._replace(logits=logits), records=records)
     else:
