@@ -109,7 +109,7 @@ def run_before(checkout: Path) -> Callable[[Step], Any]:
 
     def run_step(step: Step) -> Any:
         fields = step._asdict() | {"asked": theirs.Asked(**step.asked._asdict())}
-        del fields["shard"]  # a whole vocabulary, as by default
+        del fields["shard"], fields["drafted"]  # a whole vocabulary and no drafts, as by default
         return launch.run(theirs.Step(**fields))
 
     return run_step

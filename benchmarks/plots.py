@@ -1,5 +1,5 @@
-"""The pictures of README and docs/, from the result files of ``benchmarks.sample``, ``benchmarks.tensor_parallel`` and
-``benchmarks.verify``."""
+"""The pictures of README and docs/, from the result files of ``benchmarks.sample``, ``benchmarks.tensor_parallel``,
+``benchmarks.verify`` and ``benchmarks.vllm_engine``."""
 
 from pathlib import Path
 from typing import Any
@@ -8,6 +8,8 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+
+from . import tables
 
 _STYLES: dict[str, dict[str, Any]] = {
     "cute": {"color": "#d62728", "linewidth": 2.4, "marker": "o", "zorder": 5},
@@ -145,6 +147,28 @@ def drafts(result: dict[str, Any], path: Path) -> None:
         line[0].set_ylabel("ms")
     axes[0].legend()
     figure.suptitle(f"Drafts verified, from hidden states, {result['machine']['gpu']}")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def engine(results: list[dict[str, Any]], path: Path) -> None:
+    """Time of LM head and sampler in an engine with the plug-in over that without it, a panel per model, from result files of
+    ``benchmarks.vllm_engine``."""
+    figure, axes = plt.subplots(1, len(results), figsize=(5.6 * len(results), 4.0), squeeze=False, sharey=True)
+    for axis, result in zip(axes[0], results):
+        for kind, pairs in tables.engine_pairs(result).items():
+            points = [(batch, ours["sample_ms"] / theirs["sample_ms"]) for batch, theirs, ours in pairs]
+            axis.plot(*zip(*points), marker="o", label=kind)
+        axis.axhline(1.0, color="black", linewidth=0.8, linestyle="--")
+        axis.set(title=tables.engine_name(result), xscale="log", xlabel="batch size", ylim=(0, None))
+        _label_batches(axis, sorted({row["batch"] for row in result["rows"]}))
+        axis.minorticks_off()
+        axis.grid(alpha=0.3)
+    axes[0][0].set_ylabel("head + sampler: with the plug-in / without")
+    axes[0][0].legend()
+    machine = results[0]["machine"]
+    figure.suptitle(f"vLLM {machine['vllm']}, {machine['gpu']}: below the dashed line the plug-in is faster")
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     plt.close(figure)

@@ -1,19 +1,24 @@
-"""Tables of README and docs/ that are filled from a result file: ``python -m benchmarks.tables``, after ``benchmarks.verify``
-has written it, puts its figures into the pages and draws its picture again. ``tests/test_docs.py`` compares them. No GPU is
-needed."""
+"""Tables of README and docs/ that are filled from result files: ``python -m benchmarks.tables``, after ``benchmarks.verify`` or
+``benchmarks.vllm_engine`` has written one, puts its figures into the pages and draws its picture again. ``tests/test_docs.py``
+compares them. No GPU is needed."""
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-RESULT = ROOT / "benchmarks" / "results" / "verify.json"
+RESULTS = ROOT / "benchmarks" / "results"
 PEERS = ("compiled torch", "FlashInfer")
 README_HEAD = (151936, 4096)
 README_HEADER = "| LM head | n | B | match / `sample` | rejection, ms | / compiled torch | / FlashInfer |"
 DOCS_HEADER = "| LM head | filters | n | B | accepted | sample | match | rejection | compiled torch | FlashInfer |"
+
+ENGINE_HEADER = (
+    "| model | request | B | head + sampler: vLLM, ms | with the plug-in, ms | ratio "
+    "| a token: vLLM, ms | with the plug-in, ms | ratio | peak: vLLM, MiB | with the plug-in, MiB |"
+)
 
 
 def _table(header: str, rows: list[list[str]]) -> str:
@@ -51,6 +56,40 @@ def docs_table(result: Mapping[str, Any]) -> str:
     return _table(DOCS_HEADER, rows)
 
 
+def engine_name(result: Mapping[str, Any]) -> str:
+    """Model and GPUs of a run of ``benchmarks.vllm_engine``."""
+    return f"Qwen3-{result['shape'].upper()}" + (f", {result['ranks']} GPUs" if result["ranks"] > 1 else "")
+
+
+def engine_pairs(result: Mapping[str, Any]) -> dict[str, list[tuple[int, dict[str, Any], dict[str, Any]]]]:
+    """By kind of request, of each batch size: vLLM's own row, and the plug-in's."""
+    pairs: dict[str, list[tuple[int, dict[str, Any], dict[str, Any]]]] = {}
+    for theirs, ours in zip(result["rows"][::2], result["rows"][1::2], strict=True):
+        pairs.setdefault(theirs["kind"], []).append((theirs["batch"], theirs, ours))
+    return pairs
+
+
+def engine_table(results: Iterable[Mapping[str, Any]]) -> str:
+    """All cells of ``benchmarks.vllm_engine``'s runs; "-": was not measured."""
+    rows = []
+    for result in results:
+        for kind, pairs in engine_pairs(result).items():
+            for batch, theirs, ours in pairs:
+                cells = [engine_name(result), kind, str(batch)]
+                for what in ("sample_ms", "tpot_ms"):
+                    there = what in theirs and what in ours
+                    cells += (
+                        [f"{theirs[what]:.3f}", f"{ours[what]:.3f}", f"{ours[what] / theirs[what]:.2f}"] if there else ["-"] * 3
+                    )
+                rows.append([*cells, f"{theirs['peak_MiB']:.0f}", f"{ours['peak_MiB']:.0f}"])
+    return _table(ENGINE_HEADER, rows)
+
+
+def engine_results(folder: Path = RESULTS) -> list[dict[str, Any]]:
+    """What runs of ``benchmarks.vllm_engine`` left there."""
+    return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("vllm_*.json"))]
+
+
 def with_table(text: str, table: str) -> str:
     """A page, its table with this header filled anew."""
     header = re.escape(table.splitlines()[0])
@@ -60,9 +99,11 @@ def with_table(text: str, table: str) -> str:
     return out
 
 
-def pages(result: Mapping[str, Any]) -> dict[Path, str]:
-    """What the pages say after a run."""
-    tables = {ROOT / "README.md": readme_table(result), ROOT / "docs" / "benchmarks.md": docs_table(result)}
+def pages(drafts: Mapping[str, Any], engines: Sequence[Mapping[str, Any]]) -> dict[Path, str]:
+    """What the pages say after these runs."""
+    tables = {ROOT / "README.md": readme_table(drafts), ROOT / "docs" / "benchmarks.md": docs_table(drafts)}
+    if engines:
+        tables[ROOT / "docs" / "vllm.md"] = engine_table(engines)
     return {path: with_table(path.read_text(encoding="utf-8"), table) for path, table in tables.items()}
 
 
@@ -70,10 +111,12 @@ def main() -> None:
     """Fills them."""
     from . import plots
 
-    result = json.loads(RESULT.read_text(encoding="utf-8"))
-    for path, text in pages(result).items():
+    drafts, engines = json.loads((RESULTS / "verify.json").read_text(encoding="utf-8")), engine_results()
+    for path, text in pages(drafts, engines).items():
         path.write_text(text, encoding="utf-8")
-    plots.drafts(result, RESULT.with_suffix(".png"))
+    plots.drafts(drafts, RESULTS / "verify.png")
+    if engines:
+        plots.engine(engines, RESULTS / "vllm.png")
 
 
 if __name__ == "__main__":

@@ -58,6 +58,8 @@ CANDIDATES = [  # that fit sm_90's shared memory and registers; with more spills
     *(replace(_LEAN, rest_b=64, num_stages=5, chunk_b=chunk, preload=False) for chunk in (16, 32, 64)),
     *(replace(_LEAN, rest_b=32, chunk_b=chunk, preload=False) for chunk in (16, 32)),
     replace(_LEAN, rest_b=128, num_stages=4),
+    TileConfig(128, 128, 64, 8, 5, 1, use_tma=True, chunk_b=128, rest_b=64, rows_on_m=True),
+    TileConfig(256, 128, 64, 8, 4, 1, use_tma=True, chunk_b=128, rows_on_m=True),
 ]
 _MOST_PADDING = 64  # rows of a batch beyond the least that some candidate needs
 
@@ -145,7 +147,7 @@ def _short(config: TileConfig) -> str:
     width = f"2*{config.block_b // 2}" if config.halves else width
     tile = f"{config.block_v}x{width} d{config.block_d} w{config.num_warps} s{config.num_stages} p{config.ctas_per_sm}"
     last = f"{' keys' if config.preload else ''}{' r' + str(config.max_registers) if config.max_registers else ''}"
-    return f"{tile} c{config.chunk_b}{last}"
+    return f"{tile} c{config.chunk_b}{last}{' rows on M' if config.rows_on_m else ''}"
 
 
 def main(

@@ -8,7 +8,8 @@ process of its own, as vLLM has it; the model runner's class there is the plug-i
     tpot_ms     what a user waits per token, scheduler and all: (time of n tokens - time of 1) / (n - 1), median over rounds
     peak_MiB    most memory allocated meanwhile
 
-Before anything is timed the plug-in's counters must say that every step of a kind is fused.
+Before anything is timed the plug-in's counters must say that every step of a kind is fused; with ``--ranks``, all ranks must
+have drawn the same tokens.
 """
 
 import json
@@ -111,7 +112,7 @@ def _measured(engine: Engine, kind: str, batch: int, tokens: int, rounds: int) -
 
     from flashsampling.integrations.vllm import counters
 
-    from .vllm_worker import start_timing, stop_timing, use_plugin
+    from .vllm_worker import drawn_tokens, start_timing, stop_timing, use_plugin
 
     generator = np.random.default_rng(0)
 
@@ -142,6 +143,9 @@ def _measured(engine: Engine, kind: str, batch: int, tokens: int, rounds: int) -
             after = engine.tell(counters)
             if after["fused"] <= before["fused"] or after["left"] + after["split"] != before["left"] + before["split"]:
                 raise SystemExit(f"{kind}, batch {batch}: not every step is fused: {before}, then {after}")
+            of_ranks = engine.llm.collective_rpc(drawn_tokens)
+            if any(each != of_ranks[0] for each in of_ranks):
+                raise SystemExit(f"{kind}, batch {batch}: the ranks did not draw the same tokens")
     if kind != "grammar mask":  # whose masks are made up inside the runner
         for names in shuffled(rows, rounds):
             for name in names:
@@ -159,11 +163,11 @@ def main(
     batches: Annotated[str, typer.Option(help="Comma-separated rows.")] = "1,16,64,128,256",
     tokens: Annotated[int, typer.Option(help="Per request.")] = 64,
     rounds: Annotated[int, typer.Option(help="Interleaved, for the time per token.")] = 3,
-    ranks: Annotated[
-        int, typer.Option(help="GPUs that share the model; with several, plain and seeded requests are fused.")
-    ] = 1,
+    ranks: Annotated[int, typer.Option(help="GPUs that share the model (tensor parallelism).")] = 1,
     attention: Annotated[str, typer.Option(help="vLLM's back end; FLASH_ATTN is its own choice on an H200.")] = "FLASH_ATTN",
-    out: Annotated[Path, typer.Option(help="Folder for vllm_engine.json.")] = Path("benchmarks/results"),
+    out: Annotated[Path, typer.Option(help="Folder for vllm_SHAPE.json; with several ranks vllm_SHAPE_tpN.json.")] = Path(
+        "benchmarks/results"
+    ),
 ) -> None:
     """Times vLLM with and without the plug-in."""
     from .vllm_worker import spread_logits
@@ -193,6 +197,7 @@ def main(
     result |= {"startup_s": round(startup, 1), "attention": attention, "rows": []}
     console.print(f"engine ready after {startup:.0f} s; {engine.tell(counters)}")
     out.mkdir(parents=True, exist_ok=True)
+    path = out / f"vllm_{shape}{f'_tp{ranks}' if ranks > 1 else ''}.json"
     for kind in kinds.split(","):
         table = Table(
             "B", "head + sampler: vLLM, ms", "fused, ms", "ratio", "token: vLLM, ms", "fused, ms", "ratio", "MiB", title=kind
@@ -207,13 +212,13 @@ def main(
                 cells += ["", "", ""]
             table.add_row(str(batch), *cells, f"{theirs['peak_MiB']:.0f} / {ours['peak_MiB']:.0f}")
             result["rows"] += rows
-            (out / "vllm_engine.json").write_text(json.dumps(result | {"counters": engine.tell(counters)}, indent=1) + "\n")
+            path.write_text(json.dumps(result | {"counters": engine.tell(counters)}, indent=1) + "\n")
         console.print(table)
     of_ranks = engine.llm.collective_rpc(counters)
     if any(each != of_ranks[0] for each in of_ranks):
         raise SystemExit(f"the ranks did not do the same: {of_ranks}")
     result |= {"machine": machine(), "counters": of_ranks[0]}
-    (out / "vllm_engine.json").write_text(json.dumps(result, indent=1) + "\n")
+    path.write_text(json.dumps(result, indent=1) + "\n")
     console.print(result["machine"], result["counters"])
 
 

@@ -3,6 +3,7 @@
 vLLM starts its engine in a process of its own, so that is where the model runner is. Its class is the plug-in's or vLLM's.
 """
 
+import hashlib
 import statistics
 from typing import Any
 
@@ -22,10 +23,16 @@ def spread_logits(worker: Any, deviation: float) -> None:
     model = worker.model_runner.model
     weight = model.lm_head.weight
     with torch.inference_mode():
-        generator = torch.Generator(weight.device).manual_seed(0)
+        first = model.lm_head.shard_indices.padded_org_vocab_start_index  # ranks have rows of their own
+        generator = torch.Generator(weight.device).manual_seed(first)
         for rows in weight.data.split(8192):
             rows.normal_(0.0, 0.02, generator=generator)
         model.model.norm.weight.data.fill_(deviation / 0.02 / weight.shape[1] ** 0.5)
+
+
+def drawn_tokens(worker: Any) -> str:
+    """A digest of this rank's tokens of all requests that had a slot."""
+    return hashlib.sha256(worker.model_runner.req_states.all_token_ids.gpu.cpu().numpy().tobytes()).hexdigest()
 
 
 def start_timing(worker: Any, with_grammar: bool) -> None:

@@ -1,7 +1,7 @@
 """How drafts are accepted: by the tokens that the target draws, or by rejection."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +13,10 @@ from .drafts import Accepted, Drafts, Given, Nodes
 from .impl.device import capability
 from .noise import Stream
 from .requests import Problem, Request, asked_of
-from .step import ARGUMENTS, PLAIN, Asked, Step, arguments
+from .step import ARGUMENTS, PLAIN, Asked, Drafted, Step, arguments
+
+if TYPE_CHECKING:
+    from .distributed import TensorParallel
 
 METHODS = ("match", "rejection")
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -38,6 +41,7 @@ class Target(NamedTuple):
     draw: Callable[..., SampleOutput]  # of rows of states, by sample's keywords
     impl: str | None  # who draws; None: whoever can
     head: int | None = None  # as there
+    tp: "TensorParallel | None" = None  # whose shard the weight is
 
     def step(self, states: Tensor, rows: dict[str, Any], asked: Asked) -> Step:
         """One draw of rows of states, by their temperature, seed and offset."""
@@ -83,23 +87,53 @@ class Parameters(NamedTuple):
 
 def match(target: Target, given: Given, parameters: Parameters, _: Tensor | None) -> Verified:
     """Drafts that are what ``sample`` draws at their position, with the request's own noise."""
-    if _by_kernels(target, given):
+    if _by_kernels(target.states, given):
         return _match_by_kernels(target, given, parameters)
     drafts = given.drafts()
     rows, asked = parameters.at(drafts.nodes(), drafts, target.vocab_size)
-    tokens = target.draw(target.states, **rows, **_request(asked)).token_ids[drafts.rows]
+    return _held(drafts, _drawn(target, rows, asked, drafts.hash))
+
+
+def held(given: Given, tokens: Tensor) -> Verified:
+    """The second half of ``match``: drafts while they are what was drawn at their positions, ``tokens`` (R,)."""
+    return _held_by_kernel(given, tokens) if _by_kernels(tokens, given) else _held(given.drafts(), tokens)
+
+
+def _held(drafts: Drafts, tokens: Tensor) -> Verified:
+    tokens = tokens[drafts.rows]
     accepted = drafts.matched(tokens)
     return _output(drafts, accepted, torch.where(accepted.nodes < 0, -1, tokens.gather(1, accepted.nodes.clamp(min=0))))
 
 
-def _by_kernels(target: Target, given: Given) -> bool:
+def _held_by_kernel(given: Given, tokens: Tensor) -> Verified:
+    from .impl.triton import chains
+
+    with torch.cuda.device_of(tokens):
+        return Verified(*chains.match(given.token_ids, *given[2:], tokens), None)
+
+
+def _drawn(target: Target, rows: dict[str, Any], asked: Asked, hashed: Callable[[], Tensor]) -> Tensor:
+    """(R,) int64: a token of every position; of several ranks only if they have the same drafts, ``hashed``."""
+    if target.tp is None:
+        return target.draw(target.states, **rows, **_request(asked)).token_ids
+    return _drawn_over_ranks(target.tp, target, rows, asked, alike=hashed())
+
+
+def _drawn_over_ranks(tp: "TensorParallel", target: Target, rows: dict[str, Any], asked: Asked, **drafts: Any) -> Tensor:
+    """Ids of one step of the group, a row per position; ``drafts``: the step's field for them."""
+    vocab_size, shard = tp.part
+    step = target.step(target.states, rows, asked)._replace(vocab_size=vocab_size, shard=shard, **drafts)
+    return ops.sample_sharded(step, tp).ids
+
+
+def _by_kernels(states: Tensor, given: Given) -> bool:
     """Whether two small launches do what else takes some thirty: chains on a GPU, where no compiler looks."""
     return (
-        target.states.is_cuda
+        states.is_cuda
         and given.parents is None
         and given.batch > 0
         and BACKENDS["triton"].missing is None
-        and capability(target.states.device) >= (8, 0)
+        and capability(states.device) >= (8, 0)
         and not torch.compiler.is_compiling()
         and torch._C._get_tracing_state() is None
         and not torch._C._len_torch_dispatch_stack()
@@ -111,8 +145,8 @@ def _match_by_kernels(target: Target, given: Given, parameters: Parameters) -> V
 
     with torch.cuda.device_of(target.states):
         rows, asked = _spread(target, given, parameters)
-        tokens = target.draw(target.states, **rows, **_request(asked)).token_ids
-        return Verified(*chains.match(given.token_ids, *given[2:], tokens), None)
+        tokens = _drawn(target, rows, asked, lambda: chains.hashed(given.token_ids, *given[2:]))
+        return _held_by_kernel(given, tokens)
 
 
 def _spread(target: Target, given: Given, parameters: Parameters) -> tuple[dict[str, Any], Asked]:
@@ -134,6 +168,8 @@ def _spread(target: Target, given: Given, parameters: Parameters) -> tuple[dict[
 
 def reject(target: Target, given: Given, parameters: Parameters, draft_probs: Tensor | None) -> Verified:
     """Drafts that a coin accepts, and what ``impl/rejection`` draws instead of the first that it does not."""
+    if target.tp is not None:
+        return _reject_over_ranks(target.tp, target, given, parameters, draft_probs)
     backend = _recording(target, given, parameters)
     if backend is not None:
         return _reject_by_kernels(backend, target, given, parameters, draft_probs)
@@ -159,9 +195,22 @@ def reject(target: Target, given: Given, parameters: Parameters, draft_probs: Te
     return _output(drafts, accepted, ids.masked_fill(accepted.nodes < 0, -1).scatter(1, last, tokens[:, None]))
 
 
+def _reject_over_ranks(
+    tp: "TensorParallel", target: Target, given: Given, parameters: Parameters, draft_probs: Tensor | None
+) -> Verified:
+    """See ``distributed/rejection``."""
+    drafts = given.drafts()
+    rows, asked = parameters.at(drafts.nodes(), drafts, target.vocab_size)
+    drafted = Drafted(drafts.token_ids, drafts.rows, drafts.places(), draft_probs if given.token_ids.numel() else None)
+    last, num_accepted = _drawn_over_ranks(tp, target, rows, asked, drafted=drafted).view(2, given.batch)
+    ids = torch.nn.functional.pad(drafts.token_ids, (0, 1), value=-1)
+    accepted = drafts.first(num_accepted)
+    return _output(drafts, accepted, ids.masked_fill(accepted.nodes < 0, -1).scatter(1, num_accepted[:, None], last[:, None]))
+
+
 def _recording(target: Target, given: Given, parameters: Parameters) -> Backend | None:
     """Who draws, if it leaves what kernels reject by, and they can; None: torch rejects."""
-    if not _by_kernels(target, given):
+    if not _by_kernels(target.states, given):
         return None
     masks, asked = parameters.masks, parameters.asked
     rows = {"temperature": parameters.temperature, "seed": parameters.seed, "offset": parameters.offset}

@@ -145,7 +145,7 @@ def sample(
     Args:
         bias: (V,), the head's own, of float32, bfloat16 or float16, added in fp32.
         logit_scale: times every logit (Cohere; Granite divides: give 1 / x).
-        soft_cap: c > 0 makes ``c * tanh(logit / c)`` of a logit (Gemma); 0 is none.
+        soft_cap: c makes ``c * tanh(logit / c)`` of a logit (Gemma), from 1.2e-38 on; 0 is none.
         logit_bias: (V,) of the same dtypes, added in all rows; or a pair of token ids (int32 or int64) and values, (B, n) each,
             or (n,) for all rows, n up to 1024. An id out of range, as -1, adds nothing; of one that is named twice both count.
         token_counts: what the penalties read: a ``TokenCounts``, of which rows 0 to B - 1 are used and count the drawn token
@@ -166,9 +166,9 @@ def sample(
         logprob_ids: token ids (B, m), int32 or int64, or (m,) for all rows: ``given_logprobs``.
         return_logsumexp: ``logsumexp``.
 
-    With ``tp``, over ``nccl`` and ``gloo``, they are the whole vocabulary's on every rank, ids global ones, and the same on all
-    ranks; but for ``bias``, which is (V_shard,), this rank's part as ``weight`` is, and ``token_counts``, of which a rank reads
-    its shard's tokens. The ranks then meet several times in a step (docs/tensor_parallel.md).
+    With ``tp`` they are the whole vocabulary's on every rank, ids global ones, and the same on all ranks; but for ``bias``,
+    which is (V_shard,), this rank's part as ``weight`` is, and ``token_counts``, of which a rank reads its shard's tokens. The
+    ranks then meet several times in a step (docs/tensor_parallel.md).
 
     ``triton`` and ``cute`` do all of these; ``cute`` in one launch what changes logits alone, else with the logits in memory.
 

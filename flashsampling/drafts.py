@@ -13,6 +13,8 @@ from torch import Tensor
 
 from .parameters import Integers, integer
 
+HASH_FACTORS = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9  # odd
+
 
 class Tree(NamedTuple):
     """Which draft follows which."""
@@ -78,6 +80,17 @@ class Drafts(NamedTuple):
         request = torch.arange(len(node), device=node.device)
         return Nodes(self.rows.gather(1, node[:, None])[:, 0], request, node, node)
 
+    def hash(self) -> Tensor:
+        """() int64: of the drafts, and of trees of which follows which. Of others it is another one, but for a chance of about
+        2**-63; ``impl/triton/chains`` makes the same."""
+        (batch, n), device = self.token_ids.shape, self.token_ids.device
+        places = torch.arange(batch, device=device)[:, None] << 32 | torch.arange(n, device=device)
+        hashed = (self.token_ids + 1) * _odd_number(places)  # 0 where there is none
+        if self.tree is not None:
+            after = torch.where(self.tree.sound, self.tree.parents[:, 1:] + 1, 0)
+            hashed = hashed + torch.where(self.token_ids >= 0, after, 0) * _odd_number(~places)
+        return hashed.sum()
+
     def before(self, nodes: Nodes) -> Tensor:
         """(k, n) bool: the drafts that come before a node's position."""
         n = self.token_ids.shape[1]
@@ -92,7 +105,10 @@ class Drafts(NamedTuple):
 
     def counts(self, counts: Tensor, nodes: Nodes, vocab_size: int) -> Tensor:
         """(k, V) int32: those of the requests, (B, V), and the drafts before a node's position on top."""
-        rows = counts.index_select(0, nodes.request)
+        return self.counted(counts.index_select(0, nodes.request), nodes, vocab_size)
+
+    def counted(self, rows: Tensor, nodes: Nodes, vocab_size: int) -> Tensor:
+        """``rows`` (k, V) int32, counts of the requests, after counting there the drafts before a node's position."""
         ids = self.token_ids.index_select(0, nodes.request)
         there = self.before(nodes) & (ids >= 0) & (ids < vocab_size)
         return rows.scatter_add_(1, torch.where(there, ids, 0), there.to(torch.int32))
@@ -118,8 +134,11 @@ class Drafts(NamedTuple):
 
     def up_to(self, holds: Tensor) -> Accepted:
         """The drafts of chains up to the first that does not hold, (B, n) bool."""
-        num_accepted = holds.cumprod(dim=1).sum(dim=1)
-        numbers = torch.arange(holds.shape[1] + 1, device=holds.device)
+        return self.first(holds.cumprod(dim=1).sum(dim=1))
+
+    def first(self, num_accepted: Tensor) -> Accepted:
+        """So many drafts of every request's chain, (B,)."""
+        numbers = torch.arange(self.rows.shape[1], device=num_accepted.device)
         return Accepted(num_accepted, torch.where(numbers <= num_accepted[:, None], numbers, -1))
 
 
@@ -206,6 +225,12 @@ def _tree(parents: Tensor | None) -> Tree | None:
         depth = depth + depth.gather(1, above)
         above = above.gather(1, above)
     return Tree(nodes, depth, sound)
+
+
+def _odd_number(place: Tensor) -> Tensor:
+    """int64, of int64: as if at random. Sums of different multiples of them are hardly ever the same."""
+    number = place * HASH_FACTORS[0]
+    return (number ^ number >> 32) * HASH_FACTORS[1] | 1
 
 
 # -- arguments

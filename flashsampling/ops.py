@@ -2,7 +2,8 @@
 
     flashsampling::sample               a whole weight; a pure function
     flashsampling::sample_from_logits   logits that are there already; a pure function
-    flashsampling::sample_sharded       one step of a ``TensorParallel``; it has a side effect, the exchange with other ranks
+    flashsampling::sample_sharded       one step of a ``TensorParallel``; it has a side effect, the exchange with other ranks.
+                                        With drafts their rejection: ids are last tokens, then numbers of accepted drafts
     flashsampling::accept, recover      rejection sampling of drafts (``impl/rejection``); pure functions; no weight: of logits
 
 Here alone a ``Step`` is taken apart and put together again. All operators return ids and values, empty where none were asked
@@ -39,7 +40,7 @@ from .backends import BACKENDS, Backend, named, tried_on
 from .exchange import WHOLE, Shard
 from .impl import rejection
 from .noise import Stream
-from .step import PLAIN, Asked, Drawn, Step, layout
+from .step import PLAIN, Asked, Drafted, Drawn, Step, layout
 
 _logger = logging.getLogger(__name__)
 
@@ -86,14 +87,17 @@ _ROWS = ", ".join(f"Tensor? {name}, {kind} {name}_value" for name, kind in _ROW_
 _STEP = f"{_ROWS}, int stream, SymInt num_samples"
 _HEAD = f"Tensor hidden_states, Tensor weight, {_STEP}"
 _DRAWN = "(Tensor ids, Tensor values)"
+# a field of ``Drafted`` each; where there are none, nothing is passed
+_DRAFTED = ("draft_token_ids", "draft_rows", "draft_places", "draft_probs")
+_OF_DRAFTS = ", ".join(f"Tensor? {name}=None" for name in (*_DRAFTED, "alike"))
 _EITHER = f"Tensor states, Tensor? weight, {_STEP}, SymInt vocab_size, Tensor draft_token_ids, Tensor? draft_probs"
 
 _library = torch.library.Library("flashsampling", "DEF")
 for _schema in (
     f"sample({_HEAD}, SymInt vocab_size, str impl, *, {_asked_schema()}) -> {_DRAWN}",
     f"sample_from_logits(Tensor logits, {_STEP}, SymInt vocab_size, str impl, *, {_asked_schema()}) -> {_DRAWN}",
-    f"sample_sharded({_HEAD}, str tp, Tensor(a!) order, *, {_asked_schema()}) -> {_DRAWN}",
-    f"sample_sharded.exported({_HEAD}, str tp, *, {_asked_schema()}) -> {_DRAWN}",
+    f"sample_sharded({_HEAD}, str tp, Tensor(a!) order, *, {_asked_schema()}, {_OF_DRAFTS}) -> {_DRAWN}",
+    f"sample_sharded.exported({_HEAD}, str tp, *, {_asked_schema()}, {_OF_DRAFTS}) -> {_DRAWN}",
     f"accept({_EITHER}, *, {_asked_schema()}) -> Tensor",
     f"recover({_EITHER}, Tensor draft_rows, *, {_asked_schema()}) -> Tensor",
 ):
@@ -139,6 +143,12 @@ def _put_together(
         asked=_asked_together(stream, asked),
         logits=logits,
     )
+
+
+def _drafted_together(asked: dict[str, Any]) -> Drafted | None:
+    """The drafts among the keywords, which are taken out."""
+    parts = [asked.pop(name, None) for name in _DRAFTED]
+    return None if parts[0] is None else Drafted(*parts)
 
 
 def _asked_together(stream: int, asked: dict[str, Any]) -> Asked:
@@ -187,6 +197,8 @@ def _sample_sharded(step: Step, group: Any) -> Drawn:
             return _nothing(step)
         # what is asked for of a shard, an implementation does in parts, and the group what is between them
         alone = step if step.asked is PLAIN else step._replace(shard=WHOLE)
+        if step.drafted is not None:  # which takes what log-probabilities do
+            alone = step._replace(shard=WHOLE, asked=step.asked._replace(logprobs=True))
         return _there(step, functools.partial(_run_and_exchange, choose(alone, group.impl), group))
     except BaseException as error:
         count_left_out(group, error)
@@ -194,7 +206,7 @@ def _sample_sharded(step: Step, group: Any) -> Drawn:
 
 
 def _run_and_exchange(backend: Backend, group: Any, step: Step) -> Drawn:
-    if step.asked is not PLAIN:
+    if step.asked is not PLAIN or step.drafted is not None:
         return group.draw(backend, step)
     drawn = backend.module.run(step)
     return drawn._replace(ids=group.finish(drawn.ids, step))
@@ -261,8 +273,8 @@ def _operate_on_logits(*arguments: Any, **asked: Any) -> tuple[Tensor, Tensor]:
 def _operate_sharded(*arguments: Any, **asked: Any) -> tuple[Tensor, Tensor]:
     if isinstance(arguments[-1], Tensor):  # order, which nobody reads
         arguments = arguments[:-1]
-    group = registry.find(arguments[-1])
-    return _tensors(_sample_sharded(_put_together(arguments[:-1], asked, *group.part), group))
+    group, of_ranks = registry.find(arguments[-1]), {"drafted": _drafted_together(asked), "alike": asked.pop("alike", None)}
+    return _tensors(_sample_sharded(_put_together(arguments[:-1], asked, *group.part)._replace(**of_ranks), group))
 
 
 def _fake_of(matrices: int) -> Callable[..., tuple[Tensor, Tensor]]:
@@ -271,6 +283,10 @@ def _fake_of(matrices: int) -> Callable[..., tuple[Tensor, Tensor]]:
     def fake(*arguments: Any, **asked: Any) -> tuple[Tensor, Tensor]:
         states = arguments[0]
         stream, num_samples = arguments[matrices + 2 * len(_ROW_PARAMETERS) :][:2]
+        drafted, _ = _drafted_together(asked), asked.pop("alike", None)
+        if drafted is not None:
+            empty = states.new_empty(0, dtype=torch.float32)
+            return states.new_empty(2 * drafted.token_ids.shape[0], dtype=torch.int64), empty
         there = layout(states.shape[0], num_samples, _asked_together(stream, asked))
         values = states.new_empty(there.num_values, dtype=torch.float32)
         return states.new_empty(there.num_ids, dtype=torch.int64), values
@@ -346,6 +362,10 @@ def sample_sharded(step: Step, tp: Any) -> Drawn:
     if _nobody_looks(step):
         return _sample_sharded(step, registry.find(tp.name))
     arguments, asked = _taken_apart(step), _asked_apart(step.asked)
+    if step.drafted is not None:
+        asked |= {name: part for name, part in zip(_DRAFTED, step.drafted) if part is not None}
+    if step.alike is not None:
+        asked["alike"] = step.alike
     if torch.compiler._is_exporting_flag:  # is_exporting() says so in every torch.compile of torch 2.8
         return Drawn(*_exported(*arguments, tp.name, **asked))
     return Drawn(*torch.ops.flashsampling.sample_sharded.default(*arguments, tp.name, tp.order, **asked))

@@ -14,6 +14,7 @@ MAX_BIASED = 1024  # tokens of a row
 MAX_TOP_LOGPROBS = 20
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _IDS = (torch.int32, torch.int64)
+_LEAST_CAP = torch.finfo(torch.float32).smallest_normal  # of which the kernels' float32 may make 0: no cap at all
 
 LogitBias: TypeAlias = Tensor | tuple[Any, Any]
 
@@ -85,6 +86,8 @@ def _soft_cap(name: str, value: Any, problem: Problem) -> dict[str, Any]:
     cap = real(name, value, finite)
     if cap < 0:
         raise ValueError(f"{name} must be at least 0, got {value}")
+    if 0 < cap < _LEAST_CAP:
+        raise ValueError(f"{name} must be 0, for none, or at least {_LEAST_CAP:.3g}, the smallest normal float32, got {value}")
     return {name: cap}
 
 

@@ -108,6 +108,16 @@ def _rows_of(whole: Any, names: Sequence[str], first: int, last: int) -> dict[st
     return {name: value[first:last] for name in names if isinstance(value := getattr(whole, name), Tensor)}
 
 
+class Drafted(NamedTuple):
+    """Drafts of B requests in chains, at positions that are the rows of a step, (R,); ``drafts`` makes it. No index is out of
+    range."""
+
+    token_ids: Tensor  # (B, n) int64; from the first -1 on there is none
+    rows: Tensor  # (B, n + 1) int64: the row of the position before each draft, and of the one behind the last
+    places: Tensor  # (B, n) int64: each draft's row of ``probs``
+    probs: Tensor | None  # (N, V or more) float: what they were drawn from; None: each was certain
+
+
 class Step(NamedTuple):
     """One sampling step of a whole LM head, or of a shard. Arguments are checked: shapes, dtypes, ranges, devices."""
 
@@ -121,6 +131,8 @@ class Step(NamedTuple):
     shard: Shard = WHOLE  # of which the weight is a part, and what becomes of its winners
     asked: Asked = PLAIN
     logits: Tensor | None = None  # (B, V) any float dtype: there is no head; hidden_states and weight are this tensor too
+    drafted: Drafted | None = None  # of several ranks: what is drawn is what rejection makes of these
+    alike: Tensor | None = None  # () int64, of several ranks: a hash of what else is the same on all, or none has a token
 
     def rows(self) -> Rows:
         """Its rows' parameters as tensors, numbers too."""

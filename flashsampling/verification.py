@@ -114,11 +114,12 @@ def verify(
             less than its own, or -1: it comes first. Of drafts that follow the same one and are the same token the first
             counts. A draft with another parent is not accepted, nor what follows it. None: chains. Only with "match".
         method: "match" or "rejection".
-        draft_probs: q, what each draft was drawn from, of at least ``vocab_size`` columns; float32, bfloat16 or float16. None:
-            drafts are certain, q is 1 at the draft. Only with "rejection".
-        temperature, vocab_size, impl, tp: as in ``sample``; values per row are per request. With "rejection" ``tp`` must be
-            None, and ``impl`` is who draws the token behind drafts that are all accepted; on a GPU "cute", "triton", or None,
-            does all.
+        draft_probs: q, what each draft was drawn from, of at least ``vocab_size`` columns; float32, bfloat16 or float16. Below
+            0 is as 0. None: drafts are certain, q is 1 at the draft. Only with "rejection". With ``tp`` the whole vocabulary's,
+            of ``tp.vocab_size`` columns at least, and the same bits on every rank, which are compared.
+        temperature, vocab_size, impl, tp: as in ``sample``; values per row are per request. Of ``tp.max_batch_size`` every
+            position is a row. With "rejection" ``impl`` is who draws the token behind drafts that are all accepted; on a GPU
+            "cute", "triton", or None, does all. With ``tp`` it is ``tp.impl``, whatever is drawn.
         seed: as in ``sample``, one per request.
         offset: the request's position: how many tokens it has drawn. Its next one is this and ``num_emitted``.
         request: as in ``sample``, a value per request, but for what comes back beside tokens. ``token_mask`` may also have a
@@ -131,7 +132,8 @@ def verify(
     n**2 bytes and a few times that per request. "rejection" on a GPU writes the logits of all positions, (N + B) V float32,
     and is six launches on a Hopper GPU, else or with masks, biases or penalties seven, which a graph can hold too.
     Elsewhere, and where a compiler looks, it makes probabilities in torch, in float64, a bounded number of rows at a time:
-    memory does not grow with the batch, but it is not fast.
+    memory does not grow with the batch, but it is not fast. With ``tp`` each rank stores its shard's logits, and the ranks meet
+    in three rounds or more (docs/tensor_parallel.md), written in torch; q is read whole on every rank, for the comparison.
 
     Returns:
         VerifyOutput.
@@ -172,8 +174,6 @@ def verify(
             if seed is None:
                 raise ValueError("seed must be given with tp: all ranks need the same")
             check_tensor_parallel(tp, vocab_size, impl)
-            if method == "rejection":
-                raise ValueError("tp must be None with method='rejection': ranks that hold a shard each cannot do that yet")
             vocab, tokens, head = tp.num_rows, tp.vocab_size, vocab
         else:
             tokens, head = check_vocab_size(vocab_size, vocab), None
@@ -181,7 +181,7 @@ def verify(
         def draw(rows: Tensor, **parameters: Any) -> SampleOutput:
             return sample(rows, weight, vocab_size=vocab_size, impl=impl, tp=tp, **parameters)
 
-        target = Target(states, weight, vocab, tokens, draw, impl, head)
+        target = Target(states, weight, vocab, tokens, draw, impl, head, tp)
         return _verify(target, given, method, draft_probs, temperature, seed, offset, impl, request)
     except BaseException as error:
         count_left_out(tp, error)

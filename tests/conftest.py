@@ -44,9 +44,11 @@ def _no_tensor_in_a_constexpr() -> Iterator[None]:
         yield
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     if DEVICE.type == "cpu":
-        skip = pytest.mark.skip(reason="needs a CUDA device")
+        skip, later = pytest.mark.skip(reason="needs a CUDA device"), pytest.mark.skip(reason="takes minutes: -m slow")
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(skip)
+            elif "slow" in item.keywords and not config.option.markexpr:
+                item.add_marker(later)

@@ -18,6 +18,8 @@ if __name__ == "__main__":
         (40, 700, 200, torch.bfloat16, 1),  # ragged in every direction
         (70, 700, 72, torch.float16, 1),
         (130, 300, 64, torch.bfloat16, 1),
+        (170, 300, 72, torch.float16, 1),
+        (200, 700, 64, torch.bfloat16, 1),
         (5, 300, 61, torch.bfloat16, 1),  # pointers: rows that the copy engine cannot address
         (5, 300, 64, torch.bfloat16, 3),
         (5, 300, 64, torch.float32, 1),

@@ -308,7 +308,7 @@ def generate(rank: Rank) -> None:
     options = {"custom_generate": custom_generate, "do_sample": True, "top_k": 0, "max_new_tokens": 8, "seeds": [1, 2]}
     options |= {"attention_mask": torch.ones_like(ids)}
     some = {"top_k": 20, "top_p": 0.9, "repetition_penalty": 1.3, "bad_words_ids": [[7], [450]]}
-    for asked in ({},) if rank.transport == "p2p" else ({}, some):
+    for asked in ({}, some):
         whole = LMHeadSampler(model.lm_head, max_batch_size=2, impl=rank.impl)
         expected = model.generate(ids, sampler=whole, **options | asked)
         drawn = model.generate(ids, sampler=LMHeadSampler(shard, max_batch_size=2, tp=tp), **options | asked)
@@ -406,11 +406,192 @@ def drafts(rank: Rank) -> None:
         assert torch.equal(sampler.offsets, one.offsets)
         emitted += int(out.num_emitted.sum())
     assert emitted > 2 * 6 * batch
-    with pytest.raises(ValueError, match="tp must be None with method='rejection'"):
-        sampler.verify(states, drafted, method="rejection")
     with pytest.raises(ValueError, match="seed must be given with tp"):
         flashsampling.verify(states, shard, drafted, tp=tp)
     assert torch.equal(sampler.verify(states, drafted).token_ids, one.verify(states, drafted).token_ids)
+    if rank.transport != "gloo" and rank.device.type == "cuda":
+        _captured_verify(rank, method="match")
+
+
+def rejection(rank: Rank) -> None:
+    """Drafts rejected over all ranks: what the oracle makes of them, where no last bit of p decides. Mixes of all that a
+    request may ask for, in both layouts; on GPUs some also captured, and replayed with other drafts and seeds."""
+    from .drafting import make_drafted, sure_of
+    from .test_verify import differences as differences_of
+
+    vocab, rows = 130, 133  # which are padded
+    problems = []
+    for seed in range(12 if rank.long else 5):
+        n = seed % 4
+        sizes = (64 // (n + 1) if rank.long else 4, n, vocab)
+        problem = make_drafted(seed + 10**5, "rejection", head=True, poisoned=rank.impl == "streaming", sizes=sizes)
+        assert problem.weight is not None
+        if seed % 4:  # flat: more drafts are refused, by a token that is not sure
+            problem = replace(problem, weight=problem.weight / 8)
+        expected = problem.verify("rejection", impl="reference")
+        problems.append((problem, expected, sure_of(problem, expected)))
+    for kind in ("even", "uneven 2", "empty first") if rank.world < 4 else ("even",):
+        weight = torch.zeros(rows, 8, device=rank.device, dtype=rank.dtype)
+        tp, shard = rank.group(weight, kind, vocab_size=vocab, max_batch_size=64)
+        first, last = tp.first_token, tp.last_token
+        with tp:
+            for number, (problem, expected, sure) in enumerate(problems):
+                assert problem.weight is not None
+                shard[: last - first] = problem.weight[first:last]  # in place: another head, for this group
+                options: dict[str, Any] = {"vocab_size": None, "tp": tp, "flat": number % 2 == 0, "device": rank.device}
+                if problem.step.asked.bias is not None:
+                    whole = torch.nn.functional.pad(problem.step.asked.bias, (0, rows - vocab))
+                    options["bias"] = whole[first : first + len(shard)]
+                ours = replace(problem, states=problem.states.to(rank.dtype), weight=shard).verify("rejection", **options)
+                of = [
+                    flashsampling.VerifyOutput(*(None if part is None else part[sure] for part in vars(out).values()))
+                    for out in (ours, expected)
+                ]
+                assert not differences_of(*of), (kind, number, problem.step.asked.names(), ours, expected, sure)
+                everywhere = _agreed((ours.token_ids.tolist(), ours.num_accepted.tolist()))
+                assert everywhere == [everywhere[0]] * rank.world
+            tp.check(collective=True)
+    requests_ = sum(len(sure) for *_, sure in problems)
+    unsure = sum(int((~sure).sum()) for *_, sure in problems)
+    accepted = sum(int(expected.num_accepted.sum()) for _, expected, _ in problems)
+    assert unsure < requests_ / 6
+    assert accepted > requests_ / 10
+    if rank.transport != "gloo" and rank.device.type == "cuda":
+        _captured_verify(rank, method="rejection", top_p=0.9)
+
+
+def _captured_verify(rank: Rank, **request: Any) -> None:
+    """No host synchronisation in it, and replays verify what is there then, lengths too."""
+    generator = torch.Generator().manual_seed(2)
+    weight = (torch.randn(1000, 64, generator=generator) * 0.3).to(rank.device, rank.dtype)
+    states = torch.randn(16, 64, generator=generator).to(rank.device, rank.dtype)
+    drafts = torch.zeros(12, dtype=torch.int64, device=rank.device)
+    bounds = torch.tensor([0, 3, 6, 9, 12], device=rank.device)
+    probs = torch.softmax(torch.randn(12, 1000, generator=generator), dim=1).to(rank.device)
+    tp, shard = rank.group(weight)
+    options = {"cu_draft_lengths": bounds, "max_draft_length": 3, **request}
+    if request["method"] == "rejection":
+        options["draft_probs"] = probs
+    captured, eager = (LMHeadSampler(shard, max_batch_size=4, seed=[1, 2, 3, 4], tp=tp) for _ in range(2))
+    flashsampling.warmup(shard, tp=tp, max_batch_size=16, top_p=request.get("top_p", 1.0))
+    captured.verify(states, drafts, **options)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = captured.verify(states, drafts, **options)
+    captured.reset([1, 2, 3, 4])
+    accepted = 0
+    for step in range(20):
+        states.copy_(torch.randn(16, 64, generator=generator))
+        likely = (states.float() @ weight.float().T).argmax(dim=1)
+        drafts.copy_(likely[[0, 1, 2, 4, 5, 6, 8, 9, 10, 12, 13, 14]])
+        bounds.copy_(torch.tensor([0, 3, 6, 9, 12] if step % 2 else [0, 3, 6, 9, 9]))
+        graph.replay()
+        tp.check()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            expected = eager.verify(states, drafts, **options)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert torch.equal(out.token_ids, expected.token_ids), step
+        assert torch.equal(captured.offsets, eager.offsets)
+        accepted += int(out.num_accepted.sum())
+    assert accepted > 10
+    tp.check(collective=True)
+    tp.close()
+
+
+def other_drafts(rank: Rank) -> None:
+    """One rank has other drafts, or other probabilities, or another method: the error says what, and there is no token."""
+    batch, n, vocab = 4, 2, 600
+    problem = rank.problem(batch, vocab, 64)
+    states = problem.hidden_states[:, None].expand(batch, n + 1, 64).contiguous()
+    drafts = torch.tensor([[5, 6], [7, -1], [300, 599], [8, 9]], device=rank.device)
+    probs = torch.softmax(torch.randn(batch, n, vocab, generator=torch.Generator().manual_seed(1)), dim=2).to(rank.device)
+    other_ids, shorter, narrow, elsewhere = drafts.clone(), drafts.clone(), probs.bfloat16(), probs.clone()
+    other_ids[2, 1] = 598
+    shorter[3, 1] = -1
+    elsewhere[3, 1, 599] += 2.0**-20
+    rows = {"seed": problem.seed, "offset": problem.offset, "temperature": problem.temperature}
+    usual: dict[str, Any] = {"draft_token_ids": drafts, "draft_probs": probs, "method": "rejection", "top_k": 200, **rows}
+    matched = usual | {"draft_probs": None, "method": "match", "top_k": 0}
+    everything = ("method", "draft_token_ids", "cu_draft_lengths", "draft_probs")
+    cases: list[tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = [
+        (usual, {"draft_token_ids": other_ids}, ("draft_token_ids",)),
+        (usual, {"draft_token_ids": shorter}, ("draft_token_ids", "draft_probs")),
+        (usual, {"draft_probs": elsewhere}, ("draft_probs",)),
+        (usual, {"draft_probs": narrow}, ("draft_probs",)),
+        (usual, {"draft_probs": None}, ("draft_probs",)),
+        (usual, {"draft_probs": None, "method": "match"}, everything),
+        (usual, {"seed": problem.seed + 1}, ("seed",)),
+        (usual, {"top_k": 201}, ("top_k",)),
+        (matched, {"draft_token_ids": other_ids}, ("draft_token_ids",)),
+        (matched | {"top_k": 200}, {"draft_token_ids": shorter}, ("draft_token_ids",)),
+    ]
+    odd = rank.world - 1
+    for all_others, other, differs in cases:
+        tp, shard = rank.group(problem.weight, timeout=20.0)
+        with tp:
+
+            def step(given: dict[str, Any], tp: TensorParallel = tp, shard: Tensor = shard) -> Tensor:
+                return flashsampling.verify(states, shard, **given, tp=tp).token_ids
+
+            if rank.device.type == "cuda":  # what is compiled first keeps the others waiting
+                flashsampling.warmup(shard, tp=tp, max_batch_size=batch * (n + 1), top_k=200)
+            step(all_others)
+            error = _fails(tp, functools.partial(step, all_others | other if rank.rank == odd else all_others))
+            assert isinstance(error, TensorParallelMismatch)
+            assert error.rank == odd
+            if rank.transport != "p2p" or "seed" in differs:
+                assert error.failure.differs == differs, error
+            else:
+                assert error.failure.differs == ("request",), error
+            assert _agreed(error.failure) == [error.failure] * rank.world
+    # out of step, and what belongs to no draft is not compared
+    tp, shard = rank.group(problem.weight, timeout=20.0)
+    with tp:
+        garbage, nobody = probs.clone(), drafts.clone()
+        garbage[1, 1] = rank.rank
+        nobody[1, 1] = -1 - rank.rank
+        first, second = (
+            flashsampling.verify(states, shard, **usual | given, tp=tp).token_ids
+            for given in ({}, {"draft_probs": garbage, "draft_token_ids": nobody})
+        )
+        assert torch.equal(first, second)
+        first, second = (
+            flashsampling.verify(states, shard, **matched | given, tp=tp).token_ids
+            for given in ({}, {"draft_token_ids": nobody})
+        )
+        assert torch.equal(first, second)
+        draw(tp, shard, problem)  # nothing is left of drafts
+        tp.check(collective=True)
+        if rank.rank == odd:
+            _raises(tp, lambda: draw(tp, shard, rank.problem(257, vocab, 64)))
+        error = _fails(tp, lambda: flashsampling.verify(states, shard, **usual, tp=tp).token_ids)
+        assert error.rank == odd
+        assert "step" in error.failure.differs
+
+
+def speculative_sequences(rank: Rank) -> None:
+    """Matched drafts are decoding without them, both over all ranks: bit for bit, in chains and trees, with filters and
+    penalties. On GPUs 1000 sequences of a mix with both, 250 of each with one of them, 50 of none; elsewhere 10 of each."""
+    from .test_verify import MIXES, Counter, both_ways
+
+    long = rank.device.type == "cuda"
+    if rank.world > 2 and not long:
+        return
+    # torch's matmul makes other last bits of 1250 rows than of 250, but for a model of integers
+    model = Counter(2011, 64, rank.device) if long and rank.impl != "streaming" else Counter(device=rank.device)
+    both = len(MIXES) - 1
+    tp, shard = rank.group(model.weight, "uneven 1", max_batch_size=1250 if long else 50)
+    with tp:
+        for mix in range(len(MIXES)):
+            batch = 10 if not long else 250 if mix else 50
+            for part in range(4 if long and mix == both else 1):
+                impl = rank.impl if long else None
+                accepted = both_ways(model, mix, batch, (mix + part) % 2 == 1, impl, tp=tp, shard=shard, seed=part)
+                assert 0.3 < accepted < 3.7, (mix, part, accepted)
+        tp.check(collective=True)
 
 
 def parameters_of_the_first_rank(rank: Rank) -> None:
@@ -730,7 +911,6 @@ def no_sync(rank: Rank) -> None:
     mask = torch.full((24, 19), -1, dtype=torch.int32, device=rank.device)
     rows = {"temperature": problem.temperature, "seed": problem.seed, "offset": problem.offset, "tp": tp}
     asked = {"top_k": 20, "top_p": half, "min_p": half / 100, "token_mask": mask, "return_logprobs": True, "top_logprobs": 3}
-    asked = {} if rank.transport == "p2p" else asked
     kept = flashsampling.sample(problem.hidden_states, shard, **rows, **asked).token_ids
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -1286,6 +1466,9 @@ ON_CPU: list[Callable[[Rank], None]] = [
     two_at_once,
     module,
     drafts,
+    rejection,
+    other_drafts,
+    speculative_sequences,
     requests,
     requests_of_a_sampler,
     other_requests,

@@ -32,7 +32,8 @@ def test_a_mistyped_model_is_named_in_a_line():
 
 
 @pytest.mark.parametrize("name", ["smollm", "./no/such/folder", "two words", "/dev/null", "a/b/c"])
-def test_whatever_is_wrong_with_the_name(name):
+def test_whatever_is_wrong_with_the_name(name, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # it would try again for most of a minute
     with pytest.raises(typer.BadParameter, match=f"^'{name}' cannot be loaded: .+$") as raised:
         load_model(name, "cpu", torch.float32)
     assert raised.value.param_hint == "--model"

@@ -89,7 +89,7 @@ def test_torch_implementations(impl, shape, temperature):
 
 
 @pytest.mark.parametrize("impl", KERNELS)
-@pytest.mark.parametrize("draws_per_row", [1, 16])
+@pytest.mark.parametrize("draws_per_row", [1, pytest.param(16, marks=pytest.mark.gpu)])
 def test_kernels(impl, draws_per_row):
     """Both of its paths: one draw per row, and several. Under the interpreter few draws, so little power."""
     on_gpu = DEVICE.type == "cuda"
@@ -124,7 +124,8 @@ def test_rare_token_next_to_flat_ones():
     assert stats.binomtest(wins, draws, odds / (1 + odds)).pvalue > LEVEL
 
 
-@pytest.mark.parametrize("temperature", [pytest.param(1.0, marks=pytest.mark.gpu), 0.7])  # a minute or two on a CPU
+@pytest.mark.gpu  # a minute or two on a CPU, each
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_real_model_logits(temperature):
     """Next-token logits of the demo model, through the implementation that its device chooses."""
     pytest.importorskip("transformers")

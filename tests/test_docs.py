@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import tables
+from benchmarks import plots, tables
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "flashsampling"
@@ -130,10 +130,29 @@ def test_the_ratios_are_those_of_the_run():
 def test_the_tables_of_drafts_are_those_of_the_run():
     """``python -m benchmarks.tables`` changes nothing."""
     result = json.loads((RESULTS / "verify.json").read_text(encoding="utf-8"))
-    for path, text in tables.pages(result).items():
+    for path, text in tables.pages(result, tables.engine_results()).items():
         assert text == PAGES[path.relative_to(ROOT).as_posix()]
     row = result["rows"][0]
     assert f"| {row['ms']['rejection']:.3f} |" in tables.readme_table(result)
+
+
+def test_the_table_and_the_picture_of_an_engine(tmp_path):
+    def row(kind, batch, who, ms, **more):
+        return {"kind": kind, "batch": batch, "who": who, "sample_ms": ms, "forward_ms": 1.0, "peak_MiB": 100.4 * ms, **more}
+
+    rows = [row("plain", 1, "vllm", 0.2, tpot_ms=2.0), row("plain", 1, "plugin", 0.1, tpot_ms=1.9)]
+    rows += [row("grammar mask", 64, "vllm", 0.4), row("grammar mask", 64, "plugin", 0.3)]
+    result = {"shape": "1.7b", "ranks": 1, "rows": rows, "machine": {"vllm": "0.26.0", "gpu": "NVIDIA H200"}}
+    (tmp_path / "vllm_1.7b.json").write_text(json.dumps(result), encoding="utf-8")
+    (tmp_path / "vllm_8b_tp2.json").write_text(json.dumps(result | {"shape": "8b", "ranks": 2}), encoding="utf-8")
+    results = tables.engine_results(tmp_path)
+    assert tables.engine_table(results).splitlines()[2:5] == [
+        "| Qwen3-1.7B | plain | 1 | 0.200 | 0.100 | 0.50 | 2.000 | 1.900 | 0.95 | 20 | 10 |",
+        "| Qwen3-1.7B | grammar mask | 64 | 0.400 | 0.300 | 0.75 | - | - | - | 40 | 30 |",
+        "| Qwen3-8B, 2 GPUs | plain | 1 | 0.200 | 0.100 | 0.50 | 2.000 | 1.900 | 0.95 | 20 | 10 |",
+    ]
+    plots.engine(results, tmp_path / "vllm.png")
+    assert (tmp_path / "vllm.png").stat().st_size > 10_000
 
 
 def test_a_table_is_filled_in_where_its_header_is():

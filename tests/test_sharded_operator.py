@@ -46,6 +46,17 @@ def draw(states, tp, offset=0, **options):
     return flashsampling.sample(states, WEIGHT, seed=SEEDS[: len(states)], offset=offset, tp=tp, **options).token_ids
 
 
+DRAFTS = {"draft_token_ids": torch.tensor([[5, 6]]), "method": "rejection"}
+MATCH = {"draft_token_ids": torch.tensor([[5, 6]]), "method": "match"}
+PROBS = torch.full((1, 2, 50), 0.02)
+
+
+def reject(states, tp, **options):
+    """Three rows are the positions of one request's two drafts."""
+    options = {**DRAFTS, "seed": 3, **options}
+    return flashsampling.verify(states[None], WEIGHT, tp=tp, **options)
+
+
 def draw_out(states, tp, **asked):
     return flashsampling.sample(states, WEIGHT, seed=SEEDS[: len(states)], tp=tp, **asked)
 
@@ -61,6 +72,12 @@ def test_opcheck(groups):
     step = (STATES, WEIGHT, *rows, 0, 1, a.name)
     torch.library.opcheck(torch.ops.flashsampling.sample_sharded.default, (*step, a.order), asked)
     torch.library.opcheck(torch.ops.flashsampling.sample_sharded.exported, step, asked)
+    drafted = {"draft_token_ids": torch.tensor([[5, 6]]), "draft_rows": torch.arange(3)[None], "top_k_value": 5}
+    drafted["draft_places"] = torch.arange(2)[None]
+    torch.library.opcheck(torch.ops.flashsampling.sample_sharded.default, (*step, a.order), {"alike": torch.tensor(5)})
+    torch.library.opcheck(torch.ops.flashsampling.sample_sharded.default, (*step, a.order), drafted)
+    drafted["draft_probs"] = torch.full((2, 50), 0.02)
+    torch.library.opcheck(torch.ops.flashsampling.sample_sharded.exported, step, drafted)
     assert torch.ops.flashsampling.sample_sharded.default._schema.is_mutable
     assert not torch.ops.flashsampling.sample.default._schema.is_mutable
 
@@ -129,6 +146,94 @@ def test_a_request_in_a_compiled_function(groups):
     shares = torch.tensor([0.5, 0.9, 1.0])
     for ours, eager in zip(torch.compile(step, backend="aot_eager", fullgraph=True)(STATES, shares), step(STATES, shares)):
         assert torch.equal(ours, eager)
+
+
+def test_drafts_in_a_compiled_function(groups):
+    """In order with the other steps, and not dropped where nobody reads what comes out."""
+    a, b, _ = groups
+    seen = []
+
+    def written_down(group, draw):
+        def drawn(backend, step):
+            seen.append(group.name)
+            return draw(backend, step)
+
+        return drawn
+
+    for group in (a, b):
+        group.draw = written_down(group, group.draw)
+
+    def step(states, drafts, probs, top_p):
+        reject(states * 2, b, draft_probs=probs)
+        return reject(states, a, draft_token_ids=drafts, draft_probs=probs, top_p=top_p).token_ids, states + 1
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    for offset in (0, 1):
+        arguments = STATES + offset, torch.tensor([[7 + offset, 3]]), PROBS, torch.full((1,), 0.9)
+        expected, seen_expected = step(*arguments), list(seen)
+        seen.clear()
+        for ours, eager in zip(compiled(*arguments), expected):
+            assert torch.equal(ours, eager)
+        assert seen == seen_expected == [b.name, a.name]
+        seen.clear()
+
+
+def test_one_program_for_rejected_drafts_of_any_number_of_requests(groups):
+    a, *_ = groups
+    torch._dynamo.reset()
+    programs = []
+
+    def noted(graph, inputs):
+        programs.append(graph)
+        return graph
+
+    def verified(states, ids, seed):
+        return flashsampling.verify(states, WEIGHT, ids, seed=seed, method="rejection", tp=a).token_ids
+
+    compiled = torch.compile(verified, backend=noted, fullgraph=True, dynamic=True)
+    for batch in (5, 6, 7, 9):
+        states, ids = torch.randn(batch, 3, 8), torch.randint(50, (batch, 2))
+        assert torch.equal(compiled(states, ids, torch.arange(batch)), verified(states, ids, torch.arange(batch)))
+    assert len(programs) == 1
+
+
+def test_exports_drafts(groups):
+    tp, _, _ = groups
+
+    class Step(torch.nn.Module):
+        def forward(self, states):
+            reject(states * 2, tp)
+            return reject(states, tp, draft_probs=PROBS).token_ids, reject(states, tp, **MATCH).token_ids
+
+    expected = Step()(STATES)
+    exported = torch.export.export(Step(), (STATES,))
+    calls = [node for node in exported.graph.nodes if "sample_sharded" in str(node.target)]
+    assert len(calls) == 3
+    for program in (exported, exported.run_decompositions()):
+        assert all(map(torch.equal, program.module()(STATES), expected))
+
+
+def test_drafts_of_one_rank_are_those_without_a_group(groups):
+    """Rejected, in chains of any layout; a sampler's offsets advance by what is emitted."""
+    tp, _, _ = groups
+    for options in ({}, {"draft_probs": PROBS}, {"top_k": 9, "draft_probs": PROBS.bfloat16()}, {"temperature": 0.0}):
+        for seed in range(4):
+            ours = reject(STATES, tp, **options, seed=seed)
+            expected = flashsampling.verify(STATES[None], WEIGHT, **DRAFTS, seed=seed, **options)
+            assert torch.equal(ours.token_ids, expected.token_ids)
+            assert torch.equal(ours.num_emitted, expected.num_emitted)
+            assert ours.accepted_drafts is None
+    sampler, one = (LMHeadSampler(WEIGHT, max_batch_size=2, seed=[4, 5], tp=group) for group in (tp, None))
+    counts, other = (flashsampling.TokenCounts(2, 50) for _ in range(2))
+    for step in range(5):
+        drafts, states = torch.tensor([[step, 6], [7, 8]]), STATES.expand(2, 3, 8) + step
+        options = {"method": "rejection", "presence_penalty": 1.0, "draft_probs": PROBS.expand(2, 2, 50)}
+        ours = sampler.verify(states, drafts, token_counts=counts, **options)
+        expected = one.verify(states, drafts, token_counts=other, **options)
+        assert torch.equal(ours.token_ids, expected.token_ids)
+        assert torch.equal(sampler.offsets, one.offsets)
+        assert torch.equal(counts.counts, other.counts)
 
 
 def test_what_is_said_to_be_written_stays_in_its_place(groups):
@@ -229,6 +334,18 @@ LEFT_OUT = {
     "the module's batch": lambda tp: LMHeadSampler(WEIGHT, max_batch_size=2, seed=1, tp=tp)(STATES),
     "within the module": lambda tp: LMHeadSampler(WEIGHT, max_batch_size=9, seed=1, tp=tp)(STATES, temperature=[1.0, 2.0]),
     "warmup": lambda tp: flashsampling.warmup(WEIGHT, max_batch_size=0, tp=tp),
+    "drafts of no rows": lambda tp: (
+        flashsampling.verify(
+            torch.zeros(0, 3, 8), WEIGHT, torch.zeros(0, 2).long(), seed=1, tp=tp, method="rejection"
+        ).num_accepted
+    ),
+    "drafts of another shape": lambda tp: reject(STATES[:2], tp),
+    "drafts' probabilities of a shard": lambda tp: reject(STATES, tp, draft_probs=PROBS[..., :30]),
+    "drafts in trees": lambda tp: reject(STATES, tp, parents=torch.tensor([[-1, 0]])),
+    "drafts without a seed": lambda tp: reject(STATES, tp, seed=None),
+    "drafts of too many rows": lambda tp: flashsampling.verify(
+        torch.zeros(99, 3, 8), WEIGHT, torch.zeros(99, 2).long(), seed=torch.arange(99), tp=tp, method="rejection"
+    ),
     "compiled, no rows": lambda tp: torch.compile(draw, backend="eager", fullgraph=True)(STATES[:0], tp),
     "compiled, refused by the tracer": lambda tp: torch.compile(draw, backend="eager")(STATES, tp, offset=[1, 2]),
     "compiled, too many draws": lambda tp: torch.compile(draw, backend="eager", fullgraph=True)(STATES, tp, num_samples=4),

@@ -46,7 +46,7 @@ def _kinds() -> list[tuple[int, str, str]]:
 SCENARIOS = [scenario.__name__ for scenario in (tensor_parallel.ON_GPU if GPUS else tensor_parallel.ON_CPU)]
 
 STAND_IN = ["rare_rows", "changing_batches", "sub_groups", "out_of_step", "other_parameters", "leaving_by_an_exception"]
-STAND_IN += ["requests", "other_requests", "out_of_step_in_a_round"]
+STAND_IN += ["requests", "other_requests", "out_of_step_in_a_round", "rejection", "other_drafts"]
 STAND_IN += ["collective_check", "ranks_that_do_not_come", "an_all_gather_that_hangs", "hosts_that_learn_late"]
 
 
@@ -57,12 +57,17 @@ def _names(world: int, impl: str, transport: str) -> list[str]:
         return STAND_IN if world > 2 else STAND_IN[-2:]
     if world > 3 and not GPUS:  # the others do all of it
         return ["same_tokens", "rare_rows", "sub_groups", "out_of_step", "collective_check", "device_mesh"]
-    rounds = ["requests", "requests_of_a_sampler", "other_requests", "out_of_step_in_a_round"]  # which p2p does not do yet
     not_for = {
         "gloo": ["cuda_graphs", "no_sync", "hosts_that_learn_late"],
-        "p2p": ["hosts_that_learn_late", *rounds],
+        "p2p": ["hosts_that_learn_late"],
         "nccl": [],
     }
+    if not GPUS:  # two and three ranks share what takes long
+        not_for["gloo"] += (
+            ["requests", "other_requests", "rejection", "other_drafts"]
+            if world == 2
+            else ["generate", "drafts", "speculative_sequences", "requests_of_a_sampler"]
+        )
     return [name for name in SCENARIOS if name not in not_for[transport]]  # gloo goes through the host
 
 
@@ -107,7 +112,7 @@ _FAILURES = [
     (*kind, scenario.__name__)
     for scenario in tensor_parallel.LAST
     for kind in _FAIL
-    if (kind[2] != "p2p" and (GPUS or kind[0] == 3)) or scenario is not tensor_parallel.a_rank_dies_in_a_round
+    if GPUS or kind[0] == 3 or scenario is not tensor_parallel.a_rank_dies_in_a_round
 ]
 
 

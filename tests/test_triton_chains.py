@@ -57,6 +57,7 @@ def test_as_the_torch_operations(batch, n, is_ragged):
         assert torch.equal(num_accepted, accepted.num_accepted)
         last = at_nodes.gather(1, num_accepted[:, None])[:, 0]
         assert torch.equal(num_emitted, num_accepted + (last >= 0))
+        assert torch.equal(chains.hashed(given.token_ids, *given[2:]), drafts.hash())
 
 
 @pytest.mark.parametrize("bounds", [[5, 3, -7], [0, 2**40, 1], [-1, -1, -1], [9, 9, 9]])
@@ -70,12 +71,13 @@ def test_bounds_of_nonsense(bounds):
     token_ids, num_accepted, _ = chains.match(given.token_ids, *given[2:], torch.tensor([1, 2, 1, 2, 1], device=DEVICE))
     assert token_ids.shape == (2, 3)
     assert ((num_accepted >= 0) & (num_accepted <= 2)).all()
+    assert torch.equal(chains.hashed(given.token_ids, *given[2:]), given.drafts().hash())
 
 
 @pytest.mark.parametrize("method", ["match", "rejection"])
 def test_lengths_of_drafts_that_are_not_there(method, monkeypatch):
     """Of no drafts at all none is read, whatever the lengths on the device say."""
-    monkeypatch.setattr(acceptance, "_by_kernels", lambda target, given: target.states.device.type == DEVICE.type)
+    monkeypatch.setattr(acceptance, "_by_kernels", lambda states, given: states.device.type == DEVICE.type)
     states, weight = torch.randn(2, 8, device=DEVICE), torch.randn(5, 8, device=DEVICE)
     drafts, bounds = torch.zeros(0, dtype=torch.int64, device=DEVICE), torch.tensor([0, 3, 3], device=DEVICE)
     probs = {"draft_probs": torch.zeros(0, 5, device=DEVICE)} if method == "rejection" else {}
@@ -90,7 +92,7 @@ def test_lengths_of_drafts_that_are_not_there(method, monkeypatch):
 @pytest.mark.parametrize("name", ["contiguous", "transposed", "every other column"])
 def test_rejection_refuses_weights_that_triton_cannot_read(name, monkeypatch):
     """By name, as ``sample`` does; without a name others do it, and the tokens are the oracle's."""
-    monkeypatch.setattr(acceptance, "_by_kernels", lambda target, given: target.states.device.type == DEVICE.type)
+    monkeypatch.setattr(acceptance, "_by_kernels", lambda states, given: states.device.type == DEVICE.type)
     states, weight = torch.randn(2, 3, 8, device=DEVICE), torch.randn(5, 8, device=DEVICE)
     strided = {"transposed": weight.T.contiguous().T, "every other column": torch.stack([weight, weight], 2).flatten(1)[:, ::2]}
     given = strided.get(name, weight)
@@ -109,7 +111,7 @@ def test_rejection_refuses_weights_that_triton_cannot_read(name, monkeypatch):
 @pytest.mark.parametrize("method", ["match", "rejection"])
 def test_drafts_of_any_stride(method, monkeypatch):
     """What is not contiguous is read as what it is, by kernels too."""
-    monkeypatch.setattr(acceptance, "_by_kernels", lambda target, given: target.states.device.type == DEVICE.type)
+    monkeypatch.setattr(acceptance, "_by_kernels", lambda states, given: states.device.type == DEVICE.type)
     verify = functools.partial(flashsampling.verify, impl="triton")
     states, weight = torch.randn(2, 3, 8, device=DEVICE), torch.randn(5, 8, device=DEVICE)
     drafts = torch.tensor([[1, 9, 2, 9], [3, 9, 0, 9]], device=DEVICE)[:, ::2]
@@ -125,7 +127,7 @@ def test_drafts_of_any_stride(method, monkeypatch):
 
 def test_a_name_never_falls_back(monkeypatch):
     """Rejection by an implementation that is named is not Triton's."""
-    monkeypatch.setattr(acceptance, "_by_kernels", lambda target, given: True)
+    monkeypatch.setattr(acceptance, "_by_kernels", lambda states, given: True)
     monkeypatch.setattr(rejection, "run", lambda *_: pytest.fail("by kernels"))
     states, weight, drafts = torch.randn(2, 3, 8), torch.randn(5, 8), torch.tensor([[1, 2], [3, 0]])
     for impl in ("reference", "streaming"):
@@ -134,7 +136,7 @@ def test_a_name_never_falls_back(monkeypatch):
 
 def test_a_name_that_cannot_is_an_error(monkeypatch):
     """Also where its logits would be all that is asked of it."""
-    monkeypatch.setattr(acceptance, "_by_kernels", lambda target, given: True)
+    monkeypatch.setattr(acceptance, "_by_kernels", lambda states, given: True)
     states, weight, drafts = torch.randn(2, 3, 8), torch.randn(5, 8), torch.tensor([[1, 2], [3, 0]])
     with pytest.raises(ValueError, match="impl='cute' cannot do this"):
         verify(states, weight, drafts, method="rejection", impl="cute", seed=torch.arange(2))
@@ -187,6 +189,8 @@ chains.spread(None, 2, 3, 1.0, 0, 2**63 - 1, cpu, positions=8, with_requests=Fal
 chains.match(torch.zeros(6, dtype=torch.int64), bounds, 2, 3, torch.zeros(8, dtype=torch.int64))
 chains.match(torch.zeros(2, 3, dtype=torch.int64), None, 2, 3, torch.zeros(8, dtype=torch.int64))
 if sys.argv[1] == "90":
+    chains.hashed(torch.zeros(6, dtype=torch.int64), bounds, 2, 3)
+    chains.hashed(torch.zeros(2, 3, dtype=torch.int64), None, 2, 3)
     ids, states, eight = torch.zeros(2, 3, dtype=torch.int64), torch.zeros(8, 72)[:, :70], torch.zeros(8, dtype=torch.int64)
     step = Step(states, states, torch.ones(8), eight, eight, 1, 70, asked=Asked(top_p=torch.ones(8)), logits=states)
     rejection.run(step, recorded(step), ids, None, 2, 3, torch.zeros(6, 70, dtype=torch.bfloat16))
@@ -213,5 +217,5 @@ def test_compiles(capability):
     out = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert out.returncode == 0, out.stderr
     sizes = [int(line) for line in out.stdout.split()]
-    assert len(sizes) == 4 + (2 * 5 + 2) * (capability == 90)
+    assert len(sizes) == 4 + (2 + 2 * 5 + 2) * (capability == 90)
     assert min(sizes) > 0

@@ -14,11 +14,10 @@ from flashsampling.impl.triton import logits_pick
 from flashsampling.impl.triton.logits import Records, Summaries, empty_records, pick, run
 from flashsampling.step import PLAIN, Asked, Drawn, Step, layout
 from tests.conftest import DEVICE
-from tests.test_triton_logits import INF, SMALL, agrees, make_step, of, with_logits
+from tests.test_triton_logits import INF, SMALL, agrees, hottest, make_step, of, with_logits
 
 CUDA = DEVICE.type == "cuda"
 VOCAB = 30_011 if CUDA else 389  # the last block of 128 tokens is not full
-LARGEST = torch.finfo(torch.float32).max
 
 
 def key_of(x: Tensor) -> Tensor:
@@ -34,12 +33,13 @@ def summaries_of(step: Step, sums: bool = True) -> Summaries:
     chunks = padded.view(batch, -1, 2, 4, 16).transpose(2, 3).reshape(batch, -1, 32)
     highest = chunks.amax(dim=-1)
     highest = torch.where(chunks.isnan().any(dim=-1), math.nan, highest)
-    top = torch.where(highest == -INF, 0.0, highest).clamp(max=LARGEST)[..., None]
+    top = torch.where(highest == -INF, 0.0, highest)[..., None]
 
     def summed(temperature: Tensor) -> Tensor:
         scale = (temperature >= filters.GREEDY_BELOW) * (temperature - 1.0) + 1.0
-        scale = (math.log2(math.e) / scale).clamp(min=2e-38)
-        return ((chunks.clamp(max=LARGEST) - top) * scale[:, None, None]).exp2().sum(dim=-1)
+        scale = (math.log2(math.e) / scale).clamp(min=2.0**-149)[:, None, None]
+        below = torch.where(chunks == top, 0.0, (chunks.double() - top.double()) * scale.double())
+        return below.exp2().sum(dim=-1).float()
 
     of_rows = step.rows().temperature
     return Summaries(key_of(highest), summed(of_rows) if sums else None, summed(torch.ones_like(of_rows)))
@@ -179,6 +179,11 @@ def test_more_capacity_gives_the_same_tokens():
     tokens = [run(step, shape).ids for shape in shapes]
     assert torch.equal(tokens[0], tokens[1])
     assert torch.equal(tokens[0], tokens[2])
+
+
+@pytest.mark.parametrize("asked", [Asked(top_p=0.5, logprobs=True), Asked(top_p=0.0), Asked(min_p=0.3, logprobs=True)])
+def test_masses_at_the_largest_temperatures(asked):
+    check(hottest(asked, VOCAB))
 
 
 def kept_by(step: Step, records: Records) -> Tensor:

@@ -1,6 +1,6 @@
 """``verify``: section 7 of the contract written out draft by draft, decoding without drafts, layouts, rows that fail."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -10,6 +10,9 @@ from flashsampling import LMHeadSampler, TokenCounts, VerifyOutput, acceptance, 
 from tests.conftest import DEVICE
 from tests.drafting import Drafted, make_drafted, one_by_one
 from tests.problems import KERNELS
+
+if TYPE_CHECKING:
+    from flashsampling.distributed import TensorParallel
 
 CASES = [("match", False), ("match", True), ("rejection", False)]
 
@@ -62,9 +65,7 @@ def test_draft_by_draft(method, tree, head):
 def test_rejection_by_kernels(head, monkeypatch):
     """The same by Triton's kernels, whose masses are float32: what is closer than that to another outcome is left out."""
     pytest.importorskip("triton")
-    monkeypatch.setattr(
-        acceptance, "_by_kernels", lambda target, given: given.batch > 0 and target.states.device.type == DEVICE.type
-    )
+    monkeypatch.setattr(acceptance, "_by_kernels", lambda states, given: given.batch > 0 and states.device.type == DEVICE.type)
     requests, near, accepted, seed = 0, 0, 0, 0
     # each mix is kernels of its own, seconds to compile or interpret: tests/test_verify_kernels.py has thousands of a few mixes
     while requests < (30 if DEVICE.type == "cuda" else 5):
@@ -116,10 +117,12 @@ class Counter:
 PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
 
 
-def decode(model: Counter, start: Tensor, tokens: int, seeds: Tensor, counts: TokenCounts | None, **request: Any) -> Tensor:
+def decode(
+    model: Counter, weight: Tensor, start: Tensor, tokens: int, seeds: Tensor, counts: TokenCounts | None, **request: Any
+) -> Tensor:
     state, out = start, []
     for position in range(tokens):
-        drawn = sample(model.hidden(state), model.weight, seed=seeds, offset=position, token_counts=counts, **request).token_ids
+        drawn = sample(model.hidden(state), weight, seed=seeds, offset=position, token_counts=counts, **request).token_ids
         out.append(drawn)
         state = model.next(state, drawn)
     return torch.stack(out, dim=1)
@@ -164,13 +167,25 @@ def rows_of(request: dict[str, Any], times: int, model: Counter) -> dict[str, An
     return request | of_rows
 
 
-def both_ways(model: Counter, mix: int, batch: int, tree: bool, impl: str | None = None) -> float:
+def both_ways(
+    model: Counter,
+    mix: int,
+    batch: int,
+    tree: bool,
+    impl: str | None = None,
+    *,
+    tp: "TensorParallel | None" = None,
+    shard: Tensor | None = None,
+    seed: int = 0,
+) -> float:
     """Sequences with drafts and without, bit for bit the same, whatever is drafted; the module keeps offsets, a ``TokenCounts``
-    what came. How many drafts a round's request has accepted."""
+    what came. How many drafts a round's request has accepted. With ``tp`` the target has a shard of the model's weight;
+    ``seed``: of other sequences."""
+    weight = model.weight if shard is None else shard
     rounds, n, vocab, device = 7, 4, model.vocab, model.device
     longest = rounds * (n + 1)
-    chance = torch.Generator().manual_seed(mix)
-    seeds = torch.arange(batch, device=device) * 977 - 3
+    chance = torch.Generator().manual_seed(mix + 100 * seed)
+    seeds = torch.arange(batch, device=device) * 977 - 3 + 10**6 * seed
     state = torch.randint(0, 9, (batch, model.dim), generator=chance).to(device)
     request = rows_of(MIXES[mix], batch // 5, model)
     temperature = request.pop("temperature", 1.0)
@@ -179,9 +194,12 @@ def both_ways(model: Counter, mix: int, batch: int, tree: bool, impl: str | None
     if "frequency_penalty" in request:
         for one in (counts, plainly):
             one.reset(None, prompts)
-    expected = decode(model, state, longest, seeds, plainly, temperature=temperature, impl=impl, **request)
+    expected = decode(model, weight, state, longest, seeds, plainly, temperature=temperature, impl=impl, tp=tp, **request)
+    if tp is not None and not request:  # edges of filters may be others on one rank
+        alone = decode(model, model.weight, state, longest, seeds, None, temperature=temperature, impl=impl, **request)
+        assert torch.equal(expected, alone)
 
-    sampler = LMHeadSampler(model.weight, max_batch_size=batch + 1, seed=[*seeds.tolist(), 0], impl=impl)
+    sampler = LMHeadSampler(weight, max_batch_size=batch + 1, seed=[*seeds.tolist(), 0], impl=impl, tp=tp)
     got = torch.full((batch, longest + 1), -1, device=device)
     here, accepted = torch.zeros(batch, dtype=torch.int64, device=device), 0
     for _ in range(rounds):

@@ -76,6 +76,8 @@ def test_what_is_refused_from_logits():
     for message, states in (("3 dimensions|shape", STATES[0]), ("at least one column", STATES[..., :0])):
         with pytest.raises(ValueError, match=message):
             verify_from_logits(states, DRAFTS)
+    with pytest.raises(TypeError, match="unexpected argument 'tp'"):  # logits are no shard's
+        verify_from_logits(torch.zeros(3, 3, 70), DRAFTS, seed=1, tp=None)
     with pytest.raises(TypeError, match=r"target_logits must be a torch.Tensor, got NoneType"):
         verify_from_logits(None, DRAFTS)
 

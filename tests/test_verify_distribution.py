@@ -242,6 +242,19 @@ def test_what_takes_the_place_of_a_draft():
     assert out.num_emitted.max() == 0
 
 
+def test_a_q_below_0_is_0():
+    """What the target never draws, a masked token for one, is neither accepted nor recovered because of it."""
+    p, q = torch.tensor([0.5, 0.3, 0.2, 0.0, 0.0]), torch.tensor([0.6, -0.5, -0.0, -9.0, -math.inf])
+    drafts, logits, rows = torch.tensor([[3], [4], [0], [1]]).repeat(25, 1), p.log().expand(100, 2, 5), torch.arange(100)
+    given, clamped = (
+        verify_from_logits(logits, drafts, method="rejection", draft_probs=probs.expand(100, 1, 5), seed=rows)
+        for probs in (q, q.clamp(min=0.0))
+    )
+    assert torch.equal(given.token_ids, clamped.token_ids)
+    assert given.num_accepted.view(25, 4).sum(dim=0)[[0, 1, 3]].tolist() == [0, 0, 25]
+    assert given.token_ids.max() == 2
+
+
 KNOWN = [0.6619735347339883, 0.6346070050494745, 0.685742549947463, 0.4050077273277566]
 
 

@@ -1,6 +1,7 @@
 """The plug-in for vLLM, on a model runner that is made up: who does a step, with whose parameters, and what comes of it."""
 
 import dataclasses
+import functools
 import itertools
 from types import SimpleNamespace
 
@@ -12,9 +13,9 @@ import flashsampling
 from flashsampling.integrations.vllm import Refused, counters
 from flashsampling.integrations.vllm.head import Layers, head_of
 from flashsampling.integrations.vllm.runner import Fused, FusedRunner, Vllm, check_runner
-from flashsampling.integrations.vllm.slots import REASONS, Rules, Slots, mask_of
+from flashsampling.integrations.vllm.slots import Rules, Slots, mask_of
 from flashsampling.integrations.vllm.state import Rows, counts_of
-from flashsampling.integrations.vllm.step import EVERYTHING, MIXES, FusedStep
+from flashsampling.integrations.vllm.step import EVERYTHING, PLAIN, FusedStep, Mix, mix_of, mixes
 
 from . import vllm_fakes as fakes
 from .vllm_fakes import LEFT, SamplingParams
@@ -28,14 +29,15 @@ class Whole(FusedRunner, fakes.Runner):
     """As ``attach`` makes it."""
 
 
-def runner_of(model=None, free=None, logprobs_mode="raw_logprobs", vocab_size=V):
+def runner_of(model=None, free=None, logprobs_mode="raw_logprobs", vocab_size=V, most_drafts=0):
     model = fakes.Model(vocab_size, D) if model is None else model
     head = head_of(model, D, torch.float32, torch.device("cpu"), LAYERS)
     sampler = fakes.Sampler(SLOTS, vocab_size, logprobs_mode)
     # slots in an order of their own: a row number is never its slot's number
     runner = Whole(model, sampler, [0, 3, 1, 7, 4, 6, 2, 5] if free is None else free)
-    rules = Rules(vocab_size, raw_logprobs=logprobs_mode == "raw_logprobs", plain_only=False)
-    step = FusedStep(head, sampler, Slots(SLOTS, rules), runner.device)
+    rules = Rules(vocab_size, raw_logprobs=logprobs_mode == "raw_logprobs")
+    runner.num_speculative_steps = most_drafts
+    step = FusedStep(head, sampler, Slots(SLOTS, rules), runner.device, None, most_drafts)
     runner.flashsampling = Fused(step, Vllm(fakes.SamplerOutput, fakes.LogprobsTensors, fakes.get_num_sampled_and_rejected))
     return runner
 
@@ -83,6 +85,7 @@ SERVED = {
     "min_p": SamplingParams(seed=6, min_p=0.2, temperature=2.0),
     "repetition": SamplingParams(seed=7, repetition_penalty=3.0, temperature=0.7),
     "frequency": SamplingParams(seed=2**63 - 1, frequency_penalty=1.5, presence_penalty=-2.0),
+    "penalised_top_k": SamplingParams(seed=8, repetition_penalty=1.5, presence_penalty=0.5, top_k=9, temperature=2.0),
     "bias": SamplingParams(seed=9, logit_bias={4: 3.0, 330: 5.0, 31: -100.0}),
     "many_biases": SamplingParams(seed=10, logit_bias={token: 0.1 * (token % 50) for token in range(100)}),
     "allowed": SamplingParams(seed=11, allowed_token_ids=[3, 31, 32, 330]),
@@ -213,7 +216,7 @@ def test_what_is_left_to_vllm(reason):
     assert output.sampled_token_ids.tolist() == [[LEFT], [LEFT]]
     assert runner.left == [(["b", "a"], None)]
     seen = runner.flashsampling.counters()
-    assert seen == {"fused": 0, "left": 1, "split": 0, "reasons": {reason: 1}, "undefined_rows": 0}
+    assert seen == {"fused": 0, "left": 1, "split": 0, "drafts": 0, "reasons": {reason: 1}, "undefined_rows": 0}
     runner.finish("a")
     runner.add(c=(PROMPT, SamplingParams()))  # in its slot
     batch = runner.batch({"c": 4, "b": 1})
@@ -244,10 +247,6 @@ def test_other_reasons():
         ["drafts"],
         ["logprobs with a grammar", "a grammar of another shape"],
     ]
-    sharded = Slots(1, Rules(V, raw_logprobs=True, plain_only=True))
-    plain = [REASONS[sharded.add(0, params, 4).reason] for params in SERVED.values()]
-    assert plain.count("served") == 3  # plain, hot, greedy
-    assert set(plain) == {"served", "tensor parallelism with more than temperatures and seeds"}
 
 
 def test_grammars():
@@ -312,6 +311,7 @@ def test_a_split_batch():
         "fused": 0,
         "left": 0,
         "split": 1,
+        "drafts": 0,
         "reasons": {"bad words of several tokens": 1, "min_p with top_p": 1},
         "undefined_rows": 0,
     }
@@ -441,7 +441,6 @@ def test_a_processor_that_does_something_else(monkeypatch):
         ("decode_query_len", 3, "3 new tokens"),
         ("sampler.compute_nans", True, "VLLM_COMPUTE_NANS_IN_LOGITS"),
         ("model_config.logits_processors", ["some.module:Class"], "custom logits processors"),
-        ("vllm_config.speculative_config", SimpleNamespace(), "speculative decoding"),
         ("vllm_config.parallel_config.tensor_parallel_size", 2, "tensor parallelism"),
         ("vllm_config.parallel_config.prefill_context_parallel_size", 2, "context parallelism"),
         (None, None, None),
@@ -463,15 +462,37 @@ def test_runners_that_are_refused(where, value, why, monkeypatch):
             check_runner(runner, Whole, fakes.Sampler)
         return
     *path, last = where.split(".")
-    at = runner
-    for name in path:
-        at = getattr(at, name)
-    setattr(at, last, value)
+    setattr(functools.reduce(getattr, path, runner), last, value)
     with pytest.raises(Refused, match=why):
         check_runner(runner, fakes.Runner, fakes.Sampler)
 
 
-def test_warm_up_covers_all_mixes(monkeypatch):
+WANTED = [Mix(*each) for each in itertools.product((False, True), (0, 1, 64, 65), *[(False, True)] * 3)]
+
+
+@pytest.mark.parametrize("in_registers", [False, True])
+def test_mixes(in_registers):
+    """A mix has what is wanted, and where the kernel masks and penalises no more, but behind logits in memory."""
+    assert mixes(in_registers)[0] == mix_of(PLAIN, in_registers) == PLAIN
+    assert len(mixes(in_registers)) == (14 if in_registers else 8)
+    for wanted in WANTED:
+        mix = mix_of(wanted, in_registers)
+        assert mix in mixes(in_registers)
+        assert all(has >= want for has, want in zip(mix, wanted)), wanted
+        assert mix_of(mix, in_registers) == mix
+        of_request = wanted.mask or wanted.penalties
+        if in_registers and not (wanted.biases or wanted.logprobs):
+            assert mix == wanted
+        elif wanted.biases > 64:
+            assert mix == EVERYTHING
+        elif wanted.biases or of_request:
+            assert mix == Mix(True, 64, True, wanted.penalties, wanted.logprobs)
+        else:
+            assert mix == Mix(filters=wanted.filters or wanted.logprobs, logprobs=wanted.logprobs)
+
+
+@pytest.mark.parametrize("in_registers", [False, True])
+def test_warm_up_covers_all_mixes(in_registers, monkeypatch):
     """Each call of a step has the arguments, and the kinds of arguments, of one that was warmed up."""
     import flashsampling.integrations.vllm.step as module
 
@@ -492,12 +513,12 @@ def test_warm_up_covers_all_mixes(monkeypatch):
         warm.append(kinds(request))
         return ["kernel"]
 
+    monkeypatch.setattr(module, "_IN_REGISTERS", ("streaming",) if in_registers else ())
     monkeypatch.setattr(module, "warmup", noted)
     real = flashsampling.sample
     runner = runner_of()
     runner._dummy_sampler_run(torch.randn(5, D))
-    assert len(warm) == len(MIXES) + 1
-    assert EVERYTHING in MIXES
+    assert len(warm) == len(mixes(in_registers))
 
     def seen(states, weight, *, temperature, seed, offset, **request):
         calls.append(kinds(request))
@@ -507,11 +528,117 @@ def test_warm_up_covers_all_mixes(monkeypatch):
     monkeypatch.setattr(module, "sample", seen)
     for pair in itertools.combinations_with_replacement(SERVED, 2):
         runner = runner_of()
-        runner.add(**{f"{i}": (PROMPT, SERVED[name]) for i, name in enumerate(pair)})
-        runner.sample(torch.randn(9, D), runner.batch({"1": 1, "0": 1}), None)
+        requests = {f"{i}": (PROMPT, SERVED[name]) for i, name in enumerate(pair)}
+        runner.add(**requests)
+        batch = runner.batch({"1": 1, "0": 1})
+        states = states_of(batch)
+        output, *_ = runner.sample(states, batch, None)
+        check_rows(runner, batch, states, output, requests)
     assert len(calls) == len(SERVED) * (len(SERVED) + 1) // 2
     assert all(call in warm for call in calls)
     assert all(mix in calls for mix in warm)  # and nothing is compiled for nobody
+
+
+def test_a_grammar_alone_is_a_mask_alone(monkeypatch):
+    """And penalties are counts: what the Hopper kernel does in the launch that draws."""
+    import flashsampling.integrations.vllm.step as module
+
+    monkeypatch.setattr(module, "_IN_REGISTERS", ("streaming",))
+    calls = []
+
+    def seen(states, weight, **request):
+        calls.append(set(request) - {"temperature", "seed", "offset", "vocab_size", "tp"})
+        return flashsampling.sample(states, weight, **request)
+
+    monkeypatch.setattr(module, "sample", seen)
+    runner = runner_of()
+    runner.add(a=(PROMPT, SERVED["plain"]), b=(PROMPT, SERVED["min_tokens"]), c=(PROMPT, SERVED["repetition"]))
+    penalties = {"token_counts", "repetition_penalty", "frequency_penalty", "presence_penalty"}
+    batch = runner.batch({"a": 4})
+    runner.sample(states_of(batch), batch, fakes.GrammarOutput(["a"], np.full((1, 11), -1, np.int32)))
+    for tokens in ({"a": 1}, {"c": 4}, {"a": 1, "c": 1}, {"b": 4}):
+        batch = runner.batch(tokens)
+        runner.sample(states_of(batch), batch, None)
+    everything = {"logit_bias", "token_mask", "top_k", "top_p", "min_p"}
+    assert calls == [{"token_mask"}, set(), penalties, penalties, everything]
+
+
+SHARED = {  # what a batch of several ranks asks for: a filter's rounds only if a row has it, one round where all have one top-k
+    "plain": (["plain", "hot", "greedy"], None, {}),
+    "one top_k": (["top_k"], None, {"top_k": 5}),
+    "one top_k but for a greedy row": (["top_k", "greedy"], None, {"top_k": 5}),
+    "a row without top_k": (["top_k", "plain"], None, {"top_k": torch.Tensor}),
+    "two top_k": (
+        ["top_k", "penalised_top_k"],
+        None,
+        {"top_k": torch.Tensor, "token_mask": torch.Tensor, "token_counts": torch.Tensor},
+    ),
+    "top_p": (["top_p", "plain"], None, {"top_p": torch.Tensor}),
+    "top_k and top_p": (["top_k_top_p"], None, {"top_k": 7, "top_p": torch.Tensor}),
+    "min_p": (["min_p"], None, {"min_p": torch.Tensor}),
+    "a grammar": (["plain", "hot"], "hot", {"token_mask": torch.Tensor}),
+    "logprobs": (["logprobs_0"], None, {"return_logprobs": True, "top_logprobs": 1}),
+    "logprobs and top_k": (["logprobs"], None, {"return_logprobs": True, "top_logprobs": 5, "top_k": 20}),
+    "biases": (["bias"], None, {"token_mask": torch.Tensor}),
+    "many biases": (["many_biases"], None, {"token_mask": torch.Tensor, "token_counts": torch.Tensor}),
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_what_several_ranks_ask_for(name, monkeypatch):
+    """And what of it kernels are compiled for was warmed up."""
+    import flashsampling.integrations.vllm.step as module
+
+    class Group:
+        first_token, last_token = 0, V
+
+        def check(self, *, collective):
+            assert collective
+
+        def __exit__(self, kind, error, trace):
+            raise AssertionError(error)
+
+    def compiled(request):
+        biased = request["logit_bias"][0].shape[1] if "logit_bias" in request else 0
+        return biased, "token_mask" in request, "token_counts" in request
+
+    def seen(states, weight, *, tp=None, **request):
+        if tp is None:
+            return flashsampling.sample(states, weight, **request)
+        assert tp is group
+        calls.append(request)
+        return flashsampling.sample(states, weight, **request, vocab_size=V)
+
+    def noted(weight, *, tp, **request):
+        warm.append(compiled(request))
+        return ["kernel"]
+
+    calls: list[dict[str, object]] = []
+    warm: list[tuple[int, bool, bool]] = []
+    model, group = fakes.Model(V, D), Group()
+    monkeypatch.setattr(module, "sample", seen)
+    monkeypatch.setattr(module, "warmup", noted)
+    runner, whole = runner_of(model), runner_of(model)
+    step = runner.flashsampling.step
+    runner.flashsampling.step = FusedStep(step.head, step.sampler, step.slots, step.device, group)
+    runner._dummy_sampler_run(torch.randn(3, D))
+    calls.clear()
+    names, constrained, wanted = SHARED[name]
+    requests = {each: (PROMPT, SERVED[each]) for each in names}
+    mask = np.full((1, 11), 3, np.int32)
+    grammar = fakes.GrammarOutput([constrained], mask) if constrained else None
+    tokens = []
+    for each in (runner, whole):
+        each.add(**requests)
+        batch = each.batch(dict.fromkeys(names, 4))
+        tokens.append(each.sample(states_of(batch), batch, grammar)[0].sampled_token_ids.tolist())
+    assert tokens[0] == tokens[1]
+    (call,) = calls
+    assert compiled(call) in warm
+    penalties = {"repetition_penalty", "frequency_penalty", "presence_penalty"}
+    for gone in ("temperature", "seed", "offset", "logit_bias", *penalties):
+        call.pop(gone, None)
+    assert {key: torch.Tensor if isinstance(value, torch.Tensor) else value for key, value in call.items()} == wanted
 
 
 @pytest.mark.parametrize("chosen", ["auto", "require"])
@@ -567,20 +694,25 @@ def test_counts_by_a_kernel(vocab_size, device):
         bits = state.prompt_bin_mask[slot][:, None] >> torch.arange(32) & 1
         counts.reset(0, bits.flatten()[:vocab_size].nonzero()[:, 0].tolist())
         assert torch.equal(wanted[row], counts.counts[0] + state.output_bin_counts[slot])
-    out = torch.full((4, vocab_size + 3), 77, dtype=torch.int32, device=device)
     there = [tensor.to(device) for tensor in (state.output_bin_counts, state.prompt_bin_mask, slots, *rows[5:])]
-    counts_kernel[(4, -(-vocab_size // 1024))](
-        there[0], there[0].stride(0), there[1], words, *there[2:], out, out.stride(0), vocab_size, BLOCK=1024
-    )
-    assert torch.equal(out[:3, :vocab_size].cpu(), wanted[:3])
-    assert (out[3] == 77).all()  # it has no penalty
-    assert (out[:, vocab_size:] == 77).all()
+    for first, last in ((0, vocab_size), (136, 300)):
+        count = last - first
+        out = torch.full((4, count + 3), 77, dtype=torch.int32, device=device)
+        counts_kernel[(4, -(-count // 1024))](
+            there[0], there[0].stride(0), there[1], words, *there[2:], out, out.stride(0), first, count, BLOCK=1024
+        )
+        assert torch.equal(out[:3, :count].cpu(), wanted[:3, first:last])
+        assert (out[3] == 77).all()  # it has no penalty
+        assert (out[:, count:] == 77).all()
+        shard = counts_of(state, slots, rows, vocab_size, (first, last))
+        assert shard.shape == wanted.shape
+        assert torch.equal(shard[:, first:last], wanted[:, first:last])
 
 
 @pytest.mark.parametrize("batch", [1, 5, 300])
 def test_settling_by_a_kernel(batch, device):
     pytest.importorskip("triton")
-    from flashsampling.integrations.vllm.kernels import settle_kernel
+    from flashsampling.integrations.kernels import settle_kernel
 
     ids = torch.arange(batch + 1, device=device)
     ids[::3] = -1

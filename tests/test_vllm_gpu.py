@@ -1,10 +1,14 @@
 """The plug-in in vLLM itself, on a GPU: a tiny model of random weights, in this process. Needs vLLM, and its entry point.
 
+With FLASHSAMPLING_VLLM_ON_CPU=1 on a CPU: what ``vllm_on_cpu`` says, but for compiling and waiting. With tensor parallelism, an
+engine in the process of each rank: ``python -m torch.distributed.run --nproc_per_node 2 -m pytest tests/test_vllm_gpu.py``.
+
 Every fused draw is compared with ``flashsampling.sample`` of the row alone, with what the user asked for; the distribution is
 compared with that of vLLM's sampler, which gets float32 logits here: its own are rounded to bfloat16 first.
 """
 
 import collections
+import dataclasses
 import logging
 import os
 from types import SimpleNamespace
@@ -14,20 +18,34 @@ import numpy as np
 import pytest
 import torch
 
+from . import vllm_on_cpu
+
+if vllm_on_cpu.ASKED_FOR:
+    vllm_on_cpu.pretend(pytest.MonkeyPatch())
+elif not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "FLASHSAMPLING_VLLM": "require", "FLASHSAMPLING_VLLM_TP": "1"}
+pytest.importorskip("vllm")
+pytest.importorskip("scipy")
+
+from scipy import stats
+
 import flashsampling
 from benchmarks.vllm_engine import Engine, model_folder
 from benchmarks.vllm_worker import spread_logits, use_plugin
 from flashsampling.integrations.vllm import counters
 from flashsampling.integrations.vllm.slots import mask_of
+from flashsampling.requests import MAX_BIASED
 
-pytestmark = pytest.mark.gpu
-if not torch.cuda.is_available():
-    pytest.skip("needs a CUDA device", allow_module_level=True)
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-os.environ["FLASHSAMPLING_VLLM"] = "require"
-pytest.importorskip("vllm")
-stats = pytest.importorskip("scipy.stats")
-
+ON_CPU, RANKS = vllm_on_cpu.ASKED_FOR, int(os.environ.get("WORLD_SIZE", "1"))
+pytestmark: Any = [] if ON_CPU else pytest.mark.gpu
+OPTIONS: dict[str, Any] = vllm_on_cpu.OPTIONS if ON_CPU else {
+    "attention_backend": os.environ.get("VLLM_TEST_ATTENTION", "FLASH_ATTN"),
+    "compilation_config": {"mode": 0, "cudagraph_capture_sizes": [1, 8, 64]},
+}  # fmt: skip
+if RANKS > 1:
+    OPTIONS |= {"tensor_parallel_size": RANKS, "distributed_executor_backend": "external_launcher"}
+    OPTIONS |= {"disable_custom_all_reduce": True}
 V = 1003
 EVEN = [*range(0, V, 2)]
 SERVED: dict[str, dict[str, Any]] = {
@@ -57,7 +75,12 @@ LEFT: dict[str, dict[str, Any]] = {
     "bad words of several tokens": {"_bad_words_token_ids": [[3, 4]]},
     "min_p with top_p": {"min_p": 0.1, "top_p": 0.9},
     "logprob_token_ids": {"logprob_token_ids": [3, 4]},
-}
+    "logprobs of more than 20 tokens": {"logprobs": 25},
+    "more than 1024 tokens with a bias": {
+        "logit_bias": dict.fromkeys(range(1000), 0.5), "min_tokens": 12, "stop_token_ids": [*range(900, 960)],
+    },
+    "a bias that is not finite": {"logit_bias": {3: float("-inf")}},
+}  # fmt: skip
 
 
 class Messages(logging.Handler):
@@ -84,9 +107,9 @@ def engine(messages):
         max_num_batched_tokens=256,  # longer prompts come in chunks
         gpu_memory_utilization=0.2,
         enable_prefix_caching=True,
-        attention_backend=os.environ.get("VLLM_TEST_ATTENTION", "FLASH_ATTN"),
-        compilation_config={"mode": 0, "cudagraph_capture_sizes": [1, 8, 64]},
         logprobs_mode="raw_logprobs",
+        max_logprobs=30,
+        **OPTIONS,
     )
     engine.tell(spread_logits, 2.0)
     yield engine
@@ -100,46 +123,67 @@ def runner(engine):
     return worker.model_runner
 
 
+@pytest.fixture(scope="module")
+def weight(engine):
+    """The LM head, all of it."""
+    from vllm.distributed import get_tp_group
+
+    worker = engine.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker
+    return get_tp_group().all_gather(worker.model_runner.model.lm_head.weight.data, dim=0)
+
+
 def params_of(engine, kind, **more):
     return engine.params(**{"max_tokens": 12, "ignore_eos": True, "detokenize": False, **(SERVED | LEFT)[kind], **more})
 
 
+class Checked(collections.Counter[int | None]):
+    """How many rows there were of every seed."""
+
+    chunks = cached = reused = 0  # rows of a prompt's part; requests that found a prefix; that took another one's slot
+
+
+DRAWN: list[list[int]] = []
+
+
 @pytest.fixture
-def checked(runner, monkeypatch):
-    """Every row of every fused draw is compared with the row alone; how many there were of every seed."""
-    step, given = runner.flashsampling.step, {}
-    seen: collections.Counter[int | None] = collections.Counter()
+def checked(runner, weight, monkeypatch):
+    """Every row of every fused draw is compared with the row alone."""
+    step, given, seen = runner.flashsampling.step, {}, Checked()
     add, draw, kept = step.add, step.draw, runner.req_states
 
     def adding(slot, params, prompt_len):
+        seen.reused += slot in given
+        seen.cached += bool(kept.num_computed_tokens_np[slot])
         given[slot] = params, prompt_len
         add(slot, params, prompt_len)
 
     def drawing(batch):
         out = draw(batch)
-        torch.cuda.synchronize()
+        if not ON_CPU:
+            torch.cuda.synchronize()
         lengths, tokens = batch.lengths.tolist(), kept.all_token_ids.gpu
         for row, slot in enumerate(batch.slots.tolist()):
             params, prompt_len = given[slot]
             if lengths[row] < kept.prefill_len.np[slot]:
-                continue  # a part of a prompt, of which nothing is drawn
+                seen.chunks += 1  # of which nothing is drawn
+                continue
             if lengths[row] != int(batch.positions[row]) + 1:
                 raise AssertionError("the host's length is another than the device's")
             so_far = tokens[slot, : lengths[row]].tolist()
             seed = int(runner.sampler.sampling_states.seeds.np[slot])
             assert params.seed in (None, seed)
             mask = None
-            if batch.grammar is not None and row in batch.grammar[0]:
-                mask = batch.grammar[1][batch.grammar[0].tolist().index(row)]
+            if batch.grammar is not None and row in batch.grammar.rows:
+                mask = batch.grammar.masks[batch.grammar.rows.tolist().index(row)]
             wanted = alone(
-                step, batch.hidden_states[row : row + 1], params, so_far[:prompt_len], so_far[prompt_len:], seed, mask
+                weight, batch.hidden_states[row : row + 1], params, so_far[:prompt_len], so_far[prompt_len:], seed, mask
             )
             assert int(out[0].token_ids[row]) == max(int(wanted.token_ids), 0), params
             if params.logprobs:
-                torch.testing.assert_close(
-                    out[0].top_logprobs[row, : params.logprobs], wanted.top_logprobs[0], rtol=0, atol=1e-4
-                )
+                got = out[0].top_logprobs[row, : params.logprobs]
+                torch.testing.assert_close(got, wanted.top_logprobs[0], rtol=0, atol=1e-4)
             seen[params.seed] += 1
+        DRAWN.append(out[0].token_ids.tolist())
         return out
 
     monkeypatch.setattr(step, "add", adding)
@@ -147,29 +191,36 @@ def checked(runner, monkeypatch):
     return seen
 
 
-def alone(step, states, params, prompt, output, seed, grammar):
-    """As tests/test_vllm.py has it: of one row, from what the user wrote."""
-    device, request = states.device, {"top_k": params.top_k, "top_p": params.top_p, "min_p": params.min_p}
-    dense = torch.zeros(V)
-    for token, value in (params.logit_bias or {}).items():
-        dense[token] += value
+def alone(weight, states, params, prompt, output, seed, grammar):
+    """One row, from what the user wrote. As a call for everything, of which most is off: no other kernels are compiled for it,
+    and what the step drew in one launch is held against what is drawn from logits in memory."""
+    device = states.device
+    bias = [*(params.logit_bias or {}).items()]
     if len(output) < params.min_tokens:
-        dense[sorted(params.all_stop_token_ids)] = float("-inf")
-    request["logit_bias"] = dense.to(device)
-    if (params.repetition_penalty, params.frequency_penalty, params.presence_penalty) != (1.0, 0.0, 0.0):
-        counts = flashsampling.TokenCounts(1, V, device)
-        counts.reset(0, prompt)
-        counts.add(torch.tensor([output], dtype=torch.int64, device=device))
-        request["token_counts"] = counts.counts
-        request |= {n: getattr(params, n) for n in ("repetition_penalty", "frequency_penalty", "presence_penalty")}
+        bias += [(token, float("-inf")) for token in params.all_stop_token_ids]
+    bias += [(-1, 0.0)] * (MAX_BIASED - len(bias))
+    ids, values = zip(*bias)
+    counts = flashsampling.TokenCounts(1, V, device)
+    counts.reset(0, prompt)
+    counts.add(torch.tensor([output], dtype=torch.int64, device=device))
     mask = mask_of(V, params.allowed_token_ids, [word[0] for word in params.bad_words_token_ids or []])
     if grammar is not None:
         mask = mask & grammar[: len(mask)]
-    request["token_mask"] = torch.from_numpy(mask).to(device)
-    if params.logprobs:
-        request |= {"return_logprobs": True, "top_logprobs": params.logprobs}
-    rows = {"temperature": params.temperature, "seed": seed, "offset": len(prompt) + len(output) - 1}
-    return flashsampling.sample(states, step.head.weight, vocab_size=V, **rows, **request)
+    reals = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
+    return flashsampling.sample(
+        states,
+        weight,
+        vocab_size=V,
+        seed=torch.tensor([seed], device=device),
+        offset=torch.tensor([len(prompt) + len(output) - 1], device=device),
+        top_k=torch.tensor([params.top_k], dtype=torch.int32, device=device),
+        **{name: torch.tensor([getattr(params, name)], dtype=torch.float32, device=device) for name in reals},
+        logit_bias=(torch.tensor([ids], dtype=torch.int32, device=device), torch.tensor([values], device=device)),
+        token_counts=counts.counts,
+        token_mask=torch.from_numpy(mask[None]).to(device),
+        return_logprobs=True,
+        top_logprobs=max(params.logprobs or 0, 1),
+    )
 
 
 def prompts_of(count, length=9, seed=0):
@@ -184,6 +235,7 @@ def test_it_came_by_its_entry_point(engine, runner, messages):
     assert "refused" not in engine.tell(counters)
 
 
+@pytest.mark.skipif(ON_CPU, reason="nothing is compiled there")
 def test_nothing_is_compiled_while_serving(engine, runner, messages):
     """Comes before anything else draws here. vLLM says so if a kernel of Triton or CuTe DSL is compiled."""
     messages.texts.clear()
@@ -195,7 +247,8 @@ def test_nothing_is_compiled_while_serving(engine, runner, messages):
         engine.generate(prompts_of(3), [params_of(engine, kind, max_tokens=8) for _ in range(3)])
     compiled = [text for text in messages.texts if "compil" in text]
     print("\n".join(compiled))
-    ours = ("scan_kernel", "pick_kernel", "counts_kernel", "settle_kernel", "products", "sample_kernel", "cutedsl")
+    ours = ["scan_kernel", "pick_kernel", "counts_kernel", "settle_kernel", "products", "sample_kernel", "cutedsl"]
+    ours += ["process_kernel", "winners_kernel", "swap_kernel"]  # of several ranks
     assert not [text for text in compiled if any(name in text.lower() for name in ours)]
 
 
@@ -233,7 +286,8 @@ def test_what_is_left_to_vllm(engine, runner, checked, reason):
     assert after["left"] > before["left"]
     assert after["fused"] == before["fused"]
     assert after["reasons"][reason] > before["reasons"].get(reason, 0)
-    params = [params_of(engine, reason, logprobs=2), params_of(engine, "top_k", seed=1), params_of(engine, "logprobs", seed=2)]
+    more = {} if "logprobs" in LEFT[reason] else {"logprobs": 2}
+    params = [params_of(engine, reason, **more), params_of(engine, "top_k", seed=1), params_of(engine, "logprobs", seed=2)]
     outputs = engine.generate(prompts_of(3), params)
     last = engine.tell(counters)
     assert last["split"] > after["split"]
@@ -263,6 +317,7 @@ def test_requests_that_join_and_leave(engine, runner, checked):
                 running = [name for name in running if name != output.request_id]
     assert len(done) > 20
     assert sum(checked.values()) > 200
+    assert min(checked.chunks, checked.cached, checked.reused) > 0
 
 
 def test_a_grammar(engine, runner, checked, monkeypatch):
@@ -284,10 +339,36 @@ def test_a_grammar(engine, runner, checked, monkeypatch):
     assert sum(all(token % 3 == 0 for token in tokens) for tokens in drawn) == 1
 
 
-def test_logprobs_are_vllms(engine, runner, monkeypatch):
-    monkeypatch.setattr(
-        runner.model, "compute_logits", lambda states: (states.float() @ runner.model.lm_head.weight.float().T)[:, :V]
-    )
+def test_a_grammar_with_logprobs(engine, runner, checked, monkeypatch):
+    """That row is vLLM's, the other one is drawn by its seed."""
+    from vllm.v1.core.sched.output import GrammarOutput
+
+    mask, original, before = mask_of(V, [5, 6, 31], []), type(runner).sample, engine.tell(counters)
+
+    def sample(self, hidden_states, input_batch, grammar_output):
+        constrained = [name for name in input_batch.req_ids if seeds[name] == 0]
+        return original(self, hidden_states, input_batch, GrammarOutput(constrained, np.stack([mask] * len(constrained))))
+
+    seeds, add = {}, type(runner).add_requests
+
+    def adding(self, scheduler_output):
+        seeds.update({new.req_id: new.sampling_params.seed for new in scheduler_output.scheduled_new_reqs})
+        add(self, scheduler_output)
+
+    monkeypatch.setattr(type(runner), "sample", sample)
+    monkeypatch.setattr(type(runner), "add_requests", adding)
+    outputs = engine.generate(prompts_of(2), [params_of(engine, "logprobs", seed=i) for i in range(2)])
+    assert set(outputs[0].token_ids) <= {5, 6, 31}
+    assert checked[1] == 12
+    assert not checked[0]
+    after = engine.tell(counters)
+    assert after["split"] == before["split"] + 12
+    assert after["reasons"]["logprobs with a grammar"] == 12
+    assert all(len(each) >= 5 for output in outputs for each in output.logprobs)
+
+
+def test_logprobs_are_vllms(engine, runner, weight, monkeypatch):
+    monkeypatch.setattr(runner.model, "compute_logits", lambda states: (states.float() @ weight.float().T)[:, :V])
     found = []
     for plugin in (True, False):
         engine.tell(use_plugin, plugin)
@@ -301,33 +382,44 @@ def test_logprobs_are_vllms(engine, runner, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", [kind for kind in SERVED if kind not in ("greedy", "logprobs", "min_tokens")])
-def test_the_distribution_is_vllms(engine, runner, monkeypatch, kind):
-    """Two-sample chi-square over 2560 draws each, of one prompt; one in 10**6 would fail by chance."""
-    monkeypatch.setattr(
-        runner.model, "compute_logits", lambda states: (states.float() @ runner.model.lm_head.weight.float().T)[:, :V]
+def test_the_distribution_is_vllms(engine, runner, weight, monkeypatch, kind):
+    """Two-sample chi-square over 2560 draws each, of one prompt; one in 10**6 would fail by chance. All draws of a row are of
+    one step, at positions of their own: noise is another there, and nothing else is."""
+    monkeypatch.setattr(runner.model, "compute_logits", lambda states: (states.float() @ weight.float().T)[:, :V])
+    mine, theirs = (
+        drawn_often(engine, runner, plugin, params_of(engine, kind, max_tokens=1), 64, 40) for plugin in (True, False)
     )
-    counts = []
-    for plugin in (True, False):
-        engine.tell(use_plugin, plugin)
-        drawn = []
-        for _ in range(40):
-            outputs = engine.generate(
-                prompts_of(1) * 64, [params_of(engine, kind, max_tokens=1, logprobs=None) for _ in range(64)]
-            )
-            drawn += [output.token_ids[0] for output in outputs]
-        counts.append(np.bincount(drawn, minlength=V))
-    mine, theirs = counts
     order = np.argsort(-(mine + theirs))
     often = order[(mine + theirs)[order] >= 20]
     rest = np.setdiff1d(np.arange(V), often)
-    table = np.stack([np.append(each[often], each[rest].sum()) for each in counts])
+    table = np.stack([np.append(each[often], each[rest].sum()) for each in (mine, theirs)])
     table = table[:, table.sum(0) > 0]
+    assert table.sum(1).tolist() == [2560, 2560]
     assert table.shape[1] > 1
     assert stats.chi2_contingency(table).pvalue > 1e-6
     if "allowed" in kind:
         assert not mine[np.setdiff1d(np.arange(V), SERVED[kind]["allowed_token_ids"])].any()
 
 
+def drawn_often(engine, runner, plugin, params, rows, times):
+    """(V,) how often a token is drawn in so many equal rows, so many times."""
+    engine.tell(use_plugin, plugin)
+    original, drawn = type(runner).sample, []
+
+    def sample(self, hidden_states, input_batch, grammar_output):
+        for n in reversed(range(times)):  # the last one is the step's own
+            moved = dataclasses.replace(input_batch, positions=input_batch.positions + 1000 * n)
+            out = original(self, hidden_states, moved, grammar_output)
+            drawn.append(out[0].sampled_token_ids[out[1] > 0].flatten())
+        return out
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(runner), "sample", sample)
+        engine.generate(prompts_of(1) * rows, [params] * rows)
+    return torch.cat(drawn).bincount(minlength=V).cpu().numpy()
+
+
+@pytest.mark.skipif(ON_CPU, reason="there is nothing to wait for")
 def test_nothing_waits_for_the_device(engine, runner, monkeypatch):
     original = type(runner).sample
 
@@ -343,6 +435,17 @@ def test_nothing_waits_for_the_device(engine, runner, monkeypatch):
     before = engine.tell(counters)["fused"]
     engine.generate(prompts_of(len(kinds)), [params_of(engine, kind, seed=1) for kind in kinds])
     assert engine.tell(counters)["fused"] > before
+
+
+@pytest.mark.skipif(RANKS == 1, reason="one rank")
+def test_ranks_drew_the_same(engine):
+    """In all of the tests above, step by step; what each was held against is of all shards."""
+    from vllm.distributed import get_tp_group
+
+    group, theirs = get_tp_group(), [None] * RANKS
+    torch.distributed.all_gather_object(theirs, (DRAWN, engine.tell(counters)), group=group.cpu_group)
+    assert DRAWN
+    assert all(each == theirs[0] for each in theirs)
 
 
 def test_counters_of_a_worker_without():

@@ -12,17 +12,18 @@ pytest.importorskip("triton")
 COMPILE = """
 import sys
 import torch
-from flashsampling.integrations.vllm import kernels
+from flashsampling.integrations.kernels import settle_kernel
+from flashsampling.integrations.vllm.kernels import counts_kernel
 from tests.triton_target import compile_only
 
 compiled = compile_only(int(sys.argv[1]))
 vocab = 151936
 counts, mask = torch.zeros(3, vocab, dtype=torch.int32), torch.zeros(3, vocab // 32, dtype=torch.int32)
 ones, slots = torch.ones(2), torch.zeros(2, dtype=torch.int32)
-kernels.counts_kernel[(2, 38)](
-    counts, counts.stride(0), mask, mask.stride(0), slots, ones, ones, ones, counts, counts.stride(0), vocab, BLOCK=4096
+counts_kernel[(2, 38)](
+    counts, counts.stride(0), mask, mask.stride(0), slots, ones, ones, ones, counts, counts.stride(0), 0, vocab, BLOCK=4096
 )
-kernels.settle_kernel[(1,)](torch.zeros(5, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), 5, BLOCK=256)
+settle_kernel[(1,)](torch.zeros(5, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), 5, BLOCK=256)
 vectors = [compiled[0].asm["ptx"].count(name) for name in ("ld.global.v4", "st.global.v4")]
 print(len(compiled), min(len(kernel.asm["cubin"]) for kernel in compiled), *vectors)
 """

@@ -1,4 +1,9 @@
-"""The plug-in on two ranks that share an LM head as vLLM shards it, over gloo: the tokens of one rank that has all of it."""
+"""The plug-in on two and three ranks that share an LM head as vLLM shards it, over gloo: what one rank that has all of it
+draws, and ranks of which one does something else. Three processes, once."""
+
+import dataclasses
+import functools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -6,17 +11,33 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from flashsampling.integrations.vllm import Refused
+import flashsampling
+import flashsampling.integrations.vllm.runner as plugin
+import flashsampling.integrations.vllm.step as plugin_step
+from flashsampling import registry
+from flashsampling.distributed import TensorParallel, TensorParallelError, TensorParallelMismatch
 from flashsampling.integrations.vllm.head import Layers, head_of
 from flashsampling.integrations.vllm.runner import Fused, FusedRunner, Vllm, group_of
-from flashsampling.integrations.vllm.slots import Rules, Slots
+from flashsampling.integrations.vllm.slots import Rules, Slots, mask_of
 from flashsampling.integrations.vllm.step import FusedStep
 
 from . import vllm_fakes as fakes
-from .vllm_fakes import LEFT, SamplingParams
+from .test_vllm import PROMPT, SERVED, D, V, states_of
+from .vllm_fakes import LEFT, GrammarOutput, SamplingParams
 
-V, D, SLOTS, RANKS = 331, 16, 4, 2
-ROWS = 192  # of the 384 that 331 are padded to: vLLM pads to 64 and gives every rank as many
+RANKS = 3
+REQUESTS = {name: (PROMPT, params) for name, params in SERVED.items()} | {
+    "unseeded": (PROMPT, SamplingParams(temperature=2.0)),
+    "other_top_k": (PROMPT, SamplingParams(seed=20, top_k=5, top_p=0.9, temperature=4.0)),
+}
+LEFT_TO_VLLM = {"words": (PROMPT, SamplingParams(bad_words_token_ids=[[3, 4]], logprobs=4))}
+SLOTS = len(REQUESTS) + len(LEFT_TO_VLLM)
+HEADS = {"plain": {}, "changed": {"bias": True, "scale": 0.5, "soft_cap": 4.0}}
+SHARDS = {  # ranks, rows of each, and the head: vLLM pads the vocabulary so that every rank has as many
+    "two": (2, 192, "plain"),
+    "three": (3, 112, "changed"),  # no word of a mask ends where the second shard does
+    "one of three has nothing": (3, 192, "plain"),
+}
 
 
 class Whole(FusedRunner, fakes.Runner):
@@ -26,83 +47,188 @@ class Whole(FusedRunner, fakes.Runner):
 class Gathering(fakes.Processor):
     """vLLM's logits processor with tensor parallelism."""
 
-    def forward(self, lm_head, hidden_states, embedding_bias=None):
-        mine = hidden_states @ lm_head.weight.T
-        parts = [torch.empty_like(mine) for _ in range(RANKS)]
-        dist.all_gather(parts, mine)
-        return torch.cat(parts, dim=-1)[:, : self.org_vocab_size]
+    group: dist.ProcessGroup | None
+
+    def products(self, lm_head, hidden_states, bias):
+        mine = super().products(lm_head, hidden_states, bias)
+        parts = [torch.empty_like(mine) for _ in range(lm_head.tp_size)]
+        dist.all_gather(parts, mine, group=self.group)
+        return torch.cat(parts, dim=-1)
 
 
-def runner_of(rank):
-    """Of this rank's shard; None: of the whole head."""
+def runner_of(head="plain", ranks=1, rows=V, group=None):
+    """Of this rank's shard, or of the whole head."""
     torch.manual_seed(0)
     np.random.seed(0)  # noqa: NPY002 # as vLLM does on every rank: seeds of requests that have none come from there
-    model, tp = fakes.Model(V, D), None
-    device, kind = torch.device("cpu"), fakes.Processor
-    if rank is not None:
-        layer = model.lm_head
-        whole = torch.cat((layer.weight, torch.zeros(ROWS * RANKS - len(layer.weight), D)))
-        layer.weight = torch.nn.Parameter(whole[rank * ROWS : (rank + 1) * ROWS].clone(), requires_grad=False)
-        layer.tp_size, kind = RANKS, Gathering
-        layer.shard_indices.padded_org_vocab_start_index = rank * ROWS
-        layer.shard_indices.org_vocab_end_index = min((rank + 1) * ROWS, V)
-        model.logits_processor = Gathering(V)
-    head = head_of(model, D, torch.float32, device, Layers(kind, fakes.Embedding, fakes.Unquantized))
-    if rank is not None:
-        assert (head.first_token, head.ranks) == (rank * ROWS, RANKS)
-        tp = group_of(head, dist.group.WORLD, SLOTS)
-        with pytest.raises(Refused, match="a head that has soft_cap"):
-            group_of(head._replace(transform={"soft_cap": 3.0}), dist.group.WORLD, SLOTS)
+    model, tp, kind = fakes.Model(V, D, **HEADS[head]), None, fakes.Processor
+    if group is not None:
+        rank, kind = dist.get_rank(group), Gathering
+        layer, whole = model.lm_head, model.logits_processor
+        for name, parameter in list(layer.named_parameters()):
+            padded = torch.cat((parameter, torch.zeros(rows * ranks, *parameter.shape[1:])))
+            setattr(layer, name, torch.nn.Parameter(padded[rank * rows :][:rows].clone(), requires_grad=False))
+        layer.tp_size = ranks
+        layer.shard_indices.padded_org_vocab_start_index = rank * rows
+        layer.shard_indices.org_vocab_end_index = min((rank + 1) * rows, V)
+        model.logits_processor = Gathering(V, whole.scale, whole.soft_cap)
+        model.logits_processor.group = group
+    made = head_of(model, D, torch.float32, torch.device("cpu"), Layers(kind, fakes.Embedding, fakes.Unquantized))
+    if group is not None:
+        assert (made.first_token, made.ranks) == (rank * rows, ranks)
+        tp = group_of(made, group, SLOTS)
     sampler = fakes.Sampler(SLOTS, V)
-    runner = Whole(model, sampler, [2, 0, 3, 1])
-    step = FusedStep(head, sampler, Slots(SLOTS, Rules(V, raw_logprobs=True, plain_only=tp is not None)), device, tp)
+    runner = Whole(model, sampler, [*range(1, SLOTS), 0])
+    step = FusedStep(made, sampler, Slots(SLOTS, Rules(V, raw_logprobs=True)), torch.device("cpu"), tp)
     runner.flashsampling = Fused(step, Vllm(fakes.SamplerOutput, fakes.LogprobsTensors, fakes.get_num_sampled_and_rejected))
     return runner
 
 
-def tokens_of(runner):
-    """Of plain steps, and of a batch with a request that several ranks cannot do, which is split."""
-    runner.add(
-        a=([1, 2], SamplingParams(seed=5, temperature=3.0)),
-        b=([3], SamplingParams(temperature=0.0)),
-        c=([4, 5, 6], SamplingParams(seed=-7)),
-    )
-    drawn = []
-    for step in range(4):
-        batch = runner.batch({"c": 1, "a": 1, "b": 1})
-        states = torch.randn(6, D, generator=torch.Generator().manual_seed(step))
-        drawn.append(runner.sample(states, batch, None)[0].sampled_token_ids[:, 0].tolist())
-    runner.finish("b")
-    runner.add(d=([1], SamplingParams(top_k=5)))
-    batch = runner.batch({"c": 1, "d": 1, "a": 1})
-    states = torch.randn(6, D, generator=torch.Generator().manual_seed(9))
-    drawn.append(runner.sample(states, batch, None)[0].sampled_token_ids[:, 0].tolist())
-    return drawn
+def step_of(runner, tokens, grammar=None, spoiled=()):
+    """Tokens and log-probabilities of a step with so many tokens of each request, which are counted."""
+    batch = runner.batch(tokens)
+    states = states_of(batch)
+    states[batch.logits_indices[list(spoiled)].long()] = float("nan")
+    output, *_ = runner.sample(states, batch, grammar)
+    ids, found = output.sampled_token_ids[:, 0], output.logprobs_tensors
+    runner.sampler.penalties_state.output_bin_counts[batch.idx_mapping.long(), ids] += 1
+    if found is None:
+        return ids.tolist(), None
+    return ids.tolist(), [part.tolist() for part in (found.logprob_token_ids, found.logprobs, found.selected_token_ranks)]
+
+
+def steps_of(runner, alone):
+    """Of all kinds, if wanted of each ``alone``, and of mixes that make other calls."""
+    runner.add(**REQUESTS, **LEFT_TO_VLLM)
+    names = list(REQUESTS)
+    free = [name for name in names if REQUESTS[name][1].logprobs is None]
+    masks = np.stack([mask_of(V, range(i % 3 + 3, V, 1 + i % 7), []) for i in range(len(free))])
+    steps = [step_of(runner, dict.fromkeys(names, 4))]
+    for chosen in (
+        [names[::-1]],
+        [[name] for name in names if alone],
+        [["plain", "greedy", "hot", "unseeded"], ["top_k", "other_top_k", "greedy"], ["top_k", "top_p"], ["min_p", "top_k"]],
+        [["logprobs_0", "repetition"], ["allowed", "frequency"], ["many_biases", "logprobs"], ["bias", "plain"]],
+    ):
+        steps += [step_of(runner, dict.fromkeys(each, 1)) for each in chosen]
+    for each in (["plain"], ["greedy", "frequency"], free):
+        steps.append(step_of(runner, dict.fromkeys(each, 1), GrammarOutput(each[::-1], masks[: len(each)])))
+    steps.append(step_of(runner, {"plain": 1, "top_p": 1, "hot": 1}, spoiled=[1]))
+    steps.append(step_of(runner, {"plain": 1, "hot": 1}, spoiled=[0]))
+    split = {"logprobs": 1, "words": 4, "unseeded": 1, "plain": 1}
+    steps.append(step_of(runner, split, GrammarOutput(["plain", "words"], masks[:2])))
+    return steps, runner.flashsampling.counters()
+
+
+# -- ranks of which one does something else
+
+
+ASKED = SamplingParams(seed=1, top_p=0.5, logprobs=0, presence_penalty=0.5, logit_bias={3: 1.0}, allowed_token_ids=[*range(99)])
+DIFFERENT = {  # what rank 1's request has instead, and what the error says
+    "top_p": ({"top_p": 0.75}, ["top_p"]),
+    "logprobs": ({"logprobs": 2}, ["top_logprobs"]),
+    "no logprobs": ({"logprobs": None}, ["return_logprobs", "top_logprobs"]),
+    "penalty": ({"presence_penalty": 0.25}, ["presence_penalty"]),
+    "bias": ({"logit_bias": {3: 2.0}}, ["logit_bias"]),
+    "allowed": ({"allowed_token_ids": [3]}, ["token_mask"]),
+    "top_k": ({"top_k": 5}, ["top_k"]),
+    "seed": ({"seed": None}, ["seed"]),
+}
+
+
+def failures(runner, params, grammar=None):
+    """What every step after it raises, and what shutting down does."""
+    runner.add(a=(PROMPT, params))
+    said = []
+    for grammars in (grammar, None):
+        with pytest.raises(TensorParallelMismatch) as raised:
+            step_of(runner, {"a": 1}, grammars)
+        said.append((raised.value.rank, sorted(raised.value.failure.differs)))
+    runner.shutdown()
+    return said
+
+
+def different_ranks(rank):
+    said = {}
+    for name, (change, _) in DIFFERENT.items():
+        params = dataclasses.replace(ASKED, **change if rank == 1 else {})
+        said[name] = failures(runner_of("plain", RANKS, 112, dist.group.WORLD), params)
+    mask = GrammarOutput(["a"], np.full((1, 11), 7, np.int32))
+    runner = runner_of("plain", RANKS, 112, dist.group.WORLD)
+    said["grammar"] = failures(runner, SamplingParams(seed=1), mask if rank == 1 else None)
+    return said
+
+
+def warm_up_that_fails(rank):
+    """On rank 1, in the middle: all ranks' errors say so."""
+    group, calls = dist.new_group(), []  # whose connections a time-out closes
+
+    def fails(*args, **request):
+        calls.append(1)
+        if rank == 1 and len(calls) == 3:
+            raise MemoryError("no room")
+        return flashsampling.warmup(*args, **request)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plugin, "TensorParallel", functools.partial(TensorParallel, timeout=3.0))  # as long do others wait
+        patch.setattr(plugin_step, "warmup", fails)
+        runner = runner_of("plain", RANKS, 112, group)
+        with pytest.raises(MemoryError if rank == 1 else TensorParallelError, match="no room"):
+            runner._dummy_sampler_run(torch.zeros(4, D))
+    assert len(calls) >= 3
+    runner.shutdown()
 
 
 def rank_main(rank, folder, queue):
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
-    runner = runner_of(rank)
-    runner._dummy_sampler_run(torch.zeros(SLOTS, D))
-    drawn, counters = tokens_of(runner), runner.flashsampling.counters()
-    runner.shutdown()
-    assert runner.flashsampling.step.tp._closed
-    queue.put((rank, drawn, counters))
+    pair = dist.new_group([0, 1])
+    torch.set_num_threads(1)
+    results = {}
+    for shards, (ranks, rows, head) in SHARDS.items():
+        if rank < ranks:
+            runner = runner_of(head, ranks, rows, pair if ranks == 2 else dist.group.WORLD)
+            runner._dummy_sampler_run(torch.zeros(4, D))
+            results[shards] = steps_of(runner, shards == "two")
+            runner.shutdown()
+            assert runner.flashsampling.step.tp._closed
+    warm_up_that_fails(rank)
+    results["different"] = different_ranks(rank)
+    assert not registry._open
+    queue.put((rank, results))
     dist.destroy_process_group()
 
 
-def test_two_ranks(tmp_path):
-    wanted = tokens_of(runner_of(None))
+def test_ranks(tmp_path):
     context = mp.get_context("spawn")
     queue = context.SimpleQueue()
     ranks = mp.spawn(rank_main, args=(tmp_path, queue), nprocs=RANKS, join=False)
     assert ranks is not None
-    while not ranks.join(timeout=120):
-        pass
-    results = dict((rank, (drawn, counters)) for rank, drawn, counters in (queue.get() for _ in range(RANKS)))
-    assert results[0] == results[1]
-    drawn, counters = results[0]
-    assert drawn[:4] == wanted[:4]
-    assert (drawn[4][0], drawn[4][2]) == (wanted[4][0], wanted[4][2])  # which have seeds
-    assert drawn[4][1] == LEFT
-    assert (counters["fused"], counters["split"], counters["left"]) == (4, 1, 0)
+    wanted = {shards: steps_of(runner_of(head), shards == "two") for shards, (_, _, head) in SHARDS.items()}
+    results: dict[int, Any] = {}
+    while not ranks.join(timeout=1):
+        while not queue.empty():
+            results.update([queue.get()])
+    while not queue.empty():
+        results.update([queue.get()])
+    assert len(results) == RANKS
+    for shards, (count, _, _) in SHARDS.items():
+        steps, counters = wanted[shards]
+        first, *others = (results[rank][shards] for rank in range(count))
+        assert repr(first[0]) == repr(others[0][0]) == repr(others[-1][0])  # every bit
+        check_steps(first[0], steps)
+        assert all(got[1] == counters for got in (first, *others))
+    assert counters["fused"] == len(steps) - 1
+    assert (counters["split"], counters["left"], counters["undefined_rows"]) == (1, 0, 3)  # one that two masks leave nothing
+    assert steps[-1][0][1] == LEFT
+    for name, (_, said) in DIFFERENT.items():
+        assert all(results[rank]["different"][name] == [(1, said)] * 2 for rank in range(RANKS)), name
+    assert all(each["different"]["grammar"][0][0] == 1 for each in results.values())
+
+
+def check_steps(steps, wanted):
+    """Tokens, and log-probabilities to what sums of shards round otherwise."""
+    for number, ((ids, logprobs), (their_ids, their_logprobs)) in enumerate(zip(steps, wanted, strict=True)):
+        assert ids == their_ids, number
+        assert (logprobs is None) == (their_logprobs is None)
+        if logprobs is not None:
+            assert (logprobs[0], logprobs[2]) == (their_logprobs[0], their_logprobs[2]), number
+            np.testing.assert_allclose(logprobs[1], their_logprobs[1], rtol=0, atol=2e-5)

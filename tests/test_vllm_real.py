@@ -32,11 +32,17 @@ from vllm.v1.core.sched.output import GrammarOutput, NewRequestData
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
 from vllm.v1.worker.gpu import buffer_utils
-from vllm.v1.worker.gpu.input_batch import InputBatch, get_num_sampled_and_rejected
+from vllm.v1.worker.gpu.input_batch import (
+    InputBatch,
+    combine_sampled_and_draft_tokens,
+    expand_idx_mapping,
+    get_num_sampled_and_rejected,
+)
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.sample import sampler as sampler_module
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.gpu_worker import Worker
 
@@ -67,14 +73,15 @@ def _without_a_gpu(monkeypatch):
     monkeypatch.setattr("vllm.v1.worker.gpu.sample.penalties.async_tensor_h2d", to_cpu)
     monkeypatch.setattr(sampler_module, "flashinfer_sampler_supported", lambda: False)
     monkeypatch.setattr(sampler_module, "apply_top_k_top_p", apply_top_k_top_p_pytorch)  # vLLM's below 8 rows
+    monkeypatch.setattr("vllm.v1.worker.gpu.sample.states.apply_top_k_top_p", apply_top_k_top_p_pytorch)
     # its noise is libdevice's, which the interpreter has not: what it is added to is what matters here
     monkeypatch.setattr(sampler_module, "gumbel_sample", lambda logits, *_, **__: logits.argmax(-1))
 
 
 class Runner(FusedRunner, GPUModelRunner):
-    def __init__(self, model):
+    def __init__(self, model, most_drafts=0):
         self.model, self.device, self.max_num_reqs, self.is_last_pp_rank = model, CPU, SLOTS, True
-        self.req_states = RequestState(SLOTS, 128, 64, 0, V, CPU)
+        self.req_states = RequestState(SLOTS, 128, 64, most_drafts, V, CPU)
         self.sampler = Sampler(SLOTS, V, CPU, self.req_states)
         self.rejection_sampler, self.encoder_cache, self.pp_handler = None, None, None
         nothing = SimpleNamespace(
@@ -84,7 +91,8 @@ class Runner(FusedRunner, GPUModelRunner):
         self.model_state = self.block_tables = self.lora_state = self.prompt_logprobs_worker = nothing
         layers = Layers(fakes.Processor, fakes.Embedding, fakes.Unquantized)
         head = head_of(model, D, torch.float32, CPU, layers)
-        step = FusedStep(head, self.sampler, Slots(SLOTS, Rules(V, raw_logprobs=True, plain_only=False)), CPU)
+        slots = Slots(SLOTS, Rules(V, raw_logprobs=True))
+        step = FusedStep(head, self.sampler, slots, CPU, None, most_drafts)
         self.flashsampling = Fused(step, Vllm(SamplerOutput, LogprobsTensors, get_num_sampled_and_rejected))
 
     def add(self, **requests):
@@ -222,8 +230,107 @@ def test_the_distribution_is_that_of_vllms_sampler(chosen, monkeypatch):
         assert len(set(tokens)) > 2, name
 
 
+def batch_with_drafts(runner, drafts):
+    """Of these requests, which have their prompts and a token more, the next step with these drafts, by vLLM's kernels."""
+    names, state = list(drafts), runner.req_states
+    slots = np.array([state.req_id_to_index[name] for name in names], np.int32)
+    numbers = np.array([len(each) for each in drafts.values()], np.int32)
+    bounds = np.concatenate(([0], (numbers + 1).cumsum())).astype(np.int32)
+    there, cu_num_logits = torch.from_numpy(slots), torch.from_numpy(bounds)
+    for slot, each in zip(slots, drafts.values()):
+        state.draft_tokens[slot, : len(each)] = torch.tensor(each)
+    lengths = torch.from_numpy(state.prefill_len.np[slots] + numbers + 1)
+    input_ids = torch.full((64,), 7, dtype=torch.int32)
+    starts = cu_num_logits.clone()  # all tokens have logits
+    indices = combine_sampled_and_draft_tokens(
+        input_ids, there, state.last_sampled_tokens, starts, lengths, state.prefill_len.gpu, state.draft_tokens, cu_num_logits,
+        int(bounds[-1]),
+    )  # fmt: skip
+    expanded, local = expand_idx_mapping(there, int(bounds[-1]), cu_num_logits, state.draft_tokens.shape[1] + 1)
+    return dataclasses.replace(
+        batch_of(runner, names),
+        expanded_idx_mapping=expanded,
+        expanded_local_pos=local,
+        num_scheduled_tokens=numbers + 1,
+        num_tokens=int(bounds[-1]),
+        num_draft_tokens=int(numbers.sum()),
+        num_draft_tokens_per_req=numbers,
+        seq_lens=lengths,
+        num_computed_tokens_np=state.prefill_len.np[slots] + 2,  # the host believes in more
+        input_ids=input_ids,
+        positions=torch.cat([torch.arange(n + 1) + int(state.prefill_len.np[slot]) for n, slot in zip(numbers, slots)]),
+        logits_indices=indices,
+        cu_num_logits=cu_num_logits,
+        cu_num_logits_np=bounds,
+    )
+
+
+@pytest.mark.parametrize("chosen", [list(KINDS)[:8], list(KINDS)[6:]])
+def test_drafts_are_processed_as_by_vllms_sampler(chosen, monkeypatch):
+    """At every position the log-probabilities of what is drawn are those of vLLM's logits there, and at a temperature of 0 vLLM
+    accepts the same drafts."""
+    runner = Runner(fakes.Model(V, D), most_drafts=3)
+    runner.add(**{name: (PROMPT, SamplingParams(**KINDS[name], seed=11, logprobs=2)) for name in chosen})
+    state, generator = runner.req_states, torch.Generator().manual_seed(0)
+    for slot in state.req_id_to_index.values():
+        state.last_sampled_tokens[slot] = 32
+    states = torch.randn(64, D, generator=generator)
+    best = runner.model.compute_logits(states).argsort(dim=-1, descending=True)
+    drafts, row = {}, 0
+    for i, name in enumerate(chosen):  # what is drawn where nothing is asked for, or one of it twice
+        drafts[name] = [int(best[row + (0 if i % 2 else j), 0]) for j in range((3, 1, 2, 3, 0)[i % 5])]
+        row += len(drafts[name]) + 1
+    batch = batch_with_drafts(runner, drafts)
+    states = states[:row]
+    step = runner.flashsampling.step
+    seen: dict[str, Any] = {}
+    draw = step.draw
+    monkeypatch.setattr(step, "draw", lambda each: seen.setdefault("out", draw(each)))
+
+    def processed():
+        return runner.sampler.apply_sampling_params(
+            runner.model.compute_logits(states), batch.expanded_idx_mapping, batch.idx_mapping_np, batch.positions,
+            batch.input_ids[batch.logits_indices], batch.expanded_local_pos,
+        ).double().log_softmax(-1)  # fmt: skip
+
+    wanted = processed()
+    for offset in range(40):
+        seen.clear()
+        runner.sampler.sampling_states.seeds.np[:] = offset
+        output, *_ = runner.sample(states, batch, None)
+        out = seen["out"][0]
+        theirs = wanted.gather(1, out.token_ids[:, None])[:, 0].float()
+        torch.testing.assert_close(out.processed_logprobs, theirs, rtol=0, atol=1e-4)
+    assert output.logprobs_tensors.cu_num_generated_tokens == batch.cu_num_logits_np.tolist()
+    runner.sampler.sampling_states.temperature.np[:] = 0
+    seen.clear()
+    runner.sampler.apply_staged_writes()  # which vLLM's sampler sees then too
+    # the interpreter has no libdevice; at a temperature of 0 the noise is not looked at
+    monkeypatch.setattr("vllm.v1.worker.gpu.sample.gumbel.tldevice", SimpleNamespace(log1p=lambda x: x))
+    monkeypatch.setattr("vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils.tldevice", SimpleNamespace(log1p=lambda x: x))
+    settings_of_drafts = SimpleNamespace(num_speculative_tokens=3, rejection_sample_method="standard")
+    own = RejectionSampler(runner.sampler, settings_of_drafts, CPU)(runner.model.compute_logits(states), batch)
+    output, num_sampled, num_rejected = runner.sample(states, batch, None)
+    assert num_sampled.tolist() == own.num_sampled.tolist()
+    assert num_rejected.tolist() == own.num_rejected.tolist()
+    assert (num_sampled.dtype, num_rejected.dtype) == (own.num_sampled.dtype, own.num_rejected.dtype)
+    assert (output.sampled_token_ids.dtype, output.sampled_token_ids.shape) == (
+        own.sampled_token_ids.dtype, own.sampled_token_ids.shape
+    )  # fmt: skip
+    for mine, theirs, count in zip(output.sampled_token_ids.tolist(), own.sampled_token_ids.tolist(), num_sampled.tolist()):
+        assert mine[:count] == theirs[:count]
+    assert len(set(num_sampled.tolist())) > 2
+    assert num_rejected.any()
+    got = output.logprobs_tensors
+    assert got.cu_num_generated_tokens == own.logprobs_tensors.cu_num_generated_tokens
+    for first, count in zip(batch.cu_num_logits_np, num_sampled.tolist()):
+        for place in range(first, first + count):
+            assert got.logprob_token_ids[place].tolist() == own.logprobs_tensors.logprob_token_ids[place].tolist()
+            torch.testing.assert_close(got.logprobs[place], own.logprobs_tensors.logprobs[place], rtol=0, atol=1e-4)
+
+
 def test_decisions_about_real_parameters():
-    rules = Rules(V, raw_logprobs=True, plain_only=False)
+    rules = Rules(V, raw_logprobs=True)
     warmup = note(SamplingParams.for_sampler_warmup(), 3, rules)
     assert warmup.reason != SERVED  # it has bad words of two tokens, and min_p with top_p
     assert note(SamplingParams(min_p=0.1, top_p=0.9), 3, rules).reason == MIN_P_TOP_P

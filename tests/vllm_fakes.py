@@ -79,6 +79,7 @@ class InputBatch:
     num_scheduled_tokens: np.ndarray
     num_tokens: int
     num_draft_tokens: int
+    num_draft_tokens_per_req: np.ndarray | None
     seq_lens: Tensor
     num_computed_tokens_np: np.ndarray
     input_ids: Tensor
@@ -145,13 +146,14 @@ class Sampler:
                 penalties.prompt_bin_mask[slot, token >> 5] |= (1 << 31) - (1 << 32) if token & 31 == 31 else 1 << (token & 31)
         self.req_states.prefill_len.np[slot] = len(prompt)
 
-    def __call__(self, input_batch: InputBatch) -> SamplerOutput:
+    def __call__(self, input_batch: InputBatch, most_drafts: int = 0) -> SamplerOutput:
+        """With drafts as vLLM's ``RejectionSampler``, which here accepts none of them."""
         rows, counts = input_batch.num_reqs, self.sampling_states.num_logprobs[input_batch.idx_mapping_np]
         logprobs = None
         if counts.max() >= 0:
-            columns = 1 + int(counts.max())
-            ids, values = torch.full((rows, columns), LEFT), torch.full((rows, columns), -2.0)
-            logprobs = LogprobsTensors(ids, values, torch.full((rows,), 3))
+            columns, bounds = 1 + int(counts.max()), input_batch.cu_num_logits_np
+            ids, values = torch.full((bounds[-1], columns), LEFT), torch.full((bounds[-1], columns), -2.0)
+            logprobs = LogprobsTensors(ids, values, torch.full((bounds[-1],), 3), bounds.tolist() if most_drafts else None)
         sampled, rejected = get_num_sampled_and_rejected(
             input_batch.seq_lens.new_ones(rows),
             input_batch.seq_lens,
@@ -159,7 +161,9 @@ class Sampler:
             input_batch.idx_mapping,
             self.req_states.prefill_len.gpu,
         )
-        return SamplerOutput(torch.full((rows, 1), LEFT), logprobs, None, sampled, rejected)
+        ids = torch.full((rows, 1 + most_drafts), 98765)  # not written behind the first
+        ids[:, 0] = LEFT
+        return SamplerOutput(ids, logprobs, None, sampled, rejected)
 
 
 class Runner:
@@ -178,6 +182,7 @@ class Runner:
         self.left: list[tuple[list[str], Any]] = []  # what came to vLLM's own path
         self.lengths: dict[str, int] = {}
         self.device = torch.device("cpu")
+        self.num_speculative_steps, self.max_num_tokens = 0, 64
 
     def add_requests(self, scheduler_output: Any) -> None:
         for new in scheduler_output.scheduled_new_reqs:
@@ -190,7 +195,7 @@ class Runner:
     def sample(self, hidden_states: Tensor, input_batch: InputBatch, grammar_output: Any) -> Any:
         assert hidden_states.shape[0] >= input_batch.num_tokens
         self.left.append((list(input_batch.req_ids), grammar_output))
-        output = self.sampler(input_batch)
+        output = self.sampler(input_batch, self.num_speculative_steps if input_batch.num_draft_tokens else 0)
         return output, output.num_sampled, output.num_rejected
 
     def _dummy_sampler_run(self, hidden_states: Tensor) -> None:
@@ -208,9 +213,13 @@ class Runner:
     def finish(self, name: str) -> None:
         self.free.append(self.req_states.req_id_to_index.pop(name))
 
-    def batch(self, tokens: dict[str, int]) -> InputBatch:
-        """Of these requests, so many tokens of each; and counts them as computed."""
+    def batch(self, tokens: dict[str, int], drafts: dict[str, list[int]] | None = None, too_many: int = 0) -> InputBatch:
+        """Of these requests, so many tokens of each and their drafts; and counts them all as computed. ``too_many``: how many
+        more of every request's tokens the host takes for computed."""
+        drafts = {} if drafts is None else drafts
         names, count = list(tokens), len(tokens)
+        numbers = np.array([len(drafts.get(name, ())) for name in names], np.int32)
+        tokens = {name: number + len(drafts.get(name, ())) for name, number in tokens.items()}
         slots = np.array([self.req_states.req_id_to_index[name] for name in names], np.int32)
         scheduled, computed = (
             np.array(list(tokens.values()), np.int32),
@@ -219,27 +228,40 @@ class Runner:
         positions = np.concatenate([np.arange(c, c + n) for c, n in zip(computed, scheduled)])
         for name, n in tokens.items():
             self.lengths[name] += n
-        there = torch.from_numpy(slots)
+        there, bounds = torch.from_numpy(slots), np.concatenate(([0], (numbers + 1).cumsum())).astype(np.int32)
+        local = np.arange(bounds[-1], dtype=np.int32) - np.repeat(bounds[:-1], numbers + 1)
+        ends = np.repeat(scheduled.cumsum(), numbers + 1)
         pad = torch.full((3,), 99)  # of a captured graph
+        logits_indices = torch.from_numpy(ends - np.repeat(numbers, numbers + 1) - 1 + local)
+        input_ids = torch.cat((torch.full((len(positions),), 5), pad)).int()
+        for name, end in zip(names, scheduled.cumsum()):
+            mine = drafts.get(name, [])
+            input_ids[end - len(mine) : end] = torch.tensor(mine, dtype=torch.int32)
         return InputBatch(
             names,
             count,
             count + 3,
             there,
             slots,
-            there,
-            torch.zeros(count, dtype=torch.int32),
+            torch.from_numpy(np.repeat(slots, numbers + 1)),
+            torch.from_numpy(local),
             scheduled,
             int(scheduled.sum()),
-            0,
+            int(numbers.sum()),
+            numbers if numbers.any() else None,
             torch.from_numpy(computed + scheduled),
-            computed,
-            torch.cat((torch.zeros(len(positions), dtype=torch.int64), pad)).int(),
+            computed + too_many,
+            input_ids,
             torch.cat((torch.from_numpy(positions).long(), pad)),
-            torch.from_numpy(scheduled.cumsum().astype(np.int32) - 1),
-            torch.arange(count + 1, dtype=torch.int32),
-            np.arange(count + 1, dtype=np.int32),
+            logits_indices,
+            torch.from_numpy(bounds),
+            bounds,
         )
+
+    def rejected(self, batch: InputBatch, num_rejected: Tensor) -> None:
+        """They are not computed after all."""
+        for name, number in zip(batch.req_ids, num_rejected.tolist()):
+            self.lengths[name] -= number
 
 
 class Unquantized:
@@ -269,10 +291,14 @@ class Processor(nn.Module):
         self.head_dtype: torch.dtype | None = torch.float32
 
     def forward(self, lm_head: Embedding, hidden_states: Tensor, embedding_bias: Tensor | None = None) -> Tensor:
-        logits = nn.functional.linear(hidden_states, lm_head.weight, embedding_bias)[:, : self.org_vocab_size]
+        logits = self.products(lm_head, hidden_states, embedding_bias)[:, : self.org_vocab_size]
         if self.soft_cap is not None:
             logits = torch.tanh(logits / self.soft_cap) * self.soft_cap
         return logits * self.scale
+
+    def products(self, lm_head: Embedding, hidden_states: Tensor, bias: Tensor | None) -> Tensor:
+        """Of the padded vocabulary."""
+        return nn.functional.linear(hidden_states, lm_head.weight, bias)
 
 
 class Model(nn.Module):

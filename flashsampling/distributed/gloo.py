@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import exchange
 from ..exchange import Shard
-from ..step import PLAIN, Step
+from ..step import PLAIN, Drafted, Step
 from .failure import Failure
 from .message import GIVEN, HASHED, HEADER, STEP, Hashes, difference
 from .rendezvous import Rendezvous
@@ -59,7 +59,10 @@ class Gloo:
     def finish(self, out: Tensor, step: Step) -> Tensor:
         """As the protocol says. Raises the failure of this step on the host; the rank that is named raises it too."""
         self.begin(step)
-        return exchange.tokens_of(self._swapped(out.cpu())).to(out.device)
+        messages = self._swapped(out.cpu())
+        if step.alike is not None:
+            self._hashes.clear(self._header)
+        return exchange.tokens_of(messages).to(out.device)
 
     def begin(self, step: Step) -> None:
         """As the protocol says."""
@@ -67,6 +70,9 @@ class Gloo:
         if step.asked is not PLAIN:
             asked = {name: _on_host(getattr(step.asked, name)) for name in step.asked.names() if name not in GIVEN}
             rows["asked"] = step.asked._replace(**asked)
+        if step.drafted is not None:
+            rows["drafted"] = Drafted(*map(_on_host, step.drafted))
+        rows["alike"] = _on_host(step.alike)
         self._hashes.write(self._header, step._replace(**rows))
 
     def swap(self, words: Tensor, step: Step) -> Tensor:

@@ -18,15 +18,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from .. import ops, registry
 from ..backends import Backend
 from ..exchange import Shard
-from ..step import Drawn, Step, arguments
-from . import agreement, requests
+from ..step import Drawn, Step
+from . import agreement, rejection, requests
 from .construction import Construction, seconds_of
 from .failure import Failure, TensorParallelError
 from .rendezvous import RemoteError, Rendezvous
 from .sharding import process_group, rank_and_size
 from .store import store_of
 from .thread import DeviceThread
-from .transport import Transport
+from .transport import Alone, Transport
 
 _USUAL_TIMEOUT = 60.0  # seconds
 _LOOK_FOR_FAILURE = 0.05  # seconds
@@ -367,14 +367,11 @@ class TensorParallel:
         return out if self._transport is None else self._transport.finish(out, step)
 
     def draw(self, backend: Backend, step: Step) -> Drawn:
-        """A step that asks for something, whose ``asked`` is the whole vocabulary's."""
-        if self._transport is None:
+        """A step that asks for something, whose ``asked`` is the whole vocabulary's, or one that has drafts."""
+        if self._transport is None and step.drafted is None:
             return backend.run(step)
-        if self.transport == "p2p":  # rounds over it (impl.triton.rounds) have not passed their tests on GPUs
-            asked = arguments(step.asked.names())
-            raise ValueError(f"tp must have transport='nccl' or 'gloo' with {asked}: over 'p2p' ranks cannot do that yet")
-        part = requests.Part(self._transport, backend, self._ranges, self.rank, self.vocab_size)
-        return requests.draw(part, step)
+        part = requests.Part(self._transport or Alone(), backend, self._ranges, self.rank, self.vocab_size)
+        return (requests.draw if step.drafted is None else rejection.reject)(part, step)
 
     def raise_if_unusable(self) -> None:
         """Raises if the group is closed, or if a step failed by now. Asks no device."""

@@ -33,10 +33,14 @@ _AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 24}  # logits
 Meet = Callable[[Tensor], Tensor]  # (B, n) int64 -> (ranks, B, n): all ranks'
 
 
+def rows_at_once(logits: Tensor) -> int:
+    """How many rows of (B, n) may have temporary tensors."""
+    return max(_AT_ONCE.get(logits.device.type, 1 << 18) // max(logits.shape[1], 1), 1)
+
+
 def by_rows(rows: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
     """``rows`` of some rows of all tensors at a time, of which the first is (B, n): for what takes much memory per logit."""
-    batch, columns = tensors[0].shape
-    count = max(_AT_ONCE.get(tensors[0].device.type, 1 << 18) // max(columns, 1), 1)
+    batch, count = len(tensors[0]), rows_at_once(tensors[0])
     if batch <= count:
         return rows(*tensors)
     return torch.cat([rows(*(tensor[first : first + count] for tensor in tensors)) for first in range(0, batch, count)])
@@ -49,11 +53,19 @@ class Scale(NamedTuple):
     temperature: Tensor  # (B,) float32
     unit: int  # the mass of the highest token, a power of two
 
+    def at(self, rows: Tensor) -> "Scale":
+        """Of some of the rows."""
+        return Scale(self.top.index_select(0, rows), self.temperature.index_select(0, rows), self.unit)
+
+    def share(self, logits: Tensor) -> Tensor:
+        """(B, n) float64: what logits (B, n) have of the highest token's mass."""
+        return relative(logits, self.temperature, self.top[:, None]).exp().clamp(max=1.0)  # above it are keys of no token
+
     def of(self, logits: Tensor) -> Tensor:
         """(B, n) int64: masses of logits (B, n)."""
 
         def some(logits: Tensor, top: Tensor, temperature: Tensor) -> Tensor:
-            share = relative(logits, temperature, top[:, None]).exp().clamp(max=1.0)  # above it are keys of no token
+            share = Scale(top, temperature, self.unit).share(logits)
             return (share * self.unit).round().nan_to_num(0.0).long()
 
         return by_rows(some, logits, self.top, self.temperature)

@@ -2,11 +2,12 @@
 
 A message is int64 and always of the same size, since gloo aborts where sizes differ, and NCCL does worse:
 
-    step  batch  num_samples  temperatures  seeds  offsets  failed  what is asked for, a word each  winners: (capacity,)
+    step  batch  num_samples  temperatures  seeds  offsets  failed  what is asked for, a word each  drafts  winners: (capacity,)
 
 What a request asks for takes several messages (``requests``), each a step of its own to whoever counts and compares; what they
 carry lies where the winners do. What is asked for is hashed by argument, 0 where it is not; of token counts and of the head's
-bias, of which a rank reads its shard's, only that they are given.
+bias, of which a rank reads its shard's, only that they are given. Drafts to be rejected are hashed likewise, with all of their
+probabilities; of what belongs to no draft nothing is. Drafts to be matched come hashed (``Step.alike``).
 
 Parameters of rows are hashed, each by itself, so that what differs has a name: the sum, modulo 2**64, of the values' 32-bit
 halves times fixed odd numbers, one for every half of every row. Lists that differ in one half never have the same hash, since
@@ -21,14 +22,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..step import ARGUMENTS, PLAIN, Asked, Step
+from ..step import ARGUMENTS, PLAIN, Asked, Drafted, Step
 from .failure import Failure
 from .limits import FEW
 
 STEP, BATCH, NUM_SAMPLES, TEMPERATURE, SEED, OFFSET, FAILED, ASKED = range(8)
-HEADER = ASKED + len(Asked._fields)
+DRAFTED = ("method", "draft_token_ids", "cu_draft_lengths", "draft_probs")  # arguments of ``verify``
+_DRAFTED = ASKED + len(Asked._fields)
+HEADER = _DRAFTED + len(DRAFTED)
 HASHED = {"seed": SEED, "offset": OFFSET, "temperature": TEMPERATURE}  # a step's parameters of rows
-_ASKED = {name: ASKED + i for i, name in enumerate(Asked._fields)}
+_ASKED = {name: ASKED + i for i, name in enumerate((*Asked._fields, *DRAFTED))}
 GIVEN = ("bias", "counts")  # of which it matters only that they are there
 _AGAIN = 0x1E3779B97F4A7C15  # odd
 _COLUMNS = 1 << 13  # of a row that are weighted each by itself: a mask's of 262,144 tokens
@@ -67,7 +70,7 @@ class Hashes:
     ) -> None:
         """Fills in all of a header but step and failed. The device's work alone, in order of the current stream. Words of what
         is asked for are left alone where nothing is: they are 0 before such a step (``clear``)."""
-        if step.asked is not PLAIN:
+        if step.asked is not PLAIN or step.drafted is not None or step.alike is not None:
             self._write_asked(header, step)
         batch, temperature = step.hidden_states.shape[0], step.temperature
         header[BATCH].fill_(batch)  # one kernel, where an assignment is two
@@ -101,6 +104,20 @@ class Hashes:
                     value = value[None, : step.vocab_size]
                 columns = value.shape[1] if value.dim() == 2 else 0
                 torch.add(self._of_tensor(value), 1 + (columns << 20), out=field)  # not 0: it is given
+        if step.drafted is not None:
+            self._write_drafted(header[_DRAFTED:], step.drafted, step.vocab_size)
+        elif step.alike is not None:
+            header[_ASKED["draft_token_ids"]].copy_(step.alike)
+
+    def _write_drafted(self, fields: Tensor, drafted: Drafted, vocab_size: int) -> None:
+        ids, rows, places, probs = drafted
+        fields[0].fill_(1)
+        torch.add(self._of_tensor(ids), 1 + (ids.shape[1] << 20), out=fields[1])
+        torch.add(self._of_tensor(rows[:, 0]), 1, out=fields[2])
+        if probs is not None:
+            bits = probs[:, :vocab_size].view(torch.int32 if probs.dtype is torch.float32 else torch.int16)
+            of_drafts = torch.where(ids >= 0, self._of_columns(bits)[places], 0)
+            torch.add(self._of_tensor(of_drafts), 1, out=fields[3])
 
     def _of_number(self, value: float, batch: int) -> int:
         """As of that value in every row."""
@@ -114,13 +131,17 @@ class Hashes:
         if value.is_floating_point():
             value = (value + 0.0).view(torch.int32)  # -0.0 is 0.0
         if value.dim() == 2:
-            first, *others = ((part * self._along[: part.shape[1]]).sum(dim=1) for part in value.split(len(self._along), dim=1))
-            for other in others:
-                first = first * _AGAIN + other
-            value = first
+            value = self._of_columns(value)
         if value.dtype is torch.int32:
             return (value * self._factors[: 2 * len(value) : 2]).sum()
         return (value.contiguous().view(torch.int32) * self._factors[: 2 * len(value)]).sum()
+
+    def _of_columns(self, value: Tensor) -> Tensor:
+        """(B,) int64, of integers (B, n)."""
+        first, *others = ((part * self._along[: part.shape[1]]).sum(dim=1) for part in value.split(len(self._along), dim=1))
+        for other in others:
+            first = first * _AGAIN + other
+        return first
 
     def of_request(self, step: Step) -> Tensor:
         """() int64: all of what is asked for in one."""

@@ -151,6 +151,8 @@ class Nccl:
         """As the protocol says. Raises nothing: tokens of a failed step are -1, and later ``failure`` says why."""
         self.begin(step)
         messages = self._gathered(out)
+        if step.alike is not None:
+            self._hashes.clear(self._message)
         if messages is None:
             return torch.full_like(out, -1)
         return torch.where((self._failed | self._told) != 0, -1, exchange.tokens_of(messages))

@@ -15,10 +15,6 @@ import contextlib
 import ctypes
 import functools
 import os
-import secrets
-import socket
-import struct
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,6 +25,7 @@ from .. import exchange as protocol
 from ..exchange import Shard, Verdict
 from ..step import Step
 from .failure import Failure
+from .handover import handed_over
 from .message import Hashes
 from .rendezvous import Rendezvous
 
@@ -37,8 +34,6 @@ _PINNED = 1  # CU_MEM_ALLOCATION_TYPE_PINNED
 _HANDLE_TYPE = 1  # CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 _DEVICE = 1  # CU_MEM_LOCATION_TYPE_DEVICE
 _READ_WRITE = 3  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-
-_LOOK_FOR_ERROR = 0.05  # seconds between two looks whether another rank has given up
 
 _kept: list[Any] = []  # what captured graphs, and kernels that hang, may touch for as long as the process lives
 
@@ -157,71 +152,6 @@ class _Mapping:
         self._undo.close()
 
 
-def _handed_over(mine: _Mapping, meet: Rendezvous, seconds: float) -> dict[int, int]:
-    """Every other rank's memory as a file descriptor, by rank; the caller closes them."""
-    descriptors: dict[int, int] = {}
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as box:
-        box.bind(f"\0flashsampling-{secrets.token_hex(16)}")  # a name of no file, which goes with the socket
-        names = meet.exchange("handing over memory", box.getsockname())
-        others = {name: rank for rank, name in enumerate(names) if name is not None and rank != meet.rank}
-        own = mine.exported()
-        until = time.monotonic() + seconds
-        try:
-            for name, rank in others.items():
-                while not _sent(box, own, name, rank):  # its queue is full, of 10 on many a system; it may wait for this one
-                    _receive(box, others, descriptors, meet, until, seconds)
-            while len(descriptors) < len(others):
-                _receive(box, others, descriptors, meet, until, seconds)
-        except BaseException:
-            for descriptor in descriptors.values():
-                os.close(descriptor)
-            raise
-        finally:
-            os.close(own)
-    return descriptors
-
-
-def _sent(box: socket.socket, descriptor: int, name: bytes, rank: int) -> bool:
-    rights = socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", descriptor)
-    box.setblocking(False)
-    try:
-        box.sendmsg([b"memory"], [rights], 0, name)  # socket.send_fds takes an address and ignores it
-    except BlockingIOError:
-        return False
-    except ConnectionRefusedError:
-        where = "it is gone, or in another network namespace (a container with a network of its own)"
-        raise RuntimeError(f"the Unix socket of rank {rank} refused this rank's memory: {where}") from None
-    return True
-
-
-def _receive(
-    box: socket.socket,
-    others: dict[bytes, int],  # address -> rank
-    descriptors: dict[int, int],  # rank -> what it sent; one is added, if it comes soon
-    meet: Rendezvous,
-    until: float,
-    seconds: float,
-) -> None:
-    box.settimeout(_LOOK_FOR_ERROR)
-    try:
-        _, received, _, sender = socket.recv_fds(box, 16, 1)
-    except TimeoutError:
-        if meet.over():
-            raise RuntimeError("another rank could not hand over its memory") from None
-        if time.monotonic() > until:
-            missing = sorted(set(others.values()) - set(descriptors)) or sorted(others.values())
-            raise RuntimeError(f"no memory came from rank {missing[0]} within {seconds:g} s") from None
-        return
-    rank = others.get(sender) if sender else None
-    if rank is None or rank in descriptors:  # from nobody here: any process of the host may write to the socket
-        for descriptor in received:
-            os.close(descriptor)
-    elif not received:
-        raise RuntimeError(f"the memory of rank {rank} came without its file descriptor: too many open files here?")
-    else:
-        descriptors[rank] = received[0]
-
-
 class PeerToPeer:
     """See ``transport.Transport``. A rank's memory of the peer-to-peer protocol, and the table that tells a kernel where
     everybody's is. The ranks are on one host, on a GPU each, visible to this process or not.
@@ -257,7 +187,8 @@ class PeerToPeer:
             _driver("cuCtxGetCurrent", ctypes.byref(context))
             self._context = context.value
             self._hashes = Hashes(max_batch_size, device)
-            self._request = self._asked_failed = torch.zeros(1, dtype=torch.int64, device=device)
+            self._nothing_asked = torch.zeros(1, dtype=torch.int64, device=device)
+            self._request = self._asked_failed = self._nothing_asked
             told = torch.zeros(2, dtype=torch.int64, pin_memory=True)
             _kept.append(told)
             self._told = told.numpy()  # reading an element of it costs a tenth of reading a tensor's
@@ -279,7 +210,7 @@ class PeerToPeer:
         mine = _Mapping.made(self._device, words)
         self._mappings.append(mine)
         torch.cuda.synchronize(self._device)  # its zeros are there before anybody has it
-        descriptors = _handed_over(mine, meet, seconds)
+        descriptors = handed_over(mine.exported, meet, seconds)
         addresses = {meet.rank: mine.address}
         try:
             for rank, descriptor in descriptors.items():
@@ -318,8 +249,12 @@ class PeerToPeer:
         return Shard(first_token, self._rehearsal)
 
     def finish(self, out: Tensor, step: Step) -> Tensor:
-        """As the protocol says: the kernel did the exchange."""
-        return out
+        """As the protocol says: the kernel did the exchange. What else is to be alike it does not know: that takes a launch."""
+        if step.alike is None:
+            return out
+        failed = torch.zeros(1, dtype=torch.int64, device=self._device)
+        self._swap(step.alike.view(1), failed, step.alike.view(1), step)
+        return out.masked_fill(failed != 0, -1)
 
     def begin(self, step: Step) -> None:
         """As the protocol says."""
@@ -328,13 +263,18 @@ class PeerToPeer:
 
     def swap(self, words: Tensor, step: Step) -> Tensor:
         """As the protocol says: a launch that is a step of the protocol, whichever kernel the group's plain steps run."""
+        return self._swap(words, self._asked_failed, self._request, step)
+
+    def _swap(self, words: Tensor, failed: Tensor, request: Tensor, step: Step) -> Tensor:
         from ..impl.triton import rounds  # comes with torch for CUDA
 
-        return rounds.swap(self._table, words, self._ranks, self._asked_failed, self._request, step)
+        return rounds.swap(self._table, words, self._ranks, failed, request, step)
 
     def end(self) -> Tensor:
-        """As the protocol says."""
-        return self._asked_failed[0] != 0
+        """As the protocol says. Of a graph that is recorded just now nothing may be left over: compilers take it for a leak."""
+        failed = self._asked_failed[0] != 0
+        self._request = self._asked_failed = self._nothing_asked
+        return failed
 
     def failure(self) -> Failure | None:
         """As the protocol says."""

@@ -20,6 +20,8 @@ receives, no index is out of range.
 An implementation does what it alone knows how to round (``backends``): the shard's logits, and the scores' winners.
 """
 
+import contextlib
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -34,7 +36,7 @@ from ..step import Asked, Drawn, Step, layout
 from . import limits
 from .limits import Meet, Scale, Shards, by_rows
 from .sharding import asked_of_shard
-from .transport import Transport
+from .transport import Rounds
 
 ROW_WORDS = 16  # of a message, at least, for each row of the largest batch ...
 LEAST_WORDS = 2048  # ... and in all
@@ -44,7 +46,7 @@ _LOW = 0xFFFFFFFF
 class Part(NamedTuple):
     """A rank's part in a group."""
 
-    transport: Transport
+    transport: Rounds
     backend: Backend
     ranges: list[tuple[int, int]]  # ids of every rank's tokens, [first, last)
     rank: int
@@ -59,6 +61,18 @@ class _Logits(NamedTuple):
     keys: Tensor  # (B, n) int32, of the processed ones
 
 
+class Kept(NamedTuple):
+    """Of a step's rows, once all ranks know what is kept of them."""
+
+    local: Step  # this rank's
+    logits: _Logits
+    limit: Tensor  # (B,) int64: the places from which on this rank's tokens are kept
+    scale: Scale
+    first: Tensor  # (B,) int64: the id of the row's first token
+    defined: Tensor  # (B,) bool: it has a token
+
+
+@torch.no_grad()  # parameters of rows may have a gradient
 def draw(part: Part, step: Step) -> Drawn:
     """What ``backends.Backend.run`` gives, on every rank.
 
@@ -66,12 +80,37 @@ def draw(part: Part, step: Step) -> Drawn:
         part: this rank's.
         step: of its shard; but what is asked for is the whole vocabulary's.
     """
+    with rounds(part, step):
+        meet, kept = prepare(part, step)
+        parts = _parts(meet, part.backend, kept)
+    failed = part.transport.end()
+    if failed is not None:
+        parts = {
+            name: values.masked_fill(failed, float("nan") if values.is_floating_point() else -1)
+            for name, values in parts.items()
+        }
+    return layout(len(kept.limit), step.num_samples, step.asked).join(parts)
+
+
+@contextlib.contextmanager
+def rounds(part: Part, step: Step) -> Iterator[None]:
+    """Around all rounds of a step, after which it is ended (``Rounds.end``): here, if something raises."""
+    try:
+        part.transport.begin(step._replace(vocab_size=part.vocab_size))
+        yield
+    except BaseException:  # the next step's messages say nothing of this one
+        with contextlib.suppress(RuntimeError):  # a broken device's: what was raised says more
+            part.transport.end()
+        raise
+
+
+def prepare(part: Part, step: Step) -> tuple[Meet, Kept]:
+    """The rounds up to the draw, and how to meet in those that follow."""
     first, last = part.ranges[part.rank]
     transport = part.transport
-    transport.begin(step._replace(vocab_size=part.vocab_size))
     asked = asked_of_shard(step.asked, first, last)
     rows = step.rows()
-    local = step._replace(asked=asked, shard=Shard(first, exchange.PACKED), **rows._asdict())
+    local = step._replace(asked=asked, shard=Shard(first, exchange.PACKED), drafted=None, **rows._asdict())
     batch, device = step.hidden_states.shape[0], step.hidden_states.device
     if last > first:
         raw, processed = part.backend.module.shard_logits(local)
@@ -88,14 +127,7 @@ def draw(part: Part, step: Step) -> Drawn:
     scale = Scale(values_of(first_place >> 31), rows.temperature, limits.unit_of(part.vocab_size))
     shards = Shards(part.rank, part.ranges, transport.room)
     limit = torch.minimum(_limits(meet, logits, asked, scale, shards, part.vocab_size), first_place)
-    parts = _parts(meet, part.backend, local, logits, limit, scale, defined)
-    failed = transport.end()
-    if failed is not None:
-        parts = {
-            name: values.masked_fill(failed, float("nan") if values.is_floating_point() else -1)
-            for name, values in parts.items()
-        }
-    return layout(batch, step.num_samples, step.asked).join(parts)
+    return meet, Kept(local, logits, limit, scale, first_place & NO_TOKEN ^ NO_TOKEN, defined)
 
 
 def _highest(keys: Tensor, processed: Tensor, local: Step) -> Tensor:
@@ -113,7 +145,7 @@ def _highest(keys: Tensor, processed: Tensor, local: Step) -> Tensor:
     if allowed is not None:
         infinite &= allowed
     temperature = local.rows().temperature
-    undefined = temperature.isnan() | (temperature.isinf() & infinite.any(dim=1))
+    undefined = temperature.isnan() | (temperature.isposinf() & infinite.any(dim=1))
     return winners.masked_fill(undefined, NAN)
 
 
@@ -148,22 +180,17 @@ def _limits(meet: Meet, logits: _Logits, asked: Asked, scale: Scale, shards: Sha
     return limit
 
 
-def _parts(
-    meet: Meet, backend: Backend, local: Step, logits: _Logits, limit: Tensor, scale: Scale, defined: Tensor
-) -> dict[str, Tensor]:
+def _parts(meet: Meet, backend: Backend, kept: Kept) -> dict[str, Tensor]:
     """All parts of what a step gives, once it is known what is kept."""
-    asked, columns = local.asked, logits.keys.shape[1]
-    batch, draws, device = len(limit), local.num_samples, limit.device
+    local, logits, limit, scale, _, defined = kept
+    asked = local.asked
     first = local.shard.first_token
-    if columns:
-        winners = backend.module.shard_winners(local, logits.processed, limit).view(batch, draws)
-    else:
-        winners = torch.full((batch, draws), exchange.NO_FINITE, device=device)
+    winners = winners_of(backend, local, logits.processed, limit)
     words = {"winners": winners}
     if asked.logprobs:
         own = (winners & NO_TOKEN ^ NO_TOKEN) - first
         words["logits"] = _at(logits.raw, own) << 32 | _at(logits.processed, own) & _LOW
-        words["mass"] = _mass(logits, limit, scale, first)
+        words["mass"] = mass_of(kept)
     if asked.needs_raw_mass():
         words["logsumexp"] = _logsumexp(logits.raw).view(torch.int64)[:, None]
     if asked.top_logprobs:
@@ -202,14 +229,23 @@ def _parts(
     return parts
 
 
-def _mass(logits: _Logits, limit: Tensor, scale: Scale, first: int) -> Tensor:
+def winners_of(backend: Backend, local: Step, logits: Tensor, limit: Tensor) -> Tensor:
+    """(B, num_samples) packed winners of the shard's tokens from ``limit`` (B,) on, of their logits (B, n)."""
+    shape = len(logits), local.num_samples
+    if logits.shape[1] == 0:
+        return torch.full(shape, exchange.NO_FINITE, device=logits.device)
+    return backend.module.shard_winners(local, logits, limit).view(shape)  # type: ignore[no-any-return]
+
+
+def mass_of(kept: Kept) -> Tensor:
     """(B, 1) int64: of what is kept of the shard."""
+    logits, scale, first = kept.logits, kept.scale, kept.local.shard.first_token
 
     def some(processed: Tensor, keys: Tensor, limit: Tensor, top: Tensor, temperature: Tensor) -> Tensor:
         masses = Scale(top, temperature, scale.unit).of(processed)
         return masses.masked_fill(~limits.is_kept(keys, limit, first), 0).sum(dim=1, keepdim=True)
 
-    return by_rows(some, logits.processed, logits.keys, limit, scale.top, scale.temperature)
+    return by_rows(some, logits.processed, logits.keys, kept.limit, scale.top, scale.temperature)
 
 
 def _at(

@@ -9,7 +9,50 @@ from ..step import Step
 from .failure import Failure
 
 
-class Transport(Protocol):
+class Rounds(Protocol):
+    """The messages of a step that takes several.
+
+    Attributes:
+        room: int64 words of a message.
+    """
+
+    room: int
+
+    def begin(self, step: Step) -> None:
+        """Before the messages of a step that asks for something."""
+        ...
+
+    def swap(
+        self,
+        words: Tensor,  # (n,) int64, n from 1 to ``room``
+        step: Step,
+    ) -> Tensor:
+        """(ranks, n): the words of all ranks; where the step has failed anything, or the failure is raised."""
+        ...
+
+    def end(self) -> Tensor | None:
+        """After them, and after a call that raised between ``begin`` and here: () bool on the device, whether the step has
+        failed. None: it has not, or would have raised. Nothing of the step is kept."""
+        ...
+
+
+class Alone:
+    """``Rounds`` of one rank."""
+
+    room = 1 << 30
+
+    def begin(self, step: Step) -> None:
+        """As the protocol says."""
+
+    def swap(self, words: Tensor, step: Step) -> Tensor:
+        """As the protocol says."""
+        return words[None]
+
+    def end(self) -> None:
+        """As the protocol says."""
+
+
+class Transport(Rounds, Protocol):
     """Made by all ranks together, for one ``TensorParallel``; failures are shared and final.
 
     What a request asks for takes several messages (``requests``), all between ``begin`` and ``end``, and each a step of its own
@@ -17,12 +60,10 @@ class Transport(Protocol):
 
     Attributes:
         name: "p2p", "nccl" or "gloo".
-        room: int64 words of a message.
         left_out: calls that were no step of this transport, but count as one (``TensorParallel.left_out``); the group sets it.
     """
 
     name: str
-    room: int
     left_out: int
 
     def shard(self, first_token: int) -> Shard:
@@ -39,22 +80,6 @@ class Transport(Protocol):
         step: Step,
     ) -> Tensor:
         """(B * num_samples,) token ids."""
-        ...
-
-    def begin(self, step: Step) -> None:
-        """Before the messages of a step that asks for something."""
-        ...
-
-    def swap(
-        self,
-        words: Tensor,  # (n,) int64, n from 1 to ``room``
-        step: Step,
-    ) -> Tensor:
-        """(ranks, n): the words of all ranks; where the step has failed anything, or the failure is raised."""
-        ...
-
-    def end(self) -> Tensor | None:
-        """After them: () bool on the device, whether the step has failed. None: it has not, or would have raised."""
         ...
 
     def failure(self) -> Failure | None:

@@ -1,7 +1,8 @@
 """Rejection sampling of drafts: which are accepted, and what takes the place of one that is not. Contract, section 7.
 
 Pure torch on any device, a few rows of probabilities at a time, in float64: memory does not grow with the number of rows. The
-arithmetic of logits is the oracle's, so p is what ``sample`` draws from.
+arithmetic of logits is the oracle's, so p is what ``sample`` draws from. A q below 0 counts as 0: else drafts would be
+accepted, and tokens recovered, that ``sample`` never draws.
 
 Leviathan, Kalman and Matias, "Fast Inference from Transformers via Speculative Decoding", ICML 2023; Chen et al., "Accelerating
 Large Language Model Decoding with Speculative Sampling", 2023.
@@ -77,7 +78,7 @@ def accept(
     for some, _, p in _groups(step):
         ids = draft_token_ids[some]
         u = noise.coin(rows.seed[some], rows.offset[some])
-        q = 1.0 if draft_probs is None else _at(draft_probs[some, : step.vocab_size], ids).double()
+        q = 1.0 if draft_probs is None else _at(draft_probs[some, : step.vocab_size], ids).clamp(min=0.0).double()
         accepted[some] = u * q < _at(p, ids)
     return accepted
 
@@ -98,7 +99,7 @@ def recover(
             tokens = torch.arange(step.vocab_size, device=p.device)
             left = torch.where(tokens == draft_token_ids[some, None], 0.0, p)
         else:
-            left = (p - draft_probs[draft_rows[some], : step.vocab_size].double()).clamp(min=0.0)
+            left = (p - draft_probs[draft_rows[some], : step.vocab_size].clamp(min=0.0).double()).clamp(min=0.0)
         left = torch.where((left == 0.0).all(dim=-1, keepdim=True), p, left)
         gumbel = noise.gumbel(rows.seed[some], rows.offset[some], draw, 0, step.vocab_size, part.asked.stream)
         token_ids[some] = reference.winners(left.log() + gumbel[:, 0].double())

@@ -102,7 +102,7 @@ def shard_winners(step: Step, processed: Tensor, limit: Tensor) -> Tensor:
         part, logits = step.part(first, first + rows), processed[first : first + rows]
         temperature = part.rows().temperature
         kept = filters.places_of(filters.keys_of(logits), ids) >= limit[first : first + rows, None]
-        endless = temperature.isinf()  # so all are equal, but what is not kept stays -inf
+        endless = temperature.isposinf()  # so all are equal, but what is not kept stays -inf
         logits = torch.where(endless[:, None], 0.0, logits).masked_fill(~kept | logits.isneginf(), float("-inf"))
         part = part._replace(hidden_states=logits, logits=logits, temperature=torch.where(endless, 1.0, temperature))
         winners.append(_in_chunks(part._replace(shard=step.shard._replace(exchange=exchange.PACKED))).ids)

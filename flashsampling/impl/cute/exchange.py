@@ -1,8 +1,8 @@
 """Packed winners between GPUs, from inside the sampling kernel: ``flashsampling.exchange`` has the protocol.
 
 Between the last CTA's arrival and the store of a token lie one trip over NVLink and one poll; what can be known before is read
-before (``look_up``, ``tags_of``), while the matmul still runs: the table, the peers' addresses, the row's tags, and the fence
-that orders the last launch's emptying before this launch's stores.
+before (``look_up``, ``tags_of``, ``expect``), while the matmul still runs: the table, the peers' addresses, the row's tags, its
+slots, and the fence that orders the last launch's emptying before this launch's stores.
 
 Lanes. A warp finishes 32 rows and has a lane for each (row, peer): with ``lanes`` the ranks up to a power of two, a pass is
 32 / lanes rows by ``lanes`` peers, and ``lanes`` passes are all rows. A lane waits for four passes' messages at once, so on two
@@ -18,87 +18,12 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint32, range_constexpr, sel
 from ... import exchange as protocol
 from . import ptx
 from .memory import global_pointer
+from .peers import SLOT, Table, failure_of, judge, slot_of, words_at
 
 _WARP = 32
 _ROWS_APART = 128  # between a thread's rows: those of the warpgroup that finishes a launch
 _PASSES = 4  # that a lane waits for at once
-_SLOT = 16  # bytes
 _LOOKS = 16  # at what is waited for, between looks at whether to go on
-_NOBODY = protocol.MAX_RANKS
-
-
-class Table(NamedTuple):
-    """What ``flashsampling.exchange`` keeps in its table, read; no ranks where nothing is to be exchanged."""
-
-    address: Int64
-    rank: Int32
-    ranks: Int32
-    capacity: Int64
-    timeout: Int64
-    told: Int64
-    own: Int64  # address of this rank's shared memory; 0 if the group is closed
-    failure: Int64  # as it was at the start
-    launches: Int64
-    number: Int32  # of the step
-    shift: Int32  # lanes of a row = 1 << shift
-    peer: Int64  # address of the shared memory of the rank that is this lane's first
-
-
-def _words(address: Int64, index):
-    return global_pointer(Int64, address + Int64(index) * 8)
-
-
-def _failure(own: Int64) -> Int64:
-    return cute.arch.load(_words(own, protocol.SHARED_FAILURE), Int64, sem="relaxed", scope="sys")
-
-
-def _tell(table: Table, verdict: Int64):
-    cute.arch.store(global_pointer(Int64, table.told), verdict, sem="relaxed", scope="sys")
-
-
-@cute.jit
-def agreed(table: Table, failed: Boolean, thread: Int32) -> Table:
-    """The table of a CTA's threads, of whom one has seen whether the group has failed."""
-    if failed & (thread == 0) & (table.failure != Int64(0)):
-        _tell(table, table.failure)
-    return table._replace(ranks=Int32(select_(failed, Int32(0), table.ranks)))
-
-
-@cute.jit
-def look_up(address: Int64, thread: Int32) -> Table:
-    """Reads the table. ``address`` may be TOKENS or PACKED, then nothing is read."""
-    words = cute.make_rmem_tensor(protocol.TABLE_SHARED, Int64)
-    for i in range_constexpr(protocol.TABLE_SHARED):
-        words[i] = Int64(0)
-    own = Int64(0)
-    peer = Int64(0)
-    failure = Int64(0)
-    shift = Int32(0)
-    if (address != Int64(protocol.TOKENS)) & (address != Int64(protocol.PACKED)):
-        for i in range_constexpr(protocol.TABLE_SHARED):
-            words[i] = _words(address, i).load()
-        ranks = Int32(words[protocol.TABLE_RANKS])
-        if ranks > 0:
-            own = _words(address, protocol.TABLE_SHARED + words[protocol.TABLE_RANK]).load()
-            while (shift < 5) & ((Int32(1) << shift) < ranks):
-                shift = shift + 1
-            first = cutlass.min(thread & ((Int32(1) << shift) - 1), ranks - 1)
-            peer = _words(address, protocol.TABLE_SHARED + first).load()
-            failure = _failure(own)
-    return Table(
-        address,
-        Int32(words[protocol.TABLE_RANK]),
-        Int32(words[protocol.TABLE_RANKS]),
-        words[protocol.TABLE_CAPACITY],
-        words[protocol.TABLE_TIMEOUT],
-        words[protocol.TABLE_TOLD],
-        own,
-        failure,
-        words[protocol.TABLE_STEPS],
-        Int32(words[protocol.TABLE_STEPS] + words[protocol.TABLE_LEFT_OUT]),
-        shift,
-        peer,
-    )
 
 
 def _mix(a: Uint32, b: Uint32) -> Uint32:
@@ -140,18 +65,12 @@ def tags_of(table: Table, args, index: Int64) -> tuple[Int32, Int32]:
         details = (details << Int64(protocol.DETAIL_BITS)) | Int64(fields[i] >> Uint32(32 - protocol.DETAIL_BITS))
     # not once the group has failed: who judges may still want those of that step
     if (table.ranks > 0) & (table.failure == Int64(0)) & (index < count):
-        _words(table.own, protocol.SHARED_DETAILS + index).store(details)
+        words_at(table.own, protocol.SHARED_DETAILS + index).store(details)
     number = Uint32(table.number)
     tag1 = _mix(_mix(_mix(fields[0], fields[1]), _mix(fields[2], fields[3])), number)
     tag0 = (Uint32(1) << Uint32(31)) | ((number & Uint32(2**protocol.STEP_BITS - 1)) << Uint32(16))
     tag0 = tag0 | (_mix(fields[0] ^ fields[1], fields[2] ^ fields[3]) >> Uint32(16))
     return Int32(tag0), Int32(tag1 | Uint32(1))
-
-
-def _slot(table: Table, shared: Int64, rank, index: Int64):
-    """Address of the slot that ``rank`` fills, in the shared memory whose address is given."""
-    buffer = (table.launches & 1) * table.ranks + rank
-    return shared + protocol.first_slot(table.capacity) * 8 + (buffer * table.capacity + index) * _SLOT
 
 
 class Rows(NamedTuple):
@@ -186,7 +105,7 @@ def send(table: Table, rows: Rows, winners: list, lane: Int32):
     """Stores this rank's packed winners, of each of a lane's rows, into every rank's slots."""
     lanes = Int32(1) << table.shift
     peer = lane & (lanes - 1)
-    first_slot = ptx.settled(_slot(table, table.peer, table.rank, rows.first))
+    first_slot = ptx.settled(slot_of(table, table.peer, table.rank, rows.first))
     for k in range_constexpr(len(winners)):
         high = ((winners[k] >> Int64(32)) << Int64(32)) | Int64(Uint32(rows.tags[k][0]))
         low = (winners[k] << Int64(32)) | Int64(Uint32(rows.tags[k][1]))
@@ -197,10 +116,10 @@ def send(table: Table, rows: Rows, winners: list, lane: Int32):
             source_s_low = cute.arch.shuffle_sync(low, position & (_WARP - 1))
             if position < end:
                 if peer < table.ranks:
-                    ptx.store_two(first_slot + Int64(position) * _SLOT, source_s_high, source_s_low)
+                    ptx.store_two(first_slot + Int64(position) * SLOT, source_s_high, source_s_low)
                 for other in cutlass.range(peer + lanes, table.ranks, lanes, unroll=1):
-                    shared = _words(table.address, protocol.TABLE_SHARED + other).load()
-                    ptx.store_two(_slot(table, shared, table.rank, rows.first + position), source_s_high, source_s_low)
+                    shared = words_at(table.address, protocol.TABLE_SHARED + other).load()
+                    ptx.store_two(slot_of(table, shared, table.rank, rows.first + position), source_s_high, source_s_low)
             cute.arch.sync_warp()
 
 
@@ -209,13 +128,45 @@ def clock() -> Int64:
     return Int64(cute.arch.globaltimer())
 
 
+class Expected(NamedTuple):
+    """What a lane will wait for at once, one message of each pass. Its code is not in the instruction cache when a launch ends,
+    so what can be known earlier is made earlier."""
+
+    positions: cute.Tensor
+    tags: cute.Tensor  # both of each
+    slots: cute.Tensor  # in this rank's memory, of the lane's first peer; 0: none
+
+    @classmethod
+    def room(cls) -> "Expected":
+        """To be filled by ``expect``."""
+        shapes = (_PASSES, Int32), ((_PASSES, 2), Int32), (_PASSES, Int64)
+        return cls(*(cute.make_rmem_tensor(shape, of) for shape, of in shapes))
+
+
 @cute.jit
-def receive(table: Table, rows: Rows, tokens: Int64, lane: Int32, start: Int64) -> Boolean:
+def expect(table: Table, rows: Rows, first: Int32, lane: Int32, expected: Expected):
+    """Fills in what is waited for in pass ``first`` and the following; a call of all lanes."""
+    lanes = Int32(1) << table.shift
+    passes = rows.passes(table)
+    first_slot = ptx.settled(slot_of(table, table.own, lane & (lanes - 1), rows.first))
+    for i in range_constexpr(_PASSES):
+        position = rows.position(table, first + i, lane)
+        expected.positions[i] = position
+        expected.tags[i, 0], expected.tags[i, 1] = rows.tags_of(position)
+        here = (first + i < passes) & (position < rows.left)
+        expected.slots[i] = ptx.settled(Int64(select_(here, first_slot + Int64(position) * SLOT, Int64(0))))
+
+
+@cute.jit
+def receive(table: Table, rows: Rows, expected: Expected, tokens: Int64, lane: Int32, start: Int64) -> Boolean:
     """Waits for every rank's messages and stores the rows' token ids: -1 if a message did not come in time, or is of another
-    call. Whether that happened to this warp. ``start``: ``clock`` before anything was sent."""
+    call. Whether that happened to this warp. ``expected``: in the first passes. ``start``: ``clock`` before anything was
+    sent."""
     failed = Boolean(False)
     for first in cutlass.range(0, rows.passes(table), _PASSES, unroll=1):
-        if _receive(table, rows, first, tokens, lane, start):
+        if first != 0:
+            expect(table, rows, first, lane, expected)
+        if _receive(table, rows, expected, first, tokens, lane, start):
             failed = Boolean(True)
     if table.ranks == 0:
         for k in range_constexpr(len(rows.tags)):
@@ -225,24 +176,16 @@ def receive(table: Table, rows: Rows, tokens: Int64, lane: Int32, start: Int64) 
 
 
 @cute.jit
-def _receive(table: Table, rows: Rows, first: Int32, tokens: Int64, lane: Int32, start: Int64) -> Boolean:
-    """``receive`` of up to four passes. What can be known before the messages are here is made before they are waited for."""
+def _receive(table: Table, rows: Rows, expected: Expected, first: Int32, tokens: Int64, lane: Int32, start: Int64) -> Boolean:
+    """``receive`` of up to four passes."""
     lanes = Int32(1) << table.shift
-    positions = cute.make_rmem_tensor(_PASSES, Int32)
-    tags = cute.make_rmem_tensor((_PASSES, 2), Int32)
-    slots = cute.make_rmem_tensor(_PASSES, Int64)  # in this rank's memory, of the lane's first peer; 0: none
+    positions, tags, slots = expected
     best = cute.make_rmem_tensor(_PASSES, Int64)
     defined = cute.make_rmem_tensor(_PASSES, Int32)
     high = cute.make_rmem_tensor(_PASSES, Int64)
     low = cute.make_rmem_tensor(_PASSES, Int64)
-    passes = rows.passes(table)
-    first_slot = ptx.settled(_slot(table, table.own, lane & (lanes - 1), rows.first))
-    next_peer_s = Int64(lanes) * table.capacity * _SLOT
+    next_peer_s = Int64(lanes) * table.capacity * SLOT
     for i in range_constexpr(_PASSES):
-        positions[i] = rows.position(table, first + i, lane)
-        tags[i, 0], tags[i, 1] = rows.tags_of(positions[i])
-        here = (first + i < passes) & (positions[i] < rows.left)
-        slots[i] = ptx.settled(Int64(select_(here, first_slot + Int64(positions[i]) * _SLOT, Int64(0))))
         best[i] = Int64(0)
         defined[i] = Int32(0)
     failed = Boolean(False)
@@ -265,7 +208,7 @@ def _receive(table: Table, rows: Rows, first: Int32, tokens: Int64, lane: Int32,
                             waiting = Int32(1)
                     looks = looks - 1
                 if waiting != 0:
-                    if (_failure(table.own) != Int64(0)) | (clock() - start >= table.timeout):
+                    if (failure_of(table.own) != Int64(0)) | (clock() - start >= table.timeout):
                         waiting = Int32(0)
         cute.arch.sync_warp()
         wrong = Int32(_PASSES)  # the lane's first message that is missing or of another call
@@ -283,7 +226,7 @@ def _receive(table: Table, rows: Rows, first: Int32, tokens: Int64, lane: Int32,
             position = rows.position(table, first + wrong, lane)
             tag0, tag1 = rows.tags_of(position)
             if wrong < _PASSES:
-                _judge(table, rows.first + position, tag0, tag1, peer)
+                judge(table, rows.first + position, tag0, tag1, peer)
             failed = Boolean(True)
         cute.arch.sync_warp()
     if not failed:
@@ -309,84 +252,3 @@ def _receive(table: Table, rows: Rows, first: Int32, tokens: Int64, lane: Int32,
                 Int64(select_(defined_here, token, Int64(-1)))
             )
     return failed
-
-
-@cute.jit
-def _judge(table: Table, index: Int64, tag0: Int32, tag1: Int32, seen: Int32):
-    """Says why the message of a row is missing or wrong, to all ranks, unless one of them was earlier. Of the ranks that differ
-    the fewer are to blame; of two halves, the one without the first rank. ``seen``: a rank whose message was so, though a
-    missing one may have come since."""
-    verdict = _failure(table.own)
-    if verdict == Int64(0):
-        missing = seen
-        differing = Int32(_NOBODY)
-        theirs = Int32(0)
-        present = Int32(0)
-        same = Int32(0)
-        first_is_same = Boolean(False)
-        for i in cutlass.range(table.ranks, unroll=1):
-            peer = table.ranks - 1 - i  # so that the lowest is found last
-            slot = _slot(table, table.own, peer, index)
-            high = cute.arch.load(global_pointer(Int64, slot), Int64, sem="relaxed", scope="sys")
-            low = cute.arch.load(global_pointer(Int64, slot + 8), Int64, sem="relaxed", scope="sys")
-            if (high == Int64(0)) | (low == Int64(0)):
-                missing = peer
-            else:
-                present = present + 1
-                if (Int32(high) == tag0) & (Int32(low) == tag1):
-                    same = same + 1
-                    if peer == 0:
-                        first_is_same = Boolean(True)
-                else:
-                    differing = peer
-                    theirs = Int32(high)
-        step = table.number
-        if differing < _NOBODY:
-            cute.arch.fence_acq_rel_sys()  # their details were stored before their message
-            address = _words(table.address, protocol.TABLE_SHARED + differing).load()
-            details = cute.arch.load(
-                _words(address, protocol.SHARED_DETAILS + index), Int64, sem="relaxed", scope="sys"
-            ) ^ cute.arch.load(_words(table.own, protocol.SHARED_DETAILS + index), Int64, sem="relaxed", scope="sys")
-            fields = Int32(0)
-            for i in range_constexpr(len(protocol.FIELDS)):
-                field = (details >> Int64(protocol.DETAIL_BITS * (3 - i))) & Int64(2**protocol.DETAIL_BITS - 1)
-                if field != Int64(0):
-                    fields = fields | (8 >> i)
-            ahead = ((theirs >> 16) - (tag0 >> 16)) << (32 - protocol.STEP_BITS) >> (32 - protocol.STEP_BITS)
-            blame_them = (same * 2 > present) | ((same * 2 == present) & first_is_same)
-            if not blame_them:
-                step = step + ahead  # the reporter's
-                ahead = -ahead
-            ahead = cutlass.min(cutlass.max(ahead, Int32(-32)), Int32(31))
-            culprit = Int64(select_(blame_them, differing, table.rank))
-            reporter = Int64(select_(blame_them, table.rank, differing))
-            verdict = Int64(protocol.DIFFERS) | (culprit << Int64(2)) | (reporter << Int64(12))
-            verdict = verdict | (Int64(fields) << Int64(22)) | (Int64(ahead & 63) << Int64(26))
-        else:
-            verdict = Int64(protocol.LATE) | (Int64(missing) << Int64(2)) | (Int64(table.rank) << Int64(12))
-        verdict = verdict | (Int64(step & 0x7FFFFFFF) << Int64(32))
-        everybodys = _words(_words(table.address, protocol.TABLE_SHARED).load(), protocol.SHARED_VERDICT)
-        earlier = cute.arch.atomic_cas(everybodys, cmp=Int64(0), val=verdict, sem="relaxed", scope="sys")
-        verdict = Int64(select_(earlier == Int64(0), verdict, earlier))
-        for i in cutlass.range(table.ranks, unroll=1):
-            peer = _words(table.address, protocol.TABLE_SHARED + i).load()
-            cute.arch.store(_words(peer, protocol.SHARED_FAILURE), verdict, sem="relaxed", scope="sys")
-    _tell(table, verdict)
-
-
-@cute.jit
-def conclude(table: Table, row_blocks: Int32, tokens: Int64, count: Int64):
-    """The end of a launch, by one thread of each block of rows: counts the step, and if it failed, no row of it has a token."""
-    finished = Int64(0)
-    if row_blocks > 1:
-        finished = cute.arch.atomic_add(_words(table.address, protocol.TABLE_FINISHED), Int64(1), sem="acq_rel", scope="gpu")
-    if finished == Int64(row_blocks - 1):
-        if row_blocks > 1:
-            _words(table.address, protocol.TABLE_FINISHED).store(Int64(0))
-            if table.own != Int64(0):
-                failure = _failure(table.own)
-                if failure != Int64(0):
-                    _tell(table, failure)
-                    for index in cutlass.range(count, unroll=1):
-                        global_pointer(Int64, tokens + index * 8).store(Int64(-1))
-        _words(table.address, protocol.TABLE_STEPS).store(table.launches + 1)

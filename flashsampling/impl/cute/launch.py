@@ -54,7 +54,7 @@ def run(step: Step, config: TileConfig | None = None, asked_for: tuple[int | flo
     ``arguments.Processing`` and ``arguments.Outputs``, of a kernel with ``Features.logits``, which may make no draws at all: of
     one token nobody knows what."""
     # nothing is asked for twice: an attribute of a tensor costs the host a tenth of a microsecond, a field of the step a third
-    hidden_states, weight, _, _, _, num_samples, vocab_size, shard, asked, _ = step
+    hidden_states, weight, _, _, _, num_samples, vocab_size, shard, asked, _, _, _ = step
     if asked is not PLAIN:
         from .asked import run as run_asked  # which makes such launches
 

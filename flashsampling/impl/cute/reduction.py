@@ -22,7 +22,7 @@ from cutlass import Float32, Int32, Int64, select_
 
 from ...exchange import NAN as NAN_KEY
 from ...exchange import NO_FINITE, NO_TOKEN, PACKED, TOKENS
-from . import exchange, ptx, slots
+from . import exchange, peers, ptx, slots
 from .memory import global_pointer
 
 INFINITY = float("inf")
@@ -141,7 +141,7 @@ def finish(
     count = Int64(cutlass.min(block_b, args.batch - row_block * block_b)) * args.num_samples
     at_once = cutlass.const_expr(2 if block_b > _THREADS else 1)
     exchanges = (args.exchange != Int64(TOKENS)) & (args.exchange != Int64(PACKED))
-    table = exchange.look_up(args.exchange, thread)
+    table = peers.look_up(args.exchange, thread)
     lane = thread % 32
     tags = cute.make_rmem_tensor((at_once, 2), Int32)
     winners = cute.make_rmem_tensor(at_once, Int64)
@@ -153,7 +153,9 @@ def finish(
         if exchanges:
             index = first + thread + k * _THREADS
             tags[k, 0], tags[k, 1] = exchange.tags_of(table, args, cutlass.min(index, first + count))
+    expected = exchange.Expected.room()
     if exchanges:
+        exchange.expect(table, _rows(first, count, Int64(thread), tags, lane), Int32(0), lane, expected)
         cute.arch.fence_acq_rel_sys()
     if thread == 0:
         last[1] = Int32(table.failure != Int64(0))
@@ -166,7 +168,7 @@ def finish(
     if last[0] == ctas_of_row_block - 1:
         if thread == 0:
             cute.arch.atomic_exch(counter, Int64(0), sem="relaxed", scope="gpu")
-        table = exchange.agreed(table, last[1] != 0, thread)
+        table = peers.agreed(table, last[1] != 0, thread)
         if cutlass.const_expr(stamps):
             _stamp(args, thread, slots.ARRIVED)
         turns = Int32((count + (at_once * _THREADS - 1)) // (at_once * _THREADS))
@@ -189,22 +191,21 @@ def finish(
                     global_pointer(Int64, args.tokens + (first + start + k * _THREADS) * 8).store(out)
             if exchanges:
                 cute.arch.sync_warp()
-                own_tags = [[tags[k, 0], tags[k, 1]] for k in range(at_once)]
-                warp_s = start - lane
-                left = ptx.settled(Int32(cutlass.min(count - warp_s, Int64(at_once * _THREADS))))
-                rows = exchange.Rows(first + warp_s, left, own_tags)
+                rows = _rows(first, count, start, tags, lane)
                 if cutlass.const_expr(stamps):
                     _stamp(args, thread, slots.WON)
                 sent = exchange.clock()
                 exchange.send(table, rows, [winners[k] for k in range(at_once)], lane)
                 if cutlass.const_expr(stamps):
                     _stamp(args, thread, slots.SENT)
-                if exchange.receive(table, rows, args.tokens, lane, sent) & (lane == 0):
+                if exchange.receive(table, rows, expected, args.tokens, lane, sent) & (lane == 0):
                     last[2 + thread // 32] = Int32(1)
                 if turn + 1 < turns:
                     for k in cutlass.range_constexpr(at_once):
                         index = first + start + (at_once + k) * _THREADS
                         tags[k, 0], tags[k, 1] = exchange.tags_of(table, args, cutlass.min(index, first + count))
+                    next_rows = _rows(first, count, start + at_once * _THREADS, tags, lane)
+                    exchange.expect(table, next_rows, Int32(0), lane, expected)
                     cute.arch.fence_acq_rel_sys()
         if exchanges:
             barrier.arrive_and_wait()
@@ -218,7 +219,15 @@ def finish(
             if cutlass.const_expr(stamps):
                 _stamp(args, thread, slots.RECEIVED)
             if thread == 0:
-                exchange.conclude(table, row_blocks, args.tokens, total)
+                peers.conclude(table, row_blocks, args.tokens, total)
+
+
+def _rows(first: Int64, count: Int64, start: Int64, tags: cute.Tensor, lane: Int32) -> exchange.Rows:
+    """A warp's, of the ``count`` from ``first`` on; ``start``: the lane's first, of these. ``tags``: of the lane's own."""
+    at_once = cute.size(tags, mode=[0])
+    of_warp = start - lane
+    left = ptx.settled(Int32(cutlass.min(count - of_warp, Int64(at_once * _THREADS))))
+    return exchange.Rows(first + of_warp, left, [[tags[k, 0], tags[k, 1]] for k in range(at_once)])
 
 
 @cute.jit

@@ -10,7 +10,7 @@ Shared memory has no room left (``TileConfig.stages``), but a warp that has sear
 there are four words of them per half chunk, and here is what becomes of them (``_at``):
 
     0, 1, 2    the highest logit; sums of masses at the row's temperature, and at temperature 1
-    3          the factor of the former's exponents
+    3          the factor of the former's exponents, twice
 
     edge                                       order
     a warp's codes -> its words                the warp's own search, ``sync_warp``
@@ -33,7 +33,6 @@ from .shared import Shared
 
 _AT_ONCE = 8  # half chunks of a thread: as many as there are threads that share their columns
 _LOG2_E = 1.4426950408889634
-_LEAST_SCALE = 2e-38  # so that -inf stays -inf
 _NAN_KEY = 0x7FFFFFFF
 _HIGHEST, _SUM, _FACTOR = 0, 1, 3  # words of a half chunk
 
@@ -153,7 +152,7 @@ class Summaries:
                 for half in range_constexpr(self.halves):
                     highest = self._load_two(shared, self._at(_HIGHEST, half, column, warp))
                     for c in range_constexpr(2):
-                        factor = Float32(select_(kind == 0, factors[c], Float32(_LOG2_E)))
+                        factor = Float32(select_(kind == 0, factors[c], Float32(2.0 * _LOG2_E)))
                         sums[j, c, half] = self._mass(logits[c, 0, j, half], highest[c], factor) + self._mass(
                             logits[c, 1, j, half], highest[c], factor
                         )
@@ -163,8 +162,10 @@ class Summaries:
             shared.codes[self._of_own(_SUM + kind, first, own, warp, lane)] = self._bits(total)
 
     def _mass(self, logit, highest, factor) -> Float32:
-        """Relative to the highest. The difference of equal infinities is NaN, of which the minimum makes 0: one each."""
-        return ptx.exp2(cute.arch.fmin((logit - highest) * factor, Float32(0.0)))
+        """Relative to the highest. ``factor``: of half the difference, which no two finite logits are too far apart for. That
+        of equal infinities is NaN, of which the minimum makes 0: one each."""
+        below = cute.math.fma(logit, Float32(0.5), highest * Float32(-0.5))
+        return ptx.exp2(cute.arch.fmin(below * factor, Float32(0.0)))
 
     @cute.jit
     def _temperatures(self, args, out, walk, column0, lane):
@@ -180,13 +181,15 @@ class Summaries:
 
     @cute.jit
     def _keep_factors(self, shared, temperatures, warp, lane):
-        """Of exponents to the base 2, per unit of logit: of every column of a warp."""
+        """Of exponents to the base 2, per two units of logit: of every column of a warp. Never 0, so that -inf stays -inf."""
+        least = Uint32(2).bitcast(Float32)
         for k in range_constexpr(cute.size(temperatures)):
             column = lane + 32 * k
             if column < self.own_columns:
                 greedy = temperatures[k] < Float32(noise.GREEDY_BELOW)
-                inverse = cute.arch.rcp_approx(temperatures[k]) * Float32(_LOG2_E)
-                factor = cute.arch.fmax(Float32(select_(greedy, Float32(_LOG2_E), inverse)), Float32(_LEAST_SCALE))
+                # of a sixteenth, since the instruction flushes what is below 2**-126
+                inverse = cute.arch.rcp_approx(temperatures[k] * Float32(0.0625)) * Float32(0.125 * _LOG2_E)
+                factor = cute.arch.fmax(Float32(select_(greedy, Float32(2.0 * _LOG2_E), inverse)), least)
                 shared.codes[self._at(_FACTOR, 0, column, warp)] = self._bits(factor)
 
     def _bits(self, x: Float32) -> Uint32:
@@ -227,7 +230,7 @@ class Summaries:
                 address = out.sums if const_expr(kind == 0) else out.raw_sums
                 if address != Int64(0):
                     sums = []
-                    by = factor if const_expr(kind == 0) else Float32(_LOG2_E)
+                    by = factor if const_expr(kind == 0) else Float32(2.0 * _LOG2_E)
                     for w in range_constexpr(4):
                         lower, upper = self._load_halves(shared, _SUM + kind, of_own, warps[w])
                         shares = [self._mass(x, top[w], by) for x in highest[w]]

@@ -107,7 +107,7 @@ def walk_carefully(
         first_token = tile * BLOCK_V
         acc, _ = tile_logits(
             hidden, hidden, weight, first_token - skip, first_row, first_row, batch, vocab_size, dim, hidden_stride,
-            weight_stride, BLOCK_V, BLOCK_B, 0, False, BLOCK_D, USE_TMA, EVEN_D, ROW_ALIGNMENT, UPCAST,
+            weight_stride, BLOCK_V, BLOCK_B, 0, False, BLOCK_D, USE_TMA, EVEN_D, ROW_ALIGNMENT, UPCAST, False,
         )  # fmt: skip
         for draw in range(num_samples):
             _publish_careful(

@@ -2,6 +2,7 @@
 
     spread  of each row of hidden states its request, and that one's temperature, seed and offset
     match   what the target drew at the positions of a request beside its drafts, up to the first that differs
+    hashed  of several ranks: a hash of the drafts, which all must have the same
 
 What ``drafts`` and ``acceptance`` do in a dozen torch operations; those do trees too, are what compilers see, and are what this
 is tested against. Whatever the tensors hold, no index is out of range.
@@ -12,8 +13,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...drafts import HASH_FACTORS
+
 _ROWS = 128  # of a program of ``spread_kernel``
 _REQUESTS = 8  # of a program of ``match_kernel``
+_HASHED = 128  # requests at once, in ``hash_kernel``
+_FACTOR, _ANOTHER = (tl.constexpr(factor) for factor in HASH_FACTORS)
 
 
 @triton.jit
@@ -27,6 +32,18 @@ def _owner(bounds, batch, rows):
         owner = tl.where(begins <= rows, owner + half, owner)
         left = left - half
     return owner, rows - (tl.load(bounds + owner) + owner)
+
+
+@triton.jit
+def _drafts_of(bounds, request, n):
+    """Of requests the place of the first draft, and how many are looked at."""
+    if bounds is None:
+        first = request * n
+        count = tl.zeros(request.shape, tl.int64) + n
+    else:
+        first = tl.load(bounds + request)
+        count = tl.minimum(tl.load(bounds + request + 1) - first, n)
+    return first, count
 
 
 @triton.jit(
@@ -91,12 +108,7 @@ def match_kernel(
     there = request < batch
     request = tl.minimum(request, batch - 1)
     node = tl.arange(0, NODES).to(tl.int64)[None, :]
-    if bounds is None:
-        first = request * n
-        count = tl.zeros((REQUESTS,), tl.int64) + n
-    else:
-        first = tl.load(bounds + request)
-        count = tl.minimum(tl.load(bounds + request + 1) - first, n)
+    first, count = _drafts_of(bounds, request, n)
     place = first[:, None] + node
     row = tl.minimum(tl.maximum(place + request[:, None], 0), total + batch - 1)
     token = tl.load(tokens + row)
@@ -111,6 +123,48 @@ def match_kernel(
     last = tl.sum(tl.where(node == accepted[:, None], token, 0), axis=1)
     tl.store(num_accepted + request, accepted, mask=there)
     tl.store(num_emitted + request, accepted + (last >= 0).to(tl.int64), mask=there)
+
+
+@triton.jit(
+    do_not_specialize=["total", "batch", "n"],
+    do_not_specialize_on_alignment=["bounds", "drafts", "out"],
+)
+def hash_kernel(
+    bounds,  # (B + 1,) int64; None: n drafts each
+    drafts,  # (total,) int64
+    out,  # () int64, out
+    total: tl.int64,
+    batch: tl.int64,
+    n: tl.int64,
+    REQUESTS: tl.constexpr,
+):
+    """As ``drafts.Drafts.hash`` of chains. Grid: (1,)."""
+    hashed = tl.zeros((REQUESTS,), tl.int64)
+    for start in range(0, batch, REQUESTS):
+        request = start + tl.arange(0, REQUESTS).to(tl.int64)
+        follows = request < batch
+        request = tl.minimum(request, batch - 1)
+        first, count = _drafts_of(bounds, request, n)
+        for node in range(0, n):
+            place = tl.minimum(tl.maximum(first + node, 0), total - 1)
+            draft = tl.load(drafts + place, mask=follows & (node < count) & (total > 0), other=-1)
+            follows = follows & (draft >= 0)
+            number = (request << 32 | node) * _FACTOR
+            number = (number ^ (number >> 32)) * _ANOTHER | 1
+            hashed += tl.where(follows, (draft + 1) * number, 0)
+    tl.store(out, tl.sum(hashed, axis=0))
+
+
+def hashed(
+    token_ids: Tensor,  # (B, n) or (N,) int64, contiguous
+    bounds: Tensor | None,  # (B + 1,) int64
+    batch: int,
+    n: int,
+) -> Tensor:
+    """() int64: see ``drafts.Drafts.hash``."""
+    out = torch.empty((), dtype=torch.int64, device=token_ids.device)
+    hash_kernel[(1,)](bounds, token_ids, out, token_ids.numel(), batch, n, REQUESTS=_HASHED, num_warps=4)
+    return out
 
 
 def spread(

@@ -1,17 +1,35 @@
 """Which problems the Triton implementation takes, and the tile shape of each: a pure function of the problem.
 
 ``choose_config`` was read off ``python -m benchmarks.tune_triton`` on an H200; nothing is tuned while serving. What bounds a
-shape is registers: per thread the accumulator, a Philox block's words, and the running winners. There are two good families:
+shape is registers: per thread the accumulator, a Philox block's words, and the running winners. There are three good families:
 
     four warps, rows in chunks     a small tile, three programs per multiprocessor, one's noise under another's matmul
     eight warps, rows preloaded    a large tile that rereads little through L2; the noise is exposed, so it must be lean:
                                    keys stay in registers and nothing orders it, which lets it start before the matmul ends
+    eight warps, rows on M         a larger one, from 161 rows on: a thread has two rows of 128 and many tokens of each, so
+                                   that keys and winners are few registers beside it
 
 Triton's blocks are powers of two. A tile between two of them is two blocks of columns, 128 + 32 say, that share the weight's
 tile: two accumulators, and the matmuls of both in flight at once. Above 192 rows it is blocks of 128, the last of which takes
-rows of the one before rather than rows beyond the batch (``kernel``). Over cuBLAS, H200, V = 151936, D = 4096, B = 112, 128,
-160, 192, 208, 256, 320, 384, 512: 1.11, 1.10, 1.36 to 1.39, 1.39, 1.53, 1.27, 1.53, 1.28, 1.27. The time grows with the batch,
-but for 208 rows, which take 1.03 times as long as 256.
+rows of the one before rather than rows beyond the batch (``kernel``). Over cuBLAS, H200, V = 151936, D = 4096; below
+the first line all is one run, a prototype's ("t192", 2026-11-23):
+
+    B                                      112    128    144    160    176    192    208    256    320    384    512
+    vocabulary on M                        1.11   1.10          1.39          1.39   1.53   1.27   1.53   1.28   1.27
+
+    vocabulary on M                                      1.20   1.24   1.59   1.52   1.44   1.23
+    rows on M: 128 x (128 + 64), 8 warps                 1.35   1.34   1.31   1.27
+               256 x 128, 8 warps                                                    1.35   1.15
+    dead ends: 128 x 128, 8 warps                                                    1.44   1.23
+               128 x 128, 4 warps, 2 programs                                        1.44   1.24
+               128 x 64, 4 warps, 3 programs             1.40   1.33   1.54   1.39   1.46   1.31
+               the same, rows preloaded                  1.43   1.32   1.56   1.47   1.45   1.45
+               256 x 64, 4 warps, 2 programs             1.83   1.80   1.83   1.73   1.98   1.73
+               128 x (128 + 64), 4 warps, 2 programs     1.79   1.78   1.77   1.65
+               the same, 64 deep                                       1.75   1.71
+
+Rows on M are in use from 161 rows on where D is below 6144: 176, 192, 208, 256, 272, 320, 384, 512 rows take 1.32, 1.26, 1.34,
+1.14, 1.56, 1.37, 1.18, 1.15 times as long as cuBLAS (b13009b, ``benchmarks.monotone``). Other D are not timed.
 
 From 65 to 127 rows the block of 128 is two halves of 64 rows, the second of which ends with the batch: one copy, by a
 descriptor of two starts, and rows in both halves are evaluated twice: 80, 96, 112 and 128 rows take 1.12, 1.11, 1.12 and 1.10
@@ -20,7 +38,7 @@ times as long as 128 rows as 64 + 16 and 64 + 32 columns, and 1.21 and 1.09 time
 batch, which cost more to load than those of rows (``benchmarks.monotone``, 42943df). Copying rows there would be a second
 launch. Two blocks that waited for their copies at one barrier took 1.09 and 1.07 times as long at 144 and 160 rows.
 
-Dead ends, each against another shape in the same run (B = 256, V = 151936, D = 4096, H200, Triton 3.6):
+Dead ends, vocabulary on M, each against another shape in the same run (B = 256, V = 151936, D = 4096, H200, Triton 3.6):
 
     128 x 256, 8 warps               1.14x the time of 256 x 128: each warp's noise is for 256 rows, whose keys do not fit
     128 x 128, 4 warps, 2 programs   1.04x the time of 128 x 64: 255 registers spill about 100 words per thread and tile
@@ -59,6 +77,7 @@ class TileConfig:
     preload: bool = False  # keep the row parameters in registers over all tiles
     rest_b: int = 0  # batch rows of a second block that shares the weight tile: a power of two from 16 up to block_b, or 0
     halves: bool = False  # of one draw's block of rows, the second half ends with a batch that is larger than the first
+    rows_on_m: bool = False  # of the tensor cores' instruction: batch rows on M, the vocabulary on N
 
     @property
     def columns(self) -> int:
@@ -120,9 +139,11 @@ def shape_for(batch: int, dim: int, dtype: torch.dtype, num_samples: int, use_tm
         return TileConfig(128, 64, 64, 4, 3, 3, use_tma, max_registers=168)
     if batch <= 128:
         return TileConfig(128, 128, 64, 8, 6, 1, use_tma, chunk_b=64, preload=True, halves=batch < 128)
-    if 160 < batch <= 192 and not deep:
-        return TileConfig(128, 64, 64, 4, 3, 3, use_tma, max_registers=168)
-    rest_b = next((rest for rest in _STAGES if batch <= 128 + rest), 0)  # above 192 rows more blocks of 128
+    if batch > 192 and not deep:
+        return TileConfig(256, 128, 64, 8, 4, 1, use_tma, chunk_b=128, rows_on_m=True)
+    if batch > 160 and not deep:
+        return TileConfig(128, 128, 64, 8, 5, 1, use_tma, chunk_b=128, rest_b=64, rows_on_m=True)
+    rest_b = next((rest for rest in _STAGES if batch <= 128 + rest), 0)  # of a deep one above 192 rows more blocks of 128
     return TileConfig(128, 128, 64, 8, _STAGES[rest_b], 1, use_tma, chunk_b=64, preload=True, rest_b=rest_b)
 
 

@@ -1,7 +1,8 @@
 """The fused step in Triton: LM-head matmul, noise, argmax and the reduction over tiles in one launch.
 
-Tiles put the vocabulary on M and the batch on N of the tensor-core instruction. The grid is persistent: a program keeps
-one block of rows and walks every ``stride``-th vocabulary tile, so a score's rivals meet in registers:
+Tiles put the vocabulary on M and the batch on N of the tensor-core instruction, with ROWS_ON_M the other way round. The grid
+is persistent: a program keeps one block of rows and walks every ``stride``-th vocabulary tile, so a score's rivals meet in
+registers:
 
     fast pass     per tile: matmul, noise, running (score, id) per register. A NaN stays in the running score and is published
                   as one. Of a Philox word 0, which needs the tail refinement, the score is an upper bound, and finite.
@@ -15,9 +16,11 @@ one block of rows and walks every ``stride``-th vocabulary tile, so a score's ri
     finish        the last program of a block of rows, by a counter, turns keys into token ids and resets slots and
                   counter, so that the next launch, or the next replay of a graph, finds them zero.
 
-The epilogue of the fast pass exists twice. Without PRELOAD it goes chunk by chunk of rows, in an order that ``rows.after``
-enforces: least registers, for small tiles of which several are resident. With PRELOAD the rows' keys stay in registers over
-all tiles and nothing is ordered: for large tiles, one program per multiprocessor, where latency is what hurts.
+The epilogue of the fast pass exists three times. Without PRELOAD it goes chunk by chunk of rows, in an order that
+``rows.after`` enforces: least registers, for small tiles of which several are resident. With PRELOAD the rows' keys stay in
+registers over all tiles and nothing is ordered: for large tiles, one program per multiprocessor, where latency is what hurts.
+With ROWS_ON_M a thread's logits are of few rows, two of 128, whose parameters and winners are few registers; the order is by
+sixteen tokens.
 
 Memory order: a program's slot updates happen before its counter increment (barrier, then acquire-release at GPU scope),
 so the program that sees the last count sees every key.
@@ -35,11 +38,59 @@ from .exchange import active_ranks, conclude, receive, send, start_clock, steps_
 from .noise import minus_gumbel, opaque, philox_words
 from .rows import after, both_factors, row_params, row_tags
 from .scores import NAN_KEY, NO_TOKEN, ORDERED_INF, keep_better, pack_key, score_of, word_of
-from .tiles import lane0_tokens, rows_of_chunk, second_row_of, split_blocks, split_lanes, tile_logits
+from .tiles import lane0_tokens, rows_of_chunk, second_row_of, split_blocks, split_lanes, split_tokens, tile_logits
 
 _NO_FINITE = tl.constexpr(protocol.NO_FINITE)
 _TOKENS = tl.constexpr(protocol.TOKENS)
 _EXCHANGE = tl.constexpr(2)  # beside TOKENS and PACKED: through the table
+
+
+@triton.jit
+def better_of(score, token, other, other_token):
+    """The better of two, elementwise: of equal scores the lower id; a NaN stays."""
+    token = tl.where((other > score) | ((other == score) & (other_token < token)), other_token, token)
+    return tl.maximum(score, other, propagate_nan=tl.PropagateNan.ALL), token
+
+
+@triton.jit
+def better_of_tokens(
+    logits,  # 32 blocks (4, columns): see split_tokens
+    odd: tl.constexpr,  # bit 0 of the tokens that are looked at
+    ready,  # (4, columns): see after; sixteen tokens' noise at a time
+    zero,
+    lower,  # (4, columns): the running winner of tokens without bit 6, and its id
+    lower_id,
+    upper,  # of those with it
+    upper_id,
+    first_token,
+    base,
+    skip,
+    end,
+    scale,
+    noise_factor,
+    key_lo,
+    key_hi,
+    offset_lo,
+    offset_hi,
+):
+    """The running winners after 64 tokens, every second one of 128."""
+    pair = tl.arange(0, 4)[:, None] * 2 + odd  # bits 2, 1 and 0
+    no_draw = tl.zeros((1, 1), tl.uint32)
+    for sixteen in tl.static_range(4):  # bits 5 and 4
+        group = after((base + first_token) // 4 + 8 * sixteen + pair, ready, zero).to(tl.uint32)
+        words = philox_words(group, no_draw, offset_lo, offset_hi, key_lo, key_hi)
+        # ascending ids and a strict comparison: ties keep the lowest id
+        for lane in tl.static_range(4):
+            token = first_token + 16 * sixteen + (lane & 1) * 8 + (lane >> 1) * 64 + pair
+            bias = tl.where((token >= skip) & (token < end), 0.0, float("-inf"))
+            logit = logits[16 * odd + 8 * (lane >> 1) + 2 * sixteen + (lane & 1)]
+            score = score_of(logit, scale, bias, minus_gumbel(words[lane]), noise_factor)
+            if lane < 2:
+                lower, lower_id = keep_better(lower, lower_id, score, token)
+            else:
+                upper, upper_id = keep_better(upper, upper_id, score, token)
+        ready = lower
+    return lower, lower_id, upper, upper_id
 
 
 @triton.jit(
@@ -81,6 +132,7 @@ def sample_kernel(
     EVEN_D: tl.constexpr,
     ROW_ALIGNMENT: tl.constexpr,  # elements: the hidden states' rows start at multiples of it
     UPCAST: tl.constexpr,
+    ROWS_ON_M: tl.constexpr,
     ONE_DRAW: tl.constexpr,
     PRELOAD: tl.constexpr,
     ROWS: tl.constexpr,  # BLOCK_B + REST_B, up to a power of two
@@ -112,7 +164,7 @@ def sample_kernel(
         for c in tl.static_range(CHUNKS + REST_CHUNKS):
             chunk_rows = rows_of_chunk(first_row, second_row, c, BLOCK_B, CHUNK_B, REST_CHUNK, HALVES)
             columns = tl.minimum(chunk_rows, batch - 1)[None, :]
-            nothing = tl.full((32, columns.shape[1]), float("-inf"), tl.float32)
+            nothing = tl.full((4 if ROWS_ON_M else 32, columns.shape[1]), float("-inf"), tl.float32)
             best = best + (nothing,)
             best_id = best_id + (tl.full(nothing.shape, NO_TOKEN, tl.int32),)
             if PRELOAD:
@@ -125,7 +177,7 @@ def sample_kernel(
             first_token = tile * BLOCK_V
             acc, rest = tile_logits(
                 hidden, hidden_rest, weight, first_token - skip, first_row, second_row, batch, vocab_size, dim, hidden_stride,
-                weight_stride, BLOCK_V, BLOCK_B, REST_B, HALVES, BLOCK_D, USE_TMA, EVEN_D, ROW_ALIGNMENT, UPCAST,
+                weight_stride, BLOCK_V, BLOCK_B, REST_B, HALVES, BLOCK_D, USE_TMA, EVEN_D, ROW_ALIGNMENT, UPCAST, ROWS_ON_M,
             )  # fmt: skip
             blocks = split_blocks(acc, BLOCK_V // 128, CHUNKS)
             rest_blocks = ()
@@ -137,6 +189,8 @@ def sample_kernel(
             new_id = ()
             done = best[0]
             for c in tl.static_range(CHUNKS + REST_CHUNKS):
+                if c == CHUNKS:  # another width, so ``done`` has another shape; nothing to wait for in its own
+                    done = best[c]
                 if PRELOAD:
                     factors = opaque(params[5 * c].to(tl.uint32, bitcast=True)).to(tl.float32, bitcast=True)
                     key_lo, key_hi = opaque(params[5 * c + 1]), opaque(params[5 * c + 2])
@@ -144,30 +198,58 @@ def sample_kernel(
                 else:
                     chunk_rows = rows_of_chunk(first_row, second_row, c, BLOCK_B, CHUNK_B, REST_CHUNK, HALVES)
                     columns = tl.minimum(chunk_rows, batch - 1)[None, :]
-                    if c == CHUNKS:  # another width, so ``done`` has another shape; nothing to wait for in its own
-                        done = best[c]
                     factors, key_lo, key_hi, offset_lo, offset_hi = row_params(
                         after(columns, done, zero),
                         temperature_at, temperature_value, seed_at, seed_value, offset_at, offset_value, ROW_TENSORS,
                     )  # fmt: skip
                 scale, noise_factor = both_factors(factors)
-                b, i = best[c], best_id[c]
-                for block in tl.static_range(BLOCK_V // 128):
-                    if c < CHUNKS:
-                        logits = split_lanes(blocks[block * CHUNKS + c], 128, CHUNK_B)
-                    else:
-                        logits = split_lanes(rest_blocks[block * REST_CHUNKS + c - CHUNKS], 128, REST_CHUNK)
-                    words = philox_words(group + 32 * block, no_draw, offset_lo, offset_hi, key_lo, key_hi)
-                    token = token0 + 128 * block
-                    # ascending ids and a strict comparison: ties keep the lowest id
-                    for lane in tl.static_range(4):
-                        lane_token = token + (lane & 1) * 8 + (lane >> 1) * 64
-                        bias = tl.where((lane_token >= skip) & (lane_token < end), 0.0, float("-inf"))
-                        score = score_of(logits[lane], scale, bias, minus_gumbel(words[lane]), noise_factor)
-                        b, i = keep_better(b, i, score, lane_token)
-                done = b
-                new_best = new_best + (b,)
-                new_id = new_id + (i,)
+                if ROWS_ON_M:
+                    # tokens by their bits 0 and 6: in each the ids ascend
+                    b0 = tl.full(best[c].shape, float("-inf"), tl.float32)
+                    i0 = tl.full(best[c].shape, NO_TOKEN, tl.int32)
+                    b1, b2, b3, i1, i2, i3 = b0, b0, b0, i0, i0, i0
+                    ready = done
+                    for block in tl.static_range(BLOCK_V // 128):
+                        if c < CHUNKS:
+                            tile_block = blocks[block * CHUNKS + c]
+                        else:
+                            tile_block = rest_blocks[block * REST_CHUNKS + c - CHUNKS]
+                        logits = split_tokens(tile_block, tile_block.shape[1])
+                        first = first_token + 128 * block
+                        b0, i0, b1, i1 = better_of_tokens(
+                            logits, 0, ready, zero, b0, i0, b1, i1, first, base, skip, end, scale, noise_factor, key_lo, key_hi,
+                            offset_lo, offset_hi,
+                        )  # fmt: skip
+                        b2, i2, b3, i3 = better_of_tokens(
+                            logits, 1, ready, zero, b2, i2, b3, i3, first, base, skip, end, scale, noise_factor, key_lo, key_hi,
+                            offset_lo, offset_hi,
+                        )  # fmt: skip
+                        ready = b0
+                    b0, i0 = better_of(b0, i0, b1, i1)
+                    b2, i2 = better_of(b2, i2, b3, i3)
+                    b0, i0 = better_of(b0, i0, b2, i2)
+                    b, i = keep_better(best[c], best_id[c], b0, i0)
+                    done = b
+                    new_best = new_best + (b,)
+                    new_id = new_id + (i,)
+                else:
+                    b, i = best[c], best_id[c]
+                    for block in tl.static_range(BLOCK_V // 128):
+                        if c < CHUNKS:
+                            logits = split_lanes(blocks[block * CHUNKS + c], 128, CHUNK_B)
+                        else:
+                            logits = split_lanes(rest_blocks[block * REST_CHUNKS + c - CHUNKS], 128, REST_CHUNK)
+                        words = philox_words(group + 32 * block, no_draw, offset_lo, offset_hi, key_lo, key_hi)
+                        token = token0 + 128 * block
+                        # ascending ids and a strict comparison: ties keep the lowest id
+                        for lane in tl.static_range(4):
+                            lane_token = token + (lane & 1) * 8 + (lane >> 1) * 64
+                            bias = tl.where((lane_token >= skip) & (lane_token < end), 0.0, float("-inf"))
+                            score = score_of(logits[lane], scale, bias, minus_gumbel(words[lane]), noise_factor)
+                            b, i = keep_better(b, i, score, lane_token)
+                    done = b
+                    new_best = new_best + (b,)
+                    new_id = new_id + (i,)
             best = new_best
             best_id = new_id
         doubts = 0  # a bit for each NARROW columns

@@ -69,6 +69,7 @@ def tile_operands(hidden_states: Tensor, weight: Tensor, vocab_size: int, config
         "EVEN_D": dim % config.block_d == 0,
         "ROW_ALIGNMENT": row_alignment,
         "UPCAST": INTERPRETED.value,
+        "ROWS_ON_M": config.rows_on_m,
     }
     return Operands((hidden, hidden_rest, weights), (hidden_states.stride(0), weight.stride(0)), shapes)
 

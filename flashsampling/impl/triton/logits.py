@@ -60,8 +60,8 @@ class Summaries(NamedTuple):
     """What a kernel says of a row's chunks (``logits_source.chunk_tokens``), of which there are 4 * ceil(V / 128)."""
 
     keys: Tensor  # (B, chunks) int32: ``logits_source.key_of`` the highest logit; that of -inf where there is no token
-    # (B, chunks) float32: sums of exp2((x - the highest) * ``mass_scale(temperature)``), an infinite x counting as the largest
-    # finite number; None where no row has a top-p without a top-k, and no log-probabilities are asked for
+    # (B, chunks) float32: sums of exp2((x - the highest) * ``mass_scale(temperature)``), beside an infinite x the number of
+    # infinite ones; None where no row has a top-p without a top-k, and no log-probabilities are asked for
     sums: Tensor | None = None
     raw_sums: Tensor | None = None  # likewise at temperature 1; None where nothing is asked for that needs a log-sum-exp
 

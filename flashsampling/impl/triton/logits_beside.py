@@ -11,6 +11,7 @@ from .logits_source import (
     LOG2E,
     MINUS_INF,
     NAN,
+    below,
     both_logits_of,
     chunks_in,
     key_of,
@@ -119,8 +120,8 @@ def write_drawn(
     if token >= 0:
         x, y = both_logits_of(source, token.to(tl.int32), HEAD, ENTRIES)
         raw = tl.where(raw_highest == NAN, lse, x - lse)
-        below = tl.where(y == top, 0.0, (y - top) * scale)
-        processed = (below - tl.log2(kept_mass)) * LN2
+        exponent = tl.where(y == top, 0.0, below(y, top, scale))
+        processed = (exponent - tl.log2(kept_mass)) * LN2
         listed = list_chunks(raw_keys, key_of(x) + 1, list_ptr)
         above = tl.full((), 0, tl.int32)
         for first in range(0, listed, GATHERED):

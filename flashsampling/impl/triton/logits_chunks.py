@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from .logits_source import (
+    LARGEST,
     LOG2E,
     MINUS_INF,
     NO_LOGIT,
@@ -152,7 +153,8 @@ def nucleus_bound(keys, masses, top, scale, rest, vocab_size):
     chunks = tl.sum(live, axis=0)
     # in 64 steps, down to where no row has so much: below 2**-reach all tokens together do not hold the rest
     tokens = tl.full((), 0.0, tl.float32) + vocab_size  # a constant, where it is 1
-    reach = tl.minimum(tl.maximum(tl.log2(tokens / tl.maximum(rest, 1e-30)), 1.0), 40.0 * LOG2E) / scale
+    reach = tl.minimum(tl.maximum(tl.log2(tokens / tl.maximum(rest, 1e-30)), 1.0), 40.0 * LOG2E)
+    reach = tl.minimum(reach / scale, LARGEST)  # what is infinite less that is infinite
     below = tl.full((), 64, tl.int32)  # steps below the top
     step = tl.full((), 16, tl.int32)
     for _ in range(3):

@@ -22,6 +22,7 @@ from .logits_draw import all_equal, draw_from_candidates, draw_from_few, draw_fr
 from .logits_search import Tokens, limit_of, mass_of_kept
 from .logits_source import (
     GREEDY_BELOW,
+    LARGEST,
     LOG2E,
     MINUS_INF,
     MIXED,
@@ -41,7 +42,6 @@ from .logits_source import (
 from .scores import NAN_KEY, NO_TOKEN, ORDERED_INF
 
 _LOWEST = tl.constexpr(-0x80000000)
-_LARGEST = tl.constexpr(3.4028234663852886e38)
 
 
 @triton.jit
@@ -283,7 +283,8 @@ def pick_kernel(
             least = tl.full((), MINUS_INF + 1, tl.int32)  # no token of -inf is drawn
             if by_min_p & ((by_top_k & by_top_p) == 0):
                 at_least = tl.log2(tl.minimum(min_p, 1.0)) - 0.01
-                least = tl.maximum(key_of(top + at_least / scale - tl.minimum(tl.abs(top), _LARGEST) * 1e-6), least)
+                lowest_kept = top + at_least / scale - tl.minimum(tl.abs(top), LARGEST) * 1e-6
+                least = tl.maximum(key_of(tl.where(top == float("inf"), top, lowest_kept)), least)
             target = row_mass * top_p * 1.00001  # as the search will ask for, and what rounding may take
             bound = least
             count = tl.full((), 0, tl.int32)

@@ -22,6 +22,7 @@ from .logits_source import (
     NAN,
     PLUS_INF,
     Source,
+    below,
     chunks_in,
     column_tokens,
     exp2,
@@ -37,10 +38,16 @@ from .logits_source import (
     sparse_entries,
     value_of,
 )
-from .noise import minus_gumbel, philox_words
+from .noise import INTERPRETED, minus_gumbel, philox_words
 from .scores import NAN_KEY, NO_TOKEN, ORDERED_INF, keep_better, pack_key, with_noise
 
-_LARGEST = tl.constexpr(3.4028234663852886e38)
+
+@triton.jit
+def _at_most_0(x):
+    """0 for NaN too, as the difference of equal infinities is; the interpreter's minimum keeps that."""
+    if INTERPRETED:
+        x = tl.where(x == x, x, 0.0)
+    return tl.minimum(x, 0.0)
 
 
 @triton.jit
@@ -61,12 +68,12 @@ def _summaries(logits, scale, keys_ptr, sums_ptr, wants_mass, chunks, COLUMNS: t
         overall = tl.maximum(overall, key)
         if wants_mass:
             top = value_of(key)
-            # a chunk of -inf has no mass; infinite ones have one each
-            top = tl.minimum(tl.where(top == float("-inf"), 0.0, top), _LARGEST)
+            # a chunk of -inf has no mass; infinite ones have one each, and beside them no finite one has any
+            top = tl.where(top == float("-inf"), 0.0, top)
             top = tl.reshape(tl.broadcast_to(top[:, None], (PER_REP, 8)), (COLUMNS,))
-            mass = exp2((tl.minimum(logits[4 * rep], _LARGEST) - top) * scale)
+            mass = exp2(_at_most_0(below(logits[4 * rep], top, scale)))
             for i in tl.static_range(1, 4):
-                mass += exp2((tl.minimum(logits[4 * rep + i], _LARGEST) - top) * scale)
+                mass += exp2(_at_most_0(below(logits[4 * rep + i], top, scale)))
             tl.store(sums_ptr + chunk, tl.sum(tl.reshape(mass, (PER_REP, 8)), axis=1), mask=chunk < chunks)
     return tl.min(lowest, axis=0), tl.max(overall, axis=0)
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .logits_source import LOG2E, key_of, mass_of, processed_logits, raw_logits, scatter, sparse_entries, value_of
+from .logits_source import LARGEST, LOG2E, key_of, mass_of, processed_logits, raw_logits, scatter, sparse_entries, value_of
 
 _AT_A_TIME = tl.constexpr(8)  # loads on their way
 _LEAST = tl.constexpr(-0x80000000)
@@ -194,10 +194,10 @@ def limit_of(
     low = tokens.lowest.to(tl.int32)
     high = highest
     if WHOLE:
-        first = tl.minimum(tl.maximum(key_of(tokens.top - 2.0 / tokens.scale), low), high)
+        first = tl.minimum(tl.maximum(key_of(tokens.top - tl.minimum(2.0 / tokens.scale, LARGEST)), low), high)
         second = highest
     else:  # the bound that the candidates have is a guess of where the boundary is
-        floor = tl.maximum(low, key_of(tokens.top - 40.0 * LOG2E / tokens.scale))
+        floor = tl.maximum(low, key_of(tokens.top - tl.minimum(1.0 / tokens.scale * (40.0 * LOG2E), LARGEST)))
         first = _threshold(floor, high, 0.95, True)
         second = tl.maximum(_threshold(floor, high, 0.7, True), first)
     above = tl.full((), 0.0, tl.float64)

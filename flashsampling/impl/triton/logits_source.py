@@ -15,6 +15,7 @@ from .noise import INTERPRETED, philox_words
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+LARGEST = tl.constexpr(3.4028234663852886e38)  # finite number
 GREEDY_BELOW = tl.constexpr(1e-6)
 # keys of -inf, +inf and NaN
 MINUS_INF = tl.constexpr(-0x7F800001)
@@ -217,16 +218,29 @@ def value_of(key):
 
 
 @triton.jit
+def _smallest():
+    """Above 0, of float32: the largest logit times it is 5e-7."""
+    return tl.full((), 1, tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def mass_scale(temperature):
     """Per unit of logit, to the base 2. Never 0, so -inf stays -inf; a greedy row's masses are at temperature 1."""
     inverse = 1.0 / tl.where(temperature < GREEDY_BELOW, 1.0, temperature)
-    return tl.maximum(inverse * LOG2E, 2e-38)
+    return tl.maximum(inverse * LOG2E, _smallest())
+
+
+@triton.jit
+def below(x, top, scale):
+    """``(x - top) * scale``, of logits that are further apart than the largest float too. As many instructions: the compiler
+    makes one of the halves' difference."""
+    return (x * 0.5 - top * 0.5) * (scale * 2.0)
 
 
 @triton.jit
 def mass_of(x, top, scale):
     """Probability of a logit over that of ``top``, the highest. Beside an infinite one no finite one has any."""
-    return tl.where(x == top, 1.0, exp2((x - top) * scale))
+    return tl.where(x == top, 1.0, exp2(below(x, top, scale)))
 
 
 @triton.jit
@@ -235,8 +249,7 @@ def score_factors(temperature):
     is masked out keeps its -inf at an infinite temperature. What else is infinite then, the scan finds out."""
     hot = temperature > 1.0
     scale = tl.where(hot, 1.0 / tl.where(hot, temperature, 1.0), 1.0)
-    smallest = tl.full((), 1, tl.int32).to(tl.float32, bitcast=True)  # times the largest logit: 5e-7
-    scale = tl.maximum(scale, smallest)
+    scale = tl.maximum(scale, _smallest())
     noise = tl.where(temperature < GREEDY_BELOW, 0.0, temperature * LN2)
     return tl.where(temperature != temperature, temperature, scale), tl.where(hot, LN2, noise)
 

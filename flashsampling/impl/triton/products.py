@@ -46,6 +46,7 @@ def products_kernel(
     EVEN_D: tl.constexpr,
     ROW_ALIGNMENT: tl.constexpr,
     UPCAST: tl.constexpr,
+    ROWS_ON_M: tl.constexpr,
 ):
     """See ``kernel.sample_kernel``. Grid: (programs per block of rows * blocks of rows,)."""
     WIDTH: tl.constexpr = BLOCK_B + REST_B
@@ -60,6 +61,7 @@ def products_kernel(
         acc, rest = tile_logits(
             hidden, hidden_rest, weight, first_token, first_row, second_row, batch, vocab_size, dim, hidden_stride,
             weight_stride, BLOCK_V, BLOCK_B, REST_B, HALVES, BLOCK_D, USE_TMA, EVEN_D, ROW_ALIGNMENT, UPCAST,
+            ROWS_ON_M,
         )  # fmt: skip
         _store(out, out_stride, acc, first_token, rows, first_owned, batch, vocab_size)
         if REST_B > 0:

@@ -63,8 +63,9 @@ def _load_record(limits, masses, row):
 
 @triton.jit
 def _q_of(draft_probs, probs_stride, place, token, there):
-    """What a draft's probabilities hold for tokens, float32."""
-    return tl.load(draft_probs + place * probs_stride + token, mask=there, other=0.0).to(tl.float32)
+    """What a draft's probabilities hold for tokens, float32; below 0 as 0, and NaN as NaN."""
+    q = tl.load(draft_probs + place * probs_stride + token, mask=there, other=0.0).to(tl.float32)
+    return tl.where(q < 0.0, 0.0, q)
 
 
 @triton.jit(

@@ -21,6 +21,14 @@ def _hidden_pointers(hidden, rows, batch, hidden_stride, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
+def _product(w, h, acc, ROWS_ON_M: tl.constexpr):
+    if ROWS_ON_M:
+        return tl.dot(h.T, w.T, acc, input_precision="ieee")
+    else:
+        return tl.dot(w, h, acc, input_precision="ieee")
+
+
+@triton.jit
 def tile_logits(
     hidden,  # descriptor of blocks (BLOCK_B, BLOCK_D), (2, BLOCK_B // 2, BLOCK_D) if HALVES, or pointer to (B, D)
     hidden_rest,  # as hidden, for blocks (REST_B, BLOCK_D)
@@ -42,12 +50,14 @@ def tile_logits(
     EVEN_D: tl.constexpr,
     ROW_ALIGNMENT: tl.constexpr,
     UPCAST: tl.constexpr,
+    ROWS_ON_M: tl.constexpr,
 ):
     """Logits of one tile in fp32, (BLOCK_V, BLOCK_B) and (BLOCK_V, REST_B or a placeholder's 16): two blocks of columns, one
     read of the weight. k runs upwards in one chain: no split, the same sum in any tile. Outside [0, vocab_size) the weight's
     rows read as zeros, whatever a padded vocabulary has there."""
-    acc = tl.zeros((BLOCK_V, BLOCK_B), dtype=tl.float32)
-    rest = tl.zeros((BLOCK_V, REST_B if REST_B > 0 else 16), dtype=tl.float32)
+    REST: tl.constexpr = REST_B if REST_B > 0 else 16
+    acc = tl.zeros((BLOCK_B, BLOCK_V) if ROWS_ON_M else (BLOCK_V, BLOCK_B), dtype=tl.float32)
+    rest = tl.zeros((REST, BLOCK_V) if ROWS_ON_M else (BLOCK_V, REST), dtype=tl.float32)
     if USE_TMA:
         for d in range(0, dim, BLOCK_D):
             w = weight.load([first_token, d])  # (BLOCK_V, BLOCK_D)
@@ -55,10 +65,10 @@ def tile_logits(
                 h = tl.reshape(hidden.load([0, 0, d]), (BLOCK_B, BLOCK_D))
             else:
                 h = hidden.load([first_row, d])  # (BLOCK_B, BLOCK_D)
-            acc = tl.dot(w, h.T, acc)
+            acc = tl.dot(h, w.T, acc) if ROWS_ON_M else tl.dot(w, h.T, acc)
             if REST_B > 0:  # loaded before the first product, 144 and 160 rows take 8 % longer (H200)
                 h_rest = hidden_rest.load([second_row, d])  # (REST_B, BLOCK_D)
-                rest = tl.dot(w, h_rest.T, rest)
+                rest = tl.dot(h_rest, w.T, rest) if ROWS_ON_M else tl.dot(w, h_rest.T, rest)
     else:
         tokens = first_token + tl.arange(0, BLOCK_V)
         dims = tl.arange(0, BLOCK_D)
@@ -82,7 +92,7 @@ def tile_logits(
             if UPCAST:
                 w = w.to(tl.float32)
                 h = h.to(tl.float32)
-            acc = tl.dot(w, h, acc, input_precision="ieee")
+            acc = _product(w, h, acc, ROWS_ON_M)
             if REST_B > 0:
                 if EVEN_D:
                     h = tl.load(rest_ptrs)
@@ -90,15 +100,19 @@ def tile_logits(
                     h = tl.load(rest_ptrs, mask=dims[:, None] < dim - d, other=0.0)
                 if UPCAST:
                     h = h.to(tl.float32)
-                rest = tl.dot(w, h, rest, input_precision="ieee")
+                rest = _product(w, h, rest, ROWS_ON_M)
                 rest_ptrs += BLOCK_D
             w_ptrs += BLOCK_D
             h_ptrs += BLOCK_D
-        inside = ((tokens >= 0) & (tokens < vocab_size))[:, None]
+        inside = (tokens >= 0) & (tokens < vocab_size)
+        inside = inside[None, :] if ROWS_ON_M else inside[:, None]
         acc = tl.where(inside, acc, 0.0)
         if REST_B > 0:
             rest = tl.where(inside, rest, 0.0)
-    return acc, rest
+    if ROWS_ON_M:
+        return acc.T, rest.T
+    else:
+        return acc, rest
 
 
 @triton.jit
@@ -118,6 +132,24 @@ def split_lanes(x, BLOCK_V: tl.constexpr, BLOCK_B: tl.constexpr):
         tl.reshape(lane2, (BLOCK_V // 4, BLOCK_B)),
         tl.reshape(lane3, (BLOCK_V // 4, BLOCK_B)),
     )
+
+
+@triton.jit
+def _split_all(x):
+    """(M, N, 2, ..., 2) -> tuple of (M, N) by the last index, then the one before it, and so on."""
+    if len(x.shape) == 2:
+        return (x,)
+    else:
+        first, second = tl.split(x)
+        return _split_all(first) + _split_all(second)
+
+
+@triton.jit
+def split_tokens(x, BLOCK_B: tl.constexpr):
+    """(128, BLOCK_B) by token -> 32 blocks (4, BLOCK_B), whose index has the token's bits 0, 6, 5, 4, 3, highest first: bits 2
+    and 1 are left. Where tokens are on N of ``wgmma`` the five are registers of one thread."""
+    x = tl.reshape(x, (2, 2, 2, 2, 4, 2, BLOCK_B))  # token bits: 6 | 5 | 4 | 3 | 2, 1 | 0
+    return _split_all(tl.permute(x, (4, 6, 3, 2, 1, 0, 5)))
 
 
 @triton.jit

@@ -1,6 +1,5 @@
-"""Two small Triton kernels between vLLM's state and the step: counts of a batch's rows, and rows without a token.
-
-As torch operations the first would be six passes over (B, V), the second four launches.
+"""A small Triton kernel between vLLM's state and the step: counts of a batch's rows. As torch operations it would be six passes
+over (B, V).
 """
 
 import triton
@@ -17,9 +16,10 @@ def counts_kernel(
     repetition,  # (B,) float32, as the following
     frequency,
     presence,
-    out,  # (B, V) int32; rows without a penalty are left as they are
+    out,  # (B, n) int32, of n tokens; rows without a penalty are left as they are
     out_stride: tl.int64,
-    vocab_size,
+    first_token,
+    count,  # n
     BLOCK: tl.constexpr,
 ):
     """A row of ``token_counts``: a program per row and block of tokens."""
@@ -29,25 +29,9 @@ def counts_kernel(
     penalised |= tl.load(presence + row) != 0.0
     if penalised:
         slot = tl.load(slots + row).to(tl.int64)
-        token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        live = token < vocab_size
+        column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        live = column < count
+        token = first_token + column
         counts = tl.load(output_counts + slot * output_stride + token, mask=live, other=0)
         word = tl.load(prompt_mask + slot * prompt_stride + (token >> 5), mask=live, other=0)
-        tl.store(out + row * out_stride + token, counts | (((word >> (token & 31)) & 1) << 31), mask=live)
-
-
-@triton.jit(do_not_specialize=["batch"], do_not_specialize_on_alignment=["token_ids"])
-def settle_kernel(
-    token_ids,  # (B,) int64
-    undefined,  # (1,) int64
-    batch,
-    BLOCK: tl.constexpr,
-):
-    """Makes 0 of -1 and counts how many there were."""
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    live = row < batch
-    lost = tl.load(token_ids + row, mask=live, other=0) < 0
-    tl.store(token_ids + row, tl.zeros((BLOCK,), tl.int64), mask=live & lost)
-    number = tl.sum(lost.to(tl.int64), axis=0)
-    if number > 0:
-        tl.atomic_add(undefined, number)
+        tl.store(out + row * out_stride + column, counts | (((word >> (token & 31)) & 1) << 31), mask=live)

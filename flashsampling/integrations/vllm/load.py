@@ -51,9 +51,9 @@ def counters(worker: Any) -> dict[str, Any]:
     ``LLM.collective_rpc`` takes it as it is: one dictionary per worker.
 
     Returns:
-        "fused": steps; "left": steps that vLLM did; "split": steps of which vLLM did some rows; "reasons": how many of those
-        had a request of each reason; "undefined_rows": rows without a finite score, which got token 0. "refused": why
-        nothing is fused, if so. Reading them waits for the device.
+        "fused": steps; "left": steps that vLLM did; "split": steps of which vLLM did some rows; "drafts": how many were
+        verified here; "reasons": how many of the steps had a request of each reason; "undefined_rows": rows without a finite
+        score, which got token 0. "refused": why nothing is fused, if so. Reading them waits for the device.
     """
     fused = getattr(getattr(worker, "model_runner", None), "flashsampling", None)
     if fused is None:

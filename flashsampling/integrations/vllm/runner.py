@@ -20,17 +20,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ... import ops
+from ...acceptance import held
 from ...api import SampleOutput
 from ...distributed import TensorParallel, TensorParallelError
 from ...step import example
-from .batches import Grammar, batch_of, grammar_of, part_of, part_of_grammar
+from ..engines import fast_implementation, to_device
+from .batches import batch_of, grammar_of, part_of, part_of_grammar, rows_of_requests
+from .drafts import most_drafts_of
 from .head import Head, Layers, head_of
 from .settings import COUNTING, LOGITS, RUNNER, TENSOR_PARALLEL, Refused, check_signature, mode, tensor_parallel
-from .slots import DRAFTS, GRAMMAR, GRAMMAR_LOGPROBS, REASONS, SERVED, SHARDED, Rules, Slots, Wants
-from .step import FusedStep
+from .slots import DRAFTS, GRAMMAR, GRAMMAR_LOGPROBS, REASONS, SERVED, Rules, Slots, Wants
+from .step import FusedStep, Grammar
 
 _logger = logging.getLogger("vllm.flashsampling")
-_FAST = ("cute", "triton")  # implementations that are faster than what vLLM does
 
 Sampled = tuple[Any, Tensor, Tensor]  # vLLM's SamplerOutput, num_sampled, num_rejected
 
@@ -59,6 +61,7 @@ class Fused:
         reasons = self.reasons(input_batch, grammar)
         if not reasons.any():
             self._steps["fused"] += 1
+            self._steps["drafts"] += input_batch.num_draft_tokens
             return self._fused(runner, hidden_states, input_batch, grammar)
         self._note(reasons)
         served = reasons == SERVED
@@ -68,33 +71,33 @@ class Fused:
         self._steps["split"] += 1
         outputs = []
         for rows, is_mine in ((np.flatnonzero(served), True), (np.flatnonzero(~served), False)):
-            part, masks = part_of(input_batch, rows), part_of_grammar(grammar_output, grammar, rows)
+            part = part_of(input_batch, rows)
+            masks = part_of_grammar(grammar_output, grammar, rows, part)
             if is_mine:
+                self._steps["drafts"] += part.num_draft_tokens
                 output, _, _ = self._fused(runner, hidden_states, part, grammar_of(part, masks))
             else:
                 output, _, _ = theirs(hidden_states, part, masks)
             outputs.append((rows, output))
-        return self._joined(runner, input_batch, outputs)
+        return self._joined(input_batch, outputs)
 
     def reasons(self, input_batch: Any, grammar: Grammar | None) -> NDArray[np.int8]:
         """(B,) why vLLM has to do a row, as an index of ``REASONS``; known on the host."""
         slots = self.step.slots
         reasons = slots.reasons[input_batch.idx_mapping_np]
-        if input_batch.num_draft_tokens:
+        if input_batch.num_draft_tokens and not self.step.most_drafts:
             reasons[:] = DRAFTS
         if grammar is not None:
-            if self.step.tp is not None:
-                reasons[grammar.rows] = SHARDED
-            elif grammar.masks.shape != (len(grammar.rows), max(grammar.masks.shape[1], self.step.words)):
-                reasons[grammar.rows] = GRAMMAR
-            wants = slots.wants[input_batch.idx_mapping_np[grammar.rows]]
-            with_logprobs = grammar.rows[(wants & Wants.LOGPROBS) != 0]  # vLLM's raw ones are of what the grammar allows
+            if grammar.masks.shape != (len(grammar.rows), max(grammar.masks.shape[1], self.step.words)):
+                reasons[grammar.requests] = GRAMMAR
+            wants = slots.wants[input_batch.idx_mapping_np[grammar.requests]]
+            with_logprobs = grammar.requests[(wants & Wants.LOGPROBS) != 0]  # vLLM's raw ones are of what the grammar allows
             reasons[with_logprobs] = GRAMMAR_LOGPROBS
         return reasons
 
     def counters(self) -> dict[str, Any]:
         """See ``load.counters``."""
-        steps = {name: self._steps[name] for name in ("fused", "left", "split")}
+        steps = {name: self._steps[name] for name in ("fused", "left", "split", "drafts")}
         reasons = {REASONS[reason]: count for reason, count in self._reasons.most_common()}
         return {**steps, "reasons": reasons, "undefined_rows": int(self.step.undefined)}
 
@@ -105,11 +108,27 @@ class Fused:
             self._reasons[reason] += 1
 
     def _fused(self, runner: Any, hidden_states: Tensor, input_batch: Any, grammar: Grammar | None) -> Sampled:
-        out, top = self.step.draw(batch_of(hidden_states, input_batch, grammar))
-        return self._output(runner, input_batch, out.token_ids, None if top is None else self._logprobs(out, top))
+        batch = batch_of(hidden_states, input_batch, grammar, self.step.most_drafts)
+        out, top = self.step.draw(batch)
+        bounds = None
+        if batch.drafts is None:
+            token_ids, num_sampled = out.token_ids.view(-1, 1), input_batch.seq_lens.new_ones(input_batch.num_reqs)
+        else:
+            accepted = held(batch.drafts, out.token_ids)
+            token_ids, num_sampled = accepted.token_ids, accepted.num_emitted.int()
+            bounds = input_batch.cu_num_logits_np.tolist()
+        logprobs = None if top is None else self._logprobs(out, top, bounds)
+        num_sampled, num_rejected = self.vllm.counting(
+            num_sampled,
+            input_batch.seq_lens,
+            input_batch.cu_num_logits,
+            input_batch.idx_mapping,
+            runner.sampler.req_states.prefill_len.gpu,
+        )
+        return self._output(token_ids, logprobs, num_sampled, num_rejected)
 
-    def _logprobs(self, out: SampleOutput, top: int) -> Any:
-        """As vLLM has them: the token's first, then the most likely ones'."""
+    def _logprobs(self, out: SampleOutput, top: int, bounds: list[int] | None) -> Any:
+        """As vLLM has them: the token's first, then the most likely ones'. ``bounds``: of requests' rows, with drafts."""
         assert out.logprobs is not None
         assert out.top_token_ids is not None
         assert out.top_logprobs is not None
@@ -117,19 +136,12 @@ class Fused:
             logprob_token_ids=torch.cat((out.token_ids[:, None], out.top_token_ids[:, :top]), dim=1),
             logprobs=torch.cat((out.logprobs[:, None], out.top_logprobs[:, :top]), dim=1),
             selected_token_ranks=out.ranks,
-            cu_num_generated_tokens=None,
+            cu_num_generated_tokens=bounds,
         )
 
-    def _output(self, runner: Any, input_batch: Any, token_ids: Tensor, logprobs: Any) -> Sampled:
-        num_sampled, num_rejected = self.vllm.counting(
-            input_batch.seq_lens.new_ones(input_batch.num_reqs),
-            input_batch.seq_lens,
-            input_batch.cu_num_logits,
-            input_batch.idx_mapping,
-            runner.sampler.req_states.prefill_len.gpu,
-        )
+    def _output(self, token_ids: Tensor, logprobs: Any, num_sampled: Tensor, num_rejected: Tensor) -> Sampled:
         output = self.vllm.sampler_output(
-            sampled_token_ids=token_ids.view(-1, 1),
+            sampled_token_ids=token_ids,
             logprobs_tensors=logprobs,
             num_nans=None,
             num_sampled=num_sampled,
@@ -137,22 +149,36 @@ class Fused:
         )
         return output, num_sampled, num_rejected
 
-    def _joined(self, runner: Any, input_batch: Any, outputs: list[tuple[NDArray[np.int64], Any]]) -> Sampled:
-        """One output of those of parts."""
-        order = np.empty(input_batch.num_reqs, np.int64)  # where in the parts, one behind the other, a row is
-        order[np.concatenate([rows for rows, _ in outputs])] = np.arange(input_batch.num_reqs)
-        there = torch.from_numpy(order).to(input_batch.logits_indices.device)
-        token_ids = torch.cat([output.sampled_token_ids for _, output in outputs]).index_select(0, there)
+    def _joined(self, input_batch: Any, outputs: list[tuple[NDArray[np.int64], Any]]) -> Sampled:
+        """One output of those of parts, each of these requests."""
+        device = input_batch.logits_indices.device
+        there = to_device(_places([requests for requests, _ in outputs]), device)
+        columns = max(output.sampled_token_ids.shape[1] for _, output in outputs)
+        parts = [(_padded(each.sampled_token_ids, columns), each.num_sampled, each.num_rejected) for _, each in outputs]
+        token_ids, num_sampled, num_rejected = (torch.cat(same).index_select(0, there) for same in zip(*parts))
         tensors = [output.logprobs_tensors for _, output in outputs]
         logprobs = None
         if any(each is not None for each in tensors):
+            rows = [rows_of_requests(input_batch, requests)[0] for requests, _ in outputs]
+            there = to_device(_places(rows), device)
             columns = max(each.logprobs.shape[1] for each in tensors if each is not None)
-            parts = [_widened(each, len(rows), columns, token_ids) for each, (rows, _) in zip(tensors, outputs)]
-            ids, values, ranks = (torch.cat(same).index_select(0, there) for same in zip(*parts))
+            wide = [_widened(each, len(those), columns, token_ids) for each, those in zip(tensors, rows)]
+            ids, values, ranks = (torch.cat(same).index_select(0, there) for same in zip(*wide))
+            bounds = input_batch.cu_num_logits_np.tolist() if input_batch.num_draft_tokens else None
             logprobs = self.vllm.logprobs(
-                logprob_token_ids=ids, logprobs=values, selected_token_ranks=ranks, cu_num_generated_tokens=None
+                logprob_token_ids=ids, logprobs=values, selected_token_ranks=ranks, cu_num_generated_tokens=bounds
             )
-        return self._output(runner, input_batch, token_ids, logprobs)
+        return self._output(token_ids, logprobs, num_sampled, num_rejected)
+
+
+def _places(parts: list[NDArray[np.int64]]) -> NDArray[np.int64]:
+    """Where in the parts, one behind the other, each of all is."""
+    return np.argsort(np.concatenate(parts))
+
+
+def _padded(token_ids: Tensor, columns: int) -> Tensor:
+    """In so many columns, with -1 behind."""
+    return torch.nn.functional.pad(token_ids, (0, columns - token_ids.shape[1]), value=-1)
 
 
 def _widened(tensors: Any, rows: int, columns: int, token_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -185,6 +211,9 @@ class FusedRunner:
 
     def _dummy_sampler_run(self, hidden_states: Tensor) -> None:
         super()._dummy_sampler_run(hidden_states)  # type: ignore[misc]
+        most_drafts = self.flashsampling.step.most_drafts
+        if most_drafts:  # which have a row of a step each, as far as there are tokens of a step
+            hidden_states = hidden_states.repeat(most_drafts + 1, 1)[: self.max_num_tokens]  # type: ignore[attr-defined]
         try:
             names = self.flashsampling.step.warm_up(hidden_states)
         except Exception as error:
@@ -221,8 +250,10 @@ def attach(runner: Any) -> str:
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
     from vllm.v1.worker.gpu.sample.output import SamplerOutput
     from vllm.v1.worker.gpu.sample.sampler import Sampler
+    from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
     check_runner(runner, GPUModelRunner, Sampler)
+    most_drafts = most_drafts_of(runner, RejectionSampler)
     for name, parameters in RUNNER.items():
         check_signature(f"GPUModelRunner.{name}", getattr(GPUModelRunner, name), parameters)
     check_signature("get_num_sampled_and_rejected", get_num_sampled_and_rejected, COUNTING)
@@ -231,11 +262,11 @@ def attach(runner: Any) -> str:
     head = head_of(runner.model, runner.model_config.get_hidden_size(), runner.dtype, runner.device, layers)
     check_head(head, runner.vocab_size)
     tp = None if head.ranks == 1 else group_of(head, get_tp_group().device_group, runner.max_num_reqs)
-    rules = Rules(head.vocab_size, raw_logprobs=runner.sampler.logprobs_mode == "raw_logprobs", plain_only=tp is not None)
-    step = FusedStep(head, runner.sampler, Slots(runner.max_num_reqs, rules), runner.device, tp)
+    rules = Rules(head.vocab_size, raw_logprobs=runner.sampler.logprobs_mode == "raw_logprobs")
+    step = FusedStep(head, runner.sampler, Slots(runner.max_num_reqs, rules), runner.device, tp, most_drafts)
     runner.flashsampling = Fused(step, Vllm(SamplerOutput, LogprobsTensors, get_num_sampled_and_rejected))
     runner.__class__ = type("FusedGPUModelRunner", (FusedRunner, GPUModelRunner), {})
-    return said_of(head, rules)
+    return said_of(head, rules, tp, most_drafts)
 
 
 def check_runner(runner: Any, kind: type, sampler: type) -> None:
@@ -251,7 +282,6 @@ def check_runner(runner: Any, kind: type, sampler: type) -> None:
             f"tensor parallelism, which has not been tried with vLLM on GPUs ({TENSOR_PARALLEL}=1 tries it)",
         ),
         (config.parallel_config.prefill_context_parallel_size > 1, "prefill context parallelism"),
-        (config.speculative_config is not None, "speculative decoding"),
         (bool(runner.model_config.logits_processors), "custom logits processors"),
         (runner.sampler is None, "this rank samples nothing"),
     )
@@ -261,7 +291,7 @@ def check_runner(runner: Any, kind: type, sampler: type) -> None:
     own = type(runner.sampler)
     if own is not sampler:
         raise Refused(f"the model brings a sampler of its own, {own.__name__}")
-    if runner.decode_query_len != 1:
+    if config.speculative_config is None and runner.decode_query_len != 1:
         raise Refused(f"a step has {runner.decode_query_len} new tokens of a request")
     if runner.sampler.compute_nans:
         raise Refused("VLLM_COMPUTE_NANS_IN_LOGITS counts NaN in logits, which are nowhere in memory here")
@@ -269,8 +299,6 @@ def check_runner(runner: Any, kind: type, sampler: type) -> None:
 
 def group_of(head: Head, group: Any, max_batch_size: int) -> TensorParallel:
     """vLLM's tensor-parallel ranks as a group; all of them make this call. Refused: they cannot be one."""
-    if head.request():
-        raise Refused(f"tensor parallelism with a head that has {', '.join(head.request())}")
     try:
         return TensorParallel(
             group, head.weight, first_token=head.first_token, vocab_size=head.vocab_size, max_batch_size=max_batch_size
@@ -284,19 +312,18 @@ def check_head(head: Head, vocab_size: int) -> None:
     if head.vocab_size > vocab_size:
         raise Refused(f"the LM head has {head.vocab_size} tokens, the model's configuration {vocab_size}")
     try:
-        chosen = ops.choose(example(head.weight), "").name
+        fast_implementation(head.weight, "vLLM")
     except ValueError as error:
         raise Refused(str(error)) from None
-    if chosen not in _FAST:
-        raise Refused(f"for this head and GPU there is only the implementation {chosen!r}, which is no faster than vLLM")
 
 
-def said_of(head: Head, rules: Rules) -> str:
+def said_of(head: Head, rules: Rules, tp: TensorParallel | None, most_drafts: int = 0) -> str:
     """What is fused and what is not, in a line."""
     left = [REASONS[reason] for reason in range(1, DRAFTS)]
     left = [text for text in left if "logprobs_mode" not in text or not rules.raw_logprobs]
-    left = [text for text in left if "tensor parallelism" not in text or rules.plain_only]
+    who = ops.choose(example(head.weight), "").name if tp is None else f"{tp.impl} over {tp.transport} on {tp.world_size} ranks"
+    drafts = f"drafts, up to {most_drafts} of a request, are accepted by matching; " if most_drafts else ""
     return (
-        f"LM head ({head.vocab_size} tokens) and sampler are one step, {ops.choose(example(head.weight), '').name}; "
+        f"LM head ({head.vocab_size} tokens) and sampler are one step, {who}; {drafts}"
         f"left to vLLM: {', '.join(left)}. Seeded tokens are not those of vLLM's own sampler"
     )

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...requests import MAX_BIASED, MAX_TOP_LOGPROBS
+from ..engines import Biases
 
 _GREEDY_BELOW = 1e-5  # where vLLM takes a temperature for 0
 
@@ -25,7 +26,7 @@ class Wants(IntFlag):
 
 SERVED = 0
 MANY_LOGPROBS, LOGPROBS_MODE, GIVEN_LOGPROBS, GRAMMAR_LOGPROBS, LONG_BAD_WORDS, MIN_P_TOP_P, MANY_BIASES = range(1, 8)
-NOT_FINITE, SHARDED, DRAFTS, GRAMMAR = range(8, 12)
+NOT_FINITE, DRAFTS, GRAMMAR = range(8, 11)
 REASONS = (
     "served",
     f"logprobs of more than {MAX_TOP_LOGPROBS} tokens",
@@ -36,7 +37,6 @@ REASONS = (
     "min_p with top_p",
     f"more than {MAX_BIASED} tokens with a bias",
     "a bias that is not finite",
-    "tensor parallelism with more than temperatures and seeds",
     "drafts",
     "a grammar of another shape",
 )
@@ -47,16 +47,6 @@ class Rules(NamedTuple):
 
     vocab_size: int
     raw_logprobs: bool  # vLLM's logprobs_mode is the one that ours are
-    plain_only: bool  # as with tensor parallelism
-
-
-class Biases(NamedTuple):
-    """Of one request."""
-
-    ids: NDArray[np.int32]  # (n,)
-    values: NDArray[np.float32]  # (n,)
-    stops: NDArray[np.int32]  # (m,), not to be drawn before the request has ``least`` tokens
-    least: int
 
 
 class Noted(NamedTuple):
@@ -86,10 +76,10 @@ def note(params: Any, prompt_len: int, rules: Rules) -> Noted:
     if params.allowed_token_ids or bad_words:
         wants |= Wants.MASK
         mask = mask_of(rules.vocab_size, params.allowed_token_ids, [word[-1] for word in bad_words])
-    return Noted(_reason(params, wants, biases, greedy, rules), wants, biases, mask)
+    return Noted(_reason(params, biases, greedy, rules), wants, biases, mask)
 
 
-def _reason(params: Any, wants: Wants, biases: Biases | None, greedy: bool, rules: Rules) -> int:
+def _reason(params: Any, biases: Biases | None, greedy: bool, rules: Rules) -> int:
     if params.logprob_token_ids:
         return GIVEN_LOGPROBS
     if params.logprobs is not None:
@@ -109,7 +99,7 @@ def _reason(params: Any, wants: Wants, biases: Biases | None, greedy: bool, rule
     penalties = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
     if not all(map(math.isfinite, penalties)):
         return NOT_FINITE
-    return SHARDED if rules.plain_only and wants else SERVED
+    return SERVED
 
 
 def _biases(params: Any, prompt_len: int) -> Biases | None:
@@ -139,10 +129,12 @@ class Slots:
         self.wants: NDArray[np.uint8] = np.zeros(count, np.uint8)
         self.promised: NDArray[np.bool_] = np.zeros(count, bool)  # a seed was given: tokens must not depend on batch mates
         self.biases: list[Biases | None] = [None] * count
+        self.least: NDArray[np.int32] = np.zeros(count, np.int32)  # tokens before which stop tokens may not be drawn
 
     def add(self, slot: int, params: Any, prompt_len: int) -> Noted:
         """A request takes a slot."""
         noted = note(params, prompt_len, self.rules)
         self.reasons[slot], self.wants[slot], self.biases[slot] = noted.reason, noted.wants, noted.biases
+        self.least[slot] = 0 if noted.biases is None else noted.biases.least
         self.promised[slot] = params.seed is not None and params.temperature >= _GREEDY_BELOW
         return noted

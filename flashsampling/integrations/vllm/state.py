@@ -8,16 +8,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...counts import IN_PROMPT
+from ..engines import to_device
 
 _BLOCK = 4096  # tokens of a program
-_SETTLED = 256  # rows of a program
-
-
-def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
-    """A copy, which the host may forget: pinned memory is used again when the device has read it."""
-    if device.type != "cuda":
-        return torch.from_numpy(array.copy())
-    return torch.from_numpy(array).pin_memory().to(device, non_blocking=True)
 
 
 class Rows(NamedTuple):
@@ -76,44 +69,44 @@ def _unpacked(packed: NDArray[np.int32], batch: int, device: torch.device) -> tu
     return there[:2].view(-1).view(torch.int64)[:batch], there[2:, :batch]
 
 
-def counts_of(penalties: Any, slots: Tensor, rows: Rows, vocab_size: int) -> Tensor:
-    """(B, V) int32, as ``token_counts`` is: vLLM keeps counts of the output and bits of the prompt by slot. Of rows without a
-    penalty, whose counts change nothing, it may hold anything."""
-    batch, output_counts, prompt_mask = len(slots), penalties.output_bin_counts, penalties.prompt_bin_mask
+def counts_of(penalties: Any, slots: Tensor, rows: Rows, vocab_size: int, tokens: tuple[int, int] | None = None) -> Tensor:
+    """(B, V) int32, as ``token_counts`` is: vLLM keeps counts of the output and bits of the prompt by slot.
+
+    Args:
+        penalties: vLLM's state of them.
+        slots: (B,) int32, on the device.
+        rows: their parameters. Of rows without a penalty, whose counts change nothing, what comes back may be anything.
+        vocab_size: V.
+        tokens: [first, last), a shard's: only these columns are written, since of several ranks each reads its own; the others
+            hold anything. None: all columns.
+    """
+    first, last = tokens or (0, vocab_size)
+    batch, count, device = len(slots), last - first, slots.device
+    output_counts, prompt_mask = penalties.output_bin_counts, penalties.prompt_bin_mask
     stride = -(-vocab_size // 4) * 4
-    if output_counts.device.type != "cuda":
+    counts = torch.empty((batch, stride), dtype=torch.int32, device=device)[:, :vocab_size]
+    mine = counts[:, first:last]
+    if device.type != "cuda":
         shifts = torch.arange(32, dtype=torch.int32)
-        in_prompt = (prompt_mask[slots][:, :, None] >> shifts & 1).flatten(1)[:, :vocab_size].bool()
-        return output_counts[slots][:, :vocab_size] | torch.where(in_prompt, IN_PROMPT, 0).to(torch.int32)
+        in_prompt = (prompt_mask[slots][:, :, None] >> shifts & 1).flatten(1)[:, first:last].bool()
+        mine.copy_(output_counts[slots][:, first:last] | torch.where(in_prompt, IN_PROMPT, 0).to(torch.int32))
+        return counts
     from .kernels import counts_kernel
 
-    out = torch.empty((batch, stride), dtype=torch.int32, device=output_counts.device)
-    counts_kernel[(batch, -(-vocab_size // _BLOCK))](
-        output_counts,
-        output_counts.stride(0),
-        prompt_mask,
-        prompt_mask.stride(0),
-        slots,
-        rows.repetition_penalty,
-        rows.frequency_penalty,
-        rows.presence_penalty,
-        out,
-        stride,
-        vocab_size,
-        BLOCK=_BLOCK,
-    )
-    return out[:, :vocab_size]
-
-
-def settle(token_ids: Tensor, undefined: Tensor) -> None:
-    """Makes 0 of -1, in place, and counts how many there were: vLLM looks tokens up, and an id of -1 would end the process for
-    all requests."""
-    if token_ids.device.type != "cuda":
-        lost = token_ids < 0
-        undefined += lost.sum()
-        token_ids.masked_fill_(lost, 0)
-        return
-    from .kernels import settle_kernel
-
-    batch = len(token_ids)
-    settle_kernel[(-(-batch // _SETTLED),)](token_ids, undefined, batch, BLOCK=_SETTLED)
+    if count:
+        counts_kernel[(batch, -(-count // _BLOCK))](
+            output_counts,
+            output_counts.stride(0),
+            prompt_mask,
+            prompt_mask.stride(0),
+            slots,
+            rows.repetition_penalty,
+            rows.frequency_penalty,
+            rows.presence_penalty,
+            mine,
+            stride,
+            first,
+            count,
+            BLOCK=_BLOCK,
+        )
+    return counts

@@ -1,9 +1,17 @@
 """The fused step of a batch: what ``flashsampling.sample`` is called with, and in which mixes, so that all can be warmed up.
 
-A mix is what kernels are compiled for. There are few: where one row has a filter all have all three, where one has a bias or a
-mask all have both, and what is off for a row is exactly off.
+A mix is what kernels are compiled for. There are few, because what is off for a row is exactly off: where one row has a filter
+all have all three, and so on. The Hopper kernel masks and penalises in the launch that draws, so there a batch is asked for no
+more than it wants, unless it has a bias by token, or log-probabilities and what changes logits; then, and in all else that
+Triton does, it is drawn from logits in memory, and has masks and filters too.
+
+Between ranks a filter, or log-probabilities, are rounds of messages, and none of the kernels around them depends on these. So
+a batch of several ranks asks for no more of them than its rows do, and a top-k that all of them share, one round, is a number.
+What a call has is decided by what all ranks know alike: requests as the scheduler sends them to every worker.
 """
 
+import contextlib
+import itertools
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,37 +19,78 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ... import ops
+from ...acceptance import held
 from ...api import SampleOutput, sample
+from ...distributed.limits import FEW
+from ...drafts import Given
 from ...requests import MAX_BIASED
+from ...step import example
 from ...warmup import warmup
+from ..engines import bias_of_rows, biases_now, settle, to_device
+from .drafts import example_of_drafts, with_stops_ended
 from .head import Head
-from .slots import Biases, Slots, Wants
-from .state import Rows, counts_of, plain_rows_of, rows_of, settle, to_device
+from .slots import Slots, Wants
+from .state import Rows, counts_of, plain_rows_of, rows_of
 
 _FEW = 64  # biased tokens
+_IN_REGISTERS = ("cute",)  # implementations that mask and penalise in the launch that draws
 
 
 class Mix(NamedTuple):
-    """What a batch's call asks for. None of it: filters."""
+    """What a batch's call asks for beside what the head does."""
 
-    biases: int = 0  # tokens with one, of a row; with them a mask
+    filters: bool = False  # top-k, top-p and min-p
+    biases: int = 0  # tokens with one, of a row
+    mask: bool = False
     penalties: bool = False
     logprobs: bool = False
 
 
-EVERYTHING = Mix(MAX_BIASED, True, True)  # also what any batch with many biases is
-MIXES = (*(Mix(n, p, lp) for n, p in ((0, False), (_FEW, False), (_FEW, True)) for lp in (False, True)), EVERYTHING)
+PLAIN = Mix()
+EVERYTHING = Mix(True, MAX_BIASED, True, True, True)  # also what any batch with many biases is
+
+
+def in_registers(weight: Tensor) -> bool:
+    """Whether the implementation that is chosen for a head masks and penalises in the launch that draws."""
+    return ops.choose(example(weight), "").name in _IN_REGISTERS
+
+
+def mix_of(wanted: Mix, in_registers: bool) -> Mix:
+    """The mix that serves a batch of which any row wants so much; ``in_registers`` as the function says."""
+    if wanted.biases > _FEW:
+        return EVERYTHING
+    changed = wanted.mask or wanted.penalties
+    if wanted.biases or (changed and (wanted.logprobs or not in_registers)):
+        return Mix(True, _FEW, True, wanted.penalties, wanted.logprobs)
+    return wanted._replace(filters=wanted.filters or wanted.logprobs)
+
+
+def mixes(in_registers: bool) -> tuple[Mix, ...]:
+    """All of them, the plain one first."""
+    either = (False, True)
+    wanted = itertools.starmap(Mix, itertools.product(either, (0, 1, MAX_BIASED), either, either, either))
+    return tuple(dict.fromkeys(mix_of(each, in_registers) for each in wanted))
+
+
+class Grammar(NamedTuple):
+    """A mask for each row of the requests that have a grammar."""
+
+    requests: NDArray[np.int64]  # (n,): of the batch
+    rows: NDArray[np.int64]  # (n,)
+    masks: NDArray[np.int32]  # (n, ceil(V / 32))
 
 
 class Batch(NamedTuple):
-    """Rows of a step, each the last position of a request."""
+    """Rows of a step, each the last position of a request, or with drafts one of its last ones."""
 
     hidden_states: Tensor  # (B, D)
     positions: Tensor  # (B,) int64, of the token that is read: the offset
     slots: NDArray[np.int32]  # (B,)
     slots_there: Tensor  # (B,) int32, on the device
-    lengths: NDArray[np.int32]  # (B,) tokens of the request up to that position
-    grammar: tuple[NDArray[np.int64], NDArray[np.int32]] | None  # rows (n,), and masks (n, ceil(V / 32)) of theirs
+    lengths: NDArray[np.int32]  # (B,) tokens of the request up to that position; where there may be drafts, at most
+    grammar: Grammar | None
+    drafts: Given | None = None
 
 
 class FusedStep:
@@ -53,11 +102,17 @@ class FusedStep:
         slots: what requests ask for.
         device: where.
         tp: a group of ranks, or None.
+        most_drafts: how many a request may have in a step; 0: there are none.
     """
 
-    def __init__(self, head: Head, sampler: Any, slots: Slots, device: torch.device, tp: Any = None) -> None:
+    def __init__(
+        self, head: Head, sampler: Any, slots: Slots, device: torch.device, tp: Any = None, most_drafts: int = 0
+    ) -> None:
         self.head, self.sampler, self.slots, self.device, self.tp = head, sampler, slots, device, tp
+        self.most_drafts = most_drafts
         self.words = -(-head.vocab_size // 32)
+        self.in_registers = tp is None and in_registers(head.weight)
+        self.tokens = None if tp is None else (tp.first_token, tp.last_token)  # of this rank
         self.undefined = torch.zeros(1, dtype=torch.int64, device=device)
         self._masks: Tensor | None = None  # (slots, words), all bits set where a request has none
         self._masked = np.zeros(len(slots.reasons), bool)
@@ -101,8 +156,7 @@ class FusedStep:
             temperature=temperature,
             seed=seed,
             offset=batch.positions,
-            vocab_size=self.head.vocab_size if self.tp is None else None,
-            tp=self.tp,
+            **self._whole(),
             **request,
         )
         settle(out.token_ids, self.undefined)
@@ -110,12 +164,22 @@ class FusedStep:
 
     def _request(self, batch: Batch, rows: Rows, wants: Wants, top_logprobs: int) -> dict[str, Any]:
         mix, ids, values = self._mix(batch, wants)
-        request: dict[str, Any] = {"top_k": rows.top_k, "top_p": rows.top_p, "min_p": rows.min_p, **self.head.request()}
+        request = self.head.request()
+        if self.tp is not None:
+            mix = mix._replace(logprobs=bool(wants & Wants.LOGPROBS))
+            request |= self._filters(batch.slots, rows)
+        elif mix.filters:
+            request |= {"top_k": rows.top_k, "top_p": rows.top_p, "min_p": rows.min_p}
         if mix.biases:
-            request["logit_bias"] = to_device(ids, self.device), to_device(values, self.device)
+            request["logit_bias"] = to_device(ids, self.device), self._values(batch, values)
+        if mix.mask:
             request["token_mask"] = self._mask(batch)
         if mix.penalties:
-            request["token_counts"] = counts_of(self.sampler.penalties_state, batch.slots_there, rows, self.head.vocab_size)
+            counts = self._counts(batch.slots_there, rows)
+            if batch.drafts is not None:
+                drafts = batch.drafts.drafts()
+                counts = drafts.counted(counts, drafts.nodes(), self.head.vocab_size)
+            request["token_counts"] = counts
             for name in ("repetition_penalty", "frequency_penalty", "presence_penalty"):
                 request[name] = getattr(rows, name)
         if mix.logprobs:
@@ -124,21 +188,26 @@ class FusedStep:
 
     def _mix(self, batch: Batch, wants: Wants) -> tuple[Mix, NDArray[np.int32], NDArray[np.float32]]:
         """And the rows' biases: ids (B, n), -1 behind a row's last, and values (B, n)."""
-        biases = [self.slots.biases[slot] for slot in batch.slots] if wants & Wants.BIASES else [None] * len(batch.slots)
-        of_rows = [_biases_now(each, int(length)) for each, length in zip(biases, batch.lengths)]
-        most = max(len(ids) for ids, _ in of_rows)
-        penalties, logprobs = bool(wants & Wants.PENALTIES), bool(wants & Wants.LOGPROBS)
-        if most > _FEW:
-            mix = EVERYTHING
-        elif wants & (Wants.BIASES | Wants.MASK | Wants.PENALTIES):
-            mix = Mix(_FEW, penalties, logprobs)
-        else:
-            mix = Mix(0, penalties, logprobs)
-        ids = np.full((len(of_rows), mix.biases), -1, np.int32)
-        values = np.zeros((len(of_rows), mix.biases), np.float32)
-        for row, (some, theirs) in enumerate(of_rows):
-            ids[row, : len(some)], values[row, : len(some)] = some, theirs
-        return mix, ids, values
+        of_slots, slots, row = [], batch.slots, np.arange(len(batch.slots))
+        if wants & Wants.BIASES:
+            lengths = batch.lengths
+            if self.most_drafts:  # stop tokens are there as if none could be drawn yet, until ``_values`` ends them
+                slots, row = np.unique(slots, return_inverse=True)
+                lengths = np.full(len(slots), -1, np.int32)
+            biases = (self.slots.biases[slot] for slot in slots)
+            of_slots = [biases_now(each, int(length)) for each, length in zip(biases, lengths)]
+        most = max((len(ids) for ids, _ in of_slots), default=0)
+        others = (bool(wants & want) for want in (Wants.MASK, Wants.PENALTIES, Wants.LOGPROBS))
+        mix = mix_of(Mix(bool(wants & Wants.FILTERS), most, *others), self.in_registers)
+        ids, values = bias_of_rows(of_slots, len(slots), mix.biases)
+        return mix, ids[row], values[row]
+
+    def _values(self, batch: Batch, values: NDArray[np.float32]) -> Tensor:
+        """Biases on the device."""
+        there = to_device(values, self.device)
+        if not self.most_drafts or not np.isneginf(values).any():
+            return there
+        return with_stops_ended(there, to_device(self.slots.least[batch.slots], self.device), batch.positions)
 
     def _mask(self, batch: Batch) -> Tensor:
         """(B, words) int32."""
@@ -147,38 +216,74 @@ class FusedStep:
         else:
             mask = self._masks.index_select(0, batch.slots_there)
         if batch.grammar is not None:
-            rows, masks = batch.grammar
-            index, theirs = to_device(rows, self.device), to_device(np.ascontiguousarray(masks), self.device)
+            index = to_device(batch.grammar.rows, self.device)
+            theirs = to_device(np.ascontiguousarray(batch.grammar.masks), self.device)
             mask.index_copy_(0, index, mask.index_select(0, index) & theirs[:, : self.words])
         return mask
 
     def warm_up(self, hidden_states: Tensor) -> list[str]:
         """Compiles what any batch of up to as many rows needs, and takes as much memory as the largest will: vLLM looks at the
-        peak meanwhile. Returns the kernels' names."""
-        batch, weight, vocab_size = len(hidden_states), self.head.weight, self.head.vocab_size
+        peak meanwhile. Returns the kernels' names.
+
+        With several ranks all make this call, and what one raises is an error on all of them."""
+        if self.tp is None:
+            return self._warm_up(hidden_states)
+        with contextlib.ExitStack() as failing:
+            failing.push(self.tp)
+            names = self._warm_up(hidden_states)
+            self.tp.check(collective=True)
+            failing.pop_all()  # the group stays open
+        return names
+
+    def _warm_up(self, hidden_states: Tensor) -> list[str]:
+        batch, weight = len(hidden_states), self.head.weight
         settle(torch.zeros(batch, dtype=torch.int64, device=self.device), self.undefined)
-        if self.tp is not None:
-            return warmup(weight, max_batch_size=batch, tp=self.tp)
-        head, rows = self.head.request(), no_rows(batch, self.device)
+        if self.most_drafts:
+            held(*example_of_drafts(self.most_drafts, self.device))
+        head, rows = self.head.request() | self._whole(), no_rows(batch, self.device)
         slots = torch.zeros(batch, dtype=torch.int32, device=self.device)
         # a penalty, so that the kernel has something to do
-        counts = counts_of(self.sampler.penalties_state, slots, rows._replace(presence_penalty=rows.top_p), vocab_size)
-        names = warmup(weight, max_batch_size=batch, vocab_size=vocab_size, **head)  # type: ignore[arg-type]
-        for mix in MIXES:
-            request = head | example_of(mix, rows, counts)
-            names += warmup(weight, max_batch_size=batch, vocab_size=vocab_size, **request)  # type: ignore[arg-type]
-        parameters = {"temperature": rows.temperature, "seed": rows.seed, "offset": rows.seed, "vocab_size": vocab_size}
-        sample(hidden_states, weight, **parameters, **(head | example_of(EVERYTHING, rows, counts)))  # type: ignore[arg-type]
+        counts = self._counts(slots, rows._replace(presence_penalty=rows.top_p))
+        names = []
+        for mix in mixes(self.in_registers):
+            names += warmup(weight, max_batch_size=batch, **head, **example_of(mix, rows, counts))
+        everything = head | example_of(EVERYTHING, rows, counts)
+        sample(hidden_states, weight, temperature=rows.temperature, seed=rows.seed, offset=rows.seed, **everything)
         return names
+
+    def _whole(self) -> dict[str, Any]:
+        """What a call has of the whole vocabulary."""
+        return {"vocab_size": self.head.vocab_size} if self.tp is None else {"tp": self.tp}
+
+    def _counts(self, slots: Tensor, rows: Rows) -> Tensor:
+        return counts_of(self.sampler.penalties_state, slots, rows, self.head.vocab_size, self.tokens)
+
+    def _filters(self, slots: NDArray[np.int32], rows: Rows) -> dict[str, Any]:
+        """Those that any row has. A greedy row's token is the same with all of them."""
+        states = self.sampler.sampling_states
+        drawn = slots[states.temperature.np[slots] > 0.0]
+        top_k: NDArray[np.int32] = states.top_k.np[drawn]  # the size of the vocabulary where there is none
+        request: dict[str, Any] = {}
+        if (top_k < self.head.vocab_size).any():
+            is_shared = top_k[0] <= FEW and (top_k == top_k[0]).all()
+            request["top_k"] = int(top_k[0]) if is_shared else rows.top_k
+        if (states.top_p.np[drawn] < 1.0).any():
+            request["top_p"] = rows.top_p
+        if (states.min_p.np[drawn] > 0.0).any():
+            request["min_p"] = rows.min_p
+        return request
 
 
 def example_of(mix: Mix, rows: Rows, counts: Tensor) -> dict[str, Any]:
     """What a call of this mix has, as ``warmup`` takes it. ``counts`` (B, V) int32."""
     device, (batch, vocab_size) = counts.device, counts.shape
-    request: dict[str, Any] = {"top_k": rows.top_k, "top_p": rows.top_p, "min_p": rows.min_p}
+    request: dict[str, Any] = {}
+    if mix.filters:
+        request |= {"top_k": rows.top_k, "top_p": rows.top_p, "min_p": rows.min_p}
     if mix.biases:
         ids = torch.full((batch, mix.biases), -1, dtype=torch.int32, device=device)
         request["logit_bias"] = ids, torch.zeros(ids.shape, device=device)
+    if mix.mask:
         request["token_mask"] = torch.full((batch, -(-vocab_size // 32)), -1, dtype=torch.int32, device=device)
     if mix.penalties:
         request["token_counts"] = counts
@@ -186,16 +291,6 @@ def example_of(mix: Mix, rows: Rows, counts: Tensor) -> dict[str, Any]:
     if mix.logprobs:
         request |= {"return_logprobs": True, "top_logprobs": 1}
     return request
-
-
-def _biases_now(biases: Biases | None, length: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-    """Ids and values of a request that has so many tokens."""
-    if biases is None:
-        return np.empty(0, np.int32), np.empty(0, np.float32)
-    if length >= biases.least or not len(biases.stops):
-        return biases.ids, biases.values
-    minus_infinity = np.full(len(biases.stops), -np.inf, np.float32)
-    return np.concatenate((biases.ids, biases.stops)), np.concatenate((biases.values, minus_infinity))
 
 
 def no_rows(batch: int, device: torch.device) -> Rows:

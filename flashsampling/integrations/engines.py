@@ -1,0 +1,79 @@
+"""What the steps of several engines share, and no engine: who draws, copies to the device, rows without a token, biases."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from .. import ops
+from ..step import example
+
+FAST = ("cute", "triton")  # implementations that are faster than what engines do
+_SETTLED = 256  # rows of a program
+
+
+def fast_implementation(weight: Tensor, engine: str) -> str:
+    """Who takes a head's plain steps.
+
+    Raises:
+        ValueError: nobody, or only one that is no faster than the engine of that name.
+    """
+    chosen = ops.choose(example(weight), "").name
+    if chosen not in FAST:
+        raise ValueError(f"for this head and GPU there is only the implementation {chosen!r}, which is no faster than {engine}")
+    return chosen
+
+
+def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
+    """A copy, which the host may forget: pinned memory is used again when the device has read it."""
+    if device.type != "cuda":
+        return torch.from_numpy(array.copy())
+    return torch.from_numpy(array).pin_memory().to(device, non_blocking=True)
+
+
+def settle(token_ids: Tensor, undefined: Tensor) -> None:
+    """Makes 0 of -1, in place, and counts how many there were: engines look tokens up, and an id of -1 would end the process
+    for all requests."""
+    if token_ids.device.type != "cuda":
+        lost = token_ids < 0
+        undefined += lost.sum()
+        token_ids.masked_fill_(lost, 0)
+        return
+    from .kernels import settle_kernel
+
+    batch = len(token_ids)
+    settle_kernel[(-(-batch // _SETTLED),)](token_ids, undefined, batch, BLOCK=_SETTLED)
+
+
+class Biases(NamedTuple):
+    """Of one request."""
+
+    ids: NDArray[np.int32]  # (n,)
+    values: NDArray[np.float32]  # (n,)
+    stops: NDArray[np.int32]  # (m,), not to be drawn before the sequence has ``least`` tokens
+    least: int
+
+
+def biases_now(biases: Biases | None, length: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    """Ids and values of a request whose sequence has so many tokens."""
+    if biases is None:
+        return np.empty(0, np.int32), np.empty(0, np.float32)
+    if length >= biases.least or not len(biases.stops):
+        return biases.ids, biases.values
+    minus_infinity = np.full(len(biases.stops), -np.inf, np.float32)
+    return np.concatenate((biases.ids, biases.stops)), np.concatenate((biases.values, minus_infinity))
+
+
+def bias_of_rows(
+    rows: Sequence[tuple[NDArray[np.int32], NDArray[np.float32]]], batch: int, count: int
+) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    """Ids (``batch``, ``count``), -1 behind a row's last, and values of that shape, of what ``biases_now`` says of each row;
+    ``rows`` may be empty."""
+    ids = np.full((batch, count), -1, np.int32)
+    values = np.zeros((batch, count), np.float32)
+    for row, (some, theirs) in enumerate(rows):
+        ids[row, : len(some)], values[row, : len(some)] = some, theirs
+    return ids, values

@@ -1,0 +1,95 @@
+"""What the environment says, and the releases of SGLang that are known."""
+
+import inspect
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+VARIABLE = "FLASHSAMPLING_SGLANG"
+TOP_P = "FLASHSAMPLING_SGLANG_TOP_P"
+MODES = ("off", "auto", "require")
+KNOWN = ("0.5.15",)
+
+# What is overridden or called, by its parameters: a release that has other ones is another one, whatever its number.
+SIGNATURES: Mapping[str, tuple[str, ...]] = {
+    "ModelRunner.load_model": ("self",),
+    "ModelRunner.init_cuda_graphs": ("self", "capture_decode_cuda_graph"),
+    "ModelRunner.sample": ("self", "logits_output", "forward_batch"),
+    "ForwardBatch.init_new": ("batch", "model_runner"),
+    "LogitsMetadata.from_forward_batch": ("forward_batch",),
+    "LogitsProcessor.forward": (
+        "self",
+        "input_ids",
+        "hidden_states",
+        "lm_head",
+        "logits_metadata",
+        "aux_hidden_states",
+        "hidden_states_before_norm",
+    ),
+    "LogitsProcessor._get_logits": ("self", "hidden_states", "lm_head", "logits_metadata", "embedding_bias"),
+    "LogitsProcessor._get_pruned_states": (
+        "self",
+        "hidden_states",
+        "hidden_states_before_norm",
+        "aux_hidden_states",
+        "logits_metadata",
+    ),
+    "SamplingBatchInfo.update_regex_vocab_mask": ("self",),
+    "Sampler.forward": (
+        "self",
+        "logits_output",
+        "sampling_info",
+        "return_logprob",
+        "top_logprobs_nums",
+        "token_ids_logprobs",
+        "positions",
+    ),
+}
+
+
+class Refused(RuntimeError):
+    """Why nothing is fused here. With ``FLASHSAMPLING_SGLANG=require`` SGLang does not start, else it is logged."""
+
+
+def mode() -> str:
+    """ "off", "auto" or "require"; ValueError if the environment says something else. Off unless it is asked for: no fused step
+    has been seen in SGLang on a GPU yet."""
+    return _one_of(VARIABLE, MODES)
+
+
+def top_p_of_top_k() -> bool:
+    """Whether a request's top-p may be of what its top-k kept, where SGLang's is of all tokens: another distribution."""
+    return _one_of(TOP_P, ("exact", "sequential")) == "sequential"
+
+
+def _one_of(variable: str, values: tuple[str, ...]) -> str:
+    value = os.environ.get(variable, "") or values[0]
+    if value not in values:
+        raise ValueError(f"{variable} must be one of {', '.join(values)}, got {value!r}")
+    return value
+
+
+def check_version(version: str) -> None:
+    """Refuses a release whose source nobody has read."""
+    release = re.match(r"\d+\.\d+\.\d+", version)
+    if release is None or release.group() not in KNOWN:
+        raise Refused(f"SGLang {version} is not one of the releases that are known: {', '.join(KNOWN)}")
+
+
+def check_signatures(classes: Mapping[str, type]) -> None:
+    """Refuses classes whose methods take other parameters than the known release's."""
+    for name, parameters in SIGNATURES.items():
+        owner, _, method = name.partition(".")
+        function = getattr(classes[owner], method, None)
+        if function is None:
+            raise Refused(f"there is no {name} here: this is not an SGLang that is known")
+        got = tuple(inspect.signature(function).parameters)
+        if got != parameters:
+            said = f"{name} takes {', '.join(got)} here, not {', '.join(parameters)}"
+            raise Refused(f"{said}: this is not an SGLang that is known")
+
+
+def describe(error: BaseException) -> Any:
+    """What is said of an error: its words if it was refused, else all of it."""
+    return str(error) if isinstance(error, Refused) else repr(error)

@@ -1,0 +1,338 @@
+"""transformers' continuous batching with the LM head fused into the sampler.
+
+    from flashsampling.integrations.transformers.continuous import FusedBatchingManager, generate_batch
+
+    generate_batch(model, prompts, generation_config, seeds=[1, 2, 3])
+
+Scheduler, paged cache, streams and graphs stay transformers'. One method of its model runner is another: the one that runs the
+model, processes logits and draws, which is also what its CUDA graphs hold. So all that a step needs of a request lies in the
+tensor by which transformers brings the arguments of per-request logits processors to the device; ``_Carried`` are processors
+that do nothing but put a seed and a prompt's length there. Where the row's token stands in its sequence, the device knows.
+
+There is no public hook for this: the classes are the release's own, and another release is refused. What the step cannot do is
+an error by name when the manager is made, as in ``generate``; ``model.generate_batch`` is then what serves it.
+"""
+
+import inspect
+import secrets
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import GenerationConfig
+from transformers.generation import logits_process as processors_of
+
+try:
+    from transformers.generation.continuous_batching import cb_logits_processors as carried_of
+    from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
+    from transformers.generation.continuous_batching.model_runner import ModelRunner
+except ImportError as error:
+    raise ImportError(
+        f"transformers {transformers.__version__} has no continuous batching that is known; 5.23 has it ({error})"
+    ) from error
+
+from ...api import sample
+from ...parameters import integer
+from ...warmup import warmup
+from ..engines import settle
+from .head import CheckedHead, HeadTap, Transform, checked_lm_head
+
+_SIGNATURES = (
+    (ModelRunner._forward_process_and_sample, "self, model, batch_data, carry_over_ids, prev_output_ids, output_ids"),
+    (ContinuousBatchingManager._create_batch_processor, "self"),
+    (
+        ContinuousBatchingManager.__init__,
+        "self, model, generation_config, continuous_batching_config, workload_hints",
+    ),
+    (carried_of.ContinuousBatchingLogitsProcessor.prepare_tensor_args, "self, requests_with_new_token"),
+)
+_WORD = 2**32
+
+
+class _Carried(carried_of.ContinuousBatchingLogitsProcessor):  # type: ignore[misc]
+    """Brings one int32 of every request to the device, and leaves scores alone."""
+
+    ignored_kwargs: tuple[str, ...] = ()
+    supports_continuous_batching = True
+
+    def __init__(self, name: str, shift: int = 0) -> None:
+        self.name, self.shift = name, shift
+        self.supported_kwargs = {name: int}
+
+    def fill_defaults(self, int32_tensor: Tensor) -> None:
+        """Of rows that are no request's."""
+        int32_tensor.zero_()
+
+    def prepare_tensor_args(self, requests_with_new_token: list[Any]) -> Tensor:
+        """(n,) int32, on the host: 32 bits of what the request was given, from the ``shift``-th on."""
+        given = [request.state.logit_processor_kwargs.get(self.name, 0) for request in requests_with_new_token]
+        words = [value >> self.shift & _WORD - 1 for value in given]
+        return torch.tensor([word - _WORD if word >= _WORD // 2 else word for word in words], dtype=torch.int32)
+
+    def __call__(self, scores: Tensor, tensor_arg: Tensor) -> Tensor:
+        """Never used where the step is fused."""
+        return scores
+
+
+class _Asked(NamedTuple):
+    """What a manager's processors ask for: a number for all requests, or the ``_Row`` of the tensor that has one for each."""
+
+    temperature: Any = 1.0
+    top_k: Any = 0
+    top_p: Any = 1.0
+    min_p: Any = 0.0
+
+
+class _Row(NamedTuple):
+    place: int
+    dtype: torch.dtype
+
+
+def _asked_of(processors: Any, do_sample: bool) -> _Asked:
+    """ValueError: for a processor that the step does not do, or not in that place."""
+    asked, row = _Asked(temperature=1.0 if do_sample else 0.0), 0
+    for processor in processors:
+        kind = type(processor)
+        place = next((place for place, (_, kinds) in enumerate(_TAKEN) if kind in kinds), None)
+        if place is None or (kind is not carried_of.ContinuousBatchingTopKLogitsWarper and _filters_away(processor)):
+            raise ValueError(
+                f"{kind.__name__} in continuous batching is not what the fused step does: temperature, top_k, top_p and min_p "
+                "are; use model.generate_batch"
+            )
+        name, (carried, _) = _TAKEN[place]
+        if any(getattr(asked, other) != getattr(_Asked(), other) for other, _ in _TAKEN[place:]):
+            raise ValueError(f"{kind.__name__} must stand in the order temperature, top_k, top_p, min_p, each at most once")
+        if kind is carried:
+            dtype = torch.int32 if name == "top_k" else torch.float32
+            asked, row = asked._replace(**{name: _Row(row, dtype)}), row + 1
+        else:
+            asked = asked._replace(**{name: getattr(processor, name)})
+    return asked
+
+
+def _filters_away(processor: Any) -> bool:
+    """Whether what a warper takes away keeps a probability, or more stays than was asked for."""
+    if getattr(processor, "filter_value", -float("inf")) != -float("inf"):
+        return True
+    least = getattr(processor, "min_tokens_to_keep", 1)
+    return least > 1 and not isinstance(processor, processors_of.TopKLogitsWarper)  # whose top_k is at least that
+
+
+_TAKEN: tuple[tuple[str, tuple[type, type]], ...] = (
+    ("temperature", (carried_of.ContinuousBatchingTemperatureLogitsWarper, processors_of.TemperatureLogitsWarper)),
+    ("top_k", (carried_of.ContinuousBatchingTopKLogitsWarper, processors_of.TopKLogitsWarper)),
+    ("top_p", (carried_of.ContinuousBatchingTopPLogitsWarper, processors_of.TopPLogitsWarper)),
+    ("min_p", (type(None), processors_of.MinPLogitsWarper)),
+)
+
+
+class FusedModelRunner(ModelRunner):  # type: ignore[misc]
+    """transformers' ``ModelRunner``, whose step ends in the fused one."""
+
+    head: CheckedHead
+    asked: _Asked
+    undefined: Tensor  # (1,) int64
+
+    def _forward_process_and_sample(
+        self, model: Any, batch_data: dict[str, Any], carry_over_ids: Tensor, prev_output_ids: Tensor, output_ids: Tensor
+    ) -> None:
+        """As transformers', with no logits in memory. CUDA graphs hold it, so nothing here waits for the device."""
+        self.inputs_and_outputs.carry_over_tokens(batch_data["input_ids"], carry_over_ids, prev_output_ids)
+        transform = Transform(self.head.logit_scale, self.head.soft_cap)
+        with HeadTap(model, self.head.linear) as tap:
+            logits = tap.run(model, **batch_data).logits
+            # (1, T, D), or (1, n, D) if the model was told which positions count
+            states = tap.last_hidden_states(logits, 1, transform, positions=logits.shape[1])[0]
+        indices = batch_data["logits_indices"]  # (n,)
+        if "logits_to_keep" not in batch_data:
+            states = states[indices]
+        out = sample(states, self.head.linear.weight, **self._parameters(batch_data, indices))
+        settle(out.token_ids, self.undefined)
+        count = len(out.token_ids)
+        output_ids[0, :count].copy_(out.token_ids)
+        if self.return_logprobs:
+            assert out.processed_logprobs is not None
+            output_ids[1, :count].copy_(out.processed_logprobs.view(torch.int32))  # float32's bits, as transformers has them
+
+    def _parameters(self, batch_data: dict[str, Any], indices: Tensor) -> dict[str, Any]:
+        """Of every row, from what lies on the device."""
+        carried = batch_data["logits_processor_args"][:, : len(indices)]  # int32, a row for each processor that has one
+        low, high, prompt = carried[-3].long(), carried[-2].long(), carried[-1].long()
+
+        def value(of: Any) -> Any:
+            # a copy begins at 16 bytes, as kernels are compiled for
+            return carried[of.place].clone().view(of.dtype) if isinstance(of, _Row) else of
+
+        return {
+            "temperature": value(self.asked.temperature),
+            "seed": high << 32 | low & _WORD - 1,
+            # how many tokens the request has drawn: where its last one stands, less the prompt
+            "offset": batch_data["position_ids"][0].index_select(0, indices).long() + 1 - prompt,
+            **self._request(value),
+        }
+
+    def _request(self, value: Callable[[Any], Any]) -> dict[str, Any]:
+        """What all of them ask for; ``value`` is what is made of a ``_Row``."""
+        head, request = self.head, {name: value(getattr(self.asked, name)) for name in ("top_k", "top_p", "min_p")}
+        request |= {"bias": head.linear.bias, "logit_scale": head.logit_scale, "soft_cap": head.soft_cap}
+        return request | ({"return_logprobs": True} if self.return_logprobs else {})
+
+    def warm_up(self, max_batch_size: int) -> list[str]:
+        """Compiles what a step of up to so many requests needs. Returns the kernels' names."""
+        weight = self.head.linear.weight
+
+        def value(of: Any) -> Any:
+            return torch.ones(max_batch_size, dtype=of.dtype, device=weight.device) if isinstance(of, _Row) else of
+
+        return warmup(weight.detach(), max_batch_size=max_batch_size, **self._request(value))  # type: ignore[arg-type]
+
+
+class FusedBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
+    """transformers' ``ContinuousBatchingManager``, whose requests have seeds, and whose steps store no logits.
+
+    A request's tokens depend on its seed, its prompt and how many it has drawn, and on no other request; they are those of
+    ``model.generate(custom_generate=generate, seeds=...)`` up to what paged attention rounds differently.
+
+    Args:
+        model: a causal LM, as ``flashsampling.integrations.transformers.generate`` takes it.
+        generation_config: ``do_sample``, ``temperature``, ``top_k``, ``top_p``, ``min_p``; with the manager's
+            ``per_request_processors`` the first four also per request, where the configuration has one of its own.
+        continuous_batching_config: None: transformers' defaults.
+        workload_hints: as in transformers.
+
+    Raises:
+        ValueError: the configuration asks for what the step does not do, several sequences of a prompt, ``torch.compile`` of
+            the step, or tensor parallelism; the model's head is one that ``checked_lm_head`` refuses; transformers is another
+            release than the known one.
+        TypeError: ``model`` has no LM head.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        generation_config: GenerationConfig,
+        continuous_batching_config: Any = None,
+        workload_hints: Any = None,
+    ) -> None:
+        _check_release()
+        if getattr(model, "_device_mesh", None) is not None:
+            raise ValueError("continuous batching over several devices is not done by the fused step")
+        if (generation_config.num_return_sequences or 1) > 1:
+            raise ValueError(
+                "num_return_sequences must be 1: copies of a request would share its seed; add the prompt several times"
+            )
+        self._head = checked_lm_head(model)  # before the model's attention is one that needs a paged cache
+        do_sample = getattr(generation_config, "do_sample", True)
+        _asked_of(model._get_logits_processor(generation_config), do_sample)  # before transformers drops what it does not know
+        config = transformers.ContinuousBatchingConfig() if continuous_batching_config is None else continuous_batching_config
+        super().__init__(model, generation_config, config, workload_hints)
+        config = self.continuous_batching_config
+        if config.varlen_compile_config is not None or config.decode_compile_config is not None:
+            raise ValueError("torch.compile of continuous batching's step is not done with the fused one")
+        processors = self.logit_processor
+        self._asked = _asked_of(processors.logits_processor, do_sample)
+        carried = (_Carried("seed"), _Carried("seed", 32), _Carried("prompt_length"))
+        processors.logits_processor.extend(carried)
+        processors.tensors_required += len(carried)
+        processors._retrieve_processors_kwargs()
+        processors.do_processing = True
+
+    def add_request(self, input_ids: list[int], *args: Any, seed: int | None = None, **kwargs: Any) -> str | None:
+        """As transformers', with a ``seed`` of 64 bits, an int64 or an uint64; None draws one. ValueError or TypeError if it is
+        something else."""
+        seed = secrets.randbits(64) if seed is None else integer("seed", seed)
+        if not -(2**63) <= seed < 2**64:
+            raise ValueError(f"seed must have 64 bits, got {seed}")
+        return super().add_request(input_ids, *args, seed=seed, prompt_length=len(input_ids), **kwargs)  # type: ignore[no-any-return]
+
+    def add_requests(self, inputs: list[list[int]], *args: Any, **kwargs: Any) -> list[str]:
+        """As transformers'; ValueError if several requests are given one seed."""
+        if kwargs.get("seed") is not None and len(inputs) > 1:
+            raise ValueError(f"seed must be None for {len(inputs)} requests, which would share noise: add each by add_request")
+        return super().add_requests(inputs, *args, **kwargs)  # type: ignore[no-any-return]
+
+    @property
+    def undefined_rows(self) -> int:
+        """How many tokens had no finite score: they are 0. Waits for the device."""
+        return 0 if self.batch_processor is None else int(self.batch_processor.model_runner.undefined)
+
+    def _create_batch_processor(self) -> Any:
+        made = super()._create_batch_processor()
+        runner = made.model_runner
+        if not isinstance(runner, FusedModelRunner):
+            runner.__class__ = FusedModelRunner
+            runner.head, runner.asked = self._head, self._asked
+            runner.undefined = torch.zeros(1, dtype=torch.int64, device=self._head.linear.weight.device)
+            runner.warm_up(self.continuous_batching_config.max_requests_per_batch)
+        return made
+
+
+def generate_batch(
+    model: Any,
+    inputs: list[list[int]],
+    generation_config: GenerationConfig | None = None,
+    *,
+    seeds: list[int] | None = None,
+    continuous_batching_config: Any = None,
+    max_new_tokens: int | None = None,
+) -> list[Any]:
+    """As ``model.generate_batch``, with the fused step and a seed per prompt.
+
+    Args:
+        model: as ``FusedBatchingManager`` takes it.
+        inputs: token ids of each prompt.
+        generation_config: None: the model's.
+        seeds: one per prompt; None draws them.
+        continuous_batching_config: as ``FusedBatchingManager`` takes it.
+        max_new_tokens: None: the configuration's.
+
+    Returns:
+        transformers' ``GenerationOutput`` of each prompt, in their order.
+
+    Raises:
+        TypeError, ValueError: as ``FusedBatchingManager``, or there is not one seed per prompt.
+        RuntimeError: a request failed, or a token had no finite score.
+    """
+    if seeds is not None and len(seeds) != len(inputs):
+        raise ValueError(f"seeds must be one per prompt, {len(inputs)}, got {len(seeds)}")
+    if not inputs:
+        return []
+    config = model.generation_config if generation_config is None else generation_config
+    manager = FusedBatchingManager(model, config, continuous_batching_config)
+    eos = config.eos_token_id
+    if eos is None:  # as transformers' add_requests, not as its add_request
+        eos = getattr(model.config, "eos_token_id", None)
+    done: dict[str, Any] = {}
+    manager.warmup()
+    manager.start()
+    try:
+        names = [f"prompt {place}" for place in range(len(inputs))]
+        for name, ids, seed in zip(names, inputs, [None] * len(inputs) if seeds is None else seeds):
+            manager.add_request(ids, name, max_new_tokens, eos_token_id=eos, seed=seed)
+        while len(done) < len(names):
+            result = manager.get_result(timeout=1)
+            if result is not None and result.is_finished():
+                done[result.request_id] = result
+            elif result is None and not manager.is_running():
+                raise RuntimeError(f"continuous batching ended after {len(done)} of {len(names)} requests")
+        failed = [f"{name}: {done[name].error}" for name in names if done[name].error is not None]
+        if failed:
+            raise RuntimeError(f"{len(failed)} of {len(names)} requests failed: {failed[0]}")
+        if manager.undefined_rows:
+            raise RuntimeError(f"{manager.undefined_rows} tokens had no finite score")
+    finally:
+        manager.stop(block=True, timeout=5)
+        manager.destroy()
+    return [done[name] for name in names]
+
+
+def _check_release() -> None:
+    for function, parameters in _SIGNATURES:
+        got = ", ".join(inspect.signature(function).parameters)
+        if got != parameters:
+            raise ValueError(
+                f"{function.__qualname__} of transformers {transformers.__version__} takes {got}, not {parameters} as that of "
+                "5.23, which is the release that is known"
+            )

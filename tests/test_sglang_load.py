@@ -1,0 +1,138 @@
+"""How the plug-in gets into SGLang, without SGLang: the environment, releases, signatures, the two hooks."""
+
+import importlib.metadata
+import logging
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from flashsampling.integrations.sglang import Refused, counters, load, register, settings
+
+from . import sglang_fakes as fakes
+
+
+class Registry:
+    """SGLang's ``HookRegistry``."""
+
+    hooks: list[tuple[str, object, str]]
+
+    @classmethod
+    def register(cls, target, hook, hook_type):
+        cls.hooks.append((target, hook, hook_type))
+
+
+class Sampler:
+    def forward(self, logits_output, sampling_info, return_logprob, top_logprobs_nums, token_ids_logprobs, positions):
+        pass
+
+
+CLASSES = {name: getattr(fakes, name) for name in load._CLASSES} | {"Sampler": Sampler}
+
+
+@pytest.fixture(autouse=True)
+def _sglang(monkeypatch):
+    Registry.hooks = []
+    for module in load._CLASSES.values():
+        names = {other: CLASSES[other] for other, place in load._CLASSES.items() if place == module}
+        monkeypatch.setitem(sys.modules, module, SimpleNamespace(**names))
+    hooks = SimpleNamespace(HookRegistry=Registry, HookType=SimpleNamespace(AFTER="after"))
+    monkeypatch.setitem(sys.modules, "sglang.srt.plugins.hook_registry", hooks)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: {"sglang": "0.5.15.post1"}[name])
+    monkeypatch.delenv(settings.TOP_P, raising=False)
+
+
+@pytest.mark.parametrize("value", ["off", "auto", "require", "", None])
+def test_the_environment(value, monkeypatch):
+    if value is None:
+        monkeypatch.delenv(settings.VARIABLE, raising=False)
+    else:
+        monkeypatch.setenv(settings.VARIABLE, value)
+    register()
+    hooks = [
+        ("sglang.srt.model_executor.model_runner.ModelRunner.load_model", load.after_load_model, "after"),
+        ("sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new", load.after_init_new, "after"),
+    ]
+    assert Registry.hooks == (hooks if value in ("auto", "require") else [])
+
+
+@pytest.mark.parametrize(
+    ("variable", "values"), [(settings.VARIABLE, "off, auto, require"), (settings.TOP_P, "exact, sequential")]
+)
+def test_a_wrong_environment(variable, values, monkeypatch):
+    monkeypatch.setenv(settings.VARIABLE, "auto")
+    monkeypatch.setenv(variable, "on")
+    with pytest.raises(ValueError, match=f"{variable} must be one of {values}, got 'on'"):
+        register()
+
+
+@pytest.mark.parametrize("version", ["0.5.15", "0.5.15.post1", "0.5.15rc1"])
+def test_known_releases(version):
+    settings.check_version(version)
+
+
+def refused_words(monkeypatch, caplog):
+    """What is said where it may go on, and the same where it may not."""
+    monkeypatch.setenv(settings.VARIABLE, "auto")
+    with caplog.at_level(logging.INFO, "sglang.flashsampling"):
+        register()
+    (record,) = caplog.records
+    monkeypatch.setenv(settings.VARIABLE, "require")
+    with pytest.raises(SystemExit) as ended:
+        register()
+    assert not Registry.hooks
+    words = record.getMessage().removeprefix("flashsampling: nothing is fused: ")
+    assert str(ended.value) == f"flashsampling: {words} (FLASHSAMPLING_SGLANG=require)"
+    return words
+
+
+@pytest.mark.parametrize("version", ["0.5.14", "0.5.23", "0.5.150", "0.5.1", "0.6.15", "dev"])
+def test_other_releases(version, monkeypatch, caplog):
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
+    assert refused_words(monkeypatch, caplog) == f"SGLang {version} is not one of the releases that are known: 0.5.15"
+
+
+def test_other_signatures(monkeypatch, caplog):
+    def sample(self, logits_output, forward_batch, sampler):
+        pass
+
+    monkeypatch.setattr(fakes.ModelRunner, "sample", sample)
+    said = "ModelRunner.sample takes self, logits_output, forward_batch, sampler here, not self, logits_output, forward_batch"
+    assert refused_words(monkeypatch, caplog) == f"{said}: this is not an SGLang that is known"
+
+
+def test_a_method_that_is_gone(monkeypatch, caplog):
+    monkeypatch.setattr(sys.modules[load._CLASSES["LogitsMetadata"]], "LogitsMetadata", object)
+    assert refused_words(monkeypatch, caplog).startswith("there is no LogitsMetadata.from_forward_batch here")
+
+
+def test_modules_that_are_not_there(monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "sglang.srt.plugins.hook_registry", None)
+    assert "ModuleNotFoundError" in refused_words(monkeypatch, caplog)
+
+
+def test_errors_that_nobody_expected_leave_sglang_as_it_is(monkeypatch, caplog):
+    """While the model is looked at."""
+    runner = SimpleNamespace(is_draft_worker=False)
+    monkeypatch.setitem(sys.modules, "sglang.srt.layers.logits_processor", None)
+    monkeypatch.setenv(settings.VARIABLE, "auto")
+    with caplog.at_level(logging.INFO, "sglang.flashsampling"):
+        assert load.after_load_model("result", runner) == "result"
+    assert caplog.records[0].exc_info is not None
+    assert "ModuleNotFoundError" in counters(runner)["refused"]
+    monkeypatch.setenv(settings.VARIABLE, "require")
+    with pytest.raises(Refused, match=r"ModuleNotFoundError.*require"):
+        load.after_load_model(None, runner)
+
+
+def test_counters_without_the_plug_in():
+    assert counters(SimpleNamespace()) == {"refused": "the plug-in is off, or was not loaded"}
+
+
+def test_nothing_is_imported_of_sglang():
+    code = (
+        "import flashsampling.integrations.sglang as it, sys; it.register(); print([m for m in sys.modules if 'sglang.' in m])"
+    )
+    got = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert all(name.startswith("'flashsampling") for name in got.strip("[]\n").split(", "))

@@ -1,0 +1,354 @@
+"""The plug-in against SGLang 0.5.15's own classes, on the CPU: where its Python files are not, as in CI, this is skipped.
+
+Packages of SGLang's that need a GPU are made up. A wheel that is unpacked does, with some requirements that are pure Python or
+small (0.5.15.post1, beside what the extra ``test`` brings)::
+
+    pip install msgspec orjson pybase64 pyzmq starlette aiohttp openai dill llguidance xgrammar==0.2.1
+    PYTHONPATH=FOLDER python -m pytest tests/test_sglang_real.py
+"""
+
+import dataclasses
+import importlib.metadata
+import inspect
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("tests.sglang_made_up", exc_type=ImportError)
+
+from sglang.srt.layers import logits_processor as processors
+from sglang.srt.layers import sampler as samplers
+from sglang.srt.layers.quantization.unquant import UnquantizedEmbeddingMethod
+from sglang.srt.layers.sampler import Sampler
+from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
+from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.plugins.hook_registry import HookRegistry
+from sglang.srt.runtime_context import get_context, get_parallel
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+from sglang.srt.sampling.sampling_params import TOP_K_ALL, SamplingParams
+from sglang.srt.server_args import ServerArgs
+
+from flashsampling.integrations import engines
+from flashsampling.integrations.sglang import counters, head, load, register, settings
+from flashsampling.integrations.sglang.asks import DETERMINISTIC_SEED, noted_of
+
+from . import sglang_fakes as fakes
+
+V, D = 331, 16
+PROMPT = [5, 31, 7, 7]
+
+
+@pytest.fixture(autouse=True)
+def _sglang(monkeypatch):
+    arguments = ServerArgs(model_path="dummy")  # which is not looked for
+    arguments.sampling_backend, arguments.device, arguments.attention_backend = "pytorch", "cpu", "torch_native"
+    arguments.cuda_graph_config = None
+    get_context().set_server_args(arguments)
+    get_context().flags.sampling_backend = "pytorch"
+    monkeypatch.setattr(engines, "FAST", (*engines.FAST, "streaming"))
+    monkeypatch.setenv(settings.VARIABLE, "auto")
+    groups = ("tp", "pp", "moe_ep", "moe_dp", "moe_tp", "attn_tp", "attn_cp", "attn_dp")
+    one = {f"{group}_{what}": value for group in groups for what, value in (("size", 1), ("rank", 0))}
+    with get_parallel().override(**one), torch.inference_mode():
+        yield
+
+
+def test_signatures_and_hooks(monkeypatch):
+    """SGLang's own registry puts the hooks in."""
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.5.15.post1")
+    kinds = {name: getattr(importlib.import_module(module), name) for name, module in load._CLASSES.items()}
+    settings.check_signatures(kinds)
+    originals = ModelRunner.__dict__["load_model"], ForwardBatch.__dict__["init_new"]
+    register()
+    HookRegistry.apply_hooks()
+    try:
+        assert ModelRunner.load_model.__wrapped__ is originals[0]
+        assert ForwardBatch.init_new.__func__.__wrapped__ is originals[1].__func__
+        settings.check_signatures(kinds)
+    finally:
+        HookRegistry.reset()
+        ModelRunner.load_model, ForwardBatch.init_new = originals
+
+
+def test_the_fakes_have_nothing_that_sglang_has_not():
+    fields = {field.name for field in dataclasses.fields(ServerArgs)}
+    assert set(vars(fakes.server_args())) <= fields
+    params = SamplingParams()
+    for name, value in vars(fakes.SamplingParams()).items():
+        assert getattr(params, name) == value
+    assert fakes.TOP_K_ALL == TOP_K_ALL
+    zero, fake_zero = SamplingParams(temperature=0.0), fakes.SamplingParams(temperature=0.0)
+    assert (zero.temperature, zero.top_k) == (fake_zero.temperature, fake_zero.top_k)
+    assert set(vars(fakes.Req([], fakes.SamplingParams()))) <= set(vars(req_of()))
+    own = {"made", "prompt_logprobs", "input_ids"}
+    for fake, real in (
+        (fakes.SamplingBatchInfo, SamplingBatchInfo),
+        (fakes.ForwardBatch, ForwardBatch),
+        (fakes.LogitsMetadata, processors.LogitsMetadata),
+        (fakes.LogitsProcessorOutput, processors.LogitsProcessorOutput),
+    ):
+        assert {field.name for field in dataclasses.fields(fake)} - own <= {field.name for field in dataclasses.fields(real)}
+    for mode in fakes.ForwardMode:
+        assert ForwardMode[mode.name].is_decode() == mode.is_decode()
+    for capture in fakes.CaptureHiddenMode:
+        assert CaptureHiddenMode[capture.name].need_capture() == capture.need_capture()
+    tree = inspect.getsource(ModelRunner)
+    for name in ("is_generation", "is_draft_worker", "max_running_requests", "model_config", "sampler", "server_args"):
+        assert f"self.{name}" in tree
+    assert "if r.sampling_params.sampling_seed is not None\n                        else 42" in inspect.getsource(
+        SamplingBatchInfo
+    )
+    assert DETERMINISTIC_SEED == 42
+
+
+class Model(torch.nn.Module):
+    """With SGLang's own head and logits processor."""
+
+    def __init__(self, scale=None):
+        super().__init__()
+        self.lm_head = ParallelLMHead(V, D, params_dtype=torch.float32)
+        self.lm_head.weight.data.copy_(0.5 * torch.randn(self.lm_head.weight.shape, generator=torch.Generator().manual_seed(1)))
+        self.logits_processor = processors.LogitsProcessor(SimpleNamespace(vocab_size=V), logit_scale=scale)
+        self.states = None
+
+    def forward(self, input_ids, positions, forward_batch):
+        return self.logits_processor(input_ids, self.states, self.lm_head, forward_batch)
+
+
+def sampler_of():
+    """SGLang's, of one rank, without a process group."""
+    made = Sampler.__new__(Sampler)
+    torch.nn.Module.__init__(made)
+    made.rl_on_policy_target, made.enable_deterministic = None, False
+    made.use_log_softmax_logprob = made.use_ascend_backend = False
+    return made
+
+
+def runner_of(scale=None, fused=True):
+    """SGLang's ``ModelRunner`` as it is behind ``load_model``, as far as it samples."""
+    made = ModelRunner.__new__(ModelRunner)
+    made.model, made.sampler = Model(scale), sampler_of()
+    made.server_args, made.device, made.is_generation, made.is_draft_worker = get_context().server_args, "cuda", True, False
+    made.model_config = SimpleNamespace(use_ngram_embedding=False, vocab_size=V)
+    made.use_ngram_embedding = made.model_is_mrope = False
+    made.max_running_requests = 8
+    if fused:
+        load.after_load_model(None, made)
+        assert hasattr(made, "flashsampling"), made.flashsampling_refused
+        made.device = "cpu"
+        made.flashsampling.step.warm_up(8)
+        for batch in (scheduled(made, [req_of()], True), scheduled(made, [req_of()], False)):
+            step(made, batch, torch.randn(len(batch.input_ids), D))
+        assert made.flashsampling._proven == {True, False}
+        made.flashsampling._steps.clear()
+        made.flashsampling._reasons.clear()
+    made.device = "cpu"
+    return made
+
+
+TOKENIZER = SimpleNamespace(additional_stop_token_ids=None, eos_token_id=2)
+
+
+def req_of(return_logprob=False, top_logprobs_num=0, **params):
+    given = SamplingParams(**params)
+    given.normalize(TOKENIZER)
+    given.verify(V)
+    req = Req("r", "", list(PROMPT), given, return_logprob=return_logprob, top_logprobs_num=top_logprobs_num)
+    req.tokenizer = TOKENIZER
+    return req
+
+
+def scheduled(made, reqs, prefill, drawn=1):
+    """What of a ``ScheduleBatch`` SGLang reads to make a ``ForwardBatch``; the rest is None."""
+
+    class Batch(SimpleNamespace):
+        def __getattr__(self, name):
+            return None
+
+    lengths = torch.tensor([len(PROMPT) + (0 if prefill else drawn)] * len(reqs))
+    tokens = len(PROMPT) if prefill else 1
+    batch = Batch(
+        reqs=reqs,
+        device="cpu",
+        forward_mode=ForwardMode.EXTEND if prefill else ForwardMode.DECODE,
+        input_ids=torch.zeros(tokens * len(reqs), dtype=torch.int64),
+        seq_lens=lengths,
+        seq_lens_cpu=lengths,
+        extend_lens=[tokens] * len(reqs),
+        prefix_lens=[0] * len(reqs),
+        extend_num_tokens=tokens * len(reqs),
+        extend_logprob_start_lens=[tokens] * len(reqs),
+        return_logprob=any(req.return_logprob for req in reqs),
+        top_logprobs_nums=[req.logprob.top_logprobs_num for req in reqs],
+        token_ids_logprobs=[req.logprob.token_ids_logprob for req in reqs],
+        is_prefill_only=False,
+        return_hidden_states=False,
+        has_grammar=any(req.grammar for req in reqs),
+    )
+    batch.sampling_info = SamplingBatchInfo.from_schedule_batch(batch, V).copy_for_forward()
+    return batch
+
+
+def step(made, batch, states):
+    """A step of SGLang's worker, with its own ``ForwardBatch.init_new`` and ``ModelRunner.sample``."""
+    forward_batch = load.after_init_new(ForwardBatch.init_new(batch, made), ForwardBatch, batch, made)
+    made.model.states = states
+    output = made.model.forward(forward_batch.input_ids, forward_batch.positions, forward_batch)
+    return made.sample(output, forward_batch), output
+
+
+@pytest.mark.parametrize("prefill", [True, False], ids=["prefill", "decode"])
+@pytest.mark.parametrize("scale", [None, 2.5])
+def test_greedy_tokens_and_log_probabilities_are_sglangs(prefill, scale):
+    """With biases, min_new_tokens and temperatures; top tokens in SGLang's own lists."""
+    kinds = [
+        {"temperature": 0.0},
+        {"temperature": 0.0, "logit_bias": {"4": 3.0, "330": 9.0}},
+        {"temperature": 0.0, "min_new_tokens": 1, "stop_token_ids": [*range(0, V, 2)]},
+        {"temperature": 0.0, "min_new_tokens": 2, "stop_token_ids": [*range(0, V, 2)]},
+    ]
+    states = torch.randn(len(kinds) * (len(PROMPT) if prefill else 1), D, generator=torch.Generator().manual_seed(2))
+    got = []
+    for fused in (True, False):
+        made = runner_of(scale, fused)
+        reqs = [req_of(True, 0 if row else 3, **kind) for row, kind in enumerate(kinds)]
+        batch = scheduled(made, reqs, prefill)
+        if not prefill:  # a token was drawn, which SGLang's penalties count
+            info = SamplingBatchInfo.from_schedule_batch(batch, V)
+            info.penalizer_orchestrator.cumulate_output_tokens(torch.zeros(len(reqs), dtype=torch.int64))
+            batch.sampling_info = info.copy_for_forward()
+        got.append(step(made, batch, states))
+        if fused:
+            assert counters(made) == {"fused": 1, "left": 0, "split": 0, "reasons": {}, "undefined_rows": 0}
+    (tokens, output), (theirs, their_output) = got
+    assert tokens.tolist() == theirs.tolist()
+    torch.testing.assert_close(output.next_token_logprobs, their_output.next_token_logprobs, rtol=0, atol=1e-4)
+    for name in ("next_token_top_logprobs_val", "next_token_top_logprobs_idx"):
+        mine, other = getattr(output, name), getattr(their_output, name)
+        assert len(mine) == len(other) == len(kinds)
+        for row, other_row in zip(mine, other):
+            torch.testing.assert_close(row, other_row, rtol=0, atol=1e-4, check_dtype=False)
+
+
+@pytest.mark.parametrize("temperature", [0.4, 1.0, 2.0])
+def test_log_probabilities_at_a_temperature_are_sglangs(temperature):
+    """Of the same tokens: SGLang's sampler is told which ones it drew."""
+    states = torch.randn(4, D, generator=torch.Generator().manual_seed(3))
+    made, other = runner_of(), runner_of(fused=False)
+    reqs = [req_of(True, row, temperature=temperature) for row in range(4)]
+    tokens, output = step(made, scheduled(made, reqs, False), states)
+    other.sampler._sample_from_probs = lambda *args: tokens.clone()
+    _, their_output = step(other, scheduled(other, reqs, False), states)
+    torch.testing.assert_close(output.next_token_logprobs, their_output.next_token_logprobs, rtol=0, atol=1e-4)
+    for row in range(4):
+        mine, theirs = output.next_token_top_logprobs_val[row], their_output.next_token_top_logprobs_val[row]
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-4)
+        assert output.next_token_top_logprobs_idx[row].tolist() == their_output.next_token_top_logprobs_idx[row].tolist()
+
+
+@pytest.mark.parametrize(
+    "kind", [{}, {"top_k": 7}, {"top_p": 0.7}, {"min_p": 0.1}, {"logit_bias": {"4": 2.0}}, {"temperature": 1.6, "top_p": 0.8}]
+)
+def test_the_distribution_is_sglangs(kind):
+    """Chi-square of 4096 seeds' tokens against what SGLang's own sampler draws from."""
+    from scipy import stats
+
+    draws = 4096
+    made, other = runner_of(), runner_of(fused=False)
+    state = 0.7 * torch.randn(1, D, generator=torch.Generator().manual_seed(4))
+    reqs = [req_of(sampling_seed=seed, **kind) for seed in range(draws)]
+    tokens, _ = step(made, scheduled(made, reqs, False), state.repeat(draws, 1))
+    assert counters(made)["fused"] == 1
+    seen = []
+    original = samplers.torch.multinomial
+
+    def watched(probs, num_samples):
+        seen.append(probs.clone())
+        return original(probs, num_samples)
+
+    samplers.torch.multinomial = watched
+    try:
+        step(other, scheduled(other, reqs[:1], False), state)
+    finally:
+        samplers.torch.multinomial = original
+    (probs,) = seen
+    if kind.keys() & {"top_k", "top_p", "min_p"}:  # sorted, there
+        logits = (state @ other.model.lm_head.weight.T)[:, :V]
+        order = (logits / reqs[0].sampling_params.temperature).softmax(-1).sort(dim=-1, descending=True).indices
+        probs = torch.zeros_like(probs).scatter_(1, order, probs)
+    wanted = draws * probs[0].double() / probs[0].double().sum()
+    counts = torch.bincount(tokens, minlength=V).double()
+    assert not counts[wanted == 0].any()
+    common = wanted >= 5
+    got = torch.cat((counts[common], counts[~common].sum()[None]))
+    expected = torch.cat((wanted[common], wanted[~common].sum()[None]))
+    keep = expected > 0
+    assert int(keep.sum()) > 3
+    assert stats.chisquare(got[keep].numpy(), expected[keep].numpy()).pvalue > 1e-4
+
+
+def test_what_is_left_goes_sglangs_way():
+    """With its own penalties, and its own argmax."""
+    made, other = runner_of(), runner_of(fused=False)
+    states = torch.randn(3, D, generator=torch.Generator().manual_seed(5))
+    reqs = [req_of(temperature=0.0, repetition_penalty=1.5), req_of(temperature=0.0), req_of(sampling_seed=3)]
+    tokens, output = step(made, scheduled(made, reqs, False), states.clone())
+    theirs, _ = step(other, scheduled(other, reqs, False), states.clone())
+    assert tokens[:2].tolist() == theirs[:2].tolist()
+    alone, _ = step(made, scheduled(made, reqs[2:], False), states[2:].clone())
+    assert int(tokens[2]) == int(alone)
+    assert counters(made) == {"fused": 1, "left": 0, "split": 1, "reasons": {"penalties": 1}, "undefined_rows": 0}
+    assert output.hidden_states is None
+
+
+def test_a_grammar_of_xgrammar():
+    """Bits as XGrammar allocates them, which is SGLang's default."""
+    from xgrammar import allocate_token_bitmask
+
+    class Grammar:
+        finished = False
+
+        def is_terminated(self):
+            return False
+
+        def allocate_vocab_mask(self, vocab_size, batch_size, device):
+            return allocate_token_bitmask(batch_size, vocab_size)
+
+        def fill_vocab_mask(self, vocab_mask, row):
+            vocab_mask[row] = 0
+            vocab_mask[row, 3] = 1 << 5
+
+        def move_vocab_mask(self, vocab_mask, device):
+            return vocab_mask
+
+        def apply_vocab_mask(self, logits, vocab_mask):
+            raise AssertionError
+
+    made = runner_of()
+    reqs = [req_of(sampling_seed=1), req_of(sampling_seed=2), req_of(sampling_seed=3)]
+    reqs[1].grammar = Grammar()
+    states = torch.randn(3, D)
+    tokens, _ = step(made, scheduled(made, reqs, False), states)
+    assert int(tokens[1]) == 3 * 32 + 5
+    assert counters(made)["fused"] == 1
+    alone, _ = step(made, scheduled(made, reqs[:1], False), states[:1])
+    assert int(tokens[0]) == int(alone)
+
+
+def test_a_request_keeps_what_was_noted():
+    made, req = runner_of(), req_of()
+    first = noted_of(req, made.flashsampling.rules)
+    assert noted_of(req, made.flashsampling.rules) is first
+    assert noted_of(req_of(), made.flashsampling.rules).row.seed != first.row.seed
+
+
+def test_heads_and_quantisation():
+    model = Model()
+    layers = head.Layers(processors.LogitsProcessor, VocabParallelEmbedding, UnquantizedEmbeddingMethod)
+    made = head.head_of(model, layers)
+    assert made.vocab_size == V
+    assert made.weight.shape[0] > V  # padded
+    assert head.check_speed(made) == "streaming"

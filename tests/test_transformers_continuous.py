@@ -1,0 +1,259 @@
+"""transformers' continuous batching with the fused step, on a CPU: its own scheduler, cache and thread, tiny random models."""
+
+import math
+import time
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("flashsampling.integrations.transformers.continuous", exc_type=ImportError)
+
+import transformers
+from transformers import ContinuousBatchingConfig, GenerationConfig, GraniteConfig, LlamaConfig
+
+import flashsampling
+from flashsampling.integrations.transformers import continuous, generate
+from flashsampling.integrations.transformers.continuous import FusedBatchingManager, generate_batch
+
+V, D = 331, 32
+PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8], [9, 10] * 9, [3]]
+SEEDS = [5, -6, 2**63 - 1, 2**64 - 1]
+SIZES = dict(
+    vocab_size=V, hidden_size=D, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
+)
+
+
+def llama():
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(LlamaConfig(**SIZES, max_position_embeddings=256)).eval()
+    model.lm_head.weight.data.normal_(generator=torch.Generator().manual_seed(1))  # so that tokens are not all as likely
+    return model
+
+
+def granite():
+    torch.manual_seed(0)
+    model = transformers.GraniteForCausalLM(GraniteConfig(**SIZES, logits_scaling=0.125, tie_word_embeddings=False)).eval()
+    model.lm_head.weight.data.normal_(std=0.1, generator=torch.Generator().manual_seed(1))
+    return model
+
+
+def config_of(**given):
+    return GenerationConfig(**{"do_sample": True, "max_new_tokens": 6, "eos_token_id": -1, "top_k": 0} | given)
+
+
+def batching(**given):
+    return ContinuousBatchingConfig(**{"num_blocks": 64, "max_batch_tokens": 64, "per_request_processors": True} | given)
+
+
+@torch.no_grad()
+def drawn(model, prompt, seed, count, **request):
+    """By one step after the other, each over the whole sequence: no cache, no batch, an ``LMHeadSampler`` of one row."""
+    sampler = flashsampling.LMHeadSampler(model.lm_head.weight, max_batch_size=1)
+    sampler.reset([seed if seed < 2**63 else seed - 2**64])
+    scale = getattr(model.config, "logits_scaling", None)
+    if scale is not None:
+        request["logit_scale"] = 1 / scale
+    tokens: list[int] = []
+    logprobs: list[float] = []
+    for _ in range(count):
+        states = model.model(torch.tensor([[*prompt, *tokens]], device=model.device)).last_hidden_state[:, -1]
+        out = sampler(states, return_logprobs=True, **request)
+        tokens.append(int(out.token_ids))
+        logprobs.append(float(out.processed_logprobs))
+    return tokens, logprobs
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "temperature": {"temperature": 0.6},
+    "top_k": {"top_k": 5},
+    "top_p": {"top_p": 0.6, "temperature": 1.5},
+    "min_p": {"min_p": 0.1},
+    "all": {"temperature": 1.3, "top_k": 40, "top_p": 0.9, "min_p": 0.01},
+    "greedy": {"do_sample": False},
+}
+
+
+@pytest.mark.parametrize(("kind", "per_request"), [*((kind, True) for kind in KINDS), ("all", False), ("greedy", False)])
+def test_tokens_and_logprobs_are_the_samplers(kind, per_request):
+    outputs = generate_batch(
+        llama(),
+        PROMPTS,
+        config_of(**KINDS[kind]),
+        seeds=SEEDS,
+        continuous_batching_config=batching(return_logprobs=True, per_request_processors=per_request),
+    )
+    asked = {name: value for name, value in KINDS[kind].items() if name != "do_sample"}
+    if kind == "greedy":
+        asked["temperature"] = 0.0
+    for prompt, seed, output in zip(PROMPTS, SEEDS, outputs):
+        tokens, logprobs = drawn(llama(), prompt, seed, 6, **asked)
+        assert output.generated_tokens == tokens
+        torch.testing.assert_close(output.logprobs, logprobs, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_tokens_are_those_of_generate(attention):
+    config = config_of(temperature=0.9, top_p=0.95)
+    model = llama()
+    model.set_attn_implementation(attention)
+    outputs = generate_batch(model, PROMPTS[:2], config, seeds=SEEDS[:2], continuous_batching_config=batching())
+    for prompt, seed, output in zip(PROMPTS, SEEDS, outputs):
+        settings = GenerationConfig(do_sample=True, max_new_tokens=6, temperature=0.9, top_p=0.95, top_k=0, pad_token_id=0)
+        ids = llama().generate(torch.tensor([prompt]), generation_config=settings, custom_generate=generate, seeds=[seed])
+        assert output.generated_tokens == ids[0, len(prompt) :].tolist()
+
+
+def test_a_model_that_scales_its_logits():
+    (output,) = generate_batch(granite(), PROMPTS[:1], config_of(), seeds=[3], continuous_batching_config=batching())
+    assert output.generated_tokens == drawn(granite(), PROMPTS[0], 3, 6)[0]
+    assert output.generated_tokens != drawn(granite(), PROMPTS[0], 3, 6, temperature=8.0)[0]  # and the scale matters
+
+
+def results_of(manager, names):
+    done: dict[str, list[int]] = {}
+    until = time.monotonic() + 60
+    while len(done) < len(names):
+        assert time.monotonic() < until
+        result = manager.get_result(timeout=1)
+        if result is not None and result.is_finished():
+            assert result.error is None
+            done[result.request_id] = result.generated_tokens
+    return done
+
+
+ON_A_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs and asynchronous batches")
+
+
+@pytest.mark.parametrize(
+    ("device", "given"),
+    [
+        ("cpu", {}),
+        pytest.param("cuda", {"use_cuda_graph": False}, marks=ON_A_GPU),
+        pytest.param("cuda", {"use_cuda_graph": True}, marks=ON_A_GPU),
+        pytest.param("cuda", {"use_cuda_graph": True, "use_async_batching": True}, marks=ON_A_GPU),
+    ],
+)
+def test_requests_join_and_leave(device, given):
+    """With prompts in several parts, more requests than a step takes, of several lengths, each with parameters of its own."""
+    config = config_of(temperature=0.9, top_k=50, top_p=0.99)
+    manager = FusedBatchingManager(llama().to(device), config, batching(max_batch_tokens=8, max_requests_per_batch=4, **given))
+    requests = {
+        f"r{row}": (PROMPTS[row % 4], 100 + row, 2 + row % 5, {"temperature": 0.5 + 0.2 * row, "top_k": 3 + row, "top_p": 0.8})
+        for row in range(10)
+    }
+    requests["default"] = (PROMPTS[2], 77, 5, {})
+    manager.warmup()
+    manager.start()
+    try:
+        for row, (name, (prompt, seed, count, asked)) in enumerate(requests.items()):
+            manager.add_request(prompt, name, count, seed=seed, **asked)
+            if row % 3 == 0:
+                time.sleep(0.05)  # others are on their way by then
+        done = results_of(manager, requests)
+        assert manager.undefined_rows == 0
+    finally:
+        manager.stop(block=True, timeout=5)
+        manager.destroy()
+    for name, (prompt, seed, count, asked) in requests.items():
+        asked = asked or {"temperature": 0.9, "top_k": 50, "top_p": 0.99}
+        assert done[name] == drawn(llama().to(device), prompt, seed, count, **asked)[0], name
+
+
+def test_requests_without_a_seed_get_one_each():
+    model = llama()
+    model.lm_head.weight.data.zero_()
+    outputs = generate_batch(model, [PROMPTS[0]] * 6, config_of(), continuous_batching_config=batching())
+    assert len({tuple(output.generated_tokens) for output in outputs}) == 6
+
+
+def test_the_model_says_where_sequences_end_if_the_configuration_does_not():
+    """As in ``model.generate_batch``."""
+    model = llama()
+    whole, _ = drawn(model, PROMPTS[0], SEEDS[0], 6)
+    model.config.eos_token_id = whole[2]
+    given = {"seeds": SEEDS[:1], "continuous_batching_config": batching()}
+    (short,) = generate_batch(model, PROMPTS[:1], config_of(eos_token_id=None), **given)
+    assert short.generated_tokens == whole[: whole.index(whole[2]) + 1]
+
+
+def test_no_logits_are_made(monkeypatch):
+    """The head is given no positions; the model as it was before and after gives logits."""
+    model, rows = llama(), []
+    linear = torch.nn.functional.linear
+
+    def counted(input, weight, bias=None):
+        if weight is model.lm_head.weight:
+            rows.append(input.shape[:-1].numel())
+        return linear(input, weight, bias)
+
+    FusedBatchingManager(model, config_of(), batching()).destroy()  # which looks at the model once
+    monkeypatch.setattr(torch.nn.functional, "linear", counted)
+    generate_batch(model, PROMPTS, config_of(), continuous_batching_config=batching())
+    assert len(rows) >= 6
+    assert not any(rows)
+
+
+def test_a_token_without_a_score():
+    model = llama()
+    manager = FusedBatchingManager(model, config_of(), batching())
+    assert manager.undefined_rows == 0
+    model.model.norm.weight.data.fill_(math.nan)
+    manager.destroy()
+    with pytest.raises(RuntimeError, match="6 tokens had no finite score"):
+        generate_batch(model, PROMPTS[:1], config_of(), continuous_batching_config=batching())
+
+
+def test_nothing_to_do():
+    assert generate_batch(llama(), [], config_of()) == []
+
+
+REFUSED = {
+    "RepetitionPenaltyLogitsProcessor in continuous batching is not what the fused step does": {"repetition_penalty": 1.2},
+    "TypicalLogitsWarper in continuous batching": {"typical_p": 0.5},
+    "NoRepeatNGramLogitsProcessor in continuous batching": {"no_repeat_ngram_size": 2},
+    "num_return_sequences must be 1": {"num_return_sequences": 2},
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_configurations_that_are_refused(words):
+    with pytest.raises(ValueError, match=words):
+        FusedBatchingManager(llama(), config_of(**REFUSED[words]), batching())
+
+
+def test_what_else_is_refused(monkeypatch):
+    with pytest.raises(ValueError, match="seeds must be one per prompt, 4, got 1"):
+        generate_batch(llama(), PROMPTS, config_of(), seeds=[1])
+    with pytest.raises(TypeError, match="must be a transformers causal LM"):
+        FusedBatchingManager(torch.nn.Linear(2, 2), config_of(), batching())
+    compiled = transformers.generation.configuration_utils.CompileConfig()
+    with pytest.raises(ValueError, match=r"torch\.compile of continuous batching's step"):
+        FusedBatchingManager(llama(), config_of(), batching(varlen_compile_config=compiled))
+    manager = FusedBatchingManager(llama(), config_of(), batching())
+    with pytest.raises(ValueError, match="seed must be None for 4 requests, which would share noise"):
+        manager.add_requests(PROMPTS, seed=1)
+    for seed in (2**64, -(2**63) - 1):
+        with pytest.raises(ValueError, match="seed must have 64 bits"):
+            manager.add_request(PROMPTS[0], seed=seed)
+    with pytest.raises(TypeError, match="seed must be an int, got float"):
+        manager.add_request(PROMPTS[0], seed=1.5)
+    manager.destroy()
+    model = llama()
+    model._device_mesh = object()
+    with pytest.raises(ValueError, match="over several devices"):
+        FusedBatchingManager(model, config_of(), batching())
+    model = llama()
+    model.lm_head.register_forward_hook(lambda *args: None)
+    with pytest.raises(ValueError, match="forward hook"):
+        FusedBatchingManager(model, config_of(), batching())
+    monkeypatch.setattr(continuous, "_SIGNATURES", ((continuous._check_release, "self"),))
+    with pytest.raises(ValueError, match=r"_check_release of transformers .* takes , not self as that of 5\.23"):
+        FusedBatchingManager(llama(), config_of(), batching())
+
+
+def test_a_failed_request_is_an_error():
+    with pytest.raises(RuntimeError, match=r"of 2 requests failed: prompt 0: index out of range"):
+        generate_batch(llama(), [[1, 2], [V + 5]], config_of(), continuous_batching_config=batching())
