@@ -21,6 +21,8 @@ One that knows shards does them with what a request asks for in two parts, betwe
                                        at least the row's ``limit``, (B,) int64; ``NO_FINITE`` where there is none. Of rows
                                        with a NaN anything
 
+What ends where in between, the functions of ``distributed.limits`` find, or those of another module of that kind.
+
 It is imported when it is first asked, and only where the packages that it needs are installed.
 """
 
@@ -80,6 +82,7 @@ class Backend:
         sharded: it can be told of a shard, so it serves under tensor parallelism.
         exchanges: its kernel does the exchange of the transport ``p2p`` itself.
         asked_needs: packages, for steps that ask for anything.
+        shard_limits: the module that finds where filters end in rows over several ranks.
     """
 
     def __init__(
@@ -91,9 +94,10 @@ class Backend:
         sharded: bool,
         exchanges: bool = False,
         asked_needs: tuple[Package, ...] = (),
+        shard_limits: str = "distributed.limits",
     ) -> None:
         self.name, self.needs, self.chosen_on, self.sharded, self.exchanges = name, needs, chosen_on, sharded, exchanges
-        self.asked_needs = asked_needs
+        self.asked_needs, self._shard_limits = asked_needs, shard_limits
 
     @functools.cached_property
     def missing(self) -> str | None:
@@ -109,6 +113,11 @@ class Backend:
     def module(self) -> ModuleType:
         """Imported at the first use."""
         return importlib.import_module(f".impl.{self.name}", __package__)
+
+    @functools.cached_property
+    def shard_limits(self) -> ModuleType:
+        """Imported at the first use."""
+        return importlib.import_module(f".{self._shard_limits}", __package__)
 
     def unsupported(self, step: Step) -> str | None:
         """Why it cannot do a step here, or None."""
@@ -165,8 +174,9 @@ _TABLE = (
         sharded=True,
         exchanges=True,
         asked_needs=(_TRITON,),  # which picks from the logits that the kernel leaves
+        shard_limits="impl.triton.limits",
     ),
-    Backend("triton", needs=(_TRITON,), chosen_on="cuda", sharded=True, exchanges=True),
+    Backend("triton", needs=(_TRITON,), chosen_on="cuda", sharded=True, exchanges=True, shard_limits="impl.triton.limits"),
     Backend("streaming", chosen_on="any", sharded=True),
     Backend("reference", chosen_on=None, sharded=False),
 )

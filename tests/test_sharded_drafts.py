@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flashsampling import VerifyOutput, exchange, noise, ops, verify
+from flashsampling.backends import BACKENDS
 from flashsampling.distributed import TensorParallel, limits, rejection
 from flashsampling.distributed.message import HEADER, Hashes, difference
 from flashsampling.distributed.p2p import PeerToPeer
@@ -319,7 +320,7 @@ def test_how_many_messages():
     drafted = Drafted(ids, rows, places, None)
     for asked, room, messages in (
         (PLAIN, 4096, 3),
-        (PLAIN, 12, 1 + 2 + 1),  # 12 words, 12 + 8, 8
+        (PLAIN, 12, 2 + 2 + 1),  # 2 * 12 words, 12 + 8, 8
         (Asked(top_k=20, top_p=0.9), 12 * 20, 4),
         (Asked(top_k=torch.ones(12, dtype=torch.int64)), 256 * 12, 3 + 4),
     ):
@@ -472,8 +473,6 @@ def test_a_failed_step_has_no_token():
         def end(self) -> Tensor:
             return torch.tensor(True)
 
-    from tests.test_sharded_requests import OneAtATime
-
     generator = torch.Generator().manual_seed(1)
     ids, rows = torch.tensor([[5, 6], [7, 69], [1, 2]]), torch.arange(9).view(3, 3)
     drafted = Drafted(ids, rows, torch.arange(6).view(3, 2), torch.rand(6, 70))
@@ -481,7 +480,7 @@ def test_a_failed_step_has_no_token():
         step = flat(9, 70, asked, drafted=drafted)
         transport: Any = Failed()
         mine = step._replace(weight=step.weight[:40], vocab_size=40)
-        backend: Any = OneAtATime("streaming")
+        backend = BACKENDS["streaming"]
         for _ in range(3):
             drawn = rejection.reject(Part(transport, backend, [(0, 40), (40, 60), (60, 70)], 0, 70), mine)
             assert drawn.ids.tolist() == [-1] * 3 + [0] * 3

@@ -27,17 +27,25 @@ from tests.test_requests import differences, parts_of
 
 
 class Board:
-    """Where as many threads meet."""
+    """Where as many threads meet. Only one of them is at work at a time, as Triton's interpreter is not made for several."""
 
     def __init__(self, ranks: int) -> None:
         self.barrier, self.words = threading.Barrier(ranks, timeout=60), [torch.empty(0)] * ranks
+        self.at_work = threading.Lock()
 
     def swap(self, rank: int, words: Tensor) -> Tensor:
         self.words[rank] = words.clone()
-        self.barrier.wait()
+        self.wait()
         out = torch.stack(self.words)  # RuntimeError if the ranks do not send as much
-        self.barrier.wait()
+        self.wait()
         return out
+
+    def wait(self) -> None:
+        self.at_work.release()
+        try:
+            self.barrier.wait()
+        finally:
+            self.at_work.acquire()
 
 
 class Transport:
@@ -60,31 +68,15 @@ class Transport:
         pass
 
 
-class OneAtATime:
-    """A backend of which one thread at a time is in: Triton's interpreter is not made for several."""
-
-    lock = threading.Lock()
-
-    def __init__(self, name: str) -> None:
-        self.module, self._module = self, BACKENDS[name].module
-
-    def shard_logits(self, *arguments: Any) -> Any:
-        with self.lock:
-            return self._module.shard_logits(*arguments)
-
-    def shard_winners(self, *arguments: Any) -> Any:
-        with self.lock:
-            return self._module.shard_winners(*arguments)
-
-
 def run(step: Step, ranges: list[tuple[int, int]], impl: str = "streaming", room: int = 2048) -> tuple[Drawn, int]:
     """What every rank gives, the same bits, and in how many messages."""
     board, outs, errors = Board(len(ranges)), {}, []
     transports = [Transport(board, rank, room) for rank in range(len(ranges))]
 
     def work(rank: int, first: int, last: int) -> None:
+        board.at_work.acquire()
         try:
-            part = Part(transports[rank], OneAtATime(impl), ranges, rank, step.vocab_size)
+            part = Part(transports[rank], BACKENDS[impl], ranges, rank, step.vocab_size)
             asked = step.asked
             if asked.bias is not None:
                 asked = asked._replace(bias=asked.bias[first:last])
@@ -94,6 +86,8 @@ def run(step: Step, ranges: list[tuple[int, int]], impl: str = "streaming", room
         except BaseException as error:
             errors.append(error)
             board.barrier.abort()
+        finally:
+            board.at_work.release()
 
     threads = [threading.Thread(target=work, args=(rank, *ends)) for rank, ends in enumerate(ranges)]
     for thread in threads:
@@ -421,7 +415,7 @@ class Stub:
     room = 2048
 
     def __init__(self, hashes: Hashes) -> None:
-        self.module, self.hashes = self, hashes
+        self.module, self.shard_limits, self.hashes = self, limits, hashes
 
     def begin(self, step: Step) -> None:
         self.hashes.of_request(step)

@@ -14,7 +14,8 @@ COMPILE = """
 import sys
 import torch
 from flashsampling.exchange import PACKED, Shard
-from flashsampling.impl.triton import rounds, shards
+from flashsampling.distributed.limits import Scale, Shards
+from flashsampling.impl.triton import limits, rounds, shards
 from flashsampling.step import Asked, Step
 from tests.triton_target import compile_only
 
@@ -39,11 +40,24 @@ one = ints(1, dtype=torch.int64)
 rounds.swap(1 << 40, ints(4096, dtype=torch.int64), 8, one, one, step)
 rounds.swap(1 << 40, ints(4096, dtype=torch.int64)[1:4], 8, one, ints(2, dtype=torch.int64)[1:], step)
 assert compiled.pop() is compiled[-1]  # of no other alignment, as other ranks may wait by then
-for kernel in compiled:
+scale, parts = Scale(torch.zeros(2), torch.ones(2), 1 << 45), Shards(1, [(0, first), (first, first + vocab)], 512)
+
+def meet(words):
+    return torch.zeros(2, *words.shape, dtype=torch.int64)
+
+for top_k in (20, 128):
+    _, keys = limits.highest(step, logits, True)
+    limits.of_few(meet, logits, keys, top_k, 0.9, scale, parts)
+limit = limits.of_top_k(meet, logits, ints(2), scale, first + vocab, parts)
+limits.of_top_p(meet, logits, scale, torch.ones(2), limit, first + vocab, parts)
+limits.of_top_p(meet, logits, scale, 0.5, None, first + vocab, parts)
+limits.of_min_p(logits, scale, 0.5)
+different = {kernel.hash: kernel for kernel in compiled}
+for kernel in different.values():
     assert kernel.metadata.shared <= 48 * 1024
     usage = kernel.asm["cubin"]
     print(kernel.metadata.name, len(usage))
-assert len(compiled) == 5
+assert len(different) == 5 + 12, len(different)  # a width of digits, a place of a row compile nothing
 """
 
 

@@ -23,7 +23,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..exchange import NAN
+from ..impl import filters
 from ..impl.filters import column, keys_of, places_of, relative, values_of
+from ..step import Step
 
 FEW = 128  # tokens, at most, of which a rank sends the places: no more messages than a search takes
 LOWEST, HIGHEST = -(2**63), 2**63 - 1  # places: all tokens are kept, none
@@ -105,6 +108,11 @@ class _Found(NamedTuple):
     there: Tensor  # (ranks, B) int64: how many each rank has
 
 
+def digit_width(room: int, batch: int) -> int:
+    """Bits of a search's digits, all of whose amounts fit one message."""
+    return min(_DIGIT, (room // batch).bit_length() - 1)
+
+
 def _histogram(keys: Tensor, amounts: Tensor | None, prefix: Tensor, done: int, width: int) -> Tensor:
     """(B, 2**width) int64: the next digit's amounts, 1 each if None; from the highest digit down."""
     shift, last = 32 - done - width, (1 << width) - 1
@@ -130,7 +138,7 @@ def _search(
 ) -> _Found:
     """The token with which the amounts, in the row's order, reach the target."""
     batch, device = len(keys), keys.device
-    digit = min(_DIGIT, (room // batch).bit_length() - 1)
+    digit = digit_width(room, batch)
     prefix = torch.zeros(batch, dtype=torch.int64, device=device)
     left, done = prefix, 0
     while done < 32:
@@ -171,10 +179,35 @@ def _limit(found: _Found, keys: Tensor, shards: Shards) -> Tensor:
     return torch.where(mine > 0, places_of(found.key, last), found.key + 1 << 31)
 
 
-def is_kept(keys: Tensor, limit: Tensor, first_token: int) -> Tensor:
+def is_kept(logits: Tensor, limit: Tensor, first_token: int) -> Tensor:
     """(B, n) bool: which of a shard's tokens are at the limit (B,) or before it."""
-    ids = torch.arange(first_token, first_token + keys.shape[1], device=keys.device)
-    return by_rows(lambda keys, limit: places_of(keys, ids) >= limit[:, None], keys, limit)
+    ids = torch.arange(first_token, first_token + logits.shape[1], device=logits.device)
+    return by_rows(lambda logits, limit: places_of(keys_of(logits), ids) >= limit[:, None], logits, limit)
+
+
+def highest(
+    local: Step,
+    logits: Tensor,  # (B, n) float32, the processed ones of a shard
+    few: bool,  # ``of_few`` follows
+) -> tuple[Tensor, Tensor | None]:
+    """(B, 2) int64: the highest logit and its token as ``exchange.pack`` has them, 0 if none is above -inf; and 1 if one is
+    finite, else 0. Also what ``of_few`` wants to know of it. NaN too where a score will be: an infinite logit over an infinite
+    temperature, or a temperature that is none."""
+    first, (batch, columns) = local.shard.first_token, logits.shape
+    if columns == 0:
+        return torch.zeros((batch, 2), dtype=torch.int64, device=logits.device), None
+    ids = torch.arange(first, first + columns, device=logits.device)
+    best = by_rows(lambda logits: places_of(keys_of(logits), ids).amax(dim=1), logits)
+    value = values_of(best >> 31)
+    finite = by_rows(lambda logits: logits.isfinite().any(dim=1), logits)
+    infinite = logits.isinf()
+    allowed = filters.allowed(local.asked, columns)
+    if allowed is not None:
+        infinite &= allowed
+    temperature = local.rows().temperature
+    undefined = value.isnan() | temperature.isnan() | (temperature.isposinf() & infinite.any(dim=1))
+    words = (best + (2**31 << 31)).masked_fill(value.isneginf(), 0).masked_fill(undefined, NAN)
+    return torch.stack([words, finite.long()], dim=1), None
 
 
 def highest_places(
@@ -199,6 +232,7 @@ def highest_of_all(
 def of_few(
     meet: Meet,
     logits: Tensor,  # (B, n) float32, of this rank's tokens
+    known: Tensor | None,  # what ``highest`` found
     top_k: int,  # up to FEW, and below the vocabulary's size
     top_p: Tensor | float,
     scale: Scale,
@@ -224,12 +258,14 @@ def _wanted(
 
 def of_top_k(
     meet: Meet,
-    keys: Tensor,  # (B, n) int32, of this rank's tokens
+    logits: Tensor,  # (B, n) float32, of this rank's tokens
     top_k: Tensor | int,
+    scale: Scale,
     vocab_size: int,  # the whole one
     shards: Shards,
 ) -> Tensor:
     """(B,) int64 limits of top-k, ``LOWEST`` where it is off."""
+    keys = keys_of(logits)
     k = column(top_k, keys.device, torch.int64)[:, 0].long().expand(len(keys))
     on = (k > 0) & (k < vocab_size)
     wanted = torch.where(on, k, 1)
@@ -239,37 +275,36 @@ def of_top_k(
 
 def of_top_p(
     meet: Meet,
-    keys: Tensor,  # (B, n) int32, of this rank's tokens
-    masses: Tensor,  # (B, n) int64, theirs; written to
+    logits: Tensor,  # (B, n) float32, of this rank's tokens
     scale: Scale,
     top_p: Tensor | float,
     limit: Tensor | None,  # (B,) int64, of top-k; None: it keeps all
+    vocab_size: int,  # the whole one
     shards: Shards,
 ) -> Tensor:
-    """(B,) int64 limits of top-p over what top-k keeps, ``LOWEST`` where it is off."""
+    """(B,) int64 limits of top-p over what top-k keeps, which may be that of top-k where it is off, or ``LOWEST``."""
+    keys, masses, counted = keys_of(logits), scale.of(logits), None
     p = column(top_p, keys.device)[:, 0].double().expand(len(keys))
-    counted = None
     if limit is not None:
-        counted = is_kept(keys, limit, shards.first)
+        counted = is_kept(logits, limit, shards.first)
         masses = masses.masked_fill_(~counted, 0)
     found = _search(meet, keys, masses, lambda mass: _wanted(p, mass), counted, scale, shards.room)
     return torch.where(p < 1, _limit(found, keys, shards), LOWEST)
 
 
 def of_min_p(
-    keys: Tensor,  # (B, n) int32
     logits: Tensor,  # (B, n) float32
     scale: Scale,
     min_p: Tensor | float,
 ) -> Tensor:
     """(B,) int64 limits of min-p, but for the first token, which it always keeps; ``LOWEST`` where it is off."""
-    ratio = column(min_p, keys.device)[:, 0].double().expand(len(keys))
-    if keys.shape[1] == 0:
+    ratio = column(min_p, logits.device)[:, 0].double().expand(len(logits))
+    if logits.shape[1] == 0:
         return torch.full_like(ratio, LOWEST, dtype=torch.int64)
 
-    def least(logits: Tensor, keys: Tensor, top: Tensor, temperature: Tensor, ratio: Tensor) -> Tensor:
+    def least(logits: Tensor, top: Tensor, temperature: Tensor, ratio: Tensor) -> Tensor:
         passes = relative(logits, temperature, top[:, None]).exp() >= ratio[:, None]
-        return torch.where(passes, keys.long() << 31, HIGHEST).amin(dim=1)
+        return torch.where(passes, keys_of(logits).long() << 31, HIGHEST).amin(dim=1)
 
-    limits = by_rows(least, logits, keys, scale.top, scale.temperature, ratio)
+    limits = by_rows(least, logits, scale.top, scale.temperature, ratio)
     return torch.where(ratio > 0, limits, LOWEST)

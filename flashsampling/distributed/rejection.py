@@ -97,7 +97,7 @@ def _at(kept: Kept, rows: Tensor) -> Kept:
     some = _spread(processed.index_select(0, rows), processed.stride(0))
     return Kept(
         local._replace(hidden_states=some, asked=PLAIN, **of_rows),
-        kept.logits._replace(raw=some, processed=some, keys=keys_of(some)),
+        kept.logits._replace(raw=some, processed=some),
         kept.limit.index_select(0, rows),
         kept.scale.at(rows),
         kept.first.index_select(0, rows),
@@ -139,7 +139,7 @@ def _left(ends: Kept, mass: Tensor, refused: Tensor, probs: Tensor | None, place
     for begins in range(0, batch, at_once):
         some = slice(begins, begins + at_once)
         scale = Scale(ends.scale.top[some], ends.scale.temperature[some], ends.scale.unit)
-        kept = limits.is_kept(ends.logits.keys[some], ends.limit[some], first)
+        kept = limits.is_kept(processed[some], ends.limit[some], first)
         p = torch.where(kept, scale.share(processed[some]), 0.0) / mass[some, None]
         p = torch.where(is_greedy[some, None], (tokens == ends.first[some, None]).double(), p)
         if probs is None:

@@ -5,7 +5,7 @@ host before the first and the same on all ranks; after each one all have what al
 from it, in integers or by sums in the order of the ranks:
 
     round       words per row of each rank
-    highest     the highest processed logit as a packed winner: is there a NaN, is anything finite, the row's first token
+    highest     the highest processed logit and its token, or that there is a NaN; whether anything is finite
     few         if one small k is all rows': the places of the shard's first k tokens, which tell of top-p too (``limits``)
     top-k       else, if a row may have it: how many tokens for each value of a digit, once per digit
     top-p       likewise: their masses; in the last digit how many tokens
@@ -31,7 +31,7 @@ from .. import exchange
 from ..backends import Backend
 from ..exchange import NAN, NO_TOKEN, Shard
 from ..impl import filters
-from ..impl.filters import keys_of, places_of, values_of
+from ..impl.filters import values_of
 from ..step import Asked, Drawn, Step, layout
 from . import limits
 from .limits import Meet, Scale, Shards, by_rows
@@ -58,7 +58,6 @@ class _Logits(NamedTuple):
 
     raw: Tensor  # (B, n) float32
     processed: Tensor  # (B, n) float32
-    keys: Tensor  # (B, n) int32, of the processed ones
 
 
 class Kept(NamedTuple):
@@ -116,67 +115,51 @@ def prepare(part: Part, step: Step) -> tuple[Meet, Kept]:
         raw, processed = part.backend.module.shard_logits(local)
     else:
         raw = processed = torch.empty((batch, 0), dtype=torch.float32, device=device)
-    logits = _Logits(raw, processed, keys_of(processed))
+    logits = _Logits(raw, processed)
 
     def meet(words: Tensor) -> Tensor:
         messages = [transport.swap(some, step) for some in words.contiguous().view(-1).split(transport.room)]
         return torch.cat(messages, dim=1).view(-1, *words.shape)
 
-    highest = meet(_highest(logits.keys, processed, local)[:, None])[:, :, 0]
-    first_place, defined = _first(highest, step.asked)
+    few = isinstance(asked.top_k, int) and 0 < asked.top_k <= limits.FEW
+    words, known = part.backend.shard_limits.highest(local, processed, few)
+    first_place, defined = _first(meet(words), step.asked)
     scale = Scale(values_of(first_place >> 31), rows.temperature, limits.unit_of(part.vocab_size))
     shards = Shards(part.rank, part.ranges, transport.room)
-    limit = torch.minimum(_limits(meet, logits, asked, scale, shards, part.vocab_size), first_place)
+    limit = torch.minimum(_limits(meet, part, processed, known, asked, scale, shards), first_place)
     return meet, Kept(local, logits, limit, scale, first_place & NO_TOKEN ^ NO_TOKEN, defined)
 
 
-def _highest(keys: Tensor, processed: Tensor, local: Step) -> Tensor:
-    """(B,) packed winners of the shard's processed logits. NaN too where a score will be: an infinite logit over an infinite
-    temperature, or a temperature that is none."""
-    first, columns = local.shard.first_token, keys.shape[1]
-    if columns == 0:
-        return torch.full((len(keys),), exchange.NO_FINITE, device=keys.device)
-    ids = torch.arange(first, first + columns, device=keys.device)
-    best = by_rows(lambda keys: places_of(keys, ids).amax(dim=1), keys)
-    finite = by_rows(lambda logits: logits.isfinite().any(dim=1), processed)
-    winners = exchange.pack(values_of(best >> 31), best & NO_TOKEN ^ NO_TOKEN, finite)
-    infinite = processed.isinf()
-    allowed = filters.allowed(local.asked, columns)
-    if allowed is not None:
-        infinite &= allowed
-    temperature = local.rows().temperature
-    undefined = temperature.isnan() | (temperature.isposinf() & infinite.any(dim=1))
-    return winners.masked_fill(undefined, NAN)
-
-
 def _first(
-    highest: Tensor,  # (ranks, B) packed winners
+    highest: Tensor,  # (ranks, B, 2), of all ranks
     asked: Asked,
 ) -> tuple[Tensor, Tensor]:
     """The place (B,) of each row's first token, and whether the row has a token at all."""
-    best = (highest & NAN).amax(dim=0)
-    defined = (highest.amax(dim=0) > 0) & (best != NAN)
+    best, finite = highest.amax(dim=0).unbind(dim=1)
+    defined = (finite > 0) & (best != NAN)
     for limit in (asked.top_p, asked.min_p):
         if isinstance(limit, Tensor):
             defined &= ~limit.isnan()
     return best - (2**31 << 31), defined
 
 
-def _limits(meet: Meet, logits: _Logits, asked: Asked, scale: Scale, shards: Shards, vocab_size: int) -> Tensor:
+def _limits(
+    meet: Meet, part: Part, processed: Tensor, known: Tensor | None, asked: Asked, scale: Scale, shards: Shards
+) -> Tensor:
     """(B,) int64: the places from which on the filters keep this rank's tokens."""
+    passes, by_top_k = part.backend.shard_limits, None
     limit = torch.full_like(scale.top, limits.LOWEST, dtype=torch.int64)
     names = asked.names()
-    by_top_k = None
     if isinstance(asked.top_k, int) and 0 < asked.top_k <= limits.FEW:
-        limit = limits.of_few(meet, logits.processed, asked.top_k, asked.top_p, scale, shards)
+        limit = passes.of_few(meet, processed, known, asked.top_k, asked.top_p, scale, shards)
         names = [name for name in names if name not in ("top_k", "top_p")]
     if "top_k" in names:
-        limit = by_top_k = limits.of_top_k(meet, logits.keys, asked.top_k, vocab_size, shards)
+        limit = by_top_k = passes.of_top_k(meet, processed, asked.top_k, scale, part.vocab_size, shards)
     if "top_p" in names:
-        masses = scale.of(logits.processed)
-        limit = torch.maximum(limit, limits.of_top_p(meet, logits.keys, masses, scale, asked.top_p, by_top_k, shards))
+        by_top_p = passes.of_top_p(meet, processed, scale, asked.top_p, by_top_k, part.vocab_size, shards)
+        limit = torch.maximum(limit, by_top_p)
     if "min_p" in names:
-        limit = torch.maximum(limit, limits.of_min_p(logits.keys, logits.processed, scale, asked.min_p))
+        limit = torch.maximum(limit, passes.of_min_p(processed, scale, asked.min_p))
     return limit
 
 
@@ -241,11 +224,11 @@ def mass_of(kept: Kept) -> Tensor:
     """(B, 1) int64: of what is kept of the shard."""
     logits, scale, first = kept.logits, kept.scale, kept.local.shard.first_token
 
-    def some(processed: Tensor, keys: Tensor, limit: Tensor, top: Tensor, temperature: Tensor) -> Tensor:
+    def some(processed: Tensor, limit: Tensor, top: Tensor, temperature: Tensor) -> Tensor:
         masses = Scale(top, temperature, scale.unit).of(processed)
-        return masses.masked_fill(~limits.is_kept(keys, limit, first), 0).sum(dim=1, keepdim=True)
+        return masses.masked_fill(~limits.is_kept(processed, limit, first), 0).sum(dim=1, keepdim=True)
 
-    return by_rows(some, logits.processed, logits.keys, kept.limit, scale.top, scale.temperature)
+    return by_rows(some, logits.processed, kept.limit, scale.top, scale.temperature)
 
 
 def _at(

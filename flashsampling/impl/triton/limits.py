@@ -1,0 +1,197 @@
+"""``distributed/limits`` by kernels (``limits_kernels``): the same functions, the same rounds, and no tensor as large as a
+shard's logits, which each of them reads at most once.
+
+    survey     the highest place, whether anything is finite; and the chunks' highest keys
+    top        the first k tokens: those of as many chunks, whose highest places are highest
+    few        where top-k and top-p end among all ranks' first tokens
+    histogram  of those that begin with what is found of the key, how many or how much mass have each next digit
+    digit      the digit in which what is wanted is reached; after the last one, the limit
+    least      the lowest key that min-p keeps
+"""
+
+import torch
+import triton
+from torch import Tensor
+
+from ...distributed.limits import HIGHEST, LOWEST, Meet, Scale, Shards, digit_width
+from ...step import Step
+from ..filters import column
+from .limits_kernels import RANKS, digit_kernel, few_kernel, histogram_kernel, least_kernel, survey_kernel, top_kernel
+
+_TILE = 2048  # tokens of a program that has some of a row's
+_CHUNK = 64  # tokens that have a highest key
+_BINS = 256
+_WARPS = 8
+
+
+def _blocks(logits: Tensor) -> int:
+    return max(-(-logits.shape[1] // _TILE), 1)
+
+
+def highest(local: Step, logits: Tensor, few: bool) -> tuple[Tensor, Tensor | None]:
+    """See ``distributed.limits``: one launch, and zeros."""
+    batch, columns = logits.shape
+    blocks, mask = _blocks(logits), local.asked.token_mask
+    words = torch.zeros((batch, 2), dtype=torch.int64, device=logits.device)
+    keys = torch.empty((batch, -(-columns // _CHUNK)), dtype=torch.int32, device=logits.device) if few else None
+    survey_kernel[(batch * blocks,)](
+        logits,
+        logits.stride(0),
+        columns,
+        local.rows().temperature,
+        mask,
+        0 if mask is None else mask.stride(0),
+        words,
+        keys,
+        local.shard.first_token,
+        0 if keys is None else keys.shape[1],
+        blocks,
+        TILE=_TILE,
+        CHUNK=_CHUNK,
+        num_warps=_WARPS,
+    )
+    return words, keys
+
+
+def of_few(
+    meet: Meet, logits: Tensor, keys: Tensor | None, top_k: int, top_p: Tensor | float, scale: Scale, shards: Shards
+) -> Tensor:
+    """See ``distributed.limits``: two launches."""
+    assert keys is not None
+    (batch, columns), chunks = logits.shape, keys.shape[1]
+    places = torch.full((batch, top_k), LOWEST, dtype=torch.int64, device=logits.device)
+    top_kernel[(batch,)](
+        logits,
+        logits.stride(0),
+        columns,
+        keys,
+        torch.empty((batch, top_k), dtype=torch.int32, device=logits.device),
+        places,
+        shards.first,
+        chunks,
+        top_k,
+        CHUNKS=triton.next_power_of_2(max(chunks, 1)),
+        SLOTS=triton.next_power_of_2(top_k),
+        CHUNK=_CHUNK,
+        num_warps=_WARPS,
+    )
+    theirs = meet(places)
+    p = column(top_p, logits.device)
+    limit = torch.empty(batch, dtype=torch.int64, device=logits.device)
+    few_kernel[(batch,)](
+        theirs,
+        p,
+        int(len(p) > 1),
+        scale.top,
+        scale.temperature,
+        limit,
+        batch,
+        len(theirs),
+        top_k,
+        scale.unit,
+        PLACES=triton.next_power_of_2(len(theirs) * top_k),
+        num_warps=_WARPS,
+    )
+    return limit
+
+
+def _search(
+    meet: Meet,
+    logits: Tensor,
+    target: Tensor,  # (B, 1) or (1, 1)
+    limit: Tensor | None,  # (B,) int64, of the tokens that count
+    scale: Scale,
+    vocab_size: int,
+    shards: Shards,
+    masses: bool,
+) -> Tensor:
+    """(B,) int64: the limit, or a higher one. Two launches a digit, and zeros."""
+    (batch, columns), device = logits.shape, logits.device
+    found = torch.zeros((batch, 2), dtype=torch.int64, device=device)
+    raised = torch.full((batch,), LOWEST, dtype=torch.int64, device=device) if limit is None else limit.clone()
+    blocks, most, done = _blocks(logits), digit_width(shards.room, batch), 0
+    before = sum(1 << rank for rank in shards.before())
+    while done < 32:
+        width = min(most, 32 - done)
+        amounts = torch.zeros((batch, 1 << width), dtype=torch.int64, device=device)
+        histogram_kernel[(batch * blocks,)](
+            logits,
+            logits.stride(0),
+            columns,
+            found,
+            limit,
+            scale.top,
+            scale.temperature,
+            amounts,
+            shards.first,
+            scale.unit,
+            done,
+            width,
+            blocks,
+            MASSES=masses and done + width < 32,
+            TILE=_TILE,
+            num_warps=_WARPS,
+        )
+        theirs = meet(amounts)
+        digit_kernel[(batch,)](
+            theirs,
+            target,
+            int(len(target) > 1),
+            found,
+            raised,
+            logits,
+            logits.stride(0),
+            columns,
+            scale.top,
+            scale.temperature,
+            shards.first,
+            scale.unit,
+            vocab_size,
+            done,
+            width,
+            batch,
+            len(theirs),
+            shards.rank,
+            before & (1 << RANKS) - 1,
+            before >> RANKS,
+            MASSES=masses,
+            BINS=_BINS,
+            TILE=_TILE,
+            num_warps=_WARPS,
+        )
+        done += width
+    return raised
+
+
+def of_top_k(meet: Meet, logits: Tensor, top_k: Tensor | int, scale: Scale, vocab_size: int, shards: Shards) -> Tensor:
+    """See ``distributed.limits``."""
+    k = column(top_k, logits.device, torch.int64).long()
+    return _search(meet, logits, k, None, scale, vocab_size, shards, False)
+
+
+def of_top_p(
+    meet: Meet, logits: Tensor, scale: Scale, top_p: Tensor | float, limit: Tensor | None, vocab_size: int, shards: Shards
+) -> Tensor:
+    """See ``distributed.limits``."""
+    return _search(meet, logits, column(top_p, logits.device), limit, scale, vocab_size, shards, True)
+
+
+def of_min_p(logits: Tensor, scale: Scale, min_p: Tensor | float) -> Tensor:
+    """See ``distributed.limits``: one launch."""
+    batch, columns = logits.shape
+    ratio, blocks = column(min_p, logits.device), _blocks(logits)
+    limit = torch.full((batch,), HIGHEST, dtype=torch.int64, device=logits.device)
+    least_kernel[(batch * blocks,)](
+        logits,
+        logits.stride(0),
+        columns,
+        ratio,
+        int(len(ratio) > 1),
+        scale.top,
+        scale.temperature,
+        limit,
+        blocks,
+        TILE=_TILE,
+        num_warps=_WARPS,
+    )
+    return limit

@@ -1,0 +1,147 @@
+"""Where filters end over several ranks, by kernels and by torch's operations: the same places, of any row and any cut."""
+
+import random
+import threading
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from flashsampling.distributed import limits as by_torch
+from flashsampling.distributed.limits import Meet, Scale, Shards
+from flashsampling.exchange import NAN as NAN_WORD
+from flashsampling.exchange import PACKED, Shard
+from flashsampling.impl import filters
+from flashsampling.impl.triton import limits as by_kernels
+from flashsampling.step import Asked, Step
+from tests.conftest import DEVICE
+from tests.mixes import INF, NAN
+from tests.test_sharded_requests import Board
+
+ROOM = 4096
+SIZES = (7, 150) if DEVICE.type == "cpu" else (1, 300, 5000, 40_001)
+
+
+@pytest.fixture(autouse=True)
+def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a small row has several."""
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr(by_kernels, "_TILE", 64)
+        monkeypatch.setattr(by_kernels, "_CHUNK", 8)
+
+
+def rows_of(kind: str, batch: int, vocab: int) -> Tensor:
+    logits = torch.randn(batch, vocab) * 3
+    if kind == "ties":
+        return (logits * 2).round() / 2
+    if kind == "flat":
+        return torch.zeros(batch, vocab).where(torch.rand(batch, 1) < 0.5, -0.0)
+    if kind == "wide":
+        return logits * 10.0 ** torch.randint(-3, 38, (batch, 1))
+    if kind == "few":
+        return logits.masked_fill(torch.rand(batch, vocab) < 0.97, -INF)
+    if kind == "poisoned":
+        return logits.where(torch.rand(batch, vocab) > 0.1, torch.tensor([INF, -INF, NAN])[torch.randint(3, (batch, vocab))])
+    return logits
+
+
+def any_of(choices: list[float], batch: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.tensor(random.choices(choices, k=batch), dtype=dtype, device=DEVICE)
+
+
+@dataclass
+class Problem:
+    """Rows over ranks, and their filters."""
+
+    logits: Tensor
+    ranges: list[tuple[int, int]]
+    allowed: Tensor | None  # (B, V) bool
+    few: int
+
+    def __post_init__(self) -> None:
+        batch, vocab = self.logits.shape
+        self.temperature = any_of([0.0, 1e-6, 0.7, 1.0, 1e6, INF, NAN], batch)
+        self.top_k = any_of([-1, 0, 1, 2, 5, vocab - 1, vocab, vocab + 1, 2**40], batch, torch.int64)
+        self.top_p = any_of([0.0, 1e-9, 0.3, 0.9, 0.999, 1.0, 2.0, -1.0, NAN], batch)
+        self.min_p = any_of([-1.0, 0.0, 1e-9, 0.1, 1.0, NAN], batch)
+
+    def local(self, rank: int) -> Step:
+        first, last = self.ranges[rank]
+        mask = None
+        if self.allowed is not None:
+            bits = torch.nn.functional.pad(self.allowed[:, first:last], (0, first - last & 31)).unflatten(1, (-1, 32))
+            mask = (bits.long() << torch.arange(32, device=DEVICE)).sum(dim=2).to(torch.int32)
+        seeds = torch.zeros(len(self.logits), dtype=torch.int64, device=DEVICE)
+        states = self.logits[:, :0]
+        return Step(
+            states, states, self.temperature, seeds, seeds, 1, last - first, Shard(first, PACKED), Asked(token_mask=mask)
+        )
+
+    def check(self, rank: int, meet: Meet) -> None:
+        """Both ways, on every rank; the kernels' rounds and torch's in turn."""
+        (first, last), vocab = self.ranges[rank], self.logits.shape[1]
+        mine, shards, local = self.logits[:, first:last], Shards(rank, self.ranges, ROOM), self.local(rank)
+        words, _ = by_torch.highest(local, mine, True)
+        ours, known = by_kernels.highest(local, mine, True)
+        assert torch.equal(ours, words)
+        best = meet(words)[:, :, 0].amax(dim=0)
+        undefined = (best == NAN_WORD) | (best == 0)
+        top = filters.values_of(torch.where(undefined, 0, best - (2**31 << 31)) >> 31)
+        scale = Scale(top, self.temperature, by_torch.unit_of(vocab))
+        places = filters.places_of(filters.keys_of(mine), torch.arange(first, last, device=DEVICE))
+
+        def agree(ours: Tensor, theirs: Tensor) -> None:
+            assert ours.dtype == theirs.dtype == torch.int64
+            kept, expected = ((places >= limit[:, None]) & ~undefined[:, None] for limit in (ours, theirs))
+            assert torch.equal(kept, expected)
+
+        both = (by_kernels, by_torch)
+        if self.few < vocab:
+            agree(*(module.of_few(meet, mine, known, self.few, self.top_p, scale, shards) for module in both))
+        top_k = [module.of_top_k(meet, mine, self.top_k, scale, vocab, shards) for module in both]
+        agree(*top_k)
+        for limit in (None, top_k[1]):
+            ours, theirs = (module.of_top_p(meet, mine, scale, self.top_p, limit, vocab, shards) for module in both)
+            agree(ours, theirs if limit is None else torch.maximum(theirs, limit))
+        agree(*(module.of_min_p(mine, scale, self.min_p) for module in both))
+
+
+def on_all_ranks(problem: Problem) -> None:
+    board, errors = Board(len(problem.ranges)), []
+
+    def work(rank: int) -> None:
+        board.at_work.acquire()
+        try:
+            problem.check(rank, lambda words: board.swap(rank, words))
+        except BaseException as error:
+            errors.append(error)
+            board.barrier.abort()
+        finally:
+            board.at_work.release()
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(len(problem.ranges))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for error in errors:
+        if not isinstance(error, threading.BrokenBarrierError):
+            raise error
+    assert not errors
+
+
+@pytest.mark.parametrize("kind", ["usual", "ties", "flat", "wide", "few", "poisoned"])
+def test_the_same_places(kind):
+    random.seed(kind)
+    torch.manual_seed(random.randrange(10**6))
+    for vocab in SIZES:
+        ends = sorted(random.choices(range(vocab + 1), k=random.randrange(1, 4)))
+        ranges = list(zip([0, *ends], [*ends, vocab]))
+        random.shuffle(ranges)
+        batch = random.randrange(1, 4)
+        allowed = torch.rand(batch, vocab, device=DEVICE) < 0.5 if random.random() < 0.5 else None
+        logits = rows_of(kind, batch, vocab).to(DEVICE)
+        on_all_ranks(Problem(logits, ranges, allowed, random.choice([1, 3, 20, 128])))
