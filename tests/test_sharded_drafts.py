@@ -22,6 +22,7 @@ from flashsampling.exchange import PACKED, Shard
 from flashsampling.impl import streaming
 from flashsampling.impl.streaming import shard_winners as streaming_winners
 from flashsampling.step import PLAIN, Asked, Drafted, Drawn, Step
+from tests.conftest import DEVICE
 from tests.drafting import Drafted as Problem
 from tests.drafting import make_drafted, sure_of
 from tests.mixes import Mix
@@ -458,7 +459,8 @@ def test_nothing_is_read_on_the_host_and_all_is_on_the_device(given):
         assert drawn.ids.shape == (6,)
 
 
-def test_a_failed_step_has_no_token():
+@pytest.mark.parametrize("impl", ["streaming", *(KERNELS if DEVICE.type == "cpu" else ())])
+def test_a_failed_step_has_no_token(impl):
     """Whatever its words are."""
 
     class Failed:
@@ -480,8 +482,8 @@ def test_a_failed_step_has_no_token():
         step = flat(9, 70, asked, drafted=drafted)
         transport: Any = Failed()
         mine = step._replace(weight=step.weight[:40], vocab_size=40)
-        backend = BACKENDS["streaming"]
-        for _ in range(3):
+        backend = BACKENDS[impl]
+        for _ in range(3 if impl == "streaming" else 1):
             drawn = rejection.reject(Part(transport, backend, [(0, 40), (40, 60), (60, 70)], 0, 70), mine)
             assert drawn.ids.tolist() == [-1] * 3 + [0] * 3
 

@@ -119,7 +119,7 @@ def prepare(part: Part, step: Step) -> tuple[Meet, Kept]:
 
     def meet(words: Tensor) -> Tensor:
         messages = [transport.swap(some, step) for some in words.contiguous().view(-1).split(transport.room)]
-        return torch.cat(messages, dim=1).view(-1, *words.shape)
+        return (messages[0] if len(messages) == 1 else torch.cat(messages, dim=1)).view(-1, *words.shape)
 
     few = isinstance(asked.top_k, int) and 0 < asked.top_k <= limits.FEW
     words, known = part.backend.shard_limits.highest(local, processed, few)

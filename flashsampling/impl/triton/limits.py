@@ -107,13 +107,14 @@ def _search(
 ) -> Tensor:
     """(B,) int64: the limit, or a higher one. Two launches a digit, and zeros."""
     (batch, columns), device = logits.shape, logits.device
-    found = torch.zeros((batch, 2), dtype=torch.int64, device=device)
     raised = torch.full((batch,), LOWEST, dtype=torch.int64, device=device) if limit is None else limit.clone()
     blocks, most, done = _blocks(logits), digit_width(shards.room, batch), 0
     before = sum(1 << rank for rank in shards.before())
-    while done < 32:
-        width = min(most, 32 - done)
-        amounts = torch.zeros((batch, 1 << width), dtype=torch.int64, device=device)
+    widths = [min(most, 32 - first) for first in range(0, 32, most)]
+    found, *histograms = torch.zeros(
+        batch * sum([2, *(1 << width for width in widths)]), dtype=torch.int64, device=device
+    ).split([2 * batch, *(batch << width for width in widths)])
+    for width, amounts in zip(widths, histograms):
         histogram_kernel[(batch * blocks,)](
             logits,
             logits.stride(0),
@@ -132,7 +133,7 @@ def _search(
             TILE=_TILE,
             num_warps=_WARPS,
         )
-        theirs = meet(amounts)
+        theirs = meet(amounts.view(batch, -1))
         digit_kernel[(batch,)](
             theirs,
             target,

@@ -73,7 +73,7 @@ def swap(
 ) -> Tensor:
     """(ranks, n) int64: all ranks' words."""
     rows, count = step.rows(), len(words)
-    out = torch.zeros(ranks, count, dtype=torch.int64, device=words.device)
+    out = torch.empty(ranks, count, dtype=torch.int64, device=words.device)
     blocks = triton.cdiv(count, _BLOCK)
     swap_kernel[(blocks,)](
         table,
