@@ -43,6 +43,8 @@ def rows_of(kind: str, batch: int, vocab: int) -> Tensor:
         return logits * 10.0 ** torch.randint(-3, 38, (batch, 1))
     if kind == "few":
         return logits.masked_fill(torch.rand(batch, vocab) < 0.97, -INF)
+    if kind == "infinite":
+        return logits.where(torch.rand(batch, vocab) > 0.03, torch.tensor([INF, -INF])[torch.randint(2, (batch, vocab))])
     if kind == "poisoned":
         return logits.where(torch.rand(batch, vocab) > 0.1, torch.tensor([INF, -INF, NAN])[torch.randint(3, (batch, vocab))])
     return logits
@@ -63,9 +65,9 @@ class Problem:
 
     def __post_init__(self) -> None:
         batch, vocab = self.logits.shape
-        self.temperature = any_of([0.0, 1e-6, 0.7, 1.0, 1e6, INF, NAN], batch)
-        self.top_k = any_of([-1, 0, 1, 2, 5, vocab - 1, vocab, vocab + 1, 2**40], batch, torch.int64)
-        self.top_p = any_of([0.0, 1e-9, 0.3, 0.9, 0.999, 1.0, 2.0, -1.0, NAN], batch)
+        self.temperature = any_of([0.0, 1e-6, 0.7, 1.0, 3.0, 1e6, INF, INF, NAN], batch)
+        self.top_k = any_of([-1, 0, 1, 5, 20, 60, vocab - 1, vocab, vocab + 1, 2**40], batch, torch.int64)
+        self.top_p = any_of([0.0, 1e-9, 0.3, 0.5, 0.9, 0.999, 1.0, 2.0, -1.0, NAN], batch)
         self.min_p = any_of([-1.0, 0.0, 1e-9, 0.1, 1.0, NAN], batch)
 
     def local(self, rank: int) -> Step:
@@ -133,7 +135,7 @@ def on_all_ranks(problem: Problem) -> None:
     assert not errors
 
 
-@pytest.mark.parametrize("kind", ["usual", "ties", "flat", "wide", "few", "poisoned"])
+@pytest.mark.parametrize("kind", ["usual", "ties", "flat", "wide", "few", "infinite", "poisoned"])
 def test_the_same_places(kind):
     random.seed(kind)
     torch.manual_seed(random.randrange(10**6))
@@ -141,7 +143,15 @@ def test_the_same_places(kind):
         ends = sorted(random.choices(range(vocab + 1), k=random.randrange(1, 4)))
         ranges = list(zip([0, *ends], [*ends, vocab]))
         random.shuffle(ranges)
-        batch = random.randrange(1, 4)
+        batch = random.randrange(2, 5)
         allowed = torch.rand(batch, vocab, device=DEVICE) < 0.5 if random.random() < 0.5 else None
         logits = rows_of(kind, batch, vocab).to(DEVICE)
         on_all_ranks(Problem(logits, ranges, allowed, random.choice([1, 3, 20, 128])))
+
+
+def test_top_p_is_of_what_top_k_keeps():
+    logits = torch.zeros(1, 100, device=DEVICE)
+    shards, scale = Shards(0, [(0, 100)], ROOM), Scale(logits[:, 0], torch.ones(1, device=DEVICE), by_torch.unit_of(100))
+    limit = by_kernels.of_top_k(lambda words: words[None], logits, 20, scale, 100, shards)
+    limit = by_kernels.of_top_p(lambda words: words[None], logits, scale, 0.5, limit, 100, shards)
+    assert by_torch.is_kept(logits, limit, 0)[0].nonzero()[:, 0].tolist() == list(range(10))
