@@ -43,7 +43,7 @@ def _repeat(step: Step, times: int) -> None:
         step()
 
 
-def _medians(steps: dict[str, Step], per_graph: int, rounds: int) -> dict[str, float]:
+def medians_over_ranks(steps: dict[str, Step], per_graph: int, rounds: int) -> dict[str, float]:
     """Microseconds of a step: per round the slowest rank, over the rounds the median."""
     graphs = {name: graph_of(functools.partial(_repeat, step, per_graph)) for name, step in steps.items()}
     together = torch.zeros(1, device="cuda")
@@ -117,7 +117,7 @@ def _rank(vocab: int, dim: int, batches: list[int], implementations: list[str], 
         steps["cuBLAS alone"] = matmul
         if vocab % size == 0:
             steps["all-gather + Gumbel"] = gather_and_sample
-        rows.append({"size": size, "batch": batch, "us": _medians(steps, per_graph, rounds)})
+        rows.append({"size": size, "batch": batch, "us": medians_over_ranks(steps, per_graph, rounds)})
     for tp in groups.values():
         tp.check()
         tp.close()

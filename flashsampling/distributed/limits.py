@@ -25,15 +25,19 @@ from torch import Tensor
 
 from ..exchange import NAN
 from ..impl import filters
-from ..impl.filters import column, keys_of, places_of, relative, values_of
+from ..impl.filters import HIGHEST, LOWEST, column, keys_of, places_of, relative, values_of
 from ..step import Step
 
 FEW = 128  # tokens, at most, of which a rank sends the places: no more messages than a search takes
-LOWEST, HIGHEST = -(2**63), 2**63 - 1  # places: all tokens are kept, none
 _DIGIT = 8  # bits, at most
 _AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 24}  # logits
 
 Meet = Callable[[Tensor], Tensor]  # (B, n) int64 -> (ranks, B, n): all ranks'
+
+
+def are_few(top_k: Tensor | int) -> bool:
+    """Whether it is one number for all rows, small enough for ``of_few``."""
+    return isinstance(top_k, int) and 0 < top_k <= FEW
 
 
 def rows_at_once(logits: Tensor) -> int:
@@ -95,6 +99,10 @@ class Shards(NamedTuple):
         """This rank's first token."""
         return self.ranges[self.rank][0]
 
+    def digit_width(self, batch: int) -> int:
+        """Bits of a search's digits: all of a digit's amounts fit one message."""
+        return min(_DIGIT, (self.room // batch).bit_length() - 1)
+
     def before(self) -> list[int]:
         """Ranks whose tokens have lower ids than this one's."""
         return [rank for rank, (first, last) in enumerate(self.ranges) if first < last <= self.first]
@@ -106,11 +114,6 @@ class _Found(NamedTuple):
     key: Tensor  # (B,) int64, as ``filters.keys_of``
     kept: Tensor  # (B,) int64: how many of its tokens are
     there: Tensor  # (ranks, B) int64: how many each rank has
-
-
-def digit_width(room: int, batch: int) -> int:
-    """Bits of a search's digits, all of whose amounts fit one message."""
-    return min(_DIGIT, (room // batch).bit_length() - 1)
 
 
 def _histogram(keys: Tensor, amounts: Tensor | None, prefix: Tensor, done: int, width: int) -> Tensor:
@@ -134,11 +137,11 @@ def _search(
     target: Callable[[Tensor], Tensor],  # (B,) from the sum of all amounts (B,)
     counted: Tensor | None,  # (B, n) bool: tokens that there are; None: all
     scale: Scale | None,  # of amounts that are masses
-    room: int,  # words of a message
+    shards: Shards,
 ) -> _Found:
     """The token with which the amounts, in the row's order, reach the target."""
     batch, device = len(keys), keys.device
-    digit = digit_width(room, batch)
+    digit = shards.digit_width(batch)
     prefix = torch.zeros(batch, dtype=torch.int64, device=device)
     left, done = prefix, 0
     while done < 32:
@@ -269,7 +272,7 @@ def of_top_k(
     k = column(top_k, keys.device, torch.int64)[:, 0].long().expand(len(keys))
     on = (k > 0) & (k < vocab_size)
     wanted = torch.where(on, k, 1)
-    found = _search(meet, keys, None, lambda _: wanted, None, None, shards.room)
+    found = _search(meet, keys, None, lambda _: wanted, None, None, shards)
     return torch.where(on, _limit(found, keys, shards), LOWEST)
 
 
@@ -288,7 +291,7 @@ def of_top_p(
     if limit is not None:
         counted = is_kept(logits, limit, shards.first)
         masses = masses.masked_fill_(~counted, 0)
-    found = _search(meet, keys, masses, lambda mass: _wanted(p, mass), counted, scale, shards.room)
+    found = _search(meet, keys, masses, lambda mass: _wanted(p, mass), counted, scale, shards)
     return torch.where(p < 1, _limit(found, keys, shards), LOWEST)
 
 

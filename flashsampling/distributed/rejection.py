@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .. import exchange, noise
 from ..exchange import NAN, NO_TOKEN
-from ..impl.filters import GREEDY_BELOW, keys_of, places_of
+from ..impl.filters import GREEDY_BELOW, LOWEST, keys_of, places_of
 from ..noise import Stream
 from ..step import PLAIN, Drafted, Drawn, Step
 from . import limits
@@ -120,7 +120,7 @@ def _winners(
     recovery = local._replace(
         hidden_states=left, asked=PLAIN._replace(stream=Stream.RECOVERY), temperature=torch.ones_like(local.rows().temperature)
     )
-    recovered = winners_of(backend, recovery, left, torch.full_like(ends.limit, limits.LOWEST))[:, 0]
+    recovered = winners_of(backend, recovery, left, torch.full_like(ends.limit, LOWEST))[:, 0]
     recovered = recovered.masked_fill(left.isnan().any(dim=1), NAN)
     is_refused = refused >= 0
     return torch.where(is_refused, recovered, behind), is_refused & is_left

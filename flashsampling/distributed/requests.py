@@ -121,8 +121,7 @@ def prepare(part: Part, step: Step) -> tuple[Meet, Kept]:
         messages = [transport.swap(some, step) for some in words.contiguous().view(-1).split(transport.room)]
         return (messages[0] if len(messages) == 1 else torch.cat(messages, dim=1)).view(-1, *words.shape)
 
-    few = isinstance(asked.top_k, int) and 0 < asked.top_k <= limits.FEW
-    words, known = part.backend.shard_limits.highest(local, processed, few)
+    words, known = part.backend.shard_limits.highest(local, processed, limits.are_few(asked.top_k))
     first_place, defined = _first(meet(words), step.asked)
     scale = Scale(values_of(first_place >> 31), rows.temperature, limits.unit_of(part.vocab_size))
     shards = Shards(part.rank, part.ranges, transport.room)
@@ -148,9 +147,9 @@ def _limits(
 ) -> Tensor:
     """(B,) int64: the places from which on the filters keep this rank's tokens."""
     passes, by_top_k = part.backend.shard_limits, None
-    limit = torch.full_like(scale.top, limits.LOWEST, dtype=torch.int64)
+    limit = torch.full_like(scale.top, filters.LOWEST, dtype=torch.int64)
     names = asked.names()
-    if isinstance(asked.top_k, int) and 0 < asked.top_k <= limits.FEW:
+    if limits.are_few(asked.top_k):
         limit = passes.of_few(meet, processed, known, asked.top_k, asked.top_p, scale, shards)
         names = [name for name in names if name not in ("top_k", "top_p")]
     if "top_k" in names:

@@ -16,6 +16,7 @@ from ..exchange import NO_TOKEN
 from ..step import Asked
 
 GREEDY_BELOW = 1e-6
+LOWEST, HIGHEST = -(2**63), 2**63 - 1  # places (``places_of``) from which on all tokens are, and none
 _NAN_KEY = 2**31 - 1
 _COUNT = 0x7FFFFFFF
 

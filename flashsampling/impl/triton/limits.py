@@ -9,14 +9,18 @@ shard's logits, which each of them reads at most once.
     least      the lowest key that min-p keeps
 """
 
+from typing import TYPE_CHECKING
+
 import torch
 import triton
 from torch import Tensor
 
-from ...distributed.limits import HIGHEST, LOWEST, Meet, Scale, Shards, digit_width
 from ...step import Step
-from ..filters import column
+from ..filters import HIGHEST, LOWEST, column
 from .limits_kernels import RANKS, digit_kernel, few_kernel, histogram_kernel, least_kernel, survey_kernel, top_kernel
+
+if TYPE_CHECKING:
+    from ...distributed.limits import Meet, Scale, Shards
 
 _TILE = 2048  # tokens of a program that has some of a row's
 _CHUNK = 64  # tokens that have a highest key
@@ -54,7 +58,7 @@ def highest(local: Step, logits: Tensor, few: bool) -> tuple[Tensor, Tensor | No
 
 
 def of_few(
-    meet: Meet, logits: Tensor, keys: Tensor | None, top_k: int, top_p: Tensor | float, scale: Scale, shards: Shards
+    meet: "Meet", logits: Tensor, keys: Tensor | None, top_k: int, top_p: Tensor | float, scale: "Scale", shards: "Shards"
 ) -> Tensor:
     """See ``distributed.limits``: two launches."""
     assert keys is not None
@@ -96,19 +100,19 @@ def of_few(
 
 
 def _search(
-    meet: Meet,
+    meet: "Meet",
     logits: Tensor,
     target: Tensor,  # (B, 1) or (1, 1)
     limit: Tensor | None,  # (B,) int64, of the tokens that count
-    scale: Scale,
+    scale: "Scale",
     vocab_size: int,
-    shards: Shards,
+    shards: "Shards",
     masses: bool,
 ) -> Tensor:
     """(B,) int64: the limit, or a higher one. Two launches a digit, and zeros."""
     (batch, columns), device = logits.shape, logits.device
     raised = torch.full((batch,), LOWEST, dtype=torch.int64, device=device) if limit is None else limit.clone()
-    blocks, most, done = _blocks(logits), digit_width(shards.room, batch), 0
+    blocks, most, done = _blocks(logits), shards.digit_width(batch), 0
     before = sum(1 << rank for rank in shards.before())
     widths = [min(most, 32 - first) for first in range(0, 32, most)]
     found, *histograms = torch.zeros(
@@ -164,20 +168,20 @@ def _search(
     return raised
 
 
-def of_top_k(meet: Meet, logits: Tensor, top_k: Tensor | int, scale: Scale, vocab_size: int, shards: Shards) -> Tensor:
+def of_top_k(meet: "Meet", logits: Tensor, top_k: Tensor | int, scale: "Scale", vocab_size: int, shards: "Shards") -> Tensor:
     """See ``distributed.limits``."""
     k = column(top_k, logits.device, torch.int64).long()
     return _search(meet, logits, k, None, scale, vocab_size, shards, False)
 
 
 def of_top_p(
-    meet: Meet, logits: Tensor, scale: Scale, top_p: Tensor | float, limit: Tensor | None, vocab_size: int, shards: Shards
+    meet: "Meet", logits: Tensor, scale: "Scale", top_p: Tensor | float, limit: Tensor | None, vocab_size: int, shards: "Shards"
 ) -> Tensor:
     """See ``distributed.limits``."""
     return _search(meet, logits, column(top_p, logits.device), limit, scale, vocab_size, shards, True)
 
 
-def of_min_p(logits: Tensor, scale: Scale, min_p: Tensor | float) -> Tensor:
+def of_min_p(logits: Tensor, scale: "Scale", min_p: Tensor | float) -> Tensor:
     """See ``distributed.limits``: one launch."""
     batch, columns = logits.shape
     ratio, blocks = column(min_p, logits.device), _blocks(logits)

@@ -6,7 +6,7 @@ A row's program does not depend on the batch, and masses are integers, so what i
 import triton
 import triton.language as tl
 
-from ...distributed.limits import HIGHEST, LOWEST
+from ..filters import HIGHEST, LOWEST
 from .logits_source import GREEDY_BELOW, NO_LOGIT, key_of, value_of
 from .scores import NAN_KEY, NO_TOKEN
 
