@@ -32,6 +32,11 @@ def _blocks(logits: Tensor) -> int:
     return max(-(-logits.shape[1] // _TILE), 1)
 
 
+def _stride(column: Tensor) -> int:
+    """Of a ``filters.column``, whose number is every row's."""
+    return column.stride(0) if len(column) > 1 else 0
+
+
 def highest(local: Step, logits: Tensor, few: bool) -> tuple[Tensor, Tensor | None]:
     """See ``distributed.limits``: one launch, and zeros."""
     batch, columns = logits.shape
@@ -85,7 +90,7 @@ def of_few(
     few_kernel[(batch,)](
         theirs,
         p,
-        int(len(p) > 1),
+        _stride(p),
         scale.top,
         scale.temperature,
         limit,
@@ -141,7 +146,7 @@ def _search(
         digit_kernel[(batch,)](
             theirs,
             target,
-            int(len(target) > 1),
+            _stride(target),
             found,
             raised,
             logits,
@@ -191,7 +196,7 @@ def of_min_p(logits: Tensor, scale: "Scale", min_p: Tensor | float) -> Tensor:
         logits.stride(0),
         columns,
         ratio,
-        int(len(ratio) > 1),
+        _stride(ratio),
         scale.top,
         scale.temperature,
         limit,

@@ -161,7 +161,7 @@ def top_kernel(
 def few_kernel(
     theirs_ptr,  # (ranks, B, count) int64
     top_p_ptr,  # (B,) or (1,) float32
-    top_p_stride: tl.int32,
+    top_p_stride: tl.int64,
     tops_ptr,  # (B,) float32
     temperatures_ptr,  # (B,) float32
     out_ptr,  # (B,) int64, out
@@ -251,7 +251,7 @@ def histogram_kernel(
 def digit_kernel(
     theirs_ptr,  # (ranks, B, 2**width) int64
     target_ptr,  # (B,) or (1,): top-k, int64, or top-p, float32
-    target_stride: tl.int32,
+    target_stride: tl.int64,
     found_ptr,  # (B, 2) int64, in and out: of the key the first bits; how much is still wanted of those that have them
     limits_ptr,  # (B,) int64, in and, after the last digit, out: it rises to the limit
     logits,  # (B, n) float32
@@ -344,7 +344,7 @@ def least_kernel(
     logits_stride,
     columns: tl.int32,
     min_p_ptr,  # (B,) or (1,) float32
-    min_p_stride: tl.int32,
+    min_p_stride: tl.int64,
     tops_ptr,  # (B,) float32
     temperatures_ptr,  # (B,) float32
     out_ptr,  # (B,) int64, ``HIGHEST``; out
