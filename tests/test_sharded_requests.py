@@ -4,6 +4,7 @@ which meet on a board; with transports and processes the scenarios of ``tests/te
 import math
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -68,28 +69,21 @@ class Transport:
         pass
 
 
-def run(step: Step, ranges: list[tuple[int, int]], impl: str = "streaming", room: int = 2048) -> tuple[Drawn, int]:
-    """What every rank gives, the same bits, and in how many messages."""
-    board, outs, errors = Board(len(ranges)), {}, []
-    transports = [Transport(board, rank, room) for rank in range(len(ranges))]
+def on_all_ranks(board: Board, work: Callable[[int], None]) -> None:
+    """``work(rank)`` in a thread of each; what one raises is raised here."""
+    errors: list[BaseException] = []
 
-    def work(rank: int, first: int, last: int) -> None:
+    def on_rank(rank: int) -> None:
         board.at_work.acquire()
         try:
-            part = Part(transports[rank], BACKENDS[impl], ranges, rank, step.vocab_size)
-            asked = step.asked
-            if asked.bias is not None:
-                asked = asked._replace(bias=asked.bias[first:last])
-            shard = Shard(first, PACKED)
-            mine = step._replace(weight=step.weight[first:last].clone(), vocab_size=last - first, shard=shard, asked=asked)
-            outs[rank] = (requests.draw if step.drafted is None else rejection.reject)(part, mine)
+            work(rank)
         except BaseException as error:
             errors.append(error)
             board.barrier.abort()
         finally:
             board.at_work.release()
 
-    threads = [threading.Thread(target=work, args=(rank, *ends)) for rank, ends in enumerate(ranges)]
+    threads = [threading.Thread(target=on_rank, args=(rank,)) for rank in range(board.barrier.parties)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -98,6 +92,24 @@ def run(step: Step, ranges: list[tuple[int, int]], impl: str = "streaming", room
         if not isinstance(error, threading.BrokenBarrierError):
             raise error
     assert not errors
+
+
+def run(step: Step, ranges: list[tuple[int, int]], impl: str = "streaming", room: int = 2048) -> tuple[Drawn, int]:
+    """What every rank gives, the same bits, and in how many messages."""
+    board, outs = Board(len(ranges)), {}
+    transports = [Transport(board, rank, room) for rank in range(len(ranges))]
+
+    def work(rank: int) -> None:
+        first, last = ranges[rank]
+        part = Part(transports[rank], BACKENDS[impl], ranges, rank, step.vocab_size)
+        asked = step.asked
+        if asked.bias is not None:
+            asked = asked._replace(bias=asked.bias[first:last])
+        shard = Shard(first, PACKED)
+        mine = step._replace(weight=step.weight[first:last].clone(), vocab_size=last - first, shard=shard, asked=asked)
+        outs[rank] = (requests.draw if step.drafted is None else rejection.reject)(part, mine)
+
+    on_all_ranks(board, work)
     first = outs[0]
     for other in outs.values():
         assert torch.equal(other.ids, first.ids)

@@ -1,7 +1,6 @@
 """Where filters end over several ranks, by kernels and by torch's operations: the same places, of any row and any cut."""
 
 import random
-import threading
 from dataclasses import dataclass
 
 import pytest
@@ -19,7 +18,7 @@ from flashsampling.impl.triton import limits as by_kernels
 from flashsampling.step import Asked, Step
 from tests.conftest import DEVICE
 from tests.mixes import INF, NAN
-from tests.test_sharded_requests import Board
+from tests.test_sharded_requests import Board, on_all_ranks
 
 ROOM = 4096
 SIZES = (7, 150) if DEVICE.type == "cpu" else (1, 300, 5000, 40_001)
@@ -111,30 +110,6 @@ class Problem:
         agree(*(module.of_min_p(mine, scale, self.min_p) for module in both))
 
 
-def on_all_ranks(problem: Problem) -> None:
-    board, errors = Board(len(problem.ranges)), []
-
-    def work(rank: int) -> None:
-        board.at_work.acquire()
-        try:
-            problem.check(rank, lambda words: board.swap(rank, words))
-        except BaseException as error:
-            errors.append(error)
-            board.barrier.abort()
-        finally:
-            board.at_work.release()
-
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(len(problem.ranges))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for error in errors:
-        if not isinstance(error, threading.BrokenBarrierError):
-            raise error
-    assert not errors
-
-
 @pytest.mark.parametrize("kind", ["usual", "ties", "flat", "wide", "few", "infinite", "poisoned"])
 def test_the_same_places(kind):
     random.seed(kind)
@@ -146,7 +121,8 @@ def test_the_same_places(kind):
         batch = random.randrange(2, 5)
         allowed = torch.rand(batch, vocab, device=DEVICE) < 0.5 if random.random() < 0.5 else None
         logits = rows_of(kind, batch, vocab).to(DEVICE)
-        on_all_ranks(Problem(logits, ranges, allowed, random.choice([1, 3, 20, 128])))
+        problem, board = Problem(logits, ranges, allowed, random.choice([1, 3, 20, 128])), Board(len(ranges))
+        on_all_ranks(board, lambda rank: problem.check(rank, lambda words: board.swap(rank, words)))  # noqa: B023, all are done by then
 
 
 def test_top_p_is_of_what_top_k_keeps():
