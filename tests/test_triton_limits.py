@@ -125,6 +125,17 @@ def test_the_same_places(kind):
         on_all_ranks(board, lambda rank: problem.check(rank, lambda words: board.swap(rank, words)))  # noqa: B023, all are done by then
 
 
+@pytest.mark.parametrize("most", [10, 1000])
+def test_first_places_of_more_chunks_than_a_program_has(most, monkeypatch):
+    monkeypatch.setattr(by_kernels, "_MOST", most)
+    logits = rows_of("ties", 3, 90).to(DEVICE)
+    seeds = torch.zeros(3, dtype=torch.int64, device=DEVICE)
+    _, known = by_kernels.highest(Step(logits, logits, seeds.float(), seeds, seeds, 1, 90, Shard(7, PACKED)), logits, True)
+    assert (known is None) == (most < 90)
+    places = by_kernels._first_places(logits, known, 20, 7)
+    assert torch.equal(places.sort(dim=1, descending=True).values, by_torch.highest_places(logits, 7, 20))
+
+
 def test_top_p_is_of_what_top_k_keeps():
     logits = torch.zeros(1, 100, device=DEVICE)
     shards, scale = Shards(0, [(0, 100)], ROOM), Scale(logits[:, 0], torch.ones(1, device=DEVICE), by_torch.unit_of(100))

@@ -16,7 +16,7 @@ import triton
 from torch import Tensor
 
 from ...step import Step
-from ..filters import HIGHEST, LOWEST, column
+from ..filters import HIGHEST, LOWEST, column, keys_of, places_of
 from .limits_kernels import RANKS, digit_kernel, few_kernel, histogram_kernel, least_kernel, survey_kernel, top_kernel
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _TILE = 2048  # tokens of a program that has some of a row's
 _CHUNK = 64  # tokens that have a highest key
+_MOST = 1 << 20  # tokens whose chunks one program compares
 _BINS = 256
 _WARPS = 8
 
@@ -41,6 +42,7 @@ def highest(local: Step, logits: Tensor, few: bool) -> tuple[Tensor, Tensor | No
     """See ``distributed.limits``: one launch, and zeros."""
     batch, columns = logits.shape
     blocks, mask = _blocks(logits), local.asked.token_mask
+    few = few and columns <= _MOST
     words = torch.zeros((batch, 2), dtype=torch.int64, device=logits.device)
     keys = torch.empty((batch, -(-columns // _CHUNK)), dtype=torch.int32, device=logits.device) if few else None
     survey_kernel[(batch * blocks,)](
@@ -62,29 +64,43 @@ def highest(local: Step, logits: Tensor, few: bool) -> tuple[Tensor, Tensor | No
     return words, keys
 
 
-def of_few(
-    meet: "Meet", logits: Tensor, keys: Tensor | None, top_k: int, top_p: Tensor | float, scale: "Scale", shards: "Shards"
+def _first_places(
+    logits: Tensor,
+    keys: Tensor | None,  # of chunks; None: there are too many of them
+    count: int,
+    first_token: int,
 ) -> Tensor:
-    """See ``distributed.limits``: two launches."""
-    assert keys is not None
-    (batch, columns), chunks = logits.shape, keys.shape[1]
-    places = torch.full((batch, top_k), LOWEST, dtype=torch.int64, device=logits.device)
+    """(B, count) int64: those of the first tokens, ``LOWEST`` where there are not so many."""
+    (batch, columns), device = logits.shape, logits.device
+    if keys is None:
+        ids = torch.arange(first_token, first_token + columns, device=device)
+        return torch.stack([places_of(keys_of(row), ids).topk(count).values for row in logits])
+    chunks = keys.shape[1]
+    places = torch.full((batch, count), LOWEST, dtype=torch.int64, device=device)
     top_kernel[(batch,)](
         logits,
         logits.stride(0),
         columns,
         keys,
-        torch.empty((batch, top_k), dtype=torch.int32, device=logits.device),
+        torch.empty((batch, count), dtype=torch.int32, device=device),
         places,
-        shards.first,
+        first_token,
         chunks,
-        top_k,
+        count,
         CHUNKS=triton.next_power_of_2(max(chunks, 1)),
-        SLOTS=triton.next_power_of_2(top_k),
+        SLOTS=triton.next_power_of_2(count),
         CHUNK=_CHUNK,
         num_warps=_WARPS,
     )
-    theirs = meet(places)
+    return places
+
+
+def of_few(
+    meet: "Meet", logits: Tensor, keys: Tensor | None, top_k: int, top_p: Tensor | float, scale: "Scale", shards: "Shards"
+) -> Tensor:
+    """See ``distributed.limits``: two launches."""
+    theirs = meet(_first_places(logits, keys, top_k, shards.first))
+    batch = len(logits)
     p = column(top_p, logits.device)
     limit = torch.empty(batch, dtype=torch.int64, device=logits.device)
     few_kernel[(batch,)](
