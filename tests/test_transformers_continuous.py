@@ -254,6 +254,44 @@ def test_what_else_is_refused(monkeypatch):
         FusedBatchingManager(llama(), config_of(), batching())
 
 
+def test_a_manager_that_is_not_made_or_not_started_leaves_the_model_as_it_was(monkeypatch):
+    model = llama()
+    model.set_attn_implementation("eager")  # which transformers makes one that needs a paged cache
+    compiled = transformers.generation.configuration_utils.CompileConfig()
+    with pytest.raises(ValueError, match=r"torch\.compile"):
+        FusedBatchingManager(model, config_of(), batching(varlen_compile_config=compiled))
+    assert model.config._attn_implementation == "eager"
+    FusedBatchingManager(model, config_of(), batching()).destroy()
+    assert model.config._attn_implementation == "eager"
+
+    def no_room(self):
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(FusedBatchingManager, "warmup", no_room)
+    with pytest.raises(MemoryError):
+        generate_batch(model, PROMPTS, config_of(), continuous_batching_config=batching())
+    assert model.config._attn_implementation == "eager"
+
+
+def test_an_error_does_not_wait_for_other_requests(caplog, monkeypatch):
+    """Nor does it take the model away from under them."""
+    steps = []
+    forward = continuous.FusedModelRunner._forward_process_and_sample
+
+    def slow(self, *args):
+        steps.append(time.sleep(0.05))
+        forward(self, *args)
+
+    monkeypatch.setattr(continuous.FusedModelRunner, "_forward_process_and_sample", slow)
+    monkeypatch.setattr(continuous, "_check_release", lambda: None)
+    with pytest.raises(ValueError, match="seed must have 64 bits"):
+        generate_batch(
+            llama(), PROMPTS[:2], config_of(max_new_tokens=200), seeds=[1, 2**70], continuous_batching_config=batching()
+        )
+    assert len(steps) < 20
+    assert "Error in generation loop" not in caplog.text
+
+
 def test_a_failed_request_is_an_error():
     with pytest.raises(RuntimeError, match=r"of 2 requests failed: prompt 0: index out of range"):
         generate_batch(llama(), [[1, 2], [V + 5]], config_of(), continuous_batching_config=batching())

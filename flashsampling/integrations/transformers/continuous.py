@@ -228,6 +228,14 @@ class FusedBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
         _asked_of(model._get_logits_processor(generation_config), do_sample)  # before transformers drops what it does not know
         config = transformers.ContinuousBatchingConfig() if continuous_batching_config is None else continuous_batching_config
         super().__init__(model, generation_config, config, workload_hints)
+        try:
+            self._carry(do_sample)
+        except BaseException:
+            self._give_back_attention()
+            raise
+
+    def _carry(self, do_sample: bool) -> None:
+        """Takes what the processors ask for, and puts those behind them that bring what a step needs beside."""
         config = self.continuous_batching_config
         if config.varlen_compile_config is not None or config.decode_compile_config is not None:
             raise ValueError("torch.compile of continuous batching's step is not done with the fused one")
@@ -238,6 +246,17 @@ class FusedBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
         processors.tensors_required += len(carried)
         processors._retrieve_processors_kwargs()
         processors.do_processing = True
+
+    def _give_back_attention(self) -> None:
+        """As ``stop`` does, which leaves it changed where nothing was started."""
+        if self._original_attn_impl is not None:
+            self.model.set_attn_implementation(self._original_attn_impl)
+            self._original_attn_impl = None
+
+    def destroy(self) -> None:
+        """As transformers'; the model's attention is the one that it had, also if the manager was never started."""
+        super().destroy()
+        self._give_back_attention()
 
     def add_request(self, input_ids: list[int], *args: Any, seed: int | None = None, **kwargs: Any) -> str | None:
         """As transformers', with a ``seed`` of 64 bits, an int64 or an uint64; None draws one. ValueError or TypeError if it is
@@ -305,9 +324,9 @@ def generate_batch(
     if eos is None:  # as transformers' add_requests, not as its add_request
         eos = getattr(model.config, "eos_token_id", None)
     done: dict[str, Any] = {}
-    manager.warmup()
-    manager.start()
     try:
+        manager.warmup()
+        manager.start()
         names = [f"prompt {place}" for place in range(len(inputs))]
         for name, ids, seed in zip(names, inputs, [None] * len(inputs) if seeds is None else seeds):
             manager.add_request(ids, name, max_new_tokens, eos_token_id=eos, seed=seed)
@@ -323,7 +342,7 @@ def generate_batch(
         if manager.undefined_rows:
             raise RuntimeError(f"{manager.undefined_rows} tokens had no finite score")
     finally:
-        manager.stop(block=True, timeout=5)
+        manager.stop(block=True, timeout=5, hard_stop=True)  # nothing is left, or nobody wants it
         manager.destroy()
     return [done[name] for name in names]
 
