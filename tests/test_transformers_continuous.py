@@ -275,11 +275,12 @@ def test_a_manager_that_is_not_made_or_not_started_leaves_the_model_as_it_was(mo
 
 def test_an_error_does_not_wait_for_other_requests(caplog, monkeypatch):
     """Nor does it take the model away from under them."""
-    steps = []
+    steps: list[int] = []
     forward = continuous.FusedModelRunner._forward_process_and_sample
 
     def slow(self, *args):
-        steps.append(time.sleep(0.05))
+        steps.append(len(steps))
+        time.sleep(0.05)
         forward(self, *args)
 
     monkeypatch.setattr(continuous.FusedModelRunner, "_forward_process_and_sample", slow)

@@ -209,6 +209,8 @@ class FusedBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
         TypeError: ``model`` has no LM head.
     """
 
+    _original_attn_impl: str | None  # transformers': what it has changed
+
     def __init__(
         self,
         model: Any,
