@@ -240,6 +240,12 @@ def test_what_else_is_refused(monkeypatch):
             manager.add_request(PROMPTS[0], seed=seed)
     with pytest.raises(TypeError, match="seed must be an int, got float"):
         manager.add_request(PROMPTS[0], seed=1.5)
+    for value in (-1.0, math.nan):  # the device would take it for greedy, or find no token
+        with pytest.raises(ValueError, match="temperature must be at least 0"):
+            manager.add_request(PROMPTS[0], temperature=value)
+        with pytest.raises(ValueError, match="top_p must be from 0 to 1"):
+            manager.add_requests(PROMPTS, top_p=value)
+    assert manager.input_queue.empty()
     manager.destroy()
     model = llama()
     model._device_mesh = object()

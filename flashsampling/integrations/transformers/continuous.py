@@ -34,7 +34,7 @@ except ImportError as error:
     ) from error
 
 from ...api import sample
-from ...parameters import integer
+from ...parameters import integer, reals, share
 from ...warmup import warmup
 from ..engines import settle
 from .head import CheckedHead, HeadTap, Transform, checked_lm_head
@@ -262,10 +262,13 @@ class FusedBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
 
     def add_request(self, input_ids: list[int], *args: Any, seed: int | None = None, **kwargs: Any) -> str | None:
         """As transformers', with a ``seed`` of 64 bits, an int64 or an uint64; None draws one. ValueError or TypeError if it is
-        something else."""
+        something else, or a ``temperature`` or ``top_p`` is out of range."""
         seed = secrets.randbits(64) if seed is None else integer("seed", seed)
         if not -(2**63) <= seed < 2**64:
             raise ValueError(f"seed must have 64 bits, got {seed}")
+        for name, check in (("temperature", None), ("top_p", share)):  # of which transformers looks at the types alone
+            if name in kwargs:
+                reals(name, kwargs[name], 1, torch.device("cpu"), check)
         return super().add_request(input_ids, *args, seed=seed, prompt_length=len(input_ids), **kwargs)  # type: ignore[no-any-return]
 
     def add_requests(self, inputs: list[list[int]], *args: Any, **kwargs: Any) -> list[str]:
