@@ -245,6 +245,8 @@ def test_what_else_is_refused(monkeypatch):
             manager.add_request(PROMPTS[0], temperature=value)
         with pytest.raises(ValueError, match="top_p must be from 0 to 1"):
             manager.add_requests(PROMPTS, top_p=value)
+    with pytest.raises(ValueError, match=r"top_k must be below 2\*\*31"):
+        manager.add_request(PROMPTS[0], top_k=2**31)
     assert manager.input_queue.empty()
     manager.destroy()
     model = llama()

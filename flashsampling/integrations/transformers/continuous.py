@@ -262,13 +262,15 @@ class FusedBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
 
     def add_request(self, input_ids: list[int], *args: Any, seed: int | None = None, **kwargs: Any) -> str | None:
         """As transformers', with a ``seed`` of 64 bits, an int64 or an uint64; None draws one. ValueError or TypeError if it is
-        something else, or a ``temperature`` or ``top_p`` is out of range."""
+        something else, or a ``temperature``, ``top_p`` or ``top_k`` is out of range."""
         seed = secrets.randbits(64) if seed is None else integer("seed", seed)
         if not -(2**63) <= seed < 2**64:
             raise ValueError(f"seed must have 64 bits, got {seed}")
         for name, check in (("temperature", None), ("top_p", share)):  # of which transformers looks at the types alone
             if name in kwargs:
                 reals(name, kwargs[name], 1, torch.device("cpu"), check)
+        if integer("top_k", kwargs.get("top_k", 0)) >= 2**31:  # over which transformers' thread would end for all requests
+            raise ValueError(f"top_k must be below 2**31, got {kwargs['top_k']}")
         return super().add_request(input_ids, *args, seed=seed, prompt_length=len(input_ids), **kwargs)  # type: ignore[no-any-return]
 
     def add_requests(self, inputs: list[list[int]], *args: Any, **kwargs: Any) -> list[str]:
