@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .parameters import Integers, integer
 
-HASH_FACTORS = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9  # odd
+HASH_FACTORS = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB  # odd
 
 
 class Tree(NamedTuple):
@@ -228,9 +228,12 @@ def _tree(parents: Tensor | None) -> Tree | None:
 
 
 def _odd_number(place: Tensor) -> Tensor:
-    """int64, of int64: as if at random. Sums of different multiples of them are hardly ever the same."""
-    number = place * HASH_FACTORS[0]
-    return (number ^ number >> 32) * HASH_FACTORS[1] | 1
+    """int64, of int64: as if at random. Sums of different multiples of them are hardly ever the same, for which these numbers
+    must not be as far apart as the places are: SplitMix64's shifts, and a place that is 0 is no 0."""
+    number = place * HASH_FACTORS[0] + HASH_FACTORS[2]
+    number = (number ^ number >> 30) * HASH_FACTORS[1]
+    number = (number ^ number >> 27) * HASH_FACTORS[2]
+    return number ^ number >> 31 | 1
 
 
 # -- arguments

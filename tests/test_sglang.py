@@ -695,6 +695,22 @@ def test_a_forward_of_no_rows_proves_nothing():
     assert not runner.flashsampling._proven
 
 
+@pytest.mark.parametrize("prompt_logprobs", [False, True])
+@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
+def test_the_forwards_that_prove_the_model_are_drawn_too(graphs, prompt_logprobs):
+    """A server without a warm-up request, as ``Engine`` is: its first request's tokens are those that it gets later."""
+    runner = loaded(graphs=graphs)
+    reqs, states = [Req(PROMPT, SERVED["plain"])], states_of(len(PROMPT))
+    for _ in range(2):
+        for batch in (extend(reqs, prompt_logprobs=prompt_logprobs), decode(reqs)):
+            some = states if batch.extend_seq_lens is not None else states[:1]
+            tokens, output = step(runner, batch, some, reqs)
+            position = int(batch.seq_lens) - 1
+            assert int(tokens) == int(expected(runner, some[-1], reqs[0], position).token_ids)
+            assert output.hidden_states is None
+    assert counters(runner)["fused"] == 4
+
+
 def test_a_split_batch_whose_log_probabilities_nobody_wants_any_more():
     """As behind an abort, which takes it back."""
     runner = runner_of()

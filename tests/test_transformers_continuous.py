@@ -240,6 +240,14 @@ def test_what_else_is_refused(monkeypatch):
             manager.add_request(PROMPTS[0], seed=seed)
     with pytest.raises(TypeError, match="seed must be an int, got float"):
         manager.add_request(PROMPTS[0], seed=1.5)
+    for value in (-1.0, math.nan):  # the device would take it for greedy, or find no token
+        with pytest.raises(ValueError, match="temperature must be at least 0"):
+            manager.add_request(PROMPTS[0], temperature=value)
+        with pytest.raises(ValueError, match="top_p must be from 0 to 1"):
+            manager.add_requests(PROMPTS, top_p=value)
+    with pytest.raises(ValueError, match=r"top_k must be below 2\*\*31"):
+        manager.add_request(PROMPTS[0], top_k=2**31)
+    assert manager.input_queue.empty()
     manager.destroy()
     model = llama()
     model._device_mesh = object()
@@ -252,6 +260,45 @@ def test_what_else_is_refused(monkeypatch):
     monkeypatch.setattr(continuous, "_SIGNATURES", ((continuous._check_release, "self"),))
     with pytest.raises(ValueError, match=r"_check_release of transformers .* takes , not self as that of 5\.23"):
         FusedBatchingManager(llama(), config_of(), batching())
+
+
+def test_a_manager_that_is_not_made_or_not_started_leaves_the_model_as_it_was(monkeypatch):
+    model = llama()
+    model.set_attn_implementation("eager")  # which transformers makes one that needs a paged cache
+    compiled = transformers.generation.configuration_utils.CompileConfig()
+    with pytest.raises(ValueError, match=r"torch\.compile"):
+        FusedBatchingManager(model, config_of(), batching(varlen_compile_config=compiled))
+    assert model.config._attn_implementation == "eager"
+    FusedBatchingManager(model, config_of(), batching()).destroy()
+    assert model.config._attn_implementation == "eager"
+
+    def no_room(self):
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(FusedBatchingManager, "warmup", no_room)
+    with pytest.raises(MemoryError):
+        generate_batch(model, PROMPTS, config_of(), continuous_batching_config=batching())
+    assert model.config._attn_implementation == "eager"
+
+
+def test_an_error_does_not_wait_for_other_requests(caplog, monkeypatch):
+    """Nor does it take the model away from under them."""
+    steps: list[int] = []
+    forward = continuous.FusedModelRunner._forward_process_and_sample
+
+    def slow(self, *args):
+        steps.append(len(steps))
+        time.sleep(0.05)
+        forward(self, *args)
+
+    monkeypatch.setattr(continuous.FusedModelRunner, "_forward_process_and_sample", slow)
+    monkeypatch.setattr(continuous, "_check_release", lambda: None)
+    with pytest.raises(ValueError, match="seed must have 64 bits"):
+        generate_batch(
+            llama(), PROMPTS[:2], config_of(max_new_tokens=200), seeds=[1, 2**70], continuous_batching_config=batching()
+        )
+    assert len(steps) < 20
+    assert "Error in generation loop" not in caplog.text
 
 
 def test_a_failed_request_is_an_error():

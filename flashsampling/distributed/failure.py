@@ -20,7 +20,7 @@ class Failure:
         step: number of the step, from 0, as the rank that reported it counts; None if it was not in a step. What a request asks
             for takes several steps in this count, one for each message.
         differs: of "step", "batch size or num_samples", "seed", "offset" and "temperature", and names of what else ``sample``
-            was asked for, or ``verify`` to reject, or with p2p "request"; or "collective", where it was not the same
+            or ``verify`` was asked for, drafts too, or with p2p "request"; or "collective", where it was not the same
             collective call.
         what: "late": in what it did not take part, "" for a step. "differs": from whom it differs. "left": why.
 

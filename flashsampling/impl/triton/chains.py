@@ -18,7 +18,7 @@ from ...drafts import HASH_FACTORS
 _ROWS = 128  # of a program of ``spread_kernel``
 _REQUESTS = 8  # of a program of ``match_kernel``
 _HASHED = 128  # requests at once, in ``hash_kernel``
-_FACTOR, _ANOTHER = (tl.constexpr(factor) for factor in HASH_FACTORS)
+_FIRST, _SECOND, _THIRD = (tl.constexpr(factor) for factor in HASH_FACTORS)
 
 
 @triton.jit
@@ -149,8 +149,10 @@ def hash_kernel(
             place = tl.minimum(tl.maximum(first + node, 0), total - 1)
             draft = tl.load(drafts + place, mask=follows & (node < count) & (total > 0), other=-1)
             follows = follows & (draft >= 0)
-            number = (request << 32 | node) * _FACTOR
-            number = (number ^ (number >> 32)) * _ANOTHER | 1
+            number = (request << 32 | node) * _FIRST + _THIRD
+            number = (number ^ (number >> 30)) * _SECOND
+            number = (number ^ (number >> 27)) * _THIRD
+            number = (number ^ (number >> 31)) | 1
             hashed += tl.where(follows, (draft + 1) * number, 0)
     tl.store(out, tl.sum(hashed, axis=0))
 

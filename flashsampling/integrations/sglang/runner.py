@@ -55,6 +55,7 @@ class Fused:
         self._theirs: set[bool] = set()  # of those, what stays SGLang's
         self._made: Any = None  # the processor's output in this forward
         self._logits: Tensor | None = None  # the first of those in it, as they were
+        self._states: Tensor | None = None  # of which they are
         self._steps: collections.Counter[str] = collections.Counter()
         self._reasons: collections.Counter[Reason] = collections.Counter()
         for owner, name, mine in self._changed():
@@ -120,13 +121,13 @@ class Fused:
             return theirs(input_ids, hidden_states, lm_head, logits_metadata, *args, **kwargs)
         if decode not in self._proven:
             output = theirs(input_ids, hidden_states, lm_head, logits_metadata, *args, **kwargs)
-            self._note(output, lm_head, decode)
+            self._note(output, self._last(hidden_states, metadata), lm_head, decode)
             return output
+        states = self._last(hidden_states, metadata)
         if metadata.extend_return_logprob:  # of the prompt, which needs logits
             output = theirs(input_ids, hidden_states, lm_head, logits_metadata, *args, **kwargs)
-            output.hidden_states = hidden_states[torch.cumsum(metadata.extend_seq_lens, dim=0) - 1]
+            output.hidden_states = states
         else:
-            states, *_ = self.processor._get_pruned_states(hidden_states, None, None, metadata)
             none = states.new_empty((len(states), 0), dtype=torch.float32)
             output = self.sglang.output(next_token_logits=none, hidden_states=states, mm_input_embeds=metadata.mm_input_embeds)
         self._made = output
@@ -141,7 +142,14 @@ class Fused:
             and not self.sglang.in_dummy_run()
         )
 
-    def _note(self, output: Any, lm_head: Any, decode: bool) -> None:
+    def _last(self, hidden_states: Tensor, metadata: Any) -> Tensor:
+        """Those of the last positions."""
+        if metadata.extend_return_logprob:
+            return hidden_states[torch.cumsum(metadata.extend_seq_lens, dim=0) - 1]
+        states, *_ = self.processor._get_pruned_states(hidden_states, None, None, metadata)
+        return states  # type: ignore[no-any-return]
+
+    def _note(self, output: Any, states: Tensor, lm_head: Any, decode: bool) -> None:
         """Keeps what the processor returned, to see what the model makes of it."""
         logits = output.next_token_logits
         if logits is None or not len(logits) or (logits.is_cuda and torch.cuda.is_current_stream_capturing()):
@@ -150,14 +158,14 @@ class Fused:
             name = type(self.model).__name__
             self._give_up(Refused(f"{name} gives its logits processor another head than its lm_head"), decode)
             return
-        self._made, self._logits = output, logits[:_SEEN].clone()
+        self._made, self._logits, self._states = output, logits[:_SEEN].clone(), states
 
     def forward(self, theirs: Forward, input_ids: Any, positions: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
         """As the model's."""
-        self._made = self._logits = None
+        self._made = self._logits = self._states = None
         result = theirs(input_ids, positions, forward_batch, *args, **kwargs)
-        made, logits = self._made, self._logits
-        self._made = self._logits = None
+        made, logits, states = self._made, self._logits, self._states
+        self._made = self._logits = self._states = None
         if made is None:
             return result
         name, decode = type(self.model).__name__, forward_batch.forward_mode.is_decode()
@@ -170,6 +178,7 @@ class Fused:
             self._give_up(Refused(f"{name} changes its logits after its logits processor"), decode)
         else:
             self._proven.add(decode)
+            result.hidden_states = states  # a seed's tokens are the same from the first one on
         return result
 
     # -- the draw

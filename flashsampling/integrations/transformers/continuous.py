@@ -34,7 +34,7 @@ except ImportError as error:
     ) from error
 
 from ...api import sample
-from ...parameters import integer
+from ...parameters import integer, reals, share
 from ...warmup import warmup
 from ..engines import settle
 from .head import CheckedHead, HeadTap, Transform, checked_lm_head
@@ -209,6 +209,8 @@ class FusedBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
         TypeError: ``model`` has no LM head.
     """
 
+    _original_attn_impl: str | None  # transformers': what it has changed
+
     def __init__(
         self,
         model: Any,
@@ -228,6 +230,14 @@ class FusedBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
         _asked_of(model._get_logits_processor(generation_config), do_sample)  # before transformers drops what it does not know
         config = transformers.ContinuousBatchingConfig() if continuous_batching_config is None else continuous_batching_config
         super().__init__(model, generation_config, config, workload_hints)
+        try:
+            self._carry(do_sample)
+        except BaseException:
+            self._give_back_attention()
+            raise
+
+    def _carry(self, do_sample: bool) -> None:
+        """Takes what the processors ask for, and puts those behind them that bring what a step needs beside."""
         config = self.continuous_batching_config
         if config.varlen_compile_config is not None or config.decode_compile_config is not None:
             raise ValueError("torch.compile of continuous batching's step is not done with the fused one")
@@ -239,12 +249,28 @@ class FusedBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
         processors._retrieve_processors_kwargs()
         processors.do_processing = True
 
+    def _give_back_attention(self) -> None:
+        """As ``stop`` does, which leaves it changed where nothing was started."""
+        if self._original_attn_impl is not None:
+            self.model.set_attn_implementation(self._original_attn_impl)
+            self._original_attn_impl = None
+
+    def destroy(self) -> None:
+        """As transformers'; the model's attention is the one that it had, also if the manager was never started."""
+        super().destroy()
+        self._give_back_attention()
+
     def add_request(self, input_ids: list[int], *args: Any, seed: int | None = None, **kwargs: Any) -> str | None:
         """As transformers', with a ``seed`` of 64 bits, an int64 or an uint64; None draws one. ValueError or TypeError if it is
-        something else."""
+        something else, or a ``temperature``, ``top_p`` or ``top_k`` is out of range."""
         seed = secrets.randbits(64) if seed is None else integer("seed", seed)
         if not -(2**63) <= seed < 2**64:
             raise ValueError(f"seed must have 64 bits, got {seed}")
+        for name, check in (("temperature", None), ("top_p", share)):  # of which transformers looks at the types alone
+            if name in kwargs:
+                reals(name, kwargs[name], 1, torch.device("cpu"), check)
+        if integer("top_k", kwargs.get("top_k", 0)) >= 2**31:  # over which transformers' thread would end for all requests
+            raise ValueError(f"top_k must be below 2**31, got {kwargs['top_k']}")
         return super().add_request(input_ids, *args, seed=seed, prompt_length=len(input_ids), **kwargs)  # type: ignore[no-any-return]
 
     def add_requests(self, inputs: list[list[int]], *args: Any, **kwargs: Any) -> list[str]:
@@ -305,9 +331,9 @@ def generate_batch(
     if eos is None:  # as transformers' add_requests, not as its add_request
         eos = getattr(model.config, "eos_token_id", None)
     done: dict[str, Any] = {}
-    manager.warmup()
-    manager.start()
     try:
+        manager.warmup()
+        manager.start()
         names = [f"prompt {place}" for place in range(len(inputs))]
         for name, ids, seed in zip(names, inputs, [None] * len(inputs) if seeds is None else seeds):
             manager.add_request(ids, name, max_new_tokens, eos_token_id=eos, seed=seed)
@@ -323,7 +349,7 @@ def generate_batch(
         if manager.undefined_rows:
             raise RuntimeError(f"{manager.undefined_rows} tokens had no finite score")
     finally:
-        manager.stop(block=True, timeout=5)
+        manager.stop(block=True, timeout=5, hard_stop=True)  # nothing is left, or nobody wants it
         manager.destroy()
     return [done[name] for name in names]
 
