@@ -108,6 +108,9 @@ class Problem:
             ours, theirs = (module.of_top_p(meet, mine, scale, self.top_p, limit, vocab, shards) for module in both)
             agree(ours, theirs if limit is None else torch.maximum(theirs, limit))
         agree(*(module.of_min_p(mine, scale, self.min_p) for module in both))
+        ours, theirs = (module.mass_of(mine, top_k[1], scale, first) for module in both)
+        assert ours.shape == theirs.shape == (len(mine), 1)
+        torch.testing.assert_close(ours.double(), theirs.double(), rtol=1e-12, atol=4.0)  # units, of 2**62 / V
 
 
 @pytest.mark.parametrize("kind", ["usual", "ties", "flat", "wide", "few", "infinite", "poisoned"])

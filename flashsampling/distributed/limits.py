@@ -311,3 +311,18 @@ def of_min_p(
 
     limits = by_rows(least, logits, scale.top, scale.temperature, ratio)
     return torch.where(ratio > 0, limits, LOWEST)
+
+
+def mass_of(
+    logits: Tensor,  # (B, n) float32
+    limit: Tensor,  # (B,) int64
+    scale: Scale,
+    first_token: int,
+) -> Tensor:
+    """(B, 1) int64: the mass of a shard's tokens from the limit on."""
+
+    def some(logits: Tensor, limit: Tensor, top: Tensor, temperature: Tensor) -> Tensor:
+        masses = Scale(top, temperature, scale.unit).of(logits)
+        return masses.masked_fill(~is_kept(logits, limit, first_token), 0).sum(dim=1, keepdim=True)
+
+    return by_rows(some, logits, limit, scale.top, scale.temperature)

@@ -81,7 +81,7 @@ def draw(part: Part, step: Step) -> Drawn:
     """
     with rounds(part, step):
         meet, kept = prepare(part, step)
-        parts = _parts(meet, part.backend, kept)
+        parts = _parts(meet, part, kept)
     failed = part.transport.end()
     if failed is not None:
         parts = {
@@ -162,17 +162,17 @@ def _limits(
     return limit
 
 
-def _parts(meet: Meet, backend: Backend, kept: Kept) -> dict[str, Tensor]:
+def _parts(meet: Meet, part: Part, kept: Kept) -> dict[str, Tensor]:
     """All parts of what a step gives, once it is known what is kept."""
     local, logits, limit, scale, _, defined = kept
     asked = local.asked
     first = local.shard.first_token
-    winners = winners_of(backend, local, logits.processed, limit)
+    winners = winners_of(part.backend, local, logits.processed, limit)
     words = {"winners": winners}
     if asked.logprobs:
         own = (winners & NO_TOKEN ^ NO_TOKEN) - first
         words["logits"] = _at(logits.raw, own) << 32 | _at(logits.processed, own) & _LOW
-        words["mass"] = mass_of(kept)
+        words["mass"] = mass_of(part, kept)
     if asked.needs_raw_mass():
         words["logsumexp"] = _logsumexp(logits.raw).view(torch.int64)[:, None]
     if asked.top_logprobs:
@@ -219,15 +219,10 @@ def winners_of(backend: Backend, local: Step, logits: Tensor, limit: Tensor) -> 
     return backend.module.shard_winners(local, logits, limit).view(shape)  # type: ignore[no-any-return]
 
 
-def mass_of(kept: Kept) -> Tensor:
+def mass_of(part: Part, kept: Kept) -> Tensor:
     """(B, 1) int64: of what is kept of the shard."""
-    logits, scale, first = kept.logits, kept.scale, kept.local.shard.first_token
-
-    def some(processed: Tensor, limit: Tensor, top: Tensor, temperature: Tensor) -> Tensor:
-        masses = Scale(top, temperature, scale.unit).of(processed)
-        return masses.masked_fill(~limits.is_kept(processed, limit, first), 0).sum(dim=1, keepdim=True)
-
-    return by_rows(some, logits.processed, kept.limit, scale.top, scale.temperature)
+    processed, first = kept.logits.processed, kept.local.shard.first_token
+    return part.backend.shard_limits.mass_of(processed, kept.limit, kept.scale, first)  # type: ignore[no-any-return]
 
 
 def _at(

@@ -7,6 +7,7 @@ shard's logits, which each of them reads at most once.
     histogram  of those that begin with what is found of the key, how many or how much mass have each next digit
     digit      the digit in which what is wanted is reached; after the last one, the limit
     least      the lowest key that min-p keeps
+    mass       of what is kept
 """
 
 from typing import TYPE_CHECKING
@@ -17,7 +18,16 @@ from torch import Tensor
 
 from ...step import Step
 from ..filters import HIGHEST, LOWEST, column, keys_of, places_of
-from .limits_kernels import RANKS, digit_kernel, few_kernel, histogram_kernel, least_kernel, survey_kernel, top_kernel
+from .limits_kernels import (
+    RANKS,
+    digit_kernel,
+    few_kernel,
+    histogram_kernel,
+    least_kernel,
+    mass_kernel,
+    survey_kernel,
+    top_kernel,
+)
 
 if TYPE_CHECKING:
     from ...distributed.limits import Meet, Scale, Shards
@@ -221,3 +231,25 @@ def of_min_p(logits: Tensor, scale: "Scale", min_p: Tensor | float) -> Tensor:
         num_warps=_WARPS,
     )
     return limit
+
+
+def mass_of(logits: Tensor, limit: Tensor, scale: "Scale", first_token: int) -> Tensor:
+    """See ``distributed.limits``: one launch, and zeros."""
+    batch, columns = logits.shape
+    blocks = _blocks(logits)
+    out = torch.zeros((batch, 1), dtype=torch.int64, device=logits.device)
+    mass_kernel[(batch * blocks,)](
+        logits,
+        logits.stride(0),
+        columns,
+        limit,
+        scale.top,
+        scale.temperature,
+        out,
+        first_token,
+        scale.unit,
+        blocks,
+        TILE=_TILE,
+        num_warps=_WARPS,
+    )
+    return out

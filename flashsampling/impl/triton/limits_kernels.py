@@ -360,3 +360,30 @@ def least_kernel(
     passes = live & (_share(x, tl.load(tops_ptr + row), tl.load(temperatures_ptr + row)) >= min_p.to(tl.float64))
     least = tl.min(tl.where(passes, key_of(x).to(tl.int64) << 31, _HIGHEST), axis=0)
     tl.atomic_min(out_ptr + row, tl.where(min_p > 0.0, least, _LOWEST), sem="relaxed")
+
+
+@triton.jit(
+    do_not_specialize=["columns", "first_token", "unit", "blocks"],
+    do_not_specialize_on_alignment=["limits_ptr", "tops_ptr", "temperatures_ptr"],
+)
+def mass_kernel(
+    logits,  # (B, n) float32
+    logits_stride,
+    columns: tl.int32,
+    limits_ptr,  # (B,) int64
+    tops_ptr,  # (B,) float32
+    temperatures_ptr,  # (B,) float32
+    out_ptr,  # (B,) int64, zeros; out
+    first_token: tl.int32,
+    unit: tl.int64,
+    blocks: tl.int32,
+    TILE: tl.constexpr,
+):
+    """Grid: (blocks * B,)."""
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    at = tl.program_id(0) % blocks * TILE + tl.arange(0, TILE)
+    x = tl.load(logits + row * logits_stride + at, mask=at < columns, other=float("-inf"))
+    kept = (at < columns) & (_place(key_of(x), first_token + at) >= tl.load(limits_ptr + row))
+    if tl.max(kept.to(tl.int32), axis=0) != 0:
+        masses = _mass(x, tl.load(tops_ptr + row), tl.load(temperatures_ptr + row), unit)
+        tl.atomic_add(out_ptr + row, tl.sum(tl.where(kept, masses, 0), axis=0), sem="relaxed")
