@@ -178,6 +178,28 @@ def test_kernels_do_it_too(impl):
             break
 
 
+def test_a_message_may_be_a_part_of_something(monkeypatch):
+    """As ``gloo`` gives it: its rows lie further apart than they are long."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(Board, "swap", lambda *given, swap=Board.swap: torch.nn.functional.pad(swap(*given), (9, 9))[:, 9:-9])
+    step = flat(1, 60, Asked(top_p=0.5), num_samples=5)
+    step = step._replace(**{name: getattr(step, name).to(DEVICE) for name in ("hidden_states", "weight", "seed")})
+    assert torch.equal(*(run(step, [(0, 40), (40, 60)], impl)[0].ids for impl in ("streaming", "triton")))
+
+
+def test_a_message_of_a_failed_step_is_as_large_as_any():
+    """As ``nccl`` gives it where nothing was sent: kernels would read behind the end of it."""
+
+    class Failed(Transport):
+        def swap(self, words: Tensor, step: Step) -> Tensor:
+            return words.expand(3, -1)
+
+    step = flat(2, 40, Asked(top_p=0.5))
+    part = Part(Failed(Board(1), 0, 2048), BACKENDS["streaming"], [(0, 40), (40, 80), (80, 90)], 0, 90)
+    meet, _ = requests.prepare(part, step)
+    assert meet(torch.zeros(2, 5, dtype=torch.int64)).stride() == (10, 5, 1)
+
+
 def flat(batch: int, vocab: int, asked: Asked, **others: Any) -> Step:
     """Rows of equal logits, 0."""
     states, weight = torch.zeros(batch, 8), torch.zeros(vocab, 8)

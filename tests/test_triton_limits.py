@@ -145,3 +145,16 @@ def test_top_p_is_of_what_top_k_keeps():
     limit = by_kernels.of_top_k(lambda words: words[None], logits, 20, scale, 100, shards)
     limit = by_kernels.of_top_p(lambda words: words[None], logits, scale, 0.5, limit, 100, shards)
     assert by_torch.is_kept(logits, limit, 0)[0].nonzero()[:, 0].tolist() == list(range(10))
+
+
+@pytest.mark.parametrize("ranks", [64, 126, 128, 200])
+def test_as_many_ranks_as_there_are(ranks):
+    """A rank knows of each other one whether its tokens come before its own; of equal logits that is all that counts."""
+    mine, scale = torch.zeros(1, 2, device=DEVICE), Scale(*torch.ones(2, 1, device=DEVICE), by_torch.unit_of(2 * ranks))
+    at = ranks * 2 // 3
+    places = [*range(ranks - 1, at, -1), *range(at), at]  # the last rank's tokens lie in between
+    shards = Shards(ranks - 1, [(2 * place, 2 * place + 2) for place in places], 1 << 16)
+    assert shards.first == 2 * at
+    for k, kept in ((2 * at, 0), (2 * at + 1, 1), (2 * at + 2, 2), (3, 0), (2 * ranks - 1, 2)):
+        limit = by_kernels.of_top_k(lambda words: words.repeat(ranks, 1, 1), mine, k, scale, 2 * ranks, shards)
+        assert by_torch.is_kept(mine, limit, shards.first).sum() == kept, k

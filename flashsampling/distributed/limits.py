@@ -32,7 +32,7 @@ FEW = 128  # tokens, at most, of which a rank sends the places: no more messages
 _DIGIT = 8  # bits, at most
 _AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 24}  # logits
 
-Meet = Callable[[Tensor], Tensor]  # (B, n) int64 -> (ranks, B, n): all ranks'
+Meet = Callable[[Tensor], Tensor]  # (B, n) int64 -> (ranks, B, n), contiguous: all ranks'
 
 
 def are_few(top_k: Tensor | int) -> bool:

@@ -119,7 +119,8 @@ def prepare(part: Part, step: Step) -> tuple[Meet, Kept]:
 
     def meet(words: Tensor) -> Tensor:
         messages = [transport.swap(some, step) for some in words.contiguous().view(-1).split(transport.room)]
-        return (messages[0] if len(messages) == 1 else torch.cat(messages, dim=1)).view(-1, *words.shape)
+        theirs = messages[0] if len(messages) == 1 else torch.cat(messages, dim=1)
+        return theirs.contiguous().view(-1, *words.shape)  # kernels count on it
 
     words, known = part.backend.shard_limits.highest(local, processed, limits.are_few(asked.top_k))
     first_place, defined = _first(meet(words), step.asked)

@@ -27,7 +27,7 @@ class Rounds(Protocol):
         words: Tensor,  # (n,) int64, n from 1 to ``room``
         step: Step,
     ) -> Tensor:
-        """(ranks, n): the words of all ranks; where the step has failed anything, or the failure is raised."""
+        """(ranks, n), of any strides: the words of all ranks; where the step has failed anything, or the failure is raised."""
         ...
 
     def end(self) -> Tensor | None:

@@ -130,6 +130,13 @@ def of_few(
     return limit
 
 
+def _of_three(theirs: Tensor, shards: "Shards") -> Tensor:
+    """(3, B, n) of (ranks, B, n), of more ranks than have flags: the sum of those before this one, its own, and the others'."""
+    own = theirs[shards.rank]
+    before = sum((theirs[rank] for rank in shards.before()), torch.zeros_like(own))
+    return torch.stack([before, own, theirs.sum(dim=0) - before - own])
+
+
 def _search(
     meet: "Meet",
     logits: Tensor,
@@ -144,7 +151,7 @@ def _search(
     (batch, columns), device = logits.shape, logits.device
     raised = torch.full((batch,), LOWEST, dtype=torch.int64, device=device) if limit is None else limit.clone()
     blocks, most, done = _blocks(logits), shards.digit_width(batch), 0
-    before = sum(1 << rank for rank in shards.before())
+    rank, before = shards.rank, sum(1 << rank for rank in shards.before())
     widths = [min(most, 32 - first) for first in range(0, 32, most)]
     found, *histograms = torch.zeros(
         batch * sum([2, *(1 << width for width in widths)]), dtype=torch.int64, device=device
@@ -169,6 +176,8 @@ def _search(
             num_warps=_WARPS,
         )
         theirs = meet(amounts.view(batch, -1))
+        if len(theirs) > 2 * RANKS:
+            theirs, rank, before = _of_three(theirs, shards), 1, 1
         digit_kernel[(batch,)](
             theirs,
             target,
@@ -187,7 +196,7 @@ def _search(
             width,
             batch,
             len(theirs),
-            shards.rank,
+            rank,
             before & (1 << RANKS) - 1,
             before >> RANKS,
             MASSES=masses,
