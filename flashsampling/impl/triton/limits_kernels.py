@@ -76,7 +76,8 @@ def _first_of(places, count):
 
 
 @triton.jit(
-    do_not_specialize=["columns", "first_token", "chunks", "blocks"], do_not_specialize_on_alignment=["temperatures_ptr"]
+    do_not_specialize=["columns", "mask_stride", "first_token", "chunks", "blocks"],
+    do_not_specialize_on_alignment=["temperatures_ptr", "token_mask"],
 )
 def survey_kernel(
     logits,  # (B, n) float32
@@ -84,7 +85,7 @@ def survey_kernel(
     columns: tl.int32,
     temperatures_ptr,  # (B,) float32
     token_mask,  # (B, ceil(n / 32)) int32, or None
-    mask_stride,
+    mask_stride: tl.int64,
     out_ptr,  # (B, 2) int64, zeros; out: as ``distributed.limits.highest``
     keys_ptr,  # (B, chunks) int32, out: the chunks' highest keys; None if nobody asks
     first_token: tl.int32,
