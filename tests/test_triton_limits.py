@@ -105,8 +105,7 @@ class Problem:
         top_k = [module.of_top_k(meet, mine, self.top_k, scale, vocab, shards) for module in both]
         agree(*top_k)
         for limit in (None, top_k[1]):
-            ours, theirs = (module.of_top_p(meet, mine, scale, self.top_p, limit, vocab, shards) for module in both)
-            agree(ours, theirs if limit is None else torch.maximum(theirs, limit))
+            agree(*(module.of_top_p(meet, mine, scale, self.top_p, limit, vocab, shards) for module in both))
         agree(*(module.of_min_p(mine, scale, self.min_p) for module in both))
         ours, theirs = (module.mass_of(mine, top_k[1], scale, first) for module in both)
         assert ours.shape == theirs.shape == (len(mine), 1)

@@ -285,14 +285,15 @@ def of_top_p(
     vocab_size: int,  # the whole one
     shards: Shards,
 ) -> Tensor:
-    """(B,) int64 limits of top-p over what top-k keeps, which may be that of top-k where it is off, or ``LOWEST``."""
+    """(B,) int64 limits of top-k and of top-p over what it keeps; where top-p is off, those of top-k."""
     keys, masses, counted = keys_of(logits), scale.of(logits), None
     p = column(top_p, keys.device)[:, 0].double().expand(len(keys))
     if limit is not None:
         counted = is_kept(logits, limit, shards.first)
         masses = masses.masked_fill_(~counted, 0)
     found = _search(meet, keys, masses, lambda mass: _wanted(p, mass), counted, scale, shards)
-    return torch.where(p < 1, _limit(found, keys, shards), LOWEST)
+    by_top_p = torch.where(p < 1, _limit(found, keys, shards), LOWEST)
+    return by_top_p if limit is None else torch.maximum(limit, by_top_p)
 
 
 def of_min_p(

@@ -147,20 +147,19 @@ def _limits(
     meet: Meet, part: Part, processed: Tensor, known: Tensor | None, asked: Asked, scale: Scale, shards: Shards
 ) -> Tensor:
     """(B,) int64: the places from which on the filters keep this rank's tokens."""
-    passes, by_top_k = part.backend.shard_limits, None
-    limit = torch.full_like(scale.top, filters.LOWEST, dtype=torch.int64)
+    passes, limit = part.backend.shard_limits, None
     names = asked.names()
     if limits.are_few(asked.top_k):
         limit = passes.of_few(meet, processed, known, asked.top_k, asked.top_p, scale, shards)
         names = [name for name in names if name not in ("top_k", "top_p")]
     if "top_k" in names:
-        limit = by_top_k = passes.of_top_k(meet, processed, asked.top_k, scale, part.vocab_size, shards)
+        limit = passes.of_top_k(meet, processed, asked.top_k, scale, part.vocab_size, shards)
     if "top_p" in names:
-        by_top_p = passes.of_top_p(meet, processed, scale, asked.top_p, by_top_k, part.vocab_size, shards)
-        limit = torch.maximum(limit, by_top_p)
+        limit = passes.of_top_p(meet, processed, scale, asked.top_p, limit, part.vocab_size, shards)
     if "min_p" in names:
-        limit = torch.maximum(limit, passes.of_min_p(processed, scale, asked.min_p))
-    return limit
+        by_min_p = passes.of_min_p(processed, scale, asked.min_p)
+        limit = by_min_p if limit is None else torch.maximum(limit, by_min_p)
+    return torch.full_like(scale.top, filters.LOWEST, dtype=torch.int64) if limit is None else limit
 
 
 def _parts(meet: Meet, part: Part, kept: Kept) -> dict[str, Tensor]:

@@ -43,9 +43,9 @@ def _blocks(logits: Tensor) -> int:
     return max(-(-logits.shape[1] // _TILE), 1)
 
 
-def _stride(column: Tensor) -> int:
+def _stride(values: Tensor) -> int:
     """Of a ``filters.column``, whose number is every row's."""
-    return column.stride(0) if len(column) > 1 else 0
+    return values.stride(0) if len(values) > 1 else 0
 
 
 def highest(local: Step, logits: Tensor, few: bool) -> tuple[Tensor, Tensor | None]:
