@@ -347,7 +347,7 @@ def test_a_request_keeps_what_was_noted():
 
 def test_heads_and_quantisation():
     model = Model()
-    layers = head.Layers(processors.LogitsProcessor, VocabParallelEmbedding, UnquantizedEmbeddingMethod)
+    layers = engines.Layers(processors.LogitsProcessor, VocabParallelEmbedding, UnquantizedEmbeddingMethod)
     made = head.head_of(model, layers)
     assert made.vocab_size == V
     assert made.weight.shape[0] > V  # padded

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import flashsampling
+from flashsampling.integrations.engines import Layers
 from flashsampling.integrations.vllm import Refused, counters
-from flashsampling.integrations.vllm.head import Layers, head_of
+from flashsampling.integrations.vllm.head import head_of
 from flashsampling.integrations.vllm.runner import Fused, FusedRunner, Vllm, check_runner
 from flashsampling.integrations.vllm.slots import Rules, Slots, mask_of
 from flashsampling.integrations.vllm.state import Rows, counts_of

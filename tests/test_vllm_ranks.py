@@ -16,7 +16,8 @@ import flashsampling.integrations.vllm.runner as plugin
 import flashsampling.integrations.vllm.step as plugin_step
 from flashsampling import registry
 from flashsampling.distributed import TensorParallel, TensorParallelError, TensorParallelMismatch
-from flashsampling.integrations.vllm.head import Layers, head_of
+from flashsampling.integrations.engines import Layers
+from flashsampling.integrations.vllm.head import head_of
 from flashsampling.integrations.vllm.runner import Fused, FusedRunner, Vllm, group_of
 from flashsampling.integrations.vllm.slots import Rules, Slots, mask_of
 from flashsampling.integrations.vllm.step import FusedStep

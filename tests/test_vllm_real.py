@@ -47,8 +47,9 @@ from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.gpu_worker import Worker
 
 import flashsampling
+from flashsampling.integrations.engines import Layers
 from flashsampling.integrations.vllm import Refused, settings
-from flashsampling.integrations.vllm.head import Layers, head_of
+from flashsampling.integrations.vllm.head import head_of
 from flashsampling.integrations.vllm.runner import Fused, FusedRunner, Vllm
 from flashsampling.integrations.vllm.slots import MIN_P_TOP_P, SERVED, Rules, Slots, note
 from flashsampling.integrations.vllm.step import FusedStep

@@ -15,6 +15,14 @@ FAST = ("cute", "triton")  # implementations that are faster than what engines d
 _SETTLED = 256  # rows of a program
 
 
+class Layers(NamedTuple):
+    """Classes of an engine: others of their names' kind do something else."""
+
+    processor: type  # of logits
+    embedding: type  # of a head
+    unquantized: type  # its ``quant_method``
+
+
 def fast_implementation(weight: Tensor, engine: str) -> str:
     """Who takes a head's plain steps.
 

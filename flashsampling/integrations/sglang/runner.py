@@ -22,9 +22,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..engines import to_device
+from ..engines import Layers, to_device
 from .asks import REASONS, Noted, Reason, Rules, Wants
-from .head import Head, Layers, check_speed, head_of
+from .head import Head, check_speed, head_of
 from .settings import TOP_P, Refused, mode, top_p_of_top_k
 from .step import Batch, Drawn, FusedStep
 

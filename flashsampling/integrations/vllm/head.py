@@ -14,17 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...api import check_weight
+from ..engines import Layers
 from .settings import Refused
 
 _SEEN = 4  # rows that are compared
-
-
-class Layers(NamedTuple):
-    """Classes of vLLM: others of their names' kind do something else."""
-
-    processor: type
-    embedding: type  # of a head
-    unquantized: type  # its ``quant_method``
 
 
 class Head(NamedTuple):

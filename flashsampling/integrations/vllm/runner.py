@@ -24,10 +24,10 @@ from ...acceptance import held
 from ...api import SampleOutput
 from ...distributed import TensorParallel, TensorParallelError
 from ...step import example
-from ..engines import fast_implementation, to_device
+from ..engines import Layers, fast_implementation, to_device
 from .batches import batch_of, grammar_of, part_of, part_of_grammar, rows_of_requests
 from .drafts import most_drafts_of
-from .head import Head, Layers, head_of
+from .head import Head, head_of
 from .settings import COUNTING, LOGITS, RUNNER, TENSOR_PARALLEL, Refused, check_signature, mode, tensor_parallel
 from .slots import DRAFTS, GRAMMAR, GRAMMAR_LOGPROBS, REASONS, SERVED, Rules, Slots, Wants
 from .step import FusedStep, Grammar
