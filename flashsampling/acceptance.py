@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .api import SampleOutput, check_kind
+from .api import SampleOutput, check_kind, count_left_out, output_of
 from .backends import BACKENDS, Backend
 from .drafts import Accepted, Drafts, Given, Nodes
 from .impl.device import capability
@@ -16,6 +16,8 @@ from .requests import Problem, Request, asked_of
 from .step import ARGUMENTS, PLAIN, Asked, Drafted, Step, arguments
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack  # typing's from Python 3.11 on; torch brings this one
+
     from .distributed import TensorParallel
 
 METHODS = ("match", "rejection")
@@ -94,6 +96,34 @@ def match(target: Target, given: Given, parameters: Parameters, _: Tensor | None
     return _held(drafts, _drawn(target, rows, asked, drafts.hash))
 
 
+def drawn_over_ranks(
+    tp: "TensorParallel",
+    given: Given,
+    hidden_states: Tensor,  # (R, D), of every position
+    weight: Tensor,  # (V_shard, D)
+    *,
+    temperature: Tensor,  # (R,) float32
+    seed: Tensor,  # (R,) int64
+    offset: Tensor,  # (R,) int64
+    **request: "Unpack[Request]",
+) -> SampleOutput:
+    """The first half of ``match``, of several ranks: ``sample`` of every position, for those who ask of one what ``verify`` has
+    not. Ranks whose drafts differ get no token, and the error that ``sample`` documents: they would accept so many each."""
+    try:
+        positions = len(hidden_states)
+        asked = PLAIN
+        if request:
+            problem = Problem(positions, tp.num_rows, tp.vocab_size, hidden_states.device, 1, len(weight))
+            asked = asked_of(request, problem)
+        vocab_size, shard = tp.part
+        step = Step(hidden_states, weight, temperature, seed, offset, 1, vocab_size, shard, asked, alike=_hashed(given))
+        drawn = ops.sample_sharded(step, tp)
+    except BaseException as error:
+        count_left_out(tp, error)
+        raise
+    return output_of(drawn, positions, 1, asked, None)
+
+
 def held(given: Given, tokens: Tensor) -> Verified:
     """The second half of ``match``: drafts while they are what was drawn at their positions, ``tokens`` (R,)."""
     return _held_by_kernel(given, tokens) if _by_kernels(tokens, given) else _held(given.drafts(), tokens)
@@ -103,6 +133,16 @@ def _held(drafts: Drafts, tokens: Tensor) -> Verified:
     tokens = tokens[drafts.rows]
     accepted = drafts.matched(tokens)
     return _output(drafts, accepted, torch.where(accepted.nodes < 0, -1, tokens.gather(1, accepted.nodes.clamp(min=0))))
+
+
+def _hashed(given: Given) -> Tensor:
+    """() int64: ``drafts.Drafts.hash``."""
+    if not _by_kernels(given.token_ids, given):
+        return given.drafts().hash()
+    from .impl.triton import chains
+
+    with torch.cuda.device_of(given.token_ids):
+        return chains.hashed(given.token_ids, *given[2:])
 
 
 def _held_by_kernel(given: Given, tokens: Tensor) -> Verified:
@@ -141,11 +181,9 @@ def _by_kernels(states: Tensor, given: Given) -> bool:
 
 
 def _match_by_kernels(target: Target, given: Given, parameters: Parameters) -> Verified:
-    from .impl.triton import chains
-
     with torch.cuda.device_of(target.states):
         rows, asked = _spread(target, given, parameters)
-        tokens = _drawn(target, rows, asked, lambda: chains.hashed(given.token_ids, *given[2:]))
+        tokens = _drawn(target, rows, asked, lambda: _hashed(given))
         return _held_by_kernel(given, tokens)
 
 

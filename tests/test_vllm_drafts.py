@@ -18,14 +18,19 @@ from .test_vllm import LEFT_TO_VLLM, PROMPT, SERVED, SLOTS, D, V, runner_of, sta
 from .vllm_fakes import LEFT, SamplingParams
 
 MOST, LONG = 3, 9  # drafts of a request; tokens that are decoded
+CONSTRAINED = ("plain", "top_k", "greedy", "repetition", "penalised_top_k")  # by a grammar
 
 
-@pytest.fixture(scope="module")
-def model():
+def model_of():
     torch.manual_seed(0)
     model = fakes.Model(V, D)
     model.tokens, model.places = torch.randn(V, D), torch.randn(40, D)  # hidden states are of a token and its position
     return model
+
+
+@pytest.fixture(scope="module")
+def model():
+    return model_of()
 
 
 def may(name, position):
@@ -34,10 +39,10 @@ def may(name, position):
     return mask_of(V, bits.nonzero()[:, 0].tolist(), [])
 
 
-def decoded(model, requests, rng, drafter=None, constrained=(), chunk=100):
+def decoded(model, requests, rng, drafter=None, constrained=(), chunk=100, runner=None):
     """LONG tokens of every request, and their log-probabilities. Requests join one by one, in slots used again, in any order of
-    rows; prompts come in chunks. ``drafter(name, done)`` makes drafts of what follows so many tokens."""
-    runner = runner_of(model, most_drafts=MOST if drafter else 0)
+    rows; prompts come in chunks. ``drafter(name, done)`` drafts what follows so many tokens. ``runner``: of a shard."""
+    runner = runner or runner_of(model, most_drafts=MOST if drafter else 0)
     waiting, accepted = dict(requests), []
     running: list[str] = []
     texts: dict[str, list[int]] = {name: [] for name in requests}
@@ -91,18 +96,23 @@ def decoded(model, requests, rng, drafter=None, constrained=(), chunk=100):
     return {name: text[:LONG] for name, text in texts.items()}, logprobs, accepted
 
 
-def test_tokens_are_those_without_drafts(model):
-    """Of every kind of request, in mixed batches: drafts that hold, that do not, that are no tokens, and requests without."""
+def both(model, runner=None):
+    """What ``decoded`` gives of every kind of request without drafts, and with drafts that hold, that do not, that are no
+    tokens, and requests without any. ``runner``: that has the drafts, of a shard."""
     rng = np.random.default_rng(0)
     requests = {name: (rng.integers(0, V, int(rng.integers(2, 7))).tolist(), params) for name, params in SERVED.items()}
-    constrained = ("plain", "top_k", "greedy", "repetition", "penalised_top_k")
-    texts, logprobs, _ = decoded(model, requests, rng, constrained=constrained)
+    without = decoded(model, requests, rng, constrained=CONSTRAINED)
+    texts, *_ = without
 
     def drafter(name, done):
         drafts = texts[name][done : done + int(rng.integers(MOST + 1))]
         return [int(rng.choice([rng.integers(V), V + 5])) if rng.random() < 0.25 else token for token in drafts]
 
-    mine, theirs, accepted = decoded(model, requests, rng, drafter, constrained, chunk=3)
+    return without, decoded(model, requests, rng, drafter, CONSTRAINED, chunk=3, runner=runner)
+
+
+def check_both(without, with_drafts):
+    (texts, logprobs, _), (mine, theirs, accepted) = without, with_drafts
     assert mine == texts
     for name, each in logprobs.items():
         for (ids, values), (wanted_ids, wanted) in zip(theirs[name], each):
@@ -110,6 +120,11 @@ def test_tokens_are_those_without_drafts(model):
             torch.testing.assert_close(values, wanted, rtol=0, atol=1e-4)
     assert {(most, held) for most in range(MOST + 1) for held in range(most + 1)} <= set(accepted)
     assert texts["min_tokens"].index(120) >= 2  # which would come first if it were not forbidden
+
+
+def test_tokens_are_those_without_drafts(model):
+    """In mixed batches."""
+    check_both(*both(model))
 
 
 def test_penalties_and_lengths_matter():
@@ -253,7 +268,6 @@ def drafting(most=MOST):
         ("rejection_sampler", type("Own", (Verifier,), {})(), "whose drafts go to a Own"),
         ("rejection_sampler.synthetic_conditional_rates", torch.ones(3), "rejection_sample_method=synthetic"),
         ("speculator.draft_logits", torch.ones(1), "draft_sample_method=probabilistic"),
-        ("vllm_config.parallel_config.tensor_parallel_size", 2, "tensor parallelism"),
         ("decode_query_len", 6, "6 new tokens, and 3 drafts"),
         (None, None, None),
     ],

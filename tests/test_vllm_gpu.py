@@ -125,7 +125,11 @@ def runner(engine):
 
 @pytest.fixture(scope="module")
 def weight(engine):
-    """The LM head, all of it."""
+    return whole_head(engine)
+
+
+def whole_head(engine):
+    """The LM head's weight, of all ranks."""
     from vllm.distributed import get_tp_group
 
     worker = engine.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker
@@ -440,6 +444,10 @@ def test_nothing_waits_for_the_device(engine, runner, monkeypatch):
 @pytest.mark.skipif(RANKS == 1, reason="one rank")
 def test_ranks_drew_the_same(engine):
     """In all of the tests above, step by step; what each was held against is of all shards."""
+    check_ranks(engine)
+
+
+def check_ranks(engine):
     from vllm.distributed import get_tp_group
 
     group, theirs = get_tp_group(), [None] * RANKS

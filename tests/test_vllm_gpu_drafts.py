@@ -1,5 +1,5 @@
 """Drafts in vLLM itself: an engine that speculates, beside one that does not. As ``test_vllm_gpu``, on a GPU, or with
-FLASHSAMPLING_VLLM_ON_CPU=1 on a CPU; a process of its own, since it makes several engines.
+FLASHSAMPLING_VLLM_ON_CPU=1 on a CPU, or with several ranks; a process of its own, since it makes several engines.
 
 The drafter is made up: it knows what is decoded without drafts, and errs now and then, so that any number of drafts holds.
 """
@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from .test_vllm_gpu import LEFT, ON_CPU, OPTIONS, SERVED, V, alone, prompts_of, pytestmark  # noqa: F401
+from . import test_vllm_gpu
+from .test_vllm_gpu import DRAWN, LEFT, ON_CPU, OPTIONS, RANKS, SERVED, V, alone, check_ranks, prompts_of, whole_head
 
 # that says where vLLM is to run
 # isort: split
@@ -24,6 +25,7 @@ from benchmarks.vllm_worker import spread_logits
 from flashsampling.integrations.vllm import counters
 from flashsampling.integrations.vllm.slots import mask_of
 
+pytestmark = test_vllm_gpu.pytestmark
 MOST, LONG = 3, 24  # drafts of a request; tokens of a request
 MODEL = (512, 2, 8, 1024, False, V, 2, 64)
 
@@ -122,7 +124,7 @@ def watch(engine, monkeypatch):
     """Every row of every fused draw is compared with the row alone, after the drafts before it. How many there were, and what
     was drawn: by a request's seed and the tokens before."""
     runner, given, seen = runner_of(engine), {}, SimpleNamespace(drafts=0, host_is_ahead=0, drawn={})
-    step, kept = runner.flashsampling.step, runner.req_states
+    step, kept, weight = runner.flashsampling.step, runner.req_states, whole_head(engine)
     add, draw = step.add, step.draw
 
     def adding(slot, params, prompt_len):
@@ -150,7 +152,7 @@ def watch(engine, monkeypatch):
                 mask = batch.grammar.masks[batch.grammar.rows.tolist().index(row)]
             seed = int(runner.sampler.sampling_states.seeds.np[slot])
             wanted = alone(
-                step.head.weight,
+                weight,
                 batch.hidden_states[row : row + 1],
                 params,
                 so_far[:prompt_len],
@@ -161,6 +163,7 @@ def watch(engine, monkeypatch):
             assert int(out[0].token_ids[row]) == max(int(wanted.token_ids), 0), params
             seen.drawn[(seed, *so_far)] = int(out[0].token_ids[row])
             seen.drafts += row > first
+        DRAWN.append(out[0].token_ids.tolist())
         return out
 
     monkeypatch.setattr(step, "add", adding)
@@ -290,6 +293,12 @@ def test_a_drafter_of_vllms(with_eagle3, without, monkeypatch):
     assert seen.drafts > 100
     assert counted["drafts"] > 0
     assert (counted["left"], counted["split"]) == (0, 0)
+
+
+@pytest.mark.skipif(RANKS == 1, reason="one rank")
+def test_ranks_drew_the_same(with_eagle3):
+    """In all of the tests above."""
+    check_ranks(with_eagle3)
 
 
 @pytest.mark.skipif(ON_CPU, reason="there is nothing to wait for")

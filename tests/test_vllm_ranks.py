@@ -24,6 +24,7 @@ from flashsampling.integrations.vllm.step import FusedStep
 
 from . import vllm_fakes as fakes
 from .test_vllm import PROMPT, SERVED, D, V, states_of
+from .test_vllm_drafts import MOST, both, check_both, model_of
 from .vllm_fakes import LEFT, GrammarOutput, SamplingParams
 
 RANKS = 3
@@ -57,7 +58,7 @@ class Gathering(fakes.Processor):
         return torch.cat(parts, dim=-1)
 
 
-def runner_of(head="plain", ranks=1, rows=V, group=None):
+def runner_of(head="plain", ranks=1, rows=V, group=None, most_drafts=0):
     """Of this rank's shard, or of the whole head."""
     torch.manual_seed(0)
     np.random.seed(0)  # noqa: NPY002 # as vLLM does on every rank: seeds of requests that have none come from there
@@ -76,10 +77,11 @@ def runner_of(head="plain", ranks=1, rows=V, group=None):
     made = head_of(model, D, torch.float32, torch.device("cpu"), Layers(kind, fakes.Embedding, fakes.Unquantized))
     if group is not None:
         assert (made.first_token, made.ranks) == (rank * rows, ranks)
-        tp = group_of(made, group, SLOTS)
+        tp = group_of(made, group, SLOTS * (most_drafts + 1))
     sampler = fakes.Sampler(SLOTS, V)
     runner = Whole(model, sampler, [*range(1, SLOTS), 0])
-    step = FusedStep(made, sampler, Slots(SLOTS, Rules(V, raw_logprobs=True)), torch.device("cpu"), tp)
+    runner.num_speculative_steps = most_drafts
+    step = FusedStep(made, sampler, Slots(SLOTS, Rules(V, raw_logprobs=True)), torch.device("cpu"), tp, most_drafts)
     runner.flashsampling = Fused(step, Vllm(fakes.SamplerOutput, fakes.LogprobsTensors, fakes.get_num_sampled_and_rejected))
     return runner
 
@@ -179,6 +181,30 @@ def warm_up_that_fails(rank):
     runner.shutdown()
 
 
+def different_drafts(rank):
+    """They agree on every token, and would accept so many each."""
+    runner = runner_of("plain", RANKS, 112, dist.group.WORLD, MOST)
+    runner.add(a=(PROMPT, SamplingParams(seed=1)), b=(PROMPT, SamplingParams(seed=2)))
+    runner.batch({"a": 3, "b": 3})
+    said = []
+    for drafts in ([7, 8 if rank == 1 else 9], [7]):
+        batch = runner.batch({"a": 1, "b": 1}, {"b": drafts})
+        with pytest.raises(TensorParallelMismatch) as raised:
+            runner.sample(states_of(batch), batch, None)
+        said.append((raised.value.rank, raised.value.failure.differs))
+    runner.shutdown()
+    return said
+
+
+def with_drafts(group):
+    """What ``both`` gives."""
+    runner = runner_of("plain", 2, 192, group, MOST)
+    runner._dummy_sampler_run(torch.zeros(4, D))
+    found = both(model_of(), runner)
+    runner.shutdown()
+    return found
+
+
 def rank_main(rank, folder, queue):
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
     pair = dist.new_group([0, 1])
@@ -191,6 +217,11 @@ def rank_main(rank, folder, queue):
             results[shards] = steps_of(runner, shards == "two")
             runner.shutdown()
             assert runner.flashsampling.step.tp._closed
+    if rank < 2:
+        found = with_drafts(pair)
+        check_both(*found)
+        results["drafts"] = repr(found[1])
+    results["different drafts"] = different_drafts(rank)
     warm_up_that_fails(rank)
     results["different"] = different_ranks(rank)
     assert not registry._open
@@ -223,6 +254,8 @@ def test_ranks(tmp_path):
     for name, (_, said) in DIFFERENT.items():
         assert all(results[rank]["different"][name] == [(1, said)] * 2 for rank in range(RANKS)), name
     assert all(each["different"]["grammar"][0][0] == 1 for each in results.values())
+    assert results[0]["drafts"] == results[1]["drafts"]  # every bit that is printed
+    assert all(each["different drafts"] == [(1, ("draft_token_ids",))] * 2 for each in results.values())
 
 
 def check_steps(steps, wanted):

@@ -29,10 +29,6 @@ def most_drafts_of(runner: Any, rejection_sampler: type) -> int:
         raise Refused(f"speculative decoding whose drafts go to a {kind.__name__}")
     unmet = (
         (
-            runner.vllm_config.parallel_config.tensor_parallel_size > 1,
-            "speculative decoding with tensor parallelism, which has not been tried",
-        ),
-        (
             runner.speculator.draft_logits is not None,
             "speculative decoding with draft_sample_method=probabilistic, where vLLM accepts more drafts than matching would",
         ),

@@ -212,8 +212,8 @@ class FusedRunner:
     def _dummy_sampler_run(self, hidden_states: Tensor) -> None:
         super()._dummy_sampler_run(hidden_states)  # type: ignore[misc]
         most_drafts = self.flashsampling.step.most_drafts
-        if most_drafts:  # which have a row of a step each, as far as there are tokens of a step
-            hidden_states = hidden_states.repeat(most_drafts + 1, 1)[: self.max_num_tokens]  # type: ignore[attr-defined]
+        if most_drafts:
+            hidden_states = hidden_states.repeat(most_drafts + 1, 1)[: most_rows(self, most_drafts)]
         try:
             names = self.flashsampling.step.warm_up(hidden_states)
         except Exception as error:
@@ -261,7 +261,7 @@ def attach(runner: Any) -> str:
     layers = Layers(LogitsProcessor, VocabParallelEmbedding, UnquantizedEmbeddingMethod)
     head = head_of(runner.model, runner.model_config.get_hidden_size(), runner.dtype, runner.device, layers)
     check_head(head, runner.vocab_size)
-    tp = None if head.ranks == 1 else group_of(head, get_tp_group().device_group, runner.max_num_reqs)
+    tp = None if head.ranks == 1 else group_of(head, get_tp_group().device_group, most_rows(runner, most_drafts))
     rules = Rules(head.vocab_size, raw_logprobs=runner.sampler.logprobs_mode == "raw_logprobs")
     step = FusedStep(head, runner.sampler, Slots(runner.max_num_reqs, rules), runner.device, tp, most_drafts)
     runner.flashsampling = Fused(step, Vllm(SamplerOutput, LogprobsTensors, get_num_sampled_and_rejected))
@@ -295,6 +295,11 @@ def check_runner(runner: Any, kind: type, sampler: type) -> None:
         raise Refused(f"a step has {runner.decode_query_len} new tokens of a request")
     if runner.sampler.compute_nans:
         raise Refused("VLLM_COMPUTE_NANS_IN_LOGITS counts NaN in logits, which are nowhere in memory here")
+
+
+def most_rows(runner: Any, most_drafts: int) -> int:
+    """Of a step: every draft has one, as far as there are tokens of a step, and so has every request."""
+    return max(min(runner.max_num_reqs * (most_drafts + 1), runner.max_num_tokens), runner.max_num_reqs)  # type: ignore[no-any-return]
 
 
 def group_of(head: Head, group: Any, max_batch_size: int) -> TensorParallel:
