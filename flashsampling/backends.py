@@ -166,8 +166,9 @@ _TABLE = (
     Backend(
         "cute",
         needs=(
-            # not "cutlass": the old C++ template package goes by that name too. 4.8.1 is the only one measured
-            Package("nvidia_cutlass_dsl", "nvidia-cutlass-dsl", (4, 8, 1), _CUTE_HINT),
+            # not "cutlass": the old C++ template package goes by that name too. 4.8.1 is the only one measured, and
+            # 4.8.0 makes the same cubins
+            Package("nvidia_cutlass_dsl", "nvidia-cutlass-dsl", (4, 8, 0), _CUTE_HINT),
             Package("tvm_ffi", "apache-tvm-ffi", hint=_CUTE_HINT),
         ),
         chosen_on="cuda",

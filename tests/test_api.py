@@ -344,7 +344,7 @@ def test_import_needs_neither_triton_nor_cutlass():
             "import importlib.util as u, importlib.metadata as m; f, v = u.find_spec, m.version;"
             "u.find_spec = lambda n, p=None: n if n in ('nvidia_cutlass_dsl', 'tvm_ffi') else f(n, p);"
             "m.version = lambda n: '4.5.0' if n == 'nvidia-cutlass-dsl' else v(n)",
-            "nvidia-cutlass-dsl 4.5.0 is installed, it needs 4.8.1 or newer",
+            "nvidia-cutlass-dsl 4.5.0 is installed, it needs 4.8.0 or newer",
         ),
         (
             "triton",

@@ -14,6 +14,7 @@ from flashsampling.integrations.engines import Layers
 from flashsampling.integrations.vllm import Refused, counters
 from flashsampling.integrations.vllm.head import head_of
 from flashsampling.integrations.vllm.runner import Fused, FusedRunner, Vllm, check_runner
+from flashsampling.integrations.vllm.settings import KNOWN
 from flashsampling.integrations.vllm.slots import Rules, Slots, mask_of
 from flashsampling.integrations.vllm.state import Rows, counts_of
 from flashsampling.integrations.vllm.step import EVERYTHING, PLAIN, FusedStep, Mix, mix_of, mixes
@@ -107,6 +108,7 @@ LEFT_TO_VLLM = {
     "min_p with top_p": SamplingParams(min_p=0.1, top_p=0.9),
     "more than 1024 tokens with a bias": SamplingParams(logit_bias=dict.fromkeys(range(1025), 1.0)),
     "a bias that is not finite": SamplingParams(logit_bias={3: float("inf")}),
+    "thinking_token_budget": SamplingParams(thinking_token_budget=0),
 }
 
 
@@ -238,15 +240,17 @@ def test_other_reasons():
     batch = drafts.batch({"a": 4})
     drafts.sample(states_of(batch), dataclasses.replace(batch, num_draft_tokens=2), None)
     grammar = runner_of()
-    grammar.add(a=(PROMPT, SamplingParams(logprobs=1)), b=(PROMPT, SamplingParams()))
-    for masks in (np.full((1, 11), -1, np.int32), np.full((1, 3), -1, np.int32)):  # b's is too narrow
-        batch = grammar.batch({"a": 1, "b": 1})
-        grammar.sample(states_of(batch), batch, fakes.GrammarOutput(["a" if masks.shape[1] == 11 else "b"], masks))
+    grammar.flashsampling.step.slots.rules = Rules(V, raw_logprobs=True, frees_stops=True)
+    stops = SamplingParams(min_tokens=3, stop_token_ids=[5])
+    grammar.add(a=(PROMPT, SamplingParams(logprobs=1)), b=(PROMPT, SamplingParams()), c=(PROMPT, stops))
+    for name, words in (("a", 11), ("b", 3), ("c", 11)):  # b's is too narrow
+        batch = grammar.batch({"a": 1, "b": 1, "c": 1})
+        grammar.sample(states_of(batch), batch, fakes.GrammarOutput([name], np.full((1, words), -1, np.int32)))
     reasons = [list(each.flashsampling.counters()["reasons"]) for each in (runner, drafts, grammar)]
     assert reasons == [
         ["a logprobs_mode other than raw_logprobs"],
         ["drafts"],
-        ["logprobs with a grammar", "a grammar of another shape"],
+        ["logprobs with a grammar", "a grammar of another shape", "min_tokens with a grammar"],
     ]
 
 
@@ -431,6 +435,17 @@ def test_a_processor_that_does_something_else(monkeypatch):
         head_of(model, D, torch.float32, torch.device("cpu"), LAYERS)
 
 
+class PenaltiesState:
+    """One of newer vLLM's own."""
+
+
+class OnlyEven:
+    """A logits processor of somebody's."""
+
+
+TRIED, NEWER = KNOWN["0.26"], KNOWN["0.33"]
+
+
 @pytest.mark.parametrize(
     ("where", "value", "why"),
     [
@@ -441,6 +456,9 @@ def test_a_processor_that_does_something_else(monkeypatch):
         ("sampler", SimpleNamespace(compute_nans=False), "sampler of its own"),
         ("decode_query_len", 3, "3 new tokens"),
         ("sampler.compute_nans", True, "VLLM_COMPUTE_NANS_IN_LOGITS"),
+        ("sampler.logits_processors", [PenaltiesState(), OnlyEven()], "custom logits processors: OnlyEven"),
+        ("sampler.return_sampling_mask", True, "return_sampling_mask"),
+        ("sampler.trace_replay_state", OnlyEven(), "enable_trace_replay"),
         ("model_config.logits_processors", ["some.module:Class"], "custom logits processors"),
         ("vllm_config.parallel_config.tensor_parallel_size", 2, "tensor parallelism"),
         ("vllm_config.parallel_config.prefill_context_parallel_size", 2, "context parallelism"),
@@ -455,17 +473,25 @@ def test_runners_that_are_refused(where, value, why, monkeypatch):
     runner.model_config = SimpleNamespace(logits_processors=None)
     runner.use_pp, runner.is_pooling_model, runner.decode_query_len, runner.device = False, False, 1, torch.device("cuda")
     if where is None:
-        check_runner(runner, fakes.Runner, fakes.Sampler)
+        check_runner(runner, TRIED, fakes.Runner, fakes.Sampler)
         parallel.tensor_parallel_size = 2
         monkeypatch.setenv("FLASHSAMPLING_VLLM_TP", "1")
-        check_runner(runner, fakes.Runner, fakes.Sampler)
+        check_runner(runner, TRIED, fakes.Runner, fakes.Sampler)
+        with pytest.raises(Refused, match="tensor parallelism with this release"):
+            check_runner(runner, NEWER, fakes.Runner, fakes.Sampler)
+        parallel.tensor_parallel_size, runner.vllm_config.speculative_config = 1, SimpleNamespace()
+        with pytest.raises(Refused, match="speculative decoding with this release"):
+            check_runner(runner, NEWER, fakes.Runner, fakes.Sampler)
+        runner.vllm_config.speculative_config = None
+        vars(runner.sampler).update(logits_processors=[PenaltiesState()], trace_replay_state=None)
+        check_runner(runner, NEWER, fakes.Runner, fakes.Sampler)
         with pytest.raises(Refused, match="model runner is a Runner"):
-            check_runner(runner, Whole, fakes.Sampler)
+            check_runner(runner, TRIED, Whole, fakes.Sampler)
         return
     *path, last = where.split(".")
     setattr(functools.reduce(getattr, path, runner), last, value)
     with pytest.raises(Refused, match=why):
-        check_runner(runner, fakes.Runner, fakes.Sampler)
+        check_runner(runner, TRIED, fakes.Runner, fakes.Sampler)
 
 
 WANTED = [Mix(*each) for each in itertools.product((False, True), (0, 1, 64, 65), *[(False, True)] * 3)]

@@ -11,6 +11,7 @@ import torch
 from flashsampling.integrations.vllm import Refused
 from flashsampling.integrations.vllm.drafts import most_drafts_of
 from flashsampling.integrations.vllm.runner import check_runner, said_of
+from flashsampling.integrations.vllm.settings import KNOWN
 from flashsampling.integrations.vllm.slots import Rules, mask_of
 
 from . import vllm_fakes as fakes
@@ -275,12 +276,12 @@ def drafting(most=MOST):
 def test_drafts_that_are_refused(where, value, why):
     runner = drafting()
     if where is None:
-        check_runner(runner, SimpleNamespace, fakes.Sampler)
+        check_runner(runner, KNOWN["0.26"], SimpleNamespace, fakes.Sampler)
         assert most_drafts_of(runner, Verifier) == MOST
         runner.vllm_config.speculative_config = None
         assert most_drafts_of(runner, Verifier) == 0
         with pytest.raises(Refused, match="4 new tokens"):
-            check_runner(runner, SimpleNamespace, fakes.Sampler)
+            check_runner(runner, KNOWN["0.26"], SimpleNamespace, fakes.Sampler)
         return
     *path, last = where.split(".")
     setattr(functools.reduce(getattr, path, runner), last, value)

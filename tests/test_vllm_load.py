@@ -41,19 +41,22 @@ def test_a_wrong_environment(monkeypatch):
         register()
 
 
-@pytest.mark.parametrize("version", ["0.26.0", "0.26.1rc2.dev3+g123", "0.26"])
-def test_known_releases(version):
-    settings.check_version(version)
+@pytest.mark.parametrize(
+    ("version", "release"),
+    [("0.26.0", "0.26"), ("0.26.1rc2.dev3+g123", "0.26"), ("0.26", "0.26"), ("0.33.0", "0.33")],
+)
+def test_known_releases(version, release):
+    assert settings.check_version(version) is settings.KNOWN[release]
 
 
-@pytest.mark.parametrize("version", ["0.25.1", "0.27.0", "0.2.6", "1.26.0", "dev", "0.260"])
+@pytest.mark.parametrize("version", ["0.25.1", "0.27.0", "0.32.0", "0.34.0", "0.2.6", "1.26.0", "dev", "0.260", "0.330.0"])
 def test_other_releases(version, monkeypatch, caplog):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
     monkeypatch.setenv(settings.VARIABLE, "auto")
     with caplog.at_level(logging.INFO, "vllm.flashsampling"):
         register()
     assert not awaited()
-    words = f"vLLM {version} is not one of the releases that are known to work: 0.26.x (model runner v2)"
+    words = f"vLLM {version} is not one of the releases that are known to work: 0.26.x, 0.33.x, with model runner v2"
     assert [record.getMessage() for record in caplog.records] == [f"flashsampling: nothing is fused: {words}"]
     monkeypatch.setenv(settings.VARIABLE, "require")
     with pytest.raises(Refused) as refused:

@@ -1,10 +1,11 @@
-"""The plug-in against vLLM 0.26's own classes, on the CPU: where vLLM is not installed, as in CI, this is skipped.
+"""The plug-in against vLLM 0.26's and 0.33's own classes, on the CPU: where vLLM is not installed, as in CI, this is skipped.
 
 vLLM's kernels run in Triton's interpreter; pinned and mapped memory is plain memory. A wheel of vLLM that is unpacked does,
 with its pure-Python requirements: ``PYTHONPATH=FOLDER python -m pytest tests/test_vllm_real.py``.
 """
 
 import dataclasses
+import importlib.metadata
 import importlib.util
 import inspect
 import os
@@ -30,7 +31,6 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 from vllm.v1.core.sched.output import GrammarOutput, NewRequestData
 from vllm.v1.outputs import LogprobsTensors
-from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
 from vllm.v1.worker.gpu import buffer_utils
 from vllm.v1.worker.gpu.input_batch import (
     InputBatch,
@@ -54,6 +54,10 @@ from flashsampling.integrations.vllm.runner import Fused, FusedRunner, Vllm
 from flashsampling.integrations.vllm.slots import MIN_P_TOP_P, SERVED, Rules, Slots, note
 from flashsampling.integrations.vllm.step import FusedStep
 
+from .vllm_on_cpu import below_8_rows
+
+RELEASE = settings.check_version(importlib.metadata.version("vllm"))
+NEWER = not RELEASE.drafts_and_ranks
 V, D, SLOTS = 331, 16, 8
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="benchmarks.vllm_check is this on a GPU")
@@ -63,7 +67,8 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="benchmarks.vl
 def _without_a_gpu(monkeypatch):
     class Buffer:
         def __init__(self, size, dtype):
-            self.cpu = self.uva = torch.zeros(size, dtype=dtype)
+            self.cpu = torch.zeros(size, dtype=dtype)
+            self.uva = (lambda n=None: self.cpu[:n]) if NEWER else self.cpu
             self.np = self.cpu.numpy()
 
     def to_cpu(data, dtype, device):
@@ -73,8 +78,8 @@ def _without_a_gpu(monkeypatch):
     monkeypatch.setattr(buffer_utils, "async_tensor_h2d", to_cpu)
     monkeypatch.setattr("vllm.v1.worker.gpu.sample.penalties.async_tensor_h2d", to_cpu)
     monkeypatch.setattr(sampler_module, "flashinfer_sampler_supported", lambda: False)
-    monkeypatch.setattr(sampler_module, "apply_top_k_top_p", apply_top_k_top_p_pytorch)  # vLLM's below 8 rows
-    monkeypatch.setattr("vllm.v1.worker.gpu.sample.states.apply_top_k_top_p", apply_top_k_top_p_pytorch)
+    for module in ("sampler", "states"):
+        monkeypatch.setattr(f"vllm.v1.worker.gpu.sample.{module}.apply_top_k_top_p", below_8_rows)
     # its noise is libdevice's, which the interpreter has not: what it is added to is what matters here
     monkeypatch.setattr(sampler_module, "gumbel_sample", lambda logits, *_, **__: logits.argmax(-1))
 
@@ -83,8 +88,13 @@ class Runner(FusedRunner, GPUModelRunner):
     def __init__(self, model, most_drafts=0):
         self.model, self.device, self.max_num_reqs, self.is_last_pp_rank = model, CPU, SLOTS, True
         self.req_states = RequestState(SLOTS, 128, 64, most_drafts, V, CPU)
-        self.sampler = Sampler(SLOTS, V, CPU, self.req_states)
+        if NEWER:
+            config = SimpleNamespace(reasoning_config=None)
+            self.sampler = Sampler(config, SLOTS, V, CPU, self.req_states)
+        else:
+            self.sampler = Sampler(SLOTS, V, CPU, self.req_states)
         self.rejection_sampler, self.encoder_cache, self.pp_handler = None, None, None
+        self.batch_sharder, self.adaptive_verification, self.pooling_runner = None, None, None
         nothing = SimpleNamespace(
             **dict.fromkeys(("add_request", "append_block_ids", "apply_staged_writes"), lambda *_, **__: None)
         )
@@ -132,7 +142,7 @@ def test_recorded_signatures():
         settings.check_signature(name, getattr(GPUModelRunner, name), parameters)
         assert tuple(inspect.signature(getattr(fakes.Runner, name)).parameters) == parameters
     settings.check_signature("", get_num_sampled_and_rejected, settings.COUNTING)
-    settings.check_signature("", LogitsProcessor.forward, settings.LOGITS)
+    settings.check_signature("", LogitsProcessor.forward, RELEASE.logits)
     assert tuple(inspect.signature(Worker.load_model).parameters) == ("self", "load_dummy_weights")
 
 
@@ -161,6 +171,16 @@ def test_the_fake_state_is_as_the_real_one():
                 if not isinstance(mine, int):
                     assert (theirs.dtype, theirs.shape) == (mine.dtype, mine.shape), name
                     assert (theirs == mine).all(), name
+
+
+def mappings(batch):
+    """As the sampler's methods take them."""
+    middle = [batch.idx_mapping] if NEWER else []
+    return batch.expanded_idx_mapping, *middle, batch.idx_mapping_np
+
+
+def lengths(batch):
+    return [batch.seq_lens_cpu_upper_bound.numpy()] if NEWER else []
 
 
 PROMPT = [5, 31, 7, 7, 200]
@@ -208,8 +228,8 @@ def test_the_distribution_is_that_of_vllms_sampler(chosen, monkeypatch):
     draw = step.draw
     monkeypatch.setattr(step, "draw", lambda each: seen.setdefault("out", draw(each)))
     processed = runner.sampler.sample(
-        runner.model.compute_logits(states), batch.expanded_idx_mapping, batch.idx_mapping_np, batch.positions, batch.input_ids,
-        batch.expanded_local_pos, return_logprobs=True,
+        runner.model.compute_logits(states), *mappings(batch), batch.positions, batch.input_ids, batch.expanded_local_pos,
+        *lengths(batch), return_logprobs=True,
     )[1].double().log_softmax(-1)  # fmt: skip
     own, *_ = GPUModelRunner.sample(runner, states, batch, None)
     drawn = []
@@ -266,6 +286,7 @@ def batch_with_drafts(runner, drafts):
     )
 
 
+@pytest.mark.skipif(NEWER, reason="drafts are left to vLLM")
 @pytest.mark.parametrize("chosen", [list(KINDS)[:8], list(KINDS)[6:]])
 def test_drafts_are_processed_as_by_vllms_sampler(chosen, monkeypatch):
     """At every position the log-probabilities of what is drawn are those of vLLM's logits there, and at a temperature of 0 vLLM

@@ -31,6 +31,7 @@ class SamplingParams:
     min_tokens: int = 0
     stop_token_ids: list[int] = dataclasses.field(default_factory=list)
     bad_words_token_ids: list[list[int]] | None = None
+    thinking_token_budget: int | None = None
 
     @property
     def all_stop_token_ids(self) -> set[int]:
@@ -178,7 +179,7 @@ class Runner:
     def __init__(self, model: nn.Module, sampler: Sampler, free: list[int]) -> None:
         self.model: Any = model
         self.sampler, self.free, self.max_num_reqs = sampler, free, len(free)
-        self.req_states = SimpleNamespace(req_id_to_index={})
+        self.req_states = SimpleNamespace(req_id_to_index={}, prompt_len=Backed(len(free), torch.int32))
         self.left: list[tuple[list[str], Any]] = []  # what came to vLLM's own path
         self.lengths: dict[str, int] = {}
         self.device = torch.device("cpu")
@@ -189,6 +190,7 @@ class Runner:
             slot = self.free.pop()
             self.req_states.req_id_to_index[new.req_id] = slot
             self.lengths[new.req_id] = 0
+            self.req_states.prompt_len.np[slot] = len(new.prompt_token_ids)
             if new.sampling_params is not None:
                 self.sampler.add_request(slot, new.prompt_token_ids, new.sampling_params)
 

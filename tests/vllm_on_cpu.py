@@ -3,7 +3,7 @@
 vLLM's model runner for CPUs is its v2, whose kernels are Triton's: here the interpreter runs them. What else vLLM has compiled
 for CPUs, and a wheel for GPUs has not, is made of torch operations, and attention is left out: a token's hidden states are of
 itself and its position. Scheduler, engine, runner, state and sampler are vLLM's own; its noise, libdevice's, is torch's.
-Seen with vLLM 0.26.0, unpacked, and its requirements on the path.
+Seen with vLLM 0.26.0 and 0.33.0, unpacked, and 0.26.0's requirements on the path.
 """
 
 import importlib.metadata
@@ -33,7 +33,6 @@ def pretend(patch: Any) -> None:
     import vllm.v1.worker.cpu_worker  # noqa: F401 # it makes events and streams of torch.cuda do nothing
     from vllm import _custom_ops
     from vllm.model_executor.models import qwen3
-    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
     from vllm.v1.worker.cpu.model_runner import CPUModelRunner
     from vllm.v1.worker.gpu import model_runner, structured_outputs
     from vllm.v1.worker.gpu.sample import gumbel, sampler, states
@@ -46,14 +45,21 @@ def pretend(patch: Any) -> None:
     patch.setattr(qwen3.Qwen3Attention, "forward", _own_value)
     patch.setattr(structured_outputs.StructuredOutputsWorker, "apply_grammar_bitmask", _masked)
     patch.setattr(sampler, "gumbel_sample", _drawn)
-    patch.setattr(sampler, "apply_top_k_top_p", apply_top_k_top_p_pytorch)
-    patch.setattr(states, "apply_top_k_top_p", apply_top_k_top_p_pytorch)  # where there are drafts
+    patch.setattr(sampler, "apply_top_k_top_p", below_8_rows)
+    patch.setattr(states, "apply_top_k_top_p", below_8_rows)  # where there are drafts
     for module in (gumbel, rejection_sampler_utils):
-        patch.setattr(module, "tldevice", SimpleNamespace(log1p=_log1p))
+        patch.setattr(module, "tldevice", SimpleNamespace(log1p=_log1p), raising=False)  # vLLM 0.33's gumbel has none
     # the plug-in takes neither CPUs nor what is faster nowhere; and its class is made of the runner for GPUs
     patch.setattr(model_runner.GPUModelRunner, "warming_up_model", CPUModelRunner.warming_up_model, raising=False)
     patch.setattr(plugin, "check_runner", lambda *_: None)
     patch.setattr(engines, "FAST", ("streaming",))
+
+
+def below_8_rows(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None, has_topp_only_rows: bool = False) -> Tensor:
+    """vLLM's ``apply_top_k_top_p`` of so few; 0.26 does not say the last."""
+    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
+
+    return apply_top_k_top_p_pytorch(logits, top_k, top_p)  # type: ignore[no-any-return]
 
 
 def _operators() -> torch.library.Library:

@@ -10,6 +10,7 @@ tokens would depend on its batch mates.
 """
 
 import collections
+import importlib.metadata
 import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -28,11 +29,23 @@ from ..engines import Layers, fast_implementation, to_device
 from .batches import batch_of, grammar_of, part_of, part_of_grammar, rows_of_requests
 from .drafts import most_drafts_of
 from .head import Head, head_of
-from .settings import COUNTING, LOGITS, RUNNER, TENSOR_PARALLEL, Refused, check_signature, mode, tensor_parallel
-from .slots import DRAFTS, GRAMMAR, GRAMMAR_LOGPROBS, REASONS, SERVED, Rules, Slots, Wants
+from .settings import COUNTING, RUNNER, TENSOR_PARALLEL, Refused, Release, check_signature, check_version, mode, tensor_parallel
+from .slots import (
+    DRAFTS,
+    GRAMMAR,
+    GRAMMAR_LOGPROBS,
+    GRAMMAR_MIN_TOKENS,
+    LOGPROBS_MODE,
+    REASONS,
+    SERVED,
+    Rules,
+    Slots,
+    Wants,
+)
 from .step import FusedStep, Grammar
 
 _logger = logging.getLogger("vllm.flashsampling")
+PROCESSORS = {"LogitBiasState", "PenaltiesState", "BadWordsState"}  # of newer releases' samplers, which ``slots`` knows
 
 Sampled = tuple[Any, Tensor, Tensor]  # vLLM's SamplerOutput, num_sampled, num_rejected
 
@@ -91,6 +104,8 @@ class Fused:
             if grammar.masks.shape != (len(grammar.rows), max(grammar.masks.shape[1], self.step.words)):
                 reasons[grammar.requests] = GRAMMAR
             wants = slots.wants[input_batch.idx_mapping_np[grammar.requests]]
+            if slots.rules.frees_stops:
+                reasons[grammar.requests[(wants & Wants.MIN_TOKENS) != 0]] = GRAMMAR_MIN_TOKENS
             with_logprobs = grammar.requests[(wants & Wants.LOGPROBS) != 0]  # vLLM's raw ones are of what the grammar allows
             reasons[with_logprobs] = GRAMMAR_LOGPROBS
         return reasons
@@ -203,7 +218,7 @@ class FusedRunner:
         for new in scheduler_output.scheduled_new_reqs:
             if new.sampling_params is not None:
                 slot = self.req_states.req_id_to_index[new.req_id]  # type: ignore[attr-defined]
-                self.flashsampling.step.add(slot, new.sampling_params, len(new.prompt_token_ids))
+                self.flashsampling.step.add(slot, new.sampling_params, int(self.req_states.prompt_len.np[slot]))  # type: ignore[attr-defined]
 
     def sample(self, hidden_states: Tensor, input_batch: Any, grammar_output: Any) -> Sampled:
         """As vLLM's, fused where it can be."""
@@ -252,34 +267,42 @@ def attach(runner: Any) -> str:
     from vllm.v1.worker.gpu.sample.sampler import Sampler
     from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
-    check_runner(runner, GPUModelRunner, Sampler)
+    release = check_version(importlib.metadata.version("vllm"))
+    check_runner(runner, release, GPUModelRunner, Sampler)
     most_drafts = most_drafts_of(runner, RejectionSampler)
     for name, parameters in RUNNER.items():
         check_signature(f"GPUModelRunner.{name}", getattr(GPUModelRunner, name), parameters)
     check_signature("get_num_sampled_and_rejected", get_num_sampled_and_rejected, COUNTING)
-    check_signature("LogitsProcessor.forward", LogitsProcessor.forward, LOGITS)
+    check_signature("LogitsProcessor.forward", LogitsProcessor.forward, release.logits)
     layers = Layers(LogitsProcessor, VocabParallelEmbedding, UnquantizedEmbeddingMethod)
     head = head_of(runner.model, runner.model_config.get_hidden_size(), runner.dtype, runner.device, layers)
     check_head(head, runner.vocab_size)
     tp = None if head.ranks == 1 else group_of(head, get_tp_group().device_group, most_rows(runner, most_drafts))
-    rules = Rules(head.vocab_size, raw_logprobs=runner.sampler.logprobs_mode == "raw_logprobs")
+    raw_logprobs = runner.sampler.logprobs_mode == "raw_logprobs"
+    rules = Rules(head.vocab_size, raw_logprobs, release.frees_stops)
     step = FusedStep(head, runner.sampler, Slots(runner.max_num_reqs, rules), runner.device, tp, most_drafts)
     runner.flashsampling = Fused(step, Vllm(SamplerOutput, LogprobsTensors, get_num_sampled_and_rejected))
     runner.__class__ = type("FusedGPUModelRunner", (FusedRunner, GPUModelRunner), {})
     return said_of(head, rules, tp, most_drafts)
 
 
-def check_runner(runner: Any, kind: type, sampler: type) -> None:
+def check_runner(runner: Any, release: Release, kind: type, sampler: type) -> None:
     """Refuses a runner of which something else is asked than a token of every request in turn."""
     config = runner.vllm_config
+    several = config.parallel_config.tensor_parallel_size > 1
     unmet = (
         (type(runner) is not kind, f"the model runner is a {type(runner).__name__}"),
         (runner.is_pooling_model, "the model does not generate"),
         (runner.device.type != "cuda", f"the device is {runner.device}, not an NVIDIA GPU"),
         (runner.use_pp, "pipeline parallelism"),
         (
-            config.parallel_config.tensor_parallel_size > 1 and not tensor_parallel(),
+            several and not tensor_parallel(),
             f"tensor parallelism, which has not been tried with vLLM on GPUs ({TENSOR_PARALLEL}=1 tries it)",
+        ),
+        (several and not release.drafts_and_ranks, "tensor parallelism with this release of vLLM, which has not been tried"),
+        (
+            config.speculative_config is not None and not release.drafts_and_ranks,
+            "speculative decoding with this release of vLLM, which has not been tried",
         ),
         (config.parallel_config.prefill_context_parallel_size > 1, "prefill context parallelism"),
         (bool(runner.model_config.logits_processors), "custom logits processors"),
@@ -295,6 +318,13 @@ def check_runner(runner: Any, kind: type, sampler: type) -> None:
         raise Refused(f"a step has {runner.decode_query_len} new tokens of a request")
     if runner.sampler.compute_nans:
         raise Refused("VLLM_COMPUTE_NANS_IN_LOGITS counts NaN in logits, which are nowhere in memory here")
+    processors = {type(each).__name__ for each in getattr(runner.sampler, "logits_processors", ())}
+    if not processors <= PROCESSORS:
+        raise Refused(f"custom logits processors: {', '.join(sorted(processors - PROCESSORS))}")
+    if getattr(runner.sampler, "return_sampling_mask", False):
+        raise Refused("return_sampling_mask, for which logits are needed")
+    if getattr(runner.sampler, "trace_replay_state", None) is not None:
+        raise Refused("tokens may be replayed from a trace (enable_trace_replay)")
 
 
 def most_rows(runner: Any, most_drafts: int) -> int:
@@ -325,7 +355,8 @@ def check_head(head: Head, vocab_size: int) -> None:
 def said_of(head: Head, rules: Rules, tp: TensorParallel | None, most_drafts: int = 0) -> str:
     """What is fused and what is not, in a line."""
     left = [REASONS[reason] for reason in range(1, DRAFTS)]
-    left = [text for text in left if "logprobs_mode" not in text or not rules.raw_logprobs]
+    off = {REASONS[LOGPROBS_MODE]: rules.raw_logprobs, REASONS[GRAMMAR_MIN_TOKENS]: not rules.frees_stops}
+    left = [text for text in left if not off.get(text)]
     who = ops.choose(example(head.weight), "").name if tp is None else f"{tp.impl} over {tp.transport} on {tp.world_size} ranks"
     drafts = f"drafts, up to {most_drafts} of a request, are accepted by matching; " if most_drafts else ""
     return (

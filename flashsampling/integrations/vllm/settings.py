@@ -3,12 +3,23 @@
 import inspect
 import os
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 VARIABLE = "FLASHSAMPLING_VLLM"
 TENSOR_PARALLEL = "FLASHSAMPLING_VLLM_TP"
 MODES = ("off", "auto", "require")
-KNOWN = {"0.26": "model runner v2"}  # major.minor, and what of it
+
+
+class Release(NamedTuple):
+    """What is known of vLLM's model runner v2 in a minor release."""
+
+    logits: tuple[str, ...]  # parameters of ``LogitsProcessor.forward``
+    drafts_and_ranks: bool  # speculative decoding and tensor parallelism have been tried
+    frees_stops: bool  # where min_tokens forbids all that a grammar allows, it does not
+
+
+_LOGITS = ("self", "lm_head", "hidden_states", "embedding_bias")
+KNOWN = {"0.26": Release(_LOGITS, True, False), "0.33": Release((*_LOGITS, "skip_gather"), False, True)}
 
 # What is overridden or called, by its parameters: a release that has other ones is another one, whatever its number.
 RUNNER = {
@@ -18,7 +29,6 @@ RUNNER = {
     "shutdown": ("self",),
 }
 COUNTING = ("num_sampled", "seq_lens", "cu_num_logits", "idx_mapping", "prefill_len")
-LOGITS = ("self", "lm_head", "hidden_states", "embedding_bias")
 
 
 class Refused(RuntimeError):
@@ -39,12 +49,13 @@ def tensor_parallel() -> bool:
     return os.environ.get(TENSOR_PARALLEL, "0") == "1"
 
 
-def check_version(version: str) -> None:
+def check_version(version: str) -> Release:
     """Refuses a release that nobody has tried."""
-    release = re.match(r"\d+\.\d+", version)
-    if release is None or release.group() not in KNOWN:
-        known = ", ".join(f"{number}.x ({what})" for number, what in KNOWN.items())
-        raise Refused(f"vLLM {version} is not one of the releases that are known to work: {known}")
+    number = re.match(r"\d+\.\d+", version)
+    if number is None or number.group() not in KNOWN:
+        known = ", ".join(f"{number}.x" for number in KNOWN)
+        raise Refused(f"vLLM {version} is not one of the releases that are known to work: {known}, with model runner v2")
+    return KNOWN[number.group()]
 
 
 def check_signature(name: str, function: Any, parameters: tuple[str, ...]) -> None:

@@ -22,11 +22,12 @@ class Wants(IntFlag):
     MASK = 4  # allowed_token_ids, bad words
     PENALTIES = 8
     LOGPROBS = 16
+    MIN_TOKENS = 32  # beside BIASES
 
 
 SERVED = 0
 MANY_LOGPROBS, LOGPROBS_MODE, GIVEN_LOGPROBS, GRAMMAR_LOGPROBS, LONG_BAD_WORDS, MIN_P_TOP_P, MANY_BIASES = range(1, 8)
-NOT_FINITE, DRAFTS, GRAMMAR = range(8, 11)
+NOT_FINITE, THINKING, GRAMMAR_MIN_TOKENS, DRAFTS, GRAMMAR = range(8, 13)
 REASONS = (
     "served",
     f"logprobs of more than {MAX_TOP_LOGPROBS} tokens",
@@ -37,6 +38,8 @@ REASONS = (
     "min_p with top_p",
     f"more than {MAX_BIASED} tokens with a bias",
     "a bias that is not finite",
+    "thinking_token_budget",
+    "min_tokens with a grammar",
     "drafts",
     "a grammar of another shape",
 )
@@ -47,6 +50,7 @@ class Rules(NamedTuple):
 
     vocab_size: int
     raw_logprobs: bool  # vLLM's logprobs_mode is the one that ours are
+    frees_stops: bool = False  # see ``settings.Release``
 
 
 class Noted(NamedTuple):
@@ -71,6 +75,8 @@ def note(params: Any, prompt_len: int, rules: Rules) -> Noted:
     biases = _biases(params, prompt_len)
     if biases is not None:
         wants |= Wants.BIASES
+        if len(biases.stops):
+            wants |= Wants.MIN_TOKENS
     bad_words = params.bad_words_token_ids or []
     mask = None
     if params.allowed_token_ids or bad_words:
@@ -80,6 +86,8 @@ def note(params: Any, prompt_len: int, rules: Rules) -> Noted:
 
 
 def _reason(params: Any, biases: Biases | None, greedy: bool, rules: Rules) -> int:
+    if params.thinking_token_budget is not None:
+        return THINKING
     if params.logprob_token_ids:
         return GIVEN_LOGPROBS
     if params.logprobs is not None:
