@@ -15,7 +15,7 @@ from filelock import FileLock
 
 import flashsampling
 from flashsampling import LMHeadSampler, registry
-from flashsampling.distributed import Failure, TensorParallel, TensorParallelTimeout, agreement
+from flashsampling.distributed import Failure, TensorParallel, TensorParallelTimeout, agreement, construction
 from flashsampling.distributed.gloo import Gloo
 from flashsampling.distributed.rendezvous import Rendezvous
 
@@ -167,6 +167,17 @@ def test_why_not_p2p(other, impl, transport, why):
     if transport != "p2p":
         with pytest.raises(ValueError, match="transport='p2p' cannot be used"):
             agreement.choose_transport(named, impl)
+
+
+@pytest.mark.parametrize(("rows", "draws", "room"), [(1, 1, 2048), (256, 1, 4096), (256, 20, 5120), (3000, 1, 48_000)])
+def test_a_message_has_room_for_all_that_crosses(rows, draws, room, monkeypatch):
+    """The winners of the largest batch, and some words of each of its rows, without which a search has no digit."""
+    made = []
+    monkeypatch.setattr(construction, "Gloo", lambda *given: made.append(given[2:4]))
+    making = construction.Construction(None, None, 0)
+    making.transport, making.mine = "gloo", _member("", max_batch_size=rows, max_num_samples=draws)
+    making._make_transport(None, [making.mine], DEVICE)
+    assert made == [(rows, room)]
 
 
 def test_an_open_group_lives_without_anybody_holding_it():
