@@ -231,6 +231,7 @@ def header(step=7, batch=2, num_samples=1, temperature=11, seed=12, offset=13, f
         ([header(step=8), header(), header()], 0, ("step",), "rank 1"),  # most are right
         ([header(), header(step=8, seed=2), header()], 1, ("step", "seed"), "rank 0"),
         ([header(), header(batch=6, seed=1)], 1, ("batch size or num_samples",), "rank 0"),
+        ([header(), header(num_samples=3, seed=1)], 1, ("batch size or num_samples",), "rank 0"),
         ([header(batch=6), header(num_samples=3), header(num_samples=3)], 0, ("batch size or num_samples",), "rank 1"),
     ],
 )
