@@ -147,6 +147,21 @@ def test_top_p_is_of_what_top_k_keeps():
     assert by_torch.is_kept(logits, limit, 0)[0].nonzero()[:, 0].tolist() == list(range(10))
 
 
+@pytest.mark.parametrize("module", [by_kernels, by_torch])
+@pytest.mark.parametrize("top_p", [1.0, 2.0])
+def test_top_p_that_is_off_keeps_tokens_without_mass(top_p, module):
+    """Of one row; the other's ends before them."""
+    logits = torch.zeros(2, 100, device=DEVICE)
+    logits[:, 50:] = -1e4
+    shards, rows = Shards(0, [(0, 100)], ROOM), torch.tensor([top_p, 0.999], device=DEVICE)
+    scale = Scale(logits[:, 0], torch.ones(2, device=DEVICE), by_torch.unit_of(100))
+    limits = [
+        module.of_few(lambda words: words[None], logits, None, 60, rows, scale, shards),
+        module.of_top_p(lambda words: words[None], logits, scale, rows, None, 100, shards),
+    ]
+    assert [by_torch.is_kept(logits, limit, 0).sum(dim=1).tolist() for limit in limits] == [[60, 50], [100, 50]]
+
+
 @pytest.mark.parametrize("ranks", [64, 126, 128, 200])
 def test_as_many_ranks_as_there_are(ranks):
     """A rank knows of each other one whether its tokens come before its own; of equal logits that is all that counts."""
