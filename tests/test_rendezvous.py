@@ -150,6 +150,24 @@ def test_a_rank_that_is_busy_is_waited_for(connect):
     assert ranks(2, work, connect, seconds=2.0)[0] == [[b"x"] * 2] * 2
 
 
+def test_a_rank_that_is_busy_does_not_hide_one_that_does_not_come(connect):
+    over = threading.Event()
+
+    def work(meet):
+        if meet.rank == 1:
+            with meet.busy():
+                assert over.wait(SOON)
+        try:
+            return meet.exchange("meeting", b"")
+        finally:
+            over.set()
+
+    results, _ = ranks(3, work, connect, seconds=2.0, late=(2,))
+    for error in results:
+        assert isinstance(error, TensorParallelTimeout)
+        assert error.failure == Failure("late", 2, what="meeting")
+
+
 def test_other_phases_are_named(connect):
     results, times = ranks(3, lambda meet: meet.exchange("one" if meet.rank < 2 else "other", b""), connect, seconds=20.0)
     for error in results:
