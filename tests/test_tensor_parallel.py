@@ -21,7 +21,7 @@ from flashsampling.distributed.rendezvous import Rendezvous
 
 from . import tensor_parallel
 from .conftest import DEVICE
-from .problems import KERNELS
+from .problems import KERNELS, rows_only
 
 GPUS = torch.cuda.device_count()
 LONG = GPUS > 0
@@ -265,3 +265,15 @@ def test_gloo_waits_for_all_ranks_together_no_longer_than_the_bound(seconds, mon
     assert failure == (None if seconds < 0.25 else Failure("late", 2, 5))
     assert waits[0] == pytest.approx(max(seconds, 1e-3), abs=2e-6)
     assert seconds < 0.25 or waits[1] == pytest.approx(0.1, abs=2e-6)
+
+
+def test_gloo_says_nothing_of_drafts_that_were_alike_in_the_next_step(monkeypatch):
+    monkeypatch.setattr(Gloo, "_swap", lambda *_: None)
+    transport = Gloo(None, Rendezvous(dist.HashStore, 0, 1, 1.0), 4, 4, 1.0)
+    step = rows_only(3, 1.0, 7, 0)
+    headers = []
+    for alike in (None, torch.tensor(5), None):
+        transport.begin(step._replace(alike=alike))
+        headers.append(transport._header.tolist())
+        transport.finish(torch.ones(3, dtype=torch.int64), step._replace(alike=alike))
+    assert headers[0] == headers[2] != headers[1]
