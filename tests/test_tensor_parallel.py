@@ -169,6 +169,20 @@ def test_why_not_p2p(other, impl, transport, why):
             agreement.choose_transport(named, impl)
 
 
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        *(("dtype", "torch.float16"), ("device", "cpu"), ("vocab_size", 7), ("max_batch_size", 2), ("max_num_samples", 2)),
+        *(("transport", "nccl"), ("impl", "triton"), ("timeout", 2.0)),
+    ],
+)
+def test_what_ranks_must_have_alike(name, other):
+    """Buffers and messages are made for it."""
+    assert agreement.check([_member("A"), _member("B")]) == [(0, 4), (4, 8)]
+    with pytest.raises(ValueError, match=f"^{name} must be the same on all ranks, got rank 0: .*, rank 1: {other}"):
+        agreement.check([_member("A"), _member("B", **{name: other})])
+
+
 @pytest.mark.parametrize(("rows", "draws", "room"), [(1, 1, 2048), (256, 1, 4096), (256, 20, 5120), (3000, 1, 48_000)])
 def test_a_message_has_room_for_all_that_crosses(rows, draws, room, monkeypatch):
     """The winners of the largest batch, and some words of each of its rows, without which a search has no digit."""
