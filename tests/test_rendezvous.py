@@ -150,6 +150,24 @@ def test_a_rank_that_is_busy_is_waited_for(connect):
     assert ranks(2, work, connect, seconds=2.0)[0] == [[b"x"] * 2] * 2
 
 
+def test_a_rank_that_is_busy_does_not_hide_one_that_does_not_come(connect):
+    over = threading.Event()
+
+    def work(meet):
+        if meet.rank == 1:
+            with meet.busy():
+                assert over.wait(SOON)
+        try:
+            return meet.exchange("meeting", b"")
+        finally:
+            over.set()
+
+    results, _ = ranks(3, work, connect, seconds=2.0, late=(2,))
+    for error in results:
+        assert isinstance(error, TensorParallelTimeout)
+        assert error.failure == Failure("late", 2, what="meeting")
+
+
 def test_other_phases_are_named(connect):
     results, times = ranks(3, lambda meet: meet.exchange("one" if meet.rank < 2 else "other", b""), connect, seconds=20.0)
     for error in results:
@@ -231,6 +249,7 @@ def header(step=7, batch=2, num_samples=1, temperature=11, seed=12, offset=13, f
         ([header(step=8), header(), header()], 0, ("step",), "rank 1"),  # most are right
         ([header(), header(step=8, seed=2), header()], 1, ("step", "seed"), "rank 0"),
         ([header(), header(batch=6, seed=1)], 1, ("batch size or num_samples",), "rank 0"),
+        ([header(), header(num_samples=3, seed=1)], 1, ("batch size or num_samples",), "rank 0"),
         ([header(batch=6), header(num_samples=3), header(num_samples=3)], 0, ("batch size or num_samples",), "rank 1"),
     ],
 )

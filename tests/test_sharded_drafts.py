@@ -360,6 +360,8 @@ def test_what_differs_has_its_name():
         assert failure is not None
         assert (failure.rank, failure.differs) == (1, differs)
     assert len({tuple(header) for header in headers}) == len(headers)
+    certain = usual._replace(probs=None)
+    assert _header(certain._replace(token_ids=torch.nn.functional.pad(ids, (0, 1)))) != _header(certain)  # a draft more: 0
     wide = q.clone()
     wide[5:], wide[:, 70:] = math.nan, -1.0
     assert _header(usual._replace(probs=wide)) == headers[0]

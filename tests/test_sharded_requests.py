@@ -25,6 +25,7 @@ from tests.conftest import DEVICE
 from tests.mixes import INF, NAN, Mix
 from tests.problems import KERNELS
 from tests.test_requests import differences, parts_of
+from tests.zero_words import ZERO_WORDS
 
 
 class Board:
@@ -257,20 +258,58 @@ def test_a_temperature_of_minus_infinity_is_greedy_too():
         assert not differences(ops.sample(step, "streaming"), expected, step), asked
 
 
+def test_an_infinite_logit_with_nothing_finite_on_its_shard():
+    """It wins over the finite ones of other shards."""
+    bias = torch.zeros(100)
+    bias[67:] = -INF
+    bias[70] = INF
+    for asked in (Asked(dense_bias=bias, min_p=0.1), Asked(dense_bias=bias, logprobs=True)):
+        step = flat(2, 100, asked, temperature=torch.tensor([1.0, 0.0]))
+        assert run(step, [(0, 33), (67, 100), (33, 67)])[0].ids[:2].tolist() == [70, 70]
+
+
+@pytest.mark.parametrize("impl", ["streaming", *KERNELS])
+def test_words_of_zero(impl):
+    """A token whose noise needs the refinement: with it 10 below the others it wins, 20 below them it does not."""
+    if impl != "streaming":
+        pytest.importorskip("triton")
+    seeds, offsets, tokens, _ = zip(*ZERO_WORDS, strict=True)
+    ids = torch.tensor(tokens, dtype=torch.int32)[:, None]
+    for logit, wins in ((-10.0, True), (-20.0, False)):
+        asked = Asked(min_p=1e-12, bias_ids=ids.to(DEVICE), bias_values=torch.full((3, 1), logit, device=DEVICE))
+        step = flat(3, 900, asked, seed=torch.tensor(seeds, device=DEVICE), offset=torch.tensor(offsets, device=DEVICE))
+        dtype = torch.bfloat16 if impl == "cute" else torch.float32
+        step = step._replace(hidden_states=torch.zeros(3, 8, dtype=dtype, device=DEVICE))
+        step = step._replace(weight=torch.zeros(900, 8, dtype=dtype, device=DEVICE))
+        drawn, _ = run(step, [(300, 900), (0, 300)], impl)
+        assert torch.equal(drawn.ids, ops.sample(step, "reference").ids)
+        assert [token == own for token, own in zip(drawn.ids.tolist(), tokens)] == [wins] * 3
+
+
+def test_a_share_that_is_no_number_leaves_no_token():
+    """To that row alone."""
+    shares = torch.tensor([0.5, NAN, 0.25])
+    for asked in (Asked(top_p=shares), Asked(min_p=shares), Asked(top_k=5, top_p=shares), Asked(top_k=5, min_p=shares)):
+        step = flat(3, 100, asked)
+        drawn, _ = run(step, [(0, 33), (33, 100)])
+        assert torch.equal(drawn.ids, ops.sample(step, "reference").ids), asked
+        assert (drawn.ids < 0).tolist() == [False, True, False], asked
+
+
 def test_a_call_that_raises_leaves_nothing_to_the_next_step():
     """Wherever it raised: in the middle, or where it begins."""
 
     class Raises:
         room, module = 2048, None
 
-        def __init__(self, where: str) -> None:
-            self.module, self.where = self, where
+        def __init__(self, where: str, error: type[BaseException]) -> None:
+            self.module, self.where, self.error = self, where, error
             self.calls: list[str] = []
 
         def call(self, name: str) -> None:
             self.calls.append(name)
             if name == self.where:
-                raise MemoryError(name)
+                raise self.error(name)
 
         def begin(self, step: Step) -> None:
             self.call("begin")
@@ -282,11 +321,34 @@ def test_a_call_that_raises_leaves_nothing_to_the_next_step():
             self.call("end")
             raise RuntimeError("the device is broken: says less")
 
-    for where in ("begin", "shard_logits"):
-        both: Any = Raises(where)
-        with pytest.raises(MemoryError, match=where):
+    for where, error in (("begin", MemoryError), ("shard_logits", MemoryError), ("shard_logits", KeyboardInterrupt)):
+        both: Any = Raises(where, error)
+        with pytest.raises(error, match=where):
             requests.draw(Part(both, both, [(0, 50), (50, 100)], 0, 100), flat(3, 50, Asked(top_k=5)))
         assert both.calls[-1] == "end"
+
+
+def test_a_failed_step_has_no_token():
+    """Nor a number, whatever its words are."""
+
+    class Failed:
+        room = 2048
+
+        def begin(self, step: Step) -> None:
+            pass
+
+        def swap(self, words: Tensor, step: Step) -> Tensor:
+            return words.expand(3, -1)
+
+        def end(self) -> Tensor:
+            return torch.tensor(True)
+
+    step = flat(2, 40, Asked(top_p=0.5, logprobs=True, top_logprobs=3, logprob_ids=torch.tensor([[1], [89]]), logsumexp=True))
+    transport: Any = Failed()
+    drawn = requests.draw(Part(transport, BACKENDS["streaming"], [(0, 40), (40, 80), (80, 90)], 0, 90), step)
+    assert drawn.values is not None
+    assert (drawn.ids == -1).all()
+    assert drawn.values.isnan().all()
 
 
 def test_p2p_keeps_no_tensor_of_a_step():
@@ -397,6 +459,14 @@ def test_what_differs_has_its_name(name):
     assert len({tuple(header) for header in headers}) == len(headers)
 
 
+@pytest.mark.parametrize("name", ["bias_ids", "bias_values", "logprob_ids"])
+def test_lists_that_are_longer_differ(name):
+    """By zeros, which weigh nothing: ranks would send words of other shapes."""
+    usual = Asked(**USUAL)
+    longer = usual._replace(**{name: torch.nn.functional.pad(USUAL[name], (0, 1))})
+    assert _header(longer) != _header(usual)
+
+
 def test_what_does_not_differ():
     """Numbers for values of all rows, bits and columns that are no token's, memory in another order."""
     usual = Asked(**USUAL)
@@ -413,14 +483,43 @@ def test_what_does_not_differ():
     assert _header(Asked(top_k=900)) == _header(Asked(top_k=torch.full((5,), 900)))
     assert _header(Asked(top_k=900)) == _header(Asked(top_k=torch.full((5,), 900, dtype=torch.int32)))
     assert _header(Asked(top_k=9)) != _header(Asked(top_k=torch.full((5,), 9)))  # which is found in other rounds
+    zeros = torch.zeros(5)
+    assert _header(Asked(presence_penalty=-zeros)) == _header(Asked(presence_penalty=zeros))
     given = [_header(Asked(counts=counts, bias=torch.randn(9))) for counts in torch.ones(2, 5, 70, dtype=torch.int32)]
     assert given[0] == given[1] != _header(PLAIN)  # a rank reads its shard's
+
+
+def test_ranks_compare_all_of_a_request_whatever_their_shards_are():
+    """A mask's bits and biases of other ranks' tokens too."""
+    hashes = Hashes(2, torch.device("cpu"))
+
+    class Seen:
+        def begin(self, step: Step) -> None:
+            self.hash = int(hashes.of_request(step))
+
+    def hash_of(rank: int, asked: Asked) -> int:
+        ranges, transport = [(0, 10), (10, 70)], Seen()
+        part: Any = Part(transport, BACKENDS["streaming"], ranges, rank, 70)  # type: ignore[arg-type]
+        with requests.rounds(part, flat(2, ranges[rank][1] - ranges[rank][0], asked)):
+            return transport.hash
+
+    mask, bias = torch.zeros(2, 3, dtype=torch.int32), torch.zeros(70)
+    other_mask, other_bias = mask.clone(), bias.clone()
+    other_mask[1, 2], other_bias[69] = 1 << 5, 1.0
+    for asked, other in (
+        (Asked(token_mask=mask), Asked(token_mask=other_mask)),
+        (Asked(dense_bias=bias), Asked(dense_bias=other_bias)),
+    ):
+        assert hash_of(0, asked) == hash_of(1, asked)
+        assert len({hash_of(rank, one) for rank in (0, 1) for one in (asked, other)}) == 2
 
 
 def test_a_header_is_plain_again():
     header, hashes = torch.zeros(HEADER, dtype=torch.int64), Hashes(8, torch.device("cpu"))
     hashes.write(header, flat(5, 70, Asked(**USUAL)))
     assert header[ASKED:].any()
+    hashes.write(header, flat(5, 70, Asked(top_k=9)))
+    assert header[:HEADER].tolist() == _header(Asked(top_k=9))
     hashes.clear(header)
     hashes.write(header, flat(5, 70, PLAIN))
     assert not header[ASKED:].any()

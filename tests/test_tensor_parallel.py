@@ -15,13 +15,13 @@ from filelock import FileLock
 
 import flashsampling
 from flashsampling import LMHeadSampler, registry
-from flashsampling.distributed import Failure, TensorParallel, TensorParallelTimeout, agreement
+from flashsampling.distributed import Failure, TensorParallel, TensorParallelTimeout, agreement, construction
 from flashsampling.distributed.gloo import Gloo
 from flashsampling.distributed.rendezvous import Rendezvous
 
 from . import tensor_parallel
 from .conftest import DEVICE
-from .problems import KERNELS
+from .problems import KERNELS, rows_only
 
 GPUS = torch.cuda.device_count()
 LONG = GPUS > 0
@@ -169,6 +169,31 @@ def test_why_not_p2p(other, impl, transport, why):
             agreement.choose_transport(named, impl)
 
 
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        *(("dtype", "torch.float16"), ("device", "cpu"), ("vocab_size", 7), ("max_batch_size", 2), ("max_num_samples", 2)),
+        *(("transport", "nccl"), ("impl", "triton"), ("timeout", 2.0)),
+    ],
+)
+def test_what_ranks_must_have_alike(name, other):
+    """Buffers and messages are made for it."""
+    assert agreement.check([_member("A"), _member("B")]) == [(0, 4), (4, 8)]
+    with pytest.raises(ValueError, match=f"^{name} must be the same on all ranks, got rank 0: .*, rank 1: {other}"):
+        agreement.check([_member("A"), _member("B", **{name: other})])
+
+
+@pytest.mark.parametrize(("rows", "draws", "room"), [(1, 1, 2048), (256, 1, 4096), (256, 20, 5120), (3000, 1, 48_000)])
+def test_a_message_has_room_for_all_that_crosses(rows, draws, room, monkeypatch):
+    """The winners of the largest batch, and some words of each of its rows, without which a search has no digit."""
+    made = []
+    monkeypatch.setattr(construction, "Gloo", lambda *given: made.append(given[2:4]))
+    making = construction.Construction(None, None, 0)
+    making.transport, making.mine = "gloo", _member("", max_batch_size=rows, max_num_samples=draws)
+    making._make_transport(None, [making.mine], DEVICE)
+    assert made == [(rows, room)]
+
+
 def test_an_open_group_lives_without_anybody_holding_it():
     """A captured graph does not keep its group, and needs it."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -254,3 +279,15 @@ def test_gloo_waits_for_all_ranks_together_no_longer_than_the_bound(seconds, mon
     assert failure == (None if seconds < 0.25 else Failure("late", 2, 5))
     assert waits[0] == pytest.approx(max(seconds, 1e-3), abs=2e-6)
     assert seconds < 0.25 or waits[1] == pytest.approx(0.1, abs=2e-6)
+
+
+def test_gloo_says_nothing_of_drafts_that_were_alike_in_the_next_step(monkeypatch):
+    monkeypatch.setattr(Gloo, "_swap", lambda *_: None)
+    transport = Gloo(None, Rendezvous(dist.HashStore, 0, 1, 1.0), 4, 4, 1.0)
+    step = rows_only(3, 1.0, 7, 0)
+    headers = []
+    for alike in (None, torch.tensor(5), None):
+        transport.begin(step._replace(alike=alike))
+        headers.append(transport._header.tolist())
+        transport.finish(torch.ones(3, dtype=torch.int64), step._replace(alike=alike))
+    assert headers[0] == headers[2] != headers[1]

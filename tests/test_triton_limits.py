@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import dataclass
+from types import ModuleType
 
 import pytest
 import torch
@@ -146,6 +147,21 @@ def test_top_p_is_of_what_top_k_keeps():
     assert by_torch.is_kept(logits, limit, 0)[0].nonzero()[:, 0].tolist() == list(range(10))
 
 
+@pytest.mark.parametrize("module", [by_kernels, by_torch])
+@pytest.mark.parametrize("top_p", [1.0, 2.0])
+def test_top_p_that_is_off_keeps_tokens_without_mass(top_p, module):
+    """Of one row; the other's ends before them."""
+    logits = torch.zeros(2, 100, device=DEVICE)
+    logits[:, 50:] = -1e4
+    shards, rows = Shards(0, [(0, 100)], ROOM), torch.tensor([top_p, 0.999], device=DEVICE)
+    scale = Scale(logits[:, 0], torch.ones(2, device=DEVICE), by_torch.unit_of(100))
+    limits = [
+        module.of_few(lambda words: words[None], logits, None, 60, rows, scale, shards),
+        module.of_top_p(lambda words: words[None], logits, scale, rows, None, 100, shards),
+    ]
+    assert [by_torch.is_kept(logits, limit, 0).sum(dim=1).tolist() for limit in limits] == [[60, 50], [100, 50]]
+
+
 @pytest.mark.parametrize("ranks", [64, 126, 128, 200])
 def test_as_many_ranks_as_there_are(ranks):
     """A rank knows of each other one whether its tokens come before its own; of equal logits that is all that counts."""
@@ -157,3 +173,24 @@ def test_as_many_ranks_as_there_are(ranks):
     for k, kept in ((2 * at, 0), (2 * at + 1, 1), (2 * at + 2, 2), (3, 0), (2 * ranks - 1, 2)):
         limit = by_kernels.of_top_k(lambda words: words.repeat(ranks, 1, 1), mine, k, scale, 2 * ranks, shards)
         assert by_torch.is_kept(mine, limit, shards.first).sum() == kept, k
+
+
+def test_messages_of_few_words():
+    """40 of a row: six digits of 5 bits, and one of 2."""
+    mine, shards = rows_of("ties", 3, 90).to(DEVICE), Shards(1, [(0, 90), (90, 180)], 3 * 40)
+    assert shards.digit_width(3) == 5
+    scale = Scale(mine.amax(dim=1), torch.ones(3, device=DEVICE), by_torch.unit_of(180))
+    top_k, top_p = torch.tensor([5, 60, 171], device=DEVICE), torch.tensor([0.3, 0.9, 0.999], device=DEVICE)
+
+    def meet(amounts: Tensor) -> Tensor:
+        assert amounts.numel() <= shards.room
+        return amounts.repeat(2, 1, 1)
+
+    def kept(module: ModuleType) -> Tensor:
+        limits = [module.of_top_k(meet, mine, top_k, scale, 180, shards)]
+        limits.append(module.of_top_p(meet, mine, scale, top_p, limits[0], 180, shards))
+        return torch.stack([by_torch.is_kept(mine, limit, shards.first) for limit in limits])
+
+    ours = kept(by_kernels)
+    assert torch.equal(ours, kept(by_torch))
+    assert 0 < ours.sum() < ours.numel()
