@@ -58,6 +58,7 @@ BAD = [
     (TypeError, "unexpected argument 'topk'", {"topk": 3}),
     (ValueError, "top_p must be from 0 to 1, got 2", {"top_p": 2}),
     (ValueError, r"return_logprobs, top_logprobs must be left out: verify returns token ids alone", {"return_logprobs": True, "top_logprobs": 2}),
+    (ValueError, r"logprob_ids, return_logsumexp must be left out: verify returns token ids alone", {"logprob_ids": [[1]] * 3, "return_logsumexp": True}),
     (ValueError, "token_counts must be given with frequency_penalty", {"frequency_penalty": 1.0}),
     (ValueError, r"token_mask must have a row per request or per position, got shape \(3, 2, 3\)", {"token_mask": torch.zeros(3, 2, 3, dtype=torch.int32)}),
     (ValueError, r"token_mask must have shape \(9, 3\) or \(3,\), a bit for each of 70 tokens, got shape \(9, 2\)", {"token_mask": torch.zeros(3, 3, 2, dtype=torch.int32)}),
@@ -83,15 +84,31 @@ def test_what_is_refused_from_logits():
 
 
 def test_requests_share_noise_with_a_warning(monkeypatch):
-    monkeypatch.setattr(api, "_said_that_noise_is_shared", False)
-    with pytest.warns(UserWarning, match="one seed and one offset for 3 rows"):
-        verify(STATES, WEIGHT, DRAFTS, seed=1)
+    for call, states in ((verify, (STATES, WEIGHT)), (verify_from_logits, (STATES @ WEIGHT.T,))):
+        monkeypatch.setattr(api, "_said_that_noise_is_shared", False)
+        with pytest.warns(UserWarning, match="one seed and one offset for 3 rows") as caught:
+            call(*states, DRAFTS, seed=1)
+        assert caught[0].filename == __file__  # the caller's line, not ours
     monkeypatch.setattr(api, "_said_that_noise_is_shared", False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         verify(STATES, WEIGHT, DRAFTS, seed=[1, 2, 3])
         verify(STATES, WEIGHT, DRAFTS)  # seeds of their own
         verify(STATES, WEIGHT, DRAFTS, seed=1, temperature=0.0)
+
+
+@pytest.mark.parametrize("method", ["match", "rejection"])
+def test_seeds_of_none_and_a_named_implementation(method):
+    states, nothing = torch.zeros(64, 1, 8), torch.zeros(64, 0).long()
+    for call, target in ((verify, (states, torch.zeros(1000, 8))), (verify_from_logits, (torch.zeros(64, 1, 1000),))):
+        torch.manual_seed(7)
+        first, second = (call(*target, nothing, method=method).token_ids for _ in range(2))
+        assert len(first.unique()) > 50  # a seed for each request
+        assert not torch.equal(first, second)
+        torch.manual_seed(7)
+        assert torch.equal(call(*target, nothing, method=method).token_ids, first)
+        with pytest.raises(ValueError, match="impl='cute' cannot do this"):
+            call(*target, nothing, method=method, impl="cute")
 
 
 @pytest.mark.parametrize("method", ["match", "rejection"])
@@ -154,6 +171,40 @@ def test_whatever_is_on_the_device(method):
         assert ((out.num_accepted >= 0) & (out.num_accepted <= 4)).all()
         emitted = (out.token_ids >= 0).sum(1)
         assert torch.equal(emitted, out.num_emitted)
+
+
+def test_a_parent_that_does_not_come_before_its_draft():
+    """Such a draft is not accepted, nor what follows it, though the target draws these tokens."""
+    weight = torch.zeros(70, 8)
+    weight[7] = 1.0
+    for parents, path in (
+        ([0, -1, 1], [1, 2]), ([1, -1, 1], [1, 2]), ([2, -1, 0], [1]), ([-1, 1, 1], [0]), ([-1, 2, 0], [0, 2]), ([-2, 0, 1], []),
+        ([-1, 0, 1], [0, 1, 2]), ([3, 0, 1], []),
+    ):  # fmt: skip
+        drafts = torch.full((1, 3), 7)
+        out = verify(torch.ones(1, 4, 8), weight, drafts, parents=torch.tensor([parents]), temperature=0.0, seed=1)
+        assert out.accepted_drafts is not None
+        assert out.accepted_drafts[0].tolist() == path + [-1] * (3 - len(path)), parents
+        assert out.token_ids[0].tolist() == [7] * (len(path) + 1) + [-1] * (3 - len(path))
+
+
+def test_a_chain_as_a_tree_of_any_depth():
+    """Every node has all drafts before it, for the penalties too."""
+    weight = torch.zeros(70, 8)
+    seeds, counts = torch.arange(3), torch.zeros(3, 70, dtype=torch.int32)
+    request = {"frequency_penalty": 3.0, "presence_penalty": 100.0}  # no token comes again
+    for n in range(1, 10):
+        expected = []
+        state = TokenCounts(3, 70)
+        for offset in range(n + 1):
+            drawn = sample(torch.zeros(3, 8), weight, seed=seeds, offset=offset, token_counts=state, **request)
+            expected.append(drawn.token_ids)
+        tokens = torch.stack(expected, dim=1)
+        for parents in (None, torch.arange(-1, n - 1).expand(3, n)):
+            options = {"parents": parents, "seed": seeds, "token_counts": counts, **request}
+            out = verify(torch.zeros(3, n + 1, 8), weight, tokens[:, :n], **options)
+            assert out.num_accepted.tolist() == [n] * 3, n
+            assert torch.equal(out.token_ids, tokens), n
 
 
 def test_a_position_without_a_token_ends_its_request_alone():
