@@ -241,6 +241,18 @@ def test_the_module():
         sampler.verify(torch.zeros(5, 2, 8), torch.zeros(5, 1).long())
     with pytest.raises(ValueError, match="bias must be None: the LM head has one of its own"):
         sampler.verify(STATES, DRAFTS, bias=head.bias)
+    before = sampler.offsets.tolist()
+    for message, wrong, bounds in (
+        ("draft_token_ids must be a plain torch.Tensor, got NoneType", None, None),
+        ("draft_token_ids must be a plain torch.Tensor, got int", 5, None),
+        (r"draft_token_ids must have shape \(B, n\), or \(N,\) with cu_draft_lengths, got shape \(\)", torch.tensor(5), None),
+        (r"cu_draft_lengths must be B \+ 1 integers, got int", DRAFTS[0], 3),
+        (r"cu_draft_lengths must be B \+ 1 integers, got list", DRAFTS[0], []),
+        (r"cu_draft_lengths must have shape \(B \+ 1,\), got shape \(\)", DRAFTS[0], torch.tensor(3)),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            sampler.verify(STATES, wrong, cu_draft_lengths=bounds)
+    assert sampler.offsets.tolist() == before
     counts = TokenCounts(4, 70)
     out = sampler.verify(STATES, DRAFTS, token_counts=counts)
     assert counts.counts.sum() == out.num_emitted.sum()
