@@ -335,8 +335,8 @@ def check_impl(impl: str | None) -> None:
         named(impl)
 
 
-def say_that_noise_is_shared(batch: int, greedy: bool) -> None:
-    """Warns as ``sample`` documents, in the name of whoever called the function that calls this."""
+def say_that_noise_is_shared(batch: int, greedy: bool, callers: int = 1) -> None:
+    """Warns as ``sample`` documents, in the name of whoever called the function that calls this, or is so many calls below."""
     global _said_that_noise_is_shared
     if greedy or _said_that_noise_is_shared:
         return
@@ -346,7 +346,7 @@ def say_that_noise_is_shared(batch: int, greedy: bool) -> None:
         "seed and offset draws with the same noise. Give every row a seed of its own (seed=torch.arange(B, device=...), or "
         "None) and every step its offset; LMHeadSampler does both. A tensor of equal seeds says that this is meant",
         UserWarning,
-        stacklevel=3,
+        stacklevel=2 + callers,
     )
 
 

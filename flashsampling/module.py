@@ -318,7 +318,9 @@ class LMHeadSampler(nn.Module):
         else ``flashsampling.verify`` takes, whose shapes and errors these are."""
         try:
             bounds = options.get("cu_draft_lengths")
-            batch = len(draft_token_ids) if bounds is None else len(bounds) - 1
+            given = draft_token_ids if bounds is None else bounds
+            several = hasattr(given, "__len__") and getattr(given, "ndim", 1) > 0  # if not, verify says what is wrong
+            batch = len(given) - (bounds is not None) if several else 0
             if batch > self.max_batch_size:
                 raise ValueError(f"drafts must be of at most max_batch_size = {self.max_batch_size} requests, got {batch}")
             if temperature is None:

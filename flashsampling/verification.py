@@ -267,7 +267,8 @@ def _verify(
     seeds = integers("seed", seed, batch, device)
     offsets = integers("offset", offset, batch, device)
     if batch > 1 and not (isinstance(seeds, Tensor) or isinstance(offsets, Tensor) or torch.compiler.is_compiling()):
-        say_that_noise_is_shared(batch, greedy=not isinstance(temperatures, Tensor) and temperatures < GREEDY_BELOW)
+        greedy = not isinstance(temperatures, Tensor) and temperatures < GREEDY_BELOW
+        say_that_noise_is_shared(batch, greedy, callers=2)
     asked, masks = asked_at(request, target, given)
     parameters = Parameters(temperatures, seeds, offsets, asked, masks)
     out = VerifyOutput(*(match if method == "match" else reject)(target, given, parameters, probs))

@@ -499,6 +499,16 @@ def test_does_not_warn_where_they_do_not_or_where_it_is_meant(arguments, warns_a
         flashsampling.LMHeadSampler(WEIGHT, max_batch_size=4, seed=7)(STATES)
 
 
+def test_logits_warn_as_a_head_does(warns_anew):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        flashsampling.sample_from_logits(STATES, seed=7, temperature=0.0)
+        flashsampling.sample_from_logits(STATES, seed=[1, 2, 3])
+    with pytest.warns(UserWarning, match="one seed and one offset for 3 rows") as caught:
+        flashsampling.sample_from_logits(STATES, seed=7)
+    assert caught[0].filename == __file__
+
+
 def test_the_warning_breaks_no_graph(warns_anew):
     torch._dynamo.reset()
     compiled = torch.compile(lambda states: sample(states, WEIGHT, seed=7).token_ids, fullgraph=True)

@@ -243,6 +243,20 @@ def test_logprobs_of_every_kind(impl):
     assert {out.logprobs.dtype, out.top_logprobs.dtype, out.given_logprobs.dtype, out.logsumexp.dtype} == {torch.float32}
 
 
+@pytest.mark.parametrize("impl", TORCH)
+def test_a_greedy_row_s_logprobs_are_those_at_temperature_1(impl):
+    """Below 1e-6 too, where there is a temperature that nobody divides by; top-p keeps what it keeps there."""
+    logits = torch.tensor([[1.0, 3.0, 2.0]]).expand(4, -1)
+    temperature = torch.tensor([0.0, 1e-30, 9e-7, 1.0])
+    for top_p, kept in ((1.0, [0, 1, 2]), (0.9, [1, 2])):
+        out: Any = flashsampling.sample_from_logits(
+            logits, temperature=temperature, seed=[7] * 4, top_p=top_p, return_logprobs=True, impl=impl
+        )
+        assert out.token_ids[:3].tolist() == [1, 1, 1]
+        expected = logits[0, kept].log_softmax(0)[kept.index(1)]
+        assert torch.allclose(out.processed_logprobs[:3], expected.expand(3))
+
+
 def test_streaming_holds_few_rows_whatever_the_batch():
     """Of a request's logits too, in each of its steps."""
     largest = {}

@@ -14,6 +14,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import flashsampling
 from flashsampling import LMHeadSampler, SampleOutput, TokenCounts, api, ops, sample, sample_from_logits
 from flashsampling.backends import BACKENDS
+from flashsampling.parameters import integers, reals
 from flashsampling.requests import Problem, Request, asked_of
 from flashsampling.step import PLAIN, Asked, Drawn, layout
 from tests.mixes import Mix
@@ -58,6 +59,7 @@ BAD = [
     (ValueError, "token_counts must be given with presence_penalty", {"presence_penalty": [0.0, 0.0, 0.1]}),
     (ValueError, "repetition_penalty must be above 0 and finite, got 0", {"repetition_penalty": 0, "token_counts": COUNTS}),
     (ValueError, "repetition_penalty must be above 0 and finite, got -1", {"repetition_penalty": [1, 1, -1], "token_counts": COUNTS}),
+    (ValueError, "repetition_penalty must be above 0 and finite, got inf", {"repetition_penalty": float("inf"), "token_counts": COUNTS}),
     (ValueError, "frequency_penalty must be finite, got nan", {"frequency_penalty": float("nan"), "token_counts": COUNTS}),
     (TypeError, "presence_penalty must be a number or numbers, one per row, got str", {"presence_penalty": "x", "token_counts": COUNTS}),
     (TypeError, "token_counts must be a TokenCounts or int32, got torch.int64", {"token_counts": COUNTS.long(), "frequency_penalty": 1}),
@@ -107,6 +109,7 @@ def test_errors_name_the_argument(error, message, change):
         (TypeError, "logits must be a dense tensor, got torch.sparse_coo", {"logits": torch.zeros(3, 5).to_sparse()}),
         (ValueError, "vocab_size must be from 1 to the 5 columns of logits, got 6", {"vocab_size": 6}),
         (ValueError, r"num_samples must be from 1 to 2\*\*24, got 0", {"num_samples": 0}),
+        (ValueError, r"num_samples must be from 1 to 2\*\*24, got 16777217", {"num_samples": 2**24 + 1}),
         (ValueError, "temperature must be at least 0, got -1", {"temperature": -1}),
         (ValueError, "seed must be on the device of the step, cpu, got meta", {"seed": torch.ones(3, device="meta").long()}),
         (ValueError, "impl must be None or one of .*, got 'cuda'", {"impl": "cuda"}),
@@ -191,8 +194,9 @@ def test_biases_and_masks_however_they_are_written():
     wide = torch.stack([ids, ids], 2)[:, :, 0]
     for way in (
         (ids, values), (ids[0], values[0]), (ids.int(), values.half()), (ids.tolist(), values.tolist()), (wide, values),
-        [ids.numpy(), values.numpy()], ([3, 9, 3], [4, 50, 4]), dense.bfloat16(), (torch.tensor([3, 9, 3, -1, 70, 2**32 + 5]),
-        torch.tensor([4.0, 50.0, 4.0, 1e9, 1e9, 1e9])), torch.stack([dense, dense], 1)[:, 0],
+        [ids.numpy(), values.numpy()], ([3, 9, 3], [4, 50, 4]), dense.bfloat16(), torch.stack([dense, dense], 1)[:, 0],
+        (torch.tensor([3, 9, 3, -1, 70, 2**32 + 5, 5 - 2**32]), torch.tensor([4.0, 50.0, 4.0, 1e9, 1e9, 1e9, 1e9])),
+        ([3, 9, 3] + [5] * 1021, [4.0, 50.0, 4.0] + [0.0] * 1021),  # as many as a row takes
     ):  # fmt: skip
         out = draw(logit_bias=way)
         assert torch.equal(out.token_ids, expected.token_ids)
@@ -201,6 +205,30 @@ def test_biases_and_masks_however_they_are_written():
     mask[:, 2] = 1 << 5
     for masks in (mask, mask[0], torch.cat([mask, mask], 1), torch.stack([mask, mask], 2)[:, :, 0]):
         assert draw(token_mask=masks).token_ids.tolist() == [69, 69, 69]
+
+
+def test_implementations_get_contiguous_rows():
+    """Kernels know how far apart rows are, and of what is in a row nothing."""
+
+    def apart(tensor):
+        return torch.stack([tensor, tensor], -1)[..., 0]
+
+    ids = torch.ones(3, 2, dtype=torch.int32)
+    request = {
+        "bias": torch.ones(72), "logit_bias": (ids, ids.float()), "token_counts": COUNTS, "frequency_penalty": torch.ones(3),
+        "repetition_penalty": torch.ones(3).half(), "token_mask": MASK, "top_k": SEEDS, "top_p": torch.ones(3),
+        "min_p": torch.ones(3).double(), "logprob_ids": ids,
+    }  # fmt: skip
+    strided: dict[str, Any] = {
+        name: tuple(map(apart, value)) if isinstance(value, tuple) else apart(value) for name, value in request.items()
+    }
+    for asked in (asked_by(**strided), asked_by(logit_bias=apart(torch.ones(72))), asked_by(top_k=apart(SEEDS.int()))):
+        for name in asked.names():
+            assert getattr(asked, name).stride(-1) == 1, name
+    for value in (apart(SEEDS), apart(SEEDS.int()), SEEDS[:1].expand(3)):
+        for of_rows in (integers("seed", value, 3, PROBLEM.device), reals("temperature", value.float(), 3, PROBLEM.device)):
+            assert isinstance(of_rows, torch.Tensor)
+            assert of_rows.is_contiguous()
 
 
 def test_what_comes_back():
@@ -314,6 +342,21 @@ def test_logits_of_every_dtype_and_stride():
         assert torch.equal(plain, sample(states, weight, seed=torch.arange(4)).token_ids)
 
 
+def test_seeds_and_implementations_of_logits():
+    logits = torch.zeros(64, 1000)
+    torch.manual_seed(7)
+    first, second = sample_from_logits(logits).token_ids, sample_from_logits(logits).token_ids
+    assert len(first.unique()) > 50  # a seed for each row
+    assert not torch.equal(first, second)
+    torch.manual_seed(7)
+    assert torch.equal(sample_from_logits(logits).token_ids, first)
+    with pytest.raises(ValueError, match="impl='cute' cannot do this"):
+        sample_from_logits(logits, impl="cute")
+    seeds = torch.arange(64)
+    moved = sample_from_logits(logits, seed=seeds, offset=seeds + 3).token_ids
+    assert torch.equal(moved, sample(torch.zeros(64, 8), torch.zeros(1000, 8), seed=seeds, offset=seeds + 3).token_ids)
+
+
 # -- tracers
 
 
@@ -419,6 +462,25 @@ def test_a_head_with_a_bias(dtype):
     compiled = torch.compile(LMHeadSampler(head, max_batch_size=4, seed=[1, 2, 3, 4]), fullgraph=True, backend="aot_eager")
     sampler.reset([1, 2, 3, 4])
     assert torch.equal(compiled(STATES.to(dtype), top_k=5).token_ids, sampler(STATES.to(dtype), top_k=5).token_ids)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_the_sampler_hands_all_on(biased):
+    """Scale and soft cap beside a bias, and who is to do it, in both of its calls."""
+    transform: dict[str, Any] = {"logit_scale": 8.0, "soft_cap": 20.0}
+    head = nn.Linear(8, 70, bias=biased)
+    weight, bias = head.weight, head.bias
+    sampler = LMHeadSampler(head, max_batch_size=3, seed=[4, 5, 6], **transform)
+    expected = sample(STATES, weight, seed=[4, 5, 6], bias=bias, **transform).token_ids
+    assert not torch.equal(expected, sample(STATES, weight, seed=[4, 5, 6], bias=bias).token_ids)
+    assert torch.equal(sampler(STATES).token_ids, expected)
+    sampler.reset([4, 5, 6])
+    nothing = torch.zeros(3, 0, dtype=torch.int64)
+    assert torch.equal(sampler.verify(STATES[:, None], nothing).token_ids[:, 0], expected)
+    named = LMHeadSampler(head, max_batch_size=3, impl="cute")
+    for call in (lambda: named(STATES), lambda: named.verify(STATES[:, None], nothing)):
+        with pytest.raises(ValueError, match="impl='cute' cannot do this"):
+            call()
 
 
 # -- counts

@@ -12,6 +12,7 @@ pytest.importorskip("flashsampling.integrations.transformers.continuous", exc_ty
 
 import transformers
 from transformers import ContinuousBatchingConfig, GenerationConfig, GraniteConfig, LlamaConfig
+from transformers.generation import logits_process as of_transformers
 
 import flashsampling
 from flashsampling.integrations.transformers import continuous, generate
@@ -110,6 +111,17 @@ def test_a_model_that_scales_its_logits():
     (output,) = generate_batch(granite(), PROMPTS[:1], config_of(), seeds=[3], continuous_batching_config=batching())
     assert output.generated_tokens == drawn(granite(), PROMPTS[0], 3, 6)[0]
     assert output.generated_tokens != drawn(granite(), PROMPTS[0], 3, 6, temperature=8.0)[0]  # and the scale matters
+
+
+def test_a_head_with_a_bias():
+    model = llama()
+    model.lm_head.bias = torch.nn.Parameter(3 * torch.randn(V, generator=torch.Generator().manual_seed(2)))
+    settings = {"seeds": [3], "continuous_batching_config": batching(return_logprobs=True)}
+    (output,) = generate_batch(model, PROMPTS[:1], config_of(), **settings)
+    tokens, logprobs = drawn(model, PROMPTS[0], 3, 6, bias=model.lm_head.bias)
+    assert output.generated_tokens == tokens
+    torch.testing.assert_close(output.logprobs, logprobs, rtol=0, atol=1e-4)
+    assert tokens != drawn(model, PROMPTS[0], 3, 6)[0]
 
 
 def results_of(manager, names):
@@ -222,6 +234,25 @@ REFUSED = {
 def test_configurations_that_are_refused(words):
     with pytest.raises(ValueError, match=words):
         FusedBatchingManager(llama(), config_of(**REFUSED[words]), batching())
+
+
+def test_warpers_of_another_meaning_or_order_are_refused():
+    temperature, top_k = of_transformers.TemperatureLogitsWarper(0.5), of_transformers.TopKLogitsWarper(5)
+    top_p, min_p = of_transformers.TopPLogitsWarper(0.9), of_transformers.MinPLogitsWarper(0.1)
+    assert continuous._asked_of([temperature, top_k, top_p, min_p], True) == (0.5, 5, 0.9, 0.1)
+    assert continuous._asked_of([top_p], False) == (0.0, 0, 0.9, 0.0)
+    for several in ([top_p, temperature], [top_p, top_k], [min_p, top_p], [top_k, top_k]):
+        with pytest.raises(ValueError, match="must stand in the order temperature, top_k, top_p, min_p, each at most once"):
+            continuous._asked_of(several, True)
+    for one in (
+        of_transformers.TopKLogitsWarper(5, filter_value=-10.0),
+        of_transformers.TopPLogitsWarper(0.9, filter_value=-10.0),
+        of_transformers.TopPLogitsWarper(0.9, min_tokens_to_keep=2),
+        of_transformers.MinPLogitsWarper(0.1, min_tokens_to_keep=2),
+    ):
+        with pytest.raises(ValueError, match=f"{type(one).__name__} in continuous batching is not what the fused step does"):
+            continuous._asked_of([one], True)
+    assert continuous._asked_of([of_transformers.TopKLogitsWarper(2, min_tokens_to_keep=3)], True).top_k == 3
 
 
 def test_what_else_is_refused(monkeypatch):

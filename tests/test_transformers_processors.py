@@ -231,6 +231,20 @@ def test_more_biases_than_a_row_takes_are_a_vector():
     assert bias[[7, 1024, 1025]].tolist() == [7.5, 1024.0, 0.0]
 
 
+def test_texts_as_short_as_what_is_looked_for():
+    """N-grams of all of a text, and biases behind all of it."""
+    text = torch.tensor([[5, 5, 5], [6, 5, 5]], device=DEVICE)
+    for size in (1, 2, 3):
+        requests, _ = make([NoRepeatNGramLogitsProcessor(size)])
+        short = text[:, :size]
+        assert processed(requests, 1.0, short[:, 1:], torch.zeros(2, VOCAB, device=DEVICE)).isfinite().all()
+        banned = processed(requests, 1.0, short, torch.zeros(2, VOCAB, device=DEVICE)).isneginf().nonzero().tolist()
+        assert banned == ([[0, 5], [1, 6]] if size == 1 else [[0, 5]])
+        requests, _ = make([SequenceBiasLogitsProcessor({(*[5] * size, 7): 2.0, (*[5] * (size + 1), 8): 3.0})])
+        biased = processed(requests, 1.0, short, torch.zeros(2, VOCAB, device=DEVICE))
+        assert biased.nonzero().tolist() == [[0, 7]]
+
+
 def test_tokens_that_the_model_does_not_have():
     for one in (SequenceBiasLogitsProcessor({(3, VOCAB): 1.0}), ForcedBOSTokenLogitsProcessor(VOCAB)):
         with pytest.raises(ValueError, match=f"the model has {VOCAB} tokens; biased or forced are .{VOCAB}."):

@@ -58,6 +58,7 @@ BAD = [
     (TypeError, "unexpected argument 'topk'", {"topk": 3}),
     (ValueError, "top_p must be from 0 to 1, got 2", {"top_p": 2}),
     (ValueError, r"return_logprobs, top_logprobs must be left out: verify returns token ids alone", {"return_logprobs": True, "top_logprobs": 2}),
+    (ValueError, r"logprob_ids, return_logsumexp must be left out: verify returns token ids alone", {"logprob_ids": [[1]] * 3, "return_logsumexp": True}),
     (ValueError, "token_counts must be given with frequency_penalty", {"frequency_penalty": 1.0}),
     (ValueError, r"token_mask must have a row per request or per position, got shape \(3, 2, 3\)", {"token_mask": torch.zeros(3, 2, 3, dtype=torch.int32)}),
     (ValueError, r"token_mask must have shape \(9, 3\) or \(3,\), a bit for each of 70 tokens, got shape \(9, 2\)", {"token_mask": torch.zeros(3, 3, 2, dtype=torch.int32)}),
@@ -83,15 +84,31 @@ def test_what_is_refused_from_logits():
 
 
 def test_requests_share_noise_with_a_warning(monkeypatch):
-    monkeypatch.setattr(api, "_said_that_noise_is_shared", False)
-    with pytest.warns(UserWarning, match="one seed and one offset for 3 rows"):
-        verify(STATES, WEIGHT, DRAFTS, seed=1)
+    for call, states in ((verify, (STATES, WEIGHT)), (verify_from_logits, (STATES @ WEIGHT.T,))):
+        monkeypatch.setattr(api, "_said_that_noise_is_shared", False)
+        with pytest.warns(UserWarning, match="one seed and one offset for 3 rows") as caught:
+            call(*states, DRAFTS, seed=1)
+        assert caught[0].filename == __file__  # the caller's line, not ours
     monkeypatch.setattr(api, "_said_that_noise_is_shared", False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         verify(STATES, WEIGHT, DRAFTS, seed=[1, 2, 3])
         verify(STATES, WEIGHT, DRAFTS)  # seeds of their own
         verify(STATES, WEIGHT, DRAFTS, seed=1, temperature=0.0)
+
+
+@pytest.mark.parametrize("method", ["match", "rejection"])
+def test_seeds_of_none_and_a_named_implementation(method):
+    states, nothing = torch.zeros(64, 1, 8), torch.zeros(64, 0).long()
+    for call, target in ((verify, (states, torch.zeros(1000, 8))), (verify_from_logits, (torch.zeros(64, 1, 1000),))):
+        torch.manual_seed(7)
+        first, second = (call(*target, nothing, method=method).token_ids for _ in range(2))
+        assert len(first.unique()) > 50  # a seed for each request
+        assert not torch.equal(first, second)
+        torch.manual_seed(7)
+        assert torch.equal(call(*target, nothing, method=method).token_ids, first)
+        with pytest.raises(ValueError, match="impl='cute' cannot do this"):
+            call(*target, nothing, method=method, impl="cute")
 
 
 @pytest.mark.parametrize("method", ["match", "rejection"])
@@ -156,6 +173,35 @@ def test_whatever_is_on_the_device(method):
         assert torch.equal(emitted, out.num_emitted)
 
 
+def test_a_parent_that_does_not_come_before_its_draft():
+    """Such a draft is not accepted, nor what follows it, though the target draws these tokens."""
+    weight = torch.zeros(70, 8)
+    weight[7] = 1.0
+    for parents, path in (
+        ([0, -1, 1], [1, 2]), ([1, -1, 1], [1, 2]), ([2, -1, 0], [1]), ([-1, 1, 1], [0]), ([-1, 2, 0], [0, 2]), ([-2, 0, 1], []),
+        ([-1, 0, 1], [0, 1, 2]), ([3, 0, 1], []),
+    ):  # fmt: skip
+        drafts = torch.full((1, 3), 7)
+        out = verify(torch.ones(1, 4, 8), weight, drafts, parents=torch.tensor([parents]), temperature=0.0, seed=1)
+        assert out.accepted_drafts is not None
+        assert out.accepted_drafts[0].tolist() == path + [-1] * (3 - len(path)), parents
+        assert out.token_ids[0].tolist() == [7] * (len(path) + 1) + [-1] * (3 - len(path))
+        assert [int(out.num_accepted), int(out.num_emitted)] == [len(path), len(path) + 1], parents
+
+
+def test_a_chain_as_a_tree_of_any_depth():
+    """Every node has all drafts before it, for the penalties too: the lowest id that has not come is the likeliest."""
+    weight = torch.zeros(70, 8)
+    weight[:, 0] = -torch.arange(70.0)
+    request = {"token_counts": torch.zeros(3, 70, dtype=torch.int32), "presence_penalty": 1000.0, "temperature": 0.0, "seed": 1}
+    for n in range(1, 10):
+        tokens = torch.arange(n + 1).expand(3, -1)
+        for parents in (None, torch.arange(-1, n - 1).expand(3, n)):
+            out = verify(torch.ones(3, n + 1, 8), weight, tokens[:, :n], parents=parents, **request)
+            assert out.num_accepted.tolist() == [n] * 3, n
+            assert torch.equal(out.token_ids, tokens), n
+
+
 def test_a_position_without_a_token_ends_its_request_alone():
     states, seeds = STATES.clone(), torch.arange(3)
     clean = verify(STATES, WEIGHT, DRAFTS, seed=seeds)
@@ -190,6 +236,18 @@ def test_the_module():
         sampler.verify(torch.zeros(5, 2, 8), torch.zeros(5, 1).long())
     with pytest.raises(ValueError, match="bias must be None: the LM head has one of its own"):
         sampler.verify(STATES, DRAFTS, bias=head.bias)
+    before = sampler.offsets.tolist()
+    for message, wrong, bounds in (
+        ("draft_token_ids must be a plain torch.Tensor, got NoneType", None, None),
+        ("draft_token_ids must be a plain torch.Tensor, got int", 5, None),
+        (r"draft_token_ids must have shape \(B, n\), or \(N,\) with cu_draft_lengths, got shape \(\)", torch.tensor(5), None),
+        (r"cu_draft_lengths must be B \+ 1 integers, got int", DRAFTS[0], 3),
+        (r"cu_draft_lengths must be B \+ 1 integers, got list", DRAFTS[0], []),
+        (r"cu_draft_lengths must have shape \(B \+ 1,\), got shape \(\)", DRAFTS[0], torch.tensor(3)),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            sampler.verify(STATES, wrong, cu_draft_lengths=bounds)
+    assert sampler.offsets.tolist() == before
     counts = TokenCounts(4, 70)
     out = sampler.verify(STATES, DRAFTS, token_counts=counts)
     assert counts.counts.sum() == out.num_emitted.sum()
