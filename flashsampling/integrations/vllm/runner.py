@@ -11,6 +11,7 @@ tokens would depend on its batch mates.
 
 import collections
 import logging
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -35,6 +36,7 @@ from .step import FusedStep, Grammar
 _logger = logging.getLogger("vllm.flashsampling")
 
 Sampled = tuple[Any, Tensor, Tensor]  # vLLM's SamplerOutput, num_sampled, num_rejected
+_WARM_UP = re.compile(r"_warmup_\d+_")  # vLLM's own requests; a user's have a random suffix
 
 
 class Vllm(NamedTuple):
@@ -206,7 +208,9 @@ class FusedRunner:
                 self.flashsampling.step.add(slot, new.sampling_params, len(new.prompt_token_ids))
 
     def sample(self, hidden_states: Tensor, input_batch: Any, grammar_output: Any) -> Sampled:
-        """As vLLM's, fused where it can be."""
+        """As vLLM's, fused where it can be. vLLM's warm-up is of its own sampler, and nobody's reason."""
+        if _WARM_UP.fullmatch(input_batch.req_ids[0]):
+            return super().sample(hidden_states, input_batch, grammar_output)  # type: ignore[misc,no-any-return]
         return self.flashsampling.sample(super().sample, self, hidden_states, input_batch, grammar_output)  # type: ignore[misc]
 
     def _dummy_sampler_run(self, hidden_states: Tensor) -> None:
