@@ -10,6 +10,8 @@ small (0.5.15.post1, beside what the extra ``test`` brings)::
 import dataclasses
 import importlib.metadata
 import inspect
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -102,6 +104,26 @@ def test_the_fakes_have_nothing_that_sglang_has_not():
         SamplingBatchInfo
     )
     assert DETERMINISTIC_SEED == 42
+
+
+DRAWN_FROM = {  # what ``asks.note`` reads, and with the request's grammar
+    "stop_token_ids", "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
+    "min_new_tokens", "n", "logit_bias", "sampling_seed", "json_schema", "regex", "ebnf", "structural_tag",
+}  # fmt: skip
+AROUND_A_DRAW = {  # or for a custom logit processor alone
+    "max_new_tokens", "stop", "stop_regex", "ignore_eos", "skip_special_tokens", "spaces_between_special_tokens",
+    "no_stop_trim", "custom_params", "stream_interval", "stop_strs", "stop_regex_strs", "stop_str_max_len",
+    "stop_regex_max_len", "is_normalized",
+}  # fmt: skip
+
+
+def test_every_field_of_sampling_params_is_known():
+    """And those that are none of a draw's are read nowhere where logits are."""
+    assert set(SamplingParams.__struct_fields__) == DRAWN_FROM | AROUND_A_DRAW
+    folder = Path(inspect.getfile(SamplingBatchInfo)).parent
+    files = [folder / "sampling_batch_info.py", *folder.glob("penaltylib/*.py"), Path(inspect.getfile(Sampler))]
+    read = set(re.findall(r"sampling_params\.(\w+)", "".join(path.read_text() for path in files)))
+    assert read - {"TOP_K_ALL"} <= DRAWN_FROM | {"custom_params"}
 
 
 class Model(torch.nn.Module):

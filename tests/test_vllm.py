@@ -229,6 +229,19 @@ def test_what_is_left_to_vllm(reason):
     assert runner.flashsampling.counters()["fused"] == 1
 
 
+def test_vllms_warm_up_is_nobodys_reason():
+    """Its requests ask for what is left to vLLM; a user's name has a suffix behind it."""
+    runner = runner_of()
+    names = ["_warmup_0_", "_warmup_11_", "_warmup_0_-1f2e3d4c"]
+    runner.add(**{name: (PROMPT, SamplingParams(min_p=0.1, top_p=0.9)) for name in names})
+    for name in names:
+        batch = runner.batch({name: 4})
+        runner.sample(states_of(batch), batch, None)
+    assert [left for left, _ in runner.left] == [[name] for name in names]
+    seen = runner.flashsampling.counters()
+    assert (seen["left"], seen["reasons"]) == (1, {"min_p with top_p": 1})
+
+
 def test_other_reasons():
     """Which are not a request's alone."""
     runner = runner_of(logprobs_mode="processed_logprobs")

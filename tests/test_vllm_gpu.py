@@ -331,6 +331,27 @@ def test_requests_that_join_and_leave(engine, runner, checked):
     assert min(checked.chunks, checked.cached, checked.reused) > 0
 
 
+def test_preempted_requests_resume(engine, runner, checked):
+    """Penalties and ``min_tokens`` count the output so far: the tokens are those of requests that nobody stopped."""
+    kinds = list(SERVED)
+    params = [params_of(engine, kind, seed=i) for i, kind in enumerate(kinds)]
+    prompts, core, tokens = prompts_of(len(kinds), seed=7), engine.llm.llm_engine, {}
+    for name, prompt, asked in zip(kinds, prompts, params):
+        core.add_request(name, {"prompt_token_ids": prompt}, asked)
+    steps, resumed = 0, 0
+    while core.has_unfinished_requests():
+        for output in core.step():
+            tokens[output.request_id] = list(output.outputs[0].token_ids)
+        steps += 1
+        if steps in (3, 8):
+            resumed += any(2 <= len(each) < 12 for each in tokens.values())
+            assert core.reset_prefix_cache(reset_running_requests=True)
+    assert resumed == 2
+    assert checked.reused >= 2 * len(kinds)
+    alone = [list(output.token_ids) for output in engine.generate(prompts, params)]
+    assert [tokens[kind] for kind in kinds] == alone
+
+
 def test_a_grammar(engine, runner, checked, monkeypatch):
     """Masks for two rows of three, made up where vLLM's would come."""
     from vllm.v1.core.sched.output import GrammarOutput

@@ -9,6 +9,8 @@ import importlib.metadata
 import importlib.util
 import inspect
 import os
+import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,7 +33,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 from vllm.v1.core.sched.output import GrammarOutput, NewRequestData
 from vllm.v1.outputs import LogprobsTensors
-from vllm.v1.worker.gpu import buffer_utils
+from vllm.v1.worker.gpu import buffer_utils, warmup
 from vllm.v1.worker.gpu.input_batch import (
     InputBatch,
     combine_sampled_and_draft_tokens,
@@ -159,6 +161,36 @@ def test_fakes_have_fields_of_the_real_ones(real, fake):
     mine = [field.name for field in dataclasses.fields(fake)]
     theirs = real._fields if hasattr(real, "_fields") else [field.name for field in dataclasses.fields(real)]
     assert [name for name in theirs if name in mine] == mine
+
+
+def test_requests_of_vllms_warm_up_are_known():
+    """By their names, which a user's cannot have; whatever they are called, vLLM draws for them."""
+    source = inspect.getsource(warmup.warmup_kernels)
+    assert 'f"_warmup_{i}_"' in source
+    assert "SamplingParams.for_sampler_warmup()" in source
+    assert note(SamplingParams.for_sampler_warmup(), 4, Rules(V, raw_logprobs=True)).reason != SERVED
+
+
+DRAWN_FROM = {  # what ``slots.note`` and ``state.rows_of`` read
+    "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k", "min_p", "seed",
+    "min_tokens", "_all_stop_token_ids", "logprobs", "logprob_token_ids", "logit_bias", "allowed_token_ids",
+    "_bad_words_token_ids",
+}  # fmt: skip
+AROUND_A_DRAW = {  # the front end's, the scheduler's, or ``compute_logits``'; model runner v2 refuses a thinking budget
+    "n", "stop", "stop_token_ids", "ignore_eos", "max_tokens", "prompt_logprobs", "flat_logprobs", "detokenize",
+    "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output", "output_kind", "skip_clone",
+    "output_text_buffer_length", "_eos_token_id", "structured_outputs", "extra_args", "routed_experts_prompt_start",
+    "bad_words", "skip_reading_prefix_cache", "thinking_token_budget", "repetition_detection",
+}  # fmt: skip
+
+
+def test_every_field_of_sampling_params_is_known():
+    """And those that are none of a draw's are read nowhere where logits are."""
+    assert set(SamplingParams.__struct_fields__) == DRAWN_FROM | AROUND_A_DRAW
+    folder = Path(inspect.getfile(sampler_module)).parent
+    source = "".join(path.read_text() for path in folder.glob("*.py") if path.name != "prompt_logprob.py")
+    read = set(re.findall(r"sampling_params\.(\w+)", source)) - {"SamplingParams"}
+    assert read - {"all_stop_token_ids", "bad_words_token_ids"} <= DRAWN_FROM - {"_all_stop_token_ids", "_bad_words_token_ids"}
 
 
 def test_the_fake_state_is_as_the_real_one():

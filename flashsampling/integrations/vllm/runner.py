@@ -12,6 +12,7 @@ tokens would depend on its batch mates.
 import collections
 import importlib.metadata
 import logging
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -48,6 +49,7 @@ _logger = logging.getLogger("vllm.flashsampling")
 PROCESSORS = {"LogitBiasState", "PenaltiesState", "BadWordsState"}  # of newer releases' samplers, which ``slots`` knows
 
 Sampled = tuple[Any, Tensor, Tensor]  # vLLM's SamplerOutput, num_sampled, num_rejected
+_WARM_UP = re.compile(r"_warmup_\d+_")  # vLLM's own requests; a user's have a random suffix
 
 
 class Vllm(NamedTuple):
@@ -221,7 +223,9 @@ class FusedRunner:
                 self.flashsampling.step.add(slot, new.sampling_params, int(self.req_states.prompt_len.np[slot]))  # type: ignore[attr-defined]
 
     def sample(self, hidden_states: Tensor, input_batch: Any, grammar_output: Any) -> Sampled:
-        """As vLLM's, fused where it can be."""
+        """As vLLM's, fused where it can be. vLLM's warm-up is of its own sampler, and nobody's reason."""
+        if _WARM_UP.fullmatch(input_batch.req_ids[0]):
+            return super().sample(hidden_states, input_batch, grammar_output)  # type: ignore[misc,no-any-return]
         return self.flashsampling.sample(super().sample, self, hidden_states, input_batch, grammar_output)  # type: ignore[misc]
 
     def _dummy_sampler_run(self, hidden_states: Tensor) -> None:
