@@ -165,7 +165,7 @@ def test_fakes_have_fields_of_the_real_ones(real, fake):
 
 def test_requests_of_vllms_warm_up_are_known():
     """By their names, which a user's cannot have; whatever they are called, vLLM draws for them."""
-    source = inspect.getsource(warmup.warmup_kernels)
+    source = inspect.getsource(warmup)
     assert 'f"_warmup_{i}_"' in source
     assert "SamplingParams.for_sampler_warmup()" in source
     assert note(SamplingParams.for_sampler_warmup(), 4, Rules(V, raw_logprobs=True)).reason != SERVED
@@ -174,14 +174,22 @@ def test_requests_of_vllms_warm_up_are_known():
 DRAWN_FROM = {  # what ``slots.note`` and ``state.rows_of`` read
     "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k", "min_p", "seed",
     "min_tokens", "_all_stop_token_ids", "logprobs", "logprob_token_ids", "logit_bias", "allowed_token_ids",
-    "_bad_words_token_ids",
+    "_bad_words_token_ids", "thinking_token_budget",
 }  # fmt: skip
-AROUND_A_DRAW = {  # the front end's, the scheduler's, or ``compute_logits``'; model runner v2 refuses a thinking budget
+AROUND_A_DRAW = {  # the front end's, the scheduler's, or ``compute_logits``'
     "n", "stop", "stop_token_ids", "ignore_eos", "max_tokens", "prompt_logprobs", "flat_logprobs", "detokenize",
     "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output", "output_kind", "skip_clone",
     "output_text_buffer_length", "_eos_token_id", "structured_outputs", "extra_args", "routed_experts_prompt_start",
-    "bad_words", "skip_reading_prefix_cache", "thinking_token_budget", "repetition_detection",
+    "bad_words", "skip_reading_prefix_cache", "repetition_detection",
 }  # fmt: skip
+if NEWER:
+    AROUND_A_DRAW |= {"prompt_logprob_token_ids", "prompt_logprob_start", "stream_interval"}
+    AROUND_A_DRAW |= {
+        "watermarking",
+        "_watermarking_skipped",
+        "trace_decode_token_ids",
+    }  # ``check_runner``'s
+BESIDE_A_GRAMMAR = {"structured_outputs"} if NEWER else set()  # see ``settings.Release.frees_stops``
 
 
 def test_every_field_of_sampling_params_is_known():
@@ -189,7 +197,7 @@ def test_every_field_of_sampling_params_is_known():
     assert set(SamplingParams.__struct_fields__) == DRAWN_FROM | AROUND_A_DRAW
     folder = Path(inspect.getfile(sampler_module)).parent
     source = "".join(path.read_text() for path in folder.glob("*.py") if path.name != "prompt_logprob.py")
-    read = set(re.findall(r"sampling_params\.(\w+)", source)) - {"SamplingParams"}
+    read = set(re.findall(r"sampling_params\.(\w+)", source)) - {"SamplingParams", "trace_decode_token_ids"} - BESIDE_A_GRAMMAR
     assert read - {"all_stop_token_ids", "bad_words_token_ids"} <= DRAWN_FROM - {"_all_stop_token_ids", "_bad_words_token_ids"}
 
 
