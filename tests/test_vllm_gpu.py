@@ -41,7 +41,7 @@ ON_CPU, RANKS = vllm_on_cpu.ASKED_FOR, int(os.environ.get("WORLD_SIZE", "1"))
 pytestmark: Any = [] if ON_CPU else pytest.mark.gpu
 OPTIONS: dict[str, Any] = vllm_on_cpu.OPTIONS if ON_CPU else {
     "attention_backend": os.environ.get("VLLM_TEST_ATTENTION", "FLASH_ATTN"),
-    "compilation_config": {"mode": 0, "cudagraph_capture_sizes": [1, 8, 64]},
+    "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 8, 64]},
 }  # fmt: skip
 if RANKS > 1:
     OPTIONS |= {"tensor_parallel_size": RANKS, "distributed_executor_backend": "external_launcher"}
