@@ -96,7 +96,7 @@ def match(target: Target, given: Given, parameters: Parameters, _: Tensor | None
     return _held(drafts, _drawn(target, rows, asked, drafts.hash))
 
 
-def drawn_over_ranks(
+def sample_alike(
     tp: "TensorParallel",
     given: Given,
     hidden_states: Tensor,  # (R, D), of every position

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ... import ops
-from ...acceptance import drawn_over_ranks, held
+from ...acceptance import held, sample_alike
 from ...api import SampleOutput, sample
 from ...distributed.limits import FEW
 from ...drafts import Given
@@ -153,7 +153,7 @@ class FusedStep:
         states, weight = batch.hidden_states, self.head.weight
         request |= {"temperature": temperature, "seed": seed, "offset": batch.positions}
         if self.tp is not None and batch.drafts is not None:
-            out = drawn_over_ranks(self.tp, batch.drafts, states, weight, **request)
+            out = sample_alike(self.tp, batch.drafts, states, weight, **request)
         else:
             out = sample(states, weight, **self._whole(), **request)
         settle(out.token_ids, self.undefined)
@@ -240,7 +240,7 @@ class FusedStep:
             held(given, ids)
             if self.tp is not None:
                 states, rows = hidden_states.new_zeros(len(ids), hidden_states.shape[1]), no_rows(len(ids), self.device)
-                drawn_over_ranks(self.tp, given, states, weight, temperature=rows.temperature, seed=rows.seed, offset=ids)
+                sample_alike(self.tp, given, states, weight, temperature=rows.temperature, seed=rows.seed, offset=ids)
         head, rows = self.head.request() | self._whole(), no_rows(batch, self.device)
         slots = torch.zeros(batch, dtype=torch.int32, device=self.device)
         # a penalty, so that the kernel has something to do
