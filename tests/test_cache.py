@@ -40,8 +40,8 @@ def played(monkeypatch, tmp_path):
     """(compiled, loaded): what was asked of the compiler, and the contents that reached the loader."""
     compiled, loaded = [], []
 
-    def compile_(dtype, config, logits):
-        compiled.append((dtype, config, *(["logits"] if logits else [])))
+    def compile_(dtype, config, features):
+        compiled.append((dtype, config) if features == cache.KINDS["plain"] else (dtype, config, features))
         return Compiled()
 
     def load(path):
@@ -101,12 +101,14 @@ def test_a_shape_is_made_when_it_is_needed_and_once(played):
     assert sorted(compiled, key=repr) == sorted(((DTYPE, config) for config in cache.CONFIGS), key=repr)
     assert not loaded
     compiled.clear()
-    assert cache.kernel_for(DTYPE, cache.CONFIGS[3], True) is not kernel  # another one, that writes logits, beside it
+    others = [features for kind, features in cache.KINDS.items() if kind != "plain"]
+    assert len({kernel, *(cache.kernel_for(DTYPE, cache.CONFIGS[3], features) for features in others)}) == 3
     cache._kernels.clear()
     cache.kernel_for(DTYPE, cache.CONFIGS[3])
-    cache.kernel_for(DTYPE, cache.CONFIGS[3], True)
-    assert compiled == [(DTYPE, cache.CONFIGS[3], "logits")]
-    assert len(loaded) == 2
+    for features in others:
+        cache.kernel_for(DTYPE, cache.CONFIGS[3], features)
+    assert compiled == [(DTYPE, cache.CONFIGS[3], features) for features in others]
+    assert len(loaded) == 3
 
 
 def overwrite(content):

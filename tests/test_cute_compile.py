@@ -20,19 +20,22 @@ DISASSEMBLE = """
 import sys
 from pathlib import Path
 import cutlass
-from flashsampling.impl.cute.config import CONFIGS
+from flashsampling.impl.cute.config import CONFIGS, KINDS
 from flashsampling.impl.cute.kernel import compile_kernel
 
 dtype = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}[sys.argv[1]]
 config = CONFIGS[int(sys.argv[2])]
-features = {name: True for name in sys.argv[4:]}
+features = KINDS[sys.argv[4]]._asdict()
 compile_kernel(dtype, config, f"--gpu-arch sm_90a --keep-cubin --dump-dir {sys.argv[3]}", **features)
 print(config.stages)
 """
 WIDTHS = (8, 16, 32, 48, 64, 96, 128, 144, 160, 176, 192, 192, 208, 224, 240, 256)
 SHAPES = [("bf16", index, n) for index, n in enumerate(WIDTHS)] + [("fp16", 4, 64)]
 OFTEN = [0, 4, 9, 11, 15]  # of WIDTHS: what is compiled here, 15 s each; the others where there is a GPU
-WITH_LOGITS = [("bf16", 0, 8), ("bf16", 6, 128), ("bf16", 15, 256), ("fp16", 10, 192)]
+OF_KIND = {
+    "processed": [("bf16", 15, 256), ("fp16", 10, 192)],
+    "logits": [("bf16", 0, 8), ("bf16", 6, 128), ("bf16", 15, 256), ("fp16", 10, 192)],
+}
 
 
 def run(code, *arguments, architecture):
@@ -57,14 +60,13 @@ def test_every_batch_has_a_shape():
 
 
 @pytest.mark.parametrize(
-    ("dtype", "index", "block_b", "logits"),
-    [pytest.param(*shape, False, marks=[] if shape[1] in OFTEN else [pytest.mark.gpu, pytest.mark.slow]) for shape in SHAPES]
-    + [(*shape, True) for shape in WITH_LOGITS],
+    ("dtype", "index", "block_b", "kind"),
+    [pytest.param(*shape, "plain", marks=[] if shape[1] in OFTEN else [pytest.mark.gpu, pytest.mark.slow]) for shape in SHAPES]
+    + [(*shape, kind) for kind, shapes in OF_KIND.items() for shape in shapes],
 )
-def test_compiles_for_hopper(dtype, index, block_b, logits, tmp_path):
+def test_compiles_for_hopper(dtype, index, block_b, kind, tmp_path):
     triton = pytest.importorskip("triton")  # for its disassembler
-    features = ["logits"] if logits else []
-    stages = int(run(DISASSEMBLE, dtype, str(index), str(tmp_path), *features, architecture="sm_90a"))
+    stages = int(run(DISASSEMBLE, dtype, str(index), str(tmp_path), kind, architecture="sm_90a"))
     assert stages >= 4
     (cubin,) = tmp_path.glob("*.cubin")
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -74,9 +76,12 @@ def test_compiles_for_hopper(dtype, index, block_b, logits, tmp_path):
     # one wait inside the k loop and one after it; a wait after every product is ptxas serialising them
     assert len(re.findall(r"WARPGROUP\.DEPBAR", sass)) == 2
     assert len(re.findall(r"UTMALDG\.2D", sass)) == 2
-    # several draws per row keep a copy of the logits in local memory; the registers of the one-draw path never go there
+    # several draws per row keep a copy of the logits in local memory; the registers of the one-draw path hardly ever go there,
+    # and never between products
     copies = block_b // 2
     assert len(re.findall(r"\bSTL", sass)) <= copies + 8
+    first, last = sass.index("HGMMA"), sass.rindex("HGMMA")
+    assert not re.findall(r"\b(?:STL|LDL)\S*", sass[first:last])
 
 
 @pytest.mark.parametrize("architecture", ["sm_90a", "sm_100a"])
@@ -89,7 +94,7 @@ def test_which_kernels_are_compiled_ahead():
     from flashsampling.impl.cute import cache
 
     assert cache.kernels_of(None, None) == list(cache.KERNELS)
-    assert len(cache.KERNELS) == 4 * len(WIDTHS)
+    assert len(cache.KERNELS) == 6 * len(WIDTHS)
     assert {dtype for dtype, *_ in cache.kernels_of(torch.float16, None)} == {torch.float16}
     for most, widths in ((1, {8}), (8, {8}), (9, {8, 16}), (192, set(WIDTHS[:12])), (193, {*WIDTHS[:12], 208})):
         assert {config.block_b for _, config, _ in cache.kernels_of(None, most)} == widths
@@ -99,16 +104,16 @@ def test_which_kernels_are_compiled_ahead():
 def test_precompile_fills_the_cache(tmp_path):
     environment = os.environ | {"FLASHSAMPLING_CACHE_DIR": str(tmp_path), "PYTHONWARNINGS": "default"}
     for command, state in (("-m", "flashsampling", "precompile"), "compiled"), (("scripts/precompile",), "was there"):
-        words = [sys.executable, *command, "--workers", "2", "--dtype", "bfloat16", "--max-batch-size", "16"]
+        words = [sys.executable, *command, "--workers", "2", "--dtype", "bfloat16", "--max-batch-size", "8"]
         result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, env=environment)
         assert result.returncode == 0, result.stderr[-3000:]
-        assert result.stdout.count(state) == 2 * 2  # shapes of 8 and 16 columns, with and without logits
-        assert "\n4 kernels in " in result.stdout
-    assert len(list(tmp_path.glob("cute/*/*.o"))) == 4
+        assert result.stdout.count(state) == 3  # of every kind
+        assert "\n3 kernels in " in result.stdout
+    assert len(list(tmp_path.glob("cute/*/*.o"))) == 3
     code = (
-        "import torch; from flashsampling.impl.cute import cache; from flashsampling.impl.cute.config import CONFIGS\n"
+        "import torch; from flashsampling.impl.cute import cache; from flashsampling.impl.cute.config import CONFIGS, KINDS\n"
         "compile, cache._compile = cache._compile, None\n"  # what is on disk is not compiled again
-        "print([callable(cache.kernel_for(torch.bfloat16, CONFIGS[1], logits)) for logits in (False, True)])\n"
+        "print([callable(cache.kernel_for(torch.bfloat16, CONFIGS[0], kind)) for kind in KINDS.values()])\n"
         # an object without the symbol that is wanted is compiled again, and then has it
         "cache._compile, cache._SYMBOL = compile, 'another_name'\n"
         "first = cache._load_or_compile(torch.bfloat16, CONFIGS[0])\n"
@@ -117,18 +122,18 @@ def test_precompile_fills_the_cache(tmp_path):
     )
     environment["CUTE_DSL_ARCH"] = "sm_90a"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, env=environment)
-    assert "[True, True]\nTrue True" in result.stdout, result.stderr[-3000:]
+    assert "[True, True, True]\nTrue True" in result.stdout, result.stderr[-3000:]
     assert result.stderr.count("does not load") == 1
     # the loader is not even shown an object that is cut off
-    (path,) = tmp_path.glob("cute/*/bfloat16_16_1_1-*.o")
+    (path,) = tmp_path.glob("cute/*/bfloat16_8_1_1_plain-*.o")
     whole = path.stat().st_size
     with open(path, "r+b") as file:
         file.truncate(whole // 2)
     code = (
         "import torch; from flashsampling.impl.cute import cache; from flashsampling.impl.cute.config import CONFIGS\n"
-        "print(callable(cache._load_or_compile(torch.bfloat16, CONFIGS[1])))"
+        "print(callable(cache._load_or_compile(torch.bfloat16, CONFIGS[0])))"
     )
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, env=environment)
     assert "True" in result.stdout, result.stderr[-3000:]
     assert "is damaged" in result.stderr
-    assert [other.stat().st_size > whole // 2 for other in tmp_path.glob("cute/*/bfloat16_16_1_1-*.o")] == [True]
+    assert [other.stat().st_size > whole // 2 for other in tmp_path.glob("cute/*/bfloat16_8_1_1_plain-*.o")] == [True]

@@ -12,7 +12,7 @@ from flashsampling.exchange import WHOLE, Shard
 from flashsampling.impl.cute import asked as module
 from flashsampling.impl.cute import config, launch, slots
 from flashsampling.impl.cute.arguments import Arguments, LaunchArguments, Operands, Processing
-from flashsampling.impl.cute.config import NO_PROCESSING
+from flashsampling.impl.cute.config import KINDS, NO_PROCESSING
 from flashsampling.noise import Stream
 from flashsampling.step import PLAIN, Asked, Drawn, Step
 
@@ -30,12 +30,12 @@ def call(monkeypatch):
             words.append(torch.zeros(needed, dtype=torch.int64))
             return words[0]
 
-        monkeypatch.setattr(launch, "kernel_for", lambda dtype, shape, logits: lambda *values: call.extend(values))
+        monkeypatch.setattr(launch, "kernel_for", lambda dtype, shape, features: lambda *values: call.extend(values))
         monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)
         monkeypatch.setattr(launch, "zeroed_words", zeroed_words)
         launch._plan.cache_clear()
         tokens = launch.run(step).ids
-        assert len(call) == len(LaunchArguments.names())
+        assert len(call) == len(LaunchArguments.names(KINDS["plain"]))
         operands, arguments, processing, outputs = LaunchArguments.of(call)
         assert processing is None
         assert outputs is None
@@ -110,11 +110,14 @@ def test_what_the_copy_engine_reads():
     assert not config.copy_engine_reads(0, 2, 2**39, 1)  # its strides have 40 bits, of bytes
 
 
-@pytest.mark.parametrize("logits", [False, True])
-def test_what_the_launch_is_compiled_with_has_every_name_once(logits):
-    names = LaunchArguments.names(logits)
+@pytest.mark.parametrize("features", KINDS.values(), ids=KINDS)
+def test_what_the_launch_is_compiled_with_has_every_name_once(features):
+    names = LaunchArguments.names(features)
     assert len(set(names)) == len(names)
-    assert len(LaunchArguments.fakes(logits)) == len(names)
+    assert len(LaunchArguments.fakes(features)) == len(names)
+    parts = LaunchArguments.of(range(len(names)))
+    assert [name for part in parts if part is not None for name in part._fields] == list(names)
+    assert (parts.asked is not None, parts.outputs is not None) == features[:2]
 
 
 def test_the_workspace_is_laid_out_without_gaps():
@@ -194,8 +197,8 @@ def test_what_a_request_makes_of_a_step(monkeypatch, asked, temperature, expecte
         assert [len(part) for part in (left.ids, left.limits, left.masses)] == [BATCH] * 3
     else:
         assert isinstance(launch.run(step), Drawn)
-    ((plain, values),) = calls
-    assert not plain
+    ((features, values),) = calls
+    assert features == KINDS["logits"]
     _, arguments, processing, outputs = LaunchArguments.of(values)
     assert processing is not None
     assert outputs is not None
@@ -239,12 +242,12 @@ def test_what_changes_logits_alone_is_one_launch(monkeypatch, num_samples):
     penalties = {"repetition_penalty": TENSOR, "frequency_penalty": 0.25, "presence_penalty": TENSOR + 1}
     asked = Asked(bias=VECTOR, logit_scale=2.0, soft_cap=30.0, dense_bias=VECTOR + 1, counts=wide, **penalties, token_mask=mask)
     drawn = launch.run(Step(hidden, weight, 0.5, 7, 11, num_samples, VOCAB, asked=asked))
-    ((plain, values),) = calls
-    assert not plain
+    ((features, values),) = calls
+    assert features == KINDS["processed"]
     _, arguments, processing, outputs = LaunchArguments.of(values)
     assert arguments.num_samples == num_samples
     assert drawn.ids is arguments.tokens
-    assert set(outputs) == {0}
+    assert outputs is None
     assert processing == Processing(
         any=1,
         bias=VECTOR.data_ptr(),
@@ -276,6 +279,6 @@ def test_what_asks_for_nothing_takes_the_plain_kernel(monkeypatch):
     monkeypatch.setattr(launch, "zeroed_words", lambda needed, device: torch.zeros(needed, dtype=torch.int64))
     hidden, weight = (torch.zeros(rows, DIM, dtype=torch.bfloat16) for rows in (BATCH, VOCAB))
     launch.run(Step(hidden, weight, 0.5, 7, 11, 1, VOCAB, asked=Asked(top_k=-1, repetition_penalty=TENSOR)))
-    ((plain, values),) = calls
-    assert plain
-    assert len(values) == len(LaunchArguments.names())
+    ((features, values),) = calls
+    assert features == KINDS["plain"]
+    assert len(values) == len(LaunchArguments.names(features))

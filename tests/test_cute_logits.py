@@ -9,7 +9,7 @@ import torch
 import flashsampling
 from flashsampling import workspace
 from flashsampling.impl.cute import asked, config, launch
-from flashsampling.impl.cute.config import NO_PROCESSING
+from flashsampling.impl.cute.config import KINDS, NO_PROCESSING
 from flashsampling.step import PLAIN, Asked, Step, layout
 from tests.conftest import DEVICE
 from tests.problems import KERNELS
@@ -203,7 +203,7 @@ def test_nothing_is_written_beside(vocab, shape):
         others = [torch.full((2 * shape.block_b + 8, chunks), poison, device=DEVICE) for _ in range(3)]
         at = 4  # rows before
         outputs = [tensor[at:].data_ptr() for tensor in (logits, *others)]
-        launch.run(step, shape, (*NO_PROCESSING, outputs[0], 4096, *outputs[1:]))
+        launch.run(step, shape, KINDS["logits"], (*NO_PROCESSING, outputs[0], 4096, *outputs[1:]))
         for tensor, columns in ((logits, vocab), *((other, chunks) for other in others)):
             written = torch.zeros_like(tensor, dtype=torch.bool)
             written[at : at + batch, :columns] = True

@@ -220,8 +220,8 @@ def evaluations():
     def count(problem: Problem) -> tuple[int, int]:
         words = torch.zeros(1 << 16, dtype=torch.int64, device=DEVICE)
 
-        def kernel_for(dtype, shape, logits):
-            assert not logits
+        def kernel_for(dtype, shape, features):
+            assert features == config.KINDS["plain"]
             if shape not in compiled:
                 compiled[shape] = kernel.compile_kernel(cutlass.BFloat16, shape, counts_evaluations=True)
             return compiled[shape]

@@ -11,7 +11,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
 from . import slots
-from .config import TILE_V
+from .config import TILE_V, Features
 from .memory import global_pointer
 
 
@@ -84,7 +84,7 @@ class Arguments(NamedTuple):
 
 
 class Processing(NamedTuple):
-    """What a kernel with ``Features.logits`` makes of its logits before it looks at them: see ``processing``. Of a whole
+    """What a kernel with ``Features.processing`` makes of its logits before it looks at them: see ``processing``. Of a whole
     vocabulary. Addresses are of float32 where nothing is said; 0: none."""
 
     any: Int32  # 0: nothing
@@ -107,7 +107,7 @@ class Processing(NamedTuple):
 class Outputs(NamedTuple):
     """Where a kernel with ``Features.logits`` writes, of a whole vocabulary, beside the tokens. Chunks: see ``summaries``."""
 
-    logits: Int64  # address of (B, V) float32; 0: none, nor any of the following
+    logits: Int64  # address of (B, V) float32
     stride: Int64  # of its rows, in bytes: a multiple of 16
     keys: Int64  # address of (B, 4 * ceil(V / 128)) int32: of each chunk the highest logit, as int32 in its order
     sums: Int64  # address of as many float32: masses relative to it at the row's temperature, a greedy row's at 1; 0: none
@@ -123,9 +123,10 @@ class LaunchArguments(NamedTuple):
     outputs: Outputs | None = None
 
     @classmethod
-    def names(cls, logits: bool = False) -> tuple[str, ...]:
-        """Of the positional arguments. ``logits``: see ``Features``."""
-        return Operands._fields + Arguments._fields + (Processing._fields + Outputs._fields if logits else ())
+    def names(cls, features: Features) -> tuple[str, ...]:
+        """Of the positional arguments."""
+        names = Operands._fields + Arguments._fields
+        return names + Processing._fields * features.processing + Outputs._fields * features.logits
 
     @classmethod
     def of(cls, values) -> "LaunchArguments":
@@ -137,12 +138,12 @@ class LaunchArguments(NamedTuple):
         return cls(*parts)
 
     @classmethod
-    def fakes(cls, logits: bool = False) -> list[Any]:
+    def fakes(cls, features: Features) -> list[Any]:
         """What it is compiled with. ``tokens`` is the one tensor, by which the launch finds the current stream."""
         types = {}
         for part in (Operands, Arguments, Processing, Outputs):
             types |= get_type_hints(part)
-        values = {name: types[name](1) for name in cls.names(logits)}
+        values = {name: types[name](1) for name in cls.names(features)}
         return list((values | {"tokens": cute.runtime.make_fake_compact_tensor(Int64, (cute.sym_int32(),))}).values())
 
 

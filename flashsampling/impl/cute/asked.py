@@ -1,5 +1,5 @@
-"""Steps of which something is asked: one launch where the kernel can do all of it in registers (``Features.logits``), else it
-stores logits, and ``impl.triton`` picks from them.
+"""Steps of which something is asked: one launch where the kernel can do all of it in registers (``Features.processing``),
+else it stores logits (``Features.logits``), and ``impl.triton`` picks from them.
 
 head, bias of all rows, penalties, token mask   one launch (``processing``)
 filters, with any of these                      two: the kernel draws and summarises what it stores too (``summaries``), then
@@ -21,7 +21,7 @@ from torch import Tensor
 from ...exchange import WHOLE
 from ...step import PLAIN, Asked, Drawn, Recorded, Step, row_argument
 from . import launch
-from .config import NO_OUTPUTS, NO_PROCESSING, TILE_V, TileConfig
+from .config import KINDS, NO_PROCESSING, TILE_V, TileConfig
 
 
 @functools.cache
@@ -96,7 +96,8 @@ def run(step: Step, config: TileConfig | None = None) -> Drawn:
         return _picking().run(step._replace(logits=logits))  # type: ignore[no-any-return]
     processing, _held = processing_of(asked)
     if not (asked.may_filter() or asked.needs_raw_mass()):
-        return launch.run(step._replace(asked=PLAIN), config, (*processing, *NO_OUTPUTS) if processing[0] else ())
+        kind = KINDS["processed"], processing
+        return launch.run(step._replace(asked=PLAIN), config, *(kind if processing[0] else ()))
     masses = asked.needs_mass(step.vocab_size), asked.needs_raw_mass()
     # the draws also say which rows are undefined, with filters and without
     logits, summaries, drawn = with_logits(step, step.num_samples, masses, config, processing)
@@ -164,5 +165,5 @@ def with_logits(
         0 if sums is None else sums.data_ptr(),
         0 if raw_sums is None else raw_sums.data_ptr(),
     )
-    drawn = launch.run(step._replace(asked=PLAIN, num_samples=draws), config, processing + outputs).ids
+    drawn = launch.run(step._replace(asked=PLAIN, num_samples=draws), config, KINDS["logits"], processing + outputs).ids
     return logits[:, :vocab_size], (keys, sums, raw_sums), drawn

@@ -1,8 +1,9 @@
 """Compiled kernels: made once, kept in memory and on disk.
 
-In memory the key is what a kernel is specialised to: dtype, tile shape, and whether it writes logits. On disk it is that and a
-fingerprint of everything a compiled object depends on: this folder's sources and whatever of the package they import (found by
-reading their imports), the compiler's distributions, Python's version, the platform and its processor, the GPU's architecture.
+In memory the key is what a kernel is specialised to: dtype, tile shape, and what it has beside the draw. On disk it is that
+and a fingerprint of everything a compiled object depends on: this folder's sources and whatever of the package they import
+(found by reading their imports), the compiler's distributions, Python's version, the platform and its processor, the GPU's
+architecture.
 The root is ``$FLASHSAMPLING_CACHE_DIR``, or ``~/.cache/flashsampling``; where there is neither, nothing is kept. Objects are
 written beside their place and moved there, so processes that compile the same kernel at once do no harm.
 
@@ -13,7 +14,7 @@ process over a damaged object, so an object's name ends in the SHA-256 of its by
 that does not match is removed and made again.
 
 A shape is made when a batch first needs it. ``flashsampling.warmup`` makes those that batches up to a size need, one after the
-other; ``python -m flashsampling precompile`` makes all, in parallel and without a GPU: a minute or two on two cores.
+other; ``python -m flashsampling precompile`` makes all, in parallel and without a GPU: some fifteen seconds of a core each.
 """
 
 import ast
@@ -36,31 +37,33 @@ from typing import Any
 
 import torch
 
-from .config import CONFIGS, TileConfig, choose_config
+from .config import CONFIGS, KINDS, Features, TileConfig, choose_config
 
 ARCHITECTURE = "sm_90a"
-KERNELS = tuple(
-    (dtype, config, logits) for logits in (False, True) for dtype in (torch.bfloat16, torch.float16) for config in CONFIGS
+Key = tuple[torch.dtype, TileConfig, Features]
+KERNELS: tuple[Key, ...] = tuple(
+    (dtype, config, features) for features in KINDS.values() for dtype in (torch.bfloat16, torch.float16) for config in CONFIGS
 )
+_PLAIN = KINDS["plain"]
 _SYMBOL = "flashsampling_sample"
 _HERE = Path(__file__).parent
 
 _lock = threading.Lock()
-_kernels: dict[tuple[torch.dtype, TileConfig, bool], Callable[..., Any]] = {}
+_kernels: dict[Key, Callable[..., Any]] = {}
 
 
-def kernel_for(dtype: torch.dtype, config: TileConfig, logits: bool = False) -> Callable[..., Any]:
-    """The compiled launch for a dtype (bfloat16 or float16), a shape of ``CONFIGS`` and ``Features.logits``. Thread-safe."""
-    kernel = _kernels.get((dtype, config, logits))
+def kernel_for(dtype: torch.dtype, config: TileConfig, features: Features = _PLAIN) -> Callable[..., Any]:
+    """The compiled launch for a dtype (bfloat16 or float16), a shape of ``CONFIGS`` and one of ``KINDS``. Thread-safe."""
+    kernel = _kernels.get((dtype, config, features))
     if kernel is None:
         with _lock:
-            kernel = _kernels.get((dtype, config, logits))
+            kernel = _kernels.get((dtype, config, features))
             if kernel is None:
-                kernel = _kernels[dtype, config, logits] = _load_or_compile(dtype, config, logits)
+                kernel = _kernels[dtype, config, features] = _load_or_compile(dtype, config, features)
     return kernel
 
 
-def kernels_of(dtype: torch.dtype | None, max_batch_size: int | None) -> list[tuple[torch.dtype, TileConfig, bool]]:
+def kernels_of(dtype: torch.dtype | None, max_batch_size: int | None) -> list[Key]:
     """Those of ``KERNELS`` that batches of up to so many rows need, whatever D; None: of every dtype, of any batch."""
     widest = CONFIGS[-1].block_b  # up to which all shapes occur
     batches = range(1, min(max_batch_size or widest, widest) + 1)
@@ -70,7 +73,7 @@ def kernels_of(dtype: torch.dtype | None, max_batch_size: int | None) -> list[tu
     return [kernel for kernel in KERNELS if dtype in (None, kernel[0]) and kernel[1] in shapes]
 
 
-def precompile(workers: int, kernels: Sequence[tuple[torch.dtype, TileConfig, bool]] = KERNELS) -> Iterator[tuple[Path, bool]]:
+def precompile(workers: int, kernels: Sequence[Key] = KERNELS) -> Iterator[tuple[Path, bool]]:
     """Makes sure that kernels are on disk: for each, where, and whether it had to be compiled. Needs no GPU.
 
     Raises:
@@ -83,46 +86,46 @@ def precompile(workers: int, kernels: Sequence[tuple[torch.dtype, TileConfig, bo
             yield job.result()
 
 
-def prepare(dtype: torch.dtype, config: TileConfig, logits: bool = False) -> tuple[Path, bool]:
+def prepare(dtype: torch.dtype, config: TileConfig, features: Features = _PLAIN) -> tuple[Path, bool]:
     """Makes sure that a kernel is on disk: where, and whether it had to be compiled.
 
     Raises:
         OSError: the folder cannot be written, or is not to be trusted.
     """
     where = trusted_folder()
-    path = _find(where, dtype, config, logits)
+    path = _find(where, dtype, config, features)
     if path is not None:
         return path, False
-    return _write(_compile(dtype, config, logits), where, dtype, config, logits), True
+    return _write(_compile(dtype, config, features), where, dtype, config, features), True
 
 
-def _load_or_compile(dtype: torch.dtype, config: TileConfig, logits: bool = False) -> Callable[..., Any]:
+def _load_or_compile(dtype: torch.dtype, config: TileConfig, features: Features = _PLAIN) -> Callable[..., Any]:
     try:
         where = trusted_folder()
     except OSError as error:
         warnings.warn(f"compiled kernels are neither kept nor loaded: {error}", RuntimeWarning, stacklevel=2)
-        return _compile(dtype, config, logits)
-    path = _find(where, dtype, config, logits)
+        return _compile(dtype, config, features)
+    path = _find(where, dtype, config, features)
     if path is not None:
         try:
             return _load(path)
         except Exception as error:
             _discard(path, f"does not load ({error})")
-    compiled = _compile(dtype, config, logits)
+    compiled = _compile(dtype, config, features)
     try:
-        _write(compiled, where, dtype, config, logits)
+        _write(compiled, where, dtype, config, features)
     except OSError as error:
         warnings.warn(f"compiled kernels are not kept in {where}: {error}", RuntimeWarning, stacklevel=2)
     return compiled
 
 
-def _compile(dtype: torch.dtype, config: TileConfig, logits: bool = False) -> Any:
+def _compile(dtype: torch.dtype, config: TileConfig, features: Features = _PLAIN) -> Any:
     import cutlass
 
     from .kernel import compile_kernel
 
     element = {torch.bfloat16: cutlass.BFloat16, torch.float16: cutlass.Float16}[dtype]
-    return compile_kernel(element, config, f"--gpu-arch {ARCHITECTURE}", logits=logits)
+    return compile_kernel(element, config, f"--gpu-arch {ARCHITECTURE}", **features._asdict())
 
 
 def _load(path: Path) -> Callable[..., Any]:
@@ -210,14 +213,14 @@ def _doubt(status: os.stat_result, kind: Callable[[int], bool]) -> str | None:
     return None
 
 
-def _name(dtype: torch.dtype, config: TileConfig, logits: bool) -> str:
-    shape = f"{config.block_b}_{config.cluster}_{config.code_buffers}"
-    return f"{str(dtype).removeprefix('torch.')}_{shape}{'_logits' if logits else ''}"
+def _name(dtype: torch.dtype, config: TileConfig, features: Features) -> str:
+    kind = next(kind for kind, its in KINDS.items() if its == features)
+    return f"{str(dtype).removeprefix('torch.')}_{config.block_b}_{config.cluster}_{config.code_buffers}_{kind}"
 
 
-def _find(where: Path, dtype: torch.dtype, config: TileConfig, logits: bool) -> Path | None:
+def _find(where: Path, dtype: torch.dtype, config: TileConfig, features: Features) -> Path | None:
     """A kernel's intact object. Two processes that compiled it at once may have left two."""
-    for path in sorted(where.glob(f"{_name(dtype, config, logits)}-*.o")):
+    for path in sorted(where.glob(f"{_name(dtype, config, features)}-*.o")):
         reason = damage(path)
         if reason is None:
             return path
@@ -231,13 +234,13 @@ def _discard(path: Path, reason: str) -> None:
         path.unlink(missing_ok=True)
 
 
-def _write(compiled: Any, where: Path, dtype: torch.dtype, config: TileConfig, logits: bool) -> Path:
+def _write(compiled: Any, where: Path, dtype: torch.dtype, config: TileConfig, features: Features) -> Path:
     with tempfile.TemporaryDirectory(dir=where) as scratch:
         written = Path(scratch) / "kernel.o"
         compiled.export_to_c(str(written), function_name=_SYMBOL)
         written.chmod(0o600)  # whatever the umask
         checksum = hashlib.sha256(written.read_bytes()).hexdigest()
-        return written.replace(where / f"{_name(dtype, config, logits)}-{checksum}.o")
+        return written.replace(where / f"{_name(dtype, config, features)}-{checksum}.o")
 
 
 @functools.cache

@@ -1,13 +1,14 @@
 """Which problems the Hopper kernel takes, and the tile shape of each: a pure function of the batch size and D.
 
-Nothing is tuned while serving, and there are sixteen shapes per dtype in all, with and without logits, so
-``scripts/precompile`` can make every kernel that will ever be asked for. Above 128 columns they are 16 apart: there the tensor
+Nothing is tuned while serving, and there are sixteen shapes per dtype in all, of three kinds of kernel, so
+``scripts/precompile`` can make every one that will ever be asked for. Above 128 columns they are 16 apart: there the tensor
 cores are the limit, and what pads a batch costs its share of the time (H200, over cuBLAS: B = 136, 208 and 320, D = 4096 1.16,
 1.18 and 1.20 with shapes of 192 and 256 only, 0.92, 1.06 and 1.06 now). Rejected designs are recorded in ``kernel``.
 """
 
 import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,19 +50,20 @@ class TileConfig:
         return min(_MAX_STAGES, room // ((TILE_V + self.block_b) * TILE_D * 2))
 
 
-@dataclass(frozen=True)
-class Features:
+class Features(NamedTuple):
     """What a kernel has beside the draw. With the dtype and ``TileConfig`` it is all that a kernel is compiled for, and so the
-    key of a compiled one; ``cache`` keeps those without any, and those with ``logits`` alone."""
+    key of a compiled one; ``cache`` keeps those of ``KINDS``."""
 
+    processing: bool = False  # makes ``arguments.Processing`` of its logits
     logits: bool = False  # writes ``arguments.Outputs``
     counts_evaluations: bool = False  # for tests: into ``slots.EVALUATED`` and ``slots.EVALUATED_WHOLE``
     stamps: bool = False  # for ``benchmarks.exchange``: times of the launch's last CTA, into ``slots.RECEIVED`` and so on
 
 
-# of a kernel with ``Features.logits``, where nothing is asked for: ``arguments.Processing``, ``arguments.Outputs``
-NO_PROCESSING = (0, 0, 1.0, 0.0, 0, 0, 0, 0, 1.0, 0, 0.0, 0, 0.0, 0, 0)
-NO_OUTPUTS = (0, 0, 0, 0, 0)
+# With logits always both: at 256 columns what would tell them apart at run time cost registers, of which ten and more a thread
+# went to local memory and back within the k loop.
+KINDS = {"plain": Features(), "processed": Features(processing=True), "logits": Features(processing=True, logits=True)}
+NO_PROCESSING = (0, 0, 1.0, 0.0, 0, 0, 0, 0, 1.0, 0, 0.0, 0, 0.0, 0, 0)  # ``arguments.Processing``, where nothing is asked for
 CONFIGS = (
     TileConfig(8, 1),
     TileConfig(16, 1),

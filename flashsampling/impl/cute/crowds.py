@@ -32,7 +32,7 @@ class Crowds:
         self.own_blocks = fragments.own_blocks
         self.vector = fragments.vector
         self.counts_evaluations = features.counts_evaluations
-        self.masks = features.logits  # see ``search``
+        self.masks = features.processing  # see ``search``
 
     @cute.jit
     def crowded(self, mask: Uint32) -> Uint32:

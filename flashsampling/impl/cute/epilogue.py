@@ -6,7 +6,7 @@ calls one method of it per step. Behind it is a room per subject:
     codes        noise warpgroup        seven bits of every token's noise, into shared memory, while the matmul runs
     search       consumer warpgroups    a bound of each logit's score; what may reach its row's threshold is a candidate
     candidates   two warps              the exact score of a candidate; what leads its row in this CTA is published
-    processing   consumer warpgroups    with ``Features.logits``: bias, soft cap, penalties, mask
+    processing   consumer warpgroups    with ``Features.processing``: bias, soft cap, penalties, mask
     summaries    consumer warpgroups    with ``Features.logits``: logits to memory, and of chunks the highest and the mass
     crowds       consumer warpgroups    exact scores of whole tiles, where a crowd may win or there are several draws
     learning     all of these           when, and by what, a row's threshold falls; ``threshold`` says why no token is missed
@@ -49,7 +49,7 @@ class SampleEpilogue:
         self.learning = Learning(self.fragments)
         self.queue = Queue(self.fragments, self.codes, self.learning, features)
         self.searching = Search(self.fragments, self.learning, self.queue, Crowds(self.fragments, features), features)
-        self.processed = Processed(self.fragments) if features.logits else None
+        self.processed = Processed(self.fragments) if features.processing else None
         self.summaries = Summaries(self.fragments) if features.logits else None
 
     # -- shared memory
@@ -130,7 +130,7 @@ class SampleEpilogue:
     ):
         """The search of the CTA's tile number ``iteration``, and its codes' release. ``barrier``: of these threads."""
         if sampled != 0:
-            if const_expr(self.summaries is None):
+            if const_expr(self.processed is None):
                 self.searching.tile(args, walk, of_tile, logits, words, sampled, Boolean(False), iteration, thread, barrier)
             else:
                 if asked.any != 0:
@@ -140,7 +140,7 @@ class SampleEpilogue:
                 if args.num_samples != 0:
                     masked = asked.token_mask != Int64(0)
                     self.searching.tile(args, walk, of_tile, logits, words, Int32(2), masked, iteration, thread, barrier)
-                if out.logits != Int64(0):
+                if const_expr(self.summaries is not None):
                     self.summaries.tile(args, out, walk, of_tile, logits, sampled, iteration, thread, barrier)
         self.codes.release(of_tile, iteration, thread, args.num_samples == 1)
 

@@ -223,7 +223,7 @@ def compile_kernel(dtype, config: TileConfig, options: str = "", **features: boo
     of_kernel = Features(**features)
     return cute.compile(
         SampleKernel(dtype, config, of_kernel),
-        *LaunchArguments.fakes(of_kernel.logits),
+        *LaunchArguments.fakes(of_kernel),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
         options=f"--enable-tvm-ffi {options}",
     )

@@ -11,7 +11,9 @@ from ...workspace import zeroed_words
 from ..device import multiprocessors
 from . import slots
 from .cache import kernel_for
-from .config import TILE_V, TileConfig, choose_config, copy_engine_reads, ctas_per_row_block
+from .config import KINDS, TILE_V, Features, TileConfig, choose_config, copy_engine_reads, ctas_per_row_block
+
+_PLAIN = KINDS["plain"]
 
 
 class _Plan(NamedTuple):
@@ -36,9 +38,9 @@ def _plan(
     dtype: torch.dtype,
     device: torch.device,
     config: TileConfig | None,
-    plain: bool = True,
+    features: Features = _PLAIN,
 ) -> _Plan:
-    """A dictionary's worth of host time per call. ``plain``: the kernel has no ``Features.logits``."""
+    """A dictionary's worth of host time per call."""
     config = choose_config(batch, dim) if config is None else config
     skip = first_token % (TILE_V * config.cluster)  # by how many tokens the first cluster's tiles start before the first one
     row_blocks = -(-batch // config.block_b)
@@ -46,13 +48,15 @@ def _plan(
     # a shard without a token: the launch has something to read, and samples none of it
     sampled = (skip, skip + vocab_size) if vocab_size else (TILE_V, TILE_V)
     words = slots.words(batch * num_samples, row_blocks)
-    return _Plan(kernel_for(dtype, config, not plain), row_blocks, ctas, first_token - skip, *sampled, words)
+    return _Plan(kernel_for(dtype, config, features), row_blocks, ctas, first_token - skip, *sampled, words)
 
 
-def run(step: Step, config: TileConfig | None = None, asked_for: tuple[int | float, ...] = ()) -> Drawn:
+def run(
+    step: Step, config: TileConfig | None = None, features: Features = _PLAIN, asked_for: tuple[int | float, ...] = ()
+) -> Drawn:
     """See ``backends``: one launch, where nothing is asked for. ``config`` in place of the shape that is chosen. ``asked_for``:
-    ``arguments.Processing`` and ``arguments.Outputs``, of a kernel with ``Features.logits``, which may make no draws at all: of
-    one token nobody knows what."""
+    of a kernel with such ``features``, ``arguments.Processing`` and ``arguments.Outputs``. One with logits may make no draws at
+    all: of one token nobody knows what."""
     # nothing is asked for twice: an attribute of a tensor costs the host a tenth of a microsecond, a field of the step a third
     hidden_states, weight, _, _, _, num_samples, vocab_size, shard, asked, _, _, _ = step
     if asked is not PLAIN:
@@ -67,7 +71,7 @@ def run(step: Step, config: TileConfig | None = None, asked_for: tuple[int | flo
         hidden, hidden_stride = padded.data_ptr(), padded.shape[1]
     first_token, exchange = shard
     kernel, row_blocks, ctas, base, skip, end, words = _plan(
-        batch, dim, num_samples, vocab_size, first_token, dtype, device, config, not asked_for
+        batch, dim, num_samples, vocab_size, first_token, dtype, device, config, features
     )
     tokens = torch.empty(batch * num_samples or 1, dtype=torch.int64, device=device)
     workspace = zeroed_words(words, device)  # which is held until the launch

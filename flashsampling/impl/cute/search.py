@@ -28,7 +28,7 @@ class Search:
         self.learning = learning
         self.queue = queue
         self.crowds = crowds
-        self.masks = features.logits  # -inf may be what is masked out: no score, whatever the temperature, and no candidate
+        self.masks = features.processing  # -inf may be what is masked out: no score, whatever the temperature, and no candidate
 
     def sampled(self, args, walk, iteration):
         """2 if all of a tile's tokens are sampled, 1 if some are, 0 if none. What a cluster rounds its tiles up by is not:
