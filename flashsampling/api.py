@@ -252,9 +252,12 @@ def output_of(
     drawn: Drawn, batch: int, num_samples: int, asked: Asked, token_counts: TokenCounts | Tensor | None
 ) -> SampleOutput:
     """What was drawn, in its parts; a ``TokenCounts`` counts it."""
-    parts = layout(batch, num_samples, asked).split(drawn, batch)
-    flat = ("logsumexp",) if num_samples > 1 else ("token_ids", "logprobs", "processed_logprobs", "ranks", "logsumexp")
-    out = SampleOutput(**{name: part[:, 0] if name in flat else part for name, part in parts.items()})
+    if not asked.needs_raw_mass():
+        out = SampleOutput(drawn.ids if num_samples == 1 else drawn.ids.view(batch, num_samples))
+    else:
+        parts = layout(batch, num_samples, asked).split(drawn, batch)
+        flat = ("logsumexp",) if num_samples > 1 else ("token_ids", "logprobs", "processed_logprobs", "ranks", "logsumexp")
+        out = SampleOutput(**{name: part[:, 0] if name in flat else part for name, part in parts.items()})
     if isinstance(token_counts, TokenCounts):
         token_counts.add(out.token_ids)
     return out

@@ -35,7 +35,8 @@ def integers(name: str, value: Integers, batch: int, device: torch.device, also:
     is good as it is."""
     if isinstance(value, Tensor):
         dtype = value.dtype
-        if dtype is _INT64 and value.dim() == 1 and value.numel() == batch and value.device == device and value.is_contiguous():
+        good = dtype is _INT64 or dtype is also
+        if good and value.dim() == 1 and value.numel() == batch and value.device == device and value.is_contiguous():
             return value
         if dtype not in _INTEGERS:
             raise TypeError(f"{name} must be an integer tensor, got {dtype}")

@@ -215,6 +215,8 @@ class Layout(NamedTuple):
 
 def layout(batch: int, num_samples: int, asked: Asked) -> Layout:
     """What a step of so many rows gives."""
+    if not asked.needs_raw_mass():  # which costs the host least, and is most calls
+        return Layout({"token_ids": Part(0, num_samples)}, {}, batch * num_samples, 0)
     draws = num_samples if asked.logprobs else 0
     given = 0 if asked.logprob_ids is None else asked.logprob_ids.shape[1]
     ids = [("token_ids", num_samples, True), ("top_token_ids", asked.top_logprobs, asked.top_logprobs)]

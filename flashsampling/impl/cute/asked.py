@@ -101,7 +101,9 @@ def run(step: Step, config: TileConfig | None = None) -> Drawn:
     masses = asked.needs_mass(step.vocab_size), asked.needs_raw_mass()
     # the draws also say which rows are undefined, with filters and without
     logits, summaries, drawn = with_logits(step, step.num_samples, masses, config, processing)
-    left = asked._replace(bias=None, logit_scale=1.0, soft_cap=0.0, dense_bias=None, counts=None, token_mask=None)
+    left = asked
+    if processing[0]:
+        left = asked._replace(bias=None, logit_scale=1.0, soft_cap=0.0, dense_bias=None, counts=None, token_mask=None)
     of_chunks = _picking().Summaries(*summaries)
     return _picking().pick(step._replace(logits=logits, asked=left), of_chunks, drawn)  # type: ignore[no-any-return]
 

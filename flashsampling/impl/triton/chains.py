@@ -14,11 +14,13 @@ import triton.language as tl
 from torch import Tensor
 
 from ...drafts import HASH_FACTORS
+from .config import next_power_of_2
+from .constant import Constant
 
 _ROWS = 128  # of a program of ``spread_kernel``
 _REQUESTS = 8  # of a program of ``match_kernel``
 _HASHED = 128  # requests at once, in ``hash_kernel``
-_FIRST, _SECOND, _THIRD = (tl.constexpr(factor) for factor in HASH_FACTORS)
+_FIRST, _SECOND, _THIRD = (Constant(factor) for factor in HASH_FACTORS)
 
 
 @triton.jit
@@ -230,7 +232,7 @@ def match(
         batch,
         n,
         REQUESTS=_REQUESTS,
-        NODES=triton.next_power_of_2(n + 1),
+        NODES=next_power_of_2(n + 1),
         num_warps=1,
     )
     return out, num_accepted, num_emitted

@@ -34,15 +34,16 @@ import triton.language as tl
 
 from ... import exchange as protocol
 from .careful import walk_carefully
+from .constant import Constant
 from .exchange import active_ranks, conclude, receive, send, start_clock, steps_taken
 from .noise import minus_gumbel, opaque, philox_words
 from .rows import after, both_factors, row_params, row_tags
 from .scores import NAN_KEY, NO_TOKEN, ORDERED_INF, keep_better, pack_key, score_of, word_of
 from .tiles import lane0_tokens, rows_of_chunk, second_row_of, split_blocks, split_lanes, split_tokens, tile_logits
 
-_NO_FINITE = tl.constexpr(protocol.NO_FINITE)
-_TOKENS = tl.constexpr(protocol.TOKENS)
-_EXCHANGE = tl.constexpr(2)  # beside TOKENS and PACKED: through the table
+_NO_FINITE = Constant(protocol.NO_FINITE)
+_TOKENS = Constant(protocol.TOKENS)
+_EXCHANGE = Constant(2)  # beside TOKENS and PACKED: through the table
 
 
 @triton.jit

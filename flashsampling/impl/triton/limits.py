@@ -13,11 +13,11 @@ shard's logits, which each of them reads at most once.
 from typing import TYPE_CHECKING
 
 import torch
-import triton
 from torch import Tensor
 
 from ...step import Step
 from ..filters import HIGHEST, LOWEST, column, keys_of, places_of
+from .config import next_power_of_2
 from .limits_kernels import (
     RANKS,
     digit_kernel,
@@ -97,8 +97,8 @@ def _first_places(
         first_token,
         chunks,
         count,
-        CHUNKS=triton.next_power_of_2(max(chunks, 1)),
-        SLOTS=triton.next_power_of_2(count),
+        CHUNKS=next_power_of_2(max(chunks, 1)),
+        SLOTS=next_power_of_2(count),
         CHUNK=_CHUNK,
         num_warps=_WARPS,
     )
@@ -124,7 +124,7 @@ def of_few(
         len(theirs),
         top_k,
         scale.unit,
-        PLACES=triton.next_power_of_2(len(theirs) * top_k),
+        PLACES=next_power_of_2(len(theirs) * top_k),
         num_warps=_WARPS,
     )
     return limit

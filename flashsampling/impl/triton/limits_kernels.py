@@ -7,15 +7,16 @@ import triton
 import triton.language as tl
 
 from ..filters import HIGHEST, LOWEST
+from .constant import Constant
 from .logits_source import GREEDY_BELOW, NO_LOGIT, key_of, value_of
 from .scores import NAN_KEY, NO_TOKEN
 
 RANKS = 63  # whose flags fit a word
-_RANKS = tl.constexpr(RANKS)
-_LOWEST = tl.constexpr(LOWEST)
-_HIGHEST = tl.constexpr(HIGHEST)
-_ORDER = tl.constexpr(2**31)  # from a key to a number from 0 up
-_SOME = tl.constexpr(6)  # digits whose amounts a program adds up before they go to memory
+_RANKS = Constant(RANKS)
+_LOWEST = Constant(LOWEST)
+_HIGHEST = Constant(HIGHEST)
+_ORDER = Constant(2**31)  # from a key to a number from 0 up
+_SOME = Constant(6)  # digits whose amounts a program adds up before they go to memory
 
 
 @triton.jit

@@ -25,6 +25,7 @@ from torch import Tensor
 from ...exchange import WHOLE
 from ...step import Asked, Drawn, Step, layout, row_argument
 from ..device import capability
+from .config import next_power_of_2
 from .logits_pick import pick_kernel
 from .logits_scan import scan_kernel
 
@@ -130,7 +131,7 @@ def source_arguments(step: Step) -> tuple[Any, ...]:
 
 def entries_of(asked: Asked) -> int:
     """``ENTRIES`` of the kernels."""
-    return int(triton.next_power_of_2(1 if asked.bias_ids is None else max(asked.bias_ids.shape[1], 1)))
+    return 1 if asked.bias_ids is None else next_power_of_2(max(asked.bias_ids.shape[1], 1))
 
 
 def has_head(asked: Asked) -> bool:
@@ -248,14 +249,14 @@ def _launch_pick(
     asked, batch, device = step.asked, common[0].shape[0], candidates.device
     places = layout(batch, step.num_samples, asked)
     ids = torch.empty(places.num_ids, dtype=torch.int64, device=device)
-    values = torch.empty(places.num_values, dtype=torch.float32, device=device)
+    values = torch.empty(places.num_values, dtype=torch.float32, device=device) if places.num_values else None
     chunks = 4 * -(-step.vocab_size // 128)
-    width = min(config.width, triton.next_power_of_2(chunks))
+    width = min(config.width, next_power_of_2(chunks))
     given = _contiguous_rows(asked.logprob_ids)
 
-    def part(tensor: Tensor, name: str) -> Tensor | None:
+    def part(tensor: Tensor | None, name: str) -> Tensor | None:
         where = (places.ids if tensor is ids else places.values).get(name)
-        return None if where is None else tensor[where.first :]
+        return None if where is None or tensor is None else tensor[where.first :]
 
     pick_kernel[(batch,)](
         *common,
@@ -276,7 +277,7 @@ def _launch_pick(
         None if records is None else records.masses,
         **flags,
         DRAWN=drawn,
-        BLOCKS=triton.next_power_of_2(blocks),
+        BLOCKS=next_power_of_2(blocks),
         WIDTH=width,
         PARTS=-(-chunks // width),
         LIST=_list_length(chunks, config),
@@ -290,4 +291,4 @@ def _launch_pick(
         maxnreg=config.pick_registers,
         launch_pdl=flags["PDL"],
     )
-    return Drawn(ids, values if places.num_values else None)
+    return Drawn(ids, values)

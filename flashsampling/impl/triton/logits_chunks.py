@@ -8,6 +8,7 @@ part. Where the highest of the columns will do, as for a small top-k, only those
 import triton
 import triton.language as tl
 
+from .constant import Constant
 from .logits_source import (
     LARGEST,
     LOG2E,
@@ -24,8 +25,8 @@ from .logits_source import (
     value_of,
 )
 
-_WAYS = tl.constexpr(4)  # thresholds at a time, 16 bits of a sum for each
-_LOWEST = tl.constexpr(-0x80000000)
+_WAYS = Constant(4)  # thresholds at a time, 16 bits of a sum for each
+_LOWEST = Constant(-0x80000000)
 
 
 @triton.jit

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
+from .constant import Constant
 from .logits_beside import log_sum_exp, place_in_row, write_drawn, write_given, write_record, write_top
 from .logits_chunks import first_ties, gather, highest_of, kth_highest, load_chunks, lowest_of_tokens, masses_of, nucleus_bound
 from .logits_draw import all_equal, draw_from_candidates, draw_from_few, draw_from_row
@@ -41,7 +42,7 @@ from .logits_source import (
 )
 from .scores import NAN_KEY, NO_TOKEN, ORDERED_INF
 
-_LOWEST = tl.constexpr(-0x80000000)
+_LOWEST = Constant(-0x80000000)
 
 
 @triton.jit

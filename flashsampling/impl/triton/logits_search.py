@@ -21,12 +21,13 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from .constant import Constant
 from .logits_source import LARGEST, LOG2E, key_of, mass_of, processed_logits, raw_logits, scatter, sparse_entries, value_of
 
-_AT_A_TIME = tl.constexpr(8)  # loads on their way
-_LEAST = tl.constexpr(-0x80000000)
-_MOST = tl.constexpr(0x7FFFFFFF)
-_LAST_PLACE = tl.constexpr(0x7FFFFFFFFFFFFFFF)
+_AT_A_TIME = Constant(8)  # loads on their way
+_LEAST = Constant(-0x80000000)
+_MOST = Constant(0x7FFFFFFF)
+_LAST_PLACE = Constant(0x7FFFFFFFFFFFFFFF)
 
 
 class Tokens(NamedTuple):

@@ -11,20 +11,21 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from .constant import Constant
 from .noise import INTERPRETED, philox_words
 
-LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
-LARGEST = tl.constexpr(3.4028234663852886e38)  # finite number
-GREEDY_BELOW = tl.constexpr(1e-6)
+LOG2E = Constant(1.4426950408889634)
+LN2 = Constant(0.6931471805599453)
+LARGEST = Constant(3.4028234663852886e38)  # finite number
+GREEDY_BELOW = Constant(1e-6)
 # keys of -inf, +inf and NaN
-MINUS_INF = tl.constexpr(-0x7F800001)
-PLUS_INF = tl.constexpr(0x7F800000)
-NAN = tl.constexpr(0x7FFFFFFF)
-NO_LOGIT = tl.constexpr(-0x7FFFFFFF)  # below them
+MINUS_INF = Constant(-0x7F800001)
+PLUS_INF = Constant(0x7F800000)
+NAN = Constant(0x7FFFFFFF)
+NO_LOGIT = Constant(-0x7FFFFFFF)  # below them
 # likewise, and nowhere beside it: what a block's mark is if its logits are not all equal, and if none of them is finite either
-MIXED = tl.constexpr(-0x80000000)
-MIXED_INFINITE = tl.constexpr(-0x7FFFFFFF)
+MIXED = Constant(-0x80000000)
+MIXED_INFINITE = Constant(-0x7FFFFFFF)
 
 
 class Source(NamedTuple):

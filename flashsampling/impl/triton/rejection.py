@@ -17,6 +17,8 @@ from torch import Tensor
 from ...noise import Stream
 from ...step import Recorded, Step
 from . import logits as of_logits
+from .config import next_power_of_2
+from .constant import Constant
 from .logits_source import (
     Source,
     both_logits_of,
@@ -33,8 +35,8 @@ from .logits_source import (
 from .noise import REFINEMENT_BIT, minus_gumbel_refined, philox_words
 from .scores import NAN_KEY, NO_TOKEN, pack_key
 
-_COIN = tl.constexpr(int(Stream.ACCEPTANCE_COIN) << 24)
-_RECOVERY = tl.constexpr(int(Stream.RECOVERY) << 24)
+_COIN = Constant(int(Stream.ACCEPTANCE_COIN) << 24)
+_RECOVERY = Constant(int(Stream.RECOVERY) << 24)
 
 
 @triton.jit
@@ -369,7 +371,7 @@ def run(
         n,
     )
     flags = {"ENTRIES": of_logits.entries_of(asked), "HEAD": of_logits.has_head(asked)}
-    nodes = triton.next_power_of_2(max(n, 1))
+    nodes = next_power_of_2(max(n, 1))
     if n > 0:
         accept_kernel[(batch * n,)](*common, **flags, num_warps=1)
         recover_kernel[(batch * blocks,)](*common, slots, blocks, **flags, NODES=nodes, GROUPS=_GROUPS, num_warps=4)
@@ -387,8 +389,8 @@ def run(
         n,
         blocks,
         NODES=nodes,
-        COLUMNS=triton.next_power_of_2(n + 1),
-        BLOCKS=triton.next_power_of_2(blocks),
+        COLUMNS=next_power_of_2(n + 1),
+        BLOCKS=next_power_of_2(blocks),
         num_warps=1,
     )
     return out, num_accepted, num_emitted

@@ -3,11 +3,12 @@
 import triton
 import triton.language as tl
 
+from .constant import Constant
 from .exchange import details_and_tags
 from .noise import INTERPRETED
 
-_GREEDY_BELOW = tl.constexpr(1e-6)
-_LN2 = tl.constexpr(0.6931471805599453)
+_GREEDY_BELOW = Constant(1e-6)
+_LN2 = Constant(0.6931471805599453)
 
 
 @triton.jit

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from enum import IntFlag
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,8 +13,9 @@ from ..engines import Biases
 _GREEDY_BELOW = 1e-5  # where vLLM takes a temperature for 0
 
 
-class Wants(IntFlag):
-    """Beside a draw at a temperature."""
+class Wants:
+    """Bits of what is wanted beside a draw at a temperature. Plain integers: each operator of an IntFlag would cost a step more
+    than a microsecond of the host."""
 
     FILTERS = 1  # top-k, top-p, min-p
     BIASES = 2  # logit_bias; min_tokens, until there are as many
@@ -57,14 +57,14 @@ class Noted(NamedTuple):
     """What a request's ``SamplingParams`` mean here."""
 
     reason: int  # an index of ``REASONS``
-    wants: Wants
+    wants: int  # bits of ``Wants``
     biases: Biases | None
     mask: NDArray[np.int32] | None  # (ceil(V / 32),), bit t & 31 of word t >> 5
 
 
 def note(params: Any, prompt_len: int, rules: Rules) -> Noted:
     """What vLLM's ``SamplingParams`` ask for, and whether the fused step does exactly that."""
-    wants = Wants(0)
+    wants = 0
     greedy = params.temperature < _GREEDY_BELOW
     if not greedy and (0 < params.top_k < rules.vocab_size or params.top_p < 1.0 or params.min_p > 0.0):
         wants |= Wants.FILTERS

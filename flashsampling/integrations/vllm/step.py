@@ -137,7 +137,7 @@ class FusedStep:
             what ``sample`` returns, and how many top log-probabilities were asked for by the row with the most; None: no row
             asked for any, not for its token's either.
         """
-        wants = Wants(int(np.bitwise_or.reduce(self.slots.wants[batch.slots])))
+        wants = int(np.bitwise_or.reduce(self.slots.wants[batch.slots]))
         if batch.grammar is not None:
             wants |= Wants.MASK
         count = None
@@ -159,15 +159,16 @@ class FusedStep:
         settle(out.token_ids, self.undefined)
         return out, count
 
-    def _request(self, batch: Batch, rows: Rows, wants: Wants, top_logprobs: int) -> dict[str, Any]:
-        mix, ids, values = self._mix(batch, wants)
+    def _request(self, batch: Batch, rows: Rows, wants: int, top_logprobs: int) -> dict[str, Any]:
+        mix, biases = self._mix(batch, wants)
         request = self.head.request()
         if self.tp is not None:
             mix = mix._replace(logprobs=bool(wants & Wants.LOGPROBS))
             request |= self._filters(batch.slots, rows)
         elif mix.filters:
             request |= {"top_k": rows.top_k, "top_p": rows.top_p, "min_p": rows.min_p}
-        if mix.biases:
+        if biases is not None:
+            ids, values = biases
             request["logit_bias"] = to_device(ids, self.device), self._values(batch, values)
         if mix.mask:
             request["token_mask"] = self._mask(batch)
@@ -183,9 +184,9 @@ class FusedStep:
             request |= {"return_logprobs": True, "top_logprobs": max(top_logprobs, 1)}
         return request
 
-    def _mix(self, batch: Batch, wants: Wants) -> tuple[Mix, NDArray[np.int32], NDArray[np.float32]]:
-        """And the rows' biases: ids (B, n), -1 behind a row's last, and values (B, n)."""
-        of_slots, slots, row = [], batch.slots, np.arange(len(batch.slots))
+    def _mix(self, batch: Batch, wants: int) -> tuple[Mix, tuple[NDArray[np.int32], NDArray[np.float32]] | None]:
+        """And the rows' biases, if the mix has any: ids (B, n), -1 behind a row's last, and values (B, n)."""
+        of_slots, slots, row = [], batch.slots, None
         if wants & Wants.BIASES:
             lengths = batch.lengths
             if self.most_drafts:  # stop tokens are there as if none could be drawn yet, until ``_values`` ends them
@@ -196,8 +197,10 @@ class FusedStep:
         most = max((len(ids) for ids, _ in of_slots), default=0)
         others = (bool(wants & want) for want in (Wants.MASK, Wants.PENALTIES, Wants.LOGPROBS))
         mix = mix_of(Mix(bool(wants & Wants.FILTERS), most, *others), self.in_registers)
+        if not mix.biases:
+            return mix, None
         ids, values = bias_of_rows(of_slots, len(slots), mix.biases)
-        return mix, ids[row], values[row]
+        return mix, (ids, values) if row is None else (ids[row], values[row])
 
     def _values(self, batch: Batch, values: NDArray[np.float32]) -> Tensor:
         """Biases on the device."""
