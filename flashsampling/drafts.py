@@ -11,8 +11,11 @@ from typing import Any, NamedTuple, SupportsIndex
 import torch
 from torch import Tensor
 
+from .exchange import NO_TOKEN
 from .parameters import Integers, integer
 
+# of requests' numbers, beside places
+HASH_OF_ROOM, HASH_OF_MOST = 1 << 61, 1 << 62
 HASH_FACTORS = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB  # odd
 
 
@@ -81,15 +84,19 @@ class Drafts(NamedTuple):
         return Nodes(self.rows.gather(1, node[:, None])[:, 0], request, node, node)
 
     def hash(self) -> Tensor:
-        """() int64: of the drafts, and of trees of which follows which. Of others it is another one, but for a chance of about
-        2**-63; ``impl/triton/chains`` makes the same."""
+        """() int64: of how many drafts there is room for, of the drafts, and of trees of which follows which. Of others it is
+        another one, but for a chance of about 2**-32 at worst; ``impl/triton/chains`` makes the same. Ids beyond those of
+        tokens are all one: none of them is ever accepted."""
         (batch, n), device = self.token_ids.shape, self.token_ids.device
-        places = torch.arange(batch, device=device)[:, None] << 32 | torch.arange(n, device=device)
-        hashed = (self.token_ids + 1) * _odd_number(places)  # 0 where there is none
+        requests = torch.arange(batch, device=device)[:, None] << 32
+        places = requests | torch.arange(n, device=device)
+        hashed = (self.token_ids.clamp(max=NO_TOKEN) + 1) * _odd_number(places)  # 0 where there is none
+        room = n if self.bounds is None else self.bounds[1:, None] - self.bounds[:-1, None]
+        of_shape = room * _odd_number(requests | HASH_OF_ROOM) + (n + 1) * _odd_number(requests | HASH_OF_MOST)
         if self.tree is not None:
             after = torch.where(self.tree.sound, self.tree.parents[:, 1:] + 1, 0)
             hashed = hashed + torch.where(self.token_ids >= 0, after, 0) * _odd_number(~places)
-        return hashed.sum()
+        return hashed.sum() + of_shape.sum()
 
     def before(self, nodes: Nodes) -> Tensor:
         """(k, n) bool: the drafts that come before a node's position."""

@@ -425,11 +425,36 @@ def test_what_belongs_to_no_draft_has_no_hash():
     drafts = [[5, 6, 7], [7, -1, -1], [-1, -1, -1], [1, 2, -1]]
     expected = _hash(drafts)
     assert _hash([[5, 6, 7], [7, -5, 9], [-1, 4, -1], [1, 2, -9]]) == expected
-    assert _hash([5, 6, 7, 7, 1, 2], bounds=[0, 3, 4, 4, 6], n=3) == expected
-    assert _hash([5, 6, 7, 7, 1, 2, 99], bounds=[0, 3, 4, 4, 6], n=8) == expected  # behind the last one's; n is the caller's
+    rooms = [5, 6, 7, 7, -1, 0, -1, 0, 0, 1, 2, -1]
+    assert _hash(rooms, bounds=[0, 3, 6, 9, 12], n=3) == expected
+    assert _hash([*rooms, 99], bounds=[0, 3, 6, 9, 12], n=3) == expected  # behind the last one's
     parents = [[-1, 0, 1], [-1, 0, 1], [-1, 0, 1], [-1, 0, 1]]
     others = [[-1, 0, 1], [-1, 7, -9], [5, 6, 7], [-1, 0, -1]]
     assert _hash(drafts, parents) == _hash(drafts, others) != expected
+
+
+def test_room_for_drafts_is_part_of_their_hash():
+    """It says which row of hidden states is whose, and how wide the output is; and no hash is that of no drafts at all, 0."""
+    kinds: list[Any] = [([[-1] * n] * batch, None, n) for batch in range(1, 5) for n in range(1, 5)]
+    ragged = [bounds for bounds in itertools.product(range(4), repeat=3) if sorted(bounds) == list(bounds)]
+    kinds += [([-1] * 4, [0, *bounds], 7) for bounds in ragged]
+    kinds += [([-1] * 4, [0, *ragged[0]], 8)]
+    hashes = {_hash(ids, bounds=bounds, n=n) for ids, bounds, n in kinds}
+    assert len(hashes) == len(kinds)
+    assert 0 not in hashes
+
+
+def test_ids_that_no_token_has():
+    """Twice 2**62 more is nothing where two places' weights add up to a multiple of four; none of these is ever accepted."""
+    numbers = _odd_number(torch.tensor([0, 1, 1 << 32, 1 << 32 | 1])).tolist()
+    first, second = next(pair for pair in itertools.combinations(range(4), 2) if sum(numbers[i] for i in pair) % 4 == 0)
+    drafts, others = [5, 6, 7, 8], [5, 6, 7, 8]
+    for place in first, second:
+        others[place] += 2**62
+    assert _hash([drafts[:2], drafts[2:]]) != _hash([others[:2], others[2:]])
+    ids = [[2**31 - 1, 3]], [[2**31, 3]], [[2**63 - 1, 3]]
+    assert len(set(map(_hash, ids))) == 1
+    assert _hash([[2**31 - 2, 3]]) != _hash(ids[0])
 
 
 def test_p2p_s_rows_have_no_token_where_drafts_differ(monkeypatch):

@@ -219,3 +219,11 @@ def test_compiles(capability):
     sizes = [int(line) for line in out.stdout.split()]
     assert len(sizes) == 4 + (2 + 2 * 5 + 2) * (capability == 90)
     assert min(sizes) > 0
+
+
+def test_ids_that_no_token_has_are_one_to_the_hash():
+    hashes = set()
+    for draft in (2**31 - 1, 2**31, 2**62, 2**63 - 1):
+        given = Given(torch.tensor([[3, draft]], device=DEVICE), None, None, 1, 2)
+        hashes |= {int(chains.hashed(given.token_ids, *given[2:])), int(given.drafts().hash())}
+    assert len(hashes) == 1

@@ -456,6 +456,9 @@ class OnlyEven:
     """A logits processor of somebody's."""
 
 
+NamedAlike = type("BadWordsState", (), {"__module__": "somebody.plugin"})
+
+
 TRIED, NEWER = KNOWN["0.26"], KNOWN["0.33"]
 
 
@@ -469,7 +472,8 @@ TRIED, NEWER = KNOWN["0.26"], KNOWN["0.33"]
         ("sampler", SimpleNamespace(compute_nans=False), "sampler of its own"),
         ("decode_query_len", 3, "3 new tokens"),
         ("sampler.compute_nans", True, "VLLM_COMPUTE_NANS_IN_LOGITS"),
-        ("sampler.logits_processors", [PenaltiesState(), OnlyEven()], "custom logits processors: OnlyEven"),
+        ("sampler.logits_processors", [PenaltiesState(), OnlyEven()], r"custom logits processors: .*\.OnlyEven"),
+        ("sampler.logits_processors", [NamedAlike()], "custom logits processors: somebody.plugin.BadWordsState"),
         ("sampler.return_sampling_mask", True, "return_sampling_mask"),
         ("sampler.trace_replay_state", OnlyEven(), "enable_trace_replay"),
         ("model_config.logits_processors", ["some.module:Class"], "custom logits processors"),

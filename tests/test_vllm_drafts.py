@@ -205,7 +205,8 @@ def test_what_is_left_to_vllm(reason):
 
 
 def test_rows_without_a_score():
-    """Token 0, as without drafts; a draft of it holds."""
+    """Token 0, as without drafts, and the last one of the step: a draft of it does not hold. Of a step that fails over ranks
+    all rows are such, and ranks whose drafts differ must not have different numbers of tokens."""
     runner = runner_of(most_drafts=MOST)
     runner.add(a=(PROMPT, SamplingParams(seed=1)), b=(PROMPT, SamplingParams(seed=1)))
     runner.batch({"a": 3, "b": 3})
@@ -213,9 +214,8 @@ def test_rows_without_a_score():
     states = states_of(batch)
     states[0] = states[3] = float("nan")
     output, num_sampled, _ = runner.sample(states, batch, None)
-    assert num_sampled.tolist() == [2, 1]
-    assert output.sampled_token_ids[:, 0].tolist() == [0, 0]
-    assert output.sampled_token_ids[0, 1] > 0
+    assert num_sampled.tolist() == [1, 1]
+    assert output.sampled_token_ids.tolist() == [[0, *[-1] * MOST]] * 2
     assert runner.flashsampling.counters()["undefined_rows"] == 2
 
 

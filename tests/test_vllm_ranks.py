@@ -15,7 +15,7 @@ import flashsampling
 import flashsampling.integrations.vllm.runner as plugin
 import flashsampling.integrations.vllm.step as plugin_step
 from flashsampling import registry
-from flashsampling.distributed import TensorParallel, TensorParallelError, TensorParallelMismatch
+from flashsampling.distributed import TensorParallel, TensorParallelError, TensorParallelMismatch, agreement
 from flashsampling.integrations.engines import Layers
 from flashsampling.integrations.vllm.head import head_of
 from flashsampling.integrations.vllm.runner import Fused, FusedRunner, Vllm, group_of
@@ -32,6 +32,7 @@ REQUESTS = {name: (PROMPT, params) for name, params in SERVED.items()} | {
     "unseeded": (PROMPT, SamplingParams(temperature=2.0)),
     "other_top_k": (PROMPT, SamplingParams(seed=20, top_k=5, top_p=0.9, temperature=4.0)),
 }
+VLLM = Vllm(fakes.SamplerOutput, fakes.LogprobsTensors, fakes.get_num_sampled_and_rejected, fakes.AsyncOutput)
 LEFT_TO_VLLM = {"words": (PROMPT, SamplingParams(bad_words_token_ids=[[3, 4]], logprobs=4))}
 SLOTS = len(REQUESTS) + len(LEFT_TO_VLLM)
 HEADS = {"plain": {}, "changed": {"bias": True, "scale": 0.5, "soft_cap": 4.0}}
@@ -82,7 +83,7 @@ def runner_of(head="plain", ranks=1, rows=V, group=None, most_drafts=0):
     runner = Whole(model, sampler, [*range(1, SLOTS), 0])
     runner.num_speculative_steps = most_drafts
     step = FusedStep(made, sampler, Slots(SLOTS, Rules(V, raw_logprobs=True)), torch.device("cpu"), tp, most_drafts)
-    runner.flashsampling = Fused(step, Vllm(fakes.SamplerOutput, fakes.LogprobsTensors, fakes.get_num_sampled_and_rejected))
+    runner.flashsampling = Fused(step, VLLM)
     return runner
 
 
@@ -196,6 +197,31 @@ def different_drafts(rank):
     return said
 
 
+def different_drafts_in_the_last_step(rank, group):
+    """Over a transport whose steps cannot raise themselves. Tokens of the step are 0, which a draft is on one rank; as many on
+    both, and who waits for them is told, for there is no next step."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agreement, "why_no_nccl", lambda members: None)  # gloo stands in for it
+        runner = runner_of("plain", 2, 192, group, MOST)
+    assert runner.flashsampling.step.tp.transport == "nccl"
+    runner.add(a=(PROMPT, SamplingParams(seed=1)), b=(PROMPT, SamplingParams(seed=2)))
+    first = runner.batch({"a": 3, "b": 3})
+    runner.execute_model_state = states_of(first), first
+    assert len(runner.sample_tokens(None).get_output()) == 2
+    batch = runner.batch({"a": 1, "b": 1}, {"b": [5 if rank == 1 else 0, 0]})
+    runner.execute_model_state = states_of(batch), batch
+    output = runner.sample_tokens(None)
+    with pytest.raises(TensorParallelMismatch) as raised:
+        output.get_output()
+    runner.execute_model_state = None
+    assert runner.sample_tokens(None) is None
+    said = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plugin._logger, "error", lambda *words: said.append(str(words[-1])))
+        runner.shutdown()
+    return raised.value.failure.differs, output.theirs.get_output(), len(said)
+
+
 def with_drafts(group):
     """What ``both`` gives."""
     runner = runner_of("plain", 2, 192, group, MOST)
@@ -221,6 +247,7 @@ def rank_main(rank, folder, queue):
         found = with_drafts(pair)
         check_both(*found)
         results["drafts"] = repr(found[1])
+        results["last step"] = different_drafts_in_the_last_step(rank, pair)
     results["different drafts"] = different_drafts(rank)
     warm_up_that_fails(rank)
     results["different"] = different_ranks(rank)
@@ -255,6 +282,7 @@ def test_ranks(tmp_path):
         assert all(results[rank]["different"][name] == [(1, said)] * 2 for rank in range(RANKS)), name
     assert all(each["different"]["grammar"][0][0] == 1 for each in results.values())
     assert results[0]["drafts"] == results[1]["drafts"]  # every bit that is printed
+    assert results[0]["last step"] == results[1]["last step"] == (("draft_token_ids",), [[0], [0]], 1)
     assert all(each["different drafts"] == [(1, ("draft_token_ids",))] * 2 for each in results.values())
 
 

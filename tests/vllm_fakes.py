@@ -167,6 +167,17 @@ class Sampler:
         return SamplerOutput(ids, logprobs, None, sampled, rejected)
 
 
+@dataclasses.dataclass
+class AsyncOutput:
+    """Tokens (B, n), of which so many (B,) are a request's."""
+
+    token_ids: Tensor
+    counts: Tensor
+
+    def get_output(self) -> list[list[int]]:
+        return [ids[:count] for ids, count in zip(self.token_ids.tolist(), self.counts.tolist())]
+
+
 class Runner:
     """vLLM's ``GPUModelRunner``, as far as it samples. Requests take the slots in ``free``, the last one first."""
 
@@ -184,6 +195,7 @@ class Runner:
         self.lengths: dict[str, int] = {}
         self.device = torch.device("cpu")
         self.num_speculative_steps, self.max_num_tokens = 0, 64
+        self.execute_model_state: tuple[Tensor, InputBatch] | None = None
 
     def add_requests(self, scheduler_output: Any) -> None:
         for new in scheduler_output.scheduled_new_reqs:
@@ -199,6 +211,14 @@ class Runner:
         self.left.append((list(input_batch.req_ids), grammar_output))
         output = self.sampler(input_batch, self.num_speculative_steps if input_batch.num_draft_tokens else 0)
         return output, output.num_sampled, output.num_rejected
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """Of a batch and its states, ``execute_model_state``; None: nothing was executed."""
+        if self.execute_model_state is None:
+            return None
+        hidden_states, input_batch = self.execute_model_state
+        output, num_sampled, _ = self.sample(hidden_states, input_batch, grammar_output)
+        return AsyncOutput(output.sampled_token_ids, num_sampled)
 
     def _dummy_sampler_run(self, hidden_states: Tensor) -> None:
         self.model.compute_logits(hidden_states)

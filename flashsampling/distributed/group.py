@@ -377,10 +377,13 @@ class TensorParallel:
         """Raises if the group is closed, or if a step failed by now. Asks no device."""
         if self._closed:
             raise ValueError("tp must be open, it has been closed")
-        failure = self._failure()
-        if failure is not None:
-            assert self._transport is not None
+        if self._transport is not None and self._failure() is not None:
             self._transport.catch_up()
+        self.raise_if_failed()
+
+    def raise_if_failed(self) -> None:
+        """Raises if a step failed by now. Asks no device and takes part in nothing, so any thread may."""
+        if (failure := self._failure()) is not None:
             raise self._error(failure)
 
     def _failure(self) -> Failure | None:

@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...drafts import HASH_FACTORS
+from ...drafts import HASH_FACTORS, HASH_OF_MOST, HASH_OF_ROOM
+from ...exchange import NO_TOKEN
 from .config import next_power_of_2
 from .constant import Constant
 
@@ -21,6 +22,7 @@ _ROWS = 128  # of a program of ``spread_kernel``
 _REQUESTS = 8  # of a program of ``match_kernel``
 _HASHED = 128  # requests at once, in ``hash_kernel``
 _FIRST, _SECOND, _THIRD = (Constant(factor) for factor in HASH_FACTORS)
+_ROOM, _MOST, _LAST_ID = Constant(HASH_OF_ROOM), Constant(HASH_OF_MOST), Constant(NO_TOKEN)
 
 
 @triton.jit
@@ -127,6 +129,15 @@ def match_kernel(
     tl.store(num_emitted + request, accepted + (last >= 0).to(tl.int64), mask=there)
 
 
+@triton.jit
+def _odd_number(place):
+    """As ``drafts._odd_number``."""
+    number = place * _FIRST + _THIRD
+    number = (number ^ (number >> 30)) * _SECOND
+    number = (number ^ (number >> 27)) * _THIRD
+    return (number ^ (number >> 31)) | 1
+
+
 @triton.jit(
     do_not_specialize=["total", "batch", "n"],
     do_not_specialize_on_alignment=["bounds", "drafts", "out"],
@@ -147,15 +158,16 @@ def hash_kernel(
         follows = request < batch
         request = tl.minimum(request, batch - 1)
         first, count = _drafts_of(bounds, request, n)
+        room = count
+        if bounds is not None:
+            room = tl.load(bounds + request + 1) - first
+        of_shape = room * _odd_number(request << 32 | _ROOM) + (n + 1) * _odd_number(request << 32 | _MOST)
+        hashed += tl.where(follows, of_shape, 0)
         for node in range(0, n):
             place = tl.minimum(tl.maximum(first + node, 0), total - 1)
             draft = tl.load(drafts + place, mask=follows & (node < count) & (total > 0), other=-1)
             follows = follows & (draft >= 0)
-            number = (request << 32 | node) * _FIRST + _THIRD
-            number = (number ^ (number >> 30)) * _SECOND
-            number = (number ^ (number >> 27)) * _THIRD
-            number = (number ^ (number >> 31)) | 1
-            hashed += tl.where(follows, (draft + 1) * number, 0)
+            hashed += tl.where(follows, (tl.minimum(draft, _LAST_ID) + 1) * _odd_number(request << 32 | node), 0)
     tl.store(out, tl.sum(hashed, axis=0))
 
 

@@ -30,6 +30,7 @@ from ..engines import Layers, fast_implementation, to_device
 from .batches import batch_of, grammar_of, part_of, part_of_grammar, rows_of_requests
 from .drafts import most_drafts_of
 from .head import Head, head_of
+from .outputs import checked
 from .settings import COUNTING, RUNNER, TENSOR_PARALLEL, Refused, Release, check_signature, check_version, mode, tensor_parallel
 from .slots import (
     DRAFTS,
@@ -58,13 +59,14 @@ class Vllm(NamedTuple):
     sampler_output: Callable[..., Any]
     logprobs: Callable[..., Any]  # LogprobsTensors
     counting: Callable[..., tuple[Tensor, Tensor]]  # get_num_sampled_and_rejected
+    output: type = object  # AsyncModelRunnerOutput
 
 
 class Fused:
     """What a runner has of the plug-in."""
 
     def __init__(self, step: FusedStep, vllm: Vllm) -> None:
-        self.step, self.vllm = step, vllm
+        self.step, self.vllm, self.checked = step, vllm, checked(vllm.output)
         self._steps: collections.Counter[str] = collections.Counter()
         self._reasons: collections.Counter[int] = collections.Counter()
 
@@ -129,10 +131,15 @@ class Fused:
         out, top = self.step.draw(batch)
         bounds = None
         if batch.drafts is None:
+            self.step.settle(out.token_ids)
             token_ids, num_sampled = out.token_ids.view(-1, 1), input_batch.seq_lens.new_ones(input_batch.num_reqs)
         else:
+            # -1 is no draft: rows without a token accept none, and of a failed step all ranks emit as many
             accepted = held(batch.drafts, out.token_ids)
-            token_ids, num_sampled = accepted.token_ids, accepted.num_emitted.int()
+            self.step.settle(out.token_ids)
+            last = accepted.num_accepted[:, None]
+            token_ids = accepted.token_ids.scatter_(1, last, accepted.token_ids.gather(1, last).clamp_(min=0))
+            num_sampled = (accepted.num_accepted + 1).int()
             bounds = input_batch.cu_num_logits_np.tolist()
         logprobs = None if top is None else self._logprobs(out, top, bounds)
         num_sampled, num_rejected = self.vllm.counting(
@@ -228,6 +235,13 @@ class FusedRunner:
             return super().sample(hidden_states, input_batch, grammar_output)  # type: ignore[misc,no-any-return]
         return self.flashsampling.sample(super().sample, self, hidden_states, input_batch, grammar_output)  # type: ignore[misc]
 
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """As vLLM's, whose tokens of a step that failed are an error."""
+        output, fused = super().sample_tokens(grammar_output), self.flashsampling  # type: ignore[misc]
+        if fused.step.tp is None or not isinstance(output, fused.vllm.output):
+            return output
+        return fused.checked(output, fused.step.tp)
+
     def _dummy_sampler_run(self, hidden_states: Tensor) -> None:
         super()._dummy_sampler_run(hidden_states)  # type: ignore[misc]
         most_drafts = self.flashsampling.step.most_drafts
@@ -248,11 +262,13 @@ class FusedRunner:
     def shutdown(self) -> None:
         """As vLLM's, after a line about what was fused."""
         _logger.info("flashsampling: %s", self.flashsampling.counters())
-        if self.flashsampling.step.tp is not None:
-            try:
-                self.flashsampling.step.tp.close()
-            except TensorParallelError as error:  # a rank that does not come; the buffers are given up all the same
-                _logger.warning("flashsampling: %s", error)
+        tp = self.flashsampling.step.tp
+        if tp is not None:
+            for each in (tp.raise_if_failed, tp.close):  # whoever does not come, the buffers are given up all the same
+                try:
+                    each()
+                except TensorParallelError as error:
+                    _logger.error("flashsampling: %s", error)
         super().shutdown()  # type: ignore[misc]
 
 
@@ -264,7 +280,7 @@ def attach(runner: Any) -> str:
     from vllm.distributed import get_tp_group
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
-    from vllm.v1.outputs import LogprobsTensors
+    from vllm.v1.outputs import AsyncModelRunnerOutput, LogprobsTensors
     from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
     from vllm.v1.worker.gpu.sample.output import SamplerOutput
@@ -285,7 +301,8 @@ def attach(runner: Any) -> str:
     raw_logprobs = runner.sampler.logprobs_mode == "raw_logprobs"
     rules = Rules(head.vocab_size, raw_logprobs, release.frees_stops)
     step = FusedStep(head, runner.sampler, Slots(runner.max_num_reqs, rules), runner.device, tp, most_drafts)
-    runner.flashsampling = Fused(step, Vllm(SamplerOutput, LogprobsTensors, get_num_sampled_and_rejected))
+    vllm = Vllm(SamplerOutput, LogprobsTensors, get_num_sampled_and_rejected, AsyncModelRunnerOutput)
+    runner.flashsampling = Fused(step, vllm)
     runner.__class__ = type("FusedGPUModelRunner", (FusedRunner, GPUModelRunner), {})
     return said_of(head, rules, tp, most_drafts)
 
@@ -322,9 +339,11 @@ def check_runner(runner: Any, release: Release, kind: type, sampler: type) -> No
         raise Refused(f"a step has {runner.decode_query_len} new tokens of a request")
     if runner.sampler.compute_nans:
         raise Refused("VLLM_COMPUTE_NANS_IN_LOGITS counts NaN in logits, which are nowhere in memory here")
-    processors = {type(each).__name__ for each in getattr(runner.sampler, "logits_processors", ())}
-    if not processors <= PROCESSORS:
-        raise Refused(f"custom logits processors: {', '.join(sorted(processors - PROCESSORS))}")
+    package = sampler.__module__.rpartition(".")[0]
+    for each in map(type, getattr(runner.sampler, "logits_processors", ())):
+        # somebody else's may be called as one of vLLM's is
+        if each.__name__ not in PROCESSORS or each.__module__.rpartition(".")[0] != package:
+            raise Refused(f"custom logits processors: {each.__module__}.{each.__name__}")
     if getattr(runner.sampler, "return_sampling_mask", False):
         raise Refused("return_sampling_mask, for which logits are needed")
     if getattr(runner.sampler, "trace_replay_state", None) is not None:

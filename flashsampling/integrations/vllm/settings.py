@@ -25,6 +25,7 @@ KNOWN = {"0.26": Release(_LOGITS, True, False), "0.33": Release((*_LOGITS, "skip
 RUNNER = {
     "add_requests": ("self", "scheduler_output"),
     "sample": ("self", "hidden_states", "input_batch", "grammar_output"),
+    "sample_tokens": ("self", "grammar_output"),
     "_dummy_sampler_run": ("self", "hidden_states"),
     "shutdown": ("self",),
 }

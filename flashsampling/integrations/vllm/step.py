@@ -131,7 +131,7 @@ class FusedStep:
             self._masks[slot].copy_(to_device(noted.mask, self.device))
 
     def draw(self, batch: Batch) -> tuple[SampleOutput, int | None]:
-        """Draws for every row, -1 nowhere.
+        """Draws for every row; -1 where there is no score: see ``settle``.
 
         Returns:
             what ``sample`` returns, and how many top log-probabilities were asked for by the row with the most; None: no row
@@ -156,8 +156,11 @@ class FusedStep:
             out = sample_alike(self.tp, batch.drafts, states, weight, **request)
         else:
             out = sample(states, weight, **self._whole(), **request)
-        settle(out.token_ids, self.undefined)
         return out, count
+
+    def settle(self, token_ids: Tensor) -> None:
+        """See ``engines.settle``."""
+        settle(token_ids, self.undefined)
 
     def _request(self, batch: Batch, rows: Rows, wants: int, top_logprobs: int) -> dict[str, Any]:
         mix, biases = self._mix(batch, wants)
