@@ -500,7 +500,13 @@ def test_runners_that_are_refused(where, value, why, monkeypatch):
         with pytest.raises(Refused, match="speculative decoding with this release"):
             check_runner(runner, NEWER, fakes.Runner, fakes.Sampler)
         runner.vllm_config.speculative_config = None
-        vars(runner.sampler).update(logits_processors=[PenaltiesState()], trace_replay_state=None)
+        asks = {"logits_processors": [PenaltiesState()], "return_sampling_mask": False, "trace_replay_state": None}
+        vars(runner.sampler).update(asks)
+        for name, value in asks.items():
+            delattr(runner.sampler, name)
+            with pytest.raises(Refused, match=f"the sampler has no {name} here"):
+                check_runner(runner, NEWER, fakes.Runner, fakes.Sampler)
+            setattr(runner.sampler, name, value)
         check_runner(runner, NEWER, fakes.Runner, fakes.Sampler)
         with pytest.raises(Refused, match="model runner is a Runner"):
             check_runner(runner, TRIED, Whole, fakes.Sampler)

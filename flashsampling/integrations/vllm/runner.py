@@ -339,6 +339,9 @@ def check_runner(runner: Any, release: Release, kind: type, sampler: type) -> No
         raise Refused(f"a step has {runner.decode_query_len} new tokens of a request")
     if runner.sampler.compute_nans:
         raise Refused("VLLM_COMPUTE_NANS_IN_LOGITS counts NaN in logits, which are nowhere in memory here")
+    for name in release.sampler:
+        if not hasattr(runner.sampler, name):
+            raise Refused(f"the sampler has no {name} here: this is not a vLLM that is known")
     package = sampler.__module__.rpartition(".")[0]
     for each in map(type, getattr(runner.sampler, "logits_processors", ())):
         # somebody else's may be called as one of vLLM's is

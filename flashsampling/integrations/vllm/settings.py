@@ -16,10 +16,12 @@ class Release(NamedTuple):
     logits: tuple[str, ...]  # parameters of ``LogitsProcessor.forward``
     drafts_and_ranks: bool  # speculative decoding and tensor parallelism have been tried
     frees_stops: bool  # where min_tokens forbids all that a grammar allows, it does not
+    sampler: tuple[str, ...] = ()  # attributes of the sampler that say what else is asked of it
 
 
 _LOGITS = ("self", "lm_head", "hidden_states", "embedding_bias")
-KNOWN = {"0.26": Release(_LOGITS, True, False), "0.33": Release((*_LOGITS, "skip_gather"), False, True)}
+_ASKS = "logits_processors", "return_sampling_mask", "trace_replay_state"
+KNOWN = {"0.26": Release(_LOGITS, True, False), "0.33": Release((*_LOGITS, "skip_gather"), False, True, _ASKS)}
 
 # What is overridden or called, by its parameters: a release that has other ones is another one, whatever its number.
 RUNNER = {
