@@ -5,6 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
+import flashsampling
 from flashsampling import ops
 from flashsampling.backends import BACKENDS
 from flashsampling.impl.triton.config import TileConfig
@@ -112,3 +113,18 @@ def test_vocabularies_that_are_too_wide_to_pick_from():
                 assert unsupported(step._replace(asked=asked, vocab_size=2**20)) is None
             assert unsupported(step._replace(asked=Asked(soft_cap=2.0))) is None
     assert "triton" in KERNELS
+
+
+@pytest.mark.parametrize("impl", ["streaming", *KERNELS])
+@pytest.mark.parametrize("more", [{}, {"top_k": 3}, {"return_logsumexp": True}])
+def test_no_given_ids_at_all(more, impl):
+    """Asked for, and of no token."""
+    states, weight = torch.randn(2, 16, device=DEVICE).bfloat16(), torch.randn(40, 16, device=DEVICE).bfloat16()
+    rows = {"seed": torch.arange(2, device=DEVICE), "impl": impl, **more}
+    none = torch.zeros(2, 0, dtype=torch.int64, device=DEVICE)
+    for given, draw in (((states, weight), flashsampling.sample), ((states @ weight.T,), flashsampling.sample_from_logits)):
+        if impl == "cute" and len(given) == 1:
+            continue
+        out = draw(*given, **rows, logprob_ids=none)
+        assert out.given_logprobs.shape == (2, 0)
+        assert torch.equal(out.token_ids, draw(*given, **rows).token_ids)

@@ -25,6 +25,7 @@ from .vllm_fakes import LEFT, SamplingParams
 V, D, SLOTS = 331, 16, 8
 LAYERS = Layers(fakes.Processor, fakes.Embedding, fakes.Unquantized)
 PROMPT = [5, 31, 7, 7]
+VLLM = Vllm(fakes.SamplerOutput, fakes.LogprobsTensors, fakes.get_num_sampled_and_rejected, fakes.AsyncModelRunnerOutput)
 
 
 class Whole(FusedRunner, fakes.Runner):
@@ -40,7 +41,7 @@ def runner_of(model=None, free=None, logprobs_mode="raw_logprobs", vocab_size=V,
     rules = Rules(vocab_size, raw_logprobs=logprobs_mode == "raw_logprobs")
     runner.num_speculative_steps = most_drafts
     step = FusedStep(head, sampler, Slots(SLOTS, rules), runner.device, None, most_drafts)
-    runner.flashsampling = Fused(step, Vllm(fakes.SamplerOutput, fakes.LogprobsTensors, fakes.get_num_sampled_and_rejected))
+    runner.flashsampling = Fused(step, VLLM)
     return runner
 
 

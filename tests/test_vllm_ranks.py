@@ -18,12 +18,12 @@ from flashsampling import registry
 from flashsampling.distributed import TensorParallel, TensorParallelError, TensorParallelMismatch, agreement
 from flashsampling.integrations.engines import Layers
 from flashsampling.integrations.vllm.head import head_of
-from flashsampling.integrations.vllm.runner import Fused, FusedRunner, Vllm, group_of
+from flashsampling.integrations.vllm.runner import Fused, FusedRunner, group_of
 from flashsampling.integrations.vllm.slots import Rules, Slots, mask_of
 from flashsampling.integrations.vllm.step import FusedStep
 
 from . import vllm_fakes as fakes
-from .test_vllm import PROMPT, SERVED, D, V, states_of
+from .test_vllm import PROMPT, SERVED, VLLM, D, V, states_of
 from .test_vllm_drafts import MOST, both, check_both, model_of
 from .vllm_fakes import LEFT, GrammarOutput, SamplingParams
 
@@ -32,7 +32,6 @@ REQUESTS = {name: (PROMPT, params) for name, params in SERVED.items()} | {
     "unseeded": (PROMPT, SamplingParams(temperature=2.0)),
     "other_top_k": (PROMPT, SamplingParams(seed=20, top_k=5, top_p=0.9, temperature=4.0)),
 }
-VLLM = Vllm(fakes.SamplerOutput, fakes.LogprobsTensors, fakes.get_num_sampled_and_rejected, fakes.AsyncOutput)
 LEFT_TO_VLLM = {"words": (PROMPT, SamplingParams(bad_words_token_ids=[[3, 4]], logprobs=4))}
 SLOTS = len(REQUESTS) + len(LEFT_TO_VLLM)
 HEADS = {"plain": {}, "changed": {"bias": True, "scale": 0.5, "soft_cap": 4.0}}
@@ -213,6 +212,7 @@ def different_drafts_in_the_last_step(rank, group):
     output = runner.sample_tokens(None)
     with pytest.raises(TensorParallelMismatch) as raised:
         output.get_output()
+    assert output.get_kv_connector_output() == "of a connector"
     runner.execute_model_state = None
     assert runner.sample_tokens(None) is None
     said = []

@@ -32,7 +32,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 from vllm.v1.core.sched.output import GrammarOutput, NewRequestData
-from vllm.v1.outputs import LogprobsTensors
+from vllm.v1.outputs import AsyncModelRunnerOutput, LogprobsTensors
 from vllm.v1.worker.gpu import buffer_utils, warmup
 from vllm.v1.worker.gpu.input_batch import (
     InputBatch,
@@ -106,7 +106,8 @@ class Runner(FusedRunner, GPUModelRunner):
         head = head_of(model, D, torch.float32, CPU, layers)
         slots = Slots(SLOTS, Rules(V, raw_logprobs=True))
         step = FusedStep(head, self.sampler, slots, CPU, None, most_drafts)
-        self.flashsampling = Fused(step, Vllm(SamplerOutput, LogprobsTensors, get_num_sampled_and_rejected))
+        vllm = Vllm(SamplerOutput, LogprobsTensors, get_num_sampled_and_rejected, AsyncModelRunnerOutput)
+        self.flashsampling = Fused(step, vllm)
 
     def add(self, **requests):
         new = [

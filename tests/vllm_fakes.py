@@ -3,6 +3,7 @@
 ``tests/test_vllm_real.py`` holds them against the real ones where vLLM is installed.
 """
 
+import abc
 import dataclasses
 from types import SimpleNamespace
 from typing import Any
@@ -167,8 +168,18 @@ class Sampler:
         return SamplerOutput(ids, logprobs, None, sampled, rejected)
 
 
+class AsyncModelRunnerOutput(abc.ABC):
+    """With what newer releases add."""
+
+    @abc.abstractmethod
+    def get_output(self) -> Any: ...
+
+    @abc.abstractmethod
+    def get_kv_connector_output(self) -> Any: ...
+
+
 @dataclasses.dataclass
-class AsyncOutput:
+class AsyncOutput(AsyncModelRunnerOutput):
     """Tokens (B, n), of which so many (B,) are a request's."""
 
     token_ids: Tensor
@@ -176,6 +187,9 @@ class AsyncOutput:
 
     def get_output(self) -> list[list[int]]:
         return [ids[:count] for ids, count in zip(self.token_ids.tolist(), self.counts.tolist())]
+
+    def get_kv_connector_output(self) -> str:
+        return "of a connector"
 
 
 class Runner:

@@ -382,7 +382,7 @@ class TensorParallel:
         self.raise_if_failed()
 
     def raise_if_failed(self) -> None:
-        """Raises if a step failed by now. Asks no device and takes part in nothing, so any thread may."""
+        """Raises if a step failed by now. Asks no device, and leaves catching up to the next call, so any thread may."""
         if (failure := self._failure()) is not None:
             raise self._error(failure)
 

@@ -221,6 +221,7 @@ def compile_kernel(dtype, config: TileConfig, options: str = "", **features: boo
     """The compiled launch of a tile shape for ``CUTE_DSL_ARCH``, with ``Features`` by name. It is called with the values of
     ``LaunchArguments``, without a stream: it is torch's current one."""
     of_kernel = Features(**features)
+    assert of_kernel.processing or not of_kernel.logits, "LaunchArguments has what is written behind what is processed"
     return cute.compile(
         SampleKernel(dtype, config, of_kernel),
         *LaunchArguments.fakes(of_kernel),

@@ -249,7 +249,9 @@ def _launch_pick(
     asked, batch, device = step.asked, common[0].shape[0], candidates.device
     places = layout(batch, step.num_samples, asked)
     ids = torch.empty(places.num_ids, dtype=torch.int64, device=device)
-    values = torch.empty(places.num_values, dtype=torch.float32, device=device) if places.num_values else None
+    values = None  # where none can be asked for; of some that may be none, as logprob_ids (B, 0), the kernel has the address
+    if asked.needs_raw_mass():
+        values = torch.empty(places.num_values, dtype=torch.float32, device=device)
     chunks = 4 * -(-step.vocab_size // 128)
     width = min(config.width, next_power_of_2(chunks))
     given = _contiguous_rows(asked.logprob_ids)

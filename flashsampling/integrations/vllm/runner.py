@@ -59,7 +59,7 @@ class Vllm(NamedTuple):
     sampler_output: Callable[..., Any]
     logprobs: Callable[..., Any]  # LogprobsTensors
     counting: Callable[..., tuple[Tensor, Tensor]]  # get_num_sampled_and_rejected
-    output: type = object  # AsyncModelRunnerOutput
+    output: type  # AsyncModelRunnerOutput
 
 
 class Fused:
