@@ -377,9 +377,9 @@ class TensorParallel:
         """Raises if the group is closed, or if a step failed by now. Asks no device."""
         if self._closed:
             raise ValueError("tp must be open, it has been closed")
-        if self._transport is not None and self._failure() is not None:
+        if self._transport is not None and (failure := self._transport.failure()) is not None:
             self._transport.catch_up()
-        self.raise_if_failed()
+            raise self._error(failure)
 
     def raise_if_failed(self) -> None:
         """Raises if a step failed by now. Asks no device, and leaves catching up to the next call, so any thread may."""

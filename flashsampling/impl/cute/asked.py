@@ -96,8 +96,8 @@ def run(step: Step, config: TileConfig | None = None) -> Drawn:
         return _picking().run(step._replace(logits=logits))  # type: ignore[no-any-return]
     processing, _held = processing_of(asked)
     if not (asked.may_filter() or asked.needs_raw_mass()):
-        kind = KINDS["processed"], processing
-        return launch.run(step._replace(asked=PLAIN), config, *(kind if processing[0] else ()))
+        plain = step._replace(asked=PLAIN)
+        return launch.run(plain, config, KINDS["processed"], processing) if processing[0] else launch.run(plain, config)
     masses = asked.needs_mass(step.vocab_size), asked.needs_raw_mass()
     # the draws also say which rows are undefined, with filters and without
     logits, summaries, drawn = with_logits(step, step.num_samples, masses, config, processing)

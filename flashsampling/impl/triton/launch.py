@@ -10,7 +10,7 @@ from ... import exchange as protocol
 from ...step import Drawn, Step
 from ...workspace import zeroed_words
 from ..device import multiprocessors
-from .config import TileConfig, choose_config
+from .config import TileConfig, choose_config, next_power_of_2
 from .kernel import _EXCHANGE, sample_kernel
 from .noise import INTERPRETED
 
@@ -113,7 +113,7 @@ def run(step: Step, config: TileConfig | None = None) -> Drawn:
         CHUNK_B=config.chunk_b,
         ONE_DRAW=num_samples == 1,
         PRELOAD=config.preload,
-        ROWS=1 << (config.columns - 1).bit_length(),
+        ROWS=next_power_of_2(config.columns),
         ROW_TENSORS=all(rows[::2]),
         EXCHANGE=shard.exchange if shard.exchange in (protocol.TOKENS, protocol.PACKED) else _EXCHANGE.value,
         num_warps=config.num_warps,
