@@ -240,6 +240,7 @@ def test_no_drafts_where_the_penalty_does_not_count_them():
 
 def test_how_many_an_assistant_drafts(model, assistants, monkeypatch):
     """Its own configuration says, as in transformers."""
+    drawn(model, max_new_tokens=1)  # a model that is new is run to see what it makes of its logits
     rounds = {}
     for count, schedule in ((None, None), (2, "constant"), (2, "heuristic"), (9, "heuristic_transient")):
         monkeypatch.setattr(assistants["itself"].generation_config, "num_assistant_tokens", count)

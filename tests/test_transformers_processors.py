@@ -1,5 +1,6 @@
 """What a GenerationConfig and logits processors become: what transformers makes of the same logits, or an error by name."""
 
+import inspect
 import math
 import random
 
@@ -46,6 +47,11 @@ def sequences(random: random.Random) -> list[tuple[int, ...]]:
     return [tuple(random.choices(range(5), k=random.choice((1, 1, 2, 3)))) for _ in range(random.randint(1, 12))]
 
 
+try:  # a length per row, in newer releases of transformers
+    BY_ROW = [torch.tensor([0, 3, 9, LENGTH + 2])]
+    RepetitionPenaltyLogitsProcessor(2.0, BY_ROW[0])
+except ValueError:
+    BY_ROW = []
 MAKE = {
     TemperatureLogitsWarper: lambda random: [random.choice((0.3, 0.7, 1.0, 1.5, 4.0))],
     TopKLogitsWarper: lambda random: [random.choice((1, 2, 7, VOCAB - 1, VOCAB, 1000))],
@@ -53,7 +59,7 @@ MAKE = {
     MinPLogitsWarper: lambda random: [random.choice((0.0, 0.01, 0.2, 1.0))],
     RepetitionPenaltyLogitsProcessor: lambda random: [
         random.choice((0.5, 1.0, 1.3, 20.0)),
-        random.choice((None, 0, 3, LENGTH, LENGTH + 1, torch.tensor([0, 3, 9, LENGTH + 2]))),
+        random.choice((None, 0, 3, LENGTH, LENGTH + 1, *BY_ROW)),
     ],
     SequenceBiasLogitsProcessor: lambda random: [
         {words: random.choice((-3.0, 5.0, -100.0, -math.inf)) for words in sequences(random)}
@@ -75,6 +81,11 @@ ORDER = [
     SuppressTokensLogitsProcessor, SuppressTokensAtBeginLogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper,
     TopPLogitsWarper, MinPLogitsWarper, LogitNormalization,
 ]  # fmt: skip
+
+
+def processor_of(kind, rows: random.Random):
+    where = {"device": DEVICE} if "device" in inspect.signature(kind).parameters else {}
+    return kind(*MAKE[kind](rows), **where)
 
 
 def processed(requests, temperature, input_ids, logits):
@@ -125,7 +136,7 @@ def test_there_is_a_case_for_every_class_that_is_taken():
 @pytest.mark.parametrize("kind", MAKE, ids=lambda kind: kind.__name__)
 def test_every_class_alone(kind):
     rows = random.Random(kind.__name__)
-    was_taken = [compare([kind(*MAKE[kind](rows))], rows) for _ in range(60)]
+    was_taken = [compare([processor_of(kind, rows)], rows) for _ in range(60)]
     assert sum(was_taken) > 20
     assert all(was_taken) or kind is ForcedEOSTokenLogitsProcessor  # of two tokens
 
@@ -134,7 +145,7 @@ def test_any_configuration():
     """Some processors of each, in the order in which transformers puts them: all are taken."""
     rows = random.Random(1)
     for _ in range(600):
-        chosen = [kind(*MAKE[kind](rows)) for kind in ORDER if rows.random() < 0.3]
+        chosen = [processor_of(kind, rows) for kind in ORDER if rows.random() < 0.3]
         two = any(type(one) is ForcedEOSTokenLogitsProcessor and len(one.eos_token_id) > 1 for one in chosen)
         assert compare(chosen, rows) != two
 
@@ -144,7 +155,7 @@ def test_any_list():
     rows = random.Random(2)
     was_taken = 0
     for _ in range(1500):
-        chosen = [kind(*MAKE[kind](rows)) for kind in rows.choices(list(MAKE), k=rows.randint(2, 4))]
+        chosen = [processor_of(kind, rows) for kind in rows.choices(list(MAKE), k=rows.randint(2, 4))]
         was_taken += compare(chosen, rows)
     assert 500 < was_taken < 1200
 

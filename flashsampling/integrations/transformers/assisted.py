@@ -8,6 +8,7 @@ request's masks, penalties and filters, so that it agrees with the model as ofte
 One sequence at a time: a cache is cut back to one length for all rows.
 """
 
+import functools
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +16,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import DynamicCache, GenerationConfig
+from transformers.cache_utils import DynamicSlidingWindowLayer
 from transformers.generation import GenerationMode
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 from transformers.generation.streamers import BaseStreamer
@@ -198,6 +200,9 @@ class Assistant:
             kwargs["logits_to_keep"] = 1
         mode = GenerationMode.ASSISTED_GENERATION  # in older releases of transformers a cache without windows, then
         model._prepare_cache_for_generation(GenerationConfig(use_cache=True), kwargs, mode, 1, prompt.shape[1])
+        layers = getattr(kwargs.get("past_key_values"), "layers", ())
+        if any(type(layer) is DynamicSlidingWindowLayer for layer in layers) and not _windows_run_again():
+            kwargs["past_key_values"] = DynamicCache()  # masks cut windows out of it
         _require_cut_back("drafts of assistant_model", kwargs.get("past_key_values"))
         self._runner = Runner(model, tap, transform, kwargs, prompt.shape[1], "drafts of assistant_model")
         self._count = model.generation_config.num_assistant_tokens or ASSISTANT_TOKENS
@@ -224,6 +229,18 @@ class Assistant:
         """See ``Drafter``."""
         if self._adapts and drafted:  # as transformers does
             self._count = self._count + 2 if accepted == drafted else max(1, self._count - 1)
+
+
+@functools.cache
+def _windows_run_again() -> bool:
+    """Whether a cache's windows that remember what was before them may be run over twice before they are cut back, as by an
+    assistant. Transformers 5.15 to 5.17 then give the model more keys than they have told the mask."""
+    layer, states = DynamicSlidingWindowLayer(2), torch.zeros(1, 1, 3, 1)
+    layer.activate_past_recording()
+    layer.update(states, states)
+    told, _offset = layer.get_mask_sizes(1)
+    keys, _values = layer.update(states[:, :, :1], states[:, :, :1])
+    return bool(keys.shape[2] == told)
 
 
 @contextmanager
