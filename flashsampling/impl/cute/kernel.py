@@ -55,6 +55,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr, pipeline
 from cutlass.cute.nvgpu import cpasync
 
+from . import ptx
 from .arguments import Arguments, LaunchArguments, Outputs, Processing, Walk
 from .config import SHARED_BYTES, Features, TileConfig
 from .epilogue import SampleEpilogue
@@ -179,6 +180,8 @@ class SampleKernel:
         published = pipeline.NamedBarrier(barrier_id=2, num_threads=3 * _WARPGROUP + QUEUE)
         finishing = pipeline.NamedBarrier(barrier_id=3, num_threads=_WARPGROUP)
         prepared = pipeline.NamedBarrier(barrier_id=4, num_threads=3 * _WARPGROUP + QUEUE)
+        if const_expr(self.epilogue.summaries is not None):
+            ptx.launch_dependents()  # ``impl.triton.logits.pick``: it finds no room before the first CTAs leave
         if warp_group == 0:
             cute.arch.setmaxregister_decrease(_PRODUCER_REGISTERS)
             if warp == 0:

@@ -67,6 +67,11 @@ def store_four(address: Int64, words: list) -> None:
     cute.arch.inline_ptx(ptx, read_only_args=[address, *words])
 
 
+def launch_dependents() -> None:
+    """The launch behind this one may begin where there is room, if it is one that then waits for this one's end itself."""
+    cute.arch.inline_ptx("griddepcontrol.launch_dependents;")
+
+
 def prefetch(address: Int64) -> None:
     """Global memory to the level-2 cache."""
     cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[address])

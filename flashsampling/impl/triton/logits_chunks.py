@@ -24,6 +24,7 @@ from .logits_source import (
     sparse_entries,
     value_of,
 )
+from .sums import sums_of_three
 
 _WAYS = Constant(4)  # thresholds at a time, 16 bits of a sum for each
 _LOWEST = Constant(-0x80000000)
@@ -159,14 +160,16 @@ def nucleus_bound(keys, masses, top, scale, rest, vocab_size):
     below = tl.full((), 64, tl.int32)  # steps below the top
     step = tl.full((), 16, tl.int32)
     for _ in range(3):
-        passed = tl.full((), 0, tl.int32)
+        excesses = ()
         for way in tl.static_range(1, 4):
             bound = key_of(top - reach * ((below - step * way).to(tl.float32) / 64.0))
             excess = tl.zeros(keys[0].shape, tl.float32)
             for i in tl.static_range(len(keys)):
                 is_below = (keys[i] < bound) & (keys[i] > MINUS_INF)
                 excess += tl.where(is_below, masses[i] * chunks - rest, 0.0)
-            passed += (tl.sum(excess, axis=0) <= 0.0).to(tl.int32)
+            excesses = excesses + (excess,)
+        first, second, third = sums_of_three(excesses[0], excesses[1], excesses[2])
+        passed = (first <= 0.0).to(tl.int32) + (second <= 0.0).to(tl.int32) + (third <= 0.0).to(tl.int32)
         below -= step * passed
         step = step >> 2
     return key_of(top - reach * (below.to(tl.float32) / 64.0))

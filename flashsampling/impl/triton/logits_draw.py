@@ -74,7 +74,7 @@ def draw_from_few(
     offset_lo, offset_hi = offset.to(tl.uint32), (offset >> 32).to(tl.uint32)
     key, token, live = tile_of(tokens, 0, False, FEW, False, 1)
     x = value_of(key)
-    mass = tl.where(live, mass_of(x, tokens.top, tokens.scale), 0.0)
+    mass = tl.load(tokens.masses + tl.arange(0, FEW), mask=live, other=0.0)  # all three now lie in the nearest cache
     rank, mass_before = before(key, token, tokens.keys, tokens.ids, tokens.masses, tokens.count)
     in_top_k = live & ((rank < top_k) | (by_top_k == 0))
     whole = row_mass.to(tl.float64)

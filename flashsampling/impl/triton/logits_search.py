@@ -23,6 +23,7 @@ import triton.language as tl
 
 from .constant import Constant
 from .logits_source import LARGEST, LOG2E, key_of, mass_of, processed_logits, raw_logits, scatter, sparse_entries, value_of
+from .sums import lowest_and_highest, sums_of_three
 
 _AT_A_TIME = Constant(8)  # loads on their way
 _LEAST = Constant(-0x80000000)
@@ -208,10 +209,10 @@ def limit_of(
     searching = tl.full((), 1, tl.int32)
     while searching != 0:
         part0, part1, part2 = _parts(tokens, limit, low, first, second, high, WHOLE, TILE, HEAD, ENTRIES)
-        n0, n1, n2 = tl.sum(part0[0], axis=0), tl.sum(part1[0], axis=0), tl.sum(part2[0], axis=0)
+        n0, n1, n2 = sums_of_three(part0[0], part1[0], part2[0])
         a0, a1, a2 = n0.to(tl.float64), n1.to(tl.float64), n2.to(tl.float64)
         if by_mass:
-            a0, a1, a2 = tl.sum(part0[1], axis=0), tl.sum(part1[1], axis=0), tl.sum(part2[1], axis=0)
+            a0, a1, a2 = sums_of_three(part0[1], part1[1], part2[1])
         if passes == 0:
             target = tl.where(is_share, target * (a0 + a1 + a2), target)
         in0 = (n0 > 0) & (above + a0 >= target)
@@ -221,8 +222,8 @@ def limit_of(
             above = tl.where(in0, above, tl.where(in1, above + a0, above + a0 + a1))
             many = tl.where(in0, n0, tl.where(in1, n1, n2))
             amount = tl.where(in0, a0, tl.where(in1, a1, a2))
-            low = tl.min(tl.where(in0, part0[2], tl.where(in1, part1[2], part2[2])), axis=0)
-            high = tl.max(tl.where(in0, part0[3], tl.where(in1, part1[3], part2[3])), axis=0)
+            lows = tl.where(in0, part0[2], tl.where(in1, part1[2], part2[2]))
+            low, high = lowest_and_highest(lows, tl.where(in0, part0[3], tl.where(in1, part1[3], part2[3])))
             share = ((target - above) / tl.where(amount > 0.0, amount, 1.0)).to(tl.float32)
             by_value = passes % 3 != 2
             share = tl.where(by_value, share, 0.5)

@@ -1,0 +1,21 @@
+"""Several sums by one reduction: where a row's numbers are spread over a program's threads, these wait for each other once, and
+not once for each."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def sums_of_three(a, b, c):
+    """Of (N,) tensors of one type."""
+    of_ab, of_cc = tl.split(tl.sum(tl.join(tl.join(a, b), tl.join(c, c)), axis=0))
+    of_a, of_b = tl.split(of_ab)
+    of_c, _ = tl.split(of_cc)
+    return of_a, of_b, of_c
+
+
+@triton.jit
+def lowest_and_highest(low, high):
+    """The least of one (N,) tensor of int32 and the greatest of another."""
+    least, complement = tl.split(tl.min(tl.join(low, ~high), axis=0))
+    return least, ~complement
