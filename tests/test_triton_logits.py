@@ -211,6 +211,19 @@ def test_ends_of_min_p(min_p):
     check(rounded(make_step(batch=2, asked=Asked(min_p=min_p))))
 
 
+@pytest.mark.parametrize("more", [{}, {"top_k": 200, "top_p": 0.9}, {"top_p": 0.7}, {"logprobs": True}])
+def test_min_p_of_one_keeps_what_is_as_probable(more):
+    """One ulp less is less probable at any temperature at which fp64 can tell; at the last ones nothing is."""
+    logits = torch.full((6, 300), 2.0, device=DEVICE)
+    logits[:, 1:-1] = torch.nextafter(logits, -logits)[:, 1:-1]
+    temperature = torch.tensor([1.0, 8.0, 1e3, 1e6, 1e30, math.inf])
+    step = make_step(batch=6, vocab=300, num_samples=5, temperature=temperature, asked=Asked(min_p=1.0, **more))
+    drawn = run(with_logits(step, logits), SMALL).ids[:30].view(6, 5)
+    assert torch.equal(drawn, reference.run(with_logits(step, logits)).ids[:30].view(6, 5))
+    assert drawn[:4].unique().tolist() == [0, 299]
+    assert len(drawn[4:].unique()) > 3
+
+
 def test_filters_by_row():
     """Every row its own; NaN gives -1."""
     nan = math.nan

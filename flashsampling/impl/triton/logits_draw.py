@@ -16,6 +16,7 @@ from .logits_source import (
     mass_of,
     processed_logits,
     raw_logits,
+    reaches,
     score_factors,
     sparse_entries,
     value_of,
@@ -57,7 +58,8 @@ def _best_kept(
     for start in range(0, tokens.count, TILE):
         key, token, live = tile_of(tokens, start, False, TILE, False, 1)
         x = value_of(key)
-        live = live & (place_of(tokens, key, token) >= limit) & (mass_of(x, tokens.top, tokens.scale) >= least_mass)
+        live = live & (place_of(tokens, key, token) >= limit)
+        live = live & reaches(x, mass_of(x, tokens.top, tokens.scale), least_mass, tokens.top, tokens.scale)
         keys = _keys_of_scores(x, token, live, draw_number, scale, noise_factor, offset_lo, offset_hi, key_lo, key_hi, REFINED)
         best = tl.maximum(best, keys)
     return tl.max(best, axis=0)
@@ -82,7 +84,7 @@ def draw_from_few(
         whole = tl.sum(tl.where(in_top_k, mass, 0.0), axis=0).to(tl.float64)
     target = tl.maximum(top_p, 1e-30).to(tl.float64) * whole
     in_top_p = (mass_before.to(tl.float64) < target) | (by_top_p == 0)
-    kept = in_top_k & ((in_top_p & (mass >= min_p)) | (rank == 0))
+    kept = in_top_k & ((in_top_p & reaches(x, mass, min_p, tokens.top, tokens.scale)) | (rank == 0))
     for draw in range(num_samples):
         draw_number = (draw | (stream << 24)).to(tl.uint32)
         keys = _keys_of_scores(x, token, kept, draw_number, scale, noise_factor, offset_lo, offset_hi, key_lo, key_hi, False)
@@ -148,7 +150,8 @@ def draw_from_row(
             drawn = tl.load(winners_ptr + draw).to(tl.int32)
             _raw, of_drawn = both_logits_of(tokens.source, drawn, HEAD, ENTRIES)
             is_kept = (drawn < tokens.count) & (place_of(tokens, key_of(of_drawn), drawn) >= limit)
-            if is_kept & (mass_of(of_drawn, tokens.top, tokens.scale) >= least_mass):
+            of_top = mass_of(of_drawn, tokens.top, tokens.scale)
+            if is_kept & reaches(of_drawn, of_top, least_mass, tokens.top, tokens.scale):
                 known = known | (drawn ^ NO_TOKEN).to(tl.int64) | (1 << 32)  # any score
                 start = tokens.count
         else:
@@ -187,7 +190,8 @@ def draw_from_row(
             for lane in tl.static_range(4):
                 x = logits[lane]
                 live = there[lane] & (place_of(tokens, key_of(x), ids[lane]) >= limit)
-                live = live & (mass_of(x, tokens.top, tokens.scale) >= least_mass) & (x != float("-inf"))
+                mass = mass_of(x, tokens.top, tokens.scale)
+                live = live & reaches(x, mass, least_mass, tokens.top, tokens.scale) & (x != float("-inf"))
                 score = score_of(x, scale, 0.0, minus_gumbel_refined(words[lane], tails[lane]), noise_factor)
                 best = tl.maximum(best, tl.where(live, pack_key(score, ids[lane]), 0))
             start += TILE

@@ -22,7 +22,18 @@ import triton
 import triton.language as tl
 
 from .constant import Constant
-from .logits_source import LARGEST, LOG2E, key_of, mass_of, processed_logits, raw_logits, scatter, sparse_entries, value_of
+from .logits_source import (
+    LARGEST,
+    LOG2E,
+    key_of,
+    mass_of,
+    processed_logits,
+    raw_logits,
+    reaches,
+    scatter,
+    sparse_entries,
+    value_of,
+)
 from .sums import lowest_and_highest, sums_of_three
 
 _AT_A_TIME = Constant(8)  # loads on their way
@@ -260,7 +271,8 @@ def mass_of_kept(tokens, limit, least_mass, WHOLE: tl.constexpr, TILE: tl.conste
     total = tl.zeros((TILE,), tl.float64)
     for start in range(0, tokens.count, TILE):
         key, token, live = tile_of(tokens, start, WHOLE, TILE, HEAD, ENTRIES)
-        mass = mass_of(value_of(key), tokens.top, tokens.scale)
-        live = live & (place_of(tokens, key, token) >= limit) & (mass >= least_mass)
+        x = value_of(key)
+        mass = mass_of(x, tokens.top, tokens.scale)
+        live = live & (place_of(tokens, key, token) >= limit) & reaches(x, mass, least_mass, tokens.top, tokens.scale)
         total += tl.where(live, mass, 0.0).to(tl.float64)
     return tl.sum(total, axis=0).to(tl.float32)

@@ -18,6 +18,7 @@ LOG2E = Constant(1.4426950408889634)
 LN2 = Constant(0.6931471805599453)
 LARGEST = Constant(3.4028234663852886e38)  # finite number
 GREEDY_BELOW = Constant(1e-6)
+_AS_PROBABLE = Constant(-1.6e-16)  # a binary exponent: 2**-53 less than 1
 # keys of -inf, +inf and NaN
 MINUS_INF = Constant(-0x7F800001)
 PLUS_INF = Constant(0x7F800000)
@@ -242,6 +243,14 @@ def below(x, top, scale):
 def mass_of(x, top, scale):
     """Probability of a logit over that of ``top``, the highest. Beside an infinite one no finite one has any."""
     return tl.where(x == top, 1.0, exp2(below(x, top, scale)))
+
+
+@triton.jit
+def reaches(x, mass, least, top, scale):
+    """Whether a token with this ``mass_of`` is at least ``least`` times as probable as that of ``top``. As probable is what
+    fp64 cannot tell apart: in fp32 a mass comes to 1 from 2**-25 below."""
+    nearest = tl.where(least < 1.0, float("-inf"), _AS_PROBABLE)
+    return (mass >= least) & ((x == top) | (below(x, top, scale) >= nearest))
 
 
 @triton.jit

@@ -28,6 +28,7 @@ from .logits_source import (
     mass_scale,
     processed_logits,
     raw_logits,
+    reaches,
     row_f32,
     row_i64,
     sparse_entries,
@@ -49,7 +50,7 @@ def _place(key, token):
 def _probability(x, token, top, scale, first_kept, least_mass, kept_mass, greedy_token):
     """p of tokens with processed logits x; NaN in an undefined row, whose ``kept_mass`` is NaN."""
     mass = mass_of(x, top, scale)
-    kept = (_place(key_of(x), token) >= first_kept) & (mass >= least_mass)
+    kept = (_place(key_of(x), token) >= first_kept) & reaches(x, mass, least_mass, top, scale)
     p = tl.where(kept & (x != float("-inf")), mass / kept_mass, 0.0)
     p = tl.where(greedy_token >= 0, (token == greedy_token).to(tl.float32), p)
     return tl.where(kept_mass != kept_mass, kept_mass, p)
