@@ -24,7 +24,7 @@ from .logits_source import (
     sparse_entries,
     value_of,
 )
-from .sums import sums_of_three
+from .reductions import sums_of_three
 
 _WAYS = Constant(4)  # thresholds at a time, 16 bits of a sum for each
 _LOWEST = Constant(-0x80000000)

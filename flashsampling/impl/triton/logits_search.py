@@ -34,7 +34,7 @@ from .logits_source import (
     sparse_entries,
     value_of,
 )
-from .sums import lowest_and_highest, sums_of_three
+from .reductions import lowest_and_highest, sums_of_three
 
 _AT_A_TIME = Constant(8)  # loads on their way
 _LEAST = Constant(-0x80000000)
