@@ -13,7 +13,7 @@ import math
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32, range_constexpr, select_
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, range_constexpr, select_
 
 from . import ptx
 from .arguments import Arguments, Processing, Walk
@@ -61,19 +61,20 @@ class Processed:
         """The consumers, 256 threads: the logits (2 columns, 2 rows, blocks of eight columns, halves of the tokens) of the
         CTA's tile number ``iteration`` become what the request makes of them. Those beyond the vocabulary become whatever."""
         lane = thread % 32
-        first_row = walk.first_row + 8 * self.fragments.first_block(thread // 32) + 2 * (lane % 4)
-        token0 = self.fragments.token(walk.first_token(iteration), thread)
-        tokens = [cutlass.min(token0 + 8 * r + 64 * half, args.end - 1) for half in range(self.halves) for r in range(2)]
-        for _ in cutlass.range(self.own_blocks // self.blocks, unroll=1):
-            self._head(asked, logits, tokens)
-            if asked.dense_bias != Int64(0):
-                self._add(asked.dense_bias, logits, tokens)
-            if asked.counts != Int64(0):
-                self._penalties(args, asked, logits, tokens, first_row)
-            if asked.token_mask != Int64(0):
-                self._mask(args, asked, walk, shared, logits, tokens, first_row)
-            self._rotate(logits)
-            first_row += 8 * self.blocks
+        if (asked.bias | asked.dense_bias | asked.counts != Int64(0)) | (asked.logit_scale != 1.0) | (asked.soft_cap > 0.0):
+            first_row = walk.first_row + 8 * self.fragments.first_block(thread // 32) + 2 * (lane % 4)
+            token0 = self.fragments.token(walk.first_token(iteration), thread)
+            tokens = [cutlass.min(token0 + 8 * r + 64 * half, args.end - 1) for half in range(self.halves) for r in range(2)]
+            for _ in cutlass.range(self.own_blocks // self.blocks, unroll=1):
+                self._head(asked, logits, tokens)
+                if asked.dense_bias != Int64(0):
+                    self._add(asked.dense_bias, logits, tokens)
+                if asked.counts != Int64(0):
+                    self._penalties(args, asked, logits, tokens, first_row)
+                self._rotate(logits)
+                first_row += 8 * self.blocks
+        if asked.token_mask != Int64(0):
+            self._mask(args, asked, walk, shared, logits, iteration, thread)
 
     # -- of the first blocks of columns
 
@@ -138,28 +139,61 @@ class Processed:
                         r, half = n % 2, n // 2
                         logits[c, r, j, half] = _penalised(logits[c, r, j, half], count, repetition, frequency, presence)
 
+    # -- of all columns
+
     @cute.jit
-    def _mask(self, args, asked, walk, shared, logits, tokens, first_row):
-        """What is masked out is passed over at an infinite temperature too, where -inf is else no score but NaN."""
-        words = cute.make_rmem_tensor(2 * self.blocks * self.halves, Uint32)
-        for j in range_constexpr(self.blocks):
-            for c in range_constexpr(2):
-                row = Int64(cutlass.min(first_row + 8 * j + c, args.batch - 1))
-                for half in range_constexpr(self.halves):  # both of a thread's tokens of a half are in one word
-                    address = asked.token_mask + row * asked.mask_stride + Int64(tokens[2 * half] // 32) * 4
-                    words[(2 * j + c) * self.halves + half] = global_pointer(Uint32, address).load()
-        for j in range_constexpr(self.blocks):
-            for c in range_constexpr(2):
-                undefined = shared.rows[first_row - walk.first_row + 8 * j + c, 0] == Float32(0.0)  # its slope
-                for half in range_constexpr(self.halves):
-                    for r in range_constexpr(2):
-                        x = logits[c, r, j, half]
-                        lost = undefined & (x == Float32(-INFINITY))
-                        logits[c, r, j, half] = Float32(select_(lost, Float32(math.nan), x))
-        for c, r, j, half, n in self._each():
-            word = words[(2 * j + c) * self.halves + half]
-            allowed = (word >> Uint32(tokens[n] % 32)) & Uint32(1) != Uint32(0)
-            logits[c, r, j, half] = Float32(select_(allowed, logits[c, r, j, half], Float32(-INFINITY)))
+    def _mask(self, args, asked, walk, shared, logits, iteration, thread):
+        """A word of the mask has 16 of a warp's tokens. A lane loads the words of every 32nd of the warp's columns, all at once,
+        and two times 16 bits together go through a shuffle to where they are used."""
+        lane = thread % 32
+        column0 = 8 * self.fragments.first_block(thread // 32)
+        first_token = walk.first_token(iteration) + self.fragments.first_token(thread // 32)
+        last_word = (args.end - 1) // 32
+        words = []
+        for k in range_constexpr(-(-self.own_blocks // 4)):
+            row = cutlass.min(walk.first_row + column0 + 32 * k + lane, args.batch - 1)
+            at = asked.token_mask + Int64(row) * asked.mask_stride
+            for half in range_constexpr(self.halves):
+                word = cutlass.min((first_token + 64 * half) // 32, last_word)
+                words += [global_pointer(Uint32, at + Int64(word) * 4).load()]
+        self._undefine(shared, logits, column0, lane)
+        upper = first_token & 16 != 0
+        words = [Uint32(select_(upper, word >> Uint32(16), word & Uint32(0xFFFF))) for word in words]
+        pairs = [low | high << Uint32(16) for low, high in zip(words[::2], [*words[1::2], Uint32(0)])]
+        together = 2 // self.halves  # groups of 32 columns in a word of both
+        for j in range_constexpr(0, self.own_blocks, 4 * together):
+            for place in range_constexpr(4):
+                for c in range_constexpr(2):
+                    if const_expr(j + place < self.own_blocks):
+                        source = 8 * place + 2 * (lane % 4) + c
+                        bits = cute.arch.shuffle_sync(pairs[j // (4 * together)], source) >> Uint32(lane // 4)
+                        self._allow(logits, bits, c, j + place)
+
+    def _allow(self, logits, bits, c, first):
+        """-inf for what is masked out. ``bits``: 0 and 8 for two rows of two, 16 and 24 likewise for the upper half of the tokens
+        or for four blocks on."""
+        for n in range(2):
+            j, half = (first, n) if self.halves == 2 else (first + 4 * n, 0)
+            for r in range(2):
+                if j < self.own_blocks:
+                    allowed = bits & Uint32(1 << 16 * n + 8 * r) != Uint32(0)
+                    logits[c, r, j, half] = Float32(select_(allowed, logits[c, r, j, half], Float32(-INFINITY)))
+
+    @cute.jit
+    def _undefine(self, shared, logits, column0, lane):
+        """At an infinite temperature, where the slope is 0, -inf is no score but NaN, and what is masked out is passed over."""
+        some = Boolean(False)
+        for k in range_constexpr(-(-self.own_blocks // 4)):
+            some = some | (shared.rows[column0 + cutlass.min(32 * k + lane, 8 * self.own_blocks - 1), 0] == Float32(0.0))
+        if cute.arch.vote_any_sync(some):
+            for j in range_constexpr(self.own_blocks):
+                for c in range_constexpr(2):
+                    undefined = shared.rows[column0 + 8 * j + 2 * (lane % 4) + c, 0] == Float32(0.0)
+                    for half in range_constexpr(self.halves):
+                        for r in range_constexpr(2):
+                            x = logits[c, r, j, half]
+                            lost = undefined & (x == Float32(-INFINITY))
+                            logits[c, r, j, half] = Float32(select_(lost, Float32(math.nan), x))
 
 
 @cute.jit
