@@ -48,7 +48,7 @@ class Knowing:
 
     def propose(self, input_batch, *_, dummy_run=False, **__):
         drafts = torch.zeros(input_batch.num_reqs, MOST, dtype=torch.int64)
-        if not dummy_run:
+        if self.runner is not None and not dummy_run:  # on a GPU vLLM warms up with requests of its own before
             states = self.runner.req_states
             for row, slot in enumerate(input_batch.idx_mapping_np.tolist()):
                 prompt = states.all_token_ids.gpu[slot, : states.prompt_len.np[slot]].tolist()
