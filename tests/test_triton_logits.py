@@ -224,6 +224,17 @@ def test_min_p_of_one_keeps_what_is_as_probable(more):
     assert len(drawn[4:].unique()) > 3
 
 
+@pytest.mark.parametrize(("temperature", "less"), [(1e17, 5.0), (1e17, 5.54), (1e17, 5.56), (1e17, 8.0), (1e6, 8e-11)])
+def test_min_p_of_one_ends_where_fp64_rounds_to_one(temperature, less):
+    """2**-54 below 1: half of what lies between 1 and the number before it."""
+    logits = torch.full((1, 40), -less, device=DEVICE)
+    logits[0, 0] = 0.0
+    step = make_step(batch=1, vocab=40, num_samples=20, temperature=torch.tensor([temperature]), asked=Asked(min_p=1.0))
+    drawn = run(with_logits(step, logits), SMALL).ids[:20]
+    assert torch.equal(drawn, reference.run(with_logits(step, logits)).ids[:20])
+    assert (len(drawn.unique()) == 1) == (less / temperature > 2.0**-54)
+
+
 def test_filters_by_row():
     """Every row its own; NaN gives -1."""
     nan = math.nan

@@ -18,7 +18,7 @@ LOG2E = Constant(1.4426950408889634)
 LN2 = Constant(0.6931471805599453)
 LARGEST = Constant(3.4028234663852886e38)  # finite number
 GREEDY_BELOW = Constant(1e-6)
-_AS_PROBABLE = Constant(-1.6e-16)  # a binary exponent: 2**-53 less than 1
+_AS_PROBABLE = Constant(-8.0e-17)  # a binary exponent: 2**-54 less than 1, from where on fp64 rounds to 1
 # keys of -inf, +inf and NaN
 MINUS_INF = Constant(-0x7F800001)
 PLUS_INF = Constant(0x7F800000)
