@@ -24,7 +24,7 @@ adds a room: its options to ``config.Features``, which is part of what a kernel 
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, const_expr
 
-from . import reduction, shared
+from . import ptx, reduction, shared
 from .arguments import Arguments, Outputs, Processing, Walk
 from .candidates import Queue
 from .codes import Codes
@@ -133,15 +133,21 @@ class SampleEpilogue:
             if const_expr(self.processed is None):
                 self.searching.tile(args, walk, of_tile, logits, words, sampled, Boolean(False), iteration, thread, barrier)
             else:
+                # what is made of the thread's number is made again for every tile: kept, it would be in local memory, whose
+                # every load is exposed for 600 cycles
                 if asked.any != 0:
-                    self.processed.tile(args, asked, walk, of_tile, logits, iteration, thread)
+                    self.processed.tile(args, asked, walk, of_tile, logits, iteration, ptx.settled(thread))
                 if sampled == 1:
-                    self.searching.mask(args, logits, self.fragments.token(walk.first_token(iteration), thread))
+                    token0 = self.fragments.token(walk.first_token(iteration), ptx.settled(thread))
+                    self.searching.mask(args, logits, token0)
                 if args.num_samples != 0:
-                    masked = asked.token_mask != Int64(0)
-                    self.searching.tile(args, walk, of_tile, logits, words, Int32(2), masked, iteration, thread, barrier)
+                    masked, of_tile_thread = asked.token_mask != Int64(0), ptx.settled(thread)
+                    self.searching.tile(
+                        args, walk, of_tile, logits, words, Int32(2), masked, iteration, of_tile_thread, barrier
+                    )
                 if const_expr(self.summaries is not None):
-                    self.summaries.tile(args, out, walk, of_tile, logits, sampled, iteration, thread, barrier)
+                    self.summaries.tile(args, out, walk, of_tile, logits, sampled, iteration, ptx.settled(thread), barrier)
+                thread = ptx.settled(thread)
         self.codes.release(of_tile, iteration, thread, args.num_samples == 1)
 
     @cute.jit

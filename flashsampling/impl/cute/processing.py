@@ -74,7 +74,7 @@ class Processed:
                 self._rotate(logits)
                 first_row += 8 * self.blocks
         if asked.token_mask != Int64(0):
-            self._mask(args, asked, walk, shared, logits, iteration, thread)
+            self._mask(args, asked, walk, shared, logits, iteration, ptx.settled(thread))
 
     # -- of the first blocks of columns
 

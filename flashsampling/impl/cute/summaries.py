@@ -85,6 +85,7 @@ class Summaries:
             for kind in cutlass.range(first_kind, last_kind + 1, unroll=1):
                 self._masses(shared, logits, kind, warp, lane)
         barrier.arrive_and_wait()
+        thread = ptx.settled(thread)
         row = walk.first_row + thread
         if (thread < self.block_b) & (row < args.batch):
             self._write(args, out, shared, row, walk.tile(iteration), thread)
