@@ -109,7 +109,7 @@ def scaling(result: dict[str, Any], path: Path) -> None:
         axis.minorticks_off()
         axis.grid(alpha=0.3)
     axes[0][0].set_ylabel("us a step")
-    axes[0][0].legend()
+    axes[0][-1].legend(loc="lower left")
     figure.suptitle(f"LM head to token ids over GPUs, V={result['vocab']} D={result['dim']}, {result['machine']['gpu']}")
     figure.tight_layout()
     figure.savefig(path, dpi=110)
@@ -166,7 +166,7 @@ def engine(results: list[dict[str, Any]], path: Path) -> None:
         axis.minorticks_off()
         axis.grid(alpha=0.3)
     axes[0][0].set_ylabel("head + sampler: with the plug-in / without")
-    axes[0][0].legend()
+    axes[0][-1].legend(loc="lower left")
     machine = results[0]["machine"]
     figure.suptitle(f"vLLM {machine['vllm']}, {machine['gpu']}: below the dashed line the plug-in is faster")
     figure.tight_layout()
