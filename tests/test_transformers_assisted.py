@@ -9,14 +9,21 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from transformers import DynamicCache, GenerationConfig, StaticCache, StoppingCriteria  # noqa: E402
+from transformers import (  # noqa: E402
+    DynamicCache,
+    GenerationConfig,
+    MistralConfig,
+    MistralForCausalLM,
+    StaticCache,
+    StoppingCriteria,
+)
 
 from flashsampling import LMHeadSampler  # noqa: E402
 from flashsampling.integrations.transformers import NoTokenError, generate  # noqa: E402
 from flashsampling.integrations.transformers.processors import Taken  # noqa: E402
 from flashsampling.integrations.transformers.request import Requests  # noqa: E402
 from tests.conftest import DEVICE  # noqa: E402
-from tests.test_transformers import Collector, llama, prompt  # noqa: E402
+from tests.test_transformers import SIZES, Collector, llama, prompt  # noqa: E402
 from tests.test_transformers_requests import FIELDS  # noqa: E402
 
 DRAFTERS = ("look-up", "itself", "first layer", "another model")
@@ -98,6 +105,35 @@ def test_tokens_are_those_without_drafts(model, drafting, drafter, case):
         name: value.to(DEVICE) if isinstance(value, torch.Tensor) else value for name, value in CASES[case].items()
     }
     assert torch.equal(drawn(model, **options, **drafting(drafter)), drawn(model, **options))
+
+
+def mistral(**options):
+    """A model that repeats itself, with sliding windows."""
+    torch.manual_seed(0)
+    config = MistralConfig(**SIZES | options, sliding_window=8, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    model = MistralForCausalLM(config).to(DEVICE).eval()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(32)
+    return model
+
+
+@pytest.mark.parametrize("chunk", [None, 4, 20])
+@pytest.mark.parametrize("drafter", ["look-up", "itself", "another model"])
+def test_sliding_windows_and_a_prompt_in_chunks(drafter, chunk):
+    """Several runs and nothing cut back between: in transformers 5.15 to 5.17 windows that record their past cannot do that."""
+    model = mistral()
+    drafts: dict[str, Any] = {
+        "look-up": {"prompt_lookup_num_tokens": 4},
+        "itself": {"assistant_model": copy.deepcopy(model)},
+        "another model": {"assistant_model": mistral(num_hidden_layers=1)},
+    }[drafter]
+    options = {"prefill_chunk_size": chunk, "repetition_penalty": 0.5}
+    expected = drawn(model, **options)
+    with runs_of(model) as lengths:
+        assert torch.equal(drawn(model, **options, **drafts), expected)
+    prompt_runs = {None: [27], 4: [4, 4, 4, 4, 4, 4, 3], 20: [20, 7]}[chunk]
+    assert lengths[: len(prompt_runs)] == prompt_runs
+    assert max(lengths[len(prompt_runs) :]) > 1  # drafts
 
 
 @pytest.mark.parametrize("case", ["default settings", "repetition_penalty", "no_repeat_ngram_size", "everything", "eos"])

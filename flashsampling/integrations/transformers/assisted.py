@@ -103,13 +103,19 @@ class Runner:
         self.kwargs, self.length, self.cached = model_kwargs, length, 0
         self.cache = model_kwargs["past_key_values"]
         self._outputs: Any = ModelOutput()
-        if hasattr(self.cache, "activate_past_recording"):
-            self.cache.activate_past_recording()
 
     def prefill(self, input_ids: Tensor, config: GenerationConfig) -> Tensor:
-        """(1, 1, D): behind the prompt, run as in plain decoding."""
+        """(1, 1, D): behind the prompt, run as in plain decoding. Drafts may follow."""
         outputs = self.tap.run(self.model._prefill, input_ids, config, self.kwargs, is_first_iteration=True)
-        return self._ran(outputs, input_ids.shape[1], 1)
+        states = self._ran(outputs, input_ids.shape[1], 1)
+        self.record()
+        return states
+
+    def record(self) -> None:
+        """From now on the cache's windows remember what was before them until ``keep``, which may bring it back: see
+        ``_windows_run_again``. A prompt in chunks is several runs, and nothing of it is cut back."""
+        if hasattr(self.cache, "activate_past_recording"):
+            self.cache.activate_past_recording()
 
     def states(self, input_ids: Tensor, positions: int) -> Tensor:
         """(1, positions, D): behind the last tokens of these, which are the text and drafts."""
@@ -205,6 +211,7 @@ class Assistant:
             kwargs["past_key_values"] = DynamicCache()  # masks cut windows out of it
         _require_cut_back("drafts of assistant_model", kwargs.get("past_key_values"))
         self._runner = Runner(model, tap, transform, kwargs, prompt.shape[1], "drafts of assistant_model")
+        self._runner.record()
         self._count = model.generation_config.num_assistant_tokens or ASSISTANT_TOKENS
         schedule = model.generation_config.num_assistant_tokens_schedule or "constant"
         self._adapts = schedule.startswith("heuristic")
