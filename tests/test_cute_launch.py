@@ -12,7 +12,7 @@ from flashsampling.exchange import WHOLE, Shard
 from flashsampling.impl.cute import asked as module
 from flashsampling.impl.cute import config, launch, slots
 from flashsampling.impl.cute.arguments import Arguments, LaunchArguments, Operands, Processing
-from flashsampling.impl.cute.config import KINDS, NO_PROCESSING
+from flashsampling.impl.cute.config import FLOOR_KEYS, KINDS, NO_FLOORS, NO_PROCESSING, floor_rank
 from flashsampling.noise import Stream
 from flashsampling.step import PLAIN, Asked, Drawn, Step
 
@@ -127,6 +127,12 @@ def test_the_workspace_is_laid_out_without_gaps():
     counters = [slots.counter(start, draws, block) for block in range(row_blocks)]
     assert best + infinite + counters == [start + 8 * word for word in range(slots.words(draws, row_blocks))]
     assert [slots.before(start, word) for word in (1, 4)] == [start - 8, start - 32]
+    rows = 7
+    first_tiles = [slots.first_tiles(start, draws, row_blocks, block) for block in range(row_blocks)]
+    floors = [slots.floor(start, draws, row_blocks, row) for row in range(rows)]
+    assert best + infinite + counters + first_tiles + floors == [
+        start + 8 * word for word in range(slots.words(draws, row_blocks, rows))
+    ]
 
 
 PROCESSED = "bias", "logit_scale", "soft_cap", "dense_bias", "counts", "token_mask"
@@ -140,6 +146,7 @@ TENSOR, VECTOR, COUNTS = torch.zeros(BATCH), torch.zeros(VOCAB), torch.zeros(BAT
         (Asked(top_k=3), TENSOR, (1, False, False)),
         (Asked(top_k=3), 0.0, (1, False, False)),
         (Asked(top_k=VOCAB), 0.5, (1, False, False)),
+        (Asked(top_k=VOCAB, min_p=0.5), 0.5, (1, False, False)),
         (Asked(top_k=TENSOR.int()), 0.5, (1, False, False)),
         (Asked(top_k=TENSOR.int(), top_p=0.9), 0.5, (1, True, False)),
         (Asked(top_k=3, top_p=TENSOR, min_p=TENSOR), 0.5, (1, False, False)),
@@ -213,14 +220,48 @@ def test_what_a_request_makes_of_a_step(monkeypatch, asked, temperature, expecte
     assert arguments.num_samples == (0 if expected is None else expected[0])
     if expected is None:
         assert (outputs.sums, outputs.raw_sums, rest) == (0, 0, [])
+        assert outputs[-len(NO_FLOORS) :] == NO_FLOORS
         return
     (keys, *sums), drawn = rest
+    floors = sums.pop() if len(sums) == 3 else None
+    by_top_k = not isinstance(asked.top_k, torch.Tensor) and 0 < asked.top_k < VOCAB
+    some = (
+        asked.top_k
+        if by_top_k
+        else isinstance(asked.top_k, torch.Tensor) or isinstance(asked.min_p, torch.Tensor) or asked.min_p
+    )
+    if leaves or expected[2] or not some:
+        assert floors is None
+        assert outputs[-len(NO_FLOORS) :] == NO_FLOORS
+    else:
+        assert (floors.shape, floors.dtype, floors.data_ptr()) == ((BATCH,), torch.int32, outputs.floors)
+        for name, number in (("top_k", outputs.top_k_value), ("min_p", outputs.min_p_value)):
+            value, address = getattr(asked, name), getattr(outputs, name)
+            assert (address, number) == ((value.data_ptr(), 0) if isinstance(value, torch.Tensor) else (0, value))
+        assert outputs.top_k_wide == (not isinstance(asked.top_k, torch.Tensor))
     assert (keys.shape, keys.dtype, keys.data_ptr()) == ((BATCH, 12), torch.int32, outputs.keys)
-    for part, address, wanted in zip(sums, outputs[3:], expected[1:], strict=True):
+    for part, address, wanted in zip(sums, outputs[3:5], expected[1:], strict=True):
         assert (part is None, address == 0) == (not wanted, not wanted)
         assert not wanted or (part.shape, part.dtype, part.data_ptr()) == ((BATCH, 12), torch.float32, address)
     assert drawn.shape == (BATCH,)
     assert drawn is arguments.tokens
+
+
+def test_no_floors_of_a_top_k_beyond_their_sample():
+    """What a number says is known before the launch; a tensor's rows are looked at in it."""
+    matrix, of_rows = torch.zeros(BATCH, DIM, dtype=torch.bfloat16), torch.zeros(BATCH)
+    most = max(k for k in range(FLOOR_KEYS) if floor_rank(k) <= FLOOR_KEYS)
+    step = Step(matrix, matrix, 1.0, 7, 11, 1, 4 * FLOOR_KEYS)
+    for asked, some in (
+        (Asked(top_k=most), True),
+        (Asked(top_k=most + 1), False),
+        (Asked(top_k=most + 1, min_p=of_rows), False),
+        (Asked(top_k=4 * FLOOR_KEYS, min_p=of_rows), True),
+        (Asked(top_k=of_rows.int()), True),
+        (Asked(top_p=0.9), False),
+        (Asked(top_k=5, logprobs=True), False),
+    ):
+        assert (module._floors_of(step._replace(asked=asked)) is not None) == some
 
 
 @pytest.mark.parametrize("num_samples", [1, SAMPLES])

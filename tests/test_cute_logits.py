@@ -9,7 +9,7 @@ import torch
 import flashsampling
 from flashsampling import workspace
 from flashsampling.impl.cute import asked, config, launch
-from flashsampling.impl.cute.config import KINDS, NO_PROCESSING
+from flashsampling.impl.cute.config import KINDS, NO_FLOORS, NO_PROCESSING
 from flashsampling.step import PLAIN, Asked, Step, layout
 from tests.conftest import DEVICE
 from tests.problems import KERNELS
@@ -203,7 +203,7 @@ def test_nothing_is_written_beside(vocab, shape):
         others = [torch.full((2 * shape.block_b + 8, chunks), poison, device=DEVICE) for _ in range(3)]
         at = 4  # rows before
         outputs = [tensor[at:].data_ptr() for tensor in (logits, *others)]
-        launch.run(step, shape, KINDS["logits"], (*NO_PROCESSING, outputs[0], 4096, *outputs[1:]))
+        launch.run(step, shape, KINDS["logits"], (*NO_PROCESSING, outputs[0], 4096, *outputs[1:], *NO_FLOORS))
         for tensor, columns in ((logits, vocab), *((other, chunks) for other in others)):
             written = torch.zeros_like(tensor, dtype=torch.bool)
             written[at : at + batch, :columns] = True
@@ -236,6 +236,131 @@ def test_launches_that_follow_each_other_share_nothing():
         again, _, drawn = asked.with_logits(step, 1, BOTH)
         assert torch.equal(again, logits)
         assert torch.equal(drawn, expected)
+
+
+LOWEST, POISON = -(2**31), -12345.0
+
+
+def floored(step: Step, wanted: Asked, shape: config.TileConfig | None = None) -> torch.Tensor:
+    """How much of a row's logits is stored, (B,), where those below floors need not be: all that must be is, and right."""
+    batch, vocab = len(step.hidden_states), step.vocab_size
+    logits, (keys, sums, _), drawn = asked.with_logits(step, 1, (True, False), shape)
+    stored = torch.full((batch, -(-vocab // 4) * 4), POISON, device=DEVICE)
+    again, floors = torch.zeros_like(keys), torch.full((batch,), 77, dtype=torch.int32, device=DEVICE)
+    masses = torch.zeros_like(sums)
+    addresses = stored.data_ptr(), stored.stride(0) * 4, again.data_ptr(), masses.data_ptr(), 0
+    outputs = (*NO_PROCESSING, *addresses, *asked._filters_of(wanted, floors))
+    assert torch.equal(launch.run(step, shape, KINDS["logits"], outputs).ids, drawn)
+    assert torch.equal(again, keys)
+    assert torch.equal(masses.view(torch.int32), sums.view(torch.int32))
+    stored = stored[:, :vocab]
+    there = stored != POISON
+    assert torch.equal(stored[there], logits[there])
+    needed = (in_chunks(torch.ones_like(logits)) > 0) & (keys >= floors[:, None])[:, :, None]
+    assert (in_chunks(there.float()) > 0)[needed].all()
+    of_rows = torch.full((batch,), 0.0, device=DEVICE)
+    top_k, min_p = of_rows.long() + wanted.top_k, of_rows + wanted.min_p
+    by_top_k = (top_k > 0) & (top_k < vocab)
+    ordered = keys.sort(dim=1, descending=True).values
+    rank = config.floor_rank(top_k)
+    found = ordered.gather(1, (rank.clamp(1, keys.shape[1]) - 1)[:, None])[:, 0]
+    assert (floors <= found)[by_top_k & (rank <= keys.shape[1])].all()
+    assert (floors == LOWEST)[by_top_k & (rank > config.FLOOR_KEYS)].all()
+    least = logits.double().amax(1) + min_p.clamp(max=1).double().log() * step.rows().temperature.double()
+    assert (floors <= keys_of(least.float()))[~by_top_k & (min_p > 0)].all()
+    assert (floors == LOWEST)[~by_top_k & ~(min_p > 0)].all()
+    assert all(int(buffer.count_nonzero()) == 0 for buffer in workspace._per_stream.values())
+    return there.float().mean(1)
+
+
+@pytest.mark.parametrize("shape", CONFIGS, ids=IDS)
+def test_floors(shape):
+    """Found in time or not: what they leave out is below them. By numbers, and by rows of either kind, of both and of none."""
+    for batch, vocab, dim in (
+        (shape.block_b, 30_000, 1024),
+        (shape.block_b // 2 + 1, 20_005, 512),
+        (2 * shape.block_b - 3, 70_001, 64),
+    ):
+        step = make_step(batch, vocab, dim)
+        top_k = torch.randint(-1, 600, (batch,), device=DEVICE)
+        top_k[::4] = 0
+        top_k[1::7] = vocab
+        min_p = torch.rand(batch, device=DEVICE) ** 4
+        min_p[::3] = 0
+        min_p[1::5] = 1.0
+        for wanted in (
+            Asked(top_k=50),
+            Asked(top_k=1),
+            Asked(top_k=600, min_p=0.5),
+            Asked(min_p=0.05),
+            Asked(top_k=top_k, min_p=min_p),
+            Asked(top_k=top_k.int(), min_p=0.3),
+        ):
+            floored(step, wanted, shape)
+
+
+@pytest.mark.parametrize("batch", [1, 16, 64, 130, 256, 300])
+def test_floors_leave_most_out(batch):
+    """Of a launch of nine tiles per CTA and more, by its first."""
+    step = make_step(batch, 151_936, 2048)._replace(temperature=1.0)
+    step.hidden_states.mul_(0.1)
+    assert floored(step, Asked(top_k=50)).max() < 0.7
+    assert floored(step, Asked(min_p=0.1)).max() < 0.7
+    assert floored(step, Asked(top_p=0.9)).min() == 1.0
+
+
+def test_floors_of_special_rows():
+    """Ties, infinities, NaN, rows of equal logits, any temperature."""
+    batch, vocab = 48, 40_000
+    step = make_step(batch, vocab, 1024)
+    states, weight = torch.zeros_like(step.hidden_states), torch.zeros_like(step.weight)
+    states[:, 0], states[1::4, 1], states[2::4, 2], states[3::4, 3] = 1.0, 1.0, 1.0, 1.0
+    weight[:vocab, 0] = torch.randint(-3, 4, (vocab,), device=DEVICE).bfloat16()
+    states[::5, 0] = 0.0
+    states[:, 1:3] *= 10.0
+    weight[[700, 9000], 1], weight[200:, 2] = 3e38, -3e38  # ten times that is infinite
+    weight[300, 3] = 3e38
+    states[3::8, 3], states[7::8, 3] = INF, -INF
+    temperature = torch.tensor([1.0, 1e-6, 1e6, INF, 0.0, 3e-5], device=DEVICE).repeat(8)
+    step = step._replace(hidden_states=states, weight=weight, temperature=temperature)
+    logits, (keys, *_), drawn = asked.with_logits(step, 1, (False, False))
+    for wanted in (Asked(top_k=50), Asked(min_p=0.1), Asked(min_p=1.0)):
+        again, floors = torch.full_like(logits, POISON), torch.empty(batch, dtype=torch.int32, device=DEVICE)
+        addresses = again.data_ptr(), again.stride(0) * 4, keys.data_ptr(), 0, 0
+        outputs = (*NO_PROCESSING, *addresses, *asked._filters_of(wanted, floors))
+        assert torch.equal(launch.run(step, None, KINDS["logits"], outputs).ids, drawn)
+        needed = (in_chunks(torch.ones_like(logits)) > 0) & (keys >= floors[:, None])[:, :, None]
+        same = in_chunks((again.view(torch.int32) == logits.view(torch.int32)).float()) > 0
+        assert same[needed].all()
+
+
+@pytest.mark.parametrize("batch", [1, 16, 100, 256, 300])
+def test_steps_do_not_depend_on_floors(batch, monkeypatch):
+    """Of nine tiles per CTA, with rubbish where nothing is stored; the oracle's tokens. Flat rows among them, whose candidates
+    are more than have room, and rows without a filter."""
+    step = make_step(batch, 151_936, 256)
+    step.hidden_states.mul_(torch.rand(batch, 1, device=DEVICE).bfloat16() * 0.3)
+    step.hidden_states[::6] *= 1e-3
+    top_k = torch.randint(0, 300, (batch,), device=DEVICE)
+    min_p = torch.rand(batch, device=DEVICE) ** 3
+    top_k[::3], min_p[::2] = 0, 0.0
+    for wanted in (
+        Asked(top_k=50, top_p=0.9),
+        Asked(min_p=0.05),
+        Asked(min_p=1e-4, top_p=0.95),
+        Asked(top_k=500, min_p=0.01),
+        Asked(top_k=top_k, top_p=0.8, min_p=min_p),
+        Asked(top_k=top_k.int(), min_p=min_p, soft_cap=30.0),
+    ):
+        whole = step._replace(asked=wanted)
+        with monkeypatch.context() as patch:
+            patch.setattr(asked, "_floors_of", lambda step: None)
+            expected = launch.run(whole).ids
+        for value in (math.nan, INF, 1e38):
+            torch.full((batch, 151_936), value, device=DEVICE)  # and given back: what the step's logits are written to
+            assert torch.equal(launch.run(whole).ids, expected)
+        some = whole.part(0, min(batch, 8))
+        agrees(launch.run(some), some, tolerance=2e-3)
 
 
 REQUESTS = {

@@ -60,7 +60,8 @@ def of(value: Any) -> Tensor:
 
 
 def _excused(step: Step, row: int, draw: int, ours: int, theirs: int, tolerance: float) -> bool:
-    """Whether arithmetic explains another token: two scores as good as equal, or a nucleus that ends as near p."""
+    """Whether arithmetic explains another token: two scores as good as equal, a nucleus that ends as near p, or two logits that
+    are equal but for roundings, of which it has but one."""
     part = step.part(row, row + 1)
     rows = part.rows()
     logits = reference.logits_of(reference.product(part, torch.float64), rows.temperature, part.asked)
@@ -72,7 +73,8 @@ def _excused(step: Step, row: int, draw: int, ours: int, theirs: int, tolerance:
     if gap <= tolerance / 3 + abs(scores[theirs]).item() * 2.0**-20:
         return True
     all_draws = part._replace(num_samples=step.num_samples)
-    return any(moved.ids[draw].item() == ours for moved in _other_nuclei(all_draws, tolerance))
+    others = [*_other_nuclei(all_draws, tolerance), _other_rounding(all_draws, ours)]
+    return any(moved.ids[draw].item() == ours for moved in others)
 
 
 def _other_nuclei(step: Step, tolerance: float) -> list[Drawn]:
@@ -81,14 +83,47 @@ def _other_nuclei(step: Step, tolerance: float) -> list[Drawn]:
     return [reference.run(step._replace(asked=step.asked._replace(top_p=p))) for p in moved]
 
 
-def _rounding(step: Step) -> torch.Tensor:
-    """(B, 1) what a few roundings of the logits near a row's highest make of a log-probability: penalties for 10**5 times leave
-    no fractions to a float32."""
-    rows = step.rows()
-    processed = reference.logits_of(reference.product(step, torch.float64), rows.temperature, step.asked).processed
+def _other_rounding(step: Step, token: int) -> Drawn:
+    """The oracle's of one row, were a token's logit a few roundings greater. Kernels fuse a penalty's product into the sum."""
+    bias = torch.zeros(step.vocab_size, device=DEVICE) if step.asked.dense_bias is None else step.asked.dense_bias.clone()
+    repetition = torch.as_tensor(step.asked.repetition_penalty).flatten()[0].item()
+    bias[token] += _roundings(step)[0].item() * max(repetition, 1 / repetition if repetition else 1.0, 1.0)
+    return reference.run(step._replace(asked=step.asked._replace(dense_bias=bias)))
+
+
+def _roundings(step: Step) -> torch.Tensor:
+    """(B,) a few roundings of the logits near a row's highest: penalties for 10**5 times leave no fractions to a float32."""
+    processed = reference.logits_of(reference.product(step, torch.float64), step.rows().temperature, step.asked).processed
     highest = processed.masked_fill(~processed.isfinite(), -math.inf).amax(dim=1).nan_to_num(0.0, 0.0, 0.0)
-    temperature = torch.where(rows.temperature < filters.GREEDY_BELOW, 1.0, rows.temperature).nan_to_num(1.0)
-    return (4 * 2.0**-23 * highest.abs() / temperature).float()[:, None]
+    return 4 * 2.0**-23 * highest.abs()
+
+
+def _rounding(step: Step) -> torch.Tensor:
+    """(B, 1) what they make of a log-probability."""
+    temperature = step.rows().temperature
+    temperature = torch.where(temperature < filters.GREEDY_BELOW, 1.0, temperature).nan_to_num(1.0)
+    return (_roundings(step) / temperature).float()[:, None]
+
+
+def test_a_rounding_explains_a_token_and_no_more():
+    """Of two tokens that came 10**5 times a nucleus has one: which, a fused product rounds otherwise than two operations."""
+    torch.manual_seed(0)
+    rows, times = 200, 100_000
+    logits = torch.full((rows, 40), -5.0, device=DEVICE)
+    logits[:, [3, 7]] = torch.rand(rows, 2, device=DEVICE) * 0.02
+    counts = torch.zeros(rows, 40, dtype=torch.int32, device=DEVICE)
+    counts[:, [3, 7]] = times
+    frequency = -1.5 - torch.rand(rows, device=DEVICE)
+    asked = Asked(counts=counts, frequency_penalty=frequency, presence_penalty=0.4, top_p=0.26)
+    step = make_step(batch=rows, vocab=40, num_samples=2, temperature=torch.ones(rows), asked=asked)
+    step = with_logits(step, logits)
+    fused = (logits.double() - frequency.double()[:, None] * counts.double()).float() - 0.4
+    ours = torch.where(fused[:, 7] > fused[:, 3], 7, 3)[:, None].expand(rows, 2)
+    theirs = reference.run(step).ids[: 2 * rows].view(rows, 2)
+    assert (ours != theirs).any()
+    agrees(Drawn(ours.flatten()), step)
+    logits[:, 3] = logits[:, 7] + 0.5
+    assert not _excused(step, 0, 0, 7, 3, 3e-5)
 
 
 def check(step: Step, config: Config = SMALL) -> Drawn:

@@ -38,7 +38,7 @@ def ints(*shape, dtype=torch.int32):
 
 filters = {"top_k": ints(2, dtype=torch.int64), "top_p": torch.ones(2), "min_p": torch.zeros(2)}
 asked = Asked()
-if case in ("filters", "everything", "drawn"):
+if case in ("filters", "everything", "drawn", "floors"):
     asked = asked._replace(**filters)
 if case == "logprobs":
     asked = asked._replace(logprobs=True)
@@ -56,9 +56,11 @@ scan, pick = compiled
 overlap = [kernel.asm["ptx"].count("griddepcontrol") for kernel in compiled]
 assert overlap == ([1, 1] if capability >= 90 else [0, 0])
 assert pick.metadata.launch_pdl == (capability >= 90)
-if case == "drawn":
+if case in ("drawn", "floors"):
     chunks = 4 * -(-vocab // 128)
     summaries = logits.Summaries(ints(2, chunks), torch.ones(2, chunks), torch.ones(2, chunks))
+    if case == "floors":
+        summaries = summaries._replace(floors=ints(2))
     logits.pick(step, summaries, ints(2, dtype=torch.int64))
     pick = compiled.pop()
 vectors = re.findall(r"ld.global.v(\\d).b32", scan.asm["ptx"])
@@ -74,6 +76,7 @@ CASES = [
     (90, "bfloat16", "plain"),
     (80, "float32", "filters"),
     (90, "float32", "drawn"),
+    (90, "float32", "floors"),
     (90, "float32", "everything"),
     (100, "float16", "filters"),
 ]

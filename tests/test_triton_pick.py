@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 from flashsampling.impl import filters, reference
 from flashsampling.impl.triton import logits_pick
-from flashsampling.impl.triton.logits import Records, Summaries, empty_records, pick, run
+from flashsampling.impl.triton.logits import Config, Records, Summaries, empty_records, pick, run
 from flashsampling.step import PLAIN, Asked, Drawn, Step, layout
 from tests.conftest import DEVICE
 from tests.test_triton_logits import INF, SMALL, agrees, hottest, make_step, of, with_logits
@@ -45,15 +45,35 @@ def summaries_of(step: Step, sums: bool = True) -> Summaries:
     return Summaries(key_of(highest), summed(of_rows) if sums else None, summed(torch.ones_like(of_rows)))
 
 
-def picked(step: Step, sums: bool = True, records: Records | None = None) -> Drawn:
-    """Rows 16 bytes apart, what lies between them is not read; tokens without filters from the oracle."""
+def without_chunks(step: Step, missing: Tensor) -> Tensor:
+    """The logits, of chunks ``missing`` (B, chunks) what may lie in memory: highest and other logits of the row too."""
+    assert step.logits is not None
+    logits = step.logits
+    token = torch.arange(step.vocab_size, device=DEVICE)
+    gone = missing[:, token // 128 * 4 + token // 16 % 4]
+    anything = torch.tensor([math.nan, INF, -INF, 1e38, 1e38, 7.0], device=DEVICE)
+    values = logits.sort(descending=True).values[:, :-1]
+    others = torch.cat([anything.expand(len(logits), -1), values[:, : values.shape[1] // 8], values[:, :6]], dim=1)
+    chosen = torch.randint(others.shape[1], logits.shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    few = torch.rand(logits.shape, generator=torch.Generator().manual_seed(2)).to(DEVICE) < 0.6
+    chosen = torch.where(few, chosen % 6, chosen)
+    return torch.where(gone, others.gather(1, chosen), logits)
+
+
+def picked(
+    step: Step, sums: bool = True, records: Records | None = None, floors: Tensor | None = None, config: Config = SMALL
+) -> Drawn:
+    """Rows 16 bytes apart, what lies between them is not read, nor are chunks below ``floors``; tokens without filters from the
+    oracle."""
     assert step.logits is not None
     unfiltered = reference.run(step._replace(asked=PLAIN)).ids
     if DEVICE.type == "cuda":  # the kernel's own arithmetic, where two scores are next to equal
         unfiltered = run(step._replace(asked=PLAIN)).ids
-    summaries = summaries_of(step, sums)
+    summaries = summaries_of(step, sums)._replace(floors=floors)
+    if floors is not None:
+        step = with_logits(step, without_chunks(step, summaries.keys < floors[:, None]))
     logits = torch.nn.functional.pad(step.logits, (0, -step.vocab_size % 4 + 4), value=math.nan)[:, : step.vocab_size]
-    return pick(step._replace(logits=logits), summaries, unfiltered, SMALL, records)
+    return pick(step._replace(logits=logits), summaries, unfiltered, config, records)
 
 
 def check(step: Step, sums: bool = True) -> Drawn:
@@ -209,3 +229,102 @@ def test_records_are_those_of_both_launches(asked):
     for a, b in pairs:
         assert torch.equal(a[defined], b[defined])
     assert int(rest[1].view(torch.int32)[11]) == int(step.logits[11].argmax())
+
+
+def floors_of(step: Step) -> Tensor:
+    """The highest that rows may have."""
+    keys, rows, asked = summaries_of(step).keys, step.rows(), step.asked
+    batch, chunks = keys.shape
+    top_k, top_p, min_p = (torch.as_tensor(x, device=DEVICE).expand(batch) for x in (asked.top_k, asked.top_p, asked.min_p))
+    ranked = torch.cat([keys.sort(descending=True).values, torch.full_like(keys[:, :1], -(2**31))], dim=1)
+    by_top_k = ranked.gather(1, (top_k.long() - 1).clamp(0, chunks)[:, None])[:, 0]
+    bits = ranked[:, 0]
+    top = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).view(torch.float32)
+    scale = (math.log2(math.e) / rows.temperature).clamp(min=2.0**-149)
+    kept = top + (min_p.clamp(max=1.0).log2() - 0.01) / scale - top.abs().clamp(max=3.4028234663852886e38) * 1e-6
+    floors = torch.where(min_p > 0, key_of(kept.float()), -(2**31))
+    floors = torch.where((top_k > 0) & (top_k < step.vocab_size), by_top_k, floors)
+    unread = (top_k <= 0) | (top_k >= step.vocab_size)
+    unread = (unread & ~(top_p < 1) & ~(min_p > 0)) | top_p.isnan() | min_p.isnan() | ~top.isfinite()
+    unread |= ~(rows.temperature >= filters.GREEDY_BELOW)
+    return torch.where(unread, 0x7FFFFFFF, floors).int()
+
+
+def check_floors(step: Step, config: Config = SMALL, share: float = 0.2, lowered: bool = False) -> Drawn:
+    """The same tokens with floors; so many chunks at least are not stored."""
+    drawn, floors = picked(step, config=config), floors_of(step)
+    lower = summaries_of(step).keys < floors[:, None]
+    assert lower.float().mean() >= share
+    assert torch.equal(picked(step, floors=floors, config=config).ids, drawn.ids)
+    if lowered:
+        floors = (floors.long() - torch.randint(1, 2**23, floors.shape).to(DEVICE)).clamp(min=-(2**31)).int()
+        assert torch.equal(picked(step, floors=floors, config=config).ids, drawn.ids)
+    return drawn
+
+
+ROOMY = SMALL if CUDA else replace(SMALL, capacity=512)  # candidates below a floor would fit
+
+
+@pytest.mark.parametrize(
+    ("asked", "share"),
+    [
+        (Asked(top_k=1), 0.6),
+        (Asked(top_k=7, top_p=0.8, min_p=0.02), 0.4),
+        (Asked(top_k=300), 0.6 if CUDA else 0.2),
+        (Asked(min_p=0.05), 0.3),
+        (Asked(min_p=1.0), 0.5),
+        (Asked(top_p=0.8, min_p=1e-3), 0.3),
+    ],
+)
+def test_floors_of_mixed_rows(asked, share):
+    check_floors(mixed(asked), ROOMY, share)
+
+
+def test_floors_by_row():
+    nan = math.nan
+    asked = Asked(
+        top_k=of([0, 5, 3, 0, 5, 1, 0, 2, 0, 16, 300, 4, 6]),
+        top_p=of([1.0, 1.0, 0.7, 1.0, 0.7, 0.5, 0.9, 0.5, nan, 0.9, 0.4, 0.9, 0.5]),
+        min_p=of([0.0, 0.0, 0.0, 0.1, 0.1, nan, 0.0, 0.0, 0.1, 0.9, 0.0, 0.0, 0.0]),
+    )
+    check_floors(mixed(asked, num_samples=2), lowered=True)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-5, 1e5, INF, math.nan])
+def test_floors_at_temperatures(temperature):
+    step = make_step(batch=3, vocab=VOCAB, asked=Asked(top_k=of([5, 0, 0]), min_p=of([0.0, 0.9, 0.0])))
+    check_floors(step._replace(temperature=torch.full((3,), temperature, device=DEVICE)))
+
+
+def test_floors_of_rows_without_filters():
+    check_floors(mixed(PLAIN), share=0.9)
+
+
+MEDIUM = SMALL if CUDA else replace(SMALL, width=64, gathered=16, tile=256, whole_tile=1024)
+
+
+def crowded(asked: Asked) -> Step:
+    """What is drawn from is few tokens, some more, and more than there is room for: ties in chunks that have others too, and in
+    chunks of their own, below one higher logit, nearly equal logits. Tokens without filters are in other chunks for the most
+    part."""
+    vocab = 151_936 if CUDA else 2_571
+    step = make_step(batch=6, vocab=vocab, asked=asked, num_samples=2, temperature=1.0)
+    logits = step.hidden_states.clone()
+    token = torch.arange(vocab, device=DEVICE)
+    chunk = token // 128 * 4 + token // 16 % 4
+    high = chunk * 7 % 12 < 8
+    logits[1] = logits[1].round()
+    ties, some = 1.0 + (token % 16 < 1) * 0.5, 1.0 + (token % 16 < 8) * 0.5
+    for row, values in ((2, ties), (3, some), (4, 1.0 + torch.rand(vocab, device=DEVICE) * 0.05)):
+        logits[row] = torch.where(high, values, values.clone().fill_(0.9) if row == 4 else 0.25)
+    logits[5] = torch.where(high, 1.5, 0.5)
+    logits[2:4, vocab // 2] = 2.5
+    return with_logits(step, logits)
+
+
+@pytest.mark.parametrize(
+    ("asked", "share"), [(Asked(top_k=50), 0.3), (Asked(top_k=50, top_p=0.8, min_p=0.01), 0.3), (Asked(min_p=0.93), 0.3)]
+)
+def test_floors_of_crowded_rows(asked, share):
+    step = crowded(asked)
+    agrees(check_floors(step, MEDIUM, share), step)

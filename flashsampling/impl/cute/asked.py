@@ -21,7 +21,7 @@ from torch import Tensor
 from ...exchange import WHOLE
 from ...step import PLAIN, Asked, Drawn, Recorded, Step, row_argument
 from . import launch
-from .config import KINDS, NO_PROCESSING, TILE_V, TileConfig
+from .config import FLOOR_KEYS, KINDS, NO_FLOORS, NO_PROCESSING, TILE_V, TileConfig, floor_rank
 
 
 @functools.cache
@@ -100,12 +100,27 @@ def run(step: Step, config: TileConfig | None = None) -> Drawn:
         return launch.run(plain, config, KINDS["processed"], processing) if processing[0] else launch.run(plain, config)
     masses = asked.needs_mass(step.vocab_size), asked.needs_raw_mass()
     # the draws also say which rows are undefined, with filters and without
-    logits, summaries, drawn = with_logits(step, step.num_samples, masses, config, processing)
+    floors = _floors_of(step)
+    logits, summaries, drawn = with_logits(step, step.num_samples, masses, config, processing, floors)
     left = asked
     if processing[0]:
         left = asked._replace(bias=None, logit_scale=1.0, soft_cap=0.0, dense_bias=None, counts=None, token_mask=None)
-    of_chunks = _picking().Summaries(*summaries)
+    of_chunks = _picking().Summaries(*summaries, floors)
     return _picking().pick(step._replace(logits=logits, asked=left), of_chunks, drawn)  # type: ignore[no-any-return]
+
+
+def _floors_of(step: Step) -> Tensor | None:
+    """Room for the rows' floors, where some row may get one, and what is below is asked for by nobody."""
+    asked = step.asked
+    if isinstance(asked.top_k, Tensor):
+        some = True
+    elif 0 < asked.top_k < step.vocab_size:
+        some = floor_rank(asked.top_k) <= FLOOR_KEYS
+    else:
+        some = isinstance(asked.min_p, Tensor) or asked.min_p > 0.0
+    if asked.needs_raw_mass() or not some:
+        return None
+    return torch.empty(len(step.hidden_states), dtype=torch.int32, device=step.hidden_states.device)
 
 
 def recorded(step: Step) -> Recorded:
@@ -137,6 +152,7 @@ def with_logits(
     masses: tuple[bool, bool] | None,
     config: TileConfig | None = None,
     processing: tuple[int | float, ...] = NO_PROCESSING,
+    floors: Tensor | None = None,
 ) -> tuple[Tensor, tuple[Tensor, Tensor | None, Tensor | None], Tensor]:
     """One launch, for a whole vocabulary.
 
@@ -146,6 +162,7 @@ def with_logits(
         masses: whether the chunks' are wanted, at the rows' temperatures and at 1.
         config: in place of the shape that is chosen.
         processing: ``arguments.Processing``, of what becomes of the products before all else.
+        floors: (B,) int32, to be written to, by ``step.asked``'s filters: chunks with lower keys may not be stored. One draw.
 
     Returns:
         logits: (B, V) float32, rows a multiple of 16 bytes apart.
@@ -166,6 +183,13 @@ def with_logits(
         keys.data_ptr(),
         0 if sums is None else sums.data_ptr(),
         0 if raw_sums is None else raw_sums.data_ptr(),
+        *(NO_FLOORS if floors is None else _filters_of(step.asked, floors)),
     )
     drawn = launch.run(step._replace(asked=PLAIN, num_samples=draws), config, KINDS["logits"], processing + outputs).ids
     return logits[:, :vocab_size], (keys, sums, raw_sums), drawn
+
+
+def _filters_of(asked: Asked, floors: Tensor) -> tuple[int | float, ...]:
+    """``arguments.Outputs``, the part of ``NO_FLOORS``."""
+    wide = not isinstance(asked.top_k, Tensor) or asked.top_k.dtype == torch.int64
+    return (floors.data_ptr(), *row_argument(asked.top_k), int(wide), *row_argument(asked.min_p))

@@ -8,7 +8,7 @@ cores are the limit, and what pads a batch costs its share of the time (H200, ov
 
 import functools
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,6 +64,8 @@ class Features(NamedTuple):
 # went to local memory and back within the k loop.
 KINDS = {"plain": Features(), "processed": Features(processing=True), "logits": Features(processing=True, logits=True)}
 NO_PROCESSING = (0, 0, 1.0, 0.0, 0, 0, 0, 0, 1.0, 0, 0.0, 0, 0.0, 0, 0)  # ``arguments.Processing``, where nothing is asked for
+FLOOR_KEYS = 512  # of a row, by which its floor is found: see ``floors``
+NO_FLOORS = (0, 0, 0, 1, 0, 0.0)  # the last of ``arguments.Outputs``, where all logits are stored
 CONFIGS = (
     TileConfig(8, 1),
     TileConfig(16, 1),
@@ -149,3 +151,10 @@ def compiled_for(weight: Tensor, max_batch_size: int, num_samples: int) -> tuple
         batches.setdefault(choose_config(batch, weight.shape[1]), batch)
     dtype = str(weight.dtype).removeprefix("torch.")
     return [f"cute {dtype} {config}" for config in batches], list(batches.values())
+
+
+def floor_rank(top_k: Any) -> Any:
+    """Which of the sampled keys, from the highest on, is a floor for a top-k: an int, or an Int32 on the device. The bound
+    that ``impl.triton.logits_chunks.kth_highest`` finds is reached by fewer columns of chunks than this, or is the k-th
+    highest: it is not below the floor, and what follows from it does not depend on whether there is one."""
+    return top_k + top_k // 4 + 9

@@ -8,6 +8,7 @@ calls one method of it per step. Behind it is a room per subject:
     candidates   two warps              the exact score of a candidate; what leads its row in this CTA is published
     processing   consumer warpgroups    with ``Features.processing``: bias, soft cap, penalties, mask
     summaries    consumer warpgroups    with ``Features.logits``: logits to memory, and of chunks the highest and the mass
+    floors       a warp                 with ``Features.logits``: below which logit of a row nothing need be stored
     crowds       consumer warpgroups    exact scores of whole tiles, where a crowd may win or there are several draws
     learning     all of these           when, and by what, a row's threshold falls; ``threshold`` says why no token is missed
     scores       all of these           the score of one token
@@ -24,7 +25,7 @@ adds a room: its options to ``config.Features``, which is part of what a kernel 
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, const_expr
 
-from . import ptx, reduction, shared
+from . import floors, ptx, reduction, shared
 from .arguments import Arguments, Outputs, Processing, Walk
 from .candidates import Queue
 from .codes import Codes
@@ -79,9 +80,20 @@ class SampleEpilogue:
             self.codes.make(args, walk, memory, thread)
 
     @cute.jit
-    def finish(self, args: Arguments, memory: Shared, row_block, row_blocks, ctas, thread, published, barrier):
+    def finish(
+        self, args: Arguments, out: Outputs | None, memory: Shared, row_block, row_blocks, ctas, thread, published, barrier
+    ):
         """The end of the launch. ``published``: the barrier after which all of the CTA's keys are; ``barrier``: of these."""
-        reduction.finish(args, self.block_b, self.stamps, row_block, row_blocks, ctas, memory.last, thread, published, barrier)
+        reduction.finish(
+            args, out, self.block_b, self.stamps, row_block, row_blocks, ctas, memory.last, thread, published, barrier
+        )
+
+    # -- the finder, 32 threads
+
+    @cute.jit
+    def find_floors(self, args: Arguments, out: Outputs, walk: Walk, memory: Shared, row_block, ctas, lane):
+        """Once, with ``Features.logits``."""
+        floors.find(args, out, walk, memory.done, shared.CONSUMER_WARPS, self.block_b, row_block, ctas, lane)
 
     # -- the evaluators, 64 threads
 

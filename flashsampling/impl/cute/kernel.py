@@ -4,7 +4,7 @@ A CTA keeps one block of rows and walks every ``tile_stride``-th vocabulary tile
 
     warp 0          producer      fills the ring of stages by TMA
     warps 1, 2      evaluators    exact score of every candidate, publication of those that lead, others' thresholds
-    warp 3          idle
+    warp 3          finder        with ``Features.logits``: the rows' floors; else idle
     warps 4..7      noise         codes of a tile's noise, while the consumers multiply; at the end the reduction
     warps 8..15     consumers     wgmma, two warpgroups, each half of the tile; then the search of the tile's logits
 
@@ -18,8 +18,8 @@ Barriers:
     queue                   64-bit slots, 0 is free        consumers, compare-and-swap   the slot's evaluator thread, exchange
     no more candidates      ``done``, release / acquire    8 consumer warps              evaluators, before a last look
     consumers               named barrier 1                256 threads                   the same
-    prepared                named barrier 4                noise threads                 evaluators, consumers wait
-    everything published    named barrier 2                evaluators, consumers arrive  noise threads wait
+    prepared                named barrier 4                noise threads                 evaluators, finder, consumers wait
+    everything published    named barrier 2                these arrive                  noise threads wait
     counting sharp rows,    named barrier 3                128 noise threads             the same
     then finishing
     workspace               see ``reduction``              last CTA, by a counter        the same
@@ -177,9 +177,10 @@ class SampleKernel:
         pipeline.pipeline_init_wait(cluster_shape_mn=(self.cluster, 1))
 
         consumers = pipeline.NamedBarrier(barrier_id=1, num_threads=2 * _WARPGROUP)
-        published = pipeline.NamedBarrier(barrier_id=2, num_threads=3 * _WARPGROUP + QUEUE)
+        finder = const_expr(32 if self.epilogue.summaries is not None else 0)
+        published = pipeline.NamedBarrier(barrier_id=2, num_threads=3 * _WARPGROUP + QUEUE + finder)
         finishing = pipeline.NamedBarrier(barrier_id=3, num_threads=_WARPGROUP)
-        prepared = pipeline.NamedBarrier(barrier_id=4, num_threads=3 * _WARPGROUP + QUEUE)
+        prepared = pipeline.NamedBarrier(barrier_id=4, num_threads=3 * _WARPGROUP + QUEUE + finder)
         if const_expr(self.epilogue.summaries is not None):
             ptx.launch_dependents()  # ``impl.triton.logits.pick``: it finds no room before the first CTAs leave
         if warp_group == 0:
@@ -190,13 +191,18 @@ class SampleKernel:
                 prepared.arrive_and_wait()
                 self.epilogue.evaluate(args, walk, shared, thread - 32)
                 published.arrive()
+            else:
+                if const_expr(finder):
+                    prepared.arrive_and_wait()
+                    self.epilogue.find_floors(args, out, walk, shared, row_block, ctas, thread - 96)
+                    published.arrive()
         elif warp_group == 1:
             cute.arch.setmaxregister_decrease(self.noise_registers)
             thread = thread - _WARPGROUP
             self.epilogue.prepare(args, walk, shared, thread, finishing)
             prepared.arrive_and_wait()
             self.epilogue.make_codes(args, walk, shared, thread)
-            self.epilogue.finish(args, shared, row_block, row_blocks, ctas, thread, published, finishing)
+            self.epilogue.finish(args, out, shared, row_block, row_blocks, ctas, thread, published, finishing)
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
             thread = thread - 2 * _WARPGROUP

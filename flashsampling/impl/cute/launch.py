@@ -47,7 +47,7 @@ def _plan(
     ctas = ctas_per_row_block(config, batch, skip + vocab_size, multiprocessors(device))
     # a shard without a token: the launch has something to read, and samples none of it
     sampled = (skip, skip + vocab_size) if vocab_size else (TILE_V, TILE_V)
-    words = slots.words(batch * num_samples, row_blocks)
+    words = slots.words(batch * num_samples, row_blocks, batch * features.logits)
     return _Plan(kernel_for(dtype, config, features), row_blocks, ctas, first_token - skip, *sampled, words)
 
 

@@ -143,8 +143,8 @@ class Processed:
 
     @cute.jit
     def _mask(self, args, asked, walk, shared, logits, iteration, thread):
-        """A word of the mask has 16 of a warp's tokens. A lane loads the words of every 32nd of the warp's columns, all at once,
-        and two times 16 bits together go through a shuffle to where they are used."""
+        """A word of the mask has 16 of a warp's tokens. A lane loads the words of every 32nd of the warp's columns, all at
+        once, and two times 16 bits together go through a shuffle to where they are used."""
         lane = thread % 32
         column0 = 8 * self.fragments.first_block(thread // 32)
         first_token = walk.first_token(iteration) + self.fragments.first_token(thread // 32)
@@ -170,8 +170,8 @@ class Processed:
                         self._allow(logits, bits, c, j + place)
 
     def _allow(self, logits, bits, c, first):
-        """-inf for what is masked out. ``bits``: 0 and 8 for two rows of two, 16 and 24 likewise for the upper half of the tokens
-        or for four blocks on."""
+        """-inf for what is masked out. ``bits``: 0 and 8 for two rows of two, 16 and 24 likewise for the upper half of the
+        tokens or for four blocks on."""
         for n in range(2):
             j, half = (first, n) if self.halves == 2 else (first + 4 * n, 0)
             for r in range(2):

@@ -22,7 +22,7 @@ from cutlass import Float32, Int32, Int64, select_
 
 from ...exchange import NAN as NAN_KEY
 from ...exchange import NO_FINITE, NO_TOKEN, PACKED, TOKENS
-from . import exchange, peers, ptx, slots
+from . import exchange, floors, peers, ptx, slots
 from .memory import global_pointer
 
 INFINITY = float("inf")
@@ -122,6 +122,7 @@ def packed_winner(best_key: Int64, inf_key: Int64) -> Int64:
 @cute.jit
 def finish(
     args,
+    out,
     block_b: cutlass.Constexpr,
     stamps: cutlass.Constexpr,
     row_block,
@@ -133,8 +134,8 @@ def finish(
     barrier,
 ):
     """The end of a launch, for one warpgroup. ``published``: the barrier after which all of the CTA's keys are published;
-    ``barrier``: of these threads; ``last``: ``LAST_WORDS`` int32 of shared memory; ``stamps``: the last CTA's times,
-    for ``benchmarks.exchange``, into the four words before the workspace."""
+    ``barrier``: of these threads; ``out``: of a kernel with logits; ``last``: ``LAST_WORDS`` int32 of shared memory;
+    ``stamps``: the last CTA's times, for ``benchmarks.exchange``, into the four words before the workspace."""
     total = args.draws()
     counter = global_pointer(Int64, slots.counter(args.workspace, total, row_block))
     first = Int64(row_block) * block_b * args.num_samples
@@ -171,6 +172,8 @@ def finish(
         table = peers.agreed(table, last[1] != 0, thread)
         if cutlass.const_expr(stamps):
             _stamp(args, thread, slots.ARRIVED)
+        if cutlass.const_expr(out is not None):
+            floors.settle(args, out, block_b, row_block, thread, _THREADS)
         turns = Int32((count + (at_once * _THREADS - 1)) // (at_once * _THREADS))
         for turn in cutlass.range(turns, unroll=1):
             start = Int64(turn) * (at_once * _THREADS) + thread
@@ -185,10 +188,10 @@ def finish(
             for k in cutlass.range_constexpr(at_once):
                 winners[k] = packed_winner(best_keys[k], inf_keys[k])
                 if (start + k * _THREADS < count) & (not exchanges):
-                    out = winners[k]
+                    result = winners[k]
                     if args.exchange == Int64(TOKENS):
-                        out = token_of_keys(best_keys[k], inf_keys[k])
-                    global_pointer(Int64, args.tokens + (first + start + k * _THREADS) * 8).store(out)
+                        result = token_of_keys(best_keys[k], inf_keys[k])
+                    global_pointer(Int64, args.tokens + (first + start + k * _THREADS) * 8).store(result)
             if exchanges:
                 cute.arch.sync_warp()
                 rows = _rows(first, count, start, tags, lane)

@@ -4,6 +4,9 @@
     0 .. n              of each row and draw, number ``row * num_samples + draw``, the best key whose score is not +inf
     n .. 2 n            of each, the key of the lowest id whose score is +inf
     2 n ..              a counter per block of rows: of its CTAs that are done
+    and of a kernel with ``Features.logits``, behind them (``floors``)
+                        a counter per block of rows: of its CTAs whose first tile's keys are in memory
+                        of each row its floor, once it is known
 
 What keys are, and who reads and writes them in which order, stands in ``reduction``. Some words before the workspace are there
 for kernels that tests and benchmarks compile (``config.Features``). All of this is arithmetic, on numbers on the host and on
@@ -19,9 +22,9 @@ EVALUATED, EVALUATED_WHOLE = 1, 2  # words before the workspace: tokens evaluate
 RECEIVED, SENT, WON, ARRIVED = 1, 2, 3, 4  # and times of the launch's last CTA, of its last row block
 
 
-def words(draws: int, row_blocks: int) -> int:
-    """How many there are. ``draws``: n."""
-    return 2 * draws + row_blocks
+def words(draws: int, row_blocks: int, floors: int = 0) -> int:
+    """How many there are. ``draws``: n; ``floors``: of how many rows."""
+    return 2 * draws + row_blocks + (row_blocks + floors if floors else 0)
 
 
 def best(workspace: Number, number: Number) -> Number:
@@ -37,6 +40,16 @@ def infinite(best: Number, draws: Number) -> Number:
 def counter(workspace: Number, draws: Number, row_block: Number) -> Number:
     """Address of a block's counter."""
     return workspace + (2 * draws + row_block) * WORD
+
+
+def first_tiles(workspace: Number, draws: Number, row_blocks: Number, row_block: Number) -> Number:
+    """Address of a block's counter of first tiles."""
+    return counter(workspace, draws, row_blocks + row_block)
+
+
+def floor(workspace: Number, draws: Number, row_blocks: Number, row: Number) -> Number:
+    """Address of the word of a row's floor."""
+    return counter(workspace, draws, 2 * row_blocks + row)
 
 
 def before(workspace: Number, number: int) -> Number:

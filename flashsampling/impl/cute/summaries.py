@@ -16,15 +16,17 @@ there are four words of them per half chunk, and here is what becomes of them (`
     a warp's codes -> its words                the warp's own search, ``sync_warp``
     all warps' words -> a thread per column    the consumers' named barrier
     that thread -> the next tile's codes       the codes' empty barrier; without codes the consumers' named barrier once more
+    that thread -> who stores its column       the consumers' named barrier once more
 
-The logits are stored while the maxima are found: a store is four columns by 8 tokens, four whole sectors of 32 bytes.
+The logits are stored while the maxima are found: a store is four columns by 8 tokens, four whole sectors of 32 bytes. Where
+rows have floors (``floors``), after the keys: those of chunks that are below are not.
 """
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr, range_constexpr, select_
 
-from . import noise, ptx, reduction
+from . import floors, noise, ptx, reduction
 from .arguments import Arguments, Outputs, Walk
 from .fragments import Fragments
 from .memory import global_pointer
@@ -35,6 +37,7 @@ _AT_ONCE = 8  # half chunks of a thread: as many as there are threads that share
 _LOG2_E = 1.4426950408889634
 _NAN_KEY = 0x7FFFFFFF
 _HIGHEST, _SUM, _FACTOR = 0, 1, 3  # words of a half chunk
+_STORED = _HIGHEST  # of a column, once its keys are made: a bit for each chunk that is to be stored
 
 
 class Summaries:
@@ -71,10 +74,13 @@ class Summaries:
         if sampled == 1:
             self._store_some(args, out, logits, at, args.batch - row0, args.end - token0)
         rows_left = Int32(select_(sampled == 2, args.batch - row0, Int32(0)))
+        floored = out.floors != Int64(0)
+        floor = self._floor(args, out, walk, thread)
         temperatures = self._temperatures(args, out, walk, column0 - 2 * (lane % 4), lane)
         cute.arch.sync_warp()  # the codes have been read
         for first, count in self.groups:
-            self._store(out, logits, at + out.stride * (8 * first), rows_left, first, count)
+            if not floored:
+                self._store(out, logits, at + out.stride * (8 * first), [rows_left] * (2 * count), first, count)
             highest, own = reduction.scatter_max(self._each(self._highest(logits, first, count)), lane)
             shared.codes[self._of_own(_HIGHEST, first, own, warp, lane)] = self._bits(highest)
         if (out.sums != Int64(0)) | (out.raw_sums != Int64(0)):
@@ -88,21 +94,46 @@ class Summaries:
         thread = ptx.settled(thread)
         row = walk.first_row + thread
         if (thread < self.block_b) & (row < args.batch):
-            self._write(args, out, shared, row, walk.tile(iteration), thread)
-        if args.num_samples != 1:  # nobody waits for the codes, which there are none of
+            self._write(args, out, shared, row, walk.tile(iteration), thread, floor)
+        if floored | (args.num_samples != 1):  # nobody waits for the codes, which there are none of
             barrier.arrive_and_wait()
+        if floored:
+            if (iteration == 0) & (thread == 0):
+                floors.count_first_tile(args, self.block_b, walk.first_row // self.block_b)
+            for first, count in self.groups:
+                left = self._left(shared, rows_left, first, count, warp, lane)
+                self._store(out, logits, at + out.stride * (8 * first), left, first, count)
 
     # -- logits
 
     @cute.jit
-    def _store(self, out, logits, at, rows_left, first: cutlass.Constexpr, count: cutlass.Constexpr):
-        """Of some blocks of columns, all tokens."""
+    def _store(self, out, logits, at, left, first: cutlass.Constexpr, count: cutlass.Constexpr):
+        """Of some blocks of columns, all tokens. ``left``: rows, by column."""
         for j in range_constexpr(first, first + count):
             for c in range_constexpr(2):
                 values = [logits[c, r, j, half] for half in range(self.halves) for r in range(2)]
                 places = [32 * r + 256 * half for half in range(self.halves) for r in range(2)]
-                ptx.store_floats(at + out.stride * c, values, places, rows_left, 8 * j + c)
+                ptx.store_floats(at + out.stride * c, values, places, left[2 * (j - first) + c], 8 * j + c)
             at += out.stride * 8
+
+    @cute.jit
+    def _floor(self, args, out, walk, thread) -> Int32:
+        """Of a column, one thread each; on its way while the highest are found."""
+        row = cutlass.min(walk.first_row + thread, args.batch - 1)
+        return floors.load(args, out, self.block_b, row)
+
+    def _left(self, shared, rows_left, first, count, warp, lane) -> list:
+        """``rows_left`` of columns whose chunk of this warp is to be stored, none of others."""
+        left = []
+        for j in range(first, first + count):
+            stored = self._load_two(shared, self._at(_STORED, 0, 8 * j + 2 * (lane % 4), self._first_warp(warp)))
+            bits = [each.bitcast(Uint32) >> Uint32(warp % 4) for each in stored]
+            left += [Int32(select_(bit & Uint32(1) != Uint32(0), rows_left, Int32(0))) for bit in bits]
+        return left
+
+    def _first_warp(self, warp):
+        """Of those that have a warp's columns, that with their first tokens."""
+        return Int32(0) if self.halves == 1 else warp // 4 * 4
 
     @cute.jit
     def _store_some(self, args, out, logits, at, rows_left, tokens_left):
@@ -216,7 +247,7 @@ class Summaries:
     # -- chunks
 
     @cute.jit
-    def _write(self, args, out, shared, row, tile, column):
+    def _write(self, args, out, shared, row, tile, column, floor):
         """One thread, the four chunks of a column."""
         chunks = cute.ceil_div(args.end, 128) * 4
         place = (Int64(row) * chunks + Int64(tile) * 4) * 4
@@ -224,7 +255,8 @@ class Summaries:
         warps = [self._of_column(column, w) for w in range(4)]
         highest = [self._load_halves(shared, _HIGHEST, of_own, warp) for warp in warps]
         top = [cute.arch.fmax(*both, nan=True) for both in highest]
-        ptx.store_four(out.keys + place, [self._key(x) for x in top])
+        keys = [self._key(x) for x in top]
+        ptx.store_four(out.keys + place, keys)
         if (out.sums != Int64(0)) | (out.raw_sums != Int64(0)):
             factor = self._load(shared, self._at(_FACTOR, 0, of_own, self._of_column(column, 0)))
             for kind in range_constexpr(2):
@@ -237,6 +269,10 @@ class Summaries:
                         shares = [self._mass(x, top[w], by) for x in highest[w]]
                         sums += [cute.math.fma(upper, shares[1], lower * shares[0])]
                     ptx.store_four(address + place, [self._bits(total) for total in sums])
+        stored = Uint32(0)
+        for w in range_constexpr(4):
+            stored = stored | Uint32(select_(keys[w] >= floor, Uint32(1 << w), Uint32(0)))
+        shared.codes[self._at(_STORED, 0, of_own, self._of_column(column, 0))] = stored
 
     def _of_column(self, column, w):
         """The warp that has the tokens 16 w of a column, of the lower half."""

@@ -65,6 +65,17 @@ class Summaries(NamedTuple):
     # infinite ones; None where no row has a top-p without a top-k, and no log-probabilities are asked for
     sums: Tensor | None = None
     raw_sums: Tensor | None = None  # likewise at temperature 1; None where nothing is asked for that needs a log-sum-exp
+    # (B,) int32: of each row a key in the order of ``keys``. The logits of chunks with a lower one were not stored: their
+    # memory holds anything, and is not read. None: all are stored, as log-probabilities and records need. A floor is at most
+    #     top-k, 0 < k < V    the key of rank k + k // 4 + 9 among the first 1024; the lowest int32 if there are not so many
+    #     min-p, no top-k     the lowest key that min-p keeps, a little less for rounding: ``least`` in ``logits_pick``
+    #     top-p alone         the lowest int32
+    #     no filter           the highest int32, as of rows whose tokens are known without logits: a temperature below 1e-6 or
+    #                         NaN, a highest logit that is NaN or infinite, a top-p or min-p of NaN, a token -1 in ``drawn``
+    # No bit depends on floors then: ``logits_chunks.kth_highest`` finds a bound that k + k // 4 + 8 columns of chunks reach at
+    # most, or the k-th highest. With one above it, up to the k-th highest of all, the same tokens are kept, but what is before
+    # them may be summed up in another order, and rounded otherwise
+    floors: Tensor | None = None
 
 
 def unsupported(step: Step) -> str | None:
@@ -225,6 +236,7 @@ def pick(step: Step, summaries: Summaries, drawn: Tensor, config: Config = CONFI
     filters, wants_raw = asked.may_filter(), asked.needs_raw_mass()
     assert summaries.sums is not None or not (records is not None or asked.needs_mass(step.vocab_size))
     assert summaries.raw_sums is not None or not wants_raw
+    assert summaries.floors is None or not (wants_raw or records is not None)
     batch, chunks = summaries.keys.shape
     assert chunks == 4 * -(-step.vocab_size // 128)
     size = batch * (3 * config.capacity + _list_length(chunks, config)) if filters or wants_raw else 0
@@ -233,7 +245,7 @@ def pick(step: Step, summaries: Summaries, drawn: Tensor, config: Config = CONFI
     told = (summaries.keys, summaries.sums, raw_keys, summaries.raw_sums if wants_raw else None, drawn, None)
     common = _arguments(step, told, 1)
     flags = _flags(asked, _pdl(logits.device, config), config, records is not None)
-    return _launch_pick(step, common, candidates, flags, True, 1, config, records)
+    return _launch_pick(step, common, candidates, flags, True, 1, config, records, summaries.floors)
 
 
 def _launch_pick(
@@ -245,6 +257,7 @@ def _launch_pick(
     blocks: int,
     config: Config,
     records: Records | None = None,
+    floors: Tensor | None = None,
 ) -> Drawn:
     asked, batch, device = step.asked, common[0].shape[0], candidates.device
     places = layout(batch, step.num_samples, asked)
@@ -262,6 +275,7 @@ def _launch_pick(
 
     pick_kernel[(batch,)](
         *common,
+        floors,
         candidates,
         ids,
         part(values, "logprobs"),

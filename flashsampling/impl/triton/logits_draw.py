@@ -19,6 +19,7 @@ from .logits_source import (
     reaches,
     score_factors,
     sparse_entries,
+    stored,
     value_of,
 )
 from .logits_source import word_of as word_of_token
@@ -172,7 +173,7 @@ def draw_from_row(
                 live = id < tokens.count
                 ids = ids + (id,)
                 there = there + (live,)
-                raw = raw + (raw_logits(tokens.source, id, live, HEAD),)
+                raw = raw + (raw_logits(tokens.source, id, stored(tokens.source, id, live), HEAD),)
             entries = tl.full((ENTRIES,), -1, tl.int32)
             if tokens.source.bias_ids is not None:
                 entries = sparse_entries(tokens.source, ENTRIES)

@@ -84,7 +84,7 @@ def _kept_of_equal(vocab_size, top_k, top_p, min_p, by_top_k, by_top_p):
     ],
     do_not_specialize_on_alignment=[
         "ids_ptr", "logprobs_ptr", "processed_ptr", "ranks_ptr", "top_ids_ptr", "top_logprobs_ptr", "given_ids", "given_ptr",
-        "lse_ptr", "limits_ptr", "masses_ptr",
+        "lse_ptr", "limits_ptr", "masses_ptr", "floors_ptr",
     ],
 )  # fmt: skip
 def pick_kernel(
@@ -131,6 +131,7 @@ def pick_kernel(
     num_samples: tl.int32,
     stream: tl.int32,
     blocks: tl.int32,
+    floors_ptr,  # if DRAWN, (B,) int32: logits of chunks with a lower key are not there; None: all are
     candidates_ptr,  # (B, 3 * CAPACITY + LIST) int32: keys, ids, masses, a list of chunks
     ids_ptr,  # (B, num_samples) int64, out
     logprobs_ptr,  # (B, num_samples) float32, out; None if nobody asks, as the following
@@ -177,6 +178,7 @@ def pick_kernel(
     source = Source(
         row.to(tl.int64), logits, logits_stride, vocab_size, bias, logit_scale, soft_cap, dense_bias, bias_ids, bias_values,
         bias_count, ids_stride, values_stride, counts, counts_stride, repetition, frequency, presence, token_mask, mask_stride,
+        keys_ptr, floors_ptr,
     )  # fmt: skip
     temperature = row_f32(temperature_at, temperature_value, row)
     scale = mass_scale(temperature)
@@ -286,6 +288,8 @@ def pick_kernel(
                 at_least = tl.log2(tl.minimum(min_p, 1.0)) - 0.01
                 lowest_kept = top + at_least / scale - tl.minimum(tl.abs(top), LARGEST) * 1e-6
                 least = tl.maximum(key_of(tl.where(top == float("inf"), top, lowest_kept)), least)
+            if floors_ptr is not None:  # what is kept is not lower, and chunks that are lower cannot be read
+                least = tl.maximum(least, tl.load(floors_ptr + row))
             target = row_mass * top_p * 1.00001  # as the search will ask for, and what rounding may take
             bound = least
             count = tl.full((), 0, tl.int32)
@@ -369,7 +373,7 @@ def pick_kernel(
         if top_ids_ptr is not None:
             raw_source = Source(
                 far, logits, logits_stride, vocab_size, bias, logit_scale, soft_cap, None, None, None, 0, 0, 0, None, 0,
-                1.0, 0.0, 0.0, None, 0,
+                1.0, 0.0, 0.0, None, 0, None, None,
             )  # fmt: skip
             write_top(
                 raw_source, raw_keys, raw_highest, lse, list_ptr, cand_keys, cand_ids, cand_masses,

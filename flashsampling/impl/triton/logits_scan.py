@@ -219,6 +219,7 @@ def scan_kernel(
     source = Source(
         row.to(tl.int64), logits, logits_stride, vocab_size, bias, logit_scale, soft_cap, dense_bias, bias_ids, bias_values,
         bias_count, ids_stride, values_stride, counts, counts_stride, repetition, frequency, presence, token_mask, mask_stride,
+        None, None,
     )  # fmt: skip
     column = column_tokens(COLUMNS)
     tokens = ()

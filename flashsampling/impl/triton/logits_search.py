@@ -32,6 +32,7 @@ from .logits_source import (
     reaches,
     scatter,
     sparse_entries,
+    stored,
     value_of,
 )
 from .reductions import lowest_and_highest, sums_of_three
@@ -63,7 +64,7 @@ def tile_of(tokens, first, WHOLE: tl.constexpr, TILE: tl.constexpr, HEAD: tl.con
     index = first + tl.arange(0, TILE)
     live = index < tokens.count
     if WHOLE:
-        raw = raw_logits(tokens.source, index, live, HEAD)
+        raw = raw_logits(tokens.source, index, stored(tokens.source, index, live), HEAD)
         entries = tl.full((ENTRIES,), -1, tl.int32)
         if tokens.source.bias_ids is not None:
             entries = sparse_entries(tokens.source, ENTRIES)

@@ -52,6 +52,8 @@ class Source(NamedTuple):
     presence: object
     token_mask: object
     mask_stride: object
+    chunk_keys: object  # (B, chunks) int32; of no account without ``floors``
+    floors: object  # (B,) int32: the logits of chunks with a lower key are not there, see ``stored``
 
 
 @triton.jit
@@ -190,11 +192,21 @@ def processed_logits(source, raw, tokens, live, entries, ENTRIES: tl.constexpr):
 
 
 @triton.jit
+def stored(source, tokens, live):
+    """Which of the live tokens' logits are in memory: of a chunk below the row's floor nothing is, and what lies there is not
+    to be read. All that reads a row without having chosen chunks by their keys asks, and takes those for -inf."""
+    if source.floors is not None:
+        keys = source.chunk_keys + source.row * chunks_in(source.vocab_size)
+        live = live & (tl.load(keys + chunk_of(tokens), mask=live, other=0) >= tl.load(source.floors + source.row))
+    return live
+
+
+@triton.jit
 def both_logits_of(source, token, HEAD: tl.constexpr, ENTRIES: tl.constexpr):
     """Raw and processed logit of one token of the row, two numbers."""
     tokens = token + tl.arange(0, 1)
     live = (tokens >= 0) & (tokens < source.vocab_size)
-    raw = raw_logits(source, tokens, live, HEAD)
+    raw = raw_logits(source, tokens, stored(source, tokens, live), HEAD)
     entries = tl.full((ENTRIES,), -1, tl.int32)
     if source.bias_ids is not None:
         entries = sparse_entries(source, ENTRIES)

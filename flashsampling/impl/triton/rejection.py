@@ -132,8 +132,8 @@ def accept_kernel(
     frequency = row_f32(frequency_at, frequency_value, row)
     presence = row_f32(presence_at, presence_value, row)
     source = Source(
-        row, logits, logits_stride, vocab_size, bias, logit_scale, soft_cap, dense_bias, bias_ids, bias_values,
-        bias_count, ids_stride, values_stride, counts, counts_stride, repetition, frequency, presence, token_mask, mask_stride,
+        row, logits, logits_stride, vocab_size, bias, logit_scale, soft_cap, dense_bias, bias_ids, bias_values, bias_count,
+        ids_stride, values_stride, counts, counts_stride, repetition, frequency, presence, token_mask, mask_stride, None, None,
     )  # fmt: skip
     _, x = both_logits_of(source, token, HEAD, ENTRIES)
     first_kept, least_mass, kept_mass, top, greedy_token = _load_record(limits, masses, row)
@@ -242,6 +242,7 @@ def recover_kernel(
         source = Source(
             row, logits, logits_stride, vocab_size, bias, logit_scale, soft_cap, dense_bias, bias_ids, bias_values, bias_count,
             ids_stride, values_stride, counts, counts_stride, repetition, frequency, presence, token_mask, mask_stride,
+            None, None,
         )  # fmt: skip
         first_kept, least_mass, kept_mass, top, greedy_token = _load_record(limits, masses, row)
         scale = mass_scale(row_f32(temperature_at, temperature_value, row))

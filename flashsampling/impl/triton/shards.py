@@ -65,6 +65,7 @@ def process_kernel(
         row.to(tl.int64), logits, logits_stride, vocab_size, bias, logit_scale, soft_cap, dense_bias, bias_ids, bias_values,
         bias_count, ids_stride, values_stride, counts, counts_stride, row_f32(repetition_at, repetition_value, row),
         row_f32(frequency_at, frequency_value, row), row_f32(presence_at, presence_value, row), token_mask, mask_stride,
+        None, None,
     )  # fmt: skip
     token = first + tl.arange(0, BLOCK)
     live = token < vocab_size
