@@ -247,6 +247,12 @@ def test_what_a_request_makes_of_a_step(monkeypatch, asked, temperature, expecte
     assert drawn is arguments.tokens
 
 
+def test_the_sample_of_floors_is_in_columns_of_their_own():
+    """Which ``floor_rank`` takes for granted: of a row's chunks those ``width`` apart share one."""
+    logits = pytest.importorskip("flashsampling.impl.triton.logits")
+    assert FLOOR_KEYS <= logits.CONFIG.width
+
+
 def test_no_floors_of_a_top_k_beyond_their_sample():
     """What a number says is known before the launch; a tensor's rows are looked at in it."""
     matrix, of_rows = torch.zeros(BATCH, DIM, dtype=torch.bfloat16), torch.zeros(BATCH)
