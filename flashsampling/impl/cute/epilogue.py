@@ -153,10 +153,8 @@ class SampleEpilogue:
                     token0 = self.fragments.token(walk.first_token(iteration), ptx.settled(thread))
                     self.searching.mask(args, logits, token0)
                 if args.num_samples != 0:
-                    masked, of_tile_thread = asked.token_mask != Int64(0), ptx.settled(thread)
-                    self.searching.tile(
-                        args, walk, of_tile, logits, words, Int32(2), masked, iteration, of_tile_thread, barrier
-                    )
+                    masked, same = asked.token_mask != Int64(0), ptx.settled(thread)
+                    self.searching.tile(args, walk, of_tile, logits, words, Int32(2), masked, iteration, same, barrier)
                 if const_expr(self.summaries is not None):
                     self.summaries.tile(args, out, walk, of_tile, logits, sampled, iteration, ptx.settled(thread), barrier)
                 thread = ptx.settled(thread)
