@@ -12,7 +12,7 @@ from flashsampling.exchange import WHOLE, Shard
 from flashsampling.impl.cute import asked as module
 from flashsampling.impl.cute import config, launch, slots
 from flashsampling.impl.cute.arguments import Arguments, LaunchArguments, Operands, Processing
-from flashsampling.impl.cute.config import FLOOR_KEYS, KINDS, NO_FLOORS, NO_PROCESSING, floor_rank
+from flashsampling.impl.cute.config import FLOOR_KEYS, KINDS, NO_FLOORS, NO_PROCESSING
 from flashsampling.noise import Stream
 from flashsampling.step import PLAIN, Asked, Drawn, Step
 
@@ -253,21 +253,22 @@ def test_the_sample_of_floors_is_in_columns_of_their_own():
     assert logits.CONFIG.width >= FLOOR_KEYS
 
 
-def test_no_floors_of_a_top_k_beyond_their_sample():
-    """What a number says is known before the launch; a tensor's rows are looked at in it."""
-    matrix, of_rows = torch.zeros(BATCH, DIM, dtype=torch.bfloat16), torch.zeros(BATCH)
-    most = max(k for k in range(FLOOR_KEYS) if floor_rank(k) <= FLOOR_KEYS)
-    step = Step(matrix, matrix, 1.0, 7, 11, 1, 4 * FLOOR_KEYS)
+def test_floors_are_made_room_for_by_kind():
+    """Which ``pick`` is compiled for: a number's value is none, or a warm-up with another would not do."""
+    matrix, of_rows, vocab = torch.zeros(BATCH, DIM, dtype=torch.bfloat16), torch.zeros(BATCH), 4 * FLOOR_KEYS
+    step = Step(matrix, matrix, 1.0, 7, 11, 1, vocab)
     for asked, some in (
-        (Asked(top_k=most), True),
-        (Asked(top_k=most + 1), False),
-        (Asked(top_k=most + 1, min_p=of_rows), False),
-        (Asked(top_k=4 * FLOOR_KEYS, min_p=of_rows), True),
+        *((Asked(top_k=k), True) for k in (1, 50, FLOOR_KEYS, vocab - 1)),
+        *((Asked(top_k=k), False) for k in (-1, 0, vocab)),
+        (Asked(top_k=vocab, min_p=of_rows), True),
         (Asked(top_k=of_rows.int()), True),
+        (Asked(min_p=1e-30), True),
         (Asked(top_p=0.9), False),
         (Asked(top_k=5, logprobs=True), False),
     ):
         assert (module._floors_of(step._replace(asked=asked)) is not None) == some
+    with pytest.raises(AssertionError):
+        module.with_logits(step, 0, None, floors=of_rows.int())
 
 
 @pytest.mark.parametrize("num_samples", [1, SAMPLES])

@@ -205,6 +205,22 @@ def test_with_what_requests_ask_for(device):
         assert [set(kernel.device_caches[device.index][0]) for kernel in kernels] == made
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("asked", [{"top_k": (50, 404)}, {"top_k": (404, 1)}, {"min_p": (0.5, 1e-6)}, {"top_p": (0.5, 0.9)}])
+def test_a_number_of_another_value_compiles_nothing(asked, device):
+    """Also where the kernel before ``pick`` leaves out chunks for the one and not for the other."""
+    if device.type != "cuda":
+        pytest.skip("nothing is compiled")
+    from flashsampling.impl.triton import logits_pick
+
+    problem = make_problem(20, 3000, 16, device, torch.bfloat16)
+    ((name, (first, second)),) = asked.items()
+    flashsampling.warmup(problem.weight, max_batch_size=20, **{name: first})
+    made = set(logits_pick.pick_kernel.device_caches[device.index][0])
+    flashsampling.sample(problem.hidden_states, problem.weight, temperature=0.7, **{name: second})
+    assert set(logits_pick.pick_kernel.device_caches[device.index][0]) == made
+
+
 @pytest.mark.parametrize("use_tma", [False, True])
 def test_keys_of_the_cache_for_what_requests_ask_for(use_tma, monkeypatch, device):
     """Of the three kernels behind a request, where parts of one allocation lie too: any batch has the keys that warmup made."""

@@ -21,7 +21,7 @@ from torch import Tensor
 from ...exchange import WHOLE
 from ...step import PLAIN, Asked, Drawn, Recorded, Step, row_argument
 from . import launch
-from .config import FLOOR_KEYS, KINDS, NO_FLOORS, NO_PROCESSING, TILE_V, TileConfig, floor_rank
+from .config import KINDS, NO_FLOORS, NO_PROCESSING, TILE_V, TileConfig
 
 
 @functools.cache
@@ -110,15 +110,12 @@ def run(step: Step, config: TileConfig | None = None) -> Drawn:
 
 
 def _floors_of(step: Step) -> Tensor | None:
-    """Room for the rows' floors, where some row may get one, and what is below is asked for by nobody."""
+    """Room for the rows' floors, where some row may get one, and what is below is asked for by nobody. It is a matter of the
+    request's kind, not of numbers, since ``pick`` is compiled for it: also where a top-k is too great for the sample."""
     asked = step.asked
-    if isinstance(asked.top_k, Tensor):
-        some = True
-    elif 0 < asked.top_k < step.vocab_size:
-        some = floor_rank(asked.top_k) <= FLOOR_KEYS
-    else:
-        some = isinstance(asked.min_p, Tensor) or asked.min_p > 0.0
-    if asked.needs_raw_mass() or not some:
+    by_top_k = isinstance(asked.top_k, Tensor) or 0 < asked.top_k < step.vocab_size
+    by_min_p = isinstance(asked.min_p, Tensor) or asked.min_p > 0.0
+    if asked.needs_raw_mass() or not (by_top_k or by_min_p):
         return None
     return torch.empty(len(step.hidden_states), dtype=torch.int32, device=step.hidden_states.device)
 
@@ -169,6 +166,7 @@ def with_logits(
         summaries: keys (B, chunks) int32 and as many float32 twice: see ``arguments.Outputs``.
         drawn: (B * num_samples,) int64, the tokens without any filter; of no draws as ``launch.run`` says.
     """
+    assert floors is None or draws == 1, "the kernel's warps wait for each other by the codes of its one draw"
     batch, vocab_size, device = step.hidden_states.shape[0], step.vocab_size, step.hidden_states.device
     chunks = -(-vocab_size // TILE_V) * 4
     logits = torch.empty((batch, -(-vocab_size // 4) * 4), dtype=torch.float32, device=device)

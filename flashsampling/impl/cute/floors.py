@@ -67,8 +67,8 @@ def find(
     lane,
 ):
     """One warp of every CTA. ``done``: of shared memory, how many of the ``consumers``' warps have finished."""
-    if out.floors != Int64(0):
-        tiles = Int64(cutlass.min(ctas, cute.ceil_div(args.end, TILE_V)))
+    if (out.floors != Int64(0)) & (ctas < cute.ceil_div(args.end, TILE_V)):  # else no CTA has a second tile
+        tiles = Int64(ctas)
         counter = _counter(args, block_b, row_block)
         seen, over = Boolean(False), Boolean(False)
         while (not seen) & (not over):
@@ -76,7 +76,7 @@ def find(
             seen = cute.arch.vote_all_sync(cute.arch.load(counter, Int64, sem="acquire", scope="gpu") == tiles)
             finished = cute.arch.load(done.iterator, Int32, sem="acquire", scope="cta") == consumers
             over = cute.arch.vote_any_sync(finished)
-        if seen:
+        if seen & (not over):
             rows = cutlass.min(args.batch - walk.first_row, block_b)
             for column in cutlass.range(walk.first_tile, rows, ctas, unroll=1):
                 row = walk.first_row + column
@@ -170,7 +170,8 @@ def _least_probable(keys, min_p, temperature) -> Int32:
     top = (highest ^ ((highest >> Int32(31)) & Int32(0x7FFFFFFF))).bitcast(Float32)
     ratio = cute.math.log2(cute.arch.fmin(min_p, Float32(1.0)), fastmath=True) - Float32(0.02)
     magnitude = cute.arch.fmin(cute.math.abs(top), Float32(_LARGEST))
-    least = top + ratio * (temperature * Float32(_LN2)) - magnitude * Float32(2e-6)
+    below = ptx.multiply(ratio, ptx.multiply(temperature, Float32(_LN2)))  # it overflows where pick's does
+    least = top + below - magnitude * Float32(2e-6)
     bits = least.bitcast(Int32)
     key = bits ^ ((bits >> Int32(31)) & Int32(0x7FFFFFFF))
     return Int32(select_(least != least, Int32(LOWEST), key))
