@@ -170,7 +170,7 @@ def test_kernels_do_it_too(impl):
         step = mix.of_a_head(mix.make(vocab=mix.random.choice((70, 130, 300))))
         if not step.asked.names():
             continue
-        dtype = torch.float32 if DEVICE.type == "cpu" else torch.bfloat16
+        dtype = torch.float32 if impl == "triton" and DEVICE.type == "cpu" else torch.bfloat16
         step = step._replace(hidden_states=step.hidden_states.to(dtype), weight=step.weight.to(dtype))
         ours, _ = run(step, cut(mix, step.vocab_size), impl)
         agrees(ours, step, 1e-4 if step.asked.soft_cap else 3e-5)
@@ -227,6 +227,17 @@ def test_ties_at_the_edge_go_to_the_lowest_ids_of_all_shards(ranges):
     for k, p in ((45, 1.0), (42, 0.5), (5, 0.3)):  # searched for, or by the places of a few
         rows = Asked(top_k=torch.tensor([k]), top_p=p)
         assert kept_by(rows, ranges, 100) == kept_by(Asked(top_k=k, top_p=p), ranges, 100) == set(range(math.ceil(k * p)))
+
+
+@pytest.mark.parametrize("ranges", RANGES)
+@pytest.mark.parametrize(("less", "many"), [(5.0, 2), (8.0, 1)])
+def test_min_p_of_one_ends_where_fp64_rounds_to_one(ranges, less, many):
+    bias = torch.full((100,), -INF)
+    bias[[30, 70]] = torch.tensor([-less, 0.0])
+    step = flat(1, 100, Asked(min_p=1.0, dense_bias=bias), temperature=1e17, num_samples=100, seed=7)
+    drawn, _ = run(step, ranges)
+    assert set(drawn.ids.tolist()) == set([70, 30][:many])
+    assert torch.equal(ops.sample(step, "reference").ids, drawn.ids)
 
 
 def test_masks_leave_tokens_of_one_shard_or_none():

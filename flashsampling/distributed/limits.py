@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ..exchange import NAN
 from ..impl import filters
-from ..impl.filters import HIGHEST, LOWEST, column, keys_of, places_of, relative, values_of
+from ..impl.filters import HIGHEST, LOWEST, column, keys_of, places_of, relative, share_of_best, values_of
 from ..step import Step
 
 FEW = 128  # tokens, at most, of which a rank sends the places: no more messages than a search takes
@@ -66,7 +66,7 @@ class Scale(NamedTuple):
 
     def share(self, logits: Tensor) -> Tensor:
         """(B, n) float64: what logits (B, n) have of the highest token's mass."""
-        return relative(logits, self.temperature, self.top[:, None]).exp().clamp(max=1.0)  # above it are keys of no token
+        return share_of_best(relative(logits, self.temperature, self.top[:, None])).clamp(max=1.0)  # above are keys of no token
 
     def of(self, logits: Tensor) -> Tensor:
         """(B, n) int64: masses of logits (B, n)."""
@@ -307,7 +307,7 @@ def of_min_p(
         return torch.full_like(ratio, LOWEST, dtype=torch.int64)
 
     def least(logits: Tensor, top: Tensor, temperature: Tensor, ratio: Tensor) -> Tensor:
-        passes = relative(logits, temperature, top[:, None]).exp() >= ratio[:, None]
+        passes = share_of_best(relative(logits, temperature, top[:, None])) >= ratio[:, None]
         return torch.where(passes, keys_of(logits).long() << 31, HIGHEST).amin(dim=1)
 
     limits = by_rows(least, logits, scale.top, scale.temperature, ratio)

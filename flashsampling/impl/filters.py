@@ -99,6 +99,14 @@ def relative(
     return torch.where(wide.isneginf(), wide, below)  # at an infinite temperature too
 
 
+def share_of_best(
+    below: Tensor,  # float64, from 0 down: ``relative``
+) -> Tensor:
+    """float64: a token's probability over that of the best. Next to 1 rounded to the nearest, as min-p of 1 asks; torch's own
+    exponential is an ulp off there on processors with AVX-512."""
+    return torch.where(below > -(2.0**-30), 1.0 + below, below.exp())
+
+
 def kept(
     logits: Tensor,  # (B, V), processed
     temperature: Tensor,  # (B,) float32
@@ -116,7 +124,7 @@ def kept(
     places = torch.arange(vocab_size, device=device)
     k, p, ratio = column(top_k, device, torch.int64), column(top_p, device), column(min_p, device)
     in_top_k = (places < k) | (k <= 0)
-    mass = torch.where(in_top_k, relative(ordered, temperature).exp(), 0.0)
+    mass = torch.where(in_top_k, share_of_best(relative(ordered, temperature)), 0.0)
     before = mass.cumsum(dim=-1) - mass
     in_top_p = (before < p.double() * mass.sum(dim=-1, keepdim=True)) | (p >= 1)
     in_min_p = mass >= ratio.double()  # of a ratio up to 0 all

@@ -33,7 +33,7 @@ def _share(x, top, temperature):
     divisor = tl.where(temperature < GREEDY_BELOW, 1.0, temperature).to(tl.float64)
     below = tl.where(wide == best, 0.0, (wide - best) / divisor)
     below = tl.where(x == float("-inf"), wide, below)
-    share = tl.exp(below)
+    share = tl.where(below > -(2.0**-30), 1.0 + below, tl.exp(below))  # as ``filters.share_of_best``
     return tl.where(below != below, 0.0, tl.where(share > 1.0, 1.0, share))
 
 
