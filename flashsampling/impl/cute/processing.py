@@ -220,6 +220,7 @@ def _tanh(x) -> Float32:
     above = ptx.multiply(x, cute.math.fma(x2, cute.math.fma(x, x, Float32(105.0)), Float32(945.0)))
     below = cute.math.fma(x2, cute.math.fma(x2, Float32(15.0), Float32(420.0)), Float32(945.0))
     e = ptx.exp2(ptx.multiply(cute.math.abs(x), Float32(-2.0 * _LOG2_E)))
-    far = ptx.divide(ptx.subtract(Float32(1.0), e), ptx.add(e, Float32(1.0)))
+    far = ptx.subtract(Float32(1.0), e)
     far = Float32(select_(x < Float32(0.0), -far, far))
-    return Float32(select_(cute.math.abs(x) < Float32(0.6), ptx.divide(above, below), far))
+    is_near = cute.math.abs(x) < Float32(0.6)  # one division, of what is chosen
+    return ptx.divide(Float32(select_(is_near, above, far)), Float32(select_(is_near, below, ptx.add(e, Float32(1.0)))))

@@ -109,10 +109,11 @@ def scatter(pointer, value, mask):
 def _tanh(x):
     """Within 3e-7 of tanh, relatively: a continued fraction near 0, exponentials elsewhere. Triton has none of its own."""
     x2 = x * x
-    near = x * (945.0 + x2 * (105.0 + x2)) / (945.0 + x2 * (420.0 + x2 * 15.0))
     e = exp2(tl.abs(x) * (-2.0 * LOG2E))
-    far = (1.0 - e) / (1.0 + e)
-    return tl.where(tl.abs(x) < 0.6, near, tl.where(x < 0.0, -far, far))
+    is_near = tl.abs(x) < 0.6  # one division, of what is chosen
+    above = tl.where(is_near, x * (945.0 + x2 * (105.0 + x2)), tl.where(x < 0.0, e - 1.0, 1.0 - e))
+    below = tl.where(is_near, 945.0 + x2 * (420.0 + x2 * 15.0), 1.0 + e)
+    return above / below
 
 
 @triton.jit
