@@ -1,3 +1,4 @@
+import importlib
 import importlib.util
 import os
 from collections.abc import Iterator
@@ -5,9 +6,20 @@ from collections.abc import Iterator
 import torch
 
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton: its kernels then run in numpy on the CPU
+    # before anything imports triton: its kernels then run in numpy; or, compiled for Hopper, on the machine of tests.ptx
+    os.environ["TRITON_INTERPRET"] = "0" if os.environ.get("FLASHSAMPLING_COMPILED") else "1"
 
 import pytest
+
+from tests import ptx
+
+COMPILED = os.environ.get("TRITON_INTERPRET") == "0" and not torch.cuda.is_available()
+# by name: benchmarks, which import this too, need not what it needs
+hopper = importlib.import_module("tests.ptx.hopper") if not torch.cuda.is_available() and ptx.why_not() is None else None
+if hopper is not None:
+    hopper.install()
+    if COMPILED:
+        importlib.import_module("tests.ptx.jit").install()
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
@@ -15,6 +27,15 @@ DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device(
 @pytest.fixture
 def device() -> torch.device:
     return DEVICE
+
+
+@pytest.fixture
+def no_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Hopper kernel takes what it takes, also where there is no GPU."""
+    if hopper is not None:
+        from flashsampling.impl.cute import config
+
+        monkeypatch.setattr(config, "_device_cannot", hopper.REAL["_device_cannot"])
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +47,7 @@ def _seeded() -> None:
 def _no_tensor_in_a_constexpr() -> Iterator[None]:
     """To Triton's interpreter ``constexpr - tensor`` is a constexpr. Up to 3.6 a builtin takes that, from 3.7 on
     (triton-lang/triton#8785) it does not; torch's CPU builds are tested with 3.6, and 3.7 is what PyPI's bring."""
-    if DEVICE.type == "cuda" or importlib.util.find_spec("triton") is None:
+    if DEVICE.type == "cuda" or COMPILED or importlib.util.find_spec("triton") is None:
         yield
         return
     from triton.language.core import constexpr

@@ -1,6 +1,7 @@
 """Sampling problems for the tests, and the one statement of when two implementations agree."""
 
 import importlib.util
+import os
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
@@ -15,16 +16,27 @@ from flashsampling.backends import BACKENDS
 from flashsampling.distributed import TensorParallel
 from flashsampling.exchange import Shard
 from flashsampling.impl import reference
+from flashsampling.impl.cute.config import CONFIGS
 from flashsampling.step import Step
+from tests import ptx
 
 
 def _runs_cute() -> bool:
+    """On a Hopper GPU; without any GPU on the machine of ``tests.ptx``."""
+    if not torch.cuda.is_available():
+        return ptx.why_not() is None
     packages = all(importlib.util.find_spec(name) for name in ("cutlass", "tvm_ffi"))
-    return packages and torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+    return packages and torch.cuda.get_device_capability() == (9, 0)
 
 
 KERNELS = ("triton", "cute") if _runs_cute() else ("triton",)
 IMPLEMENTATIONS = ("streaming", *KERNELS)
+NEEDS_CUTE = pytest.mark.skipif("cute" not in KERNELS, reason="needs a Hopper GPU, or none and gcc, and the CuTe DSL")
+
+# shapes of the Hopper kernel; without a GPU, where each is compiled for half a minute, some, unless all are wanted: one CTA and
+# two, one instruction and two, one buffer of codes and two
+ALL_SHAPES = torch.cuda.is_available() or bool(os.environ.get("FLASHSAMPLING_ALL_SHAPES"))
+CUTE_SHAPES = CONFIGS if ALL_SHAPES else tuple(CONFIGS[number] for number in (0, 3, 8, 15))
 
 
 @dataclass

@@ -69,7 +69,7 @@ def test_a_row_of_the_table_is_an_implementation(toy):
         dist.destroy_process_group()
 
 
-def test_what_a_backend_does_not_do_is_refused_by_name(toy, monkeypatch):
+def test_what_a_backend_does_not_do_is_refused_by_name(toy, monkeypatch, no_machine):
     """Never done as if it had not been asked for."""
     step = make_problem(3, 300, 16, CPU).step()
     recovery = step._replace(asked=Asked(stream=Stream.RECOVERY))

@@ -10,7 +10,7 @@ import torch
 
 import flashsampling
 from flashsampling import LMHeadSampler, workspace
-from tests.problems import KERNELS, assert_agreement, make_problem
+from tests.problems import KERNELS, NEEDS_CUTE, assert_agreement, make_problem
 
 pytestmark = pytest.mark.gpu
 
@@ -189,7 +189,7 @@ print("captured")
     assert "captured" in run.stdout, run.stderr[-3000:]
 
 
-@pytest.mark.skipif("cute" not in KERNELS, reason="needs a Hopper GPU and the CuTe DSL")
+@NEEDS_CUTE
 def test_a_shape_may_be_compiled_while_a_graph_is_captured(device, tmp_path):
     """A batch of another size before met no capture, and the cache is empty."""
     code = """
@@ -327,7 +327,7 @@ def test_any_device_index(kernel):
     assert_agreement(problem.sample(kernel), problem)
 
 
-@pytest.mark.skipif("cute" not in KERNELS, reason="needs a Hopper GPU and the CuTe DSL")
+@NEEDS_CUTE
 def test_cute_compiles_nothing_after_warmup(device, monkeypatch):
     """No batch size does; and what is on disk is not compiled again."""
     from flashsampling.impl.cute import cache, launch
@@ -348,7 +348,7 @@ def test_cute_compiles_nothing_after_warmup(device, monkeypatch):
     assert torch.equal(problem.sample("cute"), expected)
 
 
-@pytest.mark.skipif("cute" not in KERNELS, reason="needs a Hopper GPU and the CuTe DSL")
+@NEEDS_CUTE
 def test_cute_from_many_threads_at_once(device):
     """The first calls race for the cache, all of them for the stream's workspace; each has its own stream."""
     from flashsampling.impl.cute import cache, launch

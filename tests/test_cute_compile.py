@@ -14,21 +14,12 @@ import torch
 
 if not all(importlib.util.find_spec(name) for name in ("cutlass", "tvm_ffi")):
     pytest.skip("needs the cute extra", allow_module_level=True)
+pytest.importorskip("filelock")
+
+from flashsampling.impl.cute.config import CONFIGS, KINDS
+from tests.ptx import hopper
 
 ROOT = Path(__file__).parent.parent
-DISASSEMBLE = """
-import sys
-from pathlib import Path
-import cutlass
-from flashsampling.impl.cute.config import CONFIGS, KINDS
-from flashsampling.impl.cute.kernel import compile_kernel
-
-dtype = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}[sys.argv[1]]
-config = CONFIGS[int(sys.argv[2])]
-features = KINDS[sys.argv[4]]._asdict()
-compile_kernel(dtype, config, f"--gpu-arch sm_90a --keep-cubin --dump-dir {sys.argv[3]}", **features)
-print(config.stages)
-"""
 WIDTHS = (8, 16, 32, 48, 64, 96, 128, 144, 160, 176, 192, 192, 208, 224, 240, 256)
 SHAPES = [("bf16", index, n) for index, n in enumerate(WIDTHS)] + [("fp16", 4, 64)]
 OFTEN = [0, 4, 9, 11, 15]  # of WIDTHS: what is compiled here, 15 s each; the others where there is a GPU
@@ -64,11 +55,11 @@ def test_every_batch_has_a_shape():
     [pytest.param(*shape, "plain", marks=[] if shape[1] in OFTEN else [pytest.mark.gpu, pytest.mark.slow]) for shape in SHAPES]
     + [(*shape, kind) for kind, shapes in OF_KIND.items() for shape in shapes],
 )
-def test_compiles_for_hopper(dtype, index, block_b, kind, tmp_path):
+def test_compiles_for_hopper(dtype, index, block_b, kind):
     triton = pytest.importorskip("triton")  # for its disassembler
-    stages = int(run(DISASSEMBLE, dtype, str(index), str(tmp_path), kind, architecture="sm_90a"))
-    assert stages >= 4
-    (cubin,) = tmp_path.glob("*.cubin")
+    shape = CONFIGS[index]
+    assert shape.stages >= 4
+    cubin = hopper.compiled({"bf16": torch.bfloat16, "fp16": torch.float16}[dtype], shape, KINDS[kind], "cubin")
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     sass = subprocess.run([tools / "nvdisasm", "-c", cubin], capture_output=True, text=True, check=True).stdout
     products = re.findall(r"HGMMA\.64x(\d+)x16", sass)

@@ -10,7 +10,7 @@ from flashsampling import ops, sample
 from flashsampling.backends import BACKENDS
 
 
-def test_doctor_says_what_serves_and_why_nothing_faster_does(capsys, monkeypatch, tmp_path):
+def test_doctor_says_what_serves_and_why_nothing_faster_does(capsys, monkeypatch, tmp_path, no_machine):
     monkeypatch.setenv("FLASHSAMPLING_CACHE_DIR", str(tmp_path))
     command.main(["doctor"])
     out = capsys.readouterr().out

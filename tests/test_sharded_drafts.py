@@ -26,7 +26,7 @@ from tests.conftest import DEVICE
 from tests.drafting import Drafted as Problem
 from tests.drafting import make_drafted, sure_of
 from tests.mixes import Mix
-from tests.problems import KERNELS
+from tests.problems import KERNELS, fit
 from tests.test_sharded_requests import Stub, cut, flat, run
 from tests.test_verify import differences
 from tests.test_verify_distribution import binomial
@@ -133,6 +133,9 @@ def test_kernels_do_it_too(impl, ranks):
     requests = accepted = 0
     for seed in (1, 2, 5):
         problem = make_drafted(seed + 10**7, "rejection", head=True, poisoned=False, sizes=(2, 2, 150), wanted=("top_k",))
+        assert problem.weight is not None
+        states = fit(impl, problem.states.flatten(0, 1)).unflatten(0, problem.states.shape[:2])
+        problem = replace(problem, states=states, weight=fit(impl, problem.weight))
         expected = problem.verify("rejection", impl="reference")
         sure = sure_of(problem, expected)
         ours = of_ranks(problem, ranks, [(0, 70), (70, 150)], impl=impl)
@@ -521,7 +524,8 @@ def test_a_failed_step_has_no_token(impl):
     for asked in (PLAIN, Asked(top_p=0.5), Asked(top_k=3)):
         step = flat(9, 70, asked, drafted=drafted)
         transport: Any = Failed()
-        mine = step._replace(weight=step.weight[:40], vocab_size=40)
+        states, weight = fit(impl, step.hidden_states), fit(impl, step.weight[:40])
+        mine = step._replace(hidden_states=states, weight=weight, vocab_size=40)
         backend = BACKENDS[impl]
         for _ in range(3 if impl == "streaming" else 1):
             drawn = rejection.reject(Part(transport, backend, [(0, 40), (40, 60), (60, 70)], 0, 70), mine)

@@ -17,7 +17,7 @@ from flashsampling.impl.cute import asked as of_cute
 from flashsampling.step import PLAIN, Recorded, Step
 from tests.conftest import DEVICE
 from tests.drafting import Drafted, make_drafted, sure_of
-from tests.problems import KERNELS
+from tests.problems import KERNELS, NEEDS_CUTE
 from tests.test_triton_pick import summaries_of
 from tests.test_verify import differences
 
@@ -93,7 +93,7 @@ def test_some_kinds(kind):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif("cute" not in KERNELS, reason="needs a Hopper GPU and the CuTe DSL")
+@NEEDS_CUTE
 def test_nobody_named_is_the_hopper_kernel(monkeypatch):
     """Its logits, and the same tokens; not where a compiler looks, nor of float32."""
     seen = []
