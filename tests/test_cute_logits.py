@@ -12,13 +12,15 @@ from flashsampling.impl.cute import asked, config, launch
 from flashsampling.impl.cute.config import KINDS, NO_FLOORS, NO_PROCESSING
 from flashsampling.step import PLAIN, Asked, Step, layout
 from tests.conftest import DEVICE
-from tests.problems import KERNELS
+from tests.problems import ALL_SHAPES, CUTE_SHAPES, NEEDS_CUTE
 from tests.test_triton_logits import agrees
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif("cute" not in KERNELS, reason="needs a Hopper GPU and the CuTe DSL")]
+pytestmark = NEEDS_CUTE
 
-CONFIGS = config.CONFIGS
+ON_GPU = DEVICE.type == "cuda"
+CONFIGS = CUTE_SHAPES
 IDS = [f"{one.block_b}/{one.code_buffers}" for one in CONFIGS]
+WIDE = [one for one in config.CONFIGS if one.halves == 2]
 INF, LOG2_E = math.inf, math.log2(math.e)
 BOTH = True, True
 
@@ -101,6 +103,7 @@ def test_every_shape(vocab, shape):
         torch.testing.assert_close(logits.double(), products(step), rtol=2e-5, atol=2e-4)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("batch", "vocab", "dim"), [(1, 151936, 512), (67, 128256, 256), (256, 151936, 256), (300, 50257, 64)])
 def test_large_vocabularies(batch, vocab, dim, dtype):
@@ -112,6 +115,7 @@ def test_large_vocabularies(batch, vocab, dim, dtype):
     assert torch.equal(check(step._replace(hidden_states=wide))[0], logits)
 
 
+@pytest.mark.gpu
 def test_more_logits_than_32_bits_count():
     """B * V above 2**31: 9 GB of them."""
     batch, vocab = 4096, 2**31 // 4096 + 1000
@@ -132,7 +136,7 @@ def test_a_temperature_for_all_rows(temperature):
 
 
 def test_temperatures_by_row():
-    step = make_step(130, 1000)
+    step = make_step(150, 1000)
     step.rows().temperature[:8] = torch.tensor([0.0, 9e-7, 1e-6, 1e-5, 7e-4, 1.0, 1e6, INF], device=DEVICE)
     check(step)
 
@@ -162,7 +166,7 @@ def test_special_values(shape):
 
 
 @pytest.mark.parametrize("draws", [0, 1, 5])
-@pytest.mark.parametrize("batch", [3, 64, 150, 256])
+@pytest.mark.parametrize("batch", [3, 64 if ON_GPU else 40, 150, 256])
 def test_draws(batch, draws):
     """None, with which there are neither noise nor search, and several, with which there are no codes."""
     step = make_step(batch, 3001, num_samples=max(draws, 1))
@@ -173,7 +177,7 @@ def test_draws(batch, draws):
 
 @pytest.mark.parametrize("masses", [None, (False, False), (True, False), (False, True)])
 def test_what_is_not_wanted_is_not_there(masses):
-    step = make_step(200, 3001)
+    step = make_step(250, 3001)
     logits, keys, *both = check(step)
     fewer, (fewer_keys, *some), _ = asked.with_logits(step, 1, masses)
     assert torch.equal(fewer, logits)
@@ -210,6 +214,7 @@ def test_nothing_is_written_beside(vocab, shape):
             assert torch.equal(tensor != poison, written)
 
 
+@pytest.mark.gpu
 def test_a_graph_replays_it():
     step = make_step(70, 5003, num_samples=1)
     eager = asked.with_logits(step, 1, BOTH)
@@ -227,10 +232,10 @@ def test_a_graph_replays_it():
 
 def test_launches_that_follow_each_other_share_nothing():
     """Plain, with logits and without draws, in turn, on one workspace."""
-    step = make_step(256, 20_000, 64)
+    step = make_step(256, 20_000 if ON_GPU else 1000, 64)
     expected = launch.run(step).ids
     logits = asked.with_logits(step, 1, BOTH)[0]
-    for _ in range(50):
+    for _ in range(50 if ON_GPU else 3):
         assert torch.equal(asked.with_logits(step, 0, None)[0], logits)
         assert torch.equal(launch.run(step).ids, expected)
         again, _, drawn = asked.with_logits(step, 1, BOTH)
@@ -241,26 +246,38 @@ def test_launches_that_follow_each_other_share_nothing():
 LOWEST, POISON = -(2**31), -12345.0
 
 
+@pytest.fixture
+def several_tiles(monkeypatch):
+    """Of every CTA of a vocabulary of 20,000 and more, which are as many as floors need; without a GPU of 6,000."""
+    if not ON_GPU:
+        monkeypatch.setattr(launch, "multiprocessors", lambda device: 24)
+        launch._plan.cache_clear()
+        yield
+        launch._plan.cache_clear()
+    else:
+        yield
+
+
 def floored(step: Step, wanted: Asked, shape: config.TileConfig | None = None) -> torch.Tensor:
     """How much of a row's logits is stored, (B,), where those below floors need not be: all that must be is, and right."""
     batch, vocab = len(step.hidden_states), step.vocab_size
     logits, (keys, sums, _), drawn = asked.with_logits(step, 1, (True, False), shape)
     stored = torch.full((batch, -(-vocab // 4) * 4), POISON, device=DEVICE)
     again, floors = torch.zeros_like(keys), torch.full((batch,), 77, dtype=torch.int32, device=DEVICE)
-    masses = torch.zeros_like(sums)
+    masses = torch.full_like(sums, math.nan)
     addresses = stored.data_ptr(), stored.stride(0) * 4, again.data_ptr(), masses.data_ptr(), 0
     outputs = (*NO_PROCESSING, *addresses, *asked._filters_of(wanted, floors))
     assert torch.equal(launch.run(step, shape, KINDS["logits"], outputs).ids, drawn)
     assert torch.equal(again, keys)
-    assert torch.equal(masses.view(torch.int32), sums.view(torch.int32))
+    top_k = torch.zeros(batch, dtype=torch.int64, device=DEVICE) + wanted.top_k
+    by_top_k = (top_k > 0) & (top_k < vocab)
+    assert torch.equal(masses.view(torch.int32)[~by_top_k], sums.view(torch.int32)[~by_top_k])
     stored = stored[:, :vocab]
     there = stored != POISON
     assert torch.equal(stored[there], logits[there])
     needed = (in_chunks(torch.ones_like(logits)) > 0) & (keys >= floors[:, None])[:, :, None]
     assert (in_chunks(there.float()) > 0)[needed].all()
-    of_rows = torch.full((batch,), 0.0, device=DEVICE)
-    top_k, min_p = of_rows.long() + wanted.top_k, of_rows + wanted.min_p
-    by_top_k = (top_k > 0) & (top_k < vocab)
+    min_p = torch.zeros(batch, device=DEVICE) + wanted.min_p
     ordered = keys.sort(dim=1, descending=True).values
     rank = config.floor_rank(top_k)
     found = ordered.gather(1, (rank.clamp(1, keys.shape[1]) - 1)[:, None])[:, 0]
@@ -274,12 +291,12 @@ def floored(step: Step, wanted: Asked, shape: config.TileConfig | None = None) -
 
 
 @pytest.mark.parametrize("shape", CONFIGS, ids=IDS)
-def test_floors(shape):
+def test_floors(shape, several_tiles):
     """Found in time or not: what they leave out is below them. By numbers, and by rows of either kind, of both and of none."""
     for batch, vocab, dim in (
-        (shape.block_b, 30_000, 1024),
-        (shape.block_b // 2 + 1, 20_005, 512),
-        (2 * shape.block_b - 3, 70_001, 64),
+        [(shape.block_b, 30_000, 1024), (shape.block_b // 2 + 1, 20_005, 512), (2 * shape.block_b - 3, 70_001, 64)]
+        if ON_GPU
+        else [(shape.block_b, 9_000, 64), (shape.block_b // 2 + 1, 6_005, 72)]
     ):
         step = make_step(batch, vocab, dim)
         top_k = torch.randint(-1, 600, (batch,), device=DEVICE)
@@ -299,6 +316,17 @@ def test_floors(shape):
             floored(step, wanted, shape)
 
 
+@pytest.mark.parametrize("shape", WIDE if ALL_SHAPES else WIDE[:1], ids=lambda shape: f"{shape.block_b}")
+def test_masses_of_rows_without_a_top_k_beside_rows_with_one(shape, several_tiles):
+    """Above 192 columns a thread may sum up a column that another warpgroup has; each looks at its own rows."""
+    step = make_step(shape.block_b, 6_005)
+    for rows in (slice(0, shape.block_b // 2), slice(shape.block_b // 2, None), slice(0, 0), slice(96, 128), slice(128, 129)):
+        top_k = torch.full((shape.block_b,), 20, device=DEVICE)
+        top_k[rows] = 0
+        floored(step, Asked(top_k=top_k), shape)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("batch", [1, 16, 64, 130, 256, 300])
 def test_floors_leave_most_out(batch):
     """Of a launch of nine tiles per CTA and more, by its first."""
@@ -309,10 +337,10 @@ def test_floors_leave_most_out(batch):
     assert floored(step, Asked(top_p=0.9)).min() == 1.0
 
 
-def test_floors_of_special_rows():
+def test_floors_of_special_rows(several_tiles):
     """Ties, infinities, NaN, rows of equal logits, any temperature."""
-    batch, vocab = 48, 40_000
-    step = make_step(batch, vocab, 1024)
+    batch, vocab, dim = (48, 40_000, 1024) if ON_GPU else (48, 12_000, 64)
+    step = make_step(batch, vocab, dim)
     states, weight = torch.zeros_like(step.hidden_states), torch.zeros_like(step.weight)
     states[:, 0], states[1::4, 1], states[2::4, 2], states[3::4, 3] = 1.0, 1.0, 1.0, 1.0
     weight[:vocab, 0] = torch.randint(-3, 4, (vocab,), device=DEVICE).bfloat16()
@@ -334,11 +362,12 @@ def test_floors_of_special_rows():
         assert same[needed].all()
 
 
-@pytest.mark.parametrize("batch", [1, 16, 100, 256, 300])
-def test_steps_do_not_depend_on_floors(batch, monkeypatch):
+@pytest.mark.parametrize("batch", [1, 16, 100, 256, 300] if ON_GPU else [6])
+def test_steps_do_not_depend_on_floors(batch, monkeypatch, several_tiles):
     """Of nine tiles per CTA, with rubbish where nothing is stored; the oracle's tokens. Flat rows among them, whose candidates
     are more than have room, and rows without a filter."""
-    step = make_step(batch, 151_936, 256)
+    vocab = 151_936 if ON_GPU else 9_000
+    step = make_step(batch, vocab, 256)
     step.hidden_states.mul_(torch.rand(batch, 1, device=DEVICE).bfloat16() * 0.3)
     step.hidden_states[::6] *= 1e-3
     top_k = torch.randint(0, 300, (batch,), device=DEVICE)
@@ -357,7 +386,7 @@ def test_steps_do_not_depend_on_floors(batch, monkeypatch):
             patch.setattr(asked, "_floors_of", lambda step: None)
             expected = launch.run(whole).ids
         for value in (math.nan, INF, 1e38):
-            torch.full((batch, 151_936), value, device=DEVICE)  # and given back: what the step's logits are written to
+            torch.full((batch, vocab), value, device=DEVICE)  # and given back: what the step's logits are written to
             assert torch.equal(launch.run(whole).ids, expected)
         some = whole.part(0, min(batch, 8))
         agrees(launch.run(some), some, tolerance=2e-3)
@@ -374,11 +403,11 @@ REQUESTS = {
 
 
 @pytest.mark.parametrize("name", list(REQUESTS))
-@pytest.mark.parametrize("batch", [1, 40, 130, 256])
+@pytest.mark.parametrize("batch", [1, 40, 130, 256] if ON_GPU else [7])
 @pytest.mark.parametrize("number", [False, True])
 def test_whole_steps(name, batch, number):
     """What the oracle says, and a row's bits in another batch."""
-    step = make_step(batch, 4099, num_samples=2)._replace(asked=REQUESTS[name])
+    step = make_step(batch, 4099 if ON_GPU else 1001, num_samples=2)._replace(asked=REQUESTS[name])
     if number:
         step = step._replace(temperature=0.8)
     drawn = agrees(launch.run(step), step)
@@ -390,13 +419,14 @@ def test_whole_steps(name, batch, number):
 
 def test_filters_of_some_rows():
     """The others' tokens are those of the plain kernel."""
-    step = make_step(60, 4099)
-    top_k = torch.zeros(60, dtype=torch.int32, device=DEVICE)
+    step = make_step(60 if ON_GPU else 8, 4099)
+    top_k = torch.zeros(len(step.hidden_states), dtype=torch.int32, device=DEVICE)
     top_k[::2] = 5
     drawn = agrees(launch.run(step._replace(asked=Asked(top_k=top_k))), step._replace(asked=Asked(top_k=top_k)))
     assert torch.equal(drawn.ids[1::2], launch.run(step._replace(asked=PLAIN)).ids[1::2])
 
 
+@pytest.mark.gpu
 def test_sample_takes_it_and_warmup_compiles_it(monkeypatch):
     from flashsampling.impl.cute import cache
 

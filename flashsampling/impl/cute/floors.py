@@ -49,6 +49,12 @@ def load(args: Arguments, out: Outputs, block_b: cutlass.Constexpr, row) -> Int3
 
 
 @cute.jit
+def without_top_k(args: Arguments, out: Outputs, row) -> Boolean:
+    """Whether a row has none."""
+    return ~_filters(args, _top_k(out, row))
+
+
+@cute.jit
 def count_first_tile(args: Arguments, block_b: cutlass.Constexpr, row_block):
     """One thread, behind a barrier of all that wrote the keys of the CTA's first tile."""
     cute.arch.red(_counter(args, block_b, row_block), Int64(1), op="add", dtype="u64", sem="release", scope="gpu")
@@ -113,6 +119,21 @@ def _row_blocks(args, block_b) -> Int32:
 
 
 @cute.jit
+def _top_k(out: Outputs, row) -> Int64:
+    top_k = out.top_k_value
+    if out.top_k != Int64(0):
+        if out.top_k_wide != Int32(0):
+            top_k = global_pointer(Int64, out.top_k + Int64(row) * 8).load()
+        else:
+            top_k = Int64(global_pointer(Int32, out.top_k + Int64(row) * 4).load())
+    return top_k
+
+
+def _filters(args: Arguments, top_k: Int64) -> Boolean:
+    return (top_k > Int64(0)) & (top_k < Int64(args.end))
+
+
+@cute.jit
 def _floor_of(args, out, row, sample, lane) -> Int32:
     """Of a row, by the first ``sample`` of its keys."""
     at = out.keys + Int64(row) * (cute.ceil_div(args.end, TILE_V) * 4) * 4
@@ -122,17 +143,12 @@ def _floor_of(args, out, row, sample, lane) -> Int32:
         place = lane + 32 * i
         if place < sample:
             keys[i] = cute.arch.load(global_pointer(Int32, at + Int64(place) * 4), Int32, sem="relaxed", scope="gpu")
-    top_k = out.top_k_value
-    if out.top_k != Int64(0):
-        if out.top_k_wide != Int32(0):
-            top_k = global_pointer(Int64, out.top_k + Int64(row) * 8).load()
-        else:
-            top_k = Int64(global_pointer(Int32, out.top_k + Int64(row) * 4).load())
+    top_k = _top_k(out, row)
     min_p = out.min_p_value
     if out.min_p != Int64(0):
         min_p = global_pointer(Float32, out.min_p + Int64(row) * 4).load()
     floor = Int32(LOWEST)
-    if (top_k > Int64(0)) & (top_k < Int64(args.end)):
+    if _filters(args, top_k):
         if top_k <= Int64(FLOOR_KEYS):
             rank = floor_rank(Int32(top_k))
             if rank <= cutlass.min(sample, FLOOR_KEYS):

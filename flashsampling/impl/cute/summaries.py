@@ -24,7 +24,7 @@ rows have floors (``floors``), after the keys: those of chunks that are below ar
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32, const_expr, range_constexpr, select_
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, range_constexpr, select_
 
 from . import floors, noise, ptx, reduction
 from .arguments import Arguments, Outputs, Walk
@@ -75,7 +75,10 @@ class Summaries:
             self._store_some(args, out, logits, at, args.batch - row0, args.end - token0)
         rows_left = Int32(select_(sampled == 2, args.batch - row0, Int32(0)))
         floored = out.floors != Int64(0)
-        floor = self._floor(args, out, walk, thread)
+        own_row = cutlass.min(walk.first_row + thread, args.batch - 1)  # of the column that the thread sums up
+        floor = floors.load(args, out, self.block_b, own_row)  # on its way while the highest are found
+        wants_masses = self._wants_masses(args, out, own_row)
+        makes_masses = self._makes_masses(args, out, walk.first_row + column0 - 2 * (lane % 4), lane)
         temperatures = self._temperatures(args, out, walk, column0 - 2 * (lane % 4), lane)
         cute.arch.sync_warp()  # the codes have been read
         for first, count in self.groups:
@@ -83,7 +86,7 @@ class Summaries:
                 self._store(out, logits, at + out.stride * (8 * first), [rows_left] * (2 * count), first, count)
             highest, own = reduction.scatter_max(self._each(self._highest(logits, first, count)), lane)
             shared.codes[self._of_own(_HIGHEST, first, own, warp, lane)] = self._bits(highest)
-        if (out.sums != Int64(0)) | (out.raw_sums != Int64(0)):
+        if makes_masses:
             self._keep_factors(shared, temperatures, warp, lane)
             cute.arch.sync_warp()
             first_kind = Int32(select_(out.sums != Int64(0), Int32(0), Int32(1)))
@@ -94,7 +97,7 @@ class Summaries:
         thread = ptx.settled(thread)
         row = walk.first_row + thread
         if (thread < self.block_b) & (row < args.batch):
-            self._write(args, out, shared, row, walk.tile(iteration), thread, floor)
+            self._write(args, out, shared, row, walk.tile(iteration), thread, floor, wants_masses)
         if floored | (args.num_samples != 1):  # nobody waits for the codes, which there are none of
             barrier.arrive_and_wait()
         if floored:
@@ -115,12 +118,6 @@ class Summaries:
                 places = [32 * r + 256 * half for half in range(self.halves) for r in range(2)]
                 ptx.store_floats(at + out.stride * c, values, places, left[2 * (j - first) + c], 8 * j + c)
             at += out.stride * 8
-
-    @cute.jit
-    def _floor(self, args, out, walk, thread) -> Int32:
-        """Of a column, one thread each; on its way while the highest are found."""
-        row = cutlass.min(walk.first_row + thread, args.batch - 1)
-        return floors.load(args, out, self.block_b, row)
 
     def _left(self, shared, rows_left, first, count, warp, lane) -> list:
         """``rows_left`` of columns whose chunk of this warp is to be stored, none of others."""
@@ -200,6 +197,26 @@ class Summaries:
         return ptx.exp2(cute.arch.fmin(below * factor, Float32(0.0)))
 
     @cute.jit
+    def _wants_masses(self, args, out, row) -> Boolean:
+        """Whether somebody asks for those of a row: where rows have floors, not of one with a top-k."""
+        wants = (out.sums != Int64(0)) | (out.raw_sums != Int64(0))
+        if out.floors != Int64(0):
+            wants = wants & floors.without_top_k(args, out, row)
+        return wants
+
+    @cute.jit
+    def _makes_masses(self, args, out, first_row, lane) -> Boolean:
+        """Whether a warp does, of all of its columns: if somebody asks for those of one. ``first_row``: of its columns."""
+        makes = (out.sums != Int64(0)) | (out.raw_sums != Int64(0))
+        if out.floors != Int64(0):
+            wants = Boolean(False)
+            for k in range_constexpr(-(-self.own_columns // 32)):
+                column = cutlass.min(lane + 32 * k, self.own_columns - 1)
+                wants = wants | self._wants_masses(args, out, cutlass.min(first_row + column, args.batch - 1))
+            makes = cute.arch.vote_any_sync(wants)
+        return makes
+
+    @cute.jit
     def _temperatures(self, args, out, walk, column0, lane):
         """Of every 32nd column of a warp, from the thread's on; where nobody asks, of no account. ``column0``: its first. They
         are on their way while the logits are stored."""
@@ -247,8 +264,8 @@ class Summaries:
     # -- chunks
 
     @cute.jit
-    def _write(self, args, out, shared, row, tile, column, floor):
-        """One thread, the four chunks of a column."""
+    def _write(self, args, out, shared, row, tile, column, floor, wants_masses):
+        """One thread, the four chunks of a column, which other warps may have made."""
         chunks = cute.ceil_div(args.end, 128) * 4
         place = (Int64(row) * chunks + Int64(tile) * 4) * 4
         of_own = column % self.own_columns
@@ -257,7 +274,7 @@ class Summaries:
         top = [cute.arch.fmax(*both, nan=True) for both in highest]
         keys = [self._key(x) for x in top]
         ptx.store_four(out.keys + place, keys)
-        if (out.sums != Int64(0)) | (out.raw_sums != Int64(0)):
+        if wants_masses:
             factor = self._load(shared, self._at(_FACTOR, 0, of_own, self._of_column(column, 0)))
             for kind in range_constexpr(2):
                 address = out.sums if const_expr(kind == 0) else out.raw_sums

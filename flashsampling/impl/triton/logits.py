@@ -62,7 +62,8 @@ class Summaries(NamedTuple):
 
     keys: Tensor  # (B, chunks) int32: ``logits_source.key_of`` the highest logit; that of -inf where there is no token
     # (B, chunks) float32: sums of exp2((x - the highest) * ``mass_scale(temperature)``), beside an infinite x the number of
-    # infinite ones; None where no row has a top-p without a top-k, and no log-probabilities are asked for
+    # infinite ones; None where no row has a top-p without a top-k, and no log-probabilities are asked for. Beside ``floors``
+    # those of rows with a top-k may be anything
     sums: Tensor | None = None
     raw_sums: Tensor | None = None  # likewise at temperature 1; None where nothing is asked for that needs a log-sum-exp
     # (B,) int32: of each row a key in the order of ``keys``. The logits of chunks with a lower one were not stored: their
