@@ -4,11 +4,45 @@ import sys
 
 import torch
 
-from flashsampling import exchange
+from flashsampling import exchange, ops
 from flashsampling.impl.triton.config import TileConfig
 from flashsampling.impl.triton.launch import run
+from flashsampling.step import Asked
+from tests.conftest import DEVICE
 from tests.problems import KERNELS, check, make_problem
+from tests.test_cute_logits import make_step
 from tests.test_exchange_kernel import Ranks
+from tests.test_triton_logits import agrees
+
+
+def check_requests(kernel: str, batch: int) -> None:
+    """Each kind of request, of more tiles than a GPU has multiprocessors: chunks below a row's floor are left out."""
+    vocab = 20_003
+    step = make_step(batch, vocab)
+    rows, words = torch.rand(3, batch, device=DEVICE), -(-vocab // 32)
+    ids = torch.randint(0, vocab, (batch, 7), device=DEVICE)
+    penalties = Asked(
+        counts=(torch.rand(batch, vocab, device=DEVICE) < 0.1).int(),
+        repetition_penalty=rows[0] + 0.5,
+        frequency_penalty=rows[1],
+        presence_penalty=rows[2],
+        token_mask=torch.randint(-(2**31), 2**31 - 1, (batch, words), dtype=torch.int32, device=DEVICE),
+    )
+    of_filters = {"top_k": torch.randint(1, 80, (batch,), device=DEVICE), "top_p": rows[0]}
+    biases = {"bias_ids": ids.int(), "bias_values": torch.ones(ids.shape, device=DEVICE)}
+    logprobs = {"logprobs": True, "top_logprobs": 3, "logprob_ids": ids, "logsumexp": True}
+    for name, asked in {
+        "top-k top-p": Asked(**of_filters),
+        "top-p": Asked(top_p=rows[0]),
+        "min-p": Asked(min_p=rows[0]),
+        "log-probabilities": Asked(**logprobs),
+        "penalties and mask": penalties,
+        "everything": penalties._replace(**of_filters, **biases, **logprobs),
+    }.items():
+        one = step._replace(asked=asked)
+        agrees(ops.sample(one, kernel), one, tolerance=2e-3)  # sums of products in another order
+        print(kernel, batch, name, "agrees", flush=True)
+
 
 if __name__ == "__main__":
     device = torch.device("cuda", 0)
@@ -40,6 +74,8 @@ if __name__ == "__main__":
         parts = [problem.winners(kernel, first, last) for first, last in ((0, 100), (100, 100), (100, 300))]
         assert torch.equal(exchange.tokens_of(torch.stack(parts)), problem.sample(kernel)[:, 0])
         print(kernel, "shards agree")
+        for batch in (7, 70):
+            check_requests(kernel, batch)
         alone = Ranks(kernel, 1, 330)  # an exchange with itself, and one with a rank that does not come
         assert torch.equal(alone.draw({0: problem})[0], problem.sample(kernel))
         waiting = Ranks(kernel, 2, 330, seconds=0.1)

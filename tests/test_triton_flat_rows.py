@@ -137,6 +137,20 @@ def test_words_of_zero(asked, spread):
     check(step._replace(seed=of(seeds), offset=of(offsets)))
 
 
+@pytest.mark.parametrize("many", [SMALL.few // 2, (SMALL.few + min(SMALL.capacity, 900)) // 2])
+def test_words_of_zero_among_candidates(many):
+    """Few of them, and more."""
+    seeds, offsets, tokens, _ = zip(*ZERO_WORDS, strict=True)
+    step = make_step(batch=3, vocab=900, asked=Asked(top_k=many), temperature=1.0, num_samples=2)
+    logits = torch.full_like(step.hidden_states, -INF)
+    for row, token in enumerate(tokens):
+        others = torch.randperm(900)
+        ids = torch.cat([torch.tensor([token]), others[others != token][: many - 1]])
+        logits[row, ids] = 1.0 + torch.rand(many).to(DEVICE) * 0.01
+    drawn = check(with_logits(step._replace(seed=of(seeds), offset=of(offsets)), logits))
+    assert drawn.ids.view(3, 2)[:, 0].tolist() == list(tokens)
+
+
 def _logits_of_equal_digits() -> Tensor:
     """Values that thresholds, by value or by bits, hardly tell apart."""
     exponents = torch.arange(VOCAB) % 200 - 120

@@ -259,6 +259,16 @@ def test_min_p_of_one_keeps_what_is_as_probable(more):
     assert len(drawn[4:].unique()) > 3
 
 
+@pytest.mark.parametrize(("top_p", "kept"), [(0.5, 2), (0.25, 1), (0.75, 3)])
+def test_a_nucleus_that_ends_at_p_ends_there(top_p, kept):
+    """Of four equal ones a half is two, to the bit."""
+    logits = torch.full((1, 40), -INF, device=DEVICE)
+    ids = [7, 11, 20, 33]
+    logits[0, ids] = 1.0
+    step = make_step(batch=1, vocab=40, num_samples=60, temperature=1.0, asked=Asked(top_k=4, top_p=top_p))
+    assert run(with_logits(step, logits), SMALL).ids[:60].unique().tolist() == ids[:kept]
+
+
 @pytest.mark.parametrize(("temperature", "less"), [(1e17, 5.0), (1e17, 5.54), (1e17, 5.56), (1e17, 8.0), (1e6, 8e-11)])
 def test_min_p_of_one_ends_where_fp64_rounds_to_one(temperature, less):
     """2**-54 below 1: half of what lies between 1 and the number before it."""
