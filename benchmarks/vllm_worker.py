@@ -19,15 +19,21 @@ def use_plugin(worker: Any, wanted: bool) -> None:
 
 
 def spread_logits(worker: Any, deviation: float) -> None:
-    """Random weights have logits that are all about equal: makes the last norm such that they spread as real ones."""
+    """Gives random weights logits of such a standard deviation, about as real ones have; theirs are all about equal.
+
+    The layers of random weights add next to nothing to the last token's embedding. That must be large beside the epsilon of the
+    last norm, and where the head is the embedding, random signs in that norm keep the last token from knowing itself."""
     model = worker.model_runner.model
-    weight = model.lm_head.weight
+    head, embedding, norm = model.lm_head.weight, model.model.embed_tokens.weight, model.model.norm.weight
+    first = model.lm_head.shard_indices.padded_org_vocab_start_index  # ranks have rows of their own
+    generator = torch.Generator(head.device).manual_seed(first)
     with torch.inference_mode():
-        first = model.lm_head.shard_indices.padded_org_vocab_start_index  # ranks have rows of their own
-        generator = torch.Generator(weight.device).manual_seed(first)
-        for rows in weight.data.split(8192):
-            rows.normal_(0.0, 0.02, generator=generator)
-        model.model.norm.weight.data.fill_(deviation / 0.02 / weight.shape[1] ** 0.5)
+        for weight in [head] if head.data_ptr() == embedding.data_ptr() else [head, embedding]:
+            for rows in weight.data.split(8192):
+                rows.normal_(0.0, 0.02, generator=generator)
+        of_all = torch.Generator(head.device).manual_seed(0)  # every rank has the same norm
+        signs = torch.randint(0, 2, norm.shape, generator=of_all, device=norm.device) * 2 - 1
+        norm.data.copy_(signs * (deviation / 0.02 / head.shape[1] ** 0.5))
 
 
 def drawn_tokens(worker: Any) -> str:

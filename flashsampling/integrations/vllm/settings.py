@@ -39,8 +39,8 @@ class Refused(RuntimeError):
 
 
 def mode() -> str:
-    """ "off", "auto" or "require"; ValueError if the environment says something else. Off unless it is asked for: it has
-    been seen to draw in vLLM on a GPU, but neither have all tests run there nor has it been timed."""
+    """ "off", "auto" or "require"; ValueError if the environment says something else. Off unless it is asked for: its
+    tests pass and it is timed on one GPU (docs/vllm.md), but drafts and ranks have yet to pass there."""
     value = os.environ.get(VARIABLE, "off") or "off"
     if value not in MODES:
         raise ValueError(f"{VARIABLE} must be one of {', '.join(MODES)}, got {value!r}")

@@ -1,0 +1,49 @@
+"""What the benchmarks do to random weights inside vLLM: their logits spread as they say."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.vllm_worker import spread_logits
+
+VOCAB, DIM = 5000, 512
+
+
+def worker_of(tied: bool, first: int = 0) -> SimpleNamespace:
+    """A model whose layers do nothing, with the dummy weights and the last norm that vLLM gives one."""
+    embedding, head = (nn.Parameter(torch.empty(VOCAB, DIM).uniform_(-1e-3, 1e-3)) for _ in range(2))
+    shard = SimpleNamespace(padded_org_vocab_start_index=first)
+    model = SimpleNamespace(
+        lm_head=SimpleNamespace(weight=embedding if tied else head, shard_indices=shard),
+        model=SimpleNamespace(embed_tokens=SimpleNamespace(weight=embedding), norm=nn.RMSNorm(DIM, eps=1e-6)),
+    )
+    return SimpleNamespace(model_runner=SimpleNamespace(model=model))
+
+
+def logits_of(worker: SimpleNamespace, tokens: torch.Tensor) -> torch.Tensor:
+    model = worker.model_runner.model
+    return (model.model.norm(model.model.embed_tokens.weight[tokens]) @ model.lm_head.weight.T).detach()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_logits_spread_as_wanted_and_no_token_knows_itself(tied):
+    torch.manual_seed(0)
+    worker = worker_of(tied)
+    spread_logits(worker, 4.0)
+    tokens = torch.arange(200)
+    logits = logits_of(worker, tokens)
+    torch.testing.assert_close(logits.std(dim=1), torch.full((200,), 4.0), rtol=0.1, atol=0)
+    assert (logits.argmax(dim=1) == tokens).float().mean() < 0.1
+    assert 0.05 < logits.softmax(dim=1).amax(dim=1).median() < 0.9
+
+
+def test_ranks_share_the_norm_and_nothing_else():
+    workers = [worker_of(False, first) for first in (0, VOCAB)]
+    for worker in workers:
+        spread_logits(worker, 4.0)
+    ours, theirs = (worker.model_runner.model for worker in workers)
+    assert torch.equal(ours.model.norm.weight, theirs.model.norm.weight)
+    assert not torch.equal(ours.lm_head.weight, theirs.lm_head.weight)
+    assert not torch.equal(ours.lm_head.weight, ours.model.embed_tokens.weight)
