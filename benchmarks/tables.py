@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import typer
+
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PEERS = ("compiled torch", "FlashInfer")
@@ -108,7 +110,7 @@ def pages(drafts: Mapping[str, Any], engines: Sequence[Mapping[str, Any]]) -> di
 
 
 def main() -> None:
-    """Fills them."""
+    """Fills the tables of README.md, docs/benchmarks.md and docs/vllm.md from benchmarks/results, and draws their pictures."""
     from . import plots
 
     drafts, engines = json.loads((RESULTS / "verify.json").read_text(encoding="utf-8")), engine_results()
@@ -120,4 +122,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -1,22 +1,36 @@
-"""Shapes of sampling from logits, timed: ``python -m benchmarks.tune_logits``. ``logits.CONFIG`` is read off it."""
+"""Shapes of sampling from logits, timed: ``python -m benchmarks.tune_logits``. ``logits.CONFIG`` is read off it.
+
+Of the second launch what counts is a step behind the Hopper kernel (``--fused``): by then the weight has pushed its code and
+its data out of the caches. Launched over and over it takes half as long.
+"""
 
 import functools
+import importlib
 import itertools
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Annotated
+from types import ModuleType
+from typing import Annotated, Any
+from unittest import mock
 
 import torch
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from flashsampling import ops
+from flashsampling.impl.cute import asked as cute_asked
+from flashsampling.impl.triton import logits as module
 from flashsampling.impl.triton.logits import CONFIG, Config, pick, run
-from flashsampling.step import PLAIN, Step
-from tests.test_triton_logits import check
+from flashsampling.step import PLAIN, Drawn, Step
+from tests.test_triton_logits import agrees, check
 from tests.test_triton_pick import summaries_of
 
+from .before import import_before
 from .from_logits import REPEATS, filled, repeated, requests, spectrum
+from .requests import head_of, more_requests
 from .timing import Step as Call
 from .timing import interleaved_medians
 
@@ -37,6 +51,7 @@ def candidates(which: str) -> dict[str, Config]:
             "4 warps": replace(CONFIG, pick_warps=4, width=512, few=128, gathered=32, tile=512),
             "16 warps": replace(CONFIG, pick_warps=16, pick_registers=64, width=2048, gathered=128, tile=2048),
             "16 warps, 128 registers": replace(CONFIG, pick_warps=16, width=2048, gathered=128, tile=2048),
+            "16 warps, 128 registers, 1024 wide": replace(CONFIG, pick_warps=16, gathered=128),
             "gathered 32": replace(CONFIG, gathered=32),
             "gathered 128": replace(CONFIG, gathered=128),
             "tile 512": replace(CONFIG, tile=512),
@@ -58,6 +73,58 @@ def call(step: Step, config: Config, alone: bool) -> Call:
     return call
 
 
+class _Shaped:
+    """``logits`` as the Hopper kernel's steps have it, its second launch of another shape or from another checkout."""
+
+    def __init__(self, checkout: Path | None, config: Config) -> None:
+        name = None if checkout is None else import_before(checkout).__name__
+        self.module: ModuleType = module if name is None else importlib.import_module(f"{name}.impl.triton.logits")
+        self.config = config if name is None else self.module.CONFIG
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.module, name)
+
+    def pick(self, *arguments: Any, **options: Any) -> Drawn:
+        return self.module.pick(*arguments, config=self.config, **options)  # type: ignore[no-any-return]
+
+
+def _sample(step: Step, shaped: _Shaped) -> Drawn:
+    with mock.patch.object(cute_asked, "_picking", return_value=shaped):
+        return ops.sample(step, "cute")
+
+
+def _compiled(config: Config, vocab: int, request: str, checkout: Path | None) -> None:
+    head = torch.zeros(vocab, 64, dtype=torch.bfloat16, device="cuda")
+    seed = torch.zeros(1, dtype=torch.int64, device="cuda")
+    plain = Step(head[:1], head, torch.ones(1, device="cuda"), seed, seed, 1, vocab)
+    _sample(plain._replace(asked=(requests(1) | more_requests(1, vocab))[request]), _Shaped(checkout, config))
+
+
+def fused(
+    configs: dict[str, Config],
+    held: tuple[torch.Tensor, torch.Tensor, int],
+    request: str,
+    vocab: int,
+    batch: int,
+    rounds: int,
+    checkout: Path | None,
+) -> dict[str, float]:
+    """Microseconds by which a step is longer than one without any request, of a head of 4096 columns."""
+    states, weight = head_of(filled(*held, batch, vocab, torch.float32), 4096)
+    offsets = torch.zeros(batch, dtype=torch.int64, device="cuda")
+    seed = torch.randint(-(2**63), 2**63 - 1, (batch,), device="cuda")
+    plain = Step(states, weight, torch.ones(batch, device="cuda"), seed, offsets, 1, vocab)
+    step = plain._replace(asked=(requests(batch) | more_requests(batch, vocab))[request])
+    some = step.part(0, min(batch, 8))
+    steps: dict[str, Call] = {"plain": functools.partial(ops.sample, plain, "cute")}
+    for key, config in configs.items():
+        shaped = _Shaped(checkout if key == "before" else None, config)
+        agrees(_sample(some, shaped), some, tolerance=2e-3)  # sums of thousands of products
+        steps[key] = functools.partial(_sample, step, shaped)
+    ms = interleaved_medians(steps, rounds, offsets=offsets)
+    return {key: (ms[key] - ms["plain"]) * 1e3 for key in configs} | {"plain": ms["plain"] * 1e3}
+
+
 def main(
     which: Annotated[str, typer.Argument(help="scan or pick")] = "scan",
     request: Annotated[str, typer.Option(help="Comma-separated, of benchmarks.from_logits.")] = "top-k top-p,top-p",
@@ -66,6 +133,8 @@ def main(
     rounds: Annotated[int, typer.Option(min=3)] = 10,
     only: Annotated[str, typer.Option(help="Of the shapes, those with one of these words in their names.")] = "",
     alone: Annotated[bool, typer.Option(help="The second launch by itself, behind torch's summaries.")] = False,
+    behind: Annotated[bool, typer.Option("--fused", help="Of whole steps what a request adds, by the Hopper kernel.")] = False,
+    before: Annotated[Path | None, typer.Option(help="Another checkout, whose second launch is timed too: --fused.")] = None,
     spectra: Annotated[Path | None, typer.Option(help="Of benchmarks.from_logits.")] = None,
     name: Annotated[str, typer.Option(help="Of benchmarks.from_logits.")] = "gemma3-270m",
 ) -> None:
@@ -74,16 +143,30 @@ def main(
     words = [word for word in only.split(",") if word]
     configs = {key: one for key, one in candidates(which).items() if not words or any(word in key for word in words)}
     columns: dict[str, dict[str, float]] = {}
+    held = spectrum(spectra, name)
+    if behind:
+        configs |= {} if before is None else {"before": CONFIG}
+        with ProcessPoolExecutor(16, mp_context=get_context("spawn")) as pool:  # a quarter of a minute each
+            compiling = [
+                pool.submit(_compiled, config, vocab, asked, before if key == "before" else None)
+                for (key, config), asked in itertools.product(configs.items(), request.split(","))
+            ]
+            for job in compiling:
+                job.result()
     for batch, asked in itertools.product(map(int, batches.split(",")), request.split(",")):
-        logits = filled(*spectrum(spectra, name), batch, vocab, torch.float32)
+        if behind:
+            columns[f"{asked} {batch}"] = fused(configs, held, asked, vocab, batch, rounds, before)
+            continue
+        logits = filled(*held, batch, vocab, torch.float32)
         seed = torch.arange(batch, device="cuda")
         step = Step(logits, logits, 1.0, seed, 0, 1, vocab, asked=requests(batch)[asked], logits=logits)
         steps: dict[str, Call] = {key: repeated(call(step, config, alone)) for key, config in configs.items()}
         columns[f"{asked} {batch}"] = {key: ms / REPEATS * 1e3 for key, ms in interleaved_medians(steps, rounds).items()}
     table = Table(which, *columns, title=f"V={vocab}: us")
-    for key in sorted(configs, key=lambda key: sum(times[key] / min(times.values()) for times in columns.values())):
+    ranked = sorted(configs, key=lambda key: sum(times[key] / min(times.values()) for times in columns.values()))
+    for key in [*ranked, "plain"] if behind else ranked:
         table.add_row(key, *(f"{times[key]:.1f}" for times in columns.values()))
-    Console(width=120).print(table)
+    Console(width=200).print(table)
 
 
 if __name__ == "__main__":
