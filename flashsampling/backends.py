@@ -161,7 +161,7 @@ class Backend:
 
 # 3.4 fails to compile the kernel; 3.6 is measured, 3.9 compiles in all its shapes
 _TRITON = Package("triton", "triton", (3, 6))
-_CUTE_HINT = " (pip install flashsampling[cute])"
+_CUTE_HINT = " (the extra cute: pip install '.[cute]' from a checkout)"
 _TABLE = (
     Backend(
         "cute",

@@ -81,7 +81,7 @@ def verify(
     **request: "Unpack[Request]",
 ) -> VerifyOutput:
     """Accepts of every request's drafts those that its target would have drawn, and draws the token behind them: speculative
-    decoding's other half, in one step over all positions and without storing the logits.
+    decoding's other half, in one step over all positions; matching stores no logits.
 
     ``method="match"`` draws every position's token as ``sample`` does, with the request's own noise at ``offset`` + position,
     and accepts drafts while they are equal. What comes out is bit for bit what the request gets without drafts, for whatever

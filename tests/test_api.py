@@ -337,7 +337,7 @@ def test_import_needs_neither_triton_nor_cutlass():
             "cute",
             "import importlib.util as u; f = u.find_spec;"
             "u.find_spec = lambda n, p=None: None if n == 'nvidia_cutlass_dsl' else f(n, p)",
-            "nvidia-cutlass-dsl is not installed (pip install flashsampling[cute])",
+            "nvidia-cutlass-dsl is not installed (the extra cute: pip install '.[cute]' from a checkout)",
         ),
         (
             "cute",

@@ -190,7 +190,7 @@ class FusedModelRunner(ModelRunner):  # type: ignore[misc]
 
 
 class FusedBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
-    """transformers' ``ContinuousBatchingManager``, whose requests have seeds, and whose steps store no logits.
+    """transformers' ``ContinuousBatchingManager``, whose requests have seeds, and whose steps are fused.
 
     A request's tokens depend on its seed, its prompt and how many it has drawn, and on no other request; they are those of
     ``model.generate(custom_generate=generate, seeds=...)`` up to what paged attention rounds differently.
@@ -198,7 +198,7 @@ class FusedBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
     Args:
         model: a causal LM, as ``flashsampling.integrations.transformers.generate`` takes it.
         generation_config: ``do_sample``, ``temperature``, ``top_k``, ``top_p``, ``min_p``; with the manager's
-            ``per_request_processors`` the first four also per request, where the configuration has one of its own.
+            ``per_request_processors`` temperature, top-k and top-p also per request, where the configuration has one.
         continuous_batching_config: None: transformers' defaults.
         workload_hints: as in transformers.
 
