@@ -25,6 +25,20 @@ INF, LOG2_E = math.inf, math.log2(math.e)
 BOTH = True, True
 
 
+@pytest.fixture(autouse=not ON_GPU)
+def left_zero(monkeypatch):
+    """Where there is no GPU every launch has a workspace of its own: each is left zero."""
+    buffers = []
+
+    def zeroed_words(words, device):
+        buffers.append(torch.zeros(words, dtype=torch.int64, device=device))
+        return buffers[-1]
+
+    monkeypatch.setattr(launch, "zeroed_words", zeroed_words)
+    yield
+    assert not any(int(buffer.count_nonzero()) for buffer in buffers)
+
+
 def make_step(batch: int, vocab: int, dim: int = 72, dtype: torch.dtype = torch.bfloat16, num_samples: int = 1) -> Step:
     """Of a padded weight, whose rows beyond the vocabulary are NaN."""
     weight = torch.randn(vocab + 3, dim, device=DEVICE).to(dtype)
@@ -320,10 +334,52 @@ def test_floors(shape, several_tiles):
 def test_masses_of_rows_without_a_top_k_beside_rows_with_one(shape, several_tiles):
     """Above 192 columns a thread may sum up a column that another warpgroup has; each looks at its own rows."""
     step = make_step(shape.block_b, 6_005)
+    check(step, shape, draws=0)  # or the kernel is compared with itself
     for rows in (slice(0, shape.block_b // 2), slice(shape.block_b // 2, None), slice(0, 0), slice(96, 128), slice(128, 129)):
         top_k = torch.full((shape.block_b,), 20, device=DEVICE)
         top_k[rows] = 0
         floored(step, Asked(top_k=top_k), shape)
+
+
+def test_floors_of_several_blocks_of_rows(several_tiles):
+    shape = config.CONFIGS[0]
+    step = make_step(3 * shape.block_b - 3, 6_005, 64)
+    top_k = torch.randint(1, 300, (len(step.hidden_states),), device=DEVICE)
+    top_k[::3] = 0
+    for wanted in (Asked(top_k=top_k), Asked(top_k=top_k.int(), min_p=torch.rand(len(top_k), device=DEVICE) ** 4)):
+        floored(step, wanted, shape)
+    for first, second in ((5, 0), (0, 5)):  # one block alone has a top-k
+        top_k = torch.tensor([first] * shape.block_b + [second] * shape.block_b, device=DEVICE)
+        floored(make_step(2 * shape.block_b, 6_005, 64), Asked(top_k=top_k), shape)
+
+
+@pytest.mark.skipif(ON_GPU, reason="there a launch so small may be over first; test_floors_leave_most_out asks more")
+def test_floors_are_found(several_tiles):
+    """And leave something out, or what the others assert says nothing."""
+    shape = config.CONFIGS[0]
+    step = make_step(2 * shape.block_b, 9_000, 64)
+    for wanted in (Asked(top_k=5), Asked(min_p=0.5)):
+        assert min(float(floored(step, wanted, shape).mean()) for _ in range(5)) < 1
+
+
+def test_floors_at_one_temperature_for_all_rows(several_tiles):
+    step = make_step(16, 9_000, 64)._replace(temperature=1.7)
+    for _ in range(3):
+        floored(step, Asked(min_p=0.02), config.CONFIGS[0])
+
+
+def test_floors_are_not_above_what_pick_takes(several_tiles):
+    """No bit of a step depends on whether there is one: ``logits_pick``'s bound of min-p."""
+    step = make_step(16, 9_000, 64)._replace(temperature=1.0)
+    for min_p in (0.999, 0.5, 0.05):
+        logits, floors = torch.empty(16, 9000, device=DEVICE), torch.empty(16, dtype=torch.int32, device=DEVICE)
+        keys = torch.empty(16, 284, dtype=torch.int32, device=DEVICE)
+        addresses = logits.data_ptr(), 36000, keys.data_ptr(), 0, 0
+        outputs = (*NO_PROCESSING, *addresses, *asked._filters_of(Asked(min_p=min_p), floors))
+        launch.run(step, config.CONFIGS[0], KINDS["logits"], outputs)
+        key = keys.amax(1)
+        top = (key ^ ((key >> 31) & 0x7FFFFFFF)).view(torch.float32)
+        assert (floors <= keys_of(top + (math.log2(min_p) - 0.01) / LOG2_E - top.abs() * 1e-6)).all()
 
 
 @pytest.mark.gpu

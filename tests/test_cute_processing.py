@@ -20,7 +20,7 @@ from tests.conftest import DEVICE
 from tests.mixes import Mix
 from tests.problems import NEEDS_CUTE
 from tests.test_cuda import kernel_nodes
-from tests.test_cute_logits import CONFIGS, IDS, ON_GPU, check, make_step
+from tests.test_cute_logits import CONFIGS, IDS, ON_GPU, check, left_zero, make_step  # noqa: F401, a fixture
 from tests.test_triton_logits import agrees
 
 pytestmark = NEEDS_CUTE
