@@ -294,7 +294,8 @@ def check_draft_probs(draft_probs: Any, method: str, target: Target, given: Give
     if draft_probs.device != target.states.device:
         raise ValueError(f"draft_probs must be on the device of the step, {target.states.device}, got {draft_probs.device}")
     shape = tuple(given.token_ids.shape)
-    if draft_probs.shape[:-1] != shape or draft_probs.shape[-1] < target.vocab_size:
+    nobody_s = given.batch == 0 and draft_probs.ndim == 2  # of drafts one request after the other, (N,)
+    if (draft_probs.shape[:-1] != shape and not nobody_s) or draft_probs.shape[-1] < target.vocab_size:
         wanted = f"({', '.join(map(str, shape))}, {target.vocab_size})"
         raise ValueError(f"draft_probs must have shape {wanted}, got shape {tuple(draft_probs.shape)}")
     return draft_probs.flatten(0, -2)
@@ -305,6 +306,8 @@ def asked_at(request: Request, target: Target, given: Given) -> tuple[Asked, Ten
     positions, batch, device = len(target.states), given.batch, target.states.device
     request, masks = request.copy(), None
     mask = request.get("token_mask")
+    if batch == 0 and isinstance(mask, Tensor) and mask.ndim == 2:  # nobody's, as drafts are
+        request["token_mask"] = mask = mask[:0]
     if isinstance(mask, Tensor) and (mask.ndim == 3 or (mask.ndim == 2 and len(mask) == positions != batch)):
         if mask.shape[:-1] not in ((batch, given.n + 1), (positions,)) or (given.bounds is not None) != (mask.ndim == 2):
             raise ValueError(f"token_mask must have a row per request or per position, got shape {tuple(mask.shape)}")

@@ -2,7 +2,7 @@
 
 import warnings
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from .backends import BACKENDS, named
 from .counts import TokenCounts
 from .exchange import NO_TOKEN, WHOLE
 from .impl.filters import GREEDY_BELOW
-from .parameters import Integers, Reals, integers, reals
+from .parameters import Integers, Reals, integer, integers, reals
 from .requests import Problem, Request, asked_of
 from .step import PLAIN, Asked, Drawn, Step, layout
 
@@ -220,9 +220,9 @@ def sample(
             tokens, shard = vocab, WHOLE
             if vocab_size is not None or vocab > NO_TOKEN:
                 tokens = check_vocab_size(vocab_size, vocab)
-        if not 1 <= num_samples <= noise.MAX_DRAWS:
-            raise ValueError(f"num_samples must be from 1 to 2**24, got {num_samples}")
-        if impl is not None and impl not in BACKENDS:
+        if type(num_samples) is not int or not 1 <= num_samples <= noise.MAX_DRAWS:
+            num_samples = check_num_samples(num_samples)
+        if impl is not None and (type(impl) is not str or impl not in BACKENDS):
             check_impl(impl)
         if seed is None:
             seed = torch.randint(-(2**63), 2**63 - 1, (batch,), dtype=torch.int64, device=device)
@@ -323,8 +323,10 @@ def check_vocab_size(vocab_size: int | None, vocab: int, whose: str = "weight", 
     """How many of the weight's ``vocab`` rows may be sampled. Raises what ``sample`` documents."""
     if vocab_size is None:
         vocab_size = vocab
-    elif not 1 <= vocab_size <= vocab:
-        raise ValueError(f"vocab_size must be from 1 to the {vocab} {what} of {whose}, got {vocab_size}")
+    else:
+        vocab_size = vocab_size if isinstance(vocab_size, torch.SymInt) else integer("vocab_size", vocab_size)
+        if not 1 <= vocab_size <= vocab:
+            raise ValueError(f"vocab_size must be from 1 to the {vocab} {what} of {whose}, got {vocab_size}")
     if vocab_size > NO_TOKEN:  # which as an id says that there is none
         raise ValueError(
             f"{whose} must have at most 2**31 - 1 {what} that can be sampled, got {vocab_size}; vocab_size says how many can"
@@ -332,8 +334,18 @@ def check_vocab_size(vocab_size: int | None, vocab: int, whose: str = "weight", 
     return vocab_size
 
 
+def check_num_samples(num_samples: Any) -> int:
+    """As an int. Raises what ``sample`` documents."""
+    count = num_samples if isinstance(num_samples, torch.SymInt) else integer("num_samples", num_samples)
+    if not 1 <= count <= noise.MAX_DRAWS:
+        raise ValueError(f"num_samples must be from 1 to 2**24, got {count}")
+    return count  # type: ignore[return-value] # a SymInt is one to whoever takes it
+
+
 def check_impl(impl: str | None) -> None:
     """Raises what ``sample`` documents."""
+    if impl is not None and not isinstance(impl, str):
+        raise TypeError(f"impl must be None or a str, got {type(impl).__name__}")
     if impl is not None:
         named(impl)
 

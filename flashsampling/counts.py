@@ -1,11 +1,12 @@
 """``TokenCounts``: which tokens a request has seen, and how often, on the device."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .parameters import index_of
+from .parameters import index_of, integer
 
 IN_PROMPT = -(2**31)  # bit 31; the other bits count the output
 
@@ -44,10 +45,13 @@ class TokenCounts:
     """
 
     def __init__(self, max_batch_size: int, vocab_size: int, device: torch.device | str | None = None) -> None:
-        for name, size in (("max_batch_size", max_batch_size), ("vocab_size", vocab_size)):
+        sizes = []
+        for name, given in (("max_batch_size", max_batch_size), ("vocab_size", vocab_size)):
+            sizes.append(size := integer(name, given))
             if size < 1:
                 raise ValueError(f"{name} must be at least 1, got {size}")
-        self.counts = torch.zeros(max_batch_size, vocab_size, dtype=torch.int32, device=device)
+        with torch.inference_mode(False):  # what is made inside could not be written outside
+            self.counts = torch.zeros(sizes, dtype=torch.int32, device=device)
 
     @property
     def max_batch_size(self) -> int:
@@ -114,12 +118,16 @@ class TokenCounts:
         if not isinstance(given, Tensor):
             if hasattr(given, "tolist"):
                 given = given.tolist()
+            if not isinstance(given, Sequence):
+                raise TypeError(f"{name} must be token ids, or a list of them per row, got {type(given).__name__}")
             lists = [row.tolist() if hasattr(row, "tolist") else row for row in given]
-            lists = lists if lists and all(isinstance(row, (list, tuple)) for row in lists) else [lists]
-            longest = max(map(len, lists))
+            if not all(isinstance(row, (list, tuple)) for row in lists) or (not lists and count):
+                lists = [lists]
+            longest = max(map(len, lists), default=0)
             try:
                 given = torch.tensor([[*row, *[-1] * (longest - len(row))] for row in lists], device="cpu")
-            except (TypeError, ValueError) as error:
+                given = given.view(len(lists), longest)  # of no rows too
+            except (TypeError, ValueError, RuntimeError) as error:
                 raise TypeError(f"{name} must be token ids, or a list of them per row: {error}") from None
             given = given if given.numel() else given.long()  # torch takes [] for floats
         if given.is_floating_point() or given.dtype is torch.bool:

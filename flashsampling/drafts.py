@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .exchange import NO_TOKEN
-from .parameters import Integers, integer
+from .parameters import Integers, integer, is_plain
 
 # of requests' numbers, beside places
 HASH_OF_ROOM, HASH_OF_MOST = 1 << 61, 1 << 62
@@ -310,7 +310,7 @@ def _check_bounds(cu_draft_lengths: Integers, total: int, device: torch.device) 
 
 def _integers(name: str, value: Any, device: torch.device) -> Tensor:
     """As int64, contiguous."""
-    if type(value) is not Tensor:
+    if not is_plain(value):
         raise TypeError(f"{name} must be a plain torch.Tensor, got {type(value).__name__}")
     if value.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name} must be int32 or int64, got {value.dtype}")

@@ -5,8 +5,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from . import noise, ops
-from .api import DTYPES, SampleOutput, check_impl, check_kind, check_vocab_size, output_of, say_that_noise_is_shared
+from . import ops
+from .api import (
+    DTYPES,
+    SampleOutput,
+    check_impl,
+    check_kind,
+    check_num_samples,
+    check_vocab_size,
+    output_of,
+    say_that_noise_is_shared,
+)
 from .impl.filters import GREEDY_BELOW
 from .parameters import Integers, Reals, integers, reals
 from .requests import Problem, Request, asked_of
@@ -61,8 +70,7 @@ def sample_from_logits(
     batch, vocab = check_logits(logits)
     device = logits.device
     tokens = check_vocab_size(vocab_size, vocab, "logits", "columns")
-    if not 1 <= num_samples <= noise.MAX_DRAWS:
-        raise ValueError(f"num_samples must be from 1 to 2**24, got {num_samples}")
+    num_samples = check_num_samples(num_samples)
     check_impl(impl)
     if seed is None:
         seed = torch.randint(-(2**63), 2**63 - 1, (batch,), dtype=torch.int64, device=device)
@@ -76,16 +84,16 @@ def sample_from_logits(
     return output_of(ops.sample(step, impl or ""), batch, num_samples, asked, request.get("token_counts"))
 
 
-def check_logits(logits: Tensor) -> tuple[int, int]:
+def check_logits(logits: Tensor, name: str = "logits") -> tuple[int, int]:
     """B and V. Raises what ``sample_from_logits`` documents."""
-    check_kind("logits", logits)
+    check_kind(name, logits)
     if logits.ndim != 2:
         hint = "select the positions to sample first, e.g. logits[:, -1]"
-        raise ValueError(f"logits must have 2 dimensions, got shape {tuple(logits.shape)}; {hint}")
+        raise ValueError(f"{name} must have 2 dimensions, got shape {tuple(logits.shape)}; {hint}")
     if logits.dtype not in DTYPES:
-        raise TypeError(f"logits must be bfloat16, float16 or float32, got {logits.dtype}")
+        raise TypeError(f"{name} must be bfloat16, float16 or float32, got {logits.dtype}")
     if logits.layout is not torch.strided:
-        raise TypeError(f"logits must be a dense tensor, got {logits.layout}")
+        raise TypeError(f"{name} must be a dense tensor, got {logits.layout}")
     if logits.shape[1] < 1:
-        raise ValueError(f"logits must have at least one column, got shape {tuple(logits.shape)}")
+        raise ValueError(f"{name} must have at least one column, got shape {tuple(logits.shape)}")
     return logits.shape[0], logits.shape[1]

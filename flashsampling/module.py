@@ -106,13 +106,18 @@ class LMHeadSampler(nn.Module):
             self._take_transform(logit_scale, soft_cap)
             device = self.weight.device
             rows = reals("temperature", _to(device, temperature), self.max_batch_size, device)
+            if not isinstance(rows, Tensor) and dimensions(temperature):  # a list of one: per row, as a tensor of one is
+                rows = torch.full((self.max_batch_size,), rows, device=device, dtype=torch.float32)
             return self._rows(seed, 0, rows.clone() if isinstance(rows, Tensor) else rows, self.max_batch_size, device)
 
         new = self._first_rank_s(given, "max_batch_size")
         device = self.weight.device
-        self.temperature: Reals = _to(device, new.temperature)  # type: ignore[assignment] # given, so it is not None
-        self.register_buffer("seeds", new.seeds.to(device).clone(), persistent=False)
-        self.register_buffer("offsets", torch.zeros(self.max_batch_size, dtype=torch.int64, device=device), persistent=False)
+        with torch.inference_mode(False):  # what is made inside could not be written outside
+            rows = _to(device, new.temperature)
+            self.temperature: Reals = rows.clone() if isinstance(rows, Tensor) else rows  # given, so it is not None
+            self.register_buffer("seeds", new.seeds.to(device).clone(), persistent=False)
+            offsets = torch.zeros(self.max_batch_size, dtype=torch.int64, device=device)
+            self.register_buffer("offsets", offsets, persistent=False)
 
     def _adopt(self, lm_head: nn.Linear | Tensor, max_batch_size: SupportsIndex) -> int:
         """Takes the head, if it and the arguments that come with it fit. ``max_batch_size`` as an int."""

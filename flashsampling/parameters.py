@@ -13,6 +13,8 @@ from typing import Any, Protocol, SupportsIndex, TypeAlias
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import Parameter
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 _INT64, _FLOAT32 = torch.int64, torch.float32  # asking torch costs a row parameter a tenth of a microsecond
@@ -123,6 +125,12 @@ def integer(name: str, value: SupportsIndex) -> int:
         raise TypeError(f"{name} must be an int, got {type(value).__name__}") from None
 
 
+def is_plain(value: Any) -> bool:
+    """Whether it is a tensor whose memory is its values: no quantised one, no DTensor. Those of ``torch.export`` are."""
+    kind = type(value)
+    return kind is Tensor or kind is Parameter or kind is FakeTensor
+
+
 def dimensions(value: Any) -> int:
     """0: one number; 1: a value per row, as lists and most tensors are."""
     return int(getattr(value, "ndim", isinstance(value, Sequence)))
@@ -135,11 +143,19 @@ def index_of(rows: Tensor | slice | int | list[int] | None, size: int) -> Tensor
         return slice(None)
     if isinstance(rows, slice):
         return rows
-    index = rows if isinstance(rows, Tensor) else torch.as_tensor(rows, device="cpu")
-    index = index.reshape(-1) if index.numel() else index.reshape(-1).long()  # torch takes [] for floats
-    if index.is_floating_point():
+    try:
+        index = rows if isinstance(rows, Tensor) else torch.as_tensor(rows, device="cpu")
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"rows must be integers, a slice or a mask, got {type(rows).__name__}") from None
+    index = index.reshape(-1)
+    if index.dtype == torch.bool:
+        if len(index) != size:
+            raise ValueError(f"rows must be a mask of max_batch_size = {size} rows, got {len(index)}")
+        return index
+    if index.dtype not in _INTEGERS and index.numel():  # torch takes [] for floats
         raise TypeError(f"rows must be integers or a mask, got {index.dtype}")
-    if index.device.type == "cpu" and index.dtype != torch.bool and bool(((index < -size) | (index >= size)).any()):
+    index = index.long()  # uint8 would be a mask to torch
+    if index.device.type == "cpu" and bool(((index < -size) | (index >= size)).any()):
         raise ValueError(f"rows must be from 0 to max_batch_size - 1 = {size - 1}, got {index.tolist()}")
     return index
 

@@ -230,7 +230,7 @@ def layout(batch: int, num_samples: int, asked: Asked) -> Layout:
         for name, columns, is_there in wanted:
             if is_there:
                 parts[name] = Part(first, columns)
-                first += batch * columns
+                first = first + batch * columns  # not in place: to torch.jit.trace these are tensors
         return parts, first
 
     (id_parts, num_ids), (value_parts, num_values) = place(ids), place(values)

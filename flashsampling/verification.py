@@ -235,7 +235,7 @@ def verify_from_logits(
     """
     check_kind("target_logits", target_logits)
     given, logits = layout("target_logits", target_logits, draft_token_ids, cu_draft_lengths, max_draft_length, parents)
-    _, vocab = check_logits(logits)
+    _, vocab = check_logits(logits, "target_logits")
     tokens = check_vocab_size(vocab_size, vocab, "target_logits", "columns")
 
     def draw(rows: Tensor, **parameters: Any) -> SampleOutput:

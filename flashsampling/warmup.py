@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .api import check_tensor_parallel, check_vocab_size, count_left_out, sample
+from .api import check_num_samples, check_tensor_parallel, check_vocab_size, check_weight, count_left_out, sample
 from .backends import BACKENDS
+from .parameters import integer
 from .requests import Problem, Request, asked_of
 from .step import PLAIN, Asked, Step, arguments, example
 
@@ -83,10 +84,8 @@ def _draw_all(
     tp: "TensorParallel | None",
     request: Request,
 ) -> list[str]:
-    if not isinstance(weight, Tensor):
-        raise TypeError(f"weight must be a torch.Tensor, got {type(weight).__name__}")
-    if weight.ndim != 2:
-        raise ValueError(f"weight must have 2 dimensions, got shape {tuple(weight.shape)}")
+    check_weight(weight, 1 if tp is None else 0)
+    num_samples = check_num_samples(num_samples)
     if tp is not None:
         from .distributed import TensorParallel  # whoever has one has imported it
 
@@ -94,6 +93,7 @@ def _draw_all(
             raise TypeError(f"tp must be a flashsampling.distributed.TensorParallel, got {type(tp).__name__}")
     if max_batch_size is None:
         max_batch_size = 256 if tp is None else tp.max_batch_size
+    max_batch_size = integer("max_batch_size", max_batch_size)
     if max_batch_size < 1:
         raise ValueError(f"max_batch_size must be at least 1, got {max_batch_size}")
     if tp is not None and max_batch_size > tp.max_batch_size:

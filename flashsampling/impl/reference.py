@@ -28,6 +28,18 @@ def without_autocast(device: torch.device) -> AbstractContextManager[None]:
     return torch.autocast(device.type, enabled=False)
 
 
+def may_round(states: Tensor) -> bool:
+    """Whether the process allows a float32 matmul on their device to round them: ``torch.set_float32_matmul_precision`` and its
+    like. A GPU rounds to TF32, which holds 16-bit numbers whole; some CPUs to bfloat16, which does not hold float16."""
+    if states.dtype == torch.bfloat16 or (states.is_cuda and states.dtype == torch.float16):
+        return False
+    try:  # allow_tf32 raises where the newer settings, these, have been used
+        precision = (torch.backends.cuda if states.is_cuda else torch.backends.mkldnn).matmul.fp32_precision
+    except AttributeError:  # torch 2.8
+        return torch.get_float32_matmul_precision() != "highest"
+    return precision not in ("none", "ieee")
+
+
 def exact_logits(
     hidden_states: Tensor,  # (B, D)
     weight: Tensor,  # (V, D)
@@ -35,15 +47,15 @@ def exact_logits(
 ) -> Tensor:
     """(B, V) logits accumulated in ``dtype``: 16-bit inputs are widened first, so no product or sum is rounded to 16 bits.
 
-    fp32 inputs on CUDA go through float64 when the process allows TF32, which would drop 13 bits of them. (16-bit inputs
-    fit TF32's mantissa whole.) Autocast, which would round the inputs to 16 bits, is left out.
+    Inputs go through float64 where the process lets float32 matmuls round them (``may_round``). Autocast, which would round
+    the inputs to 16 bits, is left out.
     """
     with without_autocast(hidden_states.device):
         return _exact_logits(hidden_states, weight, dtype)
 
 
 def _exact_logits(hidden_states: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    if hidden_states.is_cuda and hidden_states.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32:
+    if may_round(hidden_states):
         return (hidden_states.double() @ weight.double().T).to(dtype)
     return hidden_states.to(dtype) @ weight.to(dtype).T
 
