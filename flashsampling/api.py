@@ -282,6 +282,8 @@ def check_matrices(hidden_states: Tensor, weight: Tensor, least_rows: int) -> tu
         raise TypeError(f"weight must have the dtype of hidden_states, {dtype}, got {weight.dtype}")
     if len(weight_shape) != 2:
         check_weight(weight, least_rows)
+    if weight.layout is not torch.strided:
+        check_weight(weight, least_rows)
     if weight.device != device:
         raise ValueError(f"weight must be on the device of hidden_states, {device}, got {weight.device}")
     (batch, dim), (vocab, columns) = shape, weight_shape

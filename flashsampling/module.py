@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from .api import SampleOutput, check_impl, check_tensor_parallel, check_vocab_size, check_weight, count_left_out, sample
 from .parameters import Integers, Reals, dimensions, finite, index_of, integer, integers, real, reals
+from .requests import soft_cap_of
 from .verification import VerifyOutput, verify
 
 if TYPE_CHECKING:
@@ -48,7 +49,8 @@ class LMHeadSampler(nn.Module):
             for seeds from torch's default generator.
         temperature: default for ``forward``: one number, or max_batch_size of them.
         vocab_size: real size where the weight is padded.
-        logit_scale, soft_cap: as in ``flashsampling.sample``, for every step whose call gives no others.
+        logit_scale, soft_cap: as in ``flashsampling.sample``, for every step whose call gives no others. There 1 and 0 switch
+            them off, and None does not.
         impl: as in ``flashsampling.sample``.
         tp: a ``flashsampling.distributed.TensorParallel``; ``lm_head`` is then this rank's shard, its bias too. Seeds, offsets
             and temperatures given here and to ``reset`` are the first rank's on all ranks, whatever the others give, so making
@@ -145,9 +147,7 @@ class LMHeadSampler(nn.Module):
 
     def _take_transform(self, logit_scale: float, soft_cap: float) -> None:
         """What the model does to its head's output, if that fits."""
-        self.logit_scale, self.soft_cap = real("logit_scale", logit_scale, finite), real("soft_cap", soft_cap, finite)
-        if self.soft_cap < 0:
-            raise ValueError(f"soft_cap must be at least 0, got {soft_cap}")
+        self.logit_scale, self.soft_cap = real("logit_scale", logit_scale, finite), soft_cap_of(soft_cap)
         transform: Request = {"logit_scale": self.logit_scale, "soft_cap": self.soft_cap}
         self._transform = {name: value for name, value in transform.items() if value != (name == "logit_scale")}
 
@@ -263,11 +263,12 @@ class LMHeadSampler(nn.Module):
 
     def _with_the_head_s(self, request: Any) -> Any:
         """A request, with what the head adds to every one: its bias, the model's scale and soft cap."""
-        if not self._biased:
-            return {**self._transform, **request}
-        if request.get("bias") is not None:
-            raise ValueError("bias must be None: the LM head has one of its own")
-        return {**self._transform, **request, "bias": self.bias}
+        of_head = {name: value for name, value in self._transform.items() if request.get(name) is None}
+        if self._biased:
+            if request.get("bias") is not None:
+                raise ValueError("bias must be None: the LM head has one of its own")
+            of_head["bias"] = self.bias
+        return {**request, **of_head}
 
     def forward(
         self,
@@ -282,7 +283,7 @@ class LMHeadSampler(nn.Module):
             if not isinstance(hidden_states, Tensor):
                 raise TypeError(f"hidden_states must be a torch.Tensor, got {type(hidden_states).__name__}")
             shape = hidden_states.shape
-            batch = shape[0] if shape else 0
+            batch = shape[0] if len(shape) == 2 else 0  # else ``sample`` says what is wrong
             if batch > self.max_batch_size:
                 raise ValueError(f"hidden_states must have at most max_batch_size = {self.max_batch_size} rows, got {batch}")
             state: Any = self._buffers  # as attributes they cost a call a microsecond more: nn.Module looks for them in Python

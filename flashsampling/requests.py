@@ -65,6 +65,17 @@ def asked_of(request: Request, problem: Problem) -> Asked:
     return together if together.names() else PLAIN
 
 
+def soft_cap_of(value: Any) -> float:
+    """0: none. Raises what ``sample`` documents."""
+    cap = real("soft_cap", value, finite)
+    if cap < 0:
+        raise ValueError(f"soft_cap must be at least 0, got {value}")
+    if 0 < cap < _LEAST_CAP:
+        least = f"{_LEAST_CAP:.3g}, the smallest normal float32"
+        raise ValueError(f"soft_cap must be 0, for none, or at least {least}, got {value}")
+    return cap
+
+
 # -- how an argument becomes fields
 
 
@@ -82,12 +93,7 @@ def _scale(name: str, value: Any, problem: Problem) -> dict[str, Any]:
 
 
 def _soft_cap(name: str, value: Any, problem: Problem) -> dict[str, Any]:
-    cap = real(name, value, finite)
-    if cap < 0:
-        raise ValueError(f"{name} must be at least 0, got {value}")
-    if 0 < cap < _LEAST_CAP:
-        raise ValueError(f"{name} must be 0, for none, or at least {_LEAST_CAP:.3g}, the smallest normal float32, got {value}")
-    return {name: cap}
+    return {name: soft_cap_of(value)}
 
 
 def _logit_bias(name: str, value: Any, problem: Problem) -> dict[str, Any]:

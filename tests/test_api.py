@@ -36,6 +36,8 @@ BAD_CALLS = [
     (TypeError, "weight must have the dtype of hidden_states, torch.float32, got torch.bfloat16", {"weight": WEIGHT.bfloat16()}),
     (ValueError, "weight must be on the device of hidden_states", {"weight": WEIGHT.to("meta")}),
     (ValueError, r"weight must have the 8 columns of hidden_states, got shape \(20, 7\)", {"weight": WEIGHT[:, :7]}),
+    (TypeError, r"weight must be a dense tensor, got torch.sparse_coo; pass weight.to_dense\(\)", {"weight": WEIGHT.to_sparse()}),
+    (TypeError, "weight must be a dense tensor, got torch.sparse_csr", {"weight": WEIGHT.to_sparse_csr()}),
     (ValueError, "weight must have at least one row", {"weight": WEIGHT[:0]}),
     (ValueError, r"weight must have at least one row and one column, got shape \(20, 0\)", {"hidden_states": STATES[:, :0], "weight": WEIGHT[:, :0]}),
     (TypeError, "weight must be bfloat16, float16 or float32, got torch.int8; of a quantised head pass the dequantised weight", {"weight": WEIGHT.to(torch.int8)}),

@@ -41,11 +41,15 @@ def test_the_head_s_scale_and_soft_cap_are_every_step_s():
     out = sampler(x, return_logprobs=True)
     assert torch.equal(out.token_ids, expected.token_ids)
     assert torch.equal(out.logprobs, expected.logprobs)
-    without = sampler(x, logit_scale=1.0, soft_cap=None, logprob_ids=out.token_ids[:, None]).given_logprobs[:, 0]
+    sampler.reset(sampler.seeds.clone())
+    assert torch.equal(sampler(x, logit_scale=None, soft_cap=None).token_ids, expected.token_ids)  # not given
+    without = sampler(x, logit_scale=1.0, soft_cap=0.0, logprob_ids=out.token_ids[:, None]).given_logprobs[:, 0]
     assert torch.allclose(without, (x @ head.weight.T).log_softmax(1).gather(1, out.token_ids[:, None])[:, 0], atol=1e-4)
     assert not torch.allclose(without, expected.logprobs, atol=1e-2)
     with pytest.raises(ValueError, match=r"soft_cap must be at least 0, got -1\.0"):
         LMHeadSampler(head, soft_cap=-1.0)
+    with pytest.raises(ValueError, match=r"soft_cap must be 0, for none, or at least 1\.18e-38"):
+        LMHeadSampler(head, soft_cap=1e-40)
     with pytest.raises(ValueError, match="logit_scale must be finite, got nan"):
         LMHeadSampler(head, logit_scale=float("nan"))
     with pytest.raises(TypeError, match="logit_scale must be a number"):
@@ -100,6 +104,8 @@ def test_errors():
         LMHeadSampler(make_head())([[1.0]])
     with pytest.raises(ValueError, match=r"hidden_states must have 2 dimensions, got shape \(\)"):
         LMHeadSampler(make_head())(torch.tensor(1.0, device=DEVICE))
+    with pytest.raises(ValueError, match=r"hidden_states must have 2 dimensions, got shape \(\d+,\)"):
+        LMHeadSampler(make_head(), max_batch_size=4)(states()[0])  # more columns than rows of state
     with pytest.raises(ValueError, match="hidden_states must be on the sampler's device"):
         LMHeadSampler(make_head())(states().to("meta"))
 
