@@ -1,6 +1,7 @@
 import importlib
 import importlib.util
 import os
+import zlib
 from collections.abc import Iterator
 
 import torch
@@ -65,7 +66,18 @@ def _no_tensor_in_a_constexpr() -> Iterator[None]:
         yield
 
 
+def pytest_addoption(parser):
+    parser.addoption("--part", default="1/1", metavar="K/N", help="one of N parts of the tests, by a hash of their names")
+
+
 def pytest_collection_modifyitems(config, items):
+    part, parts = map(int, config.option.part.split("/"))
+    by_part: tuple[list[pytest.Item], list[pytest.Item]] = ([], [])
+    for item in items:
+        by_part[zlib.crc32(item.nodeid.encode()) % parts == part - 1].append(item)
+    others, items[:] = by_part
+    if others:
+        config.hook.pytest_deselected(items=others)
     if DEVICE.type == "cpu":
         skip, later = pytest.mark.skip(reason="needs a CUDA device"), pytest.mark.skip(reason="takes minutes: -m slow")
         for item in items:
