@@ -19,6 +19,7 @@ from .sglang_fakes import LEFT, CaptureHiddenMode, ForwardBatch, ForwardMode, Gr
 
 V, D = 331, 16
 PROMPT = [5, 31, 7, 7]
+SANITIZES = SimpleNamespace(get=lambda: False)
 
 
 @pytest.fixture(autouse=True)
@@ -33,6 +34,7 @@ def _sglang(monkeypatch):
         },
         "layers.vocab_parallel_embedding": {"VocabParallelEmbedding": fakes.Embedding},
         "layers.quantization.unquant": {"UnquantizedEmbeddingMethod": fakes.Unquantized},
+        "environ": {"envs": SimpleNamespace(SGLANG_SANITIZE_NAN_LOGITS=SANITIZES)},
         "layers.sampler": {"Sampler": fakes.Sampler, "SGLANG_RETURN_ORIGINAL_LOGPROB": False},
         "model_executor.forward_batch_info": {"ForwardBatch": ForwardBatch},
     }
@@ -668,6 +670,22 @@ def test_runners_that_are_refused(words, change):
     with pytest.raises(Refused) as refused:
         check_runner(runner, fakes.Sampler)
     assert str(refused.value) == words
+
+
+def test_nan_that_sglang_is_to_replace(monkeypatch):
+    monkeypatch.setattr(SANITIZES, "get", lambda: True)
+    runner = fakes.ModelRunner(fakes.Model(V, D), fakes.server_args())
+    load.after_load_model(None, runner)
+    assert "SGLANG_SANITIZE_NAN_LOGITS" in counters(runner)["refused"]
+
+
+def test_a_greedy_request_where_sglang_is_deterministic():
+    """Of SGLang's own logits, which have 16 bits, the best is often another."""
+    runner = runner_of(enable_deterministic_inference=True, sampling_backend="pytorch")
+    states, alone = states_of(2), [Req(PROMPT, SamplingParams(temperature=0.0))]
+    mates = [Req(PROMPT, SamplingParams(temperature=0.0)), Req(PROMPT, SamplingParams(repetition_penalty=1.2))]
+    token = step(runner, decode(alone), states[:1], alone)[0][0]
+    assert step(runner, decode(mates), states, mates)[0][0] == token
 
 
 def test_no_graphs_at_all_are_no_hindrance():

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -37,6 +38,7 @@ from flashsampling import LMHeadSampler, sample  # noqa: E402
 from flashsampling.distributed import TensorParallelTimeout  # noqa: E402
 from flashsampling.distributed.failure import Failure  # noqa: E402
 from flashsampling.integrations.transformers import GenerateOutput, NoTokenError, checked_lm_head, generate  # noqa: E402
+from flashsampling.integrations.transformers.arguments import CACHE  # noqa: E402
 from flashsampling.integrations.transformers.head import Transform, _Placeholder  # noqa: E402
 from scripts.demo_generate import _GumbelNoise  # noqa: E402
 from tests.conftest import DEVICE  # noqa: E402
@@ -295,10 +297,38 @@ def test_what_it_cannot_do_is_an_error_by_name_before_the_first_token(model, cas
     assert streamer is None or len(streamer.steps) <= 1  # the prompt
 
 
-@pytest.mark.parametrize(("seeds", "message"), [([0.5], "seeds must be integers"), (torch.ones(1), "got torch.float32")])
-def test_seeds_must_be_integers(model, seeds, message):
-    with pytest.raises(TypeError, match=message):
+NOT_SEEDS: list[tuple[Any, type[Exception], str]] = [
+    ([0.5], TypeError, "each of seeds must be an int, got float"),
+    ([True], TypeError, "each of seeds must be an int, got bool"),
+    (2.0, TypeError, "seeds must be an int, got float"),
+    (True, TypeError, "seeds must be an int, got bool"),
+    (torch.ones(1), TypeError, "got torch.float32"),
+    ([2**64], ValueError, "seeds must have 64 bits each"),
+    ([-(2**63) - 1], ValueError, "seeds must have 64 bits each"),
+    (2**64, ValueError, "64 bits"),
+]
+
+
+@pytest.mark.parametrize(("seeds", "error", "message"), NOT_SEEDS)
+def test_seeds_must_be_integers_of_64_bits(model, seeds, error, message):
+    with pytest.raises(error, match=message):
         model.generate(**prompt([4]), **SAMPLED, max_new_tokens=2, seeds=seeds)
+
+
+def test_a_request_that_is_no_dictionary(model):
+    with pytest.raises(TypeError, match="request must be a dictionary, got list"):
+        model.generate(**prompt([4]), **SAMPLED, max_new_tokens=2, request=[1])
+
+
+def test_a_model_with_a_decoding_loop_of_its_own():
+    class Own(LlamaForCausalLM):
+        def _sample(self, *arguments, **more):
+            raise AssertionError
+
+    model = llama()
+    model.__class__ = Own
+    with pytest.raises(ValueError, match="Own has a decoding loop of its own"):
+        model.generate(**prompt([4]), **SAMPLED, max_new_tokens=2)
 
 
 PROCESSORS = {
@@ -363,7 +393,7 @@ WORKS = {
     "eos list": lambda: {"eos_token_id": list(range(100, 300))},
     "static cache": lambda: {"cache_implementation": "static"},
     "max_cache_len": lambda: {"cache_implementation": "static", "cache_config": {"max_cache_len": 64}},
-    "dynamic cache": lambda: {"past_key_values": DynamicCache()},
+    "dynamic cache": lambda: {CACHE: DynamicCache()},
     "chunked prefill": lambda: {"prefill_chunk_size": 4},
     "generation_config": lambda: {"generation_config": GenerationConfig(max_new_tokens=6, eos_token_id=-1, pad_token_id=3)},
     "stopping_criteria": lambda: {"stopping_criteria": [StopsAt(12)]},
@@ -421,12 +451,12 @@ def test_inputs_embeds_are_a_prompt(model):
 
 def test_goes_on_from_a_cache(model):
     inputs, cache = prompt([9]), DynamicCache()
-    first = model.generate(**inputs, **SAMPLED, seeds=[3], max_new_tokens=5, eos_token_id=-1, past_key_values=cache)
+    first = model.generate(**inputs, **SAMPLED, seeds=[3], max_new_tokens=5, eos_token_id=-1, **{CACHE: cache})
     assert cache.get_seq_length() == 13
     sampler = LMHeadSampler.from_model(model, max_batch_size=1)
     sampler.reset(torch.tensor([3], device=DEVICE), offset=5)
     rest = {"input_ids": first, "attention_mask": torch.ones_like(first)}
-    second = model.generate(**rest, **SAMPLED, sampler=sampler, max_new_tokens=4, eos_token_id=-1, past_key_values=cache)
+    second = model.generate(**rest, **SAMPLED, sampler=sampler, max_new_tokens=4, eos_token_id=-1, **{CACHE: cache})
     assert torch.equal(second, model.generate(**inputs, **SAMPLED, seeds=[3], max_new_tokens=9, eos_token_id=-1))
 
 
@@ -452,6 +482,8 @@ def test_seeds_of_64_bits(model):
         for seeds in ([2**64 - 5, 3], [-5, 3], torch.tensor([-5, 3]), torch.tensor([-5, 3], dtype=torch.int32))
     ]
     assert all(torch.equal(out[0], other) for other in out)
+    of_numpy = model.generate(**inputs, **SAMPLED, max_new_tokens=5, seeds=np.int64(3))
+    assert torch.equal(of_numpy, model.generate(**inputs, **SAMPLED, max_new_tokens=5, seeds=3))
 
 
 def test_a_temperature_warper_of_ones_own(model):

@@ -20,6 +20,7 @@ from transformers import (  # noqa: E402
 
 from flashsampling import LMHeadSampler  # noqa: E402
 from flashsampling.integrations.transformers import NoTokenError, generate  # noqa: E402
+from flashsampling.integrations.transformers.arguments import CACHE  # noqa: E402
 from flashsampling.integrations.transformers.processors import Taken  # noqa: E402
 from flashsampling.integrations.transformers.request import Requests  # noqa: E402
 from tests.conftest import DEVICE  # noqa: E402
@@ -187,10 +188,10 @@ def test_an_end_within_the_drafts(model, drafting):
         out = drawn(model, sampler=sampler, eos_token_id=free[place], return_dict_in_generate=True, **options)
         assert out.sequences[0, 27:].tolist() == free[: place + 1]
         assert sampler.offsets.tolist() == [place + 1, 0, 0]
-        assert out.past_key_values.get_seq_length() == 27 + place
-        assert set(out.keys()) == {"sequences", "past_key_values"}
+        assert out[CACHE].get_seq_length() == 27 + place
+        assert set(out.keys()) == {"sequences", CACHE}
         whole = {"input_ids": out.sequences, "attention_mask": torch.ones_like(out.sequences)}
-        more = drawn(model, sampler=sampler, past_key_values=out.past_key_values, max_new_tokens=3, **whole, **options)
+        more = drawn(model, sampler=sampler, **{CACHE: out[CACHE]}, max_new_tokens=3, **whole, **options)
         assert more[0, 27:].tolist() == free[: place + 1 + 3]
 
 
@@ -319,8 +320,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "attentions": ({"return_dict_in_generate": True, "output_attentions": True}, "output_attentions is not supported with"),
     "states": ({"return_dict_in_generate": True, "output_hidden_states": True}, "output_hidden_states is not supported with"),
     "no cache": ({"use_cache": False}, "drafts need a key and value cache: use_cache=True"),
-    "a static cache": ({"past_key_values": lambda: StaticCache(small().config, 64)}, "got StaticCache of StaticLayer: static"),
-    "an offloaded cache": ({"past_key_values": lambda: DynamicCache(offloading=True)}, "got an offloaded one"),
+    "a static cache": ({CACHE: lambda: StaticCache(small().config, 64)}, "got StaticCache of StaticLayer: static"),
+    "an offloaded cache": ({CACHE: lambda: DynamicCache(offloading=True)}, "got an offloaded one"),
     "an ensemble": ({"assistant_ensemble_weight": 0.5}, "assistant_ensemble_weight is not supported"),
     "another vocabulary": (
         {"prompt_lookup_num_tokens": None, "assistant_model": lambda: small(vocab_size=999)},

@@ -227,13 +227,38 @@ REFUSED = {
     "TypicalLogitsWarper in continuous batching": {"typical_p": 0.5},
     "NoRepeatNGramLogitsProcessor in continuous batching": {"no_repeat_ngram_size": 2},
     "num_return_sequences must be 1": {"num_return_sequences": 2},
+    "a configuration of beam_sample": {"num_beams": 3},
+    "a configuration of assisted_generation": {"prompt_lookup_num_tokens": 2},
+    "min_length is not done": {"min_length": 9},
+    "min_new_tokens is not done": {"min_new_tokens": 5},
+    "max_time is not done": {"max_time": 1.0},
+    "stop_strings is not done": {"stop_strings": ["a"]},
+    "bad_words_ids is not done": {"bad_words_ids": [[3]]},
+    "begin_suppress_tokens is not done": {"begin_suppress_tokens": [3]},
+    "exponential_decay_length_penalty is not done": {"exponential_decay_length_penalty": (2, 1.1)},
+    "encoder_repetition_penalty is not done": {"encoder_repetition_penalty": 1.2},
+    "encoder_no_repeat_ngram_size is not done": {"encoder_no_repeat_ngram_size": 2},
+    "token_healing is not done": {"token_healing": True},
+    "output_logits is not done": {"return_dict_in_generate": True, "output_logits": True},
 }
 
 
 @pytest.mark.parametrize("words", REFUSED)
 def test_configurations_that_are_refused(words):
+    model = llama()
     with pytest.raises(ValueError, match=words):
-        FusedBatchingManager(llama(), config_of(**REFUSED[words]), batching())
+        FusedBatchingManager(model, config_of(eos_token_id=2, **REFUSED[words]), batching())
+    assert model.config._attn_implementation == "sdpa"  # as it was
+
+
+def test_a_length_with_the_prompt_is_no_end():
+    """transformers' continuous batching reads ``max_new_tokens`` alone."""
+    manager = FusedBatchingManager(llama(), config_of(max_new_tokens=None, max_length=6), batching())
+    with pytest.raises(ValueError, match=r"max_new_tokens must be given: .* max_length=6"):
+        manager.add_request([5, 6], seed=1)
+    assert manager.add_request([5, 6], None, 3, seed=1)
+    assert manager.add_request([5, 6], max_new_tokens=3, seed=1)
+    manager.destroy()
 
 
 def test_warpers_of_another_meaning_or_order_are_refused():

@@ -17,6 +17,7 @@ from transformers.generation.logits_process import (  # noqa: E402
 
 from flashsampling import noise  # noqa: E402
 from flashsampling.integrations.transformers import NoTokenError, generate  # noqa: E402
+from flashsampling.integrations.transformers.arguments import CACHE  # noqa: E402
 from tests.conftest import DEVICE  # noqa: E402
 from tests.test_transformers import llama, prompt  # noqa: E402
 from tests.transformers_oracle import plain  # noqa: E402
@@ -137,7 +138,7 @@ def test_the_dictionary_and_its_logprobs(model):
     steps = ours.sequences.shape[1] - 9
     for mine, others in zip(ours.hidden_states, theirs.hidden_states, strict=True):
         assert all(torch.equal(*pair) for pair in zip(mine, others, strict=True))
-    assert ours.past_key_values.get_seq_length() == 9 + steps - 1
+    assert ours[CACHE].get_seq_length() == 9 + steps - 1
     ended = torch.zeros(3, dtype=torch.bool, device=DEVICE)
     for step in range(steps):
         tokens = ours.sequences[:, 9 + step]
@@ -161,7 +162,7 @@ def test_the_dictionary_and_its_logprobs(model):
 def test_the_dictionary_without_more(model, free):
     ours = fused(model, return_dict_in_generate=True)
     assert torch.equal(ours.sequences, free)
-    assert set(ours.keys()) == {"sequences", "past_key_values"}
+    assert set(ours.keys()) == {"sequences", CACHE}
 
 
 def test_attentions():

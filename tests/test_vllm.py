@@ -211,6 +211,24 @@ def test_tokens_do_not_depend_on_batch_mates():
         assert other.sample(both, batch, None)[0].sampled_token_ids[1] == alone, mate
 
 
+@pytest.mark.parametrize("reason", [reason for reason in LEFT_TO_VLLM if "1024" not in reason])
+def test_a_greedy_request_where_vllm_is_batch_invariant(reason):
+    """With ``VLLM_BATCH_INVARIANT``. Of vLLM's own logits, which have 16 bits, the best is often another."""
+    model, greedy = fakes.Model(V, D), SamplingParams(temperature=0.0)
+
+    def token(invariant, **mates):
+        runner = runner_of(model)
+        runner.flashsampling.step.slots.rules = Rules(V, raw_logprobs=True, invariant=invariant)
+        runner.add(a=(PROMPT, greedy), **mates)
+        batch = runner.batch(dict.fromkeys(["a", *mates], 1))
+        states = torch.randn(8, D, generator=torch.Generator().manual_seed(0))
+        return int(runner.sample(states, batch, None)[0].sampled_token_ids[0])
+
+    mate = (PROMPT, LEFT_TO_VLLM[reason])
+    assert token(True, b=mate) == token(True) != LEFT
+    assert token(False, b=mate) == LEFT
+
+
 @pytest.mark.parametrize("reason", LEFT_TO_VLLM)
 def test_what_is_left_to_vllm(reason):
     runner = runner_of(vocab_size=2000) if "1024" in reason else runner_of()

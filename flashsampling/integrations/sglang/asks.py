@@ -135,7 +135,7 @@ def note(request: Any, rules: Rules) -> Noted:
         raw=1.0 if raw or raw is None else 0.0,
         divisor=1.0 if raw or raw is None else temperature,
     )
-    promised = (given or rules.deterministic) and not greedy
+    promised = rules.deterministic or (given and not greedy)  # of SGLang's own logits the best may be another
     return Noted(_reason(request, wants, biases, row, raw, rules), wants, promised, has_grammar, biases, row)
 
 

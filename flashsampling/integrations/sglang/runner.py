@@ -314,7 +314,8 @@ def attach(runner: Any) -> str:
     unquantized = importlib.import_module("sglang.srt.layers.quantization.unquant").UnquantizedEmbeddingMethod
     batches = importlib.import_module("sglang.srt.model_executor.forward_batch_info")
     samplers = importlib.import_module("sglang.srt.layers.sampler")
-    check_runner(runner, samplers.Sampler)
+    environment = importlib.import_module("sglang.srt.environ").envs
+    check_runner(runner, samplers.Sampler, bool(environment.SGLANG_SANITIZE_NAN_LOGITS.get()))
     layers = Layers(processors.LogitsProcessor, embeddings.VocabParallelEmbedding, unquantized)
     head = head_of(runner.model, layers)
     implementation = check_speed(head)
@@ -341,8 +342,9 @@ def rules_of(arguments: Any, head: Head, original_logprobs: bool) -> Rules:
     )
 
 
-def check_runner(runner: Any, sampler: type) -> None:
-    """Refuses a runner of which something else is asked than a token of every request in turn."""
+def check_runner(runner: Any, sampler: type, sanitizes: bool = False) -> None:
+    """Refuses a runner of which something else is asked than a token of every request in turn; ``sanitizes``: NaN in logits
+    are to be replaced."""
     arguments = runner.server_args
     graphs = arguments.cuda_graph_config
     unmet = (
@@ -363,6 +365,7 @@ def check_runner(runner: Any, sampler: type) -> None:
         (graphs is not None and graphs.prefill.backend == "tc_piecewise", "prefill graphs that torch.compile makes"),
         (runner.model_config.use_ngram_embedding, "a model that reads tokens as they are drawn"),
         (arguments.sampling_backend not in ("flashinfer", "pytorch"), f"the sampling backend {arguments.sampling_backend!r}"),
+        (sanitizes, "SGLANG_SANITIZE_NAN_LOGITS, which replaces NaN in logits that are nowhere in memory here"),
         (type(runner.sampler) is not sampler, f"a sampler of another kind, {type(runner.sampler).__name__}"),
     )
     for is_so, why in unmet:

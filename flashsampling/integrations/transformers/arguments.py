@@ -2,17 +2,22 @@
 
 import inspect
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig
 from transformers.generation import GenerationMixin, GenerationMode
+from transformers.generation.utils import ALL_CACHE_NAMES
 
 from ...module import LMHeadSampler
+from ...parameters import integer
 from ...requests import Request
 from .head import CheckedHead
 
+# A model's argument and output: "past_key_values" up to transformers 5.23, "cache" from 5.24 on
+CACHE: str = ALL_CACHE_NAMES[0]
 # What makes transformers add a logits processor, and the value that keeps it from doing so
 SWITCH_OFF = {
     "EncoderNoRepeatNGramLogitsProcessor": "encoder_no_repeat_ngram_size=0",
@@ -47,6 +52,13 @@ _OTHER_MODES = (
     "num_beams", "num_beam_groups", "penalty_alpha", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp",
     "dola_layers", "constraints", "force_words_ids",
 )  # fmt: skip
+
+
+def require_transformers_loop(model: Any) -> None:
+    """ValueError for a model whose class decodes in a way of its own, which a ``custom_generate`` takes the place of."""
+    own = getattr(type(model), "_sample", None)
+    if own is not GenerationMixin._sample:
+        raise ValueError(f"{type(model).__name__} has a decoding loop of its own (_sample), which the fused step does not know")
 
 
 def require_what_we_do(config: GenerationConfig, assistant_model: Any, synced_gpus: bool, logprobs: Request) -> None:
@@ -92,13 +104,14 @@ def row_temperatures(temperatures: Any, config: GenerationConfig, batch: int, de
 
 
 def row_seeds(seeds: Any, config: GenerationConfig, batch: int) -> Tensor | int:
-    """(B,) int64, or the int that was given. TypeError for what is no integer, ValueError for another shape."""
-    if isinstance(seeds, int):
-        return seeds
+    """(B,) int64, or the int that was given. TypeError for what is no integer, ValueError for another shape or more than 64
+    bits."""
+    if not isinstance(seeds, Iterable):
+        return integer("seeds", seeds)
     if not isinstance(seeds, Tensor):
-        values = [int(seed) if hasattr(seed, "__index__") else seed for seed in seeds]
-        if not all(isinstance(seed, int) for seed in values):
-            raise TypeError(f"seeds must be integers, got {seeds!r}")
+        values = [integer("each of seeds", seed) for seed in seeds]
+        if not all(-(2**63) <= seed < 2**64 for seed in values):
+            raise ValueError(f"seeds must have 64 bits each, got {values}")
         seeds = torch.tensor([seed - 2**64 if seed >= 2**63 else seed for seed in values], dtype=torch.int64)
     if seeds.is_floating_point() or seeds.is_complex() or seeds.dtype == torch.bool:
         raise TypeError(f"seeds must be integers, got {seeds.dtype}")
@@ -170,7 +183,7 @@ def _same_memory(ours: Tensor | None, models: Tensor | None) -> bool:
 def arguments_of_model_generate(model: Any) -> dict[str, Any]:
     """``streamer``, ``assistant_model`` and ``synced_gpus`` as given to the ``model.generate`` that called us.
 
-    transformers (5.3 to 5.23) hands none of them to a ``custom_generate`` callable, so they are read from its frame: without, a
+    transformers (5.3 to 5.24) hands none of them to a ``custom_generate`` callable, so they are read from its frame: without, a
     streamer would be waited on for ever and an assistant ignored in silence.
     """
     code = inspect.unwrap(GenerationMixin.generate).__code__

@@ -24,6 +24,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.utils import ModelOutput
 
 from ...module import LMHeadSampler
+from .arguments import CACHE
 from .errors import NoTokenError
 from .head import CheckedHead, HeadTap, Transform, checked_lm_head
 from .request import Requests
@@ -61,7 +62,7 @@ def require_drafts_we_do(
                 raise ValueError(f"{name} is not supported with drafts: the model runs over several tokens at once")
     if sampler is not None and sampler.tp is not None:
         raise ValueError("sampler must be without tp with drafts")
-    _require_cut_back("drafts", model_kwargs.get("past_key_values") if config.use_cache else None)
+    _require_cut_back("drafts", model_kwargs.get(CACHE) if config.use_cache else None)
 
 
 def _require_cut_back(what: str, cache: Any) -> None:
@@ -101,7 +102,7 @@ class Runner:
         or is helped, in errors."""
         self.model, self.tap, self.transform, self.what = model, tap, transform, what
         self.kwargs, self.length, self.cached = model_kwargs, length, 0
-        self.cache = model_kwargs["past_key_values"]
+        self.cache = model_kwargs[CACHE]
         self._outputs: Any = ModelOutput()
 
     def prefill(self, input_ids: Tensor, config: GenerationConfig) -> Tensor:
@@ -136,7 +137,7 @@ class Runner:
         self.cached -= surplus
 
     def _ran(self, outputs: Any, length: int, positions: int) -> Tensor:
-        if outputs.get("past_key_values") is not self.cache:
+        if outputs.get(CACHE) is not self.cache:
             raise ValueError(f"{self.what} need a key and value cache, which {type(self.model).__name__} does not return")
         states = self.tap.last_hidden_states(outputs.logits, 1, self.transform, positions)
         if not self.cached:
@@ -206,10 +207,10 @@ class Assistant:
             kwargs["logits_to_keep"] = 1
         mode = GenerationMode.ASSISTED_GENERATION  # in older releases of transformers a cache without windows, then
         model._prepare_cache_for_generation(GenerationConfig(use_cache=True), kwargs, mode, 1, prompt.shape[1])
-        layers = getattr(kwargs.get("past_key_values"), "layers", ())
+        layers = getattr(kwargs.get(CACHE), "layers", ())
         if any(type(layer) is DynamicSlidingWindowLayer for layer in layers) and not _windows_run_again():
-            kwargs["past_key_values"] = DynamicCache()  # masks cut windows out of it
-        _require_cut_back("drafts of assistant_model", kwargs.get("past_key_values"))
+            kwargs[CACHE] = DynamicCache()  # masks cut windows out of it
+        _require_cut_back("drafts of assistant_model", kwargs.get(CACHE))
         self._runner = Runner(model, tap, transform, kwargs, prompt.shape[1], "drafts of assistant_model")
         self._runner.record()
         self._count = model.generation_config.num_assistant_tokens or ASSISTANT_TOKENS

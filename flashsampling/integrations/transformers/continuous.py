@@ -22,6 +22,7 @@ import torch
 import transformers
 from torch import Tensor
 from transformers import GenerationConfig
+from transformers.generation import GenerationMode
 from transformers.generation import logits_process as processors_of
 
 try:
@@ -30,7 +31,7 @@ try:
     from transformers.generation.continuous_batching.model_runner import ModelRunner
 except ImportError as error:
     raise ImportError(
-        f"transformers {transformers.__version__} has no continuous batching that is known; 5.23 has it ({error})"
+        f"transformers {transformers.__version__} has no continuous batching that is known; 5.23 and 5.24 have it ({error})"
     ) from error
 
 from ...api import sample
@@ -110,6 +111,36 @@ def _asked_of(processors: Any, do_sample: bool) -> _Asked:
         else:
             asked = asked._replace(**{name: getattr(processor, name)})
     return asked
+
+
+# what transformers' continuous batching does not look at, or cannot make its processors of; and what switches it off
+_UNDONE: dict[str, tuple[Any, ...]] = {
+    "min_length": (None, 0),
+    "min_new_tokens": (None, 0),
+    "max_time": (None,),
+    "stop_strings": (None,),
+    "bad_words_ids": (None,),
+    "begin_suppress_tokens": (None,),
+    "exponential_decay_length_penalty": (None,),
+    "encoder_repetition_penalty": (None, 1.0),
+    "encoder_no_repeat_ngram_size": (None, 0),
+    "token_healing": (None, False),
+    "is_assistant": (None, False),
+    "compile_config": (None,),
+}
+_OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+
+
+def _require_fields(config: GenerationConfig) -> None:
+    """ValueError, by name, for what a configuration asks for and nobody would do."""
+    mode = config.get_generation_mode()
+    if mode not in (GenerationMode.SAMPLE, GenerationMode.GREEDY_SEARCH):
+        raise ValueError(f"continuous batching samples or decodes greedily, got a configuration of {mode.value}")
+    asked = [name for name, off in _UNDONE.items() if getattr(config, name, None) not in off]
+    if config.return_dict_in_generate:
+        asked += [name for name in _OUTPUTS if getattr(config, name, None)]
+    if asked:
+        raise ValueError(f"{', '.join(asked)} is not done in continuous batching, by transformers either: switch it off")
 
 
 def _filters_away(processor: Any) -> bool:
@@ -225,6 +256,7 @@ class FusedBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
             raise ValueError(
                 "num_return_sequences must be 1: copies of a request would share its seed; add the prompt several times"
             )
+        _require_fields(generation_config)
         self._head = checked_lm_head(model)  # before the model's attention is one that needs a paged cache
         do_sample = getattr(generation_config, "do_sample", True)
         _asked_of(model._get_logits_processor(generation_config), do_sample)  # before transformers drops what it does not know
@@ -271,6 +303,12 @@ class FusedBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
                 reals(name, kwargs[name], 1, torch.device("cpu"), check)
         if integer("top_k", kwargs.get("top_k", 0)) >= 2**31:  # over which transformers' thread would end for all requests
             raise ValueError(f"top_k must be below 2**31, got {kwargs['top_k']}")
+        config, most = self.generation_config, kwargs.get("max_new_tokens", args[1] if len(args) > 1 else None)
+        if most is None and config.max_new_tokens is None and getattr(config, "max_length", None) is not None:
+            raise ValueError(
+                f"max_new_tokens must be given: continuous batching does not look at max_length={config.max_length}, and would "
+                "go on until the end of a sequence"
+            )
         return super().add_request(input_ids, *args, seed=seed, prompt_length=len(input_ids), **kwargs)  # type: ignore[no-any-return]
 
     def add_requests(self, inputs: list[list[int]], *args: Any, **kwargs: Any) -> list[str]:
@@ -360,5 +398,5 @@ def _check_release() -> None:
         if got != parameters:
             raise ValueError(
                 f"{function.__qualname__} of transformers {transformers.__version__} takes {got}, not {parameters} as that of "
-                "5.23, which is the release that is known"
+                "5.23 and 5.24, which are the releases that are known"
             )

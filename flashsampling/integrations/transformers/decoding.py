@@ -18,9 +18,11 @@ from ...api import SampleOutput
 from ...module import LMHeadSampler
 from ...requests import Request
 from .arguments import (
+    CACHE,
     SWITCH_OFF,
     arguments_of_model_generate,
     require_sampler_of,
+    require_transformers_loop,
     require_what_we_do,
     row_seeds,
     row_temperatures,
@@ -98,7 +100,8 @@ def generate(
         top_logprobs: up to 20; fills ``top_token_ids`` and ``top_logprobs``.
         request: what a ``GenerationConfig`` has no field for, or one for all rows alone, as ``flashsampling.sample`` takes it:
             ``logit_bias``, ``token_mask``, ``top_k``, ``top_p``, ``min_p``, ``repetition_penalty``, ``frequency_penalty`` and
-            ``presence_penalty``, for all rows or one per returned sequence. Each takes the place of its field; a mask is added.
+            ``presence_penalty``, for all rows or one per returned sequence. Each takes the place of its field (None: nothing
+            does); a mask is added.
 
     Returns:
         (B, T + new tokens) int64 token ids, sequences that ended early padded with the pad token; or a ``GenerateOutput``, with
@@ -130,6 +133,7 @@ def generate(
         if generation_config is None or stopping_criteria is None or logits_processor is None:
             raise ValueError("generate is called by model.generate(..., custom_generate=generate), not by itself")
         logprobs: Request = {"return_logprobs": return_logprobs, "top_logprobs": top_logprobs}
+        require_transformers_loop(model)
         assistant = given.get("assistant_model")
         require_what_we_do(generation_config, assistant, bool(synced_gpus), logprobs)
         batch, device = input_ids.shape[0], input_ids.device
@@ -140,7 +144,7 @@ def generate(
         temperature: float | Tensor = asked.temperature
         head = checked_lm_head(model)
         transform, weight = Transform(head.logit_scale, head.soft_cap), head.linear.weight
-        requests = Requests(asked, input_ids, weight.shape[0], weight.device, request or {})
+        requests = Requests(asked, input_ids, weight.shape[0], weight.device, {} if request is None else request)
         if temperatures is not None:
             temperature = row_temperatures(temperatures, generation_config, batch, weight.device)
         if seeds is not None:
@@ -237,4 +241,4 @@ class _Kept:
         cache = next((model_kwargs[name] for name in ALL_CACHE_NAMES if name in model_kwargs), None)
         of_model: dict[str, Any] = {name: tuple(steps) for name, steps in self._of_model.items()}
         drawn = {name: torch.stack(steps, dim=1) for name, steps in self._drawn.items()}
-        return GenerateOutput(sequences=sequences, past_key_values=cache, **of_model, **drawn)
+        return GenerateOutput(sequences=sequences, **{CACHE: cache}, **of_model, **drawn)

@@ -30,6 +30,8 @@ class Requests:
         """``given`` takes the place of what was taken. ValueError or TypeError for what it has no place for or ``sample`` does
         not take, for tokens that the head does not have, and for more biases than a step takes."""
         self.vocab_size, self.device = vocab_size, device
+        if not isinstance(given, dict):
+            raise TypeError(f"request must be a dictionary, got {type(given).__name__}")
         self._constant: Request = {}
         if taken.top_k:
             self._constant["top_k"] = taken.top_k

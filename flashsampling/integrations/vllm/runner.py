@@ -277,6 +277,7 @@ class FusedRunner:
 
 def attach(runner: Any) -> str:
     """Makes a runner, whose model is loaded, a fused one; a line that says what it does. Refused: it cannot."""
+    from vllm import envs
     from vllm.distributed import get_tp_group
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
@@ -299,7 +300,7 @@ def attach(runner: Any) -> str:
     check_head(head, runner.vocab_size)
     tp = None if head.ranks == 1 else group_of(head, get_tp_group().device_group, most_rows(runner, most_drafts))
     raw_logprobs = runner.sampler.logprobs_mode == "raw_logprobs"
-    rules = Rules(head.vocab_size, raw_logprobs, release.frees_stops)
+    rules = Rules(head.vocab_size, raw_logprobs, release.frees_stops, bool(envs.VLLM_BATCH_INVARIANT))
     step = FusedStep(head, runner.sampler, Slots(runner.max_num_reqs, rules), runner.device, tp, most_drafts)
     vllm = Vllm(SamplerOutput, LogprobsTensors, get_num_sampled_and_rejected, AsyncModelRunnerOutput)
     runner.flashsampling = Fused(step, vllm)

@@ -51,6 +51,7 @@ class Rules(NamedTuple):
     vocab_size: int
     raw_logprobs: bool  # vLLM's logprobs_mode is the one that ours are
     frees_stops: bool = False  # see ``settings.Release``
+    invariant: bool = False  # VLLM_BATCH_INVARIANT: a greedy request's tokens must not depend on batch mates either
 
 
 class Noted(NamedTuple):
@@ -135,7 +136,7 @@ class Slots:
         self.rules = rules
         self.reasons: NDArray[np.int8] = np.zeros(count, np.int8)
         self.wants: NDArray[np.uint8] = np.zeros(count, np.uint8)
-        self.promised: NDArray[np.bool_] = np.zeros(count, bool)  # a seed was given: tokens must not depend on batch mates
+        self.promised: NDArray[np.bool_] = np.zeros(count, bool)  # by a seed, or vLLM: tokens must not depend on batch mates
         self.biases: list[Biases | None] = [None] * count
         self.least: NDArray[np.int32] = np.zeros(count, np.int32)  # tokens before which stop tokens may not be drawn
 
@@ -144,5 +145,6 @@ class Slots:
         noted = note(params, prompt_len, self.rules)
         self.reasons[slot], self.wants[slot], self.biases[slot] = noted.reason, noted.wants, noted.biases
         self.least[slot] = 0 if noted.biases is None else noted.biases.least
-        self.promised[slot] = params.seed is not None and params.temperature >= _GREEDY_BELOW
+        greedy = params.temperature < _GREEDY_BELOW
+        self.promised[slot] = self.rules.invariant if greedy else params.seed is not None
         return noted
