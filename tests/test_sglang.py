@@ -1,5 +1,6 @@
 """The plug-in for SGLang, on a model runner that is made up: who does a step, with whose parameters, and what comes of it."""
 
+import importlib.metadata
 import itertools
 import logging
 import sys
@@ -12,7 +13,7 @@ import flashsampling
 from flashsampling.integrations import engines
 from flashsampling.integrations.sglang import Refused, counters, load, settings
 from flashsampling.integrations.sglang.asks import REASONS, Reason
-from flashsampling.integrations.sglang.runner import check_runner
+from flashsampling.integrations.sglang.runner import _NEWER, check_runner
 
 from . import sglang_fakes as fakes
 from .sglang_fakes import LEFT, CaptureHiddenMode, ForwardBatch, ForwardMode, Grammar, Req, SamplingParams
@@ -40,6 +41,7 @@ def _sglang(monkeypatch):
     }
     for name, names in modules.items():
         monkeypatch.setitem(sys.modules, f"sglang.srt.{name}", SimpleNamespace(**names))
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: {"sglang": "0.5.15.post1"}[name])
     monkeypatch.setattr(engines, "FAST", (*engines.FAST, "streaming"))
     monkeypatch.setenv(settings.VARIABLE, "auto")
     monkeypatch.delenv(settings.TOP_P, raising=False)
@@ -250,6 +252,7 @@ def test_a_request_of_every_kind_that_is_left(name, graphs, caplog):
 
 def test_every_reason_has_a_test():
     tested = {name.split(", ")[0] for name in LEFT_TO_SGLANG} | {REASONS[Reason.LOGITS], REASONS[Reason.UNSEEN]}
+    tested |= {REASONS[Reason.BEAMS], REASONS[Reason.SUPPORT], REASONS[Reason.OBSERVER]}  # of 0.5.23
     assert tested == set(REASONS) - {"served"}
     assert len(REASONS) == len(Reason)
 
@@ -665,10 +668,10 @@ def test_arguments_that_are_refused(words, monkeypatch):
 )
 def test_runners_that_are_refused(words, change):
     runner = fakes.ModelRunner(fakes.Model(V, D))
-    check_runner(runner, fakes.Sampler)
+    check_runner(runner, runner.server_args, fakes.Sampler)
     change(runner)
     with pytest.raises(Refused) as refused:
-        check_runner(runner, fakes.Sampler)
+        check_runner(runner, runner.server_args, fakes.Sampler)
     assert str(refused.value) == words
 
 
@@ -689,7 +692,148 @@ def test_a_greedy_request_where_sglang_is_deterministic():
 
 
 def test_no_graphs_at_all_are_no_hindrance():
-    check_runner(fakes.ModelRunner(fakes.Model(V, D), fakes.server_args(cuda_graph_config=None)), fakes.Sampler)
+    arguments = fakes.server_args(cuda_graph_config=None)
+    check_runner(fakes.ModelRunner(fakes.Model(V, D), arguments), arguments, fakes.Sampler)
+
+
+# -- what is new in 0.5.23
+
+
+@pytest.fixture
+def newer(monkeypatch):
+    """SGLang 0.5.23, and its arguments that are in force."""
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: {"sglang": "0.5.23"}[name])
+
+    in_force = vars(fakes.server_args()) | dict.fromkeys(_NEWER)
+    context = SimpleNamespace(config_leaf=in_force.__getitem__)
+    monkeypatch.setitem(sys.modules, "sglang.srt.runtime_context", SimpleNamespace(get_context=lambda: context))
+    return in_force
+
+
+NEWER_ARGUMENTS = {
+    "hidden states to be returned": {"return_hidden_states_mode": "last"},
+    "hidden states of inner layers to be returned": {"enable_return_aux_hidden_states": True},
+    "hidden states of inner layers to be returned, by name": {"aux_hidden_state_capture": "eagle3"},
+    "watermarks": {"enable_watermark": True},
+    "parts of prefixes that are computed again": {"enable_encoder_swa_bounded_replay": True},
+    "parts of prefixes that are computed again, decoder": {"enable_decoder_swa_bounded_replay": True},
+}
+
+
+@pytest.mark.parametrize("words", NEWER_ARGUMENTS)
+def test_newer_arguments_that_are_refused(newer, words):
+    newer.update(NEWER_ARGUMENTS[words])
+    runner = fakes.ModelRunner(fakes.Model(V, D), fakes.server_args())
+    load.after_load_model(None, runner)
+    assert counters(runner) == {"refused": words.split(", ")[0]}
+
+
+def test_arguments_are_those_in_force(newer):
+    """As they are given there is no sampling backend, which would be refused."""
+    newer["enable_deterministic_inference"] = True
+    runner = runner_of(sampling_backend=None)
+    assert runner.flashsampling.rules.deterministic
+    assert runner.flashsampling.rules.flashinfer
+    params = SamplingParams(sampling_seed=3, top_k=20, top_p=0.9, min_p=0.01)
+    step(runner, decode(reqs := [Req(PROMPT, params)]), states_of(1), reqs)
+    assert counters(runner)["fused"] == 1
+
+
+def test_a_mask_that_is_held_with_its_grammar(newer):
+    runner = runner_of()
+    req = Req(PROMPT, SamplingParams(sampling_seed=20), grammar=Grammar([*range(0, V, 7)]))
+    reqs = [req]
+    forward_batch = load.after_init_new(
+        ForwardBatch.init_new(batch := decode(reqs), runner),
+        ForwardBatch,
+        batch,
+        runner,
+        return_hidden_states_before_norm=False,
+    )
+    info = forward_batch.sampling_info
+    forward_batch.sampling_info = NewerInfo(info)
+    state = states_of(1)
+    tokens = runner.sample(runner.forward(forward_batch, state), forward_batch)
+    assert tokens.tolist() == expected(runner, state[0], req, len(PROMPT)).token_ids.tolist()
+    assert forward_batch.sampling_info.grammar_mask is None
+    assert counters(runner)["fused"] == 1
+
+
+class NewerInfo:
+    """``SamplingBatchInfo`` of 0.5.23."""
+
+    def __init__(self, info):
+        self.info, self.grammars, self.grammar_mask = info, info.grammars, None
+
+    def update_regex_vocab_mask(self):
+        self.info.update_regex_vocab_mask()
+        self.grammar_mask = SimpleNamespace(grammar=self.grammars[0], vocab_mask=self.info.vocab_mask)
+
+
+def test_requests_of_newer_kinds_are_left(newer):
+    runner = runner_of()
+    beams, support = Req(PROMPT, SamplingParams(sampling_seed=1)), Req(PROMPT, SamplingParams(sampling_seed=1))
+    beams.sampling_params.beam_width, support.return_sampling_mask = 4, True
+    for req, words in ((beams, "beam search"), (support, "the tokens that its filters leave to be returned")):
+        tokens, _ = step(runner, decode(reqs := [req]), states_of(1), reqs)
+        assert tokens.tolist() == [LEFT]
+        assert counters(runner)["reasons"][words] == 1
+    one = Req(PROMPT, SamplingParams(sampling_seed=1))
+    one.sampling_params.beam_width = 1
+    step(runner, decode(reqs := [one]), states_of(1), reqs)
+    assert counters(runner)["fused"] == 1
+
+
+def test_beams_find_their_logits(newer):
+    """What SGLang takes before the draw; of a batch without beams there stay none."""
+    runner, states = runner_of(), states_of(2)
+    for grouped, tail in ((True, None), (False, object()), (False, None)):
+        reqs = [Req(PROMPT, SamplingParams()), Req(PROMPT, SamplingParams())]
+        for req in reqs:
+            req.beam_group = object() if grouped else None
+        batch = decode(reqs)
+        batch.beam_tail = tail
+        forward_batch = load.after_init_new(ForwardBatch.init_new(batch, runner), ForwardBatch, batch, runner)
+        output = runner.forward(forward_batch, states)
+        load.before_logits_are_taken(batch, forward_batch, output)
+        if grouped or tail is not None:
+            torch.testing.assert_close(output.next_token_logits, (states @ runner.model.lm_head.weight.T)[:, :V])
+        else:
+            assert output.next_token_logits.shape == (2, 0)
+        load.before_logits_are_taken(None, forward_batch, output)
+        load.before_logits_are_taken(batch, forward_batch, None)
+        load.before_logits_are_taken(batch, SimpleNamespace(), output)
+
+
+@pytest.mark.parametrize("active", [True, False])
+def test_an_observer_of_logits(newer, active):
+    runner = runner_of()
+    runner.sampling_observer = SimpleNamespace(is_active=lambda info: active)
+    tokens, _ = step(runner, decode(reqs := [Req(PROMPT, SamplingParams(sampling_seed=1))]), states_of(1), reqs)
+    assert (tokens.tolist() == [LEFT]) is active
+    assert counters(runner)["reasons"] == ({"an observer of its logits": 1} if active else {})
+
+
+@pytest.mark.parametrize("version", ["0.5.15", "0.5.23"])
+def test_ends_of_the_model_and_min_new_tokens(version, newer, monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
+    runner = runner_of()
+    req = Req(PROMPT, SamplingParams(sampling_seed=1, min_new_tokens=3, logit_bias={"40": 50.0}))
+    req.eos_token_ids = {40}
+    tokens, _ = step(runner, decode(reqs := [req]), states_of(1), reqs)
+    assert (tokens.tolist() == [40]) is (version == "0.5.15")
+    tokens, _ = step(runner, decode(reqs, 3), states_of(1), reqs)
+    assert tokens.tolist() == [40]
+
+
+def test_a_batch_whose_lengths_the_host_does_not_know():
+    runner = runner_of()
+    reqs = [Req(PROMPT, SamplingParams(min_new_tokens=3))]
+    batch = decode(reqs)
+    forward_batch = load.after_init_new(ForwardBatch.init_new(batch, runner), ForwardBatch, batch, runner)
+    forward_batch.seq_lens_cpu = None
+    assert runner.sample(runner.forward(forward_batch, states_of(1)), forward_batch).tolist() == [LEFT]
+    assert counters(runner)["reasons"] == {"a batch that was made in another way": 1}
 
 
 def test_a_draft_worker_is_passed_over():

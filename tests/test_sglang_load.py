@@ -1,6 +1,7 @@
-"""How the plug-in gets into SGLang, without SGLang: the environment, releases, signatures, the two hooks."""
+"""How the plug-in gets into SGLang, without SGLang: the environment, releases, signatures, the hooks."""
 
 import importlib.metadata
+import inspect
 import logging
 import subprocess
 import sys
@@ -37,10 +38,34 @@ def _sglang(monkeypatch):
     for module in load._CLASSES.values():
         names = {other: CLASSES[other] for other, place in load._CLASSES.items() if place == module}
         monkeypatch.setitem(sys.modules, module, SimpleNamespace(**names))
-    hooks = SimpleNamespace(HookRegistry=Registry, HookType=SimpleNamespace(AFTER="after"))
+    hooks = SimpleNamespace(HookRegistry=Registry, HookType=SimpleNamespace(AFTER="after", BEFORE="before"))
     monkeypatch.setitem(sys.modules, "sglang.srt.plugins.hook_registry", hooks)
     monkeypatch.setattr(importlib.metadata, "version", lambda name: {"sglang": "0.5.15.post1"}[name])
     monkeypatch.delenv(settings.TOP_P, raising=False)
+
+
+@pytest.fixture
+def newer(monkeypatch):
+    """SGLang 0.5.23, by its methods' parameters."""
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: {"sglang": "0.5.23"}[name])
+    methods = {}
+    for name, parameters in settings.KNOWN["0.5.23"].signatures.items():
+        owner, _, method = name.partition(".")
+        methods.setdefault(owner, {})[method] = taking(parameters)
+    for name, module in load._CLASSES.items():
+        monkeypatch.setattr(sys.modules[module], name, type(name, (), methods[name]))
+    worker = SimpleNamespace(capture_pre_sample_logits=taking(settings.BEAMS))
+    monkeypatch.setitem(sys.modules, "sglang.srt.managers.tp_worker", worker)
+    return worker
+
+
+def taking(parameters):
+    def function(*arguments):
+        pass
+
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    function.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in parameters])
+    return function
 
 
 @pytest.mark.parametrize("value", ["off", "auto", "require", "", None])
@@ -67,9 +92,45 @@ def test_a_wrong_environment(variable, values, monkeypatch):
         register()
 
 
-@pytest.mark.parametrize("version", ["0.5.15", "0.5.15.post1", "0.5.15rc1"])
-def test_known_releases(version):
-    settings.check_version(version)
+@pytest.mark.parametrize(
+    ("version", "release"),
+    [
+        ("0.5.15", "0.5.15"),
+        ("0.5.15.post1", "0.5.15"),
+        ("0.5.15rc1", "0.5.15"),
+        ("0.5.23", "0.5.23"),
+        ("0.5.23.post2", "0.5.23"),
+    ],
+)
+def test_known_releases(version, release):
+    assert settings.check_version(version) is settings.KNOWN[release]
+
+
+def test_a_release_with_beam_search(newer, monkeypatch):
+    """Whose logits are taken before the draw: there is a hook before that."""
+    monkeypatch.setenv(settings.VARIABLE, "auto")
+    register()
+    assert Registry.hooks[2:] == [
+        ("sglang.srt.managers.tp_worker.capture_pre_sample_logits", load.before_logits_are_taken, "before")
+    ]
+    assert len(Registry.hooks) == 3
+
+
+def test_beam_search_in_another_way(newer, monkeypatch, caplog):
+    newer.capture_pre_sample_logits = taking(("batch", "logits_output"))
+    said = "capture_pre_sample_logits takes batch, logits_output here, not batch, forward_batch, logits_output"
+    assert refused_words(monkeypatch, caplog) == f"{said}: this is not an SGLang that is known"
+    caplog.clear()
+    del newer.capture_pre_sample_logits
+    assert refused_words(monkeypatch, caplog).startswith("there is no capture_pre_sample_logits here")
+
+
+def test_the_methods_of_another_release(newer, monkeypatch, caplog):
+    """Each of the known ones is held against its own."""
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.5.15")
+    assert refused_words(monkeypatch, caplog).startswith(
+        "ForwardBatch.init_new takes batch, model_runner, capture_hidden_mode, "
+    )
 
 
 def refused_words(monkeypatch, caplog):
@@ -87,10 +148,10 @@ def refused_words(monkeypatch, caplog):
     return words
 
 
-@pytest.mark.parametrize("version", ["0.5.14", "0.5.23", "0.5.150", "0.5.1", "0.6.15", "dev"])
+@pytest.mark.parametrize("version", ["0.5.14", "0.5.22", "0.5.150", "0.5.1", "0.6.15", "dev"])
 def test_other_releases(version, monkeypatch, caplog):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
-    assert refused_words(monkeypatch, caplog) == f"SGLang {version} is not one of the releases that are known: 0.5.15"
+    assert refused_words(monkeypatch, caplog) == f"SGLang {version} is not one of the releases that are known: 0.5.15, 0.5.23"
 
 
 def test_other_signatures(monkeypatch, caplog):

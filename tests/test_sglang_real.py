@@ -1,9 +1,10 @@
-"""The plug-in against SGLang 0.5.15's own classes, on the CPU: where its Python files are not, as in CI, this is skipped.
+"""The plug-in against SGLang's own classes, of 0.5.15 or 0.5.23, on the CPU: where its Python files are not, as in CI, this is
+skipped.
 
 Packages of SGLang's that need a GPU are made up. A wheel that is unpacked does, with some requirements that are pure Python or
-small (0.5.15.post1, beside what the extra ``test`` brings)::
+small, beside what the extra ``test`` brings (of 0.5.23 xgrammar is 0.2.7)::
 
-    pip install msgspec orjson pybase64 pyzmq starlette aiohttp openai dill llguidance xgrammar==0.2.1
+    pip install msgspec orjson pybase64 pyzmq starlette fastapi aiohttp openai dill llguidance xgrammar==0.2.1
     PYTHONPATH=FOLDER python -m pytest tests/test_sglang_real.py
 """
 
@@ -13,6 +14,7 @@ import inspect
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -36,9 +38,16 @@ from sglang.srt.server_args import ServerArgs
 from flashsampling.integrations import engines
 from flashsampling.integrations.sglang import counters, head, load, register, settings
 from flashsampling.integrations.sglang.asks import DETERMINISTIC_SEED, noted_of
+from flashsampling.integrations.sglang.runner import _NEWER
 
 from . import sglang_fakes as fakes
 
+RELEASE = settings.check_version(importlib.metadata.version("sglang"))
+NEWER = RELEASE is settings.KNOWN["0.5.23"]
+if NEWER:
+    from sglang.srt.arg_groups.arg_utils import namespace_of
+    from sglang.srt.layers.logprob_processor import OutputLogprobProcessor
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
 V, D = 331, 16
 PROMPT = [5, 31, 7, 7]
 
@@ -49,35 +58,42 @@ def _sglang(monkeypatch):
     arguments.sampling_backend, arguments.device, arguments.attention_backend = "pytorch", "cpu", "torch_native"
     arguments.cuda_graph_config = None
     get_context().set_server_args(arguments)
-    get_context().flags.sampling_backend = "pytorch"
+    if not RELEASE.resolves:
+        get_context().flags.sampling_backend = "pytorch"
     monkeypatch.setattr(engines, "FAST", (*engines.FAST, "streaming"))
     monkeypatch.setenv(settings.VARIABLE, "auto")
+    monkeypatch.setenv("SGLANG_OPT_USE_GUMBEL_SAMPLE", "0")  # by torch.multinomial, which tests watch
     groups = ("tp", "pp", "moe_ep", "moe_dp", "moe_tp", "attn_tp", "attn_cp", "attn_dp")
     one = {f"{group}_{what}": value for group in groups for what, value in (("size", 1), ("rank", 0))}
     with get_parallel().override(**one), torch.inference_mode():
         yield
 
 
-def test_signatures_and_hooks(monkeypatch):
+def test_signatures_and_hooks():
     """SGLang's own registry puts the hooks in."""
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.5.15.post1")
     kinds = {name: getattr(importlib.import_module(module), name) for name, module in load._CLASSES.items()}
-    settings.check_signatures(kinds)
+    settings.check_signatures(kinds, RELEASE)
     originals = ModelRunner.__dict__["load_model"], ForwardBatch.__dict__["init_new"]
     register()
     HookRegistry.apply_hooks()
     try:
         assert ModelRunner.load_model.__wrapped__ is originals[0]
         assert ForwardBatch.init_new.__func__.__wrapped__ is originals[1].__func__
-        settings.check_signatures(kinds)
+        settings.check_signatures(kinds, RELEASE)
     finally:
         HookRegistry.reset()
         ModelRunner.load_model, ForwardBatch.init_new = originals
 
 
 def test_the_fakes_have_nothing_that_sglang_has_not():
-    fields = {field.name for field in dataclasses.fields(ServerArgs)}
-    assert set(vars(fakes.server_args())) <= fields
+    read = set(vars(fakes.server_args()))
+    if NEWER:
+        assert read | set(_NEWER) <= set(namespace_of(ServerArgs))
+        assert ModelRunner.sampling_observer.fset is not None
+        assert {"beam_group", "return_sampling_mask", "eos_token_ids"} <= set(vars(req_of()))
+        assert {"reqs", "beam_tail"} <= {field.name for field in dataclasses.fields(ScheduleBatch)}
+    else:
+        assert read <= {field.name for field in dataclasses.fields(ServerArgs)}
     params = SamplingParams()
     for name, value in vars(fakes.SamplingParams()).items():
         assert getattr(params, name) == value
@@ -85,7 +101,7 @@ def test_the_fakes_have_nothing_that_sglang_has_not():
     zero, fake_zero = SamplingParams(temperature=0.0), fakes.SamplingParams(temperature=0.0)
     assert (zero.temperature, zero.top_k) == (fake_zero.temperature, fake_zero.top_k)
     assert set(vars(fakes.Req([], fakes.SamplingParams()))) <= set(vars(req_of()))
-    own = {"made", "prompt_logprobs", "input_ids"}
+    own = {"made", "prompt_logprobs", "input_ids", *(["vocab_mask"] if NEWER else [])}
     for fake, real in (
         (fakes.SamplingBatchInfo, SamplingBatchInfo),
         (fakes.ForwardBatch, ForwardBatch),
@@ -117,9 +133,12 @@ AROUND_A_DRAW = {  # or for a custom logit processor alone
 }  # fmt: skip
 
 
+SINCE = {"beam_width", "watermark", "ebnf_full_assistant"}  # left to SGLang, refused with its server's argument, a grammar's
+
+
 def test_every_field_of_sampling_params_is_known():
     """And those that are none of a draw's are read nowhere where logits are."""
-    assert set(SamplingParams.__struct_fields__) == DRAWN_FROM | AROUND_A_DRAW
+    assert set(SamplingParams.__struct_fields__) == DRAWN_FROM | AROUND_A_DRAW | (SINCE if NEWER else set())
     folder = Path(inspect.getfile(SamplingBatchInfo)).parent
     files = [folder / "sampling_batch_info.py", *folder.glob("penaltylib/*.py"), Path(inspect.getfile(Sampler))]
     read = set(re.findall(r"sampling_params\.(\w+)", "".join(path.read_text() for path in files)))
@@ -146,6 +165,8 @@ def sampler_of():
     torch.nn.Module.__init__(made)
     made.rl_on_policy_target, made.enable_deterministic = None, False
     made.use_log_softmax_logprob = made.use_ascend_backend = False
+    if NEWER:
+        made.sampling_mask_max_tokens, made.output_logprob_processor = 0, OutputLogprobProcessor()
     return made
 
 
@@ -157,6 +178,11 @@ def runner_of(scale=None, fused=True):
     made.model_config = SimpleNamespace(use_ngram_embedding=False, vocab_size=V)
     made.use_ngram_embedding = made.model_is_mrope = False
     made.max_running_requests = 8
+    if NEWER:
+        made.model_config.requires_mm_token_modalities = False
+        made.model_config.model_is_mrope, made.lora_manager, made._sampling_observer = False, None, None
+        made.kv_index_translator, made.ngram_embedding_manager = MagicMock(), MagicMock(enabled=False)
+        made.prefill_attention_backend_str = "torch_native"
     if fused:
         load.after_load_model(None, made)
         assert hasattr(made, "flashsampling"), made.flashsampling_refused
@@ -208,6 +234,7 @@ def scheduled(made, reqs, prefill, drawn=1):
         token_ids_logprobs=[req.logprob.token_ids_logprob for req in reqs],
         is_prefill_only=False,
         return_hidden_states=False,
+        return_hidden_states_mode=CaptureHiddenMode.NULL,
         has_grammar=any(req.grammar for req in reqs),
     )
     batch.sampling_info = SamplingBatchInfo.from_schedule_batch(batch, V).copy_for_forward()
@@ -216,7 +243,9 @@ def scheduled(made, reqs, prefill, drawn=1):
 
 def step(made, batch, states):
     """A step of SGLang's worker, with its own ``ForwardBatch.init_new`` and ``ModelRunner.sample``."""
-    forward_batch = load.after_init_new(ForwardBatch.init_new(batch, made), ForwardBatch, batch, made)
+    options = {"return_hidden_states_before_norm": False} if NEWER else {}
+    made_of_batch = ForwardBatch.init_new(batch, made, **options)
+    forward_batch = load.after_init_new(made_of_batch, ForwardBatch, batch, made, **options)
     made.model.states = states
     output = made.model.forward(forward_batch.input_ids, forward_batch.positions, forward_batch)
     return made.sample(output, forward_batch), output
@@ -262,7 +291,7 @@ def test_log_probabilities_at_a_temperature_are_sglangs(temperature):
     made, other = runner_of(), runner_of(fused=False)
     reqs = [req_of(True, row, temperature=temperature) for row in range(4)]
     tokens, output = step(made, scheduled(made, reqs, False), states)
-    other.sampler._sample_from_probs = lambda *args: tokens.clone()
+    other.sampler._sample_from_probs = lambda *args: (tokens.clone(), None) if NEWER else tokens.clone()
     _, their_output = step(other, scheduled(other, reqs, False), states)
     torch.testing.assert_close(output.next_token_logprobs, their_output.next_token_logprobs, rtol=0, atol=1e-4)
     for row in range(4):
@@ -300,7 +329,7 @@ def test_the_distribution_is_sglangs(kind):
     if kind.keys() & {"top_k", "top_p", "min_p"}:  # sorted, there
         logits = (state @ other.model.lm_head.weight.T)[:, :V]
         order = (logits / reqs[0].sampling_params.temperature).softmax(-1).sort(dim=-1, descending=True).indices
-        probs = torch.zeros_like(probs).scatter_(1, order, probs)
+        probs = torch.zeros_like(logits).scatter_(1, order[:, : probs.shape[1]], probs)
     wanted = draws * probs[0].double() / probs[0].double().sum()
     counts = torch.bincount(tokens, minlength=V).double()
     assert not counts[wanted == 0].any()
@@ -338,6 +367,10 @@ def test_a_grammar_of_xgrammar():
 
         def allocate_vocab_mask(self, vocab_size, batch_size, device):
             return allocate_token_bitmask(batch_size, vocab_size)
+
+        def fill_vocab_mask_batched(self, rows, vocab_mask):
+            for row in rows:
+                row.grammar.fill_vocab_mask(vocab_mask, row.row)
 
         def fill_vocab_mask(self, vocab_mask, row):
             vocab_mask[row] = 0

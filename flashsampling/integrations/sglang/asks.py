@@ -43,6 +43,9 @@ class Reason(IntEnum):
     GRAMMAR = 10
     LOGITS = 11
     UNSEEN = 12
+    BEAMS = 13
+    SUPPORT = 14
+    OBSERVER = 15
 
 
 REASONS = (
@@ -59,6 +62,9 @@ REASONS = (
     "a grammar without a bit mask",
     "hidden states to return, or logits that are there already",
     "a batch that was made in another way",
+    "beam search",
+    "the tokens that its filters leave to be returned",
+    "an observer of its logits",
 )
 
 
@@ -71,6 +77,7 @@ class Rules(NamedTuple):
     deterministic: bool  # --enable-deterministic-inference
     processors: bool  # --enable-custom-logit-processor
     sequential: bool  # top-p may be of what top-k kept
+    forbids_ends: bool = False  # see ``settings.Release``
 
 
 class Row(NamedTuple):
@@ -114,7 +121,7 @@ def note(request: Any, rules: Rules) -> Noted:
     wants = Wants(0)
     if top_k or top_p < 1.0 or min_p > 0.0:
         wants |= Wants.FILTERS
-    biases = _biases(request)
+    biases = _biases(request, rules)
     if biases is not None:
         wants |= Wants.BIASES
     if request.return_logprob:
@@ -155,6 +162,10 @@ def _reason(request: Any, wants: Wants, biases: Biases | None, row: Row, raw: bo
         return Reason.PENALTIES
     if rules.processors and request.custom_logit_processor:
         return Reason.PROCESSOR
+    if (getattr(params, "beam_width", None) or 1) > 1:
+        return Reason.BEAMS
+    if getattr(request, "return_sampling_mask", False):
+        return Reason.SUPPORT
     # SGLang's top-p is of all tokens, but where FlashInfer is asked for min-p too: then it is of what top-k kept, as ours
     if row.top_k and row.top_p < 1.0 and not (rules.sequential or (rules.flashinfer and row.min_p > 0.0)):
         return Reason.TOP_K_TOP_P
@@ -178,11 +189,13 @@ def _reason(request: Any, wants: Wants, biases: Biases | None, row: Row, raw: bo
     return Reason.SERVED
 
 
-def _biases(request: Any) -> Biases | None:
+def _biases(request: Any, rules: Rules) -> Biases | None:
     params, stops = request.sampling_params, set()
     if params.min_new_tokens > 0:
         stops = set(params.stop_token_ids or ()) | set(request.tokenizer.additional_stop_token_ids or ())
         stops.add(request.tokenizer.eos_token_id)
+        if rules.forbids_ends:
+            stops = (stops | set(request.eos_token_ids or ())) - {None}
     bias = {int(token): float(value) for token, value in (params.logit_bias or {}).items()}
     if not bias and not stops:
         return None

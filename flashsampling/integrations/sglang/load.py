@@ -1,7 +1,8 @@
-"""How the plug-in gets into SGLang: two hooks, of which the first makes one model runner's step a fused one.
+"""How the plug-in gets into SGLang: hooks, of which the first makes one model runner's step a fused one.
 
-    ModelRunner.load_model   then looks at the model, and changes this runner and its logits processor, or leaves both
-    ForwardBatch.init_new    then keeps what the batch's requests ask for, which a ``ForwardBatch`` does not
+    ModelRunner.load_model      then looks at the model, and changes this runner and its logits processor, or leaves both
+    ForwardBatch.init_new       then keeps what the batch's requests ask for, which a ``ForwardBatch`` does not
+    capture_pre_sample_logits   before it: makes logits for beam search, in releases that have it
 
 SGLang calls plug-ins in all of its processes, logs what one raises, and goes on; hooks whose target is not there it logs too.
 So what ``FLASHSAMPLING_SGLANG=require`` demands is said there by ``SystemExit``, which it lets through; an error of a hook ends
@@ -14,11 +15,23 @@ import logging
 from typing import Any
 
 from .asks import noted_of
-from .settings import VARIABLE, Refused, check_signatures, check_version, describe, mode, top_p_of_top_k
+from .settings import (
+    BEAMS,
+    VARIABLE,
+    Refused,
+    check_signature,
+    check_signatures,
+    check_version,
+    describe,
+    mode,
+    top_p_of_top_k,
+)
 
 _logger = logging.getLogger("sglang.flashsampling")
 _RUNNER = "sglang.srt.model_executor.model_runner"
 _BATCH = "sglang.srt.model_executor.forward_batch_info"
+_WORKER = "sglang.srt.managers.tp_worker"
+_TAKES_LOGITS = "capture_pre_sample_logits"
 _CLASSES = {
     "ModelRunner": _RUNNER,
     "ForwardBatch": _BATCH,
@@ -42,11 +55,15 @@ def register() -> None:
         return
     top_p_of_top_k()
     try:
-        check_version(importlib.metadata.version("sglang"))
-        check_signatures({name: getattr(importlib.import_module(module), name) for name, module in _CLASSES.items()})
+        release = check_version(importlib.metadata.version("sglang"))
+        check_signatures({name: getattr(importlib.import_module(module), name) for name, module in _CLASSES.items()}, release)
+        if release.beams:
+            check_signature(_TAKES_LOGITS, getattr(importlib.import_module(_WORKER), _TAKES_LOGITS, None), BEAMS)
         hooks = importlib.import_module("sglang.srt.plugins.hook_registry")
         hooks.HookRegistry.register(f"{_RUNNER}.ModelRunner.load_model", after_load_model, hooks.HookType.AFTER)
         hooks.HookRegistry.register(f"{_BATCH}.ForwardBatch.init_new", after_init_new, hooks.HookType.AFTER)
+        if release.beams:
+            hooks.HookRegistry.register(f"{_WORKER}.{_TAKES_LOGITS}", before_logits_are_taken, hooks.HookType.BEFORE)
     except Exception as error:  # SGLang works without the plug-in, whatever the plug-in did not expect
         if chosen == "require":
             raise SystemExit(f"flashsampling: {describe(error)} ({VARIABLE}=require)") from error
@@ -73,15 +90,25 @@ def after_load_model(result: Any, runner: Any, *args: Any, **kwargs: Any) -> Any
     return result
 
 
-def after_init_new(result: Any, kind: type, batch: Any, model_runner: Any) -> Any:
-    """Keeps beside a ``ForwardBatch`` what each of its requests asks for."""
+def after_init_new(result: Any, kind: type, batch: Any, model_runner: Any, **kwargs: Any) -> Any:
+    """Keeps beside a ``ForwardBatch`` what each of its requests asks for, and whose step it is."""
     fused = getattr(model_runner, "flashsampling", None)
     if fused is not None:
+        result.flashsampling_step = fused
         try:
             result.flashsampling = tuple([request.flashsampling for request in batch.reqs])
         except AttributeError:  # one is new
             result.flashsampling = tuple([noted_of(request, fused.rules) for request in batch.reqs])
     return result
+
+
+def before_logits_are_taken(batch: Any, forward_batch: Any, logits_output: Any) -> None:
+    """Beam search keeps logits of its rows before the sampler writes over them: of a batch with beams there have to be some."""
+    fused = getattr(forward_batch, "flashsampling_step", None)
+    if fused is None or batch is None or logits_output is None or logits_output.next_token_logits is None:
+        return
+    if batch.beam_tail is not None or any(request.beam_group is not None for request in batch.reqs):
+        fused.make_logits(logits_output, forward_batch.batch_size)
 
 
 def counters(runner: Any) -> dict[str, Any]:

@@ -13,6 +13,7 @@ device, but the proof in the first forwards.
 import collections
 import functools
 import importlib
+import importlib.metadata
 import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -25,13 +26,24 @@ from torch import Tensor
 from ..engines import Layers, to_device
 from .asks import REASONS, Noted, Reason, Rules, Wants
 from .head import Head, check_speed, head_of
-from .settings import TOP_P, Refused, mode, top_p_of_top_k
+from .settings import TOP_P, Refused, Release, check_version, mode, top_p_of_top_k
 from .step import Batch, Drawn, FusedStep
 
 _logger = logging.getLogger("sglang.flashsampling")
 _KINDS = ("DECODE", "EXTEND", "MIXED")  # forward modes whose last positions are drawn from
 _SEEN = 4  # rows of logits that are compared
+_MASKS = "grammar_mask"  # in newer releases, with the grammar that it is of
 _SAID = 1024  # steps before the counters are logged, then twice as many, and so on
+
+# Of a ``ServerArgs`` in newer releases
+_NEWER = (
+    "return_hidden_states_mode",
+    "enable_return_aux_hidden_states",
+    "aux_hidden_state_capture",
+    "enable_watermark",
+    "enable_encoder_swa_bounded_replay",
+    "enable_decoder_swa_bounded_replay",
+)
 
 Forward = Callable[..., Any]
 
@@ -189,21 +201,25 @@ class Fused:
         if states is None or forward_batch.capture_hidden_mode.need_capture():
             self._count("left", {Reason.LOGITS})
             return theirs(logits_output, forward_batch)  # type: ignore[no-any-return]
-        logits_output.hidden_states = None
         noted: tuple[Noted, ...] | None = getattr(forward_batch, "flashsampling", None)
-        if noted is None:
-            return self._left({Reason.UNSEEN}, theirs, states, logits_output, forward_batch)
-        states, info = states[: len(noted)], forward_batch.sampling_info
+        info, observer = forward_batch.sampling_info, getattr(self.runner, "sampling_observer", None)
+        if noted is None or forward_batch.seq_lens_cpu is None:
+            return self._left({Reason.UNSEEN}, theirs, logits_output, forward_batch)
+        if observer is not None and observer.is_active(info):
+            return self._left({Reason.OBSERVER}, theirs, logits_output, forward_batch)
+        states = states[: len(noted)]
         mask = self._grammars(info)
         reasons = self.reasons(noted, mask)
         if not any(reasons):
-            info.vocab_mask = None  # as SGLang does: the batch is kept for a while
+            # as SGLang does: the batch is kept for a while
+            setattr(info, _MASKS if hasattr(info, _MASKS) else "vocab_mask", None)
+            logits_output.hidden_states = None
             drawn = self.step.draw(self._batch(states, forward_batch, noted, mask))
             self._hand_over(drawn, logits_output, forward_batch)
             self._count("fused", set())
             return drawn.token_ids
         mine = [row for row, reason in enumerate(reasons) if not reason and noted[row].promised]
-        token_ids = self._left(set(reasons) - {Reason.SERVED}, theirs, states, logits_output, forward_batch, bool(mine))
+        token_ids = self._left(set(reasons) - {Reason.SERVED}, theirs, logits_output, forward_batch, bool(mine))
         if mine:
             self._put_in(mine, token_ids, states, logits_output, forward_batch, mask)
         return token_ids
@@ -212,16 +228,20 @@ class Fused:
         self,
         reasons: set[Reason],
         theirs: Forward,
-        states: Tensor,
         logits_output: Any,
         forward_batch: Any,
         split: bool = False,
     ) -> Tensor:
-        """SGLang's own way, with logits made for it if there are none."""
+        """SGLang's own way."""
         self._count("split" if split else "left", reasons)
-        if not logits_output.next_token_logits.shape[1]:
-            logits_output.next_token_logits = self.step.head.logits(states[: forward_batch.batch_size])
+        self.make_logits(logits_output, forward_batch.batch_size)
+        logits_output.hidden_states = None
         return theirs(logits_output, forward_batch)  # type: ignore[no-any-return]
+
+    def make_logits(self, logits_output: Any, batch: int) -> None:
+        """Where there are none yet, of the hidden states in their place."""
+        if not logits_output.next_token_logits.shape[1]:
+            logits_output.next_token_logits = self.step.head.logits(logits_output.hidden_states[:batch])
 
     def reasons(self, noted: tuple[Noted, ...], mask: Tensor | None) -> list[Reason]:
         """Why SGLang has to do a row; known on the host."""
@@ -252,7 +272,7 @@ class Fused:
         if not info.grammars or not any(info.grammars):
             return None
         info.update_regex_vocab_mask()
-        mask: Tensor = info.vocab_mask
+        mask: Tensor = getattr(info, _MASKS).vocab_mask if hasattr(info, _MASKS) else info.vocab_mask
         if mask.dtype is not torch.int32 or mask.shape != (len(info.grammars), max(mask.shape[-1], self.step.words)):
             return None
         return mask[:, : self.step.words].contiguous()
@@ -315,7 +335,10 @@ def attach(runner: Any) -> str:
     batches = importlib.import_module("sglang.srt.model_executor.forward_batch_info")
     samplers = importlib.import_module("sglang.srt.layers.sampler")
     environment = importlib.import_module("sglang.srt.environ").envs
-    check_runner(runner, samplers.Sampler, bool(environment.SGLANG_SANITIZE_NAN_LOGITS.get()))
+    release, arguments = check_version(importlib.metadata.version("sglang")), runner.server_args
+    if release.resolves:
+        arguments = Resolved(importlib.import_module("sglang.srt.runtime_context").get_context().config_leaf)
+    check_runner(runner, arguments, samplers.Sampler, bool(environment.SGLANG_SANITIZE_NAN_LOGITS.get()))
     layers = Layers(processors.LogitsProcessor, embeddings.VocabParallelEmbedding, unquantized)
     head = head_of(runner.model, layers)
     implementation = check_speed(head)
@@ -325,12 +348,22 @@ def attach(runner: Any) -> str:
         processors.LogitsMetadata.from_forward_batch,
         processors.get_in_autotune_dummy_run,
     )
-    rules = rules_of(runner.server_args, head, bool(samplers.SGLANG_RETURN_ORIGINAL_LOGPROB))
+    rules = rules_of(arguments, release, head, bool(samplers.SGLANG_RETURN_ORIGINAL_LOGPROB))
     runner.flashsampling = Fused(runner, FusedStep(head, head.weight.device), rules, sglang)
     return said_of(head, rules, implementation)
 
 
-def rules_of(arguments: Any, head: Head, original_logprobs: bool) -> Rules:
+class Resolved:
+    """A ``ServerArgs`` as it is in force."""
+
+    def __init__(self, leaf: Callable[[str], Any]) -> None:
+        self._leaf = leaf
+
+    def __getattr__(self, name: str) -> Any:
+        return self._leaf(name)
+
+
+def rules_of(arguments: Any, release: Release, head: Head, original_logprobs: bool) -> Rules:
     """What SGLang's ``ServerArgs`` mean for all requests."""
     return Rules(
         vocab_size=head.vocab_size,
@@ -339,14 +372,20 @@ def rules_of(arguments: Any, head: Head, original_logprobs: bool) -> Rules:
         deterministic=arguments.enable_deterministic_inference,
         processors=arguments.enable_custom_logit_processor,
         sequential=top_p_of_top_k(),
+        forbids_ends=release.forbids_ends,
     )
 
 
-def check_runner(runner: Any, sampler: type, sanitizes: bool = False) -> None:
-    """Refuses a runner of which something else is asked than a token of every request in turn; ``sanitizes``: NaN in logits
-    are to be replaced."""
-    arguments = runner.server_args
+def check_runner(runner: Any, arguments: Any, sampler: type, sanitizes: bool = False) -> None:
+    """Refuses a runner of which something else is asked than a token of every request in turn.
+
+    Args:
+        arguments: SGLang's ``ServerArgs``, resolved.
+        sampler: the class of SGLang's own.
+        sanitizes: NaN in logits are to be replaced.
+    """
     graphs = arguments.cuda_graph_config
+    newer = {name: getattr(arguments, name, None) for name in _NEWER}
     unmet = (
         (not runner.is_generation, "the model does not generate"),
         (runner.device != "cuda", f"the device is {runner.device}, not an NVIDIA GPU"),
@@ -359,7 +398,16 @@ def check_runner(runner: Any, sampler: type, sanitizes: bool = False) -> None:
         (arguments.disaggregation_mode != "null", "prefill and decode in different servers"),
         (arguments.enable_pdmux or arguments.enable_two_batch_overlap, "two batches at once"),
         (bool(arguments.enable_lora), "LoRA"),
-        (arguments.enable_return_hidden_states, "hidden states to be returned"),
+        (arguments.enable_return_hidden_states or newer["return_hidden_states_mode"], "hidden states to be returned"),
+        (
+            newer["enable_return_aux_hidden_states"] or newer["aux_hidden_state_capture"],
+            "hidden states of inner layers to be returned",
+        ),
+        (newer["enable_watermark"], "watermarks"),
+        (
+            newer["enable_encoder_swa_bounded_replay"] or newer["enable_decoder_swa_bounded_replay"],
+            "parts of prefixes that are computed again",
+        ),
         (arguments.enable_torch_compile, "torch.compile of the whole model"),
         (arguments.rl_on_policy_target is not None, "log-probabilities that are a trainer's (rl_on_policy_target)"),
         (graphs is not None and graphs.prefill.backend == "tc_piecewise", "prefill graphs that torch.compile makes"),
