@@ -19,6 +19,8 @@ TOP_K_ALL = 1 << 30
 class SamplingParams:
     """As it is behind ``__post_init__``: a temperature of 0 is top-k 1."""
 
+    beam_width: int | None  # of 0.5.23; 0.5.15 has no such attribute
+
     def __init__(self, **given: Any) -> None:
         self.temperature, self.top_p, self.top_k, self.min_p = 1.0, 1.0, TOP_K_ALL, 0.0
         self.frequency_penalty, self.presence_penalty, self.repetition_penalty = 0.0, 0.0, 1.0
@@ -34,6 +36,10 @@ class SamplingParams:
 
 
 class Req:
+    return_sampling_mask: bool  # of 0.5.23, likewise
+    beam_group: Any
+    eos_token_ids: set[int] | None  # read of 0.5.23
+
     def __init__(self, prompt: list[int], params: SamplingParams, **given: Any) -> None:
         self.origin_input_ids, self.sampling_params = prompt, params
         self.return_logprob = False

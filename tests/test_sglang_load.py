@@ -48,7 +48,7 @@ def _sglang(monkeypatch):
 def newer(monkeypatch):
     """SGLang 0.5.23, by its methods' parameters."""
     monkeypatch.setattr(importlib.metadata, "version", lambda name: {"sglang": "0.5.23"}[name])
-    methods = {}
+    methods: dict[str, dict[str, object]] = {}
     for name, parameters in settings.KNOWN["0.5.23"].signatures.items():
         owner, _, method = name.partition(".")
         methods.setdefault(owner, {})[method] = taking(parameters)
@@ -64,7 +64,7 @@ def taking(parameters):
         pass
 
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    function.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in parameters])
+    function.__dict__["__signature__"] = inspect.Signature([inspect.Parameter(name, kind) for name in parameters])
     return function
 
 

@@ -315,9 +315,10 @@ def test_seeds_must_be_integers_of_64_bits(model, seeds, error, message):
         model.generate(**prompt([4]), **SAMPLED, max_new_tokens=2, seeds=seeds)
 
 
-def test_a_request_that_is_no_dictionary(model):
-    with pytest.raises(TypeError, match="request must be a dictionary, got list"):
-        model.generate(**prompt([4]), **SAMPLED, max_new_tokens=2, request=[1])
+@pytest.mark.parametrize("request_", [[1], [], ""])
+def test_a_request_that_is_no_dictionary(model, request_):
+    with pytest.raises(TypeError, match=f"request must be a dictionary, got {type(request_).__name__}"):
+        model.generate(**prompt([4]), **SAMPLED, max_new_tokens=2, request=request_)
 
 
 def test_a_model_with_a_decoding_loop_of_its_own():
@@ -374,6 +375,8 @@ def test_the_docs_say_what_every_argument_does():
     }
     said = set(re.findall(r"^\| `(\w+)` \| \S", DOCS, flags=re.MULTILINE))
     assert (fields | arguments | ours) - said == set()
+    taken_away = inspect.getsource(GenerationMixin._extract_generation_mode_kwargs)
+    assert set(re.findall(r'kwargs\.pop\("(\w+)"', taken_away)) <= said
     returned = {field.name for field in dataclasses.fields(GenerateOutput)}
     assert returned - {field.name for field in dataclasses.fields(GenerateDecoderOnlyOutput)} <= said
 
@@ -482,6 +485,11 @@ def test_seeds_of_64_bits(model):
         for seeds in ([2**64 - 5, 3], [-5, 3], torch.tensor([-5, 3]), torch.tensor([-5, 3], dtype=torch.int32))
     ]
     assert all(torch.equal(out[0], other) for other in out)
+    of_tensors = model.generate(**inputs, **SAMPLED, max_new_tokens=5, seeds=list(torch.tensor([-5, 3])))
+    assert torch.equal(out[0], of_tensors)
+    for one in (np.array(3), torch.tensor(3)):
+        like = model.generate(**inputs, **SAMPLED, max_new_tokens=5, seeds=3)
+        assert torch.equal(model.generate(**inputs, **SAMPLED, max_new_tokens=5, seeds=one), like)
     of_numpy = model.generate(**inputs, **SAMPLED, max_new_tokens=5, seeds=np.int64(3))
     assert torch.equal(of_numpy, model.generate(**inputs, **SAMPLED, max_new_tokens=5, seeds=3))
 

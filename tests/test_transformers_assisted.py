@@ -353,3 +353,27 @@ def test_a_sampler_over_several_gpus_is_refused(model):
     sampler.tp = object()  # type: ignore[assignment]
     with pytest.raises(ValueError, match="sampler must be without tp with drafts"):
         drawn(model, sampler=sampler, prompt_lookup_num_tokens=2)
+
+
+@pytest.mark.parametrize("drafting", [{}, {"assistant_model": True}])
+@pytest.mark.parametrize("puts", [2, 4, 8])
+def test_a_streamer_that_raises_within_a_round(model, drafting, puts):
+    """What is behind the token that it was given was not drawn: neither the sampler nor the caller's cache has it."""
+
+    class Raises:
+        given = 0
+
+        def put(self, value):
+            self.given += 1
+            if self.given > puts:
+                raise InterruptedError
+
+        def end(self):
+            pass
+
+    options = {name: model for name in drafting}
+    sampler, cache = LMHeadSampler.from_model(model, max_batch_size=1, seed=[1]), DynamicCache()
+    with pytest.raises(InterruptedError):
+        drawn(model, sampler=sampler, streamer=Raises(), **{CACHE: cache}, eos_token_id=-1, **options)
+    assert sampler.offsets.tolist() == [puts]
+    assert cache.get_seq_length() == 27 + puts - 1

@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("flashsampling.integrations.transformers.continuous", exc_type=ImportError)
 
 import transformers
-from transformers import ContinuousBatchingConfig, GenerationConfig, GraniteConfig, LlamaConfig
+from transformers import CompileConfig, ContinuousBatchingConfig, GenerationConfig, GraniteConfig, LlamaConfig
 from transformers.generation import logits_process as of_transformers
 
 import flashsampling
@@ -239,6 +239,14 @@ REFUSED = {
     "encoder_repetition_penalty is not done": {"encoder_repetition_penalty": 1.2},
     "encoder_no_repeat_ngram_size is not done": {"encoder_no_repeat_ngram_size": 2},
     "token_healing is not done": {"token_healing": True},
+    "is_assistant is not done": {"is_assistant": True},
+    "compile_config is not done": {"compile_config": CompileConfig()},
+    "output_scores is not done": {"return_dict_in_generate": True, "output_scores": True},
+    "output_attentions, output_hidden_states is not done": {
+        "return_dict_in_generate": True,
+        "output_attentions": True,
+        "output_hidden_states": True,
+    },
     "output_logits is not done": {"return_dict_in_generate": True, "output_logits": True},
 }
 
@@ -281,6 +289,8 @@ def test_warpers_of_another_meaning_or_order_are_refused():
 
 
 def test_what_else_is_refused(monkeypatch):
+    with pytest.raises(TypeError, match="seeds must be one per prompt, 4, got int"):
+        generate_batch(llama(), PROMPTS, config_of(), seeds=1)
     with pytest.raises(ValueError, match="seeds must be one per prompt, 4, got 1"):
         generate_batch(llama(), PROMPTS, config_of(), seeds=[1])
     with pytest.raises(TypeError, match="must be a transformers causal LM"):
@@ -301,8 +311,11 @@ def test_what_else_is_refused(monkeypatch):
             manager.add_request(PROMPTS[0], temperature=value)
         with pytest.raises(ValueError, match="top_p must be from 0 to 1"):
             manager.add_requests(PROMPTS, top_p=value)
-    with pytest.raises(ValueError, match=r"top_k must be below 2\*\*31"):
-        manager.add_request(PROMPTS[0], top_k=2**31)
+    for top_k in (0, -5, 2**31):  # 0 is greedy to transformers, and off everywhere else
+        with pytest.raises(ValueError, match=r"top_k must be from 1 to 2\*\*31 - 1"):
+            manager.add_request(PROMPTS[0], top_k=top_k)
+    with pytest.raises(ValueError, match="input_ids must be one or more tokens, got none"):
+        manager.add_request([])
     assert manager.input_queue.empty()
     manager.destroy()
     model = llama()
@@ -335,6 +348,24 @@ def test_a_manager_that_is_not_made_or_not_started_leaves_the_model_as_it_was(mo
     with pytest.raises(MemoryError):
         generate_batch(model, PROMPTS, config_of(), continuous_batching_config=batching())
     assert model.config._attn_implementation == "eager"
+
+
+def test_the_seed_of_the_continuous_batching_config():
+    """For requests without one, as it is transformers' for all."""
+
+    def tokens(seed):
+        return [
+            out.generated_tokens
+            for out in generate_batch(llama(), PROMPTS, config_of(), continuous_batching_config=batching(seed=seed))
+        ]
+
+    assert tokens(5) == tokens(5) != tokens(6)
+
+
+def test_a_continuous_batching_config_within_the_configuration():
+    config = config_of()
+    config.continuous_batching_config = batching(return_logprobs=True)
+    assert all(len(out.logprobs) == 6 for out in generate_batch(llama(), PROMPTS, config))
 
 
 def test_an_error_does_not_wait_for_other_requests(caplog, monkeypatch):

@@ -31,7 +31,7 @@ from transformers.generation.logits_process import (  # noqa: E402
 
 from flashsampling.impl import filters  # noqa: E402
 from flashsampling.integrations.transformers.arguments import SWITCH_OFF  # noqa: E402
-from flashsampling.integrations.transformers.processors import _KINDS, taken  # noqa: E402
+from flashsampling.integrations.transformers.processors import _KINDS, Taken, taken  # noqa: E402
 from flashsampling.integrations.transformers.request import Requests  # noqa: E402
 from flashsampling.requests import Problem, asked_of  # noqa: E402
 from tests.conftest import DEVICE  # noqa: E402
@@ -227,6 +227,21 @@ def test_nothing_asked_is_nothing_passed():
     assert requests.at(prompt) == {}
     requests, prompt = make([TopKLogitsWarper(50), TopPLogitsWarper(0.9)], do_sample=False)
     assert requests.at(prompt) == {}  # greedy
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+def test_a_vector_of_biases_is_float32_whatever_torch_makes_by_default(default):
+    biases: list[tuple[tuple[int, ...], float]] = [((token,), 40.0 + token / 1000) for token in range(1100)]
+    was = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        taken = Taken()
+        taken.biases = biases
+        values = Requests(taken, torch.zeros(1, 1, dtype=torch.int64), 1200, DEVICE, {})._values
+    finally:
+        torch.set_default_dtype(was)
+    assert values is not None
+    assert torch.equal(values[:1100].cpu(), torch.tensor([value for _, value in biases], dtype=torch.float32))
 
 
 def test_more_biases_than_a_row_takes_are_a_vector():

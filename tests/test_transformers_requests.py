@@ -224,3 +224,14 @@ def test_the_distribution_is_that_of_transformers_warpers(model):
     assert counts[~kept].sum() == 0
     wanted = 6000 * probabilities[kept]
     assert ((counts[kept] - wanted) ** 2 / wanted).sum() < 39.3
+
+
+def test_a_penalty_of_the_request_leaves_padding_out_as_the_fields_does(model):
+    inputs = prompt([9, 4])
+    alone = {name: rows[1:, 5:] for name, rows in inputs.items()}
+    first = int(model.generate(**alone, do_sample=False, max_new_tokens=1)[0, -1])  # and what pads is a penalised token
+    inputs["input_ids"] = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, first)
+    options = {"do_sample": False, "max_new_tokens": 1, "pad_token_id": first, "custom_generate": generate}
+    for penalty in (100.0, [1.0, 100.0]):
+        out = model.generate(**inputs, **options, request={"repetition_penalty": penalty})
+        assert int(out[1, -1]) == first

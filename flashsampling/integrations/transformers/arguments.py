@@ -106,10 +106,10 @@ def row_temperatures(temperatures: Any, config: GenerationConfig, batch: int, de
 def row_seeds(seeds: Any, config: GenerationConfig, batch: int) -> Tensor | int:
     """(B,) int64, or the int that was given. TypeError for what is no integer, ValueError for another shape or more than 64
     bits."""
-    if not isinstance(seeds, Iterable):
-        return integer("seeds", seeds)
+    if not isinstance(seeds, Iterable) or getattr(seeds, "ndim", 1) == 0:
+        return integer("seeds", _number(seeds))
     if not isinstance(seeds, Tensor):
-        values = [integer("each of seeds", seed) for seed in seeds]
+        values = [integer("each of seeds", _number(seed)) for seed in seeds]
         if not all(-(2**63) <= seed < 2**64 for seed in values):
             raise ValueError(f"seeds must have 64 bits each, got {values}")
         seeds = torch.tensor([seed - 2**64 if seed >= 2**63 else seed for seed in values], dtype=torch.int64)
@@ -117,6 +117,11 @@ def row_seeds(seeds: Any, config: GenerationConfig, batch: int) -> Tensor | int:
         raise TypeError(f"seeds must be integers, got {seeds.dtype}")
     _require_row_each("seeds", seeds, config, batch)
     return seeds.to(torch.int64)
+
+
+def _number(seed: Any) -> Any:
+    """What a tensor or an array without dimensions holds: a list of those is what ``list(tensor)`` makes."""
+    return seed.item() if getattr(seed, "ndim", None) == 0 and hasattr(seed, "item") else seed
 
 
 def _require_row_each(name: str, rows: Tensor, config: GenerationConfig, batch: int) -> None:

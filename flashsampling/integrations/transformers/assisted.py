@@ -80,7 +80,7 @@ def _require_cut_back(what: str, cache: Any) -> None:
     if others:
         raise ValueError(
             f"{what} need a key and value cache that can be cut back, got {type(cache).__name__} of "
-            f"{', '.join(sorted(others))}: static, quantised and recurrent states cannot"
+            f"{', '.join(sorted(others))}: static, quantised and recurrent states are not"
         )
 
 
@@ -135,6 +135,13 @@ class Runner:
             if (surplus or getattr(layer, "record_past", False)) and getattr(layer, "is_initialized", True):
                 layer.crop(-surplus)
         self.cached -= surplus
+
+    def give_back(self, length: int) -> None:
+        """Of a text of so many tokens: whoever goes on with the cache drafts nothing, and its windows need not remember."""
+        self.keep(length)
+        for layer in self.cache.layers:
+            if getattr(layer, "record_past", False):
+                layer.record_past = False
 
     def _ran(self, outputs: Any, length: int, positions: int) -> Tensor:
         if outputs.get(CACHE) is not self.cache:
@@ -304,19 +311,24 @@ def decode(
             verified = sampler.verify(states, drafts.to(states.device), temperature=temperature, **wanted)
             accepted, *tokens = torch.cat([verified.num_accepted, verified.token_ids[0]]).tolist()  # waits for the device
             drafter.told(drafts.shape[1], accepted)
-            for place, token in enumerate(tokens[: accepted + 1]):
-                if token < 0:
-                    raise NoTokenError([0], input_ids.shape[1] + 1 - prompt_length)
-                drawn = verified.token_ids[:, place].to(input_ids.device)
-                requests.drawn(drawn, input_ids.shape[1])
-                input_ids = torch.cat([input_ids, drawn[:, None]], dim=-1)
-                ended = bool(stopping_criteria(input_ids, None).all())
-                for one in streamers:
-                    one.put(drawn.cpu())
-                if ended:
-                    runner.keep(input_ids.shape[1])
-                    sampler.offsets[:1] -= verified.num_emitted - (place + 1)  # what is behind the end was not drawn
-                    return input_ids
+            try:
+                for place, token in enumerate(tokens[: accepted + 1]):
+                    if token < 0:
+                        raise NoTokenError([0], input_ids.shape[1] + 1 - prompt_length)
+                    drawn = verified.token_ids[:, place].to(input_ids.device)
+                    requests.drawn(drawn, input_ids.shape[1])
+                    input_ids = torch.cat([input_ids, drawn[:, None]], dim=-1)
+                    ended = bool(stopping_criteria(input_ids, None).all())
+                    for one in streamers:
+                        one.put(drawn.cpu())
+                    if ended:
+                        runner.give_back(input_ids.shape[1])
+                        sampler.offsets[:1] -= verified.num_emitted - (place + 1)  # what is behind the end was not drawn
+                        return input_ids
+            except BaseException:  # a streamer's or criterion's
+                runner.give_back(input_ids.shape[1])
+                sampler.offsets[:1] -= verified.num_emitted - (place + 1)  # what is behind it nobody was given
+                raise
             runner.keep(input_ids.shape[1])
             most = config.max_length - input_ids.shape[1] - 1  # one more than drafts is drawn
             drafts = drafter.drafts(input_ids, most) if most > 0 else input_ids[:, :0]

@@ -14,8 +14,8 @@ an error by name when the manager is made, as in ``generate``; ``model.generate_
 """
 
 import inspect
-import secrets
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -260,7 +260,11 @@ class FusedBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
         self._head = checked_lm_head(model)  # before the model's attention is one that needs a paged cache
         do_sample = getattr(generation_config, "do_sample", True)
         _asked_of(model._get_logits_processor(generation_config), do_sample)  # before transformers drops what it does not know
-        config = transformers.ContinuousBatchingConfig() if continuous_batching_config is None else continuous_batching_config
+        config = continuous_batching_config
+        if config is None:  # where transformers looks for it, too
+            config = getattr(generation_config, "continuous_batching_config", None) or transformers.ContinuousBatchingConfig()
+        given = getattr(config, "seed", None)  # then requests that come in the same order have the same seeds
+        self._seeds = random.SystemRandom() if given is None else random.Random(given)
         super().__init__(model, generation_config, config, workload_hints)
         try:
             self._carry(do_sample)
@@ -295,14 +299,16 @@ class FusedBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
     def add_request(self, input_ids: list[int], *args: Any, seed: int | None = None, **kwargs: Any) -> str | None:
         """As transformers', with a ``seed`` of 64 bits, an int64 or an uint64; None draws one. ValueError or TypeError if it is
         something else, or a ``temperature``, ``top_p`` or ``top_k`` is out of range."""
-        seed = secrets.randbits(64) if seed is None else integer("seed", seed)
+        seed = self._seeds.getrandbits(64) if seed is None else integer("seed", seed)
         if not -(2**63) <= seed < 2**64:
             raise ValueError(f"seed must have 64 bits, got {seed}")
         for name, check in (("temperature", None), ("top_p", share)):  # of which transformers looks at the types alone
             if name in kwargs:
                 reals(name, kwargs[name], 1, torch.device("cpu"), check)
-        if integer("top_k", kwargs.get("top_k", 0)) >= 2**31:  # over which transformers' thread would end for all requests
-            raise ValueError(f"top_k must be below 2**31, got {kwargs['top_k']}")
+        if not 1 <= integer("top_k", kwargs.get("top_k", 1)) < 2**31:  # 0 is one token to transformers; beyond, its thread ends
+            raise ValueError(f"top_k must be from 1 to 2**31 - 1, got {kwargs['top_k']}")
+        if len(input_ids) == 0:  # over which its thread would end, too
+            raise ValueError("input_ids must be one or more tokens, got none")
         config, most = self.generation_config, kwargs.get("max_new_tokens", args[1] if len(args) > 1 else None)
         if most is None and config.max_new_tokens is None and getattr(config, "max_length", None) is not None:
             raise ValueError(
@@ -338,7 +344,7 @@ def generate_batch(
     inputs: list[list[int]],
     generation_config: GenerationConfig | None = None,
     *,
-    seeds: list[int] | None = None,
+    seeds: Sequence[int] | Tensor | None = None,
     continuous_batching_config: Any = None,
     max_new_tokens: int | None = None,
 ) -> list[Any]:
@@ -359,8 +365,11 @@ def generate_batch(
         TypeError, ValueError: as ``FusedBatchingManager``, or there is not one seed per prompt.
         RuntimeError: a request failed, or a token had no finite score.
     """
-    if seeds is not None and len(seeds) != len(inputs):
-        raise ValueError(f"seeds must be one per prompt, {len(inputs)}, got {len(seeds)}")
+    of_prompts = [None] * len(inputs) if seeds is None else seeds.tolist() if hasattr(seeds, "tolist") else seeds
+    if not isinstance(of_prompts, Sequence):
+        raise TypeError(f"seeds must be one per prompt, {len(inputs)}, got {type(seeds).__name__}")
+    if len(of_prompts) != len(inputs):
+        raise ValueError(f"seeds must be one per prompt, {len(inputs)}, got {len(of_prompts)}")
     if not inputs:
         return []
     config = model.generation_config if generation_config is None else generation_config
@@ -373,7 +382,7 @@ def generate_batch(
         manager.warmup()
         manager.start()
         names = [f"prompt {place}" for place in range(len(inputs))]
-        for name, ids, seed in zip(names, inputs, [None] * len(inputs) if seeds is None else seeds):
+        for name, ids, seed in zip(names, inputs, of_prompts):
             manager.add_request(ids, name, max_new_tokens, eos_token_id=eos, seed=seed)
         while len(done) < len(names):
             result = manager.get_result(timeout=1)

@@ -100,8 +100,8 @@ def generate(
         top_logprobs: up to 20; fills ``top_token_ids`` and ``top_logprobs``.
         request: what a ``GenerationConfig`` has no field for, or one for all rows alone, as ``flashsampling.sample`` takes it:
             ``logit_bias``, ``token_mask``, ``top_k``, ``top_p``, ``min_p``, ``repetition_penalty``, ``frequency_penalty`` and
-            ``presence_penalty``, for all rows or one per returned sequence. Each takes the place of its field (None: nothing
-            does); a mask is added.
+            ``presence_penalty``, for all rows or one per returned sequence. Each takes the place of its field (None too, but
+            of ``sequence_bias``); a mask is added.
 
     Returns:
         (B, T + new tokens) int64 token ids, sequences that ended early padded with the pad token; or a ``GenerateOutput``, with
@@ -144,7 +144,8 @@ def generate(
         temperature: float | Tensor = asked.temperature
         head = checked_lm_head(model)
         transform, weight = Transform(head.logit_scale, head.soft_cap), head.linear.weight
-        requests = Requests(asked, input_ids, weight.shape[0], weight.device, {} if request is None else request)
+        given_mask = model_kwargs.get("attention_mask")
+        requests = Requests(asked, input_ids, weight.shape[0], weight.device, {} if request is None else request, given_mask)
         if temperatures is not None:
             temperature = row_temperatures(temperatures, generation_config, batch, weight.device)
         if seeds is not None:

@@ -26,6 +26,7 @@ class Requests:
         vocab_size: int,
         device: torch.device,  # the LM head's
         given: Request,
+        attention_mask: Tensor | None = None,
     ) -> None:
         """``given`` takes the place of what was taken. ValueError or TypeError for what it has no place for or ``sample`` does
         not take, for tokens that the head does not have, and for more biases than a step takes."""
@@ -46,6 +47,8 @@ class Requests:
         )
         self._values, self._prefixes = self._biases(taken.biases, prompt.device)
         self._counts, self._left_out = None, taken.left_out
+        if given.get("repetition_penalty") is not None and taken.repetition_penalty == 1.0:  # nobody said what is padding
+            self._left_out = _padding(attention_mask, prompt)
         if taken.repetition_penalty != 1.0 or any(given.get(name) is not None for name in _PENALTIES):
             self._counts = self._counted(prompt)
             self._constant["token_counts"] = self._counts.counts[: len(prompt)]
@@ -175,7 +178,7 @@ class Requests:
                     f"sequence_bias and bad_words_ids must be at most {MAX_BIASED} where one is of several tokens, got "
                     f"{len(biases)}"
                 )
-            dense = torch.zeros(self.vocab_size)
+            dense = torch.zeros(self.vocab_size, dtype=torch.float32)
             for (token,), value in biases:
                 dense[token] += value
             return dense.to(self.device), []
@@ -201,6 +204,13 @@ class Requests:
                 ids.append(torch.where((end == prefix).all(dim=-1), last, -1))
         assert self._values is not None
         return torch.cat(ids, dim=1).to(self.device), self._values.expand(len(input_ids), -1)
+
+
+def _padding(mask: Tensor | None, prompt: Tensor) -> int | Tensor:
+    """(B,) how many positions of the prompt are padding before it. The mask may be longer, by what a cache has."""
+    if mask is None or mask.dim() != 2:
+        return 0
+    return ((mask != 0).int().argmax(dim=1) - (mask.shape[1] - prompt.shape[1])).clamp(min=0).to(prompt.device)
 
 
 def _same_biases(one: Any, other: Any) -> bool:
