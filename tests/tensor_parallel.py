@@ -25,6 +25,7 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 import flashsampling
 from flashsampling import LMHeadSampler, exchange, ops
@@ -241,6 +242,9 @@ def disagreements(rank: Rank) -> None:
     for message, construct in cases:
         with pytest.raises(ValueError, match=message):
             construct()
+    for nonsense in (None, "soon"):
+        with pytest.raises((TypeError, ValueError), match="timeout must be a number, got"):
+            make(shard, timeout=nonsense if odd else 9)
     tp, shard = rank.group(problem.weight, max_batch_size=4)
     for message, call in (
         ("at most tp.max_batch_size = 4 rows, got 5", lambda: draw(tp, shard, rank.problem(5, 600, 64))),
@@ -1180,6 +1184,105 @@ def leaving_by_an_exception(rank: Rank) -> None:
     rank.check(tp, shard, problem)
 
 
+def leaving_while_others_are_in_a_step(rank: Rank) -> None:
+    """They hear of it at once, and the process group is as good as before."""
+    problem = rank.problem(4, 600, 64)
+    tp, shard = rank.group(problem.weight, timeout=100.0)
+    rank.check(tp, shard, problem)
+    started = time.monotonic()
+
+    def leave_or_draw() -> None:
+        if rank.rank == 1:
+            time.sleep(1.0)  # the others wait for this one
+            raise KeyError("a request that is gone")
+        draw(tp, shard, problem)
+        tp.check(collective=True)
+
+    with pytest.raises((KeyError, TensorParallelError)) as error, tp:
+        leave_or_draw()
+    assert rank.rank == 1 or "rank 1 left the group: KeyError" in str(error.value)
+    assert time.monotonic() - started < SOON
+    tp, shard = rank.group(problem.weight)
+    rank.check(tp, shard, problem)
+
+
+def leaving_while_another_is_in_a_collective_call(rank: Rank) -> None:
+    """It closes one call later than they do, and waits for nobody."""
+    problem = rank.problem(4, 600, 64)
+    tp, shard = rank.group(problem.weight, timeout=100.0)
+    rank.check(tp, shard, problem)
+    started = time.monotonic()
+
+    def learn() -> None:
+        if rank.rank == 0:
+            tp.check(collective=True)
+        time.sleep(1.0)
+        tp._transport.declare(Failure("differs", rank.world - 1, 3, ("seed",), "rank 0"))
+        tp.check()
+
+    with pytest.raises(TensorParallelError), tp:
+        learn()
+    tp.close()
+    assert time.monotonic() - started < SOON
+    tp, shard = rank.group(problem.weight)
+    rank.check(tp, shard, problem)
+
+
+def closing_while_another_is_in_a_collective_call(rank: Rank) -> None:
+    """Likewise: the call differs, and then those who were in it close alone."""
+    problem = rank.problem(4, 600, 64)
+    tp, shard = rank.group(problem.weight, timeout=100.0)
+    started = time.monotonic()
+    with pytest.raises(TensorParallelMismatch):
+        tp.close() if rank.rank == 0 else tp.check(collective=True)
+    tp.close()
+    assert time.monotonic() - started < SOON
+    tp, shard = rank.group(problem.weight)
+    rank.check(tp, shard, problem)
+
+
+def a_broadcast_of_what_cannot_be_said(rank: Rank) -> None:
+    """The others hear of it, and do not take the next call for this one."""
+    problem = rank.problem(4, 600, 64)
+    tp, _ = rank.group(problem.weight)
+    with pytest.raises(Exception if rank.rank == 0 else ValueError, match="pickle" if rank.rank == 0 else "^rank 0: .*pickle"):
+        tp.broadcast(lambda: 0)
+    assert tp.broadcast(rank.rank + 5) == 5
+    tp.close()
+
+
+def one_request(rank: Rank) -> None:
+    """Of one element torch calls any stride contiguous."""
+    problem = rank.problem(3, 600, 64)
+    tp, shard = rank.group(problem.weight)
+    states = problem.hidden_states[None]
+    drafts = torch.tensor([[5, 6]], device=rank.device)
+    state = torch.tensor([[7, 11]], device=rank.device)  # seed and offset
+    with tp:
+        for method in ("match", "rejection"):
+            out = flashsampling.verify(states, shard, drafts, method=method, seed=7, tp=tp)
+            whole = flashsampling.verify(states, problem.weight, drafts, method=method, seed=7, impl=rank.impl)
+            assert torch.equal(out.token_ids, whole.token_ids)
+        rows: dict[str, Any] = {"seed": state[:, 0], "offset": state[:, 1], "top_k": state[:, 0]}
+        tokens = flashsampling.sample(states[0, :1], shard, **rows, tp=tp).token_ids
+        assert torch.equal(tokens, flashsampling.sample(states[0, :1], problem.weight, **rows, impl=rank.impl).token_ids)
+
+
+def surroundings(rank: Rank) -> None:
+    """A group that is made in inference mode, or under a default device, is as any other. A DTensor is no shard."""
+    problem = rank.problem(4, 600, 64)
+    for mode in (torch.inference_mode(), torch.device("meta")):
+        with mode:
+            tp, shard = rank.group(problem.weight)
+        rank.check(tp, shard.clone() if shard.is_inference() else shard, problem)
+        tp.close()
+    if rank.world > 1:
+        mesh = init_device_mesh(rank.device.type, (rank.world,))
+        sharded = DTensor.from_local(rank.shard(problem.weight)[0], mesh, [Shard(0)])
+        with pytest.raises(TypeError, match="weight must be a plain tensor, got a DTensor"):
+            TensorParallel(None, sharded, transport=rank.transport, impl=rank.impl)
+
+
 def collective_check(rank: Rank) -> None:
     """All ranks learn of a failure that one knows."""
     problem = rank.problem(4, 600, 64)
@@ -1481,6 +1584,12 @@ ON_CPU: list[Callable[[Rank], None]] = [
     messages_of_others,
     ranks_that_do_not_come,
     leaving_by_an_exception,
+    leaving_while_others_are_in_a_step,
+    leaving_while_another_is_in_a_collective_call,
+    closing_while_another_is_in_a_collective_call,
+    a_broadcast_of_what_cannot_be_said,
+    one_request,
+    surroundings,
     collective_check,
     device_mesh,
     hosts_that_learn_late,

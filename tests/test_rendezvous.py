@@ -74,6 +74,59 @@ def ranks(world, work, connect, seconds=1.0, late=()):
     return results, times
 
 
+class Clock:
+    """Of ``rendezvous``, moved by hand."""
+
+    now = 100.0
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    made = Clock()
+    monkeypatch.setattr(rendezvous, "time", made)
+    return made
+
+
+@pytest.mark.parametrize("stalls", [1, 1000])
+def test_a_store_that_serves_nobody_makes_nobody_late(stalls, clock, monkeypatch):
+    """As one does while it looks a name up; not for ever, though."""
+    store = HashStore()
+    meet, other = Rendezvous(lambda: store, 0, 2, 1.0), Rendezvous(lambda: store, 1, 2, 1.0)
+    get, left = meet.store.get, [stalls]
+
+    def slow(key):
+        if left[0]:
+            left[0] -= 1
+            clock.now += 1.5
+        elif clock.now > 102.0:
+            other.post("construction")  # it came as soon as it was served
+        return get(key)
+
+    monkeypatch.setattr(meet.store, "get", slow)
+    if stalls == 1:
+        assert meet.exchange("construction", b"x") == [b"x", b""]
+    else:
+        with pytest.raises(TensorParallelTimeout, match="rank 1 did not take part in construction"):
+            meet.exchange("construction", b"x")
+        assert 100 + meet.store.seconds < clock.now < 100 + meet.store.seconds + 5
+
+
+def test_a_beat_from_before_is_no_sign_of_life(clock):
+    store = HashStore()
+    meet, other = Rendezvous(lambda: store, 0, 2, 4.0), Rendezvous(lambda: store, 1, 2, 4.0)
+    with other.busy():
+        pass
+    with pytest.raises(TensorParallelTimeout, match="rank 1 did not take part in a collective check within 4 s"):
+        meet.exchange("a collective check", b"")
+    assert clock.now - 100 < 4.1
+
+
 def test_payloads_of_all(connect):
     def work(meet):
         return [meet.exchange(f"phase {i}", bytes([meet.rank, i, 0, 255])) for i in range(20)]

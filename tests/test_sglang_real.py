@@ -46,6 +46,7 @@ RELEASE = settings.check_version(importlib.metadata.version("sglang"))
 NEWER = RELEASE is settings.KNOWN["0.5.23"]
 if NEWER:
     from sglang.srt.arg_groups.arg_utils import namespace_of
+    from sglang.srt.beam_search.logits_capture import capture_pre_sample_logits
     from sglang.srt.layers.logprob_processor import OutputLogprobProcessor
     from sglang.srt.managers.schedule_batch import ScheduleBatch
 V, D = 331, 16
@@ -248,6 +249,9 @@ def step(made, batch, states):
     forward_batch = load.after_init_new(made_of_batch, ForwardBatch, batch, made, **options)
     made.model.states = states
     output = made.model.forward(forward_batch.input_ids, forward_batch.positions, forward_batch)
+    if NEWER:
+        load.before_logits_are_taken(batch, forward_batch, output)
+        capture_pre_sample_logits(batch, forward_batch, output)
     return made.sample(output, forward_batch), output
 
 
@@ -353,6 +357,26 @@ def test_what_is_left_goes_sglangs_way():
     assert int(tokens[2]) == int(alone)
     assert counters(made) == {"fused": 1, "left": 0, "split": 1, "reasons": {"penalties": 1}, "undefined_rows": 0}
     assert output.hidden_states is None
+
+
+@pytest.mark.skipif(not NEWER, reason="0.5.15 has no beam search")
+@pytest.mark.parametrize("grouped", [True, False])
+def test_beams_take_logits(grouped):
+    """In a prefill; what is taken is the rows' logits, and the batch goes SGLang's way."""
+    made = runner_of()
+    reqs = [req_of(sampling_seed=1), req_of(**({"beam_width": 3} if grouped else {"sampling_seed": 2}))]
+    reqs[1].beam_group = object() if grouped else None
+    states = torch.randn(2 * len(PROMPT), D, generator=torch.Generator().manual_seed(6))
+    tokens, output = step(made, scheduled(made, reqs, True), states)
+    if not grouped:
+        assert output.beam is None
+        assert counters(made)["fused"] == 1
+        return
+    wanted = (states[[2 * len(PROMPT) - 1]] @ made.model.lm_head.weight.T)[:, :V]
+    torch.testing.assert_close(output.beam.leader_logits, wanted, rtol=0, atol=1e-4)
+    assert counters(made)["reasons"] == {"beam search": 1}
+    alone, _ = step(made, scheduled(made, reqs[:1], True), states[: len(PROMPT)])
+    assert int(tokens[0]) == int(alone[0])  # it has a seed
 
 
 def test_a_grammar_of_xgrammar():

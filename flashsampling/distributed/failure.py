@@ -15,7 +15,7 @@ class Failure:
 
     Attributes:
         kind: "late", a rank did not take part in time, or is gone; "differs", it took another step, or the step with other
-            parameters; "left", it gave up by itself: an exception left its ``with``, it closed, its device broke.
+            parameters; "left", it gave up by itself: an exception left its ``with``, or its device broke.
         rank: whose doing it is, in the group.
         step: number of the step, from 0, as the rank that reported it counts; None if it was not in a step. What a request asks
             for takes several steps in this count, one for each message.

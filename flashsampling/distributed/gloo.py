@@ -1,9 +1,11 @@
 """Transport ``gloo``: winners go through the host, point to point. On CPUs, or where nothing else works.
 
 Point to point rather than all-gather, so that a rank that is gone has a name. A failure is decided in the process group's
-store. A step looks there first, which costs a round trip; who waits for a rank that has given up waits for ``timeout``.
+store. A step looks there first, which costs a round trip; who is in one gets a message from each rank that has given up, which
+says so, and does not wait for ``timeout``, after which gloo closes connections for good.
 """
 
+import contextlib
 import time
 from datetime import timedelta
 from typing import Any
@@ -16,7 +18,7 @@ from .. import exchange
 from ..exchange import Shard
 from ..step import PLAIN, Drafted, Step
 from .failure import Failure
-from .message import GIVEN, HASHED, HEADER, STEP, Hashes, difference
+from .message import FAILED, GIVEN, HASHED, HEADER, STEP, Hashes, difference
 from .rendezvous import Rendezvous
 from .sharding import global_rank
 
@@ -46,9 +48,10 @@ class Gloo:
         self._tag = _FIRST_TAG + rendezvous.number % 2**16
         self._hashes = Hashes(max_batch_size, torch.device("cpu"))
         self.room = capacity
-        self._header = torch.zeros(HEADER, dtype=torch.int64)
+        self._header = torch.zeros(HEADER, dtype=torch.int64, device="cpu")
         self._steps = 0
         self._failure: Failure | None = None
+        self._gave_up = False
 
     def shard(self, first_token: int) -> Shard:
         """As the protocol says."""
@@ -84,12 +87,12 @@ class Gloo:
         self._hashes.clear(self._header)
 
     def _swapped(self, words: Tensor) -> Tensor:
-        mine = torch.zeros(HEADER + self.room, dtype=torch.int64)
+        mine = torch.zeros(HEADER + self.room, dtype=torch.int64, device="cpu")
         mine[:HEADER] = self._header
         number, self._steps = self._steps + self.left_out, self._steps + 1
         mine[STEP] = number
         mine[HEADER : HEADER + len(words)] = words
-        messages = torch.empty(self._ranks, len(mine), dtype=torch.int64)
+        messages = torch.empty(self._ranks, len(mine), dtype=torch.int64, device="cpu")
         messages[self._rank] = mine
         failure = self._swap(mine, messages, number) or difference(messages[:, :HEADER].tolist())
         if failure is not None:
@@ -129,10 +132,24 @@ class Gloo:
         return self._failure
 
     def catch_up(self) -> None:
-        """As the protocol says: nobody waits without a bound."""
+        """As the protocol says: whoever is in a step gets a message that the group has failed, and is rid of its own."""
+        if self._failure is None or self._gave_up:
+            return
+        self._gave_up = True
+        mine = torch.zeros(HEADER + self.room, dtype=torch.int64, device="cpu")
+        mine[FAILED] = 1
+        for rank in range(self._ranks):
+            if rank != self._rank:
+                with contextlib.suppress(RuntimeError, ValueError):  # a connection that is lost; a group that is destroyed
+                    other = global_rank(self._group, rank)
+                    _kept.append(dist.isend(mine, other, group=self._group, tag=self._tag))
+                    _kept.append(dist.irecv(torch.empty_like(mine), other, group=self._group, tag=self._tag))
 
     def close(self, everybody: bool) -> None:
         """As the protocol says: nothing here is touched by others."""
+
+
+_kept: list[Any] = []  # messages of ranks that gave up: who is in no step takes and sends none until it hears of it
 
 
 def _on_host(value: Any) -> Any:

@@ -128,7 +128,8 @@ class TensorParallel:
         options |= {"max_batch_size": max_batch_size, "max_num_samples": max_num_samples}
         making = Construction(self._group, self._rendezvous, self._store_holder())
         try:
-            making.run(weight, timeout, options)
+            with torch.inference_mode(False):  # what is made inside could not be written outside
+                making.run(weight, timeout, options)
         except BaseException as error:
             self._end(everybody=True)
             if not isinstance(error, RemoteError):
@@ -209,7 +210,10 @@ class TensorParallel:
                 self.raise_if_unusable()
                 self._rendezvous.fail(phase, error)
             raise error
-        mine = pickle.dumps((values if self.rank == 0 else None, dict(alike or {})))
+        try:
+            mine = pickle.dumps((values if self.rank == 0 else None, dict(alike or {})))
+        except Exception as unsaid:  # else the others take this rank's next call for this one
+            return self.broadcast(None, unsaid)
         said = [pickle.loads(payload) for payload in self._collective(phase, mine)]
         for name in said[0][1]:
             given = [alike.get(name) for _, alike in said]
@@ -271,6 +275,7 @@ class TensorParallel:
         try:
             said = meet.exchange("closing", b"done" if done else b"busy", excused=excused)
         except TensorParallelError as error:
+            meet.post("closing")  # whoever was in another call closes after this one, and need not wait for it
             if known:  # before: it closes as a group that has failed
                 return False
             raise self._error(transport.declare(error.failure)) from error

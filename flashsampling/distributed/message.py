@@ -40,13 +40,13 @@ _COLUMNS = 1 << 13  # of a row that are weighted each by itself: a mask's of 262
 def odd_factors(count: int) -> Tensor:
     """(count,) int64, odd: the same on every rank."""
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(-(2**63), 2**63 - 1, (count,), generator=generator) | 1
+    return torch.randint(-(2**63), 2**63 - 1, (count,), generator=generator, device="cpu") | 1
 
 
 @functools.lru_cache(maxsize=64)
 def bits_of(temperature: float) -> int:
     """A temperature for all rows, as the int64 that a tensor's float32 gives."""
-    return int((torch.tensor([temperature], dtype=torch.float32) + 0.0).view(torch.int32))  # -0.0 is 0.0
+    return int((torch.tensor([temperature], dtype=torch.float32, device="cpu") + 0.0).view(torch.int32))  # -0.0 is 0.0
 
 
 class Hashes:
@@ -81,7 +81,7 @@ class Hashes:
             header[TEMPERATURE].fill_(_signed(bits_of(temperature) * self._sums[0][batch], 64))
         for field, value in ((SEED, step.seed), (OFFSET, step.offset)):
             if isinstance(value, Tensor):  # low half, high half
-                torch.sum(value.contiguous().view(torch.int32) * self._factors[: 2 * batch], 0, out=header[field])
+                torch.sum(_halves(value) * self._factors[: 2 * batch], 0, out=header[field])
             else:
                 low, high = _signed(value, 32), _signed(value >> 32, 32)
                 header[field].fill_(_signed(low * self._sums[0][batch] + high * self._sums[1][batch], 64))
@@ -134,7 +134,7 @@ class Hashes:
             value = self._of_columns(value)
         if value.dtype is torch.int32:
             return (value * self._factors[: 2 * len(value) : 2]).sum()
-        return (value.contiguous().view(torch.int32) * self._factors[: 2 * len(value)]).sum()
+        return (_halves(value) * self._factors[: 2 * len(value)]).sum()
 
     def _of_columns(self, value: Tensor) -> Tensor:
         """(B,) int64, of integers (B, n)."""
@@ -153,6 +153,13 @@ class Hashes:
     def clear(header: Tensor) -> None:
         """After a step that asked for something."""
         header[ASKED:HEADER].zero_()
+
+
+def _halves(value: Tensor) -> Tensor:
+    """(2 * B,) int32 of int64 (B,). Of one element torch calls any stride contiguous, and does not view it as two."""
+    if value.stride(0) != 1:
+        value = value.clone(memory_format=torch.contiguous_format)
+    return value.view(torch.int32)
 
 
 def _of_tokens(mask: Tensor, vocab_size: int) -> Tensor:

@@ -86,7 +86,7 @@ class Nccl:
             return torch.zeros(shape, dtype=torch.int64, device=device)
 
         def pinned(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=torch.int64, pin_memory=on_gpu)
+            return torch.zeros(shape, dtype=torch.int64, device="cpu", pin_memory=on_gpu)
 
         self._message = words(HEADER + capacity)
         self._messages = words(self._ranks, HEADER + capacity)

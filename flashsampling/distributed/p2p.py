@@ -189,7 +189,7 @@ class PeerToPeer:
             self._hashes = Hashes(max_batch_size, device)
             self._nothing_asked = torch.zeros(1, dtype=torch.int64, device=device)
             self._request = self._asked_failed = self._nothing_asked
-            told = torch.zeros(2, dtype=torch.int64, pin_memory=True)
+            told = torch.zeros(2, dtype=torch.int64, device="cpu", pin_memory=True)
             _kept.append(told)
             self._told = told.numpy()  # reading an element of it costs a tenth of reading a tensor's
             self._table, self._rehearsal = _zeroed(protocol.TABLE_SHARED + ranks), _zeroed(protocol.TABLE_SHARED + 1)

@@ -18,6 +18,7 @@ A rank that is at work between two exchanges (compiling, say) says so by a count
 
 import contextlib
 import json
+import math
 import threading
 import time
 from collections import Counter
@@ -144,10 +145,12 @@ class Rendezvous:
         return self.store.get(f"{self._exchanges}/verdict") is not None
 
     def post(self, phase: str) -> None:
-        """Takes part in the next exchange without waiting for anybody; for a rank that leaves. Never raises."""
-        number, self._exchanges = self._exchanges, self._exchanges + 1
+        """Takes part in the next exchange without waiting for anybody; for a rank that leaves. Also in the one behind it, where
+        whoever is in another call just now comes to. Never raises."""
+        first, self._exchanges = self._exchanges, self._exchanges + 2
         with contextlib.suppress(StoreGoneError):
-            self.store.set(f"{number}/{self.rank}", _sealed(phase, False, b""))
+            for number in (first, first + 1):
+                self.store.set(f"{number}/{self.rank}", _sealed(phase, False, b""))
             self.store.add("parted", 1)
 
     @contextlib.contextmanager
@@ -224,8 +227,10 @@ class Rendezvous:
         alive = dict.fromkeys(range(self.ranks), now)  # when a rank last gave a sign of life
         beats: dict[int, bytes | None] = {}
         phases = {self.rank: phase}
-        looked, pause = now, _POLL_AT_FIRST
+        unserved = self.store.seconds  # that may pass beside the bound while the store answers nobody
+        looked, pause = -math.inf, _POLL_AT_FIRST  # a beat from before is no sign of life now
         while True:
+            asked = time.monotonic()
             verdict = self.store.get(f"{number}/verdict")
             if verdict is not None:
                 return json.loads(verdict)  # type: ignore[no-any-return]
@@ -250,13 +255,17 @@ class Rendezvous:
                     what = f"{phases[odd[0]]} where {like} called {right}"
                     return self._give_up(number, Failure("differs", odd[0], differs=("collective",), what=what))
                 return self._decide(number, {"present": sorted(seen)})
-            now = time.monotonic()
-            if now - looked > self.seconds / 4:
-                looked = now
+            if asked - looked > self.seconds / 4:
+                looked = asked
                 for rank in missing:
                     beat = self.store.get(f"busy/{rank}")
                     if beat != beats.get(rank):
-                        beats[rank], alive[rank] = beat, now
+                        beats[rank], alive[rank] = beat, asked
+            now = time.monotonic()
+            if now - asked > self.seconds / 4:  # the store served nobody meanwhile, so nobody could come
+                spared = min(now - asked, unserved)
+                unserved -= spared
+                alive = {rank: since + spared for rank, since in alive.items()}
             late = [rank for rank in missing if now - alive[rank] > self.seconds]
             if late:
                 return self._give_up(number, Failure("late", late[0], what=phase))

@@ -33,11 +33,12 @@ class BoundedStore:
 
     Attributes:
         prefix: goes before every key.
+        seconds: the bound that holds.
     """
 
     def __init__(self, connect: Callable[[], Store], seconds: float) -> None:
         self.prefix = ""
-        self._connect, self._seconds = connect, max(seconds, _LEAST)
+        self._connect, self.seconds = connect, max(seconds, _LEAST)
         self._store: Store | None = None
         self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -92,9 +93,9 @@ class BoundedStore:
         reply: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._requests.put((reply, operation, self.prefix + key, *arguments))
         try:
-            value, error = reply.get(timeout=self._seconds)
+            value, error = reply.get(timeout=self.seconds)
         except queue.Empty:
-            value, error = None, TimeoutError(f"no answer within {self._seconds:g} s")
+            value, error = None, TimeoutError(f"no answer within {self.seconds:g} s")
         if error is not None:
             self._gone = f"the process group's store does not answer, the process that holds it may be gone ({error})"
             raise StoreGoneError(self._gone) from error
