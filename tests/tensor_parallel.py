@@ -242,9 +242,6 @@ def disagreements(rank: Rank) -> None:
     for message, construct in cases:
         with pytest.raises(ValueError, match=message):
             construct()
-    for nonsense in (None, "soon"):
-        with pytest.raises((TypeError, ValueError), match="timeout must be a number, got"):
-            make(shard, timeout=nonsense if odd else 9)
     tp, shard = rank.group(problem.weight, max_batch_size=4)
     for message, call in (
         ("at most tp.max_batch_size = 4 rows, got 5", lambda: draw(tp, shard, rank.problem(5, 600, 64))),
@@ -1070,8 +1067,8 @@ def construction_that_fails(rank: Rank) -> None:
     started = time.monotonic()
     for mine, kind, message, options in (
         (TypeError, ValueError, "^rank 1: TypeError: weight must be a torch.Tensor, got list", {"weight": [1.0]}),
-        ((TypeError, ValueError), ValueError, "^rank 1: ValueError: could not convert string", {"timeout": "soon"}),
-        (TypeError, ValueError, "^rank 1: TypeError: ", {"timeout": None}),
+        (TypeError, ValueError, "^rank 1: TypeError: timeout must be a number, got str", {"timeout": "soon"}),
+        (TypeError, ValueError, "^rank 1: TypeError: timeout must be a number, got NoneType", {"timeout": None}),
         (TypeError, ValueError, "^rank 1: TypeError: max_batch_size must be an int, got float", {"max_batch_size": 256.0}),
         (TypeError, ValueError, "^rank 1: TypeError: vocab_size must be an int, got float", {"vocab_size": 599.5}),
         (TypeError, ValueError, "^rank 1: TypeError: first_token must be an int, got str", {"first_token": "0"}),
