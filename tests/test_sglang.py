@@ -252,7 +252,7 @@ def test_a_request_of_every_kind_that_is_left(name, graphs, caplog):
 
 def test_every_reason_has_a_test():
     tested = {name.split(", ")[0] for name in LEFT_TO_SGLANG} | {REASONS[Reason.LOGITS], REASONS[Reason.UNSEEN]}
-    tested |= {REASONS[Reason.BEAMS], REASONS[Reason.SUPPORT], REASONS[Reason.OBSERVER]}  # of 0.5.23
+    tested |= {REASONS[reason] for reason in (Reason.BEAMS, Reason.SUPPORT, Reason.OBSERVER, Reason.ALIGNED)}  # of 0.5.23
     assert tested == set(REASONS) - {"served"}
     assert len(REASONS) == len(Reason)
 
@@ -717,6 +717,8 @@ NEWER_ARGUMENTS = {
     "watermarks": {"enable_watermark": True},
     "parts of prefixes that are computed again": {"enable_encoder_swa_bounded_replay": True},
     "parts of prefixes that are computed again, decoder": {"enable_decoder_swa_bounded_replay": True},
+    "steps of few rows that one kernel does, logits too": {"enable_nvidia_megakernel": True},
+    "steps of few rows that one kernel does, logits too, AMD's": {"enable_amd_monokernel": True},
 }
 
 
@@ -725,7 +727,9 @@ def test_newer_arguments_that_are_refused(newer, words):
     newer.update(NEWER_ARGUMENTS[words])
     runner = fakes.ModelRunner(fakes.Model(V, D), fakes.server_args())
     load.after_load_model(None, runner)
-    assert counters(runner) == {"refused": words.split(", ")[0]}
+    (refused,) = counters(runner).values()
+    assert words.startswith(refused)
+    assert refused.split(", ")[0] == words.split(", ")[0]
 
 
 def test_arguments_are_those_in_force(newer):
@@ -737,6 +741,65 @@ def test_arguments_are_those_in_force(newer):
     params = SamplingParams(sampling_seed=3, top_k=20, top_p=0.9, min_p=0.01)
     step(runner, decode(reqs := [Req(PROMPT, params)]), states_of(1), reqs)
     assert counters(runner)["fused"] == 1
+
+
+@pytest.mark.parametrize("version", ["0.5.15", "0.5.23"])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_logprobs_that_are_a_prefills(newer, version, deterministic, monkeypatch):
+    """0.5.23 promises that of deterministic inference, to the bit. Of a mate without them the token is drawn here."""
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
+    newer["enable_deterministic_inference"] = deterministic
+    runner = runner_of(enable_deterministic_inference=deterministic)
+    reqs = [Req(PROMPT, SamplingParams(sampling_seed=1), return_logprob=True), Req(PROMPT, SamplingParams(sampling_seed=2))]
+    step(runner, decode(reqs), states_of(2), reqs)
+    left = deterministic and version == "0.5.23"
+    assert counters(runner)["reasons"] == ({"logprobs that are a prefill's to the bit": 1} if left else {})
+    assert (counters(runner)["split"] == 1) is left
+
+
+@pytest.mark.parametrize("name", ["SGLANG_ENABLE_NAN_LOGITS_CHECK", "SGLANG_ENABLE_ASYNC_ASSERT"])
+def test_logits_in_which_nan_is_looked_for(name, monkeypatch):
+    envs = SimpleNamespace(SGLANG_SANITIZE_NAN_LOGITS=SANITIZES, **{name: SimpleNamespace(get=lambda: True)})
+    monkeypatch.setitem(sys.modules, "sglang.srt.environ", SimpleNamespace(envs=envs))
+    runner = fakes.ModelRunner(fakes.Model(V, D), fakes.server_args())
+    load.after_load_model(None, runner)
+    assert name in counters(runner)["refused"]
+
+
+@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
+def test_states_of_another_dtype_than_the_heads(graphs):
+    """Falcon-H1 and Ling-linear have a float32 head and bfloat16 states, which SGLang casts."""
+    model = fakes.Model(V, D)
+    theirs = model.forward
+
+    def forward(input_ids, positions, forward_batch):
+        model.states = model.states.bfloat16()
+        return theirs(input_ids, positions, forward_batch)
+
+    model.forward = forward  # type: ignore[method-assign]
+    runner = loaded(model, graphs)
+    reqs = [Req(PROMPT, SamplingParams())]
+    for batch in (extend(reqs), decode(reqs)):
+        step(runner, batch, states_of(len(batch.positions)), reqs)
+    assert "a head of torch.float32" in counters(runner)["refused"]
+    assert model.__dict__["forward"] is forward
+
+
+def test_what_others_put_around_a_model_outlives_the_plug_in():
+    """What was there before, and what came after, as SGLang's one-kernel steps do."""
+    runner = loaded(graphs=False)
+    ours = runner.model.forward
+
+    def after(*args):
+        return ours(*args)
+
+    runner.model.forward = after
+    runner.flashsampling.detach()
+    assert runner.model.forward is after
+    reqs = [Req(PROMPT, SamplingParams())]
+    tokens, output = step(runner, decode(reqs), states_of(1), reqs)
+    assert tokens.tolist() == [LEFT]
+    assert output.next_token_logits.shape == (1, V)
 
 
 def test_a_mask_that_is_held_with_its_grammar(newer):
@@ -773,13 +836,13 @@ class NewerInfo:
 def test_requests_of_newer_kinds_are_left(newer):
     runner = runner_of()
     beams, support = Req(PROMPT, SamplingParams(sampling_seed=1)), Req(PROMPT, SamplingParams(sampling_seed=1))
-    beams.sampling_params.beam_width, support.return_sampling_mask = 4, True
+    beams.beam_group, support.return_sampling_mask = object(), True  # SGLang takes the width from its parameters
     for req, words in ((beams, "beam search"), (support, "the tokens that its filters leave to be returned")):
         tokens, _ = step(runner, decode(reqs := [req]), states_of(1), reqs)
         assert tokens.tolist() == [LEFT]
         assert counters(runner)["reasons"][words] == 1
     one = Req(PROMPT, SamplingParams(sampling_seed=1))
-    one.sampling_params.beam_width = 1
+    one.beam_group = None
     step(runner, decode(reqs := [one]), states_of(1), reqs)
     assert counters(runner)["fused"] == 1
 

@@ -46,6 +46,8 @@ RELEASE = settings.check_version(importlib.metadata.version("sglang"))
 NEWER = RELEASE is settings.KNOWN["0.5.23"]
 if NEWER:
     from sglang.srt.arg_groups.arg_utils import namespace_of
+    from sglang.srt.beam_search.batch_tail import BeamTail, BeamTailEntry
+    from sglang.srt.beam_search.coordinator import BeamCoordinator
     from sglang.srt.beam_search.logits_capture import capture_pre_sample_logits
     from sglang.srt.layers.logprob_processor import OutputLogprobProcessor
     from sglang.srt.managers.schedule_batch import ScheduleBatch
@@ -288,6 +290,19 @@ def test_greedy_tokens_and_log_probabilities_are_sglangs(prefill, scale):
             torch.testing.assert_close(row, other_row, rtol=0, atol=1e-4, check_dtype=False)
 
 
+@pytest.mark.skipif(not NEWER, reason="0.5.15 knows the tokenizer's ends alone")
+@pytest.mark.parametrize("ends", [{9}, {9, None}])
+def test_ends_that_are_forbidden_are_sglangs(ends):
+    """The model's own, too; where the tokenizer has none."""
+    got = []
+    for fused in (True, False):
+        made, req = runner_of(fused=fused), req_of(temperature=0.0, min_new_tokens=2)
+        req.eos_token_ids, req.tokenizer = ends, SimpleNamespace(additional_stop_token_ids={11}, eos_token_id=None)
+        states = 9 * made.model.lm_head.weight[[9]].clone()
+        got.append(step(made, scheduled(made, [req], True), states.repeat(len(PROMPT), 1))[0].tolist())
+    assert got[0] == got[1] != [9]
+
+
 @pytest.mark.parametrize("temperature", [0.4, 1.0, 2.0])
 def test_log_probabilities_at_a_temperature_are_sglangs(temperature):
     """Of the same tokens: SGLang's sampler is told which ones it drew."""
@@ -359,13 +374,52 @@ def test_what_is_left_goes_sglangs_way():
     assert output.hidden_states is None
 
 
+def leader_of(width=3):
+    """A request of beam search as the scheduler's coordinator makes one: its parameters are others then, without the width."""
+    req = req_of(beam_width=width)
+    coordinator = BeamCoordinator(
+        model_config=SimpleNamespace(is_encoder_decoder=False, vocab_size=V),
+        spec_algorithm=SimpleNamespace(is_none=lambda: True),
+        dllm_enabled=False,
+        max_req_len=1000,
+        req_to_token_pool=SimpleNamespace(size=100, device="cpu"),
+        token_to_kv_pool_allocator=None,
+        tree_cache=SimpleNamespace(supports_swa=lambda: False, supports_mamba=lambda: False),
+        future_map=None,
+    )
+    nothing = ("session_params", "return_logprob", "return_hidden_states", "return_sampling_mask", "return_routed_experts")
+    with get_context().config_bag("schedule").override(page_size=1):
+        assert coordinator.validate_and_init(req, SimpleNamespace(**dict.fromkeys(nothing))) is None
+    assert req.sampling_params.beam_width is None
+    return req
+
+
+@pytest.mark.skipif(not NEWER, reason="0.5.15 has no beam search")
+def test_beams_and_their_members_in_a_decode():
+    """Rows behind the requests' are the members': what is taken is of all, tokens are the requests' alone."""
+    made = runner_of()
+    reqs = [req_of(sampling_seed=1), leader_of(), req_of(sampling_seed=2, min_new_tokens=3, logit_bias={"3": 2.0})]
+    states = torch.randn(5, D, generator=torch.Generator().manual_seed(6))
+    batch = scheduled(made, reqs, False)
+    batch.seq_lens = batch.seq_lens_cpu = torch.cat([batch.seq_lens, batch.seq_lens[:2]])
+    batch.input_ids = torch.zeros(5, dtype=torch.int64)
+    batch.beam_tail = BeamTail(num_base_rows=3, entries=[BeamTailEntry(reqs[1].beam_group, 1, 0, 2)])
+    tokens, output = step(made, batch, states.clone())
+    wanted = (states @ made.model.lm_head.weight.T)[:, :V]
+    torch.testing.assert_close(output.beam.leader_logits, wanted[[1]], rtol=0, atol=1e-4)
+    torch.testing.assert_close(output.beam.tail_logits, wanted[3:], rtol=0, atol=1e-4)
+    assert len(tokens) == 3
+    for row in (0, 2):
+        alone, _ = step(made, scheduled(made, [reqs[row]], False), states[[row]])
+        assert int(tokens[row]) == int(alone[0])
+
+
 @pytest.mark.skipif(not NEWER, reason="0.5.15 has no beam search")
 @pytest.mark.parametrize("grouped", [True, False])
 def test_beams_take_logits(grouped):
     """In a prefill; what is taken is the rows' logits, and the batch goes SGLang's way."""
     made = runner_of()
-    reqs = [req_of(sampling_seed=1), req_of(**({"beam_width": 3} if grouped else {"sampling_seed": 2}))]
-    reqs[1].beam_group = object() if grouped else None
+    reqs = [req_of(sampling_seed=1), leader_of() if grouped else req_of(sampling_seed=2)]
     states = torch.randn(2 * len(PROMPT), D, generator=torch.Generator().manual_seed(6))
     tokens, output = step(made, scheduled(made, reqs, True), states)
     if not grouped:

@@ -46,6 +46,7 @@ class Reason(IntEnum):
     BEAMS = 13
     SUPPORT = 14
     OBSERVER = 15
+    ALIGNED = 16
 
 
 REASONS = (
@@ -65,6 +66,7 @@ REASONS = (
     "beam search",
     "the tokens that its filters leave to be returned",
     "an observer of its logits",
+    "logprobs that are a prefill's to the bit",
 )
 
 
@@ -78,6 +80,7 @@ class Rules(NamedTuple):
     processors: bool  # --enable-custom-logit-processor
     sequential: bool  # top-p may be of what top-k kept
     forbids_ends: bool = False  # see ``settings.Release``
+    aligns: bool = False  # likewise, and --enable-deterministic-inference
 
 
 class Row(NamedTuple):
@@ -162,7 +165,7 @@ def _reason(request: Any, wants: Wants, biases: Biases | None, row: Row, raw: bo
         return Reason.PENALTIES
     if rules.processors and request.custom_logit_processor:
         return Reason.PROCESSOR
-    if (getattr(params, "beam_width", None) or 1) > 1:
+    if getattr(request, "beam_group", None) is not None:  # which has the width: SGLang gives its leader other parameters
         return Reason.BEAMS
     if getattr(request, "return_sampling_mask", False):
         return Reason.SUPPORT
@@ -179,6 +182,8 @@ def _reason(request: Any, wants: Wants, biases: Biases | None, row: Row, raw: bo
     if params.n > 1 and params.sampling_seed is not None and row.temperature:
         return Reason.SAMPLES
     if request.return_logprob:
+        if rules.aligns:
+            return Reason.ALIGNED
         if request.logprob.token_ids_logprob is not None:
             return Reason.GIVEN_LOGPROBS
         if request.logprob.top_logprobs_num > min(MAX_TOP_LOGPROBS, rules.vocab_size):

@@ -43,7 +43,10 @@ _NEWER = (
     "enable_watermark",
     "enable_encoder_swa_bounded_replay",
     "enable_decoder_swa_bounded_replay",
+    "enable_nvidia_megakernel",
+    "enable_amd_monokernel",
 )
+_DETECTS = ("SGLANG_ENABLE_NAN_LOGITS_CHECK", "SGLANG_ENABLE_ASYNC_ASSERT")  # the first in newer releases
 
 Forward = Callable[..., Any]
 
@@ -70,8 +73,12 @@ class Fused:
         self._states: Tensor | None = None  # of which they are
         self._steps: collections.Counter[str] = collections.Counter()
         self._reasons: collections.Counter[Reason] = collections.Counter()
+        self._wrapped: list[tuple[Any, str, Any, Any]] = []  # owners, names, ours, and what the owner itself had
         for owner, name, mine in self._changed():
-            setattr(owner, name, functools.wraps(getattr(owner, name))(functools.partial(mine, getattr(owner, name))))
+            theirs, own = getattr(owner, name), owner.__dict__.get(name)
+            wrapped = functools.wraps(theirs)(functools.partial(mine, theirs))
+            setattr(owner, name, wrapped)
+            self._wrapped.append((owner, name, wrapped, own))
 
     def _changed(self) -> tuple[tuple[Any, str, Forward], ...]:
         return (
@@ -82,9 +89,14 @@ class Fused:
         )
 
     def detach(self) -> None:
-        """Leaves the runner, its model and its logits processor as they were."""
-        for owner, name, _ in self._changed():
-            owner.__dict__.pop(name, None)
+        """Leaves the runner, its model and its logits processor as they were; what has since been put around ours stays."""
+        for owner, name, wrapped, own in self._wrapped:
+            if owner.__dict__.get(name) is not wrapped:
+                continue
+            if own is None:
+                del owner.__dict__[name]
+            else:
+                owner.__dict__[name] = own
         del self.runner.flashsampling
 
     def _give_up(self, why: Exception, decode: bool = True) -> None:
@@ -169,6 +181,11 @@ class Fused:
         if lm_head is not self.step.head.layer:
             name = type(self.model).__name__
             self._give_up(Refused(f"{name} gives its logits processor another head than its lm_head"), decode)
+            return
+        weight = self.step.head.weight
+        if states.dtype is not weight.dtype:  # SGLang casts them
+            name = type(self.model).__name__
+            self._give_up(Refused(f"{name} has {states.dtype} states and a head of {weight.dtype}"), decode)
             return
         self._made, self._logits, self._states = output, logits[:_SEEN].clone(), states
 
@@ -339,6 +356,9 @@ def attach(runner: Any) -> str:
     if release.resolves:
         arguments = Resolved(importlib.import_module("sglang.srt.runtime_context").get_context().config_leaf)
     check_runner(runner, arguments, samplers.Sampler, bool(environment.SGLANG_SANITIZE_NAN_LOGITS.get()))
+    for name in _DETECTS:
+        if hasattr(environment, name) and getattr(environment, name).get():
+            raise Refused(f"{name}, which looks for NaN in logits that are nowhere in memory here")
     layers = Layers(processors.LogitsProcessor, embeddings.VocabParallelEmbedding, unquantized)
     head = head_of(runner.model, layers)
     implementation = check_speed(head)
@@ -373,6 +393,7 @@ def rules_of(arguments: Any, release: Release, head: Head, original_logprobs: bo
         processors=arguments.enable_custom_logit_processor,
         sequential=top_p_of_top_k(),
         forbids_ends=release.forbids_ends,
+        aligns=release.aligns and bool(arguments.enable_deterministic_inference),
     )
 
 
@@ -405,6 +426,10 @@ def check_runner(runner: Any, arguments: Any, sampler: type, sanitizes: bool = F
         ),
         (newer["enable_watermark"], "watermarks"),
         (
+            newer["enable_nvidia_megakernel"] or newer["enable_amd_monokernel"],
+            "steps of few rows that one kernel does, logits too",
+        ),
+        (
             newer["enable_encoder_swa_bounded_replay"] or newer["enable_decoder_swa_bounded_replay"],
             "parts of prefixes that are computed again",
         ),
@@ -428,6 +453,8 @@ def said_of(head: Head, rules: Rules, implementation: str) -> str:
         left.remove(Reason.TOP_K_TOP_P)
     if not rules.processors:
         left.remove(Reason.PROCESSOR)
+    if not rules.aligns:
+        left.remove(Reason.ALIGNED)
     hint = "" if rules.sequential else f" ({TOP_P}=sequential fuses top_k with top_p, by another rule than SGLang's)"
     return (
         f"LM head ({head.vocab_size} tokens) and sampler are one step, {implementation}; left to SGLang: "

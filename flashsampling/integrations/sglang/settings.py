@@ -54,6 +54,7 @@ class Release(NamedTuple):
     resolves: bool = False  # a ``ServerArgs`` is what the user gave; what is in force is elsewhere
     forbids_ends: bool = False  # min_new_tokens forbids the model's own ends, too, not the tokenizer's alone
     beams: bool = False  # beam search takes the logits of its rows before anything is drawn
+    aligns: bool = False  # deterministic inference: log-probabilities are those of a prefill, to the bit
 
 
 KNOWN = {
@@ -76,6 +77,7 @@ KNOWN = {
         resolves=True,
         forbids_ends=True,
         beams=True,
+        aligns=True,
     ),
 }
 BEAMS = ("batch", "forward_batch", "logits_output")  # parameters of what takes the beams' logits
