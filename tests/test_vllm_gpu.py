@@ -338,16 +338,17 @@ def test_preempted_requests_resume(engine, runner, checked):
     prompts, core, tokens = prompts_of(len(kinds), seed=7), engine.llm.llm_engine, {}
     for name, prompt, asked in zip(kinds, prompts, params):
         core.add_request(name, {"prompt_token_ids": prompt}, asked)
-    steps, resumed = 0, 0
+    steps, resumed, preempted = 0, 0, 0
     while core.has_unfinished_requests():
         for output in core.step():
             tokens[output.request_id] = list(output.outputs[0].token_ids)
         steps += 1
         if steps in (3, 8):
             resumed += any(2 <= len(each) < 12 for each in tokens.values())
+            preempted += core.get_num_unfinished_requests()
             assert core.reset_prefix_cache(reset_running_requests=True)
     assert resumed == 2
-    assert checked.reused >= 2 * len(kinds)
+    assert checked.reused >= preempted > len(kinds)  # but for those that have ended by then
     alone = [list(output.token_ids) for output in engine.generate(prompts, params)]
     assert [tokens[kind] for kind in kinds] == alone
 
