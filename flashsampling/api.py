@@ -280,9 +280,7 @@ def check_matrices(hidden_states: Tensor, weight: Tensor, least_rows: int) -> tu
     if weight.dtype is not dtype:
         check_weight(weight, least_rows)
         raise TypeError(f"weight must have the dtype of hidden_states, {dtype}, got {weight.dtype}")
-    if len(weight_shape) != 2:
-        check_weight(weight, least_rows)
-    if weight.layout is not torch.strided:
+    if len(weight_shape) != 2 or weight.layout is not torch.strided:
         check_weight(weight, least_rows)
     if weight.device != device:
         raise ValueError(f"weight must be on the device of hidden_states, {device}, got {weight.device}")
@@ -301,8 +299,6 @@ def check_weight(weight: Tensor, least_rows: int = 1) -> None:
     if dtype not in DTYPES:
         hint = "" if dtype.is_floating_point and dtype.itemsize > 1 else "; of a quantised head pass the dequantised weight"
         raise TypeError(f"weight must be bfloat16, float16 or float32, got {dtype}{hint}")
-    if weight.layout is not torch.strided:
-        raise TypeError(f"weight must be a dense tensor, got {weight.layout}; pass weight.to_dense()")
     if len(shape) != 2:
         raise ValueError(f"weight must have 2 dimensions, got shape {shape}")
     if shape[0] < least_rows or shape[1] < 1:
@@ -319,6 +315,8 @@ def check_kind(name: str, tensor: object) -> None:
     if name == "weight" and is_traceable_wrapper_subclass(tensor):
         hint = "of a quantised head pass the dequantised weight, e.g. weight.dequantize()"
         raise TypeError(f"weight must be a plain tensor, got {type(tensor).__name__}; {hint}")
+    if name == "weight" and tensor.layout is not torch.strided:
+        raise TypeError(f"weight must be a dense tensor, got {tensor.layout}; pass weight.to_dense()")
 
 
 def check_vocab_size(vocab_size: int | None, vocab: int, whose: str = "weight", what: str = "rows") -> int:

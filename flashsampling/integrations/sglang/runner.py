@@ -46,7 +46,12 @@ _NEWER = (
     "enable_nvidia_megakernel",
     "enable_amd_monokernel",
 )
-_DETECTS = ("SGLANG_ENABLE_NAN_LOGITS_CHECK", "SGLANG_ENABLE_ASYNC_ASSERT")  # the first in newer releases
+# Of the environment; not every release has all of them
+_ABOUT_NAN = {
+    "SGLANG_SANITIZE_NAN_LOGITS": "replaces",
+    "SGLANG_ENABLE_NAN_LOGITS_CHECK": "looks for",
+    "SGLANG_ENABLE_ASYNC_ASSERT": "looks for",
+}
 
 Forward = Callable[..., Any]
 
@@ -178,14 +183,13 @@ class Fused:
         logits = output.next_token_logits
         if logits is None or not len(logits) or (logits.is_cuda and torch.cuda.is_current_stream_capturing()):
             return
-        if lm_head is not self.step.head.layer:
-            name = type(self.model).__name__
-            self._give_up(Refused(f"{name} gives its logits processor another head than its lm_head"), decode)
-            return
-        weight = self.step.head.weight
-        if states.dtype is not weight.dtype:  # SGLang casts them
-            name = type(self.model).__name__
-            self._give_up(Refused(f"{name} has {states.dtype} states and a head of {weight.dtype}"), decode)
+        head, why = self.step.head, ""
+        if lm_head is not head.layer:
+            why = "gives its logits processor another head than its lm_head"
+        elif states.dtype is not head.weight.dtype:  # SGLang casts them
+            why = f"has {states.dtype} states and a head of {head.weight.dtype}"
+        if why:
+            self._give_up(Refused(f"{type(self.model).__name__} {why}"), decode)
             return
         self._made, self._logits, self._states = output, logits[:_SEEN].clone(), states
 
@@ -355,10 +359,10 @@ def attach(runner: Any) -> str:
     release, arguments = check_version(importlib.metadata.version("sglang")), runner.server_args
     if release.resolves:
         arguments = Resolved(importlib.import_module("sglang.srt.runtime_context").get_context().config_leaf)
-    check_runner(runner, arguments, samplers.Sampler, bool(environment.SGLANG_SANITIZE_NAN_LOGITS.get()))
-    for name in _DETECTS:
+    check_runner(runner, arguments, samplers.Sampler)
+    for name, does in _ABOUT_NAN.items():
         if hasattr(environment, name) and getattr(environment, name).get():
-            raise Refused(f"{name}, which looks for NaN in logits that are nowhere in memory here")
+            raise Refused(f"{name}, which {does} NaN in logits that are nowhere in memory here")
     layers = Layers(processors.LogitsProcessor, embeddings.VocabParallelEmbedding, unquantized)
     head = head_of(runner.model, layers)
     implementation = check_speed(head)
@@ -397,13 +401,12 @@ def rules_of(arguments: Any, release: Release, head: Head, original_logprobs: bo
     )
 
 
-def check_runner(runner: Any, arguments: Any, sampler: type, sanitizes: bool = False) -> None:
+def check_runner(runner: Any, arguments: Any, sampler: type) -> None:
     """Refuses a runner of which something else is asked than a token of every request in turn.
 
     Args:
         arguments: SGLang's ``ServerArgs``, resolved.
         sampler: the class of SGLang's own.
-        sanitizes: NaN in logits are to be replaced.
     """
     graphs = arguments.cuda_graph_config
     newer = {name: getattr(arguments, name, None) for name in _NEWER}
@@ -438,7 +441,6 @@ def check_runner(runner: Any, arguments: Any, sampler: type, sanitizes: bool = F
         (graphs is not None and graphs.prefill.backend == "tc_piecewise", "prefill graphs that torch.compile makes"),
         (runner.model_config.use_ngram_embedding, "a model that reads tokens as they are drawn"),
         (arguments.sampling_backend not in ("flashinfer", "pytorch"), f"the sampling backend {arguments.sampling_backend!r}"),
-        (sanitizes, "SGLANG_SANITIZE_NAN_LOGITS, which replaces NaN in logits that are nowhere in memory here"),
         (type(runner.sampler) is not sampler, f"a sampler of another kind, {type(runner.sampler).__name__}"),
     )
     for is_so, why in unmet:

@@ -311,6 +311,7 @@ def decode(
             verified = sampler.verify(states, drafts.to(states.device), temperature=temperature, **wanted)
             accepted, *tokens = torch.cat([verified.num_accepted, verified.token_ids[0]]).tolist()  # waits for the device
             drafter.told(drafts.shape[1], accepted)
+            goes_on = False
             try:
                 for place, token in enumerate(tokens[: accepted + 1]):
                     if token < 0:
@@ -322,13 +323,12 @@ def decode(
                     for one in streamers:
                         one.put(drawn.cpu())
                     if ended:
-                        runner.give_back(input_ids.shape[1])
-                        sampler.offsets[:1] -= verified.num_emitted - (place + 1)  # what is behind the end was not drawn
                         return input_ids
-            except BaseException:  # a streamer's or criterion's
-                runner.give_back(input_ids.shape[1])
-                sampler.offsets[:1] -= verified.num_emitted - (place + 1)  # what is behind it nobody was given
-                raise
+                goes_on = True
+            finally:
+                if not goes_on:  # the end, or an error of a streamer's or a criterion's: what is behind it nobody was given
+                    runner.give_back(input_ids.shape[1])
+                    sampler.offsets[:1] -= verified.num_emitted - (place + 1)
             runner.keep(input_ids.shape[1])
             most = config.max_length - input_ids.shape[1] - 1  # one more than drafts is drawn
             drafts = drafter.drafts(input_ids, most) if most > 0 else input_ids[:, :0]

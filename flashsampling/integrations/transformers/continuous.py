@@ -365,7 +365,9 @@ def generate_batch(
         TypeError, ValueError: as ``FusedBatchingManager``, or there is not one seed per prompt.
         RuntimeError: a request failed, or a token had no finite score.
     """
-    of_prompts = [None] * len(inputs) if seeds is None else seeds.tolist() if hasattr(seeds, "tolist") else seeds
+    of_prompts: Any = [None] * len(inputs) if seeds is None else seeds
+    if hasattr(of_prompts, "tolist"):
+        of_prompts = of_prompts.tolist()
     if not isinstance(of_prompts, Sequence):
         raise TypeError(f"seeds must be one per prompt, {len(inputs)}, got {type(seeds).__name__}")
     if len(of_prompts) != len(inputs):
