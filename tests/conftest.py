@@ -1,8 +1,10 @@
 import importlib
 import importlib.util
 import os
+import re
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
@@ -68,13 +70,20 @@ def _no_tensor_in_a_constexpr() -> Iterator[None]:
 
 def pytest_addoption(parser):
     parser.addoption("--part", default="1/1", metavar="K/N", help="one of N parts of the tests, by a hash of their names")
+    parser.addoption(
+        "--passed", action="append", default=[], metavar="LOG", help="without those that this log of pytest -v has as passed"
+    )
 
 
 def pytest_collection_modifyitems(config, items):
     part, parts = map(int, config.option.part.split("/"))
+    passed = {
+        name for log in config.option.passed for name in re.findall(r"PASSED (tests/.*?) *$", Path(log).read_text(), re.M)
+    }
     by_part: tuple[list[pytest.Item], list[pytest.Item]] = ([], [])
     for item in items:
-        by_part[zlib.crc32(item.nodeid.encode()) % parts == part - 1].append(item)
+        is_ours = zlib.crc32(item.nodeid.encode()) % parts == part - 1 and item.nodeid not in passed
+        by_part[is_ours].append(item)
     others, items[:] = by_part
     if others:
         config.hook.pytest_deselected(items=others)

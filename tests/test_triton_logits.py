@@ -65,7 +65,7 @@ def _excused(step: Step, row: int, draw: int, ours: int, theirs: int, tolerance:
     part = step.part(row, row + 1)
     rows = part.rows()
     logits = reference.logits_of(reference.product(part, torch.float64), rows.temperature, part.asked)
-    draws = torch.tensor([draw], device=DEVICE)
+    draws = torch.tensor([draw], device=logits.processed.device)
     scores = reference.scores_of(logits, part, draws)[0, 0]
     if ours < 0 or theirs < 0:
         return False
@@ -85,7 +85,8 @@ def _other_nuclei(step: Step, tolerance: float) -> list[Drawn]:
 
 def _other_rounding(step: Step, token: int) -> Drawn:
     """The oracle's of one row, were a token's logit a few roundings greater. Kernels fuse a penalty's product into the sum."""
-    bias = torch.zeros(step.vocab_size, device=DEVICE) if step.asked.dense_bias is None else step.asked.dense_bias.clone()
+    device = step.hidden_states.device
+    bias = torch.zeros(step.vocab_size, device=device) if step.asked.dense_bias is None else step.asked.dense_bias.clone()
     repetition = torch.as_tensor(step.asked.repetition_penalty).flatten()[0].item()
     bias[token] += _roundings(step)[0].item() * max(repetition, 1 / repetition if repetition else 1.0, 1.0)
     return reference.run(step._replace(asked=step.asked._replace(dense_bias=bias)))
@@ -126,6 +127,18 @@ def test_a_rounding_explains_a_token_and_no_more():
     assert not _excused(step, 0, 0, 7, 3, 3e-5)
 
 
+def test_agreement_is_asked_where_the_step_is(monkeypatch):
+    """Ranks have GPUs of their own, of which ``DEVICE`` is one."""
+    step = make_step(vocab=40, num_samples=2, asked=Asked(top_p=0.6, logprobs=True))
+    drawn = reference.run(step)
+    token = int(drawn.ids[0])
+    monkeypatch.setitem(globals(), "DEVICE", torch.device("meta"))
+    agrees(drawn, step)
+    assert _excused(step, 0, 0, token, token, 3e-5)
+    others = [other for other in range(40) if other != token]
+    assert not all(_excused(step, 0, 0, other, token, 3e-5) for other in others)  # the oracle is asked again, in three ways
+
+
 def check(step: Step, config: Config = SMALL) -> Drawn:
     """Equal to the oracle."""
     return agrees(run(step, config), step)
@@ -150,7 +163,7 @@ def agrees(drawn: Drawn, step: Step, tolerance: float = 3e-5) -> Drawn:
                     continue
                 assert torch.equal(mine[name][same], others[name][same]), name
             elif name != "token_ids":
-                expected, slack = others[name], torch.zeros(batch, 1, device=DEVICE)
+                expected, slack = others[name], torch.zeros(batch, 1, device=drawn.ids.device)
                 if name == "processed_logprobs":  # relative to what is kept
                     slack = _rounding(step)
                     for moved in _other_nuclei(step, tolerance):
