@@ -86,10 +86,11 @@ def _shares(impl: str) -> int:
     return 4 if GPUS and impl == "triton" else 1
 
 
-def _run(share: Share) -> dict[str, dict[str, str]]:
+def _run(share: Share) -> dict[str, dict[int, str]]:
     """What each rank said of each scenario. Processes of which one failed are in any state: others run what is left."""
     world, impl, transport, first = share
-    said, left = {}, _names(world, impl, transport)[first :: _shares(impl)]
+    said: dict[str, dict[int, str]] = {}
+    left = _names(world, impl, transport)[first :: _shares(impl)]
     while left:
         ran = tensor_parallel.run(world, left, device=DEVICE.type, impl=impl, transport=transport, long=LONG)
         failed = (place for place, name in enumerate(left) if set(ran[name].values()) != {"ok"})
@@ -126,11 +127,11 @@ def results(request, tmp_path_factory, worker_id):
 
     def of(*case) -> dict[str, str]:
         share = share_of(*case)
-        for other in itertools.cycle(dict.fromkeys((share, *asked_for))):
-            if said(share).exists():
-                return json.loads(said(share).read_text())[case[3]]
-            run(other)
+        others = itertools.cycle(dict.fromkeys((share, *asked_for)))
+        while not said(share).exists():
+            run(next(others))
             time.sleep(0.1)
+        return json.loads(said(share).read_text())[case[3]]
 
     return of
 
