@@ -1,6 +1,6 @@
 """How drafts are accepted: by the tokens that the target draws, or by rejection."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from .drafts import Accepted, Drafts, Given, Nodes
 from .impl.device import capability
 from .noise import Stream
 from .requests import Problem, Request, asked_of
-from .step import ARGUMENTS, PLAIN, Asked, Drafted, Step, arguments
+from .step import ARGUMENTS, MATRICES, NUMBERS, PLAIN, Asked, Drafted, Step, arguments
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # typing's from Python 3.11 on; torch brings this one
@@ -69,22 +69,29 @@ class Parameters(NamedTuple):
         """Of some positions."""
         temperature, seed, offset = (_of(value, nodes.request) for value in (self.temperature, self.seed, self.offset))
         rows = {"temperature": temperature, "seed": seed, "offset": offset + nodes.depth}
+        numbers = [_of(getattr(self.asked, name), nodes.request) for name in NUMBERS]
         masks = None if self.masks is None else self.masks.index_select(0, nodes.row)
-        return rows, self.asked_by(nodes.request, masks, self.counts_at(nodes, drafts, vocab_size))
+        return rows, self.asked_by(numbers, nodes.request, masks, self.counts_at(nodes, drafts, vocab_size))
 
     def counts_at(self, nodes: Nodes, drafts: Drafts, vocab_size: int) -> Tensor | None:
         """Of some positions, the drafts before them counted too."""
         return None if self.asked.counts is None else drafts.counts(self.asked.counts, nodes, vocab_size)
 
-    def asked_by(self, request: Tensor, masks: Tensor | None, counts: Tensor | None) -> Asked:
-        """What these requests ask for, (k,), with masks and counts of their positions."""
-        names = [name for name in self.asked.names() if name not in ("bias", "dense_bias", "counts")]
-        values = {name: _of(getattr(self.asked, name), request) for name in names}
-        if masks is not None:
-            values["token_mask"] = masks
-        if counts is not None:
-            values["counts"] = counts
-        return self.asked._replace(**values) if values else self.asked
+    def has_matrices(self) -> bool:
+        """Whether a request may have more than ``step.NUMBERS``."""
+        return self.masks is not None or any(getattr(self.asked, name) is not None for name in MATRICES)
+
+    def asked_by(self, numbers: Sequence[Any], request: Tensor | None, masks: Tensor | None, counts: Tensor | None) -> Asked:
+        """What these requests ask for, (k,), or None if ``numbers`` is all, which are theirs already; masks and counts are of
+        their positions."""
+        if self.asked is PLAIN and masks is None:
+            return PLAIN
+        asked = self.asked._replace(**dict(zip(NUMBERS, numbers)))
+        if request is None:
+            return asked
+        of_positions = {"token_mask": masks, "counts": counts}
+        alike = {name: _of(getattr(asked, name), request) for name in MATRICES if of_positions.get(name) is None}
+        return asked._replace(**of_positions | alike)
 
 
 def match(target: Target, given: Given, parameters: Parameters, _: Tensor | None) -> Verified:
@@ -188,20 +195,23 @@ def _match_by_kernels(target: Target, given: Given, parameters: Parameters) -> V
 
 
 def _spread(target: Target, given: Given, parameters: Parameters) -> tuple[dict[str, Any], Asked]:
-    """``Parameters.at`` of all positions, by a kernel."""
+    """``Parameters.at`` of all positions, by a kernel, but for what has more than a number per request."""
     from .impl.triton import chains
 
-    asked, plain = parameters.asked, parameters.asked is PLAIN and parameters.masks is None
-    values = parameters.temperature, parameters.seed, parameters.offset
-    device = target.states.device
-    *rows, request = chains.spread(*given[2:], *values, device, positions=given.positions, with_requests=not plain)
-    if request is not None:
-        counts = None
-        if asked.counts is not None:
-            drafts = given.drafts()
-            counts = parameters.counts_at(drafts.nodes(), drafts, target.vocab_size)
-        asked = parameters.asked_by(request, parameters.masks, counts)
-    return dict(zip(("temperature", "seed", "offset"), rows)), asked
+    asked, values = parameters.asked, (parameters.temperature, parameters.seed, parameters.offset)
+    *rows, numbers, request = chains.spread(
+        *given[2:],
+        *values,
+        [getattr(asked, name) for name in NUMBERS],
+        target.states.device,
+        positions=given.positions,
+        with_requests=parameters.has_matrices(),
+    )
+    counts = None
+    if asked.counts is not None:
+        drafts = given.drafts()
+        counts = parameters.counts_at(drafts.nodes(), drafts, target.vocab_size)
+    return dict(zip(("temperature", "seed", "offset"), rows)), parameters.asked_by(numbers, request, parameters.masks, counts)
 
 
 def reject(target: Target, given: Given, parameters: Parameters, draft_probs: Tensor | None) -> Verified:

@@ -74,14 +74,12 @@ class Asked(NamedTuple):
 
     def rows(self, first: int, last: int) -> "Asked":
         """Of the rows from ``first`` up to ``last``."""
-        return self._replace(**_rows_of(self, _PER_ROW, first, last))
+        return self._replace(**_rows_of(self, NUMBERS + MATRICES, first, last))
 
 
 PLAIN = Asked()  # this very object, where nothing is asked for: a call looks no further
-_PER_ROW = (
-    *("bias_ids", "bias_values", "counts", "repetition_penalty", "frequency_penalty", "presence_penalty", "token_mask"),
-    *("top_k", "top_p", "min_p", "logprob_ids"),
-)
+NUMBERS = ("repetition_penalty", "frequency_penalty", "presence_penalty", "top_k", "top_p", "min_p")  # of all, or one per row
+MATRICES = ("bias_ids", "bias_values", "counts", "token_mask", "logprob_ids")  # a row of it per row
 _WIDEST_PICKED = 2**20
 ARGUMENTS = {  # of ``sample``, where a field has another name
     "dense_bias": "logit_bias",

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashsampling
 from flashsampling import TokenCounts, acceptance, verify, verify_from_logits
@@ -30,6 +31,17 @@ def random_given(generator: torch.Generator, batch: int, n: int, is_ragged: bool
     return Given(integers(-1, 3, (int(bounds[-1]) + 1,)), None, bounds, batch, n)
 
 
+def random_numbers(generator: torch.Generator, batch: int) -> list:
+    """``step.NUMBERS``, each of all requests or of one, some."""
+    numbers: list = [1.5, 0.25, 0.5, 20, 0.9, 0.1]
+    for place, number in enumerate(numbers):
+        if torch.rand((), generator=generator) < 0.5:
+            dtypes = (torch.int32, torch.int64) if isinstance(number, int) else (torch.float32,)
+            dtype = dtypes[int(torch.randint(len(dtypes), (), generator=generator))]
+            numbers[place] = (torch.rand(batch, generator=generator) * 100).to(DEVICE, dtype)
+    return numbers
+
+
 @pytest.mark.parametrize("is_ragged", [False, True])
 @pytest.mark.parametrize(("batch", "n"), [(1, 0), (1, 1), (2, 3), (9, 7), (130, 1), (33, 4)])
 def test_as_the_torch_operations(batch, n, is_ragged):
@@ -41,13 +53,14 @@ def test_as_the_torch_operations(batch, n, is_ragged):
         temperature = torch.rand(batch, generator=generator).to(DEVICE)
         seed, offset = torch.randint(-(2**63), 2**63 - 1, (2, batch), generator=generator).to(DEVICE)
         for rows in [(temperature, seed, offset), (0.5, seed, 2**63 - 1), (temperature, 7, offset), (1.0, -3, 0)]:
-            ours = chains.spread(*given[2:], *rows, DEVICE, positions=given.positions, with_requests=True)
-            for value, ours_of_it in zip(rows[:2], ours):
+            numbers = random_numbers(generator, batch)
+            ours = chains.spread(*given[2:], *rows, numbers, DEVICE, positions=given.positions, with_requests=True)
+            for value, ours_of_it in zip((*rows[:2], *numbers), (*ours[:2], *ours[3]), strict=True):
                 expected = value[nodes.request] if isinstance(value, torch.Tensor) else value
                 assert torch.equal(ours_of_it, expected) if isinstance(value, torch.Tensor) else ours_of_it == expected
             expected = rows[2][nodes.request] if isinstance(rows[2], torch.Tensor) else torch.full_like(nodes.depth, rows[2])
             assert torch.equal(ours[2], expected + nodes.depth)  # wraps around, as seeds do
-            assert torch.equal(ours[3], nodes.request)
+            assert torch.equal(ours[4], nodes.request)
         tokens = torch.randint(-1, 3, (given.positions,), generator=generator).to(DEVICE)
         at_nodes = tokens[drafts.rows]
         accepted = drafts.matched(at_nodes)
@@ -64,9 +77,12 @@ def test_as_the_torch_operations(batch, n, is_ragged):
 def test_bounds_of_nonsense(bounds):
     """Nothing is read or written out of range."""
     given = Given(torch.tensor([1, 2, 1], device=DEVICE), None, torch.tensor(bounds, device=DEVICE), 2, 2)
-    _, _, offsets, requests = chains.spread(*given[2:], 1.0, 0, 0, DEVICE, positions=5, with_requests=True)
+    top_k = torch.tensor([7, 8], device=DEVICE)
+    rows = 1.0, 0, 0, [1.0, 0.0, 0.0, top_k, 1.0, 0.0]
+    _, _, offsets, numbers, requests = chains.spread(*given[2:], *rows, DEVICE, positions=5, with_requests=True)
     assert requests is not None
     assert ((requests >= 0) & (requests < 2)).all()
+    assert torch.equal(numbers[3], top_k[requests])
     assert ((offsets >= 0) & (offsets <= 2)).all()
     token_ids, num_accepted, _ = chains.match(given.token_ids, *given[2:], torch.tensor([1, 2, 1, 2, 1], device=DEVICE))
     assert token_ids.shape == (2, 3)
@@ -123,6 +139,44 @@ def test_drafts_of_any_stride(method, monkeypatch):
         states.flatten(0, 1), weight, drafts.flatten(), cu_draft_lengths=bounds, max_draft_length=2, method=method, seed=seeds
     )
     assert torch.equal(out.token_ids, flat.token_ids)
+
+
+class Operators(TorchDispatchMode):
+    """Names of torch's operators that ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, operator, types, arguments=(), options=None):
+        self.names.append(operator.name())
+        return operator(*arguments, **options or {})
+
+
+@pytest.mark.parametrize("method", ["match", "rejection"])
+def test_numbers_of_requests_take_no_launch_of_their_own(method, monkeypatch):
+    """All that are asked for are spread by the one that spreads temperatures and seeds."""
+    monkeypatch.setattr(acceptance, "_by_kernels", lambda states, given: states.device.type == DEVICE.type)
+    batch, n, vocab = 3, 2, 40
+    states, weight = torch.randn(batch, n + 1, 8, device=DEVICE), torch.randn(vocab, 8, device=DEVICE)
+    drafts = torch.randint(vocab, (batch, n), device=DEVICE)
+    numbers = {
+        **{"repetition_penalty": [1.5, 0.7, 1.0], "frequency_penalty": [0.5, 0.0, -0.5], "presence_penalty": [0.0, 2.0, 1.0]},
+        **{"top_k": [0, 3, 7], "top_p": [0.3, 1.0, 0.8], "min_p": [0.0, 0.2, 0.01]},
+    }
+    request = {name: torch.tensor(values, device=DEVICE) for name, values in numbers.items()}
+    request |= {"temperature": torch.tensor([0.9, 0.0, 1.2], device=DEVICE), "seed": torch.arange(batch, device=DEVICE)}
+    parts = {name: request[name] for name in request if not name.endswith("_penalty")}
+    with Operators() as ran:
+        verify(states, weight, drafts, method=method, impl="triton", **parts)
+    assert ran.names
+    assert not any("index" in name or "gather" in name for name in ran.names)
+    counts = torch.randint(3, (batch, vocab), dtype=torch.int32, device=DEVICE)
+    ours, theirs = (
+        verify(states, weight, drafts, method=method, impl=impl, token_counts=counts, **request)
+        for impl in ("triton", "reference")
+    )
+    assert torch.equal(ours.token_ids, theirs.token_ids)
 
 
 def test_a_name_never_falls_back(monkeypatch):
@@ -184,8 +238,9 @@ from flashsampling.step import Asked, Step
 
 compiled = compile_only(int(sys.argv[1]))
 bounds, rows, cpu = torch.zeros(3, dtype=torch.int64), torch.zeros(2, dtype=torch.int64), torch.device("cpu")
-chains.spread(bounds, 2, 3, torch.ones(2), rows, rows, cpu, positions=8, with_requests=True)
-chains.spread(None, 2, 3, 1.0, 0, 2**63 - 1, cpu, positions=8, with_requests=False)
+ones = torch.ones(2)
+chains.spread(bounds, 2, 3, ones, rows, rows, [ones, ones, ones, rows, ones, ones], cpu, positions=8, with_requests=True)
+chains.spread(None, 2, 3, 1.0, 0, 2**63 - 1, [1.0, 0.0, 0.0, rows.int(), 1.0, ones], cpu, positions=8, with_requests=False)
 chains.match(torch.zeros(6, dtype=torch.int64), bounds, 2, 3, torch.zeros(8, dtype=torch.int64))
 chains.match(torch.zeros(2, 3, dtype=torch.int64), None, 2, 3, torch.zeros(8, dtype=torch.int64))
 if sys.argv[1] == "90":

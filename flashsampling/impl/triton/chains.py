@@ -1,12 +1,15 @@
 """Drafts in chains, on the device in two small launches: the parameters of every position, and which drafts were matched.
 
-    spread  of each row of hidden states its request, and that one's temperature, seed and offset
+    spread  of each row of hidden states its request, and that one's temperature, seed, offset, and other numbers
     match   what the target drew at the positions of a request beside its drafts, up to the first that differs
     hashed  of several ranks: a hash of the drafts, which all must have the same
 
 What ``drafts`` and ``acceptance`` do in a dozen torch operations; those do trees too, are what compilers see, and are what this
 is tested against. Whatever the tensors hold, no index is out of range.
 """
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -50,23 +53,46 @@ def _drafts_of(bounds, request, n):
     return first, count
 
 
+@triton.jit
+def _copy(of_requests, of_rows, request, rows, live):
+    if of_requests is not None:
+        tl.store(of_rows + rows, tl.load(of_requests + request), mask=live)
+
+
 @triton.jit(
     do_not_specialize=["offset_value", "positions", "batch", "n"],
-    do_not_specialize_on_alignment=["bounds", "temperature", "seed", "offset", "temperatures", "seeds", "offsets", "requests"],
+    do_not_specialize_on_alignment=[
+        *("bounds", "offset", "offsets", "requests", "temperature", "temperatures", "seed", "seeds"),
+        *("repetition", "repetitions", "frequency", "frequencies", "presence", "presences"),
+        *("top_k", "top_ks", "top_p", "top_ps", "min_p", "min_ps"),
+    ],
 )
 def spread_kernel(
     bounds,  # (B + 1,) int64; None: n drafts each
-    temperature,  # (B,) float32; None: a number for all, nothing is written
-    seed,  # (B,) int64; None likewise
     offset,  # (B,) int64; None: offset_value
     offset_value: tl.int64,
-    temperatures,  # (R,), out
-    seeds,  # (R,), out
     offsets,  # (R,), out
     requests,  # (R,) int64, out; None: nobody asks
     positions: tl.int64,
     batch: tl.int64,
     n: tl.int64,
+    # of requests, (B,), contiguous, and of their rows, (R,), out; None: a number for all, nothing is written
+    temperature,
+    temperatures,
+    seed,
+    seeds,
+    repetition,
+    repetitions,
+    frequency,
+    frequencies,
+    presence,
+    presences,
+    top_k,
+    top_ks,
+    top_p,
+    top_ps,
+    min_p,
+    min_ps,
     ROWS: tl.constexpr,
 ):
     """See the module's docstring. Grid: (blocks of rows,)."""
@@ -78,16 +104,20 @@ def spread_kernel(
     else:
         request, node = _owner(bounds, batch, rows)
         node = tl.minimum(tl.maximum(node, 0), n)
-    if temperature is not None:
-        tl.store(temperatures + rows, tl.load(temperature + request), mask=live)
-    if seed is not None:
-        tl.store(seeds + rows, tl.load(seed + request), mask=live)
     first = offset_value
     if offset is not None:
         first = tl.load(offset + request)
     tl.store(offsets + rows, first + node, mask=live)
     if requests is not None:
         tl.store(requests + rows, request, mask=live)
+    _copy(temperature, temperatures, request, rows, live)
+    _copy(seed, seeds, request, rows, live)
+    _copy(repetition, repetitions, request, rows, live)
+    _copy(frequency, frequencies, request, rows, live)
+    _copy(presence, presences, request, rows, live)
+    _copy(top_k, top_ks, request, rows, live)
+    _copy(top_p, top_ps, request, rows, live)
+    _copy(min_p, min_ps, request, rows, live)
 
 
 @triton.jit(
@@ -190,37 +220,34 @@ def spread(
     temperature: Tensor | float,  # (B,)
     seed: Tensor | int,  # (B,)
     offset: Tensor | int,  # (B,)
+    numbers: Sequence[Any],  # ``step.NUMBERS``: of each a tensor (B,), or what all have
     device: torch.device,
     *,
     positions: int,
     with_requests: bool,
-) -> tuple[Tensor | float, Tensor | int, Tensor, Tensor | None]:
-    """Temperature, seed and offset of every position, (R,) or the number for all, and whose it is if that is asked for."""
-    outputs = torch.empty((3, positions), dtype=torch.int64, device=device)
-    temperatures = torch.empty(positions, dtype=torch.float32, device=device) if isinstance(temperature, Tensor) else None
-    seeds, offsets, requests = outputs
+) -> tuple[Tensor | float, Tensor | int, Tensor, list[Any], Tensor | None]:
+    """Temperature, seed, offset and numbers of every position, (R,) or what all have, and whose it is if that is asked for."""
+    offsets, requests = torch.empty((2, positions), dtype=torch.int64, device=device)
+    of_requests = [temperature, seed, *numbers]
+    of_rows = [
+        torch.empty(positions, dtype=value.dtype, device=device) if isinstance(value, Tensor) else value
+        for value in of_requests
+    ]
+    pairs = zip(of_requests, of_rows)
     spread_kernel[(triton.cdiv(positions, _ROWS),)](
         bounds,
-        temperature if isinstance(temperature, Tensor) else None,
-        seed if isinstance(seed, Tensor) else None,
         offset if isinstance(offset, Tensor) else None,
         0 if isinstance(offset, Tensor) else offset,
-        temperatures,
-        seeds if isinstance(seed, Tensor) else None,
         offsets,
         requests if with_requests else None,
         positions,
         batch,
         n,
+        *(value if isinstance(value, Tensor) else None for pair in pairs for value in pair),
         ROWS=_ROWS,
         num_warps=4,
     )
-    return (
-        temperature if temperatures is None else temperatures,
-        seeds if isinstance(seed, Tensor) else seed,
-        offsets,
-        requests if with_requests else None,
-    )
+    return of_rows[0], of_rows[1], offsets, of_rows[2:], requests if with_requests else None
 
 
 def match(
