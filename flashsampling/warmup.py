@@ -1,8 +1,10 @@
 """Compiles ahead of serving everything that serving would compile."""
 
 import logging
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+import os
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,9 +41,9 @@ def warmup(
     group may. It draws from all-zero hidden states on the current stream, once per kernel, and waits for the result; nothing
     of the caller's is written, and no random generator is read. Called again it draws again and compiles nothing.
 
-    What will be compiled is logged first, at level INFO to the logger "flashsampling". Triton takes seconds for each kernel, or
-    milliseconds where its own cache on disk has it; the Hopper kernel three seconds for each shape, or none where
-    ``python -m flashsampling precompile`` filled the cache.
+    What will be compiled is logged first, at level INFO to the logger "flashsampling". Triton takes seconds for each kernel, of
+    up to eight at once where nothing is asked for and there is no ``tp``, or milliseconds where its own cache on disk has it;
+    the Hopper kernel three seconds for each shape, or none where ``python -m flashsampling precompile`` filled the cache.
 
     Args:
         weight: (V, D), as it will be passed to ``sample``.
@@ -108,26 +110,30 @@ def _draw_all(
         tokens = tp.part[0]
         problem = Problem(max_batch_size, tp.num_rows, tp.vocab_size, weight.device, num_samples, weight.shape[0])
     asked = asked_of(request, problem) if request else PLAIN
-    names, batches = plan(weight, max_batch_size, num_samples, impl, tp, asked)
-    if names:
-        _logger.info("warmup compiles what is missing of %d kernels: %s", len(names), ", ".join(names))
-    for states, temperature, zeros in inputs(weight, batches):
+    made = plan(weight, max_batch_size, num_samples, impl, tp, asked)
+    if made.kernels:
+        _logger.info("warmup compiles what is missing of %d kernels: %s", len(made.kernels), ", ".join(made.kernels))
+
+    def draw(states: Tensor, temperature: Tensor | float, zeros: Tensor) -> None:
         if asked is PLAIN:
             rows = {"temperature": temperature, "seed": zeros, "offset": zeros, "num_samples": num_samples}
             sample(states, weight, **rows, vocab_size=vocab_size, impl=impl, tp=tp)  # type: ignore[arg-type]
+            return
+        some = asked.rows(0, len(states))
+        step = Step(states, weight, temperature, zeros, zeros, num_samples, tokens, asked=some)
+        if tp is None:
+            ops.sample(step, impl or "")
         else:
-            some = asked.rows(0, len(states))
-            step = Step(states, weight, temperature, zeros, zeros, num_samples, tokens, asked=some)
-            if tp is None:
-                ops.sample(step, impl or "")
-            else:
-                ops.sample_sharded(step._replace(shard=tp.shard), tp)
+            ops.sample_sharded(step._replace(shard=tp.shard), tp)
+
+    # steps of a group have an order, and what is asked for has logits in memory: of many draws at once a GPU full
+    made.draw(weight, draw, in_turn=tp is not None or asked is not PLAIN)
     if weight.is_cuda:
         torch.cuda.current_stream(weight.device).synchronize()
-    return names
+    return made.kernels
 
 
-def inputs(weight: Tensor, batches: Iterable[int]) -> Iterator[tuple[Tensor, Tensor | float, Tensor]]:
+def _inputs(weight: Tensor, batches: Iterable[int]) -> Iterator[tuple[Tensor, Tensor | float, Tensor]]:
     """Hidden states, a temperature, and zeros for seeds and offsets, of calls that need every kernel of these batch sizes."""
     for batch in batches:
         states = weight.new_zeros(batch, weight.shape[1])
@@ -136,15 +142,48 @@ def inputs(weight: Tensor, batches: Iterable[int]) -> Iterator[tuple[Tensor, Ten
         yield states, 1.0, zeros  # some parameter is a number: which one is the same to Triton
 
 
+class Plan(NamedTuple):
+    """What a warm-up does."""
+
+    kernels: list[str]  # their names
+    batches: list[int]  # the batch sizes whose draws compile them
+    at_once: int  # how many can be compiled at a time
+
+    def draw(self, weight: Tensor, draw: Callable[[Tensor, Tensor | float, Tensor], Any], *, in_turn: bool = False) -> None:
+        """Calls ``draw(hidden_states, temperature, zeros)`` for each kernel, on the current stream: the first by itself, with
+        which Triton begins what it keeps of a function, and the others in threads, unless they must be ``in_turn``. Triton's
+        compiler is Python for less than a tenth of its time."""
+        first, *others = _inputs(weight, self.batches)
+        draw(*first)
+        if in_turn or self.at_once == 1:
+            for inputs in others:
+                draw(*inputs)
+            return
+        stream = torch.cuda.current_stream(weight.device) if weight.is_cuda else None
+        inference = torch.is_inference_mode_enabled()
+
+        def draw_alike(inputs: tuple[Tensor, Tensor | float, Tensor]) -> None:
+            with torch.cuda.stream(stream), torch.inference_mode(inference):  # which are a thread's own
+                draw(*inputs)
+
+        with ThreadPoolExecutor(self.at_once) as pool:
+            for _ in pool.map(draw_alike, others):  # raises what a draw raises
+                pass
+
+
 def plan(
     weight: Tensor, max_batch_size: int, num_samples: int, impl: str | None, tp: "TensorParallel | None", asked: Asked = PLAIN
-) -> tuple[list[str], list[int]]:
-    """Names of the kernels, and the batch sizes whose draws compile them: with ``tp`` the same ones on every rank."""
+) -> Plan:
+    """What is to be compiled: with ``tp`` the same on every rank."""
     step = example(weight)._replace(asked=asked)
     name = impl if tp is None else tp.impl
     if name is not None and (name not in BACKENDS or BACKENDS[name].unsupported(step) is not None):
-        return [], [1]  # the call says what is wrong
+        return Plan([], [1], 1)  # the call says what is wrong
     # what is asked for is drawn behind a matmul, in the shapes of one draw
     draws = num_samples if asked is PLAIN else 1
-    names, batches = ops.choose(step, name or "").compiled_for(weight, max_batch_size, draws)
-    return [f"{name} with {arguments(asked.names())}" for name in names] if asked is not PLAIN else names, batches
+    backend = ops.choose(step, name or "")
+    names, batches = backend.compiled_for(weight, max_batch_size, draws)
+    if asked is not PLAIN:
+        names = [f"{name} with {arguments(asked.names())}" for name in names]
+    in_threads = backend.name == "triton" and weight.is_cuda  # its interpreter is for one thread
+    return Plan(names, batches, min(8, os.cpu_count() or 1) if in_threads else 1)

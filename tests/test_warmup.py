@@ -2,8 +2,10 @@
 
 import itertools
 import logging
+import os
 import subprocess
 import sys
+import threading
 import warnings
 
 import pytest
@@ -12,6 +14,7 @@ import torch.distributed as dist
 
 import flashsampling
 from flashsampling.distributed import TensorParallel
+from flashsampling.warmup import Plan
 from tests.problems import KERNELS, make_problem
 
 KINDS = list(itertools.product((False, True), repeat=3))
@@ -87,6 +90,70 @@ def test_keys_of_the_cache_after_warmup(use_tma, dtype, dim, num_samples, monkey
     problem.temperature = torch.zeros(303, device=device)[3:]
     draw(problem, 17, KINDS[0], num_samples)
     assert keys.seen == made
+
+
+@pytest.mark.parametrize("in_turn", [False, True])
+def test_one_draw_after_another_or_at_once(in_turn, device):
+    """At once but for the first, in threads that stand where the caller stands; or in the caller's own, in order."""
+    together = threading.Barrier(5)
+    drawn: list[tuple] = []
+
+    def draw(states, temperature, zeros):
+        if drawn and not in_turn:
+            together.wait(timeout=60)
+        modes = threading.get_ident(), torch.is_inference_mode_enabled()
+        stream = torch.cuda.current_stream() if states.is_cuda else None
+        drawn.append((len(states), isinstance(temperature, torch.Tensor), *modes, stream))
+        assert len(zeros) == len(states)
+
+    own = torch.cuda.Stream() if device.type == "cuda" else None
+    with torch.inference_mode(), torch.cuda.stream(own):
+        Plan(["a", "b", "c", "d", "e", "f"], [1, 17, 33], 5).draw(torch.zeros(9, 8, device=device), draw, in_turn=in_turn)
+    calls = [(batch, per_row) for batch in (1, 17, 33) for per_row in (True, False)]
+    assert [call[:2] for call in drawn] == calls if in_turn else sorted(call[:2] for call in drawn) == sorted(calls)
+    assert drawn[0][:3] == (1, True, threading.get_ident())
+    assert len({call[2] for call in drawn[1:]}) == (1 if in_turn else 5)
+    assert all(call[3:] == (True, own) for call in drawn)
+
+
+def test_a_draw_that_fails_at_once_with_others_is_the_callers_error():
+    def draw(states, temperature, zeros):
+        if len(states) == 17:
+            raise ValueError("no room for 17")
+
+    with pytest.raises(ValueError, match="no room for 17"):
+        Plan(["a"], [1, 17, 33], 2).draw(torch.zeros(9, 8), draw)
+
+
+AT_ONCE = """
+import sys
+import torch
+from tests.triton_target import compile_only
+from flashsampling.impl.triton import launch
+from flashsampling.step import Step
+from flashsampling.warmup import Plan
+
+compiled = compile_only(int(sys.argv[1]))
+launch.multiprocessors = lambda device: 100
+weight = torch.zeros(500, 264, dtype=torch.bfloat16)
+
+def draw(states, temperature, zeros):
+    launch.run(Step(states, weight, temperature, zeros, zeros, 1, 500))
+
+plan = Plan([], [1, 17, 33], 4)
+for _ in range(2):
+    plan.draw(weight, draw)
+print(len(compiled), len({kernel.hash for kernel in compiled}), len({id(kernel) for kernel in compiled}))
+"""
+
+
+def test_triton_compiles_at_once_what_it_compiles_in_turn(tmp_path):
+    """Each kernel once, and found again."""
+    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", AT_ONCE, "80"]
+    said = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
+    assert said.returncode == 0, said.stderr
+    assert said.stdout.split() == ["12", "6", "6"]
 
 
 @pytest.mark.parametrize("dim", [64, 1792, 2048, 4096])

@@ -25,7 +25,7 @@ from ..backends import BACKENDS
 from ..exchange import Shard
 from ..parameters import integer, real
 from ..step import Step
-from ..warmup import inputs, plan
+from ..warmup import plan
 from . import agreement
 from .failure import TensorParallelError
 from .gloo import Gloo
@@ -195,9 +195,11 @@ class Construction:
         run, vocab = BACKENDS[self.impl].run, self.last_token - self.first_token
         with torch.cuda.device(weight.device):
             for num_samples in sorted({1, self.mine.max_num_samples}):
-                batches = plan(weight, self.mine.max_batch_size, num_samples, self.impl, None)[1]
-                for states, temperature, zeros in inputs(weight, batches):
+
+                def draw(states: Tensor, temperature: Tensor | float, zeros: Tensor, num_samples: int = num_samples) -> None:
                     run(Step(states, weight, temperature, zeros, zeros, num_samples, vocab, shard))
+
+                plan(weight, self.mine.max_batch_size, num_samples, self.impl, None).draw(weight, draw)
             torch.cuda.current_stream().synchronize()
 
 
