@@ -122,7 +122,7 @@ def results(request, tmp_path_factory, worker_id):
                 part.write_text(json.dumps(_run(share)))
                 part.rename(path)
 
-    items = [item for item in request.session.items if getattr(item, "originalname", None) == "test_ranks"]
+    items = [item for item in request.session.items if getattr(item, "function", None) is test_ranks]
     asked_for = [share_of(*(item.callspec.params[name] for name in ("world", "impl", "transport", "name"))) for item in items]
 
     def of(*case) -> dict[str, str]:

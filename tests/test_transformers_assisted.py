@@ -311,6 +311,13 @@ def small(**options):
     return llama(num_hidden_layers=1, **options)
 
 
+def offloaded() -> DynamicCache:
+    """As ``DynamicCache(offloading=True)``, which asks for a stream: torch's CUDA builds have none where there is no driver."""
+    cache = DynamicCache()
+    cache.offloading = True
+    return cache
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a batch": (prompt([5, 6]), "drafts are verified for one sequence at a time, as in transformers, got 2"),
     "sequences": ({"num_return_sequences": 2, "do_sample": True}, "num_return_sequences has to be 1"),  # by transformers
@@ -321,7 +328,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "states": ({"return_dict_in_generate": True, "output_hidden_states": True}, "output_hidden_states is not supported with"),
     "no cache": ({"use_cache": False}, "drafts need a key and value cache: use_cache=True"),
     "a static cache": ({CACHE: lambda: StaticCache(small().config, 64)}, "got StaticCache of StaticLayer: static"),
-    "an offloaded cache": ({CACHE: lambda: DynamicCache(offloading=True)}, "got an offloaded one"),
+    "an offloaded cache": ({CACHE: offloaded}, "got an offloaded one"),
     "an ensemble": ({"assistant_ensemble_weight": 0.5}, "assistant_ensemble_weight is not supported"),
     "another vocabulary": (
         {"prompt_lookup_num_tokens": None, "assistant_model": lambda: small(vocab_size=999)},

@@ -42,15 +42,16 @@ def _owner(bounds, batch, rows):
 
 
 @triton.jit
-def _drafts_of(bounds, request, n):
-    """Of requests the place of the first draft, and how many are looked at."""
+def _drafts_of(bounds, request, n, total):
+    """Of requests the place of the first draft among ``total``, and how many are looked at: of none at all none, whatever the
+    bounds say."""
     if bounds is None:
         first = request * n
         count = tl.zeros(request.shape, tl.int64) + n
     else:
         first = tl.load(bounds + request)
         count = tl.minimum(tl.load(bounds + request + 1) - first, n)
-    return first, count
+    return first, tl.where(total > 0, count, 0)
 
 
 @triton.jit
@@ -142,13 +143,13 @@ def match_kernel(
     there = request < batch
     request = tl.minimum(request, batch - 1)
     node = tl.arange(0, NODES).to(tl.int64)[None, :]
-    first, count = _drafts_of(bounds, request, n)
+    first, count = _drafts_of(bounds, request, n, total)
     place = first[:, None] + node
     row = tl.minimum(tl.maximum(place + request[:, None], 0), total + batch - 1)
     token = tl.load(tokens + row)
     has_draft = node < count[:, None]
     place = tl.minimum(tl.maximum(place, 0), total - 1)
-    draft = tl.load(drafts + place, mask=has_draft & (total > 0), other=-1)
+    draft = tl.load(drafts + place, mask=has_draft, other=-1)
     holds = has_draft & (draft >= 0) & (draft == token)
     accepted = tl.min(tl.where(holds, NODES, node), axis=1)  # node 0 to n: the first that does not
     accepted = tl.minimum(accepted, n)
@@ -187,7 +188,7 @@ def hash_kernel(
         request = start + tl.arange(0, REQUESTS).to(tl.int64)
         follows = request < batch
         request = tl.minimum(request, batch - 1)
-        first, count = _drafts_of(bounds, request, n)
+        first, count = _drafts_of(bounds, request, n, total)
         room = count
         if bounds is not None:
             room = tl.load(bounds + request + 1) - first
@@ -195,7 +196,7 @@ def hash_kernel(
         hashed += tl.where(follows, of_shape, 0)
         for node in range(0, n):
             place = tl.minimum(tl.maximum(first + node, 0), total - 1)
-            draft = tl.load(drafts + place, mask=follows & (node < count) & (total > 0), other=-1)
+            draft = tl.load(drafts + place, mask=follows & (node < count), other=-1)
             follows = follows & (draft >= 0)
             hashed += tl.where(follows, (tl.minimum(draft, _LAST_ID) + 1) * _odd_number(request << 32 | node), 0)
     tl.store(out, tl.sum(hashed, axis=0))
