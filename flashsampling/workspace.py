@@ -50,9 +50,11 @@ def zeroed_words(words: int, device: torch.device) -> Tensor:
         with _lock:
             if index not in _arenas:
                 _arenas[index] = _kept_zeros(_ARENA_WORDS, index), [0]
-            if buffer is not None:
-                _outgrown.append(buffer)
-            buffer = _per_stream[key] = _kept_zeros(max(_MIN_WORDS, 1 << (words - 1).bit_length()), index)
+            buffer = _per_stream.get(key)  # of a stream that threads share another may have made one meanwhile
+            if buffer is None or buffer.numel() < words:
+                if buffer is not None:
+                    _outgrown.append(buffer)
+                buffer = _per_stream[key] = _kept_zeros(max(_MIN_WORDS, 1 << (words - 1).bit_length()), index)
     return buffer
 
 
