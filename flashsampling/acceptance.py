@@ -12,6 +12,7 @@ from .backends import BACKENDS, Backend
 from .drafts import Accepted, Drafts, Given, Nodes
 from .impl.device import capability
 from .noise import Stream
+from .parameters import is_plain
 from .requests import Problem, Request, asked_of
 from .step import ARGUMENTS, MATRICES, NUMBERS, PLAIN, Asked, Drafted, Step, arguments
 
@@ -232,14 +233,14 @@ def reject(target: Target, given: Given, parameters: Parameters, draft_probs: Te
     before, there = drafts.predecessors(), drafts.token_ids >= 0
     held = ids.flatten()[before.request * ids.shape[1] + before.node]
     step = step_at(before, Stream.ACCEPTANCE_COIN)
-    accepted = drafts.up_to(there & ops.accept(step, held, draft_probs)[places[:, :-1]] if len(held) else there)
+    accepted = drafts.up_to(there & ops.accept(step, held, draft_probs)[places[:, :-1]] if held.shape[0] else there)
     last = accepted.num_accepted[:, None]
     nodes = drafts.ends(last[:, 0])
     refused, place = ids.gather(1, last)[:, 0], places.gather(1, last)[:, 0]
     step = step_at(nodes, Stream.RECOVERY)
     rows = {"temperature": step.temperature, "seed": step.seed, "offset": step.offset}
     bonus = target.draw(step.hidden_states, **rows, **_request(step.asked._replace(stream=Stream.TOKEN))).token_ids
-    tokens = torch.where(refused < 0, bonus, ops.recover(step, refused, draft_probs, place)) if len(held) else bonus
+    tokens = torch.where(refused < 0, bonus, ops.recover(step, refused, draft_probs, place)) if held.shape[0] else bonus
     return _output(drafts, accepted, ids.masked_fill(accepted.nodes < 0, -1).scatter(1, last, tokens[:, None]))
 
 
@@ -313,12 +314,12 @@ def check_draft_probs(draft_probs: Any, method: str, target: Target, given: Give
 
 def asked_at(request: Request, target: Target, given: Given) -> tuple[Asked, Tensor | None]:
     """What is asked for, a row per request, and masks of every position if there are such."""
-    positions, batch, device = len(target.states), given.batch, target.states.device
+    positions, batch, device = target.states.shape[0], given.batch, target.states.device
     request, masks = request.copy(), None
     mask = request.get("token_mask")
-    if batch == 0 and isinstance(mask, Tensor) and mask.ndim == 2:  # nobody's, as drafts are
+    if batch == 0 and is_plain(mask) and mask.ndim == 2:  # nobody's, as drafts are
         request["token_mask"] = mask = mask[:0]
-    if isinstance(mask, Tensor) and (mask.ndim == 3 or (mask.ndim == 2 and len(mask) == positions != batch)):
+    if is_plain(mask) and (mask.ndim == 3 or (mask.ndim == 2 and mask.shape[0] == positions != batch)):
         if mask.shape[:-1] not in ((batch, given.n + 1), (positions,)) or (given.bounds is not None) != (mask.ndim == 2):
             raise ValueError(f"token_mask must have a row per request or per position, got shape {tuple(mask.shape)}")
         every = Problem(positions, target.vocab, target.vocab_size, device, 1)

@@ -15,7 +15,7 @@ from .backends import BACKENDS, named
 from .counts import TokenCounts
 from .exchange import NO_TOKEN, WHOLE
 from .impl.filters import GREEDY_BELOW
-from .parameters import Integers, Reals, integer, integers, reals
+from .parameters import Integers, Reals, integer, integers, is_dense, kind_of, reals
 from .requests import Problem, Request, asked_of
 from .step import PLAIN, Asked, Drawn, Step, layout
 
@@ -265,7 +265,7 @@ def output_of(
 
 def check_matrices(hidden_states: Tensor, weight: Tensor, least_rows: int) -> tuple[int, int, torch.device]:
     """B, V and the device, or what ``sample`` documents. Every attribute is asked for once: a tenth of a microsecond each."""
-    if type(hidden_states) is not Tensor:
+    if type(hidden_states) is not Tensor or hidden_states.layout is not torch.strided:
         check_kind("hidden_states", hidden_states)
     kind = type(weight)
     if kind is not Parameter and kind is not Tensor:
@@ -315,8 +315,9 @@ def check_kind(name: str, tensor: object) -> None:
     if name == "weight" and is_traceable_wrapper_subclass(tensor):
         hint = "of a quantised head pass the dequantised weight, e.g. weight.dequantize()"
         raise TypeError(f"weight must be a plain tensor, got {type(tensor).__name__}; {hint}")
-    if name == "weight" and tensor.layout is not torch.strided:
-        raise TypeError(f"weight must be a dense tensor, got {tensor.layout}; pass weight.to_dense()")
+    if not is_dense(tensor):
+        hint = "" if tensor.is_nested else f"; pass {name}.to_dense()"
+        raise TypeError(f"{name} must be a dense tensor, got {kind_of(tensor)}{hint}")
 
 
 def check_vocab_size(vocab_size: int | None, vocab: int, whose: str = "weight", what: str = "rows") -> int:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .exchange import NO_TOKEN
-from .parameters import Integers, integer, is_plain
+from .parameters import Integers, integer, is_plain, kind_of
 
 # of requests' numbers, beside places
 HASH_OF_ROOM, HASH_OF_MOST = 1 << 61, 1 << 62
@@ -55,7 +55,7 @@ class Drafts(NamedTuple):
 
     def nodes(self) -> Nodes:
         """All rows."""
-        everywhere = torch.arange(len(self.request), device=self.request.device)
+        everywhere = torch.arange(self.request.shape[0], device=self.request.device)
         depth = self.node
         if self.tree is not None:
             depth = self.tree.depth.flatten()[self.request * self.rows.shape[1] + self.node]
@@ -66,12 +66,12 @@ class Drafts(NamedTuple):
         (batch, n), device = self.token_ids.shape, self.rows.device
         if self.bounds is None:
             return torch.arange(batch * n, device=device).view(batch, n)
-        return _places(self.bounds, n, len(self.request) - batch)
+        return _places(self.bounds, n, self.request.shape[0] - batch)
 
     def predecessors(self) -> Nodes:
         """(N,) of chains: the node after which each draft comes."""
         (batch, n), device = self.token_ids.shape, self.rows.device
-        places = torch.arange(len(self.request) - batch, device=device)
+        places = torch.arange(self.request.shape[0] - batch, device=device)
         if self.bounds is None:
             request, node = places // max(n, 1), places % max(n, 1)
         else:
@@ -80,7 +80,7 @@ class Drafts(NamedTuple):
 
     def ends(self, node: Tensor) -> Nodes:
         """One node of every request's chain, (B,)."""
-        request = torch.arange(len(node), device=node.device)
+        request = torch.arange(node.shape[0], device=node.device)
         return Nodes(self.rows.gather(1, node[:, None])[:, 0], request, node, node)
 
     def hash(self) -> Tensor:
@@ -104,7 +104,7 @@ class Drafts(NamedTuple):
         if self.tree is None:
             return torch.arange(n, device=nodes.node.device) < nodes.node[:, None]
         parents = self.tree.parents
-        on_path = torch.eye(n + 1, dtype=torch.bool, device=parents.device).expand(len(parents), -1, -1)
+        on_path = torch.eye(n + 1, dtype=torch.bool, device=parents.device).expand(parents.shape[0], -1, -1)
         for _ in range(n.bit_length()):
             on_path = on_path | on_path.gather(1, parents[:, :, None].expand_as(on_path))
             parents = parents.gather(1, parents)
@@ -188,7 +188,7 @@ def _ragged(
     n: int,
 ) -> Drafts:
     """Drafts one request after the other, and hidden states likewise, N + B rows; none behind a request's n-th counts."""
-    batch, total, device = len(bounds) - 1, len(token_ids), token_ids.device
+    batch, total, device = bounds.shape[0] - 1, token_ids.shape[0], token_ids.device
     there = torch.arange(n, device=device) < (bounds[1:] - bounds[:-1])[:, None]
     places = _places(bounds, n, total)
 
@@ -209,7 +209,7 @@ def _places(bounds: Tensor, n: int, total: int) -> Tensor:
 
 def _owners(bounds: Tensor, places: Tensor, last: int) -> tuple[Tensor, Tensor]:
     """Of each place between which bounds it is, and how far behind the first of them, up to ``last``."""
-    owner = (torch.searchsorted(bounds, places, right=True) - 1).clamp(0, len(bounds) - 2)
+    owner = (torch.searchsorted(bounds, places, right=True) - 1).clamp(0, bounds.shape[0] - 2)
     return owner, (places - bounds[owner]).clamp(0, last)
 
 
@@ -273,16 +273,16 @@ def layout(
         return Given(ids, parents, None, batch, n), states.reshape(batch * (n + 1), states.shape[2])
     if ids.ndim != 1:
         raise ValueError(f"draft_token_ids must have shape (N,) with cu_draft_lengths, got shape {tuple(ids.shape)}")
-    bounds, most = _check_bounds(cu_draft_lengths, len(ids), states.device)
+    bounds, most = _check_bounds(cu_draft_lengths, ids.shape[0], states.device)
     if max_draft_length is not None:
         most = integer("max_draft_length", max_draft_length)
-        if most < 0:
-            raise ValueError(f"max_draft_length must be at least 0, got {most}")
+        if not 0 <= most <= NO_TOKEN:
+            raise ValueError(f"max_draft_length must be from 0 to 2**31 - 1, got {most}")
     if most is None:
         raise ValueError("max_draft_length must be given with a tensor of cu_draft_lengths, which the host does not read")
-    batch = len(bounds) - 1
-    if states.ndim != 2 or len(states) != len(ids) + batch:
-        wanted = f"({len(ids) + batch}, ...), a row for each of {len(ids)} drafts and {batch} requests"
+    batch = bounds.shape[0] - 1
+    if states.ndim != 2 or states.shape[0] != ids.shape[0] + batch:
+        wanted = f"({ids.shape[0] + batch}, ...), a row for each of {ids.shape[0]} drafts and {batch} requests"
         raise ValueError(f"{name} must have shape {wanted}, got shape {tuple(states.shape)}")
     if batch == 0:
         empty = ids.new_empty(0, most)
@@ -295,7 +295,7 @@ def _check_bounds(cu_draft_lengths: Integers, total: int, device: torch.device) 
     name = "cu_draft_lengths"
     if isinstance(cu_draft_lengths, Tensor):
         bounds = _integers(name, cu_draft_lengths, device)
-        if bounds.ndim != 1 or len(bounds) < 1:
+        if bounds.ndim != 1 or bounds.shape[0] < 1:
             raise ValueError(f"{name} must have shape (B + 1,), got shape {tuple(bounds.shape)}")
         return bounds, None
     given = getattr(cu_draft_lengths, "tolist", lambda: cu_draft_lengths)()
@@ -311,7 +311,7 @@ def _check_bounds(cu_draft_lengths: Integers, total: int, device: torch.device) 
 def _integers(name: str, value: Any, device: torch.device) -> Tensor:
     """As int64, contiguous."""
     if not is_plain(value):
-        raise TypeError(f"{name} must be a plain torch.Tensor, got {type(value).__name__}")
+        raise TypeError(f"{name} must be a plain torch.Tensor, got {kind_of(value)}")
     if value.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name} must be int32 or int64, got {value.dtype}")
     if value.device != device:

@@ -9,7 +9,7 @@ No tensor's values are read here, so no call waits for a device. numpy is not im
 import math
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, SupportsIndex, TypeAlias
+from typing import Any, Protocol, SupportsIndex, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor
@@ -17,7 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import Parameter
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
-_INT64, _FLOAT32 = torch.int64, torch.float32  # asking torch costs a row parameter a tenth of a microsecond
+# asking torch costs a row parameter a tenth of a microsecond
+_INT64, _FLOAT32, _STRIDED = torch.int64, torch.float32, torch.strided
 _MAX_FLOAT32 = torch.finfo(torch.float32).max
 
 
@@ -37,8 +38,14 @@ def integers(name: str, value: Integers, batch: int, device: torch.device, also:
     is good as it is."""
     if isinstance(value, Tensor):
         dtype = value.dtype
-        good = dtype is _INT64 or dtype is also
-        if good and value.dim() == 1 and value.numel() == batch and value.device == device and value.is_contiguous():
+        if (
+            (dtype is _INT64 or dtype is also)
+            and value.layout is _STRIDED
+            and value.dim() == 1
+            and value.numel() == batch
+            and value.device == device
+            and value.is_contiguous()
+        ):
             return value
         if dtype not in _INTEGERS:
             raise TypeError(f"{name} must be an integer tensor, got {dtype}")
@@ -64,6 +71,7 @@ def reals(
         dtype = value.dtype
         if (
             dtype is _FLOAT32
+            and value.layout is _STRIDED
             and value.dim() == 1
             and value.numel() == batch
             and value.device == device
@@ -125,10 +133,22 @@ def integer(name: str, value: SupportsIndex) -> int:
         raise TypeError(f"{name} must be an int, got {type(value).__name__}") from None
 
 
-def is_plain(value: Any) -> bool:
-    """Whether it is a tensor whose memory is its values: no quantised one, no DTensor. Those of ``torch.export`` are."""
+def is_plain(value: Any) -> TypeGuard[Tensor]:
+    """Whether it is a tensor whose memory is its values: no quantised one, no DTensor, dense. Those of ``torch.export`` are."""
     kind = type(value)
-    return kind is Tensor or kind is Parameter or kind is FakeTensor
+    return (kind is Tensor or kind is Parameter or kind is FakeTensor) and is_dense(value)
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether it has strides: it is neither sparse nor nested, nor another library's."""
+    return tensor.layout is _STRIDED and not tensor.is_nested
+
+
+def kind_of(value: Any) -> str:
+    """What it is, for whoever wanted a plain tensor."""
+    if not isinstance(value, Tensor) or is_dense(value):
+        return type(value).__name__
+    return "a nested tensor" if value.is_nested else str(value.layout)
 
 
 def dimensions(value: Any) -> int:
@@ -216,6 +236,8 @@ def _column(name: str, numbers: list[Any], batch: int, device: torch.device, dty
 def _rows(name: str, rows: Tensor, batch: int, device: torch.device, wanted: torch.dtype) -> Tensor:
     """A value per row as the implementations take it: contiguous, of the dtype ``wanted``. One that is so already does not come
     here: each question to a tensor, and each call, costs a row parameter a tenth of a microsecond."""
+    if not is_dense(rows):
+        raise TypeError(f"{name} must be a dense tensor, got {kind_of(rows)}")
     if rows.shape != (batch,):
         if rows.dim() > 1 or rows.numel() != 1:
             raise _shape_error(name, batch, tuple(rows.shape))

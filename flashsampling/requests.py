@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .counts import TokenCounts
-from .parameters import Integers, Reals, above_0, finite, integer, integers, is_plain, real, reals, share
+from .parameters import Integers, Reals, above_0, finite, integer, integers, is_plain, kind_of, real, reals, share
 from .step import PLAIN, Asked
 
 MAX_BIASED = 1024  # tokens of a row
@@ -226,7 +226,7 @@ def _counts(counts: Any, problem: Problem) -> Tensor:
 
 def _check_tensor(name: str, value: Any, problem: Problem) -> None:
     if not is_plain(value):
-        raise TypeError(f"{name} must be a plain torch.Tensor, got {type(value).__name__}")
+        raise TypeError(f"{name} must be a plain torch.Tensor, got {kind_of(value)}")
     if value.device != problem.device:
         raise ValueError(f"{name} must be on the device of the step, {problem.device}, got {value.device}")
 

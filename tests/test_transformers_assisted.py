@@ -21,6 +21,7 @@ from transformers import (  # noqa: E402
 from flashsampling import LMHeadSampler  # noqa: E402
 from flashsampling.integrations.transformers import NoTokenError, generate  # noqa: E402
 from flashsampling.integrations.transformers.arguments import CACHE  # noqa: E402
+from flashsampling.integrations.transformers.assisted import PromptLookup  # noqa: E402
 from flashsampling.integrations.transformers.processors import Taken  # noqa: E402
 from flashsampling.integrations.transformers.request import Requests  # noqa: E402
 from tests.conftest import DEVICE  # noqa: E402
@@ -106,6 +107,38 @@ def test_tokens_are_those_without_drafts(model, drafting, drafter, case):
         name: value.to(DEVICE) if isinstance(value, torch.Tensor) else value for name, value in CASES[case].items()
     }
     assert torch.equal(drawn(model, **options, **drafting(drafter)), drawn(model, **options))
+
+
+def test_a_drafts_nan_is_not_the_texts(monkeypatch):
+    """Attention of weight 0 to a NaN is NaN: a draft that has no state leaves the positions before it without one, too."""
+    model = llama(vocab_size=40)
+    given = text(length=6, times=2, max_new_tokens=12, top_k=0)
+    given["input_ids"] = given["input_ids"] % 40
+    plain = drawn(model, **given)[0].tolist()
+    embeddings = model.model.embed_tokens.weight.detach().clone()
+    absent = next(token for token in range(40) if token not in plain)
+    drafts = [absent, plain[-4]]
+    monkeypatch.setattr(PromptLookup, "drafts", lambda self, ids, most: torch.tensor([drafts[:most]], device=ids.device))
+
+    def ways(broken):
+        """What is drawn, how far the sampler is, and the error, without drafts and with them."""
+        with torch.no_grad():
+            model.model.embed_tokens.weight.copy_(embeddings)[broken] = float("nan")
+        for options in ({}, {"prompt_lookup_num_tokens": 2}):
+            sampler = LMHeadSampler(model.lm_head, max_batch_size=1, seed=[11])
+            error, streamer = "", Collector()
+            try:
+                drawn(model, **given, **options, sampler=sampler, streamer=streamer)
+            except NoTokenError as failed:
+                error = str(failed)
+            yield [step.tolist() for step in streamer.steps], sampler.offsets.tolist(), error
+
+    without, drafted = ways(absent)
+    assert drafted == without
+    assert without[1:] == ([12], "")
+    without, drafted = ways(plain[-4])
+    assert drafted == without
+    assert without[2]
 
 
 def mistral(**options):

@@ -1,5 +1,6 @@
 """``verify`` as users call it: what is refused and in which words, layouts, rows of nonsense on the device, tracers, graphs."""
 
+import copy
 import warnings
 
 import numpy
@@ -38,7 +39,9 @@ BAD = [
     (TypeError, "cu_draft_lengths must be int32 or int64, got torch.float32", FLAT | {"cu_draft_lengths": torch.zeros(4)}),
     (ValueError, r"cu_draft_lengths must have shape \(B \+ 1,\), got shape \(\)", FLAT | {"cu_draft_lengths": torch.tensor(3)}),
     (ValueError, "max_draft_length must be given with a tensor of cu_draft_lengths", FLAT | {"cu_draft_lengths": torch.tensor([0, 2, 3, 3])}),
-    (ValueError, "max_draft_length must be at least 0, got -1", FLAT | {"max_draft_length": -1}),
+    (ValueError, r"max_draft_length must be from 0 to 2\*\*31 - 1, got -1", FLAT | {"max_draft_length": -1}),
+    (ValueError, r"max_draft_length must be from 0 to 2\*\*31 - 1, got 4611686018427387904", FLAT | {"max_draft_length": 2**62}),
+    (ValueError, r"max_draft_length must be from 0 to 2\*\*31 - 1, got 1180591620717411303424", FLAT | {"max_draft_length": 2**70}),
     (TypeError, "max_draft_length must be an int, got str", FLAT | {"max_draft_length": "2"}),
     (ValueError, r"hidden_states must have shape \(6, ...\), a row for each of 3 drafts and 3 requests, got shape \(5, 8\)", FLAT | {"hidden_states": torch.zeros(5, 8)}),
     (ValueError, r"parents must have the shape of draft_token_ids, \(3, 2\), got \(3, 3\)", {"parents": torch.zeros(3, 3).long()}),
@@ -64,6 +67,89 @@ BAD = [
     (ValueError, r"token_mask must have shape \(9, 3\) or \(3,\), a bit for each of 70 tokens, got shape \(9, 2\)", {"token_mask": torch.zeros(3, 3, 2, dtype=torch.int32)}),
     (TypeError, "tp must be a flashsampling.distributed.TensorParallel, got str", {"tp": "all", "seed": 1}),
 ]  # fmt: skip
+
+
+DENSE: dict[str, torch.Tensor] = {
+    "hidden_states": STATES,
+    "draft_token_ids": DRAFTS,
+    "parents": DRAFTS,
+    "draft_probs": PROBS,
+    "seed": torch.arange(3),
+    "offset": torch.arange(3),
+    "temperature": torch.ones(3),
+    "top_k": torch.ones(3).long(),
+    "top_p": torch.ones(3),
+    "presence_penalty": torch.ones(3),
+    "token_mask": torch.ones(3, 3, dtype=torch.int32),
+    "token_counts": torch.ones(3, 70, dtype=torch.int32),
+    "bias": torch.ones(70),
+    "logit_bias": torch.ones(70),
+}
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_tensors_that_are_not_dense_are_refused_by_name(name):
+    arguments = {"hidden_states": STATES, "weight": WEIGHT, "draft_token_ids": DRAFTS, "seed": torch.arange(3)}
+    arguments |= REJECT if name == "draft_probs" else {}
+    arguments |= {"token_counts": DENSE["token_counts"]} if name == "presence_penalty" else {}
+    for given in (DENSE[name].to_sparse(), torch.nested.nested_tensor([DENSE[name], DENSE[name]])):
+        with pytest.raises(
+            TypeError, match=f"^{name} must be a (plain torch.Tensor|dense tensor), got (torch.sparse_coo|a nested)"
+        ):
+            verify(**arguments | {name: given})
+
+
+@pytest.mark.parametrize("name", ["bounds", "rows of drafts"])
+def test_sparse_rows_are_refused_by_name(name):
+    flat = {"hidden_states": torch.zeros(6, 8), "weight": WEIGHT, "seed": torch.arange(3)} | FLAT
+    if name == "bounds":
+        wrong, named = {"cu_draft_lengths": torch.tensor([0, 2, 3, 3]).to_sparse(), "max_draft_length": 2}, "cu_draft_lengths"
+    else:
+        wrong, named = {"hidden_states": torch.ones(6, 8).to_sparse()}, "hidden_states"
+    for method in ("match", "rejection"):
+        with pytest.raises(TypeError, match=f"^{named} must be .*, got torch.sparse_coo"):
+            verify(**flat | wrong, method=method)
+    with pytest.raises(
+        TypeError, match=r"^hidden_states must be a dense tensor, got torch.sparse_coo; pass hidden_states.to_dense\(\)$"
+    ):
+        sample(torch.ones(3, 8).to_sparse(), WEIGHT, seed=torch.arange(3))
+
+
+class Verifies(torch.nn.Module):
+    """What is exported."""
+
+    def __init__(self, method: str, ragged: bool, sampler: bool) -> None:
+        super().__init__()
+        self.options = {"method": method}
+        self.ragged = ragged
+        self.sampler = LMHeadSampler(WEIGHT, max_batch_size=9, seed=3) if sampler else None
+
+    def forward(self, states, drafts, seeds):
+        options, batch, most = dict(self.options), drafts.shape[0], drafts.shape[1]
+        if self.ragged:
+            bounds = torch.arange(batch + 1) * most
+            options |= {"cu_draft_lengths": bounds, "max_draft_length": most}
+            states, drafts = states.flatten(0, 1), drafts.flatten()
+        if self.sampler is not None:
+            return self.sampler.verify(states, drafts, **options)
+        return verify(states, WEIGHT, drafts, seed=seeds, **options)
+
+
+@pytest.mark.parametrize("sampler", [False, True])
+@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize("method", ["match", "rejection"])
+def test_exports_for_any_batch(method, ragged, sampler):
+    module = Verifies(method, ragged, sampler)
+    batch = torch.export.Dim("batch", min=2, max=8)
+    arguments = STATES, DRAFTS, torch.arange(3)
+    dynamic = {0: batch}, {0: batch}, None if sampler else {0: batch}
+    exported = torch.export.export(copy.deepcopy(module), arguments, dynamic_shapes=dynamic).module()
+    for size in (3, 2, 7):
+        states, drafts = torch.randn(size, 3, 8), torch.randint(70, (size, 2))
+        seeds = torch.arange(3 if sampler else size)
+        ours, theirs = exported(states, drafts, seeds), module(states, drafts, seeds)
+        for name in ("token_ids", "num_accepted", "num_emitted"):
+            assert torch.equal(getattr(ours, name), getattr(theirs, name))
 
 
 @pytest.mark.parametrize(("error", "message", "wrong"), BAD)

@@ -220,7 +220,8 @@ class Assistant:
         _require_cut_back("drafts of assistant_model", kwargs.get(CACHE))
         self._runner = Runner(model, tap, transform, kwargs, prompt.shape[1], "drafts of assistant_model")
         self._runner.record()
-        self._count = model.generation_config.num_assistant_tokens or ASSISTANT_TOKENS
+        count = model.generation_config.num_assistant_tokens
+        self._count = ASSISTANT_TOKENS if count is None else count
         schedule = model.generation_config.num_assistant_tokens_schedule or "constant"
         self._adapts = schedule.startswith("heuristic")
 
@@ -314,6 +315,8 @@ def decode(
             goes_on = False
             try:
                 for place, token in enumerate(tokens[: accepted + 1]):
+                    if token < 0 and drafts.shape[1]:  # a draft's NaN is in the states before it, too: once more without
+                        break
                     if token < 0:
                         raise NoTokenError([0], input_ids.shape[1] + 1 - prompt_length)
                     drawn = verified.token_ids[:, place].to(input_ids.device)
@@ -331,7 +334,7 @@ def decode(
                     sampler.offsets[:1] -= verified.num_emitted - (place + 1)
             runner.keep(input_ids.shape[1])
             most = config.max_length - input_ids.shape[1] - 1  # one more than drafts is drawn
-            drafts = drafter.drafts(input_ids, most) if most > 0 else input_ids[:, :0]
+            drafts = drafter.drafts(input_ids, most) if most > 0 and token >= 0 else input_ids[:, :0]
             wanted, fit = requests.over(input_ids, drafts)
             drafts = drafts[:, :fit]
             states = runner.states(torch.cat([input_ids, drafts], dim=1), drafts.shape[1] + 1)
