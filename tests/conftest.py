@@ -78,7 +78,9 @@ def pytest_addoption(parser):
 def pytest_collection_modifyitems(config, items):
     part, parts = map(int, config.option.part.split("/"))
     passed = {
-        name for log in config.option.passed for name in re.findall(r"PASSED (tests/.*?) *$", Path(log).read_text(), re.M)
+        name
+        for log in config.option.passed
+        for name in re.findall(r"PASSED (tests/.*?) *$", Path(log).read_text(errors="replace"), re.M)
     }
     by_part: tuple[list[pytest.Item], list[pytest.Item]] = ([], [])
     for item in items:
