@@ -1,10 +1,11 @@
 """Compiles ahead of serving everything that serving would compile."""
 
+import itertools
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack  # typing's from Python 3.11 on; torch brings this one
 
     from .distributed import TensorParallel
+
+Inputs: TypeAlias = tuple[Tensor, Tensor | float, Tensor]  # (B, D), of a call: hidden states, temperature, seeds and offsets
 
 _logger = logging.getLogger("flashsampling")
 
@@ -133,38 +136,43 @@ def _draw_all(
     return made.kernels
 
 
-def _inputs(weight: Tensor, batches: Iterable[int]) -> Iterator[tuple[Tensor, Tensor | float, Tensor]]:
-    """Hidden states, a temperature, and zeros for seeds and offsets, of calls that need every kernel of these batch sizes."""
-    for batch in batches:
-        states = weight.new_zeros(batch, weight.shape[1])
-        zeros = torch.zeros(batch, dtype=torch.int64, device=weight.device)
-        yield states, torch.ones(batch, device=weight.device), zeros
-        yield states, 1.0, zeros  # some parameter is a number: which one is the same to Triton
+def _inputs(weight: Tensor, batch: int) -> tuple[Inputs, Inputs]:
+    """Hidden states, a temperature, and zeros for seeds and offsets, of calls that need both kernels of a batch size."""
+    states = weight.new_zeros(batch, weight.shape[1])
+    zeros = torch.zeros(batch, dtype=torch.int64, device=weight.device)
+    # some parameter is a number: which one is the same to Triton
+    return (states, torch.ones(batch, device=weight.device), zeros), (states, 1.0, zeros)
 
 
 class Plan(NamedTuple):
     """What a warm-up does."""
 
     kernels: list[str]  # their names
-    batches: list[int]  # the batch sizes whose draws compile them
+    batches: list[list[int]]  # the batch sizes whose draws compile them: those of the same kernels together
     at_once: int  # how many can be compiled at a time
 
     def draw(self, weight: Tensor, draw: Callable[[Tensor, Tensor | float, Tensor], Any], *, in_turn: bool = False) -> None:
         """Calls ``draw(hidden_states, temperature, zeros)`` for each kernel, on the current stream: the first by itself, with
         which Triton begins what it keeps of a function, and the others in threads, unless they must be ``in_turn``. Triton's
-        compiler is Python for less than a tenth of its time."""
-        first, *others = _inputs(weight, self.batches)
-        draw(*first)
+        compiler is Python for less than a tenth of its time; what two threads compile is never the same kernel, which one of
+        them could find half loaded."""
         if in_turn or self.at_once == 1:
-            for inputs in others:
-                draw(*inputs)
+            for batch in sorted(itertools.chain(*self.batches)):  # as on every rank
+                for inputs in _inputs(weight, batch):
+                    draw(*inputs)
             return
+        first, *others = (
+            kernel for batches in self.batches for kernel in zip(*(_inputs(weight, batch) for batch in batches), strict=True)
+        )
+        for inputs in first:
+            draw(*inputs)
         stream = torch.cuda.current_stream(weight.device) if weight.is_cuda else None
         inference = torch.is_inference_mode_enabled()
 
-        def draw_alike(inputs: tuple[Tensor, Tensor | float, Tensor]) -> None:
+        def draw_alike(kernel: tuple[Inputs, ...]) -> None:
             with torch.cuda.stream(stream), torch.inference_mode(inference):  # which are a thread's own
-                draw(*inputs)
+                for inputs in kernel:
+                    draw(*inputs)
 
         with ThreadPoolExecutor(self.at_once) as pool:
             for _ in pool.map(draw_alike, others):  # raises what a draw raises
@@ -178,7 +186,7 @@ def plan(
     step = example(weight)._replace(asked=asked)
     name = impl if tp is None else tp.impl
     if name is not None and (name not in BACKENDS or BACKENDS[name].unsupported(step) is not None):
-        return Plan([], [1], 1)  # the call says what is wrong
+        return Plan([], [[1]], 1)  # the call says what is wrong
     # what is asked for is drawn behind a matmul, in the shapes of one draw
     draws = num_samples if asked is PLAIN else 1
     backend = ops.choose(step, name or "")

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 import warnings
 
 import pytest
@@ -108,7 +109,7 @@ def test_one_draw_after_another_or_at_once(in_turn, device):
 
     own = torch.cuda.Stream() if device.type == "cuda" else None
     with torch.inference_mode(), torch.cuda.stream(own):
-        Plan(["a", "b", "c", "d", "e", "f"], [1, 17, 33], 5).draw(torch.zeros(9, 8, device=device), draw, in_turn=in_turn)
+        Plan(["a", "b", "c", "d", "e", "f"], [[1], [17], [33]], 5).draw(torch.zeros(9, 8, device=device), draw, in_turn=in_turn)
     calls = [(batch, per_row) for batch in (1, 17, 33) for per_row in (True, False)]
     assert [call[:2] for call in drawn] == calls if in_turn else sorted(call[:2] for call in drawn) == sorted(calls)
     assert drawn[0][:3] == (1, True, threading.get_ident())
@@ -122,7 +123,48 @@ def test_a_draw_that_fails_at_once_with_others_is_the_callers_error():
             raise ValueError("no room for 17")
 
     with pytest.raises(ValueError, match="no room for 17"):
-        Plan(["a"], [1, 17, 33], 2).draw(torch.zeros(9, 8), draw)
+        Plan(["a"], [[1], [17], [33]], 2).draw(torch.zeros(9, 8), draw)
+
+
+def test_draws_of_one_kernel_are_one_threads():
+    """A kernel that another thread has compiled may not be loaded yet."""
+    threads: dict[tuple[int, bool], int] = {}
+
+    def draw(states, temperature, zeros):
+        time.sleep(0.02)
+        threads[len(states), isinstance(temperature, float)] = threading.get_ident()
+
+    Plan([], [[1, 40], [17, 33, 65], [129]], 4).draw(torch.zeros(9, 8), draw)
+    assert len(threads) == 12
+    own = threading.get_ident()
+    assert threads[1, False] == threads[40, False] == own
+    for kind in (False, True):
+        assert threads[17, kind] == threads[33, kind] == threads[65, kind] != own
+    assert threads[1, True] == threads[40, True] != own
+    assert threads[17, False] != threads[17, True]
+    in_turn: list[int] = []
+    Plan([], [[1, 40], [17, 33, 65], [129]], 4).draw(
+        torch.zeros(9, 8), lambda states, *_: in_turn.append(len(states)), in_turn=True
+    )
+    assert in_turn == [1, 1, 17, 17, 33, 33, 40, 40, 65, 65, 129, 129]
+
+
+@pytest.mark.parametrize("use_tma", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("num_samples", [1, 3])
+def test_batches_of_one_kernel_stand_together(use_tma, dtype, num_samples, monkeypatch):
+    from flashsampling.impl.triton import config
+
+    def choose(states, weight, num_samples):
+        on = use_tma and dtype != torch.float32
+        return config.shape_for(states.shape[0], states.shape[1], states.dtype, num_samples, on)
+
+    monkeypatch.setattr(config, "choose_config", choose)
+    weight = torch.zeros(5, 4096, dtype=dtype)
+    names, batches = config.compiled_for(weight, 600, num_samples)
+    shapes = [{choose(torch.zeros(batch, 4096, dtype=dtype), weight, num_samples) for batch in some} for some in batches]
+    assert all(len(some) == 1 for some in shapes)
+    assert len(set().union(*shapes)) == len(batches) == len(names) / 2
 
 
 AT_ONCE = """
@@ -140,7 +182,7 @@ weight = torch.zeros(500, 264, dtype=torch.bfloat16)
 def draw(states, temperature, zeros):
     launch.run(Step(states, weight, temperature, zeros, zeros, 1, 500))
 
-plan = Plan([], [1, 17, 33], 4)
+plan = Plan([], [[1], [17], [33]], 4)
 for _ in range(2):
     plan.draw(weight, draw)
 print(len(compiled), len({kernel.hash for kernel in compiled}), len({id(kernel) for kernel in compiled}))
@@ -164,9 +206,9 @@ def test_the_hopper_kernels_shapes_up_to_a_batch(dim, most):
 
     names, batches = compiled_for(torch.empty(1, dim, dtype=torch.float16), most, 1)
     wanted = {choose_config(batch, dim) for batch in range(1, most + 1)}
-    assert {choose_config(batch, dim) for batch in batches} == wanted
+    assert {choose_config(batch, dim) for (batch,) in batches} == wanted
     assert len(batches) == len(wanted)
-    assert names == [f"cute float16 {choose_config(batch, dim)}" for batch in batches]
+    assert names == [f"cute float16 {choose_config(batch, dim)}" for (batch,) in batches]
 
 
 @pytest.mark.gpu
