@@ -83,8 +83,8 @@ class Parameters(NamedTuple):
         return self.masks is not None or any(getattr(self.asked, name) is not None for name in MATRICES)
 
     def asked_by(self, numbers: Sequence[Any], request: Tensor | None, masks: Tensor | None, counts: Tensor | None) -> Asked:
-        """What these requests ask for, (k,), or None if ``numbers`` is all, which are theirs already; masks and counts are of
-        their positions."""
+        """What requests ask for at some positions: ``numbers`` (``step.NUMBERS``), masks and counts are of these already.
+        ``request`` (k,): whose they are; None if nobody has matrices."""
         if self.asked is PLAIN and masks is None:
             return PLAIN
         asked = self.asked._replace(**dict(zip(NUMBERS, numbers)))

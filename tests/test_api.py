@@ -21,6 +21,7 @@ from flashsampling.distributed import agreement
 from flashsampling.impl import streaming
 from flashsampling.step import Drawn
 from tests.conftest import DEVICE
+from tests.operators import Operators
 from tests.problems import IMPLEMENTATIONS, make_problem
 
 STATES = torch.ones(3, 8)
@@ -438,25 +439,15 @@ def test_whoever_watches_sees_the_operator():
     """A plain call goes past the dispatcher; modes, tracers and the profiler still find one operator."""
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.profiler import ProfilerActivity, profile
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Names(TorchDispatchMode):
-        def __init__(self):
-            super().__init__()
-            self.seen = []
-
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            self.seen.append(str(function))
-            return function(*args, **(kwargs or {}))
 
     def draw(states):
         return sample(states, WEIGHT, seed=3).token_ids
 
     expected = draw(STATES)
-    with Names() as mode:
+    with Operators() as ran:
         tokens = draw(STATES)
     assert torch.equal(tokens, expected)
-    assert mode.seen == ["flashsampling.sample.default"]
+    assert ran.names == ["flashsampling.sample.default"]
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         draw(STATES)
     assert "flashsampling::sample" in {event.key for event in profiler.key_averages()}

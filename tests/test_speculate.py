@@ -111,5 +111,13 @@ def test_what_is_refused(script, monkeypatch, prompt, model, message):
         script.main(model="one", prompt=prompt)
 
 
-def test_seeds_wrap_around(script, capsys):
+def test_seeds_wrap_around(script, monkeypatch):
+    seeds, speculate = [], script.speculate
+
+    def recorded(target, propose, sampler, *others):
+        seeds.append(sampler.seeds.tolist())
+        return speculate(target, propose, sampler, *others)
+
+    monkeypatch.setattr(script, "speculate", recorded)
     script.main(random=True, batch=2, tokens=2, seed=2**63 - 1)
+    assert seeds == [[2**63 - 1, -(2**63)]] * 3

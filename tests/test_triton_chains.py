@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashsampling
 from flashsampling import TokenCounts, acceptance, verify, verify_from_logits
@@ -16,6 +15,7 @@ from flashsampling.drafts import Given
 from flashsampling.impl.triton import chains, rejection
 
 from .conftest import DEVICE
+from .operators import Operators
 
 
 def random_given(generator: torch.Generator, batch: int, n: int, is_ragged: bool) -> Given:
@@ -139,18 +139,6 @@ def test_drafts_of_any_stride(method, monkeypatch):
         states.flatten(0, 1), weight, drafts.flatten(), cu_draft_lengths=bounds, max_draft_length=2, method=method, seed=seeds
     )
     assert torch.equal(out.token_ids, flat.token_ids)
-
-
-class Operators(TorchDispatchMode):
-    """Names of torch's operators that ran."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, operator, types, arguments=(), options=None):
-        self.names.append(operator.name())
-        return operator(*arguments, **options or {})
 
 
 @pytest.mark.parametrize("method", ["match", "rejection"])
