@@ -328,7 +328,9 @@ class LMHeadSampler(nn.Module):
             several = hasattr(given, "__len__") and getattr(given, "ndim", 1) > 0  # if not, verify says what is wrong
             batch = 0
             if several:  # by ``shape``, which is a symbol in ``torch.export``, where ``len`` is a number
-                batch = (given.shape[0] if isinstance(given, Tensor) else len(given)) - (bounds is not None)
+                batch = given.shape[0] if isinstance(given, Tensor) else len(given)
+                if bounds is not None:
+                    batch -= 1
             if batch > self.max_batch_size:
                 raise ValueError(f"drafts must be of at most max_batch_size = {self.max_batch_size} requests, got {batch}")
             if temperature is None:

@@ -18,6 +18,8 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHead
 
 from flashsampling.integrations.transformers import generate  # noqa: E402
 
+from .conftest import DEVICE  # noqa: E402
+
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "scripts" / "speculate"
 
@@ -81,7 +83,7 @@ def gemma():
 
 def test_models_that_cap_their_logits(script, monkeypatch):
     """Tokens are those of ``generate``, and the drafter of all layers, which has the cap as well, is always right."""
-    model, tokenizer = gemma(), Tokenizer()
+    model, tokenizer = gemma().to(DEVICE), Tokenizer()
     monkeypatch.setattr(script, "load_model", lambda *_: (model, tokenizer))
     rounds, speculate = [], script.speculate
 
@@ -91,7 +93,7 @@ def test_models_that_cap_their_logits(script, monkeypatch):
 
     monkeypatch.setattr(script, "speculate", recorded)
     script.main(model="gemma", prompt="3 4 5", batch=1, tokens=8, layers=2, compare=True, seed=4)
-    ids = torch.tensor([[3, 4, 5]])
+    ids = torch.tensor([[3, 4, 5]], device=DEVICE)
     options = {"do_sample": True, "top_k": 0, "temperature": 0.7, "seeds": [4], "max_new_tokens": 8, "pad_token_id": 0}
     expected = model.generate(ids, attention_mask=torch.ones_like(ids), custom_generate=generate, **options)
     assert tokenizer.written == expected[0, 3:].tolist()
