@@ -1,7 +1,8 @@
-"""Tables of README and docs/ that are filled from result files: ``python -m benchmarks.tables``, after ``benchmarks.verify`` or
-``benchmarks.vllm_engine`` has written one, puts its figures into the pages and draws its picture again. ``tests/test_docs.py``
-compares them. No GPU is needed."""
+"""Tables of README and docs/ that are filled from result files: ``python -m benchmarks.tables``, after ``benchmarks.verify``,
+``benchmarks.requests`` or ``benchmarks.vllm_engine`` has written one, puts its figures into the pages and draws its picture
+again. ``tests/test_docs.py`` compares them. No GPU is needed."""
 
+import functools
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,6 +16,13 @@ RESULTS = ROOT / "benchmarks" / "results"
 PEERS = ("compiled torch", "FlashInfer")
 README_HEAD = (151936, 4096)
 README_HEADER = "| LM head | n | B | match / `sample` | rejection, ms | / compiled torch | / FlashInfer |"
+DRAFTER_HEADER = "| D | B | layer | and `sample` | and logits, softmax, multinomial |"
+DRAFTER_STEPS = ("layer", "layer, sample", "layer, logits, softmax, multinomial")
+REQUESTS = ("top-k top-p", "top-p", "min-p", "mask", "penalties", "top_logprobs=5", "everything")
+REQUESTS_HEADER = (
+    "| LM head | B | no filter, ms | top-k, top-p | top-p | min-p | mask | penalties | 5 top logprobs | everything "
+    "| / FI top-k top-p | / FI top-p | / FI min-p | memory |"
+)
 DOCS_HEADER = "| LM head | filters | n | B | accepted | sample | match | rejection | compiled torch | FlashInfer |"
 
 ENGINE_HEADER = (
@@ -56,6 +64,27 @@ def docs_table(result: Mapping[str, Any]) -> str:
         times = [f"{row['ms'][step]:.3f}" if step in row["ms"] else "-" for step in steps]
         rows.append([*cells, f"{row['accepted']:.2f}", *times])
     return _table(DOCS_HEADER, rows)
+
+
+def drafter_table(result: Mapping[str, Any]) -> str:
+    """A drafter's layer and what draws from it, milliseconds."""
+    rows = []
+    for row in result["drafter"]:
+        times = [f"{row['ms'][step]:.3f}" for step in DRAFTER_STEPS]
+        rows.append([str(row["dim"]), str(row["batch"]), *times])
+    return _table(DRAFTER_HEADER, rows)
+
+
+def requests_table(result: Mapping[str, Any]) -> str:
+    """What requests ask for: over the step without, over FlashInfer's with the same filters; memory over (B, V) float32."""
+    rows = []
+    for row in result["rows"]:
+        ms = row["ms"]
+        cells = [f"V={row['vocab']} D={row['dim']}", str(row["batch"]), f"{ms['cute unfiltered']:.3f}"]
+        cells += [_over(ms, asked, "cute unfiltered") for asked in REQUESTS]
+        cells += [_over(ms, asked, f"FlashInfer {asked}") for asked in REQUESTS[:3]]
+        rows.append([*cells, f"{row['peak_bytes'] / (4 * row['batch'] * row['vocab']):.2f}"])
+    return _table(REQUESTS_HEADER, rows)
 
 
 def engine_name(result: Mapping[str, Any]) -> str:
@@ -101,20 +130,29 @@ def with_table(text: str, table: str) -> str:
     return out
 
 
-def pages(drafts: Mapping[str, Any], engines: Sequence[Mapping[str, Any]]) -> dict[Path, str]:
+def pages(drafts: Mapping[str, Any], requests: Mapping[str, Any], engines: Sequence[Mapping[str, Any]]) -> dict[Path, str]:
     """What the pages say after these runs."""
-    tables = {ROOT / "README.md": readme_table(drafts), ROOT / "docs" / "benchmarks.md": docs_table(drafts)}
+    tables = {
+        ROOT / "README.md": [readme_table(drafts)],
+        ROOT / "docs" / "benchmarks.md": [docs_table(drafts), drafter_table(drafts), requests_table(requests)],
+    }
     if engines:
-        tables[ROOT / "docs" / "vllm.md"] = engine_table(engines)
-    return {path: with_table(path.read_text(encoding="utf-8"), table) for path, table in tables.items()}
+        tables[ROOT / "docs" / "vllm.md"] = [engine_table(engines)]
+    return {path: functools.reduce(with_table, some, path.read_text(encoding="utf-8")) for path, some in tables.items()}
+
+
+def result_of(benchmark: str) -> dict[str, Any]:
+    """What its last run left in benchmarks/results."""
+    result: dict[str, Any] = json.loads((RESULTS / f"{benchmark}.json").read_text(encoding="utf-8"))
+    return result
 
 
 def main() -> None:
     """Fills the tables of README.md, docs/benchmarks.md and docs/vllm.md from benchmarks/results, and draws their pictures."""
     from . import plots
 
-    drafts, engines = json.loads((RESULTS / "verify.json").read_text(encoding="utf-8")), engine_results()
-    for path, text in pages(drafts, engines).items():
+    drafts, engines = result_of("verify"), engine_results()
+    for path, text in pages(drafts, result_of("requests"), engines).items():
         path.write_text(text, encoding="utf-8")
     plots.drafts(drafts, RESULTS / "verify.png")
     if engines:

@@ -127,11 +127,13 @@ def test_the_ratios_are_those_of_the_run():
         assert triton == over(config, batch, "cuBLAS alone", "triton")
 
 
-def test_the_tables_of_drafts_are_those_of_the_run():
+def test_the_tables_are_those_of_the_runs():
     """``python -m benchmarks.tables`` changes nothing."""
-    result = json.loads((RESULTS / "verify.json").read_text(encoding="utf-8"))
-    for path, text in tables.pages(result, tables.engine_results()).items():
+    result, requests = tables.result_of("verify"), tables.result_of("requests")
+    for path, text in tables.pages(result, requests, tables.engine_results()).items():
         assert text == PAGES[path.relative_to(ROOT).as_posix()]
+    ms = requests["rows"][0]["ms"]
+    assert f"| {ms['top-p'] / ms['cute unfiltered']:.2f} |" in tables.requests_table(requests)
     row = result["rows"][0]
     assert f"| {row['ms']['rejection']:.3f} |" in tables.readme_table(result)
 
