@@ -21,8 +21,8 @@ FOLDERS = ("flashsampling", "tests", "benchmarks", "docs", "examples", "scripts"
 FILES = {path.relative_to(ROOT).as_posix() for place in FOLDERS for path in (ROOT / place).rglob("*")}
 FILES |= {*FOLDERS, *(path.name for path in ROOT.iterdir() if path.is_file())}
 RESULTS = ROOT / "benchmarks" / "results"
-SAMPLE = json.loads((RESULTS / "sample.json").read_text(encoding="utf-8"))
-TABLES = json.loads((RESULTS / "hopper_profile.json").read_text(encoding="utf-8"))["tables"]
+SAMPLE = tables.result_of("sample")
+TABLES = tables.result_of("hopper_profile")["tables"]
 SOURCES = {  # name of a module of the package -> its file
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in PACKAGE.rglob("*.py")
 }
@@ -155,6 +155,16 @@ def test_the_table_and_the_picture_of_an_engine(tmp_path):
     ]
     plots.engine(results, tmp_path / "vllm.png")
     assert (tmp_path / "vllm.png").stat().st_size > 10_000
+
+
+def test_the_tables_of_requests_and_of_a_drafter():
+    times = zip(("cute unfiltered", *tables.REQUESTS), (2.0, 2.2, 2.4, 2.6, 2.0, 2.1, 3.0, 4.0), strict=True)
+    theirs = {"FlashInfer top-k top-p": 4.4, "FlashInfer top-p": 2.4}
+    row = {"vocab": 1000, "dim": 64, "batch": 2, "ms": dict(times) | theirs, "peak_bytes": 10_000}
+    cells = "1.10 | 1.20 | 1.30 | 1.00 | 1.05 | 1.50 | 2.00 | 0.50 | 1.00 | - | 1.25"
+    assert tables.requests_table({"rows": [row]}).splitlines()[2:] == [f"| V=1000 D=64 | 2 | 2.000 | {cells} |"]
+    drafter = {"dim": 64, "batch": 2, "ms": dict(zip(tables.DRAFTER_STEPS, (0.1, 0.25, 0.5), strict=True))}
+    assert tables.drafter_table({"drafter": [drafter]}).splitlines()[2:] == ["| 64 | 2 | 0.100 | 0.250 | 0.500 |"]
 
 
 def test_a_table_is_filled_in_where_its_header_is():
