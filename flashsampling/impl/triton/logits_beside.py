@@ -79,6 +79,7 @@ def write_top(
             source,
             chunk_keys,
             bound,
+            chunks_in(source.vocab_size),
             list_ptr,
             keys_ptr,
             cand_ids,

@@ -217,13 +217,15 @@ def chunk_tile(
 
 @triton.jit
 def gather(
-    source, chunk_keys, bound, list_ptr, keys_ptr, ids_ptr, masses_ptr, top, scale, wants_mass, RAW: tl.constexpr,
+    source, chunk_keys, bound, most, list_ptr, keys_ptr, ids_ptr, masses_ptr, top, scale, wants_mass, RAW: tl.constexpr,
     CAPACITY: tl.constexpr, GATHERED: tl.constexpr, HEAD: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
     """Writes the candidates, the tokens with at least the key ``bound``: keys, ids, masses. How many, also where there is no
-    room for them, and, if someone wants it, their mass. While it counts those of some chunks, the next are on their way."""
+    room for them, and, if someone wants it, their mass. While it counts those of some chunks, the next are on their way. Of
+    more than ``most`` chunks it writes none, and says that there is no room."""
     listed = list_chunks(chunk_keys, bound, list_ptr)
-    count = tl.full((), 0, tl.int32)
+    count = tl.where(listed > most, CAPACITY + 1, 0)
+    listed = tl.where(listed > most, 0, listed)
     mass = tl.zeros((GATHERED, 32), tl.float32)
     x, token, live = chunk_tile(source, list_ptr, listed, 0, RAW, GATHERED, HEAD, ENTRIES)
     for first in range(0, listed, GATHERED):

@@ -119,6 +119,57 @@ def draw_from_candidates(
 
 
 @triton.jit
+def draw_in_rounds(
+    tokens, drawn, target, by_mass, top_k, by_count, least_mass, temperature, seed, offset, draw_number, HEAD: tl.constexpr,
+    ENTRIES: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """The token of one draw, of candidates that hold all tokens before ``drawn`` in the row's order, or all that may be kept.
+
+    What a filter keeps is a prefix of that order. So of a token it is enough to know how many, and how much mass, are before
+    it; and if it is not kept, nothing behind it is, and the draw is the best score of those before it. ``drawn``, which has
+    the best score of the row, is asked first. Each round leaves what is before a token that was drawn, a fraction 1 - p of the
+    rows of a nucleus need a second one.
+
+    Args:
+        drawn: the row's token without filters, int32, -1: it is not kept.
+        target: what the mass before a kept token is less than, float64, if ``by_mass``.
+        top_k: what the number of tokens before it is less than, if ``by_count``.
+        least_mass: of a kept token; the first token is kept whatever it is.
+    """
+    scale, noise_factor = score_factors(temperature)
+    key_lo, key_hi = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
+    offset_lo, offset_hi = offset.to(tl.uint32), (offset >> 32).to(tl.uint32)
+    token = drawn
+    limit = tl.full((), -1, tl.int64)  # places from there on have been refused, and what is behind them
+    searching = tl.full((), 1, tl.int32)
+    while searching != 0:
+        if token < 0:
+            best = _best_kept(
+                tokens, limit + 1, 0.0, draw_number, scale, noise_factor, offset_lo, offset_hi, key_lo, key_hi, False, TILE
+            )
+            if best == NAN_KEY:  # a word 0
+                best = _best_kept(
+                    tokens, limit + 1, 0.0, draw_number, scale, noise_factor, offset_lo, offset_hi, key_lo, key_hi, True, TILE
+                )
+            token = _id_of(best).to(tl.int32)
+        _raw, x = both_logits_of(tokens.source, token, HEAD, ENTRIES)
+        limit = place_of(tokens, key_of(x), token)
+        many = tl.zeros((TILE,), tl.int32)
+        mass = tl.zeros((TILE,), tl.float32)
+        for start in range(0, tokens.count, TILE):
+            key, other, live = tile_of(tokens, start, False, TILE, False, 1)
+            live = live & (place_of(tokens, key, other) > limit)
+            many += live.to(tl.int32)
+            mass += tl.load(tokens.masses + start + tl.arange(0, TILE), mask=live, other=0.0)
+        before_it, mass_before = tl.sum(many, axis=0), tl.sum(mass, axis=0)
+        kept = ((by_mass == 0) | (mass_before.to(tl.float64) < target)) & ((by_count == 0) | (before_it < top_k))
+        kept = kept & reaches(x, mass_of(x, tokens.top, tokens.scale), least_mass, tokens.top, tokens.scale)
+        searching = ((kept | (before_it == 0)) == 0).to(tl.int32)
+        token = tl.where(searching != 0, -1, token)
+    return token
+
+
+@triton.jit
 def all_equal(tokens, highest, TILE: tl.constexpr, HEAD: tl.constexpr, ENTRIES: tl.constexpr):
     """Whether every logit of a row is the highest one: its first other one ends the search."""
     equal = tl.full((), 1, tl.int32)

@@ -19,7 +19,7 @@ from triton.language.extra.cuda import gdc_wait
 from .constant import Constant
 from .logits_beside import log_sum_exp, place_in_row, write_drawn, write_given, write_record, write_top
 from .logits_chunks import first_ties, gather, highest_of, kth_highest, load_chunks, lowest_of_tokens, masses_of, nucleus_bound
-from .logits_draw import all_equal, draw_from_candidates, draw_from_few, draw_from_row
+from .logits_draw import all_equal, draw_from_candidates, draw_from_few, draw_from_row, draw_in_rounds
 from .logits_search import Tokens, limit_of, mass_of_kept
 from .logits_source import (
     GREEDY_BELOW,
@@ -31,18 +31,21 @@ from .logits_source import (
     NO_LOGIT,
     PLUS_INF,
     Source,
+    both_logits_of,
     chunks_in,
     key_of,
     mass_scale,
     row_f32,
     row_i64,
     row_top_k,
+    stored,
     value_of,
     word_of,
 )
 from .scores import NAN_KEY, NO_TOKEN, ORDERED_INF
 
 _LOWEST = Constant(-0x80000000)
+_AT_FIRST = Constant(512)  # chunks with tokens before the one that is drawn without filters, not more
 
 
 @triton.jit
@@ -62,6 +65,15 @@ def _limit(
             is_share = by_mass & by_top_k
             limit = limit_of(tokens, highest, limit, by_mass, target, is_share, WHOLE, FEW, TILE, HEAD, ENTRIES)
     return limit
+
+
+@triton.jit
+def _key_in_row(source, token, HEAD: tl.constexpr, ENTRIES: tl.constexpr):
+    """A token's key; one below all where its logit is not in memory."""
+    tokens = token + tl.arange(0, 1)
+    there = stored(source, tokens, tokens >= 0)
+    _raw, x = both_logits_of(source, token, HEAD, ENTRIES)
+    return tl.where(tl.max(there.to(tl.int32), axis=0) != 0, key_of(x), _LOWEST)
 
 
 @triton.jit
@@ -294,10 +306,19 @@ def pick_kernel(
             bound = least
             count = tl.full((), 0, tl.int32)
             attempts = tl.full((), 2, tl.int32)
+            in_rounds = False
+            drawn_key = tl.full((), _LOWEST, tl.int32)
+            if DRAWN and not LOGPROBS:
+                in_rounds = (by_top_k & by_top_p) == 0
+                if num_samples == 1:  # all that it takes is what is before the token that the row has without filters
+                    drawn_key = _key_in_row(source, tl.load(winners_ptr + far).to(tl.int32), HEAD, ENTRIES)
+                    attempts += (in_rounds & (drawn_key > _LOWEST)).to(tl.int32)
             while attempts > 0:
                 # read again: registers for all of them would be one program less per multiprocessor
                 keys = load_chunks(keys_ptr + at_chunks, num_chunks, NO_LOGIT, WIDTH, PARTS)
-                if by_top_k:
+                if attempts == 3:
+                    bound = tl.maximum(drawn_key, least)
+                elif by_top_k:
                     bound = tl.maximum(kth_highest(keys, highest, top_k, num_chunks), least)
                     if bound == highest:  # so many ties: those of the lowest ids
                         keys = first_ties(keys, highest, top_k)
@@ -307,19 +328,35 @@ def pick_kernel(
                         masses, _ = masses_of(keys, sums, top, scale)
                         guess = tl.where(attempts == 2, 0.8, 0.2)
                         bound = tl.maximum(nucleus_bound(keys, masses, top, scale, guess * rest, vocab_size), least)
+                most = tl.where(attempts == 3, _AT_FIRST, num_chunks)
                 count, mass = gather(
-                    source, keys, bound, list_ptr, cand_keys, cand_ids, cand_masses, top, scale, by_top_k == 0, False,
+                    source, keys, bound, most, list_ptr, cand_keys, cand_ids, cand_masses, top, scale, by_top_k == 0, False,
                     CAPACITY, GATHERED, HEAD, ENTRIES,
                 )  # fmt: skip
                 attempts -= 1
-                if by_top_k | (bound <= least) | (mass >= target):
+                if attempts == 2:
+                    attempts = tl.where(count <= CAPACITY, 0, attempts)
+                elif by_top_k | (bound <= least) | (mass >= target):
                     attempts = attempts * 0
                 elif (attempts == 0) | (count > CAPACITY):  # too many above a bound that is still too high
                     attempts = attempts * 0
                     count = count * 0 + CAPACITY + 1
                     bound = least
             lowest = bound.to(tl.int64)
-            if count <= FEW:
+            if in_rounds & (count <= CAPACITY):
+                if DRAWN and not LOGPROBS:
+                    tokens = Tokens(source, cand_keys, cand_ids, cand_masses, count, lowest, ID_BITS, top, scale, list_ptr)
+                    share = tl.maximum(top_p, 1e-30).to(tl.float64) * row_mass
+                    for draw in range(num_samples):
+                        drawn = tl.load(winners_ptr + far * num_samples + draw).to(tl.int32)
+                        drawn = tl.where(_key_in_row(source, drawn, HEAD, ENTRIES) >= bound, drawn, -1)
+                        draw_number = (draw | (stream << 24)).to(tl.uint32)
+                        token = draw_in_rounds(
+                            tokens, drawn, share, by_top_p, top_k, by_top_k, min_p, temperature, seed, offset, draw_number,
+                            HEAD, ENTRIES, TILE,
+                        )  # fmt: skip
+                        tl.store(ids_ptr + draw, token.to(tl.int64))
+            elif count <= FEW:
                 tokens = Tokens(source, cand_keys, cand_ids, cand_masses, count, lowest, ID_BITS, top, scale, list_ptr)
                 kept_mass, first_kept = draw_from_few(
                     tokens, row_mass, top_k, top_p, min_p, by_top_k, by_top_p, temperature, seed, offset, stream, ids_ptr,
