@@ -34,7 +34,9 @@ from .logits_source import (
     both_logits_of,
     chunks_in,
     key_of,
+    mass_of,
     mass_scale,
+    reaches,
     row_f32,
     row_i64,
     row_top_k,
@@ -68,12 +70,12 @@ def _limit(
 
 
 @triton.jit
-def _key_in_row(source, token, HEAD: tl.constexpr, ENTRIES: tl.constexpr):
-    """A token's key; one below all where its logit is not in memory."""
+def _in_memory(source, token, HEAD: tl.constexpr, ENTRIES: tl.constexpr):
+    """A token and its key; -1 where its logit is not in memory."""
     tokens = token + tl.arange(0, 1)
-    there = stored(source, tokens, tokens >= 0)
+    there = tl.max(stored(source, tokens, tokens >= 0).to(tl.int32), axis=0) != 0
     _raw, x = both_logits_of(source, token, HEAD, ENTRIES)
-    return tl.where(tl.max(there.to(tl.int32), axis=0) != 0, key_of(x), _LOWEST)
+    return tl.where(there, token, -1), key_of(x)
 
 
 @triton.jit
@@ -210,6 +212,11 @@ def pick_kernel(
     least_mass = tl.full((), 0.0, tl.float32)
     first_kept = tl.full((), -(1 << 62), tl.int64)
     top = tl.full((), 0.0, tl.float32)
+    first = tl.full((), -1, tl.int32)  # the row's token without filters, -1: its logit is not in memory
+    first_key = tl.full((), _LOWEST, tl.int32)
+    if FILTERS and DRAWN and not LOGPROBS:
+        first = tl.load(winners_ptr + far * num_samples).to(tl.int32)
+        first, first_key = _in_memory(source, first, HEAD, ENTRIES)  # on its way while the first numbers are added up
     if FILTERS or LOGPROBS:
         keys = load_chunks(keys_ptr + at_chunks, num_chunks, NO_LOGIT, WIDTH, PARTS)
         highest = tl.max(highest_of(keys), axis=0)
@@ -306,18 +313,19 @@ def pick_kernel(
             bound = least
             count = tl.full((), 0, tl.int32)
             attempts = tl.full((), 2, tl.int32)
-            in_rounds = False
-            drawn_key = tl.full((), _LOWEST, tl.int32)
+            in_rounds = False  # one draw, and at first candidates for it alone
+            both = by_top_k & by_top_p
             if DRAWN and not LOGPROBS:
-                in_rounds = (by_top_k & by_top_p) == 0
-                if num_samples == 1:  # all that it takes is what is before the token that the row has without filters
-                    drawn_key = _key_in_row(source, tl.load(winners_ptr + far).to(tl.int32), HEAD, ENTRIES)
-                    attempts += (in_rounds & (drawn_key > _LOWEST)).to(tl.int32)
+                in_rounds = (num_samples == 1) & (first >= 0) & ((both == 0) | (first_key == highest))
+                attempts += in_rounds.to(tl.int32)
+                if in_rounds & ((by_top_k | by_top_p) == 0):  # a min-p: it is known without the others
+                    x = value_of(first_key)
+                    attempts = tl.where(reaches(x, mass_of(x, top, scale), min_p, top, scale), 0, attempts)
             while attempts > 0:
                 # read again: registers for all of them would be one program less per multiprocessor
                 keys = load_chunks(keys_ptr + at_chunks, num_chunks, NO_LOGIT, WIDTH, PARTS)
                 if attempts == 3:
-                    bound = tl.maximum(drawn_key, least)
+                    bound = tl.maximum(first_key, least)
                 elif by_top_k:
                     bound = tl.maximum(kth_highest(keys, highest, top_k, num_chunks), least)
                     if bound == highest:  # so many ties: those of the lowest ids
@@ -334,8 +342,10 @@ def pick_kernel(
                     CAPACITY, GATHERED, HEAD, ENTRIES,
                 )  # fmt: skip
                 attempts -= 1
-                if attempts == 2:
-                    attempts = tl.where(count <= CAPACITY, 0, attempts)
+                if in_rounds & (attempts == 2):
+                    enough = (count <= CAPACITY) & ((both == 0) | (count == 1))  # 1: the row's first token is kept
+                    attempts = tl.where(enough, 0, attempts)
+                    in_rounds = enough | (both == 0)
                 elif by_top_k | (bound <= least) | (mass >= target):
                     attempts = attempts * 0
                 elif (attempts == 0) | (count > CAPACITY):  # too many above a bound that is still too high
@@ -347,15 +357,11 @@ def pick_kernel(
                 if DRAWN and not LOGPROBS:
                     tokens = Tokens(source, cand_keys, cand_ids, cand_masses, count, lowest, ID_BITS, top, scale, list_ptr)
                     share = tl.maximum(top_p, 1e-30).to(tl.float64) * row_mass
-                    for draw in range(num_samples):
-                        drawn = tl.load(winners_ptr + far * num_samples + draw).to(tl.int32)
-                        drawn = tl.where(_key_in_row(source, drawn, HEAD, ENTRIES) >= bound, drawn, -1)
-                        draw_number = (draw | (stream << 24)).to(tl.uint32)
-                        token = draw_in_rounds(
-                            tokens, drawn, share, by_top_p, top_k, by_top_k, min_p, temperature, seed, offset, draw_number,
-                            HEAD, ENTRIES, TILE,
-                        )  # fmt: skip
-                        tl.store(ids_ptr + draw, token.to(tl.int64))
+                    token = draw_in_rounds(
+                        tokens, tl.where(first_key >= bound, first, -1), share, by_top_p, top_k, by_top_k, min_p, temperature,
+                        seed, offset, (stream << 24).to(tl.uint32), HEAD, ENTRIES, FEW,
+                    )  # fmt: skip
+                    tl.store(ids_ptr, token.to(tl.int64))
             elif count <= FEW:
                 tokens = Tokens(source, cand_keys, cand_ids, cand_masses, count, lowest, ID_BITS, top, scale, list_ptr)
                 kept_mass, first_kept = draw_from_few(
