@@ -11,6 +11,7 @@ pytest.importorskip("triton")
 
 from flashsampling.impl import filters, reference
 from flashsampling.impl.triton import logits_pick
+from flashsampling.impl.triton.constant import Constant
 from flashsampling.impl.triton.logits import Config, Records, Summaries, empty_records, pick, run
 from flashsampling.step import PLAIN, Asked, Drawn, Step, layout
 from tests.conftest import COMPILED, DEVICE
@@ -177,6 +178,38 @@ def test_the_lowest_ids_of_ties_are_not_always_in_the_first_chunks(asked):
         ids = chunk // 4 * 128 + chunk % 4 * 16 + torch.randint(16, chunk.shape) + torch.randint(2, chunk.shape) * 64
         logits[row, ids] = 1.0
     check(with_logits(step, logits))
+
+
+@pytest.mark.parametrize(
+    "at_first", [logits_pick._AT_FIRST.value, pytest.param(1, marks=pytest.mark.skipif(CUDA, reason="compiled in"))]
+)
+@pytest.mark.parametrize(
+    "asked",
+    [
+        Asked(top_p=0.02),
+        Asked(top_p=0.4),
+        Asked(top_k=2),
+        Asked(top_k=90),
+        Asked(min_p=0.6),
+        Asked(min_p=1.5),
+        Asked(top_p=0.4, min_p=0.3),
+        Asked(top_k=60, min_p=0.5),
+        Asked(top_k=1, top_p=0.5),
+        Asked(top_k=60, top_p=0.6),
+    ],
+)
+def test_tokens_that_are_refused(asked, at_first, monkeypatch):
+    """Flat rows with ties, where hardly any token that is drawn without filters is kept, once or several times; a peaked one
+    and one whose highest logit several tokens have, where many are."""
+    monkeypatch.setattr(logits_pick, "_AT_FIRST", Constant(at_first))
+    rows = 20
+    step = make_step(batch=rows, vocab=VOCAB, asked=asked, num_samples=1, temperature=torch.rand(rows) + 0.5, std=0.5)
+    logits = (step.hidden_states * 8).round() / 8
+    logits[0, 300] = 12.0
+    logits[1, [7, 70, 207, 300]] = 12.0
+    step = with_logits(step, logits)
+    drawn = check(step)
+    assert (drawn.ids != reference.run(step._replace(asked=PLAIN)).ids).sum() >= 5
 
 
 def test_equal_rows_where_the_unfiltered_token_is_kept_and_where_it_is_not():

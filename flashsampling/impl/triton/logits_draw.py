@@ -127,8 +127,8 @@ def draw_in_rounds(
 
     What a filter keeps is a prefix of that order. So of a token it is enough to know how many, and how much mass, are before
     it; and if it is not kept, nothing behind it is, and the draw is the best score of those before it. ``drawn``, which has
-    the best score of the row, is asked first. Each round leaves what is before a token that was drawn, a fraction 1 - p of the
-    rows of a nucleus need a second one.
+    the best score of the row, is asked first. Each round leaves what is before a token that was refused; of rows with a
+    nucleus of mass p a fraction 1 - p need a second one.
 
     Args:
         drawn: the row's token without filters, int32, -1: it is not kept.
@@ -144,13 +144,9 @@ def draw_in_rounds(
     searching = tl.full((), 1, tl.int32)
     while searching != 0:
         if token < 0:
-            best = _best_kept(
-                tokens, limit + 1, 0.0, draw_number, scale, noise_factor, offset_lo, offset_hi, key_lo, key_hi, False, TILE
+            best = _best_kept(  # refined at once: less code to come from memory than both
+                tokens, limit + 1, 0.0, draw_number, scale, noise_factor, offset_lo, offset_hi, key_lo, key_hi, True, TILE
             )
-            if best == NAN_KEY:  # a word 0
-                best = _best_kept(
-                    tokens, limit + 1, 0.0, draw_number, scale, noise_factor, offset_lo, offset_hi, key_lo, key_hi, True, TILE
-                )
             token = _id_of(best).to(tl.int32)
         _raw, x = both_logits_of(tokens.source, token, HEAD, ENTRIES)
         limit = place_of(tokens, key_of(x), token)
