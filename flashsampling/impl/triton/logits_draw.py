@@ -119,6 +119,20 @@ def draw_from_candidates(
 
 
 @triton.jit
+def before_place(tokens, place, TILE: tl.constexpr):
+    """How many candidates, and how much mass, are before a place in the row's order. Sums run in the same order for each, and
+    so what is before a token never weighs more than what is before the next one."""
+    many = tl.zeros((TILE,), tl.int32)
+    mass = tl.zeros((TILE,), tl.float32)
+    for start in range(0, tokens.count, TILE):
+        key, token, live = tile_of(tokens, start, False, TILE, False, 1)
+        live = live & (place_of(tokens, key, token) > place)
+        many += live.to(tl.int32)
+        mass += tl.load(tokens.masses + start + tl.arange(0, TILE), mask=live, other=0.0)
+    return tl.sum(many, axis=0), tl.sum(mass, axis=0)
+
+
+@triton.jit
 def draw_in_rounds(
     tokens, drawn, target, by_mass, top_k, by_count, least_mass, temperature, seed, offset, draw_number, HEAD: tl.constexpr,
     ENTRIES: tl.constexpr, TILE: tl.constexpr,
@@ -150,14 +164,7 @@ def draw_in_rounds(
             token = _id_of(best).to(tl.int32)
         _raw, x = both_logits_of(tokens.source, token, HEAD, ENTRIES)
         limit = place_of(tokens, key_of(x), token)
-        many = tl.zeros((TILE,), tl.int32)
-        mass = tl.zeros((TILE,), tl.float32)
-        for start in range(0, tokens.count, TILE):
-            key, other, live = tile_of(tokens, start, False, TILE, False, 1)
-            live = live & (place_of(tokens, key, other) > limit)
-            many += live.to(tl.int32)
-            mass += tl.load(tokens.masses + start + tl.arange(0, TILE), mask=live, other=0.0)
-        before_it, mass_before = tl.sum(many, axis=0), tl.sum(mass, axis=0)
+        before_it, mass_before = before_place(tokens, limit, TILE)
         kept = ((by_mass == 0) | (mass_before.to(tl.float64) < target)) & ((by_count == 0) | (before_it < top_k))
         kept = kept & reaches(x, mass_of(x, tokens.top, tokens.scale), least_mass, tokens.top, tokens.scale)
         searching = ((kept | (before_it == 0)) == 0).to(tl.int32)

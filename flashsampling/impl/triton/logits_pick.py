@@ -19,8 +19,8 @@ from triton.language.extra.cuda import gdc_wait
 from .constant import Constant
 from .logits_beside import log_sum_exp, place_in_row, write_drawn, write_given, write_record, write_top
 from .logits_chunks import first_ties, gather, highest_of, kth_highest, load_chunks, lowest_of_tokens, masses_of, nucleus_bound
-from .logits_draw import all_equal, draw_from_candidates, draw_from_few, draw_from_row, draw_in_rounds
-from .logits_search import Tokens, limit_of, mass_of_kept
+from .logits_draw import all_equal, before_place, draw_from_candidates, draw_from_few, draw_from_row, draw_in_rounds
+from .logits_search import Tokens, limit_of, mass_of_kept, place_of
 from .logits_source import (
     GREEDY_BELOW,
     LARGEST,
@@ -315,12 +315,16 @@ def pick_kernel(
             attempts = tl.full((), 2, tl.int32)
             in_rounds = False  # one draw, and at first candidates for it alone
             both = by_top_k & by_top_p
+            of_first = tl.full((), 0.0, tl.float32)
             if DRAWN and not LOGPROBS:
-                in_rounds = (num_samples == 1) & (first >= 0) & ((both == 0) | (first_key == highest))
+                x = value_of(first_key)
+                of_first = mass_of(x, top, scale)
+                # what is before another token than the highest weighs as much as that, 1, or more
+                may_be_kept = (both == 0) | (first_key == highest) | (top_p * (1.0 + of_first) > 1.0)
+                in_rounds = (num_samples == 1) & (first >= 0) & may_be_kept
                 attempts += in_rounds.to(tl.int32)
                 if in_rounds & ((by_top_k | by_top_p) == 0):  # a min-p: it is known without the others
-                    x = value_of(first_key)
-                    attempts = tl.where(reaches(x, mass_of(x, top, scale), min_p, top, scale), 0, attempts)
+                    attempts = tl.where(reaches(x, of_first, min_p, top, scale), 0, attempts)
             while attempts > 0:
                 # read again: registers for all of them would be one program less per multiprocessor
                 keys = load_chunks(keys_ptr + at_chunks, num_chunks, NO_LOGIT, WIDTH, PARTS)
@@ -336,14 +340,22 @@ def pick_kernel(
                         masses, _ = masses_of(keys, sums, top, scale)
                         guess = tl.where(attempts == 2, 0.8, 0.2)
                         bound = tl.maximum(nucleus_bound(keys, masses, top, scale, guess * rest, vocab_size), least)
-                most = tl.where(attempts == 3, _AT_FIRST, num_chunks)
+                most = tl.where(attempts == 3, tl.where(both, GATHERED, _AT_FIRST), num_chunks)
                 count, mass = gather(
                     source, keys, bound, most, list_ptr, cand_keys, cand_ids, cand_masses, top, scale, by_top_k == 0, False,
                     CAPACITY, GATHERED, HEAD, ENTRIES,
                 )  # fmt: skip
                 attempts -= 1
                 if in_rounds & (attempts == 2):
-                    enough = (count <= CAPACITY) & ((both == 0) | (count == 1))  # 1: the row's first token is kept
+                    enough = count <= CAPACITY
+                    if both & enough:  # what top-k keeps weighs as much as what is known of it, or more
+                        tokens = Tokens(
+                            source, cand_keys, cand_ids, cand_masses, count, bound.to(tl.int64), ID_BITS, top, scale, list_ptr
+                        )
+                        many, mass_before = before_place(tokens, place_of(tokens, first_key, first), FEW)
+                        kept = (many < top_k) & reaches(value_of(first_key), of_first, min_p, top, scale)
+                        kept = kept & (mass_before < top_p * (mass_before + of_first))
+                        enough = (first_key >= bound) & (kept | (many == 0))
                     attempts = tl.where(enough, 0, attempts)
                     in_rounds = enough | (both == 0)
                 elif by_top_k | (bound <= least) | (mass >= target):
@@ -356,7 +368,7 @@ def pick_kernel(
             if in_rounds & (count <= CAPACITY):
                 if DRAWN and not LOGPROBS:
                     tokens = Tokens(source, cand_keys, cand_ids, cand_masses, count, lowest, ID_BITS, top, scale, list_ptr)
-                    share = tl.maximum(top_p, 1e-30).to(tl.float64) * row_mass
+                    share = tl.where(both, float("inf"), tl.maximum(top_p, 1e-30).to(tl.float64) * row_mass)
                     token = draw_in_rounds(
                         tokens, tl.where(first_key >= bound, first, -1), share, by_top_p, top_k, by_top_k, min_p, temperature,
                         seed, offset, (stream << 24).to(tl.uint32), HEAD, ENTRIES, FEW,
