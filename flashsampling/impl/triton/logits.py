@@ -46,6 +46,7 @@ class Config:
     tile: int = 1024  # of them at a time
     whole_tile: int = 2048  # of the row's tokens in a draw, twice as many as in a search
     gathered: int = 64  # of chunks
+    at_first: int = 512  # chunks that are read for the token that a row has without filters, not more
     pdl: bool = True  # the second launch begins before the first one's end, where the device can (sm_90)
 
     @property
@@ -304,6 +305,7 @@ def _launch_pick(
         TILE=config.tile,
         WHOLE_TILE=config.whole_tile,
         GATHERED=config.gathered,
+        AT_FIRST=config.at_first,
         num_warps=config.pick_warps,
         maxnreg=config.pick_registers,
         launch_pdl=flags["PDL"],

@@ -47,7 +47,6 @@ from .logits_source import (
 from .scores import NAN_KEY, NO_TOKEN, ORDERED_INF
 
 _LOWEST = Constant(-0x80000000)
-_AT_FIRST = Constant(512)  # chunks with tokens before the one that is drawn without filters, not more
 
 
 @triton.jit
@@ -180,6 +179,7 @@ def pick_kernel(
     TILE: tl.constexpr,  # candidates at a time
     WHOLE_TILE: tl.constexpr,  # tokens of a row at a time
     GATHERED: tl.constexpr,  # chunks at a time
+    AT_FIRST: tl.constexpr,  # chunks with tokens before the one that is drawn without filters, not more
 ):
     """See the module's docstring. Grid: (B,)."""
     if PDL:
@@ -340,7 +340,7 @@ def pick_kernel(
                         masses, _ = masses_of(keys, sums, top, scale)
                         guess = tl.where(attempts == 2, 0.8, 0.2)
                         bound = tl.maximum(nucleus_bound(keys, masses, top, scale, guess * rest, vocab_size), least)
-                most = tl.where(attempts == 3, tl.where(both, GATHERED, _AT_FIRST), num_chunks)
+                most = tl.where(attempts == 3, tl.where(both, tl.minimum(GATHERED, AT_FIRST), AT_FIRST), num_chunks)
                 count, mass = gather(
                     source, keys, bound, most, list_ptr, cand_keys, cand_ids, cand_masses, top, scale, by_top_k == 0, False,
                     CAPACITY, GATHERED, HEAD, ENTRIES,
