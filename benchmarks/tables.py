@@ -28,7 +28,7 @@ DOCS_HEADER = "| LM head | filters | n | B | accepted | sample | match | rejecti
 
 ENGINE_HEADER = (
     "| model | request | B | head + sampler: vLLM, ms | with the plug-in, ms | ratio "
-    "| a token: vLLM, ms | with the plug-in, ms | ratio | peak: vLLM, MiB | with the plug-in, MiB |"
+    "| a token: vLLM, ms | with the plug-in, ms | ratio | head + sampler: vLLM, MiB | with the plug-in, MiB |"
 )
 
 
@@ -113,7 +113,7 @@ def engine_table(results: Iterable[Mapping[str, Any]]) -> str:
                     cells += (
                         [f"{theirs[what]:.3f}", f"{ours[what]:.3f}", f"{ours[what] / theirs[what]:.2f}"] if there else ["-"] * 3
                     )
-                rows.append([*cells, f"{theirs['peak_MiB']:.0f}", f"{ours['peak_MiB']:.0f}"])
+                rows.append([*cells, *(f"{row['sample_MiB']:.0f}" if "sample_MiB" in row else "-" for row in (theirs, ours))])
     return _table(ENGINE_HEADER, rows)
 
 

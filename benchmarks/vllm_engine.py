@@ -5,8 +5,10 @@ process of its own, as vLLM has it; the model runner's class there is the plug-i
 
     sample_ms   GPU time of LM head and sampler, CUDA events around the runner's ``sample``: median over the decode steps
     forward_ms  likewise of the model before it
-    tpot_ms     what a user waits per token, scheduler and all: (time of n tokens - time of 1) / (n - 1), median over rounds
-    peak_MiB    most memory allocated meanwhile
+    tpot_ms     what a user waits per token, scheduler and all: between two steps' outputs in the caller's process, median over
+                the second halves of all rounds' generations
+    peak_MiB    most memory allocated meanwhile; sample_MiB: by LM head and sampler in one step, the last positions of the
+                prompts among them
 
 Before anything is timed the plug-in's counters must say that every step of a kind is fused; with ``--ranks``, all ranks must
 have drawn the same tokens.
@@ -17,6 +19,7 @@ import os
 import statistics
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -88,6 +91,7 @@ class Engine:
         from vllm import LLM, SamplingParams
 
         self.params = SamplingParams
+        self.arrivals: list[float] = []  # of the steps' outputs, of the last generation
         self.llm = LLM(
             model=folder,
             load_format="dummy",
@@ -95,6 +99,14 @@ class Engine:
             worker_extension_cls="benchmarks.vllm_worker.WorkerExtension",
             **options,
         )
+        step = self.llm.llm_engine.step
+
+        def noted() -> Any:
+            outputs = step()
+            self.arrivals.append(time.perf_counter())
+            return outputs
+
+        self.llm.llm_engine.step = noted
 
     def tell(self, function: Any, *args: Any) -> Any:
         """Has every worker call a function with itself; what the first returns."""
@@ -102,6 +114,7 @@ class Engine:
 
     def generate(self, prompts: list[list[int]], params: list[Any]) -> list[Any]:
         """One output per prompt."""
+        self.arrivals.clear()
         outputs = self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
         return [output.outputs[0] for output in outputs]
 
@@ -116,28 +129,27 @@ def _measured(engine: Engine, kind: str, batch: int, tokens: int, rounds: int) -
 
     generator = np.random.default_rng(0)
 
-    def seconds(count: int) -> float:
+    def generate(count: int) -> list[float]:
+        """Milliseconds between outputs, of the second half of the steps but for the last, of which some have fewer rows."""
         prompts = generator.integers(0, VOCAB, (batch, PROMPT)).tolist()
         params = []
         for row in range(batch):
             asked = KINDS[kind] | ({"seed": row} if "seed" in KINDS[kind] else {})
             params.append(engine.params(max_tokens=count, ignore_eos=True, detokenize=False, **asked))
-        start = time.perf_counter()
         outputs = engine.generate(prompts, params)
-        elapsed = time.perf_counter() - start
         ids = [list(output.token_ids) for output in outputs]
         if any(len(row) != count or min(row) < 0 or max(row) >= VOCAB for row in ids):
             raise SystemExit(f"{kind}, batch {batch}: not {count} tokens of the vocabulary a row")
-        return elapsed
+        return [1e3 * (later - sooner) for sooner, later in pairwise(engine.arrivals[-count // 2 : -4])]
 
     rows: dict[str, dict[str, Any]] = {"vllm": {}, "plugin": {}}
     times: dict[str, list[float]] = {name: [] for name in rows}
     for name, row in rows.items():
         engine.tell(use_plugin, name == "plugin")
         before = engine.tell(counters) if name == "plugin" else {}
-        seconds(2)
+        generate(2)
         engine.tell(start_timing, kind == "grammar mask")
-        seconds(tokens)
+        generate(tokens)
         row |= engine.tell(stop_timing, batch)
         if name == "plugin":
             after = engine.tell(counters)
@@ -150,9 +162,10 @@ def _measured(engine: Engine, kind: str, batch: int, tokens: int, rounds: int) -
         for names in shuffled(rows, rounds):
             for name in names:
                 engine.tell(use_plugin, name == "plugin")
-                times[name].append(1e3 * (seconds(tokens) - seconds(1)) / (tokens - 1))
+                times[name] += generate(tokens)
         for name, row in rows.items():
-            row |= {"tpot_ms": statistics.median(times[name]), "tpot_all_ms": [round(ms, 4) for ms in times[name]]}
+            quarters = [round(ms, 4) for ms in statistics.quantiles(times[name])]
+            row |= {"tpot_ms": quarters[1], "tpot_quartiles_ms": quarters}
     return [{"kind": kind, "batch": batch, "who": name, **row} for name, row in rows.items()]
 
 
@@ -162,7 +175,7 @@ def main(
     kinds: Annotated[str, typer.Option(help="Comma-separated.")] = ",".join(KINDS),
     batches: Annotated[str, typer.Option(help="Comma-separated rows.")] = "1,16,64,128,256",
     tokens: Annotated[int, typer.Option(help="Per request.")] = 64,
-    rounds: Annotated[int, typer.Option(help="Interleaved, for the time per token.")] = 3,
+    rounds: Annotated[int, typer.Option(help="Interleaved, for the time per token.")] = 5,
     ranks: Annotated[int, typer.Option(help="GPUs that share the model (tensor parallelism).")] = 1,
     attention: Annotated[str, typer.Option(help="vLLM's back end; FLASH_ATTN is its own choice on an H200.")] = "FLASH_ATTN",
     out: Annotated[Path, typer.Option(help="Folder for vllm_SHAPE.json; with several ranks vllm_SHAPE_tpN.json.")] = Path(
@@ -211,7 +224,7 @@ def main(
                 cells += [f"{theirs['tpot_ms']:.3f}", f"{ours['tpot_ms']:.3f}", f"{ours['tpot_ms'] / theirs['tpot_ms']:.2f}"]
             else:
                 cells += ["", "", ""]
-            table.add_row(str(batch), *cells, f"{theirs['peak_MiB']:.0f} / {ours['peak_MiB']:.0f}")
+            table.add_row(str(batch), *cells, f"{theirs['sample_MiB']:.0f} / {ours['sample_MiB']:.0f}")
             result["rows"] += rows
             path.write_text(json.dumps(result | {"counters": engine.tell(counters)}, indent=1) + "\n")
         console.print(table)

@@ -46,7 +46,7 @@ def start_timing(worker: Any, with_grammar: bool) -> None:
     from vllm.v1.core.sched.output import GrammarOutput
 
     runner = worker.model_runner
-    execute, sample, steps = runner.execute_model, runner.sample, []
+    execute, sample, steps, peaks = runner.execute_model, runner.sample, [], [0]
     words = -(-runner.vocab_size // 32)
     masks = np.random.default_rng(0).integers(-(2**31), 2**31, (runner.max_num_reqs, words), np.int32)
 
@@ -59,26 +59,31 @@ def start_timing(worker: Any, with_grammar: bool) -> None:
     def timed_sample(hidden_states: Any, input_batch: Any, grammar_output: Any) -> Any:
         if with_grammar:
             grammar_output = GrammarOutput(list(input_batch.req_ids), masks[: input_batch.num_reqs])
-        before = _mark()
+        peaks[0] = max(peaks[0], torch.cuda.max_memory_allocated())
+        torch.cuda.reset_peak_memory_stats()
+        held, before = torch.cuda.memory_allocated(), _mark()
         out = sample(hidden_states, input_batch, grammar_output)
-        steps.append((input_batch.num_tokens, input_batch.num_reqs, timed_execute.start, before, _mark()))  # type: ignore[attr-defined]
+        events = timed_execute.start, before, _mark()  # type: ignore[attr-defined]
+        steps.append((input_batch.num_tokens, input_batch.num_reqs, *events, torch.cuda.max_memory_allocated() - held))
         return out
 
-    runner.execute_model, runner.sample, runner.timed_steps = timed_execute, timed_sample, steps
+    runner.execute_model, runner.sample, runner.timed_steps = timed_execute, timed_sample, (steps, peaks)
     torch.cuda.reset_peak_memory_stats()
 
 
 def stop_timing(worker: Any, batch: int) -> dict[str, float]:
-    """Medians over the decode steps of so many rows, milliseconds; and the peak of allocated memory, MiB."""
+    """Medians over the decode steps of so many rows, milliseconds; the peak of allocated memory, and the most that head and
+    sampler took in a step of so many rows, the last positions of their prompts' too, MiB."""
     runner = worker.model_runner
-    steps = runner.timed_steps
+    steps, peaks = runner.timed_steps
     del runner.execute_model, runner.sample, runner.timed_steps
     torch.cuda.synchronize()
-    events = [step[2:] for step in steps if step[:2] == (batch, batch)]
+    events = [step[2:5] for step in steps if step[:2] == (batch, batch)]
     return {
         "forward_ms": statistics.median(start.elapsed_time(before) for start, before, _ in events),
         "sample_ms": statistics.median(before.elapsed_time(after) for _, before, after in events),
-        "peak_MiB": torch.cuda.max_memory_allocated() / 2**20,
+        "peak_MiB": max(peaks[0], torch.cuda.max_memory_allocated()) / 2**20,
+        "sample_MiB": max(step[5] for step in steps if step[1] == batch) / 2**20,
         "steps": len(events),
     }
 

@@ -58,10 +58,15 @@ class Asked(NamedTuple):
         fields = zip(self._fields, self, PLAIN)
         return [name for name, value, plain in fields if value is not plain and (isinstance(value, Tensor) or value != plain)]
 
+    def filters(self) -> tuple[bool, bool, bool]:
+        """Whether a row may have a top-k, a top-p, a min-p."""
+        by_top_k = isinstance(self.top_k, Tensor) or self.top_k > 0
+        by_top_p = isinstance(self.top_p, Tensor) or not self.top_p >= 1
+        return by_top_k, by_top_p, isinstance(self.min_p, Tensor) or not self.min_p <= 0
+
     def may_filter(self) -> bool:
-        """Whether a row may have a top-k, a top-p or a min-p."""
-        on = (self.top_k, lambda k: k > 0), (self.top_p, lambda p: not p >= 1), (self.min_p, lambda p: not p <= 0)
-        return any(isinstance(value, Tensor) or is_on(value) for value, is_on in on)
+        """Whether a row may have one of these."""
+        return any(self.filters())
 
     def needs_raw_mass(self) -> bool:
         """Whether the log-sum-exp of the raw logits is needed."""

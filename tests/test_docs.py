@@ -140,7 +140,7 @@ def test_the_tables_are_those_of_the_runs():
 
 def test_the_table_and_the_picture_of_an_engine(tmp_path):
     def row(kind, batch, who, ms, **more):
-        return {"kind": kind, "batch": batch, "who": who, "sample_ms": ms, "forward_ms": 1.0, "peak_MiB": 100.4 * ms, **more}
+        return {"kind": kind, "batch": batch, "who": who, "sample_ms": ms, "forward_ms": 1.0, "sample_MiB": 100.4 * ms, **more}
 
     rows = [row("plain", 1, "vllm", 0.2, tpot_ms=2.0), row("plain", 1, "plugin", 0.1, tpot_ms=1.9)]
     rows += [row("grammar mask", 64, "vllm", 0.4), row("grammar mask", 64, "plugin", 0.3)]

@@ -152,8 +152,8 @@ class _Translator:
         if re.fullmatch(r"0[fF][0-9A-Fa-f]{8}", operand):
             bits = f"0x{operand[2:]}u"
             return f"as_float({bits})" if kind == "f32" else f"(({c_type}){bits})"
-        if re.fullmatch(r"[+-]?(0x[0-9A-Fa-f]+|\d+)", operand):
-            return f"(({c_type}){int(operand, 0) & (2**64 - 1)}ull)"
+        if re.fullmatch(r"[+-]?(0x[0-9A-Fa-f]+|\d+)U?", operand):
+            return f"(({c_type}){int(operand.rstrip('U'), 0) & (2**64 - 1)}ull)"
         if operand == "THREADS":
             return operand
         if operand in self.kernel.parameters:

@@ -270,6 +270,7 @@ def _launch_pick(
     chunks = 4 * -(-step.vocab_size // 128)
     width = min(config.width, next_power_of_2(chunks))
     given = _contiguous_rows(asked.logprob_ids)
+    by_top_k, by_top_p, by_min_p = asked.filters()
 
     def part(tensor: Tensor | None, name: str) -> Tensor | None:
         where = (places.ids if tensor is ids else places.values).get(name)
@@ -294,6 +295,9 @@ def _launch_pick(
         None if records is None else records.limits,
         None if records is None else records.masses,
         **flags,
+        TOP_K=by_top_k,
+        TOP_P=by_top_p,
+        MIN_P=by_min_p,
         DRAWN=drawn,
         BLOCKS=next_power_of_2(blocks),
         WIDTH=width,

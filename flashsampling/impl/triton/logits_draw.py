@@ -8,7 +8,7 @@ there may be many, are little work for most draws, and passes over several progr
 import triton
 import triton.language as tl
 
-from .logits_search import before, place_of, tile_of
+from .logits_search import before, place_of, tile_of, values_of
 from .logits_source import (
     both_logits_of,
     column_tokens,
@@ -24,7 +24,7 @@ from .logits_source import (
 )
 from .logits_source import word_of as word_of_token
 from .noise import REFINEMENT_BIT, minus_gumbel, minus_gumbel_refined, philox_words
-from .scores import NAN_KEY, NO_TOKEN, pack_key, score_of
+from .scores import NAN_KEY, NO_TOKEN, keep_better, pack_key, score_of
 
 
 @triton.jit
@@ -119,55 +119,69 @@ def draw_from_candidates(
 
 
 @triton.jit
-def before_place(tokens, place, TILE: tl.constexpr):
-    """How many candidates, and how much mass, are before a place in the row's order. Sums run in the same order for each, and
-    so what is before a token never weighs more than what is before the next one."""
-    many = tl.zeros((TILE,), tl.int32)
-    mass = tl.zeros((TILE,), tl.float32)
+def _mass_before(
+    tokens, x_of_place, id_of_place, WHOLE: tl.constexpr, TILE: tl.constexpr, HEAD: tl.constexpr, ENTRIES: tl.constexpr
+):
+    """How much mass is before a token in the order of a row, or of its candidates. Sums run in the same order for each, and so
+    what is before a token never weighs more than what is before the next one. While some are added, the next are on their
+    way."""
+    EACH: tl.constexpr = 4 if WHOLE else 1  # in fp32, what a thread has side by side
+    total = tl.zeros((TILE // EACH,), tl.float64)
+    x, token, live = values_of(tokens, 0, WHOLE, TILE, HEAD, ENTRIES)
     for start in range(0, tokens.count, TILE):
-        key, token, live = tile_of(tokens, start, False, TILE, False, 1)
-        live = live & (place_of(tokens, key, token) > place)
-        many += live.to(tl.int32)
-        mass += tl.load(tokens.masses + start + tl.arange(0, TILE), mask=live, other=0.0)
-    return tl.sum(many, axis=0), tl.sum(mass, axis=0)
+        next_x, next_token, next_live = values_of(tokens, start + TILE, WHOLE, TILE, HEAD, ENTRIES)
+        live = live & ((x > x_of_place) | ((x == x_of_place) & (token < id_of_place)))
+        mass = tl.where(live, mass_of(x, tokens.top, tokens.scale), 0.0)
+        if WHOLE:
+            mass = tl.sum(tl.reshape(mass, (TILE // EACH, EACH)), axis=1)
+        total += mass.to(tl.float64)
+        x, token, live = next_x, next_token, next_live
+    return tl.sum(total, axis=0)
 
 
 @triton.jit
 def draw_in_rounds(
-    tokens, drawn, target, by_mass, top_k, by_count, least_mass, temperature, seed, offset, draw_number, HEAD: tl.constexpr,
-    ENTRIES: tl.constexpr, TILE: tl.constexpr,
+    tokens, drawn, top_p, row_mass, least_mass, temperature, seed, offset, draw_number,
+    WHOLE: tl.constexpr, TILE: tl.constexpr, DRAW_TILE: tl.constexpr, HEAD: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    """The token of one draw, of candidates that hold all tokens before ``drawn`` in the row's order, or all that may be kept.
+    """The token of one draw from a nucleus: of a row, or of candidates that hold all tokens before ``drawn`` in its order, or
+    all that may be kept.
 
-    What a filter keeps is a prefix of that order. So of a token it is enough to know how many, and how much mass, are before
-    it; and if it is not kept, nothing behind it is, and the draw is the best score of those before it. ``drawn``, which has
-    the best score of the row, is asked first. Each round leaves what is before a token that was refused; of rows with a
-    nucleus of mass p a fraction 1 - p need a second one.
+    What a filter keeps is a prefix of that order. So of a token it is enough to know how much mass is before it; and if it is
+    not kept, nothing behind it is, and the draw is the best score of those before it. ``drawn``, which has the best score of
+    the row, is asked first. Each round leaves what is before a token that was refused; of rows with a nucleus of mass p a
+    fraction 1 - p need a second one.
 
     Args:
         drawn: the row's token without filters, int32, -1: it is not kept.
-        target: what the mass before a kept token is less than, float64, if ``by_mass``.
-        top_k: what the number of tokens before it is less than, if ``by_count``.
+        row_mass: of all tokens; before a kept token is less than ``top_p`` times that.
         least_mass: of a kept token; the first token is kept whatever it is.
     """
     scale, noise_factor = score_factors(temperature)
     key_lo, key_hi = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
     offset_lo, offset_hi = offset.to(tl.uint32), (offset >> 32).to(tl.uint32)
+    target = tl.maximum(top_p, 1e-30).to(tl.float64) * row_mass
     token = drawn
     limit = tl.full((), -1, tl.int64)  # places from there on have been refused, and what is behind them
     searching = tl.full((), 1, tl.int32)
     while searching != 0:
         if token < 0:
-            best = _best_kept(  # refined at once: less code to come from memory than both
-                tokens, limit + 1, 0.0, draw_number, scale, noise_factor, offset_lo, offset_hi, key_lo, key_hi, True, TILE
-            )
+            if WHOLE:
+                best = _best_of_row(
+                    tokens, limit + 1, None, tl.full((), 0, tl.int32), draw_number, scale, noise_factor, offset_lo, offset_hi,
+                    key_lo, key_hi, DRAW_TILE, HEAD, ENTRIES,
+                )  # fmt: skip
+            else:
+                best = _best_kept(  # refined at once: less code to come from memory than both
+                    tokens, limit + 1, 0.0, draw_number, scale, noise_factor, offset_lo, offset_hi, key_lo, key_hi, True,
+                    DRAW_TILE,
+                )  # fmt: skip
             token = _id_of(best).to(tl.int32)
         _raw, x = both_logits_of(tokens.source, token, HEAD, ENTRIES)
         limit = place_of(tokens, key_of(x), token)
-        before_it, mass_before = before_place(tokens, limit, TILE)
-        kept = ((by_mass == 0) | (mass_before.to(tl.float64) < target)) & ((by_count == 0) | (before_it < top_k))
-        kept = kept & reaches(x, mass_of(x, tokens.top, tokens.scale), least_mass, tokens.top, tokens.scale)
-        searching = ((kept | (before_it == 0)) == 0).to(tl.int32)
+        before_it = _mass_before(tokens, x, token, WHOLE, TILE, HEAD, ENTRIES)  # 0: it is the first
+        kept = (before_it < target) & reaches(x, mass_of(x, tokens.top, tokens.scale), least_mass, tokens.top, tokens.scale)
+        searching = ((kept | (before_it == 0.0)) == 0).to(tl.int32)
         token = tl.where(searching != 0, -1, token)
     return token
 
@@ -185,17 +199,81 @@ def all_equal(tokens, highest, TILE: tl.constexpr, HEAD: tl.constexpr, ENTRIES: 
 
 
 @triton.jit
+def _groups_of(tokens, start, GROUPS: tl.constexpr, HEAD: tl.constexpr):
+    """Of the Philox groups from the token ``start`` on: ids, which of them there are, raw logits, a tuple of four of each."""
+    column = column_tokens(GROUPS)
+    ids = ()
+    there = ()
+    raw = ()
+    for lane in tl.static_range(4):
+        id = start + (lane & 1) * 8 + (lane // 2) * 64 + column
+        live = id < tokens.count
+        ids = ids + (id,)
+        there = there + (live,)
+        raw = raw + (raw_logits(tokens.source, id, stored(tokens.source, id, live), HEAD),)
+    return ids, there, raw
+
+
+@triton.jit
+def _best_of_row(
+    tokens, limit, least_mass, first, draw_number, scale, noise_factor, offset_lo, offset_hi, key_lo, key_hi,
+    TILE: tl.constexpr, HEAD: tl.constexpr, ENTRIES: tl.constexpr,
+):  # fmt: skip
+    """The best key of a score among the kept tokens from ``first`` on, a multiple of 128. While scores of some are made, the
+    next are on their way. A word 0, one row in 30,000 has one, is refined in a second turn. ``least_mass``: None is 0."""
+    GROUPS: tl.constexpr = TILE // 4
+    last_id: tl.constexpr = (1 << tokens.id_bits) - 1
+    last_key = ((limit >> tokens.id_bits) + tokens.lowest).to(tl.int32)  # 32 bits are half as many instructions as 64
+    last_token = ((limit & last_id) ^ last_id).to(tl.int32)
+    draw_word = tl.zeros((GROUPS,), tl.uint32) + draw_number
+    best = tl.full((), 0, tl.int64)
+    turn = tl.full((), 0, tl.int32)
+    while turn < 2:
+        score = tl.full((GROUPS,), float("-inf"), tl.float32)
+        id = tl.full((GROUPS,), NO_TOKEN, tl.int32)
+        zeros = tl.zeros((GROUPS,), tl.int32)
+        ids, there, raw = _groups_of(tokens, first, GROUPS, HEAD)
+        for start in range(first, tokens.count, TILE):
+            next_ids, next_there, next_raw = _groups_of(tokens, start + TILE, GROUPS, HEAD)
+            entries = tl.full((ENTRIES,), -1, tl.int32)
+            if tokens.source.bias_ids is not None:
+                entries = sparse_entries(tokens.source, ENTRIES)
+                entries = tl.where((entries >= start) & (entries < start + TILE), entries, -1)
+            logits = processed_logits(tokens.source, raw, ids, there, entries, ENTRIES)
+            group = (start // 4 + tl.arange(0, GROUPS)).to(tl.uint32)
+            words = philox_words(group, draw_word, offset_lo, offset_hi, key_lo, key_hi)
+            tail0, tail1, tail2, tail3 = words  # of no account where no word is 0
+            if turn != 0:
+                tail0, tail1, tail2, tail3 = philox_words(
+                    group, draw_word | REFINEMENT_BIT, offset_lo, offset_hi, key_lo, key_hi
+                )
+            tails = (tail0, tail1, tail2, tail3)
+            for lane in tl.static_range(4):
+                x = logits[lane]
+                key = key_of(x)
+                live = there[lane] & ((key > last_key) | ((key == last_key) & (ids[lane] <= last_token)))
+                if least_mass is not None:
+                    live = live & reaches(x, mass_of(x, tokens.top, tokens.scale), least_mass, tokens.top, tokens.scale)
+                live = live & (x != float("-inf"))
+                zeros |= (live & (words[lane] == 0)).to(tl.int32)
+                one = score_of(x, scale, 0.0, minus_gumbel_refined(words[lane], tails[lane]), noise_factor)
+                score, id = keep_better(score, id, tl.where(live, one, float("-inf")), ids[lane])
+            ids, there, raw = next_ids, next_there, next_raw
+        best = tl.max(tl.where(score != float("-inf"), pack_key(score, id), 0), axis=0)
+        turn += tl.where((turn == 0) & (tl.max(zeros, axis=0) != 0), 1, 2)
+    return best
+
+
+@triton.jit
 def draw_from_row(
     tokens, limit, least_mass, first, temperature, seed, offset, stream, winners_ptr, blocks, full, ids_ptr, num_samples,
     DRAWN: tl.constexpr, BLOCKS: tl.constexpr, TILE: tl.constexpr, HEAD: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
     """Writes the token with the best score among the kept ones, for every draw. ``first``, a multiple of 128: of the tokens
     below it the scan has the best scores, in the first ``full`` of a draw's ``blocks``. ``DRAWN``: it has the row's tokens."""
-    GROUPS: tl.constexpr = TILE // 4
     scale, noise_factor = score_factors(temperature)
     key_lo, key_hi = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
     offset_lo, offset_hi = offset.to(tl.uint32), (offset >> 32).to(tl.uint32)
-    column = column_tokens(GROUPS)
     block = tl.arange(0, BLOCKS)
     for draw in range(num_samples):
         draw_number = (draw | (stream << 24)).to(tl.uint32)
@@ -216,39 +294,8 @@ def draw_from_row(
                 is_zero = word_of_token(token, draw_number, offset_lo, offset_hi, key_lo, key_hi) == 0
                 start = tl.where(is_zero, 0, first)
                 known = tl.where(is_zero, 0, known)
-        draw_word = tl.zeros((GROUPS,), tl.uint32) + draw_number
-        best = tl.zeros((GROUPS,), tl.int64)
-        while start < tokens.count:
-            ids = ()
-            there = ()
-            raw = ()
-            for lane in tl.static_range(4):
-                id = start + (lane & 1) * 8 + (lane // 2) * 64 + column
-                live = id < tokens.count
-                ids = ids + (id,)
-                there = there + (live,)
-                raw = raw + (raw_logits(tokens.source, id, stored(tokens.source, id, live), HEAD),)
-            entries = tl.full((ENTRIES,), -1, tl.int32)
-            if tokens.source.bias_ids is not None:
-                entries = sparse_entries(tokens.source, ENTRIES)
-                entries = tl.where((entries >= start) & (entries < start + TILE), entries, -1)
-            logits = processed_logits(tokens.source, raw, ids, there, entries, ENTRIES)
-            group = (start // 4 + tl.arange(0, GROUPS)).to(tl.uint32)
-            words = philox_words(group, draw_word, offset_lo, offset_hi, key_lo, key_hi)
-            tail0, tail1, tail2, tail3 = words  # of no account where no word is 0
-            is_zero = (words[0] == 0) | (words[1] == 0) | (words[2] == 0) | (words[3] == 0)
-            if tl.max(is_zero.to(tl.int32), axis=0) != 0:
-                tail0, tail1, tail2, tail3 = philox_words(
-                    group, draw_word | REFINEMENT_BIT, offset_lo, offset_hi, key_lo, key_hi
-                )
-            tails = (tail0, tail1, tail2, tail3)
-            for lane in tl.static_range(4):
-                x = logits[lane]
-                live = there[lane] & (place_of(tokens, key_of(x), ids[lane]) >= limit)
-                mass = mass_of(x, tokens.top, tokens.scale)
-                live = live & reaches(x, mass, least_mass, tokens.top, tokens.scale) & (x != float("-inf"))
-                score = score_of(x, scale, 0.0, minus_gumbel_refined(words[lane], tails[lane]), noise_factor)
-                best = tl.maximum(best, tl.where(live, pack_key(score, ids[lane]), 0))
-            start += TILE
-        key = tl.maximum(tl.max(best, axis=0), known)
-        tl.store(ids_ptr + draw, _id_of(key))
+        best = _best_of_row(
+            tokens, limit, least_mass, start, draw_number, scale, noise_factor, offset_lo, offset_hi, key_lo, key_hi, TILE,
+            HEAD, ENTRIES,
+        )  # fmt: skip
+        tl.store(ids_ptr + draw, _id_of(tl.maximum(best, known)))

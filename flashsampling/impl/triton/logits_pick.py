@@ -3,13 +3,16 @@
 no filter        the best of the blocks' best scores
 a filter         from the chunks' maxima and masses a bound below which no token is kept; the tokens above it, read again,
                  are the candidates; boundaries of top-k and top-p among them; the best score of what is kept
+one draw from    no boundary: a token is kept if little enough mass is before it, and if it is not, the best score of what is
+a nucleus        before it is asked next (``draw_in_rounds``)
 equal logits     in all of a row, as the zeros of a padded batch: the filters keep the first ids, and of their blocks the scan
                  has the best scores. What is left to draw from is less than a block: no more work than another row's
 a flat row       whose candidates are more than there is room for, and not all equal: the row itself is searched
 
 Behind a kernel that has drawn for every row without filters (``DRAWN``) there are chunks and its tokens, no blocks: rows
 without filters take them, -1 says that a row is undefined, with filters too, and whether all logits of a row are equal is
-looked up where all chunks have the same highest one.
+looked up where all chunks have the same highest one. Of a nucleus the row's token is asked first, and the candidates are what
+is before it: it is kept as often as the nucleus has mass.
 """
 
 import triton
@@ -19,8 +22,8 @@ from triton.language.extra.cuda import gdc_wait
 from .constant import Constant
 from .logits_beside import log_sum_exp, place_in_row, write_drawn, write_given, write_record, write_top
 from .logits_chunks import first_ties, gather, highest_of, kth_highest, load_chunks, lowest_of_tokens, masses_of, nucleus_bound
-from .logits_draw import all_equal, before_place, draw_from_candidates, draw_from_few, draw_from_row, draw_in_rounds
-from .logits_search import Tokens, limit_of, mass_of_kept, place_of
+from .logits_draw import all_equal, draw_from_candidates, draw_from_few, draw_from_row, draw_in_rounds
+from .logits_search import Tokens, limit_of, mass_of_kept
 from .logits_source import (
     GREEDY_BELOW,
     LARGEST,
@@ -34,9 +37,7 @@ from .logits_source import (
     both_logits_of,
     chunks_in,
     key_of,
-    mass_of,
     mass_scale,
-    reaches,
     row_f32,
     row_i64,
     row_top_k,
@@ -167,6 +168,9 @@ def pick_kernel(
     FILTERS: tl.constexpr,
     LOGPROBS: tl.constexpr,
     TOP_K_WIDE: tl.constexpr,
+    TOP_K: tl.constexpr,  # some row may have one. What only others need is left out: it would have to come from memory
+    TOP_P: tl.constexpr,
+    MIN_P: tl.constexpr,
     PDL: tl.constexpr,  # this launch may begin before the last one's end
     DRAWN: tl.constexpr,
     BLOCKS: tl.constexpr,  # blocks, up to a power of two
@@ -214,7 +218,7 @@ def pick_kernel(
     top = tl.full((), 0.0, tl.float32)
     first = tl.full((), -1, tl.int32)  # the row's token without filters, -1: its logit is not in memory
     first_key = tl.full((), _LOWEST, tl.int32)
-    if FILTERS and DRAWN and not LOGPROBS:
+    if TOP_P and DRAWN and not LOGPROBS:
         first = tl.load(winners_ptr + far * num_samples).to(tl.int32)
         first, first_key = _in_memory(source, first, HEAD, ENTRIES)  # on its way while the first numbers are added up
     if FILTERS or LOGPROBS:
@@ -234,9 +238,9 @@ def pick_kernel(
         top_k = row_top_k(top_k_at, top_k_value, row, TOP_K_WIDE)
         top_p = row_f32(top_p_at, top_p_value, row)
         min_p = row_f32(min_p_at, min_p_value, row)
-        by_top_k = (top_k > 0) & (top_k < vocab_size)
-        by_top_p = top_p < 1.0
-        by_min_p = min_p > 0.0
+        by_top_k = TOP_K & (top_k > 0) & (top_k < vocab_size)
+        by_top_p = TOP_P & (top_p < 1.0)
+        by_min_p = MIN_P & (min_p > 0.0)
         filtered = by_top_k | by_top_p | by_min_p
         undefined = undefined | (top_p != top_p) | (min_p != min_p)
         if not LOGPROBS:
@@ -258,6 +262,7 @@ def pick_kernel(
     offset = row_i64(offset_at, offset_value, row)
     whole = tl.full((), 0, tl.int32)  # draws from the row itself, with refined noise
     equal = False
+    in_rounds = tl.full((), 0, tl.int1)  # one draw from a nucleus
     full = tl.full((), 0, tl.int32)  # blocks that are kept and whose best scores count
     last = tl.full((), 0, tl.int32) + vocab_size  # tokens before it are looked at
     if filtered == 0:
@@ -313,18 +318,9 @@ def pick_kernel(
             bound = least
             count = tl.full((), 0, tl.int32)
             attempts = tl.full((), 2, tl.int32)
-            in_rounds = False  # one draw, and at first candidates for it alone
-            both = by_top_k & by_top_p
-            of_first = tl.full((), 0.0, tl.float32)
-            if DRAWN and not LOGPROBS:
-                x = value_of(first_key)
-                of_first = mass_of(x, top, scale)
-                # what is before another token than the highest weighs as much as that, 1, or more
-                may_be_kept = (both == 0) | (first_key == highest) | (top_p * (1.0 + of_first) > 1.0)
-                in_rounds = (num_samples == 1) & (first >= 0) & may_be_kept
-                attempts += in_rounds.to(tl.int32)
-                if in_rounds & ((by_top_k | by_top_p) == 0):  # a min-p: it is known without the others
-                    attempts = tl.where(reaches(x, of_first, min_p, top, scale), 0, attempts)
+            if TOP_P and not LOGPROBS:
+                in_rounds = (num_samples == 1) & by_top_p & (by_top_k == 0)
+                attempts += (in_rounds & (first >= 0)).to(tl.int32)
             while attempts > 0:
                 # read again: registers for all of them would be one program less per multiprocessor
                 keys = load_chunks(keys_ptr + at_chunks, num_chunks, NO_LOGIT, WIDTH, PARTS)
@@ -340,24 +336,16 @@ def pick_kernel(
                         masses, _ = masses_of(keys, sums, top, scale)
                         guess = tl.where(attempts == 2, 0.8, 0.2)
                         bound = tl.maximum(nucleus_bound(keys, masses, top, scale, guess * rest, vocab_size), least)
-                most = tl.where(attempts == 3, tl.where(both, tl.minimum(GATHERED, AT_FIRST), AT_FIRST), num_chunks)
+                most = num_chunks
+                if TOP_P and not LOGPROBS:  # the row itself is read in the time that twice so many chunks take
+                    most = tl.where(in_rounds, tl.where(attempts == 3, AT_FIRST, 2 * AT_FIRST), num_chunks)
                 count, mass = gather(
                     source, keys, bound, most, list_ptr, cand_keys, cand_ids, cand_masses, top, scale, by_top_k == 0, False,
                     CAPACITY, GATHERED, HEAD, ENTRIES,
                 )  # fmt: skip
                 attempts -= 1
-                if in_rounds & (attempts == 2):
-                    enough = count <= CAPACITY
-                    if both & enough:  # what top-k keeps weighs as much as what is known of it, or more
-                        tokens = Tokens(
-                            source, cand_keys, cand_ids, cand_masses, count, bound.to(tl.int64), ID_BITS, top, scale, list_ptr
-                        )
-                        many, mass_before = before_place(tokens, place_of(tokens, first_key, first), FEW)
-                        kept = (many < top_k) & reaches(value_of(first_key), of_first, min_p, top, scale)
-                        kept = kept & (mass_before < top_p * (mass_before + of_first))
-                        enough = (first_key >= bound) & (kept | (many == 0))
-                    attempts = tl.where(enough, 0, attempts)
-                    in_rounds = enough | (both == 0)
+                if attempts == 2:
+                    attempts = tl.where(count <= CAPACITY, 0, attempts)
                 elif by_top_k | (bound <= least) | (mass >= target):
                     attempts = attempts * 0
                 elif (attempts == 0) | (count > CAPACITY):  # too many above a bound that is still too high
@@ -366,12 +354,11 @@ def pick_kernel(
                     bound = least
             lowest = bound.to(tl.int64)
             if in_rounds & (count <= CAPACITY):
-                if DRAWN and not LOGPROBS:
+                if TOP_P and not LOGPROBS:
                     tokens = Tokens(source, cand_keys, cand_ids, cand_masses, count, lowest, ID_BITS, top, scale, list_ptr)
-                    share = tl.where(both, float("inf"), tl.maximum(top_p, 1e-30).to(tl.float64) * row_mass)
                     token = draw_in_rounds(
-                        tokens, tl.where(first_key >= bound, first, -1), share, by_top_p, top_k, by_top_k, min_p, temperature,
-                        seed, offset, (stream << 24).to(tl.uint32), HEAD, ENTRIES, FEW,
+                        tokens, tl.where(first_key >= bound, first, -1), top_p, row_mass, min_p, temperature, seed, offset,
+                        (stream << 24).to(tl.uint32), False, FEW, FEW, HEAD, ENTRIES,
                     )  # fmt: skip
                     tl.store(ids_ptr, token.to(tl.int64))
             elif count <= FEW:
@@ -394,26 +381,34 @@ def pick_kernel(
                 whole = whole * 0 + 1
     if whole != 0:
         row_tokens = Tokens(source, cand_keys, cand_ids, cand_masses, last, lowest, ID_BITS, top, scale, list_ptr)
-        limit = tl.full((), 0, tl.int64)
-        if FILTERS:
-            least_mass = tl.minimum(min_p, 1.0)
-            if filtered & (equal == 0):
-                limit = _limit(
-                    row_tokens, highest, row_mass, top_k, top_p, min_p, by_top_k, by_top_p, True, FEW, WHOLE_TILE // 2, HEAD,
-                    ENTRIES,
+        if in_rounds:
+            if TOP_P and not LOGPROBS:
+                token = draw_in_rounds(
+                    row_tokens, tl.where(first_key >= lowest, first, -1), top_p, row_mass, min_p, temperature, seed, offset,
+                    (stream << 24).to(tl.uint32), True, 2 * WHOLE_TILE, WHOLE_TILE, HEAD, ENTRIES,
                 )  # fmt: skip
-        draw_from_row(
-            row_tokens, limit, least_mass, full * (4 * COLUMNS * REPS), temperature, seed, offset, stream,
-            winners_ptr + far * num_samples * blocks, blocks, full, ids_ptr, num_samples, DRAWN, BLOCKS, WHOLE_TILE, HEAD,
-            ENTRIES,
-        )  # fmt: skip
-        if LOGPROBS and FILTERS:
-            if equal:
-                kept_mass = last.to(tl.float32)
-                first_kept = (highest.to(tl.int64) << 31) | ((last - 1) ^ NO_TOKEN).to(tl.int64)
-            elif filtered:
-                first_kept = place_in_row(limit, lowest, ID_BITS)
-                kept_mass = mass_of_kept(row_tokens, limit, least_mass, True, WHOLE_TILE // 2, HEAD, ENTRIES)
+                tl.store(ids_ptr, token.to(tl.int64))
+        else:
+            limit = tl.full((), 0, tl.int64)
+            if FILTERS:
+                least_mass = tl.minimum(min_p, 1.0)
+                if filtered & (equal == 0):
+                    limit = _limit(
+                        row_tokens, highest, row_mass, top_k, top_p, min_p, by_top_k, by_top_p, True, FEW, WHOLE_TILE // 2,
+                        HEAD, ENTRIES,
+                    )  # fmt: skip
+            draw_from_row(
+                row_tokens, limit, least_mass, full * (4 * COLUMNS * REPS), temperature, seed, offset, stream,
+                winners_ptr + far * num_samples * blocks, blocks, full, ids_ptr, num_samples, DRAWN, BLOCKS, WHOLE_TILE, HEAD,
+                ENTRIES,
+            )  # fmt: skip
+            if LOGPROBS and FILTERS:
+                if equal:
+                    kept_mass = last.to(tl.float32)
+                    first_kept = (highest.to(tl.int64) << 31) | ((last - 1) ^ NO_TOKEN).to(tl.int64)
+                elif filtered:
+                    first_kept = place_in_row(limit, lowest, ID_BITS)
+                    kept_mass = mass_of_kept(row_tokens, limit, least_mass, True, WHOLE_TILE // 2, HEAD, ENTRIES)
 
     if raw_keys_ptr is not None:
         raw_keys = load_chunks(raw_keys_ptr + at_chunks, num_chunks, NO_LOGIT, WIDTH, PARTS)

@@ -59,20 +59,38 @@ class Tokens(NamedTuple):
 
 
 @triton.jit
-def tile_of(tokens, first, WHOLE: tl.constexpr, TILE: tl.constexpr, HEAD: tl.constexpr, ENTRIES: tl.constexpr):
-    """Keys, ids and which of them there are, (TILE,) each."""
+def _row_tile(tokens, first, TILE: tl.constexpr, HEAD: tl.constexpr, ENTRIES: tl.constexpr):
+    """Of a row: logits, ids and which of them there are, (TILE,) each."""
     index = first + tl.arange(0, TILE)
     live = index < tokens.count
+    raw = raw_logits(tokens.source, index, stored(tokens.source, index, live), HEAD)
+    entries = tl.full((ENTRIES,), -1, tl.int32)
+    if tokens.source.bias_ids is not None:
+        entries = sparse_entries(tokens.source, ENTRIES)
+        entries = tl.where((entries >= first) & (entries < first + TILE), entries, -1)
+    return processed_logits(tokens.source, (raw,), (index,), (live,), entries, ENTRIES)[0], index, live
+
+
+@triton.jit
+def tile_of(tokens, first, WHOLE: tl.constexpr, TILE: tl.constexpr, HEAD: tl.constexpr, ENTRIES: tl.constexpr):
+    """Keys, ids and which of them there are, (TILE,) each."""
     if WHOLE:
-        raw = raw_logits(tokens.source, index, stored(tokens.source, index, live), HEAD)
-        entries = tl.full((ENTRIES,), -1, tl.int32)
-        if tokens.source.bias_ids is not None:
-            entries = sparse_entries(tokens.source, ENTRIES)
-            entries = tl.where((entries >= first) & (entries < first + TILE), entries, -1)
-        x = processed_logits(tokens.source, (raw,), (index,), (live,), entries, ENTRIES)[0]
+        x, index, live = _row_tile(tokens, first, TILE, HEAD, ENTRIES)
         return key_of(x), index, live
     else:
+        index = first + tl.arange(0, TILE)
+        live = index < tokens.count
         return tl.load(tokens.keys + index, mask=live, other=0), tl.load(tokens.ids + index, mask=live, other=0), live
+
+
+@triton.jit
+def values_of(tokens, first, WHOLE: tl.constexpr, TILE: tl.constexpr, HEAD: tl.constexpr, ENTRIES: tl.constexpr):
+    """Likewise logits."""
+    if WHOLE:
+        return _row_tile(tokens, first, TILE, HEAD, ENTRIES)
+    else:
+        key, index, live = tile_of(tokens, first, False, TILE, HEAD, ENTRIES)
+        return value_of(key), index, live
 
 
 @triton.jit
