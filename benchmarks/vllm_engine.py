@@ -39,6 +39,8 @@ SETTINGS = {  # no network, no FlashInfer; functions may be sent to the engine
     "NCCL_SOCKET_IFNAME": "lo",
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
     "FLASHSAMPLING_VLLM": "require",
+    # torch's inductor gives the process a folder of its own, where kernels that were compiled before are not found
+    "TRITON_CACHE_DIR": str(Path.home() / ".triton" / "cache"),
 }
 SHAPES = {  # hidden, layers, heads, MLP, tied
     "1.7b": (2048, 28, 16, 6144, True),

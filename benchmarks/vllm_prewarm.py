@@ -5,6 +5,7 @@
 
 import concurrent.futures
 import multiprocessing
+import os
 import sys
 import time
 
@@ -12,6 +13,10 @@ import torch
 
 import flashsampling
 from flashsampling.integrations.vllm.step import Mix, example_of, in_registers, mixes, no_rows
+
+from .vllm_engine import SETTINGS
+
+os.environ.setdefault("TRITON_CACHE_DIR", SETTINGS["TRITON_CACHE_DIR"])
 
 
 def _compiled(vocab_size: int, dim: int, batch: int, mix: Mix) -> tuple[str, float]:

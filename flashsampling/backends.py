@@ -10,6 +10,8 @@ A backend is a module or package ``impl.<name>`` with
                                        are then rejected by kernels; if it leaves that
     compiled_for(weight, max_batch_size, num_samples) -> names, lists of batch sizes
                                        the kernels that such calls can need, and whose draws compile them; if it compiles any
+    compiled_apart(asked) -> Hashable  of what asks for something: where it differs, no kernel is the same, but those that leave
+                                       logits in memory, which depend on the matrices alone; if it compiles any
 
 One that knows shards does them with what a request asks for in two parts, between which the ranks meet
 (``distributed/requests``); of a shard with a token or more, and of what is asked for cut to it:

@@ -1,11 +1,12 @@
 """Compiles ahead of serving everything that serving would compile."""
 
+import functools
 import itertools
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from .distributed import TensorParallel
 
 Inputs: TypeAlias = tuple[Tensor, Tensor | float, Tensor]  # (B, D), of a call: hidden states, temperature, seeds and offsets
+
+_T = TypeVar("_T")
 
 _logger = logging.getLogger("flashsampling")
 
@@ -43,6 +46,8 @@ def warmup(
     and which are tensors; a weight of another D, dtype or row stride, another ``num_samples`` (1, or more), GPU, ``impl`` or
     group may. It draws from all-zero hidden states on the current stream, once per kernel, and waits for the result; nothing
     of the caller's is written, and no random generator is read. Called again it draws again and compiles nothing.
+
+    A filter that is a number and switched off, as a ``top_p`` of 1.0, is one that is not asked for.
 
     What will be compiled is logged first, at level INFO to the logger "flashsampling". Triton takes seconds for each kernel, of
     up to eight at once where nothing is asked for and there is no ``tp``, or milliseconds where its own cache on disk has it;
@@ -136,6 +141,56 @@ def _draw_all(
     return made.kernels
 
 
+def compile_ahead(
+    weight: Tensor,  # (V, D)
+    requests: "Sequence[Request]",
+    *,
+    vocab_size: int | None = None,
+) -> None:
+    """Compiles the kernels behind several requests, up to eight at once, where ``warmup`` of each compiles in turn; call that
+    too, for what other batch sizes need. Without a GPU there is nothing to do.
+
+    Args:
+        weight: as for ``warmup``, likewise ``vocab_size``.
+        requests: what calls will ask for, of one row: so little is drawn that it may be drawn at once.
+    """
+    if not weight.is_cuda:
+        return
+    tokens = check_vocab_size(vocab_size, weight.shape[0])
+    problem = Problem(1, weight.shape[0], tokens, weight.device, 1)
+    (states, temperature, zeros), _ = _inputs(weight, 1)
+    apart: dict[Hashable, list[Step]] = {}
+    for request in requests:
+        if request:
+            step = Step(states, weight, temperature, zeros, zeros, 1, tokens, asked=asked_of(request, problem))
+            backend = ops.choose(step, "")
+            if backend.compiles:
+                apart.setdefault(backend.module.compiled_apart(step.asked), []).append(step)
+    side_by_side(list(apart.values()), functools.partial(ops.sample, impl=""), min(8, os.cpu_count() or 1), weight.device)
+
+
+def side_by_side(groups: Sequence[Sequence[_T]], draw: Callable[[_T], Any], at_once: int, device: torch.device) -> None:
+    """Draws of every group in turn, of different groups at once: the first group by itself, with which Triton begins what it
+    keeps of a function, the others in threads, on the caller's stream. Triton's compiler is Python for less than a tenth of its
+    time. What two threads compile must never be the same kernel, which one of them could find half loaded."""
+    if not groups:
+        return
+    first, *others = groups
+    for each in first:
+        draw(each)
+    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+    inference = torch.is_inference_mode_enabled()
+
+    def draw_alike(group: Sequence[_T]) -> None:
+        with torch.cuda.stream(stream), torch.inference_mode(inference):  # which are a thread's own
+            for each in group:
+                draw(each)
+
+    with ThreadPoolExecutor(at_once) as pool:
+        for _ in pool.map(draw_alike, others):  # raises what a draw raises
+            pass
+
+
 def _inputs(weight: Tensor, batch: int) -> tuple[Inputs, Inputs]:
     """Hidden states, a temperature, and zeros for seeds and offsets, of calls that need both kernels of a batch size."""
     states = weight.new_zeros(batch, weight.shape[1])
@@ -152,31 +207,17 @@ class Plan(NamedTuple):
     at_once: int  # how many can be compiled at a time
 
     def draw(self, weight: Tensor, draw: Callable[[Tensor, Tensor | float, Tensor], Any], *, in_turn: bool = False) -> None:
-        """Calls ``draw(hidden_states, temperature, zeros)`` for each kernel, on the current stream: the first by itself, with
-        which Triton begins what it keeps of a function, and the others in threads, unless they must be ``in_turn``. Triton's
-        compiler is Python for less than a tenth of its time; what two threads compile is never the same kernel, which one of
-        them could find half loaded."""
+        """Calls ``draw(hidden_states, temperature, zeros)`` for each kernel, on the current stream: ``side_by_side``, unless it
+        must be ``in_turn``."""
         if in_turn or self.at_once == 1:
             for batch in sorted(itertools.chain(*self.batches)):  # as on every rank
                 for inputs in _inputs(weight, batch):
                     draw(*inputs)
             return
-        first, *others = (
+        kernels = [
             kernel for batches in self.batches for kernel in zip(*(_inputs(weight, batch) for batch in batches), strict=True)
-        )
-        for inputs in first:
-            draw(*inputs)
-        stream = torch.cuda.current_stream(weight.device) if weight.is_cuda else None
-        inference = torch.is_inference_mode_enabled()
-
-        def draw_alike(kernel: tuple[Inputs, ...]) -> None:
-            with torch.cuda.stream(stream), torch.inference_mode(inference):  # which are a thread's own
-                for inputs in kernel:
-                    draw(*inputs)
-
-        with ThreadPoolExecutor(self.at_once) as pool:
-            for _ in pool.map(draw_alike, others):  # raises what a draw raises
-                pass
+        ]
+        side_by_side(kernels, lambda inputs: draw(*inputs), self.at_once, weight.device)
 
 
 def plan(

@@ -14,7 +14,9 @@ import torch.distributed as dist
 
 import flashsampling
 from flashsampling.distributed import TensorParallel
-from flashsampling.warmup import Plan
+from flashsampling.requests import Problem, asked_of
+from flashsampling.step import Step
+from flashsampling.warmup import Plan, compile_ahead, side_by_side
 from tests.problems import KERNELS, make_problem
 
 KINDS = list(itertools.product((False, True), repeat=3))
@@ -367,3 +369,96 @@ def test_keys_of_the_cache_for_what_requests_ask_for(use_tma, monkeypatch, devic
         hidden_states = problem.hidden_states[:batch]
         flashsampling.sample(hidden_states, problem.weight, temperature=0.7, seed=seed, impl="triton", **rows)
     assert {name: keys.seen for name, keys in kernels.items()} == made
+
+
+def _mixes(batch, vocab, device):
+    from flashsampling.integrations.vllm.step import example_of, mixes, no_rows
+
+    counts = torch.zeros(batch, vocab, dtype=torch.int32, device=device)
+    for in_registers in (False, True):
+        for mix in mixes(in_registers):
+            if request := example_of(mix, no_rows(batch, device), counts):
+                yield request
+
+
+@pytest.mark.parametrize("name", ["triton", "cute"])
+def test_what_is_compiled_apart_shares_no_kernel(name, monkeypatch, device):
+    """Of the mixes that an engine warms up, in groups: two threads never compile the same kernel."""
+    pytest.importorskip("triton")
+    if name == "cute":
+        pytest.importorskip("cutlass")
+    from flashsampling.impl.cute import asked as of_cute
+    from flashsampling.impl.cute import launch
+    from flashsampling.impl.triton import logits as of_triton
+
+    keys = {each: _Keys(getattr(of_triton, each)) for each in ("scan_kernel", "pick_kernel")}
+    for each, stand_in in keys.items():
+        monkeypatch.setattr(of_triton, each, stand_in)
+    vocab = 300
+
+    def with_logits(step, draws, masses, *_):
+        wanted = [torch.zeros(1, 12, device=device) if part else None for part in masses or (False, False)]
+        of_chunks = torch.zeros(1, 12, dtype=torch.int32, device=device), *wanted
+        return torch.zeros(1, vocab, device=device), of_chunks, torch.zeros(1, dtype=torch.int64, device=device)
+
+    monkeypatch.setattr(of_cute, "with_logits", with_logits)
+    monkeypatch.setattr(launch, "run", lambda *_: None)
+    states, weight = torch.zeros(1, 16, device=device), torch.zeros(vocab, 16, device=device)
+    zeros, logits = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(1, vocab, device=device)
+    groups: dict[object, set[str]] = {}
+    for request in _mixes(1, vocab, device):
+        asked = asked_of(request, Problem(1, vocab, vocab, weight.device, 1))
+        step = Step(states, weight, torch.ones(1, device=device), zeros, zeros, 1, vocab, asked=asked)
+        for stand_in in keys.values():
+            stand_in.seen = set()
+        if name == "cute":
+            of_cute.run(step)
+        else:
+            of_triton.run(step._replace(logits=logits))
+        kernels = {f"{each} {key}" for each, stand_in in keys.items() for key in stand_in.seen}
+        groups.setdefault((of_cute if name == "cute" else of_triton).compiled_apart(asked), set()).update(kernels)
+    for one, other in itertools.combinations(groups.values(), 2):
+        assert not one & other
+    assert len([kernels for kernels in groups.values() if kernels]) >= 7
+
+
+def test_groups_are_drawn_side_by_side():
+    """The first by itself, of each group in turn, and what one raises is raised."""
+    begun: list[str] = []
+    threads: dict[str, set[int]] = {}
+    barrier = threading.Barrier(3, timeout=30)
+
+    def draw(each):
+        begun.append(each)
+        threads.setdefault(each[0], set()).add(threading.get_ident())
+        if each[0] != "a":
+            assert {"a0", "a1"} <= set(begun)
+            barrier.wait()  # passes only if three groups are drawn at once
+
+    side_by_side([["a0", "a1"], ["b0", "b1"], ["c0", "c1"], ["d0", "d1"]], draw, 3, torch.device("cpu"))
+    assert sorted(begun) == [f"{group}{n}" for group in "abcd" for n in "01"]
+    assert threads["a"] == {threading.get_ident()}
+    assert all(len(of_group) == 1 for of_group in threads.values())
+
+    def fails(each):
+        if each == "b":
+            raise RuntimeError("of b")
+
+    with pytest.raises(RuntimeError, match="of b"):
+        side_by_side([["a"], ["b"], ["c"]], fails, 2, torch.device("cpu"))
+    side_by_side([], fails, 2, torch.device("cpu"))
+
+
+@pytest.mark.gpu
+def test_what_was_compiled_ahead_is_not_compiled_again(device):
+    """Of one row, whose keys are those of most other batch sizes; and another thread's first draw finds it whole."""
+    if device.type != "cuda":
+        pytest.skip("nothing is compiled")
+    from flashsampling.impl.triton.logits_pick import pick_kernel
+
+    weight = torch.zeros(320, 64, dtype=torch.bfloat16, device=device)
+    compile_ahead(weight, list(_mixes(1, 320, device)), vocab_size=320)
+    made = set(pick_kernel.device_caches[device.index][0])
+    for request in _mixes(20, 320, device):
+        flashsampling.warmup(weight, max_batch_size=20, vocab_size=320, **request)
+    assert set(pick_kernel.device_caches[device.index][0]) == made

@@ -5,10 +5,20 @@ takes; ``cache`` the compiled objects, in memory and on disk; ``launch`` the cal
 """
 
 from ...step import Asked
-from .asked import recorded, shard_logits, shard_winners
+from .asked import compiled_apart, recorded, shard_logits, shard_winners
 from .config import choose_config, compiled_for, unsupported
 from .launch import run
 
 DOES = Asked._fields
 
-__all__ = ["DOES", "choose_config", "compiled_for", "recorded", "run", "shard_logits", "shard_winners", "unsupported"]
+__all__ = [
+    "DOES",
+    "choose_config",
+    "compiled_apart",
+    "compiled_for",
+    "recorded",
+    "run",
+    "shard_logits",
+    "shard_winners",
+    "unsupported",
+]

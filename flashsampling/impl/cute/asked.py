@@ -13,6 +13,7 @@ of a shard                                      the kernel only stores products,
 
 import functools
 import importlib
+from collections.abc import Hashable
 from types import ModuleType
 
 import torch
@@ -36,15 +37,14 @@ def _of_shards() -> ModuleType:
     return importlib.import_module("..triton.shards", __package__)
 
 
-def _scanned(step: Step) -> bool:
+def _scanned(asked: Asked, num_samples: int) -> bool:
     """Whether the kernel leaves products, from which everything is made: what is said of it in the module's docstring."""
-    asked = step.asked
     of_request = asked.dense_bias is not None or asked.counts is not None or asked.token_mask is not None
     return (
         asked.bias_ids is not None
         or asked.stream != PLAIN.stream
         or (of_request and asked.needs_raw_mass())
-        or (step.num_samples > 1 and (asked.may_filter() or asked.needs_raw_mass()))
+        or (num_samples > 1 and (asked.may_filter() or asked.needs_raw_mass()))
     )
 
 
@@ -91,7 +91,7 @@ def processing_of(asked: Asked) -> tuple[tuple[int | float, ...], tuple[Tensor |
 def run(step: Step, config: TileConfig | None = None) -> Drawn:
     """See ``launch.run``, of what is not PLAIN."""
     asked = step.asked
-    if _scanned(step):
+    if _scanned(asked, step.num_samples):
         logits, _, _ = with_logits(step, 0, None, config)
         return _picking().run(step._replace(logits=logits))  # type: ignore[no-any-return]
     processing, _held = processing_of(asked)
@@ -102,11 +102,19 @@ def run(step: Step, config: TileConfig | None = None) -> Drawn:
     # the draws also say which rows are undefined, with filters and without
     floors = _floors_of(step)
     logits, summaries, drawn = with_logits(step, step.num_samples, masses, config, processing, floors)
-    left = asked
-    if processing[0]:
-        left = asked._replace(bias=None, logit_scale=1.0, soft_cap=0.0, dense_bias=None, counts=None, token_mask=None)
     of_chunks = _picking().Summaries(*summaries, floors)
-    return _picking().pick(step._replace(logits=logits, asked=left), of_chunks, drawn)  # type: ignore[no-any-return]
+    return _picking().pick(step._replace(logits=logits, asked=_left(asked)), of_chunks, drawn)  # type: ignore[no-any-return]
+
+
+def _left(asked: Asked) -> Asked:
+    """What is to be done behind ``processing``."""
+    return asked._replace(bias=None, logit_scale=1.0, soft_cap=0.0, dense_bias=None, counts=None, token_mask=None)
+
+
+def compiled_apart(asked: Asked) -> Hashable:
+    """See ``backends``. The kernels here are the same for all, and compiled by one thread at a time."""
+    scanned = _scanned(asked, 1)
+    return scanned, _picking().compiled_apart(asked if scanned else _left(asked))
 
 
 def _floors_of(step: Step) -> Tensor | None:
@@ -123,7 +131,7 @@ def _floors_of(step: Step) -> Tensor | None:
 def recorded(step: Step) -> Recorded:
     """See ``backends``. Products are left behind, of which the kernels that reject make processed logits again."""
     records = _picking().empty_records(len(step.hidden_states), step.hidden_states.device)
-    if _scanned(step) or _changes(step.asked):
+    if _scanned(step.asked, step.num_samples) or _changes(step.asked):
         logits, _, _ = with_logits(step, 0, None)
         drawn = _picking().run(step._replace(logits=logits), records=records)
     else:

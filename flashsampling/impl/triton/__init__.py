@@ -7,6 +7,7 @@ has the tiles' shapes, and what is taken.
 """
 
 from .config import choose_config, compiled_for
+from .logits import compiled_apart
 from .shards import shard_logits, shard_winners
 from .steps import DOES, DOES_OF_LOGITS, recorded, run, unsupported
 
@@ -14,6 +15,7 @@ __all__ = [
     "DOES",
     "DOES_OF_LOGITS",
     "choose_config",
+    "compiled_apart",
     "compiled_for",
     "recorded",
     "run",

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...api import sample
 from ...requests import MAX_BIASED
-from ...warmup import warmup
+from ...warmup import compile_ahead, warmup
 from ..engines import bias_of_rows, biases_now, settle, to_device
 from .asks import Noted, Wants
 from .head import Head
@@ -133,6 +133,8 @@ class FusedStep:
         """Compiles what any batch of up to as many rows needs. Returns the kernels' names."""
         settle(torch.zeros(max_batch_size, dtype=torch.int64, device=self.device), self.undefined)
         weight, vocab_size = self.head.weight, self.head.vocab_size
+        examples: Any = [{**self.head.transform, **self._example_of(mix, 1)} for mix in MIXES]
+        compile_ahead(weight, examples, vocab_size=vocab_size)
         names = warmup(weight, max_batch_size=max_batch_size, vocab_size=vocab_size, **self.head.transform)  # type: ignore[arg-type]
         for mix in MIXES:
             request = {**self.head.transform, **self._example_of(mix, max_batch_size)}

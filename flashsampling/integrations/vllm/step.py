@@ -26,7 +26,7 @@ from ...distributed.limits import FEW
 from ...drafts import Given
 from ...requests import MAX_BIASED
 from ...step import example
-from ...warmup import warmup
+from ...warmup import compile_ahead, warmup
 from ..engines import bias_of_rows, biases_now, settle, to_device
 from .drafts import example_of_drafts, with_stops_ended
 from .head import Head
@@ -252,6 +252,10 @@ class FusedStep:
         # a penalty, so that the kernel has something to do
         counts = self._counts(slots, rows._replace(presence_penalty=rows.top_p))
         names = []
+        if self.tp is None:  # steps of a group have an order
+            one = no_rows(1, self.device)
+            examples: Any = [self.head.request() | example_of(mix, one, counts[:1]) for mix in mixes(self.in_registers)]
+            compile_ahead(weight, examples, vocab_size=self.head.vocab_size)
         for mix in mixes(self.in_registers):
             names += warmup(weight, max_batch_size=batch, **head, **example_of(mix, rows, counts))
         everything = head | example_of(EVERYTHING, rows, counts)
