@@ -45,6 +45,11 @@ def spectrum(folder: Path | None, name: str) -> tuple[Tensor, Tensor, int]:
     return torch.from_numpy(held["ranks"]).double(), torch.from_numpy(held["logits"]).double(), int(held["vocab"])
 
 
+def spectrum_source(folder: Path | None, name: str) -> str:
+    """Where ``spectrum`` has them from, in words."""
+    return f"{name} from {folder}" if folder else "synthetic: Zipf's law, exponents 1 to 2"
+
+
 def filled(ranks: Tensor, logits: Tensor, vocab_of: int, batch: int, vocab: int, dtype: torch.dtype) -> Tensor:
     """(B, V) on the GPU: rows of that spectrum, their ranks scaled to V, their tokens shuffled."""
     generator = torch.Generator("cuda").manual_seed(0)
@@ -169,7 +174,7 @@ def main(
     console = Console(width=150)
     out.mkdir(parents=True, exist_ok=True)
     held = spectrum(spectra, name)
-    source = f"{name} from {spectra}" if spectra else "synthetic: Zipf's law, exponents 1 to 2"
+    source = spectrum_source(spectra, name)
     read = read_bandwidth()
     wanted, other = only.split(","), None if before is None else run_before(before)
     result: dict[str, Any] = {"machine": machine(), "logits": source, "dtype": dtype, "read_tb_s": read, "rows": []}

@@ -21,7 +21,7 @@ from flashsampling import ops
 from flashsampling.step import Asked, Step
 from tests.test_triton_logits import agrees
 
-from .from_logits import TOP_K, TOP_P, filled, spectrum
+from .from_logits import TOP_K, TOP_P, filled, spectrum, spectrum_source
 from .requests import CHECKED, HEADS, head_of
 from .timing import Step as Call
 from .timing import interleaved_medians, machine
@@ -98,7 +98,7 @@ def main(
     torch.manual_seed(0)
     console = Console(width=200)
     out.mkdir(parents=True, exist_ok=True)
-    source = f"{name} from {spectra}" if spectra else "synthetic: Zipf's law, exponents 1 to 2"
+    source = spectrum_source(spectra, name)
     result: dict[str, Any] = {"machine": machine(), "logits": source, "rounds": rounds, "rows": []}
     for vocab, dim in HEADS[:heads]:
         rows = [_row(spectrum(spectra, name), vocab, dim, batch, rounds) for batch in map(int, batches.split(","))]

@@ -20,7 +20,7 @@ from flashsampling import ops
 from flashsampling.step import PLAIN, Asked, Step
 from tests.test_triton_logits import agrees
 
-from .from_logits import filled, peers, requests, spectrum
+from .from_logits import filled, peers, requests, spectrum, spectrum_source
 from .timing import Step as Call
 from .timing import interleaved_medians, machine
 
@@ -108,7 +108,7 @@ def main(
     console = Console(width=230)
     out.mkdir(parents=True, exist_ok=True)
     held = spectrum(spectra, name)
-    source = f"{name} from {spectra}" if spectra else "synthetic: Zipf's law, exponents 1 to 2"
+    source = spectrum_source(spectra, name)
     result: dict[str, Any] = {"machine": machine(), "logits": source, "rounds": rounds, "rows": []}
     for vocab, dim in HEADS:
         impls = implementations.split(",")

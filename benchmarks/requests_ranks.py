@@ -24,7 +24,7 @@ from flashsampling.distributed import TensorParallel, gather_flat
 from flashsampling.step import PLAIN, Asked, Step
 from tests.test_triton_logits import agrees
 
-from .from_logits import TOP_K, TOP_P, filled, peers, requests, spectrum
+from .from_logits import TOP_K, TOP_P, filled, peers, requests, spectrum, spectrum_source
 from .requests import CHECKED, head_of, more_requests
 from .tensor_parallel import medians_over_ranks
 from .timing import Step as Call
@@ -99,7 +99,7 @@ def main(
         raise typer.BadParameter(f"an all-gather needs equal shards: {vocab} tokens over {size} ranks are not")
     ends = (rank * vocab // size, (rank + 1) * vocab // size)
     held, most = spectrum(spectra, name), max(map(int, batches.split(",")))
-    source = f"{name} from {spectra}" if spectra else "synthetic: Zipf's law, exponents 1 to 2"
+    source = spectrum_source(spectra, name)
     result: dict[str, Any] = {"machine": machine(), "logits": source, "rounds": rounds, "size": size, "rows": []}
     some = torch.empty(ends[1] - ends[0], dim, dtype=torch.bfloat16, device="cuda")
     with TensorParallel(None, some, first_token=ends[0], vocab_size=vocab, transport="p2p", max_batch_size=most) as tp:

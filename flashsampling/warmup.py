@@ -166,7 +166,9 @@ def compile_ahead(
             backend = ops.choose(step, "")
             if backend.compiles:
                 apart.setdefault(backend.module.compiled_apart(step.asked), []).append(step)
-    side_by_side(list(apart.values()), functools.partial(ops.sample, impl=""), min(8, os.cpu_count() or 1), weight.device)
+    # what asks for most needs every kernel there is, and is drawn by itself
+    groups = sorted(apart.values(), key=lambda steps: len(steps[0].asked.names()), reverse=True)
+    side_by_side(groups, functools.partial(ops.sample, impl=""), min(8, os.cpu_count() or 1), weight.device)
 
 
 def side_by_side(groups: Sequence[Sequence[_T]], draw: Callable[[_T], Any], at_once: int, device: torch.device) -> None:

@@ -103,7 +103,8 @@ def run(step: Step, config: TileConfig | None = None) -> Drawn:
     floors = _floors_of(step)
     logits, summaries, drawn = with_logits(step, step.num_samples, masses, config, processing, floors)
     of_chunks = _picking().Summaries(*summaries, floors)
-    return _picking().pick(step._replace(logits=logits, asked=_left(asked)), of_chunks, drawn)  # type: ignore[no-any-return]
+    left = _left(asked) if processing[0] else asked
+    return _picking().pick(step._replace(logits=logits, asked=left), of_chunks, drawn)  # type: ignore[no-any-return]
 
 
 def _left(asked: Asked) -> Asked:
