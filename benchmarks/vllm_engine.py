@@ -3,23 +3,24 @@
 Random weights of a Qwen3 shape, scaled so that logits spread as real ones do; no network, no tokenizer. The engine is in a
 process of its own, as vLLM has it; the model runner's class there is the plug-in's or vLLM's own, in turns.
 
-    sample_ms   GPU time of LM head and sampler, CUDA events around the runner's ``sample``: median over the decode steps
+    sample_ms   GPU time of LM head and sampler, CUDA events around the runner's ``sample``
     forward_ms  likewise of the model before it
-    tpot_ms     what a user waits per token, scheduler and all: between two steps' outputs in the caller's process, median over
-                the second halves of all rounds' generations
+    tpot_ms     time per output token, scheduler, model and all: on the GPU's clock from one step's tokens to the next's; not
+                where the caller waits: outputs queue up there while it adds requests, and then come faster than they are made
     peak_MiB    most memory allocated meanwhile; sample_MiB: by LM head and sampler in one step, the last positions of the
                 prompts among them
 
-Before anything is timed the plug-in's counters must say that every step of a kind is fused; with ``--ranks``, all ranks must
+Times are medians over the decode steps of all rows, of all rounds' generations, the plug-in's and vLLM's in turns.
+The plug-in's counters must say that every one of its steps is fused; with ``--ranks``, all ranks must
 have drawn the same tokens.
 """
 
+import itertools
 import json
 import os
 import statistics
 import tempfile
 import time
-from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -93,7 +94,6 @@ class Engine:
         from vllm import LLM, SamplingParams
 
         self.params = SamplingParams
-        self.arrivals: list[float] = []  # of the steps' outputs, of the last generation
         self.llm = LLM(
             model=folder,
             load_format="dummy",
@@ -101,14 +101,6 @@ class Engine:
             worker_extension_cls="benchmarks.vllm_worker.WorkerExtension",
             **options,
         )
-        step = self.llm.llm_engine.step
-
-        def noted() -> Any:
-            outputs = step()
-            self.arrivals.append(time.perf_counter())
-            return outputs
-
-        self.llm.llm_engine.step = noted
 
     def tell(self, function: Any, *args: Any) -> Any:
         """Has every worker call a function with itself; what the first returns."""
@@ -116,7 +108,6 @@ class Engine:
 
     def generate(self, prompts: list[list[int]], params: list[Any]) -> list[Any]:
         """One output per prompt."""
-        self.arrivals.clear()
         outputs = self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
         return [output.outputs[0] for output in outputs]
 
@@ -131,44 +122,44 @@ def _measured(engine: Engine, kind: str, batch: int, tokens: int, rounds: int) -
 
     generator = np.random.default_rng(0)
 
-    def generate(count: int) -> list[float]:
-        """Milliseconds between outputs, of the second half of the steps but for the last, of which some have fewer rows."""
+    def timed(who: str, count: int) -> dict[str, Any]:
+        """One generation: what its steps took."""
         prompts = generator.integers(0, VOCAB, (batch, PROMPT)).tolist()
         params = []
         for row in range(batch):
             asked = KINDS[kind] | ({"seed": row} if "seed" in KINDS[kind] else {})
             params.append(engine.params(max_tokens=count, ignore_eos=True, detokenize=False, **asked))
-        outputs = engine.generate(prompts, params)
-        ids = [list(output.token_ids) for output in outputs]
+        engine.tell(use_plugin, who == "plugin")
+        engine.tell(start_timing, kind == "grammar mask")
+        before = engine.tell(counters)
+        ids = [list(output.token_ids) for output in engine.generate(prompts, params)]
+        after = engine.tell(counters)
         if any(len(row) != count or min(row) < 0 or max(row) >= VOCAB for row in ids):
             raise SystemExit(f"{kind}, batch {batch}: not {count} tokens of the vocabulary a row")
-        return [1e3 * (later - sooner) for sooner, later in pairwise(engine.arrivals[-count // 2 : -4])]
-
-    rows: dict[str, dict[str, Any]] = {"vllm": {}, "plugin": {}}
-    times: dict[str, list[float]] = {name: [] for name in rows}
-    for name, row in rows.items():
-        engine.tell(use_plugin, name == "plugin")
-        before = engine.tell(counters) if name == "plugin" else {}
-        generate(2)
-        engine.tell(start_timing, kind == "grammar mask")
-        generate(tokens)
-        row |= engine.tell(stop_timing, batch)
-        if name == "plugin":
-            after = engine.tell(counters)
+        if who == "plugin":
             if after["fused"] <= before["fused"] or after["left"] + after["split"] != before["left"] + before["split"]:
                 raise SystemExit(f"{kind}, batch {batch}: not every step is fused: {before}, then {after}")
             of_ranks = engine.llm.collective_rpc(drawn_tokens)
             if any(each != of_ranks[0] for each in of_ranks):
                 raise SystemExit(f"{kind}, batch {batch}: the ranks did not draw the same tokens")
-    if kind != "grammar mask":  # whose masks are made up inside the runner
-        for names in shuffled(rows, rounds):
-            for name in names:
-                engine.tell(use_plugin, name == "plugin")
-                times[name] += generate(tokens)
-        for name, row in rows.items():
-            quarters = [round(ms, 4) for ms in statistics.quantiles(times[name])]
-            row |= {"tpot_ms": quarters[1], "tpot_quartiles_ms": quarters}
-    return [{"kind": kind, "batch": batch, "who": name, **row} for name, row in rows.items()]
+        steps: dict[str, Any] = engine.tell(stop_timing, batch)
+        return steps
+
+    generations: dict[str, list[dict[str, Any]]] = {"vllm": [], "plugin": []}
+    for who in generations:
+        timed(who, 4)  # what it compiles while it runs
+    for names in shuffled(generations, rounds):
+        for who in names:
+            generations[who].append(timed(who, tokens))
+    rows = []
+    for who, some in generations.items():
+        row: dict[str, Any] = {"kind": kind, "batch": batch, "who": who}
+        for what in ("forward_ms", "sample_ms", "tpot_ms"):
+            quartiles = statistics.quantiles(itertools.chain.from_iterable(each[what] for each in some))
+            row |= {what: round(quartiles[1], 4), f"{what}_quartiles": [round(ms, 4) for ms in quartiles]}
+        row |= {what: max(each[what] for each in some) for what in ("peak_MiB", "sample_MiB")}
+        rows.append(row | {"steps": sum(len(each["sample_ms"]) for each in some)})
+    return rows
 
 
 def main(
@@ -176,8 +167,8 @@ def main(
     layers: Annotated[int, typer.Option(help="Fewer layers than the shape has; 0: as many.")] = 0,
     kinds: Annotated[str, typer.Option(help="Comma-separated.")] = ",".join(KINDS),
     batches: Annotated[str, typer.Option(help="Comma-separated rows.")] = "1,16,64,128,256",
-    tokens: Annotated[int, typer.Option(help="Per request.")] = 64,
-    rounds: Annotated[int, typer.Option(help="Interleaved, for the time per token.")] = 5,
+    tokens: Annotated[int, typer.Option(min=8, help="Per request.")] = 64,
+    rounds: Annotated[int, typer.Option(min=1, help="Interleaved generations of each.")] = 5,
     ranks: Annotated[int, typer.Option(help="GPUs that share the model (tensor parallelism).")] = 1,
     attention: Annotated[str, typer.Option(help="vLLM's back end; FLASH_ATTN is its own choice on an H200.")] = "FLASH_ATTN",
     out: Annotated[Path, typer.Option(help="Folder for vllm_SHAPE.json; with several ranks vllm_SHAPE_tpN.json.")] = Path(
@@ -222,10 +213,7 @@ def main(
             rows = _measured(engine, kind, batch, tokens, rounds)
             theirs, ours = rows
             cells = [f"{theirs['sample_ms']:.3f}", f"{ours['sample_ms']:.3f}", f"{ours['sample_ms'] / theirs['sample_ms']:.2f}"]
-            if "tpot_ms" in ours:
-                cells += [f"{theirs['tpot_ms']:.3f}", f"{ours['tpot_ms']:.3f}", f"{ours['tpot_ms'] / theirs['tpot_ms']:.2f}"]
-            else:
-                cells += ["", "", ""]
+            cells += [f"{theirs['tpot_ms']:.3f}", f"{ours['tpot_ms']:.3f}", f"{ours['tpot_ms'] / theirs['tpot_ms']:.2f}"]
             table.add_row(str(batch), *cells, f"{theirs['sample_MiB']:.0f} / {ours['sample_MiB']:.0f}")
             result["rows"] += rows
             path.write_text(json.dumps(result | {"counters": engine.tell(counters)}, indent=1) + "\n")

@@ -4,7 +4,7 @@ vLLM starts its engine in a process of its own, so that is where the model runne
 """
 
 import hashlib
-import statistics
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -71,20 +71,22 @@ def start_timing(worker: Any, with_grammar: bool) -> None:
     torch.cuda.reset_peak_memory_stats()
 
 
-def stop_timing(worker: Any, batch: int) -> dict[str, float]:
-    """Medians over the decode steps of so many rows, milliseconds; the peak of allocated memory, and the most that head and
-    sampler took in a step of so many rows, the last positions of their prompts' too, MiB."""
+def stop_timing(worker: Any, batch: int) -> dict[str, Any]:
+    """Of every decode step of so many rows, milliseconds on the GPU's clock: of the model; of head and sampler; from its tokens
+    to the next such step's. The peak of allocated memory, and the most that head and sampler took in a step of so many rows,
+    the last positions of their prompts' too, MiB."""
     runner = worker.model_runner
     steps, peaks = runner.timed_steps
     del runner.execute_model, runner.sample, runner.timed_steps
     torch.cuda.synchronize()
-    events = [step[2:5] for step in steps if step[:2] == (batch, batch)]
+    full = [step[:2] == (batch, batch) for step in steps]
+    events = [step[2:5] for step, is_full in zip(steps, full) if is_full]
     return {
-        "forward_ms": statistics.median(start.elapsed_time(before) for start, before, _ in events),
-        "sample_ms": statistics.median(before.elapsed_time(after) for _, before, after in events),
+        "forward_ms": [start.elapsed_time(before) for start, before, _ in events],
+        "sample_ms": [before.elapsed_time(after) for _, before, after in events],
+        "tpot_ms": [one[4].elapsed_time(other[4]) for (one, other), both in zip(pairwise(steps), pairwise(full)) if all(both)],
         "peak_MiB": max(peaks[0], torch.cuda.max_memory_allocated()) / 2**20,
         "sample_MiB": max(step[5] for step in steps if step[1] == batch) / 2**20,
-        "steps": len(events),
     }
 
 

@@ -1,4 +1,4 @@
-"""What the benchmarks do to random weights inside vLLM: their logits spread as they say."""
+"""What the benchmarks do inside vLLM: random weights' logits spread as they say, and steps are timed one by one."""
 
 from types import SimpleNamespace
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.vllm_worker import spread_logits
+from benchmarks.vllm_worker import spread_logits, stop_timing
 
 VOCAB, DIM = 5000, 512
 
@@ -47,3 +47,28 @@ def test_ranks_share_the_norm_and_nothing_else():
     assert torch.equal(ours.model.norm.weight, theirs.model.norm.weight)
     assert not torch.equal(ours.lm_head.weight, theirs.lm_head.weight)
     assert not torch.equal(ours.lm_head.weight, ours.model.embed_tokens.weight)
+
+
+def test_times_are_of_the_steps_of_all_rows(monkeypatch):
+    class At(float):  # milliseconds on the GPU's clock
+        def elapsed_time(self, later: "At") -> float:
+            return later - self
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 2**20)
+    steps = [  # tokens and rows, when the model, head and sampler began and ended, bytes
+        (16, 2, At(0), At(5), At(6), 2**22),  # prompts
+        (2, 2, At(6), At(8), At(9), 2**20),
+        (2, 2, At(10), At(11), At(11.5), 2**20),
+        (1, 1, At(20), At(21), At(22), 2**23),
+        (2, 2, At(30), At(31), At(31.25), 2**20),
+    ]
+    runner = SimpleNamespace(execute_model=None, sample=None, timed_steps=(steps, [3 * 2**20]))
+    assert stop_timing(SimpleNamespace(model_runner=runner), 2) == {
+        "forward_ms": [2, 1, 1],
+        "sample_ms": [1, 0.5, 0.25],
+        "tpot_ms": [2.5],  # not from the prompts' step, and not across that of one row
+        "peak_MiB": 3,
+        "sample_MiB": 4,
+    }
+    assert not vars(runner)  # as vLLM has it again
