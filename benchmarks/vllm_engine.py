@@ -118,7 +118,7 @@ def _measured(engine: Engine, kind: str, batch: int, tokens: int, rounds: int) -
 
     from flashsampling.integrations.vllm import counters
 
-    from .vllm_worker import drawn_tokens, start_timing, stop_timing, use_plugin
+    from .vllm_worker import start_timing, stop_timing, use_plugin
 
     generator = np.random.default_rng(0)
 
@@ -136,14 +136,13 @@ def _measured(engine: Engine, kind: str, batch: int, tokens: int, rounds: int) -
         after = engine.tell(counters)
         if any(len(row) != count or min(row) < 0 or max(row) >= VOCAB for row in ids):
             raise SystemExit(f"{kind}, batch {batch}: not {count} tokens of the vocabulary a row")
-        if who == "plugin":
-            if after["fused"] <= before["fused"] or after["left"] + after["split"] != before["left"] + before["split"]:
-                raise SystemExit(f"{kind}, batch {batch}: not every step is fused: {before}, then {after}")
-            of_ranks = engine.llm.collective_rpc(drawn_tokens)
-            if any(each != of_ranks[0] for each in of_ranks):
-                raise SystemExit(f"{kind}, batch {batch}: the ranks did not draw the same tokens")
-        steps: dict[str, Any] = engine.tell(stop_timing, batch)
-        return steps
+        all_fused = after["fused"] > before["fused"] and all(after[way] == before[way] for way in ("left", "split"))
+        if who == "plugin" and not all_fused:
+            raise SystemExit(f"{kind}, batch {batch}: not every step is fused: {before}, then {after}")
+        of_ranks: list[dict[str, Any]] = engine.llm.collective_rpc(stop_timing, args=(batch,))
+        if any(each["drawn"] != of_ranks[0]["drawn"] for each in of_ranks):
+            raise SystemExit(f"{kind}, batch {batch}, {who}: the ranks did not draw the same tokens")
+        return of_ranks[0]
 
     generations: dict[str, list[dict[str, Any]]] = {"vllm": [], "plugin": []}
     for who in generations:

@@ -36,13 +36,8 @@ def spread_logits(worker: Any, deviation: float) -> None:
         norm.data.copy_(signs * (deviation / 0.02 / head.shape[1] ** 0.5))
 
 
-def drawn_tokens(worker: Any) -> str:
-    """A digest of this rank's tokens of all requests that had a slot."""
-    return hashlib.sha256(worker.model_runner.req_states.all_token_ids.gpu.cpu().numpy().tobytes()).hexdigest()
-
-
 def start_timing(worker: Any, with_grammar: bool) -> None:
-    """Notes CUDA events around every step from here on. ``with_grammar``: every row of a step has a mask of half the tokens."""
+    """Notes every step's CUDA events and tokens from here on. ``with_grammar``: every row has a mask of half the tokens."""
     from vllm.v1.core.sched.output import GrammarOutput
 
     runner = worker.model_runner
@@ -64,7 +59,8 @@ def start_timing(worker: Any, with_grammar: bool) -> None:
         held, before = torch.cuda.memory_allocated(), _mark()
         out = sample(hidden_states, input_batch, grammar_output)
         events = timed_execute.start, before, _mark()  # type: ignore[attr-defined]
-        steps.append((input_batch.num_tokens, input_batch.num_reqs, *events, torch.cuda.max_memory_allocated() - held))
+        took = torch.cuda.max_memory_allocated() - held
+        steps.append((input_batch.num_tokens, input_batch.num_reqs, *events, took, out[0].sampled_token_ids.clone()))
         return out
 
     runner.execute_model, runner.sample, runner.timed_steps = timed_execute, timed_sample, (steps, peaks)
@@ -74,7 +70,7 @@ def start_timing(worker: Any, with_grammar: bool) -> None:
 def stop_timing(worker: Any, batch: int) -> dict[str, Any]:
     """Of every decode step of so many rows, milliseconds on the GPU's clock: of the model; of head and sampler; from its tokens
     to the next such step's. The peak of allocated memory, and the most that head and sampler took in a step of so many rows,
-    the last positions of their prompts' too, MiB."""
+    the last positions of their prompts' too, MiB. A digest of all steps' tokens, in order."""
     runner = worker.model_runner
     steps, peaks = runner.timed_steps
     del runner.execute_model, runner.sample, runner.timed_steps
@@ -87,6 +83,7 @@ def stop_timing(worker: Any, batch: int) -> dict[str, Any]:
         "tpot_ms": [one[4].elapsed_time(other[4]) for (one, other), both in zip(pairwise(steps), pairwise(full)) if all(both)],
         "peak_MiB": max(peaks[0], torch.cuda.max_memory_allocated()) / 2**20,
         "sample_MiB": max(step[5] for step in steps if step[1] == batch) / 2**20,
+        "drawn": hashlib.sha256(b"".join(step[6].cpu().numpy().tobytes() for step in steps)).hexdigest(),
     }
 
 

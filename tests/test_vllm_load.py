@@ -32,7 +32,32 @@ def test_the_environment(value, monkeypatch):
         monkeypatch.setenv(settings.VARIABLE, value)
     register()
     register()
-    assert awaited() == (["vllm.v1.worker.gpu_worker"] if value in ("auto", "require") else [])
+    assert awaited() == ([] if value == "off" else ["vllm.v1.worker.gpu_worker"])
+
+
+@pytest.mark.parametrize("asked", ["auto", "require", None])
+def test_a_release_that_no_gpu_has_run(asked, monkeypatch, caplog):
+    """It is fused where somebody asks for that."""
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: {"vllm": "0.33.0"}[name])
+    monkeypatch.delenv(settings.VARIABLE, raising=False)
+    if asked is not None:
+        monkeypatch.setenv(settings.VARIABLE, asked)
+    with caplog.at_level(logging.INFO, "vllm.flashsampling"):
+        register()
+    assert bool(awaited()) == (asked is not None)
+    assert ("the plug-in in vLLM 0.33.0 was not run and timed on a GPU" in caplog.text) == (asked is None)
+
+
+@pytest.mark.parametrize(("asked", "seen", "refused"), [("", False, True), ("", True, False), ("auto", False, False)])
+def test_what_is_fused_by_default(asked, seen, refused, monkeypatch):
+    monkeypatch.setenv(settings.VARIABLE, asked)
+    if refused:
+        with pytest.raises(
+            Refused, match=r"^that was not .*; FLASHSAMPLING_VLLM=auto fuses all the same, .*=off stays silent$"
+        ):
+            settings.check_default(seen, "that")
+    else:
+        settings.check_default(seen, "that")
 
 
 def test_a_wrong_environment(monkeypatch):

@@ -56,19 +56,28 @@ def test_times_are_of_the_steps_of_all_rows(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 2**20)
-    steps = [  # tokens and rows, when the model, head and sampler began and ended, bytes
-        (16, 2, At(0), At(5), At(6), 2**22),  # prompts
-        (2, 2, At(6), At(8), At(9), 2**20),
-        (2, 2, At(10), At(11), At(11.5), 2**20),
-        (1, 1, At(20), At(21), At(22), 2**23),
-        (2, 2, At(30), At(31), At(31.25), 2**20),
+    drawn = torch.arange(10).view(5, 2, 1)
+    steps = [  # tokens and rows, when the model, head and sampler began and ended, bytes, tokens
+        (16, 2, At(0), At(5), At(6), 2**22, drawn[0]),  # prompts
+        (2, 2, At(6), At(8), At(9), 2**20, drawn[1]),
+        (2, 2, At(10), At(11), At(11.5), 2**20, drawn[2]),
+        (1, 1, At(20), At(21), At(22), 2**23, drawn[3, :1]),
+        (2, 2, At(30), At(31), At(31.25), 2**20, drawn[4]),
     ]
-    runner = SimpleNamespace(execute_model=None, sample=None, timed_steps=(steps, [3 * 2**20]))
-    assert stop_timing(SimpleNamespace(model_runner=runner), 2) == {
+
+    def stopped(steps: list[tuple]) -> dict:
+        runner = SimpleNamespace(execute_model=None, sample=None, timed_steps=(steps, [3 * 2**20]))
+        times = stop_timing(SimpleNamespace(model_runner=runner), 2)
+        assert not vars(runner)  # as vLLM has it again
+        return times
+
+    times = stopped(steps)
+    digest = times.pop("drawn")
+    assert digest == stopped(steps)["drawn"] != stopped([*steps[:-1], (*steps[-1][:-1], drawn[3])])["drawn"]
+    assert times == {
         "forward_ms": [2, 1, 1],
         "sample_ms": [1, 0.5, 0.25],
         "tpot_ms": [2.5],  # not from the prompts' step, and not across that of one row
         "peak_MiB": 3,
         "sample_MiB": 4,
     }
-    assert not vars(runner)  # as vLLM has it again

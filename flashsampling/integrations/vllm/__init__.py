@@ -1,7 +1,7 @@
 """vLLM: logits and sampler become one fused step, without a fork; what the step cannot do is left to vLLM, batch by batch.
 
     pip install "flashsampling[vllm]"
-    FLASHSAMPLING_VLLM=auto vllm serve ...  # off (the default for now), auto or require
+    vllm serve ...  # FLASHSAMPLING_VLLM=off, auto or require; without it what was run and timed on a GPU is fused
 
 ``register`` is the entry point of the group ``vllm.general_plugins``, which vLLM calls in each of its processes. Nothing is
 imported of vLLM there: ``load`` waits until vLLM imports its worker, and looks at the model once it is loaded. ``head`` is what

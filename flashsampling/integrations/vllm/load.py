@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-from .settings import VARIABLE, Refused, check_version, mode
+from .settings import VARIABLE, Refused, check_default, check_version, mode
 
 _logger = logging.getLogger("vllm.flashsampling")  # below vLLM's own, which is the one that is shown there
 _WORKER = "vllm.v1.worker.gpu_worker"
@@ -36,7 +36,8 @@ def register() -> None:
     if chosen == "off":
         return
     try:
-        check_version(importlib.metadata.version("vllm"))
+        version = importlib.metadata.version("vllm")
+        check_default(check_version(version).on_gpus, f"the plug-in in vLLM {version}")
     except Refused as why:
         if chosen == "require":
             raise

@@ -31,7 +31,18 @@ from .batches import batch_of, grammar_of, part_of, part_of_grammar, rows_of_req
 from .drafts import most_drafts_of
 from .head import Head, head_of
 from .outputs import checked
-from .settings import COUNTING, RUNNER, TENSOR_PARALLEL, Refused, Release, check_signature, check_version, mode, tensor_parallel
+from .settings import (
+    COUNTING,
+    RUNNER,
+    TENSOR_PARALLEL,
+    Refused,
+    Release,
+    check_default,
+    check_signature,
+    check_version,
+    mode,
+    tensor_parallel,
+)
 from .slots import (
     DRAFTS,
     GRAMMAR,
@@ -44,7 +55,7 @@ from .slots import (
     Slots,
     Wants,
 )
-from .step import FusedStep, Grammar
+from .step import FusedStep, Grammar, in_registers
 
 _logger = logging.getLogger("vllm.flashsampling")
 PROCESSORS = {"LogitBiasState", "PenaltiesState", "BadWordsState"}  # of newer releases' samplers, which ``slots`` knows
@@ -298,6 +309,7 @@ def attach(runner: Any) -> str:
     layers = Layers(LogitsProcessor, VocabParallelEmbedding, UnquantizedEmbeddingMethod)
     head = head_of(runner.model, runner.model_config.get_hidden_size(), runner.dtype, runner.device, layers)
     check_head(head, runner.vocab_size)
+    check_default(in_registers(head.weight), "Triton's kernel in vLLM, the one that this head, GPU and CuTe DSL leave,")
     tp = None if head.ranks == 1 else group_of(head, get_tp_group().device_group, most_rows(runner, most_drafts))
     raw_logprobs = runner.sampler.logprobs_mode == "raw_logprobs"
     rules = Rules(head.vocab_size, raw_logprobs, release.frees_stops, bool(envs.VLLM_BATCH_INVARIANT))
@@ -319,7 +331,7 @@ def check_runner(runner: Any, release: Release, kind: type, sampler: type) -> No
         (runner.use_pp, "pipeline parallelism"),
         (
             several and not tensor_parallel(),
-            f"tensor parallelism, which has not been tried with vLLM on GPUs ({TENSOR_PARALLEL}=1 tries it)",
+            f"tensor parallelism, which has not been timed with vLLM ({TENSOR_PARALLEL}=1 has it)",
         ),
         (several and not release.drafts_and_ranks, "tensor parallelism with this release of vLLM, which has not been tried"),
         (

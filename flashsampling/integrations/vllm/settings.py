@@ -16,12 +16,13 @@ class Release(NamedTuple):
     logits: tuple[str, ...]  # parameters of ``LogitsProcessor.forward``
     drafts_and_ranks: bool  # speculative decoding and tensor parallelism have been tried
     frees_stops: bool  # where min_tokens forbids all that a grammar allows, it does not
+    on_gpus: bool  # the plug-in's tests have passed in it on a GPU, and it is timed
     sampler: tuple[str, ...] = ()  # attributes of the sampler that say what else is asked of it
 
 
 _LOGITS = ("self", "lm_head", "hidden_states", "embedding_bias")
 _ASKS = "logits_processors", "return_sampling_mask", "trace_replay_state"
-KNOWN = {"0.26": Release(_LOGITS, True, False), "0.33": Release((*_LOGITS, "skip_gather"), False, True, _ASKS)}
+KNOWN = {"0.26": Release(_LOGITS, True, False, True), "0.33": Release((*_LOGITS, "skip_gather"), False, True, False, _ASKS)}
 
 # What is overridden or called, by its parameters: a release that has other ones is another one, whatever its number.
 RUNNER = {
@@ -39,12 +40,17 @@ class Refused(RuntimeError):
 
 
 def mode() -> str:
-    """ "off", "auto" or "require"; ValueError if the environment says something else. Off unless it is asked for: its
-    tests pass and it is timed on one GPU (docs/vllm.md), but drafts and ranks have yet to pass there."""
-    value = os.environ.get(VARIABLE, "off") or "off"
+    """ "off", "auto" or "require"; ValueError if the environment says something else."""
+    value = os.environ.get(VARIABLE, "") or "auto"
     if value not in MODES:
         raise ValueError(f"{VARIABLE} must be one of {', '.join(MODES)}, got {value!r}")
     return value
+
+
+def check_default(seen: bool, what: str) -> None:
+    """Refuses what was not seen to work on a GPU and timed there, unless somebody asked for the plug-in."""
+    if not seen and not os.environ.get(VARIABLE):
+        raise Refused(f"{what} was not run and timed on a GPU; {VARIABLE}=auto fuses all the same, {VARIABLE}=off stays silent")
 
 
 def tensor_parallel() -> bool:
