@@ -82,7 +82,7 @@ def stop_timing(worker: Any, batch: int) -> dict[str, Any]:
         "sample_ms": [before.elapsed_time(after) for _, before, after in events],
         "tpot_ms": [one[4].elapsed_time(other[4]) for (one, other), both in zip(pairwise(steps), pairwise(full)) if all(both)],
         "peak_MiB": max(peaks[0], torch.cuda.max_memory_allocated()) / 2**20,
-        "sample_MiB": max(step[5] for step in steps if step[1] == batch) / 2**20,
+        "sample_MiB": max((step[5] for step in steps if step[1] == batch), default=0) / 2**20,
         "drawn": hashlib.sha256(b"".join(step[6].cpu().numpy().tobytes() for step in steps)).hexdigest(),
     }
 

@@ -23,7 +23,8 @@ One that knows shards does them with what a request asks for in two parts, betwe
                                        at least the row's ``limit``, (B,) int64; ``NO_FINITE`` where there is none. Of rows
                                        with a NaN anything
 
-What ends where in between, the functions of ``distributed.limits`` find, or those of another module of that kind.
+What ends where in between, the functions of ``distributed.limits`` find, and what all ranks conclude those of
+``distributed.parts``, or of other modules of these kinds.
 
 It is imported when it is first asked, and only where the packages that it needs are installed.
 """
@@ -84,7 +85,7 @@ class Backend:
         sharded: it can be told of a shard, so it serves under tensor parallelism.
         exchanges: its kernel does the exchange of the transport ``p2p`` itself.
         asked_needs: packages, for steps that ask for anything.
-        shard_limits: the module that finds where filters end in rows over several ranks.
+        shard_limits, shard_parts: the modules that find where filters end in rows over several ranks, and what a step gives.
     """
 
     def __init__(
@@ -97,9 +98,10 @@ class Backend:
         exchanges: bool = False,
         asked_needs: tuple[Package, ...] = (),
         shard_limits: str = "distributed.limits",
+        shard_parts: str = "distributed.parts",
     ) -> None:
         self.name, self.needs, self.chosen_on, self.sharded, self.exchanges = name, needs, chosen_on, sharded, exchanges
-        self.asked_needs, self._shard_limits = asked_needs, shard_limits
+        self.asked_needs, self._shard_limits, self._shard_parts = asked_needs, shard_limits, shard_parts
 
     @functools.cached_property
     def missing(self) -> str | None:
@@ -120,6 +122,11 @@ class Backend:
     def shard_limits(self) -> ModuleType:
         """Imported at the first use."""
         return importlib.import_module(f".{self._shard_limits}", __package__)
+
+    @functools.cached_property
+    def shard_parts(self) -> ModuleType:
+        """Imported at the first use."""
+        return importlib.import_module(f".{self._shard_parts}", __package__)
 
     def unsupported(self, step: Step) -> str | None:
         """Why it cannot do a step here, or None."""
@@ -165,6 +172,7 @@ class Backend:
 # 3.4 fails to compile the kernel; 3.6 is measured, 3.9 compiles in all its shapes
 _TRITON = Package("triton", "triton", (3, 6))
 _CUTE_HINT = " (the extra cute: pip install '.[cute]' from a checkout)"
+_BETWEEN = {"shard_limits": "impl.triton.limits", "shard_parts": "distributed.parts"}
 _TABLE = (
     Backend(
         "cute",
@@ -178,9 +186,9 @@ _TABLE = (
         sharded=True,
         exchanges=True,
         asked_needs=(_TRITON,),  # which picks from the logits that the kernel leaves
-        shard_limits="impl.triton.limits",
+        **_BETWEEN,
     ),
-    Backend("triton", needs=(_TRITON,), chosen_on="cuda", sharded=True, exchanges=True, shard_limits="impl.triton.limits"),
+    Backend("triton", needs=(_TRITON,), chosen_on="cuda", sharded=True, exchanges=True, **_BETWEEN),
     Backend("streaming", chosen_on="any", sharded=True),
     Backend("reference", chosen_on=None, sharded=False),
 )

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flashsampling import ops
 from flashsampling.backends import BACKENDS
-from flashsampling.distributed import limits, rejection, requests
+from flashsampling.distributed import limits, parts, rejection, requests
 from flashsampling.distributed.message import ASKED, HEADER, Hashes, difference
 from flashsampling.distributed.requests import Part
 from flashsampling.distributed.sharding import asked_of_shard
@@ -559,7 +559,7 @@ class Stub:
     room = 2048
 
     def __init__(self, hashes: Hashes) -> None:
-        self.module, self.shard_limits, self.hashes = self, limits, hashes
+        self.module, self.shard_limits, self.shard_parts, self.hashes = self, limits, parts, hashes
 
     def begin(self, step: Step) -> None:
         self.hashes.of_request(step)

@@ -100,7 +100,7 @@ def _at(kept: Kept, rows: Tensor) -> Kept:
         kept.logits._replace(raw=some, processed=some),
         kept.limit.index_select(0, rows),
         kept.scale.at(rows),
-        kept.first.index_select(0, rows),
+        kept.place.index_select(0, rows),
         kept.defined.index_select(0, rows),
     )
 

@@ -29,18 +29,16 @@ from torch import Tensor
 
 from .. import exchange
 from ..backends import Backend
-from ..exchange import NAN, NO_TOKEN, Shard
+from ..exchange import NO_TOKEN, Shard
 from ..impl import filters
-from ..impl.filters import values_of
-from ..step import Asked, Drawn, Step, layout
+from ..step import Asked, Drawn, Step
 from . import limits
-from .limits import Meet, Scale, Shards, by_rows
+from .limits import Meet, Scale, Shards
 from .sharding import asked_of_shard
 from .transport import Rounds
 
 ROW_WORDS = 16  # of a message, at least, for each row of the largest batch ...
 LEAST_WORDS = 2048  # ... and in all
-_LOW = 0xFFFFFFFF
 
 
 class Part(NamedTuple):
@@ -67,8 +65,13 @@ class Kept(NamedTuple):
     logits: _Logits
     limit: Tensor  # (B,) int64: the places from which on this rank's tokens are kept
     scale: Scale
-    first: Tensor  # (B,) int64: the id of the row's first token
+    place: Tensor  # (B,) int64, of the row's first token
     defined: Tensor  # (B,) bool: it has a token
+
+    @property
+    def first(self) -> Tensor:
+        """(B,) int64: the ids of the rows' first tokens."""
+        return self.place & NO_TOKEN ^ NO_TOKEN
 
 
 @torch.no_grad()  # parameters of rows may have a gradient
@@ -81,14 +84,12 @@ def draw(part: Part, step: Step) -> Drawn:
     """
     with rounds(part, step):
         meet, kept = prepare(part, step)
-        parts = _parts(meet, part, kept)
+        drawn = _drawn(meet, part, kept)
     failed = part.transport.end()
-    if failed is not None:
-        parts = {
-            name: values.masked_fill(failed, float("nan") if values.is_floating_point() else -1)
-            for name, values in parts.items()
-        }
-    return layout(len(kept.limit), step.num_samples, step.asked).join(parts)
+    if failed is None:
+        return drawn
+    values = None if drawn.values is None else drawn.values.masked_fill(failed, float("nan"))
+    return Drawn(drawn.ids.masked_fill(failed, -1), values)
 
 
 @contextlib.contextmanager
@@ -123,24 +124,11 @@ def prepare(part: Part, step: Step) -> tuple[Meet, Kept]:
         return theirs.contiguous().view(-1, *words.shape)  # kernels count on it
 
     words, known = part.backend.shard_limits.highest(local, processed, limits.are_few(asked.top_k))
-    first_place, defined = _first(meet(words), step.asked)
-    scale = Scale(values_of(first_place >> 31), rows.temperature, limits.unit_of(part.vocab_size))
+    found = part.backend.shard_parts.first(meet(words), step.asked)
+    scale = Scale(found.top, rows.temperature, limits.unit_of(part.vocab_size))
     shards = Shards(part.rank, part.ranges, transport.room)
-    limit = torch.minimum(_limits(meet, part, processed, known, asked, scale, shards), first_place)
-    return meet, Kept(local, logits, limit, scale, first_place & NO_TOKEN ^ NO_TOKEN, defined)
-
-
-def _first(
-    highest: Tensor,  # (ranks, B, 2), of all ranks
-    asked: Asked,
-) -> tuple[Tensor, Tensor]:
-    """The place (B,) of each row's first token, and whether the row has a token at all."""
-    best, finite = highest.amax(dim=0).unbind(dim=1)
-    defined = (finite > 0) & (best != NAN)
-    for limit in (asked.top_p, asked.min_p):
-        if isinstance(limit, Tensor):
-            defined &= ~limit.isnan()
-    return best - (2**31 << 31), defined
+    limit = torch.minimum(_limits(meet, part, processed, known, asked, scale, shards), found.place)
+    return meet, Kept(local, logits, limit, scale, found.place, found.defined)
 
 
 def _limits(
@@ -162,53 +150,15 @@ def _limits(
     return torch.full_like(scale.top, filters.LOWEST, dtype=torch.int64) if limit is None else limit
 
 
-def _parts(meet: Meet, part: Part, kept: Kept) -> dict[str, Tensor]:
+def _drawn(meet: Meet, part: Part, kept: Kept) -> Drawn:
     """All parts of what a step gives, once it is known what is kept."""
-    local, logits, limit, scale, _, defined = kept
-    asked = local.asked
-    first = local.shard.first_token
-    winners = winners_of(part.backend, local, logits.processed, limit)
-    words = {"winners": winners}
-    if asked.logprobs:
-        own = (winners & NO_TOKEN ^ NO_TOKEN) - first
-        words["logits"] = _at(logits.raw, own) << 32 | _at(logits.processed, own) & _LOW
-        words["mass"] = mass_of(part, kept)
-    if asked.needs_raw_mass():
-        words["logsumexp"] = _logsumexp(logits.raw).view(torch.int64)[:, None]
-    if asked.top_logprobs:
-        words["top"] = limits.highest_places(logits.raw, first, asked.top_logprobs)
-    if asked.logprob_ids is not None:
-        there = asked.logprob_ids >= 0
-        words["given"] = torch.where(there, _at(logits.raw, asked.logprob_ids) & _LOW | 1 << 32, 0)
-    met = meet(torch.cat(list(words.values()), dim=1)).split([one.shape[1] for one in words.values()], dim=2)
-    theirs = dict(zip(words, met))
-
-    keys = theirs["winners"] & NAN
-    best = keys.amax(dim=0)
-    token_ids = torch.where(defined[:, None], best & NO_TOKEN ^ NO_TOKEN, -1)
-    parts = {"token_ids": token_ids}
-    if asked.needs_raw_mass():
-        lse = theirs["logsumexp"][:, :, 0].contiguous().view(torch.float64).logsumexp(dim=0)[:, None]
-    if asked.logprobs:
-        owner = (keys == best).long().argmax(dim=0, keepdim=True)
-        both = theirs["logits"].gather(0, owner)[0]
-        raw, processed = _float32(both >> 32), _float32(both)
-        below = filters.relative(processed, scale.temperature, scale.top[:, None])
-        no_token = token_ids < 0
-        parts["logprobs"] = (raw.double() - lse).float().masked_fill(no_token, float("nan"))
-        parts["processed_logprobs"] = (below - scale.log(theirs["mass"].sum(dim=0))).float().masked_fill(no_token, float("nan"))
-        above = meet(_above(logits.raw, raw)).sum(dim=0)
-        parts["ranks"] = (1 + above).masked_fill(no_token, -1)
-    if asked.top_logprobs:
-        places = limits.highest_of_all(theirs["top"])
-        parts["top_token_ids"] = (places & NO_TOKEN ^ NO_TOKEN).masked_fill(lse.isnan(), -1)
-        parts["top_logprobs"] = (values_of(places >> 31).double() - lse).float()
-    if asked.logprob_ids is not None:
-        given = theirs["given"].amax(dim=0)
-        parts["given_logprobs"] = torch.where(given > 0, (_float32(given).double() - lse).float(), float("nan"))
-    if asked.logsumexp:
-        parts["logsumexp"] = lse.float()
-    return parts
+    local, logits, parts = kept.local, kept.logits, part.backend.shard_parts
+    winners = winners_of(part.backend, local, logits.processed, kept.limit)
+    words = parts.words(kept, winners, mass_of(part, kept) if local.asked.logprobs else None)
+    drawn, raw = parts.conclude(meet(words), kept)
+    if raw is not None:
+        parts.put_ranks(drawn, meet(parts.above(logits.raw, raw)), kept)
+    return drawn  # type: ignore[no-any-return]
 
 
 def winners_of(backend: Backend, local: Step, logits: Tensor, limit: Tensor) -> Tensor:
@@ -223,36 +173,3 @@ def mass_of(part: Part, kept: Kept) -> Tensor:
     """(B, 1) int64: of what is kept of the shard."""
     processed, first = kept.logits.processed, kept.local.shard.first_token
     return part.backend.shard_limits.mass_of(processed, kept.limit, kept.scale, first)  # type: ignore[no-any-return]
-
-
-def _at(
-    logits: Tensor,  # (B, n) float32
-    index: Tensor,  # (B, m) int64
-) -> Tensor:
-    """(B, m) int64: the bits of these logits; where the index is out of range those of any, or of 0."""
-    columns = logits.shape[1]
-    if columns == 0:
-        return torch.zeros_like(index)
-    return logits.gather(1, index.clamp(0, columns - 1)).contiguous().view(torch.int32).long()
-
-
-def _float32(bits: Tensor) -> Tensor:
-    """float32 of the low halves of int64."""
-    low = bits & _LOW
-    return torch.where(low >= 2**31, low - 2**32, low).to(torch.int32).view(torch.float32)
-
-
-def _logsumexp(raw: Tensor) -> Tensor:
-    """(B,) float64."""
-    if raw.shape[1] == 0:
-        return torch.full((len(raw),), float("-inf"), dtype=torch.float64, device=raw.device)
-    return by_rows(lambda raw: raw.double().logsumexp(dim=1), raw)
-
-
-def _above(
-    raw: Tensor,  # (B, n)
-    logits: Tensor,  # (B, S)
-) -> Tensor:
-    """(B, S) int64: how many of the shard's raw logits are higher."""
-    columns = [by_rows(lambda raw, one: (raw > one).sum(dim=1, keepdim=True), raw, one) for one in logits.split(1, dim=1)]
-    return torch.cat(columns, dim=1)

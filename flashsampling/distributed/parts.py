@@ -1,0 +1,150 @@
+"""Of rows over several ranks, what a step gives once it is known what is kept: the words that each rank says of its shard, and
+what all conclude from all ranks' words (``requests`` has the rounds).
+
+Log-probabilities are sums in float64, in the order of the ranks.
+"""
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..exchange import NAN, NO_TOKEN
+from ..impl import filters
+from ..impl.filters import values_of
+from ..step import Asked, Drawn, layout
+from . import limits
+from .limits import by_rows
+
+if TYPE_CHECKING:
+    from .requests import Kept
+
+LOW = 0xFFFFFFFF
+
+
+class First(NamedTuple):
+    """What all ranks know of each row after the first round."""
+
+    place: Tensor  # (B,) int64, of its first token (``filters.places_of``)
+    top: Tensor  # (B,) float32: that token's logit
+    defined: Tensor  # (B,) bool: it has a token at all
+
+
+def first(
+    theirs: Tensor,  # (ranks, B, 2) int64, as ``limits.highest`` of each
+    asked: Asked,
+) -> First:
+    """Of all ranks' highest logits."""
+    best, finite = theirs.amax(dim=0).unbind(dim=1)
+    defined = (finite > 0) & (best != NAN)
+    for limit in (asked.top_p, asked.min_p):
+        if isinstance(limit, Tensor):
+            defined &= ~limit.isnan()
+    place = best - (2**31 << 31)
+    return First(place, values_of(place >> 31), defined)
+
+
+def columns_of(asked: Asked, num_samples: int) -> dict[str, int]:
+    """How many words a rank says of a row, by part, in the order of a message."""
+    draws = num_samples if asked.logprobs else 0
+    given = 0 if asked.logprob_ids is None else asked.logprob_ids.shape[1]
+    columns = {"winners": num_samples, "logits": draws, "mass": int(asked.logprobs)}
+    return columns | {"logsumexp": int(asked.needs_raw_mass()), "top": asked.top_logprobs, "given": given}
+
+
+def words(
+    kept: "Kept",
+    winners: Tensor,  # (B, num_samples) int64, packed: the shard's
+    mass: Tensor | None,  # (B, 1) int64, of what is kept of the shard; None: nobody asks for the tokens' log-probabilities
+) -> Tensor:
+    """(B, n) int64: what this rank says of its shard, ``columns_of`` in order."""
+    asked, (raw, processed), first_token = kept.local.asked, kept.logits, kept.local.shard.first_token
+    said = [winners]
+    if mass is not None:
+        own = (winners & NO_TOKEN ^ NO_TOKEN) - first_token
+        said += [_at(raw, own) << 32 | _at(processed, own) & LOW, mass]
+    if asked.needs_raw_mass():
+        said.append(_logsumexp(raw).view(torch.int64)[:, None])
+    if asked.top_logprobs:
+        said.append(limits.highest_places(raw, first_token, asked.top_logprobs))
+    if asked.logprob_ids is not None:
+        said.append(torch.where(asked.logprob_ids >= 0, _at(raw, asked.logprob_ids) & LOW | 1 << 32, 0))
+    return torch.cat(said, dim=1)
+
+
+def conclude(
+    theirs: Tensor,  # (ranks, B, n): all ranks' ``words``
+    kept: "Kept",
+) -> tuple[Drawn, Tensor | None]:
+    """What the step gives, but for the winners' ranks (``put_ranks``); and, if these are wanted, the winners' raw logits (B, S)."""
+    asked, scale, num_samples = kept.local.asked, kept.scale, kept.local.num_samples
+    columns = columns_of(asked, num_samples)
+    said = dict(zip(columns, theirs.split(list(columns.values()), dim=2)))
+    keys = said["winners"] & NAN
+    best = keys.amax(dim=0)
+    token_ids = torch.where(kept.defined[:, None], best & NO_TOKEN ^ NO_TOKEN, -1)
+    parts, raw = {"token_ids": token_ids}, None
+    if asked.needs_raw_mass():
+        lse = said["logsumexp"][:, :, 0].contiguous().view(torch.float64).logsumexp(dim=0)[:, None]
+    if asked.logprobs:
+        owner = (keys == best).long().argmax(dim=0, keepdim=True)
+        both = said["logits"].gather(0, owner)[0]
+        raw, processed = _float32(both >> 32), _float32(both)
+        below = filters.relative(processed, scale.temperature, scale.top[:, None])
+        no_token = token_ids < 0
+        parts["logprobs"] = (raw.double() - lse).float().masked_fill(no_token, float("nan"))
+        parts["processed_logprobs"] = (below - scale.log(said["mass"].sum(dim=0))).float().masked_fill(no_token, float("nan"))
+        parts["ranks"] = torch.zeros_like(token_ids)
+    if asked.top_logprobs:
+        places = limits.highest_of_all(said["top"])
+        parts["top_token_ids"] = (places & NO_TOKEN ^ NO_TOKEN).masked_fill(lse.isnan(), -1)
+        parts["top_logprobs"] = (values_of(places >> 31).double() - lse).float()
+    if asked.logprob_ids is not None:
+        given = said["given"].amax(dim=0)
+        parts["given_logprobs"] = torch.where(given > 0, (_float32(given).double() - lse).float(), float("nan"))
+    if asked.logsumexp:
+        parts["logsumexp"] = lse.float()
+    return layout(len(token_ids), num_samples, asked).join(parts), raw
+
+
+def above(
+    raw: Tensor,  # (B, n) float32
+    logits: Tensor,  # (B, S) float32
+) -> Tensor:
+    """(B, S) int64: how many of the shard's raw logits are higher."""
+    columns = [by_rows(lambda raw, one: (raw > one).sum(dim=1, keepdim=True), raw, one) for one in logits.split(1, dim=1)]
+    return torch.cat(columns, dim=1)
+
+
+def put_ranks(
+    drawn: Drawn,  # its ranks are written to
+    theirs: Tensor,  # (ranks, B, S): all ranks' ``above``
+    kept: "Kept",
+) -> None:
+    """The winners' ranks among all tokens."""
+    parts = layout(theirs.shape[1], theirs.shape[2], kept.local.asked).split(drawn, theirs.shape[1])
+    parts["ranks"].copy_((1 + theirs.sum(dim=0)).masked_fill(parts["token_ids"] < 0, -1))
+
+
+def _at(
+    logits: Tensor,  # (B, n) float32
+    index: Tensor,  # (B, m) int64
+) -> Tensor:
+    """(B, m) int64: the bits of these logits; where the index is out of range those of any, or of 0."""
+    columns = logits.shape[1]
+    if columns == 0:
+        return torch.zeros_like(index)
+    return logits.gather(1, index.clamp(0, columns - 1)).contiguous().view(torch.int32).long()
+
+
+def _float32(bits: Tensor) -> Tensor:
+    """float32 of the low halves of int64."""
+    low = bits & LOW
+    return torch.where(low >= 2**31, low - 2**32, low).to(torch.int32).view(torch.float32)
+
+
+def _logsumexp(raw: Tensor) -> Tensor:
+    """(B,) float64."""
+    if raw.shape[1] == 0:
+        return torch.full((len(raw),), float("-inf"), dtype=torch.float64, device=raw.device)
+    return by_rows(lambda raw: raw.double().logsumexp(dim=1), raw)
