@@ -172,7 +172,7 @@ class Backend:
 # 3.4 fails to compile the kernel; 3.6 is measured, 3.9 compiles in all its shapes
 _TRITON = Package("triton", "triton", (3, 6))
 _CUTE_HINT = " (the extra cute: pip install '.[cute]' from a checkout)"
-_BETWEEN = {"shard_limits": "impl.triton.limits", "shard_parts": "distributed.parts"}
+_LIMITS, _PARTS = "impl.triton.limits", "impl.triton.parts"
 _TABLE = (
     Backend(
         "cute",
@@ -186,9 +186,12 @@ _TABLE = (
         sharded=True,
         exchanges=True,
         asked_needs=(_TRITON,),  # which picks from the logits that the kernel leaves
-        **_BETWEEN,
+        shard_limits=_LIMITS,
+        shard_parts=_PARTS,
     ),
-    Backend("triton", needs=(_TRITON,), chosen_on="cuda", sharded=True, exchanges=True, **_BETWEEN),
+    Backend(
+        "triton", needs=(_TRITON,), chosen_on="cuda", sharded=True, exchanges=True, shard_limits=_LIMITS, shard_parts=_PARTS
+    ),
     Backend("streaming", chosen_on="any", sharded=True),
     Backend("reference", chosen_on=None, sharded=False),
 )

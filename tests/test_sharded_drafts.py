@@ -488,7 +488,7 @@ def test_nothing_is_read_on_the_host_and_all_is_on_the_device(given):
     hashes: Any = Hashes(16, torch.device("cpu"))
     with FakeTensorMode():
         device = torch.device("meta")
-        hashes._factors, hashes._along = (torch.ones(count, dtype=torch.int64, device=device) for count in (32, 8192))
+        hashes.factors, hashes.along = (torch.ones(count, dtype=torch.int64, device=device) for count in (32, 8192))
         states, weight = torch.randn(9, 8, device=device), torch.randn(20, 8, device=device)
         rows = (torch.ones(9, device=device), torch.arange(9, device=device), torch.arange(9, device=device))
         ids = torch.ones(3, 2, dtype=torch.int64, device=device)

@@ -586,7 +586,7 @@ def test_nothing_is_read_on_the_host_and_all_is_on_the_device(few):
     hashes: Any = Hashes(8, torch.device("cpu"))
     with FakeTensorMode():
         device = torch.device("meta")
-        hashes._factors, hashes._along = (torch.ones(count, dtype=torch.int64, device=device) for count in (16, 8192))
+        hashes.factors, hashes.along = (torch.ones(count, dtype=torch.int64, device=device) for count in (16, 8192))
 
         def moved(value: Any) -> Any:
             return torch.empty(value.shape, dtype=value.dtype, device=device) if isinstance(value, Tensor) else value

@@ -29,8 +29,8 @@ SIZES = (7, 150) if DEVICE.type == "cpu" else (1, 300, 5000, 40_001)
 def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a small row has several."""
     if DEVICE.type == "cpu":
-        monkeypatch.setattr(by_kernels, "_TILE", 64)
-        monkeypatch.setattr(by_kernels, "_CHUNK", 8)
+        monkeypatch.setattr(by_kernels, "TILE", 64)
+        monkeypatch.setattr(by_kernels, "CHUNK", 8)
 
 
 def rows_of(kind: str, batch: int, vocab: int) -> Tensor:
@@ -135,7 +135,7 @@ def test_first_places_of_more_chunks_than_a_program_has(most, monkeypatch):
     seeds = torch.zeros(3, dtype=torch.int64, device=DEVICE)
     _, known = by_kernels.highest(Step(logits, logits, seeds.float(), seeds, seeds, 1, 90, Shard(7, PACKED)), logits, True)
     assert (known is None) == (most < 90)
-    places = by_kernels._first_places(logits, known, 20, 7)
+    places = by_kernels.first_places(logits, known, 20, 7)
     assert torch.equal(places.sort(dim=1, descending=True).values, by_torch.highest_places(logits, 7, 20))
 
 

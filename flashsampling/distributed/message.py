@@ -17,7 +17,7 @@ one row would weigh as much as that of any other.)
 
 import functools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -59,8 +59,13 @@ class Hashes:
 
     def __init__(self, max_rows: int, device: torch.device) -> None:
         factors = odd_factors(2 * max_rows)
-        self._factors = factors.to(device)
-        self._along = odd_factors(_COLUMNS).to(device)  # a row
+        along = odd_factors(_COLUMNS)
+        self.factors, self.along = (
+            factors.to(device),
+            along.to(device),
+        )  # of rows' halves; of the columns of a row, or of fields
+        self.of_fields: dict[int, int] = dict(enumerate(along[: HEADER - ASKED].tolist(), ASKED))
+        self.columns, self.again = _COLUMNS, _AGAIN
         self._sums = [[0, *half.cumsum(0).tolist()] for half in (factors[::2], factors[1::2])]  # of the first rows
 
     def write(
@@ -76,38 +81,47 @@ class Hashes:
         header[BATCH].fill_(batch)  # one kernel, where an assignment is two
         header[NUM_SAMPLES].fill_(step.num_samples)
         if isinstance(temperature, Tensor):
-            torch.sum((temperature + 0.0).view(torch.int32) * self._factors[: 2 * batch : 2], 0, out=header[TEMPERATURE])
+            torch.sum((temperature + 0.0).view(torch.int32) * self.factors[: 2 * batch : 2], 0, out=header[TEMPERATURE])
         else:
             header[TEMPERATURE].fill_(_signed(bits_of(temperature) * self._sums[0][batch], 64))
         for field, value in ((SEED, step.seed), (OFFSET, step.offset)):
             if isinstance(value, Tensor):  # low half, high half
-                torch.sum(_halves(value) * self._factors[: 2 * batch], 0, out=header[field])
+                torch.sum(_halves(value) * self.factors[: 2 * batch], 0, out=header[field])
             else:
                 low, high = _signed(value, 32), _signed(value >> 32, 32)
                 header[field].fill_(_signed(low * self._sums[0][batch] + high * self._sums[1][batch], 64))
 
     def _write_asked(self, header: Tensor, step: Step) -> None:
         header[ASKED:HEADER].zero_()
+        for field, word, value in self.asked(step):
+            if value is None:
+                header[field].fill_(word)
+            else:
+                torch.add(self._of_tensor(value), word, out=header[field])
+        if step.drafted is not None:
+            self._write_drafted(header[_DRAFTED:], step.drafted, step.vocab_size)
+        elif step.alike is not None:
+            header[_ASKED["draft_token_ids"]].copy_(step.alike)
+
+    def asked(self, step: Step) -> Iterator[tuple[int, int, Tensor | None]]:
+        """Of what is asked for, but for drafts: a field of the header, what its word has that the host knows, and the tensor
+        whose hash is added to that."""
         for name in step.asked.names():
-            field, value = header[_ASKED[name]], getattr(step.asked, name)
+            field, value = _ASKED[name], getattr(step.asked, name)
             if not isinstance(value, Tensor):
                 hashed = self._of_number(value, step.hidden_states.shape[0])
                 if name == "top_k" and value <= FEW:  # other rounds than of a tensor of that number
                     hashed ^= 1 << 62
-                field.fill_(hashed)
+                yield field, hashed, None
             elif name in GIVEN:
-                field.fill_(1)
+                yield field, 1, None
             else:
                 if name == "token_mask":
                     value = _of_tokens(value, step.vocab_size)
                 elif name == "dense_bias":
                     value = value[None, : step.vocab_size]
                 columns = value.shape[1] if value.dim() == 2 else 0
-                torch.add(self._of_tensor(value), 1 + (columns << 20), out=field)  # not 0: it is given
-        if step.drafted is not None:
-            self._write_drafted(header[_DRAFTED:], step.drafted, step.vocab_size)
-        elif step.alike is not None:
-            header[_ASKED["draft_token_ids"]].copy_(step.alike)
+                yield field, 1 + (columns << 20), value  # not 0: it is given
 
     def _write_drafted(self, fields: Tensor, drafted: Drafted, vocab_size: int) -> None:
         ids, rows, places, probs = drafted
@@ -133,21 +147,21 @@ class Hashes:
         if value.dim() == 2:
             value = self._of_columns(value)
         if value.dtype is torch.int32:
-            return (value * self._factors[: 2 * len(value) : 2]).sum()
-        return (_halves(value) * self._factors[: 2 * len(value)]).sum()
+            return (value * self.factors[: 2 * len(value) : 2]).sum()
+        return (_halves(value) * self.factors[: 2 * len(value)]).sum()
 
     def _of_columns(self, value: Tensor) -> Tensor:
         """(B,) int64, of integers (B, n)."""
-        first, *others = ((part * self._along[: part.shape[1]]).sum(dim=1) for part in value.split(len(self._along), dim=1))
+        first, *others = ((part * self.along[: part.shape[1]]).sum(dim=1) for part in value.split(len(self.along), dim=1))
         for other in others:
             first = first * _AGAIN + other
         return first
 
     def of_request(self, step: Step) -> Tensor:
-        """() int64: all of what is asked for in one."""
-        header = torch.zeros(HEADER, dtype=torch.int64, device=self._factors.device)
+        """() int64: all of what is asked for in one. ``impl.triton.hashes`` makes it by kernels."""
+        header = torch.zeros(HEADER, dtype=torch.int64, device=self.factors.device)
         self._write_asked(header, step)
-        return (header[ASKED:] * self._along[: HEADER - ASKED]).sum()
+        return (header[ASKED:] * self.along[: HEADER - ASKED]).sum()
 
     @staticmethod
     def clear(header: Tensor) -> None:

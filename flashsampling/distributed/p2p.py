@@ -258,7 +258,9 @@ class PeerToPeer:
 
     def begin(self, step: Step) -> None:
         """As the protocol says."""
-        self._request = self._hashes.of_request(step)[None]
+        from ..impl.triton.hashes import of_request  # comes with torch for CUDA
+
+        self._request = of_request(self._hashes, step)
         self._asked_failed = torch.zeros(1, dtype=torch.int64, device=self._device)
 
     def swap(self, words: Tensor, step: Step) -> Tensor:

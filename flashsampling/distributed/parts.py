@@ -4,7 +4,7 @@ what all conclude from all ranks' words (``requests`` has the rounds).
 Log-probabilities are sums in float64, in the order of the ranks.
 """
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,34 +22,19 @@ if TYPE_CHECKING:
 LOW = 0xFFFFFFFF
 
 
-class First(NamedTuple):
-    """What all ranks know of each row after the first round."""
-
-    place: Tensor  # (B,) int64, of its first token (``filters.places_of``)
-    top: Tensor  # (B,) float32: that token's logit
-    defined: Tensor  # (B,) bool: it has a token at all
-
-
 def first(
     theirs: Tensor,  # (ranks, B, 2) int64, as ``limits.highest`` of each
     asked: Asked,
-) -> First:
-    """Of all ranks' highest logits."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What all ranks know of each row after the first round: (B,) int64 the place of its first token (``filters.places_of``),
+    (B,) float32 that token's logit, (B,) bool whether it has a token at all."""
     best, finite = theirs.amax(dim=0).unbind(dim=1)
     defined = (finite > 0) & (best != NAN)
     for limit in (asked.top_p, asked.min_p):
         if isinstance(limit, Tensor):
             defined &= ~limit.isnan()
     place = best - (2**31 << 31)
-    return First(place, values_of(place >> 31), defined)
-
-
-def columns_of(asked: Asked, num_samples: int) -> dict[str, int]:
-    """How many words a rank says of a row, by part, in the order of a message."""
-    draws = num_samples if asked.logprobs else 0
-    given = 0 if asked.logprob_ids is None else asked.logprob_ids.shape[1]
-    columns = {"winners": num_samples, "logits": draws, "mass": int(asked.logprobs)}
-    return columns | {"logsumexp": int(asked.needs_raw_mass()), "top": asked.top_logprobs, "given": given}
+    return place, values_of(place >> 31), defined
 
 
 def words(
@@ -57,7 +42,7 @@ def words(
     winners: Tensor,  # (B, num_samples) int64, packed: the shard's
     mass: Tensor | None,  # (B, 1) int64, of what is kept of the shard; None: nobody asks for the tokens' log-probabilities
 ) -> Tensor:
-    """(B, n) int64: what this rank says of its shard, ``columns_of`` in order."""
+    """(B, n) int64: what this rank says of its shard, ``Kept.columns`` in order."""
     asked, (raw, processed), first_token = kept.local.asked, kept.logits, kept.local.shard.first_token
     said = [winners]
     if mass is not None:
@@ -76,10 +61,9 @@ def conclude(
     theirs: Tensor,  # (ranks, B, n): all ranks' ``words``
     kept: "Kept",
 ) -> tuple[Drawn, Tensor | None]:
-    """What the step gives, but for the winners' ranks (``put_ranks``); and, if these are wanted, the winners' raw logits (B, S)."""
+    """What the step gives, but for the winners' ranks (``put_ranks``); and, if these are wanted, their raw logits (B, S)."""
     asked, scale, num_samples = kept.local.asked, kept.scale, kept.local.num_samples
-    columns = columns_of(asked, num_samples)
-    said = dict(zip(columns, theirs.split(list(columns.values()), dim=2)))
+    said = dict(zip(kept.columns, theirs.split(list(kept.columns.values()), dim=2)))
     keys = said["winners"] & NAN
     best = keys.amax(dim=0)
     token_ids = torch.where(kept.defined[:, None], best & NO_TOKEN ^ NO_TOKEN, -1)

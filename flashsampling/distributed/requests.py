@@ -69,6 +69,15 @@ class Kept(NamedTuple):
     defined: Tensor  # (B,) bool: it has a token
 
     @property
+    def columns(self) -> dict[str, int]:
+        """How many words a rank says of a row for the draw, by part, in the order of the message."""
+        asked, num_samples = self.local.asked, self.local.num_samples
+        draws = num_samples if asked.logprobs else 0
+        given = 0 if asked.logprob_ids is None else asked.logprob_ids.shape[1]
+        columns = {"winners": num_samples, "logits": draws, "mass": int(asked.logprobs)}
+        return columns | {"logsumexp": int(asked.needs_raw_mass()), "top": asked.top_logprobs, "given": given}
+
+    @property
     def first(self) -> Tensor:
         """(B,) int64: the ids of the rows' first tokens."""
         return self.place & NO_TOKEN ^ NO_TOKEN
@@ -124,11 +133,11 @@ def prepare(part: Part, step: Step) -> tuple[Meet, Kept]:
         return theirs.contiguous().view(-1, *words.shape)  # kernels count on it
 
     words, known = part.backend.shard_limits.highest(local, processed, limits.are_few(asked.top_k))
-    found = part.backend.shard_parts.first(meet(words), step.asked)
-    scale = Scale(found.top, rows.temperature, limits.unit_of(part.vocab_size))
+    place, top, defined = part.backend.shard_parts.first(meet(words), step.asked)
+    scale = Scale(top, rows.temperature, limits.unit_of(part.vocab_size))
     shards = Shards(part.rank, part.ranges, transport.room)
-    limit = torch.minimum(_limits(meet, part, processed, known, asked, scale, shards), found.place)
-    return meet, Kept(local, logits, limit, scale, found.place, found.defined)
+    limit = torch.minimum(_limits(meet, part, processed, known, asked, scale, shards), place)
+    return meet, Kept(local, logits, limit, scale, place, defined)
 
 
 def _limits(

@@ -32,15 +32,22 @@ from .limits_kernels import (
 if TYPE_CHECKING:
     from ...distributed.limits import Meet, Scale, Shards
 
-_TILE = 2048  # tokens of a program that has some of a row's
-_CHUNK = 64  # tokens that have a highest key
+TILE = 2048  # tokens of a program that has some of a row's
+CHUNK = 64  # tokens that have a highest key
 _MOST = 1 << 20  # tokens whose chunks one program compares
 _BINS = 256
+_SLOTS = 32, 128  # places of a row: for log-probabilities and most values of top-k; for all that ``of_few`` takes
 _WARPS = 8
 
 
-def _blocks(logits: Tensor) -> int:
-    return max(-(-logits.shape[1] // _TILE), 1)
+def blocks_of(logits: Tensor) -> int:
+    """Programs that share a row."""
+    return max(-(-logits.shape[1] // TILE), 1)
+
+
+def slots_of(count: int) -> int:
+    """Room for so many places of a row: of few sizes, so that hardly a request has a kernel of its own compiled."""
+    return next((slots for slots in _SLOTS if count <= slots), next_power_of_2(count))
 
 
 def _stride(values: Tensor) -> int:
@@ -51,10 +58,10 @@ def _stride(values: Tensor) -> int:
 def highest(local: Step, logits: Tensor, few: bool) -> tuple[Tensor, Tensor | None]:
     """See ``distributed.limits``: one launch, and zeros."""
     batch, columns = logits.shape
-    blocks, mask = _blocks(logits), local.asked.token_mask
+    blocks, mask = blocks_of(logits), local.asked.token_mask
     few = few and columns <= _MOST
     words = torch.zeros((batch, 2), dtype=torch.int64, device=logits.device)
-    keys = torch.empty((batch, -(-columns // _CHUNK)), dtype=torch.int32, device=logits.device) if few else None
+    keys = torch.empty((batch, -(-columns // CHUNK)), dtype=torch.int32, device=logits.device) if few else None
     survey_kernel[(batch * blocks,)](
         logits,
         logits.stride(0),
@@ -67,14 +74,14 @@ def highest(local: Step, logits: Tensor, few: bool) -> tuple[Tensor, Tensor | No
         local.shard.first_token,
         0 if keys is None else keys.shape[1],
         blocks,
-        TILE=_TILE,
-        CHUNK=_CHUNK,
+        TILE=TILE,
+        CHUNK=CHUNK,
         num_warps=_WARPS,
     )
     return words, keys
 
 
-def _first_places(
+def first_places(
     logits: Tensor,
     keys: Tensor | None,  # of chunks; None: there are too many of them
     count: int,
@@ -98,8 +105,8 @@ def _first_places(
         chunks,
         count,
         CHUNKS=next_power_of_2(max(chunks, 1)),
-        SLOTS=next_power_of_2(count),
-        CHUNK=_CHUNK,
+        SLOTS=slots_of(count),
+        CHUNK=CHUNK,
         num_warps=_WARPS,
     )
     return places
@@ -109,7 +116,7 @@ def of_few(
     meet: "Meet", logits: Tensor, keys: Tensor | None, top_k: int, top_p: Tensor | float, scale: "Scale", shards: "Shards"
 ) -> Tensor:
     """See ``distributed.limits``: two launches."""
-    theirs = meet(_first_places(logits, keys, top_k, shards.first))
+    theirs = meet(first_places(logits, keys, top_k, shards.first))
     batch = len(logits)
     p = column(top_p, logits.device)
     limit = torch.empty(batch, dtype=torch.int64, device=logits.device)
@@ -124,7 +131,7 @@ def of_few(
         len(theirs),
         top_k,
         scale.unit,
-        PLACES=next_power_of_2(len(theirs) * top_k),
+        PLACES=next_power_of_2(len(theirs) * slots_of(top_k)),
         num_warps=_WARPS,
     )
     return limit
@@ -150,7 +157,7 @@ def _search(
     """(B,) int64: the limit, or a higher one. Two launches a digit, and zeros."""
     (batch, columns), device = logits.shape, logits.device
     raised = torch.full((batch,), LOWEST, dtype=torch.int64, device=device) if limit is None else limit.clone()
-    blocks, most, done = _blocks(logits), shards.digit_width(batch), 0
+    blocks, most, done = blocks_of(logits), shards.digit_width(batch), 0
     rank, before = shards.rank, sum(1 << rank for rank in shards.before())
     widths = [min(most, 32 - first) for first in range(0, 32, most)]
     found, *histograms = torch.zeros(
@@ -172,7 +179,7 @@ def _search(
             width,
             blocks,
             MASSES=masses and done + width < 32,
-            TILE=_TILE,
+            TILE=TILE,
             num_warps=_WARPS,
         )
         theirs = meet(amounts.view(batch, -1))
@@ -201,7 +208,7 @@ def _search(
             before >> RANKS,
             MASSES=masses,
             BINS=_BINS,
-            TILE=_TILE,
+            TILE=TILE,
             num_warps=_WARPS,
         )
         done += width
@@ -224,7 +231,7 @@ def of_top_p(
 def of_min_p(logits: Tensor, scale: "Scale", min_p: Tensor | float) -> Tensor:
     """See ``distributed.limits``: one launch."""
     batch, columns = logits.shape
-    ratio, blocks = column(min_p, logits.device), _blocks(logits)
+    ratio, blocks = column(min_p, logits.device), blocks_of(logits)
     limit = torch.full((batch,), HIGHEST, dtype=torch.int64, device=logits.device)
     least_kernel[(batch * blocks,)](
         logits,
@@ -236,7 +243,7 @@ def of_min_p(logits: Tensor, scale: "Scale", min_p: Tensor | float) -> Tensor:
         scale.temperature,
         limit,
         blocks,
-        TILE=_TILE,
+        TILE=TILE,
         num_warps=_WARPS,
     )
     return limit
@@ -245,7 +252,7 @@ def of_min_p(logits: Tensor, scale: "Scale", min_p: Tensor | float) -> Tensor:
 def mass_of(logits: Tensor, limit: Tensor, scale: "Scale", first_token: int) -> Tensor:
     """See ``distributed.limits``: one launch, and zeros."""
     batch, columns = logits.shape
-    blocks = _blocks(logits)
+    blocks = blocks_of(logits)
     out = torch.zeros((batch, 1), dtype=torch.int64, device=logits.device)
     mass_kernel[(batch * blocks,)](
         logits,
@@ -258,7 +265,7 @@ def mass_of(logits: Tensor, limit: Tensor, scale: "Scale", first_token: int) -> 
         first_token,
         scale.unit,
         blocks,
-        TILE=_TILE,
+        TILE=TILE,
         num_warps=_WARPS,
     )
     return out

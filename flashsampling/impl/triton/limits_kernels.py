@@ -13,9 +13,9 @@ from .scores import NAN_KEY, NO_TOKEN
 
 RANKS = 63  # whose flags fit a word
 _RANKS = Constant(RANKS)
-_LOWEST = Constant(LOWEST)
+LOWEST_PLACE = Constant(LOWEST)
 _HIGHEST = Constant(HIGHEST)
-_ORDER = Constant(2**31)  # from a key to a number from 0 up
+ORDER = Constant(2**31)  # from a key to a number from 0 up
 _SOME = Constant(6)  # digits whose amounts a program adds up before they go to memory
 
 
@@ -106,7 +106,7 @@ def survey_kernel(
         chunk = first // CHUNK + tl.arange(0, TILE // CHUNK)
         highest = tl.max(tl.reshape(tl.where(live, key, NO_LOGIT), (TILE // CHUNK, CHUNK)), axis=1)
         tl.store(keys_ptr + row * chunks + chunk, highest, mask=chunk < chunks)
-    place = tl.where(live & (x != float("-inf")), _place(key, first_token + at) + (_ORDER << 31), 0)
+    place = tl.where(live & (x != float("-inf")), _place(key, first_token + at) + (ORDER << 31), 0)
     best = tl.max(tl.where(x != x, NAN_KEY, place), axis=0)
     finite = tl.max((tl.abs(x) < float("inf")).to(tl.int32), axis=0)
     temperature = tl.load(temperatures_ptr + row)
@@ -140,7 +140,7 @@ def top_kernel(
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.arange(0, CHUNKS)
     keys = tl.load(keys_ptr + row * chunks + chunk, mask=chunk < chunks, other=0)
-    places = tl.where(chunk < chunks, _place(keys, chunk), _LOWEST)
+    places = tl.where(chunk < chunks, _place(keys, chunk), LOWEST_PLACE)
     there = (places >= _first_of(places, count)).to(tl.int32)
     tl.store(list_ptr + row * count + tl.cumsum(there, axis=0) - 1, chunk, mask=there != 0)
     tl.debug_barrier()
@@ -151,7 +151,7 @@ def top_kernel(
     token = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
     live = listed[:, None] & (token < columns)
     x = tl.load(logits + row * logits_stride + token, mask=live, other=0.0)
-    places = tl.reshape(tl.where(live, _place(key_of(x), first_token + token), _LOWEST), (SLOTS * CHUNK,))
+    places = tl.reshape(tl.where(live, _place(key_of(x), first_token + token), LOWEST_PLACE), (SLOTS * CHUNK,))
     there = (places >= _first_of(places, count)).to(tl.int32)
     tl.store(out_ptr + row * count + tl.cumsum(there, axis=0) - 1, places, mask=there != 0)
 
@@ -177,19 +177,19 @@ def few_kernel(
     row = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, PLACES)
     of_rank = theirs_ptr + ((index // count).to(tl.int64) * batch + row) * count + index % count
-    places = tl.load(of_rank, mask=index < ranks * count, other=_LOWEST)
-    places = tl.where(places >= _first_of(places, count), places, _LOWEST)
-    limit = tl.min(tl.where(places == _LOWEST, _HIGHEST, places), axis=0)
+    places = tl.load(of_rank, mask=index < ranks * count, other=LOWEST_PLACE)
+    places = tl.where(places >= _first_of(places, count), places, LOWEST_PLACE)
+    limit = tl.min(tl.where(places == LOWEST_PLACE, _HIGHEST, places), axis=0)
     p = tl.load(top_p_ptr + row * top_p_stride)
     if p < 1.0:
         x = value_of((places >> 31).to(tl.int32))
         masses = _mass(x, tl.load(tops_ptr + row), tl.load(temperatures_ptr + row), unit)
-        masses = tl.where(places == _LOWEST, 0, masses)
+        masses = tl.where(places == LOWEST_PLACE, 0, masses)
         left = _wanted(p, tl.sum(masses, axis=0))
         last = limit
         limit = tl.full((), _HIGHEST, tl.int64)
         while (left > 0) & (limit > last):
-            limit = tl.max(tl.where(places < limit, places, _LOWEST), axis=0)
+            limit = tl.max(tl.where(places < limit, places, LOWEST_PLACE), axis=0)
             left -= tl.sum(tl.where(places == limit, masses, 0), axis=0)
     tl.store(out_ptr + row, limit)
 
@@ -222,7 +222,7 @@ def histogram_kernel(
     live = at < columns
     x = tl.load(logits + row * logits_stride + at, mask=live, other=float("-inf"))
     key = key_of(x)
-    order = key.to(tl.int64) + _ORDER
+    order = key.to(tl.int64) + ORDER
     there = live & ((order >> (32 - done)) == tl.load(found_ptr + row * 2))
     if limits_ptr is not None:
         there = there & (_place(key, first_token + at) >= tl.load(limits_ptr + row))
@@ -299,7 +299,7 @@ def digit_kernel(
     each = tl.full((BINS,), 1, tl.int64)
     if MASSES:  # noqa: SIM102, the branch within is the device's
         if done + width == 32:  # a digit is a key then, whose tokens have the same mass, and they were counted
-            x = value_of((order - _ORDER).to(tl.int32))
+            x = value_of((order - ORDER).to(tl.int32))
             each = _mass(x, tl.load(tops_ptr + row), tl.load(temperatures_ptr + row), unit)
             sums *= each
     up_to = tl.cumsum(sums, axis=0)
@@ -320,7 +320,7 @@ def digit_kernel(
             )
             kept -= tl.load(of_key + other * batch * bins) * (comes_before & 1)
         mine = tl.minimum(tl.maximum(kept, 0), own)  # of this rank's tokens with the key, the first ones
-        key = prefix - _ORDER
+        key = prefix - ORDER
         limit = tl.where(mine > 0, key << 31, (key + 1) << 31)
         if (mine > 0) & (mine < own):
             start = tl.full((), 0, tl.int32)
@@ -330,8 +330,8 @@ def digit_kernel(
                 equal = (token < columns) & (key_of(x) == key)
                 nth = tl.cumsum(equal.to(tl.int32), axis=0)
                 place = (key << 31) | ((first_token + token) ^ NO_TOKEN).to(tl.int64)
-                found = tl.max(tl.where(equal & (nth == mine), place, _LOWEST), axis=0)
-                limit = tl.where(found != _LOWEST, found, limit)
+                found = tl.max(tl.where(equal & (nth == mine), place, LOWEST_PLACE), axis=0)
+                limit = tl.where(found != LOWEST_PLACE, found, limit)
                 mine -= tl.max(nth, axis=0).to(tl.int64)
                 start += TILE
         tl.store(limits_ptr + row, tl.maximum(tl.load(limits_ptr + row), limit))
@@ -361,7 +361,7 @@ def least_kernel(
     x = tl.load(logits + row * logits_stride + at, mask=live, other=float("-inf"))
     passes = live & (_share(x, tl.load(tops_ptr + row), tl.load(temperatures_ptr + row)) >= min_p.to(tl.float64))
     least = tl.min(tl.where(passes, key_of(x).to(tl.int64) << 31, _HIGHEST), axis=0)
-    tl.atomic_min(out_ptr + row, tl.where(min_p > 0.0, least, _LOWEST), sem="relaxed")
+    tl.atomic_min(out_ptr + row, tl.where(min_p > 0.0, least, LOWEST_PLACE), sem="relaxed")
 
 
 @triton.jit(

@@ -90,7 +90,7 @@ def winners_kernel(
     temperatures_ptr,  # (B,) float32
     seeds_ptr,  # (B,) int64
     offsets_ptr,  # (B,) int64
-    out_ptr,  # (B, num_samples) int64, zeros; out: keys of the best scores, 0 where nothing is kept
+    out_ptr,  # (B, num_samples) int64, ``NO_FINITE``; out: keys of the best scores, where any is above -inf
     base: tl.int32,  # a multiple of 128: the global id from which groups are counted
     skip: tl.int32,  # the first token's, from there
     num_samples: tl.int32,
@@ -141,7 +141,8 @@ def winners_kernel(
             for lane in tl.static_range(4):
                 score = score_of(values[lane], scale, 0.0, minus_gumbel_refined(words[lane], tails[lane]), noise_factor)
                 best = tl.maximum(best, tl.where(kept[lane], pack_key(score, ids[lane]), 0))
-            tl.atomic_max(out_ptr + row.to(tl.int64) * num_samples + draw, tl.max(best, axis=0), sem="relaxed")
+            highest = tl.max(best, axis=0)
+            tl.atomic_max(out_ptr + row.to(tl.int64) * num_samples + draw, highest, mask=highest > 0, sem="relaxed")
 
 
 def shard_logits(step: Step) -> tuple[Tensor, Tensor]:
@@ -188,7 +189,7 @@ def shard_winners(step: Step, processed: Tensor, limit: Tensor) -> Tensor:
     skip = first % 128
     blocks = -(-(skip + step.vocab_size) // _BLOCK)
     batch = len(processed)
-    keys = torch.zeros(batch * step.num_samples, dtype=torch.int64, device=processed.device)
+    keys = torch.full((batch * step.num_samples,), NO_FINITE, dtype=torch.int64, device=processed.device)
     winners_kernel[(batch * blocks,)](
         processed,
         processed.stride(0),
@@ -206,4 +207,4 @@ def shard_winners(step: Step, processed: Tensor, limit: Tensor) -> Tensor:
         BLOCK=_BLOCK,
         num_warps=_WARPS,
     )
-    return torch.where(keys == 0, NO_FINITE, keys)
+    return keys

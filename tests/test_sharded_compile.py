@@ -1,0 +1,82 @@
+"""What several ranks launch for a request compiles for every architecture we name, without a GPU, and for no request anew. In a
+process of its own."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+COMPILE = """
+import sys
+import torch
+from flashsampling.backends import BACKENDS
+from flashsampling.distributed.message import Hashes
+from flashsampling.distributed.requests import Part, draw
+from flashsampling.exchange import PACKED, Shard
+from flashsampling.impl.triton.hashes import of_request
+from flashsampling.step import Asked, Step
+from tests.triton_target import compile_only
+
+compiled = compile_only(int(sys.argv[1]))
+RANKS, BATCH, VOCAB, DIM = 2, 64, 1024, 64
+hashes = Hashes(BATCH, torch.device("cpu"))
+
+
+class Nobody:
+    room = 1 << 16
+
+    def begin(self, step):
+        of_request(hashes, step)
+
+    def swap(self, words, step):
+        return words.expand(RANKS, -1).contiguous()
+
+    def end(self):
+        return None
+
+
+def names(batch=BATCH, **asked):
+    part = Part(Nobody(), BACKENDS["triton"], [(0, VOCAB), (VOCAB, 2 * VOCAB)], 0, 2 * VOCAB)
+    ones, ids = torch.ones(batch), torch.zeros(batch, dtype=torch.int64)
+    states, weight = torch.zeros(batch, DIM, dtype=torch.bfloat16), torch.zeros(VOCAB, DIM, dtype=torch.bfloat16)
+    known = {kernel.hash for kernel in compiled}
+    draw(part, Step(states, weight, ones, ids, ids, 1, VOCAB, Shard(0, PACKED), Asked(**asked)))
+    new = {kernel.hash: kernel for kernel in compiled if kernel.hash not in known}
+    print(" ".join(sorted(kernel.name for kernel in new.values())) or "none")
+
+
+ones = torch.ones(BATCH)
+names(top_k=20, top_p=ones)
+names(top_k=torch.ones(BATCH, dtype=torch.int32), top_p=ones, min_p=ones)
+names(logprobs=True, top_logprobs=5)
+names(logprobs=True, top_logprobs=3, logprob_ids=torch.zeros(BATCH, 4, dtype=torch.int64), logsumexp=True)
+counts, mask = torch.zeros(BATCH, 2 * VOCAB, dtype=torch.int32), torch.zeros(BATCH, 2 * VOCAB // 32, dtype=torch.int32)
+names(counts=counts, repetition_penalty=ones, token_mask=mask)
+few = torch.ones(7)
+names(7, top_k=3, top_p=few[:1].expand(7))
+names(7, logprobs=True, top_logprobs=20)
+names(7, top_k=32)
+print(min(len(kernel.asm["cubin"]) for kernel in compiled))
+"""
+FILTERS = "conclude_kernel few_kernel first_kernel hash_kernel products_kernel survey_kernel top_kernel winners_kernel"
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_compiles(capability, tmp_path):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parent.parent)}
+    run = subprocess.run([sys.executable, "-c", COMPILE, str(capability)], capture_output=True, text=True, env=environment)
+    assert run.returncode == 0, run.stderr[-3000:]
+    few, all_filters, logprobs, given, changed, *others, least = run.stdout.splitlines()
+    print(run.stdout)
+    assert few == FILTERS
+    assert {"histogram_kernel", "digit_kernel", "least_kernel"} <= set(all_filters.split())
+    assert {"raw_kernel", "words_kernel", "above_kernel", "ranks_kernel", "mass_kernel"} <= set(logprobs.split())
+    assert set(given.split()) == {"conclude_kernel", "words_kernel", "hash_kernel"}
+    assert "process_kernel" in changed
+    assert others == ["products_kernel", "none", "none"]  # other numbers; another batch, of which there are some sizes
+    assert int(least) > 1000
