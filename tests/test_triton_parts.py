@@ -13,12 +13,14 @@ pytest.importorskip("triton")
 from flashsampling import ops
 from flashsampling.backends import BACKENDS
 from flashsampling.distributed import parts as by_torch
+from flashsampling.distributed.limits import Scale
 from flashsampling.distributed.message import Hashes
+from flashsampling.distributed.requests import Kept, _Logits
 from flashsampling.exchange import NAN as NAN_KEY
 from flashsampling.exchange import NO_FINITE
 from flashsampling.impl.triton import hashes, limits
 from flashsampling.impl.triton import parts as by_kernels
-from flashsampling.step import PLAIN, Asked, Drawn, Step
+from flashsampling.step import PLAIN, Asked, Drawn, Step, layout
 from tests.conftest import DEVICE
 from tests.mixes import INF, Mix
 from tests.test_requests import differences
@@ -68,7 +70,7 @@ class Both:
     def conclude(self, theirs: Tensor, kept: Any) -> tuple[Drawn, Tensor | None]:
         self.calls["conclude"] += 1
         (ours, raw), (expected, expected_raw) = by_kernels.conclude(theirs, kept), by_torch.conclude(theirs, kept)
-        placed = by_torch.layout(len(kept.limit), kept.local.num_samples, kept.local.asked)
+        placed = layout(len(kept.limit), kept.local.num_samples, kept.local.asked)
         mine, other = placed.split(ours, len(kept.limit)), placed.split(expected, len(kept.limit))
         assert all(alike(mine[name], other[name]) for name in other if name != "ranks")
         if raw is not None and expected_raw is not None:
@@ -116,9 +118,7 @@ def kept_of(logits: Tensor, asked: Asked, num_samples: int) -> Any:
     """A shard of all tokens from 100 on."""
     batch = len(logits)
     local = Step(logits, logits, 1.0, 0, 0, num_samples, logits.shape[1], SimpleNamespace(first_token=100), asked)
-    scale = by_torch.limits.Scale(logits.amax(dim=1), torch.ones(batch, device=DEVICE), 1 << 40)
-    from flashsampling.distributed.requests import Kept, _Logits
-
+    scale = Scale(logits.amax(dim=1), torch.ones(batch, device=DEVICE), 1 << 40)
     undefined = torch.zeros(batch, dtype=torch.int64, device=DEVICE)
     return Kept(local, _Logits(logits, logits), undefined, scale, undefined, torch.ones(batch, dtype=torch.bool, device=DEVICE))
 

@@ -640,7 +640,7 @@ SHARED = {  # what a batch of several ranks asks for: a filter's rounds only if 
     "two top_k": (
         ["top_k", "penalised_top_k"],
         None,
-        {"top_k": torch.Tensor, "token_mask": torch.Tensor, "token_counts": torch.Tensor},
+        {"top_k": torch.Tensor, "token_counts": torch.Tensor},
     ),
     "top_p": (["top_p", "plain"], None, {"top_p": torch.Tensor}),
     "top_k and top_p": (["top_k_top_p"], None, {"top_k": 7, "top_p": torch.Tensor}),
@@ -648,7 +648,7 @@ SHARED = {  # what a batch of several ranks asks for: a filter's rounds only if 
     "a grammar": (["plain", "hot"], "hot", {"token_mask": torch.Tensor}),
     "logprobs": (["logprobs_0"], None, {"return_logprobs": True, "top_logprobs": 1}),
     "logprobs and top_k": (["logprobs"], None, {"return_logprobs": True, "top_logprobs": 5, "top_k": 20}),
-    "biases": (["bias"], None, {"token_mask": torch.Tensor}),
+    "biases": (["bias"], None, {}),
     "many biases": (["many_biases"], None, {"token_mask": torch.Tensor, "token_counts": torch.Tensor}),
 }
 

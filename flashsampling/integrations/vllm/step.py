@@ -5,9 +5,10 @@ all have all three, and so on. The Hopper kernel masks and penalises in the laun
 more than it wants, unless it has a bias by token, or log-probabilities and what changes logits; then, and in all else that
 Triton does, it is drawn from logits in memory, and has masks and filters too.
 
-Between ranks a filter, or log-probabilities, are rounds of messages, and none of the kernels around them depends on these. So
-a batch of several ranks asks for no more of them than its rows do, and a top-k that all of them share, one round, is a number.
-What a call has is decided by what all ranks know alike: requests as the scheduler sends them to every worker.
+Between ranks a filter, or log-probabilities, are rounds of messages, and a mask and a bias are hashed, so a batch of several
+ranks asks for no more than its rows do, and a top-k that all of them share, one round, is a number. What changes logits is in
+one kernel there, of which there may be all mixes. What a call has is decided by what all ranks know alike: requests as the
+scheduler sends them to every worker.
 """
 
 import contextlib
@@ -64,6 +65,13 @@ def mix_of(wanted: Mix, in_registers: bool) -> Mix:
     if wanted.biases or (changed and (wanted.logprobs or not in_registers)):
         return Mix(True, _FEW, True, wanted.penalties, wanted.logprobs)
     return wanted._replace(filters=wanted.filters or wanted.logprobs)
+
+
+def mix_of_ranks(wanted: Mix) -> Mix:
+    """The mix that serves a batch of several ranks of which any row wants so much; of filters see ``FusedStep._filters``."""
+    if wanted.biases > _FEW:
+        return EVERYTHING._replace(logprobs=wanted.logprobs)
+    return wanted._replace(biases=_FEW if wanted.biases else 0)
 
 
 def mixes(in_registers: bool) -> tuple[Mix, ...]:
@@ -166,7 +174,6 @@ class FusedStep:
         mix, biases = self._mix(batch, wants)
         request = self.head.request()
         if self.tp is not None:
-            mix = mix._replace(logprobs=bool(wants & Wants.LOGPROBS))
             request |= self._filters(batch.slots, rows)
         elif mix.filters:
             request |= {"top_k": rows.top_k, "top_p": rows.top_p, "min_p": rows.min_p}
@@ -199,7 +206,8 @@ class FusedStep:
             of_slots = [biases_now(each, int(length)) for each, length in zip(biases, lengths)]
         most = max((len(ids) for ids, _ in of_slots), default=0)
         others = (bool(wants & want) for want in (Wants.MASK, Wants.PENALTIES, Wants.LOGPROBS))
-        mix = mix_of(Mix(bool(wants & Wants.FILTERS), most, *others), self.in_registers)
+        wanted = Mix(bool(wants & Wants.FILTERS), most, *others)
+        mix = mix_of(wanted, self.in_registers) if self.tp is None else mix_of_ranks(wanted)
         if not mix.biases:
             return mix, None
         ids, values = bias_of_rows(of_slots, len(slots), mix.biases)
@@ -252,12 +260,15 @@ class FusedStep:
         # a penalty, so that the kernel has something to do
         counts = self._counts(slots, rows._replace(presence_penalty=rows.top_p))
         names = []
-        if self.tp is None:  # steps of a group have an order
+        if self.tp is None:
             one = no_rows(1, self.device)
             examples: Any = [self.head.request() | example_of(mix, one, counts[:1]) for mix in mixes(self.in_registers)]
             compile_ahead(weight, examples, vocab_size=self.head.vocab_size)
-        for mix in mixes(self.in_registers):
-            names += warmup(weight, max_batch_size=batch, **head, **example_of(mix, rows, counts))
+            requests = [example_of(mix, rows, counts) for mix in mixes(self.in_registers)]
+        else:  # steps of a group have an order, so nothing compiles ahead of it
+            requests = examples_of_ranks(rows, counts)
+        for request in requests:
+            names += warmup(weight, max_batch_size=batch, **head, **request)
         everything = head | example_of(EVERYTHING, rows, counts)
         sample(hidden_states, weight, temperature=rows.temperature, seed=rows.seed, offset=rows.seed, **everything)
         return names
@@ -302,6 +313,21 @@ def example_of(mix: Mix, rows: Rows, counts: Tensor) -> dict[str, Any]:
     if mix.logprobs:
         request |= {"return_logprobs": True, "top_logprobs": 1}
     return request
+
+
+def examples_of_ranks(rows: Rows, counts: Tensor) -> list[dict[str, Any]]:
+    """What calls of several ranks have, so that nothing else compiles: all that changes logits, filters together, each way of
+    theirs, and log-probabilities. ``counts`` (B, V) int32."""
+    either = (False, True)
+    changes = (Mix(False, *each) for each in itertools.product((0, _FEW), either, either))
+    mask = example_of(Mix(mask=True), rows, counts)
+    few = [{"top_k": min(top_k, counts.shape[1] - 1), "top_p": rows.top_p} for top_k in (1, FEW)]
+    return [
+        *(example_of(mix, rows, counts) for mix in (*changes, Mix(filters=True), Mix(logprobs=True), EVERYTHING)),
+        {"top_p": rows.top_p},
+        *few,
+        few[0] | mask,
+    ]
 
 
 def no_rows(batch: int, device: torch.device) -> Rows:
