@@ -460,6 +460,10 @@ static float sqrt_approx(Thread *t, float x) { return approximate(t, sqrt((doubl
 
 static float rcp_approx(Thread *t, float x) { return approximate(t, 1.0 / (double)flushed(x), x); }
 
+static double upper_half(double x) { return as_double(as_bits64(x) & 0xFFFFFFFF00000000ull); }
+
+static double rcp_approx_f64(double x) { return upper_half(1.0 / upper_half(x)); } // of and to 20 bits of the mantissa
+
 static inline float minimum(float a, float b, int nan) {
   if (a != a || b != b) return nan || (a != a && b != b) ? as_float(0x7FFFFFFF) : a != a ? b : a;
   return a < b || (a == b && signbit(a)) ? a : b;

@@ -320,7 +320,13 @@ class _Translator:
         assert item.opcode[1:] == ("approx", "ftz", "f32")
         return self._arithmetic(item, f"{item.opcode[0]}_approx(t, $0)")
 
-    _do_lg2 = _do_rcp = _do_sqrt = _do_ex2
+    _do_lg2 = _do_sqrt = _do_ex2
+
+    def _do_rcp(self, item: Instruction) -> Iterator[str]:
+        if item.opcode[-1] == "f64":
+            assert item.opcode[1:] == ("approx", "ftz", "f64"), f"not known: {item}"
+            return self._arithmetic(item, "rcp_approx_f64($0)")
+        return self._do_ex2(item)
 
     def _do_shl(self, item: Instruction) -> Iterator[str]:
         bits = int(item.opcode[-1][1:])
