@@ -5,7 +5,7 @@ import triton.language as tl
 
 from .constant import Constant
 from .limits_kernels import LOWEST_PLACE, ORDER
-from .logits_source import GREEDY_BELOW, NO_LOGIT, key_of, value_of
+from .logits_source import GREEDY_BELOW, LOG2E, NO_LOGIT, key_of, value_of
 from .scores import NAN_KEY, NO_TOKEN
 
 _LOW = Constant(0xFFFFFFFF)
@@ -13,10 +13,16 @@ _LOW = Constant(0xFFFFFFFF)
 
 @triton.jit
 def _log_of_sum(logarithms):
-    """float64: of as many numbers as ``logarithms`` (n,) float64 has; NaN where one is, as ``torch.logsumexp``."""
+    """float64: of numbers that have these logarithms (n,), whose exponentials are of their type; NaN where one is, as
+    ``torch.logsumexp``."""
     most = tl.max(tl.where(logarithms != logarithms, float("-inf"), logarithms), axis=0)
     most = tl.where(tl.abs(most) == float("inf"), 0.0, most)
-    return most + tl.log(tl.sum(tl.exp(logarithms - most), axis=0))
+    below = logarithms - most
+    if logarithms.dtype == tl.float32:
+        share = tl.exp2(below * LOG2E).to(tl.float64)
+    else:
+        share = tl.exp(below)
+    return most.to(tl.float64) + tl.log(tl.sum(share, axis=0))
 
 
 @triton.jit
@@ -92,7 +98,7 @@ def raw_kernel(
         chunk = block * (TILE // CHUNK) + tl.arange(0, TILE // CHUNK)
         highest = tl.max(tl.reshape(tl.where(live, key_of(x), NO_LOGIT), (TILE // CHUNK, CHUNK)), axis=1)
         tl.store(keys_ptr + row * chunks + chunk, highest, mask=chunk < chunks)
-    tl.store(sums_ptr + row * blocks + block, _log_of_sum(x.to(tl.float64)))
+    tl.store(sums_ptr + row * blocks + block, _log_of_sum(x))  # of float64 exponentials it would take longer than the head
 
 
 @triton.jit(
