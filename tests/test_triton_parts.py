@@ -176,7 +176,7 @@ REQUESTS: dict[str, Asked] = {
 }
 
 
-def hash_of(asked: Asked, by: Any) -> int:
+def hash_of(asked: Asked, by: Any, alike: Tensor | None = None) -> int:
     moved = {name: value.to(DEVICE) for name, value in asked._asdict().items() if isinstance(value, Tensor)}
     step = Step(
         torch.zeros(5, 8, device=DEVICE), torch.zeros(1, 8, device=DEVICE), 1.0, 0, 0, 1, V, asked=asked._replace(**moved)
@@ -194,3 +194,14 @@ def test_hashes(name):
             other = value.clone(memory_format=torch.contiguous_format)
             other.view(-1)[-1] += 1
             assert hash_of(asked._replace(**{field: other}), hashes.of_request) != ours
+
+
+def test_hashes_of_drafts_to_be_matched():
+    """Which come hashed."""
+    found = set()
+    for value in (0, 1, -(2**63), 2**63 - 1):
+        alike = torch.tensor(value, device=DEVICE)
+        ours = hash_of(REQUESTS["top_p"], hashes.of_request, alike)
+        assert ours == hash_of(REQUESTS["top_p"], Hashes.of_request, alike)
+        found.add(ours)
+    assert len(found) == 4

@@ -65,6 +65,7 @@ class Hashes:
             along.to(device),
         )  # of rows' halves; of the columns of a row, or of fields
         self.of_fields: dict[int, int] = dict(enumerate(along[: HEADER - ASKED].tolist(), ASKED))
+        self.of_alike = self.of_fields[_ASKED["draft_token_ids"]]
         self.columns, self.again = _COLUMNS, _AGAIN
         self._sums = [[0, *half.cumsum(0).tolist()] for half in (factors[::2], factors[1::2])]  # of the first rows
 

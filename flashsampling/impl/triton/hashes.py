@@ -63,7 +63,7 @@ def _integers(x):
 
 def of_request(hashes: "Hashes", step: Step) -> Tensor:
     """(1,) int64."""
-    if step.drafted is not None or step.alike is not None:
+    if step.drafted is not None:
         return hashes.of_request(step)[None]
     known, tensors = 0, []
     for field, word, value in hashes.asked(step):
@@ -88,4 +88,4 @@ def of_request(hashes: "Hashes", step: Step) -> Tensor:
             BLOCK=_BLOCK,
             num_warps=_WARPS,
         )
-    return out
+    return out if step.alike is None else out + step.alike * hashes.of_alike
