@@ -181,7 +181,7 @@ def hash_of(asked: Asked, by: Any, alike: Tensor | None = None) -> int:
     step = Step(
         torch.zeros(5, 8, device=DEVICE), torch.zeros(1, 8, device=DEVICE), 1.0, 0, 0, 1, V, asked=asked._replace(**moved)
     )
-    return int(by(Hashes(8, DEVICE), step))
+    return int(by(Hashes(8, DEVICE), step._replace(alike=alike)))
 
 
 @pytest.mark.parametrize("name", REQUESTS)
