@@ -17,7 +17,8 @@ A round is one message of the transport for every ``room`` words, and what a tra
 for each of them: number, comparison, time-out, failure. Nothing here reads what is on the device; whatever a failed step
 receives, no index is out of range.
 
-An implementation does what it alone knows how to round (``backends``): the shard's logits, and the scores' winners.
+An implementation does what it alone knows how to round (``backends``): the shard's logits, and the scores' winners. What is
+found of these is in ``limits`` and ``parts``, or in modules of the same functions.
 """
 
 import contextlib
