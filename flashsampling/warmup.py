@@ -111,11 +111,11 @@ def _draw_all(
     if weight.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("warmup must be called before a CUDA graph is captured: the current stream is being captured")
     if tp is None:
-        tokens = check_vocab_size(vocab_size, weight.shape[0])
+        tokens = tokens_of_all = check_vocab_size(vocab_size, weight.shape[0])
         problem = Problem(max_batch_size, weight.shape[0], tokens, weight.device, num_samples)
     else:
         check_tensor_parallel(tp, vocab_size, impl)
-        tokens = tp.part[0]
+        tokens, tokens_of_all = tp.part[0], tp.vocab_size
         problem = Problem(max_batch_size, tp.num_rows, tp.vocab_size, weight.device, num_samples, weight.shape[0])
     asked = asked_of(request, problem) if request else PLAIN
     made = plan(weight, max_batch_size, num_samples, impl, tp, asked)
@@ -131,14 +131,24 @@ def _draw_all(
         step = Step(states, weight, temperature, zeros, zeros, num_samples, tokens, asked=some)
         if tp is None:
             ops.sample(step, impl or "")
-        else:
-            ops.sample_sharded(step._replace(shard=tp.shard), tp)
+            return
+        for each in _of_any_number(some, tokens_of_all):
+            ops.sample_sharded(step._replace(shard=tp.shard, asked=each), tp)
 
     # steps of a group have an order, and what is asked for has logits in memory: of many draws at once a GPU full
     made.draw(weight, draw, in_turn=tp is not None or asked is not PLAIN)
     if weight.is_cuda:
         torch.cuda.current_stream(weight.device).synchronize()
     return made.kernels
+
+
+def _of_any_number(asked: Asked, vocab_size: int) -> list[Asked]:
+    """Over several ranks a small top-k, a number, takes kernels of two sizes: what is asked for with each."""
+    from .distributed.limits import FEW, are_few  # whoever has a group has imported it
+
+    if not are_few(asked.top_k):
+        return [asked]
+    return [asked._replace(top_k=top_k) for top_k in (1, min(FEW, vocab_size - 1))]
 
 
 def compile_ahead(

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ...distributed.requests import Kept
 
 _BLOCK = 128  # rows, or words, of a program
-_SOME = 32  # words of a row at once
+_SOME = 128  # words of a row at once
 _WARPS = 4
 _MANY_WARPS = 8  # of a tile of logits
 

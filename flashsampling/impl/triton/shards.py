@@ -26,6 +26,7 @@ _WARPS = 4
         "repetition_at", "repetition_value", "frequency_at", "frequency_value", "presence_at", "presence_value", "logit_scale",
         "soft_cap", "bias_count", "ids_stride", "values_stride", "blocks",
     ],
+    do_not_specialize_on_alignment=["token_mask"],
 )  # fmt: skip
 def process_kernel(
     logits,  # (B, V), as for logits_scan.scan_kernel; and so are the following
@@ -81,7 +82,11 @@ def process_kernel(
         tl.store(processed_ptr + out, processed_logits(source, (raw,), (token,), (live,), entries, ENTRIES)[0], mask=live)
 
 
-@triton.jit(do_not_specialize=["base", "skip", "num_samples", "stream", "blocks"])
+@triton.jit(
+    do_not_specialize=["base", "skip", "num_samples", "stream", "blocks"],
+    # a kernel of another alignment would be compiled while other ranks wait for this one
+    do_not_specialize_on_alignment=["limits_ptr", "temperatures_ptr", "seeds_ptr", "offsets_ptr"],
+)
 def winners_kernel(
     logits,  # (B, V) float32
     logits_stride,

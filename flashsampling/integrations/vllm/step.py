@@ -321,12 +321,12 @@ def examples_of_ranks(rows: Rows, counts: Tensor) -> list[dict[str, Any]]:
     either = (False, True)
     changes = (Mix(False, *each) for each in itertools.product((0, _FEW), either, either))
     mask = example_of(Mix(mask=True), rows, counts)
-    few = [{"top_k": min(top_k, counts.shape[1] - 1), "top_p": rows.top_p} for top_k in (1, FEW)]
+    few = {"top_k": 1, "top_p": rows.top_p}
     return [
         *(example_of(mix, rows, counts) for mix in (*changes, Mix(filters=True), Mix(logprobs=True), EVERYTHING)),
         {"top_p": rows.top_p},
-        *few,
-        few[0] | mask,
+        few,
+        few | mask,
     ]
 
 

@@ -1,0 +1,147 @@
+"""Of vLLM over several ranks nothing compiles while it serves: first the warm-up, then batches of all kinds, compiled for a GPU
+without one, and not run. In a process of its own."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+COMPILE = """
+import itertools
+import os
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+
+from tests.triton_target import compile_only
+
+compiled = compile_only(90)
+
+import flashsampling.integrations.vllm.step as module
+from flashsampling.api import SampleOutput
+from flashsampling.backends import BACKENDS
+from flashsampling.distributed.message import Hashes
+from flashsampling.distributed.requests import Part, draw
+from flashsampling.exchange import PACKED, Shard
+from flashsampling.impl.triton.hashes import of_request
+from flashsampling.requests import Problem, asked_of
+from flashsampling.step import PLAIN, Step
+from flashsampling.warmup import _of_any_number
+from tests import test_vllm, vllm_fakes
+from tests.vllm_fakes import SamplingParams
+
+V, FIRST, LAST, DIM, MOST = 2005, 1000, 2005, 64, 8
+RANGES, RANK = [(0, FIRST), (FIRST, LAST)], 1
+weight = torch.nn.Parameter(torch.zeros(V, DIM, dtype=torch.bfloat16), requires_grad=False)
+hashes = Hashes(64, torch.device("cpu"))
+
+
+class Nobody:
+    room = 1 << 14
+
+    def begin(self, step):
+        of_request(hashes, step)
+
+    def swap(self, words, step):
+        return words.expand(len(RANGES), -1).contiguous()
+
+    def end(self):
+        return None
+
+
+class Group:
+    first_token, last_token = FIRST, LAST
+
+    def check(self, *, collective):
+        pass
+
+    def __exit__(self, kind, error, trace):
+        if error is not None:
+            raise error
+
+
+def step_of(states, asked, temperature, seed, offset):
+    part = Part(Nobody(), BACKENDS["triton"], RANGES, RANK, V)
+    draw(part, Step(states, weight[FIRST:LAST], temperature, seed, offset, 1, LAST - FIRST, Shard(FIRST, PACKED), asked))
+
+
+def asked_for(request, batch):
+    return asked_of(request, Problem(batch, V, V, torch.device("cpu"), 1)) if request else PLAIN
+
+
+def warm_up(weight, *, max_batch_size, tp, **request):
+    asked = asked_for(request, max_batch_size)
+    if asked is not PLAIN:
+        for batch in (1, max_batch_size):
+            for each in _of_any_number(asked.rows(0, batch), V):
+                zeros = torch.zeros(batch, dtype=torch.int64)
+                step_of(torch.zeros(batch, DIM, dtype=weight.dtype), each, torch.ones(batch), zeros, zeros)
+    return []
+
+
+def sample(states, weight, *, tp, temperature, seed, offset, **request):
+    global calls
+    batch, asked, top = len(states), asked_for(request, len(states)), request.get("top_logprobs", 0)
+    if asked is not PLAIN:
+        calls += 1
+        step_of(states, asked, temperature, seed, offset)
+    ids, values = torch.zeros(batch, dtype=torch.int64), torch.zeros(batch)
+    return SampleOutput(ids, values, values, ids, torch.zeros(batch, top, dtype=torch.int64), torch.zeros(batch, top))
+
+
+def runner_of():
+    runner = test_vllm.runner_of(vocab_size=V)
+    step = runner.flashsampling.step
+    head = step.head._replace(layer=SimpleNamespace(weight=weight), bias=lambda: None, transform={})
+    runner.flashsampling.step = module.FusedStep(head, step.sampler, step.slots, step.device, Group())
+    return runner
+
+
+module.sample, module.warmup, calls = sample, warm_up, 0
+runner_of().flashsampling.step._warm_up(torch.zeros(MOST, DIM, dtype=torch.bfloat16))
+known, calls = {kernel.hash for kernel in compiled}, 0
+print(*sorted({kernel.name for kernel in compiled}))
+
+kinds = dict(test_vllm.SERVED) | {
+    "k of 1": SamplingParams(seed=1, top_k=1),
+    "k of 33": SamplingParams(seed=1, top_k=33, top_p=0.9),
+    "k of 128": SamplingParams(seed=1, top_k=128),
+    "k of 129": SamplingParams(seed=1, top_k=129),
+    "k, p, logprobs": SamplingParams(seed=1, top_k=9, top_p=0.3, logprobs=20),
+    "k, min_p": SamplingParams(seed=1, top_k=5, min_p=0.1),
+    "allowed, logprobs": SamplingParams(seed=1, allowed_token_ids=[1, 2], logprobs=1, top_p=0.5),
+    "penalty, bias": SamplingParams(seed=1, repetition_penalty=2.0, logit_bias={3: 1.0}),
+    "allowed, bias, k": SamplingParams(seed=1, allowed_token_ids=[1, 2], logit_bias={3: 1.0}, top_k=40),
+    "many biases, logprobs": SamplingParams(seed=1, logit_bias={token: 1.0 for token in range(100)}, logprobs=7),
+}
+batches = [*((kind,) for kind in kinds), *itertools.combinations(kinds, 2), ("k of 128",) * 5, ("plain", "logprobs") * 4]
+for names in batches:
+    runner = runner_of()
+    requests = {str(i): (test_vllm.PROMPT, kinds[name]) for i, name in enumerate(names)}
+    runner.add(**requests)
+    batch = runner.batch(dict.fromkeys(requests, 1))
+    states = torch.zeros(batch.num_tokens + 3, DIM, dtype=torch.bfloat16)
+    mask = np.full((1, -(-V // 32)), 3, np.int32)
+    runner.sample(states, batch, vllm_fakes.GrammarOutput(["0"], mask) if names[0] in ("plain", "top_k") else None)
+print(calls)
+print(*sorted({kernel.name for kernel in compiled if kernel.hash not in known}))
+"""
+
+
+def test_nothing_compiles_while_it_serves(tmp_path):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parent.parent), "TRITON_INTERPRET": "0"}
+    run = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=environment)
+    assert run.returncode == 0, run.stderr[-3000:]
+    warm, calls, compiled, _ = run.stdout.split("\n")
+    assert {"few_kernel", "histogram_kernel", "least_kernel", "hash_kernel", "words_kernel", "process_kernel"} <= set(
+        warm.split()
+    )
+    assert int(calls) > 300
+    assert compiled == ""
