@@ -1,14 +1,11 @@
 """What several ranks launch for a request compiles for every architecture we name, without a GPU, and for no request anew. In a
 process of its own."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 pytest.importorskip("triton")
+
+from tests.triton_target import output_of
 
 COMPILE = """
 import sys
@@ -67,12 +64,8 @@ FILTERS = "conclude_kernel few_kernel first_kernel hash_kernel products_kernel s
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_compiles(capability, tmp_path):
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parent.parent)}
-    run = subprocess.run([sys.executable, "-c", COMPILE, str(capability)], capture_output=True, text=True, env=environment)
-    assert run.returncode == 0, run.stderr[-3000:]
-    few, all_filters, logprobs, given, changed, *others, least = run.stdout.splitlines()
-    print(run.stdout)
+    printed = output_of(COMPILE, capability, cache=tmp_path)
+    few, all_filters, logprobs, given, changed, *others, least = printed.splitlines()
     assert few == FILTERS
     assert {"histogram_kernel", "digit_kernel", "least_kernel"} <= set(all_filters.split())
     assert {"raw_kernel", "words_kernel", "above_kernel", "ranks_kernel", "mass_kernel"} <= set(logprobs.split())

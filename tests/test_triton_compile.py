@@ -1,13 +1,10 @@
 """The kernel compiles for every architecture we name, without a GPU. In a process of its own: the others interpret it."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 pytest.importorskip("triton")
+
+from tests.triton_target import output_of
 
 COMPILE = """
 import re
@@ -99,11 +96,8 @@ SELDOM = [4, 13, 15, 16, 19, 20]
     [pytest.param(*case, marks=[pytest.mark.gpu] if n in SELDOM else []) for n, case in enumerate(CASES)],
 )
 def test_compiles(capability, dtype, loads, problem, matmul, shared_kib):
-    environment = os.environ | {"TRITON_INTERPRET": "0"}
-    command = [sys.executable, "-c", COMPILE, str(capability), dtype, loads, *map(str, problem)]
-    run = subprocess.run(command, cwd=Path(__file__).parent.parent, capture_output=True, text=True, env=environment)
-    assert run.returncode == 0, run.stderr[-3000:]
-    report = dict(line.split() for line in run.stdout.strip().splitlines()[-6:])
+    printed = output_of(COMPILE, capability, dtype, loads, *problem)
+    report = dict(line.split() for line in printed.strip().splitlines()[-6:])
     assert report["matmul"] == matmul
     assert int(report["shared"]) <= shared_kib * 1024
     assert int(report["bytes"]) > 0

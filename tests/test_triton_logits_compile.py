@@ -1,13 +1,10 @@
 """Sampling from logits compiles for every architecture we name, without a GPU, as it is launched. In a process of its own."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 pytest.importorskip("triton")
+
+from tests.triton_target import output_of
 
 # the launch itself, with a driver that names a target and has no device; compiled and not run
 COMPILE = """
@@ -84,11 +81,8 @@ CASES = [
 
 @pytest.mark.parametrize(("capability", "dtype", "case"), CASES)
 def test_compiles(capability, dtype, case):
-    environment = os.environ | {"TRITON_INTERPRET": "0"}
-    command = [sys.executable, "-c", COMPILE, str(capability), dtype, case, "151936"]
-    run = subprocess.run(command, cwd=Path(__file__).parent.parent, capture_output=True, text=True, env=environment)
-    assert run.returncode == 0, run.stderr[-3000:]
-    report = dict(line.split() for line in run.stdout.strip().splitlines()[-6:])
+    printed = output_of(COMPILE, capability, dtype, case, 151936)
+    report = dict(line.split() for line in printed.strip().splitlines()[-6:])
     assert int(report["vectors"]) >= 8  # a block's logits, four tokens at a time
     assert int(report["conversions"]) == 0  # no score goes through shared memory
     assert int(report["shared"]) <= 48 * 1024

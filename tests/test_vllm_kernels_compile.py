@@ -1,13 +1,10 @@
 """The plug-in's two kernels compile for every architecture we name, without a GPU. In a process of its own."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 pytest.importorskip("triton")
+
+from tests.triton_target import output_of
 
 COMPILE = """
 import sys
@@ -31,11 +28,8 @@ print(len(compiled), min(len(kernel.asm["cubin"]) for kernel in compiled), *vect
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_compiles(capability, tmp_path):
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parent.parent)}
-    run = subprocess.run([sys.executable, "-c", COMPILE, str(capability)], capture_output=True, text=True, env=environment)
-    assert run.returncode == 0, run.stderr[-3000:]
-    count, least, loads, stores = map(int, run.stdout.split())
+    printed = output_of(COMPILE, capability, cache=tmp_path)
+    count, least, loads, stores = map(int, printed.split())
     assert count == 2
     assert least > 1000
     assert loads >= 1  # four counts at a time

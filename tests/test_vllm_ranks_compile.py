@@ -1,14 +1,11 @@
 """Of vLLM over several ranks nothing compiles while it serves: first the warm-up, then batches of all kinds, compiled for a GPU
 without one, and not run. In a process of its own."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 pytest.importorskip("triton")
+
+from tests.triton_target import output_of
 
 COMPILE = """
 import itertools
@@ -135,11 +132,8 @@ print(*sorted({kernel.name for kernel in compiled if kernel.hash not in known}))
 
 
 def test_nothing_compiles_while_it_serves(tmp_path):
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parent.parent), "TRITON_INTERPRET": "0"}
-    run = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=environment)
-    assert run.returncode == 0, run.stderr[-3000:]
-    warm, calls, compiled, _ = run.stdout.split("\n")
+    printed = output_of(COMPILE, cache=tmp_path)
+    warm, calls, compiled, _ = printed.split("\n")
     assert {"few_kernel", "histogram_kernel", "least_kernel", "hash_kernel", "words_kernel", "process_kernel"} <= set(
         warm.split()
     )

@@ -1,5 +1,9 @@
 """Triton's launches where there is no GPU: compiled for one, as they are launched, and not run. In a process of its own."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import triton
@@ -34,3 +38,12 @@ def compile_only(capability: int) -> list[Any]:
     triton.runtime.driver.set_active(_Driver(capability))
     JITFunction.run = run
     return compiled
+
+
+def output_of(program: str, *arguments: Any, cache: Path | None = None) -> str:
+    """What a program prints that compiles, by ``compile_only``. ``cache``: a folder of its own for its kernels."""
+    environment = os.environ | {"TRITON_INTERPRET": "0"} | ({} if cache is None else {"TRITON_CACHE_DIR": str(cache)})
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    run = subprocess.run(command, cwd=Path(__file__).parent.parent, capture_output=True, text=True, env=environment)
+    assert run.returncode == 0, run.stderr[-3000:]
+    return run.stdout
