@@ -7,6 +7,9 @@ import sys
 import tempfile
 from pathlib import Path
 from types import ModuleType
+from typing import Any
+
+from flashsampling.step import Step
 
 NAME = "flashsampling_before"
 _scratch = tempfile.TemporaryDirectory(prefix="before-")  # until the process ends
@@ -28,3 +31,18 @@ def import_before(checkout: Path) -> ModuleType:
         source.write_text(re.sub(r"\bflashsampling\b", NAME, source.read_text()))
     sys.path.insert(0, _scratch.name)
     return importlib.import_module(NAME)
+
+
+def step_before(checkout: Path, step: Step) -> Any:
+    """A step of a whole vocabulary and no drafts, as that package has it."""
+    theirs = importlib.import_module(f"{import_before(checkout).__name__}.step")
+    fields = step._asdict() | {"asked": theirs.Asked(**step.asked._asdict()) if step.asked.names() else theirs.PLAIN}
+    for name in ("shard", "drafted", "alike"):  # as by default
+        del fields[name]
+    return theirs.Step(**fields)
+
+
+def sample_before(checkout: Path, step: Step, impl: str) -> Any:
+    """What that package draws for such a step."""
+    ops = importlib.import_module(f"{import_before(checkout).__name__}.ops")
+    return ops.sample(step_before(checkout, step), impl)

@@ -23,7 +23,7 @@ from flashsampling.impl.triton.logits import run
 from flashsampling.step import PLAIN, Asked, Step
 from tests.test_triton_logits import check
 
-from .before import import_before
+from .before import import_before, step_before
 from .timing import interleaved_medians, machine, read_bandwidth
 
 VOCABS = [32000, 128256, 151936, 262144]
@@ -109,15 +109,8 @@ def repeated(step: Callable[[], Any]) -> Callable[[], Any]:
 
 def run_before(checkout: Path) -> Callable[[Step], Any]:
     """What another checkout runs for a step."""
-    name = import_before(checkout).__name__
-    theirs, launch = importlib.import_module(f"{name}.step"), importlib.import_module(f"{name}.impl.triton.logits")
-
-    def run_step(step: Step) -> Any:
-        fields = step._asdict() | {"asked": theirs.Asked(**step.asked._asdict())}
-        del fields["shard"], fields["drafted"]  # a whole vocabulary and no drafts, as by default
-        return launch.run(theirs.Step(**fields))
-
-    return run_step
+    launch = importlib.import_module(f"{import_before(checkout).__name__}.impl.triton.logits")
+    return lambda step: launch.run(step_before(checkout, step))
 
 
 def _rows(

@@ -20,6 +20,7 @@ from flashsampling import ops
 from flashsampling.step import PLAIN, Asked, Step
 from tests.test_triton_logits import agrees
 
+from .before import sample_before
 from .from_logits import filled, peers, requests, spectrum, spectrum_source
 from .timing import Step as Call
 from .timing import interleaved_medians, machine
@@ -63,7 +64,16 @@ def _theirs(states: Tensor, weight: Tensor, logits: Tensor, draw: Call) -> Any:
     return draw()
 
 
-def _row(held: tuple[Tensor, Tensor, int], vocab: int, dim: int, batch: int, rounds: int, impls: list[str]) -> dict[str, Any]:
+def _row(
+    held: tuple[Tensor, Tensor, int],
+    vocab: int,
+    dim: int,
+    batch: int,
+    rounds: int,
+    impls: list[str],
+    checkout: Path | None,
+    rest: Call | None,
+) -> dict[str, Any]:
     """The correctness gate, then the times of every step."""
     logits = filled(*held, batch, vocab, torch.float32)
     states, weight = head_of(logits, dim)
@@ -72,13 +82,18 @@ def _row(held: tuple[Tensor, Tensor, int], vocab: int, dim: int, batch: int, rou
     seed = torch.randint(-(2**63), 2**63 - 1, (batch,), device="cuda")
     plain = Step(states, weight, ones, seed, zeros, 1, vocab)
     steps: dict[str, Call] = {"cute unfiltered": functools.partial(ops.sample, plain, "cute")}
+    if checkout is not None:
+        steps["before cute unfiltered"] = functools.partial(sample_before, checkout, plain, "cute")
     for name, asked in (requests(batch) | more_requests(batch, vocab)).items():
         if asked is not PLAIN:
             step = plain._replace(asked=asked)
             some = step.part(0, min(batch, CHECKED))
             for impl in impls:
                 agrees(ops.sample(some, impl), some, tolerance=2e-3)  # sums of thousands of products
-                steps[f"{impl} {name}" if len(impls) > 1 else name] = functools.partial(ops.sample, step, impl)
+                named = f"{impl} {name}" if len(impls) > 1 else name
+                steps[named] = functools.partial(ops.sample, step, impl)
+                if checkout is not None:
+                    steps[f"before {named}"] = functools.partial(sample_before, checkout, step, impl)
     out16 = torch.empty(batch, vocab, dtype=torch.bfloat16, device="cuda")
     steps["cuBLAS alone"] = lambda: torch.mm(states, weight.T, out=out16)
     logits = torch.empty(batch, vocab, device="cuda")
@@ -89,7 +104,7 @@ def _row(held: tuple[Tensor, Tensor, int], vocab: int, dim: int, batch: int, rou
     before = torch.cuda.memory_allocated()
     next(step for name, step in steps.items() if name.endswith("top-k top-p"))()
     peak = torch.cuda.max_memory_allocated() - before
-    ms = interleaved_medians(steps, rounds, offsets=zeros)
+    ms = interleaved_medians(steps, rounds, offsets=zeros, rest=rest)
     return {"vocab": vocab, "dim": dim, "batch": batch, "ms": ms, "peak_bytes": peak}
 
 
@@ -100,6 +115,13 @@ def main(
     rounds: Annotated[int, typer.Option(min=3, help="Interleaved replays per step.")] = 40,
     batches: Annotated[str, typer.Option(help="Comma-separated rows.")] = ",".join(map(str, BATCHES)),
     implementations: Annotated[str, typer.Option(help="Comma-separated: who does the requests.")] = "cute",
+    heads: Annotated[int, typer.Option(min=1, max=len(HEADS), help="How many of the LM heads.")] = len(HEADS),
+    checkout: Annotated[
+        Path | None, typer.Option("--before", help="Another one, timed too: git worktree add FOLDER COMMIT.")
+    ] = None,
+    rest: Annotated[
+        bool, typer.Option(help="Read 2 GiB before every replay, as a model does: caches hold nothing of ours.")
+    ] = False,
 ) -> None:
     """Times steps with everything that a request may ask for."""
     if not torch.cuda.is_available():
@@ -109,10 +131,11 @@ def main(
     out.mkdir(parents=True, exist_ok=True)
     held = spectrum(spectra, name)
     source = spectrum_source(spectra, name)
-    result: dict[str, Any] = {"machine": machine(), "logits": source, "rounds": rounds, "rows": []}
-    for vocab, dim in HEADS:
-        impls = implementations.split(",")
-        rows = [_row(held, vocab, dim, batch, rounds, impls) for batch in map(int, batches.split(","))]
+    result: dict[str, Any] = {"machine": machine(), "logits": source, "rounds": rounds, "rest": rest, "rows": []}
+    impls, sizes = implementations.split(","), [int(batch) for batch in batches.split(",")]
+    between = functools.partial(torch.sum, torch.ones(1 << 13, 1 << 16, device="cuda"), dim=1) if rest else None
+    for vocab, dim in HEADS[:heads]:
+        rows = [_row(held, vocab, dim, batch, rounds, impls, checkout, between) for batch in sizes]
         table = Table("B", *rows[0]["ms"], "MiB", title=f"V={vocab} D={dim}, {source}: ms (over cute unfiltered)")
         for row in rows:
             plain = row["ms"]["cute unfiltered"]

@@ -27,6 +27,11 @@ assert "flashsampling_before" in before.__file__ and before.ops is not flashsamp
 assert torch.ops.flashsampling_before.sample.default is not torch.ops.flashsampling.sample.default
 from flashsampling_before.impl.cute import cache
 assert Path(cache.__file__).parents[2].name == "flashsampling_before"
+from benchmarks.before import sample_before
+from flashsampling.step import Asked, Step
+step = Step(states, weight, torch.ones(4), torch.arange(4), torch.arange(4), 1, 300, asked=Asked(top_k=5, top_p=torch.rand(4)))
+for each in (step, step._replace(asked=flashsampling.step.PLAIN)):
+    assert torch.equal(sample_before(Path("nowhere"), each, "streaming").ids, flashsampling.ops.sample(each, "streaming").ids)
 print("both")
 """
     result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
