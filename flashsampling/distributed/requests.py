@@ -96,10 +96,11 @@ def draw(part: Part, step: Step) -> Drawn:
         meet, kept = prepare(part, step)
         drawn = _drawn(meet, part, kept)
     failed = part.transport.end()
-    if failed is None:
-        return drawn
-    values = None if drawn.values is None else drawn.values.masked_fill(failed, float("nan"))
-    return Drawn(drawn.ids.masked_fill(failed, -1), values)
+    if failed is not None:
+        drawn.ids.masked_fill_(failed, -1)
+        if drawn.values is not None:
+            drawn.values.masked_fill_(failed, float("nan"))
+    return drawn
 
 
 @contextlib.contextmanager
