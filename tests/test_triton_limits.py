@@ -108,8 +108,10 @@ class Problem:
         for limit in (None, top_k[1]):
             agree(*(module.of_top_p(meet, mine, scale, self.top_p, limit, vocab, shards) for module in both))
         agree(*(module.of_min_p(mine, scale, self.min_p) for module in both))
-        ours, theirs = (module.mass_of(mine, top_k[1], scale, first) for module in both)
+        ours, theirs = (module.mass_of(mine, top_k[1], scale, first, False) for module in both)
         assert ours.shape == theirs.shape == (len(mine), 1)
+        rough = by_kernels.mass_of(mine, top_k[1], scale, first, True)
+        torch.testing.assert_close(rough.double(), theirs.double(), rtol=2e-6, atol=scale.unit * 1e-7)
         torch.testing.assert_close(ours.double(), theirs.double(), rtol=1e-12, atol=4.0)  # units, of 2**62 / V
 
 

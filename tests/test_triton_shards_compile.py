@@ -49,13 +49,14 @@ limit = limits.of_top_k(meet, logits, ints(2), scale, first + vocab, parts)
 limits.of_top_p(meet, logits, scale, torch.ones(2), limit, first + vocab, parts)
 limits.of_top_p(meet, logits, scale, 0.5, None, first + vocab, parts)
 limits.of_min_p(logits, scale, 0.5)
-limits.mass_of(logits, seeds, scale, first)
+for rough in (False, True):
+    limits.mass_of(logits, seeds, scale, first, rough)
 different = {kernel.hash: kernel for kernel in compiled}
 for kernel in different.values():
     assert kernel.metadata.shared <= 48 * 1024
     usage = kernel.asm["cubin"]
     print(kernel.metadata.name, len(usage))
-assert len(different) == 5 + 13, len(different)  # a width of digits, a place of a row compile nothing
+assert len(different) == 5 + 14, len(different)  # a width of digits, a place of a row compile nothing
 """
 
 

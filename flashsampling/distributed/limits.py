@@ -319,6 +319,7 @@ def mass_of(
     limit: Tensor,  # (B,) int64
     scale: Scale,
     first_token: int,
+    rough: bool,  # an error of 1e-6 is nothing to whoever asks
 ) -> Tensor:
     """(B, 1) int64: the mass of a shard's tokens from the limit on."""
 

@@ -165,7 +165,7 @@ def _drawn(meet: Meet, part: Part, kept: Kept) -> Drawn:
     """All parts of what a step gives, once it is known what is kept."""
     local, logits, parts = kept.local, kept.logits, part.backend.shard_parts
     winners = winners_of(part.backend, local, logits.processed, kept.limit)
-    words = parts.words(kept, winners, mass_of(part, kept) if local.asked.logprobs else None)
+    words = parts.words(kept, winners, mass_of(part, kept, rough=True) if local.asked.logprobs else None)
     drawn, raw = parts.conclude(meet(words), kept)
     if raw is not None:
         parts.put_ranks(drawn, meet(parts.above(logits.raw, raw)), kept)
@@ -180,7 +180,7 @@ def winners_of(backend: Backend, local: Step, logits: Tensor, limit: Tensor) -> 
     return backend.module.shard_winners(local, logits, limit).view(shape)  # type: ignore[no-any-return]
 
 
-def mass_of(part: Part, kept: Kept) -> Tensor:
-    """(B, 1) int64: of what is kept of the shard."""
+def mass_of(part: Part, kept: Kept, rough: bool) -> Tensor:
+    """(B, 1) int64: of what is kept of the shard; ``rough``: but for 1e-6 of it."""
     processed, first = kept.logits.processed, kept.local.shard.first_token
-    return part.backend.shard_limits.mass_of(processed, kept.limit, kept.scale, first)  # type: ignore[no-any-return]
+    return part.backend.shard_limits.mass_of(processed, kept.limit, kept.scale, first, rough)  # type: ignore[no-any-return]

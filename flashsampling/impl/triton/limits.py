@@ -249,7 +249,7 @@ def of_min_p(logits: Tensor, scale: "Scale", min_p: Tensor | float) -> Tensor:
     return limit
 
 
-def mass_of(logits: Tensor, limit: Tensor, scale: "Scale", first_token: int) -> Tensor:
+def mass_of(logits: Tensor, limit: Tensor, scale: "Scale", first_token: int, rough: bool) -> Tensor:
     """See ``distributed.limits``: one launch, and zeros."""
     batch, columns = logits.shape
     blocks = blocks_of(logits)
@@ -265,6 +265,7 @@ def mass_of(logits: Tensor, limit: Tensor, scale: "Scale", first_token: int) -> 
         first_token,
         scale.unit,
         blocks,
+        ROUGH=rough,
         TILE=TILE,
         num_warps=_WARPS,
     )
