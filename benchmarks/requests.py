@@ -93,6 +93,7 @@ def _row(
                 named = f"{impl} {name}" if len(impls) > 1 else name
                 steps[named] = functools.partial(ops.sample, step, impl)
                 if checkout is not None:
+                    agrees(sample_before(checkout, some, impl), some, tolerance=2e-3)
                     steps[f"before {named}"] = functools.partial(sample_before, checkout, step, impl)
     out16 = torch.empty(batch, vocab, dtype=torch.bfloat16, device="cuda")
     steps["cuBLAS alone"] = lambda: torch.mm(states, weight.T, out=out16)

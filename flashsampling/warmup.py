@@ -111,11 +111,11 @@ def _draw_all(
     if weight.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("warmup must be called before a CUDA graph is captured: the current stream is being captured")
     if tp is None:
-        tokens = tokens_of_all = check_vocab_size(vocab_size, weight.shape[0])
+        tokens = check_vocab_size(vocab_size, weight.shape[0])
         problem = Problem(max_batch_size, weight.shape[0], tokens, weight.device, num_samples)
     else:
         check_tensor_parallel(tp, vocab_size, impl)
-        tokens, tokens_of_all = tp.part[0], tp.vocab_size
+        tokens = tp.part[0]
         problem = Problem(max_batch_size, tp.num_rows, tp.vocab_size, weight.device, num_samples, weight.shape[0])
     asked = asked_of(request, problem) if request else PLAIN
     made = plan(weight, max_batch_size, num_samples, impl, tp, asked)
@@ -132,7 +132,7 @@ def _draw_all(
         if tp is None:
             ops.sample(step, impl or "")
             return
-        for each in _of_any_number(some, tokens_of_all):
+        for each in _of_any_number(some, tp.vocab_size):
             ops.sample_sharded(step._replace(shard=tp.shard, asked=each), tp)
 
     # steps of a group have an order, and what is asked for has logits in memory: of many draws at once a GPU full

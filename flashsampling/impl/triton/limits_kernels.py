@@ -26,13 +26,17 @@ def _place(key, token):
 
 
 @triton.jit
+def relative(x, top, temperature):
+    """As ``filters.relative``, in the type of the logits."""
+    divisor = tl.where(temperature < GREEDY_BELOW, 1.0, temperature).to(x.dtype)
+    below = tl.where(x == top, 0.0, (x - top) / divisor)
+    return tl.where(x == float("-inf"), x, below)
+
+
+@triton.jit
 def _share(x, top, temperature):
     """float64: as ``distributed.limits.Scale.share``; 0 where that is NaN."""
-    wide = x.to(tl.float64)
-    best = top.to(tl.float64)
-    divisor = tl.where(temperature < GREEDY_BELOW, 1.0, temperature).to(tl.float64)
-    below = tl.where(wide == best, 0.0, (wide - best) / divisor)
-    below = tl.where(x == float("-inf"), wide, below)
+    below = relative(x.to(tl.float64), top.to(tl.float64), temperature)
     share = tl.where(below > -(2.0**-30), 1.0 + below, tl.exp(below))  # as ``filters.share_of_best``
     return tl.where(below != below, 0.0, tl.where(share > 1.0, 1.0, share))
 
@@ -46,8 +50,7 @@ def _mass(x, top, temperature, unit):
 @triton.jit
 def _rough_mass(x, top, temperature, unit):
     """``_mass`` but for 1e-6 of it: exponentials of float64 of a whole row take longer than its products."""
-    below = tl.where(x == top, 0.0, (x - top) / tl.where(temperature < GREEDY_BELOW, 1.0, temperature))
-    below = tl.where(x == float("-inf"), x, below)
+    below = relative(x, top, temperature)
     share = tl.minimum(tl.exp2(below * LOG2E), 1.0)
     return tl.floor(tl.where(below != below, 0.0, share).to(tl.float64) * unit.to(tl.float64) + 0.5).to(tl.int64)
 

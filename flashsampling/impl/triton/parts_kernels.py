@@ -4,8 +4,8 @@ import triton
 import triton.language as tl
 
 from .constant import Constant
-from .limits_kernels import LOWEST_PLACE, ORDER
-from .logits_source import GREEDY_BELOW, LOG2E, NO_LOGIT, key_of, value_of
+from .limits_kernels import LOWEST_PLACE, ORDER, relative
+from .logits_source import LOG2E, NO_LOGIT, key_of, value_of
 from .scores import NAN_KEY, NO_TOKEN
 
 _LOW = Constant(0xFFFFFFFF)
@@ -233,10 +233,7 @@ def conclude_kernel(
             log_mass = tl.log(tl.sum(mass, axis=0).to(tl.float64) / unit.to(tl.float64))
             raw, x = _float32(both >> 32), _float32(both)
             top_logit, temperature = tl.load(tops_ptr + row), tl.load(temperatures_ptr + row)
-            wide, highest = x.to(tl.float64), top_logit.to(tl.float64)
-            divisor = tl.where(temperature < GREEDY_BELOW, 1.0, temperature).to(tl.float64)
-            below = tl.where(wide == highest, 0.0, (wide - highest) / divisor)  # as ``filters.relative``
-            below = tl.where(x == float("-inf"), wide, below)
+            below = relative(x.to(tl.float64), top_logit.to(tl.float64), temperature)
             to = row * num_samples + draw
             none = float("nan")
             tl.store(logprobs_ptr + to, tl.where(token < 0, none, (raw.to(tl.float64) - lse).to(tl.float32)), mask=there)
