@@ -186,7 +186,7 @@ class SampleKernel:
         if warp_group == 0:
             cute.arch.setmaxregister_decrease(_PRODUCER_REGISTERS)
             if warp == 0:
-                self.mainloop.produce(pipe, tma_w, tW, tma_h, tH, sW, sH, rank, row_block, walk, args.base)
+                self.mainloop.produce(pipe, tma_w, tW, tma_h, tH, sW, sH, rank, row_block, row_blocks, walk, args.base)
             elif warp < 3:
                 prepared.arrive_and_wait()
                 self.epilogue.evaluate(args, walk, shared, thread - 32)

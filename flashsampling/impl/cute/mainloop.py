@@ -20,7 +20,7 @@ against 0.953 and 0.919. Which starts are best differs with D by 2 %; these were
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, pipeline, range_constexpr
+from cutlass import Float32, Int32, Int64, pipeline, range_constexpr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
@@ -29,6 +29,8 @@ from .config import TILE_D, TILE_V, TileConfig
 
 _CONSUMER_WARPS = 8
 _STARTS_APART = 8  # stages
+# of createpolicy, for a whole access: as CUTLASS names them
+_EVICT_NORMAL, _EVICT_FIRST = 0x1000000000000000, 0x12F0000000000000
 
 
 class Mainloop:
@@ -81,7 +83,7 @@ class Mainloop:
         )
 
     @cute.jit
-    def produce(self, pipe, tma_w, tW, tma_h, tH, sW, sH, rank, row_block, walk, base):
+    def produce(self, pipe, tma_w, tW, tma_h, tH, sW, sH, rank, row_block, row_blocks, walk, base):
         """The producer warp: fills stages for every tile of the CTA's walk. ``base``: token id of tile 0."""
         gW = cute.local_tile(tW, (TILE_V, TILE_D), (None, None))  # (128, 64, V tiles, D tiles)
         gH = cute.local_tile(tH, (self.tile[1], TILE_D), (None, None))  # (N, 64, B tiles, D tiles)
@@ -92,6 +94,8 @@ class Mainloop:
             tma_h, rank, cute.make_layout(self.cluster), cute.group_modes(sH, 0, 2), cute.group_modes(gH, 0, 2)
         )
         to_all = {} if self.cluster == 1 else {"mcast_mask": cutlass.Int16(2**self.cluster - 1)}
+        # weights that one block of rows reads are read once: what else is in the level-2 cache may stay there
+        policy = Int64(_EVICT_FIRST) if row_blocks == 1 else Int64(_EVICT_NORMAL)
         k_tiles = cute.size(gW, mode=[3])
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
         starts = cutlass.max(k_tiles // _STARTS_APART, 1)
@@ -102,7 +106,7 @@ class Mainloop:
             for _ in cutlass.range(k_tiles, unroll=1):
                 pipe.producer_acquire(state)
                 full = pipe.producer_get_barrier(state)
-                cute.copy(tma_w, tWgW[None, tile, k], tWsW[None, state.index], tma_bar_ptr=full)
+                cute.copy(tma_w, tWgW[None, tile, k], tWsW[None, state.index], tma_bar_ptr=full, cache_policy=policy)
                 cute.copy(tma_h, tHgH[None, row_block, k], tHsH[None, state.index], tma_bar_ptr=full, **to_all)
                 state.advance()
                 k += 1
