@@ -10,6 +10,9 @@ weights twice, which takes no cycles but, I think, power: over cuBLAS in one run
 1.088, with one instruction of 192 1.032 and 1.075; D = 2880 1.022 and 1.015, 1.014 and 1.016; D = 4096 1.033 and 1.016, 1.024
 and 1.018.
 
+Weights that one block of rows reads are read once, so they leave the level-2 cache first, and what a request has stored stays
+there for ``pick`` (``summaries``): docs/hopper.md has what that is worth.
+
 The order: k runs upwards from a start of the tile's, and round. CTAs begin together, and if all of them begin at k = 0 they
 read addresses that are equal in their lowest bits: by timestamps 3.8 TB/s came in the first 30 us of a launch and 4.5 after,
 when they had drifted apart. Starts a multiple of 8 stages (1 KB) apart, one per pair of tiles, against all at 0, over cuBLAS in
