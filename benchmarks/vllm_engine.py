@@ -5,10 +5,11 @@ process of its own, as vLLM has it; the model runner's class there is the plug-i
 
     sample_ms   GPU time of LM head and sampler, CUDA events around the runner's ``sample``
     forward_ms  likewise of the model before it
+    host_ms     the host's time for that call, in which it launches and does not wait
     tpot_ms     time per output token, scheduler, model and all: on the GPU's clock from one step's tokens to the next's; not
                 where the caller waits: outputs queue up there while it adds requests, and then come faster than they are made
-    peak_MiB    most memory allocated meanwhile; sample_MiB: by LM head and sampler in one step, the last positions of the
-                prompts among them
+    peak_MiB    most memory allocated, in a short generation that is not timed; sample_MiB: by LM head and sampler in one step,
+                the last positions of the prompts among them
 
 Times are medians over the decode steps of all rows, of all rounds' generations, the plug-in's and vLLM's in turns.
 The plug-in's counters must say that every one of its steps is fused; with ``--ranks``, all ranks must
@@ -122,7 +123,7 @@ def _measured(engine: Engine, kind: str, batch: int, tokens: int, rounds: int) -
 
     generator = np.random.default_rng(0)
 
-    def timed(who: str, count: int) -> dict[str, Any]:
+    def timed(who: str, count: int, with_memory: bool = False) -> dict[str, Any]:
         """One generation: what its steps took."""
         prompts = generator.integers(0, VOCAB, (batch, PROMPT)).tolist()
         params = []
@@ -130,7 +131,7 @@ def _measured(engine: Engine, kind: str, batch: int, tokens: int, rounds: int) -
             asked = KINDS[kind] | ({"seed": row} if "seed" in KINDS[kind] else {})
             params.append(engine.params(max_tokens=count, ignore_eos=True, detokenize=False, **asked))
         engine.tell(use_plugin, who == "plugin")
-        engine.tell(start_timing, kind == "grammar mask")
+        engine.tell(start_timing, kind == "grammar mask", with_memory)
         before = engine.tell(counters)
         ids = [list(output.token_ids) for output in engine.generate(prompts, params)]
         after = engine.tell(counters)
@@ -145,18 +146,17 @@ def _measured(engine: Engine, kind: str, batch: int, tokens: int, rounds: int) -
         return of_ranks[0]
 
     generations: dict[str, list[dict[str, Any]]] = {"vllm": [], "plugin": []}
-    for who in generations:
-        timed(who, 4)  # what it compiles while it runs
+    memory = {who: timed(who, 4, with_memory=True) for who in generations}  # what compiles while it runs has then done so
     for names in shuffled(generations, rounds):
         for who in names:
             generations[who].append(timed(who, tokens))
     rows = []
     for who, some in generations.items():
         row: dict[str, Any] = {"kind": kind, "batch": batch, "who": who}
-        for what in ("forward_ms", "sample_ms", "tpot_ms"):
+        for what in ("forward_ms", "sample_ms", "host_ms", "tpot_ms"):
             quartiles = statistics.quantiles(itertools.chain.from_iterable(each[what] for each in some))
             row |= {what: round(quartiles[1], 4), f"{what}_quartiles": [round(ms, 4) for ms in quartiles]}
-        row |= {what: max(each[what] for each in some) for what in ("peak_MiB", "sample_MiB")}
+        row |= {what: memory[who][what] for what in ("peak_MiB", "sample_MiB")}
         rows.append(row | {"steps": sum(len(each["sample_ms"]) for each in some)})
     return rows
 

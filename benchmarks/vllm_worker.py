@@ -4,8 +4,9 @@ vLLM starts its engine in a process of its own, so that is where the model runne
 """
 
 import hashlib
+import time
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -36,8 +37,9 @@ def spread_logits(worker: Any, deviation: float) -> None:
         norm.data.copy_(signs * (deviation / 0.02 / head.shape[1] ** 0.5))
 
 
-def start_timing(worker: Any, with_grammar: bool) -> None:
-    """Notes every step's CUDA events and tokens from here on. ``with_grammar``: every row has a mask of half the tokens."""
+def start_timing(worker: Any, with_grammar: bool, with_memory: bool) -> None:
+    """Notes every step's CUDA events, its host time and its tokens from here on. ``with_grammar``: every row has a mask of half
+    the tokens. ``with_memory``: notes memory too, which takes the host so long that times mean little."""
     from vllm.v1.core.sched.output import GrammarOutput
 
     runner = worker.model_runner
@@ -54,36 +56,59 @@ def start_timing(worker: Any, with_grammar: bool) -> None:
     def timed_sample(hidden_states: Any, input_batch: Any, grammar_output: Any) -> Any:
         if with_grammar:
             grammar_output = GrammarOutput(list(input_batch.req_ids), masks[: input_batch.num_reqs])
-        peaks[0] = max(peaks[0], torch.cuda.max_memory_allocated())
-        torch.cuda.reset_peak_memory_stats()
-        held, before = torch.cuda.memory_allocated(), _mark()
+        took = 0
+        if with_memory:
+            peaks[0] = max(peaks[0], torch.cuda.max_memory_allocated())
+            torch.cuda.reset_peak_memory_stats()
+            held = torch.cuda.memory_allocated()
+        before, began = _mark(), time.perf_counter()
         out = sample(hidden_states, input_batch, grammar_output)
-        events = timed_execute.start, before, _mark()  # type: ignore[attr-defined]
-        took = torch.cuda.max_memory_allocated() - held
-        steps.append((input_batch.num_tokens, input_batch.num_reqs, *events, took, out[0].sampled_token_ids.clone()))
+        ended, after = time.perf_counter(), _mark()
+        if with_memory:
+            took = torch.cuda.max_memory_allocated() - held
+        events = timed_execute.start, before, after  # type: ignore[attr-defined]
+        tokens = out[0].sampled_token_ids.clone()
+        steps.append(Timed(input_batch.num_tokens, input_batch.num_reqs, *events, 1e3 * (ended - began), took, tokens))
         return out
 
     runner.execute_model, runner.sample, runner.timed_steps = timed_execute, timed_sample, (steps, peaks)
     torch.cuda.reset_peak_memory_stats()
 
 
+class Timed(NamedTuple):
+    """A step."""
+
+    tokens: int
+    requests: int
+    start: torch.cuda.Event
+    before: torch.cuda.Event  # LM head and sampler
+    after: torch.cuda.Event
+    host_ms: float
+    bytes: int
+    drawn: torch.Tensor
+
+
 def stop_timing(worker: Any, batch: int) -> dict[str, Any]:
-    """Of every decode step of so many rows, milliseconds on the GPU's clock: of the model; of head and sampler; from its tokens
-    to the next such step's. The peak of allocated memory, and the most that head and sampler took in a step of so many rows,
-    the last positions of their prompts' too, MiB. A digest of all steps' tokens, in order."""
+    """What the decode steps of so many rows took, in milliseconds and MiB, and a digest of all steps' tokens, in order.
+
+    On the GPU's clock: the model; head and sampler; from its tokens to the next such step's. On the host's: the call that
+    launches head and sampler. If memory was noted, the peak of what was allocated, and the most that head and sampler took in a
+    step of so many rows, the last positions of their prompts' too."""
     runner = worker.model_runner
     steps, peaks = runner.timed_steps
     del runner.execute_model, runner.sample, runner.timed_steps
     torch.cuda.synchronize()
-    full = [step[:2] == (batch, batch) for step in steps]
-    events = [step[2:5] for step, is_full in zip(steps, full) if is_full]
+    full = [step.tokens == step.requests == batch for step in steps]
+    some = [step for step, is_full in zip(steps, full) if is_full]
+    both = [pair for pair, are_full in zip(pairwise(steps), pairwise(full)) if all(are_full)]
     return {
-        "forward_ms": [start.elapsed_time(before) for start, before, _ in events],
-        "sample_ms": [before.elapsed_time(after) for _, before, after in events],
-        "tpot_ms": [one[4].elapsed_time(other[4]) for (one, other), both in zip(pairwise(steps), pairwise(full)) if all(both)],
+        "forward_ms": [step.start.elapsed_time(step.before) for step in some],
+        "sample_ms": [step.before.elapsed_time(step.after) for step in some],
+        "host_ms": [step.host_ms for step in some],
+        "tpot_ms": [one.after.elapsed_time(other.after) for one, other in both],
         "peak_MiB": max(peaks[0], torch.cuda.max_memory_allocated()) / 2**20,
-        "sample_MiB": max((step[5] for step in steps if step[1] == batch), default=0) / 2**20,
-        "drawn": hashlib.sha256(b"".join(step[6].cpu().numpy().tobytes() for step in steps)).hexdigest(),
+        "sample_MiB": max((step.bytes for step in steps if step.requests == batch), default=0) / 2**20,
+        "drawn": hashlib.sha256(b"".join(step.drawn.cpu().numpy().tobytes() for step in steps)).hexdigest(),
     }
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib
 import itertools
 from types import SimpleNamespace
 
@@ -209,6 +210,39 @@ def test_tokens_do_not_depend_on_batch_mates():
         both = states_of(batch)
         both[1] = states[0]
         assert other.sample(both, batch, None)[0].sampled_token_ids[1] == alone, mate
+
+
+def test_parameters_are_copied_once_for_a_batch(monkeypatch):
+    """While requests and their rows stay the same; another in the slot of one that has ended is another, also in a batch that
+    looks the same."""
+    module = importlib.import_module("flashsampling.integrations.vllm.step")
+    rows_of, copied = module.rows_of, []
+
+    def counted(*args):
+        copied.append(args)
+        return rows_of(*args)
+
+    monkeypatch.setattr(module, "rows_of", counted)
+    runner, requests = runner_of(), {"a": (PROMPT, SERVED["top_k"]), "b": (PROMPT, SERVED["logprobs"])}
+    runner.add(**requests)
+
+    def step(*names, expect):
+        batch = runner.batch(dict.fromkeys(names, 1))
+        states = states_of(batch)
+        check_rows(runner, batch, states, runner.sample(states, batch, None)[0], requests)
+        assert len(copied) == expect
+
+    step("a", "b", expect=1)
+    step("a", "b", expect=1)
+    step("b", "a", expect=2)
+    slot = runner.req_states.req_id_to_index["b"]
+    for name, kind, count in (("c", "bias", 3), ("d", "plain", 4)):
+        runner.finish("b" if name == "c" else "c")
+        requests[name] = (PROMPT, SERVED[kind])
+        runner.add(**{name: requests[name]})
+        assert runner.req_states.req_id_to_index[name] == slot
+        step(name, "a", expect=count)
+    step("a", expect=5)
 
 
 @pytest.mark.parametrize("reason", [reason for reason in LEFT_TO_VLLM if "1024" not in reason])

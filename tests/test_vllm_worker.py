@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.vllm_worker import spread_logits, stop_timing
+from benchmarks.vllm_worker import Timed, spread_logits, stop_timing
 
 VOCAB, DIM = 5000, 512
 
@@ -57,12 +57,12 @@ def test_times_are_of_the_steps_of_all_rows(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 2**20)
     drawn = torch.arange(10).view(5, 2, 1)
-    steps = [  # tokens and rows, when the model, head and sampler began and ended, bytes, tokens
-        (16, 2, At(0), At(5), At(6), 2**22, drawn[0]),  # prompts
-        (2, 2, At(6), At(8), At(9), 2**20, drawn[1]),
-        (2, 2, At(10), At(11), At(11.5), 2**20, drawn[2]),
-        (1, 1, At(20), At(21), At(22), 2**23, drawn[3, :1]),
-        (2, 2, At(30), At(31), At(31.25), 2**20, drawn[4]),
+    steps = [  # tokens and rows, when the model, head and sampler began and ended, on the host too, bytes, tokens
+        Timed(16, 2, At(0), At(5), At(6), 0.125, 2**22, drawn[0]),  # prompts
+        Timed(2, 2, At(6), At(8), At(9), 0.125, 2**20, drawn[1]),
+        Timed(2, 2, At(10), At(11), At(11.5), 0.125, 2**20, drawn[2]),
+        Timed(1, 1, At(20), At(21), At(22), 0.125, 2**23, drawn[3, :1]),
+        Timed(2, 2, At(30), At(31), At(31.25), 0.125, 2**20, drawn[4]),
     ]
 
     def stopped(steps: list[tuple]) -> dict:
@@ -73,10 +73,11 @@ def test_times_are_of_the_steps_of_all_rows(monkeypatch):
 
     times = stopped(steps)
     digest = times.pop("drawn")
-    assert digest == stopped(steps)["drawn"] != stopped([*steps[:-1], (*steps[-1][:-1], drawn[3])])["drawn"]
+    assert digest == stopped(steps)["drawn"] != stopped([*steps[:-1], steps[-1]._replace(drawn=drawn[3])])["drawn"]
     assert times == {
         "forward_ms": [2, 1, 1],
         "sample_ms": [1, 0.5, 0.25],
+        "host_ms": [0.125] * 3,
         "tpot_ms": [2.5],  # not from the prompts' step, and not across that of one row
         "peak_MiB": 3,
         "sample_MiB": 4,

@@ -15,6 +15,7 @@ Chunks of 64 tokens would be 4 bytes less per 32 logits, 3 % of what the scan re
 candidate; and a Hopper kernel has 32 of a row in one thread.
 """
 
+import functools
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -270,36 +271,17 @@ def _launch_pick(
     floors: Tensor | None = None,
 ) -> Drawn:
     asked, batch, device = step.asked, common[0].shape[0], candidates.device
-    places = layout(batch, step.num_samples, asked)
-    ids = torch.empty(places.num_ids, dtype=torch.int64, device=device)
-    values = None  # where none can be asked for; of some that may be none, as logprob_ids (B, 0), the kernel has the address
     if asked.needs_raw_mass():
-        values = torch.empty(places.num_values, dtype=torch.float32, device=device)
-    chunks = 4 * -(-step.vocab_size // 128)
-    width = min(config.width, next_power_of_2(chunks))
-    given = _contiguous_rows(asked.logprob_ids)
+        ids, values, beside = _beside(step, batch, device)
+    else:  # what costs the host least: one allocation
+        ids, values, beside = torch.empty(batch * step.num_samples, dtype=torch.int64, device=device), None, _NOTHING_BESIDE
     by_top_k, by_top_p, by_min_p = asked.filters()
-
-    def part(tensor: Tensor | None, name: str) -> Tensor | None:
-        where = (places.ids if tensor is ids else places.values).get(name)
-        return None if where is None or tensor is None else tensor[where.first :]
-
     pick_kernel[(batch,)](
         *common,
         floors,
         candidates,
         ids,
-        part(values, "logprobs"),
-        part(values, "processed_logprobs"),
-        part(ids, "ranks"),
-        part(ids, "top_token_ids"),
-        part(values, "top_logprobs"),
-        asked.top_logprobs,
-        given,
-        0 if given is None else given.stride(0),
-        part(values, "given_logprobs"),
-        0 if given is None else given.shape[1],
-        part(values, "logsumexp"),
+        *beside,
         None if records is None else records.limits,
         None if records is None else records.masses,
         **flags,
@@ -307,19 +289,64 @@ def _launch_pick(
         TOP_P=by_top_p,
         MIN_P=by_min_p,
         DRAWN=drawn,
-        BLOCKS=next_power_of_2(blocks),
-        WIDTH=width,
-        PARTS=-(-chunks // width),
-        LIST=_list_length(chunks, config),
-        ID_BITS=step.vocab_size.bit_length(),
-        FEW=config.few,
-        CAPACITY=config.capacity,
-        TILE=config.tile,
-        WHOLE_TILE=config.whole_tile,
-        GATHERED=config.gathered,
-        AT_FIRST=config.at_first,
-        num_warps=config.pick_warps,
-        maxnreg=config.pick_registers,
+        **_shapes(step.vocab_size, blocks, config),
         launch_pdl=flags["PDL"],
     )
     return Drawn(ids, values)
+
+
+_NOTHING_BESIDE = (None, None, None, None, None, 0, None, 0, None, 0, None)  # as ``_beside``'s
+
+
+def _beside(step: Step, batch: int, device: torch.device) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
+    """Room for ids and for values, and what the kernel is told of what is asked for beside tokens."""
+    asked = step.asked
+    places = layout(batch, step.num_samples, asked)
+    ids = torch.empty(places.num_ids, dtype=torch.int64, device=device)
+    # of some that may be none, as logprob_ids (B, 0), the kernel has the address
+    values = torch.empty(places.num_values, dtype=torch.float32, device=device)
+    given = _contiguous_rows(asked.logprob_ids)
+
+    def part(tensor: Tensor, name: str) -> Tensor | None:
+        where = (places.ids if tensor is ids else places.values).get(name)
+        return None if where is None else tensor[where.first :]
+
+    return (
+        ids,
+        values,
+        (
+            part(values, "logprobs"),
+            part(values, "processed_logprobs"),
+            part(ids, "ranks"),
+            part(ids, "top_token_ids"),
+            part(values, "top_logprobs"),
+            asked.top_logprobs,
+            given,
+            0 if given is None else given.stride(0),
+            part(values, "given_logprobs"),
+            0 if given is None else given.shape[1],
+            part(values, "logsumexp"),
+        ),
+    )
+
+
+@functools.cache  # which most calls share: to make it costs the host 3 us
+def _shapes(vocab_size: int, blocks: int, config: Config) -> dict[str, int]:
+    """What ``pick_kernel`` is compiled for, of a vocabulary."""
+    chunks = 4 * -(-vocab_size // 128)
+    width = min(config.width, next_power_of_2(chunks))
+    return {
+        "BLOCKS": next_power_of_2(blocks),
+        "WIDTH": width,
+        "PARTS": -(-chunks // width),
+        "LIST": _list_length(chunks, config),
+        "ID_BITS": vocab_size.bit_length(),
+        "FEW": config.few,
+        "CAPACITY": config.capacity,
+        "TILE": config.tile,
+        "WHOLE_TILE": config.whole_tile,
+        "GATHERED": config.gathered,
+        "AT_FIRST": config.at_first,
+        "num_warps": config.pick_warps,
+        "maxnreg": config.pick_registers,
+    }

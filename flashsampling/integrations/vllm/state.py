@@ -45,13 +45,6 @@ def rows_of(sampler: Any, slots: NDArray[np.int32], device: torch.device) -> Row
     return Rows(seed, temperature, there[1], *others)
 
 
-def plain_rows_of(sampler: Any, slots: NDArray[np.int32], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Seeds and temperatures alone: (B,) int64 and (B,) float32."""
-    states = sampler.sampling_states
-    seed, there = _unpacked(_packed(slots, states.seeds.np, [states.temperature.np]), len(slots), device)
-    return seed, there.view(torch.float32)[0]
-
-
 def _packed(slots: NDArray[np.int32], seeds: NDArray[np.int64], columns: list[NDArray[Any]]) -> NDArray[np.int32]:
     """(2 + columns, B up to a multiple of 4) int32: every column begins at 16 bytes, as kernels are compiled for. The first two
     hold the seeds."""

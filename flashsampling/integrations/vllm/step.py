@@ -32,7 +32,7 @@ from ..engines import bias_of_rows, biases_now, settle, to_device
 from .drafts import example_of_drafts, with_stops_ended
 from .head import Head
 from .slots import Slots, Wants
-from .state import Rows, counts_of, plain_rows_of, rows_of
+from .state import Rows, counts_of, rows_of
 
 _FEW = 64  # biased tokens
 _IN_REGISTERS = ("cute",)  # implementations that mask and penalise in the launch that draws
@@ -101,6 +101,15 @@ class Batch(NamedTuple):
     drafts: Given | None = None
 
 
+class _Known(NamedTuple):
+    """Of the rows of a step, what stays as it is while their requests do."""
+
+    slots: bytes
+    wants: int  # of all rows together
+    top_logprobs: int | None  # of the row with the most; None: no row asked for any, not for its token's either
+    rows: Rows
+
+
 class FusedStep:
     """Steps of one model runner.
 
@@ -122,11 +131,13 @@ class FusedStep:
         self.in_registers = tp is None and in_registers(head.weight)
         self.tokens = None if tp is None else (tp.first_token, tp.last_token)  # of this rank
         self.undefined = torch.zeros(1, dtype=torch.int64, device=device)
+        self._known: _Known | None = None  # of the last step
         self._masks: Tensor | None = None  # (slots, words), all bits set where a request has none
         self._masked = np.zeros(len(slots.reasons), bool)
 
     def add(self, slot: int, params: Any, prompt_len: int) -> None:
-        """A request takes a slot."""
+        """A request takes a slot; vLLM's sampler has noted it."""
+        self._known = None
         noted = self.slots.add(slot, params, prompt_len)
         if noted.mask is None and not self._masked[slot]:
             return
@@ -145,26 +156,28 @@ class FusedStep:
             what ``sample`` returns, and how many top log-probabilities were asked for by the row with the most; None: no row
             asked for any, not for its token's either.
         """
-        wants = int(np.bitwise_or.reduce(self.slots.wants[batch.slots]))
-        if batch.grammar is not None:
-            wants |= Wants.MASK
-        count = None
-        if wants & Wants.LOGPROBS:
-            count = int(self.sampler.sampling_states.num_logprobs[batch.slots].max())
-        if wants:
-            rows = rows_of(self.sampler, batch.slots, self.device)
-            seed, temperature = rows.seed, rows.temperature
-            request = self._request(batch, rows, wants, count or 0)
-        else:
-            seed, temperature = plain_rows_of(self.sampler, batch.slots, self.device)
-            request = self.head.request()
+        known = self._of_rows(batch.slots)
+        rows, count = known.rows, known.top_logprobs
+        wants = known.wants | (0 if batch.grammar is None else Wants.MASK)
+        request = self._request(batch, rows, wants, count or 0) if wants else self.head.request()
         states, weight = batch.hidden_states, self.head.weight
-        request |= {"temperature": temperature, "seed": seed, "offset": batch.positions}
+        request |= {"temperature": rows.temperature, "seed": rows.seed, "offset": batch.positions}
         if self.tp is not None and batch.drafts is not None:
             out = sample_alike(self.tp, batch.drafts, states, weight, **request)
         else:
             out = sample(states, weight, **self._whole(), **request)
         return out, count
+
+    def _of_rows(self, slots: NDArray[np.int32]) -> _Known:
+        """vLLM writes to its sampler's state of a slot when a request takes it, and then no more: while a batch has the same
+        requests in the same rows, nothing is looked up or copied again."""
+        same = slots.tobytes()
+        if self._known is None or self._known.slots != same:
+            wants = int(np.bitwise_or.reduce(self.slots.wants[slots]))
+            has_logprobs = wants & Wants.LOGPROBS
+            count = int(self.sampler.sampling_states.num_logprobs[slots].max()) if has_logprobs else None
+            self._known = _Known(same, wants, count, rows_of(self.sampler, slots, self.device))
+        return self._known
 
     def settle(self, token_ids: Tensor) -> None:
         """See ``engines.settle``."""
