@@ -155,8 +155,12 @@ def drafts(result: dict[str, Any], path: Path) -> None:
 def engine(results: list[dict[str, Any]], path: Path) -> None:
     """Time of LM head and sampler in an engine with the plug-in over that without it, a panel per model, from result files of
     ``benchmarks.vllm_engine``."""
-    figure, axes = plt.subplots(1, len(results), figsize=(5.6 * len(results), 4.0), squeeze=False, sharey=True)
-    for axis, result in zip(axes[0], results):
+    across = min(len(results), 3)
+    down = -(-len(results) // across)
+    figure, axes = plt.subplots(down, across, figsize=(5.6 * across, 4.0 * down), squeeze=False)
+    for axis in axes.flat[len(results) :]:
+        axis.set_axis_off()
+    for axis, result in zip(axes.flat, results):
         for kind, pairs in tables.engine_pairs(result).items():
             points = [(batch, ours["sample_ms"] / theirs["sample_ms"]) for batch, theirs, ours in pairs]
             axis.plot(*zip(*points), marker="o", label=kind)
@@ -165,10 +169,10 @@ def engine(results: list[dict[str, Any]], path: Path) -> None:
         _label_batches(axis, sorted({row["batch"] for row in result["rows"]}))
         axis.minorticks_off()
         axis.grid(alpha=0.3)
-    axes[0][0].set_ylabel("head + sampler: with the plug-in / without")
-    axes[0][-1].legend(loc="lower left")
-    machine = results[0]["machine"]
-    figure.suptitle(f"vLLM {machine['vllm']}, {machine['gpu']}: below the dashed line the plug-in is faster")
+    for row in axes:
+        row[0].set_ylabel("head + sampler: with the plug-in / without")
+    axes[0][0].legend(loc="lower left")
+    figure.suptitle(f"vLLM {results[0]['machine']['vllm']}: below the dashed line the plug-in is faster")
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     plt.close(figure)

@@ -90,7 +90,8 @@ def requests_table(result: Mapping[str, Any]) -> str:
 
 def engine_name(result: Mapping[str, Any]) -> str:
     """Model and GPUs of a run of ``benchmarks.vllm_engine``."""
-    return f"Qwen3-{result['shape'].upper()}" + (f", {result['ranks']} GPUs" if result["ranks"] > 1 else "")
+    gpu = result["machine"]["gpu"].removeprefix("NVIDIA ").split()[0]
+    return f"Qwen3-{result['shape'].upper()}, " + (f"{result['ranks']} {gpu}s" if result["ranks"] > 1 else gpu)
 
 
 def engine_pairs(result: Mapping[str, Any]) -> dict[str, list[tuple[int, dict[str, Any], dict[str, Any]]]]:

@@ -200,7 +200,7 @@ def main(
     from flashsampling.integrations.vllm import counters
 
     result: dict[str, Any] = {"shape": shape, "ranks": ranks, "layers": layers or depth, "tokens": tokens, "rounds": rounds}
-    result |= {"startup_s": round(startup, 1), "attention": attention, "rows": []}
+    result |= {"startup_s": round(startup, 1), "attention": attention, "machine": machine(), "rows": []}
     console.print(f"engine ready after {startup:.0f} s; {engine.tell(counters)}")
     out.mkdir(parents=True, exist_ok=True)
     path = out / f"vllm_{shape}{f'_tp{ranks}' if ranks > 1 else ''}.json"
@@ -220,7 +220,7 @@ def main(
     of_ranks = engine.llm.collective_rpc(counters)
     if any(each != of_ranks[0] for each in of_ranks):
         raise SystemExit(f"the ranks did not do the same: {of_ranks}")
-    result |= {"machine": machine(), "counters": of_ranks[0]}
+    result |= {"counters": of_ranks[0]}
     path.write_text(json.dumps(result, indent=1) + "\n")
     console.print(result["machine"], result["counters"])
 

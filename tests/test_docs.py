@@ -149,9 +149,9 @@ def test_the_table_and_the_picture_of_an_engine(tmp_path):
     (tmp_path / "vllm_8b_tp2.json").write_text(json.dumps(result | {"shape": "8b", "ranks": 2}), encoding="utf-8")
     results = tables.engine_results(tmp_path)
     assert tables.engine_table(results).splitlines()[2:5] == [
-        "| Qwen3-1.7B | plain | 1 | 0.200 | 0.100 | 0.50 | 2.000 | 1.900 | 0.95 | 20 | 10 |",
-        "| Qwen3-1.7B | grammar mask | 64 | 0.400 | 0.300 | 0.75 | - | - | - | 40 | 30 |",
-        "| Qwen3-8B, 2 GPUs | plain | 1 | 0.200 | 0.100 | 0.50 | 2.000 | 1.900 | 0.95 | 20 | 10 |",
+        "| Qwen3-1.7B, H200 | plain | 1 | 0.200 | 0.100 | 0.50 | 2.000 | 1.900 | 0.95 | 20 | 10 |",
+        "| Qwen3-1.7B, H200 | grammar mask | 64 | 0.400 | 0.300 | 0.75 | - | - | - | 40 | 30 |",
+        "| Qwen3-8B, 2 H200s | plain | 1 | 0.200 | 0.100 | 0.50 | 2.000 | 1.900 | 0.95 | 20 | 10 |",
     ]
     plots.engine(results, tmp_path / "vllm.png")
     assert (tmp_path / "vllm.png").stat().st_size > 10_000
