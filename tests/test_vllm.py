@@ -245,6 +245,39 @@ def test_parameters_are_copied_once_for_a_batch(monkeypatch):
     step("a", expect=5)
 
 
+@pytest.mark.parametrize("processor", [{}, {"scale": 0.5, "soft_cap": 3.0}])
+def test_steps_of_a_batch_that_stays(processor, monkeypatch):
+    """Of every kind beside a mate, and of as many as there are slots: the later steps, for which less is made, are each row's
+    alone. Counts grow from step to step."""
+    model = fakes.Model(V, D)
+    model.logits_processor = fakes.Processor(V, **processor)
+    kinds, again = list(SERVED), []
+
+    def noted(drawn_again):
+        def call(*args):
+            again.append(args)
+            return drawn_again(*args)
+
+        return call
+
+    for names in [*([name, "plain"] for name in kinds if name != "plain"), kinds[:SLOTS], kinds[-SLOTS:]]:
+        runner = runner_of(model)
+        monkeypatch.setattr(runner.flashsampling.step, "_drawn_again", noted(runner.flashsampling.step._drawn_again))
+        requests = {name: (PROMPT, SERVED[name]) for name in names}
+        runner.add(**requests)
+        outputs: dict[str, list[int]] = {name: [] for name in names}
+        for step in range(4):
+            batch = runner.batch(dict.fromkeys(names, 1 if step else len(PROMPT)))
+            states = states_of(batch)
+            output = runner.sample(states, batch, None)[0]
+            check_rows(runner, batch, states, output, requests, outputs)
+            for name, row in zip(batch.req_ids, batch.idx_mapping.tolist()):  # many tokens, so that they matter
+                counted = [(step * 37 + 3 * i) % V for i in range(60)]
+                outputs[name] += counted
+                runner.sampler.penalties_state.output_bin_counts[row, counted] += 1
+    assert len(again) > 3 * 8
+
+
 @pytest.mark.parametrize("reason", [reason for reason in LEFT_TO_VLLM if "1024" not in reason])
 def test_a_greedy_request_where_vllm_is_batch_invariant(reason):
     """With ``VLLM_BATCH_INVARIANT``. Of vLLM's own logits, which have 16 bits, the best is often another."""

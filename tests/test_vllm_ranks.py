@@ -111,6 +111,7 @@ def steps_of(runner, alone):
         [[name] for name in names if alone],
         [["plain", "greedy", "hot", "unseeded"], ["top_k", "other_top_k", "greedy"], ["top_k", "top_p"], ["min_p", "top_k"]],
         [["logprobs_0", "repetition"], ["allowed", "frequency"], ["many_biases", "logprobs"], ["bias", "plain"]],
+        3 * [["plain", "hot", "greedy"]] + 3 * [["top_k", "top_p", "frequency"]] + 3 * [["logprobs_0", "repetition"]],
     ):
         steps += [step_of(runner, dict.fromkeys(each, 1)) for each in chosen]
     for each in (["plain"], ["greedy", "frequency"], free):
