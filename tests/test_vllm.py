@@ -13,12 +13,14 @@ import torch
 import flashsampling
 from flashsampling.integrations.engines import Layers
 from flashsampling.integrations.vllm import Refused, counters
+from flashsampling.integrations.vllm.graphs import Graphs, _Recorded, size_of
 from flashsampling.integrations.vllm.head import head_of
 from flashsampling.integrations.vllm.runner import Fused, FusedRunner, Vllm, check_runner
 from flashsampling.integrations.vllm.settings import KNOWN
 from flashsampling.integrations.vllm.slots import Rules, Slots, mask_of
-from flashsampling.integrations.vllm.state import Rows, counts_of
+from flashsampling.integrations.vllm.state import PARAMETERS, Rows, counts_of
 from flashsampling.integrations.vllm.step import EVERYTHING, PLAIN, FusedStep, Mix, mix_of, mixes
+from flashsampling.step import Drawn
 
 from . import vllm_fakes as fakes
 from .vllm_fakes import LEFT, SamplingParams
@@ -33,7 +35,28 @@ class Whole(FusedRunner, fakes.Runner):
     """As ``attach`` makes it."""
 
 
-def runner_of(model=None, free=None, logprobs_mode="raw_logprobs", vocab_size=V, most_drafts=0):
+class GraphsOnCpu(Graphs):
+    """As CUDA graphs are: recording draws nothing, a replay reads what lies there, and writes to the same outputs again."""
+
+    replays = 0
+
+    def _record(self, work):
+        drawn = Drawn(*(None if part is None else torch.full_like(part, -7) for part in work()))
+
+        def replay():
+            self.replays += 1
+            for there, now in zip(drawn, work(), strict=True):
+                if there is not None:
+                    there.copy_(now)
+
+        return _Recorded(replay, drawn)
+
+
+def graphs_of(slots):
+    return GraphsOnCpu(slots, D, torch.float32, torch.device("cpu"), PARAMETERS)
+
+
+def runner_of(model=None, free=None, logprobs_mode="raw_logprobs", vocab_size=V, most_drafts=0, graphs=False):
     model = fakes.Model(vocab_size, D) if model is None else model
     head = head_of(model, D, torch.float32, torch.device("cpu"), LAYERS)
     sampler = fakes.Sampler(SLOTS, vocab_size, logprobs_mode)
@@ -41,7 +64,8 @@ def runner_of(model=None, free=None, logprobs_mode="raw_logprobs", vocab_size=V,
     runner = Whole(model, sampler, [0, 3, 1, 7, 4, 6, 2, 5] if free is None else free)
     rules = Rules(vocab_size, raw_logprobs=logprobs_mode == "raw_logprobs")
     runner.num_speculative_steps = most_drafts
-    step = FusedStep(head, sampler, Slots(SLOTS, rules), runner.device, None, most_drafts)
+    recorded = graphs_of(SLOTS) if graphs else None
+    step = FusedStep(head, sampler, Slots(SLOTS, rules), runner.device, None, most_drafts, recorded)
     runner.flashsampling = Fused(step, VLLM)
     return runner
 
@@ -163,10 +187,11 @@ def test_parameters_change_what_is_drawn():
         assert draws[0] != draws[1], name
 
 
+@pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("order", [0, 1, 2])
-def test_mixed_batches_read_their_own_slots(order):
+def test_mixed_batches_read_their_own_slots(order, graphs):
     """In several orders of rows, several steps, requests that come and go: all kinds in one batch, eight at a time."""
-    runner = runner_of()
+    runner = runner_of(graphs=graphs)
     rng, waiting = np.random.default_rng(order), dict(SERVED)
     running: list[str] = []
     outputs: dict[str, list[int]] = {}
@@ -245,12 +270,12 @@ def test_parameters_are_copied_once_for_a_batch(monkeypatch):
     step("a", expect=5)
 
 
+@pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("processor", [{}, {"scale": 0.5, "soft_cap": 3.0}])
-def test_steps_of_a_batch_that_stays(processor, monkeypatch):
+def test_steps_of_a_batch_that_stays(processor, graphs, monkeypatch):
     """Of every kind beside a mate, and of as many as there are slots: the later steps, for which less is made, are each row's
     alone. Counts grow from step to step."""
-    model = fakes.Model(V, D)
-    model.logits_processor = fakes.Processor(V, **processor)
+    model = fakes.Model(V, D, **processor)
     kinds, again = list(SERVED), []
 
     def noted(drawn_again):
@@ -260,22 +285,75 @@ def test_steps_of_a_batch_that_stays(processor, monkeypatch):
 
         return call
 
-    for names in [*([name, "plain"] for name in kinds if name != "plain"), kinds[:SLOTS], kinds[-SLOTS:]]:
-        runner = runner_of(model)
-        monkeypatch.setattr(runner.flashsampling.step, "_drawn_again", noted(runner.flashsampling.step._drawn_again))
+    for names in [*([name, "plain"] for name in kinds if name != "plain"), kinds[:SLOTS], kinds[-SLOTS:], kinds[:3]]:
+        runner = runner_of(model, graphs=graphs)
+        step = runner.flashsampling.step
+        way = "_replayed" if graphs else "_drawn_again"
+        monkeypatch.setattr(step, way, noted(getattr(step, way)))
         requests = {name: (PROMPT, SERVED[name]) for name in names}
         runner.add(**requests)
         outputs: dict[str, list[int]] = {name: [] for name in names}
-        for step in range(4):
-            batch = runner.batch(dict.fromkeys(names, 1 if step else len(PROMPT)))
+        last = None
+        for number in range(4):
+            batch = runner.batch(dict.fromkeys(names, 1 if number else len(PROMPT)))
             states = states_of(batch)
             output = runner.sample(states, batch, None)[0]
             check_rows(runner, batch, states, output, requests, outputs)
+            if last is not None:  # nothing of it was written to again
+                assert torch.equal(*last)
+            last = output.sampled_token_ids, output.sampled_token_ids.clone()
             for name, row in zip(batch.req_ids, batch.idx_mapping.tolist()):  # many tokens, so that they matter
-                counted = [(step * 37 + 3 * i) % V for i in range(60)]
+                counted = [(number * 37 + 3 * i) % V for i in range(60)]
                 outputs[name] += counted
                 runner.sampler.penalties_state.output_bin_counts[row, counted] += 1
+        if graphs and len(names) == 3:
+            assert step.graphs.replays == 3
     assert len(again) > 3 * 8
+
+
+def test_graphs_of_batches_that_change():
+    """Of another size, of other requests, of the same ones in other rows, of another weight: a replay where there is a graph of
+    the size and the kind, and the rows' own tokens whoever had the rows before."""
+    runner = runner_of(graphs=True)
+    kinds = ["plain", "hot", "greedy", "top_k", "top_p", "repetition", "logprobs", "logprobs_0"]
+    requests = {name: (PROMPT, SERVED[name]) for name in kinds}
+    runner.add(**requests)
+    step, rng = runner.flashsampling.step, np.random.default_rng(0)
+    for number in range(60):
+        names = [*map(str, rng.permutation(kinds)[: rng.integers(1, SLOTS + 1)])]
+        batch = runner.batch(dict.fromkeys(names, 1))
+        states = states_of(batch)
+        if number == 40:  # as where vLLM loads another one
+            weight = step.head.layer.weight
+            step.head.layer.weight = torch.nn.Parameter(weight.flip(0).clone(), requires_grad=False)
+        check_rows(runner, batch, states, runner.sample(states, batch, None)[0], requests)
+    assert 10 < step.graphs.replays < 59
+    assert len({address for _, address in step.graphs._recorded}) == 2  # a graph reads the weight that it was recorded with
+    assert {kind[0][0] for kind in step.graphs._recorded} <= {1, 2, 4, 8}
+
+
+def test_sizes_of_graphs():
+    sizes = [size_of(batch, 250) for batch in range(1, 251)]
+    assert all(size >= batch for batch, size in enumerate(sizes, 1))
+    assert sizes == sorted(sizes)
+    assert sorted(set(sizes)) == [1, 2, 4, *range(8, 65, 8), *range(80, 250, 16), 250]
+
+
+def test_a_graph_that_cannot_be_recorded(monkeypatch, caplog):
+    """As when there is no memory for it."""
+
+    def fails(work):
+        raise torch.OutOfMemoryError("no room")
+
+    runner = runner_of(graphs=True)
+    monkeypatch.setattr(runner.flashsampling.step.graphs, "_record", fails)
+    requests = {"a": (PROMPT, SERVED["top_k"])}
+    runner.add(**requests)
+    for _ in range(3):
+        batch = runner.batch({"a": 1})
+        states = states_of(batch)
+        check_rows(runner, batch, states, runner.sample(states, batch, None)[0], requests)
+    assert [record.message for record in caplog.records].count(caplog.records[0].message) == 1
 
 
 @pytest.mark.parametrize("reason", [reason for reason in LEFT_TO_VLLM if "1024" not in reason])

@@ -23,7 +23,7 @@ from flashsampling.integrations.vllm.slots import Rules, Slots, mask_of
 from flashsampling.integrations.vllm.step import FusedStep
 
 from . import vllm_fakes as fakes
-from .test_vllm import PROMPT, SERVED, VLLM, D, V, states_of
+from .test_vllm import PROMPT, SERVED, VLLM, D, V, graphs_of, states_of
 from .test_vllm_drafts import MOST, both, check_both, model_of
 from .vllm_fakes import LEFT, GrammarOutput, SamplingParams
 
@@ -39,6 +39,7 @@ SHARDS = {  # ranks, rows of each, and the head: vLLM pads the vocabulary so tha
     "two": (2, 192, "plain"),
     "three": (3, 112, "changed"),  # no word of a mask ends where the second shard does
     "one of three has nothing": (3, 192, "plain"),
+    "graphs": (2, 192, "plain"),
 }
 
 
@@ -58,8 +59,8 @@ class Gathering(fakes.Processor):
         return torch.cat(parts, dim=-1)
 
 
-def runner_of(head="plain", ranks=1, rows=V, group=None, most_drafts=0):
-    """Of this rank's shard, or of the whole head."""
+def runner_of(head="plain", ranks=1, rows=V, group=None, most_drafts=0, graphs=False):
+    """Of this rank's shard, or of the whole head; with graphs, as if gloo could be recorded."""
     torch.manual_seed(0)
     np.random.seed(0)  # noqa: NPY002 # as vLLM does on every rank: seeds of requests that have none come from there
     model, tp, kind = fakes.Model(V, D, **HEADS[head]), None, fakes.Processor
@@ -81,7 +82,8 @@ def runner_of(head="plain", ranks=1, rows=V, group=None, most_drafts=0):
     sampler = fakes.Sampler(SLOTS, V)
     runner = Whole(model, sampler, [*range(1, SLOTS), 0])
     runner.num_speculative_steps = most_drafts
-    step = FusedStep(made, sampler, Slots(SLOTS, Rules(V, raw_logprobs=True)), torch.device("cpu"), tp, most_drafts)
+    slots, recorded = Slots(SLOTS, Rules(V, raw_logprobs=True)), graphs_of(SLOTS) if graphs else None
+    step = FusedStep(made, sampler, slots, torch.device("cpu"), tp, most_drafts, recorded)
     runner.flashsampling = Fused(step, VLLM)
     return runner
 
@@ -239,11 +241,12 @@ def rank_main(rank, folder, queue):
     results = {}
     for shards, (ranks, rows, head) in SHARDS.items():
         if rank < ranks:
-            runner = runner_of(head, ranks, rows, pair if ranks == 2 else dist.group.WORLD)
+            runner = runner_of(head, ranks, rows, pair if ranks == 2 else dist.group.WORLD, graphs=shards == "graphs")
             runner._dummy_sampler_run(torch.zeros(4, D))
             results[shards] = steps_of(runner, shards == "two")
             runner.shutdown()
             assert runner.flashsampling.step.tp._closed
+            assert shards != "graphs" or runner.flashsampling.step.graphs.replays > 6
     if rank < 2:
         found = with_drafts(pair)
         check_both(*found)

@@ -29,6 +29,7 @@ from ...step import example
 from ..engines import Layers, fast_implementation, to_device
 from .batches import batch_of, grammar_of, part_of, part_of_grammar, rows_of_requests
 from .drafts import most_drafts_of
+from .graphs import Graphs
 from .head import Head, head_of
 from .outputs import checked
 from .settings import (
@@ -40,6 +41,7 @@ from .settings import (
     check_default,
     check_signature,
     check_version,
+    graphs,
     mode,
     tensor_parallel,
 )
@@ -55,6 +57,7 @@ from .slots import (
     Slots,
     Wants,
 )
+from .state import PARAMETERS
 from .step import FusedStep, Grammar, in_registers
 
 _logger = logging.getLogger("vllm.flashsampling")
@@ -313,7 +316,11 @@ def attach(runner: Any) -> str:
     tp = None if head.ranks == 1 else group_of(head, get_tp_group().device_group, most_rows(runner, most_drafts))
     raw_logprobs = runner.sampler.logprobs_mode == "raw_logprobs"
     rules = Rules(head.vocab_size, raw_logprobs, release.frees_stops, bool(envs.VLLM_BATCH_INVARIANT))
-    step = FusedStep(head, runner.sampler, Slots(runner.max_num_reqs, rules), runner.device, tp, most_drafts)
+    recorded = None
+    if graphs():
+        dim, dtype = head.weight.shape[1], head.weight.dtype
+        recorded = Graphs(runner.max_num_reqs, dim, dtype, runner.device, PARAMETERS)
+    step = FusedStep(head, runner.sampler, Slots(runner.max_num_reqs, rules), runner.device, tp, most_drafts, recorded)
     vllm = Vllm(SamplerOutput, LogprobsTensors, get_num_sampled_and_rejected, AsyncModelRunnerOutput)
     runner.flashsampling = Fused(step, vllm)
     runner.__class__ = type("FusedGPUModelRunner", (FusedRunner, GPUModelRunner), {})

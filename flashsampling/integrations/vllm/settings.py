@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 VARIABLE = "FLASHSAMPLING_VLLM"
 TENSOR_PARALLEL = "FLASHSAMPLING_VLLM_TP"
+GRAPHS = "FLASHSAMPLING_VLLM_GRAPHS"
 MODES = ("off", "auto", "require")
 
 
@@ -56,6 +57,11 @@ def check_default(seen: bool, what: str) -> None:
 def tensor_parallel() -> bool:
     """Whether several ranks may share a head."""
     return os.environ.get(TENSOR_PARALLEL, "0") == "1"
+
+
+def graphs() -> bool:
+    """Whether steps become CUDA graphs."""
+    return os.environ.get(GRAPHS, "0") == "1"
 
 
 def check_version(version: str) -> Release:

@@ -11,6 +11,7 @@ from ...counts import IN_PROMPT
 from ..engines import to_device
 
 _BLOCK = 4096  # tokens of a program
+PARAMETERS = 9  # rows of 32 bits: seeds have two
 
 
 class Rows(NamedTuple):
@@ -26,40 +27,39 @@ class Rows(NamedTuple):
     presence_penalty: Tensor
 
 
-def rows_of(sampler: Any, slots: NDArray[np.int32], device: torch.device) -> Rows:
+def rows_of(sampler: Any, slots: NDArray[np.int32], device: torch.device, room: Tensor | None = None) -> Rows:
     """What vLLM's sampler has for these slots. The host's copies are read: those on the device are made of them before every
-    step, and would be gathered by a launch each, over PCIe."""
+    step, and would be gathered by a launch each, over PCIe. ``room``: (PARAMETERS, n up to a multiple of 4) int32 on the
+    device, to be written to; rows beyond these slots' have the last one's parameters."""
     states, penalties = sampler.sampling_states, sampler.penalties_state
-    columns = (
-        states.temperature,
-        states.top_k,
-        states.top_p,
-        states.min_p,
-        penalties.repetition_penalty,
-        penalties.frequency_penalty,
-        penalties.presence_penalty,
-    )
-    packed = _packed(slots, states.seeds.np, [column.np for column in columns])
-    seed, there = _unpacked(packed, len(slots), device)
-    temperature, _, *others = there.view(torch.float32).unbind(0)
-    return Rows(seed, temperature, there[1], *others)
-
-
-def _packed(slots: NDArray[np.int32], seeds: NDArray[np.int64], columns: list[NDArray[Any]]) -> NDArray[np.int32]:
-    """(2 + columns, B up to a multiple of 4) int32: every column begins at 16 bytes, as kernels are compiled for. The first two
-    hold the seeds."""
+    columns = [
+        states.temperature.np,
+        states.top_k.np,
+        states.top_p.np,
+        states.min_p.np,
+        penalties.repetition_penalty.np,
+        penalties.frequency_penalty.np,
+        penalties.presence_penalty.np,
+    ]
     batch = len(slots)
-    packed = np.empty((2 + len(columns), -(-batch // 4) * 4), np.int32)
-    packed[:2].reshape(-1)[: 2 * batch].view(np.int64)[:] = seeds[slots]
+    width = (
+        -(-batch // 4) * 4 if room is None else room.shape[1]
+    )  # every column begins at 16 bytes: kernels are compiled for it
+    filled = np.empty(width, np.int32)
+    filled[:batch], filled[batch:] = slots, slots[-1]
+    packed = np.empty((PARAMETERS, width), np.int32)
+    packed[:2].reshape(-1).view(np.int64)[:] = states.seeds.np[filled]
     for row, column in enumerate(columns, 2):
-        packed[row, :batch] = column.view(np.int32)[slots]
-    return packed
-
-
-def _unpacked(packed: NDArray[np.int32], batch: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """On the device: seeds (B,), and the columns (n, B) int32."""
+        packed[row] = column.view(np.int32)[filled]
     there = to_device(packed, device)
-    return there[:2].view(-1).view(torch.int64)[:batch], there[2:, :batch]
+    return rows_in(there if room is None else room.copy_(there), batch)
+
+
+def rows_in(there: Tensor, batch: int) -> Rows:
+    """The first of what ``rows_of`` has put there: (2 + columns, n) int32, of which the first two hold the seeds."""
+    seed, columns = there[:2].view(-1).view(torch.int64)[:batch], there[2:, :batch]
+    temperature, _, *others = columns.view(torch.float32).unbind(0)
+    return Rows(seed, temperature, columns[1], *others)
 
 
 def counts_of(penalties: Any, slots: Tensor, rows: Rows, vocab_size: int, tokens: tuple[int, int] | None = None) -> Tensor:

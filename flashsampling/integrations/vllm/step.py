@@ -12,7 +12,9 @@ scheduler sends them to every worker.
 """
 
 import contextlib
+import functools
 import itertools
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,13 +29,14 @@ from ...distributed.limits import FEW
 from ...drafts import Given
 from ...exchange import WHOLE
 from ...requests import MAX_BIASED, Problem, asked_of
-from ...step import Asked, Step, example
+from ...step import Asked, Drawn, Step, example
 from ...warmup import compile_ahead, warmup
 from ..engines import bias_of_rows, biases_now, settle, to_device
 from .drafts import example_of_drafts, with_stops_ended
+from .graphs import Graphs, kind_of, size_of
 from .head import Head
 from .slots import Slots, Wants
-from .state import Rows, counts_of, rows_of
+from .state import Rows, counts_of, rows_in, rows_of
 
 _FEW = 64  # biased tokens
 _OF_A_STEP = Wants.BIASES | Wants.MASK  # what may be another in the next one
@@ -112,6 +115,8 @@ class _Known(NamedTuple):
     rows: Rows
     is_checked: bool = False  # ``sample`` has drawn for them
     asked: Asked | None = None  # what that makes of the request, for ``FusedStep._drawn_again``
+    work: Callable[[], Drawn] | None = None  # likewise a graph's, for ``FusedStep._replayed``, and its kind
+    kind: Hashable = None
 
 
 class FusedStep:
@@ -124,13 +129,21 @@ class FusedStep:
         device: where.
         tp: a group of ranks, or None.
         most_drafts: how many a request may have in a step; 0: there are none.
+        graphs: of steps, or None.
     """
 
     def __init__(
-        self, head: Head, sampler: Any, slots: Slots, device: torch.device, tp: Any = None, most_drafts: int = 0
+        self,
+        head: Head,
+        sampler: Any,
+        slots: Slots,
+        device: torch.device,
+        tp: Any = None,
+        most_drafts: int = 0,
+        graphs: Graphs | None = None,
     ) -> None:
         self.head, self.sampler, self.slots, self.device, self.tp = head, sampler, slots, device, tp
-        self.most_drafts = most_drafts
+        self.most_drafts, self.graphs = most_drafts, graphs
         self.words = -(-head.vocab_size // 32)
         self.in_registers = tp is None and in_registers(head.weight)
         self.tokens = None if tp is None else (tp.first_token, tp.last_token)  # of this rank
@@ -164,6 +177,8 @@ class FusedStep:
         rows, count = known.rows, known.top_logprobs
         wants = known.wants | (0 if batch.grammar is None else Wants.MASK)
         is_same = batch.drafts is None and not wants & _OF_A_STEP and self.head.bias() is None
+        if is_same and self.graphs is not None:
+            return self._replayed(batch, known, self.graphs), count
         if is_same and known.is_checked:
             return self._drawn_again(batch, known), count
         states, weight = batch.hidden_states, self.head.weight
@@ -180,19 +195,55 @@ class FusedStep:
     def _drawn_again(self, batch: Batch, known: _Known) -> SampleOutput:
         """``sample`` of a batch that asks for what it asked for in the last step, but for counts. What that checks and makes of
         its arguments takes the host 20 us of 110 (an EPYC core, min-p and penalties)."""
+        if known.asked is None:
+            self._known = known = known._replace(asked=self._asked(batch, known))
+        assert known.asked is not None
+        return output_of(self._drawn(batch, known), len(batch.slots), 1, known.asked, None)
+
+    def _replayed(self, batch: Batch, known: _Known, graphs: Graphs) -> SampleOutput:
+        """Likewise, by a CUDA graph."""
+        count = len(batch.slots)
+        size = size_of(count, graphs.most)
+        graphs.hidden_states[:count].copy_(batch.hidden_states)
+        graphs.positions[:count].copy_(batch.positions)
+        if known.wants & Wants.PENALTIES:
+            graphs.slots[:count].copy_(batch.slots_there)
+        if known.work is None:
+            slots = np.resize(batch.slots, size)  # some of the batch's again, which ask for nothing more
+            there = graphs.hidden_states[:size], graphs.positions[:size], slots, graphs.slots[:size]
+            filled, of_graph = Batch(*there, slots, None), known._replace(rows=rows_in(graphs.room(size), size))
+            asked = self._asked(filled, of_graph)
+            work = functools.partial(self._drawn, filled, of_graph._replace(asked=asked))
+            self._known = known = known._replace(asked=asked, work=work, kind=(size, kind_of(asked)))
+        if self.tp is not None:
+            self._check_group()
+        assert known.asked is not None
+        assert known.work is not None
+        out = output_of(graphs.draw((known.kind, self.head.weight.data_ptr()), known.work), size, 1, known.asked, None)
+        return SampleOutput(**{name: part[:count] for name, part in vars(out).items() if part is not None})
+
+    def _asked(self, batch: Batch, known: _Known) -> Asked:
+        request = self._request(batch, known.rows, known.wants, known.top_logprobs or 0) if known.wants else self.head.request()
+        return asked_of(request, self._problem(len(batch.slots)))  # type: ignore[arg-type]
+
+    def _drawn(self, batch: Batch, known: _Known) -> Drawn:
         rows, asked = known.rows, known.asked
-        if asked is None:
-            request = self._request(batch, rows, known.wants, known.top_logprobs or 0) if known.wants else self.head.request()
-            asked = asked_of(request, self._problem(len(batch.slots)))  # type: ignore[arg-type]
-            self._known = known._replace(asked=asked)
-        elif asked.counts is not None:
+        assert asked is not None
+        if asked.counts is not None:
             asked = asked._replace(counts=self._counts(batch.slots_there, rows))
         tokens, shard = (self.head.vocab_size, WHOLE) if self.tp is None else self.tp.part
         step = Step(
             batch.hidden_states, self.head.weight, rows.temperature, rows.seed, batch.positions, 1, tokens, shard, asked
         )
-        drawn = ops.sample(step, "") if self.tp is None else ops.sample_sharded(step, self.tp)
-        return output_of(drawn, len(batch.slots), 1, asked, None)
+        return ops.sample(step, "") if self.tp is None else ops.sample_sharded(step, self.tp)
+
+    def _check_group(self) -> None:
+        """What every call with a group does before its step, and a replay cannot."""
+        try:
+            self.tp.raise_if_unusable()
+        except BaseException as error:
+            ops.count_left_out(self.tp, error)
+            raise
 
     def _problem(self, batch: int) -> Problem:
         rows = len(self.head.weight)
@@ -208,7 +259,10 @@ class FusedStep:
             wants = int(np.bitwise_or.reduce(self.slots.wants[slots]))
             has_logprobs = wants & Wants.LOGPROBS
             count = int(self.sampler.sampling_states.num_logprobs[slots].max()) if has_logprobs else None
-            self._known = _Known(same, wants, count, rows_of(self.sampler, slots, self.device))
+            room, most = None, 0 if self.graphs is None else self.graphs.most
+            if self.graphs is not None and len(slots) <= most:
+                room = self.graphs.room(size_of(len(slots), most))
+            self._known = _Known(same, wants, count, rows_of(self.sampler, slots, self.device, room))
         return self._known
 
     def settle(self, token_ids: Tensor) -> None:

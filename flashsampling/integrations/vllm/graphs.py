@@ -1,0 +1,100 @@
+"""CUDA graphs of a batch's fused step: the host copies what is new and replays, where else it launches kernel after kernel.
+
+    inputs      hidden states, positions and slots are copied to where the graphs read them, sampling parameters when requests
+                or rows change
+    sizes       a batch is filled up to the next of few sizes (``size_of``). Rows beyond it draw of what lies there, and nobody
+                looks; a row's token does not depend on its batch mates
+    recording   a step of a size and a kind is run once as it is, which compiles and loads what it needs, then captured
+    memory      all graphs share a pool, since they run one after the other on one stream: it has room for the largest step's
+                logits, beside what vLLM has measured for a step without graphs
+
+Of several ranks each has its graphs, of the same steps: what a group promises holds for replays too (docs/tensor_parallel.md).
+"""
+
+import logging
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...step import Asked, Drawn
+
+_logger = logging.getLogger("vllm.flashsampling")
+
+
+class _Recorded(NamedTuple):
+    replay: Callable[[], None]
+    drawn: Drawn  # which each replay writes to
+
+
+def size_of(batch: int, most: int) -> int:
+    """Rows of the graph for a batch: 1, 2, 4, multiples of 8 up to 64, of 16 above; not more than ``most``."""
+    step = 16 if batch > 64 else 8
+    size = -(-batch // step) * step if batch > 4 else 1 << (batch - 1).bit_length()
+    return min(size, most)
+
+
+def kind_of(asked: Asked) -> Hashable:
+    """What a step asks for, but for what its tensors hold."""
+    return tuple("tensor" if isinstance(value, Tensor) else value for value in asked)
+
+
+class Graphs:
+    """Recorded steps, and what they read.
+
+    Args:
+        most: rows of the largest batch.
+        dim: D.
+        dtype: of hidden states.
+        device: where.
+        parameters: rows of ``state.rows_of``'s tensor.
+    """
+
+    def __init__(self, most: int, dim: int, dtype: torch.dtype, device: torch.device, parameters: int) -> None:
+        self.most, self._device, self._parameters = most, device, parameters
+        self.hidden_states = torch.zeros((most, dim), dtype=dtype, device=device)
+        self.positions = torch.zeros(most, dtype=torch.int64, device=device)
+        self.slots = torch.zeros(most, dtype=torch.int32, device=device)
+        self._rooms: dict[int, Tensor] = {}
+        self._recorded: dict[Hashable, _Recorded | None] = {}
+        self._pool: Any = None
+        self._stream: Any = None
+
+    def room(self, size: int) -> Tensor:
+        """(parameters, ``size`` up to a multiple of 4) int32: where graphs of a size read their rows' parameters."""
+        if size not in self._rooms:
+            self._rooms[size] = torch.zeros((self._parameters, -(-size // 4) * 4), dtype=torch.int32, device=self._device)
+        return self._rooms[size]
+
+    def draw(self, kind: Hashable, work: Callable[[], Drawn]) -> Drawn:
+        """What ``work`` gives, which reads nothing but what stays where it is, and is the same for a ``kind``."""
+        if kind not in self._recorded:
+            drawn = work()
+            try:
+                self._recorded[kind] = self._record(work)
+            except RuntimeError:  # of which running out of memory is one
+                self._recorded[kind] = None
+                _logger.warning("flashsampling: no CUDA graph of a step, whose kernels go on to be launched", exc_info=True)
+            return drawn
+        recorded = self._recorded[kind]
+        if recorded is None:
+            return work()
+        recorded.replay()
+        ids, values = recorded.drawn  # whoever copies them to the host may still do so when the next replay writes
+        return Drawn(ids.clone(), None if values is None else values.clone())
+
+    def _record(self, work: Callable[[], Drawn]) -> _Recorded:
+        """Not ``torch.cuda.graph``, which waits for the device and empties its cache: requests are being served."""
+        if self._pool is None:
+            self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self._device)
+        graph = torch.cuda.CUDAGraph()
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            # other threads copy tokens to the host meanwhile
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                drawn = work()
+            finally:
+                graph.capture_end()
+        return _Recorded(graph.replay, drawn)
