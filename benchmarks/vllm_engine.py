@@ -12,8 +12,8 @@ process of its own, as vLLM has it; the model runner's class there is the plug-i
                 the last positions of the prompts among them
 
 Times are medians over the decode steps of all rows, of all rounds' generations, the plug-in's and vLLM's in turns.
-The plug-in's counters must say that every one of its steps is fused; with ``--ranks``, all ranks must
-have drawn the same tokens.
+The plug-in's counters must say that every one of its steps is fused; with ``--ranks``, all ranks must have drawn the same
+tokens. With ``FLASHSAMPLING_VLLM_GRAPHS=1`` the plug-in's steps are CUDA graphs.
 """
 
 import itertools
@@ -198,9 +198,10 @@ def main(
     startup = time.perf_counter() - started
     engine.tell(spread_logits, 4.0)
     from flashsampling.integrations.vllm import counters
+    from flashsampling.integrations.vllm.settings import graphs
 
     result: dict[str, Any] = {"shape": shape, "ranks": ranks, "layers": layers or depth, "tokens": tokens, "rounds": rounds}
-    result |= {"startup_s": round(startup, 1), "attention": attention, "machine": machine(), "rows": []}
+    result |= {"startup_s": round(startup, 1), "attention": attention, "graphs": graphs(), "machine": machine(), "rows": []}
     console.print(f"engine ready after {startup:.0f} s; {engine.tell(counters)}")
     out.mkdir(parents=True, exist_ok=True)
     path = out / f"vllm_{shape}{f'_tp{ranks}' if ranks > 1 else ''}.json"
