@@ -302,6 +302,8 @@ def test_steps_of_a_batch_that_stays(processor, graphs, monkeypatch):
             if last is not None:  # nothing of it was written to again
                 assert torch.equal(*last)
             last = output.sampled_token_ids, output.sampled_token_ids.clone()
+            held = step._known.asked
+            assert held is None or held.counts is None or not held.counts.untyped_storage().nbytes()
             for name, row in zip(batch.req_ids, batch.idx_mapping.tolist()):  # many tokens, so that they matter
                 counted = [(number * 37 + 3 * i) % V for i in range(60)]
                 outputs[name] += counted
