@@ -49,7 +49,7 @@ class GraphsOnCpu(Graphs):
                 if there is not None:
                     there.copy_(now)
 
-        return _Recorded(replay, drawn)
+        return _Recorded(replay, drawn, work)
 
 
 def graphs_of(slots):
@@ -314,10 +314,10 @@ def test_steps_of_a_batch_that_stays(processor, graphs, monkeypatch):
 
 
 def test_graphs_of_batches_that_change():
-    """Of another size, of other requests, of the same ones in other rows, of another weight: a replay where there is a graph of
-    the size and the kind, and the rows' own tokens whoever had the rows before."""
+    """Of another size, of other requests, of the same ones in other rows, with masks and without, of another weight: a replay
+    where there is a graph of the size and the kind, and the rows' own tokens whoever had the rows before."""
     runner = runner_of(graphs=True)
-    kinds = ["plain", "hot", "greedy", "top_k", "top_p", "repetition", "logprobs", "logprobs_0"]
+    kinds = ["plain", "hot", "greedy", "top_k", "allowed", "repetition", "logprobs", "bad_words"]
     requests = {name: (PROMPT, SERVED[name]) for name in kinds}
     runner.add(**requests)
     step, rng = runner.flashsampling.step, np.random.default_rng(0)
@@ -328,8 +328,13 @@ def test_graphs_of_batches_that_change():
         if number == 40:  # as where vLLM loads another one
             weight = step.head.layer.weight
             step.head.layer.weight = torch.nn.Parameter(weight.flip(0).clone(), requires_grad=False)
-        check_rows(runner, batch, states, runner.sample(states, batch, None)[0], requests)
+        masks = {name: torch.from_numpy(rng.random(V) < 0.7) for name in names if name != "logprobs" and rng.random() < 0.2}
+        masks = {name: bits.index_fill(0, torch.tensor([31, 32]), True) for name, bits in masks.items()}
+        words = [mask_of(V, bits.nonzero()[:, 0].tolist(), []) for bits in masks.values()]
+        grammar = fakes.GrammarOutput([*masks], np.stack(words)) if masks else None
+        check_rows(runner, batch, states, runner.sample(states, batch, grammar)[0], requests, masks=masks)
     assert 10 < step.graphs.replays < 59
+    assert not runner.left
     assert len({address for _, address in step.graphs._recorded}) == 2  # a graph reads the weight that it was recorded with
     assert {kind[0][0] for kind in step.graphs._recorded} <= {1, 2, 4, 8}
 
@@ -433,9 +438,10 @@ def test_other_reasons():
     ]
 
 
-def test_grammars():
+@pytest.mark.parametrize("graphs", [False, True])
+def test_grammars(graphs):
     """A mask for some rows, in an order of its own, beside masks and biases of requests."""
-    runner = runner_of()
+    runner = runner_of(graphs=graphs)
     names = ["plain", "allowed", "bad_words", "greedy", "everything", "bias"]
     requests = {name: (PROMPT, dataclasses.replace(SERVED[name], logprobs=None)) for name in names}
     runner.add(**requests)

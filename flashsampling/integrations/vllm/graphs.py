@@ -1,7 +1,7 @@
 """CUDA graphs of a batch's fused step: the host copies what is new and replays, where else it launches kernel after kernel.
 
-    inputs      hidden states, positions and slots are copied to where the graphs read them, sampling parameters when requests
-                or rows change
+    inputs      hidden states, positions, slots and masks are copied to where the graphs read them, sampling parameters when
+                requests or rows change
     sizes       a batch is filled up to the next of few sizes (``size_of``). Rows beyond it draw of what lies there, and nobody
                 looks; a row's token does not depend on its batch mates
     recording   a step of a size and a kind is run once as it is, which compiles and loads what it needs, then captured
@@ -26,6 +26,7 @@ _logger = logging.getLogger("vllm.flashsampling")
 class _Recorded(NamedTuple):
     replay: Callable[[], None]
     drawn: Drawn  # which each replay writes to
+    work: Callable[[], Drawn]  # with all that a replay reads
 
 
 def size_of(batch: int, most: int) -> int:
@@ -56,6 +57,7 @@ class Graphs:
         self.hidden_states = torch.zeros((most, dim), dtype=dtype, device=device)
         self.positions = torch.zeros(most, dtype=torch.int64, device=device)
         self.slots = torch.zeros(most, dtype=torch.int32, device=device)
+        self._masks: Tensor | None = None
         self._rooms: dict[int, Tensor] = {}
         self._recorded: dict[Hashable, _Recorded | None] = {}
         self._pool: Any = None
@@ -66,6 +68,12 @@ class Graphs:
         if size not in self._rooms:
             self._rooms[size] = torch.zeros((self._parameters, -(-size // 4) * 4), dtype=torch.int32, device=self._device)
         return self._rooms[size]
+
+    def masks(self, words: int) -> Tensor:
+        """(``most``, ``words``) int32: token masks."""
+        if self._masks is None:
+            self._masks = torch.full((self.most, words), -1, dtype=torch.int32, device=self._device)
+        return self._masks
 
     def draw(self, kind: Hashable, work: Callable[[], Drawn]) -> Drawn:
         """What ``work`` gives, which reads nothing but what stays where it is, and is the same for a ``kind``."""
@@ -97,4 +105,4 @@ class Graphs:
                 drawn = work()
             finally:
                 graph.capture_end()
-        return _Recorded(graph.replay, drawn)
+        return _Recorded(graph.replay, drawn, work)

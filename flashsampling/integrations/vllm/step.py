@@ -39,7 +39,6 @@ from .slots import Slots, Wants
 from .state import Rows, counts_of, rows_in, rows_of
 
 _FEW = 64  # biased tokens
-_OF_A_STEP = Wants.BIASES | Wants.MASK  # what may be another in the next one
 _IN_REGISTERS = ("cute",)  # implementations that mask and penalise in the launch that draws
 
 
@@ -115,8 +114,15 @@ class _Known(NamedTuple):
     rows: Rows
     is_checked: bool = False  # ``sample`` has drawn for them
     asked: Asked | None = None  # what that makes of the request, for ``FusedStep._drawn_again``
-    work: Callable[[], Drawn] | None = None  # likewise a graph's, for ``FusedStep._replayed``, and its kind
-    kind: Hashable = None
+    works: dict[int, "_Work"] | None = None  # for ``FusedStep._replayed``, by what is wanted with a grammar and without
+
+
+class _Work(NamedTuple):
+    """What a graph records."""
+
+    draw: Callable[[], Drawn]
+    kind: Hashable
+    asked: Asked
 
 
 class FusedStep:
@@ -176,9 +182,10 @@ class FusedStep:
         known = self._of_rows(batch.slots)
         rows, count = known.rows, known.top_logprobs
         wants = known.wants | (0 if batch.grammar is None else Wants.MASK)
-        is_same = batch.drafts is None and not wants & _OF_A_STEP and self.head.bias() is None
-        if is_same and self.graphs is not None:
-            return self._replayed(batch, known, self.graphs), count
+        is_alike = batch.drafts is None and not wants & Wants.BIASES and self.head.bias() is None
+        if is_alike and self.graphs is not None:
+            return self._replayed(batch, known, wants, self.graphs), count
+        is_same = is_alike and not wants & Wants.MASK
         if is_same and known.is_checked:
             return self._drawn_again(batch, known), count
         states, weight = batch.hidden_states, self.head.weight
@@ -196,41 +203,48 @@ class FusedStep:
         """``sample`` of a batch that asks for what it asked for in the last step, but for counts. What that checks and makes of
         its arguments takes the host 20 us of 110 (an EPYC core, min-p and penalties)."""
         if known.asked is None:
-            self._known = known = known._replace(asked=self._asked(batch, known))
+            self._known = known = known._replace(asked=self._asked(batch, known.rows, known.wants, known.top_logprobs))
         assert known.asked is not None
-        return output_of(self._drawn(batch, known), len(batch.slots), 1, known.asked, None)
+        return output_of(self._drawn(batch, known.rows, known.asked), len(batch.slots), 1, known.asked, None)
 
-    def _replayed(self, batch: Batch, known: _Known, graphs: Graphs) -> SampleOutput:
-        """Likewise, by a CUDA graph."""
+    def _replayed(self, batch: Batch, known: _Known, wants: int, graphs: Graphs) -> SampleOutput:
+        """Likewise, by a CUDA graph. ``wants``: a grammar's mask too."""
         count = len(batch.slots)
         size = size_of(count, graphs.most)
         graphs.hidden_states[:count].copy_(batch.hidden_states)
         graphs.positions[:count].copy_(batch.positions)
-        if known.wants & Wants.PENALTIES:
+        if known.works is None:
+            self._known = known = known._replace(works={})
+        assert known.works is not None
+        if wants not in known.works:
+            known.works[wants] = self._work(batch, known, wants, size, graphs)
+        work = known.works[wants]
+        if work.asked.counts is not None:
             graphs.slots[:count].copy_(batch.slots_there)
-        if known.work is None:
-            slots = np.resize(batch.slots, size)  # some of the batch's again, which ask for nothing more
-            there = graphs.hidden_states[:size], graphs.positions[:size], slots, graphs.slots[:size]
-            filled, of_graph = Batch(*there, slots, None), known._replace(rows=rows_in(graphs.room(size), size))
-            asked = self._asked(filled, of_graph)
-            work = functools.partial(self._drawn, filled, of_graph._replace(asked=asked))
-            self._known = known = known._replace(asked=asked, work=work, kind=(size, kind_of(asked)))
+        if work.asked.token_mask is not None:  # some mixes have one that nobody wants
+            graphs.masks(self.words)[:count].copy_(self._mask(batch))
         if self.tp is not None:
             self._check_group()
-        assert known.asked is not None
-        assert known.work is not None
-        out = output_of(graphs.draw((known.kind, self.head.weight.data_ptr()), known.work), size, 1, known.asked, None)
+        drawn = graphs.draw((work.kind, self.head.weight.data_ptr()), work.draw)
+        out = output_of(drawn, size, 1, work.asked, None)
         return SampleOutput(**{name: part[:count] for name, part in vars(out).items() if part is not None})
 
-    def _asked(self, batch: Batch, known: _Known) -> Asked:
+    def _work(self, batch: Batch, known: _Known, wants: int, size: int, graphs: Graphs) -> _Work:
+        slots = np.resize(batch.slots, size)  # some of the batch's again, which ask for nothing more
+        there = graphs.hidden_states[:size], graphs.positions[:size], slots, graphs.slots[:size]
+        filled, rows = Batch(*there, slots, None), rows_in(graphs.room(size), size)
+        asked = self._asked(filled, rows, wants, known.top_logprobs)
+        if asked.token_mask is not None:
+            asked = asked._replace(token_mask=graphs.masks(self.words)[:size])
+        return _Work(functools.partial(self._drawn, filled, rows, asked), (size, kind_of(asked)), asked)
+
+    def _asked(self, batch: Batch, rows: Rows, wants: int, top_logprobs: int | None) -> Asked:
         """To be kept: in place of counts, which are as large as the logits and of one step, an empty tensor."""
-        request = self._request(batch, known.rows, known.wants, known.top_logprobs or 0) if known.wants else self.head.request()
+        request = self._request(batch, rows, wants, top_logprobs or 0) if wants else self.head.request()
         asked = asked_of(request, self._problem(len(batch.slots)))  # type: ignore[arg-type]
         return asked if asked.counts is None else asked._replace(counts=asked.counts.new_empty(0))
 
-    def _drawn(self, batch: Batch, known: _Known) -> Drawn:
-        rows, asked = known.rows, known.asked
-        assert asked is not None
+    def _drawn(self, batch: Batch, rows: Rows, asked: Asked) -> Drawn:
         if asked.counts is not None:
             asked = asked._replace(counts=self._counts(batch.slots_there, rows))
         tokens, shard = (self.head.vocab_size, WHOLE) if self.tp is None else self.tp.part
