@@ -484,6 +484,62 @@ def test_races(what, monkeypatch):
             kernel.launch(parameters, 1)
 
 
+FUNCTIONS = """
+.func (.param .b64 func_retval0) larger(.param .b32 larger_param_0, .param .b32 larger_param_1);
+.func (.param .b64 func_retval0) larger(
+  .param .b32 larger_param_0,
+  .param .b32 larger_param_1
+)
+{
+  .reg .pred %p<3>; .reg .b16 %rs<2>; .reg .b32 %r<4>; .reg .b64 %rd<3>;
+  ld.param.b32 %r1, [larger_param_0];
+  ld.param.b8 %rs1, [larger_param_1];
+  cvt.u32.u16 %r2, %rs1;
+  cvt.u64.u32 %rd1, %r1;
+  setp.gt.u32 %p1, %r1, %r2;
+  @%p1 bra $L__BB0_2;
+  cvt.u64.u32 %rd1, %r2;
+$L__BB0_2:
+  st.param.b64 [func_retval0], %rd1;
+  ret;
+}
+.func store(.param .b64 store_param_0, .param .b32 store_param_1)
+{
+  .reg .pred %p<2>; .reg .b32 %r<3>; .reg .b64 %rd<3>;
+  ld.param.b64 %rd1, [store_param_0];
+  ld.param.b32 %r1, [store_param_1];
+  setp.eq.u32 %p1, %r1, 7;
+  @%p1 ret;
+  { .reg .b64 tmp; cvt.u64.u32 tmp, %r1; st.global.b64 [%rd1], tmp; }
+  ret;
+}
+"""
+
+
+def call_of(name, given, returned=""):
+    """As Triton's compiler writes it."""
+    lines = [f".param .b{bits} param{i};\n" for i, (bits, _) in enumerate(given)]
+    lines += [f"st.param.b{bits} [param{i}], {value};\n" for i, (bits, value) in enumerate(given)]
+    names = "(\n" + ",\n".join(f"param{i}" for i in range(len(given))) + "\n)"
+    if not returned:
+        return "{ " + "".join(lines) + f"call.uni {name}, {names};\n }}\n"
+    lines.append(".param .b64 retval0;\n")
+    return "{ " + "".join(lines) + f"call.uni (retval0), {name}, {names};\nld.param.b64 {returned}, [retval0];\n }}\n"
+
+
+def test_calls(monkeypatch):
+    """Functions of which each call has registers and labels of its own."""
+    monkeypatch.setitem(globals(), "HEADER", HEADER.replace(".visible", FUNCTIONS + ".visible"))
+    larger = call_of("larger", [(32, "%r1"), (32, "%r2")], "%rd7") + call_of("larger", [(32, "%r3"), (32, "%r2")], "%rd8")
+    words = [(5, 300, 9, 0), (300, 7, 2, 0), (0, 0, 0, 0), (255, 511, 254, 0)]
+    wanted = [(max(a, b % 256) << 32) + max(c, b % 256) for a, b, c, _ in words]
+    assert run(larger + "shl.b64 %rd7, %rd7, 32; add.s64 %rd9, %rd7, %rd8;", words).tolist() == wanted
+    stored = call_of("store", [(64, "%rd4"), (32, "%r1")]) + "ld.global.b64 %rd9, [%rd4];"
+    assert run(stored, [(5, 0, 0, 0), (7, 0, 0, 0), (9, 0, 0, 0)]).tolist() == [5, 0, 9]  # one returns before it stores
+    with pytest.raises(KeyError):
+        run(call_of("nobody", [(32, "%r1")]), words)
+
+
 @pytest.mark.parametrize(
     "code", ["mystery.b32 %r9, %r1;", "add.rz.f32 %r9, %r1, %r2;", "@%p1 bar.sync 0;", "mov.b32 %r9, nobody;"]
 )
