@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from torch import is_tensor
 
 import flashsampling
 from flashsampling.integrations.engines import Layers
@@ -41,6 +42,12 @@ class GraphsOnCpu(Graphs):
     replays = 0
 
     def _record(self, work):
+        _, _, asked = work.args  # what a replay reads stays where it is, or is kept beside it
+        mine = [
+            tensor.untyped_storage().data_ptr() for tensor in (*vars(self).values(), *self._rooms.values()) if is_tensor(tensor)
+        ]
+        read = [getattr(asked, name) for name in asked._fields if name not in ("counts", "bias_ids", "bias_values")]
+        assert all(tensor.untyped_storage().data_ptr() in mine for tensor in read if is_tensor(tensor))
         drawn = Drawn(*(None if part is None else torch.full_like(part, -7) for part in work()))
 
         def replay():
@@ -52,8 +59,8 @@ class GraphsOnCpu(Graphs):
         return _Recorded(replay, drawn, work)
 
 
-def graphs_of(slots):
-    return GraphsOnCpu(slots, D, torch.float32, torch.device("cpu"), PARAMETERS)
+def graphs_of(slots, group=None):
+    return GraphsOnCpu(slots, D, torch.float32, torch.device("cpu"), PARAMETERS, group)
 
 
 def runner_of(model=None, free=None, logprobs_mode="raw_logprobs", vocab_size=V, most_drafts=0, graphs=False):
@@ -339,6 +346,31 @@ def test_graphs_of_batches_that_change():
     assert {kind[0][0] for kind in step.graphs._recorded} <= {1, 2, 4, 8}
 
 
+def test_a_mask_of_nobody_s_is_not_in_a_graph():
+    """Some mixes have masks that no row of theirs wants; rows beyond the batch's when it was recorded are a request's later."""
+    runner = runner_of(free=[*reversed(range(SLOTS))], graphs=True)
+    requests = {"allowed": (PROMPT, SERVED["allowed"])}  # in slot 0
+    requests |= {str(i): (PROMPT, SamplingParams(seed=i, repetition_penalty=1.2, logprobs=2)) for i in range(4)}
+    runner.add(**requests)
+    for names in ("012", "012", "0123", "3210"):
+        batch = runner.batch(dict.fromkeys(names, 1))
+        states = states_of(batch)
+        check_rows(runner, batch, states, runner.sample(states, batch, None)[0], requests)
+    assert runner.flashsampling.step.graphs.replays == 3
+
+
+def test_there_are_not_more_graphs_than_some(monkeypatch):
+    monkeypatch.setattr("flashsampling.integrations.vllm.graphs.MOST_GRAPHS", 2)
+    runner = runner_of(graphs=True)
+    requests = {name: (PROMPT, SERVED[name]) for name in ("plain", "top_k", "repetition")}
+    runner.add(**requests)
+    for names in 3 * [["plain"], ["top_k"], ["repetition"]]:
+        batch = runner.batch(dict.fromkeys(names, 1))
+        states = states_of(batch)
+        check_rows(runner, batch, states, runner.sample(states, batch, None)[0], requests)
+    assert runner.flashsampling.step.graphs.replays == 4
+
+
 def test_sizes_of_graphs():
     sizes = [size_of(batch, 250) for batch in range(1, 251)]
     assert all(size >= batch for batch, size in enumerate(sizes, 1))
@@ -346,11 +378,12 @@ def test_sizes_of_graphs():
     assert sorted(set(sizes)) == [1, 2, 4, *range(8, 65, 8), *range(80, 250, 16), 250]
 
 
-def test_a_graph_that_cannot_be_recorded(monkeypatch, caplog):
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, TypeError])
+def test_a_graph_that_cannot_be_recorded(error, monkeypatch, caplog):
     """As when there is no memory for it."""
 
     def fails(work):
-        raise torch.OutOfMemoryError("no room")
+        raise error("no room")
 
     runner = runner_of(graphs=True)
     monkeypatch.setattr(runner.flashsampling.step.graphs, "_record", fails)

@@ -14,13 +14,15 @@ import torch.multiprocessing as mp
 import flashsampling
 import flashsampling.integrations.vllm.runner as plugin
 import flashsampling.integrations.vllm.step as plugin_step
-from flashsampling import registry
+from flashsampling import ops, registry
 from flashsampling.distributed import TensorParallel, TensorParallelError, TensorParallelMismatch, agreement
 from flashsampling.integrations.engines import Layers
+from flashsampling.integrations.vllm.graphs import _Recorded
 from flashsampling.integrations.vllm.head import head_of
 from flashsampling.integrations.vllm.runner import Fused, FusedRunner, group_of
 from flashsampling.integrations.vllm.slots import Rules, Slots, mask_of
 from flashsampling.integrations.vllm.step import FusedStep
+from flashsampling.step import Drawn
 
 from . import vllm_fakes as fakes
 from .test_vllm import PROMPT, SERVED, VLLM, D, V, graphs_of, states_of
@@ -82,7 +84,7 @@ def runner_of(head="plain", ranks=1, rows=V, group=None, most_drafts=0, graphs=F
     sampler = fakes.Sampler(SLOTS, V)
     runner = Whole(model, sampler, [*range(1, SLOTS), 0])
     runner.num_speculative_steps = most_drafts
-    slots, recorded = Slots(SLOTS, Rules(V, raw_logprobs=True)), graphs_of(SLOTS) if graphs else None
+    slots, recorded = Slots(SLOTS, Rules(V, raw_logprobs=True)), graphs_of(SLOTS, tp) if graphs else None
     step = FusedStep(made, sampler, slots, torch.device("cpu"), tp, most_drafts, recorded)
     runner.flashsampling = Fused(step, VLLM)
     return runner
@@ -225,6 +227,40 @@ def different_drafts_in_the_last_step(rank, group):
     return raised.value.failure.differs, output.theirs.get_output(), len(said)
 
 
+def recording_that_fails(rank, group):
+    """On one rank, in the middle of a step: nobody takes it for a step, and that rank launches what others replay."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agreement, "why_no_nccl", lambda members: None)  # gloo stands in for it
+        runner = runner_of("plain", 2, 192, group, graphs=True)
+    tp, graphs = runner.flashsampling.step.tp, runner.flashsampling.step.graphs
+    assert tp.transport == "nccl"
+
+    def fails(*_):
+        raise torch.OutOfMemoryError("no room")
+
+    def record(work, record=graphs._record):
+        if rank == 0:
+            ids = torch.full((1,), -7)
+
+            def replay():
+                graphs.replays += 1
+                ids.copy_(work().ids)
+
+            return _Recorded(replay, Drawn(ids), work)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(tp._transport, "_capturing", lambda: True)
+            patch.setattr(ops, "_run_and_exchange", fails)
+            work()
+
+    graphs._record = record
+    runner.add(a=(PROMPT, SERVED["plain"]))
+    drawn = [step_of(runner, {"a": 1}) for _ in range(4)]
+    tp.raise_if_failed()
+    assert (graphs.replays, tp.left_out) == (3 if rank == 0 else 0, 0)
+    runner.shutdown()
+    return repr(drawn)
+
+
 def with_drafts(group):
     """What ``both`` gives."""
     runner = runner_of("plain", 2, 192, group, MOST)
@@ -252,6 +288,7 @@ def rank_main(rank, folder, queue):
         check_both(*found)
         results["drafts"] = repr(found[1])
         results["last step"] = different_drafts_in_the_last_step(rank, pair)
+        results["recording"] = recording_that_fails(rank, pair)
     results["different drafts"] = different_drafts(rank)
     warm_up_that_fails(rank)
     results["different"] = different_ranks(rank)
@@ -286,6 +323,7 @@ def test_ranks(tmp_path):
         assert all(results[rank]["different"][name] == [(1, said)] * 2 for rank in range(RANKS)), name
     assert all(each["different"]["grammar"][0][0] == 1 for each in results.values())
     assert results[0]["drafts"] == results[1]["drafts"]  # every bit that is printed
+    assert results[0]["recording"] == results[1]["recording"]
     assert results[0]["last step"] == results[1]["last step"] == (("draft_token_ids",), [[0], [0]], 1)
     assert all(each["different drafts"] == [(1, ("draft_token_ids",))] * 2 for each in results.values())
 

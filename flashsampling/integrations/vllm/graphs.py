@@ -11,6 +11,7 @@
 Of several ranks each has its graphs, of the same steps: what a group promises holds for replays too (docs/tensor_parallel.md).
 """
 
+import gc
 import logging
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from ...step import Asked, Drawn
 
+MOST_GRAPHS = 256  # more kinds of steps are launched
 _logger = logging.getLogger("vllm.flashsampling")
 
 
@@ -50,10 +52,13 @@ class Graphs:
         dtype: of hidden states.
         device: where.
         parameters: rows of ``state.rows_of``'s tensor.
+        group: the ``TensorParallel`` that draws, or None.
     """
 
-    def __init__(self, most: int, dim: int, dtype: torch.dtype, device: torch.device, parameters: int) -> None:
-        self.most, self._device, self._parameters = most, device, parameters
+    def __init__(
+        self, most: int, dim: int, dtype: torch.dtype, device: torch.device, parameters: int, group: Any = None
+    ) -> None:
+        self.most, self._device, self._parameters, self._group = most, device, parameters, group
         self.hidden_states = torch.zeros((most, dim), dtype=dtype, device=device)
         self.positions = torch.zeros(most, dtype=torch.int64, device=device)
         self.slots = torch.zeros(most, dtype=torch.int32, device=device)
@@ -79,11 +84,7 @@ class Graphs:
         """What ``work`` gives, which reads nothing but what stays where it is, and is the same for a ``kind``."""
         if kind not in self._recorded:
             drawn = work()
-            try:
-                self._recorded[kind] = self._record(work)
-            except RuntimeError:  # of which running out of memory is one
-                self._recorded[kind] = None
-                _logger.warning("flashsampling: no CUDA graph of a step, whose kernels go on to be launched", exc_info=True)
+            self._recorded[kind] = self._record_if_possible(work) if len(self._recorded) < MOST_GRAPHS else None
             return drawn
         recorded = self._recorded[kind]
         if recorded is None:
@@ -92,17 +93,34 @@ class Graphs:
         ids, values = recorded.drawn  # whoever copies them to the host may still do so when the next replay writes
         return Drawn(ids.clone(), None if values is None else values.clone())
 
+    def _record_if_possible(self, work: Callable[[], Drawn]) -> _Recorded | None:
+        """Not where memory runs out, say: then steps of the kind are launched as ever. To other ranks that is the same."""
+        left_out = 0 if self._group is None else self._group.left_out
+        try:
+            return self._record(work)
+        except Exception:
+            if self._group is not None and self._group.left_out != left_out:
+                self._group.left_out = left_out  # it is no step of anybody's that this call had no part in
+            _logger.warning("flashsampling: no CUDA graph of a step, whose kernels go on to be launched", exc_info=True)
+            return None
+
     def _record(self, work: Callable[[], Drawn]) -> _Recorded:
         """Not ``torch.cuda.graph``, which waits for the device and empties its cache: requests are being served."""
         if self._pool is None:
             self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self._device)
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            # other threads copy tokens to the host meanwhile
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                drawn = work()
-            finally:
-                graph.capture_end()
+        collects = gc.isenabled()
+        gc.disable()  # what it frees may be something that must not be freed in a capture
+        try:
+            with torch.cuda.stream(self._stream):
+                # other threads copy tokens to the host meanwhile
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    drawn = work()
+                finally:
+                    graph.capture_end()
+        finally:
+            if collects:
+                gc.enable()
         return _Recorded(graph.replay, drawn, work)

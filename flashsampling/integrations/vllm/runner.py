@@ -319,7 +319,7 @@ def attach(runner: Any) -> str:
     recorded = None
     if graphs():
         dim, dtype = head.weight.shape[1], head.weight.dtype
-        recorded = Graphs(runner.max_num_reqs, dim, dtype, runner.device, PARAMETERS)
+        recorded = Graphs(runner.max_num_reqs, dim, dtype, runner.device, PARAMETERS, tp)
     step = FusedStep(head, runner.sampler, Slots(runner.max_num_reqs, rules), runner.device, tp, most_drafts, recorded)
     vllm = Vllm(SamplerOutput, LogprobsTensors, get_num_sampled_and_rejected, AsyncModelRunnerOutput)
     runner.flashsampling = Fused(step, vllm)
