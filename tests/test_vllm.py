@@ -292,7 +292,12 @@ def test_steps_of_a_batch_that_stays(processor, graphs, monkeypatch):
 
         return call
 
-    for names in [*([name, "plain"] for name in kinds if name != "plain"), kinds[:SLOTS], kinds[-SLOTS:], kinds[:3]]:
+    for names in [
+        *([name, "plain"] for name in kinds if name != "plain"),
+        kinds[:SLOTS],
+        kinds[-SLOTS:],
+        ["top_k", "min_p", "plain"],
+    ]:
         runner = runner_of(model, graphs=graphs)
         step = runner.flashsampling.step
         way = "_replayed" if graphs else "_drawn_again"
@@ -362,9 +367,9 @@ def test_a_mask_of_nobody_s_is_not_in_a_graph():
 def test_there_are_not_more_graphs_than_some(monkeypatch):
     monkeypatch.setattr("flashsampling.integrations.vllm.graphs.MOST_GRAPHS", 2)
     runner = runner_of(graphs=True)
-    requests = {name: (PROMPT, SERVED[name]) for name in ("plain", "top_k", "repetition")}
+    requests = {name: (PROMPT, SERVED[name]) for name in ("plain", "top_k", "min_p", "repetition")}
     runner.add(**requests)
-    for names in 3 * [["plain"], ["top_k"], ["repetition"]]:
+    for names in 3 * [["min_p"], ["top_k", "min_p", "plain"], ["repetition"]]:
         batch = runner.batch(dict.fromkeys(names, 1))
         states = states_of(batch)
         check_rows(runner, batch, states, runner.sample(states, batch, None)[0], requests)

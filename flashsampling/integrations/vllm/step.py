@@ -183,7 +183,7 @@ class FusedStep:
         rows, count = known.rows, known.top_logprobs
         wants = known.wants | (0 if batch.grammar is None else Wants.MASK)
         is_alike = batch.drafts is None and not wants & Wants.BIASES and self.head.bias() is None
-        if is_alike and self.graphs is not None:
+        if is_alike and wants and self.graphs is not None:  # a plain step is one launch
             return self._replayed(batch, known, wants, self.graphs), count
         is_same = is_alike and not wants & Wants.MASK
         if is_same and known.is_checked:
