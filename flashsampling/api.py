@@ -16,7 +16,7 @@ from .counts import TokenCounts
 from .exchange import NO_TOKEN, WHOLE
 from .impl.filters import GREEDY_BELOW
 from .parameters import Integers, Reals, integer, integers, is_dense, kind_of, reals
-from .requests import Problem, Request, asked_of
+from .requests import Request, asked_of, problem_of
 from .step import PLAIN, Asked, Drawn, Step, layout
 
 if TYPE_CHECKING:
@@ -233,11 +233,7 @@ def sample(
             say_that_noise_is_shared(batch, greedy=not isinstance(temperatures, Tensor) and temperatures < GREEDY_BELOW)
         asked = PLAIN
         if request:
-            if tp is None:
-                problem = Problem(batch, vocab, tokens, device, num_samples)
-            else:
-                problem = Problem(batch, tp.num_rows, tp.vocab_size, device, num_samples, vocab)
-            asked = asked_of(request, problem)
+            asked = asked_of(request, problem_of(batch, vocab, tokens, device, num_samples, tp))
         step = Step(hidden_states, weight, temperatures, seeds, offsets, num_samples, tokens, shard, asked)
         drawn = ops.sample(step, impl or "") if tp is None else ops.sample_sharded(step, tp)
     except BaseException as error:

@@ -50,6 +50,13 @@ class Problem(NamedTuple):
     head: int | None = None  # rows of the weight here, a shard; None: it is whole
 
 
+def problem_of(batch: int, rows: int, vocab_size: int, device: torch.device, num_samples: int, tp: Any) -> Problem:
+    """Of a weight of so many rows here; with ``tp``, a ``TensorParallel`` or None, of all ranks' weights."""
+    if tp is None:
+        return Problem(batch, rows, vocab_size, device, num_samples)
+    return Problem(batch, tp.num_rows, tp.vocab_size, device, num_samples, rows)
+
+
 def asked_of(request: Request, problem: Problem) -> Asked:
     """The request as implementations take it; ``PLAIN`` if it asks for nothing. Raises what ``sample`` documents."""
     for name in request:

@@ -15,7 +15,7 @@ from . import ops
 from .api import check_num_samples, check_tensor_parallel, check_vocab_size, check_weight, count_left_out, sample
 from .backends import BACKENDS
 from .parameters import integer
-from .requests import Problem, Request, asked_of
+from .requests import Problem, Request, asked_of, problem_of
 from .step import PLAIN, Asked, Step, arguments, example
 
 if TYPE_CHECKING:
@@ -112,11 +112,10 @@ def _draw_all(
         raise RuntimeError("warmup must be called before a CUDA graph is captured: the current stream is being captured")
     if tp is None:
         tokens = check_vocab_size(vocab_size, weight.shape[0])
-        problem = Problem(max_batch_size, weight.shape[0], tokens, weight.device, num_samples)
     else:
         check_tensor_parallel(tp, vocab_size, impl)
         tokens = tp.part[0]
-        problem = Problem(max_batch_size, tp.num_rows, tp.vocab_size, weight.device, num_samples, weight.shape[0])
+    problem = problem_of(max_batch_size, weight.shape[0], tokens, weight.device, num_samples, tp)
     asked = asked_of(request, problem) if request else PLAIN
     made = plan(weight, max_batch_size, num_samples, impl, tp, asked)
     if made.kernels:

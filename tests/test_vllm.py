@@ -19,7 +19,7 @@ from flashsampling.integrations.vllm.head import head_of
 from flashsampling.integrations.vllm.runner import Fused, FusedRunner, Vllm, check_runner
 from flashsampling.integrations.vllm.settings import KNOWN
 from flashsampling.integrations.vllm.slots import Rules, Slots, mask_of
-from flashsampling.integrations.vllm.state import PARAMETERS, Rows, counts_of
+from flashsampling.integrations.vllm.state import Rows, counts_of
 from flashsampling.integrations.vllm.step import EVERYTHING, PLAIN, FusedStep, Mix, mix_of, mixes
 from flashsampling.step import Drawn
 
@@ -60,7 +60,7 @@ class GraphsOnCpu(Graphs):
 
 
 def graphs_of(slots, group=None):
-    return GraphsOnCpu(slots, D, torch.float32, torch.device("cpu"), PARAMETERS, group)
+    return GraphsOnCpu(slots, D, torch.float32, torch.device("cpu"), group)
 
 
 def runner_of(model=None, free=None, logprobs_mode="raw_logprobs", vocab_size=V, most_drafts=0, graphs=False):
@@ -347,8 +347,8 @@ def test_graphs_of_batches_that_change():
         check_rows(runner, batch, states, runner.sample(states, batch, grammar)[0], requests, masks=masks)
     assert 10 < step.graphs.replays < 59
     assert not runner.left
-    assert len({address for _, address in step.graphs._recorded}) == 2  # a graph reads the weight that it was recorded with
-    assert {kind[0][0] for kind in step.graphs._recorded} <= {1, 2, 4, 8}
+    assert len({address for *_, address in step.graphs._recorded}) == 2  # a graph reads the weight that it was recorded with
+    assert {kind[0] for kind in step.graphs._recorded} <= {1, 2, 4, 8}
 
 
 def test_a_mask_of_nobody_s_is_not_in_a_graph():

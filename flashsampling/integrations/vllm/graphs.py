@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...step import Asked, Drawn
+from ...step import Drawn
+from .state import PARAMETERS
 
 MOST_GRAPHS = 256  # more kinds of steps are launched
 _logger = logging.getLogger("vllm.flashsampling")
@@ -38,11 +39,6 @@ def size_of(batch: int, most: int) -> int:
     return min(size, most)
 
 
-def kind_of(asked: Asked) -> Hashable:
-    """What a step asks for, but for what its tensors hold."""
-    return tuple("tensor" if isinstance(value, Tensor) else value for value in asked)
-
-
 class Graphs:
     """Recorded steps, and what they read.
 
@@ -51,14 +47,11 @@ class Graphs:
         dim: D.
         dtype: of hidden states.
         device: where.
-        parameters: rows of ``state.rows_of``'s tensor.
         group: the ``TensorParallel`` that draws, or None.
     """
 
-    def __init__(
-        self, most: int, dim: int, dtype: torch.dtype, device: torch.device, parameters: int, group: Any = None
-    ) -> None:
-        self.most, self._device, self._parameters, self._group = most, device, parameters, group
+    def __init__(self, most: int, dim: int, dtype: torch.dtype, device: torch.device, group: Any = None) -> None:
+        self.most, self._device, self._group = most, device, group
         self.hidden_states = torch.zeros((most, dim), dtype=dtype, device=device)
         self.positions = torch.zeros(most, dtype=torch.int64, device=device)
         self.slots = torch.zeros(most, dtype=torch.int32, device=device)
@@ -69,9 +62,9 @@ class Graphs:
         self._stream: Any = None
 
     def room(self, size: int) -> Tensor:
-        """(parameters, ``size`` up to a multiple of 4) int32: where graphs of a size read their rows' parameters."""
+        """(PARAMETERS, ``size`` up to a multiple of 4) int32: where graphs of a size read their rows' parameters."""
         if size not in self._rooms:
-            self._rooms[size] = torch.zeros((self._parameters, -(-size // 4) * 4), dtype=torch.int32, device=self._device)
+            self._rooms[size] = torch.zeros((PARAMETERS, -(-size // 4) * 4), dtype=torch.int32, device=self._device)
         return self._rooms[size]
 
     def masks(self, words: int) -> Tensor:

@@ -57,7 +57,6 @@ from .slots import (
     Slots,
     Wants,
 )
-from .state import PARAMETERS
 from .step import FusedStep, Grammar, in_registers
 
 _logger = logging.getLogger("vllm.flashsampling")
@@ -319,7 +318,7 @@ def attach(runner: Any) -> str:
     recorded = None
     if graphs():
         dim, dtype = head.weight.shape[1], head.weight.dtype
-        recorded = Graphs(runner.max_num_reqs, dim, dtype, runner.device, PARAMETERS, tp)
+        recorded = Graphs(runner.max_num_reqs, dim, dtype, runner.device, tp)
     step = FusedStep(head, runner.sampler, Slots(runner.max_num_reqs, rules), runner.device, tp, most_drafts, recorded)
     vllm = Vllm(SamplerOutput, LogprobsTensors, get_num_sampled_and_rejected, AsyncModelRunnerOutput)
     runner.flashsampling = Fused(step, vllm)

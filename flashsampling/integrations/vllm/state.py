@@ -42,9 +42,8 @@ def rows_of(sampler: Any, slots: NDArray[np.int32], device: torch.device, room: 
         penalties.presence_penalty.np,
     ]
     batch = len(slots)
-    width = (
-        -(-batch // 4) * 4 if room is None else room.shape[1]
-    )  # every column begins at 16 bytes: kernels are compiled for it
+    # every column begins at 16 bytes, as kernels are compiled for
+    width = -(-batch // 4) * 4 if room is None else room.shape[1]
     filled = np.empty(width, np.int32)
     filled[:batch], filled[batch:] = slots, slots[-1]
     packed = np.empty((PARAMETERS, width), np.int32)

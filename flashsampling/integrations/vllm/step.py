@@ -28,12 +28,12 @@ from ...api import SampleOutput, output_of, sample
 from ...distributed.limits import FEW
 from ...drafts import Given
 from ...exchange import WHOLE
-from ...requests import MAX_BIASED, Problem, asked_of
+from ...requests import MAX_BIASED, asked_of, problem_of
 from ...step import Asked, Drawn, Step, example
 from ...warmup import compile_ahead, warmup
 from ..engines import bias_of_rows, biases_now, settle, to_device
 from .drafts import example_of_drafts, with_stops_ended
-from .graphs import Graphs, kind_of, size_of
+from .graphs import Graphs, size_of
 from .head import Head
 from .slots import Slots, Wants
 from .state import Rows, counts_of, rows_in, rows_of
@@ -112,17 +112,16 @@ class _Known(NamedTuple):
     wants: int  # of all rows together
     top_logprobs: int | None  # of the row with the most; None: no row asked for any, not for its token's either
     rows: Rows
+    filters: dict[str, Any] | None  # of several ranks, which ask for no more: see ``FusedStep._filters``
     is_checked: bool = False  # ``sample`` has drawn for them
     asked: Asked | None = None  # what that makes of the request, for ``FusedStep._drawn_again``
-    works: dict[int, "_Work"] | None = None  # for ``FusedStep._replayed``, by what is wanted with a grammar and without
 
 
 class _Work(NamedTuple):
     """What a graph records."""
 
-    draw: Callable[[], Drawn]
-    kind: Hashable
     asked: Asked
+    draw: Callable[[], Drawn]
 
 
 class FusedStep:
@@ -155,6 +154,7 @@ class FusedStep:
         self.tokens = None if tp is None else (tp.first_token, tp.last_token)  # of this rank
         self.undefined = torch.zeros(1, dtype=torch.int64, device=device)
         self._known: _Known | None = None  # of the last step
+        self._works: dict[Hashable, _Work] = {}  # by what makes another graph
         self._masks: Tensor | None = None  # (slots, words), all bits set where a request has none
         self._masked = np.zeros(len(slots.reasons), bool)
 
@@ -189,7 +189,7 @@ class FusedStep:
         if is_same and known.is_checked:
             return self._drawn_again(batch, known), count
         states, weight = batch.hidden_states, self.head.weight
-        request = self._request(batch, rows, wants, count or 0) if wants else self.head.request()
+        request = self._request(batch, known, wants)
         request |= {"temperature": rows.temperature, "seed": rows.seed, "offset": batch.positions}
         if self.tp is not None and batch.drafts is not None:
             out = sample_alike(self.tp, batch.drafts, states, weight, **request)
@@ -203,7 +203,7 @@ class FusedStep:
         """``sample`` of a batch that asks for what it asked for in the last step, but for counts. What that checks and makes of
         its arguments takes the host 20 us of 110 (an EPYC core, min-p and penalties)."""
         if known.asked is None:
-            self._known = known = known._replace(asked=self._asked(batch, known.rows, known.wants, known.top_logprobs))
+            self._known = known = known._replace(asked=self._asked(batch, known, known.wants))
         assert known.asked is not None
         return output_of(self._drawn(batch, known.rows, known.asked), len(batch.slots), 1, known.asked, None)
 
@@ -211,37 +211,41 @@ class FusedStep:
         """Likewise, by a CUDA graph. ``wants``: a grammar's mask too."""
         count = len(batch.slots)
         size = size_of(count, graphs.most)
+        filters = known.filters or {}
+        numbers = tuple((name, value) for name, value in filters.items() if not isinstance(value, Tensor))
+        kind = size, wants, known.top_logprobs, tuple(filters), numbers, self.head.weight.data_ptr()
+        if kind not in self._works:
+            self._works[kind] = self._work(batch, known, wants, size, graphs)
+        work = self._works[kind]
         graphs.hidden_states[:count].copy_(batch.hidden_states)
         graphs.positions[:count].copy_(batch.positions)
-        if known.works is None:
-            self._known = known = known._replace(works={})
-        assert known.works is not None
-        if wants not in known.works:
-            known.works[wants] = self._work(batch, known, wants, size, graphs)
-        work = known.works[wants]
         if work.asked.counts is not None:
             graphs.slots[:count].copy_(batch.slots_there)
         if work.asked.token_mask is not None:  # some mixes have one that nobody wants
             graphs.masks(self.words)[:count].copy_(self._mask(batch))
         if self.tp is not None:
             self._check_group()
-        drawn = graphs.draw((work.kind, self.head.weight.data_ptr()), work.draw)
-        out = output_of(drawn, size, 1, work.asked, None)
+        out = output_of(graphs.draw(kind, work.draw), size, 1, work.asked, None)
         return SampleOutput(**{name: part[:count] for name, part in vars(out).items() if part is not None})
 
     def _work(self, batch: Batch, known: _Known, wants: int, size: int, graphs: Graphs) -> _Work:
-        slots = np.resize(batch.slots, size)  # some of the batch's again, which ask for nothing more
+        """A step of any batch of this kind: of its rows it has nothing but where they will be."""
+        slots = np.resize(batch.slots, size)
         there = graphs.hidden_states[:size], graphs.positions[:size], slots, graphs.slots[:size]
         filled, rows = Batch(*there, slots, None), rows_in(graphs.room(size), size)
-        asked = self._asked(filled, rows, wants, known.top_logprobs)
+        filters = known.filters and {
+            name: getattr(rows, name) if isinstance(value, Tensor) else value for name, value in known.filters.items()
+        }
+        asked = self._asked(filled, known._replace(rows=rows, filters=filters), wants)
         if asked.token_mask is not None:
             asked = asked._replace(token_mask=graphs.masks(self.words)[:size])
-        return _Work(functools.partial(self._drawn, filled, rows, asked), (size, kind_of(asked)), asked)
+        return _Work(asked, functools.partial(self._drawn, filled, rows, asked))
 
-    def _asked(self, batch: Batch, rows: Rows, wants: int, top_logprobs: int | None) -> Asked:
+    def _asked(self, batch: Batch, known: _Known, wants: int) -> Asked:
         """To be kept: in place of counts, which are as large as the logits and of one step, an empty tensor."""
-        request = self._request(batch, rows, wants, top_logprobs or 0) if wants else self.head.request()
-        asked = asked_of(request, self._problem(len(batch.slots)))  # type: ignore[arg-type]
+        weight = self.head.weight
+        problem = problem_of(len(batch.slots), len(weight), self.head.vocab_size, self.device, 1, self.tp)
+        asked = asked_of(self._request(batch, known, wants), problem)  # type: ignore[arg-type]
         return asked if asked.counts is None else asked._replace(counts=asked.counts.new_empty(0))
 
     def _drawn(self, batch: Batch, rows: Rows, asked: Asked) -> Drawn:
@@ -261,12 +265,6 @@ class FusedStep:
             ops.count_left_out(self.tp, error)
             raise
 
-    def _problem(self, batch: int) -> Problem:
-        rows = len(self.head.weight)
-        if self.tp is None:
-            return Problem(batch, rows, self.head.vocab_size, self.device, 1)
-        return Problem(batch, self.tp.num_rows, self.tp.vocab_size, self.device, 1, rows)
-
     def _of_rows(self, slots: NDArray[np.int32]) -> _Known:
         """vLLM writes to its sampler's state of a slot when a request takes it, and then no more: while a batch has the same
         requests in the same rows, nothing is looked up or copied again."""
@@ -275,21 +273,24 @@ class FusedStep:
             wants = int(np.bitwise_or.reduce(self.slots.wants[slots]))
             has_logprobs = wants & Wants.LOGPROBS
             count = int(self.sampler.sampling_states.num_logprobs[slots].max()) if has_logprobs else None
-            room, most = None, 0 if self.graphs is None else self.graphs.most
-            if self.graphs is not None and len(slots) <= most:
-                room = self.graphs.room(size_of(len(slots), most))
-            self._known = _Known(same, wants, count, rows_of(self.sampler, slots, self.device, room))
+            room = None
+            if self.graphs is not None and len(slots) <= self.graphs.most:
+                room = self.graphs.room(size_of(len(slots), self.graphs.most))
+            rows = rows_of(self.sampler, slots, self.device, room)
+            self._known = _Known(same, wants, count, rows, None if self.tp is None else self._filters(slots, rows))
         return self._known
 
     def settle(self, token_ids: Tensor) -> None:
         """See ``engines.settle``."""
         settle(token_ids, self.undefined)
 
-    def _request(self, batch: Batch, rows: Rows, wants: int, top_logprobs: int) -> dict[str, Any]:
-        mix, biases = self._mix(batch, wants)
+    def _request(self, batch: Batch, known: _Known, wants: int) -> dict[str, Any]:
         request = self.head.request()
-        if self.tp is not None:
-            request |= self._filters(batch.slots, rows)
+        if not wants:
+            return request
+        rows, (mix, biases) = known.rows, self._mix(batch, wants)
+        if known.filters is not None:
+            request |= known.filters
         elif mix.filters:
             request |= {"top_k": rows.top_k, "top_p": rows.top_p, "min_p": rows.min_p}
         if biases is not None:
@@ -306,7 +307,7 @@ class FusedStep:
             for name in ("repetition_penalty", "frequency_penalty", "presence_penalty"):
                 request[name] = getattr(rows, name)
         if mix.logprobs:
-            request |= {"return_logprobs": True, "top_logprobs": max(top_logprobs, 1)}
+            request |= {"return_logprobs": True, "top_logprobs": max(known.top_logprobs or 0, 1)}
         return request
 
     def _mix(self, batch: Batch, wants: int) -> tuple[Mix, tuple[NDArray[np.int32], NDArray[np.float32]] | None]:
