@@ -306,15 +306,18 @@ def test_steps_of_a_batch_that_stays(processor, graphs, monkeypatch):
         requests = {name: (PROMPT, SERVED[name]) for name in names}
         runner.add(**requests)
         outputs: dict[str, list[int]] = {name: [] for name in names}
-        last = None
+        last: list[tuple[torch.Tensor, torch.Tensor]] = []
         for number in range(4):
             batch = runner.batch(dict.fromkeys(names, 1 if number else len(PROMPT)))
             states = states_of(batch)
             output = runner.sample(states, batch, None)[0]
             check_rows(runner, batch, states, output, requests, outputs)
-            if last is not None:  # nothing of it was written to again
-                assert torch.equal(*last)
-            last = output.sampled_token_ids, output.sampled_token_ids.clone()
+            for theirs, were in last:  # nothing of it was written to again
+                assert torch.equal(theirs, were)
+            tensors = [output.sampled_token_ids, output.num_sampled, output.num_rejected]
+            if output.logprobs_tensors is not None:
+                tensors += filter(is_tensor, vars(output.logprobs_tensors).values())
+            last = [(each, each.clone()) for each in tensors]
             held = step._known.asked
             assert held is None or held.counts is None or not held.counts.untyped_storage().nbytes()
             for name, row in zip(batch.req_ids, batch.idx_mapping.tolist()):  # many tokens, so that they matter
@@ -326,10 +329,16 @@ def test_steps_of_a_batch_that_stays(processor, graphs, monkeypatch):
     assert len(again) > 3 * 8
 
 
-def test_graphs_of_batches_that_change():
+@pytest.mark.parametrize("room", [0, SLOTS, 3])
+def test_graphs_of_batches_that_change(room):
     """Of another size, of other requests, of the same ones in other rows, with masks and without, of another weight: a replay
-    where there is a graph of the size and the kind, and the rows' own tokens whoever had the rows before."""
+    where there is a graph of the size and the kind, and the rows' own tokens whoever had the rows before. ``room``: rows of the
+    buffers that vLLM's own graphs write to, in two thirds of the steps; what lies in the other rows is nobody's."""
     runner = runner_of(graphs=True)
+    buffers = torch.full((room, D), float("nan")), torch.full((room,), 77)
+    if room:
+        runner.cudagraph_manager = SimpleNamespace(hidden_states=buffers[0])
+        runner.input_buffers = SimpleNamespace(positions=buffers[1])
     kinds = ["plain", "hot", "greedy", "top_k", "allowed", "repetition", "logprobs", "bad_words"]
     requests = {name: (PROMPT, SERVED[name]) for name in kinds}
     runner.add(**requests)
@@ -338,6 +347,10 @@ def test_graphs_of_batches_that_change():
         names = [*map(str, rng.permutation(kinds)[: rng.integers(1, SLOTS + 1)])]
         batch = runner.batch(dict.fromkeys(names, 1))
         states = states_of(batch)
+        if len(names) <= room and number % 3:
+            for each, now in zip(buffers, (states, batch.positions)):
+                each[: len(names)] = now[: len(names)]
+            states, batch = buffers[0][: len(names)], dataclasses.replace(batch, positions=buffers[1][: len(names)])
         if number == 40:  # as where vLLM loads another one
             weight = step.head.layer.weight
             step.head.layer.weight = torch.nn.Parameter(weight.flip(0).clone(), requires_grad=False)
@@ -347,7 +360,11 @@ def test_graphs_of_batches_that_change():
         check_rows(runner, batch, states, runner.sample(states, batch, grammar)[0], requests, masks=masks)
     assert 10 < step.graphs.replays < 59
     assert not runner.left
-    assert len({address for *_, address in step.graphs._recorded}) == 2  # a graph reads the weight that it was recorded with
+    places = {place for *_, place in step.graphs._recorded}
+    assert len({weight for *_, weight in places}) == 2  # a graph reads the weight that it was recorded with
+    assert {states for states, *_ in places} == {step.graphs.hidden_states.data_ptr()} | (
+        {buffers[0].data_ptr()} if room else set()
+    )
     assert {kind[0] for kind in step.graphs._recorded} <= {1, 2, 4, 8}
 
 
@@ -498,6 +515,26 @@ def test_grammars(graphs):
     nobody, *_ = runner.sample(states, batch, fakes.GrammarOutput([], masks[:0]))
     assert nobody.sampled_token_ids.tolist() == free.sampled_token_ids.tolist()
     assert not runner.left
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_a_grammar_for_every_row(graphs):
+    """In the order of the rows and in another one, beside requests without masks, which then take no launch of their own."""
+    runner = runner_of(graphs=graphs)
+    names = ["plain", "greedy", "top_k"]
+    requests = {name: (PROMPT, SERVED[name]) for name in names}
+    runner.add(**requests)
+    rng = np.random.default_rng(0)
+    for constrained in (names, names[::-1], names, ["greedy", "top_k", "plain"]):
+        batch = runner.batch(dict.fromkeys(names, 1))
+        states = states_of(batch)
+        bits = {name: torch.from_numpy(rng.random(V) < 0.1) for name in names}
+        masks = np.stack([np.pad(mask_of(V, bits[name].nonzero()[:, 0].tolist(), []), (0, 2)) for name in constrained])
+        kept = masks.copy()
+        output, *_ = runner.sample(states, batch, fakes.GrammarOutput(constrained, masks))
+        check_rows(runner, batch, states, output, requests, masks=bits)
+        assert np.array_equal(masks, kept)
+    assert runner.flashsampling.step._masks is None
 
 
 def test_a_split_batch():
@@ -976,10 +1013,10 @@ def test_settling_by_a_kernel(batch, device):
 
     ids = torch.arange(batch + 1, device=device)
     ids[::3] = -1
-    wanted, undefined = ids.clamp(min=0), torch.full((1,), 10, device=device)
-    lost = int((ids[:batch] < 0).sum())
-    last = int(ids[batch])
-    settle_kernel[(-(-batch // 256),)](ids, undefined, batch, BLOCK=256)
-    assert torch.equal(ids[:batch], wanted[:batch])
-    assert int(ids[batch]) == last
-    assert int(undefined) == 10 + lost
+    before, undefined = ids.clone(), torch.full((1,), 10, device=device)
+    settled, ones = torch.full_like(ids, -7), torch.full((batch + 1,), -7, dtype=torch.int32, device=device)
+    settle_kernel[(-(-batch // 256),)](ids, settled, ones, undefined, batch, BLOCK=256)
+    assert torch.equal(ids, before)
+    assert settled.tolist() == [*ids[:batch].clamp(min=0).tolist(), -7]
+    assert ones.tolist() == [1] * batch + [-7]
+    assert int(undefined) == 10 + int((ids[:batch] < 0).sum())

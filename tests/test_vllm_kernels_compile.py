@@ -20,7 +20,8 @@ ones, slots = torch.ones(2), torch.zeros(2, dtype=torch.int32)
 counts_kernel[(2, 38)](
     counts, counts.stride(0), mask, mask.stride(0), slots, ones, ones, ones, counts, counts.stride(0), 0, vocab, BLOCK=4096
 )
-settle_kernel[(1,)](torch.zeros(5, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), 5, BLOCK=256)
+ids, undefined = torch.zeros(5, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+settle_kernel[(1,)](ids, ids.clone(), ids.int(), undefined, 5, BLOCK=256)
 vectors = [compiled[0].asm["ptx"].count(name) for name in ("ld.global.v4", "st.global.v4")]
 print(len(compiled), min(len(kernel.asm["cubin"]) for kernel in compiled), *vectors)
 """

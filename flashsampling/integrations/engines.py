@@ -35,25 +35,28 @@ def fast_implementation(weight: Tensor, engine: str) -> str:
     return chosen
 
 
-def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
-    """A copy, which the host may forget: pinned memory is used again when the device has read it."""
-    if device.type != "cuda":
-        return torch.from_numpy(array.copy())
-    return torch.from_numpy(array).pin_memory().to(device, non_blocking=True)
+def to_device(array: NDArray[Any], device: torch.device, room: Tensor | None = None) -> Tensor:
+    """A copy, in ``room`` if there is one, which the host may forget: pinned memory is used again when the device has read
+    it."""
+    host = torch.from_numpy(array)
+    if device.type == "cuda":
+        host = host.pin_memory()
+    return host.to(device, non_blocking=True, copy=True) if room is None else room.copy_(host, non_blocking=True)
 
 
-def settle(token_ids: Tensor, undefined: Tensor) -> None:
-    """Makes 0 of -1, in place, and counts how many there were: engines look tokens up, and an id of -1 would end the process
-    for all requests."""
+def settled(token_ids: Tensor, undefined: Tensor) -> tuple[Tensor, Tensor]:
+    """Copies of (B,) tokens with 0 for -1, of which is counted how many there were: engines look tokens up, and an id of -1
+    would end the process for all requests. And how many tokens each row has, one: (B,) int32."""
     if token_ids.device.type != "cuda":
         lost = token_ids < 0
         undefined += lost.sum()
-        token_ids.masked_fill_(lost, 0)
-        return
+        return token_ids.masked_fill(lost, 0), torch.ones_like(token_ids, dtype=torch.int32)
     from .kernels import settle_kernel
 
     batch = len(token_ids)
-    settle_kernel[(-(-batch // _SETTLED),)](token_ids, undefined, batch, BLOCK=_SETTLED)
+    ids, ones = torch.empty_like(token_ids), torch.empty_like(token_ids, dtype=torch.int32)
+    settle_kernel[(-(-batch // _SETTLED),)](token_ids, ids, ones, undefined, batch, BLOCK=_SETTLED)
+    return ids, ones
 
 
 class Biases(NamedTuple):

@@ -14,7 +14,7 @@ from torch import Tensor
 from ...api import sample
 from ...requests import MAX_BIASED
 from ...warmup import compile_ahead, warmup
-from ..engines import bias_of_rows, biases_now, settle, to_device
+from ..engines import bias_of_rows, biases_now, settled, to_device
 from .asks import Noted, Wants
 from .head import Head
 
@@ -82,9 +82,9 @@ class FusedStep:
             vocab_size=self.head.vocab_size,
             **request,
         )
-        settle(out.token_ids, self.undefined)
+        token_ids, _ = settled(out.token_ids, self.undefined)
         if top is None:
-            return Drawn(out.token_ids)
+            return Drawn(token_ids)
         assert out.logprobs is not None
         assert out.processed_logprobs is not None
         assert out.top_token_ids is not None
@@ -93,7 +93,7 @@ class FusedStep:
         # log softmax at a temperature is the raw one divided by it, but for a constant, which the drawn token has too
         constant = logprobs - out.logprobs / rows["divisor"]
         tops = out.top_logprobs[:, :top] / rows["divisor"][:, None] + constant[:, None]
-        return Drawn(out.token_ids, logprobs.clamp(min=_LOWEST), out.top_token_ids[:, :top], tops.clamp(min=_LOWEST))
+        return Drawn(token_ids, logprobs.clamp(min=_LOWEST), out.top_token_ids[:, :top], tops.clamp(min=_LOWEST))
 
     def _rows(self, noted: tuple[Noted, ...]) -> tuple[dict[str, Tensor], Wants]:
         """Parameters of the rows, (B,) each, copied to the device together, if they are others than in the last step; and what
@@ -131,7 +131,7 @@ class FusedStep:
 
     def warm_up(self, max_batch_size: int) -> list[str]:
         """Compiles what any batch of up to as many rows needs. Returns the kernels' names."""
-        settle(torch.zeros(max_batch_size, dtype=torch.int64, device=self.device), self.undefined)
+        settled(torch.zeros(max_batch_size, dtype=torch.int64, device=self.device), self.undefined)
         weight, vocab_size = self.head.weight, self.head.vocab_size
         examples: Any = [{**self.head.transform, **self._example_of(mix, 1)} for mix in MIXES]
         compile_ahead(weight, examples, vocab_size=vocab_size)

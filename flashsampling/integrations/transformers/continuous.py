@@ -37,7 +37,7 @@ except ImportError as error:
 from ...api import sample
 from ...parameters import integer, reals, share
 from ...warmup import warmup
-from ..engines import settle
+from ..engines import settled
 from .head import CheckedHead, HeadTap, Transform, checked_lm_head
 
 _SIGNATURES = (
@@ -180,9 +180,9 @@ class FusedModelRunner(ModelRunner):  # type: ignore[misc]
         if "logits_to_keep" not in batch_data:
             states = states[indices]
         out = sample(states, self.head.linear.weight, **self._parameters(batch_data, indices))
-        settle(out.token_ids, self.undefined)
-        count = len(out.token_ids)
-        output_ids[0, :count].copy_(out.token_ids)
+        token_ids, _ = settled(out.token_ids, self.undefined)
+        count = len(token_ids)
+        output_ids[0, :count].copy_(token_ids)
         if self.return_logprobs:
             assert out.processed_logprobs is not None
             output_ids[1, :count].copy_(out.processed_logprobs.view(torch.int32))  # float32's bits, as transformers has them

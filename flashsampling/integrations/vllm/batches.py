@@ -30,11 +30,27 @@ def grammar_of(input_batch: Any, grammar_output: Any) -> Grammar | None:
     return Grammar(np.repeat(requests, counts), rows, grammar_output.grammar_bitmask)
 
 
-def batch_of(hidden_states: Tensor, input_batch: Any, grammar: Grammar | None, most_drafts: int = 0) -> Batch:
-    """The rows of a batch: the last position of each request, and as many before it as it has drafts."""
-    count = int(input_batch.cu_num_logits_np[-1])
+def buffers_of(runner: Any) -> tuple[Tensor, Tensor] | None:
+    """Where vLLM's own CUDA graphs leave hidden states, and where positions are, in every step; None: nowhere."""
+    states = getattr(getattr(runner, "cudagraph_manager", None), "hidden_states", None)
+    positions = getattr(getattr(runner, "input_buffers", None), "positions", None)
+    return None if states is None or positions is None else (states, positions)
+
+
+def batch_of(
+    hidden_states: Tensor,
+    input_batch: Any,
+    grammar: Grammar | None,
+    most_drafts: int = 0,
+    buffers: tuple[Tensor, Tensor] | None = None,
+) -> Batch:
+    """The rows of a batch: the last position of each request, and as many before it as it has drafts. ``buffers``: see
+    ``buffers_of``."""
+    count, there = int(input_batch.cu_num_logits_np[-1]), None
     if input_batch.num_tokens == count:  # all of them, in order: nothing has to be gathered
         states, positions = hidden_states[:count], input_batch.positions[:count]
+        if buffers is not None and [each.data_ptr() for each in buffers] == [states.data_ptr(), positions.data_ptr()]:
+            there = buffers
     else:
         states = hidden_states.index_select(0, input_batch.logits_indices)
         positions = input_batch.positions.index_select(0, input_batch.logits_indices)
@@ -45,7 +61,7 @@ def batch_of(hidden_states: Tensor, input_batch: Any, grammar: Grammar | None, m
         counts = bounds[1:] - bounds[:-1]
         slots, lengths = np.repeat(slots, counts), np.repeat(lengths - bounds[1:], counts) + np.arange(1, count + 1)
         drafts = given_of(input_batch, most_drafts)
-    return Batch(states, positions, slots, input_batch.expanded_idx_mapping, lengths, grammar, drafts)
+    return Batch(states, positions, slots, input_batch.expanded_idx_mapping, lengths, grammar, drafts, there)
 
 
 def part_of(input_batch: Any, requests: NDArray[np.int64]) -> Any:

@@ -1,7 +1,7 @@
 """CUDA graphs of a batch's fused step: the host copies what is new and replays, where else it launches kernel after kernel.
 
-    inputs      hidden states, positions, slots and masks are copied to where the graphs read them, sampling parameters when
-                requests or rows change
+    inputs      hidden states and positions are read where vLLM's own graphs leave them, or are copied, as slots and masks are,
+                to where the graphs read them; sampling parameters are copied when requests or rows change
     sizes       a batch is filled up to the next of few sizes (``size_of``). Rows beyond it draw of what lies there, and nobody
                 looks; a row's token does not depend on its batch mates
     recording   a step of a size and a kind is run once as it is, which compiles and loads what it needs, then captured
@@ -74,7 +74,8 @@ class Graphs:
         return self._masks
 
     def draw(self, kind: Hashable, work: Callable[[], Drawn]) -> Drawn:
-        """What ``work`` gives, which reads nothing but what stays where it is, and is the same for a ``kind``."""
+        """What ``work`` gives, which reads nothing but what stays where it is, and is the same for a ``kind``. The next replay
+        writes there: it is for work on this stream before that."""
         if kind not in self._recorded:
             drawn = work()
             self._recorded[kind] = self._record_if_possible(work) if len(self._recorded) < MOST_GRAPHS else None
@@ -83,8 +84,7 @@ class Graphs:
         if recorded is None:
             return work()
         recorded.replay()
-        ids, values = recorded.drawn  # whoever copies them to the host may still do so when the next replay writes
-        return Drawn(ids.clone(), None if values is None else values.clone())
+        return recorded.drawn
 
     def _record_if_possible(self, work: Callable[[], Drawn]) -> _Recorded | None:
         """Not where memory runs out, say: then steps of the kind are launched as ever. To other ranks that is the same."""

@@ -27,7 +27,7 @@ from ...api import SampleOutput
 from ...distributed import TensorParallel, TensorParallelError
 from ...step import example
 from ..engines import Layers, fast_implementation, to_device
-from .batches import batch_of, grammar_of, part_of, part_of_grammar, rows_of_requests
+from .batches import batch_of, buffers_of, grammar_of, part_of, part_of_grammar, rows_of_requests
 from .drafts import most_drafts_of
 from .graphs import Graphs
 from .head import Head, head_of
@@ -140,21 +140,21 @@ class Fused:
             self._reasons[reason] += 1
 
     def _fused(self, runner: Any, hidden_states: Tensor, input_batch: Any, grammar: Grammar | None) -> Sampled:
-        batch = batch_of(hidden_states, input_batch, grammar, self.step.most_drafts)
+        buffers = None if self.step.graphs is None else buffers_of(runner)
+        batch = batch_of(hidden_states, input_batch, grammar, self.step.most_drafts, buffers)
         out, top = self.step.draw(batch)
         bounds = None
+        ids, num_sampled = self.step.settled(out.token_ids)
         if batch.drafts is None:
-            self.step.settle(out.token_ids)
-            token_ids, num_sampled = out.token_ids.view(-1, 1), input_batch.seq_lens.new_ones(input_batch.num_reqs)
+            token_ids = ids.view(-1, 1)
         else:
             # -1 is no draft: rows without a token accept none, and of a failed step all ranks emit as many
             accepted = held(batch.drafts, out.token_ids)
-            self.step.settle(out.token_ids)
             last = accepted.num_accepted[:, None]
             token_ids = accepted.token_ids.scatter_(1, last, accepted.token_ids.gather(1, last).clamp_(min=0))
             num_sampled = (accepted.num_accepted + 1).int()
             bounds = input_batch.cu_num_logits_np.tolist()
-        logprobs = None if top is None else self._logprobs(out, top, bounds)
+        logprobs = None if top is None else self._logprobs(ids, out, top, bounds)
         num_sampled, num_rejected = self.vllm.counting(
             num_sampled,
             input_batch.seq_lens,
@@ -164,15 +164,17 @@ class Fused:
         )
         return self._output(token_ids, logprobs, num_sampled, num_rejected)
 
-    def _logprobs(self, out: SampleOutput, top: int, bounds: list[int] | None) -> Any:
-        """As vLLM has them: the token's first, then the most likely ones'. ``bounds``: of requests' rows, with drafts."""
+    def _logprobs(self, ids: Tensor, out: SampleOutput, top: int, bounds: list[int] | None) -> Any:
+        """As vLLM has them: the token's first, then the most likely ones'. All are copies: it sends them to the host while the
+        next step may write to ``out``. ``bounds``: of requests' rows, with drafts."""
         assert out.logprobs is not None
+        assert out.ranks is not None
         assert out.top_token_ids is not None
         assert out.top_logprobs is not None
         return self.vllm.logprobs(
-            logprob_token_ids=torch.cat((out.token_ids[:, None], out.top_token_ids[:, :top]), dim=1),
+            logprob_token_ids=torch.cat((ids[:, None], out.top_token_ids[:, :top]), dim=1),
             logprobs=torch.cat((out.logprobs[:, None], out.top_logprobs[:, :top]), dim=1),
-            selected_token_ranks=out.ranks,
+            selected_token_ranks=out.ranks.clone(),
             cu_num_generated_tokens=bounds,
         )
 

@@ -50,8 +50,7 @@ def rows_of(sampler: Any, slots: NDArray[np.int32], device: torch.device, room: 
     packed[:2].reshape(-1).view(np.int64)[:] = states.seeds.np[filled]
     for row, column in enumerate(columns, 2):
         packed[row] = column.view(np.int32)[filled]
-    there = to_device(packed, device)
-    return rows_in(there if room is None else room.copy_(there), batch)
+    return rows_in(to_device(packed, device, room), batch)
 
 
 def rows_in(there: Tensor, batch: int) -> Rows:

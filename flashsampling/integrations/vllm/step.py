@@ -31,7 +31,7 @@ from ...exchange import WHOLE
 from ...requests import MAX_BIASED, asked_of, problem_of
 from ...step import Asked, Drawn, Step, example
 from ...warmup import compile_ahead, warmup
-from ..engines import bias_of_rows, biases_now, settle, to_device
+from ..engines import bias_of_rows, biases_now, settled, to_device
 from .drafts import example_of_drafts, with_stops_ended
 from .graphs import Graphs, size_of
 from .head import Head
@@ -103,6 +103,7 @@ class Batch(NamedTuple):
     lengths: NDArray[np.int32]  # (B,) tokens of the request up to that position; where there may be drafts, at most
     grammar: Grammar | None
     drafts: Given | None = None
+    buffers: tuple[Tensor, Tensor] | None = None  # at whose beginning hidden states and positions lie, in other steps too
 
 
 class _Known(NamedTuple):
@@ -173,7 +174,8 @@ class FusedStep:
             self._masks[slot].copy_(to_device(noted.mask, self.device))
 
     def draw(self, batch: Batch) -> tuple[SampleOutput, int | None]:
-        """Draws for every row; -1 where there is no score: see ``settle``.
+        """Draws for every row; -1 where there is no score: see ``settled``. With graphs, the
+        next one writes where these tokens and values are.
 
         Returns:
             what ``sample`` returns, and how many top log-probabilities were asked for by the row with the most; None: no row
@@ -213,25 +215,36 @@ class FusedStep:
         size = size_of(count, graphs.most)
         filters = known.filters or {}
         numbers = tuple((name, value) for name, value in filters.items() if not isinstance(value, Tensor))
-        kind = size, wants, known.top_logprobs, tuple(filters), numbers, self.head.weight.data_ptr()
+        inputs = self._inputs(batch, size, graphs)
+        states, positions = inputs
+        places = states.data_ptr(), positions.data_ptr(), self.head.weight.data_ptr()
+        kind = size, wants, known.top_logprobs, tuple(filters), numbers, places
         if kind not in self._works:
-            self._works[kind] = self._work(batch, known, wants, size, graphs)
+            self._works[kind] = self._work(batch, known, wants, size, inputs, graphs)
         work = self._works[kind]
-        graphs.hidden_states[:count].copy_(batch.hidden_states)
-        graphs.positions[:count].copy_(batch.positions)
+        if inputs is not batch.buffers:
+            states[:count].copy_(batch.hidden_states)
+            positions[:count].copy_(batch.positions)
         if work.asked.counts is not None:
             graphs.slots[:count].copy_(batch.slots_there)
         if work.asked.token_mask is not None:  # some mixes have one that nobody wants
-            graphs.masks(self.words)[:count].copy_(self._mask(batch))
+            self._mask(batch, graphs.masks(self.words)[:count])
         if self.tp is not None:
             self._check_group()
         out = output_of(graphs.draw(kind, work.draw), size, 1, work.asked, None)
         return SampleOutput(**{name: part[:count] for name, part in vars(out).items() if part is not None})
 
-    def _work(self, batch: Batch, known: _Known, wants: int, size: int, graphs: Graphs) -> _Work:
+    def _inputs(self, batch: Batch, size: int, graphs: Graphs) -> tuple[Tensor, Tensor]:
+        """Where a graph of so many rows reads hidden states and positions: where they are, or where they have to be copied to.
+        Ranks have to have the same in rows that nobody looks at, too."""
+        if batch.buffers is not None and self.tp is None and size <= min(map(len, batch.buffers)):
+            return batch.buffers
+        return graphs.hidden_states, graphs.positions
+
+    def _work(self, batch: Batch, known: _Known, wants: int, size: int, inputs: tuple[Tensor, Tensor], graphs: Graphs) -> _Work:
         """A step of any batch of this kind: of its rows it has nothing but where they will be."""
         slots = np.resize(batch.slots, size)
-        there = graphs.hidden_states[:size], graphs.positions[:size], slots, graphs.slots[:size]
+        there = inputs[0][:size], inputs[1][:size], slots, graphs.slots[:size]
         filled, rows = Batch(*there, slots, None), rows_in(graphs.room(size), size)
         filters = known.filters and {
             name: getattr(rows, name) if isinstance(value, Tensor) else value for name, value in known.filters.items()
@@ -280,9 +293,9 @@ class FusedStep:
             self._known = _Known(same, wants, count, rows, None if self.tp is None else self._filters(slots, rows))
         return self._known
 
-    def settle(self, token_ids: Tensor) -> None:
-        """See ``engines.settle``."""
-        settle(token_ids, self.undefined)
+    def settled(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """See ``engines.settled``."""
+        return settled(token_ids, self.undefined)
 
     def _request(self, batch: Batch, known: _Known, wants: int) -> dict[str, Any]:
         request = self.head.request()
@@ -336,17 +349,23 @@ class FusedStep:
             return there
         return with_stops_ended(there, to_device(self.slots.least[batch.slots], self.device), batch.positions)
 
-    def _mask(self, batch: Batch) -> Tensor:
-        """(B, words) int32."""
+    def _mask(self, batch: Batch, room: Tensor | None = None) -> Tensor:
+        """(B, words) int32, in ``room`` if there is one."""
+        grammar = batch.grammar
+        if self._masks is None and grammar is not None and len(grammar.rows) == len(batch.slots):  # it alone says it all
+            masks = grammar.masks[:, : self.words]
+            if (np.diff(grammar.rows) != 1).any():
+                masks = masks[np.argsort(grammar.rows)]
+            return to_device(np.ascontiguousarray(masks), self.device, room)
         if self._masks is None:
             mask = torch.full((len(batch.slots), self.words), -1, dtype=torch.int32, device=self.device)
         else:
             mask = self._masks.index_select(0, batch.slots_there)
-        if batch.grammar is not None:
-            index = to_device(batch.grammar.rows, self.device)
-            theirs = to_device(np.ascontiguousarray(batch.grammar.masks), self.device)
+        if grammar is not None:
+            index = to_device(grammar.rows, self.device)
+            theirs = to_device(np.ascontiguousarray(grammar.masks), self.device)
             mask.index_copy_(0, index, mask.index_select(0, index) & theirs[:, : self.words])
-        return mask
+        return mask if room is None else room.copy_(mask)
 
     def warm_up(self, hidden_states: Tensor) -> list[str]:
         """Compiles what any batch of up to as many rows needs, and takes as much memory as the largest will: vLLM looks at the
@@ -364,7 +383,7 @@ class FusedStep:
 
     def _warm_up(self, hidden_states: Tensor) -> list[str]:
         batch, weight = len(hidden_states), self.head.weight
-        settle(torch.zeros(batch, dtype=torch.int64, device=self.device), self.undefined)
+        self.settled(torch.zeros(batch, dtype=torch.int64, device=self.device))
         if self.most_drafts:
             given, ids = example_of_drafts(self.most_drafts, self.device)
             held(given, ids)
