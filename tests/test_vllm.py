@@ -60,7 +60,7 @@ class GraphsOnCpu(Graphs):
 
 
 def graphs_of(slots, group=None):
-    return GraphsOnCpu(slots, D, torch.float32, torch.device("cpu"), group)
+    return GraphsOnCpu(slots, D, torch.float32, torch.device("cpu"), V, group)
 
 
 def runner_of(model=None, free=None, logprobs_mode="raw_logprobs", vocab_size=V, most_drafts=0, graphs=False):
@@ -398,6 +398,14 @@ def test_sizes_of_graphs():
     assert all(size >= batch for batch, size in enumerate(sizes, 1))
     assert sizes == sorted(sizes)
     assert sorted(set(sizes)) == [1, 2, 4, *range(8, 65, 8), *range(80, 250, 16), 250]
+
+
+def test_no_graph_is_recorded_where_memory_is_short(monkeypatch):
+    """Before anything is captured."""
+    graphs = Graphs(8, D, torch.float32, torch.device("cpu"), V)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 * 4 * 8 * V - 1, 1 << 40))
+    with pytest.raises(torch.OutOfMemoryError, match="free"):
+        graphs._record(lambda: pytest.fail("this would be captured"))
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, TypeError])

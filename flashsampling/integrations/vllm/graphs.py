@@ -6,7 +6,8 @@
                 looks; a row's token does not depend on its batch mates
     recording   a step of a size and a kind is run once as it is, which compiles and loads what it needs, then captured
     memory      all graphs share a pool, since they run one after the other on one stream: it has room for the largest step's
-                logits, beside what vLLM has measured for a step without graphs
+                logits, beside what vLLM has measured for a step without graphs, and outside of what vLLM may use. Where so much
+                is not free nothing is recorded: memory that runs out in a capture would be vLLM's next step's too
 
 Of several ranks each has its graphs, of the same steps: what a group promises holds for replays too (docs/tensor_parallel.md).
 """
@@ -23,6 +24,7 @@ from ...step import Drawn
 from .state import PARAMETERS
 
 MOST_GRAPHS = 256  # more kinds of steps are launched
+_AS_LOGITS = 3  # tensors of float32 logits' size in a step at most: logits, counts, and what is beside them
 _logger = logging.getLogger("vllm.flashsampling")
 
 
@@ -47,11 +49,13 @@ class Graphs:
         dim: D.
         dtype: of hidden states.
         device: where.
+        tokens: V, of several ranks this one's.
         group: the ``TensorParallel`` that draws, or None.
     """
 
-    def __init__(self, most: int, dim: int, dtype: torch.dtype, device: torch.device, group: Any = None) -> None:
+    def __init__(self, most: int, dim: int, dtype: torch.dtype, device: torch.device, tokens: int, group: Any = None) -> None:
         self.most, self._device, self._group = most, device, group
+        self._needed = 4 * most * tokens * _AS_LOGITS
         self.hidden_states = torch.zeros((most, dim), dtype=dtype, device=device)
         self.positions = torch.zeros(most, dtype=torch.int64, device=device)
         self.slots = torch.zeros(most, dtype=torch.int32, device=device)
@@ -99,6 +103,9 @@ class Graphs:
 
     def _record(self, work: Callable[[], Drawn]) -> _Recorded:
         """Not ``torch.cuda.graph``, which waits for the device and empties its cache: requests are being served."""
+        free, _ = torch.cuda.mem_get_info(self._device)
+        if free < self._needed:
+            raise torch.OutOfMemoryError(f"a graph may need {self._needed >> 20} MiB, of which {free >> 20} are free")
         if self._pool is None:
             self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self._device)
         graph = torch.cuda.CUDAGraph()
