@@ -13,7 +13,7 @@ process of its own, as vLLM has it; the model runner's class there is the plug-i
 
 Times are medians over the decode steps of all rows, of all rounds' generations, the plug-in's and vLLM's in turns.
 The plug-in's counters must say that every one of its steps is fused; with ``--ranks``, all ranks must have drawn the same
-tokens. With ``FLASHSAMPLING_VLLM_GRAPHS=1`` the plug-in's steps are CUDA graphs.
+tokens. With ``FLASHSAMPLING_VLLM_GRAPHS=0`` the plug-in's steps are launched, and no CUDA graphs.
 """
 
 import itertools

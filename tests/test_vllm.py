@@ -732,13 +732,14 @@ TRIED, NEWER = KNOWN["0.26"], KNOWN["0.33"]
         ("sampler.return_sampling_mask", True, "return_sampling_mask"),
         ("sampler.trace_replay_state", OnlyEven(), "enable_trace_replay"),
         ("model_config.logits_processors", ["some.module:Class"], "custom logits processors"),
-        ("vllm_config.parallel_config.tensor_parallel_size", 2, "tensor parallelism"),
+        ("vllm_config.parallel_config.tensor_parallel_size", 4, "tensor parallelism, but for two ranks"),
         ("vllm_config.parallel_config.prefill_context_parallel_size", 2, "context parallelism"),
         (None, None, None),
     ],
 )
 def test_runners_that_are_refused(where, value, why, monkeypatch):
-    monkeypatch.delenv("FLASHSAMPLING_VLLM_TP", raising=False)
+    for name in ("FLASHSAMPLING_VLLM_TP", "FLASHSAMPLING_VLLM_GRAPHS"):
+        monkeypatch.delenv(name, raising=False)
     runner = fakes.Runner(fakes.Model(V, D), fakes.Sampler(SLOTS, V), [0])
     parallel = SimpleNamespace(tensor_parallel_size=1, prefill_context_parallel_size=1)
     runner.vllm_config = SimpleNamespace(parallel_config=parallel, speculative_config=None)
@@ -747,8 +748,19 @@ def test_runners_that_are_refused(where, value, why, monkeypatch):
     if where is None:
         check_runner(runner, TRIED, fakes.Runner, fakes.Sampler)
         parallel.tensor_parallel_size = 2
+        check_runner(runner, TRIED, fakes.Runner, fakes.Sampler)  # as it was timed
+        for name, value in (("GRAPHS", "0"), ("TP", "0")):
+            monkeypatch.setenv(f"FLASHSAMPLING_VLLM_{name}", value)
+            with pytest.raises(Refused, match="tensor parallelism, but for two ranks"):
+                check_runner(runner, TRIED, fakes.Runner, fakes.Sampler)
+            monkeypatch.delenv(f"FLASHSAMPLING_VLLM_{name}")
+        runner.vllm_config.speculative_config = SimpleNamespace()
+        with pytest.raises(Refused, match="without drafts"):
+            check_runner(runner, TRIED, fakes.Runner, fakes.Sampler)
+        parallel.tensor_parallel_size = 4
         monkeypatch.setenv("FLASHSAMPLING_VLLM_TP", "1")
         check_runner(runner, TRIED, fakes.Runner, fakes.Sampler)
+        parallel.tensor_parallel_size, runner.vllm_config.speculative_config = 2, None
         with pytest.raises(Refused, match="tensor parallelism with this release"):
             check_runner(runner, NEWER, fakes.Runner, fakes.Sampler)
         parallel.tensor_parallel_size, runner.vllm_config.speculative_config = 1, SimpleNamespace()

@@ -95,10 +95,12 @@ class Graphs:
         left_out = 0 if self._group is None else self._group.left_out
         try:
             return self._record(work)
-        except Exception:
+        except Exception as error:
             if self._group is not None and self._group.left_out != left_out:
                 self._group.left_out = left_out  # it is no step of anybody's that this call had no part in
-            _logger.warning("flashsampling: no CUDA graph of a step, whose kernels go on to be launched", exc_info=True)
+            is_known = isinstance(error, torch.OutOfMemoryError)
+            text = "flashsampling: no CUDA graph of a step, whose kernels go on to be launched: %s"
+            _logger.warning(text, error, exc_info=not is_known)
             return None
 
     def _record(self, work: Callable[[], Drawn]) -> _Recorded:

@@ -331,19 +331,20 @@ def attach(runner: Any) -> str:
 def check_runner(runner: Any, release: Release, kind: type, sampler: type) -> None:
     """Refuses a runner of which something else is asked than a token of every request in turn."""
     config = runner.vllm_config
-    several = config.parallel_config.tensor_parallel_size > 1
+    ranks, drafts = config.parallel_config.tensor_parallel_size, config.speculative_config is not None
+    several = ranks > 1
     unmet = (
         (type(runner) is not kind, f"the model runner is a {type(runner).__name__}"),
         (runner.is_pooling_model, "the model does not generate"),
         (runner.device.type != "cuda", f"the device is {runner.device}, not an NVIDIA GPU"),
         (runner.use_pp, "pipeline parallelism"),
         (
-            several and not tensor_parallel(),
-            f"tensor parallelism, with which only plain batches' tokens were seen to come sooner ({TENSOR_PARALLEL}=1 has it)",
+            several and not tensor_parallel(ranks, drafts),
+            f"tensor parallelism, but for two ranks with graphs and without drafts, as it was timed ({TENSOR_PARALLEL}=1 has it)",
         ),
         (several and not release.drafts_and_ranks, "tensor parallelism with this release of vLLM, which has not been tried"),
         (
-            config.speculative_config is not None and not release.drafts_and_ranks,
+            drafts and not release.drafts_and_ranks,
             "speculative decoding with this release of vLLM, which has not been tried",
         ),
         (config.parallel_config.prefill_context_parallel_size > 1, "prefill context parallelism"),

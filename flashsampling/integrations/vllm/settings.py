@@ -54,14 +54,15 @@ def check_default(seen: bool, what: str) -> None:
         raise Refused(f"{what} was not run and timed on a GPU; {VARIABLE}=auto fuses all the same, {VARIABLE}=off stays silent")
 
 
-def tensor_parallel() -> bool:
-    """Whether several ranks may share a head."""
-    return os.environ.get(TENSOR_PARALLEL, "0") == "1"
+def tensor_parallel(ranks: int, drafts: bool) -> bool:
+    """Whether so many ranks may share a head. If the environment does not say: as far as it was run and timed on GPUs."""
+    said = os.environ.get(TENSOR_PARALLEL, "")
+    return said == "1" if said else ranks == 2 and not drafts and graphs()
 
 
 def graphs() -> bool:
     """Whether steps become CUDA graphs."""
-    return os.environ.get(GRAPHS, "0") == "1"
+    return os.environ.get(GRAPHS, "1") == "1"
 
 
 def check_version(version: str) -> Release:
