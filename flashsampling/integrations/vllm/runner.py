@@ -340,7 +340,7 @@ def check_runner(runner: Any, release: Release, kind: type, sampler: type) -> No
         (runner.use_pp, "pipeline parallelism"),
         (
             several and not tensor_parallel(ranks, drafts),
-            f"tensor parallelism, but for two ranks with graphs and without drafts, as it was timed ({TENSOR_PARALLEL}=1 has it)",
+            f"tensor parallelism, but for two ranks with graphs and no drafts, as it was timed ({TENSOR_PARALLEL}=1 has it)",
         ),
         (several and not release.drafts_and_ranks, "tensor parallelism with this release of vLLM, which has not been tried"),
         (
