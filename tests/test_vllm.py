@@ -1,5 +1,6 @@
 """The plug-in for vLLM, on a model runner that is made up: who does a step, with whose parameters, and what comes of it."""
 
+import contextlib
 import dataclasses
 import functools
 import importlib
@@ -14,13 +15,14 @@ from torch import is_tensor
 import flashsampling
 from flashsampling.integrations.engines import Layers
 from flashsampling.integrations.vllm import Refused, counters
+from flashsampling.integrations.vllm.batches import batch_of
 from flashsampling.integrations.vllm.graphs import Graphs, _Recorded, size_of
 from flashsampling.integrations.vllm.head import head_of
 from flashsampling.integrations.vllm.runner import Fused, FusedRunner, Vllm, check_runner
 from flashsampling.integrations.vllm.settings import KNOWN
 from flashsampling.integrations.vllm.slots import Rules, Slots, mask_of
 from flashsampling.integrations.vllm.state import Rows, counts_of
-from flashsampling.integrations.vllm.step import EVERYTHING, PLAIN, FusedStep, Mix, mix_of, mixes
+from flashsampling.integrations.vllm.step import EVERYTHING, PLAIN, FusedStep, Grammar, Mix, mix_of, mixes
 from flashsampling.step import Drawn
 
 from . import vllm_fakes as fakes
@@ -343,6 +345,13 @@ def test_graphs_of_batches_that_change(room):
     requests = {name: (PROMPT, SERVED[name]) for name in kinds}
     runner.add(**requests)
     step, rng = runner.flashsampling.step, np.random.default_rng(0)
+    forgotten, forget = [], step.graphs.forget
+
+    def forgetting():
+        forgotten.append(len(step.graphs._recorded))
+        forget()
+
+    step.graphs.forget = forgetting
     for number in range(60):
         names = [*map(str, rng.permutation(kinds)[: rng.integers(1, SLOTS + 1)])]
         batch = runner.batch(dict.fromkeys(names, 1))
@@ -360,11 +369,10 @@ def test_graphs_of_batches_that_change(room):
         check_rows(runner, batch, states, runner.sample(states, batch, grammar)[0], requests, masks=masks)
     assert 10 < step.graphs.replays < 59
     assert not runner.left
-    places = {place for *_, place in step.graphs._recorded}
-    assert len({weight for *_, weight in places}) == 2  # a graph reads the weight that it was recorded with
-    assert {states for states, *_ in places} == {step.graphs.hidden_states.data_ptr()} | (
-        {buffers[0].data_ptr()} if room else set()
-    )
+    assert len(forgotten) == 2  # at first, and of the other weight: a graph reads the one that it was recorded with
+    assert forgotten[0] == 0 < forgotten[1]
+    mine, theirs = step.graphs.hidden_states.data_ptr(), buffers[0].data_ptr()
+    assert {states for *_, states, _ in step.graphs._recorded} == {mine, *([theirs] if room else [])}
     assert {kind[0] for kind in step.graphs._recorded} <= {1, 2, 4, 8}
 
 
@@ -401,11 +409,48 @@ def test_sizes_of_graphs():
 
 
 def test_no_graph_is_recorded_where_memory_is_short(monkeypatch):
-    """Before anything is captured."""
-    graphs = Graphs(8, D, torch.float32, torch.device("cpu"), V)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 * 4 * 8 * V - 1, 1 << 40))
+    """Before anything is captured: less than the largest step may need, but for what the pool has already."""
+
+    class Recording:
+        def capture_begin(self, **how):
+            free[0] -= 1000  # what the graphs' pool takes
+
+        def capture_end(self):
+            pass
+
+        def replay(self):
+            pass
+
+    graphs, needed, free = Graphs(8, D, torch.float32, torch.device("cpu"), V), 3 * 4 * 8 * (V + 8192), [0]
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    for name, value in {
+        "mem_get_info": lambda device: (free[0], 1 << 40),
+        "graph_pool_handle": lambda: (0, 0),
+        "Stream": lambda device: stream,
+        "current_stream": lambda device: stream,
+        "stream": lambda stream: contextlib.nullcontext(),
+        "CUDAGraph": Recording,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    for free[0], is_enough in ((needed - 1, False), (needed, True), (needed - 1000, True), (needed - 2001, False)):
+        with contextlib.nullcontext() if is_enough else pytest.raises(torch.OutOfMemoryError, match="free"):
+            assert graphs._record(lambda: "drawn").drawn == "drawn"
+    graphs.forget()
+    free[0] = needed - 1
     with pytest.raises(torch.OutOfMemoryError, match="free"):
-        graphs._record(lambda: pytest.fail("this would be captured"))
+        graphs._record(lambda: "drawn")
+
+
+def test_rows_of_a_wide_mask_lie_as_ever():
+    """Also where there is one: kernels are compiled for their distance."""
+    runner = runner_of()
+    step, words = runner.flashsampling.step, -(-V // 32)
+    runner.add(a=(PROMPT, SERVED["plain"]))
+    batch = batch_of(torch.zeros(1, D), runner.batch({"a": 1}), None)
+    for rows in (1, 3):
+        masks = np.zeros((rows, words + 5), np.int32)
+        grammar = Grammar(np.arange(rows), np.arange(rows), masks)
+        assert step._mask(batch._replace(grammar=grammar, slots=np.zeros(rows, np.int32))).stride() == (words, 1)
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, TypeError])

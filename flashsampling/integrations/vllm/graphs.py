@@ -25,6 +25,7 @@ from .state import PARAMETERS
 
 MOST_GRAPHS = 256  # more kinds of steps are launched
 _AS_LOGITS = 3  # tensors of float32 logits' size in a step at most: logits, counts, and what is beside them
+_BESIDE = 8192  # and as many numbers of a row thrice, whatever the vocabulary: candidates
 _logger = logging.getLogger("vllm.flashsampling")
 
 
@@ -49,13 +50,16 @@ class Graphs:
         dim: D.
         dtype: of hidden states.
         device: where.
-        tokens: V, of several ranks this one's.
+        vocab_size: V, of several ranks all of it: each has room for all counts.
         group: the ``TensorParallel`` that draws, or None.
     """
 
-    def __init__(self, most: int, dim: int, dtype: torch.dtype, device: torch.device, tokens: int, group: Any = None) -> None:
+    def __init__(
+        self, most: int, dim: int, dtype: torch.dtype, device: torch.device, vocab_size: int, group: Any = None
+    ) -> None:
         self.most, self._device, self._group = most, device, group
-        self._needed = 4 * most * tokens * _AS_LOGITS
+        self._worst = 4 * most * (vocab_size + _BESIDE) * _AS_LOGITS  # bytes
+        self._needed = self._worst  # of these the pool does not have yet
         self.hidden_states = torch.zeros((most, dim), dtype=dtype, device=device)
         self.positions = torch.zeros(most, dtype=torch.int64, device=device)
         self.slots = torch.zeros(most, dtype=torch.int32, device=device)
@@ -80,15 +84,21 @@ class Graphs:
     def draw(self, kind: Hashable, work: Callable[[], Drawn]) -> Drawn:
         """What ``work`` gives, which reads nothing but what stays where it is, and is the same for a ``kind``. The next replay
         writes there: it is for work on this stream before that."""
-        if kind not in self._recorded:
-            drawn = work()
-            self._recorded[kind] = self._record_if_possible(work) if len(self._recorded) < MOST_GRAPHS else None
-            return drawn
-        recorded = self._recorded[kind]
-        if recorded is None:
-            return work()
-        recorded.replay()
-        return recorded.drawn
+        recorded = self._recorded.get(kind)
+        if recorded is not None:
+            recorded.replay()
+            return recorded.drawn
+        drawn = work()
+        if kind not in self._recorded and len(self._recorded) < MOST_GRAPHS:
+            self._recorded[kind] = self._record_if_possible(work)
+        return drawn
+
+    def forget(self) -> None:
+        """All that was recorded, once the device is done with it."""
+        if self._recorded and self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._recorded.clear()
+        self._needed = self._worst
 
     def _record_if_possible(self, work: Callable[[], Drawn]) -> _Recorded | None:
         """Not where memory runs out, say: then steps of the kind are launched as ever. To other ranks that is the same."""
@@ -125,4 +135,6 @@ class Graphs:
         finally:
             if collects:
                 gc.enable()
+        left, _ = torch.cuda.mem_get_info(self._device)
+        self._needed = max(self._needed - max(free - left, 0), 0)
         return _Recorded(graph.replay, drawn, work)

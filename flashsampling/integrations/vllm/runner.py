@@ -319,8 +319,8 @@ def attach(runner: Any) -> str:
     rules = Rules(head.vocab_size, raw_logprobs, release.frees_stops, bool(envs.VLLM_BATCH_INVARIANT))
     recorded = None
     if graphs():
-        tokens, dim = head.weight.shape
-        recorded = Graphs(runner.max_num_reqs, dim, head.weight.dtype, runner.device, tokens, tp)
+        dim, dtype = head.weight.shape[1], head.weight.dtype
+        recorded = Graphs(runner.max_num_reqs, dim, dtype, runner.device, head.vocab_size, tp)
     step = FusedStep(head, runner.sampler, Slots(runner.max_num_reqs, rules), runner.device, tp, most_drafts, recorded)
     vllm = Vllm(SamplerOutput, LogprobsTensors, get_num_sampled_and_rejected, AsyncModelRunnerOutput)
     runner.flashsampling = Fused(step, vllm)

@@ -62,7 +62,7 @@ def tensor_parallel(ranks: int, drafts: bool) -> bool:
 
 def graphs() -> bool:
     """Whether steps become CUDA graphs."""
-    return os.environ.get(GRAPHS, "1") == "1"
+    return (os.environ.get(GRAPHS, "") or "1") == "1"
 
 
 def check_version(version: str) -> Release:

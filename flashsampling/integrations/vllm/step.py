@@ -39,6 +39,7 @@ from .slots import Slots, Wants
 from .state import Rows, counts_of, rows_in, rows_of
 
 _FEW = 64  # biased tokens
+_MOST_WORKS = 1024  # kinds of steps that are remembered
 _IN_REGISTERS = ("cute",)  # implementations that mask and penalise in the launch that draws
 
 
@@ -155,7 +156,8 @@ class FusedStep:
         self.tokens = None if tp is None else (tp.first_token, tp.last_token)  # of this rank
         self.undefined = torch.zeros(1, dtype=torch.int64, device=device)
         self._known: _Known | None = None  # of the last step
-        self._works: dict[Hashable, _Work] = {}  # by what makes another graph
+        self._works: dict[Hashable, _Work] = {}  # by what makes another graph, of the weight at this address
+        self._recorded_weight = 0
         self._masks: Tensor | None = None  # (slots, words), all bits set where a request has none
         self._masked = np.zeros(len(slots.reasons), bool)
 
@@ -217,8 +219,13 @@ class FusedStep:
         numbers = tuple((name, value) for name, value in filters.items() if not isinstance(value, Tensor))
         inputs = self._inputs(batch, size, graphs)
         states, positions = inputs
-        places = states.data_ptr(), positions.data_ptr(), self.head.weight.data_ptr()
-        kind = size, wants, known.top_logprobs, tuple(filters), numbers, places
+        weight = self.head.weight.data_ptr()
+        if weight != self._recorded_weight or len(self._works) > _MOST_WORKS:
+            self._works.clear()
+            if weight != self._recorded_weight:  # no graph reads the old one any more
+                graphs.forget()
+            self._recorded_weight = weight
+        kind = size, wants, known.top_logprobs, tuple(filters), numbers, states.data_ptr(), positions.data_ptr()
         if kind not in self._works:
             self._works[kind] = self._work(batch, known, wants, size, inputs, graphs)
         work = self._works[kind]
@@ -353,7 +360,11 @@ class FusedStep:
         """(B, words) int32, in ``room`` if there is one."""
         grammar = batch.grammar
         if self._masks is None and grammar is not None and len(grammar.rows) == len(batch.slots):  # it alone says it all
-            masks = grammar.masks[:, : self.words]
+            masks = grammar.masks
+            if (
+                masks.shape[1] != self.words
+            ):  # a copy, whose rows lie as kernels are compiled for: of one row any distance would do
+                masks = masks[:, : self.words].copy()
             if (np.diff(grammar.rows) != 1).any():
                 masks = masks[np.argsort(grammar.rows)]
             return to_device(np.ascontiguousarray(masks), self.device, room)
