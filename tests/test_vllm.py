@@ -412,7 +412,8 @@ def test_no_graph_is_recorded_where_memory_is_short(monkeypatch):
     """Before anything is captured: less than the largest step may need, but for what the pool has already."""
 
     class Recording:
-        def capture_begin(self, **how):
+        def capture_begin(self, pool, **how):
+            pools.append(pool)
             free[0] -= 1000  # what the graphs' pool takes
 
         def capture_end(self):
@@ -422,10 +423,10 @@ def test_no_graph_is_recorded_where_memory_is_short(monkeypatch):
             pass
 
     graphs, needed, free = Graphs(8, D, torch.float32, torch.device("cpu"), V), 3 * 4 * 8 * (V + 8192), [0]
-    stream = SimpleNamespace(wait_stream=lambda other: None)
+    stream, handles, pools = SimpleNamespace(wait_stream=lambda other: None), iter(range(9)), []
     for name, value in {
         "mem_get_info": lambda device: (free[0], 1 << 40),
-        "graph_pool_handle": lambda: (0, 0),
+        "graph_pool_handle": lambda: next(handles),
         "Stream": lambda device: stream,
         "current_stream": lambda device: stream,
         "stream": lambda stream: contextlib.nullcontext(),
@@ -439,6 +440,9 @@ def test_no_graph_is_recorded_where_memory_is_short(monkeypatch):
     free[0] = needed - 1
     with pytest.raises(torch.OutOfMemoryError, match="free"):
         graphs._record(lambda: "drawn")
+    free[0] = needed
+    graphs._record(lambda: "drawn")
+    assert pools == [0, 0, 1]  # torch records nothing into a pool whose graphs are gone
 
 
 def test_rows_of_a_wide_mask_lie_as_ever():

@@ -58,8 +58,8 @@ class Graphs:
         self, most: int, dim: int, dtype: torch.dtype, device: torch.device, vocab_size: int, group: Any = None
     ) -> None:
         self.most, self._device, self._group = most, device, group
-        self._worst = 4 * most * (vocab_size + _BESIDE) * _AS_LOGITS  # bytes
-        self._needed = self._worst  # of these the pool does not have yet
+        self._needed = 4 * most * (vocab_size + _BESIDE) * _AS_LOGITS  # bytes of the pool, at most
+        self._taken = 0  # of these it has
         self.hidden_states = torch.zeros((most, dim), dtype=dtype, device=device)
         self.positions = torch.zeros(most, dtype=torch.int64, device=device)
         self.slots = torch.zeros(most, dtype=torch.int32, device=device)
@@ -98,7 +98,7 @@ class Graphs:
         if self._recorded and self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self._recorded.clear()
-        self._needed = self._worst
+        self._pool, self._taken = None, 0  # torch records nothing into a pool whose graphs are gone
 
     def _record_if_possible(self, work: Callable[[], Drawn]) -> _Recorded | None:
         """Not where memory runs out, say: then steps of the kind are launched as ever. To other ranks that is the same."""
@@ -116,8 +116,9 @@ class Graphs:
     def _record(self, work: Callable[[], Drawn]) -> _Recorded:
         """Not ``torch.cuda.graph``, which waits for the device and empties its cache: requests are being served."""
         free, _ = torch.cuda.mem_get_info(self._device)
-        if free < self._needed:
-            raise torch.OutOfMemoryError(f"a graph may need {self._needed >> 20} MiB, of which {free >> 20} are free")
+        needed = self._needed - self._taken
+        if free < needed:
+            raise torch.OutOfMemoryError(f"a graph may need {needed >> 20} MiB, of which {free >> 20} are free")
         if self._pool is None:
             self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self._device)
         graph = torch.cuda.CUDAGraph()
@@ -136,5 +137,5 @@ class Graphs:
             if collects:
                 gc.enable()
         left, _ = torch.cuda.mem_get_info(self._device)
-        self._needed = max(self._needed - max(free - left, 0), 0)
+        self._taken += max(free - left, 0)
         return _Recorded(graph.replay, drawn, work)

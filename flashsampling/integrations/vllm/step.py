@@ -156,8 +156,8 @@ class FusedStep:
         self.tokens = None if tp is None else (tp.first_token, tp.last_token)  # of this rank
         self.undefined = torch.zeros(1, dtype=torch.int64, device=device)
         self._known: _Known | None = None  # of the last step
-        self._works: dict[Hashable, _Work] = {}  # by what makes another graph, of the weight at this address
-        self._recorded_weight = 0
+        self._works: dict[Hashable, _Work] = {}  # by what makes another graph
+        self._recorded_weight = 0  # the address of the weight that they are of
         self._masks: Tensor | None = None  # (slots, words), all bits set where a request has none
         self._masked = np.zeros(len(slots.reasons), bool)
 
@@ -176,8 +176,8 @@ class FusedStep:
             self._masks[slot].copy_(to_device(noted.mask, self.device))
 
     def draw(self, batch: Batch) -> tuple[SampleOutput, int | None]:
-        """Draws for every row; -1 where there is no score: see ``settled``. With graphs, the
-        next one writes where these tokens and values are.
+        """Draws for every row; -1 where there is no score: see ``settled``. With graphs the next step
+        writes where these tokens and values are.
 
         Returns:
             what ``sample`` returns, and how many top log-probabilities were asked for by the row with the most; None: no row
@@ -215,18 +215,19 @@ class FusedStep:
         """Likewise, by a CUDA graph. ``wants``: a grammar's mask too."""
         count = len(batch.slots)
         size = size_of(count, graphs.most)
-        filters = known.filters or {}
-        numbers = tuple((name, value) for name, value in filters.items() if not isinstance(value, Tensor))
+        filters = () if known.filters is None else known.filters.items()
+        numbers = tuple((name, None if isinstance(value, Tensor) else value) for name, value in filters)
         inputs = self._inputs(batch, size, graphs)
         states, positions = inputs
         weight = self.head.weight.data_ptr()
-        if weight != self._recorded_weight or len(self._works) > _MOST_WORKS:
+        if weight != self._recorded_weight:  # no graph of the old one is of use
+            graphs.forget()
             self._works.clear()
-            if weight != self._recorded_weight:  # no graph reads the old one any more
-                graphs.forget()
             self._recorded_weight = weight
-        kind = size, wants, known.top_logprobs, tuple(filters), numbers, states.data_ptr(), positions.data_ptr()
+        kind = size, wants, known.top_logprobs, numbers, states.data_ptr(), positions.data_ptr()
         if kind not in self._works:
+            if len(self._works) > _MOST_WORKS:
+                self._works.clear()
             self._works[kind] = self._work(batch, known, wants, size, inputs, graphs)
         work = self._works[kind]
         if inputs is not batch.buffers:
@@ -361,9 +362,7 @@ class FusedStep:
         grammar = batch.grammar
         if self._masks is None and grammar is not None and len(grammar.rows) == len(batch.slots):  # it alone says it all
             masks = grammar.masks
-            if (
-                masks.shape[1] != self.words
-            ):  # a copy, whose rows lie as kernels are compiled for: of one row any distance would do
+            if masks.shape[1] != self.words:  # copied: to NumPy one row is contiguous, whatever its stride
                 masks = masks[:, : self.words].copy()
             if (np.diff(grammar.rows) != 1).any():
                 masks = masks[np.argsort(grammar.rows)]
