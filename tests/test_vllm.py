@@ -422,8 +422,13 @@ def test_no_graph_is_recorded_where_memory_is_short(monkeypatch):
         def replay(self):
             pass
 
+    def work():
+        return drawn
+
     graphs, needed, free = Graphs(8, D, torch.float32, torch.device("cpu"), V), 3 * 4 * 8 * (V + 8192), [0]
-    stream, handles, pools = SimpleNamespace(wait_stream=lambda other: None), iter(range(9)), []
+    stream, handles = SimpleNamespace(wait_stream=lambda other: None), iter(range(9))
+    drawn = Drawn(torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, dtype=torch.int32))
+    pools: list[int] = []
     for name, value in {
         "mem_get_info": lambda device: (free[0], 1 << 40),
         "graph_pool_handle": lambda: next(handles),
@@ -435,13 +440,13 @@ def test_no_graph_is_recorded_where_memory_is_short(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, value)
     for free[0], is_enough in ((needed - 1, False), (needed, True), (needed - 1000, True), (needed - 2001, False)):
         with contextlib.nullcontext() if is_enough else pytest.raises(torch.OutOfMemoryError, match="free"):
-            assert graphs._record(lambda: "drawn").drawn == "drawn"
+            assert graphs._record(work).drawn is drawn
     graphs.forget()
     free[0] = needed - 1
     with pytest.raises(torch.OutOfMemoryError, match="free"):
-        graphs._record(lambda: "drawn")
+        graphs._record(work)
     free[0] = needed
-    graphs._record(lambda: "drawn")
+    graphs._record(work)
     assert pools == [0, 0, 1]  # torch records nothing into a pool whose graphs are gone
 
 
