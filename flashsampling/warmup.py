@@ -169,26 +169,30 @@ def compile_ahead(
     problem = Problem(1, weight.shape[0], tokens, weight.device, 1)
     (states, temperature, zeros), _ = _inputs(weight, 1)
     apart: dict[Hashable, list[Step]] = {}
+    begun = False
     for request in requests:
         if request:
             step = Step(states, weight, temperature, zeros, zeros, 1, tokens, asked=asked_of(request, problem))
             backend = ops.choose(step, "")
             if backend.compiles:
+                if not begun:
+                    backend.module.begin(step)
+                    begun = True
                 apart.setdefault(backend.module.compiled_apart(step.asked), []).append(step)
-    # what asks for most needs every kernel there is, and is drawn by itself
+    # what asks for most takes longest
     groups = sorted(apart.values(), key=lambda steps: len(steps[0].asked.names()), reverse=True)
-    side_by_side(groups, functools.partial(ops.sample, impl=""), min(8, os.cpu_count() or 1), weight.device)
+    side_by_side(groups, functools.partial(ops.sample, impl=""), _threads(), weight.device)
+
+
+def _threads() -> int:
+    """How many kernels are compiled at a time."""
+    return min(8, os.cpu_count() or 1)
 
 
 def side_by_side(groups: Sequence[Sequence[_T]], draw: Callable[[_T], Any], at_once: int, device: torch.device) -> None:
-    """Draws of every group in turn, of different groups at once: the first group by itself, with which Triton begins what it
-    keeps of a function, the others in threads, on the caller's stream. Triton's compiler is Python for less than a tenth of its
-    time. What two threads compile must never be the same kernel, which one of them could find half loaded."""
-    if not groups:
-        return
-    first, *others = groups
-    for each in first:
-        draw(each)
+    """Draws of every group in turn, of different groups at once, in threads, on the caller's stream, after the implementation's
+    ``begin``. Triton's compiler is Python for less than a tenth of its time. What two threads compile must never be the same
+    kernel, which one of them could find half loaded."""
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
     inference = torch.is_inference_mode_enabled()
 
@@ -198,7 +202,7 @@ def side_by_side(groups: Sequence[Sequence[_T]], draw: Callable[[_T], Any], at_o
                 draw(each)
 
     with ThreadPoolExecutor(at_once) as pool:
-        for _ in pool.map(draw_alike, others):  # raises what a draw raises
+        for _ in pool.map(draw_alike, groups):  # raises what a draw raises
             pass
 
 
@@ -215,12 +219,12 @@ class Plan(NamedTuple):
 
     kernels: list[str]  # their names
     batches: list[list[int]]  # the batch sizes whose draws compile them: those of the same kernels together
-    at_once: int  # how many can be compiled at a time
+    begin: Callable[[], None] | None = None  # before threads compile them; None: they are compiled in turn
 
     def draw(self, weight: Tensor, draw: Callable[[Tensor, Tensor | float, Tensor], Any], *, in_turn: bool = False) -> None:
         """Calls ``draw(hidden_states, temperature, zeros)`` for each kernel, on the current stream: ``side_by_side``, unless it
         must be ``in_turn``."""
-        if in_turn or self.at_once == 1:
+        if in_turn or self.begin is None:
             for batch in sorted(itertools.chain(*self.batches)):  # as on every rank
                 for inputs in _inputs(weight, batch):
                     draw(*inputs)
@@ -228,7 +232,8 @@ class Plan(NamedTuple):
         kernels = [
             kernel for batches in self.batches for kernel in zip(*(_inputs(weight, batch) for batch in batches), strict=True)
         ]
-        side_by_side(kernels, lambda inputs: draw(*inputs), self.at_once, weight.device)
+        self.begin()
+        side_by_side(kernels, lambda inputs: draw(*inputs), _threads(), weight.device)
 
 
 def plan(
@@ -238,7 +243,7 @@ def plan(
     step = example(weight)._replace(asked=asked)
     name = impl if tp is None else tp.impl
     if name is not None and (name not in BACKENDS or BACKENDS[name].unsupported(step) is not None):
-        return Plan([], [[1]], 1)  # the call says what is wrong
+        return Plan([], [[1]])  # the call says what is wrong
     # what is asked for is drawn behind a matmul, in the shapes of one draw
     draws = num_samples if asked is PLAIN else 1
     backend = ops.choose(step, name or "")
@@ -246,4 +251,4 @@ def plan(
     if asked is not PLAIN:
         names = [f"{name} with {arguments(asked.names())}" for name in names]
     in_threads = backend.name == "triton" and weight.is_cuda  # its interpreter is for one thread
-    return Plan(names, batches, min(8, os.cpu_count() or 1) if in_threads else 1)
+    return Plan(names, batches, functools.partial(backend.module.begin, step) if in_threads else None)

@@ -94,14 +94,20 @@ def test_keys_of_the_cache_after_warmup(use_tma, dtype, dim, num_samples, monkey
     assert keys.seen == made
 
 
+@pytest.fixture
+def eight_cores(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+
+
 @pytest.mark.parametrize("in_turn", [False, True])
-def test_one_draw_after_another_or_at_once(in_turn, device):
-    """At once but for the first, in threads that stand where the caller stands; or in the caller's own, in order."""
-    together = threading.Barrier(5)
+def test_one_draw_after_another_or_at_once(in_turn, device, eight_cores):
+    """At once, in threads that stand where the caller stands, after the one call before; or in the caller's own, in order."""
+    together = threading.Barrier(6)
     drawn: list[tuple] = []
+    begun: list[int] = []
 
     def draw(states, temperature, zeros):
-        if drawn and not in_turn:
+        if not in_turn:
             together.wait(timeout=60)
         modes = threading.get_ident(), torch.is_inference_mode_enabled()
         stream = torch.cuda.current_stream() if states.is_cuda else None
@@ -110,11 +116,13 @@ def test_one_draw_after_another_or_at_once(in_turn, device):
 
     own = torch.cuda.Stream() if device.type == "cuda" else None
     with torch.inference_mode(), torch.cuda.stream(own):
-        Plan(["a", "b", "c", "d", "e", "f"], [[1], [17], [33]], 5).draw(torch.zeros(9, 8, device=device), draw, in_turn=in_turn)
+        plan = Plan(["a", "b", "c", "d", "e", "f"], [[1], [17], [33]], lambda: begun.append(len(drawn)))
+        plan.draw(torch.zeros(9, 8, device=device), draw, in_turn=in_turn)
+    assert begun == ([] if in_turn else [0])
     calls = [(batch, per_row) for batch in (1, 17, 33) for per_row in (True, False)]
     assert [call[:2] for call in drawn] == calls if in_turn else sorted(call[:2] for call in drawn) == sorted(calls)
-    assert drawn[0][:3] == (1, True, threading.get_ident())
-    assert len({call[2] for call in drawn[1:]}) == (1 if in_turn else 5)
+    threads = {call[2] for call in drawn}
+    assert threads == {threading.get_ident()} if in_turn else len(threads) == 6
     assert all(call[3:] == (True, own) for call in drawn)
 
 
@@ -124,10 +132,10 @@ def test_a_draw_that_fails_at_once_with_others_is_the_callers_error():
             raise ValueError("no room for 17")
 
     with pytest.raises(ValueError, match="no room for 17"):
-        Plan(["a"], [[1], [17], [33]], 2).draw(torch.zeros(9, 8), draw)
+        Plan(["a"], [[1], [17], [33]], lambda: None).draw(torch.zeros(9, 8), draw)
 
 
-def test_draws_of_one_kernel_are_one_threads():
+def test_draws_of_one_kernel_are_one_threads(eight_cores):
     """A kernel that another thread has compiled may not be loaded yet."""
     threads: dict[tuple[int, bool], int] = {}
     together = threading.Barrier(2)  # of both kernels of the second shape, however slow the machine
@@ -137,18 +145,16 @@ def test_draws_of_one_kernel_are_one_threads():
             together.wait(timeout=60)
         threads[len(states), isinstance(temperature, float)] = threading.get_ident()
 
-    Plan([], [[1, 40], [17, 33, 65], [129]], 4).draw(torch.zeros(9, 8), draw)
+    plan = Plan([], [[1, 40], [17, 33, 65], [129]], lambda: None)
+    plan.draw(torch.zeros(9, 8), draw)
     assert len(threads) == 12
-    own = threading.get_ident()
-    assert threads[1, False] == threads[40, False] == own
+    assert threading.get_ident() not in threads.values()
     for kind in (False, True):
-        assert threads[17, kind] == threads[33, kind] == threads[65, kind] != own
-    assert threads[1, True] == threads[40, True] != own
+        assert threads[17, kind] == threads[33, kind] == threads[65, kind]
+        assert threads[1, kind] == threads[40, kind]
     assert threads[17, False] != threads[17, True]
     in_turn: list[int] = []
-    Plan([], [[1, 40], [17, 33, 65], [129]], 4).draw(
-        torch.zeros(9, 8), lambda states, *_: in_turn.append(len(states)), in_turn=True
-    )
+    plan.draw(torch.zeros(9, 8), lambda states, *_: in_turn.append(len(states)), in_turn=True)
     assert in_turn == [1, 1, 17, 17, 33, 33, 40, 40, 65, 65, 129, 129]
 
 
@@ -174,7 +180,7 @@ AT_ONCE = """
 import sys
 import torch
 from tests.triton_target import compile_only
-from flashsampling.impl.triton import launch
+from flashsampling.impl.triton import jit, launch
 from flashsampling.step import Step
 from flashsampling.warmup import Plan
 
@@ -185,7 +191,7 @@ weight = torch.zeros(500, 264, dtype=torch.bfloat16)
 def draw(states, temperature, zeros):
     launch.run(Step(states, weight, temperature, zeros, zeros, 1, 500))
 
-plan = Plan([], [[1], [17], [33]], 4)
+plan = Plan([], [[1], [17], [33]], lambda: jit.begin(torch.device("cuda", 0)))
 for _ in range(2):
     plan.draw(weight, draw)
 print(len(compiled), len({kernel.hash for kernel in compiled}), len({id(kernel) for kernel in compiled}))
@@ -406,7 +412,6 @@ def test_what_is_compiled_apart_shares_no_kernel(name, monkeypatch, device):
     states, weight = torch.zeros(1, 16, device=device), torch.zeros(vocab, 16, device=device)
     zeros, logits = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(1, vocab, device=device)
     groups: dict[object, set[str]] = {}
-    of_most: tuple[int, set[str]] = (0, set())
     for request in _mixes(1, vocab, device):
         asked = asked_of(request, Problem(1, vocab, vocab, weight.device, 1))
         step = Step(states, weight, torch.ones(1, device=device), zeros, zeros, 1, vocab, asked=asked)
@@ -417,32 +422,52 @@ def test_what_is_compiled_apart_shares_no_kernel(name, monkeypatch, device):
         else:
             of_triton.run(step._replace(logits=logits))
         kernels = {f"{each} {key}" for each, stand_in in keys.items() for key in stand_in.seen}
-        of_most = max(
-            of_most, (len(asked.names()), {each for each, stand_in in keys.items() if stand_in.seen}), key=lambda most: most[0]
-        )
         groups.setdefault((of_cute if name == "cute" else of_triton).compiled_apart(asked), set()).update(kernels)
     for one, other in itertools.combinations(groups.values(), 2):
         assert not one & other
     assert len([kernels for kernels in groups.values() if kernels]) >= 7
-    assert of_most[1] == set(keys)  # which is drawn by itself before the others: every kernel has begun then
+
+
+def test_triton_begins_with_the_kernel_that_all_requests_share(monkeypatch, device):
+    """That of the matmul, which threads would compile at once."""
+    pytest.importorskip("triton")
+    from flashsampling.impl import triton as backend
+    from flashsampling.impl.triton import config, products
+
+    keys = _Keys(products.products_kernel)
+    monkeypatch.setattr(products, "products_kernel", keys)
+    for module in (products, config):
+        monkeypatch.setattr(module, "choose_config", lambda *_: config.shape_for(1, 16, torch.bfloat16, 1, False))
+    weight = torch.zeros(300, 16, dtype=torch.bfloat16, device=device)
+    states, zeros = weight[:1].clone(), torch.zeros(1, dtype=torch.int64, device=device)
+    plain = Step(states, weight, torch.ones(1, device=device), zeros, zeros, 1, 300)
+    backend.begin(plain)
+    assert not keys.seen  # a kernel of its own
+    made = set()
+    for request in _mixes(1, 300, device):
+        step = plain._replace(asked=asked_of(request, Problem(1, 300, 300, weight.device, 1)))
+        if not made:
+            backend.begin(step)
+            made = set(keys.seen)
+            assert len(made) == 1
+        backend.run(step)
+    assert keys.seen == made
 
 
 def test_groups_are_drawn_side_by_side():
-    """The first by itself, of each group in turn, and what one raises is raised."""
+    """Of each group in turn, and what one raises is raised."""
     begun: list[str] = []
     threads: dict[str, set[int]] = {}
-    barrier = threading.Barrier(3, timeout=30)
+    barrier = threading.Barrier(4, timeout=30)
 
     def draw(each):
         begun.append(each)
         threads.setdefault(each[0], set()).add(threading.get_ident())
-        if each[0] != "a":
-            assert {"a0", "a1"} <= set(begun)
-            barrier.wait()  # passes only if three groups are drawn at once
+        barrier.wait()  # passes only if four groups are drawn at once
 
-    side_by_side([["a0", "a1"], ["b0", "b1"], ["c0", "c1"], ["d0", "d1"]], draw, 3, torch.device("cpu"))
+    side_by_side([["a0", "a1"], ["b0", "b1"], ["c0", "c1"], ["d0", "d1"]], draw, 4, torch.device("cpu"))
     assert sorted(begun) == [f"{group}{n}" for group in "abcd" for n in "01"]
-    assert threads["a"] == {threading.get_ident()}
+    assert all(begun.index(f"{group}0") < begun.index(f"{group}1") for group in "abcd")
     assert all(len(of_group) == 1 for of_group in threads.values())
 
     def fails(each):

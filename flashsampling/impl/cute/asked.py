@@ -118,6 +118,11 @@ def compiled_apart(asked: Asked) -> Hashable:
     return scanned, _picking().compiled_apart(asked if scanned else _left(asked))
 
 
+def begin(step: Step) -> None:
+    """See ``backends``: what ``compiled_apart`` says of the kernels here."""
+    importlib.import_module("..triton.jit", __package__).begin(step.hidden_states.device)
+
+
 def _floors_of(step: Step) -> Tensor | None:
     """Room for the rows' floors, where some row may get one, and what is below is asked for by nobody. It is a matter of the
     request's kind, not of numbers, since ``pick`` is compiled for it: also where a top-k is too great for the sample."""

@@ -1,15 +1,15 @@
 """The careful pass, whose reasons ``kernel`` has: refined noise, every case of the contract told apart, any number of draws."""
 
-import triton
 import triton.language as tl
 
+from .jit import jit
 from .noise import REFINEMENT_BIT, minus_gumbel, minus_gumbel_of_zero, philox_words
 from .rows import both_factors, row_params
 from .scores import pack_key, score_of
 from .tiles import lane0_tokens, split_lanes, tile_logits
 
 
-@triton.jit
+@jit
 def _publish_careful(
     acc,  # (BLOCK_V, BLOCK_B)
     first_token,  # counted from the start of the shard's first Philox group, as skip and end are
@@ -60,7 +60,7 @@ def _publish_careful(
     tl.atomic_max(inf_slots, best_inf, mask=live & (best_inf != 0), sem="relaxed")
 
 
-@triton.jit
+@jit
 def walk_carefully(
     hidden,  # of blocks (BLOCK_B, BLOCK_D)
     weight,

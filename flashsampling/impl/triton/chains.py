@@ -20,6 +20,7 @@ from ...drafts import HASH_FACTORS, HASH_OF_MOST, HASH_OF_ROOM
 from ...exchange import NO_TOKEN
 from .config import next_power_of_2
 from .constant import Constant
+from .jit import jit
 
 _ROWS = 128  # of a program of ``spread_kernel``
 _REQUESTS = 8  # of a program of ``match_kernel``
@@ -28,7 +29,7 @@ _FIRST, _SECOND, _THIRD = (Constant(factor) for factor in HASH_FACTORS)
 _ROOM, _MOST, _LAST_ID = Constant(HASH_OF_ROOM), Constant(HASH_OF_MOST), Constant(NO_TOKEN)
 
 
-@triton.jit
+@jit
 def _owner(bounds, batch, rows):
     """Of each row of hidden states the request that it is of, and how far behind its first one it is."""
     owner = tl.zeros(rows.shape, tl.int64)
@@ -41,7 +42,7 @@ def _owner(bounds, batch, rows):
     return owner, rows - (tl.load(bounds + owner) + owner)
 
 
-@triton.jit
+@jit
 def _drafts_of(bounds, request, n, total):
     """Of requests the place of the first draft among ``total``, and how many are looked at: of none at all none, whatever the
     bounds say."""
@@ -54,13 +55,13 @@ def _drafts_of(bounds, request, n, total):
     return first, tl.where(total > 0, count, 0)
 
 
-@triton.jit
+@jit
 def _copy(of_requests, of_rows, request, rows, live):
     if of_requests is not None:
         tl.store(of_rows + rows, tl.load(of_requests + request), mask=live)
 
 
-@triton.jit(
+@jit(
     do_not_specialize=["offset_value", "positions", "batch", "n"],
     do_not_specialize_on_alignment=[
         *("bounds", "offset", "offsets", "requests", "temperature", "temperatures", "seed", "seeds"),
@@ -121,7 +122,7 @@ def spread_kernel(
     _copy(min_p, min_ps, request, rows, live)
 
 
-@triton.jit(
+@jit(
     do_not_specialize=["total", "batch", "n"],
     do_not_specialize_on_alignment=["bounds", "drafts", "tokens", "out", "num_accepted", "num_emitted"],
 )
@@ -160,7 +161,7 @@ def match_kernel(
     tl.store(num_emitted + request, accepted + (last >= 0).to(tl.int64), mask=there)
 
 
-@triton.jit
+@jit
 def _odd_number(place):
     """As ``drafts._odd_number``."""
     number = place * _FIRST + _THIRD
@@ -169,7 +170,7 @@ def _odd_number(place):
     return (number ^ (number >> 31)) | 1
 
 
-@triton.jit(
+@jit(
     do_not_specialize=["total", "batch", "n"],
     do_not_specialize_on_alignment=["bounds", "drafts", "out"],
 )

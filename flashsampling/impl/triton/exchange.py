@@ -4,11 +4,11 @@ Stores to peers are ``atomic_xchg``: the one system-scope store that Triton make
 every thread that holds a copy of the element, and a copy's late store could fill a slot that the peer has emptied already.
 """
 
-import triton
 import triton.language as tl
 
 from ... import exchange as protocol
 from .constant import Constant
+from .jit import jit
 
 _NO_TOKEN = Constant(protocol.NO_TOKEN)
 _NAN = Constant(protocol.NAN)
@@ -35,17 +35,17 @@ _PEERS = Constant(4)  # whose messages are waited for at once
 _LOW = Constant(0xFFFFFFFF)
 
 
-@triton.jit
+@jit
 def _pointer(address):
     return address.to(tl.pointer_type(tl.int64))
 
 
-@triton.jit
+@jit
 def _word(table, index):
     return tl.load(_pointer(table) + index)
 
 
-@triton.jit
+@jit
 def _slots(table, owner, rank, launches, index):
     """Pointers to the slots in ``owner``'s memory that ``rank`` fills."""
     buffer = (launches % 2) * _word(table, _RANKS) + rank
@@ -54,13 +54,7 @@ def _slots(table, owner, rank, launches, index):
     return _pointer(_word(table, _SHARED + owner)) + first + (buffer * capacity + index) * 2
 
 
-@triton.jit
-def start_clock(table):
-    """Before anything is sent: what the first ``_clock`` after it gives."""
-    _clock(table)
-
-
-@triton.jit
+@jit
 def _clock(table):
     """Nanoseconds, as they were when this was last called. The same for all threads, which inline assembly alone is not: a loop
     that ends for some of them sooner would end in barriers that do not meet."""
@@ -68,19 +62,25 @@ def _clock(table):
     return tl.atomic_max(_pointer(table) + _CLOCK, now, sem="relaxed")
 
 
-@triton.jit
+@jit
+def start_clock(table):
+    """Before anything is sent: what the first ``_clock`` after it gives."""
+    _clock(table)
+
+
+@jit
 def _failure(table):
     """This rank's word for it. The group is not closed."""
     shared = _pointer(_word(table, _SHARED + _word(table, _RANK)))
     return tl.atomic_add(shared + _FAILURE, 0, sem="relaxed", scope="sys")
 
 
-@triton.jit
+@jit
 def _tell(table, verdict):
     tl.store(_pointer(_word(table, _TOLD)), verdict)
 
 
-@triton.jit
+@jit
 def active_ranks(table):
     """How many ranks take part: none once the group has failed or is closed."""
     ranks = _word(table, _RANKS)
@@ -92,14 +92,14 @@ def active_ranks(table):
     return ranks
 
 
-@triton.jit
+@jit
 def steps_taken(table):
     """Launches of the group before this one, and the number of this step."""
     launches = _word(table, _STEPS)
     return launches, launches + _word(table, _LEFT_OUT)
 
 
-@triton.jit
+@jit
 def _mix(a, b):
     """A hash of two words."""
     h = (a ^ _START) * tl.full((), _FIRST, tl.uint32)
@@ -108,7 +108,7 @@ def _mix(a, b):
     return h ^ (h >> 16)
 
 
-@triton.jit
+@jit
 def details_and_tags(number, batch, num_samples, temperature, seed_lo, seed_hi, offset_lo, offset_hi):
     """Of rows in the step of that number, int64, (N,) each: details and both tags."""
     shape = _mix(tl.full(temperature.shape, batch, tl.uint32), tl.full(temperature.shape, num_samples, tl.uint32))
@@ -125,13 +125,13 @@ def details_and_tags(number, batch, num_samples, temperature, seed_lo, seed_hi, 
     return details, tag0, tag1.to(tl.int64)
 
 
-@triton.jit
+@jit
 def _details(table, owner, index):
     """Pointers to the details of rows in ``owner``'s memory."""
     return _pointer(_word(table, _SHARED + owner)) + _DETAILS + index
 
 
-@triton.jit
+@jit
 def send(table, ranks, launches, index, live, winner, details, tag0, tag1):
     """Stores this rank's packed winners, (N,), into every rank's slots; its own last, the others' travel longer."""
     rank = _word(table, _RANK)
@@ -144,82 +144,7 @@ def send(table, ranks, launches, index, live, winner, details, tag0, tag1):
         tl.atomic_xchg(slots + 1, winner << 32 | tag1, mask=live, sem="relaxed", scope="sys")
 
 
-@triton.jit
-def receive(table, ranks, launches, number, index, live, tag0, tag1, start):
-    """Waits for every rank's messages: token ids, (N,), -1 where one did not come in time or is of another call; how many were
-    so; and since when it has been waited, 0 if it has not."""
-    rank = _word(table, _RANK)
-    best = tl.zeros(index.shape, tl.int64)
-    defined = tl.zeros(index.shape, tl.int32)
-    wrong = ranks * 0
-    for first in range(0, ranks, _PEERS):
-        peers = first + tl.arange(0, _PEERS)[None, :]
-        awaited = live[:, None] & (peers < ranks)
-        slots = _slots(table, rank, tl.minimum(peers, ranks - 1), launches, index[:, None])
-        high, low, start = _wait(table, slots, awaited, start)
-        winner = ((high >> 32) << 32) | ((low >> 32) & _LOW)
-        differs = awaited & (((high & _LOW) != tag0[:, None]) | ((low & _LOW) != tag1[:, None]))
-        wrong_here = tl.sum(tl.sum(differs.to(tl.int32), axis=1), axis=0)
-        if wrong_here != 0:
-            row = tl.min(tl.min(tl.where(differs, index[:, None], _NAN), axis=1), axis=0)
-            seen = tl.min(tl.min(tl.where(differs & (index[:, None] == row), peers, _NOBODY), axis=1), axis=0)
-            tags = tl.where(index == row, tag0, 0), tl.where(index == row, tag1, 0)
-            _judge(table, ranks, launches, number, row, tl.sum(tags[0], axis=0), tl.sum(tags[1], axis=0), seen)
-        wrong += wrong_here
-        defined = defined | tl.max((awaited & (winner > 0)).to(tl.int32), axis=1)
-        best = tl.maximum(best, tl.max(tl.where(awaited, winner & _NAN, 0), axis=1))
-    if wrong == 0:
-        for first in range(0, ranks, _PEERS):
-            peers = first + tl.arange(0, _PEERS)[None, :]
-            awaited = live[:, None] & (peers < ranks)
-            slots = _slots(table, rank, tl.minimum(peers, ranks - 1), launches, index[:, None])
-            tl.store(slots, tl.zeros(slots.shape, tl.int64), mask=awaited)
-            tl.store(slots + 1, tl.zeros(slots.shape, tl.int64), mask=awaited)
-    token = (best & _NO_TOKEN) ^ _NO_TOKEN
-    return tl.where((defined != 0) & (best != _NAN) & (wrong == 0), token, -1), wrong, start
-
-
-@triton.jit
-def receive_words(table, ranks, launches, number, index, live, tag0, tag1, start, out, out_stride):
-    """As ``receive``, but every rank's words, (N,), go to ``out`` + rank * ``out_stride`` + index, 0 where one did not come or
-    is of another call. How many were so."""
-    rank = _word(table, _RANK)
-    wrong = ranks * 0
-    for first in range(0, ranks, _PEERS):
-        peers = first + tl.arange(0, _PEERS)[None, :]
-        awaited = live[:, None] & (peers < ranks)
-        slots = _slots(table, rank, tl.minimum(peers, ranks - 1), launches, index[:, None])
-        high, low, start = _wait(table, slots, awaited, start)
-        word = ((high >> 32) << 32) | ((low >> 32) & _LOW)
-        differs = awaited & (((high & _LOW) != tag0[:, None]) | ((low & _LOW) != tag1[:, None]))
-        tl.store(out + peers.to(tl.int64) * out_stride + index[:, None], tl.where(differs, 0, word), mask=awaited)
-        wrong_here = tl.sum(tl.sum(differs.to(tl.int32), axis=1), axis=0)
-        if wrong_here != 0:
-            row = tl.min(tl.min(tl.where(differs, index[:, None], _NAN), axis=1), axis=0)
-            seen = tl.min(tl.min(tl.where(differs & (index[:, None] == row), peers, _NOBODY), axis=1), axis=0)
-            tags = tl.where(index == row, tag0, 0), tl.where(index == row, tag1, 0)
-            _judge(table, ranks, launches, number, row, tl.sum(tags[0], axis=0), tl.sum(tags[1], axis=0), seen)
-        wrong += wrong_here
-    if wrong == 0:
-        for first in range(0, ranks, _PEERS):
-            peers = first + tl.arange(0, _PEERS)[None, :]
-            awaited = live[:, None] & (peers < ranks)
-            slots = _slots(table, rank, tl.minimum(peers, ranks - 1), launches, index[:, None])
-            tl.store(slots, tl.zeros(slots.shape, tl.int64), mask=awaited)
-            tl.store(slots + 1, tl.zeros(slots.shape, tl.int64), mask=awaited)
-    return wrong
-
-
-@triton.jit
-def of_request(tag0, tag1, request):
-    """Tags of a step that asks for something; ``request``: a hash of that, int64. Such a step's never agree with a plain one's,
-    but for a collision, and its details do: what differs is then none of the fields."""
-    some = (request >> 32).to(tl.uint32)
-    tag1 = _mix(tag1.to(tl.uint32), tl.zeros(tag1.shape, tl.uint32) + _mix(request.to(tl.uint32), some)) | 1
-    return tag0 ^ ((some >> 16) | 1).to(tl.int64), tag1.to(tl.int64)
-
-
-@triton.jit
+@jit
 def _poll(slots, awaited):
     high = tl.atomic_add(slots, 0, mask=awaited, sem="acquire", scope="sys")
     low = tl.atomic_add(slots + 1, 0, mask=awaited, sem="acquire", scope="sys")
@@ -227,7 +152,7 @@ def _poll(slots, awaited):
     return high, low, tl.max(tl.max(missing.to(tl.int32), axis=1), axis=0)
 
 
-@triton.jit
+@jit
 def _wait(table, slots, awaited, start):
     """Both words of messages; 0 where one is missing after the time-out, or once some rank says that the group has failed."""
     high, low, missing = _poll(slots, awaited)
@@ -243,7 +168,7 @@ def _wait(table, slots, awaited, start):
     return high, low, start
 
 
-@triton.jit
+@jit
 def _decide(table, ranks, verdict):
     """Makes the group fail on all ranks. The verdict that counts: the first."""
     everybodys = _pointer(_word(table, _SHARED)) + _VERDICT
@@ -254,7 +179,7 @@ def _decide(table, ranks, verdict):
     return verdict
 
 
-@triton.jit
+@jit
 def _judge(table, ranks, launches, number, row, tag0, tag1, seen):
     """Says why the message of a row is missing or wrong, to all ranks, unless one of them was earlier. Of the ranks that differ
     the fewer are to blame; of two halves, the one without the first rank. ``seen``: a rank whose message was so, though a
@@ -304,7 +229,82 @@ def _judge(table, ranks, launches, number, row, tag0, tag1, seen):
     _tell(table, verdict)
 
 
-@triton.jit
+@jit
+def receive(table, ranks, launches, number, index, live, tag0, tag1, start):
+    """Waits for every rank's messages: token ids, (N,), -1 where one did not come in time or is of another call; how many were
+    so; and since when it has been waited, 0 if it has not."""
+    rank = _word(table, _RANK)
+    best = tl.zeros(index.shape, tl.int64)
+    defined = tl.zeros(index.shape, tl.int32)
+    wrong = ranks * 0
+    for first in range(0, ranks, _PEERS):
+        peers = first + tl.arange(0, _PEERS)[None, :]
+        awaited = live[:, None] & (peers < ranks)
+        slots = _slots(table, rank, tl.minimum(peers, ranks - 1), launches, index[:, None])
+        high, low, start = _wait(table, slots, awaited, start)
+        winner = ((high >> 32) << 32) | ((low >> 32) & _LOW)
+        differs = awaited & (((high & _LOW) != tag0[:, None]) | ((low & _LOW) != tag1[:, None]))
+        wrong_here = tl.sum(tl.sum(differs.to(tl.int32), axis=1), axis=0)
+        if wrong_here != 0:
+            row = tl.min(tl.min(tl.where(differs, index[:, None], _NAN), axis=1), axis=0)
+            seen = tl.min(tl.min(tl.where(differs & (index[:, None] == row), peers, _NOBODY), axis=1), axis=0)
+            tags = tl.where(index == row, tag0, 0), tl.where(index == row, tag1, 0)
+            _judge(table, ranks, launches, number, row, tl.sum(tags[0], axis=0), tl.sum(tags[1], axis=0), seen)
+        wrong += wrong_here
+        defined = defined | tl.max((awaited & (winner > 0)).to(tl.int32), axis=1)
+        best = tl.maximum(best, tl.max(tl.where(awaited, winner & _NAN, 0), axis=1))
+    if wrong == 0:
+        for first in range(0, ranks, _PEERS):
+            peers = first + tl.arange(0, _PEERS)[None, :]
+            awaited = live[:, None] & (peers < ranks)
+            slots = _slots(table, rank, tl.minimum(peers, ranks - 1), launches, index[:, None])
+            tl.store(slots, tl.zeros(slots.shape, tl.int64), mask=awaited)
+            tl.store(slots + 1, tl.zeros(slots.shape, tl.int64), mask=awaited)
+    token = (best & _NO_TOKEN) ^ _NO_TOKEN
+    return tl.where((defined != 0) & (best != _NAN) & (wrong == 0), token, -1), wrong, start
+
+
+@jit
+def receive_words(table, ranks, launches, number, index, live, tag0, tag1, start, out, out_stride):
+    """As ``receive``, but every rank's words, (N,), go to ``out`` + rank * ``out_stride`` + index, 0 where one did not come or
+    is of another call. How many were so."""
+    rank = _word(table, _RANK)
+    wrong = ranks * 0
+    for first in range(0, ranks, _PEERS):
+        peers = first + tl.arange(0, _PEERS)[None, :]
+        awaited = live[:, None] & (peers < ranks)
+        slots = _slots(table, rank, tl.minimum(peers, ranks - 1), launches, index[:, None])
+        high, low, start = _wait(table, slots, awaited, start)
+        word = ((high >> 32) << 32) | ((low >> 32) & _LOW)
+        differs = awaited & (((high & _LOW) != tag0[:, None]) | ((low & _LOW) != tag1[:, None]))
+        tl.store(out + peers.to(tl.int64) * out_stride + index[:, None], tl.where(differs, 0, word), mask=awaited)
+        wrong_here = tl.sum(tl.sum(differs.to(tl.int32), axis=1), axis=0)
+        if wrong_here != 0:
+            row = tl.min(tl.min(tl.where(differs, index[:, None], _NAN), axis=1), axis=0)
+            seen = tl.min(tl.min(tl.where(differs & (index[:, None] == row), peers, _NOBODY), axis=1), axis=0)
+            tags = tl.where(index == row, tag0, 0), tl.where(index == row, tag1, 0)
+            _judge(table, ranks, launches, number, row, tl.sum(tags[0], axis=0), tl.sum(tags[1], axis=0), seen)
+        wrong += wrong_here
+    if wrong == 0:
+        for first in range(0, ranks, _PEERS):
+            peers = first + tl.arange(0, _PEERS)[None, :]
+            awaited = live[:, None] & (peers < ranks)
+            slots = _slots(table, rank, tl.minimum(peers, ranks - 1), launches, index[:, None])
+            tl.store(slots, tl.zeros(slots.shape, tl.int64), mask=awaited)
+            tl.store(slots + 1, tl.zeros(slots.shape, tl.int64), mask=awaited)
+    return wrong
+
+
+@jit
+def of_request(tag0, tag1, request):
+    """Tags of a step that asks for something; ``request``: a hash of that, int64. Such a step's never agree with a plain one's,
+    but for a collision, and its details do: what differs is then none of the fields."""
+    some = (request >> 32).to(tl.uint32)
+    tag1 = _mix(tag1.to(tl.uint32), tl.zeros(tag1.shape, tl.uint32) + _mix(request.to(tl.uint32), some)) | 1
+    return tag0 ^ ((some >> 16) | 1).to(tl.int64), tag1.to(tl.int64)
+
+
+@jit
 def conclude(table, launches, row_blocks, tokens, count):
     """The end of a launch, by one program of each block of rows: counts the step; if it failed, no row of it has a token."""
     tl.debug_barrier()  # the block's tokens are stored
@@ -320,7 +320,7 @@ def conclude(table, launches, row_blocks, tokens, count):
         tl.store(_pointer(table) + _STEPS, launches + 1)
 
 
-@triton.jit
+@jit
 def declare(table: tl.int64, verdict: tl.int64):
     """Ends a group for a reason that its host knows: one program of one warp."""
     ranks = _word(table, _RANKS)

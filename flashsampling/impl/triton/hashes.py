@@ -4,11 +4,11 @@ every tensor, of which torch makes four to eight."""
 from typing import TYPE_CHECKING
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from ...step import Step
+from .jit import jit
 
 if TYPE_CHECKING:
     from ...distributed.message import Hashes
@@ -16,7 +16,18 @@ if TYPE_CHECKING:
 _WARPS = 8
 
 
-@triton.jit(
+@jit
+def _integers(of_row, at, halves, live):
+    """int64 of the values at these places, 0 where there is none."""
+    low = tl.load(of_row + at * halves, mask=live, other=0)
+    if low.dtype == tl.float32:
+        return (low + 0.0).to(tl.int32, bitcast=True).to(tl.int64)  # -0.0 is 0.0
+    else:
+        high = tl.load(of_row + (at * halves + 1), mask=live & (halves == 2), other=0)
+        return tl.where(halves == 2, (high.to(tl.int64) << 32) | (low.to(tl.int64) & 0xFFFFFFFF), low.to(tl.int64))
+
+
+@jit(
     do_not_specialize=["stride", "columns", "halves", "again", "field"],
     do_not_specialize_on_alignment=["values_ptr", "out_ptr"],
 )
@@ -48,17 +59,6 @@ def hash_kernel(
     upper = (value >> 32) * tl.load(factors_ptr + 2 * row + 1)
     hashed += tl.where((halves == 2) | (COLUMNS > 0), upper, 0)
     tl.atomic_add(out_ptr + tl.arange(0, 1), hashed * field, sem="relaxed")
-
-
-@triton.jit
-def _integers(of_row, at, halves, live):
-    """int64 of the values at these places, 0 where there is none."""
-    low = tl.load(of_row + at * halves, mask=live, other=0)
-    if low.dtype == tl.float32:
-        return (low + 0.0).to(tl.int32, bitcast=True).to(tl.int64)  # -0.0 is 0.0
-    else:
-        high = tl.load(of_row + (at * halves + 1), mask=live & (halves == 2), other=0)
-        return tl.where(halves == 2, (high.to(tl.int64) << 32) | (low.to(tl.int64) & 0xFFFFFFFF), low.to(tl.int64))
 
 
 def of_request(hashes: "Hashes", step: Step) -> Tensor:

@@ -29,13 +29,13 @@ The end of the kernel is no function of its own: Triton inlines it to the same P
 allocates registers otherwise (B = 256 with an exchange, sm_90: 11740 of 12656 instructions; not timed).
 """
 
-import triton
 import triton.language as tl
 
 from ... import exchange as protocol
 from .careful import walk_carefully
 from .constant import Constant
 from .exchange import active_ranks, conclude, receive, send, start_clock, steps_taken
+from .jit import jit
 from .noise import minus_gumbel, opaque, philox_words
 from .rows import after, both_factors, row_params, row_tags
 from .scores import NAN_KEY, NO_TOKEN, ORDERED_INF, keep_better, pack_key, score_of, word_of
@@ -46,14 +46,14 @@ _TOKENS = Constant(protocol.TOKENS)
 _EXCHANGE = Constant(2)  # beside TOKENS and PACKED: through the table
 
 
-@triton.jit
+@jit
 def better_of(score, token, other, other_token):
     """The better of two, elementwise: of equal scores the lower id; a NaN stays."""
     token = tl.where((other > score) | ((other == score) & (other_token < token)), other_token, token)
     return tl.maximum(score, other, propagate_nan=tl.PropagateNan.ALL), token
 
 
-@triton.jit
+@jit
 def better_of_tokens(
     logits,  # 32 blocks (4, columns): see split_tokens
     odd: tl.constexpr,  # bit 0 of the tokens that are looked at
@@ -94,7 +94,7 @@ def better_of_tokens(
     return lower, lower_id, upper, upper_id
 
 
-@triton.jit(
+@jit(
     do_not_specialize=[
         "temperature_at", "temperature_value", "seed_at", "seed_value", "offset_at", "offset_value", "batch", "vocab_size",
         "base", "skip", "num_samples", "hidden_stride", "table", "zero",

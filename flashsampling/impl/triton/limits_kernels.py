@@ -3,11 +3,11 @@
 A row's program does not depend on the batch, and masses are integers, so what is found depends on nothing else.
 """
 
-import triton
 import triton.language as tl
 
 from ..filters import HIGHEST, LOWEST
 from .constant import Constant
+from .jit import jit
 from .logits_source import GREEDY_BELOW, LOG2E, NO_LOGIT, key_of, value_of
 from .scores import NAN_KEY, NO_TOKEN
 
@@ -19,13 +19,13 @@ ORDER = Constant(2**31)  # from a key to a number from 0 up
 _SOME = Constant(6)  # digits whose amounts a program adds up before they go to memory
 
 
-@triton.jit
+@jit
 def _place(key, token):
     """As ``filters.places_of``."""
     return (key.to(tl.int64) << 31) | (token ^ NO_TOKEN).to(tl.int64)
 
 
-@triton.jit
+@jit
 def relative(x, top, temperature):
     """As ``filters.relative``, in the type of the logits."""
     divisor = tl.where(temperature < GREEDY_BELOW, 1.0, temperature).to(x.dtype)
@@ -33,7 +33,7 @@ def relative(x, top, temperature):
     return tl.where(x == float("-inf"), x, below)
 
 
-@triton.jit
+@jit
 def _share(x, top, temperature):
     """float64: as ``distributed.limits.Scale.share``; 0 where that is NaN."""
     below = relative(x.to(tl.float64), top.to(tl.float64), temperature)
@@ -41,13 +41,13 @@ def _share(x, top, temperature):
     return tl.where(below != below, 0.0, tl.where(share > 1.0, 1.0, share))
 
 
-@triton.jit
+@jit
 def _mass(x, top, temperature, unit):
     """int64 of float32 logits, as ``distributed.limits.Scale.of``: this function's on all ranks."""
     return tl.floor(_share(x, top, temperature) * unit.to(tl.float64) + 0.5).to(tl.int64)
 
 
-@triton.jit
+@jit
 def _rough_mass(x, top, temperature, unit):
     """``_mass`` but for 1e-6 of it: exponentials of float64 of a whole row take longer than its products."""
     below = relative(x, top, temperature)
@@ -55,7 +55,7 @@ def _rough_mass(x, top, temperature, unit):
     return tl.floor(tl.where(below != below, 0.0, share).to(tl.float64) * unit.to(tl.float64) + 0.5).to(tl.int64)
 
 
-@triton.jit
+@jit
 def _wanted(p, mass):
     """int64: as ``distributed.limits._wanted``."""
     p = tl.where(p > 0.0, p, 0.0)  # NaN too
@@ -63,7 +63,7 @@ def _wanted(p, mass):
     return tl.maximum(tl.minimum(tl.ceil(p * mass.to(tl.float64)).to(tl.int64), mass), 1)
 
 
-@triton.jit
+@jit
 def _first_of(places, count):
     """A number that ``count`` places, and no more, reach; one that all reach if there are not so many. No two are the same but
     those at ``LOWEST``, which are none."""
@@ -88,7 +88,7 @@ def _first_of(places, count):
     return low
 
 
-@triton.jit(
+@jit(
     do_not_specialize=["columns", "mask_stride", "first_token", "chunks", "blocks"],
     do_not_specialize_on_alignment=["temperatures_ptr", "token_mask"],
 )
@@ -133,7 +133,7 @@ def survey_kernel(
     tl.atomic_max(out_ptr + row * 2 + 1, finite.to(tl.int64), sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["columns", "first_token", "chunks", "count"])
+@jit(do_not_specialize=["columns", "first_token", "chunks", "count"])
 def top_kernel(
     logits,  # (B, n) float32
     logits_stride,
@@ -168,7 +168,7 @@ def top_kernel(
     tl.store(out_ptr + row * count + tl.cumsum(there, axis=0) - 1, places, mask=there != 0)
 
 
-@triton.jit(
+@jit(
     do_not_specialize=["batch", "ranks", "count", "unit", "top_p_stride"],
     do_not_specialize_on_alignment=["theirs_ptr", "top_p_ptr", "tops_ptr", "temperatures_ptr"],
 )
@@ -206,7 +206,7 @@ def few_kernel(
     tl.store(out_ptr + row, limit)
 
 
-@triton.jit(
+@jit(
     do_not_specialize=["columns", "first_token", "unit", "done", "width", "blocks"],
     do_not_specialize_on_alignment=["found_ptr", "limits_ptr", "tops_ptr", "temperatures_ptr", "out_ptr"],
 )
@@ -255,7 +255,7 @@ def histogram_kernel(
         tl.atomic_add(of_row + digit, amounts, mask=left != 0, sem="relaxed")
 
 
-@triton.jit(
+@jit(
     do_not_specialize=[
         "columns", "first_token", "target_stride", "unit", "vocab_size", "done", "width", "batch", "ranks", "rank", "before",
         "before_too",
@@ -349,7 +349,7 @@ def digit_kernel(
         tl.store(limits_ptr + row, tl.maximum(tl.load(limits_ptr + row), limit))
 
 
-@triton.jit(
+@jit(
     do_not_specialize=["columns", "min_p_stride", "blocks"],
     do_not_specialize_on_alignment=["min_p_ptr", "tops_ptr", "temperatures_ptr", "out_ptr"],
 )
@@ -376,7 +376,7 @@ def least_kernel(
     tl.atomic_min(out_ptr + row, tl.where(min_p > 0.0, least, LOWEST_PLACE), sem="relaxed")
 
 
-@triton.jit(
+@jit(
     do_not_specialize=["columns", "first_token", "unit", "blocks"],
     do_not_specialize_on_alignment=["limits_ptr", "tops_ptr", "temperatures_ptr"],
 )

@@ -1,8 +1,8 @@
 """What a step gives beside tokens: log-probabilities, ranks, the likeliest tokens. Parts of ``logits_pick``'s kernel."""
 
-import triton
 import triton.language as tl
 
+from .jit import jit
 from .logits_chunks import chunk_tile, first_ties, gather, kth_highest, list_chunks
 from .logits_search import Tokens, before, tile_of
 from .logits_source import (
@@ -21,7 +21,7 @@ from .logits_source import (
 from .scores import NO_TOKEN
 
 
-@triton.jit
+@jit
 def log_sum_exp(highest, mass):
     """Of a row's highest key and the mass relative to it."""
     top = value_of(highest)
@@ -29,7 +29,7 @@ def log_sum_exp(highest, mass):
     return tl.where(highest == NAN, float("nan"), lse)
 
 
-@triton.jit
+@jit
 def write_given(source, ids, out, count, lse, HEAD: tl.constexpr):
     """Raw log-probabilities of the given ids."""
     for first in range(0, count, 128):
@@ -40,7 +40,7 @@ def write_given(source, ids, out, count, lse, HEAD: tl.constexpr):
         tl.store(out + index, tl.where(there, x - lse, float("nan")), mask=index < count)
 
 
-@triton.jit
+@jit
 def _top_ids(
     tokens, lse, top_ids_ptr, top_logprobs_ptr, num_top,
     WHOLE: tl.constexpr, TILE: tl.constexpr, HEAD: tl.constexpr,
@@ -59,7 +59,7 @@ def _top_ids(
         tl.store(top_logprobs_ptr + i, value_of((last >> 32).to(tl.int32)) - lse)
 
 
-@triton.jit
+@jit
 def write_top(
     source, chunk_keys, highest, lse, list_ptr, keys_ptr, cand_ids, masses_ptr, ids_ptr, logprobs_ptr, count,
     FEW: tl.constexpr, CAPACITY: tl.constexpr, GATHERED: tl.constexpr, TILE: tl.constexpr, WHOLE_TILE: tl.constexpr,
@@ -109,7 +109,7 @@ def write_top(
             _top_ids(row, lse, ids_ptr, logprobs_ptr, count, True, WHOLE_TILE, HEAD)
 
 
-@triton.jit
+@jit
 def write_drawn(
     source, token, raw_keys, raw_highest, lse, top, scale, kept_mass, list_ptr, logprob_ptr, processed_ptr, rank_ptr,
     GATHERED: tl.constexpr, HEAD: tl.constexpr, ENTRIES: tl.constexpr,
@@ -134,7 +134,7 @@ def write_drawn(
     tl.store(rank_ptr, rank)
 
 
-@triton.jit
+@jit
 def place_in_row(limit, lowest, ID_BITS: tl.constexpr):
     """A place that is counted from the key ``lowest`` as one that is counted from none: the key, then 31 bits for the id."""
     last_id: tl.constexpr = (1 << ID_BITS) - 1
@@ -142,7 +142,7 @@ def place_in_row(limit, lowest, ID_BITS: tl.constexpr):
     return (((limit >> ID_BITS) + lowest) << 31) | (token ^ NO_TOKEN)
 
 
-@triton.jit
+@jit
 def write_record(limit_ptr, record, first_kept, least_mass, kept_mass, top, temperature, ids_ptr):
     """What ``rejection`` reads of a row: the place of its last kept token; least mass of one, mass of all, the highest logit,
     and the token of a greedy row, or -1."""

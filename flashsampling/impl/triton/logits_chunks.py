@@ -5,10 +5,10 @@ them, and there are thousands, is added up there first, and threads wait for eac
 part. Where the highest of the columns will do, as for a small top-k, only those are looked at.
 """
 
-import triton
 import triton.language as tl
 
 from .constant import Constant
+from .jit import jit
 from .logits_source import (
     LARGEST,
     LOG2E,
@@ -30,7 +30,7 @@ _WAYS = Constant(4)  # thresholds at a time, 16 bits of a sum for each
 _LOWEST = Constant(-0x80000000)
 
 
-@triton.jit
+@jit
 def load_chunks(pointer, chunks, other, WIDTH: tl.constexpr, PARTS: tl.constexpr):
     """A row's numbers of chunks, a tuple of (WIDTH,)."""
     parts = ()
@@ -40,7 +40,7 @@ def load_chunks(pointer, chunks, other, WIDTH: tl.constexpr, PARTS: tl.constexpr
     return parts
 
 
-@triton.jit
+@jit
 def highest_of(keys):
     """Of a tuple, per column."""
     highest = keys[0]
@@ -49,7 +49,7 @@ def highest_of(keys):
     return highest
 
 
-@triton.jit
+@jit
 def lowest_of(keys):
     """Of a tuple, the lowest that is there."""
     lowest = tl.full(keys[0].shape, 0x7FFFFFFF, tl.int32)
@@ -58,7 +58,7 @@ def lowest_of(keys):
     return tl.min(lowest, axis=0)
 
 
-@triton.jit
+@jit
 def lowest_of_tokens(keys, vocab_size):
     """Of a row's chunks, the lowest of those that hold a token: of the last 128 tokens' four some may hold none."""
     WIDTH: tl.constexpr = keys[0].shape[0]
@@ -69,7 +69,7 @@ def lowest_of_tokens(keys, vocab_size):
     return tl.min(lowest, axis=0)
 
 
-@triton.jit
+@jit
 def masses_of(keys, sums, top, scale):
     """Every chunk's mass relative to the row's highest logit, and all of it."""
     masses = ()
@@ -84,7 +84,7 @@ def masses_of(keys, sums, top, scale):
 # -- bounds
 
 
-@triton.jit
+@jit
 def _reached(keys, k, low, highest):
     """A key that k of a tuple reach, and not many more if there is such a one; ``low`` is a key that k reach."""
     slack = k // 4 + 8
@@ -110,7 +110,7 @@ def _reached(keys, k, low, highest):
     return low.to(tl.int32)
 
 
-@triton.jit
+@jit
 def kth_highest(keys, highest, k, chunks):
     """A key that at least k of the chunks' highest reach, and so k tokens, or the lowest there is."""
     WIDTH: tl.constexpr = keys[0].shape[0]
@@ -123,7 +123,7 @@ def kth_highest(keys, highest, k, chunks):
     return bound
 
 
-@triton.jit
+@jit
 def first_ties(keys, highest, many):
     """The keys of the chunks up to the block of 128 tokens by which ``many`` chunks have reached the highest key; NO_LOGIT
     behind it. There must be so many."""
@@ -142,7 +142,7 @@ def first_ties(keys, highest, many):
     return kept
 
 
-@triton.jit
+@jit
 def nucleus_bound(keys, masses, top, scale, rest, vocab_size):
     """A key above which all but about ``rest`` of the row's mass lies: a guess, to be checked.
 
@@ -178,7 +178,7 @@ def nucleus_bound(keys, masses, top, scale, rest, vocab_size):
 # -- candidates
 
 
-@triton.jit
+@jit
 def list_chunks(keys, bound, list_ptr):
     """Writes the numbers of the chunks that reach a bound, column by column. How many."""
     WIDTH: tl.constexpr = keys[0].shape[0]
@@ -195,7 +195,7 @@ def list_chunks(keys, bound, list_ptr):
     return tl.sum(many, axis=0)
 
 
-@triton.jit
+@jit
 def chunk_tile(
     source, list_ptr, listed, first, RAW: tl.constexpr, GATHERED: tl.constexpr, HEAD: tl.constexpr, ENTRIES: tl.constexpr
 ):
@@ -215,7 +215,7 @@ def chunk_tile(
     return x, token, live
 
 
-@triton.jit
+@jit
 def gather(
     source, chunk_keys, bound, most, list_ptr, keys_ptr, ids_ptr, masses_ptr, top, scale, wants_mass, RAW: tl.constexpr,
     CAPACITY: tl.constexpr, GATHERED: tl.constexpr, HEAD: tl.constexpr, ENTRIES: tl.constexpr,

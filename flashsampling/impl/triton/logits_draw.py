@@ -5,9 +5,9 @@ filters is known and kept, it is drawn, and no noise is made. Why one program do
 there may be many, are little work for most draws, and passes over several programs would have to wait for each other.
 """
 
-import triton
 import triton.language as tl
 
+from .jit import jit
 from .logits_search import before, place_of, tile_of, values_of
 from .logits_source import (
     both_logits_of,
@@ -27,13 +27,13 @@ from .noise import REFINEMENT_BIT, minus_gumbel, minus_gumbel_refined, philox_wo
 from .scores import NAN_KEY, NO_TOKEN, keep_better, pack_key, score_of
 
 
-@triton.jit
+@jit
 def _id_of(key):
     """The token of a best key; -1 where there is none."""
     return tl.where((key == 0) | (key == NAN_KEY), -1, (key & NO_TOKEN) ^ NO_TOKEN)
 
 
-@triton.jit
+@jit
 def _keys_of_scores(
     x, token, live, draw_number, scale, noise_factor, offset_lo, offset_hi, key_lo, key_hi, REFINED: tl.constexpr
 ):
@@ -49,7 +49,7 @@ def _keys_of_scores(
     return tl.where(live & (x != float("-inf")), keys, 0)
 
 
-@triton.jit
+@jit
 def _best_kept(
     tokens, limit, least_mass, draw_number, scale, noise_factor, offset_lo, offset_hi, key_lo, key_hi,
     REFINED: tl.constexpr, TILE: tl.constexpr,
@@ -66,7 +66,7 @@ def _best_kept(
     return tl.max(best, axis=0)
 
 
-@triton.jit
+@jit
 def draw_from_few(
     tokens, row_mass, top_k, top_p, min_p, by_top_k, by_top_p, temperature, seed, offset, stream, ids_ptr, num_samples,
     FEW: tl.constexpr,
@@ -98,7 +98,7 @@ def draw_from_few(
     return tl.sum(tl.where(kept, mass, 0.0), axis=0), tl.min(tl.where(kept, place, 0x7FFFFFFFFFFFFFFF), axis=0)
 
 
-@triton.jit
+@jit
 def draw_from_candidates(
     tokens, limit, least_mass, temperature, seed, offset, stream, ids_ptr, num_samples, TILE: tl.constexpr
 ):
@@ -118,75 +118,7 @@ def draw_from_candidates(
         tl.store(ids_ptr + draw, _id_of(best))
 
 
-@triton.jit
-def _mass_before(
-    tokens, x_of_place, id_of_place, WHOLE: tl.constexpr, TILE: tl.constexpr, HEAD: tl.constexpr, ENTRIES: tl.constexpr
-):
-    """How much mass is before a token in the order of a row, or of its candidates. Sums run in the same order for each, and so
-    what is before a token never weighs more than what is before the next one. While some are added, the next are on their
-    way."""
-    EACH: tl.constexpr = 4 if WHOLE else 1  # in fp32, what a thread has side by side
-    total = tl.zeros((TILE // EACH,), tl.float64)
-    x, token, live = values_of(tokens, 0, WHOLE, TILE, HEAD, ENTRIES)
-    for start in range(0, tokens.count, TILE):
-        next_x, next_token, next_live = values_of(tokens, start + TILE, WHOLE, TILE, HEAD, ENTRIES)
-        live = live & ((x > x_of_place) | ((x == x_of_place) & (token < id_of_place)))
-        mass = tl.where(live, mass_of(x, tokens.top, tokens.scale), 0.0)
-        if WHOLE:
-            mass = tl.sum(tl.reshape(mass, (TILE // EACH, EACH)), axis=1)
-        total += mass.to(tl.float64)
-        x, token, live = next_x, next_token, next_live
-    return tl.sum(total, axis=0)
-
-
-@triton.jit
-def draw_in_rounds(
-    tokens, drawn, top_p, row_mass, least_mass, temperature, seed, offset, draw_number,
-    WHOLE: tl.constexpr, TILE: tl.constexpr, DRAW_TILE: tl.constexpr, HEAD: tl.constexpr, ENTRIES: tl.constexpr,
-):  # fmt: skip
-    """The token of one draw from a nucleus: of a row, or of candidates that hold all tokens before ``drawn`` in its order, or
-    all that may be kept.
-
-    What a filter keeps is a prefix of that order. So of a token it is enough to know how much mass is before it; and if it is
-    not kept, nothing behind it is, and the draw is the best score of those before it. ``drawn``, which has the best score of
-    the row, is asked first. Each round leaves what is before a token that was refused; of rows with a nucleus of mass p a
-    fraction 1 - p need a second one.
-
-    Args:
-        drawn: the row's token without filters, int32, -1: it is not kept.
-        row_mass: of all tokens; before a kept token is less than ``top_p`` times that.
-        least_mass: of a kept token; the first token is kept whatever it is.
-    """
-    scale, noise_factor = score_factors(temperature)
-    key_lo, key_hi = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
-    offset_lo, offset_hi = offset.to(tl.uint32), (offset >> 32).to(tl.uint32)
-    target = tl.maximum(top_p, 1e-30).to(tl.float64) * row_mass
-    token = drawn
-    limit = tl.full((), -1, tl.int64)  # places from there on have been refused, and what is behind them
-    searching = tl.full((), 1, tl.int32)
-    while searching != 0:
-        if token < 0:
-            if WHOLE:
-                best = _best_of_row(
-                    tokens, limit + 1, None, tl.full((), 0, tl.int32), draw_number, scale, noise_factor, offset_lo, offset_hi,
-                    key_lo, key_hi, DRAW_TILE, HEAD, ENTRIES,
-                )  # fmt: skip
-            else:
-                best = _best_kept(  # refined at once: less code to come from memory than both
-                    tokens, limit + 1, 0.0, draw_number, scale, noise_factor, offset_lo, offset_hi, key_lo, key_hi, True,
-                    DRAW_TILE,
-                )  # fmt: skip
-            token = _id_of(best).to(tl.int32)
-        _raw, x = both_logits_of(tokens.source, token, HEAD, ENTRIES)
-        limit = place_of(tokens, key_of(x), token)
-        before_it = _mass_before(tokens, x, token, WHOLE, TILE, HEAD, ENTRIES)  # 0: it is the first
-        kept = (before_it < target) & reaches(x, mass_of(x, tokens.top, tokens.scale), least_mass, tokens.top, tokens.scale)
-        searching = ((kept | (before_it == 0.0)) == 0).to(tl.int32)
-        token = tl.where(searching != 0, -1, token)
-    return token
-
-
-@triton.jit
+@jit
 def all_equal(tokens, highest, TILE: tl.constexpr, HEAD: tl.constexpr, ENTRIES: tl.constexpr):
     """Whether every logit of a row is the highest one: its first other one ends the search."""
     equal = tl.full((), 1, tl.int32)
@@ -198,7 +130,7 @@ def all_equal(tokens, highest, TILE: tl.constexpr, HEAD: tl.constexpr, ENTRIES: 
     return equal != 0
 
 
-@triton.jit
+@jit
 def _groups_of(tokens, start, GROUPS: tl.constexpr, HEAD: tl.constexpr):
     """Of the Philox groups from the token ``start`` on: ids, which of them there are, raw logits, a tuple of four of each."""
     column = column_tokens(GROUPS)
@@ -214,7 +146,7 @@ def _groups_of(tokens, start, GROUPS: tl.constexpr, HEAD: tl.constexpr):
     return ids, there, raw
 
 
-@triton.jit
+@jit
 def _best_of_row(
     tokens, limit, least_mass, first, draw_number, scale, noise_factor, offset_lo, offset_hi, key_lo, key_hi,
     TILE: tl.constexpr, HEAD: tl.constexpr, ENTRIES: tl.constexpr,
@@ -264,7 +196,75 @@ def _best_of_row(
     return best
 
 
-@triton.jit
+@jit
+def _mass_before(
+    tokens, x_of_place, id_of_place, WHOLE: tl.constexpr, TILE: tl.constexpr, HEAD: tl.constexpr, ENTRIES: tl.constexpr
+):
+    """How much mass is before a token in the order of a row, or of its candidates. Sums run in the same order for each, and so
+    what is before a token never weighs more than what is before the next one. While some are added, the next are on their
+    way."""
+    EACH: tl.constexpr = 4 if WHOLE else 1  # in fp32, what a thread has side by side
+    total = tl.zeros((TILE // EACH,), tl.float64)
+    x, token, live = values_of(tokens, 0, WHOLE, TILE, HEAD, ENTRIES)
+    for start in range(0, tokens.count, TILE):
+        next_x, next_token, next_live = values_of(tokens, start + TILE, WHOLE, TILE, HEAD, ENTRIES)
+        live = live & ((x > x_of_place) | ((x == x_of_place) & (token < id_of_place)))
+        mass = tl.where(live, mass_of(x, tokens.top, tokens.scale), 0.0)
+        if WHOLE:
+            mass = tl.sum(tl.reshape(mass, (TILE // EACH, EACH)), axis=1)
+        total += mass.to(tl.float64)
+        x, token, live = next_x, next_token, next_live
+    return tl.sum(total, axis=0)
+
+
+@jit
+def draw_in_rounds(
+    tokens, drawn, top_p, row_mass, least_mass, temperature, seed, offset, draw_number,
+    WHOLE: tl.constexpr, TILE: tl.constexpr, DRAW_TILE: tl.constexpr, HEAD: tl.constexpr, ENTRIES: tl.constexpr,
+):  # fmt: skip
+    """The token of one draw from a nucleus: of a row, or of candidates that hold all tokens before ``drawn`` in its order, or
+    all that may be kept.
+
+    What a filter keeps is a prefix of that order. So of a token it is enough to know how much mass is before it; and if it is
+    not kept, nothing behind it is, and the draw is the best score of those before it. ``drawn``, which has the best score of
+    the row, is asked first. Each round leaves what is before a token that was refused; of rows with a nucleus of mass p a
+    fraction 1 - p need a second one.
+
+    Args:
+        drawn: the row's token without filters, int32, -1: it is not kept.
+        row_mass: of all tokens; before a kept token is less than ``top_p`` times that.
+        least_mass: of a kept token; the first token is kept whatever it is.
+    """
+    scale, noise_factor = score_factors(temperature)
+    key_lo, key_hi = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
+    offset_lo, offset_hi = offset.to(tl.uint32), (offset >> 32).to(tl.uint32)
+    target = tl.maximum(top_p, 1e-30).to(tl.float64) * row_mass
+    token = drawn
+    limit = tl.full((), -1, tl.int64)  # places from there on have been refused, and what is behind them
+    searching = tl.full((), 1, tl.int32)
+    while searching != 0:
+        if token < 0:
+            if WHOLE:
+                best = _best_of_row(
+                    tokens, limit + 1, None, tl.full((), 0, tl.int32), draw_number, scale, noise_factor, offset_lo, offset_hi,
+                    key_lo, key_hi, DRAW_TILE, HEAD, ENTRIES,
+                )  # fmt: skip
+            else:
+                best = _best_kept(  # refined at once: less code to come from memory than both
+                    tokens, limit + 1, 0.0, draw_number, scale, noise_factor, offset_lo, offset_hi, key_lo, key_hi, True,
+                    DRAW_TILE,
+                )  # fmt: skip
+            token = _id_of(best).to(tl.int32)
+        _raw, x = both_logits_of(tokens.source, token, HEAD, ENTRIES)
+        limit = place_of(tokens, key_of(x), token)
+        before_it = _mass_before(tokens, x, token, WHOLE, TILE, HEAD, ENTRIES)  # 0: it is the first
+        kept = (before_it < target) & reaches(x, mass_of(x, tokens.top, tokens.scale), least_mass, tokens.top, tokens.scale)
+        searching = ((kept | (before_it == 0.0)) == 0).to(tl.int32)
+        token = tl.where(searching != 0, -1, token)
+    return token
+
+
+@jit
 def draw_from_row(
     tokens, limit, least_mass, first, temperature, seed, offset, stream, winners_ptr, blocks, full, ids_ptr, num_samples,
     DRAWN: tl.constexpr, BLOCKS: tl.constexpr, TILE: tl.constexpr, HEAD: tl.constexpr, ENTRIES: tl.constexpr,

@@ -15,11 +15,11 @@ looked up where all chunks have the same highest one. Of a nucleus the row's tok
 is before it: it is kept as often as the nucleus has mass.
 """
 
-import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from .constant import Constant
+from .jit import jit
 from .logits_beside import log_sum_exp, place_in_row, write_drawn, write_given, write_record, write_top
 from .logits_chunks import first_ties, gather, highest_of, kth_highest, load_chunks, lowest_of_tokens, masses_of, nucleus_bound
 from .logits_draw import all_equal, draw_from_candidates, draw_from_few, draw_from_row, draw_in_rounds
@@ -50,7 +50,7 @@ from .scores import NAN_KEY, NO_TOKEN, ORDERED_INF
 _LOWEST = Constant(-0x80000000)
 
 
-@triton.jit
+@jit
 def _limit(
     tokens, highest, row_mass, top_k, top_p, min_p, by_top_k, by_top_p,
     WHOLE: tl.constexpr, FEW: tl.constexpr, TILE: tl.constexpr, HEAD: tl.constexpr, ENTRIES: tl.constexpr,
@@ -69,7 +69,7 @@ def _limit(
     return limit
 
 
-@triton.jit
+@jit
 def _in_memory(source, token, HEAD: tl.constexpr, ENTRIES: tl.constexpr):
     """A token and its key; -1 where its logit is not in memory."""
     tokens = token + tl.arange(0, 1)
@@ -78,7 +78,7 @@ def _in_memory(source, token, HEAD: tl.constexpr, ENTRIES: tl.constexpr):
     return tl.where(there, token, -1), key_of(x)
 
 
-@triton.jit
+@jit
 def _kept_of_equal(vocab_size, top_k, top_p, min_p, by_top_k, by_top_p):
     """How many tokens the filters keep of a row whose logits are all equal: these are the first ids."""
     kept = tl.where(by_top_k, top_k, vocab_size).to(tl.int32)
@@ -89,7 +89,7 @@ def _kept_of_equal(vocab_size, top_k, top_p, min_p, by_top_k, by_top_p):
     return tl.where(min_p > 1.0, 1, tl.maximum(kept, 1))
 
 
-@triton.jit(
+@jit(
     do_not_specialize=[
         "temperature_at", "temperature_value", "seed_at", "seed_value", "offset_at", "offset_value", "top_k_at", "top_k_value",
         "top_p_at", "top_p_value", "min_p_at", "min_p_value", "repetition_at", "repetition_value", "frequency_at",

@@ -10,10 +10,10 @@ A block's mark says whether all its logits are equal, and whether any is finite.
 chunks' highest logits, unless those leave it open.
 """
 
-import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
+from .jit import jit
 from .logits_source import (
     GREEDY_BELOW,
     MINUS_INF,
@@ -42,7 +42,7 @@ from .noise import INTERPRETED, minus_gumbel, philox_words
 from .scores import NAN_KEY, NO_TOKEN, ORDERED_INF, keep_better, pack_key, with_noise
 
 
-@triton.jit
+@jit
 def _at_most_0(x):
     """0 for NaN too, as the difference of equal infinities is; the interpreter's minimum keeps that."""
     if INTERPRETED:
@@ -50,7 +50,7 @@ def _at_most_0(x):
     return tl.minimum(x, 0.0)
 
 
-@triton.jit
+@jit
 def _summaries(logits, scale, keys_ptr, sums_ptr, wants_mass, chunks, COLUMNS: tl.constexpr):
     """Writes the chunks' highest keys and sums of masses, of a tuple of (COLUMNS,) logits, if they are among the first
     ``chunks`` ones. The lowest and the highest key of all."""
@@ -78,7 +78,7 @@ def _summaries(logits, scale, keys_ptr, sums_ptr, wants_mass, chunks, COLUMNS: t
     return tl.min(lowest, axis=0), tl.max(overall, axis=0)
 
 
-@triton.jit
+@jit
 def _mark(logits, live, COLUMNS: tl.constexpr):
     """The key of all of a block's logits, or one of the two marks that say that they are not equal."""
     lowest = tl.full((COLUMNS,), NAN, tl.int32)
@@ -94,7 +94,7 @@ def _mark(logits, live, COLUMNS: tl.constexpr):
     return tl.where(common == tl.min(lowest, axis=0), common, mixed)
 
 
-@triton.jit
+@jit
 def _any_infinite(source, logits, tokens, later):
     """Whether a token that the mask leaves in has an infinite logit. ``later`` is 0, and may be known only when this is needed:
     nothing that the tokens are looked up by can then be computed sooner, and take registers until here."""
@@ -106,7 +106,7 @@ def _any_infinite(source, logits, tokens, later):
     return tl.max(found, axis=0)
 
 
-@triton.jit
+@jit
 def _any_finite(logits):
     """Whether one is neither infinite nor NaN."""
     least = tl.abs(logits[0])
@@ -115,13 +115,13 @@ def _any_finite(logits):
     return tl.min(least, axis=0) < float("inf")
 
 
-@triton.jit
+@jit
 def _after(index, done, zero):
     """uint32 numbers, but not before ``done`` (float32) is known, and in its register layout: see ``rows.after``."""
     return (index ^ (done.to(tl.int32, bitcast=True) & zero)).to(tl.uint32)
 
 
-@triton.jit
+@jit
 def _best(
     scaled, tokens, first, zero, draw_word, noise_factor, key_lo, key_hi, offset_lo, offset_hi,
     COLUMNS: tl.constexpr, REPS: tl.constexpr, NOISE: tl.constexpr,
@@ -143,7 +143,7 @@ def _best(
     return tl.max(tl.where(best != float("-inf"), pack_key(best, best_id), 0), axis=0)
 
 
-@triton.jit(
+@jit(
     do_not_specialize=[
         "temperature_at", "temperature_value", "seed_at", "seed_value", "offset_at", "offset_value", "top_k_at", "top_k_value",
         "top_p_at", "top_p_value", "min_p_at", "min_p_value", "repetition_at", "repetition_value", "frequency_at",

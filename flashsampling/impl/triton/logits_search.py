@@ -18,10 +18,10 @@ The tokens are candidates in memory (``logits_chunks``), or, where those do not 
 
 from typing import NamedTuple
 
-import triton
 import triton.language as tl
 
 from .constant import Constant
+from .jit import jit
 from .logits_source import (
     LARGEST,
     LOG2E,
@@ -58,7 +58,7 @@ class Tokens(NamedTuple):
     room: object  # for 3 * FEW int32
 
 
-@triton.jit
+@jit
 def _row_tile(tokens, first, TILE: tl.constexpr, HEAD: tl.constexpr, ENTRIES: tl.constexpr):
     """Of a row: logits, ids and which of them there are, (TILE,) each."""
     index = first + tl.arange(0, TILE)
@@ -71,7 +71,7 @@ def _row_tile(tokens, first, TILE: tl.constexpr, HEAD: tl.constexpr, ENTRIES: tl
     return processed_logits(tokens.source, (raw,), (index,), (live,), entries, ENTRIES)[0], index, live
 
 
-@triton.jit
+@jit
 def tile_of(tokens, first, WHOLE: tl.constexpr, TILE: tl.constexpr, HEAD: tl.constexpr, ENTRIES: tl.constexpr):
     """Keys, ids and which of them there are, (TILE,) each."""
     if WHOLE:
@@ -83,7 +83,7 @@ def tile_of(tokens, first, WHOLE: tl.constexpr, TILE: tl.constexpr, HEAD: tl.con
         return tl.load(tokens.keys + index, mask=live, other=0), tl.load(tokens.ids + index, mask=live, other=0), live
 
 
-@triton.jit
+@jit
 def values_of(tokens, first, WHOLE: tl.constexpr, TILE: tl.constexpr, HEAD: tl.constexpr, ENTRIES: tl.constexpr):
     """Likewise logits."""
     if WHOLE:
@@ -93,14 +93,14 @@ def values_of(tokens, first, WHOLE: tl.constexpr, TILE: tl.constexpr, HEAD: tl.c
         return value_of(key), index, live
 
 
-@triton.jit
+@jit
 def place_of(tokens, key, token):
     """int64 in the row's order, from 0 up; below 0 for a key that is left out."""
     last_id: tl.constexpr = (1 << tokens.id_bits) - 1
     return ((key.to(tl.int64) - tokens.lowest) << tokens.id_bits) | (token ^ last_id).to(tl.int64)
 
 
-@triton.jit
+@jit
 def before(key, token, keys_ptr, ids_ptr, masses_ptr, count):
     """How many of a few tokens in memory, and how much of their mass, are before each of those in ``key`` and ``token``. Sums
     run in the same order for each, and so what is before a token never weighs more than what is before the next one.
@@ -122,7 +122,7 @@ def before(key, token, keys_ptr, ids_ptr, masses_ptr, count):
     return rank, mass
 
 
-@triton.jit
+@jit
 def _add(count, mass, low, high, there, key, this_mass):
     """A part's numbers, per place of a tile, and one tile more."""
     count += there.to(tl.int32)
@@ -130,7 +130,7 @@ def _add(count, mass, low, high, there, key, this_mass):
     return count, mass, tl.minimum(low, tl.where(there, key, _MOST)), tl.maximum(high, tl.where(there, key, _LEAST))
 
 
-@triton.jit
+@jit
 def _parts(
     tokens, limit, low, first, second, high, WHOLE: tl.constexpr, TILE: tl.constexpr, HEAD: tl.constexpr, ENTRIES: tl.constexpr
 ):
@@ -150,7 +150,7 @@ def _parts(
     return (n0, m0, l0, h0), (n1, m1, l1, h1), (n2, m2, l2, h2)
 
 
-@triton.jit
+@jit
 def _threshold(low, high, share, by_value):
     """A key so much of the way from high down to low, by value or by bits; above low and up to high."""
     bottom, top = value_of(low), value_of(high)
@@ -163,7 +163,7 @@ def _threshold(low, high, share, by_value):
     return tl.minimum(tl.maximum(key, wide + 1), high.to(tl.int64)).to(tl.int32)
 
 
-@triton.jit
+@jit
 def _last_tie(tokens, limit, key_of_ties, many, TILE: tl.constexpr, HEAD: tl.constexpr, ENTRIES: tl.constexpr):
     """Id of the ``many``-th token of a key, from the limit on, in the order of ids: of the row, also where there are
     candidates, which are in no order."""
@@ -186,7 +186,7 @@ def _last_tie(tokens, limit, key_of_ties, many, TILE: tl.constexpr, HEAD: tl.con
     return last
 
 
-@triton.jit
+@jit
 def _limit_among(
     tokens, limit, low, high, many, by_mass, left,
     WHOLE: tl.constexpr, FEW: tl.constexpr, TILE: tl.constexpr, HEAD: tl.constexpr, ENTRIES: tl.constexpr,
@@ -216,7 +216,7 @@ def _limit_among(
     return tl.min(tl.where(kept, place, _LAST_PLACE), axis=0)
 
 
-@triton.jit
+@jit
 def limit_of(
     tokens, highest, limit, by_mass, target, is_share,
     WHOLE: tl.constexpr, FEW: tl.constexpr, TILE: tl.constexpr, HEAD: tl.constexpr, ENTRIES: tl.constexpr,
@@ -284,7 +284,7 @@ def limit_of(
     return limit
 
 
-@triton.jit
+@jit
 def mass_of_kept(tokens, limit, least_mass, WHOLE: tl.constexpr, TILE: tl.constexpr, HEAD: tl.constexpr, ENTRIES: tl.constexpr):
     """Mass of what is kept of a row, or of its candidates."""
     total = tl.zeros((TILE,), tl.float64)

@@ -8,10 +8,10 @@ Both kernels of ``logits`` read them through these functions, so a token's logit
 
 from typing import NamedTuple
 
-import triton
 import triton.language as tl
 
 from .constant import Constant
+from .jit import jit
 from .noise import INTERPRETED, philox_words
 
 LOG2E = Constant(1.4426950408889634)
@@ -56,21 +56,54 @@ class Source(NamedTuple):
     floors: object  # (B,) int32: the logits of chunks with a lower key are not there, see ``stored``
 
 
-@triton.jit
+# -- chunks: the tokens that share a maximum and a sum
+
+
+@jit
+def column_tokens(COLUMNS: tl.constexpr):
+    """Lane 0's tokens of a block's Philox groups, (COLUMNS,): lanes 1, 2, 3 lie 8, 64 and 72 above."""
+    column = tl.arange(0, COLUMNS)
+    return tl.max_contiguous(column % 8 + (column // 8 % 4) * 16 + (column // 32) * 128, 8)
+
+
+@jit
+def chunk_tokens(chunk):
+    """Tokens of chunks (N,): (N, 32). A chunk is 16 tokens of a block of 128 and the 16 that are 64 above them."""
+    first = chunk // 4 * 128 + chunk % 4 * 16
+    e = tl.arange(0, 32)
+    return tl.multiple_of(first, 16)[:, None] + tl.max_contiguous(e % 16 + e // 16 * 64, 16)[None, :]
+
+
+@jit
+def chunk_of(token):
+    """The chunk that a token is in."""
+    return token // 128 * 4 + token // 16 % 4
+
+
+@jit
+def chunks_in(vocab_size):
+    """How many a row has; those of the last block may be of no token."""
+    return tl.cdiv(vocab_size, 128) * 4
+
+
+# -- parameters and logits
+
+
+@jit
 def row_f32(address, value, row):
     """A row's float32 parameter; ``value`` where the address is 0."""
     pointer = (address + row.to(tl.int64) * 4).to(tl.pointer_type(tl.float32))
     return tl.load(pointer, mask=address != 0, other=value)
 
 
-@triton.jit
+@jit
 def row_i64(address, value, row):
     """A row's int64 parameter; ``value`` where the address is 0."""
     pointer = (address + row.to(tl.int64) * 8).to(tl.pointer_type(tl.int64))
     return tl.load(pointer, mask=address != 0, other=value)
 
 
-@triton.jit
+@jit
 def row_top_k(address, value, row, WIDE: tl.constexpr):
     """A row's top-k, int64 in a tensor of either width."""
     if WIDE:
@@ -80,7 +113,7 @@ def row_top_k(address, value, row, WIDE: tl.constexpr):
         return tl.load(pointer, mask=address != 0, other=value.to(tl.int32)).to(tl.int64)
 
 
-@triton.jit
+@jit
 def exp2(x):
     """The hardware's, within 2**-22 of it; what is below 2**-126 is 0. ``tl.exp2`` takes three instructions more for those."""
     if INTERPRETED:
@@ -88,7 +121,7 @@ def exp2(x):
     return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 
-@triton.jit
+@jit
 def scatter(pointer, value, mask):
     """Stores 32-bit values to pointers in no order. ``tl.store`` brings them into a layout of its own first, by shared memory
     and two barriers for each operand."""
@@ -105,7 +138,7 @@ def scatter(pointer, value, mask):
         )
 
 
-@triton.jit
+@jit
 def _tanh(x):
     """Within 3e-7 of tanh, relatively: a continued fraction near 0, exponentials elsewhere. Triton has none of its own."""
     x2 = x * x
@@ -116,7 +149,7 @@ def _tanh(x):
     return above / below
 
 
-@triton.jit
+@jit
 def raw_logits(source, tokens, live, HEAD: tl.constexpr):
     """Raw logits of tokens, float32; -inf where not live. ``HEAD``: there is a scale or a soft cap."""
     x = tl.load(source.logits + source.row * source.logits_stride + tokens, mask=live, other=float("-inf")).to(tl.float32)
@@ -130,14 +163,14 @@ def raw_logits(source, tokens, live, HEAD: tl.constexpr):
     return x
 
 
-@triton.jit
+@jit
 def _dense(source, x, tokens, live):
     if source.dense_bias is not None:
         x += tl.load(source.dense_bias + tokens, mask=live, other=0.0)
     return x
 
 
-@triton.jit
+@jit
 def is_allowed(source, tokens, live):
     """Whether the token mask leaves tokens in; all, if there is none."""
     if source.token_mask is not None:
@@ -146,7 +179,7 @@ def is_allowed(source, tokens, live):
     return live
 
 
-@triton.jit
+@jit
 def _penalized(source, x, tokens, live):
     if source.counts is not None:
         counts = tl.load(source.counts + source.row * source.counts_stride + tokens, mask=live, other=0)
@@ -158,7 +191,7 @@ def _penalized(source, x, tokens, live):
     return x
 
 
-@triton.jit
+@jit
 def sparse_entries(source, ENTRIES: tl.constexpr):
     """Tokens of the row's sparse bias, (ENTRIES,) int32; -1: none. To be narrowed down to those of a tile."""
     index = tl.arange(0, ENTRIES)
@@ -166,7 +199,7 @@ def sparse_entries(source, ENTRIES: tl.constexpr):
     return tl.where(ids < source.vocab_size, ids, -1)
 
 
-@triton.jit
+@jit
 def processed_logits(source, raw, tokens, live, entries, ENTRIES: tl.constexpr):
     """What a request makes of a tuple of tensors of raw logits, of as many tensors of tokens. ``entries`` (ENTRIES,): tokens of
     the sparse bias, -1 for those that are in none of the tensors."""
@@ -192,7 +225,7 @@ def processed_logits(source, raw, tokens, live, entries, ENTRIES: tl.constexpr):
     return penalized
 
 
-@triton.jit
+@jit
 def stored(source, tokens, live):
     """Which of the live tokens' logits are in memory: of a chunk below the row's floor nothing is, and what lies there is not
     to be read. All that reads a row without having chosen chunks by their keys asks, and takes those for -inf."""
@@ -202,7 +235,7 @@ def stored(source, tokens, live):
     return live
 
 
-@triton.jit
+@jit
 def both_logits_of(source, token, HEAD: tl.constexpr, ENTRIES: tl.constexpr):
     """Raw and processed logit of one token of the row, two numbers."""
     tokens = token + tl.arange(0, 1)
@@ -219,46 +252,46 @@ def both_logits_of(source, token, HEAD: tl.constexpr, ENTRIES: tl.constexpr):
 # -- order and mass
 
 
-@triton.jit
+@jit
 def key_of(x):
     """int32 in the order of x; NaN above all, -0.0 as 0.0."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return tl.where(x != x, NAN, bits ^ ((bits >> 31) & 0x7FFFFFFF))
 
 
-@triton.jit
+@jit
 def value_of(key):
     """The x of a key."""
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
-@triton.jit
+@jit
 def _smallest():
     """Above 0, of float32: the largest logit times it is 5e-7."""
     return tl.full((), 1, tl.int32).to(tl.float32, bitcast=True)
 
 
-@triton.jit
+@jit
 def mass_scale(temperature):
     """Per unit of logit, to the base 2. Never 0, so -inf stays -inf; a greedy row's masses are at temperature 1."""
     inverse = 1.0 / tl.where(temperature < GREEDY_BELOW, 1.0, temperature)
     return tl.maximum(inverse * LOG2E, _smallest())
 
 
-@triton.jit
+@jit
 def below(x, top, scale):
     """``(x - top) * scale``, of logits that are further apart than the largest float too. As many instructions: the compiler
     makes one of the halves' difference."""
     return (x * 0.5 - top * 0.5) * (scale * 2.0)
 
 
-@triton.jit
+@jit
 def mass_of(x, top, scale):
     """Probability of a logit over that of ``top``, the highest. Beside an infinite one no finite one has any."""
     return tl.where(x == top, 1.0, exp2(below(x, top, scale)))
 
 
-@triton.jit
+@jit
 def reaches(x, mass, least, top, scale):
     """Whether a token with this ``mass_of`` is at least ``least`` times as probable as that of ``top``. As probable is what
     fp64 cannot tell apart: in fp32 a mass comes to 1 from 2**-25 below."""
@@ -266,7 +299,7 @@ def reaches(x, mass, least, top, scale):
     return (mass >= least) & ((x == top) | (below(x, top, scale) >= nearest))
 
 
-@triton.jit
+@jit
 def score_factors(temperature):
     """Factors of the logit and of the base-2 noise, as ``rows.both_factors`` gives them; the first is never 0, so a token that
     is masked out keeps its -inf at an infinite temperature. What else is infinite then, the scan finds out."""
@@ -277,7 +310,7 @@ def score_factors(temperature):
     return tl.where(temperature != temperature, temperature, scale), tl.where(hot, LN2, noise)
 
 
-@triton.jit
+@jit
 def word_of(token, draw_word, offset_lo, offset_hi, key_lo, key_hi):
     """The Philox words of tokens, or of one, each of a block of its own."""
     group = (token & 7) | (((token >> 4) & 3) << 3) | ((token >> 7) << 5)
@@ -285,33 +318,3 @@ def word_of(token, draw_word, offset_lo, offset_hi, key_lo, key_hi):
     lower = tl.where((token & 8) == 0, words[0], words[1])
     upper = tl.where((token & 8) == 0, words[2], words[3])
     return tl.where((token & 64) == 0, lower, upper)
-
-
-# -- chunks: the tokens that share a maximum and a sum
-
-
-@triton.jit
-def column_tokens(COLUMNS: tl.constexpr):
-    """Lane 0's tokens of a block's Philox groups, (COLUMNS,): lanes 1, 2, 3 lie 8, 64 and 72 above."""
-    column = tl.arange(0, COLUMNS)
-    return tl.max_contiguous(column % 8 + (column // 8 % 4) * 16 + (column // 32) * 128, 8)
-
-
-@triton.jit
-def chunk_tokens(chunk):
-    """Tokens of chunks (N,): (N, 32). A chunk is 16 tokens of a block of 128 and the 16 that are 64 above them."""
-    first = chunk // 4 * 128 + chunk % 4 * 16
-    e = tl.arange(0, 32)
-    return tl.multiple_of(first, 16)[:, None] + tl.max_contiguous(e % 16 + e // 16 * 64, 16)[None, :]
-
-
-@triton.jit
-def chunk_of(token):
-    """The chunk that a token is in."""
-    return token // 128 * 4 + token // 16 % 4
-
-
-@triton.jit
-def chunks_in(vocab_size):
-    """How many a row has; those of the last block may be of no token."""
-    return tl.cdiv(vocab_size, 128) * 4

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from .constant import Constant
+from .jit import jit
 
 INTERPRETED = Constant(triton.knobs.runtime.interpret)  # TRITON_INTERPRET=1: numpy on the CPU, no inline assembly
 
@@ -38,7 +39,7 @@ _C3 = Constant(1.4426950408889634 / 4)
 _C4 = Constant(1.4426950408889634 / 5)
 
 
-@triton.jit
+@jit
 def philox_words(group, stream_draw, offset_lo, offset_hi, key_lo, key_hi):
     """Philox4x32-10 of counter (group, stream_draw, offset_lo, offset_hi): four uint32 words, one per lane of the group."""
     c0, c1, c2, c3 = group, stream_draw, offset_lo, offset_hi
@@ -55,7 +56,7 @@ def philox_words(group, stream_draw, offset_lo, offset_hi, key_lo, key_hi):
     return c0, c1, c2, c3
 
 
-@triton.jit
+@jit
 def _log2(x):
     """The hardware's logarithm, absolute error 2**-22 in (1/2, 2). ``tl.log2`` is a subroutine of some 15 instructions."""
     if INTERPRETED:
@@ -63,7 +64,7 @@ def _log2(x):
     return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 
-@triton.jit
+@jit
 def _log2_neg(x):
     """log2(-x), and -100 for a zero: 2**-100 is far below the last bit of every other x."""
     if INTERPRETED:
@@ -80,7 +81,7 @@ def _log2_neg(x):
     )
 
 
-@triton.jit
+@jit
 def opaque(x):
     """x (uint32), behind a move that no compiler sees through: what is computed from it is not hoisted out of a loop."""
     if INTERPRETED:
@@ -88,7 +89,7 @@ def opaque(x):
     return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.uint32, is_pure=False, pack=1)
 
 
-@triton.jit
+@jit
 def minus_gumbel(word):
     """Minus the base-2 Gumbel of a uint32 word, plus log2(ln 2): log2(E / ln 2). The word 0, the one that needs the tail
     refinement, gives -100: below every refined one (the least is -64.5), so its score is an upper bound, and finite."""
@@ -101,14 +102,14 @@ def minus_gumbel(word):
     return _log2_neg(tl.where(small, series * v, _log2(v)))
 
 
-@triton.jit
+@jit
 def minus_gumbel_of_zero(refinement):
     """Of the word 0, exactly: ``refinement`` is the same lane of the block with the refinement bit set."""
     tail = refinement.to(tl.float32) * _TWO_POW_M64 + _TWO_POW_M65
     return _log2(tail * _C0)
 
 
-@triton.jit
+@jit
 def minus_gumbel_refined(word, refinement):
     """``minus_gumbel``, total: of the word 0 ``minus_gumbel_of_zero``."""
     return tl.where(word == 0, minus_gumbel_of_zero(refinement), minus_gumbel(word))

@@ -1,9 +1,9 @@
 """What ``parts`` launches: of rows over several ranks, what a step gives."""
 
-import triton
 import triton.language as tl
 
 from .constant import Constant
+from .jit import jit
 from .limits_kernels import LOWEST_PLACE, ORDER, relative
 from .logits_source import LOG2E, NO_LOGIT, key_of, value_of
 from .scores import NAN_KEY, NO_TOKEN
@@ -11,7 +11,7 @@ from .scores import NAN_KEY, NO_TOKEN
 _LOW = Constant(0xFFFFFFFF)
 
 
-@triton.jit
+@jit
 def _log_of_sum(logarithms):
     """float64: of numbers that have these logarithms (n,), whose exponentials are of their type; NaN where one is, as
     ``torch.logsumexp``."""
@@ -25,19 +25,19 @@ def _log_of_sum(logarithms):
     return most.to(tl.float64) + tl.log(tl.sum(share, axis=0))
 
 
-@triton.jit
+@jit
 def _float32(bits):
     """float32 of the low half of int64."""
     return bits.to(tl.int32).to(tl.float32, bitcast=True)
 
 
-@triton.jit
+@jit
 def _bits(x):
     """int64, from 0 up, of float32."""
     return x.to(tl.int32, bitcast=True).to(tl.int64) & _LOW
 
 
-@triton.jit(
+@jit(
     do_not_specialize=["batch", "ranks", "top_p_stride", "min_p_stride"],
     do_not_specialize_on_alignment=["theirs_ptr", "top_p_ptr", "min_p_ptr", "places_ptr", "tops_ptr", "defined_ptr"],
 )
@@ -76,7 +76,7 @@ def first_kernel(
     tl.store(defined_ptr + row, defined.to(tl.int8), mask=live)
 
 
-@triton.jit(do_not_specialize=["columns", "chunks", "blocks"])
+@jit(do_not_specialize=["columns", "chunks", "blocks"])
 def raw_kernel(
     logits,  # (B, n) float32
     logits_stride,
@@ -101,7 +101,7 @@ def raw_kernel(
     tl.store(sums_ptr + row * blocks + block, _log_of_sum(x))  # of float64 exponentials it would take longer than the head
 
 
-@triton.jit(
+@jit(
     do_not_specialize=["columns", "first_token", "num_samples", "top", "given", "width", "blocks"],
     do_not_specialize_on_alignment=["raw", "processed", "winners_ptr", "mass_ptr", "given_ptr"],
 )
@@ -165,7 +165,7 @@ def words_kernel(
             tl.store(at + start + some, tl.where(token >= 0, bits, 0), mask=there)
 
 
-@triton.jit(
+@jit(
     do_not_specialize=["batch", "ranks", "num_samples", "top", "given", "width", "unit"],
     do_not_specialize_on_alignment=[
         "theirs_ptr", "defined_ptr", "tops_ptr", "temperatures_ptr", "ids_ptr", "logprobs_ptr", "processed_ptr", "raw_ptr",
@@ -262,7 +262,7 @@ def conclude_kernel(
             tl.store(given_logprobs_ptr + row * given + start + some, tl.where(word > 0, logprob, float("nan")), mask=there)
 
 
-@triton.jit(do_not_specialize=["columns", "num_samples", "blocks"], do_not_specialize_on_alignment=["winners_ptr", "out_ptr"])
+@jit(do_not_specialize=["columns", "num_samples", "blocks"], do_not_specialize_on_alignment=["winners_ptr", "out_ptr"])
 def above_kernel(
     raw,  # (B, n) float32
     raw_stride,
@@ -284,7 +284,7 @@ def above_kernel(
         tl.atomic_add(out_ptr + row * num_samples + draw, higher.to(tl.int64), mask=higher > 0, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["count", "ranks"], do_not_specialize_on_alignment=["theirs_ptr", "ids_ptr", "out_ptr"])
+@jit(do_not_specialize=["count", "ranks"], do_not_specialize_on_alignment=["theirs_ptr", "ids_ptr", "out_ptr"])
 def ranks_kernel(
     theirs_ptr,  # (ranks, count) int64
     ids_ptr,  # (count,) int64

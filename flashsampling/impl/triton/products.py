@@ -4,16 +4,16 @@ The tiles of ``kernel``, so a product is the same bits in any batch. A program k
 """
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from .config import TileConfig, choose_config
+from .jit import jit
 from .launch import programs, tile_operands
 from .tiles import rows_of_block, second_row_of, tile_logits
 
 
-@triton.jit
+@jit
 def _store(out, out_stride, tile, first_token, rows, first_owned, batch, vocab_size):
     """A tile, (tokens, rows), transposed into rows."""
     tokens = first_token + tl.arange(0, tile.shape[0])[:, None]
@@ -22,7 +22,7 @@ def _store(out, out_stride, tile, first_token, rows, first_owned, batch, vocab_s
     tl.store(out + rows.to(tl.int64) * out_stride + tokens, tile, mask=wanted)
 
 
-@triton.jit(
+@jit(
     do_not_specialize=["batch", "vocab_size", "hidden_stride"],
     do_not_specialize_on_alignment=["hidden", "hidden_rest"],
 )

@@ -1,11 +1,12 @@
 """Several reductions as one: where a row's numbers are spread over a program's threads, these wait for each other once, and not
 once for each."""
 
-import triton
 import triton.language as tl
 
+from .jit import jit
 
-@triton.jit
+
+@jit
 def sums_of_three(a, b, c):
     """Of (N,) tensors of one type."""
     of_ab, of_cc = tl.split(tl.sum(tl.join(tl.join(a, b), tl.join(c, c)), axis=0))
@@ -14,7 +15,7 @@ def sums_of_three(a, b, c):
     return of_a, of_b, of_c
 
 
-@triton.jit
+@jit
 def lowest_and_highest(low, high):
     """The least of one (N,) tensor of int32 and the greatest of another."""
     least, complement = tl.split(tl.min(tl.join(low, ~high), axis=0))

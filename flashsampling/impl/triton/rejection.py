@@ -19,6 +19,7 @@ from ...step import Recorded, Step
 from . import logits as of_logits
 from .config import next_power_of_2
 from .constant import Constant
+from .jit import jit
 from .logits_source import (
     Source,
     both_logits_of,
@@ -40,13 +41,13 @@ _COIN = Constant(int(Stream.ACCEPTANCE_COIN) << 24)
 _RECOVERY = Constant(int(Stream.RECOVERY) << 24)
 
 
-@triton.jit
+@jit
 def _place(key, token):
     """A token's place in its row, greater for the greater logit and then for the lower id."""
     return (key.to(tl.int64) << 31) | (token ^ NO_TOKEN).to(tl.int64)
 
 
-@triton.jit
+@jit
 def _probability(x, token, top, scale, first_kept, least_mass, kept_mass, greedy_token):
     """p of tokens with processed logits x; NaN in an undefined row, whose ``kept_mass`` is NaN."""
     mass = mass_of(x, top, scale)
@@ -56,7 +57,7 @@ def _probability(x, token, top, scale, first_kept, least_mass, kept_mass, greedy
     return tl.where(kept_mass != kept_mass, kept_mass, p)
 
 
-@triton.jit
+@jit
 def _load_record(limits, masses, row):
     """What the row keeps: the place of its last token, and least mass, all mass, highest logit, its token if it is greedy."""
     record = masses + row * 4
@@ -64,14 +65,27 @@ def _load_record(limits, masses, row):
     return tl.load(limits + row), tl.load(record), tl.load(record + 1), tl.load(record + 2), greedy_token
 
 
-@triton.jit
+@jit
 def _q_of(draft_probs, probs_stride, place, token, there):
     """What a draft's probabilities hold for tokens, float32; below 0 as 0, and NaN as NaN."""
     q = tl.load(draft_probs + place * probs_stride + token, mask=there, other=0.0).to(tl.float32)
     return tl.where(q < 0.0, 0.0, q)
 
 
-@triton.jit(
+@jit
+def _draft_of(bounds, request, node, n, total, batch):
+    """Of a request's draft: the row of the position before it, its place among all drafts, whether it is there."""
+    if bounds is None:
+        first = request * n
+        there = node < n
+    else:
+        first = tl.load(bounds + request)
+        there = (node < tl.load(bounds + request + 1) - first) & (node < n) & (total > 0)
+    row = tl.minimum(tl.maximum(first + request + node, 0), total + batch - 1)
+    return row, tl.maximum(tl.minimum(first + node, total - 1), 0), there
+
+
+@jit(
     do_not_specialize=[
         "temperature_at", "temperature_value", "seed_at", "seed_value", "offset_at", "offset_value", "repetition_at",
         "repetition_value", "frequency_at", "frequency_value", "presence_at", "presence_value", "logit_scale", "soft_cap",
@@ -153,20 +167,7 @@ def accept_kernel(
     tl.store(accepted + request * n + node, (holds & (coin * q.to(tl.float64) < p.to(tl.float64))).to(tl.int32))
 
 
-@triton.jit
-def _draft_of(bounds, request, node, n, total, batch):
-    """Of a request's draft: the row of the position before it, its place among all drafts, whether it is there."""
-    if bounds is None:
-        first = request * n
-        there = node < n
-    else:
-        first = tl.load(bounds + request)
-        there = (node < tl.load(bounds + request + 1) - first) & (node < n) & (total > 0)
-    row = tl.minimum(tl.maximum(first + request + node, 0), total + batch - 1)
-    return row, tl.maximum(tl.minimum(first + node, total - 1), 0), there
-
-
-@triton.jit
+@jit
 def _accepted_of(accepted, request, n, NODES: tl.constexpr):
     """How many of a request's drafts are accepted, up to the first that is not."""
     node = tl.arange(0, NODES)
@@ -174,7 +175,7 @@ def _accepted_of(accepted, request, n, NODES: tl.constexpr):
     return tl.min(tl.where(bits != 0, NODES, node), axis=0).to(tl.int64)
 
 
-@triton.jit(
+@jit(
     do_not_specialize=[
         "temperature_at", "temperature_value", "seed_at", "seed_value", "offset_at", "offset_value", "repetition_at",
         "repetition_value", "frequency_at", "frequency_value", "presence_at", "presence_value", "logit_scale", "soft_cap",
@@ -293,7 +294,7 @@ def recover_kernel(
         tl.store(out + 1, tl.max(best_of_all, axis=0))
 
 
-@triton.jit(
+@jit(
     do_not_specialize=["total", "batch", "n", "blocks"],
     do_not_specialize_on_alignment=["bounds", "drafts", "drawn", "accepted", "slots", "out", "num_accepted", "num_emitted"],
 )

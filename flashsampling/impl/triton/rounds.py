@@ -11,12 +11,13 @@ from torch import Tensor
 
 from ...step import Step
 from .exchange import active_ranks, conclude, details_and_tags, of_request, receive_words, send, start_clock, steps_taken
+from .jit import jit
 
 _BLOCK = 256  # words of a program
 _WARPS = 4
 
 
-@triton.jit(
+@jit(
     do_not_specialize=["table", "batch", "num_samples", "count", "blocks"],
     # a kernel of another alignment would be compiled, and loaded, while other ranks wait for this one
     do_not_specialize_on_alignment=[

@@ -1,17 +1,17 @@
 """What a row brings: temperature, seed and offset, as factors and Philox key, and as the tags that an exchange compares."""
 
-import triton
 import triton.language as tl
 
 from .constant import Constant
 from .exchange import details_and_tags
+from .jit import jit
 from .noise import INTERPRETED
 
 _GREEDY_BELOW = Constant(1e-6)
 _LN2 = Constant(0.6931471805599453)
 
 
-@triton.jit
+@jit
 def _load_b64(address, index, value, ROW_TENSORS: tl.constexpr):
     """Low and high half of 64-bit elements; of ``value`` where the address may be, and is, 0."""
     pointers = address + index.to(tl.int64) * 8
@@ -33,7 +33,7 @@ def _load_b64(address, index, value, ROW_TENSORS: tl.constexpr):
     )
 
 
-@triton.jit
+@jit
 def _load_f32(address, index, value, ROW_TENSORS: tl.constexpr):
     pointers = address + index.to(tl.int64) * 4
     if INTERPRETED:
@@ -53,7 +53,7 @@ def _load_f32(address, index, value, ROW_TENSORS: tl.constexpr):
     )
 
 
-@triton.jit
+@jit
 def row_params(
     rows,  # any shape, within the batch
     temperature_at,
@@ -80,7 +80,7 @@ def row_params(
     return factors, key_lo, key_hi, offset_lo, offset_hi
 
 
-@triton.jit
+@jit
 def row_tags(
     number,
     rows,  # (N,), within the batch
@@ -101,7 +101,7 @@ def row_tags(
     return details_and_tags(number, batch, num_samples, temperature, seed_lo, seed_hi, offset_lo, offset_hi)
 
 
-@triton.jit
+@jit
 def both_factors(factors):
     """Factor of the logit and of the base-2 noise.
 
@@ -113,7 +113,7 @@ def both_factors(factors):
     return tl.where(hot, -factors, 1.0), tl.where(hot, _LN2, factors)
 
 
-@triton.jit
+@jit
 def after(rows, done, zero):
     """int32 row numbers, but not before ``done`` (float32, (M, N)) is known: ``zero`` is 0 at run time, which no compiler
     can know.

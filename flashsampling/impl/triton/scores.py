@@ -1,10 +1,10 @@
 """Scores, and the 64-bit keys in which a row's best one and its token are published: the same in both passes."""
 
-import triton
 import triton.language as tl
 
 from ... import exchange as protocol
 from .constant import Constant
+from .jit import jit
 from .noise import philox_words
 
 NO_TOKEN = Constant(protocol.NO_TOKEN)
@@ -12,27 +12,27 @@ NAN_KEY = Constant(protocol.NAN)
 ORDERED_INF = Constant(0x7F800000 + 2**31)  # a key's high bits if its score is +inf
 
 
-@triton.jit
+@jit
+def with_noise(scaled, minus_noise, noise_factor):
+    """The second half of ``score_of``, where the first is ready."""
+    return tl.fma(-minus_noise, noise_factor, scaled)
+
+
+@jit
 def score_of(logit, scale, bias, minus_noise, noise_factor):
     """logit * scale + bias + noise * noise_factor. The operations are spelled out, so that every pass and every tile shape
     rounds alike."""
     return with_noise(tl.fma(logit, scale, bias), minus_noise, noise_factor)
 
 
-@triton.jit
-def with_noise(scaled, minus_noise, noise_factor):
-    """The second half of ``score_of``, where the first is ready."""
-    return tl.fma(-minus_noise, noise_factor, scaled)
-
-
-@triton.jit
+@jit
 def keep_better(best, best_id, score, token):
     """The running winners, (score, id) per register, after one more score each. A NaN stays."""
     best_id = tl.where(score > best, token, best_id)
     return tl.maximum(best, score, propagate_nan=tl.PropagateNan.ALL), best_id
 
 
-@triton.jit
+@jit
 def pack_key(score, token):
     """Order-preserving 64-bit key: positive int64, greater for the greater score, then for the lower id; NaN above all."""
     bits = (score + 0.0).to(tl.int32, bitcast=True)  # + 0.0: -0.0 and 0.0 tie
@@ -42,7 +42,7 @@ def pack_key(score, token):
     return tl.where(score != score, NAN_KEY, key)
 
 
-@triton.jit
+@jit
 def word_of(token, offset_lo, offset_hi, key_lo, key_hi):
     """The Philox word of a token, draw 0: its group is the id less bits 3 and 6, and they are its lane."""
     group = (token & 7) | (((token >> 4) & 3) << 3) | ((token >> 7) << 5)

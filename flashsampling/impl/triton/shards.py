@@ -5,12 +5,12 @@ the whole vocabulary makes them, so they are the same bits.
 """
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from ...exchange import NO_FINITE
 from ...step import Step
+from .jit import jit
 from .logits import entries_of, has_head, penalty_arguments, source_arguments
 from .logits_source import Source, column_tokens, key_of, processed_logits, raw_logits, row_f32, score_factors, sparse_entries
 from .noise import REFINEMENT_BIT, minus_gumbel_refined, philox_words
@@ -21,7 +21,7 @@ _BLOCK = 1024  # tokens of a program
 _WARPS = 4
 
 
-@triton.jit(
+@jit(
     do_not_specialize=[
         "repetition_at", "repetition_value", "frequency_at", "frequency_value", "presence_at", "presence_value", "logit_scale",
         "soft_cap", "bias_count", "ids_stride", "values_stride", "blocks",
@@ -82,7 +82,7 @@ def process_kernel(
         tl.store(processed_ptr + out, processed_logits(source, (raw,), (token,), (live,), entries, ENTRIES)[0], mask=live)
 
 
-@triton.jit(
+@jit(
     do_not_specialize=["base", "skip", "num_samples", "stream", "blocks"],
     # a kernel of another alignment would be compiled while other ranks wait for this one
     do_not_specialize_on_alignment=["limits_ptr", "temperatures_ptr", "seeds_ptr", "offsets_ptr"],

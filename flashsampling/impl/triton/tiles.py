@@ -1,10 +1,11 @@
 """A tile: its logits, which token and which row each is of, and the blocks and Philox lanes that it is split into."""
 
-import triton
 import triton.language as tl
 
+from .jit import jit
 
-@triton.jit
+
+@jit
 def second_row_of(first_row, batch, BLOCK_B: tl.constexpr, REST_B: tl.constexpr, HALVES: tl.constexpr):
     """First row of a tile's second piece of columns: of the block's second half, if HALVES says so, or of the second block. If
     it would reach beyond the batch, it ends with it, and some rows are in both pieces: with the same scores, so that a maximum
@@ -13,14 +14,14 @@ def second_row_of(first_row, batch, BLOCK_B: tl.constexpr, REST_B: tl.constexpr,
     return tl.maximum(tl.minimum(first_row + BLOCK_B + REST_B - SECOND, batch - SECOND), 0)
 
 
-@triton.jit
+@jit
 def _hidden_pointers(hidden, rows, batch, hidden_stride, BLOCK_D: tl.constexpr):
     """(BLOCK_D, columns); rows past the end repeat the last one: their winners are not published."""
     rows = tl.minimum(rows, batch - 1).to(tl.int64)
     return hidden + rows[None, :] * hidden_stride + tl.arange(0, BLOCK_D)[:, None]
 
 
-@triton.jit
+@jit
 def _product(w, h, acc, ROWS_ON_M: tl.constexpr):
     if ROWS_ON_M:
         return tl.dot(h.T, w.T, acc, input_precision="ieee")
@@ -28,7 +29,17 @@ def _product(w, h, acc, ROWS_ON_M: tl.constexpr):
         return tl.dot(w, h, acc, input_precision="ieee")
 
 
-@triton.jit
+@jit
+def rows_of_block(first_row, second_row, BLOCK_B: tl.constexpr, HALVES: tl.constexpr):
+    """Rows of a tile's first block of columns, (BLOCK_B,)."""
+    column = tl.arange(0, BLOCK_B)
+    if HALVES:
+        return tl.where(column < BLOCK_B // 2, first_row + column, second_row + column - BLOCK_B // 2)
+    else:
+        return first_row + column
+
+
+@jit
 def tile_logits(
     hidden,  # descriptor of blocks (BLOCK_B, BLOCK_D), (2, BLOCK_B // 2, BLOCK_D) if HALVES, or pointer to (B, D)
     hidden_rest,  # as hidden, for blocks (REST_B, BLOCK_D)
@@ -115,7 +126,7 @@ def tile_logits(
         return acc, rest
 
 
-@triton.jit
+@jit
 def split_lanes(x, BLOCK_V: tl.constexpr, BLOCK_B: tl.constexpr):
     """(BLOCK_V, BLOCK_B) by token -> four (BLOCK_V // 4, BLOCK_B) by Philox lane = bit 3 | bit 6 << 1 of the token id.
 
@@ -134,7 +145,7 @@ def split_lanes(x, BLOCK_V: tl.constexpr, BLOCK_B: tl.constexpr):
     )
 
 
-@triton.jit
+@jit
 def _split_all(x):
     """(M, N, 2, ..., 2) -> tuple of (M, N) by the last index, then the one before it, and so on."""
     if len(x.shape) == 2:
@@ -144,7 +155,7 @@ def _split_all(x):
         return _split_all(first) + _split_all(second)
 
 
-@triton.jit
+@jit
 def split_tokens(x, BLOCK_B: tl.constexpr):
     """(128, BLOCK_B) by token -> 32 blocks (4, BLOCK_B), whose index has the token's bits 0, 6, 5, 4, 3, highest first: bits 2
     and 1 are left. Where tokens are on N of ``wgmma`` the five are registers of one thread."""
@@ -152,7 +163,7 @@ def split_tokens(x, BLOCK_B: tl.constexpr):
     return _split_all(tl.permute(x, (4, 6, 3, 2, 1, 0, 5)))
 
 
-@triton.jit
+@jit
 def split_blocks(x, ROW_BLOCKS: tl.constexpr, COLUMN_BLOCKS: tl.constexpr):
     """(M, N) -> tuple of ROW_BLOCKS * COLUMN_BLOCKS neighbouring blocks, row by row; register bits again, nothing moves."""
     if ROW_BLOCKS > 1:
@@ -165,24 +176,14 @@ def split_blocks(x, ROW_BLOCKS: tl.constexpr, COLUMN_BLOCKS: tl.constexpr):
         return (x,)
 
 
-@triton.jit
+@jit
 def lane0_tokens(first_token, BLOCK_V: tl.constexpr):
     """Token ids of lane 0 of a tile's groups, (BLOCK_V // 4, 1); lanes 1, 2, 3 lie 8, 64 and 72 above."""
     group = tl.arange(0, BLOCK_V // 4)
     return (first_token + (group & 7) + ((group >> 3) & 3) * 16 + (group >> 5) * 128)[:, None]
 
 
-@triton.jit
-def rows_of_block(first_row, second_row, BLOCK_B: tl.constexpr, HALVES: tl.constexpr):
-    """Rows of a tile's first block of columns, (BLOCK_B,)."""
-    column = tl.arange(0, BLOCK_B)
-    if HALVES:
-        return tl.where(column < BLOCK_B // 2, first_row + column, second_row + column - BLOCK_B // 2)
-    else:
-        return first_row + column
-
-
-@triton.jit
+@jit
 def rows_of_chunk(
     first_row,
     second_row,
