@@ -443,7 +443,7 @@ def test_triton_begins_with_the_kernel_that_all_requests_share(monkeypatch, devi
     plain = Step(states, weight, torch.ones(1, device=device), zeros, zeros, 1, 300)
     backend.begin(plain)
     assert not keys.seen  # a kernel of its own
-    made = set()
+    made: set[str] = set()
     for request in _mixes(1, 300, device):
         step = plain._replace(asked=asked_of(request, Problem(1, 300, 300, weight.device, 1)))
         if not made:

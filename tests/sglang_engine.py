@@ -1,0 +1,144 @@
+"""SGLang's engine, whose scheduler's process looks at every fused step; also on a CPU, so that tests need not cost time on a
+GPU before they can pass there.
+
+On a CPU tokenizer manager, scheduler, model runner, cache, attention (torch's) and sampler are SGLang's own, in its own
+processes. Packages of kernels for GPUs are made up (``sglang_made_up``), and not called: without AMX SGLang computes with
+torch's operations. Seen with the wheels of SGLang 0.5.15.post1 and 0.5.23, unpacked, and what ``test_sglang_real`` names, and::
+
+    pip install uvicorn uvloop python-multipart setproctitle partial_json_parser interegular prometheus_client ipython \\
+        watchfiles
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import flashsampling
+
+ON_CPU = os.environ.get("FLASHSAMPLING_SGLANG_ON_CPU") == "1" and not torch.cuda.is_available()
+if ON_CPU:  # in each process, before SGLang is
+    from . import sglang_made_up  # noqa: F401
+SEEN = "FLASHSAMPLING_SGLANG_SEEN"  # the file to which a scheduler's process writes a line for each step
+OPTIONS: dict[str, Any] = {
+    "device": "cpu", "dtype": "float32", "attention_backend": "torch_native", "sampling_backend": "pytorch",
+    "disable_cuda_graph": True,
+} if ON_CPU else {"mem_fraction_static": 0.3, "cuda_graph_max_bs": 16}  # fmt: skip
+
+
+def engine(folder: str, seen: Path, plugin: str = "require", **options: Any) -> Any:
+    """An engine of a model, of which a scheduler writes what it sees to a file."""
+    from sglang.srt.entrypoints.engine import Engine
+
+    class Watched(Engine):  # type: ignore[misc] # it is Any where there is no SGLang
+        run_scheduler_process_func = staticmethod(run_scheduler)
+        run_detokenizer_process_func = staticmethod(run_detokenizer)
+
+    os.environ |= {"FLASHSAMPLING_SGLANG": plugin, SEEN: str(seen)}
+    return Watched(model_path=folder, max_running_requests=32, max_total_tokens=4096, **OPTIONS | options)
+
+
+def run_scheduler(*args: Any, **kwargs: Any) -> Any:
+    """In place of SGLang's ``run_scheduler_process``, in the process that it starts."""
+    if ON_CPU:
+        _pretend()
+    from sglang.srt.managers.scheduler import run_scheduler_process
+
+    _watch(Path(os.environ[SEEN]))
+    return run_scheduler_process(*args, **kwargs)
+
+
+def run_detokenizer(*args: Any, **kwargs: Any) -> Any:
+    """Likewise ``run_detokenizer_process``."""
+    from sglang.srt.managers.detokenizer_manager import run_detokenizer_process
+
+    return run_detokenizer_process(*args, **kwargs)
+
+
+def _pretend() -> None:
+    """The plug-in takes neither CPUs nor what is faster nowhere."""
+    from flashsampling.integrations import engines
+    from flashsampling.integrations.sglang import runner as plugin
+
+    check_runner = plugin.check_runner
+
+    def check_all_but_the_device(runner: Any, *rest: Any) -> None:
+        device, runner.device = runner.device, "cuda"
+        try:
+            check_runner(runner, *rest)
+        finally:
+            runner.device = device
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(plugin, "check_runner", check_all_but_the_device)
+    patch.setattr(engines, "FAST", ("streaming",))
+
+
+def _watch(seen: Path) -> None:
+    """Every fused draw against ``flashsampling.sample`` of the row alone, with what its request says; a line for each step."""
+    from flashsampling.integrations.sglang import asks
+    from flashsampling.integrations.sglang.runner import Fused
+    from flashsampling.integrations.sglang.step import FusedStep
+
+    requests: dict[Any, Any] = {}
+    note, draw, sample = asks.note, FusedStep.draw, Fused.sample
+    drawn: list[dict[str, Any]] = []
+
+    def noted(request: Any, rules: Any) -> Any:
+        made = note(request, rules)
+        requests[made] = request
+        return made
+
+    def checked(self: Any, batch: Any) -> Any:
+        out = draw(self, batch)
+        for row, each in enumerate(batch.noted):
+            drawn.append(_compared(self.head, batch, row, requests[each], each, out))
+        return out
+
+    def counted(self: Any, theirs: Any, *args: Any, **kwargs: Any) -> Any:
+        drawn.clear()
+        token_ids = sample(self, theirs, *args, **kwargs)
+        line = {"drawn": drawn, "rows": len(token_ids), "counters": self.counters()}
+        with seen.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        return token_ids
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(asks, "note", noted)
+    patch.setattr(FusedStep, "draw", checked)
+    patch.setattr(Fused, "sample", counted)
+
+
+def _compared(head: Any, batch: Any, row: int, request: Any, noted: Any, out: Any) -> dict[str, Any]:
+    """What a row drew, and what is wrong with that."""
+    params, vocab_size = request.sampling_params, head.vocab_size
+    position, state = int(batch.positions[row]), batch.hidden_states[row : row + 1]
+    greedy = params.top_k == 1  # as SGLang has a temperature of 0
+    bias = {int(token): value for token, value in (params.logit_bias or {}).items()}
+    if position + 1 < len(request.origin_input_ids) + params.min_new_tokens:
+        bias |= dict.fromkeys(params.stop_token_ids or (), float("-inf"))
+    asked: dict[str, Any] = {} if batch.mask is None else {"token_mask": batch.mask[row : row + 1]}
+    if bias:
+        ids, values = torch.tensor([[*bias]], dtype=torch.int32), torch.tensor([[*bias.values()]])
+        asked["logit_bias"] = ids.to(state.device), values.to(state.device)
+    if not greedy:
+        asked |= {"top_k": params.top_k if params.top_k < vocab_size else 0, "top_p": params.top_p, "min_p": params.min_p}
+    alone = flashsampling.sample(
+        state, head.weight, temperature=0.0 if greedy else params.temperature,
+        seed=noted.row.seed if params.sampling_seed is None else params.sampling_seed, offset=position, vocab_size=vocab_size,
+        **head.transform, **asked,
+    )  # fmt: skip
+    token, wrong = int(out.token_ids[row]), []
+    if token != int(alone.token_ids):
+        wrong.append(f"token {token}, alone {int(alone.token_ids)}")
+    if params.sampling_seed is not None and noted.row.seed != params.sampling_seed:
+        wrong.append(f"seed {noted.row.seed} for {params.sampling_seed}")
+    if request.return_logprob and out.logprobs is not None and not bias:
+        logits = state.double() @ head.weight[:vocab_size].double().T / (1.0 if greedy else params.temperature)
+        difference = abs(float(out.logprobs[row]) - float(logits.log_softmax(-1)[0, token]))
+        if not difference < 1e-3:
+            wrong.append(f"a log-probability that is {difference} off")
+    return {"rid": request.rid, "position": position, "token": token, "wrong": wrong}
