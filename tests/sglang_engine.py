@@ -1,9 +1,11 @@
 """SGLang's engine, whose scheduler's process looks at every fused step; also on a CPU, so that tests need not cost time on a
-GPU before they can pass there.
+GPU before they can pass there, and without the 587 MB of SGLang's own kernels.
 
-On a CPU tokenizer manager, scheduler, model runner, cache, attention (torch's) and sampler are SGLang's own, in its own
-processes. Packages of kernels for GPUs are made up (``sglang_made_up``), and not called: without AMX SGLang computes with
-torch's operations. Seen with the wheels of SGLang 0.5.15.post1 and 0.5.23, unpacked, and what ``test_sglang_real`` names, and::
+Tokenizer manager, scheduler, model runner, cache and sampler are SGLang's own, in its own processes. On a CPU attention is
+torch's, and packages of kernels for GPUs are made up (``sglang_made_up``) and not called: without AMX SGLang computes with
+torch's operations. With FLASHSAMPLING_SGLANG_STAND_INS=1 SGLang 0.5.15 does so on a GPU too, with Triton's attention (on a CPU
+that changes nothing, and was seen to; on a GPU it was not run). Seen with the wheels of SGLang 0.5.15.post1 and 0.5.23,
+unpacked, and what ``test_sglang_real`` names, and::
 
     pip install uvicorn uvloop python-multipart setproctitle partial_json_parser interegular prometheus_client ipython \\
         watchfiles
@@ -11,6 +13,7 @@ torch's operations. Seen with the wheels of SGLang 0.5.15.post1 and 0.5.23, unpa
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +23,16 @@ import torch
 import flashsampling
 
 ON_CPU = os.environ.get("FLASHSAMPLING_SGLANG_ON_CPU") == "1" and not torch.cuda.is_available()
-if ON_CPU:  # in each process, before SGLang is
+STAND_INS = os.environ.get("FLASHSAMPLING_SGLANG_STAND_INS") == "1"
+if ON_CPU or STAND_INS:  # in each process, before SGLang is
     from . import sglang_made_up  # noqa: F401
 SEEN = "FLASHSAMPLING_SGLANG_SEEN"  # the file to which a scheduler's process writes a line for each step
 OPTIONS: dict[str, Any] = {
     "device": "cpu", "dtype": "float32", "attention_backend": "torch_native", "sampling_backend": "pytorch",
     "disable_cuda_graph": True,
 } if ON_CPU else {"mem_fraction_static": 0.3, "cuda_graph_max_bs": 16}  # fmt: skip
+if STAND_INS and not ON_CPU:
+    OPTIONS |= {"attention_backend": "triton", "sampling_backend": "pytorch"}
 
 
 def engine(folder: str, seen: Path, plugin: str = "require", **options: Any) -> Any:
@@ -43,11 +49,14 @@ def engine(folder: str, seen: Path, plugin: str = "require", **options: Any) -> 
 
 def run_scheduler(*args: Any, **kwargs: Any) -> Any:
     """In place of SGLang's ``run_scheduler_process``, in the process that it starts."""
+    patch = pytest.MonkeyPatch()  # which is never undone
     if ON_CPU:
-        _pretend()
+        _pretend(patch)
+    if STAND_INS:
+        _stand_in(patch)
     from sglang.srt.managers.scheduler import run_scheduler_process
 
-    _watch(Path(os.environ[SEEN]))
+    _watch(patch, Path(os.environ[SEEN]))
     return run_scheduler_process(*args, **kwargs)
 
 
@@ -58,7 +67,7 @@ def run_detokenizer(*args: Any, **kwargs: Any) -> Any:
     return run_detokenizer_process(*args, **kwargs)
 
 
-def _pretend() -> None:
+def _pretend(patch: pytest.MonkeyPatch) -> None:
     """The plug-in takes neither CPUs nor what is faster nowhere."""
     from flashsampling.integrations import engines
     from flashsampling.integrations.sglang import runner as plugin
@@ -72,12 +81,27 @@ def _pretend() -> None:
         finally:
             runner.device = device
 
-    patch = pytest.MonkeyPatch()
     patch.setattr(plugin, "check_runner", check_all_but_the_device)
     patch.setattr(engines, "FAST", ("streaming",))
 
 
-def _watch(seen: Path) -> None:
+def _stand_in(patch: pytest.MonkeyPatch) -> None:
+    """Torch's operations, for what the kernels of SGLang 0.5.15 do for a dense model."""
+    from sglang.srt.layers.attention import triton_backend
+    from sglang.srt.layers.utils.multi_platform import MultiPlatformOp
+    from sglang.srt.mem_cache import memory_pool
+    from sglang.srt.model_executor import forward_batch_info
+
+    patch.setattr(MultiPlatformOp, "dispatch_forward", lambda self: self.forward_native)
+    patch.setattr(memory_pool, "can_use_store_cache", lambda *_: False)
+    patch.setattr(triton_backend, "is_arch_support_pdl", lambda: False, raising=False)
+    own = forward_batch_info.clamp_position
+    for module in [module for name, module in sys.modules.items() if name.startswith("sglang.")]:
+        if vars(module).get("clamp_position") is own:
+            patch.setattr(module, "clamp_position", forward_batch_info._clamp_position_native)
+
+
+def _watch(patch: pytest.MonkeyPatch, seen: Path) -> None:
     """Every fused draw against ``flashsampling.sample`` of the row alone, with what its request says; a line for each step."""
     from flashsampling.integrations.sglang import asks
     from flashsampling.integrations.sglang.runner import Fused
@@ -106,7 +130,6 @@ def _watch(seen: Path) -> None:
             file.write(json.dumps(line) + "\n")
         return token_ids
 
-    patch = pytest.MonkeyPatch()
     patch.setattr(asks, "note", noted)
     patch.setattr(FusedStep, "draw", checked)
     patch.setattr(Fused, "sample", counted)

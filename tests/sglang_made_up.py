@@ -1,11 +1,13 @@
 """Makes up the packages that SGLang's Python files import and that a machine without a GPU has not, so that its classes load.
 
-Importing this does so, or raises ImportError where SGLang's files are not, or a GPU is.
+Importing this does so, or raises ImportError where SGLang's files are not, or a GPU is; but with
+FLASHSAMPLING_SGLANG_STAND_INS=1 a GPU does not matter: see ``sglang_engine``.
 """
 
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import os
 import sys
 import types
 from unittest.mock import MagicMock
@@ -14,7 +16,8 @@ import torch
 import transformers
 from transformers.utils import import_utils
 
-if importlib.util.find_spec("sglang") is None or torch.cuda.is_available():
+STAND_INS = os.environ.get("FLASHSAMPLING_SGLANG_STAND_INS") == "1"
+if importlib.util.find_spec("sglang") is None or (torch.cuda.is_available() and not STAND_INS):
     raise ImportError("needs SGLang's Python files, and no GPU")
 
 

@@ -19,8 +19,6 @@ from . import sglang_engine
 pytestmark: Any = [] if sglang_engine.ON_CPU else pytest.mark.gpu
 if not sglang_engine.ON_CPU and not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
-if sglang_engine.ON_CPU:
-    pytest.importorskip("tests.sglang_made_up", exc_type=ImportError)
 pytest.importorskip("sglang")
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
