@@ -10,10 +10,8 @@ A backend is a module or package ``impl.<name>`` with
                                        are then rejected by kernels; if it leaves that
     compiled_for(weight, max_batch_size, num_samples) -> names, lists of batch sizes
                                        the kernels that such calls can need, and whose draws compile them; if it compiles any
-    compiled_apart(asked) -> Hashable  of what asks for something: where it differs, no kernel is the same, but those that leave
-                                       logits in memory, which depend on the matrices alone; if it compiles any
-    begin(step)                        before threads draw what is ``compiled_apart``, of the same matrices, or plain steps of
-                                       different kernels: what they must not begin at once; if it compiles any
+    compiling(at_once)                 a context in which this thread's draws compile what they need, side by side, and may draw
+                                       anything; if several kernels of it can be compiled at once
 
 One that knows shards does them with what a request asks for in two parts, between which the ranks meet
 (``distributed/requests``); of a shard with a token or more, and of what is asked for cut to it:

@@ -1,19 +1,18 @@
 """Compiles ahead of serving everything that serving would compile."""
 
-import functools
 import itertools
 import logging
 import os
-from collections.abc import Callable, Hashable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from . import ops
 from .api import check_num_samples, check_tensor_parallel, check_vocab_size, check_weight, count_left_out, sample
-from .backends import BACKENDS
+from .backends import BACKENDS, Backend
 from .parameters import integer
 from .requests import Problem, Request, asked_of, problem_of
 from .step import PLAIN, Asked, Step, arguments, example
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
     from .distributed import TensorParallel
 
 Inputs: TypeAlias = tuple[Tensor, Tensor | float, Tensor]  # (B, D), of a call: hidden states, temperature, seeds and offsets
-
-_T = TypeVar("_T")
 
 _logger = logging.getLogger("flashsampling")
 
@@ -49,9 +46,9 @@ def warmup(
 
     A filter that is a number and switched off, as a ``top_p`` of 1.0, is one that is not asked for.
 
-    What will be compiled is logged first, at level INFO to the logger "flashsampling". Triton takes seconds for each kernel, of
-    up to eight at once where nothing is asked for and there is no ``tp``, or milliseconds where its own cache on disk has it;
-    the Hopper kernel three seconds for each shape, or none where ``python -m flashsampling precompile`` filled the cache.
+    What will be compiled is logged first, at level INFO to the logger "flashsampling". Triton takes seconds for each kernel, up
+    to eight of them at once where there is no ``tp``, or milliseconds where its own cache on disk has it; the Hopper kernel
+    three seconds for each shape, or none where ``python -m flashsampling precompile`` filled the cache.
 
     Args:
         weight: (V, D), as it will be passed to ``sample``.
@@ -134,8 +131,7 @@ def _draw_all(
         for each in _of_any_number(some, tp.vocab_size):
             ops.sample_sharded(step._replace(shard=tp.shard, asked=each), tp)
 
-    # steps of a group have an order, and what is asked for has logits in memory: of many draws at once a GPU full
-    made.draw(weight, draw, in_turn=tp is not None or asked is not PLAIN)
+    made.draw(weight, draw, in_turn=tp is not None)  # a step of a group is one of all its ranks
     if weight.is_cuda:
         torch.cuda.current_stream(weight.device).synchronize()
     return made.kernels
@@ -156,54 +152,36 @@ def compile_ahead(
     *,
     vocab_size: int | None = None,
 ) -> None:
-    """Compiles the kernels behind several requests, up to eight at once, where ``warmup`` of each compiles in turn; call that
+    """Compiles the kernels behind several requests, up to eight at once, where ``warmup`` of each compiles its own; call that
     too, for what other batch sizes need. Without a GPU there is nothing to do.
 
     Args:
         weight: as for ``warmup``, likewise ``vocab_size``.
-        requests: what calls will ask for, of one row: so little is drawn that it may be drawn at once.
+        requests: what calls will ask for, of one row.
     """
     if not weight.is_cuda:
         return
     tokens = check_vocab_size(vocab_size, weight.shape[0])
     problem = Problem(1, weight.shape[0], tokens, weight.device, 1)
     (states, temperature, zeros), _ = _inputs(weight, 1)
-    apart: dict[Hashable, list[Step]] = {}
-    begun = False
-    for request in requests:
-        if request:
-            step = Step(states, weight, temperature, zeros, zeros, 1, tokens, asked=asked_of(request, problem))
-            backend = ops.choose(step, "")
-            if backend.compiles:
-                if not begun:
-                    backend.module.begin(step)
-                    begun = True
-                apart.setdefault(backend.module.compiled_apart(step.asked), []).append(step)
-    # what asks for most takes longest
-    groups = sorted(apart.values(), key=lambda steps: len(steps[0].asked.names()), reverse=True)
-    side_by_side(groups, functools.partial(ops.sample, impl=""), _threads(), weight.device)
+    steps = [
+        Step(states, weight, temperature, zeros, zeros, 1, tokens, asked=asked_of(request, problem))
+        for request in requests
+        if request
+    ]
+    of_backends: dict[Backend, list[Step]] = {}
+    for step in steps:
+        of_backends.setdefault(ops.choose(step, ""), []).append(step)
+    for backend, some in of_backends.items():
+        if backend.compiles:
+            with backend.module.compiling(_threads()):
+                for step in sorted(some, key=lambda step: len(step.asked.names()), reverse=True):  # they take longest
+                    ops.sample(step, "")
 
 
 def _threads() -> int:
     """How many kernels are compiled at a time."""
     return min(8, os.cpu_count() or 1)
-
-
-def side_by_side(groups: Sequence[Sequence[_T]], draw: Callable[[_T], Any], at_once: int, device: torch.device) -> None:
-    """Draws of every group in turn, of different groups at once, in threads, on the caller's stream, after the implementation's
-    ``begin``. Triton's compiler is Python for less than a tenth of its time. What two threads compile must never be the same
-    kernel, which one of them could find half loaded."""
-    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-    inference = torch.is_inference_mode_enabled()
-
-    def draw_alike(group: Sequence[_T]) -> None:
-        with torch.cuda.stream(stream), torch.inference_mode(inference):  # which are a thread's own
-            for each in group:
-                draw(each)
-
-    with ThreadPoolExecutor(at_once) as pool:
-        for _ in pool.map(draw_alike, groups):  # raises what a draw raises
-            pass
 
 
 def _inputs(weight: Tensor, batch: int) -> tuple[Inputs, Inputs]:
@@ -219,21 +197,20 @@ class Plan(NamedTuple):
 
     kernels: list[str]  # their names
     batches: list[list[int]]  # the batch sizes whose draws compile them: those of the same kernels together
-    begin: Callable[[], None] | None = None  # before threads compile them; None: they are compiled in turn
+    compiling: Callable[[int], AbstractContextManager[None]] | None = None  # see ``backends``; None: in turn
 
     def draw(self, weight: Tensor, draw: Callable[[Tensor, Tensor | float, Tensor], Any], *, in_turn: bool = False) -> None:
-        """Calls ``draw(hidden_states, temperature, zeros)`` for each kernel, on the current stream: ``side_by_side``, unless it
-        must be ``in_turn``."""
-        if in_turn or self.begin is None:
-            for batch in sorted(itertools.chain(*self.batches)):  # as on every rank
-                for inputs in _inputs(weight, batch):
-                    draw(*inputs)
-            return
-        kernels = [
-            kernel for batches in self.batches for kernel in zip(*(_inputs(weight, batch) for batch in batches), strict=True)
-        ]
-        self.begin()
-        side_by_side(kernels, lambda inputs: draw(*inputs), _threads(), weight.device)
+        """Calls ``draw(hidden_states, temperature, zeros)`` for each kernel, on the current stream; before that what is missing
+        is compiled, several at once, unless it must be ``in_turn``."""
+        if self.compiling is not None and not in_turn:
+            with self.compiling(_threads()):
+                self._draw_each(weight, draw)
+        self._draw_each(weight, draw)
+
+    def _draw_each(self, weight: Tensor, draw: Callable[[Tensor, Tensor | float, Tensor], Any]) -> None:
+        for batch in sorted(itertools.chain(*self.batches)):  # as on every rank
+            for inputs in _inputs(weight, batch):
+                draw(*inputs)
 
 
 def plan(
@@ -250,5 +227,5 @@ def plan(
     names, batches = backend.compiled_for(weight, max_batch_size, draws)
     if asked is not PLAIN:
         names = [f"{name} with {arguments(asked.names())}" for name in names]
-    in_threads = backend.name == "triton" and weight.is_cuda  # its interpreter is for one thread
-    return Plan(names, batches, functools.partial(backend.module.begin, step) if in_threads else None)
+    is_of_several = weight.is_cuda and (backend.name == "triton" or asked is not PLAIN)
+    return Plan(names, batches, backend.module.compiling if is_of_several else None)

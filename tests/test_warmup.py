@@ -1,11 +1,10 @@
 """``warmup``: nothing is compiled after it, and nothing of the caller's changes."""
 
+import contextlib
 import itertools
 import logging
-import os
 import subprocess
 import sys
-import threading
 import warnings
 
 import pytest
@@ -14,10 +13,9 @@ import torch.distributed as dist
 
 import flashsampling
 from flashsampling.distributed import TensorParallel
-from flashsampling.requests import Problem, asked_of
-from flashsampling.step import Step
-from flashsampling.warmup import Plan, compile_ahead, side_by_side
+from flashsampling.warmup import Plan, compile_ahead
 from tests.problems import KERNELS, make_problem
+from tests.triton_target import output_of
 
 KINDS = list(itertools.product((False, True), repeat=3))
 
@@ -94,68 +92,27 @@ def test_keys_of_the_cache_after_warmup(use_tma, dtype, dim, num_samples, monkey
     assert keys.seen == made
 
 
-@pytest.fixture
-def eight_cores(monkeypatch):
-    monkeypatch.setattr(os, "cpu_count", lambda: 8)
-
-
 @pytest.mark.parametrize("in_turn", [False, True])
-def test_one_draw_after_another_or_at_once(in_turn, device, eight_cores):
-    """At once, in threads that stand where the caller stands, after the one call before; or in the caller's own, in order."""
-    together = threading.Barrier(6)
-    drawn: list[tuple] = []
-    begun: list[int] = []
+def test_what_is_drawn_is_compiled_at_once_before(in_turn, device):
+    """All of it, and then drawn; a step of a group is drawn in turn, since it is one of all its ranks."""
+    drawn: list[tuple[int, bool, bool]] = []
+    compiling: list[int] = []
+
+    @contextlib.contextmanager
+    def compiles(at_once):
+        assert 1 <= at_once <= 8
+        compiling.append(at_once)
+        yield
+        compiling.pop()
 
     def draw(states, temperature, zeros):
-        if not in_turn:
-            together.wait(timeout=60)
-        modes = threading.get_ident(), torch.is_inference_mode_enabled()
-        stream = torch.cuda.current_stream() if states.is_cuda else None
-        drawn.append((len(states), isinstance(temperature, torch.Tensor), *modes, stream))
+        drawn.append((len(states), isinstance(temperature, torch.Tensor), bool(compiling)))
         assert len(zeros) == len(states)
 
-    own = torch.cuda.Stream() if device.type == "cuda" else None
-    with torch.inference_mode(), torch.cuda.stream(own):
-        plan = Plan(["a", "b", "c", "d", "e", "f"], [[1], [17], [33]], lambda: begun.append(len(drawn)))
-        plan.draw(torch.zeros(9, 8, device=device), draw, in_turn=in_turn)
-    assert begun == ([] if in_turn else [0])
-    calls = [(batch, per_row) for batch in (1, 17, 33) for per_row in (True, False)]
-    assert [call[:2] for call in drawn] == calls if in_turn else sorted(call[:2] for call in drawn) == sorted(calls)
-    threads = {call[2] for call in drawn}
-    assert threads == {threading.get_ident()} if in_turn else len(threads) == 6
-    assert all(call[3:] == (True, own) for call in drawn)
-
-
-def test_a_draw_that_fails_at_once_with_others_is_the_callers_error():
-    def draw(states, temperature, zeros):
-        if len(states) == 17:
-            raise ValueError("no room for 17")
-
-    with pytest.raises(ValueError, match="no room for 17"):
-        Plan(["a"], [[1], [17], [33]], lambda: None).draw(torch.zeros(9, 8), draw)
-
-
-def test_draws_of_one_kernel_are_one_threads(eight_cores):
-    """A kernel that another thread has compiled may not be loaded yet."""
-    threads: dict[tuple[int, bool], int] = {}
-    together = threading.Barrier(2)  # of both kernels of the second shape, however slow the machine
-
-    def draw(states, temperature, zeros):
-        if len(states) == 17:
-            together.wait(timeout=60)
-        threads[len(states), isinstance(temperature, float)] = threading.get_ident()
-
-    plan = Plan([], [[1, 40], [17, 33, 65], [129]], lambda: None)
-    plan.draw(torch.zeros(9, 8), draw)
-    assert len(threads) == 12
-    assert threading.get_ident() not in threads.values()
-    for kind in (False, True):
-        assert threads[17, kind] == threads[33, kind] == threads[65, kind]
-        assert threads[1, kind] == threads[40, kind]
-    assert threads[17, False] != threads[17, True]
-    in_turn: list[int] = []
-    plan.draw(torch.zeros(9, 8), lambda states, *_: in_turn.append(len(states)), in_turn=True)
-    assert in_turn == [1, 1, 17, 17, 33, 33, 40, 40, 65, 65, 129, 129]
+    Plan([], [[1, 40], [17, 33], [129]], compiles).draw(torch.zeros(9, 8, device=device), draw, in_turn=in_turn)
+    calls = [(batch, per_row) for batch in (1, 17, 33, 40, 129) for per_row in (True, False)]
+    once, then = [(*call, True) for call in calls], [(*call, False) for call in calls]
+    assert drawn == (then if in_turn else once + then)
 
 
 @pytest.mark.parametrize("use_tma", [False, True])
@@ -191,20 +148,85 @@ weight = torch.zeros(500, 264, dtype=torch.bfloat16)
 def draw(states, temperature, zeros):
     launch.run(Step(states, weight, temperature, zeros, zeros, 1, 500))
 
-plan = Plan([], [[1], [17], [33]], lambda: jit.begin(torch.device("cuda", 0)))
+plan = Plan([], [[1], [17], [33]], jit.compiling)
+made = []
 for _ in range(2):
     plan.draw(weight, draw)
-print(len(compiled), len({kernel.hash for kernel in compiled}), len({id(kernel) for kernel in compiled}))
+    made += compiled[6:]  # behind what was to be compiled
+    compiled.clear()
+print(len(made), len({kernel.hash for kernel in made}), len({id(kernel) for kernel in made}))
 """
 
 
 def test_triton_compiles_at_once_what_it_compiles_in_turn(tmp_path):
     """Each kernel once, and found again."""
-    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-c", AT_ONCE, "80"]
-    said = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
-    assert said.returncode == 0, said.stderr
-    assert said.stdout.split() == ["12", "6", "6"]
+    assert output_of(AT_ONCE, 80, cache=tmp_path).split() == ["12", "6", "6"]
+
+
+WHO_RUNS = """
+import threading
+import torch
+from tests.triton_target import compile_only
+from triton.runtime.jit import JITFunction
+from flashsampling.impl.triton import jit
+from flashsampling.impl.triton.chains import hashed
+
+compiled = compile_only(80)
+launch, said = JITFunction.run, []
+
+def run(self, *arguments, grid, warmup, **options):
+    said.append((threading.current_thread().name, "compiles" if warmup else "runs"))
+    if warmup == "never":
+        raise RuntimeError
+    launch(self, *arguments, grid=grid, warmup=warmup, **options)
+
+JITFunction.run = run
+draw = lambda: hashed(torch.zeros(8, dtype=torch.int64), None, 2, 4)
+with jit.compiling(2):
+    draw()
+    other = threading.Thread(target=draw, name="other")
+    other.start()
+    other.join()
+draw()
+try:
+    with jit.compiling(2):
+        raise KeyError
+except KeyError:
+    draw()
+print(*(f"{who}:{what}" for who, what in said), len({kernel.hash for kernel in compiled[1:]}))
+"""
+
+
+def test_who_compiles_runs_nothing_meanwhile(tmp_path):
+    """And all others do, other threads too, and it again behind that or an error."""
+    printed = output_of(WHO_RUNS, cache=tmp_path).split()
+    assert printed == ["MainThread:compiles", "other:runs", "MainThread:runs", "MainThread:runs", "1"]
+
+
+CANNOT = """
+import torch
+import triton
+from tests.triton_target import compile_only
+from flashsampling.impl.triton import jit
+from flashsampling.impl.triton.chains import hashed
+import triton.backends.nvidia.compiler as backend
+
+compile_only(80)
+backend.CUDABackend.make_ptx = lambda *_, **__: 1 / 0
+draw = lambda: hashed(torch.zeros(8, dtype=torch.int64), None, 2, 4)
+with jit.compiling(2):
+    draw()
+try:
+    draw()
+except ZeroDivisionError:
+    print("raised")
+with jit.compiling(2):
+    print("again")
+"""
+
+
+def test_what_cannot_be_compiled_is_the_launchs_error(tmp_path):
+    assert output_of(CANNOT, cache=tmp_path).split() == ["raised", "again"]
 
 
 @pytest.mark.parametrize("dim", [64, 1792, 2048, 4096])
@@ -385,98 +407,6 @@ def _mixes(batch, vocab, device):
         for mix in mixes(in_registers):
             if request := example_of(mix, no_rows(batch, device), counts):
                 yield request
-
-
-@pytest.mark.parametrize("name", ["triton", "cute"])
-def test_what_is_compiled_apart_shares_no_kernel(name, monkeypatch, device):
-    """Of the mixes that an engine warms up, in groups: two threads never compile the same kernel."""
-    pytest.importorskip("triton")
-    if name == "cute":
-        pytest.importorskip("cutlass")
-    from flashsampling.impl.cute import asked as of_cute
-    from flashsampling.impl.cute import launch
-    from flashsampling.impl.triton import logits as of_triton
-
-    keys = {each: _Keys(getattr(of_triton, each)) for each in ("scan_kernel", "pick_kernel")}
-    for each, stand_in in keys.items():
-        monkeypatch.setattr(of_triton, each, stand_in)
-    vocab = 300
-
-    def with_logits(step, draws, masses, *_):
-        wanted = [torch.zeros(1, 12, device=device) if part else None for part in masses or (False, False)]
-        of_chunks = torch.zeros(1, 12, dtype=torch.int32, device=device), *wanted
-        return torch.zeros(1, vocab, device=device), of_chunks, torch.zeros(1, dtype=torch.int64, device=device)
-
-    monkeypatch.setattr(of_cute, "with_logits", with_logits)
-    monkeypatch.setattr(launch, "run", lambda *_: None)
-    states, weight = torch.zeros(1, 16, device=device), torch.zeros(vocab, 16, device=device)
-    zeros, logits = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(1, vocab, device=device)
-    groups: dict[object, set[str]] = {}
-    for request in _mixes(1, vocab, device):
-        asked = asked_of(request, Problem(1, vocab, vocab, weight.device, 1))
-        step = Step(states, weight, torch.ones(1, device=device), zeros, zeros, 1, vocab, asked=asked)
-        for stand_in in keys.values():
-            stand_in.seen = set()
-        if name == "cute":
-            of_cute.run(step)
-        else:
-            of_triton.run(step._replace(logits=logits))
-        kernels = {f"{each} {key}" for each, stand_in in keys.items() for key in stand_in.seen}
-        groups.setdefault((of_cute if name == "cute" else of_triton).compiled_apart(asked), set()).update(kernels)
-    for one, other in itertools.combinations(groups.values(), 2):
-        assert not one & other
-    assert len([kernels for kernels in groups.values() if kernels]) >= 7
-
-
-def test_triton_begins_with_the_kernel_that_all_requests_share(monkeypatch, device):
-    """That of the matmul, which threads would compile at once."""
-    pytest.importorskip("triton")
-    from flashsampling.impl import triton as backend
-    from flashsampling.impl.triton import config, products
-
-    keys = _Keys(products.products_kernel)
-    monkeypatch.setattr(products, "products_kernel", keys)
-    for module in (products, config):
-        monkeypatch.setattr(module, "choose_config", lambda *_: config.shape_for(1, 16, torch.bfloat16, 1, False))
-    weight = torch.zeros(300, 16, dtype=torch.bfloat16, device=device)
-    states, zeros = weight[:1].clone(), torch.zeros(1, dtype=torch.int64, device=device)
-    plain = Step(states, weight, torch.ones(1, device=device), zeros, zeros, 1, 300)
-    backend.begin(plain)
-    assert not keys.seen  # a kernel of its own
-    made: set[str] = set()
-    for request in _mixes(1, 300, device):
-        step = plain._replace(asked=asked_of(request, Problem(1, 300, 300, weight.device, 1)))
-        if not made:
-            backend.begin(step)
-            made = set(keys.seen)
-            assert len(made) == 1
-        backend.run(step)
-    assert keys.seen == made
-
-
-def test_groups_are_drawn_side_by_side():
-    """Of each group in turn, and what one raises is raised."""
-    begun: list[str] = []
-    threads: dict[str, set[int]] = {}
-    barrier = threading.Barrier(4, timeout=30)
-
-    def draw(each):
-        begun.append(each)
-        threads.setdefault(each[0], set()).add(threading.get_ident())
-        barrier.wait()  # passes only if four groups are drawn at once
-
-    side_by_side([["a0", "a1"], ["b0", "b1"], ["c0", "c1"], ["d0", "d1"]], draw, 4, torch.device("cpu"))
-    assert sorted(begun) == [f"{group}{n}" for group in "abcd" for n in "01"]
-    assert all(begun.index(f"{group}0") < begun.index(f"{group}1") for group in "abcd")
-    assert all(len(of_group) == 1 for of_group in threads.values())
-
-    def fails(each):
-        if each == "b":
-            raise RuntimeError("of b")
-
-    with pytest.raises(RuntimeError, match="of b"):
-        side_by_side([["a"], ["b"], ["c"]], fails, 2, torch.device("cpu"))
-    side_by_side([], fails, 2, torch.device("cpu"))
 
 
 @pytest.mark.gpu

@@ -5,7 +5,7 @@ takes; ``cache`` the compiled objects, in memory and on disk; ``launch`` the cal
 """
 
 from ...step import Asked
-from .asked import begin, compiled_apart, recorded, shard_logits, shard_winners
+from .asked import compiling, recorded, shard_logits, shard_winners
 from .config import choose_config, compiled_for, unsupported
 from .launch import run
 
@@ -13,10 +13,9 @@ DOES = Asked._fields
 
 __all__ = [
     "DOES",
-    "begin",
     "choose_config",
-    "compiled_apart",
     "compiled_for",
+    "compiling",
     "recorded",
     "run",
     "shard_logits",

@@ -13,7 +13,7 @@ of a shard                                      the kernel only stores products,
 
 import functools
 import importlib
-from collections.abc import Hashable
+from contextlib import AbstractContextManager
 from types import ModuleType
 
 import torch
@@ -112,15 +112,9 @@ def _left(asked: Asked) -> Asked:
     return asked._replace(bias=None, logit_scale=1.0, soft_cap=0.0, dense_bias=None, counts=None, token_mask=None)
 
 
-def compiled_apart(asked: Asked) -> Hashable:
-    """See ``backends``. The kernels here are the same for all, and compiled by one thread at a time."""
-    scanned = _scanned(asked, 1)
-    return scanned, _picking().compiled_apart(asked if scanned else _left(asked))
-
-
-def begin(step: Step) -> None:
-    """See ``backends``: what ``compiled_apart`` says of the kernels here."""
-    importlib.import_module("..triton.jit", __package__).begin(step.hidden_states.device)
+def compiling(at_once: int) -> AbstractContextManager[None]:
+    """See ``backends``: Triton's kernels. Those here are compiled in turn, and draw."""
+    return importlib.import_module("..triton.jit", __package__).compiling(at_once)  # type: ignore[no-any-return]
 
 
 def _floors_of(step: Step) -> Tensor | None:

@@ -8,17 +8,16 @@ before, between and behind is in ``hashes``, ``limits`` and ``parts``. ``config`
 """
 
 from .config import choose_config, compiled_for
-from .logits import compiled_apart
+from .jit import compiling
 from .shards import shard_logits, shard_winners
-from .steps import DOES, DOES_OF_LOGITS, begin, recorded, run, unsupported
+from .steps import DOES, DOES_OF_LOGITS, recorded, run, unsupported
 
 __all__ = [
     "DOES",
     "DOES_OF_LOGITS",
-    "begin",
     "choose_config",
-    "compiled_apart",
     "compiled_for",
+    "compiling",
     "recorded",
     "run",
     "shard_logits",

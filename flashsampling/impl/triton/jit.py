@@ -1,4 +1,4 @@
-"""``triton.jit`` of functions that any thread may launch first, in any order.
+"""``triton.jit`` of functions that any process may launch in any order, and compile ahead of launching.
 
 Triton hashes a function, with all that it calls, when a launch first needs it. In a caller's hash are the globals that a callee
 reads only if that was hashed before: where a kernel lies on disk would depend on what a process launched before it, and, of
@@ -6,27 +6,44 @@ several threads, on chance. Here a function is hashed when it is defined: all th
 imported there, and so was hashed before. It takes 1 ms.
 """
 
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
 from typing import Any
 
-import torch
 import triton
 
-_FUNCTIONS: list[Any] = []
+_only_compiles = ContextVar("only_compiles", default=False)
+
+
+class _Function(triton.JITFunction):  # type: ignore[misc] # it is Any
+    def __getitem__(self, grid: Any) -> Callable[..., Any]:
+        return functools.partial(self.run, grid=grid, warmup=_only_compiles.get())
 
 
 def jit(function: Any = None, **options: Any) -> Any:
     """A decorator, as ``triton.jit``."""
     if function is None:
-        return lambda function: jit(function, **options)
-    made = triton.jit(function, **options)
-    if isinstance(made, triton.JITFunction):  # and nothing interpreted
-        _FUNCTIONS.append(made)
-        made.cache_key  # noqa: B018, it is kept
+        return functools.partial(jit, **options)
+    if triton.knobs.runtime.interpret:
+        return triton.jit(function, **options)
+    made = _Function(function, **options)
+    made.cache_key  # noqa: B018, it is kept
     return made
 
 
-def begin(device: torch.device) -> None:
-    """Makes what Triton keeps of each function for a device: of two threads that begin one, one would write to what the other
-    has replaced, and so what it compiled would be compiled again."""
-    for function in _FUNCTIONS:
-        function.device_caches[device.index]
+@contextlib.contextmanager
+def compiling(at_once: int) -> Iterator[None]:
+    """Meanwhile this thread's launches compile what is missing, in as many threads, and run nothing: whatever they would have
+    written is not written. At the end all is compiled; what cannot be is the error of the launch that needs it.
+
+    Triton's compiler is Python for less than a tenth of its time.
+    """
+    with ThreadPoolExecutor(at_once) as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
+        before = _only_compiles.set(True)
+        try:
+            yield
+        finally:
+            _only_compiles.reset(before)

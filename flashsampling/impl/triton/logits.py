@@ -16,7 +16,6 @@ candidate; and a Hopper kernel has 32 of a row in one thread.
 """
 
 import functools
-from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -152,13 +151,6 @@ def entries_of(asked: Asked) -> int:
 def has_head(asked: Asked) -> bool:
     """``HEAD`` of the kernels."""
     return asked.logit_scale != 1.0 or asked.soft_cap != 0.0
-
-
-def compiled_apart(asked: Asked) -> Hashable:
-    """See ``backends``: what both kernels are compiled for. Rows' parameters are numbers or addresses to them."""
-    source = asked.bias, asked.dense_bias, asked.bias_ids, asked.counts, asked.token_mask
-    summaries = asked.may_filter(), asked.logprobs, asked.needs_raw_mass()
-    return (*(tensor is None for tensor in source), entries_of(asked), has_head(asked), *summaries)
 
 
 def penalty_arguments(asked: Asked) -> tuple[int | float, ...]:

@@ -8,7 +8,7 @@ anything else           ``products`` writes (B, V) float32 logits, of which ``lo
 
 from ...exchange import WHOLE
 from ...step import PLAIN, Asked, Drawn, Recorded, Step, arguments
-from . import config, jit, launch, logits
+from . import config, launch, logits
 from .products import products
 
 DOES = DOES_OF_LOGITS = Asked._fields
@@ -30,13 +30,6 @@ def run(step: Step) -> Drawn:
     if step.asked is PLAIN:
         return launch.run(step)
     return logits.run(_with_logits(step))
-
-
-def begin(step: Step) -> None:
-    """See ``backends``: the kernel that leaves logits is the same for all that asks for something."""
-    jit.begin(step.hidden_states.device)
-    if step.asked is not PLAIN:
-        _with_logits(step)
 
 
 def recorded(step: Step) -> Recorded:
