@@ -205,6 +205,11 @@ def _sample_sharded(step: Step, group: Any) -> Drawn:
         raise
 
 
+def rehearse(step: Step, group: Any) -> None:
+    """What a ``sample_sharded`` that asks for something does without other ranks: for what it compiles."""
+    _there(step, functools.partial(group.rehearse, choose(step._replace(shard=WHOLE), group.impl)))
+
+
 def _run_and_exchange(backend: Backend, group: Any, step: Step) -> Drawn:
     if step.asked is not PLAIN or step.drafted is not None:
         return group.draw(backend, step)

@@ -1,5 +1,6 @@
 """Compiles ahead of serving everything that serving would compile."""
 
+import contextlib
 import itertools
 import logging
 import os
@@ -14,7 +15,7 @@ from . import ops
 from .api import check_num_samples, check_tensor_parallel, check_vocab_size, check_weight, count_left_out, sample
 from .backends import BACKENDS, Backend
 from .parameters import integer
-from .requests import Problem, Request, asked_of, problem_of
+from .requests import Request, asked_of, problem_of
 from .step import PLAIN, Asked, Step, arguments, example
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from .distributed import TensorParallel
 
 Inputs: TypeAlias = tuple[Tensor, Tensor | float, Tensor]  # (B, D), of a call: hidden states, temperature, seeds and offsets
+_Draw: TypeAlias = Callable[[Tensor, Tensor | float, Tensor], Any]
 
 _logger = logging.getLogger("flashsampling")
 
@@ -47,8 +49,9 @@ def warmup(
     A filter that is a number and switched off, as a ``top_p`` of 1.0, is one that is not asked for.
 
     What will be compiled is logged first, at level INFO to the logger "flashsampling". Triton takes seconds for each kernel, up
-    to eight of them at once where there is no ``tp``, or milliseconds where its own cache on disk has it; the Hopper kernel
-    three seconds for each shape, or none where ``python -m flashsampling precompile`` filled the cache.
+    to eight of them at once, or milliseconds where its own cache on disk has it; the Hopper kernel three seconds for each
+    shape, or none where ``python -m flashsampling precompile`` filled the cache. With ``tp`` a rank waits for the others'
+    compilers.
 
     Args:
         weight: (V, D), as it will be passed to ``sample``.
@@ -123,27 +126,41 @@ def _draw_all(
             rows = {"temperature": temperature, "seed": zeros, "offset": zeros, "num_samples": num_samples}
             sample(states, weight, **rows, vocab_size=vocab_size, impl=impl, tp=tp)  # type: ignore[arg-type]
             return
-        some = asked.rows(0, len(states))
-        step = Step(states, weight, temperature, zeros, zeros, num_samples, tokens, asked=some)
-        if tp is None:
-            ops.sample(step, impl or "")
-            return
-        for each in _of_any_number(some, tp.vocab_size):
-            ops.sample_sharded(step._replace(shard=tp.shard, asked=each), tp)
+        for step in steps(states, temperature, zeros):
+            if tp is None:
+                ops.sample(step, impl or "")
+            else:
+                ops.sample_sharded(step, tp)
 
-    made.draw(weight, draw, in_turn=tp is not None)  # a step of a group is one of all its ranks
+    def steps(states: Tensor, temperature: Tensor | float, zeros: Tensor) -> list[Step]:
+        some = asked.rows(0, len(states))
+        return _of_any_number(Step(states, weight, temperature, zeros, zeros, num_samples, tokens, asked=some), tp)
+
+    def rehearse(states: Tensor, temperature: Tensor | float, zeros: Tensor) -> None:
+        for step in steps(states, temperature, zeros):
+            ops.rehearse(step, tp)
+
+    if tp is None:
+        made.compile(weight, draw)
+    elif asked is not PLAIN and made.compiling is not None:  # the others were compiled when the group was made
+        with tp.busy():
+            made.compile(weight, rehearse)
+    made.draw(weight, draw)
     if weight.is_cuda:
         torch.cuda.current_stream(weight.device).synchronize()
     return made.kernels
 
 
-def _of_any_number(asked: Asked, vocab_size: int) -> list[Asked]:
-    """Over several ranks a small top-k, a number, takes kernels of two sizes: what is asked for with each."""
+def _of_any_number(step: Step, tp: "TensorParallel | None") -> list[Step]:
+    """Over several ranks a small top-k, a number, takes kernels of two sizes: a rank's steps with each."""
+    if tp is None:
+        return [step]
     from .distributed.limits import FEW, are_few  # whoever has a group has imported it
 
-    if not are_few(asked.top_k):
-        return [asked]
-    return [asked._replace(top_k=top_k) for top_k in (1, min(FEW, vocab_size - 1))]
+    step = step._replace(shard=tp.shard)
+    if not are_few(step.asked.top_k):
+        return [step]
+    return [step._replace(asked=step.asked._replace(top_k=top_k)) for top_k in (1, min(FEW, tp.vocab_size - 1))]
 
 
 def compile_ahead(
@@ -151,32 +168,35 @@ def compile_ahead(
     requests: "Sequence[Request]",
     *,
     vocab_size: int | None = None,
+    tp: "TensorParallel | None" = None,
 ) -> None:
     """Compiles the kernels behind several requests, up to eight at once, where ``warmup`` of each compiles its own; call that
     too, for what other batch sizes need. Without a GPU there is nothing to do.
 
     Args:
-        weight: as for ``warmup``, likewise ``vocab_size``.
+        weight: as for ``warmup``, likewise ``vocab_size`` and ``tp``.
         requests: what calls will ask for, of one row.
     """
     if not weight.is_cuda:
         return
-    tokens = check_vocab_size(vocab_size, weight.shape[0])
-    problem = Problem(1, weight.shape[0], tokens, weight.device, 1)
+    tokens = check_vocab_size(vocab_size, weight.shape[0]) if tp is None else tp.part[0]
+    problem = problem_of(1, weight.shape[0], tokens, weight.device, 1, tp)
     (states, temperature, zeros), _ = _inputs(weight, 1)
-    steps = [
-        Step(states, weight, temperature, zeros, zeros, 1, tokens, asked=asked_of(request, problem))
-        for request in requests
-        if request
-    ]
     of_backends: dict[Backend, list[Step]] = {}
-    for step in steps:
-        of_backends.setdefault(ops.choose(step, ""), []).append(step)
+    for request in requests:
+        asked = asked_of(request, problem)
+        if asked is not PLAIN:
+            step = Step(states, weight, temperature, zeros, zeros, 1, tokens, asked=asked)
+            backend = ops.choose(step, "" if tp is None else tp.impl)
+            of_backends.setdefault(backend, []).extend(_of_any_number(step, tp))
     for backend, some in of_backends.items():
         if backend.compiles:
-            with backend.module.compiling(_threads()):
+            with contextlib.nullcontext() if tp is None else tp.busy(), backend.module.compiling(_threads()):
                 for step in sorted(some, key=lambda step: len(step.asked.names()), reverse=True):  # they take longest
-                    ops.sample(step, "")
+                    if tp is None:
+                        ops.sample(step, "")
+                    else:
+                        ops.rehearse(step, tp)
 
 
 def _threads() -> int:
@@ -199,15 +219,15 @@ class Plan(NamedTuple):
     batches: list[list[int]]  # the batch sizes whose draws compile them: those of the same kernels together
     compiling: Callable[[int], AbstractContextManager[None]] | None = None  # see ``backends``; None: in turn
 
-    def draw(self, weight: Tensor, draw: Callable[[Tensor, Tensor | float, Tensor], Any], *, in_turn: bool = False) -> None:
-        """Calls ``draw(hidden_states, temperature, zeros)`` for each kernel, on the current stream; before that what is missing
-        is compiled, several at once, unless it must be ``in_turn``."""
-        if self.compiling is not None and not in_turn:
+    def compile(self, weight: Tensor, draw: _Draw) -> None:
+        """Calls ``draw(hidden_states, temperature, zeros)`` for each kernel, while what is missing of them is compiled, several
+        at once, and nothing of them runs; if several can be."""
+        if self.compiling is not None:
             with self.compiling(_threads()):
-                self._draw_each(weight, draw)
-        self._draw_each(weight, draw)
+                self.draw(weight, draw)
 
-    def _draw_each(self, weight: Tensor, draw: Callable[[Tensor, Tensor | float, Tensor], Any]) -> None:
+    def draw(self, weight: Tensor, draw: _Draw) -> None:
+        """Likewise, in turn, on the current stream."""
         for batch in sorted(itertools.chain(*self.batches)):  # as on every rank
             for inputs in _inputs(weight, batch):
                 draw(*inputs)

@@ -675,6 +675,8 @@ def requests(rank: Rank) -> None:
                 if asked.bias is not None:
                     asked = asked._replace(bias=asked.bias[first:last])
                 part = step._replace(weight=shard, vocab_size=last - first, shard=tp.shard, asked=asked)
+                if number % rank.world == rank.rank:  # which is nobody else's business
+                    ops.rehearse(part, tp)
                 drawn = ops.sample_sharded(part, tp)
                 _same_requests(rank, drawn, step)
                 if rank.transport != "gloo" and rank.device.type == "cuda" and number < 12:
@@ -1155,6 +1157,34 @@ def ranks_that_do_not_come(rank: Rank) -> None:
     tp.close()
 
 
+def ranks_that_are_busy(rank: Rank) -> None:
+    """They are waited for, longer than the time-out, as long as they are; who raises meanwhile is not."""
+    problem = rank.problem(4, 600, 64)
+    odd = rank.world - 1
+    rank.group(problem.weight)[0].close()
+    tp, shard = rank.group(problem.weight, timeout=8.0)
+    started = time.monotonic()
+    with tp.busy():
+        if rank.rank == odd:
+            time.sleep(13)
+    assert time.monotonic() - started > 12
+    rank.check(tp, shard, problem)
+    _agreed("all are here")
+    if rank.rank == odd:
+        with pytest.raises(KeyError), tp.busy():
+            raise KeyError
+        _agreed("the others have raised")
+    else:
+        with (
+            pytest.raises(TensorParallelTimeout, match=rf"^rank {odd} did not take part in .*ranks do by themselves"),
+            tp.busy(),
+        ):
+            pass
+        _agreed("the others have raised")
+    assert _fails(tp, lambda: draw(tp, shard, problem)).rank == odd
+    tp.close()
+
+
 def leaving_by_an_exception(rank: Rank) -> None:
     """``with`` does not wait for ranks that go on, nor they for this one."""
     problem = rank.problem(4, 600, 64)
@@ -1580,6 +1610,7 @@ ON_CPU: list[Callable[[Rank], None]] = [
     construction_that_fails,
     messages_of_others,
     ranks_that_do_not_come,
+    ranks_that_are_busy,
     leaving_by_an_exception,
     leaving_while_others_are_in_a_step,
     leaving_while_another_is_in_a_collective_call,

@@ -13,6 +13,7 @@ import torch
 from flashsampling.backends import BACKENDS
 from flashsampling.distributed.message import Hashes
 from flashsampling.distributed.requests import Part, draw
+from flashsampling.distributed.transport import Rehearsal
 from flashsampling.exchange import PACKED, Shard
 from flashsampling.impl.triton.hashes import of_request
 from flashsampling.step import Asked, Step
@@ -23,21 +24,13 @@ RANKS, BATCH, VOCAB, DIM = 2, 64, 1024, 64
 hashes = Hashes(BATCH, torch.device("cpu"))
 
 
-class Nobody:
-    room = 1 << 16
-
+class Nobody(Rehearsal):
     def begin(self, step):
         of_request(hashes, step)
 
-    def swap(self, words, step):
-        return words.expand(RANKS, -1).contiguous()
-
-    def end(self):
-        return None
-
 
 def names(batch=BATCH, **asked):
-    part = Part(Nobody(), BACKENDS["triton"], [(0, VOCAB), (VOCAB, 2 * VOCAB)], 0, 2 * VOCAB)
+    part = Part(Nobody(RANKS, 1 << 16), BACKENDS["triton"], [(0, VOCAB), (VOCAB, 2 * VOCAB)], 0, 2 * VOCAB)
     ones, ids = torch.ones(batch), torch.zeros(batch, dtype=torch.int64)
     states, weight = torch.zeros(batch, DIM, dtype=torch.bfloat16), torch.zeros(VOCAB, DIM, dtype=torch.bfloat16)
     known = {kernel.hash for kernel in compiled}
@@ -73,3 +66,54 @@ def test_compiles(capability, tmp_path):
     assert "process_kernel" in changed
     assert others == ["products_kernel", "none", "none"]  # other numbers; another batch, of which there are some sizes
     assert int(least) > 1000
+
+
+AHEAD = """
+import torch
+from flashsampling.backends import BACKENDS
+from flashsampling.distributed.requests import Part, draw
+from flashsampling.distributed.transport import Rehearsal
+from flashsampling.exchange import PACKED, Shard
+from flashsampling.impl.triton import jit
+from flashsampling.step import Asked, Step
+from tests.triton_target import compile_only
+
+compiled = compile_only(80)
+RANKS, VOCAB, DIM = 2, 1024, 64
+
+
+class Real(Rehearsal):
+    def swap(self, words, step):  # memory of its own, as what a kernel or a collective wrote
+        return torch.stack([words] * self.ranks)
+
+
+def drawn(kind, batch):
+    part = Part(kind(RANKS, 1 << 16), BACKENDS["triton"], [(0, VOCAB), (VOCAB, 2 * VOCAB)], 0, 2 * VOCAB)
+    ones, ids = torch.ones(batch), torch.zeros(batch, dtype=torch.int64)
+    states, weight = torch.zeros(batch, DIM, dtype=torch.bfloat16), torch.zeros(VOCAB, DIM, dtype=torch.bfloat16)
+    asked = Asked(top_k=torch.ones(batch, dtype=torch.int32), top_p=ones, min_p=ones, logprobs=True, top_logprobs=2)
+    draw(part, Step(states, weight, ones, ids, ids, 1, VOCAB, Shard(0, PACKED), asked))
+
+
+with jit.compiling(4):
+    drawn(Rehearsal, 1)
+    drawn(Rehearsal, 7)
+ahead = {type(kernel).__name__ for kernel in compiled}
+compiled.clear()
+launched = []
+compile_one = jit._Function._do_compile
+
+def counted(self, *arguments, **named):
+    launched.append(self.__name__)
+    return compile_one(self, *arguments, **named)
+
+jit._Function._do_compile = counted
+drawn(Real, 1)
+drawn(Real, 7)
+print(*ahead, len(compiled) > 20, *launched)
+"""
+
+
+def test_what_is_rehearsed_ahead_is_all_that_a_step_compiles(tmp_path):
+    """Several kernels at once, while nothing runs and nobody else takes part."""
+    assert output_of(AHEAD, cache=tmp_path).split() == ["FutureKernel", "True"]

@@ -12,7 +12,9 @@ import torch
 import torch.distributed as dist
 
 import flashsampling
+from flashsampling import ops
 from flashsampling.distributed import TensorParallel
+from flashsampling.exchange import PACKED, Shard
 from flashsampling.warmup import Plan, compile_ahead
 from tests.problems import KERNELS, make_problem
 from tests.triton_target import output_of
@@ -92,9 +94,8 @@ def test_keys_of_the_cache_after_warmup(use_tma, dtype, dim, num_samples, monkey
     assert keys.seen == made
 
 
-@pytest.mark.parametrize("in_turn", [False, True])
-def test_what_is_drawn_is_compiled_at_once_before(in_turn, device):
-    """All of it, and then drawn; a step of a group is drawn in turn, since it is one of all its ranks."""
+def test_what_is_drawn_is_compiled_at_once_before(device):
+    """All of it, and then drawn."""
     drawn: list[tuple[int, bool, bool]] = []
     compiling: list[int] = []
 
@@ -109,10 +110,16 @@ def test_what_is_drawn_is_compiled_at_once_before(in_turn, device):
         drawn.append((len(states), isinstance(temperature, torch.Tensor), bool(compiling)))
         assert len(zeros) == len(states)
 
-    Plan([], [[1, 40], [17, 33], [129]], compiles).draw(torch.zeros(9, 8, device=device), draw, in_turn=in_turn)
+    weight = torch.zeros(9, 8, device=device)
     calls = [(batch, per_row) for batch in (1, 17, 33, 40, 129) for per_row in (True, False)]
-    once, then = [(*call, True) for call in calls], [(*call, False) for call in calls]
-    assert drawn == (then if in_turn else once + then)
+    for plan, is_ahead in (
+        (Plan([], [[1, 40], [17, 33], [129]], compiles), True),
+        (Plan([], [[1, 40], [17, 33], [129]]), False),
+    ):
+        drawn.clear()
+        plan.compile(weight, draw)
+        plan.draw(weight, draw)
+        assert drawn == [(*call, True) for call in calls if is_ahead] + [(*call, False) for call in calls]
 
 
 @pytest.mark.parametrize("use_tma", [False, True])
@@ -151,6 +158,7 @@ def draw(states, temperature, zeros):
 plan = Plan([], [[1], [17], [33]], jit.compiling)
 made = []
 for _ in range(2):
+    plan.compile(weight, draw)
     plan.draw(weight, draw)
     made += compiled[6:]  # behind what was to be compiled
     compiled.clear()
@@ -407,6 +415,49 @@ def _mixes(batch, vocab, device):
         for mix in mixes(in_registers):
             if request := example_of(mix, no_rows(batch, device), counts):
                 yield request
+
+
+class _OnGpu(torch.Tensor):
+    is_cuda = True  # type: ignore[assignment] # as far as the host looks
+
+
+def test_ranks_rehearse_what_requests_ask_for(monkeypatch):
+    """Each by itself, while others wait for it, and a small top-k in both sizes of its kernels; nothing of it is a step."""
+    pytest.importorskip("triton")
+    from flashsampling.impl import triton as backend
+
+    inside: list[str] = []
+    rehearsed: list[tuple[tuple[str, ...], object, tuple[str, ...]]] = []
+
+    @contextlib.contextmanager
+    def within(name):
+        inside.append(name)
+        yield
+        inside.remove(name)
+
+    class Group:
+        impl, part, shard, vocab_size, num_rows = "triton", (64, Shard(64, PACKED)), Shard(64, PACKED), 128, 128
+
+        def busy(self):
+            return within("busy")
+
+        def rehearse(self, chosen, step):
+            assert chosen.name == "triton"
+            assert step.shard == self.shard
+            rehearsed.append((tuple(step.asked.names()), step.asked.top_k, tuple(inside)))
+
+    monkeypatch.setattr(backend, "compiling", lambda at_once: within("compiling"))
+    monkeypatch.setattr(ops, "_there", lambda step, run: run(step))
+    weight = torch.zeros(64, 16).as_subclass(_OnGpu)
+    requests = [{}, {"top_p": 1.0}, {"top_p": torch.ones(1)}, {"top_k": 5, "top_p": torch.ones(1)}]
+    compile_ahead(weight, requests, tp=Group())  # type: ignore[arg-type]
+    assert [(names, top_k) for names, top_k, _ in rehearsed] == [
+        (("top_k", "top_p"), 1),
+        (("top_k", "top_p"), 127),
+        (("top_p",), 0),
+    ]
+    assert all(where == ("busy", "compiling") for *_, where in rehearsed)
+    assert not inside
 
 
 @pytest.mark.gpu

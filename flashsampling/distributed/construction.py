@@ -199,7 +199,9 @@ class Construction:
                 def draw(states: Tensor, temperature: Tensor | float, zeros: Tensor, num_samples: int = num_samples) -> None:
                     run(Step(states, weight, temperature, zeros, zeros, num_samples, vocab, shard))
 
-                plan(weight, self.mine.max_batch_size, num_samples, self.impl, None).draw(weight, draw)
+                made = plan(weight, self.mine.max_batch_size, num_samples, self.impl, None)
+                made.compile(weight, draw)
+                made.draw(weight, draw)
             torch.cuda.current_stream().synchronize()
 
 

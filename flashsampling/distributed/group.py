@@ -4,8 +4,8 @@ import functools
 import itertools
 import pickle
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -26,7 +26,7 @@ from .rendezvous import RemoteError, Rendezvous
 from .sharding import process_group, rank_and_size
 from .store import store_of
 from .thread import DeviceThread
-from .transport import Alone, Transport
+from .transport import Alone, Rehearsal, Transport
 
 _USUAL_TIMEOUT = 60.0  # seconds
 _LOOK_FOR_FAILURE = 0.05  # seconds
@@ -377,6 +377,26 @@ class TensorParallel:
             return backend.run(step)
         part = requests.Part(self._transport or Alone(), backend, self._ranges, self.rank, self.vocab_size)
         return (requests.draw if step.drafted is None else rejection.reject)(part, step)
+
+    def rehearse(self, backend: Backend, step: Step) -> Drawn:
+        """``draw`` of a step that asks for something, but without other ranks, who need not know of it: for what it compiles.
+        What it gives means nothing."""
+        if self._transport is None:
+            return backend.run(step)
+        rounds = Rehearsal(self.world_size, self._transport.room)
+        return requests.draw(requests.Part(rounds, backend, self._ranges, self.rank, self.vocab_size), step)
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """Around what each rank does by itself, for however long: at the end all wait for all, as long as their processes live.
+
+        Raises:
+            TensorParallelError: the group has failed, or a rank did not come here within ``timeout`` and is not busy.
+            ValueError: the group has been closed.
+        """
+        with nullcontext() if self._rendezvous is None else self._rendezvous.busy():
+            yield
+        self._collective("the end of what ranks do by themselves", b"")
 
     def raise_if_unusable(self) -> None:
         """Raises if the group is closed, or if a step failed by now. Asks no device."""

@@ -52,6 +52,22 @@ class Alone:
         """As the protocol says."""
 
 
+class Rehearsal(Alone):
+    """``Rounds`` of a rank that meets nobody: what it says, all say.
+
+    Args:
+        ranks: of its group.
+        room: words of a message.
+    """
+
+    def __init__(self, ranks: int, room: int) -> None:
+        self.ranks, self.room = ranks, room
+
+    def swap(self, words: Tensor, step: Step) -> Tensor:
+        """As the protocol says."""
+        return words.expand(self.ranks, -1)
+
+
 class Transport(Rounds, Protocol):
     """Made by all ranks together, for one ``TensorParallel``; failures are shared and final.
 

@@ -400,23 +400,24 @@ class FusedStep:
             if self.tp is not None:
                 states, rows = hidden_states.new_zeros(len(ids), hidden_states.shape[1]), no_rows(len(ids), self.device)
                 sample_alike(self.tp, given, states, weight, temperature=rows.temperature, seed=rows.seed, offset=ids)
-        head, rows = self.head.request() | self._whole(), no_rows(batch, self.device)
+        of_head, whole, rows = self.head.request(), self._whole(), no_rows(batch, self.device)
         slots = torch.zeros(batch, dtype=torch.int32, device=self.device)
         # a penalty, so that the kernel has something to do
         counts = self._counts(slots, rows._replace(presence_penalty=rows.top_p))
-        names = []
-        if self.tp is None:
-            one = no_rows(1, self.device)
-            examples: Any = [self.head.request() | example_of(mix, one, counts[:1]) for mix in mixes(self.in_registers)]
-            compile_ahead(weight, examples, vocab_size=self.head.vocab_size)
-            requests = [example_of(mix, rows, counts) for mix in mixes(self.in_registers)]
-        else:  # steps of a group have an order, so nothing compiles ahead of it
-            requests = examples_of_ranks(rows, counts)
-        for request in requests:
+        ahead: Any = [of_head | request for request in self._examples(no_rows(1, self.device), counts[:1])]
+        compile_ahead(weight, ahead, **whole)
+        head, names = of_head | whole, []
+        for request in self._examples(rows, counts):
             names += warmup(weight, max_batch_size=batch, **head, **request)
         everything = head | example_of(EVERYTHING, rows, counts)
         sample(hidden_states, weight, temperature=rows.temperature, seed=rows.seed, offset=rows.seed, **everything)
         return names
+
+    def _examples(self, rows: Rows, counts: Tensor) -> list[dict[str, Any]]:
+        """What calls ask for, so that nothing else compiles. ``counts`` (B, V) int32."""
+        if self.tp is not None:
+            return examples_of_ranks(rows, counts)
+        return [example_of(mix, rows, counts) for mix in mixes(self.in_registers)]
 
     def _whole(self) -> dict[str, Any]:
         """What a call has of the whole vocabulary."""
