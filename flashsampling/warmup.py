@@ -43,7 +43,7 @@ def warmup(
 
     After it no batch of 1 to ``max_batch_size`` rows compiles anything, whichever of temperature, seed and offset are numbers
     and which are tensors; a weight of another D, dtype or row stride, another ``num_samples`` (1, or more), GPU, ``impl`` or
-    group may. It draws from all-zero hidden states on the current stream, once per kernel, and waits for the result; nothing
+    group may. It draws from all-zero hidden states on the current stream, for each kernel, and waits for the result; nothing
     of the caller's is written, and no random generator is read. Called again it draws again and compiles nothing.
 
     A filter that is a number and switched off, as a ``top_p`` of 1.0, is one that is not asked for.
@@ -190,8 +190,9 @@ def compile_ahead(
             backend = ops.choose(step, "" if tp is None else tp.impl)
             of_backends.setdefault(backend, []).extend(_of_any_number(step, tp))
     for backend, some in of_backends.items():
-        if backend.compiles:
-            with contextlib.nullcontext() if tp is None else tp.busy(), backend.module.compiling(_threads()):
+        compiling = getattr(backend.module, "compiling", None)
+        if compiling is not None:
+            with contextlib.nullcontext() if tp is None else tp.busy(), compiling(_threads()):
                 for step in sorted(some, key=lambda step: len(step.asked.names()), reverse=True):  # they take longest
                     if tp is None:
                         ops.sample(step, "")
@@ -247,5 +248,5 @@ def plan(
     names, batches = backend.compiled_for(weight, max_batch_size, draws)
     if asked is not PLAIN:
         names = [f"{name} with {arguments(asked.names())}" for name in names]
-    is_of_several = weight.is_cuda and (backend.name == "triton" or asked is not PLAIN)
-    return Plan(names, batches, backend.module.compiling if is_of_several else None)
+    of_several = weight.is_cuda and (backend.name == "triton" or asked is not PLAIN)
+    return Plan(names, batches, getattr(backend.module, "compiling", None) if of_several else None)

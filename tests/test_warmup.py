@@ -6,6 +6,7 @@ import logging
 import subprocess
 import sys
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch.distributed as dist
 
 import flashsampling
 from flashsampling import ops
+from flashsampling.backends import BACKENDS
 from flashsampling.distributed import TensorParallel
 from flashsampling.exchange import PACKED, Shard
 from flashsampling.warmup import Plan, compile_ahead
@@ -209,6 +211,39 @@ def test_who_compiles_runs_nothing_meanwhile(tmp_path):
     """And all others do, other threads too, and it again behind that or an error."""
     printed = output_of(WHO_RUNS, cache=tmp_path).split()
     assert printed == ["MainThread:compiles", "other:runs", "MainThread:runs", "MainThread:runs", "1"]
+
+
+INTERRUPTED = """
+import torch
+from concurrent.futures import Future
+from tests.triton_target import compile_only
+from triton.runtime import _async_compile
+from flashsampling.impl.triton import jit
+from flashsampling.impl.triton.chains import hashed
+
+compile_only(80)
+draw = lambda: hashed(torch.zeros(8, dtype=torch.int64), None, 2, 4)
+result = Future.result
+
+def interrupted(*_):
+    raise KeyboardInterrupt
+
+Future.result = interrupted
+try:
+    with jit.compiling(1):
+        draw()
+except KeyboardInterrupt:
+    Future.result = result
+print(_async_compile.active_mode.get(), jit._only_compiles.get())
+with jit.compiling(1):
+    draw()
+draw()
+print("as ever")
+"""
+
+
+def test_an_interrupt_leaves_nothing_behind(tmp_path):
+    assert output_of(INTERRUPTED, cache=tmp_path).split() == ["None", "False", "as", "ever"]
 
 
 CANNOT = """
@@ -419,6 +454,18 @@ def _mixes(batch, vocab, device):
 
 class _OnGpu(torch.Tensor):
     is_cuda = True  # type: ignore[assignment] # as far as the host looks
+
+
+@pytest.mark.parametrize("impl", ["streaming", "reference", None])
+def test_a_request_of_what_compiles_nothing(impl, monkeypatch):
+    """On a GPU too."""
+    monkeypatch.setattr(ops, "_there", lambda step, run: run(step))
+    monkeypatch.setattr(BACKENDS["triton"], "missing", "is not there")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: None))
+    weight = torch.zeros(64, 16).as_subclass(_OnGpu)
+    assert flashsampling.warmup(weight, max_batch_size=3, impl=impl, top_p=0.5) == []
+    compile_ahead(weight, [{"top_p": 0.5}])
 
 
 def test_ranks_rehearse_what_requests_ask_for(monkeypatch):

@@ -389,14 +389,21 @@ class TensorParallel:
     @contextmanager
     def busy(self) -> Iterator[None]:
         """Around what each rank does by itself, for however long: at the end all wait for all, as long as their processes live.
+        An exception of one rank reaches them all.
 
         Raises:
+            ValueError: another rank raised something, which it says; or the group has been closed.
             TensorParallelError: the group has failed, or a rank did not come here within ``timeout`` and is not busy.
-            ValueError: the group has been closed.
         """
-        with nullcontext() if self._rendezvous is None else self._rendezvous.busy():
-            yield
-        self._collective("the end of what ranks do by themselves", b"")
+        phase = "the end of what ranks do by themselves"
+        try:
+            with nullcontext() if self._rendezvous is None else self._rendezvous.busy():
+                yield
+        except Exception as error:
+            if self._rendezvous is not None and not self._closed:
+                self._rendezvous.fail(phase, error)
+            raise
+        self._collective(phase, b"")
 
     def raise_if_unusable(self) -> None:
         """Raises if the group is closed, or if a step failed by now. Asks no device."""

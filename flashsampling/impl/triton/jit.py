@@ -14,6 +14,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import triton
+from triton.runtime import _async_compile
 
 _only_compiles = ContextVar("only_compiles", default=False)
 
@@ -41,9 +42,14 @@ def compiling(at_once: int) -> Iterator[None]:
 
     Triton's compiler is Python for less than a tenth of its time.
     """
-    with ThreadPoolExecutor(at_once) as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
-        before = _only_compiles.set(True)
+    mode, before = _async_compile.active_mode.get(), _only_compiles.set(True)
+    with ThreadPoolExecutor(at_once) as pool:
         try:
-            yield
+            with triton.AsyncCompileMode(pool, ignore_errors=True):
+                yield
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
         finally:
             _only_compiles.reset(before)
+            _async_compile.active_mode.set(mode)  # Triton 3.6 leaves it as it is where its waiting is interrupted
