@@ -54,6 +54,7 @@ class Nobody:
 
 class Group:
     first_token, last_token = FIRST, LAST
+    shard, vocab_size = Shard(FIRST, PACKED), V
 
     def check(self, *, collective):
         pass
@@ -64,8 +65,11 @@ class Group:
 
 
 def step_of(states, asked, temperature, seed, offset):
-    part = Part(Nobody(), BACKENDS["triton"], RANGES, RANK, V)
-    draw(part, Step(states, weight[FIRST:LAST], temperature, seed, offset, 1, LAST - FIRST, Shard(FIRST, PACKED), asked))
+    return Step(states, weight[FIRST:LAST], temperature, seed, offset, 1, LAST - FIRST, Group.shard, asked)
+
+
+def drawn(step):
+    draw(Part(Nobody(), BACKENDS["triton"], RANGES, RANK, V), step)
 
 
 def asked_for(request, batch):
@@ -76,9 +80,9 @@ def warm_up(weight, *, max_batch_size, tp, **request):
     asked = asked_for(request, max_batch_size)
     if asked is not PLAIN:
         for batch in (1, max_batch_size):
-            for each in _of_any_number(asked.rows(0, batch), V):
-                zeros = torch.zeros(batch, dtype=torch.int64)
-                step_of(torch.zeros(batch, DIM, dtype=weight.dtype), each, torch.ones(batch), zeros, zeros)
+            states, zeros = torch.zeros(batch, DIM, dtype=weight.dtype), torch.zeros(batch, dtype=torch.int64)
+            for step in _of_any_number(step_of(states, asked.rows(0, batch), torch.ones(batch), zeros, zeros), tp):
+                drawn(step)
     return []
 
 
@@ -87,7 +91,7 @@ def sample(states, weight, *, tp, temperature, seed, offset, **request):
     batch, asked, top = len(states), asked_for(request, len(states)), request.get("top_logprobs", 0)
     if asked is not PLAIN:
         calls += 1
-        step_of(states, asked, temperature, seed, offset)
+        drawn(step_of(states, asked, temperature, seed, offset))
     ids, values = torch.zeros(batch, dtype=torch.int64), torch.zeros(batch)
     return SampleOutput(ids, values, values, ids, torch.zeros(batch, top, dtype=torch.int64), torch.zeros(batch, top))
 
