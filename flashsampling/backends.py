@@ -8,8 +8,9 @@ A backend is a module or package ``impl.<name>`` with
     run(step) -> Drawn                 of one row or more, on the current device and, there, the current stream
     recorded(step) -> Recorded         the same of one draw, stream 0 and a whole vocabulary, and what it was drawn from: drafts
                                        are then rejected by kernels; if it leaves that
-    compiled_for(weight, max_batch_size, num_samples) -> names, lists of batch sizes
-                                       the kernels that such calls can need, and whose draws compile them; if it compiles any
+    compiled_for(weight, max_batch_size, num_samples) -> names, batch sizes
+                                       the kernels that such calls can need, and whose draws compile them, ascending and the
+                                       same whichever part of a weight it is; if it compiles any
     compiling(at_once)                 a context in which this thread's draws compile what they need, side by side, and may draw
                                        anything; if several kernels of it can be compiled at once
 
@@ -161,11 +162,10 @@ class Backend:
         """Whether it has kernels of its own."""
         return hasattr(self.module, "compiled_for")
 
-    def compiled_for(self, weight: Tensor, max_batch_size: int, num_samples: int) -> tuple[list[str], list[list[int]]]:
-        """Names of the kernels for batches of up to ``max_batch_size`` rows, and the batch sizes whose draws compile them:
-        those of the same kernels together, since another rank's weight may need a kernel for each."""
+    def compiled_for(self, weight: Tensor, max_batch_size: int, num_samples: int) -> tuple[list[str], list[int]]:
+        """Names of the kernels for batches of up to ``max_batch_size`` rows, and the batch sizes whose draws compile them."""
         if not self.compiles:
-            return [], [[1]]
+            return [], [1]
         return self.module.compiled_for(weight, max_batch_size, num_samples)  # type: ignore[no-any-return]
 
 

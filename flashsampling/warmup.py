@@ -1,7 +1,7 @@
 """Compiles ahead of serving everything that serving would compile."""
 
 import contextlib
-import itertools
+import functools
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from . import ops
 from .api import check_num_samples, check_tensor_parallel, check_vocab_size, check_weight, count_left_out, sample
-from .backends import BACKENDS, Backend
+from .backends import BACKENDS
 from .parameters import integer
 from .requests import Request, asked_of, problem_of
 from .step import PLAIN, Asked, Step, arguments, example
@@ -78,8 +78,25 @@ def warmup(
         >>> flashsampling.warmup(torch.zeros(1000, 8), max_batch_size=64)  # on a CPU nothing is compiled
         []
     """
+    return warmup_mixes(
+        weight, [request], max_batch_size=max_batch_size, num_samples=num_samples, vocab_size=vocab_size, impl=impl, tp=tp
+    )
+
+
+def warmup_mixes(
+    weight: Tensor,  # (V, D)
+    requests: "Sequence[Request]",
+    *,
+    max_batch_size: int | None = None,
+    num_samples: int = 1,
+    vocab_size: int | None = None,
+    impl: str | None = None,
+    tp: "TensorParallel | None" = None,
+) -> list[str]:
+    """``warmup`` for each of several requests, an empty one being plain draws; what is missing of Triton's kernels for them all
+    compiles together, up to eight at once. With ``tp`` ranks wait for each other's compilers once."""
     try:
-        return _draw_all(weight, max_batch_size, num_samples, vocab_size, impl, tp, request)
+        return _draw_all(weight, requests, max_batch_size, num_samples, vocab_size, impl, tp)
     except BaseException as error:
         count_left_out(tp, error)
         raise
@@ -87,12 +104,12 @@ def warmup(
 
 def _draw_all(
     weight: Tensor,
+    requests: "Sequence[Request]",
     max_batch_size: int | None,
     num_samples: int,
     vocab_size: int | None,
     impl: str | None,
     tp: "TensorParallel | None",
-    request: Request,
 ) -> list[str]:
     check_weight(weight, 1 if tp is None else 0)
     num_samples = check_num_samples(num_samples)
@@ -116,39 +133,43 @@ def _draw_all(
         check_tensor_parallel(tp, vocab_size, impl)
         tokens = tp.part[0]
     problem = problem_of(max_batch_size, weight.shape[0], tokens, weight.device, num_samples, tp)
-    asked = asked_of(request, problem) if request else PLAIN
-    made = plan(weight, max_batch_size, num_samples, impl, tp, asked)
-    if made.kernels:
-        _logger.info("warmup compiles what is missing of %d kernels: %s", len(made.kernels), ", ".join(made.kernels))
 
-    def draw(states: Tensor, temperature: Tensor | float, zeros: Tensor) -> None:
+    def draw(asked: Asked, together: bool, states: Tensor, temperature: Tensor | float, zeros: Tensor) -> None:
+        """``together``: with the other ranks."""
         if asked is PLAIN:
             rows = {"temperature": temperature, "seed": zeros, "offset": zeros, "num_samples": num_samples}
             sample(states, weight, **rows, vocab_size=vocab_size, impl=impl, tp=tp)  # type: ignore[arg-type]
             return
-        for step in steps(states, temperature, zeros):
+        some = asked.rows(0, len(states))
+        for step in _of_any_number(Step(states, weight, temperature, zeros, zeros, num_samples, tokens, asked=some), tp):
             if tp is None:
                 ops.sample(step, impl or "")
-            else:
+            elif together:
                 ops.sample_sharded(step, tp)
+            else:
+                ops.rehearse(step, tp)
 
-    def steps(states: Tensor, temperature: Tensor | float, zeros: Tensor) -> list[Step]:
-        some = asked.rows(0, len(states))
-        return _of_any_number(Step(states, weight, temperature, zeros, zeros, num_samples, tokens, asked=some), tp)
-
-    def rehearse(states: Tensor, temperature: Tensor | float, zeros: Tensor) -> None:
-        for step in steps(states, temperature, zeros):
-            ops.rehearse(step, tp)
-
-    if tp is None:
-        made.compile(weight, draw)
-    elif asked is not PLAIN and made.compiling is not None:  # the others were compiled when the group was made
-        with tp.busy():
-            made.compile(weight, rehearse)
-    made.draw(weight, draw)
+    mixes = [asked_of(request, problem) if request else PLAIN for request in requests]
+    plans = [(plan(weight, max_batch_size, num_samples, impl, tp, asked), asked) for asked in mixes]
+    kernels = [name for made, _ in plans for name in made.kernels]
+    if kernels:
+        _logger.info("warmup compiles what is missing of %d kernels: %s", len(kernels), ", ".join(kernels))
+    # a group's kernels for plain draws were compiled when it was made
+    missing = [each for each in plans if each[0].compiling is not None and (tp is None or each[1] is not PLAIN)]
+    missing.sort(key=lambda each: len(each[1].names()), reverse=True)  # those take longest
+    with contextlib.ExitStack() as meanwhile:
+        if tp is not None and missing:
+            meanwhile.enter_context(tp.busy())
+        for compiling in dict.fromkeys(made.compiling for made, _ in missing):
+            assert compiling is not None
+            meanwhile.enter_context(compiling(_threads()))
+        for made, asked in missing:
+            made.draw(weight, functools.partial(draw, asked, False))
+    for made, asked in plans:
+        made.draw(weight, functools.partial(draw, asked, True))
     if weight.is_cuda:
         torch.cuda.current_stream(weight.device).synchronize()
-    return made.kernels
+    return kernels
 
 
 def _of_any_number(step: Step, tp: "TensorParallel | None") -> list[Step]:
@@ -161,43 +182,6 @@ def _of_any_number(step: Step, tp: "TensorParallel | None") -> list[Step]:
     if not are_few(step.asked.top_k):
         return [step]
     return [step._replace(asked=step.asked._replace(top_k=top_k)) for top_k in (1, min(FEW, tp.vocab_size - 1))]
-
-
-def compile_ahead(
-    weight: Tensor,  # (V, D)
-    requests: "Sequence[Request]",
-    *,
-    vocab_size: int | None = None,
-    tp: "TensorParallel | None" = None,
-) -> None:
-    """Compiles the kernels behind several requests, up to eight at once, where ``warmup`` of each compiles its own; call that
-    too, for what other batch sizes need. Without a GPU there is nothing to do.
-
-    Args:
-        weight: as for ``warmup``, likewise ``vocab_size`` and ``tp``.
-        requests: what calls will ask for, of one row.
-    """
-    if not weight.is_cuda:
-        return
-    tokens = check_vocab_size(vocab_size, weight.shape[0]) if tp is None else tp.part[0]
-    problem = problem_of(1, weight.shape[0], tokens, weight.device, 1, tp)
-    (states, temperature, zeros), _ = _inputs(weight, 1)
-    of_backends: dict[Backend, list[Step]] = {}
-    for request in requests:
-        asked = asked_of(request, problem)
-        if asked is not PLAIN:
-            step = Step(states, weight, temperature, zeros, zeros, 1, tokens, asked=asked)
-            backend = ops.choose(step, "" if tp is None else tp.impl)
-            of_backends.setdefault(backend, []).extend(_of_any_number(step, tp))
-    for backend, some in of_backends.items():
-        compiling = getattr(backend.module, "compiling", None)
-        if compiling is not None:
-            with contextlib.nullcontext() if tp is None else tp.busy(), compiling(_threads()):
-                for step in sorted(some, key=lambda step: len(step.asked.names()), reverse=True):  # they take longest
-                    if tp is None:
-                        ops.sample(step, "")
-                    else:
-                        ops.rehearse(step, tp)
 
 
 def _threads() -> int:
@@ -217,7 +201,7 @@ class Plan(NamedTuple):
     """What a warm-up does."""
 
     kernels: list[str]  # their names
-    batches: list[list[int]]  # the batch sizes whose draws compile them: those of the same kernels together
+    batches: list[int]  # the batch sizes whose draws compile them, ascending, the same on all ranks
     compiling: Callable[[int], AbstractContextManager[None]] | None = None  # see ``backends``; None: in turn
 
     def compile(self, weight: Tensor, draw: _Draw) -> None:
@@ -229,7 +213,7 @@ class Plan(NamedTuple):
 
     def draw(self, weight: Tensor, draw: _Draw) -> None:
         """Likewise, in turn, on the current stream."""
-        for batch in sorted(itertools.chain(*self.batches)):  # as on every rank
+        for batch in self.batches:
             for inputs in _inputs(weight, batch):
                 draw(*inputs)
 
@@ -241,7 +225,7 @@ def plan(
     step = example(weight)._replace(asked=asked)
     name = impl if tp is None else tp.impl
     if name is not None and (name not in BACKENDS or BACKENDS[name].unsupported(step) is not None):
-        return Plan([], [[1]])  # the call says what is wrong
+        return Plan([], [1])  # the call says what is wrong
     # what is asked for is drawn behind a matmul, in the shapes of one draw
     draws = num_samples if asked is PLAIN else 1
     backend = ops.choose(step, name or "")

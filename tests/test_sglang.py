@@ -954,7 +954,7 @@ def test_kernels_that_cannot_be_made_ready(monkeypatch):
     def broken(*args, **kwargs):
         raise OSError("no compiler")
 
-    monkeypatch.setattr(module, "warmup", broken)
+    monkeypatch.setattr(module, "warmup_mixes", broken)
     runner = loaded()
     assert counters(runner) == {"refused": "kernels could not be made ready: OSError('no compiler')"}
     assert step(runner, decode(reqs := [Req(PROMPT, SamplingParams())]), states_of(1), reqs)[0].tolist() == [LEFT]

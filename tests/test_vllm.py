@@ -878,14 +878,15 @@ def test_warm_up_covers_all_mixes(in_registers, monkeypatch):
                 kind[name] = value
         return kind
 
-    warm, calls = [], []
+    warm: list[dict[str, object]] = []
+    calls: list[dict[str, object]] = []
 
-    def noted(weight, **request):
-        warm.append(kinds(request))
+    def noted(weight, requests, **whole):
+        warm.extend(kinds(request | whole) for request in requests)
         return ["kernel"]
 
     monkeypatch.setattr(module, "_IN_REGISTERS", ("streaming",) if in_registers else ())
-    monkeypatch.setattr(module, "warmup", noted)
+    monkeypatch.setattr(module, "warmup_mixes", noted)
     real = flashsampling.sample
     runner = runner_of()
     runner._dummy_sampler_run(torch.randn(5, D))
@@ -980,15 +981,15 @@ def test_what_several_ranks_ask_for(name, monkeypatch):
         calls.append(request)
         return flashsampling.sample(states, weight, **request, vocab_size=V)
 
-    def noted(weight, *, tp, **request):
-        warm.append(compiled(request))
+    def noted(weight, requests, *, tp, max_batch_size):
+        warm.extend(compiled(request) for request in requests)
         return ["kernel"]
 
     calls: list[dict[str, object]] = []
     warm: list[tuple[int, bool, bool]] = []
     model, group = fakes.Model(V, D), Group()
     monkeypatch.setattr(module, "sample", seen)
-    monkeypatch.setattr(module, "warmup", noted)
+    monkeypatch.setattr(module, "warmup_mixes", noted)
     runner, whole = runner_of(model), runner_of(model)
     step = runner.flashsampling.step
     runner.flashsampling.step = FusedStep(step.head, step.sampler, step.slots, step.device, group)

@@ -226,11 +226,11 @@ def test_warm_up(monkeypatch):
     rows: set[int] = set()
     behind: list[tuple[int, int, int]] = []
 
-    def noted(weight, max_batch_size, **_):
+    def noted(weight, requests, max_batch_size, **_):
         rows.add(max_batch_size)
         return ["kernel"]
 
-    monkeypatch.setattr(module, "warmup", noted)
+    monkeypatch.setattr(module, "warmup_mixes", noted)
     monkeypatch.setattr(module, "held", lambda given, tokens: behind.append((given.n, given.positions, len(tokens))))
     runner = runner_of(most_drafts=MOST)
     runner._dummy_sampler_run(torch.randn(8, D))

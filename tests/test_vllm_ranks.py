@@ -11,9 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-import flashsampling
 import flashsampling.integrations.vllm.runner as plugin
-import flashsampling.integrations.vllm.step as plugin_step
 from flashsampling import ops, registry
 from flashsampling.distributed import TensorParallel, TensorParallelError, TensorParallelMismatch, agreement
 from flashsampling.integrations.engines import Layers
@@ -168,17 +166,17 @@ def different_ranks(rank):
 
 def warm_up_that_fails(rank):
     """On rank 1, in the middle: all ranks' errors say so."""
-    group, calls = dist.new_group(), []  # whose connections a time-out closes
+    group, calls, real = dist.new_group(), [], ops.sample_sharded  # whose connections a time-out closes
 
-    def fails(*args, **request):
+    def fails(*args):
         calls.append(1)
         if rank == 1 and len(calls) == 3:
             raise MemoryError("no room")
-        return flashsampling.warmup(*args, **request)
+        return real(*args)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plugin, "TensorParallel", functools.partial(TensorParallel, timeout=3.0))  # as long do others wait
-        patch.setattr(plugin_step, "warmup", fails)
+        patch.setattr(ops, "sample_sharded", fails)
         runner = runner_of("plain", RANKS, 112, group)
         with pytest.raises(MemoryError if rank == 1 else TensorParallelError, match="no room"):
             runner._dummy_sampler_run(torch.zeros(4, D))

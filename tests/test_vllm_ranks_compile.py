@@ -76,13 +76,12 @@ def asked_for(request, batch):
     return asked_of(request, Problem(batch, V, V, torch.device("cpu"), 1)) if request else PLAIN
 
 
-def warm_up(weight, *, max_batch_size, tp, **request):
-    asked = asked_for(request, max_batch_size)
-    if asked is not PLAIN:
-        for batch in (1, max_batch_size):
-            states, zeros = torch.zeros(batch, DIM, dtype=weight.dtype), torch.zeros(batch, dtype=torch.int64)
-            for step in _of_any_number(step_of(states, asked.rows(0, batch), torch.ones(batch), zeros, zeros), tp):
-                drawn(step)
+def warm_up(weight, requests, *, max_batch_size, tp):
+    some = [asked_for(request, max_batch_size) for request in requests]
+    for asked, batch in itertools.product([asked for asked in some if asked is not PLAIN], (1, max_batch_size)):
+        states, zeros = torch.zeros(batch, DIM, dtype=weight.dtype), torch.zeros(batch, dtype=torch.int64)
+        for step in _of_any_number(step_of(states, asked.rows(0, batch), torch.ones(batch), zeros, zeros), tp):
+            drawn(step)
     return []
 
 
@@ -104,7 +103,7 @@ def runner_of():
     return runner
 
 
-module.sample, module.warmup, calls = sample, warm_up, 0
+module.sample, module.warmup_mixes, calls = sample, warm_up, 0
 runner_of().flashsampling.step._warm_up(torch.zeros(MOST, DIM, dtype=torch.bfloat16))
 known, calls = {kernel.hash for kernel in compiled}, 0
 print(*sorted({kernel.name for kernel in compiled}))

@@ -17,7 +17,7 @@ from flashsampling import ops
 from flashsampling.backends import BACKENDS
 from flashsampling.distributed import TensorParallel
 from flashsampling.exchange import PACKED, Shard
-from flashsampling.warmup import Plan, compile_ahead
+from flashsampling.warmup import Plan, warmup_mixes
 from tests.problems import KERNELS, make_problem
 from tests.triton_target import output_of
 
@@ -115,8 +115,8 @@ def test_what_is_drawn_is_compiled_at_once_before(device):
     weight = torch.zeros(9, 8, device=device)
     calls = [(batch, per_row) for batch in (1, 17, 33, 40, 129) for per_row in (True, False)]
     for plan, is_ahead in (
-        (Plan([], [[1, 40], [17, 33], [129]], compiles), True),
-        (Plan([], [[1, 40], [17, 33], [129]]), False),
+        (Plan([], [1, 17, 33, 40, 129], compiles), True),
+        (Plan([], [1, 17, 33, 40, 129]), False),
     ):
         drawn.clear()
         plan.compile(weight, draw)
@@ -127,19 +127,21 @@ def test_what_is_drawn_is_compiled_at_once_before(device):
 @pytest.mark.parametrize("use_tma", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("num_samples", [1, 3])
-def test_batches_of_one_kernel_stand_together(use_tma, dtype, num_samples, monkeypatch):
+def test_the_triton_kernels_shapes_up_to_a_batch(use_tma, dtype, num_samples, monkeypatch):
+    """All that batches up to it need, of weights that are TMA's and of others, and the names of this weight's."""
     from flashsampling.impl.triton import config
 
-    def choose(states, weight, num_samples):
-        on = use_tma and dtype != torch.float32
-        return config.shape_for(states.shape[0], states.shape[1], states.dtype, num_samples, on)
+    def shape(batch, use_tma):
+        return config.shape_for(batch, 4096, dtype, num_samples, use_tma and dtype != torch.float32)
 
-    monkeypatch.setattr(config, "choose_config", choose)
-    weight = torch.zeros(5, 4096, dtype=dtype)
-    names, batches = config.compiled_for(weight, 600, num_samples)
-    shapes = [{choose(torch.zeros(batch, 4096, dtype=dtype), weight, num_samples) for batch in some} for some in batches]
-    assert all(len(some) == 1 for some in shapes)
-    assert len(set().union(*shapes)) == len(batches) == len(names) / 2
+    monkeypatch.setattr(config, "choose_config", lambda states, *_: shape(states.shape[0], use_tma))
+    names, batches = config.compiled_for(torch.zeros(5, 4096, dtype=dtype), 600, num_samples)
+    for on in (False, True):
+        assert {shape(batch, on) for batch in batches} == {shape(batch, on) for batch in range(1, 601)}
+    assert batches == sorted(set(batches))
+    wanted = {str(shape(batch, use_tma)) for batch in range(1, 601)}
+    assert len(names) == len(set(names)) == 2 * len(wanted)
+    assert {name.split(" ", 2)[2].split("), ")[0] + ")" for name in names} == wanted
 
 
 AT_ONCE = """
@@ -157,7 +159,7 @@ weight = torch.zeros(500, 264, dtype=torch.bfloat16)
 def draw(states, temperature, zeros):
     launch.run(Step(states, weight, temperature, zeros, zeros, 1, 500))
 
-plan = Plan([], [[1], [17], [33]], jit.compiling)
+plan = Plan([], [1, 17, 33], jit.compiling)
 made = []
 for _ in range(2):
     plan.compile(weight, draw)
@@ -280,9 +282,9 @@ def test_the_hopper_kernels_shapes_up_to_a_batch(dim, most):
 
     names, batches = compiled_for(torch.empty(1, dim, dtype=torch.float16), most, 1)
     wanted = {choose_config(batch, dim) for batch in range(1, most + 1)}
-    assert {choose_config(batch, dim) for (batch,) in batches} == wanted
+    assert {choose_config(batch, dim) for batch in batches} == wanted
     assert len(batches) == len(wanted)
-    assert names == [f"cute float16 {choose_config(batch, dim)}" for (batch,) in batches]
+    assert names == [f"cute float16 {choose_config(batch, dim)}" for batch in batches]
 
 
 @pytest.mark.gpu
@@ -465,16 +467,16 @@ def test_a_request_of_what_compiles_nothing(impl, monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: None))
     weight = torch.zeros(64, 16).as_subclass(_OnGpu)
     assert flashsampling.warmup(weight, max_batch_size=3, impl=impl, top_p=0.5) == []
-    compile_ahead(weight, [{"top_p": 0.5}])
 
 
 def test_ranks_rehearse_what_requests_ask_for(monkeypatch):
-    """Each by itself, while others wait for it, and a small top-k in both sizes of its kernels; nothing of it is a step."""
+    """Each by itself, while others wait for it, once for all mixes, the widest first, and a small top-k in both sizes of its
+    kernels. Then all make the steps."""
     pytest.importorskip("triton")
     from flashsampling.impl import triton as backend
 
     inside: list[str] = []
-    rehearsed: list[tuple[tuple[str, ...], object, tuple[str, ...]]] = []
+    calls: list[tuple[str, tuple[str, ...], object, tuple[str, ...]]] = []
 
     @contextlib.contextmanager
     def within(name):
@@ -482,29 +484,41 @@ def test_ranks_rehearse_what_requests_ask_for(monkeypatch):
         yield
         inside.remove(name)
 
-    class Group:
+    class Group(TensorParallel):
         impl, part, shard, vocab_size, num_rows = "triton", (64, Shard(64, PACKED)), Shard(64, PACKED), 128, 128
+        name, max_batch_size, max_num_samples, _transport = "", 4, 1, None
+
+        def __init__(self):
+            pass
 
         def busy(self):
             return within("busy")
 
-        def rehearse(self, chosen, step):
-            assert chosen.name == "triton"
-            assert step.shard == self.shard
-            rehearsed.append((tuple(step.asked.names()), step.asked.top_k, tuple(inside)))
+    def noted(kind):
+        def call(step, group):
+            assert step.shard == group.shard
+            calls.append((kind, tuple(step.asked.names()), step.asked.top_k, tuple(inside)))
 
+        return call
+
+    monkeypatch.setattr(backend.config, "capability", lambda device: (9, 0))
     monkeypatch.setattr(backend, "compiling", lambda at_once: within("compiling"))
-    monkeypatch.setattr(ops, "_there", lambda step, run: run(step))
+    monkeypatch.setattr(ops, "rehearse", noted("rehearsed"))
+    monkeypatch.setattr(ops, "sample_sharded", noted("drawn"))
+    monkeypatch.setattr(sys.modules[Plan.__module__], "sample", lambda *_, **__: calls.append(("drawn", (), 0, tuple(inside))))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: None))
     weight = torch.zeros(64, 16).as_subclass(_OnGpu)
-    requests = [{}, {"top_p": 1.0}, {"top_p": torch.ones(1)}, {"top_k": 5, "top_p": torch.ones(1)}]
-    compile_ahead(weight, requests, tp=Group())  # type: ignore[arg-type]
-    assert [(names, top_k) for names, top_k, _ in rehearsed] == [
-        (("top_k", "top_p"), 1),
-        (("top_k", "top_p"), 127),
-        (("top_p",), 0),
+    requests = [{}, {"top_p": torch.ones(1)}, {"top_p": 1.0}, {"top_k": 5, "top_p": torch.ones(1)}]
+    names = warmup_mixes(weight, requests, max_batch_size=1, tp=Group())  # type: ignore[arg-type]
+    both = [(("top_k", "top_p"), 1), (("top_k", "top_p"), 127)] * 2  # of a temperature that is a tensor, and a number
+    top_p = [(("top_p",), 0)] * 2
+    assert calls == [
+        *(("rehearsed", *each, ("busy", "compiling")) for each in both + top_p),
+        *(("drawn", *each, ()) for each in [((), 0)] * 2 + top_p + [((), 0)] * 2 + both),
     ]
-    assert all(where == ("busy", "compiling") for *_, where in rehearsed)
-    assert not inside
+    assert sum(name.endswith("with top_p") for name in names) == 2
+    assert len(names) == 8
 
 
 @pytest.mark.gpu
@@ -515,7 +529,7 @@ def test_what_was_compiled_ahead_is_not_compiled_again(device):
     from flashsampling.impl.triton.logits_pick import pick_kernel
 
     weight = torch.zeros(320, 64, dtype=torch.bfloat16, device=device)
-    compile_ahead(weight, list(_mixes(1, 320, device)), vocab_size=320)
+    warmup_mixes(weight, list(_mixes(1, 320, device)), max_batch_size=1, vocab_size=320)
     made = set(pick_kernel.device_caches[device.index][0])
     for request in _mixes(20, 320, device):
         flashsampling.warmup(weight, max_batch_size=20, vocab_size=320, **request)

@@ -101,13 +101,8 @@ class Construction:
     def _stage(self, phase: str, work: Callable[[], bytes | None]) -> list[bytes]:
         """What ``work`` gives on all ranks, which wait for each other's as long as they live. An exception reaches them all."""
         meet = self._meet
-        try:
-            with nullcontext() if meet is None else meet.busy():
-                mine = work() or b""
-        except Exception as error:
-            if meet is not None:
-                meet.fail(phase, error)
-            raise
+        with nullcontext() if meet is None else meet.busy(phase):
+            mine = work() or b""
         return [mine] if meet is None else meet.exchange(phase, mine)  # type: ignore[return-value]
 
     def _agree(self, weight: Tensor, timeout: float | timedelta, options: dict[str, Any]) -> list[agreement.Member]:

@@ -396,13 +396,8 @@ class TensorParallel:
             TensorParallelError: the group has failed, or a rank did not come here within ``timeout`` and is not busy.
         """
         phase = "the end of what ranks do by themselves"
-        try:
-            with nullcontext() if self._rendezvous is None else self._rendezvous.busy():
-                yield
-        except Exception as error:
-            if self._rendezvous is not None and not self._closed:
-                self._rendezvous.fail(phase, error)
-            raise
+        with nullcontext() if self._rendezvous is None else self._rendezvous.busy(phase):
+            yield
         self._collective(phase, b"")
 
     def raise_if_unusable(self) -> None:

@@ -154,8 +154,9 @@ class Rendezvous:
             self.store.add("parted", 1)
 
     @contextlib.contextmanager
-    def busy(self) -> Iterator[None]:
-        """While in here, the others wait for this rank however long it takes, as long as the process lives."""
+    def busy(self, phase: str | None = None) -> Iterator[None]:
+        """While in here, the others wait for this rank however long it takes, as long as the process lives. An exception takes
+        part in the next exchange, ``phase``, if one is named: it ends it for all."""
         ended = threading.Event()
 
         def beat() -> None:
@@ -170,6 +171,10 @@ class Rendezvous:
         thread.start()
         try:
             yield
+        except Exception as error:
+            if phase is not None:
+                self.fail(phase, error)
+            raise
         finally:
             ended.set()
             thread.join()

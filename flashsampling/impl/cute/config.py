@@ -144,13 +144,13 @@ def unsupported(step: Step) -> str | None:
     return step.too_wide_to_pick()
 
 
-def compiled_for(weight: Tensor, max_batch_size: int, num_samples: int) -> tuple[list[str], list[list[int]]]:
+def compiled_for(weight: Tensor, max_batch_size: int, num_samples: int) -> tuple[list[str], list[int]]:
     """See ``backends``: a kernel for every shape."""
     batches: dict[TileConfig, int] = {}
     for batch in range(1, max_batch_size + 1):
         batches.setdefault(choose_config(batch, weight.shape[1]), batch)
     dtype = str(weight.dtype).removeprefix("torch.")
-    return [f"cute {dtype} {config}" for config in batches], [[batch] for batch in batches.values()]
+    return [f"cute {dtype} {config}" for config in batches], list(batches.values())
 
 
 def floor_rank(top_k: Any) -> Any:

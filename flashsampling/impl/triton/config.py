@@ -152,15 +152,13 @@ def shape_for(batch: int, dim: int, dtype: torch.dtype, num_samples: int, use_tm
     return TileConfig(128, 128, 64, 8, _STAGES[rest_b], 1, use_tma, chunk_b=64, preload=True, rest_b=rest_b)
 
 
-def compiled_for(weight: Tensor, max_batch_size: int, num_samples: int) -> tuple[list[str], list[list[int]]]:
+def compiled_for(weight: Tensor, max_batch_size: int, num_samples: int) -> tuple[list[str], list[int]]:
     """See ``backends``: two kernels for every shape."""
     batches: dict[object, int] = {}
     for batch in range(1, max_batch_size + 1):  # whether a shard is TMA's may differ between ranks
         shapes = tuple(shape_for(batch, weight.shape[1], weight.dtype, num_samples, use_tma) for use_tma in (False, True))
         batches.setdefault(shapes, batch)
-    alike: dict[TileConfig, list[int]] = {}
-    for batch in batches.values():
-        config = choose_config(weight.new_empty(1, weight.shape[1]).expand(batch, -1), weight, num_samples)
-        alike.setdefault(config, []).append(batch)
+    rows = [weight.new_empty(1, weight.shape[1]).expand(batch, -1) for batch in batches.values()]
+    configs = dict.fromkeys(choose_config(states, weight, num_samples) for states in rows)
     dtype, kinds = str(weight.dtype).removeprefix("torch."), ("parameters per row", "some parameter a number")
-    return [f"triton {dtype} {config}, {kind}" for config in alike for kind in kinds], list(alike.values())
+    return [f"triton {dtype} {config}, {kind}" for config in configs for kind in kinds], list(batches.values())

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...api import sample
 from ...requests import MAX_BIASED
-from ...warmup import compile_ahead, warmup
+from ...warmup import warmup_mixes
 from ..engines import bias_of_rows, biases_now, settled, to_device
 from .asks import Noted, Wants
 from .head import Head
@@ -132,14 +132,9 @@ class FusedStep:
     def warm_up(self, max_batch_size: int) -> list[str]:
         """Compiles what any batch of up to as many rows needs. Returns the kernels' names."""
         settled(torch.zeros(max_batch_size, dtype=torch.int64, device=self.device), self.undefined)
-        weight, vocab_size = self.head.weight, self.head.vocab_size
-        examples: Any = [{**self.head.transform, **self._example_of(mix, 1)} for mix in MIXES]
-        compile_ahead(weight, examples, vocab_size=vocab_size)
-        names = warmup(weight, max_batch_size=max_batch_size, vocab_size=vocab_size, **self.head.transform)  # type: ignore[arg-type]
-        for mix in MIXES:
-            request = {**self.head.transform, **self._example_of(mix, max_batch_size)}
-            names += warmup(weight, max_batch_size=max_batch_size, vocab_size=vocab_size, **request)
-        return names
+        requests: list[Any] = [self.head.transform]
+        requests += [{**self.head.transform, **self._example_of(mix, max_batch_size)} for mix in MIXES]
+        return warmup_mixes(self.head.weight, requests, max_batch_size=max_batch_size, vocab_size=self.head.vocab_size)
 
     def _example_of(self, mix: Mix, batch: int) -> dict[str, Any]:
         """What a call of this mix has, as ``warmup`` takes it."""

@@ -30,7 +30,7 @@ from ...drafts import Given
 from ...exchange import WHOLE
 from ...requests import MAX_BIASED, asked_of, problem_of
 from ...step import Asked, Drawn, Step, example
-from ...warmup import compile_ahead, warmup
+from ...warmup import warmup_mixes
 from ..engines import bias_of_rows, biases_now, settled, to_device
 from .drafts import example_of_drafts, with_stops_ended
 from .graphs import Graphs, size_of
@@ -404,12 +404,9 @@ class FusedStep:
         slots = torch.zeros(batch, dtype=torch.int32, device=self.device)
         # a penalty, so that the kernel has something to do
         counts = self._counts(slots, rows._replace(presence_penalty=rows.top_p))
-        ahead: Any = [of_head | request for request in self._examples(no_rows(1, self.device), counts[:1])]
-        compile_ahead(weight, ahead, **whole)
-        head, names = of_head | whole, []
-        for request in self._examples(rows, counts):
-            names += warmup(weight, max_batch_size=batch, **head, **request)
-        everything = head | example_of(EVERYTHING, rows, counts)
+        requests: Any = [of_head | request for request in self._examples(rows, counts)]
+        names = warmup_mixes(weight, requests, max_batch_size=batch, **whole)
+        everything = of_head | whole | example_of(EVERYTHING, rows, counts)
         sample(hidden_states, weight, temperature=rows.temperature, seed=rows.seed, offset=rows.seed, **everything)
         return names
 
