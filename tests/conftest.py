@@ -5,6 +5,7 @@ import re
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -65,6 +66,37 @@ def _no_tensor_in_a_constexpr() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(TritonSemantic, "to_tensor", to_tensor)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _language_patched_once_a_launch() -> Iterator[None]:
+    """Triton's interpreter patches its language anew whenever a device function is called, which takes 40 % of its time in
+    these tests. Here the first call of each module's functions in a launch does; the launch takes it back as ever."""
+    if DEVICE.type == "cuda" or COMPILED or importlib.util.find_spec("triton") is None:
+        yield
+        return
+    from triton.runtime import interpreter
+
+    patch, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    patched: set[int] = set()  # by the modules' names
+
+    def once(function: Any) -> Any:
+        names = id(function.__globals__)
+        if names not in patched:
+            patched.add(names)
+            return patch(function)
+
+    def launched(self: Any, *arguments: Any, **named: Any) -> None:
+        patched.clear()
+        try:
+            launch(self, *arguments, **named)
+        finally:
+            patched.clear()
+
+    with pytest.MonkeyPatch.context() as replaced:
+        replaced.setattr(interpreter, "_patch_lang", once)
+        replaced.setattr(interpreter.GridExecutor, "__call__", launched)
         yield
 
 

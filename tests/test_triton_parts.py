@@ -26,7 +26,7 @@ from tests.mixes import INF, Mix
 from tests.test_requests import differences
 from tests.test_sharded_requests import cut, run
 
-STEPS = 25 if DEVICE.type == "cpu" else 400
+STEPS = 16 if DEVICE.type == "cpu" else 400
 
 
 def alike(ours: Tensor, theirs: Tensor) -> bool:
