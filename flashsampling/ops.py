@@ -63,6 +63,7 @@ _ASKED = (
     ("top_k", "row SymInt"),
     ("top_p", "row float"),
     ("min_p", "row float"),
+    ("joint_top_p", "row SymInt"),
     ("logprobs", "bool"),
     ("top_logprobs", "int"),
     ("logprob_ids", "Tensor?"),

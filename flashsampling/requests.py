@@ -1,5 +1,6 @@
 """What a request asks for beside one plain draw: arguments of ``sample`` and its like, checked, as ``step.Asked`` has them."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias, TypedDict
 
 import torch
@@ -33,6 +34,7 @@ class Request(TypedDict, total=False):
     top_k: Integers | None  # or (B,)
     top_p: Reals | None  # or (B,)
     min_p: Reals | None  # or (B,)
+    joint_top_p: bool | Sequence[bool] | Tensor | None  # or (B,)
     return_logprobs: bool
     top_logprobs: int
     logprob_ids: Any  # (B, m)
@@ -69,6 +71,8 @@ def asked_of(request: Request, problem: Problem) -> Asked:
             asked |= take(name, given[name], problem)
     _with_penalties(asked, given, problem)
     together = Asked(**asked)
+    if not together.may_be_joint():  # then there is nothing that top-k kept
+        together = together._replace(joint_top_p=PLAIN.joint_top_p)
     return together if together.names() else PLAIN
 
 
@@ -153,6 +157,26 @@ def _share(name: str, value: Any, problem: Problem) -> dict[str, Any]:
     return {name: reals(name, value, problem.batch, problem.device, share)}
 
 
+def _joint_top_p(name: str, value: Any, problem: Problem) -> dict[str, Any]:
+    if isinstance(value, bool):
+        return {name: int(value)}
+    if not isinstance(value, Tensor):
+        try:
+            value = torch.as_tensor(value, device="cpu")
+        except (TypeError, ValueError, RuntimeError):
+            raise TypeError(f"{name} must be a bool or bools, one per row, got {kind_of(value)}") from None
+        if value.dtype is not torch.bool:
+            raise TypeError(f"{name} must be a bool or bools, one per row, got {value.dtype}")
+        if value.numel() == 1:
+            return {name: int(value)}
+        value = value.to(problem.device)
+    if value.dtype is torch.bool:
+        value = value.to(torch.int32)
+    elif value.dtype is not torch.int32:
+        raise TypeError(f"{name} must be bools, or int32, got {value.dtype}")
+    return {name: integers(name, value, problem.batch, problem.device, also=torch.int32)}
+
+
 def _flag(name: str, value: Any, problem: Problem) -> dict[str, Any]:
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be a bool, got {type(value).__name__}")
@@ -182,6 +206,7 @@ _TAKE = {
     "top_k": _top_k,
     "top_p": _share,
     "min_p": _share,
+    "joint_top_p": _joint_top_p,
     "return_logprobs": _flag,
     "top_logprobs": _top_logprobs,
     "logprob_ids": _logprob_ids,

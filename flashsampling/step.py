@@ -47,6 +47,7 @@ class Asked(NamedTuple):
     top_k: Tensor | int = 0  # (B,) int32 or int64; <= 0 or >= V: off
     top_p: Tensor | float = 1.0  # >= 1: off
     min_p: Tensor | float = 0.0  # <= 0: off
+    joint_top_p: Tensor | int = 0  # (B,) int32; not 0: the share of top_p is of all tokens, not of what top_k kept
     # what comes back beside token ids
     logprobs: bool = False  # raw and processed logprob and rank of every drawn token
     top_logprobs: int = 0  # that many ids with the highest raw logits, the lowest of equal ones, and their raw logprobs
@@ -73,9 +74,15 @@ class Asked(NamedTuple):
         return self.logprobs or self.top_logprobs > 0 or self.logprob_ids is not None or self.logsumexp
 
     def needs_mass(self, vocab_size: int) -> bool:
-        """Whether a row may need the mass of all its processed logits: for log-probabilities, or a top-p without a top-k."""
-        by_top_k = isinstance(self.top_k, int) and 0 < self.top_k < vocab_size
-        return self.logprobs or (not by_top_k and (isinstance(self.top_p, Tensor) or not self.top_p >= 1.0))
+        """Whether a row may need the mass of all its processed logits: for log-probabilities, or a top-p that is not of what a
+        top-k kept."""
+        of_top_k = isinstance(self.top_k, int) and 0 < self.top_k < vocab_size and not self.may_be_joint()
+        return self.logprobs or (not of_top_k and (isinstance(self.top_p, Tensor) or not self.top_p >= 1.0))
+
+    def may_be_joint(self) -> bool:
+        """Whether a row may have a top-k and a top-p of all tokens."""
+        by_top_k, by_top_p, _ = self.filters()
+        return by_top_k and by_top_p and (isinstance(self.joint_top_p, Tensor) or self.joint_top_p != 0)
 
     def rows(self, first: int, last: int) -> "Asked":
         """Of the rows from ``first`` up to ``last``."""
@@ -83,7 +90,9 @@ class Asked(NamedTuple):
 
 
 PLAIN = Asked()  # this very object, where nothing is asked for: a call looks no further
-NUMBERS = ("repetition_penalty", "frequency_penalty", "presence_penalty", "top_k", "top_p", "min_p")  # of all, or one per row
+NUMBERS = (  # of all, or one per row
+    *("repetition_penalty", "frequency_penalty", "presence_penalty", "top_k", "top_p", "min_p", "joint_top_p"),
+)
 MATRICES = ("bias_ids", "bias_values", "counts", "token_mask", "logprob_ids")  # a row of it per row
 _WIDEST_PICKED = 2**20
 ARGUMENTS = {  # of ``sample``, where a field has another name

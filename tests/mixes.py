@@ -121,7 +121,7 @@ class Mix:
             ends_p = (0.0, 1e-30, 0.5, 1.0) + (-1.0, 2.0) * poisoned + (NAN,) * (poisoned and one_in(9))
             asked["min_p"] = self.pick(batch, lambda: uniform() ** 3, ends_p)
         if self.wanted is not None:
-            return self._there(asked)
+            return self._there(asked | self._joint(batch, asked))
         if one_in(2):
             asked["logprobs"] = True
         if one_in(3):
@@ -130,7 +130,13 @@ class Mix:
             asked["logprob_ids"] = torch.randint(-2, vocab + 2, (batch, self.random.randrange(4)), generator=self.generator)
         if one_in(3):
             asked["logsumexp"] = True
-        return self._there(asked)
+        return self._there(asked | self._joint(batch, asked))
+
+    def _joint(self, batch: int, asked: dict[str, Any]) -> dict[str, Any]:
+        if not {"top_k", "top_p"} <= asked.keys() or not self.wants("joint_top_p", 2):
+            return {}
+        of_all = self.pick(batch, lambda: self.random.randrange(2), (0, 1), integer=True)
+        return {"joint_top_p": of_all.int() if isinstance(of_all, Tensor) else of_all}
 
     def _there(self, asked: dict[str, Any]) -> Asked:
         return Asked(**{
@@ -261,7 +267,8 @@ def _row(raw: np.ndarray, row: int, step: Step, gumbel: np.ndarray) -> dict[str,
     kept = order[:top_k] if 0 < top_k < vocab else list(order)
     if top_p < 1:
         masses = [math.exp(above[token]) for token in kept]
-        total, before = math.fsum(masses), 0
+        of_all = bool(at(asked.joint_top_p, row))
+        total, before = math.fsum([math.exp(each) for each in above] if of_all else masses), 0
         while before < len(kept) and (before == 0 or math.fsum(masses[:before]) < top_p * total):
             before += 1
         kept = kept[:before]

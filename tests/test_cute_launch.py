@@ -150,6 +150,9 @@ TENSOR, VECTOR, COUNTS = torch.zeros(BATCH), torch.zeros(VOCAB), torch.zeros(BAT
         (Asked(top_k=TENSOR.int()), 0.5, (1, False, False)),
         (Asked(top_k=TENSOR.int(), top_p=0.9), 0.5, (1, True, False)),
         (Asked(top_k=3, top_p=TENSOR, min_p=TENSOR), 0.5, (1, False, False)),
+        (Asked(top_k=3, top_p=TENSOR, joint_top_p=1), 0.5, (1, True, False)),
+        (Asked(top_k=3, top_p=0.5, joint_top_p=TENSOR.int()), 0.5, (1, True, False)),
+        (Asked(top_k=3, joint_top_p=1), 0.5, (1, False, False)),
         (Asked(top_p=TENSOR, min_p=TENSOR), 0.5, (1, True, False)),
         (Asked(top_p=float("nan")), 0.5, (1, True, False)),
         (Asked(min_p=0.1), 0.5, (1, False, False)),
@@ -230,7 +233,7 @@ def test_what_a_request_makes_of_a_step(monkeypatch, asked, temperature, expecte
         if by_top_k
         else isinstance(asked.top_k, torch.Tensor) or isinstance(asked.min_p, torch.Tensor) or asked.min_p
     )
-    if leaves or expected[2] or not some:
+    if leaves or expected[2] or not some or asked.may_be_joint():
         assert floors is None
         assert outputs[-len(NO_FLOORS) :] == NO_FLOORS
     else:

@@ -452,6 +452,7 @@ REQUESTS = {
     "top_k": Asked(top_k=40),
     "top_p": Asked(top_p=0.9),
     "both": Asked(top_k=40, top_p=0.9, min_p=0.01),
+    "joint": Asked(top_k=40, top_p=0.2, joint_top_p=1),
     "logprobs": Asked(top_p=0.95, logprobs=True, top_logprobs=3, logsumexp=True),
     "logsumexp": Asked(logsumexp=True),
     "masked": Asked(top_k=20, soft_cap=20.0),

@@ -28,7 +28,8 @@ COUNTS = torch.zeros(3, 70, dtype=torch.int32)
 ALL = {
     "bias": torch.linspace(-1, 1, 70), "logit_scale": 1.5, "soft_cap": 20.0, "logit_bias": ([[1, 2]] * 3, [[1.0, -1.0]] * 3),
     "token_counts": COUNTS, "repetition_penalty": 1.2, "frequency_penalty": 0.1, "presence_penalty": [0.1, 0.2, 0.3],
-    "token_mask": MASK, "top_k": [0, 5, 50], "top_p": torch.tensor([0.9, 0.99, 1.0]), "min_p": 0.01, "return_logprobs": True,
+    "token_mask": MASK, "top_k": [0, 5, 50], "top_p": torch.tensor([0.9, 0.99, 1.0]), "min_p": 0.01, "joint_top_p": [False, True, True],
+    "return_logprobs": True,
     "top_logprobs": 4, "logprob_ids": [[1, 2, 3]] * 3, "return_logsumexp": True,
 }  # fmt: skip
 
@@ -80,6 +81,10 @@ BAD = [
     (ValueError, "top_p must be from 0 to 1, got -0.1", {"top_p": numpy.array([0.5, -0.1, 1.0])}),
     (ValueError, "min_p must be from 0 to 1, got 1.5", {"min_p": 1.5}),
     (TypeError, "min_p must be a number or numbers, one per row, got bool", {"min_p": True}),
+    (TypeError, "joint_top_p must be a bool or bools, one per row, got torch.int64", {"joint_top_p": 1}),
+    (TypeError, "joint_top_p must be a bool or bools, one per row, got str", {"joint_top_p": "joint"}),
+    (TypeError, "joint_top_p must be bools, or int32, got torch.int64", {"joint_top_p": torch.ones(3).long()}),
+    (ValueError, r"joint_top_p must be a number or have shape .*, got shape \(2,\)", {"joint_top_p": [True, False]}),
     (TypeError, "return_logprobs must be a bool, got int", {"return_logprobs": 1}),
     (TypeError, "return_logsumexp must be a bool, got str", {"return_logsumexp": "yes"}),
     (ValueError, "top_logprobs must be from 0 to 20, got 21", {"top_logprobs": 21}),
@@ -169,14 +174,17 @@ def test_one_meaning_however_it_is_written():
             [numpy.float32(0.5), [0.5] * 3, torch.full((3,), 0.5), torch.tensor(0.5), torch.full((3,), 0.5).bfloat16()],
         ),
         ("min_p", 0.25, [numpy.full(3, 0.25), torch.full((6,), 0.25)[::2]]),
+        ("joint_top_p", True, [numpy.bool_(True), [True] * 3, torch.tensor(True), same > 0, same.to(torch.int32)]),
         ("frequency_penalty", 2, [2.0, [2, 2, 2], torch.tensor([2, 2, 2])]),
     ):
         counts = torch.randint(0, 3, (3, 70), dtype=torch.int32)
-        expected = sample(STATES, WEIGHT, seed=SEEDS, token_counts=counts, return_logprobs=True, **{name: value})
-        plain = sample(STATES, WEIGHT, seed=SEEDS, return_logprobs=True)
+        beside = {"top_k": 2, "top_p": 0.6} if name == "joint_top_p" else {}
+        usual = {"seed": SEEDS, "token_counts": counts, "return_logprobs": True, **beside}
+        expected = sample(STATES, WEIGHT, **usual, **{name: value})
+        plain = sample(STATES, WEIGHT, **usual)
         assert not torch.equal(expected.processed_logprobs, plain.processed_logprobs)
         for way in ways:
-            out = sample(STATES, WEIGHT, seed=SEEDS, token_counts=counts, return_logprobs=True, **{name: way})
+            out = sample(STATES, WEIGHT, **usual, **{name: way})
             assert torch.equal(out.token_ids, expected.token_ids), (name, way)
             assert torch.equal(out.processed_logprobs, expected.processed_logprobs), (name, way)
     assert asked_by(top_k=same.to(torch.int32)).top_k.dtype == torch.int32  # as it is: no copy
@@ -248,7 +256,7 @@ def test_what_comes_back():
         for num_samples in (1, 5):
             nothing = sample(STATES[:0], WEIGHT, impl=impl, num_samples=num_samples, **ALL | {
                 "logit_bias": None, "token_counts": COUNTS[:0], "token_mask": MASK[:0], "presence_penalty": 0.1, "top_k": 3,
-                "top_p": 0.5, "logprob_ids": torch.ones(0, 3).long()})  # fmt: skip
+                "top_p": 0.5, "joint_top_p": True, "logprob_ids": torch.ones(0, 3).long()})  # fmt: skip
             wanted: dict[str, tuple[int, ...]] = {name: (0, *shape[1:]) for name, shape in shapes.items()}
             if num_samples == 1:
                 wanted |= {name: (0,) for name in flat}

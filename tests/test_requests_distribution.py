@@ -54,6 +54,8 @@ CASES: dict[str, tuple[dict[str, Any], Tensor]] = {
     "top_p": ({"top_p": 0.9}, only(nucleus(0.9))),
     "min_p": ({"min_p": 0.1}, only((softmax(LOGITS) >= 0.1 * softmax(LOGITS).max()).nonzero()[:, 0])),
     "top_k and top_p": ({"top_k": 20, "top_p": 0.95}, only(nucleus(0.95, TOP[:20]))),
+    "joint top_p": ({"top_k": 20, "top_p": 0.7, "joint_top_p": True}, only(nucleus(0.7)[:20])),
+    "joint top_k": ({"top_k": 5, "top_p": 0.99, "joint_top_p": [True]}, only(TOP[:5])),
     "mask": ({"token_mask": BITS}, only(ALLOWED)),
     "dense bias": ({"logit_bias": BIAS}, softmax(LOGITS + BIAS)),
     "sparse bias": ({"logit_bias": SPARSE}, softmax(SPARSELY)),

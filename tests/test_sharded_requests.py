@@ -432,6 +432,7 @@ USUAL: dict[str, Any] = {
     "top_k": torch.randint(1, 60, (5,)),
     "top_p": torch.rand(5),
     "min_p": 0.5,
+    "joint_top_p": torch.tensor([0, 1, 0, 1, 1], dtype=torch.int32),
     "logprobs": True,
     "top_logprobs": 3,
     "logprob_ids": torch.randint(0, 70, (5, 4)),

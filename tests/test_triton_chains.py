@@ -33,7 +33,7 @@ def random_given(generator: torch.Generator, batch: int, n: int, is_ragged: bool
 
 def random_numbers(generator: torch.Generator, batch: int) -> list:
     """``step.NUMBERS``, each of all requests or of one, some."""
-    numbers: list = [1.5, 0.25, 0.5, 20, 0.9, 0.1]
+    numbers: list = [1.5, 0.25, 0.5, 20, 0.9, 0.1, 1]
     for place, number in enumerate(numbers):
         if torch.rand((), generator=generator) < 0.5:
             dtypes = (torch.int32, torch.int64) if isinstance(number, int) else (torch.float32,)
@@ -78,7 +78,7 @@ def test_bounds_of_nonsense(bounds):
     """Nothing is read or written out of range."""
     given = Given(torch.tensor([1, 2, 1], device=DEVICE), None, torch.tensor(bounds, device=DEVICE), 2, 2)
     top_k = torch.tensor([7, 8], device=DEVICE)
-    rows = 1.0, 0, 0, [1.0, 0.0, 0.0, top_k, 1.0, 0.0]
+    rows = 1.0, 0, 0, [1.0, 0.0, 0.0, top_k, 1.0, 0.0, 0]
     _, _, offsets, numbers, requests = chains.spread(*given[2:], *rows, DEVICE, positions=5, with_requests=True)
     assert requests is not None
     assert ((requests >= 0) & (requests < 2)).all()
@@ -153,6 +153,7 @@ def test_numbers_of_requests_take_no_launch_of_their_own(method, monkeypatch):
         **{"top_k": [0, 3, 7], "top_p": [0.3, 1.0, 0.8], "min_p": [0.0, 0.2, 0.01]},
     }
     request = {name: torch.tensor(values, device=DEVICE) for name, values in numbers.items()}
+    request["joint_top_p"] = torch.tensor([1, 0, 1], dtype=torch.int32, device=DEVICE)
     request |= {"temperature": torch.tensor([0.9, 0.0, 1.2], device=DEVICE), "seed": torch.arange(batch, device=DEVICE)}
     parts = {name: request[name] for name in request if not name.endswith("_penalty")}
     with Operators() as ran:
@@ -227,8 +228,9 @@ from flashsampling.step import Asked, Step
 compiled = compile_only(int(sys.argv[1]))
 bounds, rows, cpu = torch.zeros(3, dtype=torch.int64), torch.zeros(2, dtype=torch.int64), torch.device("cpu")
 ones = torch.ones(2)
-chains.spread(bounds, 2, 3, ones, rows, rows, [ones, ones, ones, rows, ones, ones], cpu, positions=8, with_requests=True)
-chains.spread(None, 2, 3, 1.0, 0, 2**63 - 1, [1.0, 0.0, 0.0, rows.int(), 1.0, ones], cpu, positions=8, with_requests=False)
+numbers = [ones, ones, ones, rows, ones, ones, rows.int()]
+chains.spread(bounds, 2, 3, ones, rows, rows, numbers, cpu, positions=8, with_requests=True)
+chains.spread(None, 2, 3, 1.0, 0, 2**63 - 1, [1.0, 0.0, 0.0, rows.int(), 1.0, ones, 1], cpu, positions=8, with_requests=False)
 chains.match(torch.zeros(6, dtype=torch.int64), bounds, 2, 3, torch.zeros(8, dtype=torch.int64))
 chains.match(torch.zeros(2, 3, dtype=torch.int64), None, 2, 3, torch.zeros(8, dtype=torch.int64))
 if sys.argv[1] == "90":

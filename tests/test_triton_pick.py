@@ -126,6 +126,8 @@ def mixed(asked: Asked, num_samples: int = 1) -> Step:
         (Asked(top_p=1 - 1e-6), True),
         (Asked(min_p=0.05), False),
         (Asked(top_k=40, top_p=0.8, min_p=0.02), True),
+        (Asked(top_k=40, top_p=0.3, joint_top_p=1), True),
+        (Asked(top_k=8, top_p=0.8, min_p=0.02, joint_top_p=1, logprobs=True), True),
         (Asked(top_p=0.7, logprobs=True, top_logprobs=3, logsumexp=True), True),
         (Asked(logprobs=True), True),
     ],
@@ -196,6 +198,8 @@ def test_the_lowest_ids_of_ties_are_not_always_in_the_first_chunks(asked):
         Asked(top_k=1, top_p=0.5),
         Asked(top_k=60, top_p=0.6),
         Asked(top_k=2, top_p=0.95),
+        Asked(top_k=60, top_p=0.1, joint_top_p=1),
+        Asked(top_k=12, top_p=0.6, joint_top_p=1),
     ],
 )
 def test_tokens_that_are_refused(asked, room):

@@ -148,13 +148,18 @@ def _limits(
     """(B,) int64: the places from which on the filters keep this rank's tokens."""
     passes, limit = part.backend.shard_limits, None
     names = asked.names()
-    if limits.are_few(asked.top_k):
+    if limits.are_few(asked.top_k) and not asked.may_be_joint():
         limit = passes.of_few(meet, processed, known, asked.top_k, asked.top_p, scale, shards)
         names = [name for name in names if name not in ("top_k", "top_p")]
     if "top_k" in names:
         limit = passes.of_top_k(meet, processed, asked.top_k, scale, part.vocab_size, shards)
     if "top_p" in names:
-        limit = passes.of_top_p(meet, processed, scale, asked.top_p, limit, part.vocab_size, shards)
+        before = limit
+        if before is not None and asked.may_be_joint():  # the share is of all
+            joint = torch.as_tensor(asked.joint_top_p, device=before.device) != 0
+            before = torch.where(joint, filters.LOWEST, before)
+        by_top_p = passes.of_top_p(meet, processed, scale, asked.top_p, before, part.vocab_size, shards)
+        limit = by_top_p if limit is None or before is limit else torch.maximum(limit, by_top_p)
     if "min_p" in names:
         by_min_p = passes.of_min_p(processed, scale, asked.min_p)
         limit = by_min_p if limit is None else torch.maximum(limit, by_min_p)

@@ -113,18 +113,21 @@ def kept(
     top_k: Tensor | int = 0,
     top_p: Tensor | float = 1.0,
     min_p: Tensor | float = 0.0,
+    joint_top_p: Tensor | int = 0,
 ) -> Tensor:
     """(B, V) bool: the tokens that the filters keep, in each row the first one at least.
 
     Order: by logit downwards, equal ones by id upwards. Top-k keeps its first k; top-p the shortest prefix whose share of what
-    top-k kept reaches p; min-p those that have at least ``min_p`` times the first one's probability.
+    top-k kept, or of all where that is ``joint_top_p``, reaches p; min-p those that have at least ``min_p`` times the first
+    one's probability.
     """
     device, vocab_size = logits.device, logits.shape[1]
     ordered, ids = (logits + 0.0).sort(dim=-1, descending=True, stable=True)  # + 0.0: -0.0 and 0.0 are equal
     places = torch.arange(vocab_size, device=device)
     k, p, ratio = column(top_k, device, torch.int64), column(top_p, device), column(min_p, device)
     in_top_k = (places < k) | (k <= 0)
-    mass = torch.where(in_top_k, share_of_best(relative(ordered, temperature)), 0.0)
+    of_all = column(joint_top_p, device, torch.int64) != 0
+    mass = torch.where(in_top_k | of_all, share_of_best(relative(ordered, temperature)), 0.0)
     before = mass.cumsum(dim=-1) - mass
     in_top_p = (before < p.double() * mass.sum(dim=-1, keepdim=True)) | (p >= 1)
     in_min_p = mass >= ratio.double()  # of a ratio up to 0 all

@@ -15,7 +15,7 @@ from .filters import GREEDY_BELOW
 
 DOES = (
     *("stream", "bias", "logit_scale", "soft_cap", "dense_bias", "bias_ids", "bias_values", "counts", "repetition_penalty"),
-    *("frequency_penalty", "presence_penalty", "token_mask", "top_k", "top_p", "min_p"),
+    *("frequency_penalty", "presence_penalty", "token_mask", "top_k", "top_p", "min_p", "joint_top_p"),
     *("logprobs", "top_logprobs", "logprob_ids", "logsumexp"),
 )
 DOES_OF_LOGITS = DOES
@@ -98,7 +98,7 @@ def logits_of(
     allowed = filters.allowed(asked, raw.shape[1])
     kept = None
     if {"top_k", "top_p", "min_p"} & set(asked.names()):
-        kept = filters.kept(processed, temperature, asked.top_k, asked.top_p, asked.min_p)
+        kept = filters.kept(processed, temperature, asked.top_k, asked.top_p, asked.min_p, asked.joint_top_p)
     return Logits(raw, processed, allowed, kept)
 
 

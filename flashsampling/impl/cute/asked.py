@@ -125,6 +125,8 @@ def _floors_of(step: Step) -> Tensor | None:
     by_min_p = isinstance(asked.min_p, Tensor) or asked.min_p > 0.0
     if asked.needs_raw_mass() or not (by_top_k or by_min_p):
         return None
+    if asked.may_be_joint():  # of rows with a top-k and floors the kernel makes no masses
+        return None
     return torch.empty(len(step.hidden_states), dtype=torch.int32, device=step.hidden_states.device)
 
 

@@ -66,7 +66,7 @@ def _copy(of_requests, of_rows, request, rows, live):
     do_not_specialize_on_alignment=[
         *("bounds", "offset", "offsets", "requests", "temperature", "temperatures", "seed", "seeds"),
         *("repetition", "repetitions", "frequency", "frequencies", "presence", "presences"),
-        *("top_k", "top_ks", "top_p", "top_ps", "min_p", "min_ps"),
+        *("top_k", "top_ks", "top_p", "top_ps", "min_p", "min_ps", "joint_top_p", "joint_top_ps"),
     ],
 )
 def spread_kernel(
@@ -95,6 +95,8 @@ def spread_kernel(
     top_ps,
     min_p,
     min_ps,
+    joint_top_p,
+    joint_top_ps,
     ROWS: tl.constexpr,
 ):
     """See the module's docstring. Grid: (blocks of rows,)."""
@@ -120,6 +122,7 @@ def spread_kernel(
     _copy(top_k, top_ks, request, rows, live)
     _copy(top_p, top_ps, request, rows, live)
     _copy(min_p, min_ps, request, rows, live)
+    _copy(joint_top_p, joint_top_ps, request, rows, live)
 
 
 @jit(

@@ -169,6 +169,7 @@ def _flags(asked: Asked, pdl: bool, config: Config, records: bool = False) -> di
         "FILTERS": asked.may_filter(),
         "LOGPROBS": asked.logprobs or records,
         "TOP_K_WIDE": not isinstance(asked.top_k, Tensor) or asked.top_k.dtype == torch.int64,
+        "JOINT": asked.may_be_joint(),
         "PDL": pdl,
     }
 
@@ -271,6 +272,7 @@ def _launch_pick(
     pick_kernel[(batch,)](
         *common,
         floors,
+        asked.joint_top_p if isinstance(asked.joint_top_p, Tensor) and flags["JOINT"] else None,
         candidates,
         ids,
         *beside,

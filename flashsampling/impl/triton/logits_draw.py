@@ -68,8 +68,8 @@ def _best_kept(
 
 @jit
 def draw_from_few(
-    tokens, row_mass, top_k, top_p, min_p, by_top_k, by_top_p, temperature, seed, offset, stream, ids_ptr, num_samples,
-    FEW: tl.constexpr,
+    tokens, row_mass, top_k, top_p, min_p, by_top_k, by_top_p, of_top_k, temperature, seed, offset, stream, ids_ptr,
+    num_samples, FEW: tl.constexpr,
 ):  # fmt: skip
     """Writes the tokens that are drawn of few candidates, all filters at once. The mass of what is kept, and its last place."""
     scale, noise_factor = score_factors(temperature)
@@ -81,7 +81,7 @@ def draw_from_few(
     rank, mass_before = before(key, token, tokens.keys, tokens.ids, tokens.masses, tokens.count)
     in_top_k = live & ((rank < top_k) | (by_top_k == 0))
     whole = row_mass.to(tl.float64)
-    if by_top_k & by_top_p:
+    if of_top_k & by_top_p:
         whole = tl.sum(tl.where(in_top_k, mass, 0.0), axis=0).to(tl.float64)
     target = tl.maximum(top_p, 1e-30).to(tl.float64) * whole
     in_top_p = (mass_before.to(tl.float64) < target) | (by_top_p == 0)

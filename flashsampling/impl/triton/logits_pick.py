@@ -52,7 +52,7 @@ _LOWEST = Constant(-0x80000000)
 
 @jit
 def _limit(
-    tokens, highest, row_mass, top_k, top_p, min_p, by_top_k, by_top_p,
+    tokens, highest, row_mass, top_k, top_p, min_p, by_top_k, by_top_p, of_top_k,
     WHOLE: tl.constexpr, FEW: tl.constexpr, TILE: tl.constexpr, HEAD: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
     """The place from which on the filters keep what there is, but for min-p."""
@@ -63,8 +63,8 @@ def _limit(
         if asked:
             target = tl.where(stage == 0, top_k.to(tl.float64), 1.0)
             share = tl.maximum(top_p, 1e-30).to(tl.float64)
-            target = tl.where(by_mass, tl.where(by_top_k, share, share * row_mass), target)
-            is_share = by_mass & by_top_k
+            target = tl.where(by_mass, tl.where(of_top_k, share, share * row_mass), target)
+            is_share = by_mass & of_top_k
             limit = limit_of(tokens, highest, limit, by_mass, target, is_share, WHOLE, FEW, TILE, HEAD, ENTRIES)
     return limit
 
@@ -79,10 +79,10 @@ def _in_memory(source, token, HEAD: tl.constexpr, ENTRIES: tl.constexpr):
 
 
 @jit
-def _kept_of_equal(vocab_size, top_k, top_p, min_p, by_top_k, by_top_p):
+def _kept_of_equal(vocab_size, top_k, top_p, min_p, by_top_k, by_top_p, of_top_k):
     """How many tokens the filters keep of a row whose logits are all equal: these are the first ids."""
     kept = tl.where(by_top_k, top_k, vocab_size).to(tl.int32)
-    wanted = tl.maximum(top_p, 1e-30).to(tl.float64) * kept.to(tl.float64)
+    wanted = tl.maximum(top_p, 1e-30).to(tl.float64) * tl.where(of_top_k, kept, vocab_size).to(tl.float64)
     wanted = tl.minimum(tl.where(by_top_p, wanted, kept.to(tl.float64)), kept.to(tl.float64))
     kept = wanted.to(tl.int32)
     kept += (kept.to(tl.float64) < wanted).to(tl.int32)
@@ -98,7 +98,7 @@ def _kept_of_equal(vocab_size, top_k, top_p, min_p, by_top_k, by_top_p):
     ],
     do_not_specialize_on_alignment=[
         "ids_ptr", "logprobs_ptr", "processed_ptr", "ranks_ptr", "top_ids_ptr", "top_logprobs_ptr", "given_ids", "given_ptr",
-        "lse_ptr", "limits_ptr", "masses_ptr", "floors_ptr",
+        "lse_ptr", "limits_ptr", "masses_ptr", "floors_ptr", "joint_ptr",
     ],
 )  # fmt: skip
 def pick_kernel(
@@ -146,6 +146,7 @@ def pick_kernel(
     stream: tl.int32,
     blocks: tl.int32,
     floors_ptr,  # if DRAWN, (B,) int32: logits of chunks with a lower key are not there; None: all are
+    joint_ptr,  # (B,) int32, not 0: top-p's share is of all tokens, not of what top-k kept; None: as JOINT says
     candidates_ptr,  # (B, 3 * CAPACITY + LIST) int32: keys, ids, masses, a list of chunks
     ids_ptr,  # (B, num_samples) int64, out
     logprobs_ptr,  # (B, num_samples) float32, out; None if nobody asks, as the following
@@ -168,6 +169,7 @@ def pick_kernel(
     FILTERS: tl.constexpr,
     LOGPROBS: tl.constexpr,
     TOP_K_WIDE: tl.constexpr,
+    JOINT: tl.constexpr,
     TOP_K: tl.constexpr,  # some row may have one. What only others need is left out: it would have to come from memory
     TOP_P: tl.constexpr,
     MIN_P: tl.constexpr,
@@ -241,6 +243,11 @@ def pick_kernel(
         by_top_k = TOP_K & (top_k > 0) & (top_k < vocab_size)
         by_top_p = TOP_P & (top_p < 1.0)
         by_min_p = MIN_P & (min_p > 0.0)
+        of_top_k = by_top_k  # top-p's share is of what top-k kept
+        if JOINT:
+            of_top_k = by_top_k & False
+            if joint_ptr is not None:
+                of_top_k = by_top_k & (tl.load(joint_ptr + row) == 0)
         filtered = by_top_k | by_top_p | by_min_p
         undefined = undefined | (top_p != top_p) | (min_p != min_p)
         if not LOGPROBS:
@@ -251,7 +258,7 @@ def pick_kernel(
         row_mass = tl.full((), 0.0, tl.float32)
         wants_mass = undefined == 0
         if not LOGPROBS:
-            wants_mass = wants_mass & filtered & by_top_p & (by_top_k == 0)
+            wants_mass = wants_mass & filtered & by_top_p & (of_top_k == 0)
         if sums_ptr is not None:  # noqa: SIM102, the one is for the compiler
             if wants_mass:
                 sums = load_chunks(sums_ptr + at_chunks, num_chunks, 0.0, WIDTH, PARTS)
@@ -301,14 +308,14 @@ def pick_kernel(
             else:
                 equal = tl.min(((marks == highest) | (block >= blocks)).to(tl.int32), axis=0) != 0
         if equal:
-            last = _kept_of_equal(vocab_size, top_k, top_p, min_p, by_top_k, by_top_p)
+            last = _kept_of_equal(vocab_size, top_k, top_p, min_p, by_top_k, by_top_p, of_top_k)
             if not DRAWN:
                 full = last // (4 * COLUMNS * REPS)
             whole = whole * 0 + 1
         elif filtered:
             rest = (1.0 - top_p) * row_mass
             least = tl.full((), MINUS_INF + 1, tl.int32)  # no token of -inf is drawn
-            if by_min_p & ((by_top_k & by_top_p) == 0):
+            if by_min_p & ((of_top_k & by_top_p) == 0):
                 at_least = tl.log2(tl.minimum(min_p, 1.0)) - 0.01
                 lowest_kept = top + at_least / scale - tl.minimum(tl.abs(top), LARGEST) * 1e-6
                 least = tl.maximum(key_of(tl.where(top == float("inf"), top, lowest_kept)), least)
@@ -364,14 +371,15 @@ def pick_kernel(
             elif count <= FEW:
                 tokens = Tokens(source, cand_keys, cand_ids, cand_masses, count, lowest, ID_BITS, top, scale, list_ptr)
                 kept_mass, first_kept = draw_from_few(
-                    tokens, row_mass, top_k, top_p, min_p, by_top_k, by_top_p, temperature, seed, offset, stream, ids_ptr,
-                    num_samples, FEW,
+                    tokens, row_mass, top_k, top_p, min_p, by_top_k, by_top_p, of_top_k, temperature, seed, offset, stream,
+                    ids_ptr, num_samples, FEW,
                 )  # fmt: skip
             elif count <= CAPACITY:
                 tokens = Tokens(source, cand_keys, cand_ids, cand_masses, count, lowest, ID_BITS, top, scale, list_ptr)
                 limit = _limit(
-                    tokens, highest, row_mass, top_k, top_p, min_p, by_top_k, by_top_p, False, FEW, TILE, HEAD, ENTRIES
-                )
+                    tokens, highest, row_mass, top_k, top_p, min_p, by_top_k, by_top_p, of_top_k, False, FEW, TILE, HEAD,
+                    ENTRIES,
+                )  # fmt: skip
                 least_mass = tl.minimum(min_p, 1.0)
                 draw_from_candidates(tokens, limit, least_mass, temperature, seed, offset, stream, ids_ptr, num_samples, TILE)
                 if LOGPROBS:
@@ -394,8 +402,8 @@ def pick_kernel(
                 least_mass = tl.minimum(min_p, 1.0)
                 if filtered & (equal == 0):
                     limit = _limit(
-                        row_tokens, highest, row_mass, top_k, top_p, min_p, by_top_k, by_top_p, True, FEW, WHOLE_TILE // 2,
-                        HEAD, ENTRIES,
+                        row_tokens, highest, row_mass, top_k, top_p, min_p, by_top_k, by_top_p, of_top_k, True, FEW,
+                        WHOLE_TILE // 2, HEAD, ENTRIES,
                     )  # fmt: skip
             draw_from_row(
                 row_tokens, limit, least_mass, full * (4 * COLUMNS * REPS), temperature, seed, offset, stream,

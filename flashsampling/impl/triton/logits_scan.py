@@ -203,6 +203,7 @@ def scan_kernel(
     FILTERS: tl.constexpr,  # some row may have a filter
     LOGPROBS: tl.constexpr,
     TOP_K_WIDE: tl.constexpr,
+    JOINT: tl.constexpr,  # a top-p may be of all tokens where there is a top-k
     PDL: tl.constexpr,  # the next launch need not wait for this one's end to begin
 ):
     """See the module's docstring. Grid: (blocks * B,)."""
@@ -259,7 +260,9 @@ def scan_kernel(
             filtered = by_top_k | by_top_p | by_min_p
             if not LOGPROBS:
                 filtered = filtered & (greedy == 0)
-                wants_mass = filtered & by_top_p & (by_top_k == 0)
+                wants_mass = filtered & by_top_p
+                if not JOINT:
+                    wants_mass = wants_mass & (by_top_k == 0)
         lowest, highest = _summaries(
             processed, mass_scale(temperature), keys_ptr + out, sums_ptr + out, wants_mass, chunks, COLUMNS
         )
