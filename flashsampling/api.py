@@ -139,8 +139,9 @@ def sample(
 
     What a request asks for; None and False: nothing. It happens in this order: the head's ``bias``, ``logit_scale`` and
     ``soft_cap`` make the raw logits, ``logit_bias``, the penalties and ``token_mask`` the processed ones; those over the
-    temperature, top-k, top-p of what top-k kept, min-p; the draw. A kept token's score is the one that it has without filters,
-    so a filter that keeps the winner does not change it. Equal logits are ordered by id, the lowest first.
+    temperature, top-k, top-p of what top-k kept (but see ``joint_top_p``), min-p; the draw. A kept token's score is the one
+    that it has without filters, so a filter that keeps the winner does not change it. Equal logits are ordered by id, the
+    lowest first.
 
     Args:
         bias: (V,), the head's own, of float32, bfloat16 or float16, added in fp32.

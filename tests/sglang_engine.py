@@ -149,6 +149,7 @@ def _compared(head: Any, batch: Any, row: int, request: Any, noted: Any, out: An
         asked["logit_bias"] = ids.to(state.device), values.to(state.device)
     if not greedy:
         asked |= {"top_k": params.top_k if params.top_k < vocab_size else 0, "top_p": params.top_p, "min_p": params.min_p}
+        asked["joint_top_p"] = not params.min_p  # which no request has beside both
     alone = flashsampling.sample(
         state, head.weight, temperature=0.0 if greedy else params.temperature,
         seed=noted.row.seed if params.sampling_seed is None else params.sampling_seed, offset=position, vocab_size=vocab_size,

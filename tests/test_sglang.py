@@ -44,7 +44,6 @@ def _sglang(monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: {"sglang": "0.5.15.post1"}[name])
     monkeypatch.setattr(engines, "FAST", (*engines.FAST, "streaming"))
     monkeypatch.setenv(settings.VARIABLE, "auto")
-    monkeypatch.delenv(settings.TOP_P, raising=False)
 
 
 def loaded(model=None, graphs=True, **arguments):
@@ -121,7 +120,8 @@ def expected(runner, state, req, position, impl=None):
     request = {"logit_bias": bias, "return_logprobs": True}
     temperature = 0.0 if params.top_k == 1 else params.temperature
     if temperature:
-        request |= {"top_k": params.top_k, "top_p": params.top_p, "min_p": params.min_p}
+        of_top_k = runner.flashsampling.rules.flashinfer and params.min_p > 0.0
+        request |= {"top_k": params.top_k, "top_p": params.top_p, "min_p": params.min_p, "joint_top_p": not of_top_k}
     if req.grammar:
         request["token_mask"] = fakes.packed(torch.isin(torch.arange(V), torch.tensor(req.grammar.allowed))[None])
     processor = runner.model.logits_processor
@@ -145,6 +145,8 @@ SERVED = {
     "greedy_as_top_k": SamplingParams(sampling_seed=3, temperature=0.7, top_k=1, top_p=0.5),
     "top_k": SamplingParams(sampling_seed=4, top_k=5, temperature=2.0),
     "top_p": SamplingParams(sampling_seed=5, top_p=0.5, temperature=2.0),
+    "top_k_top_p": SamplingParams(sampling_seed=5, top_k=20, top_p=0.4, temperature=2.0),
+    "top_k_top_p_min_p": SamplingParams(sampling_seed=5, top_k=9, top_p=0.9, min_p=0.02, temperature=2.0),
     "min_p": SamplingParams(sampling_seed=-6, min_p=0.2, temperature=2.0),
     "top_p_min_p": SamplingParams(sampling_seed=7, top_p=0.9, min_p=0.05, temperature=2.0),
     "large_seed": SamplingParams(sampling_seed=2**63 - 1),
@@ -158,7 +160,6 @@ LEFT_TO_SGLANG = {
     "penalties": Req(PROMPT, SamplingParams(repetition_penalty=1.2)),
     "penalties, frequency": Req(PROMPT, SamplingParams(frequency_penalty=0.2)),
     "penalties, presence": Req(PROMPT, SamplingParams(presence_penalty=-0.2)),
-    "top_k with top_p": Req(PROMPT, SamplingParams(top_k=20, top_p=0.9)),
     "a custom logit processor": Req(PROMPT, SamplingParams(), custom_logit_processor="{}"),
     "logprobs of more than 20 tokens": Req(PROMPT, SamplingParams(), return_logprob=True, top=21),
     "logprobs of given tokens": Req(PROMPT, SamplingParams(), return_logprob=True, token_ids=[3]),
@@ -302,20 +303,20 @@ def test_deterministic_inference_gives_all_requests_its_seed():
 
 
 @pytest.mark.parametrize("backend", ["flashinfer", "pytorch"])
-def test_where_top_p_is_of_what_top_k_kept(backend, monkeypatch):
-    """In SGLang with FlashInfer and min-p; elsewhere only if the user says that it may be."""
-    params = SamplingParams(sampling_seed=3, top_k=20, top_p=0.9, min_p=0.01, temperature=2.0)
-    without = SamplingParams(sampling_seed=3, top_k=20, top_p=0.9, temperature=2.0)
-    runner = runner_of(sampling_backend=backend)
-    for each, fused in ((params, backend == "flashinfer"), (without, False)):
-        step(runner, decode(reqs := [Req(PROMPT, each)]), states_of(1), reqs)
-        assert (counters(runner)["fused"] == 1) is fused
-        runner.flashsampling._steps.clear()
-    monkeypatch.setenv(settings.TOP_P, "sequential")
-    runner = runner_of(sampling_backend=backend)
-    for each in (params, without):
-        tokens, _ = step(runner, decode(reqs := [Req(PROMPT, each)]), states_of(1), reqs)
-        assert int(tokens) == int(expected(runner, states_of(1)[0], reqs[0], len(PROMPT)).token_ids)
+def test_where_top_p_is_of_what_top_k_kept(backend):
+    """In SGLang with FlashInfer and min-p; else it is of all tokens. In one batch too."""
+    runner, state = runner_of(sampling_backend=backend), torch.zeros(1, D)
+    runner.model.lm_head.weight.data[:V, 0] = torch.tensor([0.4, 0.3, 0.2, *[0.1 / (V - 3)] * (V - 3)]).log()
+    state[0, 0] = 1.0
+    both = {
+        min_p: [Req(PROMPT, SamplingParams(sampling_seed=i, top_k=2, top_p=0.56, min_p=min_p)) for i in range(200)]
+        for min_p in (0.0, 0.01)
+    }
+    reqs = both[0.0] + both[0.01]
+    tokens, _ = step(runner, decode(reqs), state.repeat(400, 1), reqs)
+    assert counters(runner)["fused"] == 1
+    assert set(tokens[:200].tolist()) == {0, 1}  # 0.4 and 0.3
+    assert set(tokens[200:].tolist()) == ({0} if backend == "flashinfer" else {0, 1})  # 0.4 of 0.7 is 0.571
 
 
 LOGPROBS = {
@@ -445,7 +446,7 @@ def test_requests_join_and_leave():
     reqs = {name: Req(PROMPT, params) for name, params in SERVED.items()}
     states = {(name, drawn): states_of(1, seed)[0] for seed, (name, drawn) in enumerate(itertools.product(reqs, range(9)))}
     got: dict[str, list[int]] = {name: [] for name in reqs}
-    for at in range(12):
+    for at in range(len(reqs) // 3 + 9):
         running = [name for row, name in enumerate(reqs) if row // 3 <= at < row // 3 + 9]
         drawn = [at - [*reqs].index(name) // 3 for name in running]
         batch = decode(some := [reqs[name] for name in running])
@@ -971,14 +972,11 @@ def test_what_is_said(caplog, monkeypatch):
         "flashsampling: LM head (331 tokens) and sampler are one step, streaming; left to SGLang: penalties, "
     )
     assert "a custom logit processor" not in lines[0]
-    assert "(FLASHSAMPLING_SGLANG_TOP_P=sequential fuses top_k with top_p, by another rule than SGLang's)" in lines[0]
     assert lines[1:] == ["flashsampling: 0 kernels are ready for batches of up to 8"]
-    monkeypatch.setenv(settings.TOP_P, "sequential")
     caplog.clear()
     with caplog.at_level(logging.INFO, "sglang.flashsampling"):
         loaded(enable_custom_logit_processor=True)
     said = caplog.records[0].getMessage()
-    assert "top_k with top_p" not in said
     assert "a custom logit processor" in said
 
 

@@ -31,6 +31,7 @@ SERVED: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "top_k": {"top_k": 9},
     "top_p": {"top_p": 0.6},
+    "top_k_top_p": {"top_k": 20, "top_p": 0.9},
     "min_p": {"min_p": 0.1},
     "min_p_top_k": {"min_p": 0.02, "top_k": 30},
     "bias": {"logit_bias": {"4": 3.0, "1002": 5.0, "31": -100.0}},
@@ -39,7 +40,6 @@ SERVED: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 LEFT: dict[str, dict[str, Any]] = {
     "penalties": {"repetition_penalty": 1.3},
-    "top_k with top_p": {"top_k": 20, "top_p": 0.9},
     "more than 1024 tokens with a bias": {"logit_bias": {str(token): 0.01 for token in range(1003)}, "min_new_tokens": 2,
                                           "stop_token_ids": [*range(1, 60)]},
 }  # fmt: skip

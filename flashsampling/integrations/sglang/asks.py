@@ -25,6 +25,7 @@ class Wants(IntFlag):
     FILTERS = 1  # top-k, top-p, min-p
     BIASES = 2  # logit_bias; min_new_tokens, until there are as many
     LOGPROBS = 4
+    JOINT = 8  # a top-p that is of all tokens, whatever top-k kept
 
 
 class Reason(IntEnum):
@@ -32,27 +33,25 @@ class Reason(IntEnum):
 
     SERVED = 0
     PENALTIES = 1
-    TOP_K_TOP_P = 2
-    PROCESSOR = 3
-    MANY_LOGPROBS = 4
-    GIVEN_LOGPROBS = 5
-    LOGPROBS = 6
-    MANY_BIASES = 7
-    NOT_FINITE = 8
-    SAMPLES = 9
-    GRAMMAR = 10
-    LOGITS = 11
-    UNSEEN = 12
-    BEAMS = 13
-    SUPPORT = 14
-    OBSERVER = 15
-    ALIGNED = 16
+    PROCESSOR = 2
+    MANY_LOGPROBS = 3
+    GIVEN_LOGPROBS = 4
+    LOGPROBS = 5
+    MANY_BIASES = 6
+    NOT_FINITE = 7
+    SAMPLES = 8
+    GRAMMAR = 9
+    LOGITS = 10
+    UNSEEN = 11
+    BEAMS = 12
+    SUPPORT = 13
+    OBSERVER = 14
+    ALIGNED = 15
 
 
 REASONS = (
     "served",
     "penalties",
-    "top_k with top_p",
     "a custom logit processor",
     f"logprobs of more than {MAX_TOP_LOGPROBS} tokens",
     "logprobs of given tokens",
@@ -78,7 +77,6 @@ class Rules(NamedTuple):
     original_logprobs: bool  # SGLANG_RETURN_ORIGINAL_LOGPROB: before the temperature
     deterministic: bool  # --enable-deterministic-inference
     processors: bool  # --enable-custom-logit-processor
-    sequential: bool  # top-p may be of what top-k kept
     forbids_ends: bool = False  # see ``settings.Release``
     aligns: bool = False  # likewise, and --enable-deterministic-inference
 
@@ -91,6 +89,7 @@ class Row(NamedTuple):
     top_k: int  # 0: off
     top_p: float
     min_p: float
+    joint_top_p: int  # 1: top-p is of all tokens, whatever top-k kept
     raw: float  # 1: its log-probabilities are the raw ones, 0: the processed ones
     divisor: float  # of raw log-probabilities, that makes them those of the processed distribution but for a constant
 
@@ -124,6 +123,10 @@ def note(request: Any, rules: Rules) -> Noted:
     wants = Wants(0)
     if top_k or top_p < 1.0 or min_p > 0.0:
         wants |= Wants.FILTERS
+    # where SGLang asks FlashInfer for min-p too, its top-p is of what top-k kept
+    joint = top_k > 0 and top_p < 1.0 and not (rules.flashinfer and min_p > 0.0)
+    if joint:
+        wants |= Wants.JOINT
     biases = _biases(request, rules)
     if biases is not None:
         wants |= Wants.BIASES
@@ -142,6 +145,7 @@ def note(request: Any, rules: Rules) -> Noted:
         top_k=top_k,
         top_p=top_p,
         min_p=min_p,
+        joint_top_p=int(joint),
         raw=1.0 if raw or raw is None else 0.0,
         divisor=1.0 if raw or raw is None else temperature,
     )
@@ -169,9 +173,6 @@ def _reason(request: Any, wants: Wants, biases: Biases | None, row: Row, raw: bo
         return Reason.BEAMS
     if getattr(request, "return_sampling_mask", False):
         return Reason.SUPPORT
-    # SGLang's top-p is of all tokens, but where FlashInfer is asked for min-p too: then it is of what top-k kept, as ours
-    if row.top_k and row.top_p < 1.0 and not (rules.sequential or (rules.flashinfer and row.min_p > 0.0)):
-        return Reason.TOP_K_TOP_P
     if biases is not None:
         if len(biases.ids) + len(biases.stops) > MAX_BIASED:
             return Reason.MANY_BIASES

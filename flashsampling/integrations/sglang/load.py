@@ -24,7 +24,6 @@ from .settings import (
     check_version,
     describe,
     mode,
-    top_p_of_top_k,
 )
 
 _logger = logging.getLogger("sglang.flashsampling")
@@ -46,14 +45,13 @@ def register() -> None:
     """SGLang's entry point: has the model runner of a known release fuse what it can.
 
     Raises:
-        ValueError: ``FLASHSAMPLING_SGLANG`` is none of "off", "auto" and "require", or ``FLASHSAMPLING_SGLANG_TOP_P`` none of
-            "exact" and "sequential". SGLang logs it, and goes on without the plug-in.
+        ValueError: ``FLASHSAMPLING_SGLANG`` is none of "off", "auto" and "require". SGLang logs it, and goes on without the
+            plug-in.
         SystemExit: it is "require", and this SGLang is not a known one.
     """
     chosen = mode()
     if chosen == "off":
         return
-    top_p_of_top_k()
     try:
         release = check_version(importlib.metadata.version("sglang"))
         check_signatures({name: getattr(importlib.import_module(module), name) for name, module in _CLASSES.items()}, release)

@@ -26,7 +26,7 @@ from torch import Tensor
 from ..engines import Layers, to_device
 from .asks import REASONS, Noted, Reason, Rules, Wants
 from .head import Head, check_speed, head_of
-from .settings import TOP_P, Refused, Release, check_version, mode, top_p_of_top_k
+from .settings import Refused, Release, check_version, mode
 from .step import Batch, Drawn, FusedStep
 
 _logger = logging.getLogger("sglang.flashsampling")
@@ -395,7 +395,6 @@ def rules_of(arguments: Any, release: Release, head: Head, original_logprobs: bo
         original_logprobs=original_logprobs,
         deterministic=arguments.enable_deterministic_inference,
         processors=arguments.enable_custom_logit_processor,
-        sequential=top_p_of_top_k(),
         forbids_ends=release.forbids_ends,
         aligns=release.aligns and bool(arguments.enable_deterministic_inference),
     )
@@ -451,14 +450,11 @@ def check_runner(runner: Any, arguments: Any, sampler: type) -> None:
 def said_of(head: Head, rules: Rules, implementation: str) -> str:
     """What is fused and what is not, in a line."""
     left = set(Reason) - {Reason.SERVED}
-    if rules.sequential:
-        left.remove(Reason.TOP_K_TOP_P)
     if not rules.processors:
         left.remove(Reason.PROCESSOR)
     if not rules.aligns:
         left.remove(Reason.ALIGNED)
-    hint = "" if rules.sequential else f" ({TOP_P}=sequential fuses top_k with top_p, by another rule than SGLang's)"
     return (
         f"LM head ({head.vocab_size} tokens) and sampler are one step, {implementation}; left to SGLang: "
-        f"{', '.join(REASONS[reason] for reason in sorted(left))}{hint}. Tokens of a seed are not those of SGLang's own sampler"
+        f"{', '.join(REASONS[reason] for reason in sorted(left))}. Tokens of a seed are not those of SGLang's own sampler"
     )

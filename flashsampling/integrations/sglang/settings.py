@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 VARIABLE = "FLASHSAMPLING_SGLANG"
-TOP_P = "FLASHSAMPLING_SGLANG_TOP_P"
 MODES = ("off", "auto", "require")
 
 # What is overridden or called, by its parameters: a release that has other ones is another one, whatever its number.
@@ -90,18 +89,9 @@ class Refused(RuntimeError):
 def mode() -> str:
     """ "off", "auto" or "require"; ValueError if the environment says something else. Off unless it is asked for: no fused step
     has been seen in SGLang on a GPU yet."""
-    return _one_of(VARIABLE, MODES)
-
-
-def top_p_of_top_k() -> bool:
-    """Whether a request's top-p may be of what its top-k kept, where SGLang's is of all tokens: another distribution."""
-    return _one_of(TOP_P, ("exact", "sequential")) == "sequential"
-
-
-def _one_of(variable: str, values: tuple[str, ...]) -> str:
-    value = os.environ.get(variable, "") or values[0]
-    if value not in values:
-        raise ValueError(f"{variable} must be one of {', '.join(values)}, got {value!r}")
+    value = os.environ.get(VARIABLE, "") or MODES[0]
+    if value not in MODES:
+        raise ValueError(f"{VARIABLE} must be one of {', '.join(MODES)}, got {value!r}")
     return value
 
 

@@ -19,6 +19,7 @@ from .asks import Noted, Wants
 from .head import Head
 
 _FEW = 64  # biased tokens
+_INTEGERS = ("top_k", "joint_top_p")
 _FLOATS = ("temperature", "top_p", "min_p", "raw", "divisor")
 _LOWEST = torch.finfo(torch.float32).min  # SGLang returns no log-probability below
 
@@ -28,9 +29,10 @@ class Mix(NamedTuple):
 
     biases: int = 0  # tokens with one, of a row; with them a mask
     logprobs: bool = False
+    joint: bool = True  # some row has a top-p of all tokens and a top-k; with biases or log-probabilities always
 
 
-MIXES = tuple(Mix(biases, logprobs) for biases in (0, _FEW, MAX_BIASED) for logprobs in (False, True))
+MIXES = (Mix(joint=False), *(Mix(biases, logprobs) for biases in (0, _FEW, MAX_BIASED) for logprobs in (False, True)))
 
 
 class Batch(NamedTuple):
@@ -71,6 +73,8 @@ class FusedStep:
             request |= {name: rows[name] for name in ("top_k", "top_p", "min_p")}
             if wants & Wants.BIASES or batch.mask is not None:
                 request |= self._changes(batch)
+            if wants & (Wants.JOINT | Wants.BIASES) or batch.mask is not None or top is not None:
+                request["joint_top_p"] = rows["joint_top_p"]
             if top is not None:
                 request |= {"return_logprobs": True, "top_logprobs": max(top, 1)}
         out = sample(
@@ -105,16 +109,16 @@ class FusedStep:
         for each in noted:
             wants |= each.wants
         columns = list(zip(*(each.row for each in noted)))
-        seeds, temperature, top_k, top_p, min_p, raw, divisor = columns
+        seeds, temperature, top_k, top_p, min_p, joint, raw, divisor = columns
         batch = len(noted)
         # every column begins at 16 bytes, as kernels are compiled for; the first two hold the seeds
-        packed = np.zeros((2 + 1 + len(_FLOATS), -(-batch // 4) * 4), np.int32)
+        packed = np.zeros((2 + len(_INTEGERS) + len(_FLOATS), -(-batch // 4) * 4), np.int32)
         packed[:2].reshape(-1)[: 2 * batch].view(np.int64)[:] = seeds
-        packed[2, :batch] = top_k
-        packed[3:, :batch].view(np.float32)[:] = (temperature, top_p, min_p, raw, divisor)
+        packed[2:4, :batch] = (top_k, joint)
+        packed[4:, :batch].view(np.float32)[:] = (temperature, top_p, min_p, raw, divisor)
         there = to_device(packed, self.device)
-        rows = {"seed": there[:2].view(-1).view(torch.int64)[:batch], "top_k": there[2, :batch]}
-        rows |= dict(zip(_FLOATS, there[3:, :batch].view(torch.float32).unbind(0)))
+        rows = {"seed": there[:2].view(-1).view(torch.int64)[:batch]} | dict(zip(_INTEGERS, there[2:4, :batch].unbind(0)))
+        rows |= dict(zip(_FLOATS, there[4:, :batch].view(torch.float32).unbind(0)))
         self._last = noted, rows, wants
         return rows, wants
 
@@ -140,6 +144,8 @@ class FusedStep:
         """What a call of this mix has, as ``warmup`` takes it."""
         zeros, ones = torch.zeros(batch, device=self.device), torch.ones(batch, device=self.device)
         request: dict[str, Any] = {"top_k": zeros.int(), "top_p": ones, "min_p": zeros}
+        if mix.joint:
+            request["joint_top_p"] = zeros.int()
         if mix.biases:
             ids = torch.full((batch, mix.biases), -1, dtype=torch.int32, device=self.device)
             request["logit_bias"] = ids, torch.zeros(ids.shape, device=self.device)
