@@ -145,9 +145,9 @@ def test_every_kind_in_one_batch(served):
         assert served.made_of(draws, f"row{row}", prompt)[: len(tokens)] == tokens
     lengths = [len(tokens) for tokens in tokens_of(outputs)]
     assert lengths[:-1] == [4 + 2 * row for row in range(len(batch) - 1)]
-    assert 6 <= lengths[-1] <= 22  # which may stop
+    assert 6 <= lengths[-1] <= 4 + 2 * (len(batch) - 1)  # which may stop
     assert not set(outputs[-1]["output_ids"][:5]) & set(range(100, 160))
-    assert all(set(tokens) - {31} == set(tokens) for tokens in tokens_of(outputs)[7:8])
+    assert 31 not in tokens_of(outputs)[[*SERVED].index("bias")]
 
 
 @pytest.mark.parametrize("kind", LEFT)
