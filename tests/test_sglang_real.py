@@ -320,7 +320,11 @@ def test_log_probabilities_at_a_temperature_are_sglangs(temperature):
 
 
 @pytest.mark.parametrize(
-    "kind", [{}, {"top_k": 7}, {"top_p": 0.7}, {"min_p": 0.1}, {"logit_bias": {"4": 2.0}}, {"temperature": 1.6, "top_p": 0.8}]
+    "kind",
+    [
+        *({}, {"top_k": 7}, {"top_p": 0.7}, {"min_p": 0.1}, {"logit_bias": {"4": 2.0}}, {"temperature": 1.6, "top_p": 0.8}),
+        *({"top_k": 40, "top_p": 0.5}, {"top_k": 12, "top_p": 0.9}, {"top_k": 40, "top_p": 0.5, "min_p": 0.02}),
+    ],
 )
 def test_the_distribution_is_sglangs(kind):
     """Chi-square of 4096 seeds' tokens against what SGLang's own sampler draws from."""
