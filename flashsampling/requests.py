@@ -71,7 +71,7 @@ def asked_of(request: Request, problem: Problem) -> Asked:
             asked |= take(name, given[name], problem)
     _with_penalties(asked, given, problem)
     together = Asked(**asked)
-    if not together.may_be_joint():  # then there is nothing that top-k kept
+    if "joint_top_p" in asked and not together.may_be_joint():  # then there is nothing that top-k kept
         together = together._replace(joint_top_p=PLAIN.joint_top_p)
     return together if together.names() else PLAIN
 

@@ -81,8 +81,10 @@ class Asked(NamedTuple):
 
     def may_be_joint(self) -> bool:
         """Whether a row may have a top-k and a top-p of all tokens."""
+        if not isinstance(self.joint_top_p, Tensor) and self.joint_top_p == 0:
+            return False
         by_top_k, by_top_p, _ = self.filters()
-        return by_top_k and by_top_p and (isinstance(self.joint_top_p, Tensor) or self.joint_top_p != 0)
+        return by_top_k and by_top_p
 
     def rows(self, first: int, last: int) -> "Asked":
         """Of the rows from ``first`` up to ``last``."""

@@ -155,9 +155,9 @@ def _limits(
         limit = passes.of_top_k(meet, processed, asked.top_k, scale, part.vocab_size, shards)
     if "top_p" in names:
         before = limit
-        if before is not None and asked.may_be_joint():  # the share is of all
-            joint = torch.as_tensor(asked.joint_top_p, device=before.device) != 0
-            before = torch.where(joint, filters.LOWEST, before)
+        if limit is not None and asked.may_be_joint():  # the share is of all
+            joint = asked.joint_top_p
+            before = torch.where(joint != 0, filters.LOWEST, limit) if isinstance(joint, Tensor) else None
         by_top_p = passes.of_top_p(meet, processed, scale, asked.top_p, before, part.vocab_size, shards)
         limit = by_top_p if limit is None or before is limit else torch.maximum(limit, by_top_p)
     if "min_p" in names:
