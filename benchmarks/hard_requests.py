@@ -38,6 +38,7 @@ def hard_requests(batch: int, vocab: int) -> dict[str, tuple[str, Asked]]:
     mixed = Asked(top_k=counts(vocab, 1, 20, 50, 1000), top_p=rows(1.0, 0.5, 0.9, 0.95, 0.999), min_p=rows(0.0, 0.0, 0.02, 0.1))
     return {
         "top-k 1000, top-p": ("spectrum", Asked(top_k=counts(1000), top_p=rows(TOP_P))),
+        "top-k 20, top-p 0.95 of all": ("spectrum", Asked(top_k=counts(20), top_p=rows(0.95), joint_top_p=1)),
         "top-p 0.999": ("spectrum", Asked(top_p=rows(0.999))),
         "every row another mix": ("spectrum", mixed),
         "flat, top-k, top-p": ("flat", Asked(top_k=counts(TOP_K), top_p=rows(TOP_P))),
@@ -55,7 +56,8 @@ def _flashinfer(states: Tensor, weight: Tensor, logits: Tensor, asked: Asked) ->
         logits.copy_(torch.mm(states, weight.T))
         if top_k is None:
             return sampling.top_p_sampling_from_probs(sampling.softmax(logits), asked.top_p)
-        return sampling.top_k_top_p_sampling_from_logits(logits, top_k, asked.top_p)
+        order = "joint" if asked.may_be_joint() else "top_k_first"
+        return sampling.top_k_top_p_sampling_from_logits(logits, top_k, asked.top_p, filter_apply_order=order)
 
     return call
 
