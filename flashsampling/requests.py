@@ -165,9 +165,11 @@ def _joint_top_p(name: str, value: Any, problem: Problem) -> dict[str, Any]:
             value = torch.as_tensor(value, device="cpu")
         except (TypeError, ValueError, RuntimeError):
             raise TypeError(f"{name} must be a bool or bools, one per row, got {kind_of(value)}") from None
+        if value.numel() == 0:  # torch takes [] for floats
+            value = value.bool()
         if value.dtype is not torch.bool:
             raise TypeError(f"{name} must be a bool or bools, one per row, got {value.dtype}")
-        if value.numel() == 1:
+        if value.ndim < 2 and value.numel() == 1:
             return {name: int(value)}
         value = value.to(problem.device)
     if value.dtype is torch.bool:

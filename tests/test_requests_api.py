@@ -82,6 +82,7 @@ BAD = [
     (ValueError, "min_p must be from 0 to 1, got 1.5", {"min_p": 1.5}),
     (TypeError, "min_p must be a number or numbers, one per row, got bool", {"min_p": True}),
     (TypeError, "joint_top_p must be a bool or bools, one per row, got torch.int64", {"joint_top_p": 1}),
+    (ValueError, r"joint_top_p must be a number or have shape .*, got shape \(1, 1\)", {"joint_top_p": [[True]]}),
     (TypeError, "joint_top_p must be a bool or bools, one per row, got str", {"joint_top_p": "joint"}),
     (TypeError, "joint_top_p must be bools, or int32, got torch.int64", {"joint_top_p": torch.ones(3).long()}),
     (ValueError, r"joint_top_p must be a number or have shape .*, got shape \(2,\)", {"joint_top_p": [True, False]}),
@@ -256,7 +257,7 @@ def test_what_comes_back():
         for num_samples in (1, 5):
             nothing = sample(STATES[:0], WEIGHT, impl=impl, num_samples=num_samples, **ALL | {
                 "logit_bias": None, "token_counts": COUNTS[:0], "token_mask": MASK[:0], "presence_penalty": 0.1, "top_k": 3,
-                "top_p": 0.5, "joint_top_p": True, "logprob_ids": torch.ones(0, 3).long()})  # fmt: skip
+                "top_p": 0.5, "joint_top_p": [], "logprob_ids": torch.ones(0, 3).long()})  # fmt: skip
             wanted: dict[str, tuple[int, ...]] = {name: (0, *shape[1:]) for name, shape in shapes.items()}
             if num_samples == 1:
                 wanted |= {name: (0,) for name in flat}

@@ -198,6 +198,27 @@ def test_seeds_of_none_and_a_named_implementation(method):
 
 
 @pytest.mark.parametrize("method", ["match", "rejection"])
+def test_a_top_p_of_all_tokens(method):
+    """However it is written; and what is kept is another set than by default."""
+    states, drafts = STATES.expand(3, 3, 8), torch.randint(0, 70, (3, 2), generator=torch.Generator().manual_seed(3))
+    weight, seeds = WEIGHT / 2, torch.arange(3)
+    asked, ones = {"method": method, "top_k": 12, "top_p": 0.6}, torch.ones(3, dtype=torch.int32)
+    usual = [verify(states, weight, drafts, seed=seeds + s, **asked).token_ids for s in range(0, 300, 3)]
+    for joint in (True, [True] * 3, ones):
+        for call, target in ((verify, (states, weight)), (verify_from_logits, (states @ weight.T,))):
+            ours = [call(*target, drafts, seed=seeds + s, joint_top_p=joint, **asked).token_ids for s in range(0, 300, 3)]
+            assert any(not torch.equal(*pair) for pair in zip(ours, usual))
+            expected = [
+                verify(states, weight, drafts, seed=seeds + s, joint_top_p=ones, **asked).token_ids for s in range(0, 300, 3)
+            ]
+            assert all(torch.equal(*pair) for pair in zip(ours, expected))
+    drawn = sample(states[:, 0], weight, seed=seeds, joint_top_p=True, top_k=12, top_p=0.6, return_logprobs=True)
+    assert method == "rejection" or torch.equal(
+        verify(states, weight, drafts, seed=seeds, joint_top_p=True, **asked).token_ids[:, 0], drawn.token_ids
+    )
+
+
+@pytest.mark.parametrize("method", ["match", "rejection"])
 def test_no_requests_and_no_drafts(method):
     for n in (0, 2):
         out = verify(torch.zeros(0, n + 1, 8), WEIGHT, torch.zeros(0, n).long(), method=method)
