@@ -46,6 +46,8 @@ class Drafted:
             else value
             for name, value in given.items()
         }
+        if isinstance(given.get("joint_top_p"), int):
+            given["joint_top_p"] = bool(given["joint_top_p"])
         if "bias" in given:  # a value for every row of the head, padding too
             padding = (self.states if self.weight is None else self.weight.T).shape[-1] - self.step.vocab_size
             given["bias"] = torch.nn.functional.pad(given["bias"], (0, padding), value=math.nan)
