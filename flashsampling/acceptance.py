@@ -337,6 +337,6 @@ def _request(asked: Asked) -> dict[str, Any]:
     request = {ARGUMENTS.get(name, name): getattr(asked, name) for name in asked.names()}
     if asked.bias_ids is not None:
         request["logit_bias"] = (asked.bias_ids, asked.bias_values)
-    if not isinstance(asked.joint_top_p, Tensor):
-        request["joint_top_p"] = asked.joint_top_p != 0
+    if isinstance(request.get("joint_top_p"), int):  # not 0, or it were not asked for
+        request["joint_top_p"] = True
     return request

@@ -29,7 +29,7 @@ from .limits import FEW
 STEP, BATCH, NUM_SAMPLES, TEMPERATURE, SEED, OFFSET, FAILED, ASKED = range(8)
 DRAFTED = ("method", "draft_token_ids", "cu_draft_lengths", "draft_probs")  # arguments of ``verify``
 _DRAFTED = ASKED + len(Asked._fields)
-HEADER = _DRAFTED + len(DRAFTED) + 1  # even: what follows is at 16 bytes
+HEADER = -(-(_DRAFTED + len(DRAFTED)) // 2) * 2  # even: what follows is at 16 bytes
 HASHED = {"seed": SEED, "offset": OFFSET, "temperature": TEMPERATURE}  # a step's parameters of rows
 _ASKED = {name: ASKED + i for i, name in enumerate((*Asked._fields, *DRAFTED))}
 GIVEN = ("bias", "counts")  # of which it matters only that they are there
