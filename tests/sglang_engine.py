@@ -30,9 +30,9 @@ SEEN = "FLASHSAMPLING_SGLANG_SEEN"  # the file to which a scheduler's process wr
 OPTIONS: dict[str, Any] = {
     "device": "cpu", "dtype": "float32", "attention_backend": "torch_native", "sampling_backend": "pytorch",
     "disable_cuda_graph": True,
-} if ON_CPU else {"mem_fraction_static": 0.3, "cuda_graph_max_bs": 16}  # fmt: skip
+} if ON_CPU else {"mem_fraction_static": 0.3, "cuda_graph_max_bs_decode": 16}  # fmt: skip
 if STAND_INS and not ON_CPU:
-    OPTIONS |= {"attention_backend": "triton", "sampling_backend": "pytorch"}
+    OPTIONS |= {"attention_backend": "triton", "sampling_backend": "pytorch", "disable_prefill_cuda_graph": True}
 
 
 def engine(folder: str, seen: Path, plugin: str = "require", **options: Any) -> Any:
