@@ -233,7 +233,7 @@ def test_what_a_request_makes_of_a_step(monkeypatch, asked, temperature, expecte
         if by_top_k
         else isinstance(asked.top_k, torch.Tensor) or isinstance(asked.min_p, torch.Tensor) or asked.min_p
     )
-    if leaves or expected[2] or not some or asked.may_be_joint():
+    if leaves or expected[2] or not some:
         assert floors is None
         assert outputs[-len(NO_FLOORS) :] == NO_FLOORS
     else:
@@ -242,6 +242,7 @@ def test_what_a_request_makes_of_a_step(monkeypatch, asked, temperature, expecte
             value, address = getattr(asked, name), getattr(outputs, name)
             assert (address, number) == ((value.data_ptr(), 0) if isinstance(value, torch.Tensor) else (0, value))
         assert outputs.top_k_wide == (not isinstance(asked.top_k, torch.Tensor))
+        assert outputs.masses_of_all == asked.may_be_joint()
     assert (keys.shape, keys.dtype, keys.data_ptr()) == ((BATCH, 12), torch.int32, outputs.keys)
     for part, address, wanted in zip(sums, outputs[3:5], expected[1:], strict=True):
         assert (part is None, address == 0) == (not wanted, not wanted)

@@ -285,7 +285,8 @@ def floored(step: Step, wanted: Asked, shape: config.TileConfig | None = None) -
     assert torch.equal(again, keys)
     top_k = torch.zeros(batch, dtype=torch.int64, device=DEVICE) + wanted.top_k
     by_top_k = (top_k > 0) & (top_k < vocab)
-    assert torch.equal(masses.view(torch.int32)[~by_top_k], sums.view(torch.int32)[~by_top_k])
+    made = ~by_top_k | wanted.may_be_joint()
+    assert torch.equal(masses.view(torch.int32)[made], sums.view(torch.int32)[made])
     stored = stored[:, :vocab]
     there = stored != POISON
     assert torch.equal(stored[there], logits[there])
@@ -326,6 +327,7 @@ def test_floors(shape, several_tiles):
             Asked(min_p=0.05),
             Asked(top_k=top_k, min_p=min_p),
             Asked(top_k=top_k.int(), min_p=0.3),
+            Asked(top_k=top_k, top_p=0.8, joint_top_p=1),
         ):
             floored(step, wanted, shape)
 
@@ -429,12 +431,15 @@ def test_steps_do_not_depend_on_floors(batch, monkeypatch, several_tiles):
     top_k = torch.randint(0, 300, (batch,), device=DEVICE)
     min_p = torch.rand(batch, device=DEVICE) ** 3
     top_k[::3], min_p[::2] = 0, 0.0
+    top_p = torch.rand(batch, device=DEVICE)
     for wanted in (
         Asked(top_k=50, top_p=0.9),
         Asked(min_p=0.05),
         Asked(min_p=1e-4, top_p=0.95),
         Asked(top_k=500, min_p=0.01),
         Asked(top_k=top_k, top_p=0.8, min_p=min_p),
+        Asked(top_k=50, top_p=0.4, joint_top_p=1),
+        Asked(top_k=top_k, top_p=top_p, min_p=min_p, joint_top_p=top_k.int() % 2),
         Asked(top_k=top_k.int(), min_p=min_p, soft_cap=30.0),
     ):
         whole = step._replace(asked=wanted)

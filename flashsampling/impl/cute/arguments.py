@@ -120,6 +120,7 @@ class Outputs(NamedTuple):
     top_k_wide: Int32  # 0: int32, else int64
     min_p: Int64  # of (B,) float32, or 0: min_p_value
     min_p_value: Float32
+    masses_of_all: Int32  # 0: with floors, sums only of rows without a top-k
 
 
 class LaunchArguments(NamedTuple):

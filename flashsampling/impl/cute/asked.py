@@ -125,8 +125,6 @@ def _floors_of(step: Step) -> Tensor | None:
     by_min_p = isinstance(asked.min_p, Tensor) or asked.min_p > 0.0
     if asked.needs_raw_mass() or not (by_top_k or by_min_p):
         return None
-    if asked.may_be_joint():  # of rows with a top-k and floors the kernel makes no masses
-        return None
     return torch.empty(len(step.hidden_states), dtype=torch.int32, device=step.hidden_states.device)
 
 
@@ -200,4 +198,5 @@ def with_logits(
 def _filters_of(asked: Asked, floors: Tensor) -> tuple[int | float, ...]:
     """``arguments.Outputs``, the part of ``NO_FLOORS``."""
     wide = not isinstance(asked.top_k, Tensor) or asked.top_k.dtype == torch.int64
-    return (floors.data_ptr(), *row_argument(asked.top_k), int(wide), *row_argument(asked.min_p))
+    joint = int(asked.may_be_joint())
+    return (floors.data_ptr(), *row_argument(asked.top_k), int(wide), *row_argument(asked.min_p), joint)

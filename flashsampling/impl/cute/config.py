@@ -65,7 +65,7 @@ class Features(NamedTuple):
 KINDS = {"plain": Features(), "processed": Features(processing=True), "logits": Features(processing=True, logits=True)}
 NO_PROCESSING = (0, 0, 1.0, 0.0, 0, 0, 0, 0, 1.0, 0, 0.0, 0, 0.0, 0, 0)  # ``arguments.Processing``, where nothing is asked for
 FLOOR_KEYS = 512  # of a row, by which its floor is found: see ``floors``
-NO_FLOORS = (0, 0, 0, 1, 0, 0.0)  # the last of ``arguments.Outputs``, where all logits are stored
+NO_FLOORS = (0, 0, 0, 1, 0, 0.0, 1)  # the last of ``arguments.Outputs``, where all logits are stored
 CONFIGS = (
     TileConfig(8, 1),
     TileConfig(16, 1),

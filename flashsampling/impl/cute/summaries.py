@@ -198,9 +198,10 @@ class Summaries:
 
     @cute.jit
     def _wants_masses(self, args, out, row) -> Boolean:
-        """Whether somebody asks for those of a row: where rows have floors, not of one with a top-k."""
+        """Whether somebody asks for those of a row: where rows have floors, not of one with a top-k, but for a top-p of all
+        tokens."""
         wants = (out.sums != Int64(0)) | (out.raw_sums != Int64(0))
-        if out.floors != Int64(0):
+        if out.masses_of_all == Int32(0):
             wants = wants & floors.without_top_k(args, out, row)
         return wants
 
@@ -208,7 +209,7 @@ class Summaries:
     def _makes_masses(self, args, out, first_row, lane) -> Boolean:
         """Whether a warp does, of all of its columns: if somebody asks for those of one. ``first_row``: of its columns."""
         makes = (out.sums != Int64(0)) | (out.raw_sums != Int64(0))
-        if out.floors != Int64(0):
+        if out.masses_of_all == Int32(0):
             wants = Boolean(False)
             for k in range_constexpr(-(-self.own_columns // 32)):
                 column = cutlass.min(lane + 32 * k, self.own_columns - 1)
