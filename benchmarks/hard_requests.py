@@ -22,7 +22,7 @@ from flashsampling.step import Asked, Step
 from tests.test_triton_logits import agrees
 
 from .from_logits import TOP_K, TOP_P, filled, spectrum, spectrum_source
-from .requests import CHECKED, HEADS, head_of
+from .requests import CHECKED, HEADS, compile_together, head_of
 from .timing import Step as Call
 from .timing import interleaved_medians, machine
 
@@ -76,13 +76,15 @@ def _row(held: tuple[Tensor, Tensor, int], vocab: int, dim: int, batch: int, rou
     steps: dict[str, Call] = {
         f"{name}, unfiltered": functools.partial(ops.sample, step, "cute") for name, step in plain.items()
     }
-    for name, (head, asked) in hard_requests(batch, vocab).items():
-        step = plain[head]._replace(asked=asked)
+    wanted = hard_requests(batch, vocab)
+    asking = {name: plain[head]._replace(asked=asked) for name, (head, asked) in wanted.items()}
+    compile_together(asking.values(), "cute")
+    for name, step in asking.items():
         some = step.part(0, min(batch, CHECKED))
         agrees(ops.sample(some, "cute"), some, tolerance=2e-3)  # sums of thousands of products
         steps[name] = functools.partial(ops.sample, step, "cute")
         if importlib.util.find_spec("flashinfer") is not None:
-            steps[f"FlashInfer {name}"] = _flashinfer(*heads[head], logits, asked)
+            steps[f"FlashInfer {name}"] = _flashinfer(*heads[wanted[name][0]], logits, step.asked)
     return {"vocab": vocab, "dim": dim, "batch": batch, "ms": interleaved_medians(steps, rounds, offsets=zeros)}
 
 
@@ -103,13 +105,16 @@ def main(
     source = spectrum_source(spectra, name)
     result: dict[str, Any] = {"machine": machine(), "logits": source, "rounds": rounds, "rows": []}
     for vocab, dim in HEADS[:heads]:
-        rows = [_row(spectrum(spectra, name), vocab, dim, batch, rounds) for batch in map(int, batches.split(","))]
+        rows = []
+        for batch in map(int, batches.split(",")):
+            rows.append(_row(spectrum(spectra, name), vocab, dim, batch, rounds))
+            # a run that is cut short keeps what it has
+            (out / "hard_requests.json").write_text(json.dumps(result | {"rows": result["rows"] + rows}, indent=1) + "\n")
         table = Table("step", *(f"B = {row['batch']}" for row in rows), title=f"V={vocab} D={dim}, {source}: ms")
         for step in rows[0]["ms"]:
             table.add_row(step, *(f"{row['ms'][step]:.3f}" for row in rows))
         console.print(table)
         result["rows"] += rows
-        (out / "hard_requests.json").write_text(json.dumps(result, indent=1) + "\n")
     console.print(result["machine"])
 
 
