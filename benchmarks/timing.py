@@ -84,7 +84,7 @@ def read_bandwidth(rounds: int = 30) -> float:
 def machine() -> dict[str, str]:
     """GPU, driver side and library versions."""
     versions = {}
-    for package in ("torch", "triton", "nvidia-cutlass-dsl", "apache-tvm-ffi", "flashinfer-python", "vllm", "numpy"):
+    for package in ("torch", "triton", "nvidia-cutlass-dsl", "apache-tvm-ffi", "flashinfer-python", "vllm", "sglang", "numpy"):
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:

@@ -20,7 +20,6 @@ import itertools
 import json
 import os
 import statistics
-import tempfile
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,6 +28,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from .random_models import PROMPT, SHAPES, VOCAB, model_folder
 from .timing import machine, shuffled
 
 SETTINGS = {  # no network, no FlashInfer; functions may be sent to the engine
@@ -44,11 +44,6 @@ SETTINGS = {  # no network, no FlashInfer; functions may be sent to the engine
     # torch's inductor gives the process a folder of its own, where kernels that were compiled before are not found
     "TRITON_CACHE_DIR": str(Path.home() / ".triton" / "cache"),
 }
-SHAPES = {  # hidden, layers, heads, MLP, tied
-    "1.7b": (2048, 28, 16, 6144, True),
-    "8b": (4096, 36, 32, 12288, False),
-}
-VOCAB, PROMPT = 151936, 32
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "seeded": {"seed": 1},
@@ -57,33 +52,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "logprobs=5": {"logprobs": 5},
     "grammar mask": {},
 }
-
-
-def model_folder(hidden: int, layers: int, heads: int, mlp: int, tied: bool, vocab: int, key_heads: int, head_dim: int) -> str:
-    """A Qwen3 configuration alone."""
-    config = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "dtype": "bfloat16",
-        "hidden_size": hidden,
-        "intermediate_size": mlp,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": key_heads,
-        "head_dim": head_dim,
-        "vocab_size": vocab,
-        "tie_word_embeddings": tied,
-        "max_position_embeddings": 40960,
-        "rope_theta": 1e6,
-        "rms_norm_eps": 1e-6,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-    }
-    folder = Path(tempfile.mkdtemp(prefix="qwen3-"))
-    (folder / "config.json").write_text(json.dumps(config))
-    return str(folder)
 
 
 class Engine:

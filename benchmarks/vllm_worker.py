@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from .random_models import spread
+
 
 def use_plugin(worker: Any, wanted: bool) -> None:
     """The next requests are sampled by the plug-in's runner, or by vLLM's own."""
@@ -20,21 +22,8 @@ def use_plugin(worker: Any, wanted: bool) -> None:
 
 
 def spread_logits(worker: Any, deviation: float) -> None:
-    """Gives random weights logits of such a standard deviation, about as real ones have; theirs are all about equal.
-
-    The layers of random weights add next to nothing to the last token's embedding. That must be large beside the epsilon of the
-    last norm, and where the head is the embedding, random signs in that norm keep the last token from knowing itself."""
-    model = worker.model_runner.model
-    head, embedding, norm = model.lm_head.weight, model.model.embed_tokens.weight, model.model.norm.weight
-    first = model.lm_head.shard_indices.padded_org_vocab_start_index  # ranks have rows of their own
-    generator = torch.Generator(head.device).manual_seed(first)
-    with torch.inference_mode():
-        for weight in [head] if head.data_ptr() == embedding.data_ptr() else [head, embedding]:
-            for rows in weight.data.split(8192):
-                rows.normal_(0.0, 0.02, generator=generator)
-        of_all = torch.Generator(head.device).manual_seed(0)  # every rank has the same norm
-        signs = torch.randint(0, 2, norm.shape, generator=of_all, device=norm.device) * 2 - 1
-        norm.data.copy_(signs * (deviation / 0.02 / head.shape[1] ** 0.5))
+    """See ``random_models.spread``."""
+    spread(worker.model_runner.model, deviation)
 
 
 def start_timing(worker: Any, with_grammar: bool, with_memory: bool) -> None:

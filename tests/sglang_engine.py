@@ -53,7 +53,7 @@ def run_scheduler(*args: Any, **kwargs: Any) -> Any:
     if ON_CPU:
         _pretend(patch)
     if STAND_INS:
-        _stand_in(patch)
+        stand_in(patch)
     from sglang.srt.managers.scheduler import run_scheduler_process
 
     _watch(patch, Path(os.environ[SEEN]))
@@ -85,7 +85,7 @@ def _pretend(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(engines, "FAST", ("streaming",))
 
 
-def _stand_in(patch: pytest.MonkeyPatch) -> None:
+def stand_in(patch: pytest.MonkeyPatch) -> None:
     """Torch's operations, for what the kernels of SGLang 0.5.15 do for a dense model."""
     from sglang.srt.layers.attention import triton_backend
     from sglang.srt.layers.utils.multi_platform import MultiPlatformOp

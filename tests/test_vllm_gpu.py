@@ -32,7 +32,8 @@ pytest.importorskip("scipy")
 from scipy import stats
 
 import flashsampling
-from benchmarks.vllm_engine import Engine, model_folder
+from benchmarks.random_models import model_folder
+from benchmarks.vllm_engine import Engine
 from benchmarks.vllm_worker import spread_logits, use_plugin
 from flashsampling.integrations.vllm import counters
 from flashsampling.integrations.vllm.slots import mask_of

@@ -20,7 +20,8 @@ from .test_vllm_gpu import DRAWN, LEFT, ON_CPU, OPTIONS, RANKS, SERVED, V, alone
 # that says where vLLM is to run
 # isort: split
 
-from benchmarks.vllm_engine import Engine, model_folder
+from benchmarks.random_models import model_folder
+from benchmarks.vllm_engine import Engine
 from benchmarks.vllm_worker import spread_logits
 from flashsampling.integrations.vllm import counters
 from flashsampling.integrations.vllm.slots import mask_of
