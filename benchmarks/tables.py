@@ -21,7 +21,7 @@ DRAFTER_STEPS = ("layer", "layer, sample", "layer, logits, softmax, multinomial"
 FILTERS = ("top-k top-p", "top-p", "min-p")  # that FlashInfer has too
 REQUESTS = (*FILTERS, "mask", "penalties", "top_logprobs=5", "everything")
 REQUESTS_HEADER = (
-    "| LM head | B | no filter, ms | top-k, top-p | top-p | min-p | mask | penalties | 5 top logprobs | everything "
+    "| GPU, LM head | B | no filter, ms | top-k, top-p | top-p | min-p | mask | penalties | 5 top logprobs | everything "
     "| / FI top-k top-p | / FI top-p | / FI min-p | memory |"
 )
 DOCS_HEADER = "| LM head | filters | n | B | accepted | sample | match | rejection | compiled torch | FlashInfer |"
@@ -76,21 +76,27 @@ def drafter_table(result: Mapping[str, Any]) -> str:
     return _table(DRAFTER_HEADER, rows)
 
 
-def requests_table(result: Mapping[str, Any]) -> str:
+def _gpu(result: Mapping[str, Any]) -> str:
+    return str(result["machine"]["gpu"]).removeprefix("NVIDIA ").split()[0]
+
+
+def requests_table(results: Iterable[Mapping[str, Any]]) -> str:
     """What requests ask for: over the step without, over FlashInfer's with the same filters; memory over (B, V) float32."""
     rows = []
-    for row in result["rows"]:
-        ms = row["ms"]
-        cells = [f"V={row['vocab']} D={row['dim']}", str(row["batch"]), f"{ms['cute unfiltered']:.3f}"]
-        cells += [_over(ms, asked, "cute unfiltered") for asked in REQUESTS]
-        cells += [_over(ms, asked, f"FlashInfer {asked}") for asked in FILTERS]
-        rows.append([*cells, f"{row['peak_bytes'] / (4 * row['batch'] * row['vocab']):.2f}"])
+    for result in results:
+        for row in result["rows"]:
+            ms = row["ms"]
+            head = f"{_gpu(result)}, V={row['vocab']} D={row['dim']}"
+            cells = [head, str(row["batch"]), f"{ms['cute unfiltered']:.3f}"]
+            cells += [_over(ms, asked, "cute unfiltered") for asked in REQUESTS]
+            cells += [_over(ms, asked, f"FlashInfer {asked}") for asked in FILTERS]
+            rows.append([*cells, f"{row['peak_bytes'] / (4 * row['batch'] * row['vocab']):.2f}"])
     return _table(REQUESTS_HEADER, rows)
 
 
 def engine_name(result: Mapping[str, Any]) -> str:
     """Model and GPUs of a run of ``benchmarks.vllm_engine``."""
-    gpu = result["machine"]["gpu"].removeprefix("NVIDIA ").split()[0]
+    gpu = _gpu(result)
     return f"Qwen3-{result['shape'].upper()}, " + (f"{result['ranks']} {gpu}s" if result["ranks"] > 1 else gpu)
 
 
@@ -123,6 +129,11 @@ def engine_results(folder: Path = RESULTS) -> list[dict[str, Any]]:
     return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("vllm_*.json"))]
 
 
+def requests_results() -> list[dict[str, Any]]:
+    """What runs of ``benchmarks.requests`` left there, on an H200 and on an H100."""
+    return [result_of("requests"), result_of("requests_h100")]
+
+
 def with_table(text: str, table: str) -> str:
     """A page, its table with this header filled anew."""
     header = re.escape(table.splitlines()[0])
@@ -132,7 +143,9 @@ def with_table(text: str, table: str) -> str:
     return out
 
 
-def pages(drafts: Mapping[str, Any], requests: Mapping[str, Any], engines: Sequence[Mapping[str, Any]]) -> dict[Path, str]:
+def pages(
+    drafts: Mapping[str, Any], requests: Sequence[Mapping[str, Any]], engines: Sequence[Mapping[str, Any]]
+) -> dict[Path, str]:
     """What the pages say after these runs."""
     tables = {
         ROOT / "README.md": [readme_table(drafts)],
@@ -154,7 +167,7 @@ def main() -> None:
     from . import plots
 
     drafts, engines = result_of("verify"), engine_results()
-    for path, text in pages(drafts, result_of("requests"), engines).items():
+    for path, text in pages(drafts, requests_results(), engines).items():
         path.write_text(text, encoding="utf-8")
     plots.drafts(drafts, RESULTS / "verify.png")
     if engines:

@@ -129,10 +129,10 @@ def test_the_ratios_are_those_of_the_run():
 
 def test_the_tables_are_those_of_the_runs():
     """``python -m benchmarks.tables`` changes nothing."""
-    result, requests = tables.result_of("verify"), tables.result_of("requests")
+    result, requests = tables.result_of("verify"), tables.requests_results()
     for path, text in tables.pages(result, requests, tables.engine_results()).items():
         assert text == PAGES[path.relative_to(ROOT).as_posix()]
-    ms = requests["rows"][0]["ms"]
+    ms = requests[0]["rows"][0]["ms"]
     assert f"| {ms['top-p'] / ms['cute unfiltered']:.2f} |" in tables.requests_table(requests)
     row = result["rows"][0]
     assert f"| {row['ms']['rejection']:.3f} |" in tables.readme_table(result)
@@ -162,7 +162,8 @@ def test_the_tables_of_requests_and_of_a_drafter():
     theirs = {"FlashInfer top-k top-p": 4.4, "FlashInfer top-p": 2.4}
     row = {"vocab": 1000, "dim": 64, "batch": 2, "ms": dict(times) | theirs, "peak_bytes": 10_000}
     cells = "1.10 | 1.20 | 1.30 | 1.00 | 1.05 | 1.50 | 2.00 | 0.50 | 1.00 | - | 1.25"
-    assert tables.requests_table({"rows": [row]}).splitlines()[2:] == [f"| V=1000 D=64 | 2 | 2.000 | {cells} |"]
+    result = {"machine": {"gpu": "NVIDIA H200"}, "rows": [row]}
+    assert tables.requests_table([result]).splitlines()[2:] == [f"| H200, V=1000 D=64 | 2 | 2.000 | {cells} |"]
     drafter = {"dim": 64, "batch": 2, "ms": dict(zip(tables.DRAFTER_STEPS, (0.1, 0.25, 0.5), strict=True))}
     assert tables.drafter_table({"drafter": [drafter]}).splitlines()[2:] == ["| 64 | 2 | 0.100 | 0.250 | 0.500 |"]
 
