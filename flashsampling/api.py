@@ -163,7 +163,7 @@ def sample(
             (nucleus sampling, Holtzman et al. 2020). 1 is off.
         joint_top_p: whether the share of top_p is of all tokens, whatever top-k kept: both filters then keep what each would
             alone, the fewer of the two (FlashInfer's ``filter_apply_order="joint"``, and SGLang's order). A bool; or per row
-            bools, in a list or a tensor, or int32, 0 for False.
+            bools, in a list or a tensor, or in a tensor int32, 0 for False.
         min_p: from 0 to 1: tokens at least that many times as probable as the most probable one (Nguyen et al. 2024). 0 is off.
         return_logprobs: ``logprobs``, ``processed_logprobs`` and ``ranks`` of what is drawn.
         top_logprobs: n up to 20: ``top_token_ids`` and ``top_logprobs``.

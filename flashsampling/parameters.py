@@ -94,6 +94,16 @@ def reals(
     return _at_least_0(name, value)
 
 
+def flags(name: str, value: Any, batch: int, device: torch.device) -> Tensor | int:
+    """Yes or no per row: a tensor (batch,) int32, not 0 for yes, or 0 or 1 for all rows. Bools; in a tensor also int32."""
+    if isinstance(value, Tensor):
+        if value.dtype not in (torch.bool, torch.int32):
+            raise TypeError(f"{name} must be a bool, bools or int32, one per row, got a tensor of {value.dtype}")
+        return _rows(name, value, batch, device, torch.int32, "a bool")
+    bools = _numbers(name, value, "a bool or bools, one per row", _bool)
+    return int(bools[0]) if len(bools) == 1 else _column(name, bools, batch, device, torch.int32, "a bool")
+
+
 def real(name: str, value: float, check: Callable[[str, float], float]) -> float:
     """One number for all rows, which the host knows."""
     if isinstance(value, Tensor):
@@ -198,6 +208,12 @@ def _integer(value: Any) -> int:
     return operator.index(value)
 
 
+def _bool(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError
+    return value
+
+
 def _real(value: Any) -> float:
     if isinstance(value, (bool, Tensor, str, bytes)):
         raise TypeError
@@ -226,21 +242,23 @@ def _numbers(name: str, value: Any, wanted: str, number: Callable[[Any], Any]) -
     return numbers
 
 
-def _column(name: str, numbers: list[Any], batch: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+def _column(
+    name: str, numbers: list[Any], batch: int, device: torch.device, dtype: torch.dtype, one: str = "a number"
+) -> Tensor:
     """A value per row, copied to the device."""
     if len(numbers) != batch:
-        raise _shape_error(name, batch, (len(numbers),))
+        raise _shape_error(name, batch, (len(numbers),), one)
     return torch.tensor(numbers, dtype=dtype, device=device)
 
 
-def _rows(name: str, rows: Tensor, batch: int, device: torch.device, wanted: torch.dtype) -> Tensor:
+def _rows(name: str, rows: Tensor, batch: int, device: torch.device, wanted: torch.dtype, one: str = "a number") -> Tensor:
     """A value per row as the implementations take it: contiguous, of the dtype ``wanted``. One that is so already does not come
     here: each question to a tensor, and each call, costs a row parameter a tenth of a microsecond."""
     if not is_dense(rows):
         raise TypeError(f"{name} must be a dense tensor, got {kind_of(rows)}")
     if rows.shape != (batch,):
         if rows.dim() > 1 or rows.numel() != 1:
-            raise _shape_error(name, batch, tuple(rows.shape))
+            raise _shape_error(name, batch, tuple(rows.shape), one)
         if rows.dim() == 0 and rows.device.type == "cpu":
             rows = rows.to(device)  # torch's rule: a number on the CPU goes with any device
         rows = rows.expand(batch)
@@ -249,5 +267,5 @@ def _rows(name: str, rows: Tensor, batch: int, device: torch.device, wanted: tor
     return rows.to(wanted).contiguous()
 
 
-def _shape_error(name: str, batch: int, shape: tuple[int, ...]) -> ValueError:
-    return ValueError(f"{name} must be a number or have shape (), (1,) or ({batch},), one per row, got shape {shape}")
+def _shape_error(name: str, batch: int, shape: tuple[int, ...], one: str) -> ValueError:
+    return ValueError(f"{name} must be {one} or have shape (), (1,) or ({batch},), one per row, got shape {shape}")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .counts import TokenCounts
-from .parameters import Integers, Reals, above_0, finite, integer, integers, is_plain, kind_of, real, reals, share
+from .parameters import Integers, Reals, above_0, finite, flags, integer, integers, is_plain, kind_of, real, reals, share
 from .step import PLAIN, Asked
 
 MAX_BIASED = 1024  # tokens of a row
@@ -158,25 +158,7 @@ def _share(name: str, value: Any, problem: Problem) -> dict[str, Any]:
 
 
 def _joint_top_p(name: str, value: Any, problem: Problem) -> dict[str, Any]:
-    if isinstance(value, bool):
-        return {name: int(value)}
-    if not isinstance(value, Tensor):
-        try:
-            value = torch.as_tensor(value, device="cpu")
-        except (TypeError, ValueError, RuntimeError):
-            raise TypeError(f"{name} must be a bool or bools, one per row, got {kind_of(value)}") from None
-        if value.numel() == 0:  # torch takes [] for floats
-            value = value.bool()
-        if value.dtype is not torch.bool:
-            raise TypeError(f"{name} must be a bool or bools, one per row, got {value.dtype}")
-        if value.ndim < 2 and value.numel() == 1:
-            return {name: int(value)}
-        value = value.to(problem.device)
-    if value.dtype is torch.bool:
-        value = value.to(torch.int32)
-    elif value.dtype is not torch.int32:
-        raise TypeError(f"{name} must be bools, or int32, got {value.dtype}")
-    return {name: integers(name, value, problem.batch, problem.device, also=torch.int32)}
+    return {name: flags(name, value, problem.batch, problem.device)}
 
 
 def _flag(name: str, value: Any, problem: Problem) -> dict[str, Any]:

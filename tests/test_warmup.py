@@ -248,6 +248,29 @@ def test_an_interrupt_leaves_nothing_behind(tmp_path):
     assert output_of(INTERRUPTED, cache=tmp_path).split() == ["None", "False", "as", "ever"]
 
 
+FAILS = """
+import time
+from flashsampling.impl.triton import jit
+from triton.runtime import _async_compile
+
+for error in (ValueError, KeyboardInterrupt):
+    made = []
+    try:
+        with jit.compiling(1):
+            for key in range(9):
+                compile = lambda: (time.sleep(0.5), made.append(1))
+                _async_compile.active_mode.get().submit((error, key), compile, lambda kernel: None)
+            time.sleep(0.1)
+            raise error
+    except error:
+        print(len(made), _async_compile.active_mode.get(), jit._only_compiles.get())
+"""
+
+
+def test_an_error_meanwhile_does_not_wait_for_what_has_not_begun(tmp_path):
+    assert output_of(FAILS, cache=tmp_path).split() == ["1", "None", "False"] * 2
+
+
 CANNOT = """
 import torch
 import triton

@@ -392,9 +392,11 @@ class TensorParallel:
         An exception of one rank reaches them all.
 
         Raises:
-            ValueError: another rank raised something, which it says; or the group has been closed.
-            TensorParallelError: the group has failed, or a rank did not come here within ``timeout`` and is not busy.
+            ValueError: another rank raised something, which it says; or, at once, the group has been closed.
+            TensorParallelError: the group has failed (at once, if that is known), or a rank did not come here within
+                ``timeout`` and is not busy.
         """
+        self.raise_if_unusable()
         phase = "the end of what ranks do by themselves"
         with nullcontext() if self._rendezvous is None else self._rendezvous.busy(phase):
             yield

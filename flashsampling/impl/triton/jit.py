@@ -42,14 +42,20 @@ def compiling(at_once: int) -> Iterator[None]:
 
     Triton's compiler is Python for less than a tenth of its time.
     """
-    mode, before = _async_compile.active_mode.get(), _only_compiles.set(True)
+    outer, before = _async_compile.active_mode.get(), _only_compiles.set(True)
     with ThreadPoolExecutor(at_once) as pool:
+        mode = triton.AsyncCompileMode(pool, ignore_errors=True)
         try:
-            with triton.AsyncCompileMode(pool, ignore_errors=True):
-                yield
+            with mode:
+                try:
+                    yield
+                except BaseException:
+                    pool.shutdown(wait=False, cancel_futures=True)
+                    mode.raw_futures.clear()  # of which Triton would wait for each, and nobody makes the cancelled ones
+                    raise
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
         finally:
             _only_compiles.reset(before)
-            _async_compile.active_mode.set(mode)  # Triton 3.6 leaves it as it is where its waiting is interrupted
+            _async_compile.active_mode.set(outer)  # Triton 3.6 leaves it as it is where its waiting is interrupted
