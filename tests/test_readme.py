@@ -67,6 +67,9 @@ def test_the_snippets_about_drafts_run():
     assert names["out"].accepted_drafts.shape == (2, 3)
 
 
+BROUGHT = {"benchmarks/sglang_engine.py": {"transformers"}}  # by SGLang, which that is for
+
+
 def requirements(extras):
     """Distribution names that the package and its extras bring, extras of the package itself followed."""
     names: set[str] = set()
@@ -192,7 +195,7 @@ def test_a_command_has_its_script_and_what_that_imports(command, extras):
         if source.name == "__init__.py":
             source = source.with_name("__main__.py")
     assert source.is_relative_to(ROOT)
-    assert not missing(source, extras)
+    assert missing(source, extras) <= BROUGHT.get(source.relative_to(ROOT).as_posix(), set())
 
 
 def test_what_the_import_check_says():
