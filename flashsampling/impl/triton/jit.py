@@ -35,6 +35,14 @@ def jit(function: Any = None, **options: Any) -> Any:
     return made
 
 
+def _forget_cancelled(mode: triton.AsyncCompileMode) -> None:
+    """What nobody makes any more, and Triton would wait for."""
+    for future in mode.raw_futures:
+        if future.cancelled():
+            mode.future_kernels[future._key].result(ignore_errors=True)
+    mode.raw_futures[:] = [future for future in mode.raw_futures if not future.cancelled()]
+
+
 @contextlib.contextmanager
 def compiling(at_once: int) -> Iterator[None]:
     """Meanwhile this thread's launches compile what is missing, in as many threads, and run nothing: whatever they would have
@@ -51,7 +59,7 @@ def compiling(at_once: int) -> Iterator[None]:
                     yield
                 except BaseException:
                     pool.shutdown(wait=False, cancel_futures=True)
-                    mode.raw_futures.clear()  # of which Triton would wait for each, and nobody makes the cancelled ones
+                    _forget_cancelled(mode)
                     raise
         except BaseException:
             pool.shutdown(cancel_futures=True)
