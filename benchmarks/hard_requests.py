@@ -108,13 +108,13 @@ def main(
         rows = []
         for batch in map(int, batches.split(",")):
             rows.append(_row(spectrum(spectra, name), vocab, dim, batch, rounds))
+            result["rows"] += rows[-1:]
             # a run that is cut short keeps what it has
-            (out / "hard_requests.json").write_text(json.dumps(result | {"rows": result["rows"] + rows}, indent=1) + "\n")
+            (out / "hard_requests.json").write_text(json.dumps(result, indent=1) + "\n")
         table = Table("step", *(f"B = {row['batch']}" for row in rows), title=f"V={vocab} D={dim}, {source}: ms")
         for step in rows[0]["ms"]:
             table.add_row(step, *(f"{row['ms'][step]:.3f}" for row in rows))
         console.print(table)
-        result["rows"] += rows
     console.print(result["machine"])
 
 

@@ -151,15 +151,15 @@ def main(
         rows = []
         for batch in sizes:
             rows.append(_row(held, vocab, dim, batch, rounds, impls, checkout, between))
+            result["rows"] += rows[-1:]
             # a run that is cut short keeps what it has
-            (out / "requests.json").write_text(json.dumps(result | {"rows": result["rows"] + rows}, indent=1) + "\n")
+            (out / "requests.json").write_text(json.dumps(result, indent=1) + "\n")
         table = Table("B", *rows[0]["ms"], "MiB", title=f"V={vocab} D={dim}, {source}: ms (over cute unfiltered)")
         for row in rows:
             plain = row["ms"]["cute unfiltered"]
             cells = [f"{ms:.3f} ({ms / plain:.2f})" for ms in row["ms"].values()]
             table.add_row(str(row["batch"]), *cells, f"{row['peak_bytes'] / 2**20:.0f}")
         console.print(table)
-        result["rows"] += rows
     console.print(result["machine"])
 
 

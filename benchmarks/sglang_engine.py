@@ -13,15 +13,15 @@ operations and Triton's attention (``tests/sglang_engine.py``), and takes longer
 SGLang's in one engine and ours in the other all the same.
 """
 
+import itertools
 import json
 import os
-import statistics
 import time
-from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
 import pytest
+import torch
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -29,7 +29,7 @@ from rich.table import Table
 from tests import sglang_engine  # in each process before SGLang is: it may make up what that imports
 
 from .random_models import PROMPT, SHAPES, VOCAB, model_folder, spread
-from .timing import machine, shuffled
+from .timing import machine, quartiles, shuffled
 
 SEEN = "FLASHSAMPLING_BENCHMARK_SEEN"  # the file to which a scheduler's process writes a line for every generation
 KINDS: dict[str, dict[str, Any]] = {
@@ -53,7 +53,6 @@ def run_scheduler(*args: Any, **kwargs: Any) -> Any:
 
 def _time_steps(seen: Path) -> None:
     """Notes every decode step; what the last ones took is written where a prompt comes, which is not timed."""
-    import torch
     from sglang.srt.managers.tp_worker import TpModelWorker
 
     make, step = TpModelWorker.__init__, TpModelWorker.forward_batch_generation
@@ -83,8 +82,6 @@ def _time_steps(seen: Path) -> None:
 
 
 def _write(seen: Path, steps: list[tuple[int, Any, Any, float]], runner: Any) -> None:
-    import torch
-
     torch.cuda.synchronize()
     batch = max(rows for rows, *_ in steps)
     full = [(start, end, took) for rows, start, end, took in steps if rows == batch]
@@ -92,7 +89,7 @@ def _write(seen: Path, steps: list[tuple[int, Any, Any, float]], runner: Any) ->
     line = {
         "batch": batch,
         "step_ms": [start.elapsed_time(end) for start, end, _ in full],
-        "tpot_ms": [one[1].elapsed_time(other[1]) for one, other in pairwise(full)],
+        "tpot_ms": [one[1].elapsed_time(other[1]) for one, other in itertools.pairwise(full)],
         "host_ms": [took for *_, took in full],
         "counters": None if fused is None else fused.counters(),
     }
@@ -167,8 +164,7 @@ def _measured(engines: dict[str, Engine], kind: str, batch: int, tokens: int, ro
     for who, some in generations.items():
         row: dict[str, Any] = {"kind": kind, "batch": batch, "who": "plugin" if who == "require" else "sglang"}
         for what in TIMES:
-            quartiles = statistics.quantiles([ms for each in some for ms in each[what]])
-            row |= {what: round(quartiles[1], 4), f"{what}_quartiles": [round(ms, 4) for ms in quartiles]}
+            row |= quartiles(what, itertools.chain.from_iterable(each[what] for each in some))
         rows.append(row | {"steps": sum(len(each["step_ms"]) for each in some)})
     return rows
 

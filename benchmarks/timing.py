@@ -81,6 +81,12 @@ def read_bandwidth(rounds: int = 30) -> float:
     return data.numel() * 4 / min(interleaved_medians(steps, rounds).values()) * 1e3 / 1e12
 
 
+def quartiles(name: str, ms: Iterable[float]) -> dict[str, Any]:
+    """Of a result's row: the median, and the quartiles beside it."""
+    found = [round(each, 4) for each in statistics.quantiles(ms)]
+    return {name: found[1], f"{name}_quartiles": found}
+
+
 def machine() -> dict[str, str]:
     """GPU, driver side and library versions."""
     versions = {}

@@ -19,7 +19,6 @@ tokens. With ``FLASHSAMPLING_VLLM_GRAPHS=0`` the plug-in's steps are launched, a
 import itertools
 import json
 import os
-import statistics
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .random_models import PROMPT, SHAPES, VOCAB, model_folder
-from .timing import machine, shuffled
+from .timing import machine, quartiles, shuffled
 
 SETTINGS = {  # no network, no FlashInfer; functions may be sent to the engine
     "HF_HUB_OFFLINE": "1",
@@ -122,8 +121,7 @@ def _measured(engine: Engine, kind: str, batch: int, tokens: int, rounds: int) -
     for who, some in generations.items():
         row: dict[str, Any] = {"kind": kind, "batch": batch, "who": who}
         for what in ("forward_ms", "sample_ms", "host_ms", "tpot_ms"):
-            quartiles = statistics.quantiles(itertools.chain.from_iterable(each[what] for each in some))
-            row |= {what: round(quartiles[1], 4), f"{what}_quartiles": [round(ms, 4) for ms in quartiles]}
+            row |= quartiles(what, itertools.chain.from_iterable(each[what] for each in some))
         row |= {what: memory[who][what] for what in ("peak_MiB", "sample_MiB")}
         rows.append(row | {"steps": sum(len(each["sample_ms"]) for each in some)})
     return rows
