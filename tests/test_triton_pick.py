@@ -10,7 +10,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from flashsampling.impl import filters, reference
-from flashsampling.impl.triton import logits_pick
+from flashsampling.impl.triton import logits, logits_pick
 from flashsampling.impl.triton.logits import Config, Records, Summaries, empty_records, pick, run
 from flashsampling.step import PLAIN, Asked, Drawn, Step, layout
 from tests.conftest import COMPILED, DEVICE
@@ -134,6 +134,21 @@ def mixed(asked: Asked, num_samples: int = 1) -> Step:
 )
 def test_mixed_rows(asked, sums):
     check(mixed(asked, num_samples=2 if asked.logprobs else 1), sums)
+
+
+@pytest.mark.parametrize("asked", [Asked(), Asked(top_k=40, top_p=0.8, min_p=0.02)])
+def test_rows_of_two_programs_are_those_of_one(asked, monkeypatch):
+    """Behind a scan and behind a kernel that has drawn; with likeliest tokens, with given ones, with both."""
+    given = torch.randint(-1, VOCAB, (13, 4), device=DEVICE)
+    for beside in ({"top_logprobs": 5}, {"logprob_ids": given}, {"top_logprobs": 20, "logprob_ids": given}):
+        step = mixed(asked._replace(logprobs=True, logsumexp=True, **beside))
+        outputs = []
+        for many in (0, 1000):
+            monkeypatch.setattr(logits, "multiprocessors", lambda device, many=many: many)
+            outputs += [(run(step, SMALL), check(step, True))]
+        for one, two in zip(*outputs, strict=True):
+            assert torch.equal(one.ids, two.ids)
+            assert torch.equal(one.values.nan_to_num(7.0), two.values.nan_to_num(7.0))
 
 
 def test_filters_by_row():

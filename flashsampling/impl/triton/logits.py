@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ...exchange import WHOLE
 from ...step import Asked, Drawn, Step, layout, row_argument
-from ..device import capability
+from ..device import capability, multiprocessors
 from .config import next_power_of_2
 from .logits_pick import pick_kernel
 from .logits_scan import scan_kernel
@@ -201,6 +201,19 @@ def _list_length(chunks: int, config: Config) -> int:
     return max(chunks, 3 * config.few)
 
 
+def _programs(asked: Asked, batch: int, device: torch.device, records: Records | None) -> int:
+    """Of a row: two where likeliest or given tokens are asked for beside what is drawn, and multiprocessors are left for it."""
+    both = asked.logprobs and (asked.top_logprobs > 0 or asked.logprob_ids is not None) and records is None
+    return 2 if both and batch <= multiprocessors(device) else 1
+
+
+def _candidates(asked: Asked, batch: int, programs: int, chunks: int, config: Config) -> int:
+    """Numbers that the second kernel keeps its candidates in."""
+    if not (asked.may_filter() or asked.needs_raw_mass()):
+        return 0
+    return batch * programs * (3 * config.capacity + _list_length(chunks, config))
+
+
 def run(step: Step, config: Config = CONFIG, records: Records | None = None) -> Drawn:
     """See ``backends``: two launches. ``records`` is written to."""
     asked, num_samples, vocab_size = step.asked, step.num_samples, step.vocab_size
@@ -208,9 +221,9 @@ def run(step: Step, config: Config = CONFIG, records: Records | None = None) -> 
     batch, device = step.logits.shape[0], step.logits.device
     blocks = -(-vocab_size // config.block)
     chunks = 4 * -(-vocab_size // 128)
-    filters, wants_raw = asked.may_filter(), asked.needs_raw_mass()
+    wants_raw, programs = asked.needs_raw_mass(), _programs(asked, batch, device, records)
     # one allocation: what the second kernel is told by the first, and its candidates
-    summaries = filters or asked.logprobs or records is not None
+    summaries = asked.may_filter() or asked.logprobs or records is not None
     sizes = [
         2 * batch * num_samples * blocks,
         batch * blocks,
@@ -218,7 +231,7 @@ def run(step: Step, config: Config = CONFIG, records: Records | None = None) -> 
         batch * chunks if summaries else 0,
         batch * chunks if wants_raw else 0,
         batch * chunks if wants_raw else 0,
-        batch * (3 * config.capacity + _list_length(chunks, config)) if filters or wants_raw else 0,
+        _candidates(asked, batch, programs, chunks, config),
     ]
     sizes = [-(-size // 4) * 4 for size in sizes]  # all of them at 16 bytes, in any batch: Triton compiles for it
     parts = torch.empty(sum(sizes), dtype=torch.int32, device=device).split(sizes)
@@ -228,7 +241,7 @@ def run(step: Step, config: Config = CONFIG, records: Records | None = None) -> 
     common = _arguments(step, told, blocks)
     flags = _flags(asked, _pdl(device, config), config, records is not None)
     scan_kernel[(batch * blocks,)](*common, 0, **flags, num_warps=config.scan_warps, maxnreg=config.scan_registers)
-    return _launch_pick(step, common, candidates, flags, False, blocks, config, records)
+    return _launch_pick(step, common, candidates, programs, flags, False, blocks, config, records)
 
 
 def pick(step: Step, summaries: Summaries, drawn: Tensor, config: Config = CONFIG, records: Records | None = None) -> Drawn:
@@ -237,25 +250,27 @@ def pick(step: Step, summaries: Summaries, drawn: Tensor, config: Config = CONFI
     tokens that all rows have without filters, -1 of undefined ones. ``records`` is written to, and needs ``summaries.sums``."""
     asked, logits = step.asked, step.logits
     assert logits is not None
-    filters, wants_raw = asked.may_filter(), asked.needs_raw_mass()
+    wants_raw = asked.needs_raw_mass()
     assert summaries.sums is not None or not (records is not None or asked.needs_mass(step.vocab_size))
     assert summaries.raw_sums is not None or not wants_raw
     assert summaries.floors is None or not (wants_raw or records is not None)
     batch, chunks = summaries.keys.shape
     assert chunks == 4 * -(-step.vocab_size // 128)
-    size = batch * (3 * config.capacity + _list_length(chunks, config)) if filters or wants_raw else 0
+    programs = _programs(asked, batch, logits.device, records)
+    size = _candidates(asked, batch, programs, chunks, config)
     candidates = torch.empty(size, dtype=torch.int32, device=logits.device)
     raw_keys = summaries.keys if wants_raw else None
     told = (summaries.keys, summaries.sums, raw_keys, summaries.raw_sums if wants_raw else None, drawn, None)
     common = _arguments(step, told, 1)
     flags = _flags(asked, _pdl(logits.device, config), config, records is not None)
-    return _launch_pick(step, common, candidates, flags, True, 1, config, records, summaries.floors)
+    return _launch_pick(step, common, candidates, programs, flags, True, 1, config, records, summaries.floors)
 
 
 def _launch_pick(
     step: Step,
     common: tuple[Any, ...],
     candidates: Tensor,
+    programs: int,
     flags: dict[str, Any],
     drawn: bool,
     blocks: int,
@@ -269,7 +284,7 @@ def _launch_pick(
     else:  # what costs the host least: one allocation
         ids, values, beside = torch.empty(batch * step.num_samples, dtype=torch.int64, device=device), None, _NOTHING_BESIDE
     by_top_k, by_top_p, by_min_p = asked.filters()
-    pick_kernel[(batch,)](
+    pick_kernel[(batch, programs)](
         *common,
         floors,
         asked.joint_top_p if isinstance(asked.joint_top_p, Tensor) and flags["JOINT"] else None,

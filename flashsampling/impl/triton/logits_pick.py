@@ -147,7 +147,7 @@ def pick_kernel(
     blocks: tl.int32,
     floors_ptr,  # if DRAWN, (B,) int32: logits of chunks with a lower key are not there; None: all are
     joint_ptr,  # (B,) int32, not 0: top-p's share is of all tokens, not of what top-k kept; None: as JOINT says
-    candidates_ptr,  # (B, 3 * CAPACITY + LIST) int32: keys, ids, masses, a list of chunks
+    candidates_ptr,  # (programs of a row, B, 3 * CAPACITY + LIST) int32: keys, ids, masses, a list of chunks
     ids_ptr,  # (B, num_samples) int64, out
     logprobs_ptr,  # (B, num_samples) float32, out; None if nobody asks, as the following
     processed_ptr,
@@ -187,10 +187,14 @@ def pick_kernel(
     GATHERED: tl.constexpr,  # chunks at a time
     AT_FIRST: tl.constexpr,  # chunks with tokens before the one that is drawn without filters, not more
 ):
-    """See the module's docstring. Grid: (B,)."""
+    """See the module's docstring. Grid: (B, 1), or (B, 2) where there are likeliest or given tokens beside what is drawn."""
     if PDL:
         gdc_wait()
     row = tl.program_id(0)
+    draws, of_others = True, True
+    if raw_keys_ptr is not None:
+        draws = tl.program_id(1) == 0
+        of_others = tl.program_id(1) == tl.num_programs(1) - 1
     far = row.to(tl.int64)
     repetition = row_f32(repetition_at, repetition_value, row)
     frequency = row_f32(frequency_at, frequency_value, row)
@@ -205,6 +209,8 @@ def pick_kernel(
     num_chunks = chunks_in(vocab_size)
     at_chunks = far * num_chunks
     cand_keys = candidates_ptr + far * (3 * CAPACITY + LIST)
+    if raw_keys_ptr is not None:
+        cand_keys += tl.program_id(1).to(tl.int64) * tl.num_programs(0) * (3 * CAPACITY + LIST)
     cand_ids = cand_keys + CAPACITY
     cand_masses = (cand_ids + CAPACITY).to(tl.pointer_type(tl.float32))
     list_ptr = cand_ids + 2 * CAPACITY
@@ -257,7 +263,9 @@ def pick_kernel(
     if LOGPROBS or FILTERS:
         row_mass = tl.full((), 0.0, tl.float32)
         wants_mass = undefined == 0
-        if not LOGPROBS:
+        if LOGPROBS:
+            wants_mass = wants_mass & draws
+        else:
             wants_mass = wants_mass & filtered & by_top_p & (of_top_k == 0)
         if sums_ptr is not None:  # noqa: SIM102, the one is for the compiler
             if wants_mass:
@@ -272,7 +280,7 @@ def pick_kernel(
     in_rounds = tl.full((), 0, tl.int1)  # one draw from a nucleus
     full = tl.full((), 0, tl.int32)  # blocks that are kept and whose best scores count
     last = tl.full((), 0, tl.int32) + vocab_size  # tokens before it are looked at
-    if filtered == 0:
+    if (filtered == 0) & draws:
         for draw in range(num_samples):
             if DRAWN:
                 tl.store(ids_ptr + draw, tl.where(undefined, -1, tl.load(winners_ptr + far * num_samples + draw)))
@@ -296,6 +304,7 @@ def pick_kernel(
                     )  # fmt: skip
                     whole = tl.maximum(whole, (word == 0).to(tl.int32))
     if FILTERS:
+        filtered = filtered & draws
         if filtered & undefined:
             for draw in range(num_samples):
                 tl.store(ids_ptr + draw, tl.full((), -1, tl.int64))
@@ -424,29 +433,31 @@ def pick_kernel(
         raw_highest = tl.max(highest_of(raw_keys), axis=0)
         _, raw_mass = masses_of(raw_keys, raw_sums, value_of(raw_highest), LOG2E)
         lse = log_sum_exp(raw_highest, raw_mass)
-        if lse_ptr is not None:
-            tl.store(lse_ptr + row, lse)
-        if given_ids is not None:
-            write_given(source, given_ids + far * given_stride, given_ptr + far * num_given, num_given, lse, HEAD)
-        if top_ids_ptr is not None:
-            raw_source = Source(
-                far, logits, logits_stride, vocab_size, bias, logit_scale, soft_cap, None, None, None, 0, 0, 0, None, 0,
-                1.0, 0.0, 0.0, None, 0, None, None,
-            )  # fmt: skip
-            write_top(
-                raw_source, raw_keys, raw_highest, lse, list_ptr, cand_keys, cand_ids, cand_masses,
-                top_ids_ptr + far * num_top, top_logprobs_ptr + far * num_top, num_top, FEW, CAPACITY, GATHERED, TILE,
-                WHOLE_TILE, HEAD,
-            )  # fmt: skip
-        if logprobs_ptr is not None:
-            tl.debug_barrier()  # the tokens are there
-            for draw in range(num_samples):
-                out = far * num_samples + draw
-                write_drawn(
-                    source, tl.load(ids_ptr + draw), raw_keys, raw_highest, lse, top, scale, kept_mass, list_ptr,
-                    logprobs_ptr + out, processed_ptr + out, ranks_ptr + out, GATHERED, HEAD, ENTRIES,
+        if of_others:
+            if lse_ptr is not None:
+                tl.store(lse_ptr + row, lse)
+            if given_ids is not None:
+                write_given(source, given_ids + far * given_stride, given_ptr + far * num_given, num_given, lse, HEAD)
+            if top_ids_ptr is not None:
+                raw_source = Source(
+                    far, logits, logits_stride, vocab_size, bias, logit_scale, soft_cap, None, None, None, 0, 0, 0, None, 0,
+                    1.0, 0.0, 0.0, None, 0, None, None,
                 )  # fmt: skip
-    if limits_ptr is not None:
+                write_top(
+                    raw_source, raw_keys, raw_highest, lse, list_ptr, cand_keys, cand_ids, cand_masses,
+                    top_ids_ptr + far * num_top, top_logprobs_ptr + far * num_top, num_top, FEW, CAPACITY, GATHERED, TILE,
+                    WHOLE_TILE, HEAD,
+                )  # fmt: skip
+        if logprobs_ptr is not None:  # noqa: SIM102, the one is for the compiler
+            if draws:
+                tl.debug_barrier()  # the tokens are there
+                for draw in range(num_samples):
+                    out = far * num_samples + draw
+                    write_drawn(
+                        source, tl.load(ids_ptr + draw), raw_keys, raw_highest, lse, top, scale, kept_mass, list_ptr,
+                        logprobs_ptr + out, processed_ptr + out, ranks_ptr + out, GATHERED, HEAD, ENTRIES,
+                    )  # fmt: skip
+    if limits_ptr is not None:  # of no step with the above
         if FILTERS:
             least_mass = tl.where(filtered, tl.minimum(min_p, 1.0), least_mass)
         write_record(
