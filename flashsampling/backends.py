@@ -14,8 +14,13 @@ A backend is a module or package ``impl.<name>`` with
     compiling(at_once)                 a context in which this thread's draws compile what they need, side by side, and may draw
                                        anything; if several kernels of it can be compiled at once
 
-One that knows shards does them with what a request asks for in two parts, between which the ranks meet
-(``distributed/requests``); of a shard with a token or more, and of what is asked for cut to it:
+One that knows shards may have
+
+    runs_on_shard(step) -> bool        ``run`` does what is asked for of a shard as it does a plain step; what is asked for is
+                                       then the whole vocabulary's, but for the head's bias
+
+and else does them with what a request asks for in two parts, between which the ranks meet (``distributed/requests``); of a
+shard with a token or more, and of what is asked for cut to it:
 
     shard_logits(step) -> Tensor, Tensor
                                        (B, vocab_size) float32, raw and processed logits; the same one where they are the same
@@ -147,6 +152,11 @@ class Backend:
     def run(self, step: Step) -> Drawn:
         """Does a step that it supports, of one row or more, on the current device and stream."""
         return self.module.run(step)  # type: ignore[no-any-return]
+
+    def runs_on_shard(self, step: Step) -> bool:
+        """Whether ``run`` does all that a step asks for, of a shard too."""
+        decide = getattr(self.module, "runs_on_shard", None)
+        return step.asked is PLAIN or (decide is not None and decide(step))
 
     @property
     def records(self) -> bool:

@@ -212,8 +212,10 @@ def rehearse(step: Step, group: Any) -> None:
 
 
 def _run_and_exchange(backend: Backend, group: Any, step: Step) -> Drawn:
-    if step.asked is not PLAIN or step.drafted is not None:
+    if step.drafted is not None or (step.asked is not PLAIN and not backend.runs_on_shard(step)):
         return group.draw(backend, step)
+    if step.asked is not PLAIN or step.alike is not None:
+        group.compare(step)
     drawn = backend.module.run(step)
     return drawn._replace(ids=group.finish(drawn.ids, step))
 

@@ -60,7 +60,7 @@ class Rank:
 
     @property
     def dtype(self) -> torch.dtype:
-        return torch.float32 if self.device.type == "cpu" else torch.bfloat16
+        return torch.float32 if self.device.type == "cpu" and self.impl != "cute" else torch.bfloat16
 
     def problem(self, batch: int, vocab: int = 1000, dim: int = 64, **options) -> Problem:
         return make_problem(batch, vocab, dim, self.device, self.dtype, **options)
@@ -755,6 +755,8 @@ def other_requests(rank: Rank) -> None:
         ({"top_p": 0.5}, {"top_p": 0.75}, ("top_p",)),
         ({"top_p": shares}, {"top_p": moved}, ("top_p",)),
         ({"token_mask": mask}, {"token_mask": holes}, ("token_mask",)),
+        ({}, {"token_mask": mask}, ("token_mask",)),  # what one launch does draws nothing on those who ask for nothing
+        ({"soft_cap": 20.0}, {}, ("soft_cap",)),
         ({"top_k": 5, "min_p": 0.5}, {"top_k": 6, "min_p": 0.25}, ("top_k", "min_p")),
         ({"top_k": 5, "logit_bias": ([1], [2.0])}, {"top_k": 5, "logit_bias": ([2], [2.0])}, ("logit_bias",)),
         ({"return_logprobs": True}, {"top_logprobs": 3}, ("return_logprobs", "top_logprobs")),

@@ -1,6 +1,7 @@
 """What the Hopper kernel makes of its logits in registers: the bits that Triton's kernels make of the products, in any batch
 and shape, and the oracle's tokens, of one launch; what is masked out is never drawn."""
 
+import itertools
 import math
 from typing import Any
 
@@ -10,7 +11,8 @@ import torch
 pytest.importorskip("triton")
 
 import flashsampling
-from flashsampling import workspace
+from flashsampling import exchange, workspace
+from flashsampling.exchange import Shard
 from flashsampling.impl import filters
 from flashsampling.impl.cute import asked as module
 from flashsampling.impl.cute import config, launch
@@ -94,6 +96,44 @@ def test_bits_are_those_of_triton(shape):
         products = module.with_logits(step, 0, None, shape)[0]
         for name, asked in everything(batch, vocab).items():
             assert_same_bits(processed(step, asked, shape), by_triton(products, asked), name)
+
+
+@pytest.mark.parametrize("batch", [1, 40, 150, 256, 300] if ON_GPU else [7])
+@pytest.mark.parametrize("name", ["bias", "cap", "dense", "mask", "penalties", "everything"])
+def test_shards(name, batch):
+    """Each rank's winners of a whole vocabulary's request, cut anywhere, are together what one draws; of tensors that end with
+    the vocabulary."""
+    vocab, cuts = 1001, (0, 37, 37, 449, 640, 1001)
+    whole = make_step(batch, vocab)
+    temperature = whole.rows().temperature
+    temperature[1::7] = INF
+    whole = whole._replace(temperature=temperature, asked=everything(batch, vocab)[name])
+    bias = whole.asked.bias
+    for num_samples in (1, 2):
+        step = whole._replace(num_samples=num_samples)
+        winners = []
+        for first, last in itertools.pairwise(cuts):
+            of_shard = step.asked if bias is None else step.asked._replace(bias=bias[first:last].clone())
+            shard = Shard(first, exchange.PACKED)
+            part = step._replace(weight=step.weight[first:last], vocab_size=last - first, shard=shard, asked=of_shard)
+            assert module.runs_on_shard(part)
+            winners.append(launch.run(part).ids[: batch * num_samples])
+        assert torch.equal(exchange.tokens_of(torch.stack(winners)), launch.run(step).ids)
+
+
+def test_logits_of_a_shard():
+    """One of a token where that is enough, else the raw ones too."""
+    vocab = 700
+    step = make_step(20, vocab)
+    products = module.with_logits(step, 0, None)[0]
+    few = Asked(bias_ids=torch.randint(0, vocab, (20, 3), device=DEVICE).int(), bias_values=torch.ones(20, 3, device=DEVICE))
+    for asked in (*everything(20, vocab).values(), few, everything(20, vocab)["mask"]._replace(logprobs=True)):
+        part = step._replace(asked=asked, shard=Shard(4096, exchange.PACKED))
+        raw, changed = module.shard_logits(part)
+        assert_same_bits(changed, by_triton(products, asked))
+        if asked.needs_raw_mass():
+            assert torch.equal(raw, products)
+            assert not torch.equal(raw, changed)
 
 
 def test_matrices_of_any_stride():

@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from flashsampling import exchange
+from flashsampling.backends import BACKENDS
 from flashsampling.exchange import DIFFERS, LATE, Shard, Verdict
+from flashsampling.step import PLAIN, Asked
 
 from .conftest import DEVICE
-from .problems import KERNELS, Problem, make_problem
+from .problems import KERNELS, NEEDS_CUTE, Problem, make_problem
 from .ptx.machine import together
 
 ON_GPU = DEVICE.type == "cuda"
@@ -63,6 +65,34 @@ class Ranks:
             for rank, step in steps.items():
                 with self.stream(rank):
                     out[rank] = run(step).ids.view(-1, problems[rank].num_samples)
+        synchronize()
+        return out
+
+    def draw_masked(
+        self, problem: Problem, masks: dict[int, Tensor | None], numbers: dict[int, int] | None = None
+    ) -> dict[int, Tensor]:
+        """Tokens, (B,), of a step of ranks with each its token mask; None: it asks for nothing. ``numbers``: what those who ask
+        say that their request is, in a step before, as ``p2p.PeerToPeer.compare`` does; None: they say nothing."""
+        steps, said = {}, {}
+        for rank, mask in masks.items():
+            first, last = (problem.vocab * (rank + i) // self.size for i in range(2))
+            part = Shard(first, self.tables[rank].data_ptr())
+            asked = PLAIN if mask is None else Asked(token_mask=mask)
+            steps[rank] = problem.step(
+                weight=problem.weight[first:last].clone(), vocab_size=last - first, shard=part, asked=asked
+            )
+            if mask is not None and numbers is not None:
+                said[rank] = torch.tensor([numbers[rank]], device=DEVICE)
+        rounds = importlib.import_module("flashsampling.impl.triton.rounds") if numbers else None
+        failed = torch.zeros(self.size, 1, dtype=torch.int64, device=DEVICE)
+        synchronize()
+        out = {}
+        with contextlib.nullcontext() if ON_GPU else together():
+            for rank, step in steps.items():
+                with self.stream(rank):
+                    if rounds is not None and rank in said:
+                        rounds.swap(self.tables[rank].data_ptr(), said[rank], self.size, failed[rank], said[rank], step)
+                    out[rank] = BACKENDS[self.impl].run(step).ids
         synchronize()
         return out
 
@@ -119,6 +149,51 @@ def test_ranks_draw_the_whole_vocabulary_s_tokens(impl, size):
         ranks.assert_empty()
         assert (ranks.tables[:, exchange.TABLE_STEPS] == step + 1).all()
         assert not ranks.tables[:, exchange.TABLE_FINISHED].any()
+
+
+@NEEDS_CUTE
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_masks(size):
+    """What changes logits is done with the exchange in the same launch; masks are the whole vocabulary's, at any cut."""
+    for batch in (1, 5, 70, 256) if ON_GPU else (1, 15):
+        ranks, problem = Ranks("cute", size, 256), problem_of(batch)
+        mask = torch.randint(-(2**31), 2**31 - 1, (batch, -(-problem.vocab // 32)), device=DEVICE).int()
+        mask[-1] = 0
+        expected = BACKENDS["cute"].run(problem.step(asked=Asked(token_mask=mask))).ids
+        assert expected[-1] == -1
+        for tokens in ranks.draw_masked(problem, dict.fromkeys(range(size), mask)).values():
+            assert torch.equal(tokens, expected)
+        ranks.assert_empty()
+
+
+@pytest.mark.gpu
+@NEEDS_CUTE
+@pytest.mark.parametrize("size", [2, 5])
+def test_requests_are_compared_before_the_launch_that_does_them(size):
+    """Whoever asks for something else, or for nothing, gets no token of that step, and nobody else does."""
+    problem = problem_of(30)
+    mask = torch.full((30, -(-problem.vocab // 32)), 0x0F0F0F0F, dtype=torch.int32, device=DEVICE)
+    alone = Ranks("cute", 1, 30)
+    for one in (mask, None):  # a kernel is loaded while nothing waits
+        alone.draw_masked(problem, {0: one}, {0: 7})
+    expected = alone.draw_masked(problem, {0: mask}, {0: 7})[0]
+    alike = dict.fromkeys(range(size), 7)
+    cases = [
+        (dict.fromkeys(range(size), mask), alike, False),
+        (dict.fromkeys(range(size), mask), alike | {size - 1: 8}, True),
+        (dict.fromkeys(range(size), mask) | {size - 1: None}, alike, True),
+        (dict.fromkeys(range(size)) | {0: mask}, alike, True),
+    ]
+    for masks, numbers, fails in cases:
+        ranks = Ranks("cute", size, 30)
+        for _ in range(3):
+            for tokens in ranks.draw_masked(problem, masks, numbers).values():
+                assert (tokens == -1).all() if fails else torch.equal(tokens, expected)
+        if fails:
+            assert ranks.verdict()._replace(culprit=0, reporter=0) == Verdict(DIFFERS, 0, 0)
+        else:
+            ranks.assert_empty()
+            assert (ranks.tables[:, exchange.TABLE_STEPS] == 6).all()
 
 
 def mix(a: np.ndarray, b: np.ndarray) -> np.ndarray:

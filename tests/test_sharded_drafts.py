@@ -460,23 +460,32 @@ def test_ids_that_no_token_has():
     assert _hash([[2**31 - 2, 3]]) != _hash(ids[0])
 
 
-def test_p2p_s_rows_have_no_token_where_drafts_differ(monkeypatch):
-    """The kernel has exchanged winners already: what it wrote is not what comes back."""
+def test_p2p_compares_what_its_kernels_do_not_know(monkeypatch):
+    """In a step before theirs, which has failed by then where ranks differ: they find that in their memory."""
     transport: Any = object.__new__(PeerToPeer)
-    transport._device = torch.device("cpu")
+    transport._device, transport._hashes = torch.device("cpu"), Hashes(16, torch.device("cpu"))
     swapped = []
 
     def swap(words: Tensor, failed: Tensor, request: Tensor, step: Step) -> None:
-        swapped.append((words.tolist(), request.tolist()))
-        failed.fill_(fails)
+        assert torch.equal(words, request)
+        assert failed.tolist() == [0]
+        swapped.append(request.item())
 
     monkeypatch.setattr(transport, "_swap", swap)
     out, step = torch.tensor([4, 5, 6]), flat(3, 70, PLAIN)
-    assert transport.finish(out, step) is out
-    assert not swapped
-    for fails, expected in ((0, [4, 5, 6]), (-1, [-1, -1, -1])):  # noqa: B007 (swap reads it)
-        assert transport.finish(out, step._replace(alike=torch.tensor(2**40 + 7))).tolist() == expected
-    assert swapped == [([2**40 + 7], [2**40 + 7])] * 2
+    mask = torch.ones(3, 3, dtype=torch.int32)
+    drafts = torch.tensor(2**40 + 7)
+    requests = [
+        step._replace(alike=drafts),
+        step._replace(asked=Asked(token_mask=mask)),
+        step._replace(asked=Asked(token_mask=mask * 2)),
+        step._replace(asked=Asked(token_mask=mask), alike=drafts),
+    ]
+    for request in requests:
+        transport.compare(request)
+        assert transport.finish(out, request) is out
+    assert swapped[0] == 2**40 + 7
+    assert len(set(swapped)) == len(requests)
 
 
 # -- on a GPU, without one

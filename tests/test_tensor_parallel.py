@@ -20,9 +20,12 @@ from filelock import FileLock, Timeout
 
 import flashsampling
 from flashsampling import LMHeadSampler, registry
-from flashsampling.distributed import Failure, TensorParallel, TensorParallelTimeout, agreement, construction
+from flashsampling.distributed import Failure, TensorParallel, TensorParallelTimeout, agreement, construction, p2p
 from flashsampling.distributed.gloo import Gloo
+from flashsampling.distributed.message import ASKED, HEADER, Hashes
+from flashsampling.distributed.nccl import Nccl
 from flashsampling.distributed.rendezvous import Rendezvous
+from flashsampling.step import Asked
 
 from . import tensor_parallel
 from .conftest import DEVICE
@@ -44,6 +47,7 @@ def _kinds() -> list[tuple[int, str, str]]:
             (2, "triton", "gloo"),
             (2, "streaming", "nccl"),
             (3, "streaming", "nccl"),
+            *((2, kernel, "gloo") for kernel in KERNELS if kernel == "cute"),
         ]
     kinds = [(world, impl, "p2p") for world in (2, 4, 8) if world <= GPUS for impl in KERNELS]
     kinds += [(world, KERNELS[-1], "nccl") for world in (2, 4, 8) if world <= GPUS]
@@ -60,6 +64,8 @@ STAND_IN += ["collective_check", "ranks_that_do_not_come", "an_all_gather_that_h
 def _names(world: int, impl: str, transport: str) -> list[str]:
     if impl == "triton" and not GPUS:  # the interpreter is slow, and what its packed winners are is tested without processes
         return ["rare_rows", "sub_groups"]
+    if impl == "cute" and not GPUS:  # what it does in one launch, the other implementations in rounds
+        return ["other_requests"]
     if transport == "nccl" and not GPUS:  # its operations on tensors, and gloo's all-gather
         return STAND_IN if world > 2 else STAND_IN[-2:]
     if world > 3 and not GPUS:  # the others do all of it
@@ -252,6 +258,32 @@ def test_a_message_has_room_for_all_that_crosses(rows, draws, room, monkeypatch)
     making.transport, making.mine = "gloo", _member("", max_batch_size=rows, max_num_samples=draws)
     making._make_transport(None, [making.mine], DEVICE)
     assert made == [(rows, room)]
+
+
+def test_room_for_digits():
+    """8 bits of every row, in slots that fit."""
+    assert [p2p.room_for_digits(rows, ranks) for rows, ranks in ((1, 2), (256, 8), (1024, 2), (256, 72))] == [
+        *(256, 65536, 65536, 7281)
+    ]
+
+
+@pytest.mark.parametrize("transport", [Gloo, Nccl])
+def test_a_message_that_raised_leaves_nothing_behind(transport, monkeypatch):
+    """The next step's message would say that something is asked for, and ranks that differ could agree."""
+    it = object.__new__(transport)
+    it._hashes = Hashes(4, torch.device("cpu"))
+    header = it._header = it._message = torch.zeros(HEADER, dtype=torch.int64)
+    monkeypatch.setattr(transport, "_count_left_out", lambda _: None, raising=False)
+
+    def interrupted(*_):
+        assert header[ASKED:].any()
+        raise KeyboardInterrupt
+
+    for name in ("_swapped", "_gathered"):
+        monkeypatch.setattr(transport, name, interrupted, raising=False)
+    with pytest.raises(KeyboardInterrupt):
+        it.finish(torch.zeros(2, dtype=torch.int64), rows_only(2)._replace(asked=Asked(soft_cap=20.0)))
+    assert not header[ASKED:].any()
 
 
 def test_an_open_group_lives_without_anybody_holding_it():

@@ -86,8 +86,8 @@ class Problem:
         """Both ways, on every rank; the kernels' rounds and torch's in turn."""
         (first, last), vocab = self.ranges[rank], self.logits.shape[1]
         mine, shards, local = self.logits[:, first:last], Shards(rank, self.ranges, ROOM), self.local(rank)
-        words, _ = by_torch.highest(local, mine, True)
-        ours, known = by_kernels.highest(local, mine, True)
+        words, _ = by_torch.highest(local, mine)
+        ours, known = by_kernels.highest(local, mine)
         assert torch.equal(ours, words)
         best = meet(words)[:, :, 0].amax(dim=0)
         undefined = (best == NAN_WORD) | (best == 0)
@@ -103,11 +103,11 @@ class Problem:
         both = (by_kernels, by_torch)
         if self.few < vocab:
             agree(*(module.of_few(meet, mine, known, self.few, self.top_p, scale, shards) for module in both))
-        top_k = [module.of_top_k(meet, mine, self.top_k, scale, vocab, shards) for module in both]
+        top_k = [module.of_top_k(meet, mine, known, self.top_k, scale, vocab, shards) for module in both]
         agree(*top_k)
         for limit in (None, top_k[1]):
-            agree(*(module.of_top_p(meet, mine, scale, self.top_p, limit, vocab, shards) for module in both))
-        agree(*(module.of_min_p(mine, scale, self.min_p) for module in both))
+            agree(*(module.of_top_p(meet, mine, known, scale, self.top_p, limit, vocab, shards) for module in both))
+        agree(*(module.of_min_p(mine, known, scale, self.min_p) for module in both))
         ours, theirs = (module.mass_of(mine, top_k[1], scale, first, False) for module in both)
         assert ours.shape == theirs.shape == (len(mine), 1)
         rough = by_kernels.mass_of(mine, top_k[1], scale, first, True)
@@ -130,13 +130,18 @@ def test_the_same_places(kind):
         on_all_ranks(board, lambda rank: problem.check(rank, lambda words: board.swap(rank, words)))  # noqa: B023, all are done by then
 
 
+def known_of(module: ModuleType, logits: Tensor) -> Tensor | None:
+    """What the first round finds of a shard's logits for the others."""
+    seeds = torch.zeros(len(logits), dtype=torch.int64, device=DEVICE)
+    step = Step(logits, logits, seeds.float(), seeds, seeds, 1, logits.shape[1], Shard(7, PACKED))
+    return module.highest(step, logits)[1]
+
+
 @pytest.mark.parametrize("most", [10, 1000])
 def test_first_places_of_more_chunks_than_a_program_has(most, monkeypatch):
     monkeypatch.setattr(by_kernels, "_MOST", most)
     logits = rows_of("ties", 3, 90).to(DEVICE)
-    seeds = torch.zeros(3, dtype=torch.int64, device=DEVICE)
-    _, known = by_kernels.highest(Step(logits, logits, seeds.float(), seeds, seeds, 1, 90, Shard(7, PACKED)), logits, True)
-    assert (known is None) == (most < 90)
+    known = known_of(by_kernels, logits)
     places = by_kernels.first_places(logits, known, 20, 7)
     assert torch.equal(places.sort(dim=1, descending=True).values, by_torch.highest_places(logits, 7, 20))
 
@@ -144,8 +149,9 @@ def test_first_places_of_more_chunks_than_a_program_has(most, monkeypatch):
 def test_top_p_is_of_what_top_k_keeps():
     logits = torch.zeros(1, 100, device=DEVICE)
     shards, scale = Shards(0, [(0, 100)], ROOM), Scale(logits[:, 0], torch.ones(1, device=DEVICE), by_torch.unit_of(100))
-    limit = by_kernels.of_top_k(lambda words: words[None], logits, 20, scale, 100, shards)
-    limit = by_kernels.of_top_p(lambda words: words[None], logits, scale, 0.5, limit, 100, shards)
+    known = known_of(by_kernels, logits)
+    limit = by_kernels.of_top_k(lambda words: words[None], logits, known, 20, scale, 100, shards)
+    limit = by_kernels.of_top_p(lambda words: words[None], logits, known, scale, 0.5, limit, 100, shards)
     assert by_torch.is_kept(logits, limit, 0)[0].nonzero()[:, 0].tolist() == list(range(10))
 
 
@@ -157,11 +163,22 @@ def test_top_p_that_is_off_keeps_tokens_without_mass(top_p, module):
     logits[:, 50:] = -1e4
     shards, rows = Shards(0, [(0, 100)], ROOM), torch.tensor([top_p, 0.999], device=DEVICE)
     scale = Scale(logits[:, 0], torch.ones(2, device=DEVICE), by_torch.unit_of(100))
+    known = known_of(module, logits)
     limits = [
-        module.of_few(lambda words: words[None], logits, None, 60, rows, scale, shards),
-        module.of_top_p(lambda words: words[None], logits, scale, rows, None, 100, shards),
+        module.of_few(lambda words: words[None], logits, known, 60, rows, scale, shards),
+        module.of_top_p(lambda words: words[None], logits, known, scale, rows, None, 100, shards),
     ]
     assert [by_torch.is_kept(logits, limit, 0).sum(dim=1).tolist() for limit in limits] == [[60, 50], [100, 50]]
+
+
+@pytest.mark.parametrize("module", [by_kernels, by_torch])
+def test_min_p_of_logits_farther_apart_than_float32_goes(module):
+    """At a temperature at which the lowest are kept all the same."""
+    logits = torch.tensor([3e38] * 40 + [-3e38] * 40, device=DEVICE)[None]
+    scale = Scale(logits[:, 0], torch.tensor([3e38], device=DEVICE), by_torch.unit_of(80))
+    for min_p, kept in ((0.1, 80), (0.2, 40)):
+        limit = module.of_min_p(logits, known_of(module, logits), scale, min_p)
+        assert by_torch.is_kept(logits, limit, 0).sum() == kept
 
 
 @pytest.mark.parametrize("ranks", [64, 126, 128, 200])
@@ -173,7 +190,8 @@ def test_as_many_ranks_as_there_are(ranks):
     shards = Shards(ranks - 1, [(2 * place, 2 * place + 2) for place in places], 1 << 16)
     assert shards.first == 2 * at
     for k, kept in ((2 * at, 0), (2 * at + 1, 1), (2 * at + 2, 2), (3, 0), (2 * ranks - 1, 2)):
-        limit = by_kernels.of_top_k(lambda words: words.repeat(ranks, 1, 1), mine, k, scale, 2 * ranks, shards)
+        known = known_of(by_kernels, mine)
+        limit = by_kernels.of_top_k(lambda words: words.repeat(ranks, 1, 1), mine, known, k, scale, 2 * ranks, shards)
         assert by_torch.is_kept(mine, limit, shards.first).sum() == kept, k
 
 
@@ -189,8 +207,9 @@ def test_messages_of_few_words():
         return amounts.repeat(2, 1, 1)
 
     def kept(module: ModuleType) -> Tensor:
-        limits = [module.of_top_k(meet, mine, top_k, scale, 180, shards)]
-        limits.append(module.of_top_p(meet, mine, scale, top_p, limits[0], 180, shards))
+        known = known_of(module, mine)
+        limits = [module.of_top_k(meet, mine, known, top_k, scale, 180, shards)]
+        limits.append(module.of_top_p(meet, mine, known, scale, top_p, limits[0], 180, shards))
         return torch.stack([by_torch.is_kept(mine, limit, shards.first) for limit in limits])
 
     ours = kept(by_kernels)

@@ -43,12 +43,12 @@ def meet(words):
     return torch.zeros(2, *words.shape, dtype=torch.int64)
 
 for top_k in (20, 128):
-    _, keys = limits.highest(step, logits, True)
+    _, keys = limits.highest(step, logits)
     limits.of_few(meet, logits, keys, top_k, 0.9, scale, parts)
-limit = limits.of_top_k(meet, logits, ints(2), scale, first + vocab, parts)
-limits.of_top_p(meet, logits, scale, torch.ones(2), limit, first + vocab, parts)
-limits.of_top_p(meet, logits, scale, 0.5, None, first + vocab, parts)
-limits.of_min_p(logits, scale, 0.5)
+limit = limits.of_top_k(meet, logits, keys, ints(2), scale, first + vocab, parts)
+limits.of_top_p(meet, logits, keys, scale, torch.ones(2), limit, first + vocab, parts)
+limits.of_top_p(meet, logits, keys, scale, 0.5, None, first + vocab, parts)
+limits.of_min_p(logits, keys, scale, 0.5)
 for rough in (False, True):
     limits.mass_of(logits, seeds, scale, first, rough)
 different = {kernel.hash: kernel for kernel in compiled}
@@ -56,7 +56,7 @@ for kernel in different.values():
     assert kernel.metadata.shared <= 48 * 1024
     usage = kernel.asm["cubin"]
     print(kernel.metadata.name, len(usage))
-assert len(different) == 5 + 14, len(different)  # a width of digits, a place of a row compile nothing
+assert len(different) == 5 + 15, len(different)  # a width of digits, a place of a row compile nothing
 """
 
 

@@ -30,7 +30,7 @@ from . import agreement
 from .failure import TensorParallelError
 from .gloo import Gloo
 from .nccl import Nccl
-from .p2p import PeerToPeer
+from .p2p import PeerToPeer, room_for_digits
 from .rendezvous import RemoteError, Rendezvous
 from .requests import LEAST_WORDS, ROW_WORDS
 from .thread import DeviceThread
@@ -134,7 +134,7 @@ class Construction:
         why, rows, seconds = None, self.mine.max_batch_size, self.mine.timeout
         capacity = max(rows * self.mine.max_num_samples, rows * ROW_WORDS, LEAST_WORDS)
         if self.transport == "p2p":
-            why = self._make_p2p(meet, device, capacity)
+            why = self._make_p2p(meet, device, max(capacity, room_for_digits(rows, meet.ranks)))
             if why is None:
                 return None
             if members[0].transport == "p2p":
@@ -166,7 +166,8 @@ class Construction:
     def _make_p2p(self, meet: Rendezvous, device: torch.device, capacity: int) -> str | None:
         """None, or why not where memory that should be mapped cannot be (a container without the right to, say)."""
         try:
-            self.made = PeerToPeer(meet, device, capacity, self.mine.timeout, self.mine.max_batch_size)
+            mine = self.mine
+            self.made = PeerToPeer(meet, device, capacity, mine.timeout, mine.max_batch_size, mine.max_num_samples)
             meet.exchange("mapping peers' memory", b"")
             return None
         except TensorParallelError:

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .. import ops, registry
 from ..backends import Backend
 from ..exchange import Shard
-from ..step import Drawn, Step
+from ..step import PLAIN, Drawn, Step
 from . import agreement, rejection, requests
 from .construction import Construction, seconds_of
 from .failure import Failure, TensorParallelError
@@ -363,16 +363,26 @@ class TensorParallel:
         """Of a step: how many tokens of the shard there are, and what a kernel is told of it."""
         return self.last_token - self.first_token, self.shard
 
+    def compare(self, step: Step) -> None:
+        """Before the launch of a step that asks for something, or has drafts to be matched, and is done as a plain one."""
+        if self._transport is not None:
+            self._transport.compare(step._replace(vocab_size=self.vocab_size))
+
     def finish(
         self,
         out: Tensor,  # (B * num_samples,) int64
         step: Step,
     ) -> Tensor:
         """Token ids from what a kernel wrote: packed winners, or the tokens themselves where it did the exchange."""
-        return out if self._transport is None else self._transport.finish(out, step)
+        if self._transport is None:
+            return out
+        if step.asked is not PLAIN:  # which is the whole vocabulary's
+            step = step._replace(vocab_size=self.vocab_size)
+        return self._transport.finish(out, step)
 
     def draw(self, backend: Backend, step: Step) -> Drawn:
-        """A step that asks for something, whose ``asked`` is the whole vocabulary's, or one that has drafts."""
+        """A step that asks for more than one launch does of a shard, whose ``asked`` is the whole vocabulary's; or one with
+        drafts to be rejected."""
         if self._transport is None and step.drafted is None:
             return backend.run(step)
         part = requests.Part(self._transport or Alone(), backend, self._ranges, self.rank, self.vocab_size)
@@ -383,6 +393,8 @@ class TensorParallel:
         What it gives means nothing."""
         if self._transport is None:
             return backend.run(step)
+        if backend.runs_on_shard(step):
+            return backend.run(step._replace(shard=self._transport.rehearsal(self.first_token)))
         rounds = Rehearsal(self.world_size, self._transport.room)
         return requests.draw(requests.Part(rounds, backend, self._ranges, self.rank, self.vocab_size), step)
 

@@ -191,11 +191,10 @@ def is_kept(logits: Tensor, limit: Tensor, first_token: int) -> Tensor:
 def highest(
     local: Step,
     logits: Tensor,  # (B, n) float32, the processed ones of a shard
-    few: bool,  # ``of_few`` follows
 ) -> tuple[Tensor, Tensor | None]:
     """(B, 2) int64: the highest logit and its token as ``exchange.pack`` has them, 0 if none is above -inf; and 1 if one is
-    finite, else 0. Also what ``of_few`` wants to know of it. NaN too where a score will be: an infinite logit over an infinite
-    temperature, or a temperature that is none."""
+    finite, else 0. Also what those that follow want to know of the logits. NaN too where a score will be: an infinite logit
+    over an infinite temperature, or a temperature that is none."""
     first, (batch, columns) = local.shard.first_token, logits.shape
     if columns == 0:
         return torch.zeros((batch, 2), dtype=torch.int64, device=logits.device), None
@@ -262,6 +261,7 @@ def _wanted(
 def of_top_k(
     meet: Meet,
     logits: Tensor,  # (B, n) float32, of this rank's tokens
+    known: Tensor | None,  # what ``highest`` found
     top_k: Tensor | int,
     scale: Scale,
     vocab_size: int,  # the whole one
@@ -279,6 +279,7 @@ def of_top_k(
 def of_top_p(
     meet: Meet,
     logits: Tensor,  # (B, n) float32, of this rank's tokens
+    known: Tensor | None,  # what ``highest`` found
     scale: Scale,
     top_p: Tensor | float,
     limit: Tensor | None,  # (B,) int64, of top-k; None: it keeps all
@@ -298,6 +299,7 @@ def of_top_p(
 
 def of_min_p(
     logits: Tensor,  # (B, n) float32
+    known: Tensor | None,  # what ``highest`` found
     scale: Scale,
     min_p: Tensor | float,
 ) -> Tensor:

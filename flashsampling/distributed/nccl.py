@@ -40,7 +40,7 @@ from torch import Tensor
 
 from .. import exchange
 from ..exchange import Shard
-from ..step import Step
+from ..step import PLAIN, Step
 from .failure import Failure
 from .message import FAILED, HEADER, STEP, Hashes, difference
 from .rendezvous import Rendezvous
@@ -147,12 +147,17 @@ class Nccl:
 
     rehearsal = shard
 
+    def compare(self, step: Step) -> None:
+        """As the protocol says: the message says all."""
+
     def finish(self, out: Tensor, step: Step) -> Tensor:
         """As the protocol says. Raises nothing: tokens of a failed step are -1, and later ``failure`` says why."""
-        self.begin(step)
-        messages = self._gathered(out)
-        if step.alike is not None:
-            self._hashes.clear(self._message)
+        try:
+            self.begin(step)
+            messages = self._gathered(out)
+        finally:  # the next step's message says nothing of this one
+            if step.asked is not PLAIN or step.alike is not None:
+                self._hashes.clear(self._message)
         if messages is None:
             return torch.full_like(out, -1)
         return torch.where((self._failed | self._told) != 0, -1, exchange.tokens_of(messages))

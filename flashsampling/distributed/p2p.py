@@ -23,7 +23,7 @@ from torch import Tensor
 
 from .. import exchange as protocol
 from ..exchange import Shard, Verdict
-from ..step import Step
+from ..step import PLAIN, Step
 from .failure import Failure
 from .handover import handed_over
 from .message import Hashes
@@ -36,6 +36,12 @@ _DEVICE = 1  # CU_MEM_LOCATION_TYPE_DEVICE
 _READ_WRITE = 3  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
 
 _kept: list[Any] = []  # what captured graphs, and kernels that hang, may touch for as long as the process lives
+
+
+def room_for_digits(rows: int, ranks: int) -> int:
+    """Words of a message, of which only those that there are cross: of each row all values of 8 bits (``limits.Shards``), but
+    no more than slots of 16 MiB hold, and than programs that are on a device at once store."""
+    return min(256 * rows, 1 << 16, (1 << 24) // (32 * ranks))
 
 
 class _Location(ctypes.Structure):
@@ -159,9 +165,10 @@ class PeerToPeer:
     Args:
         meet: the group's.
         device: this rank's.
-        capacity: rows times draws, at most; or words of a message.
+        capacity: words of a message: rows times draws, or more.
         seconds: how long a kernel waits.
         max_batch_size: rows, at most.
+        max_num_samples: draws per row, at most.
 
     Raises:
         RuntimeError: memory cannot be handed over or mapped; the driver's reason.
@@ -171,7 +178,15 @@ class PeerToPeer:
 
     name = "p2p"
 
-    def __init__(self, meet: Rendezvous, device: torch.device, capacity: int, seconds: float, max_batch_size: int = 1) -> None:
+    def __init__(
+        self,
+        meet: Rendezvous,
+        device: torch.device,
+        capacity: int,
+        seconds: float,
+        max_batch_size: int = 1,
+        max_num_samples: int = 1,
+    ) -> None:
         rank, ranks = meet.rank, meet.ranks
         self.room = capacity
         self._ranks = ranks
@@ -194,7 +209,8 @@ class PeerToPeer:
             self._told = told.numpy()  # reading an element of it costs a tenth of reading a tensor's
             self._table, self._rehearsal = _zeroed(protocol.TABLE_SHARED + ranks), _zeroed(protocol.TABLE_SHARED + 1)
             # a group of this rank alone, that a kernel can be run with before the first step
-            alone = _zeroed(protocol.shared_words(1, capacity))
+            winners = max_batch_size * max_num_samples
+            alone = _zeroed(protocol.shared_words(1, winners))
             try:
                 addresses = self._share(meet, protocol.shared_words(ranks, capacity), seconds)
             except BaseException:
@@ -202,7 +218,7 @@ class PeerToPeer:
                 raise
             nanoseconds = int(seconds * 1e9)
             _write(self._table, protocol.table_words(rank, capacity, nanoseconds, told.data_ptr(), addresses))
-            _write(self._rehearsal, protocol.table_words(0, capacity, nanoseconds, told.data_ptr() + 8, [alone]))
+            _write(self._rehearsal, protocol.table_words(0, winners, nanoseconds, told.data_ptr() + 8, [alone]))
             torch.cuda.synchronize(device)
 
     def _share(self, meet: Rendezvous, words: int, seconds: float) -> list[int]:
@@ -248,13 +264,18 @@ class PeerToPeer:
         """As the protocol says."""
         return Shard(first_token, self._rehearsal)
 
+    def compare(self, step: Step) -> None:
+        """As the protocol says: a launch that is a step of the protocol. It comes first, so a rank that draws plainly meanwhile
+        gets no token either. The kernel behind it finds the failure in its memory."""
+        from ..impl.triton.hashes import of_request  # comes with torch for CUDA
+
+        alone = step.alike if step.asked is PLAIN else None
+        request = of_request(self._hashes, step) if alone is None else alone.view(1)
+        self._swap(request, torch.zeros_like(request), request, step)
+
     def finish(self, out: Tensor, step: Step) -> Tensor:
-        """As the protocol says: the kernel did the exchange. What else is to be alike it does not know: that takes a launch."""
-        if step.alike is None:
-            return out
-        failed = torch.zeros(1, dtype=torch.int64, device=self._device)
-        self._swap(step.alike.view(1), failed, step.alike.view(1), step)
-        return out.masked_fill(failed != 0, -1)
+        """As the protocol says: the kernel did the exchange."""
+        return out
 
     def begin(self, step: Step) -> None:
         """As the protocol says."""

@@ -134,7 +134,7 @@ def prepare(part: Part, step: Step) -> tuple[Meet, Kept]:
         theirs = messages[0] if len(messages) == 1 else torch.cat(messages, dim=1)
         return theirs.contiguous().view(-1, *words.shape)  # kernels count on it
 
-    words, known = part.backend.shard_limits.highest(local, processed, limits.are_few(asked.top_k))
+    words, known = part.backend.shard_limits.highest(local, processed)
     place, top, defined = part.backend.shard_parts.first(meet(words), step.asked)
     scale = Scale(top, rows.temperature, limits.unit_of(part.vocab_size))
     shards = Shards(part.rank, part.ranges, transport.room)
@@ -152,16 +152,16 @@ def _limits(
         limit = passes.of_few(meet, processed, known, asked.top_k, asked.top_p, scale, shards)
         names = [name for name in names if name not in ("top_k", "top_p")]
     if "top_k" in names:
-        limit = passes.of_top_k(meet, processed, asked.top_k, scale, part.vocab_size, shards)
+        limit = passes.of_top_k(meet, processed, known, asked.top_k, scale, part.vocab_size, shards)
     if "top_p" in names:
         before = limit
         if limit is not None and asked.may_be_joint():  # the share is of all
             joint = asked.joint_top_p
             before = torch.where(joint != 0, filters.LOWEST, limit) if isinstance(joint, Tensor) else None
-        by_top_p = passes.of_top_p(meet, processed, scale, asked.top_p, before, part.vocab_size, shards)
+        by_top_p = passes.of_top_p(meet, processed, known, scale, asked.top_p, before, part.vocab_size, shards)
         limit = by_top_p if limit is None or before is limit else torch.maximum(limit, by_top_p)
     if "min_p" in names:
-        by_min_p = passes.of_min_p(processed, scale, asked.min_p)
+        by_min_p = passes.of_min_p(processed, known, scale, asked.min_p)
         limit = by_min_p if limit is None else torch.maximum(limit, by_min_p)
     return torch.full_like(scale.top, filters.LOWEST, dtype=torch.int64) if limit is None else limit
 

@@ -90,6 +90,11 @@ class Transport(Rounds, Protocol):
         """What a kernel is told that is compiled and run before the first step: as ``shard``, but it meets no other rank."""
         ...
 
+    def compare(self, step: Step) -> None:
+        """Before the launch of a step with more than a plain one (``Step.asked``, ``Step.alike``), if the launch does the
+        exchange itself and knows nothing of that: where ranks differ in it, the step has failed."""
+        ...
+
     def finish(
         self,
         out: Tensor,  # (B * num_samples,) int64, what the implementation wrote

@@ -5,7 +5,7 @@ takes; ``cache`` the compiled objects, in memory and on disk; ``launch`` the cal
 """
 
 from ...step import Asked
-from .asked import compiling, recorded, shard_logits, shard_winners
+from .asked import compiling, recorded, runs_on_shard, shard_logits, shard_winners
 from .config import choose_config, compiled_for, unsupported
 from .launch import run
 
@@ -18,6 +18,7 @@ __all__ = [
     "compiling",
     "recorded",
     "run",
+    "runs_on_shard",
     "shard_logits",
     "shard_winners",
     "unsupported",

@@ -8,7 +8,9 @@ log-probabilities, with the head's own          likewise
 log-probabilities, with what a request changes, three: the kernel only stores products, then ``impl.triton.logits.run``; the
 a bias by row, other noise, several draws       former need two logits of a token, raw and processed
 drafts to be rejected (``recorded``)            two or, of what is processed, three; what was drawn from is left behind
-of a shard                                      the kernel only stores products, then ``impl.triton.shards``
+of a shard, what is one launch of all           one launch (``runs_on_shard``)
+of a shard, with more                           the kernel only stores logits, processed where one of a token is enough, then
+                                                ``impl.triton.shards``
 """
 
 import functools
@@ -22,7 +24,7 @@ from torch import Tensor
 from ...exchange import WHOLE
 from ...step import PLAIN, Asked, Drawn, Recorded, Step, row_argument
 from . import launch
-from .config import KINDS, NO_FLOORS, NO_PROCESSING, TILE_V, TileConfig
+from .config import KINDS, NO_FLOORS, NO_PROCESSING, TILE_V, TileConfig, choose_config, skipped
 
 
 @functools.cache
@@ -37,13 +39,17 @@ def _of_shards() -> ModuleType:
     return importlib.import_module("..triton.shards", __package__)
 
 
+def _made_at_once(asked: Asked) -> bool:
+    """Whether the kernel makes all logits that are needed: one of a token, and no bias by row."""
+    of_request = asked.dense_bias is not None or asked.counts is not None or asked.token_mask is not None
+    return asked.bias_ids is None and not (of_request and asked.needs_raw_mass())
+
+
 def _scanned(asked: Asked, num_samples: int) -> bool:
     """Whether the kernel leaves products, from which everything is made: what is said of it in the module's docstring."""
-    of_request = asked.dense_bias is not None or asked.counts is not None or asked.token_mask is not None
     return (
-        asked.bias_ids is not None
+        not _made_at_once(asked)
         or asked.stream != PLAIN.stream
-        or (of_request and asked.needs_raw_mass())
         or (num_samples > 1 and (asked.may_filter() or asked.needs_raw_mass()))
     )
 
@@ -57,8 +63,9 @@ def _rows_of(matrix: Tensor | None) -> tuple[int, int, Tensor | None]:
     return matrix.data_ptr(), matrix.stride(0) * 4, matrix
 
 
-def _address(vector: Tensor | None) -> int:
-    return 0 if vector is None else vector.data_ptr()
+def _address(vector: Tensor | None, first: int = 0) -> int:
+    """Of a vector of 32-bit elements, from the ``first`` on."""
+    return 0 if vector is None else vector.data_ptr() + 4 * first
 
 
 def _changes(asked: Asked) -> bool:
@@ -67,25 +74,30 @@ def _changes(asked: Asked) -> bool:
     return asked.logit_scale != 1.0 or asked.soft_cap != 0.0 or any(tensor is not None for tensor in tensors)
 
 
-def processing_of(asked: Asked) -> tuple[tuple[int | float, ...], tuple[Tensor | None, ...]]:
-    """``arguments.Processing``, and what must live until the launch."""
+def processing_of(asked: Asked, base: int = 0, skip: int = 0) -> tuple[tuple[int | float, ...], tuple[Tensor | None, ...]]:
+    """``arguments.Processing``, and what must live until the launch. Its first tile starts at the token ``base``, a multiple of
+    32, ``skip`` tokens before the shard. Of the head's bias ``asked`` has the shard's part, of all else the whole
+    vocabulary's."""
     counts, counts_stride, of_counts = _rows_of(asked.counts)
     mask, mask_stride, of_mask = _rows_of(asked.token_mask)
+    bias = asked.bias
+    if bias is not None and skip:  # the first tile reads what is before it, though nobody draws that
+        bias = torch.nn.functional.pad(bias, (skip, 0))
     processing = (
         int(_changes(asked)),
-        _address(asked.bias),
+        _address(bias),
         asked.logit_scale,
         asked.soft_cap,
-        _address(asked.dense_bias),
-        counts,
+        _address(asked.dense_bias, base),
+        counts and counts + 4 * base,
         counts_stride,
         *row_argument(asked.repetition_penalty),
         *row_argument(asked.frequency_penalty),
         *row_argument(asked.presence_penalty),
-        mask,
+        mask and mask + base // 8,
         mask_stride,
     )
-    return processing, (of_counts, of_mask)
+    return processing, (of_counts, of_mask, bias)
 
 
 def run(step: Step, config: TileConfig | None = None) -> Drawn:
@@ -94,10 +106,9 @@ def run(step: Step, config: TileConfig | None = None) -> Drawn:
     if _scanned(asked, step.num_samples):
         logits, _, _ = with_logits(step, 0, None, config)
         return _picking().run(step._replace(logits=logits))  # type: ignore[no-any-return]
-    processing, _held = processing_of(asked)
     if not (asked.may_filter() or asked.needs_raw_mass()):
-        plain = step._replace(asked=PLAIN)
-        return launch.run(plain, config, KINDS["processed"], processing) if processing[0] else launch.run(plain, config)
+        return _drawn_at_once(step, config)
+    processing, _held = processing_of(asked)
     masses = asked.needs_mass(step.vocab_size), asked.needs_raw_mass()
     # the draws also say which rows are undefined, with filters and without
     floors = _floors_of(step)
@@ -105,6 +116,24 @@ def run(step: Step, config: TileConfig | None = None) -> Drawn:
     of_chunks = _picking().Summaries(*summaries, floors)
     left = _left(asked) if processing[0] else asked
     return _picking().pick(step._replace(logits=logits, asked=left), of_chunks, drawn)  # type: ignore[no-any-return]
+
+
+def runs_on_shard(step: Step) -> bool:
+    """See ``backends``."""
+    asked = step.asked
+    return not (_scanned(asked, step.num_samples) or asked.may_filter() or asked.needs_raw_mass())
+
+
+def _drawn_at_once(step: Step, config: TileConfig | None) -> Drawn:
+    """One launch, also of a shard."""
+    asked, plain = step.asked, step._replace(asked=PLAIN)
+    if step.vocab_size == 0 or not _changes(asked):
+        return launch.run(plain, config)
+    config = choose_config(*step.hidden_states.shape) if config is None else config
+    first_token = step.shard.first_token
+    skip = skipped(first_token, config)
+    processing, _held = processing_of(asked, first_token - skip, skip)
+    return launch.run(plain, config, KINDS["processed"], processing)
 
 
 def _left(asked: Asked) -> Asked:
@@ -142,8 +171,10 @@ def recorded(step: Step) -> Recorded:
 
 def shard_logits(step: Step) -> tuple[Tensor, Tensor]:
     """See ``backends``."""
-    logits, _, _ = with_logits(step._replace(shard=WHOLE), 0, None)
-    return _of_shards().processed(step, logits)  # type: ignore[no-any-return]
+    at_once = _made_at_once(step.asked)
+    processing, _held = processing_of(step.asked) if at_once else (NO_PROCESSING, ())
+    logits, _, _ = with_logits(step._replace(shard=WHOLE), 0, None, processing=processing)
+    return (logits, logits) if at_once else _of_shards().processed(step, logits)
 
 
 def shard_winners(step: Step, processed: Tensor, limit: Tensor) -> Tensor:

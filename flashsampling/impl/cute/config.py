@@ -96,6 +96,11 @@ def choose_config(batch: int, dim: int) -> TileConfig:
     return shapes[-1] if long_noise else shapes[0]
 
 
+def skipped(first_token: int, config: TileConfig) -> int:
+    """By how many tokens the first cluster's tiles start before a shard's first one."""
+    return first_token % (TILE_V * config.cluster)
+
+
 def ctas_per_row_block(config: TileConfig, batch: int, vocab_size: int, processors: int) -> int:
     """CTAs that walk the vocabulary for one block of rows: a multiple of the cluster, one CTA per multiprocessor in all."""
     clusters = -(-vocab_size // (TILE_V * config.cluster))

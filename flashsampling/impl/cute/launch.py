@@ -11,7 +11,7 @@ from ...workspace import zeroed_words
 from ..device import multiprocessors
 from . import slots
 from .cache import kernel_for
-from .config import KINDS, TILE_V, Features, TileConfig, choose_config, copy_engine_reads, ctas_per_row_block
+from .config import KINDS, TILE_V, Features, TileConfig, choose_config, copy_engine_reads, ctas_per_row_block, skipped
 
 _PLAIN = KINDS["plain"]
 
@@ -42,7 +42,7 @@ def _plan(
 ) -> _Plan:
     """A dictionary's worth of host time per call."""
     config = choose_config(batch, dim) if config is None else config
-    skip = first_token % (TILE_V * config.cluster)  # by how many tokens the first cluster's tiles start before the first one
+    skip = skipped(first_token, config)
     row_blocks = -(-batch // config.block_b)
     ctas = ctas_per_row_block(config, batch, skip + vocab_size, multiprocessors(device))
     # a shard without a token: the launch has something to read, and samples none of it

@@ -1,7 +1,9 @@
 """``distributed/limits`` by kernels (``limits_kernels``): the same functions, the same rounds, and no tensor as large as a
 shard's logits, which each of them reads at most once.
 
-    survey     the highest place, whether anything is finite; and the chunks' highest keys
+    survey     the highest place, whether anything is finite; and the chunks' highest keys, by which those that follow pass over
+               chunks that have nothing for them
+    floor      of a top-k: the key that as many chunks reach
     top        the first k tokens: those of as many chunks, whose highest places are highest
     few        where top-k and top-p end among all ranks' first tokens
     histogram  of those that begin with what is found of the key, how many or how much mass have each next digit
@@ -22,6 +24,7 @@ from .limits_kernels import (
     RANKS,
     digit_kernel,
     few_kernel,
+    floor_kernel,
     histogram_kernel,
     least_kernel,
     mass_kernel,
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
 
 TILE = 2048  # tokens of a program that has some of a row's
 CHUNK = 64  # tokens that have a highest key
+_FEW = 8  # chunks that a program looks at in place of all of a tile's
 _MOST = 1 << 20  # tokens whose chunks one program compares
 _BINS = 256
 _SLOTS = 32, 128  # places of a row: for log-probabilities and most values of top-k; for all that ``of_few`` takes
@@ -55,13 +59,12 @@ def _stride(values: Tensor) -> int:
     return values.stride(0) if len(values) > 1 else 0
 
 
-def highest(local: Step, logits: Tensor, few: bool) -> tuple[Tensor, Tensor | None]:
+def highest(local: Step, logits: Tensor) -> tuple[Tensor, Tensor]:
     """See ``distributed.limits``: one launch, and zeros."""
     batch, columns = logits.shape
     blocks, mask = blocks_of(logits), local.asked.token_mask
-    few = few and columns <= _MOST
     words = torch.zeros((batch, 2), dtype=torch.int64, device=logits.device)
-    keys = torch.empty((batch, -(-columns // CHUNK)), dtype=torch.int32, device=logits.device) if few else None
+    keys = torch.empty((batch, -(-columns // CHUNK)), dtype=torch.int32, device=logits.device)
     survey_kernel[(batch * blocks,)](
         logits,
         logits.stride(0),
@@ -72,7 +75,7 @@ def highest(local: Step, logits: Tensor, few: bool) -> tuple[Tensor, Tensor | No
         words,
         keys,
         local.shard.first_token,
-        0 if keys is None else keys.shape[1],
+        keys.shape[1],
         blocks,
         TILE=TILE,
         CHUNK=CHUNK,
@@ -83,13 +86,13 @@ def highest(local: Step, logits: Tensor, few: bool) -> tuple[Tensor, Tensor | No
 
 def first_places(
     logits: Tensor,
-    keys: Tensor | None,  # of chunks; None: there are too many of them
+    keys: Tensor,  # of chunks
     count: int,
     first_token: int,
 ) -> Tensor:
     """(B, count) int64: those of the first tokens, ``LOWEST`` where there are not so many."""
     (batch, columns), device = logits.shape, logits.device
-    if keys is None:
+    if columns > _MOST:
         ids = torch.arange(first_token, first_token + columns, device=device)
         return torch.stack([places_of(keys_of(row), ids).topk(count).values for row in logits])
     chunks = keys.shape[1]
@@ -113,7 +116,7 @@ def first_places(
 
 
 def of_few(
-    meet: "Meet", logits: Tensor, keys: Tensor | None, top_k: int, top_p: Tensor | float, scale: "Scale", shards: "Shards"
+    meet: "Meet", logits: Tensor, keys: Tensor, top_k: int, top_p: Tensor | float, scale: "Scale", shards: "Shards"
 ) -> Tensor:
     """See ``distributed.limits``: two launches."""
     theirs = meet(first_places(logits, keys, top_k, shards.first))
@@ -147,6 +150,7 @@ def _of_three(theirs: Tensor, shards: "Shards") -> Tensor:
 def _search(
     meet: "Meet",
     logits: Tensor,
+    keys: Tensor,  # of chunks
     target: Tensor,  # (B, 1) or (1, 1)
     limit: Tensor | None,  # (B,) int64, of the tokens that count
     scale: "Scale",
@@ -168,6 +172,7 @@ def _search(
             logits,
             logits.stride(0),
             columns,
+            keys,
             found,
             limit,
             scale.top,
@@ -177,9 +182,10 @@ def _search(
             scale.unit,
             done,
             width,
+            keys.shape[1],
             blocks,
             MASSES=masses and done + width < 32,
-            TILE=TILE,
+            **_shapes(),
             num_warps=_WARPS,
         )
         theirs = meet(amounts.view(batch, -1))
@@ -215,20 +221,48 @@ def _search(
     return raised
 
 
-def of_top_k(meet: "Meet", logits: Tensor, top_k: Tensor | int, scale: "Scale", vocab_size: int, shards: "Shards") -> Tensor:
-    """See ``distributed.limits``."""
+def _shapes() -> dict[str, int]:
+    """Of kernels that look at some chunks."""
+    return {"TILE": TILE, "CHUNK": CHUNK, "FEW": min(_FEW, TILE // CHUNK // 4)}
+
+
+def _floor(keys: Tensor, columns: int, top_k: Tensor, vocab_size: int) -> Tensor | None:
+    """(B,) int64: see ``floor_kernel``. The first k tokens of all ranks are not below what k tokens of one reach. None: a
+    program does not compare so many chunks."""
+    batch, chunks = keys.shape
+    if columns > _MOST:
+        return None
+    floor = torch.empty(batch, dtype=torch.int64, device=keys.device)
+    floor_kernel[(batch,)](
+        keys, top_k, _stride(top_k), floor, vocab_size, chunks, CHUNKS=next_power_of_2(max(chunks, 1)), num_warps=_WARPS
+    )
+    return floor
+
+
+def of_top_k(
+    meet: "Meet", logits: Tensor, keys: Tensor, top_k: Tensor | int, scale: "Scale", vocab_size: int, shards: "Shards"
+) -> Tensor:
+    """See ``distributed.limits``: a launch more than the search."""
     k = column(top_k, logits.device, torch.int64).long()
-    return _search(meet, logits, k, None, scale, vocab_size, shards, False)
+    floor = _floor(keys, logits.shape[1], k, vocab_size)
+    return _search(meet, logits, keys, k, floor, scale, vocab_size, shards, False)
 
 
 def of_top_p(
-    meet: "Meet", logits: Tensor, scale: "Scale", top_p: Tensor | float, limit: Tensor | None, vocab_size: int, shards: "Shards"
+    meet: "Meet",
+    logits: Tensor,
+    keys: Tensor,
+    scale: "Scale",
+    top_p: Tensor | float,
+    limit: Tensor | None,
+    vocab_size: int,
+    shards: "Shards",
 ) -> Tensor:
     """See ``distributed.limits``."""
-    return _search(meet, logits, column(top_p, logits.device), limit, scale, vocab_size, shards, True)
+    return _search(meet, logits, keys, column(top_p, logits.device), limit, scale, vocab_size, shards, True)
 
 
-def of_min_p(logits: Tensor, scale: "Scale", min_p: Tensor | float) -> Tensor:
+def of_min_p(logits: Tensor, keys: Tensor, scale: "Scale", min_p: Tensor | float) -> Tensor:
     """See ``distributed.limits``: one launch."""
     batch, columns = logits.shape
     ratio, blocks = column(min_p, logits.device), blocks_of(logits)
@@ -237,13 +271,15 @@ def of_min_p(logits: Tensor, scale: "Scale", min_p: Tensor | float) -> Tensor:
         logits,
         logits.stride(0),
         columns,
+        keys,
         ratio,
         _stride(ratio),
         scale.top,
         scale.temperature,
         limit,
+        keys.shape[1],
         blocks,
-        TILE=TILE,
+        **_shapes(),
         num_warps=_WARPS,
     )
     return limit

@@ -100,7 +100,7 @@ def survey_kernel(
     token_mask,  # (B, ceil(n / 32)) int32, or None
     mask_stride: tl.int64,
     out_ptr,  # (B, 2) int64, zeros; out: as ``distributed.limits.highest``
-    keys_ptr,  # (B, chunks) int32, out: the chunks' highest keys; None if nobody asks
+    keys_ptr,  # (B, chunks) int32, out: the chunks' highest keys
     first_token: tl.int32,
     chunks: tl.int32,
     blocks: tl.int32,
@@ -114,10 +114,9 @@ def survey_kernel(
     live = at < columns
     x = tl.load(logits + row * logits_stride + at, mask=live, other=float("-inf"))
     key = key_of(x)
-    if keys_ptr is not None:
-        chunk = first // CHUNK + tl.arange(0, TILE // CHUNK)
-        highest = tl.max(tl.reshape(tl.where(live, key, NO_LOGIT), (TILE // CHUNK, CHUNK)), axis=1)
-        tl.store(keys_ptr + row * chunks + chunk, highest, mask=chunk < chunks)
+    chunk = first // CHUNK + tl.arange(0, TILE // CHUNK)
+    highest = tl.max(tl.reshape(tl.where(live, key, NO_LOGIT), (TILE // CHUNK, CHUNK)), axis=1)
+    tl.store(keys_ptr + row * chunks + chunk, highest, mask=chunk < chunks)
     place = tl.where(live & (x != float("-inf")), _place(key, first_token + at) + (ORDER << 31), 0)
     best = tl.max(tl.where(x != x, NAN_KEY, place), axis=0)
     finite = tl.max((tl.abs(x) < float("inf")).to(tl.int32), axis=0)
@@ -207,13 +206,82 @@ def few_kernel(
 
 
 @jit(
-    do_not_specialize=["columns", "first_token", "unit", "done", "width", "blocks"],
+    do_not_specialize=["target_stride", "vocab_size", "chunks"],
+    do_not_specialize_on_alignment=["target_ptr", "out_ptr"],
+)
+def floor_kernel(
+    keys_ptr,  # (B, chunks) int32, of ``survey_kernel``
+    target_ptr,  # (B,) or (1,) int64: top-k
+    target_stride: tl.int64,
+    out_ptr,  # (B,) int64, out: a place that no token of the first k is below; ``LOWEST`` where top-k is off
+    vocab_size: tl.int32,
+    chunks: tl.int32,
+    CHUNKS: tl.constexpr,  # at least ``chunks``
+):
+    """As many chunks have a token there, or above. Grid: (B,)."""
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.load(target_ptr + row * target_stride)
+    floor = tl.full((), LOWEST_PLACE, tl.int64)
+    if (k > 0) & (k < vocab_size) & (k <= chunks):
+        chunk = tl.arange(0, CHUNKS)
+        keys = tl.load(keys_ptr + row * chunks + chunk, mask=chunk < chunks, other=0)
+        places = tl.where(chunk < chunks, _place(keys, chunk), LOWEST_PLACE)
+        reached = places >= _first_of(places, k)
+        floor = (tl.min(tl.where(reached, places, _HIGHEST), axis=0) >> 31) << 31
+    tl.store(out_ptr + row, floor)
+
+
+@jit
+def _tokens_of(passing, chunk, columns, FEW: tl.constexpr, CHUNK: tl.constexpr):
+    """(FEW * CHUNK,) int32: the tokens of the chunks that pass, FEW at most; behind them ``columns``."""
+    nth = tl.cumsum(passing.to(tl.int32), axis=0) - 1
+    slot = tl.arange(0, FEW)
+    here = passing[None, :] & (nth[None, :] == slot[:, None])
+    first = tl.sum(tl.where(here, chunk[None, :] * CHUNK, 0), axis=1)
+    token = first[:, None] + tl.arange(0, CHUNK)[None, :]
+    there = slot < tl.sum(passing.to(tl.int32), axis=0)
+    return tl.reshape(tl.where(there[:, None], token, columns), (FEW * CHUNK,))
+
+
+@jit
+def _add_up(
+    of_row, at, columns, found, limits_ptr, tops_ptr, temperatures_ptr, out_ptr, row, first_token, unit, done, width,
+    MASSES: tl.constexpr,
+):  # fmt: skip
+    """The amounts of the tokens at some columns: see ``histogram_kernel``."""
+    live = at < columns
+    x = tl.load(of_row + at, mask=live, other=float("-inf"))
+    key = key_of(x)
+    order = key.to(tl.int64) + ORDER
+    there = live & ((order >> (32 - done)) == found)
+    if limits_ptr is not None:
+        there = there & (_place(key, first_token + at) >= tl.load(limits_ptr + row))
+    left = there.to(tl.int32)
+    if tl.max(left, axis=0) != 0:
+        if MASSES:
+            amounts = _mass(x, tl.load(tops_ptr + row), tl.load(temperatures_ptr + row), unit)
+        else:
+            amounts = tl.full(x.shape, 1, tl.int64)
+        bins = 1 << width
+        digit = bins - 1 - ((order >> (32 - done - width)) & (bins - 1)).to(tl.int32)
+        out = out_ptr + row * bins
+        for _ in range(_SOME):
+            one = tl.min(tl.where(left != 0, digit, bins), axis=0)
+            same = (left != 0) & (digit == one)
+            tl.atomic_add(out + one, tl.sum(tl.where(same, amounts, 0), axis=0), mask=one < bins, sem="relaxed")
+            left = tl.where(same, 0, left)
+        tl.atomic_add(out + digit, amounts, mask=left != 0, sem="relaxed")
+
+
+@jit(
+    do_not_specialize=["columns", "first_token", "unit", "done", "width", "chunks", "blocks"],
     do_not_specialize_on_alignment=["found_ptr", "limits_ptr", "tops_ptr", "temperatures_ptr", "out_ptr"],
 )
 def histogram_kernel(
     logits,  # (B, n) float32
     logits_stride,
     columns: tl.int32,
+    keys_ptr,  # (B, chunks) int32, of ``survey_kernel``
     found_ptr,  # (B, 2) int64: of the key, from 0 up, the first ``done`` bits
     limits_ptr,  # (B,) int64: the least place of a token that counts; None: all do
     tops_ptr,  # (B,) float32
@@ -223,36 +291,38 @@ def histogram_kernel(
     unit: tl.int64,
     done: tl.int32,
     width: tl.int32,
+    chunks: tl.int32,
     blocks: tl.int32,
     MASSES: tl.constexpr,
     TILE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    FEW: tl.constexpr,
 ):
-    """Grid: (blocks * B,). A row's logits are mostly alike, so in the first digits many tokens share a few: their amounts are
-    added up here, those of other digits in memory."""
+    """Grid: (blocks * B,). Of chunks that have no token with such a key, or from the limit on, no logit is read. A row's logits
+    are mostly alike, so in the first digits many tokens share a few: their amounts are added up here, those of other digits in
+    memory."""
     row = (tl.program_id(0) // blocks).to(tl.int64)
-    at = tl.program_id(0) % blocks * TILE + tl.arange(0, TILE)
-    live = at < columns
-    x = tl.load(logits + row * logits_stride + at, mask=live, other=float("-inf"))
-    key = key_of(x)
-    order = key.to(tl.int64) + ORDER
-    there = live & ((order >> (32 - done)) == tl.load(found_ptr + row * 2))
+    first = tl.program_id(0) % blocks * (TILE // CHUNK)
+    chunk = first + tl.arange(0, TILE // CHUNK)
+    reach = tl.load(keys_ptr + row * chunks + chunk, mask=chunk < chunks, other=NO_LOGIT).to(tl.int64)
+    found = tl.load(found_ptr + row * 2)
+    passing = (chunk < chunks) & ((reach + ORDER) >> (32 - done) >= found)
     if limits_ptr is not None:
-        there = there & (_place(key, first_token + at) >= tl.load(limits_ptr + row))
-    left = there.to(tl.int32)
-    if tl.max(left, axis=0) != 0:
-        if MASSES:
-            amounts = _mass(x, tl.load(tops_ptr + row), tl.load(temperatures_ptr + row), unit)
-        else:
-            amounts = tl.full((TILE,), 1, tl.int64)
-        bins = 1 << width
-        digit = bins - 1 - ((order >> (32 - done - width)) & (bins - 1)).to(tl.int32)
-        of_row = out_ptr + row * bins
-        for _ in range(_SOME):
-            one = tl.min(tl.where(left != 0, digit, bins), axis=0)
-            same = (left != 0) & (digit == one)
-            tl.atomic_add(of_row + one, tl.sum(tl.where(same, amounts, 0), axis=0), mask=one < bins, sem="relaxed")
-            left = tl.where(same, 0, left)
-        tl.atomic_add(of_row + digit, amounts, mask=left != 0, sem="relaxed")
+        passing = passing & (reach >= tl.load(limits_ptr + row) >> 31)
+    passed = tl.sum(passing.to(tl.int32), axis=0)
+    of_row = logits + row * logits_stride
+    if passed > FEW:
+        at = first * CHUNK + tl.arange(0, TILE)
+        _add_up(
+            of_row, at, columns, found, limits_ptr, tops_ptr, temperatures_ptr, out_ptr, row, first_token, unit, done, width,
+            MASSES,
+        )  # fmt: skip
+    elif passed > 0:
+        at = _tokens_of(passing, chunk, columns, FEW, CHUNK)
+        _add_up(
+            of_row, at, columns, found, limits_ptr, tops_ptr, temperatures_ptr, out_ptr, row, first_token, unit, done, width,
+            MASSES,
+        )  # fmt: skip
 
 
 @jit(
@@ -349,30 +419,51 @@ def digit_kernel(
         tl.store(limits_ptr + row, tl.maximum(tl.load(limits_ptr + row), limit))
 
 
+@jit
+def _least_of(of_row, at, columns, top, temperature, min_p):
+    """The lowest key from ``min_p`` on, of the tokens at some columns, as a place."""
+    live = at < columns
+    x = tl.load(of_row + at, mask=live, other=float("-inf"))
+    passes = live & (_share(x, top, temperature) >= min_p.to(tl.float64))
+    return tl.min(tl.where(passes, key_of(x).to(tl.int64) << 31, _HIGHEST), axis=0)
+
+
 @jit(
-    do_not_specialize=["columns", "min_p_stride", "blocks"],
+    do_not_specialize=["columns", "min_p_stride", "chunks", "blocks"],
     do_not_specialize_on_alignment=["min_p_ptr", "tops_ptr", "temperatures_ptr", "out_ptr"],
 )
 def least_kernel(
     logits,  # (B, n) float32
     logits_stride,
     columns: tl.int32,
+    keys_ptr,  # (B, chunks) int32, of ``survey_kernel``
     min_p_ptr,  # (B,) or (1,) float32
     min_p_stride: tl.int64,
     tops_ptr,  # (B,) float32
     temperatures_ptr,  # (B,) float32
     out_ptr,  # (B,) int64, ``HIGHEST``; out
+    chunks: tl.int32,
     blocks: tl.int32,
     TILE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    FEW: tl.constexpr,
 ):
-    """Grid: (blocks * B,)."""
+    """Grid: (blocks * B,). Of chunks whose highest logit falls short by a hundredth no logit is read."""
     row = (tl.program_id(0) // blocks).to(tl.int64)
-    at = tl.program_id(0) % blocks * TILE + tl.arange(0, TILE)
-    live = at < columns
+    first = tl.program_id(0) % blocks * (TILE // CHUNK)
+    chunk = first + tl.arange(0, TILE // CHUNK)
     min_p = tl.load(min_p_ptr + row * min_p_stride)
-    x = tl.load(logits + row * logits_stride + at, mask=live, other=float("-inf"))
-    passes = live & (_share(x, tl.load(tops_ptr + row), tl.load(temperatures_ptr + row)) >= min_p.to(tl.float64))
-    least = tl.min(tl.where(passes, key_of(x).to(tl.int64) << 31, _HIGHEST), axis=0)
+    top, temperature = tl.load(tops_ptr + row), tl.load(temperatures_ptr + row)
+    reach = value_of(tl.load(keys_ptr + row * chunks + chunk, mask=chunk < chunks, other=0))
+    passing = (chunk < chunks) & (_share(reach, top, temperature) >= min_p.to(tl.float64) * 0.99)
+    passed = tl.where(min_p > 0.0, tl.sum(passing.to(tl.int32), axis=0), 0)
+    of_row = logits + row * logits_stride
+    least = tl.full((), _HIGHEST, tl.int64)
+    if passed > FEW:
+        least = _least_of(of_row, first * CHUNK + tl.arange(0, TILE), columns, top, temperature, min_p)
+    elif passed > 0:
+        at = _tokens_of(passing, chunk, columns, FEW, CHUNK)
+        least = _least_of(of_row, at, columns, top, temperature, min_p)
     tl.atomic_min(out_ptr + row, tl.where(min_p > 0.0, least, LOWEST_PLACE), sem="relaxed")
 
 
