@@ -100,6 +100,43 @@ def _language_patched_once_a_launch() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _types_made_when_asked_for() -> Iterator[None]:
+    """To Triton's interpreter every value has a shape, which is a tuple, whose type has a name: hardly anybody asks for these,
+    and they take a fifth of its time in these tests, with a table of all dtypes that is made whenever one is looked up."""
+    if DEVICE.type == "cuda" or COMPILED or importlib.util.find_spec("triton") is None:
+        yield
+        return
+    from triton.language import core
+    from triton.runtime import interpreter
+
+    look_up, known = interpreter._get_np_dtype, {}
+
+    def np_dtype(dtype: Any) -> Any:
+        name = dtype.scalar.name
+        if name not in known:
+            known[name] = look_up(dtype)
+        return known[name]
+
+    def make_tuple(self: Any, args: Any, type: Any = None) -> None:
+        self.values = list(args)
+        if type is not None:
+            self.type = type if isinstance(type, core.tuple_type) else core.tuple_type(type)
+
+    def tuple_type(self: Any) -> Any:
+        if "_type" not in vars(self):
+            self._type = core._type_for_tuple_values(self.values)
+        return self._type
+
+    with pytest.MonkeyPatch.context() as replaced:
+        replaced.setattr(interpreter, "_get_np_dtype", np_dtype)
+        replaced.setattr(core.tuple, "__init__", make_tuple)
+        replaced.setattr(
+            core.tuple, "type", property(tuple_type, lambda self, type: setattr(self, "_type", type)), raising=False
+        )
+        yield
+
+
 def pytest_addoption(parser):
     parser.addoption("--part", default="1/1", metavar="K/N", help="one of N parts of the tests, by a hash of their names")
     parser.addoption(
