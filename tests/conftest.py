@@ -103,7 +103,7 @@ def _language_patched_once_a_launch() -> Iterator[None]:
 @pytest.fixture(autouse=True, scope="session")
 def _types_made_when_asked_for() -> Iterator[None]:
     """To Triton's interpreter every value has a shape, which is a tuple, whose type has a name: hardly anybody asks for these,
-    and they take a fifth of its time in these tests, with a table of all dtypes that is made whenever one is looked up."""
+    and they take 30 % of its time in these tests, with a table of all dtypes that is made whenever one is looked up."""
     if DEVICE.type == "cuda" or COMPILED or importlib.util.find_spec("triton") is None:
         yield
         return
