@@ -64,6 +64,8 @@ Peer to peer (transport ``p2p``)
     What a request asks for takes several rounds (``distributed/requests``), each a launch of its own and a step of this
     protocol, with words in the place of packed winners. A word has the details of a row, and tags into which a hash of the
     request is mixed: so a round agrees with none of another request, nor with a plain step, and its details then do not differ.
+    Where the sampling kernel does all of a request, or there are drafts to be matched, a round of one word, the hash itself,
+    comes before its launch.
 
     One ``TensorParallel`` is used by one step at a time, in the same order on all ranks, like any collective.
 
