@@ -84,6 +84,7 @@ class Ranks:
             if mask is not None and numbers is not None:
                 said[rank] = torch.tensor([numbers[rank]], device=DEVICE)
         rounds = importlib.import_module("flashsampling.impl.triton.rounds") if numbers else None
+        always = torch.ones(1, dtype=torch.int32, device=DEVICE)
         failed = torch.zeros(self.size, 1, dtype=torch.int64, device=DEVICE)
         synchronize()
         out = {}
@@ -91,7 +92,7 @@ class Ranks:
             for rank, step in steps.items():
                 with self.stream(rank):
                     if rounds is not None and rank in said:
-                        rounds.swap(self.tables[rank].data_ptr(), said[rank], self.size, failed[rank], said[rank], step)
+                        rounds.swap(self.tables[rank].data_ptr(), said[rank], self.size, failed[rank], said[rank], always, step)
                     out[rank] = BACKENDS[self.impl].run(step).ids
         synchronize()
         return out
@@ -396,12 +397,12 @@ class Rounds(Ranks):
     """The same, whose ranks swap words."""
 
     def swap(
-        self, words: dict[int, Tensor], problem: Problem, requests: dict[int, int] | None = None
+        self, words: dict[int, Tensor], problem: Problem, requests: dict[int, int] | None = None, wanted: int = 1
     ) -> dict[int, tuple[Tensor, bool]]:
         """All ranks' words, (ranks, n), and whether the group has failed, by rank."""
         from flashsampling.impl.triton import rounds
 
-        out = {}
+        out, flag = {}, torch.tensor([wanted], dtype=torch.int32, device="cuda")
         step = problem.step()
         failed = {rank: torch.zeros(1, dtype=torch.int64, device="cuda") for rank in words}
         hashes = {rank: torch.tensor([(requests or {}).get(rank, 12345 << 40)], device="cuda") for rank in words}
@@ -409,7 +410,7 @@ class Rounds(Ranks):
         for rank, mine in words.items():
             with torch.cuda.stream(self.streams[rank]):
                 table = self.tables[rank].data_ptr()
-                out[rank] = rounds.swap(table, mine, self.size, failed[rank], hashes[rank], step)
+                out[rank] = rounds.swap(table, mine, self.size, failed[rank], hashes[rank], flag, step)
         torch.cuda.synchronize()
         return {rank: (theirs, bool(failed[rank])) for rank, theirs in out.items()}
 
@@ -445,6 +446,23 @@ def test_words_reach_all_ranks(loaded, size):
 
 
 @pytest.mark.gpu
+def test_words_that_nobody_wants_are_no_step(loaded):
+    """Between others, whose slots and numbers are as they were; also if not all ranks come to it at once, or ever."""
+    ranks, taken = Rounds("triton", 3, 5000), 0
+    for step, wanted in enumerate((1, 0, 0, 1, 0, 1, 1)):
+        words = some_words(3, 3000, seed=step)
+        if wanted == 0 and step > 1:
+            words.pop(step % 3)
+        out = ranks.swap(words, problem_of(5), wanted=wanted)
+        assert not any(failed for _, failed in out.values())
+        if wanted:
+            assert all(torch.equal(theirs, torch.stack(list(words.values()))) for theirs, _ in out.values())
+        taken += wanted
+        ranks.assert_empty()
+        assert (ranks.tables[:, exchange.TABLE_STEPS] == taken).all()
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("count", [6, 3000])
 @pytest.mark.parametrize(("size", "odd"), [(2, 1), (3, 0), (3, 2)])
 def test_a_rank_whose_request_differs(loaded, size, odd, count):
@@ -461,6 +479,7 @@ def test_a_rank_whose_request_differs(loaded, size, odd, count):
 
             failed = torch.zeros(1, dtype=torch.int64, device="cuda")
             request = torch.tensor([7 << 40], device="cuda")
+            always = torch.ones(1, dtype=torch.int32, device="cuda")
             shard = problem.weight.clone()
             part = Shard(0, ranks.tables[odd].data_ptr())
             plain = problem.step(weight=shard, vocab_size=problem.vocab, shard=part)
@@ -469,7 +488,7 @@ def test_a_rank_whose_request_differs(loaded, size, odd, count):
                 tokens = importlib.import_module("flashsampling.impl.triton").run(plain).ids
             for rank, mine in words.items():
                 with torch.cuda.stream(ranks.streams[rank]):
-                    rounds.swap(ranks.tables[rank].data_ptr(), mine, size, failed, request, problem.step())
+                    rounds.swap(ranks.tables[rank].data_ptr(), mine, size, failed, request, always, problem.step())
             torch.cuda.synchronize()
             assert (tokens == -1).all()
             assert failed.item() != 0

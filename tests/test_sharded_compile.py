@@ -30,7 +30,7 @@ class Nobody(Rehearsal):
 
 
 def names(batch=BATCH, **asked):
-    part = Part(Nobody(RANKS, 1 << 16), BACKENDS["triton"], [(0, VOCAB), (VOCAB, 2 * VOCAB)], 0, 2 * VOCAB)
+    part = Part(Nobody(RANKS, 1 << 16, True), BACKENDS["triton"], [(0, VOCAB), (VOCAB, 2 * VOCAB)], 0, 2 * VOCAB)
     ones, ids = torch.ones(batch), torch.zeros(batch, dtype=torch.int64)
     states, weight = torch.zeros(batch, DIM, dtype=torch.bfloat16), torch.zeros(VOCAB, DIM, dtype=torch.bfloat16)
     known = {kernel.hash for kernel in compiled}
@@ -83,12 +83,12 @@ RANKS, VOCAB, DIM = 2, 1024, 64
 
 
 class Real(Rehearsal):
-    def swap(self, words, step):  # memory of its own, as what a kernel or a collective wrote
+    def swap(self, words, step, wanted=None):  # memory of its own, as what a kernel or a collective wrote
         return torch.stack([words] * self.ranks)
 
 
 def drawn(kind, batch):
-    part = Part(kind(RANKS, 1 << 16), BACKENDS["triton"], [(0, VOCAB), (VOCAB, 2 * VOCAB)], 0, 2 * VOCAB)
+    part = Part(kind(RANKS, 1 << 16, True), BACKENDS["triton"], [(0, VOCAB), (VOCAB, 2 * VOCAB)], 0, 2 * VOCAB)
     ones, ids = torch.ones(batch), torch.zeros(batch, dtype=torch.int64)
     states, weight = torch.zeros(batch, DIM, dtype=torch.bfloat16), torch.zeros(VOCAB, DIM, dtype=torch.bfloat16)
     asked = Asked(top_k=torch.ones(batch, dtype=torch.int32), top_p=ones, min_p=ones, logprobs=True, top_logprobs=2)

@@ -516,12 +516,12 @@ def test_a_failed_step_has_no_token(impl):
     """Whatever its words are."""
 
     class Failed:
-        room = 4096
+        room, skips = 4096, False
 
         def begin(self, step: Step) -> None:
             pass
 
-        def swap(self, words: Tensor, step: Step) -> Tensor:
+        def swap(self, words: Tensor, step: Step, wanted: Tensor | None = None) -> Tensor:
             return torch.randint(-(2**63), 2**63 - 1, (3, len(words)), generator=generator)
 
         def end(self) -> Tensor:

@@ -51,20 +51,22 @@ class Board:
 
 
 class Transport:
-    """A rank's; it counts its messages."""
+    """A rank's; it counts its messages. Of what nobody is said to want it gives words that would be found."""
 
-    def __init__(self, board: Board, rank: int, room: int) -> None:
-        self.board, self.rank, self.room, self.messages = board, rank, room, 0
+    def __init__(self, board: Board, rank: int, room: int, skips: bool = False) -> None:
+        self.board, self.rank, self.room, self.skips, self.messages = board, rank, room, skips, 0
 
     def begin(self, step: Step) -> None:
         self.messages = 0
 
-    def swap(self, words: Tensor, step: Step) -> Tensor:
+    def swap(self, words: Tensor, step: Step, wanted: Tensor | None = None) -> Tensor:
         assert words.dtype == torch.int64
         assert words.ndim == 1
         assert 1 <= len(words) <= self.room
         self.messages += 1
-        return self.board.swap(self.rank, words)
+        theirs = self.board.swap(self.rank, words)
+        is_wanted = wanted is None or wanted.item() != 0 or not self.skips
+        return theirs if is_wanted else torch.full_like(theirs, 2**62 - 12345)
 
     def end(self) -> None:
         pass
@@ -95,10 +97,12 @@ def on_all_ranks(board: Board, work: Callable[[int], None]) -> None:
     assert not errors
 
 
-def run(step: Step, ranges: list[tuple[int, int]], impl: str = "streaming", room: int = 2048) -> tuple[Drawn, int]:
+def run(
+    step: Step, ranges: list[tuple[int, int]], impl: str = "streaming", room: int = 2048, skips: bool = False
+) -> tuple[Drawn, int]:
     """What every rank gives, the same bits, and in how many messages."""
     board, outs = Board(len(ranges)), {}
-    transports = [Transport(board, rank, room) for rank in range(len(ranges))]
+    transports = [Transport(board, rank, room, skips) for rank in range(len(ranges))]
 
     def work(rank: int) -> None:
         first, last = ranges[rank]
@@ -172,7 +176,7 @@ def test_kernels_do_it_too(impl):
             continue
         dtype = torch.float32 if impl == "triton" and DEVICE.type == "cpu" else torch.bfloat16
         step = step._replace(hidden_states=step.hidden_states.to(dtype), weight=step.weight.to(dtype))
-        ours, _ = run(step, cut(mix, step.vocab_size), impl)
+        ours, _ = run(step, cut(mix, step.vocab_size), impl, skips=mix.random.random() < 0.5)
         agrees(ours, step, 1e-4 if step.asked.soft_cap else 3e-5)
         rows += len(step.hidden_states)
         if rows >= wanted:
@@ -192,7 +196,7 @@ def test_a_message_of_a_failed_step_is_as_large_as_any():
     """As ``nccl`` gives it where nothing was sent: kernels would read behind the end of it."""
 
     class Failed(Transport):
-        def swap(self, words: Tensor, step: Step) -> Tensor:
+        def swap(self, words: Tensor, step: Step, wanted: Tensor | None = None) -> Tensor:
             return words.expand(3, -1)
 
     step = flat(2, 40, Asked(top_p=0.5))
@@ -311,7 +315,7 @@ def test_a_call_that_raises_leaves_nothing_to_the_next_step():
     """Wherever it raised: in the middle, or where it begins."""
 
     class Raises:
-        room, module = 2048, None
+        room, skips, module = 2048, False, None
 
         def __init__(self, where: str, error: type[BaseException]) -> None:
             self.module, self.where, self.error = self, where, error
@@ -343,12 +347,12 @@ def test_a_failed_step_has_no_token():
     """Nor a number, whatever its words are."""
 
     class Failed:
-        room = 2048
+        room, skips = 2048, False
 
         def begin(self, step: Step) -> None:
             pass
 
-        def swap(self, words: Tensor, step: Step) -> Tensor:
+        def swap(self, words: Tensor, step: Step, wanted: Tensor | None = None) -> Tensor:
             return words.expand(3, -1)
 
         def end(self) -> Tensor:
@@ -557,7 +561,7 @@ def test_shards_of_a_vocabulary_wider_than_the_hash_s_factors():
 class Stub:
     """A transport and a backend of tensors without values."""
 
-    room = 2048
+    room, skips = 2048, False
 
     def __init__(self, hashes: Hashes) -> None:
         self.module, self.shard_limits, self.shard_parts, self.hashes = self, limits, parts, hashes
@@ -565,7 +569,7 @@ class Stub:
     def begin(self, step: Step) -> None:
         self.hashes.of_request(step)
 
-    def swap(self, words: Tensor, step: Step) -> Tensor:
+    def swap(self, words: Tensor, step: Step, wanted: Tensor | None = None) -> Tensor:
         return words.expand(3, -1).clone()
 
     def end(self) -> Tensor:

@@ -34,29 +34,31 @@ shards.processed(step._replace(asked=Asked(token_mask=asked.token_mask)), logits
 shards.processed(step._replace(asked=Asked(logit_scale=2.0)), logits)
 shards.shard_winners(step, logits, seeds)
 one = ints(1, dtype=torch.int64)
-rounds.swap(1 << 40, ints(4096, dtype=torch.int64), 8, one, one, step)
-rounds.swap(1 << 40, ints(4096, dtype=torch.int64)[1:4], 8, one, ints(2, dtype=torch.int64)[1:], step)
+rounds.swap(1 << 40, ints(4096, dtype=torch.int64), 8, one, one, ints(1), step)
+rounds.swap(1 << 40, ints(4096, dtype=torch.int64)[1:4], 8, one, ints(2, dtype=torch.int64)[1:], ints(2)[1:], step)
 assert compiled.pop() is compiled[-1]  # of no other alignment, as other ranks may wait by then
 scale, parts = Scale(torch.zeros(2), torch.ones(2), 1 << 45), Shards(1, [(0, first), (first, first + vocab)], 512)
 
-def meet(words):
+def meet(words, wanted=None):
     return torch.zeros(2, *words.shape, dtype=torch.int64)
 
 for top_k in (20, 128):
     _, keys = limits.highest(step, logits)
     limits.of_few(meet, logits, keys, top_k, 0.9, scale, parts)
+ks, shapes = ints(2, dtype=torch.int64), (meet, logits, keys)
+limits.of_top_k_and_p(*shapes, ks, torch.ones(2), scale, first + vocab, parts)
+limits.of_top_k_and_p(*shapes, ints(2), 0.9, scale, first + vocab, parts)
 limit = limits.of_top_k(meet, logits, keys, ints(2), scale, first + vocab, parts)
 limits.of_top_p(meet, logits, keys, scale, torch.ones(2), limit, first + vocab, parts)
 limits.of_top_p(meet, logits, keys, scale, 0.5, None, first + vocab, parts)
 limits.of_min_p(logits, keys, scale, 0.5)
-for rough in (False, True):
-    limits.mass_of(logits, seeds, scale, first, rough)
+limits.mass_of(logits, seeds, scale, first)
 different = {kernel.hash: kernel for kernel in compiled}
 for kernel in different.values():
     assert kernel.metadata.shared <= 48 * 1024
     usage = kernel.asm["cubin"]
     print(kernel.metadata.name, len(usage))
-assert len(different) == 5 + 15, len(different)  # a width of digits, a place of a row compile nothing
+assert len(different) == 5 + 18, len(different)  # a width of digits, a place of a row compile nothing
 """
 
 

@@ -40,12 +40,12 @@ hashes = Hashes(64, torch.device("cpu"))
 
 
 class Nobody:
-    room = 1 << 14
+    room, skips = 1 << 14, True
 
     def begin(self, step):
         of_request(hashes, step)
 
-    def swap(self, words, step):
+    def swap(self, words, step, wanted=None):
         return words.expand(len(RANGES), -1).contiguous()
 
     def end(self):

@@ -38,6 +38,7 @@ class Gloo:
     """
 
     name = "gloo"
+    skips = False
 
     def __init__(
         self, group: dist.ProcessGroup | None, rendezvous: Rendezvous, max_batch_size: int, capacity: int, seconds: float
@@ -83,7 +84,7 @@ class Gloo:
         rows["alike"] = _on_host(step.alike)
         self._hashes.write(self._header, step._replace(**rows))
 
-    def swap(self, words: Tensor, step: Step) -> Tensor:
+    def swap(self, words: Tensor, step: Step, wanted: Tensor | None = None) -> Tensor:
         """As the protocol says: raises."""
         return self._swapped(words.cpu()).to(words.device)
 

@@ -395,7 +395,7 @@ class TensorParallel:
             return backend.run(step)
         if backend.runs_on_shard(step):
             return backend.run(step._replace(shard=self._transport.rehearsal(self.first_token)))
-        rounds = Rehearsal(self.world_size, self._transport.room)
+        rounds = Rehearsal(self.world_size, self._transport.room, self._transport.skips)
         return requests.draw(requests.Part(rounds, backend, self._ranges, self.rank, self.vocab_size), step)
 
     @contextmanager

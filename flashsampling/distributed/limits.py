@@ -18,7 +18,7 @@ What a search takes: 13 bytes per logit of the shard, and temporary ones for som
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -32,7 +32,17 @@ FEW = 128  # tokens, at most, of which a rank sends the places: no more messages
 _DIGIT = 8  # bits, at most
 _AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 24}  # logits
 
-Meet = Callable[[Tensor], Tensor]  # (B, n) int64 -> (ranks, B, n), contiguous: all ranks'
+
+class Meet(Protocol):
+    """A round."""
+
+    def __call__(
+        self,
+        words: Tensor,  # (B, n) int64
+        wanted: Tensor | None = None,  # (1,) int32, the same on all ranks: 0 if nobody reads what comes back; None: 1
+    ) -> Tensor:
+        """(ranks, B, n), contiguous: all ranks'."""
+        ...
 
 
 def are_few(top_k: Tensor | int) -> bool:
@@ -321,7 +331,6 @@ def mass_of(
     limit: Tensor,  # (B,) int64
     scale: Scale,
     first_token: int,
-    rough: bool,  # an error of 1e-6 is nothing to whoever asks
 ) -> Tensor:
     """(B, 1) int64: the mass of a shard's tokens from the limit on."""
 

@@ -65,6 +65,7 @@ class Nccl:
     """
 
     name = "nccl"
+    skips = False
 
     def __init__(
         self,
@@ -167,7 +168,7 @@ class Nccl:
         self._count_left_out()
         self._hashes.write(self._message, step)
 
-    def swap(self, words: Tensor, step: Step) -> Tensor:
+    def swap(self, words: Tensor, step: Step, wanted: Tensor | None = None) -> Tensor:
         """As the protocol says. Raises nothing."""
         messages = self._gathered(words)
         return words.expand(self._ranks, -1) if messages is None else messages.clone()  # the next message's place

@@ -177,6 +177,7 @@ class PeerToPeer:
     """
 
     name = "p2p"
+    skips = True
 
     def __init__(
         self,
@@ -203,6 +204,7 @@ class PeerToPeer:
             self._context = context.value
             self._hashes = Hashes(max_batch_size, device)
             self._nothing_asked = torch.zeros(1, dtype=torch.int64, device=device)
+            self._always = torch.ones(1, dtype=torch.int32, device=device)
             self._request = self._asked_failed = self._nothing_asked
             told = torch.zeros(2, dtype=torch.int64, device="cpu", pin_memory=True)
             _kept.append(told)
@@ -284,14 +286,15 @@ class PeerToPeer:
         self._request = of_request(self._hashes, step)
         self._asked_failed = torch.zeros(1, dtype=torch.int64, device=self._device)
 
-    def swap(self, words: Tensor, step: Step) -> Tensor:
-        """As the protocol says: a launch that is a step of the protocol, whichever kernel the group's plain steps run."""
-        return self._swap(words, self._asked_failed, self._request, step)
+    def swap(self, words: Tensor, step: Step, wanted: Tensor | None = None) -> Tensor:
+        """As the protocol says: a launch that is a step of the protocol, whichever kernel the group's plain steps run; if it is
+        not wanted, of no step."""
+        return self._swap(words, self._asked_failed, self._request, step, wanted)
 
-    def _swap(self, words: Tensor, failed: Tensor, request: Tensor, step: Step) -> Tensor:
+    def _swap(self, words: Tensor, failed: Tensor, request: Tensor, step: Step, wanted: Tensor | None = None) -> Tensor:
         from ..impl.triton import rounds  # comes with torch for CUDA
 
-        return rounds.swap(self._table, words, self._ranks, failed, request, step)
+        return rounds.swap(self._table, words, self._ranks, failed, request, self._always if wanted is None else wanted, step)
 
     def end(self) -> Tensor:
         """As the protocol says. Of a graph that is recorded just now nothing may be left over: compilers take it for a leak."""

@@ -40,7 +40,7 @@ def reject(part: Part, step: Step) -> Drawn:
     with rounds(part, step):
         meet, kept = prepare(part, step)
         positions = len(kept.limit)
-        met = meet(torch.cat([mass_of(part, kept, rough=False)[:, 0], _shares(kept, drafted).flatten()]))
+        met = meet(torch.cat([mass_of(part, kept)[:, 0], _shares(kept, drafted).flatten()]))
         mass = met[:, :positions].sum(dim=0).double() / kept.scale.unit
         shares = met[:, positions:].sum(dim=0).view(torch.float64).view(drafted.token_ids.shape)
         num_accepted = _accepted(kept, drafted, mass, shares, part.vocab_size)

@@ -129,8 +129,8 @@ def prepare(part: Part, step: Step) -> tuple[Meet, Kept]:
         raw = processed = torch.empty((batch, 0), dtype=torch.float32, device=device)
     logits = _Logits(raw, processed)
 
-    def meet(words: Tensor) -> Tensor:
-        messages = [transport.swap(some, step) for some in words.contiguous().view(-1).split(transport.room)]
+    def meet(words: Tensor, wanted: Tensor | None = None) -> Tensor:
+        messages = [transport.swap(some, step, wanted) for some in words.contiguous().view(-1).split(transport.room)]
         theirs = messages[0] if len(messages) == 1 else torch.cat(messages, dim=1)
         return theirs.contiguous().view(-1, *words.shape)  # kernels count on it
 
@@ -148,9 +148,14 @@ def _limits(
     """(B,) int64: the places from which on the filters keep this rank's tokens."""
     passes, limit = part.backend.shard_limits, None
     names = asked.names()
-    if limits.are_few(asked.top_k) and not asked.may_be_joint():
-        limit = passes.of_few(meet, processed, known, asked.top_k, asked.top_p, scale, shards)
-        names = [name for name in names if name not in ("top_k", "top_p")]
+    if "top_k" in names and not asked.may_be_joint():
+        if limits.are_few(asked.top_k):
+            limit = passes.of_few(meet, processed, known, asked.top_k, asked.top_p, scale, shards)
+            names = [name for name in names if name not in ("top_k", "top_p")]
+        elif isinstance(asked.top_k, Tensor) and part.transport.skips:
+            vocab_size = part.vocab_size
+            limit = passes.of_top_k_and_p(meet, processed, known, asked.top_k, asked.top_p, scale, vocab_size, shards)
+            names = [name for name in names if name not in ("top_k", "top_p")]
     if "top_k" in names:
         limit = passes.of_top_k(meet, processed, known, asked.top_k, scale, part.vocab_size, shards)
     if "top_p" in names:
@@ -170,7 +175,7 @@ def _drawn(meet: Meet, part: Part, kept: Kept) -> Drawn:
     """All parts of what a step gives, once it is known what is kept."""
     local, logits, parts = kept.local, kept.logits, part.backend.shard_parts
     winners = winners_of(part.backend, local, logits.processed, kept.limit)
-    words = parts.words(kept, winners, mass_of(part, kept, rough=True) if local.asked.logprobs else None)
+    words = parts.words(kept, winners, mass_of(part, kept) if local.asked.logprobs else None)
     drawn, raw = parts.conclude(meet(words), kept)
     if raw is not None:
         parts.put_ranks(drawn, meet(parts.above(logits.raw, raw)), kept)
@@ -185,7 +190,7 @@ def winners_of(backend: Backend, local: Step, logits: Tensor, limit: Tensor) -> 
     return backend.module.shard_winners(local, logits, limit).view(shape)  # type: ignore[no-any-return]
 
 
-def mass_of(part: Part, kept: Kept, rough: bool) -> Tensor:
-    """(B, 1) int64: of what is kept of the shard; ``rough``: but for 1e-6 of it."""
+def mass_of(part: Part, kept: Kept) -> Tensor:
+    """(B, 1) int64: of what is kept of the shard."""
     processed, first = kept.logits.processed, kept.local.shard.first_token
-    return part.backend.shard_limits.mass_of(processed, kept.limit, kept.scale, first, rough)  # type: ignore[no-any-return]
+    return part.backend.shard_limits.mass_of(processed, kept.limit, kept.scale, first)  # type: ignore[no-any-return]

@@ -14,9 +14,11 @@ class Rounds(Protocol):
 
     Attributes:
         room: int64 words of a message.
+        skips: a message that is not wanted is not sent, which only who asks the device can know.
     """
 
     room: int
+    skips: bool
 
     def begin(self, step: Step) -> None:
         """Before the messages of a step that asks for something."""
@@ -26,8 +28,12 @@ class Rounds(Protocol):
         self,
         words: Tensor,  # (n,) int64, n from 1 to ``room``
         step: Step,
+        wanted: Tensor | None = None,
     ) -> Tensor:
-        """(ranks, n), of any strides: the words of all ranks; where the step has failed anything, or the failure is raised."""
+        """(ranks, n), of any strides: the words of all ranks; where the step has failed anything, or the failure is raised.
+
+        ``wanted`` is a number on the device, (1,) int32, the same on all ranks: if it is 0 nobody reads the words, and they may
+        be anything, of a message that need not be one."""
         ...
 
     def end(self) -> Tensor | None:
@@ -40,11 +46,12 @@ class Alone:
     """``Rounds`` of one rank."""
 
     room = 1 << 30
+    skips = False
 
     def begin(self, step: Step) -> None:
         """As the protocol says."""
 
-    def swap(self, words: Tensor, step: Step) -> Tensor:
+    def swap(self, words: Tensor, step: Step, wanted: Tensor | None = None) -> Tensor:
         """As the protocol says."""
         return words[None]
 
@@ -58,12 +65,13 @@ class Rehearsal(Alone):
     Args:
         ranks: of its group.
         room: words of a message.
+        skips: whether the group's transport does.
     """
 
-    def __init__(self, ranks: int, room: int) -> None:
-        self.ranks, self.room = ranks, room
+    def __init__(self, ranks: int, room: int, skips: bool = False) -> None:
+        self.ranks, self.room, self.skips = ranks, room, skips
 
-    def swap(self, words: Tensor, step: Step) -> Tensor:
+    def swap(self, words: Tensor, step: Step, wanted: Tensor | None = None) -> Tensor:
         """As the protocol says."""
         return words.expand(self.ranks, -1)
 

@@ -1,15 +1,20 @@
-"""``distributed/limits`` by kernels (``limits_kernels``): the same functions, the same rounds, and no tensor as large as a
-shard's logits, which each of them reads at most once.
+"""``distributed/limits`` by kernels (``limits_kernels``): the same functions, and no tensor as large as a shard's logits, which
+each of them reads at most once.
 
     survey     the highest place, whether anything is finite; and the chunks' highest keys, by which those that follow pass over
                chunks that have nothing for them
-    floor      of a top-k: the key that as many chunks reach
     top        the first k tokens: those of as many chunks, whose highest places are highest
-    few        where top-k and top-p end among all ranks' first tokens
-    histogram  of those that begin with what is found of the key, how many or how much mass have each next digit
-    digit      the digit in which what is wanted is reached; after the last one, the limit
-    least      the lowest key that min-p keeps
+    few        where top-k and top-p end among all ranks' first tokens, in rows whose k is not above those
+    floor      of another top-k: the key that as many chunks reach, from which on it is searched for
     mass       of what is kept
+    nucleus    of a top-p: likewise, the key from which on a token has mass enough to be its last
+    histogram  of an interval of keys that halves some times a digit: how many tokens, or how much mass, are in each part
+    digit      the part in which what is wanted is reached; after the last digit, the limit
+    least      the lowest key that min-p keeps
+
+A search has as many rounds as 32 bits have digits. But its interval begins as narrow as floor and top are, so that the last
+ones have nothing to do as a rule, nor has any where all rows are settled by their first tokens: ``Meet`` is told so, on the
+device.
 """
 
 from typing import TYPE_CHECKING
@@ -22,12 +27,15 @@ from ..filters import HIGHEST, LOWEST, column, keys_of, places_of
 from .config import next_power_of_2
 from .limits_kernels import (
     RANKS,
+    STATE,
     digit_kernel,
     few_kernel,
     floor_kernel,
     histogram_kernel,
     least_kernel,
     mass_kernel,
+    nucleus_kernel,
+    open_kernel,
     survey_kernel,
     top_kernel,
 )
@@ -40,6 +48,8 @@ CHUNK = 64  # tokens that have a highest key
 _FEW = 8  # chunks that a program looks at in place of all of a tile's
 _MOST = 1 << 20  # tokens whose chunks one program compares
 _BINS = 256
+_FIRST = 128  # tokens of a rank that settle a row whose top-k is not more
+_SOME = 4  # times as many places as there is room for: a row's that may be among the first
 _SLOTS = 32, 128  # places of a row: for log-probabilities and most values of top-k; for all that ``of_few`` takes
 _WARPS = 8
 
@@ -91,52 +101,103 @@ def first_places(
     first_token: int,
 ) -> Tensor:
     """(B, count) int64: those of the first tokens, ``LOWEST`` where there are not so many."""
-    (batch, columns), device = logits.shape, logits.device
+    places = torch.full((len(logits), count), LOWEST, dtype=torch.int64, device=logits.device)
+    _put_first_places(logits, keys, places, first_token)
+    return places
+
+
+def _put_first_places(logits: Tensor, keys: Tensor, places: Tensor, first_token: int) -> None:
+    """As ``first_places``, into (B, count), ``LOWEST`` so far."""
+    (batch, columns), device, count = logits.shape, logits.device, places.shape[1]
     if columns > _MOST:
         ids = torch.arange(first_token, first_token + columns, device=device)
-        return torch.stack([places_of(keys_of(row), ids).topk(count).values for row in logits])
-    chunks = keys.shape[1]
-    places = torch.full((batch, count), LOWEST, dtype=torch.int64, device=device)
+        places.copy_(torch.stack([places_of(keys_of(row), ids).topk(count).values for row in logits]))
+        return
+    chunks, slots = keys.shape[1], slots_of(count)
     top_kernel[(batch,)](
         logits,
         logits.stride(0),
         columns,
         keys,
         torch.empty((batch, count), dtype=torch.int32, device=device),
+        torch.empty((batch, _SOME * slots), dtype=torch.int64, device=device),
         places,
+        places.stride(0),
         first_token,
         chunks,
         count,
         CHUNKS=next_power_of_2(max(chunks, 1)),
-        SLOTS=slots_of(count),
+        SLOTS=slots,
         CHUNK=CHUNK,
+        SOME=_SOME * slots,
         num_warps=_WARPS,
     )
-    return places
+
+
+def _settled(
+    theirs: Tensor,  # (ranks, B, words) int64, which begin with the ranks' first places
+    count: int,
+    top_k: Tensor | None,  # (B, 1) or (1, 1) int64; None: count
+    top_p: Tensor | float,
+    scale: "Scale",
+    vocab_size: int,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Limits (B,) int64; of a ``top_k``, which rows have theirs, (B,) int32; and in how many others there is a top-p, (1,)."""
+    ranks, batch, words = theirs.shape
+    p, device = column(top_p, theirs.device), theirs.device
+    limit = torch.empty(batch, dtype=torch.int64, device=device)
+    settled = None if top_k is None else torch.empty(batch, dtype=torch.int32, device=device)
+    live = torch.zeros(1, dtype=torch.int32, device=device)
+    few_kernel[(batch,)](
+        theirs,
+        words,
+        top_k,
+        0 if top_k is None else _stride(top_k),
+        p,
+        _stride(p),
+        scale.top,
+        scale.temperature,
+        limit,
+        settled,
+        live,
+        batch,
+        ranks,
+        count,
+        vocab_size,
+        scale.unit,
+        PLACES=next_power_of_2(ranks * slots_of(count)),
+        num_warps=_WARPS,
+    )
+    return limit, settled, live
 
 
 def of_few(
     meet: "Meet", logits: Tensor, keys: Tensor, top_k: int, top_p: Tensor | float, scale: "Scale", shards: "Shards"
 ) -> Tensor:
     """See ``distributed.limits``: two launches."""
-    theirs = meet(first_places(logits, keys, top_k, shards.first))
-    batch = len(logits)
-    p = column(top_p, logits.device)
-    limit = torch.empty(batch, dtype=torch.int64, device=logits.device)
-    few_kernel[(batch,)](
-        theirs,
-        p,
-        _stride(p),
-        scale.top,
-        scale.temperature,
-        limit,
-        batch,
-        len(theirs),
-        top_k,
-        scale.unit,
-        PLACES=next_power_of_2(len(theirs) * slots_of(top_k)),
-        num_warps=_WARPS,
-    )
+    return _settled(meet(first_places(logits, keys, top_k, shards.first)), top_k, None, top_p, scale, 0)[0]
+
+
+def of_top_k_and_p(
+    meet: "Meet",
+    logits: Tensor,
+    keys: Tensor,
+    top_k: Tensor,
+    top_p: Tensor | float,
+    scale: "Scale",
+    vocab_size: int,
+    shards: "Shards",
+) -> Tensor:
+    """See ``distributed.limits``: as ``of_few``, then as the two that follow, of rows that need it."""
+    k = column(top_k, logits.device, torch.int64).long()
+    words = torch.full((len(logits), _FIRST + 1), LOWEST, dtype=torch.int64, device=logits.device)
+    _put_first_places(logits, keys, words[:, :_FIRST], shards.first)
+    _put_floors(keys, logits.shape[1], k, words[:, _FIRST], _FIRST, vocab_size)
+    theirs = meet(words)
+    limit, settled, live = _settled(theirs, _FIRST, k, top_p, scale, vocab_size)
+    _search_of_top_k(meet, logits, keys, k, theirs[:, :, _FIRST], limit, _FIRST, scale, vocab_size, shards)
+    if isinstance(top_p, Tensor) or top_p < 1.0:
+        limit = _of_top_p(meet, logits, keys, scale, top_p, limit, settled, live, vocab_size, shards)
     return limit
 
 
@@ -147,56 +208,62 @@ def _of_three(theirs: Tensor, shards: "Shards") -> Tensor:
     return torch.stack([before, own, theirs.sum(dim=0) - before - own])
 
 
+def _begun(batch: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """What ``_search`` is told of rows: states, lowest places, and, zero, in how many rows each digit is searched for."""
+    state = torch.empty((batch, STATE), dtype=torch.int64, device=device)
+    lowest = torch.empty(batch, dtype=torch.int64, device=device)
+    return state, lowest, torch.zeros(33, dtype=torch.int32, device=device)
+
+
 def _search(
     meet: "Meet",
     logits: Tensor,
     keys: Tensor,  # of chunks
-    target: Tensor,  # (B, 1) or (1, 1)
-    limit: Tensor | None,  # (B,) int64, of the tokens that count
+    limit: Tensor,  # (B,) int64, in and out: it rises to what is found
+    state: Tensor,
+    lowest: Tensor,
+    live: Tensor,
     scale: "Scale",
-    vocab_size: int,
     shards: "Shards",
     masses: bool,
-) -> Tensor:
-    """(B,) int64: the limit, or a higher one. Two launches a digit, and zeros."""
+) -> None:
+    """Two launches a digit, and zeros."""
     (batch, columns), device = logits.shape, logits.device
-    raised = torch.full((batch,), LOWEST, dtype=torch.int64, device=device) if limit is None else limit.clone()
-    blocks, most, done = blocks_of(logits), shards.digit_width(batch), 0
+    blocks, width = blocks_of(logits), shards.digit_width(batch)
     rank, before = shards.rank, sum(1 << rank for rank in shards.before())
-    widths = [min(most, 32 - first) for first in range(0, 32, most)]
-    found, *histograms = torch.zeros(
-        batch * sum([2, *(1 << width for width in widths)]), dtype=torch.int64, device=device
-    ).split([2 * batch, *(batch << width for width in widths)])
-    for width, amounts in zip(widths, histograms):
+    rounds = -(-32 // width)
+    histograms = torch.zeros((rounds, batch, 1 << width), dtype=torch.int64, device=device)
+    for nth, amounts in enumerate(histograms):
+        searched = live[nth : nth + 1]
         histogram_kernel[(batch * blocks,)](
+            searched,
             logits,
             logits.stride(0),
             columns,
             keys,
-            found,
-            limit,
+            state,
+            lowest,
             scale.top,
             scale.temperature,
             amounts,
             shards.first,
             scale.unit,
-            done,
             width,
             keys.shape[1],
             blocks,
-            MASSES=masses and done + width < 32,
+            MASSES=masses,
             **_shapes(),
             num_warps=_WARPS,
         )
-        theirs = meet(amounts.view(batch, -1))
+        theirs = meet(amounts, searched)
         if len(theirs) > 2 * RANKS:
             theirs, rank, before = _of_three(theirs, shards), 1, 1
         digit_kernel[(batch,)](
+            searched,
+            live[nth + 1 : nth + 2],
             theirs,
-            target,
-            _stride(target),
-            found,
-            raised,
+            state,
+            limit,
             logits,
             logits.stride(0),
             columns,
@@ -204,8 +271,6 @@ def _search(
             scale.temperature,
             shards.first,
             scale.unit,
-            vocab_size,
-            done,
             width,
             batch,
             len(theirs),
@@ -217,8 +282,6 @@ def _search(
             TILE=TILE,
             num_warps=_WARPS,
         )
-        done += width
-    return raised
 
 
 def _shapes() -> dict[str, int]:
@@ -226,26 +289,74 @@ def _shapes() -> dict[str, int]:
     return {"TILE": TILE, "CHUNK": CHUNK, "FEW": min(_FEW, TILE // CHUNK // 4)}
 
 
-def _floor(keys: Tensor, columns: int, top_k: Tensor, vocab_size: int) -> Tensor | None:
-    """(B,) int64: see ``floor_kernel``. The first k tokens of all ranks are not below what k tokens of one reach. None: a
-    program does not compare so many chunks."""
-    batch, chunks = keys.shape
-    if columns > _MOST:
-        return None
-    floor = torch.empty(batch, dtype=torch.int64, device=keys.device)
-    floor_kernel[(batch,)](
-        keys, top_k, _stride(top_k), floor, vocab_size, chunks, CHUNKS=next_power_of_2(max(chunks, 1)), num_warps=_WARPS
-    )
-    return floor
-
-
 def of_top_k(
     meet: "Meet", logits: Tensor, keys: Tensor, top_k: Tensor | int, scale: "Scale", vocab_size: int, shards: "Shards"
 ) -> Tensor:
-    """See ``distributed.limits``: a launch more than the search."""
+    """See ``distributed.limits``: a launch more than the search, a round of floors, and a launch."""
     k = column(top_k, logits.device, torch.int64).long()
-    floor = _floor(keys, logits.shape[1], k, vocab_size)
-    return _search(meet, logits, keys, k, floor, scale, vocab_size, shards, False)
+    limit, floors = torch.full((2, len(logits)), LOWEST, dtype=torch.int64, device=logits.device)
+    _put_floors(keys, logits.shape[1], k, floors, 0, vocab_size)
+    _search_of_top_k(meet, logits, keys, k, meet(floors[:, None])[:, :, 0], limit, 0, scale, vocab_size, shards)
+    return limit
+
+
+def _put_floors(
+    keys: Tensor,
+    columns: int,
+    k: Tensor,  # (B, 1) or (1, 1) int64
+    floors: Tensor,  # (B,) int64, of any stride, out
+    few: int,
+    vocab_size: int,
+) -> None:
+    """Of rows whose k is above ``few``: the first k tokens of all ranks are not below what k tokens of one reach."""
+    batch, chunks = keys.shape
+    if columns > _MOST:
+        chunks = 0
+    floor_kernel[(batch,)](
+        keys,
+        k,
+        _stride(k),
+        floors,
+        floors.stride(0),
+        few,
+        vocab_size,
+        chunks,
+        CHUNKS=next_power_of_2(max(chunks, 1)),
+        num_warps=_WARPS,
+    )
+
+
+def _search_of_top_k(
+    meet: "Meet",
+    logits: Tensor,
+    keys: Tensor,
+    k: Tensor,  # (B, 1) or (1, 1) int64
+    floors: Tensor,  # (ranks, B) int64, of any stride
+    limit: Tensor,  # (B,) int64, in and out
+    few: int,
+    scale: "Scale",
+    vocab_size: int,
+    shards: "Shards",
+) -> None:
+    """Of rows whose k is above ``few``."""
+    ranks, batch = floors.shape
+    state, lowest, live = _begun(batch, logits.device)
+    open_kernel[(batch,)](
+        floors,
+        floors.stride(1),
+        k,
+        _stride(k),
+        scale.top,
+        lowest,
+        state,
+        live,
+        few,
+        vocab_size,
+        batch,
+        ranks,
+        num_warps=1,
+    )
+    _search(meet, logits, keys, limit, state, lowest, live, scale, shards, False)
 
 
 def of_top_p(
@@ -258,8 +369,47 @@ def of_top_p(
     vocab_size: int,
     shards: "Shards",
 ) -> Tensor:
-    """See ``distributed.limits``."""
-    return _search(meet, logits, keys, column(top_p, logits.device), limit, scale, vocab_size, shards, True)
+    """See ``distributed.limits``: two launches more than the search."""
+    if limit is None:
+        limit = torch.full((len(logits),), LOWEST, dtype=torch.int64, device=logits.device)
+    return _of_top_p(meet, logits, keys, scale, top_p, limit.clone(), None, None, vocab_size, shards)
+
+
+def _of_top_p(
+    meet: "Meet",
+    logits: Tensor,
+    keys: Tensor,
+    scale: "Scale",
+    top_p: Tensor | float,
+    limit: Tensor,  # (B,) int64, in and out
+    settled: Tensor | None,
+    wanted: Tensor | None,  # (1,) int32: 0 if there is no row to be searched
+    vocab_size: int,
+    shards: "Shards",
+) -> Tensor:
+    """Of rows that are not settled."""
+    p, batch = column(top_p, logits.device), len(logits)
+    theirs = meet(_mass_of(logits, keys, limit, p, settled, scale, shards.first), wanted)
+    state, lowest, live = _begun(batch, logits.device)
+    nucleus_kernel[(batch,)](
+        theirs,
+        p,
+        _stride(p),
+        settled,
+        scale.top,
+        scale.temperature,
+        limit,
+        lowest,
+        state,
+        live,
+        scale.unit,
+        vocab_size,
+        batch,
+        len(theirs),
+        num_warps=1,
+    )
+    _search(meet, logits, keys, limit, state, lowest, live, scale, shards, True)
+    return limit
 
 
 def of_min_p(logits: Tensor, keys: Tensor, scale: "Scale", min_p: Tensor | float) -> Tensor:
@@ -285,8 +435,21 @@ def of_min_p(logits: Tensor, keys: Tensor, scale: "Scale", min_p: Tensor | float
     return limit
 
 
-def mass_of(logits: Tensor, limit: Tensor, scale: "Scale", first_token: int, rough: bool) -> Tensor:
+def mass_of(logits: Tensor, limit: Tensor, scale: "Scale", first_token: int) -> Tensor:
     """See ``distributed.limits``: one launch, and zeros."""
+    return _mass_of(logits, None, limit, None, None, scale, first_token)
+
+
+def _mass_of(
+    logits: Tensor,
+    keys: Tensor | None,
+    limit: Tensor,
+    p: Tensor | None,  # (B, 1) or (1, 1): 0 for rows where it is off
+    settled: Tensor | None,  # (B,) int32: likewise for those that are
+    scale: "Scale",
+    first_token: int,
+) -> Tensor:
+    """(B, 1) int64."""
     batch, columns = logits.shape
     blocks = blocks_of(logits)
     out = torch.zeros((batch, 1), dtype=torch.int64, device=logits.device)
@@ -294,15 +457,20 @@ def mass_of(logits: Tensor, limit: Tensor, scale: "Scale", first_token: int, rou
         logits,
         logits.stride(0),
         columns,
+        keys,
         limit,
+        p,
+        0 if p is None else _stride(p),
+        settled,
         scale.top,
         scale.temperature,
         out,
         first_token,
         scale.unit,
+        0 if keys is None else keys.shape[1],
         blocks,
-        ROUGH=rough,
         TILE=TILE,
+        CHUNK=CHUNK,
         num_warps=_WARPS,
     )
     return out

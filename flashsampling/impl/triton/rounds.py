@@ -21,7 +21,7 @@ _WARPS = 4
     do_not_specialize=["table", "batch", "num_samples", "count", "blocks"],
     # a kernel of another alignment would be compiled, and loaded, while other ranks wait for this one
     do_not_specialize_on_alignment=[
-        "words_ptr", "out_ptr", "failed_ptr", "request_ptr", "temperatures_ptr", "seeds_ptr", "offsets_ptr",
+        "words_ptr", "out_ptr", "failed_ptr", "request_ptr", "wanted_ptr", "temperatures_ptr", "seeds_ptr", "offsets_ptr",
     ],
 )  # fmt: skip
 def swap_kernel(
@@ -30,6 +30,7 @@ def swap_kernel(
     out_ptr,  # (ranks, count) int64, out
     failed_ptr,  # (1,) int64, out: not 0 if the group has failed; else left alone
     request_ptr,  # (1,) int64: a hash of what is asked for
+    wanted_ptr,  # (1,) int32: 0 on all ranks if nobody reads the words, and then this launch is no step
     temperatures_ptr,  # (B,) float32
     seeds_ptr,  # (B,) int64
     offsets_ptr,  # (B,) int64
@@ -40,6 +41,8 @@ def swap_kernel(
     BLOCK: tl.constexpr,
 ):
     """Grid: (blocks,). A word has the tags of a row: where a plain step has a draw of some row, of that row."""
+    if tl.load(wanted_ptr) == 0:
+        return
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = index < count
     row = tl.where(index < batch * num_samples, index // num_samples, index % batch)
@@ -70,6 +73,7 @@ def swap(
     ranks: int,
     failed: Tensor,  # (1,) int64, written to if the group has failed
     request: Tensor,  # (1,) int64
+    wanted: Tensor,  # (1,) int32
     step: Step,
 ) -> Tensor:
     """(ranks, n) int64: all ranks' words."""
@@ -82,6 +86,7 @@ def swap(
         out,
         failed,
         request,
+        wanted,
         rows.temperature,
         rows.seed,
         rows.offset,
