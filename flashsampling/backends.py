@@ -24,10 +24,10 @@ shard with a token or more, and of what is asked for cut to it:
 
     shard_logits(step) -> Tensor, Tensor
                                        (B, vocab_size) float32, raw and processed logits; the same one where they are the same
-    shard_winners(step, processed, limit) -> Tensor
+    shard_winners(step, processed, limit, known=None) -> Tensor
                                        (B * num_samples,) packed winners of the tokens whose place (``filters.places_of``) is
                                        at least the row's ``limit``, (B,) int64; ``NO_FINITE`` where there is none. Of rows
-                                       with a NaN anything
+                                       with a NaN anything. ``known``: what ``limits.highest`` found of these logits
 
 What ends where in between, the functions of ``distributed.limits`` find, and what all ranks conclude those of
 ``distributed.parts``, or of other modules of these kinds.

@@ -225,7 +225,7 @@ def test_end_points(word, monkeypatch, ranks):
     assert accepted(torch.zeros(5)) == [0, 1, 1, 1, 1]
 
 
-def of_nan_anything(step: Step, processed: Tensor, limit: Tensor) -> Tensor:
+def of_nan_anything(step: Step, processed: Tensor, limit: Tensor, known: Tensor | None = None) -> Tensor:
     """What ``backends`` allows: of a row with a NaN any winner."""
     winners = streaming_winners(step, processed, limit)
     ones = torch.ones(len(winners))

@@ -579,7 +579,7 @@ class Stub:
         logits = torch.randn(len(step.hidden_states), step.vocab_size, device="meta")
         return logits, logits + 1
 
-    def shard_winners(self, step: Step, processed: Tensor, limit: Tensor) -> Tensor:
+    def shard_winners(self, step: Step, processed: Tensor, limit: Tensor, known: Tensor | None = None) -> Tensor:
         assert limit.shape == (len(processed),)
         return torch.ones(len(processed) * step.num_samples, dtype=torch.int64, device="meta")
 

@@ -120,7 +120,8 @@ def kept_of(logits: Tensor, asked: Asked, num_samples: int) -> Any:
     local = Step(logits, logits, 1.0, 0, 0, num_samples, logits.shape[1], SimpleNamespace(first_token=100), asked)
     scale = Scale(logits.amax(dim=1), torch.ones(batch, device=DEVICE), 1 << 40)
     undefined = torch.zeros(batch, dtype=torch.int64, device=DEVICE)
-    return Kept(local, _Logits(logits, logits), undefined, scale, undefined, torch.ones(batch, dtype=torch.bool, device=DEVICE))
+    defined = torch.ones(batch, dtype=torch.bool, device=DEVICE)
+    return Kept(local, _Logits(logits, logits), None, undefined, scale, undefined, defined)
 
 
 @pytest.mark.parametrize("num_samples", [1, 32, 33, 70])

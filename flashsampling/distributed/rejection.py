@@ -98,6 +98,7 @@ def _at(kept: Kept, rows: Tensor) -> Kept:
     return Kept(
         local._replace(hidden_states=some, asked=PLAIN, **of_rows),
         kept.logits._replace(raw=some, processed=some),
+        None,
         kept.limit.index_select(0, rows),
         kept.scale.at(rows),
         kept.place.index_select(0, rows),

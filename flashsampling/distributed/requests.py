@@ -64,6 +64,7 @@ class Kept(NamedTuple):
 
     local: Step  # this rank's
     logits: _Logits
+    known: Tensor | None  # of the processed ones, what ``limits.highest`` found
     limit: Tensor  # (B,) int64: the places from which on this rank's tokens are kept
     scale: Scale
     place: Tensor  # (B,) int64, of the row's first token
@@ -139,7 +140,7 @@ def prepare(part: Part, step: Step) -> tuple[Meet, Kept]:
     scale = Scale(top, rows.temperature, limits.unit_of(part.vocab_size))
     shards = Shards(part.rank, part.ranges, transport.room)
     limit = torch.minimum(_limits(meet, part, processed, known, asked, scale, shards), place)
-    return meet, Kept(local, logits, limit, scale, place, defined)
+    return meet, Kept(local, logits, known, limit, scale, place, defined)
 
 
 def _limits(
@@ -174,7 +175,7 @@ def _limits(
 def _drawn(meet: Meet, part: Part, kept: Kept) -> Drawn:
     """All parts of what a step gives, once it is known what is kept."""
     local, logits, parts = kept.local, kept.logits, part.backend.shard_parts
-    winners = winners_of(part.backend, local, logits.processed, kept.limit)
+    winners = winners_of(part.backend, local, logits.processed, kept.limit, kept.known)
     words = parts.words(kept, winners, mass_of(part, kept) if local.asked.logprobs else None)
     drawn, raw = parts.conclude(meet(words), kept)
     if raw is not None:
@@ -182,12 +183,12 @@ def _drawn(meet: Meet, part: Part, kept: Kept) -> Drawn:
     return drawn  # type: ignore[no-any-return]
 
 
-def winners_of(backend: Backend, local: Step, logits: Tensor, limit: Tensor) -> Tensor:
+def winners_of(backend: Backend, local: Step, logits: Tensor, limit: Tensor, known: Tensor | None = None) -> Tensor:
     """(B, num_samples) packed winners of the shard's tokens from ``limit`` (B,) on, of their logits (B, n)."""
     shape = len(logits), local.num_samples
     if logits.shape[1] == 0:
         return torch.full(shape, exchange.NO_FINITE, device=logits.device)
-    return backend.module.shard_winners(local, logits, limit).view(shape)  # type: ignore[no-any-return]
+    return backend.module.shard_winners(local, logits, limit, known).view(shape)  # type: ignore[no-any-return]
 
 
 def mass_of(part: Part, kept: Kept) -> Tensor:

@@ -92,7 +92,7 @@ def shard_logits(step: Step) -> tuple[Tensor, Tensor]:
     return torch.cat([raw for raw, _ in both]), torch.cat([processed for _, processed in both])
 
 
-def shard_winners(step: Step, processed: Tensor, limit: Tensor) -> Tensor:
+def shard_winners(step: Step, processed: Tensor, limit: Tensor, known: Tensor | None = None) -> Tensor:
     """See ``backends``."""
     first = step.shard.first_token
     ids = torch.arange(first, first + step.vocab_size, device=processed.device)

@@ -177,9 +177,9 @@ def shard_logits(step: Step) -> tuple[Tensor, Tensor]:
     return (logits, logits) if at_once else _of_shards().processed(step, logits)
 
 
-def shard_winners(step: Step, processed: Tensor, limit: Tensor) -> Tensor:
+def shard_winners(step: Step, processed: Tensor, limit: Tensor, known: Tensor | None = None) -> Tensor:
     """See ``backends``."""
-    return _of_shards().shard_winners(step, processed, limit)  # type: ignore[no-any-return]
+    return _of_shards().shard_winners(step, processed, limit, known)  # type: ignore[no-any-return]
 
 
 def with_logits(

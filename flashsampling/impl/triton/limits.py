@@ -370,9 +370,8 @@ def of_top_p(
     shards: "Shards",
 ) -> Tensor:
     """See ``distributed.limits``: two launches more than the search."""
-    if limit is None:
-        limit = torch.full((len(logits),), LOWEST, dtype=torch.int64, device=logits.device)
-    return _of_top_p(meet, logits, keys, scale, top_p, limit.clone(), None, None, vocab_size, shards)
+    whole = torch.full((len(logits),), LOWEST, dtype=torch.int64, device=logits.device) if limit is None else limit.clone()
+    return _of_top_p(meet, logits, keys, scale, top_p, whole, None, None, vocab_size, shards)
 
 
 def _of_top_p(

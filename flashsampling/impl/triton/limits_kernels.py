@@ -8,7 +8,7 @@ import triton.language as tl
 from ..filters import HIGHEST, LOWEST
 from .constant import Constant
 from .jit import jit
-from .logits_source import GREEDY_BELOW, LN2, LOG2E, NO_LOGIT, key_of, value_of
+from .logits_source import GREEDY_BELOW, LN2, LOG2E, MINUS_INF, NAN, NO_LOGIT, key_of, value_of
 from .scores import NAN_KEY, NO_TOKEN
 
 RANKS = 63  # whose flags fit a word
@@ -149,8 +149,10 @@ def survey_kernel(
     chunk = first // CHUNK + tl.arange(0, TILE // CHUNK)
     highest = tl.max(tl.reshape(tl.where(live, key, NO_LOGIT), (TILE // CHUNK, CHUNK)), axis=1)
     tl.store(keys_ptr + row * chunks + chunk, highest, mask=chunk < chunks)
-    place = tl.where(live & (x != float("-inf")), _place(key, first_token + at) + (ORDER << 31), 0)
-    best = tl.max(tl.where(x != x, NAN_KEY, place), axis=0)
+    most = tl.max(highest, axis=0)
+    token = first_token + tl.min(tl.where(live & (key == most), at, columns), axis=0)
+    best = _place(most, token) + (ORDER << 31)
+    best = tl.where(most == NAN, NAN_KEY, tl.where(most > MINUS_INF, best, 0))
     finite = tl.max((tl.abs(x) < float("inf")).to(tl.int32), axis=0)
     temperature = tl.load(temperatures_ptr + row)
     if temperature == float("inf"):  # which makes NaN of an infinite logit
@@ -398,15 +400,15 @@ def _tokens_of(passing, chunk, columns, FEW: tl.constexpr, CHUNK: tl.constexpr):
 
 @jit
 def _add_up(
-    of_row, at, columns, topmost, begin, size, lowest, tops_ptr, temperatures_ptr, out, row, first_token, unit, width, shift,
+    of_row, at, columns, highest, last, lowest, tops_ptr, temperatures_ptr, out, row, first_token, unit, width, shift,
     MASSES: tl.constexpr,
 ):  # fmt: skip
     """The amounts of the tokens at some columns: see ``histogram_kernel``."""
     live = at < columns
     x = tl.load(of_row + at, mask=live, other=float("-inf"))
     key = key_of(x)
-    below = topmost - key.to(tl.int64) - begin
-    left = (live & (below >= 0) & (below < size) & (_place(key, first_token + at) >= lowest)).to(tl.int32)
+    below = highest - key.to(tl.uint32, bitcast=True)  # modulo 2**32
+    left = (live & (below <= last) & (_place(key, first_token + at) >= lowest)).to(tl.int32)
     many = tl.sum(left, axis=0)
     if many > 0:
         amounts = tl.full(x.shape, 1, tl.int64)
@@ -414,7 +416,7 @@ def _add_up(
             if shift > 0:  # a digit is a key otherwise, whose tokens have the same mass
                 amounts = _mass(x, tl.load(tops_ptr + row), tl.load(temperatures_ptr + row), unit)
         bins = 1 << width
-        digit = tl.where(left != 0, below >> shift, bins).to(tl.int32)
+        digit = tl.where(left != 0, (below >> shift.to(tl.uint32)).to(tl.int32), bins)
         some = tl.full((), 0, tl.int32)
         while (many > _MANY) & (some < _SOME):
             one = tl.min(digit, axis=0)
@@ -464,26 +466,26 @@ def histogram_kernel(
     first = tl.program_id(0) % blocks * (TILE // CHUNK)
     chunk = first + tl.arange(0, TILE // CHUNK)
     reach = tl.load(keys_ptr + row * chunks + chunk, mask=chunk < chunks, other=NO_LOGIT).to(tl.int64)
-    begin = tl.load(state_ptr + row * _STATE)
-    size = tl.full((), 1, tl.int64) << bits
+    highest = key_of(tl.load(tops_ptr + row)).to(tl.int64) - tl.load(state_ptr + row * _STATE)
+    last = (tl.full((), 1, tl.int64) << bits) - 1
     lowest = tl.load(lowest_ptr + row)
-    topmost = key_of(tl.load(tops_ptr + row)).to(tl.int64)
-    passing = (chunk < chunks) & (topmost - reach - begin < size) & (reach >= lowest >> 31)
+    passing = (chunk < chunks) & (highest - reach <= last) & (reach >= lowest >> 31)
     passed = tl.sum(passing.to(tl.int32), axis=0)
     of_row = logits + row * logits_stride
     out = out_ptr + row * (1 << width)
+    highest, last = highest.to(tl.uint32), last.to(tl.uint32)
     shift = tl.maximum(bits - width, 0)
     if passed > FEW:
         at = first * CHUNK + tl.arange(0, TILE)
         _add_up(
-            of_row, at, columns, topmost, begin, size, lowest, tops_ptr, temperatures_ptr, out, row, first_token, unit, width,
-            shift, MASSES,
+            of_row, at, columns, highest, last, lowest, tops_ptr, temperatures_ptr, out, row, first_token, unit, width, shift,
+            MASSES,
         )  # fmt: skip
     elif passed > 0:
         at = _tokens_of(passing, chunk, columns, FEW, CHUNK)
         _add_up(
-            of_row, at, columns, topmost, begin, size, lowest, tops_ptr, temperatures_ptr, out, row, first_token, unit, width,
-            shift, MASSES,
+            of_row, at, columns, highest, last, lowest, tops_ptr, temperatures_ptr, out, row, first_token, unit, width, shift,
+            MASSES,
         )  # fmt: skip
 
 
@@ -666,7 +668,9 @@ def mass_kernel(
             return
     at = first + tl.arange(0, TILE)
     x = tl.load(logits + row * logits_stride + at, mask=at < columns, other=float("-inf"))
-    kept = (at < columns) & (_place(key_of(x), first_token + at) >= lowest)
+    kept = at < columns
+    if lowest != LOWEST_PLACE:
+        kept = kept & (_place(key_of(x), first_token + at) >= lowest)
     if tl.max(kept.to(tl.int32), axis=0) != 0:
         masses = _mass(x, tl.load(tops_ptr + row), tl.load(temperatures_ptr + row), unit)
         tl.atomic_add(out_ptr + row, tl.sum(tl.where(kept, masses, 0), axis=0), sem="relaxed")

@@ -10,9 +10,21 @@ from torch import Tensor
 
 from ...exchange import NO_FINITE
 from ...step import Step
+from . import limits
+from .config import next_power_of_2
 from .jit import jit
 from .logits import entries_of, has_head, penalty_arguments, source_arguments
-from .logits_source import Source, column_tokens, key_of, processed_logits, raw_logits, row_f32, score_factors, sparse_entries
+from .logits_source import (
+    NO_LOGIT,
+    Source,
+    column_tokens,
+    key_of,
+    processed_logits,
+    raw_logits,
+    row_f32,
+    score_factors,
+    sparse_entries,
+)
 from .noise import REFINEMENT_BIT, minus_gumbel_refined, philox_words
 from .products import products
 from .scores import NO_TOKEN, pack_key, score_of
@@ -83,7 +95,7 @@ def process_kernel(
 
 
 @jit(
-    do_not_specialize=["base", "skip", "num_samples", "stream", "blocks"],
+    do_not_specialize=["base", "skip", "num_samples", "stream", "chunks", "blocks"],
     # a kernel of another alignment would be compiled while other ranks wait for this one
     do_not_specialize_on_alignment=["limits_ptr", "temperatures_ptr", "seeds_ptr", "offsets_ptr"],
 )
@@ -95,19 +107,30 @@ def winners_kernel(
     temperatures_ptr,  # (B,) float32
     seeds_ptr,  # (B,) int64
     offsets_ptr,  # (B,) int64
+    keys_ptr,  # (B, chunks) int32: the highest keys of as many tokens each; None: they are not known
     out_ptr,  # (B, num_samples) int64, ``NO_FINITE``; out: keys of the best scores, where any is above -inf
     base: tl.int32,  # a multiple of 128: the global id from which groups are counted
     skip: tl.int32,  # the first token's, from there
     num_samples: tl.int32,
     stream: tl.int32,
+    chunks: tl.int32,
     blocks: tl.int32,
     BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,  # at least as many as a block may have a part of
 ):
-    """Grid: (blocks * B,), blocks of the ids from ``base`` on."""
+    """Grid: (blocks * B,), blocks of the ids from ``base`` on. Of a block without a chunk that has a kept token no logit is
+    read."""
     GROUPS: tl.constexpr = BLOCK // 4
     row = tl.program_id(0) // blocks
     start = tl.program_id(0) % blocks * BLOCK
     limit = tl.load(limits_ptr + row)
+    if keys_ptr is not None:
+        chunk = tl.maximum(start - skip, 0) // CHUNK + tl.arange(0, CHUNKS)
+        here = (chunk < chunks) & (chunk * CHUNK < start - skip + BLOCK)
+        reach = tl.load(keys_ptr + row.to(tl.int64) * chunks + chunk, mask=here, other=NO_LOGIT)
+        if tl.max(reach, axis=0).to(tl.int64) < limit >> 31:
+            return
     column = column_tokens(GROUPS)
     from_row = logits + row.to(tl.int64) * logits_stride
     ids = ()
@@ -188,7 +211,7 @@ def processed(
     return raw, raw if out is None else out
 
 
-def shard_winners(step: Step, processed: Tensor, limit: Tensor) -> Tensor:
+def shard_winners(step: Step, processed: Tensor, limit: Tensor, known: Tensor | None = None) -> Tensor:
     """See ``backends``: one launch."""
     rows, first = step.rows(), step.shard.first_token
     skip = first % 128
@@ -203,13 +226,17 @@ def shard_winners(step: Step, processed: Tensor, limit: Tensor) -> Tensor:
         rows.temperature,
         rows.seed,
         rows.offset,
+        known,
         keys,
         first - skip,
         skip,
         step.num_samples,
         int(step.asked.stream),
+        0 if known is None else known.shape[1],
         blocks,
         BLOCK=_BLOCK,
+        CHUNK=limits.CHUNK,
+        CHUNKS=next_power_of_2(_BLOCK // limits.CHUNK + 2),
         num_warps=_WARPS,
     )
     return keys
