@@ -51,6 +51,7 @@ _BINS = 256
 _FIRST = 128  # tokens of a rank that settle a row whose top-k is not more
 _SOME = 4  # times as many places as there is room for: a row's that may be among the first
 _SLOTS = 32, 128  # places of a row: for log-probabilities and most values of top-k; for all that ``of_few`` takes
+_PROGRAMS = 2048  # that share the rows of a search: many have nothing to do, and that is done as soon
 _WARPS = 8
 
 
@@ -120,7 +121,7 @@ def _put_first_places(logits: Tensor, keys: Tensor, places: Tensor, first_token:
         columns,
         keys,
         torch.empty((batch, count), dtype=torch.int32, device=device),
-        torch.empty((batch, _SOME * slots), dtype=torch.int64, device=device),
+        torch.empty((batch, _SOME * slots), dtype=torch.int32, device=device),
         places,
         places.stride(0),
         first_token,
@@ -229,7 +230,9 @@ def _search(
 ) -> None:
     """Two launches a digit, and zeros."""
     (batch, columns), device = logits.shape, logits.device
-    blocks, width = blocks_of(logits), shards.digit_width(batch)
+    width, tiles = shards.digit_width(batch), blocks_of(logits)
+    of_program = min(max(batch * tiles // _PROGRAMS, 1), tiles)
+    blocks = -(-tiles // of_program)
     rank, before = shards.rank, sum(1 << rank for rank in shards.before())
     rounds = -(-32 // width)
     histograms = torch.zeros((rounds, batch, 1 << width), dtype=torch.int64, device=device)
@@ -250,6 +253,7 @@ def _search(
             scale.unit,
             width,
             keys.shape[1],
+            of_program,
             blocks,
             MASSES=masses,
             **_shapes(),

@@ -180,7 +180,7 @@ def top_kernel(
     columns: tl.int32,
     keys_ptr,  # (B, chunks) int32, of ``survey_kernel``
     list_ptr,  # (B, count) int32
-    some_ptr,  # (B, SOME) int64
+    some_ptr,  # (B, SOME) int32
     out_ptr,  # (B, count) int64, ``LOWEST``; out: places, in the order of ids
     out_stride: tl.int64,
     first_token: tl.int32,
@@ -197,7 +197,7 @@ def top_kernel(
     keys = tl.load(keys_ptr + row * chunks + chunk, mask=chunk < chunks, other=0)
     places = tl.where(chunk < chunks, _place(keys, chunk), LOWEST_PLACE)
     there = places >= _first_of(places, count)
-    reach = tl.min(tl.where(there, places >> 31, _HIGHEST), axis=0)
+    reach = tl.min(tl.where(there, keys, NAN), axis=0)
     there = there.to(tl.int32)
     tl.store(list_ptr + row * count + tl.cumsum(there, axis=0) - 1, chunk, mask=there != 0)
     tl.debug_barrier()
@@ -208,18 +208,20 @@ def top_kernel(
     token = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
     live = listed[:, None] & (token < columns)
     x = tl.load(logits + row * logits_stride + token, mask=live, other=0.0)
-    places = tl.reshape(tl.where(live, _place(key_of(x), first_token + token), LOWEST_PLACE), (SLOTS * CHUNK,))
-    there = (places >> 31 >= reach).to(tl.int32)
-    nth = tl.cumsum(there, axis=0)
+    near = tl.reshape((live & (key_of(x) >= reach)).to(tl.int32), (SLOTS * CHUNK,))
+    nth = tl.cumsum(near, axis=0)
     some = tl.max(nth, axis=0)
     if (chunks >= count) & (some <= SOME):
-        tl.store(some_ptr + row * SOME + nth - 1, places, mask=there != 0)
+        tl.store(some_ptr + row * SOME + nth - 1, tl.reshape(token, (SLOTS * CHUNK,)), mask=near != 0)
         tl.debug_barrier()
         at = tl.arange(0, SOME)
-        left = tl.load(some_ptr + row * SOME + at, mask=at < some, other=LOWEST_PLACE)
-        _put_first(left, count, out_ptr + row * out_stride)
+        near_token = tl.load(some_ptr + row * SOME + at, mask=at < some, other=0)
+        near_key = key_of(tl.load(logits + row * logits_stride + near_token, mask=at < some, other=0.0))
+        near_place = tl.where(at < some, _place(near_key, first_token + near_token), LOWEST_PLACE)
+        _put_first(near_place, count, out_ptr + row * out_stride)
     else:
-        _put_first(places, count, out_ptr + row * out_stride)
+        place = tl.where(live, _place(key_of(x), first_token + token), LOWEST_PLACE)
+        _put_first(tl.reshape(place, (SLOTS * CHUNK,)), count, out_ptr + row * out_stride)
 
 
 @jit(
@@ -429,7 +431,7 @@ def _add_up(
 
 
 @jit(
-    do_not_specialize=["columns", "first_token", "unit", "width", "chunks", "blocks"],
+    do_not_specialize=["columns", "first_token", "unit", "width", "chunks", "tiles", "blocks"],
     do_not_specialize_on_alignment=[
         "live_ptr", "state_ptr", "lowest_ptr", "tops_ptr", "temperatures_ptr", "out_ptr",
     ],
@@ -449,6 +451,7 @@ def histogram_kernel(
     unit: tl.int64,
     width: tl.int32,
     chunks: tl.int32,
+    tiles: tl.int32,  # of a program
     blocks: tl.int32,
     MASSES: tl.constexpr,
     TILE: tl.constexpr,
@@ -463,30 +466,30 @@ def histogram_kernel(
     bits = tl.load(state_ptr + row * _STATE + 2).to(tl.int32)
     if bits == 0:
         return
-    first = tl.program_id(0) % blocks * (TILE // CHUNK)
-    chunk = first + tl.arange(0, TILE // CHUNK)
-    reach = tl.load(keys_ptr + row * chunks + chunk, mask=chunk < chunks, other=NO_LOGIT).to(tl.int64)
     highest = key_of(tl.load(tops_ptr + row)).to(tl.int64) - tl.load(state_ptr + row * _STATE)
     last = (tl.full((), 1, tl.int64) << bits) - 1
     lowest = tl.load(lowest_ptr + row)
-    passing = (chunk < chunks) & (highest - reach <= last) & (reach >= lowest >> 31)
-    passed = tl.sum(passing.to(tl.int32), axis=0)
     of_row = logits + row * logits_stride
     out = out_ptr + row * (1 << width)
-    highest, last = highest.to(tl.uint32), last.to(tl.uint32)
     shift = tl.maximum(bits - width, 0)
-    if passed > FEW:
-        at = first * CHUNK + tl.arange(0, TILE)
-        _add_up(
-            of_row, at, columns, highest, last, lowest, tops_ptr, temperatures_ptr, out, row, first_token, unit, width, shift,
-            MASSES,
-        )  # fmt: skip
-    elif passed > 0:
-        at = _tokens_of(passing, chunk, columns, FEW, CHUNK)
-        _add_up(
-            of_row, at, columns, highest, last, lowest, tops_ptr, temperatures_ptr, out, row, first_token, unit, width, shift,
-            MASSES,
-        )  # fmt: skip
+    for tile in range(tiles):
+        first = (tl.program_id(0) % blocks * tiles + tile) * (TILE // CHUNK)
+        chunk = first + tl.arange(0, TILE // CHUNK)
+        reach = tl.load(keys_ptr + row * chunks + chunk, mask=chunk < chunks, other=NO_LOGIT).to(tl.int64)
+        passing = (chunk < chunks) & (highest - reach <= last) & (reach >= lowest >> 31)
+        passed = tl.sum(passing.to(tl.int32), axis=0)
+        if passed > FEW:
+            at = first * CHUNK + tl.arange(0, TILE)
+            _add_up(
+                of_row, at, columns, highest.to(tl.uint32), last.to(tl.uint32), lowest, tops_ptr, temperatures_ptr, out, row,
+                first_token, unit, width, shift, MASSES,
+            )  # fmt: skip
+        elif passed > 0:
+            at = _tokens_of(passing, chunk, columns, FEW, CHUNK)
+            _add_up(
+                of_row, at, columns, highest.to(tl.uint32), last.to(tl.uint32), lowest, tops_ptr, temperatures_ptr, out, row,
+                first_token, unit, width, shift, MASSES,
+            )  # fmt: skip
 
 
 @jit(
