@@ -183,6 +183,35 @@ def test_kernels_do_it_too(impl):
             break
 
 
+@pytest.mark.parametrize("skips", [False, True])
+def test_a_rank_s_number_may_be_another_s_tensor(skips):
+    """Of a top-k that is not few: they hash alike, so they take the same messages."""
+    pytest.importorskip("triton")
+    forms, ranges, board, outs = [200, torch.full((2,), 200, device=DEVICE)], [(0, 250), (250, 400)], Board(2), {}
+    sizes: list[list[int]] = [[], []]
+    torch.manual_seed(3)
+    step = flat(2, 400, PLAIN, num_samples=40)
+    states, weight, seeds = (tensor.to(DEVICE) for tensor in (torch.randn(2, 8), torch.randn(400, 8), step.seed))
+
+    class Counting(Transport):
+        def swap(self, words: Tensor, step: Step, wanted: Tensor | None = None) -> Tensor:
+            sizes[self.rank].append(len(words))
+            return super().swap(words, step, wanted)
+
+    def work(rank: int) -> None:
+        first, last = ranges[rank]
+        part = Part(Counting(board, rank, 2048, skips), BACKENDS["triton"], ranges, rank, 400)
+        mine = step._replace(hidden_states=states, weight=weight[first:last].clone(), seed=seeds, shard=Shard(first, PACKED))
+        mine = mine._replace(vocab_size=last - first, asked=Asked(top_k=forms[rank], top_p=0.9))
+        outs[rank] = requests.draw(part, mine)
+
+    on_all_ranks(board, work)
+    assert sizes[0] == sizes[1]
+    assert torch.equal(outs[0].ids, outs[1].ids)
+    whole = step._replace(hidden_states=states, weight=weight, seed=seeds, asked=Asked(top_k=200, top_p=0.9))
+    assert torch.equal(outs[0].ids, ops.sample(whole, "reference").ids)
+
+
 def test_a_message_may_be_a_part_of_something(monkeypatch):
     """As ``gloo`` gives it: its rows lie further apart than they are long."""
     pytest.importorskip("triton")

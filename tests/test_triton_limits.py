@@ -131,7 +131,7 @@ class Problem:
         ours, theirs = (module.mass_of(mine, top_k[1], scale, first) for module in both)
         assert ours.shape == theirs.shape == (len(mine), 1)
         ours, theirs = (masses.double()[~undefined] for masses in (ours, theirs))
-        torch.testing.assert_close(ours, theirs, rtol=5e-7, atol=4.0)  # units, of 2**62 / V
+        torch.testing.assert_close(ours, theirs, rtol=1e-6 if DEVICE.type == "cpu" else 5e-7, atol=4.0)  # units
 
 
 def meeting(board: Board, rank: int) -> Meet:

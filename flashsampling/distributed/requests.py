@@ -153,7 +153,7 @@ def _limits(
         if limits.are_few(asked.top_k):
             limit = passes.of_few(meet, processed, known, asked.top_k, asked.top_p, scale, shards)
             names = [name for name in names if name not in ("top_k", "top_p")]
-        elif isinstance(asked.top_k, Tensor) and part.transport.skips:
+        elif part.transport.skips:  # a number too: it may be another rank's tensor
             vocab_size = part.vocab_size
             limit = passes.of_top_k_and_p(meet, processed, known, asked.top_k, asked.top_p, scale, vocab_size, shards)
             names = [name for name in names if name not in ("top_k", "top_p")]

@@ -183,13 +183,14 @@ def of_top_k_and_p(
     meet: "Meet",
     logits: Tensor,
     keys: Tensor,
-    top_k: Tensor,
+    top_k: Tensor | int,
     top_p: Tensor | float,
     scale: "Scale",
     vocab_size: int,
     shards: "Shards",
 ) -> Tensor:
-    """See ``distributed.limits``: as ``of_few``, then as the two that follow, of rows that need it."""
+    """(B,) int64 limits of top-k and, over what it keeps, of top-p: as ``of_few`` has them of rows whose k is not above 128; of
+    others as the two that follow."""
     k = column(top_k, logits.device, torch.int64).long()
     words = torch.full((len(logits), _FIRST + 1), LOWEST, dtype=torch.int64, device=logits.device)
     _put_first_places(logits, keys, words[:, :_FIRST], shards.first)

@@ -546,7 +546,8 @@ def digit_kernel(
             each = _mass(x, top, tl.load(temperatures_ptr + row), unit)
             sums *= each
     up_to = tl.cumsum(sums, axis=0)
-    at = tl.minimum(tl.sum(((up_to < left) & (bin < bins)).to(tl.int32), axis=0), bins - 1)
+    occupied = tl.max(tl.where(sums > 0, bin, 0), axis=0)  # the sum of masses may fall short by what rounding is
+    at = tl.minimum(tl.sum(((up_to < left) & (bin < bins)).to(tl.int32), axis=0), occupied)
     here = bin == at
     left -= tl.sum(tl.where(here, up_to - sums, 0), axis=0)
     begin += at.to(tl.int64) << shift
