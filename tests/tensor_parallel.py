@@ -1556,12 +1556,12 @@ def a_rank_dies_in_a_round(rank: Rank) -> None:
     if rank.rank == 1:
         swap, rounds = tp._transport.swap, 0
 
-        def dies(words: Tensor, step: Step) -> Tensor:
+        def dies(words: Tensor, step: Step, wanted: Tensor | None = None) -> Tensor:
             nonlocal rounds
             rounds += 1
             if rounds == 3:
                 os.kill(os.getpid(), signal.SIGKILL)
-            return swap(words, step)
+            return swap(words, step, wanted)
 
         tp._transport.swap = dies  # type: ignore[method-assign, union-attr]
     started = time.monotonic()
