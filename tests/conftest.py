@@ -102,14 +102,18 @@ def _language_patched_once_a_launch() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _types_made_when_asked_for() -> Iterator[None]:
-    """To Triton's interpreter every value has a shape, which is a tuple, whose type has a name: hardly anybody asks for these,
-    and they take 30 % of its time in these tests, with a table of all dtypes that is made whenever one is looked up."""
+    """To Triton's interpreter every value has a type and a shape of constexprs, made anew, and a shape is a tuple, whose type
+    has a name: hardly anybody asks for these, and they take half of its time in these tests, with a table of all dtypes that
+    is made whenever one is looked up. And of whatever integers it adds it finds whether the sum is right, which takes five
+    operations more, and says so to nobody, since its options have no debugging."""
     if DEVICE.type == "cuda" or COMPILED or importlib.util.find_spec("triton") is None:
         yield
         return
     from triton.language import core
+    from triton.language.semantic import TritonSemantic
     from triton.runtime import interpreter
 
+    assert not interpreter.InterpreterOptions().debug
     look_up, known = interpreter._get_np_dtype, {}
 
     def np_dtype(dtype: Any) -> Any:
@@ -128,12 +132,41 @@ def _types_made_when_asked_for() -> Iterator[None]:
             self._type = core._type_for_tuple_values(self.values)
         return self._type
 
+    unwrap, wrapped = core._unwrap_if_constexpr, (list, tuple, core.tuple)
+
+    def unwrapped(value: Any) -> Any:
+        if isinstance(value, core.constexpr):
+            return value.value
+        return unwrap(value) if isinstance(value, wrapped) else value
+
+    sizes: dict[tuple[int, ...], int] = {}
+    shapes: dict[tuple[int, ...], Any] = {(): (core.constexpr(1), core.tuple([]))}  # which nobody changes
+
+    def make_block(self: Any, element_ty: Any, shape: Any) -> None:
+        self.element_ty = element_ty
+        self._size = size = tuple([value.value if isinstance(value, core.constexpr) else value for value in shape])
+        if size not in sizes:
+            if not size:
+                raise TypeError("0d block_type is forbidden")
+            sizes[size] = core.validate_block_shape(size)
+            shapes[size] = core.constexpr(sizes[size]), core.tuple([core.constexpr(number) for number in size])
+        self.shape, self.numel = core.tuple(size), sizes[size]
+
+    def make_tensor(self: Any, handle: Any, type: Any) -> None:
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.numel, self.shape = shapes[type._size if type.is_block() else ()]
+
     with pytest.MonkeyPatch.context() as replaced:
         replaced.setattr(interpreter, "_get_np_dtype", np_dtype)
+        replaced.setattr(core, "_unwrap_if_constexpr", unwrapped)
         replaced.setattr(core.tuple, "__init__", make_tuple)
         replaced.setattr(
             core.tuple, "type", property(tuple_type, lambda self, type: setattr(self, "_type", type)), raising=False
         )
+        replaced.setattr(core.block_type, "__init__", make_block)
+        replaced.setattr(core.block_type, "name", property(lambda self: f"<{self.shape}, {self.element_ty}>"), raising=False)
+        replaced.setattr(core.tensor, "__init__", make_tensor)
+        replaced.setattr(TritonSemantic, "binary_op_sanitize_overflow_impl", lambda self, lhs, rhs, binary_op: None)
         yield
 
 
