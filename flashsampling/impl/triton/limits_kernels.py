@@ -73,7 +73,7 @@ def _wanted(p, mass):
 
 @jit
 def _bits(span):
-    """How many a number from 0 up has, of 62."""
+    """How many a number from 0 up has."""
     return tl.sum(((span >> tl.arange(0, 64)) > 0).to(tl.int32), axis=0)
 
 
@@ -238,7 +238,7 @@ def few_kernel(
     tops_ptr,  # (B,) float32
     temperatures_ptr,  # (B,) float32
     out_ptr,  # (B,) int64, out: ``LOWEST`` where the row is not settled
-    settled_ptr,  # (B,) int32, out: whether a row has its limit, or no top-p either; None: all have theirs
+    settled_ptr,  # (B,) int32, out: whether a row has its limit; None: all have theirs
     live_ptr,  # (1,) int32, zero; out: how many rows are not settled and have a top-p
     batch: tl.int32,
     ranks: tl.int32,
@@ -382,7 +382,7 @@ def nucleus_kernel(
     divisor = tl.where(temperature < GREEDY_BELOW, 1.0, temperature).to(tl.float64)
     share = (mass - wanted + 1).to(tl.float64) / vocab_size.to(tl.float64) - 1.0  # less what rounding adds
     least = top.to(tl.float64) + divisor * (tl.log(tl.maximum(share, 1e-9) / unit.to(tl.float64)) - 1e-3)
-    least = (least - 1e-6 * tl.abs(least)).to(tl.float32)  # behind it is the division
+    least = (least - 1e-6 * tl.abs(least)).to(tl.float32)
     lowest = tl.where((share > 0.0) & (least == least), key_of(least).to(tl.int64) << 31, LOWEST_PLACE)
     tl.store(out_ptr + row, tl.maximum(lowest, tl.load(limits_ptr + row)))
     _open(state_ptr, live_ptr, row, on, top, lowest, wanted)
