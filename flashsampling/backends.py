@@ -30,7 +30,8 @@ shard with a token or more, and of what is asked for cut to it:
                                        with a NaN anything. ``known``: what ``limits.highest`` found of these logits
 
 What ends where in between, the functions of ``distributed.limits`` find, and what all ranks conclude those of
-``distributed.parts``, or of other modules of these kinds.
+``distributed.parts``, or of other modules of these kinds; of one that does the exchange itself, ``of_top_k_and_p`` too
+(``impl/triton/limits``).
 
 It is imported when it is first asked, and only where the packages that it needs are installed.
 """

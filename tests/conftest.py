@@ -139,18 +139,17 @@ def _types_made_when_asked_for() -> Iterator[None]:
             return value.value
         return unwrap(value) if isinstance(value, wrapped) else value
 
-    sizes: dict[tuple[int, ...], int] = {}
     shapes: dict[tuple[int, ...], Any] = {(): (core.constexpr(1), core.tuple([]))}  # which nobody changes
 
     def make_block(self: Any, element_ty: Any, shape: Any) -> None:
         self.element_ty = element_ty
         self._size = size = tuple([value.value if isinstance(value, core.constexpr) else value for value in shape])
-        if size not in sizes:
-            if not size:
-                raise TypeError("0d block_type is forbidden")
-            sizes[size] = core.validate_block_shape(size)
-            shapes[size] = core.constexpr(sizes[size]), core.tuple([core.constexpr(number) for number in size])
-        self.shape, self.numel = core.tuple(size), sizes[size]
+        if not size:
+            raise TypeError("0d block_type is forbidden")
+        if size not in shapes:
+            count = core.validate_block_shape(size)
+            shapes[size] = core.constexpr(count), core.tuple([core.constexpr(number) for number in size])
+        self.shape, self.numel = core.tuple(size), shapes[size][0].value
 
     def make_tensor(self: Any, handle: Any, type: Any) -> None:
         self.handle, self.type, self.dtype = handle, type, type.scalar

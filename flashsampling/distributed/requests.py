@@ -9,6 +9,7 @@ from it, in integers or by sums in the order of the ranks:
     few         if one small k is all rows': the places of the shard's first k tokens, which tell of top-p too (``limits``)
     top-k       else, if a row may have it: how many tokens for each value of a digit, once per digit
     top-p       likewise: their masses; in the last digit how many tokens
+                (of modules of kernels, where each of these begins: of floors, or first tokens, and of the masses' sums)
     the draw    the packed winner of what is kept, per draw. For log-probabilities its logits, raw and processed, and the mass
                 of what is kept. If wanted: the raw logits' log-sum-exp, the n highest of them, those of given ids
     ranks       for log-probabilities: how many raw logits are higher than the winner's, per draw
@@ -152,11 +153,11 @@ def _limits(
     if "top_k" in names and not asked.may_be_joint():
         if limits.are_few(asked.top_k):
             limit = passes.of_few(meet, processed, known, asked.top_k, asked.top_p, scale, shards)
-            names = [name for name in names if name not in ("top_k", "top_p")]
         elif part.transport.skips:  # a number too: it may be another rank's tensor
             vocab_size = part.vocab_size
             limit = passes.of_top_k_and_p(meet, processed, known, asked.top_k, asked.top_p, scale, vocab_size, shards)
-            names = [name for name in names if name not in ("top_k", "top_p")]
+    if limit is not None:
+        names = [name for name in names if name not in ("top_k", "top_p")]
     if "top_k" in names:
         limit = passes.of_top_k(meet, processed, known, asked.top_k, scale, part.vocab_size, shards)
     if "top_p" in names:

@@ -142,13 +142,13 @@ def _settled(
     top_p: Tensor | float,
     scale: "Scale",
     vocab_size: int,
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Limits (B,) int64; of a ``top_k``, which rows have theirs, (B,) int32; and in how many others there is a top-p, (1,)."""
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Limits (B,) int64. Of a ``top_k`` also which rows have theirs, (B,) int32, and in how many others there is a top-p."""
     ranks, batch, words = theirs.shape
     p, device = column(top_p, theirs.device), theirs.device
     limit = torch.empty(batch, dtype=torch.int64, device=device)
     settled = None if top_k is None else torch.empty(batch, dtype=torch.int32, device=device)
-    live = torch.zeros(1, dtype=torch.int32, device=device)
+    live = None if top_k is None else torch.zeros(1, dtype=torch.int32, device=device)
     few_kernel[(batch,)](
         theirs,
         words,
@@ -214,7 +214,7 @@ def _begun(batch: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """What ``_search`` is told of rows: states, lowest places, and, zero, in how many rows each digit is searched for."""
     state = torch.empty((batch, STATE), dtype=torch.int64, device=device)
     lowest = torch.empty(batch, dtype=torch.int64, device=device)
-    return state, lowest, torch.zeros(33, dtype=torch.int32, device=device)
+    return state, lowest, torch.zeros(32 + 1, dtype=torch.int32, device=device)  # of a bit each, at most, and behind them
 
 
 def _search(
@@ -393,7 +393,7 @@ def _of_top_p(
 ) -> Tensor:
     """Of rows that are not settled."""
     p, batch = column(top_p, logits.device), len(logits)
-    theirs = meet(_mass_of(logits, keys, limit, p, settled, scale, shards.first), wanted)
+    theirs = meet(mass_of(logits, limit, scale, shards.first, keys, p, settled), wanted)
     state, lowest, live = _begun(batch, logits.device)
     nucleus_kernel[(batch,)](
         theirs,
@@ -439,21 +439,16 @@ def of_min_p(logits: Tensor, keys: Tensor, scale: "Scale", min_p: Tensor | float
     return limit
 
 
-def mass_of(logits: Tensor, limit: Tensor, scale: "Scale", first_token: int) -> Tensor:
-    """See ``distributed.limits``: one launch, and zeros."""
-    return _mass_of(logits, None, limit, None, None, scale, first_token)
-
-
-def _mass_of(
+def mass_of(
     logits: Tensor,
-    keys: Tensor | None,
     limit: Tensor,
-    p: Tensor | None,  # (B, 1) or (1, 1): 0 for rows where it is off
-    settled: Tensor | None,  # (B,) int32: likewise for those that are
     scale: "Scale",
     first_token: int,
+    keys: Tensor | None = None,
+    p: Tensor | None = None,  # (B, 1) or (1, 1): 0 for rows where it is off
+    settled: Tensor | None = None,  # (B,) int32: likewise for those that are
 ) -> Tensor:
-    """(B, 1) int64."""
+    """See ``distributed.limits``: one launch, and zeros."""
     batch, columns = logits.shape
     blocks = blocks_of(logits)
     out = torch.zeros((batch, 1), dtype=torch.int64, device=logits.device)

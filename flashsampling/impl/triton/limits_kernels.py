@@ -239,7 +239,7 @@ def few_kernel(
     temperatures_ptr,  # (B,) float32
     out_ptr,  # (B,) int64, out: ``LOWEST`` where the row is not settled
     settled_ptr,  # (B,) int32, out: whether a row has its limit; None: all have theirs
-    live_ptr,  # (1,) int32, zero; out: how many rows are not settled and have a top-p
+    live_ptr,  # (1,) int32, zero; out: how many rows are not settled and have a top-p; None: all are
     batch: tl.int32,
     ranks: tl.int32,
     count: tl.int32,
