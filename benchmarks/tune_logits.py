@@ -84,6 +84,9 @@ class _Shaped:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.module, name)
 
+    def room_of(self, step: Step) -> torch.Tensor:
+        return self.module.room_of(step, self.config)  # type: ignore[no-any-return]
+
     def pick(self, *arguments: Any, **options: Any) -> Drawn:
         return self.module.pick(*arguments, config=self.config, **options)  # type: ignore[no-any-return]
 

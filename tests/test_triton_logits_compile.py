@@ -58,8 +58,9 @@ if case in ("drawn", "floors"):
     summaries = logits.Summaries(ints(2, chunks), torch.ones(2, chunks), torch.ones(2, chunks))
     if case == "floors":
         summaries = summaries._replace(floors=ints(2))
-    logits.pick(step, summaries, ints(2, dtype=torch.int64))
+    logits.pick(step, summaries, ints(2, dtype=torch.int64), room=logits.room_of(step))
     pick = compiled.pop()
+    assert pick.asm["ptx"].count("griddepcontrol") == 1
 vectors = re.findall(r"ld.global.v(\\d).b32", scan.asm["ptx"])
 print("vectors", len(vectors))
 print("bytes", min(len(scan.asm["cubin"]), len(pick.asm["cubin"])))

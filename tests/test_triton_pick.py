@@ -10,7 +10,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from flashsampling.impl import filters, reference
-from flashsampling.impl.triton import logits, logits_pick
+from flashsampling.impl.triton import logits, logits_ahead, logits_pick
 from flashsampling.impl.triton.logits import Config, Records, Summaries, empty_records, pick, run
 from flashsampling.step import PLAIN, Asked, Drawn, Step, layout
 from tests.conftest import COMPILED, DEVICE
@@ -149,6 +149,57 @@ def test_rows_of_two_programs_are_those_of_one(asked, monkeypatch):
         for one, two in zip(*outputs, strict=True):
             assert torch.equal(one.ids, two.ids)
             assert torch.equal(one.values.nan_to_num(7.0), two.values.nan_to_num(7.0))
+
+
+@pytest.mark.parametrize(
+    ("asked", "of_made_up"),
+    [
+        (Asked(top_k=30, top_p=0.8), Asked(top_k=20, top_p=0.9)),
+        (Asked(top_k=30, top_p=0.8, joint_top_p=1), Asked(top_k=20, top_p=0.9, joint_top_p=1)),
+        (Asked(top_k=of([0, 9]), top_p=of([0.8, 0.5]), min_p=of([0.2, 0.0])), Asked(top_p=0.9, min_p=0.05)),
+        (Asked(top_p=0.7), Asked(top_p=0.9)),
+        (Asked(min_p=0.1), Asked(min_p=0.05)),
+    ],
+    ids=["top_k", "joint", "by row", "top_p", "min_p"],
+)
+@pytest.mark.parametrize("floors", [False, True])
+def test_a_row_that_is_made_up_is_drawn_ahead(asked, of_made_up, floors, monkeypatch):
+    """With the first row's kinds of filters, by one program more, which writes to its own part of the room alone: its token is
+    the oracle's, and the others' are what they are without it."""
+    if not CUDA:
+        monkeypatch.setattr(logits, "_pdl", lambda device, config: True)
+        monkeypatch.setattr(logits_pick, "gdc_wait", lambda: None)
+    step = make_step(batch=2, vocab=4101, asked=asked, temperature=of([0.9, 0.7]))
+    unfiltered = (run if CUDA else reference.run)(step._replace(asked=PLAIN)).ids
+    lowest = torch.full((2,), -(2**31), dtype=torch.int32, device=DEVICE)
+    summaries = summaries_of(step)._replace(floors=lowest if floors else None)
+    apart = torch.nn.functional.pad(step.hidden_states, (0, -step.vocab_size % 4), value=math.nan)[:, : step.vocab_size]
+    step = step._replace(logits=apart)
+    without = pick(step, summaries, unfiltered, SMALL).ids
+
+    size, tokens = logits.room_of(step, SMALL).numel(), logits_ahead.TOKENS.value
+    words = torch.full((size + 64,), 12345, dtype=torch.int32, device=DEVICE)
+    assert torch.equal(pick(step, summaries, unfiltered, SMALL, room=words[:size]).ids, without)
+    assert (words[size:] == 12345).all()
+    made_up = words[size - logits_ahead.WORDS : size].clone()
+    row = made_up[:tokens].view(torch.float32)[None]
+    assert len(row.unique()) == tokens
+    first = step.part(0, 1)._replace(vocab_size=tokens, temperature=1.0, asked=of_made_up)
+    place = logits_ahead.RESULT.value
+    assert made_up[place : place + 2].view(torch.int64).tolist() == reference.run(with_logits(first, row)).ids.tolist()
+
+
+def test_what_draws_nothing_ahead(monkeypatch):
+    """Many rows, ids that take more bits than the vocabulary's, several draws, log-probabilities: no room for it."""
+    monkeypatch.setattr(logits, "_pdl", lambda device, config: True)
+    few = make_step(batch=2, vocab=2048, asked=Asked(top_k=3))
+    more = logits.room_of(few, SMALL).numel()
+    each = logits.room_of(make_step(batch=9, vocab=2048, asked=Asked(top_k=3)), SMALL).numel() // 9
+    assert more == 3 * each + logits_ahead.WORDS
+    small = make_step(batch=2, vocab=2047, asked=Asked(top_k=3))
+    for step in (small, few._replace(num_samples=2), few._replace(asked=Asked(top_k=3, logprobs=True))):
+        assert logits.room_of(step, SMALL).numel() == 2 * each
+    assert logits.room_of(few._replace(asked=Asked(top_k=3, logsumexp=True)), SMALL).numel() == 2 * each
 
 
 def test_filters_by_row():

@@ -111,11 +111,11 @@ def run(step: Step, config: TileConfig | None = None) -> Drawn:
     processing, _held = processing_of(asked)
     masses = asked.needs_mass(step.vocab_size), asked.needs_raw_mass()
     # the draws also say which rows are undefined, with filters and without
-    floors = _floors_of(step)
+    floors, room = _floors_of(step), _picking().room_of(step)
     logits, summaries, drawn = with_logits(step, step.num_samples, masses, config, processing, floors)
     of_chunks = _picking().Summaries(*summaries, floors)
     left = _left(asked) if processing[0] else asked
-    return _picking().pick(step._replace(logits=logits, asked=left), of_chunks, drawn)  # type: ignore[no-any-return]
+    return _picking().pick(step._replace(logits=logits, asked=left), of_chunks, drawn, room=room)  # type: ignore[no-any-return]
 
 
 def runs_on_shard(step: Step) -> bool:
@@ -165,7 +165,8 @@ def recorded(step: Step) -> Recorded:
         drawn = _picking().run(step._replace(logits=logits), records=records)
     else:
         logits, summaries, tokens = with_logits(step, step.num_samples, (True, False))
-        drawn = _picking().pick(step._replace(logits=logits), _picking().Summaries(*summaries), tokens, records=records)
+        of_chunks = _picking().Summaries(*summaries)
+        drawn = _picking().pick(step._replace(logits=logits), of_chunks, tokens, records=records)
     return Recorded(drawn.ids, logits, *records)
 
 

@@ -27,6 +27,7 @@ from ...exchange import WHOLE
 from ...step import Asked, Drawn, Step, layout, row_argument
 from ..device import capability, multiprocessors
 from .config import next_power_of_2
+from .logits_ahead import TOKENS, WORDS
 from .logits_pick import pick_kernel
 from .logits_scan import scan_kernel
 
@@ -57,6 +58,7 @@ class Config:
 
 
 CONFIG = Config()
+_FEW_ROWS = 8  # with more, nothing is gained by what comes from memory ahead (benchmarks.tune_logits, H100)
 
 
 class Summaries(NamedTuple):
@@ -207,11 +209,11 @@ def _programs(asked: Asked, batch: int, device: torch.device, records: Records |
     return 2 if both and batch <= multiprocessors(device) else 1
 
 
-def _candidates(asked: Asked, batch: int, programs: int, chunks: int, config: Config) -> int:
+def _candidates(asked: Asked, batch: int, programs: int, chunks: int, config: Config, ahead: int = 0) -> int:
     """Numbers that the second kernel keeps its candidates in."""
     if not (asked.may_filter() or asked.needs_raw_mass()):
         return 0
-    return batch * programs * (3 * config.capacity + _list_length(chunks, config))
+    return programs * ((batch + ahead) * (3 * config.capacity + _list_length(chunks, config)) + ahead * WORDS)
 
 
 def run(step: Step, config: Config = CONFIG, records: Records | None = None) -> Drawn:
@@ -244,10 +246,36 @@ def run(step: Step, config: Config = CONFIG, records: Records | None = None) -> 
     return _launch_pick(step, common, candidates, programs, flags, False, blocks, config, records)
 
 
-def pick(step: Step, summaries: Summaries, drawn: Tensor, config: Config = CONFIG, records: Records | None = None) -> Drawn:
+def _ahead(step: Step, config: Config) -> int:
+    """Rows that ``pick`` makes up while the kernel before it runs."""
+    asked = step.asked
+    has_room = step.vocab_size >= TOKENS.value  # ids of the made-up row must fit where the vocabulary's do
+    of_one_draw = step.num_samples == 1 and not (asked.logprobs or asked.needs_raw_mass())
+    few = len(step.hidden_states) <= _FEW_ROWS
+    return int(few and has_room and of_one_draw and _pdl(step.hidden_states.device, config))
+
+
+def room_of(step: Step, config: Config = CONFIG) -> Tensor:
+    """What ``pick`` keeps its candidates in, to be allocated before the kernel that it follows is launched: of few rows it
+    draws ahead in here, while that kernel runs (``logits_ahead``)."""
+    asked, batch, device = step.asked, len(step.hidden_states), step.hidden_states.device
+    programs, chunks = _programs(asked, batch, device, None), 4 * -(-step.vocab_size // 128)
+    size = _candidates(asked, batch, programs, chunks, config, _ahead(step, config))
+    return torch.empty(size, dtype=torch.int32, device=device)
+
+
+def pick(
+    step: Step,
+    summaries: Summaries,
+    drawn: Tensor,
+    config: Config = CONFIG,
+    records: Records | None = None,
+    room: Tensor | None = None,
+) -> Drawn:
     """The second launch alone, behind a kernel that wrote ``Step.logits``, (B, V) float32 with rows a multiple of 16 bytes
     apart, to which nothing is left to do but filters: no head, mask, bias or penalty. ``drawn`` (B * num_samples,) int64: the
-    tokens that all rows have without filters, -1 of undefined ones. ``records`` is written to, and needs ``summaries.sums``."""
+    tokens that all rows have without filters, -1 of undefined ones. ``records`` is written to, and needs ``summaries.sums``.
+    ``room``: ``room_of`` the step; None: of its own, and nothing is drawn ahead."""
     asked, logits = step.asked, step.logits
     assert logits is not None
     wants_raw = asked.needs_raw_mass()
@@ -257,13 +285,14 @@ def pick(step: Step, summaries: Summaries, drawn: Tensor, config: Config = CONFI
     batch, chunks = summaries.keys.shape
     assert chunks == 4 * -(-step.vocab_size // 128)
     programs = _programs(asked, batch, logits.device, records)
-    size = _candidates(asked, batch, programs, chunks, config)
-    candidates = torch.empty(size, dtype=torch.int32, device=logits.device)
+    ahead = 0 if room is None else _ahead(step, config)
+    if room is None:
+        room = torch.empty(_candidates(asked, batch, programs, chunks, config), dtype=torch.int32, device=logits.device)
     raw_keys = summaries.keys if wants_raw else None
     told = (summaries.keys, summaries.sums, raw_keys, summaries.raw_sums if wants_raw else None, drawn, None)
     common = _arguments(step, told, 1)
     flags = _flags(asked, _pdl(logits.device, config), config, records is not None)
-    return _launch_pick(step, common, candidates, programs, flags, True, 1, config, records, summaries.floors)
+    return _launch_pick(step, common, room, programs, flags, True, 1, config, records, summaries.floors, ahead)
 
 
 def _launch_pick(
@@ -277,6 +306,7 @@ def _launch_pick(
     config: Config,
     records: Records | None = None,
     floors: Tensor | None = None,
+    ahead: int = 0,
 ) -> Drawn:
     asked, batch, device = step.asked, common[0].shape[0], candidates.device
     if asked.needs_raw_mass():
@@ -284,13 +314,14 @@ def _launch_pick(
     else:  # what costs the host least: one allocation
         ids, values, beside = torch.empty(batch * step.num_samples, dtype=torch.int64, device=device), None, _NOTHING_BESIDE
     by_top_k, by_top_p, by_min_p = asked.filters()
-    pick_kernel[(batch, programs)](
+    pick_kernel[(batch + ahead, programs)](
         *common,
         floors,
         asked.joint_top_p if isinstance(asked.joint_top_p, Tensor) and flags["JOINT"] else None,
         candidates,
         ids,
         *beside,
+        ahead,
         None if records is None else records.limits,
         None if records is None else records.masses,
         **flags,

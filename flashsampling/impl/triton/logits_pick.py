@@ -20,6 +20,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from .constant import Constant
 from .jit import jit
+from .logits_ahead import TOKENS, made_up_at, make_up
 from .logits_beside import log_sum_exp, place_in_row, write_drawn, write_given, write_record, write_top
 from .logits_chunks import first_ties, gather, highest_of, kth_highest, load_chunks, lowest_of_tokens, masses_of, nucleus_bound
 from .logits_draw import all_equal, draw_from_candidates, draw_from_few, draw_from_row, draw_in_rounds
@@ -94,7 +95,7 @@ def _kept_of_equal(vocab_size, top_k, top_p, min_p, by_top_k, by_top_p, of_top_k
         "temperature_at", "temperature_value", "seed_at", "seed_value", "offset_at", "offset_value", "top_k_at", "top_k_value",
         "top_p_at", "top_p_value", "min_p_at", "min_p_value", "repetition_at", "repetition_value", "frequency_at",
         "frequency_value", "presence_at", "presence_value", "logit_scale", "soft_cap", "bias_count", "ids_stride",
-        "values_stride", "num_samples", "stream", "blocks", "num_top", "num_given", "given_stride",
+        "values_stride", "num_samples", "stream", "blocks", "num_top", "num_given", "given_stride", "ahead",
     ],
     do_not_specialize_on_alignment=[
         "ids_ptr", "logprobs_ptr", "processed_ptr", "ranks_ptr", "top_ids_ptr", "top_logprobs_ptr", "given_ids", "given_ptr",
@@ -147,7 +148,8 @@ def pick_kernel(
     blocks: tl.int32,
     floors_ptr,  # if DRAWN, (B,) int32: logits of chunks with a lower key are not there; None: all are
     joint_ptr,  # (B,) int32, not 0: top-p's share is of all tokens, not of what top-k kept; None: as JOINT says
-    candidates_ptr,  # (programs of a row, B, 3 * CAPACITY + LIST) int32: keys, ids, masses, a list of chunks
+    candidates_ptr,  # (programs of a row, B, 3 * CAPACITY + LIST) int32: keys, ids, masses, a list of chunks;
+    # behind them of each made-up row as many, and its ``WORDS``
     ids_ptr,  # (B, num_samples) int64, out
     logprobs_ptr,  # (B, num_samples) float32, out; None if nobody asks, as the following
     processed_ptr,
@@ -160,6 +162,7 @@ def pick_kernel(
     given_ptr,  # (B, num_given) float32, out
     num_given: tl.int32,
     lse_ptr,  # (B,) float32, out
+    ahead: tl.int32,  # 1: a row that is made up comes first, see ``logits_ahead``
     limits_ptr,  # (B,) int64, out: what ``rejection`` reads of a row: the place of its last kept token
     masses_ptr,  # (B, 4) float32, out: least mass of a kept token, mass of all, highest logit, a greedy row's token
     COLUMNS: tl.constexpr,
@@ -187,30 +190,56 @@ def pick_kernel(
     GATHERED: tl.constexpr,  # chunks at a time
     AT_FIRST: tl.constexpr,  # chunks with tokens before the one that is drawn without filters, not more
 ):
-    """See the module's docstring. Grid: (B, 1), or (B, 2) where there are likeliest or given tokens beside what is drawn."""
-    if PDL:
-        gdc_wait()
+    """See the module's docstring. Grid: (B, 1), or (B, 2) where there are likeliest or given tokens beside what is drawn; with
+    what is drawn ahead a program more, the first."""
+    AHEAD: tl.constexpr = PDL and DRAWN and not LOGPROBS and raw_keys_ptr is None
     row = tl.program_id(0)
     draws, of_others = True, True
     if raw_keys_ptr is not None:
         draws = tl.program_id(1) == 0
         of_others = tl.program_id(1) == tl.num_programs(1) - 1
+    is_made_up = False
+    if AHEAD:
+        is_made_up = row < ahead
+        row = tl.maximum(row - ahead, 0)
     far = row.to(tl.int64)
+    cand_keys = candidates_ptr + far * (3 * CAPACITY + LIST)
+    if raw_keys_ptr is not None:
+        cand_keys += tl.program_id(1).to(tl.int64) * tl.num_programs(0) * (3 * CAPACITY + LIST)
+    temperature = row_f32(temperature_at, temperature_value, row)
+    if AHEAD:
+        last_room = candidates_ptr + (tl.num_programs(0) - ahead).to(tl.int64) * (3 * CAPACITY + LIST)
+        made_up = made_up_at(last_room + (3 * CAPACITY + LIST))
+        if is_made_up:
+            make_up(made_up)
+        else:
+            gdc_wait()
+        cand_keys = tl.where(is_made_up, last_room, cand_keys)
+        temperature = tl.where(is_made_up, 1.0, temperature)
+        logits = tl.where(is_made_up, made_up.logits.to(logits.dtype), logits + far * logits_stride)
+        chunk = far * chunks_in(vocab_size)
+        keys_ptr = tl.where(is_made_up, made_up.keys, keys_ptr + chunk)
+        if sums_ptr is not None:
+            sums_ptr = tl.where(is_made_up, made_up.sums.to(sums_ptr.dtype), sums_ptr + chunk)
+        winners_ptr = tl.where(is_made_up, made_up.winner.to(winners_ptr.dtype), winners_ptr + far * num_samples)
+        if floors_ptr is not None:
+            floors_ptr = tl.where(is_made_up, made_up.floor, floors_ptr + far)
+        ids_ptr = tl.where(is_made_up, made_up.result.to(ids_ptr.dtype), ids_ptr + far * num_samples)
+        vocab_size = tl.where(is_made_up, TOKENS, vocab_size)
+        far = tl.full((), 0, tl.int64)  # these are the row's own
+    elif PDL:
+        gdc_wait()
     repetition = row_f32(repetition_at, repetition_value, row)
     frequency = row_f32(frequency_at, frequency_value, row)
     presence = row_f32(presence_at, presence_value, row)
     source = Source(
-        row.to(tl.int64), logits, logits_stride, vocab_size, bias, logit_scale, soft_cap, dense_bias, bias_ids, bias_values,
+        far, logits, logits_stride, vocab_size, bias, logit_scale, soft_cap, dense_bias, bias_ids, bias_values,
         bias_count, ids_stride, values_stride, counts, counts_stride, repetition, frequency, presence, token_mask, mask_stride,
         keys_ptr, floors_ptr,
     )  # fmt: skip
-    temperature = row_f32(temperature_at, temperature_value, row)
     scale = mass_scale(temperature)
     num_chunks = chunks_in(vocab_size)
     at_chunks = far * num_chunks
-    cand_keys = candidates_ptr + far * (3 * CAPACITY + LIST)
-    if raw_keys_ptr is not None:
-        cand_keys += tl.program_id(1).to(tl.int64) * tl.num_programs(0) * (3 * CAPACITY + LIST)
     cand_ids = cand_keys + CAPACITY
     cand_masses = (cand_ids + CAPACITY).to(tl.pointer_type(tl.float32))
     list_ptr = cand_ids + 2 * CAPACITY
@@ -254,6 +283,10 @@ def pick_kernel(
             of_top_k = by_top_k & False
             if joint_ptr is not None:
                 of_top_k = by_top_k & (tl.load(joint_ptr + row) == 0)
+        if AHEAD:  # of the first row's kind
+            top_k = tl.where(is_made_up, 20, top_k)
+            top_p = tl.where(is_made_up, 0.9, top_p)
+            min_p = tl.where(is_made_up, 0.05, min_p)
         filtered = by_top_k | by_top_p | by_min_p
         undefined = undefined | (top_p != top_p) | (min_p != min_p)
         if not LOGPROBS:
@@ -329,7 +362,7 @@ def pick_kernel(
                 lowest_kept = top + at_least / scale - tl.minimum(tl.abs(top), LARGEST) * 1e-6
                 least = tl.maximum(key_of(tl.where(top == float("inf"), top, lowest_kept)), least)
             if floors_ptr is not None:  # what is kept is not lower, and chunks that are lower cannot be read
-                least = tl.maximum(least, tl.load(floors_ptr + row))
+                least = tl.maximum(least, tl.load(floors_ptr + far))
             target = row_mass * top_p * 1.00001  # as the search will ask for, and what rounding may take
             bound = least
             count = tl.full((), 0, tl.int32)

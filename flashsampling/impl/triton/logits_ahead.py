@@ -1,0 +1,66 @@
+"""A row that is made up, from which one program more of ``pick`` draws while the kernel before it still runs.
+
+Of ``pick``'s thousands of instructions a row executes some 2,000 once, and a step's weight has pushed them out of the caches: a
+single row waits for its code as long as for anything else. While the kernel before it ends, the other programs wait. This one
+does not: it has the code brought to the level-2 cache, and throws its token away.
+
+It reads nothing that is made meanwhile and writes to its room alone, which must have been allocated before that kernel was
+launched: memory that is free behind a launch may be what the launch still reads.
+
+    words of the room   what
+    0 ..                logits of 2048 tokens, evenly from 0 to 24: some 200 of them have 0.9 of the mass
+    2048, 2112 ..       their chunks' highest keys, and masses
+    2176                the row's token without filters, which a top-p refuses
+    2178                a floor below all
+    2180                the token that is drawn
+"""
+
+from typing import NamedTuple
+
+import triton.language as tl
+
+from .constant import Constant
+from .jit import jit
+from .logits_source import LOG2E, chunk_tokens, exp2, key_of
+
+WORDS = 2184  # of the room
+TOKENS = Constant(2048)
+_CHUNKS = Constant(64)
+_KEYS = Constant(2048)
+_SUMS = Constant(2112)
+_WINNER = Constant(2176)
+_FLOOR = Constant(2178)
+RESULT = Constant(2180)
+
+
+class MadeUp(NamedTuple):
+    """Where the parts of the row are."""
+
+    logits: object
+    keys: object
+    sums: object
+    winner: object
+    floor: object
+    result: object
+
+
+@jit
+def made_up_at(at):
+    """Of the row that ``make_up`` writes to the int32 words from ``at`` on."""
+    return MadeUp(at, at + _KEYS, at + _SUMS, at + _WINNER, at + _FLOOR, at + RESULT)
+
+
+@jit
+def make_up(row):
+    """Writes a ``MadeUp`` row."""
+    chunk = tl.arange(0, _CHUNKS)
+    token = chunk_tokens(chunk)
+    x = ((token * 40503) & 0xFFFF).to(tl.float32) * (24.0 / 65536.0)  # all of them different, in no order
+    highest = tl.max(x, axis=1)
+    tl.store(row.logits.to(tl.pointer_type(tl.float32)) + token, x)
+    tl.store(row.keys + chunk, key_of(highest))
+    tl.store(row.sums.to(tl.pointer_type(tl.float32)) + chunk, tl.sum(exp2((x - highest[:, None]) * LOG2E), axis=1))
+    refused = tl.min(tl.min(tl.where((x > 18.0) & (x < 20.0), token, TOKENS), axis=1), axis=0)
+    tl.store(row.winner.to(tl.pointer_type(tl.int64)), refused.to(tl.int64))
+    tl.store(row.floor, tl.full((), -0x80000000, tl.int32))
+    tl.debug_barrier()
