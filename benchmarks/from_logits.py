@@ -80,21 +80,27 @@ def requests(batch: int) -> dict[str, Asked]:
 
 
 def peers(logits: Tensor) -> dict[str, Callable[[], Any]]:
-    """FlashInfer's function for each request; those that take probabilities with its softmax before them."""
+    """FlashInfer's function for each request; those that take probabilities with its softmax before them. From 0.7 on it has
+    another one for top-k with top-p, k up to 1024: a radix select by clusters of blocks, of probabilities."""
     if importlib.util.find_spec("flashinfer") is None:
         return {}
+    import flashinfer
     from flashinfer import sampling
 
     batch = logits.shape[0]
     top_k = torch.full((batch,), TOP_K, dtype=torch.int32, device="cuda")
     top_p, min_p = (torch.full((batch,), value, device="cuda") for value in (TOP_P, MIN_P))
     softmax = getattr(sampling, "softmax", None) or functools.partial(torch.softmax, dim=-1)
-    return {
+    found = {
         "unfiltered": lambda: sampling.sampling_from_logits(logits),
         "top-k top-p": lambda: sampling.top_k_top_p_sampling_from_logits(logits, top_k, top_p),  # top-k first
         "top-p": lambda: sampling.top_p_sampling_from_probs(softmax(logits), top_p),
         "min-p": lambda: sampling.min_p_sampling_from_probs(softmax(logits), min_p),
     }
+    if hasattr(flashinfer, "cake_top_k_top_p_sampling_from_probs"):
+        by_radix = functools.partial(flashinfer.cake_top_k_top_p_sampling_from_probs, top_k_max=TOP_K)
+        found["top-k top-p by radix"] = lambda: by_radix(softmax(logits), top_k, top_p)
+    return found
 
 
 def repeated(step: Callable[[], Any]) -> Callable[[], Any]:
