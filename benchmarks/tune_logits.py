@@ -84,10 +84,12 @@ class _Shaped:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.module, name)
 
-    def room_of(self, step: Step) -> torch.Tensor:
-        return self.module.room_of(step, self.config)  # type: ignore[no-any-return]
+    def room_of(self, step: Step) -> torch.Tensor | None:
+        made = getattr(self.module, "room_of", None)  # another checkout may have none
+        return made and made(step, self.config)  # type: ignore[no-any-return]
 
-    def pick(self, *arguments: Any, **options: Any) -> Drawn:
+    def pick(self, *arguments: Any, room: torch.Tensor | None, **options: Any) -> Drawn:
+        options |= {} if room is None else {"room": room}
         return self.module.pick(*arguments, config=self.config, **options)  # type: ignore[no-any-return]
 
 

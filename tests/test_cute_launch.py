@@ -1,6 +1,7 @@
 """The launch of the Hopper kernel passes its arguments in the order in which the kernel takes them. Nothing is compiled."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from flashsampling.noise import Stream
 from flashsampling.step import PLAIN, Asked, Drawn, Step
 
 BATCH, DIM, VOCAB, SAMPLES = 5, 64, 300, 3
+ROOM = torch.zeros(1, dtype=torch.int32)
 
 
 @pytest.fixture
@@ -173,7 +175,8 @@ TENSOR, VECTOR, COUNTS = torch.zeros(BATCH), torch.zeros(VOCAB), torch.zeros(BAT
 def test_what_a_request_makes_of_a_step(monkeypatch, asked, temperature, expected, num_samples):
     """How many draws, which summaries, and who does the rest; None: no draws, no summaries, all of it is done again. And of
     one draw with what it leaves behind, for which the mass of every row is needed; there is no raw one then."""
-    calls, picked = [], []
+    calls: list[Any] = []
+    picked: list[Any] = []
     leaves, num_samples = num_samples is None, num_samples or 1
     if num_samples > 1:  # of which the kernel would evaluate every token
         expected = None
@@ -181,14 +184,20 @@ def test_what_a_request_makes_of_a_step(monkeypatch, asked, temperature, expecte
         changed = any(getattr(asked, name) is not getattr(PLAIN, name) for name in PROCESSED)
         expected = None if changed else (1, True, False)
 
-    def pick(*parts, records=None):
+    def room_of(step):
+        assert not calls  # the second launch writes there while the first one runs
+        return ROOM
+
+    def pick(*parts, records=None, room=None):
         assert (records is None) != leaves
+        assert room is (None if leaves or expected is None else ROOM)
         picked.append(parts)
         return Drawn(torch.zeros(BATCH, dtype=torch.int64))
 
     picking = SimpleNamespace(
         pick=pick,
         run=pick,
+        room_of=room_of,
         Summaries=lambda *parts: parts,
         empty_records=lambda batch, device: (torch.zeros(batch), torch.zeros(batch, 4)),
     )

@@ -9,6 +9,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from triton.runtime.interpreter import interpreter_builder
+
 from flashsampling.impl import filters, reference
 from flashsampling.impl.triton import logits, logits_ahead, logits_pick
 from flashsampling.impl.triton.logits import Config, Records, Summaries, empty_records, pick, run
@@ -155,33 +157,41 @@ def test_rows_of_two_programs_are_those_of_one(asked, monkeypatch):
     ("asked", "of_made_up"),
     [
         (Asked(top_k=30, top_p=0.8), Asked(top_k=20, top_p=0.9)),
+        (Asked(top_k=3000, top_p=0.8), Asked(top_k=20, top_p=0.9)),
         (Asked(top_k=30, top_p=0.8, joint_top_p=1), Asked(top_k=20, top_p=0.9, joint_top_p=1)),
         (Asked(top_k=of([0, 9]), top_p=of([0.8, 0.5]), min_p=of([0.2, 0.0])), Asked(top_p=0.9, min_p=0.05)),
         (Asked(top_p=0.7), Asked(top_p=0.9)),
         (Asked(min_p=0.1), Asked(min_p=0.05)),
     ],
-    ids=["top_k", "joint", "by row", "top_p", "min_p"],
+    ids=["top_k", "many", "joint", "by row", "top_p", "min_p"],
 )
 @pytest.mark.parametrize("floors", [False, True])
 def test_a_row_that_is_made_up_is_drawn_ahead(asked, of_made_up, floors, monkeypatch):
     """With the first row's kinds of filters, by one program more, which writes to its own part of the room alone: its token is
     the oracle's, and the others' are what they are without it."""
+    waiting = []
     if not CUDA:
         monkeypatch.setattr(logits, "_pdl", lambda device, config: True)
-        monkeypatch.setattr(logits_pick, "gdc_wait", lambda: None)
+    if not (CUDA or COMPILED):  # the interpreter has no such instruction
+        monkeypatch.setattr(logits_pick, "gdc_wait", lambda: waiting.append(interpreter_builder.grid_idx[0]))
     step = make_step(batch=2, vocab=4101, asked=asked, temperature=of([0.9, 0.7]))
-    unfiltered = (run if CUDA else reference.run)(step._replace(asked=PLAIN)).ids
-    lowest = torch.full((2,), -(2**31), dtype=torch.int32, device=DEVICE)
-    summaries = summaries_of(step)._replace(floors=lowest if floors else None)
-    apart = torch.nn.functional.pad(step.hidden_states, (0, -step.vocab_size % 4), value=math.nan)[:, : step.vocab_size]
-    step = step._replace(logits=apart)
+    values = step.hidden_states + 100.0  # a floor of these rows would leave nothing of the one that is made up
+    step = with_logits(step, torch.nn.functional.pad(values, (0, 3), value=math.nan)[:, :4101])
+    summaries = summaries_of(with_logits(step, values))
+    if floors:
+        summaries = summaries._replace(floors=key_of(values.amin(dim=1)))
+    unfiltered = (run if CUDA else reference.run)(with_logits(step, values)._replace(asked=PLAIN)).ids
     without = pick(step, summaries, unfiltered, SMALL).ids
+    waiting.clear()
 
-    size, tokens = logits.room_of(step, SMALL).numel(), logits_ahead.TOKENS.value
-    words = torch.full((size + 64,), 12345, dtype=torch.int32, device=DEVICE)
-    assert torch.equal(pick(step, summaries, unfiltered, SMALL, room=words[:size]).ids, without)
-    assert (words[size:] == 12345).all()
-    made_up = words[size - logits_ahead.WORDS : size].clone()
+    size, tokens, words = logits.room_of(step, SMALL).numel(), logits_ahead.TOKENS.value, logits_ahead.WORDS
+    room = torch.full((size + 64,), 12345, dtype=torch.int32, device=DEVICE)
+    assert torch.equal(pick(step, summaries, unfiltered, SMALL, room=room[:size]).ids, without)
+    assert (room[size:] == 12345).all()
+    assert CUDA or COMPILED or waiting == [1, 2]
+    each = (size - words) // 3
+    candidates, made_up = room[2 * each : 3 * each], room[3 * each : size].clone()
+    assert (candidates != 12345).any()
     row = made_up[:tokens].view(torch.float32)[None]
     assert len(row.unique()) == tokens
     first = step.part(0, 1)._replace(vocab_size=tokens, temperature=1.0, asked=of_made_up)
@@ -200,6 +210,7 @@ def test_what_draws_nothing_ahead(monkeypatch):
     for step in (small, few._replace(num_samples=2), few._replace(asked=Asked(top_k=3, logprobs=True))):
         assert logits.room_of(step, SMALL).numel() == 2 * each
     assert logits.room_of(few._replace(asked=Asked(top_k=3, logsumexp=True)), SMALL).numel() == 2 * each
+    assert logits.room_of(few._replace(asked=PLAIN), SMALL).numel() == 0
 
 
 def test_filters_by_row():

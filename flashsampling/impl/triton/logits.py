@@ -251,7 +251,7 @@ def _ahead(step: Step, config: Config) -> int:
     asked = step.asked
     has_room = step.vocab_size >= TOKENS.value  # ids of the made-up row must fit where the vocabulary's do
     of_one_draw = step.num_samples == 1 and not (asked.logprobs or asked.needs_raw_mass())
-    few = len(step.hidden_states) <= _FEW_ROWS
+    few = len(step.hidden_states) <= _FEW_ROWS and asked.may_filter()
     return int(few and has_room and of_one_draw and _pdl(step.hidden_states.device, config))
 
 
@@ -285,7 +285,7 @@ def pick(
     batch, chunks = summaries.keys.shape
     assert chunks == 4 * -(-step.vocab_size // 128)
     programs = _programs(asked, batch, logits.device, records)
-    ahead = 0 if room is None else _ahead(step, config)
+    ahead = 0 if room is None or records is not None else _ahead(step, config)
     if room is None:
         room = torch.empty(_candidates(asked, batch, programs, chunks, config), dtype=torch.int32, device=logits.device)
     raw_keys = summaries.keys if wants_raw else None

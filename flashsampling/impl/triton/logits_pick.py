@@ -192,6 +192,7 @@ def pick_kernel(
 ):
     """See the module's docstring. Grid: (B, 1), or (B, 2) where there are likeliest or given tokens beside what is drawn; with
     what is drawn ahead a program more, the first."""
+    vocabulary = vocab_size
     AHEAD: tl.constexpr = PDL and DRAWN and not LOGPROBS and raw_keys_ptr is None
     row = tl.program_id(0)
     draws, of_others = True, True
@@ -275,7 +276,7 @@ def pick_kernel(
         top_k = row_top_k(top_k_at, top_k_value, row, TOP_K_WIDE)
         top_p = row_f32(top_p_at, top_p_value, row)
         min_p = row_f32(min_p_at, min_p_value, row)
-        by_top_k = TOP_K & (top_k > 0) & (top_k < vocab_size)
+        by_top_k = TOP_K & (top_k > 0) & (top_k < vocabulary)
         by_top_p = TOP_P & (top_p < 1.0)
         by_min_p = MIN_P & (min_p > 0.0)
         of_top_k = by_top_k  # top-p's share is of what top-k kept
