@@ -18,11 +18,16 @@ README_HEAD = (151936, 4096)
 README_HEADER = "| LM head | n | B | match / `sample` | rejection, ms | / compiled torch | / FlashInfer |"
 DRAFTER_HEADER = "| D | B | layer | and `sample` | and logits, softmax, multinomial |"
 DRAFTER_STEPS = ("layer", "layer, sample", "layer, logits, softmax, multinomial")
-FILTERS = ("top-k top-p", "top-p", "min-p")  # that FlashInfer has too
-REQUESTS = (*FILTERS, "mask", "penalties", "top_logprobs=5", "everything")
+THEIR_FILTERS = {  # FlashInfer's functions, and which of the requests they serve
+    "top-k top-p": "top-k top-p",
+    "top-k top-p by radix": "top-k top-p",
+    "top-p": "top-p",
+    "min-p": "min-p",
+}
+REQUESTS = ("top-k top-p", "top-p", "min-p", "mask", "penalties", "top_logprobs=5", "everything")
 REQUESTS_HEADER = (
     "| GPU, LM head | B | no filter, ms | top-k, top-p | top-p | min-p | mask | penalties | 5 top logprobs | everything "
-    "| / FI top-k top-p | / FI top-p | / FI min-p | memory |"
+    "| / FI top-k top-p | / FI by radix | / FI top-p | / FI min-p | memory |"
 )
 DOCS_HEADER = "| LM head | filters | n | B | accepted | sample | match | rejection | compiled torch | FlashInfer |"
 
@@ -89,7 +94,7 @@ def requests_table(results: Iterable[Mapping[str, Any]]) -> str:
             head = f"{_gpu(result)}, V={row['vocab']} D={row['dim']}"
             cells = [head, str(row["batch"]), f"{ms['cute unfiltered']:.3f}"]
             cells += [_over(ms, asked, "cute unfiltered") for asked in REQUESTS]
-            cells += [_over(ms, asked, f"FlashInfer {asked}") for asked in FILTERS]
+            cells += [_over(ms, asked, f"FlashInfer {theirs}") for theirs, asked in THEIR_FILTERS.items()]
             rows.append([*cells, f"{row['peak_bytes'] / (4 * row['batch'] * row['vocab']):.2f}"])
     return _table(REQUESTS_HEADER, rows)
 
