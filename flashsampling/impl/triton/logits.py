@@ -7,7 +7,7 @@
            less than a block; of another one that is too flat for candidates, the row itself, several times (``logits_draw``)
 
 A kernel that has the logits in its hands anyway can do the scan's work, and draw for the rows without filters: ``pick`` alone
-follows it.
+follows it, and of few rows begins with one that is made up, so that its code is in the cache (``logits_ahead``).
 
 What a row's chunks are depends on the vocabulary's size alone, and all sums run in a fixed order, so a row's result is the same
 bits in any batch. Extra memory per row: 8 bytes per chunk, 16 where raw log-probabilities are asked for, and the candidates.
