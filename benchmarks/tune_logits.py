@@ -23,7 +23,7 @@ from rich.table import Table
 from flashsampling import ops
 from flashsampling.impl.cute import asked as cute_asked
 from flashsampling.impl.triton import logits as module
-from flashsampling.impl.triton.logits import CONFIG, Config, pick, run
+from flashsampling.impl.triton.logits import CONFIG, Config, Room, pick, run
 from flashsampling.step import PLAIN, Drawn, Step
 from tests.test_triton_logits import agrees, check
 from tests.test_triton_pick import summaries_of
@@ -84,11 +84,11 @@ class _Shaped:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.module, name)
 
-    def room_of(self, step: Step) -> torch.Tensor | None:
+    def room_of(self, step: Step) -> Room | None:
         made = getattr(self.module, "room_of", None)  # another checkout may have none
         return made and made(step, self.config)  # type: ignore[no-any-return]
 
-    def pick(self, *arguments: Any, room: torch.Tensor | None, **options: Any) -> Drawn:
+    def pick(self, *arguments: Any, room: Room | None, **options: Any) -> Drawn:
         options |= {} if room is None else {"room": room}
         return self.module.pick(*arguments, config=self.config, **options)  # type: ignore[no-any-return]
 

@@ -184,9 +184,10 @@ def test_a_row_that_is_made_up_is_drawn_ahead(asked, of_made_up, floors, monkeyp
     without = pick(step, summaries, unfiltered, SMALL).ids
     waiting.clear()
 
-    size, tokens, words = logits.room_of(step, SMALL).numel(), logits_ahead.TOKENS.value, logits_ahead.WORDS
+    made = logits.room_of(step, SMALL)
+    size, tokens, words = made.candidates.numel(), logits_ahead.TOKENS.value, logits_ahead.WORDS
     room = torch.full((size + 64,), 12345, dtype=torch.int32, device=DEVICE)
-    assert torch.equal(pick(step, summaries, unfiltered, SMALL, room=room[:size]).ids, without)
+    assert torch.equal(pick(step, summaries, unfiltered, SMALL, room=made._replace(candidates=room[:size])).ids, without)
     assert (room[size:] == 12345).all()
     assert CUDA or COMPILED or waiting == [1, 2]
     each = (size - words) // 3
@@ -203,14 +204,14 @@ def test_what_draws_nothing_ahead(monkeypatch):
     """Many rows, ids that take more bits than the vocabulary's, several draws, log-probabilities: no room for it."""
     monkeypatch.setattr(logits, "_pdl", lambda device, config: True)
     few = make_step(batch=2, vocab=2048, asked=Asked(top_k=3))
-    more = logits.room_of(few, SMALL).numel()
-    each = logits.room_of(make_step(batch=9, vocab=2048, asked=Asked(top_k=3)), SMALL).numel() // 9
+    more = logits.room_of(few, SMALL).candidates.numel()
+    each = logits.room_of(make_step(batch=9, vocab=2048, asked=Asked(top_k=3)), SMALL).candidates.numel() // 9
     assert more == 3 * each + logits_ahead.WORDS
     small = make_step(batch=2, vocab=2047, asked=Asked(top_k=3))
     for step in (small, few._replace(num_samples=2), few._replace(asked=Asked(top_k=3, logprobs=True))):
-        assert logits.room_of(step, SMALL).numel() == 2 * each
-    assert logits.room_of(few._replace(asked=Asked(top_k=3, logsumexp=True)), SMALL).numel() == 2 * each
-    assert logits.room_of(few._replace(asked=PLAIN), SMALL).numel() == 0
+        assert logits.room_of(step, SMALL).candidates.numel() == 2 * each
+    assert logits.room_of(few._replace(asked=Asked(top_k=3, logsumexp=True)), SMALL).candidates.numel() == 2 * each
+    assert logits.room_of(few._replace(asked=PLAIN), SMALL).candidates.numel() == 0
 
 
 def test_filters_by_row():

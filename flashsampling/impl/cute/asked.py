@@ -165,8 +165,7 @@ def recorded(step: Step) -> Recorded:
         drawn = _picking().run(step._replace(logits=logits), records=records)
     else:
         logits, summaries, tokens = with_logits(step, step.num_samples, (True, False))
-        of_chunks = _picking().Summaries(*summaries)
-        drawn = _picking().pick(step._replace(logits=logits), of_chunks, tokens, records=records)
+        drawn = _picking().pick(step._replace(logits=logits), _picking().Summaries(*summaries), tokens, records=records)
     return Recorded(drawn.ids, logits, *records)
 
 

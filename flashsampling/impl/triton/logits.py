@@ -105,6 +105,14 @@ def _contiguous_rows(matrix: Tensor | None) -> Tensor | None:
     return matrix if matrix is None or matrix.shape[1] <= 1 or matrix.stride(1) == 1 else matrix.contiguous()
 
 
+class Room(NamedTuple):
+    """What the second launch keeps its candidates in, and how many programs share it."""
+
+    candidates: Tensor  # int32
+    programs: int  # of a row
+    ahead: int = 0  # rows that are made up, see ``logits_ahead``
+
+
 class Records(NamedTuple):
     """What ``rejection`` reads of a row, beside its logits. ``logits_pick`` says what it is."""
 
@@ -243,7 +251,7 @@ def run(step: Step, config: Config = CONFIG, records: Records | None = None) -> 
     common = _arguments(step, told, blocks)
     flags = _flags(asked, _pdl(device, config), config, records is not None)
     scan_kernel[(batch * blocks,)](*common, 0, **flags, num_warps=config.scan_warps, maxnreg=config.scan_registers)
-    return _launch_pick(step, common, candidates, programs, flags, False, blocks, config, records)
+    return _launch_pick(step, common, Room(candidates, programs), flags, False, blocks, config, records)
 
 
 def _ahead(step: Step, config: Config) -> int:
@@ -255,13 +263,18 @@ def _ahead(step: Step, config: Config) -> int:
     return int(few and has_room and of_one_draw and _pdl(step.hidden_states.device, config))
 
 
-def room_of(step: Step, config: Config = CONFIG) -> Tensor:
-    """What ``pick`` keeps its candidates in, to be allocated before the kernel that it follows is launched: of few rows it
-    draws ahead in here, while that kernel runs (``logits_ahead``)."""
+def _room(step: Step, config: Config, records: Records | None, ahead: int) -> Room:
+    """Of ``pick`` behind a kernel that has drawn."""
     asked, batch, device = step.asked, len(step.hidden_states), step.hidden_states.device
-    programs, chunks = _programs(asked, batch, device, None), 4 * -(-step.vocab_size // 128)
-    size = _candidates(asked, batch, programs, chunks, config, _ahead(step, config))
-    return torch.empty(size, dtype=torch.int32, device=device)
+    programs, chunks = _programs(asked, batch, device, records), 4 * -(-step.vocab_size // 128)
+    size = _candidates(asked, batch, programs, chunks, config, ahead)
+    return Room(torch.empty(size, dtype=torch.int32, device=device), programs, ahead)
+
+
+def room_of(step: Step, config: Config = CONFIG) -> Room:
+    """For ``pick``, to be made before the kernel that it follows is launched: of few rows it draws ahead in here, while that
+    kernel runs (``logits_ahead``)."""
+    return _room(step, config, None, _ahead(step, config))
 
 
 def pick(
@@ -270,58 +283,53 @@ def pick(
     drawn: Tensor,
     config: Config = CONFIG,
     records: Records | None = None,
-    room: Tensor | None = None,
+    room: Room | None = None,
 ) -> Drawn:
     """The second launch alone, behind a kernel that wrote ``Step.logits``, (B, V) float32 with rows a multiple of 16 bytes
     apart, to which nothing is left to do but filters: no head, mask, bias or penalty. ``drawn`` (B * num_samples,) int64: the
     tokens that all rows have without filters, -1 of undefined ones. ``records`` is written to, and needs ``summaries.sums``.
-    ``room``: ``room_of`` the step; None: of its own, and nothing is drawn ahead."""
+    ``room``: ``room_of`` the step, not beside ``records``; None: of its own, and nothing is drawn ahead."""
     asked, logits = step.asked, step.logits
     assert logits is not None
     wants_raw = asked.needs_raw_mass()
     assert summaries.sums is not None or not (records is not None or asked.needs_mass(step.vocab_size))
     assert summaries.raw_sums is not None or not wants_raw
     assert summaries.floors is None or not (wants_raw or records is not None)
-    batch, chunks = summaries.keys.shape
-    assert chunks == 4 * -(-step.vocab_size // 128)
-    programs = _programs(asked, batch, logits.device, records)
-    ahead = 0 if room is None or records is not None else _ahead(step, config)
-    if room is None:
-        room = torch.empty(_candidates(asked, batch, programs, chunks, config), dtype=torch.int32, device=logits.device)
+    assert summaries.keys.shape[1] == 4 * -(-step.vocab_size // 128)
+    assert room is None or records is None
     raw_keys = summaries.keys if wants_raw else None
     told = (summaries.keys, summaries.sums, raw_keys, summaries.raw_sums if wants_raw else None, drawn, None)
     common = _arguments(step, told, 1)
     flags = _flags(asked, _pdl(logits.device, config), config, records is not None)
-    return _launch_pick(step, common, room, programs, flags, True, 1, config, records, summaries.floors, ahead)
+    room = room or _room(step, config, records, 0)
+    return _launch_pick(step, common, room, flags, True, 1, config, records, summaries.floors)
 
 
 def _launch_pick(
     step: Step,
     common: tuple[Any, ...],
-    candidates: Tensor,
-    programs: int,
+    room: Room,
     flags: dict[str, Any],
     drawn: bool,
     blocks: int,
     config: Config,
     records: Records | None = None,
     floors: Tensor | None = None,
-    ahead: int = 0,
 ) -> Drawn:
-    asked, batch, device = step.asked, common[0].shape[0], candidates.device
+    asked, batch, device = step.asked, common[0].shape[0], room.candidates.device
     if asked.needs_raw_mass():
         ids, values, beside = _beside(step, batch, device)
     else:  # what costs the host least: one allocation
         ids, values, beside = torch.empty(batch * step.num_samples, dtype=torch.int64, device=device), None, _NOTHING_BESIDE
     by_top_k, by_top_p, by_min_p = asked.filters()
-    pick_kernel[(batch + ahead, programs)](
+    pick_kernel[(batch + room.ahead, room.programs)](
         *common,
         floors,
         asked.joint_top_p if isinstance(asked.joint_top_p, Tensor) and flags["JOINT"] else None,
-        candidates,
+        room.candidates,
         ids,
         *beside,
-        ahead,
+        room.ahead,
         None if records is None else records.limits,
         None if records is None else records.masses,
         **flags,
