@@ -92,7 +92,7 @@ class Parameters(NamedTuple):
             return asked
         of_positions = {"token_mask": masks, "counts": counts}
         alike = {name: _of(getattr(asked, name), request) for name in MATRICES if of_positions.get(name) is None}
-        return asked._replace(**of_positions | alike)
+        return asked._replace(**of_positions | alike, seen=None)  # of drafts there are more
 
 
 def match(target: Target, given: Given, parameters: Parameters, _: Tensor | None) -> Verified:

@@ -248,9 +248,7 @@ def sample(
     return SampleOutput(drawn.ids if num_samples == 1 else drawn.ids.view(batch, num_samples))
 
 
-def output_of(
-    drawn: Drawn, batch: int, num_samples: int, asked: Asked, token_counts: TokenCounts | Tensor | None
-) -> SampleOutput:
+def output_of(drawn: Drawn, batch: int, num_samples: int, asked: Asked, token_counts: object) -> SampleOutput:
     """What was drawn, in its parts; a ``TokenCounts`` counts it."""
     if not asked.needs_raw_mass():
         out = SampleOutput(drawn.ids if num_samples == 1 else drawn.ids.view(batch, num_samples))

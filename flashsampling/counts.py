@@ -1,7 +1,7 @@
 """``TokenCounts``: which tokens a request has seen, and how often, on the device."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,6 +9,19 @@ from torch import Tensor
 from .parameters import index_of, integer
 
 IN_PROMPT = -(2**31)  # bit 31; the other bits count the output
+_GROUP = 16  # tokens of which ``TokenCounts.seen`` says together whether they have come
+
+
+class Counted(NamedTuple):
+    """What a step reads of counts; ``sample`` takes it too, and counts nothing."""
+
+    counts: Tensor  # (B, V) int32
+    seen: Tensor | None  # (B, 8 ceil(V / 128)) uint8: ``step.Asked.seen``
+
+
+def groups_of(vocab_size: int) -> int:
+    """How many ``Counted.seen`` has of a row."""
+    return 8 * -(-vocab_size // (8 * _GROUP))
 
 
 class TokenCounts:
@@ -18,9 +31,13 @@ class TokenCounts:
     ``sample(token_counts=state)`` reads rows 0 to B - 1 and counts the tokens that it draws. Nothing waits for the device, and
     nothing is allocated per step: a step with it can be captured in a CUDA graph, whose every replay counts on.
 
+    Few tokens of a vocabulary come in a text, so it also keeps which groups of 16 hold one that has, and the Hopper kernel
+    reads the counts of these alone. Who writes to ``counts`` otherwise than by ``reset`` and ``add`` need not care where
+    ``sample`` is called: it sees that, and looks at all of them once. What is compiled or replayed does not: call ``recount``.
+
     Args:
         max_batch_size: rows.
-        vocab_size: tokens. 4 bytes for each of them and row.
+        vocab_size: tokens. 4 bytes for each of them and row, and one for 16.
         device: where; None is torch's default.
 
     Attributes:
@@ -52,6 +69,8 @@ class TokenCounts:
                 raise ValueError(f"{name} must be at least 1, got {size}")
         with torch.inference_mode(False):  # what is made inside could not be written outside
             self.counts = torch.zeros(sizes, dtype=torch.int32, device=device)
+            self._seen = torch.zeros((sizes[0], groups_of(sizes[1])), dtype=torch.uint8, device=device)
+        self._wrote()
 
     @property
     def max_batch_size(self) -> int:
@@ -75,13 +94,18 @@ class TokenCounts:
             TypeError, ValueError: an argument does not fit; no row has changed then.
         """
         index = index_of(rows, self.max_batch_size)
-        fresh = torch.zeros_like(self.counts[index])
+        self._look()
+        fresh, seen = torch.zeros_like(self.counts[index]), torch.zeros_like(self._seen[index])
         if prompt_token_ids is not None:
             ids = self._matrix("prompt_token_ids", prompt_token_ids, len(fresh))
             there = (ids >= 0) & (ids < self.vocab_size)
             bits = torch.where(there, IN_PROMPT, 0).to(torch.int32)
-            fresh.scatter_reduce_(1, torch.where(there, ids, 0), bits, "amin")
+            ids = torch.where(there, ids, 0)
+            fresh.scatter_reduce_(1, ids, bits, "amin")
+            seen.scatter_(1, ids // _GROUP, 1)
         self.counts[index] = fresh
+        self._seen[index] = seen
+        self._wrote()
 
     def add(self, token_ids: Tensor, rows: Tensor | slice | int | list[int] | None = None) -> None:
         """Counts tokens of the output; -1 and other ids out of range count for nothing.
@@ -103,15 +127,43 @@ class TokenCounts:
                 f"token_ids must have shape (B,) or (B, n), B up to max_batch_size = {self.max_batch_size}, "
                 f"got shape {tuple(token_ids.shape)}"
             )
+        self._look()
         there = (ids >= 0) & (ids < self.vocab_size)
         ids, ones = torch.where(there, ids, 0), there.to(torch.int32)
         if rows is None:
             self.counts[: len(ids)].scatter_add_(1, ids, ones)
+            self._seen[: len(ids)].scatter_(1, ids // _GROUP, 1)  # the first group's too, where an id is out of range
+            self._wrote()
             return
         chosen = torch.arange(self.max_batch_size, device=self.counts.device)[index_of(rows, self.max_batch_size)]
         if len(chosen) != len(ids):
             raise ValueError(f"token_ids must have a row for each of {len(chosen)} rows, got shape {tuple(token_ids.shape)}")
-        self.counts.index_put_((chosen[:, None].expand_as(ids), ids), ones, accumulate=True)
+        chosen = chosen[:, None].expand_as(ids)
+        self.counts.index_put_((chosen, ids), ones, accumulate=True)
+        self._seen[chosen, ids // _GROUP] = 1
+        self._wrote()
+
+    def read(self, batch_size: int) -> Counted:
+        """What a step of rows 0 to ``batch_size`` - 1 reads. ``sample`` takes it as ``token_counts`` too, and then counts
+        nothing."""
+        self._look()
+        return Counted(self.counts[:batch_size], self._seen[:batch_size])
+
+    def recount(self) -> None:
+        """Looks at all counts, after they were written to by something else than ``reset`` and ``add``: reads as many bytes."""
+        groups = self._seen.shape[1]
+        some = torch.nn.functional.pad(self.counts != 0, (0, groups * _GROUP - self.vocab_size))
+        self._seen.copy_(some.view(-1, groups, _GROUP).any(2))
+        self._wrote()
+
+    def _look(self) -> None:
+        """Sees whether something else has written to the counts."""
+        if not torch.compiler.is_compiling() and self.counts._version != self._version:
+            self.recount()
+
+    def _wrote(self) -> None:
+        if not torch.compiler.is_compiling():
+            self._version = self.counts._version
 
     def _matrix(self, name: str, given: Any, count: int) -> Tensor:
         """(count, n) int64 on the device, -1 where a row has ended."""

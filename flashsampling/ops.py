@@ -68,6 +68,7 @@ _ASKED = (
     ("top_logprobs", "int"),
     ("logprob_ids", "Tensor?"),
     ("logsumexp", "bool"),
+    ("seen", "Tensor?"),
 )
 
 
@@ -120,6 +121,8 @@ def _asked_apart(asked: Asked) -> dict[str, Any]:
         return {}
     rows = {name for name, kind in _ASKED if kind.startswith("row ")}
     values = {name: getattr(asked, name) for name in asked.names() if name != "stream"}
+    if asked.seen is not None:
+        values["seen"] = asked.seen
     return {name + "_value" * (name in rows and not isinstance(value, Tensor)): value for name, value in values.items()}
 
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, TypeAlias, TypedDict
 import torch
 from torch import Tensor
 
-from .counts import TokenCounts
+from .counts import Counted, TokenCounts
 from .parameters import Integers, Reals, above_0, finite, flags, integer, integers, is_plain, kind_of, real, reals, share
 from .step import PLAIN, Asked
 
@@ -26,7 +26,7 @@ class Request(TypedDict, total=False):
     logit_scale: float | None
     soft_cap: float | None
     logit_bias: LogitBias | None  # (V,), or ids (B, n) and values (B, n)
-    token_counts: TokenCounts | Tensor | None  # (B, V)
+    token_counts: TokenCounts | Counted | Tensor | None  # (B, V)
     repetition_penalty: Reals | None  # or (B,)
     frequency_penalty: Reals | None  # or (B,)
     presence_penalty: Reals | None  # or (B,)
@@ -203,38 +203,39 @@ def _with_penalties(asked: dict[str, Any], given: dict[str, Any], problem: Probl
     """Adds penalties and counts; counts alone change no logit."""
     counts = given.get("token_counts")
     if counts is not None:
-        counts = _counts(counts, problem)
+        counts, seen = _counts(counts, problem)
     for name, check in _PENALTIES.items():
         if name in given:
             penalty = reals(name, given[name], problem.batch, problem.device, check)
             if isinstance(penalty, Tensor) or penalty != getattr(PLAIN, name):
                 if counts is None:
                     raise ValueError(f"token_counts must be given with {name}")
-                asked |= {name: penalty, "counts": counts}
+                asked |= {name: penalty, "counts": counts, "seen": seen}
 
 
-def _counts(counts: Any, problem: Problem) -> Tensor:
-    """(B, V) of what was given."""
+def _counts(counts: Any, problem: Problem) -> tuple[Tensor, Tensor | None]:
+    """(B, V) of what was given, and ``Asked.seen``."""
     if isinstance(counts, TokenCounts):
         if problem.num_samples != 1:
             raise ValueError(
                 f"num_samples must be 1 with a TokenCounts, which counts one token per row, got {problem.num_samples}"
             )
-        state, counts = counts, counts.counts
-        _check_tensor("token_counts", counts, problem)
-        if len(counts) < problem.batch:
-            raise ValueError(f"token_counts must have a row for each of {problem.batch} rows, got {len(counts)}")
-        counts = counts[: problem.batch]
-        if state.vocab_size < problem.vocab_size:
-            raise ValueError(f"token_counts must be of at least {problem.vocab_size} tokens, got {state.vocab_size}")
-        return counts
+        _check_tensor("token_counts", counts.counts, problem)
+        if counts.max_batch_size < problem.batch:
+            raise ValueError(f"token_counts must have a row for each of {problem.batch} rows, got {counts.max_batch_size}")
+        if counts.vocab_size < problem.vocab_size:
+            raise ValueError(f"token_counts must be of at least {problem.vocab_size} tokens, got {counts.vocab_size}")
+        return counts.read(problem.batch)
+    seen = None
+    if isinstance(counts, Counted):
+        counts, seen = counts
     _check_tensor("token_counts", counts, problem)
     if counts.dtype is not torch.int32:
         raise TypeError(f"token_counts must be a TokenCounts or int32, got {counts.dtype}")
     if counts.ndim != 2 or counts.shape[0] != problem.batch or counts.shape[1] < problem.vocab_size:
         wanted = f"({problem.batch}, {problem.vocab_size})"
         raise ValueError(f"token_counts must have shape {wanted}, got shape {tuple(counts.shape)}")
-    return _rows_of_contiguous(counts)
+    return _rows_of_contiguous(counts), seen
 
 
 # -- tensors

@@ -53,10 +53,13 @@ class Asked(NamedTuple):
     top_logprobs: int = 0  # that many ids with the highest raw logits, the lowest of equal ones, and their raw logprobs
     logprob_ids: Tensor | None = None  # (B, m) int64: raw logprobs of these; NaN if out of range
     logsumexp: bool = False  # of the raw logits
+    # (B, 8 ceil(V / 128)) uint8, beside ``counts``, contiguous: 0 where none of 16 tokens has a count. It changes no token, but
+    # how many counts are read. None: all may have some
+    seen: Tensor | None = None
 
     def names(self) -> list[str]:
-        """Fields that are not as they are where nothing is asked for."""
-        fields = zip(self._fields, self, PLAIN)
+        """Fields that are not as they are where nothing is asked for, but for ``seen``."""
+        fields = zip(self._fields[:-1], self, PLAIN)
         return [name for name, value, plain in fields if value is not plain and (isinstance(value, Tensor) or value != plain)]
 
     def filters(self) -> tuple[bool, bool, bool]:
@@ -88,7 +91,7 @@ class Asked(NamedTuple):
 
     def rows(self, first: int, last: int) -> "Asked":
         """Of the rows from ``first`` up to ``last``."""
-        return self._replace(**_rows_of(self, NUMBERS + MATRICES, first, last))
+        return self._replace(**_rows_of(self, (*NUMBERS, *MATRICES, "seen"), first, last))
 
 
 PLAIN = Asked()  # this very object, where nothing is asked for: a call looks no further

@@ -9,6 +9,7 @@ import torch
 pytest.importorskip("cutlass")
 
 from flashsampling import exchange
+from flashsampling.counts import groups_of
 from flashsampling.exchange import WHOLE, Shard
 from flashsampling.impl.cute import asked as module
 from flashsampling.impl.cute import config, launch, slots
@@ -301,7 +302,9 @@ def test_what_changes_logits_alone_is_one_launch(monkeypatch, num_samples):
     hidden, weight = (torch.zeros(rows, DIM, dtype=torch.bfloat16) for rows in (BATCH, VOCAB))
     wide, mask = torch.zeros(BATCH, VOCAB + 7, dtype=torch.int32), torch.zeros(1, 13, dtype=torch.int32).expand(BATCH, -1)
     penalties = {"repetition_penalty": TENSOR, "frequency_penalty": 0.25, "presence_penalty": TENSOR + 1}
-    asked = Asked(bias=VECTOR, logit_scale=2.0, soft_cap=30.0, dense_bias=VECTOR + 1, counts=wide, **penalties, token_mask=mask)
+    seen = torch.zeros(BATCH, groups_of(VOCAB + 500), dtype=torch.uint8)
+    of_vocabulary = {"dense_bias": VECTOR + 1, "counts": wide, "seen": seen, "token_mask": mask}
+    asked = Asked(bias=VECTOR, logit_scale=2.0, soft_cap=30.0, **penalties, **of_vocabulary)
     drawn = launch.run(Step(hidden, weight, 0.5, 7, 11, num_samples, VOCAB, asked=asked))
     ((features, values),) = calls
     assert features == KINDS["processed"]
@@ -317,6 +320,8 @@ def test_what_changes_logits_alone_is_one_launch(monkeypatch, num_samples):
         dense_bias=asked.dense_bias.data_ptr(),
         counts=wide.data_ptr(),
         counts_stride=4 * (VOCAB + 7),
+        seen=seen.data_ptr(),
+        seen_stride=groups_of(VOCAB + 500),
         repetition=TENSOR.data_ptr(),
         repetition_value=0,
         frequency=0,

@@ -13,6 +13,7 @@ import torch
 from torch import is_tensor
 
 import flashsampling
+from flashsampling.counts import Counted, groups_of
 from flashsampling.integrations.engines import Layers
 from flashsampling.integrations.vllm import Refused, counters
 from flashsampling.integrations.vllm.batches import batch_of
@@ -874,6 +875,8 @@ def test_warm_up_covers_all_mixes(in_registers, monkeypatch):
                 kind[name] = value[0].shape[1], value[0].dtype, value[1].dtype
             elif isinstance(value, torch.Tensor):
                 kind[name] = value.dtype, value.ndim
+            elif isinstance(value, Counted):
+                kind[name] = value.counts.dtype, value.counts.ndim
             elif name not in ("max_batch_size", "vocab_size", "top_logprobs", "seed", "offset", "temperature", "tp"):
                 kind[name] = value
         return kind
@@ -943,7 +946,7 @@ SHARED = {  # what a batch of several ranks asks for: a filter's rounds only if 
     "two top_k": (
         ["top_k", "penalised_top_k"],
         None,
-        {"top_k": torch.Tensor, "token_counts": torch.Tensor},
+        {"top_k": torch.Tensor, "token_counts": Counted},
     ),
     "top_p": (["top_p", "plain"], None, {"top_p": torch.Tensor}),
     "top_k and top_p": (["top_k_top_p"], None, {"top_k": 7, "top_p": torch.Tensor}),
@@ -952,7 +955,7 @@ SHARED = {  # what a batch of several ranks asks for: a filter's rounds only if 
     "logprobs": (["logprobs_0"], None, {"return_logprobs": True, "top_logprobs": 1}),
     "logprobs and top_k": (["logprobs"], None, {"return_logprobs": True, "top_logprobs": 5, "top_k": 20}),
     "biases": (["bias"], None, {}),
-    "many biases": (["many_biases"], None, {"token_mask": torch.Tensor, "token_counts": torch.Tensor}),
+    "many biases": (["many_biases"], None, {"token_mask": torch.Tensor, "token_counts": Counted}),
 }
 
 
@@ -1010,7 +1013,7 @@ def test_what_several_ranks_ask_for(name, monkeypatch):
     penalties = {"repetition_penalty", "frequency_penalty", "presence_penalty"}
     for gone in ("temperature", "seed", "offset", "logit_bias", *penalties):
         call.pop(gone, None)
-    assert {key: torch.Tensor if isinstance(value, torch.Tensor) else value for key, value in call.items()} == wanted
+    assert {key: type(value) if isinstance(value, (torch.Tensor, Counted)) else value for key, value in call.items()} == wanted
 
 
 @pytest.mark.parametrize("chosen", ["auto", "require"])
@@ -1060,7 +1063,7 @@ def test_counts_by_a_kernel(vocab_size, device):
         torch.tensor([0, 0.5, 0, 0]),
         torch.tensor([0, 0, 1.0, 0]),
     )
-    wanted = counts_of(state, slots, rows, vocab_size)
+    wanted, _ = counts_of(state, slots, rows, vocab_size)
     for row, slot in enumerate(slots.tolist()):
         counts = flashsampling.TokenCounts(1, vocab_size)
         bits = state.prompt_bin_mask[slot][:, None] >> torch.arange(32) & 1
@@ -1070,13 +1073,21 @@ def test_counts_by_a_kernel(vocab_size, device):
     for first, last in ((0, vocab_size), (136, 300)):
         count = last - first
         out = torch.full((4, count + 3), 77, dtype=torch.int32, device=device)
-        counts_kernel[(4, -(-count // 1024))](
-            there[0], there[0].stride(0), there[1], words, *there[2:], out, out.stride(0), first, count, BLOCK=1024
+        seen = torch.full((4, groups_of(vocab_size)), 77, dtype=torch.uint8, device=device)
+        of_out = out, out.stride(0), seen, seen.stride(0)
+        counts_kernel[(4, -(-(count + first % 16) // 1024))](
+            there[0], there[0].stride(0), there[1], words, *there[2:], *of_out, first, first % 16, count, BLOCK=1024
         )
         assert torch.equal(out[:3, :count].cpu(), wanted[:3, first:last])
         assert (out[3] == 77).all()  # it has no penalty
         assert (out[:, count:] == 77).all()
-        shard = counts_of(state, slots, rows, vocab_size, (first, last))
+        own = torch.zeros(4, 16 * seen.shape[1], dtype=torch.bool)
+        own[:3, first:last] = wanted[:3, first:last] != 0
+        groups = slice(first // 16, -(-last // 16))
+        assert torch.equal(seen.cpu()[:, groups], own.view(4, -1, 16).any(2)[:, groups].to(torch.uint8))
+        assert (seen[:, : groups.start] == 77).all()
+        assert (seen[:, groups.stop :] == 77).all()
+        shard, _ = counts_of(state, slots, rows, vocab_size, (first, last))
         assert shard.shape == wanted.shape
         assert torch.equal(shard[:, first:last], wanted[:, first:last])
 

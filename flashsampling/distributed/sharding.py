@@ -105,7 +105,7 @@ def asked_of_shard(
     if asked.dense_bias is not None:
         cut["dense_bias"] = asked.dense_bias[first:last]
     if asked.counts is not None:
-        cut["counts"] = asked.counts[:, first:last]
+        cut |= {"counts": asked.counts[:, first:last], "seen": None}
     if asked.token_mask is not None:
         cut["token_mask"] = _mask_of_shard(asked.token_mask, first, last)
     for name in ("bias_ids", "logprob_ids"):

@@ -94,6 +94,8 @@ class Processing(NamedTuple):
     dense_bias: Int64  # of (V,)
     counts: Int64  # of (B, V) int32: see ``step.Asked.counts``
     counts_stride: Int64  # of its rows, in bytes
+    seen: Int64  # of (B, 8 ceil(V / 128)) uint8: see ``step.Asked.seen``; 0: every count is looked at
+    seen_stride: Int64  # of its rows, in bytes
     repetition: Int64  # of (B,), or 0: repetition_value; likewise the others
     repetition_value: Float32
     frequency: Int64

@@ -68,6 +68,13 @@ def _address(vector: Tensor | None, first: int = 0) -> int:
     return 0 if vector is None else vector.data_ptr() + 4 * first
 
 
+def _seen_of(asked: Asked, base: int) -> tuple[int, int]:
+    """Address of ``Asked.seen`` from the token ``base`` on, and its rows' distance."""
+    if asked.counts is None or asked.seen is None:
+        return 0, 0
+    return asked.seen.data_ptr() + base // 16, asked.seen.stride(0)
+
+
 def _changes(asked: Asked) -> bool:
     """Whether ``processing`` has something to do."""
     tensors = asked.bias, asked.dense_bias, asked.counts, asked.token_mask
@@ -91,6 +98,7 @@ def processing_of(asked: Asked, base: int = 0, skip: int = 0) -> tuple[tuple[int
         _address(asked.dense_bias, base),
         counts and counts + 4 * base,
         counts_stride,
+        *_seen_of(asked, base),
         *row_argument(asked.repetition_penalty),
         *row_argument(asked.frequency_penalty),
         *row_argument(asked.presence_penalty),

@@ -6,12 +6,13 @@ barriers are (``kernel`` has the table of all barriers). With several draws per 
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Uint32, Uint64, const_expr, range_constexpr, select_
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, Uint64, const_expr, range_constexpr, select_
 
 from . import noise, ptx
-from .arguments import Arguments, Walk
+from .arguments import Arguments, Processing, Walk
 from .config import TILE_V, TileConfig
 from .fragments import Fragments
+from .memory import global_pointer
 from .shared import NOISE_THREADS, Shared
 
 _LAST_WARP = NOISE_THREADS // 32 - 1  # of the noise warpgroup
@@ -75,8 +76,8 @@ class Codes:
     # -- codes
 
     @cute.jit
-    def make(self, args: Arguments, walk: Walk, shared: Shared, thread):
-        """The noise warpgroup: codes of every tile's words, a tile at a time."""
+    def make(self, args: Arguments, asked: Processing | None, walk: Walk, shared: Shared, thread, barrier):
+        """The noise warpgroup: codes of every tile's words, a tile at a time. ``barrier``: of its threads."""
         turns = self._turns(thread)
         constants = cute.make_rmem_tensor(_CONSTANTS, Uint32)
         for i in cutlass.range(walk.tiles, unroll=1):
@@ -88,6 +89,10 @@ class Codes:
                 if (i == 0) | (turns > 1):
                     self._pair_constants(args, walk, pair, constants)
                 self._code_pair(self._of_buffer(shared, buffer), tile, pair, constants, first, stride, steps)
+            if const_expr(asked is not None):
+                if asked.seen != Int64(0):
+                    barrier.arrive_and_wait()
+                    self._mark(args, asked, walk, self._of_buffer(shared, buffer), i, thread)
             cute.arch.mbarrier_arrive(shared.codes_full + buffer)
 
     def _turns(self, thread) -> Int32:
@@ -145,14 +150,10 @@ class Codes:
     def _code_pair(self, codes, tile, pair, constants, first, stride, steps):
         """Codes of a pair of columns in ``steps`` of a tile's 32 groups (token bits 5, 4, 2, 1, 0), from ``first`` on and
         ``stride`` apart. They go where ``Fragments.load_codes`` reads them."""
-        vector, halves, own_blocks = self.fragments.vector, self.fragments.halves, self.fragments.own_blocks
+        vector = self.fragments.vector
         of_rows = [[constants[noise.ROW_CONSTANTS * c + n] for n in range(noise.ROW_CONSTANTS)] for c in range(2)]
         keep, fixed = constants[_CONSTANTS - 2], constants[_CONSTANTS - 1]
-        first_word = pair // 4 % own_blocks * halves  # of a consumer thread's
-        warpgroup = pair // 4 // own_blocks
-        to_half = const_expr(128 * vector if halves == 1 else 1)
-        start = first_word // vector * 256 + warpgroup * 128 + 4 * first + pair % 4
-        at = start * vector + first_word % vector
+        at, to_half = self._place(pair, first)
         product = noise.group_product(Uint32(tile * 32 + first))  # of the id, not of its place
         for _ in cutlass.range(steps, unroll=2 if self.fragments.block_b == 256 else 1):  # no faster for fewer columns
             words = [noise.philox_words_of_products(product, of_row) for of_row in of_rows]
@@ -161,3 +162,58 @@ class Codes:
                 codes[at + half * to_half] = word & keep | fixed
             at += 4 * stride * vector
             product += Uint64(stride) * Uint64(noise.GROUP_STEP)
+
+    def _place(self, pair, group) -> tuple:
+        """Where the word of a pair of columns and of a group of four tokens stands, of those without bit 6, and how far behind
+        it that of those with it."""
+        vector, halves, own_blocks = self.fragments.vector, self.fragments.halves, self.fragments.own_blocks
+        first_word = pair // 4 % own_blocks * halves  # of a consumer thread's
+        warpgroup = pair // 4 // own_blocks
+        start = first_word // vector * 256 + warpgroup * 128 + 4 * group + pair % 4
+        return start * vector + first_word % vector, 128 * vector if halves == 1 else 1
+
+    # -- marks
+
+    @cute.jit
+    def _mark(self, args: Arguments, asked: Processing, walk: Walk, codes, iteration, thread):
+        """The noise warpgroup, behind a barrier: marks in the codes of a tile's tokens that have counts (``noise.marked``).
+        Here nobody waits for them to come from memory. A thread has a pair of columns, and all words of them, or with others
+        a part of the groups of 16 tokens."""
+        parts = const_expr(min(8, NOISE_THREADS // self.pairs))
+        pair, part = thread % self.pairs, thread // self.pairs
+        first_row = walk.first_row + 2 * pair
+        tile = cutlass.min(walk.tile(iteration), (args.end - 1) // TILE_V)
+        some = Uint64(0)
+        for c in range_constexpr(2):
+            flags = Uint64(0)
+            if (first_row + c < args.batch) & (part < parts):
+                flags = global_pointer(Uint64, asked.seen + Int64(first_row + c) * asked.seen_stride + Int64(tile) * 8).load()
+            some = some | flags
+        some = some & Uint64(sum(0xFF << 8 * group for group in range(0, 8, parts))) << Uint64(8 * part)
+        while some != Uint64(0):
+            below = (some & (Uint64(0) - some)) - Uint64(1)
+            group = (cute.arch.popc(Uint32(below)) + cute.arch.popc(Uint32(below >> Uint64(32)))) // 8
+            some = some & ~(Uint64(0xFF) << Uint64(8 * group))
+            masks = []
+            for c in range_constexpr(2):
+                row = Int64(cutlass.min(first_row + c, args.batch - 1))
+                counts = []
+                for n in range_constexpr(16):
+                    token = cutlass.min(tile * TILE_V + 16 * group + n, args.end - 1)
+                    counts += [global_pointer(Int32, asked.counts + row * asked.counts_stride + Int64(token) * 4).load()]
+                mask = Uint32(0)
+                for n in range_constexpr(16):
+                    mask = mask | Uint32(select_(counts[n] != Int32(0), Uint32(1 << n), Uint32(0)))
+                masks += [mask]
+            of_words = (masks[0] | masks[0] >> Uint32(8) | masks[1] | masks[1] >> Uint32(8)) & Uint32(0xFF)
+            at, to_half = self._place(pair, 8 * (group % 4))
+            at += group // 4 * to_half
+            while of_words != Uint32(0):
+                n, of_words = ptx.take_lowest(of_words)
+                marks = Uint32(0)
+                for c in range_constexpr(2):
+                    of_two = masks[c] >> Uint32(n)
+                    low, high = of_two & Uint32(1), of_two >> Uint32(8) & Uint32(1)
+                    marks = marks | low << Uint32(7 + 8 * c) | high << Uint32(23 + 8 * c)
+                place = at + 4 * self.fragments.vector * n
+                codes[place] = noise.marked(codes[place], marks)

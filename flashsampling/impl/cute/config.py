@@ -63,7 +63,8 @@ class Features(NamedTuple):
 # With logits always both: at 256 columns what would tell them apart at run time cost registers, of which ten and more a thread
 # went to local memory and back within the k loop.
 KINDS = {"plain": Features(), "processed": Features(processing=True), "logits": Features(processing=True, logits=True)}
-NO_PROCESSING = (0, 0, 1.0, 0.0, 0, 0, 0, 0, 1.0, 0, 0.0, 0, 0.0, 0, 0)  # ``arguments.Processing``, where nothing is asked for
+# ``arguments.Processing``, where nothing is asked for
+NO_PROCESSING = (0, 0, 1.0, 0.0, 0, 0, 0, 0, 0, 0, 1.0, 0, 0.0, 0, 0.0, 0, 0)
 FLOOR_KEYS = 512  # of a row, by which its floor is found: see ``floors``
 NO_FLOORS = (0, 0, 0, 1, 0, 0.0, 1)  # the last of ``arguments.Outputs``, where all logits are stored
 CONFIGS = (

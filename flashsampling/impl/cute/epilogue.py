@@ -74,10 +74,10 @@ class SampleEpilogue:
         shared.prepare(args, walk, memory, self.block_b, thread, barrier)
 
     @cute.jit
-    def make_codes(self, args: Arguments, walk: Walk, memory: Shared, thread):
-        """The codes of all tiles, of one draw per row."""
+    def make_codes(self, args: Arguments, asked: Processing | None, walk: Walk, memory: Shared, thread, barrier):
+        """The codes of all tiles, of one draw per row. ``barrier``: of these threads."""
         if args.num_samples == 1:
-            self.codes.make(args, walk, memory, thread)
+            self.codes.make(args, asked, walk, memory, thread, barrier)
 
     @cute.jit
     def finish(
@@ -148,7 +148,7 @@ class SampleEpilogue:
                 # what is made of the thread's number is made again for every tile: kept, it would be in local memory, whose
                 # every load is exposed for 600 cycles
                 if asked.any != 0:
-                    self.processed.tile(args, asked, walk, of_tile, logits, iteration, ptx.settled(thread))
+                    self.processed.tile(args, asked, walk, of_tile, logits, words, iteration, ptx.settled(thread))
                 if sampled == 1:
                     token0 = self.fragments.token(walk.first_token(iteration), ptx.settled(thread))
                     self.searching.mask(args, logits, token0)

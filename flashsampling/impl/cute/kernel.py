@@ -201,7 +201,7 @@ class SampleKernel:
             thread = thread - _WARPGROUP
             self.epilogue.prepare(args, walk, shared, thread, finishing)
             prepared.arrive_and_wait()
-            self.epilogue.make_codes(args, walk, shared, thread)
+            self.epilogue.make_codes(args, asked, walk, shared, thread, finishing)
             self.epilogue.finish(args, out, shared, row_block, row_blocks, ctas, thread, published, finishing)
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)

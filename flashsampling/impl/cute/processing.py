@@ -15,7 +15,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, range_constexpr, select_
 
-from . import ptx
+from . import noise, ptx
 from .arguments import Arguments, Processing, Walk
 from .config import TILE_V
 from .fragments import Fragments
@@ -26,6 +26,7 @@ from .shared import CONSUMER_THREADS, Shared
 _AT_ONCE = 32, 16  # logits of a thread that has one or both halves: all of it is unrolled, and more of 128 would spill
 _LOG2_E = 1.4426950408889634
 _LINE = 128  # bytes
+_FEW_WORDS = 3  # one in 3 of a thread's code words: if more have marks, all counts are looked at, which takes as long
 
 
 class Processed:
@@ -37,6 +38,7 @@ class Processed:
         self.block_b = fragments.block_b
         self.own_blocks = fragments.own_blocks
         most = max(_AT_ONCE[self.halves - 1] // (4 * self.halves), 1)
+        self.few_words = max(fragments.vectors * fragments.vector // _FEW_WORDS, 1)
         self.blocks = next(n for n in range(min(most, self.own_blocks), 0, -1) if self.own_blocks % n == 0)  # at once
 
     @cute.jit
@@ -49,7 +51,7 @@ class Processed:
             for column in cutlass.range(thread, rows, CONSUMER_THREADS, unroll=1):
                 row = asked.token_mask + Int64(walk.first_row + column) * asked.mask_stride
                 ptx.prefetch(row + Int64(cutlass.min(first // 32, words - 1)) * 4)
-        if asked.counts != Int64(0):
+        if self._reads_all_counts(args, asked):
             lines = TILE_V * 4 // _LINE
             for place in cutlass.range(thread, rows * lines, CONSUMER_THREADS, unroll=1):
                 row = asked.counts + Int64(walk.first_row + place // lines) * asked.counts_stride
@@ -57,11 +59,18 @@ class Processed:
                 ptx.prefetch(row + Int64(token) * 4)
 
     @cute.jit
-    def tile(self, args: Arguments, asked: Processing, walk: Walk, shared: Shared, logits, iteration, thread):
+    def tile(self, args: Arguments, asked: Processing, walk: Walk, shared: Shared, logits, words, iteration, thread):
         """The consumers, 256 threads: the logits (2 columns, 2 rows, blocks of eight columns, halves of the tokens) of the
         CTA's tile number ``iteration`` become what the request makes of them. Those beyond the vocabulary become whatever."""
         lane = thread % 32
-        if (asked.bias | asked.dense_bias | asked.counts != Int64(0)) | (asked.logit_scale != 1.0) | (asked.soft_cap > 0.0):
+        all_counts, marked = self._reads_all_counts(args, asked), Uint32(0)
+        if (asked.counts != Int64(0)) & ~all_counts:
+            marked = self._marked_words(shared, thread)
+            if cute.arch.warp_redux_sync(Int32(cute.arch.popc(marked)), "max") > Int32(self.few_words):
+                all_counts, marked = Boolean(True), Uint32(0)
+                self._unmark_all(shared, thread)
+        changes = (asked.logit_scale != 1.0) | (asked.soft_cap > 0.0) | all_counts
+        if changes | (asked.bias | asked.dense_bias != Int64(0)):
             first_row = walk.first_row + 8 * self.fragments.first_block(thread // 32) + 2 * (lane % 4)
             token0 = self.fragments.token(walk.first_token(iteration), thread)
             tokens = [cutlass.min(token0 + 8 * r + 64 * half, args.end - 1) for half in range(self.halves) for r in range(2)]
@@ -69,12 +78,21 @@ class Processed:
                 self._head(asked, logits, tokens)
                 if asked.dense_bias != Int64(0):
                     self._add(asked.dense_bias, logits, tokens)
-                if asked.counts != Int64(0):
+                if all_counts:
                     self._penalties(args, asked, logits, tokens, first_row)
                 self._rotate(logits)
                 first_row += 8 * self.blocks
+        if (asked.seen != Int64(0)) & (args.num_samples == 1):
+            self._penalties_of_marked(args, asked, walk, shared, logits, marked, iteration, ptx.settled(thread))
+            first = self.fragments.load_codes(shared, 0, ptx.settled(thread))  # without marks
+            for v in range_constexpr(self.fragments.vector):
+                words[v] = first[v]
         if asked.token_mask != Int64(0):
             self._mask(args, asked, walk, shared, logits, iteration, ptx.settled(thread))
+
+    def _reads_all_counts(self, args, asked) -> Boolean:
+        """Whether there is nothing that says which tokens have some."""
+        return (asked.counts != Int64(0)) & ((asked.seen == Int64(0)) | (args.num_samples != 1))
 
     # -- of the first blocks of columns
 
@@ -138,6 +156,90 @@ class Processed:
                         count = counts[4 * self.halves * j + 2 * self.halves * c + n]
                         r, half = n % 2, n // 2
                         logits[c, r, j, half] = _penalised(logits[c, r, j, half], count, repetition, frequency, presence)
+
+    # -- of the tokens that are marked
+
+    @cute.jit
+    def _marked_words(self, shared, thread) -> Uint32:
+        """A bit for each of a thread's code words that has marks."""
+        marked = Uint32(0)
+        for q in range_constexpr(self.fragments.vectors):
+            words = self.fragments.load_codes(shared, q, thread)
+            for v in range_constexpr(self.fragments.vector):
+                bit = Uint32(1 << q * self.fragments.vector + v)
+                marked = marked | Uint32(select_(words[v] & Uint32(noise.MARKS) != Uint32(0), bit, Uint32(0)))
+        return marked
+
+    @cute.jit
+    def _unmark_all(self, shared, thread):
+        for w in cutlass.range(self.fragments.vectors * self.fragments.vector, unroll=1):
+            at = self._code_word(w, thread)
+            shared.codes[at] = noise.unmarked(shared.codes[at], Uint32(noise.MARKS))
+
+    def _code_word(self, w, thread):
+        """Where a thread's code word number w stands."""
+        return (CONSUMER_THREADS * (w // self.fragments.vector) + thread) * self.fragments.vector + w % self.fragments.vector
+
+    @cute.jit
+    def _penalties_of_marked(self, args, asked, walk, shared, logits, marked, iteration, thread):
+        """Of the code words that are marked, of few threads one or two. Each takes one token after the other: while it works
+        on one, what is known of the next is on its way."""
+        fragments = self.fragments
+        token0 = fragments.token(walk.first_token(iteration), thread)
+        first_row = walk.first_row + 8 * fragments.first_block(thread // 32) + 2 * (thread % 4)
+        marked, done, n, of_token = self._next_marked(args, asked, shared, marked, Uint32(0), token0, first_row, thread)
+        while cute.arch.vote_any_sync(n >= 0):
+            marked, done, next_n, of_next = self._next_marked(args, asked, shared, marked, done, token0, first_row, thread)
+            self._put(logits, n, _penalised(self._take(logits, n), *of_token))
+            n, of_token = next_n, of_next
+
+    @cute.jit
+    def _next_marked(self, args, asked, shared, marked, done, token0, first_row, thread):
+        """Takes a mark: what is left of ``marked``, the words, and ``done``, the marks of the lowest of them that are taken;
+        the number of the logit, -1: there is none; and what ``_penalised`` wants to know of it."""
+        there = marked != Uint32(0)
+        w = Int32(select_(there, Int32(ptx.take_lowest(marked)[0]), Int32(0)))
+        at = self._code_word(w, thread)
+        word = shared.codes[at]
+        marks = word & Uint32(noise.MARKS) & ~done
+        mark = marks & (Uint32(0) - marks)
+        i = Int32(select_(there, Int32(cute.arch.popc(mark - Uint32(1))) // 8, Int32(0)))
+        column, row, block, half = i & 1, i >> 1, w // self.halves, w % self.halves
+        batch_row = cutlass.min(first_row + 8 * block + column, args.batch - 1)
+        token = cutlass.min(token0 + 8 * row + 64 * half, args.end - 1)
+        count = ptx.load_if(asked.counts + Int64(batch_row) * asked.counts_stride + Int64(token) * 4, there)
+        of_token = (
+            count,
+            _of_row(asked.repetition, asked.repetition_value, batch_row),
+            _of_row(asked.frequency, asked.frequency_value, batch_row),
+            _of_row(asked.presence, asked.presence_value, batch_row),
+        )
+        if there:
+            shared.codes[at] = noise.unmarked(word, mark)
+        last = marks == mark
+        done = Uint32(select_(last, Uint32(0), done | mark))
+        marked = Uint32(select_(last & there, marked & (marked - Uint32(1)), marked))
+        return marked, done, Int32(select_(there, 4 * w + i, Int32(-1))), of_token
+
+    def _in_order(self) -> list[tuple]:
+        """Where a thread's logits stand, in the order of its codes."""
+        places = range(4 * self.fragments.vectors * self.fragments.vector)
+        return [(n & 1, n >> 1 & 1, (n >> 2) // self.halves, (n >> 2) % self.halves) for n in places]
+
+    def _take(self, logits, n) -> Float32:
+        """The logit number n."""
+        some, bit = [logits[place] for place in self._in_order()], 0
+        while len(some) > 1:
+            odd = n >> bit & 1 != 0
+            pairs = zip(some[::2], some[1::2])
+            some = [Float32(select_(odd, high, low)) for low, high in pairs] + some[len(some) // 2 * 2 :]
+            bit += 1
+        return some[0]
+
+    def _put(self, logits, n, x):
+        """The opposite."""
+        for number, place in enumerate(self._in_order()):
+            logits[place] = Float32(select_(n == number, x, logits[place]))
 
     # -- of all columns
 

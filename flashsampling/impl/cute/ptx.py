@@ -77,6 +77,12 @@ def prefetch(address: Int64) -> None:
     cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[address])
 
 
+def load_if(address: Int64, condition: Boolean) -> Int32:
+    """A word of global memory, if a condition holds, else 0."""
+    ptx = "{.reg .pred p; setp.ne.u32 p, {$r1}, 0; mov.b32 {$w0}, 0; @p ld.global.b32 {$w0}, [{$r0}];}"
+    return cute.arch.inline_ptx(ptx, write_only_types=[Int32], read_only_args=[address, Uint32(condition)])
+
+
 def _of_two(instruction: str, a: Any, b: Any) -> Any:
     ptx = f"{instruction}.f32 {{$w0}}, {{$r0}}, {{$r1}};"
     return cute.arch.inline_ptx(ptx, write_only_types=[Float32], read_only_args=[a, b])

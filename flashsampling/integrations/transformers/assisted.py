@@ -23,6 +23,7 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import ModelOutput
 
+from ...counts import Counted
 from ...module import LMHeadSampler
 from .arguments import CACHE
 from .errors import NoTokenError
@@ -235,8 +236,8 @@ class Assistant:
         for _ in range(min(self._count, most)):
             states = self._runner.states(text, 1)[:, 0]
             wanted = requests.at(text)
-            if "token_counts" in wanted:
-                wanted["token_counts"] = _counted(wanted["token_counts"], text[:, input_ids.shape[1] :])
+            if isinstance(counted := wanted.get("token_counts"), Counted):
+                wanted["token_counts"] = _counted(counted.counts, text[:, input_ids.shape[1] :])
             drawn = self._sampler(states, temperature=temperature, **wanted).token_ids
             text = torch.cat([text, drawn.clamp(min=0)[:, None].to(text.device)], dim=1)  # -1: no token, so any will do
         return text[:, input_ids.shape[1] :]
@@ -340,7 +341,7 @@ def decode(
             states = runner.states(torch.cat([input_ids, drafts], dim=1), drafts.shape[1] + 1)
 
 
-def _counted(counts: Any, drafts: Tensor) -> Tensor:
+def _counted(counts: Tensor, drafts: Tensor) -> Tensor:
     """Counts (1, V) with drafts (1, n) on top."""
     ones = torch.ones_like(drafts, dtype=counts.dtype, device=counts.device)
     drafted: Tensor = counts.scatter_add(1, drafts.to(counts.device), ones)

@@ -51,7 +51,7 @@ class Requests:
             self._left_out = _padding(attention_mask, prompt)
         if taken.repetition_penalty != 1.0 or any(given.get(name) is not None for name in _PENALTIES):
             self._counts = self._counted(prompt)
-            self._constant["token_counts"] = self._counts.counts[: len(prompt)]
+            self._constant["token_counts"] = self._counts.read(len(prompt))
             self._constant["repetition_penalty"] = taken.repetition_penalty
         self._constant |= self._checked(given, len(prompt))
 
@@ -113,7 +113,7 @@ class Requests:
                 raise ValueError(f"request has {', '.join(PER_ROW)}, got {name!r}")
         wanted: Request = {**given}
         if self._counts is not None:
-            wanted["token_counts"] = self._counts.counts[:batch]
+            wanted["token_counts"] = self._counts.read(batch)
         asked = asked_of(wanted, Problem(batch, self.vocab_size, self.vocab_size, self.device, 1))
         checked: Any = {name: getattr(asked, name) for name in given if name != "logit_bias"}
         if given.get("logit_bias") is not None:

@@ -18,20 +18,29 @@ def counts_kernel(
     presence,
     out,  # (B, n) int32, of n tokens; rows without a penalty are left as they are
     out_stride: tl.int64,
+    seen,  # (B, m) uint8, of all tokens: 0 where none of 16 tokens has a count, of rows without a penalty everywhere
+    seen_stride: tl.int64,
     first_token,
+    skip,  # first_token % 16; an argument, or Triton would not see that four counts lie at 16 bytes
     count,  # n
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,  # a multiple of 16
 ):
-    """A row of ``token_counts``: a program per row and block of tokens."""
+    """A row of ``token_counts``: a program per row and block of tokens, of which the first begins with 16 tokens, like all."""
     row = tl.program_id(0).to(tl.int64)
     penalised = tl.load(repetition + row) != 1.0
     penalised |= tl.load(frequency + row) != 0.0
     penalised |= tl.load(presence + row) != 0.0
+    first_column = tl.program_id(1) * BLOCK - skip
+    group = (first_token + first_column) // 16 + tl.arange(0, BLOCK // 16)
+    some = tl.zeros((BLOCK // 16,), tl.uint8)
     if penalised:
         slot = tl.load(slots + row).to(tl.int64)
-        column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        live = column < count
+        column = first_column + tl.arange(0, BLOCK)
+        live = (column >= 0) & (column < count)
         token = first_token + column
         counts = tl.load(output_counts + slot * output_stride + token, mask=live, other=0)
         word = tl.load(prompt_mask + slot * prompt_stride + (token >> 5), mask=live, other=0)
-        tl.store(out + row * out_stride + column, counts | (((word >> (token & 31)) & 1) << 31), mask=live)
+        counts |= ((word >> (token & 31)) & 1) << 31
+        tl.store(out + row * out_stride + column, counts, mask=live)
+        some = tl.max((tl.reshape(counts, (BLOCK // 16, 16)) != 0).to(tl.int32), axis=1).to(tl.uint8)
+    tl.store(seen + row * seen_stride + group, some, mask=group * 16 < first_token + count)

@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...counts import IN_PROMPT
+from ...counts import IN_PROMPT, Counted, groups_of
 from ..engines import to_device
 
 _BLOCK = 4096  # tokens of a program
@@ -60,7 +60,7 @@ def rows_in(there: Tensor, batch: int) -> Rows:
     return Rows(seed, temperature, columns[1], *others)
 
 
-def counts_of(penalties: Any, slots: Tensor, rows: Rows, vocab_size: int, tokens: tuple[int, int] | None = None) -> Tensor:
+def counts_of(penalties: Any, slots: Tensor, rows: Rows, vocab_size: int, tokens: tuple[int, int] | None = None) -> Counted:
     """(B, V) int32, as ``token_counts`` is: vLLM keeps counts of the output and bits of the prompt by slot.
 
     Args:
@@ -81,11 +81,12 @@ def counts_of(penalties: Any, slots: Tensor, rows: Rows, vocab_size: int, tokens
         shifts = torch.arange(32, dtype=torch.int32)
         in_prompt = (prompt_mask[slots][:, :, None] >> shifts & 1).flatten(1)[:, first:last].bool()
         mine.copy_(output_counts[slots][:, first:last] | torch.where(in_prompt, IN_PROMPT, 0).to(torch.int32))
-        return counts
+        return Counted(counts, None)
     from .kernels import counts_kernel
 
+    seen = torch.empty((batch, groups_of(vocab_size)), dtype=torch.uint8, device=device)
     if count:
-        counts_kernel[(batch, -(-count // _BLOCK))](
+        counts_kernel[(batch, -(-(count + first % 16) // _BLOCK))](
             output_counts,
             output_counts.stride(0),
             prompt_mask,
@@ -96,8 +97,11 @@ def counts_of(penalties: Any, slots: Tensor, rows: Rows, vocab_size: int, tokens
             rows.presence_penalty,
             mine,
             stride,
+            seen,
+            seen.stride(0),
             first,
+            first % 16,
             count,
             BLOCK=_BLOCK,
         )
-    return counts
+    return Counted(counts, seen)

@@ -25,6 +25,7 @@ from torch import Tensor
 from ... import ops
 from ...acceptance import held, sample_alike
 from ...api import SampleOutput, output_of, sample
+from ...counts import Counted
 from ...distributed.limits import FEW
 from ...drafts import Given
 from ...exchange import WHOLE
@@ -271,7 +272,7 @@ class FusedStep:
 
     def _drawn(self, batch: Batch, rows: Rows, asked: Asked) -> Drawn:
         if asked.counts is not None:
-            asked = asked._replace(counts=self._counts(batch.slots_there, rows))
+            asked = asked._replace(**self._counts(batch.slots_there, rows)._asdict())
         tokens, shard = (self.head.vocab_size, WHOLE) if self.tp is None else self.tp.part
         step = Step(
             batch.hidden_states, self.head.weight, rows.temperature, rows.seed, batch.positions, 1, tokens, shard, asked
@@ -321,10 +322,10 @@ class FusedStep:
             request["token_mask"] = self._mask(batch)
         if mix.penalties:
             counts = self._counts(batch.slots_there, rows)
+            request["token_counts"] = counts
             if batch.drafts is not None:
                 drafts = batch.drafts.drafts()
-                counts = drafts.counted(counts, drafts.nodes(), self.head.vocab_size)
-            request["token_counts"] = counts
+                request["token_counts"] = drafts.counted(counts.counts, drafts.nodes(), self.head.vocab_size)
             for name in ("repetition_penalty", "frequency_penalty", "presence_penalty"):
                 request[name] = getattr(rows, name)
         if mix.logprobs:
@@ -410,8 +411,8 @@ class FusedStep:
         sample(hidden_states, weight, temperature=rows.temperature, seed=rows.seed, offset=rows.seed, **everything)
         return names
 
-    def _examples(self, rows: Rows, counts: Tensor) -> list[dict[str, Any]]:
-        """What calls ask for, so that nothing else compiles. ``counts`` (B, V) int32."""
+    def _examples(self, rows: Rows, counts: Counted) -> list[dict[str, Any]]:
+        """What calls ask for, so that nothing else compiles. ``counts``: of B rows."""
         if self.tp is not None:
             return examples_of_ranks(rows, counts)
         return [example_of(mix, rows, counts) for mix in mixes(self.in_registers)]
@@ -420,7 +421,7 @@ class FusedStep:
         """What a call has of the whole vocabulary."""
         return {"vocab_size": self.head.vocab_size} if self.tp is None else {"tp": self.tp}
 
-    def _counts(self, slots: Tensor, rows: Rows) -> Tensor:
+    def _counts(self, slots: Tensor, rows: Rows) -> Counted:
         return counts_of(self.sampler.penalties_state, slots, rows, self.head.vocab_size, self.tokens)
 
     def _filters(self, slots: NDArray[np.int32], rows: Rows) -> dict[str, Any]:
@@ -439,9 +440,9 @@ class FusedStep:
         return request
 
 
-def example_of(mix: Mix, rows: Rows, counts: Tensor) -> dict[str, Any]:
-    """What a call of this mix has, as ``warmup`` takes it. ``counts`` (B, V) int32."""
-    device, (batch, vocab_size) = counts.device, counts.shape
+def example_of(mix: Mix, rows: Rows, counts: Counted) -> dict[str, Any]:
+    """What a call of this mix has, as ``warmup`` takes it. ``counts``: of B rows."""
+    device, (batch, vocab_size) = counts.counts.device, counts.counts.shape
     request: dict[str, Any] = {}
     if mix.filters:
         request |= {"top_k": rows.top_k, "top_p": rows.top_p, "min_p": rows.min_p}
@@ -458,9 +459,9 @@ def example_of(mix: Mix, rows: Rows, counts: Tensor) -> dict[str, Any]:
     return request
 
 
-def examples_of_ranks(rows: Rows, counts: Tensor) -> list[dict[str, Any]]:
+def examples_of_ranks(rows: Rows, counts: Counted) -> list[dict[str, Any]]:
     """What calls of several ranks have, so that nothing else compiles: all that changes logits, filters together, each way of
-    theirs, and log-probabilities. ``counts`` (B, V) int32."""
+    theirs, and log-probabilities. ``counts``: of B rows."""
     either = (False, True)
     changes = (Mix(False, *each) for each in itertools.product((0, _FEW), either, either))
     mask = example_of(Mix(mask=True), rows, counts)

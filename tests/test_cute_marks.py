@@ -1,0 +1,233 @@
+"""Which tokens have counts, as a ``TokenCounts`` knows it and the Hopper kernel marks it in the codes of their noise: whatever
+is known, the bits are those of a kernel that looks at all counts."""
+
+import itertools
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+pytest.importorskip("cutlass")
+
+from cutlass import Uint32
+
+from flashsampling import TokenCounts, exchange
+from flashsampling.counts import groups_of
+from flashsampling.exchange import Shard
+from flashsampling.impl.cute import asked as module
+from flashsampling.impl.cute import config, launch, noise
+from flashsampling.step import Asked, Drawn, Step
+from tests import threshold_model
+from tests.conftest import DEVICE
+from tests.problems import NEEDS_CUTE
+from tests.test_cute_logits import CONFIGS, IDS, ON_GPU, left_zero, make_step  # noqa: F401, a fixture
+from tests.test_cute_processing import everything
+from tests.zero_words import ZERO_WORDS
+
+pytestmark = NEEDS_CUTE
+MARKED = 0x80
+RARE = 0x81, 0x85  # codes of the words 0, 1 and 2
+
+
+def seen_of(counts: torch.Tensor) -> torch.Tensor:
+    """``Asked.seen``."""
+    groups = groups_of(counts.shape[1])
+    padded = torch.nn.functional.pad(counts != 0, (0, 16 * groups - counts.shape[1]))
+    return padded.view(len(counts), groups, 16).any(2).to(torch.uint8)
+
+
+def known(asked: Asked) -> Asked:
+    assert asked.counts is not None
+    return asked._replace(seen=seen_of(asked.counts))
+
+
+def thinned(asked: Asked, share: float) -> Asked:
+    """A part of its counts."""
+    assert asked.counts is not None
+    return asked._replace(counts=torch.where(torch.rand(asked.counts.shape, device=DEVICE) < share, asked.counts, 0))
+
+
+def left_and_drawn(step: Step, asked: Asked, shape: config.TileConfig | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Processed logits, and what is drawn in the launch that makes them."""
+    processing, _held = module.processing_of(asked)
+    logits, _, drawn = module.with_logits(step, 1, None, shape, processing)
+    return logits, drawn
+
+
+def assert_same(found: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch.Tensor, torch.Tensor], what: str) -> None:
+    logits, drawn = found
+    assert torch.equal(logits.nan_to_num(7.0), expected[0].nan_to_num(7.0)), what
+    assert torch.equal(logits.isnan(), expected[0].isnan()), what
+    assert torch.equal(drawn, expected[1]), what
+
+
+def test_codes_with_marks():
+    """Every code, beside every neighbour's mark: its own is found and taken away, what is left bounds as much noise; but for
+    the words 0, 1 and 2, which are evaluated in any case."""
+    codes = [int(code) >> 16 & 0xFF for code in threshold_model.code_of([0, 1, 2, 3, 2**32 - 1]).view("uint32")]
+    assert set(codes[:3]) == set(RARE)
+    assert max(codes[3:]) == 127
+    for code, other in itertools.product((*range(128), *RARE), (0, 1, 5, 127, *RARE)):
+        word = code | other << 8 | code << 16 | other << 24
+        for marks in (0x80, 0x800000, 0x80808080, 0):
+            marked = noise.marked(Uint32(word), Uint32(marks)).value
+            back = noise.unmarked(Uint32(marked), Uint32(marks)).value
+            for place in range(4):
+                before, between, after = (each >> 8 * place & 0xFF for each in (word, marked, back))
+                if before in RARE or not marks >> 8 * place & MARKED:
+                    assert before == between == after
+                else:
+                    assert between & MARKED
+                    assert between not in RARE
+                    assert after == before + (before in (1, 5)) == between & 0x7F
+
+
+@pytest.mark.parametrize("shape", CONFIGS, ids=IDS)
+def test_bits_are_those_of_all_counts(shape):
+    """Full and ragged blocks of rows and vocabularies; of none, few, many and all tokens, with and without the rest."""
+    for batch, vocab in ((shape.block_b - 3, 1000), (shape.block_b + 5, 129), (shape.block_b, 31), (1, 1)):
+        step = make_step(batch, vocab)
+        every = everything(batch, vocab)
+        for name, share in itertools.product(("penalties", "one for all", "everything"), (0.0, 0.01, 0.1, 1.0)):
+            asked = thinned(every[name], share)
+            assert_same(
+                left_and_drawn(step, known(asked), shape), left_and_drawn(step, asked, shape), f"{batch} {vocab} {name} {share}"
+            )
+
+
+def test_what_is_not_known_to_have_counts_is_not_looked_at():
+    """And too much that is known does no harm."""
+    step, asked = make_step(20, 1000), everything(20, 1000)["penalties"]
+    assert asked.counts is not None
+    none = torch.zeros(20, groups_of(1000), dtype=torch.uint8, device=DEVICE)
+    without = left_and_drawn(step, asked._replace(counts=torch.zeros_like(asked.counts)))
+    assert_same(left_and_drawn(step, asked._replace(seen=none)), without, "nothing")
+    few = thinned(asked, 0.05)
+    assert_same(left_and_drawn(step, few._replace(seen=none + 255)), left_and_drawn(step, few), "everything")
+
+
+@pytest.mark.parametrize("batch", [1, 40, 150, 256, 300] if ON_GPU else [7])
+@pytest.mark.parametrize("extra", [{}, {"top_k": 5, "top_p": 0.9}, {"top_p": 0.7}, {"min_p": 0.1}, {"logprobs": True}], ids=str)
+def test_whole_steps(extra, batch):
+    """Several draws, for which there are no codes, too; and rows of infinite, tiny and no temperatures."""
+    vocab = 4099 if ON_GPU else 1001
+    every = everything(batch, vocab)
+    for num_samples, share in ((1, 0.02), (1, 0.5), (2, 0.1)):
+        step = make_step(batch, vocab, num_samples=num_samples)
+        temperature = step.rows().temperature
+        temperature[1::5], temperature[2::7], temperature[3::7] = 0.0, float("inf"), 1e-6
+        asked = thinned(every["everything"], share)._replace(**extra)
+        found, expected = (launch.run(step._replace(temperature=temperature, asked=each)) for each in (known(asked), asked))
+        assert torch.equal(found.ids, expected.ids)
+        if expected.values is not None and found.values is not None:
+            assert torch.equal(found.values.nan_to_num(7.0), expected.values.nan_to_num(7.0))
+
+
+def test_shards():
+    """Of a whole vocabulary's counts, cut anywhere."""
+    batch, vocab = 150 if ON_GPU else 9, 1001
+    step = make_step(batch, vocab)._replace(asked=known(thinned(everything(batch, vocab)["penalties"], 0.05)))
+    winners = []
+    for first, last in itertools.pairwise((0, 37, 37, 449, 640, 1001)):
+        shard = Shard(first, exchange.PACKED)
+        part = step._replace(weight=step.weight[first:last], vocab_size=last - first, shard=shard)
+        winners.append(launch.run(part).ids[:batch])
+    assert torch.equal(exchange.tokens_of(torch.stack(winners)), launch.run(step).ids)
+
+
+@pytest.mark.parametrize(("seed", "offset", "token", "_refinement"), ZERO_WORDS)
+def test_a_word_without_a_code_keeps_its_mark(seed, offset, token, _refinement):
+    """A token that has counts, and the noise of the word 0: it wins, and by its processed logit."""
+    step = make_step(3, 1000)
+    states, weight = torch.zeros_like(step.hidden_states), torch.zeros_like(step.weight)
+    states[:, 0], weight[token, 0] = 1.0, -8.0
+    counts = torch.zeros(3, 1000, dtype=torch.int32, device=DEVICE)
+    counts[0, token] = 1
+    seeds, offsets = (torch.tensor([each, each, 5], device=DEVICE) for each in (seed, offset))
+    step = step._replace(hidden_states=states, weight=weight, seed=seeds, offset=offsets, temperature=1.0)
+    for presence in (0.5, 60.0):
+        drawn = launch.run(step._replace(asked=known(Asked(counts=counts, presence_penalty=presence)))).ids
+        assert (drawn[0] == token) == (presence < 1)
+        assert drawn[1] == token
+        assert drawn[2] != token
+
+
+def test_a_state_of_counts(device):
+    """``TokenCounts`` knows which of its groups have counts, whoever wrote them."""
+    vocab = 300
+    state = TokenCounts(4, vocab, device=device)
+
+    def check(least_only: bool = True) -> None:
+        counts, seen = state.read(4)
+        assert seen is not None
+        wanted = seen_of(counts)
+        assert (seen >= wanted).all()
+        assert not least_only or torch.equal(seen, wanted)
+
+    check()
+    state.reset([0, 2], [[5, 299], [17, 17, 290]])
+    check()
+    state.add(torch.tensor([100, 16, 31, 0], device=device))
+    check()
+    state.add(torch.tensor([[200, 201, 5], [40, 41, 42]], device=device), rows=[3, 1])
+    check()
+    state.add(torch.tensor([-1, vocab, 7, 7], device=device))  # its first group is looked at from now on
+    check(least_only=False)
+    assert state.read(4).seen.sum() == seen_of(state.counts).sum() + 1  # row 1
+    state.reset([1])
+    check()
+    state.counts[1, 77] = 3
+    check()
+    state.counts[0].zero_()
+    check()
+    state.counts.index_fill_(0, torch.tensor([2], device=device), 1)
+    state.add(torch.tensor([1], device=device))
+    check()
+    state.counts.view(-1)[299] = 1
+    state.reset([1], [[150]])
+    check()
+
+
+def test_a_step_reads_what_was_written_to_the_counts():
+    """By its owner too, who knows nothing of groups."""
+    vocab = 700
+    states, weight = torch.ones(2, 8, device=DEVICE).bfloat16(), torch.zeros(vocab, 8, device=DEVICE).bfloat16()
+    weight[5], weight[600] = 2.0, 1.9
+    state = TokenCounts(2, vocab, device=DEVICE)
+
+    def drawn() -> list[int]:
+        asked = Asked(**state.read(2)._asdict(), presence_penalty=3.0)
+        ids: Drawn = launch.run(Step(states, weight, 0.0, 0, 0, 1, vocab, asked=asked))
+        return ids.ids.tolist()  # type: ignore[no-any-return]
+
+    assert drawn() == [5, 5]
+    state.counts[1, 5] = 1
+    assert drawn() == [5, 600]
+    state.counts[1, 5] = 0
+    assert drawn() == [5, 5]
+
+
+@pytest.mark.gpu
+def test_a_graph_counts_on():
+    """A replay marks what replays before it have counted."""
+    batch, vocab = 70, 5003
+    step = make_step(batch, vocab)._replace(temperature=0.0)
+    state, other = (TokenCounts(batch, vocab, device=DEVICE) for _ in range(2))
+
+    def draw(state: TokenCounts) -> torch.Tensor:
+        ids = launch.run(step._replace(asked=Asked(**state.read(batch)._asdict(), presence_penalty=100.0))).ids
+        state.add(ids)
+        return ids
+
+    draw(TokenCounts(batch, vocab, device=DEVICE))
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        drawn = draw(state)
+    rounds = []
+    for _ in range(5):
+        graph.replay()
+        rounds.append(drawn.clone())
+        assert torch.equal(drawn, draw(other))
+    assert all(len(set(row.tolist())) == 5 for row in torch.stack(rounds, 1))  # no token twice
+    assert torch.equal(state.counts, other.counts)
