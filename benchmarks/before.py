@@ -36,7 +36,10 @@ def import_before(checkout: Path) -> ModuleType:
 def step_before(checkout: Path, step: Step) -> Any:
     """A step of a whole vocabulary and no drafts, as that package has it."""
     theirs = importlib.import_module(f"{import_before(checkout).__name__}.step")
-    fields = step._asdict() | {"asked": theirs.Asked(**step.asked._asdict()) if step.asked.names() else theirs.PLAIN}
+    asked = step.asked._asdict()
+    if "seen" not in theirs.Asked._fields:  # it changes no token
+        del asked["seen"]
+    fields = step._asdict() | {"asked": theirs.Asked(**asked) if step.asked.names() else theirs.PLAIN}
     for name in ("shard", "drafted", "alike"):  # as by default
         del fields[name]
     return theirs.Step(**fields)

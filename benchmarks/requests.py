@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from flashsampling import ops
+from flashsampling import TokenCounts, ops
 from flashsampling.backends import BACKENDS
 from flashsampling.step import PLAIN, Asked, Step
 from tests.test_triton_logits import agrees
@@ -42,9 +42,10 @@ def head_of(logits: Tensor, dim: int) -> tuple[Tensor, Tensor]:
 def more_requests(batch: int, vocab: int) -> dict[str, Asked]:
     """What is asked for beside ``from_logits.requests``."""
     words = torch.randint(-(2**31), 2**31 - 1, (batch, -(-vocab // 32)), dtype=torch.int32, device="cuda")
-    counts = (torch.rand(batch, vocab, device="cuda") < 0.002).int()
+    state = TokenCounts(batch, vocab, device="cuda")  # of texts of some 300 tokens
+    state.counts.copy_(torch.rand(batch, vocab, device="cuda") < 0.002)
     ids = torch.randint(0, vocab, (batch, 32), dtype=torch.int32, device="cuda")
-    penalties = Asked(counts=counts, repetition_penalty=1.1, frequency_penalty=0.1, presence_penalty=0.1)
+    penalties = Asked(**state.read(batch)._asdict(), repetition_penalty=1.1, frequency_penalty=0.1, presence_penalty=0.1)
     filters = requests(batch)["top-k top-p"]
     everything = penalties._replace(
         token_mask=words,

@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .backends import BACKENDS
+from .impl.device import capability
 from .parameters import index_of, integer
 
 IN_PROMPT = -(2**31)  # bit 31; the other bits count the output
@@ -120,27 +122,36 @@ class TokenCounts:
         if not isinstance(token_ids, Tensor) or token_ids.is_floating_point() or token_ids.dtype is torch.bool:
             got = token_ids.dtype if isinstance(token_ids, Tensor) else type(token_ids).__name__
             raise TypeError(f"token_ids must be a tensor of integers, got {got}")
-        ids = token_ids.long()
-        ids = ids[:, None] if ids.ndim == 1 else ids
+        ids = token_ids[:, None] if token_ids.ndim == 1 else token_ids
         if ids.ndim != 2 or len(ids) > self.max_batch_size:
             raise ValueError(
                 f"token_ids must have shape (B,) or (B, n), B up to max_batch_size = {self.max_batch_size}, "
                 f"got shape {tuple(token_ids.shape)}"
             )
+        chosen = None
+        if rows is not None:
+            chosen = torch.arange(self.max_batch_size, device=self.counts.device)[index_of(rows, self.max_batch_size)]
+            if len(chosen) != len(ids):
+                raise ValueError(
+                    f"token_ids must have a row for each of {len(chosen)} rows, got shape {tuple(token_ids.shape)}"
+                )
         self._look()
+        if self._counts_by_kernel(ids):
+            from .impl.triton import counting
+
+            with torch.cuda.device_of(self.counts):
+                counting.count(self.counts, self._seen, ids, chosen, _GROUP)
+            return
+        ids = ids.long()
         there = (ids >= 0) & (ids < self.vocab_size)
         ids, ones = torch.where(there, ids, 0), there.to(torch.int32)
-        if rows is None:
+        if chosen is None:
             self.counts[: len(ids)].scatter_add_(1, ids, ones)
             self._seen[: len(ids)].scatter_(1, ids // _GROUP, 1)  # the first group's too, where an id is out of range
-            self._wrote()
-            return
-        chosen = torch.arange(self.max_batch_size, device=self.counts.device)[index_of(rows, self.max_batch_size)]
-        if len(chosen) != len(ids):
-            raise ValueError(f"token_ids must have a row for each of {len(chosen)} rows, got shape {tuple(token_ids.shape)}")
-        chosen = chosen[:, None].expand_as(ids)
-        self.counts.index_put_((chosen, ids), ones, accumulate=True)
-        self._seen[chosen, ids // _GROUP] = 1
+        else:
+            chosen = chosen[:, None].expand_as(ids)
+            self.counts.index_put_((chosen, ids), ones, accumulate=True)
+            self._seen[chosen, ids // _GROUP] = 1
         self._wrote()
 
     def read(self, batch_size: int) -> Counted:
@@ -151,19 +162,36 @@ class TokenCounts:
 
     def recount(self) -> None:
         """Looks at all counts, after they were written to by something else than ``reset`` and ``add``: reads as many bytes."""
-        groups = self._seen.shape[1]
+        groups = groups_of(self.vocab_size)
         some = torch.nn.functional.pad(self.counts != 0, (0, groups * _GROUP - self.vocab_size))
-        self._seen.copy_(some.view(-1, groups, _GROUP).any(2))
+        seen = some.view(-1, groups, _GROUP).any(2).to(torch.uint8)
+        if self._seen.shape == seen.shape and self._seen.device == seen.device:
+            self._seen.copy_(seen)  # a graph reads it there
+        else:
+            self._seen = seen
         self._wrote()
+
+    def _counts_by_kernel(self, ids: Tensor) -> bool:
+        """Whether one launch counts: on a GPU, where no compiler looks."""
+        return (
+            self.counts.is_cuda
+            and type(ids) is Tensor
+            and ids.device == self.counts.device
+            and BACKENDS["triton"].missing is None
+            and capability(self.counts.device) >= (8, 0)
+            and not torch.compiler.is_compiling()
+            and torch._C._get_tracing_state() is None
+            and not torch._C._len_torch_dispatch_stack()
+        )
 
     def _look(self) -> None:
         """Sees whether something else has written to the counts."""
-        if not torch.compiler.is_compiling() and self.counts._version != self._version:
+        if not torch.compiler.is_compiling() and (self.counts is not self._known or self.counts._version != self._version):
             self.recount()
 
     def _wrote(self) -> None:
         if not torch.compiler.is_compiling():
-            self._version = self.counts._version
+            self._known, self._version = self.counts, self.counts._version
 
     def _matrix(self, name: str, given: Any, count: int) -> Tensor:
         """(count, n) int64 on the device, -1 where a row has ended."""

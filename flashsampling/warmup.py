@@ -14,6 +14,7 @@ from torch import Tensor
 from . import ops
 from .api import check_num_samples, check_tensor_parallel, check_vocab_size, check_weight, count_left_out, sample
 from .backends import BACKENDS
+from .counts import TokenCounts
 from .parameters import integer
 from .requests import Request, asked_of, problem_of
 from .step import PLAIN, Asked, Step, arguments, example
@@ -168,6 +169,10 @@ def _draw_all(
     for made, asked in plans:
         made.draw(weight, functools.partial(draw, asked, True))
     if weight.is_cuda:
+        for request in requests:
+            counts = request.get("token_counts")
+            if isinstance(counts, TokenCounts):
+                counts.add(torch.full((1,), -1, device=weight.device))  # what counts tokens compiles; this is none
         torch.cuda.current_stream(weight.device).synchronize()
     return kernels
 

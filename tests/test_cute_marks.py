@@ -20,6 +20,7 @@ from flashsampling.step import Asked, Drawn, Step
 from tests import threshold_model
 from tests.conftest import DEVICE
 from tests.problems import NEEDS_CUTE
+from tests.test_counts import seen_of
 from tests.test_cute_logits import CONFIGS, IDS, ON_GPU, left_zero, make_step  # noqa: F401, a fixture
 from tests.test_cute_processing import everything
 from tests.zero_words import ZERO_WORDS
@@ -27,13 +28,6 @@ from tests.zero_words import ZERO_WORDS
 pytestmark = NEEDS_CUTE
 MARKED = 0x80
 RARE = 0x81, 0x85  # codes of the words 0, 1 and 2
-
-
-def seen_of(counts: torch.Tensor) -> torch.Tensor:
-    """``Asked.seen``."""
-    groups = groups_of(counts.shape[1])
-    padded = torch.nn.functional.pad(counts != 0, (0, 16 * groups - counts.shape[1]))
-    return padded.view(len(counts), groups, 16).any(2).to(torch.uint8)
 
 
 def known(asked: Asked) -> Asked:
@@ -150,42 +144,6 @@ def test_a_word_without_a_code_keeps_its_mark(seed, offset, token, _refinement):
         assert (drawn[0] == token) == (presence < 1)
         assert drawn[1] == token
         assert drawn[2] != token
-
-
-def test_a_state_of_counts(device):
-    """``TokenCounts`` knows which of its groups have counts, whoever wrote them."""
-    vocab = 300
-    state = TokenCounts(4, vocab, device=device)
-
-    def check(least_only: bool = True) -> None:
-        counts, seen = state.read(4)
-        assert seen is not None
-        wanted = seen_of(counts)
-        assert (seen >= wanted).all()
-        assert not least_only or torch.equal(seen, wanted)
-
-    check()
-    state.reset([0, 2], [[5, 299], [17, 17, 290]])
-    check()
-    state.add(torch.tensor([100, 16, 31, 0], device=device))
-    check()
-    state.add(torch.tensor([[200, 201, 5], [40, 41, 42]], device=device), rows=[3, 1])
-    check()
-    state.add(torch.tensor([-1, vocab, 7, 7], device=device))  # its first group is looked at from now on
-    check(least_only=False)
-    assert state.read(4).seen.sum() == seen_of(state.counts).sum() + 1  # row 1
-    state.reset([1])
-    check()
-    state.counts[1, 77] = 3
-    check()
-    state.counts[0].zero_()
-    check()
-    state.counts.index_fill_(0, torch.tensor([2], device=device), 1)
-    state.add(torch.tensor([1], device=device))
-    check()
-    state.counts.view(-1)[299] = 1
-    state.reset([1], [[150]])
-    check()
 
 
 def test_a_step_reads_what_was_written_to_the_counts():

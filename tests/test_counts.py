@@ -1,0 +1,153 @@
+"""``TokenCounts``: how often tokens have come, and where there are any."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+from flashsampling import TokenCounts
+from flashsampling.counts import groups_of
+from tests.conftest import DEVICE
+
+
+def seen_of(counts: torch.Tensor) -> torch.Tensor:
+    """``Asked.seen``."""
+    groups = groups_of(counts.shape[1])
+    padded = torch.nn.functional.pad(counts != 0, (0, 16 * groups - counts.shape[1]))
+    return padded.view(len(counts), groups, 16).any(2).to(torch.uint8)
+
+
+def test_a_state_of_counts(device):
+    """``TokenCounts`` knows which of its groups have counts, whoever wrote them."""
+    vocab = 300
+    state = TokenCounts(4, vocab, device=device)
+
+    def check(least_only: bool = True) -> None:
+        counts, seen = state.read(4)
+        assert seen is not None
+        wanted = seen_of(counts)
+        assert (seen >= wanted).all()
+        assert not least_only or torch.equal(seen, wanted)
+
+    check()
+    state.reset([0, 2], [[5, 299], [17, 17, 290]])
+    check()
+    state.add(torch.tensor([100, 16, 31, 0], device=device))
+    check()
+    state.add(torch.tensor([[200, 201, 5], [40, 41, 42]], device=device), rows=[3, 1])
+    check()
+    state.add(torch.tensor([-1, vocab, 7, 7], device=device))  # as torch operations it has the first group looked at
+    check(least_only=False)
+    state.reset([1])
+    check()
+    state.counts[1, 77] = 3
+    check()
+    state.counts[0].zero_()
+    check()
+    state.counts.index_fill_(0, torch.tensor([2], device=device), 1)
+    state.add(torch.tensor([1], device=device))
+    check()
+    state.counts.view(-1)[299] = 1
+    state.reset([1], [[150]])
+    check()
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])
+def test_a_kernel_counts_as_torch_does(dtype, device):
+    """Tokens that come twice, rows that do, ids out of range, any strides, more of a row than are looked at together."""
+    pytest.importorskip("triton")
+    from flashsampling.impl.triton import counting
+
+    vocab = 200
+    for length, rows in ((1, None), (1, [4, 4, 0]), (70, [1, 3, 1]), (33, None), (0, None)):
+        ids = torch.randint(0 if dtype is torch.uint8 else -3, vocab + 20, (length, 3), device=device).to(dtype).T
+        state, other = TokenCounts(5, vocab, device=device), TokenCounts(5, vocab)
+        state.reset(prompt_token_ids=[[7, 150]] * 5)
+        other.reset(prompt_token_ids=[[7, 150]] * 5)
+        chosen = None if rows is None else torch.tensor(rows, device=device)
+        counting.count(state.counts, state._seen, ids, chosen, 16)
+        other.add(ids.cpu(), rows=rows)
+        assert torch.equal(state.counts.cpu(), other.counts)
+        assert torch.equal(state._seen, seen_of(state.counts))
+
+
+COMPILE = """
+import sys
+import torch
+from flashsampling.impl.triton import counting
+from tests.triton_target import compile_only
+
+compiled = compile_only(int(sys.argv[1]))
+counts, seen = torch.zeros(3, 1000, dtype=torch.int32), torch.zeros(3, 64, dtype=torch.uint8)
+for rows in (None, torch.zeros(2, dtype=torch.int64)):
+    counting.count(counts, seen, torch.zeros(2, 1, dtype=torch.int64), rows, 16)
+print(len(compiled), min(len(kernel.asm["cubin"]) for kernel in compiled))
+"""
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_the_kernel_compiles(capability, tmp_path):
+    """For every architecture that we name."""
+    pytest.importorskip("triton")
+    from tests.triton_target import output_of
+
+    count, least = map(int, output_of(COMPILE, capability, cache=tmp_path).split())
+    assert count == 2
+    assert least > 1000
+
+
+def test_copies_know_what_they_count(device):
+    state = TokenCounts(2, 100, device=device)
+    state.add(torch.tensor([3, 99], device=device))
+    for other in (copy.deepcopy(state), pickle.loads(pickle.dumps(state))):
+        other.counts[0, 50] = 1
+        counts, seen = other.read(2)
+        assert torch.equal(seen, seen_of(counts))
+        other.add(torch.tensor([70, 71], device=device))
+        counts, seen = other.read(2)
+        assert torch.equal(seen, seen_of(counts))
+    assert not state.counts[0, 50]
+
+
+def test_counts_that_take_the_place_of_others(device):
+    state = TokenCounts(2, 100, device=device)
+    state.counts = torch.zeros(3, 500, dtype=torch.int32, device=device)
+    state.counts[2, 400] = 1
+    state.add(torch.tensor([450, 1, 2], device=device))
+    counts, seen = state.read(3)
+    assert seen is not None
+    assert (seen >= seen_of(counts)).all()
+    assert seen.shape == (3, groups_of(500))
+    state.counts = state.counts.clone()
+    state.counts[1, 77] = 1
+    counts, seen = state.read(3)
+    assert seen is not None
+    assert (seen >= seen_of(counts)).all()
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_modes(mode, device):
+    with mode():
+        state = TokenCounts(2, 100, device=device)
+        state.reset([0], [[5, 6]])
+        state.add(torch.tensor([9, 80], device=device))
+        state.counts[0, 44] = 1
+        counts, seen = state.read(2)
+        assert torch.equal(seen, seen_of(counts))
+    state.add(torch.tensor([19, 20], device=device))
+    counts, seen = state.read(2)
+    assert torch.equal(seen, seen_of(counts))
+
+
+def test_a_compiler_sees_torch_operations():
+    """And what it compiled keeps both."""
+    state = TokenCounts(2, 100, device=DEVICE)
+    ids = torch.tensor([5, 70], device=DEVICE)
+    compiled = torch.compile(lambda ids: state.add(ids), backend="eager", fullgraph=True)
+    for _ in range(2):
+        compiled(ids)
+    assert state.counts[[0, 1], [5, 70]].tolist() == [2, 2]
+    assert torch.equal(state._seen, seen_of(state.counts))
+    state.add(ids)
+    assert torch.equal(state.read(2).seen, seen_of(state.counts))
