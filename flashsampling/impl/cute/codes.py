@@ -2,6 +2,8 @@
 
 A tile's codes are in one of ``TileConfig.code_buffers`` buffers, in turn. Only here is known which, and in which phase its
 barriers are (``kernel`` has the table of all barriers). With several draws per row there are no codes, and nobody waits.
+
+A code's top bit is a mark: its token has counts, which ``processing`` is to look at. It takes the mark away before the search.
 """
 
 import cutlass

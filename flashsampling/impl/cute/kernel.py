@@ -21,7 +21,8 @@ Barriers:
     prepared                named barrier 4                noise threads                 evaluators, finder, consumers wait
     everything published    named barrier 2                these arrive                  noise threads wait
     counting sharp rows,    named barrier 3                128 noise threads             the same
-    then finishing
+    a tile's codes before
+    its marks, finishing
     workspace               see ``reduction``              last CTA, by a counter        the same
 
 The evaluators, whose looks would be taken from the noise, sleep on the codes' barriers. The named barriers are made here, the

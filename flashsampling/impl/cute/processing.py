@@ -182,9 +182,8 @@ class Processed:
 
     @cute.jit
     def _penalties_of_marked(self, args, asked, walk, shared, logits, marked, iteration, thread):
-        """Of the code words that are marked, of few threads one or two. Each takes one token after the other. (To ask for the
-        next one's counts before that is no faster; by vectors of code words, as ``search`` does, it takes six times as long at
-        256 columns, where what comes back from a branch is all of 128 registers.)"""
+        """Of the code words that are marked, of few threads one or two. Each takes one token after the other. (What else was
+        tried: docs/hopper.md.)"""
         token0 = self.fragments.token(walk.first_token(iteration), thread)
         first_row = walk.first_row + 8 * self.fragments.first_block(thread // 32) + 2 * (thread % 4)
         done = Uint32(0)  # marks of the lowest of these words
