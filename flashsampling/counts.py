@@ -26,6 +26,18 @@ def groups_of(vocab_size: int) -> int:
     return 8 * -(-vocab_size // (8 * _GROUP))
 
 
+def _seen_in(counts: Tensor) -> Tensor:
+    """``Counted.seen`` of counts (rows, V)."""
+    groups = groups_of(counts.shape[1])
+    some = torch.nn.functional.pad(counts != 0, (0, groups * _GROUP - counts.shape[1]))
+    return some.view(-1, groups, _GROUP).any(2).to(torch.uint8)
+
+
+def _writes(counts: Tensor) -> int:
+    """How often torch has written to a tensor; of those made in inference mode it does not count."""
+    return 0 if counts.is_inference() else counts._version
+
+
 class TokenCounts:
     """What the penalties of ``flashsampling.sample`` need to know of every row: how often each token came in its output, and
     which tokens its prompt holds.
@@ -34,8 +46,10 @@ class TokenCounts:
     nothing is allocated per step: a step with it can be captured in a CUDA graph, whose every replay counts on.
 
     Few tokens of a vocabulary come in a text, so it also keeps which groups of 16 hold one that has, and the Hopper kernel
-    reads the counts of these alone. Who writes to ``counts`` otherwise than by ``reset`` and ``add`` need not care where
-    ``sample`` is called: it sees that, and looks at all of them once. What is compiled or replayed does not: call ``recount``.
+    reads the counts of these alone. Who takes ``counts`` to write to it need not care where ``sample`` is called: it looks at
+    all of them once after ``counts`` was taken, and after each write that torch counts. What is compiled, or replayed in a CUDA
+    graph, does not; and nobody sees what comes later through a tensor that was taken before without torch's counting it
+    (``numpy``, DLPack, a collective, a kernel of one's own). Call ``recount`` then.
 
     Args:
         max_batch_size: rows.
@@ -70,19 +84,34 @@ class TokenCounts:
             if size < 1:
                 raise ValueError(f"{name} must be at least 1, got {size}")
         with torch.inference_mode(False):  # what is made inside could not be written outside
-            self.counts = torch.zeros(sizes, dtype=torch.int32, device=device)
+            self._counts = torch.zeros(sizes, dtype=torch.int32, device=device)
             self._seen = torch.zeros((sizes[0], groups_of(sizes[1])), dtype=torch.uint8, device=device)
+        self._known: tuple[Tensor, int] | None = None  # the counts that ``_seen`` is of, and torch's count of writes to them
         self._wrote()
+
+    @property
+    def counts(self) -> Tensor:
+        """(max_batch_size, vocab_size) int32: see above."""
+        self._known = None  # who has it may write to it
+        return self._counts
+
+    @counts.setter
+    def counts(self, counts: Tensor) -> None:
+        self._known, self._counts = None, counts
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a copy torch counts anew."""
+        return self.__dict__ | {"_known": None}
 
     @property
     def max_batch_size(self) -> int:
         """Rows."""
-        return self.counts.shape[0]
+        return self._counts.shape[0]
 
     @property
     def vocab_size(self) -> int:
         """Tokens."""
-        return self.counts.shape[1]
+        return self._counts.shape[1]
 
     def reset(self, rows: Tensor | slice | int | list[int] | None = None, prompt_token_ids: Any = None) -> None:
         """Starts requests anew, in place.
@@ -97,16 +126,14 @@ class TokenCounts:
         """
         index = index_of(rows, self.max_batch_size)
         self._look()
-        fresh, seen = torch.zeros_like(self.counts[index]), torch.zeros_like(self._seen[index])
+        fresh = torch.zeros_like(self._counts[index])
         if prompt_token_ids is not None:
             ids = self._matrix("prompt_token_ids", prompt_token_ids, len(fresh))
             there = (ids >= 0) & (ids < self.vocab_size)
             bits = torch.where(there, IN_PROMPT, 0).to(torch.int32)
-            ids = torch.where(there, ids, 0)
-            fresh.scatter_reduce_(1, ids, bits, "amin")
-            seen.scatter_(1, ids // _GROUP, 1)
-        self.counts[index] = fresh
-        self._seen[index] = seen
+            fresh.scatter_reduce_(1, torch.where(there, ids, 0), bits, "amin")
+        self._counts[index] = fresh
+        self._seen[index] = _seen_in(self._counts[index])  # of what is there: of a row that is named twice it is either
         self._wrote()
 
     def add(self, token_ids: Tensor, rows: Tensor | slice | int | list[int] | None = None) -> None:
@@ -130,7 +157,7 @@ class TokenCounts:
             )
         chosen = None
         if rows is not None:
-            chosen = torch.arange(self.max_batch_size, device=self.counts.device)[index_of(rows, self.max_batch_size)]
+            chosen = torch.arange(self.max_batch_size, device=self._counts.device)[index_of(rows, self.max_batch_size)]
             if len(chosen) != len(ids):
                 raise ValueError(
                     f"token_ids must have a row for each of {len(chosen)} rows, got shape {tuple(token_ids.shape)}"
@@ -139,18 +166,18 @@ class TokenCounts:
         if self._counts_by_kernel(ids):
             from .impl.triton import counting
 
-            with torch.cuda.device_of(self.counts):
-                counting.count(self.counts, self._seen, ids, chosen, _GROUP)
+            with torch.cuda.device_of(self._counts):
+                counting.count(self._counts, self._seen, ids, chosen, _GROUP)
             return
         ids = ids.long()
         there = (ids >= 0) & (ids < self.vocab_size)
         ids, ones = torch.where(there, ids, 0), there.to(torch.int32)
         if chosen is None:
-            self.counts[: len(ids)].scatter_add_(1, ids, ones)
+            self._counts[: len(ids)].scatter_add_(1, ids, ones)
             self._seen[: len(ids)].scatter_(1, ids // _GROUP, 1)  # the first group's too, where an id is out of range
         else:
             chosen = chosen[:, None].expand_as(ids)
-            self.counts.index_put_((chosen, ids), ones, accumulate=True)
+            self._counts.index_put_((chosen, ids), ones, accumulate=True)
             self._seen[chosen, ids // _GROUP] = 1
         self._wrote()
 
@@ -158,13 +185,11 @@ class TokenCounts:
         """What a step of rows 0 to ``batch_size`` - 1 reads. ``sample`` takes it as ``token_counts`` too, and then counts
         nothing."""
         self._look()
-        return Counted(self.counts[:batch_size], self._seen[:batch_size])
+        return Counted(self._counts[:batch_size], self._seen[:batch_size])
 
     def recount(self) -> None:
         """Looks at all counts, after they were written to by something else than ``reset`` and ``add``: reads as many bytes."""
-        groups = groups_of(self.vocab_size)
-        some = torch.nn.functional.pad(self.counts != 0, (0, groups * _GROUP - self.vocab_size))
-        seen = some.view(-1, groups, _GROUP).any(2).to(torch.uint8)
+        seen = _seen_in(self._counts)
         if self._seen.shape == seen.shape and self._seen.device == seen.device:
             self._seen.copy_(seen)  # a graph reads it there
         else:
@@ -174,11 +199,11 @@ class TokenCounts:
     def _counts_by_kernel(self, ids: Tensor) -> bool:
         """Whether one launch counts: on a GPU, where no compiler looks."""
         return (
-            self.counts.is_cuda
+            self._counts.is_cuda
             and type(ids) is Tensor
-            and ids.device == self.counts.device
+            and ids.device == self._counts.device
             and BACKENDS["triton"].missing is None
-            and capability(self.counts.device) >= (8, 0)
+            and capability(self._counts.device) >= (8, 0)
             and not torch.compiler.is_compiling()
             and torch._C._get_tracing_state() is None
             and not torch._C._len_torch_dispatch_stack()
@@ -186,12 +211,14 @@ class TokenCounts:
 
     def _look(self) -> None:
         """Sees whether something else has written to the counts."""
-        if not torch.compiler.is_compiling() and (self.counts is not self._known or self.counts._version != self._version):
+        if torch.compiler.is_compiling():
+            return
+        if self._known is None or self._known[0] is not self._counts or self._known[1] != _writes(self._counts):
             self.recount()
 
     def _wrote(self) -> None:
         if not torch.compiler.is_compiling():
-            self._known, self._version = self.counts, self.counts._version
+            self._known = self._counts, _writes(self._counts)
 
     def _matrix(self, name: str, given: Any, count: int) -> Tensor:
         """(count, n) int64 on the device, -1 where a row has ended."""
@@ -215,4 +242,4 @@ class TokenCounts:
         given = given[None] if given.ndim == 1 else given
         if given.ndim != 2 or len(given) != count:
             raise ValueError(f"{name} must have one row for each of {count} rows, got shape {tuple(given.shape)}")
-        return given.to(self.counts.device, torch.int64)
+        return given.to(self._counts.device, torch.int64)

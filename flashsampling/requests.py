@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, TypeAlias, TypedDict
 import torch
 from torch import Tensor
 
-from .counts import Counted, TokenCounts
+from .counts import Counted, TokenCounts, groups_of
 from .parameters import Integers, Reals, above_0, finite, flags, integer, integers, is_plain, kind_of, real, reals, share
 from .step import PLAIN, Asked
 
@@ -220,12 +220,13 @@ def _counts(counts: Any, problem: Problem) -> tuple[Tensor, Tensor | None]:
             raise ValueError(
                 f"num_samples must be 1 with a TokenCounts, which counts one token per row, got {problem.num_samples}"
             )
-        _check_tensor("token_counts", counts.counts, problem)
+        counted = counts.read(problem.batch)
+        _check_tensor("token_counts", counted.counts, problem)
         if counts.max_batch_size < problem.batch:
             raise ValueError(f"token_counts must have a row for each of {problem.batch} rows, got {counts.max_batch_size}")
         if counts.vocab_size < problem.vocab_size:
             raise ValueError(f"token_counts must be of at least {problem.vocab_size} tokens, got {counts.vocab_size}")
-        return counts.read(problem.batch)
+        return counted
     seen = None
     if isinstance(counts, Counted):
         counts, seen = counts
@@ -235,6 +236,11 @@ def _counts(counts: Any, problem: Problem) -> tuple[Tensor, Tensor | None]:
     if counts.ndim != 2 or counts.shape[0] != problem.batch or counts.shape[1] < problem.vocab_size:
         wanted = f"({problem.batch}, {problem.vocab_size})"
         raise ValueError(f"token_counts must have shape {wanted}, got shape {tuple(counts.shape)}")
+    if seen is not None:
+        _check_tensor("token_counts.seen", seen, problem)
+        if seen.dtype is not torch.uint8 or seen.ndim != 2 or seen.shape != (problem.batch, groups_of(counts.shape[1])):
+            wanted = f"({problem.batch}, {groups_of(counts.shape[1])}) uint8"
+            raise ValueError(f"token_counts.seen must be {wanted}, got shape {tuple(seen.shape)} {seen.dtype}")
     return _rows_of_contiguous(counts), seen
 
 

@@ -6,8 +6,9 @@ import pickle
 import pytest
 import torch
 
+import flashsampling
 from flashsampling import TokenCounts
-from flashsampling.counts import groups_of
+from flashsampling.counts import Counted, groups_of
 from tests.conftest import DEVICE
 
 
@@ -97,17 +98,50 @@ def test_the_kernel_compiles(capability, tmp_path):
     assert least > 1000
 
 
-def test_copies_know_what_they_count(device):
-    state = TokenCounts(2, 100, device=device)
-    state.add(torch.tensor([3, 99], device=device))
-    for other in (copy.deepcopy(state), pickle.loads(pickle.dumps(state))):
-        other.counts[0, 50] = 1
-        counts, seen = other.read(2)
-        assert torch.equal(seen, seen_of(counts))
+def assert_known(state: TokenCounts) -> None:
+    counts, seen = state.read(state.max_batch_size)
+    assert seen is not None
+    assert (seen >= seen_of(counts)).all()
+
+
+@pytest.mark.parametrize("adds", range(4))
+@pytest.mark.parametrize("writes", range(1, 4))
+def test_copies_know_what_they_count(adds, writes, device):
+    """However often torch has written to what they are of."""
+    state = TokenCounts(2, 400, device=device)
+    for _ in range(adds):
+        state.add(torch.tensor([3, 99], device=device))
+    for other in (copy.deepcopy(state), copy.copy(state), pickle.loads(pickle.dumps(state))):
+        counts = other.counts
+        for place in range(writes):
+            counts[0, 50 * place + 120] = 1
+        assert_known(other)
         other.add(torch.tensor([70, 71], device=device))
-        counts, seen = other.read(2)
-        assert torch.equal(seen, seen_of(counts))
-    assert not state.counts[0, 50]
+        assert_known(other)
+    assert_known(state)
+
+
+def test_writes_that_torch_does_not_count(device):
+    state = TokenCounts(2, 400, device=device)
+    state.counts.data[0, 150] = 1
+    assert_known(state)
+    state.add(torch.tensor([5, 5], device=device))
+    torch.utils.dlpack.from_dlpack(state.counts)[1, 250] = 1
+    assert_known(state)
+    taken = state.counts
+    assert_known(state)
+    taken.data[0, 350] = 1  # nobody can know
+    state.recount()
+    assert_known(state)
+
+
+def test_a_row_that_begins_twice(device):
+    """It has one of the prompts, and what is known is of that one."""
+    state = TokenCounts(8, 20_000, device=device)
+    for rows in ([3] * 8, [1, -7, 1]):
+        state.reset(rows, [[1000 * i + 5] for i in range(len(rows))])
+        assert_known(state)
+        assert torch.equal(state.read(8).seen, seen_of(state.counts))
 
 
 def test_counts_that_take_the_place_of_others(device):
@@ -129,6 +163,9 @@ def test_counts_that_take_the_place_of_others(device):
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_modes(mode, device):
     with mode():
+        copied = copy.deepcopy(TokenCounts(2, 100, device=device))
+        copied.add(torch.tensor([9, 80], device=device))
+        assert_known(copied)
         state = TokenCounts(2, 100, device=device)
         state.reset([0], [[5, 6]])
         state.add(torch.tensor([9, 80], device=device))
@@ -138,6 +175,19 @@ def test_modes(mode, device):
     state.add(torch.tensor([19, 20], device=device))
     counts, seen = state.read(2)
     assert torch.equal(seen, seen_of(counts))
+    assert_known(copied)
+    copied.counts = torch.ones(3, 200, dtype=torch.int32, device=device)
+    assert_known(copied)
+
+
+def test_what_is_said_beside_counts_is_checked(device):
+    states, weight = torch.zeros(2, 8, device=device), torch.zeros(300, 8, device=device)
+    counts, seen = TokenCounts(2, 300, device=device).read(2)
+    assert seen is not None
+    flashsampling.sample(states, weight, presence_penalty=1.0, token_counts=Counted(counts, seen))
+    for wrong in (seen[:1], seen[:, :8], seen.float(), seen[0], seen.to("meta")):
+        with pytest.raises(ValueError, match=r"token_counts\.seen must be"):
+            flashsampling.sample(states, weight, presence_penalty=1.0, token_counts=Counted(counts, wrong))
 
 
 def test_a_compiler_sees_torch_operations():

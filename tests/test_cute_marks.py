@@ -100,6 +100,30 @@ def test_what_is_not_known_to_have_counts_is_not_looked_at():
     assert_same(left_and_drawn(step, few._replace(seen=none + 255)), left_and_drawn(step, few), "everything")
 
 
+def test_what_lies_elsewhere_is_not_read_by_words():
+    """Flags that no row of which begins at 8 bytes: all counts are looked at."""
+    step, asked = make_step(20, 1000), thinned(everything(20, 1000)["penalties"], 0.05)
+    flags = known(asked).seen
+    assert flags is not None
+    apart = torch.zeros(20, 67, dtype=torch.uint8, device=DEVICE)[:, 3:]
+    for other in (apart, torch.zeros(64, 20, dtype=torch.uint8, device=DEVICE).T):
+        other.copy_(flags)
+        assert module._seen_of(asked._replace(seen=other), 0) == (0, 0)
+        assert_same(left_and_drawn(step, asked._replace(seen=other)), left_and_drawn(step, asked), "elsewhere")
+
+
+def test_a_row_of_which_nothing_is_said():
+    """Its counts may be anything, beside a row that has some."""
+    step, asked = make_step(20, 1000), thinned(everything(20, 1000)["penalties"], 0.3)
+    assert asked.counts is not None
+    some = known(asked)
+    assert some.seen is not None
+    some.seen[1::2] = 0
+    there = asked.counts.clone()
+    there[1::2] = 0
+    assert_same(left_and_drawn(step, some), left_and_drawn(step, asked._replace(counts=there)), "every second row")
+
+
 @pytest.mark.parametrize("batch", [1, 40, 150, 256, 300] if ON_GPU else [7])
 @pytest.mark.parametrize("extra", [{}, {"top_k": 5, "top_p": 0.9}, {"top_p": 0.7}, {"min_p": 0.1}, {"logprobs": True}], ids=str)
 def test_whole_steps(extra, batch):

@@ -14,6 +14,7 @@ from tests import ptx
 from tests.conftest import DEVICE
 from tests.problems import CUTE_SHAPES
 from tests.test_cute_logits import IDS, floored, make_step
+from tests.test_cute_marks import known
 from tests.test_cute_processing import everything, processed
 from tests.test_exactness import awkward_rows, awkward_weight
 from tests.test_exchange_kernel import Ranks, problem_of
@@ -87,6 +88,9 @@ def test_requests(shape, watched, ctas):
     for one in everything(rows_of(shape), VOCAB).values():
         processed(step, one, shape)
         launch.run(step._replace(asked=one), shape)
+        if one.counts is not None:
+            few = one._replace(counts=torch.where(torch.rand(one.counts.shape) < 0.1, one.counts, 0))
+            launch.run(step._replace(asked=known(few)), shape)
     asked.with_logits(step, 1, (True, True), shape)
 
 

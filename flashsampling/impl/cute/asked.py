@@ -69,10 +69,12 @@ def _address(vector: Tensor | None, first: int = 0) -> int:
 
 
 def _seen_of(asked: Asked, base: int) -> tuple[int, int]:
-    """Address of ``Asked.seen`` from the token ``base`` on, and its rows' distance."""
-    if asked.counts is None or asked.seen is None:
+    """Address of ``Asked.seen`` from the token ``base`` on, and its rows' distance; of what does not lie at multiples of 8
+    bytes none, so that all counts are read."""
+    seen = asked.seen
+    if asked.counts is None or seen is None or seen.stride(1) != 1 or (seen.data_ptr() | seen.stride(0)) % 8:
         return 0, 0
-    return asked.seen.data_ptr() + base // 16, asked.seen.stride(0)
+    return seen.data_ptr() + base // 16, seen.stride(0)
 
 
 def _changes(asked: Asked) -> bool:

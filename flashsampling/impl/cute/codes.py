@@ -185,13 +185,16 @@ class Codes:
         pair, part = thread % self.pairs, thread // self.pairs
         first_row = walk.first_row + 2 * pair
         tile = cutlass.min(walk.tile(iteration), (args.end - 1) // TILE_V)
-        some = Uint64(0)
+        own = Uint64(0)  # a byte for each group of the thread's
+        if part < parts:
+            own = Uint64(sum(0xFF << 8 * group for group in range(0, 8, parts))) << Uint64(8 * cutlass.min(part, 7))
+        flags = []
         for c in range_constexpr(2):
-            flags = Uint64(0)
+            of_row = Uint64(0)
             if (first_row + c < args.batch) & (part < parts):
-                flags = global_pointer(Uint64, asked.seen + Int64(first_row + c) * asked.seen_stride + Int64(tile) * 8).load()
-            some = some | flags
-        some = some & Uint64(sum(0xFF << 8 * group for group in range(0, 8, parts))) << Uint64(8 * part)
+                of_row = global_pointer(Uint64, asked.seen + Int64(first_row + c) * asked.seen_stride + Int64(tile) * 8).load()
+            flags += [of_row & own]
+        some = flags[0] | flags[1]
         while some != Uint64(0):
             below = (some & (Uint64(0) - some)) - Uint64(1)
             group = (cute.arch.popc(Uint32(below)) + cute.arch.popc(Uint32(below >> Uint64(32)))) // 8
@@ -206,7 +209,9 @@ class Codes:
                 mask = Uint32(0)
                 for n in range_constexpr(16):
                     mask = mask | Uint32(select_(counts[n] != Int32(0), Uint32(1 << n), Uint32(0)))
-                masks += [mask]
+                # of a row of which nothing is said its counts may be anything
+                seen = flags[c] >> Uint64(8 * group) & Uint64(0xFF)
+                masks += [Uint32(select_(seen != Uint64(0), mask, Uint32(0)))]
             of_words = (masks[0] | masks[0] >> Uint32(8) | masks[1] | masks[1] >> Uint32(8)) & Uint32(0xFF)
             at, to_half = self._place(pair, 8 * (group % 4))
             at += group // 4 * to_half
