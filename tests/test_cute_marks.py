@@ -112,10 +112,14 @@ def test_what_lies_elsewhere_is_not_read_by_words():
         assert_same(left_and_drawn(step, asked._replace(seen=other)), left_and_drawn(step, asked), "elsewhere")
 
 
-def test_a_row_of_which_nothing_is_said():
-    """Its counts may be anything, beside a row that has some."""
-    step, asked = make_step(20, 1000), thinned(everything(20, 1000)["penalties"], 0.3)
+@pytest.mark.parametrize("share", [0.02, 0.3])
+def test_rows_without_penalties_may_have_any_counts(share):
+    """Beside rows that have some: as vLLM's, which nobody writes."""
+    step, asked = make_step(20, 1000), thinned(everything(20, 1000)["penalties"], share)
     assert asked.counts is not None
+    without = {"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
+    for name, value in without.items():
+        getattr(asked, name)[1::2] = value
     some = known(asked)
     assert some.seen is not None
     some.seen[1::2] = 0

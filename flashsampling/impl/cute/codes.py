@@ -209,7 +209,7 @@ class Codes:
                 mask = Uint32(0)
                 for n in range_constexpr(16):
                     mask = mask | Uint32(select_(counts[n] != Int32(0), Uint32(1 << n), Uint32(0)))
-                # of a row of which nothing is said its counts may be anything
+                # a row without penalties may have any counts: it pays for no mark
                 seen = flags[c] >> Uint64(8 * group) & Uint64(0xFF)
                 masks += [Uint32(select_(seen != Uint64(0), mask, Uint32(0)))]
             of_words = (masks[0] | masks[0] >> Uint32(8) | masks[1] | masks[1] >> Uint32(8)) & Uint32(0xFF)
