@@ -11,7 +11,7 @@ from .impl.device import capability
 from .parameters import index_of, integer
 
 IN_PROMPT = -(2**31)  # bit 31; the other bits count the output
-_GROUP = 16  # tokens of which ``TokenCounts.seen`` says together whether they have come
+_GROUP = 16  # tokens of which ``Counted.seen`` says together whether they have come
 
 
 class Counted(NamedTuple):
@@ -200,6 +200,7 @@ class TokenCounts:
         """Whether one launch counts: on a GPU, where no compiler looks."""
         return (
             self._counts.is_cuda
+            and self._counts.stride(1) == 1  # what takes the place of counts may lie otherwise
             and type(ids) is Tensor
             and ids.device == self._counts.device
             and BACKENDS["triton"].missing is None
