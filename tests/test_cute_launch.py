@@ -138,7 +138,7 @@ def test_the_workspace_is_laid_out_without_gaps():
     ]
 
 
-PROCESSED = "bias", "logit_scale", "soft_cap", "dense_bias", "counts", "token_mask"
+PROCESSED = "bias", "logit_scale", "soft_cap", "dense_bias", "bias_ids", "bias_values", "counts", "token_mask"
 TENSOR, VECTOR, COUNTS = torch.zeros(BATCH), torch.zeros(VOCAB), torch.zeros(BATCH, VOCAB, dtype=torch.int32)
 
 
@@ -169,7 +169,8 @@ TENSOR, VECTOR, COUNTS = torch.zeros(BATCH), torch.zeros(VOCAB), torch.zeros(BAT
         (Asked(token_mask=TENSOR.int()[:, None], logprobs=True), 0.5, None),
         (Asked(counts=COUNTS, logsumexp=True), 0.5, None),
         (Asked(dense_bias=VECTOR, top_logprobs=2), 0.5, None),
-        (Asked(bias_ids=TENSOR.int()[:, None], bias_values=TENSOR[:, None]), 0.5, None),
+        (Asked(top_k=3, bias_ids=TENSOR.int()[:, None], bias_values=TENSOR[:, None]), 0.5, (1, False, False)),
+        (Asked(logsumexp=True, bias_ids=TENSOR.int()[:, None], bias_values=TENSOR[:, None]), 0.5, None),
     ],
 )
 @pytest.mark.parametrize("num_samples", [1, SAMPLES, None])
@@ -287,8 +288,13 @@ def test_floors_are_made_room_for_by_kind():
 
 @pytest.mark.parametrize("num_samples", [1, SAMPLES])
 def test_what_changes_logits_alone_is_one_launch(monkeypatch, num_samples):
-    """Of several draws too; and every part of it is where the kernel looks for it."""
+    """Of several draws too; and every part of it is where the kernel looks for it. (A bias by row is a small one before it.)"""
     calls = []
+    entries = torch.zeros(BATCH, 3 + 2, dtype=torch.int64)
+
+    def by_block(asked, first, last, base):
+        assert (asked.bias_ids.shape, first, last, base) == ((BATCH, 2), 0, VOCAB, 0)
+        return entries
 
     def plan(batch, dim, num_samples, *rest):
         return launch._Plan(lambda *values: calls.append((rest[-1], values)), 2, 66, 0, 0, VOCAB, 8)
@@ -299,11 +305,13 @@ def test_what_changes_logits_alone_is_one_launch(monkeypatch, num_samples):
     monkeypatch.setattr(launch, "_plan", plan)
     monkeypatch.setattr(launch, "zeroed_words", lambda needed, device: torch.zeros(needed, dtype=torch.int64))
     monkeypatch.setattr(module, "_picking", refuse)
+    monkeypatch.setattr(module, "_entries", lambda: SimpleNamespace(by_block=by_block))
     hidden, weight = (torch.zeros(rows, DIM, dtype=torch.bfloat16) for rows in (BATCH, VOCAB))
     wide, mask = torch.zeros(BATCH, VOCAB + 7, dtype=torch.int32), torch.zeros(1, 13, dtype=torch.int32).expand(BATCH, -1)
     penalties = {"repetition_penalty": TENSOR, "frequency_penalty": 0.25, "presence_penalty": TENSOR + 1}
     seen = torch.zeros(BATCH, groups_of(VOCAB + 500), dtype=torch.uint8)
-    of_vocabulary = {"dense_bias": VECTOR + 1, "counts": wide, "seen": seen, "token_mask": mask}
+    of_vocabulary = {"dense_bias": VECTOR + 1, "bias_ids": wide[:, :2], "bias_values": torch.zeros(BATCH, 2)}
+    of_vocabulary |= {"counts": wide, "seen": seen, "token_mask": mask}
     asked = Asked(bias=VECTOR, logit_scale=2.0, soft_cap=30.0, **penalties, **of_vocabulary)
     drawn = launch.run(Step(hidden, weight, 0.5, 7, 11, num_samples, VOCAB, asked=asked))
     ((features, values),) = calls
@@ -318,6 +326,8 @@ def test_what_changes_logits_alone_is_one_launch(monkeypatch, num_samples):
         logit_scale=2.0,
         soft_cap=30.0,
         dense_bias=asked.dense_bias.data_ptr(),
+        entries=entries.data_ptr(),
+        entries_stride=8 * 5,
         counts=wide.data_ptr(),
         counts_stride=4 * (VOCAB + 7),
         seen=seen.data_ptr(),

@@ -43,7 +43,7 @@ def thinned(asked: Asked, share: float) -> Asked:
 
 def left_and_drawn(step: Step, asked: Asked, shape: config.TileConfig | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Processed logits, and what is drawn in the launch that makes them."""
-    processing, _held = module.processing_of(asked)
+    processing, _held = module.processing_of(asked, step.vocab_size)
     logits, _, drawn = module.with_logits(step, 1, None, shape, processing)
     return logits, drawn
 

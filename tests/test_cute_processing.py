@@ -50,6 +50,13 @@ def random_mask(batch: int, vocab: int, share: float = 0.5) -> torch.Tensor:
     return (bits.int() << torch.arange(32, device=DEVICE, dtype=torch.int32)).sum(2, dtype=torch.int32)
 
 
+def sparse(batch: int, vocab: int, n: int = 9) -> dict[str, torch.Tensor]:
+    """Entries of tokens and of none, one of them twice; what is added first is seen in the bits."""
+    ids = torch.randint(-2, vocab + 2, (batch, n), device=DEVICE, dtype=torch.int32)
+    ids[:, n // 2] = ids[:, n // 2 - 1]
+    return {"bias_ids": ids, "bias_values": torch.randn(batch, n, device=DEVICE) * 100}
+
+
 def everything(batch: int, vocab: int) -> dict[str, Asked]:
     counts = (torch.rand(batch, vocab, device=DEVICE) < 0.3).int() * torch.randint(1, 100_000, (batch, vocab), device=DEVICE)
     counts = counts.int() | torch.where(torch.rand(batch, vocab, device=DEVICE) < 0.3, -(2**31), 0).int()
@@ -60,17 +67,18 @@ def everything(batch: int, vocab: int) -> dict[str, Asked]:
         "scale": {"logit_scale": 0.0625},
         "cap": {"soft_cap": 20.0},
         "dense": {"dense_bias": torch.randn(vocab, device=DEVICE) * 100},
+        "sparse": sparse(batch, vocab),
         "mask": {"token_mask": random_mask(batch, vocab)},
         "penalties": {"counts": counts, **penalties},
         "one for all": {"counts": counts, "repetition_penalty": 1.3, "frequency_penalty": 0.01, "presence_penalty": -0.5},
     }
     of_each = {name: Asked(**part) for name, part in parts.items()}
-    whole = {name: value for part in list(parts.values())[:6] for name, value in part.items()}
+    whole = {name: value for part in list(parts.values())[:7] for name, value in part.items()}
     return of_each | {"everything": Asked(**whole)}
 
 
 def processed(step: Step, asked: Asked, shape: config.TileConfig | None = None) -> torch.Tensor:
-    processing, _held = module.processing_of(asked)
+    processing, _held = module.processing_of(asked, step.vocab_size)
     return module.with_logits(step, 0, None, shape, processing)[0]
 
 
@@ -99,7 +107,7 @@ def test_bits_are_those_of_triton(shape):
 
 
 @pytest.mark.parametrize("batch", [1, 40, 150, 256, 300] if ON_GPU else [7])
-@pytest.mark.parametrize("name", ["bias", "cap", "dense", "mask", "penalties", "everything"])
+@pytest.mark.parametrize("name", ["bias", "cap", "dense", "sparse", "mask", "penalties", "everything"])
 def test_shards(name, batch):
     """Each rank's winners of a whole vocabulary's request, cut anywhere, are together what one draws; of tensors that end with
     the vocabulary."""
@@ -126,8 +134,8 @@ def test_logits_of_a_shard():
     vocab = 700
     step = make_step(20, vocab)
     products = module.with_logits(step, 0, None)[0]
-    few = Asked(bias_ids=torch.randint(0, vocab, (20, 3), device=DEVICE).int(), bias_values=torch.ones(20, 3, device=DEVICE))
-    for asked in (*everything(20, vocab).values(), few, everything(20, vocab)["mask"]._replace(logprobs=True)):
+    every = everything(20, vocab)
+    for asked in (*every.values(), *(every[name]._replace(logprobs=True) for name in ("mask", "sparse"))):
         part = step._replace(asked=asked, shard=Shard(4096, exchange.PACKED))
         raw, changed = module.shard_logits(part)
         assert_same_bits(changed, by_triton(products, asked))
@@ -157,6 +165,31 @@ def test_matrices_of_any_stride():
     assert torch.equal(processed(step, one), processed(step, copied))
 
 
+@pytest.mark.parametrize("shape", CONFIGS, ids=IDS)
+def test_many_entries_of_a_tile(shape):
+    """More than a warp's lanes, of one token too, added in the row's order: 1e8 - 1e8 + 1 is not 1e8 + 1 - 1e8;
+    beside rows with one entry and with none, of rows that lie any distance apart."""
+    batch, vocab, n = shape.block_b + 3, 300, 70
+    step = make_step(batch, vocab)
+    products = module.with_logits(step, 0, None, shape)[0]
+    ids = torch.randint(128, 256, (batch, n), device=DEVICE, dtype=torch.int32)
+    ids[::4] = torch.randint(0, vocab, (len(ids[::4]), n), device=DEVICE, dtype=torch.int32)
+    ids[1::4, 1:] = -1
+    ids[2::8] = 131
+    ids[6::8] = torch.tensor([-1, 2**31 - 1, -(2**31), vocab, 2**30], device=DEVICE).repeat(n // 5)
+    values = torch.tensor([1e8, 1.0, -1e8, 0.25, -3.0], device=DEVICE)[torch.randint(0, 5, (batch, n), device=DEVICE)]
+    apart = {"bias_ids": ids.T.contiguous().T, "bias_values": values.repeat(1, 2)[:, :n]}
+    one = {"bias_ids": ids[:1].expand(batch, -1), "bias_values": values[2:3].expand(batch, -1)}
+    for biases in ({"bias_ids": ids, "bias_values": values}, apart, one):
+        found = processed(step, Asked(**biases), shape)
+        expected = products.clone()
+        entries = torch.arange(batch, device=DEVICE)
+        for id, value in zip(biases["bias_ids"].T, biases["bias_values"].T):
+            there = entries[(id >= 0) & (id < vocab)]
+            expected[there, id[there]] += value[there]
+        assert torch.equal(found, expected)
+
+
 def test_special_values():
     """Of products and of what is done to them; what is masked out is -inf, NaN too."""
     batch, vocab = 40, 700
@@ -172,7 +205,13 @@ def test_special_values():
     bias = torch.zeros(vocab, device=DEVICE)
     bias[:6] = torch.tensor([INF, -INF, NAN, 3e38, -100, 100], device=DEVICE)
     mask = random_mask(batch, vocab)
+    few = {
+        "bias_ids": torch.arange(-1, 7, device=DEVICE, dtype=torch.int32).expand(batch, -1),
+        "bias_values": torch.nn.functional.pad(bias[:6], (1, 1), value=1.0).expand(batch, -1),
+    }
     for asked in (
+        Asked(**few),
+        Asked(**few, token_mask=mask, soft_cap=30.0),
         Asked(soft_cap=30.0),
         Asked(bias=bias, soft_cap=30.0),
         Asked(dense_bias=bias),
@@ -183,7 +222,7 @@ def test_special_values():
 
 
 @pytest.mark.parametrize("batch", [1, 3, 40, 130, 256, 300] if ON_GPU else [7])
-@pytest.mark.parametrize("name", ["bias", "scale", "cap", "dense", "mask", "penalties", "everything"])
+@pytest.mark.parametrize("name", ["bias", "scale", "cap", "dense", "sparse", "mask", "penalties", "everything"])
 def test_whole_steps(name, batch):
     """The oracle's tokens, alone, with filters, with log-probabilities where the head alone changes logits, of several draws;
     and a row's bits in another batch."""
@@ -240,7 +279,7 @@ def test_masks_that_leave_few_tokens(batch, temperature):
     assert torch.equal(twice, expected[:, None].expand(-1, 2))
 
 
-@pytest.mark.parametrize("name", ["top_k", "token_mask", "logit_scale", "dense_bias"])
+@pytest.mark.parametrize("name", ["top_k", "token_mask", "logit_scale", "dense_bias", "bias_ids"])
 def test_infinite_logits_at_an_infinite_temperature(name):
     """What the head gives as -inf makes a row undefined there, as the oracle says; what is masked out does not."""
     batch, vocab = 20 if ON_GPU else 8, 700
@@ -254,11 +293,13 @@ def test_infinite_logits_at_an_infinite_temperature(name):
     mask[: batch // 2], bias[5] = -1, -INF
     mask[batch // 2 :, 100 // 32] &= ~(1 << 100 % 32)
     of_name = {"top_k": 300, "token_mask": mask, "logit_scale": 2.0, "dense_bias": bias}
-    step = step._replace(hidden_states=states, weight=weight, asked=PLAIN._replace(**{name: of_name[name]}))
+    few = {"bias_ids": mask[:, :1] * 0 + 5, "bias_values": bias[5].expand(batch, 1)}
+    wanted = few if name in few else {name: of_name[name]}
+    step = step._replace(hidden_states=states, weight=weight, asked=PLAIN._replace(**wanted))
     assert (module.with_logits(step, 0, None)[0][1] == -INF).any()
     drawn = against_the_oracle(step)
     assert (drawn.ids == -1).any()
-    assert (drawn.ids >= 0).any() or name == "dense_bias"
+    assert (drawn.ids >= 0).any() or name in ("dense_bias", "bias_ids")
     assert torch.equal(launch.run(step._replace(num_samples=2)).ids.view(-1, 2)[:, 0], drawn.ids)
 
 
@@ -268,13 +309,14 @@ def test_the_search_misses_nothing(batch, deviation):
     """One draw, searched, and two, of which every token is evaluated, bit for bit, from the lowest temperatures on."""
     vocab = 40_000 if ON_GPU else 2_000
     weight = (torch.randn(vocab, 64, device=DEVICE) * deviation / 8).bfloat16()
-    for round in range(12 if ON_GPU else 8):
+    for round in range(12 if ON_GPU else 9):
         temperature = torch.exp(torch.empty(batch, device=DEVICE).uniform_(math.log(1e-6), math.log(1e6)))
         temperature[::5] = 0.0
         states = torch.randn(batch, 64, device=DEVICE).bfloat16()
         states[1::7] = 0.0  # equal logits
         seed = torch.randint(-(2**63), 2**63 - 1, (batch,), device=DEVICE)
-        asked = list(everything(batch, vocab).values())[round % 8]
+        every = list(everything(batch, vocab).values())
+        asked = every[round % len(every)]
         step = Step(states, weight, temperature, seed, 11, 1, vocab, asked=asked)
         one, two = launch.run(step).ids, launch.run(step._replace(num_samples=2)).ids.view(batch, 2)[:, 0]
         assert torch.equal(one, two)
@@ -289,18 +331,21 @@ def test_rows_without_a_mask_are_as_without():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("with_sparse", [False, True])
 @pytest.mark.parametrize(("extra", "launches"), [({}, 1), ({"top_k": 20, "top_p": 0.95}, 2)])
-def test_launches(extra, launches, tmp_path):
-    """And a graph whose every replay reads the masks and counts as they are then."""
+def test_launches(extra, launches, with_sparse, tmp_path):
+    """And a graph whose every replay reads the biases, masks and counts as they are then."""
     batch, vocab = 70, 5003
     step = make_step(batch, vocab)._replace(asked=everything(batch, vocab)["everything"]._replace(**extra))
+    if not with_sparse:
+        step = step._replace(asked=step.asked._replace(bias_ids=None, bias_values=None))
     launch.run(step)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     graph.enable_debug_mode()
     with torch.cuda.graph(graph):
         drawn = launch.run(step).ids
-    assert kernel_nodes(graph, tmp_path) == (launches, 0)
+    assert kernel_nodes(graph, tmp_path) == (launches + with_sparse, 0)
     mask, counts = step.asked.token_mask, step.asked.counts
     assert mask is not None
     assert counts is not None
@@ -309,6 +354,9 @@ def test_launches(extra, launches, tmp_path):
         assert other is not None
         mask.copy_(random_mask(batch, vocab))
         counts.copy_(other)
+        if with_sparse:
+            for name, changed in sparse(batch, vocab).items():
+                getattr(step.asked, name).copy_(changed)
         graph.replay()
         assert torch.equal(drawn, launch.run(step).ids)
 
@@ -317,7 +365,7 @@ def test_summaries_are_of_what_was_made():
     """Keys and masses of the processed logits; ``check`` compares them with the logits that are stored."""
     step = make_step(150, 4099)
     asked = everything(150, 4099)["everything"]
-    processing, _held = module.processing_of(asked)
+    processing, _held = module.processing_of(asked, step.vocab_size)
     expected = processed(step, asked)
     logits, *_ = check(step, None, 0, processing)
     assert torch.equal(logits, expected)

@@ -92,6 +92,8 @@ class Processing(NamedTuple):
     logit_scale: Float32
     soft_cap: Float32  # 0: none
     dense_bias: Int64  # of (V,)
+    entries: Int64  # of (B, tiles + n) int64: a sparse bias, see ``impl.triton.entries``
+    entries_stride: Int64  # of its rows, in bytes
     counts: Int64  # of (B, V) int32: see ``step.Asked.counts``
     counts_stride: Int64  # of its rows, in bytes
     seen: Int64  # of (B, 8 ceil(V / 128)) uint8: see ``step.Asked.seen``; 0: every count is looked at

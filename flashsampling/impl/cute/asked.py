@@ -5,8 +5,9 @@ head, bias of all rows, penalties, token mask   one launch (``processing``)
 filters, with any of these                      two: the kernel draws and summarises what it stores too (``summaries``), then
                                                 ``impl.triton.logits.pick``
 log-probabilities, with the head's own          likewise
+a bias by row, with any of these                one before them: ``impl.triton.entries``
 log-probabilities, with what a request changes, three: the kernel only stores products, then ``impl.triton.logits.run``; the
-a bias by row, other noise, several draws       former need two logits of a token, raw and processed
+other noise, several draws with filters         former need two logits of a token, raw and processed
 drafts to be rejected (``recorded``)            two or, of what is processed, three; what was drawn from is left behind
 of a shard, what is one launch of all           one launch (``runs_on_shard``)
 of a shard, with more                           the kernel only stores logits, processed where one of a token is enough, then
@@ -26,6 +27,8 @@ from ...step import PLAIN, Asked, Drawn, Recorded, Step, row_argument
 from . import launch
 from .config import KINDS, NO_FLOORS, NO_PROCESSING, TILE_V, TileConfig, choose_config, skipped
 
+_OF_REQUEST = "dense_bias", "bias_ids", "counts", "token_mask"  # what changes logits behind the raw ones
+
 
 @functools.cache
 def _picking() -> ModuleType:
@@ -39,10 +42,15 @@ def _of_shards() -> ModuleType:
     return importlib.import_module("..triton.shards", __package__)
 
 
+@functools.cache
+def _entries() -> ModuleType:
+    """Likewise."""
+    return importlib.import_module("..triton.entries", __package__)
+
+
 def _made_at_once(asked: Asked) -> bool:
-    """Whether the kernel makes all logits that are needed: one of a token, and no bias by row."""
-    of_request = asked.dense_bias is not None or asked.counts is not None or asked.token_mask is not None
-    return asked.bias_ids is None and not (of_request and asked.needs_raw_mass())
+    """Whether the kernel makes all logits that are needed: one of a token."""
+    return not (asked.needs_raw_mass() and any(getattr(asked, name) is not None for name in _OF_REQUEST))
 
 
 def _scanned(asked: Asked, num_samples: int) -> bool:
@@ -79,25 +87,33 @@ def _seen_of(asked: Asked, base: int) -> tuple[int, int]:
 
 def _changes(asked: Asked) -> bool:
     """Whether ``processing`` has something to do."""
-    tensors = asked.bias, asked.dense_bias, asked.counts, asked.token_mask
-    return asked.logit_scale != 1.0 or asked.soft_cap != 0.0 or any(tensor is not None for tensor in tensors)
+    of_head = asked.logit_scale != 1.0 or asked.soft_cap != 0.0 or asked.bias is not None
+    return of_head or any(getattr(asked, name) is not None for name in _OF_REQUEST)
 
 
-def processing_of(asked: Asked, base: int = 0, skip: int = 0) -> tuple[tuple[int | float, ...], tuple[Tensor | None, ...]]:
+def processing_of(
+    asked: Asked, vocab_size: int, base: int = 0, skip: int = 0
+) -> tuple[tuple[int | float, ...], tuple[Tensor | None, ...]]:
     """``arguments.Processing``, and what must live until the launch. Its first tile starts at the token ``base``, a multiple of
-    32, ``skip`` tokens before the shard. Of the head's bias ``asked`` has the shard's part, of all else the whole
-    vocabulary's."""
+    32, ``skip`` tokens before the shard, which has ``vocab_size``. Of the head's bias ``asked`` has the shard's part, of all
+    else the whole vocabulary's. A bias by row is one launch more."""
     counts, counts_stride, of_counts = _rows_of(asked.counts)
     mask, mask_stride, of_mask = _rows_of(asked.token_mask)
     bias = asked.bias
     if bias is not None and skip:  # the first tile reads what is before it, though nobody draws that
         bias = torch.nn.functional.pad(bias, (skip, 0))
+    entries = None
+    if asked.bias_ids is not None:
+        first = base + skip
+        entries = _entries().by_block(asked, first, first + vocab_size, base)
     processing = (
         int(_changes(asked)),
         _address(bias),
         asked.logit_scale,
         asked.soft_cap,
         _address(asked.dense_bias, base),
+        0 if entries is None else entries.data_ptr(),
+        0 if entries is None else entries.stride(0) * 8,
         counts and counts + 4 * base,
         counts_stride,
         *_seen_of(asked, base),
@@ -107,7 +123,7 @@ def processing_of(asked: Asked, base: int = 0, skip: int = 0) -> tuple[tuple[int
         mask and mask + base // 8,
         mask_stride,
     )
-    return processing, (of_counts, of_mask, bias)
+    return processing, (of_counts, of_mask, bias, entries)
 
 
 def run(step: Step, config: TileConfig | None = None) -> Drawn:
@@ -118,7 +134,7 @@ def run(step: Step, config: TileConfig | None = None) -> Drawn:
         return _picking().run(step._replace(logits=logits))  # type: ignore[no-any-return]
     if not (asked.may_filter() or asked.needs_raw_mass()):
         return _drawn_at_once(step, config)
-    processing, _held = processing_of(asked)
+    processing, _held = processing_of(asked, step.vocab_size)
     masses = asked.needs_mass(step.vocab_size), asked.needs_raw_mass()
     # the draws also say which rows are undefined, with filters and without
     floors, room = _floors_of(step), _picking().room_of(step)
@@ -142,13 +158,15 @@ def _drawn_at_once(step: Step, config: TileConfig | None) -> Drawn:
     config = choose_config(*step.hidden_states.shape) if config is None else config
     first_token = step.shard.first_token
     skip = skipped(first_token, config)
-    processing, _held = processing_of(asked, first_token - skip, skip)
+    processing, _held = processing_of(asked, step.vocab_size, first_token - skip, skip)
     return launch.run(plain, config, KINDS["processed"], processing)
 
 
 def _left(asked: Asked) -> Asked:
     """What is to be done behind ``processing``."""
-    return asked._replace(bias=None, logit_scale=1.0, soft_cap=0.0, dense_bias=None, counts=None, token_mask=None)
+    return asked._replace(
+        bias=None, logit_scale=1.0, soft_cap=0.0, dense_bias=None, bias_ids=None, bias_values=None, counts=None, token_mask=None
+    )
 
 
 def compiling(at_once: int) -> AbstractContextManager[None]:
@@ -182,7 +200,7 @@ def recorded(step: Step) -> Recorded:
 def shard_logits(step: Step) -> tuple[Tensor, Tensor]:
     """See ``backends``."""
     at_once = _made_at_once(step.asked)
-    processing, _held = processing_of(step.asked) if at_once else (NO_PROCESSING, ())
+    processing, _held = processing_of(step.asked, step.vocab_size) if at_once else (NO_PROCESSING, ())
     logits, _, _ = with_logits(step._replace(shard=WHOLE), 0, None, processing=processing)
     return (logits, logits) if at_once else _of_shards().processed(step, logits)
 

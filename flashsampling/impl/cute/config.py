@@ -64,7 +64,7 @@ class Features(NamedTuple):
 # went to local memory and back within the k loop.
 KINDS = {"plain": Features(), "processed": Features(processing=True), "logits": Features(processing=True, logits=True)}
 # ``arguments.Processing``, where nothing is asked for
-NO_PROCESSING = (0, 0, 1.0, 0.0, 0, 0, 0, 0, 0, 0, 1.0, 0, 0.0, 0, 0.0, 0, 0)
+NO_PROCESSING = (0, 0, 1.0, 0.0, 0, 0, 0, 0, 0, 0, 0, 0, 1.0, 0, 0.0, 0, 0.0, 0, 0)
 FLOOR_KEYS = 512  # of a row, by which its floor is found: see ``floors``
 NO_FLOORS = (0, 0, 0, 1, 0, 0.0, 1)  # the last of ``arguments.Outputs``, where all logits are stored
 CONFIGS = (

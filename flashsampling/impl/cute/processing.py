@@ -26,6 +26,8 @@ from .shared import CONSUMER_THREADS, Shared
 _AT_ONCE = 32, 16  # logits of a thread that has one or both halves: all of it is unrolled, and more of 128 would spill
 _LOG2_E = 1.4426950408889634
 _LINE = 128  # bytes
+_WORD = 8  # bytes, of ``impl.triton.entries``
+_TOKEN = 0x7F  # bits of such a word
 _FEW_WORDS = 3  # one in 3 of a thread's code words: if more have marks, all counts are looked at, which takes as long
 
 
@@ -51,6 +53,10 @@ class Processed:
             for column in cutlass.range(thread, rows, CONSUMER_THREADS, unroll=1):
                 row = asked.token_mask + Int64(walk.first_row + column) * asked.mask_stride
                 ptx.prefetch(row + Int64(cutlass.min(first // 32, words - 1)) * 4)
+        if asked.entries != Int64(0):
+            for column in cutlass.range(thread, rows, CONSUMER_THREADS, unroll=1):
+                row = asked.entries + Int64(walk.first_row + column) * asked.entries_stride
+                ptx.prefetch(row + Int64(cutlass.min(walk.tile(iteration), (args.end - 1) // TILE_V)) * _WORD)
         if self._reads_all_counts(args, asked):
             lines = TILE_V * 4 // _LINE
             for place in cutlass.range(thread, rows * lines, CONSUMER_THREADS, unroll=1):
@@ -69,17 +75,21 @@ class Processed:
             if cute.arch.warp_redux_sync(Int32(cute.arch.popc(marked)), "max") > Int32(self.few_words):
                 all_counts, marked = Boolean(True), Uint32(0)
                 self._unmark_all(shared, thread)
-        changes = (asked.logit_scale != 1.0) | (asked.soft_cap > 0.0) | all_counts
+        token0 = self.fragments.token(walk.first_token(iteration), thread)
+        tokens = [cutlass.min(token0 + 8 * r + 64 * half, args.end - 1) for half in range(self.halves) for r in range(2)]
+        changes = (asked.logit_scale != 1.0) | (asked.soft_cap > 0.0)
         if changes | (asked.bias | asked.dense_bias != Int64(0)):
-            first_row = walk.first_row + 8 * self.fragments.first_block(thread // 32) + 2 * (lane % 4)
-            token0 = self.fragments.token(walk.first_token(iteration), thread)
-            tokens = [cutlass.min(token0 + 8 * r + 64 * half, args.end - 1) for half in range(self.halves) for r in range(2)]
             for _ in cutlass.range(self.own_blocks // self.blocks, unroll=1):
                 self._head(asked, logits, tokens)
                 if asked.dense_bias != Int64(0):
                     self._add(asked.dense_bias, logits, tokens)
-                if all_counts:
-                    self._penalties(args, asked, logits, tokens, first_row)
+                self._rotate(logits)
+        if asked.entries != Int64(0):
+            self._add_entries(args, asked, walk, logits, iteration, ptx.settled(thread))
+        if all_counts:
+            first_row = walk.first_row + 8 * self.fragments.first_block(thread // 32) + 2 * (lane % 4)
+            for _ in cutlass.range(self.own_blocks // self.blocks, unroll=1):
+                self._penalties(args, asked, logits, tokens, first_row)
                 self._rotate(logits)
                 first_row += 8 * self.blocks
         if (asked.seen != Int64(0)) & (args.num_samples == 1):
@@ -156,6 +166,76 @@ class Processed:
                         count = counts[4 * self.halves * j + 2 * self.halves * c + n]
                         r, half = n % 2, n // 2
                         logits[c, r, j, half] = _penalised(logits[c, r, j, half], count, repetition, frequency, presence)
+
+    # -- of the tokens that have an entry in a sparse bias
+
+    @cute.jit
+    def _add_entries(self, args, asked, walk, logits, iteration, thread):
+        """A lane loads the tile's words (``impl.triton.entries``) of every 32nd of the warp's columns, all at once. Of those
+        columns that have several entries in the tile it then loads every 32nd of these. What is not of the warp's tokens is
+        passed over; what is, is one thread's."""
+        lane, tile = thread % 32, walk.tile(iteration)
+        column0 = 8 * self.fragments.first_block(thread // 32)
+        first_token = self.fragments.first_token(thread // 32)
+        words, waiting, some = [], [], Uint32(0)
+        for k in range_constexpr(-(-self.own_blocks // 4)):
+            column = 32 * k + lane
+            row = walk.first_row + column0 + column
+            there = (column < 8 * self.own_blocks) & (row < args.batch)
+            at = asked.entries + Int64(row) * asked.entries_stride + Int64(tile) * _WORD
+            words += [ptx.load_two_if(at, there)]
+        for info, _ in words:
+            wanted = (_count_of(info) > Uint32(1)) | ((info != Uint32(0)) & self._has(first_token, info))
+            waiting += [Uint32(cute.arch.vote_ballot_sync(wanted))]
+            some = some | waiting[-1]
+        if some != Uint32(0):
+            for k in cutlass.range(len(words), unroll=1):
+                (info, value), columns = words[0], waiting[0]
+                for other in range_constexpr(1, len(words)):
+                    info = Uint32(select_(k == other, words[other][0], info))
+                    value = Uint32(select_(k == other, words[other][1], value))
+                    columns = Uint32(select_(k == other, waiting[other], columns))
+                while columns != Uint32(0):
+                    source, columns = ptx.take_lowest(columns)
+                    self._add_entries_of(args, asked, walk, logits, 32 * k + Int32(source), info, value, source, thread)
+
+    @cute.jit
+    def _add_entries_of(self, args, asked, walk, logits, column, infos, values, source, thread):
+        """Of one of the warp's columns, whose word the lane ``source`` has."""
+        lane = thread % 32
+        first_token = self.fragments.first_token(thread // 32)
+        of_tile = Uint32(cute.arch.shuffle_sync(infos, source))
+        value = Uint32(cute.arch.shuffle_sync(values, source))
+        count = Int32(_count_of(of_tile))
+        row = walk.first_row + 8 * self.fragments.first_block(thread // 32) + column
+        first = cute.ceil_div(args.end, TILE_V) + Int32(of_tile >> Uint32(18))
+        entries = asked.entries + Int64(row) * asked.entries_stride + Int64(first + lane) * _WORD
+        done = Int32(0)
+        while done < count:
+            there = done + lane < count
+            info, bits = ptx.load_two_if(entries + Int64(done) * _WORD, there & (count > 1))
+            info = Uint32(select_(count > 1, info, of_tile))
+            bits = Uint32(select_(count > 1, bits, value))
+            own = Uint32(cute.arch.vote_ballot_sync(there & self._has(first_token, info)))
+            while own != Uint32(0):
+                lowest, own = ptx.take_lowest(own)
+                token = Int32(cute.arch.shuffle_sync(info, lowest) & Uint32(_TOKEN))
+                one = Uint32(cute.arch.shuffle_sync(bits, lowest)).bitcast(Float32)
+                self._add_one(logits, column, token, one, lane)
+            done += 32
+
+    def _has(self, first_token, info) -> Boolean:
+        """Whether an entry's token is one of the warp's."""
+        return Int32(info & Uint32(0x70 if self.halves == 1 else 0x30)) == first_token
+
+    def _add_one(self, logits, column, token, value, lane):
+        """To the logit of a token of the tile and one of the warp's columns."""
+        word = column // 8 * self.halves + (token // 64 if self.halves == 2 else 0)
+        i = column & 1 | token // 8 % 2 * 2
+        owner = token % 8 * 4 + column // 2 % 4
+        n = Int32(select_(lane == owner, 4 * word + i, Int32(-1)))
+        for number, place in enumerate(self._in_order()):
+            logits[place] = Float32(select_(n == number, ptx.add(logits[place], value), logits[place]))
 
     # -- of the tokens that are marked
 
@@ -286,6 +366,11 @@ class Processed:
                             x = logits[c, r, j, half]
                             lost = undefined & (x == Float32(-INFINITY))
                             logits[c, r, j, half] = Float32(select_(lost, Float32(math.nan), x))
+
+
+def _count_of(info) -> Uint32:
+    """Of a tile's word in ``impl.triton.entries``."""
+    return info >> Uint32(7) & Uint32(0x7FF)
 
 
 @cute.jit

@@ -83,6 +83,15 @@ def load_if(address: Int64, condition: Boolean) -> Int32:
     return cute.arch.inline_ptx(ptx, write_only_types=[Int32], read_only_args=[address, Uint32(condition)])
 
 
+def load_two_if(address: Int64, condition: Boolean) -> tuple:
+    """Two words of global memory side by side, at an address of 8 bytes, if a condition holds, else 0."""
+    ptx = (
+        "{.reg .pred p; setp.ne.u32 p, {$r1}, 0; mov.b32 {$w0}, 0; mov.b32 {$w1}, 0; "
+        "@p ld.global.v2.b32 {{$w0}, {$w1}}, [{$r0}];}"
+    )
+    return cute.arch.inline_ptx(ptx, write_only_types=[Uint32, Uint32], read_only_args=[address, Uint32(condition)])
+
+
 def _of_two(instruction: str, a: Any, b: Any) -> Any:
     ptx = f"{instruction}.f32 {{$w0}}, {{$r0}}, {{$r1}};"
     return cute.arch.inline_ptx(ptx, write_only_types=[Float32], read_only_args=[a, b])

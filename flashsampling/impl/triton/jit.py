@@ -21,7 +21,7 @@ _only_compiles = ContextVar("only_compiles", default=False)
 
 class _Function(triton.JITFunction):  # type: ignore[misc] # it is Any
     def __getitem__(self, grid: Any) -> Callable[..., Any]:
-        return functools.partial(self.run, grid=grid, warmup=_only_compiles.get())
+        return functools.partial(self.run, grid=grid, warmup=only_compiles())
 
 
 def jit(function: Any = None, **options: Any) -> Any:
@@ -33,6 +33,11 @@ def jit(function: Any = None, **options: Any) -> Any:
     made = _Function(function, **options)
     made.cache_key  # noqa: B018, it is kept
     return made
+
+
+def only_compiles() -> bool:
+    """Whether this thread's launches run nothing: see ``compiling``."""
+    return _only_compiles.get()
 
 
 def _forget_cancelled(mode: triton.AsyncCompileMode) -> None:

@@ -101,7 +101,8 @@ def unsupported(step: Step) -> str | None:
     return step.too_wide_to_pick()
 
 
-def _contiguous_rows(matrix: Tensor | None) -> Tensor | None:
+def contiguous_rows(matrix: Tensor | None) -> Tensor | None:
+    """A matrix whose rows may lie any distance apart, but not their elements."""
     return matrix if matrix is None or matrix.shape[1] <= 1 or matrix.stride(1) == 1 else matrix.contiguous()
 
 
@@ -128,11 +129,11 @@ def empty_records(batch: int, device: torch.device) -> Records:
 
 def source_arguments(step: Step) -> tuple[Any, ...]:
     """What a row's logits are made of, as the kernels' first parameters have it."""
-    asked, logits = step.asked, _contiguous_rows(step.logits)
+    asked, logits = step.asked, contiguous_rows(step.logits)
     assert logits is not None
     bias_count = 0 if asked.bias_ids is None else asked.bias_ids.shape[1]
-    counts, token_mask = _contiguous_rows(asked.counts), _contiguous_rows(asked.token_mask)
-    bias_ids, bias_values = (_contiguous_rows(part) if bias_count else None for part in (asked.bias_ids, asked.bias_values))
+    counts, token_mask = contiguous_rows(asked.counts), contiguous_rows(asked.token_mask)
+    bias_ids, bias_values = (contiguous_rows(part) if bias_count else None for part in (asked.bias_ids, asked.bias_values))
     return (
         logits,
         logits.stride(0),
@@ -353,7 +354,7 @@ def _beside(step: Step, batch: int, device: torch.device) -> tuple[Tensor, Tenso
     ids = torch.empty(places.num_ids, dtype=torch.int64, device=device)
     # of some that may be none, as logprob_ids (B, 0), the kernel has the address
     values = torch.empty(places.num_values, dtype=torch.float32, device=device)
-    given = _contiguous_rows(asked.logprob_ids)
+    given = contiguous_rows(asked.logprob_ids)
 
     def part(tensor: Tensor, name: str) -> Tensor | None:
         where = (places.ids if tensor is ids else places.values).get(name)
