@@ -120,10 +120,14 @@ class SampleEpilogue:
                 self.processed.prefetch(args, asked, walk, iteration, thread)
 
     @cute.jit
-    def receive(self, args: Arguments, memory: Shared, iteration, thread):
-        """For ``search``, while the last products are on their way: a tile's codes, and the first words of them."""
+    def receive(self, args: Arguments, asked: Processing | None, walk: Walk, memory: Shared, iteration, thread):
+        """For ``search``, while the last products are on their way: a tile's codes, the first words of them, and what a sparse
+        bias has of the tile."""
         of_tile = self.codes.wait(memory, iteration, args.num_samples == 1)
-        return of_tile, self.fragments.load_codes(of_tile, 0, thread)
+        entries = []
+        if const_expr(self.processed is not None):
+            entries = self.processed.entries(args, asked, walk, iteration, ptx.settled(thread))
+        return of_tile, self.fragments.load_codes(of_tile, 0, thread), entries
 
     @cute.jit
     def search(
@@ -135,6 +139,7 @@ class SampleEpilogue:
         of_tile: Shared,
         logits,
         words,
+        entries,
         sampled,
         iteration,
         thread,
@@ -148,7 +153,7 @@ class SampleEpilogue:
                 # what is made of the thread's number is made again for every tile: kept, it would be in local memory, whose
                 # every load is exposed for 600 cycles
                 if asked.any != 0:
-                    self.processed.tile(args, asked, walk, of_tile, logits, words, iteration, ptx.settled(thread))
+                    self.processed.tile(args, asked, walk, of_tile, logits, words, entries, iteration, ptx.settled(thread))
                 if sampled == 1:
                     token0 = self.fragments.token(walk.first_token(iteration), ptx.settled(thread))
                     self.searching.mask(args, logits, token0)

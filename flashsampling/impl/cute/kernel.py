@@ -217,9 +217,10 @@ class SampleKernel:
                 sampled = self.epilogue.sampled(args, walk, i)
                 self.epilogue.prefetch(args, asked, walk, i, thread)
                 state, release = self.mainloop.accumulate(pipe, tiled_mma, tCrW, tCrH, accumulator, state, release, k_tiles)
-                of_tile, words = self.epilogue.receive(args, shared, i, thread)  # while the last products are on their way
+                # while the last products are on their way
+                of_tile, words, entries = self.epilogue.receive(args, asked, walk, shared, i, thread)
                 release = self.mainloop.drain(pipe, release)
-                self.epilogue.search(args, asked, out, walk, of_tile, logits, words, sampled, i, thread, consumers)
+                self.epilogue.search(args, asked, out, walk, of_tile, logits, words, entries, sampled, i, thread, consumers)
             self.epilogue.done(shared, thread)
             published.arrive()
         if const_expr(self.cluster > 1):  # no CTA leaves while another may still signal its barriers

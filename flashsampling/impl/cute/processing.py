@@ -65,9 +65,10 @@ class Processed:
                 ptx.prefetch(row + Int64(token) * 4)
 
     @cute.jit
-    def tile(self, args: Arguments, asked: Processing, walk: Walk, shared: Shared, logits, words, iteration, thread):
+    def tile(self, args: Arguments, asked: Processing, walk: Walk, shared: Shared, logits, words, entries, iteration, thread):
         """The consumers, 256 threads: the logits (2 columns, 2 rows, blocks of eight columns, halves of the tokens) of the
-        CTA's tile number ``iteration`` become what the request makes of them. Those beyond the vocabulary become whatever."""
+        CTA's tile number ``iteration`` become what the request makes of them. Those beyond the vocabulary become whatever.
+        ``words``: the tile's first code words; ``entries``: its own."""
         lane = thread % 32
         all_counts, marked = self._reads_all_counts(args, asked), Uint32(0)
         if (asked.counts != Int64(0)) & ~all_counts:
@@ -85,7 +86,7 @@ class Processed:
                     self._add(asked.dense_bias, logits, tokens)
                 self._rotate(logits)
         if asked.entries != Int64(0):
-            self._add_entries(args, asked, walk, logits, iteration, ptx.settled(thread))
+            self._add_entries(args, asked, walk, logits, entries, ptx.settled(thread))
         if all_counts:
             first_row = walk.first_row + 8 * self.fragments.first_block(thread // 32) + 2 * (lane % 4)
             for _ in cutlass.range(self.own_blocks // self.blocks, unroll=1):
@@ -170,20 +171,26 @@ class Processed:
     # -- of the tokens that have an entry in a sparse bias
 
     @cute.jit
-    def _add_entries(self, args, asked, walk, logits, iteration, thread):
-        """A lane loads the tile's words (``impl.triton.entries``) of every 32nd of the warp's columns, all at once. Of those
-        columns that have several entries in the tile it then loads every 32nd of these. What is not of the warp's tokens is
-        passed over; what is, is one thread's."""
-        lane, tile = thread % 32, walk.tile(iteration)
+    def entries(self, args: Arguments, asked: Processing, walk: Walk, iteration, thread) -> list:
+        """The words (``impl.triton.entries``) of a tile of the CTA, a lane's of every 32nd of the warp's columns: two of 32 bits
+        each, 0 of rows without any. All are loaded at once, while the last products are on their way."""
         column0 = 8 * self.fragments.first_block(thread // 32)
-        first_token = self.fragments.first_token(thread // 32)
-        words, waiting, some = [], [], Uint32(0)
+        words = []
         for k in range_constexpr(-(-self.own_blocks // 4)):
-            column = 32 * k + lane
+            column = 32 * k + thread % 32
             row = walk.first_row + column0 + column
-            there = (column < 8 * self.own_blocks) & (row < args.batch)
+            there = (asked.entries != Int64(0)) & (column < 8 * self.own_blocks) & (row < args.batch)
+            tile = cutlass.min(walk.tile(iteration), (args.end - 1) // TILE_V)
             at = asked.entries + Int64(row) * asked.entries_stride + Int64(tile) * _WORD
-            words += [ptx.load_two_if(at, there)]
+            words += ptx.load_two_if(at, there)
+        return words
+
+    @cute.jit
+    def _add_entries(self, args, asked, walk, logits, entries, thread):
+        """What is not of the warp's tokens is passed over. The others are added column by column: of a tile few have any."""
+        first_token = self.fragments.first_token(thread // 32)
+        words = list(zip(entries[::2], entries[1::2]))
+        waiting, some = [], Uint32(0)
         for info, _ in words:
             wanted = (_count_of(info) > Uint32(1)) | ((info != Uint32(0)) & self._has(first_token, info))
             waiting += [Uint32(cute.arch.vote_ballot_sync(wanted))]
@@ -196,46 +203,61 @@ class Processed:
                     value = Uint32(select_(k == other, words[other][1], value))
                     columns = Uint32(select_(k == other, waiting[other], columns))
                 while columns != Uint32(0):
-                    source, columns = ptx.take_lowest(columns)
-                    self._add_entries_of(args, asked, walk, logits, 32 * k + Int32(source), info, value, source, thread)
+                    lowest, columns = ptx.take_lowest(columns)
+                    source = Int32(lowest)
+                    of_tile = Uint32(cute.arch.shuffle_sync(info, source))
+                    of_first = Uint32(cute.arch.shuffle_sync(value, source))
+                    self._add_column(args, asked, walk, logits, 32 * k + source, of_tile, of_first, thread)
 
     @cute.jit
-    def _add_entries_of(self, args, asked, walk, logits, column, infos, values, source, thread):
-        """Of one of the warp's columns, whose word the lane ``source`` has."""
+    def _add_column(self, args, asked, walk, logits, column, of_tile, of_first, thread):
+        """The entries of one of the warp's columns, by what is the same in all lanes: the tile's word. Of several each lane
+        loads every 32nd. Those that the warp has are handed round, and whose token it is adds the value."""
         lane = thread % 32
         first_token = self.fragments.first_token(thread // 32)
-        of_tile = Uint32(cute.arch.shuffle_sync(infos, source))
-        value = Uint32(cute.arch.shuffle_sync(values, source))
-        count = Int32(_count_of(of_tile))
         row = walk.first_row + 8 * self.fragments.first_block(thread // 32) + column
         first = cute.ceil_div(args.end, TILE_V) + Int32(of_tile >> Uint32(18))
-        entries = asked.entries + Int64(row) * asked.entries_stride + Int64(first + lane) * _WORD
-        done = Int32(0)
+        at = asked.entries + Int64(row) * asked.entries_stride + Int64(first + lane) * _WORD
+        count, done = Int32(_count_of(of_tile)), Int32(0)
+        number = Int32(select_(lane % 4 == column // 2 % 4, 2 * (column // 8) + column % 2, Int32(-1)))  # of the lane's columns
+        found = self._take_column(logits, 2 * (column // 8) + column % 2)
         while done < count:
             there = done + lane < count
-            info, bits = ptx.load_two_if(entries + Int64(done) * _WORD, there & (count > 1))
+            info, bits = ptx.load_two_if(at + Int64(done) * _WORD, there & (count > 1))
             info = Uint32(select_(count > 1, info, of_tile))
-            bits = Uint32(select_(count > 1, bits, value))
+            bits = Uint32(select_(count > 1, bits, of_first))
             own = Uint32(cute.arch.vote_ballot_sync(there & self._has(first_token, info)))
             while own != Uint32(0):
                 lowest, own = ptx.take_lowest(own)
-                token = Int32(cute.arch.shuffle_sync(info, lowest) & Uint32(_TOKEN))
-                one = Uint32(cute.arch.shuffle_sync(bits, lowest)).bitcast(Float32)
-                self._add_one(logits, column, token, one, lane)
+                token = Int32(Uint32(cute.arch.shuffle_sync(info, Int32(lowest))) & Uint32(_TOKEN))
+                value = Uint32(cute.arch.shuffle_sync(bits, Int32(lowest))).bitcast(Float32)
+                for n in range_constexpr(2 * self.halves):
+                    is_it = token == first_token + 64 * (n // 2) + 8 * (n % 2) + lane // 4
+                    found[n] = Float32(select_(is_it, ptx.add(found[n], value), found[n]))
             done += 32
+        self._put_column(logits, number, found)
 
     def _has(self, first_token, info) -> Boolean:
         """Whether an entry's token is one of the warp's."""
         return Int32(info & Uint32(0x70 if self.halves == 1 else 0x30)) == first_token
 
-    def _add_one(self, logits, column, token, value, lane):
-        """To the logit of a token of the tile and one of the warp's columns."""
-        word = column // 8 * self.halves + (token // 64 if self.halves == 2 else 0)
-        i = column & 1 | token // 8 % 2 * 2
-        owner = token % 8 * 4 + column // 2 % 4
-        n = Int32(select_(lane == owner, 4 * word + i, Int32(-1)))
-        for number, place in enumerate(self._in_order()):
-            logits[place] = Float32(select_(n == number, ptx.add(logits[place], value), logits[place]))
+    def _columns(self) -> list[list[tuple]]:
+        """Of each of a thread's columns where its logits are, by half and row of two."""
+        each = [(half, r) for half in range(self.halves) for r in range(2)]
+        return [[(c, r, j, half) for half, r in each] for j in range(self.own_blocks) for c in range(2)]
+
+    def _take_column(self, logits, number):
+        """The logits of a thread's column."""
+        found = cute.make_rmem_tensor(2 * self.halves, Float32)
+        for n, places in enumerate(zip(*self._columns())):
+            found[n] = _chosen([logits[place] for place in places], number)
+        return found
+
+    def _put_column(self, logits, number, found):
+        """The opposite."""
+        for column, places in enumerate(self._columns()):
+            for n, place in enumerate(places):
+                logits[place] = Float32(select_(number == column, found[n], logits[place]))
 
     # -- of the tokens that are marked
 
@@ -298,13 +320,7 @@ class Processed:
 
     def _take(self, logits, n) -> Float32:
         """The logit number n."""
-        some, bit = [logits[place] for place in self._in_order()], 0
-        while len(some) > 1:
-            odd = n >> bit & 1 != 0
-            pairs = zip(some[::2], some[1::2])
-            some = [Float32(select_(odd, high, low)) for low, high in pairs] + some[len(some) // 2 * 2 :]
-            bit += 1
-        return some[0]
+        return _chosen([logits[place] for place in self._in_order()], n)
 
     def _put(self, logits, n, x):
         """The opposite."""
@@ -366,6 +382,17 @@ class Processed:
                             x = logits[c, r, j, half]
                             lost = undefined & (x == Float32(-INFINITY))
                             logits[c, r, j, half] = Float32(select_(lost, Float32(math.nan), x))
+
+
+def _chosen(some: list[Float32], n) -> Float32:
+    """The one number n."""
+    bit = 0
+    while len(some) > 1:
+        odd = n >> bit & 1 != 0
+        pairs = zip(some[::2], some[1::2])
+        some = [Float32(select_(odd, high, low)) for low, high in pairs] + some[len(some) // 2 * 2 :]
+        bit += 1
+    return some[0]
 
 
 def _count_of(info) -> Uint32:

@@ -5,13 +5,13 @@ those of that block: one word says whether there are any, and the only one, as i
 
     words                  what
     0 .. blocks            of each block: its first entry's token, how many entries it has, and the place of the first; 0: none
-    blocks ..              the entries, block after block, and of a block in the row's order, in which they are added
+    blocks ..              the entries by their tokens, and of one token in the row's order, in which they are added
 
-    bits                   of a block's word           of an entry
-    0 .. 7                 token, from the block's first one (both)
-    7 .. 18                how many                    0
-    18 .. 32               place of the first          0
-    32 .. 64               value, float32 (both)
+    bits                   of a block's word                    of an entry
+    0 .. 7                 token, from the block's first one    token, from the first block's first one, up to bit 32
+    7 .. 18                how many
+    18 .. 32               place of the first
+    32 .. 64               value, float32                       value
 """
 
 import torch
@@ -23,20 +23,11 @@ from .constant import Constant
 from .jit import jit, only_compiles
 from .logits import contiguous_rows, entries_of
 
-BLOCK = Constant(128)
-COUNT = Constant(7)  # the first of its bits
-PLACE = Constant(18)
-_OTHERS = 8  # entries with which all are compared at a time: of 32, 1024 entries would spill
+TOKEN_BITS = Constant(7)
+_COUNT = Constant(7)  # the first of its bits
+_PLACE = Constant(18)
+_NO_TOKEN = Constant(2**31 - 1)  # above all
 _CLEARED = 1024  # words at a time
-
-
-@jit
-def _blocks_of(ids, index, count, first, last, base, blocks):
-    """Tokens of entries from ``base`` on, and the blocks they are in; those of no token in one behind the others."""
-    token = tl.load(ids + index, mask=index < count, other=-1)
-    there = (index < count) & (token >= first) & (token < last)
-    token = tl.where(there, token - base, 0)
-    return token, tl.where(there, token // BLOCK, blocks)
 
 
 @jit(
@@ -56,37 +47,38 @@ def entries_kernel(
     base: tl.int32,  # where the first block starts
     blocks: tl.int32,
     ENTRIES: tl.constexpr,  # a power of two, count or more
-    OTHERS: tl.constexpr,
+    LOG: tl.constexpr,  # of it, to the base 2
     CLEARED: tl.constexpr,
 ):
     """A program per row."""
     row = tl.program_id(0).to(tl.int64)
-    ids += row * ids_stride
-    values += row * values_stride
     out += row * out_stride
     for start in range(0, blocks, CLEARED):
         word = start + tl.arange(0, CLEARED)
         tl.store(out + word, tl.zeros((CLEARED,), tl.int64), mask=word < blocks)
-    index = tl.arange(0, ENTRIES)
-    token, block = _blocks_of(ids, index, count, first, last, base, blocks)
-    place = tl.zeros((ENTRIES,), tl.int32)
-    earlier = tl.zeros((ENTRIES,), tl.int32)  # of its block
-    together = tl.zeros((ENTRIES,), tl.int32)
-    for start in range(0, count, OTHERS):
-        other = start + tl.arange(0, OTHERS)
-        others = _blocks_of(ids, other, count, first, last, base, blocks)[1]
-        same = block[:, None] == others[None, :]
-        before = same & (other[None, :] < index[:, None])
-        place += tl.sum(((others[None, :] < block[:, None]) | before).to(tl.int32), axis=1)
-        earlier += tl.sum(before.to(tl.int32), axis=1)
-        together += tl.sum(same.to(tl.int32), axis=1)
-    there = block < blocks
-    value = tl.load(values + index, mask=there, other=0.0).to(tl.int32, bitcast=True).to(tl.int64) << 32
-    entry = value | (token % BLOCK).to(tl.int64)
-    tl.store(out + blocks + place, entry, mask=there)
-    tl.debug_barrier()  # other threads have cleared these words
-    of_block = entry | (together << COUNT | place << PLACE).to(tl.int64)
-    tl.store(out + block, of_block, mask=there & (earlier == 0))
+    place = tl.arange(0, ENTRIES)
+    id = tl.load(ids + row * ids_stride + place, mask=place < count, other=-1)
+    there = (place < count) & (id >= first) & (id < last)
+    token = tl.where(there, id - base, _NO_TOKEN).to(tl.int64)
+    in_order = tl.sort(token * ENTRIES + place)
+    token, index = (in_order // ENTRIES).to(tl.int32), (in_order % ENTRIES).to(tl.int32)
+    there = token != _NO_TOKEN
+    value = tl.load(values + row * values_stride + index, mask=there, other=0.0)
+    high = value.to(tl.int32, bitcast=True).to(tl.int64) << 32
+    tl.store(out + blocks + place, high | token.to(tl.int64), mask=there)
+    tl.debug_barrier()  # other threads have cleared the words, and stored the entries beside one's own
+    tokens = (out + blocks).to(tl.pointer_type(tl.int32))  # every second word of 32 bits
+    block = token >> TOKEN_BITS
+    before = tl.load(tokens + 2 * (place - 1), mask=there & (place > 0), other=-1)
+    until = place  # the last entry of the block
+    known = tl.sum(there.to(tl.int32), axis=0)
+    for step in tl.static_range(LOG):
+        further = until + (ENTRIES >> (step + 1))
+        after = tl.load(tokens + 2 * further, mask=there & (further < known), other=-1)
+        until = tl.where(after >> TOKEN_BITS == block, further, until)
+    of_block = token - (block << TOKEN_BITS) | until + 1 - place << _COUNT | place << _PLACE
+    is_first = there & (before >> TOKEN_BITS != block)
+    tl.store(out + block, high | of_block.to(tl.int64), mask=is_first)
 
 
 def by_block(
@@ -100,12 +92,13 @@ def by_block(
     assert ids is not None
     assert values is not None
     batch, count = ids.shape
-    blocks = -(-(last - base) // BLOCK.value)
+    blocks = -(-(last - base) // 2**TOKEN_BITS.value)
+    room = max(entries_of(asked), 2)
     # what is only compiled writes nothing, and a kernel behind it may read this
     allocate = torch.zeros if only_compiles() else torch.empty
     words = allocate((batch, blocks + count), dtype=torch.int64, device=ids.device)
     entries_kernel[(batch,)](
         ids, ids.stride(0), values, values.stride(0), count, words, words.stride(0), first, last, base, blocks,
-        ENTRIES=entries_of(asked), OTHERS=_OTHERS, CLEARED=_CLEARED, num_warps=4,
+        ENTRIES=room, LOG=room.bit_length() - 1, CLEARED=_CLEARED, num_warps=4,
     )  # fmt: skip
     return words
