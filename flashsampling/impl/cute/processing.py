@@ -172,7 +172,7 @@ class Processed:
 
     @cute.jit
     def entries(self, args: Arguments, asked: Processing, walk: Walk, iteration, thread) -> list:
-        """The words (``impl.triton.entries``) of a tile of the CTA, a lane's of every 32nd of the warp's columns: two of 32 bits
+        """The words (``impl.triton.entries``) of a tile of the CTA, a lane's of every 32nd of the warp's columns: twice 32 bits
         each, 0 of rows without any. All are loaded at once, while the last products are on their way."""
         column0 = 8 * self.fragments.first_block(thread // 32)
         words = []
