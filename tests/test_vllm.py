@@ -844,19 +844,19 @@ WANTED = [Mix(*each) for each in itertools.product((False, True), (0, 1, 64, 65)
 
 @pytest.mark.parametrize("in_registers", [False, True])
 def test_mixes(in_registers):
-    """A mix has what is wanted, and where the kernel masks and penalises no more, but behind logits in memory."""
+    """A mix has what is wanted, and where the kernel biases, masks and penalises no more, but behind logits in memory."""
     assert mixes(in_registers)[0] == mix_of(PLAIN, in_registers) == PLAIN
-    assert len(mixes(in_registers)) == (14 if in_registers else 8)
+    assert len(mixes(in_registers)) == (21 if in_registers else 8)
     for wanted in WANTED:
         mix = mix_of(wanted, in_registers)
         assert mix in mixes(in_registers)
         assert all(has >= want for has, want in zip(mix, wanted)), wanted
         assert mix_of(mix, in_registers) == mix
         of_request = wanted.mask or wanted.penalties
-        if in_registers and not (wanted.biases or wanted.logprobs):
-            assert mix == wanted
-        elif wanted.biases > 64:
-            assert mix == EVERYTHING
+        if wanted.biases > 64:
+            assert mix == EVERYTHING._replace(logprobs=wanted.logprobs or not in_registers)
+        elif in_registers and not wanted.logprobs:
+            assert mix == wanted._replace(biases=64 if wanted.biases else 0)
         elif wanted.biases or of_request:
             assert mix == Mix(True, 64, True, wanted.penalties, wanted.logprobs)
         else:
@@ -901,15 +901,17 @@ def test_warm_up_covers_all_mixes(in_registers, monkeypatch):
         return real(states, weight, temperature=temperature, seed=seed, offset=offset, **request)
 
     monkeypatch.setattr(module, "sample", seen)
-    for pair in itertools.combinations_with_replacement(SERVED, 2):
+    pairs = [*itertools.combinations_with_replacement(SERVED, 2)]
+    threes = [("bias", "allowed", other) for other in ("top_k", "repetition", "penalised_top_k")]
+    for names in (*pairs, *threes):
         runner = runner_of()
-        requests = {f"{i}": (PROMPT, SERVED[name]) for i, name in enumerate(pair)}
+        requests = {f"{i}": (PROMPT, SERVED[name]) for i, name in enumerate(names)}
         runner.add(**requests)
-        batch = runner.batch({"1": 1, "0": 1})
+        batch = runner.batch(dict.fromkeys(reversed(requests), 1))
         states = states_of(batch)
         output, *_ = runner.sample(states, batch, None)
         check_rows(runner, batch, states, output, requests)
-    assert len(calls) == len(SERVED) * (len(SERVED) + 1) // 2
+    assert len(calls) == len(pairs) + len(threes)
     assert all(call in warm for call in calls)
     assert all(mix in calls for mix in warm)  # and nothing is compiled for nobody
 

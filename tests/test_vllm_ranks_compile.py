@@ -18,7 +18,7 @@ import torch
 
 from tests.triton_target import compile_only
 
-compiled = compile_only(90)
+impl, compiled = sys.argv[1], compile_only(90)
 
 import flashsampling.integrations.vllm.step as module
 from flashsampling.api import SampleOutput
@@ -28,7 +28,7 @@ from flashsampling.distributed.requests import Part, draw
 from flashsampling.exchange import PACKED, Shard
 from flashsampling.impl.triton.hashes import of_request
 from flashsampling.requests import Problem, asked_of
-from flashsampling.step import PLAIN, Step
+from flashsampling.step import PLAIN, Drawn, Step
 from flashsampling.warmup import _of_any_number
 from tests import test_vllm, vllm_fakes
 from tests.vllm_fakes import SamplingParams
@@ -69,7 +69,21 @@ def step_of(states, asked, temperature, seed, offset):
 
 
 def drawn(step):
-    draw(Part(Nobody(), BACKENDS["triton"], RANGES, RANK, V), step)
+    if BACKENDS[impl].runs_on_shard(step):
+        BACKENDS[impl].module.run(step)
+    else:
+        draw(Part(Nobody(), BACKENDS[impl], RANGES, RANK, V), step)
+
+
+if impl == "cute":  # its own kernels are of the head alone
+    from flashsampling.impl.cute import launch
+
+    def launched(step, config=None, features=None, asked_for=()):
+        if step.asked is not PLAIN:
+            return real(step, config)
+        return Drawn(torch.zeros(len(step.hidden_states) * step.num_samples or 1, dtype=torch.int64))
+
+    real, launch.run, BACKENDS["cute"].module.run = launch.run, launched, launched
 
 
 def asked_for(request, batch):
@@ -118,6 +132,7 @@ kinds = dict(test_vllm.SERVED) | {
     "allowed, logprobs": SamplingParams(seed=1, allowed_token_ids=[1, 2], logprobs=1, top_p=0.5),
     "penalty, bias": SamplingParams(seed=1, repetition_penalty=2.0, logit_bias={3: 1.0}),
     "allowed, bias, k": SamplingParams(seed=1, allowed_token_ids=[1, 2], logit_bias={3: 1.0}, top_k=40),
+    "many biases": SamplingParams(seed=1, logit_bias={token: 1.0 for token in range(100)}),
     "many biases, logprobs": SamplingParams(seed=1, logit_bias={token: 1.0 for token in range(100)}, logprobs=7),
 }
 batches = [*((kind,) for kind in kinds), *itertools.combinations(kinds, 2), ("k of 128",) * 5, ("plain", "logprobs") * 4]
@@ -134,11 +149,13 @@ print(*sorted({kernel.name for kernel in compiled if kernel.hash not in known}))
 """
 
 
-def test_nothing_compiles_while_it_serves(tmp_path):
-    printed = output_of(COMPILE, cache=tmp_path)
+@pytest.mark.parametrize(("impl", "entries"), [("triton", set()), ("cute", {"entries_kernel"})])
+def test_nothing_compiles_while_it_serves(impl, entries, tmp_path):
+    if impl == "cute":
+        pytest.importorskip("cutlass")
+    printed = output_of(COMPILE, impl, cache=tmp_path)
     warm, calls, compiled, _ = printed.split("\n")
-    assert {"few_kernel", "histogram_kernel", "least_kernel", "hash_kernel", "words_kernel", "process_kernel"} <= set(
-        warm.split()
-    )
+    kernels = {"few_kernel", "histogram_kernel", "least_kernel", "hash_kernel", "words_kernel", "process_kernel"}
+    assert kernels | entries <= set(warm.split())
     assert int(calls) > 300
     assert compiled == ""

@@ -1,9 +1,9 @@
 """The fused step of a batch: what ``flashsampling.sample`` is called with, and in which mixes, so that all can be warmed up.
 
 A mix is what kernels are compiled for. There are few, because what is off for a row is exactly off: where one row has a filter
-all have all three, and so on. The Hopper kernel masks and penalises in the launch that draws, so there a batch is asked for no
-more than it wants, unless it has a bias by token, or log-probabilities and what changes logits; then, and in all else that
-Triton does, it is drawn from logits in memory, and has masks and filters too.
+all have all three, and so on. The Hopper kernel adds biases, masks and penalises in the launch that draws, so there a batch is
+asked for no more than it wants, unless it has log-probabilities and what changes logits; then, and in all else that Triton
+does, it is drawn from logits in memory, and has masks and filters too.
 
 Between ranks a filter, or log-probabilities, are rounds of messages, and a mask and a bias are hashed, so a batch of several
 ranks asks for no more than its rows do, and a top-k that all of them share, one round, is a number. What changes logits is in
@@ -41,7 +41,7 @@ from .state import Rows, counts_of, rows_in, rows_of
 
 _FEW = 64  # biased tokens
 _MOST_WORKS = 1024  # kinds of steps that are remembered
-_IN_REGISTERS = ("cute",)  # implementations that mask and penalise in the launch that draws
+_IN_REGISTERS = ("cute",)  # implementations that bias, mask and penalise in the launch that draws
 
 
 class Mix(NamedTuple):
@@ -55,22 +55,24 @@ class Mix(NamedTuple):
 
 
 PLAIN = Mix()
-EVERYTHING = Mix(True, MAX_BIASED, True, True, True)  # also what any batch with many biases is
+EVERYTHING = Mix(True, MAX_BIASED, True, True, True)
 
 
 def in_registers(weight: Tensor) -> bool:
-    """Whether the implementation that is chosen for a head masks and penalises in the launch that draws."""
+    """Whether the implementation that is chosen for a head biases, masks and penalises in the launch that draws."""
     return ops.choose(example(weight), "").name in _IN_REGISTERS
 
 
 def mix_of(wanted: Mix, in_registers: bool) -> Mix:
     """The mix that serves a batch of which any row wants so much; ``in_registers`` as the function says."""
+    changed = wanted.mask or wanted.penalties or wanted.biases > 0
+    if not changed:
+        return wanted._replace(filters=wanted.filters or wanted.logprobs)
     if wanted.biases > _FEW:
-        return EVERYTHING
-    changed = wanted.mask or wanted.penalties
-    if wanted.biases or (changed and (wanted.logprobs or not in_registers)):
-        return Mix(True, _FEW, True, wanted.penalties, wanted.logprobs)
-    return wanted._replace(filters=wanted.filters or wanted.logprobs)
+        return EVERYTHING._replace(logprobs=wanted.logprobs or not in_registers)
+    if in_registers and not wanted.logprobs:
+        return wanted._replace(biases=_FEW if wanted.biases else 0)
+    return Mix(True, _FEW, True, wanted.penalties, wanted.logprobs)
 
 
 def mix_of_ranks(wanted: Mix) -> Mix:
@@ -460,14 +462,15 @@ def example_of(mix: Mix, rows: Rows, counts: Counted) -> dict[str, Any]:
 
 
 def examples_of_ranks(rows: Rows, counts: Counted) -> list[dict[str, Any]]:
-    """What calls of several ranks have, so that nothing else compiles: all that changes logits, filters together, each way of
-    theirs, and log-probabilities. ``counts``: of B rows."""
+    """What calls of several ranks have, so that nothing else compiles: all that changes logits, with log-probabilities, behind
+    which it may be another kernel's, and without, filters together, and each way of theirs. ``counts``: of B rows."""
     either = (False, True)
-    changes = (Mix(False, *each) for each in itertools.product((0, _FEW), either, either))
+    changes = (Mix(False, *each) for each in itertools.product((0, _FEW), either, either, either))
     mask = example_of(Mix(mask=True), rows, counts)
     few = {"top_k": 1, "top_p": rows.top_p}
     return [
-        *(example_of(mix, rows, counts) for mix in (*changes, Mix(filters=True), Mix(logprobs=True), EVERYTHING)),
+        *(example_of(mix, rows, counts) for mix in (*changes, Mix(filters=True))),
+        *(example_of(EVERYTHING._replace(logprobs=logprobs), rows, counts) for logprobs in either),
         {"top_p": rows.top_p},
         few,
         few | mask,
