@@ -1,9 +1,9 @@
 """What a request makes of a tile's logits, in registers, before anything else looks at them.
 
 The order is the contract's (section 5): the head's bias, scale and soft cap; a bias of all rows, then each row's own;
-penalties; the token mask. A token that is masked out has -inf, which ``search`` and ``crowds`` pass over. Every operation is the
-one that Triton's kernels make of ``logits_source`` (which products are fused into sums, which division it is), so that a logit
-is the same bits whoever makes it, and ``sample_from_logits`` of the products gives the tokens of ``sample``.
+penalties; the token mask. A token that is masked out has -inf, which ``search`` and ``crowds`` pass over. Every operation is
+the one that Triton's kernels make of ``logits_source`` (which products are fused into sums, which division it is), so that a
+logit is the same bits whoever makes it, and ``sample_from_logits`` of the products gives the tokens of ``sample``.
 
 What is read is small beside the weight, but comes from where the weight has pushed it: ``prefetch`` asks for a tile's share
 before its products are begun.
