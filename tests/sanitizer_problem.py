@@ -46,6 +46,8 @@ def check_requests(kernel: str, batch: int) -> None:
         "min-p": Asked(min_p=rows[0]),
         "log-probabilities": Asked(**logprobs),
         "penalties and mask": penalties,
+        "biases": Asked(**biases),
+        "biases, penalties, mask and filters": penalties._replace(**of_filters, **biases),
         "everything": penalties._replace(**of_filters, **biases, **logprobs),
     }.items():
         one = step._replace(asked=asked)

@@ -84,6 +84,8 @@ def test_bits_are_those_of_all_counts(shape):
         every = everything(batch, vocab)
         for name, share in itertools.product(("one for all", "everything"), (0.01, 0.1, 1.0)):
             asked = thinned(every[name], share)
+            if not ON_GPU and batch > 50 and share < 1.0:  # Triton's interpreter takes 30 ms for a row's biases
+                asked = asked._replace(bias_ids=None, bias_values=None)
             assert_same(
                 left_and_drawn(step, known(asked), shape), left_and_drawn(step, asked, shape), f"{batch} {vocab} {name} {share}"
             )
