@@ -1,4 +1,5 @@
-"""A sparse bias by blocks: every entry is where its block's word says, in the row's order, and nothing else is anywhere."""
+"""A sparse bias by blocks: every entry is where its block's word says, by tokens, of one in the row's order, and
+nothing else is anywhere."""
 
 import itertools
 

@@ -55,8 +55,7 @@ class Processed:
                 ptx.prefetch(row + Int64(cutlass.min(first // 32, words - 1)) * 4)
         if asked.entries != Int64(0):
             for column in cutlass.range(thread, rows, CONSUMER_THREADS, unroll=1):
-                row = asked.entries + Int64(walk.first_row + column) * asked.entries_stride
-                ptx.prefetch(row + Int64(cutlass.min(walk.tile(iteration), (args.end - 1) // TILE_V)) * _WORD)
+                ptx.prefetch(self._word_at(args, asked, walk, walk.first_row + column, iteration))
         if self._reads_all_counts(args, asked):
             lines = TILE_V * 4 // _LINE
             for place in cutlass.range(thread, rows * lines, CONSUMER_THREADS, unroll=1):
@@ -180,10 +179,13 @@ class Processed:
             column = 32 * k + thread % 32
             row = walk.first_row + column0 + column
             there = (asked.entries != Int64(0)) & (column < 8 * self.own_blocks) & (row < args.batch)
-            tile = cutlass.min(walk.tile(iteration), (args.end - 1) // TILE_V)
-            at = asked.entries + Int64(row) * asked.entries_stride + Int64(tile) * _WORD
-            words += ptx.load_two_if(at, there)
+            words += ptx.load_two_if(self._word_at(args, asked, walk, row, iteration), there)
         return words
+
+    def _word_at(self, args, asked, walk, row, iteration) -> Int64:
+        """Address of a row's word of a tile; of the last one for what a cluster rounds its tiles up by."""
+        tile = cutlass.min(walk.tile(iteration), (args.end - 1) // TILE_V)
+        return asked.entries + Int64(row) * asked.entries_stride + Int64(tile) * _WORD
 
     @cute.jit
     def _add_entries(self, args, asked, walk, logits, entries, thread):
@@ -216,7 +218,7 @@ class Processed:
         lane = thread % 32
         first_token = self.fragments.first_token(thread // 32)
         row = walk.first_row + 8 * self.fragments.first_block(thread // 32) + column
-        first = cute.ceil_div(args.end, TILE_V) + Int32(of_tile >> Uint32(18))
+        first = cute.ceil_div(args.end, TILE_V) + _place_of(of_tile)
         at = asked.entries + Int64(row) * asked.entries_stride + Int64(first + lane) * _WORD
         count, done = Int32(_count_of(of_tile)), Int32(0)
         number = Int32(select_(lane % 4 == column // 2 % 4, 2 * (column // 8) + column % 2, Int32(-1)))  # of the lane's columns
@@ -396,8 +398,13 @@ def _chosen(some: list[Float32], n) -> Float32:
 
 
 def _count_of(info) -> Uint32:
-    """Of a tile's word in ``impl.triton.entries``."""
+    """Of a tile's word in ``impl.triton.entries``, how many entries the tile has."""
     return info >> Uint32(7) & Uint32(0x7FF)
+
+
+def _place_of(info) -> Int32:
+    """And where the first is, behind the tiles' words."""
+    return Int32(info >> Uint32(18))
 
 
 @cute.jit

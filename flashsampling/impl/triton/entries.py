@@ -23,7 +23,7 @@ from .constant import Constant
 from .jit import jit, only_compiles
 from .logits import contiguous_rows, entries_of
 
-TOKEN_BITS = Constant(7)
+_TOKEN_BITS = Constant(7)
 _COUNT = Constant(7)  # the first of its bits
 _PLACE = Constant(18)
 _NO_TOKEN = Constant(2**31 - 1)  # above all
@@ -68,16 +68,16 @@ def entries_kernel(
     tl.store(out + blocks + place, high | token.to(tl.int64), mask=there)
     tl.debug_barrier()  # other threads have cleared the words, and stored the entries beside one's own
     tokens = (out + blocks).to(tl.pointer_type(tl.int32))  # every second word of 32 bits
-    block = token >> TOKEN_BITS
+    block = token >> _TOKEN_BITS
     before = tl.load(tokens + 2 * (place - 1), mask=there & (place > 0), other=-1)
     until = place  # the last entry of the block
     known = tl.sum(there.to(tl.int32), axis=0)
     for step in tl.static_range(LOG):
         further = until + (ENTRIES >> (step + 1))
         after = tl.load(tokens + 2 * further, mask=there & (further < known), other=-1)
-        until = tl.where(after >> TOKEN_BITS == block, further, until)
-    of_block = token - (block << TOKEN_BITS) | until + 1 - place << _COUNT | place << _PLACE
-    is_first = there & (before >> TOKEN_BITS != block)
+        until = tl.where(after >> _TOKEN_BITS == block, further, until)
+    of_block = token - (block << _TOKEN_BITS) | until + 1 - place << _COUNT | place << _PLACE
+    is_first = there & (before >> _TOKEN_BITS != block)
     tl.store(out + block, high | of_block.to(tl.int64), mask=is_first)
 
 
@@ -92,7 +92,7 @@ def by_block(
     assert ids is not None
     assert values is not None
     batch, count = ids.shape
-    blocks = -(-(last - base) // 2**TOKEN_BITS.value)
+    blocks = -(-(last - base) // 2**_TOKEN_BITS.value)
     room = max(entries_of(asked), 2)
     # what is only compiled writes nothing, and a kernel behind it may read this
     allocate = torch.zeros if only_compiles() else torch.empty
