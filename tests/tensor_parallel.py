@@ -325,7 +325,7 @@ def sub_groups(rank: Rank) -> None:
     problem = rank.problem(11, 600, 64, seed=mine)
     part = replace(rank, rank=rank.rank - half * mine, world=len(members[mine]))
     tp, shard = part.group(problem.weight, group=groups[mine])
-    for _ in range(5):
+    for _ in range(5 if rank.impl != "triton" or rank.long else 2):  # the interpreter takes a second for each
         problem.offset.add_(1)
         part.check(tp, shard, problem)
 
@@ -1670,14 +1670,19 @@ def run(
     long: bool,
     seconds: float | None = None,
     one_visible: bool = False,
+    forked: bool = False,
 ) -> dict[str, dict[int, str]]:
-    """Per scenario and rank: "ok", a traceback, or "died". ``one_visible``: no rank sees another's GPU.
+    """Per scenario and rank: "ok", a traceback, or "died". ``one_visible``: no rank sees another's GPU. ``forked``: without a
+    GPU ranks are forks of a process that has imported all of this, for seconds of a core each; their hashes are then alike.
 
     A kind's scenarios take minutes on GPUs: the file that SCENARIO_LOG names has them, as they end, also of a run that is cut.
     """
     if seconds is None:  # on GPUs every group may compile kernels, for a minute or more where Triton's cache is empty
         seconds = 1200.0 if device == "cpu" else 900.0
-    context = multiprocessing.get_context("spawn")
+    forked = forked and device == "cpu"
+    context: Any = multiprocessing.get_context("forkserver" if forked else "spawn")
+    if forked:
+        context.set_forkserver_preload([__name__])
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
