@@ -12,6 +12,10 @@ import torch
 if not torch.cuda.is_available():
     # before anything imports triton: its kernels then run in numpy; or, compiled for Hopper, on the machine of tests.ptx
     os.environ["TRITON_INTERPRET"] = "0" if os.environ.get("FLASHSAMPLING_COMPILED") else "1"
+    # pytest's workers share the cores: threads of torch beyond that wait for each other, and take a core to wait
+    threads = max(1, torch.get_num_threads() // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+    torch.set_num_threads(threads)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # of processes that tests start
 
 import pytest
 
@@ -166,6 +170,48 @@ def _types_made_when_asked_for() -> Iterator[None]:
         replaced.setattr(core.block_type, "name", property(lambda self: f"<{self.shape}, {self.element_ty}>"), raising=False)
         replaced.setattr(core.tensor, "__init__", make_tensor)
         replaced.setattr(TritonSemantic, "binary_op_sanitize_overflow_impl", lambda self, lhs, rhs, binary_op: None)
+        yield
+
+
+def entries_by_torch(asked: Any, first: int, last: int, base: int) -> torch.Tensor:
+    """What ``impl.triton.entries.by_block`` makes; 0 where it leaves what was there."""
+    (batch, count), blocks = asked.bias_ids.shape, -(-(last - base) // 128)
+    there = (asked.bias_ids >= first) & (asked.bias_ids < last)
+    token, index = torch.where(there, asked.bias_ids.long() - base, 2**31 - 1).sort(dim=1, stable=True)
+    there = there.gather(1, index)
+    value = asked.bias_values.gather(1, index).view(torch.int32).long()
+    entries = torch.where(there, value << 32 | token, 0)
+    of_block = torch.zeros(batch, blocks + 1, dtype=torch.int64)
+    of_block.scatter_add_(1, torch.where(there, token >> 7, blocks), torch.ones_like(token))
+    of_block = of_block[:, :blocks]
+    place = of_block.cumsum(1) - of_block
+    one = entries.gather(1, place.clamp(max=count - 1))
+    words = torch.where(of_block > 0, one & ~0xFFFFFFFF | one & 127 | of_block << 7 | place << 18, 0)
+    return torch.cat([words, entries], dim=1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _entries_of_many_rows_by_torch() -> Iterator[None]:
+    """A program per row, each of which takes Triton's interpreter 15 ms or more: it makes the first rows of many, and torch
+    all, of which these are the same. ``test_triton_entries`` says that of more."""
+    if DEVICE.type == "cuda" or COMPILED or importlib.util.find_spec("triton") is None:
+        yield
+        return
+    from flashsampling.impl.triton import entries, jit
+
+    by_block = entries.by_block
+
+    def by_kernel_or_torch(asked: Any, first: int, last: int, base: int) -> torch.Tensor:
+        if len(asked.bias_ids) <= 8 or jit.only_compiles():
+            return by_block(asked, first, last, base)
+        few, words = by_block(asked.rows(0, 4), first, last, base), entries_by_torch(asked, first, last, base)
+        blocks = words.shape[1] - asked.bias_ids.shape[1]
+        few[:, blocks:][words[:4, blocks:] == 0] = 0
+        assert torch.equal(few, words[:4])
+        return words
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(entries, "by_block", by_kernel_or_torch)
         yield
 
 

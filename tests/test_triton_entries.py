@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 
 from flashsampling.impl.triton import entries, jit
 from flashsampling.step import Asked
-from tests.conftest import DEVICE
+from tests.conftest import DEVICE, entries_by_torch
 from tests.triton_target import output_of
 
 
@@ -58,6 +58,8 @@ def test_entries(n, ids_from_to):
     blocks = -(-(last - base) // 128)
     assert words.shape == (batch, blocks + n)
     assert read(words, blocks) == expected(ids, values, first, last, base)
+    of_torch = entries_by_torch(Asked(bias_ids=ids.cpu(), bias_values=values.cpu()), first, last, base)
+    assert read(of_torch, blocks) == expected(ids, values, first, last, base)
 
 
 def test_rows_of_any_stride():
