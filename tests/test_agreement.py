@@ -21,6 +21,7 @@ from tests.problems import (
     fit,
     gumbel_at,
     make_problem,
+    of_a_compiled_shape,
 )
 from tests.zero_words import ZERO_WORDS
 
@@ -39,11 +40,6 @@ if ON_GPU:
     SHAPES += [(1, 128256, 8192), (7, 151936, 2048), (64, 50257, 768), (65, 32001, 127), (300, 20011, 1024), (256, 4099, 8192)]
     SHAPES += [(129, 201088, 2880), (300, 1, 64), (40, 131, 8192)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-
-
-def of_a_compiled_shape(impl: str, dtype: torch.dtype, batch: int) -> int:
-    """Without a GPU the Hopper kernel is compiled in float16 for 8 rows and for 48, not for 16 and 32: 20 s each."""
-    return batch + 24 if impl == "cute" and dtype == torch.float16 and not ON_GPU and 8 < batch < 33 else batch
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)

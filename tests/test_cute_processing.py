@@ -31,8 +31,8 @@ INF, NAN = math.inf, math.nan
 
 
 def by_triton(products: torch.Tensor, asked: Asked) -> torch.Tensor:
-    """Processed logits as Triton's kernels make them; of a sparse bias, of whose rows its interpreter takes 10 ms each, the
-    first rows, the last ones and some between, the others the oracle's."""
+    """Processed logits as Triton's kernels make them; of a sparse bias, of whose rows its interpreter takes long, the first
+    rows, the last ones and some between, the others the oracle's."""
     batch, vocab = products.shape
     step = Step(products, products, 1.0, 0, 0, 1, vocab, asked=asked, logits=products)
     if ON_GPU or asked.bias_ids is None or batch <= 16:

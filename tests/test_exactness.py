@@ -14,7 +14,7 @@ from flashsampling import exchange
 from flashsampling.exchange import Shard
 from flashsampling.impl.device import multiprocessors
 from tests.conftest import DEVICE
-from tests.problems import KERNELS, NEEDS_CUTE, Problem, make_problem
+from tests.problems import KERNELS, NEEDS_CUTE, Problem, make_problem, of_a_compiled_shape
 
 ON_GPU = DEVICE.type == "cuda"
 DIM = 32
@@ -93,9 +93,9 @@ def mismatches(impl: str, rows: int, seed: int) -> int:
         weight = awkward_weight(vocab, dtypes[problems % len(dtypes)], generator)
         for _ in range(8 if ON_GPU else 2):
             batch = pick(1, 24) if not ON_GPU else pick(1, 520) if pick(0, 2) else (1, 64, 128, 256)[pick(0, 4)]
-            if impl == "cute" and weight.dtype == torch.float16 and not ON_GPU and batch > 8:
-                batch += 24  # there it is compiled for 8 rows and for 48, 20 s each
-            problem = awkward_rows(weight, batch, generator, poisoned=problems % 4 == 3)
+            problem = awkward_rows(
+                weight, of_a_compiled_shape(impl, weight.dtype, batch), generator, poisoned=problems % 4 == 3
+            )
             expected = replace(problem, num_samples=2).sample(impl)[:, :1]
             wrong += int((problem.sample(impl) != expected).sum())
             if problems % 4 == 0:

@@ -98,8 +98,8 @@ def _run(share: Share) -> dict[str, dict[int, str]]:
     said: dict[str, dict[int, str]] = {}
     left = _names(world, impl, transport)[first :: _shares(impl)]
     while left:
-        where = {"device": DEVICE.type, "forked": world != 3}  # three have hashes of their own
-        ran = tensor_parallel.run(world, left, impl=impl, transport=transport, long=LONG, **where)
+        forked = world != 3  # three have hashes of their own
+        ran = tensor_parallel.run(world, left, device=DEVICE.type, impl=impl, transport=transport, long=LONG, forked=forked)
         failed = (place for place, name in enumerate(left) if set(ran[name].values()) != {"ok"})
         done = next(failed, len(left)) + 1
         said |= {name: ran[name] for name in left[:done]}
@@ -185,8 +185,7 @@ _FAILURES = [
 
 @pytest.mark.parametrize(("world", "impl", "transport", "name"), _FAILURES)
 def test_ranks_that_fail(world, impl, transport, name):
-    where = {"device": DEVICE.type, "forked": True}
-    results = tensor_parallel.run(world, [name], impl=impl, transport=transport, long=LONG, **where)
+    results = tensor_parallel.run(world, [name], device=DEVICE.type, impl=impl, transport=transport, long=LONG, forked=True)
     _assert_ok(results[name], expected_dead=DEAD.get(name))
 
 
