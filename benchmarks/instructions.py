@@ -42,7 +42,7 @@ def _processed(step: Step) -> object:
 
 def _leaving(step: Step, masses: tuple[bool, bool], filters: Asked | None = None) -> object:
     floors = None if filters is None else torch.empty(len(step.hidden_states), dtype=torch.int32)
-    return asked.with_logits(step._replace(asked=filters or PLAIN), 1, masses, None, NO_PROCESSING, floors)
+    return asked.with_logits(step, 1, masses, None, NO_PROCESSING, asked._filters_of(filters or PLAIN, floors))
 
 
 def _top_k(step: Step) -> object:  # one per row, as batches of several requests have it

@@ -184,6 +184,9 @@ class Step(NamedTuple):
         return self._replace(**_rows_of(self, names, first, last), asked=self.asked.rows(first, last))
 
 
+UNDRAWN = -2  # in place of a token, between two kernels of a step: the second one draws without it
+
+
 class Drawn(NamedTuple):
     """What a step gives. ``layout`` says where in it what lies."""
 

@@ -246,14 +246,17 @@ def test_what_a_request_makes_of_a_step(monkeypatch, asked, temperature, expecte
     )
     if leaves or expected[2] or not some:
         assert floors is None
-        assert outputs[-len(NO_FLOORS) :] == NO_FLOORS
+        assert (outputs.floors, outputs.masses_of_all) == (0, 1)
     else:
         assert (floors.shape, floors.dtype, floors.data_ptr()) == ((BATCH,), torch.int32, outputs.floors)
+        assert outputs.masses_of_all == asked.may_be_joint()
+    if leaves:
+        assert outputs[-len(NO_FLOORS) :] == NO_FLOORS
+    else:
         for name, number in (("top_k", outputs.top_k_value), ("min_p", outputs.min_p_value)):
             value, address = getattr(asked, name), getattr(outputs, name)
             assert (address, number) == ((value.data_ptr(), 0) if isinstance(value, torch.Tensor) else (0, value))
         assert outputs.top_k_wide == (not isinstance(asked.top_k, torch.Tensor))
-        assert outputs.masses_of_all == asked.may_be_joint()
     assert (keys.shape, keys.dtype, keys.data_ptr()) == ((BATCH, 12), torch.int32, outputs.keys)
     for part, address, wanted in zip(sums, outputs[3:5], expected[1:], strict=True):
         assert (part is None, address == 0) == (not wanted, not wanted)
@@ -283,7 +286,7 @@ def test_floors_are_made_room_for_by_kind():
     ):
         assert (module._floors_of(step._replace(asked=asked)) is not None) == some
     with pytest.raises(AssertionError):
-        module.with_logits(step, 0, None, floors=of_rows.int())
+        module.with_logits(step, 0, None, filters=module._filters_of(Asked(top_k=5), of_rows.int()))
 
 
 @pytest.mark.parametrize("num_samples", [1, SAMPLES])

@@ -11,9 +11,10 @@ import flashsampling
 from flashsampling import workspace
 from flashsampling.impl.cute import asked, config, launch
 from flashsampling.impl.cute.config import KINDS, NO_FLOORS, NO_PROCESSING
-from flashsampling.step import PLAIN, Asked, Step, layout
+from flashsampling.step import PLAIN, UNDRAWN, Asked, Step, layout
 from tests.conftest import DEVICE
 from tests.problems import ALL_SHAPES, CUTE_SHAPES, NEEDS_CUTE
+from tests.test_counts import seen_of
 from tests.test_triton_logits import agrees
 
 pytestmark = NEEDS_CUTE
@@ -273,6 +274,17 @@ def several_tiles(monkeypatch):
         yield
 
 
+def are_left(step: Step, wanted: Asked, shape: config.TileConfig | None = None) -> torch.Tensor:
+    """(B,) bool: rows of a block all of whose draws are left to ``pick``."""
+    batch, dim = step.hidden_states.shape
+    top_k = torch.zeros(batch, dtype=torch.int64, device=DEVICE) + wanted.top_k
+    temperature = step.rows().temperature
+    left = (top_k > 0) & (top_k < step.vocab_size) & (top_k <= config.FLOOR_KEYS)
+    left &= (temperature >= 1e-6) & (temperature < 2.0**100)
+    block = (shape or config.choose_config(batch, dim)).block_b
+    return torch.cat([of_block.all().expand(len(of_block)) for of_block in left.split(block)])
+
+
 def floored(
     step: Step, wanted: Asked, shape: config.TileConfig | None = None, without: tuple[Any, ...] | None = None
 ) -> torch.Tensor:
@@ -285,7 +297,8 @@ def floored(
     masses = torch.full_like(sums, math.nan)
     addresses = stored.data_ptr(), stored.stride(0) * 4, again.data_ptr(), masses.data_ptr(), 0
     outputs = (*NO_PROCESSING, *addresses, *asked._filters_of(wanted, floors))
-    assert torch.equal(launch.run(step, shape, KINDS["logits"], outputs).ids, drawn)
+    ids = torch.where(are_left(step, wanted, shape), UNDRAWN, drawn)
+    assert torch.equal(launch.run(step, shape, KINDS["logits"], outputs).ids, ids)
     assert torch.equal(again, keys)
     top_k = torch.zeros(batch, dtype=torch.int64, device=DEVICE) + wanted.top_k
     by_top_k = (top_k > 0) & (top_k < vocab)
@@ -347,6 +360,62 @@ def test_masses_of_rows_without_a_top_k_beside_rows_with_one(shape, several_tile
         top_k = torch.full((shape.block_b,), 20, device=DEVICE)
         top_k[rows] = 0
         floored(step, Asked(top_k=top_k), shape, without)
+
+
+@pytest.mark.parametrize("shape", CONFIGS, ids=IDS)
+def test_draws_are_left_to_pick(shape, several_tiles):
+    """By a block of rows whose rows all have a top-k: one that is greedy, has none, a great one or next to no temperature's
+    limit draws. Floors are found as before."""
+    rows = shape.block_b
+    step = make_step(2 * rows - 3, 6_005, 64)._replace(temperature=torch.rand(2 * rows - 3, device=DEVICE) + 0.2)
+    without = asked.with_logits(step, 1, (True, False), shape)
+    top_k = torch.randint(1, 513, (len(step.hidden_states),), device=DEVICE)
+    assert are_left(step, Asked(top_k=top_k), shape).all()
+    floored(step, Asked(top_k=top_k), shape, without)
+    for row, value in ((0, 0), (rows - 1, 513), (rows, 6_005), (2 * rows - 4, -1)):
+        some = top_k.clone()
+        some[row] = value
+        assert are_left(step, Asked(top_k=some), shape).sum() == (rows - 3 if row < rows else rows)
+        floored(step, Asked(top_k=some), shape, without)
+    for row, warmth in ((0, 0.0), (rows, 9.9e-7), (rows - 1, 2.0**100), (1, INF), (rows + 1, math.nan)):
+        temperature = step.rows().temperature.clone()
+        temperature[row] = warmth
+        other = step._replace(temperature=temperature)
+        assert 0 < are_left(other, Asked(top_k=9), shape).sum() < 2 * rows - 3
+        floored(other, Asked(top_k=9), shape)
+
+
+@pytest.mark.parametrize("batch", [1, 16, 100, 256, 300] if ON_GPU else [7])
+def test_whose_draws_are_left_does_not_matter(batch):
+    """The oracle's tokens; and the others' bits, where one row of the block wants its draw. With rows of infinities and NaN,
+    and what else is done with the codes that are not made."""
+    step = make_step(batch, 4099 if ON_GPU else 1001, 64)
+    temperature = torch.rand(batch, device=DEVICE) * 1.5 + 0.2
+    step.weight[[50, 700], 0], step.weight[90, 1], step.weight[300, 2] = 1e38, 1e38, math.nan
+    step.hidden_states[:, :3] = 0.0
+    step.hidden_states[1::5, 0] = 1e4  # two of +inf
+    step.hidden_states[2::5, 1] = -1e4  # -inf
+    step.hidden_states[3::5, 2] = 1.0
+    counts = torch.where(torch.rand(batch, step.vocab_size, device=DEVICE) < 0.05, 2, 0).int()
+    penalties = Asked(counts=counts, seen=seen_of(counts), frequency_penalty=0.3, repetition_penalty=1.2)
+    mask = torch.randint(-(2**31), 2**31 - 1, (batch, -(-step.vocab_size // 32)), dtype=torch.int32, device=DEVICE)
+    top_k = torch.randint(1, 200, (batch,), device=DEVICE)
+    for wanted in (
+        Asked(top_k=50, top_p=0.9),
+        Asked(top_k=top_k, min_p=0.01),
+        Asked(top_k=top_k.int(), top_p=0.4, joint_top_p=1),
+        penalties._replace(top_k=top_k, top_p=0.9),
+        penalties._replace(top_k=5, token_mask=mask),
+        Asked(top_k=top_k, top_p=0.9, logprobs=True, top_logprobs=3),
+    ):
+        whole = step._replace(asked=wanted, temperature=temperature)
+        drawn = agrees(launch.run(whole), whole)
+        greedy = whole._replace(temperature=torch.where(torch.arange(batch, device=DEVICE) == batch // 2, 0.0, temperature))
+        others = torch.arange(batch, device=DEVICE) != batch // 2
+        of = layout(batch, 1, wanted)
+        again = of.split(launch.run(greedy), batch)
+        for part, values in of.split(drawn, batch).items():
+            assert torch.equal(values[others].nan_to_num(7.0), again[part][others].nan_to_num(7.0)), part
 
 
 def test_floors_of_several_blocks_of_rows(several_tiles):

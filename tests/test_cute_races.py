@@ -100,6 +100,15 @@ def test_floors(shape, watched, ctas):
     step = make_step(rows_of(shape), 3000, 64)
     floored(step, Asked(top_k=5), shape)
     floored(step, Asked(min_p=0.2), shape)
+    floored(step._replace(temperature=1.0), Asked(top_k=5), shape)  # which is left to ``pick``
+
+
+@pytest.mark.parametrize("shape", CUTE_SHAPES[:2], ids=IDS[:2])
+def test_marks_without_draws(shape, watched, ctas):
+    ctas(4)
+    step = make_step(rows_of(shape), VOCAB, 136)._replace(temperature=1.0)
+    counts = torch.where(torch.rand(rows_of(shape), VOCAB) < 0.1, 3, 0).int()
+    launch.run(step._replace(asked=known(Asked(counts=counts, presence_penalty=0.2, top_k=5))), shape)
 
 
 @pytest.mark.parametrize(("batch", "num_samples"), [(5, 1), (40, 1), (5, 3)])

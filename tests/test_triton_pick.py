@@ -14,7 +14,7 @@ from triton.runtime.interpreter import interpreter_builder
 from flashsampling.impl import filters, reference
 from flashsampling.impl.triton import logits, logits_ahead, logits_pick
 from flashsampling.impl.triton.logits import Config, Records, Summaries, empty_records, pick, run
-from flashsampling.step import PLAIN, Asked, Drawn, Step, layout
+from flashsampling.step import PLAIN, UNDRAWN, Asked, Drawn, Step, layout
 from tests.conftest import COMPILED, DEVICE
 from tests.test_triton_logits import INF, SMALL, agrees, hottest, make_step, of, with_logits
 
@@ -63,14 +63,20 @@ def without_chunks(step: Step, missing: Tensor) -> Tensor:
 
 
 def picked(
-    step: Step, sums: bool = True, records: Records | None = None, floors: Tensor | None = None, config: Config = SMALL
+    step: Step,
+    sums: bool = True,
+    records: Records | None = None,
+    floors: Tensor | None = None,
+    config: Config = SMALL,
+    undrawn: Tensor | bool = False,
 ) -> Drawn:
     """Rows 16 bytes apart, what lies between them is not read, nor are chunks below ``floors``, nor beside these masses of rows
-    with a top-k; tokens without filters from the oracle."""
+    with a top-k; tokens without filters from the oracle, none of rows ``undrawn``."""
     assert step.logits is not None
     unfiltered = reference.run(step._replace(asked=PLAIN)).ids
     if DEVICE.type == "cuda":  # the kernel's own arithmetic, where two scores are next to equal
         unfiltered = run(step._replace(asked=PLAIN)).ids
+    unfiltered = torch.where(torch.as_tensor(undrawn, device=DEVICE), UNDRAWN, unfiltered)
     summaries = summaries_of(step, sums)._replace(floors=floors)
     if floors is not None:
         step = with_logits(step, without_chunks(step, summaries.keys < floors[:, None]))
@@ -92,7 +98,20 @@ def check(step: Step, sums: bool = True, config: Config = SMALL) -> Drawn:
     for name in ("token_ids", "ranks", "top_token_ids"):
         if name in parts[0]:
             assert torch.equal(parts[0][name], parts[1][name]), name
+    undrawn = may_be_undrawn(step)
+    if undrawn.any():
+        without = picked(step, sums, config=config, undrawn=undrawn)
+        assert torch.equal(without.ids, drawn.ids)
+        assert drawn.values is None or torch.equal(without.values.nan_to_num(7.0), drawn.values.nan_to_num(7.0))
     return drawn
+
+
+def may_be_undrawn(step: Step) -> Tensor:
+    """(B,) bool: rows with a top-k that are not greedy, and whose temperature is no infinity's. Of one draw."""
+    temperature = step.rows().temperature
+    top_k = torch.as_tensor(step.asked.top_k, device=DEVICE).expand(temperature.shape)
+    left = (top_k > 0) & (top_k < step.vocab_size) & (temperature >= filters.GREEDY_BELOW) & (temperature < 2.0**100)
+    return left & (step.num_samples == 1)
 
 
 def mixed(asked: Asked, num_samples: int = 1) -> Step:
@@ -212,6 +231,25 @@ def test_what_draws_nothing_ahead(monkeypatch):
         assert logits.room_of(step, SMALL).candidates.numel() == 2 * each
     assert logits.room_of(few._replace(asked=Asked(top_k=3, logsumexp=True)), SMALL).candidates.numel() == 2 * each
     assert logits.room_of(few._replace(asked=PLAIN), SMALL).candidates.numel() == 0
+
+
+@pytest.mark.parametrize("top_k", [1, 3, 60, VOCAB - 1])
+@pytest.mark.parametrize("more", [{}, {"top_p": 0.5, "min_p": 0.1}, {"top_p": 0.9, "logprobs": True, "top_logprobs": 2}])
+def test_infinite_rows(top_k, more):
+    """Undefined without a finite logit, which a chunk beside an infinite one may have, or the last token alone."""
+    step = make_step(batch=8, vocab=VOCAB, asked=Asked(top_k=top_k, **more))
+    logits = step.hidden_states.clone()
+    logits[0, [5, 6, 300]] = INF
+    logits[1], logits[1, 40] = -INF, INF
+    logits[2] = INF
+    logits[3], logits[3, 7], logits[3, 6] = -INF, INF, 1.0  # of one chunk
+    logits[4], logits[4, VOCAB - 1] = INF, -3e38
+    logits[5], logits[5, 11] = INF, math.nan
+    logits[6], logits[6, ::2] = INF, -INF
+    logits[7], logits[7, 0] = -INF, 2.0
+    assert may_be_undrawn(step).all()
+    ids = check(with_logits(step, logits)).ids[:8].tolist()
+    assert ids == [5, -1, -1, 7, 0, -1, -1, 0]
 
 
 def test_filters_by_row():

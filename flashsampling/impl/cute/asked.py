@@ -138,7 +138,7 @@ def run(step: Step, config: TileConfig | None = None) -> Drawn:
     masses = asked.needs_mass(step.vocab_size), asked.needs_raw_mass()
     # the draws also say which rows are undefined, with filters and without
     floors, room = _floors_of(step), _picking().room_of(step)
-    logits, summaries, drawn = with_logits(step, step.num_samples, masses, config, processing, floors)
+    logits, summaries, drawn = with_logits(step, step.num_samples, masses, config, processing, _filters_of(asked, floors))
     of_chunks = _picking().Summaries(*summaries, floors)
     left = _left(asked) if processing[0] else asked
     return _picking().pick(step._replace(logits=logits, asked=left), of_chunks, drawn, room=room)  # type: ignore[no-any-return]
@@ -216,7 +216,7 @@ def with_logits(
     masses: tuple[bool, bool] | None,
     config: TileConfig | None = None,
     processing: tuple[int | float, ...] = NO_PROCESSING,
-    floors: Tensor | None = None,
+    filters: tuple[int | float, ...] = NO_FLOORS,
 ) -> tuple[Tensor, tuple[Tensor, Tensor | None, Tensor | None], Tensor]:
     """One launch, for a whole vocabulary.
 
@@ -226,14 +226,15 @@ def with_logits(
         masses: whether the chunks' are wanted, at the rows' temperatures and at 1.
         config: in place of the shape that is chosen.
         processing: ``arguments.Processing``, of what becomes of the products before all else.
-        floors: (B,) int32, to be written to, by ``step.asked``'s filters: chunks with lower keys may not be stored. One draw.
+        filters: ``_filters_of`` what is picked of them. One draw.
 
     Returns:
         logits: (B, V) float32, rows a multiple of 16 bytes apart.
         summaries: keys (B, chunks) int32 and as many float32 twice: see ``arguments.Outputs``.
-        drawn: (B * num_samples,) int64, the tokens without any filter; of no draws as ``launch.run`` says.
+        drawn: (B * num_samples,) int64, the tokens without any filter, or ``UNDRAWN`` of a row with a top-k among
+            ``filters``; of no draws as ``launch.run`` says.
     """
-    assert floors is None or draws == 1, "the kernel's warps wait for each other by the codes of its one draw"
+    assert filters == NO_FLOORS or draws == 1, "the kernel's warps wait for each other by the codes of its one draw"
     batch, vocab_size, device = step.hidden_states.shape[0], step.vocab_size, step.hidden_states.device
     chunks = -(-vocab_size // TILE_V) * 4
     logits = torch.empty((batch, -(-vocab_size // 4) * 4), dtype=torch.float32, device=device)
@@ -248,14 +249,15 @@ def with_logits(
         keys.data_ptr(),
         0 if sums is None else sums.data_ptr(),
         0 if raw_sums is None else raw_sums.data_ptr(),
-        *(NO_FLOORS if floors is None else _filters_of(step.asked, floors)),
+        *filters,
     )
     drawn = launch.run(step._replace(asked=PLAIN, num_samples=draws), config, KINDS["logits"], processing + outputs).ids
     return logits[:, :vocab_size], (keys, sums, raw_sums), drawn
 
 
-def _filters_of(asked: Asked, floors: Tensor) -> tuple[int | float, ...]:
-    """``arguments.Outputs``, the part of ``NO_FLOORS``."""
+def _filters_of(asked: Asked, floors: Tensor | None) -> tuple[int | float, ...]:
+    """``arguments.Outputs``, the part of ``NO_FLOORS``. ``floors`` (B,) int32, to be written to: chunks with lower keys may not
+    be stored."""
     wide = not isinstance(asked.top_k, Tensor) or asked.top_k.dtype == torch.int64
-    joint = int(asked.may_be_joint())
-    return (floors.data_ptr(), *row_argument(asked.top_k), int(wide), *row_argument(asked.min_p), joint)
+    address, masses_of_all = (0, 1) if floors is None else (floors.data_ptr(), int(asked.may_be_joint()))
+    return (address, *row_argument(asked.top_k), int(wide), *row_argument(asked.min_p), masses_of_all)

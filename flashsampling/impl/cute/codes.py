@@ -78,24 +78,46 @@ class Codes:
     # -- codes
 
     @cute.jit
-    def make(self, args: Arguments, asked: Processing | None, walk: Walk, shared: Shared, thread, barrier):
-        """The noise warpgroup: codes of every tile's words, a tile at a time. ``barrier``: of its threads."""
+    def make(
+        self,
+        args: Arguments,
+        asked: Processing | None,
+        walk: Walk,
+        shared: Shared,
+        may_not_draw: cutlass.Constexpr,
+        thread,
+        barrier,
+    ):
+        """The noise warpgroup: codes of every tile's words, a tile at a time; if ``may_not_draw``, where ``Shared.drawing`` is
+        0, none but marks. ``barrier``: of its threads."""
+        draws = Boolean(True)
+        if const_expr(may_not_draw):
+            draws = shared.drawing[0] != 0
         turns = self._turns(thread)
         constants = cute.make_rmem_tensor(_CONSTANTS, Uint32)
         for i in cutlass.range(walk.tiles, unroll=1):
             tile = args.base // TILE_V + walk.tile(i)
             buffer, use = self._buffer(i)
             cute.arch.mbarrier_wait(shared.codes_empty + buffer, (use + 1) % 2)
-            for turn in cutlass.range(turns, unroll=1):
-                pair, first, stride, steps = self._share(thread, turn)
-                if (i == 0) | (turns > 1):
-                    self._pair_constants(args, walk, pair, constants)
-                self._code_pair(self._of_buffer(shared, buffer), tile, pair, constants, first, stride, steps)
+            if draws:
+                for turn in cutlass.range(turns, unroll=1):
+                    pair, first, stride, steps = self._share(thread, turn)
+                    if (i == 0) | (turns > 1):
+                        self._pair_constants(args, walk, pair, constants)
+                    self._code_pair(self._of_buffer(shared, buffer), tile, pair, constants, first, stride, steps)
             if const_expr(asked is not None):
                 if asked.seen != Int64(0):
+                    if ~draws:
+                        self._clear(self._of_buffer(shared, buffer), thread)
                     barrier.arrive_and_wait()
                     self._mark(args, asked, walk, self._of_buffer(shared, buffer), i, thread)
             cute.arch.mbarrier_arrive(shared.codes_full + buffer)
+
+    @cute.jit
+    def _clear(self, codes, thread):
+        """No marks, in place of what ``summaries`` left."""
+        for at in cutlass.range(thread, self.fragments.tile_words, NOISE_THREADS, unroll=1):
+            codes[at] = Uint32(0)
 
     def _turns(self, thread) -> Int32:
         """How many pairs of columns a noise thread has in turn: one, for all tiles, or those that it helps with."""

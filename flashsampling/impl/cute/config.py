@@ -66,7 +66,7 @@ KINDS = {"plain": Features(), "processed": Features(processing=True), "logits": 
 # ``arguments.Processing``, where nothing is asked for
 NO_PROCESSING = (0, 0, 1.0, 0.0, 0, 0, 0, 0, 0, 0, 0, 0, 1.0, 0, 0.0, 0, 0.0, 0, 0)
 FLOOR_KEYS = 512  # of a row, by which its floor is found: see ``floors``
-NO_FLOORS = (0, 0, 0, 1, 0, 0.0, 1)  # the last of ``arguments.Outputs``, where all logits are stored
+NO_FLOORS = (0, 0, 0, 1, 0, 0.0, 1)  # the last of ``arguments.Outputs``, where nothing is filtered, and all logits are stored
 CONFIGS = (
     TileConfig(8, 1),
     TileConfig(16, 1),

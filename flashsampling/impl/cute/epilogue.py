@@ -69,24 +69,22 @@ class SampleEpilogue:
     # -- the noise warpgroup, 128 threads
 
     @cute.jit
-    def prepare(self, args: Arguments, walk: Walk, memory: Shared, thread, barrier):
+    def prepare(self, args: Arguments, out: Outputs | None, walk: Walk, memory: Shared, thread, barrier):
         """First values of shared memory, which everybody waits for. ``barrier``: of these threads."""
-        shared.prepare(args, walk, memory, self.block_b, thread, barrier)
+        shared.prepare(args, out, walk, memory, self.block_b, thread, barrier)
 
     @cute.jit
     def make_codes(self, args: Arguments, asked: Processing | None, walk: Walk, memory: Shared, thread, barrier):
         """The codes of all tiles, of one draw per row. ``barrier``: of these threads."""
         if args.num_samples == 1:
-            self.codes.make(args, asked, walk, memory, thread, barrier)
+            self.codes.make(args, asked, walk, memory, self.summaries is not None, thread, barrier)
 
     @cute.jit
     def finish(
         self, args: Arguments, out: Outputs | None, memory: Shared, row_block, row_blocks, ctas, thread, published, barrier
     ):
         """The end of the launch. ``published``: the barrier after which all of the CTA's keys are; ``barrier``: of these."""
-        reduction.finish(
-            args, out, self.block_b, self.stamps, row_block, row_blocks, ctas, memory.last, thread, published, barrier
-        )
+        reduction.finish(args, out, self.block_b, self.stamps, row_block, row_blocks, ctas, memory, thread, published, barrier)
 
     # -- the finder, 32 threads
 
@@ -157,13 +155,21 @@ class SampleEpilogue:
                 if sampled == 1:
                     token0 = self.fragments.token(walk.first_token(iteration), ptx.settled(thread))
                     self.searching.mask(args, logits, token0)
-                if args.num_samples != 0:
+                if self._draws(args, of_tile):
                     masked, same = asked.token_mask != Int64(0), ptx.settled(thread)
                     self.searching.tile(args, walk, of_tile, logits, words, Int32(2), masked, iteration, same, barrier)
                 if const_expr(self.summaries is not None):
                     self.summaries.tile(args, out, walk, of_tile, logits, sampled, iteration, ptx.settled(thread), barrier)
                 thread = ptx.settled(thread)
         self.codes.release(of_tile, iteration, thread, args.num_samples == 1)
+
+    @cute.jit
+    def _draws(self, args: Arguments, memory: Shared) -> Boolean:
+        """Whether tokens are drawn here."""
+        draws = args.num_samples != 0
+        if const_expr(self.summaries is not None):
+            draws = draws & (memory.drawing[0] != 0)
+        return draws
 
     @cute.jit
     def done(self, memory: Shared, thread):

@@ -25,7 +25,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, range_constexpr, select_
 
-from . import ptx, slots
+from . import noise, ptx, slots
 from .arguments import Arguments, Outputs, Walk
 from .config import FLOOR_KEYS, TILE_V, floor_rank
 from .memory import global_pointer
@@ -36,6 +36,7 @@ _SEARCHED_BITS = 24
 _KNOWN = 1 << 32  # in a row's word, beside its floor
 _LARGEST = 3.4028234663852886e38
 _LN2 = 0.6931471805599453
+_INFINITE = 2.0**100  # a temperature by which an infinite logit is divided as by infinity, or hardly finite
 
 
 @cute.jit
@@ -52,6 +53,15 @@ def load(args: Arguments, out: Outputs, block_b: cutlass.Constexpr, row) -> Int3
 def without_top_k(args: Arguments, out: Outputs, row) -> Boolean:
     """Whether a row has none."""
     return ~_filters(args, _top_k(out, row))
+
+
+@cute.jit
+def leaves_draw(args: Arguments, out: Outputs, row, temperature: Float32) -> Boolean:
+    """Whether a row's draw is left to ``pick``: where that draws from few tokens anyway, those of a top-k, and needs no other
+    word of what the row is. A greedy row is not filtered there; at an infinite temperature -inf is no score."""
+    top_k = _top_k(out, row)
+    warm = (temperature >= Float32(noise.GREEDY_BELOW)) & (temperature < Float32(_INFINITE))
+    return warm & _filters(args, top_k) & (top_k <= Int64(FLOOR_KEYS))
 
 
 @cute.jit

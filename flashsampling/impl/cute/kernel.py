@@ -200,7 +200,7 @@ class SampleKernel:
         elif warp_group == 1:
             cute.arch.setmaxregister_decrease(self.noise_registers)
             thread = thread - _WARPGROUP
-            self.epilogue.prepare(args, walk, shared, thread, finishing)
+            self.epilogue.prepare(args, out, walk, shared, thread, finishing)
             prepared.arrive_and_wait()
             self.epilogue.make_codes(args, asked, walk, shared, thread, finishing)
             self.epilogue.finish(args, out, shared, row_block, row_blocks, ctas, thread, published, finishing)

@@ -22,6 +22,7 @@ from cutlass import Float32, Int32, Int64, select_
 
 from ...exchange import NAN as NAN_KEY
 from ...exchange import NO_FINITE, NO_TOKEN, PACKED, TOKENS
+from ...step import UNDRAWN
 from . import exchange, floors, peers, ptx, slots
 from .memory import global_pointer
 
@@ -128,14 +129,15 @@ def finish(
     row_block,
     row_blocks,
     ctas_of_row_block,
-    last,
+    shared,
     thread,
     published,
     barrier,
 ):
     """The end of a launch, for one warpgroup. ``published``: the barrier after which all of the CTA's keys are published;
-    ``barrier``: of these threads; ``out``: of a kernel with logits; ``last``: ``LAST_WORDS`` int32 of shared memory;
-    ``stamps``: the last CTA's times, for ``benchmarks.exchange``, into the four words before the workspace."""
+    ``barrier``: of these threads; ``out``: of a kernel with logits; ``stamps``: the last CTA's times, for
+    ``benchmarks.exchange``, into the four words before the workspace."""
+    last = shared.last
     total = args.draws()
     counter = global_pointer(Int64, slots.counter(args.workspace, total, row_block))
     first = Int64(row_block) * block_b * args.num_samples
@@ -191,6 +193,9 @@ def finish(
                     result = winners[k]
                     if args.exchange == Int64(TOKENS):
                         result = token_of_keys(best_keys[k], inf_keys[k])
+                        if cutlass.const_expr(out is not None):
+                            left = (args.num_samples == 1) & (shared.drawing[0] == 0)
+                            result = Int64(select_(left, Int64(UNDRAWN), result))
                     global_pointer(Int64, args.tokens + (first + start + k * _THREADS) * 8).store(result)
             if exchanges:
                 cute.arch.sync_warp()

@@ -4,10 +4,10 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, Uint8, Uint32, range_constexpr, select_
+from cutlass import Boolean, Float32, Int32, Int64, Uint8, Uint32, const_expr, range_constexpr, select_
 
-from . import noise, ptx, threshold
-from .arguments import Arguments, Walk
+from . import floors, noise, ptx, threshold
+from .arguments import Arguments, Outputs, Walk
 from .reduction import INFINITY, LAST_WORDS
 
 QUEUE = 64  # candidates that wait for evaluation: one per thread of the two evaluating warps
@@ -25,6 +25,7 @@ class Shared(NamedTuple):
     queue: cute.Tensor  # (QUEUE,) int64: logit, then valid, iteration (16 bits), token of the tile (7), column (8); 0: free
     done: cute.Tensor  # (1,) int32: consumer warps that have no more candidates
     special: cute.Tensor  # (1,) int32: 1 if a row is sharp or has a logit of +inf
+    drawing: cute.Tensor  # (1,) int32: with ``Features.logits``, 0 if all rows' draws are left to ``pick``
     last: cute.Tensor  # (LAST_WORDS,) int32: the reduction's
     codes_full: cute.Pointer  # an mbarrier per buffer, 128 noise threads arrive
     codes_empty: cute.Pointer  # an mbarrier per buffer, the consumer warps arrive
@@ -40,6 +41,7 @@ def storage_of(block_b: int, code_buffers: int, code_words: int):
         done: cute.struct.MemRange[Int32, 1]
         last: cute.struct.MemRange[Int32, LAST_WORDS]
         special: cute.struct.MemRange[Int32, 1]
+        drawing: cute.struct.MemRange[Int32, 1]
         queue: cute.struct.MemRange[Int64, QUEUE]
         rows: cute.struct.Align[cute.struct.MemRange[Float32, 2 * block_b], 16]
         ratios: cute.struct.Align[cute.struct.MemRange[Uint8, block_b], 2]
@@ -59,6 +61,7 @@ def shared_of(storage, block_b: cutlass.Constexpr, code_words: cutlass.Constexpr
         queue=cute.make_tensor(storage.queue.data_ptr(), cute.make_layout(QUEUE)),
         done=cute.make_tensor(storage.done.data_ptr(), one),
         special=cute.make_tensor(storage.special.data_ptr(), one),
+        drawing=cute.make_tensor(storage.drawing.data_ptr(), one),
         last=cute.make_tensor(storage.last.data_ptr(), cute.make_layout(LAST_WORDS)),
         codes_full=storage.codes_full.data_ptr(),
         codes_empty=storage.codes_empty.data_ptr(),
@@ -75,19 +78,22 @@ def init_barriers(shared: Shared, code_buffers: cutlass.Constexpr, thread):
 
 
 @cute.jit
-def prepare(args: Arguments, walk: Walk, shared: Shared, block_b: cutlass.Constexpr, thread, barrier):
+def prepare(args: Arguments, out: Outputs | None, walk: Walk, shared: Shared, block_b: cutlass.Constexpr, thread, barrier):
     """The noise warpgroup: first values, thresholds that everything passes and an empty queue. ``barrier``: of its threads."""
-    sharp = Boolean(False)
+    sharp, drawn = Boolean(False), Boolean(False)
     for column in cutlass.range(thread, block_b, NOISE_THREADS, unroll_full=True):
         row = walk.first_row + column
-        temperature = args.row(cutlass.min(row, args.batch - 1))[0]
-        slope = threshold.slope_of(temperature)
         live = row < args.batch
+        row = cutlass.min(row, args.batch - 1)
+        temperature = args.row(row)[0]
+        slope = threshold.slope_of(temperature)
         # beyond the batch nothing is a candidate, whether its logit is 0 or, masked, -inf
         shared.rows[column, 0] = Float32(select_(live, slope, Float32(1.0)))
         shared.rows[column, 1] = Float32(select_(live, threshold.unknown(), Float32(-INFINITY)))
         shared.ratios[column] = Uint8(threshold.ratio_byte(noise.row_factors(temperature)[1], slope))
         sharp = sharp | (live & threshold.is_sharp(slope))
+        if const_expr(out is not None):
+            drawn = drawn | (live & ~floors.leaves_draw(args, out, row, temperature))
     if thread < QUEUE:
         shared.queue[thread] = Int64(0)
     if thread == 0:
@@ -95,3 +101,7 @@ def prepare(args: Arguments, walk: Walk, shared: Shared, block_b: cutlass.Conste
     sharp_threads = ptx.count(barrier, sharp)
     if thread == 0:
         shared.special[0] = Int32(select_(sharp_threads != 0, Int32(1), Int32(0)))
+    if const_expr(out is not None):
+        drawn_threads = ptx.count(barrier, drawn)
+        if thread == 0:
+            shared.drawing[0] = Int32(select_(drawn_threads != 0, Int32(1), Int32(0)))

@@ -14,6 +14,7 @@ from .logits_source import (
     LOG2E,
     MINUS_INF,
     NO_LOGIT,
+    PLUS_INF,
     chunk_of,
     chunk_tokens,
     key_of,
@@ -47,6 +48,16 @@ def highest_of(keys):
     for i in tl.static_range(1, len(keys)):
         highest = tl.maximum(highest, keys[i])
     return highest
+
+
+@jit
+def some_finite(keys):
+    """Whether the highest of some chunk is."""
+    found = tl.full((), 0, tl.int1)
+    for i in tl.static_range(len(keys)):
+        finite = (keys[i] > MINUS_INF) & (keys[i] < PLUS_INF)
+        found = found | (tl.max(finite.to(tl.int32), axis=0) != 0)
+    return found
 
 
 @jit

@@ -10,6 +10,8 @@ import triton.language as tl
 from .jit import jit
 from .logits_search import before, place_of, tile_of, values_of
 from .logits_source import (
+    MINUS_INF,
+    PLUS_INF,
     both_logits_of,
     column_tokens,
     key_of,
@@ -128,6 +130,18 @@ def all_equal(tokens, highest, TILE: tl.constexpr, HEAD: tl.constexpr, ENTRIES: 
         equal = tl.min(((key == highest) | (live == 0)).to(tl.int32), axis=0)
         start += TILE
     return equal != 0
+
+
+@jit
+def any_finite(tokens, TILE: tl.constexpr, HEAD: tl.constexpr, ENTRIES: tl.constexpr):
+    """Whether a row has a finite logit: its first one ends the search."""
+    found = tl.full((), 0, tl.int32)
+    start = tl.full((), 0, tl.int32)
+    while (start < tokens.count) & (found == 0):
+        key, _, live = tile_of(tokens, start, True, TILE, HEAD, ENTRIES)
+        found = tl.max((live & (key > MINUS_INF) & (key < PLUS_INF)).to(tl.int32), axis=0)
+        start += TILE
+    return found != 0
 
 
 @jit
@@ -282,7 +296,7 @@ def draw_from_row(
         if DRAWN:
             drawn = tl.load(winners_ptr + draw).to(tl.int32)
             _raw, of_drawn = both_logits_of(tokens.source, drawn, HEAD, ENTRIES)
-            is_kept = (drawn < tokens.count) & (place_of(tokens, key_of(of_drawn), drawn) >= limit)
+            is_kept = (drawn >= 0) & (drawn < tokens.count) & (place_of(tokens, key_of(of_drawn), drawn) >= limit)
             of_top = mass_of(of_drawn, tokens.top, tokens.scale)
             if is_kept & reaches(of_drawn, of_top, least_mass, tokens.top, tokens.scale):
                 known = known | (drawn ^ NO_TOKEN).to(tl.int64) | (1 << 32)  # any score

@@ -22,8 +22,18 @@ from .constant import Constant
 from .jit import jit
 from .logits_ahead import TOKENS, made_up_at, make_up
 from .logits_beside import log_sum_exp, place_in_row, write_drawn, write_given, write_record, write_top
-from .logits_chunks import first_ties, gather, highest_of, kth_highest, load_chunks, lowest_of_tokens, masses_of, nucleus_bound
-from .logits_draw import all_equal, draw_from_candidates, draw_from_few, draw_from_row, draw_in_rounds
+from .logits_chunks import (
+    first_ties,
+    gather,
+    highest_of,
+    kth_highest,
+    load_chunks,
+    lowest_of_tokens,
+    masses_of,
+    nucleus_bound,
+    some_finite,
+)
+from .logits_draw import all_equal, any_finite, draw_from_candidates, draw_from_few, draw_from_row, draw_in_rounds
 from .logits_search import Tokens, limit_of, mass_of_kept
 from .logits_source import (
     GREEDY_BELOW,
@@ -34,6 +44,7 @@ from .logits_source import (
     NAN,
     NO_LOGIT,
     PLUS_INF,
+    UNDRAWN,
     Source,
     both_logits_of,
     chunks_in,
@@ -248,6 +259,7 @@ def pick_kernel(
 
     block = tl.arange(0, BLOCKS)
     lowest = tl.full((), _LOWEST, tl.int64)
+    last = tl.full((), 0, tl.int32) + vocab_size  # tokens before it are looked at
     filtered = False
     undefined = False
     kept_mass = tl.full((), 0.0, tl.float32)
@@ -262,16 +274,23 @@ def pick_kernel(
     if FILTERS or LOGPROBS:
         keys = load_chunks(keys_ptr + at_chunks, num_chunks, NO_LOGIT, WIDTH, PARTS)
         highest = tl.max(highest_of(keys), axis=0)
+        top = value_of(highest)
         undefined = (highest == NAN) | (highest <= MINUS_INF) | (temperature != temperature)
         if DRAWN:
-            undefined = undefined | (tl.load(winners_ptr + far * num_samples) < 0)
+            drawn = tl.load(winners_ptr + far * num_samples)
+            undrawn = TOP_K & (drawn == UNDRAWN)
+            undefined = undefined | ((drawn < 0) & (undrawn == 0))
+            if TOP_K:  # noqa: SIM102, the one is for the compiler
+                if undrawn & (highest == PLUS_INF):
+                    row_tokens = Tokens(source, cand_keys, cand_ids, cand_masses, last, lowest, ID_BITS, top, scale, list_ptr)
+                    finite = some_finite(keys) | any_finite(row_tokens, WHOLE_TILE // 2, HEAD, ENTRIES)
+                    undefined = undefined | (finite == 0)
         else:
             marks = tl.load(marks_ptr + far * blocks + block, mask=block < blocks, other=MIXED)
             undefined = undefined | (tl.max(marks, axis=0) == NAN)
             if highest == PLUS_INF:
                 finite = (marks == MIXED) | ((marks > MINUS_INF) & (marks < PLUS_INF))
                 undefined = undefined | (tl.max((finite & (block < blocks)).to(tl.int32), axis=0) == 0)
-        top = value_of(highest)
     if FILTERS:
         top_k = row_top_k(top_k_at, top_k_value, row, TOP_K_WIDE)
         top_p = row_f32(top_p_at, top_p_value, row)
@@ -293,7 +312,7 @@ def pick_kernel(
         if not LOGPROBS:
             filtered = filtered & ((temperature < GREEDY_BELOW) == 0)
             if DRAWN:  # the first infinite one is kept
-                filtered = filtered & (highest != PLUS_INF)
+                filtered = filtered & ((highest != PLUS_INF) | undrawn)
     if LOGPROBS or FILTERS:
         row_mass = tl.full((), 0.0, tl.float32)
         wants_mass = undefined == 0
@@ -313,7 +332,6 @@ def pick_kernel(
     equal = False
     in_rounds = tl.full((), 0, tl.int1)  # one draw from a nucleus
     full = tl.full((), 0, tl.int32)  # blocks that are kept and whose best scores count
-    last = tl.full((), 0, tl.int32) + vocab_size  # tokens before it are looked at
     if (filtered == 0) & draws:
         for draw in range(num_samples):
             if DRAWN:
