@@ -285,6 +285,11 @@ def are_left(step: Step, wanted: Asked, shape: config.TileConfig | None = None) 
     return torch.cat([of_block.all().expand(len(of_block)) for of_block in left.split(block)])
 
 
+def by_token(stored: torch.Tensor) -> torch.Tensor:
+    """What lies by chunks, as it does beside floors."""
+    return stored.view(len(stored), -1, 4, 2, 16).transpose(2, 3).reshape(stored.shape)
+
+
 def floored(
     step: Step, wanted: Asked, shape: config.TileConfig | None = None, without: tuple[Any, ...] | None = None
 ) -> torch.Tensor:
@@ -292,7 +297,7 @@ def floored(
     ``without``: the step's without floors, where it has been made."""
     batch, vocab = len(step.hidden_states), step.vocab_size
     logits, (keys, sums, _), drawn = without or asked.with_logits(step, 1, (True, False), shape)
-    stored = torch.full((batch, -(-vocab // 4) * 4), POISON, device=DEVICE)
+    stored = torch.full((batch, -(-vocab // 128) * 128), POISON, device=DEVICE)
     again, floors = torch.zeros_like(keys), torch.full((batch,), 77, dtype=torch.int32, device=DEVICE)
     masses = torch.full_like(sums, math.nan)
     addresses = stored.data_ptr(), stored.stride(0) * 4, again.data_ptr(), masses.data_ptr(), 0
@@ -304,6 +309,8 @@ def floored(
     by_top_k = (top_k > 0) & (top_k < vocab)
     made = ~by_top_k | wanted.may_be_joint()
     assert torch.equal(masses.view(torch.int32)[made], sums.view(torch.int32)[made])
+    stored = by_token(stored)
+    assert (stored[:, vocab:] == POISON).all()
     stored = stored[:, :vocab]
     there = stored != POISON
     assert torch.equal(stored[there], logits[there])
@@ -449,9 +456,9 @@ def test_floors_are_not_above_what_pick_takes(several_tiles):
     """No bit of a step depends on whether there is one: ``logits_pick``'s bound of min-p."""
     step = make_step(16, 9_000, 64)._replace(temperature=1.0)
     for min_p in (0.999, 0.5, 0.05):
-        logits, floors = torch.empty(16, 9000, device=DEVICE), torch.empty(16, dtype=torch.int32, device=DEVICE)
+        logits, floors = torch.empty(16, 9088, device=DEVICE), torch.empty(16, dtype=torch.int32, device=DEVICE)
         keys = torch.empty(16, 284, dtype=torch.int32, device=DEVICE)
-        addresses = logits.data_ptr(), 36000, keys.data_ptr(), 0, 0
+        addresses = logits.data_ptr(), logits.stride(0) * 4, keys.data_ptr(), 0, 0
         outputs = (*NO_PROCESSING, *addresses, *asked._filters_of(Asked(min_p=min_p), floors))
         launch.run(step, config.CONFIGS[0], KINDS["logits"], outputs)
         key = keys.amax(1)
@@ -486,11 +493,13 @@ def test_floors_of_special_rows(several_tiles):
     step = step._replace(hidden_states=states, weight=weight, temperature=temperature)
     logits, (keys, *_), drawn = asked.with_logits(step, 1, (False, False))
     for wanted in (Asked(top_k=50), Asked(min_p=0.1), Asked(min_p=1.0)):
-        again, floors = torch.full_like(logits, POISON), torch.empty(batch, dtype=torch.int32, device=DEVICE)
+        again = torch.full((batch, -(-vocab // 128) * 128), POISON, device=DEVICE)
+        floors = torch.empty(batch, dtype=torch.int32, device=DEVICE)
         addresses = again.data_ptr(), again.stride(0) * 4, keys.data_ptr(), 0, 0
         outputs = (*NO_PROCESSING, *addresses, *asked._filters_of(wanted, floors))
         assert torch.equal(launch.run(step, None, KINDS["logits"], outputs).ids, drawn)
         needed = (in_chunks(torch.ones_like(logits)) > 0) & (keys >= floors[:, None])[:, :, None]
+        again = by_token(again)[:, :vocab]
         same = in_chunks((again.view(torch.int32) == logits.view(torch.int32)).float()) > 0
         assert same[needed].all()
 

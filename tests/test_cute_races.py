@@ -142,9 +142,9 @@ def test_a_missing_order_is_found(what, ctas, monkeypatch):
     monkeypatch.setattr(launch, "kernel_for", lambda *_: kernel)
     ctas(6)
     step = make_step(7, 3000, 200)
-    outputs = torch.empty(7, 3000), torch.empty(7, 96, dtype=torch.int32), torch.empty(7, 96), torch.empty(7, dtype=torch.int32)
+    outputs = torch.empty(7, 3072), torch.empty(7, 96, dtype=torch.int32), torch.empty(7, 96), torch.empty(7, dtype=torch.int32)
     logits, keys, sums, floors = outputs
-    addresses = logits.data_ptr(), 12000, keys.data_ptr(), sums.data_ptr(), 0
+    addresses = logits.data_ptr(), 4 * 3072, keys.data_ptr(), sums.data_ptr(), 0
     asked_for = (*config.NO_PROCESSING, *addresses, *asked._filters_of(Asked(top_k=5), floors))
 
     def fails():

@@ -47,6 +47,12 @@ def summaries_of(step: Step, sums: bool = True) -> Summaries:
     return Summaries(key_of(highest), summed(of_rows) if sums else None, summed(torch.ones_like(of_rows)))
 
 
+def by_chunk(logits: Tensor) -> Tensor:
+    """As they lie beside floors: the two halves of a chunk side by side."""
+    padded = torch.nn.functional.pad(logits, (0, -logits.shape[1] % 128), value=math.nan)
+    return padded.view(len(logits), -1, 2, 4, 16).transpose(2, 3).reshape(len(logits), -1)
+
+
 def without_chunks(step: Step, missing: Tensor) -> Tensor:
     """The logits, of chunks ``missing`` (B, chunks) what may lie in memory: highest and other logits of the row too."""
     assert step.logits is not None
@@ -83,7 +89,11 @@ def picked(
         top_k = torch.as_tensor(step.asked.top_k, device=DEVICE).expand(len(floors))
         if summaries.sums is not None:
             summaries.sums[(top_k > 0) & (top_k < step.vocab_size)] = math.nan
-    logits = torch.nn.functional.pad(step.logits, (0, -step.vocab_size % 4 + 4), value=math.nan)[:, : step.vocab_size]
+    assert step.logits is not None
+    if floors is None:
+        logits = torch.nn.functional.pad(step.logits, (0, -step.vocab_size % 4 + 4), value=math.nan)[:, : step.vocab_size]
+    else:
+        logits = by_chunk(step.logits)
     return pick(step._replace(logits=logits), summaries, unfiltered, config, records)
 
 
@@ -199,6 +209,7 @@ def test_a_row_that_is_made_up_is_drawn_ahead(asked, of_made_up, floors, monkeyp
     summaries = summaries_of(with_logits(step, values))
     if floors:
         summaries = summaries._replace(floors=key_of(values.amin(dim=1)))
+        step = with_logits(step, by_chunk(values))
     unfiltered = (run if CUDA else reference.run)(with_logits(step, values)._replace(asked=PLAIN)).ids
     without = pick(step, summaries, unfiltered, SMALL).ids
     waiting.clear()
@@ -213,6 +224,8 @@ def test_a_row_that_is_made_up_is_drawn_ahead(asked, of_made_up, floors, monkeyp
     candidates, made_up = room[2 * each : 3 * each], room[3 * each : size].clone()
     assert (candidates != 12345).any()
     row = made_up[:tokens].view(torch.float32)[None]
+    if floors:
+        row = row.view(-1, 4, 2, 16).transpose(1, 2).reshape(1, -1)
     assert len(row.unique()) == tokens
     first = step.part(0, 1)._replace(vocab_size=tokens, temperature=1.0, asked=of_made_up)
     place = logits_ahead.RESULT.value
@@ -248,7 +261,10 @@ def test_infinite_rows(top_k, more):
     logits[6], logits[6, ::2] = INF, -INF
     logits[7], logits[7, 0] = -INF, 2.0
     assert may_be_undrawn(step).all()
-    ids = check(with_logits(step, logits)).ids[:8].tolist()
+    step = with_logits(step, logits)
+    ids = check(step).ids[:8].tolist()
+    if not step.asked.logprobs:
+        check_floors(step, share=0.0)
     assert ids == [5, -1, -1, 7, 0, -1, -1, 0]
 
 
@@ -400,7 +416,7 @@ def test_records_are_those_of_both_launches(asked):
     assert int(rest[1].view(torch.int32)[11]) == int(step.logits[11].argmax())
 
 
-def floors_of(step: Step) -> Tensor:
+def floors_of(step: Step, undrawn: Tensor | bool = False) -> Tensor:
     """The highest that rows may have."""
     keys, rows, asked = summaries_of(step).keys, step.rows(), step.asked
     batch, chunks = keys.shape
@@ -414,7 +430,8 @@ def floors_of(step: Step) -> Tensor:
     floors = torch.where(min_p > 0, key_of(kept.float()), -(2**31))
     floors = torch.where((top_k > 0) & (top_k < step.vocab_size), by_top_k, floors)
     unread = (top_k <= 0) | (top_k >= step.vocab_size)
-    unread = (unread & ~(top_p < 1) & ~(min_p > 0)) | top_p.isnan() | min_p.isnan() | ~top.isfinite()
+    unread = (unread & ~(top_p < 1) & ~(min_p > 0)) | top_p.isnan() | min_p.isnan()
+    unread |= top.isnan() | (top.isinf() & ~((top == INF) & torch.as_tensor(undrawn, device=DEVICE)))
     unread |= ~(rows.temperature >= filters.GREEDY_BELOW)
     return torch.where(unread, 0x7FFFFFFF, floors).int()
 
@@ -425,6 +442,10 @@ def check_floors(step: Step, config: Config = SMALL, share: float = 0.2, lowered
     lower = summaries_of(step).keys < floors[:, None]
     assert lower.float().mean() >= share
     assert torch.equal(picked(step, floors=floors, config=config).ids, drawn.ids)
+    undrawn = may_be_undrawn(step)
+    if undrawn.any():
+        some = floors_of(step, undrawn)
+        assert torch.equal(picked(step, floors=some, config=config, undrawn=undrawn).ids, drawn.ids)
     if lowered:
         floors = (floors.long() - torch.randint(1, 2**23, floors.shape).to(DEVICE)).clamp(min=-(2**31)).int()
         assert torch.equal(picked(step, floors=floors, config=config).ids, drawn.ids)

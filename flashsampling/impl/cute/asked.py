@@ -237,7 +237,8 @@ def with_logits(
     assert filters == NO_FLOORS or draws == 1, "the kernel's warps wait for each other by the codes of its one draw"
     batch, vocab_size, device = step.hidden_states.shape[0], step.vocab_size, step.hidden_states.device
     chunks = -(-vocab_size // TILE_V) * 4
-    logits = torch.empty((batch, -(-vocab_size // 4) * 4), dtype=torch.float32, device=device)
+    rounded = 4 if filters[0] == 0 else TILE_V  # beside floors a row's logits lie by chunks, the last of which may be part full
+    logits = torch.empty((batch, -(-vocab_size // rounded) * rounded), dtype=torch.float32, device=device)
     keys = torch.empty((batch, chunks), dtype=torch.int32, device=device)
     sums, raw_sums = (
         torch.empty((batch, chunks), dtype=torch.float32, device=device) if wanted else None

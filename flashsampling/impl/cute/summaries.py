@@ -70,11 +70,11 @@ class Summaries:
         token0 = self.fragments.token(walk.first_token(iteration), thread)
         column0 = 8 * self.fragments.first_block(warp) + 2 * (lane % 4)
         row0 = walk.first_row + column0
-        at = out.logits + Int64(row0) * out.stride + Int64(token0) * 4
-        if sampled == 1:
-            self._store_some(args, out, logits, at, args.batch - row0, args.end - token0)
-        rows_left = Int32(select_(sampled == 2, args.batch - row0, Int32(0)))
         floored = out.floors != Int64(0)
+        at = out.logits + Int64(row0) * out.stride + Int64(self._place(token0, floored)) * 4
+        if sampled == 1:
+            self._store_some(args, out, logits, at, args.batch - row0, args.end - token0, floored)
+        rows_left = Int32(select_(sampled == 2, args.batch - row0, Int32(0)))
         own_row = cutlass.min(walk.first_row + thread, args.batch - 1)  # of the column that the thread sums up
         floor = floors.load(args, out, self.block_b, own_row)  # on its way while the highest are found
         wants_masses = self._wants_masses(args, out, own_row)
@@ -83,7 +83,7 @@ class Summaries:
         cute.arch.sync_warp()  # the codes have been read
         for first, count in self.groups:
             if not floored:
-                self._store(out, logits, at + out.stride * (8 * first), [rows_left] * (2 * count), first, count)
+                self._store(out, logits, at + out.stride * (8 * first), [rows_left] * (2 * count), first, count, 256)
             highest, own = reduction.scatter_max(self._each(self._highest(logits, first, count)), lane)
             shared.codes[self._of_own(_HIGHEST, first, own, warp, lane)] = self._bits(highest)
         if makes_masses:
@@ -105,17 +105,23 @@ class Summaries:
                 floors.count_first_tile(args, self.block_b, walk.first_row // self.block_b)
             for first, count in self.groups:
                 left = self._left(shared, rows_left, first, count, warp, lane)
-                self._store(out, logits, at + out.stride * (8 * first), left, first, count)
+                self._store(out, logits, at + out.stride * (8 * first), left, first, count, 64)
 
     # -- logits
 
+    def _place(self, token, floored):
+        """Where in a row a token's logit lies: with floors by chunks, of which each is a line of the cache."""
+        by_chunk = token & ~Int32(0x7F) | (token & 0x30) << 1 | token >> 2 & 0x10 | token & 0xF
+        return Int32(select_(floored, by_chunk, token))
+
     @cute.jit
-    def _store(self, out, logits, at, left, first: cutlass.Constexpr, count: cutlass.Constexpr):
-        """Of some blocks of columns, all tokens. ``left``: rows, by column."""
+    def _store(self, out, logits, at, left, first: cutlass.Constexpr, count: cutlass.Constexpr, half_bytes: cutlass.Constexpr):
+        """Of some blocks of columns, all tokens. ``left``: rows, by column; ``half_bytes``: from one half of them to the
+        other."""
         for j in range_constexpr(first, first + count):
             for c in range_constexpr(2):
                 values = [logits[c, r, j, half] for half in range(self.halves) for r in range(2)]
-                places = [32 * r + 256 * half for half in range(self.halves) for r in range(2)]
+                places = [32 * r + half_bytes * half for half in range(self.halves) for r in range(2)]
                 ptx.store_floats(at + out.stride * c, values, places, left[2 * (j - first) + c], 8 * j + c)
             at += out.stride * 8
 
@@ -133,15 +139,17 @@ class Summaries:
         return Int32(0) if self.halves == 1 else warp // 4 * 4
 
     @cute.jit
-    def _store_some(self, args, out, logits, at, rows_left, tokens_left):
+    def _store_some(self, args, out, logits, at, rows_left, tokens_left, floored):
         """Of all columns, the tokens up to the vocabulary's end."""
+        half_bytes = Int64(select_(floored, Int64(64), Int64(256)))
         for j in range_constexpr(self.own_blocks):
             for c in range_constexpr(2):
                 for half in range_constexpr(self.halves):
                     for r in range_constexpr(2):
                         left = Int32(select_(tokens_left > 8 * r + 64 * half, rows_left, Int32(0)))
-                        place = 32 * r + 256 * half
-                        ptx.store_floats(at + out.stride * c, [logits[c, r, j, half]], [place], left, 8 * j + c)
+                        ptx.store_floats(
+                            at + out.stride * c + half_bytes * half, [logits[c, r, j, half]], [32 * r], left, 8 * j + c
+                        )
             at += out.stride * 8
 
     # -- half chunks

@@ -51,13 +51,16 @@ def made_up_at(at):
 
 
 @jit
-def make_up(row):
-    """Writes a ``MadeUp`` row."""
+def make_up(row, BY_CHUNK: tl.constexpr):
+    """Writes a ``MadeUp`` row. ``BY_CHUNK``: see ``logits_source.place_in_memory``."""
     chunk = tl.arange(0, _CHUNKS)
     token = chunk_tokens(chunk)
     x = ((token * 40503) & 0xFFFF).to(tl.float32) * (24.0 / 65536.0)  # all of them different, in no order
     highest = tl.max(x, axis=1)
-    tl.store(row.logits.to(tl.pointer_type(tl.float32)) + token, x)
+    places = token
+    if BY_CHUNK:
+        places = chunk[:, None] * 32 + tl.arange(0, 32)[None, :]
+    tl.store(row.logits.to(tl.pointer_type(tl.float32)) + places, x)
     tl.store(row.keys + chunk, key_of(highest))
     tl.store(row.sums.to(tl.pointer_type(tl.float32)) + chunk, tl.sum(exp2((x - highest[:, None]) * LOG2E), axis=1))
     refused = tl.min(tl.min(tl.where((x > 18.0) & (x < 20.0), token, TOKENS), axis=1), axis=0)

@@ -20,7 +20,7 @@ from .logits_source import (
     key_of,
     mass_of,
     processed_logits,
-    raw_logits,
+    raw_logits_at,
     scatter,
     sparse_entries,
     value_of,
@@ -215,7 +215,11 @@ def chunk_tile(
     chunk = tl.load(list_ptr + slot, mask=slot < listed, other=0)
     token = chunk_tokens(chunk)
     live = (token < source.vocab_size) & (slot < listed)[:, None]
-    x = raw_logits(source, token, live, HEAD)
+    if source.floors is not None:
+        places = chunk[:, None] * 32 + tl.arange(0, 32)[None, :]
+    else:
+        places = token
+    x = raw_logits_at(source, places, token, live, HEAD)
     if not RAW:
         entries = tl.full((ENTRIES,), -1, tl.int32)
         if source.bias_ids is not None:

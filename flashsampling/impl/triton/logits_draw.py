@@ -156,7 +156,7 @@ def _groups_of(tokens, start, GROUPS: tl.constexpr, HEAD: tl.constexpr):
         live = id < tokens.count
         ids = ids + (id,)
         there = there + (live,)
-        raw = raw + (raw_logits(tokens.source, id, stored(tokens.source, id, live), HEAD),)
+        raw = raw + (raw_logits(tokens.source, id, stored(tokens.source, id, live), HEAD, 8),)
     return ids, there, raw
 
 

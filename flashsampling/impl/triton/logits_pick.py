@@ -223,7 +223,7 @@ def pick_kernel(
         last_room = candidates_ptr + (tl.num_programs(0) - ahead).to(tl.int64) * (3 * CAPACITY + LIST)
         made_up = made_up_at(last_room + (3 * CAPACITY + LIST))
         if is_made_up:
-            make_up(made_up)
+            make_up(made_up, floors_ptr is not None)
         else:
             gdc_wait()
         cand_keys = tl.where(is_made_up, last_room, cand_keys)

@@ -60,10 +60,10 @@ class Tokens(NamedTuple):
 
 @jit
 def _row_tile(tokens, first, TILE: tl.constexpr, HEAD: tl.constexpr, ENTRIES: tl.constexpr):
-    """Of a row: logits, ids and which of them there are, (TILE,) each."""
+    """Of a row: logits, ids and which of them there are, (TILE,) each, from a multiple of TILE on."""
     index = first + tl.arange(0, TILE)
     live = index < tokens.count
-    raw = raw_logits(tokens.source, index, stored(tokens.source, index, live), HEAD)
+    raw = raw_logits(tokens.source, index, stored(tokens.source, index, live), HEAD, 16)
     entries = tl.full((ENTRIES,), -1, tl.int32)
     if tokens.source.bias_ids is not None:
         entries = sparse_entries(tokens.source, ENTRIES)

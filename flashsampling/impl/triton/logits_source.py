@@ -152,9 +152,28 @@ def _tanh(x):
 
 
 @jit
-def raw_logits(source, tokens, live, HEAD: tl.constexpr):
-    """Raw logits of tokens, float32; -inf where not live. ``HEAD``: there is a scale or a soft cap."""
-    x = tl.load(source.logits + source.row * source.logits_stride + tokens, mask=live, other=float("-inf")).to(tl.float32)
+def place_in_memory(source, tokens, RUN: tl.constexpr):
+    """Where logits lie in a row: beside floors by chunks, of which one is a line of the cache. ``RUN``, up to 16: tokens that
+    are neighbours, from a multiple of it on."""
+    place = tokens
+    if source.floors is not None:
+        place = (tokens & ~0x7F) | (tokens & 0x30) << 1 | (tokens >> 2) & 0x10 | tokens & 0xF
+        if RUN > 1:
+            place = tl.max_contiguous(tl.multiple_of(place, RUN), RUN)
+    return place
+
+
+@jit
+def raw_logits(source, tokens, live, HEAD: tl.constexpr, RUN: tl.constexpr = 1):
+    """Raw logits of tokens, float32; -inf where not live. ``HEAD``: there is a scale or a soft cap. ``RUN``: see
+    ``place_in_memory``."""
+    return raw_logits_at(source, place_in_memory(source, tokens, RUN), tokens, live, HEAD)
+
+
+@jit
+def raw_logits_at(source, places, tokens, live, HEAD: tl.constexpr):
+    """Likewise of tokens whose ``place_in_memory`` is known."""
+    x = tl.load(source.logits + source.row * source.logits_stride + places, mask=live, other=float("-inf")).to(tl.float32)
     if source.bias is not None:
         x += tl.load(source.bias + tokens, mask=live, other=0.0)
     if HEAD:
