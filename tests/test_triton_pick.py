@@ -176,7 +176,9 @@ def test_rows_of_two_programs_are_those_of_one(asked, monkeypatch):
         outputs = []
         for many in (0, 1000):
             monkeypatch.setattr(logits, "multiprocessors", lambda device, many=many: many)
-            outputs += [(run(step, SMALL), check(step, True))]
+            outputs += [(run(step, SMALL), picked(step, True))]
+        agrees(outputs[0][0], step)
+        agrees(outputs[0][1], step)
         for one, two in zip(*outputs, strict=True):
             assert torch.equal(one.ids, two.ids)
             assert torch.equal(one.values.nan_to_num(7.0), two.values.nan_to_num(7.0))
