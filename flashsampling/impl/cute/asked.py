@@ -229,7 +229,7 @@ def with_logits(
         filters: ``_filters_of`` what is picked of them. One draw.
 
     Returns:
-        logits: (B, V) float32, rows a multiple of 16 bytes apart.
+        logits: (B, V) float32, rows a multiple of 16 bytes apart; beside floors (B, 128 * ceil(V / 128)), by chunks.
         summaries: keys (B, chunks) int32 and as many float32 twice: see ``arguments.Outputs``.
         drawn: (B * num_samples,) int64, the tokens without any filter, or ``UNDRAWN`` of a row with a top-k among
             ``filters``; of no draws as ``launch.run`` says.
@@ -237,7 +237,8 @@ def with_logits(
     assert filters == NO_FLOORS or draws == 1, "the kernel's warps wait for each other by the codes of its one draw"
     batch, vocab_size, device = step.hidden_states.shape[0], step.vocab_size, step.hidden_states.device
     chunks = -(-vocab_size // TILE_V) * 4
-    rounded = 4 if filters[0] == 0 else TILE_V  # beside floors a row's logits lie by chunks, the last of which may be part full
+    floored = filters[0] != 0
+    rounded = TILE_V if floored else 4
     logits = torch.empty((batch, -(-vocab_size // rounded) * rounded), dtype=torch.float32, device=device)
     keys = torch.empty((batch, chunks), dtype=torch.int32, device=device)
     sums, raw_sums = (
@@ -253,7 +254,7 @@ def with_logits(
         *filters,
     )
     drawn = launch.run(step._replace(asked=PLAIN, num_samples=draws), config, KINDS["logits"], processing + outputs).ids
-    return logits[:, :vocab_size], (keys, sums, raw_sums), drawn
+    return logits if floored else logits[:, :vocab_size], (keys, sums, raw_sums), drawn
 
 
 def _filters_of(asked: Asked, floors: Tensor | None) -> tuple[int | float, ...]:

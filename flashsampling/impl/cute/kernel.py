@@ -25,8 +25,10 @@ Barriers:
     its marks, finishing
     workspace               see ``reduction``              last CTA, by a counter        the same
 
-The evaluators, whose looks would be taken from the noise, sleep on the codes' barriers. The named barriers are made here, the
-stages' in ``mainloop``, and what is between the epilogue's roles in ``epilogue``.
+A block of rows whose draws are left to ``pick`` (``floors.leaves_draw``) has no codes, but their barriers as ever: by them the
+consumers' warps also wait for each other, and marks come. The evaluators, whose looks would be taken from the noise, sleep on
+the codes' barriers. The named barriers are made here, the stages' in ``mainloop``, and what is between the epilogue's roles in
+``epilogue``.
 
 The exposed part of a tile is the search, 2.75 instructions a logit. It wants registers: at 256 columns and four instructions a
 logit ptxas hid its loads and results with 184 registers a thread, and not with 176, 650 static cycles a warp and 1250.

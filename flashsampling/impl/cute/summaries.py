@@ -19,7 +19,8 @@ there are four words of them per half chunk, and here is what becomes of them (`
     that thread -> who stores its column       the consumers' named barrier once more
 
 The logits are stored while the maxima are found: a store is four columns by 8 tokens, four whole sectors of 32 bytes. Where
-rows have floors (``floors``), after the keys: those of chunks that are below are not.
+rows have floors (``floors``), after the keys: those of chunks that are below are not, and a row then lies by chunks, the two
+halves of each side by side in a line of the cache.
 """
 
 import cutlass

@@ -76,7 +76,8 @@ class Summaries(NamedTuple):
     #     min-p, no top-k     the lowest key that min-p keeps, a little less for rounding: ``least`` in ``logits_pick``
     #     top-p alone         the lowest int32
     #     no filter           the highest int32, as of rows whose tokens are known without logits: a temperature below 1e-6 or
-    #                         NaN, a highest logit that is NaN or infinite, a top-p or min-p of NaN, a token -1 in ``drawn``
+    #                         NaN, a highest logit that is NaN or infinite, a top-p or min-p of NaN, a token -1 in ``drawn``;
+    #                         but of an infinite one, not where ``drawn`` has ``UNDRAWN``
     # No bit depends on floors then: ``logits_chunks.kth_highest`` finds a bound that k + k // 4 + 8 columns of chunks reach at
     # most, or the k-th highest. With one above it, up to the k-th highest of all, the same tokens are kept, but what is before
     # them may be summed up in another order, and rounded otherwise
@@ -287,8 +288,10 @@ def pick(
     room: Room | None = None,
 ) -> Drawn:
     """The second launch alone, behind a kernel that wrote ``Step.logits``, (B, V) float32 with rows a multiple of 16 bytes
-    apart, to which nothing is left to do but filters: no head, mask, bias or penalty. ``drawn`` (B * num_samples,) int64: the
-    tokens that all rows have without filters, -1 of undefined ones. ``records`` is written to, and needs ``summaries.sums``.
+    apart, to which nothing is left to do but filters: no head, mask, bias or penalty. Beside floors a row lies by chunks: its
+    token t at ``logits_source.place_in_memory``, in 128 * ceil(V / 128) floats. ``drawn`` (B * num_samples,) int64: the tokens
+    that all rows have without filters, -1 of undefined ones, or ``UNDRAWN`` of a row that has a top-k, is not greedy, and whose
+    temperature does not make a finite number of an infinity. ``records`` is written to, and needs ``summaries.sums``.
     ``room``: ``room_of`` the step, not beside ``records``; None: of its own, and nothing is drawn ahead."""
     asked, logits = step.asked, step.logits
     assert logits is not None

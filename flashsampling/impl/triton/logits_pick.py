@@ -9,10 +9,11 @@ equal logits     in all of a row, as the zeros of a padded batch: the filters ke
                  has the best scores. What is left to draw from is less than a block: no more work than another row's
 a flat row       whose candidates are more than there is room for, and not all equal: the row itself is searched
 
-Behind a kernel that has drawn for every row without filters (``DRAWN``) there are chunks and its tokens, no blocks: rows
-without filters take them, -1 says that a row is undefined, with filters too, and whether all logits of a row are equal is
-looked up where all chunks have the same highest one. Of a nucleus the row's token is asked first, and the candidates are what
-is before it: it is kept as often as the nucleus has mass.
+Behind a kernel that has drawn for rows without filters (``DRAWN``) there are chunks and its tokens, no blocks: rows without
+filters take them, -1 says that a row is undefined, with filters too, and whether all logits of a row are equal is looked up
+where all chunks have the same highest one. ``UNDRAWN`` is in a token's place where that kernel left the draw to this one, of a
+row with a top-k: its chunks say whether it is undefined. Of a nucleus the row's token is asked first, and the candidates are
+what is before it: it is kept as often as the nucleus has mass.
 """
 
 import triton.language as tl
@@ -152,12 +153,12 @@ def pick_kernel(
     sums_ptr,
     raw_keys_ptr,
     raw_sums_ptr,
-    winners_ptr,  # if DRAWN: (B, num_samples) int64, tokens
+    winners_ptr,  # if DRAWN: (B, num_samples) int64, tokens, or UNDRAWN of a row with a top-k
     marks_ptr,
     num_samples: tl.int32,
     stream: tl.int32,
     blocks: tl.int32,
-    floors_ptr,  # if DRAWN, (B,) int32: logits of chunks with a lower key are not there; None: all are
+    floors_ptr,  # if DRAWN, (B,) int32: logits of chunks with a lower key are not there, others lie by chunks; None: all are
     joint_ptr,  # (B,) int32, not 0: top-p's share is of all tokens, not of what top-k kept; None: as JOINT says
     candidates_ptr,  # (programs of a row, B, 3 * CAPACITY + LIST) int32: keys, ids, masses, a list of chunks;
     # behind them of each made-up row as many, and its ``WORDS``
