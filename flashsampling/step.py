@@ -185,6 +185,7 @@ class Step(NamedTuple):
 
 
 UNDRAWN = -2  # in place of a token, between two kernels of a step: the second one draws without it
+UNDRAWN_TOP_K = 512  # rows with a greater one, or none, are drawn by the first
 
 
 class Drawn(NamedTuple):

@@ -11,7 +11,7 @@ import flashsampling
 from flashsampling import workspace
 from flashsampling.impl.cute import asked, config, launch
 from flashsampling.impl.cute.config import KINDS, NO_FLOORS, NO_PROCESSING
-from flashsampling.step import PLAIN, UNDRAWN, Asked, Step, layout
+from flashsampling.step import PLAIN, UNDRAWN, UNDRAWN_TOP_K, Asked, Step, layout
 from tests.conftest import DEVICE
 from tests.problems import ALL_SHAPES, CUTE_SHAPES, NEEDS_CUTE
 from tests.test_counts import seen_of
@@ -279,7 +279,7 @@ def are_left(step: Step, wanted: Asked, shape: config.TileConfig | None = None) 
     batch, dim = step.hidden_states.shape
     top_k = torch.zeros(batch, dtype=torch.int64, device=DEVICE) + wanted.top_k
     temperature = step.rows().temperature
-    left = (top_k > 0) & (top_k < step.vocab_size) & (top_k <= config.FLOOR_KEYS)
+    left = (top_k > 0) & (top_k < step.vocab_size) & (top_k <= UNDRAWN_TOP_K)
     left &= (temperature >= 1e-6) & (temperature < 2.0**100)
     block = (shape or config.choose_config(batch, dim)).block_b
     return torch.cat([of_block.all().expand(len(of_block)) for of_block in left.split(block)])
@@ -398,11 +398,12 @@ def test_whose_draws_are_left_does_not_matter(batch):
     and what else is done with the codes that are not made."""
     step = make_step(batch, 4099 if ON_GPU else 1001, 64)
     temperature = torch.rand(batch, device=DEVICE) * 1.5 + 0.2
-    step.weight[[50, 700], 0], step.weight[90, 1], step.weight[300, 2] = 1e38, 1e38, math.nan
+    step.weight[: step.vocab_size, :3] = 0.0
+    step.weight[[50, 700], 0], step.weight[90, 1], step.weight[: step.vocab_size, 2] = 1e38, 1e38, 1.0
     step.hidden_states[:, :3] = 0.0
     step.hidden_states[1::5, 0] = 1e4  # two of +inf
     step.hidden_states[2::5, 1] = -1e4  # -inf
-    step.hidden_states[3::5, 2] = 1.0
+    step.hidden_states[3::5, 2] = math.nan
     counts = torch.where(torch.rand(batch, step.vocab_size, device=DEVICE) < 0.05, 2, 0).int()
     penalties = Asked(counts=counts, seen=seen_of(counts), frequency_penalty=0.3, repetition_penalty=1.2)
     mask = torch.randint(-(2**31), 2**31 - 1, (batch, -(-step.vocab_size // 32)), dtype=torch.int32, device=DEVICE)
@@ -417,6 +418,7 @@ def test_whose_draws_are_left_does_not_matter(batch):
     ):
         whole = step._replace(asked=wanted, temperature=temperature)
         drawn = agrees(launch.run(whole), whole)
+        assert (drawn.ids[:batch] >= 0).float().mean() >= 0.7 - 1 / batch
         greedy = whole._replace(temperature=torch.where(torch.arange(batch, device=DEVICE) == batch // 2, 0.0, temperature))
         others = torch.arange(batch, device=DEVICE) != batch // 2
         of = layout(batch, 1, wanted)

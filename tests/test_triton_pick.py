@@ -14,7 +14,7 @@ from triton.runtime.interpreter import interpreter_builder
 from flashsampling.impl import filters, reference
 from flashsampling.impl.triton import logits, logits_ahead, logits_pick
 from flashsampling.impl.triton.logits import Config, Records, Summaries, empty_records, pick, run
-from flashsampling.step import PLAIN, UNDRAWN, Asked, Drawn, Step, layout
+from flashsampling.step import PLAIN, UNDRAWN, UNDRAWN_TOP_K, Asked, Drawn, Step, layout
 from tests.conftest import COMPILED, DEVICE
 from tests.test_triton_logits import INF, SMALL, agrees, hottest, make_step, of, with_logits
 
@@ -77,12 +77,16 @@ def picked(
     undrawn: Tensor | bool = False,
 ) -> Drawn:
     """Rows 16 bytes apart, what lies between them is not read, nor are chunks below ``floors``, nor beside these masses of rows
-    with a top-k; tokens without filters from the oracle, none of rows ``undrawn``."""
+    with a top-k; tokens without filters from the oracle, but of rows ``undrawn``."""
     assert step.logits is not None
     unfiltered = reference.run(step._replace(asked=PLAIN)).ids
     if DEVICE.type == "cuda":  # the kernel's own arithmetic, where two scores are next to equal
         unfiltered = run(step._replace(asked=PLAIN)).ids
-    unfiltered = torch.where(torch.as_tensor(undrawn, device=DEVICE), UNDRAWN, unfiltered)
+    undrawn = torch.as_tensor(undrawn, device=DEVICE).expand(len(step.logits))
+    if undrawn.any():  # or else any token: of such a row it is never asked for
+        other = torch.arange(len(step.logits), device=DEVICE) % 2 * (unfiltered >= 0) != 0
+        told = torch.where(other, step.logits.nan_to_num(0.0).argmax(1), UNDRAWN)
+        unfiltered = torch.where(undrawn, told, unfiltered)
     summaries = summaries_of(step, sums)._replace(floors=floors)
     if floors is not None:
         step = with_logits(step, without_chunks(step, summaries.keys < floors[:, None]))
@@ -120,7 +124,13 @@ def may_be_undrawn(step: Step) -> Tensor:
     """(B,) bool: rows with a top-k that are not greedy, and whose temperature is no infinity's. Of one draw."""
     temperature = step.rows().temperature
     top_k = torch.as_tensor(step.asked.top_k, device=DEVICE).expand(temperature.shape)
-    left = (top_k > 0) & (top_k < step.vocab_size) & (temperature >= filters.GREEDY_BELOW) & (temperature < 2.0**100)
+    left = (
+        (top_k > 0)
+        & (top_k < step.vocab_size)
+        & (top_k <= UNDRAWN_TOP_K)
+        & (temperature >= filters.GREEDY_BELOW)
+        & (temperature < 2.0**100)
+    )
     return left & (step.num_samples == 1)
 
 
@@ -248,7 +258,7 @@ def test_what_draws_nothing_ahead(monkeypatch):
     assert logits.room_of(few._replace(asked=PLAIN), SMALL).candidates.numel() == 0
 
 
-@pytest.mark.parametrize("top_k", [1, 3, 60, VOCAB - 1])
+@pytest.mark.parametrize("top_k", [1, 3, 60, min(VOCAB - 1, UNDRAWN_TOP_K)])
 @pytest.mark.parametrize("more", [{}, {"top_p": 0.5, "min_p": 0.1}, {"top_p": 0.9, "logprobs": True, "top_logprobs": 2}])
 def test_infinite_rows(top_k, more):
     """Undefined without a finite logit, which a chunk beside an infinite one may have, or the last token alone."""

@@ -25,6 +25,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, range_constexpr, select_
 
+from ...step import UNDRAWN_TOP_K
 from . import noise, ptx, slots
 from .arguments import Arguments, Outputs, Walk
 from .config import FLOOR_KEYS, TILE_V, floor_rank
@@ -61,7 +62,7 @@ def leaves_draw(args: Arguments, out: Outputs, row, temperature: Float32) -> Boo
     word of what the row is. A greedy row is not filtered there; at an infinite temperature -inf is no score."""
     top_k = _top_k(out, row)
     warm = (temperature >= Float32(noise.GREEDY_BELOW)) & (temperature < Float32(_INFINITE))
-    return warm & _filters(args, top_k) & (top_k <= Int64(FLOOR_KEYS))
+    return warm & _filters(args, top_k) & (top_k <= Int64(UNDRAWN_TOP_K))
 
 
 @cute.jit

@@ -281,10 +281,11 @@ def draw_in_rounds(
 @jit
 def draw_from_row(
     tokens, limit, least_mass, first, temperature, seed, offset, stream, winners_ptr, blocks, full, ids_ptr, num_samples,
-    DRAWN: tl.constexpr, BLOCKS: tl.constexpr, TILE: tl.constexpr, HEAD: tl.constexpr, ENTRIES: tl.constexpr,
+    asks, DRAWN: tl.constexpr, BLOCKS: tl.constexpr, TILE: tl.constexpr, HEAD: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
     """Writes the token with the best score among the kept ones, for every draw. ``first``, a multiple of 128: of the tokens
-    below it the scan has the best scores, in the first ``full`` of a draw's ``blocks``. ``DRAWN``: it has the row's tokens."""
+    below it the scan has the best scores, in the first ``full`` of a draw's ``blocks``. ``DRAWN``: it has the row's tokens, of
+    which the row ``asks``: if it may have none (UNDRAWN) it never does, since that kernel's noise is rounded otherwise."""
     scale, noise_factor = score_factors(temperature)
     key_lo, key_hi = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
     offset_lo, offset_hi = offset.to(tl.uint32), (offset >> 32).to(tl.uint32)
@@ -296,7 +297,7 @@ def draw_from_row(
         if DRAWN:
             drawn = tl.load(winners_ptr + draw).to(tl.int32)
             _raw, of_drawn = both_logits_of(tokens.source, drawn, HEAD, ENTRIES)
-            is_kept = (drawn >= 0) & (drawn < tokens.count) & (place_of(tokens, key_of(of_drawn), drawn) >= limit)
+            is_kept = asks & (drawn < tokens.count) & (place_of(tokens, key_of(of_drawn), drawn) >= limit)
             of_top = mass_of(of_drawn, tokens.top, tokens.scale)
             if is_kept & reaches(of_drawn, of_top, least_mass, tokens.top, tokens.scale):
                 known = known | (drawn ^ NO_TOKEN).to(tl.int64) | (1 << 32)  # any score

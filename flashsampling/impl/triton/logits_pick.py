@@ -46,6 +46,7 @@ from .logits_source import (
     NO_LOGIT,
     PLUS_INF,
     UNDRAWN,
+    UNDRAWN_TOP_K,
     Source,
     both_logits_of,
     chunks_in,
@@ -284,8 +285,8 @@ def pick_kernel(
             if TOP_K:  # noqa: SIM102, the one is for the compiler
                 if undrawn & (highest == PLUS_INF):
                     row_tokens = Tokens(source, cand_keys, cand_ids, cand_masses, last, lowest, ID_BITS, top, scale, list_ptr)
-                    finite = some_finite(keys) | any_finite(row_tokens, WHOLE_TILE // 2, HEAD, ENTRIES)
-                    undefined = undefined | (finite == 0)
+                    if some_finite(keys) == 0:
+                        undefined = undefined | (any_finite(row_tokens, WHOLE_TILE // 2, HEAD, ENTRIES) == 0)
         else:
             marks = tl.load(marks_ptr + far * blocks + block, mask=block < blocks, other=MIXED)
             undefined = undefined | (tl.max(marks, axis=0) == NAN)
@@ -460,7 +461,9 @@ def pick_kernel(
                 tl.store(ids_ptr, token.to(tl.int64))
         else:
             limit = tl.full((), 0, tl.int64)
+            asks = True  # for the row's token without filters
             if FILTERS:
+                asks = (by_top_k & (top_k <= UNDRAWN_TOP_K)) == 0
                 least_mass = tl.minimum(min_p, 1.0)
                 if filtered & (equal == 0):
                     limit = _limit(
@@ -469,8 +472,8 @@ def pick_kernel(
                     )  # fmt: skip
             draw_from_row(
                 row_tokens, limit, least_mass, full * (4 * COLUMNS * REPS), temperature, seed, offset, stream,
-                winners_ptr + far * num_samples * blocks, blocks, full, ids_ptr, num_samples, DRAWN, BLOCKS, WHOLE_TILE, HEAD,
-                ENTRIES,
+                winners_ptr + far * num_samples * blocks, blocks, full, ids_ptr, num_samples, asks, DRAWN, BLOCKS, WHOLE_TILE,
+                HEAD, ENTRIES,
             )  # fmt: skip
             if LOGPROBS and FILTERS:
                 if equal:

@@ -20,6 +20,7 @@ LN2 = Constant(0.6931471805599453)
 LARGEST = Constant(3.4028234663852886e38)  # finite number
 GREEDY_BELOW = Constant(1e-6)
 UNDRAWN = Constant(step.UNDRAWN)
+UNDRAWN_TOP_K = Constant(step.UNDRAWN_TOP_K)
 _AS_PROBABLE = Constant(-8.0e-17)  # a binary exponent: 2**-54 less than 1, from where on fp64 rounds to 1
 # keys of -inf, +inf and NaN
 MINUS_INF = Constant(-0x7F800001)
