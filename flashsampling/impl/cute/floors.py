@@ -37,7 +37,7 @@ _SEARCHED_BITS = 24
 _KNOWN = 1 << 32  # in a row's word, beside its floor
 _LARGEST = 3.4028234663852886e38
 _LN2 = 0.6931471805599453
-_INFINITE = 2.0**100  # a temperature by which an infinite logit is divided as by infinity, or hardly finite
+_INFINITE = 2.0**100  # a temperature whose inverse may be 0, which makes NaN of -inf: not of those below
 
 
 @cute.jit
