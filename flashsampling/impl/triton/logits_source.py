@@ -165,15 +165,9 @@ def place_in_memory(source, tokens, RUN: tl.constexpr):
 
 
 @jit
-def raw_logits(source, tokens, live, HEAD: tl.constexpr, RUN: tl.constexpr = 1):
-    """Raw logits of tokens, float32; -inf where not live. ``HEAD``: there is a scale or a soft cap. ``RUN``: see
-    ``place_in_memory``."""
-    return raw_logits_at(source, place_in_memory(source, tokens, RUN), tokens, live, HEAD)
-
-
-@jit
 def raw_logits_at(source, places, tokens, live, HEAD: tl.constexpr):
-    """Likewise of tokens whose ``place_in_memory`` is known."""
+    """Raw logits of tokens whose ``place_in_memory`` is known, float32; -inf where not live. ``HEAD``: there is a scale or a
+    soft cap."""
     x = tl.load(source.logits + source.row * source.logits_stride + places, mask=live, other=float("-inf")).to(tl.float32)
     if source.bias is not None:
         x += tl.load(source.bias + tokens, mask=live, other=0.0)
@@ -183,6 +177,12 @@ def raw_logits_at(source, places, tokens, live, HEAD: tl.constexpr):
             x = _tanh(x / source.soft_cap) * source.soft_cap
         x = tl.where(live, x, float("-inf"))
     return x
+
+
+@jit
+def raw_logits(source, tokens, live, HEAD: tl.constexpr, RUN: tl.constexpr = 1):
+    """Likewise of tokens wherever they lie. ``RUN``: see ``place_in_memory``."""
+    return raw_logits_at(source, place_in_memory(source, tokens, RUN), tokens, live, HEAD)
 
 
 @jit
