@@ -11,11 +11,12 @@ import flashsampling
 from flashsampling import workspace
 from flashsampling.impl.cute import asked, config, launch
 from flashsampling.impl.cute.config import KINDS, NO_FLOORS, NO_PROCESSING
-from flashsampling.step import PLAIN, UNDRAWN, UNDRAWN_TOP_K, Asked, Step, layout
+from flashsampling.step import PLAIN, UNDRAWN, Asked, Step, layout
 from tests.conftest import DEVICE
 from tests.problems import ALL_SHAPES, CUTE_SHAPES, NEEDS_CUTE
 from tests.test_counts import seen_of
 from tests.test_triton_logits import agrees
+from tests.test_triton_pick import by_token, may_be_undrawn
 
 pytestmark = NEEDS_CUTE
 
@@ -277,17 +278,9 @@ def several_tiles(monkeypatch):
 def are_left(step: Step, wanted: Asked, shape: config.TileConfig | None = None) -> torch.Tensor:
     """(B,) bool: rows of a block all of whose draws are left to ``pick``."""
     batch, dim = step.hidden_states.shape
-    top_k = torch.zeros(batch, dtype=torch.int64, device=DEVICE) + wanted.top_k
-    temperature = step.rows().temperature
-    left = (top_k > 0) & (top_k < step.vocab_size) & (top_k <= UNDRAWN_TOP_K)
-    left &= (temperature >= 1e-6) & (temperature < 2.0**100)
+    left = may_be_undrawn(step._replace(asked=wanted))
     block = (shape or config.choose_config(batch, dim)).block_b
     return torch.cat([of_block.all().expand(len(of_block)) for of_block in left.split(block)])
-
-
-def by_token(stored: torch.Tensor) -> torch.Tensor:
-    """What lies by chunks, as it does beside floors."""
-    return stored.view(len(stored), -1, 4, 2, 16).transpose(2, 3).reshape(stored.shape)
 
 
 def floored(
@@ -371,8 +364,8 @@ def test_masses_of_rows_without_a_top_k_beside_rows_with_one(shape, several_tile
 
 @pytest.mark.parametrize("shape", CONFIGS, ids=IDS)
 def test_draws_are_left_to_pick(shape, several_tiles):
-    """By a block of rows whose rows all have a top-k: one that is greedy, has none, a great one or next to no temperature's
-    limit draws. Floors are found as before."""
+    """By a block whose rows all have a top-k. One row that is greedy or hot without limit, or whose top-k is none or great, has
+    all of its block drawn. Floors are found as before."""
     rows = shape.block_b
     step = make_step(2 * rows - 3, 6_005, 64)._replace(temperature=torch.rand(2 * rows - 3, device=DEVICE) + 0.2)
     without = asked.with_logits(step, 1, (True, False), shape)

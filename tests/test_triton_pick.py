@@ -53,6 +53,11 @@ def by_chunk(logits: Tensor) -> Tensor:
     return padded.view(len(logits), -1, 2, 4, 16).transpose(2, 3).reshape(len(logits), -1)
 
 
+def by_token(stored: Tensor) -> Tensor:
+    """The opposite."""
+    return stored.view(len(stored), -1, 4, 2, 16).transpose(2, 3).reshape(stored.shape)
+
+
 def without_chunks(step: Step, missing: Tensor) -> Tensor:
     """The logits, of chunks ``missing`` (B, chunks) what may lie in memory: highest and other logits of the row too."""
     assert step.logits is not None
@@ -237,7 +242,7 @@ def test_a_row_that_is_made_up_is_drawn_ahead(asked, of_made_up, floors, monkeyp
     assert (candidates != 12345).any()
     row = made_up[:tokens].view(torch.float32)[None]
     if floors:
-        row = row.view(-1, 4, 2, 16).transpose(1, 2).reshape(1, -1)
+        row = by_token(row)
     assert len(row.unique()) == tokens
     first = step.part(0, 1)._replace(vocab_size=tokens, temperature=1.0, asked=of_made_up)
     place = logits_ahead.RESULT.value

@@ -21,7 +21,7 @@ import triton.language as tl
 
 from .constant import Constant
 from .jit import jit
-from .logits_source import LOG2E, chunk_tokens, exp2, key_of
+from .logits_source import LOG2E, chunk_places, chunk_tokens, exp2, key_of
 
 WORDS = 2184  # of the room
 TOKENS = Constant(2048)
@@ -59,7 +59,7 @@ def make_up(row, BY_CHUNK: tl.constexpr):
     highest = tl.max(x, axis=1)
     places = token
     if BY_CHUNK:
-        places = chunk[:, None] * 32 + tl.arange(0, 32)[None, :]
+        places = chunk_places(chunk)
     tl.store(row.logits.to(tl.pointer_type(tl.float32)) + places, x)
     tl.store(row.keys + chunk, key_of(highest))
     tl.store(row.sums.to(tl.pointer_type(tl.float32)) + chunk, tl.sum(exp2((x - highest[:, None]) * LOG2E), axis=1))

@@ -16,6 +16,7 @@ from .logits_source import (
     NO_LOGIT,
     PLUS_INF,
     chunk_of,
+    chunk_places,
     chunk_tokens,
     key_of,
     mass_of,
@@ -216,7 +217,7 @@ def chunk_tile(
     token = chunk_tokens(chunk)
     live = (token < source.vocab_size) & (slot < listed)[:, None]
     if source.floors is not None:
-        places = chunk[:, None] * 32 + tl.arange(0, 32)[None, :]
+        places = chunk_places(chunk)
     else:
         places = token
     x = raw_logits_at(source, places, token, live, HEAD)

@@ -78,6 +78,12 @@ def chunk_tokens(chunk):
 
 
 @jit
+def chunk_places(chunk):
+    """Likewise ``place_in_memory``, beside floors."""
+    return chunk[:, None] * 32 + tl.arange(0, 32)[None, :]
+
+
+@jit
 def chunk_of(token):
     """The chunk that a token is in."""
     return token // 128 * 4 + token // 16 % 4
