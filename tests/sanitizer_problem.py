@@ -23,6 +23,8 @@ from tests.test_cute_logits import make_step
 from tests.test_exchange_kernel import Ranks
 from tests.test_triton_logits import agrees
 
+UNDRAWN = "top-k top-p, no row greedy"  # whose draws are left to the second launch
+
 
 def check_requests(kernel: str, batch: int) -> None:
     """Each kind of request, of more tiles than a GPU has multiprocessors: chunks below a row's floor are left out."""
@@ -42,6 +44,7 @@ def check_requests(kernel: str, batch: int) -> None:
     logprobs = {"logprobs": True, "top_logprobs": 3, "logprob_ids": ids, "logsumexp": True}
     for name, asked in {
         "top-k top-p": Asked(**of_filters),
+        UNDRAWN: Asked(**of_filters),
         "top-p": Asked(top_p=rows[0]),
         "min-p": Asked(min_p=rows[0]),
         "log-probabilities": Asked(**logprobs),
@@ -51,6 +54,8 @@ def check_requests(kernel: str, batch: int) -> None:
         "everything": penalties._replace(**of_filters, **biases, **logprobs),
     }.items():
         one = step._replace(asked=asked)
+        if name == UNDRAWN:
+            one = one._replace(temperature=step.temperature.clamp(min=0.2))
         agrees(ops.sample(one, kernel), one, tolerance=2e-3)  # sums of products in another order
         print(kernel, batch, name, "agrees", flush=True)
 
