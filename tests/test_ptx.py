@@ -324,7 +324,8 @@ def test_threads_of_a_warp():
             assert run(code + " cvt.s64.s32 %rd9, %r9;", words).tolist() == expected, code
 
 
-def test_threads_of_a_cta():
+@pytest.mark.parametrize("wait", ["bar.sync", "barrier.cta.sync"])
+def test_threads_of_a_cta(wait):
     """Atomics of shared memory between named barriers; one that some only arrive at; a count of conditions."""
     code = """
   mov.b32 %r20, memory;
@@ -341,11 +342,11 @@ def test_threads_of_a_cta():
   mov.b64 %rd9, 0;
   bra END;
 LATER:
-  bar.sync 1, 128;
+  WAIT 1, 128;
   ld.shared.b32 %r24, [%r20];
   mov.b64 %rd9, {%r24, %r23};
 END:
-"""
+""".replace("WAIT", wait)
     for seed in range(5):
         settings.seed = seed
         got = run(code, [(0, 0, 0, 0)], threads=128 + 0)

@@ -601,6 +601,9 @@ class _Translator:
         yield f"  uint32_t *rows[32]; EACH(group) if (lane < {8 * many}) rows[lane] = (void *){place};"
 
     def _meet_barrier(self, item: Instruction) -> Iterator[str]:
+        if item.opcode[1:] == ("cta", "sync"):
+            yield from self._meet_bar(Instruction(("bar", "sync"), item.operands, item.guard, item.line))
+            return
         assert item.opcode[1] == "cluster", f"not known: {item}"
         yield f"  if (!cluster_{item.opcode[2]}(w)) return 0;"
 

@@ -191,25 +191,25 @@ class SampleKernel:
             if warp == 0:
                 self.mainloop.produce(pipe, tma_w, tW, tma_h, tH, sW, sH, rank, row_block, row_blocks, walk, args.base)
             elif warp < 3:
-                prepared.arrive_and_wait()
+                ptx.meet(prepared)
                 self.epilogue.evaluate(args, walk, shared, thread - 32)
                 published.arrive()
             else:
                 if const_expr(finder):
-                    prepared.arrive_and_wait()
+                    ptx.meet(prepared)
                     self.epilogue.find_floors(args, out, walk, shared, row_block, ctas, thread - 96)
                     published.arrive()
         elif warp_group == 1:
             cute.arch.setmaxregister_decrease(self.noise_registers)
             thread = thread - _WARPGROUP
             self.epilogue.prepare(args, out, walk, shared, thread, finishing)
-            prepared.arrive_and_wait()
+            ptx.meet(prepared)
             self.epilogue.make_codes(args, asked, walk, shared, thread, finishing)
             self.epilogue.finish(args, out, shared, row_block, row_blocks, ctas, thread, published, finishing)
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
             thread = thread - 2 * _WARPGROUP
-            prepared.arrive_and_wait()
+            ptx.meet(prepared)
             tCrW, tCrH, accumulator = self.mainloop.fragments(tiled_mma, sW, sH, warp_group - 2)
             logits = self.epilogue.logits_of(accumulator)
             state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.mainloop.stages)

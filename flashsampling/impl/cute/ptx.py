@@ -12,6 +12,12 @@ def happened(barrier: Uint32, phase: Uint32) -> Uint32:
     return cute.arch.inline_ptx(ptx, write_only_types=[Uint32], read_only_args=[barrier, phase])
 
 
+def meet(barrier) -> None:
+    """The threads of a named barrier wait for each other, each warp wherever its instruction stands: of the DSL's own, which is
+    aligned, compute-sanitizer's synccheck wants a single one in the kernel."""
+    cute.arch.inline_ptx(f"barrier.cta.sync {barrier.barrier_id}, {barrier.num_threads};")
+
+
 def count(barrier, condition: Boolean) -> Int32:
     """Of a named barrier's threads, which it waits for, those for which a condition holds."""
     ptx = (
