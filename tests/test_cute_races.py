@@ -122,7 +122,7 @@ def test_exchange(batch, num_samples, watched):
 
 MUTATIONS = {  # of the kernel with logits
     "consumers do not wait for each other": (r"bar\.sync\s+1, 256;", "mov.b32 %r0, %r0;"),
-    "nobody waits until the rows are prepared": (r"bar\.sync\s+4, 480;", "bar.arrive 4, 480;"),
+    "nobody waits until the rows are prepared": (r"barrier\.cta\.sync 4, 480;", "bar.arrive 4, 480;"),
     "warps do not meet": (r"bar\.warp\.sync\s+-1;", "mov.b32 %r0, %r0;"),
     "the first tile is counted without order": (r"red\.release\.gpu", "red.relaxed.gpu"),
     "a stage is released before its products have read it": (r"wgmma\.wait_group\.sync\.aligned\s+1;", "mov.b32 %r0, %r0;"),

@@ -25,7 +25,7 @@ from .parse import parse
 from .translate import translate
 
 _HERE = Path(__file__).parent
-_OPTIONS = ("-O1", "-fwrapv", "-fno-strict-aliasing", "-ffp-contract=off", "-shared", "-fPIC", "-w", f"-I{_HERE}")
+_OPTIONS = ("-Og", "-fwrapv", "-fno-strict-aliasing", "-ffp-contract=off", "-shared", "-fPIC", "-w", f"-I{_HERE}")
 _ERROR_BYTES = 4000
 _RUNNING, _DONE, _FAILED = range(3)
 
