@@ -3,6 +3,7 @@ thread, and of each instruction at which threads meet, a function of a warp. ``m
 
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 from .parse import Instruction, Kernel
@@ -601,8 +602,8 @@ class _Translator:
         yield f"  uint32_t *rows[32]; EACH(group) if (lane < {8 * many}) rows[lane] = (void *){place};"
 
     def _meet_barrier(self, item: Instruction) -> Iterator[str]:
-        if item.opcode[1:] == ("cta", "sync"):
-            yield from self._meet_bar(Instruction(("bar", "sync"), item.operands, item.guard, item.line))
+        if item.opcode[1] == "cta":
+            yield from self._meet_bar(replace(item, opcode=("bar", *item.opcode[2:])))
             return
         assert item.opcode[1] == "cluster", f"not known: {item}"
         yield f"  if (!cluster_{item.opcode[2]}(w)) return 0;"
