@@ -9,9 +9,12 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+import triton
+import triton.language as tl
 from triton.runtime.interpreter import interpreter_builder
 
 from flashsampling.impl import filters, reference
+from flashsampling.impl.device import multiprocessors
 from flashsampling.impl.triton import logits, logits_ahead, logits_pick
 from flashsampling.impl.triton.logits import Config, Records, Summaries, empty_records, pick, run
 from flashsampling.step import PLAIN, UNDRAWN, UNDRAWN_TOP_K, Asked, Drawn, Step, layout
@@ -20,6 +23,15 @@ from tests.test_triton_logits import INF, SMALL, agrees, hottest, make_step, of,
 
 CUDA = DEVICE.type == "cuda"
 VOCAB = 30_011 if CUDA else 389  # the last block of 128 tokens is not full
+MADE_UP = logits_ahead.WORDS.value + 3 * logits_ahead.TOKENS.value + 64 + 3 * SMALL.few  # words of a made-up row's room
+
+
+@triton.jit
+def turns_kernel(ptr, ahead: tl.int32):
+    program = tl.program_id(0)
+    is_made_up, row = logits_ahead.turn_of(program, ahead)
+    tl.store(ptr + 2 * program, is_made_up.to(tl.int32))
+    tl.store(ptr + 2 * program + 1, row)
 
 
 def key_of(x: Tensor) -> Tensor:
@@ -205,16 +217,19 @@ def test_rows_of_two_programs_are_those_of_one(asked, monkeypatch):
         (Asked(top_k=30, top_p=0.8), Asked(top_k=20, top_p=0.9)),
         (Asked(top_k=3000, top_p=0.8), Asked(top_k=20, top_p=0.9)),
         (Asked(top_k=30, top_p=0.8, joint_top_p=1), Asked(top_k=20, top_p=0.9, joint_top_p=1)),
-        (Asked(top_k=of([0, 9]), top_p=of([0.8, 0.5]), min_p=of([0.2, 0.0])), Asked(top_p=0.9, min_p=0.05)),
+        (
+            Asked(top_k=of([0, 9]), top_p=of([0.8, 0.5]), min_p=of([0.2, 0.0])),
+            Asked(top_k=of([0, 20]), top_p=0.9, min_p=of([0.05, 0.0])),
+        ),
         (Asked(top_p=0.7), Asked(top_p=0.9)),
         (Asked(min_p=0.1), Asked(min_p=0.05)),
     ],
     ids=["top_k", "many", "joint", "by row", "top_p", "min_p"],
 )
 @pytest.mark.parametrize("floors", [False, True])
-def test_a_row_that_is_made_up_is_drawn_ahead(asked, of_made_up, floors, monkeypatch):
-    """With the first row's kinds of filters, by one program more, which writes to its own part of the room alone: its token is
-    the oracle's, and the others' are what they are without it."""
+def test_made_up_rows_are_drawn_ahead(asked, of_made_up, floors, monkeypatch):
+    """Each with a row's kinds of filters, by a program more, which writes to its own part of the room alone: its token is the
+    oracle's, and the rows' are what they are without it."""
     waiting = []
     if not CUDA:
         monkeypatch.setattr(logits, "_pdl", lambda device, config: True)
@@ -232,30 +247,49 @@ def test_a_row_that_is_made_up_is_drawn_ahead(asked, of_made_up, floors, monkeyp
     waiting.clear()
 
     made = logits.room_of(step, SMALL)
-    size, tokens, words = made.candidates.numel(), logits_ahead.TOKENS.value, logits_ahead.WORDS
+    size, tokens = made.candidates.numel(), logits_ahead.TOKENS.value
     room = torch.full((size + 64,), 12345, dtype=torch.int32, device=DEVICE)
     assert torch.equal(pick(step, summaries, unfiltered, SMALL, room=made._replace(candidates=room[:size])).ids, without)
     assert (room[size:] == 12345).all()
     assert CUDA or COMPILED or waiting == [1, 2]
-    each = (size - words) // 3
-    candidates, made_up = room[2 * each : 3 * each], room[3 * each : size].clone()
-    assert (candidates != 12345).any()
-    row = made_up[:tokens].view(torch.float32)[None]
+    rooms = room[size - 2 * MADE_UP : size].clone().split(MADE_UP)
+    made_up = torch.stack([each[:tokens].view(torch.float32) for each in rooms])
     if floors:
-        row = by_token(row)
-    assert len(row.unique()) == tokens
-    first = step.part(0, 1)._replace(vocab_size=tokens, temperature=1.0, asked=of_made_up)
-    place = logits_ahead.RESULT.value
-    assert made_up[place : place + 2].view(torch.int64).tolist() == reference.run(with_logits(first, row)).ids.tolist()
+        made_up = by_token(made_up)
+    assert len(made_up[0].unique()) == tokens
+    drawn = step._replace(vocab_size=tokens, temperature=torch.ones(2, device=DEVICE), asked=of_made_up)
+    place, candidates = logits_ahead.RESULT.value, logits_ahead.WORDS.value
+    ids = [each[place : place + 2].view(torch.int64).item() for each in rooms]
+    assert ids == reference.run(with_logits(drawn, made_up)).ids.tolist()
+    assert all((each[candidates:] != 12345).any() for each in rooms)
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2, 5, 64, 132, 511])
+def test_turns_of_made_up_rows(ahead):
+    """Each row once of both kinds, neighbours of both; and so are every second and every fourth of eight programs."""
+    rows = ahead or 7
+    turns = torch.full((rows + ahead, 2), -1, dtype=torch.int32, device=DEVICE)
+    turns_kernel[(rows + ahead,)](turns, ahead)
+    assert sorted(map(tuple, turns.tolist())) == sorted((kind, row) for kind in range(2 if ahead else 1) for row in range(rows))
+    kinds = turns[:, 0].tolist()
+    for first in range(0, len(kinds) - 7, 8) if ahead else ():
+        for apart in (1, 2, 4):
+            for pair in range(0, 8, 2 * apart):
+                for n in range(first + pair, first + pair + apart):
+                    assert {kinds[n], kinds[n + apart]} == {0, 1}
 
 
 def test_what_draws_nothing_ahead(monkeypatch):
-    """Many rows, ids that take more bits than the vocabulary's, several draws, log-probabilities: no room for it."""
+    """More rows than multiprocessors, ids that take more bits than the vocabulary's, several draws, log-probabilities: no room
+    for it."""
     monkeypatch.setattr(logits, "_pdl", lambda device, config: True)
     few = make_step(batch=2, vocab=2048, asked=Asked(top_k=3))
-    more = logits.room_of(few, SMALL).candidates.numel()
-    each = logits.room_of(make_step(batch=9, vocab=2048, asked=Asked(top_k=3)), SMALL).candidates.numel() // 9
-    assert more == 3 * each + logits_ahead.WORDS
+    more = logits.room_of(few, SMALL)
+    many = multiprocessors(torch.device(DEVICE)) + 1
+    without = logits.room_of(make_step(batch=many, vocab=2048, asked=Asked(top_k=3)), SMALL)
+    each = without.candidates.numel() // many
+    assert (more.ahead, without.ahead) == (2, 0)
+    assert more.candidates.numel() == 2 * (each + MADE_UP)
     small = make_step(batch=2, vocab=2047, asked=Asked(top_k=3))
     for step in (small, few._replace(num_samples=2), few._replace(asked=Asked(top_k=3, logprobs=True))):
         assert logits.room_of(step, SMALL).candidates.numel() == 2 * each

@@ -7,7 +7,8 @@
            less than a block; of another one that is too flat for candidates, the row itself, several times (``logits_draw``)
 
 A kernel that has the logits in its hands anyway can do the scan's work, and draw for the rows without filters: ``pick`` alone
-follows it, and of few rows begins with one that is made up, so that its code is in the cache (``logits_ahead``).
+follows it, and up to a row per multiprocessor draws from as many that are made up, so that its code is in the caches
+(``logits_ahead``).
 
 What a row's chunks are depends on the vocabulary's size alone, and all sums run in a fixed order, so a row's result is the same
 bits in any batch. Extra memory per row: 8 bytes per chunk, 16 where raw log-probabilities are asked for, and the candidates.
@@ -58,7 +59,6 @@ class Config:
 
 
 CONFIG = Config()
-_FEW_ROWS = 8  # with more, nothing is gained by what comes from memory ahead (benchmarks.tune_logits, H100)
 
 
 class Summaries(NamedTuple):
@@ -223,7 +223,8 @@ def _candidates(asked: Asked, batch: int, programs: int, chunks: int, config: Co
     """Numbers that the second kernel keeps its candidates in."""
     if not (asked.may_filter() or asked.needs_raw_mass()):
         return 0
-    return programs * ((batch + ahead) * (3 * config.capacity + _list_length(chunks, config)) + ahead * WORDS)
+    made_up = WORDS.value + 3 * TOKENS.value + 64 + 3 * config.few
+    return programs * batch * (3 * config.capacity + _list_length(chunks, config)) + ahead * made_up
 
 
 def run(step: Step, config: Config = CONFIG, records: Records | None = None) -> Drawn:
@@ -257,12 +258,13 @@ def run(step: Step, config: Config = CONFIG, records: Records | None = None) -> 
 
 
 def _ahead(step: Step, config: Config) -> int:
-    """Rows that ``pick`` makes up while the kernel before it runs."""
-    asked = step.asked
+    """Rows that ``pick`` makes up while the kernel before it runs: one for each, where multiprocessors have room for both."""
+    asked, batch, device = step.asked, len(step.hidden_states), step.hidden_states.device
     has_room = step.vocab_size >= TOKENS.value  # ids of the made-up row must fit where the vocabulary's do
     of_one_draw = step.num_samples == 1 and not (asked.logprobs or asked.needs_raw_mass())
-    few = len(step.hidden_states) <= _FEW_ROWS and asked.may_filter()
-    return int(few and has_room and of_one_draw and _pdl(step.hidden_states.device, config))
+    if not (asked.may_filter() and has_room and of_one_draw and _pdl(device, config)):
+        return 0
+    return batch if batch <= multiprocessors(device) else 0
 
 
 def _room(step: Step, config: Config, records: Records | None, ahead: int) -> Room:
@@ -274,7 +276,7 @@ def _room(step: Step, config: Config, records: Records | None, ahead: int) -> Ro
 
 
 def room_of(step: Step, config: Config = CONFIG) -> Room:
-    """For ``pick``, to be made before the kernel that it follows is launched: of few rows it draws ahead in here, while that
+    """For ``pick``, to be made before the kernel that it follows is launched: of made-up rows it draws in here, while that
     kernel runs (``logits_ahead``)."""
     return _room(step, config, None, _ahead(step, config))
 

@@ -1,11 +1,15 @@
-"""A row that is made up, from which one program more of ``pick`` draws while the kernel before it still runs.
+"""Rows that are made up, from which programs of ``pick`` draw while the kernel before it still runs.
 
-Of ``pick``'s thousands of instructions a row executes some 2,000 once, and a step's weight has pushed them out of the caches: a
-single row waits for its code as long as for anything else. While the kernel before it ends, the other programs wait. This one
-does not: it has the code brought to the level-2 cache, and throws its token away.
+Of ``pick``'s thousands of instructions a row executes some 2,000 once, and a step's weight and its other kernels have pushed
+them out of the caches: of 19 us that a row of 64 takes with a top-k and a top-p behind the Hopper kernel, 7 are gone when it is
+launched again, of 13 with a min-p 8 (time stamps, an H100, 47b17c9). While the kernel before it ends, the rows' programs wait.
+So each has another beside it that does not wait: it has the code brought to the level-2 cache and to its multiprocessor, which
+has room for two, and throws its token away. Where two or four multiprocessors become free at once, neighbours lie on different
+ones, so rows and made-up rows come in an order in which every second and every fourth program are of both kinds as well
+(``turn_of``).
 
-It reads nothing that is made meanwhile and writes to its room alone, which must have been allocated before that kernel was
-launched: memory that is free behind a launch may be what the launch still reads.
+Such a program reads nothing that is made meanwhile and writes to its room alone, which must have been allocated before that
+kernel was launched: memory that is free behind a launch may be what the launch still reads.
 
     words of the room   what
     0 ..                logits of 2048 tokens, evenly from 0 to 24: some 200 of them have 0.9 of the mass
@@ -13,6 +17,7 @@ launched: memory that is free behind a launch may be what the launch still reads
     2176                the row's token without filters, which a top-p refuses
     2178                a floor below all
     2180                the token that is drawn
+    2184 ..             its candidates, and lists: 3 * 2048 + 64 + 3 * FEW
 """
 
 from typing import NamedTuple
@@ -23,8 +28,8 @@ from .constant import Constant
 from .jit import jit
 from .logits_source import LOG2E, chunk_places, chunk_tokens, exp2, key_of
 
-WORDS = 2184  # of the room
 TOKENS = Constant(2048)
+WORDS = Constant(2184)  # of the room, before the candidates
 _CHUNKS = Constant(64)
 _KEYS = Constant(2048)
 _SUMS = Constant(2112)
@@ -42,12 +47,24 @@ class MadeUp(NamedTuple):
     winner: object
     floor: object
     result: object
+    candidates: object
+
+
+@jit
+def turn_of(program, ahead):
+    """Whether a program draws from a made-up row, and which row it has, or has the parameters of. ``ahead``: how many are made
+    up, all or none. By the parity of the program's bits (the sequence of Thue and Morse)."""
+    parity = program ^ (program >> 8)
+    parity ^= parity >> 4
+    parity ^= parity >> 2
+    parity ^= parity >> 1
+    return (ahead > 0) & ((parity & 1) == 0), tl.where(ahead > 0, program >> 1, program)
 
 
 @jit
 def made_up_at(at):
     """Of the row that ``make_up`` writes to the int32 words from ``at`` on."""
-    return MadeUp(at, at + _KEYS, at + _SUMS, at + _WINNER, at + _FLOOR, at + RESULT)
+    return MadeUp(at, at + _KEYS, at + _SUMS, at + _WINNER, at + _FLOOR, at + RESULT, at + WORDS)
 
 
 @jit

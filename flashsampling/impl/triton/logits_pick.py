@@ -21,7 +21,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from .constant import Constant
 from .jit import jit
-from .logits_ahead import TOKENS, made_up_at, make_up
+from .logits_ahead import TOKENS, WORDS, made_up_at, make_up, turn_of
 from .logits_beside import log_sum_exp, place_in_row, write_drawn, write_given, write_record, write_top
 from .logits_chunks import (
     first_ties,
@@ -162,7 +162,7 @@ def pick_kernel(
     floors_ptr,  # if DRAWN, (B,) int32: logits of chunks with a lower key are not there, others lie by chunks; None: all are
     joint_ptr,  # (B,) int32, not 0: top-p's share is of all tokens, not of what top-k kept; None: as JOINT says
     candidates_ptr,  # (programs of a row, B, 3 * CAPACITY + LIST) int32: keys, ids, masses, a list of chunks;
-    # behind them of each made-up row as many, and its ``WORDS``
+    # behind them the made-up rows' rooms
     ids_ptr,  # (B, num_samples) int64, out
     logprobs_ptr,  # (B, num_samples) float32, out; None if nobody asks, as the following
     processed_ptr,
@@ -175,7 +175,7 @@ def pick_kernel(
     given_ptr,  # (B, num_given) float32, out
     num_given: tl.int32,
     lse_ptr,  # (B,) float32, out
-    ahead: tl.int32,  # 1: a row that is made up comes first, see ``logits_ahead``
+    ahead: tl.int32,  # rows that are made up, see ``logits_ahead``: none or as many as there are
     limits_ptr,  # (B,) int64, out: what ``rejection`` reads of a row: the place of its last kept token
     masses_ptr,  # (B, 4) float32, out: least mass of a kept token, mass of all, highest logit, a greedy row's token
     COLUMNS: tl.constexpr,
@@ -203,8 +203,8 @@ def pick_kernel(
     GATHERED: tl.constexpr,  # chunks at a time
     AT_FIRST: tl.constexpr,  # chunks with tokens before the one that is drawn without filters, not more
 ):
-    """See the module's docstring. Grid: (B, 1), or (B, 2) where there are likeliest or given tokens beside what is drawn; with
-    what is drawn ahead a program more, the first."""
+    """See the module's docstring. Grid: (B, 1), or (B, 2) where there are likeliest or given tokens beside what is drawn;
+    (2 B, 1) with made-up rows."""
     vocabulary = vocab_size
     AHEAD: tl.constexpr = PDL and DRAWN and not LOGPROBS and raw_keys_ptr is None
     row = tl.program_id(0)
@@ -213,22 +213,23 @@ def pick_kernel(
         draws = tl.program_id(1) == 0
         of_others = tl.program_id(1) == tl.num_programs(1) - 1
     is_made_up = False
+    capacity = CAPACITY
     if AHEAD:
-        is_made_up = row < ahead
-        row = tl.maximum(row - ahead, 0)
+        is_made_up, row = turn_of(row, ahead)
     far = row.to(tl.int64)
     cand_keys = candidates_ptr + far * (3 * CAPACITY + LIST)
     if raw_keys_ptr is not None:
         cand_keys += tl.program_id(1).to(tl.int64) * tl.num_programs(0) * (3 * CAPACITY + LIST)
     temperature = row_f32(temperature_at, temperature_value, row)
     if AHEAD:
-        last_room = candidates_ptr + (tl.num_programs(0) - ahead).to(tl.int64) * (3 * CAPACITY + LIST)
-        made_up = made_up_at(last_room + (3 * CAPACITY + LIST))
+        rooms = candidates_ptr + (tl.num_programs(0) - ahead).to(tl.int64) * (3 * CAPACITY + LIST)
+        made_up = made_up_at(rooms + row * (WORDS + 3 * TOKENS + 64 + 3 * FEW))
         if is_made_up:
             make_up(made_up, floors_ptr is not None)
         else:
             gdc_wait()
-        cand_keys = tl.where(is_made_up, last_room, cand_keys)
+        cand_keys = tl.where(is_made_up, made_up.candidates, cand_keys)
+        capacity = tl.where(is_made_up, TOKENS, CAPACITY)
         temperature = tl.where(is_made_up, 1.0, temperature)
         logits = tl.where(is_made_up, made_up.logits.to(logits.dtype), logits + far * logits_stride)
         chunk = far * chunks_in(vocab_size)
@@ -254,9 +255,9 @@ def pick_kernel(
     scale = mass_scale(temperature)
     num_chunks = chunks_in(vocab_size)
     at_chunks = far * num_chunks
-    cand_ids = cand_keys + CAPACITY
-    cand_masses = (cand_ids + CAPACITY).to(tl.pointer_type(tl.float32))
-    list_ptr = cand_ids + 2 * CAPACITY
+    cand_ids = cand_keys + capacity
+    cand_masses = (cand_ids + capacity).to(tl.pointer_type(tl.float32))
+    list_ptr = cand_ids + 2 * capacity
     ids_ptr += far * num_samples
 
     block = tl.arange(0, BLOCKS)
@@ -305,7 +306,7 @@ def pick_kernel(
             of_top_k = by_top_k & False
             if joint_ptr is not None:
                 of_top_k = by_top_k & (tl.load(joint_ptr + row) == 0)
-        if AHEAD:  # of the first row's kind
+        if AHEAD:  # of the row's kind
             top_k = tl.where(is_made_up, 20, top_k)
             top_p = tl.where(is_made_up, 0.9, top_p)
             min_p = tl.where(is_made_up, 0.05, min_p)
