@@ -82,11 +82,13 @@ class Summaries:
         makes_masses = self._makes_masses(args, out, walk.first_row + column0 - 2 * (lane % 4), lane)
         temperatures = self._temperatures(args, out, walk, column0 - 2 * (lane % 4), lane)
         cute.arch.sync_warp()  # the codes have been read
-        for first, count in self.groups:
-            if not floored:
+        if floored:
+            for first, count in self.groups:
+                self._keep_highest(shared, logits, first, count, warp, lane)
+        else:  # not a branch in each turn: code that a CTA has for the first time comes from memory, line after line
+            for first, count in self.groups:
                 self._store(out, logits, at + out.stride * (8 * first), [rows_left] * (2 * count), first, count, 256)
-            highest, own = reduction.scatter_max(self._each(self._highest(logits, first, count)), lane)
-            shared.codes[self._of_own(_HIGHEST, first, own, warp, lane)] = self._bits(highest)
+                self._keep_highest(shared, logits, first, count, warp, lane)
         if makes_masses:
             self._keep_factors(shared, temperatures, warp, lane)
             cute.arch.sync_warp()
@@ -169,6 +171,11 @@ class Summaries:
     def _each(self, of_column) -> list:
         """Of a group of blocks, by block, column and half of the tokens."""
         return [of_column[key] for key in sorted(of_column)]
+
+    def _keep_highest(self, shared, logits, first, count, warp, lane):
+        """Of a group of blocks' half chunks."""
+        highest, own = reduction.scatter_max(self._each(self._highest(logits, first, count)), lane)
+        shared.codes[self._of_own(_HIGHEST, first, own, warp, lane)] = self._bits(highest)
 
     def _highest(self, logits, first, count) -> dict:
         """Of a thread's two tokens."""
