@@ -110,6 +110,13 @@ def write_top(
 
 
 @jit
+def _higher(source, x, list_ptr, listed, first, CHUNKS: tl.constexpr, HEAD: tl.constexpr, ENTRIES: tl.constexpr):
+    """How many tokens of so many listed chunks, from ``first`` on, have a higher raw logit than x."""
+    logit, _, live = chunk_tile(source, list_ptr, listed, first, True, CHUNKS, HEAD, ENTRIES)
+    return tl.sum(tl.sum((live & (logit > x)).to(tl.int32), axis=1), axis=0)
+
+
+@jit
 def write_drawn(
     source, token, raw_keys, raw_highest, lse, top, scale, kept_mass, list_ptr, logprob_ptr, processed_ptr, rank_ptr,
     GATHERED: tl.constexpr, HEAD: tl.constexpr, ENTRIES: tl.constexpr,
@@ -124,10 +131,9 @@ def write_drawn(
         exponent = tl.where(y == top, 0.0, below(y, top, scale))
         processed = (exponent - tl.log2(kept_mass)) * LN2
         listed = list_chunks(raw_keys, key_of(x) + 1, list_ptr)
-        above = tl.full((), 0, tl.int32)
-        for first in range(0, listed, GATHERED):
-            logit, _, live = chunk_tile(source, list_ptr, listed, first, True, GATHERED, HEAD, ENTRIES)
-            above += tl.sum(tl.sum((live & (logit > x)).to(tl.int32), axis=1), axis=0)
+        above = _higher(source, x, list_ptr, listed, 0, GATHERED, HEAD, ENTRIES)
+        for first in range(GATHERED, listed, 4 * GATHERED):  # of few rows, which all others wait for
+            above += _higher(source, x, list_ptr, listed, first, 4 * GATHERED, HEAD, ENTRIES)
         rank = 1 + above.to(tl.int64)
     tl.store(logprob_ptr, raw)
     tl.store(processed_ptr, processed)
