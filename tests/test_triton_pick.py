@@ -16,14 +16,13 @@ from triton.runtime.interpreter import interpreter_builder
 from flashsampling.impl import filters, reference
 from flashsampling.impl.device import multiprocessors
 from flashsampling.impl.triton import logits, logits_ahead, logits_pick
-from flashsampling.impl.triton.logits import Config, Records, Summaries, empty_records, pick, run
+from flashsampling.impl.triton.logits import CONFIG, Config, Records, Summaries, empty_records, pick, run
 from flashsampling.step import PLAIN, UNDRAWN, UNDRAWN_TOP_K, Asked, Drawn, Step, layout
 from tests.conftest import COMPILED, DEVICE
 from tests.test_triton_logits import INF, SMALL, agrees, hottest, make_step, of, with_logits
 
 CUDA = DEVICE.type == "cuda"
 VOCAB = 30_011 if CUDA else 389  # the last block of 128 tokens is not full
-MADE_UP = logits_ahead.WORDS.value + 3 * logits_ahead.TOKENS.value + 64 + 3 * SMALL.few  # words of a made-up row's room
 
 
 @triton.jit
@@ -219,15 +218,16 @@ def test_rows_of_two_programs_are_those_of_one(asked, monkeypatch):
         (Asked(top_k=30, top_p=0.8, joint_top_p=1), Asked(top_k=20, top_p=0.9, joint_top_p=1)),
         (
             Asked(top_k=of([0, 9]), top_p=of([0.8, 0.5]), min_p=of([0.2, 0.0])),
-            Asked(top_k=of([0, 20]), top_p=0.9, min_p=of([0.05, 0.0])),
+            Asked(top_k=of([0, 20]), top_p=0.9, min_p=of([0.1, 0.0])),
         ),
         (Asked(top_p=0.7), Asked(top_p=0.9)),
-        (Asked(min_p=0.1), Asked(min_p=0.05)),
+        (Asked(min_p=0.2), Asked(min_p=0.1)),
     ],
     ids=["top_k", "many", "joint", "by row", "top_p", "min_p"],
 )
+@pytest.mark.parametrize("config", list(dict.fromkeys([SMALL, CONFIG])))
 @pytest.mark.parametrize("floors", [False, True])
-def test_made_up_rows_are_drawn_ahead(asked, of_made_up, floors, monkeypatch):
+def test_made_up_rows_are_drawn_ahead(asked, of_made_up, floors, config, monkeypatch):
     """Each with a row's kinds of filters, by a program more, which writes to its own part of the room alone: its token is the
     oracle's, and the rows' are what they are without it."""
     waiting = []
@@ -243,25 +243,26 @@ def test_made_up_rows_are_drawn_ahead(asked, of_made_up, floors, monkeypatch):
         summaries = summaries._replace(floors=key_of(values.amin(dim=1)))
         step = with_logits(step, by_chunk(values))
     unfiltered = (run if CUDA else reference.run)(with_logits(step, values)._replace(asked=PLAIN)).ids
-    without = pick(step, summaries, unfiltered, SMALL).ids
+    without = pick(step, summaries, unfiltered, config).ids
     waiting.clear()
 
-    made = logits.room_of(step, SMALL)
-    size, tokens = made.candidates.numel(), logits_ahead.TOKENS.value
-    room = torch.full((size + 64,), 12345, dtype=torch.int32, device=DEVICE)
-    assert torch.equal(pick(step, summaries, unfiltered, SMALL, room=made._replace(candidates=room[:size])).ids, without)
+    made = logits.room_of(step, config)
+    size, tokens, own = made.candidates.numel(), logits_ahead.TOKENS.value, logits_ahead.ROOM.value + 3 * config.few
+    room = torch.full((size + 4 * config.capacity,), 12345, dtype=torch.int32, device=DEVICE)
+    assert torch.equal(pick(step, summaries, unfiltered, config, room=made._replace(candidates=room[:size])).ids, without)
     assert (room[size:] == 12345).all()
     assert CUDA or COMPILED or waiting == [1, 2]
-    rooms = room[size - 2 * MADE_UP : size].clone().split(MADE_UP)
+    rooms = room[size - 2 * own : size].clone().split(own)
     made_up = torch.stack([each[:tokens].view(torch.float32) for each in rooms])
     if floors:
         made_up = by_token(made_up)
     assert len(made_up[0].unique()) == tokens
     drawn = step._replace(vocab_size=tokens, temperature=torch.ones(2, device=DEVICE), asked=of_made_up)
-    place, candidates = logits_ahead.RESULT.value, logits_ahead.WORDS.value
+    place = logits_ahead.RESULT.value
     ids = [each[place : place + 2].view(torch.int64).item() for each in rooms]
     assert ids == reference.run(with_logits(drawn, made_up)).ids.tolist()
-    assert all((each[candidates:] != 12345).any() for each in rooms)
+    likely = made_up >= made_up.amax(dim=1, keepdim=True) + math.log(0.1)
+    assert (likely.sum(dim=1) <= CONFIG.few).all()  # so that a min-p's goes the way of most rows
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2, 5, 64, 132, 511])
@@ -289,12 +290,25 @@ def test_what_draws_nothing_ahead(monkeypatch):
     without = logits.room_of(make_step(batch=many, vocab=2048, asked=Asked(top_k=3)), SMALL)
     each = without.candidates.numel() // many
     assert (more.ahead, without.ahead) == (2, 0)
-    assert more.candidates.numel() == 2 * (each + MADE_UP)
+    assert more.candidates.numel() == 2 * (each + logits_ahead.ROOM.value + 3 * SMALL.few)
     small = make_step(batch=2, vocab=2047, asked=Asked(top_k=3))
     for step in (small, few._replace(num_samples=2), few._replace(asked=Asked(top_k=3, logprobs=True))):
         assert logits.room_of(step, SMALL).candidates.numel() == 2 * each
     assert logits.room_of(few._replace(asked=Asked(top_k=3, logsumexp=True)), SMALL).candidates.numel() == 2 * each
     assert logits.room_of(few._replace(asked=PLAIN), SMALL).candidates.numel() == 0
+
+
+def test_ranks_of_the_least_likely():
+    """Whose list of chunks is the whole row's, many times as long as what is read of it at once."""
+    step = make_step(batch=3, vocab=4101, asked=Asked(logprobs=True))
+    step = with_logits(step, step.hidden_states)
+    order = step.logits.argsort(dim=1, descending=True)
+    assert len(step.logits.unique()) == step.logits.numel()
+    places = torch.tensor([4100, 4099, 2000], device=DEVICE)
+    drawn = order.gather(1, places[:, None]).flatten()
+    picked = pick(step, summaries_of(step), drawn, SMALL)
+    where = layout(3, 1, step.asked).ids["ranks"]
+    assert picked.ids[where.first : where.first + 3].tolist() == (places + 1).tolist()
 
 
 @pytest.mark.parametrize("top_k", [1, 3, 60, min(VOCAB - 1, UNDRAWN_TOP_K)])

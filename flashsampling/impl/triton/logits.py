@@ -11,9 +11,9 @@ follows it, and up to a row per multiprocessor draws from as many that are made 
 (``logits_ahead``).
 
 What a row's chunks are depends on the vocabulary's size alone, and all sums run in a fixed order, so a row's result is the same
-bits in any batch. Extra memory per row: 8 bytes per chunk, 16 where raw log-probabilities are asked for, and the candidates.
-Chunks of 64 tokens would be 4 bytes less per 32 logits, 3 % of what the scan reads, and twice as much to read again for a
-candidate; and a Hopper kernel has 32 of a row in one thread.
+bits in any batch. Extra memory per row: 8 bytes per chunk, 16 where raw log-probabilities are asked for, the candidates, and
+36 KB of a row that is made up. Chunks of 64 tokens would be 4 bytes less per 32 logits, 3 % of what the scan reads, and twice
+as much to read again for a candidate; and a Hopper kernel has 32 of a row in one thread.
 """
 
 import functools
@@ -28,7 +28,7 @@ from ...exchange import WHOLE
 from ...step import Asked, Drawn, Step, layout, row_argument
 from ..device import capability, multiprocessors
 from .config import next_power_of_2
-from .logits_ahead import TOKENS, WORDS
+from .logits_ahead import ROOM, TOKENS
 from .logits_pick import pick_kernel
 from .logits_scan import scan_kernel
 
@@ -112,7 +112,7 @@ class Room(NamedTuple):
 
     candidates: Tensor  # int32
     programs: int  # of a row
-    ahead: int = 0  # rows that are made up, see ``logits_ahead``
+    ahead: int = 0  # rows that are made up, see ``logits_ahead``: none, or as many as there are
 
 
 class Records(NamedTuple):
@@ -223,8 +223,8 @@ def _candidates(asked: Asked, batch: int, programs: int, chunks: int, config: Co
     """Numbers that the second kernel keeps its candidates in."""
     if not (asked.may_filter() or asked.needs_raw_mass()):
         return 0
-    made_up = WORDS.value + 3 * TOKENS.value + 64 + 3 * config.few
-    return programs * batch * (3 * config.capacity + _list_length(chunks, config)) + ahead * made_up
+    rows = programs * batch * (3 * config.capacity + _list_length(chunks, config))
+    return rows + ahead * (ROOM.value + 3 * config.few)
 
 
 def run(step: Step, config: Config = CONFIG, records: Records | None = None) -> Drawn:
@@ -258,7 +258,8 @@ def run(step: Step, config: Config = CONFIG, records: Records | None = None) -> 
 
 
 def _ahead(step: Step, config: Config) -> int:
-    """Rows that ``pick`` makes up while the kernel before it runs: one for each, where multiprocessors have room for both."""
+    """Rows that ``pick`` makes up while the kernel before it runs: one for each, up to a row per multiprocessor, which has room
+    for both with ``CONFIG``."""
     asked, batch, device = step.asked, len(step.hidden_states), step.hidden_states.device
     has_room = step.vocab_size >= TOKENS.value  # ids of the made-up row must fit where the vocabulary's do
     of_one_draw = step.num_samples == 1 and not (asked.logprobs or asked.needs_raw_mass())
@@ -302,7 +303,7 @@ def pick(
     assert summaries.raw_sums is not None or not wants_raw
     assert summaries.floors is None or not (wants_raw or records is not None)
     assert summaries.keys.shape[1] == 4 * -(-step.vocab_size // 128)
-    assert room is None or records is None
+    assert room is None or (records is None and room.ahead in (0, len(logits)))
     raw_keys = summaries.keys if wants_raw else None
     told = (summaries.keys, summaries.sums, raw_keys, summaries.raw_sums if wants_raw else None, drawn, None)
     common = _arguments(step, told, 1)

@@ -2,11 +2,11 @@
 
 Of ``pick``'s thousands of instructions a row executes some 2,000 once, and a step's weight and its other kernels have pushed
 them out of the caches: of 19 us that a row of 64 takes with a top-k and a top-p behind the Hopper kernel, 7 are gone when it is
-launched again, of 13 with a min-p 8 (time stamps, an H100, 47b17c9). While the kernel before it ends, the rows' programs wait.
-So each has another beside it that does not wait: it has the code brought to the level-2 cache and to its multiprocessor, which
-has room for two, and throws its token away. Where two or four multiprocessors become free at once, neighbours lie on different
-ones, so rows and made-up rows come in an order in which every second and every fourth program are of both kinds as well
-(``turn_of``).
+launched again, of 13 with a min-p 8 (time stamps, an H100, 47b17c9; docs/hopper.md has what of it is won). While the kernel
+before it ends, the rows' programs wait. So each has another beside it that does not wait: it has the code brought to the
+level-2 cache and to its multiprocessor, which has room for two, and throws its token away. Where two or four multiprocessors
+become free at once, neighbours come to lie on different ones, so rows and made-up rows are in an order in which every second
+and every fourth program are of both kinds as well (``turn_of``).
 
 Such a program reads nothing that is made meanwhile and writes to its room alone, which must have been allocated before that
 kernel was launched: memory that is free behind a launch may be what the launch still reads.
@@ -17,7 +17,7 @@ kernel was launched: memory that is free behind a launch may be what the launch 
     2176                the row's token without filters, which a top-p refuses
     2178                a floor below all
     2180                the token that is drawn
-    2184 ..             its candidates, and lists: 3 * 2048 + 64 + 3 * FEW
+    2184 ..             its candidates, 3 * 2048, and lists, 64 + 3 * FEW
 """
 
 from typing import NamedTuple
@@ -29,13 +29,14 @@ from .jit import jit
 from .logits_source import LOG2E, chunk_places, chunk_tokens, exp2, key_of
 
 TOKENS = Constant(2048)
-WORDS = Constant(2184)  # of the room, before the candidates
 _CHUNKS = Constant(64)
 _KEYS = Constant(2048)
 _SUMS = Constant(2112)
 _WINNER = Constant(2176)
 _FLOOR = Constant(2178)
 RESULT = Constant(2180)
+_CANDIDATES = Constant(2184)
+ROOM = Constant(2184 + 3 * 2048 + 64)  # words, and 3 * FEW more
 
 
 class MadeUp(NamedTuple):
@@ -64,7 +65,7 @@ def turn_of(program, ahead):
 @jit
 def made_up_at(at):
     """Of the row that ``make_up`` writes to the int32 words from ``at`` on."""
-    return MadeUp(at, at + _KEYS, at + _SUMS, at + _WINNER, at + _FLOOR, at + RESULT, at + WORDS)
+    return MadeUp(at, at + _KEYS, at + _SUMS, at + _WINNER, at + _FLOOR, at + RESULT, at + _CANDIDATES)
 
 
 @jit

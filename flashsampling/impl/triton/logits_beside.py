@@ -132,7 +132,7 @@ def write_drawn(
         processed = (exponent - tl.log2(kept_mass)) * LN2
         listed = list_chunks(raw_keys, key_of(x) + 1, list_ptr)
         above = _higher(source, x, list_ptr, listed, 0, GATHERED, HEAD, ENTRIES)
-        for first in range(GATHERED, listed, 4 * GATHERED):  # of few rows, which all others wait for
+        for first in range(GATHERED, listed, 4 * GATHERED):  # few rows come here, and all others wait for them
             above += _higher(source, x, list_ptr, listed, first, 4 * GATHERED, HEAD, ENTRIES)
         rank = 1 + above.to(tl.int64)
     tl.store(logprob_ptr, raw)

@@ -21,7 +21,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from .constant import Constant
 from .jit import jit
-from .logits_ahead import TOKENS, WORDS, made_up_at, make_up, turn_of
+from .logits_ahead import ROOM, TOKENS, made_up_at, make_up, turn_of
 from .logits_beside import log_sum_exp, place_in_row, write_drawn, write_given, write_record, write_top
 from .logits_chunks import (
     first_ties,
@@ -223,7 +223,7 @@ def pick_kernel(
     temperature = row_f32(temperature_at, temperature_value, row)
     if AHEAD:
         rooms = candidates_ptr + (tl.num_programs(0) - ahead).to(tl.int64) * (3 * CAPACITY + LIST)
-        made_up = made_up_at(rooms + row * (WORDS + 3 * TOKENS + 64 + 3 * FEW))
+        made_up = made_up_at(rooms + row * (ROOM + 3 * FEW))
         if is_made_up:
             make_up(made_up, floors_ptr is not None)
         else:
@@ -309,7 +309,7 @@ def pick_kernel(
         if AHEAD:  # of the row's kind
             top_k = tl.where(is_made_up, 20, top_k)
             top_p = tl.where(is_made_up, 0.9, top_p)
-            min_p = tl.where(is_made_up, 0.05, min_p)
+            min_p = tl.where(is_made_up, 0.1, min_p)  # all of them leave few candidates, as of most rows
         filtered = by_top_k | by_top_p | by_min_p
         undefined = undefined | (top_p != top_p) | (min_p != min_p)
         if not LOGPROBS:
