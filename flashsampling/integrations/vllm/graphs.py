@@ -25,7 +25,7 @@ from .state import PARAMETERS
 
 MOST_GRAPHS = 256  # more kinds of steps are launched
 _AS_LOGITS = 3  # tensors of float32 logits' size in a step at most: logits, counts, and what is beside them
-_BESIDE = 8192  # and as many numbers of a row thrice, whatever the vocabulary: candidates
+_BESIDE = 11_264  # and as many numbers of a row thrice, whatever the vocabulary: candidates, and those of a made-up row
 _logger = logging.getLogger("vllm.flashsampling")
 
 
