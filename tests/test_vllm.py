@@ -426,7 +426,7 @@ def test_no_graph_is_recorded_where_memory_is_short(monkeypatch):
     def work():
         return drawn
 
-    graphs, needed, free = Graphs(8, D, torch.float32, torch.device("cpu"), V), 3 * 4 * 8 * (V + 8192), [0]
+    graphs, needed, free = Graphs(8, D, torch.float32, torch.device("cpu"), V), 3 * 4 * 8 * (V + 11_264), [0]
     stream, handles = SimpleNamespace(wait_stream=lambda other: None), iter(range(9))
     drawn = Drawn(torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, dtype=torch.int32))
     pools: list[int] = []
