@@ -11,8 +11,8 @@ follows it, and up to a row per multiprocessor draws from as many that are made 
 (``logits_ahead``).
 
 What a row's chunks are depends on the vocabulary's size alone, and all sums run in a fixed order, so a row's result is the same
-bits in any batch. Extra memory per row: 8 bytes per chunk, 16 where raw log-probabilities are asked for, the candidates, and
-36 KB of a row that is made up. Chunks of 64 tokens would be 4 bytes less per 32 logits, 3 % of what the scan reads, and twice
+bits in any batch. Extra memory per row: 8 bytes per chunk, 16 where raw log-probabilities are asked for, the candidates, and 36
+KB where a row is made up. Chunks of 64 tokens would be 4 bytes less per 32 logits, 3 % of what the scan reads, and twice
 as much to read again for a candidate; and a Hopper kernel has 32 of a row in one thread.
 """
 
