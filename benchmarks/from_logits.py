@@ -50,18 +50,20 @@ def spectrum_source(folder: Path | None, name: str) -> str:
     return f"{name} from {folder}" if folder else "synthetic: Zipf's law, exponents 1 to 2"
 
 
-def filled(ranks: Tensor, logits: Tensor, vocab_of: int, batch: int, vocab: int, dtype: torch.dtype) -> Tensor:
-    """(B, V) on the GPU: rows of that spectrum, their ranks scaled to V, their tokens shuffled."""
-    generator = torch.Generator("cuda").manual_seed(0)
-    known = torch.log1p(ranks).cuda()
-    wanted = torch.log1p(torch.arange(vocab, device="cuda", dtype=torch.float64) * ((vocab_of - 1) / max(vocab - 1, 1)))
+def filled(
+    ranks: Tensor, logits: Tensor, vocab_of: int, batch: int, vocab: int, dtype: torch.dtype, device: str = "cuda"
+) -> Tensor:
+    """(B, V): rows of that spectrum, their ranks scaled to V, their tokens shuffled."""
+    generator = torch.Generator(device).manual_seed(0)
+    known = torch.log1p(ranks).to(device)
+    wanted = torch.log1p(torch.arange(vocab, device=device, dtype=torch.float64) * ((vocab_of - 1) / max(vocab - 1, 1)))
     right = torch.searchsorted(known, wanted).clamp(1, len(known) - 1)
     share = ((wanted - known[right - 1]) / (known[right] - known[right - 1])).clamp(0, 1)
-    out = torch.empty(batch, vocab, dtype=dtype, device="cuda")
+    out = torch.empty(batch, vocab, dtype=dtype, device=device)
     for row in range(batch):
-        values = logits[row % len(logits)].cuda()
+        values = logits[row % len(logits)].to(device)
         filled_row = values[right - 1] + share * (values[right] - values[right - 1])
-        out[row] = filled_row[torch.randperm(vocab, device="cuda", generator=generator)].to(dtype)
+        out[row] = filled_row[torch.randperm(vocab, device=device, generator=generator)].to(dtype)
     return out
 
 

@@ -434,8 +434,10 @@ def test_the_distribution_is_vllms(engine, runner, weight, monkeypatch, kind):
     """Two-sample chi-square over 2560 draws each, of one prompt; one in 10**6 would fail by chance. All draws of a row are of
     one step, at positions of their own: noise is another there, and nothing else is."""
     monkeypatch.setattr(runner.model, "compute_logits", lambda states: (states.float() @ weight.float().T)[:, :V])
+    prompts, params = prompts_of(1) * 64, params_of(engine, kind, max_tokens=1)
     mine, theirs = (
-        drawn_often(engine, runner, plugin, params_of(engine, kind, max_tokens=1), 64, 40) for plugin in (True, False)
+        torch.cat(drawn_often(engine, runner, plugin, prompts, params, 40)).bincount(minlength=V).cpu().numpy()
+        for plugin in (True, False)
     )
     order = np.argsort(-(mine + theirs))
     often = order[(mine + theirs)[order] >= 20]
@@ -449,8 +451,8 @@ def test_the_distribution_is_vllms(engine, runner, weight, monkeypatch, kind):
         assert not mine[np.setdiff1d(np.arange(V), SERVED[kind]["allowed_token_ids"])].any()
 
 
-def drawn_often(engine, runner, plugin, params, rows, times):
-    """(V,) how often a token is drawn in so many equal rows, so many times."""
+def drawn_often(engine, runner, plugin, prompts, params, times):
+    """What is drawn of the prompts' last positions, so many times: of every step as often in the order of its rows."""
     engine.tell(use_plugin, plugin)
     original, drawn = type(runner).sample, []
 
@@ -463,8 +465,8 @@ def drawn_often(engine, runner, plugin, params, rows, times):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(runner), "sample", sample)
-        engine.generate(prompts_of(1) * rows, [params] * rows)
-    return torch.cat(drawn).bincount(minlength=V).cpu().numpy()
+        engine.generate(prompts, [params] * len(prompts))
+    return drawn
 
 
 @pytest.mark.skipif(ON_CPU, reason="there is nothing to wait for")
