@@ -463,7 +463,7 @@ def test_ids_that_no_token_has():
 def test_p2p_compares_what_its_kernels_do_not_know(monkeypatch):
     """In a step before theirs, which has failed by then where ranks differ: they find that in their memory."""
     transport: Any = object.__new__(PeerToPeer)
-    transport._device, transport._hashes = torch.device("cpu"), Hashes(16, torch.device("cpu"))
+    transport._device, transport._hashes = DEVICE, Hashes(16, DEVICE)
     swapped = []
 
     def swap(words: Tensor, failed: Tensor, request: Tensor, step: Step) -> None:
@@ -473,8 +473,8 @@ def test_p2p_compares_what_its_kernels_do_not_know(monkeypatch):
 
     monkeypatch.setattr(transport, "_swap", swap)
     out, step = torch.tensor([4, 5, 6]), flat(3, 70, PLAIN)
-    mask = torch.ones(3, 3, dtype=torch.int32)
-    drafts = torch.tensor(2**40 + 7)
+    mask = torch.ones(3, 3, dtype=torch.int32, device=DEVICE)
+    drafts = torch.tensor(2**40 + 7, device=DEVICE)
     requests = [
         step._replace(alike=drafts),
         step._replace(asked=Asked(token_mask=mask)),

@@ -6,6 +6,7 @@ without it Zipf's law. A request's hidden states are those of the spectrum's row
 samplers' logits the products with one weight, in float32.
 """
 
+import functools
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -42,8 +43,13 @@ TIMES = 4 if ON_CPU else 160  # so many draws of each of B requests
 
 @pytest.fixture(scope="module", params=NAMES)
 def served(request):
+    return served_with(request.param)
+
+
+@functools.cache  # engines live as long as the process: vLLM's share a pool of graphs, which must not be without any
+def served_with(name: str) -> SimpleNamespace:
     """An engine whose requests have these logits; the logits (B, V), float32, and every row's tokens, best first."""
-    held = spectrum(FOLDER, request.param)
+    held = spectrum(FOLDER, name)
     vocab = held[2]
     states, head = head_of(filled(*held, B, vocab, torch.float32, "cpu" if ON_CPU else "cuda"), D)
     engine = Engine(
@@ -63,11 +69,10 @@ def served(request):
         weight.data[:vocab].copy_(head)
     wide = head.float()
     logits = states.float() @ wide.T
-    yield SimpleNamespace(
+    return SimpleNamespace(
         engine=engine, runner=worker.model_runner, vocab=vocab, states=states, wide=wide, logits=logits,
         best=logits.argsort(-1, descending=True),
     )  # fmt: skip
-    engine.llm.llm_engine.engine_core.shutdown()
 
 
 @pytest.fixture
