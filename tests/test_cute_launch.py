@@ -17,6 +17,7 @@ from flashsampling.impl.cute.arguments import Arguments, LaunchArguments, Operan
 from flashsampling.impl.cute.config import FLOOR_KEYS, KINDS, NO_FLOORS, NO_PROCESSING
 from flashsampling.noise import Stream
 from flashsampling.step import PLAIN, Asked, Drawn, Step
+from tests.conftest import DEVICE
 
 BATCH, DIM, VOCAB, SAMPLES = 5, 64, 300, 3
 ROOM = torch.zeros(1, dtype=torch.int32)
@@ -140,6 +141,10 @@ def test_the_workspace_is_laid_out_without_gaps():
 
 PROCESSED = "bias", "logit_scale", "soft_cap", "dense_bias", "bias_ids", "bias_values", "counts", "token_mask"
 TENSOR, VECTOR, COUNTS = torch.zeros(BATCH), torch.zeros(VOCAB), torch.zeros(BATCH, VOCAB, dtype=torch.int32)
+ENTRIES: dict[str, Any] = {  # which a kernel of Triton makes words of
+    "bias_ids": torch.zeros(BATCH, 1, dtype=torch.int32, device=DEVICE),
+    "bias_values": torch.zeros(BATCH, 1, device=DEVICE),
+}
 
 
 @pytest.mark.parametrize(
@@ -169,8 +174,8 @@ TENSOR, VECTOR, COUNTS = torch.zeros(BATCH), torch.zeros(VOCAB), torch.zeros(BAT
         (Asked(token_mask=TENSOR.int()[:, None], logprobs=True), 0.5, None),
         (Asked(counts=COUNTS, logsumexp=True), 0.5, None),
         (Asked(dense_bias=VECTOR, top_logprobs=2), 0.5, None),
-        (Asked(top_k=3, bias_ids=TENSOR.int()[:, None], bias_values=TENSOR[:, None]), 0.5, (1, False, False)),
-        (Asked(logsumexp=True, bias_ids=TENSOR.int()[:, None], bias_values=TENSOR[:, None]), 0.5, None),
+        (Asked(top_k=3, **ENTRIES), 0.5, (1, False, False)),
+        (Asked(logsumexp=True, **ENTRIES), 0.5, None),
     ],
 )
 @pytest.mark.parametrize("num_samples", [1, SAMPLES, None])

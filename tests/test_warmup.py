@@ -472,7 +472,7 @@ def test_keys_of_the_cache_for_what_requests_ask_for(use_tma, monkeypatch, devic
 def _mixes(batch, vocab, device):
     from flashsampling.integrations.vllm.step import example_of, mixes, no_rows
 
-    counts = torch.zeros(batch, vocab, dtype=torch.int32, device=device)
+    counts = flashsampling.TokenCounts(batch, vocab, device).read(batch)
     for in_registers in (False, True):
         for mix in mixes(in_registers):
             if request := example_of(mix, no_rows(batch, device), counts):
@@ -494,7 +494,7 @@ def test_a_request_of_what_compiles_nothing(impl, monkeypatch):
     assert flashsampling.warmup(weight, max_batch_size=3, impl=impl, top_p=0.5) == []
 
 
-def test_ranks_rehearse_what_requests_ask_for(monkeypatch):
+def test_ranks_rehearse_what_requests_ask_for(device, monkeypatch):
     """Each by itself, while others wait for it, once for all mixes, the widest first, and a small top-k in both sizes of its
     kernels. Then all make the steps."""
     pytest.importorskip("triton")
@@ -533,8 +533,8 @@ def test_ranks_rehearse_what_requests_ask_for(monkeypatch):
     monkeypatch.setattr(sys.modules[Plan.__module__], "sample", lambda *_, **__: calls.append(("drawn", (), 0, tuple(inside))))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: None))
-    weight = torch.zeros(64, 16).as_subclass(_OnGpu)
-    requests = [{}, {"top_p": torch.ones(1)}, {"top_p": 1.0}, {"top_k": 5, "top_p": torch.ones(1)}]
+    weight, ones = torch.zeros(64, 16, device=device).as_subclass(_OnGpu), torch.ones(1, device=device)
+    requests = [{}, {"top_p": ones}, {"top_p": 1.0}, {"top_k": 5, "top_p": ones}]
     names = warmup_mixes(weight, requests, max_batch_size=1, tp=Group())  # type: ignore[arg-type]
     both = [(("top_k", "top_p"), 1), (("top_k", "top_p"), 127)] * 2  # of a temperature that is a tensor, and a number
     top_p = [(("top_p",), 0)] * 2
