@@ -141,7 +141,7 @@ SERVED = {
 LEFT_TO_VLLM = {
     "logprobs of more than 20 tokens": SamplingParams(logprobs=21),
     "logprob_token_ids": SamplingParams(logprob_token_ids=[3]),
-    "bad words of several tokens": SamplingParams(bad_words_token_ids=[[3], [4, 5]]),
+    "bad words of several tokens": SamplingParams(bad_words_token_ids=[[3], [4, 5], []]),
     "min_p with top_p": SamplingParams(min_p=0.1, top_p=0.9),
     "more than 1024 tokens with a bias": SamplingParams(logit_bias=dict.fromkeys(range(1025), 1.0)),
     "a bias that is not finite": SamplingParams(logit_bias={3: float("inf")}),
@@ -1037,7 +1037,7 @@ def test_a_warm_up_that_fails(chosen, monkeypatch, caplog):
     runner.add(a=(PROMPT, SamplingParams()))
     batch = runner.batch({"a": 4})
     assert runner.sample(states_of(batch), batch, None)[0].sampled_token_ids.tolist() == [[LEFT]]
-    assert "refused" in counters(SimpleNamespace(model_runner=runner))
+    assert counters(SimpleNamespace(model_runner=runner)) == {"refused": "OutOfMemoryError('no room')"}
 
 
 @pytest.mark.parametrize("vocab_size", [331, 4096, 4097])

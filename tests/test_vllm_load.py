@@ -1,5 +1,6 @@
 """How the plug-in gets into vLLM, without vLLM: the environment, releases, the module that is waited for."""
 
+import contextlib
 import importlib
 import importlib.metadata
 import logging
@@ -90,6 +91,26 @@ def test_other_releases(version, monkeypatch, caplog):
     assert not awaited()
 
 
+@pytest.mark.parametrize("found", [importlib.metadata.PackageNotFoundError("vllm"), None])
+def test_a_release_that_nobody_can_tell(found, monkeypatch, caplog):
+    """A build of another name, files without metadata: vLLM starts, unless the plug-in was required."""
+
+    def version(name):
+        if found is not None:
+            raise found
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    monkeypatch.delenv(settings.VARIABLE, raising=False)
+    register()
+    assert not awaited()
+    (record,) = caplog.records
+    assert record.getMessage().startswith("flashsampling: nothing is fused: ")
+    monkeypatch.setenv(settings.VARIABLE, "require")
+    with pytest.raises((importlib.metadata.PackageNotFoundError, TypeError)):
+        register()
+    assert not awaited()
+
+
 def test_other_signatures():
     def sample(self, hidden_states, input_batch):
         pass
@@ -120,6 +141,21 @@ def test_a_module_that_is_waited_for(tmp_path, monkeypatch):
     assert seen[-1] == "now"
     importlib.reload(module)
     assert len(seen) == 2
+
+
+def test_a_module_that_comes_the_second_time(tmp_path, monkeypatch):
+    """Its first import raises, as where something that it imports is not there yet."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "awaited_twice.py").write_text("import os\nvalue = int(os.environ['FLASHSAMPLING_TEST_VALUE'])\n")
+    seen: list[int] = []
+    load.when_imported("awaited_twice", lambda module: seen.append(module.value))
+    for value in ("x", "y", "5"):
+        assert awaited() == ["awaited_twice"]
+        monkeypatch.setenv("FLASHSAMPLING_TEST_VALUE", value)
+        with contextlib.suppress(ValueError):
+            importlib.import_module("awaited_twice")
+    assert seen == [5]
+    assert not awaited()
 
 
 def test_a_module_that_never_comes(monkeypatch):

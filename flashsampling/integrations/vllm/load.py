@@ -31,6 +31,7 @@ def register() -> None:
     Raises:
         ValueError: ``FLASHSAMPLING_VLLM`` is none of "off", "auto" and "require".
         Refused: it is "require", and vLLM's release is not a known one.
+        importlib.metadata.PackageNotFoundError: it is "require", and no distribution is called vllm.
     """
     chosen = mode()
     if chosen == "off":
@@ -38,10 +39,10 @@ def register() -> None:
     try:
         version = importlib.metadata.version("vllm")
         check_default(check_version(version).on_gpus, f"the plug-in in vLLM {version}")
-    except Refused as why:
+    except Exception as why:  # vLLM starts without the plug-in, whatever the plug-in did not expect
         if chosen == "require":
             raise
-        _logger.warning("flashsampling: nothing is fused: %s", why)
+        _logger.warning("flashsampling: nothing is fused: %s", why if isinstance(why, Refused) else repr(why))
         return
     when_imported(_WORKER, patch_worker)
 
@@ -56,9 +57,11 @@ def counters(worker: Any) -> dict[str, Any]:
         verified here; "reasons": how many of the steps had a request of each reason; "undefined_rows": rows without a finite
         score, which got token 0. "refused": why nothing is fused, if so. Reading them waits for the device.
     """
-    fused = getattr(getattr(worker, "model_runner", None), "flashsampling", None)
+    runner = getattr(worker, "model_runner", None)
+    fused = getattr(runner, "flashsampling", None)
     if fused is None:
-        return {"refused": getattr(worker, "flashsampling_refused", "the plug-in is off, or was not loaded")}
+        said = [getattr(each, "flashsampling_refused", None) for each in (worker, runner)]
+        return {"refused": next(filter(None, said), "the plug-in is off, or was not loaded")}
     return fused.counters()  # type: ignore[no-any-return]
 
 
@@ -140,8 +143,12 @@ class _Followed(importlib.abc.Loader):
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        """As importlib has it."""
-        self._loader.exec_module(module)
+        """As importlib has it. A module that raises may be imported again."""
+        try:
+            self._loader.exec_module(module)
+        except BaseException:
+            sys.meta_path.insert(0, _Awaited(module.__name__, self._then))
+            raise
         assert module.__spec__ is not None
         module.__spec__.loader = self._loader
         self._then(module)

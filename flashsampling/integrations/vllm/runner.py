@@ -269,6 +269,7 @@ class FusedRunner:
             if mode() == "require" or self.flashsampling.step.tp is not None:
                 raise
             _logger.warning("flashsampling: nothing is fused: %r", error, exc_info=True)
+            self.flashsampling_refused = repr(error)  # for ``counters``
             del self.flashsampling
             self.__class__ = next(kind for kind in type(self).__mro__ if not issubclass(kind, FusedRunner))  # type: ignore[assignment]
             return

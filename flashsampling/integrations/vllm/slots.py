@@ -82,7 +82,7 @@ def note(params: Any, prompt_len: int, rules: Rules) -> Noted:
     mask = None
     if params.allowed_token_ids or bad_words:
         wants |= Wants.MASK
-        mask = mask_of(rules.vocab_size, params.allowed_token_ids, [word[-1] for word in bad_words])
+        mask = mask_of(rules.vocab_size, params.allowed_token_ids, [word[-1] for word in bad_words if word])
     return Noted(_reason(params, biases, greedy, rules), wants, biases, mask)
 
 
