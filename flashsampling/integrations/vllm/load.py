@@ -114,7 +114,7 @@ def when_imported(name: str, then: Callable[[ModuleType], None]) -> None:
 
 
 class _Awaited(importlib.abc.MetaPathFinder):
-    """Finds one module as the other finders do, once, and has its loader call ``then`` behind it."""
+    """Finds one module as the other finders do, until it is there, and has its loader call ``then`` behind it."""
 
     def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
         self.name, self.then = name, then
@@ -122,33 +122,34 @@ class _Awaited(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """As importlib has it."""
+        """As importlib has it. Who looks for a module need not import it, and a module that raises may be imported again."""
         if fullname != self.name or self not in sys.meta_path:
             return None
         sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            sys.meta_path.insert(0, self)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Followed(spec.loader, self.then)
+            spec.loader = _Followed(spec.loader, self)
         return spec
 
 
 class _Followed(importlib.abc.Loader):
     """A loader, and what follows it."""
 
-    def __init__(self, loader: importlib.abc.Loader, then: Callable[[ModuleType], None]) -> None:
-        self._loader, self._then = loader, then
+    def __init__(self, loader: importlib.abc.Loader, awaited: _Awaited) -> None:
+        self._loader, self._awaited = loader, awaited
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
         """As importlib has it."""
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        """As importlib has it. A module that raises may be imported again."""
-        try:
-            self._loader.exec_module(module)
-        except BaseException:
-            sys.meta_path.insert(0, _Awaited(module.__name__, self._then))
-            raise
+        """As importlib has it."""
+        self._loader.exec_module(module)
         assert module.__spec__ is not None
         module.__spec__.loader = self._loader
-        self._then(module)
+        if self._awaited in sys.meta_path:
+            sys.meta_path.remove(self._awaited)
+        self._awaited.then(module)
