@@ -356,16 +356,25 @@ def test_drafts_are_processed_as_by_vllms_sampler(chosen, monkeypatch):
             batch.input_ids[batch.logits_indices], batch.expanded_local_pos,
         ).double().log_softmax(-1)  # fmt: skip
 
-    wanted = processed()
+    def add_again():
+        """What a request asks for is read when it comes, and kept while the batch stays."""
+        for name, slot in state.req_id_to_index.items():
+            step.add(slot, SamplingParams(**KINDS[name], logprobs=2), len(PROMPT))
+
+    wanted, drawn = processed(), set()
     for offset in range(40):
         seen.clear()
         runner.sampler.sampling_states.seeds.np[:] = offset
+        add_again()
         output, *_ = runner.sample(states, batch, None)
         out = seen["out"][0]
+        drawn.add(tuple(out.token_ids.tolist()))
         theirs = wanted.gather(1, out.token_ids[:, None])[:, 0].float()
         torch.testing.assert_close(out.processed_logprobs, theirs, rtol=0, atol=1e-4)
+    assert len(drawn) == 40
     assert output.logprobs_tensors.cu_num_generated_tokens == batch.cu_num_logits_np.tolist()
     runner.sampler.sampling_states.temperature.np[:] = 0
+    add_again()
     seen.clear()
     runner.sampler.apply_staged_writes()  # which vLLM's sampler sees then too
     # the interpreter has no libdevice; at a temperature of 0 the noise is not looked at
