@@ -39,12 +39,17 @@ def register() -> None:
     try:
         version = importlib.metadata.version("vllm")
         check_default(check_version(version).on_gpus, f"the plug-in in vLLM {version}")
-    except Exception as why:  # vLLM starts without the plug-in, whatever the plug-in did not expect
+    except Exception as error:  # vLLM starts without the plug-in, whatever the plug-in did not expect
         if chosen == "require":
             raise
-        _logger.warning("flashsampling: nothing is fused: %s", why if isinstance(why, Refused) else repr(why))
+        _say(error)
         return
     when_imported(_WORKER, patch_worker)
+
+
+def _say(error: Exception) -> None:
+    is_refused = isinstance(error, Refused)
+    _logger.warning("flashsampling: nothing is fused: %s", error if is_refused else repr(error), exc_info=not is_refused)
 
 
 def counters(worker: Any) -> dict[str, Any]:
@@ -92,12 +97,12 @@ def attach(worker: Any) -> None:
         worker.flashsampling_refused = str(why)
         if mode() == "require":
             raise Refused(f"{why} ({VARIABLE}=require)") from None
-        _logger.warning("flashsampling: nothing is fused: %s", why)
+        _say(why)
     except Exception as error:  # vLLM works without the plug-in, whatever the plug-in did not expect
         worker.flashsampling_refused = repr(error)
         if mode() == "require":
             raise
-        _logger.warning("flashsampling: nothing is fused: %r", error, exc_info=True)
+        _say(error)
     else:
         _logger.info("flashsampling: %s", said)
 
