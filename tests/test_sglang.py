@@ -43,7 +43,7 @@ def _sglang(monkeypatch):
         monkeypatch.setitem(sys.modules, f"sglang.srt.{name}", SimpleNamespace(**names))
     monkeypatch.setattr(importlib.metadata, "version", lambda name: {"sglang": "0.5.15.post1"}[name])
     monkeypatch.setattr(engines, "FAST", (*engines.FAST, "streaming"))
-    monkeypatch.setenv(settings.VARIABLE, "auto")
+    monkeypatch.setenv(settings.PLUGIN.variable, "auto")
 
 
 def loaded(model=None, graphs=True, **arguments):
@@ -65,8 +65,7 @@ def runner_of(model=None, graphs=True, **arguments):
         step(runner, decode(reqs), states_of(1), reqs)
     assert "refused" not in counters(runner)
     assert runner.flashsampling._proven == {True, False}
-    runner.flashsampling._steps.clear()
-    runner.flashsampling._reasons.clear()
+    runner.flashsampling.counts.clear()
     runner.left.clear()
     runner.model.logits_processor.rows = 0
     return runner
@@ -512,9 +511,86 @@ def test_models_that_do_more_are_left_as_they_were(kind, graphs, caplog):
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_such_models_where_fusing_is_required(kind, monkeypatch):
-    monkeypatch.setenv(settings.VARIABLE, "require")
+    monkeypatch.setenv(settings.PLUGIN.variable, "require")
     with pytest.raises(Refused, match=MODELS[kind]):
         loaded(kind(V, D))
+
+
+class Panic(BaseException):
+    """As a Rust extension's."""
+
+
+def fails(*args, **kwargs):
+    raise Panic("no")
+
+
+class Wide(fakes.Model):
+    """Returns its processor's output, with logits of another dtype."""
+
+    def forward(self, input_ids, positions, forward_batch):
+        output = super().forward(input_ids, positions, forward_batch)
+        output.next_token_logits = output.next_token_logits.double()
+        return output
+
+
+FORKS = {  # what fails in the first forward
+    "states": lambda fused: setattr(fused, "_last", fails),
+    "metadata": lambda fused: setattr(fused, "sglang", fused.sglang._replace(in_dummy_run=fails)),
+    "logits": lambda fused: None,
+}
+
+
+@pytest.mark.parametrize("fork", FORKS)
+@pytest.mark.parametrize("chosen", ["auto", "require"])
+def test_first_forwards_that_fail(fork, chosen, monkeypatch, caplog):
+    """SGLang serves as without the plug-in, with one line."""
+    runner = loaded(Wide(V, D) if fork == "logits" else None, graphs=False)
+    monkeypatch.setenv(settings.PLUGIN.variable, chosen)
+    caplog.clear()
+    FORKS[fork](runner.flashsampling)
+    reqs = [Req(PROMPT, SamplingParams())]
+    if chosen == "require":
+        with pytest.raises(Refused, match=r"require"):
+            step(runner, decode(reqs), states_of(1), reqs)
+        return
+    tokens, _ = step(runner, decode(reqs), states_of(1), reqs)
+    assert tokens.tolist() == [LEFT]
+    (record,) = caplog.records
+    assert record.getMessage().startswith("flashsampling: nothing is fused: ")
+    assert counters(runner)["refused"] in record.getMessage()
+    assert not {"sample", "init_cuda_graphs", "flashsampling"} & set(vars(runner))
+    assert "forward" not in vars(runner.model) | vars(runner.model.logits_processor)
+
+
+class Unwritable(fakes.Model):
+    """Takes no other ``forward``."""
+
+    def __setattr__(self, name, value):
+        if name == "forward":
+            raise Panic("no")
+        super().__setattr__(name, value)
+
+
+def test_a_runner_is_fused_or_as_it_was(caplog):
+    runner = fakes.ModelRunner(Unwritable(V, D), fakes.server_args())
+    before, processor = dict(vars(runner)), runner.model.logits_processor
+    load.after_load_model(None, runner)
+    assert vars(runner) == before | {"flashsampling_refused": "Panic('no')"}
+    assert "forward" not in vars(processor)
+    assert [record.getMessage() for record in caplog.records] == ["flashsampling: nothing is fused: Panic('no')"]
+
+
+def test_requests_that_cannot_be_read(caplog):
+    """Those of another SGLang than is known are SGLang's to draw, which is said once."""
+    runner = runner_of()
+    reqs = [Req(PROMPT, SamplingParams())]
+    del reqs[0].sampling_params.top_k
+    for _ in range(2):
+        tokens, _ = step(runner, decode(reqs), states_of(1), reqs)
+        assert tokens.tolist() == [LEFT]
+    assert counters(runner)["reasons"] == {REASONS[Reason.UNSEEN]: 2}
+    (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert line.startswith("flashsampling: a request's parameters cannot be read: AttributeError")
 
 
 class Later(fakes.Model):
@@ -557,7 +633,7 @@ def test_a_model_that_does_more_in_prefill_alone(caplog, monkeypatch):
     assert counters(runner)["fused"] == 2
     words = "InPrefill changes its logits after its logits processor"
     assert caplog.records[0].getMessage() == f"flashsampling: prefill is not fused: {words}"
-    monkeypatch.setenv(settings.VARIABLE, "require")
+    monkeypatch.setenv(settings.PLUGIN.variable, "require")
     runner = loaded(InPrefill(V, D))
     with pytest.raises(Refused, match=words):
         step(runner, extend(reqs), states_of(4), reqs)
@@ -650,7 +726,7 @@ RUNNERS = {
 @pytest.mark.parametrize("words", RUNNERS)
 def test_arguments_that_are_refused(words, monkeypatch):
     assert counters(loaded(**RUNNERS[words])) == {"refused": words.split(", ")[0]}
-    monkeypatch.setenv(settings.VARIABLE, "require")
+    monkeypatch.setenv(settings.PLUGIN.variable, "require")
     with pytest.raises(Refused, match=r"FLASHSAMPLING_SGLANG=require"):
         loaded(**RUNNERS[words])
 
@@ -957,9 +1033,9 @@ def test_kernels_that_cannot_be_made_ready(monkeypatch):
 
     monkeypatch.setattr(module, "warmup_mixes", broken)
     runner = loaded()
-    assert counters(runner) == {"refused": "kernels could not be made ready: OSError('no compiler')"}
+    assert counters(runner) == {"refused": "OSError('no compiler')"}
     assert step(runner, decode(reqs := [Req(PROMPT, SamplingParams())]), states_of(1), reqs)[0].tolist() == [LEFT]
-    monkeypatch.setenv(settings.VARIABLE, "require")
+    monkeypatch.setenv(settings.PLUGIN.variable, "require")
     with pytest.raises(Refused, match="no compiler"):
         loaded()
 
@@ -984,5 +1060,5 @@ def test_counters_are_logged_now_and_then(caplog):
     runner = runner_of()
     with caplog.at_level(logging.INFO, "sglang.flashsampling"):
         for _ in range(4096):
-            runner.flashsampling._count("fused", set())
+            runner.flashsampling.counts.add("fused")
     assert [record.args["fused"] for record in caplog.records] == [1024, 2048, 4096]

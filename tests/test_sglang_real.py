@@ -64,7 +64,7 @@ def _sglang(monkeypatch):
     if not RELEASE.resolves:
         get_context().flags.sampling_backend = "pytorch"
     monkeypatch.setattr(engines, "FAST", (*engines.FAST, "streaming"))
-    monkeypatch.setenv(settings.VARIABLE, "auto")
+    monkeypatch.setenv(settings.PLUGIN.variable, "auto")
     monkeypatch.setenv("SGLANG_OPT_USE_GUMBEL_SAMPLE", "0")  # by torch.multinomial, which tests watch
     groups = ("tp", "pp", "moe_ep", "moe_dp", "moe_tp", "attn_tp", "attn_cp", "attn_dp")
     one = {f"{group}_{what}": value for group in groups for what, value in (("size", 1), ("rank", 0))}
@@ -194,8 +194,7 @@ def runner_of(scale=None, fused=True):
         for batch in (scheduled(made, [req_of()], True), scheduled(made, [req_of()], False)):
             step(made, batch, torch.randn(len(batch.input_ids), D))
         assert made.flashsampling._proven == {True, False}
-        made.flashsampling._steps.clear()
-        made.flashsampling._reasons.clear()
+        made.flashsampling.counts.clear()
     made.device = "cpu"
     return made
 

@@ -4,7 +4,10 @@ import contextlib
 import dataclasses
 import functools
 import importlib
+import importlib.metadata
 import itertools
+import logging
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,13 +18,14 @@ from torch import is_tensor
 import flashsampling
 from flashsampling.counts import Counted, groups_of
 from flashsampling.integrations.engines import Layers
-from flashsampling.integrations.vllm import Refused, counters
+from flashsampling.integrations.vllm import Refused, counters, load
+from flashsampling.integrations.vllm import runner as plugin
 from flashsampling.integrations.vllm.batches import batch_of
 from flashsampling.integrations.vllm.graphs import Graphs, _Recorded, size_of
 from flashsampling.integrations.vllm.head import head_of
 from flashsampling.integrations.vllm.runner import Fused, FusedRunner, Vllm, check_runner
-from flashsampling.integrations.vllm.settings import KNOWN
-from flashsampling.integrations.vllm.slots import Rules, Slots, mask_of
+from flashsampling.integrations.vllm.settings import KNOWN, PLUGIN
+from flashsampling.integrations.vllm.slots import REASONS, Rules, Slots, mask_of
 from flashsampling.integrations.vllm.state import Rows, counts_of
 from flashsampling.integrations.vllm.step import EVERYTHING, PLAIN, FusedStep, Grammar, Mix, mix_of, mixes
 from flashsampling.step import Drawn
@@ -1028,16 +1032,102 @@ def test_a_warm_up_that_fails(chosen, monkeypatch, caplog):
 
     monkeypatch.setattr(runner.flashsampling.step, "warm_up", fails)
     if chosen == "require":
-        with pytest.raises(torch.OutOfMemoryError):
+        with pytest.raises(Refused, match=r"no room.*\(FLASHSAMPLING_VLLM=require\)"):
             runner._dummy_sampler_run(torch.randn(2, D))
         return
     runner._dummy_sampler_run(torch.randn(2, D))
     assert type(runner) is fakes.Runner
-    assert "no room" in caplog.text
+    assert [record.getMessage() for record in caplog.records] == [
+        "flashsampling: nothing is fused: OutOfMemoryError('no room')"
+    ]
     runner.add(a=(PROMPT, SamplingParams()))
     batch = runner.batch({"a": 4})
     assert runner.sample(states_of(batch), batch, None)[0].sampled_token_ids.tolist() == [[LEFT]]
     assert counters(SimpleNamespace(model_runner=runner)) == {"refused": "OutOfMemoryError('no room')"}
+
+
+def test_parameters_that_cannot_be_read():
+    """Those of another vLLM than is known: vLLM draws for that request, and for the slot's next one the step does."""
+
+    class Unread:
+        def __getattr__(self, name):
+            raise AttributeError(name)
+
+    runner = runner_of()
+    slots = runner.flashsampling.step.slots
+    runner.flashsampling.step.add(2, Unread(), 4)
+    assert (REASONS[slots.reasons[2]], slots.promised[2], slots.wants[2]) == ("parameters that cannot be read", False, 0)
+    runner.flashsampling.step.add(2, SamplingParams(seed=1), 4)
+    assert (REASONS[slots.reasons[2]], slots.promised[2]) == ("served", True)
+
+
+def test_counters_that_cannot_be_read_at_the_end(caplog):
+    """As after a device's error: vLLM shuts down all the same."""
+    runner = runner_of()
+    runner.flashsampling.step.undefined = "lost"
+    runner.shutdown()
+    assert not hasattr(runner, "model")
+    assert "invalid literal" in caplog.text
+
+
+class Sealed(fakes.Runner):
+    """A fork's, whose class stays what it is."""
+
+    def __setattr__(self, name, value):
+        if name == "__class__":
+            raise TypeError("sealed")
+        super().__setattr__(name, value)
+
+
+@pytest.mark.parametrize("kind", [fakes.Runner, Sealed])
+@pytest.mark.parametrize("chosen", ["auto", "require"])
+def test_a_runner_is_fused_or_as_it_was(kind, chosen, monkeypatch, caplog):
+    """From the worker on, where nothing but the runner's own class has a say."""
+    gpu = {
+        "input_batch": {"get_num_sampled_and_rejected": fakes.get_num_sampled_and_rejected},
+        "model_runner": {"GPUModelRunner": kind},
+        "sample.output": {"SamplerOutput": fakes.SamplerOutput},
+        "sample.sampler": {"Sampler": fakes.Sampler},
+        "spec_decode.rejection_sampler": {"RejectionSampler": object},
+    }
+    layers = {"logits_processor": {"LogitsProcessor": LAYERS.processor}}
+    layers["vocab_parallel_embedding"] = {"UnquantizedEmbeddingMethod": object, "VocabParallelEmbedding": object}
+    modules = {f"vllm.v1.worker.gpu.{name}": names for name, names in gpu.items()}
+    modules |= {f"vllm.model_executor.layers.{name}": names for name, names in layers.items()}
+    modules["vllm"] = {"envs": SimpleNamespace(VLLM_BATCH_INVARIANT=False)}
+    modules["vllm.distributed"] = {"get_tp_group": None}
+    outputs = {"AsyncModelRunnerOutput": fakes.AsyncModelRunnerOutput, "LogprobsTensors": fakes.LogprobsTensors}
+    modules["vllm.v1.outputs"] = outputs
+    for name, names in modules.items():
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(**names))
+    monkeypatch.setenv("FLASHSAMPLING_VLLM", chosen)
+    monkeypatch.setenv("FLASHSAMPLING_VLLM_GRAPHS", "off")
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.26.0")
+    monkeypatch.setattr(PLUGIN, "check_signature", lambda *_: None)
+    model = fakes.Model(V, D)
+    monkeypatch.setattr(plugin, "head_of", lambda *_: head_of(model, D, torch.float32, torch.device("cpu"), LAYERS))
+    for name in ("check_runner", "check_head"):
+        monkeypatch.setattr(plugin, name, lambda *_: None)
+    runner = kind(model, fakes.Sampler(SLOTS, V), [0])
+    runner.vllm_config, runner.dtype = SimpleNamespace(speculative_config=None), torch.float32
+    runner.model_config, runner.vocab_size = SimpleNamespace(get_hidden_size=lambda: D), V
+    worker, before = SimpleNamespace(use_v2_model_runner=True, model_runner=runner), dict(vars(runner))
+    if kind is Sealed and chosen == "require":
+        with pytest.raises(Refused, match=r"TypeError\('sealed'\).*require"):
+            load.attach(worker)
+    else:
+        with caplog.at_level(logging.INFO, "vllm.flashsampling"):
+            load.attach(worker)
+        (line,) = [record.getMessage() for record in caplog.records]
+        assert line.startswith(
+            "flashsampling: " + ("LM head" if kind is fakes.Runner else "nothing is fused: TypeError('sealed')")
+        )
+    if kind is Sealed:
+        assert (type(runner), vars(runner)) == (kind, before)
+        assert counters(worker) == {"refused": "TypeError('sealed')"}
+    else:
+        assert type(runner).__mro__[1:3] == (FusedRunner, kind)
+        assert counters(worker)["fused"] == 0
 
 
 @pytest.mark.parametrize("vocab_size", [331, 4096, 4097])

@@ -1,71 +1,107 @@
-"""How the plug-in gets into vLLM, without vLLM: the environment, releases, the module that is waited for."""
+"""How the plug-in gets into vLLM, without vLLM: the environment, releases, the module that is waited for, forks."""
 
 import contextlib
 import importlib
+import importlib.machinery
 import importlib.metadata
 import importlib.util
 import logging
 import subprocess
 import sys
+import types
 from types import SimpleNamespace
 
 import pytest
 
 from flashsampling.integrations.vllm import Refused, counters, load, register, settings
 
+WORKER, EXECUTOR = "vllm.v1.worker.gpu_worker", "vllm.v1.executor.abstract"
+
+
+class Panic(BaseException):
+    """As a Rust extension's."""
+
 
 @pytest.fixture(autouse=True)
-def _as_it_was():
-    finders = list(sys.meta_path)
-    yield
+def vllm(tmp_path, monkeypatch):
+    """A vLLM of files, whose worker and executor are to be written; what is imported of it is gone behind the test."""
+    for name in (WORKER, EXECUTOR):
+        folder = tmp_path.joinpath(*name.split(".")[:-1])
+        folder.mkdir(parents=True)
+        for each in (folder, folder.parent, folder.parent.parent):
+            (each / "__init__.py").touch()
+
+    def write(name, text):
+        tmp_path.joinpath(*name.split(".")).with_suffix(".py").write_text(text)
+
+    write(WORKER, "class Worker:\n    def load_model(self):\n        return 'loaded'\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: {"vllm": "0.26.0"}[name])
+    for variable in (settings.PLUGIN.variable, settings.TENSOR_PARALLEL, settings.GRAPHS):
+        monkeypatch.delenv(variable, raising=False)
+    finders, modules = list(sys.meta_path), {name: sys.modules.pop(name) for name in _theirs()}
+    yield write
     sys.meta_path[:] = finders
+    for name in _theirs():
+        del sys.modules[name]
+    sys.modules.update(modules)
+
+
+def _theirs():
+    return [name for name in sys.modules if name.split(".")[0] == "vllm"]
 
 
 def awaited():
     return [finder.name for finder in sys.meta_path if isinstance(finder, load._Awaited)]
 
 
-@pytest.mark.parametrize("value", ["off", "auto", "require", "", None])
-def test_the_environment(value, monkeypatch):
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: {"vllm": "0.26.0"}[name])
-    if value is None:
-        monkeypatch.delenv(settings.VARIABLE, raising=False)
-    else:
-        monkeypatch.setenv(settings.VARIABLE, value)
-    register()
-    register()
-    assert awaited() == ([] if value == "off" else ["vllm.v1.worker.gpu_worker"])
+def lines(caplog):
+    """What is said, where INFO is shown."""
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.INFO]
 
 
-@pytest.mark.parametrize("asked", ["auto", "require", None])
-def test_a_release_that_no_gpu_has_run(asked, monkeypatch, caplog):
-    """It is fused where somebody asks for that."""
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: {"vllm": "0.33.0"}[name])
-    monkeypatch.delenv(settings.VARIABLE, raising=False)
-    if asked is not None:
-        monkeypatch.setenv(settings.VARIABLE, asked)
-    with caplog.at_level(logging.INFO, "vllm.flashsampling"):
+@pytest.mark.parametrize(
+    ("value", "wanted"),
+    [
+        *((value, []) for value in (None, "", "off", "0", "False")),
+        *((value, [WORKER]) for value in ("auto", "1", "TRUE", "on")),
+        *((value, [EXECUTOR, WORKER]) for value in ("require", "Require")),
+    ],
+)
+def test_the_environment(value, wanted, monkeypatch, caplog):
+    if value is not None:
+        monkeypatch.setenv(settings.PLUGIN.variable, value)
+    with caplog.at_level(logging.DEBUG, "vllm.flashsampling"):
         register()
-    assert bool(awaited()) == (asked is not None)
-    assert ("the plug-in in vLLM 0.33.0 was not run and timed on a GPU" in caplog.text) == (asked is None)
-
-
-@pytest.mark.parametrize(("asked", "seen", "refused"), [("", False, True), ("", True, False), ("auto", False, False)])
-def test_what_is_fused_by_default(asked, seen, refused, monkeypatch):
-    monkeypatch.setenv(settings.VARIABLE, asked)
-    if refused:
-        with pytest.raises(
-            Refused, match=r"^that was not .*; FLASHSAMPLING_VLLM=auto fuses all the same, .*=off stays silent$"
-        ):
-            settings.check_default(seen, "that")
-    else:
-        settings.check_default(seen, "that")
-
-
-def test_a_wrong_environment(monkeypatch):
-    monkeypatch.setenv(settings.VARIABLE, "on")
-    with pytest.raises(ValueError, match="must be one of off, auto, require, got 'on'"):
         register()
+    assert sorted(awaited()) == wanted
+    assert not caplog.records
+
+
+def test_nothing_set_does_nothing(monkeypatch):
+    """Not even a look at vLLM's release."""
+    monkeypatch.setattr(importlib.metadata, "version", pytest.fail)
+    monkeypatch.setattr(load, "when_imported", pytest.fail)
+    monkeypatch.setenv(settings.TENSOR_PARALLEL, "nonsense")
+    register()
+    assert not _theirs()
+
+
+@pytest.mark.parametrize("variable", [settings.PLUGIN.variable, settings.TENSOR_PARALLEL, settings.GRAPHS])
+def test_a_bad_value(variable, monkeypatch, caplog):
+    """vLLM is as it is, and one line names it; where the plug-in is required that is an error."""
+    monkeypatch.setenv(settings.PLUGIN.variable, "auto")
+    monkeypatch.setenv(variable, "nonsense")
+    register()
+    (line,) = lines(caplog)
+    assert line.startswith(f"flashsampling: nothing is fused: {variable} must be ")
+    assert line.endswith("got 'nonsense'")
+    assert not awaited()
+    if variable != settings.PLUGIN.variable:
+        monkeypatch.setenv(settings.PLUGIN.variable, "require")
+        with pytest.raises(Refused, match=f"^{variable} must be 1/0"):
+            register()
+        assert not awaited()
 
 
 @pytest.mark.parametrize(
@@ -79,47 +115,39 @@ def test_known_releases(version, release):
 @pytest.mark.parametrize("version", ["0.25.1", "0.27.0", "0.32.0", "0.34.0", "0.2.6", "1.26.0", "dev", "0.260", "0.330.0"])
 def test_other_releases(version, monkeypatch, caplog):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
-    monkeypatch.setenv(settings.VARIABLE, "auto")
+    monkeypatch.setenv(settings.PLUGIN.variable, "auto")
     with caplog.at_level(logging.INFO, "vllm.flashsampling"):
         register()
     assert not awaited()
     words = f"vLLM {version} is not one of the releases that are known to work: 0.26.x, 0.33.x, with model runner v2"
     assert [record.getMessage() for record in caplog.records] == [f"flashsampling: nothing is fused: {words}"]
-    monkeypatch.setenv(settings.VARIABLE, "require")
+    monkeypatch.setenv(settings.PLUGIN.variable, "require")
     with pytest.raises(Refused) as refused:
         register()
-    assert str(refused.value) == words
+    assert str(refused.value) == f"{words} (FLASHSAMPLING_VLLM=require)"
     assert not awaited()
 
 
 @pytest.mark.parametrize("found", [importlib.metadata.PackageNotFoundError("vllm"), None])
 def test_a_release_that_nobody_can_tell(found, monkeypatch, caplog):
-    """A build of another name, files without metadata: vLLM starts, unless the plug-in was required."""
+    """A build of another name, files without metadata: unasked nothing is said, and vLLM starts unless it was required."""
 
     def version(name):
         if found is not None:
             raise found
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    monkeypatch.delenv(settings.VARIABLE, raising=False)
+    register()
+    assert not caplog.records
+    monkeypatch.setenv(settings.PLUGIN.variable, "auto")
     register()
     assert not awaited()
-    (record,) = caplog.records
-    assert record.getMessage().startswith("flashsampling: nothing is fused: ")
-    monkeypatch.setenv(settings.VARIABLE, "require")
-    with pytest.raises((importlib.metadata.PackageNotFoundError, TypeError)):
+    (line,) = lines(caplog)
+    assert line.startswith("flashsampling: nothing is fused: ")
+    monkeypatch.setenv(settings.PLUGIN.variable, "require")
+    with pytest.raises(Refused, match=r"\(FLASHSAMPLING_VLLM=require\)$"):
         register()
     assert not awaited()
-
-
-def test_other_signatures():
-    def sample(self, hidden_states, input_batch):
-        pass
-
-    with pytest.raises(
-        Refused, match=r"X\.sample takes self, hidden_states, input_batch here, not self, hidden_states, input_b"
-    ):
-        settings.check_signature("X.sample", sample, settings.RUNNER["sample"])
 
 
 def test_a_module_that_is_waited_for(tmp_path, monkeypatch):
@@ -135,6 +163,7 @@ def test_a_module_that_is_waited_for(tmp_path, monkeypatch):
     importlib.import_module("awaited_package")
     assert not seen
     module = importlib.import_module("awaited_package.part")
+    assert type(module.__loader__) is type(module.__spec__.loader) is importlib.machinery.SourceFileLoader
     assert seen == [("awaited_package.part", 3)]
     assert module.__spec__.loader.get_source("awaited_package.part") == "value = 3\n"
     assert not awaited()
@@ -189,7 +218,7 @@ def test_the_worker_is_patched_once(monkeypatch):
 def test_a_worker_that_is_refused(chosen, monkeypatch, caplog):
     module = worker_module()
     load.patch_worker(module)
-    monkeypatch.setenv(settings.VARIABLE, chosen)
+    monkeypatch.setenv(settings.PLUGIN.variable, chosen)
     worker = module.Worker()
     worker.use_v2_model_runner = False
     if chosen == "require":
@@ -203,19 +232,191 @@ def test_a_worker_that_is_refused(chosen, monkeypatch, caplog):
     assert "model runner v1" in counters(worker)["refused"]
 
 
+class Hostile:
+    """A worker that has nothing, takes nothing, and says so in its own way."""
+
+    def __init__(self, error):
+        object.__setattr__(self, "error", error)
+
+    def __getattr__(self, name):
+        raise self.error
+
+    def __setattr__(self, name, value):
+        raise ValueError("nothing is taken")
+
+
+@pytest.mark.parametrize(
+    "worker", [SimpleNamespace(), Hostile(ValueError("no")), Hostile(Panic("no"))], ids=lambda each: str(type(each))
+)
 @pytest.mark.parametrize("chosen", ["auto", "require"])
-def test_what_nobody_expected(chosen, monkeypatch, caplog):
+def test_workers_that_nobody_expected(worker, chosen, monkeypatch, caplog):
     """vLLM goes on without the plug-in, unless that was required."""
-    monkeypatch.setenv(settings.VARIABLE, chosen)
-    worker = SimpleNamespace()  # without an attribute that is asked for
+    monkeypatch.setenv(settings.PLUGIN.variable, chosen)
+    words = "AttributeError" if isinstance(worker, SimpleNamespace) else repr(worker.error)
     if chosen == "require":
-        with pytest.raises(AttributeError):
+        with pytest.raises(Refused) as refused:
             load.attach(worker)
+        assert str(refused.value).startswith(words)
     else:
         load.attach(worker)
-        assert "nothing is fused: AttributeError" in caplog.text
-        assert "Traceback" in caplog.text
-    assert "AttributeError" in counters(worker)["refused"]
+        (line,) = lines(caplog)
+        assert line.startswith(f"flashsampling: nothing is fused: {words}")
+    if isinstance(worker, SimpleNamespace):
+        assert "AttributeError" in counters(worker)["refused"]
+
+
+FORKS = {  # of vLLM's worker
+    "no worker": ("value = 3", "there is no Worker.load_model here"),
+    "no load_model": ("class Worker:\n    pass", "there is no Worker.load_model here"),
+    "another kind of thing": ("Worker = 3", "there is no Worker.load_model here"),
+    "a class that is sealed": (
+        "class Sealed(type):\n    def __setattr__(self, name, value):\n        raise TypeError('sealed')\n"
+        "class Worker(metaclass=Sealed):\n    def load_model(self):\n        return 'loaded'",
+        "TypeError('sealed')",
+    ),
+    "a getattr that raises": (
+        "class Panic(BaseException):\n    pass\ndef __getattr__(name):\n    if name == 'Worker':\n        raise Panic('no')",
+        "Panic('no')",
+    ),
+}
+
+
+@pytest.mark.parametrize("imported", [False, True], ids=["comes later", "is there"])
+@pytest.mark.parametrize("fork", FORKS)
+def test_forks_of_vllm(fork, imported, vllm, monkeypatch, caplog):
+    """The engine's module is imported as it is, with one line; where the plug-in is required its import is an error."""
+    text, words = FORKS[fork]
+    vllm(WORKER, text)
+    monkeypatch.setenv(settings.PLUGIN.variable, "auto")
+    if imported:
+        importlib.import_module(WORKER)
+    register()
+    importlib.import_module(WORKER)
+    (line,) = lines(caplog)
+    assert line.startswith(f"flashsampling: nothing is fused: {words}")
+    assert not awaited()
+    monkeypatch.setenv(settings.PLUGIN.variable, "require")
+    if not imported:
+        del sys.modules[WORKER]
+        register()
+    with pytest.raises(Refused, match="FLASHSAMPLING_VLLM=require"):
+        register() if imported else importlib.import_module(WORKER)
+
+
+def test_a_worker_whose_import_raises(vllm, monkeypatch, caplog):
+    """As it does without the plug-in."""
+    vllm(WORKER, "raise OSError('no driver')")
+    monkeypatch.setenv(settings.PLUGIN.variable, "auto")
+    register()
+    with pytest.raises(OSError, match="no driver"):
+        importlib.import_module(WORKER)
+    assert not lines(caplog)
+
+
+def test_a_loader_of_another_kind(vllm, monkeypatch):
+    """What else others ask of it, it answers; one that cannot be followed is left."""
+
+    class Finder:
+        @staticmethod
+        def find_spec(name, path, target=None):
+            return None if name != WORKER else importlib.machinery.ModuleSpec(name, Old())
+
+    class Old:
+        def load_module(self, name):
+            sys.modules[name] = module = types.ModuleType(name)
+            return module
+
+    monkeypatch.setenv(settings.PLUGIN.variable, "auto")
+    register()
+    spec = importlib.util.find_spec(WORKER)
+    assert "load_model" in spec.loader.get_source(WORKER)
+    assert spec.loader.is_package(WORKER) is False
+    (awaits,) = [finder for finder in sys.meta_path if isinstance(finder, load._Awaited)]
+    sys.meta_path.insert(1, Finder)
+    assert type(awaits.find_spec(WORKER, None).loader) is Old
+
+
+# -- where it is required
+
+
+def executor_module(workers):
+    class Executor:
+        def __init__(self, config):
+            self.config = config
+
+        def collective_rpc(self, method):
+            return [method(worker) for worker in workers]
+
+    return SimpleNamespace(Executor=Executor)
+
+
+FUSED, REFUSING, ANOTHER = (
+    SimpleNamespace(model_runner=SimpleNamespace(flashsampling=object())),
+    SimpleNamespace(model_runner=SimpleNamespace(), flashsampling_refused="a head"),
+    SimpleNamespace(),
+)
+
+
+@pytest.mark.parametrize(
+    ("workers", "words"),
+    [
+        ([FUSED, FUSED], None),
+        ([FUSED, REFUSING], "1: 'a head'"),
+        ([ANOTHER], "0: 'the plug-in is off, or was not loaded'"),
+    ],
+)
+def test_workers_are_asked(workers, words, monkeypatch):
+    """Also those of a class that was never patched, or in a process that the environment did not reach."""
+    monkeypatch.setenv(settings.PLUGIN.variable, "require")
+    module = executor_module(workers)
+    for _ in range(2):
+        load.patch_executor(module)
+    if words is None:
+        assert module.Executor("config").config == "config"
+    else:
+        with pytest.raises(Refused, match=words):
+            module.Executor("config")
+
+
+def test_another_nodes_executor_does_not_ask(monkeypatch):
+    monkeypatch.setenv(settings.PLUGIN.variable, "require")
+    module = executor_module([ANOTHER])
+    module.Executor.rpc_broadcast_mq = None
+    load.patch_executor(module)
+    module.Executor("config")
+
+
+@pytest.mark.parametrize("gone", [WORKER, EXECUTOR])
+def test_a_vllm_without(gone, tmp_path, vllm, monkeypatch):
+    monkeypatch.setenv(settings.PLUGIN.variable, "require")
+    if gone == WORKER:
+        tmp_path.joinpath(*WORKER.split(".")).with_suffix(".py").unlink()
+        with pytest.raises(Refused, match=f"there is no module {WORKER} here"):
+            register()
+    else:
+        vllm(EXECUTOR, "class ExecutorOfAFork:\n    pass\n")
+        register()
+        with pytest.raises(Refused, match=r"Executor.*\(FLASHSAMPLING_VLLM=require\)"):
+            importlib.import_module(EXECUTOR)
+
+
+def test_the_executor_of_a_worker_that_never_came(vllm, monkeypatch):
+    """From the entry point to the error, and with "auto" nobody asks."""
+    vllm(
+        EXECUTOR,
+        "class Mine:\n    model_runner = None\n"
+        "class Executor:\n    def __init__(self):\n        self.worker = Mine()\n"
+        "    def collective_rpc(self, method):\n        return [method(self.worker)]\n",
+    )
+    monkeypatch.setenv(settings.PLUGIN.variable, "auto")
+    register()
+    importlib.import_module(EXECUTOR).Executor()
+    del sys.modules[EXECUTOR]
+    monkeypatch.setenv(settings.PLUGIN.variable, "require")
+    register()
+    executor = importlib.import_module(EXECUTOR).Executor
+    with pytest.raises(Refused, match="the plug-in is off, or was not loaded"):
+        executor()
 
 
 def test_importing_it_takes_no_vllm():

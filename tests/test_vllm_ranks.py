@@ -1,8 +1,10 @@
 """The plug-in on two and three ranks that share an LM head as vLLM shards it, over gloo: what one rank that has all of it
 draws, and ranks of which one does something else. Three processes, once."""
 
+import contextlib
 import dataclasses
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,11 +15,13 @@ import torch.multiprocessing as mp
 
 import flashsampling.integrations.vllm.runner as plugin
 from flashsampling import ops, registry
-from flashsampling.distributed import TensorParallel, TensorParallelError, TensorParallelMismatch, agreement
+from flashsampling.distributed import TensorParallel, TensorParallelMismatch, agreement
 from flashsampling.integrations.engines import Layers
+from flashsampling.integrations.vllm import Refused, counters
 from flashsampling.integrations.vllm.graphs import _Recorded
 from flashsampling.integrations.vllm.head import head_of
 from flashsampling.integrations.vllm.runner import Fused, FusedRunner, group_of
+from flashsampling.integrations.vllm.settings import PLUGIN
 from flashsampling.integrations.vllm.slots import Rules, Slots, mask_of
 from flashsampling.integrations.vllm.step import FusedStep
 from flashsampling.step import Drawn
@@ -164,8 +168,8 @@ def different_ranks(rank):
     return said
 
 
-def warm_up_that_fails(rank):
-    """On rank 1, in the middle: all ranks' errors say so."""
+def warm_up_that_fails(rank, chosen):
+    """On rank 1, in the middle: all ranks say so, and go vLLM's way if they may."""
     group, calls, real = dist.new_group(), [], ops.sample_sharded  # whose connections a time-out closes
 
     def fails(*args):
@@ -178,10 +182,12 @@ def warm_up_that_fails(rank):
         patch.setattr(plugin, "TensorParallel", functools.partial(TensorParallel, timeout=3.0))  # as long do others wait
         patch.setattr(ops, "sample_sharded", fails)
         runner = runner_of("plain", RANKS, 112, group)
-        with pytest.raises(MemoryError if rank == 1 else TensorParallelError, match="no room"):
+        patch.setenv("FLASHSAMPLING_VLLM", chosen)
+        with pytest.raises(Refused, match="no room") if chosen == "require" else contextlib.nullcontext():
             runner._dummy_sampler_run(torch.zeros(4, D))
     assert len(calls) >= 3
-    runner.shutdown()
+    assert type(runner) is fakes.Runner
+    assert "no room" in counters(SimpleNamespace(model_runner=runner))["refused"]
 
 
 def different_drafts(rank):
@@ -220,7 +226,7 @@ def different_drafts_in_the_last_step(rank, group):
     assert runner.sample_tokens(None) is None
     said = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plugin._logger, "error", lambda *words: said.append(str(words[-1])))
+        patch.setattr(PLUGIN.logger, "error", lambda *words: said.append(str(words[-1])))
         runner.shutdown()
     return raised.value.failure.differs, output.theirs.get_output(), len(said)
 
@@ -288,7 +294,8 @@ def rank_main(rank, folder, queue):
         results["last step"] = different_drafts_in_the_last_step(rank, pair)
         results["recording"] = recording_that_fails(rank, pair)
     results["different drafts"] = different_drafts(rank)
-    warm_up_that_fails(rank)
+    for chosen in ("require", "auto"):
+        warm_up_that_fails(rank, chosen)
     results["different"] = different_ranks(rank)
     assert not registry._open
     queue.put((rank, results))

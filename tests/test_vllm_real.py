@@ -142,10 +142,10 @@ def batch_of(runner, names):
 
 def test_recorded_signatures():
     for name, parameters in settings.RUNNER.items():
-        settings.check_signature(name, getattr(GPUModelRunner, name), parameters)
+        settings.PLUGIN.check_signature(name, getattr(GPUModelRunner, name), parameters)
         assert tuple(inspect.signature(getattr(fakes.Runner, name)).parameters) == parameters
-    settings.check_signature("", get_num_sampled_and_rejected, settings.COUNTING)
-    settings.check_signature("", LogitsProcessor.forward, RELEASE.logits)
+    settings.PLUGIN.check_signature("", get_num_sampled_and_rejected, settings.COUNTING)
+    settings.PLUGIN.check_signature("", LogitsProcessor.forward, RELEASE.logits)
     assert tuple(inspect.signature(Worker.load_model).parameters) == ("self", "load_dummy_weights")
 
 

@@ -1,7 +1,7 @@
 """SGLang: logits and sampler become one fused step, without a fork; what the step cannot do is left to SGLang, batch by batch.
 
     pip install flashsampling  # beside SGLang
-    FLASHSAMPLING_SGLANG=auto python -m sglang.launch_server ...  # off (the default for now), auto or require
+    FLASHSAMPLING_SGLANG=auto python -m sglang.launch_server ...  # or require; without it the plug-in does nothing
 
 ``register`` is the entry point of the group ``sglang.srt.plugins``, which SGLang calls in each of its processes. It hooks two
 functions; all else is changed on one model runner, once its model is loaded, and only if it can be fused: ``load`` is how the
@@ -9,7 +9,7 @@ plug-in gets in, ``head`` what the model's logits processor does, ``asks`` what 
 of a batch, and ``runner`` where all of it meets SGLang's model runner. docs/sglang.md has what is fused and what is not.
 """
 
+from ..plugin import Refused
 from .load import counters, register
-from .settings import Refused
 
 __all__ = ["Refused", "counters", "register"]

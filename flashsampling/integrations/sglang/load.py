@@ -4,6 +4,11 @@
     ForwardBatch.init_new       then keeps what the batch's requests ask for, which a ``ForwardBatch`` does not
     capture_pre_sample_logits   before it: makes logits for beam search, in releases that have it
 
+and where the plug-in is required
+
+    Scheduler.__init__            then raises if its runner is not fused, whoever loaded the model
+    Engine._launch_subprocesses   before it: raises with Ray, whose schedulers load no plug-ins
+
 SGLang calls plug-ins in all of its processes, logs what one raises, and goes on; hooks whose target is not there it logs too.
 So what ``FLASHSAMPLING_SGLANG=require`` demands is said there by ``SystemExit``, which it lets through; an error of a hook ends
 the process as any error of ``load_model`` does.
@@ -11,25 +16,17 @@ the process as any error of ``load_model`` does.
 
 import importlib
 import importlib.metadata
-import logging
 from typing import Any
 
+from ..plugin import Refused
 from .asks import noted_of
-from .settings import (
-    BEAMS,
-    VARIABLE,
-    Refused,
-    check_signature,
-    check_signatures,
-    check_version,
-    describe,
-    mode,
-)
+from .settings import BEAMS, PLUGIN, check_signatures, check_version
 
-_logger = logging.getLogger("sglang.flashsampling")
 _RUNNER = "sglang.srt.model_executor.model_runner"
 _BATCH = "sglang.srt.model_executor.forward_batch_info"
 _WORKER = "sglang.srt.managers.tp_worker"
+_SCHEDULER = "sglang.srt.managers.scheduler"
+_ENGINE = "sglang.srt.entrypoints.engine"
 _TAKES_LOGITS = "capture_pre_sample_logits"
 _CLASSES = {
     "ModelRunner": _RUNNER,
@@ -42,50 +39,68 @@ _CLASSES = {
 
 
 def register() -> None:
-    """SGLang's entry point: has the model runner of a known release fuse what it can.
+    """SGLang's entry point: where ``FLASHSAMPLING_SGLANG`` asks for it, has a known release's model runner fuse what it can.
 
     Raises:
-        ValueError: ``FLASHSAMPLING_SGLANG`` is none of "off", "auto" and "require". SGLang logs it, and goes on without the
-            plug-in.
-        SystemExit: it is "require", and this SGLang is not a known one.
+        SystemExit: ``FLASHSAMPLING_SGLANG`` is "require", and this SGLang is not a known one.
     """
-    chosen = mode()
-    if chosen == "off":
-        return
     try:
+        mode = PLUGIN.mode()
+        if mode == "off":
+            return
         release = check_version(importlib.metadata.version("sglang"))
         check_signatures({name: getattr(importlib.import_module(module), name) for name, module in _CLASSES.items()}, release)
-        if release.beams:
-            check_signature(_TAKES_LOGITS, getattr(importlib.import_module(_WORKER), _TAKES_LOGITS, None), BEAMS)
         hooks = importlib.import_module("sglang.srt.plugins.hook_registry")
-        hooks.HookRegistry.register(f"{_RUNNER}.ModelRunner.load_model", after_load_model, hooks.HookType.AFTER)
-        hooks.HookRegistry.register(f"{_BATCH}.ForwardBatch.init_new", after_init_new, hooks.HookType.AFTER)
+        before, after = hooks.HookType.BEFORE, hooks.HookType.AFTER
+        wanted = [
+            (f"{_RUNNER}.ModelRunner.load_model", after_load_model, after),
+            (f"{_BATCH}.ForwardBatch.init_new", after_init_new, after),
+        ]
         if release.beams:
-            hooks.HookRegistry.register(f"{_WORKER}.{_TAKES_LOGITS}", before_logits_are_taken, hooks.HookType.BEFORE)
-    except Exception as error:  # SGLang works without the plug-in, whatever the plug-in did not expect
-        if chosen == "require":
-            raise SystemExit(f"flashsampling: {describe(error)} ({VARIABLE}=require)") from error
-        _say(error)
-
-
-def _say(error: Exception) -> None:
-    _logger.warning("flashsampling: nothing is fused: %s", describe(error), exc_info=not isinstance(error, Refused))
+            taken = getattr(importlib.import_module(_WORKER), _TAKES_LOGITS, None)
+            PLUGIN.check_signature(_TAKES_LOGITS, taken, BEAMS)
+            wanted.append((f"{_WORKER}.{_TAKES_LOGITS}", before_logits_are_taken, before))
+        if mode == "require":
+            for (module, owner, name), hook, kind in (
+                ((_SCHEDULER, "Scheduler", "__init__"), after_scheduler, after),
+                ((_ENGINE, "Engine", "_launch_subprocesses"), before_launch, before),
+            ):
+                getattr(getattr(importlib.import_module(module), owner), name)  # where there is none, SGLang goes on
+                wanted.append((f"{module}.{owner}.{name}", hook, kind))
+        for each in wanted:
+            hooks.HookRegistry.register(*each)
+    except BaseException as error:
+        try:
+            PLUGIN.leave(error)
+        except Refused as why:
+            raise SystemExit(f"flashsampling: {why}") from error
 
 
 def after_load_model(result: Any, runner: Any, *args: Any, **kwargs: Any) -> Any:
     """Fuses what this runner can, or says why it does not, whatever the reason."""
-    if runner.is_draft_worker or hasattr(runner, "flashsampling"):  # a drafter's target is refused, and says so
-        return result
     try:
+        if runner.is_draft_worker or hasattr(runner, "flashsampling"):  # a drafter's target is refused, and says so
+            return result
         said = importlib.import_module(".runner", __package__).attach(runner)
-    except Exception as error:
-        runner.flashsampling_refused = describe(error)
-        if mode() == "require":
-            raise Refused(f"{describe(error)} ({VARIABLE}=require)") from error
-        _say(error)
+    except BaseException as error:
+        PLUGIN.leave(error, runner)
     else:
-        _logger.info("flashsampling: %s", said)
+        PLUGIN.logger.info("flashsampling: %s", said)
     return result
+
+
+def after_scheduler(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    """Raises Refused if a scheduler's runner fuses nothing."""
+    why = refusal(scheduler.tp_worker.model_runner)
+    if why is not None:
+        PLUGIN.leave(Refused(why))
+    return result
+
+
+def before_launch(kind: type, *args: Any, **kwargs: Any) -> None:
+    """Raises Refused where an engine's schedulers load no plug-ins."""
+    if kind.__module__.startswith("sglang.srt.ray"):
+        PLUGIN.leave(Refused("with Ray SGLang's schedulers load no plug-ins"))
 
 
 def after_init_new(result: Any, kind: type, batch: Any, model_runner: Any, **kwargs: Any) -> Any:
@@ -95,8 +110,11 @@ def after_init_new(result: Any, kind: type, batch: Any, model_runner: Any, **kwa
         result.flashsampling_step = fused
         try:
             result.flashsampling = tuple([request.flashsampling for request in batch.reqs])
-        except AttributeError:  # one is new
-            result.flashsampling = tuple([noted_of(request, fused.rules) for request in batch.reqs])
+        except Exception:  # one is new
+            try:
+                result.flashsampling = tuple([noted_of(request, fused.rules) for request in batch.reqs])
+            except Exception as error:  # requests of another SGLang than is known are a batch that is not seen
+                fused.unread(error)
     return result
 
 
@@ -117,7 +135,12 @@ def counters(runner: Any) -> dict[str, Any]:
         all; "reasons": how many of the last two had a request of each reason; "undefined_rows": rows without a finite score,
         which got token 0. "refused": why nothing is fused, if so. Reading them waits for the device.
     """
-    fused = getattr(runner, "flashsampling", None)
-    if fused is None:
-        return {"refused": getattr(runner, "flashsampling_refused", "the plug-in is off, or was not loaded")}
-    return fused.counters()  # type: ignore[no-any-return]
+    refused = refusal(runner)
+    return runner.flashsampling.counters() if refused is None else {"refused": refused}
+
+
+def refusal(runner: Any) -> str | None:
+    """Why a ``ModelRunner`` fuses nothing; None: it does."""
+    if getattr(runner, "flashsampling", None) is not None:
+        return None
+    return getattr(runner, "flashsampling_refused", "the plug-in is off, or was not loaded")

@@ -10,11 +10,10 @@ seed, its token is drawn by the fused step all the same: else it would depend on
 device, but the proof in the first forwards.
 """
 
-import collections
+import contextlib
 import functools
 import importlib
 import importlib.metadata
-import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -24,16 +23,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..engines import Layers, to_device
+from ..plugin import Refused, StepCounts, describe
 from .asks import REASONS, Noted, Reason, Rules, Wants
 from .head import Head, check_speed, head_of
-from .settings import Refused, Release, check_version, mode
+from .settings import PLUGIN, Release, check_version
 from .step import Batch, Drawn, FusedStep
 
-_logger = logging.getLogger("sglang.flashsampling")
 _KINDS = ("DECODE", "EXTEND", "MIXED")  # forward modes whose last positions are drawn from
 _SEEN = 4  # rows of logits that are compared
 _MASKS = "grammar_mask"  # in newer releases, with the grammar that it is of
-_SAID = 1024  # steps before the counters are logged, then twice as many, and so on
 
 # Of a ``ServerArgs`` in newer releases
 _NEWER = (
@@ -76,14 +74,18 @@ class Fused:
         self._made: Any = None  # the processor's output in this forward
         self._logits: Tensor | None = None  # the first of those in it, as they were
         self._states: Tensor | None = None  # of which they are
-        self._steps: collections.Counter[str] = collections.Counter()
-        self._reasons: collections.Counter[Reason] = collections.Counter()
+        self.counts = StepCounts(PLUGIN, REASONS, "fused", "left", "split")
+        self._is_read = True  # what requests ask for
         self._wrapped: list[tuple[Any, str, Any, Any]] = []  # owners, names, ours, and what the owner itself had
-        for owner, name, mine in self._changed():
-            theirs, own = getattr(owner, name), owner.__dict__.get(name)
-            wrapped = functools.wraps(theirs)(functools.partial(mine, theirs))
-            setattr(owner, name, wrapped)
-            self._wrapped.append((owner, name, wrapped, own))
+        with contextlib.ExitStack() as failing:
+            failing.callback(self.detach)
+            for owner, name, mine in self._changed():
+                theirs, own = getattr(owner, name), owner.__dict__.get(name)
+                wrapped = functools.wraps(theirs)(functools.partial(mine, theirs))
+                setattr(owner, name, wrapped)
+                self._wrapped.append((owner, name, wrapped, own))
+            runner.flashsampling = self
+            failing.pop_all()  # all of it stays
 
     def _changed(self) -> tuple[tuple[Any, str, Forward], ...]:
         return (
@@ -102,30 +104,33 @@ class Fused:
                 del owner.__dict__[name]
             else:
                 owner.__dict__[name] = own
-        del self.runner.flashsampling
+        vars(self.runner).pop("flashsampling", None)
 
-    def _give_up(self, why: Exception, decode: bool = True) -> None:
+    def _give_up(self, why: BaseException, decode: bool = True) -> None:
         """SGLang's way from here on, or an error where this was required. Once one kind of forward is proven a graph may hold
         it, without logits: then the other kind alone is SGLang's."""
         if self._proven:
             self._theirs.add(decode)
+            PLUGIN.leave(why, what="decode is not fused" if decode else "prefill is not fused")
         else:
-            self.runner.flashsampling_refused = str(why)
             self.detach()
-        if mode() == "require":
-            raise why
-        what = "nothing is fused" if not self._proven else "decode is not fused" if decode else "prefill is not fused"
-        _logger.warning("flashsampling: %s: %s", what, why)
+            PLUGIN.leave(why, self.runner)
+
+    def unread(self, error: Exception) -> None:
+        """Says once that SGLang draws for requests whose parameters cannot be read."""
+        if self._is_read:
+            PLUGIN.logger.warning("flashsampling: a request's parameters cannot be read: %s (said once)", describe(error))
+        self._is_read = False
 
     def init_cuda_graphs(self, theirs: Forward, *args: Any, **kwargs: Any) -> Any:
         """As SGLang's, after compiling what steps need."""
         try:
             batch = int(self.runner.max_running_requests)
             names = self.step.warm_up(batch)
-        except Exception as error:
-            self._give_up(Refused(f"kernels could not be made ready: {error!r}"))
+        except BaseException as error:
+            self._give_up(error)
         else:
-            _logger.info("flashsampling: %d kernels are ready for batches of up to %d", len(set(names)), batch)
+            PLUGIN.logger.info("flashsampling: %d kernels are ready for batches of up to %d", len(set(names)), batch)
         return theirs(*args, **kwargs)
 
     # -- the forward pass
@@ -143,14 +148,24 @@ class Fused:
         """As ``LogitsProcessor.forward``; where all that is asked for are logits to draw from, the hidden states that they are
         of stand in their place, and logits of no columns."""
         metadata = logits_metadata
-        if isinstance(metadata, self.sglang.forward_batch):
-            metadata = self.sglang.metadata(metadata)
-        decode = metadata.forward_mode.is_decode()
-        if decode in self._theirs or not self._drawn_from(metadata):
+        try:
+            if isinstance(metadata, self.sglang.forward_batch):
+                metadata = self.sglang.metadata(metadata)
+            decode = metadata.forward_mode.is_decode()
+            is_mine = decode not in self._theirs and self._drawn_from(metadata)
+        except BaseException as error:
+            if self._proven:
+                raise
+            self._give_up(error)
+            is_mine = False
+        if not is_mine:
             return theirs(input_ids, hidden_states, lm_head, logits_metadata, *args, **kwargs)
         if decode not in self._proven:
             output = theirs(input_ids, hidden_states, lm_head, logits_metadata, *args, **kwargs)
-            self._note(output, self._last(hidden_states, metadata), lm_head, decode)
+            try:
+                self._note(output, self._last(hidden_states, metadata), lm_head)
+            except BaseException as error:
+                self._give_up(error, decode)
             return output
         states = self._last(hidden_states, metadata)
         if metadata.extend_return_logprob:  # of the prompt, which needs logits
@@ -178,8 +193,8 @@ class Fused:
         states, *_ = self.processor._get_pruned_states(hidden_states, None, None, metadata)
         return states  # type: ignore[no-any-return]
 
-    def _note(self, output: Any, states: Tensor, lm_head: Any, decode: bool) -> None:
-        """Keeps what the processor returned, to see what the model makes of it."""
+    def _note(self, output: Any, states: Tensor, lm_head: Any) -> None:
+        """Keeps what the processor returned, to see what the model makes of it. Refused: it is not of the head."""
         logits = output.next_token_logits
         if logits is None or not len(logits) or (logits.is_cuda and torch.cuda.is_current_stream_capturing()):
             return
@@ -189,8 +204,7 @@ class Fused:
         elif states.dtype is not head.weight.dtype:  # SGLang casts them
             why = f"has {states.dtype} states and a head of {head.weight.dtype}"
         if why:
-            self._give_up(Refused(f"{type(self.model).__name__} {why}"), decode)
-            return
+            raise Refused(f"{type(self.model).__name__} {why}")
         self._made, self._logits, self._states = output, logits[:_SEEN].clone(), states
 
     def forward(self, theirs: Forward, input_ids: Any, positions: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -206,12 +220,15 @@ class Fused:
             if result is not made:
                 raise RuntimeError(f"{name} returns something else than its logits processor, in this forward as in no other")
             return result
-        shown = result.next_token_logits if result is made else None
-        if shown is None or not torch.allclose(shown[:_SEEN], logits, rtol=0, atol=0, equal_nan=True):
-            self._give_up(Refused(f"{name} changes its logits after its logits processor"), decode)
+        try:
+            shown = result.next_token_logits if result is made else None
+            if shown is None or not torch.allclose(shown[:_SEEN], logits, rtol=0, atol=0, equal_nan=True):
+                raise Refused(f"{name} changes its logits after its logits processor")
+            result.hidden_states = states  # a seed's tokens are the same from the first one on
+        except BaseException as error:
+            self._give_up(error, decode)
         else:
             self._proven.add(decode)
-            result.hidden_states = states  # a seed's tokens are the same from the first one on
         return result
 
     # -- the draw
@@ -220,7 +237,7 @@ class Fused:
         """One step of a batch, in place of ``theirs``, SGLang's own."""
         states = logits_output.hidden_states
         if states is None or forward_batch.capture_hidden_mode.need_capture():
-            self._count("left", {Reason.LOGITS})
+            self.counts.add("left", (Reason.LOGITS,))
             return theirs(logits_output, forward_batch)  # type: ignore[no-any-return]
         noted: tuple[Noted, ...] | None = getattr(forward_batch, "flashsampling", None)
         info, observer = forward_batch.sampling_info, getattr(self.runner, "sampling_observer", None)
@@ -237,7 +254,7 @@ class Fused:
             logits_output.hidden_states = None
             drawn = self.step.draw(self._batch(states, forward_batch, noted, mask))
             self._hand_over(drawn, logits_output, forward_batch)
-            self._count("fused", set())
+            self.counts.add("fused")
             return drawn.token_ids
         mine = [row for row, reason in enumerate(reasons) if not reason and noted[row].promised]
         token_ids = self._left(set(reasons) - {Reason.SERVED}, theirs, logits_output, forward_batch, bool(mine))
@@ -254,7 +271,7 @@ class Fused:
         split: bool = False,
     ) -> Tensor:
         """SGLang's own way."""
-        self._count("split" if split else "left", reasons)
+        self.counts.add("split" if split else "left", sorted(reasons))
         self.make_logits(logits_output, forward_batch.batch_size)
         logits_output.hidden_states = None
         return theirs(logits_output, forward_batch)  # type: ignore[no-any-return]
@@ -271,21 +288,7 @@ class Fused:
 
     def counters(self) -> dict[str, Any]:
         """See ``load.counters``."""
-        return {**self._counted(), "undefined_rows": int(self.step.undefined)}
-
-    def _counted(self) -> dict[str, Any]:
-        reasons = {REASONS[reason]: count for reason, count in self._reasons.most_common()}
-        return {**{name: self._steps[name] for name in ("fused", "left", "split")}, "reasons": reasons}
-
-    def _count(self, what: str, reasons: set[Reason]) -> None:
-        self._steps[what] += 1
-        for reason in sorted(reasons):
-            if not self._reasons[reason]:
-                _logger.info("flashsampling: SGLang samples where a request has %s (said once)", REASONS[reason])
-            self._reasons[reason] += 1
-        steps = self._steps.total()
-        if steps >= _SAID and not steps & (steps - 1):
-            _logger.info("flashsampling: %s", self._counted())
+        return {**self.counts.read(), "undefined_rows": int(self.step.undefined)}
 
     def _grammars(self, info: Any) -> Tensor | None:
         """(B, ceil(V / 32)) int32, the grammars' masks of this step, which SGLang's own way makes anew; None if there are none,
@@ -373,8 +376,9 @@ def attach(runner: Any) -> str:
         processors.get_in_autotune_dummy_run,
     )
     rules = rules_of(arguments, release, head, bool(samplers.SGLANG_RETURN_ORIGINAL_LOGPROB))
-    runner.flashsampling = Fused(runner, FusedStep(head, head.weight.device), rules, sglang)
-    return said_of(head, rules, implementation)
+    said = said_of(head, rules, implementation)
+    Fused(runner, FusedStep(head, head.weight.device), rules, sglang)
+    return said
 
 
 class Resolved:

@@ -1,13 +1,12 @@
 """What the environment says, and the releases of SGLang that are known."""
 
-import inspect
-import os
 import re
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-VARIABLE = "FLASHSAMPLING_SGLANG"
-MODES = ("off", "auto", "require")
+from ..plugin import Plugin, Refused
+
+PLUGIN = Plugin("SGLang", "FLASHSAMPLING_SGLANG", "sglang.flashsampling")
 
 # What is overridden or called, by its parameters: a release that has other ones is another one, whatever its number.
 _SIGNATURES: Mapping[str, tuple[str, ...]] = {
@@ -82,19 +81,6 @@ KNOWN = {
 BEAMS = ("batch", "forward_batch", "logits_output")  # parameters of what takes the beams' logits
 
 
-class Refused(RuntimeError):
-    """Why nothing is fused here. With ``FLASHSAMPLING_SGLANG=require`` SGLang does not start, else it is logged."""
-
-
-def mode() -> str:
-    """ "off", "auto" or "require"; ValueError if the environment says something else. Off unless it is asked for: no fused step
-    has been seen in SGLang on a GPU yet."""
-    value = os.environ.get(VARIABLE, "") or MODES[0]
-    if value not in MODES:
-        raise ValueError(f"{VARIABLE} must be one of {', '.join(MODES)}, got {value!r}")
-    return value
-
-
 def check_version(version: str) -> Release:
     """Refuses a release whose source nobody has read."""
     release = re.match(r"\d+\.\d+\.\d+", version)
@@ -107,19 +93,4 @@ def check_signatures(classes: Mapping[str, type], release: Release) -> None:
     """Refuses classes whose methods take other parameters than the known release's."""
     for name, parameters in release.signatures.items():
         owner, _, method = name.partition(".")
-        check_signature(name, getattr(classes[owner], method, None), parameters)
-
-
-def check_signature(name: str, function: Any, parameters: tuple[str, ...]) -> None:
-    """Refuses what is not there, or takes other parameters than the known release's."""
-    if function is None:
-        raise Refused(f"there is no {name} here: this is not an SGLang that is known")
-    got = tuple(inspect.signature(function).parameters)
-    if got != parameters:
-        said = f"{name} takes {', '.join(got)} here, not {', '.join(parameters)}"
-        raise Refused(f"{said}: this is not an SGLang that is known")
-
-
-def describe(error: BaseException) -> Any:
-    """What is said of an error: its words if it was refused, else all of it."""
-    return str(error) if isinstance(error, Refused) else repr(error)
+        PLUGIN.check_signature(name, getattr(classes[owner], method, None), parameters)

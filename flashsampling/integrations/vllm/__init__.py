@@ -1,7 +1,7 @@
 """vLLM: logits and sampler become one fused step, without a fork; what the step cannot do is left to vLLM, batch by batch.
 
     pip install "flashsampling[vllm]"
-    vllm serve ...  # FLASHSAMPLING_VLLM=off, auto or require; without it what was run and timed on a GPU is fused
+    FLASHSAMPLING_VLLM=auto vllm serve ...  # or require; without it the plug-in does nothing
 
 ``register`` is the entry point of the group ``vllm.general_plugins``, which vLLM calls in each of its processes. Nothing is
 imported of vLLM there: ``load`` waits until vLLM imports its worker, and looks at the model once it is loaded. ``head`` is what
@@ -9,7 +9,7 @@ the model does to its hidden states, ``slots`` what every request asks for, ``st
 where all of it meets vLLM's model runner. docs/vllm.md has what is fused, what is not, and what it means for seeds.
 """
 
+from ..plugin import Refused
 from .load import counters, register
-from .settings import Refused
 
 __all__ = ["Refused", "counters", "register"]

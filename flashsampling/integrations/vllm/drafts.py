@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...drafts import Given
 from ..engines import to_device
-from .settings import Refused
+from ..plugin import Refused
 
 
 def most_drafts_of(runner: Any, rejection_sampler: type) -> int:

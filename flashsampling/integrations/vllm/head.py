@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...api import check_weight
 from ..engines import Layers
-from .settings import Refused
+from ..plugin import Refused
 
 _SEEN = 4  # rows that are compared
 

@@ -9,9 +9,8 @@ request that could be fused was given a seed, it is drawn by the fused step all 
 tokens would depend on its batch mates.
 """
 
-import collections
+import contextlib
 import importlib.metadata
-import logging
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -27,24 +26,13 @@ from ...api import SampleOutput
 from ...distributed import TensorParallel, TensorParallelError
 from ...step import example
 from ..engines import Layers, fast_implementation, to_device
+from ..plugin import Refused, StepCounts
 from .batches import batch_of, buffers_of, grammar_of, part_of, part_of_grammar, rows_of_requests
 from .drafts import most_drafts_of
 from .graphs import Graphs
 from .head import Head, head_of
 from .outputs import checked
-from .settings import (
-    COUNTING,
-    RUNNER,
-    TENSOR_PARALLEL,
-    Refused,
-    Release,
-    check_default,
-    check_signature,
-    check_version,
-    graphs,
-    mode,
-    tensor_parallel,
-)
+from .settings import COUNTING, PLUGIN, RUNNER, TENSOR_PARALLEL, Release, check_version, graphs, tensor_parallel
 from .slots import (
     DRAFTS,
     GRAMMAR,
@@ -57,9 +45,8 @@ from .slots import (
     Slots,
     Wants,
 )
-from .step import FusedStep, Grammar, in_registers
+from .step import FusedStep, Grammar
 
-_logger = logging.getLogger("vllm.flashsampling")
 PROCESSORS = {"LogitBiasState", "PenaltiesState", "BadWordsState"}  # of newer releases' samplers, which ``slots`` knows
 
 Sampled = tuple[Any, Tensor, Tensor]  # vLLM's SamplerOutput, num_sampled, num_rejected
@@ -80,8 +67,7 @@ class Fused:
 
     def __init__(self, step: FusedStep, vllm: Vllm) -> None:
         self.step, self.vllm, self.checked = step, vllm, checked(vllm.output)
-        self._steps: collections.Counter[str] = collections.Counter()
-        self._reasons: collections.Counter[int] = collections.Counter()
+        self.counts = StepCounts(PLUGIN, REASONS, "fused", "left", "split", "drafts")
 
     def sample(
         self, theirs: Callable[..., Sampled], runner: Any, hidden_states: Tensor, input_batch: Any, grammar_output: Any
@@ -90,25 +76,24 @@ class Fused:
         grammar = grammar_of(input_batch, grammar_output)
         reasons = self.reasons(input_batch, grammar)
         if not reasons.any():
-            self._steps["fused"] += 1
-            self._steps["drafts"] += input_batch.num_draft_tokens
+            self.counts.add("fused", drafts=input_batch.num_draft_tokens)
             return self._fused(runner, hidden_states, input_batch, grammar)
-        self._note(reasons)
         served = reasons == SERVED
+        left = map(int, np.unique(reasons[~served]))
         if not (served & self.step.slots.promised[input_batch.idx_mapping_np]).any():
-            self._steps["left"] += 1
+            self.counts.add("left", left)
             return theirs(hidden_states, input_batch, grammar_output)
-        self._steps["split"] += 1
-        outputs = []
+        drafts, outputs = 0, []
         for rows, is_mine in ((np.flatnonzero(served), True), (np.flatnonzero(~served), False)):
             part = part_of(input_batch, rows)
             masks = part_of_grammar(grammar_output, grammar, rows, part)
             if is_mine:
-                self._steps["drafts"] += part.num_draft_tokens
+                drafts = part.num_draft_tokens
                 output, _, _ = self._fused(runner, hidden_states, part, grammar_of(part, masks))
             else:
                 output, _, _ = theirs(hidden_states, part, masks)
             outputs.append((rows, output))
+        self.counts.add("split", left, drafts=drafts)
         return self._joined(input_batch, outputs)
 
     def reasons(self, input_batch: Any, grammar: Grammar | None) -> NDArray[np.int8]:
@@ -129,15 +114,11 @@ class Fused:
 
     def counters(self) -> dict[str, Any]:
         """See ``load.counters``."""
-        steps = {name: self._steps[name] for name in ("fused", "left", "split", "drafts")}
-        reasons = {REASONS[reason]: count for reason, count in self._reasons.most_common()}
-        return {**steps, "reasons": reasons, "undefined_rows": int(self.step.undefined)}
+        return {**self.counts.read(), "undefined_rows": int(self.step.undefined)}
 
-    def _note(self, reasons: NDArray[np.int8]) -> None:
-        for reason in map(int, np.unique(reasons[reasons != SERVED])):
-            if not self._reasons[reason]:
-                _logger.info("flashsampling: vLLM samples where a request has %s (said once)", REASONS[reason])
-            self._reasons[reason] += 1
+    def log(self) -> None:
+        """Logs the counters."""
+        PLUGIN.logger.info("flashsampling: %s", self.counters())
 
     def _fused(self, runner: Any, hidden_states: Tensor, input_batch: Any, grammar: Grammar | None) -> Sampled:
         buffers = None if self.step.graphs is None else buffers_of(runner)
@@ -260,31 +241,27 @@ class FusedRunner:
     def _dummy_sampler_run(self, hidden_states: Tensor) -> None:
         super()._dummy_sampler_run(hidden_states)  # type: ignore[misc]
         most_drafts = self.flashsampling.step.most_drafts
-        if most_drafts:
-            hidden_states = hidden_states.repeat(most_drafts + 1, 1)[: most_rows(self, most_drafts)]
         try:
+            if most_drafts:
+                hidden_states = hidden_states.repeat(most_drafts + 1, 1)[: most_rows(self, most_drafts)]
             names = self.flashsampling.step.warm_up(hidden_states)
-        except Exception as error:
-            # nothing is served yet, so one rank can still go vLLM's way; of several all have to
-            if mode() == "require" or self.flashsampling.step.tp is not None:
-                raise
-            _logger.warning("flashsampling: nothing is fused: %r", error, exc_info=True)
-            self.flashsampling_refused = repr(error)  # for ``counters``
+        except BaseException as error:  # of several ranks all come here: their group has failed, and is closed
             del self.flashsampling
             self.__class__ = next(kind for kind in type(self).__mro__ if not issubclass(kind, FusedRunner))  # type: ignore[assignment]
+            PLUGIN.leave(error, self)
             return
-        _logger.info("flashsampling: %d kernels are ready for batches of up to %d", len(set(names)), len(hidden_states))
+        PLUGIN.logger.info("flashsampling: %d kernels are ready for batches of up to %d", len(set(names)), len(hidden_states))
 
     def shutdown(self) -> None:
         """As vLLM's, after a line about what was fused."""
-        _logger.info("flashsampling: %s", self.flashsampling.counters())
-        tp = self.flashsampling.step.tp
-        if tp is not None:
-            for each in (tp.raise_if_failed, tp.close):  # whoever does not come, the buffers are given up all the same
-                try:
-                    each()
-                except TensorParallelError as error:
-                    _logger.error("flashsampling: %s", error)
+        fused = self.flashsampling
+        tp = fused.step.tp
+        # whoever does not come, the buffers are given up all the same; after a device's error nothing can be read
+        for each in (fused.log, *(() if tp is None else (tp.raise_if_failed, tp.close))):
+            try:
+                each()
+            except Exception as error:
+                PLUGIN.logger.error("flashsampling: %s", error)
         super().shutdown()  # type: ignore[misc]
 
 
@@ -308,25 +285,31 @@ def attach(runner: Any) -> str:
     check_runner(runner, release, GPUModelRunner, Sampler)
     most_drafts = most_drafts_of(runner, RejectionSampler)
     for name, parameters in RUNNER.items():
-        check_signature(f"GPUModelRunner.{name}", getattr(GPUModelRunner, name), parameters)
-    check_signature("get_num_sampled_and_rejected", get_num_sampled_and_rejected, COUNTING)
-    check_signature("LogitsProcessor.forward", LogitsProcessor.forward, release.logits)
+        PLUGIN.check_signature(f"GPUModelRunner.{name}", getattr(GPUModelRunner, name, None), parameters)
+    PLUGIN.check_signature("get_num_sampled_and_rejected", get_num_sampled_and_rejected, COUNTING)
+    PLUGIN.check_signature("LogitsProcessor.forward", LogitsProcessor.forward, release.logits)
     layers = Layers(LogitsProcessor, VocabParallelEmbedding, UnquantizedEmbeddingMethod)
     head = head_of(runner.model, runner.model_config.get_hidden_size(), runner.dtype, runner.device, layers)
     check_head(head, runner.vocab_size)
-    check_default(in_registers(head.weight), "Triton's kernel in vLLM, the one that this head, GPU and CuTe DSL leave,")
-    tp = None if head.ranks == 1 else group_of(head, get_tp_group().device_group, most_rows(runner, most_drafts))
     raw_logprobs = runner.sampler.logprobs_mode == "raw_logprobs"
     rules = Rules(head.vocab_size, raw_logprobs, release.frees_stops, bool(envs.VLLM_BATCH_INVARIANT))
-    recorded = None
-    if graphs():
-        dim, dtype = head.weight.shape[1], head.weight.dtype
-        recorded = Graphs(runner.max_num_reqs, dim, dtype, runner.device, head.vocab_size, tp)
-    step = FusedStep(head, runner.sampler, Slots(runner.max_num_reqs, rules), runner.device, tp, most_drafts, recorded)
     vllm = Vllm(SamplerOutput, LogprobsTensors, get_num_sampled_and_rejected, AsyncModelRunnerOutput)
-    runner.flashsampling = Fused(step, vllm)
-    runner.__class__ = type("FusedGPUModelRunner", (FusedRunner, GPUModelRunner), {})
-    return said_of(head, rules, tp, most_drafts)
+    with contextlib.ExitStack() as failing:
+        tp = None
+        if head.ranks > 1:
+            tp = group_of(head, get_tp_group().device_group, most_rows(runner, most_drafts))
+            failing.push(tp)  # of an error behind it the other ranks hear in their warm-up
+        recorded = None
+        if graphs():
+            dim, dtype = head.weight.shape[1], head.weight.dtype
+            recorded = Graphs(runner.max_num_reqs, dim, dtype, runner.device, head.vocab_size, tp)
+        step = FusedStep(head, runner.sampler, Slots(runner.max_num_reqs, rules), runner.device, tp, most_drafts, recorded)
+        fused, said = Fused(step, vllm), said_of(head, rules, tp, most_drafts)
+        failing.callback(vars(runner).pop, "flashsampling", None)
+        runner.flashsampling = fused
+        runner.__class__ = type("FusedGPUModelRunner", (FusedRunner, GPUModelRunner), {})
+        failing.pop_all()  # the group stays open
+    return said
 
 
 def check_runner(runner: Any, release: Release, kind: type, sampler: type) -> None:

@@ -27,7 +27,7 @@ class Wants:
 
 SERVED = 0
 MANY_LOGPROBS, LOGPROBS_MODE, GIVEN_LOGPROBS, GRAMMAR_LOGPROBS, LONG_BAD_WORDS, MIN_P_TOP_P, MANY_BIASES = range(1, 8)
-NOT_FINITE, THINKING, GRAMMAR_MIN_TOKENS, DRAFTS, GRAMMAR = range(8, 13)
+NOT_FINITE, THINKING, GRAMMAR_MIN_TOKENS, DRAFTS, GRAMMAR, UNREAD = range(8, 14)
 REASONS = (
     "served",
     f"logprobs of more than {MAX_TOP_LOGPROBS} tokens",
@@ -42,6 +42,7 @@ REASONS = (
     "min_tokens with a grammar",
     "drafts",
     "a grammar of another shape",
+    "parameters that cannot be read",
 )
 
 
@@ -142,9 +143,12 @@ class Slots:
 
     def add(self, slot: int, params: Any, prompt_len: int) -> Noted:
         """A request takes a slot."""
-        noted = note(params, prompt_len, self.rules)
+        try:
+            noted, greedy = note(params, prompt_len, self.rules), params.temperature < _GREEDY_BELOW
+            promised = self.rules.invariant if greedy else params.seed is not None
+        except Exception:  # parameters of another vLLM than is known: they are vLLM's to read
+            noted, promised = Noted(UNREAD, 0, None, None), False
         self.reasons[slot], self.wants[slot], self.biases[slot] = noted.reason, noted.wants, noted.biases
         self.least[slot] = 0 if noted.biases is None else noted.biases.least
-        greedy = params.temperature < _GREEDY_BELOW
-        self.promised[slot] = self.rules.invariant if greedy else params.seed is not None
+        self.promised[slot] = promised
         return noted

@@ -1,0 +1,155 @@
+"""What the plug-ins of vLLM and SGLang share: their variables, how they refuse an engine, and what they count.
+
+A plug-in never ends its host. Whatever fails while it attaches leaves the engine as it is, with one line in the log;
+with ``require`` the same is an error.
+"""
+
+import collections
+import contextlib
+import inspect
+import logging
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+_MODES = {
+    **dict.fromkeys(("", "off", "0", "false"), "off"),
+    **dict.fromkeys(("auto", "on", "1", "true"), "auto"),
+    "require": "require",
+}
+_SWITCHES = {
+    **dict.fromkeys(("", "auto"), None),
+    **dict.fromkeys(("off", "0", "false"), False),
+    **dict.fromkeys(("on", "1", "true"), True),
+}
+_LOGGED = 1024  # steps before the counters are logged, then twice as many, and so on
+
+
+class Refused(RuntimeError):
+    """Why nothing is fused here. Raised where the plug-in's variable is "require", logged where it is "auto"."""
+
+
+class Plugin:
+    """One engine's plug-in.
+
+    Args:
+        engine: its name.
+        variable: of the environment, which turns the plug-in on.
+        logger: the name of a logger below the engine's own, which the engine shows.
+    """
+
+    def __init__(self, engine: str, variable: str, logger: str) -> None:
+        self.engine, self.variable, self.logger = engine, variable, logging.getLogger(logger)
+
+    def mode(self) -> str:
+        """ "off", which is the default, "auto" or "require".
+
+        Raises:
+            Refused: the environment says something else.
+        """
+        value = _said(self.variable)
+        if value not in _MODES:
+            raise _bad_value(self.variable, "auto, require or off (or 1/0, true/false, on/off)")
+        return _MODES[value]
+
+    def required(self) -> bool:
+        """Whether the plug-in is required; never raises."""
+        return _MODES.get(_said(self.variable)) == "require"
+
+    def leave(self, error: BaseException, *owners: Any, what: str = "nothing is fused") -> None:
+        """Leaves the engine as it is for an error: logs one line, and notes it on ``owners`` for ``counters``.
+
+        A traceback is logged at DEBUG alone.
+
+        Raises:
+            Refused: the plug-in is required.
+            BaseException: ``error``, if it asks the process to end.
+        """
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise error
+        words = describe(error)
+        for owner in owners:
+            with contextlib.suppress(Exception):
+                owner.flashsampling_refused = words
+        if self.required():
+            raise Refused(f"{words} ({self.variable}=require)") from error
+        unforeseen = not isinstance(error, Refused) and self.logger.isEnabledFor(logging.DEBUG)
+        self.logger.warning("flashsampling: %s: %s", what, words, exc_info=error if unforeseen else None)
+
+    def check_signature(self, name: str, function: Any, parameters: tuple[str, ...]) -> None:
+        """Refuses a function that is None, or takes other parameters than the known releases'."""
+        if function is None:
+            raise Refused(f"there is no {name} here: this release of {self.engine} is not known")
+        got = tuple(inspect.signature(function).parameters)
+        if got != parameters:
+            differs = f"{name} takes {', '.join(got)} here, not {', '.join(parameters)}"
+            raise Refused(f"{differs}: this release of {self.engine} is not known")
+
+
+def switch(variable: str) -> bool | None:
+    """Whether a variable says yes or no; None: it is "auto", or not set.
+
+    Raises:
+        Refused: it says something else.
+    """
+    value = _said(variable)
+    if value not in _SWITCHES:
+        raise _bad_value(variable, "1/0, true/false, on/off or auto")
+    return _SWITCHES[value]
+
+
+def _said(variable: str) -> str:
+    return os.environ.get(variable, "").strip().lower()
+
+
+def _bad_value(variable: str, allowed: str) -> Refused:
+    return Refused(f"{variable} must be {allowed}, in any case, got {os.environ.get(variable)!r}")
+
+
+def describe(error: BaseException) -> str:
+    """An error in one line: its words if it was foreseen, else its type too."""
+    try:
+        return " ".join((str(error) if isinstance(error, Refused) else repr(error)).split())
+    except Exception:  # an engine's error whose words are an error
+        return type(error).__name__
+
+
+class StepCounts:
+    """How many steps were fused, and how many the engine did, by reason.
+
+    The log has a reason when it comes up for the first time, and all counts after 1024 steps, 2048, and so on.
+
+    Args:
+        plugin: whose.
+        reasons: words for every reason.
+        kinds: of steps; and of what else is counted with them.
+    """
+
+    def __init__(self, plugin: Plugin, reasons: Sequence[str], *kinds: str) -> None:
+        self._plugin, self._words, self._kinds = plugin, reasons, kinds
+        self.clear()
+
+    def clear(self) -> None:
+        """Sets all counts to 0."""
+        self._counts: collections.Counter[str] = collections.Counter()
+        self._reasons: collections.Counter[int] = collections.Counter()
+        self._steps = 0
+
+    def add(self, kind: str, reasons: Iterable[int] = (), **more: int) -> None:
+        """One more step of a kind, the reasons why the engine does rows of it, and what else it has."""
+        self._counts[kind] += 1
+        for name, count in more.items():
+            self._counts[name] += count
+        for reason in reasons:
+            if reason not in self._reasons:
+                said = f"flashsampling: {self._plugin.engine} samples where a request has %s (said once)"
+                self._plugin.logger.info(said, self._words[reason])
+            self._reasons[reason] += 1
+        self._steps += 1
+        if self._steps >= _LOGGED and not self._steps & (self._steps - 1):
+            self._plugin.logger.info("flashsampling: %s", self.read())
+
+    def read(self) -> dict[str, Any]:
+        """All counts, by their names."""
+        reasons = {self._words[reason]: count for reason, count in self._reasons.most_common()}
+        return {**{kind: self._counts[kind] for kind in self._kinds}, "reasons": reasons}
