@@ -48,21 +48,21 @@ def _place(key, token):
 
 
 @jit
-def _probability(x, token, top, scale, first_kept, least_mass, kept_mass, greedy_token):
+def _probability(x, token, top, scale, first_kept, least_mass, kept_mass, only_token):
     """p of tokens with processed logits x; NaN in an undefined row, whose ``kept_mass`` is NaN."""
     mass = mass_of(x, top, scale)
     kept = (_place(key_of(x), token) >= first_kept) & reaches(x, mass, least_mass, top, scale)
     p = tl.where(kept & (x != float("-inf")), mass / kept_mass, 0.0)
-    p = tl.where(greedy_token >= 0, (token == greedy_token).to(tl.float32), p)
+    p = tl.where(only_token >= 0, (token == only_token).to(tl.float32), p)
     return tl.where(kept_mass != kept_mass, kept_mass, p)
 
 
 @jit
 def _load_record(limits, masses, row):
-    """What the row keeps: the place of its last token, and least mass, all mass, highest logit, its token if it is greedy."""
+    """What the row keeps: the place of its last token, and least mass, all mass, highest logit, its only token."""
     record = masses + row * 4
-    greedy_token = tl.load(record + 3).to(tl.int32, bitcast=True)
-    return tl.load(limits + row), tl.load(record), tl.load(record + 1), tl.load(record + 2), greedy_token
+    only_token = tl.load(record + 3).to(tl.int32, bitcast=True)
+    return tl.load(limits + row), tl.load(record), tl.load(record + 1), tl.load(record + 2), only_token
 
 
 @jit
@@ -150,9 +150,9 @@ def accept_kernel(
         ids_stride, values_stride, counts, counts_stride, repetition, frequency, presence, token_mask, mask_stride, None, None,
     )  # fmt: skip
     _, x = both_logits_of(source, token, HEAD, ENTRIES)
-    first_kept, least_mass, kept_mass, top, greedy_token = _load_record(limits, masses, row)
+    first_kept, least_mass, kept_mass, top, only_token = _load_record(limits, masses, row)
     scale = mass_scale(row_f32(temperature_at, temperature_value, row))
-    p = _probability(x, token, top, scale, first_kept, least_mass, kept_mass, greedy_token)
+    p = _probability(x, token, top, scale, first_kept, least_mass, kept_mass, only_token)
     q = tl.full((), 1.0, tl.float32)
     if draft_probs is not None:
         q = _q_of(draft_probs, probs_stride, place, token, holds)
@@ -245,7 +245,7 @@ def recover_kernel(
             ids_stride, values_stride, counts, counts_stride, repetition, frequency, presence, token_mask, mask_stride,
             None, None,
         )  # fmt: skip
-        first_kept, least_mass, kept_mass, top, greedy_token = _load_record(limits, masses, row)
+        first_kept, least_mass, kept_mass, top, only_token = _load_record(limits, masses, row)
         scale = mass_scale(row_f32(temperature_at, temperature_value, row))
         seed = row_i64(seed_at, seed_value, row)
         offset = row_i64(offset_at, offset_value, row)
@@ -279,7 +279,7 @@ def recover_kernel(
         best_of_all = tl.zeros((GROUPS,), tl.int64)
         for lane in tl.static_range(4):
             token = ids[lane]
-            p = _probability(processed[lane], token, top, scale, first_kept, least_mass, kept_mass, greedy_token)
+            p = _probability(processed[lane], token, top, scale, first_kept, least_mass, kept_mass, only_token)
             if draft_probs is None:
                 left = tl.where(token == refused, 0.0, p)
             else:
