@@ -49,6 +49,7 @@ def reject(part: Part, step: Step) -> Drawn:
         refused = torch.nn.functional.pad(drafted.token_ids, (0, 1), value=-1).gather(1, last)[:, 0]
         place = torch.nn.functional.pad(drafted.places, (0, 1)).gather(1, last)[:, 0]
         end = drafted.rows.gather(1, last)[:, 0]
+        refused = torch.where(refused < part.vocab_size, refused, -1)  # an id that is no token is no draft
         winners, is_left = _winners(part, _at(kept, end), mass[end], refused, drafted.probs, place)
         theirs, left = meet(torch.stack([winners, is_left.long()], dim=1)).unbind(dim=2)
         usable = torch.where(left == left.amax(dim=0), theirs, exchange.NO_FINITE)

@@ -5,6 +5,8 @@ everything that a request may ask for. Three launches.
     recover  programs per request: of the first draft that is not accepted, blocks of max(p - q, 0) with noise
     finish   a program per request: the best of its blocks, or, behind drafts that are all accepted, the token drawn there
 
+An id that is no token is no draft: the chain ends before it.
+
 What ``impl/rejection`` does in float64 with a pass over all rows is here float32, and a pass over one row of each request.
 Leviathan, Kalman and Matias, "Fast Inference from Transformers via Speculative Decoding", ICML 2023.
 """
@@ -236,7 +238,7 @@ def recover_kernel(
     node = _accepted_of(accepted, request, n, NODES)
     row, place, there = _draft_of(bounds, request, node, n, total, batch)
     refused = tl.load(drafts + place, mask=there, other=-1)
-    if refused >= 0:  # else nothing was, and the token is there
+    if (refused >= 0) & (refused < vocab_size):  # else nothing was, and the token is there
         repetition = row_f32(repetition_at, repetition_value, row)
         frequency = row_f32(frequency_at, frequency_value, row)
         presence = row_f32(presence_at, presence_value, row)
@@ -295,10 +297,11 @@ def recover_kernel(
 
 
 @jit(
-    do_not_specialize=["total", "batch", "n", "blocks"],
+    do_not_specialize=["vocab_size", "total", "batch", "n", "blocks"],
     do_not_specialize_on_alignment=["bounds", "drafts", "drawn", "accepted", "slots", "out", "num_accepted", "num_emitted"],
 )
 def finish_kernel(
+    vocab_size: tl.int32,
     bounds,
     drafts,
     drawn,  # (total + B,) int64: what ``sample`` draws at every position
@@ -321,7 +324,7 @@ def finish_kernel(
     row, place, there = _draft_of(bounds, request, count, n, total, batch)
     refused = tl.load(drafts + place, mask=there, other=-1)
     token = tl.load(drawn + row)
-    if refused >= 0:
+    if (refused >= 0) & (refused < vocab_size):
         block = tl.arange(0, BLOCKS)
         keys = slots + (request * blocks + block) * 2
         best = tl.max(tl.load(keys, mask=block < blocks, other=0), axis=0)
@@ -379,6 +382,7 @@ def run(
         accept_kernel[(batch * n,)](*common, **flags, num_warps=1)
         recover_kernel[(batch * blocks,)](*common, slots, blocks, **flags, NODES=nodes, GROUPS=_GROUPS, num_warps=4)
     finish_kernel[(batch,)](
+        step.vocab_size,
         bounds,
         token_ids,
         recorded.ids,
