@@ -240,7 +240,8 @@ def reject(target: Target, given: Given, parameters: Parameters, draft_probs: Te
     step = step_at(nodes, Stream.RECOVERY)
     rows = {"temperature": step.temperature, "seed": step.seed, "offset": step.offset}
     bonus = target.draw(step.hidden_states, **rows, **_request(step.asked._replace(stream=Stream.TOKEN))).token_ids
-    tokens = torch.where(refused < 0, bonus, ops.recover(step, refused, draft_probs, place)) if held.shape[0] else bonus
+    is_draft = (refused >= 0) & (refused < target.vocab_size)
+    tokens = torch.where(is_draft, ops.recover(step, refused, draft_probs, place), bonus) if held.shape[0] else bonus
     return _output(drafts, accepted, ids.masked_fill(accepted.nodes < 0, -1).scatter(1, last, tokens[:, None]))
 
 

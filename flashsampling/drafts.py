@@ -46,7 +46,7 @@ class Accepted(NamedTuple):
 class Drafts(NamedTuple):
     """Drafts of B requests, up to n of each; N in all, one request's behind the other's."""
 
-    token_ids: Tensor  # (B, n) int64; from the first -1 on there is none
+    token_ids: Tensor  # (B, n) int64; -1: there is none, and in a chain none behind it
     rows: Tensor  # (B, n + 1) int64: each node's row of hidden states
     request: Tensor  # (R,) int64: each row's
     node: Tensor  # (R,) int64: each row's
@@ -178,7 +178,7 @@ def _padded(
     batch, n = token_ids.shape
     rows = torch.arange(batch * (n + 1), device=token_ids.device)
     request, node = rows // (n + 1), rows % (n + 1)
-    return Drafts(_ended(token_ids), rows.view(batch, n + 1), request, node, _tree(parents), None)
+    return Drafts(_present(token_ids, parents), rows.view(batch, n + 1), request, node, _tree(parents), None)
 
 
 def _ragged(
@@ -199,7 +199,7 @@ def _ragged(
     rows = (firsts[:-1, None] + torch.arange(n + 1, device=device)).clamp(0, total + batch - 1)
     request, node = _owners(firsts, torch.arange(total + batch, device=device), n)
     tree = None if parents is None else _tree(rectangle(parents))
-    return Drafts(_ended(rectangle(token_ids)), rows, request, node, tree, bounds)
+    return Drafts(_present(rectangle(token_ids), parents), rows, request, node, tree, bounds)
 
 
 def _places(bounds: Tensor, n: int, total: int) -> Tensor:
@@ -213,9 +213,10 @@ def _owners(bounds: Tensor, places: Tensor, last: int) -> tuple[Tensor, Tensor]:
     return owner, (places - bounds[owner]).clamp(0, last)
 
 
-def _ended(token_ids: Tensor) -> Tensor:
-    """-1 from the first on."""
-    return torch.where((token_ids >= 0).cumprod(dim=1).bool(), token_ids, -1)
+def _present(token_ids: Tensor, parents: Tensor | None) -> Tensor:
+    """-1 where there is no draft: in a tree at the negative ids alone, in a chain from the first of them on."""
+    there = token_ids >= 0
+    return torch.where(there if parents is not None else there.cumprod(dim=1).bool(), token_ids, -1)
 
 
 def _tree(parents: Tensor | None) -> Tree | None:

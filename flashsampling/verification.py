@@ -96,7 +96,7 @@ def verify(
     Positions: of a request with n drafts the hidden states are those of n + 1 positions, of its last token and then of each
     draft. Requests may have fewer drafts, or none, and any temperatures.
 
-    * As a rectangle: ``draft_token_ids`` (B, n), -1 from where a request has no more of them; ``hidden_states`` (B, n + 1, D).
+    * As a rectangle: ``draft_token_ids`` (B, n), -1 where a request has none; ``hidden_states`` (B, n + 1, D).
       Positions behind a request's drafts are computed in vain, whatever they hold.
     * One request after the other: ``draft_token_ids`` (N,), of request b those from ``cu_draft_lengths[b]`` up to
       ``cu_draft_lengths[b + 1]``; ``hidden_states`` (N + B, D), of request b those from ``cu_draft_lengths[b] + b`` on.
@@ -104,7 +104,9 @@ def verify(
     Args:
         hidden_states: the target's; dtypes as in ``sample``.
         weight: (V, D), the target's LM head, as in ``sample``.
-        draft_token_ids: int32 or int64. An id of V or more is never accepted.
+        draft_token_ids: int32 or int64. An id that is no token, from 0 to ``vocab_size`` - 1, is no draft, wherever it stands,
+            and is never accepted. A chain has no draft from there on: the token behind the drafts before it is the one that
+            ``sample`` draws, by rejection too. In a tree its siblings stand, and what follows it is not accepted.
         cu_draft_lengths: B + 1 integers from 0 on, none below the one before it, the last at most N. Drafts from the last one
             on belong to nobody, so a CUDA graph may be captured with an N that is large enough. A tensor on the device is not
             read by the host; then ``max_draft_length`` must be given.

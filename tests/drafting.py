@@ -34,7 +34,8 @@ class Drafted:
 
     @property
     def lengths(self) -> list[int]:
-        return [next((i for i, token in enumerate(row) if token < 0), len(row)) for row in self.ids.tolist()]
+        """Up to the last draft; ids before it may be no tokens."""
+        return [max((i + 1 for i, token in enumerate(row) if token >= 0), default=0) for row in self.ids.tolist()]
 
     def request(self) -> dict[str, Any]:
         """As ``verify`` takes it: numbers that may be out of range as tensors, which are not looked at."""
@@ -222,21 +223,19 @@ def one_by_one(drafted: Drafted, request: int, method: str) -> tuple[list[int], 
             else:
                 parents = drafted.parents[request].tolist()
                 children = [j for j in range(length) if -1 <= parents[j] < j and parents[j] + 1 == node]
-            follows = next((j for j in children if ids[j] == token), None)
+            follows = next((j for j in children if ids[j] == token >= 0), None)
             if follows is None:
                 return tokens, path, margin
             path.append(follows)
             continue
-        if node == length:
+        if node == length or not 0 <= ids[node] < vocab:
             tokens.append(token)
             return tokens, path, margin
         x = ids[node]
         q = [float(token == x) for token in range(vocab)]
         if drafted.probs is not None:
             q = drafted.probs[request, node, :vocab].tolist()
-        held, limit = coin_of(step) * (q[x] if x < vocab else 1.0), p[x] if p is not None and x < vocab else 0.0
-        if drafted.probs is not None and x >= vocab:
-            held = 0.0
+        held, limit = coin_of(step) * q[x], p[x] if p is not None else 0.0
         if held != limit:
             margin = min(margin, abs(held - limit) / max(abs(held), abs(limit)))
         if held < limit:
@@ -324,7 +323,7 @@ def sure_of(drafted: Drafted, expected: VerifyOutput, tolerance: float = 2e-5) -
     last = expected.num_accepted[:, None]
     node = torch.arange(n + 1)
     visited = node <= last
-    is_refused = (ids.gather(1, last) >= 0)[:, 0]
+    is_refused = there.gather(1, last)[:, 0]
     at_end = torch.where(is_refused, recovered.gather(1, last)[:, 0], drawn.gather(1, last)[:, 0])
     return at_end & ((clear & ~near) | ~visited).all(dim=1)
 

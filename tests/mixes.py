@@ -263,6 +263,8 @@ def _row(raw: np.ndarray, row: int, step: Step, gumbel: np.ndarray) -> dict[str,
     order = sorted(range(vocab), key=lambda token: (-float(logits[token]), token))
     best = float(logits[order[0]])
     above = [_relative(float(logits[token]), best, scale) for token in range(vocab)]
+    if best == INF:  # the first of them alone has probability
+        above = [value if token == order[0] or logits[token] != best else -INF for token, value in enumerate(above)]
     top_k, top_p, min_p = int(at(asked.top_k, row)), rounded(at(asked.top_p, row)), rounded(at(asked.min_p, row))
     kept = order[:top_k] if 0 < top_k < vocab else list(order)
     if top_p < 1:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from flashsampling import VerifyOutput, exchange, noise, ops, verify
+from flashsampling import VerifyOutput, exchange, noise, ops, sample, verify
 from flashsampling.backends import BACKENDS
 from flashsampling.distributed import TensorParallel, limits, rejection
 from flashsampling.distributed.message import HEADER, Hashes, difference
@@ -292,6 +292,16 @@ def test_shards_that_keep_nothing(ranks):
         ids = torch.tensor([[0, vocab], [vocab - 1, -1], [69, 0]])
         expected = verify(STATES, WEIGHT, ids, seed=torch.arange(3), vocab_size=vocab, **REJECT)
         assert not differences(verify(STATES, WEIGHT, ids, seed=torch.arange(3), tp=tp, **REJECT), expected)
+
+
+@pytest.mark.parametrize("absent", [-1, 70])
+def test_an_id_that_is_no_token_is_no_draft(absent, ranks):
+    """The chain ends before it, with the token that ``sample`` draws."""
+    seeds = torch.arange(3)
+    drawn = torch.stack([sample(STATES[:, i], WEIGHT, seed=seeds, offset=i).token_ids for i in range(2)], dim=1)
+    drafts = torch.stack([drawn[:, 0], torch.full((3,), absent)], dim=1)
+    out = verify(STATES, WEIGHT, drafts, draft_probs=torch.zeros(3, 2, 70), seed=seeds, tp=ranks(WEIGHT, THREE), **REJECT)
+    assert out.token_ids.tolist() == torch.nn.functional.pad(drawn, (0, 1), value=-1).tolist()
 
 
 def test_whatever_is_on_the_device(ranks):

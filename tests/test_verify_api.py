@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from typing import Any
 
 import numpy
 import pytest
@@ -278,6 +279,50 @@ def test_whatever_is_on_the_device(method):
         assert ((out.num_accepted >= 0) & (out.num_accepted <= 4)).all()
         emitted = (out.token_ids >= 0).sum(1)
         assert torch.equal(emitted, out.num_emitted)
+
+
+@pytest.mark.parametrize("absent", [-1, 70, 2**40])
+@pytest.mark.parametrize("is_flat", [False, True])
+@pytest.mark.parametrize(
+    ("method", "by"),
+    [
+        *((method, by) for method in ("match", "rejection") for by in ("torch", "logits", "kernels")),
+        ("tree", "torch"),
+        ("tree", "logits"),
+    ],
+)
+def test_an_id_that_is_no_token_is_no_draft(method, by, is_flat, absent, monkeypatch):
+    """In the middle: a chain ends before it, with the token that ``sample`` draws; in a tree its sibling stands."""
+    if by == "kernels":
+        pytest.importorskip("triton")
+        monkeypatch.setattr("flashsampling.acceptance._by_kernels", lambda states, given: given.batch > 0)
+    requests, n = 2 if by == "kernels" else 6, 3
+    seeds, device = torch.arange(requests), DEVICE if by == "kernels" else torch.device("cpu")
+    states = torch.randn(requests, 1, 8, generator=torch.Generator().manual_seed(1)).expand(-1, n + 1, -1) / 2
+    drawn = torch.stack([sample(states[:, 0], WEIGHT, seed=seeds, offset=i).token_ids for i in range(n)], dim=1)
+    nothing = torch.full((requests, 1), absent)
+    options: dict[str, Any] = {"seed": seeds.to(device), "method": "match" if method == "tree" else method}
+    if method == "tree":
+        drafts, expected = torch.cat([nothing, drawn[:, :2]], dim=1), drawn
+        options["parents"] = torch.tensor([-1, -1, 1]).expand(requests, n)
+    else:
+        drafts, expected = torch.cat([drawn[:, :1], nothing, drawn[:, 2:]], dim=1), drawn[:, :2]
+    if method == "rejection":  # so a draft is accepted if p has it at all
+        options["draft_probs"] = torch.zeros(requests, n, 70, device=device)
+    if is_flat:
+        options |= {"cu_draft_lengths": [n * i for i in range(requests + 1)]}
+        options |= {name: options[name].flatten(0, 1) for name in ("parents", "draft_probs") if name in options}
+        drafts, states = drafts.flatten(), states.flatten(0, 1)
+    impl = "triton" if by == "kernels" else None
+    if by == "torch":
+        out = verify(states, WEIGHT, drafts, impl=impl, **options)
+    else:
+        out = verify_from_logits((states @ WEIGHT.T).to(device), drafts.to(device), impl=impl, **options)
+    assert out.num_accepted.tolist() == [expected.shape[1] - 1] * requests
+    assert torch.equal(out.token_ids.cpu(), torch.nn.functional.pad(expected, (0, n + 1 - expected.shape[1]), value=-1))
+    if method == "tree":
+        assert out.accepted_drafts is not None
+        assert out.accepted_drafts.tolist() == [[1, 2, -1]] * requests
 
 
 def test_a_parent_that_does_not_come_before_its_draft():

@@ -75,9 +75,10 @@ def conclude(
         both = said["logits"].gather(0, owner)[0]
         raw, processed = _float32(both >> 32), _float32(both)
         below = filters.relative(processed, scale.temperature, scale.top[:, None])
+        log_p = torch.where(scale.top.isposinf()[:, None], 0.0, below - scale.log(said["mass"].sum(dim=0)))
         no_token = token_ids < 0
         parts["logprobs"] = (raw.double() - lse).float().masked_fill(no_token, float("nan"))
-        parts["processed_logprobs"] = (below - scale.log(said["mass"].sum(dim=0))).float().masked_fill(no_token, float("nan"))
+        parts["processed_logprobs"] = log_p.float().masked_fill(no_token, float("nan"))
         parts["ranks"] = torch.zeros_like(token_ids)
     if asked.top_logprobs:
         places = limits.highest_of_all(said["top"])

@@ -49,6 +49,7 @@ def reject(part: Part, step: Step) -> Drawn:
         refused = torch.nn.functional.pad(drafted.token_ids, (0, 1), value=-1).gather(1, last)[:, 0]
         place = torch.nn.functional.pad(drafted.places, (0, 1)).gather(1, last)[:, 0]
         end = drafted.rows.gather(1, last)[:, 0]
+        refused = torch.where(refused < part.vocab_size, refused, -1)  # an id that is no token is no draft
         winners, is_left = _winners(part, _at(kept, end), mass[end], refused, drafted.probs, place)
         theirs, left = meet(torch.stack([winners, is_left.long()], dim=1)).unbind(dim=2)
         usable = torch.where(left == left.amax(dim=0), theirs, exchange.NO_FINITE)
@@ -76,11 +77,15 @@ def _shares(kept: Kept, drafted: Drafted) -> Tensor:
     return torch.where(there, share, 0.0).view(torch.int64).view(ids.shape)
 
 
+def _is_certain(scale: Scale) -> Tensor:
+    """(B,) bool: p is 1 at the row's first token: of greedy rows, and of rows with a logit of +inf."""
+    return (scale.temperature < GREEDY_BELOW) | scale.top.isposinf()
+
+
 def _accepted(kept: Kept, drafted: Drafted, mass: Tensor, shares: Tensor, vocab_size: int) -> Tensor:
     """(B,) int64: how many drafts, up to the first that its coin does not accept."""
     ids, before, rows = drafted.token_ids, drafted.rows[:, :-1], kept.local.rows()
-    is_greedy = rows.temperature[before] < GREEDY_BELOW
-    p = torch.where(is_greedy, (ids == kept.first[before]).double(), shares / mass[before])
+    p = torch.where(_is_certain(kept.scale)[before], (ids == kept.first[before]).double(), shares / mass[before])
     q: Tensor | float = 1.0
     if drafted.probs is not None:
         there = (ids >= 0) & (ids < vocab_size)
@@ -133,7 +138,7 @@ def _left(ends: Kept, mass: Tensor, refused: Tensor, probs: Tensor | None, place
     processed, first = ends.logits.processed, ends.local.shard.first_token
     batch, columns = processed.shape
     tokens = torch.arange(first, first + columns, device=processed.device)
-    is_greedy = ends.scale.temperature < GREEDY_BELOW
+    is_certain = _is_certain(ends.scale)
     out = _spread(torch.empty_like(processed, memory_format=torch.contiguous_format), processed.stride(0))
     is_left = torch.empty(batch, dtype=torch.bool, device=processed.device)
     at_once = rows_at_once(processed)
@@ -142,7 +147,7 @@ def _left(ends: Kept, mass: Tensor, refused: Tensor, probs: Tensor | None, place
         scale = Scale(ends.scale.top[some], ends.scale.temperature[some], ends.scale.unit)
         kept = limits.is_kept(processed[some], ends.limit[some], first)
         p = torch.where(kept, scale.share(processed[some]), 0.0) / mass[some, None]
-        p = torch.where(is_greedy[some, None], (tokens == ends.first[some, None]).double(), p)
+        p = torch.where(is_certain[some, None], (tokens == ends.first[some, None]).double(), p)
         if probs is None:
             left = torch.where(tokens == refused[some, None], 0.0, p)
         else:

@@ -90,13 +90,19 @@ def relative(
     temperature: Tensor,  # (B,) float32
     best: Tensor | None = None,  # (B, 1): the highest logit, if it is another's
 ) -> Tensor:
-    """(B, V) float64: the logarithm of what a token's probability is to that of the best, from 0 down. A greedy row's is that
-    at temperature 1. An infinite logit leaves no other token any probability; two have as much."""
+    """(B, V) float64: the logarithm of a token's probability over that of the best one, at most 0. A greedy row's is that at
+    temperature 1. The first +inf of a row leaves no other token any probability, another +inf included; with ``best`` given,
+    which does not say where the first one is, every +inf gives 0."""
     wide = logits.double()
-    best = wide.amax(dim=-1, keepdim=True) if best is None else best.double()
     scale = torch.where(temperature < GREEDY_BELOW, 1.0, temperature).double()[:, None]
+    if best is None:
+        best, first = wide.max(dim=-1, keepdim=True)  # the first index of a tie
+        later = wide.isposinf().scatter(-1, first, False)
+    else:
+        best, later = best.double(), None
     below = torch.where(wide == best, 0.0, (wide - best) / scale)
-    return torch.where(wide.isneginf(), wide, below)  # at an infinite temperature too
+    below = torch.where(wide.isneginf(), wide, below)  # at an infinite temperature too
+    return below if later is None else below.masked_fill(later, float("-inf"))
 
 
 def share_of_best(

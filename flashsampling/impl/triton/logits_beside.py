@@ -129,7 +129,7 @@ def write_drawn(
         x, y = both_logits_of(source, token.to(tl.int32), HEAD, ENTRIES)
         raw = tl.where(raw_highest == NAN, lse, x - lse)
         exponent = tl.where(y == top, 0.0, below(y, top, scale))
-        processed = (exponent - tl.log2(kept_mass)) * LN2
+        processed = tl.where(top == float("inf"), 0.0, (exponent - tl.log2(kept_mass)) * LN2)
         listed = list_chunks(raw_keys, key_of(x) + 1, list_ptr)
         above = _higher(source, x, list_ptr, listed, 0, GATHERED, HEAD, ENTRIES)
         for first in range(GATHERED, listed, 4 * GATHERED):  # few rows come here, and all others wait for them
@@ -151,13 +151,13 @@ def place_in_row(limit, lowest, ID_BITS: tl.constexpr):
 @jit
 def write_record(limit_ptr, record, first_kept, least_mass, kept_mass, top, temperature, ids_ptr):
     """What ``rejection`` reads of a row: the place of its last kept token; least mass of one, mass of all, the highest logit,
-    and the token of a greedy row, or -1."""
-    greedy_token = tl.full((), -1, tl.int32)
-    if temperature < GREEDY_BELOW:
+    and the only token of a greedy row, or of a row with a logit of +inf; else -1."""
+    only_token = tl.full((), -1, tl.int32)
+    if (temperature < GREEDY_BELOW) | (top == float("inf")):
         tl.debug_barrier()  # the token is there
-        greedy_token = tl.load(ids_ptr).to(tl.int32)
+        only_token = tl.load(ids_ptr).to(tl.int32)
     tl.store(limit_ptr, first_kept)
     tl.store(record, least_mass)
     tl.store(record + 1, kept_mass)
     tl.store(record + 2, top)
-    tl.store(record + 3, greedy_token.to(tl.float32, bitcast=True))
+    tl.store(record + 3, only_token.to(tl.float32, bitcast=True))

@@ -177,7 +177,7 @@ def pick_kernel(
     lse_ptr,  # (B,) float32, out
     ahead: tl.int32,  # rows that are made up, see ``logits_ahead``: none or as many as there are
     limits_ptr,  # (B,) int64, out: what ``rejection`` reads of a row: the place of its last kept token
-    masses_ptr,  # (B, 4) float32, out: least mass of a kept token, mass of all, highest logit, a greedy row's token
+    masses_ptr,  # (B, 4) float32, out: least mass of a kept token, mass of all, highest logit, its only token
     COLUMNS: tl.constexpr,
     REPS: tl.constexpr,
     ENTRIES: tl.constexpr,

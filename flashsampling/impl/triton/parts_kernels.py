@@ -233,11 +233,12 @@ def conclude_kernel(
             log_mass = tl.log(tl.sum(mass, axis=0).to(tl.float64) / unit.to(tl.float64))
             raw, x = _float32(both >> 32), _float32(both)
             top_logit, temperature = tl.load(tops_ptr + row), tl.load(temperatures_ptr + row)
-            below = relative(x.to(tl.float64), top_logit.to(tl.float64), temperature)
+            log_p = relative(x.to(tl.float64), top_logit.to(tl.float64), temperature) - log_mass
+            log_p = tl.where(top_logit == float("inf"), 0.0, log_p)
             to = row * num_samples + draw
             none = float("nan")
             tl.store(logprobs_ptr + to, tl.where(token < 0, none, (raw.to(tl.float64) - lse).to(tl.float32)), mask=there)
-            tl.store(processed_ptr + to, tl.where(token < 0, none, (below - log_mass).to(tl.float32)), mask=there)
+            tl.store(processed_ptr + to, tl.where(token < 0, none, log_p.to(tl.float32)), mask=there)
             tl.store(raw_ptr + to, raw, mask=there)
     if top_ids_ptr is not None:
         index = tl.arange(0, PLACES)

@@ -5,6 +5,8 @@ everything that a request may ask for. Three launches.
     recover  programs per request: of the first draft that is not accepted, blocks of max(p - q, 0) with noise
     finish   a program per request: the best of its blocks, or, behind drafts that are all accepted, the token drawn there
 
+An id that is no token is no draft: the chain ends before it.
+
 What ``impl/rejection`` does in float64 with a pass over all rows is here float32, and a pass over one row of each request.
 Leviathan, Kalman and Matias, "Fast Inference from Transformers via Speculative Decoding", ICML 2023.
 """
@@ -48,21 +50,21 @@ def _place(key, token):
 
 
 @jit
-def _probability(x, token, top, scale, first_kept, least_mass, kept_mass, greedy_token):
+def _probability(x, token, top, scale, first_kept, least_mass, kept_mass, only_token):
     """p of tokens with processed logits x; NaN in an undefined row, whose ``kept_mass`` is NaN."""
     mass = mass_of(x, top, scale)
     kept = (_place(key_of(x), token) >= first_kept) & reaches(x, mass, least_mass, top, scale)
     p = tl.where(kept & (x != float("-inf")), mass / kept_mass, 0.0)
-    p = tl.where(greedy_token >= 0, (token == greedy_token).to(tl.float32), p)
+    p = tl.where(only_token >= 0, (token == only_token).to(tl.float32), p)
     return tl.where(kept_mass != kept_mass, kept_mass, p)
 
 
 @jit
 def _load_record(limits, masses, row):
-    """What the row keeps: the place of its last token, and least mass, all mass, highest logit, its token if it is greedy."""
+    """What the row keeps: the place of its last token, and least mass, all mass, highest logit, its only token."""
     record = masses + row * 4
-    greedy_token = tl.load(record + 3).to(tl.int32, bitcast=True)
-    return tl.load(limits + row), tl.load(record), tl.load(record + 1), tl.load(record + 2), greedy_token
+    only_token = tl.load(record + 3).to(tl.int32, bitcast=True)
+    return tl.load(limits + row), tl.load(record), tl.load(record + 1), tl.load(record + 2), only_token
 
 
 @jit
@@ -150,9 +152,9 @@ def accept_kernel(
         ids_stride, values_stride, counts, counts_stride, repetition, frequency, presence, token_mask, mask_stride, None, None,
     )  # fmt: skip
     _, x = both_logits_of(source, token, HEAD, ENTRIES)
-    first_kept, least_mass, kept_mass, top, greedy_token = _load_record(limits, masses, row)
+    first_kept, least_mass, kept_mass, top, only_token = _load_record(limits, masses, row)
     scale = mass_scale(row_f32(temperature_at, temperature_value, row))
-    p = _probability(x, token, top, scale, first_kept, least_mass, kept_mass, greedy_token)
+    p = _probability(x, token, top, scale, first_kept, least_mass, kept_mass, only_token)
     q = tl.full((), 1.0, tl.float32)
     if draft_probs is not None:
         q = _q_of(draft_probs, probs_stride, place, token, holds)
@@ -236,7 +238,7 @@ def recover_kernel(
     node = _accepted_of(accepted, request, n, NODES)
     row, place, there = _draft_of(bounds, request, node, n, total, batch)
     refused = tl.load(drafts + place, mask=there, other=-1)
-    if refused >= 0:  # else nothing was, and the token is there
+    if (refused >= 0) & (refused < vocab_size):  # else nothing was, and the token is there
         repetition = row_f32(repetition_at, repetition_value, row)
         frequency = row_f32(frequency_at, frequency_value, row)
         presence = row_f32(presence_at, presence_value, row)
@@ -245,7 +247,7 @@ def recover_kernel(
             ids_stride, values_stride, counts, counts_stride, repetition, frequency, presence, token_mask, mask_stride,
             None, None,
         )  # fmt: skip
-        first_kept, least_mass, kept_mass, top, greedy_token = _load_record(limits, masses, row)
+        first_kept, least_mass, kept_mass, top, only_token = _load_record(limits, masses, row)
         scale = mass_scale(row_f32(temperature_at, temperature_value, row))
         seed = row_i64(seed_at, seed_value, row)
         offset = row_i64(offset_at, offset_value, row)
@@ -279,7 +281,7 @@ def recover_kernel(
         best_of_all = tl.zeros((GROUPS,), tl.int64)
         for lane in tl.static_range(4):
             token = ids[lane]
-            p = _probability(processed[lane], token, top, scale, first_kept, least_mass, kept_mass, greedy_token)
+            p = _probability(processed[lane], token, top, scale, first_kept, least_mass, kept_mass, only_token)
             if draft_probs is None:
                 left = tl.where(token == refused, 0.0, p)
             else:
@@ -295,10 +297,11 @@ def recover_kernel(
 
 
 @jit(
-    do_not_specialize=["total", "batch", "n", "blocks"],
+    do_not_specialize=["vocab_size", "total", "batch", "n", "blocks"],
     do_not_specialize_on_alignment=["bounds", "drafts", "drawn", "accepted", "slots", "out", "num_accepted", "num_emitted"],
 )
 def finish_kernel(
+    vocab_size: tl.int32,
     bounds,
     drafts,
     drawn,  # (total + B,) int64: what ``sample`` draws at every position
@@ -321,7 +324,7 @@ def finish_kernel(
     row, place, there = _draft_of(bounds, request, count, n, total, batch)
     refused = tl.load(drafts + place, mask=there, other=-1)
     token = tl.load(drawn + row)
-    if refused >= 0:
+    if (refused >= 0) & (refused < vocab_size):
         block = tl.arange(0, BLOCKS)
         keys = slots + (request * blocks + block) * 2
         best = tl.max(tl.load(keys, mask=block < blocks, other=0), axis=0)
@@ -379,6 +382,7 @@ def run(
         accept_kernel[(batch * n,)](*common, **flags, num_warps=1)
         recover_kernel[(batch * blocks,)](*common, slots, blocks, **flags, NODES=nodes, GROUPS=_GROUPS, num_warps=4)
     finish_kernel[(batch,)](
+        step.vocab_size,
         bounds,
         token_ids,
         recorded.ids,
