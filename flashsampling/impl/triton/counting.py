@@ -32,7 +32,7 @@ def count_kernel(
     if rows is not None:
         row = tl.load(rows + program)
     for first in range(0, count, TOKENS):
-        place = first + tl.arange(0, TOKENS)
+        place = (first + tl.arange(0, TOKENS)).to(tl.int64)
         token = tl.load(token_ids + program * ids_stride + place * apart, mask=place < count, other=-1).to(tl.int64)
         there = (place < count) & (token >= 0) & (token < vocab_size)
         tl.atomic_add(counts + row * counts_stride + token, 1, mask=there, sem="relaxed")

@@ -530,10 +530,10 @@ def digit_kernel(
         return
     bins = 1 << width
     bin = tl.arange(0, BINS)
-    of_row = theirs_ptr + row * bins + bin
+    of_row, to_next = theirs_ptr + row * bins + bin, batch.to(tl.int64) * bins
     sums = tl.zeros((BINS,), tl.int64)
     for other in range(ranks):
-        sums += tl.load(of_row + other * batch * bins, mask=bin < bins, other=0)
+        sums += tl.load(of_row + other * to_next, mask=bin < bins, other=0)
     shift = tl.maximum(bits - width, 0)
     begin = tl.load(state_ptr + row * _STATE)
     left = tl.load(state_ptr + row * _STATE + 1)
@@ -560,12 +560,12 @@ def digit_kernel(
         one = tl.maximum(tl.sum(tl.where(here, each, 0), axis=0), 1)
         of_key = theirs_ptr + row * bins + at
         kept = tl.maximum((left + one - 1) // one, 1)
-        own = tl.load(of_key + rank * batch * bins)
+        own = tl.load(of_key + rank * to_next)
         for other in range(ranks):
             comes_before = tl.where(
                 other < _RANKS, before >> tl.minimum(other, 63), before_too >> tl.maximum(other - _RANKS, 0)
             )
-            kept -= tl.load(of_key + other * batch * bins) * (comes_before & 1)
+            kept -= tl.load(of_key + other * to_next) * (comes_before & 1)
         mine = tl.minimum(tl.maximum(kept, 0), own)  # of this rank's tokens with the key, the first ones
         key = topmost - begin
         limit = tl.where(mine > 0, key << 31, (key + 1) << 31)

@@ -303,7 +303,7 @@ def draw_from_row(
                 known = known | (drawn ^ NO_TOKEN).to(tl.int64) | (1 << 32)  # any score
                 start = tokens.count
         else:
-            known = tl.max(tl.load(winners_ptr + draw * blocks + block, mask=block < full, other=0), axis=0)
+            known = tl.max(tl.load(winners_ptr + draw * blocks.to(tl.int64) + block, mask=block < full, other=0), axis=0)
             if known != 0:  # the word 0 counts for too much there: all over again
                 token = ((known & NO_TOKEN) ^ NO_TOKEN).to(tl.int32)
                 is_zero = word_of_token(token, draw_number, offset_lo, offset_hi, key_lo, key_hi) == 0

@@ -278,6 +278,7 @@ def scan_kernel(
         key_lo, key_hi = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
         offset_lo, offset_hi = offset.to(tl.uint32), (offset >> 32).to(tl.uint32)
         slots = winners_ptr + row.to(tl.int64) * num_samples * blocks + block
+        to_next = blocks.to(tl.int64)  # of a vocabulary of 2**20 tokens, 2**24 draws have more than 2**31 slots
         scaled = ()
         for part in tl.static_range(PARTS):
             scaled = scaled + (tl.fma(processed[part], scale, 0.0),)
@@ -288,7 +289,7 @@ def scan_kernel(
                 COLUMNS, REPS, False,
             )  # fmt: skip
             for draw in range(num_samples):
-                tl.store(slots + draw * blocks, best_key)
+                tl.store(slots + draw * to_next, best_key)
         else:
             for draw in range(num_samples):
                 draw_word = (draw | (stream << 24)).to(tl.uint32)
@@ -296,7 +297,7 @@ def scan_kernel(
                     scaled, tokens, first, zero, draw_word, noise_factor, key_lo, key_hi, offset_lo, offset_hi,
                     COLUMNS, REPS, True,
                 )  # fmt: skip
-                tl.store(slots + draw * blocks, tl.where(undefined != 0, NAN_KEY, key))
+                tl.store(slots + draw * to_next, tl.where(undefined != 0, NAN_KEY, key))
                 best_key = tl.maximum(best_key, key)
         if not (FILTERS or LOGPROBS):
             # behind the draws, and from what these need anyway: in their loop, the compiler makes all of it ready before the
@@ -306,4 +307,4 @@ def scan_kernel(
             if temperature == float("inf"):  # noqa: SIM102, a branch, and a reduction behind it
                 if _any_infinite(source, scaled, tokens, best_key.to(tl.int32) & zero) != 0:
                     for draw in range(num_samples):
-                        tl.store(slots + draw * blocks, NAN_KEY)
+                        tl.store(slots + draw * to_next, NAN_KEY)

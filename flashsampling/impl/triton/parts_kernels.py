@@ -290,15 +290,15 @@ def ranks_kernel(
     theirs_ptr,  # (ranks, count) int64
     ids_ptr,  # (count,) int64
     out_ptr,  # (count,) int64, out
-    count: tl.int32,
+    count: tl.int64,
     ranks: tl.int32,
     BLOCK: tl.constexpr,
 ):
     """``distributed.parts.put_ranks``. Grid: (ceil(count / BLOCK),)."""
-    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live = index < count
     above = tl.zeros((BLOCK,), tl.int64)
     for rank in range(ranks):
-        above += tl.load(theirs_ptr + count.to(tl.int64) * rank + index, mask=live, other=0)
+        above += tl.load(theirs_ptr + count * rank + index, mask=live, other=0)
     token = tl.load(ids_ptr + index, mask=live, other=-1)
     tl.store(out_ptr + index, tl.where(token < 0, -1, 1 + above), mask=live)

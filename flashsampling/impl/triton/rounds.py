@@ -17,6 +17,13 @@ _BLOCK = 256  # words of a program
 _WARPS = 4
 
 
+@jit
+def row_of_word(index, batch, num_samples):
+    """The row whose tags a word has: of the draw that a plain step has in its place, else any. No product overflows."""
+    row = index // num_samples
+    return tl.where(row < batch, row, index % batch)
+
+
 @jit(
     do_not_specialize=["table", "batch", "num_samples", "count", "blocks"],
     # a kernel of another alignment would be compiled, and loaded, while other ranks wait for this one
@@ -45,7 +52,7 @@ def swap_kernel(
         return
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = index < count
-    row = tl.where(index < batch * num_samples, index // num_samples, index % batch)
+    row = row_of_word(index, batch, num_samples)
     temperature = tl.load(temperatures_ptr + row)
     seed = tl.load(seeds_ptr + row)
     offset = tl.load(offsets_ptr + row)
