@@ -2,6 +2,7 @@
 
 import functools
 import os
+import pickle
 import random
 import re
 import signal
@@ -40,7 +41,9 @@ from flashsampling.distributed import (
     construction,
     shard_lm_head,
     shard_range,
+    store,
 )
+from flashsampling.distributed.rendezvous import Rendezvous, _sealed
 from flashsampling.distributed.watch import posts_of
 from flashsampling.step import Drawn, Step
 
@@ -1273,10 +1276,86 @@ def a_broadcast_of_what_cannot_be_said(rank: Rank) -> None:
     """The others hear of it, and do not take the next call for this one."""
     problem = rank.problem(4, 600, 64)
     tp, _ = rank.group(problem.weight)
-    with pytest.raises(Exception if rank.rank == 0 else ValueError, match="pickle" if rank.rank == 0 else "^rank 0: .*pickle"):
+    message = "values must be None, bools, numbers, .* got function"
+    kind, prefix = (TypeError, "^") if rank.rank == 0 else (ValueError, "^rank 0: TypeError: ")
+    with pytest.raises(kind, match=prefix + message):
         tp.broadcast(lambda: 0)
     assert tp.broadcast(rank.rank + 5) == 5
     tp.close()
+
+
+class Hostile:
+    """A pickle that leaves a file where it is loaded."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open, (self.path, "w")
+
+
+def a_hostile_store(rank: Rank) -> None:
+    """Every key that a group reads holds what a stranger wrote: a named error on all ranks, soon, and no code runs. Of a sign
+    of life nobody reads more than whether it moved."""
+    folder = _agreed(tempfile.mkdtemp() if rank.rank == 0 else None)[0]
+    problem = rank.problem(4, 600, 64)
+    call, used = store.BoundedStore._call, dict[str, bytes]()  # key -> what it held
+    instead: dict[str, bytes] = {}
+
+    def of_a_stranger(self: store.BoundedStore, operation: str, key: str, *arguments: Any) -> Any:
+        value = call(self, operation, key, *arguments)
+        name = self.prefix.partition("/")[2] + key
+        if operation in ("look", "compare_set"):
+            used[name] = value or used.get(name, b"")
+            return instead.get(name, value)
+        return value
+
+    def life() -> None:
+        tp, shard = rank.group(problem.weight, timeout=15.0)
+        with tp:
+            rank.check(tp, shard, problem)
+            assert tp.broadcast({"seeds": torch.arange(3)})["seeds"].tolist() == [0, 1, 2]
+            tp.check(collective=True)
+            draw(tp, shard, problem)  # who had the verdict before another found its payload wrong learns of it here
+            tp.check(collective=True)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store.BoundedStore, "_call", of_a_stranger)
+        life()
+        held = {name: value for of_rank in _agreed(used) for name, value in of_rank.items()}
+        assert {"failure", "groups/0", "groups/1", "0/0", "0/1", "0/verdict"} < set(held)
+        final = max(int(name.split("/")[0]) for name, value in held.items() if value.startswith(b"a collective check\n"))
+        for number, (name, before) in enumerate(sorted(held.items())):
+            last = name[0].isdigit() and int(name.split("/")[0]) >= final
+            hostile = pickle.dumps(Hostile(f"{folder}/{number}"))
+            phase = before.partition(b"\n")[0].decode()
+            decoded = phase in ("construction", "a broadcast")
+            for value in [hostile, _sealed(phase, False, hostile)] if decoded else [hostile]:
+                instead = {name: value}
+                started, said = time.monotonic(), "nothing"
+                try:
+                    life()
+                except TensorParallelError as error:
+                    said = str(error)
+                assert time.monotonic() - started < SOON
+                everywhere = _agreed(said)
+                if name.startswith("busy"):  # it moves or it does not
+                    assert everywhere == ["nothing"] * rank.world
+                elif name.startswith("groups"):  # of one rank, which does not come
+                    absent = int(name[-1])
+                    assert "holds what no rank wrote (groups" in everywhere[absent]
+                    late = f"rank {absent} did not take part in construction within 15 s"
+                    assert all(late in each for other, each in enumerate(everywhere) if other != absent), everywhere
+                    instead = {}
+                    if rank.rank == absent:  # which has counted one group less
+                        Rendezvous(functools.partial(store.store_of, None), rank.rank, rank.world, 15.0).end()
+                else:
+                    named = ["holds what no rank wrote" in each for each in everywhere]
+                    # a verdict may be there before its payloads are looked at again; behind the last call nobody is told
+                    assert any(named) if last else all(named), (name, value, everywhere)
+                _agreed(None)
+    assert os.listdir(folder) == []
+    life()
 
 
 def one_request(rank: Rank) -> None:

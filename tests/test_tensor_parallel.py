@@ -189,6 +189,11 @@ def test_ranks_that_fail(world, impl, transport, name):
     _assert_ok(results[name], expected_dead=DEAD.get(name))
 
 
+def test_a_hostile_store():
+    name = "a_hostile_store"
+    _assert_ok(tensor_parallel.run(2, [name], device="cpu", impl="streaming", transport="gloo", long=False, forked=True)[name])
+
+
 @pytest.mark.parametrize("world", [world for world in (2, 4, 8) if world <= GPUS])
 def test_one_kernel_node(world):
     for impl in KERNELS:

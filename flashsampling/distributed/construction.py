@@ -9,7 +9,8 @@ Each stage ends with an exchange, so that all ranks learn what any of them raise
     the end of construction   kernels are compiled, and have run once
 """
 
-import pickle
+import functools
+import time
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -27,15 +28,17 @@ from ..parameters import integer, real
 from ..step import Step
 from ..warmup import plan
 from . import agreement
-from .failure import TensorParallelError
+from .failure import TensorParallelError, left
 from .gloo import Gloo
 from .nccl import Nccl
 from .p2p import PeerToPeer, room_for_digits
 from .rendezvous import RemoteError, Rendezvous
 from .requests import LEAST_WORDS, ROW_WORDS
+from .serialization import record_from_json, record_to_json
 from .thread import DeviceThread
 from .transport import Transport
 
+_LOOK_FOR_FAILURE = 0.1  # seconds
 _LEAST_FOR_NCCL = 60.0  # seconds that NCCL gets to make its communicator, however short the time-out of steps
 
 
@@ -93,8 +96,11 @@ class Construction:
                 warnings.warn(message, RuntimeWarning, stacklevel=3)
             self.shard = Shard(self.first_token) if self.made is None else self.made.shard(self.first_token)
             self._stage("the end of construction", lambda: self._compile(weight))
-        except BaseException:
+        except BaseException as error:
             if self.made is not None:
+                if isinstance(self.made, Gloo) and self._meet is not None and not isinstance(error, RemoteError):
+                    self.made.declare(left(self._meet.rank, error))  # others may be in their first step, and hear of it there
+                    self.made.catch_up()
                 self.made.close(True)  # no step was made
             raise
 
@@ -117,10 +123,15 @@ class Construction:
             for name in ("max_batch_size", "max_num_samples", "first_token", "vocab_size"):
                 if options[name] is not None or name.startswith("max"):
                     options[name] = integer(name, options[name])
+            for name in ("transport", "impl"):
+                if not isinstance(options[name], str | None):
+                    raise TypeError(f"{name} must be a str or None, got {type(options[name]).__name__}")
             backends = str(dist.get_backend_config(self._group))
-            return pickle.dumps(agreement.member(weight, seconds_of(timeout), backends, **options))
+            return record_to_json(agreement.member(weight, seconds_of(timeout), backends, **options)).encode()
 
-        members = [pickle.loads(said) for said in self._stage("construction", describe)]
+        said = self._stage("construction", describe)
+        read = functools.partial(record_from_json, agreement.Member)
+        members = [read(mine) for mine in said] if self._meet is None else self._meet.read(read, "construction", said)
         ranges = agreement.check(members)
         rank = 0 if self._meet is None else self._meet.rank
         self.mine = members[rank]
@@ -155,9 +166,12 @@ class Construction:
         bound = max(seconds, _LEAST_FOR_NCCL)
 
         def connect() -> None:
-            connecting = DeviceThread(nccl.connect, device)
-            if not connecting.ends_within(bound):
-                raise TimeoutError(f"NCCL did not connect the ranks within {bound:g} s")
+            connecting, until = DeviceThread(nccl.connect, device), time.monotonic() + bound
+            while not connecting.ends_within(_LOOK_FOR_FAILURE):
+                if meet.over():  # another rank has an error, which the exchange behind this raises
+                    return
+                if time.monotonic() > until:
+                    raise TimeoutError(f"NCCL did not connect the ranks within {bound:g} s")
             connecting.result()
 
         self._stage("connecting", connect)

@@ -1,6 +1,7 @@
 """How ranks of one host hand memory to each other: file descriptors, over Unix sockets whose names the rendezvous carries."""
 
 import os
+import re
 import secrets
 import socket
 import struct
@@ -8,7 +9,9 @@ import time
 from collections.abc import Callable
 
 from .rendezvous import Rendezvous
+from .serialization import MalformedError
 
+_NAMES = rb"\0flashsampling-[0-9a-z-]+"  # of no file: they go with their sockets
 _LOOK_AGAIN = 0.05  # seconds between two looks, at most: is there room in a queue, has another rank given up
 _ITS_REASON = 2.0  # seconds in which a rank that closed its socket says why
 
@@ -31,8 +34,9 @@ def handed_over(exported: Callable[[], int], meet: Rendezvous, seconds: float) -
     descriptors: dict[int, int] = {}
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as box:
         box.bind(f"\0flashsampling-{secrets.token_hex(16)}")  # a name of no file, which goes with the socket
-        names = meet.exchange("handing over memory", box.getsockname())
-        others = {name: rank for rank, name in enumerate(names) if name is not None and rank != meet.rank}
+        phase = "handing over memory"
+        names = meet.read(_name_of, phase, meet.exchange(phase, box.getsockname()))  # type: ignore[arg-type] # nobody is excused
+        others = {name: rank for rank, name in enumerate(names) if rank != meet.rank}
         own = exported()
         until = time.monotonic() + seconds
         unsent = dict(others)
@@ -56,6 +60,13 @@ def handed_over(exported: Callable[[], int], meet: Rendezvous, seconds: float) -
         finally:
             os.close(own)
     return descriptors
+
+
+def _name_of(payload: bytes) -> bytes:
+    """A rank's socket: in the store may be any path, and whoever listens there would get the memory."""
+    if not re.fullmatch(_NAMES, payload):
+        raise MalformedError("it is no name of a rank's socket")
+    return payload
 
 
 def _send(

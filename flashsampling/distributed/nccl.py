@@ -48,6 +48,7 @@ from .store import StoreGoneError
 from .watch import Progress, Watch, posts_of
 
 CATCH_UP = 5.0  # seconds
+CATCH_UP_AT_MOST = 120.0  # seconds, whatever the store says that the others have begun
 _LOOK_AFTER_FAILURE = 0.1  # seconds
 
 
@@ -233,8 +234,8 @@ class Nccl:
             # of a rank that is late it is known that no waiting brings it
             wait = not self._waited_for_others and (self._failure.kind != "late" or self._failure.rank == self._rank)
             self._waited_for_others = True
-            last = time.monotonic()
-            while True:
+            began = last = time.monotonic()
+            while time.monotonic() - began < CATCH_UP_AT_MOST:
                 mine, posts = self._progress(), posts_of(self._rendezvous)
                 others = [post or Progress(0, 0) for rank, post in enumerate(posts) if rank != self._rank]
                 ahead = any(post.begun > mine.begun for post in others)
