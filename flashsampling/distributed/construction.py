@@ -5,7 +5,7 @@ Each stage ends with an exchange, so that all ranks learn what any of them raise
     construction              what each rank has and was asked for; all conclude the same from it (``agreement``)
     mapping peers' memory     p2p; where that cannot be done, and p2p was not asked for by name, the next transport is taken
     making buffers            nccl and gloo
-    connecting                nccl
+    connecting                nccl and gloo: a first message
     the end of construction   kernels are compiled, and have run once
 """
 
@@ -39,7 +39,8 @@ from .thread import DeviceThread
 from .transport import Transport
 
 _LOOK_FOR_FAILURE = 0.1  # seconds
-_LEAST_FOR_NCCL = 60.0  # seconds that NCCL gets to make its communicator, however short the time-out of steps
+# seconds for a first message, however short the time-out of steps: in it NCCL makes its communicator
+_LEAST_TO_CONNECT = {"gloo": 15.0, "nccl": 60.0}
 
 
 class Construction:
@@ -152,25 +153,28 @@ class Construction:
                 raise ValueError(f"transport='p2p' cannot be used ({why})")
             self.transport, _ = agreement.choose_transport(members, self.impl, no_p2p=why)
 
-        def make() -> None:
-            if self.transport == "gloo":
-                self.made = Gloo(self._group, meet, rows, capacity, seconds)
-            else:
+        def make() -> bytes | None:
+            if self.transport != "gloo":
                 self.made = Nccl(self._group, meet, device, rows, capacity, seconds, self._holder)
+                return None
+            self.made = gloo = Gloo(self._group, meet, rows, capacity, seconds)
+            closed = gloo.closed()
+            return None if closed is None else closed.encoded().encode()
 
-        self._stage("making buffers", make)
-        nccl = self.made
-        if not isinstance(nccl, Nccl):
-            return why
-        # in a thread: if a rank dies just now, NCCL waits for it in the host, without a bound that is ours
-        bound = max(seconds, _LEAST_FOR_NCCL)
+        phase = "making buffers"
+        for said in filter(None, self._stage(phase, make)):  # the first that any rank knows, on all ranks
+            failure = meet.failure_of(phase, said)
+            raise failure.error(meet.who(failure.rank), seconds)
+        made: Any = self.made
+        bound = max(seconds, _LEAST_TO_CONNECT[made.name])
 
         def connect() -> None:
-            connecting, until = DeviceThread(nccl.connect, device), time.monotonic() + bound
+            # in a thread: another rank may fail just now, and NCCL waits for one that is dead without a bound that is ours
+            connecting, until = DeviceThread(functools.partial(made.connect, bound), device), time.monotonic() + bound
             while not connecting.ends_within(_LOOK_FOR_FAILURE):
-                if meet.over():  # another rank has an error, which the exchange behind this raises
+                if meet.over():  # the exchange behind this raises why
                     return
-                if time.monotonic() > until:
+                if made.name == "nccl" and time.monotonic() > until:
                     raise TimeoutError(f"NCCL did not connect the ranks within {bound:g} s")
             connecting.result()
 

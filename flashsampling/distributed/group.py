@@ -226,8 +226,8 @@ class TensorParallel:
         else:
             try:
                 said = self._rendezvous.read(_broadcast_of, phase, payloads)
-            except TensorParallelError as error:
-                raise self._declared(error) from error
+            except TensorParallelError as malformed:
+                raise self._declared(malformed) from malformed
         for name in said[0][1]:
             given = [alike.get(name) for _, alike in said]
             if any(other != given[0] for other in given):

@@ -115,8 +115,9 @@ class Nccl:
         self._woken, self._closed, self._everybody = threading.Event(), threading.Event(), False
         self._watcher = threading.Thread(target=self._watch, name="flashsampling nccl", daemon=True)
 
-    def connect(self) -> None:
-        """A first all-gather, in which NCCL makes its communicator, and then the thread. Blocks until all ranks do it."""
+    def connect(self, bound: float) -> None:
+        """A first all-gather, in which NCCL makes its communicator, and then the thread. Blocks until all ranks do it: whoever
+        calls looks at the bound, in seconds."""
         gather_flat(self._messages, self._message, self._group)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # this may be another thread and stream than the one that made the buffers
@@ -174,7 +175,7 @@ class Nccl:
         messages = self._gathered(words)
         return words.expand(self._ranks, -1) if messages is None else messages.clone()  # the next message's place
 
-    def end(self) -> Tensor:
+    def end(self, error: BaseException | None = None) -> Tensor:
         """As the protocol says."""
         self._hashes.clear(self._message)
         self._told.copy_(self._host_told, non_blocking=True)  # of what was not issued nothing has told the device

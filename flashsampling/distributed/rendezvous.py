@@ -143,11 +143,13 @@ class Rendezvous:
             What all other ranks raise: of this error, or of what had ended the exchange before.
         """
         number, self._exchanges = self._exchanges, self._exchanges + 1
-        what = [self.rank, type(error).__name__, str(error)]
+        verdict: dict[str, Any] = {"error": [self.rank, type(error).__name__, str(error)]}
+        if isinstance(error, TensorParallelError):  # all raise the same
+            verdict = {"failure": error.failure.encoded()}
         try:
             with self._store_errors():
-                self.store.set(f"{number}/{self.rank}", _sealed(phase, True, json.dumps(what).encode()))
-                agreed = self._error_of(self._decide(number, {"error": what}))
+                self.store.set(f"{number}/{self.rank}", _sealed(phase, True, json.dumps(verdict).encode()))
+                agreed = self._error_of(self._decide(number, verdict))
         except TensorParallelError as gone:
             return gone
         return agreed or self._malformed(f"{number}/verdict", "it ended well without this rank")
@@ -185,7 +187,9 @@ class Rendezvous:
             yield
         except Exception as error:
             if phase is not None:
-                self.fail(phase, error)
+                agreed = self.fail(phase, error)
+                if isinstance(error, TensorParallelError):  # all raise the same
+                    raise agreed from error
             raise
         finally:
             ended.set()
@@ -194,7 +198,7 @@ class Rendezvous:
     def declare(self, failure: Failure) -> Failure:
         """Decides a failure for all ranks; returns the one that was decided first. Never raises."""
         try:
-            return self._failure_of("failure", self.store.decide("failure", failure.encoded()))
+            return self.failure_of("failure", self.store.decide("failure", failure.encoded()))
         except StoreGoneError:
             return failure
         except TensorParallelError as error:
@@ -204,7 +208,7 @@ class Rendezvous:
         """The failure that was decided, if any was. StoreGoneError if that cannot be known. What no rank wrote is a failure."""
         text = self.store.get("failure")
         try:
-            return None if text is None else self._failure_of("failure", text)
+            return None if text is None else self.failure_of("failure", text)
         except TensorParallelError as error:
             return error.failure
 
@@ -245,7 +249,9 @@ class Rendezvous:
         failure = Failure("left", self.rank, what=what)
         return TensorParallelError(failure.message(self.who(self.rank), self.seconds), failure)
 
-    def _failure_of(self, key: str, text: bytes | str) -> Failure:
+    def failure_of(self, key: str, text: bytes | str) -> Failure:
+        """A failure that the store holds. Raises TensorParallelError where it is none."""
+
         def decode(text: bytes | str) -> Failure:
             failure = Failure.decoded(text)
             if not 0 <= failure.rank < self.ranks:
@@ -294,11 +300,11 @@ class Rendezvous:
                     continue
                 try:
                     said, is_error, payload = self.checked(key, _opened, value)
-                    error = self.checked(key, self._remote, payload) if is_error else None
+                    error = self.checked(key, self._verdict, payload) if is_error else None
                 except TensorParallelError as malformed:
                     return self._give_up(number, malformed.failure)
                 if error is not None:
-                    return self._decide(number, {"error": error})
+                    return self._decide(number, error)
                 seen[rank], phases[rank] = payload, said
             failed = failure()
             if failed is not None:
@@ -334,7 +340,7 @@ class Rendezvous:
         if "error" in verdict:
             return RemoteError(*verdict["error"])
         if "failure" in verdict:
-            failure = self._failure_of("verdict", verdict["failure"])
+            failure = self.failure_of("verdict", verdict["failure"])
             return failure.error(self.who(failure.rank), self.seconds)
         return None
 
@@ -347,7 +353,10 @@ class Rendezvous:
         verdict = from_json(text)
         kind = next(iter(verdict)) if isinstance(verdict, dict) and len(verdict) == 1 else None
         if kind == "error":
-            self._remote(json.dumps(verdict["error"]).encode())
+            error = verdict["error"]
+            kinds = [type(each) for each in error] if isinstance(error, list) else []
+            if kinds != [int, str, str] or not 0 <= error[0] < self.ranks:
+                raise MalformedError("it is no error of a rank of this group")
         elif kind == "present":
             ranks = verdict["present"]
             if not isinstance(ranks, list) or ranks != [rank for rank in range(self.ranks) if rank in ranks]:
@@ -355,13 +364,6 @@ class Rendezvous:
         elif kind != "failure" or not isinstance(verdict["failure"], str):
             raise MalformedError("it is no verdict")
         return verdict  # type: ignore[no-any-return]
-
-    def _remote(self, payload: bytes) -> list[Any]:
-        """What a rank raised: the rank, the exception's class and what it said."""
-        error = from_json(payload)
-        if not isinstance(error, list) or [type(each) for each in error] != [int, str, str] or not 0 <= error[0] < self.ranks:
-            raise MalformedError("it is no error of a rank of this group")
-        return error
 
     def _give_up(self, number: int, failure: Failure) -> dict[str, Any]:
         return self._decide(number, {"failure": failure.encoded()})
