@@ -1,7 +1,9 @@
 """What ranks do in the tensor-parallel tests. ``run`` starts them; a scenario is a function of a ``Rank``, run by all alike."""
 
+import contextlib
 import functools
 import os
+import pickle
 import random
 import re
 import signal
@@ -40,7 +42,9 @@ from flashsampling.distributed import (
     construction,
     shard_lm_head,
     shard_range,
+    store,
 )
+from flashsampling.distributed.rendezvous import Rendezvous, _sealed
 from flashsampling.distributed.watch import posts_of
 from flashsampling.step import Drawn, Step
 
@@ -790,8 +794,12 @@ def other_requests(rank: Rank) -> None:
 
 def out_of_step_in_a_round(rank: Rank) -> None:
     """A rank's call raises between two rounds, and it goes on: the others' wait ends with the error that says so."""
+    for odd in (0, rank.world - 1) if rank.transport == "gloo" else (rank.world - 1,):
+        _out_of_step_in_a_round(rank, odd)
+
+
+def _out_of_step_in_a_round(rank: Rank, odd: int) -> None:
     problem = rank.problem(4, 600, 64)
-    odd = rank.world - 1
     tp, shard = rank.group(problem.weight, timeout=30.0)
 
     def step() -> Tensor:
@@ -809,9 +817,12 @@ def out_of_step_in_a_round(rank: Rank) -> None:
             with pytest.raises(torch.OutOfMemoryError):
                 step()
     error = _fails(tp, step)
-    assert isinstance(error, TensorParallelMismatch)
     assert error.rank == odd
-    assert "step" in error.failure.differs
+    if rank.transport == "gloo":  # which knows that the call took part
+        assert f"rank {odd} left the group: OutOfMemoryError: CUDA out of memory" in str(error)
+    else:
+        assert isinstance(error, TensorParallelMismatch)
+        assert "step" in error.failure.differs
     assert _agreed(error.failure) == [error.failure] * rank.world
     tp.close()
     tp, shard = rank.group(problem.weight)
@@ -1273,10 +1284,87 @@ def a_broadcast_of_what_cannot_be_said(rank: Rank) -> None:
     """The others hear of it, and do not take the next call for this one."""
     problem = rank.problem(4, 600, 64)
     tp, _ = rank.group(problem.weight)
-    with pytest.raises(Exception if rank.rank == 0 else ValueError, match="pickle" if rank.rank == 0 else "^rank 0: .*pickle"):
+    message = "values must be None, bools, numbers, .* got function"
+    kind, prefix = (TypeError, "^") if rank.rank == 0 else (ValueError, "^rank 0: TypeError: ")
+    with pytest.raises(kind, match=prefix + message):
         tp.broadcast(lambda: 0)
     assert tp.broadcast(rank.rank + 5) == 5
     tp.close()
+
+
+class Hostile:
+    """A pickle that leaves a file where it is loaded."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open, (self.path, "w")
+
+
+def a_hostile_store(rank: Rank) -> None:
+    """Every key that a group reads holds what a stranger wrote: a named error on all ranks, soon, and no code runs. Of a sign
+    of life nobody reads more than whether it moved."""
+    folder: Any = _agreed(tempfile.mkdtemp() if rank.rank == 0 else None)[0]
+    problem = rank.problem(4, 600, 64)
+    call, used = store.BoundedStore._call, dict[str, bytes]()  # key -> what it held
+    instead: dict[str, bytes] = {}
+
+    def of_a_stranger(self: store.BoundedStore, operation: str, key: str, *arguments: Any) -> Any:
+        value = call(self, operation, key, *arguments)
+        name = self.prefix.partition("/")[2] + key
+        if operation in ("look", "compare_set"):
+            used[name] = value or used.get(name, b"")
+            return instead.get(name, value)
+        return value
+
+    def life() -> None:
+        tp, shard = rank.group(problem.weight, timeout=15.0)
+        with tp:
+            rank.check(tp, shard, problem)
+            assert tp.broadcast({"seeds": torch.arange(3)})["seeds"].tolist() == [0, 1, 2]
+            tp.check(collective=True)
+            draw(tp, shard, problem)  # who had the verdict before another found its payload wrong learns of it here
+            tp.check(collective=True)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store.BoundedStore, "_call", of_a_stranger)
+        life()
+        of_ranks: list[Any] = _agreed(used)
+        held = {name: value for of_rank in of_ranks for name, value in of_rank.items()}
+        assert {"failure", "groups/0", "groups/1", "0/0", "0/1", "0/verdict"} < set(held)
+        final = max(int(name.split("/")[0]) for name, value in held.items() if value.startswith(b"a collective check\n"))
+        for number, (name, before) in enumerate(sorted(held.items())):
+            last = name[0].isdigit() and int(name.split("/")[0]) >= final
+            hostile = pickle.dumps(Hostile(f"{folder}/{number}"))
+            phase = before.partition(b"\n")[0].decode()
+            decoded = phase in ("construction", "a broadcast")
+            for value in [hostile, _sealed(phase, False, hostile)] if decoded else [hostile]:
+                instead = {name: value}
+                started, said = time.monotonic(), "nothing"
+                try:
+                    life()
+                except TensorParallelError as error:
+                    said = str(error)
+                assert time.monotonic() - started < SOON
+                everywhere: list[Any] = _agreed(said)
+                if name.startswith("busy"):  # it moves or it does not
+                    assert everywhere == ["nothing"] * rank.world
+                elif name.startswith("groups"):  # of one rank, which does not come
+                    absent = int(name[-1])
+                    assert "holds what no rank wrote (groups" in everywhere[absent]
+                    late = f"rank {absent} did not take part in construction within 15 s"
+                    assert all(late in each for other, each in enumerate(everywhere) if other != absent), everywhere
+                    instead = {}
+                    if rank.rank == absent:  # which has counted one group less
+                        Rendezvous(functools.partial(store.store_of, None), rank.rank, rank.world, 15.0).end()
+                else:
+                    named = ["holds what no rank wrote" in each for each in everywhere]
+                    # a verdict may be there before its payloads are looked at again; behind the last call nobody is told
+                    assert any(named) if last else all(named), (name, value, everywhere)
+                _agreed(None)
+    assert os.listdir(folder) == []
+    life()
 
 
 def one_request(rank: Rank) -> None:
@@ -1353,6 +1441,115 @@ def device_mesh(rank: Rank) -> None:
         assert alone.broadcast(rank.rank) == rank.rank
         alone.check(collective=True)
         assert torch.equal(draw(alone, problem.weight, problem), problem.sample(rank.impl))
+
+
+class Interrupted(BaseException):
+    """As KeyboardInterrupt, by a signal."""
+
+
+def a_signal_in_a_step(rank: Rank) -> None:
+    """Its handler raises while the others are waited for. The next step of all ranks names this rank, at once, whichever it is;
+    and the connections are as good as before."""
+
+    def raises(*_: object) -> None:
+        raise Interrupted("enough")
+
+    problem = rank.problem(5, 600, 64)
+    for rounds in (False, True):
+        for odd in (0, rank.world - 1):
+            tp, shard = rank.group(problem.weight, timeout=60.0)
+
+            def step(tp: TensorParallel = tp, shard: Tensor = shard, rounds: bool = rounds) -> Tensor:
+                rows: dict[str, Any] = {"seed": problem.seed, "top_p": 0.9 if rounds else 1.0}
+                return flashsampling.sample(problem.hidden_states, shard, **rows, tp=tp).token_ids
+
+            step()
+            _agreed(None)
+            started = time.monotonic()
+            if rank.rank == odd:
+                before = signal.signal(signal.SIGALRM, raises)
+                signal.setitimer(signal.ITIMER_REAL, 0.5)
+                try:
+                    with pytest.raises(Interrupted):
+                        step()
+                finally:
+                    signal.signal(signal.SIGALRM, before)
+            else:
+                time.sleep(1.5)
+                with contextlib.suppress(TensorParallelError):  # of one message it is whole: the handler ran behind it
+                    step()
+            error = _fails(tp, step)
+            assert f"rank {odd} left the group: Interrupted: enough" in str(error)
+            assert _agreed(error.failure) == [error.failure] * rank.world
+            assert time.monotonic() - started < SOON
+            tp.close()
+            _agreed(None)
+            tp, shard = rank.group(problem.weight)
+            rank.check(tp, shard, problem)
+            tp.close()
+
+
+def a_process_group_that_is_destroyed(rank: Rank) -> None:
+    """Under an open group, on one rank, on all, or while the others are in a step."""
+    problem = rank.problem(5, 600, 64)
+    for who in ("one", "all", "one, late"):
+        destroyed = dist.new_group()
+        odd = 0
+        tp, shard = rank.group(problem.weight, group=destroyed, timeout=60.0)
+        rank.check(tp, shard, problem)
+        _agreed(None)
+        started = time.monotonic()
+        if who == "all" or rank.rank == odd:
+            if who == "one, late":
+                time.sleep(1.0)
+            dist.destroy_process_group(destroyed)
+        error = _fails(tp, functools.partial(draw, tp, shard, problem))
+        assert f"rank {error.rank} " in str(error)
+        assert "left the group: its process group has been destroyed" in str(error)
+        assert who == "all" or error.rank == odd
+        assert _agreed(error.failure) == [error.failure] * rank.world
+        assert time.monotonic() - started < SOON
+        tp.close()
+
+
+def connections_that_are_closed(rank: Rank) -> None:
+    """A new group over a process group whose connections a time-out closed is an error on all ranks, which says whose fault it
+    was, or between whom."""
+    problem = rank.problem(5, 600, 64)
+    late = rank.world - 1
+    broken = dist.new_group()
+    first, shard = rank.group(problem.weight, group=broken, timeout=4.0)
+    other, _ = rank.group(problem.weight, group=broken, timeout=60.0)
+    rank.check(other, shard, problem)
+    if rank.rank == late:
+        _agreed("the others have raised")
+    assert _fails(first, functools.partial(draw, first, shard, problem)).rank == late
+    if rank.rank != late:
+        _agreed("the others have raised")
+    first.close()
+    _agreed(None)
+    started = time.monotonic()
+    for _ in range(2):
+        with pytest.raises(TensorParallelError, match=f"^rank {late} .*left the group: .* was late there: make a new") as error:
+            rank.group(problem.weight, group=broken)
+        assert _agreed(error.value.failure) == [error.value.failure] * rank.world
+    assert _fails(other, functools.partial(draw, other, shard, problem)).rank == late  # one that was there before
+    other.close()
+
+    # closed by somebody else's time-out, of which nobody told
+    broken = dist.new_group()
+    if rank.rank < 2:
+        waiting = broken.recv([torch.zeros(1)], 1 - rank.rank, 5)
+        with pytest.raises(RuntimeError):
+            waiting.wait(timedelta(seconds=0.5))
+    _agreed(None)
+    with pytest.raises(TensorParallelError, match=r"process group's connection to rank \d .*is closed: make a new") as error:
+        rank.group(problem.weight, group=broken)
+    assert _agreed(error.value.failure) == [error.value.failure] * rank.world
+    assert time.monotonic() - started < SOON
+    tp, shard = rank.group(problem.weight, group=dist.new_group())
+    rank.check(tp, shard, problem)
+    tp.close()
 
 
 def a_rank_is_late(rank: Rank) -> None:
@@ -1624,6 +1821,7 @@ ON_CPU: list[Callable[[Rank], None]] = [
     hosts_that_learn_late,
 ]
 ON_GPU = [*ON_CPU, cuda_graphs, no_sync]
+OF_GLOO = [a_signal_in_a_step, a_process_group_that_is_destroyed, connections_that_are_closed]
 # they leave the ranks' group unusable: a group of processes each
 LAST = [a_rank_is_late, a_rank_dies, the_first_rank_dies, a_rank_dies_in_a_round]
 

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
+from flashsampling.distributed import TensorParallelError, handover
 from flashsampling.distributed.handover import handed_over
 from flashsampling.distributed.rendezvous import RemoteError, Rendezvous
 
@@ -209,6 +210,56 @@ def test_strangers_that_keep_writing_do_not_keep_it_waiting():
     late.start()
     _ranks(2, work)
     late.cancel()
+
+
+@pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.skipif(os.getuid() != 0, reason="needs root"))])
+def test_memory_of_another_user_is_refused(real, monkeypatch):
+    """By what the kernel says of the sender; ``real``: the rank's socket is used by a process that has given up root."""
+    files = [File(rank) for rank in range(2)]
+    before = open_files()
+    if not real:
+        monkeypatch.setattr(handover.os, "getuid", lambda: 12345)
+
+    def work(meet):
+        if meet.rank == 1:
+            with _box() as box:
+                name, _ = meet.exchange("handing over memory", box.getsockname())
+                rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", files[1]._file))]
+                child = os.fork() if real else 0
+                if child == 0:
+                    if real:
+                        os.setuid(65534)
+                    box.sendmsg([b"memory"], rights, 0, name)
+                    if real:
+                        os._exit(0)
+                if real:
+                    assert os.waitpid(child, 0)[1] == 0
+                while not meet.over():
+                    time.sleep(0.01)
+            return
+        message = "memory of rank 1 came from a process of user .*, and this is user .*: ranks must run as one user"
+        with pytest.raises(RuntimeError, match=message) as error:
+            handed_over(files[0].exported, meet, 20.0)
+        meet.fail("mapping peers' memory", error.value)
+
+    _ranks(2, work)
+    assert open_files() == before
+
+
+@pytest.mark.parametrize("name", [b"/tmp/a-file", b"\0of somebody else", b"", b"\0flashsampling-x/../y"])
+def test_a_name_that_is_no_rank_s_socket_is_refused(name):
+    """The store may hold any: memory goes to abstract sockets of ours alone."""
+    files = [File(rank) for rank in range(2)]
+
+    def work(meet):
+        if meet.rank == 1:
+            return meet.exchange("handing over memory", name)
+        with pytest.raises(
+            TensorParallelError, match=r"holds what no rank wrote .*of rank 1: it is no name of a rank's socket"
+        ):
+            handed_over(files[0].exported, meet, 20.0)
+
+    _ranks(2, work)
 
 
 def test_a_socket_that_cannot_be_reached_says_why():

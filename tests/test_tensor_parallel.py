@@ -189,6 +189,19 @@ def test_ranks_that_fail(world, impl, transport, name):
     _assert_ok(results[name], expected_dead=DEAD.get(name))
 
 
+@pytest.mark.parametrize("world", [2, 3])
+def test_gloo_never_names_the_wrong_rank(world):
+    names = [scenario.__name__ for scenario in tensor_parallel.OF_GLOO]
+    said = tensor_parallel.run(world, names, device="cpu", impl="streaming", transport="gloo", long=False, forked=True)
+    for name in names:
+        _assert_ok(said[name])
+
+
+def test_a_hostile_store():
+    name = "a_hostile_store"
+    _assert_ok(tensor_parallel.run(2, [name], device="cpu", impl="streaming", transport="gloo", long=False, forked=True)[name])
+
+
 @pytest.mark.parametrize("world", [world for world in (2, 4, 8) if world <= GPUS])
 def test_one_kernel_node(world):
     for impl in KERNELS:
@@ -254,7 +267,18 @@ def test_what_ranks_must_have_alike(name, other):
 def test_a_message_has_room_for_all_that_crosses(rows, draws, room, monkeypatch):
     """The winners of the largest batch, and some words of each of its rows, without which a search has no digit."""
     made = []
-    monkeypatch.setattr(construction, "Gloo", lambda *given: made.append(given[2:4]))
+
+    class Made(Gloo):
+        def __init__(self, *given):
+            made.append(given[2:4])
+
+        def closed(self):
+            return None
+
+        def connect(self, bound):
+            assert bound == 15
+
+    monkeypatch.setattr(construction, "Gloo", Made)
     making = construction.Construction(None, None, 0)
     making.transport, making.mine = "gloo", _member("", max_batch_size=rows, max_num_samples=draws)
     making._make_transport(None, [making.mine], DEVICE)
@@ -365,13 +389,52 @@ def test_gloo_waits_for_all_ranks_together_no_longer_than_the_bound(seconds, mon
             clock.now += min(0.2, seconds)
 
     monkeypatch.setattr("flashsampling.distributed.gloo.time", clock)
-    monkeypatch.setattr(dist, "isend", lambda *_, **__: Work())
-    monkeypatch.setattr(dist, "irecv", lambda *_, **__: Work())
-    transport = Gloo(None, Rendezvous(dist.HashStore, 0, 3, seconds), 4, 4, seconds)
+    transport = _gloo(monkeypatch, seconds, lambda *_: Work())
     failure = transport._swap(torch.zeros(12), torch.zeros(3, 12), 5)
     assert failure == (None if seconds < 0.25 else Failure("late", 2, 5))
     assert waits[0] == pytest.approx(max(seconds, 1e-3), abs=2e-6)
     assert seconds < 0.25 or waits[1] == pytest.approx(0.1, abs=2e-6)
+
+
+def _gloo(monkeypatch, seconds, transfer):
+    """Rank 0 of three, whose messages are what ``transfer`` gives."""
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda _: [0, 1, 2])
+    transport = Gloo(None, Rendezvous(dist.HashStore, 0, 3, seconds), 4, 4, seconds)
+
+    class Connections:
+        send = recv = staticmethod(transfer)
+
+    transport._connections = Connections()
+    return transport
+
+
+def test_gloo_waits_for_all_messages_of_a_step_together_no_longer_than_the_bound(monkeypatch):
+    """Not that long for each round; what a rank does between two rounds is no waiting."""
+    waits = []
+    clock = SimpleNamespace(now=5.0)
+    clock.monotonic = lambda: clock.now
+
+    class Work:
+        def wait(self, bound):
+            waits.append(round(bound.total_seconds(), 3))
+            if waits[-1] < 2:
+                clock.now += waits[-1]
+                raise RuntimeError("timed out")
+            clock.now += 2
+
+    monkeypatch.setattr("flashsampling.distributed.gloo.time", clock)
+    transport = _gloo(monkeypatch, 17.0, lambda *_: Work())
+    for step in range(2):
+        transport.begin(rows_only(3, 1.0, 7, 0))
+        for message in range(2):
+            assert transport._swap(torch.zeros(12), torch.zeros(3, 12), 2 * step + message) is None
+            clock.now += 100
+        assert waits == [17, 15, 13, 11, 9, 7, 5, 3]
+        waits.clear()
+    transport.begin(rows_only(3, 1.0, 7, 0))
+    for message in range(2):
+        assert transport._swap(torch.zeros(12), torch.zeros(3, 12), message) is None
+    assert transport._swap(torch.zeros(12), torch.zeros(3, 12), 6) == Failure("late", 1, 6)
 
 
 def test_gloo_says_nothing_of_drafts_that_were_alike_in_the_next_step(monkeypatch):

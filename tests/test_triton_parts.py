@@ -197,6 +197,14 @@ def test_hashes(name):
             assert hash_of(asked._replace(**{field: other}), hashes.of_request) != ours
 
 
+@pytest.mark.parametrize("by", [hashes.of_request, Hashes.of_request])
+def test_a_hash_is_of_the_numbers_whatever_their_dtype(by):
+    values = [-1, 0, 20, 2**31 - 1, -(2**31)]
+    wide, narrow = (hash_of(Asked(top_k=torch.tensor(values, dtype=dtype)), by) for dtype in (torch.int64, torch.int32))
+    assert wide == narrow
+    assert hash_of(Asked(top_k=torch.tensor([2**32 - 1, *values[1:]])), by) != wide
+
+
 def test_hashes_of_drafts_to_be_matched():
     """Which come hashed."""
     found = set()

@@ -5,11 +5,12 @@ Each stage ends with an exchange, so that all ranks learn what any of them raise
     construction              what each rank has and was asked for; all conclude the same from it (``agreement``)
     mapping peers' memory     p2p; where that cannot be done, and p2p was not asked for by name, the next transport is taken
     making buffers            nccl and gloo
-    connecting                nccl
+    connecting                nccl and gloo: a first message
     the end of construction   kernels are compiled, and have run once
 """
 
-import pickle
+import functools
+import time
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -27,16 +28,19 @@ from ..parameters import integer, real
 from ..step import Step
 from ..warmup import plan
 from . import agreement
-from .failure import TensorParallelError
+from .failure import TensorParallelError, left
 from .gloo import Gloo
 from .nccl import Nccl
 from .p2p import PeerToPeer, room_for_digits
 from .rendezvous import RemoteError, Rendezvous
 from .requests import LEAST_WORDS, ROW_WORDS
+from .serialization import record_from_json, record_to_json
 from .thread import DeviceThread
 from .transport import Transport
 
-_LEAST_FOR_NCCL = 60.0  # seconds that NCCL gets to make its communicator, however short the time-out of steps
+_LOOK_FOR_FAILURE = 0.1  # seconds
+# seconds for a first message, however short the time-out of steps: in it NCCL makes its communicator
+_LEAST_TO_CONNECT = {"gloo": 15.0, "nccl": 60.0}
 
 
 class Construction:
@@ -93,8 +97,11 @@ class Construction:
                 warnings.warn(message, RuntimeWarning, stacklevel=3)
             self.shard = Shard(self.first_token) if self.made is None else self.made.shard(self.first_token)
             self._stage("the end of construction", lambda: self._compile(weight))
-        except BaseException:
+        except BaseException as error:
             if self.made is not None:
+                if isinstance(self.made, Gloo) and self._meet is not None and not isinstance(error, RemoteError):
+                    self.made.declare(left(self._meet.rank, error))  # others may be in their first step, and hear of it there
+                    self.made.catch_up()
                 self.made.close(True)  # no step was made
             raise
 
@@ -117,10 +124,15 @@ class Construction:
             for name in ("max_batch_size", "max_num_samples", "first_token", "vocab_size"):
                 if options[name] is not None or name.startswith("max"):
                     options[name] = integer(name, options[name])
+            for name in ("transport", "impl"):
+                if not isinstance(options[name], str | None):
+                    raise TypeError(f"{name} must be a str or None, got {type(options[name]).__name__}")
             backends = str(dist.get_backend_config(self._group))
-            return pickle.dumps(agreement.member(weight, seconds_of(timeout), backends, **options))
+            return record_to_json(agreement.member(weight, seconds_of(timeout), backends, **options)).encode()
 
-        members = [pickle.loads(said) for said in self._stage("construction", describe)]
+        said = self._stage("construction", describe)
+        read = functools.partial(record_from_json, agreement.Member)
+        members = [read(mine) for mine in said] if self._meet is None else self._meet.read(read, "construction", said)
         ranges = agreement.check(members)
         rank = 0 if self._meet is None else self._meet.rank
         self.mine = members[rank]
@@ -141,23 +153,29 @@ class Construction:
                 raise ValueError(f"transport='p2p' cannot be used ({why})")
             self.transport, _ = agreement.choose_transport(members, self.impl, no_p2p=why)
 
-        def make() -> None:
-            if self.transport == "gloo":
-                self.made = Gloo(self._group, meet, rows, capacity, seconds)
-            else:
+        def make() -> bytes | None:
+            if self.transport != "gloo":
                 self.made = Nccl(self._group, meet, device, rows, capacity, seconds, self._holder)
+                return None
+            self.made = gloo = Gloo(self._group, meet, rows, capacity, seconds)
+            closed = gloo.closed()
+            return None if closed is None else closed.encoded().encode()
 
-        self._stage("making buffers", make)
-        nccl = self.made
-        if not isinstance(nccl, Nccl):
-            return why
-        # in a thread: if a rank dies just now, NCCL waits for it in the host, without a bound that is ours
-        bound = max(seconds, _LEAST_FOR_NCCL)
+        phase = "making buffers"
+        for said in filter(None, self._stage(phase, make)):  # the first that any rank knows, on all ranks
+            failure = meet.failure_of(phase, said)
+            raise failure.error(meet.who(failure.rank), seconds)
+        made: Any = self.made
+        bound = max(seconds, _LEAST_TO_CONNECT[made.name])
 
         def connect() -> None:
-            connecting = DeviceThread(nccl.connect, device)
-            if not connecting.ends_within(bound):
-                raise TimeoutError(f"NCCL did not connect the ranks within {bound:g} s")
+            # in a thread: another rank may fail just now, and NCCL waits for one that is dead without a bound that is ours
+            connecting, until = DeviceThread(functools.partial(made.connect, bound), device), time.monotonic() + bound
+            while not connecting.ends_within(_LOOK_FOR_FAILURE):
+                if meet.over():  # the exchange behind this raises why
+                    return
+                if made.name == "nccl" and time.monotonic() > until:
+                    raise TimeoutError(f"NCCL did not connect the ranks within {bound:g} s")
             connecting.result()
 
         self._stage("connecting", connect)

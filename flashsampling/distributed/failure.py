@@ -1,8 +1,9 @@
 """What can go wrong between ranks, as one value that all ranks share, and as the exceptions that users see."""
 
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
+
+from .serialization import record_from_json, record_to_json
 
 HOW_TO_GO_ON = (
     "The group cannot be used any more: close it on every rank that lives and make a new one, see docs/tensor_parallel.md"
@@ -38,13 +39,12 @@ class Failure:
 
     def encoded(self) -> str:
         """As ASCII text, for a store."""
-        return json.dumps(asdict(self))
+        return record_to_json(self)
 
     @staticmethod
     def decoded(text: str | bytes) -> "Failure":
-        """What ``encoded`` wrote."""
-        fields = json.loads(text)
-        return Failure(**fields | {"differs": tuple(fields["differs"])})
+        """What ``encoded`` wrote. Raises ``serialization.MalformedError`` for anything else."""
+        return record_from_json(Failure, text)
 
     def message(self, who: str, timeout: float) -> str:
         """In words; ``who`` names the rank, ``timeout`` is in seconds."""
@@ -120,3 +120,10 @@ class TensorParallelMismatch(TensorParallelError):
         ...     print(error.rank, error.failure.differs)
         1 ('seed',)
     """
+
+
+def left(rank: int, error: BaseException) -> Failure:
+    """The failure of a rank that gives up because of an exception."""
+    if isinstance(error, TensorParallelError):
+        return error.failure
+    return Failure("left", rank, what=f"{type(error).__name__}: {error}")

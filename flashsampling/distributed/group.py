@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import pickle
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -21,8 +20,9 @@ from ..exchange import Shard
 from ..step import PLAIN, Drawn, Step
 from . import agreement, rejection, requests
 from .construction import Construction, seconds_of
-from .failure import Failure, TensorParallelError
+from .failure import Failure, TensorParallelError, left
 from .rendezvous import RemoteError, Rendezvous
+from .serialization import MalformedError, from_bytes, to_bytes
 from .sharding import process_group, rank_and_size
 from .store import store_of
 from .thread import DeviceThread
@@ -131,6 +131,10 @@ class TensorParallel:
             with torch.inference_mode(False):  # what is made inside could not be written outside
                 making.run(weight, timeout, options)
         except BaseException as error:
+            if self._rendezvous is not None and not isinstance(error, RemoteError):
+                # ranks that do not raise it alike hear of it in the next stage, or in their first step
+                self._rendezvous.declare(left(self.rank, error))
+                self._rendezvous.fail("construction", error)
             self._end(everybody=True)
             if not isinstance(error, RemoteError):
                 raise
@@ -168,7 +172,7 @@ class TensorParallel:
             except RuntimeError as error:
                 failure = self._failure()
                 if failure is None and collective and self._transport is not None:
-                    self._transport.declare(Failure("left", self.rank, what=f"{type(error).__name__}: {error}"))
+                    self._transport.declare(left(self.rank, error))
                 if failure is None:
                     raise
                 raise self._error(failure) from error
@@ -196,13 +200,15 @@ class TensorParallel:
         Through the process group's store, whatever its backend: for some KiB of parameters.
 
         Args:
-            values: what is given on this rank; tensors of it on the CPU.
+            values: what is given on this rank: None, bools, numbers, strings, tensors on the CPU, and lists, tuples and
+                dictionaries of these.
             error: why nothing can be given. It is raised here, and a ValueError that names this rank on the others.
             alike: what must be the same on all ranks, by name.
 
         Raises:
+            TypeError: ``values`` holds something else; the other ranks get a ValueError that says so.
             ValueError: a rank had an ``error``, or ``alike`` is not, on all ranks; or the group has been closed.
-            TensorParallelError: a rank did not come, or the group has failed.
+            TensorParallelError: a rank did not come, the group has failed, or the store holds what no rank wrote.
         """
         phase = "a broadcast"
         if error is not None:
@@ -211,10 +217,17 @@ class TensorParallel:
                 self._rendezvous.fail(phase, error)
             raise error
         try:
-            mine = pickle.dumps((values if self.rank == 0 else None, dict(alike or {})))
+            mine = to_bytes((values if self.rank == 0 else None, dict(alike or {})))
         except Exception as unsaid:  # else the others take this rank's next call for this one
             return self.broadcast(None, unsaid)
-        said = [pickle.loads(payload) for payload in self._collective(phase, mine)]
+        payloads = self._collective(phase, mine)
+        if self._rendezvous is None:
+            said = [_broadcast_of(payload) for payload in payloads]
+        else:
+            try:
+                said = self._rendezvous.read(_broadcast_of, phase, payloads)
+            except TensorParallelError as malformed:
+                raise self._declared(malformed) from malformed
         for name in said[0][1]:
             given = [alike.get(name) for _, alike in said]
             if any(other != given[0] for other in given):
@@ -230,9 +243,15 @@ class TensorParallel:
         except RemoteError as error:
             raise ValueError(str(error)) from None
         except TensorParallelError as error:
-            failure = self._transport.declare(error.failure)
-            self._transport.catch_up()
-            raise self._error(failure) from error
+            raise self._declared(error) from error
+
+    def _declared(self, error: TensorParallelError) -> TensorParallelError:
+        """The error of the group, which has failed by this one, if it had not before."""
+        if self._transport is None:
+            return error
+        failure = self._transport.declare(error.failure)
+        self._transport.catch_up()
+        return self._error(failure)
 
     def close(self) -> None:
         """Gives the buffers back, once all ranks are here and their devices done. A collective; calling it twice is fine.
@@ -318,7 +337,7 @@ class TensorParallel:
         self._closed = True
         registry.remove(self.name)
         if self._transport is not None and self._rendezvous is not None:
-            self._transport.declare(Failure("left", self.rank, what=f"{type(error).__name__}: {error}"))
+            self._transport.declare(left(self.rank, error))
             self._transport.catch_up()
             self._rendezvous.post("closing")
         self._end(everybody=False)
@@ -439,3 +458,11 @@ class TensorParallel:
     def _store_holder(self) -> int:
         """The rank whose process holds the process group's store, unless the launcher's does."""
         return self._global_ranks.index(0) if self._global_ranks and 0 in self._global_ranks else 0
+
+
+def _broadcast_of(payload: bytes) -> tuple[Any, dict[str, Any]]:
+    """What a rank gives to a broadcast: its values, and what must be alike."""
+    said = from_bytes(payload)
+    if not (isinstance(said, tuple) and len(said) == 2 and isinstance(said[1], dict)):
+        raise MalformedError("a broadcast is values and what must be alike")
+    return said

@@ -1,6 +1,12 @@
-"""How ranks of one host hand memory to each other: file descriptors, over Unix sockets whose names the rendezvous carries."""
+"""How ranks of one host hand memory to each other: file descriptors, over Unix sockets whose names the rendezvous carries.
 
+Every process of the network namespace can send to such a socket. A descriptor is taken from a socket that a rank named, and
+only if the kernel says that its sender is of this process's user (SO_PASSCRED, unix(7)).
+"""
+
+import array
 import os
+import re
 import secrets
 import socket
 import struct
@@ -8,7 +14,11 @@ import time
 from collections.abc import Callable
 
 from .rendezvous import Rendezvous
+from .serialization import MalformedError
 
+_CREDENTIALS = struct.Struct("iII")  # struct ucred: process, user, group
+_ANCILLARY = socket.CMSG_SPACE(_CREDENTIALS.size) + socket.CMSG_SPACE(struct.calcsize("i"))
+_NAMES = rb"\0flashsampling-[0-9a-z-]+"  # of no file: they go with their sockets
 _LOOK_AGAIN = 0.05  # seconds between two looks, at most: is there room in a queue, has another rank given up
 _ITS_REASON = 2.0  # seconds in which a rank that closed its socket says why
 
@@ -25,14 +35,17 @@ def handed_over(exported: Callable[[], int], meet: Rendezvous, seconds: float) -
         Every other rank's memory as a file descriptor, by rank; the caller closes them.
 
     Raises:
-        RuntimeError: a rank's memory did not come, or this rank's could not be sent; nothing is left open.
+        RuntimeError: a rank's memory did not come, or came from another user's process, or this rank's could not be sent;
+            nothing is left open.
         OSError: no socket can be made, or nothing sent by it.
     """
     descriptors: dict[int, int] = {}
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as box:
+        box.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)  # before anybody knows where to send
         box.bind(f"\0flashsampling-{secrets.token_hex(16)}")  # a name of no file, which goes with the socket
-        names = meet.exchange("handing over memory", box.getsockname())
-        others = {name: rank for rank, name in enumerate(names) if name is not None and rank != meet.rank}
+        phase = "handing over memory"
+        names = meet.read(_name_of, phase, meet.exchange(phase, box.getsockname()))  # type: ignore[arg-type] # nobody is excused
+        others = {name: rank for rank, name in enumerate(names) if rank != meet.rank}
         own = exported()
         until = time.monotonic() + seconds
         unsent = dict(others)
@@ -56,6 +69,13 @@ def handed_over(exported: Callable[[], int], meet: Rendezvous, seconds: float) -
         finally:
             os.close(own)
     return descriptors
+
+
+def _name_of(payload: bytes) -> bytes:
+    """A rank's socket: in the store may be any path, and whoever listens there would get the memory."""
+    if not re.fullmatch(_NAMES, payload):
+        raise MalformedError("it is no name of a rank's socket")
+    return payload
 
 
 def _send(
@@ -105,14 +125,25 @@ def _receive(
 ) -> None:
     box.settimeout(_LOOK_AGAIN)
     try:
-        _, received, _, sender = socket.recv_fds(box, 16, 1, socket.MSG_CMSG_CLOEXEC)
+        _, ancillary, _, sender = box.recvmsg(16, _ANCILLARY, socket.MSG_CMSG_CLOEXEC)
     except TimeoutError:
         return
+    received, user = array.array("i"), None
+    for level, kind, data in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            received.frombytes(data[: len(data) - len(data) % received.itemsize])
+        elif (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS) and len(data) == _CREDENTIALS.size:
+            _, user, _ = _CREDENTIALS.unpack(data)
     rank = others.get(sender) if sender else None
+    is_ours = rank is not None and rank not in descriptors and user == os.getuid() and len(received) == 1
+    if is_ours:
+        descriptors[rank] = received[0]  # type: ignore[index]
+        return
+    for descriptor in received:
+        os.close(descriptor)
     if rank is None or rank in descriptors:  # from nobody here: any process of the host may write to the socket
-        for descriptor in received:
-            os.close(descriptor)
-    elif not received:
-        raise RuntimeError(f"the memory of rank {rank} came without its file descriptor: too many open files here?")
-    else:
-        descriptors[rank] = received[0]
+        return
+    if user != os.getuid():
+        users = f"a process of user {user}, and this is user {os.getuid()}"
+        raise RuntimeError(f"the memory of rank {rank} came from {users}: ranks must run as one user")
+    raise RuntimeError(f"the memory of rank {rank} came without its file descriptor: too many open files here?")

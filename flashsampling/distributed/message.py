@@ -142,14 +142,15 @@ class Hashes:
         return _signed(low * self._sums[0][batch] + high * self._sums[1][batch] + 1, 64)
 
     def _of_tensor(self, value: Tensor) -> Tensor:
-        """() int64, of float32, int32 or int64, (B,) or (B, n)."""
-        if value.is_floating_point():
+        """() int64, of float32, int32 or int64, (B,) or (B, n). Integers are hashed as numbers, whatever their dtype."""
+        is_real = value.is_floating_point()
+        if is_real:
             value = (value + 0.0).view(torch.int32)  # -0.0 is 0.0
         if value.dim() == 2:
             value = self._of_columns(value)
-        if value.dtype is torch.int32:
+        elif is_real:
             return (value * self.factors[: 2 * len(value) : 2]).sum()
-        return (_halves(value) * self.factors[: 2 * len(value)]).sum()
+        return (_halves(value.long()) * self.factors[: 2 * len(value)]).sum()
 
     def _of_columns(self, value: Tensor) -> Tensor:
         """(B,) int64, of integers (B, n)."""

@@ -48,6 +48,7 @@ from .store import StoreGoneError
 from .watch import Progress, Watch, posts_of
 
 CATCH_UP = 5.0  # seconds
+CATCH_UP_AT_MOST = 120.0  # seconds, whatever the store says that the others have begun
 _LOOK_AFTER_FAILURE = 0.1  # seconds
 
 
@@ -114,8 +115,9 @@ class Nccl:
         self._woken, self._closed, self._everybody = threading.Event(), threading.Event(), False
         self._watcher = threading.Thread(target=self._watch, name="flashsampling nccl", daemon=True)
 
-    def connect(self) -> None:
-        """A first all-gather, in which NCCL makes its communicator, and then the thread. Blocks until all ranks do it."""
+    def connect(self, bound: float) -> None:
+        """A first all-gather, in which NCCL makes its communicator, and then the thread. Blocks until all ranks do it: whoever
+        calls looks at the bound, in seconds."""
         gather_flat(self._messages, self._message, self._group)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # this may be another thread and stream than the one that made the buffers
@@ -173,7 +175,7 @@ class Nccl:
         messages = self._gathered(words)
         return words.expand(self._ranks, -1) if messages is None else messages.clone()  # the next message's place
 
-    def end(self) -> Tensor:
+    def end(self, error: BaseException | None = None) -> Tensor:
         """As the protocol says."""
         self._hashes.clear(self._message)
         self._told.copy_(self._host_told, non_blocking=True)  # of what was not issued nothing has told the device
@@ -233,8 +235,8 @@ class Nccl:
             # of a rank that is late it is known that no waiting brings it
             wait = not self._waited_for_others and (self._failure.kind != "late" or self._failure.rank == self._rank)
             self._waited_for_others = True
-            last = time.monotonic()
-            while True:
+            began = last = time.monotonic()
+            while time.monotonic() - began < CATCH_UP_AT_MOST:
                 mine, posts = self._progress(), posts_of(self._rendezvous)
                 others = [post or Progress(0, 0) for rank, post in enumerate(posts) if rank != self._rank]
                 ahead = any(post.begun > mine.begun for post in others)

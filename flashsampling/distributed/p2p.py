@@ -296,7 +296,7 @@ class PeerToPeer:
 
         return rounds.swap(self._table, words, self._ranks, failed, request, self._always if wanted is None else wanted, step)
 
-    def end(self) -> Tensor:
+    def end(self, error: BaseException | None = None) -> Tensor:
         """As the protocol says. Of a graph that is recorded just now nothing may be left over: compilers take it for a leak."""
         failed = self._asked_failed[0] != 0
         self._request = self._asked_failed = self._nothing_asked

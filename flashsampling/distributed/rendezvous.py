@@ -13,6 +13,9 @@ ended is one key, the verdict, that the first to know sets by ``compare_set`` an
 So no rank takes part in an exchange that another has given up, all ranks are at the same number afterwards, and the next group,
 whose keys have a prefix of its own, works.
 
+The store has no authentication. What is read from it is checked, and what no rank wrote ends in a TensorParallelError
+(``checked``).
+
 A rank that is at work between two exchanges (compiling, say) says so by a count that moves, ``busy``; it is waited for.
 """
 
@@ -22,14 +25,16 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, TypeVar
 
 from torch._C._distributed_c10d import Store
 
 from .failure import Failure, TensorParallelError
+from .serialization import MalformedError, from_json
 from .store import BoundedStore, StoreGoneError
 
+T = TypeVar("T")
 _POLL_AT_FIRST, _POLL_AT_MOST = 2e-4, 2e-2  # seconds between two looks
 _LINGER = 2.0  # seconds
 
@@ -78,8 +83,15 @@ class Rendezvous:
     ) -> None:
         self.rank, self.ranks, self.seconds, self.who, self._holder = rank, ranks, seconds, who, holder
         self.store = BoundedStore(connect, seconds)
-        with self._store_errors():
-            self.number = self.store.add(f"groups/{rank}", 1) - 1
+        try:
+            with self._store_errors():
+                key = f"groups/{rank}"  # of this rank alone; ``add`` of a number that is none closes the connection
+                value = self.store.get(key)
+                self.number = 0 if value is None else self.checked(key, _count_of, value)
+                self.store.set(key, str(self.number + 1).encode())
+        except TensorParallelError:
+            self.store.end()
+            raise
         self.store.prefix = f"{self.number}/"
         self._exchanges = 0
         self._users, self._lock = 1, threading.Lock()
@@ -89,7 +101,7 @@ class Rendezvous:
         phase: str,
         payload: bytes,
         failure: Callable[[], Failure | None] = lambda: None,
-        excused: Callable[[], Collection[int]] = tuple,
+        excused: Callable[[], Collection[int]] | None = None,
     ) -> list[bytes | None]:
         """All ranks' payloads. None for ranks that were excused and did not come.
 
@@ -97,7 +109,7 @@ class Rendezvous:
             phase: what this is, in words; ranks must agree.
             payload: this rank's.
             failure: a failure of the group that ends the exchange; asked again and again.
-            excused: ranks that need not come; asked again and again.
+            excused: ranks that need not come; asked again and again. None: all must.
 
         Raises:
             RemoteError: a rank had an error instead of a payload.
@@ -107,15 +119,16 @@ class Rendezvous:
         with self._store_errors():
             self.store.set(f"{number}/{self.rank}", _sealed(phase, False, payload))
             seen = {self.rank: payload}
-            verdict = self._wait(number, phase, seen, failure, excused)
+            verdict = self._wait(number, phase, seen, failure, excused or tuple)
             error = self._error_of(verdict)
             if error is not None:
                 raise error
+            if excused is None and len(verdict["present"]) < self.ranks:
+                raise self._malformed(f"{number}/verdict", "it ended well without all ranks")
             for rank in verdict["present"]:
                 if rank not in seen:
-                    value = self.store.get(f"{number}/{rank}")
-                    assert value is not None
-                    seen[rank] = _opened(value)[2]
+                    key = f"{number}/{rank}"
+                    seen[rank] = self.checked(key, _opened, self.store.get(key) or b"")[2]  # none: a verdict lied
             if len(verdict["present"]) == self.ranks and number:
                 # all are here, so all have read what was before
                 self.store.delete(f"{number - 1}/{self.rank}")
@@ -123,22 +136,23 @@ class Rendezvous:
                     self.store.delete(f"{number - 1}/verdict")
         return [seen[rank] if rank in verdict["present"] else None for rank in range(self.ranks)]
 
-    def fail(self, phase: str, error: Exception) -> RemoteError | TensorParallelError:
+    def fail(self, phase: str, error: BaseException) -> RemoteError | TensorParallelError:
         """Takes part in the next exchange by an error, which ends it for all ranks at once.
 
         Returns:
             What all other ranks raise: of this error, or of what had ended the exchange before.
         """
         number, self._exchanges = self._exchanges, self._exchanges + 1
-        what = [self.rank, type(error).__name__, str(error)]
+        verdict: dict[str, Any] = {"error": [self.rank, type(error).__name__, str(error)]}
+        if isinstance(error, TensorParallelError):  # all raise the same
+            verdict = {"failure": error.failure.encoded()}
         try:
             with self._store_errors():
-                self.store.set(f"{number}/{self.rank}", _sealed(phase, True, json.dumps(what).encode()))
-                agreed = self._error_of(self._decide(number, {"error": what}))
+                self.store.set(f"{number}/{self.rank}", _sealed(phase, True, json.dumps(verdict).encode()))
+                agreed = self._error_of(self._decide(number, verdict))
         except TensorParallelError as gone:
             return gone
-        assert agreed is not None  # an exchange in which this rank has no payload cannot have ended well
-        return agreed
+        return agreed or self._malformed(f"{number}/verdict", "it ended well without this rank")
 
     def over(self) -> bool:
         """Whether the next exchange has ended before this rank came to it: another rank has an error."""
@@ -173,7 +187,9 @@ class Rendezvous:
             yield
         except Exception as error:
             if phase is not None:
-                self.fail(phase, error)
+                agreed = self.fail(phase, error)
+                if isinstance(error, TensorParallelError):  # all raise the same
+                    raise agreed from error
             raise
         finally:
             ended.set()
@@ -182,14 +198,19 @@ class Rendezvous:
     def declare(self, failure: Failure) -> Failure:
         """Decides a failure for all ranks; returns the one that was decided first. Never raises."""
         try:
-            return Failure.decoded(self.store.decide("failure", failure.encoded()))
+            return self.failure_of("failure", self.store.decide("failure", failure.encoded()))
         except StoreGoneError:
             return failure
+        except TensorParallelError as error:
+            return error.failure
 
     def declared(self) -> Failure | None:
-        """The failure that was decided, if any was. StoreGoneError if that cannot be known."""
+        """The failure that was decided, if any was. StoreGoneError if that cannot be known. What no rank wrote is a failure."""
         text = self.store.get("failure")
-        return None if text is None else Failure.decoded(text)
+        try:
+            return None if text is None else self.failure_of("failure", text)
+        except TensorParallelError as error:
+            return error.failure
 
     def known(self) -> Failure | None:
         """``declared``, or None if that cannot be known."""
@@ -206,6 +227,38 @@ class Rendezvous:
             while self.rank == self._holder and parted < present and time.monotonic() < until:
                 time.sleep(_POLL_AT_FIRST)
                 parted = self.store.add("parted", 0)
+
+    def read(self, decode: Callable[[bytes], T], phase: str, payloads: Sequence[bytes]) -> list[T]:
+        """All ranks' payloads of an exchange, decoded.
+
+        Raises:
+            TensorParallelError: one is nothing that a rank writes.
+        """
+        return [self.checked(f"{phase} of {self.who(rank)}", decode, payload) for rank, payload in enumerate(payloads)]
+
+    def checked(self, key: str, decode: Callable[[bytes], T], value: bytes) -> T:
+        """A value that the store holds, decoded. Raises TensorParallelError where ``decode`` raises a MalformedError."""
+        try:
+            return decode(value)
+        except MalformedError as error:
+            raise self._malformed(key, str(error)) from error
+
+    def _malformed(self, key: str, why: str) -> TensorParallelError:
+        """This rank gives up, whoever wrote it: which is all that it knows."""
+        what = f"the process group's store holds what no rank wrote ({key}: {why}); who can write there: SECURITY.md"
+        failure = Failure("left", self.rank, what=what)
+        return TensorParallelError(failure.message(self.who(self.rank), self.seconds), failure)
+
+    def failure_of(self, key: str, text: bytes | str) -> Failure:
+        """A failure that the store holds. Raises TensorParallelError where it is none."""
+
+        def decode(text: bytes | str) -> Failure:
+            failure = Failure.decoded(text)
+            if not 0 <= failure.rank < self.ranks:
+                raise MalformedError(f"there is no rank {failure.rank}")
+            return failure
+
+        return self.checked(key, decode, text)  # type: ignore[arg-type]
 
     def share(self) -> None:
         """For one more user of the store, which ends it for itself."""
@@ -236,16 +289,22 @@ class Rendezvous:
         looked, pause = -math.inf, _POLL_AT_FIRST  # a beat from before is no sign of life now
         while True:
             asked = time.monotonic()
-            verdict = self.store.get(f"{number}/verdict")
+            key = f"{number}/verdict"
+            verdict = self.store.get(key)
             if verdict is not None:
-                return json.loads(verdict)  # type: ignore[no-any-return]
+                return self.checked(key, self._verdict, verdict)
             for rank in [rank for rank in range(self.ranks) if rank not in seen]:
-                value = self.store.get(f"{number}/{rank}")
+                key = f"{number}/{rank}"
+                value = self.store.get(key)
                 if value is None:
                     continue
-                said, is_error, payload = _opened(value)
-                if is_error:
-                    return self._decide(number, {"error": json.loads(payload)})
+                try:
+                    said, is_error, payload = self.checked(key, _opened, value)
+                    error = self.checked(key, self._verdict, payload) if is_error else None
+                except TensorParallelError as malformed:
+                    return self._give_up(number, malformed.failure)
+                if error is not None:
+                    return self._decide(number, error)
                 seen[rank], phases[rank] = payload, said
             failed = failure()
             if failed is not None:
@@ -281,12 +340,30 @@ class Rendezvous:
         if "error" in verdict:
             return RemoteError(*verdict["error"])
         if "failure" in verdict:
-            failure = Failure.decoded(verdict["failure"])
+            failure = self.failure_of("verdict", verdict["failure"])
             return failure.error(self.who(failure.rank), self.seconds)
         return None
 
     def _decide(self, number: int, verdict: dict[str, Any]) -> dict[str, Any]:
-        return json.loads(self.store.decide(f"{number}/verdict", json.dumps(verdict)))  # type: ignore[no-any-return]
+        key = f"{number}/verdict"
+        return self.checked(key, self._verdict, self.store.decide(key, json.dumps(verdict)))
+
+    def _verdict(self, text: bytes) -> dict[str, Any]:
+        """How an exchange ended: "present", the ranks that were there; "error", what a rank raised; or "failure"."""
+        verdict = from_json(text)
+        kind = next(iter(verdict)) if isinstance(verdict, dict) and len(verdict) == 1 else None
+        if kind == "error":
+            error = verdict["error"]
+            kinds = [type(each) for each in error] if isinstance(error, list) else []
+            if kinds != [int, str, str] or not 0 <= error[0] < self.ranks:
+                raise MalformedError("it is no error of a rank of this group")
+        elif kind == "present":
+            ranks = verdict["present"]
+            if not isinstance(ranks, list) or ranks != [rank for rank in range(self.ranks) if rank in ranks]:
+                raise MalformedError("present are no ranks of this group")
+        elif kind != "failure" or not isinstance(verdict["failure"], str):
+            raise MalformedError("it is no verdict")
+        return verdict  # type: ignore[no-any-return]
 
     def _give_up(self, number: int, failure: Failure) -> dict[str, Any]:
         return self._decide(number, {"failure": failure.encoded()})
@@ -305,5 +382,15 @@ def _sealed(phase: str, is_error: bool, payload: bytes) -> bytes:
 
 
 def _opened(value: bytes) -> tuple[str, bool, bytes]:
-    phase, is_error, payload = value.split(b"\n", 2)
-    return phase.decode(), is_error == b"1", payload
+    parts = value.split(b"\n", 2)
+    try:
+        phase, is_error, payload = parts
+        return phase.decode(), {b"0": False, b"1": True}[is_error], payload
+    except (ValueError, KeyError):  # fewer lines; no UTF-8; another flag
+        raise MalformedError("it is no phase, flag and payload") from None
+
+
+def _count_of(value: bytes) -> int:
+    if not (value.isdigit() and len(value) < 19):
+        raise MalformedError("it is no count")
+    return int(value)

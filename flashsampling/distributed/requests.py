@@ -15,7 +15,7 @@ from it, in integers or by sums in the order of the ranks:
     ranks       for log-probabilities: how many raw logits are higher than the winner's, per draw
 
 A round is one message of the transport for every ``room`` words, and what a transport promises of a plain step's message holds
-for each of them: number, comparison, time-out, failure. Nothing here reads what is on the device; whatever a failed step
+for each of them: number, comparison, failure. Nothing here reads what is on the device; whatever a failed step
 receives, no index is out of range.
 
 An implementation does what it alone knows how to round (``backends``): the shard's logits, and the scores' winners. What is
@@ -111,9 +111,9 @@ def rounds(part: Part, step: Step) -> Iterator[None]:
     try:
         part.transport.begin(step._replace(vocab_size=part.vocab_size))
         yield
-    except BaseException:  # the next step's messages say nothing of this one
+    except BaseException as error:  # the next step's messages say nothing of this one
         with contextlib.suppress(RuntimeError):  # a broken device's: what was raised says more
-            part.transport.end()
+            part.transport.end(error)
         raise
 
 

@@ -36,8 +36,8 @@ class Rounds(Protocol):
         be anything, of a message that need not be one."""
         ...
 
-    def end(self) -> Tensor | None:
-        """After them, and after a call that raised between ``begin`` and here: () bool on the device, whether the step has
+    def end(self, error: BaseException | None = None) -> Tensor | None:
+        """After them, and after a call that raised ``error`` since ``begin``: () bool on the device, whether the step has
         failed. None: it has not, or would have raised. Nothing of the step is kept."""
         ...
 
@@ -55,7 +55,7 @@ class Alone:
         """As the protocol says."""
         return words[None]
 
-    def end(self) -> None:
+    def end(self, error: BaseException | None = None) -> None:
         """As the protocol says."""
 
 
@@ -80,7 +80,8 @@ class Transport(Rounds, Protocol):
     """Made by all ranks together, for one ``TensorParallel``; failures are shared and final.
 
     What a request asks for takes several messages (``requests``), all between ``begin`` and ``end``, and each a step of its own
-    as to number, comparison and time-out: whatever is promised of a plain step's message is so of each.
+    as to number and comparison: whatever is promised of a plain step's message is so of each. The time-out is of each too, but
+    with gloo of all messages of a step together.
 
     Attributes:
         name: "p2p", "nccl" or "gloo".

@@ -13,8 +13,9 @@ import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .failure import Failure
+from .failure import Failure, TensorParallelError
 from .rendezvous import Rendezvous
+from .serialization import MalformedError
 from .store import StoreGoneError
 
 
@@ -41,7 +42,9 @@ class Progress(NamedTuple):
 
     @staticmethod
     def unpacked(value: bytes) -> "Progress":
-        """What ``packed`` made."""
+        """What ``packed`` made. Raises ``serialization.MalformedError`` for anything else."""
+        if len(value) != struct.calcsize("<5q"):
+            raise MalformedError(f"a post has {struct.calcsize('<5q')} bytes, this has {len(value)}")
         return Progress(*struct.unpack("<5q", value))
 
 
@@ -124,6 +127,8 @@ class Watch:
         except StoreGoneError:
             self._store_gone = True
             return None
+        except TensorParallelError as error:
+            return self._rendezvous.declare(error.failure)
         if self._before is None:
             self._before = now, posts
         # every thread that lives has had several looks since
@@ -144,6 +149,14 @@ def progress_of(rank: int) -> str:
 
 
 def posts_of(rendezvous: Rendezvous) -> list[Progress | None]:
-    """By rank, what its thread posted last."""
-    values = [rendezvous.store.get(progress_of(rank)) for rank in range(rendezvous.ranks)]
-    return [None if value is None else Progress.unpacked(value) for value in values]
+    """By rank, what its thread posted last.
+
+    Raises:
+        TensorParallelError: the store holds what no rank posts.
+        StoreGoneError: it does not answer.
+    """
+    posts: list[Progress | None] = []
+    for rank in range(rendezvous.ranks):
+        value = rendezvous.store.get(progress_of(rank))
+        posts.append(None if value is None else rendezvous.checked(progress_of(rank), Progress.unpacked, value))
+    return posts

@@ -35,7 +35,7 @@ def hash_kernel(
     values_ptr,  # float32, int32, or int64 by halves: (B,) or, with COLUMNS, (B, columns)
     stride: tl.int64,  # of rows, in words of 32 bits
     columns: tl.int32,
-    halves: tl.int32,  # words of a value: 2 of int64
+    halves: tl.int32,  # words of a value: 2 of int64; an int32 is hashed as the int64 of that number
     factors_ptr,  # (>= 2 * B,) int64
     along_ptr,  # (COLUMNS,) int64
     again: tl.int64,  # the factor of more columns
@@ -57,7 +57,8 @@ def hash_kernel(
         value = _integers(of_row, tl.arange(0, 1), halves, tl.arange(0, 1) == 0)
     hashed = value.to(tl.int32).to(tl.int64) * tl.load(factors_ptr + 2 * row)
     upper = (value >> 32) * tl.load(factors_ptr + 2 * row + 1)
-    hashed += tl.where((halves == 2) | (COLUMNS > 0), upper, 0)
+    if COLUMNS > 0 or values_ptr.dtype.element_ty != tl.float32:  # of a float's bits there is no upper half
+        hashed += upper
     tl.atomic_add(out_ptr + tl.arange(0, 1), hashed * field, sem="relaxed")
 
 
