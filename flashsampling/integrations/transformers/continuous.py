@@ -39,6 +39,7 @@ from ...parameters import integer, reals, share
 from ...warmup import warmup
 from ..engines import settled
 from .head import CheckedHead, HeadTap, Transform, checked_lm_head
+from .processors import number_of
 
 _SIGNATURES = (
     (ModelRunner._forward_process_and_sample, "self, model, batch_data, carry_over_ids, prev_output_ids, output_ids"),
@@ -109,7 +110,7 @@ def _asked_of(processors: Any, do_sample: bool) -> _Asked:
             dtype = torch.int32 if name == "top_k" else torch.float32
             asked, row = asked._replace(**{name: _Row(row, dtype)}), row + 1
         else:
-            asked = asked._replace(**{name: getattr(processor, name)})
+            asked = asked._replace(**{name: number_of(processor, name)})
     return asked
 
 
