@@ -287,7 +287,7 @@ HELD = {
     "a beginning that is past": (ForcedBOSTokenLogitsProcessor(VOCAB), {}, None),
     "a top-k beyond 64 bits": (TopKLogitsWarper(2**70), {}, None),
     "a bias beyond float32": (SequenceBiasLogitsProcessor({(3,): -1e300, (4, 3): -1e300}), {}, None),
-    "a bad word": (NoBadWordsLogitsProcessor([[VOCAB]]), {}, "bad_words_ids must hold ids from 0 to 44, .*, got .45]"),
+    "a bad word": (NoBadWordsLogitsProcessor([[VOCAB]]), {}, "bad_words_ids must hold ids from 0 to 44 .*, got .45]"),
     "a bad word's prefix": (NoBadWordsLogitsProcessor([[VOCAB, 3]]), {}, f"bad_words_ids must hold .* got .{VOCAB}]"),
     "a biased token": (SequenceBiasLogitsProcessor({(VOCAB,): 1.0}), {}, f"sequence_bias must hold .* got .{VOCAB}]"),
     "a biased word": (SequenceBiasLogitsProcessor({(3, 2**70): 1.0}), {}, f"sequence_bias must hold .* got .{2**70}]"),

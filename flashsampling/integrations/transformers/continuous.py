@@ -173,10 +173,10 @@ class FusedModelRunner(ModelRunner):  # type: ignore[misc]
         """As transformers', with no logits in memory. CUDA graphs hold it, so nothing here waits for the device."""
         self.inputs_and_outputs.carry_over_tokens(batch_data["input_ids"], carry_over_ids, prev_output_ids)
         transform = Transform(self.head.logit_scale, self.head.soft_cap)
-        with HeadTap(model, self.head.linear) as tap:
+        with HeadTap(model, self.head.linear, transform) as tap:
             logits = tap.run(model, **batch_data).logits
             # (1, T, D), or (1, n, D) if the model was told which positions count
-            states = tap.last_hidden_states(logits, 1, transform, positions=logits.shape[1])[0]
+            states = tap.last_hidden_states(logits, 1, positions=logits.shape[1])[0]
         indices = batch_data["logits_indices"]  # (n,)
         if "logits_to_keep" not in batch_data:
             states = states[indices]
