@@ -160,7 +160,7 @@ class LMHeadSampler(nn.Module):
         from another distribution.
 
         Args:
-            model: on its device. Not changed.
+            model: on its device. Not changed. Its hooks run, so those that know the shape of another batch must come later.
             options: the constructor's other arguments; not ``tp``, whose weight is a shard.
 
         Raises:

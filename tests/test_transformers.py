@@ -233,6 +233,17 @@ def test_stops_at_eos_and_pads(model):
     assert stop in stopped[1, 5:].tolist()
 
 
+@pytest.mark.parametrize("pad", [0, -1, -7])
+def test_the_pad_token_is_the_callers(model, pad):
+    """Trap 41: what is clamped is the draw. A negative one is written, and not given to the model."""
+    options, seeds = prompt([5, 5]) | SAMPLED | {"max_new_tokens": 8}, [1, 2]
+    free = model.generate(**options, seeds=seeds, eos_token_id=-1)[:, 5:]
+    at, stop = next((at, int(token)) for at, token in enumerate(free[0]) if token not in free[1])
+    out = model.generate(**options, seeds=seeds, eos_token_id=stop, pad_token_id=pad)[:, 5:]
+    assert torch.equal(out[1], free[1])
+    assert out[0].tolist() == [*free[0, : at + 1].tolist(), *[pad] * (7 - at)]
+
+
 def test_sampler_keeps_its_state_and_the_model_its_head(model):
     head = model.get_output_embeddings()
     sampler = LMHeadSampler(head, max_batch_size=4, seed=9)
@@ -257,7 +268,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "two processors": ({"epsilon_cutoff": 0.1, "eta_cutoff": 0.1}, r"EpsilonLogitsWarper \(.*\), EtaLogitsWarper \("),
     "logits_processor": ({"logits_processor": [Adds()]}, "switch off Adds, or keep it and generate without custom_generate"),
     "an order": ({"top_k": 50, "logits_processor": [TopPLogitsWarper(0.9)]}, r"TopKLogitsWarper \(top_k=0\): it comes after"),
-    "a token it does not have": ({"sequence_bias": {(1000,): 1.0}}, r"has 1000 tokens; biased or forced are \[1000\]"),
+    "a token it does not have": ({"sequence_bias": {(1000,): 1.0}}, r"sequence_bias must hold ids .* got \[1000\]"),
     "a request": ({"request": {"top_k": [1, 2]}}, "top_k must be a number or have shape"),
     "prefix_allowed_tokens_fn": ({"prefix_allowed_tokens_fn": lambda batch, ids: [3, 4]}, "prefix_allowed_tokens_fn=None"),
     "output_scores": ({"return_dict_in_generate": True, "output_scores": True}, "output_scores is not supported: logits are"),
@@ -606,12 +617,15 @@ def test_a_row_that_has_ended_may_hold_nan():
         lambda logits: logits.mul_(1),
         lambda logits: torch.cat([logits]),
         lambda logits: torch.zeros(2).to(logits),
+        lambda logits: logits.to(torch.float16),
+        lambda logits: logits.to("cpu", dtype=torch.bfloat16),
+        lambda logits: logits.to(torch.zeros(2, dtype=torch.int64)),
     ],
 )
 def test_whatever_is_done_to_the_logits_is_seen(change):
     logits = torch.zeros(2, 3).as_subclass(_Placeholder)
     logits.changed, logits.hidden_states = "changes the logits", torch.zeros(2, 4)
-    assert logits.float().to(torch.float16).contiguous() * 1.0 / 1 is logits
+    assert logits.float().to(torch.float64).contiguous() * 1.0 / 1 is logits
     assert logits.shape == (2, 3)
     with pytest.raises(
         ValueError, match=r"(changes the logits|the logits were used) \(.+\), which the fused step cannot follow"
@@ -638,7 +652,7 @@ def test_numbers_that_make_no_transform(change):
 @pytest.mark.parametrize(
     ("change", "transform"),
     [
-        (lambda logits: logits.float().to(torch.float16) * 1.0, (1.0, 0.0)),
+        (lambda logits: logits.float().to(torch.float64) * 1.0, (1.0, 0.0)),
         (lambda logits: 0.5 * logits, (0.5, 0.0)),
         (lambda logits: torch.div(logits, 8).mul(3), (3 / 8, 0.0)),
         (lambda logits: torch.tanh(logits / 30.0) * 30.0, (1.0, 30.0)),
@@ -662,20 +676,111 @@ def gemma(cap):
     return Gemma2ForCausalLM(config).to(DEVICE).eval()
 
 
-def test_a_change_after_the_check_is_refused_and_then_looked_at():
+def test_a_change_while_it_generates_is_refused_and_the_next_generation_looks_again():
     model = gemma(None)
-    options = prompt([4]) | SAMPLED | {"max_new_tokens": 2, "eos_token_id": -1, "seeds": [3]}
-    model.generate(**options)
+    options = prompt([4]) | SAMPLED | {"max_new_tokens": 5, "eos_token_id": -1, "seeds": [3]}
     sampler = LMHeadSampler.from_model(model)
-    model.config.final_logit_softcapping = 30.0
+
+    class Caps(Collector):
+        def put(self, value):
+            super().put(value)
+            model.config.final_logit_softcapping = 0.3 if len(self.steps) == 3 else None
+
     with pytest.raises(
-        ValueError, match=r"Gemma2ForCausalLM changes the logits .* soft_cap=30, where it was by .* soft_cap=0 when"
+        ValueError, match=r"Gemma2ForCausalLM changes the logits .* soft_cap=0.3, where it was by .* soft_cap=0 when"
     ):
-        model.generate(**options)
-    assert model.generate(**options).shape == (1, 6)
-    assert LMHeadSampler.from_model(model).soft_cap == 30.0
-    with pytest.raises(ValueError, match=r"sampler must have logit_scale=1, soft_cap=30 with this model .* got .* soft_cap=0"):
+        model.generate(**options, token_streamer=Caps())
+    model.config.final_logit_softcapping = 0.3
+    fused, seeds = model.generate(**options), torch.tensor([3], device=DEVICE)
+    capped = prompt([4]) | {"max_new_tokens": 5, "eos_token_id": -1, "temperature": 0.8, "top_k": 0}
+    assert torch.equal(fused, plain(model, seeds, **capped))
+    assert LMHeadSampler.from_model(model).soft_cap == 0.3
+    with pytest.raises(ValueError, match=r"sampler must have logit_scale=1, soft_cap=0.3 with this model .* got .* soft_cap=0"):
         model.generate(**options, sampler=sampler)
+
+
+def hooked(model, seen):
+    """Steers each row its own way, as a hook that knows the batch; ``seen``: the shape of every call."""
+    rows = 3 * torch.randn(2, 1, 64, generator=torch.Generator().manual_seed(5)).to(DEVICE)
+
+    def steer(module, args, output):
+        seen.append(tuple(args[0].shape[:2]))
+        if len(args[0]) != len(rows):
+            raise RuntimeError(f"this hook knows 2 rows, got {len(args[0])}")
+        return output + rows if torch.is_tensor(output) else (output[0] + rows, *output[1:])
+
+    model.model.layers[0].register_forward_hook(steer)
+    return model
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_the_model_runs_over_the_callers_batch_alone(given):
+    """Trap 39: hooks may know the batch, and may count."""
+    model, seen = llama(), []
+    sampler = LMHeadSampler.from_model(model, max_batch_size=2) if given else None
+    hooked(model, seen)
+    options, seeds = prompt([5, 6]) | {"max_new_tokens": 3, "eos_token_id": -1, "top_k": 0}, torch.tensor([1, 2], device=DEVICE)
+    expected = plain(model, seeds, **options)
+    theirs = seen.copy()
+    seen.clear()
+    fused = model.generate(**options, do_sample=True, custom_generate=generate, seeds=seeds, sampler=sampler)
+    assert torch.equal(fused, expected)
+    assert seen == theirs == [(2, 6), (2, 1), (2, 1)]
+
+
+def test_the_heads_numbers_are_compared_once_and_again_where_they_could_be_others(monkeypatch):
+    model, computed = llama(), []
+    linear = nn.functional.linear
+    monkeypatch.setattr(nn.functional, "linear", lambda *args: computed.append(args) or linear(*args))
+
+    def rows():
+        computed.clear()
+        model.generate(**prompt([5, 6]), **SAMPLED, max_new_tokens=2, eos_token_id=-1)
+        return [args[0].numel() // 64 for args in computed if args[1] is model.lm_head.weight]
+
+    assert rows() == [2, 0]
+    assert rows() == [0, 0]
+    handle = nn.modules.module.register_module_forward_hook(lambda module, args, output: None)
+    try:
+        assert rows() == [2, 0]
+    finally:
+        handle.remove()
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+    assert rows() == [2, 0]
+    monkeypatch.setattr(nn.functional, "linear", lambda *args: 2 * linear(*args))
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+    with pytest.raises(ValueError, match="returns something else than hidden_states"):
+        rows()
+
+
+def test_adapters_by_row_and_nothing_of_them_is_left_after_an_error():
+    """PEFT leaves its hooks on the model when an error passes through it."""
+    peft = pytest.importorskip("peft")
+
+    def lora():
+        return peft.LoraConfig(target_modules=["q_proj"], r=2, task_type="CAUSAL_LM", init_lora_weights=False)
+
+    model = peft.get_peft_model(llama(), lora())
+    model.add_adapter("b", lora())
+    model.eval()
+    options = prompt([5, 6]) | {"max_new_tokens": 4, "eos_token_id": -1, "do_sample": False}
+    names = {"adapter_names": ["default", "b"]}
+    expected = model.generate(**options, **names)
+    assert torch.equal(model.generate(**options, **names, custom_generate=generate), expected)
+    with pytest.raises(ValueError, match="top_h"):
+        model.generate(**options | {"do_sample": True}, **names, top_h=0.5, custom_generate=generate)
+    assert not any(module._forward_pre_hooks or module._forward_pre_hooks_with_kwargs for module in model.modules())
+
+    class Fails(Collector):
+        """Generates with the model while it generates, in vain."""
+
+        def put(self, value):
+            super().put(value)
+            with pytest.raises(ValueError, match="top_h"):
+                model.generate(**options | {"do_sample": True}, top_h=0.5, custom_generate=generate)
+
+    out = model.generate(**options, **names, custom_generate=generate, token_streamer=Fails())
+    assert torch.equal(out, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

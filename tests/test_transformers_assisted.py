@@ -351,6 +351,15 @@ def offloaded() -> DynamicCache:
     return cache
 
 
+def clamps(model):
+    def clamp(module, args, output):
+        output.logits = output.logits.clamp(-1, 1)
+        return output
+
+    model.register_forward_hook(clamp)
+    return model
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a batch": (prompt([5, 6]), "drafts are verified for one sequence at a time, as in transformers, got 2"),
     "sequences": ({"num_return_sequences": 2, "do_sample": True}, "num_return_sequences has to be 1"),  # by transformers
@@ -370,6 +379,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no assistant": (
         {"prompt_lookup_num_tokens": None, "assistant_model": lambda: small().model},
         "assistant_model cannot draft: the model's output embedding",
+    ),
+    "an assistant of other logits": (
+        {"prompt_lookup_num_tokens": None, "assistant_model": lambda: clamps(small())},
+        "assistant_model cannot draft: LlamaForCausalLM changes the logits after its LM head .clamp.",
     ),
 }  # fmt: skip
 

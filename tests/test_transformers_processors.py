@@ -1,5 +1,6 @@
 """What a GenerationConfig and logits processors become: what transformers makes of the same logits, or an error by name."""
 
+import copy
 import inspect
 import math
 import random
@@ -31,7 +32,7 @@ from transformers.generation.logits_process import (  # noqa: E402
 
 from flashsampling.impl import filters  # noqa: E402
 from flashsampling.integrations.transformers.arguments import SWITCH_OFF  # noqa: E402
-from flashsampling.integrations.transformers.processors import _KINDS, Taken, taken  # noqa: E402
+from flashsampling.integrations.transformers.processors import _KINDS, _RANGES, Taken, taken  # noqa: E402
 from flashsampling.integrations.transformers.request import Requests  # noqa: E402
 from flashsampling.requests import Problem, asked_of  # noqa: E402
 from tests.conftest import DEVICE  # noqa: E402
@@ -271,10 +272,87 @@ def test_texts_as_short_as_what_is_looked_for():
         assert biased.nonzero().tolist() == [[0, 7]]
 
 
-def test_tokens_that_the_model_does_not_have():
-    for one in (SequenceBiasLogitsProcessor({(3, VOCAB): 1.0}), ForcedBOSTokenLogitsProcessor(VOCAB)):
-        with pytest.raises(ValueError, match=f"the model has {VOCAB} tokens; biased or forced are .{VOCAB}."):
-            make([one])
+EOS, BIAS, PENALTY = torch.tensor([3]), SequenceBiasLogitsProcessor({(3,): 1.0}), RepetitionPenaltyLogitsProcessor(2.0)
+# a processor, what is written to it after it was made, and the error's words; None: what transformers makes of it
+HELD = {
+    "an empty bad word": (NoBadWordsLogitsProcessor([[5], []]), {}, None),
+    "nothing but empty bad words": (NoBadWordsLogitsProcessor([[], []]), {}, None),
+    "an empty bias": (SequenceBiasLogitsProcessor([[[], 1.0], [[3], 2.0]]), {}, None),
+    "bad words that are all ends": (NoBadWordsLogitsProcessor([[3]], [3]), {}, None),
+    "no tokens to suppress": (SuppressTokensLogitsProcessor([]), {}, None),
+    "none at the beginning": (SuppressTokensAtBeginLogitsProcessor([], LENGTH), {}, None),
+    "tokens to suppress that no model has": (SuppressTokensLogitsProcessor([-1, 3, VOCAB, 2**40]), {}, None),
+    "ends that no model has": (MinLengthLogitsProcessor(LENGTH + 2, [-1, 3, VOCAB]), {}, None),
+    "no end": (MinNewTokensLengthLogitsProcessor(LENGTH, 2, EOS), {"eos_token_id": torch.tensor([])}, None),
+    "a beginning that is past": (ForcedBOSTokenLogitsProcessor(VOCAB), {}, None),
+    "a top-k beyond 64 bits": (TopKLogitsWarper(2**70), {}, None),
+    "a bias beyond float32": (SequenceBiasLogitsProcessor({(3,): -1e300, (4, 3): -1e300}), {}, None),
+    "a bad word": (NoBadWordsLogitsProcessor([[VOCAB]]), {}, "bad_words_ids must hold ids from 0 to 44 .*, got .45]"),
+    "a bad word's prefix": (NoBadWordsLogitsProcessor([[VOCAB, 3]]), {}, f"bad_words_ids must hold .* got .{VOCAB}]"),
+    "a biased token": (SequenceBiasLogitsProcessor({(VOCAB,): 1.0}), {}, f"sequence_bias must hold .* got .{VOCAB}]"),
+    "a biased word": (SequenceBiasLogitsProcessor({(3, 2**70): 1.0}), {}, f"sequence_bias must hold .* got .{2**70}]"),
+    "a banned token": (SequenceBiasLogitsProcessor({(VOCAB,): -math.inf}), {}, "sequence_bias must hold ids"),
+    "a forced end": (ForcedEOSTokenLogitsProcessor(LENGTH + 1, VOCAB), {}, "forced_eos_token_id must hold ids"),
+    "a negative bias's token": (BIAS, {"sequence_bias": {(-1,): 1.0}}, "sequence_bias must"),
+    "a word for a token": (BIAS, {"sequence_bias": {("3",): 1.0}}, "must hold token ids"),
+    "half a token": (BIAS, {"sequence_bias": {(3.5,): 1.0}}, "must hold token ids"),
+    "a bias that is no number": (BIAS, {"sequence_bias": {(3,): "1"}}, "numbers as biases"),
+    "a bias of NaN": (SequenceBiasLogitsProcessor({(3,): math.nan}), {}, "a bias must be below infinity, got nan"),
+    "a bias of a large number": (SequenceBiasLogitsProcessor({(3,): 1e300}), {}, "a bias must be below infinity, got 1e.300"),
+    "biases in a list": (BIAS, {"sequence_bias": [[[3], 1.0]]}, "must be a dictionary"),
+    "ends that are no numbers": (MinLengthLogitsProcessor(20, EOS), {"eos_token_id": ["3"]}, "eos_token_id must hold"),
+    "half an end": (MinNewTokensLengthLogitsProcessor(3, 5, EOS), {"eos_token_id": EOS / 2}, "eos_token_id must"),
+    "tokens that are none": (SuppressTokensLogitsProcessor([3]), {"suppress_tokens": None}, "suppress_tokens must"),
+    "none at all": (SuppressTokensAtBeginLogitsProcessor([3], 3), {"begin_suppress_tokens": None}, "must hold"),
+    "a beginning that is none": (ForcedBOSTokenLogitsProcessor([3]), {}, "forced_bos_token_id must hold token ids"),
+    "no forced end": (ForcedEOSTokenLogitsProcessor(9, EOS), {"eos_token_id": EOS[:0]}, "must be a token id"),
+    "a length per other rows": (PENALTY, {"prompt_ignore_length": EOS}, "of the 2 seq"),
+    "a matrix of lengths": (PENALTY, {"prompt_ignore_length": EOS[None]}, "must be an"),
+}  # fmt: skip
+NUMBERS = {
+    "temperature": (lambda: TemperatureLogitsWarper(1.0), (0, -1.0, math.nan)),
+    "top_k": (lambda: TopKLogitsWarper(1), (0, -1, 2.0, math.nan)),
+    "top_p": (lambda: TopPLogitsWarper(1.0), (-0.1, 1.1, math.nan)),
+    "min_p": (lambda: MinPLogitsWarper(0.0), (-0.1, 1.1, math.nan)),
+    "penalty": (lambda: RepetitionPenaltyLogitsProcessor(1.0), (0.0, -1.0, math.nan, math.inf, 1e300)),
+    "prompt_ignore_length": (lambda: RepetitionPenaltyLogitsProcessor(1.0), (-1, 2.0)),
+    "ngram_size": (lambda: NoRepeatNGramLogitsProcessor(1), (0, -1, 2.0)),
+    "min_length": (lambda: MinLengthLogitsProcessor(1, EOS), (-1, 2.0)),
+    "min_new_tokens": (lambda: MinNewTokensLengthLogitsProcessor(1, 1, EOS), (-1, 2.0)),
+    "prompt_length_to_skip": (lambda: MinNewTokensLengthLogitsProcessor(1, 1, EOS), (-1, 2.0)),
+    "begin_index": (lambda: SuppressTokensAtBeginLogitsProcessor([3], 3), (-1, 2.5)),
+    "max_length": (lambda: ForcedEOSTokenLogitsProcessor(3, 3), (-1, 2.5)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", HELD)
+def test_what_a_processor_holds_is_checked_before_the_first_token(case):
+    """Trap 40. What transformers ignores is ignored; what it refuses, at any step, is an error that names the argument."""
+    processor, written, message = HELD[case]
+    processor = copy.copy(processor)
+    vars(processor).update(written)
+    if message is None:
+        assert compare([processor], random.Random(case))
+        return
+    with pytest.raises(ValueError, match=message):
+        make([processor])
+
+
+def test_every_number_has_a_range():
+    assert set(NUMBERS) == set(_RANGES)
+
+
+WRONG = [(name, value) for name, (_, values) in NUMBERS.items() for value in (*values, "1", [1])]
+
+
+@pytest.mark.parametrize(("name", "value"), WRONG)
+def test_numbers_that_no_processor_may_hold(name, value):
+    made, _ = NUMBERS[name]
+    make([made()])
+    processor = made()
+    setattr(processor, name, value)
+    with pytest.raises(ValueError, match=f"{type(processor).__name__}: {name} must be a.* number|integer.*, got"):
+        make([processor])
 
 
 REQUESTS = {

@@ -1,12 +1,14 @@
 """What the arguments of ``generate`` mean, and which of them are refused."""
 
+import functools
 import inspect
 import sys
 from collections.abc import Iterable
+from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GenerationConfig
 from transformers.generation import GenerationMixin, GenerationMode
 from transformers.generation.utils import ALL_CACHE_NAMES
@@ -14,7 +16,6 @@ from transformers.generation.utils import ALL_CACHE_NAMES
 from ...module import LMHeadSampler
 from ...parameters import integer
 from ...requests import Request
-from .head import CheckedHead
 
 # A model's argument and output: "past_key_values" up to transformers 5.23, "cache" from 5.24 on
 CACHE: str = ALL_CACHE_NAMES[0]
@@ -133,9 +134,8 @@ def _require_row_each(name: str, rows: Tensor, config: GenerationConfig, batch: 
         raise ValueError(f"{name} must have one entry for each of the {sequences}, got shape {tuple(rows.shape)}")
 
 
-def require_sampler_of(head: CheckedHead, sampler: LMHeadSampler, batch: int) -> None:
-    """TypeError or ValueError unless the sampler is over this head, or its shard of it, does to its output what the model does,
-    and takes so many rows."""
+def require_sampler_of(head: nn.Linear, sampler: LMHeadSampler, batch: int) -> None:
+    """TypeError or ValueError unless the sampler is over this head, or its shard of it, and takes so many rows."""
     if not isinstance(sampler, LMHeadSampler):
         raise TypeError(f"sampler must be an LMHeadSampler, got {type(sampler).__name__}")
     if batch > sampler.max_batch_size:
@@ -143,7 +143,7 @@ def require_sampler_of(head: CheckedHead, sampler: LMHeadSampler, batch: int) ->
             f"input_ids must have at most max_batch_size = {sampler.max_batch_size} rows with this sampler, got {batch}"
         )
     ours: Tensor = sampler.weight
-    models: Tensor = head.linear.weight
+    models: Tensor = head.weight
     if sampler.tp is not None and ours is not models:
         models = models[sampler.tp.first_token : sampler.tp.last_token]
         ours = ours[: models.shape[0]]
@@ -157,7 +157,7 @@ def require_sampler_of(head: CheckedHead, sampler: LMHeadSampler, batch: int) ->
             f"{tuple(sampler.weight.shape)}"
         )
     our_bias: Tensor | None = sampler.bias
-    models_bias: Tensor | None = head.linear.bias
+    models_bias: Tensor | None = head.bias
     if sampler.tp is not None and our_bias is not None and models_bias is not None and our_bias is not models_bias:
         models_bias = models_bias[sampler.tp.first_token : sampler.tp.last_token]
         same = our_bias.dtype == models_bias.dtype and our_bias.device == models_bias.device
@@ -169,7 +169,11 @@ def require_sampler_of(head: CheckedHead, sampler: LMHeadSampler, batch: int) ->
             "sampler must have the bias of this model's LM head (LMHeadSampler.from_model), got one "
             + ("without" if sampler.bias is None else "with another")
         )
-    theirs, own = (head.logit_scale, head.soft_cap), (sampler.logit_scale, sampler.soft_cap)
+
+
+def require_transform_of(sampler: LMHeadSampler, logit_scale: float, soft_cap: float) -> None:
+    """ValueError unless the sampler does to its head's output what the model does."""
+    own, theirs = (sampler.logit_scale, sampler.soft_cap), (logit_scale, soft_cap)
     if own != theirs:
         raise ValueError(
             f"sampler must have logit_scale={theirs[0]:g}, soft_cap={theirs[1]:g} with this model (LMHeadSampler.from_model), "
@@ -198,3 +202,31 @@ def arguments_of_model_generate(model: Any) -> dict[str, Any]:
             return {name: frame.f_locals.get(name) for name in ("streamer", "assistant_model", "synced_gpus")}
         frame = frame.f_back  # type: ignore[assignment]
     return {}
+
+
+def drop_adapter_hooks(model: Any) -> None:
+    """Takes away the hooks of PEFT's ``generate(adapter_names=...)`` that called ``model.generate``, which called us.
+
+    An error that passes through PEFT (0.21) leaves them on the model, and later generations would meet them. Not below another
+    generation of this model, whose they may be.
+    """
+    code, frame, callers = inspect.unwrap(GenerationMixin.generate).__code__, sys._getframe(1), []
+    while frame is not None:
+        if frame.f_code is code and frame.f_locals.get("self") is model:
+            callers.append(_module_of_caller(frame))
+        frame = frame.f_back  # type: ignore[assignment]
+    if len(callers) != 1 or not callers[0].startswith("peft."):
+        return
+    for module in model.modules():
+        for key, hook in list(module._forward_pre_hooks.items()):
+            if isinstance(hook, functools.partial) and hook.keywords.keys() & {"adapter_names", "alora_offsets"}:
+                module._forward_pre_hooks.pop(key, None)
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
+
+
+def _module_of_caller(frame: FrameType) -> str:
+    """Whose code called this, but for the decorators that torch and transformers wrap around it."""
+    caller = frame.f_back
+    while caller is not None and caller.f_globals.get("__name__", "").startswith(("torch.", "transformers.")):
+        caller = caller.f_back
+    return "" if caller is None else str(caller.f_globals.get("__name__", ""))

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache, GenerationConfig
 from transformers.cache_utils import DynamicSlidingWindowLayer
 from transformers.generation import GenerationMode
@@ -27,7 +27,7 @@ from ...counts import Counted
 from ...module import LMHeadSampler
 from .arguments import CACHE
 from .errors import NoTokenError
-from .head import CheckedHead, HeadTap, Transform, checked_lm_head
+from .head import HeadTap, lm_head_of
 from .request import Requests
 
 ASSISTANT_TOKENS = 5  # drafts a round where the assistant's configuration does not say; transformers ends its 20 by confidence
@@ -96,12 +96,10 @@ class Drawing(NamedTuple):
 class Runner:
     """A model and its cache, over a text that grows, and drafts behind it that come and go."""
 
-    def __init__(
-        self, model: Any, tap: HeadTap, transform: Transform, model_kwargs: dict[str, Any], length: int, what: str
-    ) -> None:
+    def __init__(self, model: Any, tap: HeadTap, model_kwargs: dict[str, Any], length: int, what: str) -> None:
         """``model_kwargs`` are those of a text of so many tokens, with a cache that holds none of these yet; ``what`` drafts,
         or is helped, in errors."""
-        self.model, self.tap, self.transform, self.what = model, tap, transform, what
+        self.model, self.tap, self.what = model, tap, what
         self.kwargs, self.length, self.cached = model_kwargs, length, 0
         self.cache = model_kwargs[CACHE]
         self._outputs: Any = ModelOutput()
@@ -147,7 +145,7 @@ class Runner:
     def _ran(self, outputs: Any, length: int, positions: int) -> Tensor:
         if outputs.get(CACHE) is not self.cache:
             raise ValueError(f"{self.what} need a key and value cache, which {type(self.model).__name__} does not return")
-        states = self.tap.last_hidden_states(outputs.logits, 1, self.transform, positions)
+        states = self.tap.last_hidden_states(outputs.logits, 1, positions)
         if not self.cached:
             _require_cut_back(self.what, self.cache)  # some caches make their layers now
         self.cached, self._outputs = length, outputs
@@ -197,14 +195,12 @@ class Assistant:
         self,
         model: Any,
         tap: HeadTap,
-        transform: Transform,
+        sampler: LMHeadSampler,
         prompt: Tensor,  # (1, T)
         attention_mask: Tensor | None,
         target: Drawing,
     ) -> None:
-        self._target = target
-        options: dict[str, Any] = {"seed": [0], "impl": target.sampler.impl, **transform._asdict()}
-        self._sampler = LMHeadSampler(tap.head, max_batch_size=1, **options)
+        self._target, self._sampler = target, sampler
         kwargs: dict[str, Any] = {"attention_mask": None, "use_cache": True}
         if attention_mask is not None:
             kwargs["attention_mask"] = attention_mask[:, attention_mask.shape[1] - prompt.shape[1] :]
@@ -219,8 +215,9 @@ class Assistant:
         if any(type(layer) is DynamicSlidingWindowLayer for layer in layers) and not _windows_run_again():
             kwargs[CACHE] = DynamicCache()  # masks cut windows out of it
         _require_cut_back("drafts of assistant_model", kwargs.get(CACHE))
-        self._runner = Runner(model, tap, transform, kwargs, prompt.shape[1], "drafts of assistant_model")
+        self._runner = Runner(model, tap, kwargs, prompt.shape[1], "drafts of assistant_model")
         self._runner.record()
+        self._runner.states(prompt, 1)  # before the first token, since it is refused where its logits are not its head's
         count = model.generation_config.num_assistant_tokens
         self._count = ASSISTANT_TOKENS if count is None else count
         schedule = model.generation_config.num_assistant_tokens_schedule or "constant"
@@ -266,7 +263,7 @@ def _windows_run_again() -> bool:
 def drafter_of(
     config: GenerationConfig,
     assistant_model: Any,
-    head: CheckedHead,
+    head: nn.Linear,
     prompt: Tensor,  # (1, T)
     model_kwargs: dict[str, Any],
     target: Drawing,
@@ -276,10 +273,10 @@ def drafter_of(
         yield PromptLookup(config)
         return
     try:
-        own = checked_lm_head(assistant_model)
+        own = lm_head_of(assistant_model)
     except (TypeError, ValueError) as error:
         raise ValueError(f"assistant_model cannot draft: {error}") from error
-    name, theirs, weight = type(assistant_model).__name__, head.linear.weight, own.linear.weight
+    name, theirs, weight = type(assistant_model).__name__, head.weight, own.weight
     if assistant_model._is_stateful:
         raise ValueError(f"assistant_model must have a key and value cache that can be cut back, got a stateful {name}")
     if weight.shape[0] != theirs.shape[0]:
@@ -289,9 +286,13 @@ def drafter_of(
         )
     if weight.device != theirs.device:
         raise ValueError(f"assistant_model must be on {theirs.device}, where the model is, got {weight.device}")
-    with HeadTap(assistant_model, own.linear) as tap:
-        transform = Transform(own.logit_scale, own.soft_cap)
-        yield Assistant(assistant_model, tap, transform, prompt, model_kwargs.get("attention_mask"), target)
+    sampler = LMHeadSampler(own, max_batch_size=1, seed=[0], impl=target.sampler.impl)
+    with HeadTap(assistant_model, own, learned=sampler._take_transform) as tap:
+        try:
+            drafter = Assistant(assistant_model, tap, sampler, prompt, model_kwargs.get("attention_mask"), target)
+        except ValueError as error:
+            raise ValueError(f"assistant_model cannot draft: {error}") from error
+        yield drafter
 
 
 def decode(

@@ -39,6 +39,7 @@ from ...parameters import integer, reals, share
 from ...warmup import warmup
 from ..engines import settled
 from .head import CheckedHead, HeadTap, Transform, checked_lm_head
+from .processors import number_of
 
 _SIGNATURES = (
     (ModelRunner._forward_process_and_sample, "self, model, batch_data, carry_over_ids, prev_output_ids, output_ids"),
@@ -109,7 +110,7 @@ def _asked_of(processors: Any, do_sample: bool) -> _Asked:
             dtype = torch.int32 if name == "top_k" else torch.float32
             asked, row = asked._replace(**{name: _Row(row, dtype)}), row + 1
         else:
-            asked = asked._replace(**{name: getattr(processor, name)})
+            asked = asked._replace(**{name: number_of(processor, name)})
     return asked
 
 
@@ -172,10 +173,10 @@ class FusedModelRunner(ModelRunner):  # type: ignore[misc]
         """As transformers', with no logits in memory. CUDA graphs hold it, so nothing here waits for the device."""
         self.inputs_and_outputs.carry_over_tokens(batch_data["input_ids"], carry_over_ids, prev_output_ids)
         transform = Transform(self.head.logit_scale, self.head.soft_cap)
-        with HeadTap(model, self.head.linear) as tap:
+        with HeadTap(model, self.head.linear, transform) as tap:
             logits = tap.run(model, **batch_data).logits
             # (1, T, D), or (1, n, D) if the model was told which positions count
-            states = tap.last_hidden_states(logits, 1, transform, positions=logits.shape[1])[0]
+            states = tap.last_hidden_states(logits, 1, positions=logits.shape[1])[0]
         indices = batch_data["logits_indices"]  # (n,)
         if "logits_to_keep" not in batch_data:
             states = states[indices]

@@ -1,5 +1,6 @@
 """The decoding loop."""
 
+import functools
 import inspect
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -21,7 +22,9 @@ from .arguments import (
     CACHE,
     SWITCH_OFF,
     arguments_of_model_generate,
+    drop_adapter_hooks,
     require_sampler_of,
+    require_transform_of,
     require_transformers_loop,
     require_what_we_do,
     row_seeds,
@@ -29,7 +32,7 @@ from .arguments import (
 )
 from .assisted import Drawing, Runner, decode, drafter_of, is_drafted, require_drafts_we_do
 from .errors import NoTokenError
-from .head import HeadTap, Transform, checked_lm_head
+from .head import HeadTap, lm_head_of
 from .processors import taken
 from .request import Requests
 
@@ -142,8 +145,8 @@ def generate(
             require_drafts_we_do(generation_config, assistant, sampler, batch, model_kwargs)
         asked = taken(logits_processor, bool(generation_config.do_sample), SWITCH_OFF)
         temperature: float | Tensor = asked.temperature
-        head = checked_lm_head(model)
-        transform, weight = Transform(head.logit_scale, head.soft_cap), head.linear.weight
+        head = lm_head_of(model)
+        weight = head.weight
         given_mask = model_kwargs.get("attention_mask")
         requests = Requests(asked, input_ids, weight.shape[0], weight.device, {} if request is None else request, given_mask)
         if temperatures is not None:
@@ -151,9 +154,11 @@ def generate(
         if seeds is not None:
             seeds = row_seeds(seeds, generation_config, batch)
         if sampler is None:
-            sampler = LMHeadSampler.from_model(model, max_batch_size=max(batch, 1))
+            sampler = LMHeadSampler(head, max_batch_size=max(batch, 1))
+            learned = sampler._take_transform
         else:
             require_sampler_of(head, sampler, batch)
+            learned = functools.partial(require_transform_of, sampler)
         if seeds is not None:
             sampler.reset(seeds, rows=slice(0, batch))
         pad_token = generation_config._pad_token_tensor
@@ -162,6 +167,7 @@ def generate(
             raise ValueError("pad_token_id must be given where sequences end at different lengths, got None")
         if ends:
             pad_token = pad_token.to(device)
+        pads_below_0 = ends and bool((pad_token < 0).any())
         generation_config.disable_compile = True  # transformers' copy; a graph compiled earlier knows nothing of our hooks
 
         if token_streamer is not None:  # streamer has had it from transformers
@@ -169,19 +175,19 @@ def generate(
         prompt_length = input_ids.shape[1]
         unfinished = torch.ones(batch, dtype=torch.bool, device=device)
         kept = _Kept(generation_config)
-        with HeadTap(model, head.linear) as tap, ExitStack() as decoding:
+        with HeadTap(model, head, learned=learned) as tap, ExitStack() as decoding:
             if drafted:
                 drawing = Drawing(sampler, temperature, requests)
                 drafter = decoding.enter_context(
                     drafter_of(generation_config, assistant, head, input_ids, model_kwargs, drawing)
                 )
-                runner = Runner(model, tap, transform, model_kwargs, prompt_length, "drafts")
+                runner = Runner(model, tap, model_kwargs, prompt_length, "drafts")
                 input_ids = decode(runner, drafter, drawing, input_ids, generation_config, stopping_criteria, streamers)
                 return kept.output(input_ids, model_kwargs) if generation_config.return_dict_in_generate else input_ids
             outputs = tap.run(model._prefill, input_ids, generation_config, model_kwargs, is_first_iteration=True)
             decoding.enter_context(model._optimize_model_for_decode())
             while True:
-                hidden_states = tap.last_hidden_states(outputs.logits, batch, transform)[:, 0]
+                hidden_states = tap.last_hidden_states(outputs.logits, batch)[:, 0]
                 kept.of_model(outputs)
                 model_kwargs = model._update_model_kwargs_for_generation(outputs, model_kwargs, is_encoder_decoder=False)
                 del outputs
@@ -193,10 +199,10 @@ def generate(
                 next_tokens = drawn.token_ids.to(device)
                 requests.drawn(next_tokens, input_ids.shape[1])
                 lost = next_tokens < 0
+                next_tokens = next_tokens.clamp(min=0)  # -1 is no id: criteria look ids up, and the step fails below
                 if ends:
                     lost &= unfinished
                     next_tokens = torch.where(unfinished, next_tokens, pad_token)
-                next_tokens = next_tokens.clamp(min=0)  # -1 is no id: criteria look ids up, and the step fails below
                 input_ids = torch.cat([input_ids, next_tokens[:, None]], dim=-1)
                 unfinished &= ~stopping_criteria(input_ids, None)
                 going_on, failed = torch.stack([unfinished.any(), lost.any()]).tolist()  # the step's one synchronisation
@@ -209,9 +215,14 @@ def generate(
                 if not going_on:
                     return kept.output(input_ids, model_kwargs) if generation_config.return_dict_in_generate else input_ids
                 inputs = model.prepare_inputs_for_generation(
-                    input_ids, next_sequence_length=1 if model_kwargs["use_cache"] else None, **model_kwargs
+                    input_ids.clamp(min=0) if pads_below_0 else input_ids,
+                    next_sequence_length=1 if model_kwargs["use_cache"] else None,
+                    **model_kwargs,
                 )
                 outputs = tap.run(model, **inputs, return_dict=True)
+    except BaseException:
+        drop_adapter_hooks(model)
+        raise
     finally:
         for one in streamers:  # after an error, too: whoever reads from them would wait for ever
             one.end()

@@ -4,9 +4,11 @@ The model stays as it is: its whole ``forward`` runs, with a pair of hooks on th
 alone. The first takes the head's input and hands on none of its positions, so that no logit is computed; the second puts a
 ``_Placeholder`` where the logits would be. What a model does to its logits it does to the placeholder, in every step: factors
 and one soft cap are followed, so they need not be known by the names of configuration fields, which differ from family to
-family; anything else is refused there and then. (Calling the base model instead would miss what the model does between it and
-its head, and hooks on the model; a ``TorchFunctionMode`` needs no hooks, but every torch function of the model would pass
-through it.)
+family; anything else is refused there and then. A generation learns them in its first step, from the caller's own batch: a
+probe of other tokens would run in the caller's hooks, which may know the batch (PEFT's ``adapter_names``, steering vectors).
+
+Calling the base model instead would miss what the model does between it and its head, and hooks on the model; a
+``TorchFunctionMode`` needs no hooks, but every torch function of the model would pass through it.
 """
 
 import math
@@ -63,7 +65,7 @@ class _Placeholder(Tensor):
         if func in _PROPERTIES:
             return super().__torch_function__(func, types, args, kwargs)
         if args and isinstance(args[0], _Placeholder):
-            if func in _SAME_LOGITS:
+            if func in _SAME_LOGITS and args[0]._is_kept_by(args[1:], kwargs):
                 return args[0]
             if func in _FOLLOWED and not kwargs:
                 kind = _FOLLOWED[func]
@@ -75,6 +77,12 @@ class _Placeholder(Tensor):
         placeholder = next((value for value in args if isinstance(value, _Placeholder)), None)
         changed = "the logits were used" if placeholder is None else placeholder.changed
         raise ValueError(f"{changed} ({name}), which the fused step cannot follow")
+
+    def _is_kept_by(self, arguments: Any, named: Any) -> bool:
+        """Whether ``Tensor.to`` with these arguments rounds nothing. The others of ``_SAME_LOGITS`` have none of them."""
+        values = (*arguments, *(named or {}).values())
+        dtypes = [value.dtype if isinstance(value, Tensor) else value for value in values]
+        return all(torch.promote_types(dtype, self.dtype) == dtype for dtype in dtypes if isinstance(dtype, torch.dtype))
 
     def _after(self, kind: str, number: float) -> "_Placeholder":
         with torch._C.DisableTorchFunctionSubclass():
@@ -128,9 +136,18 @@ class HeadTap:
     it iterates, without giving up the GIL.
     """
 
-    def __init__(self, model: Any, head: nn.Linear) -> None:
+    def __init__(
+        self,
+        model: Any,
+        head: nn.Linear,
+        transform: Transform | None = None,
+        learned: Callable[[float, float], None] | None = None,
+    ) -> None:
+        """``transform``: what the model makes of the head's output; None: the first step tells, and ``learned`` is called with
+        it, after the head's numbers were compared."""
         self.model, self.head, self.weight, self.bias = model, head, head.weight, head.bias
-        self.record: list[tuple[Tensor, Tensor]] | None = None  # the probe's: (head's input, head's output) of every call
+        self.transform, self._learned = transform, learned
+        self._compares = False
         self._thread = threading.get_ident()
         self._running = False
         self._hidden_states: Tensor | None = None
@@ -151,16 +168,15 @@ class HeadTap:
         head = _plain_lm_head(self.model)
         if head is not self.head or head.weight is not self.weight or head.bias is not self.bias:
             raise ValueError(f"{type(self.model).__name__}'s LM head was replaced while it was generating")
-        self._running = True
+        self._running, self._compares = True, self.transform is None and not _is_compared(head)
         try:
             return call(*args, **kwargs)
         finally:
             self._running = False
             self._hidden_states = None
 
-    def last_hidden_states(self, logits: Any, batch: int, transform: Transform | None = None, positions: int = 1) -> Tensor:
-        """(B, positions, D), what the LM head would have turned into the ``logits`` of each row's last positions, by way of
-        ``transform``; None: of any."""
+    def last_hidden_states(self, logits: Any, batch: int, positions: int = 1) -> Tensor:
+        """(B, positions, D), what the LM head would have turned into the ``logits`` of each row's last positions."""
         name = type(self.model).__name__
         if not isinstance(logits, _Placeholder):
             raise ValueError(
@@ -168,11 +184,10 @@ class HeadTap:
                 "cannot follow"
             )
         made = logits.transform()
-        if transform is not None and made != transform:
-            _checked_models.pop(self.model, None)
+        if self.transform is not None and made != self.transform:
             raise ValueError(
-                f"{name} changes the logits after its LM head by {made}, where it was by {transform} when it was looked at; "
-                "generate anew, with a sampler made anew"
+                f"{name} changes the logits after its LM head by {made}, where it was by {self.transform} when it was looked "
+                "at; generate anew, with a sampler made anew"
             )
         hidden_states = logits.hidden_states
         if hidden_states.dim() != 3 or hidden_states.shape[0] != batch or hidden_states.shape[1] < positions:
@@ -186,6 +201,10 @@ class HeadTap:
                 f"{name}'s LM head would convert what it multiplies (autocast?): hidden states are {hidden_states.dtype}, its "
                 f"weight {self.weight.dtype}; load the model in the dtype that you want and generate without autocast"
             )
+        if self.transform is None:
+            self.transform = made
+            if self._learned is not None:
+                self._learned(*made)
         return hidden_states[:, -positions:]
 
     def _before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor] | None:
@@ -196,16 +215,20 @@ class HeadTap:
                 f"{type(self.model).__name__}'s LM head must be called with one positional argument, got {len(args)}"
             )
         self._hidden_states = args[0]
-        return None if self.record is not None else (args[0][..., :0, :],)
+        return (self._compared(args[0]) if self._compares else args[0][..., :0, :],)
+
+    def _compared(self, hidden_states: Tensor) -> Tensor:
+        """(n, D), the last few, of which the head computes its output while numbers are compared."""
+        return hidden_states.reshape(-1, hidden_states.shape[-1])[-4:]
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor | None:
         hidden_states = self._hidden_states
         if not self._running or threading.get_ident() != self._thread or hidden_states is None:
             return None
         self._hidden_states = None
-        if self.record is not None:
-            self.record.append((hidden_states.clone(), output.clone()))
-            return None
+        if self._compares:
+            _compare(type(self.model).__name__, self.head, self._compared(hidden_states), output)
+            self._compares = False
         shape = (*hidden_states.shape[:-1], output.shape[-1])
         placeholder = output.new_empty((1,) * len(shape)).expand(shape).as_subclass(_Placeholder)
         placeholder.hidden_states = hidden_states
@@ -246,30 +269,52 @@ def _plain_lm_head(model: Any) -> nn.Linear:
     return head
 
 
-class _Seen(NamedTuple):
-    """What ``checked_lm_head`` compared when it last compared numbers, and what else could change a model's logits."""
-
-    linear: "ref[nn.Linear]"
-    weight: "ref[Tensor]"
-    bias: "ref[Tensor] | None"
-    hooks: tuple[object, ...]
-    transform: Transform
-
-    def is_of(self, head: nn.Linear, hooks: tuple[object, ...]) -> bool:
-        bias = None if self.bias is None else self.bias()
-        return self.linear() is head and self.weight() is head.weight and bias is head.bias and self.hooks == hooks
+_compared_heads: "WeakKeyDictionary[nn.Linear, tuple[ref[Tensor], ref[Tensor] | None, tuple[object, ...]]]"
+_compared_heads = WeakKeyDictionary()  # -> what it had when numbers were compared, and what else could change its output
 
 
-_checked_models: "WeakKeyDictionary[nn.Module, _Seen]" = WeakKeyDictionary()
+def _global_hooks() -> tuple[object, ...]:
+    return (*torch_module._global_forward_hooks, None, *torch_module._global_forward_pre_hooks)
+
+
+def _is_compared(head: nn.Linear) -> bool:
+    compared = _compared_heads.get(head)
+    if compared is None:
+        return False
+    weight, bias, hooks = compared
+    return weight() is head.weight and (None if bias is None else bias()) is head.bias and hooks == _global_hooks()
+
+
+def _compare(name: str, head: nn.Linear, hidden_states: Tensor, output: Tensor) -> None:
+    """ValueError unless that is what the head makes of these (n, D), whatever hooks and patches of torch there are."""
+    expected = hidden_states.to(head.weight.dtype) @ head.weight.T
+    expected = expected if head.bias is None else expected + head.bias
+    # the same multiplication may be summed in another order: a few roundings of the largest logit
+    bound = 8 * torch.finfo(output.dtype).eps * expected.float().nan_to_num().abs().amax().item()
+    if not torch.allclose(output.float(), expected.float(), rtol=0, atol=bound, equal_nan=True):
+        raise ValueError(f"{name}'s LM head returns something else than hidden_states @ weight.T + bias")
+    if output.isfinite().all():  # else it says little: the next one is compared, too
+        bias: ref[Tensor] | None = None if head.bias is None else ref(head.bias)
+        _compared_heads[head] = ref(head.weight), bias, _global_hooks()
+
+
+def lm_head_of(model: Any) -> nn.Linear:
+    """The LM head of a transformers causal LM, whose structure is looked at; see ``checked_lm_head`` for what is raised."""
+    name = type(model).__name__
+    if not hasattr(model, "get_output_embeddings"):
+        raise TypeError(f"model must be a transformers causal LM, got {name}")
+    if model.config.is_encoder_decoder:
+        raise ValueError(f"encoder-decoder models are not supported, got {name}")
+    return _plain_lm_head(model)
 
 
 @torch.no_grad()
 def checked_lm_head(model: Any) -> CheckedHead:
     """The LM head of a transformers causal LM, and what the model makes of its output, after a check that this is all.
 
-    Looks at the head's structure every time, and compares numbers over four tokens once: again if the head, its weight or bias
-    or the hooks on the model change. Names of configuration fields are not looked at: a list of them would miss the next model
-    family. What is done to the logits is followed instead, and what comes of it compared with the model's.
+    Runs the model over one row of four tokens, with the hooks that it has: those that know another batch must come later.
+    ``generate`` does without, and looks at its first step. Names of configuration fields are not looked at: a list of them
+    would miss the next model family.
 
     Raises:
         TypeError: ``model`` has no ``get_output_embeddings``.
@@ -277,52 +322,10 @@ def checked_lm_head(model: Any) -> CheckedHead:
             a forward of its own and with a plain weight and bias, or its logits are something else than what the head returns
             after factors and a soft cap.
     """
-    name = type(model).__name__
-    if not hasattr(model, "get_output_embeddings"):
-        raise TypeError(f"model must be a transformers causal LM, got {name}")
-    if model.config.is_encoder_decoder:
-        raise ValueError(f"encoder-decoder models are not supported, got {name}")
-    head = _plain_lm_head(model)
-    hooks = (
-        id(vars(model).get("forward")),
-        *(tuple(hooks) for hooks in (model._forward_hooks, model._forward_pre_hooks)),
-        *(tuple(hooks) for hooks in (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks)),
-    )
-    seen = _checked_models.get(model)
-    if seen is not None and seen.is_of(head, hooks):
-        return CheckedHead(head, *seen.transform)
-
+    head = lm_head_of(model)
     embeddings = model.get_input_embeddings().weight
     tokens = torch.arange(1, 5, device=embeddings.device)[None] % embeddings.shape[0]
     with HeadTap(model, head) as tap:
-        tap.record = []
-        logits = tap.run(model, input_ids=tokens, use_cache=False, return_dict=True).logits
-        if len(tap.record) != 1:
-            raise ValueError(f"{name} must call its LM head once, it was called {len(tap.record)} times")
-        ((hidden_states, output),) = tap.record
-        tap.record = None  # and as ``generate`` calls it, which sees also what leaves these four tokens' logits alone
-        placeholder = tap.run(model, input_ids=tokens, use_cache=False, return_dict=True).logits
-        tap.last_hidden_states(placeholder, 1)
-        transform = placeholder.transform()
-        if output.shape != logits.shape or not _same(logits, output, transform):
-            raise ValueError(f"{name} changes the logits after its LM head, which the fused step cannot follow")
-        # the same multiplication may be summed in another order: a few roundings of the largest logit
-        expected = hidden_states.to(head.weight.dtype) @ head.weight.T
-        expected = expected if head.bias is None else expected + head.bias
-        if not torch.allclose(output.float(), expected.float(), rtol=0, atol=_roundings(expected, output), equal_nan=True):
-            raise ValueError(f"{name}'s LM head returns something else than hidden_states @ weight.T + bias")
-    bias: ref[Tensor] | None = None if head.bias is None else ref(head.bias)
-    _checked_models[model] = _Seen(ref(head), ref(head.weight), bias, hooks, transform)
-    return CheckedHead(head, *transform)
-
-
-def _same(logits: Tensor, output: Tensor, transform: Transform) -> bool:
-    """Whether this is what was made of the head's output: to the bit where that is nothing, else but for roundings."""
-    expected = transform.of(output.float())
-    bound = 0.0 if transform == Transform() else _roundings(output.float() * transform.logit_scale, output)
-    return torch.allclose(logits.float(), expected, rtol=0, atol=bound, equal_nan=True)
-
-
-def _roundings(values: Tensor, computed: Tensor) -> float:
-    """Some roundings of the largest value, in the dtype in which it was ``computed``."""
-    return 8 * torch.finfo(computed.dtype).eps * values.float().nan_to_num().abs().amax().item()
+        tap.last_hidden_states(tap.run(model, input_ids=tokens, use_cache=False, return_dict=True).logits, 1)
+    assert tap.transform is not None
+    return CheckedHead(head, *tap.transform)

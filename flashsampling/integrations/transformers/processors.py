@@ -18,8 +18,10 @@ n-grams that would come again, which ``request`` looks up on the device.
 
 import math
 from collections.abc import Callable
+from numbers import Integral, Real
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from transformers.generation import logits_process as processors_of
 
@@ -42,6 +44,7 @@ class Taken:
         biases: token ids, the last of which has the value added where the sequence ends with the others.
         rules: in order; the later one wins.
         ngrams: of so many tokens none may come twice.
+        required: an argument, ids that the head must have for it, and from which length of a sequence on it has no effect.
     """
 
     def __init__(self) -> None:
@@ -50,101 +53,166 @@ class Taken:
         self.biases: list[tuple[tuple[int, ...], float]] = []
         self.rules: list[Rule] = []
         self.ngrams: list[int] = []
+        self.required: list[tuple[str, tuple[int, ...], float]] = []
 
 
 class Unmapped(ValueError):
     """Why a processor cannot be taken; ``taken`` puts it into the error."""
 
 
+# -- what each class holds, checked: its attributes may have been written to since it was made
+
+_SMALLEST, _MAX_FLOAT32 = math.ulp(0.0), torch.finfo(torch.float32).max
+_RANGES: dict[str, tuple[type, float, float]] = {
+    "temperature": (Real, _SMALLEST, math.inf),
+    "top_k": (Integral, 1, math.inf),
+    "top_p": (Real, 0, 1),
+    "min_p": (Real, 0, 1),
+    "penalty": (Real, _SMALLEST, _MAX_FLOAT32),
+    "prompt_ignore_length": (Integral, 0, math.inf),
+    "ngram_size": (Integral, 1, math.inf),
+    "min_length": (Integral, 0, math.inf),
+    "prompt_length_to_skip": (Integral, 0, math.inf),
+    "min_new_tokens": (Integral, 0, math.inf),
+    "begin_index": (Integral, 0, math.inf),
+    "max_length": (Integral, 0, math.inf),
+}
+
+
+def number_of(processor: Any, name: str) -> Any:
+    """A processor's attribute. ValueError unless it is a number in the range that transformers takes."""
+    kind, least, most = _RANGES[name]
+    value = getattr(processor, name, None)
+    if not isinstance(value, kind) or not least <= value <= most:  # type: ignore[operator] # NaN too
+        ends = "above 0" if least == _SMALLEST else f"{least} or more"
+        ends += "" if most == math.inf else f", up to {most:g}"
+        wanted = "an integer" if kind is Integral else "a number"
+        raise ValueError(f"{type(processor).__name__}: {name} must be {wanted}, {ends}, got {value!r}")
+    return int(value) if kind is Integral else float(value)  # type: ignore[call-overload]
+
+
+def ids_of(processor: Any, name: str, ids: Any) -> tuple[int, ...]:
+    """Token ids, none or more. ValueError for what is no integer."""
+    if isinstance(ids, Tensor):
+        ids = ids.reshape(-1).tolist()  # of an empty list torch makes floats
+    if not isinstance(ids, (list, tuple)) or not all(isinstance(token, Integral) for token in ids):
+        raise ValueError(f"{type(processor).__name__}: {name} must hold token ids, which are integers, got {ids!r}")
+    return tuple(map(int, ids))
+
+
 # -- what each class asks for
 
 
 def _temperature(taken: Taken, processor: Any) -> None:
-    taken.temperature *= float(processor.temperature)
+    taken.temperature *= number_of(processor, "temperature")
 
 
 def _top_k(taken: Taken, processor: Any) -> None:
     _require_plain_filter(processor)
-    taken.top_k = min(taken.top_k or processor.top_k, processor.top_k)
+    taken.top_k = min(taken.top_k or 2**31 - 1, number_of(processor, "top_k"))  # more tokens than any model has
 
 
 def _top_p(taken: Taken, processor: Any) -> None:
     _require_plain_filter(processor)
-    taken.top_p = float(processor.top_p)
+    taken.top_p = number_of(processor, "top_p")
 
 
 def _min_p(taken: Taken, processor: Any) -> None:
     _require_plain_filter(processor)
-    taken.min_p = max(taken.min_p, float(processor.min_p))
+    taken.min_p = max(taken.min_p, number_of(processor, "min_p"))
 
 
 def _require_plain_filter(processor: Any) -> None:
-    if processor.filter_value != -math.inf:
-        raise Unmapped(f"filter_value={processor.filter_value} does not remove a token")
+    filter_value = getattr(processor, "filter_value", None)
+    if filter_value != -math.inf:
+        raise Unmapped(f"filter_value={filter_value} does not remove a token")
     if getattr(processor, "min_tokens_to_keep", 1) != 1:  # in older releases top-k has it in its top_k
         raise Unmapped(f"min_tokens_to_keep={processor.min_tokens_to_keep}")
 
 
 def _penalty(taken: Taken, processor: Any) -> None:
-    taken.repetition_penalty = float(processor.penalty)
+    taken.repetition_penalty = number_of(processor, "penalty")
     left_out = getattr(processor, "prompt_ignore_length", None)
-    taken.left_out = 0 if left_out is None else left_out
+    if isinstance(left_out, Tensor) and left_out.ndim == 1 and not left_out.is_complex():  # one per row
+        taken.left_out = left_out
+    else:
+        taken.left_out = 0 if left_out is None else number_of(processor, "prompt_ignore_length")
 
 
 def _biases(taken: Taken, processor: Any) -> None:
-    """Of a ``NoBadWordsLogitsProcessor`` too, where every one is -inf."""
-    for ids, value in processor.sequence_bias.items():
+    _add_biases(taken, processor, "sequence_bias")
+
+
+def _bad_words(taken: Taken, processor: Any) -> None:
+    """Biases of -inf, every one."""
+    _add_biases(taken, processor, "bad_words_ids")
+
+
+def _add_biases(taken: Taken, processor: Any, argument: str) -> None:
+    biases = getattr(processor, "sequence_bias", None)  # of either class, which have made a dictionary of it
+    if not isinstance(biases, dict):
+        raise ValueError(f"{type(processor).__name__}: sequence_bias must be a dictionary, got {biases!r}")
+    for given, value in biases.items():
+        ids = ids_of(processor, argument, given)
+        if not isinstance(value, Real):
+            raise ValueError(f"{type(processor).__name__}: {argument} must have numbers as biases, got {value!r}")
         value = float(value)
-        if not value < math.inf:
+        if not value <= _MAX_FLOAT32:
             raise Unmapped(f"a bias must be below infinity, got {value}")
+        if not ids:  # what a tokenizer makes of "": transformers takes no notice of it
+            continue
+        taken.required.append((argument, ids, math.inf))
         if value == -math.inf and len(ids) == 1:
-            taken.rules.append(Rule((int(ids[0]),)))
+            taken.rules.append(Rule(ids))
         else:
-            taken.biases.append((tuple(map(int, ids)), value))
+            taken.biases.append((ids, value))
 
 
 def _ngrams(taken: Taken, processor: Any) -> None:
-    taken.ngrams.append(processor.ngram_size)
+    taken.ngrams.append(number_of(processor, "ngram_size"))
 
 
 def _min_length(taken: Taken, processor: Any) -> None:
-    taken.rules.append(Rule(_ids(processor.eos_token_id), last=processor.min_length))
+    ids = ids_of(processor, "eos_token_id", getattr(processor, "eos_token_id", None))
+    taken.rules.append(Rule(ids, last=number_of(processor, "min_length")))
 
 
 def _min_new_tokens(taken: Taken, processor: Any) -> None:
-    last = processor.prompt_length_to_skip + processor.min_new_tokens
-    taken.rules.append(Rule(_ids(processor.eos_token_id), last=last))
+    last = number_of(processor, "prompt_length_to_skip") + number_of(processor, "min_new_tokens")
+    taken.rules.append(Rule(ids_of(processor, "eos_token_id", getattr(processor, "eos_token_id", None)), last=last))
 
 
 def _suppressed(taken: Taken, processor: Any) -> None:
-    taken.rules.append(Rule(_ids(processor.suppress_tokens)))
+    taken.rules.append(Rule(ids_of(processor, "suppress_tokens", getattr(processor, "suppress_tokens", None))))
 
 
 def _suppressed_at_begin(taken: Taken, processor: Any) -> None:
-    begin = processor.begin_index
-    taken.rules.append(Rule(_ids(processor.begin_suppress_tokens), begin, begin + 1))
+    begin = number_of(processor, "begin_index")
+    ids = ids_of(processor, "begin_suppress_tokens", getattr(processor, "begin_suppress_tokens", None))
+    taken.rules.append(Rule(ids, begin, begin + 1))
 
 
 def _forced_bos(taken: Taken, processor: Any) -> None:
-    taken.rules.append(_forced((int(processor.bos_token_id),), 1))
+    ids = ids_of(processor, "forced_bos_token_id", (getattr(processor, "bos_token_id", None),))
+    _force(taken, "forced_bos_token_id", ids, 1)
 
 
 def _forced_eos(taken: Taken, processor: Any) -> None:
-    taken.rules.append(_forced(_ids(processor.eos_token_id), processor.max_length - 1))
+    ids = ids_of(processor, "forced_eos_token_id", getattr(processor, "eos_token_id", None))
+    _force(taken, "forced_eos_token_id", ids, number_of(processor, "max_length") - 1)
 
 
-def _forced(ids: tuple[int, ...], length: int) -> Rule:
-    if len(ids) != 1:
+def _force(taken: Taken, argument: str, ids: tuple[int, ...], length: int) -> None:
+    if not ids:
+        raise ValueError(f"{argument} must be a token id, got none")
+    if len(ids) > 1:
         raise Unmapped(f"one of the tokens {list(ids)} would be drawn as often as another, whatever their logits")
-    return Rule(ids, length, length + 1, forced=True)
+    taken.required.append((argument, ids, length + 1))
+    taken.rules.append(Rule(ids, length, length + 1, forced=True))
 
 
 def _nothing(taken: Taken, processor: Any) -> None:
     """A log softmax moves all of a row's scores alike."""
-
-
-def _ids(ids: Tensor) -> tuple[int, ...]:
-    return tuple(ids.reshape(-1).tolist())
 
 
 class _Kind(NamedTuple):
@@ -155,7 +223,7 @@ class _Kind(NamedTuple):
 _KINDS = {
     processors_of.SequenceBiasLogitsProcessor: _Kind("bias", _biases),
     processors_of.RepetitionPenaltyLogitsProcessor: _Kind("penalty", _penalty),
-    processors_of.NoBadWordsLogitsProcessor: _Kind("words", _biases),
+    processors_of.NoBadWordsLogitsProcessor: _Kind("words", _bad_words),
     processors_of.NoRepeatNGramLogitsProcessor: _Kind("words", _ngrams),
     processors_of.MinLengthLogitsProcessor: _Kind("mask", _min_length),
     processors_of.MinNewTokensLengthLogitsProcessor: _Kind("mask", _min_new_tokens),
@@ -197,7 +265,7 @@ def taken(processors: Any, do_sample: bool, switch_off: dict[str, str]) -> Taken
             refused.append(name + (f" ({hint})" if hint else ""))
             continue
         earlier = next((seen[stage] for stage in seen if stage in _NOT_AFTER[kind.stage]), None)
-        if kind.stage == "top_k" and 0 < taken.top_k <= processor.top_k:
+        if kind.stage == "top_k" and 0 < taken.top_k <= number_of(processor, "top_k"):
             earlier = None
         try:
             if earlier is not None:

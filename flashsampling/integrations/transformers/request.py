@@ -42,11 +42,13 @@ class Requests:
             self._constant["min_p"] = taken.min_p
         self._ngrams = taken.ngrams
         self._rules, self._masks = taken.rules, {}  # type: ignore[var-annotated] # which rules are at work -> their mask
-        self._require_tokens(
-            {id for ids, _ in taken.biases for id in ids} | {i for r in taken.rules if r.forced for i in r.ids}
-        )
+        self._require_tokens(taken, prompt.shape[1])
         self._values, self._prefixes = self._biases(taken.biases, prompt.device)
         self._counts, self._left_out = None, taken.left_out
+        if isinstance(taken.left_out, Tensor) and len(taken.left_out) != len(prompt):
+            raise ValueError(
+                f"prompt_ignore_length must have one entry for each of the {len(prompt)} sequences, got {len(taken.left_out)}"
+            )
         if given.get("repetition_penalty") is not None and taken.repetition_penalty == 1.0:  # nobody said what is padding
             self._left_out = _padding(attention_mask, prompt)
         if taken.repetition_penalty != 1.0 or any(given.get(name) is not None for name in _PENALTIES):
@@ -123,10 +125,11 @@ class Requests:
             checked["logit_bias"] = pair if asked.dense_bias is None else asked.dense_bias
         return checked  # type: ignore[no-any-return]
 
-    def _require_tokens(self, ids: set[int]) -> None:
-        others = sorted(token for token in ids if not 0 <= token < self.vocab_size)
-        if others:
-            raise ValueError(f"the model has {self.vocab_size} tokens; biased or forced are {others}")
+    def _require_tokens(self, taken: Taken, length: int) -> None:
+        for argument, ids, last in taken.required:
+            others = [token for token in ids if not 0 <= token < self.vocab_size]
+            if others and length < last:  # transformers looks at nothing else
+                raise ValueError(f"{argument} must hold ids from 0 to {self.vocab_size - 1} with this model, got {others}")
 
     def _counting(self, positions: Tensor | int, device: torch.device) -> Tensor:
         """Which positions the penalty takes account of: (B, n), or of one for all rows (1,) or (B,)."""
