@@ -19,7 +19,7 @@ def for_pypi(markdown: str, repository: str = REPOSITORY) -> str:
             return f"{picture}[{text}]({repository}/{'raw' if picture else 'blob'}/main/{path})"
         return "" if picture else text
 
-    return re.sub(r"<!--.*?-->\n?", "", _LINK.sub(absolute, markdown), flags=re.DOTALL)
+    return _LINK.sub(absolute, markdown)
 
 
 if __name__ == "__main__":

@@ -125,11 +125,44 @@ def precompile(workers: int, dtype: torch.dtype | None = None, max_batch_size: i
     started = time.perf_counter()
     try:
         kernels = cache.kernels_of(dtype, max_batch_size)
-        for path, compiled in cache.precompile(workers, kernels):
-            print(path.name, "compiled" if compiled else "was there", flush=True)
-        print(f"{len(kernels)} kernels in {cache.folder()}, {time.perf_counter() - started:.0f} s")
+        total, new = len(kernels), 0
+        print(f"{total} kernels into {cache.folder()}, {workers} at a time, each some 15 s of a core", flush=True)
+        with _Progress() as progress:
+            progress.update(f"0 of {total} kernels")
+            for done, (path, compiled) in enumerate(cache.precompile(workers, kernels), 1):
+                new += compiled
+                seconds = time.perf_counter() - started
+                times = f"{seconds:.0f} s"
+                if workers <= new and done < total:
+                    times += f", about {seconds * (total - done) / new:.0f} s left"
+                name = path.name.partition("-")[0]
+                progress.update(f"{done} of {total} kernels, {times}", f"{name} {'compiled' if compiled else 'was there'}")
+        print(f"{total} kernels in {cache.folder()}, {time.perf_counter() - started:.0f} s")
     except OSError as error:
         raise SystemExit(f"the kernels cannot be kept: {error}") from None
+    except KeyboardInterrupt:
+        raise SystemExit("interrupted; what is compiled is kept, and the next call goes on from there") from None
+
+
+class _Progress:
+    """One line that is rewritten on a terminal; elsewhere a line for each update that has details."""
+
+    def __init__(self) -> None:
+        self.live, self.length = sys.stdout.isatty(), 0
+
+    def __enter__(self) -> "_Progress":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.length:
+            print(flush=True)
+
+    def update(self, text: str, detail: str = "") -> None:
+        if self.live:
+            print("\r" + text.ljust(self.length), end="", flush=True)
+            self.length = len(text)
+        elif detail:
+            print(f"{text}: {detail}", flush=True)
 
 
 def _number(text: str) -> int:
@@ -141,7 +174,8 @@ def _number(text: str) -> int:
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line; ``arguments`` default to the process's."""
     parser = argparse.ArgumentParser("flashsampling", description="FlashSampling: what runs here, and kernels ahead of time.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    parser.add_argument("--version", action="version", version=f"flashsampling {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="command")
     help_doctor = "print versions, GPUs, what serves which problem and why not, and what the cache folder has"
     commands.add_parser("doctor", help=help_doctor, description=help_doctor)
     help_precompile = "compile the Hopper kernels into the cache folder, so that serving compiles none; needs no GPU"
@@ -153,7 +187,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     help_batch = "rows of the largest batch: fewer of the kernels' shapes (default all of them)"
     parser_precompile.add_argument("--max-batch-size", type=_number, help=help_batch)
     chosen = parser.parse_args(arguments)
-    if chosen.command == "doctor":
+    if chosen.command is None:
+        parser.print_help()
+    elif chosen.command == "doctor":
         doctor()
     else:
         dtype = None if chosen.dtype is None else getattr(torch, chosen.dtype)

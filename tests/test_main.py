@@ -1,13 +1,18 @@
 """The command ``flashsampling``, and what is logged of the choice that ``impl=None`` makes."""
 
+import io
 import logging
+import multiprocessing
+import time
+from pathlib import Path
 
 import pytest
 import torch
 
 from flashsampling import __main__ as command
-from flashsampling import ops, sample
+from flashsampling import __version__, ops, sample
 from flashsampling.backends import BACKENDS
+from flashsampling.impl.cute import cache
 
 
 def test_doctor_says_what_serves_and_why_nothing_faster_does(capsys, monkeypatch, tmp_path, no_machine):
@@ -49,6 +54,89 @@ def test_precompile_says_why_it_cannot(monkeypatch, tmp_path):
     monkeypatch.setattr("flashsampling.impl.cute.cache._fingerprint", lambda: "0" * 16)
     with pytest.raises(SystemExit, match=r"the kernels cannot be kept: .*can be written by others"):
         command.main(["precompile"])
+
+
+def test_without_a_command_it_prints_help_and_it_knows_its_version(capsys):
+    command.main([])
+    assert capsys.readouterr().out.startswith("usage: flashsampling [-h] [--version] command ...")
+    with pytest.raises(SystemExit, match=r"^0$"):
+        command.main(["--version"])
+    assert capsys.readouterr().out == f"flashsampling {__version__}\n"
+
+
+class _Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def _precompiled(monkeypatch, out, last=(Path("logits-5.o"), True)):
+    """What ``precompile`` prints of three kernels, the second of which is on disk already."""
+
+    def compiled(workers, kernels):
+        yield Path("plain-1.o"), True
+        yield Path("processed-3.o"), False
+        if isinstance(last, BaseException):
+            raise last
+        yield last
+
+    monkeypatch.setattr(BACKENDS["cute"], "missing", None)
+    monkeypatch.setattr(cache, "folder", lambda: "FOLDER")
+    monkeypatch.setattr(cache, "kernels_of", lambda dtype, size: [1, 2, 3])
+    monkeypatch.setattr(cache, "precompile", compiled)
+    monkeypatch.setattr("sys.stdout", out)
+    ticks = iter(range(0, 1000, 10))
+    monkeypatch.setattr(time, "perf_counter", lambda: next(ticks))
+    command.main(["precompile", "--workers", "1"])
+    return out.getvalue()
+
+
+def test_precompile_counts_with_times(monkeypatch):
+    first, *lines, last = _precompiled(monkeypatch, io.StringIO()).splitlines()
+    assert first == "3 kernels into FOLDER, 1 at a time, each some 15 s of a core"
+    assert lines == [
+        "1 of 3 kernels, 10 s, about 20 s left: plain compiled",
+        "2 of 3 kernels, 20 s, about 20 s left: processed was there",
+        "3 of 3 kernels, 30 s: logits compiled",
+    ]
+    assert last == "3 kernels in FOLDER, 40 s"
+
+
+def test_precompile_rewrites_one_line_on_a_terminal(monkeypatch):
+    _, live, last, end = _precompiled(monkeypatch, _Terminal()).split("\n")
+    assert [text.rstrip() for text in live.split("\r")] == [
+        "",
+        "0 of 3 kernels",
+        "1 of 3 kernels, 10 s, about 20 s left",
+        "2 of 3 kernels, 20 s, about 20 s left",
+        "3 of 3 kernels, 30 s",
+    ]
+    assert live.endswith("30 s" + " " * len(", about 20 s left"))  # nothing of a longer text stays
+    assert (last, end) == ("3 kernels in FOLDER, 40 s", "")
+
+
+@pytest.mark.parametrize(
+    ("error", "message"), [(KeyboardInterrupt(), "^interrupted; what is compiled is kept"), (OSError("full"), "be kept: full$")]
+)
+def test_precompile_ends_in_a_line(monkeypatch, error, message):
+    terminal = _Terminal()
+    with pytest.raises(SystemExit, match=message):
+        _precompiled(monkeypatch, terminal, error)
+    assert terminal.getvalue().endswith("left\n")  # the message begins a line of its own
+
+
+def test_who_stops_precompiling_does_not_wait_for_the_rest(monkeypatch, tmp_path):
+    tmp_path.chmod(0o700)
+    monkeypatch.setenv("FLASHSAMPLING_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(cache, "_fingerprint", lambda: "0" * 16)
+    monkeypatch.setattr(cache, "prepare", time.sleep)
+    others = set(multiprocessing.active_children())
+    done = cache.precompile(2, [(300,), (0,), (300,), (300,)])
+    next(done)  # the second, which is done first
+    assert set(multiprocessing.active_children()) - others
+    started = time.perf_counter()
+    done.close()
+    assert time.perf_counter() - started < 100
+    assert not set(multiprocessing.active_children()) - others
 
 
 @pytest.mark.parametrize("workers", ["0", "-1", "two", "1.5", ""])

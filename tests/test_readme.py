@@ -31,39 +31,57 @@ def fences(language, text):
     return re.findall(rf"^```{language}\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)
 
 
-def cells(text):
-    """(what the page's python takes for granted, the python that it shows)"""
-    (preamble,) = re.findall(r"<!--.*?```python\n(.*?)```\n-->", text, flags=re.DOTALL)
-    return preamble, [code for code in fences("python", text) if code != preamble]
+def visible(text):
+    """The page as a reader has it: without comments."""
+    return re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
 
 
-def snippets():
-    """The README's python and how tensor parallelism is used, one program: what one snippet defines the next may use."""
-    preamble, shown = cells(README)
-    assert len(shown) >= 5
-    group, use = cells(DOCS["tensor_parallel"])
-    return "\n".join([preamble, *shown, group, use[0]])
+def snippets(page=README):
+    """The python that a page shows, one program: what one snippet defines the next may use. Nothing else is defined."""
+    shown = fences("python", visible(page))
+    assert len(shown) >= 4
+    return "\n".join(shown)
+
+
+def run_program(program, folder):
+    path = folder / "snippets.py"
+    path.write_text(program)
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    run = subprocess.run([sys.executable, path], cwd=folder, capture_output=True, text=True, env=environment)
+    assert run.returncode == 0, run.stderr[-3000:]
 
 
 def test_every_snippet_runs(tmp_path):
     pytest.importorskip("transformers")
     checks = (
-        "assert out.token_ids.shape == (8,) and (out.token_ids >= 0).all()\n"
-        "assert torch.equal(sampler.offsets[:9], torch.nn.functional.pad(1 + verified.num_emitted, (0, 1)))\n"
-        "assert torch.equal(tokens, out.token_ids)\n"
+        "assert out.token_ids.shape == next_tokens.shape == (3,) and (out.token_ids >= 0).all()\n"
+        "assert torch.equal(sampler.offsets[:4], torch.nn.functional.pad(1 + verified.num_emitted, (0, 1)))\n"
     )
-    program = tmp_path / "snippets.py"
-    program.write_text(f"{snippets()}\n{checks}")
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    run = subprocess.run([sys.executable, program], cwd=tmp_path, capture_output=True, text=True, env=environment)
-    assert run.returncode == 0, run.stderr[-3000:]
+    run_program(f"{snippets()}\n{checks}", tmp_path)
+
+
+def test_the_first_snippet_needs_nothing_and_shows_where_hidden_states_come_from(tmp_path):
+    pytest.importorskip("transformers")
+    first, second, *_ = fences("python", visible(README))
+    assert re.search(r"^ *hidden_states = model\.model\(.*\)\.last_hidden_state\[:, -1\]", first, flags=re.MULTILINE)
+    run_program(f"{first}\n{second}\nassert next_tokens.shape == (3,)\n", tmp_path)
+
+
+def test_no_page_hides_what_its_snippets_need():
+    """A comment of a page holds no code: who copies what is shown would miss it."""
+    for page in (README, *DOCS.values()):
+        assert fences("python", page) == fences("python", visible(page))
+
+
+def test_the_first_snippets_of_tensor_parallelism_run(tmp_path):
+    first, second, *_ = fences("python", visible(DOCS["tensor_parallel"]))
+    check = "assert torch.equal(tokens, flashsampling.sample(hidden_states, weight, temperature=0.8, seed=seeds).token_ids)\n"
+    run_program(f"{first}\n{second}\n{check}assert out.logprobs.shape == (8,)\n", tmp_path)
 
 
 def test_the_snippets_about_drafts_run():
-    preamble, shown = cells(DOCS["speculative"])
-    assert len(shown) == 4
     names: dict[str, Any] = {}
-    exec("\n".join([preamble, *shown]), names)
+    exec(snippets(DOCS["speculative"]), names)
     assert names["out"].accepted_drafts.shape == (2, 3)
 
 
@@ -214,7 +232,6 @@ def test_what_pypi_shows_has_no_relative_link():
     for repository in ("", "https://example.org/owner/name"):
         text = setup.for_pypi(README, repository)
         assert not relative.search(text)
-        assert "<!--" not in text
         assert ("https://example.org/owner/name/raw/main/benchmarks/results/speedup.png" in text) == bool(repository)
         assert "[`sample.json`]" in text or not repository
-        assert text.count("```python") == README.count("```python") - 1
+        assert text.count("```python") == README.count("```python")

@@ -30,8 +30,8 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Any
 
@@ -74,16 +74,24 @@ def kernels_of(dtype: torch.dtype | None, max_batch_size: int | None) -> list[Ke
 
 
 def precompile(workers: int, kernels: Sequence[Key] = KERNELS) -> Iterator[tuple[Path, bool]]:
-    """Makes sure that kernels are on disk: for each, where, and whether it had to be compiled. Needs no GPU.
+    """Makes sure that kernels are on disk: for each, as it is done, where, and whether it had to be compiled. Needs no GPU.
+
+    A caller that stops early, an interrupt among the reasons, ends the workers; what is on disk by then is whole.
 
     Raises:
         OSError: the folder cannot be written, or is not to be trusted.
     """
     trusted_folder()  # its error once, and here
     os.environ.setdefault("CUTE_DSL_ARCH", ARCHITECTURE)  # where there is no GPU to ask; the workers inherit it
+    others = set(active_children())
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        for job in [pool.submit(prepare, *kernel) for kernel in kernels]:
-            yield job.result()
+        try:
+            for job in as_completed([pool.submit(prepare, *kernel) for kernel in kernels]):
+                yield job.result()
+        except BaseException:
+            for worker in set(active_children()) - others:
+                worker.terminate()  # or the pool would wait for what they are at and what is queued: minutes
+            raise
 
 
 def prepare(dtype: torch.dtype, config: TileConfig, features: Features = _PLAIN) -> tuple[Path, bool]:
