@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack  # typing's from Python 3.11 on; torch brings this one
 
     from .distributed import TensorParallel
+    from .integrations.transformers.head import HeadPlace
     from .requests import Request
 
 
@@ -37,7 +38,8 @@ class LMHeadSampler(nn.Module):
     The weight stays the LM head's: the sampler reads ``lm_head.weight`` at every call, so it follows whoever replaces that
     parameter (``load_state_dict(assign=True)``, FSDP), and it is saved, named and optimised as the head's alone: checkpoints
     are the same with and without a sampler. ``sampler.to(...)`` moves the head too. A bare ``nn.Parameter`` is shared as tied
-    embeddings are, and not saved either; who replaces it makes a new sampler.
+    embeddings are, and not saved either; who replaces it makes a new sampler. A sampler of ``from_model`` refuses its next call
+    when the model has another head by then.
 
     Args:
         lm_head: an ``nn.Linear``, or its weight (V, D), on the device, loaded, neither quantised nor a DTensor. It is shared,
@@ -84,6 +86,7 @@ class LMHeadSampler(nn.Module):
 
     seeds: Tensor  # (max_batch_size,) int64
     offsets: Tensor  # (max_batch_size,) int64, tokens drawn so far
+    _place: "HeadPlace | None" = None  # of a sampler of ``from_model``
 
     def __init__(
         self,
@@ -159,6 +162,10 @@ class LMHeadSampler(nn.Module):
         and refuses hooks, adapters, quantised or sharded heads and whatever else, for all of which the head alone would draw
         from another distribution.
 
+        The sampler looks at the model before every call: another head (``resize_token_embeddings``, ``model.lm_head = ...``) or
+        an active adapter of PEFT's on the head is an error. An adapter that is merged in place or disabled is none. The model
+        is held weakly. A replay of a CUDA graph looks at nothing, nor does a pickled sampler, or a copy without its model.
+
         Args:
             model: on its device. Not changed. Its hooks run, so those that know the shape of another batch must come later.
             options: the constructor's other arguments; not ``tp``, whose weight is a shard.
@@ -167,12 +174,14 @@ class LMHeadSampler(nn.Module):
             TypeError: ``model`` has no ``get_output_embeddings``.
             ValueError: its logits are not its head's output with a scale and a soft cap, or ``tp`` is given.
         """
-        from .integrations.transformers import checked_lm_head
+        from .integrations.transformers.head import HeadPlace, checked_lm_head
 
         if options.get("tp") is not None:
             raise ValueError("tp must go to LMHeadSampler(shard, tp=tp), whose weight is a shard, not to from_model")
         head = checked_lm_head(model)
-        return cls(head.linear, logit_scale=head.logit_scale, soft_cap=head.soft_cap, **options)
+        sampler = cls(head.linear, logit_scale=head.logit_scale, soft_cap=head.soft_cap, **options)
+        sampler._place = HeadPlace(model)
+        return sampler
 
     @property
     def weight(self) -> Tensor:
@@ -280,6 +289,8 @@ class LMHeadSampler(nn.Module):
         """Samples rows 0 to B - 1 and advances their offsets by one. See ``flashsampling.sample`` for shapes, errors and
         ``request``, what it takes from ``bias`` on; ``bias`` only of a head that has none."""
         try:
+            if self._place is not None:
+                self._place.require(self._owner[0])
             if not isinstance(hidden_states, Tensor):
                 raise TypeError(f"hidden_states must be a torch.Tensor, got {type(hidden_states).__name__}")
             shape = hidden_states.shape
@@ -323,6 +334,8 @@ class LMHeadSampler(nn.Module):
         """Verifies drafts of rows 0 to B - 1 and advances their offsets by what they emit, on the device. ``options``: what
         else ``flashsampling.verify`` takes, whose shapes and errors these are."""
         try:
+            if self._place is not None:
+                self._place.require(self._owner[0])
             bounds = options.get("cu_draft_lengths")
             given = draft_token_ids if bounds is None else bounds
             several = hasattr(given, "__len__") and getattr(given, "ndim", 1) > 0  # if not, verify says what is wrong

@@ -239,23 +239,26 @@ class HeadTap:
 def _plain_lm_head(model: Any) -> nn.Linear:
     """The model's LM head, if it is seen to be ``hidden_states @ weight.T + bias`` and nothing else. Cheap: done before every
     step."""
-    head = model.get_output_embeddings()
+    outer = model.get_output_embeddings()
+    head = linear_under(outer)
     if model._compiled_call_impl is not None or hasattr(vars(model).get("forward"), "_torchdynamo_orig_callable"):
         raise ValueError("the model is compiled, its LM head too; compile the decoder alone: model.get_decoder().compile()")
     if type(head) is not nn.Linear:
         raise ValueError(
-            f"the model's output embedding must be an nn.Linear, got {type(head).__module__}.{type(head).__name__}: adapters "
-            "(LoRA) on it must be merged, quantised heads and subclasses are not supported"
+            f"the model's output embedding must be an nn.Linear, got {type(head).__module__}.{type(head).__name__}: quantised "
+            "heads, subclasses and adapters that are not PEFT's are not supported"
         )
-    if "forward" in vars(head) or nn.Linear.forward is not _LINEAR_FORWARD or head._compiled_call_impl is not None:
-        raise ValueError(
-            "the model's LM head has a forward of its own (accelerate puts one there for a device_map over several devices or "
-            "with offloading, compile() another), which the fused step cannot follow"
-        )
-    hooks = (*head._forward_pre_hooks.values(), *head._forward_hooks.values())
-    others = [hook for hook in hooks if not isinstance(getattr(hook, "__self__", None), HeadTap)]
-    if others:
-        raise ValueError(f"the model's LM head has a forward hook, {others[0]!r}, which the fused step cannot follow")
+    for module in {outer, head}:
+        own_forward = "forward" in vars(module) or module._compiled_call_impl is not None
+        if own_forward or nn.Linear.forward is not _LINEAR_FORWARD:
+            raise ValueError(
+                "the model's LM head has a forward of its own (accelerate puts one there for a device_map over several devices "
+                "or with offloading, compile() another), which the fused step cannot follow"
+            )
+        hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+        others = [hook for hook in hooks if not isinstance(getattr(hook, "__self__", None), HeadTap)]
+        if others:
+            raise ValueError(f"the model's LM head has a forward hook, {others[0]!r}, which the fused step cannot follow")
     for name, tensor, dims in (("weight", head.weight, 2), ("bias", head.bias, 1)):
         if tensor is None and name == "bias":
             continue
@@ -271,6 +274,68 @@ def _plain_lm_head(model: Any) -> nn.Linear:
 
 _compared_heads: "WeakKeyDictionary[nn.Linear, tuple[ref[Tensor], ref[Tensor] | None, tuple[object, ...]]]"
 _compared_heads = WeakKeyDictionary()  # -> what it had when numbers were compared, and what else could change its output
+
+
+def linear_under(module: Any) -> Any:
+    """The layer that computes what ``module`` returns: ``module`` itself, or the base layer of one of PEFT's adapter layers
+    that adds nothing, because it is merged or disabled.
+
+    Raises:
+        ValueError: the adapter layer adds something, or may.
+    """
+    if not type(module).__module__.startswith("peft.") or not hasattr(module, "merged"):
+        return module
+    if module.merged and module.disable_adapters:
+        raise ValueError(
+            "the model's LM head has an adapter (LoRA) that is merged and disabled: the model's next call would take it out of "
+            "the weight; call unmerge_adapter() first"
+        )
+    if not module.merged and not module.disable_adapters:
+        raise ValueError(
+            "the model's LM head has an adapter (LoRA) that is active, and the fused step multiplies with one weight: call "
+            "merge_adapter(), or generate within disable_adapter()"
+        )
+    return module.base_layer
+
+
+class HeadPlace:
+    """Where a model has the LM head that a sampler was made with. Holds the model weakly.
+
+    A deep copy belongs to the model's copy where the model is copied with it, and is None elsewhere; a pickle is None.
+    """
+
+    def __init__(self, model: Any) -> None:
+        # a wrapper (PEFT, torch.compile) hands out the method of the model within
+        model = getattr(model.get_output_embeddings, "__self__", model)
+        outer = model.get_output_embeddings()
+        names = [name for name, module in model.named_modules(remove_duplicate=False) if module is outer]
+        # get_output_embeddings() costs a call 35 microseconds, a name 0.6
+        self._model, self._names = ref(model), names[0].split(".") if len(names) == 1 else []
+
+    def require(self, head: nn.Module) -> None:
+        """ValueError where the model has another head by now. ``torch.compile`` traces this."""
+        model = self._model()
+        if model is None:
+            return
+        module = model if self._names else model.get_output_embeddings()
+        for name in self._names:
+            module = None if module is None else module._modules.get(name)
+        if module is not head and linear_under(module) is not head:
+            raise ValueError(
+                f"{type(model).__name__}'s LM head was replaced (resize_token_embeddings, an adapter, model.lm_head = ...) "
+                "after this sampler was made: make another, LMHeadSampler.from_model(model)"
+            )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "HeadPlace | None":
+        model = memo.get(id(self._model()))
+        if model is None:
+            return None
+        other = object.__new__(HeadPlace)
+        other._model, other._names = ref(model), self._names
+        return other
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
 
 
 def _global_hooks() -> tuple[object, ...]:
