@@ -4,6 +4,7 @@ Read in this order: ``api`` (the function), ``noise`` (what randomness is), ``im
 then the implementation of your interest. Importing this package imports neither Triton nor CUTLASS.
 """
 
+from . import sources  # noqa: F401  reads the sources before any of them is imported
 from .api import SampleOutput, sample
 from .counts import TokenCounts
 from .logits import sample_from_logits

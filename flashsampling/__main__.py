@@ -98,9 +98,14 @@ def _cache() -> Iterator[str]:
     if missing:
         yield f"not needed: {missing}"
         return
-    folder = cache.folder()
-    yield f"{folder} (FLASHSAMPLING_CACHE_DIR {'is' if os.environ.get('FLASHSAMPLING_CACHE_DIR') else 'is not'} set)"
-    doubt = cache.doubt_of_folder()
+    try:
+        folder = cache.folder()
+        doubt = cache.doubt_of_folder()
+    except OSError as error:
+        yield f"not used: {error}"
+        return
+    named = os.environ.get("FLASHSAMPLING_CACHE_DIR")
+    yield f"{folder} (FLASHSAMPLING_CACHE_DIR is {repr(named) if named else 'not set'})"
     if doubt:
         yield f"not used: {doubt}"
     if not folder.is_dir():
@@ -108,12 +113,20 @@ def _cache() -> Iterator[str]:
     else:
         objects = sorted(folder.glob("*.o"))
         damaged = [(path, reason) for path in objects if (reason := cache.damage(path))]
-        size = sum(path.stat().st_size for path in objects) / 1e6
-        yield f"{len(objects) - len(damaged)} of the {len(cache.KERNELS)} Hopper kernels, {size:.1f} MB"
+        yield f"{len(objects) - len(damaged)} of the {len(cache.KERNELS)} Hopper kernels, {_megabytes(objects)}"
         yield from (f"{path.name} {reason}" for path, reason in damaged)
-    others = [other for other in folder.parent.glob("*") if other != folder]
+    left, others, unneeded = cache.leftovers(folder), cache.other_folders(folder), cache.unneeded(folder)
+    if left:
+        yield f"temporary folders of processes that ended as they wrote a kernel: {len(left)}"
     if others:
-        yield f"{len(others)} folders of other versions beside it, which can be deleted"
+        size = _megabytes([path for other in others for path in other.glob("*.o")])
+        yield f"folders of other versions beside it, which can be deleted: {len(others)}, {size}"
+    if unneeded:
+        yield f"of these folders the next kernel that is written removes {len(unneeded)}, older than a day or unused for 90"
+
+
+def _megabytes(paths: Sequence[Path]) -> str:
+    return f"{sum(path.lstat().st_size for path in paths) / 1e6:.1f} MB"
 
 
 def precompile(workers: int, dtype: torch.dtype | None = None, max_batch_size: int | None = None) -> None:

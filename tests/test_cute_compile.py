@@ -106,10 +106,11 @@ def test_precompile_fills_the_cache(tmp_path):
         "import torch; from flashsampling.impl.cute import cache; from flashsampling.impl.cute.config import CONFIGS, KINDS\n"
         "compile, cache._compile = cache._compile, None\n"  # what is on disk is not compiled again
         "print([callable(cache.kernel_for(torch.bfloat16, CONFIGS[0], kind)) for kind in KINDS.values()])\n"
-        # an object without the symbol that is wanted is compiled again, and then has it
+        # an object without the symbol that is wanted is compiled again, and stays
+        "symbol = cache._SYMBOL\n"
         "cache._compile, cache._SYMBOL = compile, 'another_name'\n"
         "first = cache._load_or_compile(torch.bfloat16, CONFIGS[0])\n"
-        "cache._compile = None\n"
+        "cache._compile, cache._SYMBOL = None, symbol\n"
         "print(callable(first), callable(cache._load_or_compile(torch.bfloat16, CONFIGS[0])))\n"
         # the loader is not even shown an object that is cut off; what compiles it again is played, as in test_cache
         "(path,) = cache.folder().glob('bfloat16_8_1_1_plain-*.o')\n"

@@ -3,6 +3,7 @@
 import io
 import logging
 import multiprocessing
+import os
 import time
 from pathlib import Path
 
@@ -27,6 +28,40 @@ def test_doctor_says_what_serves_and_why_nothing_faster_does(capsys, monkeypatch
         tmp_path.chmod(0o777)
         command.main(["doctor"])
         assert "not used: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("variable", [None, "~/kernels"])
+@pytest.mark.parametrize("home", ["", "relative"])
+def test_doctor_says_that_there_is_no_home(capsys, monkeypatch, variable, home):
+    monkeypatch.setattr(BACKENDS["cute"], "missing", None)
+    monkeypatch.setenv("HOME", home)
+    monkeypatch.delenv("FLASHSAMPLING_CACHE_DIR", raising=False)
+    if variable:
+        monkeypatch.setenv("FLASHSAMPLING_CACHE_DIR", variable)
+    command.main(["doctor"])
+    which = "not set" if variable is None else repr(variable)
+    out = capsys.readouterr().out
+    assert f"not used: no cache folder: FLASHSAMPLING_CACHE_DIR is {which}, and HOME is {home!r}, which is not an abs" in out
+
+
+def test_doctor_says_what_lies_in_the_cache_and_nobody_needs(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(BACKENDS["cute"], "missing", None)
+    monkeypatch.setattr("flashsampling.impl.cute.cache._fingerprint", lambda: "0" * 16)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("FLASHSAMPLING_CACHE_DIR", "~/kernels")
+    for name, days in (("0" * 16 + "/tmpabc", 2), ("1" * 16, 91), ("2" * 16, 1)):
+        folder = tmp_path / "kernels" / "cute" / name
+        folder.mkdir(parents=True)
+        (folder / "kernel.o").write_bytes(b"0" * 1_000_000)
+        os.utime(folder, (time.time() - days * 86400,) * 2)
+    before = sorted(tmp_path.rglob("*"))
+    command.main(["doctor"])
+    out = capsys.readouterr().out
+    assert f"  {tmp_path}/kernels/cute/{'0' * 16} (FLASHSAMPLING_CACHE_DIR is '~/kernels')\n" in out
+    assert "temporary folders of processes that ended as they wrote a kernel: 1\n" in out
+    assert "folders of other versions beside it, which can be deleted: 2, 2.0 MB\n" in out
+    assert "of these folders the next kernel that is written removes 2, older" in out
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_doctor_outlives_a_broken_installation(capsys, monkeypatch):
