@@ -25,7 +25,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
-from torch._C._distributed_c10d import Store
+from torch.distributed import Store
 
 from .failure import Failure, TensorParallelError
 from .store import BoundedStore, StoreGoneError
