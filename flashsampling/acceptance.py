@@ -15,6 +15,7 @@ from .noise import Stream
 from .parameters import is_plain
 from .requests import Problem, Request, asked_of
 from .step import ARGUMENTS, MATRICES, NUMBERS, PLAIN, Asked, Drafted, Step, arguments
+from .torch_internals import dispatch_modes, tracing_state
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # typing's from Python 3.11 on; torch brings this one
@@ -183,8 +184,8 @@ def _by_kernels(states: Tensor, given: Given) -> bool:
         and BACKENDS["triton"].missing is None
         and capability(states.device) >= (8, 0)
         and not torch.compiler.is_compiling()
-        and torch._C._get_tracing_state() is None
-        and not torch._C._len_torch_dispatch_stack()
+        and tracing_state() is None
+        and not dispatch_modes()
     )
 
 

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.utils import _pytree
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import noise, ops
 from .backends import BACKENDS, named
@@ -18,6 +16,7 @@ from .impl.filters import GREEDY_BELOW
 from .parameters import Integers, Reals, integer, integers, is_dense, kind_of, reals
 from .requests import Request, asked_of, problem_of
 from .step import PLAIN, Asked, Drawn, Step, layout
+from .torch_internals import is_traceable_wrapper_subclass, register_dataclass
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # typing's from Python 3.11 on; torch brings this one
@@ -91,7 +90,7 @@ class SampleOutput:
             object.__setattr__(self, "logsumexp", logsumexp)
 
 
-_pytree.register_dataclass(SampleOutput, serialized_type_name="flashsampling.SampleOutput")
+register_dataclass(SampleOutput, serialized_type_name="flashsampling.SampleOutput")
 
 
 def sample(

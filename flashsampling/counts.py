@@ -9,6 +9,7 @@ from torch import Tensor
 from .backends import BACKENDS
 from .impl.device import capability
 from .parameters import index_of, integer
+from .torch_internals import dispatch_modes, tracing_state
 
 IN_PROMPT = -(2**31)  # bit 31; the other bits count the output
 _GROUP = 16  # tokens of which ``Counted.seen`` says together whether they have come
@@ -206,8 +207,8 @@ class TokenCounts:
             and BACKENDS["triton"].missing is None
             and capability(self._counts.device) >= (8, 0)
             and not torch.compiler.is_compiling()
-            and torch._C._get_tracing_state() is None
-            and not torch._C._len_torch_dispatch_stack()
+            and tracing_state() is None
+            and not dispatch_modes()
         )
 
     def _look(self) -> None:

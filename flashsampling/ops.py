@@ -31,7 +31,6 @@ from typing import Any
 import torch
 import torch.fx
 from torch import Tensor
-from torch._C import _are_functorch_transforms_active, _get_tracing_state, _len_torch_dispatch_stack, _len_torch_function_stack
 from torch.autograd import profiler
 from torch.nn import Parameter
 
@@ -41,6 +40,7 @@ from .exchange import WHOLE, Shard
 from .impl import rejection
 from .noise import Stream
 from .step import PLAIN, Asked, Drafted, Drawn, Step, layout
+from .torch_internals import dispatch_modes, function_modes, functorch_is_active, tracing_state
 
 _logger = logging.getLogger(__name__)
 
@@ -351,10 +351,10 @@ def _nobody_looks(step: Step) -> bool:
         # is_compiling() less two calls; of the call that is left Dynamo knows the answer, so it does not guard on the flag
         and not torch.compiler.is_dynamo_compiling()
         and not torch.compiler._is_compiling_flag
-        and not _len_torch_dispatch_stack()
-        and not _len_torch_function_stack()
-        and not _are_functorch_transforms_active()
-        and _get_tracing_state() is None
+        and not dispatch_modes()
+        and not function_modes()
+        and not functorch_is_active()
+        and tracing_state() is None
         and not profiler._is_profiler_enabled
     )
 

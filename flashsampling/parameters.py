@@ -13,7 +13,6 @@ from typing import Any, Protocol, SupportsIndex, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import Parameter
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
@@ -146,7 +145,11 @@ def integer(name: str, value: SupportsIndex) -> int:
 def is_plain(value: Any) -> TypeGuard[Tensor]:
     """Whether it is a tensor whose memory is its values: no quantised one, no DTensor, dense. Those of ``torch.export`` are."""
     kind = type(value)
-    return (kind is Tensor or kind is Parameter or kind is FakeTensor) and is_dense(value)
+    return (kind is Tensor or kind is Parameter or _is_fake(kind)) and is_dense(value)
+
+
+def _is_fake(kind: type) -> bool:
+    return kind.__name__ == "FakeTensor" and kind.__module__.startswith("torch.")  # which is private to torch
 
 
 def is_dense(tensor: Tensor) -> bool:

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree
 
 from .acceptance import METHODS, Parameters, Target, asked_at, check_draft_probs, match, reject
 from .api import (
@@ -25,6 +24,7 @@ from .impl.filters import GREEDY_BELOW
 from .logits import check_logits, sample_from_logits
 from .parameters import Integers, Reals, integers, reals
 from .requests import Request
+from .torch_internals import register_dataclass
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # typing's from Python 3.11 on; torch brings this one
@@ -59,7 +59,7 @@ class VerifyOutput:
     accepted_drafts: Tensor | None = None
 
 
-_pytree.register_dataclass(VerifyOutput, serialized_type_name="flashsampling.VerifyOutput")
+register_dataclass(VerifyOutput, serialized_type_name="flashsampling.VerifyOutput")
 
 
 def verify(

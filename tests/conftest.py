@@ -74,6 +74,31 @@ def _no_tensor_in_a_constexpr() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
+def _masks_are_bool() -> Iterator[None]:
+    """Triton's interpreter broadcasts a comparison of scalars as int32. As a mask Triton 3.6 takes that, 3.9 does not."""
+    if DEVICE.type == "cuda" or COMPILED or importlib.util.find_spec("triton") is None:
+        yield
+        return
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    def checked(name: str, place: int) -> Any:
+        of_triton = getattr(InterpreterBuilder, name)
+
+        def call(self: Any, *arguments: Any) -> Any:
+            mask = arguments[place]
+            if mask is not None and mask.data.dtype != bool:
+                raise TypeError(f"a mask of {mask.data.dtype}: compare blocks, not scalars")
+            return of_triton(self, *arguments)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patched:
+        for name, place in (("create_masked_load", 1), ("create_masked_store", 2), ("create_atomic_rmw", 3)):
+            patched.setattr(InterpreterBuilder, name, checked(name, place))
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
 def _language_patched_once_a_launch() -> Iterator[None]:
     """Triton's interpreter patches its language anew whenever a device function is called, which takes 40 % of its time in
     these tests. Here the first call of each module's functions in a launch does; the launch takes it back as ever."""

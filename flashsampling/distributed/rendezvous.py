@@ -28,7 +28,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, TypeVar
 
-from torch._C._distributed_c10d import Store
+from torch.distributed import Store
 
 from .failure import Failure, TensorParallelError
 from .serialization import MalformedError, from_json

@@ -9,8 +9,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
-from torch.distributed import ProcessGroup, distributed_c10d
+from torch.distributed import PrefixStore, ProcessGroup, Store, TCPStore, distributed_c10d
 
 # seconds that a store gets to answer, however short the time-out of steps: at every connection torch asks for a host's name, on
 # both sides, and a name server that does not answer costs 10 s (resolv.conf(5)), in which the store serves nobody

@@ -23,7 +23,7 @@ def _integers(of_row, at, halves, live):
     if low.dtype == tl.float32:
         return (low + 0.0).to(tl.int32, bitcast=True).to(tl.int64)  # -0.0 is 0.0
     else:
-        high = tl.load(of_row + (at * halves + 1), mask=live & (halves == 2), other=0)
+        high = tl.load(of_row + (at * halves + 1), mask=live & (tl.broadcast_to(halves, live.shape) == 2), other=0)
         return tl.where(halves == 2, (high.to(tl.int64) << 32) | (low.to(tl.int64) & 0xFFFFFFFF), low.to(tl.int64))
 
 

@@ -138,7 +138,7 @@ def words_kernel(
         if mass_ptr is not None:
             own = ((key & NO_TOKEN) ^ NO_TOKEN) - first_token
             own = tl.maximum(tl.minimum(own, columns - 1), 0)
-            inside = there & (columns > 0)
+            inside = there & (own < columns)  # an empty shard has no column 0
             both = _bits(tl.load(of_raw + own, mask=inside, other=0.0)) << 32
             both = both | _bits(tl.load(of_processed + own, mask=inside, other=0.0))
             tl.store(out + num_samples + draw, both, mask=there)
@@ -161,7 +161,7 @@ def words_kernel(
             there = start + some < given
             token = tl.load(given_ptr + row * given + start + some, mask=there, other=-1)
             own = tl.maximum(tl.minimum(token, columns - 1), 0)
-            bits = _bits(tl.load(of_raw + own, mask=there & (columns > 0), other=0.0)) | (_LOW + 1)
+            bits = _bits(tl.load(of_raw + own, mask=there & (own < columns), other=0.0)) | (_LOW + 1)
             tl.store(at + start + some, tl.where(token >= 0, bits, 0), mask=there)
 
 

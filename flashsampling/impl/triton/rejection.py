@@ -82,7 +82,7 @@ def _draft_of(bounds, request, node, n, total, batch):
         there = node < n
     else:
         first = tl.load(bounds + request)
-        there = (node < tl.load(bounds + request + 1) - first) & (node < n) & (total > 0)
+        there = node < tl.minimum(tl.load(bounds + request + 1) - first, tl.where(total > 0, n, 0))
     row = tl.minimum(tl.maximum(first + request + node, 0), total + batch - 1)
     return row, tl.maximum(tl.minimum(first + node, total - 1), 0), there
 
