@@ -21,7 +21,7 @@ make_environment() {
     echo "$host_python is not Python 3.10 or newer; name one in FLASHSAMPLING_PYTHON" >&2
     return 1
   fi
-  echo "setting up $folder with $("$host_python" -V), once; the output that follows is the installer's" >&2
+  echo "setting up $folder with $("$host_python" -V), once, in minutes; the output that follows is the installer's" >&2
   rm -rf "$folder"
   "$host_python" -m venv "$folder"
   if ! _install_all "$folder" "$extras" "$host_python"; then
