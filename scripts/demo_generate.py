@@ -142,14 +142,14 @@ def main(
         raise typer.BadParameter(str(error)) from None
     with Live(console=_console, refresh_per_second=8, transient=True) as live:
         shown = _Table(tokenizer, prompts, live)
-        fused = network.generate(**generate_options, seeds=seeds, token_streamer=shown)
+        fused = network.generate(**generate_options, seed=seeds, token_streamer=shown)
     _console.print(shown.table())  # also where there is no terminal to stream to
     drawn = (fused.shape[1] - prompt_length) * len(prompts)
 
     ours, theirs = "LMHeadSampler, no logits in memory", "transformers' own generate"
     timed = min(tokens, _TIMED_TOKENS)
     ways = {
-        ours: lambda: network.generate(**{**generate_options, "max_new_tokens": timed}, seeds=seeds),
+        ours: lambda: network.generate(**{**generate_options, "max_new_tokens": timed}, seed=seeds),
         theirs: lambda: network.generate(**inputs, **{**options, "max_new_tokens": timed}),
     }
     with _console.status("timing it beside transformers' own generate"):
