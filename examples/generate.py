@@ -17,11 +17,11 @@ model = LlamaForCausalLM(LlamaConfig(**sizes, pad_token_id=0, eos_token_id=2)).t
 prompts = torch.randint(3, 1000, (3, 5)).to(device)
 # top_k=0: of itself transformers keeps the 50 best, which works too
 options = {"custom_generate": generate, "do_sample": True, "temperature": 0.8, "top_k": 0, "max_new_tokens": 8}
-batch = model.generate(prompts, attention_mask=torch.ones_like(prompts), seeds=[1, 2, 3], **options)
+batch = model.generate(prompts, attention_mask=torch.ones_like(prompts), seed=[1, 2, 3], **options)
 print("new tokens", batch[:, 5:].tolist())
 
 # The third prompt by itself, with its own seed: the same tokens.
-alone = model.generate(prompts[2:], attention_mask=torch.ones_like(prompts[2:]), seeds=[3], **options)
+alone = model.generate(prompts[2:], attention_mask=torch.ones_like(prompts[2:]), seed=[3], **options)
 print("the third alone", alone[:, 5:].tolist())
 assert torch.equal(alone[0], batch[2])
 

@@ -4,6 +4,10 @@ Read in this order: ``api`` (the function), ``noise`` (what randomness is), ``im
 then the implementation of your interest. Importing this package imports neither Triton nor CUTLASS.
 """
 
+import sys
+from types import ModuleType
+from typing import Any, NoReturn
+
 from . import sources  # noqa: F401  reads the sources before any of them is imported
 from .api import SampleOutput, sample
 from .counts import TokenCounts
@@ -25,3 +29,19 @@ __all__ = [
     "verify_from_logits",
     "warmup",
 ]
+
+
+class _Package(ModuleType):
+    """A package that is given to transformers as ``custom_generate``. transformers ignores one that cannot be called, and
+    generates without it; it asks one that can be called for its signature first."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise TypeError(
+            f"{self.__name__} is a package and cannot be called; custom_generate must be "
+            "flashsampling.integrations.transformers.generate"
+        )
+
+    __signature__ = property(__call__)
+
+
+sys.modules[__name__].__class__ = _Package

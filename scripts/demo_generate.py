@@ -191,7 +191,7 @@ def main(
     ours, theirs = f"FlashSampling ({chosen})", "transformers' own generate"
     with Live(console=_console, refresh_per_second=8, transient=True) as live:
         progress = _Progress(tokens, ours, live, tokenizer, prompts)
-        fused = network.generate(**generate_options, seeds=seeds, token_streamer=progress)
+        fused = network.generate(**generate_options, seed=seeds, token_streamer=progress)
     seconds, steps = time.perf_counter() - progress.started, fused.shape[1] - prompt_length
     drawn = _count_drawn(fused[:, prompt_length:], ends)
     _console.print(progress.table())  # also where there is no terminal to stream to
@@ -204,7 +204,7 @@ def main(
         expected = 2 * _ROUNDS * timed * seconds / steps
         _say(f"timing both, {_ROUNDS} runs of {timed} tokens each, in turn: about {expected:.0f} s (--no-timing: without)")
         ways = {
-            ours: lambda: network.generate(**{**generate_options, "max_new_tokens": timed}, seeds=seeds)[:, prompt_length:],
+            ours: lambda: network.generate(**{**generate_options, "max_new_tokens": timed}, seed=seeds)[:, prompt_length:],
             theirs: lambda: network.generate(**inputs, **{**options, "max_new_tokens": timed})[:, prompt_length:],
         }
         with _console.status("timing") as status:

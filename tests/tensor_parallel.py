@@ -310,7 +310,7 @@ def generate(rank: Rank) -> None:
     model = transformers.LlamaForCausalLM(config).to(rank.device, rank.dtype).eval()
     ids = torch.arange(1, 13, device=rank.device).view(2, 6)
     tp, shard = rank.group(model.lm_head.weight.detach())
-    options = {"custom_generate": custom_generate, "do_sample": True, "top_k": 0, "max_new_tokens": 8, "seeds": [1, 2]}
+    options = {"custom_generate": custom_generate, "do_sample": True, "top_k": 0, "max_new_tokens": 8, "seed": [1, 2]}
     options |= {"attention_mask": torch.ones_like(ids)}
     some = {"top_k": 20, "top_p": 0.9, "repetition_penalty": 1.3, "bad_words_ids": [[7], [450]]}
     for asked in ({}, some):

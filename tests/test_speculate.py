@@ -94,7 +94,7 @@ def test_models_that_cap_their_logits(script, monkeypatch):
     monkeypatch.setattr(script, "speculate", recorded)
     script.main(model="gemma", prompt="3 4 5", batch=1, tokens=8, layers=2, compare=True, seed=4)
     ids = torch.tensor([[3, 4, 5]], device=DEVICE)
-    options = {"do_sample": True, "top_k": 0, "temperature": 0.7, "seeds": [4], "max_new_tokens": 8, "pad_token_id": 0}
+    options = {"do_sample": True, "top_k": 0, "temperature": 0.7, "seed": [4], "max_new_tokens": 8, "pad_token_id": 0}
     expected = model.generate(ids, attention_mask=torch.ones_like(ids), custom_generate=generate, **options)
     assert tokenizer.written == expected[0, 3:].tolist()
     assert rounds[2].accepted == rounds[2].drafted > 0

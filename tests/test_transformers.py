@@ -104,7 +104,7 @@ def prompt(lengths, seed=0):
 def test_every_token_equals_plain_logits_with_the_oracles_noise(model):
     inputs = prompt([9, 4, 7])
     seeds = torch.tensor([11, -5, 2**62], device=DEVICE)
-    fused = model.generate(**inputs, **SAMPLED, seeds=seeds, max_new_tokens=20)
+    fused = model.generate(**inputs, **SAMPLED, seed=seeds, max_new_tokens=20)
     plain = model.generate(**inputs, do_sample=False, max_new_tokens=20, logits_processor=[_GumbelNoise(seeds, 0.8)])
     assert torch.equal(fused, plain)
     assert len(fused[:, 9:].unique()) > 20
@@ -113,13 +113,13 @@ def test_every_token_equals_plain_logits_with_the_oracles_noise(model):
 @pytest.mark.parametrize("name", ["streamer", "token_streamer"])
 def test_streams_the_prompt_and_every_step(model, name):
     inputs, collector = prompt([5, 5]), Collector()
-    out = model.generate(**inputs, **SAMPLED, seeds=[1, 2], max_new_tokens=7, eos_token_id=-1, **{name: collector})
+    out = model.generate(**inputs, **SAMPLED, seed=[1, 2], max_new_tokens=7, eos_token_id=-1, **{name: collector})
     assert torch.equal(collector.steps[0], inputs["input_ids"].cpu())
     assert torch.equal(torch.stack(collector.steps[1:], dim=1), out[:, 5:].cpu())
     assert collector.ends == 1
 
 
-@pytest.mark.parametrize("options", [{}, {"top_h": 0.5}, {"seeds": [1, 2, 3]}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"top_h": 0.5}, {"seed": [1, 2, 3]}], ids=str)
 def test_nobody_waits_for_ever_on_a_streamer(model, options):
     streamer = TextIteratorStreamer(Decoder(), timeout=60)  # raises queue.Empty
     arguments = prompt([5]) | SAMPLED | {"max_new_tokens": 4, "eos_token_id": -1, "streamer": streamer} | options
@@ -156,14 +156,14 @@ def test_threads_share_a_model(model):
     inputs = prompt([9, 4, 7])
     logits = model(**inputs).logits
     alone = [
-        model.generate(**inputs, **SAMPLED, seeds=[seed, -5, 7], max_new_tokens=8, eos_token_id=-1) for seed in range(4)
+        model.generate(**inputs, **SAMPLED, seed=[seed, -5, 7], max_new_tokens=8, eos_token_id=-1) for seed in range(4)
     ]  # fmt: skip
     finished = threading.Event()
 
     def sample(first):
         for _ in range(5):
             for seed in (first, first + 1):
-                out = model.generate(**inputs, **SAMPLED, seeds=[seed, -5, 7], max_new_tokens=8, eos_token_id=-1)
+                out = model.generate(**inputs, **SAMPLED, seed=[seed, -5, 7], max_new_tokens=8, eos_token_id=-1)
                 assert torch.equal(out, alone[seed])
 
     def forward():
@@ -196,12 +196,12 @@ def test_a_streamer_may_generate_with_the_same_model(model):
 
     class Nested(Collector):
         def put(self, value):
-            inner.append(model.generate(**inputs, **SAMPLED, seeds=[5], max_new_tokens=3))
+            inner.append(model.generate(**inputs, **SAMPLED, seed=[5], max_new_tokens=3))
             inner.append(model(**inputs).logits)
 
-    out = model.generate(**inputs, **SAMPLED, seeds=[4], max_new_tokens=5, streamer=Nested())
-    assert torch.equal(out, model.generate(**inputs, **SAMPLED, seeds=[4], max_new_tokens=5))
-    assert torch.equal(inner[0], model.generate(**inputs, **SAMPLED, seeds=[5], max_new_tokens=3))
+    out = model.generate(**inputs, **SAMPLED, seed=[4], max_new_tokens=5, streamer=Nested())
+    assert torch.equal(out, model.generate(**inputs, **SAMPLED, seed=[4], max_new_tokens=5))
+    assert torch.equal(inner[0], model.generate(**inputs, **SAMPLED, seed=[5], max_new_tokens=3))
     assert inner[-1].shape == (1, 6, 1000)
 
 
@@ -213,19 +213,19 @@ def test_greedy_is_transformers_greedy(model):
 
 def test_a_sequence_depends_on_its_own_seed_prompt_and_temperature(model):
     inputs = prompt([8, 8, 8])
-    batch = model.generate(**inputs, **SAMPLED, seeds=[1, 2, 3], temperatures=[0.5, 0.0, 1.5], max_new_tokens=10)
+    batch = model.generate(**inputs, **SAMPLED, seed=[1, 2, 3], temperatures=[0.5, 0.0, 1.5], max_new_tokens=10)
     for row, (seed, temperature) in enumerate(((1, 0.5), (2, 0.0), (3, 1.5))):
         one = {name: value[row : row + 1] for name, value in inputs.items()}
-        alone = model.generate(**one, **SAMPLED, seeds=[seed], temperatures=[temperature], max_new_tokens=10)
+        alone = model.generate(**one, **SAMPLED, seed=[seed], temperatures=[temperature], max_new_tokens=10)
         width = alone.shape[1]
         assert torch.equal(alone[0], batch[row, :width])
 
 
 def test_stops_at_eos_and_pads(model):
     inputs = prompt([5, 5, 5, 5])
-    free = model.generate(**inputs, **SAMPLED, seeds=[1, 2, 3, 4], max_new_tokens=30, eos_token_id=-1)
+    free = model.generate(**inputs, **SAMPLED, seed=[1, 2, 3, 4], max_new_tokens=30, eos_token_id=-1)
     stop = int(free[1, 5 + 6])  # what sequence 1 draws at its seventh step
-    stopped = model.generate(**inputs, **SAMPLED, seeds=[1, 2, 3, 4], max_new_tokens=30, eos_token_id=stop, pad_token_id=0)
+    stopped = model.generate(**inputs, **SAMPLED, seed=[1, 2, 3, 4], max_new_tokens=30, eos_token_id=stop, pad_token_id=0)
     for ours, unstopped in zip(stopped[:, 5:].tolist(), free[:, 5:].tolist()):
         end = unstopped.index(stop) + 1 if stop in unstopped else len(unstopped)
         assert ours[:end] == unstopped[:end]
@@ -291,8 +291,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "two temperatures": ({"temperatures": [0.5, 0.6]}, "temperatures must have one entry for each of the 1 seq"),
     "a negative temperature": ({"temperatures": [-1.0]}, r"temperatures must be at least 0, got \[-1.0\]"),
     "NaN": ({"temperatures": [float("nan")]}, "temperatures must be at least 0"),
-    "two seeds": ({"seeds": [1, 2]}, r"seeds must have one entry for each of the 1 sequences, got shape \(2,\)"),
-    "returned sequences": ({"seeds": [1], "num_return_sequences": 3}, "3 sequences, 1 prompts x 3 returned sequences"),
+    "two seeds": ({"seed": [1, 2]}, r"seed must have one entry for each of the 1 sequences, got shape \(2,\)"),
+    "returned sequences": ({"seed": [1], "num_return_sequences": 3}, "3 sequences, 1 prompts x 3 returned sequences"),
 }  # fmt: skip
 
 
@@ -309,13 +309,13 @@ def test_what_it_cannot_do_is_an_error_by_name_before_the_first_token(model, cas
 
 
 NOT_SEEDS: list[tuple[Any, type[Exception], str]] = [
-    ([0.5], TypeError, "each of seeds must be an int, got float"),
-    ([True], TypeError, "each of seeds must be an int, got bool"),
-    (2.0, TypeError, "seeds must be an int, got float"),
-    (True, TypeError, "seeds must be an int, got bool"),
+    ([0.5], TypeError, "every seed must be an int, got float"),
+    ([True], TypeError, "every seed must be an int, got bool"),
+    (2.0, TypeError, "seed must be an int, got float"),
+    (True, TypeError, "seed must be an int, got bool"),
     (torch.ones(1), TypeError, "got torch.float32"),
-    ([2**64], ValueError, "seeds must have 64 bits each"),
-    ([-(2**63) - 1], ValueError, "seeds must have 64 bits each"),
+    ([2**64], ValueError, "seed must have 64 bits each"),
+    ([-(2**63) - 1], ValueError, "seed must have 64 bits each"),
     (2**64, ValueError, "64 bits"),
 ]
 
@@ -323,7 +323,12 @@ NOT_SEEDS: list[tuple[Any, type[Exception], str]] = [
 @pytest.mark.parametrize(("seeds", "error", "message"), NOT_SEEDS)
 def test_seeds_must_be_integers_of_64_bits(model, seeds, error, message):
     with pytest.raises(error, match=message):
-        model.generate(**prompt([4]), **SAMPLED, max_new_tokens=2, seeds=seeds)
+        model.generate(**prompt([4]), **SAMPLED, max_new_tokens=2, seed=seeds)
+
+
+def test_seeds_is_an_error_that_names_seed(model):
+    with pytest.raises(TypeError, match="seeds is called seed: give seed="):
+        model.generate(**prompt([4]), **SAMPLED, max_new_tokens=2, seeds=[3])
 
 
 @pytest.mark.parametrize("request_", [[1], [], ""])
@@ -355,7 +360,7 @@ def test_the_error_says_what_switches_a_processor_off(model, field, monkeypatch)
     """Also where the model's own generation_config has switched it on, as many a model from the Hub has."""
     config = GenerationConfig(**{"pad_token_id": 0, "eos_token_id": 2, field: PROCESSORS[field]})
     monkeypatch.setattr(model, "generation_config", config)
-    arguments = prompt([4]) | {"do_sample": True, "custom_generate": generate, "max_new_tokens": 2, "seeds": [3]}
+    arguments = prompt([4]) | {"do_sample": True, "custom_generate": generate, "max_new_tokens": 2, "seed": [3]}
     with pytest.raises(ValueError, match="switch off") as error:
         model.generate(**arguments)
     hints = dict(re.findall(r"\((\w+)=(.*?)\)", str(error.value)))
@@ -380,7 +385,7 @@ def test_every_processor_of_transformers_has_a_hint():
 def test_the_docs_say_what_every_argument_does():
     fields = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
     arguments = set(inspect.signature(GenerationMixin.generate).parameters) - {"self", "kwargs"}
-    ours = {"sampler", "seeds", "temperatures", "token_streamer", "request", "return_logprobs", "top_logprobs"}
+    ours = {"sampler", "seed", "seeds", "temperatures", "token_streamer", "request", "return_logprobs", "top_logprobs"}
     assert set(inspect.signature(generate).parameters) - set(inspect.signature(GenerationMixin._sample).parameters) == ours | {
         "model"
     }
@@ -427,9 +432,9 @@ def test_works_as_in_transformers(model, case):
         options.pop("max_new_tokens")
         ours = {"custom_generate": generate}
         sampling = GenerationConfig(max_new_tokens=6, eos_token_id=-1, pad_token_id=3, do_sample=True, temperature=0.8, top_k=0)
-        fused = model.generate(**options, **ours, seeds=seeds, generation_config=sampling)
+        fused = model.generate(**options, **ours, seed=seeds, generation_config=sampling)
     else:
-        fused = model.generate(**options | WORKS[case](), **ours, seeds=seeds)
+        fused = model.generate(**options | WORKS[case](), **ours, seed=seeds)
     expected = plain(model, seeds, **{"temperature": 0.8, "top_k": 0} | options | WORKS[case]())
     assert torch.equal(fused, expected)
     if case == "a pad id that is not 0":
@@ -444,10 +449,10 @@ def test_stop_strings_as_a_criterion(model):
     tokens.decoder = tokenizers.decoders.Fuse()
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tokens)
     options, seeds = prompt([6]) | {"max_new_tokens": 15, "eos_token_id": -1}, torch.tensor([1], device=DEVICE)
-    free = model.generate(**options, **SAMPLED, seeds=seeds)
+    free = model.generate(**options, **SAMPLED, seed=seeds)
     stop = tokenizer.decode([int(free[0, 9])])[1:]
     criteria = [transformers.StopStringCriteria(tokenizer, [stop])]
-    stopped = model.generate(**options, **SAMPLED, seeds=seeds, stopping_criteria=criteria)
+    stopped = model.generate(**options, **SAMPLED, seed=seeds, stopping_criteria=criteria)
     assert torch.equal(stopped, plain(model, seeds, **options, temperature=0.8, top_k=0, stopping_criteria=criteria))
     assert stopped.shape[1] <= 10 < free.shape[1]
 
@@ -459,63 +464,63 @@ def test_max_time_stops(model):
 def test_inputs_embeds_are_a_prompt(model):
     inputs = prompt([9, 4])
     embeds = {"inputs_embeds": model.get_input_embeddings()(inputs["input_ids"]), "attention_mask": inputs["attention_mask"]}
-    ids = model.generate(**inputs, **SAMPLED, seeds=[1, 2], max_new_tokens=6)
-    assert torch.equal(model.generate(**embeds, **SAMPLED, seeds=[1, 2], max_new_tokens=6), ids[:, 9:])
+    ids = model.generate(**inputs, **SAMPLED, seed=[1, 2], max_new_tokens=6)
+    assert torch.equal(model.generate(**embeds, **SAMPLED, seed=[1, 2], max_new_tokens=6), ids[:, 9:])
 
 
 def test_goes_on_from_a_cache(model):
     inputs, cache = prompt([9]), DynamicCache()
-    first = model.generate(**inputs, **SAMPLED, seeds=[3], max_new_tokens=5, eos_token_id=-1, **{CACHE: cache})
+    first = model.generate(**inputs, **SAMPLED, seed=[3], max_new_tokens=5, eos_token_id=-1, **{CACHE: cache})
     assert cache.get_seq_length() == 13
     sampler = LMHeadSampler.from_model(model, max_batch_size=1)
     sampler.reset(torch.tensor([3], device=DEVICE), offset=5)
     rest = {"input_ids": first, "attention_mask": torch.ones_like(first)}
     second = model.generate(**rest, **SAMPLED, sampler=sampler, max_new_tokens=4, eos_token_id=-1, **{CACHE: cache})
-    assert torch.equal(second, model.generate(**inputs, **SAMPLED, seeds=[3], max_new_tokens=9, eos_token_id=-1))
+    assert torch.equal(second, model.generate(**inputs, **SAMPLED, seed=[3], max_new_tokens=9, eos_token_id=-1))
 
 
 def test_returned_sequences_have_their_own_seeds_and_temperatures(model):
     inputs = prompt([6, 8])
     seeds, temperatures = [1, 2, 3, 4, 5, 6], [0.5, 0.8, 0.0, 1.5, 0.8, 0.7]
     options = SAMPLED | {"max_new_tokens": 9, "eos_token_id": -1}
-    out = model.generate(**inputs, **options, num_return_sequences=3, seeds=seeds, temperatures=temperatures)
+    out = model.generate(**inputs, **options, num_return_sequences=3, seed=seeds, temperatures=temperatures)
     for row in range(6):
         one = {name: value[row // 3 : row // 3 + 1] for name, value in inputs.items()}
-        alone = model.generate(**one, **options, seeds=seeds[row : row + 1], temperatures=temperatures[row : row + 1])
+        alone = model.generate(**one, **options, seed=seeds[row : row + 1], temperatures=temperatures[row : row + 1])
         assert torch.equal(out[row : row + 1], alone)
     for seed in (7, None):
-        out = model.generate(**inputs, **options, num_return_sequences=3, seeds=seed)
+        out = model.generate(**inputs, **options, num_return_sequences=3, seed=seed)
         assert len({tuple(row) for row in out.tolist()}) == 6
-    assert torch.equal(*(model.generate(**inputs, **options, num_return_sequences=3, seeds=7) for _ in range(2)))
+    assert torch.equal(*(model.generate(**inputs, **options, num_return_sequences=3, seed=7) for _ in range(2)))
 
 
 def test_seeds_of_64_bits(model):
     inputs = prompt([6, 8])
     out = [
-        model.generate(**inputs, **SAMPLED, max_new_tokens=5, seeds=seeds)
+        model.generate(**inputs, **SAMPLED, max_new_tokens=5, seed=seeds)
         for seeds in ([2**64 - 5, 3], [-5, 3], torch.tensor([-5, 3]), torch.tensor([-5, 3], dtype=torch.int32))
     ]
     assert all(torch.equal(out[0], other) for other in out)
-    of_tensors = model.generate(**inputs, **SAMPLED, max_new_tokens=5, seeds=list(torch.tensor([-5, 3])))
+    of_tensors = model.generate(**inputs, **SAMPLED, max_new_tokens=5, seed=list(torch.tensor([-5, 3])))
     assert torch.equal(out[0], of_tensors)
     for one in (np.array(3), torch.tensor(3)):
-        like = model.generate(**inputs, **SAMPLED, max_new_tokens=5, seeds=3)
-        assert torch.equal(model.generate(**inputs, **SAMPLED, max_new_tokens=5, seeds=one), like)
-    of_numpy = model.generate(**inputs, **SAMPLED, max_new_tokens=5, seeds=np.int64(3))
-    assert torch.equal(of_numpy, model.generate(**inputs, **SAMPLED, max_new_tokens=5, seeds=3))
+        like = model.generate(**inputs, **SAMPLED, max_new_tokens=5, seed=3)
+        assert torch.equal(model.generate(**inputs, **SAMPLED, max_new_tokens=5, seed=one), like)
+    of_numpy = model.generate(**inputs, **SAMPLED, max_new_tokens=5, seed=np.int64(3))
+    assert torch.equal(of_numpy, model.generate(**inputs, **SAMPLED, max_new_tokens=5, seed=3))
 
 
 def test_a_temperature_warper_of_ones_own(model):
     seeds = torch.tensor([5, 6], device=DEVICE)
     own = {"temperature": 1.0, "logits_processor": [TemperatureLogitsWarper(0.8)]}
-    fused = model.generate(**prompt([5, 5]), **SAMPLED | own, seeds=seeds, max_new_tokens=9)
+    fused = model.generate(**prompt([5, 5]), **SAMPLED | own, seed=seeds, max_new_tokens=9)
     assert torch.equal(fused, plain(model, seeds, **prompt([5, 5]), temperature=0.8, top_k=0, max_new_tokens=9))
 
 
 def test_a_compiled_decoder(model):
     compiled = llama()
     compiled.get_decoder().compile(backend="eager")
-    options = prompt([5, 7]) | SAMPLED | {"seeds": [1, 2], "max_new_tokens": 4}
+    options = prompt([5, 7]) | SAMPLED | {"seed": [1, 2], "max_new_tokens": 4}
     assert torch.equal(compiled.generate(**options), model.generate(**options))
     whole, called = llama(), llama()
     whole.forward = torch.compile(whole.forward, backend="eager")
@@ -592,12 +597,12 @@ def test_a_row_that_has_ended_may_hold_nan():
     """What a finished sequence is fed is padding; nothing of what comes out is used."""
     poisoned = llama()
     inputs = prompt([5, 5])
-    free = poisoned.generate(**inputs, **SAMPLED, seeds=[1, 2], max_new_tokens=8, eos_token_id=-1)
+    free = poisoned.generate(**inputs, **SAMPLED, seed=[1, 2], max_new_tokens=8, eos_token_id=-1)
     stop = next(int(token) for token in free[0, 5:8] if token not in free[1])
     with torch.no_grad():
         poisoned.get_input_embeddings().weight[9] = float("nan")
     assert 9 not in free
-    out = poisoned.generate(**inputs, **SAMPLED, seeds=[1, 2], max_new_tokens=8, eos_token_id=stop, pad_token_id=9)
+    out = poisoned.generate(**inputs, **SAMPLED, seed=[1, 2], max_new_tokens=8, eos_token_id=stop, pad_token_id=9)
     assert torch.equal(out[1], free[1])
     assert (out[0] == 9).any()
 
@@ -678,7 +683,7 @@ def gemma(cap):
 
 def test_a_change_while_it_generates_is_refused_and_the_next_generation_looks_again():
     model = gemma(None)
-    options = prompt([4]) | SAMPLED | {"max_new_tokens": 5, "eos_token_id": -1, "seeds": [3]}
+    options = prompt([4]) | SAMPLED | {"max_new_tokens": 5, "eos_token_id": -1, "seed": [3]}
     sampler = LMHeadSampler.from_model(model)
 
     class Caps(Collector):
@@ -806,11 +811,11 @@ def test_a_bias_is_taken_wherever_it_comes_from():
     model = llama()
     options = prompt([4, 5]) | SAMPLED | {"max_new_tokens": 5, "eos_token_id": -1}
     seeds = torch.tensor([3, 4], device=DEVICE)
-    model.generate(**options, seeds=seeds)
+    model.generate(**options, seed=seeds)
     without = LMHeadSampler(model.lm_head.weight)
     bias = 3 * torch.randn(1000, generator=torch.Generator().manual_seed(2)).to(DEVICE)
     model.lm_head.bias = nn.Parameter(bias)
-    with_bias = model.generate(**options, seeds=seeds)
+    with_bias = model.generate(**options, seed=seeds)
     options.pop("custom_generate")
     assert torch.equal(with_bias, plain(model, seeds, **options))
     with pytest.raises(ValueError, match=r"sampler must have the bias of this model's LM head .* got one without"):
@@ -986,7 +991,7 @@ def test_16_bits(dtype):
     half = llama().to(dtype)
     seeds = torch.tensor([1, 2], device=DEVICE)
     options = prompt([5, 6]) | {"max_new_tokens": 6, "eos_token_id": -1}
-    fused = half.generate(**options, **SAMPLED, seeds=seeds)
+    fused = half.generate(**options, **SAMPLED, seed=seeds)
     steps = half(
         fused[:, :-1],
         attention_mask=torch.nn.functional.pad(options["attention_mask"], (0, 5), value=1),
@@ -1007,7 +1012,7 @@ def test_from_model(model):
     assert (sampler.max_batch_size, sampler.temperature, sampler.impl) == (3, 0.8, "reference")
     inputs = prompt([6, 8, 7])
     hidden = model.get_decoder()(**inputs).last_hidden_state[:, -1]
-    expected = model.generate(**inputs, **SAMPLED, seeds=[1, 2, 3], max_new_tokens=1)[:, -1]
+    expected = model.generate(**inputs, **SAMPLED, seed=[1, 2, 3], max_new_tokens=1)[:, -1]
     assert torch.equal(sampler(hidden).token_ids, expected)
     with pytest.raises(ValueError, match="tp must go to LMHeadSampler"):
         LMHeadSampler.from_model(model, tp=object())
@@ -1025,9 +1030,9 @@ def test_a_sampler_of_another_weight_is_refused(model):
     with pytest.raises(TypeError, match="sampler must be an LMHeadSampler, got Linear"):
         model.generate(**prompt([4]), **SAMPLED, sampler=model.lm_head, max_new_tokens=2)
     out = model.generate(
-        **prompt([4]), **SAMPLED, sampler=LMHeadSampler(model.lm_head.weight.detach()), seeds=[3], max_new_tokens=2
+        **prompt([4]), **SAMPLED, sampler=LMHeadSampler(model.lm_head.weight.detach()), seed=[3], max_new_tokens=2
     )
-    assert torch.equal(out, model.generate(**prompt([4]), **SAMPLED, seeds=[3], max_new_tokens=2))
+    assert torch.equal(out, model.generate(**prompt([4]), **SAMPLED, seed=[3], max_new_tokens=2))
 
 
 def test_not_for_calling_by_itself(model):

@@ -83,7 +83,7 @@ def text(length=9, times=3, **options):
 
 def drawn(model, **options):
     options = text() | OPTIONS | {"do_sample": True, "custom_generate": generate} | options
-    return model.generate(**options, **{"seeds": [11]} if options["do_sample"] and "sampler" not in options else {})
+    return model.generate(**options, **{"seed": [11]} if options["do_sample"] and "sampler" not in options else {})
 
 
 CASES = {name: fields for name, fields in FIELDS.items() if name not in ("no cache", "forced_bos_token_id")} | {

@@ -83,7 +83,7 @@ def test_tokens_and_logprobs_are_the_samplers(kind, per_request):
         llama(),
         PROMPTS,
         config_of(**KINDS[kind]),
-        seeds=SEEDS,
+        seed=SEEDS,
         continuous_batching_config=batching(return_logprobs=True, per_request_processors=per_request),
     )
     asked = {name: value for name, value in KINDS[kind].items() if name != "do_sample"}
@@ -100,15 +100,15 @@ def test_tokens_are_those_of_generate(attention):
     config = config_of(temperature=0.9, top_p=0.95)
     model = llama()
     model.set_attn_implementation(attention)
-    outputs = generate_batch(model, PROMPTS[:2], config, seeds=SEEDS[:2], continuous_batching_config=batching())
+    outputs = generate_batch(model, PROMPTS[:2], config, seed=SEEDS[:2], continuous_batching_config=batching())
     for prompt, seed, output in zip(PROMPTS, SEEDS, outputs):
         settings = GenerationConfig(do_sample=True, max_new_tokens=6, temperature=0.9, top_p=0.95, top_k=0, pad_token_id=0)
-        ids = llama().generate(torch.tensor([prompt]), generation_config=settings, custom_generate=generate, seeds=[seed])
+        ids = llama().generate(torch.tensor([prompt]), generation_config=settings, custom_generate=generate, seed=[seed])
         assert output.generated_tokens == ids[0, len(prompt) :].tolist()
 
 
 def test_a_model_that_scales_its_logits():
-    (output,) = generate_batch(granite(), PROMPTS[:1], config_of(), seeds=[3], continuous_batching_config=batching())
+    (output,) = generate_batch(granite(), PROMPTS[:1], config_of(), seed=[3], continuous_batching_config=batching())
     assert output.generated_tokens == drawn(granite(), PROMPTS[0], 3, 6)[0]
     assert output.generated_tokens != drawn(granite(), PROMPTS[0], 3, 6, temperature=8.0)[0]  # and the scale matters
 
@@ -116,7 +116,7 @@ def test_a_model_that_scales_its_logits():
 def test_a_head_with_a_bias():
     model = llama()
     model.lm_head.bias = torch.nn.Parameter(3 * torch.randn(V, generator=torch.Generator().manual_seed(2)))
-    settings = {"seeds": [3], "continuous_batching_config": batching(return_logprobs=True)}
+    settings = {"seed": [3], "continuous_batching_config": batching(return_logprobs=True)}
     (output,) = generate_batch(model, PROMPTS[:1], config_of(), **settings)
     tokens, logprobs = drawn(model, PROMPTS[0], 3, 6, bias=model.lm_head.bias)
     assert output.generated_tokens == tokens
@@ -186,7 +186,7 @@ def test_the_model_says_where_sequences_end_if_the_configuration_does_not():
     model = llama()
     whole, _ = drawn(model, PROMPTS[0], SEEDS[0], 6)
     model.config.eos_token_id = whole[2]
-    given = {"seeds": SEEDS[:1], "continuous_batching_config": batching()}
+    given = {"seed": SEEDS[:1], "continuous_batching_config": batching()}
     (short,) = generate_batch(model, PROMPTS[:1], config_of(eos_token_id=None), **given)
     assert short.generated_tokens == whole[: whole.index(whole[2]) + 1]
 
@@ -289,10 +289,12 @@ def test_warpers_of_another_meaning_or_order_are_refused():
 
 
 def test_what_else_is_refused(monkeypatch):
-    with pytest.raises(TypeError, match="seeds must be one per prompt, 4, got int"):
-        generate_batch(llama(), PROMPTS, config_of(), seeds=1)
-    with pytest.raises(ValueError, match="seeds must be one per prompt, 4, got 1"):
-        generate_batch(llama(), PROMPTS, config_of(), seeds=[1])
+    with pytest.raises(TypeError, match="seed must be one per prompt, 4, got int"):
+        generate_batch(llama(), PROMPTS, config_of(), seed=1)
+    with pytest.raises(ValueError, match="seed must be one per prompt, 4, got 1"):
+        generate_batch(llama(), PROMPTS, config_of(), seed=[1])
+    with pytest.raises(TypeError, match="seeds is called seed"):
+        generate_batch(llama(), PROMPTS, config_of(), seeds=SEEDS)
     with pytest.raises(TypeError, match="must be a transformers causal LM"):
         FusedBatchingManager(torch.nn.Linear(2, 2), config_of(), batching())
     compiled = transformers.generation.configuration_utils.CompileConfig()
@@ -382,7 +384,7 @@ def test_an_error_does_not_wait_for_other_requests(caplog, monkeypatch):
     monkeypatch.setattr(continuous, "_check_release", lambda: None)
     with pytest.raises(ValueError, match="seed must have 64 bits"):
         generate_batch(
-            llama(), PROMPTS[:2], config_of(max_new_tokens=200), seeds=[1, 2**70], continuous_batching_config=batching()
+            llama(), PROMPTS[:2], config_of(max_new_tokens=200), seed=[1, 2**70], continuous_batching_config=batching()
         )
     assert len(steps) < 20
     assert "Error in generation loop" not in caplog.text

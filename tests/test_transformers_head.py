@@ -198,7 +198,7 @@ def test_an_adapter_that_adds_nothing_is_accepted(how, made_from):
     prompts = torch.arange(3, 9, device=DEVICE).view(2, 3)
     options = {"do_sample": True, "top_k": 0, "max_new_tokens": 6}
     seeds = torch.tensor([1, 2], device=DEVICE)
-    fused = taken.generate(input_ids=prompts, **options, custom_generate=generate, seeds=seeds)
+    fused = taken.generate(input_ids=prompts, **options, custom_generate=generate, seed=seeds)
     assert torch.equal(fused, plain(model, seeds, input_ids=prompts, **options))
     if how == "merged and unloaded":
         return

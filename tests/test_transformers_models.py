@@ -179,7 +179,7 @@ def test_model(name, use_cache):
     model = tiny(name)
     seeds = torch.tensor([11, -5, 2**62], device=DEVICE)
     options = prompt() | {"max_new_tokens": 8, "eos_token_id": 319, "use_cache": use_cache}
-    sampled = options | {"do_sample": True, "temperature": 0.8, "top_k": 0, "custom_generate": generate, "seeds": seeds}
+    sampled = options | {"do_sample": True, "temperature": 0.8, "top_k": 0, "custom_generate": generate, "seed": seeds}
     if RESULTS[name] == "works":
         fused = model.generate(**sampled)
         assert torch.equal(fused, plain(model, seeds, **options, temperature=0.8, top_k=0))
@@ -199,7 +199,7 @@ def test_drafts(name):
     model = tiny(name)
     ids = prompt()["input_ids"][1:2].repeat(1, 3)
     options = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "eos_token_id": 319}
-    options |= {"do_sample": True, "temperature": 0.6, "custom_generate": generate, "seeds": [3]}
+    options |= {"do_sample": True, "temperature": 0.6, "custom_generate": generate, "seed": [3]}
     if name in WITHOUT_DRAFTS:
         with pytest.raises(ValueError, match=WITHOUT_DRAFTS[name]):
             model.generate(**options, prompt_lookup_num_tokens=3)
@@ -225,15 +225,13 @@ def test_default_settings(name):
     seeds = torch.tensor([11, -5, 2**62], device=DEVICE)
     for more in ({}, {"repetition_penalty": 1.3, "top_p": 0.8}):
         options = prompt() | {"max_new_tokens": 8, "eos_token_id": 319} | more
-        fused = model.generate(**options, do_sample=True, custom_generate=generate, seeds=seeds)
+        fused = model.generate(**options, do_sample=True, custom_generate=generate, seed=seeds)
         assert torch.equal(fused, plain(model, seeds, **options))
         assert len(fused[:, 7:].unique()) > 8
     head = model.get_output_embeddings()
     bare = LMHeadSampler(head.weight)
     if name == "LlamaForCausalLM":
-        assert torch.equal(
-            model.generate(**options, do_sample=True, custom_generate=generate, seeds=seeds, sampler=bare), fused
-        )
+        assert torch.equal(model.generate(**options, do_sample=True, custom_generate=generate, seed=seeds, sampler=bare), fused)
     else:
         with pytest.raises(ValueError, match="sampler must have"):
-            model.generate(**options, do_sample=True, custom_generate=generate, seeds=seeds, sampler=bare)
+            model.generate(**options, do_sample=True, custom_generate=generate, seed=seeds, sampler=bare)

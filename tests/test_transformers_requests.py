@@ -43,7 +43,7 @@ def free(model):
 
 def fused(model, seeds=SEEDS, lengths=(9, 4, 7), **options):
     options = prompt(lengths) | {"do_sample": True} | NEW | options
-    return model.generate(**options, custom_generate=generate, **{"seeds": seeds} if seeds else {})
+    return model.generate(**options, custom_generate=generate, **{"seed": seeds} if seeds else {})
 
 
 def expected(model, seeds=SEEDS, lengths=(9, 4, 7), **options):
@@ -116,7 +116,7 @@ def test_embeddings_as_a_prompt(model):
     inputs = prompt([9, 4])
     options = {"inputs_embeds": model.get_input_embeddings()(inputs["input_ids"]), "attention_mask": inputs["attention_mask"]}
     options |= {"repetition_penalty": 4.0, "top_k": 5, "max_new_tokens": 15, "eos_token_id": -1, "do_sample": True}
-    ours = model.generate(**options, custom_generate=generate, seeds=[1, 2])
+    ours = model.generate(**options, custom_generate=generate, seed=[1, 2])
     assert torch.equal(ours, plain(model, torch.tensor([1, 2], device=DEVICE), **options))
 
 

@@ -104,20 +104,26 @@ def row_temperatures(temperatures: Any, config: GenerationConfig, batch: int, de
     return rows.to(device)
 
 
-def row_seeds(seeds: Any, config: GenerationConfig, batch: int) -> Tensor | int:
+def require_no_seeds(seeds: Any) -> None:
+    """TypeError that names ``seed``."""
+    if seeds is not None:
+        raise TypeError("seeds is called seed: give seed=, one int or one for each sequence")
+
+
+def row_seeds(seed: Any, config: GenerationConfig, batch: int) -> Tensor | int:
     """(B,) int64, or the int that was given. TypeError for what is no integer, ValueError for another shape or more than 64
     bits."""
-    if not isinstance(seeds, Iterable) or getattr(seeds, "ndim", 1) == 0:
-        return integer("seeds", _number(seeds))
-    if not isinstance(seeds, Tensor):
-        values = [integer("each of seeds", _number(seed)) for seed in seeds]
-        if not all(-(2**63) <= seed < 2**64 for seed in values):
-            raise ValueError(f"seeds must have 64 bits each, got {values}")
-        seeds = torch.tensor([seed - 2**64 if seed >= 2**63 else seed for seed in values], dtype=torch.int64)
-    if seeds.is_floating_point() or seeds.is_complex() or seeds.dtype == torch.bool:
-        raise TypeError(f"seeds must be integers, got {seeds.dtype}")
-    _require_row_each("seeds", seeds, config, batch)
-    return seeds.to(torch.int64)
+    if not isinstance(seed, Iterable) or getattr(seed, "ndim", 1) == 0:
+        return integer("seed", _number(seed))
+    if not isinstance(seed, Tensor):
+        values = [integer("every seed", _number(one)) for one in seed]
+        if not all(-(2**63) <= one < 2**64 for one in values):
+            raise ValueError(f"seed must have 64 bits each, got {values}")
+        seed = torch.tensor([one - 2**64 if one >= 2**63 else one for one in values], dtype=torch.int64)
+    if seed.is_floating_point() or seed.is_complex() or seed.dtype == torch.bool:
+        raise TypeError(f"seed must be integers, got {seed.dtype}")
+    _require_row_each("seed", seed, config, batch)
+    return seed.to(torch.int64)
 
 
 def _number(seed: Any) -> Any:

@@ -2,7 +2,7 @@
 
     from flashsampling.integrations.transformers.continuous import FusedBatchingManager, generate_batch
 
-    generate_batch(model, prompts, generation_config, seeds=[1, 2, 3])
+    generate_batch(model, prompts, generation_config, seed=[1, 2, 3])
 
 Scheduler, paged cache, streams and graphs stay transformers'. One method of its model runner is another: the one that runs the
 model, processes logits and draws, which is also what its CUDA graphs hold. So all that a step needs of a request lies in the
@@ -38,6 +38,7 @@ from ...api import sample
 from ...parameters import integer, reals, share
 from ...warmup import warmup
 from ..engines import settled
+from .arguments import require_no_seeds
 from .head import CheckedHead, HeadTap, Transform, checked_lm_head
 from .processors import number_of
 
@@ -225,7 +226,7 @@ class FusedBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
     """transformers' ``ContinuousBatchingManager``, whose requests have seeds, and whose steps are fused.
 
     A request's tokens depend on its seed, its prompt and how many it has drawn, and on no other request; they are those of
-    ``model.generate(custom_generate=generate, seeds=...)`` up to what paged attention rounds differently.
+    ``model.generate(custom_generate=generate, seed=...)`` up to what paged attention rounds differently.
 
     Args:
         model: a causal LM, as ``flashsampling.integrations.transformers.generate`` takes it.
@@ -345,9 +346,10 @@ def generate_batch(
     inputs: list[list[int]],
     generation_config: GenerationConfig | None = None,
     *,
-    seeds: Sequence[int] | Tensor | None = None,
+    seed: Sequence[int] | Tensor | None = None,
     continuous_batching_config: Any = None,
     max_new_tokens: int | None = None,
+    seeds: None = None,
 ) -> list[Any]:
     """As ``model.generate_batch``, with the fused step and a seed per prompt.
 
@@ -355,7 +357,7 @@ def generate_batch(
         model: as ``FusedBatchingManager`` takes it.
         inputs: token ids of each prompt.
         generation_config: None: the model's.
-        seeds: one per prompt; None draws them.
+        seed: one per prompt; None draws them.
         continuous_batching_config: as ``FusedBatchingManager`` takes it.
         max_new_tokens: None: the configuration's.
 
@@ -366,13 +368,14 @@ def generate_batch(
         TypeError, ValueError: as ``FusedBatchingManager``, or there is not one seed per prompt.
         RuntimeError: a request failed, or a token had no finite score.
     """
-    of_prompts: Any = [None] * len(inputs) if seeds is None else seeds
+    require_no_seeds(seeds)
+    of_prompts: Any = [None] * len(inputs) if seed is None else seed
     if hasattr(of_prompts, "tolist"):
         of_prompts = of_prompts.tolist()
     if not isinstance(of_prompts, Sequence):
-        raise TypeError(f"seeds must be one per prompt, {len(inputs)}, got {type(seeds).__name__}")
+        raise TypeError(f"seed must be one per prompt, {len(inputs)}, got {type(seed).__name__}")
     if len(of_prompts) != len(inputs):
-        raise ValueError(f"seeds must be one per prompt, {len(inputs)}, got {len(of_prompts)}")
+        raise ValueError(f"seed must be one per prompt, {len(inputs)}, got {len(of_prompts)}")
     if not inputs:
         return []
     config = model.generation_config if generation_config is None else generation_config
@@ -385,8 +388,8 @@ def generate_batch(
         manager.warmup()
         manager.start()
         names = [f"prompt {place}" for place in range(len(inputs))]
-        for name, ids, seed in zip(names, inputs, of_prompts):
-            manager.add_request(ids, name, max_new_tokens, eos_token_id=eos, seed=seed)
+        for name, ids, of_prompt in zip(names, inputs, of_prompts):
+            manager.add_request(ids, name, max_new_tokens, eos_token_id=eos, seed=of_prompt)
         while len(done) < len(names):
             result = manager.get_result(timeout=1)
             if result is not None and result.is_finished():

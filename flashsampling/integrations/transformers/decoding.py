@@ -23,6 +23,7 @@ from .arguments import (
     SWITCH_OFF,
     arguments_of_model_generate,
     drop_adapter_hooks,
+    require_no_seeds,
     require_sampler_of,
     require_transform_of,
     require_transformers_loop,
@@ -75,12 +76,13 @@ def generate(
     streamer: BaseStreamer | None = None,
     *,
     sampler: LMHeadSampler | None = None,
-    seeds: int | Sequence[int] | Tensor | None = None,
+    seed: int | Sequence[int] | Tensor | None = None,
     temperatures: Sequence[float] | Tensor | None = None,
     token_streamer: BaseStreamer | None = None,
     return_logprobs: bool = False,
     top_logprobs: int = 0,
     request: Request | None = None,
+    seeds: None = None,
     **model_kwargs: Any,
 ) -> Tensor | GenerateOutput:
     """Decoding loop for ``model.generate(..., custom_generate=generate)``. docs/transformers.md has every argument and model.
@@ -94,10 +96,11 @@ def generate(
         model, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, model_kwargs: from
             transformers. The streamer gets the prompt and every step's (B,) ids, and its end also when this raises.
         sampler: an ``LMHeadSampler.from_model(model)``, to keep its state (or to name an ``impl``); None makes one.
-        seeds: one per returned sequence; each sequence's tokens then depend on its own seed, prompt and temperature alone. An
+        seed: one per returned sequence; each sequence's tokens then depend on its own seed, prompt and temperature alone. An
             int gives each a seed of its own. None leaves the sampler's seeds, or draws fresh ones from torch's default
             generator.
-        temperatures: one per returned sequence, 0 for greedy; None uses ``generation_config`` for all.
+        temperatures: one per returned sequence, 0 for greedy; None uses ``generation_config`` for all, whose ``temperature`` is
+            one number.
         token_streamer: a second streamer, alike: it too gets the prompt first.
         return_logprobs: fills ``logprobs``, ``processed_logprobs`` and ``ranks`` of a ``GenerateOutput``.
         top_logprobs: up to 20; fills ``top_token_ids`` and ``top_logprobs``.
@@ -114,7 +117,7 @@ def generate(
         ValueError: the generation asks for something that the fused step does not do: logits processors that it has no
             argument for, or in another order, beams, scores or logits in the output, drafts for several sequences or with a
             cache that cannot be cut back; a model that makes something else of its logits than a scale and a soft cap
-            (``checked_lm_head``); seeds, temperatures or a sampler that do not fit. Before the first token.
+            (``checked_lm_head``); a seed, temperatures or a sampler that do not fit. Before the first token.
         NoTokenError: a sequence's logits hold a NaN, or no finite value, or no token is allowed.
         flashsampling.distributed.TensorParallelError: as in ``flashsampling.sample``.
 
@@ -124,7 +127,7 @@ def generate(
         >>> config = transformers.GPT2Config(vocab_size=1000, n_embd=8, n_layer=1, n_head=1, bos_token_id=0, eos_token_id=None)
         >>> model = transformers.GPT2LMHeadModel(config)  # its weights are random
         >>> prompts = torch.tensor([[5, 6], [7, 8]])
-        >>> options = {"do_sample": True, "top_p": 0.9, "max_new_tokens": 4, "seeds": [1, 2]}
+        >>> options = {"do_sample": True, "top_p": 0.9, "max_new_tokens": 4, "seed": [1, 2]}
         >>> model.generate(prompts, custom_generate=generate, **options).shape
         torch.Size([2, 6])
     """
@@ -135,6 +138,7 @@ def generate(
     try:
         if generation_config is None or stopping_criteria is None or logits_processor is None:
             raise ValueError("generate is called by model.generate(..., custom_generate=generate), not by itself")
+        require_no_seeds(seeds)
         logprobs: Request = {"return_logprobs": return_logprobs, "top_logprobs": top_logprobs}
         require_transformers_loop(model)
         assistant = given.get("assistant_model")
@@ -151,16 +155,16 @@ def generate(
         requests = Requests(asked, input_ids, weight.shape[0], weight.device, {} if request is None else request, given_mask)
         if temperatures is not None:
             temperature = row_temperatures(temperatures, generation_config, batch, weight.device)
-        if seeds is not None:
-            seeds = row_seeds(seeds, generation_config, batch)
+        if seed is not None:
+            seed = row_seeds(seed, generation_config, batch)
         if sampler is None:
             sampler = LMHeadSampler(head, max_batch_size=max(batch, 1))
             learned = sampler._take_transform
         else:
             require_sampler_of(head, sampler, batch)
             learned = functools.partial(require_transform_of, sampler)
-        if seeds is not None:
-            sampler.reset(seeds, rows=slice(0, batch))
+        if seed is not None:
+            sampler.reset(seed, rows=slice(0, batch))
         pad_token = generation_config._pad_token_tensor
         ends = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
         if ends and pad_token is None:

@@ -1,0 +1,116 @@
+"""``patch``: every later ``generate`` of a model is ours, for those who do not make the call themselves."""
+
+import threading
+from types import TracebackType
+from typing import Any
+from weakref import ref
+
+from transformers.generation import GenerationMixin
+
+from .arguments import require_transformers_loop
+from .decoding import generate
+from .head import checked_lm_head
+
+_lock = threading.Lock()
+
+
+class _PatchedGenerate:
+    """``model.generate`` of a patched model. A deep copy or a pickle of the model has one of its own."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.users = ref(model), 1  # ``users``: how many patches were not undone
+
+    def __call__(self, *args: Any, custom_generate: Any = None, **kwargs: Any) -> Any:
+        model = self.model()
+        if model is None:
+            raise ReferenceError("the model that was patched is gone")
+        if custom_generate is not None and custom_generate is not generate:
+            raise ValueError(
+                f"custom_generate must be None with a patched model, got {custom_generate!r}; unpatch(model) first"
+            )
+        if kwargs.get("cache_implementation") == "paged":  # of which transformers makes a generate_batch, without us
+            raise ValueError(
+                "cache_implementation must not be 'paged' with a patched model; use "
+                "flashsampling.integrations.transformers.continuous.generate_batch"
+            )
+        if hasattr(kwargs.get("temperature"), "__len__"):
+            raise TypeError("temperature must be one number for all sequences; one for each is temperatures=")
+        return type(model).generate(model, *args, custom_generate=generate, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_PatchedGenerate":
+        return _PatchedGenerate(memo.get(id(self.model()), self.model()))
+
+    def __reduce__(self) -> Any:
+        return _PatchedGenerate, (self.model(),)
+
+
+class _Patch:
+    """What ``patch`` returns: a context that gives the model's ``generate`` back at its end."""
+
+    def __init__(self, model: Any, ours: _PatchedGenerate) -> None:
+        self._model, self._ours, self._undone = model, ours, False
+
+    def __enter__(self) -> Any:
+        return self._model
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        with _lock:
+            self._ours.users -= not self._undone
+            self._undone = True
+            if self._ours.users == 0 and vars(self._model).get("generate") is self._ours:
+                del self._model.generate
+
+
+def patch(model: Any) -> _Patch:
+    """Makes ``model.generate(...)`` mean ``model.generate(..., custom_generate=generate)``, whoever calls it.
+
+    For ``pipeline()``, trainers and other code that calls ``generate`` itself. Such a call takes what ``generate`` here takes
+    (``seed``, ``temperatures``, ...); what the fused step does not do is an error, and never transformers' own loop. Patching
+    twice changes nothing more. A deep copy of a patched model is patched, and saved files are the same.
+
+    Args:
+        model: as ``LMHeadSampler.from_model`` takes it, also within a wrapper of PEFT's: the model within is patched.
+
+    Returns:
+        A context manager, for a patch that ends: the model, and at the end its former ``generate`` if no other patch is left.
+        ``unpatch(model)`` ends them all.
+
+    Raises:
+        TypeError, ValueError: the model is one that ``checked_lm_head`` refuses, or has a ``generate`` of its own.
+
+    Example:
+        >>> import torch, transformers
+        >>> from flashsampling.integrations.transformers import patch
+        >>> config = transformers.GPT2Config(vocab_size=1000, n_embd=8, n_layer=1, n_head=1, bos_token_id=0, eos_token_id=None)
+        >>> model = transformers.GPT2LMHeadModel(config)
+        >>> with patch(model):
+        ...     model.generate(torch.tensor([[5, 6]]), do_sample=True, max_new_tokens=4, seed=1).shape
+        torch.Size([1, 6])
+    """
+    model = _within(model)
+    checked_lm_head(model)
+    require_transformers_loop(model)
+    with _lock:
+        ours = vars(model).get("generate")
+        if isinstance(ours, _PatchedGenerate):
+            ours.users += 1
+        elif ours is None and type(model).generate is GenerationMixin.generate:
+            ours = model.generate = _PatchedGenerate(model)
+        else:
+            raise ValueError(f"{type(model).__name__} has a generate of its own, which cannot be patched")
+    return _Patch(model, ours)
+
+
+def unpatch(model: Any) -> None:
+    """Undoes every ``patch`` of the model. No error where there is none."""
+    model = _within(model)
+    with _lock:
+        if isinstance(vars(model).get("generate"), _PatchedGenerate):
+            del model.generate
+
+
+def _within(model: Any) -> Any:
+    """The model in a wrapper, which hands out that model's method."""
+    if not hasattr(model, "get_output_embeddings"):
+        raise TypeError(f"model must be a transformers causal LM, got {type(model).__name__}")
+    return getattr(model.get_output_embeddings, "__self__", model)
