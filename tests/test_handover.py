@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
-from flashsampling.distributed import TensorParallelError, handover
+from flashsampling.distributed import TensorParallelError
 from flashsampling.distributed.handover import handed_over
 from flashsampling.distributed.rendezvous import RemoteError, Rendezvous
 
@@ -218,7 +218,7 @@ def test_memory_of_another_user_is_refused(real, monkeypatch):
     files = [File(rank) for rank in range(2)]
     before = open_files()
     if not real:
-        monkeypatch.setattr(handover.os, "getuid", lambda: 12345)
+        monkeypatch.setattr(os, "getuid", lambda: 12345)
 
     def work(meet):
         if meet.rank == 1:

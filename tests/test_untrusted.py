@@ -217,6 +217,17 @@ def test_a_verdict_that_no_rank_gave(verdict):
     assert isinstance(meet.fail("construction", ValueError()), TensorParallelError | RuntimeError)
 
 
+@pytest.mark.parametrize("error", [*VERDICTS.values(), '{"present": [0, 1]}', "", "[0, 1]"])
+def test_an_error_that_no_rank_raised(error):
+    store = HashStore()
+    meet, other = (Rendezvous(lambda: store, rank, 2, 20.0) for rank in range(2))
+    store.set("0/0/1", f"construction\n1\n{error}".encode())
+    with pytest.raises(TensorParallelError, match=r"^rank 0 left .*store holds what no rank wrote \(0/1: ") as found:
+        meet.exchange("construction", b"x")
+    heard = other.fail("construction", ValueError("x"))  # the first to find it decides for all
+    assert heard.failure == found.value.failure
+
+
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_failure_that_nobody_declared_is_one(name):
     store = HashStore()

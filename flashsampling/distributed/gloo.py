@@ -30,6 +30,7 @@ from .rendezvous import Rendezvous
 
 _FIRST_TAG = 0x46530000  # far from 0, torch's default, by which a user's own send would meet a step: gloo then aborts
 _LEAST_WAIT = 1e-3  # seconds; gloo counts milliseconds, and 0 of them are no bound at all
+_EARLY = 0.01  # seconds, by which a time-out may come before it is due: gloo cuts off what is less than a millisecond
 _ITS_REASON = 2.0  # seconds in which a rank that closed a connection says why
 _LOOK_AGAIN = 0.02  # seconds between two looks for that
 _ANEW = "make a new process group (torch.distributed.new_group)"
@@ -85,7 +86,7 @@ class Gloo:
         mine = torch.zeros(HEADER + self.room, dtype=torch.int64, device="cpu")
         began = time.monotonic()
         peer = self._exchange(mine, torch.empty(self._ranks, len(mine), dtype=torch.int64, device="cpu"), began + bound)
-        if peer is not None and time.monotonic() - began < bound:
+        if peer is not None and time.monotonic() - began < bound - _EARLY:
             what = f"its process group's connection to {self._rendezvous.who(peer)} is closed: {_ANEW}"
             raise self._error(Failure("left", self._rank, what=what))
         if peer is not None:
@@ -162,7 +163,7 @@ class Gloo:
         try:
             peer = None if self._is_destroyed() else self._exchange(mine, messages, began + self._left)
             waited = time.monotonic() - began
-            in_time, self._left = waited < self._left, self._left - waited
+            in_time, self._left = waited < self._left - _EARLY, self._left - waited
             self._begun = True
             if self._is_destroyed():
                 return Failure("left", self._rank, step, what="its process group has been destroyed")

@@ -236,7 +236,7 @@ class Rendezvous:
         """
         return [self.checked(f"{phase} of {self.who(rank)}", decode, payload) for rank, payload in enumerate(payloads)]
 
-    def checked(self, key: str, decode: Callable[[bytes], T], value: bytes) -> T:
+    def checked(self, key: str, decode: Callable[[Any], T], value: bytes | str) -> T:
         """A value that the store holds, decoded. Raises TensorParallelError where ``decode`` raises a MalformedError."""
         try:
             return decode(value)
@@ -251,14 +251,13 @@ class Rendezvous:
 
     def failure_of(self, key: str, text: bytes | str) -> Failure:
         """A failure that the store holds. Raises TensorParallelError where it is none."""
+        return self.checked(key, self._decoded, text)
 
-        def decode(text: bytes | str) -> Failure:
-            failure = Failure.decoded(text)
-            if not 0 <= failure.rank < self.ranks:
-                raise MalformedError(f"there is no rank {failure.rank}")
-            return failure
-
-        return self.checked(key, decode, text)  # type: ignore[arg-type]
+    def _decoded(self, text: bytes | str) -> Failure:
+        failure = Failure.decoded(text)
+        if not 0 <= failure.rank < self.ranks:
+            raise MalformedError(f"there is no rank {failure.rank}")
+        return failure
 
     def share(self) -> None:
         """For one more user of the store, which ends it for itself."""
@@ -301,6 +300,8 @@ class Rendezvous:
                 try:
                     said, is_error, payload = self.checked(key, _opened, value)
                     error = self.checked(key, self._verdict, payload) if is_error else None
+                    if error is not None and "present" in error:
+                        raise self._malformed(key, "an error is no good end")
                 except TensorParallelError as malformed:
                     return self._give_up(number, malformed.failure)
                 if error is not None:
@@ -361,7 +362,9 @@ class Rendezvous:
             ranks = verdict["present"]
             if not isinstance(ranks, list) or ranks != [rank for rank in range(self.ranks) if rank in ranks]:
                 raise MalformedError("present are no ranks of this group")
-        elif kind != "failure" or not isinstance(verdict["failure"], str):
+        elif kind == "failure" and isinstance(verdict["failure"], str):
+            self._decoded(verdict["failure"])
+        else:
             raise MalformedError("it is no verdict")
         return verdict  # type: ignore[no-any-return]
 
