@@ -1,5 +1,6 @@
 """The demo's command line: what a slip of the pen costs; what it prints."""
 
+import functools
 import io
 import os
 import re
@@ -94,7 +95,7 @@ def test_a_pipe_gets_lines_with_counts_and_nothing_stray(tiny):
 def test_a_terminal_sees_every_token_and_no_timing_ends_after_the_text(tiny, terminal, temperature, monkeypatch, capfd):
     out = io.StringIO()
     monkeypatch.setattr(demo_generate, "_console", rich_console.Console(file=out, force_terminal=terminal, color_system=None))
-    monkeypatch.setattr(demo_generate.Live, "update", lambda live, text: live.console.print(text))  # refreshed or not
+    monkeypatch.setattr("scripts.demo_generate.Live.update", lambda live, text: live.console.print(text))  # refreshed or not
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     demo_generate.main(
         prompt=["w3"], model=str(tiny), tokens=9, timing=False, temperature=temperature, seed=0, impl=None, compare=False
@@ -113,13 +114,15 @@ def test_padding_is_not_counted(ends, count):
 
 
 def test_medians_and_turns():
-    turns, shown = [], []
+    turns: list[str] = []
+    shown: list[str] = []
 
     def way(name):
         turns.append(name)
         return torch.tensor([[5, 2, 2, 2]])  # 4 steps, 2 tokens
 
-    times = demo_generate._time_rounds({name: lambda name=name: way(name) for name in "ab"}, 3, 2, shown.append)
+    ways = {name: functools.partial(way, name) for name in "ab"}
+    times = demo_generate._time_rounds(ways, 3, 2, shown.append)
     assert turns == list("ababab")
     assert [line.partition(",")[0] for line in shown] == [f"timing: run {run} of 6" for run in range(1, 7)]
     for milliseconds, rate in times.values():

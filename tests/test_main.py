@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -165,7 +166,8 @@ def test_who_stops_precompiling_does_not_wait_for_the_rest(monkeypatch, tmp_path
     monkeypatch.setattr(cache, "_fingerprint", lambda: "0" * 16)
     monkeypatch.setattr(cache, "prepare", time.sleep)
     others = set(multiprocessing.active_children())
-    done = cache.precompile(2, [(300,), (0,), (300,), (300,)])
+    seconds: list[Any] = [(300,), (0,), (300,), (300,)]
+    done = cache.precompile(2, seconds)
     next(done)  # the second, which is done first
     assert set(multiprocessing.active_children()) - others
     started = time.perf_counter()

@@ -237,9 +237,9 @@ def test_stops_at_eos_and_pads(model):
 def test_the_pad_token_is_the_callers(model, pad):
     """Trap 41: what is clamped is the draw. A negative one is written, and not given to the model."""
     options, seeds = prompt([5, 5]) | SAMPLED | {"max_new_tokens": 8}, [1, 2]
-    free = model.generate(**options, seeds=seeds, eos_token_id=-1)[:, 5:]
+    free = model.generate(**options, seed=seeds, eos_token_id=-1)[:, 5:]
     at, stop = next((at, int(token)) for at, token in enumerate(free[0]) if token not in free[1])
-    out = model.generate(**options, seeds=seeds, eos_token_id=stop, pad_token_id=pad)[:, 5:]
+    out = model.generate(**options, seed=seeds, eos_token_id=stop, pad_token_id=pad)[:, 5:]
     assert torch.equal(out[1], free[1])
     assert out[0].tolist() == [*free[0, : at + 1].tolist(), *[pad] * (7 - at)]
 

@@ -39,7 +39,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import active_children, get_context
 from pathlib import Path
@@ -86,7 +86,7 @@ def kernels_of(dtype: torch.dtype | None, max_batch_size: int | None) -> list[Ke
     return [kernel for kernel in KERNELS if dtype in (None, kernel[0]) and kernel[1] in shapes]
 
 
-def precompile(workers: int, kernels: Sequence[Key] = KERNELS) -> Iterator[tuple[Path, bool]]:
+def precompile(workers: int, kernels: Sequence[Key] = KERNELS) -> Generator[tuple[Path, bool], None, None]:
     """Makes sure that kernels are on disk: for each, as it is done, where, and whether it had to be compiled. Needs no GPU.
 
     A caller that stops early, an interrupt among the reasons, ends the workers; what is on disk by then is whole.
