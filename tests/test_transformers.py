@@ -233,6 +233,17 @@ def test_stops_at_eos_and_pads(model):
     assert stop in stopped[1, 5:].tolist()
 
 
+@pytest.mark.parametrize("pad", [0, -1, -7])
+def test_the_pad_token_is_the_callers(model, pad):
+    """Trap 41: what is clamped is the draw. A negative one is written, and not given to the model."""
+    options, seeds = prompt([5, 5]) | SAMPLED | {"max_new_tokens": 8}, [1, 2]
+    free = model.generate(**options, seeds=seeds, eos_token_id=-1)[:, 5:]
+    at, stop = next((at, int(token)) for at, token in enumerate(free[0]) if token not in free[1])
+    out = model.generate(**options, seeds=seeds, eos_token_id=stop, pad_token_id=pad)[:, 5:]
+    assert torch.equal(out[1], free[1])
+    assert out[0].tolist() == [*free[0, : at + 1].tolist(), *[pad] * (7 - at)]
+
+
 def test_sampler_keeps_its_state_and_the_model_its_head(model):
     head = model.get_output_embeddings()
     sampler = LMHeadSampler(head, max_batch_size=4, seed=9)
@@ -705,7 +716,8 @@ def hooked(model, seen):
 @pytest.mark.parametrize("given", [False, True])
 def test_the_model_runs_over_the_callers_batch_alone(given):
     """Trap 39: hooks may know the batch, and may count."""
-    model, seen = llama(), []
+    model = llama()
+    seen: list[tuple[int, int]] = []
     sampler = LMHeadSampler.from_model(model, max_batch_size=2) if given else None
     hooked(model, seen)
     options, seeds = prompt([5, 6]) | {"max_new_tokens": 3, "eos_token_id": -1, "top_k": 0}, torch.tensor([1, 2], device=DEVICE)
@@ -720,7 +732,12 @@ def test_the_model_runs_over_the_callers_batch_alone(given):
 def test_the_heads_numbers_are_compared_once_and_again_where_they_could_be_others(monkeypatch):
     model, computed = llama(), []
     linear = nn.functional.linear
-    monkeypatch.setattr(nn.functional, "linear", lambda *args: computed.append(args) or linear(*args))
+
+    def records(*args):
+        computed.append(args)
+        return linear(*args)
+
+    monkeypatch.setattr(nn.functional, "linear", records)
 
     def rows():
         computed.clear()

@@ -167,6 +167,7 @@ def generate(
             raise ValueError("pad_token_id must be given where sequences end at different lengths, got None")
         if ends:
             pad_token = pad_token.to(device)
+        pads_below_0 = ends and bool((pad_token < 0).any())
         generation_config.disable_compile = True  # transformers' copy; a graph compiled earlier knows nothing of our hooks
 
         if token_streamer is not None:  # streamer has had it from transformers
@@ -198,10 +199,10 @@ def generate(
                 next_tokens = drawn.token_ids.to(device)
                 requests.drawn(next_tokens, input_ids.shape[1])
                 lost = next_tokens < 0
+                next_tokens = next_tokens.clamp(min=0)  # -1 is no id: criteria look ids up, and the step fails below
                 if ends:
                     lost &= unfinished
                     next_tokens = torch.where(unfinished, next_tokens, pad_token)
-                next_tokens = next_tokens.clamp(min=0)  # -1 is no id: criteria look ids up, and the step fails below
                 input_ids = torch.cat([input_ids, next_tokens[:, None]], dim=-1)
                 unfinished &= ~stopping_criteria(input_ids, None)
                 going_on, failed = torch.stack([unfinished.any(), lost.any()]).tolist()  # the step's one synchronisation
@@ -214,7 +215,9 @@ def generate(
                 if not going_on:
                     return kept.output(input_ids, model_kwargs) if generation_config.return_dict_in_generate else input_ids
                 inputs = model.prepare_inputs_for_generation(
-                    input_ids, next_sequence_length=1 if model_kwargs["use_cache"] else None, **model_kwargs
+                    input_ids.clamp(min=0) if pads_below_0 else input_ids,
+                    next_sequence_length=1 if model_kwargs["use_cache"] else None,
+                    **model_kwargs,
                 )
                 outputs = tap.run(model, **inputs, return_dict=True)
     except BaseException:
