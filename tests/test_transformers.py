@@ -237,9 +237,15 @@ def test_stops_at_eos_and_pads(model):
 def test_the_pad_token_is_the_callers(model, pad):
     """Trap 41: what is clamped is the draw. A negative one is written, and not given to the model."""
     options, seeds = prompt([5, 5]) | SAMPLED | {"max_new_tokens": 8}, [1, 2]
+<<<<<<< HEAD
     free = model.generate(**options, seed=seeds, eos_token_id=-1)[:, 5:]
     at, stop = next((at, int(token)) for at, token in enumerate(free[0]) if token not in free[1])
     out = model.generate(**options, seed=seeds, eos_token_id=stop, pad_token_id=pad)[:, 5:]
+=======
+    free = model.generate(**options, seeds=seeds, eos_token_id=-1)[:, 5:]
+    at, stop = next((at, int(token)) for at, token in enumerate(free[0]) if token not in free[1])
+    out = model.generate(**options, seeds=seeds, eos_token_id=stop, pad_token_id=pad)[:, 5:]
+>>>>>>> m/transformers
     assert torch.equal(out[1], free[1])
     assert out[0].tolist() == [*free[0, : at + 1].tolist(), *[pad] * (7 - at)]
 
@@ -721,14 +727,15 @@ def hooked(model, seen):
 @pytest.mark.parametrize("given", [False, True])
 def test_the_model_runs_over_the_callers_batch_alone(given):
     """Trap 39: hooks may know the batch, and may count."""
-    model, seen = llama(), []
+    model = llama()
+    seen: list[tuple[int, int]] = []
     sampler = LMHeadSampler.from_model(model, max_batch_size=2) if given else None
     hooked(model, seen)
     options, seeds = prompt([5, 6]) | {"max_new_tokens": 3, "eos_token_id": -1, "top_k": 0}, torch.tensor([1, 2], device=DEVICE)
     expected = plain(model, seeds, **options)
     theirs = seen.copy()
     seen.clear()
-    fused = model.generate(**options, do_sample=True, custom_generate=generate, seeds=seeds, sampler=sampler)
+    fused = model.generate(**options, do_sample=True, custom_generate=generate, seed=seeds, sampler=sampler)
     assert torch.equal(fused, expected)
     assert seen == theirs == [(2, 6), (2, 1), (2, 1)]
 
@@ -736,7 +743,12 @@ def test_the_model_runs_over_the_callers_batch_alone(given):
 def test_the_heads_numbers_are_compared_once_and_again_where_they_could_be_others(monkeypatch):
     model, computed = llama(), []
     linear = nn.functional.linear
-    monkeypatch.setattr(nn.functional, "linear", lambda *args: computed.append(args) or linear(*args))
+
+    def records(*args):
+        computed.append(args)
+        return linear(*args)
+
+    monkeypatch.setattr(nn.functional, "linear", records)
 
     def rows():
         computed.clear()

@@ -63,7 +63,7 @@ class Unmapped(ValueError):
 # -- what each class holds, checked: its attributes may have been written to since it was made
 
 _SMALLEST, _MAX_FLOAT32 = math.ulp(0.0), torch.finfo(torch.float32).max
-_RANGES: dict[str, tuple[type, float, float]] = {
+_RANGES: dict[str, tuple[Any, float, float]] = {
     "temperature": (Real, _SMALLEST, math.inf),
     "top_k": (Integral, 1, math.inf),
     "top_p": (Real, 0, 1),
@@ -83,12 +83,12 @@ def number_of(processor: Any, name: str) -> Any:
     """A processor's attribute. ValueError unless it is a number in the range that transformers takes."""
     kind, least, most = _RANGES[name]
     value = getattr(processor, name, None)
-    if not isinstance(value, kind) or not least <= value <= most:  # type: ignore[operator] # NaN too
+    if not isinstance(value, kind) or not least <= value <= most:  # NaN too
         ends = "above 0" if least == _SMALLEST else f"{least} or more"
         ends += "" if most == math.inf else f", up to {most:g}"
         wanted = "an integer" if kind is Integral else "a number"
         raise ValueError(f"{type(processor).__name__}: {name} must be {wanted}, {ends}, got {value!r}")
-    return int(value) if kind is Integral else float(value)  # type: ignore[call-overload]
+    return int(value) if kind is Integral else float(value)
 
 
 def ids_of(processor: Any, name: str, ids: Any) -> tuple[int, ...]:
