@@ -237,15 +237,9 @@ def test_stops_at_eos_and_pads(model):
 def test_the_pad_token_is_the_callers(model, pad):
     """Trap 41: what is clamped is the draw. A negative one is written, and not given to the model."""
     options, seeds = prompt([5, 5]) | SAMPLED | {"max_new_tokens": 8}, [1, 2]
-<<<<<<< HEAD
     free = model.generate(**options, seed=seeds, eos_token_id=-1)[:, 5:]
     at, stop = next((at, int(token)) for at, token in enumerate(free[0]) if token not in free[1])
     out = model.generate(**options, seed=seeds, eos_token_id=stop, pad_token_id=pad)[:, 5:]
-=======
-    free = model.generate(**options, seeds=seeds, eos_token_id=-1)[:, 5:]
-    at, stop = next((at, int(token)) for at, token in enumerate(free[0]) if token not in free[1])
-    out = model.generate(**options, seeds=seeds, eos_token_id=stop, pad_token_id=pad)[:, 5:]
->>>>>>> m/transformers
     assert torch.equal(out[1], free[1])
     assert out[0].tolist() == [*free[0, : at + 1].tolist(), *[pad] * (7 - at)]
 
@@ -741,7 +735,8 @@ def test_the_model_runs_over_the_callers_batch_alone(given):
 
 
 def test_the_heads_numbers_are_compared_once_and_again_where_they_could_be_others(monkeypatch):
-    model, computed = llama(), []
+    model = llama()
+    computed: list[Any] = []
     linear = nn.functional.linear
 
     def records(*args):
