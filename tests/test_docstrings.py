@@ -31,8 +31,9 @@ def test_examples(package, name, capsys):
     run_examples(getattr(package, name), capsys)
 
 
-def test_the_example_of_generate(capsys):
+@pytest.mark.parametrize("name", ["generate", "patch"])
+def test_the_examples_of_transformers(name, capsys):
     pytest.importorskip("transformers")
-    from flashsampling.integrations.transformers import generate
+    from flashsampling.integrations import transformers
 
-    run_examples(generate, capsys)
+    run_examples(getattr(transformers, name), capsys)

@@ -3,6 +3,7 @@
 import copy
 import pickle
 import types
+from typing import Any
 
 import pytest
 import torch
@@ -11,14 +12,15 @@ pytest.importorskip("transformers")
 
 import tokenizers
 from torch import nn
-from transformers import GenerationConfig, PreTrainedTokenizerFast, pipeline
+from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedTokenizerFast, pipeline
 
 import flashsampling
+from flashsampling.integrations import transformers as integration
 from flashsampling.integrations.transformers import generate, patch, unpatch
 from tests.conftest import DEVICE
 from tests.test_transformers_head import llama, lora
 
-PACKAGES = [flashsampling, flashsampling.integrations.transformers]
+PACKAGES: list[Any] = [flashsampling, integration]
 
 PROMPTS = torch.arange(3, 9).view(2, 3).to(DEVICE)
 OPTIONS = {"do_sample": True, "top_k": 0, "max_new_tokens": 5}
@@ -140,7 +142,7 @@ def test_a_pipeline(model):
         run("w3 w4 w5", num_beams=3, max_new_tokens=5)
 
 
-UNSERVED = {
+UNSERVED: dict[str, Any] = {
     "beams": ({"num_beams": 3}, ValueError, "the fused step samples or decodes greedily, got .*num_beams=3"),
     "a processor": ({"typical_p": 0.5}, ValueError, r"switch off TypicalLogitsWarper \(typical_p=1.0\)"),
     "paged": ({"cache_implementation": "paged"}, ValueError, "continuous.generate_batch"),
@@ -173,7 +175,7 @@ def own_generate(model):
 
 
 def own_class(model):
-    class Own(type(model)):
+    class Own(LlamaForCausalLM):
         def generate(self, *args, **kwargs):
             raise AssertionError
 
@@ -181,7 +183,7 @@ def own_class(model):
 
 
 def own_loop(model):
-    class Loop(type(model)):
+    class Loop(LlamaForCausalLM):
         def _sample(self, *args, **kwargs):
             raise AssertionError
 
