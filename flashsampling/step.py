@@ -129,7 +129,7 @@ class Drafted(NamedTuple):
     """Drafts of B requests in chains, at positions that are the rows of a step, (R,); ``drafts`` makes it. No index is out of
     range."""
 
-    token_ids: Tensor  # (B, n) int64; from the first -1 on there is none
+    token_ids: Tensor  # (B, n) int64; -1: there is none, nor behind it
     rows: Tensor  # (B, n + 1) int64: the row of the position before each draft, and of the one behind the last
     places: Tensor  # (B, n) int64: each draft's row of ``probs``
     probs: Tensor | None  # (N, V or more) float: what they were drawn from; None: each was certain

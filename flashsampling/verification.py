@@ -104,9 +104,10 @@ def verify(
     Args:
         hidden_states: the target's; dtypes as in ``sample``.
         weight: (V, D), the target's LM head, as in ``sample``.
-        draft_token_ids: int32 or int64. An id that is no token, from 0 to ``vocab_size`` - 1, is no draft, wherever it stands,
-            and is never accepted. A chain has no draft from there on: the token behind the drafts before it is the one that
-            ``sample`` draws, by rejection too. In a tree its siblings stand, and what follows it is not accepted.
+        draft_token_ids: int32 or int64. An id that is no token (below 0, or ``vocab_size`` or more) is no draft, wherever
+            it stands, and is never accepted. A chain has no draft from there on: the token behind the drafts before it is
+            the one that ``sample`` draws, by rejection too. In a tree its siblings stand, and what follows it is not
+            accepted.
         cu_draft_lengths: B + 1 integers from 0 on, none below the one before it, the last at most N. Drafts from the last one
             on belong to nobody, so a CUDA graph may be captured with an N that is large enough. A tensor on the device is not
             read by the host; then ``max_draft_length`` must be given.

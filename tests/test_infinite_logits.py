@@ -19,9 +19,9 @@ from tests.test_sharded_requests import run
 
 TWO = [0.0, 0.0, INF, 0.0, INF, 0.0]
 NOTHING = [0.0, 9.0, NAN, 1.0, -INF, -1.0]
-# logits; tokens that the mask leaves in; the token that is drawn, None: one of several; its raw and processed log-probability
-# and rank; the token with the highest raw logit; log-sum-exp
-CASES: dict[str, tuple[Any, ...]] = {
+# logits; tokens that the mask leaves in; the token that is drawn, None: one of several; its raw and processed
+# log-probability and rank; the token with the highest raw logit; log-sum-exp
+CASES: dict[str, Any] = {
     "one": ([0.0, INF, 0.0, 0.0, 0.0, 0.0], [0, 1, 2, 3, 4, 5], 1, NAN, 0.0, 1, 1, INF),
     "two": (TWO, [0, 1, 2, 3, 4, 5], 2, NAN, 0.0, 1, 2, INF),
     "the first is masked": (TWO, [0, 1, 3, 4, 5], 4, NAN, 0.0, 1, 2, INF),

@@ -1,5 +1,6 @@
-"""Offsets of 2**31 elements and more: draws times blocks, strides of ids, ranks times rows, words. In the interpreter, whose
-integers are as wide as a GPU's, with tensors that are address space alone: a page that nobody touches takes no memory."""
+"""Offsets of 2**31 elements and more: draws times blocks, strides of ids, ranks times rows, words. In the interpreter,
+whose integers are as wide as a GPU's, with tensors that are address space alone: a page that nobody touches takes no
+memory."""
 
 import math
 import mmap

@@ -90,9 +90,9 @@ def relative(
     temperature: Tensor,  # (B,) float32
     best: Tensor | None = None,  # (B, 1): the highest logit, if it is another's
 ) -> Tensor:
-    """(B, V) float64: the logarithm of a token's probability over that of the best one, at most 0. A greedy row's is that at
-    temperature 1. The first +inf of a row leaves no other token any probability, another +inf included; with ``best`` given,
-    which does not say where the first one is, every +inf gives 0."""
+    """(B, V) float64: the logarithm of a token's probability over that of the best one, at most 0. A greedy row's is that
+    at temperature 1. The first +inf of a row leaves no other token any probability, another +inf included; with ``best``
+    given, which does not say where the first one is, every +inf gives 0."""
     wide = logits.double()
     scale = torch.where(temperature < GREEDY_BELOW, 1.0, temperature).double()[:, None]
     if best is None:
