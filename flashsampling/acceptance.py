@@ -314,8 +314,9 @@ def check_draft_probs(draft_probs: Any, method: str, target: Target, given: Give
     return draft_probs.flatten(0, -2)
 
 
-def asked_at(request: Request, target: Target, given: Given) -> tuple[Asked, Tensor | None]:
-    """What is asked for, a row per request, and masks of every position if there are such."""
+def asked_at(request: Request, target: Target, given: Given, function: Callable[..., Any]) -> tuple[Asked, Tensor | None]:
+    """What is asked for, a row per request, and masks of every position if there are such. ``function``: whose arguments these
+    are."""
     positions, batch, device = target.states.shape[0], given.batch, target.states.device
     request, masks = request.copy(), None
     mask = request.get("token_mask")
@@ -327,7 +328,7 @@ def asked_at(request: Request, target: Target, given: Given) -> tuple[Asked, Ten
         every = Problem(positions, target.vocab, target.vocab_size, device, 1)
         masks = asked_of({"token_mask": mask.flatten(0, -2)}, every).token_mask
         del request["token_mask"]
-    asked = asked_of(request, Problem(batch, target.vocab, target.vocab_size, device, 1, target.head))
+    asked = asked_of(request, Problem(batch, target.vocab, target.vocab_size, device, 1, target.head), function)
     beside = [name for name in asked.names() if name in ("logprobs", "top_logprobs", "logprob_ids", "logsumexp")]
     if beside:
         raise ValueError(f"{arguments(beside)} must be left out: verify returns token ids alone")

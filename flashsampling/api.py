@@ -180,6 +180,9 @@ def sample(
     or an array holds is checked, and copied to the device in every call; the host waits for that, and no CUDA graph can capture
     it. Tensors on the device are read by the kernel alone: a row whose ``top_p`` or ``min_p`` is NaN there gives -1.
 
+    ``torch.compile`` makes at most two graphs for all values of a number; the integers 0 and 1 have graphs of their own. A number
+    that changes is a tensor in such a graph: a value that switches its parameter off costs what the parameter costs.
+
     Returns:
         SampleOutput.
 
@@ -236,7 +239,7 @@ def sample(
             say_that_noise_is_shared(batch, greedy=not isinstance(temperatures, Tensor) and temperatures < GREEDY_BELOW)
         asked = PLAIN
         if request:
-            asked = asked_of(request, problem_of(batch, vocab, tokens, device, num_samples, tp))
+            asked = asked_of(request, problem_of(batch, vocab, tokens, device, num_samples, tp), sample)
         step = Step(hidden_states, weight, temperatures, seeds, offsets, num_samples, tokens, shard, asked)
         drawn = ops.sample(step, impl or "") if tp is None else ops.sample_sharded(step, tp)
     except BaseException as error:
@@ -260,8 +263,11 @@ def output_of(drawn: Drawn, batch: int, num_samples: int, asked: Asked, token_co
     return out
 
 
-def check_matrices(hidden_states: Tensor, weight: Tensor, least_rows: int) -> tuple[int, int, torch.device]:
-    """B, V and the device, or what ``sample`` documents. Every attribute is asked for once: a tenth of a microsecond each."""
+def check_matrices(
+    hidden_states: Tensor, weight: Tensor, least_rows: int, of_logits: str = "sample_from_logits"
+) -> tuple[int, int, torch.device]:
+    """B, V and the device, or what ``sample`` documents. Every attribute is asked for once: a tenth of a microsecond each.
+    ``of_logits``: the function that takes logits in place of hidden states."""
     if type(hidden_states) is not Tensor or hidden_states.layout is not torch.strided:
         check_kind("hidden_states", hidden_states)
     kind = type(weight)
@@ -283,7 +289,13 @@ def check_matrices(hidden_states: Tensor, weight: Tensor, least_rows: int) -> tu
         raise ValueError(f"weight must be on the device of hidden_states, {device}, got {weight.device}")
     (batch, dim), (vocab, columns) = shape, weight_shape
     if dim != columns:
-        raise ValueError(f"weight must have the {dim} columns of hidden_states, got shape {tuple(weight_shape)}")
+        if dim == vocab > columns:
+            raise ValueError(
+                f"hidden_states must have the {columns} columns of weight, got shape {tuple(shape)}, that of logits; use "
+                f"{of_logits}, which takes them"
+            )
+        hint = "; it is (D, V): pass weight.T.contiguous()" if dim == vocab else ""
+        raise ValueError(f"weight must have the {dim} columns of hidden_states, got shape {tuple(weight_shape)}{hint}")
     if vocab < least_rows or dim < 1:
         check_weight(weight, least_rows)
     return batch, vocab, device
@@ -305,7 +317,10 @@ def check_weight(weight: Tensor, least_rows: int = 1) -> None:
 def check_kind(name: str, tensor: object) -> None:
     """Raises TypeError for what is no tensor, or one whose memory is not its values."""
     if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        hint = f"; pass its .{name}" if isinstance(getattr(tensor, name, None), Tensor) else ""
+        if name == "weight" and hint and getattr(tensor, "bias", None) is not None:
+            hint += ", and its .bias as bias"
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}{hint}")
     if hasattr(tensor, "full_tensor"):
         what = "this rank's rows, weight.to_local(), with tp=TensorParallel(...)," if name == "weight" else "the whole of it,"
         raise TypeError(f"{name} must be a plain tensor, got a DTensor; pass {what} or {name}.full_tensor()")

@@ -181,7 +181,7 @@ class Backend:
 
 
 # 3.4 fails to compile the kernel; 3.6 is measured, 3.9 compiles in all its shapes
-_TRITON = Package("triton", "triton", (3, 6))
+_TRITON = Package("triton", "triton", (3, 6), " (the extra triton: pip install '.[triton]' from a checkout)")
 _CUTE_HINT = " (the extra cute: pip install '.[cute]' from a checkout)"
 _LIMITS, _PARTS = "impl.triton.limits", "impl.triton.parts"
 _TABLE = (

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .exchange import NO_TOKEN
-from .parameters import Integers, integer, is_plain, kind_of
+from .parameters import Integers, integer, is_plain, is_symbolic, kind_of
 
 # of requests' numbers, beside places
 HASH_OF_ROOM, HASH_OF_MOST = 1 << 61, 1 << 62
@@ -105,7 +105,7 @@ class Drafts(NamedTuple):
             return torch.arange(n, device=nodes.node.device) < nodes.node[:, None]
         parents = self.tree.parents
         on_path = torch.eye(n + 1, dtype=torch.bool, device=parents.device).expand(parents.shape[0], -1, -1)
-        for _ in range(n.bit_length()):
+        for _ in _doublings(n):
             on_path = on_path | on_path.gather(1, parents[:, :, None].expand_as(on_path))
             parents = parents.gather(1, parents)
         return on_path.flatten(0, 1)[nodes.request * (n + 1) + nodes.node, 1:]
@@ -130,7 +130,7 @@ class Drafts(NamedTuple):
         again = alike.tril(-1).any(dim=-1)  # an earlier sibling is the same token
         holds = (tokens.gather(1, before) == ids) & (ids >= 0) & sound & ~again
         on_path = torch.cat([torch.ones_like(holds[:, :1]), holds], dim=1) if ids.shape[1] else torch.ones_like(tokens).bool()
-        for _ in range(ids.shape[1].bit_length()):  # as far back again in every round
+        for _ in _doublings(ids.shape[1]):  # as far back again in every round
             on_path = on_path & on_path.gather(1, parents)
             parents = parents.gather(1, parents)
         numbers = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
@@ -219,6 +219,14 @@ def _present(token_ids: Tensor, parents: Tensor | None) -> Tensor:
     return torch.where(there if parents is not None else there.cumprod(dim=1).bool(), token_ids, -1)
 
 
+def _doublings(n: int) -> range:
+    """How many times pointers are doubled until each of n drafts points at the root. More times change nothing, so a compiler
+    that does not know n makes one graph for up to 63 drafts, and one for more."""
+    if is_symbolic(n):
+        return range(6 if n < 64 else NO_TOKEN.bit_length())
+    return range(n.bit_length())
+
+
 def _tree(parents: Tensor | None) -> Tree | None:
     """Of (B, n): a draft's number, or -1 for the root."""
     if parents is None:
@@ -229,7 +237,7 @@ def _tree(parents: Tensor | None) -> Tree | None:
     nodes = torch.nn.functional.pad(before, (1, 0))
     depth = torch.nn.functional.pad(torch.ones_like(before), (1, 0))
     above = nodes
-    for _ in range(n.bit_length()):  # as far again in every round
+    for _ in _doublings(n):  # as far again in every round
         depth = depth + depth.gather(1, above)
         above = above.gather(1, above)
     return Tree(nodes, depth, sound)

@@ -79,7 +79,7 @@ def sample_from_logits(
     offsets = integers("offset", offset, batch, device)
     if batch > 1 and not (isinstance(seeds, Tensor) or isinstance(offsets, Tensor) or torch.compiler.is_compiling()):
         say_that_noise_is_shared(batch, greedy=not isinstance(temperatures, Tensor) and temperatures < GREEDY_BELOW)
-    asked = asked_of(request, Problem(batch, vocab, tokens, device, num_samples))
+    asked = asked_of(request, Problem(batch, vocab, tokens, device, num_samples), sample_from_logits)
     step = Step(logits, logits, temperatures, seeds, offsets, num_samples, tokens, asked=asked, logits=logits)
     return output_of(ops.sample(step, impl or ""), batch, num_samples, asked, request.get("token_counts"))
 

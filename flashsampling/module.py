@@ -1,5 +1,6 @@
 """``LMHeadSampler``: what replaces a model's ``lm_head`` and sampler."""
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex
 
@@ -8,7 +9,7 @@ from torch import Tensor, nn
 
 from .api import SampleOutput, check_impl, check_tensor_parallel, check_vocab_size, check_weight, count_left_out, sample
 from .parameters import Integers, Reals, dimensions, finite, index_of, integer, integers, real, reals
-from .requests import soft_cap_of
+from .requests import Request, soft_cap_of, unexpected
 from .verification import VerifyOutput, verify
 
 if TYPE_CHECKING:
@@ -16,7 +17,9 @@ if TYPE_CHECKING:
 
     from .distributed import TensorParallel
     from .integrations.transformers.head import HeadPlace
-    from .requests import Request
+
+
+_SET_ONCE = ("weight", "vocab_size", "impl", "tp")  # arguments of ``sample`` that no call of a sampler takes
 
 
 class _Rows(NamedTuple):
@@ -127,7 +130,12 @@ class LMHeadSampler(nn.Module):
     def _adopt(self, lm_head: nn.Linear | Tensor, max_batch_size: SupportsIndex) -> int:
         """Takes the head, if it and the arguments that come with it fit. ``max_batch_size`` as an int."""
         if not isinstance(lm_head, (nn.Linear, Tensor)):
-            raise TypeError(f"lm_head must be an nn.Linear or its weight, got {type(lm_head).__name__}")
+            hint = ""
+            if hasattr(lm_head, "get_output_embeddings"):
+                hint = "; use LMHeadSampler.from_model(model)"
+            elif isinstance(getattr(lm_head, "weight", None), Tensor):
+                hint = "; pass its .weight"
+            raise TypeError(f"lm_head must be an nn.Linear or its weight, got {type(lm_head).__name__}{hint}")
         weight = lm_head if isinstance(lm_head, Tensor) else lm_head.weight
         check_weight(weight, 1 if self.tp is None else 0)
         if weight.is_meta:
@@ -320,6 +328,7 @@ class LMHeadSampler(nn.Module):
             )
         except BaseException as error:
             count_left_out(self.tp, error)
+            self._check_names(error, request, LMHeadSampler.forward)
             raise
         offsets.add_(1)
         return out
@@ -354,9 +363,25 @@ class LMHeadSampler(nn.Module):
             out = verify(hidden_states, self.weight, draft_token_ids, **own, **self._with_the_head_s(options))
         except BaseException as error:
             count_left_out(self.tp, error)
+            self._check_names(error, options, verify)
             raise
         offsets.add_(out.num_emitted)
         return out
+
+    def _check_names(self, error: BaseException, given: Mapping[str, Any], function: Callable[..., Any]) -> None:
+        """TypeError in place of another one for an argument that ``function`` does not take from the sampler's caller."""
+        if not isinstance(error, TypeError):
+            return
+        for name in given:
+            if name in ("seed", "offset"):
+                raise TypeError(
+                    f"{name} must not be given to a call: the sampler keeps seeds and offsets per row; set them by "
+                    "LMHeadSampler(..., seed=...) or sampler.reset(seed=..., offset=..., rows=...)"
+                ) from None
+            if name in _SET_ONCE:
+                raise TypeError(f"{name} must not be given to a call: the sampler has it, from its constructor") from None
+            if name not in Request.__annotations__ and name not in inspect.signature(function).parameters:
+                raise unexpected(name, function, ("seed", "offset", *_SET_ONCE)) from None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "LMHeadSampler":
         super()._apply(fn, recurse)

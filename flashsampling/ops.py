@@ -39,6 +39,7 @@ from .backends import BACKENDS, Backend, named, tried_on
 from .exchange import WHOLE, Shard
 from .impl import rejection
 from .noise import Stream
+from .parameters import is_symbolic
 from .step import PLAIN, Asked, Drafted, Drawn, Step, layout
 from .torch_internals import dispatch_modes, function_modes, functorch_is_active, tracing_state
 
@@ -65,11 +66,17 @@ _ASKED = (
     ("min_p", "row float"),
     ("joint_top_p", "row SymInt"),
     ("logprobs", "bool"),
-    ("top_logprobs", "int"),
+    ("top_logprobs", "SymInt"),
     ("logprob_ids", "Tensor?"),
     ("logsumexp", "bool"),
     ("seen", "Tensor?"),
 )
+
+# Overloads for numbers that Dynamo traces as symbols and that no row parameter is: tensors () on the CPU take their place. A CUDA
+# graph would keep the values that they had when it was captured, so these operators stay out of it.
+_ON_HOST = "_on_host"  # suffix of such a tensor's name
+_OF_HOST = ", ".join(f"Tensor? {name}{_ON_HOST}=None" for name, kind in _ASKED if kind == "float")
+_UNSAFE = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
 
 
 def _asked_schema() -> str:
@@ -104,26 +111,53 @@ for _schema in (
     f"recover({_EITHER}, Tensor draft_rows, *, {_asked_schema()}) -> Tensor",
 ):
     _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
+    if "exported" not in _schema:
+        _schema = _schema.replace("(", ".on_host(", 1).replace(") ->", f", {_OF_HOST}) ->")
+        _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag, *_UNSAFE))
 
 
 def _taken_apart(step: Step) -> list[Any]:
     """A step as the schemas have it, up to ``num_samples``."""
     arguments: list[Any] = [step.hidden_states, step.weight] if step.logits is None else [step.logits]
     for name, kind in _ROW_PARAMETERS:
-        value = getattr(step, name)
+        value = _row(getattr(step, name), step.hidden_states)
         arguments += (value, 0.0 if kind == "float" else 0) if isinstance(value, Tensor) else (None, value)
     return [*arguments, int(step.asked.stream), step.num_samples]
 
 
-def _asked_apart(asked: Asked) -> dict[str, Any]:
+def _asked_apart(step: Step) -> dict[str, Any]:
     """What is asked for, as the schemas' keywords have it."""
+    asked = step.asked
     if asked is PLAIN:
         return {}
-    rows = {name for name, kind in _ASKED if kind.startswith("row ")}
-    values = {name: getattr(asked, name) for name in asked.names() if name != "stream"}
-    if asked.seen is not None:
-        values["seen"] = asked.seen
-    return {name + "_value" * (name in rows and not isinstance(value, Tensor)): value for name, value in values.items()}
+    kinds = dict(_ASKED)
+    apart: dict[str, Any] = {} if asked.seen is None else {"seen": asked.seen}
+    for name in asked.names():
+        value = getattr(asked, name)
+        if name == "stream":
+            continue
+        if kinds[name] == "float" and is_symbolic(value):
+            apart[name + _ON_HOST] = torch.ones((), dtype=torch.float64, device="cpu") * value
+        elif kinds[name].startswith("row ") and not isinstance(value := _row(value, step.hidden_states), Tensor):
+            apart[name + "_value"] = value
+        else:
+            apart[name] = value
+    return apart
+
+
+def _row(value: Any, states: Tensor) -> Any:
+    """A row parameter, where Dynamo traces a float as a symbol a tensor (B,) of it.
+
+    AOTAutograd makes a constant, and so a graph for each value, of every float that reaches an operator other than torch's own
+    arithmetic (``torch.fx.passes._tensorify_python_scalars``); ``torch.full`` is not among them, a product is.
+    """
+    if isinstance(value, float) and is_symbolic(value):
+        return torch.ones(states.shape[0], dtype=torch.float32, device=states.device) * value
+    return value
+
+
+def _overload(operator: Any, asked: dict[str, Any]) -> Any:
+    return operator.on_host if any(name.endswith(_ON_HOST) for name in asked) else operator.default
 
 
 def _put_together(
@@ -144,7 +178,7 @@ def _put_together(
         num_samples=num_samples,
         vocab_size=vocab_size,
         shard=shard,
-        asked=_asked_together(stream, asked),
+        asked=_asked_together(stream, _from_host(asked)),
         logits=logits,
     )
 
@@ -153,6 +187,13 @@ def _drafted_together(asked: dict[str, Any]) -> Drafted | None:
     """The drafts among the keywords, which are taken out."""
     parts = [asked.pop(name, None) for name in _DRAFTED]
     return None if parts[0] is None else Drafted(*parts)
+
+
+def _from_host(asked: dict[str, Any]) -> dict[str, Any]:
+    """Numbers in place of the tensors on the CPU. Nothing waits for a device."""
+    tensors = {name for name, value in asked.items() if name.endswith(_ON_HOST) and value is not None}
+    kept = {name: value for name, value in asked.items() if not name.endswith(_ON_HOST)}
+    return kept | {name.removesuffix(_ON_HOST): asked[name].item() for name in tensors}
 
 
 def _asked_together(stream: int, asked: dict[str, Any]) -> Asked:
@@ -298,7 +339,8 @@ def _fake_of(matrices: int) -> Callable[..., tuple[Tensor, Tensor]]:
         if drafted is not None:
             empty = states.new_empty(0, dtype=torch.float32)
             return states.new_empty(2 * drafted.token_ids.shape[0], dtype=torch.int64), empty
-        there = layout(states.shape[0], num_samples, _asked_together(stream, asked))
+        beside = {name: value for name, value in asked.items() if not name.endswith(_ON_HOST)}
+        there = layout(states.shape[0], num_samples, _asked_together(stream, beside))
         values = states.new_empty(there.num_values, dtype=torch.float32)
         return states.new_empty(there.num_ids, dtype=torch.int64), values
 
@@ -336,6 +378,11 @@ for _name, _function, _fake in (
     ("sample_sharded.exported", _operate_sharded, _fake_of(2)),
     ("accept", _accept, _fake_accept),
     ("recover", _recover, _fake_recover),
+    ("sample.on_host", _operate, _fake_of(2)),
+    ("sample_from_logits.on_host", _operate_on_logits, _fake_of(1)),
+    ("sample_sharded.on_host", _operate_sharded, _fake_of(2)),
+    ("accept.on_host", _accept, _fake_accept),
+    ("recover.on_host", _recover, _fake_recover),
 ):
     _library.impl(_name, _function, "CompositeExplicitAutograd")
     _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")  # values have no gradient, whoever's weight has one
@@ -363,23 +410,23 @@ def sample(step: Step, impl: str) -> Drawn:
     """A step of a whole weight, or of logits; ``impl`` may be "": chosen here."""
     if _nobody_looks(step):
         return _sample(step, impl)
-    operators = torch.ops.flashsampling
-    operator = operators.sample.default if step.logits is None else operators.sample_from_logits.default
-    return Drawn(*operator(*_taken_apart(step), step.vocab_size, impl, **_asked_apart(step.asked)))
+    operators, asked = torch.ops.flashsampling, _asked_apart(step)
+    operator = _overload(operators.sample if step.logits is None else operators.sample_from_logits, asked)
+    return Drawn(*operator(*_taken_apart(step), step.vocab_size, impl, **asked))
 
 
 def sample_sharded(step: Step, tp: Any) -> Drawn:
     """A step of the open ``TensorParallel`` ``tp``, whose ``part`` it is of."""
     if _nobody_looks(step):
         return _sample_sharded(step, registry.find(tp.name))
-    arguments, asked = _taken_apart(step), _asked_apart(step.asked)
+    arguments, asked = _taken_apart(step), _asked_apart(step)
     if step.drafted is not None:
         asked |= {name: part for name, part in zip(_DRAFTED, step.drafted) if part is not None}
     if step.alike is not None:
         asked["alike"] = step.alike
     if torch.compiler._is_exporting_flag:  # is_exporting() says so in every torch.compile of torch 2.8
         return Drawn(*_exported(*arguments, tp.name, **asked))
-    return Drawn(*torch.ops.flashsampling.sample_sharded.default(*arguments, tp.name, tp.order, **asked))
+    return Drawn(*_overload(torch.ops.flashsampling.sample_sharded, asked)(*arguments, tp.name, tp.order, **asked))
 
 
 def _either(step: Step) -> list[Any]:
@@ -390,10 +437,13 @@ def _either(step: Step) -> list[Any]:
 
 def accept(step: Step, draft_token_ids: Tensor, draft_probs: Tensor | None) -> Tensor:
     """``impl/rejection``'s, for compilers one node."""
-    return torch.ops.flashsampling.accept.default(*_either(step), draft_token_ids, draft_probs, **_asked_apart(step.asked))
+    asked = _asked_apart(step)
+    operator = _overload(torch.ops.flashsampling.accept, asked)
+    return operator(*_either(step), draft_token_ids, draft_probs, **asked)
 
 
 def recover(step: Step, draft_token_ids: Tensor, draft_probs: Tensor | None, draft_rows: Tensor) -> Tensor:
     """``impl/rejection``'s, for compilers one node."""
-    operator, asked = torch.ops.flashsampling.recover.default, _asked_apart(step.asked)
+    asked = _asked_apart(step)
+    operator = _overload(torch.ops.flashsampling.recover, asked)
     return operator(*_either(step), draft_token_ids, draft_probs, draft_rows, **asked)

@@ -56,7 +56,7 @@ def integers(name: str, value: Integers, batch: int, device: torch.device, also:
         if len(numbers) != 1:
             return _column(name, numbers, batch, device, _INT64)
         return numbers[0]  # type: ignore[no-any-return]
-    if 0 <= value < 2**63:
+    if -(2**63) <= value < 2**63:
         return value  # type: ignore[return-value] # a SymInt is one to whoever takes it
     return _two_s_complement(name, value)
 
@@ -107,7 +107,9 @@ def real(name: str, value: float, check: Callable[[str, float], float]) -> float
     """One number for all rows, which the host knows."""
     if isinstance(value, Tensor):
         raise TypeError(f"{name} must be a number, got Tensor")
-    numbers = [value] if isinstance(value, (torch.SymFloat, torch.SymInt)) else _numbers(name, value, "a number", _real)
+    if isinstance(value, (float, int, torch.SymFloat, torch.SymInt)) and not isinstance(value, bool):
+        return check(name, value)
+    numbers = _numbers(name, value, "a number", _real)
     if len(numbers) != 1:
         raise TypeError(f"{name} must be a number, got {len(numbers)} of them")
     return check(name, numbers[0])
@@ -140,6 +142,15 @@ def integer(name: str, value: SupportsIndex) -> int:
         return value if type(value) is int else _integer(value)
     except TypeError:
         raise TypeError(f"{name} must be an int, got {type(value).__name__}") from None
+
+
+def is_symbolic(value: Any) -> bool:
+    """Whether Dynamo traces a number as a symbol. A comparison of a symbol is a guard: each outcome has a graph of its own."""
+    if not torch.compiler.is_dynamo_compiling() or isinstance(value, Tensor):
+        return False
+    from torch.fx.experimental.symbolic_shapes import has_static_value  # which imports sympy
+
+    return not has_static_value(value)
 
 
 def is_plain(value: Any) -> TypeGuard[Tensor]:

@@ -1,19 +1,36 @@
 """What a request asks for beside one plain draw: arguments of ``sample`` and its like, checked, as ``step.Asked`` has them."""
 
-from collections.abc import Sequence
+import difflib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypedDict
 
 import torch
 from torch import Tensor
 
 from .counts import Counted, TokenCounts, groups_of
-from .parameters import Integers, Reals, above_0, finite, flags, integer, integers, is_plain, kind_of, real, reals, share
+from .parameters import (
+    Integers,
+    Reals,
+    above_0,
+    finite,
+    flags,
+    integer,
+    integers,
+    is_plain,
+    is_symbolic,
+    kind_of,
+    real,
+    reals,
+    share,
+)
 from .step import PLAIN, Asked
 
 MAX_BIASED = 1024  # tokens of a row
 MAX_TOP_LOGPROBS = 20
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _IDS = (torch.int32, torch.int64)
+_OTHER_FORMS = "of a dict d pass (list(d), list(d.values())), of (id, value) pairs tuple(zip(*pairs))"
 _LEAST_CAP = torch.finfo(torch.float32).smallest_normal  # of which the kernels' float32 may make 0: no cap at all
 
 LogitBias: TypeAlias = Tensor | tuple[Any, Any]
@@ -59,18 +76,30 @@ def problem_of(batch: int, rows: int, vocab_size: int, device: torch.device, num
     return Problem(batch, tp.num_rows, tp.vocab_size, device, num_samples, rows)
 
 
-def asked_of(request: Request, problem: Problem) -> Asked:
-    """The request as implementations take it; ``PLAIN`` if it asks for nothing. Raises what ``sample`` documents."""
+def unexpected(name: str, function: Callable[..., Any] | None, left_out: Sequence[str] = ()) -> TypeError:
+    """The error for an argument that ``function`` does not take. ``left_out``: arguments of it that its caller gives."""
+    own = [] if function is None else inspect.signature(function).parameters
+    names = [name for name in own if name not in ("self", "request", *left_out)] + [*Request.__annotations__]
+    alike = [other for other in names if other.startswith(name)] or difflib.get_close_matches(name, names, 1)
+    hint = f"; did you mean {alike[0]}?" if alike else "."
+    taker = "A request" if function is None else function.__name__
+    return TypeError(f"unexpected argument {name!r}{hint} {taker} takes {', '.join(names)}")
+
+
+def asked_of(request: Request, problem: Problem, function: Callable[..., Any] | None = None) -> Asked:
+    """The request as implementations take it; ``PLAIN`` if it asks for nothing. Raises what ``sample`` documents.
+    ``function``: whose arguments these are."""
     for name in request:
         if name not in Request.__annotations__:
-            raise TypeError(f"unexpected argument {name!r}; a request has {', '.join(Request.__annotations__)}")
+            raise unexpected(name, function)
     given = {name: value for name, value in request.items() if value is not None}
     asked: dict[str, Any] = {}
     for name, take in _TAKE.items():
         if name in given:
             asked |= take(name, given[name], problem)
     _with_penalties(asked, given, problem)
-    together = Asked(**asked)
+    # with ``PLAIN``'s own defaults Dynamo sees that they are the same, which are symbols to it with dynamic=True
+    together = PLAIN._replace(**asked) if torch.compiler.is_dynamo_compiling() else Asked(**asked)
     if "joint_top_p" in asked and not together.may_be_joint():  # then there is nothing that top-k kept
         together = together._replace(joint_top_p=PLAIN.joint_top_p)
     return together if together.names() else PLAIN
@@ -81,7 +110,7 @@ def soft_cap_of(value: Any) -> float:
     cap = real("soft_cap", value, finite)
     if cap < 0:
         raise ValueError(f"soft_cap must be at least 0, got {value}")
-    if 0 < cap < _LEAST_CAP:
+    if cap * 2.0**500 * (cap - _LEAST_CAP) < 0:  # between them, by one comparison: it is a guard under torch.compile
         least = f"{_LEAST_CAP:.3g}, the smallest normal float32"
         raise ValueError(f"soft_cap must be 0, for none, or at least {least}, got {value}")
     return cap
@@ -114,11 +143,14 @@ def _logit_bias(name: str, value: Any, problem: Problem) -> dict[str, Any]:
             wanted = f"a tensor ({problem.vocab_size},), for all rows, or ids and values, ({problem.batch}, n) each"
             raise ValueError(f"{name} must be {wanted}, got shape {tuple(value.shape)}")
         return {"dense_bias": _float32(name, value)}
-    if not isinstance(value, (tuple, list)) or len(value) != 2:
-        raise TypeError(f"{name} must be a tensor (V,) or a pair of ids and values, got {type(value).__name__}")
+    several = isinstance(value, (tuple, list)) and len(value) == 2 and not any(isinstance(part, Mapping) for part in value)
+    pairs = isinstance(value, list) and all(isinstance(part, tuple) and len(part) == 2 for part in value)
+    if not several or pairs:
+        got = f"{type(value).__name__}; {_OTHER_FORMS}"
+        raise TypeError(f"{name} must be a tensor (V,) or a pair of ids and values, got {got}")
     ids, values = (_matrix(f"{name}'s {what}", part, problem) for what, part in zip(("ids", "values"), value))
     if ids.dtype not in _IDS:
-        raise TypeError(f"{name}'s ids must be int32 or int64, got {ids.dtype}")
+        raise TypeError(f"{name}'s ids must be int32 or int64, got {ids.dtype}; {_OTHER_FORMS}")
     if ids.shape != values.shape:
         raise ValueError(f"{name}'s ids and values must have the same shape, got {tuple(ids.shape)} and {tuple(values.shape)}")
     if ids.shape[1] > MAX_BIASED:
@@ -150,7 +182,7 @@ def _token_mask(name: str, value: Any, problem: Problem) -> dict[str, Any]:
 
 def _top_k(name: str, value: Any, problem: Problem) -> dict[str, Any]:
     k = integers(name, value, problem.batch, problem.device, also=torch.int32)
-    return {name: k if isinstance(k, Tensor) or 0 < k < problem.vocab_size else PLAIN.top_k}
+    return {name: k if isinstance(k, Tensor) or is_symbolic(k) or 0 < k < problem.vocab_size else PLAIN.top_k}
 
 
 def _share(name: str, value: Any, problem: Problem) -> dict[str, Any]:
@@ -207,7 +239,8 @@ def _with_penalties(asked: dict[str, Any], given: dict[str, Any], problem: Probl
     for name, check in _PENALTIES.items():
         if name in given:
             penalty = reals(name, given[name], problem.batch, problem.device, check)
-            if isinstance(penalty, Tensor) or penalty != getattr(PLAIN, name):
+            known = counts is None or not is_symbolic(penalty)
+            if isinstance(penalty, Tensor) or not known or penalty != getattr(PLAIN, name):
                 if counts is None:
                     raise ValueError(f"token_counts must be given with {name}")
                 asked |= {name: penalty, "counts": counts, "seen": seen}

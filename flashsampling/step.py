@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .exchange import WHOLE, Shard
 from .noise import Stream
+from .parameters import is_symbolic
 
 
 class Rows(NamedTuple):
@@ -59,8 +60,12 @@ class Asked(NamedTuple):
 
     def names(self) -> list[str]:
         """Fields that are not as they are where nothing is asked for, but for ``seen``."""
-        fields = zip(self._fields[:-1], self, PLAIN)
-        return [name for name, value, plain in fields if value is not plain and (isinstance(value, Tensor) or value != plain)]
+        symbolic = is_symbolic if torch.compiler.is_dynamo_compiling() else None  # once, not for every field
+        return [
+            name
+            for name, value, plain in zip(_NAMED, self, PLAIN)
+            if value is not plain and (isinstance(value, Tensor) or (symbolic and symbolic(value)) or value != plain)
+        ]
 
     def filters(self) -> tuple[bool, bool, bool]:
         """Whether a row may have a top-k, a top-p, a min-p."""
@@ -94,6 +99,7 @@ class Asked(NamedTuple):
         return self._replace(**_rows_of(self, (*NUMBERS, *MATRICES, "seen"), first, last))
 
 
+_NAMED = Asked._fields[:-1]  # less ``seen``
 PLAIN = Asked()  # this very object, where nothing is asked for: a call looks no further
 NUMBERS = (  # of all, or one per row
     *("repetition_penalty", "frequency_penalty", "presence_penalty", "top_k", "top_p", "min_p", "joint_top_p"),

@@ -172,7 +172,7 @@ def verify(
     try:
         check_kind("hidden_states", hidden_states)
         given, states = layout("hidden_states", hidden_states, draft_token_ids, cu_draft_lengths, max_draft_length, parents)
-        _, vocab, _ = check_matrices(states, weight, 1 if tp is None else 0)
+        _, vocab, _ = check_matrices(states, weight, 1 if tp is None else 0, "verify_from_logits")
         if tp is not None:
             if seed is None:
                 raise ValueError("seed must be given with tp: all ranks need the same")
@@ -272,7 +272,7 @@ def _verify(
     if batch > 1 and not (isinstance(seeds, Tensor) or isinstance(offsets, Tensor) or torch.compiler.is_compiling()):
         greedy = not isinstance(temperatures, Tensor) and temperatures < GREEDY_BELOW
         say_that_noise_is_shared(batch, greedy, callers=2)
-    asked, masks = asked_at(request, target, given)
+    asked, masks = asked_at(request, target, given, verify if target.weight is not None else verify_from_logits)
     parameters = Parameters(temperatures, seeds, offsets, asked, masks)
     out = VerifyOutput(*(match if method == "match" else reject)(target, given, parameters, probs))
     counts = request.get("token_counts")

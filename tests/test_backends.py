@@ -122,7 +122,7 @@ def test_a_step_is_put_together_as_it_was():
         problem.step(seed=3, asked=Asked(Stream.RECOVERY)),
         problem.step(shard=Shard(64, exchange.PACKED), vocab_size=13),
     ):
-        asked = ops._asked_apart(step.asked)
+        asked = ops._asked_apart(step)
         again = ops._put_together(tuple(ops._taken_apart(step)), asked, step.vocab_size, step.shard)
         assert all(a is b or a == b for a, b in zip(again, step))
         assert (again.asked is PLAIN) == (step.asked is PLAIN)

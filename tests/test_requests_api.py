@@ -49,7 +49,7 @@ BAD = [
     (ValueError, "soft_cap must be 0, for none, or at least 1.18e-38", {"soft_cap": 1e-50}),
     (ValueError, r"logit_bias must be a tensor \(70,\), for all rows, or ids and values, \(3, n\) each, got shape \(3, 70\)", {"logit_bias": torch.zeros(3, 70)}),
     (ValueError, r"logit_bias must be .* got shape \(69,\)", {"logit_bias": torch.zeros(69)}),
-    (TypeError, r"logit_bias must be a tensor \(V,\) or a pair of ids and values, got dict", {"logit_bias": {3: 1.0}}),
+    (TypeError, r"logit_bias must be a tensor \(V,\) or a pair of ids and values, got dict; of a dict d pass", {"logit_bias": {3: 1.0}}),
     (TypeError, "logit_bias's ids must be int32 or int64, got torch.float32", {"logit_bias": ([[0.5]] * 3, [[1.0]] * 3)}),
     (TypeError, "logit_bias's values must be float32, bfloat16 or float16, got torch.complex64", {"logit_bias": ([[1]] * 3, torch.zeros(3, 1) * 1j)}),
     (ValueError, r"logit_bias's ids and values must have the same shape, got \(3, 2\) and \(3, 1\)", {"logit_bias": ([[1, 2]] * 3, [[1.0]] * 3)}),
@@ -96,7 +96,7 @@ BAD = [
     (TypeError, "top_logprobs must be an int, got bool", {"top_logprobs": True}),
     (TypeError, "logprob_ids must be int32 or int64, got torch.float32", {"logprob_ids": torch.ones(3, 2)}),
     (ValueError, r"logprob_ids must have shape \(3, n\), or \(n,\) for all rows, got shape \(2, 2\)", {"logprob_ids": torch.ones(2, 2).long()}),
-    (TypeError, "unexpected argument 'topk'; a request has bias, .*top_k, top_p", {"topk": 5}),
+    (TypeError, "unexpected argument 'topk'; did you mean top_k.* takes .*temperature, seed, .*top_k, top_p", {"topk": 5}),
 ]  # fmt: skip
 
 
@@ -379,7 +379,7 @@ def test_opcheck(impl):
         step = mix.make(batch=3)
         head = mix.of_a_head(step)
         assert not any(ops.sample(one, impl).values.isnan().any() for one in (step, head)), seed
-        asked, operators = ops._asked_apart(step.asked), torch.ops.flashsampling
+        asked, operators = ops._asked_apart(step), torch.ops.flashsampling
         for one, operator in ((step, operators.sample_from_logits.default), (head, operators.sample.default)):
             torch.library.opcheck(operator, (*ops._taken_apart(one), one.vocab_size, impl), asked)
 
@@ -387,10 +387,10 @@ def test_opcheck(impl):
 def test_an_operator_is_passed_only_what_is_asked_for():
     arguments = torch.ops.flashsampling.sample.default._schema.arguments
     assert all(argument.kwarg_only == argument.has_default_value() for argument in arguments)
-    assert ops._asked_apart(PLAIN) == {}
+    assert ops._asked_apart(Mix(0).make()._replace(asked=PLAIN)) == {}
     for seed in range(200):
         step = Mix(seed).make()
-        apart = ops._asked_apart(step.asked)
+        apart = ops._asked_apart(step)
         again = ops._put_together(tuple(ops._taken_apart(step)), apart, step.vocab_size, of_logits=True)
         assert all(a is b or a == b for a, b in zip(again, step) if not isinstance(a, Asked))
         assert all(a is b or a == b for a, b in zip(again.asked, step.asked))

@@ -258,7 +258,7 @@ def taken(processors: Any, do_sample: bool, switch_off: dict[str, str]) -> Taken
     taken, refused = Taken(), []
     seen: dict[str, str] = {}  # stage -> the first processor of it
     for processor in processors:
-        name = type(processor).__name__
+        name = getattr(processor, "__qualname__", type(processor).__name__)  # a function's own
         hint = switch_off.get(name)
         kind = _KINDS.get(type(processor))
         if kind is None:
