@@ -1,6 +1,8 @@
 """What users get wrong, and an error that says so: the argument, what came, and what to do."""
 
 import importlib.util
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -106,7 +108,7 @@ OF_ONE = {
         ],
     ),
 }
-TABLE = {
+TABLE: dict[str, tuple[Callable[..., Any], type[Exception], list[str]]] = {
     f"{call}, {case}": (lambda c=call, o=o: CALLS[c](**o), TypeError, words)
     for case, (o, words) in OF_ALL.items()
     for call in CALLS
