@@ -98,8 +98,13 @@ def test_ten_values_of_every_number_are_two_graphs(call, dynamic):
     if "draft_token_ids" in inspect.signature(function).parameters:
         names.remove("top_logprobs")  # which verify has not
     torch._dynamo.reset()
+
     # AOTAutograd, as Inductor has it, makes constants of numbers that Dynamo leaves
-    backend = aot_autograd(fw_compiler=lambda graph, _: [graphs.append(graph), graph][1])
+    def keep(graph, _):
+        graphs.append(graph)
+        return graph
+
+    backend = aot_autograd(fw_compiler=keep)
     compiled, eager = torch.compile(make(), fullgraph=True, dynamic=dynamic, backend=backend), make()
     for time in range(TIMES):
         numbers = {name: NUMBERS[name][time] for name in names}
