@@ -262,7 +262,7 @@ class LMHeadSampler(nn.Module):
         except Exception as error:
             self.tp.broadcast(None, error)  # and raises it
             raise
-        return _Rows(*self.tp.broadcast(tuple(rows), alike={count: rows.seeds.shape[0]}))
+        return _Rows(*self.tp.broadcast(rows, alike={count: rows.seeds.shape[0]}))
 
     def _draw_seeds(self, seed: Integers | None, count: int) -> Tensor:
         generator = None

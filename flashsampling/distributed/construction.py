@@ -166,15 +166,16 @@ class Construction:
             failure = meet.failure_of(phase, said)
             raise failure.error(meet.who(failure.rank), seconds)
         made: Any = self.made
-        bound = max(seconds, _LEAST_TO_CONNECT[made.name])
+        bound = max(seconds, _LEAST_TO_CONNECT[self.transport])
 
         def connect() -> None:
             # in a thread: another rank may fail just now, and NCCL waits for one that is dead without a bound that is ours
-            connecting, until = DeviceThread(functools.partial(made.connect, bound), device), time.monotonic() + bound
+            first_message = functools.partial(made.connect, bound) if isinstance(made, Gloo) else made.connect
+            connecting, until = DeviceThread(first_message, device), time.monotonic() + bound
             while not connecting.ends_within(_LOOK_FOR_FAILURE):
                 if meet.over():  # the exchange behind this raises why
                     return
-                if made.name == "nccl" and time.monotonic() > until:
+                if isinstance(made, Nccl) and time.monotonic() > until:
                     raise TimeoutError(f"NCCL did not connect the ranks within {bound:g} s")
             connecting.result()
 

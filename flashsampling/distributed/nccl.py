@@ -115,9 +115,8 @@ class Nccl:
         self._woken, self._closed, self._everybody = threading.Event(), threading.Event(), False
         self._watcher = threading.Thread(target=self._watch, name="flashsampling nccl", daemon=True)
 
-    def connect(self, bound: float) -> None:
-        """A first all-gather, in which NCCL makes its communicator, and then the thread. Blocks until all ranks do it: whoever
-        calls looks at the bound, in seconds."""
+    def connect(self) -> None:
+        """A first all-gather, in which NCCL makes its communicator, and then the thread. Blocks until all ranks do it."""
         gather_flat(self._messages, self._message, self._group)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # this may be another thread and stream than the one that made the buffers
