@@ -180,7 +180,7 @@ def sample(
     or an array holds is checked, and copied to the device in every call; the host waits for that, and no CUDA graph can capture
     it. Tensors on the device are read by the kernel alone: a row whose ``top_p`` or ``min_p`` is NaN there gives -1.
 
-    ``torch.compile`` makes at most two graphs for all values of a number; the integers 0 and 1 have graphs of their own. A
+    ``torch.compile`` makes at most two graphs for all values of a number, but for the integers 0 and 1, which have their own. A
     number that changes is a tensor in such a graph: a value that switches its parameter off costs what the parameter costs.
 
     Returns:

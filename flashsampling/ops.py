@@ -72,8 +72,8 @@ _ASKED = (
     ("seen", "Tensor?"),
 )
 
-# Overloads for numbers that Dynamo traces as symbols and that are no row parameters: tensors () on the CPU take their place.
-# A CUDA graph would keep the values that they had when it was captured, so these operators stay out of it.
+# Overloads whose scale and soft cap are tensors () on the CPU, for numbers that Dynamo traces as symbols. A CUDA graph would
+# keep the values that it was captured with, so these operators stay out of it.
 _ON_HOST = "_on_host"  # suffix of such a tensor's name
 _OF_HOST = ", ".join(f"Tensor? {name}{_ON_HOST}=None" for name, kind in _ASKED if kind == "float")
 _UNSAFE = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()

@@ -13,6 +13,7 @@ from typing import Any, Protocol, SupportsIndex, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
@@ -146,7 +147,7 @@ def integer(name: str, value: SupportsIndex) -> int:
 
 def is_symbolic(value: Any) -> bool:
     """Whether Dynamo traces a number as a symbol. A comparison of a symbol is a guard: each outcome has a graph of its own."""
-    if not torch.compiler.is_dynamo_compiling() or isinstance(value, Tensor):
+    if not is_dynamo_compiling() or isinstance(value, Tensor):
         return False
     from torch.fx.experimental.symbolic_shapes import has_static_value  # which imports sympy
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, TypeAlias, TypedDict
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from .counts import Counted, TokenCounts, groups_of
 from .parameters import (
@@ -58,6 +59,9 @@ class Request(TypedDict, total=False):
     return_logsumexp: bool
 
 
+_NAMES = Request.__annotations__
+
+
 class Problem(NamedTuple):
     """What the arguments have to fit."""
 
@@ -79,7 +83,7 @@ def problem_of(batch: int, rows: int, vocab_size: int, device: torch.device, num
 def unexpected(name: str, function: Callable[..., Any] | None, left_out: Sequence[str] = ()) -> TypeError:
     """The error for an argument that ``function`` does not take. ``left_out``: arguments of it that its caller gives."""
     own = [] if function is None else inspect.signature(function).parameters
-    names = [name for name in own if name not in ("self", "request", *left_out)] + [*Request.__annotations__]
+    names = [name for name in own if name not in ("self", "request", *left_out)] + [*_NAMES]
     alike = [other for other in names if other.startswith(name)] or difflib.get_close_matches(name, names, 1)
     hint = f"; did you mean {alike[0]}?" if alike else "."
     taker = "A request" if function is None else function.__name__
@@ -90,7 +94,7 @@ def asked_of(request: Request, problem: Problem, function: Callable[..., Any] | 
     """The request as implementations take it; ``PLAIN`` if it asks for nothing. Raises what ``sample`` documents.
     ``function``: whose arguments these are."""
     for name in request:
-        if name not in Request.__annotations__:
+        if name not in _NAMES:
             raise unexpected(name, function)
     given = {name: value for name, value in request.items() if value is not None}
     asked: dict[str, Any] = {}
@@ -99,7 +103,7 @@ def asked_of(request: Request, problem: Problem, function: Callable[..., Any] | 
             asked |= take(name, given[name], problem)
     _with_penalties(asked, given, problem)
     # with ``PLAIN``'s own defaults Dynamo sees that they are the same, which are symbols to it with dynamic=True
-    together = PLAIN._replace(**asked) if torch.compiler.is_dynamo_compiling() else Asked(**asked)
+    together = PLAIN._replace(**asked) if is_dynamo_compiling() else Asked(**asked)
     if "joint_top_p" in asked and not together.may_be_joint():  # then there is nothing that top-k kept
         together = together._replace(joint_top_p=PLAIN.joint_top_p)
     return together if together.names() else PLAIN

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from .exchange import WHOLE, Shard
 from .noise import Stream
@@ -60,7 +61,7 @@ class Asked(NamedTuple):
 
     def names(self) -> list[str]:
         """Fields that are not as they are where nothing is asked for, but for ``seen``."""
-        symbolic = is_symbolic if torch.compiler.is_dynamo_compiling() else None  # once, not for every field
+        symbolic = is_symbolic if is_dynamo_compiling() else None  # once, not for every field
         return [
             name
             for name, value, plain in zip(_NAMED, self, PLAIN)

@@ -11,6 +11,7 @@ from torch._dynamo.backends.common import aot_autograd
 from flashsampling import LMHeadSampler, sample, sample_from_logits, verify, verify_from_logits
 from flashsampling.requests import Request
 
+pytestmark = pytest.mark.filterwarnings("ignore:one seed and one offset")
 BATCH, VOCAB, DIM, DRAFTS, TIMES = 3, 90, 8, 12, 10
 
 
@@ -100,11 +101,11 @@ def test_ten_values_of_every_number_are_two_graphs(call, dynamic):
     torch._dynamo.reset()
 
     # AOTAutograd, as Inductor has it, makes constants of numbers that Dynamo leaves
-    def keep(graph, _):
+    def noted(graph, _):
         graphs.append(graph)
         return graph
 
-    backend = aot_autograd(fw_compiler=keep)
+    backend = aot_autograd(fw_compiler=noted)
     compiled, eager = torch.compile(make(), fullgraph=True, dynamic=dynamic, backend=backend), make()
     for time in range(TIMES):
         numbers = {name: NUMBERS[name][time] for name in names}

@@ -1,5 +1,6 @@
 """What users get wrong, and an error that says so: the argument, what came, and what to do."""
 
+import functools
 import importlib.util
 from collections.abc import Callable
 from typing import Any
@@ -45,7 +46,7 @@ SAMPLERS = [name for name in CALLS if name.startswith(("forward", "LMHead"))]
 KEPT = "the sampler keeps seeds and offsets per row; set them by LMHeadSampler(..., seed=...) or sampler.reset(seed=..., "
 FORMS = "of a dict d pass (list(d), list(d.values())), of (id, value) pairs tuple(zip(*pairs))"
 PAIR = "logit_bias must be a tensor (V,) or a pair of ids and values, got "
-OF_ALL = {  # of every call: arguments, and the words of a TypeError
+OF_ALL: dict[str, tuple[dict[str, Any], list[str]]] = {  # of every call: arguments, and the words of a TypeError
     "topk": ({"topk": 5}, ["unexpected argument 'topk'; did you mean top_k?", *Request.__annotations__]),
     "temp": ({"temp": 0.5}, ["unexpected argument 'temp'; did you mean temperature?", *Request.__annotations__]),
     "top-p": ({"Top_P": 0.5}, ["unexpected argument 'Top_P'; did you mean top_p?"]),
@@ -59,7 +60,7 @@ OF_ALL = {  # of every call: arguments, and the words of a TypeError
     "a tuple of pairs": ({"logit_bias": ((3, 1.0), (4, 2.0))}, ["logit_bias's ids must be int32 or int64, got", FORMS]),
     "a dict a row": ({"logit_bias": [{3: 1.0}, {4: 1.0}]}, [PAIR + "list; " + FORMS]),
 }
-OF_SAMPLERS = {
+OF_SAMPLERS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "seed": ({"seed": 3}, ["seed must not be given to a call: " + KEPT]),
     "offset": ({"offset": 3}, ["offset must not be given to a call: " + KEPT]),
     "impl": ({"impl": "reference"}, ["impl must not be given to a call: the sampler has it, from its constructor"]),
@@ -108,16 +109,11 @@ OF_ONE = {
         ],
     ),
 }
-TABLE: dict[str, tuple[Callable[..., Any], type[Exception], list[str]]] = {
-    f"{call}, {case}": (lambda c=call, o=o: CALLS[c](**o), TypeError, words)
-    for case, (o, words) in OF_ALL.items()
-    for call in CALLS
-}
-TABLE |= {
-    f"{call}, {case}": (lambda c=call, o=o: CALLS[c](**o), TypeError, words)
-    for case, (o, words) in OF_SAMPLERS.items()
-    for call in SAMPLERS
-}
+TABLE: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {}
+for _calls, _cases in ((CALLS, OF_ALL), (SAMPLERS, OF_SAMPLERS)):
+    for _call in _calls:
+        for _case, (_options, _words) in _cases.items():
+            TABLE[f"{_call}, {_case}"] = functools.partial(CALLS[_call], **_options), TypeError, _words
 TABLE |= OF_ONE
 
 
@@ -131,11 +127,8 @@ def _without_triton(call):
 
 
 TRITON = ["impl='triton' cannot do this: triton is not installed (the extra triton: pip install '.[triton]' from a checkout)"]
-TABLE |= {
-    f"{call}, without Triton": (lambda c=call: _without_triton(CALLS[c]), ValueError, TRITON)
-    for call in CALLS
-    if call not in SAMPLERS
-}
+for _call in sorted(CALLS.keys() - set(SAMPLERS)):
+    TABLE[f"{_call}, without Triton"] = functools.partial(_without_triton, CALLS[_call]), ValueError, TRITON
 TABLE["a sampler without Triton"] = (
     lambda: _without_triton(lambda impl: LMHeadSampler(WEIGHT, max_batch_size=BATCH, impl=impl)(STATES)),
     ValueError,

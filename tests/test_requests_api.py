@@ -46,7 +46,7 @@ BAD = [
     (TypeError, "logit_scale must be a number, got Tensor", {"logit_scale": torch.tensor([1.0], device="meta")}),
     (ValueError, "soft_cap must be at least 0, got -1", {"soft_cap": -1}),
     (ValueError, "soft_cap must be finite, got nan", {"soft_cap": float("nan")}),
-    (ValueError, "soft_cap must be 0, for none, or at least 1.18e-38", {"soft_cap": 1e-50}),
+    (ValueError, "soft_cap must be 0, for none, or at least 1.18e-38", {"soft_cap": 5e-324}),
     (ValueError, r"logit_bias must be a tensor \(70,\), for all rows, or ids and values, \(3, n\) each, got shape \(3, 70\)", {"logit_bias": torch.zeros(3, 70)}),
     (ValueError, r"logit_bias must be .* got shape \(69,\)", {"logit_bias": torch.zeros(69)}),
     (TypeError, r"logit_bias must be a tensor \(V,\) or a pair of ids and values, got dict; of a dict d pass", {"logit_bias": {3: 1.0}}),
