@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from flashsampling.step import Step
+from flashsampling.inputs import SampleInputs
 
 NAME = "flashsampling_before"
 _scratch = tempfile.TemporaryDirectory(prefix="before-")  # until the process ends
@@ -33,19 +33,19 @@ def import_before(checkout: Path) -> ModuleType:
     return importlib.import_module(NAME)
 
 
-def step_before(checkout: Path, step: Step) -> Any:
+def step_before(checkout: Path, step: SampleInputs) -> Any:
     """A step of a whole vocabulary and no drafts, as that package has it."""
-    theirs = importlib.import_module(f"{import_before(checkout).__name__}.step")
-    asked = step.asked._asdict()
-    if "seen" not in theirs.Asked._fields:  # it changes no token
-        del asked["seen"]
-    fields = step._asdict() | {"asked": theirs.Asked(**asked) if step.asked.names() else theirs.PLAIN}
-    for name in ("shard", "drafted", "alike"):  # as by default
+    theirs = importlib.import_module(f"{import_before(checkout).__name__}.inputs")
+    params = step.params._asdict()
+    if "seen" not in theirs.SamplingParams._fields:  # it changes no token
+        del params["seen"]
+    fields = step._asdict() | {"params": theirs.SamplingParams(**params) if step.params.names() else theirs.DEFAULT_PARAMS}
+    for name in ("shard", "drafted", "draft_hash"):  # as by default
         del fields[name]
-    return theirs.Step(**fields)
+    return theirs.SampleInputs(**fields)
 
 
-def sample_before(checkout: Path, step: Step, impl: str) -> Any:
+def sample_before(checkout: Path, step: SampleInputs, impl: str) -> Any:
     """What that package draws for such a step."""
     ops = importlib.import_module(f"{import_before(checkout).__name__}.ops")
     return ops.sample(step_before(checkout, step), impl)

@@ -17,8 +17,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from flashsampling.distributed import TensorParallel, shard_lm_head
-from flashsampling.impl.cute import config, kernel, launch
+from flashsampling.kernels.hopper import config, kernel, launch
+from flashsampling.tensor_parallel import TensorParallel, shard_lm_head
 
 from .sample import make_problem
 from .timing import machine

@@ -19,9 +19,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from flashsampling.impl.triton.logits import run
-from flashsampling.step import PLAIN, Asked, Step
-from tests.test_triton_logits import check
+from flashsampling.inputs import DEFAULT_PARAMS, SampleInputs, SamplingParams
+from flashsampling.kernels.triton.filtered.dispatch import run
+from tests.kernels.triton.test_filtered import check
 
 from .before import import_before, step_before
 from .timing import interleaved_medians, machine, read_bandwidth
@@ -67,17 +67,17 @@ def filled(
     return out
 
 
-def requests(batch: int) -> dict[str, Asked]:
+def requests(batch: int) -> dict[str, SamplingParams]:
     """What is asked for, a value for every row, as a server has them."""
 
     def rows(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.full((batch,), value, dtype=dtype, device="cuda")
 
     return {
-        "unfiltered": PLAIN,
-        "top-k top-p": Asked(top_k=rows(TOP_K, torch.int64), top_p=rows(TOP_P)),
-        "top-p": Asked(top_p=rows(TOP_P)),
-        "min-p": Asked(min_p=rows(MIN_P)),
+        "unfiltered": DEFAULT_PARAMS,
+        "top-k top-p": SamplingParams(top_k=rows(TOP_K, torch.int64), top_p=rows(TOP_P)),
+        "top-p": SamplingParams(top_p=rows(TOP_P)),
+        "min-p": SamplingParams(min_p=rows(MIN_P)),
     }
 
 
@@ -115,14 +115,14 @@ def repeated(step: Callable[[], Any]) -> Callable[[], Any]:
     return several
 
 
-def run_before(checkout: Path) -> Callable[[Step], Any]:
+def run_before(checkout: Path) -> Callable[[SampleInputs], Any]:
     """What another checkout runs for a step."""
-    launch = importlib.import_module(f"{import_before(checkout).__name__}.impl.triton.logits")
+    launch = importlib.import_module(f"{import_before(checkout).__name__}.kernels.triton.filtered.dispatch")
     return lambda step: launch.run(step_before(checkout, step))
 
 
 def _rows(
-    logits: Tensor, wanted: list[str], before: Callable[[Step], Any] | None, rounds: int, read_tb_s: float
+    logits: Tensor, wanted: list[str], before: Callable[[SampleInputs], Any] | None, rounds: int, read_tb_s: float
 ) -> list[dict[str, Any]]:
     """Of every request that is wanted: the correctness gate, then the times."""
     (batch, vocab), device = logits.shape, logits.device
@@ -130,10 +130,10 @@ def _rows(
     seed = torch.randint(-(2**63), 2**63 - 1, (batch,), device=device)
     theirs = peers(logits.float())
     steps: dict[str, Callable[[], Any]] = {}
-    for name, asked in requests(batch).items():
+    for name, params in requests(batch).items():
         if name not in wanted:
             continue
-        step = Step(logits, logits, temperature, seed, offset, 1, vocab, asked=asked, logits=logits)
+        step = SampleInputs(logits, logits, temperature, seed, offset, 1, vocab, params=params, logits=logits)
         some = check(step.part(0, min(batch, CHECKED))).ids
         assert torch.equal(run(step).ids[: len(some)], some), f"{name}: a row depends on its batch"
         steps[f"ours {name}"] = repeated(functools.partial(run, step))

@@ -18,16 +18,15 @@ from rich.table import Table
 from torch import Tensor
 
 from flashsampling import ops
-from flashsampling.step import Asked, Step
-from tests.test_triton_logits import agrees
+from flashsampling.inputs import SampleInputs, SamplingParams
+from tests.kernels.triton.test_filtered import agrees
 
 from .from_logits import TOP_K, TOP_P, filled, spectrum, spectrum_source
 from .requests import CHECKED, HEADS, compile_together, head_of
-from .timing import Step as Call
-from .timing import interleaved_medians, machine
+from .timing import Call, interleaved_medians, machine
 
 
-def hard_requests(batch: int, vocab: int) -> dict[str, tuple[str, Asked]]:
+def hard_requests(batch: int, vocab: int) -> dict[str, tuple[str, SamplingParams]]:
     """Of which head, and what is asked for, a value for every row."""
     generator = torch.Generator().manual_seed(0)
 
@@ -35,29 +34,31 @@ def hard_requests(batch: int, vocab: int) -> dict[str, tuple[str, Asked]]:
         return torch.tensor(values, dtype=dtype)[torch.randint(0, len(values), (batch,), generator=generator)].cuda()
 
     counts = functools.partial(rows, dtype=torch.int64)
-    mixed = Asked(top_k=counts(vocab, 1, 20, 50, 1000), top_p=rows(1.0, 0.5, 0.9, 0.95, 0.999), min_p=rows(0.0, 0.0, 0.02, 0.1))
+    mixed = SamplingParams(
+        top_k=counts(vocab, 1, 20, 50, 1000), top_p=rows(1.0, 0.5, 0.9, 0.95, 0.999), min_p=rows(0.0, 0.0, 0.02, 0.1)
+    )
     return {
-        "top-k 1000, top-p": ("spectrum", Asked(top_k=counts(1000), top_p=rows(TOP_P))),
-        "top-k 20, top-p 0.95 of all": ("spectrum", Asked(top_k=counts(20), top_p=rows(0.95), joint_top_p=1)),
-        "top-p 0.999": ("spectrum", Asked(top_p=rows(0.999))),
+        "top-k 1000, top-p": ("spectrum", SamplingParams(top_k=counts(1000), top_p=rows(TOP_P))),
+        "top-k 20, top-p 0.95 of all": ("spectrum", SamplingParams(top_k=counts(20), top_p=rows(0.95), joint_top_p=1)),
+        "top-p 0.999": ("spectrum", SamplingParams(top_p=rows(0.999))),
         "every row another mix": ("spectrum", mixed),
-        "flat, top-k, top-p": ("flat", Asked(top_k=counts(TOP_K), top_p=rows(TOP_P))),
-        "flat, top-p": ("flat", Asked(top_p=rows(TOP_P))),
-        "equal, top-p": ("equal", Asked(top_p=rows(TOP_P))),
+        "flat, top-k, top-p": ("flat", SamplingParams(top_k=counts(TOP_K), top_p=rows(TOP_P))),
+        "flat, top-p": ("flat", SamplingParams(top_p=rows(TOP_P))),
+        "equal, top-p": ("equal", SamplingParams(top_p=rows(TOP_P))),
     }
 
 
-def _flashinfer(states: Tensor, weight: Tensor, logits: Tensor, asked: Asked) -> Call:
+def _flashinfer(states: Tensor, weight: Tensor, logits: Tensor, params: SamplingParams) -> Call:
     """16-bit logits from the LM head, widened, filtered, drawn. A min-p beside the others it does not know."""
     sampling = importlib.import_module("flashinfer.sampling")
-    top_k = asked.top_k.int() if isinstance(asked.top_k, Tensor) else None
+    top_k = params.top_k.int() if isinstance(params.top_k, Tensor) else None
 
     def call() -> Any:
         logits.copy_(torch.mm(states, weight.T))
         if top_k is None:
-            return sampling.top_p_sampling_from_probs(sampling.softmax(logits), asked.top_p)
-        order = "joint" if asked.may_be_joint() else "top_k_first"
-        return sampling.top_k_top_p_sampling_from_logits(logits, top_k, asked.top_p, filter_apply_order=order)
+            return sampling.top_p_sampling_from_probs(sampling.softmax(logits), params.top_p)
+        order = "joint" if params.may_be_joint() else "top_k_first"
+        return sampling.top_k_top_p_sampling_from_logits(logits, top_k, params.top_p, filter_apply_order=order)
 
     return call
 
@@ -72,19 +73,19 @@ def _row(held: tuple[Tensor, Tensor, int], vocab: int, dim: int, batch: int, rou
     }
     ones, zeros = torch.ones(batch, device="cuda"), torch.zeros(batch, dtype=torch.int64, device="cuda")
     seed = torch.randint(-(2**63), 2**63 - 1, (batch,), device="cuda")
-    plain = {name: Step(states, weight, ones, seed, zeros, 1, vocab) for name, (states, weight) in heads.items()}
+    plain = {name: SampleInputs(states, weight, ones, seed, zeros, 1, vocab) for name, (states, weight) in heads.items()}
     steps: dict[str, Call] = {
         f"{name}, unfiltered": functools.partial(ops.sample, step, "cute") for name, step in plain.items()
     }
     wanted = hard_requests(batch, vocab)
-    asking = {name: plain[head]._replace(asked=asked) for name, (head, asked) in wanted.items()}
+    asking = {name: plain[head]._replace(params=params) for name, (head, params) in wanted.items()}
     compile_together(asking.values(), "cute")
     for name, step in asking.items():
         some = step.part(0, min(batch, CHECKED))
         agrees(ops.sample(some, "cute"), some, tolerance=2e-3)  # sums of thousands of products
         steps[name] = functools.partial(ops.sample, step, "cute")
         if importlib.util.find_spec("flashinfer") is not None:
-            steps[f"FlashInfer {name}"] = _flashinfer(*heads[wanted[name][0]], logits, step.asked)
+            steps[f"FlashInfer {name}"] = _flashinfer(*heads[wanted[name][0]], logits, step.params)
     return {"vocab": vocab, "dim": dim, "batch": batch, "ms": interleaved_medians(steps, rounds, offsets=zeros)}
 
 

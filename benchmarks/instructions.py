@@ -1,6 +1,7 @@
 """How many instructions the Hopper kernel's warps execute for a tile, counted without a GPU.
 
-``python -m benchmarks.instructions``: of PTX, on the machine of ``tests.ptx``, what a launch of more tiles executes more, over
+``python -m benchmarks.instructions``: of PTX, on the machine of ``tests.emulator``, what a launch of more tiles
+executes more, over
 the tiles. No times: what a warp waits for, and what ptxas makes of it, is not in here. But consumers' instructions between two
 tiles' products are exposed, two warps to a scheduler: 2 x 1000 of them are 2000 cycles of a tile, of which 1024 x D / 64 are
 products at 256 columns.
@@ -17,50 +18,50 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from flashsampling.impl.cute import asked, config, launch
-from flashsampling.impl.cute.config import KINDS, NO_PROCESSING, TILE_V
-from flashsampling.step import PLAIN, Asked, Step
-from tests.ptx import hopper
+from flashsampling.inputs import DEFAULT_PARAMS, SampleInputs, SamplingParams
+from flashsampling.kernels.hopper import config, dispatch, launch
+from flashsampling.kernels.hopper.config import KINDS, NO_TRANSFORMS, TILE_V
+from tests.emulator import hopper
 
 CTAS = 4
 FEW, MORE = 4, 12  # tiles of a CTA
 ROLES = {"producer": (0, 1), "evaluators": (1, 3), "finder": (3, 4), "noise": (4, 8), "consumers": (8, 16)}  # warps
 
 
-def _step(batch: int, tiles: int) -> Step:
+def _step(batch: int, tiles: int) -> SampleInputs:
     generator = torch.Generator().manual_seed(0)
     states = torch.randn(batch, 64, generator=generator)
     weight = torch.randn(TILE_V * CTAS * tiles, 64, generator=generator) * 3 / 8
     rows = torch.arange(batch)
     temperature = torch.ones(batch)
-    return Step(states.bfloat16(), weight.bfloat16(), temperature, rows, torch.zeros_like(rows), 1, len(weight))
+    return SampleInputs(states.bfloat16(), weight.bfloat16(), temperature, rows, torch.zeros_like(rows), 1, len(weight))
 
 
-def _processed(step: Step) -> object:
-    return launch.run(step._replace(asked=Asked(soft_cap=30.0)))
+def _processed(step: SampleInputs) -> object:
+    return launch.run(step._replace(params=SamplingParams(soft_cap=30.0)))
 
 
-def _leaving(step: Step, masses: tuple[bool, bool], filters: Asked | None = None) -> object:
+def _leaving(step: SampleInputs, masses: tuple[bool, bool], filters: SamplingParams | None = None) -> object:
     floors = None if filters is None else torch.empty(len(step.hidden_states), dtype=torch.int32)
-    return asked.with_logits(step, 1, masses, None, NO_PROCESSING, asked._filters_of(filters or PLAIN, floors))
+    return dispatch.with_logits(step, 1, masses, None, NO_TRANSFORMS, dispatch._filters_of(filters or DEFAULT_PARAMS, floors))
 
 
-def _top_k(step: Step) -> object:  # one per row, as batches of several requests have it
-    return _leaving(step, (True, False), Asked(top_k=torch.full((len(step.hidden_states),), 5), top_p=0.9))
+def _top_k(step: SampleInputs) -> object:  # one per row, as batches of several requests have it
+    return _leaving(step, (True, False), SamplingParams(top_k=torch.full((len(step.hidden_states),), 5), top_p=0.9))
 
 
-CASES: dict[str, tuple[str, Callable[[Step], object]]] = {
+CASES: dict[str, tuple[str, Callable[[SampleInputs], object]]] = {
     "plain": ("plain", launch.run),
     "soft cap": ("processed", _processed),
     "logits, maxima": ("logits", lambda step: _leaving(step, (False, False))),
     "logits, maxima, masses": ("logits", lambda step: _leaving(step, (True, False))),
     "... at temperature 1 too": ("logits", lambda step: _leaving(step, (True, True))),
     "top-k, top-p": ("logits", _top_k),
-    "min-p": ("logits", lambda step: _leaving(step, (False, False), Asked(min_p=0.05))),
+    "min-p": ("logits", lambda step: _leaving(step, (False, False), SamplingParams(min_p=0.05))),
 }
 
 
-def _executed(batch: int, kind: str, run: Callable[[Step], object], tiles: int) -> list[float]:
+def _executed(batch: int, kind: str, run: Callable[[SampleInputs], object], tiles: int) -> list[float]:
     """By warp, over all CTAs."""
     run(_step(batch, tiles))
     shape = config.choose_config(batch, 64)

@@ -19,7 +19,7 @@ from tests.problems import assert_agreement
 
 from .peers import peers
 from .sample import CONFIGS, make_problem, make_weight
-from .timing import Step, interleaved_medians, machine
+from .timing import Call, interleaved_medians, machine
 
 BATCHES = [1, 2, 4, 8, *range(16, 513, 16)]
 MONOTONE = 1.03  # a batch takes at most so many times what any larger one does
@@ -59,7 +59,7 @@ def main(
     }
     data = torch.ones(1 << 13, (1 << 16) if rest else 1, device="cuda")
     for vocab, dim in CONFIGS[:configs]:
-        weight, steps = make_weight(vocab, dim), dict[str, Step]()
+        weight, steps = make_weight(vocab, dim), dict[str, Call]()
         offsets = torch.arange(max(BATCHES), device="cuda")  # of all problems
         for batch in BATCHES:
             problem = replace(make_problem(batch, weight), offset=offsets[:batch])

@@ -15,44 +15,43 @@ from rich.console import Console
 from rich.table import Table
 
 from flashsampling import ops
-from flashsampling.impl.cute import asked as leaving
-from flashsampling.impl.triton import logits as picking
-from flashsampling.step import Asked, Step
-from tests.test_triton_logits import agrees
+from flashsampling.inputs import SampleInputs, SamplingParams
+from flashsampling.kernels.hopper import dispatch as leaving
+from flashsampling.kernels.triton.filtered import dispatch as picking
+from tests.kernels.triton.test_filtered import agrees
 
 from .from_logits import filled, requests, spectrum
 from .requests import CHECKED, head_of, more_requests
-from .timing import Step as Call
-from .timing import interleaved_medians, machine
+from .timing import Call, interleaved_medians, machine
 
 PICKED = "top-k top-p", "top-p", "min-p", "top_logprobs=5"  # of what the kernel leaves, by one launch
 
 
-def _steps(plain: Step) -> dict[str, Call]:
+def _steps(plain: SampleInputs) -> dict[str, Call]:
     batch, vocab = plain.hidden_states.shape[0], plain.vocab_size
-    asked = requests(batch) | more_requests(batch, vocab)
-    filters, one = asked["top-k top-p"], torch.zeros(batch, -(-vocab // 32), dtype=torch.int32, device="cuda")
+    params = requests(batch) | more_requests(batch, vocab)
+    filters, one = params["top-k top-p"], torch.zeros(batch, -(-vocab // 32), dtype=torch.int32, device="cuda")
     one[:, 77] = 1
     both: dict[str, Any] = {"top_k": filters.top_k, "top_p": filters.top_p}
-    asked |= {
-        "soft cap": Asked(soft_cap=30.0),
-        "mask of one token": Asked(token_mask=one),
-        "mask, top-k top-p": asked["mask"]._replace(**both),
-        "penalties, top-k top-p": asked["penalties"]._replace(**both),
+    params |= {
+        "soft cap": SamplingParams(soft_cap=30.0),
+        "mask of one token": SamplingParams(token_mask=one),
+        "mask, top-k top-p": params["mask"]._replace(**both),
+        "penalties, top-k top-p": params["penalties"]._replace(**both),
     }
-    logits, summaries, drawn = leaving.with_logits(plain, 1, (True, True))
+    logits, block_stats, drawn = leaving.with_logits(plain, 1, (True, True))
     steps: dict[str, Call] = {
         "unfiltered": functools.partial(ops.sample, plain, "cute"),
         "kernel": functools.partial(leaving.with_logits, plain, 1, (False, False)),
         "kernel, mass": functools.partial(leaving.with_logits, plain, 1, (True, False)),
         "kernel, no draws": functools.partial(leaving.with_logits, plain, 0, None),
     }
-    for name, wanted in asked.items():
-        step = plain._replace(asked=wanted)
+    for name, wanted in params.items():
+        step = plain._replace(params=wanted)
         if name in PICKED:
             masses = wanted.needs_mass(vocab), wanted.needs_raw_mass()
-            parts = [part if is_wanted else None for part, is_wanted in zip(summaries[1:], masses)]
-            of_chunks = picking.Summaries(summaries[0], *parts)
+            parts = [part if is_wanted else None for part, is_wanted in zip(block_stats[1:], masses)]
+            of_chunks = picking.BlockStats(block_stats[0], *parts)
             steps[f"pick, {name}"] = functools.partial(picking.pick, step._replace(logits=logits), of_chunks, drawn)
         elif name in ("unfiltered", "everything"):
             continue
@@ -81,7 +80,7 @@ def main(
         states, weight = head_of(filled(*held, batch, vocab, torch.float32), dim)
         ones, offsets = torch.ones(batch, device="cuda"), torch.zeros(batch, dtype=torch.int64, device="cuda")
         seeds = torch.randint(-(2**63), 2**63 - 1, (batch,), device="cuda")
-        steps = _steps(Step(states, weight, ones, seeds, offsets, 1, vocab))
+        steps = _steps(SampleInputs(states, weight, ones, seeds, offsets, 1, vocab))
         result["us"][batch] = {of: ms * 1e3 for of, ms in interleaved_medians(steps, rounds, offsets=offsets).items()}
     table = Table("us (over unfiltered)", *map(str, result["us"]), title=f"V={vocab} D={dim}")
     for of in next(iter(result["us"].values())):

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .timing import Step
+from .timing import Call
 
 
-def peers(hidden_states: Tensor, weight: Tensor, named: Sequence[str] = ()) -> dict[str, Step]:
+def peers(hidden_states: Tensor, weight: Tensor, named: Sequence[str] = ()) -> dict[str, Call]:
     """Steps from hidden states (B, D) and weight (V, D) to token ids; "cuBLAS alone" stops at the logits. All, or some."""
     batch, vocab = hidden_states.shape[0], weight.shape[0]
     logits16 = torch.empty(batch, vocab, dtype=hidden_states.dtype, device=hidden_states.device)
@@ -22,7 +22,7 @@ def peers(hidden_states: Tensor, weight: Tensor, named: Sequence[str] = ()) -> d
         return torch.multinomial(torch.softmax((hidden_states @ weight.T).float(), dim=-1), 1)
 
     torch._dynamo.reset()
-    steps: dict[str, Step] = {
+    steps: dict[str, Call] = {
         "cuBLAS alone": lambda: torch.mm(hidden_states, weight.T, out=logits16),
         "multinomial": torch.compile(multinomial),
     }

@@ -19,7 +19,7 @@ from rich.table import Table
 from tests.problems import Problem, assert_agreement
 
 from .sample import make_problem, make_weight
-from .timing import Step, interleaved_medians, machine
+from .timing import Call, interleaved_medians, machine
 
 SHAPES = [(151936, 4096), (128256, 8192), (151936, 2048)]  # V, D
 BATCH = 256
@@ -66,7 +66,7 @@ def main(
                 problem = make_problem(BATCH, weight)
                 problem.temperature.fill_(temperature)
                 usual = problem.sample(impl)
-                steps: dict[str, Step] = {"without": functools.partial(problem.sample, impl)}
+                steps: dict[str, Call] = {"without": functools.partial(problem.sample, impl)}
                 for kind in ("NaN", "zeros", "equal"):
                     for count in (1, BATCH // 2, BATCH - 1):
                         special = _with_rows(problem, kind, count)

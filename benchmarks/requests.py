@@ -20,13 +20,12 @@ from torch import Tensor
 
 from flashsampling import TokenCounts, ops
 from flashsampling.backends import BACKENDS
-from flashsampling.step import PLAIN, Asked, Step
-from tests.test_triton_logits import agrees
+from flashsampling.inputs import DEFAULT_PARAMS, SampleInputs, SamplingParams
+from tests.kernels.triton.test_filtered import agrees
 
 from .before import sample_before
 from .from_logits import filled, peers, requests, spectrum, spectrum_source
-from .timing import Step as Call
-from .timing import interleaved_medians, machine
+from .timing import Call, interleaved_medians, machine
 
 HEADS = [(151936, 4096), (128256, 8192)]  # V, D
 BATCHES = [1, 16, 64, 128, 256]
@@ -39,13 +38,15 @@ def head_of(logits: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     return states.bfloat16(), (logits.float().T @ states).bfloat16()
 
 
-def more_requests(batch: int, vocab: int) -> dict[str, Asked]:
+def more_requests(batch: int, vocab: int) -> dict[str, SamplingParams]:
     """What is asked for beside ``from_logits.requests``."""
     words = torch.randint(-(2**31), 2**31 - 1, (batch, -(-vocab // 32)), dtype=torch.int32, device="cuda")
     state = TokenCounts(batch, vocab, device="cuda")  # of texts of some 300 tokens
     state.counts.copy_(torch.rand(batch, vocab, device="cuda") < 0.002)
     ids = torch.randint(0, vocab, (batch, 32), dtype=torch.int32, device="cuda")
-    penalties = Asked(**state.read(batch)._asdict(), repetition_penalty=1.1, frequency_penalty=0.1, presence_penalty=0.1)
+    penalties = SamplingParams(
+        **state.read(batch)._asdict(), repetition_penalty=1.1, frequency_penalty=0.1, presence_penalty=0.1
+    )
     filters = requests(batch)["top-k top-p"]
     everything = penalties._replace(
         token_mask=words,
@@ -56,14 +57,14 @@ def more_requests(batch: int, vocab: int) -> dict[str, Asked]:
         min_p=0.02,
     )
     return {
-        "mask": Asked(token_mask=words),
+        "mask": SamplingParams(token_mask=words),
         "penalties": penalties,
-        "top_logprobs=5": Asked(logprobs=True, top_logprobs=5),
+        "top_logprobs=5": SamplingParams(logprobs=True, top_logprobs=5),
         "everything": everything,
     }
 
 
-def compile_together(steps: Iterable[Step], impl: str) -> None:
+def compile_together(steps: Iterable[SampleInputs], impl: str) -> None:
     """What is missing of Triton's kernels for steps, as many at a time as there are cores."""
     with BACKENDS[impl].module.compiling(os.cpu_count() or 1):
         for step in steps:
@@ -91,12 +92,12 @@ def _row(
     del logits
     ones, zeros = torch.ones(batch, device="cuda"), torch.zeros(batch, dtype=torch.int64, device="cuda")
     seed = torch.randint(-(2**63), 2**63 - 1, (batch,), device="cuda")
-    plain = Step(states, weight, ones, seed, zeros, 1, vocab)
+    plain = SampleInputs(states, weight, ones, seed, zeros, 1, vocab)
     steps: dict[str, Call] = {"cute unfiltered": functools.partial(ops.sample, plain, "cute")}
     if checkout is not None:
         steps["before cute unfiltered"] = functools.partial(sample_before, checkout, plain, "cute")
     wanted = requests(batch) | more_requests(batch, vocab)
-    asking = {name: plain._replace(asked=asked) for name, asked in wanted.items() if asked is not PLAIN}
+    asking = {name: plain._replace(params=params) for name, params in wanted.items() if params is not DEFAULT_PARAMS}
     for impl in impls:
         compile_together(asking.values(), impl)
     for name, step in asking.items():

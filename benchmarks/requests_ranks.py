@@ -20,23 +20,26 @@ from rich.table import Table
 from torch import Tensor
 
 from flashsampling import ops
-from flashsampling.distributed import TensorParallel, gather_flat
-from flashsampling.step import PLAIN, Asked, Step
-from tests.test_triton_logits import agrees
+from flashsampling.inputs import DEFAULT_PARAMS, SampleInputs, SamplingParams
+from flashsampling.tensor_parallel import TensorParallel, gather_flat
+from tests.kernels.triton.test_filtered import agrees
 
 from .from_logits import TOP_K, TOP_P, filled, peers, requests, spectrum, spectrum_source
 from .requests import CHECKED, head_of, more_requests
 from .tensor_parallel import medians_over_ranks
-from .timing import Step as Call
-from .timing import machine
+from .timing import Call, machine
 
 UNFILTERED = "unfiltered"
 
 
-def _requests(batch: int, vocab: int) -> dict[str, Asked]:
+def _requests(batch: int, vocab: int) -> dict[str, SamplingParams]:
     """Those of one GPU, and one k and p for all rows, which take one round."""
-    shared = {UNFILTERED: PLAIN, "one top-k, top-p": Asked(top_k=TOP_K, top_p=TOP_P)}
-    return shared | {name: asked for name, asked in requests(batch).items() if asked is not PLAIN} | more_requests(batch, vocab)
+    shared = {UNFILTERED: DEFAULT_PARAMS, "one top-k, top-p": SamplingParams(top_k=TOP_K, top_p=TOP_P)}
+    return (
+        shared
+        | {name: params for name, params in requests(batch).items() if params is not DEFAULT_PARAMS}
+        | more_requests(batch, vocab)
+    )
 
 
 def _gathered(states: Tensor, shard: Tensor, mine: Tensor, everything: Tensor, whole: Tensor, draw: Call) -> Any:
@@ -57,7 +60,7 @@ def _row(
     shard = weight[slice(*ends)].clone()
     ones, zeros = torch.ones(batch, device="cuda"), torch.zeros(batch, dtype=torch.int64, device="cuda")
     seed = torch.randint(-(2**63), 2**63 - 1, (batch,), device="cuda")
-    whole = Step(states, weight, ones, seed, zeros, 1, vocab)
+    whole = SampleInputs(states, weight, ones, seed, zeros, 1, vocab)
     mine = whole._replace(weight=shard, vocab_size=len(shard), shard=tp.shard)
     logits16 = torch.empty(batch, len(shard), dtype=torch.bfloat16, device="cuda")
     everything, logits = (
@@ -66,8 +69,8 @@ def _row(
     )
     behind = functools.partial(_gathered, states, shard, logits16, everything, logits)
     steps: dict[str, Call] = {}
-    for name, asked in _requests(batch, vocab).items():
-        of_all, of_mine = whole._replace(asked=asked), mine._replace(asked=asked)
+    for name, params in _requests(batch, vocab).items():
+        of_all, of_mine = whole._replace(params=params), mine._replace(params=params)
         some = min(batch, CHECKED)
         agrees(ops.sample_sharded(of_mine.part(0, some), tp), of_all.part(0, some), tolerance=2e-3)
         steps[name] = functools.partial(ops.sample_sharded, of_mine, tp)

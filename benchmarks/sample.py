@@ -21,7 +21,7 @@ from tests.problems import Problem, assert_agreement
 from . import plots
 from .before import import_before
 from .peers import peers
-from .timing import Step, host_microseconds, interleaved_medians, machine, read_bandwidth
+from .timing import Call, host_microseconds, interleaved_medians, machine, read_bandwidth
 
 CONFIGS = [(151936, 4096), (128256, 8192), (151936, 2048), (128256, 4096), (201088, 2880)]  # V, D
 BATCHES = [1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 512]
@@ -76,7 +76,7 @@ def _host_times(implementations: list[str], named: list[str], before: ModuleType
             impl=name,
         )
 
-    steps: dict[str, Step] = {name: functools.partial(call, name) for name in implementations}
+    steps: dict[str, Call] = {name: functools.partial(call, name) for name in implementations}
     if before is not None:
         steps |= {f"{name} before": functools.partial(call, name, before) for name in implementations}
     steps |= {"an empty launch": one.zero_, **peers(problem.hidden_states, problem.weight, named)}
@@ -93,7 +93,7 @@ def _row(
 ) -> dict[str, Any]:
     """The correctness gate, then every step's time."""
     (vocab, dim), batch = problem.weight.shape, problem.hidden_states.shape[0]
-    steps: dict[str, Step] = {name: functools.partial(problem.sample, name) for name in implementations}
+    steps: dict[str, Call] = {name: functools.partial(problem.sample, name) for name in implementations}
     if before is not None:
         steps |= {f"{name} before": functools.partial(problem.sample, name, package=before) for name in implementations}
     excused = sum(assert_agreement(step(), problem) for step in steps.values())

@@ -10,10 +10,10 @@ from rich.console import Console
 from rich.table import Table
 
 from flashsampling import sample
-from flashsampling.impl.streaming import chunk_tokens
+from flashsampling.reference.streaming import chunk_tokens
 from tests.problems import assert_agreement, make_problem
 
-from .timing import Step
+from .timing import Call
 
 VOCAB, DIM = 49152, 576  # SmolLM2-135M
 
@@ -22,7 +22,7 @@ def _plain(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return torch.multinomial(torch.softmax((states @ weight.T).float() / 0.8, dim=-1), 1)
 
 
-def _interleaved_ms(steps: dict[str, Step], rounds: int) -> dict[str, float]:
+def _interleaved_ms(steps: dict[str, Call], rounds: int) -> dict[str, float]:
     times: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(rounds):
         for name, step in steps.items():

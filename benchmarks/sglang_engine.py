@@ -9,7 +9,8 @@ kept. Medians over the decode steps of all rows, of all rounds' generations:
     host_ms   the host's time for the call that launches the step
 
 The plug-in's counters must say that every one of its steps is fused. With FLASHSAMPLING_SGLANG_STAND_INS=1 the model is torch's
-operations and Triton's attention (``tests/sglang_engine.py``), and takes longer than SGLang's own kernels; head and sampler are
+operations and Triton's attention (``tests/integrations/sglang/engine.py``), and takes longer than SGLang's own
+kernels; head and sampler are
 SGLang's in one engine and ours in the other all the same.
 """
 
@@ -26,7 +27,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from tests import sglang_engine  # in each process before SGLang is: it may make up what that imports
+from tests.integrations.sglang import engine  # in each process before SGLang is: it may make up what that imports
 
 from .random_models import PROMPT, SHAPES, VOCAB, model_folder, spread
 from .timing import machine, quartiles, shuffled
@@ -43,8 +44,8 @@ TIMES = ("step_ms", "tpot_ms", "host_ms")
 
 def run_scheduler(*args: Any, **kwargs: Any) -> Any:
     """In place of SGLang's ``run_scheduler_process``, in the process that it starts."""
-    if sglang_engine.STAND_INS:
-        sglang_engine.stand_in(pytest.MonkeyPatch())
+    if engine.STAND_INS:
+        engine.stand_in(pytest.MonkeyPatch())
     from sglang.srt.managers.scheduler import run_scheduler_process
 
     _time_steps(Path(os.environ[SEEN]))
@@ -105,7 +106,7 @@ class Engine:
 
         class Timed(Engine):  # type: ignore[misc] # it is Any where there is no SGLang
             run_scheduler_process_func = staticmethod(run_scheduler)
-            run_detokenizer_process_func = staticmethod(sglang_engine.run_detokenizer)
+            run_detokenizer_process_func = staticmethod(engine.run_detokenizer)
 
         self._seen = Path(folder, f"{plugin}.jsonl")
         self._seen.touch()

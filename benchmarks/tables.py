@@ -1,6 +1,6 @@
 """Tables of README and docs/ that are filled from result files: ``python -m benchmarks.tables``, after ``benchmarks.verify``,
 ``benchmarks.requests`` or ``benchmarks.vllm_engine`` has written one, puts its figures into the pages and draws its picture
-again. ``tests/test_docs.py`` compares them. No GPU is needed."""
+again. ``tests/project/test_docs.py`` compares them. No GPU is needed."""
 
 import functools
 import json
@@ -93,8 +93,8 @@ def requests_table(results: Iterable[Mapping[str, Any]]) -> str:
             ms = row["ms"]
             head = f"{_gpu(result)}, V={row['vocab']} D={row['dim']}"
             cells = [head, str(row["batch"]), f"{ms['cute unfiltered']:.3f}"]
-            cells += [_over(ms, asked, "cute unfiltered") for asked in REQUESTS]
-            cells += [_over(ms, asked, f"FlashInfer {theirs}") for theirs, asked in THEIR_FILTERS.items()]
+            cells += [_over(ms, params, "cute unfiltered") for params in REQUESTS]
+            cells += [_over(ms, params, f"FlashInfer {theirs}") for theirs, params in THEIR_FILTERS.items()]
             rows.append([*cells, f"{row['peak_bytes'] / (4 * row['batch'] * row['vocab']):.2f}"])
     return _table(REQUESTS_HEADER, rows)
 

@@ -26,24 +26,24 @@ from rich.table import Table
 from torch import Tensor
 
 from flashsampling.backends import BACKENDS
-from flashsampling.distributed import TensorParallel, gather_flat, shard_range
-from flashsampling.exchange import Shard
+from flashsampling.exchange_protocol import Shard
+from flashsampling.tensor_parallel import TensorParallel, gather_flat, shard_range
 from tests.problems import Problem
 
 from . import plots
 from .sample import make_problem
-from .timing import Step, graph_of, machine, shuffled
+from .timing import Call, graph_of, machine, shuffled
 
 BATCHES = "1,4,16,64,128,256"
 SIZES = "1,2,4,8"
 
 
-def _repeat(step: Step, times: int) -> None:
+def _repeat(step: Call, times: int) -> None:
     for _ in range(times):
         step()
 
 
-def medians_over_ranks(steps: dict[str, Step], per_graph: int, rounds: int) -> dict[str, float]:
+def medians_over_ranks(steps: dict[str, Call], per_graph: int, rounds: int) -> dict[str, float]:
     """Microseconds of a step: per round the slowest rank, over the rounds the median."""
     graphs = {name: graph_of(functools.partial(_repeat, step, per_graph)) for name, step in steps.items()}
     together = torch.zeros(1, device="cuda")
@@ -93,7 +93,7 @@ def _rank(vocab: int, dim: int, batches: list[int], implementations: list[str], 
     for batch in batches:
         problem = make_problem(batch, weight)
         expected = {impl: _draw(problem, weight, None, impl) for impl in implementations}
-        steps: dict[str, Step] = {}
+        steps: dict[str, Call] = {}
         for name, tp in groups.items():
             assert torch.equal(_draw(problem, shard, tp, tp.impl), expected[tp.impl]), f"{name}, B={batch}: tokens differ"
             steps[name] = functools.partial(_draw, problem, shard, tp, tp.impl)
@@ -104,7 +104,7 @@ def _rank(vocab: int, dim: int, batches: list[int], implementations: list[str], 
         def matmul(states: Tensor = problem.hidden_states, out: Tensor = local) -> Tensor:
             return torch.mm(states, shard.T, out=out)
 
-        def gather_and_sample(batch: int = batch, local: Tensor = local, matmul: Step = matmul) -> Tensor:
+        def gather_and_sample(batch: int = batch, local: Tensor = local, matmul: Call = matmul) -> Tensor:
             matmul()
             everything = gathered[: size * local.numel()]
             if size > 1:

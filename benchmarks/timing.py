@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Step = Callable[[], Any]
+Call = Callable[[], Any]
 
 
-def graph_of(step: Step) -> torch.cuda.CUDAGraph:
+def graph_of(step: Call) -> torch.cuda.CUDAGraph:
     """One call of step, captured after three eager ones."""
     for _ in range(3):
         step()
@@ -36,7 +36,7 @@ def shuffled(names: Iterable[str], rounds: int) -> Iterator[list[str]]:
 
 
 def interleaved_medians(
-    steps: Mapping[str, Step], rounds: int, offsets: Tensor | None = None, rest: Step | None = None
+    steps: Mapping[str, Call], rounds: int, offsets: Tensor | None = None, rest: Call | None = None
 ) -> dict[str, float]:
     """Median milliseconds of a graph replay of every step; round by round, so that a drift of the clocks meets all alike.
 
@@ -60,7 +60,7 @@ def interleaved_medians(
     return {name: statistics.median(start.elapsed_time(end) for start, end in pairs) for name, pairs in events.items()}
 
 
-def host_microseconds(step: Step, calls: int = 300) -> float:
+def host_microseconds(step: Call, calls: int = 300) -> float:
     """Median host time of an eager call, microseconds. The device must be faster than the host for this to mean anything."""
     for _ in range(20):
         step()

@@ -21,18 +21,17 @@ from rich.console import Console
 from rich.table import Table
 
 from flashsampling import ops
-from flashsampling.impl.cute import asked as cute_asked
-from flashsampling.impl.triton import logits as module
-from flashsampling.impl.triton.logits import CONFIG, Config, Room, pick, run
-from flashsampling.step import PLAIN, Drawn, Step
-from tests.test_triton_logits import agrees, check
-from tests.test_triton_pick import summaries_of
+from flashsampling.inputs import DEFAULT_PARAMS, SampleInputs, SampleResult
+from flashsampling.kernels.hopper import dispatch as cute_asked
+from flashsampling.kernels.triton.filtered import dispatch as module
+from flashsampling.kernels.triton.filtered.dispatch import CONFIG, Config, Room, pick, run
+from tests.kernels.triton.test_filtered import agrees, check
+from tests.kernels.triton.test_filtered_kernel import summaries_of
 
 from .before import import_before
 from .from_logits import REPEATS, filled, repeated, requests, spectrum
 from .requests import head_of, more_requests
-from .timing import Step as Call
-from .timing import interleaved_medians
+from .timing import Call, interleaved_medians
 
 
 def candidates(which: str) -> dict[str, Config]:
@@ -61,13 +60,13 @@ def candidates(which: str) -> dict[str, Config]:
     return {"as it is": CONFIG} | found
 
 
-def call(step: Step, config: Config, alone: bool) -> Call:
+def call(step: SampleInputs, config: Config, alone: bool) -> Call:
     """Both launches, or the second behind summaries that are there; after its tokens are the oracle's."""
     some = step.part(0, min(len(step.hidden_states), 8))
     check(some, config)
     if not alone:
         return functools.partial(run, step, config)
-    drawn = run(step._replace(asked=PLAIN)).ids
+    drawn = run(step._replace(params=DEFAULT_PARAMS)).ids
     call = functools.partial(pick, step, summaries_of(step), drawn, config)
     assert (call().ids != run(step, config).ids).sum() <= 0.02 * len(drawn)  # sums of masses are rounded otherwise
     return call
@@ -78,22 +77,24 @@ class _Shaped:
 
     def __init__(self, checkout: Path | None, config: Config) -> None:
         name = None if checkout is None else import_before(checkout).__name__
-        self.module: ModuleType = module if name is None else importlib.import_module(f"{name}.impl.triton.logits")
+        self.module: ModuleType = (
+            module if name is None else importlib.import_module(f"{name}.kernels.triton.filtered.dispatch")
+        )
         self.config = config if name is None else self.module.CONFIG
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.module, name)
 
-    def room_of(self, step: Step) -> Room | None:
+    def room_of(self, step: SampleInputs) -> Room | None:
         made = getattr(self.module, "room_of", None)  # another checkout may have none
         return made and made(step, self.config)  # type: ignore[no-any-return]
 
-    def pick(self, *arguments: Any, room: Room | None, **options: Any) -> Drawn:
+    def pick(self, *arguments: Any, room: Room | None, **options: Any) -> SampleResult:
         options |= {} if room is None else {"room": room}
         return self.module.pick(*arguments, config=self.config, **options)  # type: ignore[no-any-return]
 
 
-def _sample(step: Step, shaped: _Shaped) -> Drawn:
+def _sample(step: SampleInputs, shaped: _Shaped) -> SampleResult:
     with mock.patch.object(cute_asked, "_picking", return_value=shaped):
         return ops.sample(step, "cute")
 
@@ -101,8 +102,8 @@ def _sample(step: Step, shaped: _Shaped) -> Drawn:
 def _compiled(config: Config, vocab: int, request: str, checkout: Path | None) -> None:
     head = torch.zeros(vocab, 64, dtype=torch.bfloat16, device="cuda")
     seed = torch.zeros(1, dtype=torch.int64, device="cuda")
-    plain = Step(head[:1], head, torch.ones(1, device="cuda"), seed, seed, 1, vocab)
-    _sample(plain._replace(asked=(requests(1) | more_requests(1, vocab))[request]), _Shaped(checkout, config))
+    plain = SampleInputs(head[:1], head, torch.ones(1, device="cuda"), seed, seed, 1, vocab)
+    _sample(plain._replace(params=(requests(1) | more_requests(1, vocab))[request]), _Shaped(checkout, config))
 
 
 def fused(
@@ -118,8 +119,8 @@ def fused(
     states, weight = head_of(filled(*held, batch, vocab, torch.float32), 4096)
     offsets = torch.zeros(batch, dtype=torch.int64, device="cuda")
     seed = torch.randint(-(2**63), 2**63 - 1, (batch,), device="cuda")
-    plain = Step(states, weight, torch.ones(batch, device="cuda"), seed, offsets, 1, vocab)
-    step = plain._replace(asked=(requests(batch) | more_requests(batch, vocab))[request])
+    plain = SampleInputs(states, weight, torch.ones(batch, device="cuda"), seed, offsets, 1, vocab)
+    step = plain._replace(params=(requests(batch) | more_requests(batch, vocab))[request])
     some = step.part(0, min(batch, 8))
     steps: dict[str, Call] = {"plain": functools.partial(ops.sample, plain, "cute")}
     for key, config in configs.items():
@@ -153,20 +154,20 @@ def main(
         configs |= {} if before is None else {"before": CONFIG}
         with ProcessPoolExecutor(16, mp_context=get_context("spawn")) as pool:  # a quarter of a minute each
             compiling = [
-                pool.submit(_compiled, config, vocab, asked, before if key == "before" else None)
-                for (key, config), asked in itertools.product(configs.items(), request.split(","))
+                pool.submit(_compiled, config, vocab, params, before if key == "before" else None)
+                for (key, config), params in itertools.product(configs.items(), request.split(","))
             ]
             for job in compiling:
                 job.result()
-    for batch, asked in itertools.product(map(int, batches.split(",")), request.split(",")):
+    for batch, params in itertools.product(map(int, batches.split(",")), request.split(",")):
         if behind:
-            columns[f"{asked} {batch}"] = fused(configs, held, asked, vocab, batch, rounds, before)
+            columns[f"{params} {batch}"] = fused(configs, held, params, vocab, batch, rounds, before)
             continue
         logits = filled(*held, batch, vocab, torch.float32)
         seed = torch.arange(batch, device="cuda")
-        step = Step(logits, logits, 1.0, seed, 0, 1, vocab, asked=requests(batch)[asked], logits=logits)
+        step = SampleInputs(logits, logits, 1.0, seed, 0, 1, vocab, params=requests(batch)[params], logits=logits)
         steps: dict[str, Call] = {key: repeated(call(step, config, alone)) for key, config in configs.items()}
-        columns[f"{asked} {batch}"] = {key: ms / REPEATS * 1e3 for key, ms in interleaved_medians(steps, rounds).items()}
+        columns[f"{params} {batch}"] = {key: ms / REPEATS * 1e3 for key, ms in interleaved_medians(steps, rounds).items()}
     table = Table(which, *columns, title=f"V={vocab}: us")
     ranked = sorted(configs, key=lambda key: sum(times[key] / min(times.values()) for times in columns.values()))
     for key in [*ranked, "plain"] if behind else ranked:

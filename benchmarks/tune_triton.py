@@ -21,14 +21,14 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from flashsampling.impl.triton import choose_config
-from flashsampling.impl.triton.config import TileConfig, shape_for
-from flashsampling.impl.triton.launch import run
+from flashsampling.kernels.triton import choose_config
+from flashsampling.kernels.triton.fused.config import TileConfig, shape_for
+from flashsampling.kernels.triton.fused.launch import run
 from tests.problems import Problem, assert_agreement
 
 from .before import import_before
 from .sample import CONFIGS, make_problem, make_weight
-from .timing import Step, interleaved_medians, machine
+from .timing import Call, interleaved_medians, machine
 
 VOCABULARIES = {dim: vocab for vocab, dim in reversed(CONFIGS)}  # of two with the same D, the first
 _LEAN = TileConfig(128, 128, 64, 8, 6, 1, use_tma=True, chunk_b=64, preload=True)
@@ -96,7 +96,7 @@ def _compile_before(checkout: Path, batch: int, dim: int) -> None:
     problem.sample("triton", package=import_before(checkout))
 
 
-def _checked(problem: Problem, shapes: list[TileConfig], before: ModuleType | None) -> dict[str, Step]:
+def _checked(problem: Problem, shapes: list[TileConfig], before: ModuleType | None) -> dict[str, Call]:
     """Steps of a batch, once their tokens are right: cuBLAS's bare matmul, every shape, the first of which is in use, and what
     is in use in another checkout."""
     batch, weight, step = problem.hidden_states.shape[0], problem.weight, problem.step()
@@ -106,7 +106,7 @@ def _checked(problem: Problem, shapes: list[TileConfig], before: ModuleType | No
         if not torch.equal(run(step, config).ids, expected):
             raise RuntimeError(f"B={batch}: {config} gives other tokens than {shapes[0]}")
     logits = torch.empty(batch, weight.shape[0], dtype=weight.dtype, device="cuda")
-    steps: dict[str, Step] = {"cuBLAS": lambda: torch.mm(problem.hidden_states, weight.T, out=logits)}
+    steps: dict[str, Call] = {"cuBLAS": lambda: torch.mm(problem.hidden_states, weight.T, out=logits)}
     steps |= {str(config): functools.partial(run, step, config) for config in shapes}
     if before is not None:
         if not torch.equal(problem.sample("triton", package=before)[:, 0], expected):
@@ -123,7 +123,7 @@ def _time(
     rounds: int,
 ) -> list[dict[str, Any]]:
     """Of every batch: median ms of cuBLAS's bare matmul and of every shape, and which is in use."""
-    offsets, shapes, steps = torch.arange(max(sizes), device="cuda"), dict[int, list[TileConfig]](), dict[str, Step]()
+    offsets, shapes, steps = torch.arange(max(sizes), device="cuda"), dict[int, list[TileConfig]](), dict[str, Call]()
     for batch in sizes:
         problem = replace(make_problem(batch, weight), offset=offsets[:batch])
         in_use = choose_config(problem.hidden_states, weight, 1)

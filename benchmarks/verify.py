@@ -26,13 +26,14 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from flashsampling import acceptance, sample, verify
+from flashsampling import sample, verify
+from flashsampling.speculative import acceptance
 
 from . import plots
 from .from_logits import TOP_K, TOP_P, filled, spectrum
 from .requests import head_of
 from .tables import PEERS
-from .timing import Step, interleaved_medians, machine
+from .timing import Call, interleaved_medians, machine
 
 HEADS = [(151936, 4096), (128256, 8192)]  # V, D
 BATCHES = [1, 8, 32, 64]
@@ -158,7 +159,7 @@ def _row(
         with mock.patch.object(acceptance, "_by_kernels", return_value=False):
             theirs = verify(*arguments[0], **arguments[1])
         assert torch.equal(ours.token_ids, theirs.token_ids), f"{method}: {ours.token_ids} {theirs.token_ids}"
-    steps: dict[str, Step] = {
+    steps: dict[str, Call] = {
         "sample": functools.partial(sample, states, weight, **spread),  # type: ignore[arg-type]
         "match": functools.partial(verify, shaped, weight, half, **parameters),  # type: ignore[arg-type]
         "rejection": functools.partial(verify, shaped, weight, ids, method="rejection", draft_probs=q, **parameters),  # type: ignore[arg-type]
@@ -214,7 +215,7 @@ def _drafter(vocab: int, dim: int, batch: int, rounds: int) -> dict[str, Any]:
         probs = torch.softmax(torch.mm(states, weight.T).float(), dim=-1)
         return (probs / torch.empty_like(probs).exponential_()).argmax(dim=-1)
 
-    steps: dict[str, Step] = {
+    steps: dict[str, Call] = {
         "layer": layer,
         "layer, sample": lambda: sample(layer(), weight, seed=seed, offset=offset),
         "layer, logits, softmax, multinomial": lambda: multinomial(layer()),

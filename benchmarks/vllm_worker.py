@@ -22,7 +22,7 @@ def use_plugin(worker: Any, wanted: bool) -> None:
 
 
 def spread_logits(worker: Any, deviation: float) -> None:
-    """See ``random_models.spread``."""
+    """See ``random_models.expand``."""
     spread(worker.model_runner.model, deviation)
 
 

@@ -82,7 +82,7 @@ __device__ __forceinline__ unsigned add_upper(unsigned a, unsigned b) {
   return d;
 }
 
-// 32 x 32 -> 64 bits by one wide multiplication, or by narrow ones as flashsampling/impl/cute/noise.py does
+// 32 x 32 -> 64 bits by one wide multiplication, or by narrow ones as flashsampling/kernels/hopper/noise.py does
 template <bool Wide, unsigned C>
 __device__ __forceinline__ void product(unsigned a, unsigned& high, unsigned& low) {
   if (Wide) {

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import flashsampling
-from flashsampling.distributed import TensorParallel, shard_lm_head
+from flashsampling.tensor_parallel import TensorParallel, shard_lm_head
 
 rank, ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
 on_gpu = torch.cuda.device_count() >= ranks

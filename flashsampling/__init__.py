@@ -1,6 +1,6 @@
 """FlashSampling: the LM head and the sampler as one exact step, with no logits in memory.
 
-Read in this order: ``api`` (the function), ``noise`` (what randomness is), ``impl/reference`` (the contract as plain code),
+Read in this order: ``api`` (the function), ``noise`` (what randomness is), ``reference/oracle`` (the contract as plain code),
 then the implementation of your interest. Importing this package imports neither Triton nor CUTLASS.
 """
 
@@ -9,11 +9,11 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from . import sources  # noqa: F401  reads the sources before any of them is imported
-from .api import SampleOutput, sample
-from .counts import TokenCounts
-from .logits import sample_from_logits
-from .module import LMHeadSampler
-from .verification import VerifyOutput, verify, verify_from_logits
+from .sampler import LMHeadSampler
+from .sampling import SampleOutput, sample
+from .sampling_from_logits import sample_from_logits
+from .speculative.verification import VerifyOutput, verify, verify_from_logits
+from .token_counts import TokenCounts
 from .warmup import warmup
 
 __version__ = "0.1.0"

@@ -14,8 +14,8 @@ import torch
 
 from . import __version__
 from .backends import BACKENDS, tried_on
-from .impl.cute import cache
-from .step import example
+from .inputs import example
+from .kernels.hopper import cache
 
 _PACKAGES = ("triton", "nvidia-cutlass-dsl", "apache-tvm-ffi", "transformers")
 _PROBLEMS = (  # what makes a difference to who serves: dtype, D
@@ -70,10 +70,10 @@ def _choices() -> Iterator[str]:
     if torch.cuda.is_available():
         devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())] + devices
     for device in devices:
-        alike: dict[tuple[str, ...], list[str]] = {}
+        same_choice: dict[tuple[str, ...], list[str]] = {}
         for name, dtype, dim in _PROBLEMS:
-            alike.setdefault(_choice(torch.zeros(256, dim, dtype=dtype, device=device)), []).append(name)
-        for (chosen, *reasons), names in alike.items():
+            same_choice.setdefault(_choice(torch.zeros(256, dim, dtype=dtype, device=device)), []).append(name)
+        for (chosen, *reasons), names in same_choice.items():
             yield f"{device}: {chosen} for {', '.join(names)}"
             yield from (f"    not {reason}" for reason in reasons)
 

@@ -1,9 +1,10 @@
 """The implementations: a row each, in the order in which ``impl=None`` tries them.
 
-A backend is a module or package ``impl.<name>`` with
+A backend is a module or package, named in the table below, with
 
-    DOES                               fields of ``step.Asked`` that it does; a step with another one is refused; if it does any
-    DOES_OF_LOGITS                     the same of steps that have ``Step.logits``; if it takes them
+    DOES                               fields of ``step.SamplingParams`` that it does; a step with another one is
+    refused; if it does any
+    DOES_OF_LOGITS                     the same of steps that have ``SampleInputs.logits``; if it takes them
     unsupported(step) -> str | None    why it cannot do a step, or None: the only truth about what it takes
     run(step) -> Drawn                 of one row or more, on the current device and, there, the current stream
     recorded(step) -> Recorded         the same of one draw, stream 0 and a whole vocabulary, and what it was drawn from: drafts
@@ -19,7 +20,8 @@ One that knows shards may have
     runs_on_shard(step) -> bool        ``run`` does what is asked for of a shard as it does a plain step; what is asked for is
                                        then the whole vocabulary's, but for the head's bias
 
-and else does them with what a request asks for in two parts, between which the ranks meet (``distributed/requests``); of a
+and else does them with what a request asks for in two parts, between which the ranks meet
+(``tensor_parallel/filtered_sampling``); of a
 shard with a token or more, and of what is asked for cut to it:
 
     shard_logits(step) -> Tensor, Tensor
@@ -29,9 +31,9 @@ shard with a token or more, and of what is asked for cut to it:
                                        at least the row's ``limit``, (B,) int64; ``NO_FINITE`` where there is none. Of rows
                                        with a NaN anything. ``known``: what ``limits.highest`` found of these logits
 
-What ends where in between, the functions of ``distributed.limits`` find, and what all ranks conclude those of
-``distributed.parts``, or of other modules of these kinds; of one that does the exchange itself, ``of_top_k_and_p`` too
-(``impl/triton/limits``).
+What ends where in between, the functions of ``tensor_parallel.cutoffs`` find, and what all ranks conclude those of
+``tensor_parallel.outputs``, or of other modules of these kinds; of one that does the exchange itself, ``of_top_k_and_p`` too
+(``kernels/triton/sharded/cutoffs``).
 
 It is imported when it is first asked, and only where the packages that it needs are installed.
 """
@@ -47,7 +49,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from .step import PLAIN, Drawn, Recorded, Step, arguments
+from .inputs import DEFAULT_PARAMS, FilteredLogits, SampleInputs, SampleResult, arguments
 
 
 class Package(NamedTuple):
@@ -86,7 +88,8 @@ class Backend:
     """An implementation.
 
     Args:
-        name: its module's, and what ``impl`` takes.
+        name: what ``impl`` takes.
+        package: its module or package, below ``flashsampling``.
         needs: packages.
         chosen_on: kind of device on which ``impl=None`` tries it; "any", or None: it must be named.
         sharded: it can be told of a shard, so it serves under tensor parallelism.
@@ -98,15 +101,17 @@ class Backend:
     def __init__(
         self,
         name: str,
+        package: str,
         *,
         needs: tuple[Package, ...] = (),
         chosen_on: str | None,
         sharded: bool,
         exchanges: bool = False,
         asked_needs: tuple[Package, ...] = (),
-        shard_limits: str = "distributed.limits",
-        shard_parts: str = "distributed.parts",
+        shard_limits: str = "tensor_parallel.cutoffs",
+        shard_parts: str = "tensor_parallel.outputs",
     ) -> None:
+        self._package = package
         self.name, self.needs, self.chosen_on, self.sharded, self.exchanges = name, needs, chosen_on, sharded, exchanges
         self.asked_needs, self._shard_limits, self._shard_parts = asked_needs, shard_limits, shard_parts
 
@@ -123,7 +128,7 @@ class Backend:
     @functools.cached_property
     def module(self) -> ModuleType:
         """Imported at the first use."""
-        return importlib.import_module(f".impl.{self.name}", __package__)
+        return importlib.import_module(f".{self._package}", __package__)
 
     @functools.cached_property
     def shard_limits(self) -> ModuleType:
@@ -135,36 +140,36 @@ class Backend:
         """Imported at the first use."""
         return importlib.import_module(f".{self._shard_parts}", __package__)
 
-    def unsupported(self, step: Step) -> str | None:
+    def unsupported(self, step: SampleInputs) -> str | None:
         """Why it cannot do a step here, or None."""
         if self.missing is not None:
             return self.missing
-        if step.asked is not PLAIN or step.logits is not None:
+        if step.params is not DEFAULT_PARAMS or step.logits is not None:
             does = getattr(self.module, "DOES" if step.logits is None else "DOES_OF_LOGITS", None)
             if does is None and step.logits is not None:
                 return "it takes hidden states and a weight, not logits"
-            left = [name for name in step.asked.names() if name not in (does or ())]
+            left = [name for name in step.params.names() if name not in (does or ())]
             if left:
                 return f"it does not do {arguments(left)}"
-            if step.asked is not PLAIN and self.asked_missing is not None:
-                return f"it does not do {arguments(step.asked.names())}: {self.asked_missing}"
+            if step.params is not DEFAULT_PARAMS and self.asked_missing is not None:
+                return f"it does not do {arguments(step.params.names())}: {self.asked_missing}"
         return self.module.unsupported(step)  # type: ignore[no-any-return]
 
-    def run(self, step: Step) -> Drawn:
+    def run(self, step: SampleInputs) -> SampleResult:
         """Does a step that it supports, of one row or more, on the current device and stream."""
         return self.module.run(step)  # type: ignore[no-any-return]
 
-    def runs_on_shard(self, step: Step) -> bool:
+    def runs_on_shard(self, step: SampleInputs) -> bool:
         """Whether ``run`` does all that a step asks for, of a shard too."""
         decide = getattr(self.module, "runs_on_shard", None)
-        return step.asked is PLAIN or (decide is not None and decide(step))
+        return step.params is DEFAULT_PARAMS or (decide is not None and decide(step))
 
     @property
     def records(self) -> bool:
         """Whether it has ``recorded``."""
         return hasattr(self.module, "recorded")
 
-    def recorded(self, step: Step) -> Recorded:
+    def recorded(self, step: SampleInputs) -> FilteredLogits:
         """Does a step that it supports, and leaves what it was drawn from."""
         return self.module.recorded(step)  # type: ignore[no-any-return]
 
@@ -183,10 +188,11 @@ class Backend:
 # 3.4 fails to compile the kernel; 3.6 is measured, 3.9 compiles in all its shapes
 _TRITON = Package("triton", "triton", (3, 6), " (the extra triton: pip install '.[triton]' from a checkout)")
 _CUTE_HINT = " (the extra cute: pip install '.[cute]' from a checkout)"
-_LIMITS, _PARTS = "impl.triton.limits", "impl.triton.parts"
+_LIMITS, _PARTS = "kernels.triton.sharded.cutoffs", "kernels.triton.sharded.outputs"
 _TABLE = (
     Backend(
         "cute",
+        "kernels.hopper",
         needs=(
             # not "cutlass": the old C++ template package goes by that name too. 4.8.1 is the only one measured, and
             # 4.8.0 makes the same cubins
@@ -201,10 +207,17 @@ _TABLE = (
         shard_parts=_PARTS,
     ),
     Backend(
-        "triton", needs=(_TRITON,), chosen_on="cuda", sharded=True, exchanges=True, shard_limits=_LIMITS, shard_parts=_PARTS
+        "triton",
+        "kernels.triton",
+        needs=(_TRITON,),
+        chosen_on="cuda",
+        sharded=True,
+        exchanges=True,
+        shard_limits=_LIMITS,
+        shard_parts=_PARTS,
     ),
-    Backend("streaming", chosen_on="any", sharded=True),
-    Backend("reference", chosen_on=None, sharded=False),
+    Backend("streaming", "reference.streaming", chosen_on="any", sharded=True),
+    Backend("reference", "reference.oracle", chosen_on=None, sharded=False),
 )
 BACKENDS = {backend.name: backend for backend in _TABLE}
 

@@ -1,6 +1,7 @@
 """The noise: a pure function of (seed, offset, draw, token), in torch, on any device.
 
-Every implementation computes this function; the Triton version of it is ``impl/triton/noise.py``. Rounds, counter layout
+Every implementation computes this function; the Triton version of it is ``kernels/triton/fused/noise.py``. Rounds,
+counter layout
 and lane mapping are fixed: changing any of them changes every token anybody ever drew.
 
     key     = (seed & 0xffffffff, seed >> 32)

@@ -4,9 +4,11 @@
     flashsampling::sample_from_logits   logits that are there already; a pure function
     flashsampling::sample_sharded       one step of a ``TensorParallel``; it has a side effect, the exchange with other ranks.
                                         With drafts their rejection: ids are last tokens, then numbers of accepted drafts
-    flashsampling::accept, recover      rejection sampling of drafts (``impl/rejection``); pure functions; no weight: of logits
+    flashsampling::accept, recover      rejection sampling of drafts (``reference/rejection``); pure functions; no
+    weight: of logits
 
-Here alone a ``Step`` is taken apart and put together again. All operators return ids and values, empty where none were asked
+Here alone a ``SampleInputs`` is taken apart and put together again. All operators return ids and values, empty where
+none were asked
 for, so that what a step may be asked for needs no operator of its own. What may be asked for stands behind all other arguments,
 by keyword and with a default: where nothing is asked for, nothing is passed, and a program exported before still runs.
 
@@ -34,20 +36,22 @@ from torch import Tensor
 from torch.autograd import profiler
 from torch.nn import Parameter
 
-from . import registry
+from . import open_groups
 from .backends import BACKENDS, Backend, named, tried_on
-from .exchange import WHOLE, Shard
-from .impl import rejection
+from .exchange_protocol import WHOLE, Shard
+from .inputs import DEFAULT_PARAMS, DraftChains, SampleInputs, SampleResult, SamplingParams, layout
 from .noise import Stream
-from .parameters import is_symbolic
-from .step import PLAIN, Asked, Drafted, Drawn, Step, layout
+from .reference import rejection
+from .row_params import is_symbolic
 from .torch_internals import dispatch_modes, function_modes, functorch_is_active, tracing_state
 
 _logger = logging.getLogger(__name__)
 
-# A row parameter is a tensor or, where that is None, a number for all rows: its field of ``Step``, and the number's type.
+# A row parameter is a tensor or, where that is None, a number for all rows: its field of ``SampleInputs``, and the
+# number's type.
 _ROW_PARAMETERS = (("temperature", "float"), ("seed", "SymInt"), ("offset", "SymInt"))
-# What may be asked for: a field of ``Asked``, and its type in a schema; of a row parameter its number's. The stream is passed
+# What may be asked for: a field of ``SamplingParams``, and its type in a schema; of a row parameter its number's. The
+# stream is passed
 # always, as it was before there was anything else.
 _ASKED = (
     ("bias", "Tensor?"),
@@ -88,7 +92,7 @@ def _asked_schema() -> str:
         if row:
             arguments.append(f"Tensor? {name}=None")
             suffix = "_value"
-        arguments.append(f"{number} {name}{suffix}={getattr(PLAIN, name)}")
+        arguments.append(f"{number} {name}{suffix}={getattr(DEFAULT_PARAMS, name)}")
     return ", ".join(arguments)
 
 
@@ -96,9 +100,9 @@ _ROWS = ", ".join(f"Tensor? {name}, {kind} {name}_value" for name, kind in _ROW_
 _STEP = f"{_ROWS}, int stream, SymInt num_samples"
 _HEAD = f"Tensor hidden_states, Tensor weight, {_STEP}"
 _DRAWN = "(Tensor ids, Tensor values)"
-# a field of ``Drafted`` each; where there are none, nothing is passed
+# a field of ``DraftChains`` each; where there are none, nothing is passed
 _DRAFTED = ("draft_token_ids", "draft_rows", "draft_places", "draft_probs")
-_OF_DRAFTS = ", ".join(f"Tensor? {name}=None" for name in (*_DRAFTED, "alike"))
+_OF_DRAFTS = ", ".join(f"Tensor? {name}=None" for name in (*_DRAFTED, "draft_hash"))
 _EITHER = f"Tensor states, Tensor? weight, {_STEP}, SymInt vocab_size, Tensor draft_token_ids, Tensor? draft_probs"
 
 _library = torch.library.Library("flashsampling", "DEF")
@@ -116,24 +120,24 @@ for _schema in (
         _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag, *_UNSAFE))
 
 
-def _taken_apart(step: Step) -> list[Any]:
+def _taken_apart(step: SampleInputs) -> list[Any]:
     """A step as the schemas have it, up to ``num_samples``."""
     arguments: list[Any] = [step.hidden_states, step.weight] if step.logits is None else [step.logits]
     for name, kind in _ROW_PARAMETERS:
         value = _row(getattr(step, name), step.hidden_states)
         arguments += (value, 0.0 if kind == "float" else 0) if isinstance(value, Tensor) else (None, value)
-    return [*arguments, int(step.asked.stream), step.num_samples]
+    return [*arguments, int(step.params.stream), step.num_samples]
 
 
-def _asked_apart(step: Step) -> dict[str, Any]:
+def _asked_apart(step: SampleInputs) -> dict[str, Any]:
     """What is asked for, as the schemas' keywords have it."""
-    asked = step.asked
-    if asked is PLAIN:
+    params = step.params
+    if params is DEFAULT_PARAMS:
         return {}
     kinds = dict(_ASKED)
-    apart: dict[str, Any] = {} if asked.seen is None else {"seen": asked.seen}
-    for name in asked.names():
-        value = getattr(asked, name)
+    apart: dict[str, Any] = {} if params.seen is None else {"seen": params.seen}
+    for name in params.names():
+        value = getattr(params, name)
         if name == "stream":
             continue
         if kinds[name] == "float" and is_symbolic(value):
@@ -156,13 +160,13 @@ def _row(value: Any, states: Tensor) -> Any:
     return value
 
 
-def _overload(operator: Any, asked: dict[str, Any]) -> Any:
-    return operator.on_host if any(name.endswith(_ON_HOST) for name in asked) else operator.default
+def _overload(operator: Any, params: dict[str, Any]) -> Any:
+    return operator.on_host if any(name.endswith(_ON_HOST) for name in params) else operator.default
 
 
 def _put_together(
-    arguments: tuple[Any, ...], asked: dict[str, Any], vocab_size: int, shard: Shard = WHOLE, of_logits: bool = False
-) -> Step:
+    arguments: tuple[Any, ...], params: dict[str, Any], vocab_size: int, shard: Shard = WHOLE, of_logits: bool = False
+) -> SampleInputs:
     """The step that was taken apart."""
     if of_logits:
         logits, *arguments_ = arguments
@@ -171,41 +175,41 @@ def _put_together(
         (hidden_states, weight, *arguments_), logits = arguments, None
     *rows, stream, num_samples = arguments_
     given = {name: rows[2 * i + 1] if rows[2 * i] is None else rows[2 * i] for i, (name, _) in enumerate(_ROW_PARAMETERS)}
-    return Step(
+    return SampleInputs(
         hidden_states,
         weight,
         **given,
         num_samples=num_samples,
         vocab_size=vocab_size,
         shard=shard,
-        asked=_asked_together(stream, _from_host(asked)),
+        params=_asked_together(stream, _from_host(params)),
         logits=logits,
     )
 
 
-def _drafted_together(asked: dict[str, Any]) -> Drafted | None:
+def _drafted_together(params: dict[str, Any]) -> DraftChains | None:
     """The drafts among the keywords, which are taken out."""
-    parts = [asked.pop(name, None) for name in _DRAFTED]
-    return None if parts[0] is None else Drafted(*parts)
+    parts = [params.pop(name, None) for name in _DRAFTED]
+    return None if parts[0] is None else DraftChains(*parts)
 
 
-def _from_host(asked: dict[str, Any]) -> dict[str, Any]:
+def _from_host(params: dict[str, Any]) -> dict[str, Any]:
     """Numbers in place of the tensors on the CPU. Nothing waits for a device."""
-    tensors = {name for name, value in asked.items() if name.endswith(_ON_HOST) and value is not None}
-    kept = {name: value for name, value in asked.items() if not name.endswith(_ON_HOST)}
-    return kept | {name.removesuffix(_ON_HOST): asked[name].item() for name in tensors}
+    tensors = {name for name, value in params.items() if name.endswith(_ON_HOST) and value is not None}
+    kept = {name: value for name, value in params.items() if not name.endswith(_ON_HOST)}
+    return kept | {name.removesuffix(_ON_HOST): params[name].item() for name in tensors}
 
 
-def _asked_together(stream: int, asked: dict[str, Any]) -> Asked:
-    if not asked and stream == PLAIN.stream:
-        return PLAIN
-    together = Asked(
-        Stream(stream), **{name.removesuffix("_value"): value for name, value in asked.items() if value is not None}
+def _asked_together(stream: int, params: dict[str, Any]) -> SamplingParams:
+    if not params and stream == DEFAULT_PARAMS.stream:
+        return DEFAULT_PARAMS
+    together = SamplingParams(
+        Stream(stream), **{name.removesuffix("_value"): value for name, value in params.items() if value is not None}
     )
-    return together if together.names() else PLAIN
+    return together if together.names() else DEFAULT_PARAMS
 
 
-def choose(step: Step, impl: str = "") -> Backend:
+def choose(step: SampleInputs, impl: str = "") -> Backend:
     """The backend that is named, or else the first that can do the step. Raises ValueError: no such name, or none can."""
     if impl:
         backend = BACKENDS.get(impl) or named(impl)
@@ -224,13 +228,13 @@ def choose(step: Step, impl: str = "") -> Backend:
     raise ValueError(f"no implementation can do this on {step.hidden_states.device}: {'; '.join(reasons)}")
 
 
-def _sample(step: Step, impl: str) -> Drawn:
+def _sample(step: SampleInputs, impl: str) -> SampleResult:
     if not step.hidden_states.numel():
         return _nothing(step)
     return _there(step, choose(step, impl).module.run)  # .run costs the host a call more
 
 
-def _sample_sharded(step: Step, group: Any) -> Drawn:
+def _sample_sharded(step: SampleInputs, group: Any) -> SampleResult:
     """One step of a ``TensorParallel``. A call that raises before it took part in one, or has no rows, counts as left out."""
     try:
         group.raise_if_unusable()
@@ -238,37 +242,37 @@ def _sample_sharded(step: Step, group: Any) -> Drawn:
         batch = step.hidden_states.shape[0]
         group.check_call(step.weight, batch, step.num_samples)
         if batch == 0:
-            group.count_left_out()
+            group.count_skipped_call()
             return _nothing(step)
         # what is asked for of a shard, an implementation does in parts, and the group what is between them
-        alone = step if step.asked is PLAIN else step._replace(shard=WHOLE)
+        alone = step if step.params is DEFAULT_PARAMS else step._replace(shard=WHOLE)
         if step.drafted is not None:  # which takes what log-probabilities do
-            alone = step._replace(shard=WHOLE, asked=step.asked._replace(logprobs=True))
+            alone = step._replace(shard=WHOLE, params=step.params._replace(logprobs=True))
         return _there(step, functools.partial(_run_and_exchange, choose(alone, group.impl), group))
     except BaseException as error:
-        count_left_out(group, error)
+        count_skipped_call(group, error)
         raise
 
 
-def rehearse(step: Step, group: Any) -> None:
+def dry_run(step: SampleInputs, group: Any) -> None:
     """What a ``sample_sharded`` that asks for something does without other ranks: for what it compiles."""
-    _there(step, functools.partial(group.rehearse, choose(step._replace(shard=WHOLE), group.impl)))
+    _there(step, functools.partial(group.dry_run, choose(step._replace(shard=WHOLE), group.impl)))
 
 
-def _run_and_exchange(backend: Backend, group: Any, step: Step) -> Drawn:
-    if step.drafted is not None or (step.asked is not PLAIN and not backend.runs_on_shard(step)):
+def _run_and_exchange(backend: Backend, group: Any, step: SampleInputs) -> SampleResult:
+    if step.drafted is not None or (step.params is not DEFAULT_PARAMS and not backend.runs_on_shard(step)):
         return group.draw(backend, step)
-    if step.asked is not PLAIN or step.alike is not None:
+    if step.params is not DEFAULT_PARAMS or step.draft_hash is not None:
         group.compare(step)
     drawn = backend.module.run(step)
     return drawn._replace(ids=group.finish(drawn.ids, step))
 
 
-def _nothing(step: Step) -> Drawn:
-    return Drawn(torch.empty(0, dtype=torch.int64, device=step.hidden_states.device))  # no rows: no values either
+def _nothing(step: SampleInputs) -> SampleResult:
+    return SampleResult(torch.empty(0, dtype=torch.int64, device=step.hidden_states.device))  # no rows: no values either
 
 
-def _there(step: Step, run: Callable[[Step], Drawn]) -> Drawn:
+def _there(step: SampleInputs, run: Callable[[SampleInputs], SampleResult]) -> SampleResult:
     """Runs a step with its device the current one."""
     states = step.hidden_states
     # torch.cuda.current_device() less its asking whether there is CUDA
@@ -278,14 +282,14 @@ def _there(step: Step, run: Callable[[Step], Drawn]) -> Drawn:
     return run(step)
 
 
-def count_left_out(group: Any, error: BaseException) -> None:
+def count_skipped_call(group: Any, error: BaseException) -> None:
     """Counts a call that raised, once, however many of its callers come here: so ranks that are out of step are found out.
 
     An error in the exchange itself comes here too: it has failed the group for good, where one more does no harm.
     """
     if getattr(error, "_left_out_of", None) != group.name:
         error._left_out_of = group.name  # type: ignore[attr-defined]
-        group.count_left_out()
+        group.count_skipped_call()
 
 
 @functools.cache  # once for each
@@ -307,39 +311,42 @@ def order_of(device: torch.device) -> Tensor:
 # -- the operators
 
 
-def _tensors(drawn: Drawn) -> tuple[Tensor, Tensor]:
+def _tensors(drawn: SampleResult) -> tuple[Tensor, Tensor]:
     """What an operator returns: one that gives no values gives an empty tensor of them."""
     return drawn.ids, drawn.ids.new_empty(0, dtype=torch.float32) if drawn.values is None else drawn.values
 
 
-def _operate(*arguments: Any, **asked: Any) -> tuple[Tensor, Tensor]:
+def _operate(*arguments: Any, **params: Any) -> tuple[Tensor, Tensor]:
     *taken_apart, vocab_size, impl = arguments
-    return _tensors(_sample(_put_together(tuple(taken_apart), asked, vocab_size), impl))
+    return _tensors(_sample(_put_together(tuple(taken_apart), params, vocab_size), impl))
 
 
-def _operate_on_logits(*arguments: Any, **asked: Any) -> tuple[Tensor, Tensor]:
+def _operate_on_logits(*arguments: Any, **params: Any) -> tuple[Tensor, Tensor]:
     *taken_apart, vocab_size, impl = arguments
-    return _tensors(_sample(_put_together(tuple(taken_apart), asked, vocab_size, of_logits=True), impl))
+    return _tensors(_sample(_put_together(tuple(taken_apart), params, vocab_size, of_logits=True), impl))
 
 
-def _operate_sharded(*arguments: Any, **asked: Any) -> tuple[Tensor, Tensor]:
+def _operate_sharded(*arguments: Any, **params: Any) -> tuple[Tensor, Tensor]:
     if isinstance(arguments[-1], Tensor):  # order, which nobody reads
         arguments = arguments[:-1]
-    group, of_ranks = registry.find(arguments[-1]), {"drafted": _drafted_together(asked), "alike": asked.pop("alike", None)}
-    return _tensors(_sample_sharded(_put_together(arguments[:-1], asked, *group.part)._replace(**of_ranks), group))
+    group, of_ranks = (
+        open_groups.find(arguments[-1]),
+        {"drafted": _drafted_together(params), "draft_hash": params.pop("draft_hash", None)},
+    )
+    return _tensors(_sample_sharded(_put_together(arguments[:-1], params, *group.part)._replace(**of_ranks), group))
 
 
 def _fake_of(matrices: int) -> Callable[..., tuple[Tensor, Tensor]]:
     """Of an operator whose first arguments are so many matrices: how much comes back is known from shapes and what is asked."""
 
-    def fake(*arguments: Any, **asked: Any) -> tuple[Tensor, Tensor]:
+    def fake(*arguments: Any, **params: Any) -> tuple[Tensor, Tensor]:
         states = arguments[0]
         stream, num_samples = arguments[matrices + 2 * len(_ROW_PARAMETERS) :][:2]
-        drafted, _ = _drafted_together(asked), asked.pop("alike", None)
+        drafted, _ = _drafted_together(params), params.pop("draft_hash", None)
         if drafted is not None:
             empty = states.new_empty(0, dtype=torch.float32)
             return states.new_empty(2 * drafted.token_ids.shape[0], dtype=torch.int64), empty
-        beside = {name: value for name, value in asked.items() if not name.endswith(_ON_HOST)}
+        beside = {name: value for name, value in params.items() if not name.endswith(_ON_HOST)}
         there = layout(states.shape[0], num_samples, _asked_together(stream, beside))
         values = states.new_empty(there.num_values, dtype=torch.float32)
         return states.new_empty(there.num_ids, dtype=torch.int64), values
@@ -347,27 +354,27 @@ def _fake_of(matrices: int) -> Callable[..., tuple[Tensor, Tensor]]:
     return fake
 
 
-def _drafted(arguments: tuple[Any, ...], asked: dict[str, Any], behind: int) -> Step:
+def _drafted(arguments: tuple[Any, ...], params: dict[str, Any], behind: int) -> SampleInputs:
     """The step of ``accept`` or ``recover``, of whose arguments so many are behind it."""
     states, weight, *parameters, vocab_size = arguments[:-behind]
     if weight is None:
-        return _put_together((states, *parameters), asked, vocab_size, of_logits=True)
-    return _put_together((states, weight, *parameters), asked, vocab_size)
+        return _put_together((states, *parameters), params, vocab_size, of_logits=True)
+    return _put_together((states, weight, *parameters), params, vocab_size)
 
 
-def _accept(*arguments: Any, **asked: Any) -> Tensor:
-    return rejection.accept(_drafted(arguments, asked, 2), *arguments[-2:])
+def _accept(*arguments: Any, **params: Any) -> Tensor:
+    return rejection.accept(_drafted(arguments, params, 2), *arguments[-2:])
 
 
-def _recover(*arguments: Any, **asked: Any) -> Tensor:
-    return rejection.recover(_drafted(arguments, asked, 3), *arguments[-3:])
+def _recover(*arguments: Any, **params: Any) -> Tensor:
+    return rejection.recover(_drafted(arguments, params, 3), *arguments[-3:])
 
 
-def _fake_accept(*arguments: Any, **asked: Any) -> Tensor:
+def _fake_accept(*arguments: Any, **params: Any) -> Tensor:
     return arguments[-2].new_empty(arguments[-2].shape, dtype=torch.bool)
 
 
-def _fake_recover(*arguments: Any, **asked: Any) -> Tensor:
+def _fake_recover(*arguments: Any, **params: Any) -> Tensor:
     return torch.empty_like(arguments[-3])
 
 
@@ -390,7 +397,7 @@ for _name, _function, _fake in (
 _exported = torch.fx.has_side_effect(torch.ops.flashsampling.sample_sharded.exported)
 
 
-def _nobody_looks(step: Step) -> bool:
+def _nobody_looks(step: SampleInputs) -> bool:
     """Whether torch's dispatcher would change nothing. It does nothing where a gradient is wanted: see above."""
     return (
         type(step.hidden_states) is Tensor
@@ -406,44 +413,44 @@ def _nobody_looks(step: Step) -> bool:
     )
 
 
-def sample(step: Step, impl: str) -> Drawn:
+def sample(step: SampleInputs, impl: str) -> SampleResult:
     """A step of a whole weight, or of logits; ``impl`` may be "": chosen here."""
     if _nobody_looks(step):
         return _sample(step, impl)
-    operators, asked = torch.ops.flashsampling, _asked_apart(step)
-    operator = _overload(operators.sample if step.logits is None else operators.sample_from_logits, asked)
-    return Drawn(*operator(*_taken_apart(step), step.vocab_size, impl, **asked))
+    operators, params = torch.ops.flashsampling, _asked_apart(step)
+    operator = _overload(operators.sample if step.logits is None else operators.sample_from_logits, params)
+    return SampleResult(*operator(*_taken_apart(step), step.vocab_size, impl, **params))
 
 
-def sample_sharded(step: Step, tp: Any) -> Drawn:
+def sample_sharded(step: SampleInputs, tp: Any) -> SampleResult:
     """A step of the open ``TensorParallel`` ``tp``, whose ``part`` it is of."""
     if _nobody_looks(step):
-        return _sample_sharded(step, registry.find(tp.name))
-    arguments, asked = _taken_apart(step), _asked_apart(step)
+        return _sample_sharded(step, open_groups.find(tp.name))
+    arguments, params = _taken_apart(step), _asked_apart(step)
     if step.drafted is not None:
-        asked |= {name: part for name, part in zip(_DRAFTED, step.drafted) if part is not None}
-    if step.alike is not None:
-        asked["alike"] = step.alike
+        params |= {name: part for name, part in zip(_DRAFTED, step.drafted) if part is not None}
+    if step.draft_hash is not None:
+        params["draft_hash"] = step.draft_hash
     if torch.compiler._is_exporting_flag:  # is_exporting() says so in every torch.compile of torch 2.8
-        return Drawn(*_exported(*arguments, tp.name, **asked))
-    return Drawn(*_overload(torch.ops.flashsampling.sample_sharded, asked)(*arguments, tp.name, tp.order, **asked))
+        return SampleResult(*_exported(*arguments, tp.name, **params))
+    return SampleResult(*_overload(torch.ops.flashsampling.sample_sharded, params)(*arguments, tp.name, tp.order, **params))
 
 
-def _either(step: Step) -> list[Any]:
+def _either(step: SampleInputs) -> list[Any]:
     """A step as ``accept`` and ``recover`` have it."""
     states, *others = _taken_apart(step)
     return [states, *([None] if step.logits is not None else []), *others, step.vocab_size]
 
 
-def accept(step: Step, draft_token_ids: Tensor, draft_probs: Tensor | None) -> Tensor:
-    """``impl/rejection``'s, for compilers one node."""
-    asked = _asked_apart(step)
-    operator = _overload(torch.ops.flashsampling.accept, asked)
-    return operator(*_either(step), draft_token_ids, draft_probs, **asked)
+def accept(step: SampleInputs, draft_token_ids: Tensor, draft_probs: Tensor | None) -> Tensor:
+    """``reference/rejection``'s, for compilers one node."""
+    params = _asked_apart(step)
+    operator = _overload(torch.ops.flashsampling.accept, params)
+    return operator(*_either(step), draft_token_ids, draft_probs, **params)
 
 
-def recover(step: Step, draft_token_ids: Tensor, draft_probs: Tensor | None, draft_rows: Tensor) -> Tensor:
-    """``impl/rejection``'s, for compilers one node."""
-    asked = _asked_apart(step)
-    operator = _overload(torch.ops.flashsampling.recover, asked)
-    return operator(*_either(step), draft_token_ids, draft_probs, draft_rows, **asked)
+def recover(step: SampleInputs, draft_token_ids: Tensor, draft_probs: Tensor | None, draft_rows: Tensor) -> Tensor:
+    """``reference/rejection``'s, for compilers one node."""
+    params = _asked_apart(step)
+    operator = _overload(torch.ops.flashsampling.recover, params)
+    return operator(*_either(step), draft_token_ids, draft_probs, draft_rows, **params)

@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .api import check_num_samples, check_tensor_parallel, check_vocab_size, check_weight, count_left_out, sample
 from .backends import BACKENDS
-from .counts import TokenCounts
-from .parameters import integer
-from .requests import Request, asked_of, problem_of
-from .step import PLAIN, Asked, Step, arguments, example
+from .inputs import DEFAULT_PARAMS, SampleInputs, SamplingParams, arguments, example
+from .row_params import integer
+from .sampling import check_num_samples, check_tensor_parallel, check_vocab_size, check_weight, count_skipped_call, sample
+from .sampling_params import Request, batch_shape, parse_sampling_params
+from .token_counts import TokenCounts
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # typing's from Python 3.11 on; torch brings this one
 
-    from .distributed import TensorParallel
+    from .tensor_parallel import TensorParallel
 
 Inputs: TypeAlias = tuple[Tensor, Tensor | float, Tensor]  # (B, D), of a call: hidden states, temperature, seeds and offsets
 _Draw: TypeAlias = Callable[[Tensor, Tensor | float, Tensor], Any]
@@ -72,7 +72,7 @@ def warmup(
     Raises:
         TypeError, ValueError: as ``sample``; and ``max_batch_size`` is below 1, or above that of ``tp``.
         RuntimeError: the current stream is being captured.
-        flashsampling.distributed.TensorParallelError: as ``sample``.
+        flashsampling.tensor_parallel.TensorParallelError: as ``sample``.
 
     Example:
         >>> import torch, flashsampling
@@ -99,7 +99,7 @@ def warmup_mixes(
     try:
         return _draw_all(weight, requests, max_batch_size, num_samples, vocab_size, impl, tp)
     except BaseException as error:
-        count_left_out(tp, error)
+        count_skipped_call(tp, error)
         raise
 
 
@@ -115,10 +115,10 @@ def _draw_all(
     check_weight(weight, 1 if tp is None else 0)
     num_samples = check_num_samples(num_samples)
     if tp is not None:
-        from .distributed import TensorParallel  # whoever has one has imported it
+        from .tensor_parallel import TensorParallel  # whoever has one has imported it
 
         if not isinstance(tp, TensorParallel):
-            raise TypeError(f"tp must be a flashsampling.distributed.TensorParallel, got {type(tp).__name__}")
+            raise TypeError(f"tp must be a flashsampling.tensor_parallel.TensorParallel, got {type(tp).__name__}")
     if max_batch_size is None:
         max_batch_size = 256 if tp is None else tp.max_batch_size
     max_batch_size = integer("max_batch_size", max_batch_size)
@@ -133,30 +133,32 @@ def _draw_all(
     else:
         check_tensor_parallel(tp, vocab_size, impl)
         tokens = tp.part[0]
-    problem = problem_of(max_batch_size, weight.shape[0], tokens, weight.device, num_samples, tp)
+    problem = batch_shape(max_batch_size, weight.shape[0], tokens, weight.device, num_samples, tp)
 
-    def draw(asked: Asked, together: bool, states: Tensor, temperature: Tensor | float, zeros: Tensor) -> None:
+    def draw(params: SamplingParams, together: bool, states: Tensor, temperature: Tensor | float, zeros: Tensor) -> None:
         """``together``: with the other ranks."""
-        if asked is PLAIN:
+        if params is DEFAULT_PARAMS:
             rows = {"temperature": temperature, "seed": zeros, "offset": zeros, "num_samples": num_samples}
             sample(states, weight, **rows, vocab_size=vocab_size, impl=impl, tp=tp)  # type: ignore[arg-type]
             return
-        some = asked.rows(0, len(states))
-        for step in _of_any_number(Step(states, weight, temperature, zeros, zeros, num_samples, tokens, asked=some), tp):
+        some = params.rows(0, len(states))
+        for step in _of_any_number(
+            SampleInputs(states, weight, temperature, zeros, zeros, num_samples, tokens, params=some), tp
+        ):
             if tp is None:
                 ops.sample(step, impl or "")
             elif together:
                 ops.sample_sharded(step, tp)
             else:
-                ops.rehearse(step, tp)
+                ops.dry_run(step, tp)
 
-    mixes = [asked_of(request, problem) if request else PLAIN for request in requests]
-    plans = [(plan(weight, max_batch_size, num_samples, impl, tp, asked), asked) for asked in mixes]
+    mixes = [parse_sampling_params(request, problem) if request else DEFAULT_PARAMS for request in requests]
+    plans = [(plan(weight, max_batch_size, num_samples, impl, tp, params), params) for params in mixes]
     kernels = [name for made, _ in plans for name in made.kernels]
     if kernels:
         _logger.info("warmup compiles what is missing of %d kernels: %s", len(kernels), ", ".join(kernels))
     # a group's kernels for plain draws were compiled when it was made
-    missing = [each for each in plans if each[0].compiling is not None and (tp is None or each[1] is not PLAIN)]
+    missing = [each for each in plans if each[0].compiling is not None and (tp is None or each[1] is not DEFAULT_PARAMS)]
     missing.sort(key=lambda each: len(each[1].names()), reverse=True)  # those take longest
     with contextlib.ExitStack() as meanwhile:
         if tp is not None and missing:
@@ -164,10 +166,10 @@ def _draw_all(
         for compiling in dict.fromkeys(made.compiling for made, _ in missing):
             assert compiling is not None
             meanwhile.enter_context(compiling(_threads()))
-        for made, asked in missing:
-            made.draw(weight, functools.partial(draw, asked, False))
-    for made, asked in plans:
-        made.draw(weight, functools.partial(draw, asked, True))
+        for made, params in missing:
+            made.draw(weight, functools.partial(draw, params, False))
+    for made, params in plans:
+        made.draw(weight, functools.partial(draw, params, True))
     if weight.is_cuda:
         for request in requests:
             counts = request.get("token_counts")
@@ -177,16 +179,16 @@ def _draw_all(
     return kernels
 
 
-def _of_any_number(step: Step, tp: "TensorParallel | None") -> list[Step]:
+def _of_any_number(step: SampleInputs, tp: "TensorParallel | None") -> list[SampleInputs]:
     """Over several ranks a small top-k, a number, takes kernels of two sizes: a rank's steps with each."""
     if tp is None:
         return [step]
-    from .distributed.limits import FEW, are_few  # whoever has a group has imported it
+    from .tensor_parallel.cutoffs import FEW, are_few  # whoever has a group has imported it
 
     step = step._replace(shard=tp.shard)
-    if not are_few(step.asked.top_k):
+    if not are_few(step.params.top_k):
         return [step]
-    return [step._replace(asked=step.asked._replace(top_k=top_k)) for top_k in (1, min(FEW, tp.vocab_size - 1))]
+    return [step._replace(params=step.params._replace(top_k=top_k)) for top_k in (1, min(FEW, tp.vocab_size - 1))]
 
 
 def _threads() -> int:
@@ -224,18 +226,23 @@ class Plan(NamedTuple):
 
 
 def plan(
-    weight: Tensor, max_batch_size: int, num_samples: int, impl: str | None, tp: "TensorParallel | None", asked: Asked = PLAIN
+    weight: Tensor,
+    max_batch_size: int,
+    num_samples: int,
+    impl: str | None,
+    tp: "TensorParallel | None",
+    params: SamplingParams = DEFAULT_PARAMS,
 ) -> Plan:
     """What is to be compiled: with ``tp`` the same on every rank."""
-    step = example(weight)._replace(asked=asked)
+    step = example(weight)._replace(params=params)
     name = impl if tp is None else tp.impl
     if name is not None and (name not in BACKENDS or BACKENDS[name].unsupported(step) is not None):
         return Plan([], [1])  # the call says what is wrong
     # what is asked for is drawn behind a matmul, in the shapes of one draw
-    draws = num_samples if asked is PLAIN else 1
+    draws = num_samples if params is DEFAULT_PARAMS else 1
     backend = ops.choose(step, name or "")
     names, batches = backend.compiled_for(weight, max_batch_size, draws)
-    if asked is not PLAIN:
-        names = [f"{name} with {arguments(asked.names())}" for name in names]
-    of_several = weight.is_cuda and (backend.name == "triton" or asked is not PLAIN)
+    if params is not DEFAULT_PARAMS:
+        names = [f"{name} with {arguments(params.names())}" for name in names]
+    of_several = weight.is_cuda and (backend.name == "triton" or params is not DEFAULT_PARAMS)
     return Plan(names, batches, getattr(backend.module, "compiling", None) if of_several else None)

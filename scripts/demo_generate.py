@@ -22,8 +22,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, L
 from transformers.generation.streamers import BaseStreamer
 
 from flashsampling import LMHeadSampler, noise, ops
+from flashsampling.inputs import example
 from flashsampling.integrations.transformers import generate
-from flashsampling.step import example
 
 PROMPTS = [
     "Explain in two sentences why the sky is blue.",

@@ -1,7 +1,7 @@
 """Whether a change leaves the machine code as it is. Without a GPU: ``scripts/sass-diff COMMIT``.
 
 For a commit and for the working tree, every tile shape of the Hopper kernel in both dtypes, two shapes as tests and benchmarks
-instrument them, and the cases of ``tests/test_triton_compile.py`` for sm_90 and sm_100 are compiled and compared:
+instrument them, and the cases of ``tests/kernels/triton/test_compile.py`` for sm_90 and sm_100 are compiled and compared:
 
     Hopper kernel   cubin: the bytes of its code, of its constants and of what the loader reads of it (registers, shared memory)
     Triton          PTX without comments, line numbers and names; ptxas does the rest alike
@@ -34,7 +34,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from flashsampling.impl.cute.config import CONFIGS
+from flashsampling.kernels.hopper.config import CONFIGS
 
 ROOT = Path(__file__).parent.parent
 ARCHITECTURES = (90, 100)  # of Triton's cases
@@ -43,8 +43,12 @@ _TOGETHER = 4  # kernels that one process compiles: importing the compiler takes
 # Run in either tree, so they ask of it only what is old and will stay: names in ``compile_kernel`` and in the test.
 _CUTE = """
 import cutlass
-from flashsampling.impl.cute.config import TileConfig
-from flashsampling.impl.cute.kernel import compile_kernel
+try:
+    from flashsampling.kernels.hopper.config import TileConfig
+    from flashsampling.kernels.hopper.kernel import compile_kernel
+except ImportError:  # commits before the package had these folders
+    from flashsampling.impl.cute.config import TileConfig
+    from flashsampling.impl.cute.kernel import compile_kernel
 
 def compile_one(out, dtype, shape, features):
     with tempfile.TemporaryDirectory() as scratch:
@@ -55,7 +59,10 @@ def compile_one(out, dtype, shape, features):
 """
 _TRITON = """
 import runpy
-source = runpy.run_path("tests/test_triton_compile.py")["COMPILE"]
+try:
+    source = runpy.run_path("tests/kernels/triton/test_compile.py")["COMPILE"]
+except FileNotFoundError:  # commits before the tests had these folders
+    source = runpy.run_path("tests/test_triton_compile.py")["COMPILE"]
 
 def compile_one(out, *arguments):
     sys.argv[1:] = arguments
@@ -96,14 +103,14 @@ def kernels() -> list[Kernel]:
     found = []
     for dtype, element in ("bf16", "BFloat16"), ("fp16", "Float16"):
         for config in CONFIGS:
-            name = f"cute {dtype} {config.block_b}" + ("" if config.code_buffers == 1 else f"/{config.code_buffers}")
+            name = f"cute {dtype} {config.block_b}" + ("" if config.bound_buffers == 1 else f"/{config.bound_buffers}")
             found.append(Kernel(name, "cute", (element, astuple(config), {})))
     for config in CONFIGS[4], CONFIGS[-1]:
         for feature in "counts_evaluations", "stamps":
             arguments = "BFloat16", astuple(config), {feature: True}
             found.append(Kernel(f"cute bf16 {config.block_b} {feature}", "cute", arguments))
     if importlib.util.find_spec("triton"):
-        cases = runpy.run_path(str(ROOT / "tests" / "test_triton_compile.py"))["CASES"]
+        cases = runpy.run_path(str(ROOT / "tests" / "kernels" / "triton" / "test_compile.py"))["CASES"]
         for capability, dtype, loads, problem, *_ in cases:
             if capability in ARCHITECTURES:
                 case = tuple(map(str, (capability, dtype, loads, *problem)))

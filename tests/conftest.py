@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 if not torch.cuda.is_available():
-    # before anything imports triton: its kernels then run in numpy; or, compiled for Hopper, on the machine of tests.ptx
+    # before anything imports triton: its kernels then run in numpy; or, compiled for Hopper, on the machine of tests.emulator
     os.environ["TRITON_INTERPRET"] = "0" if os.environ.get("FLASHSAMPLING_COMPILED") else "1"
     # pytest's workers share the cores: threads of torch beyond that wait for each other, and take a core to wait
     threads = max(1, torch.get_num_threads() // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
@@ -19,15 +19,17 @@ if not torch.cuda.is_available():
 
 import pytest
 
-from tests import ptx
+from tests import emulator
 
 COMPILED = os.environ.get("TRITON_INTERPRET") == "0" and not torch.cuda.is_available()
 # by name: benchmarks, which import this too, need not what it needs
-hopper = importlib.import_module("tests.ptx.hopper") if not torch.cuda.is_available() and ptx.why_not() is None else None
+hopper = (
+    importlib.import_module("tests.emulator.hopper") if not torch.cuda.is_available() and emulator.why_not() is None else None
+)
 if hopper is not None:
     hopper.install()
     if COMPILED:
-        importlib.import_module("tests.ptx.jit").install()
+        importlib.import_module("tests.emulator.jit").install()
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
@@ -41,7 +43,7 @@ def device() -> torch.device:
 def no_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """The Hopper kernel takes what it takes, also where there is no GPU."""
     if hopper is not None:
-        from flashsampling.impl.cute import config
+        from flashsampling.kernels.hopper import config
 
         monkeypatch.setattr(config, "_device_cannot", hopper.REAL["_device_cannot"])
 
@@ -84,11 +86,12 @@ def _masks_are_bool() -> Iterator[None]:
     def checked(name: str, place: int) -> Any:
         of_triton = getattr(InterpreterBuilder, name)
 
-        def call(self: Any, *arguments: Any) -> Any:
+        def call(self: Any, *arguments: Any, **named: Any) -> Any:
             mask = arguments[place]
-            if mask is not None and mask.data.dtype != bool:
-                raise TypeError(f"a mask of {mask.data.dtype}: compare blocks, not scalars")
-            return of_triton(self, *arguments)
+            held = mask if mask is None or hasattr(mask, "astype") else mask.data  # of a tensor descriptor an array
+            if held is not None and held.dtype != bool:
+                raise TypeError(f"a mask of {held.dtype}: compare blocks, not scalars")
+            return of_triton(self, *arguments, **named)
 
         return call
 
@@ -198,13 +201,13 @@ def _types_made_when_asked_for() -> Iterator[None]:
         yield
 
 
-def entries_by_torch(asked: Any, first: int, last: int, base: int) -> torch.Tensor:
-    """What ``impl.triton.entries.by_block`` makes; 0 where it leaves what was there."""
-    (batch, count), blocks = asked.bias_ids.shape, -(-(last - base) // 128)
-    there = (asked.bias_ids >= first) & (asked.bias_ids < last)
-    token, index = torch.where(there, asked.bias_ids.long() - base, 2**31 - 1).sort(dim=1, stable=True)
+def entries_by_torch(params: Any, first: int, last: int, base: int) -> torch.Tensor:
+    """What ``kernels.triton.filtered.sparse_bias.sort_by_tile`` makes; 0 where it leaves what was there."""
+    (batch, count), blocks = params.bias_ids.shape, -(-(last - base) // 128)
+    there = (params.bias_ids >= first) & (params.bias_ids < last)
+    token, index = torch.where(there, params.bias_ids.long() - base, 2**31 - 1).sort(dim=1, stable=True)
     there = there.gather(1, index)
-    value = asked.bias_values.gather(1, index).view(torch.int32).long()
+    value = params.bias_values.gather(1, index).view(torch.int32).long()
     entries = torch.where(there, value << 32 | token, 0)
     of_block = torch.zeros(batch, blocks + 1, dtype=torch.int64)
     of_block.scatter_add_(1, torch.where(there, token >> 7, blocks), torch.ones_like(token))
@@ -222,21 +225,22 @@ def _entries_of_many_rows_by_torch() -> Iterator[None]:
     if DEVICE.type == "cuda" or COMPILED or importlib.util.find_spec("triton") is None:
         yield
         return
-    from flashsampling.impl.triton import entries, jit
+    from flashsampling.kernels.triton import jit
+    from flashsampling.kernels.triton.filtered import sparse_bias
 
-    by_block = entries.by_block
+    sort_by_tile = sparse_bias.sort_by_tile
 
-    def by_kernel_or_torch(asked: Any, first: int, last: int, base: int) -> torch.Tensor:
-        if len(asked.bias_ids) <= 8 or jit.only_compiles():
-            return by_block(asked, first, last, base)
-        few, words = by_block(asked.rows(0, 4), first, last, base), entries_by_torch(asked, first, last, base)
-        blocks = words.shape[1] - asked.bias_ids.shape[1]
+    def by_kernel_or_torch(params: Any, first: int, last: int, base: int) -> torch.Tensor:
+        if len(params.bias_ids) <= 8 or jit.only_compiles():
+            return sort_by_tile(params, first, last, base)
+        few, words = sort_by_tile(params.rows(0, 4), first, last, base), entries_by_torch(params, first, last, base)
+        blocks = words.shape[1] - params.bias_ids.shape[1]
         few[:, blocks:][words[:4, blocks:] == 0] = 0
         assert torch.equal(few, words[:4])
         return words
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(entries, "by_block", by_kernel_or_torch)
+        patched.setattr(sparse_bias, "sort_by_tile", by_kernel_or_torch)
         yield
 
 

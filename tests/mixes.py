@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flashsampling import noise
-from flashsampling.step import Asked, Drawn, Step, layout
+from flashsampling.inputs import SampleInputs, SampleResult, SamplingParams, layout
 
 INF, NAN = math.inf, math.nan
 
@@ -18,7 +18,7 @@ INF, NAN = math.inf, math.nan
 class Mix:
     """Draws rows of logits and what is asked of them. ``poisoned``: NaN, infinities and parameters out of their range too.
 
-    ``wanted``: fields of ``Asked`` that are asked for, of those before the filters and these; None: some.
+    ``wanted``: fields of ``SamplingParams`` that are asked for, of those before the filters and these; None: some.
 
     ``make(...)`` gives a step of logits; a kernel's test may give it hidden states instead.
     """
@@ -84,66 +84,66 @@ class Mix:
         in_prompt = torch.rand(batch, vocab, generator=self.generator) < 0.2
         return (times - (in_prompt.long() << 31)).to(torch.int32)
 
-    def asked(self, batch: int, vocab: int) -> Asked:
+    def params(self, batch: int, vocab: int) -> SamplingParams:
         uniform, one_in, poisoned, wants = self.random.random, self.one_in, self.poisoned, self.wants
-        asked: dict[str, Any] = {}
+        params: dict[str, Any] = {}
         if wants("bias", 4):
-            asked["bias"] = self.normal(vocab)
+            params["bias"] = self.normal(vocab)
         if wants("logit_scale", 4):
-            asked["logit_scale"] = self.random.choice((0.25, 3.0))
+            params["logit_scale"] = self.random.choice((0.25, 3.0))
         if wants("soft_cap", 4):
-            asked["soft_cap"] = self.random.choice((2.0, 30.0))
+            params["soft_cap"] = self.random.choice((2.0, 30.0))
         if wants("dense_bias", 4):
-            asked["dense_bias"] = torch.where(
+            params["dense_bias"] = torch.where(
                 torch.rand(vocab, generator=self.generator) < 0.1, self.random.choice((-INF, 100.0, -100.0)), self.normal(vocab)
             )
         if wants("bias_ids", 3):
             n = self.random.randrange(1, 6)
             ids = torch.randint(-2, vocab + 2, (batch, n), generator=self.generator, dtype=torch.int32)
             values = torch.tensor([[self.random.choice((-INF, 100.0, -100.0, 1.5, uniform())) for _ in range(n)]] * batch)
-            asked |= {"bias_ids": ids, "bias_values": values}
+            params |= {"bias_ids": ids, "bias_values": values}
         if wants("counts", 2):
-            asked["counts"] = self.counts(batch, vocab)
-            asked["repetition_penalty"] = self.pick(
+            params["counts"] = self.counts(batch, vocab)
+            params["repetition_penalty"] = self.pick(
                 batch, lambda: 0.5 + uniform() * 2, (1.0,) + (NAN,) * (poisoned and one_in(9))
             )
-            asked["frequency_penalty"] = self.pick(batch, lambda: uniform() * 4 - 2, (0.0, 1e-4))
-            asked["presence_penalty"] = self.pick(batch, lambda: uniform() * 4 - 2, (0.0,))
+            params["frequency_penalty"] = self.pick(batch, lambda: uniform() * 4 - 2, (0.0, 1e-4))
+            params["presence_penalty"] = self.pick(batch, lambda: uniform() * 4 - 2, (0.0,))
         if wants("token_mask", 3):
-            asked["token_mask"] = self.mask(batch, vocab)
+            params["token_mask"] = self.mask(batch, vocab)
         if wants("top_k", 2):
             ends = (0, 1, 2, vocab - 1, vocab, vocab + 7, 2**31 - 1) + (-1, -(2**31)) * poisoned
-            asked["top_k"] = self.pick(batch, lambda: self.random.randrange(1, vocab + 1), ends, integer=True)
+            params["top_k"] = self.pick(batch, lambda: self.random.randrange(1, vocab + 1), ends, integer=True)
         if wants("top_p", 2):
             ends_p = (0.0, 1e-30, 1e-7, 0.5, 1 - 6e-8, 1.0) + (-1.0, 2.0, INF) * poisoned + (NAN,) * (poisoned and one_in(9))
-            asked["top_p"] = self.pick(batch, uniform, ends_p)
+            params["top_p"] = self.pick(batch, uniform, ends_p)
         if wants("min_p", 3):
             ends_p = (0.0, 1e-30, 0.5, 1.0) + (-1.0, 2.0) * poisoned + (NAN,) * (poisoned and one_in(9))
-            asked["min_p"] = self.pick(batch, lambda: uniform() ** 3, ends_p)
+            params["min_p"] = self.pick(batch, lambda: uniform() ** 3, ends_p)
         if self.wanted is not None:
-            return self._there(asked | self._joint(batch, asked))
+            return self._there(params | self._joint(batch, params))
         if one_in(2):
-            asked["logprobs"] = True
+            params["logprobs"] = True
         if one_in(3):
-            asked["top_logprobs"] = self.random.randrange(1, min(vocab, 20) + 1)
+            params["top_logprobs"] = self.random.randrange(1, min(vocab, 20) + 1)
         if one_in(3):
-            asked["logprob_ids"] = torch.randint(-2, vocab + 2, (batch, self.random.randrange(4)), generator=self.generator)
+            params["logprob_ids"] = torch.randint(-2, vocab + 2, (batch, self.random.randrange(4)), generator=self.generator)
         if one_in(3):
-            asked["logsumexp"] = True
-        return self._there(asked | self._joint(batch, asked))
+            params["logsumexp"] = True
+        return self._there(params | self._joint(batch, params))
 
-    def _joint(self, batch: int, asked: dict[str, Any]) -> dict[str, Any]:
-        if not {"top_k", "top_p"} <= asked.keys() or not self.wants("joint_top_p", 2):
+    def _joint(self, batch: int, params: dict[str, Any]) -> dict[str, Any]:
+        if not {"top_k", "top_p"} <= params.keys() or not self.wants("joint_top_p", 2):
             return {}
         of_all = self.pick(batch, lambda: self.random.randrange(2), (0, 1), integer=True)
         return {"joint_top_p": of_all.int() if isinstance(of_all, Tensor) else of_all}
 
-    def _there(self, asked: dict[str, Any]) -> Asked:
-        return Asked(**{
-            name: value.to(self.device) if isinstance(value, Tensor) else value for name, value in asked.items()
+    def _there(self, params: dict[str, Any]) -> SamplingParams:
+        return SamplingParams(**{
+            name: value.to(self.device) if isinstance(value, Tensor) else value for name, value in params.items()
         })  # fmt: skip
 
-    def make(self, batch: int | None = None, vocab: int | None = None) -> Step:
+    def make(self, batch: int | None = None, vocab: int | None = None) -> SampleInputs:
         batch = batch or self.random.randrange(1, 9)
         vocab = vocab or self.random.choice((1, 2, 5, 31, 32, 33, 64, 70, 130))
         columns = vocab + self.random.choice((0, 0, 3))
@@ -157,11 +157,11 @@ class Mix:
             temperature = temperature.to(self.device)
         logits = logits.to(self.device)
         num_samples = self.random.choice((1, 1, 1, 2, 5))
-        asked = self.asked(batch, vocab)
+        params = self.params(batch, vocab)
         seed, offset = bits
-        return Step(logits, logits, temperature, seed, offset, num_samples, vocab, asked=asked, logits=logits)
+        return SampleInputs(logits, logits, temperature, seed, offset, num_samples, vocab, params=params, logits=logits)
 
-    def of_a_head(self, step: Step) -> Step:
+    def of_a_head(self, step: SampleInputs) -> SampleInputs:
         """The step with a head in place of its logits: small multiples of 1/4, so that any order of sums is exact; and ties."""
         columns, dim = step.hidden_states.shape[1], 8
         states, weight = (
@@ -184,19 +184,19 @@ def rounded(value: float) -> float:
     return float(np.float32(value))
 
 
-def word_by_word(step: Step) -> Drawn:
+def word_by_word(step: SampleInputs) -> SampleResult:
     """Section 5, one row and one token after another. Single operations are fp32 where the contract says so, sums exact."""
-    step = step._replace(asked=step.asked.rows(0, len(step.hidden_states)))
-    batch, vocab, asked = len(step.hidden_states), step.vocab_size, step.asked
+    step = step._replace(params=step.params.rows(0, len(step.hidden_states)))
+    batch, vocab, params = len(step.hidden_states), step.vocab_size, step.params
     rows = step.rows()
     draws = torch.arange(step.num_samples)
-    gumbel = noise.gumbel(rows.seed, rows.offset, draws, 0, vocab, asked.stream).numpy()
+    gumbel = noise.gumbel(rows.seed, rows.offset, draws, 0, vocab, params.stream).numpy()
     assert step.logits is not None
     outs = []
     with np.errstate(all="ignore"):
         for row in range(batch):
             outs.append(_row(step.logits[row, :vocab].float().numpy(), row, step, gumbel[row]))
-    there = layout(batch, step.num_samples, asked)
+    there = layout(batch, step.num_samples, params)
     parts = {}
     for name in [*there.ids, *there.values]:
         dtype = torch.int64 if name in there.ids else torch.float32
@@ -204,7 +204,7 @@ def word_by_word(step: Step) -> Drawn:
     return there.join(parts)
 
 
-def probabilities_of(step: Step) -> tuple[int, list[float] | None]:
+def probabilities_of(step: SampleInputs) -> tuple[int, list[float] | None]:
     """Of a step of one row and draw: the token, and what ``sample`` draws each one with; None: there is no token."""
     assert step.logits is not None
     there = _row(
@@ -221,39 +221,39 @@ def probabilities_of(step: Step) -> tuple[int, list[float] | None]:
     return token, [there["probabilities"].get(other, 0.0) for other in range(step.vocab_size)]
 
 
-def _row(raw: np.ndarray, row: int, step: Step, gumbel: np.ndarray) -> dict[str, Any]:
+def _row(raw: np.ndarray, row: int, step: SampleInputs, gumbel: np.ndarray) -> dict[str, Any]:
     f: Any = np.float32
-    asked: Any = step.asked
+    params: Any = step.params
     vocab = step.vocab_size
     raw = raw.copy()
     for token in range(vocab):
-        if asked.bias is not None:
-            raw[token] += f(asked.bias[token])
-        if asked.logit_scale != 1:
-            raw[token] *= f(asked.logit_scale)
-    if asked.soft_cap:
-        raw = f(asked.soft_cap) * torch.tanh(torch.from_numpy(raw / f(asked.soft_cap))).numpy()
+        if params.bias is not None:
+            raw[token] += f(params.bias[token])
+        if params.logit_scale != 1:
+            raw[token] *= f(params.logit_scale)
+    if params.soft_cap:
+        raw = f(params.soft_cap) * torch.tanh(torch.from_numpy(raw / f(params.soft_cap))).numpy()
     logits, there = raw.copy(), [True] * vocab
     repetition, frequency, presence = (
-        f(at(value, row)) for value in (asked.repetition_penalty, asked.frequency_penalty, asked.presence_penalty)
+        f(at(value, row)) for value in (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
     )
     for token in range(vocab):
-        if asked.dense_bias is not None:
-            logits[token] += f(asked.dense_bias[token])
-        if asked.bias_ids is not None:
+        if params.dense_bias is not None:
+            logits[token] += f(params.dense_bias[token])
+        if params.bias_ids is not None:
             total = f(0)
-            for other, value in zip(asked.bias_ids[row].tolist(), asked.bias_values[row].tolist()):
+            for other, value in zip(params.bias_ids[row].tolist(), params.bias_values[row].tolist()):
                 if other == token:
                     total += f(value)
             logits[token] += total
-        if asked.counts is not None:
-            word = int(asked.counts[row, token]) & 0xFFFFFFFF
+        if params.counts is not None:
+            word = int(params.counts[row, token]) & 0xFFFFFFFF
             count = word & 0x7FFFFFFF
             if word:
                 logits[token] = logits[token] / repetition if logits[token] > 0 else logits[token] * repetition
             if count:
                 logits[token] = logits[token] - frequency * f(count) - presence
-        if asked.token_mask is not None and not int(asked.token_mask[row, token // 32]) >> token % 32 & 1:
+        if params.token_mask is not None and not int(params.token_mask[row, token // 32]) >> token % 32 & 1:
             there[token] = False
             logits[token] = f(-INF)
 
@@ -265,11 +265,11 @@ def _row(raw: np.ndarray, row: int, step: Step, gumbel: np.ndarray) -> dict[str,
     above = [_relative(float(logits[token]), best, scale) for token in range(vocab)]
     if best == INF:  # the first of them alone has probability
         above = [value if token == order[0] or logits[token] != best else -INF for token, value in enumerate(above)]
-    top_k, top_p, min_p = int(at(asked.top_k, row)), rounded(at(asked.top_p, row)), rounded(at(asked.min_p, row))
+    top_k, top_p, min_p = int(at(params.top_k, row)), rounded(at(params.top_p, row)), rounded(at(params.min_p, row))
     kept = order[:top_k] if 0 < top_k < vocab else list(order)
     if top_p < 1:
         masses = [math.exp(above[token]) for token in kept]
-        of_all = bool(at(asked.joint_top_p, row))
+        of_all = bool(at(params.joint_top_p, row))
         total, before = math.fsum([math.exp(each) for each in above] if of_all else masses), 0
         while before < len(kept) and (before == 0 or math.fsum(masses[:before]) < top_p * total):
             before += 1
@@ -291,8 +291,8 @@ def _row(raw: np.ndarray, row: int, step: Step, gumbel: np.ndarray) -> dict[str,
     kept_lse = _logsumexp([above[token] for token in kept])
     raw_logprobs = [value - lse for value in raw64]
     by_raw = sorted(range(vocab), key=lambda token: (-raw64[token], token))
-    top = [-1 if any(map(math.isnan, raw64)) else token for token in by_raw[: asked.top_logprobs]]
-    ids = asked.logprob_ids[row].tolist() if asked.logprob_ids is not None else []
+    top = [-1 if any(map(math.isnan, raw64)) else token for token in by_raw[: params.top_logprobs]]
+    ids = params.logprob_ids[row].tolist() if params.logprob_ids is not None else []
 
     def logprob(token: int) -> float:
         return raw_logprobs[token] if 0 <= token < vocab else NAN

@@ -11,20 +11,20 @@ import torch
 from torch import Tensor
 
 import flashsampling
-from flashsampling import exchange, noise
+from flashsampling import exchange_protocol, noise
 from flashsampling.backends import BACKENDS
-from flashsampling.distributed import TensorParallel
-from flashsampling.exchange import Shard
-from flashsampling.impl import reference
-from flashsampling.impl.cute.config import CONFIGS
-from flashsampling.step import Step
-from tests import ptx
+from flashsampling.exchange_protocol import Shard
+from flashsampling.inputs import SampleInputs
+from flashsampling.kernels.hopper.config import CONFIGS
+from flashsampling.reference import oracle as reference
+from flashsampling.tensor_parallel import TensorParallel
+from tests import emulator
 
 
 def _runs_cute() -> bool:
-    """On a Hopper GPU; without any GPU on the machine of ``tests.ptx``."""
+    """On a Hopper GPU; without any GPU on the machine of ``tests.emulator``."""
     if not torch.cuda.is_available():
-        return ptx.why_not() is None
+        return emulator.why_not() is None
     packages = all(importlib.util.find_spec(name) for name in ("cutlass", "tvm_ffi"))
     return packages and torch.cuda.get_device_capability() == (9, 0)
 
@@ -68,15 +68,15 @@ class Problem:
         )
         return out.token_ids.view(-1, self.num_samples)
 
-    def step(self, **others: Any) -> Step:
+    def step(self, **others: Any) -> SampleInputs:
         """As implementations take it. ``others``: further fields."""
         rows = self.temperature, self.seed, self.offset
-        return Step(self.hidden_states, self.weight, *rows, self.num_samples, self.vocab)._replace(**others)
+        return SampleInputs(self.hidden_states, self.weight, *rows, self.num_samples, self.vocab)._replace(**others)
 
     def winners(self, impl: str, first: int, last: int) -> Tensor:
         """(B * num_samples,) packed winners of the tokens from ``first`` up to ``last``, a shard."""
         shard = self.weight[first:last].clone()
-        step = self.step(weight=shard, vocab_size=last - first, shard=Shard(first, exchange.PACKED))
+        step = self.step(weight=shard, vocab_size=last - first, shard=Shard(first, exchange_protocol.PACKED))
         return BACKENDS[impl].run(step).ids
 
     def rows(self, index: slice | list[int] | Tensor) -> "Problem":
@@ -135,9 +135,9 @@ def rows_only(
     seed: Tensor | int = 1,
     offset: Tensor | int = 0,
     num_samples: int = 1,
-) -> Step:
+) -> SampleInputs:
     """A step of which only the rows' parameters matter."""
-    return Step(torch.empty(batch, 1), torch.empty(1, 1), temperature, seed, offset, num_samples, 1)
+    return SampleInputs(torch.empty(batch, 1), torch.empty(1, 1), temperature, seed, offset, num_samples, 1)
 
 
 def fit(impl: str | None, matrix: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ plug-in gets in, ``head`` what the model's logits processor does, ``asks`` what 
 of a batch, and ``runner`` where all of it meets SGLang's model runner. docs/sglang.md has what is fused and what is not.
 """
 
-from ..plugin import Refused
+from ..engine.plugin import Refused
 from .load import counters, register
 
 __all__ = ["Refused", "counters", "register"]

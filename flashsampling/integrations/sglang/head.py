@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...api import check_weight
-from ..engines import Layers, fast_implementation
-from ..plugin import Refused
+from ...sampling import check_weight
+from ..engine.common import Layers, fast_implementation
+from ..engine.plugin import Refused
 
 _SEEN = 4  # rows that are compared
 
@@ -109,10 +109,10 @@ def _compare(name: str, head: Head) -> None:
     logits = head.logits(hidden_states.clone())
     if logits.shape != (_SEEN, head.vocab_size):
         raise Refused(f"{name} has logits of shape {tuple(logits.shape)}, for {_SEEN} rows and {head.vocab_size} tokens")
-    products = F.linear(hidden_states, weight[: head.vocab_size]).float() * head.transform.get("logit_scale", 1.0)
-    bound = 8 * torch.finfo(weight.dtype).eps * float(products.nan_to_num().abs().amax())
+    logits_gemm = F.linear(hidden_states, weight[: head.vocab_size]).float() * head.transform.get("logit_scale", 1.0)
+    bound = 8 * torch.finfo(weight.dtype).eps * float(logits_gemm.nan_to_num().abs().amax())
     cap = head.transform.get("soft_cap", 0.0)
     if cap:
-        products = cap * torch.tanh(products / cap)
-    if not torch.allclose(products, logits.float(), rtol=0, atol=bound, equal_nan=True):
+        logits_gemm = cap * torch.tanh(logits_gemm / cap)
+    if not torch.allclose(logits_gemm, logits.float(), rtol=0, atol=bound, equal_nan=True):
         raise Refused(f"{name}'s logits are something else than its head, scale and soft cap make of its hidden states")

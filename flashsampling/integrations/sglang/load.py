@@ -18,8 +18,8 @@ import importlib
 import importlib.metadata
 from typing import Any
 
-from ..plugin import Refused
-from .asks import noted_of
+from ..engine.plugin import Refused
+from .request_info import request_info_of
 from .settings import BEAMS, PLUGIN, check_signatures, check_version
 
 _RUNNER = "sglang.srt.model_executor.model_runner"
@@ -112,7 +112,7 @@ def after_init_new(result: Any, kind: type, batch: Any, model_runner: Any, **kwa
             result.flashsampling = tuple([request.flashsampling for request in batch.reqs])
         except Exception:  # one is new
             try:
-                result.flashsampling = tuple([noted_of(request, fused.rules) for request in batch.reqs])
+                result.flashsampling = tuple([request_info_of(request, fused.rules) for request in batch.reqs])
             except Exception as error:  # requests of another SGLang than is known are a batch that is not seen
                 fused.unread(error)
     return result

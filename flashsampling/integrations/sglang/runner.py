@@ -22,12 +22,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..engines import Layers, to_device
-from ..plugin import Refused, StepCounts, describe
-from .asks import REASONS, Noted, Reason, Rules, Wants
+from ..engine.common import Layers, to_device
+from ..engine.plugin import Refused, StepCounts, describe
 from .head import Head, check_speed, head_of
+from .request_info import FALLBACK_REASONS, FallbackReason, Needs, RequestInfo, Rules
 from .settings import PLUGIN, Release, check_version
-from .step import Batch, Drawn, FusedStep
+from .step import Batch, FusedStep, SampleResult
 
 _KINDS = ("DECODE", "EXTEND", "MIXED")  # forward modes whose last positions are drawn from
 _SEEN = 4  # rows of logits that are compared
@@ -74,7 +74,7 @@ class Fused:
         self._made: Any = None  # the processor's output in this forward
         self._logits: Tensor | None = None  # the first of those in it, as they were
         self._states: Tensor | None = None  # of which they are
-        self.counts = StepCounts(PLUGIN, REASONS, "fused", "left", "split")
+        self.counts = StepCounts(PLUGIN, FALLBACK_REASONS, "fused", "left", "split")
         self._is_read = True  # what requests ask for
         self._wrapped: list[tuple[Any, str, Any, Any]] = []  # owners, names, ours, and what the owner itself had
         with contextlib.ExitStack() as failing:
@@ -237,14 +237,14 @@ class Fused:
         """One step of a batch, in place of ``theirs``, SGLang's own."""
         states = logits_output.hidden_states
         if states is None or forward_batch.capture_hidden_mode.need_capture():
-            self.counts.add("left", (Reason.LOGITS,))
+            self.counts.add("left", (FallbackReason.LOGITS,))
             return theirs(logits_output, forward_batch)  # type: ignore[no-any-return]
-        noted: tuple[Noted, ...] | None = getattr(forward_batch, "flashsampling", None)
+        noted: tuple[RequestInfo, ...] | None = getattr(forward_batch, "flashsampling", None)
         info, observer = forward_batch.sampling_info, getattr(self.runner, "sampling_observer", None)
         if noted is None or forward_batch.seq_lens_cpu is None:
-            return self._left({Reason.UNSEEN}, theirs, logits_output, forward_batch)
+            return self._left({FallbackReason.UNSEEN}, theirs, logits_output, forward_batch)
         if observer is not None and observer.is_active(info):
-            return self._left({Reason.OBSERVER}, theirs, logits_output, forward_batch)
+            return self._left({FallbackReason.OBSERVER}, theirs, logits_output, forward_batch)
         states = states[: len(noted)]
         mask = self._grammars(info)
         reasons = self.reasons(noted, mask)
@@ -256,15 +256,15 @@ class Fused:
             self._hand_over(drawn, logits_output, forward_batch)
             self.counts.add("fused")
             return drawn.token_ids
-        mine = [row for row, reason in enumerate(reasons) if not reason and noted[row].promised]
-        token_ids = self._left(set(reasons) - {Reason.SERVED}, theirs, logits_output, forward_batch, bool(mine))
+        mine = [row for row, reason in enumerate(reasons) if not reason and noted[row].batch_invariant]
+        token_ids = self._left(set(reasons) - {FallbackReason.SERVED}, theirs, logits_output, forward_batch, bool(mine))
         if mine:
             self._put_in(mine, token_ids, states, logits_output, forward_batch, mask)
         return token_ids
 
     def _left(
         self,
-        reasons: set[Reason],
+        reasons: set[FallbackReason],
         theirs: Forward,
         logits_output: Any,
         forward_batch: Any,
@@ -281,10 +281,10 @@ class Fused:
         if not logits_output.next_token_logits.shape[1]:
             logits_output.next_token_logits = self.step.head.logits(logits_output.hidden_states[:batch])
 
-    def reasons(self, noted: tuple[Noted, ...], mask: Tensor | None) -> list[Reason]:
+    def reasons(self, noted: tuple[RequestInfo, ...], mask: Tensor | None) -> list[FallbackReason]:
         """Why SGLang has to do a row; known on the host."""
-        without = Reason.GRAMMAR if mask is None else Reason.SERVED
-        return [each.reason or (without if each.grammar else Reason.SERVED) for each in noted]
+        without = FallbackReason.GRAMMAR if mask is None else FallbackReason.SERVED
+        return [each.reason or (without if each.grammar else FallbackReason.SERVED) for each in noted]
 
     def counters(self) -> dict[str, Any]:
         """See ``load.counters``."""
@@ -301,13 +301,13 @@ class Fused:
             return None
         return mask[:, : self.step.words].contiguous()
 
-    def _batch(self, states: Tensor, forward_batch: Any, noted: tuple[Noted, ...], mask: Tensor | None) -> Batch:
+    def _batch(self, states: Tensor, forward_batch: Any, noted: tuple[RequestInfo, ...], mask: Tensor | None) -> Batch:
         """Of all rows."""
         positions = forward_batch.positions if forward_batch.forward_mode.is_decode() else forward_batch.seq_lens - 1
         top = max(forward_batch.top_logprobs_nums, default=0) if forward_batch.return_logprob else None
         return Batch(states, positions[: len(noted)].long(), noted, forward_batch.seq_lens_cpu, mask, top)
 
-    def _hand_over(self, drawn: Drawn, logits_output: Any, forward_batch: Any) -> None:
+    def _hand_over(self, drawn: SampleResult, logits_output: Any, forward_batch: Any) -> None:
         """Log-probabilities, where SGLang's sampler leaves them."""
         if not forward_batch.return_logprob:
             return
@@ -335,14 +335,14 @@ class Fused:
             None if whole.mask is None else whole.mask.index_select(0, there),
             None,
         )
-        asked = [
-            place for place, row in enumerate(rows) if whole.top_logprobs is not None and noted[row].wants & Wants.LOGPROBS
+        params = [
+            place for place, row in enumerate(rows) if whole.top_logprobs is not None and noted[row].wants & Needs.LOGPROBS
         ]
-        drawn = self.step.draw(part._replace(top_logprobs=0) if asked else part)
+        drawn = self.step.draw(part._replace(top_logprobs=0) if params else part)
         token_ids.index_copy_(0, there, drawn.token_ids.to(token_ids.dtype))
-        if asked:
+        if params:
             assert drawn.logprobs is not None
-            places: NDArray[np.int64] = np.array(asked, np.int64)
+            places: NDArray[np.int64] = np.array(params, np.int64)
             some = to_device(places, states.device)
             logprobs = logits_output.next_token_logprobs
             logprobs.index_copy_(0, there.index_select(0, some), drawn.logprobs.index_select(0, some).to(logprobs.dtype))
@@ -453,12 +453,13 @@ def check_runner(runner: Any, arguments: Any, sampler: type) -> None:
 
 def said_of(head: Head, rules: Rules, implementation: str) -> str:
     """What is fused and what is not, in a line."""
-    left = set(Reason) - {Reason.SERVED}
+    left = set(FallbackReason) - {FallbackReason.SERVED}
     if not rules.processors:
-        left.remove(Reason.PROCESSOR)
+        left.remove(FallbackReason.PROCESSOR)
     if not rules.aligns:
-        left.remove(Reason.ALIGNED)
+        left.remove(FallbackReason.ALIGNED)
     return (
         f"LM head ({head.vocab_size} tokens) and sampler are one step, {implementation}; left to SGLang: "
-        f"{', '.join(REASONS[reason] for reason in sorted(left))}. Tokens of a seed are not those of SGLang's own sampler"
+        f"{', '.join(FALLBACK_REASONS[reason] for reason in sorted(left))}. "
+        "Tokens of a seed are not those of SGLang's own sampler"
     )

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from ..plugin import Plugin, Refused
+from ..engine.plugin import Plugin, Refused
 
 PLUGIN = Plugin("SGLang", "FLASHSAMPLING_SGLANG", "sglang.flashsampling")
 

@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...api import sample
-from ...requests import MAX_BIASED
+from ...sampling import sample
+from ...sampling_params import MAX_BIASED
 from ...warmup import warmup_mixes
-from ..engines import bias_of_rows, biases_now, settled, to_device
-from .asks import Noted, Wants
+from ..engine.common import bias_of_rows, biases_now, sanitize_token_ids, to_device
 from .head import Head
+from .request_info import Needs, RequestInfo
 
 _FEW = 64  # biased tokens
 _INTEGERS = ("top_k", "joint_top_p")
@@ -24,7 +24,7 @@ _FLOATS = ("temperature", "top_p", "min_p", "raw", "divisor")
 _LOWEST = torch.finfo(torch.float32).min  # SGLang returns no log-probability below
 
 
-class Mix(NamedTuple):
+class KernelVariant(NamedTuple):
     """What a batch's call asks for. None of it: filters."""
 
     biases: int = 0  # tokens with one, of a row; with them a mask
@@ -32,7 +32,10 @@ class Mix(NamedTuple):
     joint: bool = True  # some row has a top-p of all tokens and a top-k; with biases or log-probabilities always
 
 
-MIXES = (Mix(joint=False), *(Mix(biases, logprobs) for biases in (0, _FEW, MAX_BIASED) for logprobs in (False, True)))
+VARIANTS = (
+    KernelVariant(joint=False),
+    *(KernelVariant(biases, logprobs) for biases in (0, _FEW, MAX_BIASED) for logprobs in (False, True)),
+)
 
 
 class Batch(NamedTuple):
@@ -40,13 +43,13 @@ class Batch(NamedTuple):
 
     hidden_states: Tensor  # (B, D)
     positions: Tensor  # (B,) int64, of the token that is read: the offset
-    noted: tuple[Noted, ...]  # B
+    noted: tuple[RequestInfo, ...]  # B
     lengths: Tensor  # (B,), on the host: tokens of the sequence up to that position
     mask: Tensor | None  # (B, ceil(V / 32)) int32, of the grammars
     top_logprobs: int | None  # of the row that asks for the most; None: no log-probabilities are asked for
 
 
-class Drawn(NamedTuple):
+class SampleResult(NamedTuple):
     """What SGLang needs of a step."""
 
     token_ids: Tensor  # (B,) int64, -1 nowhere
@@ -62,18 +65,18 @@ class FusedStep:
         self.head, self.device = head, device
         self.words = -(-head.vocab_size // 32)
         self.undefined = torch.zeros(1, dtype=torch.int64, device=device)
-        self._last: tuple[tuple[Noted, ...], dict[str, Tensor], Wants] = ((), {}, Wants(0))
+        self._last: tuple[tuple[RequestInfo, ...], dict[str, Tensor], Needs] = ((), {}, Needs(0))
 
-    def draw(self, batch: Batch) -> Drawn:
+    def draw(self, batch: Batch) -> SampleResult:
         """Draws for every row."""
         rows, wants = self._rows(batch.noted)
         request: dict[str, Any] = dict(self.head.transform)
         top = batch.top_logprobs
-        if wants & (Wants.FILTERS | Wants.BIASES) or batch.mask is not None or top is not None:
+        if wants & (Needs.FILTERS | Needs.BIASES) or batch.mask is not None or top is not None:
             request |= {name: rows[name] for name in ("top_k", "top_p", "min_p")}
-            if wants & Wants.BIASES or batch.mask is not None:
+            if wants & Needs.BIASES or batch.mask is not None:
                 request |= self._changes(batch)
-            if wants & (Wants.JOINT | Wants.BIASES) or batch.mask is not None or top is not None:
+            if wants & (Needs.JOINT | Needs.BIASES) or batch.mask is not None or top is not None:
                 request["joint_top_p"] = rows["joint_top_p"]
             if top is not None:
                 request |= {"return_logprobs": True, "top_logprobs": max(top, 1)}
@@ -86,9 +89,9 @@ class FusedStep:
             vocab_size=self.head.vocab_size,
             **request,
         )
-        token_ids, _ = settled(out.token_ids, self.undefined)
+        token_ids, _ = sanitize_token_ids(out.token_ids, self.undefined)
         if top is None:
-            return Drawn(token_ids)
+            return SampleResult(token_ids)
         assert out.logprobs is not None
         assert out.processed_logprobs is not None
         assert out.top_token_ids is not None
@@ -97,15 +100,15 @@ class FusedStep:
         # log softmax at a temperature is the raw one divided by it, but for a constant, which the drawn token has too
         constant = logprobs - out.logprobs / rows["divisor"]
         tops = out.top_logprobs[:, :top] / rows["divisor"][:, None] + constant[:, None]
-        return Drawn(token_ids, logprobs.clamp(min=_LOWEST), out.top_token_ids[:, :top], tops.clamp(min=_LOWEST))
+        return SampleResult(token_ids, logprobs.clamp(min=_LOWEST), out.top_token_ids[:, :top], tops.clamp(min=_LOWEST))
 
-    def _rows(self, noted: tuple[Noted, ...]) -> tuple[dict[str, Tensor], Wants]:
+    def _rows(self, noted: tuple[RequestInfo, ...]) -> tuple[dict[str, Tensor], Needs]:
         """Parameters of the rows, (B,) each, copied to the device together, if they are others than in the last step; and what
         all of them want."""
         last, rows, wants = self._last
         if noted == last:
             return rows, wants
-        wants = Wants(0)
+        wants = Needs(0)
         for each in noted:
             wants |= each.wants
         columns = list(zip(*(each.row for each in noted)))
@@ -135,12 +138,12 @@ class FusedStep:
 
     def warm_up(self, max_batch_size: int) -> list[str]:
         """Compiles what any batch of up to as many rows needs. Returns the kernels' names."""
-        settled(torch.zeros(max_batch_size, dtype=torch.int64, device=self.device), self.undefined)
+        sanitize_token_ids(torch.zeros(max_batch_size, dtype=torch.int64, device=self.device), self.undefined)
         requests: list[Any] = [self.head.transform]
-        requests += [{**self.head.transform, **self._example_of(mix, max_batch_size)} for mix in MIXES]
+        requests += [{**self.head.transform, **self._example_of(mix, max_batch_size)} for mix in VARIANTS]
         return warmup_mixes(self.head.weight, requests, max_batch_size=max_batch_size, vocab_size=self.head.vocab_size)
 
-    def _example_of(self, mix: Mix, batch: int) -> dict[str, Any]:
+    def _example_of(self, mix: KernelVariant, batch: int) -> dict[str, Any]:
         """What a call of this mix has, as ``warmup`` takes it."""
         zeros, ones = torch.zeros(batch, device=self.device), torch.ones(batch, device=self.device)
         request: dict[str, Any] = {"top_k": zeros.int(), "top_p": ones, "min_p": zeros}

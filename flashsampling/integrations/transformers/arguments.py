@@ -13,9 +13,9 @@ from transformers import GenerationConfig
 from transformers.generation import GenerationMixin, GenerationMode
 from transformers.generation.utils import ALL_CACHE_NAMES
 
-from ...module import LMHeadSampler
-from ...parameters import integer
-from ...requests import Request
+from ...row_params import integer
+from ...sampler import LMHeadSampler
+from ...sampling_params import Request
 
 # A model's argument and output: "past_key_values" up to transformers 5.23, "cache" from 5.24 on
 CACHE: str = ALL_CACHE_NAMES[0]

@@ -23,12 +23,12 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import ModelOutput
 
-from ...counts import Counted
-from ...module import LMHeadSampler
+from ...sampler import LMHeadSampler
+from ...token_counts import Counted
 from .arguments import CACHE
 from .errors import NoTokenError
 from .head import HeadTap, lm_head_of
-from .request import Requests
+from .processor_params import Requests
 
 ASSISTANT_TOKENS = 5  # drafts a round where the assistant's configuration does not say; transformers ends its 20 by confidence
 _CUT_BACK = {"DynamicLayer", "DummyLayer"}

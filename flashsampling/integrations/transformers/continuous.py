@@ -34,10 +34,10 @@ except ImportError as error:
         f"transformers {transformers.__version__} has no continuous batching that is known; 5.23 and 5.24 have it ({error})"
     ) from error
 
-from ...api import sample
-from ...parameters import integer, reals, share
+from ...row_params import integer, reals, share
+from ...sampling import sample
 from ...warmup import warmup
-from ..engines import settled
+from ..engine.common import sanitize_token_ids
 from .arguments import require_no_seeds
 from .head import CheckedHead, HeadTap, Transform, checked_lm_head
 from .processors import number_of
@@ -95,7 +95,7 @@ class _Row(NamedTuple):
 
 def _asked_of(processors: Any, do_sample: bool) -> _Asked:
     """ValueError: for a processor that the step does not do, or not in that place."""
-    asked, row = _Asked(temperature=1.0 if do_sample else 0.0), 0
+    params, row = _Asked(temperature=1.0 if do_sample else 0.0), 0
     for processor in processors:
         kind = type(processor)
         place = next((place for place, (_, kinds) in enumerate(_TAKEN) if kind in kinds), None)
@@ -105,14 +105,14 @@ def _asked_of(processors: Any, do_sample: bool) -> _Asked:
                 "are; use model.generate_batch"
             )
         name, (carried, _) = _TAKEN[place]
-        if any(getattr(asked, other) != getattr(_Asked(), other) for other, _ in _TAKEN[place:]):
+        if any(getattr(params, other) != getattr(_Asked(), other) for other, _ in _TAKEN[place:]):
             raise ValueError(f"{kind.__name__} must stand in the order temperature, top_k, top_p, min_p, each at most once")
         if kind is carried:
             dtype = torch.int32 if name == "top_k" else torch.float32
-            asked, row = asked._replace(**{name: _Row(row, dtype)}), row + 1
+            params, row = params._replace(**{name: _Row(row, dtype)}), row + 1
         else:
-            asked = asked._replace(**{name: number_of(processor, name)})
-    return asked
+            params = params._replace(**{name: number_of(processor, name)})
+    return params
 
 
 # what transformers' continuous batching does not look at, or cannot make its processors of; and what switches it off
@@ -138,11 +138,11 @@ def _require_fields(config: GenerationConfig) -> None:
     mode = config.get_generation_mode()
     if mode not in (GenerationMode.SAMPLE, GenerationMode.GREEDY_SEARCH):
         raise ValueError(f"continuous batching samples or decodes greedily, got a configuration of {mode.value}")
-    asked = [name for name, off in _UNDONE.items() if getattr(config, name, None) not in off]
+    params = [name for name, off in _UNDONE.items() if getattr(config, name, None) not in off]
     if config.return_dict_in_generate:
-        asked += [name for name in _OUTPUTS if getattr(config, name, None)]
-    if asked:
-        raise ValueError(f"{', '.join(asked)} is not done in continuous batching, by transformers either: switch it off")
+        params += [name for name in _OUTPUTS if getattr(config, name, None)]
+    if params:
+        raise ValueError(f"{', '.join(params)} is not done in continuous batching, by transformers either: switch it off")
 
 
 def _filters_away(processor: Any) -> bool:
@@ -165,7 +165,7 @@ class FusedModelRunner(ModelRunner):  # type: ignore[misc]
     """transformers' ``ModelRunner``, whose step ends in the fused one."""
 
     head: CheckedHead
-    asked: _Asked
+    params: _Asked
     undefined: Tensor  # (1,) int64
 
     def _forward_process_and_sample(
@@ -182,7 +182,7 @@ class FusedModelRunner(ModelRunner):  # type: ignore[misc]
         if "logits_to_keep" not in batch_data:
             states = states[indices]
         out = sample(states, self.head.linear.weight, **self._parameters(batch_data, indices))
-        token_ids, _ = settled(out.token_ids, self.undefined)
+        token_ids, _ = sanitize_token_ids(out.token_ids, self.undefined)
         count = len(token_ids)
         output_ids[0, :count].copy_(token_ids)
         if self.return_logprobs:
@@ -199,7 +199,7 @@ class FusedModelRunner(ModelRunner):  # type: ignore[misc]
             return carried[of.place].clone().view(of.dtype) if isinstance(of, _Row) else of
 
         return {
-            "temperature": value(self.asked.temperature),
+            "temperature": value(self.params.temperature),
             "seed": high << 32 | low & _WORD - 1,
             # how many tokens the request has drawn: where its last one stands, less the prompt
             "offset": batch_data["position_ids"][0].index_select(0, indices).long() + 1 - prompt,
@@ -208,7 +208,7 @@ class FusedModelRunner(ModelRunner):  # type: ignore[misc]
 
     def _request(self, value: Callable[[Any], Any]) -> dict[str, Any]:
         """What all of them ask for; ``value`` is what is made of a ``_Row``."""
-        head, request = self.head, {name: value(getattr(self.asked, name)) for name in ("top_k", "top_p", "min_p")}
+        head, request = self.head, {name: value(getattr(self.params, name)) for name in ("top_k", "top_p", "min_p")}
         request |= {"bias": head.linear.bias, "logit_scale": head.logit_scale, "soft_cap": head.soft_cap}
         return request | ({"return_logprobs": True} if self.return_logprobs else {})
 
@@ -335,7 +335,7 @@ class FusedBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
         runner = made.model_runner
         if not isinstance(runner, FusedModelRunner):
             runner.__class__ = FusedModelRunner
-            runner.head, runner.asked = self._head, self._asked
+            runner.head, runner.params = self._head, self._asked
             runner.undefined = torch.zeros(1, dtype=torch.int64, device=self._head.linear.weight.device)
             runner.warm_up(self.continuous_batching_config.max_requests_per_batch)
         return made

@@ -15,9 +15,9 @@ from transformers.generation import GenerateDecoderOnlyOutput, GenerationMixin
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import ALL_CACHE_NAMES
 
-from ...api import SampleOutput
-from ...module import LMHeadSampler
-from ...requests import Request
+from ...sampler import LMHeadSampler
+from ...sampling import SampleOutput
+from ...sampling_params import Request
 from .arguments import (
     CACHE,
     SWITCH_OFF,
@@ -34,8 +34,8 @@ from .arguments import (
 from .assisted import Drawing, Runner, decode, drafter_of, is_drafted, require_drafts_we_do
 from .errors import NoTokenError
 from .head import HeadTap, lm_head_of
+from .processor_params import Requests
 from .processors import taken
-from .request import Requests
 
 if "is_first_iteration" not in inspect.signature(GenerationMixin._prefill).parameters:
     raise ImportError(
@@ -119,7 +119,7 @@ def generate(
             cache that cannot be cut back; a model that makes something else of its logits than a scale and a soft cap
             (``checked_lm_head``); a seed, temperatures or a sampler that do not fit. Before the first token.
         NoTokenError: a sequence's logits hold a NaN, or no finite value, or no token is allowed.
-        flashsampling.distributed.TensorParallelError: as in ``flashsampling.sample``.
+        flashsampling.tensor_parallel.TensorParallelError: as in ``flashsampling.sample``.
 
     Example:
         >>> import torch, transformers
@@ -147,12 +147,12 @@ def generate(
         drafted = is_drafted(generation_config, assistant)
         if drafted:
             require_drafts_we_do(generation_config, assistant, sampler, batch, model_kwargs)
-        asked = taken(logits_processor, bool(generation_config.do_sample), SWITCH_OFF)
-        temperature: float | Tensor = asked.temperature
+        params = taken(logits_processor, bool(generation_config.do_sample), SWITCH_OFF)
+        temperature: float | Tensor = params.temperature
         head = lm_head_of(model)
         weight = head.weight
         given_mask = model_kwargs.get("attention_mask")
-        requests = Requests(asked, input_ids, weight.shape[0], weight.device, {} if request is None else request, given_mask)
+        requests = Requests(params, input_ids, weight.shape[0], weight.device, {} if request is None else request, given_mask)
         if temperatures is not None:
             temperature = row_temperatures(temperatures, generation_config, batch, weight.device)
         if seed is not None:

@@ -33,6 +33,11 @@ class _PatchedGenerate:
                 "cache_implementation must not be 'paged' with a patched model; use "
                 "flashsampling.integrations.transformers.continuous.generate_batch"
             )
+        if kwargs.get("stop_strings") is not None:  # transformers hands no custom_generate the tokenizer that they need
+            raise ValueError(
+                "stop_strings must be None with a patched model; pass "
+                "stopping_criteria=[transformers.StopStringCriteria(tokenizer, stop_strings)]"
+            )
         if hasattr(kwargs.get("temperature"), "__len__"):
             raise TypeError("temperature must be one number for all sequences; one for each is temperatures=")
         return type(model).generate(model, *args, custom_generate=generate, **kwargs)

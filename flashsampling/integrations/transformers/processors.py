@@ -159,7 +159,7 @@ def _add_biases(taken: Taken, processor: Any, argument: str) -> None:
         value = float(value)
         if not value <= _MAX_FLOAT32:
             raise Unmapped(f"a bias must be below infinity, got {value}")
-        if not ids:  # what a tokenizer makes of "": transformers takes no notice of it
+        if not ids:  # what a tokenizer makes of "": transformers ignores it (5.17 fails)
             continue
         taken.required.append((argument, ids, math.inf))
         if value == -math.inf and len(ids) == 1:

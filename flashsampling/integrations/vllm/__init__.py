@@ -9,7 +9,7 @@ the model does to its hidden states, ``slots`` what every request asks for, ``st
 where all of it meets vLLM's model runner. docs/vllm.md has what is fused, what is not, and what it means for seeds.
 """
 
-from ..plugin import Refused
+from ..engine.plugin import Refused
 from .load import counters, register
 
 __all__ = ["Refused", "counters", "register"]

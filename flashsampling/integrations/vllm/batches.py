@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..engines import to_device
+from ..engine.common import to_device
 from .drafts import given_of
 from .step import Batch, Grammar
 

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...drafts import Given
-from ..engines import to_device
-from ..plugin import Refused
+from ...speculative.drafts import DraftBatch
+from ..engine.common import to_device
+from ..engine.plugin import Refused
 
 
 def most_drafts_of(runner: Any, rejection_sampler: type) -> int:
@@ -44,13 +44,13 @@ def most_drafts_of(runner: Any, rejection_sampler: type) -> int:
     return most
 
 
-def given_of(input_batch: Any, most_drafts: int) -> Given:
+def given_of(input_batch: Any, most_drafts: int) -> DraftBatch:
     """A batch's drafts, which the model has read: of a request with n of them those at the last n of its n + 1 logits."""
     batch, bounds = input_batch.num_reqs, input_batch.cu_num_logits_np.astype(np.int64)
     rows = np.delete(np.arange(bounds[-1]), bounds[:-1])
     there = to_device(np.concatenate((bounds - np.arange(batch + 1), rows)), input_batch.logits_indices.device)
     places = input_batch.logits_indices.index_select(0, there[batch + 1 :])
-    return Given(input_batch.input_ids.index_select(0, places).long(), None, there[: batch + 1], batch, most_drafts)
+    return DraftBatch(input_batch.input_ids.index_select(0, places).long(), None, there[: batch + 1], batch, most_drafts)
 
 
 def with_stops_ended(
@@ -63,8 +63,8 @@ def with_stops_ended(
     return values.masked_fill((positions + 1 >= least)[:, None] & values.isneginf(), 0.0)
 
 
-def example_of_drafts(most_drafts: int, device: torch.device) -> tuple[Given, Tensor]:
+def example_of_drafts(most_drafts: int, device: torch.device) -> tuple[DraftBatch, Tensor]:
     """Drafts of a request, and what was drawn beside them, as ``held`` takes both."""
     ids = torch.zeros(most_drafts + 1, dtype=torch.int64, device=device)
     bounds = torch.tensor([0, most_drafts], device=device)
-    return Given(ids[1:], None, bounds, 1, most_drafts), ids
+    return DraftBatch(ids[1:], None, bounds, 1, most_drafts), ids

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...step import Drawn
-from .state import PARAMETERS
+from ...inputs import SampleResult
+from .device_state import PARAMETERS
 
 MOST_GRAPHS = 256  # more kinds of steps are launched
 _AS_LOGITS = 3  # tensors of float32 logits' size in a step at most: logits, counts, and what is beside them
@@ -31,8 +31,8 @@ _logger = logging.getLogger("vllm.flashsampling")
 
 class _Recorded(NamedTuple):
     replay: Callable[[], None]
-    drawn: Drawn  # which each replay writes to
-    work: Callable[[], Drawn]  # with all that a replay reads
+    drawn: SampleResult  # which each replay writes to
+    work: Callable[[], SampleResult]  # with all that a replay reads
 
 
 def size_of(batch: int, most: int) -> int:
@@ -81,7 +81,7 @@ class Graphs:
             self._masks = torch.full((self.most, words), -1, dtype=torch.int32, device=self._device)
         return self._masks
 
-    def draw(self, kind: Hashable, work: Callable[[], Drawn]) -> Drawn:
+    def draw(self, kind: Hashable, work: Callable[[], SampleResult]) -> SampleResult:
         """What ``work`` gives, which reads nothing but what stays where it is, and is the same for a ``kind``. The next replay
         writes there: it is for work on this stream before that."""
         recorded = self._recorded.get(kind)
@@ -100,20 +100,20 @@ class Graphs:
         self._recorded.clear()
         self._pool, self._taken = None, 0  # torch records nothing into a pool whose graphs are gone
 
-    def _record_if_possible(self, work: Callable[[], Drawn]) -> _Recorded | None:
+    def _record_if_possible(self, work: Callable[[], SampleResult]) -> _Recorded | None:
         """Not where memory runs out, say: then steps of the kind are launched as ever. To other ranks that is the same."""
-        left_out = 0 if self._group is None else self._group.left_out
+        skipped_calls = 0 if self._group is None else self._group.skipped_calls
         try:
             return self._record(work)
         except Exception as error:
-            if self._group is not None and self._group.left_out != left_out:
-                self._group.left_out = left_out  # it is no step of anybody's that this call had no part in
+            if self._group is not None and self._group.skipped_calls != skipped_calls:
+                self._group.skipped_calls = skipped_calls  # it is no step of anybody's that this call had no part in
             is_known = isinstance(error, torch.OutOfMemoryError)
             text = "flashsampling: no CUDA graph of a step, whose kernels go on to be launched: %s"
             _logger.warning(text, error, exc_info=not is_known)
             return None
 
-    def _record(self, work: Callable[[], Drawn]) -> _Recorded:
+    def _record(self, work: Callable[[], SampleResult]) -> _Recorded:
         """Not ``torch.cuda.graph``, which waits for the device and empties its cache: requests are being served."""
         free, _ = torch.cuda.mem_get_info(self._device)
         needed = self._needed - self._taken

@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...api import check_weight
-from ..engines import Layers
-from ..plugin import Refused
+from ...sampling import check_weight
+from ..engine.common import Layers
+from ..engine.plugin import Refused
 
 _SEEN = 4  # rows that are compared
 
@@ -149,13 +149,13 @@ def _compare(name: str, head: Head, hidden_states: Tensor, logits: Tensor, last_
     if logits.shape[-1] != head.vocab_size:
         raise Refused(f"{name} has logits of {logits.shape[-1]} tokens, its logits processor of {head.vocab_size}")
     mine = slice(head.first_token, max(last_token, head.first_token))
-    products = F.linear(hidden_states, head.weight[: mine.stop - mine.start], None).float()
+    logits_gemm = F.linear(hidden_states, head.weight[: mine.stop - mine.start], None).float()
     bias, cap = head.bias(), head.transform.get("soft_cap", 0.0)
     if bias is not None:
-        products = products + bias[: mine.stop - mine.start].float()
-    products = products * head.transform.get("logit_scale", 1.0)
-    bound = 8 * torch.finfo(logits.dtype).eps * float(products.nan_to_num().abs().amax()) if products.numel() else 0.0
+        logits_gemm = logits_gemm + bias[: mine.stop - mine.start].float()
+    logits_gemm = logits_gemm * head.transform.get("logit_scale", 1.0)
+    bound = 8 * torch.finfo(logits.dtype).eps * float(logits_gemm.nan_to_num().abs().amax()) if logits_gemm.numel() else 0.0
     if cap:
-        products = cap * torch.tanh(products / cap)
-    if not torch.allclose(products, logits[:, mine].float(), rtol=0, atol=bound, equal_nan=True):
+        logits_gemm = cap * torch.tanh(logits_gemm / cap)
+    if not torch.allclose(logits_gemm, logits[:, mine].float(), rtol=0, atol=bound, equal_nan=True):
         raise Refused(f"{name}'s logits are something else than its head, bias, scale and soft cap make of its hidden states")

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-from ..plugin import Refused, switch
+from ..engine.plugin import Refused, switch
 from .settings import GRAPHS, PLUGIN, TENSOR_PARALLEL, check_version
 
 _WORKER = "vllm.v1.worker.gpu_worker"

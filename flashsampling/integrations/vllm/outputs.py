@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ...distributed import TensorParallel
+from ...tensor_parallel import TensorParallel
 
 
 def checked(output: type) -> type:

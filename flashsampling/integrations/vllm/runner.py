@@ -21,30 +21,30 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ... import ops
-from ...acceptance import held
-from ...api import SampleOutput
-from ...distributed import TensorParallel, TensorParallelError
-from ...step import example
-from ..engines import Layers, fast_implementation, to_device
-from ..plugin import Refused, StepCounts
+from ...inputs import example
+from ...sampling import SampleOutput
+from ...speculative.acceptance import held
+from ...tensor_parallel import TensorParallel, TensorParallelError
+from ..engine.common import Layers, fast_implementation, to_device
+from ..engine.plugin import Refused, StepCounts
 from .batches import batch_of, buffers_of, grammar_of, part_of, part_of_grammar, rows_of_requests
 from .drafts import most_drafts_of
 from .graphs import Graphs
 from .head import Head, head_of
 from .outputs import checked
-from .settings import COUNTING, PLUGIN, RUNNER, TENSOR_PARALLEL, Release, check_version, graphs, tensor_parallel
-from .slots import (
+from .request_info import (
     DRAFTS,
+    FALLBACK_REASONS,
     GRAMMAR,
     GRAMMAR_LOGPROBS,
     GRAMMAR_MIN_TOKENS,
     LOGPROBS_MODE,
-    REASONS,
     SERVED,
+    Needs,
     Rules,
     Slots,
-    Wants,
 )
+from .settings import COUNTING, PLUGIN, RUNNER, TENSOR_PARALLEL, Release, check_version, graphs, tensor_parallel
 from .step import FusedStep, Grammar
 
 PROCESSORS = {"LogitBiasState", "PenaltiesState", "BadWordsState"}  # of newer releases' samplers, which ``slots`` knows
@@ -67,7 +67,7 @@ class Fused:
 
     def __init__(self, step: FusedStep, vllm: Vllm) -> None:
         self.step, self.vllm, self.checked = step, vllm, checked(vllm.output)
-        self.counts = StepCounts(PLUGIN, REASONS, "fused", "left", "split", "drafts")
+        self.counts = StepCounts(PLUGIN, FALLBACK_REASONS, "fused", "left", "split", "drafts")
 
     def sample(
         self, theirs: Callable[..., Sampled], runner: Any, hidden_states: Tensor, input_batch: Any, grammar_output: Any
@@ -80,7 +80,7 @@ class Fused:
             return self._fused(runner, hidden_states, input_batch, grammar)
         served = reasons == SERVED
         left = map(int, np.unique(reasons[~served]))
-        if not (served & self.step.slots.promised[input_batch.idx_mapping_np]).any():
+        if not (served & self.step.slots.batch_invariant[input_batch.idx_mapping_np]).any():
             self.counts.add("left", left)
             return theirs(hidden_states, input_batch, grammar_output)
         drafts, outputs = 0, []
@@ -97,7 +97,7 @@ class Fused:
         return self._joined(input_batch, outputs)
 
     def reasons(self, input_batch: Any, grammar: Grammar | None) -> NDArray[np.int8]:
-        """(B,) why vLLM has to do a row, as an index of ``REASONS``; known on the host."""
+        """(B,) why vLLM has to do a row, as an index of ``FALLBACK_REASONS``; known on the host."""
         slots = self.step.slots
         reasons = slots.reasons[input_batch.idx_mapping_np]
         if input_batch.num_draft_tokens and not self.step.most_drafts:
@@ -106,9 +106,9 @@ class Fused:
             if grammar.masks.shape != (len(grammar.rows), max(grammar.masks.shape[1], self.step.words)):
                 reasons[grammar.requests] = GRAMMAR
             wants = slots.wants[input_batch.idx_mapping_np[grammar.requests]]
-            if slots.rules.frees_stops:
-                reasons[grammar.requests[(wants & Wants.MIN_TOKENS) != 0]] = GRAMMAR_MIN_TOKENS
-            with_logprobs = grammar.requests[(wants & Wants.LOGPROBS) != 0]  # vLLM's raw ones are of what the grammar allows
+            if slots.rules.min_tokens_respects_grammar:
+                reasons[grammar.requests[(wants & Needs.MIN_TOKENS) != 0]] = GRAMMAR_MIN_TOKENS
+            with_logprobs = grammar.requests[(wants & Needs.LOGPROBS) != 0]  # vLLM's raw ones are of what the grammar allows
             reasons[with_logprobs] = GRAMMAR_LOGPROBS
         return reasons
 
@@ -125,7 +125,7 @@ class Fused:
         batch = batch_of(hidden_states, input_batch, grammar, self.step.most_drafts, buffers)
         out, top = self.step.draw(batch)
         bounds = None
-        ids, num_sampled = self.step.settled(out.token_ids)
+        ids, num_sampled = self.step.sanitize_token_ids(out.token_ids)
         if batch.drafts is None:
             token_ids = ids.view(-1, 1)
         else:
@@ -292,7 +292,7 @@ def attach(runner: Any) -> str:
     head = head_of(runner.model, runner.model_config.get_hidden_size(), runner.dtype, runner.device, layers)
     check_head(head, runner.vocab_size)
     raw_logprobs = runner.sampler.logprobs_mode == "raw_logprobs"
-    rules = Rules(head.vocab_size, raw_logprobs, release.frees_stops, bool(envs.VLLM_BATCH_INVARIANT))
+    rules = Rules(head.vocab_size, raw_logprobs, release.min_tokens_respects_grammar, bool(envs.VLLM_BATCH_INVARIANT))
     vllm = Vllm(SamplerOutput, LogprobsTensors, get_num_sampled_and_rejected, AsyncModelRunnerOutput)
     with contextlib.ExitStack() as failing:
         tp = None
@@ -386,8 +386,11 @@ def check_head(head: Head, vocab_size: int) -> None:
 
 def said_of(head: Head, rules: Rules, tp: TensorParallel | None, most_drafts: int = 0) -> str:
     """What is fused and what is not, in a line."""
-    left = [REASONS[reason] for reason in range(1, DRAFTS)]
-    off = {REASONS[LOGPROBS_MODE]: rules.raw_logprobs, REASONS[GRAMMAR_MIN_TOKENS]: not rules.frees_stops}
+    left = [FALLBACK_REASONS[reason] for reason in range(1, DRAFTS)]
+    off = {
+        FALLBACK_REASONS[LOGPROBS_MODE]: rules.raw_logprobs,
+        FALLBACK_REASONS[GRAMMAR_MIN_TOKENS]: not rules.min_tokens_respects_grammar,
+    }
     left = [text for text in left if not off.get(text)]
     who = ops.choose(example(head.weight), "").name if tp is None else f"{tp.impl} over {tp.transport} on {tp.world_size} ranks"
     drafts = f"drafts, up to {most_drafts} of a request, are accepted by matching; " if most_drafts else ""

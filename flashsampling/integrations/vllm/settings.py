@@ -3,7 +3,7 @@
 import re
 from typing import NamedTuple
 
-from ..plugin import Plugin, Refused, switch
+from ..engine.plugin import Plugin, Refused, switch
 
 PLUGIN = Plugin("vLLM", "FLASHSAMPLING_VLLM", "vllm.flashsampling")
 TENSOR_PARALLEL = "FLASHSAMPLING_VLLM_TP"
@@ -15,7 +15,7 @@ class Release(NamedTuple):
 
     logits: tuple[str, ...]  # parameters of ``LogitsProcessor.forward``
     drafts_and_ranks: bool  # speculative decoding and tensor parallelism have been tried
-    frees_stops: bool  # where min_tokens forbids all that a grammar allows, it does not
+    min_tokens_respects_grammar: bool  # where min_tokens forbids all that a grammar allows, it does not
     sampler: tuple[str, ...] = ()  # attributes of the sampler that say what else is asked of it
 
 

@@ -23,28 +23,28 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ... import ops
-from ...acceptance import held, sample_alike
-from ...api import SampleOutput, output_of, sample
-from ...counts import Counted
-from ...distributed.limits import FEW
-from ...drafts import Given
-from ...exchange import WHOLE
-from ...requests import MAX_BIASED, asked_of, problem_of
-from ...step import Asked, Drawn, Step, example
+from ...exchange_protocol import WHOLE
+from ...inputs import SampleInputs, SampleResult, SamplingParams, example
+from ...sampling import SampleOutput, output_of, sample
+from ...sampling_params import MAX_BIASED, batch_shape, parse_sampling_params
+from ...speculative.acceptance import held, sample_with_draft_hash
+from ...speculative.drafts import DraftBatch
+from ...tensor_parallel.cutoffs import FEW
+from ...token_counts import Counted
 from ...warmup import warmup_mixes
-from ..engines import bias_of_rows, biases_now, settled, to_device
+from ..engine.common import bias_of_rows, biases_now, sanitize_token_ids, to_device
+from .device_state import Rows, counts_of, rows_in, rows_of
 from .drafts import example_of_drafts, with_stops_ended
 from .graphs import Graphs, size_of
 from .head import Head
-from .slots import Slots, Wants
-from .state import Rows, counts_of, rows_in, rows_of
+from .request_info import Needs, Slots
 
 _FEW = 64  # biased tokens
 _MOST_WORKS = 1024  # kinds of steps that are remembered
 _IN_REGISTERS = ("cute",)  # implementations that bias, mask and penalise in the launch that draws
 
 
-class Mix(NamedTuple):
+class KernelVariant(NamedTuple):
     """What a batch's call asks for beside what the head does."""
 
     filters: bool = False  # top-k, top-p and min-p
@@ -54,8 +54,8 @@ class Mix(NamedTuple):
     logprobs: bool = False
 
 
-PLAIN = Mix()
-EVERYTHING = Mix(True, MAX_BIASED, True, True, True)
+PLAIN_VARIANT = KernelVariant()
+ALL_PARAMS = KernelVariant(True, MAX_BIASED, True, True, True)
 
 
 def in_registers(weight: Tensor) -> bool:
@@ -63,30 +63,30 @@ def in_registers(weight: Tensor) -> bool:
     return ops.choose(example(weight), "").name in _IN_REGISTERS
 
 
-def mix_of(wanted: Mix, in_registers: bool) -> Mix:
+def variant_of(wanted: KernelVariant, in_registers: bool) -> KernelVariant:
     """The mix that serves a batch of which any row wants so much; ``in_registers`` as the function says."""
     changed = wanted.mask or wanted.penalties or wanted.biases > 0
     if not changed:
         return wanted._replace(filters=wanted.filters or wanted.logprobs)
     if wanted.biases > _FEW:
-        return EVERYTHING._replace(logprobs=wanted.logprobs or not in_registers)
+        return ALL_PARAMS._replace(logprobs=wanted.logprobs or not in_registers)
     if in_registers and not wanted.logprobs:
         return wanted._replace(biases=_FEW if wanted.biases else 0)
-    return Mix(True, _FEW, True, wanted.penalties, wanted.logprobs)
+    return KernelVariant(True, _FEW, True, wanted.penalties, wanted.logprobs)
 
 
-def mix_of_ranks(wanted: Mix) -> Mix:
+def variant_of_ranks(wanted: KernelVariant) -> KernelVariant:
     """The mix that serves a batch of several ranks of which any row wants so much; of filters see ``FusedStep._filters``."""
     if wanted.biases > _FEW:
-        return EVERYTHING._replace(logprobs=wanted.logprobs)
+        return ALL_PARAMS._replace(logprobs=wanted.logprobs)
     return wanted._replace(biases=_FEW if wanted.biases else 0)
 
 
-def mixes(in_registers: bool) -> tuple[Mix, ...]:
+def mixes(in_registers: bool) -> tuple[KernelVariant, ...]:
     """All of them, the plain one first."""
     either = (False, True)
-    wanted = itertools.starmap(Mix, itertools.product(either, (0, 1, MAX_BIASED), either, either, either))
-    return tuple(dict.fromkeys(mix_of(each, in_registers) for each in wanted))
+    wanted = itertools.starmap(KernelVariant, itertools.product(either, (0, 1, MAX_BIASED), either, either, either))
+    return tuple(dict.fromkeys(variant_of(each, in_registers) for each in wanted))
 
 
 class Grammar(NamedTuple):
@@ -106,11 +106,11 @@ class Batch(NamedTuple):
     slots_there: Tensor  # (B,) int32, on the device
     lengths: NDArray[np.int32]  # (B,) tokens of the request up to that position; where there may be drafts, at most
     grammar: Grammar | None
-    drafts: Given | None = None
+    drafts: DraftBatch | None = None
     buffers: tuple[Tensor, Tensor] | None = None  # at whose beginning hidden states and positions lie, in other steps too
 
 
-class _Known(NamedTuple):
+class _BatchCache(NamedTuple):
     """Of the rows of a step, what stays as it is while their requests do."""
 
     slots: bytes
@@ -119,14 +119,14 @@ class _Known(NamedTuple):
     rows: Rows
     filters: dict[str, Any] | None  # of several ranks, which ask for no more: see ``FusedStep._filters``
     is_checked: bool = False  # ``sample`` has drawn for them
-    asked: Asked | None = None  # what that makes of the request, for ``FusedStep._drawn_again``
+    params: SamplingParams | None = None  # what that makes of the request, for ``FusedStep._draw_cached``
 
 
-class _Work(NamedTuple):
+class _CapturedStep(NamedTuple):
     """What a graph records."""
 
-    asked: Asked
-    draw: Callable[[], Drawn]
+    params: SamplingParams
+    draw: Callable[[], SampleResult]
 
 
 class FusedStep:
@@ -158,8 +158,8 @@ class FusedStep:
         self.in_registers = tp is None and in_registers(head.weight)
         self.tokens = None if tp is None else (tp.first_token, tp.last_token)  # of this rank
         self.undefined = torch.zeros(1, dtype=torch.int64, device=device)
-        self._known: _Known | None = None  # of the last step
-        self._works: dict[Hashable, _Work] = {}  # by what makes another graph
+        self._known: _BatchCache | None = None  # of the last step
+        self._works: dict[Hashable, _CapturedStep] = {}  # by what makes another graph
         self._recorded_weight = 0  # the address of the weight that they are of
         self._masks: Tensor | None = None  # (slots, words), all bits set where a request has none
         self._masked = np.zeros(len(slots.reasons), bool)
@@ -179,7 +179,7 @@ class FusedStep:
             self._masks[slot].copy_(to_device(noted.mask, self.device))
 
     def draw(self, batch: Batch) -> tuple[SampleOutput, int | None]:
-        """Draws for every row; -1 where there is no score: see ``settled``. With graphs the next step
+        """Draws for every row; -1 where there is no score: see ``sanitize_token_ids``. With graphs the next step
         writes where these tokens and values are.
 
         Returns:
@@ -188,33 +188,33 @@ class FusedStep:
         """
         known = self._of_rows(batch.slots)
         rows, count = known.rows, known.top_logprobs
-        wants = known.wants | (0 if batch.grammar is None else Wants.MASK)
-        is_alike = batch.drafts is None and not wants & Wants.BIASES and self.head.bias() is None
+        wants = known.wants | (0 if batch.grammar is None else Needs.MASK)
+        is_alike = batch.drafts is None and not wants & Needs.BIASES and self.head.bias() is None
         if is_alike and wants and self.graphs is not None:  # a plain step is one launch
-            return self._replayed(batch, known, wants, self.graphs), count
-        is_same = is_alike and not wants & Wants.MASK
+            return self._replay_graph(batch, known, wants, self.graphs), count
+        is_same = is_alike and not wants & Needs.MASK
         if is_same and known.is_checked:
-            return self._drawn_again(batch, known), count
+            return self._draw_cached(batch, known), count
         states, weight = batch.hidden_states, self.head.weight
         request = self._request(batch, known, wants)
         request |= {"temperature": rows.temperature, "seed": rows.seed, "offset": batch.positions}
         if self.tp is not None and batch.drafts is not None:
-            out = sample_alike(self.tp, batch.drafts, states, weight, **request)
+            out = sample_with_draft_hash(self.tp, batch.drafts, states, weight, **request)
         else:
             out = sample(states, weight, **self._whole(), **request)
         if is_same:
             self._known = known._replace(is_checked=True)
         return out, count
 
-    def _drawn_again(self, batch: Batch, known: _Known) -> SampleOutput:
+    def _draw_cached(self, batch: Batch, known: _BatchCache) -> SampleOutput:
         """``sample`` of a batch that asks for what it asked for in the last step, but for counts. What that checks and makes of
         its arguments takes the host 20 us of 110 (an EPYC core, min-p and penalties)."""
-        if known.asked is None:
-            self._known = known = known._replace(asked=self._asked(batch, known, known.wants))
-        assert known.asked is not None
-        return output_of(self._drawn(batch, known.rows, known.asked), len(batch.slots), 1, known.asked, None)
+        if known.params is None:
+            self._known = known = known._replace(params=self._asked(batch, known, known.wants))
+        assert known.params is not None
+        return output_of(self._drawn(batch, known.rows, known.params), len(batch.slots), 1, known.params, None)
 
-    def _replayed(self, batch: Batch, known: _Known, wants: int, graphs: Graphs) -> SampleOutput:
+    def _replay_graph(self, batch: Batch, known: _BatchCache, wants: int, graphs: Graphs) -> SampleOutput:
         """Likewise, by a CUDA graph. ``wants``: a grammar's mask too."""
         count = len(batch.slots)
         size = size_of(count, graphs.most)
@@ -236,13 +236,13 @@ class FusedStep:
         if inputs is not batch.buffers:
             states[:count].copy_(batch.hidden_states)
             positions[:count].copy_(batch.positions)
-        if work.asked.counts is not None:
+        if work.params.counts is not None:
             graphs.slots[:count].copy_(batch.slots_there)
-        if work.asked.token_mask is not None:  # some mixes have one that nobody wants
+        if work.params.token_mask is not None:  # some mixes have one that nobody wants
             self._mask(batch, graphs.masks(self.words)[:count])
         if self.tp is not None:
             self._check_group()
-        out = output_of(graphs.draw(kind, work.draw), size, 1, work.asked, None)
+        out = output_of(graphs.draw(kind, work.draw), size, 1, work.params, None)
         return SampleOutput(**{name: part[:count] for name, part in vars(out).items() if part is not None})
 
     def _inputs(self, batch: Batch, size: int, graphs: Graphs) -> tuple[Tensor, Tensor]:
@@ -252,7 +252,9 @@ class FusedStep:
             return batch.buffers
         return graphs.hidden_states, graphs.positions
 
-    def _work(self, batch: Batch, known: _Known, wants: int, size: int, inputs: tuple[Tensor, Tensor], graphs: Graphs) -> _Work:
+    def _work(
+        self, batch: Batch, known: _BatchCache, wants: int, size: int, inputs: tuple[Tensor, Tensor], graphs: Graphs
+    ) -> _CapturedStep:
         """A step of any batch of this kind: of its rows it has nothing but where they will be."""
         slots = np.resize(batch.slots, size)
         there = inputs[0][:size], inputs[1][:size], slots, graphs.slots[:size]
@@ -260,24 +262,24 @@ class FusedStep:
         filters = known.filters and {
             name: getattr(rows, name) if isinstance(value, Tensor) else value for name, value in known.filters.items()
         }
-        asked = self._asked(filled, known._replace(rows=rows, filters=filters), wants)
-        if asked.token_mask is not None:
-            asked = asked._replace(token_mask=graphs.masks(self.words)[:size])
-        return _Work(asked, functools.partial(self._drawn, filled, rows, asked))
+        params = self._asked(filled, known._replace(rows=rows, filters=filters), wants)
+        if params.token_mask is not None:
+            params = params._replace(token_mask=graphs.masks(self.words)[:size])
+        return _CapturedStep(params, functools.partial(self._drawn, filled, rows, params))
 
-    def _asked(self, batch: Batch, known: _Known, wants: int) -> Asked:
+    def _asked(self, batch: Batch, known: _BatchCache, wants: int) -> SamplingParams:
         """To be kept: in place of counts, which are as large as the logits and of one step, an empty tensor."""
         weight = self.head.weight
-        problem = problem_of(len(batch.slots), len(weight), self.head.vocab_size, self.device, 1, self.tp)
-        asked = asked_of(self._request(batch, known, wants), problem)  # type: ignore[arg-type]
-        return asked if asked.counts is None else asked._replace(counts=asked.counts.new_empty(0))
+        problem = batch_shape(len(batch.slots), len(weight), self.head.vocab_size, self.device, 1, self.tp)
+        params = parse_sampling_params(self._request(batch, known, wants), problem)  # type: ignore[arg-type]
+        return params if params.counts is None else params._replace(counts=params.counts.new_empty(0))
 
-    def _drawn(self, batch: Batch, rows: Rows, asked: Asked) -> Drawn:
-        if asked.counts is not None:
-            asked = asked._replace(**self._counts(batch.slots_there, rows)._asdict())
+    def _drawn(self, batch: Batch, rows: Rows, params: SamplingParams) -> SampleResult:
+        if params.counts is not None:
+            params = params._replace(**self._counts(batch.slots_there, rows)._asdict())
         tokens, shard = (self.head.vocab_size, WHOLE) if self.tp is None else self.tp.part
-        step = Step(
-            batch.hidden_states, self.head.weight, rows.temperature, rows.seed, batch.positions, 1, tokens, shard, asked
+        step = SampleInputs(
+            batch.hidden_states, self.head.weight, rows.temperature, rows.seed, batch.positions, 1, tokens, shard, params
         )
         return ops.sample(step, "") if self.tp is None else ops.sample_sharded(step, self.tp)
 
@@ -286,29 +288,29 @@ class FusedStep:
         try:
             self.tp.raise_if_unusable()
         except BaseException as error:
-            ops.count_left_out(self.tp, error)
+            ops.count_skipped_call(self.tp, error)
             raise
 
-    def _of_rows(self, slots: NDArray[np.int32]) -> _Known:
+    def _of_rows(self, slots: NDArray[np.int32]) -> _BatchCache:
         """vLLM writes to its sampler's state of a slot when a request takes it, and then no more: while a batch has the same
         requests in the same rows, nothing is looked up or copied again."""
         same = slots.tobytes()
         if self._known is None or self._known.slots != same:
             wants = int(np.bitwise_or.reduce(self.slots.wants[slots]))
-            has_logprobs = wants & Wants.LOGPROBS
+            has_logprobs = wants & Needs.LOGPROBS
             count = int(self.sampler.sampling_states.num_logprobs[slots].max()) if has_logprobs else None
             room = None
             if self.graphs is not None and len(slots) <= self.graphs.most:
                 room = self.graphs.room(size_of(len(slots), self.graphs.most))
             rows = rows_of(self.sampler, slots, self.device, room)
-            self._known = _Known(same, wants, count, rows, None if self.tp is None else self._filters(slots, rows))
+            self._known = _BatchCache(same, wants, count, rows, None if self.tp is None else self._filters(slots, rows))
         return self._known
 
-    def settled(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """See ``engines.settled``."""
-        return settled(token_ids, self.undefined)
+    def sanitize_token_ids(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """See ``engines.sanitize_token_ids``."""
+        return sanitize_token_ids(token_ids, self.undefined)
 
-    def _request(self, batch: Batch, known: _Known, wants: int) -> dict[str, Any]:
+    def _request(self, batch: Batch, known: _BatchCache, wants: int) -> dict[str, Any]:
         request = self.head.request()
         if not wants:
             return request
@@ -334,10 +336,10 @@ class FusedStep:
             request |= {"return_logprobs": True, "top_logprobs": max(known.top_logprobs or 0, 1)}
         return request
 
-    def _mix(self, batch: Batch, wants: int) -> tuple[Mix, tuple[NDArray[np.int32], NDArray[np.float32]] | None]:
+    def _mix(self, batch: Batch, wants: int) -> tuple[KernelVariant, tuple[NDArray[np.int32], NDArray[np.float32]] | None]:
         """And the rows' biases, if the mix has any: ids (B, n), -1 behind a row's last, and values (B, n)."""
         of_slots, slots, row = [], batch.slots, None
-        if wants & Wants.BIASES:
+        if wants & Needs.BIASES:
             lengths = batch.lengths
             if self.most_drafts:  # stop tokens are there as if none could be drawn yet, until ``_values`` ends them
                 slots, row = np.unique(slots, return_inverse=True)
@@ -345,9 +347,9 @@ class FusedStep:
             biases = (self.slots.biases[slot] for slot in slots)
             of_slots = [biases_now(each, int(length)) for each, length in zip(biases, lengths)]
         most = max((len(ids) for ids, _ in of_slots), default=0)
-        others = (bool(wants & want) for want in (Wants.MASK, Wants.PENALTIES, Wants.LOGPROBS))
-        wanted = Mix(bool(wants & Wants.FILTERS), most, *others)
-        mix = mix_of(wanted, self.in_registers) if self.tp is None else mix_of_ranks(wanted)
+        others = (bool(wants & want) for want in (Needs.MASK, Needs.PENALTIES, Needs.LOGPROBS))
+        wanted = KernelVariant(bool(wants & Needs.FILTERS), most, *others)
+        mix = variant_of(wanted, self.in_registers) if self.tp is None else variant_of_ranks(wanted)
         if not mix.biases:
             return mix, None
         ids, values = bias_of_rows(of_slots, len(slots), mix.biases)
@@ -396,20 +398,20 @@ class FusedStep:
 
     def _warm_up(self, hidden_states: Tensor) -> list[str]:
         batch, weight = len(hidden_states), self.head.weight
-        self.settled(torch.zeros(batch, dtype=torch.int64, device=self.device))
+        self.sanitize_token_ids(torch.zeros(batch, dtype=torch.int64, device=self.device))
         if self.most_drafts:
             given, ids = example_of_drafts(self.most_drafts, self.device)
             held(given, ids)
             if self.tp is not None:
                 states, rows = hidden_states.new_zeros(len(ids), hidden_states.shape[1]), no_rows(len(ids), self.device)
-                sample_alike(self.tp, given, states, weight, temperature=rows.temperature, seed=rows.seed, offset=ids)
+                sample_with_draft_hash(self.tp, given, states, weight, temperature=rows.temperature, seed=rows.seed, offset=ids)
         of_head, whole, rows = self.head.request(), self._whole(), no_rows(batch, self.device)
         slots = torch.zeros(batch, dtype=torch.int32, device=self.device)
         # a penalty, so that the kernel has something to do
         counts = self._counts(slots, rows._replace(presence_penalty=rows.top_p))
         requests: Any = [of_head | request for request in self._examples(rows, counts)]
         names = warmup_mixes(weight, requests, max_batch_size=batch, **whole)
-        everything = of_head | whole | example_of(EVERYTHING, rows, counts)
+        everything = of_head | whole | example_of(ALL_PARAMS, rows, counts)
         sample(hidden_states, weight, temperature=rows.temperature, seed=rows.seed, offset=rows.seed, **everything)
         return names
 
@@ -442,7 +444,7 @@ class FusedStep:
         return request
 
 
-def example_of(mix: Mix, rows: Rows, counts: Counted) -> dict[str, Any]:
+def example_of(mix: KernelVariant, rows: Rows, counts: Counted) -> dict[str, Any]:
     """What a call of this mix has, as ``warmup`` takes it. ``counts``: of B rows."""
     device, (batch, vocab_size) = counts.counts.device, counts.counts.shape
     request: dict[str, Any] = {}
@@ -465,12 +467,12 @@ def examples_of_ranks(rows: Rows, counts: Counted) -> list[dict[str, Any]]:
     """What calls of several ranks have, so that nothing else compiles: all that changes logits, with log-probabilities, behind
     which it may be another kernel's, and without, filters together, and each way of theirs. ``counts``: of B rows."""
     either = (False, True)
-    changes = (Mix(False, *each) for each in itertools.product((0, _FEW), either, either, either))
-    mask = example_of(Mix(mask=True), rows, counts)
+    changes = (KernelVariant(False, *each) for each in itertools.product((0, _FEW), either, either, either))
+    mask = example_of(KernelVariant(mask=True), rows, counts)
     few = {"top_k": 1, "top_p": rows.top_p}
     return [
-        *(example_of(mix, rows, counts) for mix in (*changes, Mix(filters=True))),
-        *(example_of(EVERYTHING._replace(logprobs=logprobs), rows, counts) for logprobs in either),
+        *(example_of(mix, rows, counts) for mix in (*changes, KernelVariant(filters=True))),
+        *(example_of(ALL_PARAMS._replace(logprobs=logprobs), rows, counts) for logprobs in either),
         {"top_p": rows.top_p},
         few,
         few | mask,

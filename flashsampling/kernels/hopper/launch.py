@@ -1,0 +1,106 @@
+"""One launch of the Hopper kernel."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from ...inputs import DEFAULT_PARAMS, SampleInputs, SampleResult
+from ...workspace import zeroed_words
+from ..device import multiprocessors
+from . import workspace_layout
+from .cache import kernel_for
+from .config import KINDS, TILE_V, Features, TileConfig, choose_config, copy_engine_reads, ctas_per_row_block, skipped
+
+_PLAIN = KINDS["plain"]
+
+
+class _Plan(NamedTuple):
+    """What all launches of a problem share."""
+
+    kernel: Callable[..., Any]
+    row_blocks: int
+    ctas: int  # per block of rows
+    base: int  # this, skip and end: see arguments.Arguments
+    skip: int
+    end: int
+    words: int  # of the workspace
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(
+    batch: int,
+    dim: int,
+    num_samples: int,
+    vocab_size: int,
+    first_token: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    config: TileConfig | None,
+    features: Features = _PLAIN,
+) -> _Plan:
+    """A dictionary's worth of host time per call."""
+    config = choose_config(batch, dim) if config is None else config
+    skip = skipped(first_token, config)
+    row_blocks = -(-batch // config.block_b)
+    ctas = ctas_per_row_block(config, batch, skip + vocab_size, multiprocessors(device))
+    # a shard without a token: the launch has something to read, and samples none of it
+    sampled = (skip, skip + vocab_size) if vocab_size else (TILE_V, TILE_V)
+    words = workspace_layout.words(batch * num_samples, row_blocks, batch * features.logits)
+    return _Plan(kernel_for(dtype, config, features), row_blocks, ctas, first_token - skip, *sampled, words)
+
+
+def run(
+    step: SampleInputs, config: TileConfig | None = None, features: Features = _PLAIN, asked_for: tuple[int | float, ...] = ()
+) -> SampleResult:
+    """See ``backends``: one launch, where nothing is asked for. ``config`` in place of the shape that is chosen. ``asked_for``:
+    of a kernel with such ``features``, ``arguments.TransformArguments`` and ``arguments.Outputs``. One with logits may
+    make no draws at
+    all: of one token nobody knows what."""
+    # nothing is asked for twice: an attribute of a tensor costs the host a tenth of a microsecond, a field of the step a third
+    hidden_states, weight, _, _, _, num_samples, vocab_size, shard, params, _, _, _ = step
+    if params is not DEFAULT_PARAMS:
+        from .dispatch import run as run_asked  # which makes such launches
+
+        return run_asked(step, config)
+    (batch, dim), dtype, device = hidden_states.shape, hidden_states.dtype, hidden_states.device
+    hidden, (hidden_stride, along_d) = hidden_states.data_ptr(), hidden_states.stride()
+    if not copy_engine_reads(hidden, batch, hidden_stride, along_d):
+        padded = torch.empty((batch, -(-dim // 8) * 8), dtype=dtype, device=device)
+        hidden_states = padded[:, :dim].copy_(hidden_states)
+        hidden, hidden_stride = padded.data_ptr(), padded.shape[1]
+    first_token, exchange = shard
+    kernel, row_blocks, ctas, base, skip, end, words = _plan(
+        batch, dim, num_samples, vocab_size, first_token, dtype, device, config, features
+    )
+    tokens = torch.empty(batch * num_samples or 1, dtype=torch.int64, device=device)
+    workspace = zeroed_words(words, device)  # which is held until the launch
+    temperature_at, temperature, seed_at, seed, offset_at, offset = step.row_arguments()
+    kernel(  # in the order of arguments.LaunchArguments
+        hidden,
+        # of a single row the stride is torch's business, but TMA wants a multiple of 16 bytes
+        hidden_stride if batch > 1 else -(-dim // 8) * 8,
+        weight.data_ptr() if vocab_size else hidden,
+        weight.stride()[0] if vocab_size > 1 else -(-dim // 8) * 8,
+        vocab_size or 1,
+        dim,
+        row_blocks,
+        ctas,
+        temperature_at,
+        temperature,
+        seed_at,
+        seed,
+        offset_at,
+        offset,
+        tokens,
+        workspace.data_ptr(),
+        batch,
+        base,
+        skip,
+        end,
+        num_samples,
+        exchange,
+        *asked_for,
+    )
+    return SampleResult.__new__(SampleResult, tokens)  # Drawn(tokens), less half of its host time

@@ -1,0 +1,123 @@
+"""One launch of the Triton kernel."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from .... import exchange_protocol as protocol
+from ....inputs import SampleInputs, SampleResult
+from ....workspace import zeroed_words
+from ...device import multiprocessors
+from .config import TileConfig, choose_config, next_power_of_2
+from .kernel import _EXCHANGE, sample_kernel
+from .noise import INTERPRETED
+
+
+def _aligned_rows(hidden_states: Tensor) -> Tensor:
+    """The hidden states, or a copy of them, with rows that are contiguous and start at multiples of 16 bytes."""
+    (batch, dim), (rows_apart, along_d) = hidden_states.shape, hidden_states.stride()
+    unit = 16 // hidden_states.element_size()
+    if along_d == 1 and rows_apart % unit == 0 and rows_apart > 0 and hidden_states.data_ptr() % 16 == 0:
+        return hidden_states
+    padded = torch.empty((batch, -(-dim // unit) * unit), dtype=hidden_states.dtype, device=hidden_states.device)
+    return padded[:, :dim].copy_(hidden_states)
+
+
+class Operands(NamedTuple):
+    """The two matrices as kernels take them, and what they are compiled for."""
+
+    matrices: tuple[Any, Any, Any]  # hidden states, those of ``TileConfig.narrow`` rows, weight: tensors or descriptors
+    strides: tuple[int, int]  # elements between rows of hidden states and of the weight
+    shapes: dict[str, Any]
+
+
+def tile_operands(hidden_states: Tensor, weight: Tensor, vocab_size: int, config: TileConfig) -> Operands:
+    """Of a launch in tiles of a shape."""
+    dim = hidden_states.shape[1]
+    # one class of alignment per D: what Triton specialises on is then decided by the weight
+    row_alignment = 16 // hidden_states.element_size()
+    if config.use_tma or dim % row_alignment == 0:
+        hidden_states = _aligned_rows(hidden_states)
+    else:
+        row_alignment = 1
+        if hidden_states.stride(1) != 1:
+            hidden_states = hidden_states.contiguous()
+    if vocab_size == 0:  # a shard without a token: the launch has something to read, and samples none of it
+        weight = hidden_states
+    hidden, hidden_rest, weights = hidden_states, hidden_states, weight
+    if config.use_tma:
+        shape, stride, depth = hidden_states.shape, hidden_states.stride(), config.block_d
+        hidden = hidden_rest = TensorDescriptor(hidden_states, shape, stride, [config.block_b, depth])
+        if config.narrow != config.block_b:
+            hidden_rest = TensorDescriptor(hidden_states, shape, stride, [config.narrow, depth])
+        if config.halves:  # the second starts so many rows behind the first, and ends with the batch
+            half = config.block_b // 2
+            assert half < shape[0] <= config.block_b
+            strides = [(shape[0] - half) * stride[0], *stride]
+            hidden = TensorDescriptor(hidden_states, [2, half, dim], strides, [2, half, depth])
+        # rows outside the vocabulary read as zeros, and nothing of a padded one is read
+        weights = TensorDescriptor(weight, [max(vocab_size, 1), dim], weight.stride(), [config.block_v, depth])
+    shapes = {
+        "BLOCK_V": config.block_v,
+        "BLOCK_B": config.block_b,
+        "REST_B": config.rest_b,
+        "HALVES": config.halves,
+        "BLOCK_D": config.block_d,
+        "USE_TMA": config.use_tma,
+        "EVEN_D": dim % config.block_d == 0,
+        "ROW_ALIGNMENT": row_alignment,
+        "UPCAST": INTERPRETED.value,
+        "ROWS_ON_M": config.rows_on_m,
+    }
+    return Operands((hidden, hidden_rest, weights), (hidden_states.stride(0), weight.stride(0)), shapes)
+
+
+def programs(batch: int, tokens: int, config: TileConfig, device: torch.device) -> tuple[int, int]:
+    """How many work for a block of rows, and the blocks of rows: as many in all as the device holds at once, or fewer."""
+    row_blocks = -(-batch // config.columns)
+    tiles = -(-tokens // config.block_v)
+    return max(1, min(tiles, config.ctas_per_sm * multiprocessors(device) // row_blocks)), row_blocks
+
+
+def run(step: SampleInputs, config: TileConfig | None = None) -> SampleResult:
+    """See ``backends``: one launch. ``config`` in place of the shape that is chosen."""
+    shard, num_samples, vocab_size = step.shard, step.num_samples, step.vocab_size
+    batch, dim = step.hidden_states.shape
+    device = step.hidden_states.device
+    if config is None:
+        config = choose_config(step.hidden_states, step.weight, num_samples)
+    operands = tile_operands(step.hidden_states, step.weight, vocab_size, config)
+    skip = shard.first_token % 128 if vocab_size else 0
+    token_ids = torch.empty(batch * num_samples, dtype=torch.int64, device=device)
+    programs_per_row_block, row_blocks = programs(batch, skip + vocab_size, config, device)
+    slots = 2 * batch * num_samples
+    workspace = zeroed_words(slots + row_blocks, device)
+    rows = step.row_arguments()
+    sample_kernel[(programs_per_row_block * row_blocks,)](
+        *operands.matrices,
+        *rows,
+        token_ids,
+        workspace,
+        batch,
+        vocab_size,
+        shard.first_token - shard.first_token % 128,
+        skip,
+        dim,
+        num_samples,
+        *operands.strides,
+        shard.exchange,
+        0,
+        **operands.shapes,
+        CHUNK_B=config.chunk_b,
+        ONE_DRAW=num_samples == 1,
+        PRELOAD=config.preload,
+        ROWS=next_power_of_2(config.columns),
+        ROW_TENSORS=all(rows[::2]),
+        EXCHANGE=shard.exchange if shard.exchange in (protocol.TOKENS, protocol.PACKED) else _EXCHANGE.value,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        maxnreg=config.max_registers,
+    )
+    return SampleResult(token_ids)

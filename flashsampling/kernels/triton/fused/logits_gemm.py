@@ -1,0 +1,97 @@
+"""Products of hidden states and weight, to memory: for what a step is asked that needs to see a row's logits more than once.
+
+The tiles of ``kernel``, so a product is the same bits in any batch. A program keeps one block of rows, as there.
+"""
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from ..jit import jit
+from .config import TileConfig, choose_config
+from .launch import programs, tile_operands
+from .tiles import rows_of_block, second_row_of, tile_logits
+
+
+@jit
+def _store(out, out_stride, tile, first_token, rows, first_owned, batch, vocab_size):
+    """A tile, (tokens, rows), transposed into rows."""
+    tokens = first_token + tl.arange(0, tile.shape[0])[:, None]
+    rows = rows[None, :]
+    wanted = (tokens < vocab_size) & (rows < batch) & (rows >= first_owned)
+    tl.store(out + rows.to(tl.int64) * out_stride + tokens, tile, mask=wanted)
+
+
+@jit(
+    do_not_specialize=["batch", "vocab_size", "hidden_stride"],
+    do_not_specialize_on_alignment=["hidden", "hidden_rest"],
+)
+def logits_gemm_kernel(
+    hidden,  # (B, D), or its descriptor
+    hidden_rest,  # (B, D), or its descriptor for the second block of columns, if there is one
+    weight,  # (V, D), or its descriptor
+    out,  # (B, V) float32
+    batch,
+    vocab_size,
+    dim,
+    hidden_stride: tl.int64,
+    weight_stride,
+    out_stride: tl.int64,
+    BLOCK_V: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    REST_B: tl.constexpr,
+    HALVES: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    USE_TMA: tl.constexpr,
+    EVEN_D: tl.constexpr,
+    ROW_ALIGNMENT: tl.constexpr,
+    UPCAST: tl.constexpr,
+    ROWS_ON_M: tl.constexpr,
+):
+    """See ``kernel.sample_kernel``. Grid: (programs per block of rows * blocks of rows,)."""
+    WIDTH: tl.constexpr = BLOCK_B + REST_B
+    row_blocks = tl.cdiv(batch, WIDTH)
+    row_block = tl.program_id(0) % row_blocks
+    first_owned = row_block * WIDTH
+    first_row = tl.maximum(tl.minimum(first_owned, batch - WIDTH), 0)
+    second_row = second_row_of(first_row, batch, BLOCK_B, REST_B, HALVES)
+    rows = rows_of_block(first_row, second_row, BLOCK_B, HALVES)
+    for tile in range(tl.program_id(0) // row_blocks, tl.cdiv(vocab_size, BLOCK_V), tl.num_programs(0) // row_blocks):
+        first_token = tile * BLOCK_V
+        acc, rest = tile_logits(
+            hidden, hidden_rest, weight, first_token, first_row, second_row, batch, vocab_size, dim, hidden_stride,
+            weight_stride, BLOCK_V, BLOCK_B, REST_B, HALVES, BLOCK_D, USE_TMA, EVEN_D, ROW_ALIGNMENT, UPCAST,
+            ROWS_ON_M,
+        )  # fmt: skip
+        _store(out, out_stride, acc, first_token, rows, first_owned, batch, vocab_size)
+        if REST_B > 0:
+            rest_rows = second_row + tl.arange(0, REST_B)
+            _store(out, out_stride, rest, first_token, rest_rows, first_owned, batch, vocab_size)
+
+
+def logits_gemm(
+    hidden_states: Tensor,  # (B, D)
+    weight: Tensor,  # (V, D)
+    vocab_size: int,
+    config: TileConfig | None = None,
+) -> Tensor:
+    """(B, vocab_size) float32, rows a multiple of 16 bytes apart: one launch. ``config`` replaces the shape that is chosen."""
+    batch = hidden_states.shape[0]
+    config = choose_config(hidden_states, weight, 1) if config is None else config
+    operands = tile_operands(hidden_states, weight, vocab_size, config)
+    programs_per_row_block, row_blocks = programs(batch, vocab_size, config, weight.device)
+    out = torch.empty((batch, -(-vocab_size // 4) * 4), dtype=torch.float32, device=weight.device)
+    logits_gemm_kernel[(programs_per_row_block * row_blocks,)](
+        *operands.matrices,
+        out,
+        batch,
+        vocab_size,
+        weight.shape[1],
+        *operands.strides,
+        out.stride(0),
+        **operands.shapes,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        maxnreg=config.max_registers,
+    )
+    return out[:, :vocab_size]

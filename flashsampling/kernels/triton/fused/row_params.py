@@ -1,0 +1,125 @@
+"""What a row brings: temperature, seed and offset, as factors and Philox key, and as the tags that an exchange compares."""
+
+import triton.language as tl
+
+from ..constant import Constant
+from ..jit import jit
+from ..sharded.peer_exchange import details_and_tags
+from .noise import INTERPRETED
+
+_GREEDY_BELOW = Constant(1e-6)
+_LN2 = Constant(0.6931471805599453)
+
+
+@jit
+def _load_b64(address, index, value, ROW_TENSORS: tl.constexpr):
+    """Low and high half of 64-bit elements; of ``value`` where the address may be, and is, 0."""
+    pointers = address + index.to(tl.int64) * 8
+    if INTERPRETED:
+        given = tl.full(index.shape, 1, tl.int1) & (address != 0)
+        x = tl.load(pointers.to(tl.pointer_type(tl.int64)), mask=given, other=value)
+        return x.to(tl.uint32), (x.to(tl.uint64, bitcast=True) >> 32).to(tl.uint32)
+    if ROW_TENSORS:
+        return tl.inline_asm_elementwise(
+            "ld.global.nc.v2.b32 {$0, $1}, [$2];", "=r,=r,l", [pointers], dtype=(tl.uint32, tl.uint32), is_pure=True, pack=1
+        )
+    return tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.s64 p, $4, 0; mov.b64 {$0, $1}, $3; @p ld.global.nc.v2.b32 {$0, $1}, [$2]; }",
+        "=&r,=&r,l,l,l",
+        [pointers, tl.full(index.shape, value, tl.int64), tl.full(index.shape, address, tl.int64)],
+        dtype=(tl.uint32, tl.uint32),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@jit
+def _load_f32(address, index, value, ROW_TENSORS: tl.constexpr):
+    pointers = address + index.to(tl.int64) * 4
+    if INTERPRETED:
+        given = tl.full(index.shape, 1, tl.int1) & (address != 0)
+        return tl.load(pointers.to(tl.pointer_type(tl.float32)), mask=given, other=value)
+    if ROW_TENSORS:
+        return tl.inline_asm_elementwise(
+            "ld.global.nc.f32 $0, [$1];", "=f,l", [pointers], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.s64 p, $3, 0; mov.f32 $0, $2; @p ld.global.nc.f32 $0, [$1]; }",
+        "=&f,l,f,l",
+        [pointers, tl.full(index.shape, value, tl.float32), tl.full(index.shape, address, tl.int64)],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@jit
+def row_params(
+    rows,  # any shape, within the batch
+    temperature_at,
+    temperature_value,
+    seed_at,
+    seed_value,
+    offset_at,
+    offset_value,
+    ROW_TENSORS: tl.constexpr,
+):
+    """Per-row factors of logit and noise in one number (see ``both_factors``), Philox key (low, high) and offset (low, high),
+    in the shape of rows.
+
+    The loads are inline assembly because Triton would otherwise choose a layout for them, and reach the shape's own through
+    shared memory.
+    """
+    temperature = _load_f32(temperature_at, rows, temperature_value, ROW_TENSORS)
+    key_lo, key_hi = _load_b64(seed_at, rows, seed_value, ROW_TENSORS)
+    offset_lo, offset_hi = _load_b64(offset_at, rows, offset_value, ROW_TENSORS)
+    hot = temperature > 1.0
+    # a NaN stays one: the row's scores are then NaN too
+    noise_factor = tl.where(temperature < _GREEDY_BELOW, 0.0, temperature * _LN2)
+    factors = tl.where(hot, -1.0 / tl.where(hot, temperature, 1.0), noise_factor)
+    return factors, key_lo, key_hi, offset_lo, offset_hi
+
+
+@jit
+def row_tags(
+    number,
+    rows,  # (N,), within the batch
+    batch,
+    num_samples,
+    temperature_at,
+    temperature_value,
+    seed_at,
+    seed_value,
+    offset_at,
+    offset_value,
+    ROW_TENSORS: tl.constexpr,
+):
+    """What an exchange compares of rows, in the step of that number: details and both tags."""
+    temperature = _load_f32(temperature_at, rows, temperature_value, ROW_TENSORS)
+    seed_lo, seed_hi = _load_b64(seed_at, rows, seed_value, ROW_TENSORS)
+    offset_lo, offset_hi = _load_b64(offset_at, rows, offset_value, ROW_TENSORS)
+    return details_and_tags(number, batch, num_samples, temperature, seed_lo, seed_hi, offset_lo, offset_hi)
+
+
+@jit
+def both_factors(factors):
+    """Factor of the logit and of the base-2 noise.
+
+    A score is ``logit / max(T, 1) + min(T, 1) * gumbel``, as the oracle's: ``logit / T + gumbel`` times ``min(T, 1)``, so no
+    finite logit overflows at any temperature. One of the two factors is 1 or ln 2: the sign bit says which, the rest is the
+    other, so a row takes one register over all tiles.
+    """
+    hot = factors.to(tl.int32, bitcast=True) < 0  # also of -0.0, an infinite temperature
+    return tl.where(hot, -factors, 1.0), tl.where(hot, _LN2, factors)
+
+
+@jit
+def after(rows, done, zero):
+    """int32 row numbers, but not before ``done`` (float32, (M, N)) is known: ``zero`` is 0 at run time, which no compiler
+    can know.
+
+    It does two things. The noise does not depend on the logits, so without it the compiler starts the noise of every
+    column at once, hoists ten round keys per row out of the tile loop, and spills. And the noise is computed in the
+    register layout of ``done``, the logits' own, instead of in another one that every score leaves through shared memory.
+    """
+    return rows ^ (done.to(tl.int32, bitcast=True) & zero)

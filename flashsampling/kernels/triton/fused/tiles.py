@@ -1,0 +1,204 @@
+"""A tile: its logits, which token and which row each is of, and the blocks and Philox lanes that it is split into."""
+
+import triton.language as tl
+
+from ..jit import jit
+
+
+@jit
+def second_row_of(first_row, batch, BLOCK_B: tl.constexpr, REST_B: tl.constexpr, HALVES: tl.constexpr):
+    """First row of a tile's second piece of columns: of the block's second half, if HALVES says so, or of the second block. If
+    it would reach beyond the batch, it ends with it, and some rows are in both pieces: with the same scores, so that a maximum
+    takes either. Loads of rows beyond the batch cost more than those of rows."""
+    SECOND: tl.constexpr = BLOCK_B // 2 if HALVES else REST_B
+    return tl.maximum(tl.minimum(first_row + BLOCK_B + REST_B - SECOND, batch - SECOND), 0)
+
+
+@jit
+def _hidden_pointers(hidden, rows, batch, hidden_stride, BLOCK_D: tl.constexpr):
+    """(BLOCK_D, columns); rows past the end repeat the last one: their winners are not published."""
+    rows = tl.minimum(rows, batch - 1).to(tl.int64)
+    return hidden + rows[None, :] * hidden_stride + tl.arange(0, BLOCK_D)[:, None]
+
+
+@jit
+def _product(w, h, acc, ROWS_ON_M: tl.constexpr):
+    if ROWS_ON_M:
+        return tl.dot(h.T, w.T, acc, input_precision="ieee")
+    else:
+        return tl.dot(w, h, acc, input_precision="ieee")
+
+
+@jit
+def rows_of_block(first_row, second_row, BLOCK_B: tl.constexpr, HALVES: tl.constexpr):
+    """Rows of a tile's first block of columns, (BLOCK_B,)."""
+    column = tl.arange(0, BLOCK_B)
+    if HALVES:
+        return tl.where(column < BLOCK_B // 2, first_row + column, second_row + column - BLOCK_B // 2)
+    else:
+        return first_row + column
+
+
+@jit
+def tile_logits(
+    hidden,  # descriptor of blocks (BLOCK_B, BLOCK_D), (2, BLOCK_B // 2, BLOCK_D) if HALVES, or pointer to (B, D)
+    hidden_rest,  # as hidden, for blocks (REST_B, BLOCK_D)
+    weight,  # descriptor of blocks (BLOCK_V, BLOCK_D), or pointer to (V, D)
+    first_token,  # row of the weight; below 0 in the first tile of a shard that does not start where a Philox group does
+    first_row,
+    second_row,  # see second_row_of
+    batch,
+    vocab_size,
+    dim,
+    hidden_stride,
+    weight_stride,
+    BLOCK_V: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    REST_B: tl.constexpr,
+    HALVES: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    USE_TMA: tl.constexpr,
+    EVEN_D: tl.constexpr,
+    ROW_ALIGNMENT: tl.constexpr,
+    UPCAST: tl.constexpr,
+    ROWS_ON_M: tl.constexpr,
+):
+    """Logits of one tile in fp32, (BLOCK_V, BLOCK_B) and (BLOCK_V, REST_B or a placeholder's 16): two blocks of columns, one
+    read of the weight. k runs upwards in one chain: no split, the same sum in any tile. Outside [0, vocab_size) the weight's
+    rows read as zeros, whatever a padded vocabulary has there."""
+    REST: tl.constexpr = REST_B if REST_B > 0 else 16
+    acc = tl.zeros((BLOCK_B, BLOCK_V) if ROWS_ON_M else (BLOCK_V, BLOCK_B), dtype=tl.float32)
+    rest = tl.zeros((REST, BLOCK_V) if ROWS_ON_M else (BLOCK_V, REST), dtype=tl.float32)
+    if USE_TMA:
+        for d in range(0, dim, BLOCK_D):
+            w = weight.load([first_token, d])  # (BLOCK_V, BLOCK_D)
+            if HALVES:  # one copy: where they start is the descriptor's
+                h = tl.reshape(hidden.load([0, 0, d]), (BLOCK_B, BLOCK_D))
+            else:
+                h = hidden.load([first_row, d])  # (BLOCK_B, BLOCK_D)
+            acc = tl.dot(h, w.T, acc) if ROWS_ON_M else tl.dot(w, h.T, acc)
+            if REST_B > 0:  # loaded before the first product, 144 and 160 rows take 8 % longer (H200)
+                h_rest = hidden_rest.load([second_row, d])  # (REST_B, BLOCK_D)
+                rest = tl.dot(h_rest, w.T, rest) if ROWS_ON_M else tl.dot(w, h_rest.T, rest)
+    else:
+        tokens = first_token + tl.arange(0, BLOCK_V)
+        dims = tl.arange(0, BLOCK_D)
+        if ROW_ALIGNMENT > 1:  # 16 bytes
+            hidden_stride = tl.multiple_of(hidden_stride, ROW_ALIGNMENT)
+            hidden = tl.multiple_of(hidden, 16)
+        # what is outside reads a neighbour's row, and is dropped below
+        w_rows = tl.maximum(tl.minimum(tokens, vocab_size - 1), 0).to(tl.int64)
+        w_ptrs = weight + w_rows[:, None] * weight_stride + dims[None, :]
+        rows = rows_of_block(first_row, second_row, BLOCK_B, HALVES)
+        h_ptrs = _hidden_pointers(hidden, rows, batch, hidden_stride, BLOCK_D)
+        if REST_B > 0:
+            rest_ptrs = _hidden_pointers(hidden, second_row + tl.arange(0, REST_B), batch, hidden_stride, BLOCK_D)
+        for d in range(0, dim, BLOCK_D):
+            if EVEN_D:
+                w = tl.load(w_ptrs)
+                h = tl.load(h_ptrs)
+            else:
+                w = tl.load(w_ptrs, mask=dims[None, :] < dim - d, other=0.0)
+                h = tl.load(h_ptrs, mask=dims[:, None] < dim - d, other=0.0)
+            if UPCAST:
+                w = w.to(tl.float32)
+                h = h.to(tl.float32)
+            acc = _product(w, h, acc, ROWS_ON_M)
+            if REST_B > 0:
+                if EVEN_D:
+                    h = tl.load(rest_ptrs)
+                else:
+                    h = tl.load(rest_ptrs, mask=dims[:, None] < dim - d, other=0.0)
+                if UPCAST:
+                    h = h.to(tl.float32)
+                rest = _product(w, h, rest, ROWS_ON_M)
+                rest_ptrs += BLOCK_D
+            w_ptrs += BLOCK_D
+            h_ptrs += BLOCK_D
+        inside = (tokens >= 0) & (tokens < vocab_size)
+        inside = inside[None, :] if ROWS_ON_M else inside[:, None]
+        acc = tl.where(inside, acc, 0.0)
+        if REST_B > 0:
+            rest = tl.where(inside, rest, 0.0)
+    if ROWS_ON_M:
+        return acc.T, rest.T
+    else:
+        return acc, rest
+
+
+@jit
+def split_lanes(x, BLOCK_V: tl.constexpr, BLOCK_B: tl.constexpr):
+    """(BLOCK_V, BLOCK_B) by token -> four (BLOCK_V // 4, BLOCK_B) by Philox lane = bit 3 | bit 6 << 1 of the token id.
+
+    In ``wgmma``'s accumulator with four warps the two bits are registers of one thread, so this moves nothing.
+    """
+    x = tl.reshape(x, (BLOCK_V // 128, 2, 4, 2, 8, BLOCK_B))  # token bits: 7 up | 6 | 5, 4 | 3 | 2..0
+    x = tl.permute(x, (0, 2, 4, 5, 1, 3))
+    x0, x1 = tl.split(x)  # bit 3
+    lane0, lane2 = tl.split(x0)  # bit 6
+    lane1, lane3 = tl.split(x1)
+    return (
+        tl.reshape(lane0, (BLOCK_V // 4, BLOCK_B)),
+        tl.reshape(lane1, (BLOCK_V // 4, BLOCK_B)),
+        tl.reshape(lane2, (BLOCK_V // 4, BLOCK_B)),
+        tl.reshape(lane3, (BLOCK_V // 4, BLOCK_B)),
+    )
+
+
+@jit
+def _split_all(x):
+    """(M, N, 2, ..., 2) -> tuple of (M, N) by the last index, then the one before it, and so on."""
+    if len(x.shape) == 2:
+        return (x,)
+    else:
+        first, second = tl.split(x)
+        return _split_all(first) + _split_all(second)
+
+
+@jit
+def split_tokens(x, BLOCK_B: tl.constexpr):
+    """(128, BLOCK_B) by token -> 32 blocks (4, BLOCK_B), whose index has the token's bits 0, 6, 5, 4, 3, highest first: bits 2
+    and 1 are left. Where tokens are on N of ``wgmma`` the five are registers of one thread."""
+    x = tl.reshape(x, (2, 2, 2, 2, 4, 2, BLOCK_B))  # token bits: 6 | 5 | 4 | 3 | 2, 1 | 0
+    return _split_all(tl.permute(x, (4, 6, 3, 2, 1, 0, 5)))
+
+
+@jit
+def split_blocks(x, ROW_BLOCKS: tl.constexpr, COLUMN_BLOCKS: tl.constexpr):
+    """(M, N) -> tuple of ROW_BLOCKS * COLUMN_BLOCKS neighbouring blocks, row by row; register bits again, nothing moves."""
+    if ROW_BLOCKS > 1:
+        upper, lower = tl.split(tl.permute(tl.reshape(x, (2, x.shape[0] // 2, x.shape[1])), (1, 2, 0)))
+        return split_blocks(upper, ROW_BLOCKS // 2, COLUMN_BLOCKS) + split_blocks(lower, ROW_BLOCKS // 2, COLUMN_BLOCKS)
+    elif COLUMN_BLOCKS > 1:
+        left, right = tl.split(tl.permute(tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2)), (0, 2, 1)))
+        return split_blocks(left, 1, COLUMN_BLOCKS // 2) + split_blocks(right, 1, COLUMN_BLOCKS // 2)
+    else:
+        return (x,)
+
+
+@jit
+def lane0_tokens(first_token, BLOCK_V: tl.constexpr):
+    """Token ids of lane 0 of a tile's groups, (BLOCK_V // 4, 1); lanes 1, 2, 3 lie 8, 64 and 72 above."""
+    group = tl.arange(0, BLOCK_V // 4)
+    return (first_token + (group & 7) + ((group >> 3) & 3) * 16 + (group >> 5) * 128)[:, None]
+
+
+@jit
+def rows_of_chunk(
+    first_row,
+    second_row,
+    c: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    CHUNK_B: tl.constexpr,
+    REST_CHUNK: tl.constexpr,
+    HALVES: tl.constexpr,
+):
+    """Rows of chunk c of a tile, (CHUNK_B,), or (REST_CHUNK,) in the second block of columns."""
+    tl.static_assert(not HALVES or CHUNK_B <= BLOCK_B // 2, "a chunk has rows of one half")
+    FIRST: tl.constexpr = BLOCK_B // 2 if HALVES else BLOCK_B  # columns of the first piece
+    if c * CHUNK_B < FIRST:
+        return first_row + c * CHUNK_B + tl.arange(0, CHUNK_B)
+    elif c < BLOCK_B // CHUNK_B:
+        return second_row + (c - FIRST // CHUNK_B) * CHUNK_B + tl.arange(0, CHUNK_B)
+    else:
+        return second_row + (c - BLOCK_B // CHUNK_B) * REST_CHUNK + tl.arange(0, REST_CHUNK)

@@ -1,0 +1,95 @@
+"""What is asked for of a step over several ranks, hashed: ``tensor_parallel.message.Hashes.of_request`` by kernels, a
+launch for
+every tensor, of which torch makes four to eight."""
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from ....inputs import SampleInputs
+from ..jit import jit
+
+if TYPE_CHECKING:
+    from ....tensor_parallel.message import Hashes
+
+_WARPS = 8
+
+
+@jit
+def _integers(of_row, at, halves, live):
+    """int64 of the values at these places, 0 where there is none."""
+    low = tl.load(of_row + at * halves, mask=live, other=0)
+    if low.dtype == tl.float32:
+        return (low + 0.0).to(tl.int32, bitcast=True).to(tl.int64)  # -0.0 is 0.0
+    else:
+        high = tl.load(of_row + (at * halves + 1), mask=live & (tl.broadcast_to(halves, live.shape) == 2), other=0)
+        return tl.where(halves == 2, (high.to(tl.int64) << 32) | (low.to(tl.int64) & 0xFFFFFFFF), low.to(tl.int64))
+
+
+@jit(
+    do_not_specialize=["stride", "columns", "halves", "again", "field"],
+    do_not_specialize_on_alignment=["values_ptr", "out_ptr"],
+)
+def hash_kernel(
+    values_ptr,  # float32, int32, or int64 by halves: (B,) or, with COLUMNS, (B, columns)
+    stride: tl.int64,  # of rows, in words of 32 bits
+    columns: tl.int32,
+    halves: tl.int32,  # words of a value: 2 of int64; an int32 is hashed as the int64 of that number
+    factors_ptr,  # (>= 2 * B,) int64
+    along_ptr,  # (COLUMNS,) int64
+    again: tl.int64,  # the factor of more columns
+    field: tl.int64,  # that of the hash
+    out_ptr,  # (1,) int64, in and out: the hash is added
+    COLUMNS: tl.constexpr,  # that are weighted each by itself, a power of two; 0: there are none
+):
+    """``Hashes._of_tensor``. Grid: (B,)."""
+    row = tl.program_id(0).to(tl.int64)
+    of_row = values_ptr + row * stride
+    if COLUMNS > 0:
+        value = tl.zeros((1,), tl.int64)
+        column = tl.arange(0, COLUMNS)
+        along = tl.load(along_ptr + column)
+        for first in range(0, columns, COLUMNS):
+            x = _integers(of_row, first + column, halves, first + column < columns)
+            value = value * again + tl.sum(x * along, axis=0)
+    else:
+        value = _integers(of_row, tl.arange(0, 1), halves, tl.arange(0, 1) == 0)
+    hashed = value.to(tl.int32).to(tl.int64) * tl.load(factors_ptr + 2 * row)
+    upper = (value >> 32) * tl.load(factors_ptr + 2 * row + 1)
+    if COLUMNS > 0 or values_ptr.dtype.element_ty != tl.float32:  # of a float's bits there is no upper half
+        hashed += upper
+    tl.atomic_add(out_ptr + tl.arange(0, 1), hashed * field, sem="relaxed")
+
+
+def of_request(hashes: "Hashes", step: SampleInputs) -> Tensor:
+    """(1,) int64."""
+    if step.drafted is not None:
+        return hashes.of_request(step)[None]
+    known, tensors = 0, []
+    for field, word, value in hashes.params(step):
+        factor = hashes.of_fields[field]
+        known += word * factor
+        if value is not None:
+            tensors.append((value, factor))
+    out = torch.full((1,), (known + 2**63) % 2**64 - 2**63, dtype=torch.int64, device=hashes.factors.device)
+    for value, factor in tensors:
+        if value.stride(-1) != 1:  # of one element too, which else is no two halves
+            value = value.clone(memory_format=torch.contiguous_format)
+        halves = value.element_size() // 4
+        words = value if value.is_floating_point() else value.view(torch.int32)
+        hash_kernel[(len(value),)](
+            words,
+            words.stride(0) if value.dim() == 2 else halves,
+            value.shape[1] if value.dim() == 2 else 1,
+            halves,
+            hashes.factors,
+            hashes.along,
+            hashes.again,
+            factor,
+            out,
+            COLUMNS=hashes.columns if value.dim() == 2 else 0,
+            num_warps=_WARPS,
+        )
+    return out if step.draft_hash is None else out + step.draft_hash * hashes.of_draft_hash

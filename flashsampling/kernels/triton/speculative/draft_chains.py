@@ -1,0 +1,282 @@
+"""Drafts in chains, on the device in two small launches: the parameters of every position, and which drafts were matched.
+
+    spread  of each row of hidden states its request, and that one's temperature, seed, offset, and other numbers
+    match   what the target drew at the positions of a request beside its drafts, up to the first that differs
+    hashed  of several ranks: a hash of the drafts, which all must have the same
+
+What ``drafts`` and ``acceptance`` do in a dozen torch operations; those do trees too, are what compilers see, and are what this
+is tested against. Whatever the tensors hold, no index is out of range.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ....exchange_protocol import NO_TOKEN
+from ....speculative.drafts import HASH_FACTORS, HASH_OF_MOST, HASH_OF_ROOM
+from ..constant import Constant
+from ..fused.config import next_power_of_2
+from ..jit import jit
+
+_ROWS = 128  # of a program of ``expand_kernel``
+_REQUESTS = 8  # of a program of ``match_kernel``
+_HASHED = 128  # requests at once, in ``hash_kernel``
+_FIRST, _SECOND, _THIRD = (Constant(factor) for factor in HASH_FACTORS)
+_ROOM, _MOST, _LAST_ID = Constant(HASH_OF_ROOM), Constant(HASH_OF_MOST), Constant(NO_TOKEN)
+
+
+@jit
+def _owner(bounds, batch, rows):
+    """Of each row of hidden states the request that it is of, and how far behind its first one it is."""
+    owner = tl.zeros(rows.shape, tl.int64)
+    left = tl.zeros(rows.shape, tl.int64) + batch  # how many requests may begin at or before it
+    while tl.max(left, axis=0) > 1:
+        half = left // 2
+        begins = tl.load(bounds + owner + half) + owner + half
+        owner = tl.where(begins <= rows, owner + half, owner)
+        left = left - half
+    return owner, rows - (tl.load(bounds + owner) + owner)
+
+
+@jit
+def _drafts_of(bounds, request, n, total):
+    """Of requests the place of the first draft among ``total``, and how many are looked at: of none at all none, whatever the
+    bounds say."""
+    if bounds is None:
+        first = request * n
+        count = tl.zeros(request.shape, tl.int64) + n
+    else:
+        first = tl.load(bounds + request)
+        count = tl.minimum(tl.load(bounds + request + 1) - first, n)
+    return first, tl.where(total > 0, count, 0)
+
+
+@jit
+def _copy(of_requests, of_rows, request, rows, live):
+    if of_requests is not None:
+        tl.store(of_rows + rows, tl.load(of_requests + request), mask=live)
+
+
+@jit(
+    do_not_specialize=["offset_value", "positions", "batch", "n"],
+    do_not_specialize_on_alignment=[
+        *("bounds", "offset", "offsets", "requests", "temperature", "temperatures", "seed", "seeds"),
+        *("repetition", "repetitions", "frequency", "frequencies", "presence", "presences"),
+        *("top_k", "top_ks", "top_p", "top_ps", "min_p", "min_ps", "joint_top_p", "joint_top_ps"),
+    ],
+)
+def expand_kernel(
+    bounds,  # (B + 1,) int64; None: n drafts each
+    offset,  # (B,) int64; None: offset_value
+    offset_value: tl.int64,
+    offsets,  # (R,), out
+    requests,  # (R,) int64, out; None: nobody asks
+    positions: tl.int64,
+    batch: tl.int64,
+    n: tl.int64,
+    # of requests, (B,), contiguous, and of their rows, (R,), out; None: a number for all, nothing is written
+    temperature,
+    temperatures,
+    seed,
+    seeds,
+    repetition,
+    repetitions,
+    frequency,
+    frequencies,
+    presence,
+    presences,
+    top_k,
+    top_ks,
+    top_p,
+    top_ps,
+    min_p,
+    min_ps,
+    joint_top_p,
+    joint_top_ps,
+    ROWS: tl.constexpr,
+):
+    """See the module's docstring. Grid: (blocks of rows,)."""
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    live = rows < positions
+    if bounds is None:
+        request = tl.minimum(rows // (n + 1), batch - 1)
+        node = rows % (n + 1)
+    else:
+        request, node = _owner(bounds, batch, rows)
+        node = tl.minimum(tl.maximum(node, 0), n)
+    first = offset_value
+    if offset is not None:
+        first = tl.load(offset + request)
+    tl.store(offsets + rows, first + node, mask=live)
+    if requests is not None:
+        tl.store(requests + rows, request, mask=live)
+    _copy(temperature, temperatures, request, rows, live)
+    _copy(seed, seeds, request, rows, live)
+    _copy(repetition, repetitions, request, rows, live)
+    _copy(frequency, frequencies, request, rows, live)
+    _copy(presence, presences, request, rows, live)
+    _copy(top_k, top_ks, request, rows, live)
+    _copy(top_p, top_ps, request, rows, live)
+    _copy(min_p, min_ps, request, rows, live)
+    _copy(joint_top_p, joint_top_ps, request, rows, live)
+
+
+@jit(
+    do_not_specialize=["total", "batch", "n"],
+    do_not_specialize_on_alignment=["bounds", "drafts", "tokens", "out", "num_accepted", "num_emitted"],
+)
+def match_kernel(
+    bounds,  # (B + 1,) int64; None: n drafts each
+    drafts,  # (total,) int64
+    tokens,  # (total + B,) int64: what the target drew
+    out,  # (B, n + 1) int64, out
+    num_accepted,  # (B,) int64, out
+    num_emitted,  # (B,) int64, out
+    total: tl.int64,
+    batch: tl.int64,
+    n: tl.int64,
+    REQUESTS: tl.constexpr,
+    NODES: tl.constexpr,  # n + 1, up to a power of two
+):
+    """See the module's docstring. Grid: (blocks of requests,)."""
+    request = tl.program_id(0).to(tl.int64) * REQUESTS + tl.arange(0, REQUESTS)
+    there = request < batch
+    request = tl.minimum(request, batch - 1)
+    node = tl.arange(0, NODES).to(tl.int64)[None, :]
+    first, count = _drafts_of(bounds, request, n, total)
+    place = first[:, None] + node
+    row = tl.minimum(tl.maximum(place + request[:, None], 0), total + batch - 1)
+    token = tl.load(tokens + row)
+    has_draft = node < count[:, None]
+    place = tl.minimum(tl.maximum(place, 0), total - 1)
+    draft = tl.load(drafts + place, mask=has_draft, other=-1)
+    holds = has_draft & (draft >= 0) & (draft == token)
+    accepted = tl.min(tl.where(holds, NODES, node), axis=1)  # node 0 to n: the first that does not
+    accepted = tl.minimum(accepted, n)
+    emitted = (node <= accepted[:, None]) & (node <= n)
+    tl.store(out + request[:, None] * (n + 1) + node, tl.where(emitted, token, -1), mask=there[:, None] & (node <= n))
+    last = tl.sum(tl.where(node == accepted[:, None], token, 0), axis=1)
+    tl.store(num_accepted + request, accepted, mask=there)
+    tl.store(num_emitted + request, accepted + (last >= 0).to(tl.int64), mask=there)
+
+
+@jit
+def _odd_number(place):
+    """As ``drafts._odd_number``."""
+    number = place * _FIRST + _THIRD
+    number = (number ^ (number >> 30)) * _SECOND
+    number = (number ^ (number >> 27)) * _THIRD
+    return (number ^ (number >> 31)) | 1
+
+
+@jit(
+    do_not_specialize=["total", "batch", "n"],
+    do_not_specialize_on_alignment=["bounds", "drafts", "out"],
+)
+def hash_kernel(
+    bounds,  # (B + 1,) int64; None: n drafts each
+    drafts,  # (total,) int64
+    out,  # () int64, out
+    total: tl.int64,
+    batch: tl.int64,
+    n: tl.int64,
+    REQUESTS: tl.constexpr,
+):
+    """As ``drafts.Drafts.hash`` of chains. Grid: (1,)."""
+    hashed = tl.zeros((REQUESTS,), tl.int64)
+    for start in range(0, batch, REQUESTS):
+        request = start + tl.arange(0, REQUESTS).to(tl.int64)
+        follows = request < batch
+        request = tl.minimum(request, batch - 1)
+        first, count = _drafts_of(bounds, request, n, total)
+        room = count
+        if bounds is not None:
+            room = tl.load(bounds + request + 1) - first
+        of_shape = room * _odd_number(request << 32 | _ROOM) + (n + 1) * _odd_number(request << 32 | _MOST)
+        hashed += tl.where(follows, of_shape, 0)
+        for node in range(0, n):
+            place = tl.minimum(tl.maximum(first + node, 0), total - 1)
+            draft = tl.load(drafts + place, mask=follows & (node < count), other=-1)
+            follows = follows & (draft >= 0)
+            hashed += tl.where(follows, (tl.minimum(draft, _LAST_ID) + 1) * _odd_number(request << 32 | node), 0)
+    tl.store(out, tl.sum(hashed, axis=0))
+
+
+def hashed(
+    token_ids: Tensor,  # (B, n) or (N,) int64, contiguous
+    bounds: Tensor | None,  # (B + 1,) int64
+    batch: int,
+    n: int,
+) -> Tensor:
+    """() int64: see ``drafts.Drafts.hash``."""
+    out = torch.empty((), dtype=torch.int64, device=token_ids.device)
+    hash_kernel[(1,)](bounds, token_ids, out, token_ids.numel(), batch, n, REQUESTS=_HASHED, num_warps=4)
+    return out
+
+
+def expand(
+    bounds: Tensor | None,  # (B + 1,) int64
+    batch: int,
+    n: int,
+    temperature: Tensor | float,  # (B,)
+    seed: Tensor | int,  # (B,)
+    offset: Tensor | int,  # (B,)
+    numbers: Sequence[Any],  # ``step.NUMBERS``: of each a tensor (B,), or what all have
+    device: torch.device,
+    *,
+    positions: int,
+    with_requests: bool,
+) -> tuple[Tensor | float, Tensor | int, Tensor, list[Any], Tensor | None]:
+    """Temperature, seed, offset and numbers of every position, (R,) or what all have, and whose it is if that is asked for."""
+    offsets, requests = torch.empty((2, positions), dtype=torch.int64, device=device)
+    of_requests = [temperature, seed, *numbers]
+    of_rows = [
+        torch.empty(positions, dtype=value.dtype, device=device) if isinstance(value, Tensor) else value
+        for value in of_requests
+    ]
+    pairs = zip(of_requests, of_rows)
+    expand_kernel[(triton.cdiv(positions, _ROWS),)](
+        bounds,
+        offset if isinstance(offset, Tensor) else None,
+        0 if isinstance(offset, Tensor) else offset,
+        offsets,
+        requests if with_requests else None,
+        positions,
+        batch,
+        n,
+        *(value if isinstance(value, Tensor) else None for pair in pairs for value in pair),
+        ROWS=_ROWS,
+        num_warps=4,
+    )
+    return of_rows[0], of_rows[1], offsets, of_rows[2:], requests if with_requests else None
+
+
+def match(
+    token_ids: Tensor,  # (B, n) or (N,) int64, contiguous
+    bounds: Tensor | None,  # (B + 1,) int64
+    batch: int,
+    n: int,
+    tokens: Tensor,  # (R,) int64: what the target drew
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens (B, n + 1), how many drafts hold (B,), how many tokens there are (B,)."""
+    out = torch.empty((batch, n + 1), dtype=torch.int64, device=tokens.device)
+    num_accepted, num_emitted = torch.empty((2, batch), dtype=torch.int64, device=tokens.device)
+    match_kernel[(triton.cdiv(batch, _REQUESTS),)](
+        bounds,
+        token_ids,
+        tokens,
+        out,
+        num_accepted,
+        num_emitted,
+        token_ids.numel(),
+        batch,
+        n,
+        REQUESTS=_REQUESTS,
+        NODES=next_power_of_2(n + 1),
+        num_warps=1,
+    )
+    return out, num_accepted, num_emitted

@@ -1,0 +1,404 @@
+"""Rejection sampling of chains of drafts, from logits in memory and what was recorded of their rows
+(``step.FilteredLogits``), with
+everything that a request may ask for. Three launches.
+
+    accept   a program per draft: p of it, from its logit and what ``logits_pick`` found out of its row, beside a coin times q
+    recover  programs per request: of the first draft that is not accepted, blocks of max(p - q, 0) with noise
+    finish   a program per request: the best of its blocks, or, behind drafts that are all accepted, the token drawn there
+
+An id that is no token is no draft: the chain ends before it.
+
+What ``reference/rejection`` does in float64 with a pass over all rows is here float32, and a pass over one row of each request.
+Leviathan, Kalman and Matias, "Fast Inference from Transformers via Speculative Decoding", ICML 2023.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ....inputs import FilteredLogits, SampleInputs
+from ....noise import Stream
+from ..constant import Constant
+from ..filtered import dispatch as of_logits
+from ..filtered.logit_source import (
+    LogitSource,
+    both_logits_of,
+    column_tokens,
+    key_of,
+    mass_of,
+    mass_scale,
+    processed_logits,
+    raw_logits,
+    reaches,
+    row_f32,
+    row_i64,
+    sparse_entries,
+)
+from ..fused.config import next_power_of_2
+from ..fused.noise import REFINEMENT_BIT, minus_gumbel_refined, philox_words
+from ..fused.packed_argmax import NAN_KEY, NO_TOKEN, pack_key
+from ..jit import jit
+
+_COIN = Constant(int(Stream.ACCEPTANCE_COIN) << 24)
+_RECOVERY = Constant(int(Stream.RECOVERY) << 24)
+
+
+@jit
+def _place(key, token):
+    """A token's place in its row, greater for the greater logit and then for the lower id."""
+    return (key.to(tl.int64) << 31) | (token ^ NO_TOKEN).to(tl.int64)
+
+
+@jit
+def _probability(x, token, top, scale, first_kept, least_mass, kept_mass, only_token):
+    """p of tokens with processed logits x; NaN in an undefined row, whose ``kept_mass`` is NaN."""
+    mass = mass_of(x, top, scale)
+    kept = (_place(key_of(x), token) >= first_kept) & reaches(x, mass, least_mass, top, scale)
+    p = tl.where(kept & (x != float("-inf")), mass / kept_mass, 0.0)
+    p = tl.where(only_token >= 0, (token == only_token).to(tl.float32), p)
+    return tl.where(kept_mass != kept_mass, kept_mass, p)
+
+
+@jit
+def _load_record(limits, masses, row):
+    """What the row keeps: the place of its last token, and least mass, all mass, highest logit, its only token."""
+    record = masses + row * 4
+    only_token = tl.load(record + 3).to(tl.int32, bitcast=True)
+    return tl.load(limits + row), tl.load(record), tl.load(record + 1), tl.load(record + 2), only_token
+
+
+@jit
+def _q_of(draft_probs, probs_stride, place, token, there):
+    """What a draft's probabilities hold for tokens, float32; below 0 as 0, and NaN as NaN."""
+    q = tl.load(draft_probs + place * probs_stride + token, mask=there, other=0.0).to(tl.float32)
+    return tl.where(q < 0.0, 0.0, q)
+
+
+@jit
+def _draft_of(bounds, request, node, n, total, batch):
+    """Of a request's draft: the row of the position before it, its place among all drafts, whether it is there."""
+    if bounds is None:
+        first = request * n
+        there = node < n
+    else:
+        first = tl.load(bounds + request)
+        there = node < tl.minimum(tl.load(bounds + request + 1) - first, tl.where(total > 0, n, 0))
+    row = tl.minimum(tl.maximum(first + request + node, 0), total + batch - 1)
+    return row, tl.maximum(tl.minimum(first + node, total - 1), 0), there
+
+
+@jit(
+    do_not_specialize=[
+        "temperature_at", "temperature_value", "seed_at", "seed_value", "offset_at", "offset_value", "repetition_at",
+        "repetition_value", "frequency_at", "frequency_value", "presence_at", "presence_value", "logit_scale", "soft_cap",
+        "bias_count", "ids_stride", "values_stride", "total", "batch", "n",
+    ],
+    do_not_specialize_on_alignment=["bounds", "drafts", "draft_probs", "accepted", "limits", "masses"],
+)  # fmt: skip
+def accept_kernel(
+    logits,  # as for ``logits_scan``, rows being positions
+    logits_stride,
+    vocab_size,
+    bias,
+    logit_scale: tl.float32,
+    soft_cap: tl.float32,
+    dense_bias,
+    bias_ids,
+    bias_values,
+    bias_count: tl.int32,
+    ids_stride: tl.int64,
+    values_stride: tl.int64,
+    counts,
+    counts_stride,
+    token_mask,
+    mask_stride,
+    temperature_at: tl.int64,
+    temperature_value: tl.float32,
+    seed_at: tl.int64,
+    seed_value: tl.int64,
+    offset_at: tl.int64,
+    offset_value: tl.int64,
+    repetition_at: tl.int64,
+    repetition_value: tl.float32,
+    frequency_at: tl.int64,
+    frequency_value: tl.float32,
+    presence_at: tl.int64,
+    presence_value: tl.float32,
+    limits,
+    masses,
+    bounds,  # (B + 1,) int64; None: n drafts each
+    drafts,  # (total,) int64
+    draft_probs,  # (total, V or more); None: each was certain
+    probs_stride,
+    accepted,  # (B, n) int32, out: 1 if the draft is
+    total: tl.int64,
+    batch: tl.int64,
+    n: tl.int64,
+    ENTRIES: tl.constexpr,
+    HEAD: tl.constexpr,
+):
+    """See the module's docstring. Grid: (B * n,)."""
+    request = tl.program_id(0).to(tl.int64) // n
+    node = tl.program_id(0).to(tl.int64) % n
+    row, place, there = _draft_of(bounds, request, node, n, total, batch)
+    token = tl.load(drafts + place, mask=there, other=-1)
+    holds = there & (token >= 0) & (token < vocab_size)
+    token = tl.where(holds, token, 0).to(tl.int32)
+    repetition = row_f32(repetition_at, repetition_value, row)
+    frequency = row_f32(frequency_at, frequency_value, row)
+    presence = row_f32(presence_at, presence_value, row)
+    source = LogitSource(
+        row, logits, logits_stride, vocab_size, bias, logit_scale, soft_cap, dense_bias, bias_ids, bias_values, bias_count,
+        ids_stride, values_stride, counts, counts_stride, repetition, frequency, presence, token_mask, mask_stride, None, None,
+    )  # fmt: skip
+    _, x = both_logits_of(source, token, HEAD, ENTRIES)
+    first_kept, least_mass, kept_mass, top, only_token = _load_record(limits, masses, row)
+    scale = mass_scale(row_f32(temperature_at, temperature_value, row))
+    p = _probability(x, token, top, scale, first_kept, least_mass, kept_mass, only_token)
+    q = tl.full((), 1.0, tl.float32)
+    if draft_probs is not None:
+        q = _q_of(draft_probs, probs_stride, place, token, holds)
+    seed = row_i64(seed_at, seed_value, row)
+    offset = row_i64(offset_at, offset_value, row)
+    word, _, _, _ = philox_words(
+        tl.zeros((1,), tl.uint32), tl.full((1,), _COIN, tl.uint32), offset.to(tl.uint32), (offset >> 32).to(tl.uint32),
+        seed.to(tl.uint32), (seed >> 32).to(tl.uint32),
+    )  # fmt: skip
+    coin = (word.to(tl.float64) + 0.5) * 2.3283064365386963e-10
+    coin = tl.max(coin, axis=0)
+    tl.store(accepted + request * n + node, (holds & (coin * q.to(tl.float64) < p.to(tl.float64))).to(tl.int32))
+
+
+@jit
+def _accepted_of(accepted, request, n, NODES: tl.constexpr):
+    """How many of a request's drafts are accepted, up to the first that is not."""
+    node = tl.arange(0, NODES)
+    bits = tl.load(accepted + request * n + node, mask=node < n, other=0)
+    return tl.min(tl.where(bits != 0, NODES, node), axis=0).to(tl.int64)
+
+
+@jit(
+    do_not_specialize=[
+        "temperature_at", "temperature_value", "seed_at", "seed_value", "offset_at", "offset_value", "repetition_at",
+        "repetition_value", "frequency_at", "frequency_value", "presence_at", "presence_value", "logit_scale", "soft_cap",
+        "bias_count", "ids_stride", "values_stride", "total", "batch", "n", "blocks",
+    ],
+    do_not_specialize_on_alignment=["bounds", "drafts", "draft_probs", "accepted", "slots", "limits", "masses"],
+)  # fmt: skip
+def recover_kernel(
+    logits,  # as for ``accept_kernel``
+    logits_stride,
+    vocab_size,
+    bias,
+    logit_scale: tl.float32,
+    soft_cap: tl.float32,
+    dense_bias,
+    bias_ids,
+    bias_values,
+    bias_count: tl.int32,
+    ids_stride: tl.int64,
+    values_stride: tl.int64,
+    counts,
+    counts_stride,
+    token_mask,
+    mask_stride,
+    temperature_at: tl.int64,
+    temperature_value: tl.float32,
+    seed_at: tl.int64,
+    seed_value: tl.int64,
+    offset_at: tl.int64,
+    offset_value: tl.int64,
+    repetition_at: tl.int64,
+    repetition_value: tl.float32,
+    frequency_at: tl.int64,
+    frequency_value: tl.float32,
+    presence_at: tl.int64,
+    presence_value: tl.float32,
+    limits,
+    masses,
+    bounds,
+    drafts,
+    draft_probs,
+    probs_stride,
+    accepted,  # (B, n) int32
+    total: tl.int64,
+    batch: tl.int64,
+    n: tl.int64,
+    slots,  # (B, blocks, 2) int64, out: the best of max(p - q, 0), and of p
+    blocks: tl.int32,
+    ENTRIES: tl.constexpr,
+    HEAD: tl.constexpr,
+    NODES: tl.constexpr,  # n, up to a power of two
+    GROUPS: tl.constexpr,  # Philox groups of a block
+):
+    """See the module's docstring. Grid: (B * blocks,)."""
+    BLOCK: tl.constexpr = 4 * GROUPS
+    request = (tl.program_id(0) // blocks).to(tl.int64)
+    block = tl.program_id(0) % blocks
+    node = _accepted_of(accepted, request, n, NODES)
+    row, place, there = _draft_of(bounds, request, node, n, total, batch)
+    refused = tl.load(drafts + place, mask=there, other=-1)
+    if (refused >= 0) & (refused < vocab_size):  # else nothing was, and the token is there
+        repetition = row_f32(repetition_at, repetition_value, row)
+        frequency = row_f32(frequency_at, frequency_value, row)
+        presence = row_f32(presence_at, presence_value, row)
+        source = LogitSource(
+            row, logits, logits_stride, vocab_size, bias, logit_scale, soft_cap, dense_bias, bias_ids, bias_values, bias_count,
+            ids_stride, values_stride, counts, counts_stride, repetition, frequency, presence, token_mask, mask_stride,
+            None, None,
+        )  # fmt: skip
+        first_kept, least_mass, kept_mass, top, only_token = _load_record(limits, masses, row)
+        scale = mass_scale(row_f32(temperature_at, temperature_value, row))
+        seed = row_i64(seed_at, seed_value, row)
+        offset = row_i64(offset_at, offset_value, row)
+        key_lo, key_hi = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
+        offset_lo, offset_hi = offset.to(tl.uint32), (offset >> 32).to(tl.uint32)
+        first = block * BLOCK
+        column = column_tokens(GROUPS)
+        ids = ()
+        live = ()
+        raw = ()
+        for lane in tl.static_range(4):
+            token = first + (lane & 1) * 8 + (lane // 2) * 64 + column
+            inside = token < vocab_size
+            ids = ids + (token,)
+            live = live + (inside,)
+            raw = raw + (raw_logits(source, token, inside, HEAD),)
+        entries = tl.full((ENTRIES,), -1, tl.int32)
+        if bias_ids is not None:
+            entries = sparse_entries(source, ENTRIES)
+            entries = tl.where((entries >= first) & (entries < first + BLOCK), entries, -1)
+        processed = processed_logits(source, raw, ids, live, entries, ENTRIES)
+        group = (first // 4 + tl.arange(0, GROUPS)).to(tl.uint32)
+        draw = tl.full((GROUPS,), _RECOVERY, tl.uint32)
+        words = philox_words(group, draw, offset_lo, offset_hi, key_lo, key_hi)
+        tail0, tail1, tail2, tail3 = words  # of no account where no word is 0
+        is_zero = (words[0] == 0) | (words[1] == 0) | (words[2] == 0) | (words[3] == 0)
+        if tl.max(is_zero.to(tl.int32), axis=0) != 0:
+            tail0, tail1, tail2, tail3 = philox_words(group, draw | REFINEMENT_BIT, offset_lo, offset_hi, key_lo, key_hi)
+        tails = (tail0, tail1, tail2, tail3)
+        best = tl.zeros((GROUPS,), tl.int64)
+        best_of_all = tl.zeros((GROUPS,), tl.int64)
+        for lane in tl.static_range(4):
+            token = ids[lane]
+            p = _probability(processed[lane], token, top, scale, first_kept, least_mass, kept_mass, only_token)
+            if draft_probs is None:
+                left = tl.where(token == refused, 0.0, p)
+            else:
+                left = p - _q_of(draft_probs, probs_stride, place, token, live[lane])
+            noise = minus_gumbel_refined(words[lane], tails[lane])
+            is_left = live[lane] & ((left > 0.0) | (left != left))
+            best = tl.maximum(best, tl.where(is_left, pack_key(tl.log2(left) - noise, token), 0))
+            has = live[lane] & ((p > 0.0) | (p != p))
+            best_of_all = tl.maximum(best_of_all, tl.where(has, pack_key(tl.log2(p) - noise, token), 0))
+        out = slots + (request * blocks + block) * 2
+        tl.store(out, tl.max(best, axis=0))
+        tl.store(out + 1, tl.max(best_of_all, axis=0))
+
+
+@jit(
+    do_not_specialize=["vocab_size", "total", "batch", "n", "blocks"],
+    do_not_specialize_on_alignment=["bounds", "drafts", "drawn", "accepted", "slots", "out", "num_accepted", "num_emitted"],
+)
+def finish_kernel(
+    vocab_size: tl.int32,
+    bounds,
+    drafts,
+    drawn,  # (total + B,) int64: what ``sample`` draws at every position
+    accepted,
+    slots,
+    out,  # (B, n + 1) int64, out
+    num_accepted,  # (B,) int64, out
+    num_emitted,  # (B,) int64, out
+    total: tl.int64,
+    batch: tl.int64,
+    n: tl.int64,
+    blocks: tl.int32,
+    NODES: tl.constexpr,
+    COLUMNS: tl.constexpr,  # n + 1, up to a power of two
+    BLOCKS: tl.constexpr,  # blocks, up to a power of two
+):
+    """See the module's docstring. Grid: (B,)."""
+    request = tl.program_id(0).to(tl.int64)
+    count = _accepted_of(accepted, request, n, NODES)
+    row, place, there = _draft_of(bounds, request, count, n, total, batch)
+    refused = tl.load(drafts + place, mask=there, other=-1)
+    token = tl.load(drawn + row)
+    if (refused >= 0) & (refused < vocab_size):
+        block = tl.arange(0, BLOCKS)
+        keys = slots + (request * blocks + block) * 2
+        best = tl.max(tl.load(keys, mask=block < blocks, other=0), axis=0)
+        if best == 0:
+            best = tl.max(tl.load(keys + 1, mask=block < blocks, other=0), axis=0)
+        token = tl.where((best == 0) | (best == NAN_KEY), -1, (best & NO_TOKEN) ^ NO_TOKEN)
+    node = tl.arange(0, COLUMNS).to(tl.int64)
+    _, places, _ = _draft_of(bounds, request, node, n, total, batch)
+    held = tl.load(drafts + places, mask=(node < count) & (node < n), other=-1)
+    held = tl.where(node == count, token, held)
+    tl.store(out + request * (n + 1) + node, tl.where(node <= count, held, -1), mask=node <= n)
+    tl.store(num_accepted + request, count)
+    tl.store(num_emitted + request, count + (token >= 0).to(tl.int64))
+
+
+_GROUPS = 512  # of a program of ``recover_kernel``
+
+
+def run(
+    step: SampleInputs,  # of all positions, R = N + B of them
+    recorded: FilteredLogits,  # of it
+    token_ids: Tensor,  # (B, n) or (N,) int64, contiguous
+    bounds: Tensor | None,  # (B + 1,) int64
+    batch: int,
+    n: int,
+    draft_probs: Tensor | None,  # (N, V or more); None: each draft was certain
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens (B, n + 1), how many drafts are accepted (B,), how many tokens there are (B,). Three launches, of n = 0 one."""
+    device, params = recorded.ids.device, step.params
+    blocks = triton.cdiv(step.vocab_size, 4 * _GROUPS)
+    slots = torch.empty((batch, blocks, 2), dtype=torch.int64, device=device)
+    accepted = torch.empty((batch, n), dtype=torch.int32, device=device)
+    out = torch.empty((batch, n + 1), dtype=torch.int64, device=device)
+    num_accepted, num_emitted = torch.empty((2, batch), dtype=torch.int64, device=device)
+    if draft_probs is not None and draft_probs.stride(1) != 1:
+        draft_probs = draft_probs.contiguous()
+    common = (
+        *of_logits.source_arguments(step._replace(logits=recorded.logits)),
+        *step.row_arguments(),
+        *of_logits.penalty_arguments(params),
+        recorded.limits,
+        recorded.masses,
+        bounds,
+        token_ids,
+        draft_probs,
+        0 if draft_probs is None else draft_probs.stride(0),
+        accepted,
+        token_ids.numel(),
+        batch,
+        n,
+    )
+    flags = {"ENTRIES": of_logits.sparse_bias_of(params), "HEAD": of_logits.has_head(params)}
+    nodes = next_power_of_2(max(n, 1))
+    if n > 0:
+        accept_kernel[(batch * n,)](*common, **flags, num_warps=1)
+        recover_kernel[(batch * blocks,)](*common, slots, blocks, **flags, NODES=nodes, GROUPS=_GROUPS, num_warps=4)
+    finish_kernel[(batch,)](
+        step.vocab_size,
+        bounds,
+        token_ids,
+        recorded.ids,
+        accepted,
+        slots,
+        out,
+        num_accepted,
+        num_emitted,
+        token_ids.numel(),
+        batch,
+        n,
+        blocks,
+        NODES=nodes,
+        COLUMNS=next_power_of_2(n + 1),
+        BLOCKS=next_power_of_2(blocks),
+        num_warps=1,
+    )
+    return out, num_accepted, num_emitted

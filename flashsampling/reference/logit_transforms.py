@@ -1,0 +1,212 @@
+"""What a request makes of its logits: pure functions of rows of logits that are in memory, on any device. Contract, section 5.
+
+    product of the head -> raw -> processed -> kept -> drawn
+
+Nothing waits for the device. Parameters are (B,) tensors or numbers, which count as float32. Masses are sums in float64.
+
+Top-k: Fan, Lewis and Dauphin, "Hierarchical Neural Story Generation", ACL 2018. Top-p: Holtzman et al., "The Curious Case of
+Neural Text Degeneration", ICLR 2020. Min-p: Nguyen et al., "Turning Up the Heat", 2024. Repetition penalty: Keskar et al.,
+"CTRL", 2019. Frequency and presence penalties: OpenAI's API.
+"""
+
+import torch
+from torch import Tensor
+
+from ..exchange_protocol import NO_TOKEN
+from ..inputs import SamplingParams
+
+GREEDY_BELOW = 1e-6
+LOWEST, HIGHEST = -(2**63), 2**63 - 1  # places (``places_of``) from which on all tokens are, and none
+_NAN_KEY = 2**31 - 1
+_COUNT = 0x7FFFFFFF
+
+
+def column(value: Tensor | float, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+    """(B, 1), or (1, 1) of a number, in a way that a CUDA graph can hold."""
+    if isinstance(value, Tensor):
+        return value[:, None]
+    return torch.full((1, 1), value, dtype=dtype, device=device)
+
+
+def raw(
+    product: Tensor,  # (B, V) hidden_states @ weight.T
+    params: SamplingParams,
+) -> Tensor:
+    """(B, V) logits after the head's own bias, scale and soft cap."""
+    if params.bias is not None:
+        product = product + params.bias[: product.shape[1]]
+    if params.logit_scale != 1.0:
+        product = product * params.logit_scale
+    if params.soft_cap:
+        product = params.soft_cap * torch.tanh(product / params.soft_cap)
+    return product
+
+
+def allowed(params: SamplingParams, vocab_size: int) -> Tensor | None:
+    """(B, V) bool: the mask's tokens; None: all."""
+    if params.token_mask is None:
+        return None
+    bits = params.token_mask[:, :, None] >> torch.arange(32, dtype=torch.int32, device=params.token_mask.device) & 1
+    return bits.flatten(1)[:, :vocab_size].bool()
+
+
+def processed(
+    raw: Tensor,  # (B, V)
+    params: SamplingParams,
+) -> Tensor:
+    """(B, V) logits after the request's bias, penalties and mask: -inf where a token is not allowed."""
+    logits, vocab_size = raw, raw.shape[1]
+    if params.dense_bias is not None:
+        logits = logits + params.dense_bias[:vocab_size]
+    if params.bias_ids is not None and params.bias_values is not None:
+        there = (params.bias_ids >= 0) & (params.bias_ids < vocab_size)
+        ids, values = torch.where(there, params.bias_ids, 0).long(), torch.where(there, params.bias_values, 0.0)
+        sums = torch.zeros(logits.shape, dtype=values.dtype, device=logits.device).scatter_add_(1, ids, values)
+        logits = logits + sums
+    if params.counts is not None:
+        logits = penalised(logits, params)
+    mask = allowed(params, vocab_size)
+    return logits if mask is None else logits.masked_fill(~mask, float("-inf"))
+
+
+def penalised(
+    logits: Tensor,  # (B, V)
+    params: SamplingParams,
+) -> Tensor:
+    """(B, V) logits after the penalties. A token that has not come is left alone, whatever a penalty is."""
+    if params.counts is None:
+        return logits
+    counts = params.counts[:, : logits.shape[1]]
+    repetition, frequency, presence = (
+        column(value, logits.device) for value in (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
+    )
+    logits = torch.where(counts != 0, torch.where(logits > 0, logits / repetition, logits * repetition), logits)
+    times = counts & _COUNT
+    return torch.where(times > 0, logits - frequency * times - presence, logits)
+
+
+def relative(
+    logits: Tensor,  # (B, V)
+    temperature: Tensor,  # (B,) float32
+    best: Tensor | None = None,  # (B, 1): the highest logit, if it is another's
+) -> Tensor:
+    """(B, V) float64: the logarithm of a token's probability over that of the best one, at most 0. A greedy row's is that
+    at temperature 1. The first +inf of a row leaves no other token any probability, another +inf included; with ``best``
+    given, which does not say where the first one is, every +inf gives 0."""
+    wide = logits.double()
+    scale = torch.where(temperature < GREEDY_BELOW, 1.0, temperature).double()[:, None]
+    if best is None:
+        best, first = wide.max(dim=-1, keepdim=True)  # the first index of a tie
+        later = wide.isposinf().scatter(-1, first, False)
+    else:
+        best, later = best.double(), None
+    below = torch.where(wide == best, 0.0, (wide - best) / scale)
+    below = torch.where(wide.isneginf(), wide, below)  # at an infinite temperature too
+    return below if later is None else below.masked_fill(later, float("-inf"))
+
+
+def share_of_best(
+    below: Tensor,  # float64, from 0 down: ``relative``
+) -> Tensor:
+    """float64: a token's probability over that of the best. Next to 1 rounded to the nearest, as min-p of 1 asks; torch's own
+    exponential is an ulp off there on processors with AVX-512."""
+    return torch.where(below > -(2.0**-30), 1.0 + below, below.exp())
+
+
+def kept(
+    logits: Tensor,  # (B, V), processed
+    temperature: Tensor,  # (B,) float32
+    top_k: Tensor | int = 0,
+    top_p: Tensor | float = 1.0,
+    min_p: Tensor | float = 0.0,
+    joint_top_p: Tensor | int = 0,
+) -> Tensor:
+    """(B, V) bool: the tokens that the filters keep, in each row the first one at least.
+
+    Order: by logit downwards, equal ones by id upwards. Top-k keeps its first k; top-p the shortest prefix whose share of what
+    top-k kept, or of all where that is ``joint_top_p``, reaches p; min-p those that have at least ``min_p`` times the first
+    one's probability.
+    """
+    device, vocab_size = logits.device, logits.shape[1]
+    ordered, ids = (logits + 0.0).sort(dim=-1, descending=True, stable=True)  # + 0.0: -0.0 and 0.0 are equal
+    places = torch.arange(vocab_size, device=device)
+    k, p, ratio = column(top_k, device, torch.int64), column(top_p, device), column(min_p, device)
+    in_top_k = (places < k) | (k <= 0)
+    of_all = column(joint_top_p, device, torch.int64) != 0
+    mass = torch.where(in_top_k | of_all, share_of_best(relative(ordered, temperature)), 0.0)
+    before = mass.cumsum(dim=-1) - mass
+    in_top_p = (before < p.double() * mass.sum(dim=-1, keepdim=True)) | (p >= 1)
+    in_min_p = mass >= ratio.double()  # of a ratio up to 0 all
+    keep = in_top_k & in_top_p & in_min_p | (places == 0)
+    return torch.zeros_like(keep).scatter_(-1, ids, keep)
+
+
+def keys_of(
+    logits: Tensor,  # (B, n) float32
+) -> Tensor:
+    """(B, n) int32 in their order: NaN above all, -0.0 as 0.0."""
+    bits = (logits + 0.0).view(torch.int32)
+    return torch.where(logits.isnan(), _NAN_KEY, bits ^ (bits >> 31 & NO_TOKEN))
+
+
+def values_of(keys: Tensor) -> Tensor:
+    """The float32 logits of keys, integers."""
+    keys = keys.to(torch.int32)
+    return (keys ^ (keys >> 31 & NO_TOKEN)).view(torch.float32)
+
+
+def places_of(
+    keys: Tensor,  # (B, n) or (B,), int32 or int64
+    ids: Tensor,  # as many, or (n,): global ones
+) -> Tensor:
+    """int64, greater for the greater key, then for the lower id. No two tokens of a row have the same."""
+    return keys.long() << 31 | ids ^ NO_TOKEN
+
+
+def logprobs(
+    logits: Tensor,  # (B, V)
+) -> Tensor:
+    """(B, V) float32: log softmax. NaN in all of a row that holds one."""
+    wide = logits.double()
+    return (wide - wide.logsumexp(dim=-1, keepdim=True)).float()
+
+
+def kept_logprobs(
+    logits: Tensor,  # (B, V), processed
+    temperature: Tensor,  # (B,) float32
+    kept: Tensor | None,  # (B, V) bool; None: all
+) -> Tensor:
+    """(B, V) float32: log softmax of ``logits / temperature`` over what was kept, -inf elsewhere. A greedy row's is that at
+    temperature 1."""
+    below = relative(logits, temperature)
+    if kept is not None:
+        below = below.masked_fill(~kept, float("-inf"))
+    return (below - below.logsumexp(dim=-1, keepdim=True)).float()
+
+
+def ranks(
+    logits: Tensor,  # (B, V)
+    ids: Tensor,  # (B, S) int64
+) -> Tensor:
+    """(B, S) int64: 1 + how many tokens have a larger logit; -1 where the id is."""
+    ordered = torch.where(logits.isnan(), float("-inf"), logits).sort(dim=-1).values
+    up_to = torch.searchsorted(ordered, logits.gather(1, ids.clamp(min=0)), right=True)
+    return torch.where(ids < 0, -1, 1 + logits.shape[1] - up_to)
+
+
+def at(
+    values: Tensor,  # (B, V)
+    ids: Tensor,  # (B, m) int64
+) -> Tensor:
+    """(B, m): the values of these tokens, NaN of an id out of range."""
+    there = (ids >= 0) & (ids < values.shape[1])
+    return torch.where(there, values.gather(1, torch.where(there, ids, 0)), float("nan"))
+
+
+def top(
+    logits: Tensor,  # (B, V)
+    count: int,  # up to V
+) -> Tensor:
+    """(B, count) int64: the ids with the highest logits, the lowest of equal ones; -1 in all of a row that holds a NaN."""
+    ids = (logits + 0.0).sort(dim=-1, descending=True, stable=True).indices[:, :count]
+    return ids.masked_fill(logits.isnan().any(dim=-1, keepdim=True), -1)

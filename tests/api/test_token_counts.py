@@ -1,0 +1,203 @@
+"""``TokenCounts``: how often tokens have come, and where there are any."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+import flashsampling
+from flashsampling import TokenCounts
+from flashsampling.token_counts import Counted, groups_of
+from tests.conftest import DEVICE
+
+
+def seen_of(counts: torch.Tensor) -> torch.Tensor:
+    """``SamplingParams.seen``."""
+    groups = groups_of(counts.shape[1])
+    padded = torch.nn.functional.pad(counts != 0, (0, 16 * groups - counts.shape[1]))
+    return padded.view(len(counts), groups, 16).any(2).to(torch.uint8)
+
+
+def test_a_state_of_counts(device):
+    """``TokenCounts`` knows which of its groups have counts, whoever wrote them."""
+    vocab = 300
+    state = TokenCounts(4, vocab, device=device)
+
+    def check(least_only: bool = True) -> None:
+        counts, seen = state.read(4)
+        assert seen is not None
+        wanted = seen_of(counts)
+        assert (seen >= wanted).all()
+        assert not least_only or torch.equal(seen, wanted)
+
+    check()
+    state.reset([0, 2], [[5, 299], [17, 17, 290]])
+    check()
+    state.add(torch.tensor([100, 16, 31, 0], device=device))
+    check()
+    state.add(torch.tensor([[200, 201, 5], [40, 41, 42]], device=device), rows=[3, 1])
+    check()
+    state.add(torch.tensor([-1, vocab, 7, 7], device=device))  # as torch operations it has the first group looked at
+    check(least_only=False)
+    state.reset([1])
+    check()
+    state.counts[1, 77] = 3
+    check()
+    state.counts[0].zero_()
+    check()
+    state.counts.index_fill_(0, torch.tensor([2], device=device), 1)
+    state.add(torch.tensor([1], device=device))
+    check()
+    state.counts.view(-1)[299] = 1
+    state.reset([1], [[150]])
+    check()
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])
+def test_a_kernel_counts_as_torch_does(dtype, device):
+    """Tokens that come twice, rows that do, ids out of range, any strides, more of a row than are looked at together."""
+    pytest.importorskip("triton")
+    from flashsampling.kernels.triton import token_counts
+
+    vocab = 200
+    for length, rows in ((1, None), (1, [4, 4, 0]), (70, [1, 3, 1]), (33, None), (0, None)):
+        ids = torch.randint(0 if dtype is torch.uint8 else -3, vocab + 20, (length, 3), device=device).to(dtype).T
+        state, other = TokenCounts(5, vocab, device=device), TokenCounts(5, vocab)
+        state.reset(prompt_token_ids=[[7, 150]] * 5)
+        other.reset(prompt_token_ids=[[7, 150]] * 5)
+        chosen = None if rows is None else torch.tensor(rows, device=device)
+        token_counts.count(state.counts, state._seen, ids, chosen, 16)
+        other.add(ids.cpu(), rows=rows)
+        assert torch.equal(state.counts.cpu(), other.counts)
+        assert torch.equal(state._seen, seen_of(state.counts))
+
+
+COMPILE = """
+import sys
+import torch
+from flashsampling.kernels.triton import token_counts
+from tests.kernels.triton.target import compile_only
+
+compiled = compile_only(int(sys.argv[1]))
+counts, seen = torch.zeros(3, 1000, dtype=torch.int32), torch.zeros(3, 64, dtype=torch.uint8)
+for rows in (None, torch.zeros(2, dtype=torch.int64)):
+    token_counts.count(counts, seen, torch.zeros(2, 1, dtype=torch.int64), rows, 16)
+print(len(compiled), min(len(kernel.asm["cubin"]) for kernel in compiled))
+"""
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_the_kernel_compiles(capability, tmp_path):
+    """For every architecture that we name."""
+    pytest.importorskip("triton")
+    from tests.kernels.triton.target import output_of
+
+    count, least = map(int, output_of(COMPILE, capability, cache=tmp_path).split())
+    assert count == 2
+    assert least > 1000
+
+
+def assert_known(state: TokenCounts) -> None:
+    counts, seen = state.read(state.max_batch_size)
+    assert seen is not None
+    assert (seen >= seen_of(counts)).all()
+
+
+@pytest.mark.parametrize("adds", range(4))
+@pytest.mark.parametrize("writes", range(1, 4))
+def test_copies_know_what_they_count(adds, writes, device):
+    """However often torch has written to what they are of."""
+    state = TokenCounts(2, 400, device=device)
+    for _ in range(adds):
+        state.add(torch.tensor([3, 99], device=device))
+    for other in (copy.deepcopy(state), copy.copy(state), pickle.loads(pickle.dumps(state))):
+        counts = other.counts
+        for place in range(writes):
+            counts[0, 50 * place + 120] = 1
+        assert_known(other)
+        other.add(torch.tensor([70, 71], device=device))
+        assert_known(other)
+    assert_known(state)
+
+
+def test_writes_that_torch_does_not_count(device):
+    state = TokenCounts(2, 400, device=device)
+    state.counts.data[0, 150] = 1
+    assert_known(state)
+    state.add(torch.tensor([5, 5], device=device))
+    torch.utils.dlpack.from_dlpack(state.counts)[1, 250] = 1
+    assert_known(state)
+    taken = state.counts
+    assert_known(state)
+    taken.data[0, 350] = 1  # nobody can know
+    state.recount()
+    assert_known(state)
+
+
+def test_a_row_that_begins_twice(device):
+    """It has one of the prompts, and what is known is of that one."""
+    state = TokenCounts(8, 20_000, device=device)
+    for rows in ([3] * 8, [1, -7, 1]):
+        state.reset(rows, [[1000 * i + 5] for i in range(len(rows))])
+        assert_known(state)
+        assert torch.equal(state.read(8).seen, seen_of(state.counts))
+
+
+def test_counts_that_take_the_place_of_others(device):
+    state = TokenCounts(2, 100, device=device)
+    state.counts = torch.zeros(3, 500, dtype=torch.int32, device=device)
+    state.counts[2, 400] = 1
+    state.add(torch.tensor([450, 1, 2], device=device))
+    counts, seen = state.read(3)
+    assert seen is not None
+    assert (seen >= seen_of(counts)).all()
+    assert seen.shape == (3, groups_of(500))
+    state.counts = state.counts.clone()
+    state.counts[1, 77] = 1
+    counts, seen = state.read(3)
+    assert seen is not None
+    assert (seen >= seen_of(counts)).all()
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_modes(mode, device):
+    with mode():
+        copied = copy.deepcopy(TokenCounts(2, 100, device=device))
+        copied.add(torch.tensor([9, 80], device=device))
+        assert_known(copied)
+        state = TokenCounts(2, 100, device=device)
+        state.reset([0], [[5, 6]])
+        state.add(torch.tensor([9, 80], device=device))
+        state.counts[0, 44] = 1
+        counts, seen = state.read(2)
+        assert torch.equal(seen, seen_of(counts))
+    state.add(torch.tensor([19, 20], device=device))
+    counts, seen = state.read(2)
+    assert torch.equal(seen, seen_of(counts))
+    assert_known(copied)
+    copied.counts = torch.ones(3, 200, dtype=torch.int32, device=device)
+    assert_known(copied)
+
+
+def test_what_is_said_beside_counts_is_checked(device):
+    states, weight = torch.zeros(2, 8, device=device), torch.zeros(300, 8, device=device)
+    counts, seen = TokenCounts(2, 300, device=device).read(2)
+    assert seen is not None
+    flashsampling.sample(states, weight, presence_penalty=1.0, token_counts=Counted(counts, seen))
+    for wrong in (seen[:1], seen[:, :8], seen.float(), seen[0], seen.to("meta")):
+        with pytest.raises(ValueError, match=r"token_counts\.seen must be"):
+            flashsampling.sample(states, weight, presence_penalty=1.0, token_counts=Counted(counts, wrong))
+
+
+def test_a_compiler_sees_torch_operations():
+    """And what it compiled keeps both."""
+    state = TokenCounts(2, 100, device=DEVICE)
+    ids = torch.tensor([5, 70], device=DEVICE)
+    compiled = torch.compile(lambda ids: state.add(ids), backend="eager", fullgraph=True)
+    for _ in range(2):
+        compiled(ids)
+    assert state.counts[[0, 1], [5, 70]].tolist() == [2, 2]
+    assert torch.equal(state._seen, seen_of(state.counts))
+    state.add(ids)
+    assert torch.equal(state.read(2).seen, seen_of(state.counts))

@@ -1,0 +1,174 @@
+"""What users give that is at the edge of what is promised."""
+
+import copy
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from flashsampling import LMHeadSampler, TokenCounts, sample, sample_from_logits, verify, verify_from_logits, warmup
+
+STATES, WEIGHT, SEEDS = torch.randn(3, 8), torch.randn(50, 8), torch.arange(3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("setting", ["torch.set_float32_matmul_precision('medium')", "torch.backends.fp32_precision = 'tf32'"])
+def test_logits_are_exact_whatever_precision_the_process_allows(setting, dtype):
+    """Fails only where the CPU multiplies bfloat16 (avx512_bf16, amx_bf16)."""
+    code = f"""
+import torch
+from flashsampling.reference import oracle, streaming
+{setting}
+states, weight = torch.randn(64, 256).to({dtype}), torch.randn(1024, 256).to({dtype})
+exact = states.double() @ weight.double().T
+for product in (oracle.exact_logits, streaming.head_product):
+    assert (product(states, weight) - exact).abs().max() < 1e-3, product
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_new_settings_of_tf32_do_not_raise():
+    code = """
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from flashsampling.reference import oracle
+torch.backends.cuda.matmul.fp32_precision = "tf32"
+with FakeTensorMode():
+    states = torch.empty(2, 8, device="cuda")
+    assert oracle.may_round(states)
+    assert not oracle.may_round(states.half())
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+class Step(nn.Module):
+    def __init__(self, method="match"):
+        super().__init__()
+        self.lm_head = nn.Linear(8, 50)
+        self.sampler = LMHeadSampler(self.lm_head, max_batch_size=4, seed=[1, 2, 3, 4], soft_cap=3.0)
+
+    def forward(self, states, drafts, mask, probs):
+        out = self.sampler(states, token_mask=mask)
+        rows = states[:, None].expand(-1, 3, -1)
+        verified = self.sampler.verify(rows, drafts, method="rejection", draft_probs=probs)
+        return out.token_ids, verified.token_ids, self.sampler.verify(rows, drafts).token_ids
+
+
+def test_exports_what_has_tensors_among_its_arguments():
+    step = Step()
+    mask = torch.full((3, 2), -2, dtype=torch.int32)
+    arguments = STATES, torch.tensor([[1, 2], [3, 4], [5, -1]]), mask, torch.full((3, 2, 50), 0.02)
+    exported = torch.export.export(copy.deepcopy(step), arguments).module()
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = [mode.from_tensor(argument) for argument in arguments]
+        assert verify(fake[0][:, None].expand(-1, 3, -1), mode.from_tensor(WEIGHT), fake[1]).token_ids.shape == (3, 3)
+    for _ in range(2):
+        for one, other in zip(exported(*arguments), step(*arguments)):
+            assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("name", ["num_samples", "vocab_size"])
+@pytest.mark.parametrize("value", [2.0, "2", True, [2], np.float32(2)])
+def test_names_a_count_of_another_type(name, value):
+    for call in (lambda **x: sample(STATES, WEIGHT, **x), lambda **x: sample_from_logits(STATES @ WEIGHT.T, **x)):
+        with pytest.raises(TypeError, match=f"{name} must be an int, got {type(value).__name__}"):
+            call(**{name: value})
+        with pytest.raises(TypeError, match=f"{name} must be an int, got {type(value).__name__}"):
+            call(**{name: value}, top_k=3)
+    with pytest.raises(TypeError, match=f"{name} must be an int, got {type(value).__name__}"):
+        warmup(WEIGHT, top_k=3, **{name: value})
+
+
+@pytest.mark.parametrize("impl", ["reference", "streaming"])
+def test_takes_numpy_s_integers(impl):
+    expected = sample(STATES, WEIGHT, seed=SEEDS, num_samples=2, vocab_size=20, impl=impl).token_ids
+    out = sample(STATES, WEIGHT, seed=SEEDS, num_samples=np.int64(2), vocab_size=np.int64(20), impl=impl)
+    assert torch.equal(out.token_ids, expected)
+
+
+@pytest.mark.parametrize("impl", [[], {}, 5, b"triton"])
+def test_names_impl(impl):
+    for call in (lambda: sample(STATES, WEIGHT, impl=impl), lambda: sample_from_logits(STATES @ WEIGHT.T, impl=impl)):
+        with pytest.raises(TypeError, match="impl must be None or a str"):
+            call()
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.int64])
+def test_rows_are_numbers_in_every_integer_dtype(dtype):
+    rows = torch.tensor([0, 1, 1, 3], dtype=torch.int64).to(dtype)  # as a mask it would be rows 1 to 3
+    sampler, counts = LMHeadSampler(WEIGHT, max_batch_size=4), TokenCounts(4, 5)
+    sampler.offsets.fill_(7)
+    sampler.reset(rows=rows)
+    assert sampler.offsets.tolist() == [0, 0, 7, 0]
+    counts.add(torch.tensor([1, 2, 2, 3]), rows)
+    assert counts.counts[:, 1:4].tolist() == [[1, 0, 0], [0, 2, 0], [0, 0, 0], [0, 0, 1]]
+
+
+@pytest.mark.parametrize(
+    ("rows", "error"),
+    [([True, False], ValueError), (True, ValueError), ("a", TypeError), ({0}, TypeError), ([None], TypeError)],
+)
+def test_names_rows(rows, error):
+    for reset in (LMHeadSampler(WEIGHT, max_batch_size=4).reset, TokenCounts(4, 5).reset):
+        with pytest.raises(error, match="rows must be"):
+            reset(rows=rows)
+
+
+def test_a_sampler_of_one_row_has_a_temperature_of_its_row():
+    sampler = LMHeadSampler(WEIGHT, max_batch_size=1, seed=[0], temperature=[1.0])
+    sampler.reset(seed=[0], temperature=[0.0])
+    assert sampler(STATES[:1]).token_ids.item() == int((STATES[0] @ WEIGHT.T).argmax())
+
+
+def test_no_prompts_of_no_rows():
+    counts = TokenCounts(4, 5)
+    counts.reset(rows=[], prompt_token_ids=[])
+    assert not counts.counts.any()
+
+
+@pytest.mark.parametrize("prompts", [5, [None, [1]], {1: 2}])
+def test_names_prompts(prompts):
+    with pytest.raises(TypeError, match="prompt_token_ids must be token ids"):
+        TokenCounts(4, 5).reset([0, 1], prompts)
+
+
+def test_made_in_inference_mode_and_used_outside():
+    with torch.inference_mode():
+        sampler, counts = LMHeadSampler(WEIGHT, max_batch_size=3, temperature=[1.0, 1.0, 0.5]), TokenCounts(3, 50)
+    sampler(STATES, token_counts=counts, presence_penalty=0.1)
+    sampler.reset(temperature=0.3)
+    assert counts.counts.sum() == 3
+
+
+@pytest.mark.parametrize("method", ["match", "rejection"])
+def test_drafts_of_no_request_one_after_the_other(method):
+    probs = {"draft_probs": torch.zeros(2, 50)} if method == "rejection" else {}
+    drafts, mask = torch.tensor([1, 2]), torch.zeros(2, 2, dtype=torch.int32)  # they belong to nobody
+    out = verify(STATES[:2], WEIGHT, drafts, cu_draft_lengths=[0], method=method, token_mask=mask, **probs)
+    assert out.token_ids.shape == (0, 1)
+
+
+def test_traces_log_probabilities():
+    def step(states):
+        return sample(states, WEIGHT, seed=SEEDS, top_k=3, return_logprobs=True, top_logprobs=2).top_logprobs
+
+    traced = torch.jit.trace(step, (STATES,))
+    assert torch.equal(traced(STATES.flip(0)), step(STATES.flip(0)))
+
+
+def test_names_target_logits():
+    with pytest.raises(TypeError, match="target_logits must be bfloat16, float16 or float32"):
+        verify_from_logits(torch.zeros(2, 3, 50, dtype=torch.float64), torch.zeros(2, 2, dtype=torch.int64))
+
+
+def test_warmup_refuses_what_sample_refuses():
+    with pytest.raises(TypeError, match=r"weight must be bfloat16, float16 or float32, got torch\.float64"):
+        warmup(WEIGHT.double(), top_k=3)
+    with pytest.raises(ValueError, match="num_samples must be from 1"):
+        warmup(WEIGHT, num_samples=0, top_k=3)
+    with pytest.raises(TypeError, match="max_batch_size must be an int"):
+        warmup(WEIGHT, max_batch_size=2.5)

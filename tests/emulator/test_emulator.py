@@ -1,0 +1,612 @@
+"""The machine on which the Hopper kernel runs without a GPU: instructions do what PTX says, and what is wrong is found."""
+
+import math
+import re
+import struct
+
+import numpy as np
+import pytest
+import torch
+
+from tests import emulator as package
+
+if package.why_not():
+    pytest.skip(f"needs the machine: {package.why_not()}", allow_module_level=True)
+
+from flashsampling.inputs import SampleInputs
+from flashsampling.kernels.hopper import config
+from tests.emulator import hopper, machine
+from tests.emulator.machine import Machine, MachineError, settings
+from tests.problems import make_problem
+
+INF, NAN = math.inf, math.nan
+FLOATS = [0.0, -0.0, 1.0, -1.5, 3.25e-41, -(2.0**-149), 2.0**-126, 3e38, -3.4028234e38, INF, -INF, NAN, 0.1, 7.0, -1e-20, 1e20]
+INTS = [0, 1, -1, 2, 7, 31, 32, 33, 63, 64, -(2**31), 2**31 - 1, 0x12345678, -0x0FEDCBA9, 255, 65536]
+HEADER = """
+.version 8.6
+.target sm_90a
+.address_size 64
+.extern .shared .align 1024 .b8 memory[];
+.visible .entry kernel(.param .u64 kernel_in, .param .u64 kernel_out) .reqntid THREADS, 1, 1
+{
+  .reg .pred %p<9>; .reg .b16 %rs<9>; .reg .b32 %r<99>; .reg .b64 %rd<99>;
+  mov.u32 %r0, %tid.x;
+  ld.param.b64 %rd0, [kernel_in];
+  ld.param.b64 %rd1, [kernel_out];
+  mul.wide.u32 %rd2, %r0, 16;
+  add.s64 %rd3, %rd0, %rd2;
+  ld.global.v4.b32 {%r1, %r2, %r3, %r4}, [%rd3];
+  mov.b64 %rd5, {%r1, %r2};
+  mov.b64 %rd6, {%r3, %r4};
+  mul.wide.u32 %rd2, %r0, 8;
+  add.s64 %rd4, %rd1, %rd2;
+"""
+FOOTER = "\n  st.global.b64 [%rd4], %rd9;\n  ret;\n}\n"
+
+
+def run(code, words, threads=None):
+    """The 64 bits that each thread leaves in %rd9, which begins with %r1 .. %r4 and, of two each, %rd5 and %rd6: (threads,)."""
+    threads = -(-len(words) // 32) * 32 if threads is None else threads
+    given = torch.zeros(threads, 4, dtype=torch.int32)
+    given[: len(words)] = torch.tensor(np.array(words, np.int64).astype(np.uint32).view(np.int32))
+    out = torch.zeros(threads, dtype=torch.int64)
+    kernel = Machine(HEADER.replace("THREADS", str(threads)) + code + FOOTER)
+    kernel.launch([struct.pack("q", tensor.data_ptr()) for tensor in (given, out)], 1)
+    return out.numpy()[: len(words)]
+
+
+def bits(x):
+    return int(np.float32(x).view(np.uint32))
+
+
+def pairs(values, to_word=lambda x: x):
+    return [(to_word(a), to_word(b), to_word(c), 0) for a in values for b in values for c in (values[2], values[-3])]
+
+
+@pytest.mark.parametrize(
+    ("instruction", "expected"),
+    [
+        ("add.s32", lambda a, b, c: a + b),
+        ("sub.s32", lambda a, b, c: a - b),
+        ("mul.lo.s32", lambda a, b, c: a * b),
+        ("mul.hi.s32", lambda a, b, c: (a * b) >> 32),
+        ("mad.lo.s32", lambda a, b, c: a * b + c),
+        ("min.s32", lambda a, b, c: min(a, b)),
+        ("max.u32", lambda a, b, c: max(a % 2**32, b % 2**32)),
+        ("and.b32", lambda a, b, c: a & b),
+        ("xor.b32", lambda a, b, c: a ^ b),
+        ("shl.b32", lambda a, b, c: a << (b % 2**32) if b % 2**32 < 32 else 0),
+        ("shr.u32", lambda a, b, c: a % 2**32 >> min(b % 2**32, 32)),
+        ("shr.s32", lambda a, b, c: a >> min(b % 2**32, 31)),
+        ("shf.l.wrap.b32", lambda a, b, c: ((b % 2**32 << 32 | a % 2**32) << c % 32) >> 32),
+        ("not.b32", lambda a, b, c: ~a),
+        ("neg.s32", lambda a, b, c: -a),
+        ("abs.s32", lambda a, b, c: abs(a)),
+        ("popc.b32", lambda a, b, c: (a % 2**32).bit_count()),
+    ],
+)
+def test_integers(instruction, expected):
+    words = pairs(INTS)
+    name = instruction.split(".")[0]
+    sources = {"mad": 3, "shf": 3, "not": 1, "neg": 1, "abs": 1, "popc": 1}.get(name, 2)
+    operands = ", ".join(["%r1", "%r2", "%r3"][:sources])
+    got = run(f"{instruction} %r9, {operands}; cvt.u64.u32 %rd9, %r9;", words)
+    assert got.tolist() == [expected(*word[:3]) % 2**32 for word in words]
+
+
+@pytest.mark.parametrize("kind", ["s32", "u32"])
+@pytest.mark.parametrize("operation", ["div", "rem"])
+def test_division(operation, kind):
+    words = [word for word in pairs(INTS) if word[1]]
+    got = run(f"{operation}.{kind} %r9, %r1, %r2; cvt.u64.u32 %rd9, %r9;", words)
+    for (a, b, *_), x in zip(words, got.tolist(), strict=True):
+        a, b = (a, b) if kind == "s32" else (a % 2**32, b % 2**32)
+        quotient = abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
+        assert x == (quotient if operation == "div" else a - quotient * b) % 2**32
+
+
+def test_fields_of_bits():
+    fields = [(x, first, many, 0) for x in INTS for first in (0, 1, 7, 31, 32, 200) for many in (0, 1, 5, 31, 32, 255)]
+
+    def unsigned(x, first, many):
+        return (x % 2**32 >> first) & (2**many - 1)
+
+    def signed(x, first, many):
+        if not many or first >= 32:
+            return -int(x < 0) if many else 0
+        field = (x >> first) & (2**many - 1)
+        return field - 2**many if field >> (many - 1) else field
+
+    for kind, expected in {"u32": unsigned, "s32": signed}.items():
+        got = run(f"bfe.{kind} %r9, %r1, %r2, %r3; cvt.u64.u32 %rd9, %r9;", fields)
+        assert got.tolist() == [expected(*field[:3]) % 2**32 for field in fields]
+
+
+@np.errstate(all="ignore")
+def test_doubles():
+    values = [0.0, -0.0, 1.5, -(2.0**-1074), 1e308, INF, -INF, NAN, 0.1, 2.0**31, -(2.0**31) - 1, 2.0**63, -1e19, 12345.75]
+    pairs_of = [(a, b) for a in values for b in values]
+    words = [tuple(int(word) for pair in np.array(ab).view(np.uint32).reshape(2, 2) for word in pair) for ab in pairs_of]
+    a, b = np.array(pairs_of).T
+    for code, expected in {
+        "add.f64 %rd9, %rd5, %rd6;": a + b,
+        "sub.f64 %rd9, %rd5, %rd6;": a - b,
+        "mul.f64 %rd9, %rd5, %rd6;": a * b,
+        "div.rn.f64 %rd9, %rd5, %rd6;": a / b,
+        "abs.f64 %rd9, %rd5;": np.abs(a),
+        "cvt.rn.f32.f64 %r9, %rd5; cvt.f64.f32 %rd9, %r9;": a.astype(np.float32).astype(np.float64),
+        "cvt.rn.f64.s64 %rd9, %rd5;": a.view(np.int64).astype(np.float64),
+    }.items():
+        got = run(code, words).view(np.float64)
+        assert np.array_equal(got, expected, equal_nan=True), code
+        assert np.array_equal(np.signbit(got)[~np.isnan(got)], np.signbit(expected)[~np.isnan(got)]), code
+    for bits_of, kind in ((32, "s32"), (64, "s64")):
+        widen = "cvt.s64.s32 %rd9, %r9;" if kind == "s32" else ""
+        got = run(f"cvt.rzi.{kind}.f64 {'%r9' if kind == 's32' else '%rd9'}, %rd5; {widen}", words)
+        most = 2 ** (bits_of - 1)
+        exact = [0 if x != x else most - 1 if x >= most else -most if x < -most else int(x) for x in a]
+        assert got.tolist() == exact
+    for how, expected in {"lt": a < b, "geu": ~(a < b), "eq": a == b, "neu": a != b}.items():
+        got = run(f"setp.{how}.f64 %p1, %rd5, %rd6; selp.b64 %rd9, 1, 0, %p1;", words)
+        assert np.array_equal(got != 0, expected), how
+
+
+def test_wide_integers():
+    words = [(a, b, c, d) for a in INTS[::2] for b in INTS[1::3] for c in INTS[::3] for d in INTS[::4]]
+    first = [(a % 2**32) | (b % 2**32) << 32 for a, b, *_ in words]
+    second = [(c % 2**32) | (d % 2**32) << 32 for *_, c, d in words]
+
+    def signed(x):
+        return x - 2**64 if x >> 63 else x
+
+    for instruction, expected in {
+        "add.s64 %rd9, %rd5, %rd6;": lambda x, y, a: x + y,
+        "max.s64 %rd9, %rd5, %rd6;": lambda x, y, a: max(signed(x), signed(y)),
+        "shr.s64 %rd9, %rd5, 33;": lambda x, y, a: signed(x) >> 33,
+        "shr.u64 %rd9, %rd5, 33;": lambda x, y, a: x >> 33,
+        "mad.lo.s64 %rd9, %rd5, %rd6, 5;": lambda x, y, a: x * y + 5,
+        "mul.wide.s32 %rd9, %r1, -7;": lambda x, y, a: a * -7,
+        "mul.wide.u32 %rd9, %r1, 7;": lambda x, y, a: a % 2**32 * 7,
+        "cvt.s64.s32 %rd9, %r1;": lambda x, y, a: a,
+        "mad.wide.s32 %rd9, %r1, -7, %rd6;": lambda x, y, a: a * -7 + y,
+        "mul.hi.s64 %rd9, %rd5, %rd6;": lambda x, y, a: signed(x) * signed(y) >> 64,
+        "mul.hi.u64 %rd9, %rd5, %rd6;": lambda x, y, a: x * y >> 64,
+        "min.relu.s32 %r9, %r1, 100; cvt.u64.u32 %rd9, %r9;": lambda x, y, a: max(min(a, 100), 0),
+        "cvt.u16.u64 %rs1, %rd5; mul.wide.s16 %r9, %rs1, 3; cvt.s64.s32 %rd9, %r9;": lambda x, y, a: (
+            ((x + 2**15) % 2**16 - 2**15) * 3
+        ),
+        "cvt.s8.s32 %rs1, %r1; cvt.s32.s16 %r9, %rs1; cvt.s64.s32 %rd9, %r9;": lambda x, y, a: (a + 128) % 256 - 128,
+        "setp.lt.s64 %p1, %rd5, %rd6; selp.b64 %rd9, %rd5, 9, %p1;": lambda x, y, a: x if signed(x) < signed(y) else 9,
+        "{.reg .b32 %r1; mov.b64 {_, %r1}, %rd5; cvt.u64.u32 %rd9, %r1;}": lambda x, y, a: x >> 32,
+    }.items():
+        got = run(instruction, words).view(np.uint64).tolist()
+        assert got == [expected(x, y, word[0]) % 2**64 for x, y, word in zip(first, second, words, strict=True)], instruction
+
+
+def as_words(x):
+    """Bits of float32, NaN as what arithmetic gives."""
+    x = np.asarray(x, np.float32)
+    return np.where(np.isnan(x), np.uint32(0x7FFFFFFF), x.view(np.uint32))
+
+
+@np.errstate(all="ignore")
+def test_floats():
+    words = pairs(FLOATS, bits)
+    a, b = (np.array([word[n] for word in words], np.uint32).view(np.float32) for n in range(2))
+    nan = np.isnan(a) | np.isnan(b)
+    zeros = (a == 0) & (b == 0)
+    least = np.where(zeros, np.where(np.signbit(a) | np.signbit(b), -0.0, 0.0), np.minimum(a, b))
+    most = np.where(zeros, np.where(np.signbit(a) & np.signbit(b), -0.0, 0.0), np.maximum(a, b))
+    expected = {
+        "add.f32 %r9, %r1, %r2;": a + b,
+        "add.rn.f32 %r9, %r1, %r2;": a + b,
+        "sub.rn.f32 %r9, %r1, %r2;": a - b,
+        "mul.f32 %r9, %r1, %r2;": a * b,
+        "div.rn.f32 %r9, %r1, %r2;": a / b,
+        "neg.f32 %r9, %r1; add.f32 %r9, %r9, %r2;": b - a,
+        "abs.f32 %r9, %r1; mul.f32 %r9, %r9, 0f3F800000;": np.abs(a),
+        "min.f32 %r9, %r1, %r2;": np.where(np.isnan(a), b, np.where(np.isnan(b), a, least)),
+        "max.NaN.f32 %r9, %r1, %r2;": most,
+        "cvt.rn.f32.u32 %r9, %r1;": a.view(np.uint32).astype(np.float64).astype(np.float32),
+    }  # fmt: skip
+    for code, values in expected.items():
+        got = run(code + " cvt.u64.u32 %rd9, %r9;", words)
+        assert np.array_equal(got.astype(np.uint32), as_words(values)), code
+    near_one = bits(1 + 2.0**-12), bits(1 + 2.0**-12), bits(-(1 + 2.0**-11)), 0
+    assert run("fma.rn.f32 %r9, %r1, %r2, %r3; cvt.u64.u32 %rd9, %r9;", [near_one])[0] == bits(2.0**-24)  # rounded once
+    for how, values in {
+        "eq": a == b, "ne": (a != b) & ~nan, "lt": a < b, "ge": a >= b, "equ": (a == b) | nan, "neu": (a != b) | nan,
+        "ltu": (a < b) | nan, "geu": (a >= b) | nan, "leu": (a <= b) | nan, "num": ~nan, "nan": nan,
+    }.items():  # fmt: skip
+        got = run(f"setp.{how}.f32 %p1, %r1, %r2; selp.b64 %rd9, 1, 0, %p1;", words)
+        assert np.array_equal(got != 0, values), how
+
+
+@np.errstate(all="ignore")
+def test_approximate_floats():
+    """Flushed to zero, and within half a unit in the last place, or some more where that is asked for."""
+    words = [(bits(x), 0, 0, 0) for x in [*FLOATS, *np.linspace(-130, 130, 200)]]
+    x = np.array([word[0] for word in words], np.uint32).view(np.float32)
+    flushed = np.where(np.abs(x) < 2.0**-126, np.copysign(0.0, x), x).astype(np.float64)
+    for name, exact in {"ex2": np.exp2(flushed), "lg2": np.log2(flushed), "rcp": 1 / flushed}.items():
+        exact = np.where(np.abs(exact) < 2.0**-126, 0.0, exact)
+        code = f"{name}.approx.ftz.f32 %r9, %r1; cvt.u64.u32 %rd9, %r9;"
+        got = run(code, words).astype(np.uint32).view(np.float32)
+        np.testing.assert_allclose(got, exact.astype(np.float32), rtol=1e-7)
+        settings.sloppy = 2
+        try:
+            sloppy = run(code, words).astype(np.uint32).view(np.float32)
+        finally:
+            settings.sloppy = 0
+        np.testing.assert_allclose(sloppy, exact.astype(np.float32), rtol=3e-7)
+        assert (sloppy != got).mean() > 0.3
+
+
+def test_bfloat16_pairs():
+    """Sums of products that are rounded once, and words cut down to 16 bits."""
+    generator = np.random.default_rng(0)
+    x = generator.standard_normal((3, 2, 320)).astype(np.float32) * 2.0 ** generator.integers(-20, 20, (3, 2, 320))
+    halves = [[torch.tensor(row).bfloat16() for row in pair] for pair in x]
+    packed = [(a.view(torch.int16).int() & 0xFFFF) | b.view(torch.int16).int() << 16 for a, b in halves]
+    words = torch.stack([*packed, packed[0]], dim=1).tolist()
+    got = run("fma.rn.bf16x2 %r9, %r1, %r2, %r3; cvt.u64.u32 %rd9, %r9;", words)
+    for half in range(2):
+        a, b, c = (values[half].double() for values in halves)
+        found = torch.tensor((got >> 16 * half & 0xFFFF).astype(np.int32) << 16, dtype=torch.int32).view(torch.float32).double()
+        exact = a * b + c
+        assert ((found - exact).abs() <= exact.abs() * 2.0**-8).all()  # half a unit
+    floats = [(bits(a), bits(b), 0, 0) for a, b in zip(x[0, 0], x[0, 1], strict=True)]
+    got = run("cvt.rz.bf16x2.f32 %r9, %r1, %r2; prmt.b32 %r9, %r9, %r9, 0x1032; cvt.u64.u32 %rd9, %r9;", floats)
+    assert got.tolist() == [a >> 16 | b >> 16 << 16 for a, b, *_ in floats]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_pairs_are_compared_half_by_half(dtype):
+    values = torch.tensor([0.0, -0.0, 1.5, -1.5, INF, NAN, 2.0**-14], dtype=dtype)
+    a, b = (side.flatten() for side in torch.meshgrid(values, values, indexing="ij"))
+    packed = [(x.view(torch.int16).int() & 0xFFFF) | y.view(torch.int16).int() << 16 for x, y in ((a, b), (b, a))]
+    words = torch.stack([*packed, *packed], dim=1).tolist()
+    kind = "bf16x2" if dtype == torch.bfloat16 else "f16x2"
+    for how, expected in {"eq": a == b, "neu": a != b, "nan": a.isnan() | b.isnan(), "lt": a < b}.items():
+        both = "selp.b32 %r8, 1, 0, %p1; selp.b32 %r9, 1, 0, %p2; mov.b64 %rd9, {%r8, %r9};"
+        got = torch.tensor(run(f"setp.{how}.{kind} %p1|%p2, %r1, %r2; {both}", words))
+        upper = {"lt": b < a}.get(how, expected)
+        assert torch.equal(got & 1 != 0, expected), how
+        assert torch.equal(got >> 32 != 0, upper), how
+        lower = "cvt.u16.u32 %rs1, %r1; cvt.u16.u32 %rs2, %r2; mov.pred %p2, 0;"
+        got = torch.tensor(run(f"{lower} setp.{how}.{kind[:-2]} %p1, %rs1, %rs2; {both}", words))
+        assert torch.equal(got & 1 != 0, expected), how
+    assert run("add.s16x2 %r9, %r1, %r2; cvt.u64.u32 %rd9, %r9;", [(0x7FFFFFFF, 0x00010001, 0, 0)])[0] == 0x80000000
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [(torch.bfloat16, "bf16"), (torch.float16, "f16")])
+def test_halves_are_converted(dtype, kind):
+    values = torch.tensor(
+        [0.0, -0.0, 1.0, -1.5, 3.1415927, 65504.0, 65520.0, 1e38, INF, -INF, NAN, 6e-8, 2.0**-15, 1.00390625, 1.01171875]
+    )
+    words = [(bits(x), 0, 0, 0) for x in values.tolist()]
+    got = run(f"cvt.rn.{kind}.f32 %rs1, %r1; cvt.u64.u16 %rd9, %rs1;", words)
+    halves = values.to(dtype)
+    expected = torch.where(halves.isnan(), 0x7FFF, halves.view(torch.int16).int() & 0xFFFF)
+    assert got.tolist() == expected.tolist()
+    words = [(word, 0, 0, 0) for word in expected.tolist()]
+    got = run(f"cvt.u16.u32 %rs1, %r1; cvt.f32.{kind} %r9, %rs1; cvt.u64.u32 %rd9, %r9;", words)
+    found = got.astype(np.uint32).view(np.float32)
+    assert np.array_equal(found, halves.float().numpy(), equal_nan=True)
+
+
+def test_threads_of_a_warp():
+    words = [(n * 7 % 32, n, 3 * n - 40, 0) for n in range(64)]
+    a, c = (np.array([word[n] for word in words]).reshape(2, 32) for n in (0, 2))
+    lanes = np.arange(32)
+
+    def both(of_warp):
+        return np.concatenate([np.broadcast_to(of_warp(warp), 32) for warp in range(2)]).tolist()
+
+    for code, expected in {
+        "shfl.sync.bfly.b32 %r9, %r3, 5, 31, -1;": both(lambda w: c[w][lanes ^ 5]),
+        "shfl.sync.idx.b32 %r9, %r3, %r1, 31, -1;": both(lambda w: c[w][a[w]]),
+        "shfl.sync.up.b32 %r9, %r3, 3, 0, -1;": both(lambda w: np.where(lanes >= 3, c[w][lanes - 3], c[w])),
+        "shfl.sync.down.b32 %r9, %r3, 3, 31, -1;": both(lambda w: np.where(lanes < 29, c[w][(lanes + 3) % 32], c[w])),
+        "setp.lt.s32 %p1, %r3, 0; vote.sync.ballot.b32 %r9, %p1, -1;": both(lambda w: ((c[w] < 0) << lanes).sum()),
+        "setp.lt.s32 %p1, %r3, 0; vote.sync.any.pred %p2, %p1, -1; selp.b32 %r9, 1, 0, %p2;": both(lambda w: (c[w] < 0).any()),
+        "redux.sync.max.s32 %r9, %r3, -1;": both(lambda w: c[w].max()),
+        "redux.sync.add.s32 %r9, %r3, -1;": both(lambda w: c[w].sum()),
+        "elect.sync %r8|%p1, -1; selp.b32 %r9, 1, 0, %p1;": both(lambda w: lanes == 0),
+        # those that took another way are not waited for, if the mask leaves them out
+        """and.b32 %r5, %r0, 1; mov.b32 %r9, -5; setp.eq.b32 %p1, %r5, 0; @%p1 bra EVEN;
+           redux.sync.add.s32 %r9, %r3, 0xAAAAAAAA; EVEN: bar.warp.sync -1;""": both(
+            lambda w: np.where(lanes % 2 == 1, c[w][1::2].sum(), -5)
+        ),
+    }.items():  # fmt: skip
+        for seed in range(5):
+            settings.seed = seed
+            assert run(code + " cvt.s64.s32 %rd9, %r9;", words).tolist() == expected, code
+
+
+@pytest.mark.parametrize("wait", ["bar.sync", "barrier.cta.sync"])
+def test_threads_of_a_cta(wait):
+    """Atomics of shared memory between named barriers; one that some only arrive at; a count of conditions."""
+    code = """
+  mov.b32 %r20, memory;
+  setp.ne.b32 %p1, %r0, 0;
+  @!%p1 st.shared.b32 [%r20], 0;
+  bar.sync 0;
+  atom.shared.cta.add.u32 %r21, [%r20], %r0;
+  and.b32 %r22, %r0, 1;
+  setp.eq.b32 %p2, %r22, 1;
+  { .reg .pred p; setp.ne.u32 p, %r22, 0; bar.red.popc.u32 %r23, 3, 128, p; }
+  setp.ge.u32 %p3, %r0, 64;
+  @%p3 bra LATER;
+  bar.arrive 1, 128;
+  mov.b64 %rd9, 0;
+  bra END;
+LATER:
+  WAIT 1, 128;
+  ld.shared.b32 %r24, [%r20];
+  mov.b64 %rd9, {%r24, %r23};
+END:
+""".replace("WAIT", wait)
+    for seed in range(5):
+        settings.seed = seed
+        got = run(code, [(0, 0, 0, 0)], threads=128 + 0)
+        assert got[0] == 0
+        kernel = HEADER.replace("THREADS", "128") + code + FOOTER
+        out = torch.zeros(128, dtype=torch.int64)
+        given = torch.zeros(128, 4, dtype=torch.int32)
+        Machine(kernel).launch([struct.pack("q", tensor.data_ptr()) for tensor in (given, out)], 1)
+        assert out[:64].eq(0).all()
+        assert out[64:].eq(127 * 64 | 64 << 32).all()
+
+
+def test_instructions_are_counted():
+    """Of every warp, by threads: those that leave some out count for less."""
+    kernel = Machine(HEADER.replace("THREADS", "64") + "setp.ge.u32 %p1, %r0, 8; @%p1 bra END; neg.s32 %r1, %r1; END:" + FOOTER)
+    counts = []
+    for _ in range(2):
+        given, out = torch.zeros(64, 4, dtype=torch.int32), torch.zeros(64, dtype=torch.int64)
+        kernel.launch([struct.pack("q", tensor.data_ptr()) for tensor in (given, out)], 1)
+        counts.append(kernel.executed)
+    assert counts[0] == counts[1]
+    (first, second) = counts[0]
+    assert first - second == 8 / 32
+    assert second == 10 + 2 + 2
+
+
+def test_copies_of_a_thread():
+    """To shared memory: there when their group is waited for, zeros behind what is read; and loads of matrices."""
+    code = """
+        mov.b32 %r20, memory; shl.b32 %r21, %r0, 4; add.s32 %r21, %r21, %r20; add.s32 %r22, %r21, 1024;
+        cp.async.cg.shared.global [%r21], [%rd3], 16;
+        cp.async.commit_group;
+        cp.async.ca.shared.global [%r22], [%rd3], 16, 8;
+        cp.async.commit_group;
+        cp.async.wait_group 1;
+        bar.sync 0;
+        ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%r5, %r6, %r7, %r8}, [%r21];
+        cp.async.wait_group 0;
+        ld.shared.v4.b32 {%r10, %r11, %r12, %r13}, [%r22];
+        or.b32 %r12, %r12, %r13; xor.b32 %r12, %r12, %r11; mov.b64 %rd9, {%r6, %r12};
+    """
+    words = [(4 * n, 4 * n + 1, 4 * n + 2, 4 * n + 3) for n in range(32)]
+    got = run(code, words)
+    flat = np.array(words).reshape(-1)
+    expected = [flat[4 * (8 + n // 4) + n % 4] | (4 * n + 1) << 32 for n in range(32)]
+    assert got.tolist() == expected
+
+
+# -- what is wrong is found
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        ("add.s64 %rd4, %rd4, 0x10000;", "global memory of no tensor: 8 bytes .* line"),
+        ("add.s64 %rd4, %rd4, 4;", "global memory, not aligned"),
+        ("mov.b32 %r20, 0x40000; ld.shared.b32 %r21, [%r20];", "shared memory: 4 bytes at 0x40000"),
+        ("bar.sync 1, 64;", r"no end after \d+ rounds; warps: 0\.0 at line"),
+        ("bar.sync 1, 16;", "more arrive at a named barrier than 16"),
+        ("mov.b32 %r20, memory; mbarrier.init.shared.b64 [%r20], 1; mbarrier.arrive.shared.b64 _, [%r20]; bar.warp.sync -1;"
+         "mov.b32 %r21, 3; mbarrier.arrive.shared.b64 _, [%r20], %r21;", "more arrive at a barrier than 1"),
+    ],
+)  # fmt: skip
+def test_errors(code, error, monkeypatch):
+    monkeypatch.setattr(settings, "rounds", 10_000)
+    with pytest.raises(MachineError, match=error):
+        run(code, [(0, 0, 0, 0)] * 32)
+
+
+RACES = {  # code of 64 threads, of two warps; whether nothing orders two accesses
+    "a store, and a load behind a barrier": ("st.shared.b32 [%r20], %r0; bar.sync 0; ld.shared.b32 %r9, [%r21];", False),
+    "a store and a load of different warps": ("st.shared.b32 [%r20], %r0; bar.warp.sync -1; ld.shared.b32 %r9, [%r21];", True),
+    "a load, and a store behind a barrier": ("ld.shared.b32 %r9, [%r21]; bar.sync 0; st.shared.b32 [%r20], %r0;", False),
+    "a load and a store": ("ld.shared.b32 %r9, [%r21]; st.shared.b32 [%r20], %r0;", True),
+    "stores of different values": ("st.shared.b32 [%r22], %r0;", True),
+    "stores of one value": ("st.shared.b32 [%r22], 7; st.shared.b32 [%r22], 7;", False),
+    "bytes beside each other": ("st.shared.b8 [%r23], %r0;", False),
+    "a byte and the word that it is in": ("st.shared.b8 [%r23], %r0; ld.shared.b32 %r9, [%r24];", True),
+    "atomics": ("atom.shared.cta.add.u32 %r9, [%r22], 1;", False),
+    "a load beside atomics": ("atom.shared.cta.add.u32 %r9, [%r22], 1; ld.shared.b32 %r9, [%r22];", False),
+    "a store beside atomics": ("atom.shared.cta.add.u32 %r9, [%r22], 1; st.shared.b32 [%r22], %r0;", True),
+    "threads of a warp": ("st.shared.b32 [%r20], %r0; bar.warp.sync -1; ld.shared.b32 %r9, [%r25];", False),
+    "threads of a warp that do not meet": ("st.shared.b32 [%r20], %r0; ld.shared.b32 %r9, [%r25];", True),
+    "global memory": ("st.global.b32 [%rd1], %r0;", True),
+    "an mbarrier": (
+        "@%p2 bra READER; st.shared.b32 [%r20], %r0; mbarrier.arrive.shared.b64 %rd9, [%r26]; bra END;"
+        "READER: mbarrier.try_wait.parity.shared.b64 %p4, [%r26], 0; @!%p4 bra READER; ld.shared.b32 %r9, [%r21]; END:",
+        False,
+    ),
+}
+FLAG = (
+    "@%p2 bra READER; @%p1 bra END; st.global.b32 [%rd1], 5; {} bra END;"
+    "READER: {} setp.eq.b32 %p4, %r9, 0; @%p4 bra READER; {} ld.global.b32 %r8, [%rd1]; END:"
+)
+FENCE, RELAXED_STORE, RELAXED_LOAD = (
+    "fence.acq_rel.gpu;",
+    "st.relaxed.gpu.global.b32 [%rd8], 1;",
+    "ld.relaxed.gpu.global.b32 %r9, [%rd8];",
+)
+RELEASE, ACQUIRE = "st.release.gpu.global.b32 [%rd8], 1;", "ld.acquire.gpu.global.b32 %r9, [%rd8];"
+CHAIN = "red.release.gpu.global.add.u64 [%rd8], 1;", "atom.global.acq_rel.add.u64 %rd9, [%rd8], 0; cvt.u32.u64 %r9, %rd9;"
+RACES |= {
+    "a flag, released and acquired": (FLAG.format(RELEASE, ACQUIRE, ""), False),
+    "a flag that is relaxed": (FLAG.format(RELAXED_STORE, RELAXED_LOAD, ""), True),
+    "a flag, released and not acquired": (FLAG.format(RELEASE, RELAXED_LOAD, ""), True),
+    "a flag, acquired and not released": (FLAG.format(RELAXED_STORE, ACQUIRE, ""), True),
+    "a flag between fences": (FLAG.format(FENCE + RELAXED_STORE, RELAXED_LOAD, FENCE), False),
+    "a flag behind one fence": (FLAG.format(FENCE + RELAXED_STORE, RELAXED_LOAD, ""), True),
+    "a flag before one fence": (FLAG.format(RELAXED_STORE, RELAXED_LOAD, FENCE), True),
+    "a counter": (FLAG.format(*CHAIN, ""), False),
+}
+
+
+@pytest.mark.parametrize("what", RACES)
+def test_races(what, monkeypatch):
+    """Found in any order in which they may run."""
+    code, racing = RACES[what]
+    places = """
+        mov.b32 %r22, memory; shl.b32 %r20, %r0, 2; add.s32 %r20, %r20, %r22; add.s32 %r20, %r20, 64;
+        xor.b32 %r21, %r0, 32; shl.b32 %r21, %r21, 2; add.s32 %r21, %r21, %r22; add.s32 %r21, %r21, 64;
+        xor.b32 %r25, %r0, 1; shl.b32 %r25, %r25, 2; add.s32 %r25, %r25, %r22; add.s32 %r25, %r25, 64;
+        add.s32 %r23, %r22, %r0; and.b32 %r24, %r23, 0xFFFFFFFC; add.s32 %r26, %r22, 1024; add.s64 %rd8, %rd1, 256;
+        setp.ge.u32 %p2, %r0, 32; setp.ne.b32 %p1, %r0, 0; @!%p1 mbarrier.init.shared.b64 [%r26], 32; bar.sync 0;
+    """
+    kernel = Machine(HEADER.replace("THREADS", "64") + places + code + "\n  ret;\n}\n")
+    monkeypatch.setattr(settings, "watches", True)
+    for seed in range(5):
+        monkeypatch.setattr(settings, "seed", seed)
+        given, out = torch.zeros(64, 4, dtype=torch.int32), torch.zeros(64, dtype=torch.int64)
+        parameters = [struct.pack("q", tensor.data_ptr()) for tensor in (given, out)]
+        if racing:
+            where = r"thread \d+ of CTA 0 at line \d+"
+            with pytest.raises(MachineError, match=f"a race at .*: a (load|store) by {where}, and before it .* by {where}"):
+                kernel.launch(parameters, 1)
+        else:
+            kernel.launch(parameters, 1)
+
+
+FUNCTIONS = """
+.func (.param .b64 func_retval0) larger(.param .b32 larger_param_0, .param .b32 larger_param_1);
+.func (.param .b64 func_retval0) larger(
+  .param .b32 larger_param_0,
+  .param .b32 larger_param_1
+)
+{
+  .reg .pred %p<3>; .reg .b16 %rs<2>; .reg .b32 %r<4>; .reg .b64 %rd<3>;
+  ld.param.b32 %r1, [larger_param_0];
+  ld.param.b8 %rs1, [larger_param_1];
+  cvt.u32.u16 %r2, %rs1;
+  cvt.u64.u32 %rd1, %r1;
+  setp.gt.u32 %p1, %r1, %r2;
+  @%p1 bra $L__BB0_2;
+  cvt.u64.u32 %rd1, %r2;
+$L__BB0_2:
+  st.param.b64 [func_retval0], %rd1;
+  ret;
+}
+.func store(.param .b64 store_param_0, .param .b32 store_param_1)
+{
+  .reg .pred %p<2>; .reg .b32 %r<3>; .reg .b64 %rd<3>;
+  ld.param.b64 %rd1, [store_param_0];
+  ld.param.b32 %r1, [store_param_1];
+  setp.eq.u32 %p1, %r1, 7;
+  @%p1 ret;
+  { .reg .b64 tmp; cvt.u64.u32 tmp, %r1; st.global.b64 [%rd1], tmp; }
+  ret;
+}
+"""
+
+
+def call_of(name, given, returned=""):
+    """As Triton's compiler writes it."""
+    lines = [f".param .b{bits} param{i};\n" for i, (bits, _) in enumerate(given)]
+    lines += [f"st.param.b{bits} [param{i}], {value};\n" for i, (bits, value) in enumerate(given)]
+    names = "(\n" + ",\n".join(f"param{i}" for i in range(len(given))) + "\n)"
+    if not returned:
+        return "{ " + "".join(lines) + f"call.uni {name}, {names};\n }}\n"
+    lines.append(".param .b64 retval0;\n")
+    return "{ " + "".join(lines) + f"call.uni (retval0), {name}, {names};\nld.param.b64 {returned}, [retval0];\n }}\n"
+
+
+def test_calls(monkeypatch):
+    """Functions of which each call has registers and labels of its own."""
+    monkeypatch.setitem(globals(), "HEADER", HEADER.replace(".visible", FUNCTIONS + ".visible"))
+    larger = call_of("larger", [(32, "%r1"), (32, "%r2")], "%rd7") + call_of("larger", [(32, "%r3"), (32, "%r2")], "%rd8")
+    words = [(5, 300, 9, 0), (300, 7, 2, 0), (0, 0, 0, 0), (255, 511, 254, 0)]
+    wanted = [(max(a, b % 256) << 32) + max(c, b % 256) for a, b, c, _ in words]
+    assert run(larger + "shl.b64 %rd7, %rd7, 32; add.s64 %rd9, %rd7, %rd8;", words).tolist() == wanted
+    stored = call_of("store", [(64, "%rd4"), (32, "%r1")]) + "ld.global.b64 %rd9, [%rd4];"
+    assert run(stored, [(5, 0, 0, 0), (7, 0, 0, 0), (9, 0, 0, 0)]).tolist() == [5, 0, 9]  # one returns before it stores
+    with pytest.raises(KeyError):
+        run(call_of("nobody", [(32, "%r1")]), words)
+
+
+@pytest.mark.parametrize(
+    "code", ["mystery.b32 %r9, %r1;", "add.rz.f32 %r9, %r1, %r2;", "@%p1 bar.sync 0;", "mov.b32 %r9, nobody;"]
+)
+def test_what_is_not_known_is_refused(code):
+    with pytest.raises(AssertionError):
+        run(code, [(0, 0, 0, 0)])
+
+
+@pytest.fixture(scope="module")
+def shape():
+    return config.TileConfig(8, 1)
+
+
+@pytest.fixture(scope="module")
+def ptx(shape):
+    return hopper.compiled(torch.bfloat16, shape, config.KINDS["plain"], "ptx").read_text()
+
+
+MUTATIONS = {
+    "a stage is released before its products have read it": (
+        r"wgmma\.wait_group\.sync\.aligned\s+1;",
+        "wgmma.wait_group.sync.aligned 9;",
+    ),
+    "a stage is full with its first copy": (
+        r"(mbarrier\.arrive\.expect_tx\.shared\.b64 \S+ \[\S+\]), %r\d+;",
+        r"\1, 16384;",
+    ),
+    "nobody waits until a stage is empty": (
+        r"mbarrier\.try_wait\.parity\.shared\.b64 P1, \[%r\d+\], %r\d+, 10000000;\s+@P1 bra\.uni DONE;",
+        "bra.uni DONE;",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", [None, *MUTATIONS])
+def test_a_wrong_pipeline_is_found(what, ptx, shape, monkeypatch):
+    """The kernel itself is right in as many orders."""
+    problem = make_problem(8, 700, 1000, torch.device("cpu"), torch.bfloat16)
+    expected = problem.sample("reference")[:, 0]
+    if what is not None:
+        ptx, many = re.subn(*MUTATIONS[what], ptx)
+        assert many
+    kernel = hopper.HopperKernel(ptx, shape)
+    wrong = sum(not torch.equal(draw(kernel, problem.step(), seed, monkeypatch), expected) for seed in range(20))
+    assert bool(wrong) == (what is not None)
+
+
+def draw(kernel, step: SampleInputs, seed, monkeypatch):
+    """Tokens, or none if that fails."""
+    from flashsampling.kernels.hopper import launch
+
+    monkeypatch.setattr(settings, "seed", 1000 * seed)
+    monkeypatch.setattr(settings, "rounds", 200_000)
+    monkeypatch.setattr(launch, "kernel_for", lambda *_: kernel)
+    launch._plan.cache_clear()
+    try:
+        return launch.run(step).ids
+    except MachineError:
+        return torch.empty(0, dtype=torch.int64)
+    finally:
+        launch._plan.cache_clear()
+
+
+def test_memory_is_that_of_tensors_whoever_holds_them():
+    a, b = torch.zeros(10), torch.zeros(7)[2:]
+    ranges = machine._ranges([a, b, a[3:]])
+    assert len(ranges) == 2
+    assert (a.data_ptr(), a.data_ptr() + 40) in ranges
+    assert (b.data_ptr() - 8, b.data_ptr() + 20) in ranges

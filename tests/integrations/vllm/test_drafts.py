@@ -1,0 +1,304 @@
+"""vLLM's drafts in the plug-in, on a model runner that is made up: the tokens of every request are those without drafts."""
+
+import dataclasses
+import functools
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from flashsampling.integrations.vllm import Refused
+from flashsampling.integrations.vllm.drafts import most_drafts_of
+from flashsampling.integrations.vllm.request_info import Rules, mask_of
+from flashsampling.integrations.vllm.runner import check_runner, said_of
+from flashsampling.integrations.vllm.settings import KNOWN
+
+from . import fakes
+from .fakes import LEFT, SamplingParams
+from .test_step import LEFT_TO_VLLM, PROMPT, SERVED, SLOTS, D, V, runner_of, states_of
+
+MOST, LONG = 3, 9  # drafts of a request; tokens that are decoded
+CONSTRAINED = ("plain", "top_k", "greedy", "repetition", "penalised_top_k")  # by a grammar
+
+
+def model_of():
+    torch.manual_seed(0)
+    model = fakes.Model(V, D)
+    model.tokens, model.places = torch.randn(V, D), torch.randn(40, D)  # hidden states are of a token and its position
+    return model
+
+
+@pytest.fixture(scope="module")
+def model():
+    return model_of()
+
+
+def may(name, position):
+    """A grammar's mask."""
+    bits = torch.rand(V, generator=torch.Generator().manual_seed(1000 * len(name) + position)) < 0.5
+    return mask_of(V, bits.nonzero()[:, 0].tolist(), [])
+
+
+def decoded(model, requests, rng, drafter=None, constrained=(), chunk=100, runner=None):
+    """LONG tokens of every request, and their log-probabilities. Requests join one by one, in slots used again, in any order of
+    rows; prompts come in chunks. ``drafter(name, done)`` drafts what follows so many tokens. ``runner``: of a shard."""
+    runner = runner or runner_of(model, most_drafts=MOST if drafter else 0)
+    waiting, accepted = dict(requests), []
+    running: list[str] = []
+    texts: dict[str, list[int]] = {name: [] for name in requests}
+    logprobs: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {name: [] for name in requests}
+    while waiting or running:
+        if waiting and len(running) < SLOTS:
+            name = list(waiting)[int(rng.integers(len(waiting)))]
+            runner.add(**{name: waiting.pop(name)})
+            running.append(name)
+        rng.shuffle(running)
+        tokens, drafts, fed, masks = {}, {}, [], []
+        for name in running:
+            prompt, text, start = requests[name][0], texts[name], runner.lengths[name]
+            tokens[name] = min(chunk, len(prompt) - start) if start < len(prompt) else 1
+            drafts[name] = drafter(name, len(text)) if drafter and start >= len(prompt) else []
+            mine = [*((prompt + text)[start : start + tokens[name]]), *drafts[name]]
+            fed += [(token, start + i) for i, token in enumerate(mine)]
+            if name in constrained:
+                masks += [may(name, start + tokens[name] - 1 + i) for i in range(len(drafts[name]) + 1)]
+        batch = runner.batch(tokens, drafts, too_many=int(rng.integers(MOST + 1)) if drafter else 0)
+        states = torch.stack(
+            [model.tokens[token % V] + model.places[position] for token, position in fed] + [model.places[0]] * 3
+        )
+        names = [name for name in batch.req_ids if name in constrained]
+        output, num_sampled, num_rejected = runner.sample(
+            states, batch, fakes.GrammarOutput(names, np.stack(masks)) if names else None
+        )
+        assert output.sampled_token_ids.shape == (len(running), MOST + 1 if batch.num_draft_tokens else 1)
+        assert (num_sampled.dtype, num_rejected.dtype) == (torch.int32, torch.int32)
+        runner.rejected(batch, num_rejected)
+        for row, name in enumerate(batch.req_ids):
+            count, slot = int(num_sampled[row]), runner.req_states.req_id_to_index[name]
+            drawn = output.sampled_token_ids[row].tolist()
+            done = runner.lengths[name] >= len(requests[name][0])
+            assert count + int(num_rejected[row]) == (len(drafts[name]) + 1 if done else 0)
+            accepted.append((len(drafts[name]), count - 1))
+            for i, token in enumerate(drawn[:count]):
+                texts[name].append(token)
+                runner.sampler.penalties_state.output_bin_counts[slot, token] += 1  # as vLLM's ``post_update``
+                if requests[name][1].logprobs is not None:
+                    got, n = output.logprobs_tensors, requests[name][1].logprobs + 1
+                    bounds = got.cu_num_generated_tokens
+                    assert (bounds is None) == (not batch.num_draft_tokens)
+                    place = i + (row if bounds is None else bounds[row])
+                    logprobs[name].append((got.logprob_token_ids[place, :n], got.logprobs[place, :n]))
+            if len(texts[name]) >= LONG:
+                runner.finish(name)
+                running.remove(name)
+    assert not runner.left
+    assert (runner.flashsampling.counters()["drafts"] > 0) == (drafter is not None)
+    return {name: text[:LONG] for name, text in texts.items()}, logprobs, accepted
+
+
+def both(model, runner=None):
+    """What ``decoded`` gives of every kind of request without drafts, and with drafts that hold, that do not, that are no
+    tokens, and requests without any. ``runner``: that has the drafts, of a shard."""
+    rng = np.random.default_rng(0)
+    requests = {name: (rng.integers(0, V, int(rng.integers(2, 7))).tolist(), params) for name, params in SERVED.items()}
+    without = decoded(model, requests, rng, constrained=CONSTRAINED)
+    texts, *_ = without
+
+    def drafter(name, done):
+        drafts = texts[name][done : done + int(rng.integers(MOST + 1))]
+        return [int(rng.choice([rng.integers(V), V + 5])) if rng.random() < 0.25 else token for token in drafts]
+
+    return without, decoded(model, requests, rng, drafter, CONSTRAINED, chunk=3, runner=runner)
+
+
+def check_both(without, with_drafts):
+    (texts, logprobs, _), (mine, theirs, accepted) = without, with_drafts
+    assert mine == texts
+    for name, each in logprobs.items():
+        for (ids, values), (wanted_ids, wanted) in zip(theirs[name], each):
+            assert ids.tolist() == wanted_ids.tolist()
+            torch.testing.assert_close(values, wanted, rtol=0, atol=1e-4)
+    assert {(most, held) for most in range(MOST + 1) for held in range(most + 1)} <= set(accepted)
+    assert texts["min_tokens"].index(120) >= 2  # which would come first if it were not forbidden
+
+
+def test_tokens_are_those_without_drafts(model):
+    """In mixed batches."""
+    check_both(*both(model))
+
+
+def test_penalties_and_lengths_matter():
+    """Else the test above would pass a plug-in that forgets the drafts before a position."""
+    runner, plain = runner_of(most_drafts=MOST), runner_of(most_drafts=MOST)
+    plain.model = runner.model
+    params = SamplingParams(temperature=0.0, presence_penalty=50.0, min_tokens=3, stop_token_ids=[120], logit_bias={120: 80.0})
+    runner.add(a=(PROMPT, params))
+    runner.batch({"a": 3})
+    batch = runner.batch({"a": 1}, {"a": [0, 0, 0]})
+    states = states_of(batch)
+    states[:] = states[0]
+    best = (states[0] @ runner.flashsampling.step.head.weight[:V].T).argsort(descending=True).tolist()
+    for drafts, wanted in (([best[0], best[1], best[2]], [*best[:3], 120]), ([best[0], best[0], 1], best[:2])):
+        batch.input_ids[1:4] = torch.tensor(drafts)
+        output, num_sampled, num_rejected = runner.sample(states, batch, None)
+        assert output.sampled_token_ids[0].tolist() == [*wanted, -1, -1][:4]
+        assert (num_sampled.tolist(), num_rejected.tolist()) == ([len(wanted)], [4 - len(wanted)])
+
+
+def test_a_split_batch():
+    """Requests with a seed are drawn here with their drafts, those that cannot be by vLLM with theirs."""
+    runner = runner_of(most_drafts=MOST)
+    requests = {
+        "seeded": (PROMPT, SamplingParams(seed=1, logprobs=2)),
+        "words": (PROMPT, SamplingParams(bad_words_token_ids=[[3, 4]], logprobs=4)),
+        "greedy": (PROMPT, SamplingParams(temperature=0.0)),
+        "fixed": (PROMPT, SamplingParams(seed=3, allowed_token_ids=[8, 9])),
+        "min_p": (PROMPT, SamplingParams(min_p=0.1, top_p=0.5)),
+    }
+    runner.add(**requests)
+    runner.batch(dict.fromkeys(["min_p", "fixed", "words", "greedy"], 3))
+    tokens = {"min_p": 1, "fixed": 1, "seeded": 2, "words": 1, "greedy": 1}  # seeded: a part of its prompt
+    batch = runner.batch(tokens, {"min_p": [11, 11], "fixed": [8, 8, 9], "words": [4], "greedy": [5]})
+    states = states_of(batch)
+    masks = np.stack([mask_of(V, [token], []) for token in (8, 8, 9, 8, 11, 11, 11)])
+    output, num_sampled, num_rejected = runner.sample(states, batch, fakes.GrammarOutput(["fixed", "min_p"], masks))
+    ((left, grammar),) = runner.left
+    assert left == ["min_p", "words"]
+    assert grammar.structured_output_request_ids == ["min_p"]
+    assert grammar.grammar_bitmask.tolist() == masks[4:].tolist()
+    ids = output.sampled_token_ids
+    assert ids.shape == (5, MOST + 1)
+    assert ids[1].tolist() == [8, 8, 9, 8]
+    assert [int(ids[0, 0]), int(ids[3, 0])] == [LEFT, LEFT]
+    assert ids[4, 0] == (states[11] @ runner.flashsampling.step.head.weight[:V].T).argmax()
+    assert num_sampled.tolist() == [1, 4, 0, 1, 1]
+    assert num_rejected.tolist() == [2, 0, 0, 1, 1]
+    logprobs = output.logprobs_tensors
+    assert logprobs.cu_num_generated_tokens == [0, 3, 7, 8, 10, 12]
+    assert logprobs.logprobs.shape == (12, 5)
+    assert logprobs.logprobs[:3].tolist() == logprobs.logprobs[8:10].tolist() + [[-2.0] * 5]
+    assert logprobs.logprob_token_ids[3:7, 0].tolist() == [8, 8, 9, 8]
+    assert logprobs.logprobs[7].isneginf().tolist() == [False, False, False, True, True]
+    assert runner.flashsampling.counters() == {
+        "fused": 0,
+        "left": 0,
+        "split": 1,
+        "drafts": 4,
+        "reasons": {"bad words of several tokens": 1, "min_p with top_p": 1},
+        "undefined_rows": 0,
+    }
+
+
+@pytest.mark.parametrize("reason", ["min_p with top_p", "logprob_token_ids"])
+def test_what_is_left_to_vllm(reason):
+    """With its drafts, and those of its batch mates."""
+    runner = runner_of(most_drafts=MOST)
+    runner.add(a=(PROMPT, LEFT_TO_VLLM[reason]), b=(PROMPT, SamplingParams()))
+    runner.batch({"a": 3, "b": 3})
+    batch = runner.batch({"b": 1, "a": 1}, {"a": [1, 2]})
+    output, num_sampled, num_rejected = runner.sample(states_of(batch), batch, None)
+    assert output.sampled_token_ids[:, 0].tolist() == [LEFT, LEFT]
+    assert (num_sampled.tolist(), num_rejected.tolist()) == ([1, 1], [0, 2])
+    assert runner.left == [(["b", "a"], None)]
+    assert runner.flashsampling.counters()["drafts"] == 0
+
+
+def test_rows_without_a_score():
+    """Token 0, as without drafts, and the last one of the step: a draft of it does not hold. Of a step that fails over ranks
+    all rows are such, and ranks whose drafts differ must not have different numbers of tokens."""
+    runner = runner_of(most_drafts=MOST)
+    runner.add(a=(PROMPT, SamplingParams(seed=1)), b=(PROMPT, SamplingParams(seed=1)))
+    runner.batch({"a": 3, "b": 3})
+    batch = runner.batch({"a": 1, "b": 1}, {"a": [0, 7], "b": [7]})
+    states = states_of(batch)
+    states[0] = states[3] = float("nan")
+    output, num_sampled, _ = runner.sample(states, batch, None)
+    assert num_sampled.tolist() == [1, 1]
+    assert output.sampled_token_ids.tolist() == [[0, *[-1] * MOST]] * 2
+    assert runner.flashsampling.counters()["undefined_rows"] == 2
+
+
+def test_warm_up(monkeypatch):
+    """As many rows as there are positions, or tokens of a step; and the launch behind the draw."""
+    import flashsampling.integrations.vllm.step as module
+
+    rows: set[int] = set()
+    behind: list[tuple[int, int, int]] = []
+
+    def noted(weight, requests, max_batch_size, **_):
+        rows.add(max_batch_size)
+        return ["kernel"]
+
+    monkeypatch.setattr(module, "warmup_mixes", noted)
+    monkeypatch.setattr(module, "held", lambda given, tokens: behind.append((given.n, given.positions, len(tokens))))
+    runner = runner_of(most_drafts=MOST)
+    runner._dummy_sampler_run(torch.randn(8, D))
+    runner.max_num_tokens = 10
+    runner._dummy_sampler_run(torch.randn(8, D))
+    assert rows == {32, 10}
+    assert behind == [(MOST, MOST + 1, MOST + 1)] * 2
+
+
+class Verifier:
+    synthetic_conditional_rates = None
+
+
+def drafting(most=MOST):
+    """A runner, with what is looked at."""
+    parallel = SimpleNamespace(tensor_parallel_size=1, prefill_context_parallel_size=1)
+    return SimpleNamespace(
+        vllm_config=SimpleNamespace(parallel_config=parallel, speculative_config=SimpleNamespace()),
+        model_config=SimpleNamespace(logits_processors=None),
+        num_speculative_steps=most,
+        decode_query_len=most + 1,
+        speculator=SimpleNamespace(draft_logits=None),
+        rejection_sampler=Verifier(),
+        sampler=fakes.Sampler(SLOTS, V),
+        use_pp=False,
+        is_pooling_model=False,
+        device=torch.device("cuda"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "why"),
+    [
+        ("speculator", None, "whose drafts go to a Verifier"),
+        ("rejection_sampler", None, "whose drafts go to a NoneType"),
+        ("rejection_sampler", type("Own", (Verifier,), {})(), "whose drafts go to a Own"),
+        ("rejection_sampler.synthetic_conditional_rates", torch.ones(3), "rejection_sample_method=synthetic"),
+        ("speculator.draft_logits", torch.ones(1), "draft_sample_method=probabilistic"),
+        ("decode_query_len", 6, "6 new tokens, and 3 drafts"),
+        (None, None, None),
+    ],
+)
+def test_drafts_that_are_refused(where, value, why):
+    runner = drafting()
+    if where is None:
+        check_runner(runner, KNOWN["0.26"], SimpleNamespace, fakes.Sampler)
+        assert most_drafts_of(runner, Verifier) == MOST
+        runner.vllm_config.speculative_config = None
+        assert most_drafts_of(runner, Verifier) == 0
+        with pytest.raises(Refused, match="4 new tokens"):
+            check_runner(runner, KNOWN["0.26"], SimpleNamespace, fakes.Sampler)
+        return
+    *path, last = where.split(".")
+    setattr(functools.reduce(getattr, path, runner), last, value)
+    with pytest.raises(Refused, match=why):
+        most_drafts_of(runner, Verifier)
+
+
+def test_the_log_says_so(model):
+    head, rules = runner_of(model).flashsampling.step.head, Rules(V, raw_logprobs=True)
+    assert "drafts, up to 3 of a request, are accepted by matching; left to vLLM" in said_of(head, rules, None, 3)
+    assert "drafts" not in said_of(head, rules, None)
+
+
+def test_drafts_nobody_announced():
+    """Are vLLM's."""
+    runner = runner_of()
+    runner.add(a=(PROMPT, SamplingParams()))
+    batch = runner.batch({"a": 4})
+    runner.sample(states_of(batch), dataclasses.replace(batch, num_draft_tokens=2), None)
+    assert runner.flashsampling.counters()["reasons"] == {"drafts": 1}

@@ -1,0 +1,1203 @@
+"""The plug-in for vLLM, on a model runner that is made up: who does a step, with whose parameters, and what comes of it."""
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+import importlib.metadata
+import itertools
+import logging
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import is_tensor
+
+import flashsampling
+from flashsampling.inputs import SampleResult
+from flashsampling.integrations.engine.common import Layers
+from flashsampling.integrations.vllm import Refused, counters, load
+from flashsampling.integrations.vllm import runner as plugin
+from flashsampling.integrations.vllm.batches import batch_of
+from flashsampling.integrations.vllm.device_state import Rows, counts_of
+from flashsampling.integrations.vllm.graphs import Graphs, _Recorded, size_of
+from flashsampling.integrations.vllm.head import head_of
+from flashsampling.integrations.vllm.request_info import FALLBACK_REASONS, Rules, Slots, mask_of
+from flashsampling.integrations.vllm.runner import Fused, FusedRunner, Vllm, check_runner
+from flashsampling.integrations.vllm.settings import KNOWN, PLUGIN
+from flashsampling.integrations.vllm.step import ALL_PARAMS, PLAIN_VARIANT, FusedStep, Grammar, KernelVariant, mixes, variant_of
+from flashsampling.token_counts import Counted, groups_of
+
+from . import fakes
+from .fakes import LEFT, SamplingParams
+
+V, D, SLOTS = 331, 16, 8
+LAYERS = Layers(fakes.Processor, fakes.Embedding, fakes.Unquantized)
+PROMPT = [5, 31, 7, 7]
+VLLM = Vllm(fakes.SamplerOutput, fakes.LogprobsTensors, fakes.get_num_sampled_and_rejected, fakes.AsyncModelRunnerOutput)
+
+
+class Whole(FusedRunner, fakes.Runner):
+    """As ``attach`` makes it."""
+
+
+class GraphsOnCpu(Graphs):
+    """As CUDA graphs are: recording draws nothing, a replay reads what lies there, and writes to the same outputs again."""
+
+    replays = 0
+
+    def _record(self, work):
+        _, _, params = work.args  # what a replay reads stays where it is, or is kept beside it
+        mine = [
+            tensor.untyped_storage().data_ptr() for tensor in (*vars(self).values(), *self._rooms.values()) if is_tensor(tensor)
+        ]
+        read = [getattr(params, name) for name in params._fields if name not in ("counts", "bias_ids", "bias_values")]
+        assert all(tensor.untyped_storage().data_ptr() in mine for tensor in read if is_tensor(tensor))
+        drawn = SampleResult(*(None if part is None else torch.full_like(part, -7) for part in work()))
+
+        def replay():
+            self.replays += 1
+            for there, now in zip(drawn, work(), strict=True):
+                if there is not None:
+                    there.copy_(now)
+
+        return _Recorded(replay, drawn, work)
+
+
+def graphs_of(slots, group=None):
+    return GraphsOnCpu(slots, D, torch.float32, torch.device("cpu"), V, group)
+
+
+def runner_of(model=None, free=None, logprobs_mode="raw_logprobs", vocab_size=V, most_drafts=0, graphs=False):
+    model = fakes.Model(vocab_size, D) if model is None else model
+    head = head_of(model, D, torch.float32, torch.device("cpu"), LAYERS)
+    sampler = fakes.Sampler(SLOTS, vocab_size, logprobs_mode)
+    # slots in an order of their own: a row number is never its slot's number
+    runner = Whole(model, sampler, [0, 3, 1, 7, 4, 6, 2, 5] if free is None else free)
+    rules = Rules(vocab_size, raw_logprobs=logprobs_mode == "raw_logprobs")
+    runner.num_speculative_steps = most_drafts
+    recorded = graphs_of(SLOTS) if graphs else None
+    step = FusedStep(head, sampler, Slots(SLOTS, rules), runner.device, None, most_drafts, recorded)
+    runner.flashsampling = Fused(step, VLLM)
+    return runner
+
+
+def states_of(batch):
+    """Hidden states of all tokens and of the padding, of which every row is another."""
+    return torch.randn(batch.num_tokens + 3, D, generator=torch.Generator().manual_seed(batch.num_tokens))
+
+
+def expected(runner, states, params, prompt=(), output=(), position=0, mask=None, **more):
+    """The one row by ``flashsampling.sample``, from what the user wrote: no slots, mixes or tensors of vLLM."""
+    head = runner.flashsampling.step.head
+    request = {"top_k": params.top_k, "top_p": params.top_p, "min_p": params.min_p, **head.request(), **more}
+    dense = torch.zeros(V)
+    for token, value in (params.logit_bias or {}).items():
+        dense[token] = value
+    if position + 1 < len(prompt) + params.min_tokens:
+        dense[list(params.all_stop_token_ids)] = float("-inf")
+    request["logit_bias"] = dense
+    if (params.repetition_penalty, params.frequency_penalty, params.presence_penalty) != (1.0, 0.0, 0.0):
+        counts = flashsampling.TokenCounts(1, V)
+        counts.reset(0, list(prompt))
+        counts.add(torch.tensor([list(output)], dtype=torch.int64))
+        request["token_counts"] = counts.counts
+        request |= {n: getattr(params, n) for n in ("repetition_penalty", "frequency_penalty", "presence_penalty")}
+    allowed = torch.ones(V, dtype=torch.bool) if mask is None else mask.clone()
+    if params.allowed_token_ids:
+        allowed &= torch.isin(torch.arange(V), torch.tensor(params.allowed_token_ids))
+    for (token,) in params.bad_words_token_ids or []:
+        allowed[token] = False
+    words = mask_of(V, allowed.nonzero()[:, 0].tolist(), [])  # of no token it allows all
+    request["token_mask"] = torch.from_numpy(words * bool(allowed.any()))
+    if params.logprobs is not None:
+        request |= {"return_logprobs": True, "top_logprobs": params.logprobs}
+    rows = {"temperature": params.temperature, "seed": params.seed or 0, "offset": position, "vocab_size": V}
+    return flashsampling.sample(states[None], head.weight, **rows, **request)
+
+
+SERVED = {
+    "plain": SamplingParams(seed=1),
+    "hot": SamplingParams(seed=2, temperature=3.5),
+    "greedy": SamplingParams(temperature=0.0),
+    "top_k": SamplingParams(seed=3, top_k=5),
+    "top_p": SamplingParams(seed=4, top_p=0.5, temperature=2.0),
+    "top_k_top_p": SamplingParams(seed=-5, top_k=7, top_p=0.8, temperature=2.0),
+    "min_p": SamplingParams(seed=6, min_p=0.2, temperature=2.0),
+    "repetition": SamplingParams(seed=7, repetition_penalty=3.0, temperature=0.7),
+    "frequency": SamplingParams(seed=2**63 - 1, frequency_penalty=1.5, presence_penalty=-2.0),
+    "penalised_top_k": SamplingParams(seed=8, repetition_penalty=1.5, presence_penalty=0.5, top_k=9, temperature=2.0),
+    "bias": SamplingParams(seed=9, logit_bias={4: 3.0, 330: 5.0, 31: -100.0}),
+    "many_biases": SamplingParams(seed=10, logit_bias={token: 0.1 * (token % 50) for token in range(100)}),
+    "allowed": SamplingParams(seed=11, allowed_token_ids=[3, 31, 32, 330]),
+    "bad_words": SamplingParams(seed=12, temperature=0.0, bad_words_token_ids=[[token] for token in range(0, V, 2)]),
+    "min_tokens": SamplingParams(seed=13, min_tokens=2, stop_token_ids=[*range(100, 160)], logit_bias={120: 40.0, 200: 20.0}),
+    "logprobs": SamplingParams(seed=14, logprobs=5, top_k=20),
+    "logprobs_0": SamplingParams(seed=15, logprobs=0),
+    "everything": SamplingParams(
+        seed=16, temperature=1.7, top_k=50, min_p=0.01, repetition_penalty=1.3, frequency_penalty=0.2, presence_penalty=0.1,
+        logit_bias={9: 2.0}, allowed_token_ids=[*range(0, V, 3)], bad_words_token_ids=[[9], [12]], min_tokens=1,
+        stop_token_ids=[15], logprobs=3,
+    ),
+}  # fmt: skip
+LEFT_TO_VLLM = {
+    "logprobs of more than 20 tokens": SamplingParams(logprobs=21),
+    "logprob_token_ids": SamplingParams(logprob_token_ids=[3]),
+    "bad words of several tokens": SamplingParams(bad_words_token_ids=[[3], [4, 5], []]),
+    "min_p with top_p": SamplingParams(min_p=0.1, top_p=0.9),
+    "more than 1024 tokens with a bias": SamplingParams(logit_bias=dict.fromkeys(range(1025), 1.0)),
+    "a bias that is not finite": SamplingParams(logit_bias={3: float("inf")}),
+    "thinking_token_budget": SamplingParams(thinking_token_budget=0),
+}
+
+
+def check_rows(runner, batch, states, output, requests, outputs=None, masks=None):
+    """Every row against the request alone."""
+    outputs = outputs or {}
+    for row, name in enumerate(batch.req_ids):
+        prompt, params = requests[name]
+        where = int(batch.logits_indices[row])
+        position = int(batch.positions[where])
+        mask = None if masks is None else masks.get(name)
+        wanted = expected(runner, states[where], params, prompt, outputs.get(name, ()), position, mask)
+        assert output.sampled_token_ids[row].tolist() == wanted.token_ids.clamp(min=0).tolist(), name  # 0 in place of none
+        if params.logprobs is not None:
+            got, n = output.logprobs_tensors, params.logprobs
+            assert got.logprob_token_ids[row, 0] == wanted.token_ids[0]
+            torch.testing.assert_close(got.logprobs[row, :1], wanted.logprobs, rtol=0, atol=1e-5)
+            assert got.selected_token_ranks[row] == wanted.ranks[0]
+            if n:
+                assert got.logprob_token_ids[row, 1 : n + 1].tolist() == wanted.top_token_ids[0].tolist()
+                torch.testing.assert_close(got.logprobs[row, 1 : n + 1], wanted.top_logprobs[0], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_a_request_of_every_served_kind(name):
+    runner = runner_of()
+    requests = {name: (PROMPT, SERVED[name])}
+    runner.add(**requests)
+    batch = runner.batch({name: 4})  # its prompt
+    states = states_of(batch)
+    output, num_sampled, num_rejected = runner.sample(states, batch, None)
+    check_rows(runner, batch, states, output, requests)
+    assert (num_sampled.tolist(), num_rejected.tolist()) == ([1], [0])
+    assert not runner.left
+    assert counters(SimpleNamespace(model_runner=runner))["fused"] == 1
+
+
+def test_parameters_change_what_is_drawn():
+    """Else the test above would pass a plug-in that forgets them."""
+    runner = runner_of()
+    for name, params in SERVED.items():
+        if name in ("plain", "greedy", "logprobs_0", "logprobs"):
+            continue
+        plain = SamplingParams(seed=params.seed)
+        draws = [
+            [int(expected(runner, torch.randn(D), p, PROMPT, range(0, 200, 2)).token_ids) for _ in range(40)]
+            for p in (params, plain)
+            if torch.manual_seed(0)
+        ]
+        assert draws[0] != draws[1], name
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("order", [0, 1, 2])
+def test_mixed_batches_read_their_own_slots(order, graphs):
+    """In several orders of rows, several steps, requests that come and go: all kinds in one batch, eight at a time."""
+    runner = runner_of(graphs=graphs)
+    rng, waiting = np.random.default_rng(order), dict(SERVED)
+    running: list[str] = []
+    outputs: dict[str, list[int]] = {}
+    requests = {}
+    for _ in range(25):
+        if not waiting:
+            break
+        while waiting and len(running) < SLOTS:
+            name = list(waiting)[int(rng.integers(len(waiting)))]
+            prompt = rng.integers(0, V, int(rng.integers(1, 6))).tolist()
+            requests[name] = prompt, waiting.pop(name)
+            runner.add(**{name: requests[name]})
+            running.append(name)
+            outputs[name] = []
+        rng.shuffle(running)
+        tokens = {name: len(requests[name][0]) if not runner.lengths[name] else 1 for name in running}
+        batch = runner.batch(tokens)
+        states = states_of(batch)
+        output, *_ = runner.sample(states, batch, None)
+        check_rows(runner, batch, states, output, requests, outputs)
+        for row, name in enumerate(batch.req_ids):  # as vLLM's ``post_update``
+            token = int(output.sampled_token_ids[row])
+            outputs[name].append(token)
+            runner.sampler.penalties_state.output_bin_counts[runner.req_states.req_id_to_index[name], token] += 1
+        if len(outputs[running[0]]) > 3 or rng.random() < 0.5:  # done, or aborted: its slot goes to the next
+            runner.finish(running.pop(0))
+    assert not waiting
+    assert not runner.left
+
+
+def test_tokens_do_not_depend_on_batch_mates():
+    runner = runner_of()
+    runner.add(a=(PROMPT, SERVED["top_k"]))
+    batch = runner.batch({"a": 1})
+    states = states_of(batch)
+    alone = int(runner.sample(states, batch, None)[0].sampled_token_ids)
+    for mate, params in {**SERVED, **LEFT_TO_VLLM}.items():
+        other = runner_of(runner.model)
+        other.add(b=(PROMPT, params), a=(PROMPT, SERVED["top_k"]))
+        batch = other.batch({"b": 1, "a": 1})
+        both = states_of(batch)
+        both[1] = states[0]
+        assert other.sample(both, batch, None)[0].sampled_token_ids[1] == alone, mate
+
+
+def test_parameters_are_copied_once_for_a_batch(monkeypatch):
+    """While requests and their rows stay the same; another in the slot of one that has ended is another, also in a batch that
+    looks the same."""
+    module = importlib.import_module("flashsampling.integrations.vllm.step")
+    rows_of, copied = module.rows_of, []
+
+    def counted(*args):
+        copied.append(args)
+        return rows_of(*args)
+
+    monkeypatch.setattr(module, "rows_of", counted)
+    runner, requests = runner_of(), {"a": (PROMPT, SERVED["top_k"]), "b": (PROMPT, SERVED["logprobs"])}
+    runner.add(**requests)
+
+    def step(*names, expect):
+        batch = runner.batch(dict.fromkeys(names, 1))
+        states = states_of(batch)
+        check_rows(runner, batch, states, runner.sample(states, batch, None)[0], requests)
+        assert len(copied) == expect
+
+    step("a", "b", expect=1)
+    step("a", "b", expect=1)
+    step("b", "a", expect=2)
+    slot = runner.req_states.req_id_to_index["b"]
+    for name, kind, count in (("c", "bias", 3), ("d", "plain", 4)):
+        runner.finish("b" if name == "c" else "c")
+        requests[name] = (PROMPT, SERVED[kind])
+        runner.add(**{name: requests[name]})
+        assert runner.req_states.req_id_to_index[name] == slot
+        step(name, "a", expect=count)
+    step("a", expect=5)
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("processor", [{}, {"scale": 0.5, "soft_cap": 3.0}])
+def test_steps_of_a_batch_that_stays(processor, graphs, monkeypatch):
+    """Of every kind beside a mate, and of as many as there are slots: the later steps, for which less is made, are each row's
+    alone. Counts grow from step to step."""
+    model = fakes.Model(V, D, **processor)
+    kinds, again = list(SERVED), []
+
+    def noted(drawn_again):
+        def call(*args):
+            again.append(args)
+            return drawn_again(*args)
+
+        return call
+
+    for names in [
+        *([name, "plain"] for name in kinds if name != "plain"),
+        kinds[:SLOTS],
+        kinds[-SLOTS:],
+        ["top_k", "min_p", "plain"],
+    ]:
+        runner = runner_of(model, graphs=graphs)
+        step = runner.flashsampling.step
+        way = "_replay_graph" if graphs else "_draw_cached"
+        monkeypatch.setattr(step, way, noted(getattr(step, way)))
+        requests = {name: (PROMPT, SERVED[name]) for name in names}
+        runner.add(**requests)
+        outputs: dict[str, list[int]] = {name: [] for name in names}
+        last: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for number in range(4):
+            batch = runner.batch(dict.fromkeys(names, 1 if number else len(PROMPT)))
+            states = states_of(batch)
+            output = runner.sample(states, batch, None)[0]
+            check_rows(runner, batch, states, output, requests, outputs)
+            for theirs, were in last:  # nothing of it was written to again
+                assert torch.equal(theirs, were)
+            tensors = [output.sampled_token_ids, output.num_sampled, output.num_rejected]
+            if output.logprobs_tensors is not None:
+                tensors += filter(is_tensor, vars(output.logprobs_tensors).values())
+            last = [(each, each.clone()) for each in tensors]
+            held = step._known.params
+            assert held is None or held.counts is None or not held.counts.untyped_storage().nbytes()
+            for name, row in zip(batch.req_ids, batch.idx_mapping.tolist()):  # many tokens, so that they matter
+                counted = [(number * 37 + 3 * i) % V for i in range(60)]
+                outputs[name] += counted
+                runner.sampler.penalties_state.output_bin_counts[row, counted] += 1
+        if graphs and len(names) == 3:
+            assert step.graphs.replays == 3
+    assert len(again) > 3 * 8
+
+
+@pytest.mark.parametrize("room", [0, SLOTS, 3])
+def test_graphs_of_batches_that_change(room):
+    """Of another size, of other requests, of the same ones in other rows, with masks and without, of another weight: a replay
+    where there is a graph of the size and the kind, and the rows' own tokens whoever had the rows before. ``room``: rows of the
+    buffers that vLLM's own graphs write to, in two thirds of the steps; what lies in the other rows is nobody's."""
+    runner = runner_of(graphs=True)
+    buffers = torch.full((room, D), float("nan")), torch.full((room,), 77)
+    if room:
+        runner.cudagraph_manager = SimpleNamespace(hidden_states=buffers[0])
+        runner.input_buffers = SimpleNamespace(positions=buffers[1])
+    kinds = ["plain", "hot", "greedy", "top_k", "allowed", "repetition", "logprobs", "bad_words"]
+    requests = {name: (PROMPT, SERVED[name]) for name in kinds}
+    runner.add(**requests)
+    step, rng = runner.flashsampling.step, np.random.default_rng(0)
+    forgotten, forget = [], step.graphs.forget
+
+    def forgetting():
+        forgotten.append(len(step.graphs._recorded))
+        forget()
+
+    step.graphs.forget = forgetting
+    for number in range(60):
+        names = [*map(str, rng.permutation(kinds)[: rng.integers(1, SLOTS + 1)])]
+        batch = runner.batch(dict.fromkeys(names, 1))
+        states = states_of(batch)
+        if len(names) <= room and number % 3:
+            for each, now in zip(buffers, (states, batch.positions)):
+                each[: len(names)] = now[: len(names)]
+            states, batch = buffers[0][: len(names)], dataclasses.replace(batch, positions=buffers[1][: len(names)])
+        if number == 40:  # as where vLLM loads another one
+            weight = step.head.layer.weight
+            step.head.layer.weight = torch.nn.Parameter(weight.flip(0).clone(), requires_grad=False)
+        masks = {name: torch.from_numpy(rng.random(V) < 0.7) for name in names if name != "logprobs" and rng.random() < 0.2}
+        words = [mask_of(V, bits.nonzero()[:, 0].tolist(), []) for bits in masks.values()]
+        grammar = fakes.GrammarOutput([*masks], np.stack(words)) if masks else None
+        check_rows(runner, batch, states, runner.sample(states, batch, grammar)[0], requests, masks=masks)
+    assert 10 < step.graphs.replays < 59
+    assert not runner.left
+    assert len(forgotten) == 2  # at first, and of the other weight: a graph reads the one that it was recorded with
+    assert forgotten[0] == 0 < forgotten[1]
+    mine, theirs = step.graphs.hidden_states.data_ptr(), buffers[0].data_ptr()
+    assert {states for *_, states, _ in step.graphs._recorded} == {mine, *([theirs] if room else [])}
+    assert {kind[0] for kind in step.graphs._recorded} <= {1, 2, 4, 8}
+
+
+def test_a_mask_of_nobody_s_is_not_in_a_graph():
+    """Some mixes have masks that no row of theirs wants; rows beyond the batch's when it was recorded are a request's later."""
+    runner = runner_of(free=[*reversed(range(SLOTS))], graphs=True)
+    requests = {"allowed": (PROMPT, SERVED["allowed"])}  # in slot 0
+    requests |= {str(i): (PROMPT, SamplingParams(seed=i, repetition_penalty=1.2, logprobs=2)) for i in range(4)}
+    runner.add(**requests)
+    for names in ("012", "012", "0123", "3210"):
+        batch = runner.batch(dict.fromkeys(names, 1))
+        states = states_of(batch)
+        check_rows(runner, batch, states, runner.sample(states, batch, None)[0], requests)
+    assert runner.flashsampling.step.graphs.replays == 3
+
+
+def test_there_are_not_more_graphs_than_some(monkeypatch):
+    monkeypatch.setattr("flashsampling.integrations.vllm.graphs.MOST_GRAPHS", 2)
+    runner = runner_of(graphs=True)
+    requests = {name: (PROMPT, SERVED[name]) for name in ("plain", "top_k", "min_p", "repetition")}
+    runner.add(**requests)
+    for names in 3 * [["min_p"], ["top_k", "min_p", "plain"], ["repetition"]]:
+        batch = runner.batch(dict.fromkeys(names, 1))
+        states = states_of(batch)
+        check_rows(runner, batch, states, runner.sample(states, batch, None)[0], requests)
+    assert runner.flashsampling.step.graphs.replays == 4
+
+
+def test_sizes_of_graphs():
+    sizes = [size_of(batch, 250) for batch in range(1, 251)]
+    assert all(size >= batch for batch, size in enumerate(sizes, 1))
+    assert sizes == sorted(sizes)
+    assert sorted(set(sizes)) == [1, 2, 4, *range(8, 65, 8), *range(80, 250, 16), 250]
+
+
+def test_no_graph_is_recorded_where_memory_is_short(monkeypatch):
+    """Before anything is captured: less than the largest step may need, but for what the pool has already."""
+
+    class Recording:
+        def capture_begin(self, pool, **how):
+            pools.append(pool)
+            free[0] -= 1000  # what the graphs' pool takes
+
+        def capture_end(self):
+            pass
+
+        def replay(self):
+            pass
+
+    def work():
+        return drawn
+
+    graphs, needed, free = Graphs(8, D, torch.float32, torch.device("cpu"), V), 3 * 4 * 8 * (V + 11_264), [0]
+    stream, handles = SimpleNamespace(wait_stream=lambda other: None), iter(range(9))
+    drawn = SampleResult(torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, dtype=torch.int32))
+    pools: list[int] = []
+    for name, value in {
+        "mem_get_info": lambda device: (free[0], 1 << 40),
+        "graph_pool_handle": lambda: next(handles),
+        "Stream": lambda device: stream,
+        "current_stream": lambda device: stream,
+        "stream": lambda stream: contextlib.nullcontext(),
+        "CUDAGraph": Recording,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    for free[0], is_enough in ((needed - 1, False), (needed, True), (needed - 1000, True), (needed - 2001, False)):
+        with contextlib.nullcontext() if is_enough else pytest.raises(torch.OutOfMemoryError, match="free"):
+            assert graphs._record(work).drawn is drawn
+    graphs.forget()
+    free[0] = needed - 1
+    with pytest.raises(torch.OutOfMemoryError, match="free"):
+        graphs._record(work)
+    free[0] = needed
+    graphs._record(work)
+    assert pools == [0, 0, 1]  # torch records nothing into a pool whose graphs are gone
+
+
+def test_rows_of_a_wide_mask_lie_as_ever():
+    """Also where there is one: kernels are compiled for their distance."""
+    runner = runner_of()
+    step, words = runner.flashsampling.step, -(-V // 32)
+    runner.add(a=(PROMPT, SERVED["plain"]))
+    batch = batch_of(torch.zeros(1, D), runner.batch({"a": 1}), None)
+    for rows in (1, 3):
+        masks = np.zeros((rows, words + 5), np.int32)
+        grammar = Grammar(np.arange(rows), np.arange(rows), masks)
+        assert step._mask(batch._replace(grammar=grammar, slots=np.zeros(rows, np.int32))).stride() == (words, 1)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, TypeError])
+def test_a_graph_that_cannot_be_recorded(error, monkeypatch, caplog):
+    """As when there is no memory for it."""
+
+    def fails(work):
+        raise error("no room")
+
+    runner = runner_of(graphs=True)
+    monkeypatch.setattr(runner.flashsampling.step.graphs, "_record", fails)
+    requests = {"a": (PROMPT, SERVED["top_k"])}
+    runner.add(**requests)
+    for _ in range(3):
+        batch = runner.batch({"a": 1})
+        states = states_of(batch)
+        check_rows(runner, batch, states, runner.sample(states, batch, None)[0], requests)
+    assert [record.message for record in caplog.records].count(caplog.records[0].message) == 1
+
+
+@pytest.mark.parametrize("reason", [reason for reason in LEFT_TO_VLLM if "1024" not in reason])
+def test_a_greedy_request_where_vllm_is_batch_invariant(reason):
+    """With ``VLLM_BATCH_INVARIANT``. Of vLLM's own logits, which have 16 bits, the best is often another."""
+    model, greedy = fakes.Model(V, D), SamplingParams(temperature=0.0)
+
+    def token(invariant, **mates):
+        runner = runner_of(model)
+        runner.flashsampling.step.slots.rules = Rules(V, raw_logprobs=True, invariant=invariant)
+        runner.add(a=(PROMPT, greedy), **mates)
+        batch = runner.batch(dict.fromkeys(["a", *mates], 1))
+        states = torch.randn(8, D, generator=torch.Generator().manual_seed(0))
+        return int(runner.sample(states, batch, None)[0].sampled_token_ids[0])
+
+    mate = (PROMPT, LEFT_TO_VLLM[reason])
+    assert token(True, b=mate) == token(True) != LEFT
+    assert token(False, b=mate) == LEFT
+
+
+@pytest.mark.parametrize("reason", LEFT_TO_VLLM)
+def test_what_is_left_to_vllm(reason):
+    runner = runner_of(vocab_size=2000) if "1024" in reason else runner_of()
+    runner.add(a=(PROMPT, LEFT_TO_VLLM[reason]), b=(PROMPT, SamplingParams()))
+    batch = runner.batch({"b": 4, "a": 4})
+    output, *_ = runner.sample(states_of(batch), batch, None)
+    assert output.sampled_token_ids.tolist() == [[LEFT], [LEFT]]
+    assert runner.left == [(["b", "a"], None)]
+    seen = runner.flashsampling.counters()
+    assert seen == {"fused": 0, "left": 1, "split": 0, "drafts": 0, "reasons": {reason: 1}, "undefined_rows": 0}
+    runner.finish("a")
+    runner.add(c=(PROMPT, SamplingParams()))  # in its slot
+    batch = runner.batch({"c": 4, "b": 1})
+    states = states_of(batch)
+    runner.sample(states, batch, None)
+    assert len(runner.left) == 1
+    assert runner.flashsampling.counters()["fused"] == 1
+
+
+def test_vllms_warm_up_is_nobodys_reason():
+    """Its requests ask for what is left to vLLM; a user's name has a suffix behind it."""
+    runner = runner_of()
+    names = ["_warmup_0_", "_warmup_11_", "_warmup_0_-1f2e3d4c"]
+    runner.add(**{name: (PROMPT, SamplingParams(min_p=0.1, top_p=0.9)) for name in names})
+    for name in names:
+        batch = runner.batch({name: 4})
+        runner.sample(states_of(batch), batch, None)
+    assert [left for left, _ in runner.left] == [[name] for name in names]
+    seen = runner.flashsampling.counters()
+    assert (seen["left"], seen["reasons"]) == (1, {"min_p with top_p": 1})
+
+
+def test_other_reasons():
+    """Which are not a request's alone."""
+    runner = runner_of(logprobs_mode="processed_logprobs")
+    runner.add(a=(PROMPT, SamplingParams(logprobs=1)))
+    batch = runner.batch({"a": 4})
+    runner.sample(states_of(batch), batch, None)
+    drafts = runner_of()
+    drafts.add(a=(PROMPT, SamplingParams()))
+    batch = drafts.batch({"a": 4})
+    drafts.sample(states_of(batch), dataclasses.replace(batch, num_draft_tokens=2), None)
+    grammar = runner_of()
+    grammar.flashsampling.step.slots.rules = Rules(V, raw_logprobs=True, min_tokens_respects_grammar=True)
+    stops = SamplingParams(min_tokens=3, stop_token_ids=[5])
+    grammar.add(a=(PROMPT, SamplingParams(logprobs=1)), b=(PROMPT, SamplingParams()), c=(PROMPT, stops))
+    for name, words in (("a", 11), ("b", 3), ("c", 11)):  # b's is too narrow
+        batch = grammar.batch({"a": 1, "b": 1, "c": 1})
+        grammar.sample(states_of(batch), batch, fakes.GrammarOutput([name], np.full((1, words), -1, np.int32)))
+    reasons = [list(each.flashsampling.counters()["reasons"]) for each in (runner, drafts, grammar)]
+    assert reasons == [
+        ["a logprobs_mode other than raw_logprobs"],
+        ["drafts"],
+        ["logprobs with a grammar", "a grammar of another shape", "min_tokens with a grammar"],
+    ]
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_grammars(graphs):
+    """A mask for some rows, in an order of its own, beside masks and biases of requests."""
+    runner = runner_of(graphs=graphs)
+    names = ["plain", "allowed", "bad_words", "greedy", "everything", "bias"]
+    requests = {name: (PROMPT, dataclasses.replace(SERVED[name], logprobs=None)) for name in names}
+    runner.add(**requests)
+    batch = runner.batch(dict.fromkeys(reversed(names), 4))
+    states = states_of(batch)
+    constrained = ["everything", "plain", "allowed", "greedy"]
+    bits = {name: torch.rand(V, generator=torch.Generator().manual_seed(i)) < 0.5 for i, name in enumerate(constrained)}
+    bits["allowed"][31] = True
+    width = -(-V // 32) + 2  # vLLM's masks may be wider
+    masks = np.stack([np.pad(mask_of(V, bits[name].nonzero()[:, 0].tolist(), []), (0, 2)) for name in constrained])
+    assert masks.shape == (4, width)
+    output, *_ = runner.sample(states, batch, fakes.GrammarOutput(constrained, masks))
+    check_rows(runner, batch, states, output, requests, masks=bits)
+    free, *_ = runner.sample(states, batch, None)
+    assert free.sampled_token_ids.tolist() != output.sampled_token_ids.tolist()
+    nobody, *_ = runner.sample(states, batch, fakes.GrammarOutput([], masks[:0]))
+    assert nobody.sampled_token_ids.tolist() == free.sampled_token_ids.tolist()
+    assert not runner.left
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_a_grammar_for_every_row(graphs):
+    """In the order of the rows and in another one, beside requests without masks, which then take no launch of their own."""
+    runner = runner_of(graphs=graphs)
+    names = ["plain", "greedy", "top_k"]
+    requests = {name: (PROMPT, SERVED[name]) for name in names}
+    runner.add(**requests)
+    rng = np.random.default_rng(0)
+    for constrained in (names, names[::-1], names, ["greedy", "top_k", "plain"]):
+        batch = runner.batch(dict.fromkeys(names, 1))
+        states = states_of(batch)
+        bits = {name: torch.from_numpy(rng.random(V) < 0.1) for name in names}
+        masks = np.stack([np.pad(mask_of(V, bits[name].nonzero()[:, 0].tolist(), []), (0, 2)) for name in constrained])
+        kept = masks.copy()
+        output, *_ = runner.sample(states, batch, fakes.GrammarOutput(constrained, masks))
+        check_rows(runner, batch, states, output, requests, masks=bits)
+        assert np.array_equal(masks, kept)
+    assert runner.flashsampling.step._masks is None
+
+
+def test_a_split_batch():
+    """Requests with a seed are drawn here, those that cannot be by vLLM, with their grammars; log-probabilities of both."""
+    runner = runner_of()
+    requests = {
+        "seeded": (PROMPT, SamplingParams(seed=1, logprobs=2)),
+        "words": (PROMPT, SamplingParams(bad_words_token_ids=[[3, 4]], logprobs=4)),
+        "unseeded": (PROMPT, SamplingParams(temperature=0.0)),
+        "fixed": (PROMPT, SamplingParams(seed=3, allowed_token_ids=[8, 9])),
+        "min_p": (PROMPT, SamplingParams(min_p=0.1, top_p=0.5)),
+    }
+    runner.add(**requests)
+    tokens = {"min_p": 4, "fixed": 4, "seeded": 2, "words": 4, "unseeded": 4}  # seeded: a part of its prompt
+    batch = runner.batch(tokens)
+    states = states_of(batch)
+    masks = np.stack([mask_of(V, [token], []) for token in (8, 11)])
+    output, num_sampled, num_rejected = runner.sample(states, batch, fakes.GrammarOutput(["fixed", "min_p"], masks))
+    ((left, grammar),) = runner.left
+    assert left == ["min_p", "words"]
+    assert grammar.structured_output_request_ids == ["min_p"]
+    assert grammar.grammar_bitmask.tolist() == masks[1:].tolist()
+    ids = output.sampled_token_ids[:, 0].tolist()
+    assert [ids[0], ids[3]] == [LEFT, LEFT]
+    assert ids[1] == 8
+    for row, name in ((2, "seeded"), (4, "unseeded")):
+        where = int(batch.logits_indices[row])
+        wanted = expected(runner, states[where], requests[name][1], PROMPT, (), int(batch.positions[where]))
+        assert ids[row] == wanted.token_ids
+    assert num_sampled.tolist() == [1, 1, 0, 1, 1]
+    assert num_rejected.tolist() == [0] * 5
+    logprobs = output.logprobs_tensors
+    assert logprobs.logprobs.shape == (5, 5)
+    assert logprobs.logprobs[3].tolist() == [-2.0] * 5
+    assert logprobs.logprob_token_ids[2, 0] == ids[2]
+    assert logprobs.logprobs[2].isneginf().tolist() == [False, False, False, True, True]
+    assert logprobs.selected_token_ranks[3] == 3
+    assert runner.flashsampling.counters() == {
+        "fused": 0,
+        "left": 0,
+        "split": 1,
+        "drafts": 0,
+        "reasons": {"bad words of several tokens": 1, "min_p with top_p": 1},
+        "undefined_rows": 0,
+    }
+
+
+def test_unseeded_requests_have_seeds_of_their_own():
+    runner = runner_of()
+    runner.add(**{name: (PROMPT, SamplingParams(temperature=50.0)) for name in "abcdefgh"})
+    batch = runner.batch(dict.fromkeys("abcdefgh", 1))
+    states = states_of(batch)
+    states[:] = states[0]
+    first = runner.sample(states, batch, None)[0].sampled_token_ids[:, 0].tolist()
+    assert len(set(first)) > 5
+    second = runner.sample(states, runner.batch(dict.fromkeys("abcdefgh", 1)), None)[0].sampled_token_ids[:, 0].tolist()
+    assert first != second  # the position is the offset
+
+
+def test_rows_without_a_score():
+    runner = runner_of()
+    runner.add(
+        a=(PROMPT, SamplingParams(seed=1)),
+        b=(PROMPT, SamplingParams(seed=2, allowed_token_ids=[4])),
+        c=(PROMPT, SamplingParams()),
+    )
+    batch = runner.batch({"a": 1, "b": 1, "c": 1})
+    states = states_of(batch)
+    states[2] = float("nan")
+    output, *_ = runner.sample(states, batch, fakes.GrammarOutput(["b"], mask_of(V, [5], [])[None]))
+    assert output.sampled_token_ids[1:, 0].tolist() == [0, 0]
+    assert output.sampled_token_ids[0] == expected(runner, states[0], SamplingParams(seed=1)).token_ids
+    assert runner.flashsampling.counters()["undefined_rows"] == 2
+
+
+@pytest.mark.parametrize(
+    ("bias", "processor"),
+    [(True, {}), (False, {"scale": 0.25}), (True, {"scale": 2.0, "soft_cap": 3.0}), (False, {"soft_cap": 2.0})],
+)
+def test_heads(bias, processor):
+    """What is drawn is of the model's own logits."""
+    model = fakes.Model(V, D, bias, **processor)
+    runner = runner_of(model)
+    runner.add(a=(PROMPT, SamplingParams(temperature=0.0, logprobs=4)), b=(PROMPT, SamplingParams(temperature=0.0)))
+    for names in (["a"], ["b"]):
+        batch = runner.batch(dict.fromkeys(names, 1))
+        states = states_of(batch)
+        output, *_ = runner.sample(states, batch, None)
+        logits = model.compute_logits(states[:1])
+        assert int(output.sampled_token_ids) == int(logits.argmax())
+        if names == ["a"]:
+            best = logits.log_softmax(-1).topk(4)
+            torch.testing.assert_close(output.logprobs_tensors.logprobs[0, 1:], best.values[0], rtol=0, atol=1e-4)
+    model.lm_head.weight.data.mul_(-1)  # other weights are loaded into it
+    assert int(runner.sample(states, batch, None)[0].sampled_token_ids) == int(model.compute_logits(states[:1]).argmax())
+
+
+def _model(change):
+    model = fakes.Model(V, D, bias=True)
+    change(model)
+    return model
+
+
+def _compute(function):
+    def change(model):
+        original = model.compute_logits
+        model.compute_logits = lambda hidden_states: function(original, hidden_states)
+
+    return change
+
+
+class LogitsProcessorWithLoRA(fakes.Processor):
+    pass
+
+
+class Quantised(fakes.Unquantized):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (_compute(lambda original, states: original(states / 2)), "hidden states before"),
+        (_compute(lambda original, states: original(states) / 2), "logits after"),
+        (_compute(lambda original, states: original(original(states)[:, :D])), "calls 2 logits processors"),
+        (_compute(lambda original, states: states @ torch.ones(D, V)), "calls no logits processor"),
+        (_compute(lambda original, states: original(states, 1)), "could not be looked at"),
+        (lambda model: setattr(model, "logits_processor", LogitsProcessorWithLoRA(V)), "LogitsProcessorWithLoRA"),
+        (lambda model: setattr(model.lm_head, "quant_method", Quantised()), "quantised"),
+        (lambda model: setattr(model.lm_head, "num_added_embeddings", 3), "added vocabulary"),
+        (lambda model: setattr(model.logits_processor, "head_dtype", torch.bfloat16), "head_dtype"),
+        (lambda model: setattr(model.logits_processor, "logits_as_input", True), "no hidden states"),
+        (lambda model: setattr(model.logits_processor, "scale", float("nan")), "scales"),
+        (lambda model: setattr(model, "lm_head", nn_linear()), "LM head is a Linear"),
+        (lambda model: model.lm_head.register_forward_hook(print), None),  # which nobody calls
+        (lambda model: model.lm_head.bias.data.fill_(float("nan")), None),
+    ],
+)
+def test_models_that_are_refused(change, why):
+    model = _model(change)
+    if why is None:
+        head_of(model, D, torch.float32, torch.device("cpu"), LAYERS)
+        return
+    with pytest.raises(Refused, match=why):
+        head_of(model, D, torch.float32, torch.device("cpu"), LAYERS)
+
+
+def nn_linear():
+    linear = torch.nn.Linear(D, V)
+    return linear
+
+
+def test_a_processor_that_does_something_else(monkeypatch):
+    model = fakes.Model(V, D)
+    forward = model.logits_processor.forward
+    monkeypatch.setattr(model.logits_processor, "forward", lambda *args: 2 * forward(*args))
+    with pytest.raises(Refused, match="something else"):
+        head_of(model, D, torch.float32, torch.device("cpu"), LAYERS)
+
+
+class PenaltiesState:
+    """One of newer vLLM's own."""
+
+
+class OnlyEven:
+    """A logits processor of somebody's."""
+
+
+NamedAlike = type("BadWordsState", (), {"__module__": "somebody.plugin"})
+
+
+TRIED, NEWER = KNOWN["0.26"], KNOWN["0.33"]
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "why"),
+    [
+        ("use_pp", True, "pipeline parallelism"),
+        ("is_pooling_model", True, "does not generate"),
+        ("device", torch.device("cpu"), "not an NVIDIA GPU"),
+        ("sampler", None, "samples nothing"),
+        ("sampler", SimpleNamespace(compute_nans=False), "sampler of its own"),
+        ("decode_query_len", 3, "3 new tokens"),
+        ("sampler.compute_nans", True, "VLLM_COMPUTE_NANS_IN_LOGITS"),
+        ("sampler.logits_processors", [PenaltiesState(), OnlyEven()], r"custom logits processors: .*\.OnlyEven"),
+        ("sampler.logits_processors", [NamedAlike()], "custom logits processors: somebody.plugin.BadWordsState"),
+        ("sampler.return_sampling_mask", True, "return_sampling_mask"),
+        ("sampler.trace_replay_state", OnlyEven(), "enable_trace_replay"),
+        ("model_config.logits_processors", ["some.module:Class"], "custom logits processors"),
+        ("vllm_config.parallel_config.tensor_parallel_size", 4, "tensor parallelism, but for two ranks"),
+        ("vllm_config.parallel_config.prefill_context_parallel_size", 2, "context parallelism"),
+        (None, None, None),
+    ],
+)
+def test_runners_that_are_refused(where, value, why, monkeypatch):
+    for name in ("FLASHSAMPLING_VLLM_TP", "FLASHSAMPLING_VLLM_GRAPHS"):
+        monkeypatch.delenv(name, raising=False)
+    runner = fakes.Runner(fakes.Model(V, D), fakes.Sampler(SLOTS, V), [0])
+    parallel = SimpleNamespace(tensor_parallel_size=1, prefill_context_parallel_size=1)
+    runner.vllm_config = SimpleNamespace(parallel_config=parallel, speculative_config=None)
+    runner.model_config = SimpleNamespace(logits_processors=None)
+    runner.use_pp, runner.is_pooling_model, runner.decode_query_len, runner.device = False, False, 1, torch.device("cuda")
+    if where is None:
+        check_runner(runner, TRIED, fakes.Runner, fakes.Sampler)
+        parallel.tensor_parallel_size = 2
+        check_runner(runner, TRIED, fakes.Runner, fakes.Sampler)  # as it was timed
+        for name, value in (("GRAPHS", "0"), ("TP", "0")):
+            monkeypatch.setenv(f"FLASHSAMPLING_VLLM_{name}", value)
+            with pytest.raises(Refused, match="tensor parallelism, but for two ranks"):
+                check_runner(runner, TRIED, fakes.Runner, fakes.Sampler)
+            monkeypatch.delenv(f"FLASHSAMPLING_VLLM_{name}")
+        runner.vllm_config.speculative_config = SimpleNamespace()
+        with pytest.raises(Refused, match="no drafts"):
+            check_runner(runner, TRIED, fakes.Runner, fakes.Sampler)
+        parallel.tensor_parallel_size = 4
+        monkeypatch.setenv("FLASHSAMPLING_VLLM_TP", "1")
+        check_runner(runner, TRIED, fakes.Runner, fakes.Sampler)
+        parallel.tensor_parallel_size, runner.vllm_config.speculative_config = 2, None
+        with pytest.raises(Refused, match="tensor parallelism with this release"):
+            check_runner(runner, NEWER, fakes.Runner, fakes.Sampler)
+        parallel.tensor_parallel_size, runner.vllm_config.speculative_config = 1, SimpleNamespace()
+        with pytest.raises(Refused, match="speculative decoding with this release"):
+            check_runner(runner, NEWER, fakes.Runner, fakes.Sampler)
+        runner.vllm_config.speculative_config = None
+        asks = {"logits_processors": [PenaltiesState()], "return_sampling_mask": False, "trace_replay_state": None}
+        vars(runner.sampler).update(asks)
+        for name, value in asks.items():
+            delattr(runner.sampler, name)
+            with pytest.raises(Refused, match=f"the sampler has no {name} here"):
+                check_runner(runner, NEWER, fakes.Runner, fakes.Sampler)
+            setattr(runner.sampler, name, value)
+        check_runner(runner, NEWER, fakes.Runner, fakes.Sampler)
+        with pytest.raises(Refused, match="model runner is a Runner"):
+            check_runner(runner, TRIED, Whole, fakes.Sampler)
+        return
+    *path, last = where.split(".")
+    setattr(functools.reduce(getattr, path, runner), last, value)
+    with pytest.raises(Refused, match=why):
+        check_runner(runner, TRIED, fakes.Runner, fakes.Sampler)
+
+
+WANTED = [KernelVariant(*each) for each in itertools.product((False, True), (0, 1, 64, 65), *[(False, True)] * 3)]
+
+
+@pytest.mark.parametrize("in_registers", [False, True])
+def test_mixes(in_registers):
+    """A mix has what is wanted, and where the kernel biases, masks and penalises no more, but behind logits in memory."""
+    assert mixes(in_registers)[0] == variant_of(PLAIN_VARIANT, in_registers) == PLAIN_VARIANT
+    assert len(mixes(in_registers)) == (21 if in_registers else 8)
+    for wanted in WANTED:
+        mix = variant_of(wanted, in_registers)
+        assert mix in mixes(in_registers)
+        assert all(has >= want for has, want in zip(mix, wanted)), wanted
+        assert variant_of(mix, in_registers) == mix
+        of_request = wanted.mask or wanted.penalties
+        if wanted.biases > 64:
+            assert mix == ALL_PARAMS._replace(logprobs=wanted.logprobs or not in_registers)
+        elif in_registers and not wanted.logprobs:
+            assert mix == wanted._replace(biases=64 if wanted.biases else 0)
+        elif wanted.biases or of_request:
+            assert mix == KernelVariant(True, 64, True, wanted.penalties, wanted.logprobs)
+        else:
+            assert mix == KernelVariant(filters=wanted.filters or wanted.logprobs, logprobs=wanted.logprobs)
+
+
+@pytest.mark.parametrize("in_registers", [False, True])
+def test_warm_up_covers_all_mixes(in_registers, monkeypatch):
+    """Each call of a step has the arguments, and the kinds of arguments, of one that was warmed up."""
+    import flashsampling.integrations.vllm.step as module
+
+    def kinds(arguments):
+        kind: dict[str, object] = {}
+        for name, value in arguments.items():
+            if name == "logit_bias":
+                kind[name] = value[0].shape[1], value[0].dtype, value[1].dtype
+            elif isinstance(value, torch.Tensor):
+                kind[name] = value.dtype, value.ndim
+            elif isinstance(value, Counted):
+                kind[name] = value.counts.dtype, value.counts.ndim
+            elif name not in ("max_batch_size", "vocab_size", "top_logprobs", "seed", "offset", "temperature", "tp"):
+                kind[name] = value
+        return kind
+
+    warm: list[dict[str, object]] = []
+    calls: list[dict[str, object]] = []
+
+    def noted(weight, requests, **whole):
+        warm.extend(kinds(request | whole) for request in requests)
+        return ["kernel"]
+
+    monkeypatch.setattr(module, "_IN_REGISTERS", ("streaming",) if in_registers else ())
+    monkeypatch.setattr(module, "warmup_mixes", noted)
+    real = flashsampling.sample
+    runner = runner_of()
+    runner._dummy_sampler_run(torch.randn(5, D))
+    assert len(warm) == len(mixes(in_registers))
+
+    def seen(states, weight, *, temperature, seed, offset, **request):
+        calls.append(kinds(request))
+        assert request.get("top_logprobs", 1) > 0  # of none there would be another kernel
+        return real(states, weight, temperature=temperature, seed=seed, offset=offset, **request)
+
+    monkeypatch.setattr(module, "sample", seen)
+    pairs = [*itertools.combinations_with_replacement(SERVED, 2)]
+    threes = [("bias", "allowed", other) for other in ("top_k", "repetition", "penalised_top_k")]
+    for names in (*pairs, *threes):
+        runner = runner_of()
+        requests = {f"{i}": (PROMPT, SERVED[name]) for i, name in enumerate(names)}
+        runner.add(**requests)
+        batch = runner.batch(dict.fromkeys(reversed(requests), 1))
+        states = states_of(batch)
+        output, *_ = runner.sample(states, batch, None)
+        check_rows(runner, batch, states, output, requests)
+    assert len(calls) == len(pairs) + len(threes)
+    assert all(call in warm for call in calls)
+    assert all(mix in calls for mix in warm)  # and nothing is compiled for nobody
+
+
+def test_a_grammar_alone_is_a_mask_alone(monkeypatch):
+    """And penalties are counts: what the Hopper kernel does in the launch that draws."""
+    import flashsampling.integrations.vllm.step as module
+
+    monkeypatch.setattr(module, "_IN_REGISTERS", ("streaming",))
+    calls = []
+
+    def seen(states, weight, **request):
+        calls.append(set(request) - {"temperature", "seed", "offset", "vocab_size", "tp"})
+        return flashsampling.sample(states, weight, **request)
+
+    monkeypatch.setattr(module, "sample", seen)
+    runner = runner_of()
+    runner.add(a=(PROMPT, SERVED["plain"]), b=(PROMPT, SERVED["min_tokens"]), c=(PROMPT, SERVED["repetition"]))
+    penalties = {"token_counts", "repetition_penalty", "frequency_penalty", "presence_penalty"}
+    batch = runner.batch({"a": 4})
+    runner.sample(states_of(batch), batch, fakes.GrammarOutput(["a"], np.full((1, 11), -1, np.int32)))
+    for tokens in ({"a": 1}, {"c": 4}, {"a": 1, "c": 1}, {"b": 4}):
+        batch = runner.batch(tokens)
+        runner.sample(states_of(batch), batch, None)
+    assert calls == [{"token_mask"}, set(), penalties, penalties, {"logit_bias"}]
+
+
+SHARED = {  # what a batch of several ranks asks for: a filter's rounds only if a row has it, one round where all have one top-k
+    "plain": (["plain", "hot", "greedy"], None, {}),
+    "one top_k": (["top_k"], None, {"top_k": 5}),
+    "one top_k but for a greedy row": (["top_k", "greedy"], None, {"top_k": 5}),
+    "a row without top_k": (["top_k", "plain"], None, {"top_k": torch.Tensor}),
+    "two top_k": (
+        ["top_k", "penalised_top_k"],
+        None,
+        {"top_k": torch.Tensor, "token_counts": Counted},
+    ),
+    "top_p": (["top_p", "plain"], None, {"top_p": torch.Tensor}),
+    "top_k and top_p": (["top_k_top_p"], None, {"top_k": 7, "top_p": torch.Tensor}),
+    "min_p": (["min_p"], None, {"min_p": torch.Tensor}),
+    "a grammar": (["plain", "hot"], "hot", {"token_mask": torch.Tensor}),
+    "logprobs": (["logprobs_0"], None, {"return_logprobs": True, "top_logprobs": 1}),
+    "logprobs and top_k": (["logprobs"], None, {"return_logprobs": True, "top_logprobs": 5, "top_k": 20}),
+    "biases": (["bias"], None, {}),
+    "many biases": (["many_biases"], None, {"token_mask": torch.Tensor, "token_counts": Counted}),
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_what_several_ranks_ask_for(name, monkeypatch):
+    """And what of it kernels are compiled for was warmed up."""
+    import flashsampling.integrations.vllm.step as module
+
+    class Group:
+        first_token, last_token = 0, V
+
+        def check(self, *, collective):
+            assert collective
+
+        def __exit__(self, kind, error, trace):
+            raise AssertionError(error)
+
+    def compiled(request):
+        biased = request["logit_bias"][0].shape[1] if "logit_bias" in request else 0
+        return biased, "token_mask" in request, "token_counts" in request
+
+    def seen(states, weight, *, tp=None, **request):
+        if tp is None:
+            return flashsampling.sample(states, weight, **request)
+        assert tp is group
+        calls.append(request)
+        return flashsampling.sample(states, weight, **request, vocab_size=V)
+
+    def noted(weight, requests, *, tp, max_batch_size):
+        warm.extend(compiled(request) for request in requests)
+        return ["kernel"]
+
+    calls: list[dict[str, object]] = []
+    warm: list[tuple[int, bool, bool]] = []
+    model, group = fakes.Model(V, D), Group()
+    monkeypatch.setattr(module, "sample", seen)
+    monkeypatch.setattr(module, "warmup_mixes", noted)
+    runner, whole = runner_of(model), runner_of(model)
+    step = runner.flashsampling.step
+    runner.flashsampling.step = FusedStep(step.head, step.sampler, step.slots, step.device, group)
+    runner._dummy_sampler_run(torch.randn(3, D))
+    calls.clear()
+    names, constrained, wanted = SHARED[name]
+    requests = {each: (PROMPT, SERVED[each]) for each in names}
+    mask = np.full((1, 11), 3, np.int32)
+    grammar = fakes.GrammarOutput([constrained], mask) if constrained else None
+    tokens = []
+    for each in (runner, whole):
+        each.add(**requests)
+        batch = each.batch(dict.fromkeys(names, 4))
+        tokens.append(each.sample(states_of(batch), batch, grammar)[0].sampled_token_ids.tolist())
+    assert tokens[0] == tokens[1]
+    (call,) = calls
+    assert compiled(call) in warm
+    penalties = {"repetition_penalty", "frequency_penalty", "presence_penalty"}
+    for gone in ("temperature", "seed", "offset", "logit_bias", *penalties):
+        call.pop(gone, None)
+    assert {key: type(value) if isinstance(value, (torch.Tensor, Counted)) else value for key, value in call.items()} == wanted
+
+
+@pytest.mark.parametrize("chosen", ["auto", "require"])
+def test_a_warm_up_that_fails(chosen, monkeypatch, caplog):
+    """vLLM serves without the plug-in, unless that was required."""
+    monkeypatch.setenv("FLASHSAMPLING_VLLM", chosen)
+    runner = runner_of()
+
+    def fails(hidden_states):
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(runner.flashsampling.step, "warm_up", fails)
+    if chosen == "require":
+        with pytest.raises(Refused, match=r"no room.*\(FLASHSAMPLING_VLLM=require\)"):
+            runner._dummy_sampler_run(torch.randn(2, D))
+        return
+    runner._dummy_sampler_run(torch.randn(2, D))
+    assert type(runner) is fakes.Runner
+    assert [record.getMessage() for record in caplog.records] == [
+        "flashsampling: nothing is fused: OutOfMemoryError('no room')"
+    ]
+    runner.add(a=(PROMPT, SamplingParams()))
+    batch = runner.batch({"a": 4})
+    assert runner.sample(states_of(batch), batch, None)[0].sampled_token_ids.tolist() == [[LEFT]]
+    assert counters(SimpleNamespace(model_runner=runner)) == {"refused": "OutOfMemoryError('no room')"}
+
+
+def test_parameters_that_cannot_be_read():
+    """Those of another vLLM than is known: vLLM draws for that request, and for the slot's next one the step does."""
+
+    class Unread:
+        def __getattr__(self, name):
+            raise AttributeError(name)
+
+    runner = runner_of()
+    slots = runner.flashsampling.step.slots
+    runner.flashsampling.step.add(2, Unread(), 4)
+    assert (FALLBACK_REASONS[slots.reasons[2]], slots.batch_invariant[2], slots.wants[2]) == (
+        "parameters that cannot be read",
+        False,
+        0,
+    )
+    runner.flashsampling.step.add(2, SamplingParams(seed=1), 4)
+    assert (FALLBACK_REASONS[slots.reasons[2]], slots.batch_invariant[2]) == ("served", True)
+
+
+def test_counters_that_cannot_be_read_at_the_end(caplog):
+    """As after a device's error: vLLM shuts down all the same."""
+    runner = runner_of()
+    runner.flashsampling.step.undefined = "lost"
+    runner.shutdown()
+    assert not hasattr(runner, "model")
+    assert "invalid literal" in caplog.text
+
+
+class Sealed(fakes.Runner):
+    """A fork's, whose class stays what it is."""
+
+    def __setattr__(self, name, value):
+        if name == "__class__":
+            raise TypeError("sealed")
+        super().__setattr__(name, value)
+
+
+@pytest.mark.parametrize("kind", [fakes.Runner, Sealed])
+@pytest.mark.parametrize("chosen", ["auto", "require"])
+def test_a_runner_is_fused_or_as_it_was(kind, chosen, monkeypatch, caplog):
+    """From the worker on, where nothing but the runner's own class has a say."""
+    gpu = {
+        "input_batch": {"get_num_sampled_and_rejected": fakes.get_num_sampled_and_rejected},
+        "model_runner": {"GPUModelRunner": kind},
+        "sample.output": {"SamplerOutput": fakes.SamplerOutput},
+        "sample.sampler": {"Sampler": fakes.Sampler},
+        "spec_decode.rejection_sampler": {"RejectionSampler": object},
+    }
+    layers = {"logits_processor": {"LogitsProcessor": LAYERS.processor}}
+    layers["vocab_parallel_embedding"] = {"UnquantizedEmbeddingMethod": object, "VocabParallelEmbedding": object}
+    modules = {f"vllm.v1.worker.gpu.{name}": names for name, names in gpu.items()}
+    modules |= {f"vllm.model_executor.layers.{name}": names for name, names in layers.items()}
+    modules["vllm"] = {"envs": SimpleNamespace(VLLM_BATCH_INVARIANT=False)}
+    modules["vllm.distributed"] = {"get_tp_group": None}
+    outputs = {"AsyncModelRunnerOutput": fakes.AsyncModelRunnerOutput, "LogprobsTensors": fakes.LogprobsTensors}
+    modules["vllm.v1.outputs"] = outputs
+    for name, names in modules.items():
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(**names))
+    monkeypatch.setenv("FLASHSAMPLING_VLLM", chosen)
+    monkeypatch.setenv("FLASHSAMPLING_VLLM_GRAPHS", "off")
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.26.0")
+    monkeypatch.setattr(PLUGIN, "check_signature", lambda *_: None)
+    model = fakes.Model(V, D)
+    monkeypatch.setattr(plugin, "head_of", lambda *_: head_of(model, D, torch.float32, torch.device("cpu"), LAYERS))
+    for name in ("check_runner", "check_head"):
+        monkeypatch.setattr(plugin, name, lambda *_: None)
+    runner = kind(model, fakes.Sampler(SLOTS, V), [0])
+    runner.vllm_config, runner.dtype = SimpleNamespace(speculative_config=None), torch.float32
+    runner.model_config, runner.vocab_size = SimpleNamespace(get_hidden_size=lambda: D), V
+    worker, before = SimpleNamespace(use_v2_model_runner=True, model_runner=runner), dict(vars(runner))
+    if kind is Sealed and chosen == "require":
+        with pytest.raises(Refused, match=r"TypeError\('sealed'\).*require"):
+            load.attach(worker)
+    else:
+        with caplog.at_level(logging.INFO, "vllm.flashsampling"):
+            load.attach(worker)
+        (line,) = [record.getMessage() for record in caplog.records]
+        assert line.startswith(
+            "flashsampling: " + ("LM head" if kind is fakes.Runner else "nothing is fused: TypeError('sealed')")
+        )
+    if kind is Sealed:
+        assert (type(runner), vars(runner)) == (kind, before)
+        assert counters(worker) == {"refused": "TypeError('sealed')"}
+    else:
+        assert type(runner).__mro__[1:3] == (FusedRunner, kind)
+        assert counters(worker)["fused"] == 0
+
+
+@pytest.mark.parametrize("vocab_size", [331, 4096, 4097])
+def test_counts_by_a_kernel(vocab_size, device):
+    """The kernel's counts are those of torch, but for rows without penalties."""
+    pytest.importorskip("triton")
+    from flashsampling.integrations.vllm.kernels import counts_kernel
+
+    generator = torch.Generator().manual_seed(0)
+    words = -(-vocab_size // 32)
+    state = SimpleNamespace(
+        output_bin_counts=torch.randint(0, 3, (5, vocab_size), dtype=torch.int32, generator=generator),
+        prompt_bin_mask=torch.randint(-(2**31), 2**31 - 1, (5, words), dtype=torch.int32, generator=generator),
+    )
+    slots = torch.tensor([4, 0, 2, 3], dtype=torch.int32)
+    ones, zeros = torch.ones(4), torch.zeros(4)
+    rows = Rows(
+        zeros,
+        ones,
+        zeros,
+        ones,
+        zeros,
+        torch.tensor([2.0, 1, 1, 1]),
+        torch.tensor([0, 0.5, 0, 0]),
+        torch.tensor([0, 0, 1.0, 0]),
+    )
+    wanted, _ = counts_of(state, slots, rows, vocab_size)
+    for row, slot in enumerate(slots.tolist()):
+        counts = flashsampling.TokenCounts(1, vocab_size)
+        bits = state.prompt_bin_mask[slot][:, None] >> torch.arange(32) & 1
+        counts.reset(0, bits.flatten()[:vocab_size].nonzero()[:, 0].tolist())
+        assert torch.equal(wanted[row], counts.counts[0] + state.output_bin_counts[slot])
+    there = [tensor.to(device) for tensor in (state.output_bin_counts, state.prompt_bin_mask, slots, *rows[5:])]
+    for first, last in ((0, vocab_size), (136, 300)):
+        count = last - first
+        out = torch.full((4, count + 3), 77, dtype=torch.int32, device=device)
+        seen = torch.full((4, groups_of(vocab_size)), 77, dtype=torch.uint8, device=device)
+        of_out = out, out.stride(0), seen, seen.stride(0)
+        counts_kernel[(4, -(-(count + first % 16) // 1024))](
+            there[0], there[0].stride(0), there[1], words, *there[2:], *of_out, first, first % 16, count, BLOCK=1024
+        )
+        assert torch.equal(out[:3, :count].cpu(), wanted[:3, first:last])
+        assert (out[3] == 77).all()  # it has no penalty
+        assert (out[:, count:] == 77).all()
+        own = torch.zeros(4, 16 * seen.shape[1], dtype=torch.bool)
+        own[:3, first:last] = wanted[:3, first:last] != 0
+        groups = slice(first // 16, -(-last // 16))
+        assert torch.equal(seen.cpu()[:, groups], own.view(4, -1, 16).any(2)[:, groups].to(torch.uint8))
+        assert (seen[:, : groups.start] == 77).all()
+        assert (seen[:, groups.stop :] == 77).all()
+        shard, _ = counts_of(state, slots, rows, vocab_size, (first, last))
+        assert shard.shape == wanted.shape
+        assert torch.equal(shard[:, first:last], wanted[:, first:last])
+
+
+@pytest.mark.parametrize("batch", [1, 5, 300])
+def test_settling_by_a_kernel(batch, device):
+    pytest.importorskip("triton")
+    from flashsampling.integrations.engine.kernels import sanitize_kernel
+
+    ids = torch.arange(batch + 1, device=device)
+    ids[::3] = -1
+    before, undefined = ids.clone(), torch.full((1,), 10, device=device)
+    sanitize_token_ids, ones = torch.full_like(ids, -7), torch.full((batch + 1,), -7, dtype=torch.int32, device=device)
+    sanitize_kernel[(-(-batch // 256),)](ids, sanitize_token_ids, ones, undefined, batch, BLOCK=256)
+    assert torch.equal(ids, before)
+    assert sanitize_token_ids.tolist() == [*ids[:batch].clamp(min=0).tolist(), -7]
+    assert ones.tolist() == [1] * batch + [-7]
+    assert int(undefined) == 10 + int((ids[:batch] < 0).sum())

@@ -1,0 +1,288 @@
+"""Everything that a request may ask for, mixed at random: the oracle against section 5 of the contract written out token by
+token, the other implementations against the oracle. ``tests/mixes.py`` makes the problems."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import flashsampling
+from flashsampling import ops
+from flashsampling.inputs import DEFAULT_PARAMS, SampleInputs, SampleResult, SamplingParams, layout
+from flashsampling.noise import Stream
+from flashsampling.reference import logit_transforms, oracle, streaming
+from tests.api.test_sampling import Largest
+from tests.conftest import DEVICE
+from tests.mixes import INF, NAN, Mix, word_by_word
+
+TORCH = ("reference", "streaming")  # implementations that do all of it
+
+
+def parts_of(drawn: SampleResult, step: SampleInputs) -> dict[str, Tensor]:
+    return layout(len(step.hidden_states), step.num_samples, step.params).split(drawn, len(step.hidden_states))
+
+
+def differences(ours: SampleResult, theirs: SampleResult, step: SampleInputs, tolerance: float = 0.0) -> list[str]:
+    """Names of parts that are not the same: ids exactly, values but for ``tolerance``, relative and absolute."""
+    assert (ours.values is None) == (theirs.values is None)
+    ours_, theirs_ = parts_of(ours, step), parts_of(theirs, step)
+    return [
+        name
+        for name, part in ours_.items()
+        if not torch.allclose(part, theirs_[name], rtol=tolerance, atol=tolerance, equal_nan=True)
+    ]
+
+
+@pytest.mark.parametrize("wanted", [3000, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_the_oracle_is_the_contract_word_by_word(wanted):
+    rows, params, undefined, drawn = 0, set(), 0, 0
+    for seed in range(10**6):
+        step = Mix(seed).make()
+        ours = ops.sample(step, "reference")
+        assert not differences(ours, word_by_word(step), step, 1e-5), seed
+        tokens = parts_of(ours, step)["token_ids"]
+        rows, undefined, drawn = rows + len(tokens), undefined + int((tokens < 0).sum()), drawn + tokens.numel()
+        params |= set(step.params.names())
+        if rows >= wanted:
+            break
+    assert params == set(SamplingParams._fields) - {"stream", "seen"}
+    assert 0.05 < undefined / drawn < 0.4  # both kinds of row are there
+
+
+@pytest.mark.parametrize(
+    ("head", "wanted"),
+    [(False, 2000), (True, 1000), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((False, 7000), (True, 3000)))],
+)
+def test_streaming_is_the_oracle(head, wanted, monkeypatch):
+    """Bit for bit, in groups of rows and of draws however small: both make the same sums, if a GPU not always in one order."""
+    rows = 0
+    for seed in range(10**6):
+        mix = Mix(seed + 10**7, device=DEVICE)
+        step = mix.make()
+        step = mix.of_a_head(step) if head else step
+        monkeypatch.setattr(streaming, "_LOGITS_AT_ONCE", {DEVICE.type: mix.random.choice((1, 100, 10**6))})
+        monkeypatch.setattr(streaming, "_SCORES_AT_ONCE", {DEVICE.type: mix.random.choice((1, 300, 10**6))})
+        ours, theirs = ops.sample(step, "streaming"), ops.sample(step, "reference")
+        assert not differences(ours, theirs, step, 1e-6 if DEVICE.type == "cuda" else 0.0), seed
+        rows += len(step.hidden_states)
+        if rows >= wanted:
+            break
+
+
+@pytest.mark.parametrize("impl", TORCH)
+def test_a_row_depends_on_itself_alone(impl):
+    """Not on B, its place, or its mates: alone, at another place of another batch, it gets the same of everything."""
+    for seed in range(150):
+        mix = Mix(seed + 2 * 10**7)
+        step = mix.make(batch=6)
+        whole = parts_of(ops.sample(step, impl), step)
+        for first, last in ((0, 1), (3, 4), (2, 6)):
+            some = step.part(first, last)._replace(weight=step.hidden_states[first:last])
+            for name, part in parts_of(ops.sample(some, impl), some).items():
+                assert torch.equal(part.nan_to_num(7.0), whole[name][first:last].nan_to_num(7.0)), (seed, name)
+
+
+@pytest.mark.parametrize("impl", TORCH)
+def test_fused_and_from_logits_are_the_same(impl):
+    for seed in range(200):
+        mix = Mix(seed + 3 * 10**7)
+        step = mix.of_a_head(mix.make())
+        logits = step.hidden_states @ step.weight.T
+        unfused = step._replace(hidden_states=logits, weight=logits, logits=logits)
+        assert not differences(ops.sample(step, impl), ops.sample(unfused, impl), step), seed
+
+
+@pytest.mark.parametrize("impl", TORCH)
+def test_a_filter_that_keeps_the_winner_does_not_change_it(impl):
+    kept_it = 0
+    for seed in range(200):
+        step = Mix(seed, poisoned=False).make(vocab=64)
+        step = step._replace(params=step.params._replace(logprobs=False, top_logprobs=0, logprob_ids=None, logsumexp=False))
+        unfiltered = step._replace(
+            params=step.params._replace(top_k=DEFAULT_PARAMS.top_k, top_p=DEFAULT_PARAMS.top_p, min_p=DEFAULT_PARAMS.min_p)
+        )
+        logits = oracle.logits_of(oracle.product(step), step.rows().temperature, step.params)
+        free, filtered = (parts_of(ops.sample(one, impl), one)["token_ids"] for one in (unfiltered, step))
+        assert torch.equal(free < 0, filtered < 0)
+        if logits.kept is None:
+            assert torch.equal(free, filtered)
+            continue
+        stays = logits.kept.gather(1, free.clamp(min=0)) & (free >= 0)
+        assert torch.equal(filtered[stays], free[stays])
+        assert logits.kept.gather(1, filtered.clamp(min=0))[filtered >= 0].all()
+        assert (filtered != free)[~stays & (free >= 0)].all()
+        kept_it += int(stays.sum())
+    assert kept_it > 100
+
+
+@pytest.mark.parametrize("impl", TORCH)
+def test_several_draws_are_those_of_one_at_a_time(impl):
+    """The first of several is the one that a single draw gives, and each is the oracle's for its index."""
+    step = Mix(5, poisoned=False).make(batch=4, vocab=64)._replace(num_samples=7, temperature=1.0)
+    tokens = ops.sample(step._replace(params=SamplingParams(top_k=5, top_p=0.9)), impl).ids.view(4, 7)
+    assert torch.equal(
+        ops.sample(step._replace(params=SamplingParams(top_k=5, top_p=0.9), num_samples=1), impl).ids, tokens[:, 0]
+    )
+    assert len(tokens.unique()) > 7
+
+
+@pytest.mark.parametrize("impl", TORCH)
+def test_streams_have_noise_of_their_own_with_filters_too(impl):
+    logits = torch.zeros(64, 500)
+    step = SampleInputs(logits, logits, 1.0, torch.arange(64), 0, 1, 500, logits=logits)
+    drawn = [ops.sample(step._replace(params=SamplingParams(stream=stream, top_k=400)), impl).ids for stream in Stream]
+    assert (drawn[0] == drawn[1]).float().mean() < 0.1
+
+
+# -- single parameters, where they end
+
+
+def kept(logits, temperature=1.0, **filters_of):
+    logits = torch.as_tensor(logits)[None]
+    return logit_transforms.kept(logits, torch.tensor([temperature]), **filters_of)[0].nonzero().flatten().tolist()
+
+
+def test_top_k_keeps_exactly_k_of_equal_ones_the_lowest_ids():
+    logits = [1.0, 2.0, 2.0, 2.0, 0.0, 2.0]
+    assert kept(logits, top_k=2) == [1, 2]
+    assert kept(logits, top_k=4) == [1, 2, 3, 5]
+    assert kept(logits, top_k=5) == [0, 1, 2, 3, 5]
+    assert kept([0.0] * 5, top_k=3) == [0, 1, 2]
+    assert kept([0.0, -0.0, -1.0, 0.0, -0.0], top_k=2) == [0, 1]  # equal
+    for off in (0, -1, 6, 7, torch.tensor([-(2**31)], dtype=torch.int32)):
+        assert kept(logits, top_k=off) == [0, 1, 2, 3, 4, 5]
+
+
+def test_top_p_keeps_the_shortest_prefix_that_reaches_p():
+    logits = torch.tensor([0.5, 0.25, 0.125, 0.125]).log()
+    below, above = (math.nextafter(0.5, to) for to in (0, 1))
+    for p, wanted in (
+        (0.0, [0]), (-3.0, [0]), (1e-45, [0]), (below, [0]), (0.5, [0]), (above, [0]), (0.5 + 1e-7, [0, 1]), (0.75, [0, 1]),
+        (0.76, [0, 1, 2]), (0.875, [0, 1, 2]), (0.88, [0, 1, 2, 3]), (1.0, [0, 1, 2, 3]), (7.0, [0, 1, 2, 3]),
+    ):  # fmt: skip
+        assert kept(logits, top_p=torch.tensor([p])) == wanted, p
+    assert kept([3.0] * 8, top_p=0.5) == [0, 1, 2, 3]  # flat: the lowest ids
+    assert kept([0.0, -INF, 0.0], top_p=0.999) == [0, 2]
+    assert kept([0.0, -200.0, -INF], top_p=1.0) == [0, 1, 2]  # off is off, however improbable
+    assert kept([0.0, -50.0], top_p=1 - 2**-24) == [0]
+
+
+def test_top_p_is_of_what_top_k_kept_and_min_p_relative_to_its_best():
+    logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
+    assert kept(logits, top_p=0.6) == [0, 1]
+    assert kept(logits, top_k=2, top_p=0.56) == [0]  # 0.4 of 0.7 is 0.571
+    assert kept(logits, top_k=2, top_p=0.58) == [0, 1]
+    assert kept(logits, top_k=2, top_p=0.56, joint_top_p=1) == [0, 1]  # 0.4 and 0.3 of 1
+    assert kept(logits, top_k=2, top_p=0.71, joint_top_p=1) == [0, 1]  # the nucleus has three
+    assert kept(logits, top_k=2, top_p=0.39, joint_top_p=torch.tensor([1], dtype=torch.int32)) == [0]
+    assert kept(logits, top_k=2, top_p=0.56, joint_top_p=torch.tensor([0], dtype=torch.int32)) == [0]
+    assert kept(logits, top_k=3, top_p=0.95, min_p=0.6, joint_top_p=1) == [0, 1]
+    assert kept(logits, min_p=0.49) == [0, 1, 2]
+    assert kept(logits, min_p=0.51) == [0, 1]
+    assert kept(logits, min_p=0.76) == [0]
+    assert kept(logits, temperature=2.0, min_p=0.6) == [0, 1, 2]  # of the probabilities that are drawn from: 0.5 ** 0.5
+    assert kept(logits, temperature=0.0, min_p=0.6) == [0, 1]  # a greedy row's at temperature 1
+    assert kept([2.0, 1.0, 2.0], min_p=1.0) == [0, 2]
+    assert kept([2.0, 1.0, 2.0], min_p=torch.tensor([1.5])) == [0]  # the first one always
+    for off in (0.0, -1.0):
+        assert kept([0.0, -1000.0], min_p=torch.tensor([off])) == [0, 1]
+    assert kept(logits, temperature=INF, top_p=0.5) == [0, 1]  # uniform, and ordered by logit
+
+
+@pytest.mark.parametrize("impl", TORCH)
+def test_masks_that_leave_one_token_or_none(impl):
+    logits = torch.randn(4, 40)
+    logits[1, 33] = NAN  # not there where it is masked out
+    logits[3] = -INF
+    mask = torch.zeros(4, 2, dtype=torch.int32)
+    mask[0, 1], mask[1, 0], mask[3] = 1 << 5, -(2**31), -1
+    for temperature in (0.0, 1.0, INF):
+        out: Any = flashsampling.sample_from_logits(
+            logits, token_mask=mask, temperature=temperature, top_k=3, impl=impl, seed=[1] * 4, return_logprobs=True
+        )
+        assert out.token_ids.tolist() == [37, 31, -1, -1]
+        assert out.processed_logprobs.tolist()[:2] == [0.0, 0.0]
+        assert out.processed_logprobs[2:].isnan().all()
+        assert out.logprobs[0] == torch.log_softmax(logits[0], 0)[37]
+        assert out.logprobs[1:].isnan().all()  # raw: the NaN is there
+        assert out.ranks[2:].tolist() == [-1, -1]
+
+
+@pytest.mark.parametrize("impl", TORCH)
+def test_penalties(impl):
+    """Prompt's tokens 0 and 1, output's 1 (three times) and 2; a word of both is negative."""
+    logits = torch.tensor([[4.0, 4.0, -4.0, 4.0, 0.0]])
+    counts = torch.tensor([[-(2**31), -(2**31) + 3, 100_000, 0, 0]], dtype=torch.int32)
+
+    def processed(**penalties):
+        out: Any = flashsampling.sample_from_logits(
+            logits, token_counts=counts, temperature=0.0, impl=impl, return_logprobs=True, **penalties
+        )
+        step = SampleInputs(logits, logits, 0.0, 0, 0, 1, 5, params=SamplingParams(counts=counts, **penalties), logits=logits)
+        after = logit_transforms.processed(logits, step.params)
+        assert out.token_ids.tolist() == [int(after.argmax())]
+        assert torch.allclose(out.processed_logprobs, torch.log_softmax(after, 1).amax(1))
+        return after[0].tolist()
+
+    assert processed(repetition_penalty=2.0) == [2.0, 2.0, -8.0, 4.0, 0.0]
+    assert processed(repetition_penalty=0.5) == [8.0, 8.0, -2.0, 4.0, 0.0]
+    assert processed(frequency_penalty=0.5) == [4.0, 2.5, -50_004.0, 4.0, 0.0]
+    assert processed(presence_penalty=-1.0) == [4.0, 5.0, -3.0, 4.0, 0.0]
+    assert processed(repetition_penalty=2.0, frequency_penalty=1.0, presence_penalty=0.25)[1] == 2.0 - 3.0 - 0.25
+
+
+@pytest.mark.parametrize("impl", TORCH)
+def test_logprobs_of_every_kind(impl):
+    logits = torch.tensor([[1.0, 3.0, 2.0, 3.0, NAN], [0.0, 0.0, 0.0, 0.0, 9.0]])
+    out: Any = flashsampling.sample_from_logits(
+        logits, temperature=0.5, top_k=2, vocab_size=4, seed=torch.arange(2), return_logprobs=True, top_logprobs=3,
+        logprob_ids=torch.tensor([[0, 4, -1, 2]]).expand(2, -1), return_logsumexp=True, impl=impl,
+    )  # fmt: skip
+    raw = torch.log_softmax(logits[:, :4].double(), 1)
+    assert torch.allclose(out.logprobs.double(), raw.gather(1, out.token_ids[:, None])[:, 0], atol=1e-6)
+    assert torch.allclose(out.processed_logprobs, torch.full((2,), math.log(0.5)))
+    assert out.ranks.tolist() == [1, 1]
+    assert out.top_token_ids.tolist() == [[1, 3, 2], [0, 1, 2]]
+    assert torch.allclose(out.top_logprobs.double(), raw.gather(1, out.top_token_ids), atol=1e-6)
+    assert out.given_logprobs.isnan().tolist() == [[False, True, True, False]] * 2
+    assert torch.allclose(out.given_logprobs[:, 3].double(), raw[:, 2], atol=1e-6)
+    assert torch.allclose(out.logsumexp.double(), logits[:, :4].double().logsumexp(1))
+    assert {out.logprobs.dtype, out.top_logprobs.dtype, out.given_logprobs.dtype, out.logsumexp.dtype} == {torch.float32}
+
+
+@pytest.mark.parametrize("impl", TORCH)
+def test_a_greedy_row_s_logprobs_are_those_at_temperature_1(impl):
+    """Below 1e-6 too, where there is a temperature that nobody divides by; top-p keeps what it keeps there."""
+    logits = torch.tensor([[1.0, 3.0, 2.0]]).expand(4, -1)
+    temperature = torch.tensor([0.0, 1e-30, 9e-7, 1.0])
+    for top_p, kept in ((1.0, [0, 1, 2]), (0.9, [1, 2])):
+        out: Any = flashsampling.sample_from_logits(
+            logits, temperature=temperature, seed=[7] * 4, top_p=top_p, return_logprobs=True, impl=impl
+        )
+        assert out.token_ids[:3].tolist() == [1, 1, 1]
+        expected = logits[0, kept].log_softmax(0)[kept.index(1)]
+        assert torch.allclose(out.processed_logprobs[:3], expected.expand(3))
+
+
+def test_streaming_holds_few_rows_whatever_the_batch():
+    """Of a request's logits too, in each of its steps."""
+    largest = {}
+    params = SamplingParams(top_k=5, top_p=0.9, min_p=0.1, logprobs=True, top_logprobs=5, soft_cap=3.0)
+    for batch in (8, 64):
+        step = SampleInputs(torch.randn(batch, 4), torch.randn(5000, 4), 1.0, torch.arange(batch), 0, 9, 5000, params=params)
+        with pytest.MonkeyPatch.context() as patched, Largest() as watch:
+            patched.setattr(streaming, "_LOGITS_AT_ONCE", {"cpu": 4 * 5000})
+            patched.setattr(streaming, "_SCORES_AT_ONCE", {"cpu": 4 * 5000})
+            streaming.run(step)
+        largest[batch] = max(watch.elements.values())
+    assert largest[8] == largest[64] < 8 * 5000 * 4  # Philox words of one draw: of four rows, padded to whole groups
+
+
+def test_vocab_size_hides_what_is_behind_it():
+    step = Mix(3, poisoned=False).make(batch=4, vocab=64)
+    logits = torch.cat([step.hidden_states[:, :64], torch.full((4, 36), NAN)], 1)
+    wide = step._replace(hidden_states=logits, weight=logits, logits=logits)
+    for impl in TORCH:
+        assert not differences(ops.sample(step, impl), ops.sample(wide, impl), step)

@@ -1,0 +1,124 @@
+"""Rows with logits of +inf and masked NaN (contract, sections 5 and 7): every implementation gives the same numbers."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flashsampling import ops, verify, verify_from_logits
+from flashsampling.backends import BACKENDS
+from flashsampling.inputs import SampleInputs, SamplingParams, layout
+from tests.conftest import DEVICE
+from tests.kernels.test_filters import TORCH
+from tests.mixes import INF, NAN
+from tests.problems import NEEDS_CUTE
+from tests.tensor_parallel.test_drafts import REJECT, ranks  # noqa: F401, a fixture
+from tests.tensor_parallel.test_filters import run
+
+TWO = [0.0, 0.0, INF, 0.0, INF, 0.0]
+NOTHING = [0.0, 9.0, NAN, 1.0, -INF, -1.0]
+# logits; tokens that the mask leaves in; the token that is drawn, None: one of several; its raw and processed
+# log-probability and rank; the token with the highest raw logit; log-sum-exp
+CASES: dict[str, Any] = {
+    "one": ([0.0, INF, 0.0, 0.0, 0.0, 0.0], [0, 1, 2, 3, 4, 5], 1, NAN, 0.0, 1, 1, INF),
+    "two": (TWO, [0, 1, 2, 3, 4, 5], 2, NAN, 0.0, 1, 2, INF),
+    "the first is masked": (TWO, [0, 1, 3, 4, 5], 4, NAN, 0.0, 1, 2, INF),
+    "both are masked": (TWO, [0, 1, 3, 5], None, -INF, math.log(0.25), 3, 2, INF),
+    "a masked NaN": (NOTHING, [3, 4], 3, NAN, 0.0, 2, -1, NAN),
+    "a masked NaN beside two": ([NAN, *TWO[1:]], [1, 2, 3, 4, 5], 2, NAN, 0.0, 1, -1, NAN),
+}
+FILTERS: dict[str, dict[str, Any]] = {"none": {}, "top_k": {"top_k": 2}, "top_p": {"top_p": 0.7}, "min_p": {"min_p": 0.5}}
+RANGES = [(3, 6), (0, 3)]  # one +inf of ``TWO`` on each rank
+
+
+def present(impl: str) -> str:
+    if BACKENDS[impl].missing is not None:
+        pytest.skip(str(BACKENDS[impl].missing))
+    return impl
+
+
+def parts_of(step: SampleInputs, impl: str, is_cut: bool) -> dict[str, list[list[float]]]:
+    drawn = run(step, RANGES, impl)[0] if is_cut else ops.sample(step, impl)
+    batch = len(step.hidden_states)
+    return {name: part.view(batch, -1).tolist() for name, part in layout(batch, 1, step.params).split(drawn, batch).items()}
+
+
+def check(parts: dict[str, list[list[float]]], row: int, case: str, filtered: str) -> None:
+    logits, allowed, token, raw, processed, rank, highest, logsumexp = CASES[case]
+    own = {name: values[row] for name, values in parts.items()}
+    if token is None:
+        assert own["token_ids"][0] in allowed, case
+        token = own["token_ids"][0]
+        processed = math.log(0.5) if filtered == "top_k" else math.log(1 / 3) if filtered == "top_p" else processed
+    assert (own["token_ids"], own["ranks"], own["top_token_ids"]) == ([token], [rank], [highest]), (case, own)
+    given = [NAN if math.isnan(logsumexp) or x == INF else x - logsumexp for x in logits]
+    ours = [*own["logprobs"], *own["processed_logprobs"], *own["logsumexp"], *own["given_logprobs"]]
+    assert torch.allclose(torch.tensor(ours), torch.tensor([raw, processed, logsumexp, *given]), equal_nan=True), (case, own)
+
+
+@pytest.mark.parametrize("filtered", FILTERS)
+@pytest.mark.parametrize("impl", [*TORCH, "triton"])
+def test_log_probabilities_and_ranks(impl, filtered):
+    """Greedy and other rows in one step."""
+    rows = [case for case in CASES for _ in range(2)]
+    logits = torch.tensor([CASES[case][0] for case in rows], device=DEVICE)
+    bits = [[sum(1 << token for token in CASES[case][1])] for case in rows]
+    params = SamplingParams(
+        logprobs=True, top_logprobs=1, logsumexp=True, token_mask=torch.tensor(bits, dtype=torch.int32, device=DEVICE),
+        logprob_ids=torch.arange(6, device=DEVICE).expand(len(rows), 6), **FILTERS[filtered],
+    )  # fmt: skip
+    temperature = torch.tensor([0.0, 1.0] * len(CASES), device=DEVICE)
+    step = SampleInputs(
+        logits, logits, temperature, torch.arange(len(rows), device=DEVICE), 0, 1, 6, params=params, logits=logits
+    )
+    parts = parts_of(step, present(impl), False)
+    for row, case in enumerate(rows):
+        check(parts, row, case, filtered)
+
+
+@pytest.mark.parametrize("filtered", ["none", "top_p"])
+@pytest.mark.parametrize(
+    ("impl", "is_cut"), [("streaming", True), ("triton", True), pytest.param("cute", False, marks=NEEDS_CUTE)]
+)
+@pytest.mark.parametrize("case", CASES)
+def test_the_same_of_a_head(case, impl, is_cut, filtered):
+    """Over two ranks, and by the Hopper kernel."""
+    logits, allowed = CASES[case][:2]
+    mask = torch.tensor([[sum(1 << token for token in allowed)]] * 2, dtype=torch.int32, device=DEVICE)
+    params = SamplingParams(
+        logprobs=True, top_logprobs=1, logsumexp=True, token_mask=mask, logprob_ids=torch.arange(6, device=DEVICE).expand(2, 6),
+        **FILTERS[filtered],
+    )  # fmt: skip
+    dtype = torch.bfloat16 if impl == "cute" else torch.float32
+    weight, states = torch.tensor(logits)[:, None].expand(6, 8) / 8, torch.ones(2, 8)
+    temperature = torch.tensor([0.0, 1.0], device=DEVICE)
+    step = SampleInputs(states.to(DEVICE, dtype), weight.to(DEVICE, dtype), temperature, 7, 0, 1, 6, params=params)
+    parts = parts_of(step, present(impl), is_cut)
+    for row in range(2):
+        check(parts, row, case, filtered)
+
+
+@pytest.mark.parametrize("certain", [True, False])
+@pytest.mark.parametrize("filtered", FILTERS)
+@pytest.mark.parametrize("place", [*TORCH, "ranks", "triton"])
+def test_rejection_accepts_what_sample_draws(place, filtered, certain, monkeypatch, ranks):  # noqa: F811
+    """p is 1 at the first +inf: that draft is always accepted, and takes the place of any other."""
+    if place == "triton" and filtered in ("top_p", "min_p") and DEVICE.type == "cpu":
+        pytest.skip("minutes in the interpreter, and the record that it reads is the same")
+    times = 1 if place == "triton" and DEVICE.type == "cpu" else 10
+    drafts = torch.tensor([[2], [4], [0], [5]]).repeat(times, 1)
+    logits, states, weight = torch.tensor(TWO).expand(4 * times, 2, 6), torch.ones(4 * times, 2, 1), torch.tensor(TWO)[:, None]
+    options: dict[str, Any] = {"seed": torch.arange(4 * times), "temperature": torch.tensor([0.7, 0.7, 0.7, 0.0] * times)}
+    options |= {"draft_probs": None if certain else torch.full((4 * times, 1, 6), 1 / 6), **FILTERS[filtered], **REJECT}
+    if place == "ranks":
+        out = verify(states, weight, drafts, tp=ranks(weight, RANGES), **options)
+    elif place == "triton":
+        monkeypatch.setattr("flashsampling.speculative.acceptance._by_kernels", lambda states, given: True)
+        options = {name: value.to(DEVICE) if isinstance(value, Tensor) else value for name, value in options.items()}
+        out = verify_from_logits(logits.to(DEVICE), drafts.to(DEVICE), impl=present(place), **options)
+    else:
+        out = verify(states, weight, drafts, impl=place, **options)
+    assert out.num_accepted.tolist() == [1, 0, 0, 0] * times
+    assert out.token_ids.tolist() == [[2, 2], [2, -1], [2, -1], [2, -1]] * times

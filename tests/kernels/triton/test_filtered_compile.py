@@ -1,0 +1,93 @@
+"""Sampling from logits compiles for every architecture we name, without a GPU, as it is launched. In a process of its own."""
+
+import pytest
+
+pytest.importorskip("triton")
+
+from tests.kernels.triton.target import output_of
+
+# the launch itself, with a driver that names a target and has no device; compiled and not run
+COMPILE = """
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+import torch
+import triton
+from flashsampling.kernels.triton.filtered import dispatch
+from flashsampling.inputs import SamplingParams, SampleInputs
+from tests.kernels.triton.target import compile_only
+
+capability, dtype, case, vocab = int(sys.argv[1]), getattr(torch, sys.argv[2]), sys.argv[3], int(sys.argv[4])
+
+def resources(cubin):
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+        return subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+
+compiled = compile_only(capability)
+
+def ints(*shape, dtype=torch.int32):
+    return torch.zeros(shape, dtype=dtype)
+
+filters = {"top_k": ints(2, dtype=torch.int64), "top_p": torch.ones(2), "min_p": torch.zeros(2)}
+params = SamplingParams()
+if case in ("filters", "everything", "drawn"):
+    params = params._replace(**filters)
+if case == "logprobs":
+    params = params._replace(logprobs=True)
+if case == "everything":
+    params = params._replace(
+        bias=torch.zeros(vocab), logit_scale=2.0, soft_cap=30.0, dense_bias=torch.zeros(vocab), bias_ids=ints(2, 20),
+        bias_values=torch.zeros(2, 20), counts=ints(2, vocab), repetition_penalty=1.2, token_mask=ints(2, -(-vocab // 32)),
+        logprobs=True, top_logprobs=5, logprob_ids=ints(2, 7, dtype=torch.int64), logsumexp=True,
+    )
+dispatch._pdl = lambda device, config: config.pdl and capability >= 90
+values = torch.empty(2, vocab, dtype=dtype)
+step = SampleInputs(values, values, torch.ones(2), ints(2, dtype=torch.int64), 0, 1, vocab, params=params, logits=values)
+dispatch.run(step)
+scan, pick = compiled
+overlap = [kernel.asm["ptx"].count("griddepcontrol") for kernel in compiled]
+assert overlap == ([1, 1] if capability >= 90 else [0, 0])
+assert pick.metadata.launch_pdl == (capability >= 90)
+picks = [pick]
+if case == "drawn":  # behind a kernel that has drawn, with floors and without
+    chunks = 4 * -(-vocab // 128)
+    for floors in (None, ints(2)):
+        block_stats = dispatch.BlockStats(ints(2, chunks), torch.ones(2, chunks), torch.ones(2, chunks), floors)
+        dispatch.pick(step, block_stats, ints(2, dtype=torch.int64), room=dispatch.room_of(step))
+        picks.append(compiled.pop())
+        assert picks[-1].asm["ptx"].count("griddepcontrol") == 1
+vectors = re.findall(r"ld.global.v(\\d).b32", scan.asm["ptx"])
+print("vectors", len(vectors))
+print("bytes", min(len(kernel.asm["cubin"]) for kernel in (scan, *picks)))
+print("shared", max(kernel.metadata.shared for kernel in (scan, *picks)))
+print("barriers", scan.asm["ptx"].count("bar.sync"))
+print("spills", *re.findall(r"STACK:(\\d+)", resources(scan.asm["cubin"])))
+print("conversions", scan.asm["ttgir"].count("tensor<512xf32, #blocked1> -> tensor<512xf32, #blocked>"))
+"""
+
+CASES = [
+    (90, "bfloat16", "plain"),
+    (80, "float32", "filters"),
+    (90, "float32", "drawn"),
+    (90, "float32", "everything"),
+    (100, "float16", "filters"),
+]
+
+
+@pytest.mark.parametrize(("capability", "dtype", "case"), CASES)
+def test_compiles(capability, dtype, case):
+    printed = output_of(COMPILE, capability, dtype, case, 151936)
+    report = dict(line.split() for line in printed.strip().splitlines()[-6:])
+    assert int(report["vectors"]) >= 8  # a block's logits, four tokens at a time
+    assert int(report["conversions"]) == 0  # no score goes through shared memory
+    assert int(report["shared"]) <= 48 * 1024
+    assert int(report["bytes"]) > 0
+    if case == "plain":
+        # two of the greedy draw and three of the other; whether anything is finite, and infinite, is asked where it matters
+        assert int(report["barriers"]) <= 11
+        assert int(report["spills"]) == 0

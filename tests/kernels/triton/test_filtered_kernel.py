@@ -1,0 +1,604 @@
+"""The second launch alone, behind a kernel that wrote logits, the chunks' summaries and what rows draw without filters."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+import triton
+import triton.language as tl
+from triton.runtime.interpreter import interpreter_builder
+
+from flashsampling.inputs import (
+    DEFAULT_PARAMS,
+    DEFERRED_DRAW,
+    DEFERRED_TOP_K,
+    SampleInputs,
+    SampleResult,
+    SamplingParams,
+    layout,
+)
+from flashsampling.kernels.device import multiprocessors
+from flashsampling.kernels.triton.filtered import cache_warmup, dispatch, filtered_sample_kernel
+from flashsampling.kernels.triton.filtered.dispatch import CONFIG, BlockStats, Config, Records, empty_records, pick, run
+from flashsampling.reference import logit_transforms, oracle
+from tests.conftest import COMPILED, DEVICE
+from tests.kernels.triton.test_filtered import INF, SMALL, agrees, hottest, make_step, of, with_logits
+
+CUDA = DEVICE.type == "cuda"
+VOCAB = 30_011 if CUDA else 389  # the last block of 128 tokens is not full
+
+
+@triton.jit
+def turns_kernel(ptr, ahead: tl.int32):
+    program = tl.program_id(0)
+    is_made_up, row = cache_warmup.turn_of(program, ahead)
+    tl.store(ptr + 2 * program, is_made_up.to(tl.int32))
+    tl.store(ptr + 2 * program + 1, row)
+
+
+def key_of(x: Tensor) -> Tensor:
+    bits = (x + 0.0).view(torch.int32)
+    return torch.where(x.isnan(), 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
+
+
+def summaries_of(step: SampleInputs, sums: bool = True) -> BlockStats:
+    """As a kernel would make them: thread w of four has tokens 16 * w + {0..15} of both halves of a block of 128."""
+    assert step.logits is not None
+    batch, vocab = step.logits.shape
+    padded = torch.nn.functional.pad(step.logits, (0, -vocab % 128), value=-INF)
+    chunks = padded.view(batch, -1, 2, 4, 16).transpose(2, 3).reshape(batch, -1, 32)
+    highest = chunks.amax(dim=-1)
+    highest = torch.where(chunks.isnan().any(dim=-1), math.nan, highest)
+    top = torch.where(highest == -INF, 0.0, highest)[..., None]
+
+    def summed(temperature: Tensor) -> Tensor:
+        scale = (temperature >= logit_transforms.GREEDY_BELOW) * (temperature - 1.0) + 1.0
+        scale = (math.log2(math.e) / scale).clamp(min=2.0**-149)[:, None, None]
+        below = torch.where(chunks == top, 0.0, (chunks.double() - top.double()) * scale.double())
+        return below.exp2().sum(dim=-1).float()
+
+    of_rows = step.rows().temperature
+    return BlockStats(key_of(highest), summed(of_rows) if sums else None, summed(torch.ones_like(of_rows)))
+
+
+def by_chunk(logits: Tensor) -> Tensor:
+    """As they lie beside floors: the two halves of a chunk side by side."""
+    padded = torch.nn.functional.pad(logits, (0, -logits.shape[1] % 128), value=math.nan)
+    return padded.view(len(logits), -1, 2, 4, 16).transpose(2, 3).reshape(len(logits), -1)
+
+
+def by_token(stored: Tensor) -> Tensor:
+    """The opposite."""
+    return stored.view(len(stored), -1, 4, 2, 16).transpose(2, 3).reshape(stored.shape)
+
+
+def without_chunks(step: SampleInputs, missing: Tensor) -> Tensor:
+    """The logits, of chunks ``missing`` (B, chunks) what may lie in memory: highest and other logits of the row too."""
+    assert step.logits is not None
+    logits = step.logits
+    token = torch.arange(step.vocab_size, device=DEVICE)
+    gone = missing[:, token // 128 * 4 + token // 16 % 4]
+    anything = torch.tensor([math.nan, INF, -INF, 1e38, 1e38, 7.0], device=DEVICE)
+    values = logits.sort(descending=True).values[:, :-1]
+    others = torch.cat([anything.expand(len(logits), -1), values[:, : values.shape[1] // 8], values[:, :6]], dim=1)
+    chosen = torch.randint(others.shape[1], logits.shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    few = torch.rand(logits.shape, generator=torch.Generator().manual_seed(2)).to(DEVICE) < 0.6
+    chosen = torch.where(few, chosen % 6, chosen)
+    return torch.where(gone, others.gather(1, chosen), logits)
+
+
+def picked(
+    step: SampleInputs,
+    sums: bool = True,
+    records: Records | None = None,
+    floors: Tensor | None = None,
+    config: Config = SMALL,
+    undrawn: Tensor | bool = False,
+) -> SampleResult:
+    """Rows 16 bytes apart, what lies between them is not read, nor are chunks below ``floors``, nor beside these masses of rows
+    with a top-k; tokens without filters from the oracle, but of rows ``undrawn``."""
+    assert step.logits is not None
+    unfiltered = oracle.run(step._replace(params=DEFAULT_PARAMS)).ids
+    if DEVICE.type == "cuda":  # the kernel's own arithmetic, where two scores are next to equal
+        unfiltered = run(step._replace(params=DEFAULT_PARAMS)).ids
+    undrawn = torch.as_tensor(undrawn, device=DEVICE).expand(len(step.logits))
+    if undrawn.any():  # or else any token: of such a row it is never asked for
+        other = torch.arange(len(step.logits), device=DEVICE) % 2 * (unfiltered >= 0) != 0
+        told = torch.where(other, step.logits.nan_to_num(0.0).argmax(1), DEFERRED_DRAW)
+        unfiltered = torch.where(undrawn, told, unfiltered)
+    block_stats = summaries_of(step, sums)._replace(floors=floors)
+    if floors is not None:
+        step = with_logits(step, without_chunks(step, block_stats.keys < floors[:, None]))
+        top_k = torch.as_tensor(step.params.top_k, device=DEVICE).expand(len(floors))
+        if block_stats.sums is not None:
+            block_stats.sums[(top_k > 0) & (top_k < step.vocab_size)] = math.nan
+    assert step.logits is not None
+    if floors is None:
+        logits = torch.nn.functional.pad(step.logits, (0, -step.vocab_size % 4 + 4), value=math.nan)[:, : step.vocab_size]
+    else:
+        logits = by_chunk(step.logits)
+    return pick(step._replace(logits=logits), block_stats, unfiltered, config, records)
+
+
+def check(step: SampleInputs, sums: bool = True, config: Config = SMALL) -> SampleResult:
+    """The oracle's, and what both launches make."""
+    drawn = agrees(picked(step, sums, config=config), step)
+    both = run(step, config)
+    parts = [
+        layout(len(step.hidden_states), step.num_samples, step.params).split(one, len(step.hidden_states))
+        for one in (drawn, both)
+    ]
+    for name in ("token_ids", "ranks", "top_token_ids"):
+        if name in parts[0]:
+            assert torch.equal(parts[0][name], parts[1][name]), name
+    undrawn = may_be_undrawn(step)
+    if undrawn.any():
+        without = picked(step, sums, config=config, undrawn=undrawn)
+        assert torch.equal(without.ids, drawn.ids)
+        assert drawn.values is None or torch.equal(without.values.nan_to_num(7.0), drawn.values.nan_to_num(7.0))
+    return drawn
+
+
+def may_be_undrawn(step: SampleInputs) -> Tensor:
+    """(B,) bool: rows with a top-k that are not greedy, and whose temperature is no infinity's. Of one draw."""
+    temperature = step.rows().temperature
+    top_k = torch.as_tensor(step.params.top_k, device=DEVICE).expand(temperature.shape)
+    left = (
+        (top_k > 0)
+        & (top_k < step.vocab_size)
+        & (top_k <= DEFERRED_TOP_K)
+        & (temperature >= logit_transforms.GREEDY_BELOW)
+        & (temperature < 2.0**100)
+    )
+    return left & (step.num_samples == 1)
+
+
+def mixed(params: SamplingParams, num_samples: int = 1) -> SampleInputs:
+    """Ordinary rows at several temperatures, NaN, infinities, equal logits, two values and few of them, next to equal ones."""
+    temperature = torch.rand(13) * 1.5 + 0.2
+    temperature[11] = 0.0
+    step = make_step(batch=13, vocab=VOCAB, params=params, num_samples=num_samples, temperature=temperature)
+    logits = step.hidden_states.clone()
+    logits[1, 77] = math.nan
+    logits[2, [50, 290]] = INF
+    logits[3] = -INF
+    logits[4] = INF
+    logits[5] = -INF
+    logits[5, 290] = 3.0
+    logits[6] = 0.0
+    logits[6, 5] = -0.0
+    logits[7] = torch.where(logits[7] > 0.0, 1.5, 1.0)
+    logits[8] = logits[8].round()
+    logits[9] = logits[9] * 0.003
+    logits[10, 5:] = -INF
+    logits[12] = 2.0
+    logits[12, VOCAB - 1] = 1.0
+    return with_logits(step, logits)
+
+
+@pytest.mark.parametrize(
+    ("params", "sums"),
+    [
+        (SamplingParams(), False),
+        (SamplingParams(top_k=7), False),
+        (SamplingParams(top_k=300), False),
+        (SamplingParams(top_p=0.9), True),
+        (SamplingParams(top_p=1 - 1e-6), True),
+        (SamplingParams(min_p=0.05), False),
+        (SamplingParams(top_k=40, top_p=0.8, min_p=0.02), True),
+        (SamplingParams(top_k=40, top_p=0.3, joint_top_p=1), True),
+        (SamplingParams(top_k=8, top_p=0.8, min_p=0.02, joint_top_p=1, logprobs=True), True),
+        (SamplingParams(top_p=0.7, logprobs=True, top_logprobs=3, logsumexp=True), True),
+        (SamplingParams(logprobs=True), True),
+    ],
+)
+def test_mixed_rows(params, sums):
+    check(mixed(params, num_samples=2 if params.logprobs else 1), sums)
+
+
+@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(top_k=40, top_p=0.8, min_p=0.02)])
+def test_rows_of_two_programs_are_those_of_one(params, monkeypatch):
+    """Behind a scan and behind a kernel that has drawn; with likeliest tokens, with given ones, with both."""
+    given = torch.randint(-1, VOCAB, (13, 4), device=DEVICE)
+    for beside in ({"top_logprobs": 5}, {"logprob_ids": given}, {"top_logprobs": 20, "logprob_ids": given}):
+        step = mixed(params._replace(logprobs=True, logsumexp=True, **beside))
+        outputs = []
+        for many in (0, 1000):
+            monkeypatch.setattr(dispatch, "multiprocessors", lambda device, many=many: many)
+            outputs += [(run(step, SMALL), picked(step, True))]
+        agrees(outputs[0][0], step)
+        agrees(outputs[0][1], step)
+        for one, two in zip(*outputs, strict=True):
+            assert torch.equal(one.ids, two.ids)
+            assert torch.equal(one.values.nan_to_num(7.0), two.values.nan_to_num(7.0))
+
+
+@pytest.mark.parametrize(
+    ("params", "of_made_up"),
+    [
+        (SamplingParams(top_k=30, top_p=0.8), SamplingParams(top_k=20, top_p=0.9)),
+        (SamplingParams(top_k=3000, top_p=0.8), SamplingParams(top_k=20, top_p=0.9)),
+        (SamplingParams(top_k=30, top_p=0.8, joint_top_p=1), SamplingParams(top_k=20, top_p=0.9, joint_top_p=1)),
+        (
+            SamplingParams(top_k=of([0, 9]), top_p=of([0.8, 0.5]), min_p=of([0.2, 0.0])),
+            SamplingParams(top_k=of([0, 20]), top_p=0.9, min_p=of([0.1, 0.0])),
+        ),
+        (SamplingParams(top_p=0.7), SamplingParams(top_p=0.9)),
+        (SamplingParams(min_p=0.2), SamplingParams(min_p=0.1)),
+    ],
+    ids=["top_k", "many", "joint", "by row", "top_p", "min_p"],
+)
+@pytest.mark.parametrize("config", list(dict.fromkeys([SMALL, CONFIG])))
+@pytest.mark.parametrize("floors", [False, True])
+def test_made_up_rows_are_drawn_ahead(params, of_made_up, floors, config, monkeypatch):
+    """Each with a row's kinds of filters, by a program more, which writes to its own part of the room alone: its token is the
+    oracle's, and the rows' are what they are without it."""
+    waiting = []
+    if not CUDA:
+        monkeypatch.setattr(dispatch, "_pdl", lambda device, config: True)
+    if not (CUDA or COMPILED):  # the interpreter has no such instruction
+        monkeypatch.setattr(filtered_sample_kernel, "gdc_wait", lambda: waiting.append(interpreter_builder.grid_idx[0]))
+    step = make_step(batch=2, vocab=4101, params=params, temperature=of([0.9, 0.7]))
+    values = step.hidden_states + 100.0  # a floor of these rows would leave nothing of the one that is made up
+    step = with_logits(step, torch.nn.functional.pad(values, (0, 3), value=math.nan)[:, :4101])
+    block_stats = summaries_of(with_logits(step, values))
+    if floors:
+        block_stats = block_stats._replace(floors=key_of(values.amin(dim=1)))
+        step = with_logits(step, by_chunk(values))
+    unfiltered = (run if CUDA else oracle.run)(with_logits(step, values)._replace(params=DEFAULT_PARAMS)).ids
+    without = pick(step, block_stats, unfiltered, config).ids
+    waiting.clear()
+
+    made = dispatch.room_of(step, config)
+    size, tokens, own = made.candidates.numel(), cache_warmup.TOKENS.value, cache_warmup.ROOM.value + 3 * config.few
+    room = torch.full((size + 4 * config.capacity,), 12345, dtype=torch.int32, device=DEVICE)
+    assert torch.equal(pick(step, block_stats, unfiltered, config, room=made._replace(candidates=room[:size])).ids, without)
+    assert (room[size:] == 12345).all()
+    assert CUDA or COMPILED or waiting == [1, 2]
+    rooms = room[size - 2 * own : size].clone().split(own)
+    made_up = torch.stack([each[:tokens].view(torch.float32) for each in rooms])
+    if floors:
+        made_up = by_token(made_up)
+    assert len(made_up[0].unique()) == tokens
+    drawn = step._replace(vocab_size=tokens, temperature=torch.ones(2, device=DEVICE), params=of_made_up)
+    place = cache_warmup.RESULT.value
+    ids = [each[place : place + 2].view(torch.int64).item() for each in rooms]
+    assert ids == oracle.run(with_logits(drawn, made_up)).ids.tolist()
+    likely = made_up >= made_up.amax(dim=1, keepdim=True) + math.log(0.1)
+    assert (likely.sum(dim=1) <= CONFIG.few).all()  # so that a min-p's goes the way of most rows
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2, 5, 64, 132, 511])
+def test_turns_of_made_up_rows(ahead):
+    """Each row once of both kinds, neighbours of both; and so are every second and every fourth of eight programs."""
+    rows = ahead or 7
+    turns = torch.full((rows + ahead, 2), -1, dtype=torch.int32, device=DEVICE)
+    turns_kernel[(rows + ahead,)](turns, ahead)
+    assert sorted(map(tuple, turns.tolist())) == sorted((kind, row) for kind in range(2 if ahead else 1) for row in range(rows))
+    kinds = turns[:, 0].tolist()
+    for first in range(0, len(kinds) - 7, 8) if ahead else ():
+        for apart in (1, 2, 4):
+            for pair in range(0, 8, 2 * apart):
+                for n in range(first + pair, first + pair + apart):
+                    assert {kinds[n], kinds[n + apart]} == {0, 1}
+
+
+def test_what_draws_nothing_ahead(monkeypatch):
+    """More rows than multiprocessors, ids that take more bits than the vocabulary's, several draws, log-probabilities: no room
+    for it."""
+    monkeypatch.setattr(dispatch, "_pdl", lambda device, config: True)
+    few = make_step(batch=2, vocab=2048, params=SamplingParams(top_k=3))
+    more = dispatch.room_of(few, SMALL)
+    many = multiprocessors(torch.device(DEVICE)) + 1
+    without = dispatch.room_of(make_step(batch=many, vocab=2048, params=SamplingParams(top_k=3)), SMALL)
+    each = without.candidates.numel() // many
+    assert (more.ahead, without.ahead) == (2, 0)
+    assert more.candidates.numel() == 2 * (each + cache_warmup.ROOM.value + 3 * SMALL.few)
+    small = make_step(batch=2, vocab=2047, params=SamplingParams(top_k=3))
+    for step in (small, few._replace(num_samples=2), few._replace(params=SamplingParams(top_k=3, logprobs=True))):
+        assert dispatch.room_of(step, SMALL).candidates.numel() == 2 * each
+    assert dispatch.room_of(few._replace(params=SamplingParams(top_k=3, logsumexp=True)), SMALL).candidates.numel() == 2 * each
+    assert dispatch.room_of(few._replace(params=DEFAULT_PARAMS), SMALL).candidates.numel() == 0
+
+
+def test_ranks_of_the_least_likely():
+    """Whose list of chunks is the whole row's, many times as long as what is read of it at once."""
+    step = make_step(batch=3, vocab=4101, params=SamplingParams(logprobs=True))
+    step = with_logits(step, step.hidden_states)
+    order = step.logits.argsort(dim=1, descending=True)
+    assert len(step.logits.unique()) == step.logits.numel()
+    places = torch.tensor([4100, 4099, 2000], device=DEVICE)
+    drawn = order.gather(1, places[:, None]).flatten()
+    picked = pick(step, summaries_of(step), drawn, SMALL)
+    where = layout(3, 1, step.params).ids["ranks"]
+    assert picked.ids[where.first : where.first + 3].tolist() == (places + 1).tolist()
+
+
+@pytest.mark.parametrize("top_k", [1, 3, 60, min(VOCAB - 1, DEFERRED_TOP_K)])
+@pytest.mark.parametrize("more", [{}, {"top_p": 0.5, "min_p": 0.1}, {"top_p": 0.9, "logprobs": True, "top_logprobs": 2}])
+def test_infinite_rows(top_k, more):
+    """Undefined without a finite logit, which a chunk beside an infinite one may have, or the last token alone."""
+    step = make_step(batch=8, vocab=VOCAB, params=SamplingParams(top_k=top_k, **more))
+    logits = step.hidden_states.clone()
+    logits[0, [5, 6, 300]] = INF
+    logits[1], logits[1, 40] = -INF, INF
+    logits[2] = INF
+    logits[3], logits[3, 7], logits[3, 6] = -INF, INF, 1.0  # of one chunk
+    logits[4], logits[4, VOCAB - 1] = INF, -3e38
+    logits[5], logits[5, 11] = INF, math.nan
+    logits[6], logits[6, ::2] = INF, -INF
+    logits[7], logits[7, 0] = -INF, 2.0
+    assert may_be_undrawn(step).all()
+    step = with_logits(step, logits)
+    ids = check(step).ids[:8].tolist()
+    if not step.params.logprobs:
+        check_floors(step, share=0.0)
+    assert ids == [5, -1, -1, 7, 0, -1, -1, 0]
+
+
+def test_filters_by_row():
+    nan = math.nan
+    params = SamplingParams(
+        top_k=of([0, 5, 0, 0, 5, 1, 0, 0, 0, 0, 300, 0, 20]),
+        top_p=of([1.0, 1.0, 0.7, 1.0, 0.7, 0.5, 0.9, 0.5, 0.6, 0.9, 0.4, 0.9, 0.5]),
+        min_p=of([0.0, 0.0, 0.0, 0.1, 0.1, 0.1, 0.0, 0.0, 0.1, 0.999, 0.0, 0.0, 0.0]),
+        logprob_ids=torch.arange(26, device=DEVICE).view(13, 2),
+    )
+    check(mixed(params, num_samples=3))
+    step = make_step(batch=2, vocab=VOCAB, params=SamplingParams(top_p=of([nan, 0.5]), min_p=of([0.1, nan])))
+    assert check(step).ids.tolist() == [-1, -1]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e5, INF, math.nan])
+@pytest.mark.parametrize("params", [SamplingParams(top_k=5), SamplingParams(top_p=0.9, logprobs=True)])
+def test_temperatures(params, temperature):
+    step = make_step(batch=3, vocab=VOCAB, params=params, temperature=torch.full((3,), temperature))
+    logits = step.hidden_states.clone()
+    logits[1, 77] = -INF
+    logits[2, 77] = INF
+    check(with_logits(step, logits))
+
+
+@pytest.mark.parametrize("vocab", [1, 31, 128, 129, 1000])
+@pytest.mark.parametrize("params", [SamplingParams(top_k=3), SamplingParams(top_p=0.5), SamplingParams(top_p=0.9, min_p=0.3)])
+def test_vocabularies(params, vocab):
+    step = make_step(batch=3, vocab=vocab, params=params)
+    logits = step.hidden_states.clone()
+    logits[2] = 0.0
+    check(with_logits(step, logits))
+
+
+@pytest.mark.parametrize(
+    "params", [SamplingParams(top_k=2), SamplingParams(top_k=3, top_p=0.7), SamplingParams(logprobs=True, top_logprobs=3)]
+)
+def test_the_lowest_ids_of_ties_are_not_always_in_the_first_chunks(params):
+    """A chunk is 16 tokens of 128 and the 16 that are 64 above them. Every column of chunks has the highest logit once."""
+    torch.manual_seed(0)
+    step = make_step(batch=8, vocab=VOCAB, params=params, num_samples=6, temperature=1.0)
+    logits = torch.full_like(step.hidden_states, -1.0)
+    chunk = torch.arange(SMALL.width if SMALL.width <= VOCAB // 32 else VOCAB // 32 // 4 * 4)
+    for row in range(8):
+        ids = chunk // 4 * 128 + chunk % 4 * 16 + torch.randint(16, chunk.shape) + torch.randint(2, chunk.shape) * 64
+        logits[row, ids] = 1.0
+    check(with_logits(step, logits))
+
+
+@pytest.mark.parametrize("room", [{}, {"at_first": 1}, {"at_first": 1, "capacity": SMALL.few}], ids=["", "more", "row"])
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(top_p=0.02),
+        SamplingParams(top_p=0.4),
+        SamplingParams(top_p=0.7),
+        SamplingParams(top_k=2),
+        SamplingParams(top_k=90),
+        SamplingParams(min_p=0.6),
+        SamplingParams(min_p=1.5),
+        SamplingParams(top_p=0.4, min_p=0.3),
+        SamplingParams(top_p=0.6, min_p=0.01),
+        SamplingParams(top_k=60, min_p=0.5),
+        SamplingParams(top_k=1, top_p=0.5),
+        SamplingParams(top_k=60, top_p=0.6),
+        SamplingParams(top_k=2, top_p=0.95),
+        SamplingParams(top_k=60, top_p=0.1, joint_top_p=1),
+        SamplingParams(top_k=12, top_p=0.6, joint_top_p=1),
+    ],
+)
+def test_tokens_that_are_refused(params, room):
+    """Flat rows with ties, where hardly any token that is drawn without filters is kept, once or several times; a peaked one
+    and some whose highest logit several tokens have, where many are. Of candidates before the token that is drawn without
+    filters, of more of them, of the row."""
+    rows = 20 if CUDA else 10
+    step = make_step(batch=rows, vocab=VOCAB, params=params, num_samples=1, temperature=torch.rand(rows) + 0.5, std=0.5)
+    logits = (step.hidden_states * 8).round() / 8
+    logits[0, 300] = 12.0
+    logits[1 : rows // 2 + 2, [7, 70, 207, 300]] = 12.0
+    step = with_logits(step, logits)
+    drawn = check(step, config=replace(SMALL, **room))
+    assert (drawn.ids != oracle.run(step._replace(params=DEFAULT_PARAMS)).ids).sum() >= 3
+
+
+def test_equal_rows_where_the_unfiltered_token_is_kept_and_where_it_is_not():
+    """Prefixes of ids, of every length about: half of the tokens without filters are in them."""
+    top_p = torch.linspace(0.02, 0.98, 8, device=DEVICE)
+    step = make_step(batch=8, vocab=VOCAB, params=SamplingParams(top_p=top_p), std=0.0, num_samples=2)
+    check(step)
+
+
+@pytest.mark.skipif(CUDA or COMPILED, reason="looks into the interpreter")
+@pytest.mark.parametrize("vocab", [384, 385, 417, 432, 433])
+def test_equal_rows_are_known_where_the_last_chunks_hold_no_token(vocab, monkeypatch):
+    """Of such a row nothing is searched, which would take several passes over it."""
+
+    def search(*_):
+        raise AssertionError("the row is searched")
+
+    monkeypatch.setattr(filtered_sample_kernel, "_limit", search)
+    check(make_step(batch=1, vocab=vocab, params=SamplingParams(top_p=0.9), std=0.0))
+
+
+def test_a_row_is_the_same_in_any_batch():
+    params = SamplingParams(top_p=0.8, logprobs=True)
+    step = mixed(params)
+    whole = layout(13, 1, params).split(picked(step), 13)
+    for first, last in ((7, 10), (2, 3)):
+        some = layout(last - first, 1, params).split(picked(step.part(first, last)), last - first)
+        for name, values in whole.items():
+            assert torch.equal(some[name].nan_to_num(7.0), values[first:last].nan_to_num(7.0)), name
+
+
+def test_more_capacity_gives_the_same_tokens():
+    """Candidates compared with each other, searched, and the row itself."""
+    step = make_step(batch=4, vocab=VOCAB, params=SamplingParams(top_k=100, top_p=0.9), num_samples=4)
+    shapes = [SMALL, replace(SMALL, few=32, capacity=32), replace(SMALL, few=32, capacity=8192)]
+    tokens = [run(step, shape).ids for shape in shapes]
+    assert torch.equal(tokens[0], tokens[1])
+    assert torch.equal(tokens[0], tokens[2])
+
+
+@pytest.mark.parametrize(
+    "params", [SamplingParams(top_p=0.5, logprobs=True), SamplingParams(top_p=0.0), SamplingParams(min_p=0.3, logprobs=True)]
+)
+def test_masses_at_the_largest_temperatures(params):
+    check(hottest(params, VOCAB))
+
+
+def kept_by(step: SampleInputs, records: Records) -> Tensor:
+    """(B, V) bool, as ``rejection`` reads a record, but for the least mass."""
+    assert step.logits is not None
+    token = torch.arange(step.vocab_size, device=DEVICE)
+    return (key_of(step.logits).long() << 31 | token ^ 0x7FFFFFFF) >= records.limits[:, None]
+
+
+@pytest.mark.parametrize(
+    "params", [DEFAULT_PARAMS, SamplingParams(min_p=0.05), SamplingParams(top_k=40, top_p=0.8, min_p=0.02)]
+)
+def test_records_are_those_of_both_launches(params):
+    """What rejection reads of a row: which tokens are kept, and their mass; of rows of any kind, greedy ones too."""
+    step = mixed(params)
+    assert step.logits is not None
+    ours, theirs = (empty_records(13, DEVICE) for _ in range(2))
+    assert torch.equal(picked(step, records=ours).ids, run(step, SMALL, theirs).ids)
+    (least, mass, *rest), (least_of, mass_of, *rest_of) = (records.masses.T for records in (ours, theirs))
+    defined = ~mass_of.isnan()
+    assert defined.tolist() == (~mass.isnan()).tolist() == [row not in (1, 3, 4) for row in range(13)]
+    torch.testing.assert_close(mass[defined], mass_of[defined], rtol=1e-5, atol=0)
+    pairs = [(kept_by(step, ours), kept_by(step, theirs)), (least, least_of)]
+    pairs += [(a.view(torch.int32), b.view(torch.int32)) for a, b in zip(rest, rest_of)]  # the highest logit, a greedy token
+    for a, b in pairs:
+        assert torch.equal(a[defined], b[defined])
+    assert int(rest[1].view(torch.int32)[11]) == int(step.logits[11].argmax())
+
+
+def floors_of(step: SampleInputs, undrawn: Tensor | bool = False) -> Tensor:
+    """The highest that rows may have."""
+    keys, rows, params = summaries_of(step).keys, step.rows(), step.params
+    batch, chunks = keys.shape
+    top_k, top_p, min_p = (torch.as_tensor(x, device=DEVICE).expand(batch) for x in (params.top_k, params.top_p, params.min_p))
+    ranked = torch.cat([keys.sort(descending=True).values, torch.full_like(keys[:, :1], -(2**31))], dim=1)
+    by_top_k = ranked.gather(1, (top_k.long() - 1).clamp(0, chunks)[:, None])[:, 0]
+    bits = ranked[:, 0]
+    top = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).view(torch.float32)
+    scale = (math.log2(math.e) / rows.temperature).clamp(min=2.0**-149)
+    kept = top + (min_p.clamp(max=1.0).log2() - 0.01) / scale - top.abs().clamp(max=3.4028234663852886e38) * 1e-6
+    floors = torch.where(min_p > 0, key_of(kept.float()), -(2**31))
+    floors = torch.where((top_k > 0) & (top_k < step.vocab_size), by_top_k, floors)
+    unread = (top_k <= 0) | (top_k >= step.vocab_size)
+    unread = (unread & ~(top_p < 1) & ~(min_p > 0)) | top_p.isnan() | min_p.isnan()
+    unread |= top.isnan() | (top.isinf() & ~((top == INF) & torch.as_tensor(undrawn, device=DEVICE)))
+    unread |= ~(rows.temperature >= logit_transforms.GREEDY_BELOW)
+    return torch.where(unread, 0x7FFFFFFF, floors).int()
+
+
+def check_floors(step: SampleInputs, config: Config = SMALL, share: float = 0.2, lowered: bool = False) -> SampleResult:
+    """The same tokens with floors; so many chunks at least are not stored."""
+    drawn, floors = picked(step, config=config), floors_of(step)
+    lower = summaries_of(step).keys < floors[:, None]
+    assert lower.float().mean() >= share
+    assert torch.equal(picked(step, floors=floors, config=config).ids, drawn.ids)
+    undrawn = may_be_undrawn(step)
+    if undrawn.any():
+        some = floors_of(step, undrawn)
+        assert torch.equal(picked(step, floors=some, config=config, undrawn=undrawn).ids, drawn.ids)
+    if lowered:
+        floors = (floors.long() - torch.randint(1, 2**23, floors.shape).to(DEVICE)).clamp(min=-(2**31)).int()
+        assert torch.equal(picked(step, floors=floors, config=config).ids, drawn.ids)
+    return drawn
+
+
+ROOMY = SMALL if CUDA else replace(SMALL, capacity=512)  # candidates below a floor would fit
+
+
+@pytest.mark.parametrize(
+    ("params", "share"),
+    [
+        (SamplingParams(top_k=1), 0.6),
+        (SamplingParams(top_k=7, top_p=0.8, min_p=0.02), 0.4),
+        (SamplingParams(top_k=300), 0.5 if CUDA else 0.2),
+        (SamplingParams(min_p=0.05), 0.3),
+        (SamplingParams(min_p=1.0), 0.5),
+        (SamplingParams(top_p=0.8, min_p=1e-3), 0.3),
+    ],
+)
+def test_floors_of_mixed_rows(params, share):
+    check_floors(mixed(params), ROOMY, share)
+
+
+def test_floors_by_row():
+    nan = math.nan
+    params = SamplingParams(
+        top_k=of([0, 5, 3, 0, 5, 1, 0, 2, 0, 16, 300, 4, 6]),
+        top_p=of([1.0, 1.0, 0.7, 1.0, 0.7, 0.5, 0.9, 0.5, nan, 0.9, 0.4, 0.9, 0.5]),
+        min_p=of([0.0, 0.0, 0.0, 0.1, 0.1, nan, 0.0, 0.0, 0.1, 0.9, 0.0, 0.0, 0.0]),
+    )
+    check_floors(mixed(params, num_samples=2), lowered=True)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-5, 1e5, INF, math.nan])
+def test_floors_at_temperatures(temperature):
+    step = make_step(batch=3, vocab=VOCAB, params=SamplingParams(top_k=of([5, 0, 0]), min_p=of([0.0, 0.9, 0.0])))
+    check_floors(step._replace(temperature=torch.full((3,), temperature, device=DEVICE)))
+
+
+def test_floors_of_rows_without_filters():
+    check_floors(mixed(DEFAULT_PARAMS), share=0.9)
+
+
+MEDIUM = SMALL if CUDA else replace(SMALL, width=64, gathered=16, tile=256, whole_tile=1024)
+
+
+def is_dense(params: SamplingParams) -> SampleInputs:
+    """What is drawn from is few tokens, some more, and more than there is room for: ties in chunks that have others too, and in
+    chunks of their own, below one higher logit, nearly equal logits. Tokens without filters are in other chunks for the most
+    part."""
+    vocab = 151_936 if CUDA else 2_571
+    step = make_step(batch=6, vocab=vocab, params=params, num_samples=2, temperature=1.0)
+    logits = step.hidden_states.clone()
+    token = torch.arange(vocab, device=DEVICE)
+    chunk = token // 128 * 4 + token // 16 % 4
+    high = chunk * 7 % 12 < 8
+    logits[1] = logits[1].round()
+    ties, some = 1.0 + (token % 16 < 1) * 0.5, 1.0 + (token % 16 < 8) * 0.5
+    for row, values in ((2, ties), (3, some), (4, 1.0 + torch.rand(vocab, device=DEVICE) * 0.05)):
+        logits[row] = torch.where(high, values, values.clone().fill_(0.9) if row == 4 else 0.25)
+    logits[5] = torch.where(high, 1.5, 0.5)
+    logits[2:4, vocab // 2] = 2.5
+    return with_logits(step, logits)
+
+
+@pytest.mark.parametrize(
+    ("params", "share"),
+    [
+        (SamplingParams(top_k=50), 0.3),
+        (SamplingParams(top_k=50, top_p=0.8, min_p=0.01), 0.3),
+        (SamplingParams(min_p=0.93), 0.3),
+    ],
+)
+def test_floors_of_crowded_rows(params, share):
+    step = is_dense(params)
+    agrees(check_floors(step, MEDIUM, share), step)

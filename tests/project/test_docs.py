@@ -1,0 +1,304 @@
+"""What the pages say is so: links, files, names, the numbers by which the code cites it, who imports whom, measured figures."""
+
+import ast
+import json
+import re
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+from benchmarks import plots, tables
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "flashsampling"
+DOCS = {name: (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in ("design", "contract", "traps")}
+PAGES = {
+    path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
+    for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
+}
+FOLDERS = ("flashsampling", "tests", "benchmarks", "docs", "examples", "scripts", ".ci")
+FILES = {path.relative_to(ROOT).as_posix() for place in FOLDERS for path in (ROOT / place).rglob("*")}
+FILES |= {*FOLDERS, *(path.name for path in ROOT.iterdir() if path.is_file())}
+RESULTS = ROOT / "benchmarks" / "results"
+SAMPLE = tables.result_of("sample")
+TABLES = tables.result_of("hopper_profile")["tables"]
+SOURCES = {  # name of a module of the package -> its file
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in PACKAGE.rglob("*.py")
+}
+SECTIONS = {
+    int(number): text
+    for number, text in re.findall(r"^## (\d+)\. (.*?)(?=^## |\Z)", DOCS["contract"], re.DOTALL | re.MULTILINE)
+}
+TRAPS = {int(number): row for number, row in re.findall(r"^\| (\d+) \|(.*)$", DOCS["traps"], re.MULTILINE)}
+
+
+def named(text):
+    """(file or folder, name in it or "") of what stands between backticks and is a path, from the root or from the package."""
+    spans = re.findall(r"`([^`\s]+)`", text)
+    found = (re.fullmatch(r"([\w./-]*/[\w./-]*|[\w-]+\.(?:py|md))(?:::([\w.]+))?", span) for span in spans)
+    return [(match[1], match[2] or "") for match in found if match]
+
+
+def definitions(path):
+    """Names that a file defines: at its top, and methods and fields of classes as "Class.name"."""
+
+    def targets(node):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            return [node.name]
+        assigned = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        return [name.id for target in assigned for name in ast.walk(target) if isinstance(name, ast.Name)]
+
+    names = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        names |= set(targets(node))
+        if isinstance(node, ast.ClassDef):
+            names |= {f"{node.name}.{name}" for part in node.body for name in targets(part)}
+    return names
+
+
+@pytest.mark.parametrize(("file", "name"), sorted({pair for text in DOCS.values() for pair in named(text)}))
+def test_what_the_docs_name_exists(file, name):
+    places = [folder / f"{file}{suffix}" for folder in (ROOT, PACKAGE) for suffix in ("", ".py")]
+    place = next((place for place in places if place.exists()), None)
+    assert place is not None
+    assert not name or name in definitions(place)
+
+
+def anchors(text):
+    """What a heading is linked by."""
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\((?!https?://)([^)\s]+)\)", PAGES[page]):
+        path, _, anchor = target.partition("#")
+        file = ((ROOT / page).parent / path).resolve() if path else ROOT / page
+        assert file.is_file(), target
+        assert not anchor or anchor in anchors(file.read_text(encoding="utf-8")), target
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_mentions_no_file_that_is_not_there(page):
+    words = re.findall(r"[\w./-]+\.(?:cuh?|json|md|png|py|sh|toml)\b", PAGES[page])
+    for word in set(words) | {file for file, _ in named(PAGES[page])}:
+        ends = tuple("/" + re.sub(r"^(\.\.?/)+", "", word).rstrip("/") + suffix for suffix in ("", ".py"))
+        assert any(f"/{file}".endswith(ends) for file in FILES), word
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_rows_of_a_table_have_its_columns(page):
+    for block in re.findall(r"(?:^\|.*\n)+", PAGES[page], re.MULTILINE):
+        rows = block.splitlines()
+        assert re.fullmatch(r"\|(?:-+\|)+", rows[1]), rows[0]
+        assert len({len(re.findall(r"(?<!\\)\|", row)) for row in rows}) == 1, rows[0]
+
+
+def cells_of(row):
+    return [cell.strip().strip("*") for cell in row.strip("|").split("|")]
+
+
+def rows_below(text, first):
+    """Cells of the rows of the table whose header begins so."""
+    (block,) = re.findall(rf"^{re.escape(first)}.*\n\|[-|]+\n((?:\|.*\n)+)", text, re.MULTILINE)
+    return [cells_of(row) for row in block.splitlines()]
+
+
+def test_the_ratios_are_those_of_the_run():
+    """A ratio of 0.96: in ``sample.json`` the Hopper kernel takes 0.96 times the other's time."""
+    times = {(row["config"], row["batch"]): row["ms"] for row in SAMPLE["rows"]}
+
+    def over(config, batch, peer, step="cute"):
+        return f"{times[config, int(batch)][step] / times[config, int(batch)][peer]:.2f}"
+
+    rows = rows_below(PAGES["README.md"], "| LM head | as in | B |")
+    assert len(rows) == 6
+    for config, _, batch, *ratios in rows:
+        assert ratios == [over(config, batch, peer) for peer in ("cuBLAS alone", "FI2", "multinomial")]
+    text = PAGES["docs/benchmarks.md"]
+    batches = cells_of(re.findall(r"^\| config \| B = 1 .*$", text, re.MULTILINE)[0])[1:]
+    for config, *ratios in rows_below(text, "| config | B = 1 |"):
+        assert ratios == [over(config, batch.removeprefix("B = "), "cuBLAS alone") for batch in batches]
+    for config, batch, ms, *ratios, triton in rows_below(text, "| config | B | whole step, ms |"):
+        assert ms == f"{times[config, int(batch)]['cute']:.3f}"
+        assert ratios == [over(config, batch, peer) for peer in ("cuBLAS alone", "FI1", "FI2", "FI2 fp32", "multinomial")]
+        assert triton == over(config, batch, "cuBLAS alone", "triton")
+
+
+def test_the_tables_are_those_of_the_runs():
+    """``python -m benchmarks.tables`` changes nothing."""
+    result, requests = tables.result_of("verify"), tables.requests_results()
+    for path, text in tables.pages(result, requests, tables.engine_results()).items():
+        assert text == PAGES[path.relative_to(ROOT).as_posix()]
+    ms = requests[0]["rows"][0]["ms"]
+    assert f"| {ms['top-p'] / ms['cute unfiltered']:.2f} |" in tables.requests_table(requests)
+    row = result["rows"][0]
+    assert f"| {row['ms']['rejection']:.3f} |" in tables.readme_table(result)
+
+
+def test_the_table_and_the_picture_of_an_engine(tmp_path):
+    def row(kind, batch, who, ms, **more):
+        return {"kind": kind, "batch": batch, "who": who, "sample_ms": ms, "forward_ms": 1.0, "sample_MiB": 100.4 * ms, **more}
+
+    rows = [row("plain", 1, "vllm", 0.2, tpot_ms=2.0), row("plain", 1, "plugin", 0.1, tpot_ms=1.9)]
+    rows += [row("grammar mask", 64, "vllm", 0.4), row("grammar mask", 64, "plugin", 0.3)]
+    result = {"shape": "1.7b", "ranks": 1, "rows": rows, "machine": {"vllm": "0.26.0", "gpu": "NVIDIA H200"}}
+    (tmp_path / "vllm_1.7b.json").write_text(json.dumps(result), encoding="utf-8")
+    (tmp_path / "vllm_8b_tp2.json").write_text(json.dumps(result | {"shape": "8b", "ranks": 2}), encoding="utf-8")
+    results = tables.engine_results(tmp_path)
+    assert tables.engine_table(results).splitlines()[2:5] == [
+        "| Qwen3-1.7B, H200 | plain | 1 | 0.200 | 0.100 | 0.50 | 2.000 | 1.900 | 0.95 | 20 | 10 |",
+        "| Qwen3-1.7B, H200 | grammar mask | 64 | 0.400 | 0.300 | 0.75 | - | - | - | 40 | 30 |",
+        "| Qwen3-8B, 2 H200s | plain | 1 | 0.200 | 0.100 | 0.50 | 2.000 | 1.900 | 0.95 | 20 | 10 |",
+    ]
+    plots.engine(results, tmp_path / "vllm.png")
+    assert (tmp_path / "vllm.png").stat().st_size > 10_000
+
+
+def test_the_tables_of_requests_and_of_a_drafter():
+    times = zip(("cute unfiltered", *tables.REQUESTS), (2.0, 2.2, 2.4, 2.6, 2.0, 2.1, 3.0, 4.0), strict=True)
+    theirs = {"FlashInfer top-k top-p": 4.4, "FlashInfer top-k top-p by radix": 2.75, "FlashInfer top-p": 2.4}
+    row = {"vocab": 1000, "dim": 64, "batch": 2, "ms": dict(times) | theirs, "peak_bytes": 10_000}
+    cells = "1.10 | 1.20 | 1.30 | 1.00 | 1.05 | 1.50 | 2.00 | 0.50 | 0.80 | 1.00 | - | 1.25"
+    result = {"machine": {"gpu": "NVIDIA H200"}, "rows": [row]}
+    assert tables.requests_table([result]).splitlines()[2:] == [f"| H200, V=1000 D=64 | 2 | 2.000 | {cells} |"]
+    drafter = {"dim": 64, "batch": 2, "ms": dict(zip(tables.DRAFTER_STEPS, (0.1, 0.25, 0.5), strict=True))}
+    assert tables.drafter_table({"drafter": [drafter]}).splitlines()[2:] == ["| 64 | 2 | 0.100 | 0.250 | 0.500 |"]
+
+
+def test_a_table_is_filled_in_where_its_header_is():
+    ms = {"sample": 2.0, "match": 2.02, "rejection": 3.0, "compiled torch": 3.3, "FlashInfer": 2.5}
+    row = {"vocab": 151936, "dim": 4096, "batch": 8, "drafts": 3, "accepted": 2.25, "ms": ms}
+    result = {"rows": [row, row | {"filters": "top-k, top-p"}, row | {"dim": 8}]}
+    readme = "| V=151936 D=4096 | 3 | 8 | 1.01 | 3.000 | **0.91** | 1.20 |\n"
+    assert tables.readme_table(result) == f"{tables.README_HEADER}\n{'|---' * 7}|\n{readme}"
+    assert len(tables.docs_table(result).splitlines()) == 5
+    page = f"a\n\n{tables.README_HEADER}\n|---|\n| old |\n\nb\n"
+    assert tables.with_table(page, tables.readme_table(result)) == f"a\n\n{tables.readme_table(result)}\nb\n"
+    with pytest.raises(ValueError, match="it has 0"):
+        tables.with_table("a", tables.readme_table(result))
+
+
+def numbers(text):
+    return {float(number) for number in re.findall(r"\d+(?:\.\d+)?", text)}
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_a_table_of_results_is_whole(table):
+    entry = TABLES[table]
+    assert {"what", "unit", "commits", "made_in", "recorded", "machine", "columns", "rows"} <= set(entry)
+    assert all(re.fullmatch(r"[0-9a-f]{7}", commit) for commit in [*entry["commits"], *entry["made_in"], entry["recorded"]])
+    assert "H200" in entry["machine"]
+    assert len(set(entry["columns"])) == len(entry["columns"])
+    assert entry["rows"]
+    for row in entry["rows"]:
+        assert len(row) == len(entry["columns"])
+        assert all(cell is None or isinstance(cell, (str, int, float)) for cell in row)
+
+
+@pytest.mark.parametrize("file", sorted(path.name for path in RESULTS.glob("*.json")))
+def test_results_are_json(file):
+    def no_number(word):
+        raise AssertionError(word)  # NaN and infinities, which Python writes, are not JSON
+
+    json.loads((RESULTS / file).read_text(encoding="utf-8"), parse_constant=no_number)
+
+
+def test_what_was_tried_has_its_figures_in_the_results():
+    hopper, experiments = ((RESULTS / f"{name}.md").read_text(encoding="utf-8") for name in ("hopper", "experiments"))
+    named = r"`([a-z0-9]+(?:_[a-z0-9]+)+)`"
+    assert set(re.findall(named, hopper + experiments)) >= set(TABLES)
+    kernels = PAGES["docs/kernels.md"].partition("## The filtered-sampling kernels")[0]
+    assert {"noise_alone", "ncu_whole_kernel"} <= set(re.findall(named, kernels)) - {"gumbel_bounds"} <= set(TABLES)
+    for _, case, before, after, commit, _, raw in map(cells_of, re.findall(r"^\|(?:[^|\n]+\|){7}$", experiments, re.MULTILINE)):
+        if commit not in ("commit", "---"):
+            tables = json.dumps([TABLES[name] for name in re.findall(r"`(\w+)`", raw)])
+            assert re.fullmatch(r"[0-9a-f]{7}", commit)
+            assert raw
+            assert numbers(f"{before} {after}") <= numbers(tables), (case, before, after)
+    profile = [list(map(int, row)) for row in rows_below(PAGES["docs/kernels.md"], "| D | B | DRAM |")]
+    assert profile == TABLES["ncu_whole_kernel"]["rows"]
+
+
+def cited(pattern, text):
+    """Numbers after a word that ``pattern`` matches: "trap 3", "traps 26, 27, 29", "Trap 3 and 11"."""
+    lists = re.findall(rf"\b{pattern}s? (\d+(?:(?:, | and )\d+)*)", re.sub(r"[\s#]+", " ", text), re.IGNORECASE)
+    return {int(number) for numbers in lists for number in re.findall(r"\d+", numbers)}
+
+
+def test_what_the_code_cites_is_there():
+    files = [path for folder in (PACKAGE, ROOT / "tests") for path in folder.rglob("*.py") if path != Path(__file__)]
+    text = "\n".join(path.read_text(encoding="utf-8") for path in files)
+    sections, traps = cited("section", text), cited("trap", text)
+    assert {2, 3, 4} <= sections <= set(SECTIONS)
+    assert {1, 11, 26, 27, 29} <= traps <= set(TRAPS)
+    assert {number for document in DOCS.values() for number in cited("section", document)} <= set(SECTIONS)
+    assert {number for document in DOCS.values() for number in cited("trap", document)} <= set(TRAPS)
+
+
+def test_every_promise_and_every_trap_names_a_test():
+    assert list(SECTIONS) == list(range(1, len(SECTIONS) + 1))
+    for heading, text in [*SECTIONS.items(), *TRAPS.items()]:
+        tests = [file for file, name in named(text) if file.startswith("tests/") and name]
+        assert tests or "Not built" in text.splitlines()[0], heading
+
+
+def imports(module):
+    """Modules of the package that a module of it imports: (when it is imported, when something of it is called)."""
+    path = SOURCES[module]
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    own = {module} | {module.rsplit(".", dots)[0] for dots in range(1, module.count(".") + 1)}
+    found: tuple[set[str], set[str]] = (set(), set())
+    pending: list[tuple[ast.AST, bool]] = [(ast.parse(path.read_text(encoding="utf-8")), False)]
+    while pending:
+        node, called = pending.pop()
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            continue
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package.rsplit(".", node.level - 1)[0] if node.level else ""
+            base = ".".join(part for part in (base, node.module) if part)
+            names = [name if name in SOURCES else base for name in (f"{base}.{alias.name}" for alias in node.names)]
+        for name in names:
+            if name in SOURCES:
+                # the packages around a module run before it; those around this one have begun already
+                around = {name.rsplit(".", dots)[0] for dots in range(1, name.count(".") + 1)}
+                found[called].update({name} | around - own)
+        called = called or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        pending += [(child, called) for child in ast.iter_child_nodes(node)]
+    return found
+
+
+def test_no_circle_among_modules():
+    graph = {module: imports(module)[0] for module in SOURCES}
+    assert {"flashsampling.ops", "flashsampling.reference.logit_transforms"} < graph["flashsampling.sampling"]
+    assert "flashsampling.tensor_parallel" not in graph["flashsampling.sampling"]  # for type checkers, and when called
+    tuple(TopologicalSorter(graph).static_order())  # CycleError names the circle
+
+
+LAYERS = (  # a module imports, when it is imported, nothing of a later layer
+    {"noise", "exchange_protocol", "row_params", "sources", "torch_internals", "open_groups", "workspace"},
+    {"inputs", "backends"},
+    {"reference", "kernels"},
+    {"ops", "token_counts", "sampling_params", "sampling", "sampling_from_logits"},
+    {"speculative", "sampler", "warmup"},
+    {"tensor_parallel", "integrations"},
+)
+
+
+def test_layers():
+    """And a backend imports no other, but the oracle's arithmetic."""
+    layer_of = {name: layer for layer, names in enumerate(LAYERS) for name in names}
+    assert set(layer_of) == {module.split(".")[1] for module in SOURCES if "." in module} - {"__main__"}
+    for module in SOURCES:
+        part = module.split(".")[1] if "." in module else ""
+        for name in imports(module)[0] if part in layer_of else ():
+            other = name.split(".")[1] if "." in name else ""
+            if not name.startswith("flashsampling.speculative"):  # where drafts stand, kernels know too
+                assert layer_of.get(other, 0) <= layer_of[part], (module, name)
+            if part == "kernels" and other == "reference":
+                assert name.removeprefix("flashsampling.reference") in ("", ".logit_transforms"), module

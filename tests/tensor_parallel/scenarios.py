@@ -1,0 +1,1928 @@
+"""What ranks do in the tensor-parallel tests. ``run`` starts them; a scenario is a function of a ``Rank``, run by all alike."""
+
+import contextlib
+import functools
+import os
+import pickle
+import random
+import re
+import signal
+import socket
+import tempfile
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+import flashsampling
+from flashsampling import LMHeadSampler, exchange_protocol, ops
+from flashsampling.backends import BACKENDS
+from flashsampling.inputs import SampleInputs, SampleResult
+from flashsampling.tensor_parallel import (
+    Failure,
+    TensorParallel,
+    TensorParallelError,
+    TensorParallelMismatch,
+    TensorParallelTimeout,
+    capabilities,
+    construction,
+    shard_lm_head,
+    shard_range,
+    store,
+)
+from flashsampling.tensor_parallel.rendezvous import Rendezvous, _sealed
+from flashsampling.tensor_parallel.watchdog import posts_of
+
+from ..kernels.test_filters import differences
+from ..mixes import Mix
+from ..problems import Problem, assert_agreement, make_problem, rows_only
+
+
+@dataclass
+class Rank:
+    rank: int
+    world: int
+    device: torch.device
+    impl: str
+    transport: str
+    long: bool  # a GPU's share of repetitions, not CI's
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32 if self.device.type == "cpu" and self.impl != "cute" else torch.bfloat16
+
+    def problem(self, batch: int, vocab: int = 1000, dim: int = 64, **options) -> Problem:
+        return make_problem(batch, vocab, dim, self.device, self.dtype, **options)
+
+    def bounds(self, vocab: int, kind: str) -> list[int]:
+        """Ends of the ranks' shards."""
+        if kind == "shard_lm_head":
+            return [shard_range(vocab, rank, self.world)[1] for rank in range(self.world)]
+        if kind == "even":  # as DTensor cuts: in the middle of a Philox group, of a tile
+            return [min((rank + 1) * -(-vocab // self.world), vocab) for rank in range(self.world)]
+        cuts = sorted(random.Random(kind).choices(range(vocab + 1), k=self.world - 1))
+        if kind.startswith("empty"):
+            cuts[0] = 0 if kind == "empty first" else vocab
+        return [*sorted(cuts), vocab]
+
+    def shard(self, weight: Tensor, kind: str = "even") -> tuple[Tensor, int]:
+        ends = self.bounds(weight.shape[0], kind)
+        first = ends[self.rank - 1] if self.rank else 0
+        return weight[first : ends[self.rank]].clone(), first
+
+    def group(self, weight: Tensor, kind: str = "even", **options) -> tuple[TensorParallel, Tensor]:
+        shard, first = self.shard(weight, kind)
+        options = {"transport": self.transport, "impl": self.impl, "timeout": 60.0, "group": None} | options
+        return TensorParallel(options.pop("group"), shard, first_token=first, **options), shard
+
+    def check(self, tp: TensorParallel, shard: Tensor, problem: Problem) -> Tensor:
+        """The ranks' tokens are one rank's: bit for bit from a kernel, up to near ties from torch's matmul."""
+        tokens = draw(tp, shard, problem)
+        whole = problem.sample(self.impl)
+        if self.impl == "streaming":
+            assert_agreement(tokens, problem)
+        else:
+            assert torch.equal(tokens, whole), (self.impl, tokens.flatten()[:8], whole.flatten()[:8])
+        assert (tokens < problem.vocab).all()
+        return tokens
+
+
+def draw(tp: TensorParallel, shard: Tensor, problem: Problem, impl: str | None = None, vocab_size: int | None = None) -> Tensor:
+    return replace(problem, weight=shard, vocab_size=vocab_size).sample(impl, tp)
+
+
+# -- scenarios
+
+# Ranks come late by waiting for the others' word, not by sleeping, and what must not wait for a time-out of a minute has SOON:
+# a loaded machine may stop a process for seconds.
+SOON = 40.0  # seconds
+_aside: list[dist.ProcessGroup] = []  # a group of all ranks, for the scenarios' own words
+
+
+def same_tokens(rank: Rank) -> None:
+    """As with one rank: any cut of the vocabulary, any batch, several draws, a padded vocabulary."""
+    kinds = ["shard_lm_head", "even", "uneven 1", "uneven 2", "empty first", "empty last"]
+    for kind in kinds:
+        for vocab, dim in (
+            ((1000, 64), (390, 40)) if rank.impl == "triton" and not rank.long else ((5003, 64), (390, 136), (7, 64))
+        ):
+            problem = rank.problem(70, vocab, dim)
+            tp, shard = rank.group(problem.weight, kind)
+            with tp:
+                for batch in (70, 1, 17):
+                    rank.check(tp, shard, problem.rows(slice(0, batch)))
+                empty = problem.rows(slice(0, 0))
+                assert draw(tp, shard, empty).shape == (0, 1)
+    problem = rank.problem(9, 777, 64, num_samples=3)
+    tp, shard = rank.group(problem.weight, max_num_samples=3)
+    rank.check(tp, shard, problem)
+    for real in (500, 200, 1):  # the last shard, or all but the first, are padding
+        padded = replace(rank.problem(9, 777, 64), vocab_size=real)
+        tp, shard = rank.group(padded.weight, vocab_size=real)
+        assert tp.vocab_size == real
+        rank.check(tp, shard, padded)
+    shard = shard_lm_head(problem.weight)
+    tp = TensorParallel(None, shard, max_num_samples=3, transport=rank.transport, impl=rank.impl)  # ranges from the order
+    rank.check(tp, shard, problem)
+
+
+def wide_batches(rank: Rank) -> None:
+    """More rows than 128, and than one block of rows has: shapes of the kernels that smaller batches do not take."""
+    problem = rank.problem(330, 1500, 72)
+    tp, shard = rank.group(problem.weight, "uneven 1", max_batch_size=330)
+    with tp:
+        for batch in (330, 129, 150, 170, 190, 205, 220, 235, 256):
+            rank.check(tp, shard, problem.rows(slice(0, batch)))
+
+
+def rare_rows(rank: Rank) -> None:
+    """NaN, +inf and -inf on one shard or on several."""
+    vocab = 130 * rank.world
+    inf = float("inf")
+    rows = [
+        {vocab - 1: float("nan")},
+        {3: inf, vocab - 2: inf},
+        {vocab - 2: inf},
+        dict.fromkeys(range(vocab), -inf),
+        {token: inf if token % 50 == 49 else -inf for token in range(vocab)},
+        {token: -inf for token in range(vocab - 1)},
+        {token: -inf for token in range(vocab - 130)} | {vocab - 1: inf},
+    ]
+    for row, logits in enumerate(rows):
+        weight = torch.zeros(vocab, 8, dtype=rank.dtype, device=rank.device)
+        for token, logit in logits.items():
+            weight[token, 0] = logit
+        one = replace(rank.problem(1, vocab, 8), weight=weight)
+        one.hidden_states[:] = 1.0  # not 0: times inf it is NaN
+        one.temperature[:] = 1.0
+        expected = one.sample("reference")
+        tp, shard = rank.group(one.weight)
+        with tp:
+            tokens = draw(tp, shard, one)
+        assert torch.equal(tokens, expected), (row, tokens, expected)
+
+
+def changing_batches(rank: Rank) -> None:
+    """A size every step, the buffers made once."""
+    problem = rank.problem(64, 600, 64)
+    tp, shard = rank.group(problem.weight, max_batch_size=64)
+    whole = problem.sample(rank.impl)
+    sizes = random.Random(1)
+    for _ in range(300 if rank.long else 12):
+        batch = sizes.randint(1, 64)
+        assert torch.equal(draw(tp, shard, problem.rows(slice(0, batch))), whole[:batch])
+
+
+def delayed_ranks(rank: Rank) -> None:
+    """Trap 20: each rank up to 100 ms late at every step; two steps may be in flight on a fast one."""
+    problem = rank.problem(16, 600, 64)
+    tp, shard = rank.group(problem.weight)
+    late = random.Random(rank.rank)
+    outs = []
+    for step in range(40 if rank.long else 8):
+        time.sleep(late.random() * 0.1)
+        if rank.device.type == "cuda" and step % 3 == 0:
+            torch.cuda._sleep(int(late.random() * 1e8))  # the device too, and the host runs ahead
+        outs.append(draw(tp, shard, replace(problem, offset=problem.offset + step)))
+    for step, out in enumerate(outs):
+        assert torch.equal(out, replace(problem, offset=problem.offset + step).sample(rank.impl))
+
+
+def many_steps(rank: Rank) -> None:
+    """Fresh offsets every step, the last of every thousand checked."""
+    problem = rank.problem(3, 300, 64)
+    tp, shard = rank.group(problem.weight)
+    for step in range(100_000 if rank.long and rank.transport == "p2p" else 2_000 if rank.long else 100):
+        problem.offset.add_(1)
+        tokens = draw(tp, shard, problem)
+        if step % 1000 == 999 or step == 99:
+            assert torch.equal(tokens, problem.sample(rank.impl))
+    tp.check()
+
+
+def disagreements(rank: Rank) -> None:
+    """An error that says so, on all ranks, at construction; the group works afterwards."""
+    problem = rank.problem(4, 600, 64)
+    shard, first = rank.shard(problem.weight)
+    odd = rank.rank == 1
+    make = functools.partial(TensorParallel, None, transport=rank.transport, impl=rank.impl)
+    cases = [
+        (
+            "same D on all ranks, got rank 0: 64, rank 1: 72",
+            lambda: make(torch.cat([shard, shard[:, :8]], 1) if odd else shard),
+        ),
+        ("dtype must be the same on all ranks", lambda: make(shard.half() if odd else shard)),
+        ("leave a hole at token", lambda: make(shard, first_token=first + 100 if odd or rank.rank > 1 else first)),
+        ("overlap at token", lambda: make(shard, first_token=first - 1 if odd else first)),
+        ("first_token must be given on all ranks or on none", lambda: make(shard, first_token=None if odd else first)),
+        ("vocab_size must be the same on all ranks", lambda: make(shard, vocab_size=599 if odd else 600)),
+        ("vocab_size must be from 1 to the 600 rows of all shards, got 601", lambda: make(shard, vocab_size=601)),
+        ("max_batch_size must be the same", lambda: make(shard, max_batch_size=8 if odd else 9)),
+        ("timeout must be the same", lambda: make(shard, timeout=8 if odd else 9)),
+        ("timeout must be above 0", lambda: make(shard, timeout=0)),
+        (r"weight must have shape \(V_shard, D\), got .* on rank 1", lambda: make(shard[0] if odd else shard)),
+        ("hold from 1 to", lambda: make(shard[:0])),
+        ("transport must be None or one of", lambda: TensorParallel(None, shard, transport="smoke")),
+        ("impl must be None or one of", lambda: TensorParallel(None, shard, impl="reference")),
+    ]
+    if rank.device.type == "cpu":
+        cases.append(("transport='p2p' cannot be used .*shard is on cpu", lambda: TensorParallel(None, shard, transport="p2p")))
+        cases.append(("transport='nccl' cannot be used", lambda: TensorParallel(None, shard, transport="nccl")))
+    for message, construct in cases:
+        with pytest.raises(ValueError, match=message):
+            construct()
+    tp, shard = rank.group(problem.weight, max_batch_size=4)
+    for message, call in (
+        ("at most tp.max_batch_size = 4 rows, got 5", lambda: draw(tp, shard, rank.problem(5, 600, 64))),
+        ("num_samples must be at most", lambda: draw(tp, shard, replace(problem, num_samples=2))),
+        ("weight must be the shard", lambda: draw(tp, shard[:-1], problem)),
+        ("vocab_size must be given to TensorParallel", lambda: draw(tp, shard, problem, vocab_size=600)),
+        ("impl must be None or tp.impl", lambda: draw(tp, shard, problem, impl="reference")),
+        ("seed must be given", lambda: flashsampling.sample(problem.hidden_states, shard, tp=tp)),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+    with pytest.raises(TypeError, match="tp must be"):
+        draw("tp", shard, problem)
+    rank.check(tp, shard, problem)
+    tp.close()
+    tp.close()
+    with pytest.raises(ValueError, match="has been closed"):
+        draw(tp, shard, problem)
+
+
+def memory_that_cannot_be_mapped(rank: Rank) -> None:
+    """Found out when the buffers are made: another transport and a warning on all ranks, or an error if p2p was named."""
+
+    class Refused:
+        def __init__(self, *_: object, **__: object) -> None:
+            if rank.rank == 1:
+                raise RuntimeError("pidfd_getfd: Operation not permitted")
+
+        def close(self, everybody: bool) -> None:
+            assert everybody  # no step was made
+
+    problem = rank.problem(4, 600, 64)
+    shard, _ = rank.shard(problem.weight)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(construction, "PeerToPeer", Refused)
+        patch.setattr(capabilities, "why_no_p2p", lambda *_: None)
+        with pytest.raises(ValueError, match=r"transport='p2p' cannot be used \(rank 1: pidfd_getfd"):
+            TensorParallel(None, shard, transport="p2p", impl=rank.impl)
+        with pytest.warns(RuntimeWarning, match="transport 'p2p' cannot be used .* instead"):
+            tp = TensorParallel(None, shard, impl=rank.impl)
+    assert tp.transport == ("nccl" if rank.device.type == "cuda" else "gloo")
+    rank.check(tp, shard, problem)
+
+
+def generate(rank: Rank) -> None:
+    """A transformer on every rank, its LM head sharded: the text of one rank."""
+    transformers = pytest.importorskip("transformers")
+    from flashsampling.integrations.transformers import generate as custom_generate
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=500,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        eos_token_id=None,
+        pad_token_id=0,
+        tie_word_embeddings=False,
+    )
+    model = transformers.LlamaForCausalLM(config).to(rank.device, rank.dtype).eval()
+    ids = torch.arange(1, 13, device=rank.device).view(2, 6)
+    tp, shard = rank.group(model.lm_head.weight.detach())
+    options = {"custom_generate": custom_generate, "do_sample": True, "top_k": 0, "max_new_tokens": 8, "seed": [1, 2]}
+    options |= {"attention_mask": torch.ones_like(ids)}
+    some = {"top_k": 20, "top_p": 0.9, "repetition_penalty": 1.3, "bad_words_ids": [[7], [450]]}
+    for params in ({}, some):
+        whole = LMHeadSampler(model.lm_head, max_batch_size=2, impl=rank.impl)
+        expected = model.generate(ids, sampler=whole, **options | params)
+        drawn = model.generate(ids, sampler=LMHeadSampler(shard, max_batch_size=2, tp=tp), **options | params)
+        assert torch.equal(drawn, expected)
+
+
+def sub_groups(rank: Rank) -> None:
+    """Tensor parallelism inside data parallelism: halves of the world at work on problems of their own."""
+    half = max(rank.world // 2, 1)
+    members = [list(range(half)), list(range(half, rank.world))]
+    groups = [dist.new_group(ranks) for ranks in members]
+    mine = 0 if rank.rank < half else 1
+    problem = rank.problem(11, 600, 64, seed=mine)
+    part = replace(rank, rank=rank.rank - half * mine, world=len(members[mine]))
+    tp, shard = part.group(problem.weight, group=groups[mine])
+    for _ in range(5 if rank.impl != "triton" or rank.long else 2):  # the interpreter takes a second for each
+        problem.offset.add_(1)
+        part.check(tp, shard, problem)
+
+
+def two_at_once(rank: Rank) -> None:
+    """Two groups over the same ranks; on a GPU each has a stream and neither waits for the other."""
+    problems = [rank.problem(9, 600, 64, seed=1), rank.problem(33, 900, 64, seed=2)]
+    groups = [rank.group(problem.weight) for problem in problems]
+    expected = [[replace(p, offset=p.offset + step).sample(rank.impl) for step in range(20)] for p in problems]
+    if rank.device.type == "cpu":
+        for step in range(10):
+            order = (0, 1) if step % 2 else (1, 0)
+            for i in order:
+                tp, shard = groups[i]
+                problem = replace(problems[i], offset=problems[i].offset + step)
+                assert torch.equal(draw(tp, shard, problem), expected[i][step])
+        return
+    streams = [torch.cuda.Stream() for _ in problems]
+    torch.cuda.synchronize()
+    outs: list[list[Tensor]] = [[], []]
+    for step in range(20):
+        # the order differs between ranks; NCCL alone forbids that
+        order = (0, 1) if rank.transport == "nccl" or (step + rank.rank) % 2 else (1, 0)
+        for i in order:
+            tp, shard = groups[i]
+            with torch.cuda.stream(streams[i]):
+                outs[i].append(draw(tp, shard, replace(problems[i], offset=problems[i].offset + step)))
+    torch.cuda.synchronize()
+    for i in range(2):
+        for step in range(20):
+            assert torch.equal(outs[i][step], expected[i][step]), (i, step)
+
+
+def module(rank: Rank) -> None:
+    """LMHeadSampler: seeds are the first rank's, offsets advance, and a compiled step is the same step."""
+    problem = rank.problem(6, 600, 64)
+    tp, shard = rank.group(problem.weight)
+    sampler = LMHeadSampler(shard, max_batch_size=6, tp=tp, impl=rank.impl)
+    one = LMHeadSampler(problem.weight, max_batch_size=6, impl=rank.impl)
+    one.reset(seed=sampler.seeds.cpu())
+
+    def step(states: Tensor, temperature: Tensor) -> Tensor:
+        return sampler(states * 2, temperature).token_ids
+
+    for _ in range(3):
+        expected = one(problem.hidden_states * 2, problem.temperature).token_ids
+        assert torch.equal(step(problem.hidden_states, problem.temperature), expected)
+    if rank.world != 2:  # compiling takes each rank half a minute of a CI core
+        return
+    torch._dynamo.reset()
+    compiled = torch.compile(step, fullgraph=True)
+    for _ in range(3):
+        expected = one(problem.hidden_states * 2, problem.temperature).token_ids
+        assert torch.equal(compiled(problem.hidden_states, problem.temperature), expected)
+
+
+def drafts(rank: Rank) -> None:
+    """Verified over all ranks: what one rank emits, and offsets advance by it; chains, trees, requests without drafts."""
+    batch, n = 7, 3
+    generator = torch.Generator().manual_seed(6)
+    states = torch.randint(-4, 5, (batch, n + 1, 16), generator=generator).to(rank.device, rank.dtype)
+    weight = torch.randint(-4, 5, (600, 16), generator=generator).to(rank.device, rank.dtype) / 16  # exact in any order
+    tp, shard = rank.group(weight)
+    sampler = LMHeadSampler(shard, max_batch_size=batch, seed=range(batch), tp=tp)
+    one = LMHeadSampler(weight, max_batch_size=batch, seed=range(batch), impl=rank.impl)
+    parents = torch.tensor([-1, 0, 0], device=rank.device).expand(batch, n)
+    emitted = 0
+    for step in range(6):
+        rows = {"seed": one.seeds, "impl": rank.impl}
+        ids = [flashsampling.sample(states[:, j], weight, offset=one.offsets + j, **rows).token_ids for j in range(n)]
+        ids[2][0] = 7
+        drafted = torch.stack(ids, dim=1)
+        drafted[1, step % n :] = -1
+        options = {"parents": parents} if step % 2 else {}
+        expected = one.verify(states, drafted, **options)
+        out = sampler.verify(states, drafted, **options)
+        for name in ("token_ids", "num_accepted", "num_emitted"):
+            assert torch.equal(getattr(out, name), getattr(expected, name)), (step, name)
+        assert torch.equal(sampler.offsets, one.offsets)
+        emitted += int(out.num_emitted.sum())
+    assert emitted > 2 * 6 * batch
+    with pytest.raises(ValueError, match="seed must be given with tp"):
+        flashsampling.verify(states, shard, drafted, tp=tp)
+    assert torch.equal(sampler.verify(states, drafted).token_ids, one.verify(states, drafted).token_ids)
+    if rank.transport != "gloo" and rank.device.type == "cuda":
+        _captured_verify(rank, method="match")
+
+
+def rejection(rank: Rank) -> None:
+    """Drafts rejected over all ranks: what the oracle makes of them, where no last bit of p decides. Mixes of all that a
+    request may ask for, in both layouts; on GPUs some also captured, and replayed with other drafts and seeds."""
+    from ..speculative.drafting import make_drafted, sure_of
+    from ..speculative.test_verify import differences as differences_of
+
+    vocab, rows = 130, 133  # which are padded
+    problems = []
+    for seed in range(12 if rank.long else 5):
+        n = seed % 4
+        sizes = (64 // (n + 1) if rank.long else 4, n, vocab)
+        problem = make_drafted(seed + 10**5, "rejection", head=True, poisoned=rank.impl == "streaming", sizes=sizes)
+        assert problem.weight is not None
+        if seed % 4:  # flat: more drafts are refused, by a token that is not sure
+            problem = replace(problem, weight=problem.weight / 8)
+        expected = problem.verify("rejection", impl="reference")
+        problems.append((problem, expected, sure_of(problem, expected)))
+    for kind in ("even", "uneven 2", "empty first") if rank.world < 4 else ("even",):
+        weight = torch.zeros(rows, 8, device=rank.device, dtype=rank.dtype)
+        tp, shard = rank.group(weight, kind, vocab_size=vocab, max_batch_size=64)
+        first, last = tp.first_token, tp.last_token
+        with tp:
+            for number, (problem, expected, sure) in enumerate(problems):
+                assert problem.weight is not None
+                shard[: last - first] = problem.weight[first:last]  # in place: another head, for this group
+                options: dict[str, Any] = {"vocab_size": None, "tp": tp, "flat": number % 2 == 0, "device": rank.device}
+                if problem.step.params.bias is not None:
+                    whole = torch.nn.functional.pad(problem.step.params.bias, (0, rows - vocab))
+                    options["bias"] = whole[first : first + len(shard)]
+                ours = replace(problem, states=problem.states.to(rank.dtype), weight=shard).verify("rejection", **options)
+                of = [
+                    flashsampling.VerifyOutput(*(None if part is None else part[sure] for part in vars(out).values()))
+                    for out in (ours, expected)
+                ]
+                assert not differences_of(*of), (kind, number, problem.step.params.names(), ours, expected, sure)
+                everywhere = _agreed((ours.token_ids.tolist(), ours.num_accepted.tolist()))
+                assert everywhere == [everywhere[0]] * rank.world
+            tp.check(collective=True)
+    requests_ = sum(len(sure) for *_, sure in problems)
+    unsure = sum(int((~sure).sum()) for *_, sure in problems)
+    accepted = sum(int(expected.num_accepted.sum()) for _, expected, _ in problems)
+    assert unsure < requests_ / 6
+    assert accepted > requests_ / 10
+    if rank.transport != "gloo" and rank.device.type == "cuda":
+        _captured_verify(rank, method="rejection", top_p=0.9)
+
+
+def _captured_verify(rank: Rank, **request: Any) -> None:
+    """No host synchronisation in it, and replays verify what is there then, lengths too."""
+    generator = torch.Generator().manual_seed(2)
+    weight = (torch.randn(1000, 64, generator=generator) * 0.3).to(rank.device, rank.dtype)
+    states = torch.randn(16, 64, generator=generator).to(rank.device, rank.dtype)
+    drafts = torch.zeros(12, dtype=torch.int64, device=rank.device)
+    bounds = torch.tensor([0, 3, 6, 9, 12], device=rank.device)
+    probs = torch.softmax(torch.randn(12, 1000, generator=generator), dim=1).to(rank.device)
+    tp, shard = rank.group(weight)
+    options = {"cu_draft_lengths": bounds, "max_draft_length": 3, **request}
+    if request["method"] == "rejection":
+        options["draft_probs"] = probs
+    captured, eager = (LMHeadSampler(shard, max_batch_size=4, seed=[1, 2, 3, 4], tp=tp) for _ in range(2))
+    flashsampling.warmup(shard, tp=tp, max_batch_size=16, top_p=request.get("top_p", 1.0))
+    captured.verify(states, drafts, **options)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = captured.verify(states, drafts, **options)
+    captured.reset([1, 2, 3, 4])
+    accepted = 0
+    for step in range(20):
+        states.copy_(torch.randn(16, 64, generator=generator))
+        likely = (states.float() @ weight.float().T).argmax(dim=1)
+        drafts.copy_(likely[[0, 1, 2, 4, 5, 6, 8, 9, 10, 12, 13, 14]])
+        bounds.copy_(torch.tensor([0, 3, 6, 9, 12] if step % 2 else [0, 3, 6, 9, 9]))
+        graph.replay()
+        tp.check()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            expected = eager.verify(states, drafts, **options)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert torch.equal(out.token_ids, expected.token_ids), step
+        assert torch.equal(captured.offsets, eager.offsets)
+        accepted += int(out.num_accepted.sum())
+    assert accepted > 10
+    tp.check(collective=True)
+    tp.close()
+
+
+def other_drafts(rank: Rank) -> None:
+    """One rank has other drafts, or other probabilities, or another method: the error says what, and there is no token."""
+    batch, n, vocab = 4, 2, 600
+    problem = rank.problem(batch, vocab, 64)
+    states = problem.hidden_states[:, None].expand(batch, n + 1, 64).contiguous()
+    drafts = torch.tensor([[5, 6], [7, -1], [300, 599], [8, 9]], device=rank.device)
+    probs = torch.softmax(torch.randn(batch, n, vocab, generator=torch.Generator().manual_seed(1)), dim=2).to(rank.device)
+    other_ids, shorter, narrow, elsewhere = drafts.clone(), drafts.clone(), probs.bfloat16(), probs.clone()
+    other_ids[2, 1] = 598
+    shorter[3, 1] = -1
+    elsewhere[3, 1, 599] += 2.0**-20
+    rows = {"seed": problem.seed, "offset": problem.offset, "temperature": problem.temperature}
+    usual: dict[str, Any] = {"draft_token_ids": drafts, "draft_probs": probs, "method": "rejection", "top_k": 200, **rows}
+    matched = usual | {"draft_probs": None, "method": "match", "top_k": 0}
+    everything = ("method", "draft_token_ids", "cu_draft_lengths", "draft_probs")
+    cases: list[tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = [
+        (usual, {"draft_token_ids": other_ids}, ("draft_token_ids",)),
+        (usual, {"draft_token_ids": shorter}, ("draft_token_ids", "draft_probs")),
+        (usual, {"draft_probs": elsewhere}, ("draft_probs",)),
+        (usual, {"draft_probs": narrow}, ("draft_probs",)),
+        (usual, {"draft_probs": None}, ("draft_probs",)),
+        (usual, {"draft_probs": None, "method": "match"}, everything),
+        (usual, {"seed": problem.seed + 1}, ("seed",)),
+        (usual, {"top_k": 201}, ("top_k",)),
+        (matched, {"draft_token_ids": other_ids}, ("draft_token_ids",)),
+        (matched | {"top_k": 200}, {"draft_token_ids": shorter}, ("draft_token_ids",)),
+    ]
+    odd = rank.world - 1
+    for all_others, other, differs in cases:
+        tp, shard = rank.group(problem.weight, timeout=20.0)
+        with tp:
+
+            def step(given: dict[str, Any], tp: TensorParallel = tp, shard: Tensor = shard) -> Tensor:
+                return flashsampling.verify(states, shard, **given, tp=tp).token_ids
+
+            if rank.device.type == "cuda":  # what is compiled first keeps the others waiting
+                flashsampling.warmup(shard, tp=tp, max_batch_size=batch * (n + 1), top_k=200)
+            step(all_others)
+            error = _fails(tp, functools.partial(step, all_others | other if rank.rank == odd else all_others))
+            assert isinstance(error, TensorParallelMismatch)
+            assert error.rank == odd
+            if rank.transport != "p2p" or "seed" in differs:
+                assert error.failure.differs == differs, error
+            else:
+                assert error.failure.differs == ("request",), error
+            assert _agreed(error.failure) == [error.failure] * rank.world
+    # out of step, and what belongs to no draft is not compared
+    tp, shard = rank.group(problem.weight, timeout=20.0)
+    with tp:
+        garbage, nobody = probs.clone(), drafts.clone()
+        garbage[1, 1] = rank.rank
+        nobody[1, 1] = -1 - rank.rank
+        first, second = (
+            flashsampling.verify(states, shard, **usual | given, tp=tp).token_ids
+            for given in ({}, {"draft_probs": garbage, "draft_token_ids": nobody})
+        )
+        assert torch.equal(first, second)
+        first, second = (
+            flashsampling.verify(states, shard, **matched | given, tp=tp).token_ids
+            for given in ({}, {"draft_token_ids": nobody})
+        )
+        assert torch.equal(first, second)
+        draw(tp, shard, problem)  # nothing is left of drafts
+        tp.check(collective=True)
+        if rank.rank == odd:
+            _raises(tp, lambda: draw(tp, shard, rank.problem(257, vocab, 64)))
+        error = _fails(tp, lambda: flashsampling.verify(states, shard, **usual, tp=tp).token_ids)
+        assert error.rank == odd
+        assert "step" in error.failure.differs
+
+
+def speculative_sequences(rank: Rank) -> None:
+    """Matched drafts are decoding without them, both over all ranks: bit for bit, in chains and trees, with filters and
+    penalties. On GPUs 1000 sequences of a mix with both, 250 of each with one of them, 50 of none; elsewhere 10 of each."""
+    from ..speculative.test_verify import VARIANTS, Counter, both_ways
+
+    long = rank.device.type == "cuda"
+    if rank.world > 2 and not long:
+        return
+    # torch's matmul makes other last bits of 1250 rows than of 250, but for a model of integers
+    model = Counter(2011, 64, rank.device) if long and rank.impl != "streaming" else Counter(device=rank.device)
+    both = len(VARIANTS) - 1
+    tp, shard = rank.group(model.weight, "uneven 1", max_batch_size=1250 if long else 50)
+    with tp:
+        for mix in range(len(VARIANTS)):
+            batch = 10 if not long else 250 if mix else 50
+            for part in range(4 if long and mix == both else 1):
+                impl = rank.impl if long else None
+                accepted = both_ways(model, mix, batch, (mix + part) % 2 == 1, impl, tp=tp, shard=shard, seed=part)
+                assert 0.3 < accepted < 3.7, (mix, part, accepted)
+        tp.check(collective=True)
+
+
+def parameters_of_the_first_rank(rank: Rank) -> None:
+    """Whatever the others give, and whoever gives what cannot be: all hear of it, and nothing changes."""
+    problem = rank.problem(4, 600, 64)
+    tp, shard = rank.group(problem.weight)
+    odd = rank.rank == 1
+    mine = torch.full((4,), rank.rank, device=rank.device)  # int64, on the device: what a broadcast might write into
+    sampler = LMHeadSampler(shard, max_batch_size=4, seed=mine, temperature=(mine + 0.5).expand(4), impl=rank.impl, tp=tp)
+    assert sampler.seeds.tolist() == [0] * 4
+    assert sampler.temperature.tolist() == [0.5] * 4
+    expanded = mine[:1].expand(3)
+    sampler.reset(expanded, expanded + 5, rows=[0, 1, 3], temperature=None if odd else [0.25, 0.5, 0.75])
+    assert sampler.offsets.tolist() == [5, 5, 0, 5]
+    assert sampler.temperature.tolist() == [0.25, 0.5, 0.5, 0.75]
+    assert mine.tolist() == [rank.rank] * 4
+    assert LMHeadSampler(shard, max_batch_size=4, temperature=1.0 + rank.rank, tp=tp).temperature == 1.0
+
+    make = functools.partial(LMHeadSampler, shard, max_batch_size=4, tp=tp)
+    on_1 = "" if odd else "rank 1: ValueError: "  # on the others
+    for message, call in (
+        (on_1 + "seed must be one number or have shape", lambda: sampler.reset([1, 2] if odd else 3)),
+        (on_1 + "rows must be from 0 to", lambda: sampler.reset(rows=[9] if odd else [0])),
+        (on_1 + "temperature must be at least 0", lambda: sampler.reset(temperature=-1 if odd else 1)),
+        (
+            "the number of rows must be the same on all ranks, got rank 0: 1, rank 1: 2",
+            lambda: sampler.reset(rows=[0, 1] if odd else [0]),
+        ),
+        (on_1 + "vocab_size must be given to TensorParallel", lambda: make(vocab_size=600 if odd else None)),
+        (on_1 + "temperature must be a number or have shape", lambda: make(temperature=[1.0, 2.0] if odd else 1.0)),
+        (
+            "max_batch_size must be the same on all ranks, got rank 0: 4, rank 1: 5",
+            lambda: make(max_batch_size=5 if odd else 4),
+        ),
+    ):
+        with pytest.raises(ValueError, match="^" + message):
+            call()
+    assert sampler.seeds.tolist() == [0] * 4
+    assert sampler.offsets.tolist() == [5, 5, 0, 5]
+    # the same state everywhere, so the same tokens; ranks that gave another temperature would not have agreed
+    tokens = sampler(problem.hidden_states).token_ids
+    whole = LMHeadSampler(problem.weight, max_batch_size=4, seed=[0] * 4, temperature=[0.25, 0.5, 0.5, 0.75], impl=rank.impl)
+    whole.reset([0] * 4, [5, 5, 0, 5])
+    assert torch.equal(tokens, whole(problem.hidden_states).token_ids)
+
+
+def _same_requests(rank: Rank, drawn: SampleResult, step: SampleInputs) -> None:
+    """What one rank with the whole vocabulary gives."""
+    if rank.impl == "streaming":
+        others = differences(drawn, ops.sample(step, "reference"), step, 2e-6)
+        assert not others, (others, step.params.names())
+    else:
+        from ..kernels.triton.test_filtered import agrees
+
+        agrees(drawn, step)
+
+
+def requests(rank: Rank) -> None:
+    """Mixes of all that may be asked for, by group; on GPUs some also captured, and replayed with other seeds."""
+    kinds = [("even", 130, 130), ("uneven 2", 130, 130), ("empty first", 70, 64)]
+    for kind, rows, vocab in kinds if rank.world < 4 else kinds[:1]:
+        mixes = [
+            Mix(seed + 997 * rows, poisoned=rank.impl == "streaming", device=rank.device)
+            for seed in range(12 if rank.long else 8)
+        ]
+        steps = [mix.of_a_head(mix.make(vocab=vocab)) for mix in mixes]
+        if rank.long:
+            steps *= 10
+        tp, first = None, 0
+        weight = torch.zeros(rows, 8, device=rank.device, dtype=rank.dtype)
+        tp, shard = rank.group(weight, kind, vocab_size=vocab, max_batch_size=8, max_num_samples=5)
+        with tp:
+            for number, step in enumerate(steps):
+                if not step.params.names():
+                    continue
+                step = step._replace(hidden_states=step.hidden_states.to(rank.dtype), weight=step.weight[:vocab].to(rank.dtype))
+                first, last = tp.first_token, tp.last_token
+                shard[: last - first] = step.weight[first:last]  # in place: another head, for this group
+                params = step.params
+                if params.bias is not None:
+                    params = params._replace(bias=params.bias[first:last])
+                part = step._replace(weight=shard, vocab_size=last - first, shard=tp.shard, params=params)
+                if number % rank.world == rank.rank:  # which is nobody else's business
+                    ops.dry_run(part, tp)
+                drawn = ops.sample_sharded(part, tp)
+                _same_requests(rank, drawn, step)
+                if rank.transport != "gloo" and rank.device.type == "cuda" and number < 12:
+                    _captured_requests(rank, part, step, tp)
+            tp.check(collective=True)
+
+
+def _captured_requests(rank: Rank, part: SampleInputs, step: SampleInputs, tp: TensorParallel) -> None:
+    seeds = part.rows().seed.clone()
+    part, step = part._replace(seed=seeds), step._replace(seed=seeds)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        drawn = ops.sample_sharded(part, tp)
+    for _ in range(3):
+        seeds += 1
+        graph.replay()
+        _same_requests(rank, drawn, step)
+
+
+def requests_of_a_sampler(rank: Rank) -> None:
+    """A head with a bias and a soft cap, penalties over counts, log-probabilities, drafts, a warm-up: as with one rank."""
+    generator = torch.Generator().manual_seed(3)
+    states = torch.randint(-4, 5, (5, 16), generator=generator).to(rank.device, rank.dtype)
+    weight = torch.randint(-4, 5, (600, 16), generator=generator).to(rank.device, rank.dtype) / 4  # exact in any order
+    bias = torch.randint(-4, 5, (600,), generator=generator).to(rank.device, rank.dtype)
+    tp, shard = rank.group(weight, "uneven 1", max_batch_size=20)
+    head, whole = (torch.nn.Linear(16, len(rows), device=rank.device, dtype=rank.dtype) for rows in (shard, weight))
+    head.weight.data, whole.weight.data = shard, weight
+    head.bias.data, whole.bias.data = bias[tp.first_token : tp.last_token], bias
+    options: dict[str, Any] = {"max_batch_size": 5, "seed": range(5), "soft_cap": 20.0}
+    sampler, one = LMHeadSampler(head, tp=tp, **options), LMHeadSampler(whole, impl=rank.impl, **options)
+    names = flashsampling.warmup(shard, tp=tp, max_batch_size=5, top_k=20, top_p=0.9)
+    assert bool(names) == (rank.device.type == "cuda")
+    state, other = (flashsampling.TokenCounts(5, 600, rank.device) for _ in range(2))
+    for counts in (state, other):
+        counts.reset(prompt_token_ids=[[1, 2, 300]] * 5)
+    params: dict[str, Any] = {"top_k": 20, "top_p": [0.5, 0.9, 1.0, 0.99, 0.3], "repetition_penalty": 1.2}
+    params |= {"return_logprobs": True, "top_logprobs": 4, "logprob_ids": [0, 599, 600], "return_logsumexp": True}
+    for _ in range(6 if not rank.long else 1000):
+        ours, theirs = sampler(states, token_counts=state, **params), one(states, token_counts=other, **params)
+        for name in ("token_ids", "ranks", "top_token_ids"):
+            assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
+        for name in ("logprobs", "processed_logprobs", "top_logprobs", "given_logprobs", "logsumexp"):
+            mine, others = getattr(ours, name), getattr(theirs, name)
+            torch.testing.assert_close(mine, others, rtol=1e-5, atol=3e-5, equal_nan=True)
+        assert torch.equal(state.counts, other.counts)
+    drafted = torch.randint(0, 600, (5, 3), generator=generator).to(rank.device)
+    out, expected = (
+        each.verify(states[:, None].expand(5, 4, 16), drafted, top_k=[1, 2, 3, 4, 5], logit_bias=([7], [3.0]))
+        for each in (sampler, one)
+    )
+    assert torch.equal(out.token_ids, expected.token_ids)
+    tp.check()
+    for message, call in (
+        (r"bias must have shape \(\d+,\), one value per row of this rank's shard", {"bias": bias[:7]}),
+        (r"token_mask must have shape \(5, 19\)", {"token_mask": torch.zeros(5, 18, dtype=torch.int32, device=rank.device)}),
+        (r"logit_bias must be a tensor \(600,\)", {"logit_bias": bias[:7]}),
+    ):
+        with pytest.raises(ValueError, match=message):
+            flashsampling.sample(states, shard, seed=1, offset=torch.arange(5, device=rank.device), tp=tp, **call)
+    tp.close()
+
+
+def other_requests(rank: Rank) -> None:
+    """One rank asks for something else: the error says what, and there is no token."""
+    problem = rank.problem(6, 600, 64)
+    odd = rank.world - 1
+    mask = torch.full((6, 19), -1, dtype=torch.int32, device=rank.device)
+    holes = mask.clone()
+    holes[4, 7] = 5
+    shares = torch.full((6,), 0.75, device=rank.device)
+    moved = shares.clone()
+    moved[3] = 0.875
+    cases: list[tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = [
+        ({"top_k": 5}, {}, ("top_k",)),
+        ({"top_p": 0.5}, {"top_p": 0.75}, ("top_p",)),
+        ({"top_p": shares}, {"top_p": moved}, ("top_p",)),
+        ({"token_mask": mask}, {"token_mask": holes}, ("token_mask",)),
+        ({}, {"token_mask": mask}, ("token_mask",)),  # what one launch does draws nothing on those who ask for nothing
+        ({"soft_cap": 20.0}, {}, ("soft_cap",)),
+        ({"top_k": 5, "min_p": 0.5}, {"top_k": 6, "min_p": 0.25}, ("top_k", "min_p")),
+        ({"top_k": 5, "logit_bias": ([1], [2.0])}, {"top_k": 5, "logit_bias": ([2], [2.0])}, ("logit_bias",)),
+        ({"return_logprobs": True}, {"top_logprobs": 3}, ("return_logprobs", "top_logprobs")),
+    ]
+    for usual, other, differs in cases:
+        tp, shard = rank.group(problem.weight, timeout=20.0)
+        with tp:
+            rows = {"temperature": problem.temperature, "seed": problem.seed, "offset": problem.offset, "tp": tp}
+
+            def step(params: dict[str, Any], rows: dict[str, Any] = rows, shard: Tensor = shard) -> Tensor:
+                return flashsampling.sample(problem.hidden_states, shard, **rows, **params).token_ids
+
+            if rank.device.type == "cuda":  # what is compiled first keeps the others waiting
+                flashsampling.warmup(shard, tp=tp, max_batch_size=6, **usual)
+            step(usual)
+            error = _fails(tp, functools.partial(step, other if rank.rank == odd else usual))
+            assert isinstance(error, TensorParallelMismatch)
+            assert error.rank == odd
+            assert error.failure.differs == (("request",) if rank.transport == "p2p" else differs), error
+            assert _agreed(error.failure) == [error.failure] * rank.world
+    # a number for all rows and the same number in every row are the same
+    tp, shard = rank.group(problem.weight)
+    many = torch.full((6,), 300, device=rank.device)
+    given = {"top_p": shares, "top_k": many} if rank.rank else {"top_p": 0.75, "top_k": 300}
+    rows = {"temperature": problem.temperature, "seed": problem.seed, "offset": problem.offset}
+    tokens = flashsampling.sample(problem.hidden_states, shard, **rows, **given, tp=tp).token_ids
+    assert len(set(map(tuple, _agreed(tokens.tolist())))) == 1  # type: ignore[arg-type]
+    tp.check(collective=True)
+    tp.close()
+
+
+def out_of_step_in_a_round(rank: Rank) -> None:
+    """A rank's call raises between two rounds, and it goes on: the others' wait ends with the error that says so."""
+    for odd in (0, rank.world - 1) if rank.transport == "gloo" else (rank.world - 1,):
+        _out_of_step_in_a_round(rank, odd)
+
+
+def _out_of_step_in_a_round(rank: Rank, odd: int) -> None:
+    problem = rank.problem(4, 600, 64)
+    tp, shard = rank.group(problem.weight, timeout=30.0)
+
+    def step() -> Tensor:
+        rows = {"temperature": problem.temperature, "seed": problem.seed, "offset": problem.offset}
+        return flashsampling.sample(problem.hidden_states, shard, **rows, top_k=5, tp=tp).token_ids
+
+    expected = step()
+    if rank.rank == odd:
+
+        def no_memory(*_: object) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(BACKENDS[rank.impl].module, "shard_winners", no_memory)
+            with pytest.raises(torch.OutOfMemoryError):
+                step()
+    error = _fails(tp, step)
+    assert error.rank == odd
+    if rank.transport == "gloo":  # which knows that the call took part
+        assert f"rank {odd} left the group: OutOfMemoryError: CUDA out of memory" in str(error)
+    else:
+        assert isinstance(error, TensorParallelMismatch)
+        assert "step" in error.failure.differs
+    assert _agreed(error.failure) == [error.failure] * rank.world
+    tp.close()
+    tp, shard = rank.group(problem.weight)
+    assert torch.equal(step(), expected)
+    tp.close()
+
+
+def steps_that_a_compiler_could_drop(rank: Rank) -> None:
+    """Trap 33: tokens that one rank does not use, in functions compiled in every way; two groups in one of them."""
+    if rank.world != 2:  # compiling takes each rank half a minute of a CI core
+        return
+    problems = [rank.problem(6, 600, 64, seed=1), rank.problem(6, 600, 64, seed=2)]
+    groups = [rank.group(problem.weight, timeout=120.0) for problem in problems]  # while the other rank compiles
+
+    def draws(states: Tensor, offset: Tensor) -> list[Tensor]:
+        return [
+            flashsampling.sample(
+                states + i // 2,
+                groups[i % 2][1],
+                temperature=problems[i % 2].temperature,
+                seed=problems[i % 2].seed,
+                offset=offset + i,
+                tp=groups[i % 2][0],
+            ).token_ids
+            for i in (0, 1, 2)
+        ]
+
+    def used(states: Tensor, offset: Tensor) -> tuple[Tensor, list[Tensor]]:
+        return states + 1, draws(states, offset)
+
+    def unused(states: Tensor, offset: Tensor) -> tuple[Tensor, list[Tensor]]:
+        draws(states, offset)
+        return states + 1, []
+
+    ways: list[dict[str, Any]] = [{"backend": "aot_eager"}, {"backend": "inductor"}]
+    if rank.transport != "gloo":  # whose exchange the host makes, so that no graph holds it
+        ways.append({"mode": "reduce-overhead"})
+    for options in ways:
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        compiled = torch.compile(unused if rank.rank == 1 else used, fullgraph=True, **options)
+        for turn in range(4):  # graph trees warm up, record, replay
+            torch.compiler.cudagraph_mark_step_begin()
+            states, offset = problems[0].hidden_states.clone(), problems[0].offset + turn
+            if turn == 2:
+                states *= -1
+            expected = used(states, offset)
+            moved, tokens = compiled(states, offset)
+            assert torch.equal(moved, expected[0])
+            assert len(tokens) == (0 if rank.rank == 1 else 3)
+            for ours, eager in zip(tokens, expected[1]):
+                assert torch.equal(ours, eager), (options, turn)
+        skipped = torch._dynamo.utils.counters["inductor"]["cudagraph_skips"]
+        assert "mode" not in options or not skipped, f"{skipped} graphs were not recorded"
+        for tp, _ in groups:
+            tp.check()
+
+
+def cuda_graphs(rank: Rank) -> None:
+    """Captured on one batch size, replayed between eager calls of others."""
+    problem = rank.problem(24, 600, 64)
+    tp, shard = rank.group(problem.weight)
+    part = problem.rows(slice(0, 10))
+    offset = part.offset.clone()
+    part = replace(part, offset=offset)
+    draw(tp, shard, part)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = draw(tp, shard, part)
+        part.offset.add_(1)
+    for step in range(500 if rank.long else 20):
+        before = part.offset.clone()
+        graph.replay()
+        if step % 10 == 0:
+            assert torch.equal(out, replace(part, offset=before).sample(rank.impl)), step
+        rank.check(tp, shard, problem.rows(slice(0, 1 + step % 24)))
+    tp.check()
+
+
+def one_node(rank: Rank) -> None:
+    """The whole step, exchange included, is one kernel."""
+    from ..kernels.test_cuda import kernel_nodes
+
+    problem = rank.problem(24, 600, 64)
+    tp, shard = rank.group(problem.weight)
+    draw(tp, shard, problem)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    graph.enable_debug_mode()
+    with torch.cuda.graph(graph):
+        draw(tp, shard, problem)
+    with tempfile.TemporaryDirectory() as folder:
+        assert kernel_nodes(graph, Path(folder)) == (1, 0)
+
+
+def no_sync(rank: Rank) -> None:
+    """Trap 23."""
+    problem = rank.problem(24, 600, 64)
+    tp, shard = rank.group(problem.weight)
+    draw(tp, shard, problem)
+    half = torch.full((24,), 0.5, device=rank.device)
+    mask = torch.full((24, 19), -1, dtype=torch.int32, device=rank.device)
+    rows = {"temperature": problem.temperature, "seed": problem.seed, "offset": problem.offset, "tp": tp}
+    params = {"top_k": 20, "top_p": half, "min_p": half / 100, "token_mask": mask, "return_logprobs": True, "top_logprobs": 3}
+    kept = flashsampling.sample(problem.hidden_states, shard, **rows, **params).token_ids
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        tokens = draw(tp, shard, problem)
+        again = flashsampling.sample(problem.hidden_states, shard, **rows, **params).token_ids
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(tokens, problem.sample(rank.impl))
+    assert torch.equal(again, kept)
+
+
+def _agreed(value: object) -> list[object]:
+    """The ranks' values, by a process group that is not under test: also while the one under test hangs."""
+    return _agreed_in(_aside[0], value)
+
+
+def _agreed_in(group: dist.ProcessGroup, value: object) -> list[object]:
+    values: list[object] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    started = time.monotonic()
+    while not condition():
+        assert time.monotonic() - started < SOON
+        time.sleep(0.01)
+
+
+def _fails(tp: TensorParallel, step: Callable[[], object]) -> TensorParallelError:
+    """The error of a step and of all later ones, whose tokens are -1; the same failure each time."""
+    tokens: list[Any] = []
+
+    def steps() -> None:
+        for _ in range(3):  # what is queued behind the first drains
+            tokens.append(step())
+        tp.check()
+
+    with pytest.raises(TensorParallelError) as error:
+        steps()
+    if tp.transport != "nccl" or error.value.failure.kind != "late":  # else the all-gather hangs, and who asks for tokens
+        for out in tokens:
+            assert (out == -1).all(), out
+    for later in (step, tp.check, functools.partial(tp.check, collective=True)):
+        with pytest.raises(TensorParallelError) as again:
+            later()
+        assert again.value.failure == error.value.failure
+    assert error.value.rank == error.value.failure.rank
+    assert "docs/tensor_parallel.md" in str(error.value)
+    return error.value
+
+
+def _raises(tp: TensorParallel, call: Callable[[], object]) -> None:
+    """A call that raises on this rank alone, as a serving loop would catch it."""
+    before = tp.skipped_calls
+    with pytest.raises(ValueError, match="at most"):
+        call()
+    assert tp.skipped_calls == before + 1
+
+
+def out_of_step(rank: Rank) -> None:
+    """Trap 31: a rank's call raises, and it goes on. All learn it at the next step, and another group goes on."""
+    problem = rank.problem(4, 600, 64)
+    tp, shard = rank.group(problem.weight, max_batch_size=4)
+    bystander, _ = rank.group(problem.weight)
+
+    def step(number: int) -> Tensor:
+        return draw(tp, shard, replace(problem, offset=problem.offset + number))
+
+    for number in range(3):
+        assert torch.equal(step(number), replace(problem, offset=problem.offset + number).sample(rank.impl))
+    for _ in range(2):  # all ranks' calls raise: they are in step
+        _raises(tp, lambda: draw(tp, shard, rank.problem(5, 600, 64)))
+    rank.check(tp, shard, problem)
+    if rank.rank == 1:
+        _raises(tp, lambda: draw(tp, shard, rank.problem(5, 600, 64)))
+    error = _fails(tp, lambda: step(5))
+    assert isinstance(error, TensorParallelMismatch)
+    assert error.rank == 1
+    assert "step" in error.failure.differs
+    assert re.search("^rank 1 is out of step with", str(error))
+    assert _agreed(error.failure) == [error.failure] * rank.world
+    rank.check(bystander, shard, problem)
+    bystander.close()
+    tp.close()
+    tp, shard = rank.group(problem.weight)
+    rank.check(tp, shard, problem)
+
+
+def other_parameters(rank: Rank) -> None:
+    """One rank calls with something else: never a token, on any rank, and the error says who and what."""
+    six = rank.problem(6, 600, 64)
+    two = replace(rank.problem(2, 600, 64), num_samples=3)
+    seed, offset, temperature = six.seed.clone(), six.offset.clone(), six.temperature.clone()
+    seed[5] ^= 1 << 63
+    offset[0] += 1
+    temperature[2:4] = temperature[2:4].flip(0) + 0.25
+    cases = [
+        (six.rows(slice(0, 5)), ("batch size or num_samples",)),
+        (two, ("batch size or num_samples",)),
+        (replace(six, seed=seed), ("seed",)),
+        (replace(six, offset=offset), ("offset",)),
+        (replace(six, temperature=temperature), ("temperature",)),
+        (replace(six, offset=offset, temperature=temperature), ("offset", "temperature")),
+    ]
+    odd = rank.world - 1
+    for other, differs in cases:
+        tp, shard = rank.group(six.weight, max_num_samples=3)
+        with tp:
+            rank.check(tp, shard, six)
+            error = _fails(tp, functools.partial(draw, tp, shard, other if rank.rank == odd else six))
+            assert isinstance(error, TensorParallelMismatch)
+            named = error.failure.differs
+            assert error.rank == odd
+            if rank.transport == "p2p" and len(differs) > 1:  # it says what differs in one of the rows
+                assert set(named) < set(differs)
+                assert named
+            else:
+                assert named == differs, error
+            assert f"rank {odd} called step" in str(error)
+            assert f"with another {' and '.join(named)} than" in str(error)
+            assert _agreed(error.failure) == [error.failure] * rank.world
+    # a number for all rows and the same number in every row are the same
+    tp, shard = rank.group(six.weight)
+    ones, threes = torch.ones(6, device=rank.device), torch.full((6,), -3, device=rank.device)
+    numbers = {"temperature": 1.0, "seed": 7, "offset": -3}
+    rows = {"temperature": ones, "seed": (threes + 10), "offset": threes}
+    tokens = flashsampling.sample(six.hidden_states, shard, **rows if rank.rank else numbers, tp=tp).token_ids
+    expected = replace(six, temperature=ones, seed=threes + 10, offset=threes).sample(rank.impl)
+    assert torch.equal(tokens, expected[:, 0])
+    tp.check(collective=True)
+
+
+def construction_that_fails(rank: Rank) -> None:
+    """On one rank, for whatever reason: all hear of it at once, not after a time-out, and the next group works."""
+    problem = rank.problem(4, 600, 64)
+    shard, first = rank.shard(problem.weight)
+    odd = rank.rank == 1
+
+    def compile_on_odd(making: construction.Construction, weight: Tensor) -> None:
+        if odd:
+            raise RuntimeError("no such instruction")
+
+    def no_memory(rank_capabilities: object, *_: object, **__: object) -> None:
+        if odd:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        raise AssertionError("a rank met a peer that had none")
+
+    def construct(weight: object = shard, **options: object) -> None:
+        options = {"transport": rank.transport, "impl": rank.impl, "first_token": first, "timeout": 60.0} | options
+        TensorParallel(None, weight, **options)
+
+    started = time.monotonic()
+    for mine, kind, message, options in (
+        (TypeError, ValueError, "^rank 1: TypeError: weight must be a torch.Tensor, got list", {"weight": [1.0]}),
+        (TypeError, ValueError, "^rank 1: TypeError: timeout must be a number, got str", {"timeout": "soon"}),
+        (TypeError, ValueError, "^rank 1: TypeError: timeout must be a number, got NoneType", {"timeout": None}),
+        (TypeError, ValueError, "^rank 1: TypeError: max_batch_size must be an int, got float", {"max_batch_size": 256.0}),
+        (TypeError, ValueError, "^rank 1: TypeError: vocab_size must be an int, got float", {"vocab_size": 599.5}),
+        (TypeError, ValueError, "^rank 1: TypeError: first_token must be an int, got str", {"first_token": "0"}),
+    ):
+        with pytest.raises(mine if odd else kind, match=None if odd else message):
+            construct(**options if odd else {})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(construction.Construction, "_compile", compile_on_odd)
+        with pytest.raises(
+            RuntimeError, match="no such instruction" if odd else "^rank 1 left .*RuntimeError: no such"
+        ) as error:
+            construct()
+        assert odd or (type(error.value) is TensorParallelError and error.value.rank == 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(capabilities, "rank_capabilities", no_memory) if odd else None
+        with pytest.raises(RuntimeError, match="out of memory"):
+            construct()
+    assert time.monotonic() - started < 40  # of the 60 s of one of them
+    tp, shard = rank.group(problem.weight, timeout=np.float32(50))
+    assert tp.timeout == tp._rendezvous.seconds == 50
+    rank.check(tp, shard, problem)
+
+
+def messages_of_others(rank: Rank) -> None:
+    """Point to point, with torch's default tag, on the way while a step is: it meets no step (gloo would abort the process)."""
+    problem = rank.problem(4, 600, 64)
+    tp, shard = rank.group(problem.weight)
+    received = torch.zeros(3)
+    sent = dist.isend(torch.ones(3), 0) if rank.rank == 1 else None
+    rank.check(tp, shard, problem)
+    if rank.rank == 0:
+        dist.recv(received, 1)
+        assert received.tolist() == [1, 1, 1]
+    if sent is not None:
+        sent.wait()
+    tp.close()
+
+
+def ranks_that_do_not_come(rank: Rank) -> None:
+    """To construction, a broadcast, closing: the others are told who in time, and it when it comes; the next group works."""
+    problem = rank.problem(4, 600, 64)
+    odd = rank.world - 1
+    rank.group(problem.weight)[0].close()  # imports what a first construction does, which takes longer than the time-out
+
+    def late(call: Callable[[], object], to: str) -> None:
+        _agreed("all begin")
+        if rank.rank == odd:
+            _agreed("the others have raised")
+        started = time.monotonic()
+        with pytest.raises(TensorParallelTimeout, match=rf"^rank {odd} did not take part in .*{to} within 8 s") as error:
+            call()
+        assert error.value.rank == odd
+        assert time.monotonic() - started < SOON
+        if rank.rank != odd:
+            _agreed("the others have raised")
+        _agreed("all have raised")
+
+    late(lambda: rank.group(problem.weight, timeout=8.0), "construction")
+    tp, shard = rank.group(problem.weight, timeout=8.0)
+    rank.check(tp, shard, problem)
+    late(lambda: tp.broadcast([1]), "a broadcast")
+    assert _fails(tp, lambda: draw(tp, shard, problem)).rank == odd
+    started = time.monotonic()
+    tp.close()  # all ranks are told, none raises
+    assert time.monotonic() - started < SOON
+
+    tp, shard = rank.group(problem.weight, timeout=8.0)
+    rank.check(tp, shard, problem)
+    if rank.rank == odd:  # to it the group has failed, and closing one that has raises nothing
+        _agreed("all begin")
+        _agreed("the others have raised")
+        tp.close()
+        _agreed("all have raised")
+    else:
+        late(tp.close, "closing")
+    tp.close()
+    with pytest.raises(ValueError, match="has been closed"):
+        draw(tp, shard, problem)
+    tp, shard = rank.group(problem.weight)
+    rank.check(tp, shard, problem)
+    # one is at another collective call than the others
+    with pytest.raises(TensorParallelMismatch, match=r"^rank 1 called a broadcast where rank 0 called a collective check"):
+        tp.broadcast(1) if rank.rank == 1 else tp.check(collective=True)
+    tp.close()
+
+
+def ranks_that_are_busy(rank: Rank) -> None:
+    """They are waited for, longer than the time-out, as long as they are; and what one raises meanwhile reaches all."""
+    problem = rank.problem(4, 600, 64)
+    odd = rank.world - 1
+    rank.group(problem.weight)[0].close()
+    tp, shard = rank.group(problem.weight, timeout=8.0)
+    started = time.monotonic()
+    with tp.busy():
+        if rank.rank == odd:
+            time.sleep(13)
+    assert time.monotonic() - started > 12
+    rank.check(tp, shard, problem)
+    _agreed("all are here")
+    if rank.rank == odd:
+        with pytest.raises(KeyError), tp.busy():
+            raise KeyError("no room")
+    else:
+        started = time.monotonic()
+        with pytest.raises(ValueError, match=rf"^rank {odd}: KeyError: 'no room'"), tp.busy():
+            pass
+        assert time.monotonic() - started < 7
+    rank.check(tp, shard, problem)  # of no step's business
+    tp.close()
+    with pytest.raises(ValueError, match="has been closed"), tp.busy():
+        raise AssertionError("minutes of work for nobody")
+
+
+def leaving_by_an_exception(rank: Rank) -> None:
+    """``with`` does not wait for ranks that go on, nor they for this one."""
+    problem = rank.problem(4, 600, 64)
+    tp, shard = rank.group(problem.weight, timeout=100.0)
+    rank.check(tp, shard, problem)
+    started = time.monotonic()
+    if rank.rank == 1:
+        with pytest.raises(KeyError), tp:
+            raise KeyError("a request that is gone")
+        with pytest.raises(ValueError, match="has been closed"):
+            draw(tp, shard, problem)
+        _agreed(None)
+    else:
+        _agreed(None)
+        if rank.transport == "nccl":
+            _until(lambda: tp._transport._failure is not None)  # the thread has heard
+        error = _fails(tp, lambda: draw(tp, shard, problem))
+        assert type(error) is TensorParallelError
+        assert error.rank == 1
+        assert "rank 1 left the group: KeyError: 'a request that is gone'" in str(error)
+        tp.close()
+    assert time.monotonic() - started < 2 * SOON
+    tp, shard = rank.group(problem.weight)
+    rank.check(tp, shard, problem)
+
+
+def leaving_while_others_are_in_a_step(rank: Rank) -> None:
+    """They hear of it at once, and the process group is as good as before."""
+    problem = rank.problem(4, 600, 64)
+    tp, shard = rank.group(problem.weight, timeout=100.0)
+    rank.check(tp, shard, problem)
+    started = time.monotonic()
+
+    def leave_or_draw() -> None:
+        if rank.rank == 1:
+            time.sleep(1.0)  # the others wait for this one
+            raise KeyError("a request that is gone")
+        draw(tp, shard, problem)
+        tp.check(collective=True)
+
+    with pytest.raises((KeyError, TensorParallelError)) as error, tp:
+        leave_or_draw()
+    assert rank.rank == 1 or "rank 1 left the group: KeyError" in str(error.value)
+    assert time.monotonic() - started < SOON
+    tp, shard = rank.group(problem.weight)
+    rank.check(tp, shard, problem)
+
+
+def leaving_while_another_is_in_a_collective_call(rank: Rank) -> None:
+    """It closes one call later than they do, and waits for nobody."""
+    problem = rank.problem(4, 600, 64)
+    tp, shard = rank.group(problem.weight, timeout=100.0)
+    rank.check(tp, shard, problem)
+    started = time.monotonic()
+
+    def update_threshold() -> None:
+        if rank.rank == 0:
+            tp.check(collective=True)
+        time.sleep(1.0)
+        tp._transport.declare(Failure("differs", rank.world - 1, 3, ("seed",), "rank 0"))
+        tp.check()
+
+    with pytest.raises(TensorParallelError), tp:
+        update_threshold()
+    tp.close()
+    assert time.monotonic() - started < SOON
+    tp, shard = rank.group(problem.weight)
+    rank.check(tp, shard, problem)
+
+
+def closing_while_another_is_in_a_collective_call(rank: Rank) -> None:
+    """Likewise: the call differs, and then those who were in it close alone."""
+    problem = rank.problem(4, 600, 64)
+    tp, shard = rank.group(problem.weight, timeout=100.0)
+    started = time.monotonic()
+    with pytest.raises(TensorParallelMismatch):
+        tp.close() if rank.rank == 0 else tp.check(collective=True)
+    tp.close()
+    assert time.monotonic() - started < SOON
+    tp, shard = rank.group(problem.weight)
+    rank.check(tp, shard, problem)
+
+
+def a_broadcast_of_what_cannot_be_said(rank: Rank) -> None:
+    """The others hear of it, and do not take the next call for this one."""
+    problem = rank.problem(4, 600, 64)
+    tp, _ = rank.group(problem.weight)
+    message = "values must be None, bools, numbers, .* got function"
+    kind, prefix = (TypeError, "^") if rank.rank == 0 else (ValueError, "^rank 0: TypeError: ")
+    with pytest.raises(kind, match=prefix + message):
+        tp.broadcast(lambda: 0)
+    assert tp.broadcast(rank.rank + 5) == 5
+    tp.close()
+
+
+class Hostile:
+    """A pickle that leaves a file where it is loaded."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open, (self.path, "w")
+
+
+def a_hostile_store(rank: Rank) -> None:
+    """Every key that a group reads holds what a stranger wrote: a named error on all ranks, soon, and no code runs. Of a sign
+    of life nobody reads more than whether it moved."""
+    folder: Any = _agreed(tempfile.mkdtemp() if rank.rank == 0 else None)[0]
+    problem = rank.problem(4, 600, 64)
+    call, used = store.BoundedStore._call, dict[str, bytes]()  # key -> what it held
+    instead: dict[str, bytes] = {}
+
+    def of_a_stranger(self: store.BoundedStore, operation: str, key: str, *arguments: Any) -> Any:
+        value = call(self, operation, key, *arguments)
+        name = self.prefix.partition("/")[2] + key
+        if operation in ("look", "compare_set"):
+            used[name] = value or used.get(name, b"")
+            return instead.get(name, value)
+        return value
+
+    def life() -> None:
+        tp, shard = rank.group(problem.weight, timeout=15.0)
+        with tp:
+            rank.check(tp, shard, problem)
+            assert tp.broadcast({"seeds": torch.arange(3)})["seeds"].tolist() == [0, 1, 2]
+            tp.check(collective=True)
+            draw(tp, shard, problem)  # who had the verdict before another found its payload wrong learns of it here
+            tp.check(collective=True)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store.BoundedStore, "_call", of_a_stranger)
+        life()
+        of_ranks: list[Any] = _agreed(used)
+        held = {name: value for of_rank in of_ranks for name, value in of_rank.items()}
+        assert {"failure", "groups/0", "groups/1", "0/0", "0/1", "0/verdict"} < set(held)
+        final = max(int(name.split("/")[0]) for name, value in held.items() if value.startswith(b"a collective check\n"))
+        for number, (name, before) in enumerate(sorted(held.items())):
+            last = name[0].isdigit() and int(name.split("/")[0]) >= final
+            hostile = pickle.dumps(Hostile(f"{folder}/{number}"))
+            phase = before.partition(b"\n")[0].decode()
+            decoded = phase in ("construction", "a broadcast")
+            for value in [hostile, _sealed(phase, False, hostile)] if decoded else [hostile]:
+                instead = {name: value}
+                started, said = time.monotonic(), "nothing"
+                try:
+                    life()
+                except TensorParallelError as error:
+                    said = str(error)
+                assert time.monotonic() - started < SOON
+                everywhere: list[Any] = _agreed(said)
+                if name.startswith("busy"):  # it moves or it does not
+                    assert everywhere == ["nothing"] * rank.world
+                elif name.startswith("groups"):  # of one rank, which does not come
+                    absent = int(name[-1])
+                    assert "holds what no rank wrote (groups" in everywhere[absent]
+                    late = f"rank {absent} did not take part in construction within 15 s"
+                    assert all(late in each for other, each in enumerate(everywhere) if other != absent), everywhere
+                    instead = {}
+                    if rank.rank == absent:  # which has counted one group less
+                        Rendezvous(functools.partial(store.store_of, None), rank.rank, rank.world, 15.0).end()
+                else:
+                    named = ["holds what no rank wrote" in each for each in everywhere]
+                    # a verdict may be there before its payloads are looked at again; behind the last call nobody is told
+                    assert any(named) if last else all(named), (name, value, everywhere)
+                _agreed(None)
+    assert os.listdir(folder) == []
+    life()
+
+
+def one_request(rank: Rank) -> None:
+    """Of one element torch calls any stride contiguous."""
+    problem = rank.problem(3, 600, 64)
+    tp, shard = rank.group(problem.weight)
+    states = problem.hidden_states[None]
+    drafts = torch.tensor([[5, 6]], device=rank.device)
+    state = torch.tensor([[7, 11]], device=rank.device)  # seed and offset
+    with tp:
+        for method in ("match", "rejection"):
+            out = flashsampling.verify(states, shard, drafts, method=method, seed=7, tp=tp)
+            whole = flashsampling.verify(states, problem.weight, drafts, method=method, seed=7, impl=rank.impl)
+            assert torch.equal(out.token_ids, whole.token_ids)
+        rows: dict[str, Any] = {"seed": state[:, 0], "offset": state[:, 1], "top_k": state[:, 0]}
+        tokens = flashsampling.sample(states[0, :1], shard, **rows, tp=tp).token_ids
+        assert torch.equal(tokens, flashsampling.sample(states[0, :1], problem.weight, **rows, impl=rank.impl).token_ids)
+
+
+def surroundings(rank: Rank) -> None:
+    """A group that is made in inference mode, or under a default device, is as any other. A DTensor is no shard."""
+    problem = rank.problem(4, 600, 64)
+    for mode in (torch.inference_mode(), torch.device("meta")):
+        with mode:
+            tp, shard = rank.group(problem.weight)
+        rank.check(tp, shard.clone() if shard.is_inference() else shard, problem)
+        tp.close()
+    if rank.world > 1:
+        mesh = init_device_mesh(rank.device.type, (rank.world,))
+        sharded = DTensor.from_local(rank.shard(problem.weight)[0], mesh, [Shard(0)])
+        with pytest.raises(TypeError, match="weight must be a plain tensor, got a DTensor"):
+            TensorParallel(None, sharded, transport=rank.transport, impl=rank.impl)
+
+
+def collective_check(rank: Rank) -> None:
+    """All ranks learn of a failure that one knows."""
+    problem = rank.problem(4, 600, 64)
+    tp, shard = rank.group(problem.weight, timeout=100.0)
+    rank.check(tp, shard, problem)
+    for _ in range(3):
+        tp.check(collective=True)
+    started = time.monotonic()
+    failure = Failure("left", 1, what="a broken device")
+    if rank.rank == 1:
+        time.sleep(1)
+        tp._transport.declare(failure)
+    with pytest.raises(TensorParallelError, match=r"^rank 1 left the group: a broken device") as error:
+        tp.check(collective=True)
+    assert error.value.failure == failure
+    assert time.monotonic() - started < 2 * SOON
+    tp.close()
+
+
+def device_mesh(rank: Rank) -> None:
+    """A one-dimensional mesh is its group; parameters are the first rank's."""
+    problem = rank.problem(4, 600, 64)
+    shard, first = rank.shard(problem.weight)
+    mesh = init_device_mesh(rank.device.type, (1, rank.world), mesh_dim_names=("dp", "tp"))
+    with pytest.raises(ValueError, match=r"one-dimensional DeviceMesh, got one of shape \(1, .*mesh\[.tp.\]"):
+        TensorParallel(mesh, shard)
+    assert torch.equal(shard_lm_head(problem.weight, mesh["tp"]), shard_lm_head(problem.weight))
+    options = {"transport": rank.transport, "impl": rank.impl}
+    with TensorParallel(mesh["tp"], shard, first_token=first, **options) as tp:
+        rank.check(tp, shard, problem)
+        assert tp.broadcast({"seeds": torch.arange(3) + rank.rank})["seeds"].tolist() == [0, 1, 2]
+        mine = ValueError("seed is wrong") if rank.rank == 1 else None
+        with pytest.raises(ValueError, match="seed is wrong" if mine else "^rank 1: ValueError: seed is wrong"):
+            tp.broadcast(1, error=mine)
+        with pytest.raises(ValueError, match="rows must be the same on all ranks, got rank 0: 0, rank 1: 1"):
+            tp.broadcast(1, must_match={"rows": rank.rank})
+        rank.check(tp, shard, problem)
+    with TensorParallel(mesh["dp"], problem.weight, impl=rank.impl) as alone:
+        assert alone.world_size == 1
+        assert alone.broadcast(rank.rank) == rank.rank
+        alone.check(collective=True)
+        assert torch.equal(draw(alone, problem.weight, problem), problem.sample(rank.impl))
+
+
+class Interrupted(BaseException):
+    """As KeyboardInterrupt, by a signal."""
+
+
+def a_signal_in_a_step(rank: Rank) -> None:
+    """Its handler raises while the others are waited for. The next step of all ranks names this rank, at once, whichever it is;
+    and the connections are as good as before."""
+
+    def raises(*_: object) -> None:
+        raise Interrupted("enough")
+
+    problem = rank.problem(5, 600, 64)
+    for rounds in (False, True):
+        for odd in (0, rank.world - 1):
+            tp, shard = rank.group(problem.weight, timeout=60.0)
+
+            def step(tp: TensorParallel = tp, shard: Tensor = shard, rounds: bool = rounds) -> Tensor:
+                rows: dict[str, Any] = {"seed": problem.seed, "top_p": 0.9 if rounds else 1.0}
+                return flashsampling.sample(problem.hidden_states, shard, **rows, tp=tp).token_ids
+
+            step()
+            _agreed(None)
+            started = time.monotonic()
+            if rank.rank == odd:
+                before = signal.signal(signal.SIGALRM, raises)
+                signal.setitimer(signal.ITIMER_REAL, 0.5)
+                try:
+                    with pytest.raises(Interrupted):
+                        step()
+                finally:
+                    signal.signal(signal.SIGALRM, before)
+            else:
+                time.sleep(1.5)
+                with contextlib.suppress(TensorParallelError):  # of one message it is whole: the handler ran behind it
+                    step()
+            error = _fails(tp, step)
+            assert f"rank {odd} left the group: Interrupted: enough" in str(error)
+            assert _agreed(error.failure) == [error.failure] * rank.world
+            assert time.monotonic() - started < SOON
+            tp.close()
+            _agreed(None)
+            tp, shard = rank.group(problem.weight)
+            rank.check(tp, shard, problem)
+            tp.close()
+
+
+def a_process_group_that_is_destroyed(rank: Rank) -> None:
+    """Under an open group, on one rank, on all, or while the others are in a step."""
+    problem = rank.problem(5, 600, 64)
+    for who in ("one", "all", "one, late"):
+        destroyed = dist.new_group()
+        odd = 0
+        tp, shard = rank.group(problem.weight, group=destroyed, timeout=60.0)
+        rank.check(tp, shard, problem)
+        _agreed(None)
+        started = time.monotonic()
+        if who == "all" or rank.rank == odd:
+            if who == "one, late":
+                time.sleep(1.0)
+            dist.destroy_process_group(destroyed)
+        error = _fails(tp, functools.partial(draw, tp, shard, problem))
+        assert f"rank {error.rank} " in str(error)
+        assert "left the group: its process group has been destroyed" in str(error)
+        assert who == "all" or error.rank == odd
+        assert _agreed(error.failure) == [error.failure] * rank.world
+        assert time.monotonic() - started < SOON
+        tp.close()
+
+
+def connections_that_are_closed(rank: Rank) -> None:
+    """A new group over a process group whose connections a time-out closed is an error on all ranks, which says whose fault it
+    was, or between whom."""
+    problem = rank.problem(5, 600, 64)
+    late = rank.world - 1
+    broken = dist.new_group()
+    first, shard = rank.group(problem.weight, group=broken, timeout=4.0)
+    other, _ = rank.group(problem.weight, group=broken, timeout=60.0)
+    rank.check(other, shard, problem)
+    if rank.rank == late:
+        _agreed("the others have raised")
+    assert _fails(first, functools.partial(draw, first, shard, problem)).rank == late
+    if rank.rank != late:
+        _agreed("the others have raised")
+    first.close()
+    _agreed(None)
+    started = time.monotonic()
+    for _ in range(2):
+        with pytest.raises(TensorParallelError, match=f"^rank {late} .*left the group: .* was late there: make a new") as error:
+            rank.group(problem.weight, group=broken)
+        assert _agreed(error.value.failure) == [error.value.failure] * rank.world
+    assert _fails(other, functools.partial(draw, other, shard, problem)).rank == late  # one that was there before
+    other.close()
+
+    # closed by somebody else's time-out, of which nobody told
+    broken = dist.new_group()
+    if rank.rank < 2:
+        waiting = broken.recv([torch.zeros(1)], 1 - rank.rank, 5)
+        with pytest.raises(RuntimeError):
+            waiting.wait(timedelta(seconds=0.5))
+    _agreed(None)
+    with pytest.raises(TensorParallelError, match=r"process group's connection to rank \d .*is closed: make a new") as error:
+        rank.group(problem.weight, group=broken)
+    assert _agreed(error.value.failure) == [error.value.failure] * rank.world
+    assert time.monotonic() - started < SOON
+    tp, shard = rank.group(problem.weight, group=dist.new_group())
+    rank.check(tp, shard, problem)
+    tp.close()
+
+
+def a_rank_is_late(rank: Rank) -> None:
+    """Trap 32: later than the time-out. The others say who, within the bound; it says so itself when it comes; a new process
+    group goes on."""
+    problem = rank.problem(5, 600, 64)
+    tp, shard = rank.group(problem.weight, timeout=8.0)
+    rank.check(tp, shard, problem)
+    late = rank.world - 1
+    if rank.rank == late:
+        _agreed("the others have raised")
+    started = time.monotonic()
+    error = _fails(tp, lambda: draw(tp, shard, problem))
+    assert time.monotonic() - started < SOON
+    assert isinstance(error, TensorParallelTimeout)
+    assert error.rank == late
+    assert re.search(f"^rank {late} did not take part in a step within 8 s", str(error))
+    if rank.rank != late:
+        _agreed("the others have raised")
+    _agreed("all have raised")
+    tp.close()
+    if rank.transport == "nccl" and rank.device.type == "cuda":
+        return  # what hangs on the device must be aborted first
+    fresh = dist.new_group()
+    assert _agreed_in(fresh, error.failure) == [error.failure] * rank.world
+    tp, shard = rank.group(problem.weight, group=fresh)
+    rank.check(tp, shard, problem)
+    tp.close()
+
+
+def an_all_gather_that_hangs(rank: Rank) -> None:
+    """NCCL's thread, where gloo stands in for NCCL: a step that only the first rank issues, as a graph replay does. It ends
+    when the others have raised, which then have taken part."""
+    problem = rank.problem(5, 600, 64)
+    tp, shard = rank.group(problem.weight, timeout=8.0)
+    rank.check(tp, shard, problem)
+    winners = exchange_protocol.pack(torch.ones(5), torch.arange(5), torch.ones(5, dtype=torch.bool))
+    assert tp.finish(winners, rows_only(5)).tolist() == [0, 1, 2, 3, 4]
+    _agreed(None)
+    started = time.monotonic()
+    outs: list[Tensor] = []
+    hangs = threading.Thread(target=lambda: outs.append(tp.finish(winners, rows_only(5))))
+    if rank.rank == 0:
+        hangs.start()
+
+    def checks() -> None:
+        while time.monotonic() - started < 2 * SOON:
+            tp.check()
+            time.sleep(0.05)
+
+    with pytest.raises(TensorParallelTimeout, match=r"^rank 1 did not take part in a step within 8 s") as error:
+        checks()
+    assert 8 <= time.monotonic() - started < SOON
+    assert error.value.failure == Failure("late", 1, 2)
+    if rank.rank == 0:
+        hangs.join(SOON)
+        assert (outs[0] == -1).all()
+    _agreed(None)
+    for _ in range(2):
+        assert (tp.finish(winners, rows_only(5)) == -1).all()
+    started = time.monotonic()
+    tp.close()
+    assert time.monotonic() - started < SOON
+    tp._transport._watcher.join(SOON)
+    assert not tp._transport._watcher.is_alive()
+
+
+def hosts_that_learn_late(rank: Rank) -> None:
+    """All ranks' devices know of a failure at the same step; a host that does not yet goes on, and issues all-gathers that the
+    others do not. They end nevertheless, and tokens are -1."""
+    problem = rank.problem(5, 600, 64)
+    odd, slow = rank.world - 1, 0
+    bystander, _ = rank.group(problem.weight)
+
+    def group(timeout: float = 8.0) -> tuple[TensorParallel, Callable[[], Tensor], Callable[[], Tensor]]:
+        tp, shard = rank.group(problem.weight, timeout=timeout)
+        rank.check(tp, shard, problem)
+        other = replace(problem, offset=problem.offset + (rank.rank == odd))
+        return tp, functools.partial(draw, tp, shard, problem), functools.partial(draw, tp, shard, other)
+
+    def as_many_everywhere(tp: TensorParallel) -> None:
+        counts = _agreed(tp._transport._progress().begun)
+        assert len(set(counts)) == 1, counts
+
+    # parameters differ, and the slow host takes four steps before it looks
+    tp, _, step = group()
+    tokens = []
+    if rank.rank == slow:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(tp._transport, "_state_view", torch.zeros(4, dtype=torch.int64).numpy())
+            patch.setattr(tp._rendezvous, "declared", lambda: None)
+            tokens = [step() for _ in range(4)]
+            for out in tokens:
+                assert (out == -1).all()
+    assert isinstance(_fails(tp, step), TensorParallelMismatch)
+    as_many_everywhere(tp)
+    rank.check(bystander, rank.shard(problem.weight)[0], problem)
+    tp.close()
+
+    # it replays a graph after all have raised: who closes takes part
+    if rank.device.type == "cpu":  # an all-gather that a graph was captured with asks no host
+        tp, _, step = group()
+        _fails(tp, step)
+        _agreed(None)
+        if rank.rank == slow:
+            winners = exchange_protocol.pack(torch.ones(5), torch.arange(5), torch.ones(5, dtype=torch.bool))
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(tp._transport, "_capturing", lambda: True)
+                for _ in range(2):
+                    assert (tp.finish(winners, rows_only(5)) == -1).all()
+        started = time.monotonic()
+        tp.close()
+        assert time.monotonic() - started < SOON
+        as_many_everywhere(tp)
+
+    # a rank leaves by an exception where the others have issued a step
+    tp, step, _ = group()
+    _agreed(None)
+    if rank.rank == odd:
+        begun = tp._transport._progress().begun
+        others = [other for other in range(rank.world) if other != odd]
+
+        def others_have_begun() -> bool:
+            posts = posts_of(tp._rendezvous)
+            return all((post := posts[other]) and post.begun + post.issued > begun for other in others)
+
+        _until(others_have_begun)
+        with pytest.raises(KeyError), tp:
+            raise KeyError("a request that is gone")
+    else:
+        assert (step() == -1).all()
+        error = _fails(tp, step)
+        assert error.failure.kind == "left"
+        assert error.rank == odd
+    as_many_everywhere(tp)
+    tp.close()
+
+    # a rank comes later than the time-out, and the group's all-gathers end
+    tp, step, _ = group(8.0)
+    drawn: Tensor | None = None
+    if rank.rank == odd:
+        _until(lambda: tp._transport._failure is not None)  # its thread has heard
+    else:
+        drawn = step()
+    error = _fails(tp, step)
+    assert isinstance(error, TensorParallelTimeout)
+    assert error.rank == odd
+    _agreed("all have raised")
+    assert drawn is None or (drawn == -1).all()
+    as_many_everywhere(tp)
+    tp.close()
+    rank.check(bystander, rank.shard(problem.weight)[0], problem)
+    tp, step, _ = group()
+    tp.close()
+    bystander.close()
+
+
+def a_rank_dies(rank: Rank, dead: int = 1) -> None:
+    """Killed in the middle of its work. Those that live close without waiting for it, and share its part."""
+    problem = rank.problem(5, 600, 64)
+    tp, shard = rank.group(problem.weight, timeout=8.0)
+    for _ in range(5):
+        rank.check(tp, shard, problem)
+    if rank.rank == dead:
+        os.kill(os.getpid(), signal.SIGKILL)
+    started = time.monotonic()
+    error = _fails(tp, lambda: draw(tp, shard, problem))
+    assert isinstance(error, TensorParallelTimeout)
+    assert error.rank == dead
+    assert f"rank {dead} did not take part" in str(error)
+    tp.close()
+    assert time.monotonic() - started < SOON
+    if dead == 0 or rank.device.type == "cuda":
+        return  # who has lost the store cannot make a process group; on GPUs NCCL's part of the group may wait for the dead
+    ranks = [other for other in range(rank.world) if other != dead]
+    fresh = dist.new_group(ranks, use_local_synchronization=True)
+    part = replace(rank, rank=ranks.index(rank.rank), world=len(ranks))
+    tp, shard = part.group(problem.weight, group=fresh, transport=None)
+    part.check(tp, shard, problem)
+    tp.close()
+
+
+def the_first_rank_dies(rank: Rank) -> None:
+    """And with it the store."""
+    a_rank_dies(rank, dead=0)
+
+
+def a_rank_dies_in_a_round(rank: Rank) -> None:
+    """Killed when others have its words of some rounds."""
+    problem = rank.problem(5, 600, 64)
+    tp, shard = rank.group(problem.weight, timeout=8.0)
+
+    def step() -> Tensor:
+        rows = {"temperature": problem.temperature, "seed": problem.seed, "offset": problem.offset}
+        return flashsampling.sample(problem.hidden_states, shard, **rows, top_p=0.9, tp=tp).token_ids
+
+    if rank.device.type == "cuda":
+        flashsampling.warmup(shard, tp=tp, max_batch_size=5, top_p=0.9)
+    step()
+    tp.check()
+    if rank.rank == 1:
+        all_gather, rounds = tp._transport.all_gather, 0
+
+        def dies(words: Tensor, step: SampleInputs, wanted: Tensor | None = None) -> Tensor:
+            nonlocal rounds
+            rounds += 1
+            if rounds == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return all_gather(words, step, wanted)
+
+        tp._transport.all_gather = dies  # type: ignore[method-assign, union-attr]
+    started = time.monotonic()
+    error = _fails(tp, step)
+    assert isinstance(error, TensorParallelTimeout)
+    assert error.rank == 1
+    tp.close()
+    assert time.monotonic() - started < SOON
+
+
+def p2p_is_chosen(rank: Rank) -> None:
+    """Where it can be, without a word."""
+    problem = rank.problem(5, 600, 64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tp, shard = rank.group(problem.weight, transport=None, impl=None)
+    with tp:
+        assert tp.transport == "p2p"
+        assert torch.equal(draw(tp, shard, problem), problem.sample(tp.impl))
+
+
+ON_CPU: list[Callable[[Rank], None]] = [
+    same_tokens,
+    wide_batches,
+    rare_rows,
+    changing_batches,
+    delayed_ranks,
+    many_steps,
+    disagreements,
+    memory_that_cannot_be_mapped,
+    generate,
+    sub_groups,
+    two_at_once,
+    module,
+    drafts,
+    rejection,
+    other_drafts,
+    speculative_sequences,
+    requests,
+    requests_of_a_sampler,
+    other_requests,
+    out_of_step_in_a_round,
+    parameters_of_the_first_rank,
+    steps_that_a_compiler_could_drop,
+    out_of_step,
+    other_parameters,
+    construction_that_fails,
+    messages_of_others,
+    ranks_that_do_not_come,
+    ranks_that_are_busy,
+    leaving_by_an_exception,
+    leaving_while_others_are_in_a_step,
+    leaving_while_another_is_in_a_collective_call,
+    closing_while_another_is_in_a_collective_call,
+    a_broadcast_of_what_cannot_be_said,
+    one_request,
+    surroundings,
+    collective_check,
+    device_mesh,
+    hosts_that_learn_late,
+]
+ON_GPU = [*ON_CPU, cuda_graphs, no_sync]
+OF_GLOO = [a_signal_in_a_step, a_process_group_that_is_destroyed, connections_that_are_closed]
+# they leave the ranks' group unusable: a group of processes each
+LAST = [a_rank_is_late, a_rank_dies, the_first_rank_dies, a_rank_dies_in_a_round]
+
+
+# -- starting ranks
+
+
+def _work(rank: Rank, names: Sequence[str], port: int, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(rank.rank)  # nothing may rest on equal generators
+    backend = "gloo"
+    if rank.device.type == "cpu" and rank.transport == "nccl":  # all but NCCL itself: gloo stands in for it
+        capabilities.why_no_nccl = lambda members: None
+    if rank.device.type == "cuda":
+        torch.cuda.set_device(rank.device)
+        backend = "cpu:gloo,cuda:nccl"
+    dist.init_process_group(
+        backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank.rank, world_size=rank.world, timeout=timedelta(seconds=120)
+    )
+    _aside.append(dist.new_group(backend="gloo"))
+    for name in names:
+        try:
+            globals()[name](rank)
+            if rank.device.type == "cuda" and globals()[name] not in LAST:  # NCCL would wait for whoever is gone
+                torch.cuda.synchronize()
+            pipe.send((name, "ok"))
+        except BaseException:
+            pipe.send((name, traceback.format_exc()))
+            break
+    pipe.send(None)
+    threading.Timer(5.0, os._exit, [0]).start()  # NCCL's destructors may wait for a rank that is dead
+    if len(names) > 1:
+        dist.destroy_process_group()
+    os._exit(0)
+
+
+def run(
+    world: int,
+    names: Sequence[str],
+    *,
+    device: str,
+    impl: str,
+    transport: str,
+    long: bool,
+    seconds: float | None = None,
+    one_visible: bool = False,
+    forked: bool = False,
+) -> dict[str, dict[int, str]]:
+    """Per scenario and rank: "ok", a traceback, or "died". ``one_visible``: no rank sees another's GPU. ``forked``: without a
+    GPU ranks are forks of a process that has imported all of this, for seconds of a core each; their hashes are then alike.
+
+    A kind's scenarios take minutes on GPUs: the file that SCENARIO_LOG names has them, as they end, also of a run that is cut.
+    """
+    if seconds is None:  # on GPUs every group may compile kernels, for a minute or more where Triton's cache is empty
+        seconds = 1200.0 if device == "cpu" else 900.0
+    forked = forked and device == "cpu"
+    context: Any = multiprocessing.get_context("forkserver" if forked else "spawn")
+    if forked:
+        context.set_forkserver_preload([__name__])
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    pipes, processes = {}, []
+    for rank in range(world):
+        where = torch.device("cuda", 0 if one_visible else rank) if device == "cuda" else torch.device("cpu")
+        ours, theirs = context.Pipe(duplex=False)
+        arguments = (Rank(rank, world, where, impl, transport, long), list(names), port, theirs)
+        process = context.Process(target=_work, args=arguments, daemon=True)
+        with pytest.MonkeyPatch.context() as patch:  # what is imported first asks CUDA for the devices already
+            if one_visible:
+                visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(world)))).split(",")
+                patch.setenv("CUDA_VISIBLE_DEVICES", visible[rank])
+            process.start()
+        theirs.close()
+        pipes[ours] = rank
+        processes.append(process)
+    results: dict[str, dict[int, str]] = {name: {} for name in names}
+    started = time.monotonic()
+    deadline = started + seconds
+    log = os.environ.get("SCENARIO_LOG")
+    while pipes and time.monotonic() < deadline:
+        ready: list[Any] = wait(list(pipes), timeout=1.0)
+        for pipe in ready:
+            rank = pipes[pipe]
+            try:
+                said = pipe.recv()
+            except EOFError:
+                said = None
+            if said is None:
+                del pipes[pipe]
+            else:
+                results[said[0]][rank] = said[1]
+                if log is not None:
+                    with open(log, "a", encoding="utf-8") as file:
+                        seconds_so_far = time.monotonic() - started
+                        file.write(f"{world} {impl} {transport} {said[0]} rank {rank}, {seconds_so_far:.0f} s: {said[1]}\n")
+    for process in processes:
+        process.join(10)
+        if process.is_alive():
+            process.kill()
+    for per_rank in results.values():
+        for rank in range(world):
+            per_rank.setdefault(rank, "died")
+    return results

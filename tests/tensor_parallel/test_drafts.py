@@ -1,0 +1,563 @@
+"""Rejection of drafts where several ranks have a shard each: the oracle's answer for any cut. The ranks are threads, as in
+``tests/tensor_parallel/test_filters.py``; with transports and processes the scenarios of
+``tests/tensor_parallel/scenarios.py`` do it."""
+
+import itertools
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from flashsampling import VerifyOutput, exchange_protocol, noise, ops, sample, verify
+from flashsampling.backends import BACKENDS
+from flashsampling.exchange_protocol import PACKED, Shard
+from flashsampling.inputs import DEFAULT_PARAMS, DraftChains, SampleInputs, SampleResult, SamplingParams
+from flashsampling.reference import streaming
+from flashsampling.reference.streaming import shard_winners as streaming_winners
+from flashsampling.speculative.drafts import DraftBatch, _odd_number
+from flashsampling.tensor_parallel import TensorParallel, cutoffs, rejection
+from flashsampling.tensor_parallel.filtered_sampling import Part
+from flashsampling.tensor_parallel.message import HEADER, Hashes, difference
+from flashsampling.tensor_parallel.p2p import PeerToPeer
+from tests.conftest import DEVICE
+from tests.mixes import Mix
+from tests.problems import KERNELS, fit
+from tests.speculative.drafting import DraftChains as Problem
+from tests.speculative.drafting import make_drafted, sure_of
+from tests.speculative.test_verify import differences
+from tests.speculative.test_verify_distribution import binomial
+from tests.tensor_parallel.test_filters import Stub, cut, flat, run
+
+Ranges = list[tuple[int, int]]
+REJECT: dict[str, Any] = {"method": "rejection"}
+
+
+class Whole(TensorParallel):
+    """A group as ``verify`` sees it, of a whole weight, which ``ranks`` cuts."""
+
+    def __init__(self, rows: int, vocab_size: int, impl: str) -> None:
+        self.num_rows, self.impl = rows, impl
+        self.first_token, self.last_token, self.vocab_size, self.shard = 0, vocab_size, vocab_size, Shard(0, PACKED)
+
+
+@pytest.fixture
+def ranks(monkeypatch):
+    """Makes a group whose steps are taken by threads, with shards of these ranges."""
+
+    def of(weight: Tensor, ranges: Ranges, vocab_size: int | None = None, impl: str = "streaming", room: int = 2048) -> Whole:
+        def step_of_all(step: SampleInputs, tp: TensorParallel) -> SampleResult:
+            assert step.drafted is not None
+            return run(step, ranges, impl, max(room, len(step.hidden_states)))[0]
+
+        monkeypatch.setattr(ops, "sample_sharded", step_of_all)
+        return Whole(len(weight), vocab_size or len(weight), impl)
+
+    return of
+
+
+def of_ranks(problem: Problem, ranks: Any, ranges: Ranges, flat: bool = False, **options: Any) -> VerifyOutput:
+    assert problem.weight is not None
+    tp = ranks(problem.weight, ranges, problem.step.vocab_size, **options)
+    return problem.verify("rejection", flat=flat, vocab_size=None, tp=tp)
+
+
+def check(problems: int, first_seed: int, ranks: Any) -> None:
+    """The oracle's output, but of requests where a last bit of p decides; both layouts, messages of any size."""
+    requests, unsure, accepted, refused, seen, cuts, failed = 0, 0, 0, 0, set(), set(), 0
+    for seed in range(first_seed, first_seed + problems):
+        random = Mix(seed).random
+        sizes = (random.randrange(1, 7), random.randrange(5), random.choice((2, 5, 33, 130, 300))) if seed % 3 else None
+        problem = make_drafted(seed, "rejection", head=True, sizes=sizes)
+        assert problem.weight is not None
+        if seed % 4:  # flat: more drafts are refused, by a token that is not sure
+            problem = replace(problem, weight=problem.weight / 8)
+        expected = problem.verify("rejection", impl="reference")
+        ranges = cut(Mix(seed), problem.step.vocab_size)
+        ours = of_ranks(problem, ranks, ranges, flat=seed % 2 == 0, room=random.choice((64, 300, 4096)))
+        sure = sure_of(problem, expected)
+        of = [VerifyOutput(*(None if part is None else part[sure] for part in vars(out).values())) for out in (ours, expected)]
+        assert not differences(*of), (seed, ours, expected, sure)
+        requests, unsure = requests + len(sure), unsure + int((~sure).sum())
+        accepted += int(expected.num_accepted.sum())
+        refused += int((expected.num_accepted < torch.tensor(problem.lengths))[sure].sum())
+        failed += int((expected.num_emitted == expected.num_accepted).sum())
+        seen |= set(problem.step.params.names())
+        cuts.add((len(ranges), any(first == last for first, last in ranges)))
+    assert unsure < requests / 10
+    assert accepted > requests / 5
+    assert refused > requests / 6
+    assert failed > requests / 100
+    assert len(seen) >= 13  # of what a request may ask for
+    assert cuts >= {(2, False), (3, False), (4, False), (3, True)}
+
+
+def test_any_cut_is_the_oracle_s(ranks):
+    check(40, 10**6, ranks)
+
+
+@pytest.mark.slow
+def test_any_cut_is_the_oracle_s_of_many(ranks):
+    check(600, 2 * 10**6, ranks)
+
+
+@pytest.mark.parametrize("wanted", [(), ("top_k",), ("top_p", "min_p"), ("token_mask",)])
+def test_recovered_tokens(wanted, ranks):
+    """Of rows in which many tokens are left, at temperatures above and below 1."""
+    problem = make_drafted(4 * 10**6, "rejection", head=True, poisoned=False, sizes=(60, 2, 130), wanted=wanted)
+    assert problem.weight is not None
+    temperature = torch.linspace(0.4, 1.6, 60)
+    step = problem.step._replace(temperature=temperature)
+    problem = replace(problem, step=step, weight=problem.weight / 16, ids=(problem.ids + 1).clamp(max=129))
+    if not wanted:
+        problem = replace(problem, probs=torch.softmax(torch.randn(60, 2, 130), dim=2))
+    expected = problem.verify("rejection", impl="reference")
+    sure = sure_of(problem, expected)
+    ours = of_ranks(problem, ranks, [(70, 130), (0, 45), (45, 70)])
+    of = [VerifyOutput(*(None if part is None else part[sure] for part in vars(out).values())) for out in (ours, expected)]
+    assert not differences(*of)
+    assert sure.sum() >= 50
+    refused = (expected.num_accepted < torch.tensor(problem.lengths)) & sure
+    assert refused.sum() >= 15
+    last = expected.token_ids.gather(1, expected.num_accepted[:, None])[refused, 0]
+    assert len(set(last.tolist())) >= 10
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="ranks are played on the CPU")
+@pytest.mark.parametrize("impl", KERNELS)
+def test_kernels_do_it_too(impl, ranks):
+    """In Triton's interpreter, which takes a second for each."""
+    pytest.importorskip("triton")
+    requests = accepted = 0
+    for seed in (1, 2, 5):
+        problem = make_drafted(seed + 10**7, "rejection", head=True, poisoned=False, sizes=(2, 2, 150), wanted=("top_k",))
+        assert problem.weight is not None
+        states = fit(impl, problem.states.flatten(0, 1)).unflatten(0, problem.states.shape[:2])
+        problem = replace(problem, states=states, weight=fit(impl, problem.weight))
+        expected = problem.verify("rejection", impl="reference")
+        sure = sure_of(problem, expected)
+        ours = of_ranks(problem, ranks, [(0, 70), (70, 150)], impl=impl)
+        of = [VerifyOutput(*(None if part is None else part[sure] for part in vars(out).values())) for out in (ours, expected)]
+        assert not differences(*of), (seed, ours, expected)
+        requests, accepted = requests + int(sure.sum()), accepted + int(expected.num_accepted.sum())
+    assert requests >= 4
+    assert accepted >= 2
+
+
+def test_cuts_do_not_matter(ranks):
+    """The same output, to the last coin: p is a share over a sum of integers."""
+    for seed in range(5):
+        problem = make_drafted(seed + 3 * 10**6, "rejection", head=True, poisoned=False, sizes=(5, 4, 130))
+        first, *others = (of_ranks(problem, ranks, ranges) for ranges in ([(0, 130)], *(cut(Mix(i), 130) for i in (1, 2))))
+        for other in others:
+            assert not differences(first, other), seed
+
+
+# -- edges
+
+
+WEIGHT = torch.randn(70, 8, generator=torch.Generator().manual_seed(2))
+STATES = torch.randn(3, 3, 8, generator=torch.Generator().manual_seed(1))
+DRAFTS = torch.tensor([[5, 6], [7, -1], [-1, -1]])
+THREE: Ranges = [(0, 33), (33, 33), (33, 70)]
+
+
+def head(probabilities: Tensor) -> Tensor:
+    """(V, 1): of a head whose logits are their logarithms where the hidden state is 1."""
+    return probabilities.log()[:, None]
+
+
+def test_no_drafts(ranks):
+    """Of nobody, of some, and no requests."""
+    seeds = torch.arange(3)
+    tp = ranks(WEIGHT, THREE)
+    for top_k in (0, 3):
+        params = {"seed": seeds, "top_k": top_k}
+        plain = verify(STATES[:, :1], WEIGHT, torch.zeros(3, 0).long(), **params).token_ids
+        out = verify(STATES[:, :1], WEIGHT, torch.zeros(3, 0).long(), **params, tp=tp, **REJECT)
+        assert torch.equal(out.token_ids, plain)
+        for probs in (None, torch.zeros(0, 70)):
+            flat_ = {"cu_draft_lengths": torch.zeros(4).long(), "max_draft_length": 2, "draft_probs": probs}
+            out = verify(STATES[:, 0], WEIGHT, torch.zeros(0).long(), **params, **flat_, tp=tp, **REJECT)
+            assert torch.equal(out.token_ids, torch.nn.functional.pad(plain, (0, 2), value=-1))
+            assert out.num_accepted.tolist() == [0, 0, 0]
+
+
+def test_greedy_requests(ranks):
+    """A draft is accepted if it is the row's token, whatever filters and coins are; and the token is in its place if not."""
+    best = (STATES @ WEIGHT.T).argmax(dim=2)
+    drafts = best[:, :2].clone()
+    drafts[1, 0] = (drafts[1, 0] + 40) % 70
+    drafts[2, 1] = (drafts[2, 1] + 40) % 70
+    q = torch.full((3, 2, 70), 1 / 70)
+    for probs in (None, q):
+        options = {"draft_probs": probs, "temperature": [0.0, 0.0, 1e-7], "seed": [1, 2, 3], "top_p": 0.5}
+        out = verify(STATES, WEIGHT, drafts, **options, tp=ranks(WEIGHT, THREE), **REJECT)
+        assert out.num_accepted.tolist() == [2, 0, 1]
+        assert [out.token_ids[row, count] for row, count in enumerate((2, 0, 1))] == [best[0, 2], best[1, 0], best[2, 1]]
+
+
+@pytest.mark.parametrize("word", [0, 2**32 - 1])
+def test_end_points(word, monkeypatch, ranks):
+    """The least coin does not accept what p does not have; the greatest accepts what p and q have alike."""
+    real = noise.philox4x32_10
+
+    def words(counter, key):
+        is_coin = bool((counter[1] >> 24 == noise.Stream.ACCEPTANCE_COIN).all())
+        return tuple(torch.full_like(w, word) for w in real(counter, key)) if is_coin else real(counter, key)
+
+    monkeypatch.setattr(noise, "philox4x32_10", words)
+    p = torch.tensor([0.0, 0.25, 0.25, 0.25, 0.25])
+    drafts, least = torch.arange(5)[:, None], word == 0
+    tp = ranks(head(p), [(3, 5), (0, 1), (1, 3)])
+
+    def accepted(q: Tensor | None) -> list[int]:
+        probs = None if q is None else q.expand(5, 1, 5)
+        options = {"draft_probs": probs, "seed": torch.arange(5)}
+        return verify(torch.ones(5, 2, 1), head(p), drafts, **options, tp=tp, **REJECT).num_accepted.tolist()
+
+    assert accepted(p) == [0, 1, 1, 1, 1]
+    assert accepted(None) == [0, *[int(least)] * 4]
+    assert accepted(torch.full((5,), 0.5)) == [0, *[int(least)] * 4]
+    assert accepted(torch.full((5,), 0.2)) == [0, 1, 1, 1, 1]
+    assert accepted(torch.zeros(5)) == [0, 1, 1, 1, 1]
+
+
+def of_nan_anything(step: SampleInputs, processed: Tensor, limit: Tensor, known: Tensor | None = None) -> Tensor:
+    """What ``backends`` allows: of a row with a NaN any winner."""
+    winners = streaming_winners(step, processed, limit)
+    ones = torch.ones(len(winners))
+    some = exchange_protocol.pack(ones, torch.full_like(winners, step.shard.first_token), ones > 0)
+    return torch.where(processed.isnan().any(dim=1), some, winners)
+
+
+@pytest.mark.parametrize("ranges", [[(0, 2), (2, 4)], [(2, 4), (0, 1), (1, 2)], [(0, 4), (4, 4)]])
+def test_what_takes_the_place_of_a_draft(ranges, ranks, monkeypatch):
+    """p - q of all shards; where q has zeros and p has not; p where nothing is left on any, and only there."""
+    rows = 2000
+    p = torch.tensor([0.5, 0.3, 0.2, 0.0])
+    drafts, states, seeds = torch.full((rows, 1), 3), torch.ones(rows, 2, 1), torch.arange(rows)
+    tp = ranks(head(p), ranges, room=1 << 16)
+    for q, left in (
+        ([0.5, 0.0, 0.0, 0.5], [0.0, 0.6, 0.4, 0.0]),
+        ([0.4, 0.3, 0.2, 0.1], [1.0, 0.0, 0.0, 0.0]),  # of one shard alone
+        ([1.0, 1.0, 1.0, 1.0], [0.5, 0.3, 0.2, 0.0]),
+        (None, [0.5, 0.3, 0.2, 0.0]),
+    ):
+        probs = None if q is None else torch.tensor(q).expand(rows, 1, 4)
+        out = verify(states, head(p), drafts, draft_probs=probs, seed=seeds, tp=tp, **REJECT)
+        assert out.num_accepted.max() == 0
+        for token, share in enumerate(left):
+            binomial(int((out.token_ids[:, 0] == token).sum()), rows, share)
+    below = torch.tensor([0.6, -0.5, -0.0, -math.inf])  # as 0: nobody draws the last
+    given, clamped = (
+        verify(states, head(p), drafts, draft_probs=q.expand(rows, 1, 4), seed=seeds, tp=tp, **REJECT)
+        for q in (below, below.clamp(min=0.0))
+    )
+    assert given.token_ids.max() == 2
+    assert not differences(given, clamped)
+    monkeypatch.setattr(streaming, "shard_winners", of_nan_anything)
+    for place in range(4):  # where q is read, on whichever shard
+        nan = torch.tensor([0.5, 0.3, 0.1, 0.2])
+        nan[place] = math.nan
+        some = {"draft_probs": nan.expand(20, 1, 4), "seed": seeds[:20]}
+        out = verify(states[:20], head(p), drafts[:20], **some, tp=tp, **REJECT)
+        assert (out.token_ids == -1).all()
+        assert out.num_emitted.max() == 0
+
+
+def test_q_and_temperatures_with_a_gradient(ranks):
+    """As of a drafter that is not under ``no_grad``: nobody keeps its graph, and nothing is written to it."""
+    q, temperature = torch.full((3, 2, 70), 1 / 70, requires_grad=True), torch.ones(3, requires_grad=True)
+    for options in ({"draft_probs": q}, {"temperature": temperature}):
+        out = verify(STATES, WEIGHT, DRAFTS, seed=torch.arange(3), **options, tp=ranks(WEIGHT, THREE), **REJECT)
+        bare = {name: value.detach() for name, value in options.items()}
+        assert not differences(out, verify(STATES, WEIGHT, DRAFTS, seed=torch.arange(3), **bare, **REJECT))
+
+
+def test_shards_that_keep_nothing(ranks):
+    """By a filter or a mask; a padded vocabulary, of which the last rank has nothing; a vocabulary smaller than the ranks."""
+    mask = torch.tensor([[0, 6, 0]], dtype=torch.int32).expand(3, 3)  # 33 and 34
+    drafts = torch.tensor([[33, 60], [60, -1], [34, 33]])
+    for request in ({"token_mask": mask}, {"top_k": 2}, {"top_p": 1e-9}, {"token_mask": mask, "min_p": 1.0}):
+        for probs in (None, torch.full((3, 2, 70), 1 / 70)):
+            options = {**request, "draft_probs": probs, "seed": torch.arange(3)}
+            expected = verify(STATES, WEIGHT, drafts, **options, **REJECT)
+            for ranges in (THREE, [(69, 70), (0, 33), (34, 69), (33, 34)]):
+                assert not differences(verify(STATES, WEIGHT, drafts, **options, tp=ranks(WEIGHT, ranges), **REJECT), expected)
+    for vocab, ranges in ((40, [(0, 40), (40, 40)]), (2, [(0, 1), (1, 2), (2, 2), (2, 2)]), (1, [(0, 0), (0, 1)])):
+        tp = ranks(WEIGHT, ranges, vocab)
+        ids = torch.tensor([[0, vocab], [vocab - 1, -1], [69, 0]])
+        expected = verify(STATES, WEIGHT, ids, seed=torch.arange(3), vocab_size=vocab, **REJECT)
+        assert not differences(verify(STATES, WEIGHT, ids, seed=torch.arange(3), tp=tp, **REJECT), expected)
+
+
+@pytest.mark.parametrize("absent", [-1, 70])
+def test_an_id_that_is_no_token_is_no_draft(absent, ranks):
+    """The chain ends before it, with the token that ``sample`` draws."""
+    seeds = torch.arange(3)
+    drawn = torch.stack([sample(STATES[:, i], WEIGHT, seed=seeds, offset=i).token_ids for i in range(2)], dim=1)
+    drafts = torch.stack([drawn[:, 0], torch.full((3,), absent)], dim=1)
+    out = verify(STATES, WEIGHT, drafts, draft_probs=torch.zeros(3, 2, 70), seed=seeds, tp=ranks(WEIGHT, THREE), **REJECT)
+    assert out.token_ids.tolist() == torch.nn.functional.pad(drawn, (0, 1), value=-1).tolist()
+
+
+def test_whatever_is_on_the_device(ranks):
+    """Bounds, drafts and q of nonsense: no index out of range, and no id."""
+    generator = torch.Generator().manual_seed(3)
+    ends = (-(2**62), -7, -2, -1, 0, 1, 2, 3, 5, 69, 70, 71, 2**62)
+    tp = ranks(WEIGHT, THREE)
+    for _ in range(20):
+        pick = [ends[i] for i in torch.randint(0, len(ends), (20,), generator=generator).tolist()]
+        options: dict[str, Any] = {"seed": torch.arange(3), "cu_draft_lengths": torch.tensor(pick[6:10]), "max_draft_length": 4}
+        if pick[0] > 0:
+            options["draft_probs"] = torch.randn(6, 70, generator=generator)
+        out = verify(torch.randn(9, 8), WEIGHT, torch.tensor(pick[10:16]), **options, tp=tp, **REJECT)
+        assert ((out.token_ids >= -1) & (out.token_ids < 70)).all()
+        assert ((out.num_accepted >= 0) & (out.num_accepted <= 4)).all()
+        assert torch.equal((out.token_ids >= 0).sum(1), out.num_emitted)
+
+
+def test_rows_of_which_only_some_have_temporary_tensors(ranks, monkeypatch):
+    problem = make_drafted(5, "rejection", head=True, poisoned=False, sizes=(9, 3, 33), wanted=("top_p",))
+    expected = of_ranks(problem, ranks, THREE[:1] + [(33, 33)])
+    for rows in (1, 2, 5):
+        monkeypatch.setattr(cutoffs, "_AT_ONCE", {"cpu": 33 * rows})
+        assert not differences(of_ranks(problem, ranks, THREE[:1] + [(33, 33)]), expected)
+
+
+def test_how_many_messages():
+    """As docs/tensor_parallel.md says: none but the request and sizes count."""
+    ids = torch.zeros(4, 2).long()
+    places, rows = torch.arange(8).view(4, 2), torch.arange(12).view(4, 3)
+    drafted = DraftChains(ids, rows, places, None)
+    for params, room, messages in (
+        (DEFAULT_PARAMS, 4096, 3),
+        (DEFAULT_PARAMS, 12, 2 + 2 + 1),  # 2 * 12 words, 12 + 8, 8
+        (SamplingParams(top_k=20, top_p=0.9), 12 * 20, 4),
+        (SamplingParams(top_k=torch.ones(12, dtype=torch.int64)), 256 * 12, 3 + 4),
+    ):
+        assert run(flat(12, 200, params, drafted=drafted), [(0, 50), (50, 200)], room=room)[1] == messages, params
+
+
+# -- what ranks must agree on
+
+
+def _header(drafted: DraftChains | None) -> list[int]:
+    header = torch.zeros(HEADER + 2, dtype=torch.int64)
+    Hashes(16, torch.device("cpu")).write(header, flat(11, 70, DEFAULT_PARAMS, drafted=drafted))
+    return header[:HEADER].tolist()
+
+
+def test_what_differs_has_its_name():
+    """In a single place; but not what belongs to no draft."""
+    ids = torch.tensor([[5, 6], [7, -1], [-1, -1], [1, 2]])
+    rows, places = torch.tensor([[0, 1, 2], [3, 4, 5], [5, 6, 7], [6, 7, 8]]), torch.tensor([[0, 1], [2, 5], [5, 6], [3, 4]])
+    q = torch.rand(7, 73, generator=torch.Generator().manual_seed(0))
+    usual = DraftChains(ids, rows, places, q)
+    others: list[tuple[DraftChains | None, tuple[str, ...]]] = [
+        (None, ("method", "draft_token_ids", "cu_draft_lengths", "draft_probs")),
+        (usual._replace(probs=None), ("draft_probs",)),
+        (usual._replace(token_ids=ids.masked_fill(ids == 6, 8)), ("draft_token_ids",)),
+        (usual._replace(rows=rows + torch.tensor([[0], [0], [1], [0]])), ("cu_draft_lengths",)),
+    ]
+    for place, column in ((0, 0), (1, 69), (2, 31), (3, 1), (4, 0)):
+        other = q.clone()
+        other[place, column] += 2.0**-20
+        others.append((usual._replace(probs=other), ("draft_probs",)))
+    headers = [_header(usual)]
+    for other_, differs in others:
+        headers.append(_header(other_))
+        failure = difference([headers[0], headers[-1], headers[0]])
+        assert failure is not None
+        assert (failure.rank, failure.differs) == (1, differs)
+    assert len({tuple(header) for header in headers}) == len(headers)
+    certain = usual._replace(probs=None)
+    assert _header(certain._replace(token_ids=torch.nn.functional.pad(ids, (0, 1)))) != _header(certain)  # a draft more: 0
+    wide = q.clone()
+    wide[5:], wide[:, 70:] = math.nan, -1.0
+    assert _header(usual._replace(probs=wide)) == headers[0]
+    for dtype in (torch.bfloat16, torch.float16):
+        narrow, other = q.to(dtype), q.to(dtype)
+        other[3, 69] += 0.25
+        a, b = (_header(usual._replace(probs=probs)) for probs in (narrow, other))
+        assert a == _header(usual._replace(probs=narrow.T.contiguous().T)) != b
+
+
+def test_a_header_is_plain_again():
+    header, hashes = torch.zeros(HEADER, dtype=torch.int64), Hashes(16, torch.device("cpu"))
+    plain = header.clone()
+    hashes.write(plain, flat(11, 70, DEFAULT_PARAMS))
+    ids, rows = torch.zeros(4, 2).long(), torch.zeros(4, 3).long()
+    hashes.write(header, flat(11, 70, DEFAULT_PARAMS, drafted=DraftChains(ids, rows, ids, None)))
+    assert not torch.equal(header, plain)
+    hashes.clear(header)
+    hashes.write(header, flat(11, 70, DEFAULT_PARAMS))
+    assert torch.equal(header, plain)
+    for params in (DEFAULT_PARAMS, SamplingParams(top_k=5)):
+        headers = [header.clone() for _ in range(2)]
+        for one, draft_hash in zip(headers, (5, 6)):
+            hashes.write(one, flat(11, 70, params)._replace(draft_hash=torch.tensor(draft_hash)))
+        failure = difference([one.tolist() for one in headers])
+        assert failure is not None
+        assert failure.differs == ("draft_token_ids",)
+
+
+def _hash(ids: Any, parents: Any = None, bounds: Any = None, n: int | None = None) -> int:
+    ids, parents, bounds = (None if given is None else torch.tensor(given) for given in (ids, parents, bounds))
+    batch = len(ids) if bounds is None else len(bounds) - 1
+    return int(DraftBatch(ids, parents, bounds, batch, ids.shape[1] if n is None else n).drafts().hash())
+
+
+def test_drafts_that_differ_have_another_hash():
+    """All chains of up to two drafts of two requests with ids from 0 to 4, and all trees of three drafts of two ids: a sum that
+    weighs a place by its number takes many of these for the same."""
+    of_one = [[-1, -1], *([first, second] for first in range(5) for second in range(-1, 5))]
+    assert len({_hash([one, other]) for one in of_one for other in of_one}) == len(of_one) ** 2
+    parents = [[-1, one, other] for one in (-1, 0) for other in (-1, 0, 1)]
+    ids = list(itertools.product((0, 1), repeat=3))
+    assert len({_hash([some], [before]) for some in ids for before in parents} | {_hash([some]) for some in ids}) == 8 * 7
+    assert _hash([[7, 8]], [[-1, 1]]) != _hash([[7, 8]], [[-1, -1]])  # a parent that is not before it, and none
+
+
+@pytest.mark.parametrize("size", [(1024, 1), (1, 1024), (128, 8)])
+def test_places_of_drafts_are_weighed_as_if_at_random(size):
+    """No two are as far apart as two others: else drafts that trade places have the same hash, as those of requests 2, 4, 6 and
+    8 had."""
+    places = (torch.arange(size[0])[:, None] << 32 | torch.arange(size[1])).flatten()
+    for numbers in map(_odd_number, (places, ~places)):
+        apart = (numbers[:, None] - numbers)[torch.ones(1024, 1024, dtype=torch.bool).triu(1)]
+        assert len(apart.unique()) == len(apart)
+    drafts, others = ([[9], [9], [one], [9], [two], [9], [two], [9], [one]] for one, two in ((5, 6), (6, 5)))
+    assert _hash(drafts) != _hash(others)
+
+
+def test_what_belongs_to_no_draft_has_no_hash():
+    drafts = [[5, 6, 7], [7, -1, -1], [-1, -1, -1], [1, 2, -1]]
+    expected = _hash(drafts)
+    assert _hash([[5, 6, 7], [7, -5, 9], [-1, 4, -1], [1, 2, -9]]) == expected
+    rooms = [5, 6, 7, 7, -1, 0, -1, 0, 0, 1, 2, -1]
+    assert _hash(rooms, bounds=[0, 3, 6, 9, 12], n=3) == expected
+    assert _hash([*rooms, 99], bounds=[0, 3, 6, 9, 12], n=3) == expected  # behind the last one's
+    parents = [[-1, 0, 1], [-1, 0, 1], [-1, 0, 1], [-1, 0, 1]]
+    others = [[-1, 0, 1], [-1, 7, -9], [5, 6, 7], [-1, 0, -1]]
+    assert _hash(drafts, parents) == _hash(drafts, others) != expected
+
+
+def test_room_for_drafts_is_part_of_their_hash():
+    """It says which row of hidden states is whose, and how wide the output is; and no hash is that of no drafts at all, 0."""
+    kinds: list[Any] = [([[-1] * n] * batch, None, n) for batch in range(1, 5) for n in range(1, 5)]
+    ragged = [bounds for bounds in itertools.product(range(4), repeat=3) if sorted(bounds) == list(bounds)]
+    kinds += [([-1] * 4, [0, *bounds], 7) for bounds in ragged]
+    kinds += [([-1] * 4, [0, *ragged[0]], 8)]
+    hashes = {_hash(ids, bounds=bounds, n=n) for ids, bounds, n in kinds}
+    assert len(hashes) == len(kinds)
+    assert 0 not in hashes
+
+
+def test_ids_that_no_token_has():
+    """Twice 2**62 more is nothing where two places' weights add up to a multiple of four; none of these is ever accepted."""
+    numbers = _odd_number(torch.tensor([0, 1, 1 << 32, 1 << 32 | 1])).tolist()
+    first, second = next(pair for pair in itertools.combinations(range(4), 2) if sum(numbers[i] for i in pair) % 4 == 0)
+    drafts, others = [5, 6, 7, 8], [5, 6, 7, 8]
+    for place in first, second:
+        others[place] += 2**62
+    assert _hash([drafts[:2], drafts[2:]]) != _hash([others[:2], others[2:]])
+    ids = [[2**31 - 1, 3]], [[2**31, 3]], [[2**63 - 1, 3]]
+    assert len(set(map(_hash, ids))) == 1
+    assert _hash([[2**31 - 2, 3]]) != _hash(ids[0])
+
+
+def test_p2p_compares_what_its_kernels_do_not_know(monkeypatch):
+    """In a step before theirs, which has failed by then where ranks differ: they find that in their memory."""
+    transport: Any = object.__new__(PeerToPeer)
+    transport._device, transport._hashes = DEVICE, Hashes(16, DEVICE)
+    swapped = []
+
+    def all_gather(words: Tensor, failed: Tensor, request: Tensor, step: SampleInputs) -> None:
+        assert torch.equal(words, request)
+        assert failed.tolist() == [0]
+        swapped.append(request.item())
+
+    monkeypatch.setattr(transport, "_all_gather", all_gather)
+    out, step = torch.tensor([4, 5, 6]), flat(3, 70, DEFAULT_PARAMS)
+    mask = torch.ones(3, 3, dtype=torch.int32, device=DEVICE)
+    drafts = torch.tensor(2**40 + 7, device=DEVICE)
+    requests = [
+        step._replace(draft_hash=drafts),
+        step._replace(params=SamplingParams(token_mask=mask)),
+        step._replace(params=SamplingParams(token_mask=mask * 2)),
+        step._replace(params=SamplingParams(token_mask=mask), draft_hash=drafts),
+    ]
+    for request in requests:
+        transport.compare(request)
+        assert transport.finish(out, request) is out
+    assert swapped[0] == 2**40 + 7
+    assert len(set(swapped)) == len(requests)
+
+
+# -- on a GPU, without one
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_nothing_is_read_on_the_host_and_all_is_on_the_device(given):
+    """With tensors without values: a CUDA graph could hold neither."""
+    hashes: Any = Hashes(16, torch.device("cpu"))
+    with FakeTensorMode():
+        device = torch.device("meta")
+        hashes.factors, hashes.along = (torch.ones(count, dtype=torch.int64, device=device) for count in (32, 8192))
+        states, weight = torch.randn(9, 8, device=device), torch.randn(20, 8, device=device)
+        rows = (torch.ones(9, device=device), torch.arange(9, device=device), torch.arange(9, device=device))
+        ids = torch.ones(3, 2, dtype=torch.int64, device=device)
+        probs = torch.ones(6, 70, device=device) if given else None
+        drafted = DraftChains(ids, torch.ones(3, 3, dtype=torch.int64, device=device), ids, probs)
+        params = SamplingParams(top_p=torch.ones(9, device=device), top_k=torch.arange(9, device=device))
+        step = SampleInputs(states, weight, *rows, 1, 20, Shard(33, PACKED), params, drafted=drafted)
+        stub: Any = Stub(hashes)
+        drawn = rejection.reject(Part(stub, stub, [(0, 33), (33, 53), (53, 70)], 1, 70), step)
+        assert drawn.ids.device == device
+        assert drawn.ids.shape == (6,)
+
+
+@pytest.mark.parametrize("impl", ["streaming", *(KERNELS if DEVICE.type == "cpu" else ())])
+def test_a_failed_step_has_no_token(impl):
+    """Whatever its words are."""
+
+    class Failed:
+        room, skips = 4096, False
+
+        def begin(self, step: SampleInputs) -> None:
+            pass
+
+        def all_gather(self, words: Tensor, step: SampleInputs, wanted: Tensor | None = None) -> Tensor:
+            return torch.randint(-(2**63), 2**63 - 1, (3, len(words)), generator=generator)
+
+        def end(self) -> Tensor:
+            return torch.tensor(True)
+
+    generator = torch.Generator().manual_seed(1)
+    ids, rows = torch.tensor([[5, 6], [7, 69], [1, 2]]), torch.arange(9).view(3, 3)
+    drafted = DraftChains(ids, rows, torch.arange(6).view(3, 2), torch.rand(6, 70))
+    for params in (DEFAULT_PARAMS, SamplingParams(top_p=0.5), SamplingParams(top_k=3)):
+        step = flat(9, 70, params, drafted=drafted)
+        transport: Any = Failed()
+        states, weight = fit(impl, step.hidden_states), fit(impl, step.weight[:40])
+        mine = step._replace(hidden_states=states, weight=weight, vocab_size=40)
+        backend = BACKENDS[impl]
+        for _ in range(3 if impl == "streaming" else 1):
+            drawn = rejection.reject(Part(transport, backend, [(0, 40), (40, 60), (60, 70)], 0, 70), mine)
+            assert drawn.ids.tolist() == [-1] * 3 + [0] * 3
+
+
+def test_ids_are_the_same_for_q_of_any_stride(ranks):
+    """As a slice of what is wider, or of another layout."""
+    problem = make_drafted(12, "rejection", head=True, poisoned=False, sizes=(4, 3, 33), wanted=())
+    assert problem.probs is not None
+    expected = of_ranks(problem, ranks, [(0, 20), (20, 33)])
+    wide = torch.cat([problem.probs, problem.probs], dim=2)[:, :, : problem.probs.shape[2]]
+    turned = problem.probs.transpose(0, 2).contiguous().transpose(0, 2)
+    for probs in (wide, turned):
+        assert not differences(of_ranks(replace(problem, probs=probs), ranks, [(0, 20), (20, 33)]), expected)

@@ -1,0 +1,275 @@
+"""How ranks hand memory to each other: threads for ranks, files in memory for GPU memory."""
+
+import contextlib
+import os
+import secrets
+import socket
+import struct
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch.distributed as dist
+
+from flashsampling.tensor_parallel import TensorParallelError
+from flashsampling.tensor_parallel.fd_passing import exchange_file_descriptors
+from flashsampling.tensor_parallel.rendezvous import RemoteError, Rendezvous
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux")
+
+
+class File:
+    """Stands in for a mapping: its file holds the rank's name."""
+
+    def __init__(self, rank: int) -> None:
+        self._file = os.memfd_create("flashsampling-test")
+        os.write(self._file, f"memory of rank {rank}".encode())
+
+    def exported(self) -> int:
+        return os.dup(self._file)
+
+
+def _ranks(size, work):
+    store = dist.HashStore()
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(lambda rank: work(Rendezvous(lambda: store, rank, size, 20.0)), range(size)))
+
+
+def _box() -> socket.socket:
+    box = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    box.bind(f"\0flashsampling-test-{secrets.token_hex(8)}")
+    return box
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize("size", [2, 3, 8, 24])  # 24: a Unix socket's queue holds 10, all send before they receive
+def test_everybody_has_everybody_else_s(size):
+    files = [File(rank) for rank in range(size)]
+    before = open_files()
+
+    def work(meet):
+        descriptors = exchange_file_descriptors(files[meet.rank].exported, meet, 20.0)
+        said = {rank: os.pread(descriptor, 100, 0).decode() for rank, descriptor in descriptors.items()}
+        for descriptor in descriptors.values():
+            os.close(descriptor)
+        return said
+
+    for rank, said in enumerate(_ranks(size, work)):
+        assert said == {other: f"memory of rank {other}" for other in range(size) if other != rank}
+    assert open_files() == before
+
+
+def _dies() -> int:
+    raise ZeroDivisionError
+
+
+def test_memory_that_does_not_come():
+    """A rank that ends between saying where it listens and sending: the others name it, within the bound."""
+    files = [File(rank) for rank in range(3)]
+    before = open_files()
+
+    def work(meet):
+        if meet.rank == 1:
+            with pytest.raises(ZeroDivisionError):
+                exchange_file_descriptors(_dies, meet, 2.0)
+        else:
+            gone = r"no memory came from rank 1 within 2 s|rank 1 refused|another rank could not"
+            with pytest.raises(RuntimeError, match=gone) as error:
+                exchange_file_descriptors(files[meet.rank].exported, meet, 2.0)
+            meet.fail("mapping peers' memory", error.value)  # as who calls it does
+
+    _ranks(3, work)
+    assert open_files() == before  # what had come is closed again
+
+
+def test_another_rank_s_error_ends_the_wait_for_its_memory():
+    files = [File(rank) for rank in range(3)]
+    before = open_files()
+
+    def work(meet):
+        if meet.rank == 1:
+            with _box() as box:  # the others reach it, and wait for its memory, which does not come
+                meet.exchange("handing over memory", box.getsockname())
+                return meet.fail("mapping peers' memory", MemoryError("none left"))
+        with pytest.raises(RuntimeError, match="another rank could not") as error:
+            exchange_file_descriptors(files[meet.rank].exported, meet, 20.0)
+        return meet.fail("mapping peers' memory", error.value)
+
+    started = time.monotonic()
+    said = _ranks(3, work)
+    assert time.monotonic() - started < 10
+    assert all(isinstance(each, RemoteError) and each.rank == 1 and "none left" in str(each) for each in said)
+    assert open_files() == before
+
+
+def test_a_socket_that_is_gone_is_not_blamed_before_its_rank_says_why():
+    """A rank that gives up closes its socket, and then says why. Who sent to it in between must not name it for the reason."""
+    files = [File(rank) for rank in range(2)]
+
+    def work(meet):
+        if meet.rank == 1:
+            with _box() as box:
+                name = box.getsockname()
+            meet.exchange("handing over memory", name)
+            time.sleep(0.3)
+            return meet.fail("mapping peers' memory", MemoryError("none left"))
+        with pytest.raises(RuntimeError, match="another rank could not") as error:
+            exchange_file_descriptors(files[0].exported, meet, 20.0)
+        return meet.fail("mapping peers' memory", error.value)
+
+    for said in _ranks(2, work):
+        assert isinstance(said, RemoteError)
+        assert said.rank == 1
+        assert "none left" in str(said)
+
+
+def test_what_strangers_send_is_not_memory():
+    """The names of sockets can be read in /proc/net/unix by every process of the host."""
+    files = [File(rank) for rank in range(2)]
+    before = open_files()
+
+    def work(meet):
+        exchange = meet.exchange
+
+        def and_then_a_stranger(phase, payload):
+            names = exchange(phase, payload)
+            for name in names:
+                with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger, open("/dev/null") as file:
+                    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, file.fileno().to_bytes(4, "little"))]
+                    stranger.sendmsg([b"x"], [], 0, name)
+                    stranger.sendmsg([b"1"], rights, 0, name)
+            return names
+
+        meet.exchange = and_then_a_stranger
+        descriptors = exchange_file_descriptors(files[meet.rank].exported, meet, 20.0)
+        said = {rank: os.pread(descriptor, 100, 0) for rank, descriptor in descriptors.items()}
+        for descriptor in descriptors.values():
+            os.close(descriptor)
+        return said
+
+    assert _ranks(2, work) == [{1: b"memory of rank 1"}, {0: b"memory of rank 0"}]
+    assert open_files() == before
+
+
+@pytest.mark.parametrize("sends", [False, True])
+def test_a_rank_that_takes_nothing_is_the_one_to_blame(sends):
+    """As of one that is stopped: its queue is full, and whoever has no room in it still has all others', and gives them its
+    own. So nobody else can be named, however many are in front of it."""
+    files = [File(rank) for rank in range(5)]
+    before = open_files()
+
+    def work(meet):
+        if meet.rank == 2:
+            with _box() as box, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger:
+                stranger.setblocking(False)
+                with contextlib.suppress(BlockingIOError):
+                    while True:
+                        stranger.sendto(b"x", box.getsockname())
+                names = meet.exchange("handing over memory", box.getsockname())
+                if sends:
+                    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", files[2]._file))]
+                    for rank in (0, 1, 3, 4):
+                        box.sendmsg([b"memory"], rights, 0, names[rank])
+                while not meet.over():
+                    time.sleep(0.01)
+            return meet.fail("mapping peers' memory", MemoryError("too late"))
+        blamed = "rank 2 did not take this rank's memory within 1 s" if sends else "no memory came from rank 2 within 1 s"
+        with pytest.raises(RuntimeError, match=f"{blamed}|another rank could not") as error:
+            exchange_file_descriptors(files[meet.rank].exported, meet, 1.0)
+        return meet.fail("mapping peers' memory", error.value)
+
+    said = {str(each) for each in _ranks(5, work)}
+    assert len(said) == 1
+    assert "rank 2" in said.pop().split(":", 2)[2]
+    assert open_files() == before
+
+
+def test_strangers_that_keep_writing_do_not_keep_it_waiting():
+    """A message that is nobody's is no reason to look at the clock later."""
+    files, ended = [File(rank) for rank in range(2)], threading.Event()
+
+    def work(meet):
+        if meet.rank == 1:
+            with _box() as box, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger:
+                name, _ = meet.exchange("handing over memory", box.getsockname())
+                with contextlib.suppress(ConnectionRefusedError):  # it has ended
+                    while not ended.wait(0.0):
+                        stranger.sendto(b"x", name)
+            return
+        started = time.monotonic()
+        with pytest.raises(RuntimeError, match=r"no memory came from rank 1 within 0\.2 s"):
+            exchange_file_descriptors(files[0].exported, meet, 0.2)
+        ended.set()
+        assert time.monotonic() - started < 10
+
+    late = threading.Timer(12.0, ended.set)
+    late.start()
+    _ranks(2, work)
+    late.cancel()
+
+
+@pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.skipif(os.getuid() != 0, reason="needs root"))])
+def test_memory_of_another_user_is_refused(real, monkeypatch):
+    """By what the kernel says of the sender; ``real``: the rank's socket is used by a process that has given up root."""
+    files = [File(rank) for rank in range(2)]
+    before = open_files()
+    if not real:
+        monkeypatch.setattr(os, "getuid", lambda: 12345)
+
+    def work(meet):
+        if meet.rank == 1:
+            with _box() as box:
+                name, _ = meet.exchange("handing over memory", box.getsockname())
+                rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", files[1]._file))]
+                child = os.fork() if real else 0
+                if child == 0:
+                    if real:
+                        os.setuid(65534)
+                    box.sendmsg([b"memory"], rights, 0, name)
+                    if real:
+                        os._exit(0)
+                if real:
+                    assert os.waitpid(child, 0)[1] == 0
+                while not meet.over():
+                    time.sleep(0.01)
+            return
+        message = "memory of rank 1 came from a process of user .*, and this is user .*: ranks must run as one user"
+        with pytest.raises(RuntimeError, match=message) as error:
+            exchange_file_descriptors(files[0].exported, meet, 20.0)
+        meet.fail("mapping peers' memory", error.value)
+
+    _ranks(2, work)
+    assert open_files() == before
+
+
+@pytest.mark.parametrize("name", [b"/tmp/a-file", b"\0of somebody else", b"", b"\0flashsampling-x/../y"])
+def test_a_name_that_is_no_rank_s_socket_is_refused(name):
+    """The store may hold any: memory goes to abstract sockets of ours alone."""
+    files = [File(rank) for rank in range(2)]
+
+    def work(meet):
+        if meet.rank == 1:
+            return meet.exchange("handing over memory", name)
+        with pytest.raises(
+            TensorParallelError, match=r"holds what no rank wrote .*of rank 1: it is no name of a rank's socket"
+        ):
+            exchange_file_descriptors(files[0].exported, meet, 20.0)
+
+    _ranks(2, work)
+
+
+def test_a_socket_that_cannot_be_reached_says_why():
+    """As where every rank is in a container with a network of its own: abstract names do not reach beyond it."""
+    files = [File(rank) for rank in range(2)]
+
+    def work(meet):
+        exchange = meet.exchange
+        meet.exchange = lambda phase, payload: [name + b"elsewhere" for name in exchange(phase, payload)]
+        with pytest.raises(RuntimeError, match=rf"socket of rank {1 - meet.rank} refused .* another network namespace"):
+            exchange_file_descriptors(files[meet.rank].exported, meet, 20.0)
+
+    _ranks(2, work)

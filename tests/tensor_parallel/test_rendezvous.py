@@ -1,0 +1,759 @@
+"""What ranks do outside of steps, as threads over every kind of store; and what the transports conclude, without a device."""
+
+import functools
+import itertools
+import os
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, TCPStore
+from torch.distributed import distributed_c10d
+
+from flashsampling.tensor_parallel import nccl, rendezvous
+from flashsampling.tensor_parallel.failures import Failure, TensorParallelError, TensorParallelMismatch, TensorParallelTimeout
+from flashsampling.tensor_parallel.message import ASKED, FAILED, HEADER, OFFSET, SEED, STEP, TEMPERATURE, Hashes, difference
+from flashsampling.tensor_parallel.rendezvous import RemoteError, Rendezvous
+from flashsampling.tensor_parallel.store import StoreGoneError, store_of
+from flashsampling.tensor_parallel.watchdog import Heartbeat, Watchdog, heartbeat_of, straggler
+from tests.problems import rows_only
+
+SOON = 10.0  # seconds; a loaded machine may stop a thread for some
+
+
+def _tcp(folder):
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+    return lambda: TCPStore("127.0.0.1", server.port, is_master=False, timeout=timedelta(seconds=30))
+
+
+def _hash(folder):
+    store = HashStore()
+    return lambda: store
+
+
+def _file(folder):
+    return lambda: FileStore(str(folder / "store"))
+
+
+@pytest.fixture(params=[_tcp, _hash, _file])
+def connect(request, tmp_path):
+    """Gives a connection to one store, as each rank has it."""
+    connect = request.param(tmp_path)
+    return lambda: PrefixStore("outer", PrefixStore("inner", connect()))
+
+
+def ranks(world, work, connect, seconds=1.0, late=()):
+    """What each rank's thread returned or raised, and the seconds it took. Those ``late`` begin when the others are done."""
+    results: list[Any] = [None] * world
+
+    def run(rank):
+        if rank in late:
+            for other in set(range(world)).difference(late):
+                threads[other].join()
+        started = time.monotonic()
+        try:
+            meet = Rendezvous(connect, rank, world, seconds)
+            results[rank] = work(meet)
+        except Exception as error:
+            results[rank] = error
+        times[rank] = time.monotonic() - started
+
+    times = [0.0] * world
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results, times
+
+
+class Clock:
+    """Of ``rendezvous``, moved by hand."""
+
+    now = 100.0
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    made = Clock()
+    monkeypatch.setattr(rendezvous, "time", made)
+    return made
+
+
+@pytest.mark.parametrize("stalls", [1, 1000])
+def test_a_store_that_serves_nobody_makes_nobody_late(stalls, clock, monkeypatch):
+    """As one does while it looks a name up; not for ever, though."""
+    store = HashStore()
+    meet, other = Rendezvous(lambda: store, 0, 2, 1.0), Rendezvous(lambda: store, 1, 2, 1.0)
+    get, left = meet.store.get, [stalls]
+
+    def slow(key):
+        if left[0]:
+            left[0] -= 1
+            clock.now += 1.5
+        elif clock.now > 102.0:
+            other.post("construction")  # it came as soon as it was served
+        return get(key)
+
+    monkeypatch.setattr(meet.store, "get", slow)
+    if stalls == 1:
+        assert meet.exchange("construction", b"x") == [b"x", b""]
+    else:
+        with pytest.raises(TensorParallelTimeout, match="rank 1 did not take part in construction"):
+            meet.exchange("construction", b"x")
+        assert 100 + meet.store.seconds < clock.now < 100 + meet.store.seconds + 5
+
+
+def test_a_beat_from_before_is_no_sign_of_life(clock):
+    store = HashStore()
+    meet, other = Rendezvous(lambda: store, 0, 2, 4.0), Rendezvous(lambda: store, 1, 2, 4.0)
+    with other.busy():
+        pass
+    with pytest.raises(TensorParallelTimeout, match="rank 1 did not take part in a collective check within 4 s"):
+        meet.exchange("a collective check", b"")
+    assert clock.now - 100 < 4.1
+
+
+def test_payloads_of_all(connect):
+    def work(meet):
+        return [meet.exchange(f"phase {i}", bytes([meet.rank, i, 0, 255])) for i in range(20)]
+
+    results, _ = ranks(3, work, connect, seconds=10.0)
+    assert results == [[[bytes([rank, i, 0, 255]) for rank in range(3)] for i in range(20)]] * 3
+
+
+def test_what_was_read_by_all_is_deleted(connect):
+    def work(meet):
+        for _ in range(20):
+            meet.exchange("phase", b"payload")
+        return meet.store.get("17/verdict"), meet.store.get(f"17/{meet.rank}"), meet.store.get("19/verdict")
+
+    results, _ = ranks(2, work, connect)
+    for first, second, last in results:
+        assert first is None
+        assert second is None
+        assert last is not None
+
+
+def test_an_error_reaches_all_at_once(connect):
+    """Not after the bound; a rank that comes later hears it too; the next group is in step."""
+
+    def work(meet):
+        if meet.rank == 2:
+            time.sleep(0.5)
+        if meet.rank == 1:
+            return meet.fail("first", OSError("no such thing"))
+        return meet.exchange("first", b"")
+
+    results, times = ranks(3, work, connect, seconds=30.0)
+    for error in results:
+        assert isinstance(error, RemoteError)
+        assert (error.rank, error.kind, error.message) == (1, "OSError", "no such thing")
+    assert max(times) < SOON
+    results, _ = ranks(3, lambda meet: (meet.number, meet.exchange("first", b"x")), connect)
+    assert results == [(1, [b"x"] * 3)] * 3
+
+
+def test_a_rank_that_does_not_come_is_named_to_all_and_to_itself(connect):
+    results, times = ranks(3, lambda meet: meet.exchange("meeting", b""), connect, seconds=3.0, late=(1,))
+    for error in results:
+        assert isinstance(error, TensorParallelTimeout)
+        assert error.failure == Failure("late", 1, what="meeting")
+        assert str(error).startswith("rank 1 did not take part in meeting within 3 s")
+    assert 3 <= max(times[0], times[2]) < SOON  # who began first; the other one hears of it
+    assert times[1] < 3  # it does not wait for those who have left
+    results, _ = ranks(3, lambda meet: meet.exchange("meeting", b"x"), connect)
+    assert results == [[b"x"] * 3] * 3
+
+
+@pytest.mark.parametrize("repeat", range(5))
+def test_all_or_none_succeed(connect, repeat):
+    """A rank comes just when the others give up: whatever is decided, it is the same for all."""
+
+    def work(meet):
+        if meet.rank == 1:
+            time.sleep(0.18 + 0.01 * repeat)
+        return meet.exchange("meeting", b"x")
+
+    results, _ = ranks(3, work, connect, seconds=0.2)
+    kinds = {type(result) for result in results}
+    assert kinds in ({list}, {TensorParallelTimeout}), results
+
+
+def test_a_rank_that_is_busy_is_waited_for(connect):
+    def work(meet):
+        if meet.rank == 1:
+            with meet.busy():
+                time.sleep(6.5)
+        return meet.exchange("meeting", b"x")
+
+    assert ranks(2, work, connect, seconds=3.0)[0] == [[b"x"] * 2] * 2
+
+
+def test_a_rank_that_is_busy_does_not_hide_one_that_does_not_come(connect):
+    over = threading.Event()
+
+    def work(meet):
+        if meet.rank == 1:
+            with meet.busy():
+                assert over.wait(SOON)
+        try:
+            return meet.exchange("meeting", b"")
+        finally:
+            over.set()
+
+    results, _ = ranks(3, work, connect, seconds=2.0, late=(2,))
+    for error in results:
+        assert isinstance(error, TensorParallelTimeout)
+        assert error.failure == Failure("late", 2, what="meeting")
+
+
+def test_other_phases_are_named(connect):
+    results, times = ranks(3, lambda meet: meet.exchange("one" if meet.rank < 2 else "other", b""), connect, seconds=20.0)
+    for error in results:
+        assert isinstance(error, TensorParallelMismatch)
+        assert error.rank == 2
+        assert str(error).startswith("rank 2 called other where rank 0 called one. ")
+    assert max(times) < SOON
+
+
+def test_excused_ranks_are_not_waited_for(connect):
+    def work(meet):
+        return meet.exchange("closing", b"x", excused=lambda: (1,))
+
+    results, times = ranks(3, work, connect, seconds=2 * SOON, late=(1,))
+    assert results[0] == results[2] == results[1] == [b"x", None, b"x"]
+    assert max(times) < SOON
+
+
+def test_a_failure_of_the_group_ends_an_exchange(connect):
+    failure = Failure("left", 1, 17, what="why")
+
+    def work(meet):
+        if meet.rank == 1:
+            time.sleep(0.5)
+            return meet.declare(failure)
+        return meet.exchange("meeting", b"", failure=meet.declared)
+
+    results, times = ranks(3, work, connect, seconds=30.0)
+    assert results[1] == failure
+    for error in (results[0], results[2]):
+        assert type(error) is TensorParallelError
+        assert error.failure == failure
+    assert max(times) < SOON
+
+
+def test_the_first_failure_stands(connect):
+    def work(meet):
+        said = meet.declare(Failure("differs", meet.rank, 3, ("seed", "offset"), f"rank {meet.rank}'s opinion"))
+        return said, meet.declared()
+
+    results, _ = ranks(4, work, connect)
+    assert len({failure for said in results for failure in said}) == 1
+
+
+class _Wedged:
+    """A store on a host that does not answer."""
+
+    def __getattr__(self, name):
+        threading.Event().wait(60)
+
+
+def test_a_store_that_does_not_answer_is_an_error_within_a_bound(monkeypatch):
+    monkeypatch.setattr("flashsampling.tensor_parallel.store._LEAST", 0.5)
+    started = time.monotonic()
+    with pytest.raises(TensorParallelError, match="store does not answer") as error:
+        Rendezvous(_Wedged, 1, 2, 0.5, holder=0)
+    assert error.value.failure.rank == 0
+
+    def unreachable():
+        raise RuntimeError("Connection refused")
+
+    with pytest.raises(TensorParallelError, match=r"store does not answer, .*Connection refused"):
+        Rendezvous(unreachable, 1, 2, 0.5)
+    assert time.monotonic() - started < SOON
+
+
+# -- headers
+
+
+def header(step=7, batch=2, num_samples=1, temperature=11, seed=12, offset=13, failed=0):
+    return [step, batch, num_samples, temperature, seed, offset, failed] + [0] * (HEADER - ASKED)
+
+
+@pytest.mark.parametrize(
+    ("headers", "rank", "differs", "what"),
+    [
+        ([header(), header(seed=1)], 1, ("seed",), "rank 0"),
+        ([header(), header(offset=1, temperature=2)], 1, ("offset", "temperature"), "rank 0"),
+        ([header(step=8), header(), header()], 0, ("step",), "rank 1"),  # most are right
+        ([header(), header(step=8, seed=2), header()], 1, ("step", "seed"), "rank 0"),
+        ([header(), header(batch=6, seed=1)], 1, ("batch size or num_samples",), "rank 0"),
+        ([header(), header(num_samples=3, seed=1)], 1, ("batch size or num_samples",), "rank 0"),
+        ([header(batch=6), header(num_samples=3), header(num_samples=3)], 0, ("batch size or num_samples",), "rank 1"),
+    ],
+)
+def test_whose_header_differs_and_in_what(headers, rank, differs, what):
+    failure = difference(headers)
+    assert (failure.kind, failure.rank, failure.differs, failure.what) == ("differs", rank, differs, what)
+
+
+def test_headers_that_agree_and_one_of_a_rank_that_failed():
+    assert difference([header()] * 4) is None
+    failure = difference([header(), header(failed=1, step=3)])
+    assert (failure.kind, failure.rank) == ("left", 1)
+
+
+def test_a_failure_survives_the_store():
+    failure = Failure("differs", 3, 17, ("seed", "offset"), 'rank 0 "quoted" ü')
+    assert Failure.decoded(failure.encoded()) == failure
+    assert failure.encoded().isascii()
+
+
+@pytest.mark.parametrize("field", [TEMPERATURE, SEED, OFFSET])
+def test_every_bit_of_every_row_is_in_the_hash(field):
+    hashes = Hashes(9, torch.device("cpu"))
+
+    def write(temperature, seed, offset):
+        out = torch.zeros(HEADER + 3, dtype=torch.int64)
+        hashes.write(out, rows_only(9, temperature, seed, offset))
+        return out[:HEADER].tolist()
+
+    generator = torch.Generator().manual_seed(1)
+    seed, offset = (torch.randint(-(2**63), 2**63 - 1, (9,), generator=generator) for _ in range(2))
+    parameters = {TEMPERATURE: torch.rand(9, generator=generator), SEED: seed, OFFSET: offset}
+    usual = write(*parameters.values())
+    seen = {usual[field]}
+    bits = parameters[field].view(torch.int32) if field == TEMPERATURE else parameters[field]
+    for row, bit in itertools.product(range(9), range(32 if field == TEMPERATURE else 64)):
+        changed = bits.clone()
+        changed[row] ^= (1 << bit) - (1 << (bits.itemsize * 8) if bit == bits.itemsize * 8 - 1 else 0)
+        other = write(*(parameters | {field: changed.view(parameters[field].dtype)}).values())
+        assert [other[i] == usual[i] for i in range(HEADER)] == [i != field for i in range(HEADER)], (row, bit)
+        seen.add(other[field])
+    swapped = parameters | {field: parameters[field].flip(0)}
+    seen.add(write(*swapped.values())[field])
+    assert len(seen) == 2 + 9 * (32 if field == TEMPERATURE else 64)
+
+
+@pytest.mark.parametrize(
+    ("temperature", "seed", "offset"), [(0.7, 2**63 - 1, -(2**63)), (0.0, -1, 5), (3e38, 0, 2**62), (-0.0, 0, 0)]
+)
+@pytest.mark.parametrize("batch", [1, 5, 8])
+def test_a_number_is_that_number_in_every_row(temperature, seed, offset, batch):
+    hashes = Hashes(8, torch.device("cpu"))
+    numbers, rows = torch.zeros(2, HEADER, dtype=torch.int64)
+    hashes.write(numbers, rows_only(batch, temperature, seed, offset, 3))
+    filled = [torch.full((batch,), temperature, dtype=torch.float32), *(torch.full((batch,), n) for n in (seed, offset))]
+    hashes.write(rows, rows_only(batch, filled[0], filled[1], filled[2], 3))
+    assert torch.equal(numbers, rows)
+    assert numbers[FAILED] == 0
+    if temperature == 0:
+        for zero in (-temperature, -filled[0]):
+            hashes.write(rows, rows_only(batch, zero, filled[1], filled[2], 3))
+            assert torch.equal(numbers, rows)
+
+
+# -- the thread of nccl
+
+
+def p(begun, ended, beat=0):
+    return Heartbeat(begun, ended, beat)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "expected"),
+    [
+        ([p(5, 4, 1), p(4, 4, 1)], [p(5, 4, 2), p(4, 4, 2)], 1),  # it does not call
+        ([p(5, 4, 1), p(4, 4, 3)], [p(5, 4, 2), p(4, 4, 3)], 1),  # it is dead
+        ([p(5, 4, 1), p(5, 4, 3)], [p(5, 4, 2), p(5, 4, 3)], 1),  # it died in the step
+        ([p(5, 4, 1), None], [p(5, 4, 2), None], 1),  # it died before its first post
+        ([p(5, 4, 1), p(5, 4, 3)], [p(5, 4, 2), p(5, 4, 4)], None),  # both are there
+        # rank 1 hangs in step 4, which rank 2 never came to
+        ([p(5, 4, 1), p(4, 3, 1), p(3, 3, 1)], [p(5, 4, 2), p(4, 3, 2), p(3, 3, 2)], 2),
+        ([p(5, 4, 1), p(4, 3, 1), p(4, 4, 1)], [p(5, 4, 2), p(4, 3, 2), p(4, 4, 2)], 2),
+        # rank 2 is dead and rank 1 is behind because of it
+        ([p(5, 4, 1), p(4, 3, 1), p(5, 4, 1)], [p(5, 4, 2), p(4, 3, 2), p(5, 4, 1)], 2),
+        ([p(5, 4, 1), p(4, 4, 1), p(4, 4, 1)], [p(5, 4, 2), p(4, 4, 2), p(4, 4, 2)], 1),
+    ],
+)
+def test_whom_a_rank_that_hangs_waits_for(before, now, expected):
+    assert straggler(before, now, 5) == expected
+
+
+class _Group:
+    """Ranks whose threads look at a clock that is not the wall's."""
+
+    def __init__(self, world, seconds, connect):
+        self.meets = [Rendezvous(connect, rank, world, 30.0) for rank in range(world)]
+        self.watches = [Watchdog(meet, seconds, 0) for meet in self.meets]
+        self.progress = [(0, 0)] * world
+        self.dead = set()
+        self.now = 100.0
+
+    def until_failure(self, most):
+        started, heard = self.now, {}
+        while self.now - started < most:
+            self.now += self.watches[0].period
+            for rank, watch in enumerate(self.watches):
+                if rank not in self.dead and rank not in heard:
+                    failure = watch.look(Heartbeat(*self.progress[rank]), self.progress[rank][0] - 1, self.now)
+                    if failure is not None:
+                        heard[rank] = failure, self.now - started
+            if len(heard) + len(self.dead) == len(self.watches):
+                break
+        return heard
+
+
+@pytest.mark.parametrize("seconds", [0.3, 2.0, 60.0])
+@pytest.mark.parametrize("dead", [False, True])
+def test_a_step_that_hangs_becomes_a_failure_of_all_within_the_bound(seconds, dead, connect):
+    group = _Group(3, seconds, connect)
+    for step in range(4):
+        group.progress = [(step, step)] * 3
+        assert not group.until_failure(seconds)
+    group.progress = [(4, 3), (3, 3), (4, 3)]
+    if dead:
+        group.dead = {1}
+    heard = group.until_failure(10 * seconds + 10)
+    assert {failure for failure, _ in heard.values()} == {Failure("late", 1, 3)}
+    assert set(heard) == ({0, 2} if dead else {0, 1, 2})
+    assert seconds <= min(after for _, after in heard.values())
+    assert max(after for _, after in heard.values()) <= seconds + 3
+
+
+def test_no_failure_while_steps_end_and_while_none_is_called(connect):
+    group = _Group(2, 2.0, connect)
+    assert not group.until_failure(20)  # nobody calls
+    for step in range(1, 20):  # each hangs for less than the time-out
+        group.progress = [(step, step - 1), (step - 1, step - 1)]
+        assert not group.until_failure(1.6)
+
+
+def test_a_decision_of_another_rank_is_heard(connect):
+    group = _Group(2, 60.0, connect)
+    failure = group.meets[1].declare(Failure("left", 1, what="why"))
+    assert group.watches[0].look(Heartbeat(3, 3), 2, 100.0) == failure
+
+
+def test_an_all_gather_that_hangs_with_all_ranks_in_it(connect):
+    group = _Group(2, 2.0, connect)
+    group.progress = [(4, 3), (4, 3)]
+    heard = group.until_failure(20)
+    assert len(heard) == 2
+    (failure, after), _ = heard.values()
+    assert failure.kind == "left"
+    assert "all ranks are in this step" in failure.what
+    assert 4 <= after <= 7
+
+
+def test_a_store_that_is_gone_while_a_step_hangs():
+    group = _Group(2, 2.0, HashStore)  # a store of its own for each rank
+    group.watches = group.watches[1:]
+
+    def gone(*_):
+        raise StoreGoneError("gone")
+
+    store = group.meets[1].store
+    store.set = store.get = gone  # type: ignore[method-assign]
+    group.progress = [(4, 3)]
+    heard = group.until_failure(20)
+    assert heard[0][0] == Failure("late", 0, 3)
+
+
+def test_a_closed_group_has_no_connection_left():
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+    opened = []
+    for _ in range(3):
+        meet = Rendezvous(server.clone, 0, 1, 5.0)  # type: ignore[attr-defined] # torch's stubs lack it
+        opened.append(meet)
+        descriptors = len(os.listdir("/proc/self/fd"))
+        meet.end()
+        meet.store._thread.join(5)
+    # one for the connection here, and one for it in the server, which hears of its end a moment later
+    until = time.monotonic() + 5
+    while len(os.listdir("/proc/self/fd")) > descriptors - 2 and time.monotonic() < until:
+        time.sleep(0.01)
+    assert len(os.listdir("/proc/self/fd")) <= descriptors - 2
+
+
+def test_a_process_ends_well_with_open_groups():
+    """Their threads are in the middle of something: back from the store in an interpreter that has ended, one would abort."""
+    program = """
+import threading, time
+from datetime import timedelta
+from torch._C._distributed_c10d import TCPStore
+from flashsampling.tensor_parallel.rendezvous import Rendezvous
+
+server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+
+def work(meet):
+    while True:
+        meet.store.set("key", b"value" * 20000)
+
+for rank in range(8):
+    meet = Rendezvous(server.clone, rank, 8, 20.0)
+    threading.Thread(target=work, args=(meet,), daemon=True).start()
+time.sleep(0.3)
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0
+    assert "terminate" not in ended.stderr
+
+
+def test_groups_of_one_name_and_other_ranks_do_not_meet(monkeypatch):
+    """torch 2.8's split_group, which DeviceMesh uses with NCCL, gives all groups of one split the same name."""
+    store, ranks = HashStore(), dict[Any, list[int]]()
+    monkeypatch.setattr(distributed_c10d, "_get_default_store", lambda: store)
+    monkeypatch.setattr(distributed_c10d, "get_process_group_ranks", lambda group: ranks[group])
+
+    class Group:
+        group_name = "1"
+
+    one, other = Group(), Group()
+    ranks |= {one: [0, 1], other: [2, 3]}
+    meetings = [Rendezvous(functools.partial(store_of, group), 0, 2, 1.0) for group in (one, other, one)]
+    assert [meet.number for meet in meetings] == [0, 0, 1]
+
+
+def test_who_holds_the_store_leaves_last(monkeypatch):
+    """A process that ended with its store would make the others' closing fail."""
+    store, left = HashStore(), []
+    monkeypatch.setattr(rendezvous, "_LINGER", 2 * SOON)
+
+    def work(rank):
+        meet = Rendezvous(lambda: store, rank, 3, 20.0, holder=1)
+        meet.exchange("closing", b"")
+        if rank == 2:
+            time.sleep(0.4)
+            assert 1 not in left
+        meet.part(3)
+        left.append(rank)
+
+    started = time.monotonic()
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(work, range(3)))
+    assert time.monotonic() - started < SOON
+    monkeypatch.setattr(rendezvous, "_LINGER", 0.2)
+    meet = Rendezvous(HashStore, 0, 2, 20.0)
+    started = time.monotonic()
+    meet.part(2)  # the other one died
+    assert 0.2 <= time.monotonic() - started < SOON
+
+
+def test_who_leaves_by_itself_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(rendezvous, "_LINGER", 2 * SOON)
+    store = HashStore()
+    meets = [Rendezvous(lambda: store, rank, 2, 20.0) for rank in range(2)]
+    meets[1].post("closing")
+    started = time.monotonic()
+    assert meets[0].exchange("closing", b"done") == [b"done", b""]
+    meets[0].part(2)
+    assert time.monotonic() - started < SOON
+
+
+# -- all-gathers that other ranks wait for
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """Rank 0 of three on nccl, whose peers are what the test posts: it, and what it all-gathered to catch up."""
+    store = HashStore()
+    it = nccl.Nccl(None, Rendezvous(lambda: store, 0, 3, 30.0), torch.device("cpu"), 4, 4, 1.0)
+    sent = []
+    monkeypatch.setattr(nccl, "gather_flat", lambda gathered, mine, group: sent.append(mine.tolist()))
+    return it, sent
+
+
+@pytest.fixture
+def pauses(monkeypatch):
+    """How often ``drain`` has looked and then waited, which says on a loaded machine too whether it waits."""
+    taken = []
+
+    def sleep(seconds):
+        taken.append(seconds)
+        time.sleep(seconds)
+
+    monkeypatch.setattr(nccl, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
+    return taken
+
+
+def _post(it, rank, **fields):
+    it._rendezvous.store.set(heartbeat_of(rank), Heartbeat(**{"begun": 0, "ended": 0, "knows": 1} | fields).packed())
+
+
+MISMATCH = Failure("differs", 1, 3, ("seed",), "rank 0")
+
+
+def test_as_many_as_have_begun_elsewhere(alone):
+    it, sent = alone
+    _post(it, 1, begun=2)
+    _post(it, 2, begun=3)
+    it.drain()
+    assert not sent  # nothing failed
+    it._take(MISMATCH)
+    it.drain()
+    assert sent == [[0] * FAILED + [1] + [0] * (HEADER - ASKED + 4)] * 3
+    assert it._progress().begun == it._progress().ended == 3
+    it.drain()
+    assert len(sent) == 3
+    _post(it, 1, begun=4)  # a graph's replay
+    it.drain()
+    assert len(sent) == 4
+
+
+def test_none_in_a_captured_graph(alone, monkeypatch):
+    it, sent = alone
+    it._take(MISMATCH)
+    _post(it, 1, begun=1)
+    _post(it, 2)
+    monkeypatch.setattr(it, "_capturing", lambda: True)
+    it.drain()
+    assert not sent
+    monkeypatch.setattr(it, "_capturing", lambda: False)
+    it.drain()
+    assert len(sent) == 1
+
+
+@pytest.mark.parametrize("its_own", ["not begun", "not ended"])
+def test_none_while_one_of_its_own_is_under_way(alone, its_own):
+    it, sent = alone
+    it._issued = 1
+    if its_own == "not ended":
+        it._host_begun[:2] = 1
+    it._take(MISMATCH)
+    _post(it, 1, begun=2)
+    _post(it, 2, begun=2)
+
+    def end():
+        it._host_begun[:2] = it._host_state[:2] = 1
+
+    threading.Timer(0.3, end).start()
+    started = time.monotonic()
+    it.drain()
+    assert time.monotonic() - started >= 0.3
+    assert len(sent) == 1
+
+
+@pytest.mark.parametrize("before", [{"knows": 0}, {"issued": 1}])
+def test_it_waits_until_all_know_and_have_begun_what_they_issued(alone, before):
+    it, sent = alone
+    it._take(MISMATCH)
+    _post(it, 1)
+    _post(it, 2, **before)
+    threading.Timer(0.3, lambda: _post(it, 2, begun=1)).start()
+    it.drain()
+    assert len(sent) == 1
+
+
+def test_it_waits_once_and_not_for_ever(alone, pauses):
+    it, sent = alone
+    it._take(MISMATCH)
+    _post(it, 1)  # rank 2 never posts
+    started = time.monotonic()
+    it.drain()
+    assert 1 <= time.monotonic() - started < SOON  # the group's time-out is 1 s
+    assert pauses
+    pauses.clear()
+    it.drain()
+    assert not pauses
+    assert not sent
+
+
+@pytest.mark.parametrize("late", [0, 2])
+def test_for_a_rank_that_is_late_only_that_rank_waits(alone, pauses, late):
+    it, sent = alone
+    it._take(Failure("late", late, 0))
+    _post(it, 1, begun=1)
+    _post(it, 2, knows=0)
+    it.drain()
+    assert bool(pauses) == (late == 0)
+    assert len(sent) == 1
+
+
+def test_catching_up_raises_nothing(alone, monkeypatch):
+    it, sent = alone
+    it._take(MISMATCH)
+    _post(it, 1, begun=1)
+    _post(it, 2)
+
+    def broken(*_):
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(nccl, "gather_flat", broken)
+        it.drain()
+    assert it._progress().begun == 0
+    it._rendezvous.end()  # and so has the store
+    it.drain()
+    assert not sent
+
+
+def test_a_host_that_knows_issues_nothing(alone):
+    """It may come to know within a call, after which the others rely on what it posted."""
+    it, sent = alone
+    it._take(MISMATCH)
+    out = it.finish(torch.tensor([5, 6]), rows_only(2))
+    assert out.tolist() == [-1, -1]
+    assert it._progress() == Heartbeat(0, 0, knows=1)
+    assert not sent
+
+
+def test_what_is_issued_less_what_graphs_replay(alone, monkeypatch):
+    it, sent = alone
+    winners = torch.zeros(2, dtype=torch.int64)
+    it.finish(winners, rows_only(2))
+    monkeypatch.setattr(it, "_capturing", lambda: True)
+    it.finish(winners, rows_only(2))
+    it.skipped_calls = 5  # counts as steps, and no all-gather is theirs
+    monkeypatch.setattr(it, "_capturing", lambda: False)
+    it.finish(winners, rows_only(2))
+    assert it._progress() == Heartbeat(3, 3)
+    assert it._begun_view.tolist() == [8, 2, 1]
+    assert [message[STEP] for message in sent] == [0, 1, 7]
+
+
+@pytest.mark.parametrize("everybody", [False, True])
+def test_posts_go_on_after_closing_while_an_all_gather_hangs(alone, everybody):
+    """For a rank that comes late: it looks for how many there are."""
+    it, _ = alone
+    it.connect()
+    it._issued = 2
+    it._host_begun[:2] = 1
+    it._take(Failure("late", 1, 0))
+    it.close(everybody)
+    it._rendezvous.end()  # the group's; the thread holds it too
+    if not everybody:
+
+        def posted(begun, issued):
+            until = time.monotonic() + SOON
+            while time.monotonic() < until:
+                value = it._rendezvous.store.get(heartbeat_of(0))
+                post = None if value is None else Heartbeat.unpacked(value)
+                if post == Heartbeat(begun, 0, post and post.beat, issued=issued, knows=1):
+                    return post.beat
+                time.sleep(0.01)
+            raise AssertionError(post)
+
+        first = posted(1, 1)
+        it._host_begun[:2] = 2
+        assert posted(2, 0) > first
+        assert it._watcher.is_alive()
+        it._host_state[:2] = 2
+    it._watcher.join(SOON)
+    assert not it._watcher.is_alive()
+    with pytest.raises(StoreGoneError, match="has been closed"):
+        it._rendezvous.store.get("any")

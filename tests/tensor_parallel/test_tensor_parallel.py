@@ -1,0 +1,450 @@
+"""Tensor parallelism: the scenarios of ``tensor_parallel`` with processes, on this machine's CPUs or GPUs."""
+
+import contextlib
+import copy
+import gc
+import itertools
+import json
+import pathlib
+import pickle
+import time
+import weakref
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import TypeAlias
+
+import pytest
+import torch
+import torch.distributed as dist
+from filelock import FileLock, Timeout
+
+import flashsampling
+from flashsampling import LMHeadSampler, open_groups
+from flashsampling.inputs import SamplingParams
+from flashsampling.tensor_parallel import Failure, TensorParallel, TensorParallelTimeout, capabilities, construction, p2p
+from flashsampling.tensor_parallel.gloo import Gloo
+from flashsampling.tensor_parallel.message import ASKED, HEADER, Hashes
+from flashsampling.tensor_parallel.nccl import Nccl
+from flashsampling.tensor_parallel.rendezvous import Rendezvous
+
+from ..conftest import DEVICE
+from ..problems import KERNELS, rows_only
+from . import scenarios
+
+GPUS = torch.cuda.device_count()
+LONG = GPUS > 0
+
+Share: TypeAlias = tuple[int, str, str, int]  # world size, implementation, transport, which of how many
+
+
+def _kinds() -> list[tuple[int, str, str]]:
+    """World size, implementation, transport."""
+    if not GPUS:
+        return [
+            (2, "streaming", "gloo"),
+            (3, "streaming", "gloo"),
+            (4, "streaming", "gloo"),
+            (2, "triton", "gloo"),
+            (2, "streaming", "nccl"),
+            (3, "streaming", "nccl"),
+            *((2, kernel, "gloo") for kernel in KERNELS if kernel == "cute"),
+        ]
+    kinds = [(world, impl, "p2p") for world in (2, 4, 8) if world <= GPUS for impl in KERNELS]
+    kinds += [(world, KERNELS[-1], "nccl") for world in (2, 4, 8) if world <= GPUS]
+    return kinds + ([(2, "streaming", "nccl"), (2, "triton", "gloo")] if GPUS >= 2 else [])
+
+
+SCENARIOS = [scenario.__name__ for scenario in (scenarios.ON_GPU if GPUS else scenarios.ON_CPU)]
+
+STAND_IN = ["rare_rows", "changing_batches", "sub_groups", "out_of_step", "other_parameters", "leaving_by_an_exception"]
+STAND_IN += ["requests", "other_requests", "out_of_step_in_a_round", "rejection", "other_drafts"]
+STAND_IN += ["collective_check", "ranks_that_do_not_come", "an_all_gather_that_hangs", "hosts_that_learn_late"]
+
+
+def _names(world: int, impl: str, transport: str) -> list[str]:
+    if impl == "triton" and not GPUS:  # the interpreter is slow, and what its packed winners are is tested without processes
+        return ["rare_rows", "sub_groups"]
+    if impl == "cute" and not GPUS:  # what it does in one launch, the other implementations in rounds
+        return ["other_requests"]
+    if transport == "nccl" and not GPUS:  # its operations on tensors, and gloo's all-gather
+        return STAND_IN if world > 2 else STAND_IN[-2:]
+    if world > 3 and not GPUS:  # the others do all of it
+        return ["same_tokens", "rare_rows", "sub_groups", "out_of_step", "collective_check", "device_mesh"]
+    not_for = {
+        "gloo": ["cuda_graphs", "no_sync", "hosts_that_learn_late"],
+        "p2p": ["hosts_that_learn_late"],
+        "nccl": [],
+    }
+    if not GPUS:  # two and three ranks share what takes long
+        not_for["gloo"] += (
+            ["requests", "other_requests", "rejection", "other_drafts"]
+            if world == 2
+            else ["generate", "drafts", "speculative_sequences", "requests_of_a_sampler"]
+        )
+    return [name for name in SCENARIOS if name not in not_for[transport]]  # gloo goes through the host
+
+
+CASES = [(world, impl, transport, name) for world, impl, transport in _kinds() for name in _names(world, impl, transport)]
+
+
+def _shares(impl: str) -> int:
+    """How many groups of processes a kind's scenarios are divided among: most of Triton's time is compiling."""
+    return 4 if GPUS and impl == "triton" else 1
+
+
+def _run(share: Share) -> dict[str, dict[int, str]]:
+    """What each rank said of each scenario. Processes of which one failed are in any state: others run what is left."""
+    world, impl, transport, first = share
+    said: dict[str, dict[int, str]] = {}
+    left = _names(world, impl, transport)[first :: _shares(impl)]
+    while left:
+        forked = world != 3  # three have hashes of their own
+        ran = scenarios.run(world, left, device=DEVICE.type, impl=impl, transport=transport, long=LONG, forked=forked)
+        failed = (place for place, name in enumerate(left) if set(ran[name].values()) != {"ok"})
+        done = next(failed, len(left)) + 1
+        said |= {name: ran[name] for name in left[:done]}
+        left = left[done:]
+    return said
+
+
+@pytest.fixture
+def results(request, tmp_path_factory, worker_id):
+    """What the ranks of a kind said of a scenario. Starting processes takes longer than most scenarios, so those of a share are
+    run together, once, by whichever of pytest's workers asks first; who asks later runs another share that is asked for, rather
+    than wait. (xdist 3.8 does not keep groups together under pytest 9.2.)"""
+    base = tmp_path_factory.getbasetemp()
+    folder = base if worker_id == "master" else base.parent
+
+    def share_of(world: int, impl: str, transport: str, name: str) -> Share:
+        return world, impl, transport, _names(world, impl, transport).index(name) % _shares(impl)
+
+    def said(share: Share) -> pathlib.Path:
+        return folder / f"{'-'.join(map(str, share))}.json"
+
+    def run(share: Share) -> None:
+        path = said(share)
+        with contextlib.suppress(Timeout), FileLock(f"{path}.lock", blocking=False):
+            if not path.exists():
+                part = path.with_suffix(".part")
+                part.write_text(json.dumps(_run(share)))
+                part.rename(path)
+
+    items = [item for item in request.session.items if getattr(item, "function", None) is test_ranks]
+    asked_for = [share_of(*(item.callspec.params[name] for name in ("world", "impl", "transport", "name"))) for item in items]
+
+    def of(*case) -> dict[str, str]:
+        share = share_of(*case)
+        others = itertools.cycle(dict.fromkeys((share, *asked_for)))
+        while not said(share).exists():
+            run(next(others))
+            time.sleep(0.1)
+        return json.loads(said(share).read_text())[case[3]]
+
+    return of
+
+
+def _assert_ok(per_rank, expected_dead=None):
+    for rank, said in per_rank.items():
+        assert said == ("died" if int(rank) == expected_dead else "ok"), f"rank {rank}: {said}"
+
+
+@pytest.mark.timeout(1300)  # a share's scenarios are run by the first test that asks, and the others wait
+@pytest.mark.parametrize(("world", "impl", "transport", "name"), CASES)
+def test_ranks(world, impl, transport, name, results):
+    _assert_ok(results(world, impl, transport, name))
+
+
+def test_what_is_behind_a_failure_is_run(monkeypatch):
+    kind = _kinds()[0]
+    names, calls = _names(*kind)[:: _shares(kind[1])], []
+
+    def run(world, left, **options):
+        calls.append(list(left))
+        fails = left.index(names[2]) if names[2] in left else len(left)
+        said = ["ok"] * fails + ["a traceback"] + ["died"] * len(left)
+        return {name: {rank: what if rank else "ok" for rank in range(world)} for name, what in zip(left, said, strict=False)}
+
+    monkeypatch.setattr(scenarios, "run", run)
+    said = _run((*kind, 0))
+    assert calls == [names, names[3:]]
+    assert list(said) == names
+    assert [name for name in names if said[name][1] != "ok"] == [names[2]]
+
+
+DEAD = {"a_rank_dies": 1, "the_first_rank_dies": 0, "a_rank_dies_in_a_round": 1}
+_FAIL = [kind for kind in _kinds() if GPUS or (kind[0] < 4 and kind[1:] == ("streaming", "gloo"))]
+
+
+_FAILURES = [
+    (*kind, scenario.__name__)
+    for scenario in scenarios.LAST
+    for kind in _FAIL
+    if GPUS or kind[0] == 3 or scenario is not scenarios.a_rank_dies_in_a_round
+]
+
+
+@pytest.mark.parametrize(("world", "impl", "transport", "name"), _FAILURES)
+def test_ranks_that_fail(world, impl, transport, name):
+    results = scenarios.run(world, [name], device=DEVICE.type, impl=impl, transport=transport, long=LONG, forked=True)
+    _assert_ok(results[name], expected_dead=DEAD.get(name))
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_gloo_never_names_the_wrong_rank(world):
+    names = [scenario.__name__ for scenario in scenarios.OF_GLOO]
+    said = scenarios.run(world, names, device="cpu", impl="streaming", transport="gloo", long=False, forked=True)
+    for name in names:
+        _assert_ok(said[name])
+
+
+def test_a_hostile_store():
+    name = "a_hostile_store"
+    _assert_ok(scenarios.run(2, [name], device="cpu", impl="streaming", transport="gloo", long=False, forked=True)[name])
+
+
+@pytest.mark.parametrize("world", [world for world in (2, 4, 8) if world <= GPUS])
+def test_one_kernel_node(world):
+    for impl in KERNELS:
+        _assert_ok(scenarios.run(world, ["one_node"], device="cuda", impl=impl, transport="p2p", long=True)["one_node"])
+
+
+@pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("impl", KERNELS)
+def test_one_visible_gpu_each(impl):
+    """As Ray and SLURM start ranks: p2p by name, and chosen."""
+    names = ["changing_batches", "out_of_step", "p2p_is_chosen"]
+    results = scenarios.run(2, names, device="cuda", impl=impl, transport="p2p", long=False, one_visible=True)
+    for name in names:
+        _assert_ok(results[name])
+
+
+def _member(gpu, **options):
+    fields = {"shape": (4, 8), "dtype": "torch.bfloat16", "device": "cuda", "gpu": gpu, "no_peers": (), "host": "one"}
+    fields |= {"first_token": None, "vocab_size": None, "max_batch_size": 1, "max_num_samples": 1, "transport": None}
+    fields |= {"impl": None, "timeout": 1.0, "backends": "cpu:gloo,cuda:nccl", "cannot": {}}
+    return capabilities.RankCapabilities(**fields | options)
+
+
+@pytest.mark.parametrize(
+    ("other", "impl", "transport", "why"),
+    [
+        ({}, "triton", "p2p", None),  # neither process sees the other's GPU: it is tried
+        ({"gpu": "A"}, "triton", "nccl", "ranks 0 and 1 share a GPU"),
+        ({"no_peers": ("A",)}, "triton", "nccl", "the GPU of rank 1 cannot map the memory of rank 0's"),
+        ({}, "streaming", "nccl", "impl 'streaming' has no kernel"),
+        ({"host": "two"}, "triton", "nccl", None),  # nobody expects it there
+    ],
+)
+def test_why_not_p2p(other, impl, transport, why):
+    members = [_member("A"), _member(**{"gpu": "B"} | other)]
+    name, reason = capabilities.choose_transport(members, impl)
+    assert name == transport
+    assert reason is None if why is None else reason.startswith(why)
+    assert capabilities.choose_transport(members, impl, no_p2p="tried") == ("nccl", "tried")
+    named = [replace(rank_capabilities, transport="nccl") for rank_capabilities in members]
+    assert capabilities.choose_transport(named, impl) == ("nccl", None)
+    named = [replace(rank_capabilities, transport="p2p") for rank_capabilities in members]
+    if transport != "p2p":
+        with pytest.raises(ValueError, match="transport='p2p' cannot be used"):
+            capabilities.choose_transport(named, impl)
+
+
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        *(("dtype", "torch.float16"), ("device", "cpu"), ("vocab_size", 7), ("max_batch_size", 2), ("max_num_samples", 2)),
+        *(("transport", "nccl"), ("impl", "triton"), ("timeout", 2.0)),
+    ],
+)
+def test_what_ranks_must_have_alike(name, other):
+    """Buffers and messages are made for it."""
+    assert capabilities.check([_member("A"), _member("B")]) == [(0, 4), (4, 8)]
+    with pytest.raises(ValueError, match=f"^{name} must be the same on all ranks, got rank 0: .*, rank 1: {other}"):
+        capabilities.check([_member("A"), _member("B", **{name: other})])
+
+
+@pytest.mark.parametrize(("rows", "draws", "room"), [(1, 1, 2048), (256, 1, 4096), (256, 20, 5120), (3000, 1, 48_000)])
+def test_a_message_has_room_for_all_that_crosses(rows, draws, room, monkeypatch):
+    """The winners of the largest batch, and some words of each of its rows, without which a search has no digit."""
+    made = []
+
+    class Made(Gloo):
+        def __init__(self, *given):
+            made.append(given[2:4])
+
+        def closed(self):
+            return None
+
+        def connect(self, bound):
+            assert bound == 15
+
+    monkeypatch.setattr(construction, "Gloo", Made)
+    making = construction.Construction(None, None, 0)
+    making.transport, making.mine = "gloo", _member("", max_batch_size=rows, max_num_samples=draws)
+    making._make_transport(None, [making.mine], DEVICE)
+    assert made == [(rows, room)]
+
+
+def test_room_for_digits():
+    """8 bits of every row, in slots that fit."""
+    assert [p2p.room_for_digits(rows, ranks) for rows, ranks in ((1, 2), (256, 8), (1024, 2), (256, 72))] == [
+        *(256, 65536, 65536, 7281)
+    ]
+
+
+@pytest.mark.parametrize("transport", [Gloo, Nccl])
+def test_a_message_that_raised_leaves_nothing_behind(transport, monkeypatch):
+    """The next step's message would say that something is asked for, and ranks that differ could agree."""
+    it = object.__new__(transport)
+    it._hashes, it._seconds = Hashes(4, torch.device("cpu")), 1.0
+    header = it._header = it._message = torch.zeros(HEADER, dtype=torch.int64)
+    monkeypatch.setattr(transport, "_count_skipped_call", lambda _: None, raising=False)
+
+    def interrupted(*_):
+        assert header[ASKED:].any()
+        raise KeyboardInterrupt
+
+    for name in ("_gathered_words", "_gathered"):
+        monkeypatch.setattr(transport, name, interrupted, raising=False)
+    with pytest.raises(KeyboardInterrupt):
+        it.finish(torch.zeros(2, dtype=torch.int64), rows_only(2)._replace(params=SamplingParams(soft_cap=20.0)))
+    assert not header[ASKED:].any()
+
+
+def test_an_open_group_lives_without_anybody_holding_it():
+    """A captured graph does not keep its group, and needs it."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        group = TensorParallel(None, torch.ones(300, 8))
+        name, there = group.name, weakref.ref(group)
+        del group
+        gc.collect()
+        assert there() is open_groups.find(name)
+        there().close()
+        gc.collect()
+        assert there() is None
+        with pytest.raises(ValueError, match="tp must be open, it has been closed"):
+            open_groups.find(name)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.fixture
+def alone():
+    """A group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with TensorParallel(None, torch.ones(300, 8)) as group:
+            yield group
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_copy_of_a_module_has_the_same_group_and_no_pickle_has_it(alone):
+    sampler = LMHeadSampler(torch.ones(300, 8), tp=alone)
+    assert copy.deepcopy(sampler).tp is alone
+    with pytest.raises(TypeError, match="a TensorParallel cannot be pickled"):
+        pickle.dumps(sampler)
+
+
+def test_a_broken_device_does_not_hide_the_named_error(alone):
+    """Counting a call that raised asks the device, and after a device-side assert it raises whatever it is asked."""
+
+    class Broken:
+        def failure(self):
+            return Failure("late", 1, 7)
+
+        def close(self, everybody):
+            pass
+
+        def drain(self):
+            pass
+
+        @property
+        def skipped_calls(self):
+            return 0
+
+        @skipped_calls.setter
+        def skipped_calls(self, count):
+            raise RuntimeError("CUDA error: device-side assert triggered")
+
+    alone._transport = Broken()
+    with pytest.raises(TensorParallelTimeout, match="rank 1 did not take part"):
+        flashsampling.sample(torch.ones(2, 8), torch.ones(300, 8), seed=torch.arange(2), tp=alone)
+
+
+@pytest.mark.parametrize("seconds", [0.0004, 0.3])
+def test_gloo_waits_for_all_ranks_together_no_longer_than_the_bound(seconds, monkeypatch):
+    """Not that long for each; and gloo takes less than a millisecond, which is 0 to it, for no bound at all."""
+    waits = []
+    clock = SimpleNamespace(now=5.0)
+    clock.monotonic = lambda: clock.now
+
+    class Work:
+        def wait(self, bound):
+            waits.append(bound.total_seconds())
+            assert waits[-1] >= 1e-3
+            if waits[-1] < 0.25 and seconds > 0.25:
+                clock.now += waits[-1]
+                raise RuntimeError("timed out")
+            clock.now += min(0.2, seconds)
+
+    monkeypatch.setattr("flashsampling.tensor_parallel.gloo.time", clock)
+    transport = _gloo(monkeypatch, seconds, lambda *_: Work())
+    failure = transport._all_gather(torch.zeros(12), torch.zeros(3, 12), 5)
+    assert failure == (None if seconds < 0.25 else Failure("late", 2, 5))
+    assert waits[0] == pytest.approx(max(seconds, 1e-3), abs=2e-6)
+    assert seconds < 0.25 or waits[1] == pytest.approx(0.1, abs=2e-6)
+
+
+def _gloo(monkeypatch, seconds, transfer):
+    """Rank 0 of three, whose messages are what ``transfer`` gives."""
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda _: [0, 1, 2])
+    transport = Gloo(None, Rendezvous(dist.HashStore, 0, 3, seconds), 4, 4, seconds)
+
+    class Connections:
+        send = recv = staticmethod(transfer)
+
+    transport._connections = Connections()
+    return transport
+
+
+def test_gloo_waits_for_all_messages_of_a_step_together_no_longer_than_the_bound(monkeypatch):
+    """Not that long for each round; what a rank does between two rounds is no waiting."""
+    waits = []
+    clock = SimpleNamespace(now=5.0)
+    clock.monotonic = lambda: clock.now
+
+    class Work:
+        def wait(self, bound):
+            waits.append(round(bound.total_seconds(), 3))
+            if waits[-1] < 2:
+                clock.now += waits[-1]
+                raise RuntimeError("timed out")
+            clock.now += 2
+
+    monkeypatch.setattr("flashsampling.tensor_parallel.gloo.time", clock)
+    transport = _gloo(monkeypatch, 17.0, lambda *_: Work())
+    for step in range(2):
+        transport.begin(rows_only(3, 1.0, 7, 0))
+        for message in range(2):
+            assert transport._all_gather(torch.zeros(12), torch.zeros(3, 12), 2 * step + message) is None
+            clock.now += 100
+        assert waits == [17, 15, 13, 11, 9, 7, 5, 3]
+        waits.clear()
+    transport.begin(rows_only(3, 1.0, 7, 0))
+    for message in range(2):
+        assert transport._all_gather(torch.zeros(12), torch.zeros(3, 12), message) is None
+    assert transport._all_gather(torch.zeros(12), torch.zeros(3, 12), 6) == Failure("late", 1, 6)
+
+
+def test_gloo_says_nothing_of_drafts_that_were_alike_in_the_next_step(monkeypatch):
+    monkeypatch.setattr(Gloo, "_all_gather", lambda *_: None)
+    transport = Gloo(None, Rendezvous(dist.HashStore, 0, 1, 1.0), 4, 4, 1.0)
+    step = rows_only(3, 1.0, 7, 0)
+    headers = []
+    for draft_hash in (None, torch.tensor(5), None):
+        transport.begin(step._replace(draft_hash=draft_hash))
+        headers.append(transport._header.tolist())
+        transport.finish(torch.ones(3, dtype=torch.int64), step._replace(draft_hash=draft_hash))
+    assert headers[0] == headers[2] != headers[1]
