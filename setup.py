@@ -41,4 +41,8 @@ class TrackedSdist(sdist):
 
 if __name__ == "__main__":
     readme = Path(__file__).with_name("README.md").read_text(encoding="utf-8")
-    setup(long_description=for_pypi(readme), long_description_content_type="text/markdown", cmdclass={"sdist": TrackedSdist})
+    setup(
+        long_description=for_pypi(readme),
+        long_description_content_type="text/markdown",
+        cmdclass={"sdist": TrackedSdist},
+    )

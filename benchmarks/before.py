@@ -39,7 +39,9 @@ def step_before(checkout: Path, step: SampleInputs) -> Any:
     params = step.params._asdict()
     if "seen" not in theirs.SamplingParams._fields:  # it changes no token
         del params["seen"]
-    fields = step._asdict() | {"params": theirs.SamplingParams(**params) if step.params.names() else theirs.DEFAULT_PARAMS}
+    fields = step._asdict() | {
+        "params": theirs.SamplingParams(**params) if step.params.names() else theirs.DEFAULT_PARAMS
+    }
     for name in ("shard", "drafted", "draft_hash"):  # as by default
         del fields[name]
     return theirs.SampleInputs(**fields)

@@ -26,7 +26,9 @@ from .timing import machine
 STAMPS = ("winners", "sends", "wait")
 
 
-def _stamped_times(tp: TensorParallel, weight: torch.Tensor, shard: torch.Tensor, batch: int, steps: int) -> torch.Tensor:
+def _stamped_times(
+    tp: TensorParallel, weight: torch.Tensor, shard: torch.Tensor, batch: int, steps: int
+) -> torch.Tensor:
     """(steps, 3) nanoseconds of this rank."""
     problem = make_problem(batch, weight)
     words = torch.zeros(1 << 14, dtype=torch.int64, device="cuda")
@@ -70,7 +72,11 @@ def main(
     weight = (torch.randn(vocab, dim, device="cuda") * 0.02).bfloat16()
     shard = shard_lm_head(weight)
     table = Table(
-        "B", *STAMPS[:2], "wait of the last rank", "of the first", title=f"V={vocab} D={dim}, TP {dist.get_world_size()}"
+        "B",
+        *STAMPS[:2],
+        "wait of the last rank",
+        "of the first",
+        title=f"V={vocab} D={dim}, TP {dist.get_world_size()}",
     )
     with TensorParallel(None, shard, transport="p2p", impl="cute") as tp:
         for batch in map(int, batches.split(",")):

@@ -158,7 +158,9 @@ def _rows(
 
 
 def main(
-    spectra: Annotated[Path | None, typer.Option(help="Folder of npz files of real logits; without it: Zipf's law.")] = None,
+    spectra: Annotated[
+        Path | None, typer.Option(help="Folder of npz files of real logits; without it: Zipf's law.")
+    ] = None,
     name: Annotated[str, typer.Option(help="Which of them.")] = "gemma3-270m",
     out: Annotated[Path, typer.Option(help="Folder for from_logits.json.")] = Path("benchmarks/results"),
     rounds: Annotated[int, typer.Option(min=3, help="Interleaved replays per step.")] = 30,
@@ -166,7 +168,9 @@ def main(
     batches: Annotated[str, typer.Option(help="Comma-separated rows.")] = ",".join(map(str, BATCHES)),
     dtype: Annotated[str, typer.Option(help="Of our logits; FlashInfer gets float32.")] = "float32",
     only: Annotated[str, typer.Option(help="Comma-separated requests.")] = "unfiltered,top-k top-p,top-p,min-p",
-    before: Annotated[Path | None, typer.Option(help="Another checkout, timed too: git worktree add FOLDER COMMIT.")] = None,
+    before: Annotated[
+        Path | None, typer.Option(help="Another checkout, timed too: git worktree add FOLDER COMMIT.")
+    ] = None,
 ) -> None:
     """Times sampling from logits against FlashInfer."""
     if not torch.cuda.is_available():
@@ -180,7 +184,9 @@ def main(
     wanted, other = only.split(","), None if before is None else run_before(before)
     result: dict[str, Any] = {"machine": machine(), "logits": source, "dtype": dtype, "read_tb_s": read, "rows": []}
     for vocab in map(int, vocabs.split(",")):
-        table = Table("B", *wanted, title=f"V={vocab} {dtype}, {source}: us (FlashInfer's over ours; share of read bandwidth)")
+        table = Table(
+            "B", *wanted, title=f"V={vocab} {dtype}, {source}: us (FlashInfer's over ours; share of read bandwidth)"
+        )
         for batch in map(int, batches.split(",")):
             rows = _rows(filled(*held, batch, vocab, getattr(torch, dtype)), wanted, other, rounds, read)
             cells = []

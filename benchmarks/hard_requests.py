@@ -69,11 +69,16 @@ def _row(held: tuple[Tensor, Tensor, int], vocab: int, dim: int, batch: int, rou
     heads = {
         "spectrum": head_of(logits, dim),
         "flat": head_of(0.1 * torch.randn_like(logits), dim),
-        "equal": (torch.ones(batch, dim).bfloat16().cuda(), torch.zeros(vocab, dim, dtype=torch.bfloat16, device="cuda")),
+        "equal": (
+            torch.ones(batch, dim).bfloat16().cuda(),
+            torch.zeros(vocab, dim, dtype=torch.bfloat16, device="cuda"),
+        ),
     }
     ones, zeros = torch.ones(batch, device="cuda"), torch.zeros(batch, dtype=torch.int64, device="cuda")
     seed = torch.randint(-(2**63), 2**63 - 1, (batch,), device="cuda")
-    plain = {name: SampleInputs(states, weight, ones, seed, zeros, 1, vocab) for name, (states, weight) in heads.items()}
+    plain = {
+        name: SampleInputs(states, weight, ones, seed, zeros, 1, vocab) for name, (states, weight) in heads.items()
+    }
     steps: dict[str, Call] = {
         f"{name}, unfiltered": functools.partial(ops.sample, step, "cute") for name, step in plain.items()
     }
@@ -90,12 +95,16 @@ def _row(held: tuple[Tensor, Tensor, int], vocab: int, dim: int, batch: int, rou
 
 
 def main(
-    spectra: Annotated[Path | None, typer.Option(help="Folder of npz files of real logits; without it: Zipf's law.")] = None,
+    spectra: Annotated[
+        Path | None, typer.Option(help="Folder of npz files of real logits; without it: Zipf's law.")
+    ] = None,
     name: Annotated[str, typer.Option(help="Which of them.")] = "gemma3-270m",
     out: Annotated[Path, typer.Option(help="Folder for hard_requests.json.")] = Path("benchmarks/results"),
     rounds: Annotated[int, typer.Option(min=3, help="Interleaved replays per step.")] = 15,
     batches: Annotated[str, typer.Option(help="Comma-separated rows.")] = "1,64,256",
-    heads: Annotated[int, typer.Option(min=1, max=len(HEADS), help="How many of the LM heads of benchmarks.requests.")] = 1,
+    heads: Annotated[
+        int, typer.Option(min=1, max=len(HEADS), help="How many of the LM heads of benchmarks.requests.")
+    ] = 1,
 ) -> None:
     """Times the steps whose filters keep most, or of every row something else."""
     if not torch.cuda.is_available():

@@ -31,7 +31,9 @@ def not_monotone(ms: dict[int, float]) -> list[str]:
     for batch, own in ms.items():
         faster = [larger for larger in ms if larger > batch and ms[larger] < own / MONOTONE]
         if faster:
-            found.append(f"B={batch} takes {own / min(ms[larger] for larger in faster):.3f} times what one of {faster} does")
+            found.append(
+                f"B={batch} takes {own / min(ms[larger] for larger in faster):.3f} times what one of {faster} does"
+            )
     return found
 
 
@@ -40,7 +42,9 @@ def main(
     rounds: Annotated[int, typer.Option(min=3, help="Interleaved replays per batch size.")] = 40,
     configs: Annotated[int, typer.Option(min=1, max=len(CONFIGS), help="How many of the LM heads.")] = len(CONFIGS),
     out: Annotated[Path, typer.Option(help="Folder for monotone.json.")] = Path("benchmarks/results"),
-    rest: Annotated[bool, typer.Option(help="Read 2 GiB, 0.5 ms, before every replay: steps in a row heat the GPU.")] = False,
+    rest: Annotated[
+        bool, typer.Option(help="Read 2 GiB, 0.5 ms, before every replay: steps in a row heat the GPU.")
+    ] = False,
     check: Annotated[bool, typer.Option(help="Exit 1 if a batch takes 3 % longer than a larger one.")] = False,
 ) -> None:
     """Times one sampling step at 1, 2, 4, 8 rows and every multiple of 16 up to 512."""

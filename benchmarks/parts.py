@@ -62,7 +62,9 @@ def _steps(plain: SampleInputs) -> dict[str, Call]:
 
 
 def main(
-    spectra: Annotated[Path | None, typer.Option(help="Folder of npz files of real logits; without it: Zipf's law.")] = None,
+    spectra: Annotated[
+        Path | None, typer.Option(help="Folder of npz files of real logits; without it: Zipf's law.")
+    ] = None,
     name: Annotated[str, typer.Option(help="Which of them.")] = "gemma3-270m",
     vocab: Annotated[int, typer.Option()] = 151936,
     dim: Annotated[int, typer.Option()] = 4096,

@@ -35,7 +35,9 @@ def peers(hidden_states: Tensor, weight: Tensor, named: Sequence[str] = ()) -> d
         def logits32_at_once() -> Tensor:  # a matmul that writes fp32 itself: no conversion, but no model calls it
             return torch.mm(hidden_states, weight.T, out_dtype=torch.float32)
 
-        steps["FI1"] = lambda: sampling.top_k_top_p_sampling_from_logits(logits32(), vocab, 1.0, filter_apply_order="joint")
+        steps["FI1"] = lambda: sampling.top_k_top_p_sampling_from_logits(
+            logits32(), vocab, 1.0, filter_apply_order="joint"
+        )
         steps["FI2"] = lambda: sampling.sampling_from_logits(logits32())
         steps["FI2 fp32"] = lambda: sampling.sampling_from_logits(logits32_at_once())
     return {name: step for name, step in steps.items() if not named or name in named}

@@ -65,12 +65,16 @@ def bandwidth(result: dict[str, Any], path: Path) -> None:
     ours = next(name for name in _STYLES if name in result["rows"][0]["ms"])
     figure, axis = plt.subplots(figsize=(6.4, 4.0))
     for name, rows in _panels(result):
-        points = [(row["batch"], 100 * row["weight_bytes"] / row["ms"][ours] / 1e9 / result["read_tb_s"]) for row in rows]
+        points = [
+            (row["batch"], 100 * row["weight_bytes"] / row["ms"][ours] / 1e9 / result["read_tb_s"]) for row in rows
+        ]
         axis.plot(*zip(*points), marker="o", label=name)
     batches = sorted({row["batch"] for row in result["rows"]})
     axis.axhline(100, color="black", linewidth=0.8, linestyle="--")
     axis.set(xscale="log", xlabel="batch size", ylabel="% of measured read bandwidth", ylim=(0, 108))
-    axis.set_title(f"Weight bandwidth of the {ours} step, {result['machine']['gpu']} ({result['read_tb_s']:.2f} TB/s read)")
+    axis.set_title(
+        f"Weight bandwidth of the {ours} step, {result['machine']['gpu']} ({result['read_tb_s']:.2f} TB/s read)"
+    )
     _label_batches(axis, batches)
     axis.minorticks_off()
     axis.grid(alpha=0.3)
@@ -102,7 +106,9 @@ def scaling(result: dict[str, Any], path: Path) -> None:
                 axis.plot(*zip(*points), label=name, color=color, marker="o")
         sizes = sorted({row["size"] for row in rows})
         if alone:
-            axis.plot(sizes, [alone[0] / size for size in sizes], label="ideal", color="black", linewidth=0.8, linestyle="--")
+            axis.plot(
+                sizes, [alone[0] / size for size in sizes], label="ideal", color="black", linewidth=0.8, linestyle="--"
+            )
         axis.set(title=f"B = {batch}", xscale="log", yscale="log", xlabel="GPUs")
         axis.set_xticks(sizes, [str(size) for size in sizes])
         axis.set_yticks([50, 100, 200, 400, 800, 1600], ["50", "100", "200", "400", "800", "1600"])
@@ -110,7 +116,9 @@ def scaling(result: dict[str, Any], path: Path) -> None:
         axis.grid(alpha=0.3)
     axes[0][0].set_ylabel("us a step")
     axes[0][-1].legend(loc="lower left")
-    figure.suptitle(f"LM head to token ids over GPUs, V={result['vocab']} D={result['dim']}, {result['machine']['gpu']}")
+    figure.suptitle(
+        f"LM head to token ids over GPUs, V={result['vocab']} D={result['dim']}, {result['machine']['gpu']}"
+    )
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     plt.close(figure)
@@ -138,7 +146,9 @@ def drafts(result: dict[str, Any], path: Path) -> None:
             points = [(row["batch"] * (n + 1), row["ms"][step]) for row in of_panel if step in row["ms"]]
             if points:
                 axis.plot(*zip(*points), label=step, **{"marker": "o", **style})
-        axis.set(title=f"V={vocab} D={dim}, {n} drafts", xscale="log", xlabel="rows: requests x (drafts + 1)", ylim=(0, None))
+        axis.set(
+            title=f"V={vocab} D={dim}, {n} drafts", xscale="log", xlabel="rows: requests x (drafts + 1)", ylim=(0, None)
+        )
         sizes = [row["batch"] * (n + 1) for row in of_panel]
         axis.set_xticks(sizes, [str(size) for size in sizes])
         axis.minorticks_off()

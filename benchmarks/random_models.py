@@ -14,7 +14,9 @@ SHAPES = {  # hidden, layers, heads, MLP, tied
 VOCAB, PROMPT = 151936, 32
 
 
-def model_folder(hidden: int, layers: int, heads: int, mlp: int, tied: bool, vocab: int, key_heads: int, head_dim: int) -> str:
+def model_folder(
+    hidden: int, layers: int, heads: int, mlp: int, tied: bool, vocab: int, key_heads: int, head_dim: int
+) -> str:
     """A Qwen3 configuration alone."""
     config = {
         "architectures": ["Qwen3ForCausalLM"],

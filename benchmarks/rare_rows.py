@@ -82,7 +82,11 @@ def main(
     for row in found:
         ratios = {name: row["ms"][name] / row["ms"]["without"] for name in names}
         table.add_row(
-            row["config"], row["impl"], row["rows"], f"{row['ms']['without']:.3f}", *(f"{r:.2f}" for r in ratios.values())
+            row["config"],
+            row["impl"],
+            row["rows"],
+            f"{row['ms']['without']:.3f}",
+            *(f"{r:.2f}" for r in ratios.values()),
         )
         where = f"{row['config']} {row['impl']} {row['rows']}"
         over += [f"{where}: {name} {ratio:.2f}" for name, ratio in ratios.items() if ratio > LIMIT]

@@ -124,7 +124,9 @@ def _row(
 
 
 def main(
-    spectra: Annotated[Path | None, typer.Option(help="Folder of npz files of real logits; without it: Zipf's law.")] = None,
+    spectra: Annotated[
+        Path | None, typer.Option(help="Folder of npz files of real logits; without it: Zipf's law.")
+    ] = None,
     name: Annotated[str, typer.Option(help="Which of them.")] = "gemma3-270m",
     out: Annotated[Path, typer.Option(help="Folder for requests.json.")] = Path("benchmarks/results"),
     rounds: Annotated[int, typer.Option(min=3, help="Interleaved replays per step.")] = 40,

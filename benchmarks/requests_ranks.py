@@ -51,7 +51,13 @@ def _gathered(states: Tensor, shard: Tensor, mine: Tensor, everything: Tensor, w
 
 
 def _row(
-    held: tuple[Tensor, Tensor, int], vocab: int, dim: int, batch: int, tp: TensorParallel, ends: tuple[int, int], rounds: int
+    held: tuple[Tensor, Tensor, int],
+    vocab: int,
+    dim: int,
+    batch: int,
+    tp: TensorParallel,
+    ends: tuple[int, int],
+    rounds: int,
 ) -> dict[str, Any]:
     torch.manual_seed(0)  # the same problem everywhere
     states, weight = head_of(filled(*held, batch, vocab, torch.float32), dim)
@@ -84,7 +90,9 @@ def _row(
 
 
 def main(
-    spectra: Annotated[Path | None, typer.Option(help="Folder of npz files of real logits; without it: Zipf's law.")] = None,
+    spectra: Annotated[
+        Path | None, typer.Option(help="Folder of npz files of real logits; without it: Zipf's law.")
+    ] = None,
     name: Annotated[str, typer.Option(help="Which of them.")] = "gemma3-270m",
     out: Annotated[Path, typer.Option(help="Folder for requests_ranks.json.")] = Path("benchmarks/results"),
     rounds: Annotated[int, typer.Option(min=3, help="Interleaved replays per step.")] = 20,

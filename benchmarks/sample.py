@@ -38,7 +38,11 @@ BEATEN_BY = {  # peers faster than Triton at ae0ded4, which padded the batch to 
     ("V=128256 D=8192", 192): {"FI1", "FI2"},
     ("V=128256 D=8192", 320): {"FI2"},
 }
-READ_LIMITS = [0.95, 0.95, 0.92]  # of the read bandwidth, the Hopper kernel up to B = 64 on the first three configurations
+READ_LIMITS = [
+    0.95,
+    0.95,
+    0.92,
+]  # of the read bandwidth, the Hopper kernel up to B = 64 on the first three configurations
 
 
 def _limit(name: str, batch: int) -> float:
@@ -102,7 +106,9 @@ def _row(
         "config": f"V={vocab} D={dim}",
         "batch": batch,
         "ms": interleaved_medians(steps, rounds, offsets=problem.offset),
-        "speed_of_light_ms": max(problem.weight.nbytes / read_tb_s / 1e9, 2 * batch * vocab * dim / TENSOR_TFLOPS / 1e9),
+        "speed_of_light_ms": max(
+            problem.weight.nbytes / read_tb_s / 1e9, 2 * batch * vocab * dim / TENSOR_TFLOPS / 1e9
+        ),
         "weight_bytes": problem.weight.nbytes,
         "near_ties_excused": excused,
     }
@@ -136,7 +142,9 @@ def main(
     ] = "cute,triton",
     batches: Annotated[str, typer.Option(help="Comma-separated rows.")] = ",".join(map(str, BATCHES)),
     configs: Annotated[int, typer.Option(min=1, max=len(CONFIGS), help="How many of the LM heads.")] = len(CONFIGS),
-    before: Annotated[Path | None, typer.Option(help="Another checkout, timed too: git worktree add FOLDER COMMIT.")] = None,
+    before: Annotated[
+        Path | None, typer.Option(help="Another checkout, timed too: git worktree add FOLDER COMMIT.")
+    ] = None,
     against: Annotated[str, typer.Option("--peers", help="Comma-separated; all that are installed by default.")] = "",
     check: Annotated[bool, typer.Option(help="Exit 1 if a step misses a limit.")] = False,
 ) -> None:
@@ -171,7 +179,9 @@ def main(
             missed += _over_the_limit(row, config, names, read)
         console.print(table)
         result["rows"] += rows
-        (out / "sample.json").write_text(json.dumps(result, indent=1) + "\n")  # a run that is cut short keeps what it has
+        (out / "sample.json").write_text(
+            json.dumps(result, indent=1) + "\n"
+        )  # a run that is cut short keeps what it has
         del weight
         torch.cuda.empty_cache()
     console.print(f"read bandwidth {read:.2f} TB/s; host time of an eager call on a tiny problem, us:")

@@ -44,7 +44,9 @@ def main(rounds: int = 25) -> None:
             times = _interleaved_ms({"plain": functools.partial(_plain, states, weight), "ours": ours}, rounds)
             ratio = times["ours"] / times["plain"]
             memory = f"{batch} x {chunk_tokens(batch, VOCAB, 'cpu')} of {VOCAB}"
-            table.add_row(str(dtype), str(batch), f"{times['plain']:.2f}", f"{times['ours']:.2f}", f"{ratio:.2f}", memory)
+            table.add_row(
+                str(dtype), str(batch), f"{times['plain']:.2f}", f"{times['ours']:.2f}", f"{ratio:.2f}", memory
+            )
     console = Console(width=130)
     console.print(table)
     console.print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")

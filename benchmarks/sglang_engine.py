@@ -190,7 +190,13 @@ def main(
         engines[plugin] = Engine(folder, plugin, sizes, attention, sampling)
         ready[plugin] = round(time.perf_counter() - started, 1)
     console.print(f"engines ready after {ready} s")
-    result: dict[str, Any] = {"shape": shape, "tokens": tokens, "rounds": rounds, "startup_s": ready, "attention": attention}
+    result: dict[str, Any] = {
+        "shape": shape,
+        "tokens": tokens,
+        "rounds": rounds,
+        "startup_s": ready,
+        "attention": attention,
+    }
     result |= {"sampling": sampling, "stand_ins": os.environ.get("FLASHSAMPLING_SGLANG_STAND_INS") == "1"}
     result |= {"machine": machine(), "rows": []}
     out.mkdir(parents=True, exist_ok=True)

@@ -38,7 +38,9 @@ ENGINE_HEADER = (
 
 
 def _table(header: str, rows: list[list[str]]) -> str:
-    return "\n".join([header, "|" + "---|" * (header.count("|") - 1), *(f"| {' | '.join(row)} |" for row in rows)]) + "\n"
+    return (
+        "\n".join([header, "|" + "---|" * (header.count("|") - 1), *(f"| {' | '.join(row)} |" for row in rows)]) + "\n"
+    )
 
 
 def _over(ms: Mapping[str, float], step: str, peer: str) -> str:
@@ -123,9 +125,13 @@ def engine_table(results: Iterable[Mapping[str, Any]]) -> str:
                 for what in ("sample_ms", "tpot_ms"):
                     there = what in theirs and what in ours
                     cells += (
-                        [f"{theirs[what]:.3f}", f"{ours[what]:.3f}", f"{ours[what] / theirs[what]:.2f}"] if there else ["-"] * 3
+                        [f"{theirs[what]:.3f}", f"{ours[what]:.3f}", f"{ours[what] / theirs[what]:.2f}"]
+                        if there
+                        else ["-"] * 3
                     )
-                rows.append([*cells, *(f"{row['sample_MiB']:.0f}" if "sample_MiB" in row else "-" for row in (theirs, ours))])
+                rows.append(
+                    [*cells, *(f"{row['sample_MiB']:.0f}" if "sample_MiB" in row else "-" for row in (theirs, ours))]
+                )
     return _table(ENGINE_HEADER, rows)
 
 

@@ -76,18 +76,24 @@ def _draw_alone(problem: Problem, shard: Tensor, impl: str, first_token: int) ->
     return BACKENDS[impl].run(problem.step(weight=shard, vocab_size=shard.shape[0], shard=Shard(first_token))).ids
 
 
-def _rank(vocab: int, dim: int, batches: list[int], implementations: list[str], per_graph: int, rounds: int) -> dict[str, Any]:
+def _rank(
+    vocab: int, dim: int, batches: list[int], implementations: list[str], per_graph: int, rounds: int
+) -> dict[str, Any]:
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)  # the same problem everywhere
     weight = (torch.randn(vocab, dim, device="cuda") * 0.02).bfloat16()
     # equal shards where they can be, as an all-gather of logits needs them, though they may cut a tile
-    first, last = (rank * vocab // size, (rank + 1) * vocab // size) if vocab % size == 0 else shard_range(vocab, rank, size)
+    first, last = (
+        (rank * vocab // size, (rank + 1) * vocab // size) if vocab % size == 0 else shard_range(vocab, rank, size)
+    )
     shard = weight[first:last].clone()
     groups = {}
     for impl in implementations:
         for transport in ("p2p", "nccl"):
             if size > 1 and (transport == "p2p" or impl == implementations[0]):
-                groups[f"{transport} {impl}"] = TensorParallel(None, shard, transport=transport, impl=impl, max_batch_size=512)
+                groups[f"{transport} {impl}"] = TensorParallel(
+                    None, shard, transport=transport, impl=impl, max_batch_size=512
+                )
     gathered = torch.empty(max(batches) * vocab, dtype=torch.bfloat16, device="cuda")
     rows = []
     for batch in batches:
@@ -95,7 +101,9 @@ def _rank(vocab: int, dim: int, batches: list[int], implementations: list[str], 
         expected = {impl: _draw(problem, weight, None, impl) for impl in implementations}
         steps: dict[str, Call] = {}
         for name, tp in groups.items():
-            assert torch.equal(_draw(problem, shard, tp, tp.impl), expected[tp.impl]), f"{name}, B={batch}: tokens differ"
+            assert torch.equal(_draw(problem, shard, tp, tp.impl), expected[tp.impl]), (
+                f"{name}, B={batch}: tokens differ"
+            )
             steps[name] = functools.partial(_draw, problem, shard, tp, tp.impl)
         for impl in implementations:
             steps[f"no exchange {impl}"] = functools.partial(_draw_alone, problem, shard, impl, first)
@@ -154,7 +162,9 @@ def _print(console: Console, result: dict[str, Any]) -> None:
 
 
 def main(
-    sizes: Annotated[str, typer.Option(help="Ranks, comma-separated; those above the GPUs of this host are left out.")] = SIZES,
+    sizes: Annotated[
+        str, typer.Option(help="Ranks, comma-separated; those above the GPUs of this host are left out.")
+    ] = SIZES,
     batches: Annotated[str, typer.Option(help="Comma-separated.")] = BATCHES,
     vocab: Annotated[int, typer.Option()] = 128256,
     dim: Annotated[int, typer.Option()] = 8192,
@@ -179,7 +189,14 @@ def main(
             dist.destroy_process_group()
         return
     console = Console(width=180)
-    result = {"vocab": vocab, "dim": dim, "per_graph": per_graph, "rounds": rounds, "implementations": names, "rows": []}
+    result = {
+        "vocab": vocab,
+        "dim": dim,
+        "per_graph": per_graph,
+        "rounds": rounds,
+        "implementations": names,
+        "rows": [],
+    }
     for size in [int(size) for size in sizes.split(",")]:
         if size > torch.cuda.device_count():
             console.print(f"TP {size}: this host has {torch.cuda.device_count()} GPUs, not measured")

@@ -90,7 +90,16 @@ def quartiles(name: str, ms: Iterable[float]) -> dict[str, Any]:
 def machine() -> dict[str, str]:
     """GPU, driver side and library versions."""
     versions = {}
-    for package in ("torch", "triton", "nvidia-cutlass-dsl", "apache-tvm-ffi", "flashinfer-python", "vllm", "sglang", "numpy"):
+    for package in (
+        "torch",
+        "triton",
+        "nvidia-cutlass-dsl",
+        "apache-tvm-ffi",
+        "flashinfer-python",
+        "vllm",
+        "sglang",
+        "numpy",
+    ):
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:

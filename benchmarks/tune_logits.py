@@ -39,7 +39,9 @@ def candidates(which: str) -> dict[str, Config]:
     takes ten seconds to compile."""
     found = {}
     if which == "scan":
-        for columns, reps, warps, registers in itertools.product((512, 1024), (1, 2, 4), (4, 8), (64, 80, 96, 128, 168)):
+        for columns, reps, warps, registers in itertools.product(
+            (512, 1024), (1, 2, 4), (4, 8), (64, 80, 96, 128, 168)
+        ):
             per_thread = 4 * columns * reps // (32 * warps)
             if 8 <= per_thread <= 32 and registers >= 2 * per_thread + 48:
                 shape = Config(columns=columns, reps=reps, scan_warps=warps, scan_registers=registers)
@@ -139,8 +141,12 @@ def main(
     rounds: Annotated[int, typer.Option(min=3)] = 10,
     only: Annotated[str, typer.Option(help="Of the shapes, those with one of these words in their names.")] = "",
     alone: Annotated[bool, typer.Option(help="The second launch by itself, behind torch's summaries.")] = False,
-    behind: Annotated[bool, typer.Option("--fused", help="Of whole steps what a request adds, by the Hopper kernel.")] = False,
-    before: Annotated[Path | None, typer.Option(help="Another checkout, whose second launch is timed too: --fused.")] = None,
+    behind: Annotated[
+        bool, typer.Option("--fused", help="Of whole steps what a request adds, by the Hopper kernel.")
+    ] = False,
+    before: Annotated[
+        Path | None, typer.Option(help="Another checkout, whose second launch is timed too: --fused.")
+    ] = None,
     spectra: Annotated[Path | None, typer.Option(help="Of benchmarks.from_logits.")] = None,
     name: Annotated[str, typer.Option(help="Of benchmarks.from_logits.")] = "gemma3-270m",
 ) -> None:
@@ -167,7 +173,9 @@ def main(
         seed = torch.arange(batch, device="cuda")
         step = SampleInputs(logits, logits, 1.0, seed, 0, 1, vocab, params=requests(batch)[params], logits=logits)
         steps: dict[str, Call] = {key: repeated(call(step, config, alone)) for key, config in configs.items()}
-        columns[f"{params} {batch}"] = {key: ms / REPEATS * 1e3 for key, ms in interleaved_medians(steps, rounds).items()}
+        columns[f"{params} {batch}"] = {
+            key: ms / REPEATS * 1e3 for key, ms in interleaved_medians(steps, rounds).items()
+        }
     table = Table(which, *columns, title=f"V={vocab}: us")
     ranked = sorted(configs, key=lambda key: sum(times[key] / min(times.values()) for times in columns.values()))
     for key in [*ranked, "plain"] if behind else ranked:

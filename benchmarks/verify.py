@@ -47,7 +47,10 @@ Sampler = Callable[[], Tensor]  # -> (B, n + 1) tokens
 def drafted(states: Tensor, weight: Tensor, n: int) -> tuple[dict[str, Tensor], Tensor, Tensor]:
     """Parameters of B requests, drafts (B, n), and probabilities (B, n, V) from which they are: the target's, blurred."""
     batch, vocab = len(states) // (n + 1), len(weight)
-    rows = {"temperature": torch.ones(batch, device="cuda"), "offset": torch.zeros(batch, dtype=torch.int64, device="cuda")}
+    rows = {
+        "temperature": torch.ones(batch, device="cuda"),
+        "offset": torch.zeros(batch, dtype=torch.int64, device="cuda"),
+    }
     rows["seed"] = torch.randint(-(2**63), 2**63 - 1, (batch,), device="cuda")
     before = states.view(batch, n + 1, -1)[:, :-1].flatten(0, 1)
     q = torch.empty(batch * n, vocab, device="cuda")
@@ -100,7 +103,9 @@ def _flashinfer(states: Tensor, weight: Tensor, ids: Tensor, q: Tensor, offset: 
         p = sampling.softmax(_logits(states, weight))
         if filters != "none":
             p = sampling.top_p_renorm_probs(sampling.top_k_renorm_probs(p, TOP_K), TOP_P)
-        out: Tensor = sampling.chain_speculative_sampling(q, narrow, p.view(batch, n + 1, -1), seed=seed, offset=offset)[0]
+        out: Tensor = sampling.chain_speculative_sampling(
+            q, narrow, p.view(batch, n + 1, -1), seed=seed, offset=offset
+        )[0]
         return out
 
     return step
@@ -124,14 +129,20 @@ def check_sampler(name: str, draw: Sampler, p: Tensor, q: Tensor, ids: Tensor, s
         count = (out >= 0).sum(dim=1) - 1
         assert bool((count >= 0).all()), f"{name}: a request without a token"
         drafts = torch.nn.functional.pad(ids, (0, 1), value=-1)
-        assert torch.equal(torch.where(node < count[:, None], out, -1), torch.where(node < count[:, None], drafts, -1)), name
+        assert torch.equal(
+            torch.where(node < count[:, None], out, -1), torch.where(node < count[:, None], drafts, -1)
+        ), name
         assert bool((out[node > count[:, None]] == -1).all()), name
         token = out.gather(1, count[:, None])[:, 0]
         left = p[requests, count, token] - (count < n) * q[requests, count.clamp(max=n - 1), token]
         strange += int((left <= 0).sum())
         accepted += int(count.sum())
-    assert strange <= max(slack * TIMES * batch, 2), f"{name}: {strange} tokens of {TIMES * batch} that are not left to draw"
-    assert abs(accepted - expected) <= 5 * deviation + slack * expected + 1, f"{name}: {accepted} accepted, not {expected:.0f}"
+    assert strange <= max(slack * TIMES * batch, 2), (
+        f"{name}: {strange} tokens of {TIMES * batch} that are not left to draw"
+    )
+    assert abs(accepted - expected) <= 5 * deviation + slack * expected + 1, (
+        f"{name}: {accepted} accepted, not {expected:.0f}"
+    )
 
 
 def _row(
@@ -186,7 +197,9 @@ def _row(
         check_sampler(name, drawn_anew, p, q, ids, slack=1e-3 if filters == "none" else 0.05)
     del p
     steps |= peers
-    accepted = float(verify(shaped, weight, ids, method="rejection", draft_probs=q, **parameters).num_accepted.float().mean())  # type: ignore[arg-type]
+    accepted = float(
+        verify(shaped, weight, ids, method="rejection", draft_probs=q, **parameters).num_accepted.float().mean()
+    )  # type: ignore[arg-type]
     ms = interleaved_medians(steps, rounds)
     return {
         "vocab": vocab, "dim": dim, "filters": filters, "batch": batch, "drafts": n, "accepted": accepted, "ms": ms,
@@ -224,13 +237,18 @@ def _drafter(vocab: int, dim: int, batch: int, rounds: int) -> dict[str, Any]:
 
 
 def main(
-    spectra: Annotated[Path | None, typer.Option(help="Folder of npz files of real logits; without it: Zipf's law.")] = None,
+    spectra: Annotated[
+        Path | None, typer.Option(help="Folder of npz files of real logits; without it: Zipf's law.")
+    ] = None,
     name: Annotated[str, typer.Option(help="Which of them.")] = "gemma3-270m",
     out: Annotated[Path, typer.Option(help="Folder for verify.json.")] = Path("benchmarks/results"),
     rounds: Annotated[int, typer.Option(min=3, help="Interleaved replays per step.")] = 30,
     batches: Annotated[str, typer.Option(help="Comma-separated requests.")] = ",".join(map(str, BATCHES)),
     check: Annotated[
-        bool, typer.Option(help=f"Exit 1 if match takes more than {LIMIT} times as long as its rows, or rejection as a peer.")
+        bool,
+        typer.Option(
+            help=f"Exit 1 if match takes more than {LIMIT} times as long as its rows, or rejection as a peer."
+        ),
     ] = False,
 ) -> None:
     """Times the verification of drafts, and a drafter."""
@@ -240,7 +258,12 @@ def main(
     console = Console(width=200)
     out.mkdir(parents=True, exist_ok=True)
     held = spectrum(spectra, name)
-    result: dict[str, Any] = {"machine": machine(), "logits": name if spectra else "Zipf's law", "rows": [], "drafter": []}
+    result: dict[str, Any] = {
+        "machine": machine(),
+        "logits": name if spectra else "Zipf's law",
+        "rows": [],
+        "drafter": [],
+    }
     sizes = [int(batch) for batch in batches.split(",")]
     for vocab, dim in HEADS:
         # with filters the larger number of drafts at the first head is enough: a cell is a torch.compile of ten seconds

@@ -113,7 +113,9 @@ def _measured(engine: Engine, kind: str, batch: int, tokens: int, rounds: int) -
         return of_ranks[0]
 
     generations: dict[str, list[dict[str, Any]]] = {"vllm": [], "plugin": []}
-    memory = {who: timed(who, 4, with_memory=True) for who in generations}  # what compiles while it runs has then done so
+    memory = {
+        who: timed(who, 4, with_memory=True) for who in generations
+    }  # what compiles while it runs has then done so
     for names in shuffled(generations, rounds):
         for who in names:
             generations[who].append(timed(who, tokens))
@@ -135,10 +137,12 @@ def main(
     tokens: Annotated[int, typer.Option(min=8, help="Per request.")] = 64,
     rounds: Annotated[int, typer.Option(min=1, help="Interleaved generations of each.")] = 5,
     ranks: Annotated[int, typer.Option(help="GPUs that share the model (tensor parallelism).")] = 1,
-    attention: Annotated[str, typer.Option(help="vLLM's back end; FLASH_ATTN is its own choice on an H200.")] = "FLASH_ATTN",
-    out: Annotated[Path, typer.Option(help="Folder for vllm_SHAPE.json; with several ranks vllm_SHAPE_tpN.json.")] = Path(
-        "benchmarks/results"
-    ),
+    attention: Annotated[
+        str, typer.Option(help="vLLM's back end; FLASH_ATTN is its own choice on an H200.")
+    ] = "FLASH_ATTN",
+    out: Annotated[
+        Path, typer.Option(help="Folder for vllm_SHAPE.json; with several ranks vllm_SHAPE_tpN.json.")
+    ] = Path("benchmarks/results"),
 ) -> None:
     """Times vLLM with and without the plug-in."""
     from .vllm_worker import spread_logits
@@ -166,20 +170,48 @@ def main(
     from flashsampling.integrations.vllm import counters
     from flashsampling.integrations.vllm.settings import graphs
 
-    result: dict[str, Any] = {"shape": shape, "ranks": ranks, "layers": layers or depth, "tokens": tokens, "rounds": rounds}
-    result |= {"startup_s": round(startup, 1), "attention": attention, "graphs": graphs(), "machine": machine(), "rows": []}
+    result: dict[str, Any] = {
+        "shape": shape,
+        "ranks": ranks,
+        "layers": layers or depth,
+        "tokens": tokens,
+        "rounds": rounds,
+    }
+    result |= {
+        "startup_s": round(startup, 1),
+        "attention": attention,
+        "graphs": graphs(),
+        "machine": machine(),
+        "rows": [],
+    }
     console.print(f"engine ready after {startup:.0f} s; {engine.tell(counters)}")
     out.mkdir(parents=True, exist_ok=True)
     path = out / f"vllm_{shape}{f'_tp{ranks}' if ranks > 1 else ''}.json"
     for kind in kinds.split(","):
         table = Table(
-            "B", "head + sampler: vLLM, ms", "fused, ms", "ratio", "token: vLLM, ms", "fused, ms", "ratio", "MiB", title=kind
+            "B",
+            "head + sampler: vLLM, ms",
+            "fused, ms",
+            "ratio",
+            "token: vLLM, ms",
+            "fused, ms",
+            "ratio",
+            "MiB",
+            title=kind,
         )
         for batch in sizes:
             rows = _measured(engine, kind, batch, tokens, rounds)
             theirs, ours = rows
-            cells = [f"{theirs['sample_ms']:.3f}", f"{ours['sample_ms']:.3f}", f"{ours['sample_ms'] / theirs['sample_ms']:.2f}"]
-            cells += [f"{theirs['tpot_ms']:.3f}", f"{ours['tpot_ms']:.3f}", f"{ours['tpot_ms'] / theirs['tpot_ms']:.2f}"]
+            cells = [
+                f"{theirs['sample_ms']:.3f}",
+                f"{ours['sample_ms']:.3f}",
+                f"{ours['sample_ms'] / theirs['sample_ms']:.2f}",
+            ]
+            cells += [
+                f"{theirs['tpot_ms']:.3f}",
+                f"{ours['tpot_ms']:.3f}",
+                f"{ours['tpot_ms'] / theirs['tpot_ms']:.2f}",
+            ]
             table.add_row(str(batch), *cells, f"{theirs['sample_MiB']:.0f} / {ours['sample_MiB']:.0f}")
             result["rows"] += rows
             path.write_text(json.dumps(result | {"counters": engine.tell(counters)}, indent=1) + "\n")

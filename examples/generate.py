@@ -11,7 +11,13 @@ from flashsampling.integrations.transformers import generate
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 torch.manual_seed(0)
-sizes = {"vocab_size": 1000, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+sizes = {
+    "vocab_size": 1000,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 model = LlamaForCausalLM(LlamaConfig(**sizes, pad_token_id=0, eos_token_id=2)).to(device).eval()
 
 prompts = torch.randint(3, 1000, (3, 5)).to(device)

@@ -31,6 +31,8 @@ with TensorParallel(None, shard, max_batch_size=64, timeout=60.0) as tp:  # once
     print(
         f"rank {tp.rank} of {tp.world_size}: ids {tp.first_token} to {tp.last_token - 1}; {tp.transport}: {token_ids.tolist()}"
     )
-    whole = flashsampling.sample(hidden_states, weight, **rows, impl=tp.impl).token_ids  # what one rank alone would draw
+    whole = flashsampling.sample(
+        hidden_states, weight, **rows, impl=tp.impl
+    ).token_ids  # what one rank alone would draw
     assert torch.equal(token_ids, whole)
 dist.destroy_process_group()

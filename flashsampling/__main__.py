@@ -29,7 +29,12 @@ _PROBLEMS = (  # what makes a difference to who serves: dtype, D
 def doctor() -> None:
     """Prints versions, GPUs, which implementation serves which problem and why no faster one does, and the cache folder."""
     print(f"flashsampling {__version__} in {Path(__file__).parent}")
-    for title, lines in (("versions", _versions), ("GPUs", _gpus), ("what impl=None takes", _choices), ("cache", _cache)):
+    for title, lines in (
+        ("versions", _versions),
+        ("GPUs", _gpus),
+        ("what impl=None takes", _choices),
+        ("cache", _cache),
+    ):
         print(f"\n{title}")
         for line in _even_if_it_fails(lines):
             print(f"  {line}")
@@ -149,7 +154,9 @@ def precompile(workers: int, dtype: torch.dtype | None = None, max_batch_size: i
                 if workers <= new and done < total:
                     times += f", about {seconds * (total - done) / new:.0f} s left"
                 name = path.name.partition("-")[0]
-                progress.update(f"{done} of {total} kernels, {times}", f"{name} {'compiled' if compiled else 'was there'}")
+                progress.update(
+                    f"{done} of {total} kernels, {times}", f"{name} {'compiled' if compiled else 'was there'}"
+                )
         print(f"{total} kernels in {cache.folder()}, {time.perf_counter() - started:.0f} s")
     except OSError as error:
         raise SystemExit(f"the kernels cannot be kept: {error}") from None
@@ -186,7 +193,9 @@ def _number(text: str) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line; ``arguments`` default to the process's."""
-    parser = argparse.ArgumentParser("flashsampling", description="FlashSampling: what runs here, and kernels ahead of time.")
+    parser = argparse.ArgumentParser(
+        "flashsampling", description="FlashSampling: what runs here, and kernels ahead of time."
+    )
     parser.add_argument("--version", action="version", version=f"flashsampling {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command")
     help_doctor = "print versions, GPUs, what serves which problem and why not, and what the cache folder has"
@@ -194,7 +203,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     help_precompile = "compile the Hopper kernels into the cache folder, so that serving compiles none; needs no GPU"
     parser_precompile = commands.add_parser("precompile", help=help_precompile, description=help_precompile)
     parser_precompile.add_argument(
-        "--workers", type=_number, default=min(8, os.cpu_count() or 1), help="processes that compile (default %(default)s)"
+        "--workers",
+        type=_number,
+        default=min(8, os.cpu_count() or 1),
+        help="processes that compile (default %(default)s)",
     )
     parser_precompile.add_argument("--dtype", choices=("bfloat16", "float16"), help="of the LM head (default both)")
     help_batch = "rows of the largest batch: fewer of the kernels' shapes (default all of them)"

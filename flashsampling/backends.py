@@ -75,7 +75,9 @@ class Package(NamedTuple):
         if version is None:
             try:
                 return importlib.metadata.version(self.distribution)
-            except importlib.metadata.PackageNotFoundError:  # it came under another name, or as a bare folder on the path
+            except (
+                importlib.metadata.PackageNotFoundError
+            ):  # it came under another name, or as a bare folder on the path
                 version = getattr(importlib.import_module(self.module), "__version__", "")
         return str(version)
 

@@ -101,7 +101,12 @@ SHARED_FAILURE = 1
 SHARED_DETAILS = 16  # (capacity,), then from an even word on the slots
 
 LATE, DIFFERS, DECLARED = 1, 2, 3  # kinds of failure; a host that declares one says elsewhere what it is
-FIELDS = ("batch size or num_samples", "seed", "offset", "temperature")  # from the highest bits of details, and of a verdict's
+FIELDS = (
+    "batch size or num_samples",
+    "seed",
+    "offset",
+    "temperature",
+)  # from the highest bits of details, and of a verdict's
 MAX_RANKS = 1 << 10  # a verdict's
 
 STEP_BITS = 15  # of tag 0

@@ -154,9 +154,13 @@ class SampleInputs(NamedTuple):
     vocab_size: int  # only that many of the weight's rows are tokens; 0 of an empty shard
     shard: Shard = WHOLE  # of which the weight is a part, and what becomes of its winners
     params: SamplingParams = DEFAULT_PARAMS
-    logits: Tensor | None = None  # (B, V) any float dtype: there is no head; hidden_states and weight are this tensor too
+    logits: Tensor | None = (
+        None  # (B, V) any float dtype: there is no head; hidden_states and weight are this tensor too
+    )
     drafted: DraftChains | None = None  # of several ranks: what is drawn is what rejection makes of these
-    draft_hash: Tensor | None = None  # () int64, of several ranks: a hash of what else is the same on all, or none has a token
+    draft_hash: Tensor | None = (
+        None  # () int64, of several ranks: a hash of what else is the same on all, or none has a token
+    )
 
     def rows(self) -> RowParams:
         """Its rows' parameters as tensors, numbers too."""
@@ -173,7 +177,9 @@ class SampleInputs(NamedTuple):
         """Why ``kernels.triton.filtered.filtered_sample_kernel`` is not compiled for it, or None: its code grows with
         the vocabulary."""
         if self.vocab_size > _WIDEST_PICKED and (self.params.may_filter() or self.params.needs_raw_mass()):
-            return f"{self.vocab_size} tokens with filters or log-probabilities, of which it takes up to {_WIDEST_PICKED}"
+            return (
+                f"{self.vocab_size} tokens with filters or log-probabilities, of which it takes up to {_WIDEST_PICKED}"
+            )
         return None
 
     def row_arguments(self) -> tuple[int, float, int, int, int, int]:
@@ -210,7 +216,9 @@ class FilteredLogits(NamedTuple):
     were drawn from."""
 
     ids: Tensor  # (B,) int64
-    logits: Tensor  # (B, V), of which the request's processed ones are made: ``SampleInputs.logits``, or float32 products
+    logits: (
+        Tensor  # (B, V), of which the request's processed ones are made: ``SampleInputs.logits``, or float32 products
+    )
     limits: Tensor  # (B,) int64: the place of a row's last kept token. ``logits_pick`` says what these two hold
     masses: Tensor  # (B, 4) float32
 
@@ -232,7 +240,9 @@ class OutputLayout(NamedTuple):
 
     def split(self, drawn: SampleResult, batch: int) -> dict[str, Tensor]:
         """Every part of it, (B, columns)."""
-        values = drawn.ids.new_empty(0, dtype=torch.float32) if drawn.values is None else drawn.values  # None: of no rows
+        values = (
+            drawn.ids.new_empty(0, dtype=torch.float32) if drawn.values is None else drawn.values
+        )  # None: of no rows
         return {
             name: tensor[first : first + batch * columns].view(batch, columns)
             for parts, tensor in ((self.ids, drawn.ids), (self.values, values))

@@ -174,7 +174,9 @@ def _put_together(
     else:
         (hidden_states, weight, *arguments_), logits = arguments, None
     *rows, stream, num_samples = arguments_
-    given = {name: rows[2 * i + 1] if rows[2 * i] is None else rows[2 * i] for i, (name, _) in enumerate(_ROW_PARAMETERS)}
+    given = {
+        name: rows[2 * i + 1] if rows[2 * i] is None else rows[2 * i] for i, (name, _) in enumerate(_ROW_PARAMETERS)
+    }
     return SampleInputs(
         hidden_states,
         weight,
@@ -269,7 +271,9 @@ def _run_and_exchange(backend: Backend, group: Any, step: SampleInputs) -> Sampl
 
 
 def _nothing(step: SampleInputs) -> SampleResult:
-    return SampleResult(torch.empty(0, dtype=torch.int64, device=step.hidden_states.device))  # no rows: no values either
+    return SampleResult(
+        torch.empty(0, dtype=torch.int64, device=step.hidden_states.device)
+    )  # no rows: no values either
 
 
 def _there(step: SampleInputs, run: Callable[[SampleInputs], SampleResult]) -> SampleResult:
@@ -392,7 +396,9 @@ for _name, _function, _fake in (
     ("recover.on_host", _recover, _fake_recover),
 ):
     _library.impl(_name, _function, "CompositeExplicitAutograd")
-    _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")  # values have no gradient, whoever's weight has one
+    _library.impl(
+        _name, torch.library.fallthrough_kernel, "Autograd"
+    )  # values have no gradient, whoever's weight has one
     torch.library.register_fake(f"flashsampling::{_name}", _fake, lib=_library)
 _exported = torch.fx.has_side_effect(torch.ops.flashsampling.sample_sharded.exported)
 
@@ -433,7 +439,9 @@ def sample_sharded(step: SampleInputs, tp: Any) -> SampleResult:
         params["draft_hash"] = step.draft_hash
     if torch.compiler._is_exporting_flag:  # is_exporting() says so in every torch.compile of torch 2.8
         return SampleResult(*_exported(*arguments, tp.name, **params))
-    return SampleResult(*_overload(torch.ops.flashsampling.sample_sharded, params)(*arguments, tp.name, tp.order, **params))
+    return SampleResult(
+        *_overload(torch.ops.flashsampling.sample_sharded, params)(*arguments, tp.name, tp.order, **params)
+    )
 
 
 def _either(step: SampleInputs) -> list[Any]:

@@ -52,7 +52,8 @@ def integers(name: str, value: Integers, batch: int, device: torch.device, also:
         return _rows(name, value, batch, device, also if dtype is also else _INT64)
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         numbers = [
-            _two_s_complement(name, number) for number in _numbers(name, value, "an int or integers, one per row", _integer)
+            _two_s_complement(name, number)
+            for number in _numbers(name, value, "an int or integers, one per row", _integer)
         ]
         if len(numbers) != 1:
             return _column(name, numbers, batch, device, _INT64)
@@ -266,7 +267,9 @@ def _column(
     return torch.tensor(numbers, dtype=dtype, device=device)
 
 
-def _rows(name: str, rows: Tensor, batch: int, device: torch.device, wanted: torch.dtype, one: str = "a number") -> Tensor:
+def _rows(
+    name: str, rows: Tensor, batch: int, device: torch.device, wanted: torch.dtype, one: str = "a number"
+) -> Tensor:
     """A value per row as the implementations take it: contiguous, of the dtype ``wanted``. One that is so already does not come
     here: each question to a tensor, and each call, costs a row parameter a tenth of a microsecond."""
     if not is_dense(rows):

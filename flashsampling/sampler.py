@@ -123,7 +123,9 @@ class LMHeadSampler(nn.Module):
             self._take_transform(logit_scale, soft_cap)
             device = self.weight.device
             rows = reals("temperature", _to(device, temperature), self.max_batch_size, device)
-            if not isinstance(rows, Tensor) and dimensions(temperature):  # a list of one: per row, as a tensor of one is
+            if not isinstance(rows, Tensor) and dimensions(
+                temperature
+            ):  # a list of one: per row, as a tensor of one is
                 rows = torch.full((self.max_batch_size,), rows, device=device, dtype=torch.float32)
             return self._rows(seed, 0, rows.clone() if isinstance(rows, Tensor) else rows, self.max_batch_size, device)
 
@@ -148,7 +150,9 @@ class LMHeadSampler(nn.Module):
         weight = lm_head if isinstance(lm_head, Tensor) else lm_head.weight
         check_weight(weight, 1 if self.tp is None else 0)
         if weight.is_meta:
-            raise ValueError("lm_head must hold values, got a weight on the meta device; make the sampler once they are loaded")
+            raise ValueError(
+                "lm_head must hold values, got a weight on the meta device; make the sampler once they are loaded"
+            )
         if self.tp is None:
             check_vocab_size(self.vocab_size, weight.shape[0])
             check_impl(self.impl)
@@ -255,7 +259,11 @@ class LMHeadSampler(nn.Module):
         """``count`` rows' parameters, checked; nothing is written."""
         offsets = integers("offset", _to(device, offset), count, device)
         temperatures = None if temperature is None else reals("temperature", _to(device, temperature), count, device)
-        seeds = self._draw_seeds(seed, count) if seed is None or not dimensions(seed) else self._take_seeds(seed, count, device)
+        seeds = (
+            self._draw_seeds(seed, count)
+            if seed is None or not dimensions(seed)
+            else self._take_seeds(seed, count, device)
+        )
         return _Rows(seeds, offsets, temperatures)
 
     def _first_rank_s(self, given: Callable[[], _Rows], count: str) -> _Rows:
@@ -313,11 +321,17 @@ class LMHeadSampler(nn.Module):
             shape = hidden_states.shape
             batch = shape[0] if len(shape) == 2 else 0  # else ``sample`` says what is wrong
             if batch > self.max_batch_size:
-                raise ValueError(f"hidden_states must have at most max_batch_size = {self.max_batch_size} rows, got {batch}")
-            state: Any = self._buffers  # as attributes they cost a call a microsecond more: nn.Module looks for them in Python
+                raise ValueError(
+                    f"hidden_states must have at most max_batch_size = {self.max_batch_size} rows, got {batch}"
+                )
+            state: Any = (
+                self._buffers
+            )  # as attributes they cost a call a microsecond more: nn.Module looks for them in Python
             seeds, offsets = state["seeds"], state["offsets"]
             if seeds.device != hidden_states.device:
-                raise ValueError(f"hidden_states must be on the sampler's device, {seeds.device}, got {hidden_states.device}")
+                raise ValueError(
+                    f"hidden_states must be on the sampler's device, {seeds.device}, got {hidden_states.device}"
+                )
             if temperature is None:
                 temperature = self.temperature[:batch] if isinstance(self.temperature, Tensor) else self.temperature
             offsets = offsets[:batch]
@@ -363,7 +377,9 @@ class LMHeadSampler(nn.Module):
                 if bounds is not None:
                     batch -= 1
             if batch > self.max_batch_size:
-                raise ValueError(f"drafts must be of at most max_batch_size = {self.max_batch_size} requests, got {batch}")
+                raise ValueError(
+                    f"drafts must be of at most max_batch_size = {self.max_batch_size} requests, got {batch}"
+                )
             if temperature is None:
                 temperature = self.temperature[:batch] if isinstance(self.temperature, Tensor) else self.temperature
             offsets = self.offsets[:batch]
@@ -388,7 +404,9 @@ class LMHeadSampler(nn.Module):
                     "LMHeadSampler(..., seed=...) or sampler.reset(seed=..., offset=..., rows=...)"
                 ) from None
             if name in _SET_ONCE:
-                raise TypeError(f"{name} must not be given to a call: the sampler has it, from its constructor") from None
+                raise TypeError(
+                    f"{name} must not be given to a call: the sampler has it, from its constructor"
+                ) from None
             if name not in Request.__annotations__ and name not in inspect.signature(function).parameters:
                 raise unexpected(name, function, ("seed", "offset", *_SET_ONCE)) from None
 
@@ -414,14 +432,20 @@ class LMHeadSampler(nn.Module):
             prefix + "weight"
         )  # a state dict of 0.1.0 has the weight under the sampler's name, be it the head's as well or not
         if key in state_dict:
-            self._owner[0]._load_from_state_dict({key: state_dict[key]}, prefix, local_metadata, False, [], [], error_msgs)
+            self._owner[0]._load_from_state_dict(
+                {key: state_dict[key]}, prefix, local_metadata, False, [], [], error_msgs
+            )
             state_dict = {name: value for name, value in state_dict.items() if name != key}
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
 
     def extra_repr(self) -> str:
         """What ``repr`` shows."""
         vocab, dim = self.weight.shape
-        return f"vocab_size={self.vocab_size or vocab}, dim={dim}, max_batch_size={self.max_batch_size}, impl={self.impl}"
+        return (
+            f"vocab_size={self.vocab_size or vocab}, dim={dim}, max_batch_size={self.max_batch_size}, impl={self.impl}"
+        )
 
 
 class _BareWeight(nn.Module):

@@ -237,7 +237,9 @@ def sample(
         temperatures = reals("temperature", temperature, batch, device)
         seeds = integers("seed", seed, batch, device)
         offsets = integers("offset", offset, batch, device)
-        if batch > 1 and not (isinstance(seeds, Tensor) or isinstance(offsets, Tensor) or torch.compiler.is_compiling()):
+        if batch > 1 and not (
+            isinstance(seeds, Tensor) or isinstance(offsets, Tensor) or torch.compiler.is_compiling()
+        ):
             say_that_noise_is_shared(batch, greedy=not isinstance(temperatures, Tensor) and temperatures < GREEDY_BELOW)
         params = DEFAULT_PARAMS
         if request:
@@ -252,13 +254,17 @@ def sample(
     return SampleOutput(drawn.ids if num_samples == 1 else drawn.ids.view(batch, num_samples))
 
 
-def output_of(drawn: SampleResult, batch: int, num_samples: int, params: SamplingParams, token_counts: object) -> SampleOutput:
+def output_of(
+    drawn: SampleResult, batch: int, num_samples: int, params: SamplingParams, token_counts: object
+) -> SampleOutput:
     """What was drawn, in its parts; a ``TokenCounts`` counts it."""
     if not params.needs_raw_mass():
         out = SampleOutput(drawn.ids if num_samples == 1 else drawn.ids.view(batch, num_samples))
     else:
         parts = layout(batch, num_samples, params).split(drawn, batch)
-        flat = ("logsumexp",) if num_samples > 1 else ("token_ids", "logprobs", "processed_logprobs", "ranks", "logsumexp")
+        flat = (
+            ("logsumexp",) if num_samples > 1 else ("token_ids", "logprobs", "processed_logprobs", "ranks", "logsumexp")
+        )
         out = SampleOutput(**{name: part[:, 0] if name in flat else part for name, part in parts.items()})
     if isinstance(token_counts, TokenCounts):
         token_counts.add(out.token_ids)
@@ -308,7 +314,11 @@ def check_weight(weight: Tensor, least_rows: int = 1) -> None:
     check_kind("weight", weight)
     dtype, shape = weight.dtype, tuple(weight.shape)
     if dtype not in DTYPES:
-        hint = "" if dtype.is_floating_point and dtype.itemsize > 1 else "; of a quantised head pass the dequantised weight"
+        hint = (
+            ""
+            if dtype.is_floating_point and dtype.itemsize > 1
+            else "; of a quantised head pass the dequantised weight"
+        )
         raise TypeError(f"weight must be bfloat16, float16 or float32, got {dtype}{hint}")
     if len(shape) != 2:
         raise ValueError(f"weight must have 2 dimensions, got shape {shape}")
@@ -324,7 +334,11 @@ def check_kind(name: str, tensor: object) -> None:
             hint += ", and its .bias as bias"
         raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}{hint}")
     if hasattr(tensor, "full_tensor"):
-        what = "this rank's rows, weight.to_local(), with tp=TensorParallel(...)," if name == "weight" else "the whole of it,"
+        what = (
+            "this rank's rows, weight.to_local(), with tp=TensorParallel(...),"
+            if name == "weight"
+            else "the whole of it,"
+        )
         raise TypeError(f"{name} must be a plain tensor, got a DTensor; pass {what} or {name}.full_tensor()")
     if name == "weight" and is_traceable_wrapper_subclass(tensor):
         hint = "of a quantised head pass the dequantised weight, e.g. weight.dequantize()"

@@ -91,7 +91,9 @@ def unexpected(name: str, function: Callable[..., Any] | None, given_elsewhere: 
     return TypeError(f"unexpected argument {name!r}{hint} {taker} takes {', '.join(names)}")
 
 
-def parse_sampling_params(request: Request, problem: BatchShape, function: Callable[..., Any] | None = None) -> SamplingParams:
+def parse_sampling_params(
+    request: Request, problem: BatchShape, function: Callable[..., Any] | None = None
+) -> SamplingParams:
     """The request as implementations take it; ``DEFAULT_PARAMS`` if it asks for nothing. Raises what ``sample`` documents.
     ``function``: whose arguments these are."""
     for name in request:
@@ -129,7 +131,9 @@ def _bias(name: str, value: Any, problem: BatchShape) -> dict[str, Any]:
     rows = problem.vocab if problem.head is None else problem.head
     if tuple(value.shape) != (rows,):
         whose = "the head" if problem.head is None else "this rank's shard"
-        raise ValueError(f"{name} must have shape ({rows},), one value per row of {whose}, got shape {tuple(value.shape)}")
+        raise ValueError(
+            f"{name} must have shape ({rows},), one value per row of {whose}, got shape {tuple(value.shape)}"
+        )
     return {"bias": _float32(name, value)}
 
 
@@ -148,7 +152,9 @@ def _logit_bias(name: str, value: Any, problem: BatchShape) -> dict[str, Any]:
             wanted = f"a tensor ({problem.vocab_size},), for all rows, or ids and values, ({problem.batch}, n) each"
             raise ValueError(f"{name} must be {wanted}, got shape {tuple(value.shape)}")
         return {"dense_bias": _float32(name, value)}
-    several = isinstance(value, (tuple, list)) and len(value) == 2 and not any(isinstance(part, Mapping) for part in value)
+    several = (
+        isinstance(value, (tuple, list)) and len(value) == 2 and not any(isinstance(part, Mapping) for part in value)
+    )
     pairs = isinstance(value, list) and all(isinstance(part, tuple) and len(part) == 2 for part in value)
     if not several or pairs:
         got = f"{type(value).__name__}; {_OTHER_FORMS}"
@@ -157,7 +163,9 @@ def _logit_bias(name: str, value: Any, problem: BatchShape) -> dict[str, Any]:
     if ids.dtype not in _IDS:
         raise TypeError(f"{name}'s ids must be int32 or int64, got {ids.dtype}; {_OTHER_FORMS}")
     if ids.shape != values.shape:
-        raise ValueError(f"{name}'s ids and values must have the same shape, got {tuple(ids.shape)} and {tuple(values.shape)}")
+        raise ValueError(
+            f"{name}'s ids and values must have the same shape, got {tuple(ids.shape)} and {tuple(values.shape)}"
+        )
     if ids.shape[1] > MAX_BIASED:
         raise ValueError(f"{name} must have at most {MAX_BIASED} ids per row, got {ids.shape[1]}")
     if values.dtype in _IDS:
@@ -261,7 +269,9 @@ def _counts(counts: Any, problem: BatchShape) -> tuple[Tensor, Tensor | None]:
         counted = counts.read(problem.batch)
         _check_tensor("token_counts", counted.counts, problem)
         if counts.max_batch_size < problem.batch:
-            raise ValueError(f"token_counts must have a row for each of {problem.batch} rows, got {counts.max_batch_size}")
+            raise ValueError(
+                f"token_counts must have a row for each of {problem.batch} rows, got {counts.max_batch_size}"
+            )
         if counts.vocab_size < problem.vocab_size:
             raise ValueError(f"token_counts must be of at least {problem.vocab_size} tokens, got {counts.vocab_size}")
         return counted
@@ -307,14 +317,18 @@ def _matrix(name: str, value: Any, problem: BatchShape) -> Tensor:
             if value.is_floating_point():  # which torch may take for 16 bits: torch.set_default_dtype
                 value = torch.as_tensor(given, dtype=torch.float32, device=problem.device)
         except (TypeError, ValueError, RuntimeError) as error:
-            raise TypeError(f"{name} must be a tensor ({problem.batch}, n), or lists of as many numbers: {error}") from None
+            raise TypeError(
+                f"{name} must be a tensor ({problem.batch}, n), or lists of as many numbers: {error}"
+            ) from None
         if value.numel() == 0 and value.is_floating_point():  # torch takes [] for floats
             value = value.long()
     _check_tensor(name, value, problem)
     if value.ndim == 1:
         value = value.expand(problem.batch, -1)
     if value.ndim != 2 or value.shape[0] != problem.batch:
-        raise ValueError(f"{name} must have shape ({problem.batch}, n), or (n,) for all rows, got shape {tuple(value.shape)}")
+        raise ValueError(
+            f"{name} must have shape ({problem.batch}, n), or (n,) for all rows, got shape {tuple(value.shape)}"
+        )
     return _rows_of_contiguous(value)
 
 

@@ -87,7 +87,9 @@ class TokenCounts:
         with torch.inference_mode(False):  # what is made inside could not be written outside
             self._counts = torch.zeros(sizes, dtype=torch.int32, device=device)
             self._seen = torch.zeros((sizes[0], groups_of(sizes[1])), dtype=torch.uint8, device=device)
-        self._known: tuple[Tensor, int] | None = None  # the counts that ``_seen`` is of, and torch's count of writes to them
+        self._known: tuple[Tensor, int] | None = (
+            None  # the counts that ``_seen`` is of, and torch's count of writes to them
+        )
         self._wrote()
 
     @property

@@ -34,4 +34,6 @@ functorch_is_active = _private("torch._C", "_are_functorch_transforms_active", l
 register_dataclass = _private(
     "torch.utils._pytree", "register_dataclass", _register_dataclass
 )  # torch.export takes long to import
-is_traceable_wrapper_subclass = _private("torch.utils._python_dispatch", "is_traceable_wrapper_subclass", _has_inner_tensors)
+is_traceable_wrapper_subclass = _private(
+    "torch.utils._python_dispatch", "is_traceable_wrapper_subclass", _has_inner_tensors
+)

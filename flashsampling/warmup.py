@@ -15,7 +15,14 @@ from . import ops
 from .backends import BACKENDS
 from .inputs import DEFAULT_PARAMS, SampleInputs, SamplingParams, arguments, example
 from .row_params import integer
-from .sampling import check_num_samples, check_tensor_parallel, check_vocab_size, check_weight, count_skipped_call, sample
+from .sampling import (
+    check_num_samples,
+    check_tensor_parallel,
+    check_vocab_size,
+    check_weight,
+    count_skipped_call,
+    sample,
+)
 from .sampling_params import Request, batch_shape, parse_sampling_params
 from .token_counts import TokenCounts
 
@@ -24,7 +31,9 @@ if TYPE_CHECKING:
 
     from .tensor_parallel import TensorParallel
 
-Inputs: TypeAlias = tuple[Tensor, Tensor | float, Tensor]  # (B, D), of a call: hidden states, temperature, seeds and offsets
+Inputs: TypeAlias = tuple[
+    Tensor, Tensor | float, Tensor
+]  # (B, D), of a call: hidden states, temperature, seeds and offsets
 _Draw: TypeAlias = Callable[[Tensor, Tensor | float, Tensor], Any]
 
 _logger = logging.getLogger("flashsampling")
@@ -80,7 +89,13 @@ def warmup(
         []
     """
     return warmup_mixes(
-        weight, [request], max_batch_size=max_batch_size, num_samples=num_samples, vocab_size=vocab_size, impl=impl, tp=tp
+        weight,
+        [request],
+        max_batch_size=max_batch_size,
+        num_samples=num_samples,
+        vocab_size=vocab_size,
+        impl=impl,
+        tp=tp,
     )
 
 
@@ -125,9 +140,13 @@ def _draw_all(
     if max_batch_size < 1:
         raise ValueError(f"max_batch_size must be at least 1, got {max_batch_size}")
     if tp is not None and max_batch_size > tp.max_batch_size:
-        raise ValueError(f"max_batch_size must be at most tp.max_batch_size = {tp.max_batch_size}, got {max_batch_size}")
+        raise ValueError(
+            f"max_batch_size must be at most tp.max_batch_size = {tp.max_batch_size}, got {max_batch_size}"
+        )
     if weight.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("warmup must be called before a CUDA graph is captured: the current stream is being captured")
+        raise RuntimeError(
+            "warmup must be called before a CUDA graph is captured: the current stream is being captured"
+        )
     if tp is None:
         tokens = check_vocab_size(vocab_size, weight.shape[0])
     else:
@@ -135,7 +154,9 @@ def _draw_all(
         tokens = tp.part[0]
     problem = batch_shape(max_batch_size, weight.shape[0], tokens, weight.device, num_samples, tp)
 
-    def draw(params: SamplingParams, together: bool, states: Tensor, temperature: Tensor | float, zeros: Tensor) -> None:
+    def draw(
+        params: SamplingParams, together: bool, states: Tensor, temperature: Tensor | float, zeros: Tensor
+    ) -> None:
         """``together``: with the other ranks."""
         if params is DEFAULT_PARAMS:
             rows = {"temperature": temperature, "seed": zeros, "offset": zeros, "num_samples": num_samples}
@@ -158,7 +179,9 @@ def _draw_all(
     if kernels:
         _logger.info("warmup compiles what is missing of %d kernels: %s", len(kernels), ", ".join(kernels))
     # a group's kernels for plain draws were compiled when it was made
-    missing = [each for each in plans if each[0].compiling is not None and (tp is None or each[1] is not DEFAULT_PARAMS)]
+    missing = [
+        each for each in plans if each[0].compiling is not None and (tp is None or each[1] is not DEFAULT_PARAMS)
+    ]
     missing.sort(key=lambda each: len(each[1].names()), reverse=True)  # those take longest
     with contextlib.ExitStack() as meanwhile:
         if tp is not None and missing:

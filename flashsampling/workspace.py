@@ -42,7 +42,10 @@ def zeroed_words(words: int, device: torch.device) -> Tensor:
         index = torch.cuda.current_device()
     if torch._C._cuda_isCurrentStreamCapturing():  # torch.cuda.is_current_stream_capturing() less a call
         return _captured(words, index)
-    key = index, torch._C._cuda_getCurrentRawStream(index)  # as torch's own launchers ask for it: a tenth of current_stream()
+    key = (
+        index,
+        torch._C._cuda_getCurrentRawStream(index),
+    )  # as torch's own launchers ask for it: a tenth of current_stream()
     buffer = _per_stream.get(key)
     if buffer is None or (words > _MIN_WORDS and buffer.numel() < words):
         if words > _MAX_KEPT_WORDS:

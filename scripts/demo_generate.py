@@ -72,7 +72,9 @@ def _say(text: str) -> None:
 class _Progress(BaseStreamer):
     """Counts a generation's steps and keeps its tokens: redrawn at each on a terminal, elsewhere a line now and then."""
 
-    def __init__(self, tokens: int, what: str, live: Live, tokenizer: Any = None, prompts: list[str] | None = None) -> None:
+    def __init__(
+        self, tokens: int, what: str, live: Live, tokenizer: Any = None, prompts: list[str] | None = None
+    ) -> None:
         self.wanted, self.what, self.live, self.tokenizer, self.prompts = tokens, what, live, tokenizer, prompts
         self.steps: list[Tensor] = []
         self.started = time.perf_counter()
@@ -140,7 +142,8 @@ def _time_rounds(
         runs[name].append((seconds / new_tokens.shape[1] * 1e3, _count_drawn(new_tokens, ends) / seconds))
         show(f"timing: run {turn + 1} of {rounds * len(ways)}, {now - began:.1f} s")
     return {
-        name: (statistics.median(ms), statistics.median(rate)) for name, (ms, rate) in ((n, zip(*r)) for n, r in runs.items())
+        name: (statistics.median(ms), statistics.median(rate))
+        for name, (ms, rate) in ((n, zip(*r)) for n, r in runs.items())
     }
 
 
@@ -154,7 +157,9 @@ def main(
         str | None, typer.Option(help="cute, triton, streaming or reference; default: the fastest that runs here.")
     ] = None,
     timing: Annotated[bool, typer.Option(help="Time it beside transformers' own generate.")] = True,
-    compare: Annotated[bool, typer.Option(help="Also decode with plain logits and show that every token is the same.")] = False,
+    compare: Annotated[
+        bool, typer.Option(help="Also decode with plain logits and show that every token is the same.")
+    ] = False,
 ) -> None:
     """Generates text with the LM head fused into the sampler."""
     torch.manual_seed(0)
@@ -167,7 +172,9 @@ def main(
     network, tokenizer = load_model(model, device, dtype)
     _say(f"loaded in {time.perf_counter() - started:.1f} s, as {str(dtype).removeprefix('torch.')} on {device}")
     if model is None:
-        _say("It is a small model, of 135 million parameters in 4 bits: what it writes reads like English, and is often wrong.")
+        _say(
+            "It is a small model, of 135 million parameters in 4 bits: what it writes reads like English, and is often wrong."
+        )
     prompts = prompt or PROMPTS
     texts = prompts
     if tokenizer.chat_template is not None:
@@ -176,7 +183,12 @@ def main(
     inputs = tokenizer(texts, return_tensors="pt", padding=True).to(device)
     prompt_length, ends = inputs.input_ids.shape[1], network.generation_config.eos_token_id
     seeds = torch.arange(seed, seed + len(prompts), device=device)
-    greedy: dict[str, Any] = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}  # else it warns of them
+    greedy: dict[str, Any] = {
+        "do_sample": False,
+        "temperature": None,
+        "top_k": None,
+        "top_p": None,
+    }  # else it warns of them
     sampled = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
     options = {"max_new_tokens": tokens, **(sampled if temperature > 0 else greedy)}
 
@@ -202,16 +214,22 @@ def main(
         if device == "cpu":
             _say(_ON_A_CPU)
         expected = 2 * _ROUNDS * timed * seconds / steps
-        _say(f"timing both, {_ROUNDS} runs of {timed} tokens each, in turn: about {expected:.0f} s (--no-timing: without)")
+        _say(
+            f"timing both, {_ROUNDS} runs of {timed} tokens each, in turn: about {expected:.0f} s (--no-timing: without)"
+        )
         ways = {
-            ours: lambda: network.generate(**{**generate_options, "max_new_tokens": timed}, seed=seeds)[:, prompt_length:],
+            ours: lambda: network.generate(**{**generate_options, "max_new_tokens": timed}, seed=seeds)[
+                :, prompt_length:
+            ],
             theirs: lambda: network.generate(**inputs, **{**options, "max_new_tokens": timed})[:, prompt_length:],
         }
         with _console.status("timing") as status:
             network.generate(**inputs, **{**options, "max_new_tokens": 2})  # warms up
             show = status.update if _console.is_terminal else _say
             times = _time_rounds(ways, _ROUNDS, ends, show)
-        _say(f"{name} on {device}, {len(prompts)} prompts at once, up to {timed} new tokens each; medians, prompts included")
+        _say(
+            f"{name} on {device}, {len(prompts)} prompts at once, up to {timed} new tokens each; medians, prompts included"
+        )
         table = Table("decoding", "ms a step", "tokens/s")
         for way, (milliseconds, rate) in times.items():
             table.add_row(way, f"{milliseconds:.1f}", f"{rate:.1f}")
@@ -227,7 +245,9 @@ def main(
         if different:
             _console.print(f"[red]{different} tokens differ from plain logits + the same noise[/red]", soft_wrap=True)
             raise typer.Exit(1)
-        _console.print(f"[green]every one of the {drawn} tokens equals plain logits + the same noise[/green]", soft_wrap=True)
+        _console.print(
+            f"[green]every one of the {drawn} tokens equals plain logits + the same noise[/green]", soft_wrap=True
+        )
 
 
 if __name__ == "__main__":

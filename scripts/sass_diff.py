@@ -187,7 +187,11 @@ def same(before: Path, after: Path) -> bool:
 
 def changes(before: list[str], after: list[str]) -> list[str]:
     """Instructions that only one of two has, marked - and +."""
-    return [line for line in difflib.unified_diff(before, after, n=0, lineterm="") if not line.startswith(("---", "+++", "@@"))]
+    return [
+        line
+        for line in difflib.unified_diff(before, after, n=0, lineterm="")
+        if not line.startswith(("---", "+++", "@@"))
+    ]
 
 
 # -- compiling
@@ -195,7 +199,9 @@ def changes(before: list[str], after: list[str]) -> list[str]:
 
 def check_out(commit: str, place: Path) -> None:
     """The files of a commit, into a folder."""
-    archive = subprocess.run(["git", "archive", "--format=tar", commit], cwd=ROOT, capture_output=True, check=True).stdout
+    archive = subprocess.run(
+        ["git", "archive", "--format=tar", commit], cwd=ROOT, capture_output=True, check=True
+    ).stdout
     with tarfile.open(fileobj=io.BytesIO(archive)) as files:
         files.extractall(place, filter="data")
 
@@ -252,7 +258,8 @@ def main(
     workers: Annotated[int, typer.Option(min=1, help="Processes at once.")] = os.cpu_count() or 1,
     show: Annotated[int, typer.Option(min=0, help="Lines to print of what differs in a kernel.")] = 20,
     keep: Annotated[
-        Path | None, typer.Option(help="A folder for what was compiled. What is there of the commit is not compiled again.")
+        Path | None,
+        typer.Option(help="A folder for what was compiled. What is there of the commit is not compiled again."),
     ] = None,
 ) -> None:
     """Compiles the kernels of a commit and of the working tree, and says which differ. The exit status is 1 if one does."""

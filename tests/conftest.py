@@ -24,7 +24,9 @@ from tests import emulator
 COMPILED = os.environ.get("TRITON_INTERPRET") == "0" and not torch.cuda.is_available()
 # by name: benchmarks, which import this too, need not what it needs
 hopper = (
-    importlib.import_module("tests.emulator.hopper") if not torch.cuda.is_available() and emulator.why_not() is None else None
+    importlib.import_module("tests.emulator.hopper")
+    if not torch.cuda.is_available() and emulator.why_not() is None
+    else None
 )
 if hopper is not None:
     hopper.install()
@@ -195,7 +197,9 @@ def _types_made_when_asked_for() -> Iterator[None]:
             core.tuple, "type", property(tuple_type, lambda self, type: setattr(self, "_type", type)), raising=False
         )
         replaced.setattr(core.block_type, "__init__", make_block)
-        replaced.setattr(core.block_type, "name", property(lambda self: f"<{self.shape}, {self.element_ty}>"), raising=False)
+        replaced.setattr(
+            core.block_type, "name", property(lambda self: f"<{self.shape}, {self.element_ty}>"), raising=False
+        )
         replaced.setattr(core.tensor, "__init__", make_tensor)
         replaced.setattr(TritonSemantic, "binary_op_sanitize_overflow_impl", lambda self, lhs, rhs, binary_op: None)
         yield
@@ -245,9 +249,15 @@ def _entries_of_many_rows_by_torch() -> Iterator[None]:
 
 
 def pytest_addoption(parser):
-    parser.addoption("--part", default="1/1", metavar="K/N", help="one of N parts of the tests, by a hash of their names")
     parser.addoption(
-        "--passed", action="append", default=[], metavar="LOG", help="without those that this log of pytest -v has as passed"
+        "--part", default="1/1", metavar="K/N", help="one of N parts of the tests, by a hash of their names"
+    )
+    parser.addoption(
+        "--passed",
+        action="append",
+        default=[],
+        metavar="LOG",
+        help="without those that this log of pytest -v has as passed",
     )
 
 

@@ -24,7 +24,11 @@ class Mix:
     """
 
     def __init__(
-        self, seed: int, poisoned: bool = True, device: torch.device | None = None, wanted: Collection[str] | None = None
+        self,
+        seed: int,
+        poisoned: bool = True,
+        device: torch.device | None = None,
+        wanted: Collection[str] | None = None,
     ) -> None:
         self.random, self.poisoned, self.device = random.Random(seed), poisoned, device or torch.device("cpu")
         self.generator = torch.Generator().manual_seed(seed)
@@ -95,12 +99,16 @@ class Mix:
             params["soft_cap"] = self.random.choice((2.0, 30.0))
         if wants("dense_bias", 4):
             params["dense_bias"] = torch.where(
-                torch.rand(vocab, generator=self.generator) < 0.1, self.random.choice((-INF, 100.0, -100.0)), self.normal(vocab)
+                torch.rand(vocab, generator=self.generator) < 0.1,
+                self.random.choice((-INF, 100.0, -100.0)),
+                self.normal(vocab),
             )
         if wants("bias_ids", 3):
             n = self.random.randrange(1, 6)
             ids = torch.randint(-2, vocab + 2, (batch, n), generator=self.generator, dtype=torch.int32)
-            values = torch.tensor([[self.random.choice((-INF, 100.0, -100.0, 1.5, uniform())) for _ in range(n)]] * batch)
+            values = torch.tensor(
+                [[self.random.choice((-INF, 100.0, -100.0, 1.5, uniform())) for _ in range(n)]] * batch
+            )
             params |= {"bias_ids": ids, "bias_values": values}
         if wants("counts", 2):
             params["counts"] = self.counts(batch, vocab)
@@ -115,7 +123,9 @@ class Mix:
             ends = (0, 1, 2, vocab - 1, vocab, vocab + 7, 2**31 - 1) + (-1, -(2**31)) * poisoned
             params["top_k"] = self.pick(batch, lambda: self.random.randrange(1, vocab + 1), ends, integer=True)
         if wants("top_p", 2):
-            ends_p = (0.0, 1e-30, 1e-7, 0.5, 1 - 6e-8, 1.0) + (-1.0, 2.0, INF) * poisoned + (NAN,) * (poisoned and one_in(9))
+            ends_p = (
+                (0.0, 1e-30, 1e-7, 0.5, 1 - 6e-8, 1.0) + (-1.0, 2.0, INF) * poisoned + (NAN,) * (poisoned and one_in(9))
+            )
             params["top_p"] = self.pick(batch, uniform, ends_p)
         if wants("min_p", 3):
             ends_p = (0.0, 1e-30, 0.5, 1.0) + (-1.0, 2.0) * poisoned + (NAN,) * (poisoned and one_in(9))
@@ -127,7 +137,9 @@ class Mix:
         if one_in(3):
             params["top_logprobs"] = self.random.randrange(1, min(vocab, 20) + 1)
         if one_in(3):
-            params["logprob_ids"] = torch.randint(-2, vocab + 2, (batch, self.random.randrange(4)), generator=self.generator)
+            params["logprob_ids"] = torch.randint(
+                -2, vocab + 2, (batch, self.random.randrange(4)), generator=self.generator
+            )
         if one_in(3):
             params["logsumexp"] = True
         return self._there(params | self._joint(batch, params))
@@ -152,7 +164,9 @@ class Mix:
             logits[:, vocab:] = self.random.choice((NAN, 1e9))  # padding, never to be seen
         usual = (0.0, 1.0, 1e-6) + (INF, NAN) * (self.poisoned and self.one_in(6))
         temperature = self.pick(batch, lambda: self.random.random() * 2 + 0.05, usual)
-        bits = [torch.randint(-(2**63), 2**63 - 1, (batch,), generator=self.generator).to(self.device) for _ in range(2)]
+        bits = [
+            torch.randint(-(2**63), 2**63 - 1, (batch,), generator=self.generator).to(self.device) for _ in range(2)
+        ]
         if isinstance(temperature, Tensor):
             temperature = temperature.to(self.device)
         logits = logits.to(self.device)
@@ -211,7 +225,9 @@ def probabilities_of(step: SampleInputs) -> tuple[int, list[float] | None]:
         step.logits[0, : step.vocab_size].float().numpy(),
         0,
         step,
-        noise.gumbel(step.rows().seed, step.rows().offset, torch.zeros(1, dtype=torch.int64), 0, step.vocab_size)[0].numpy(),
+        noise.gumbel(step.rows().seed, step.rows().offset, torch.zeros(1, dtype=torch.int64), 0, step.vocab_size)[
+            0
+        ].numpy(),
     )
     (token,) = there["token_ids"]
     if token < 0:
@@ -317,7 +333,9 @@ def _relative(logit: float, best: float, scale: float) -> float:
     if logit == -INF:
         return -INF
     difference = logit - best
-    return NAN if math.isnan(difference) or math.isnan(scale) else min(difference / scale, 0.0)  # above 0 beside a NaN alone
+    return (
+        NAN if math.isnan(difference) or math.isnan(scale) else min(difference / scale, 0.0)
+    )  # above 0 beside a NaN alone
 
 
 def _logsumexp(values: list[float]) -> float:

@@ -78,7 +78,8 @@ def penalised(
         return logits
     counts = params.counts[:, : logits.shape[1]]
     repetition, frequency, presence = (
-        column(value, logits.device) for value in (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
+        column(value, logits.device)
+        for value in (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
     )
     logits = torch.where(counts != 0, torch.where(logits > 0, logits / repetition, logits * repetition), logits)
     times = counts & _COUNT

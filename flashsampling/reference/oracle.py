@@ -14,7 +14,17 @@ from . import logit_transforms
 from .logit_transforms import GREEDY_BELOW
 
 DOES = (
-    *("stream", "bias", "logit_scale", "soft_cap", "dense_bias", "bias_ids", "bias_values", "counts", "repetition_penalty"),
+    *(
+        "stream",
+        "bias",
+        "logit_scale",
+        "soft_cap",
+        "dense_bias",
+        "bias_ids",
+        "bias_values",
+        "counts",
+        "repetition_penalty",
+    ),
     *("frequency_penalty", "presence_penalty", "token_mask", "top_k", "top_p", "min_p", "joint_top_p"),
     *("logprobs", "top_logprobs", "logprob_ids", "logsumexp"),
 )
@@ -98,7 +108,9 @@ def logits_of(
     allowed = logit_transforms.allowed(params, raw.shape[1])
     kept = None
     if {"top_k", "top_p", "min_p"} & set(params.names()):
-        kept = logit_transforms.kept(processed, temperature, params.top_k, params.top_p, params.min_p, params.joint_top_p)
+        kept = logit_transforms.kept(
+            processed, temperature, params.top_k, params.top_p, params.min_p, params.joint_top_p
+        )
     return Logits(raw, processed, allowed, kept)
 
 

@@ -27,7 +27,9 @@ _WIDENED_ELEMENTS = 1 << 19
 _MAX_TOKENS = {"cpu": 1 << 14, "cuda": 1 << 16}  # however few the rows: a chunk, not the vocabulary
 _GRANULE = 128  # whole Philox groups
 _LOGITS_AT_ONCE = {"cpu": 1 << 21, "cuda": 1 << 24}  # of whole rows, or else of one; some 60 bytes each, with filters
-_DRAWS_PER_PASS = 1 << 14  # 5 bytes of state each and row; the logits, made anew in every pass, are a small part of so many
+_DRAWS_PER_PASS = (
+    1 << 14
+)  # 5 bytes of state each and row; the logits, made anew in every pass, are a small part of so many
 
 
 def chunk_tokens(rows: int, vocab_size: int, device_type: str) -> int:
@@ -158,7 +160,9 @@ def _in_chunks(step: SampleInputs) -> SampleResult:
             else:
                 logits = step.logits[:, first - begin : last - begin].float()
             for some_draws, some_best, some_ids, some_finite in zip(*parts):
-                gumbel = noise.gumbel(rows.seed, rows.offset, some_draws, start, last, step.params.stream)[..., first - start :]
+                gumbel = noise.gumbel(rows.seed, rows.offset, some_draws, start, last, step.params.stream)[
+                    ..., first - start :
+                ]
                 scores = scores_of_logits(logits, rows.temperature, gumbel)
                 chunk_best, index = scores.max(dim=-1)  # NaN if there is one; the first index of a tie
                 torch.where(chunk_best > some_best, first + index, some_ids, out=some_ids)

@@ -50,7 +50,9 @@ class Target(NamedTuple):
     def step(self, states: Tensor, rows: dict[str, Any], params: SamplingParams) -> SampleInputs:
         """One draw of rows of states, by their temperature, seed and offset."""
         head, logits = (states, states) if self.weight is None else (self.weight, None)
-        return SampleInputs(states, head, **rows, num_samples=1, vocab_size=self.vocab_size, params=params, logits=logits)
+        return SampleInputs(
+            states, head, **rows, num_samples=1, vocab_size=self.vocab_size, params=params, logits=logits
+        )
 
 
 def _of(value: Any, request: Tensor) -> Any:
@@ -219,7 +221,9 @@ def _expand(target: Target, given: DraftBatch, parameters: Parameters) -> tuple[
     if params.counts is not None:
         drafts = given.drafts()
         counts = parameters.counts_at(drafts.nodes(), drafts, target.vocab_size)
-    return dict(zip(("temperature", "seed", "offset"), rows)), parameters.asked_by(numbers, request, parameters.masks, counts)
+    return dict(zip(("temperature", "seed", "offset"), rows)), parameters.asked_by(
+        numbers, request, parameters.masks, counts
+    )
 
 
 def reject(target: Target, given: DraftBatch, parameters: Parameters, draft_probs: Tensor | None) -> Verified:
@@ -258,11 +262,15 @@ def _reject_over_ranks(
     """See ``tensor_parallel/rejection``."""
     drafts = given.drafts()
     rows, params = parameters.at(drafts.nodes(), drafts, target.vocab_size)
-    drafted = DraftChains(drafts.token_ids, drafts.rows, drafts.places(), draft_probs if given.token_ids.numel() else None)
+    drafted = DraftChains(
+        drafts.token_ids, drafts.rows, drafts.places(), draft_probs if given.token_ids.numel() else None
+    )
     last, num_accepted = _drawn_over_ranks(tp, target, rows, params, drafted=drafted).view(2, given.batch)
     ids = torch.nn.functional.pad(drafts.token_ids, (0, 1), value=-1)
     accepted = drafts.first(num_accepted)
-    return _output(drafts, accepted, ids.masked_fill(accepted.nodes < 0, -1).scatter(1, num_accepted[:, None], last[:, None]))
+    return _output(
+        drafts, accepted, ids.masked_fill(accepted.nodes < 0, -1).scatter(1, num_accepted[:, None], last[:, None])
+    )
 
 
 def _recording(target: Target, given: DraftBatch, parameters: Parameters) -> Backend | None:
@@ -311,7 +319,9 @@ def check_draft_probs(draft_probs: Any, method: str, target: Target, given: Draf
     if draft_probs.dtype not in _FLOATS:
         raise TypeError(f"draft_probs must be float32, bfloat16 or float16, got {draft_probs.dtype}")
     if draft_probs.device != target.states.device:
-        raise ValueError(f"draft_probs must be on the device of the step, {target.states.device}, got {draft_probs.device}")
+        raise ValueError(
+            f"draft_probs must be on the device of the step, {target.states.device}, got {draft_probs.device}"
+        )
     shape = tuple(given.token_ids.shape)
     nobody_s = given.batch == 0 and draft_probs.ndim == 2  # of drafts one request after the other, (N,)
     if (draft_probs.shape[:-1] != shape and not nobody_s) or draft_probs.shape[-1] < target.vocab_size:
@@ -331,7 +341,9 @@ def asked_at(
     if batch == 0 and is_plain(mask) and mask.ndim == 2:  # nobody's, as drafts are
         request["token_mask"] = mask = mask[:0]
     if is_plain(mask) and (mask.ndim == 3 or (mask.ndim == 2 and mask.shape[0] == positions != batch)):
-        if mask.shape[:-1] not in ((batch, given.n + 1), (positions,)) or (given.bounds is not None) != (mask.ndim == 2):
+        if mask.shape[:-1] not in ((batch, given.n + 1), (positions,)) or (given.bounds is not None) != (
+            mask.ndim == 2
+        ):
             raise ValueError(f"token_mask must have a row per request or per position, got shape {tuple(mask.shape)}")
         every = BatchShape(positions, target.vocab, target.vocab_size, device, 1)
         masks = parse_sampling_params({"token_mask": mask.flatten(0, -2)}, every).token_mask

@@ -51,7 +51,9 @@ class Drafts(NamedTuple):
     request: Tensor  # (R,) int64: each row's
     node: Tensor  # (R,) int64: each row's
     tree: Tree | None  # None: chains
-    bounds: Tensor | None  # (B + 1,) int64: where among N each request's drafts begin, and the last's end; None: B times n
+    bounds: (
+        Tensor | None
+    )  # (B + 1,) int64: where among N each request's drafts begin, and the last's end; None: B times n
 
     def nodes(self) -> Nodes:
         """All rows."""
@@ -130,7 +132,9 @@ class Drafts(NamedTuple):
         equal = (ids[:, :, None] == ids[:, None, :]) & (before[:, :, None] == before[:, None, :]) & sound[:, None, :]
         again = equal.tril(-1).any(dim=-1)  # an earlier sibling is the same token
         holds = (tokens.gather(1, before) == ids) & (ids >= 0) & sound & ~again
-        on_path = torch.cat([torch.ones_like(holds[:, :1]), holds], dim=1) if ids.shape[1] else torch.ones_like(tokens).bool()
+        on_path = (
+            torch.cat([torch.ones_like(holds[:, :1]), holds], dim=1) if ids.shape[1] else torch.ones_like(tokens).bool()
+        )
         for _ in _doublings(ids.shape[1]):  # as far back again in every round
             on_path = on_path & on_path.gather(1, parents)
             parents = parents.gather(1, parents)
@@ -269,10 +273,14 @@ def layout(
     if parents is not None:
         parents = _integers("parents", parents, states.device)
         if parents.shape != ids.shape:
-            raise ValueError(f"parents must have the shape of draft_token_ids, {tuple(ids.shape)}, got {tuple(parents.shape)}")
+            raise ValueError(
+                f"parents must have the shape of draft_token_ids, {tuple(ids.shape)}, got {tuple(parents.shape)}"
+            )
     if cu_draft_lengths is None:
         if max_draft_length is not None:
-            raise ValueError("max_draft_length must be None without cu_draft_lengths: the columns of draft_token_ids say it")
+            raise ValueError(
+                "max_draft_length must be None without cu_draft_lengths: the columns of draft_token_ids say it"
+            )
         if ids.ndim != 2:
             hint = "(B, n), or (N,) with cu_draft_lengths"
             raise ValueError(f"draft_token_ids must have shape {hint}, got shape {tuple(ids.shape)}")
@@ -289,7 +297,9 @@ def layout(
         if not 0 <= most <= NO_TOKEN:
             raise ValueError(f"max_draft_length must be from 0 to 2**31 - 1, got {most}")
     if most is None:
-        raise ValueError("max_draft_length must be given with a tensor of cu_draft_lengths, which the host does not read")
+        raise ValueError(
+            "max_draft_length must be given with a tensor of cu_draft_lengths, which the host does not read"
+        )
     batch = bounds.shape[0] - 1
     if states.ndim != 2 or states.shape[0] != ids.shape[0] + batch:
         wanted = f"({ids.shape[0] + batch}, ...), a row for each of {ids.shape[0]} drafts and {batch} requests"

@@ -171,7 +171,9 @@ def verify(
     """
     try:
         check_kind("hidden_states", hidden_states)
-        given, states = layout("hidden_states", hidden_states, draft_token_ids, cu_draft_lengths, max_draft_length, parents)
+        given, states = layout(
+            "hidden_states", hidden_states, draft_token_ids, cu_draft_lengths, max_draft_length, parents
+        )
         _, vocab, _ = check_matrices(states, weight, 1 if tp is None else 0, "verify_from_logits")
         if tp is not None:
             if seed is None:

@@ -90,7 +90,9 @@ def check(members: Sequence[RankCapabilities]) -> list[tuple[int, int]]:
         if len(rank_capabilities.shape) != 2 or rank_capabilities.shape[1] < 1:
             raise ValueError(f"weight must have shape (V_shard, D), got {rank_capabilities.shape} on rank {rank}")
         if rank_capabilities.dtype not in ("torch.bfloat16", "torch.float16", "torch.float32"):
-            raise ValueError(f"weight must be bfloat16, float16 or float32, got {rank_capabilities.dtype} on rank {rank}")
+            raise ValueError(
+                f"weight must be bfloat16, float16 or float32, got {rank_capabilities.dtype} on rank {rank}"
+            )
     dims = [rank_capabilities.shape[1] for rank_capabilities in members]
     if len(set(dims)) > 1:
         raise ValueError(f"weight must have the same D on all ranks, got {by_rank(dims)}")
@@ -153,7 +155,9 @@ def choose_impl(members: Sequence[RankCapabilities]) -> str:
     raise ValueError(f"impl={params!r} cannot do this on rank {rank}: {reason}")
 
 
-def choose_transport(members: Sequence[RankCapabilities], impl: str, no_p2p: str | None = None) -> tuple[str, str | None]:
+def choose_transport(
+    members: Sequence[RankCapabilities], impl: str, no_p2p: str | None = None
+) -> tuple[str, str | None]:
     """The first transport that can be, or the one asked for; and why it is not p2p, where users may have expected that: it
     was tried, or all ranks are on one host's GPUs and none was asked for by name. Raises alike on every rank.
 

@@ -100,7 +100,9 @@ class Construction:
         except BaseException as error:
             if self.made is not None:
                 if isinstance(self.made, Gloo) and self._meet is not None and not isinstance(error, RemoteError):
-                    self.made.declare(left(self._meet.rank, error))  # others may be in their first step, and hear of it there
+                    self.made.declare(
+                        left(self._meet.rank, error)
+                    )  # others may be in their first step, and hear of it there
                     self.made.drain()
                 self.made.close(True)  # no step was made
             raise
@@ -122,7 +124,9 @@ class Construction:
             if weight.is_meta:
                 raise TypeError("weight must hold values, got one on the meta device")
             if weight.is_cuda and torch.cuda.is_current_stream_capturing():
-                raise RuntimeError("TensorParallel must be made before a CUDA graph is captured: the stream is being captured")
+                raise RuntimeError(
+                    "TensorParallel must be made before a CUDA graph is captured: the stream is being captured"
+                )
             for name in ("max_batch_size", "max_num_samples", "first_token", "vocab_size"):
                 if options[name] is not None or name.startswith("max"):
                     options[name] = integer(name, options[name])
@@ -130,7 +134,9 @@ class Construction:
                 if not isinstance(options[name], str | None):
                     raise TypeError(f"{name} must be a str or None, got {type(options[name]).__name__}")
             backends = str(dist.get_backend_config(self._group))
-            return record_to_json(capabilities.rank_capabilities(weight, seconds_of(timeout), backends, **options)).encode()
+            return record_to_json(
+                capabilities.rank_capabilities(weight, seconds_of(timeout), backends, **options)
+            ).encode()
 
         said = self._stage("construction", describe)
         read = functools.partial(record_from_json, capabilities.RankCapabilities)
@@ -215,7 +221,9 @@ class Construction:
         with torch.cuda.device(weight.device):
             for num_samples in sorted({1, self.mine.max_num_samples}):
 
-                def draw(states: Tensor, temperature: Tensor | float, zeros: Tensor, num_samples: int = num_samples) -> None:
+                def draw(
+                    states: Tensor, temperature: Tensor | float, zeros: Tensor, num_samples: int = num_samples
+                ) -> None:
                     run(SampleInputs(states, weight, temperature, zeros, zeros, num_samples, vocab, shard))
 
                 made = plan(weight, self.mine.max_batch_size, num_samples, self.impl, None)

@@ -77,7 +77,9 @@ class FixedPointScale(NamedTuple):
 
     def share(self, logits: Tensor) -> Tensor:
         """(B, n) float64: what logits (B, n) have of the highest token's mass."""
-        return share_of_best(relative(logits, self.temperature, self.top[:, None])).clamp(max=1.0)  # above are keys of no token
+        return share_of_best(relative(logits, self.temperature, self.top[:, None])).clamp(
+            max=1.0
+        )  # above are keys of no token
 
     def of(self, logits: Tensor) -> Tensor:
         """(B, n) int64: masses of logits (B, n)."""

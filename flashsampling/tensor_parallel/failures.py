@@ -5,9 +5,7 @@ from typing import Any, Literal
 
 from .serialization import record_from_json, record_to_json
 
-HOW_TO_GO_ON = (
-    "The group cannot be used any more: close it on every rank that lives and make a new one, see docs/tensor_parallel.md"
-)
+HOW_TO_GO_ON = "The group cannot be used any more: close it on every rank that lives and make a new one, see docs/tensor_parallel.md"
 
 
 @dataclass(frozen=True)

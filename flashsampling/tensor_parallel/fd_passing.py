@@ -110,7 +110,9 @@ def _refused(meet: Rendezvous, rank: int) -> RuntimeError:
     return RuntimeError(f"the Unix socket of rank {rank} refused this rank's memory: {where}")
 
 
-def _late(others: dict[bytes, int], descriptors: dict[int, int], unsent: dict[bytes, int], seconds: float) -> RuntimeError:
+def _late(
+    others: dict[bytes, int], descriptors: dict[int, int], unsent: dict[bytes, int], seconds: float
+) -> RuntimeError:
     """Who keeps this rank waiting: who sent nothing; or, where all did, who takes nothing from its queue, which is full."""
     silent = sorted(set(others.values()) - set(descriptors))
     if silent:

@@ -132,7 +132,9 @@ def prepare(part: Part, step: SampleInputs) -> tuple[Collective, Kept]:
     logits = _Logits(raw, processed)
 
     def meet(words: Tensor, wanted: Tensor | None = None) -> Tensor:
-        messages = [transport.all_gather(some, step, wanted) for some in words.contiguous().view(-1).split(transport.room)]
+        messages = [
+            transport.all_gather(some, step, wanted) for some in words.contiguous().view(-1).split(transport.room)
+        ]
         theirs = messages[0] if len(messages) == 1 else torch.cat(messages, dim=1)
         return theirs.contiguous().view(-1, *words.shape)  # kernels count on it
 
@@ -190,7 +192,9 @@ def _drawn(meet: Collective, part: Part, kept: Kept) -> SampleResult:
     return drawn  # type: ignore[no-any-return]
 
 
-def winners_of(backend: Backend, local: SampleInputs, logits: Tensor, limit: Tensor, known: Tensor | None = None) -> Tensor:
+def winners_of(
+    backend: Backend, local: SampleInputs, logits: Tensor, limit: Tensor, known: Tensor | None = None
+) -> Tensor:
     """(B, num_samples) packed winners of the shard's tokens from ``limit`` (B,) on, of their logits (B, n)."""
     shape = len(logits), local.num_samples
     if logits.shape[1] == 0:

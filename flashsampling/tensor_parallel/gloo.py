@@ -51,7 +51,12 @@ class Gloo:
     skips = False
 
     def __init__(
-        self, group: dist.ProcessGroup | None, rendezvous: Rendezvous, max_batch_size: int, capacity: int, seconds: float
+        self,
+        group: dist.ProcessGroup | None,
+        rendezvous: Rendezvous,
+        max_batch_size: int,
+        capacity: int,
+        seconds: float,
     ) -> None:
         self.skipped_calls = 0
         self._rendezvous, self._seconds = rendezvous, seconds
@@ -112,7 +117,9 @@ class Gloo:
         except BaseException as error:
             self.end(error)
             raise
-        if step.params is not DEFAULT_PARAMS or step.draft_hash is not None:  # the next step's message says nothing of this one
+        if (
+            step.params is not DEFAULT_PARAMS or step.draft_hash is not None
+        ):  # the next step's message says nothing of this one
             self.end()
         return tokens
 
@@ -220,7 +227,9 @@ class Gloo:
     def failure(self) -> Failure | None:
         """As the protocol says: the store is asked."""
         if self._failure is None:
-            self._failure = self._rendezvous.known()  # None if its process is gone; the next step finds out, if it is a rank
+            self._failure = (
+                self._rendezvous.known()
+            )  # None if its process is gone; the next step finds out, if it is a rank
         return self._failure
 
     def declare(self, failure: Failure) -> Failure:

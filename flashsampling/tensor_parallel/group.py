@@ -145,8 +145,17 @@ class TensorParallel:
         self.first_token, self.last_token, self.vocab_size = making.first_token, making.last_token, making.vocab_size
         self.num_rows, self._ranges = making.num_rows, making.ranges
         mine = making.mine
-        self.max_batch_size, self.max_num_samples, self.timeout = mine.max_batch_size, mine.max_num_samples, mine.timeout
-        self.impl, self.transport, self._transport, self.shard = making.impl, making.transport, making.made, making.shard
+        self.max_batch_size, self.max_num_samples, self.timeout = (
+            mine.max_batch_size,
+            mine.max_num_samples,
+            mine.timeout,
+        )
+        self.impl, self.transport, self._transport, self.shard = (
+            making.impl,
+            making.transport,
+            making.made,
+            making.shard,
+        )
         self.order = ops.order_of(self.device)  # see ops
         self.name = str(next(_names))  # by which the torch operator finds it
         open_groups.add(self.name, self)
@@ -194,7 +203,9 @@ class TensorParallel:
             time.sleep(pause)
             pause = min(pause * 1.5, 1e-3)
 
-    def broadcast(self, values: Any, error: Exception | None = None, must_match: Mapping[str, Any] | None = None) -> Any:
+    def broadcast(
+        self, values: Any, error: Exception | None = None, must_match: Mapping[str, Any] | None = None
+    ) -> Any:
         """The first rank's ``values`` on every rank. A collective, bounded by ``timeout``.
 
         Through the process group's store, whatever its backend: for some KiB of parameters.
@@ -324,12 +335,16 @@ class TensorParallel:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        raise TypeError("a TensorParallel cannot be pickled: it is this process's part of a group. Save weights, make it anew")
+        raise TypeError(
+            "a TensorParallel cannot be pickled: it is this process's part of a group. Save weights, make it anew"
+        )
 
     def __enter__(self) -> "TensorParallel":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         """Closes. If an exception leaves the block: the group fails, so that no rank waits for this one, nor this for any."""
         if error is None or self._closed:
             self.close()
@@ -356,9 +371,13 @@ class TensorParallel:
                 f"got {tuple(weight.shape)} {weight.dtype} on {weight.device}"
             )
         if batch > self.max_batch_size:
-            raise ValueError(f"hidden_states must have at most tp.max_batch_size = {self.max_batch_size} rows, got {batch}")
+            raise ValueError(
+                f"hidden_states must have at most tp.max_batch_size = {self.max_batch_size} rows, got {batch}"
+            )
         if num_samples > self.max_num_samples:
-            raise ValueError(f"num_samples must be at most tp.max_num_samples = {self.max_num_samples}, got {num_samples}")
+            raise ValueError(
+                f"num_samples must be at most tp.max_num_samples = {self.max_num_samples}, got {num_samples}"
+            )
 
     @property
     def skipped_calls(self) -> int:
@@ -404,7 +423,9 @@ class TensorParallel:
         drafts to be rejected."""
         if self._transport is None and step.drafted is None:
             return backend.run(step)
-        part = filtered_sampling.Part(self._transport or SingleRank(), backend, self._ranges, self.rank, self.vocab_size)
+        part = filtered_sampling.Part(
+            self._transport or SingleRank(), backend, self._ranges, self.rank, self.vocab_size
+        )
         return (filtered_sampling.draw if step.drafted is None else rejection.reject)(part, step)
 
     def dry_run(self, backend: Backend, step: SampleInputs) -> SampleResult:
@@ -415,7 +436,9 @@ class TensorParallel:
         if backend.runs_on_shard(step):
             return backend.run(step._replace(shard=self._transport.dry_run_transport(self.first_token)))
         rounds = DryRun(self.world_size, self._transport.room, self._transport.skips)
-        return filtered_sampling.draw(filtered_sampling.Part(rounds, backend, self._ranges, self.rank, self.vocab_size), step)
+        return filtered_sampling.draw(
+            filtered_sampling.Part(rounds, backend, self._ranges, self.rank, self.vocab_size), step
+        )
 
     @contextmanager
     def busy(self) -> Iterator[None]:

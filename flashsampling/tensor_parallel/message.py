@@ -154,7 +154,9 @@ class Hashes:
 
     def _of_columns(self, value: Tensor) -> Tensor:
         """(B,) int64, of integers (B, n)."""
-        first, *others = ((part * self.along[: part.shape[1]]).sum(dim=1) for part in value.split(len(self.along), dim=1))
+        first, *others = (
+            (part * self.along[: part.shape[1]]).sum(dim=1) for part in value.split(len(self.along), dim=1)
+        )
         for other in others:
             first = first * _AGAIN + other
         return first

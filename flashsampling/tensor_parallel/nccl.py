@@ -93,7 +93,9 @@ class Nccl:
 
         self._message = words(HEADER + capacity)
         self._messages = words(self._ranks, HEADER + capacity)
-        self._state = words(4)  # steps, all-gathers that the host issued, those of graph replays, whether the group failed
+        self._state = words(
+            4
+        )  # steps, all-gathers that the host issued, those of graph replays, whether the group failed
         self._counts, self._step, self._failed = self._state[:3], self._state[:1], self._state[3:]
         self._one_called, self._one_replayed = (torch.tensor(one, device=device) for one in ([1, 1, 0], [1, 0, 1]))
         self._first_failed = words(self._ranks, HEADER)
@@ -120,7 +122,9 @@ class Nccl:
         """A first all-gather, in which NCCL makes its communicator, and then the thread. Blocks until all ranks do it."""
         gather_flat(self._messages, self._message, self._group)
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # this may be another thread and stream than the one that made the buffers
+            torch.cuda.synchronize(
+                self._device
+            )  # this may be another thread and stream than the one that made the buffers
         self._rendezvous.share()
         self._watcher.start()
 
@@ -188,7 +192,9 @@ class Nccl:
         if not self._capturing():
             one = self._one_called
             with self._lock:
-                if self._failure is not None:  # since the call began; the other ranks count on it that nothing more is issued
+                if (
+                    self._failure is not None
+                ):  # since the call began; the other ranks count on it that nothing more is issued
                     return None
                 self._issued += 1
         mine[HEADER : HEADER + count].copy_(out)
@@ -249,7 +255,10 @@ class Nccl:
                 if settled or not wait or time.monotonic() - last > min(self._seconds, DRAIN_LIMIT):
                     return
                 time.sleep(_LOOK_AFTER_FAILURE / 4)
-        except (StoreGoneError, RuntimeError):  # nobody can say what is missing; or a broken device, an aborted process group
+        except (
+            StoreGoneError,
+            RuntimeError,
+        ):  # nobody can say what is missing; or a broken device, an aborted process group
             return
         finally:
             self._catching_up.release()
@@ -266,7 +275,9 @@ class Nccl:
         _, called, replayed = self._begun_view.tolist()
         _, called_ended, replayed_ended, _ = self._state_view.tolist()
         extra = self._caught_up
-        return Heartbeat(called + replayed + extra, called_ended + replayed_ended + extra, 0, issued - called, int(knows))
+        return Heartbeat(
+            called + replayed + extra, called_ended + replayed_ended + extra, 0, issued - called, int(knows)
+        )
 
     def close(self, everybody: bool) -> None:
         """As the protocol says."""

@@ -40,7 +40,8 @@ def first(
 def words(
     kept: "Kept",
     winners: Tensor,  # (B, num_samples) int64, packed: the shard's
-    mass: Tensor | None,  # (B, 1) int64, of what is kept of the shard; None: nobody asks for the tokens' log-probabilities
+    mass: Tensor
+    | None,  # (B, 1) int64, of what is kept of the shard; None: nobody asks for the tokens' log-probabilities
 ) -> Tensor:
     """(B, n) int64: what this rank says of its shard, ``Kept.columns`` in order."""
     params, (raw, processed), first_token = kept.local.params, kept.logits, kept.local.shard.first_token
@@ -97,7 +98,9 @@ def above(
     logits: Tensor,  # (B, S) float32
 ) -> Tensor:
     """(B, S) int64: how many of the shard's raw logits are higher."""
-    columns = [by_rows(lambda raw, one: (raw > one).sum(dim=1, keepdim=True), raw, one) for one in logits.split(1, dim=1)]
+    columns = [
+        by_rows(lambda raw, one: (raw > one).sum(dim=1, keepdim=True), raw, one) for one in logits.split(1, dim=1)
+    ]
     return torch.cat(columns, dim=1)
 
 

@@ -339,7 +339,10 @@ class PeerToPeer:
 
     def close(self, everybody: bool) -> None:
         """As the protocol says."""
-        with contextlib.suppress(RuntimeError), _current(self._context):  # on a broken device no kernel runs that would read it
+        with (
+            contextlib.suppress(RuntimeError),
+            _current(self._context),
+        ):  # on a broken device no kernel runs that would read it
             _write(self._table + 8 * protocol.TABLE_RANKS, [0])
             if everybody:
                 self._unmap()

@@ -62,7 +62,9 @@ def straggler(before: Sequence[Heartbeat | None], now: Sequence[Heartbeat | None
         that is in no step at all, since one that is in a step waits itself. Of equals, the lowest.
     """
     table = list(enumerate(zip(before, now)))
-    still = [(new.begun if new else -1, rank) for rank, (old, new) in table if new is None or (old and old.beat == new.beat)]
+    still = [
+        (new.begun if new else -1, rank) for rank, (old, new) in table if new is None or (old and old.beat == new.beat)
+    ]
     if still:
         return min(still)[1]
     behind = [(new.begun != new.ended, new.begun, rank) for rank, (_, new) in table if new and new.begun < begun]

@@ -56,7 +56,9 @@ def test_a_row_of_the_table_is_an_implementation(toy):
     assert len(toy.steps) == 2
     with pytest.raises(ValueError, match="impl='toy' cannot do this: odd vocabularies are not its own"):
         dataclasses.replace(problem, vocab_size=299).sample("toy")
-    assert_agreement(dataclasses.replace(problem, vocab_size=299).sample(None), dataclasses.replace(problem, vocab_size=299))
+    assert_agreement(
+        dataclasses.replace(problem, vocab_size=299).sample(None), dataclasses.replace(problem, vocab_size=299)
+    )
     assert len(toy.steps) == 2
     torch._dynamo.reset()
     assert torch.equal(torch.compile(lambda: problem.sample("toy"), fullgraph=True)(), expected)
@@ -95,7 +97,9 @@ def test_what_a_backend_does_not_do_is_refused_by_name(toy, monkeypatch, no_mach
         ValueError, match="no implementation can do this on cpu: toy: it does not do stream; streaming: it does"
     ):
         ops.sample(recovery, "")
-    assert BACKENDS["reference"].unsupported(step._replace(shard=Shard(7, exchange_protocol.PACKED))).startswith("a shard")
+    assert (
+        BACKENDS["reference"].unsupported(step._replace(shard=Shard(7, exchange_protocol.PACKED))).startswith("a shard")
+    )
 
 
 @pytest.mark.parametrize("impl", ["streaming", "reference"])
@@ -126,7 +130,10 @@ def test_a_step_is_put_together_as_it_was():
         again = ops._put_together(tuple(ops._taken_apart(step)), params, step.vocab_size, step.shard)
         assert all(a is b or a == b for a, b in zip(again, step))
         assert (again.params is DEFAULT_PARAMS) == (step.params is DEFAULT_PARAMS)
-    for operator, logits in ((torch.ops.flashsampling.sample, ()), (torch.ops.flashsampling.sample_from_logits, ("logits",))):
+    for operator, logits in (
+        (torch.ops.flashsampling.sample, ()),
+        (torch.ops.flashsampling.sample_from_logits, ("logits",)),
+    ):
         schema = operator.default._schema
         names = {argument.name.removesuffix("_value") for argument in schema.arguments}
         heads = {"hidden_states", "weight"}
@@ -165,4 +172,8 @@ def test_versions_of_what_a_backend_needs(monkeypatch):
     assert package.missing() == "triton 3.4.0 is installed, it needs 3.6 or newer"
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert package.missing() == "triton is not installed"
-    assert Package("tvm_ffi", "apache-tvm-ffi", hint=" (pip install x)").missing().endswith("is not installed (pip install x)")
+    assert (
+        Package("tvm_ffi", "apache-tvm-ffi", hint=" (pip install x)")
+        .missing()
+        .endswith("is not installed (pip install x)")
+    )

@@ -42,7 +42,10 @@ def test_doctor_says_that_there_is_no_home(capsys, monkeypatch, variable, home):
     command.main(["doctor"])
     which = "not set" if variable is None else repr(variable)
     out = capsys.readouterr().out
-    assert f"not used: no cache folder: FLASHSAMPLING_CACHE_DIR is {which}, and HOME is {home!r}, which is not an abs" in out
+    assert (
+        f"not used: no cache folder: FLASHSAMPLING_CACHE_DIR is {which}, and HOME is {home!r}, which is not an abs"
+        in out
+    )
 
 
 def test_doctor_says_what_lies_in_the_cache_and_nobody_needs(capsys, monkeypatch, tmp_path):
@@ -151,7 +154,8 @@ def test_precompile_rewrites_one_line_on_a_terminal(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("error", "message"), [(KeyboardInterrupt(), "^interrupted; what is compiled is kept"), (OSError("full"), "be kept: full$")]
+    ("error", "message"),
+    [(KeyboardInterrupt(), "^interrupted; what is compiled is kept"), (OSError("full"), "be kept: full$")],
 )
 def test_precompile_ends_in_a_line(monkeypatch, error, message):
     terminal = _Terminal()

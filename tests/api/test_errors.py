@@ -43,7 +43,9 @@ CALLS = {  # everything that takes sampling parameters
     "LMHeadSampler.verify": lambda **options: _sampler().verify(PLACES, IDS, **options),
 }
 SAMPLERS = [name for name in CALLS if name.startswith(("forward", "LMHead"))]
-KEPT = "the sampler keeps seeds and offsets per row; set them by LMHeadSampler(..., seed=...) or sampler.reset(seed=..., "
+KEPT = (
+    "the sampler keeps seeds and offsets per row; set them by LMHeadSampler(..., seed=...) or sampler.reset(seed=..., "
+)
 FORMS = "of a dict d pass (list(d), list(d.values())), of (id, value) pairs tuple(zip(*pairs))"
 PAIR = "logit_bias must be a tensor (V,) or a pair of ids and values, got "
 OF_ALL: dict[str, tuple[dict[str, Any], list[str]]] = {  # of every call: arguments, and the words of a TypeError
@@ -66,12 +68,8 @@ OF_SAMPLERS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "impl": ({"impl": "reference"}, ["impl must not be given to a call: the sampler has it, from its constructor"]),
     "vocab_size": ({"vocab_size": 5}, ["vocab_size must not be given to a call"]),
 }
-TRANSPOSED = (
-    f"weight must have the {DIM} columns of hidden_states, got shape ({DIM}, {VOCAB}); it is (D, V): pass weight.T.contig"
-)
-LOGITS = (
-    f"hidden_states must have the {DIM} columns of weight, got shape ({BATCH}, {VOCAB}), that of logits; use sample_from_log"
-)
+TRANSPOSED = f"weight must have the {DIM} columns of hidden_states, got shape ({DIM}, {VOCAB}); it is (D, V): pass weight.T.contig"
+LOGITS = f"hidden_states must have the {DIM} columns of weight, got shape ({BATCH}, {VOCAB}), that of logits; use sample_from_log"
 LINEAR = "weight must be a torch.Tensor, got Linear; pass its .weight, and its .bias as bias"
 OF_ONE = {
     "a transposed weight": (lambda: _with_head(weight=WEIGHT.T), ValueError, [TRANSPOSED]),
@@ -89,12 +87,17 @@ OF_ONE = {
     "the list of sample": (
         lambda: _with_head(sed=3),
         TypeError,
-        ["'sed'; did you mean seed? sample takes hidden_states, weight, temperature, seed, offset, num_samples, vocab_size, "],
+        [
+            "'sed'; did you mean seed? sample takes hidden_states, weight, temperature, seed, offset, num_samples, vocab_size, "
+        ],
     ),
     "the list of verify": (
         lambda: _drafts(drafts=3),
         TypeError,
-        ["verify takes hidden_states, weight, draft_token_ids, cu_draft_lengths, ", "temperature, seed, offset, vocab_size"],
+        [
+            "verify takes hidden_states, weight, draft_token_ids, cu_draft_lengths, ",
+            "temperature, seed, offset, vocab_size",
+        ],
     ),
     "the list of a sampler": (
         lambda: _sampler()(STATES, temprature=0.5),
@@ -128,7 +131,9 @@ def _without_triton(call):
         return call(impl="triton")
 
 
-TRITON = ["impl='triton' cannot do this: triton is not installed (the extra triton: pip install '.[triton]' from a checkout)"]
+TRITON = [
+    "impl='triton' cannot do this: triton is not installed (the extra triton: pip install '.[triton]' from a checkout)"
+]
 for _call in sorted(CALLS.keys() - set(SAMPLERS)):
     TABLE[f"{_call}, without Triton"] = functools.partial(_without_triton, CALLS[_call]), ValueError, TRITON
 TABLE["a sampler without Triton"] = (

@@ -144,7 +144,9 @@ def test_distribution_past_20(device):
 
 
 def test_gumbel_distribution(device):
-    g = noise.gumbel(torch.arange(50, device=device), torch.arange(50, device=device), torch.arange(2, device=device), 0, 4096)
+    g = noise.gumbel(
+        torch.arange(50, device=device), torch.arange(50, device=device), torch.arange(2, device=device), 0, 4096
+    )
     assert stats.kstest(g.flatten().cpu().numpy(), "gumbel_r").pvalue > 1e-4
 
 

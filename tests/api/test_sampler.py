@@ -44,7 +44,9 @@ def test_the_head_s_scale_and_soft_cap_are_every_step_s():
     sampler.reset(sampler.seeds.clone())
     assert torch.equal(sampler(x, logit_scale=None, soft_cap=None).token_ids, expected.token_ids)  # not given
     without = sampler(x, logit_scale=1.0, soft_cap=0.0, logprob_ids=out.token_ids[:, None]).given_logprobs[:, 0]
-    assert torch.allclose(without, (x @ head.weight.T).log_softmax(1).gather(1, out.token_ids[:, None])[:, 0], atol=1e-4)
+    assert torch.allclose(
+        without, (x @ head.weight.T).log_softmax(1).gather(1, out.token_ids[:, None])[:, 0], atol=1e-4
+    )
     assert not torch.allclose(without, expected.logprobs, atol=1e-2)
     with pytest.raises(ValueError, match=r"soft_cap must be at least 0, got -1\.0"):
         LMHeadSampler(head, soft_cap=-1.0)
@@ -401,7 +403,10 @@ def test_reset_of_temperatures():
     assert sampler.temperature.tolist() == [1.0, 1.0, 1.0, 0.25]
     assert sampler.temperature.data_ptr() == storage  # a captured graph sees it
     before = sampler.seeds.clone()
-    for temperature, message in ((-1.0, "temperature must be at least 0"), ([1.0] * 3, "temperature must be a number or have")):
+    for temperature, message in (
+        (-1.0, "temperature must be at least 0"),
+        ([1.0] * 3, "temperature must be a number or have"),
+    ):
         with pytest.raises(ValueError, match=message):
             sampler.reset(4, temperature=temperature)
     number = LMHeadSampler(make_head(), max_batch_size=4, seed=1)
@@ -414,7 +419,9 @@ def test_reset_of_temperatures():
 def test_a_default_temperature_per_row(kind):
     values = [0.0, 3.0, 0.5, 0.1]
     sampler = LMHeadSampler(make_head(), max_batch_size=4, seed=1, temperature=kind(values)).to(torch.bfloat16).float()
-    assert torch.equal(sampler.temperature, torch.tensor(values, device=DEVICE))  # 0.1 is no bfloat16, and this is no weight
+    assert torch.equal(
+        sampler.temperature, torch.tensor(values, device=DEVICE)
+    )  # 0.1 is no bfloat16, and this is no weight
     for batch in (4, 2, 0):
         x = states(batch)
         temperature = torch.tensor(values[:batch], device=DEVICE)
@@ -424,7 +431,9 @@ def test_a_default_temperature_per_row(kind):
         assert torch.equal(sampler(x).token_ids, expected.token_ids)
 
 
-@pytest.mark.parametrize("temperature", [0, numpy.float32(0), torch.tensor(0.0), [0.0] * 5, torch.zeros(1, device=DEVICE)])
+@pytest.mark.parametrize(
+    "temperature", [0, numpy.float32(0), torch.tensor(0.0), [0.0] * 5, torch.zeros(1, device=DEVICE)]
+)
 def test_temperature_of_a_call_in_any_form(temperature):
     sampler = LMHeadSampler(make_head(), seed=1, temperature=100.0)
     x = states()

@@ -167,7 +167,12 @@ def as_users_write(values, device):
 def test_one_value_per_row_however_it_is_written(name, impl, device):
     problem = make_problem(4, 1000, 16, device, logit_std=0.5)
     values = {"seed": [-5, 7, 2**62, -(2**63)], "offset": [0, 3, 2**40, 1], "temperature": [0.0, 0.5, 4.0, 1.25]}[name]
-    arguments = {"seed": problem.seed, "offset": problem.offset, "temperature": torch.ones(4, device=device), "impl": impl}
+    arguments = {
+        "seed": problem.seed,
+        "offset": problem.offset,
+        "temperature": torch.ones(4, device=device),
+        "impl": impl,
+    }
     tensor = torch.tensor(values, device=device)
     expected = sample(problem.hidden_states, problem.weight, **(arguments | {name: tensor})).token_ids
     assert not torch.equal(expected, sample(problem.hidden_states, problem.weight, **arguments).token_ids)
@@ -202,7 +207,9 @@ def test_64_bits_are_two_s_complement_in_every_form(device):
     problem = make_problem(2, 1000, 16, device, logit_std=0.5)
 
     def draw(seed):
-        return sample(problem.hidden_states, problem.weight, seed=seed, offset=torch.zeros(2, dtype=torch.int64)).token_ids
+        return sample(
+            problem.hidden_states, problem.weight, seed=seed, offset=torch.zeros(2, dtype=torch.int64)
+        ).token_ids
 
     problem.offset = problem.offset.cpu()
     if device.type == "cpu":
@@ -217,21 +224,24 @@ def test_64_bits_are_two_s_complement_in_every_form(device):
 @pytest.mark.parametrize("impl", ["reference", "streaming"])
 def test_a_temperature_beyond_float32_is_infinite(impl, device):
     problem = make_problem(3, 300, 16, device)
-    drawn = noise.gumbel(problem.seed, problem.offset, torch.zeros(1, dtype=torch.int64, device=device), 0, 300)[:, 0].argmax(
-        -1
-    )
+    drawn = noise.gumbel(problem.seed, problem.offset, torch.zeros(1, dtype=torch.int64, device=device), 0, 300)[
+        :, 0
+    ].argmax(-1)
     for temperature in (1e300, 10**400, math.inf, [1e39] * 3, numpy.full(3, 1e300)):
         out = sample(
-            problem.hidden_states, problem.weight, temperature=temperature, seed=problem.seed, offset=problem.offset, impl=impl
+            problem.hidden_states,
+            problem.weight,
+            temperature=temperature,
+            seed=problem.seed,
+            offset=problem.offset,
+            impl=impl,
         )
         assert torch.equal(out.token_ids, drawn)
 
 
 def test_numpy_is_not_imported_for_it():
     code = "import sys; sys.modules['numpy'] = None; import torch, flashsampling;"
-    code += (
-        "print(flashsampling.sample(torch.ones(2, 8), torch.ones(9, 8), seed=[1, 2], temperature=[1, 0.5]).token_ids.tolist())"
-    )
+    code += "print(flashsampling.sample(torch.ones(2, 8), torch.ones(9, 8), seed=[1, 2], temperature=[1, 0.5]).token_ids.tolist())"
     run = subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, capture_output=True, text=True)
     assert run.stdout.count(",") == 1
 
@@ -288,7 +298,9 @@ def test_seed_none_draws_anew_per_call_and_per_row(device):
 
 def test_output_is_frozen_and_the_inputs_untouched(device):
     problem = make_problem(4, 300, 16, device)
-    before = [t.clone() for t in (problem.hidden_states, problem.weight, problem.temperature, problem.seed, problem.offset)]
+    before = [
+        t.clone() for t in (problem.hidden_states, problem.weight, problem.temperature, problem.seed, problem.offset)
+    ]
     out = sample(
         problem.hidden_states, problem.weight, temperature=problem.temperature, seed=problem.seed, offset=problem.offset
     )
@@ -517,7 +529,9 @@ def test_compiles_with_every_kind_of_row_parameter(dynamic, device):
     problem = make_problem(5, 300, 16, device)
 
     def step(seed, offset, temperature):
-        return sample(problem.hidden_states, problem.weight, temperature=temperature, seed=seed, offset=offset).token_ids
+        return sample(
+            problem.hidden_states, problem.weight, temperature=temperature, seed=seed, offset=offset
+        ).token_ids
 
     torch._dynamo.reset()
     compiled = torch.compile(step, fullgraph=True, dynamic=dynamic)
@@ -561,7 +575,9 @@ def test_dtensors_are_refused_in_words():
     try:
         mesh = init_device_mesh("cpu", (1,))
         weight, states = (DTensor.from_local(matrix, mesh, [Replicate()]) for matrix in (WEIGHT, STATES))
-        with pytest.raises(TypeError, match=r"weight must be a plain tensor, got a DTensor; .*to_local.*tp=.*full_tensor"):
+        with pytest.raises(
+            TypeError, match=r"weight must be a plain tensor, got a DTensor; .*to_local.*tp=.*full_tensor"
+        ):
             sample(STATES, weight)
         with pytest.raises(TypeError, match=r"weight must be a plain tensor, got a DTensor"):
             flashsampling.LMHeadSampler(torch.nn.Parameter(weight))

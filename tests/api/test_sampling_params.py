@@ -113,14 +113,22 @@ def test_errors_name_the_argument(error, message, change):
     [
         (TypeError, "logits must be a torch.Tensor, got list", {"logits": [[1.0]]}),
         (ValueError, r"logits must have 2 dimensions, got shape \(5,\); .*logits\[:, -1\]", {"logits": torch.zeros(5)}),
-        (TypeError, "logits must be bfloat16, float16 or float32, got torch.float64", {"logits": torch.zeros(3, 5).double()}),
+        (
+            TypeError,
+            "logits must be bfloat16, float16 or float32, got torch.float64",
+            {"logits": torch.zeros(3, 5).double()},
+        ),
         (ValueError, r"logits must have at least one column, got shape \(3, 0\)", {"logits": torch.zeros(3, 0)}),
         (TypeError, "logits must be a dense tensor, got torch.sparse_coo", {"logits": torch.zeros(3, 5).to_sparse()}),
         (ValueError, "vocab_size must be from 1 to the 5 columns of logits, got 6", {"vocab_size": 6}),
         (ValueError, r"num_samples must be from 1 to 2\*\*24, got 0", {"num_samples": 0}),
         (ValueError, r"num_samples must be from 1 to 2\*\*24, got 16777217", {"num_samples": 2**24 + 1}),
         (ValueError, "temperature must be at least 0, got -1", {"temperature": -1}),
-        (ValueError, "seed must be on the device of the step, cpu, got meta", {"seed": torch.ones(3, device="meta").long()}),
+        (
+            ValueError,
+            "seed must be on the device of the step, cpu, got meta",
+            {"seed": torch.ones(3, device="meta").long()},
+        ),
         (ValueError, "impl must be None or one of .*, got 'cuda'", {"impl": "cuda"}),
         (ValueError, "top_logprobs must be from 0 to 5, got 6", {"top_logprobs": 6}),
         (TypeError, "unexpected keyword argument 'tp'|unexpected argument 'tp'", {"tp": None}),
@@ -238,7 +246,10 @@ def test_implementations_get_contiguous_rows():
         for name in params.names():
             assert getattr(params, name).stride(-1) == 1, name
     for value in (apart(SEEDS), apart(SEEDS.int()), SEEDS[:1].expand(3)):
-        for of_rows in (integers("seed", value, 3, PROBLEM.device), reals("temperature", value.float(), 3, PROBLEM.device)):
+        for of_rows in (
+            integers("seed", value, 3, PROBLEM.device),
+            reals("temperature", value.float(), 3, PROBLEM.device),
+        ):
             assert isinstance(of_rows, torch.Tensor)
             assert of_rows.is_contiguous()
 
@@ -333,9 +344,12 @@ def test_an_implementation_refuses_a_shard_by_itself():
     """What comes of it is decided among the ranks."""
     step = Mix(0).of_a_head(Mix(0).make(vocab=64))
     shard = step._replace(
-        shard=flashsampling.exchange_protocol.Shard(64, flashsampling.exchange_protocol.PACKED), params=SamplingParams(top_k=3)
+        shard=flashsampling.exchange_protocol.Shard(64, flashsampling.exchange_protocol.PACKED),
+        params=SamplingParams(top_k=3),
     )
-    with pytest.raises(ValueError, match=r"no implementation can do this.*streaming: a shard of a vocabulary with top_k"):
+    with pytest.raises(
+        ValueError, match=r"no implementation can do this.*streaming: a shard of a vocabulary with top_k"
+    ):
         ops.sample(shard, "")
 
 
@@ -402,7 +416,14 @@ def test_an_operator_is_passed_only_what_is_asked_for():
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiles_without_a_graph_break(dynamic):
     def step(states, seeds, top_p, mask, k):
-        request = {"top_p": top_p, "token_mask": mask, "top_k": k, "return_logprobs": True, "top_logprobs": 2, "min_p": 0.01}
+        request = {
+            "top_p": top_p,
+            "token_mask": mask,
+            "top_k": k,
+            "return_logprobs": True,
+            "top_logprobs": 2,
+            "min_p": 0.01,
+        }
         fused = sample(states * 2, WEIGHT, seed=seeds, soft_cap=30.0, **request)
         unfused = sample_from_logits(states @ WEIGHT.T, seed=seeds, return_logsumexp=True, **request)
         return fused, unfused.token_ids + 1, unfused.logsumexp
@@ -473,7 +494,9 @@ def test_a_head_with_a_bias(dtype):
     with pytest.raises(ValueError, match="bias must be None: the LM head has one of its own"):
         sampler(STATES.to(dtype), bias=torch.zeros(70))
     assert sampler.state_dict() == {}
-    compiled = torch.compile(LMHeadSampler(head, max_batch_size=4, seed=[1, 2, 3, 4]), fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(
+        LMHeadSampler(head, max_batch_size=4, seed=[1, 2, 3, 4]), fullgraph=True, backend="aot_eager"
+    )
     sampler.reset([1, 2, 3, 4])
     assert torch.equal(compiled(STATES.to(dtype), top_k=5).token_ids, sampler(STATES.to(dtype), top_k=5).token_ids)
 
@@ -510,7 +533,9 @@ def test_counts_of_prompts_and_of_what_is_drawn():
         request = {"repetition_penalty": 1.5, "frequency_penalty": 0.5, "presence_penalty": torch.full((3,), 0.25)}
         before = state.counts[:3].clone()
         out = sample(STATES, WEIGHT, seed=SEEDS, offset=offset, token_counts=state, **request).token_ids
-        assert torch.equal(out, sample(STATES, WEIGHT, seed=SEEDS, offset=offset, token_counts=before, **request).token_ids)
+        assert torch.equal(
+            out, sample(STATES, WEIGHT, seed=SEEDS, offset=offset, token_counts=before, **request).token_ids
+        )
         drawn.append(out)
         expected = torch.zeros(3, 70, dtype=torch.int32)
         for token_ids in drawn:

@@ -36,7 +36,9 @@ def _private_imports(code):
 
 
 def test_the_scan_finds_private_imports():
-    code = "from torch._C import x\nimport torch._dynamo\nfrom torch import _C, Tensor\nimport torch.nn\nfrom ._C import y"
+    code = (
+        "from torch._C import x\nimport torch._dynamo\nfrom torch import _C, Tensor\nimport torch.nn\nfrom ._C import y"
+    )
     assert list(_private_imports(ast.parse(code))) == ["torch._C.x", "torch._dynamo", "torch._C"]
 
 

@@ -16,7 +16,9 @@ STATES, WEIGHT, SEEDS = torch.randn(3, 8), torch.randn(50, 8), torch.arange(3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("setting", ["torch.set_float32_matmul_precision('medium')", "torch.backends.fp32_precision = 'tf32'"])
+@pytest.mark.parametrize(
+    "setting", ["torch.set_float32_matmul_precision('medium')", "torch.backends.fp32_precision = 'tf32'"]
+)
 def test_logits_are_exact_whatever_precision_the_process_allows(setting, dtype):
     """Fails only where the CPU multiplies bfloat16 (avx512_bf16, amx_bf16)."""
     code = f"""

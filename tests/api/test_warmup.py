@@ -90,7 +90,11 @@ def test_keys_of_the_cache_after_warmup(use_tma, dtype, dim, num_samples, monkey
         problem.hidden_states = states
         draw(problem, len(states), KINDS[0], num_samples)
     moved = torch.zeros(303, dtype=torch.int64, device=device)[3:]  # not at a multiple of 16 bytes
-    problem.hidden_states, problem.seed, problem.offset = torch.zeros(300, dim, dtype=dtype, device=device), moved, moved
+    problem.hidden_states, problem.seed, problem.offset = (
+        torch.zeros(300, dim, dtype=dtype, device=device),
+        moved,
+        moved,
+    )
     problem.temperature = torch.zeros(303, device=device)[3:]
     draw(problem, 17, KINDS[0], num_samples)
     assert keys.seen == made
@@ -415,14 +419,18 @@ def test_with_what_requests_ask_for(device):
         ]
         made = [set(kernel.device_caches[device.index][0]) for kernel in kernels]
         for batch in range(1, 21):
-            rows = {name: value[:batch] if isinstance(value, torch.Tensor) else value for name, value in request.items()}
+            rows = {
+                name: value[:batch] if isinstance(value, torch.Tensor) else value for name, value in request.items()
+            }
             seeds = torch.arange(batch, device=device)
             flashsampling.sample(problem.hidden_states[:batch], problem.weight, temperature=0.7, seed=seeds, **rows)
         assert [set(kernel.device_caches[device.index][0]) for kernel in kernels] == made
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("params", [{"top_k": (50, 404)}, {"top_k": (404, 1)}, {"min_p": (0.5, 1e-6)}, {"top_p": (0.5, 0.9)}])
+@pytest.mark.parametrize(
+    "params", [{"top_k": (50, 404)}, {"top_k": (404, 1)}, {"min_p": (0.5, 1e-6)}, {"top_p": (0.5, 0.9)}]
+)
 def test_a_number_of_another_value_compiles_nothing(params, device):
     """Also where the kernel before ``pick`` leaves out chunks for the one and not for the other."""
     if device.type != "cuda":
@@ -545,7 +553,9 @@ def test_ranks_rehearse_what_requests_ask_for(device, monkeypatch):
     monkeypatch.setattr(backend, "compiling", lambda at_once: within("compiling"))
     monkeypatch.setattr(ops, "dry_run", noted("rehearsed"))
     monkeypatch.setattr(ops, "sample_sharded", noted("drawn"))
-    monkeypatch.setattr(sys.modules[Plan.__module__], "sample", lambda *_, **__: calls.append(("drawn", (), 0, tuple(inside))))
+    monkeypatch.setattr(
+        sys.modules[Plan.__module__], "sample", lambda *_, **__: calls.append(("drawn", (), 0, tuple(inside)))
+    )
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: None))
     weight, ones = torch.zeros(64, 16, device=device).as_subclass(_OnGpu), torch.ones(1, device=device)

@@ -62,7 +62,9 @@ def compiled(dtype: torch.dtype, config: TileConfig, features: Features, suffix:
                 made.mkdir()
                 words = [element, repr(config), repr(features), cache.ARCHITECTURE, made]
                 command = [sys.executable, "-c", _COMPILE, *words]
-                result = subprocess.run(command, cwd=Path(__file__).parents[2], env=environment, capture_output=True, text=True)
+                result = subprocess.run(
+                    command, cwd=Path(__file__).parents[2], env=environment, capture_output=True, text=True
+                )
                 assert result.returncode == 0, result.stderr[-3000:]
                 made.replace(folder)
     (path,) = folder.glob(f"*.{suffix}")
@@ -83,7 +85,9 @@ class HopperKernel:
         of_host, args, params, out = LaunchArguments.of(values)
         cluster = self.config.cluster
         weight = _TensorMap(of_host.weight, of_host.weight_stride, of_host.weight_rows, of_host.dim, TILE_V)
-        hidden = _TensorMap(of_host.hidden, of_host.hidden_stride, args.batch, of_host.dim, self.config.block_b // cluster)
+        hidden = _TensorMap(
+            of_host.hidden, of_host.hidden_stride, args.batch, of_host.dim, self.config.block_b // cluster
+        )
         parameters = [  # of ``SampleKernel.kernel``
             weight.packed(),
             struct.pack("ii", of_host.weight_rows, of_host.dim),

@@ -35,7 +35,9 @@ class Settings:
     """How launches run. ``seed`` says in which order; every launch takes the next one."""
 
     seed = 0
-    late = 4  # of 8 groups of products how many are computed when they are waited for, the others when they are complete
+    late = (
+        4  # of 8 groups of products how many are computed when they are waited for, the others when they are complete
+    )
     rounds = 5_000_000  # after which a launch is taken not to end
     sloppy = 0  # how many units in the last place approximate instructions may be off, each by its operand
     checks_memory = True

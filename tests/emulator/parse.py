@@ -157,7 +157,9 @@ def _written_out(
             yield Instruction(item.opcode, tuple(map(of_call, item.operands)), guard, item.line)
     yield last
     for mine in returned:
-        yield Instruction(("mov", f"b{own.widths[function.returns]}"), (mine, function.returns + suffix), None, call.line)
+        yield Instruction(
+            ("mov", f"b{own.widths[function.returns]}"), (mine, function.returns + suffix), None, call.line
+        )
 
 
 def _names(operand: str) -> list[str]:

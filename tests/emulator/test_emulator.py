@@ -20,7 +20,24 @@ from tests.emulator.machine import Machine, MachineError, settings
 from tests.problems import make_problem
 
 INF, NAN = math.inf, math.nan
-FLOATS = [0.0, -0.0, 1.0, -1.5, 3.25e-41, -(2.0**-149), 2.0**-126, 3e38, -3.4028234e38, INF, -INF, NAN, 0.1, 7.0, -1e-20, 1e20]
+FLOATS = [
+    0.0,
+    -0.0,
+    1.0,
+    -1.5,
+    3.25e-41,
+    -(2.0**-149),
+    2.0**-126,
+    3e38,
+    -3.4028234e38,
+    INF,
+    -INF,
+    NAN,
+    0.1,
+    7.0,
+    -1e-20,
+    1e20,
+]
 INTS = [0, 1, -1, 2, 7, 31, 32, 33, 63, 64, -(2**31), 2**31 - 1, 0x12345678, -0x0FEDCBA9, 255, 65536]
 HEADER = """
 .version 8.6
@@ -124,9 +141,26 @@ def test_fields_of_bits():
 
 @np.errstate(all="ignore")
 def test_doubles():
-    values = [0.0, -0.0, 1.5, -(2.0**-1074), 1e308, INF, -INF, NAN, 0.1, 2.0**31, -(2.0**31) - 1, 2.0**63, -1e19, 12345.75]
+    values = [
+        0.0,
+        -0.0,
+        1.5,
+        -(2.0**-1074),
+        1e308,
+        INF,
+        -INF,
+        NAN,
+        0.1,
+        2.0**31,
+        -(2.0**31) - 1,
+        2.0**63,
+        -1e19,
+        12345.75,
+    ]
     pairs_of = [(a, b) for a in values for b in values]
-    words = [tuple(int(word) for pair in np.array(ab).view(np.uint32).reshape(2, 2) for word in pair) for ab in pairs_of]
+    words = [
+        tuple(int(word) for pair in np.array(ab).view(np.uint32).reshape(2, 2) for word in pair) for ab in pairs_of
+    ]
     a, b = np.array(pairs_of).T
     for code, expected in {
         "add.f64 %rd9, %rd5, %rd6;": a + b,
@@ -180,7 +214,9 @@ def test_wide_integers():
         "{.reg .b32 %r1; mov.b64 {_, %r1}, %rd5; cvt.u64.u32 %rd9, %r1;}": lambda x, y, a: x >> 32,
     }.items():
         got = run(instruction, words).view(np.uint64).tolist()
-        assert got == [expected(x, y, word[0]) % 2**64 for x, y, word in zip(first, second, words, strict=True)], instruction
+        assert got == [expected(x, y, word[0]) % 2**64 for x, y, word in zip(first, second, words, strict=True)], (
+            instruction
+        )
 
 
 def as_words(x):
@@ -252,7 +288,11 @@ def test_bfloat16_pairs():
     got = run("fma.rn.bf16x2 %r9, %r1, %r2, %r3; cvt.u64.u32 %rd9, %r9;", words)
     for half in range(2):
         a, b, c = (values[half].double() for values in halves)
-        found = torch.tensor((got >> 16 * half & 0xFFFF).astype(np.int32) << 16, dtype=torch.int32).view(torch.float32).double()
+        found = (
+            torch.tensor((got >> 16 * half & 0xFFFF).astype(np.int32) << 16, dtype=torch.int32)
+            .view(torch.float32)
+            .double()
+        )
         exact = a * b + c
         assert ((found - exact).abs() <= exact.abs() * 2.0**-8).all()  # half a unit
     floats = [(bits(a), bits(b), 0, 0) for a, b in zip(x[0, 0], x[0, 1], strict=True)]
@@ -282,7 +322,23 @@ def test_pairs_are_compared_half_by_half(dtype):
 @pytest.mark.parametrize(("dtype", "kind"), [(torch.bfloat16, "bf16"), (torch.float16, "f16")])
 def test_halves_are_converted(dtype, kind):
     values = torch.tensor(
-        [0.0, -0.0, 1.0, -1.5, 3.1415927, 65504.0, 65520.0, 1e38, INF, -INF, NAN, 6e-8, 2.0**-15, 1.00390625, 1.01171875]
+        [
+            0.0,
+            -0.0,
+            1.0,
+            -1.5,
+            3.1415927,
+            65504.0,
+            65520.0,
+            1e38,
+            INF,
+            -INF,
+            NAN,
+            6e-8,
+            2.0**-15,
+            1.00390625,
+            1.01171875,
+        ]
     )
     words = [(bits(x), 0, 0, 0) for x in values.tolist()]
     got = run(f"cvt.rn.{kind}.f32 %rs1, %r1; cvt.u64.u16 %rd9, %rs1;", words)
@@ -361,7 +417,9 @@ END:
 
 def test_instructions_are_counted():
     """Of every warp, by threads: those that leave some out count for less."""
-    kernel = Machine(HEADER.replace("THREADS", "64") + "setp.ge.u32 %p1, %r0, 8; @%p1 bra END; neg.s32 %r1, %r1; END:" + FOOTER)
+    kernel = Machine(
+        HEADER.replace("THREADS", "64") + "setp.ge.u32 %p1, %r0, 8; @%p1 bra END; neg.s32 %r1, %r1; END:" + FOOTER
+    )
     counts = []
     for _ in range(2):
         given, out = torch.zeros(64, 4, dtype=torch.int32), torch.zeros(64, dtype=torch.int64)
@@ -417,9 +475,18 @@ def test_errors(code, error, monkeypatch):
 
 
 RACES = {  # code of 64 threads, of two warps; whether nothing orders two accesses
-    "a store, and a load behind a barrier": ("st.shared.b32 [%r20], %r0; bar.sync 0; ld.shared.b32 %r9, [%r21];", False),
-    "a store and a load of different warps": ("st.shared.b32 [%r20], %r0; bar.warp.sync -1; ld.shared.b32 %r9, [%r21];", True),
-    "a load, and a store behind a barrier": ("ld.shared.b32 %r9, [%r21]; bar.sync 0; st.shared.b32 [%r20], %r0;", False),
+    "a store, and a load behind a barrier": (
+        "st.shared.b32 [%r20], %r0; bar.sync 0; ld.shared.b32 %r9, [%r21];",
+        False,
+    ),
+    "a store and a load of different warps": (
+        "st.shared.b32 [%r20], %r0; bar.warp.sync -1; ld.shared.b32 %r9, [%r21];",
+        True,
+    ),
+    "a load, and a store behind a barrier": (
+        "ld.shared.b32 %r9, [%r21]; bar.sync 0; st.shared.b32 [%r20], %r0;",
+        False,
+    ),
     "a load and a store": ("ld.shared.b32 %r9, [%r21]; st.shared.b32 [%r20], %r0;", True),
     "stores of different values": ("st.shared.b32 [%r22], %r0;", True),
     "stores of one value": ("st.shared.b32 [%r22], 7; st.shared.b32 [%r22], 7;", False),
@@ -447,7 +514,10 @@ FENCE, RELAXED_STORE, RELAXED_LOAD = (
     "ld.relaxed.gpu.global.b32 %r9, [%rd8];",
 )
 RELEASE, ACQUIRE = "st.release.gpu.global.b32 [%rd8], 1;", "ld.acquire.gpu.global.b32 %r9, [%rd8];"
-CHAIN = "red.release.gpu.global.add.u64 [%rd8], 1;", "atom.global.acq_rel.add.u64 %rd9, [%rd8], 0; cvt.u32.u64 %r9, %rd9;"
+CHAIN = (
+    "red.release.gpu.global.add.u64 [%rd8], 1;",
+    "atom.global.acq_rel.add.u64 %rd9, [%rd8], 0; cvt.u32.u64 %r9, %rd9;",
+)
 RACES |= {
     "a flag, released and acquired": (FLAG.format(RELEASE, ACQUIRE, ""), False),
     "a flag that is relaxed": (FLAG.format(RELAXED_STORE, RELAXED_LOAD, ""), True),
@@ -479,7 +549,9 @@ def test_races(what, monkeypatch):
         parameters = [struct.pack("q", tensor.data_ptr()) for tensor in (given, out)]
         if racing:
             where = r"thread \d+ of CTA 0 at line \d+"
-            with pytest.raises(MachineError, match=f"a race at .*: a (load|store) by {where}, and before it .* by {where}"):
+            with pytest.raises(
+                MachineError, match=f"a race at .*: a (load|store) by {where}, and before it .* by {where}"
+            ):
                 kernel.launch(parameters, 1)
         else:
             kernel.launch(parameters, 1)
@@ -531,7 +603,9 @@ def call_of(name, given, returned=""):
 def test_calls(monkeypatch):
     """Functions of which each call has registers and labels of its own."""
     monkeypatch.setitem(globals(), "HEADER", HEADER.replace(".visible", FUNCTIONS + ".visible"))
-    larger = call_of("larger", [(32, "%r1"), (32, "%r2")], "%rd7") + call_of("larger", [(32, "%r3"), (32, "%r2")], "%rd8")
+    larger = call_of("larger", [(32, "%r1"), (32, "%r2")], "%rd7") + call_of(
+        "larger", [(32, "%r3"), (32, "%r2")], "%rd8"
+    )
     words = [(5, 300, 9, 0), (300, 7, 2, 0), (0, 0, 0, 0), (255, 511, 254, 0)]
     wanted = [(max(a, b % 256) << 32) + max(c, b % 256) for a, b, c, _ in words]
     assert run(larger + "shl.b64 %rd7, %rd7, 32; add.s64 %rd9, %rd7, %rd8;", words).tolist() == wanted

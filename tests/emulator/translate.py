@@ -83,10 +83,18 @@ class _Translator:
                 stretches.append([])
         self.labels = labels
         done = [self._stretch(number, stretch) for number, stretch in enumerate(stretches)]
-        table = ", ".join(f"{{{'0, meet' if s.meets else 'go'}_{n}{'' if s.meets else ', 0'}}}" for n, s in enumerate(done))
+        table = ", ".join(
+            f"{{{'0, meet' if s.meets else 'go'}_{n}{'' if s.meets else ', 0'}}}" for n, s in enumerate(done)
+        )
         kernel = self.kernel
-        sizes = {f"{kind}_REGISTERS": max(self.sizes[bits], 1) for kind, bits in zip("PHRD", (1, 16, 32, 64), strict=True)}
-        sizes |= {"LOCAL_BYTES": max(kernel.local[1], 1), "PARAMETER_BYTES": kernel.parameter_bytes, "THREADS": kernel.threads}
+        sizes = {
+            f"{kind}_REGISTERS": max(self.sizes[bits], 1) for kind, bits in zip("PHRD", (1, 16, 32, 64), strict=True)
+        }
+        sizes |= {
+            "LOCAL_BYTES": max(kernel.local[1], 1),
+            "PARAMETER_BYTES": kernel.parameter_bytes,
+            "THREADS": kernel.threads,
+        }
         lines = [f"#define {name} {value}" for name, value in sizes.items()]
         lines += ['#include "machine.h"', *self.accumulators, *(stretch.code for stretch in done)]
         lines += [f"const int SIZES[] = {{{', '.join(str(len(stretch)) for stretch in stretches)}}};"]
@@ -223,7 +231,9 @@ class _Translator:
     def _arithmetic(self, item: Instruction, value: str, *kinds: str) -> Iterator[str]:
         """``value`` of the sources $0, $1, ... Their type is the instruction's last part, where ``kinds`` has no other."""
         kind = item.opcode[-1]
-        sources = [self._get(source, kinds[n] if n < len(kinds) else kind) for n, source in enumerate(item.operands[1:])]
+        sources = [
+            self._get(source, kinds[n] if n < len(kinds) else kind) for n, source in enumerate(item.operands[1:])
+        ]
         value = re.sub(r"\$(\d)", lambda match: sources[int(match[1])], value)
         if kind == "f32":
             value = f"canonical({value})"
@@ -459,7 +469,10 @@ class _Translator:
         yield f"memcpy({self._memory(item, item.operands[0], size, 'STORES')}, values, {size});"
 
     def _do_atom(self, item: Instruction) -> Iterator[str]:
-        how, kind = next(part for part in item.opcode if part in ("add", "min", "max", "exch", "cas", "or")), item.opcode[-1]
+        how, kind = (
+            next(part for part in item.opcode if part in ("add", "min", "max", "exch", "cas", "or")),
+            item.opcode[-1],
+        )
         operands = list(item.operands)
         to = operands.pop(0) if item.opcode[0] == "atom" else "_"
         c_type, size = C_TYPES[kind], int(kind[1:]) // 8

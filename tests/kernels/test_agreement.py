@@ -37,7 +37,14 @@ SHAPES = [  # B, V, D
     (33, 513, 16),
 ]
 if ON_GPU:
-    SHAPES += [(1, 128256, 8192), (7, 151936, 2048), (64, 50257, 768), (65, 32001, 127), (300, 20011, 1024), (256, 4099, 8192)]
+    SHAPES += [
+        (1, 128256, 8192),
+        (7, 151936, 2048),
+        (64, 50257, 768),
+        (65, 32001, 127),
+        (300, 20011, 1024),
+        (256, 4099, 8192),
+    ]
     SHAPES += [(129, 201088, 2880), (300, 1, 64), (40, 131, 8192)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -107,7 +114,9 @@ def test_cute_takes_rows_that_start_at_16_bytes(dim, pad, start, taken, device):
         if taken:
             assert torch.equal(problem.sample("cute"), expected)
         else:
-            with pytest.raises(ValueError, match="rows of weight must be contiguous and start at multiples of 16 bytes"):
+            with pytest.raises(
+                ValueError, match="rows of weight must be contiguous and start at multiples of 16 bytes"
+            ):
                 problem.sample("cute")
             assert_agreement(problem.sample(None), problem)  # None goes to Triton
 
@@ -402,7 +411,9 @@ def test_every_row_parameter_is_read_per_row(impl, device):
 def test_kernels_are_bitwise_invariant_to_the_batch(impl, dtype, device):
     """Trap 3 and 11: a row alone, in any batch and in any place. Bit for bit, so over near ties too."""
     batch = 300 if ON_GPU else 40
-    problem = make_problem(batch, 2000 if ON_GPU else 300, 1544 if ON_GPU else 24, device, dtype, logit_std=0.3, impl=impl)
+    problem = make_problem(
+        batch, 2000 if ON_GPU else 300, 1544 if ON_GPU else 24, device, dtype, logit_std=0.3, impl=impl
+    )
     problem.hidden_states[1] = math.nan  # its programs take their slow paths; nobody else may notice
     together = problem.sample(impl)
     order = torch.randperm(batch).to(device)
@@ -437,7 +448,8 @@ def test_triton_is_bitwise_invariant_to_the_tile(dtype, device):
     if ON_GPU and dtype != torch.float32 and torch.cuda.get_device_capability() >= (9, 0):
         configs += [TileConfig(128, 64, 128, 4, 2, 3, use_tma=True), TileConfig(256, 16, 64, 8, 3, 1, use_tma=True)]
         configs += [
-            TileConfig(128, 64, 64, 8, 4, 1, use_tma=True, chunk_b=64, preload=True, rest_b=rest) for rest in (16, 32, 64)
+            TileConfig(128, 64, 64, 8, 4, 1, use_tma=True, chunk_b=64, preload=True, rest_b=rest)
+            for rest in (16, 32, 64)
         ]
         configs.append(TileConfig(128, 32, 64, 4, 3, 1, use_tma=True, halves=True))
         configs += [rows_on_m, shape_for(192, 512, dtype, 1, use_tma=True), shape_for(256, 512, dtype, 1, use_tma=True)]
@@ -449,7 +461,9 @@ def test_triton_is_bitwise_invariant_to_the_tile(dtype, device):
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 @pytest.mark.parametrize(
     ("batch", "vocab", "dim"),
-    [(70, 5000, 1544), (70, 130, 64), (70, 40_000, 72), (300, 40_000, 72)] if ON_GPU else [(40, 600, 968), (300, 1000, 72)],
+    [(70, 5000, 1544), (70, 130, 64), (70, 40_000, 72), (300, 40_000, 72)]
+    if ON_GPU
+    else [(40, 600, 968), (300, 1000, 72)],
 )
 def test_cute_is_bitwise_invariant_to_the_tile(dtype, batch, vocab, dim, device):
     from flashsampling.kernels.hopper import run

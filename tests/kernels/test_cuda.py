@@ -109,7 +109,9 @@ def test_compile_modes_that_capture_graphs(mode, what, kernel, device):
     traced, eager = (LMHeadSampler(problem.weight, max_batch_size=64, seed=3, impl=kernel) for _ in range(2))
 
     def draw(states, seed, offset):
-        tokens = flashsampling.sample(states * 2, problem.weight, temperature=0.7, seed=seed, offset=offset, impl=kernel)
+        tokens = flashsampling.sample(
+            states * 2, problem.weight, temperature=0.7, seed=seed, offset=offset, impl=kernel
+        )
         return tokens.token_ids + 1
 
     def step(states):

@@ -50,7 +50,9 @@ def assert_distribution(counts: torch.Tensor, probabilities: torch.Tensor, dista
     assert pvalue > LEVEL, f"p = {pvalue:.3g} with {freedom} degrees of freedom"
 
 
-def draw_counts(impl, logits, temperature, rows, draws_per_row, calls: Iterable[int], dtype=torch.float32, device=DEVICE):
+def draw_counts(
+    impl, logits, temperature, rows, draws_per_row, calls: Iterable[int], dtype=torch.float32, device=DEVICE
+):
     """Counts of every token over rows * draws_per_row draws at every offset in ``calls``, from one row of logits, exact in
     ``dtype``."""
     vocab = logits.shape[0]
@@ -115,7 +117,9 @@ def test_rare_token_next_to_flat_ones():
     """Trap 2: how often a token 4 nats below the sum of 1,000 flat ones wins. A generator whose Gumbel stops short, or steps
     coarsely where the race is decided, moves this count."""
     draws = 400_000
-    g = noise.gumbel(torch.arange(draws // 1000), torch.zeros(draws // 1000, dtype=torch.int64), torch.arange(1000), 0, 1)
+    g = noise.gumbel(
+        torch.arange(draws // 1000), torch.zeros(draws // 1000, dtype=torch.int64), torch.arange(1000), 0, 1
+    )
     # the best of n flat Gumbels is a Gumbel shifted by log n: played in float64, so only the rare token's noise is ours
     uniform = torch.rand(draws, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
     rest = -torch.log(-torch.log(uniform)) + math.log(1000)
@@ -164,7 +168,9 @@ def test_very_many_draws(impl, shape):
     calls = range(-(-draws // rows))
     with ThreadPoolExecutor(gpus) as pool:
         jobs = [
-            pool.submit(draw_counts, impl, logits, 1.0, rows, 1, calls[gpu::gpus], torch.bfloat16, torch.device("cuda", gpu))
+            pool.submit(
+                draw_counts, impl, logits, 1.0, rows, 1, calls[gpu::gpus], torch.bfloat16, torch.device("cuda", gpu)
+            )
             for gpu in range(gpus)
         ]
         counts = sum(job.result().to(DEVICE) for job in jobs)

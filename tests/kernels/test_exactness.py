@@ -119,7 +119,9 @@ def test_one_draw_is_the_first_of_two_in_a_million_rows(impl):
 
 
 @NEEDS_CUTE
-@pytest.mark.parametrize(("temperature", "scale"), [(1e-6, 3.0), (1e-6, 10.0), (1e-6, 40.0), (1e-5, 40.0), (5e-6, 10.0)])
+@pytest.mark.parametrize(
+    ("temperature", "scale"), [(1e-6, 3.0), (1e-6, 10.0), (1e-6, 40.0), (1e-5, 40.0), (5e-6, 10.0)]
+)
 def test_no_row_is_lost_at_a_low_temperature(temperature, scale, device):
     """Trap 26: a bound that rounds once was above the score, which rounds twice."""
     for i in range(50):
@@ -142,7 +144,9 @@ def test_logits_at_the_end_of_the_range_alone(impl, temperature, device):
         states = torch.zeros(5, 8, device=device)
         states[:, 0] = scale
         rows = torch.arange(5, device=device)
-        problem = Problem(states.bfloat16(), weight.bfloat16(), torch.full((5,), temperature, device=device), rows, rows)
+        problem = Problem(
+            states.bfloat16(), weight.bfloat16(), torch.full((5,), temperature, device=device), rows, rows
+        )
         tokens = problem.sample(impl)
         assert (tokens >= 0).all(), scale
         assert torch.equal(tokens, replace(problem, num_samples=2).sample(impl)[:, :1])
@@ -283,7 +287,10 @@ def test_poisoned_and_equal_rows_evaluate_little(kind, temperature, batch, devic
     print(
         f"{kind}, T = {temperature}, B = {batch}: {many} and {dense_fallback} evaluations, {few} and {crowd} of ordinary rows"
     )
-    if 0 < temperature < 1e-3 and kind in ("zero", "equal"):  # so sharp that in a CTA's first tile some are as good as any:
+    if 0 < temperature < 1e-3 and kind in (
+        "zero",
+        "equal",
+    ):  # so sharp that in a CTA's first tile some are as good as any:
         # 8 to 10 of 1150 a row and multiprocessor, as the evaluators happen to come in
         few += 4 * batch * multiprocessors(device)
     assert many <= 4 * few + batch

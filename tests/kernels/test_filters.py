@@ -53,7 +53,11 @@ def test_the_oracle_is_the_contract_word_by_word(wanted):
 
 @pytest.mark.parametrize(
     ("head", "wanted"),
-    [(False, 2000), (True, 1000), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((False, 7000), (True, 3000)))],
+    [
+        (False, 2000),
+        (True, 1000),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((False, 7000), (True, 3000))),
+    ],
 )
 def test_streaming_is_the_oracle(head, wanted, monkeypatch):
     """Bit for bit, in groups of rows and of draws however small: both make the same sums, if a GPU not always in one order."""
@@ -99,9 +103,13 @@ def test_a_filter_that_keeps_the_winner_does_not_change_it(impl):
     kept_it = 0
     for seed in range(200):
         step = Mix(seed, poisoned=False).make(vocab=64)
-        step = step._replace(params=step.params._replace(logprobs=False, top_logprobs=0, logprob_ids=None, logsumexp=False))
+        step = step._replace(
+            params=step.params._replace(logprobs=False, top_logprobs=0, logprob_ids=None, logsumexp=False)
+        )
         unfiltered = step._replace(
-            params=step.params._replace(top_k=DEFAULT_PARAMS.top_k, top_p=DEFAULT_PARAMS.top_p, min_p=DEFAULT_PARAMS.min_p)
+            params=step.params._replace(
+                top_k=DEFAULT_PARAMS.top_k, top_p=DEFAULT_PARAMS.top_p, min_p=DEFAULT_PARAMS.min_p
+            )
         )
         logits = oracle.logits_of(oracle.product(step), step.rows().temperature, step.params)
         free, filtered = (parts_of(ops.sample(one, impl), one)["token_ids"] for one in (unfiltered, step))
@@ -220,7 +228,9 @@ def test_penalties(impl):
         out: Any = flashsampling.sample_from_logits(
             logits, token_counts=counts, temperature=0.0, impl=impl, return_logprobs=True, **penalties
         )
-        step = SampleInputs(logits, logits, 0.0, 0, 0, 1, 5, params=SamplingParams(counts=counts, **penalties), logits=logits)
+        step = SampleInputs(
+            logits, logits, 0.0, 0, 0, 1, 5, params=SamplingParams(counts=counts, **penalties), logits=logits
+        )
         after = logit_transforms.processed(logits, step.params)
         assert out.token_ids.tolist() == [int(after.argmax())]
         assert torch.allclose(out.processed_logprobs, torch.log_softmax(after, 1).amax(1))
@@ -249,7 +259,9 @@ def test_logprobs_of_every_kind(impl):
     assert out.given_logprobs.isnan().tolist() == [[False, True, True, False]] * 2
     assert torch.allclose(out.given_logprobs[:, 3].double(), raw[:, 2], atol=1e-6)
     assert torch.allclose(out.logsumexp.double(), logits[:, :4].double().logsumexp(1))
-    assert {out.logprobs.dtype, out.top_logprobs.dtype, out.given_logprobs.dtype, out.logsumexp.dtype} == {torch.float32}
+    assert {out.logprobs.dtype, out.top_logprobs.dtype, out.given_logprobs.dtype, out.logsumexp.dtype} == {
+        torch.float32
+    }
 
 
 @pytest.mark.parametrize("impl", TORCH)
@@ -271,7 +283,9 @@ def test_streaming_holds_few_rows_whatever_the_batch():
     largest = {}
     params = SamplingParams(top_k=5, top_p=0.9, min_p=0.1, logprobs=True, top_logprobs=5, soft_cap=3.0)
     for batch in (8, 64):
-        step = SampleInputs(torch.randn(batch, 4), torch.randn(5000, 4), 1.0, torch.arange(batch), 0, 9, 5000, params=params)
+        step = SampleInputs(
+            torch.randn(batch, 4), torch.randn(5000, 4), 1.0, torch.arange(batch), 0, 9, 5000, params=params
+        )
         with pytest.MonkeyPatch.context() as patched, Largest() as watch:
             patched.setattr(streaming, "_LOGITS_AT_ONCE", {"cpu": 4 * 5000})
             patched.setattr(streaming, "_SCORES_AT_ONCE", {"cpu": 4 * 5000})

@@ -29,7 +29,12 @@ CASES: dict[str, Any] = {
     "a masked NaN": (NOTHING, [3, 4], 3, NAN, 0.0, 2, -1, NAN),
     "a masked NaN beside two": ([NAN, *TWO[1:]], [1, 2, 3, 4, 5], 2, NAN, 0.0, 1, -1, NAN),
 }
-FILTERS: dict[str, dict[str, Any]] = {"none": {}, "top_k": {"top_k": 2}, "top_p": {"top_p": 0.7}, "min_p": {"min_p": 0.5}}
+FILTERS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "top_k": {"top_k": 2},
+    "top_p": {"top_p": 0.7},
+    "min_p": {"min_p": 0.5},
+}
 RANGES = [(3, 6), (0, 3)]  # one +inf of ``TWO`` on each rank
 
 
@@ -42,7 +47,9 @@ def present(impl: str) -> str:
 def parts_of(step: SampleInputs, impl: str, is_cut: bool) -> dict[str, list[list[float]]]:
     drawn = run(step, RANGES, impl)[0] if is_cut else ops.sample(step, impl)
     batch = len(step.hidden_states)
-    return {name: part.view(batch, -1).tolist() for name, part in layout(batch, 1, step.params).split(drawn, batch).items()}
+    return {
+        name: part.view(batch, -1).tolist() for name, part in layout(batch, 1, step.params).split(drawn, batch).items()
+    }
 
 
 def check(parts: dict[str, list[list[float]]], row: int, case: str, filtered: str) -> None:
@@ -55,7 +62,10 @@ def check(parts: dict[str, list[list[float]]], row: int, case: str, filtered: st
     assert (own["token_ids"], own["ranks"], own["top_token_ids"]) == ([token], [rank], [highest]), (case, own)
     given = [NAN if math.isnan(logsumexp) or x == INF else x - logsumexp for x in logits]
     ours = [*own["logprobs"], *own["processed_logprobs"], *own["logsumexp"], *own["given_logprobs"]]
-    assert torch.allclose(torch.tensor(ours), torch.tensor([raw, processed, logsumexp, *given]), equal_nan=True), (case, own)
+    assert torch.allclose(torch.tensor(ours), torch.tensor([raw, processed, logsumexp, *given]), equal_nan=True), (
+        case,
+        own,
+    )
 
 
 @pytest.mark.parametrize("filtered", FILTERS)
@@ -109,8 +119,15 @@ def test_rejection_accepts_what_sample_draws(place, filtered, certain, monkeypat
         pytest.skip("minutes in the interpreter, and the record that it reads is the same")
     times = 1 if place == "triton" and DEVICE.type == "cpu" else 10
     drafts = torch.tensor([[2], [4], [0], [5]]).repeat(times, 1)
-    logits, states, weight = torch.tensor(TWO).expand(4 * times, 2, 6), torch.ones(4 * times, 2, 1), torch.tensor(TWO)[:, None]
-    options: dict[str, Any] = {"seed": torch.arange(4 * times), "temperature": torch.tensor([0.7, 0.7, 0.7, 0.0] * times)}
+    logits, states, weight = (
+        torch.tensor(TWO).expand(4 * times, 2, 6),
+        torch.ones(4 * times, 2, 1),
+        torch.tensor(TWO)[:, None],
+    )
+    options: dict[str, Any] = {
+        "seed": torch.arange(4 * times),
+        "temperature": torch.tensor([0.7, 0.7, 0.7, 0.0] * times),
+    }
     options |= {"draft_probs": None if certain else torch.full((4 * times, 1, 6), 1 / 6), **FILTERS[filtered], **REJECT}
     if place == "ranks":
         out = verify(states, weight, drafts, tp=ranks(weight, RANGES), **options)

@@ -84,7 +84,9 @@ def test_drafts(by, monkeypatch, ranks):  # noqa: F811
         impl = None if by == "logits" else "triton"
         if by == "kernels":
             is_there("triton")
-            monkeypatch.setattr("flashsampling.speculative.acceptance._by_kernels", lambda states, given: given.batch > 0)
+            monkeypatch.setattr(
+                "flashsampling.speculative.acceptance._by_kernels", lambda states, given: given.batch > 0
+            )
         options |= {"joint_top_p": joint.to(DEVICE), "draft_probs": q.to(DEVICE)}
         logits = LOGITS.to(DEVICE).expand(ROWS, 2, 4)
         out = verify_from_logits(logits, drafts.to(DEVICE), seed=SEEDS.to(DEVICE), impl=impl, **options)

@@ -24,7 +24,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 SAMPLE = tables.result_of("sample")
 TABLES = tables.result_of("hopper_profile")["tables"]
 SOURCES = {  # name of a module of the package -> its file
-    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in PACKAGE.rglob("*.py")
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in PACKAGE.rglob("*.py")
 }
 SECTIONS = {
     int(number): text
@@ -46,7 +47,9 @@ def definitions(path):
     def targets(node):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             return [node.name]
-        assigned = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        assigned = (
+            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        )
         return [name.id for target in assigned for name in ast.walk(target) if isinstance(name, ast.Name)]
 
     names = set()
@@ -123,7 +126,9 @@ def test_the_ratios_are_those_of_the_run():
         assert ratios == [over(config, batch.removeprefix("B = "), "cuBLAS alone") for batch in batches]
     for config, batch, ms, *ratios, triton in rows_below(text, "| config | B | whole step, ms |"):
         assert ms == f"{times[config, int(batch)]['cute']:.3f}"
-        assert ratios == [over(config, batch, peer) for peer in ("cuBLAS alone", "FI1", "FI2", "FI2 fp32", "multinomial")]
+        assert ratios == [
+            over(config, batch, peer) for peer in ("cuBLAS alone", "FI1", "FI2", "FI2 fp32", "multinomial")
+        ]
         assert triton == over(config, batch, "cuBLAS alone", "triton")
 
 
@@ -140,7 +145,15 @@ def test_the_tables_are_those_of_the_runs():
 
 def test_the_table_and_the_picture_of_an_engine(tmp_path):
     def row(kind, batch, who, ms, **more):
-        return {"kind": kind, "batch": batch, "who": who, "sample_ms": ms, "forward_ms": 1.0, "sample_MiB": 100.4 * ms, **more}
+        return {
+            "kind": kind,
+            "batch": batch,
+            "who": who,
+            "sample_ms": ms,
+            "forward_ms": 1.0,
+            "sample_MiB": 100.4 * ms,
+            **more,
+        }
 
     rows = [row("plain", 1, "vllm", 0.2, tpot_ms=2.0), row("plain", 1, "plugin", 0.1, tpot_ms=1.9)]
     rows += [row("grammar mask", 64, "vllm", 0.4), row("grammar mask", 64, "plugin", 0.3)]
@@ -189,7 +202,9 @@ def numbers(text):
 def test_a_table_of_results_is_whole(table):
     entry = TABLES[table]
     assert {"what", "unit", "commits", "made_in", "recorded", "machine", "columns", "rows"} <= set(entry)
-    assert all(re.fullmatch(r"[0-9a-f]{7}", commit) for commit in [*entry["commits"], *entry["made_in"], entry["recorded"]])
+    assert all(
+        re.fullmatch(r"[0-9a-f]{7}", commit) for commit in [*entry["commits"], *entry["made_in"], entry["recorded"]]
+    )
     assert "H200" in entry["machine"]
     assert len(set(entry["columns"])) == len(entry["columns"])
     assert entry["rows"]
@@ -212,7 +227,9 @@ def test_what_was_tried_has_its_figures_in_the_results():
     assert set(re.findall(named, hopper + experiments)) >= set(TABLES)
     kernels = PAGES["docs/kernels.md"].partition("## The filtered-sampling kernels")[0]
     assert {"noise_alone", "ncu_whole_kernel"} <= set(re.findall(named, kernels)) - {"gumbel_bounds"} <= set(TABLES)
-    for _, case, before, after, commit, _, raw in map(cells_of, re.findall(r"^\|(?:[^|\n]+\|){7}$", experiments, re.MULTILINE)):
+    for _, case, before, after, commit, _, raw in map(
+        cells_of, re.findall(r"^\|(?:[^|\n]+\|){7}$", experiments, re.MULTILINE)
+    ):
         if commit not in ("commit", "---"):
             tables = json.dumps([TABLES[name] for name in re.findall(r"`(\w+)`", raw)])
             assert re.fullmatch(r"[0-9a-f]{7}", commit)

@@ -8,7 +8,9 @@ import torch.distributed as dist
 import flashsampling
 from flashsampling import tensor_parallel
 
-PUBLIC = [(package, name) for package in (flashsampling, tensor_parallel) for name in package.__all__ if name != "__version__"]
+PUBLIC = [
+    (package, name) for package in (flashsampling, tensor_parallel) for name in package.__all__ if name != "__version__"
+]
 
 
 @pytest.fixture(autouse=True)

@@ -20,7 +20,9 @@ def built(tmp_path_factory):
     """(sdist unpacked, wheel unpacked); the wheel is built from the unpacked sdist, as a packager's is."""
     out = tmp_path_factory.mktemp("built")
     tree = out / "tree"
-    ignored = shutil.ignore_patterns(".git", ".venv*", "*.egg-info", "build", "dist", "__pycache__", ".*_cache", ".hypothesis")
+    ignored = shutil.ignore_patterns(
+        ".git", ".venv*", "*.egg-info", "build", "dist", "__pycache__", ".*_cache", ".hypothesis"
+    )
     shutil.copytree(ROOT, tree, ignore=ignored)
 
     def build(source, name):
@@ -44,7 +46,9 @@ def test_the_sdist_has_what_a_checkout_has(built):
     sdist, _ = built
     for folder in ("flashsampling", "scripts", "tests", "benchmarks", "docs", "examples", ".ci"):
         wanted = {
-            path.relative_to(ROOT) for path in (ROOT / folder).rglob("*") if path.is_file() and "__pycache__" not in path.parts
+            path.relative_to(ROOT)
+            for path in (ROOT / folder).rglob("*")
+            if path.is_file() and "__pycache__" not in path.parts
         }
         assert wanted
         assert not [str(path) for path in wanted if not (sdist / path).is_file()]
@@ -138,7 +142,9 @@ def _sources():
 
 def test_ruff_checks_every_source():
     pytest.importorskip("ruff")
-    run = subprocess.run([sys.executable, "-m", "ruff", "check", "--show-files", "."], cwd=ROOT, capture_output=True, text=True)
+    run = subprocess.run(
+        [sys.executable, "-m", "ruff", "check", "--show-files", "."], cwd=ROOT, capture_output=True, text=True
+    )
     assert run.returncode == 0, run.stderr
     assert not {str(path) for path in _sources()} - set(run.stdout.splitlines())
 

@@ -24,7 +24,10 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 EXTRAS = PROJECT["optional-dependencies"]
 OURS = ("benchmarks", "flashsampling", "scripts", "tests")
 ENVIRONMENTS = {"./scripts/demo": "demo", "./scripts/test": "test"}  # what the script asks of make_environment
-MODULES = {"nvidia-cutlass-dsl": ("cutlass", "cuda"), "apache-tvm-ffi": ("tvm_ffi",)}  # others are named as their package
+MODULES = {
+    "nvidia-cutlass-dsl": ("cutlass", "cuda"),
+    "apache-tvm-ffi": ("tvm_ffi",),
+}  # others are named as their package
 
 
 def fences(language, text):
@@ -150,7 +153,12 @@ def commands():
     pages = (README, CONTRIBUTING, *DOCS.values())
     said = [command for text in pages for command in re.findall(r"`(python -m [^`]+)`", text)]
     said += re.findall(r"^    (\./[^#\n]+)", CONTRIBUTING, flags=re.MULTILINE)
-    lines = [line.partition(" #")[0] for text in DOCS.values() for block in fences("bash", text) for line in block.splitlines()]
+    lines = [
+        line.partition(" #")[0]
+        for text in DOCS.values()
+        for block in fences("bash", text)
+        for line in block.splitlines()
+    ]
     said += [line for line in lines if line.startswith(("python ", "./", ".venv"))]
     yield from ((" ".join(command.split()), ["bench", "cute", "triton"]) for command in said if "..." not in command)
 

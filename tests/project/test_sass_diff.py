@@ -112,7 +112,11 @@ def test_what_ptxas_makes(tmp_path):
         subprocess.run([ptxas, "-arch=sm_90", source, "-o", result], check=True)
         return result.read_bytes()
 
-    first, renamed, changed = assemble(ptx()), assemble(ptx("another")), assemble(ptx(instruction="add.s32 %r2, %r1, 6;"))
+    first, renamed, changed = (
+        assemble(ptx()),
+        assemble(ptx("another")),
+        assemble(ptx(instruction="add.s32 %r2, %r1, 6;")),
+    )
     assert first != renamed
     assert compare(tmp_path, first, renamed)
     assert not compare(tmp_path, first, changed)

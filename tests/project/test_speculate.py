@@ -75,7 +75,9 @@ def gemma():
     torch.manual_seed(0)
     sizes = {"vocab_size": 60, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "head_dim": 8}
     model = Gemma2ForCausalLM(
-        Gemma2Config(**sizes, num_attention_heads=2, num_key_value_heads=1, final_logit_softcapping=0.5, eos_token_id=None)
+        Gemma2Config(
+            **sizes, num_attention_heads=2, num_key_value_heads=1, final_logit_softcapping=0.5, eos_token_id=None
+        )
     )
     model.get_output_embeddings().weight.data.normal_(0, 1.0)
     return model.eval()
@@ -104,7 +106,11 @@ def test_models_that_cap_their_logits(script, monkeypatch):
     ("prompt", "model", "message"),
     [
         ("", gemma, "must have a token"),
-        ("3 4", lambda: GPT2LMHeadModel(GPT2Config(vocab_size=60, n_embd=16, n_layer=1, n_head=2)), "GPT2LMHeadModel keeps"),
+        (
+            "3 4",
+            lambda: GPT2LMHeadModel(GPT2Config(vocab_size=60, n_embd=16, n_layer=1, n_head=2)),
+            "GPT2LMHeadModel keeps",
+        ),
     ],
 )
 def test_what_is_refused(script, monkeypatch, prompt, model, message):

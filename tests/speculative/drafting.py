@@ -124,7 +124,9 @@ def make_drafted(
         states, weight = whole.hidden_states, whole.weight
         logits = states @ weight.T
     likely = logits[:, :vocab].nan_to_num(0.0).topk(min(vocab, 2)).indices
-    drawn = torch.randint(-2 if mix.one_in(3) else 0, vocab + 2 * mix.one_in(4), (batch, n + 1), generator=mix.generator)
+    drawn = torch.randint(
+        -2 if mix.one_in(3) else 0, vocab + 2 * mix.one_in(4), (batch, n + 1), generator=mix.generator
+    )
     pick = torch.randint(0, likely.shape[1], (batch, n + 1), generator=mix.generator)
     usual = likely.view(batch, n + 1, -1).gather(2, pick[:, :, None])[:, :, 0]
     ids = torch.where(torch.rand(batch, n + 1, generator=mix.generator) < 0.7, usual, drawn)[:, :n].contiguous()
@@ -134,7 +136,9 @@ def make_drafted(
             row[mix.random.randrange(n + 1) :] = -1
     parents = None
     if tree:
-        parents = torch.tensor([[mix.random.randrange(-1, j) for j in range(n)] for _ in range(batch)]).view(batch, n).long()
+        parents = (
+            torch.tensor([[mix.random.randrange(-1, j) for j in range(n)] for _ in range(batch)]).view(batch, n).long()
+        )
         if mix.one_in(5) and n:
             parents[mix.random.randrange(batch), mix.random.randrange(n)] = mix.random.choice((-2, n, 2**40, -(2**40)))
     probs = None
@@ -191,7 +195,12 @@ def at_position(drafted: DraftChains, request: int, node: int, path: list[int]) 
     # two's complement, as 64 bits wrap
     offset = rows.offset[request : request + 1] + len(path)
     return step._replace(
-        hidden_states=logits, weight=logits, logits=logits, offset=offset, seed=rows.seed[request : request + 1], params=params
+        hidden_states=logits,
+        weight=logits,
+        logits=logits,
+        offset=offset,
+        seed=rows.seed[request : request + 1],
+        params=params,
     )
 
 
@@ -247,7 +256,9 @@ def one_by_one(drafted: DraftChains, request: int, method: str) -> tuple[list[in
             left = [max(mine - theirs, 0.0) for mine, theirs in zip(p, q)]
             left = left if any(left) else p
             rows = step.rows()
-            gumbel = noise.gumbel(rows.seed, rows.offset, torch.zeros(1).long(), 0, vocab, noise.Stream.RECOVERY)[0, 0].tolist()
+            gumbel = noise.gumbel(rows.seed, rows.offset, torch.zeros(1).long(), 0, vocab, noise.Stream.RECOVERY)[
+                0, 0
+            ].tolist()
             scores = [math.log(mass) + g if mass else -math.inf for mass, g in zip(left, gumbel)]
             token = scores.index(max(scores))
         tokens.append(token)
@@ -276,7 +287,9 @@ def sure_of(drafted: DraftChains, expected: VerifyOutput, tolerance: float = 2e-
 
     logits, p = probabilities(params)
     greedy = of_rows.temperature < GREEDY_BELOW
-    largest = logits.processed.abs().nan_to_num(0.0, 0.0).amax(dim=1).double() / torch.where(greedy, 1.0, of_rows.temperature)
+    largest = logits.processed.abs().nan_to_num(0.0, 0.0).amax(dim=1).double() / torch.where(
+        greedy, 1.0, of_rows.temperature
+    )
     error = (tolerance + 2.0**-22 * largest.nan_to_num(0.0)).clamp(max=1e-3)
     clear = _is_clear(product, params)
     for sign in (-1, 1):
@@ -313,7 +326,9 @@ def sure_of(drafted: DraftChains, expected: VerifyOutput, tolerance: float = 2e-
     low, high = (left - wrong).clamp(min=0), torch.where(p > 0, left + wrong, 0.0).clamp(min=0)
     if drafted.probs is None:
         low, high = (torch.where(q > 0, 0.0, bound) for bound in (low, high))
-    gumbel = noise.gumbel(of_rows.seed, of_rows.offset, torch.zeros(1, dtype=torch.int64), 0, vocab, noise.Stream.RECOVERY)
+    gumbel = noise.gumbel(
+        of_rows.seed, of_rows.offset, torch.zeros(1, dtype=torch.int64), 0, vocab, noise.Stream.RECOVERY
+    )
     gumbel = gumbel[:, 0].double().view(batch, n + 1, vocab)
     first = (left.log() + gumbel).nan_to_num(-math.inf).argmax(dim=2, keepdim=True)
     above = (high.log() + gumbel).scatter(2, first, -math.inf).amax(dim=2)

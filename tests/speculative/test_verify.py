@@ -66,7 +66,9 @@ def test_draft_by_draft(method, tree, head):
 def test_rejection_by_kernels(head, monkeypatch):
     """The same by Triton's kernels, whose masses are float32: what is closer than that to another outcome is left out."""
     pytest.importorskip("triton")
-    monkeypatch.setattr(acceptance, "_by_kernels", lambda states, given: given.batch > 0 and states.device.type == DEVICE.type)
+    monkeypatch.setattr(
+        acceptance, "_by_kernels", lambda states, given: given.batch > 0 and states.device.type == DEVICE.type
+    )
     requests, near, accepted, seed = 0, 0, 0, 0
     # each mix is kernels of its own, seconds to compile or interpret: tests/speculative/test_verify_kernels.py has
     # thousands of a few mixes
@@ -99,7 +101,9 @@ class Counter:
         self.mixing = torch.randint(0, 9, (dim, dim), generator=generator).double().to(device)
         self.features = (torch.randn(dim, 9, width, generator=generator) * dim**-0.5).to(device) if width else None
         if width:
-            self.weight = (torch.randn(vocab, width, generator=generator) * 2.8 * width**-0.5).to(device, torch.bfloat16)
+            self.weight = (torch.randn(vocab, width, generator=generator) * 2.8 * width**-0.5).to(
+                device, torch.bfloat16
+            )
         else:
             self.weight = torch.randint(-4, 5, (vocab, dim), generator=generator).float().to(device) / 8
 
@@ -120,11 +124,19 @@ PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
 
 
 def decode(
-    model: Counter, weight: Tensor, start: Tensor, tokens: int, seeds: Tensor, counts: TokenCounts | None, **request: Any
+    model: Counter,
+    weight: Tensor,
+    start: Tensor,
+    tokens: int,
+    seeds: Tensor,
+    counts: TokenCounts | None,
+    **request: Any,
 ) -> Tensor:
     state, out = start, []
     for position in range(tokens):
-        drawn = sample(model.hidden(state), weight, seed=seeds, offset=position, token_counts=counts, **request).token_ids
+        drawn = sample(
+            model.hidden(state), weight, seed=seeds, offset=position, token_counts=counts, **request
+        ).token_ids
         out.append(drawn)
         state = model.next(state, drawn)
     return torch.stack(out, dim=1)
@@ -196,7 +208,9 @@ def both_ways(
     if "frequency_penalty" in request:
         for one in (counts, plainly):
             one.reset(None, prompts)
-    expected = decode(model, weight, state, longest, seeds, plainly, temperature=temperature, impl=impl, tp=tp, **request)
+    expected = decode(
+        model, weight, state, longest, seeds, plainly, temperature=temperature, impl=impl, tp=tp, **request
+    )
     if tp is not None and not request:  # edges of filters may be others on one rank
         alone = decode(model, model.weight, state, longest, seeds, None, temperature=temperature, impl=impl, **request)
         assert torch.equal(expected, alone)
@@ -252,7 +266,9 @@ def test_match_is_decoding_without_drafts_on_a_gpu(mix, impl):
 
 def test_counts_after_a_round_are_those_of_what_was_emitted():
     states, weight = torch.zeros(2, 3, 8), torch.zeros(50, 8)
-    drafts = torch.stack([sample(states[:, 0], weight, seed=torch.arange(2), offset=i).token_ids for i in range(2)], dim=1)
+    drafts = torch.stack(
+        [sample(states[:, 0], weight, seed=torch.arange(2), offset=i).token_ids for i in range(2)], dim=1
+    )
     drafts[1, 0] = (drafts[1, 0] + 1) % 50
     counts = TokenCounts(3, 50)
     out = verify(states, weight, drafts, seed=torch.arange(2), token_counts=counts)

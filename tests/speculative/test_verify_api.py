@@ -15,7 +15,11 @@ from tests.problems import KERNELS
 WEIGHT = torch.randn(70, 8, generator=torch.Generator().manual_seed(2))
 STATES = torch.randn(3, 3, 8, generator=torch.Generator().manual_seed(1))
 DRAFTS = torch.tensor([[5, 6], [7, -1], [-1, -1]])
-FLAT = {"hidden_states": torch.zeros(6, 8), "draft_token_ids": torch.tensor([5, 6, 7]), "cu_draft_lengths": [0, 2, 3, 3]}
+FLAT = {
+    "hidden_states": torch.zeros(6, 8),
+    "draft_token_ids": torch.tensor([5, 6, 7]),
+    "cu_draft_lengths": [0, 2, 3, 3],
+}
 PROBS = torch.full((3, 2, 70), 1 / 70)
 REJECT = {"method": "rejection"}
 
@@ -104,14 +108,18 @@ def test_tensors_that_are_not_dense_are_refused_by_name(name):
 def test_sparse_rows_are_refused_by_name(name):
     flat = {"hidden_states": torch.zeros(6, 8), "weight": WEIGHT, "seed": torch.arange(3)} | FLAT
     if name == "bounds":
-        wrong, named = {"cu_draft_lengths": torch.tensor([0, 2, 3, 3]).to_sparse(), "max_draft_length": 2}, "cu_draft_lengths"
+        wrong, named = (
+            {"cu_draft_lengths": torch.tensor([0, 2, 3, 3]).to_sparse(), "max_draft_length": 2},
+            "cu_draft_lengths",
+        )
     else:
         wrong, named = {"hidden_states": torch.ones(6, 8).to_sparse()}, "hidden_states"
     for method in ("match", "rejection"):
         with pytest.raises(TypeError, match=f"^{named} must be .*, got torch.sparse_coo"):
             verify(**flat | wrong, method=method)
     with pytest.raises(
-        TypeError, match=r"^hidden_states must be a dense tensor, got torch.sparse_coo; pass hidden_states.to_dense\(\)$"
+        TypeError,
+        match=r"^hidden_states must be a dense tensor, got torch.sparse_coo; pass hidden_states.to_dense\(\)$",
     ):
         sample(torch.ones(3, 8).to_sparse(), WEIGHT, seed=torch.arange(3))
 
@@ -207,10 +215,13 @@ def test_a_top_p_of_all_tokens(method):
     usual = [verify(states, weight, drafts, seed=seeds + s, **params).token_ids for s in range(0, 300, 3)]
     for joint in (True, [True] * 3, ones):
         for call, target in ((verify, (states, weight)), (verify_from_logits, (states @ weight.T,))):
-            ours = [call(*target, drafts, seed=seeds + s, joint_top_p=joint, **params).token_ids for s in range(0, 300, 3)]
+            ours = [
+                call(*target, drafts, seed=seeds + s, joint_top_p=joint, **params).token_ids for s in range(0, 300, 3)
+            ]
             assert any(not torch.equal(*pair) for pair in zip(ours, usual))
             expected = [
-                verify(states, weight, drafts, seed=seeds + s, joint_top_p=ones, **params).token_ids for s in range(0, 300, 3)
+                verify(states, weight, drafts, seed=seeds + s, joint_top_p=ones, **params).token_ids
+                for s in range(0, 300, 3)
             ]
             assert all(torch.equal(*pair) for pair in zip(ours, expected))
     drawn = sample(states[:, 0], weight, seed=seeds, joint_top_p=True, top_k=12, top_p=0.6, return_logprobs=True)
@@ -252,7 +263,12 @@ def test_room_that_nobody_uses(method):
     states = torch.cat([STATES[0], STATES[1, :2], STATES[2, :1], torch.full((2, 8), torch.nan)])
     options = {"seed": torch.arange(3), "method": method}
     expected = verify(STATES, WEIGHT, DRAFTS, **options)
-    for bounds in (torch.tensor([0, 2, 3, 3]), [0, 2, 3, 3], numpy.array([0, 2, 3, 3]), torch.tensor([0, 2, 3, 3]).int()):
+    for bounds in (
+        torch.tensor([0, 2, 3, 3]),
+        [0, 2, 3, 3],
+        numpy.array([0, 2, 3, 3]),
+        torch.tensor([0, 2, 3, 3]).int(),
+    ):
         out = verify(states, WEIGHT, flat, cu_draft_lengths=bounds, max_draft_length=2, **options)
         assert torch.equal(out.token_ids, expected.token_ids)
     shorter = verify(states, WEIGHT, flat, cu_draft_lengths=[0, 2, 3, 3], max_draft_length=1, **options)
@@ -345,7 +361,12 @@ def test_a_chain_as_a_tree_of_any_depth():
     """Every node has all drafts before it, for the penalties too: the lowest id that has not come is the likeliest."""
     weight = torch.zeros(70, 8)
     weight[:, 0] = -torch.arange(70.0)
-    request = {"token_counts": torch.zeros(3, 70, dtype=torch.int32), "presence_penalty": 1000.0, "temperature": 0.0, "seed": 1}
+    request = {
+        "token_counts": torch.zeros(3, 70, dtype=torch.int32),
+        "presence_penalty": 1000.0,
+        "temperature": 0.0,
+        "seed": 1,
+    }
     for n in range(1, 10):
         tokens = torch.arange(n + 1).expand(3, -1)
         for parents in (None, torch.arange(-1, n - 1).expand(3, n)):
@@ -392,7 +413,11 @@ def test_the_module():
     for message, wrong, bounds in (
         ("draft_token_ids must be a plain torch.Tensor, got NoneType", None, None),
         ("draft_token_ids must be a plain torch.Tensor, got int", 5, None),
-        (r"draft_token_ids must have shape \(B, n\), or \(N,\) with cu_draft_lengths, got shape \(\)", torch.tensor(5), None),
+        (
+            r"draft_token_ids must have shape \(B, n\), or \(N,\) with cu_draft_lengths, got shape \(\)",
+            torch.tensor(5),
+            None,
+        ),
         (r"cu_draft_lengths must be B \+ 1 integers, got int", DRAFTS[0], 3),
         (r"cu_draft_lengths must be B \+ 1 integers, got list", DRAFTS[0], []),
         (r"cu_draft_lengths must have shape \(B \+ 1,\), got shape \(\)", DRAFTS[0], torch.tensor(3)),
@@ -445,7 +470,9 @@ def test_the_operators():
     operators = torch.ops.flashsampling
     drafts = torch.arange(9)
     for probs in (None, q):
-        torch.library.opcheck(operators.accept.default, (*head, 1, 1, 70, drafts, probs), {"top_k_value": 5}, test_utils=checks)
+        torch.library.opcheck(
+            operators.accept.default, (*head, 1, 1, 70, drafts, probs), {"top_k_value": 5}, test_utils=checks
+        )
         torch.library.opcheck(operators.recover.default, (*head, 2, 1, 70, drafts, probs, drafts), test_utils=checks)
     of_logits = (q.log(), None, *head[2:])
     torch.library.opcheck(operators.accept.default, (*of_logits, 1, 1, 70, drafts, q), test_utils=checks)
@@ -461,7 +488,9 @@ def test_match_on_a_gpu_is_decoding_without_drafts(impl):
     weight = (torch.randn(5000, 64, generator=generator) * 0.3).to(DEVICE, torch.bfloat16)
     states = torch.randn(33, 8, 64, generator=generator).to(DEVICE, torch.bfloat16)
     seeds = torch.arange(33, device=DEVICE)
-    plain = torch.stack([sample(states[:, j], weight, seed=seeds, offset=j, impl=impl).token_ids for j in range(8)], dim=1)
+    plain = torch.stack(
+        [sample(states[:, j], weight, seed=seeds, offset=j, impl=impl).token_ids for j in range(8)], dim=1
+    )
     drafts = torch.where(torch.rand(33, 7, generator=generator).to(DEVICE) < 0.2, 3, plain[:, :7])
     out = verify(states, weight, drafts, seed=seeds, impl=impl)
     same = (drafts == plain[:, :7]).long().cumprod(1).sum(1)

@@ -40,7 +40,9 @@ DRAFTERS = {  # probabilities of the next draft after each token
     "identical": lambda target: softmax(target).float(),
     "good": lambda target: _drafter(target.clamp(min=-9) + torch.linspace(-0.5, 0.5, VOCAB)),
     "bad": lambda target: _drafter(-target.clamp(min=-3) * 2),
-    "zeros where p has mass": lambda target: _drafter(target.masked_fill(target == target.amax(1, keepdim=True), -math.inf)),
+    "zeros where p has mass": lambda target: _drafter(
+        target.masked_fill(target == target.amax(1, keepdim=True), -math.inf)
+    ),
     "mass where p has none": lambda target: _drafter(torch.eye(VOCAB + 1, VOCAB) * 2),
     "disjoint": lambda target: torch.nn.functional.one_hot(torch.arange(VOCAB + 1) % VOCAB, VOCAB).float(),
 }
@@ -211,7 +213,9 @@ def test_end_points(word, monkeypatch):
 
     def accepted(q: Tensor | None) -> list[int]:
         probs = None if q is None else q.expand(5, 1, 5)
-        return verify_from_logits(logits, drafts, method="rejection", draft_probs=probs, seed=rows).num_accepted.tolist()
+        return verify_from_logits(
+            logits, drafts, method="rejection", draft_probs=probs, seed=rows
+        ).num_accepted.tolist()
 
     least = word == 0
     assert accepted(p) == [0, 1, 1, 1, 1]
@@ -245,7 +249,11 @@ def test_what_takes_the_place_of_a_draft():
 def test_a_q_below_0_is_0():
     """What the target never draws, a masked token for one, is neither accepted nor recovered because of it."""
     p, q = torch.tensor([0.5, 0.3, 0.2, 0.0, 0.0]), torch.tensor([0.6, -0.5, -0.0, -9.0, -math.inf])
-    drafts, logits, rows = torch.tensor([[3], [4], [0], [1]]).repeat(25, 1), p.log().expand(100, 2, 5), torch.arange(100)
+    drafts, logits, rows = (
+        torch.tensor([[3], [4], [0], [1]]).repeat(25, 1),
+        p.log().expand(100, 2, 5),
+        torch.arange(100),
+    )
     given, clamped = (
         verify_from_logits(logits, drafts, method="rejection", draft_probs=probs.expand(100, 1, 5), seed=rows)
         for probs in (q, q.clamp(min=0.0))
@@ -261,7 +269,12 @@ KNOWN = [0.6619735347339883, 0.6346070050494745, 0.685742549947463, 0.4050077273
 def test_known_coins():
     """Words of token 0, stream 1; changing them changes every accepted draft."""
     seeds, offsets = torch.tensor([0, 1, -1, 2**62]), torch.tensor([0, 5, -1, 2**40 + 3])
-    counter = (torch.zeros_like(seeds), torch.full_like(seeds, 1 << 24), offsets & 0xFFFFFFFF, offsets >> 32 & 0xFFFFFFFF)
+    counter = (
+        torch.zeros_like(seeds),
+        torch.full_like(seeds, 1 << 24),
+        offsets & 0xFFFFFFFF,
+        offsets >> 32 & 0xFFFFFFFF,
+    )
     words = noise.philox4x32_10(counter, (seeds & 0xFFFFFFFF, seeds >> 32 & 0xFFFFFFFF))[0]
     coins = noise.coin(seeds, offsets)
     assert coins.dtype is torch.float64

@@ -70,7 +70,9 @@ def check(kind: str, requests: int, seed: int | None = None) -> None:
             ours = of_source.verify("rejection", flat=flat, device=DEVICE, impl=IMPLS[source])
             assert not differences(of(ours, sure), of(expected, sure)), (source, flat, _first(ours, expected, sure))
     assert sure.float().mean() > 0.8
-    assert set(range(drafted.ids.shape[1])) <= set(expected.num_accepted[sure].tolist())  # outcomes of all kinds are there
+    assert set(range(drafted.ids.shape[1])) <= set(
+        expected.num_accepted[sure].tolist()
+    )  # outcomes of all kinds are there
     failed = int((expected.num_emitted == expected.num_accepted)[sure].sum())
     assert failed > 0 or kind not in ("plain", "masks", "everything")
 
@@ -141,6 +143,8 @@ def test_behind_the_hopper_kernel(kind, monkeypatch):
         expected = drafted.verify("rejection", impl="reference")
     sure = sure_of(drafted, expected)
     assert sure.sum() >= 2
-    below = drafted.probs if drafted.probs is None else torch.where(drafted.probs == 0, -9.0, drafted.probs)  # which is as 0
+    below = (
+        drafted.probs if drafted.probs is None else torch.where(drafted.probs == 0, -9.0, drafted.probs)
+    )  # which is as 0
     ours = replace(drafted, probs=below).verify("rejection", device=DEVICE)
     assert not differences(of(ours, sure), of(expected, sure)), _first(ours, expected, sure)

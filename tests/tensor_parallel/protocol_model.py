@@ -29,7 +29,9 @@ from flashsampling.exchange_protocol import DECLARED, DIFFERS, LATE, MAX_RANKS, 
 LAUNCH, LEFT_OUT, REPLAY, CLOSE, LEAVE = "launch", "left out", "replay", "close", "leave"
 NEVER, ANY, PROMPT = "never", "any", "prompt"  # when a wait may run out
 TOGETHER, WARPS, BLOCKS = "together", "warps", "blocks"  # rows of a launch: see Scenario.rows
-READY, SENDING, SENT, WAITING, JUDGING, ACCEPTED, FAILED, REFUSED = range(8)  # a block of rows; from ACCEPTED on it is done
+READY, SENDING, SENT, WAITING, JUDGING, ACCEPTED, FAILED, REFUSED = range(
+    8
+)  # a block of rows; from ACCEPTED on it is done
 
 DEFECTS = {
     "unchecked": "failure is not read before sending",
@@ -407,7 +409,9 @@ class Model:
         blocks = [i for i, block in enumerate(world.ranks[rank].blocks) if block[0] == WAITING]
         if self.scenario.time_outs == PROMPT and blocks:
             first = world.order[0]
-            if first[0] != rank or any(self.busy(world, other) for other in range(self.ranks) if other not in self.slow):
+            if first[0] != rank or any(
+                self.busy(world, other) for other in range(self.ranks) if other not in self.slow
+            ):
                 return []
             return [first[1]]
         return blocks
@@ -417,7 +421,11 @@ class Model:
         me = world.ranks[rank]
         if me.dead or (not me.blocks and me.call == len(self.programs[rank])):
             return False
-        if not me.blocks or me.last is not None or any(block[0] != WAITING for block in me.blocks if block[0] < ACCEPTED):
+        if (
+            not me.blocks
+            or me.last is not None
+            or any(block[0] != WAITING for block in me.blocks if block[0] < ACCEPTED)
+        ):
             return True
         if world.failure[rank] != (None, ()):
             return True
@@ -544,7 +552,9 @@ class Model:
                 self.arrive(after, index, slot.coming[0], 1)
                 after.slots[index] = after.slots[index]._replace(emptied=slot.emptied)
                 if not self.has("late emptying"):
-                    assert not slot.emptied or slot.emptied > slot.coming[0].launch, "a store met what was not yet emptied"
+                    assert not slot.emptied or slot.emptied > slot.coming[0].launch, (
+                        "a store met what was not yet emptied"
+                    )
                 yield Step(f"slot {index} arrives", after)
             if slot.emptied:
                 after = world.copy()
@@ -566,7 +576,9 @@ class Model:
         if self.scenario.peaceful and not all(all(each.results) for each in world.ranks):
             return f"a call failed for no reason: {world.verdict}"
         if world.verdict is None and not any(each.dead or each.closed for each in world.ranks):
-            full = [i for i, slot in enumerate(world.slots) if slot.coming or (slot.value is not None and not slot.emptied)]
+            full = [
+                i for i, slot in enumerate(world.slots) if slot.coming or (slot.value is not None and not slot.emptied)
+            ]
             if full:
                 return f"slots {full} are full at the end"
         return ""

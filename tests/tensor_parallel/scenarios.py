@@ -102,7 +102,9 @@ class Rank:
         return tokens
 
 
-def draw(tp: TensorParallel, shard: Tensor, problem: Problem, impl: str | None = None, vocab_size: int | None = None) -> Tensor:
+def draw(
+    tp: TensorParallel, shard: Tensor, problem: Problem, impl: str | None = None, vocab_size: int | None = None
+) -> Tensor:
     return replace(problem, weight=shard, vocab_size=vocab_size).sample(impl, tp)
 
 
@@ -137,7 +139,9 @@ def same_tokens(rank: Rank) -> None:
         assert tp.vocab_size == real
         rank.check(tp, shard, padded)
     shard = shard_lm_head(problem.weight)
-    tp = TensorParallel(None, shard, max_num_samples=3, transport=rank.transport, impl=rank.impl)  # ranges from the order
+    tp = TensorParallel(
+        None, shard, max_num_samples=3, transport=rank.transport, impl=rank.impl
+    )  # ranges from the order
     rank.check(tp, shard, problem)
 
 
@@ -241,7 +245,9 @@ def disagreements(rank: Rank) -> None:
         ("impl must be None or one of", lambda: TensorParallel(None, shard, impl="reference")),
     ]
     if rank.device.type == "cpu":
-        cases.append(("transport='p2p' cannot be used .*shard is on cpu", lambda: TensorParallel(None, shard, transport="p2p")))
+        cases.append(
+            ("transport='p2p' cannot be used .*shard is on cpu", lambda: TensorParallel(None, shard, transport="p2p"))
+        )
         cases.append(("transport='nccl' cannot be used", lambda: TensorParallel(None, shard, transport="nccl")))
     for message, construct in cases:
         with pytest.raises(ValueError, match=message):
@@ -447,7 +453,9 @@ def rejection(rank: Rank) -> None:
                 if problem.step.params.bias is not None:
                     whole = torch.nn.functional.pad(problem.step.params.bias, (0, rows - vocab))
                     options["bias"] = whole[first : first + len(shard)]
-                ours = replace(problem, states=problem.states.to(rank.dtype), weight=shard).verify("rejection", **options)
+                ours = replace(problem, states=problem.states.to(rank.dtype), weight=shard).verify(
+                    "rejection", **options
+                )
                 of = [
                     flashsampling.VerifyOutput(*(None if part is None else part[sure] for part in vars(out).values()))
                     for out in (ours, expected)
@@ -512,13 +520,21 @@ def other_drafts(rank: Rank) -> None:
     problem = rank.problem(batch, vocab, 64)
     states = problem.hidden_states[:, None].expand(batch, n + 1, 64).contiguous()
     drafts = torch.tensor([[5, 6], [7, -1], [300, 599], [8, 9]], device=rank.device)
-    probs = torch.softmax(torch.randn(batch, n, vocab, generator=torch.Generator().manual_seed(1)), dim=2).to(rank.device)
+    probs = torch.softmax(torch.randn(batch, n, vocab, generator=torch.Generator().manual_seed(1)), dim=2).to(
+        rank.device
+    )
     other_ids, shorter, narrow, elsewhere = drafts.clone(), drafts.clone(), probs.bfloat16(), probs.clone()
     other_ids[2, 1] = 598
     shorter[3, 1] = -1
     elsewhere[3, 1, 599] += 2.0**-20
     rows = {"seed": problem.seed, "offset": problem.offset, "temperature": problem.temperature}
-    usual: dict[str, Any] = {"draft_token_ids": drafts, "draft_probs": probs, "method": "rejection", "top_k": 200, **rows}
+    usual: dict[str, Any] = {
+        "draft_token_ids": drafts,
+        "draft_probs": probs,
+        "method": "rejection",
+        "top_k": 200,
+        **rows,
+    }
     matched = usual | {"draft_probs": None, "method": "match", "top_k": 0}
     everything = ("method", "draft_token_ids", "cu_draft_lengths", "draft_probs")
     cases: list[tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = [
@@ -605,7 +621,9 @@ def parameters_of_the_first_rank(rank: Rank) -> None:
     tp, shard = rank.group(problem.weight)
     odd = rank.rank == 1
     mine = torch.full((4,), rank.rank, device=rank.device)  # int64, on the device: what a broadcast might write into
-    sampler = LMHeadSampler(shard, max_batch_size=4, seed=mine, temperature=(mine + 0.5).expand(4), impl=rank.impl, tp=tp)
+    sampler = LMHeadSampler(
+        shard, max_batch_size=4, seed=mine, temperature=(mine + 0.5).expand(4), impl=rank.impl, tp=tp
+    )
     assert sampler.seeds.tolist() == [0] * 4
     assert sampler.temperature.tolist() == [0.5] * 4
     expanded = mine[:1].expand(3)
@@ -638,7 +656,9 @@ def parameters_of_the_first_rank(rank: Rank) -> None:
     assert sampler.offsets.tolist() == [5, 5, 0, 5]
     # the same state everywhere, so the same tokens; ranks that gave another temperature would not have agreed
     tokens = sampler(problem.hidden_states).token_ids
-    whole = LMHeadSampler(problem.weight, max_batch_size=4, seed=[0] * 4, temperature=[0.25, 0.5, 0.5, 0.75], impl=rank.impl)
+    whole = LMHeadSampler(
+        problem.weight, max_batch_size=4, seed=[0] * 4, temperature=[0.25, 0.5, 0.5, 0.75], impl=rank.impl
+    )
     whole.reset([0] * 4, [5, 5, 0, 5])
     assert torch.equal(tokens, whole(problem.hidden_states).token_ids)
 
@@ -672,7 +692,9 @@ def requests(rank: Rank) -> None:
             for number, step in enumerate(steps):
                 if not step.params.names():
                     continue
-                step = step._replace(hidden_states=step.hidden_states.to(rank.dtype), weight=step.weight[:vocab].to(rank.dtype))
+                step = step._replace(
+                    hidden_states=step.hidden_states.to(rank.dtype), weight=step.weight[:vocab].to(rank.dtype)
+                )
                 first, last = tp.first_token, tp.last_token
                 shard[: last - first] = step.weight[first:last]  # in place: another head, for this group
                 params = step.params
@@ -736,7 +758,10 @@ def requests_of_a_sampler(rank: Rank) -> None:
     tp.check()
     for message, call in (
         (r"bias must have shape \(\d+,\), one value per row of this rank's shard", {"bias": bias[:7]}),
-        (r"token_mask must have shape \(5, 19\)", {"token_mask": torch.zeros(5, 18, dtype=torch.int32, device=rank.device)}),
+        (
+            r"token_mask must have shape \(5, 19\)",
+            {"token_mask": torch.zeros(5, 18, dtype=torch.int32, device=rank.device)},
+        ),
         (r"logit_bias must be a tensor \(600,\)", {"logit_bias": bias[:7]}),
     ):
         with pytest.raises(ValueError, match=message):
@@ -926,7 +951,14 @@ def no_sync(rank: Rank) -> None:
     half = torch.full((24,), 0.5, device=rank.device)
     mask = torch.full((24, 19), -1, dtype=torch.int32, device=rank.device)
     rows = {"temperature": problem.temperature, "seed": problem.seed, "offset": problem.offset, "tp": tp}
-    params = {"top_k": 20, "top_p": half, "min_p": half / 100, "token_mask": mask, "return_logprobs": True, "top_logprobs": 3}
+    params = {
+        "top_k": 20,
+        "top_p": half,
+        "min_p": half / 100,
+        "token_mask": mask,
+        "return_logprobs": True,
+        "top_logprobs": 3,
+    }
     kept = flashsampling.sample(problem.hidden_states, shard, **rows, **params).token_ids
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -967,7 +999,9 @@ def _fails(tp: TensorParallel, step: Callable[[], object]) -> TensorParallelErro
 
     with pytest.raises(TensorParallelError) as error:
         steps()
-    if tp.transport != "nccl" or error.value.failure.kind != "late":  # else the all-gather hangs, and who asks for tokens
+    if (
+        tp.transport != "nccl" or error.value.failure.kind != "late"
+    ):  # else the all-gather hangs, and who asks for tokens
         for out in tokens:
             assert (out == -1).all(), out
     for later in (step, tp.check, functools.partial(tp.check, collective=True)):
@@ -1084,7 +1118,12 @@ def construction_that_fails(rank: Rank) -> None:
         (TypeError, ValueError, "^rank 1: TypeError: weight must be a torch.Tensor, got list", {"weight": [1.0]}),
         (TypeError, ValueError, "^rank 1: TypeError: timeout must be a number, got str", {"timeout": "soon"}),
         (TypeError, ValueError, "^rank 1: TypeError: timeout must be a number, got NoneType", {"timeout": None}),
-        (TypeError, ValueError, "^rank 1: TypeError: max_batch_size must be an int, got float", {"max_batch_size": 256.0}),
+        (
+            TypeError,
+            ValueError,
+            "^rank 1: TypeError: max_batch_size must be an int, got float",
+            {"max_batch_size": 256.0},
+        ),
         (TypeError, ValueError, "^rank 1: TypeError: vocab_size must be an int, got float", {"vocab_size": 599.5}),
         (TypeError, ValueError, "^rank 1: TypeError: first_token must be an int, got str", {"first_token": "0"}),
     ):
@@ -1126,14 +1165,18 @@ def ranks_that_do_not_come(rank: Rank) -> None:
     """To construction, a broadcast, closing: the others are told who in time, and it when it comes; the next group works."""
     problem = rank.problem(4, 600, 64)
     odd = rank.world - 1
-    rank.group(problem.weight)[0].close()  # imports what a first construction does, which takes longer than the time-out
+    rank.group(problem.weight)[
+        0
+    ].close()  # imports what a first construction does, which takes longer than the time-out
 
     def late(call: Callable[[], object], to: str) -> None:
         _agreed("all begin")
         if rank.rank == odd:
             _agreed("the others have raised")
         started = time.monotonic()
-        with pytest.raises(TensorParallelTimeout, match=rf"^rank {odd} did not take part in .*{to} within 8 s") as error:
+        with pytest.raises(
+            TensorParallelTimeout, match=rf"^rank {odd} did not take part in .*{to} within 8 s"
+        ) as error:
             call()
         assert error.value.rank == odd
         assert time.monotonic() - started < SOON
@@ -1165,7 +1208,9 @@ def ranks_that_do_not_come(rank: Rank) -> None:
     tp, shard = rank.group(problem.weight)
     rank.check(tp, shard, problem)
     # one is at another collective call than the others
-    with pytest.raises(TensorParallelMismatch, match=r"^rank 1 called a broadcast where rank 0 called a collective check"):
+    with pytest.raises(
+        TensorParallelMismatch, match=r"^rank 1 called a broadcast where rank 0 called a collective check"
+    ):
         tp.broadcast(1) if rank.rank == 1 else tp.check(collective=True)
     tp.close()
 
@@ -1333,7 +1378,9 @@ def a_hostile_store(rank: Rank) -> None:
         of_ranks: list[Any] = _agreed(used)
         held = {name: value for of_rank in of_ranks for name, value in of_rank.items()}
         assert {"failure", "groups/0", "groups/1", "0/0", "0/1", "0/verdict"} < set(held)
-        final = max(int(name.split("/")[0]) for name, value in held.items() if value.startswith(b"a collective check\n"))
+        final = max(
+            int(name.split("/")[0]) for name, value in held.items() if value.startswith(b"a collective check\n")
+        )
         for number, (name, before) in enumerate(sorted(held.items())):
             last = name[0].isdigit() and int(name.split("/")[0]) >= final
             hostile = pickle.dumps(Hostile(f"{folder}/{number}"))
@@ -1381,7 +1428,9 @@ def one_request(rank: Rank) -> None:
             assert torch.equal(out.token_ids, whole.token_ids)
         rows: dict[str, Any] = {"seed": state[:, 0], "offset": state[:, 1], "top_k": state[:, 0]}
         tokens = flashsampling.sample(states[0, :1], shard, **rows, tp=tp).token_ids
-        assert torch.equal(tokens, flashsampling.sample(states[0, :1], problem.weight, **rows, impl=rank.impl).token_ids)
+        assert torch.equal(
+            tokens, flashsampling.sample(states[0, :1], problem.weight, **rows, impl=rank.impl).token_ids
+        )
 
 
 def surroundings(rank: Rank) -> None:
@@ -1530,7 +1579,9 @@ def connections_that_are_closed(rank: Rank) -> None:
     _agreed(None)
     started = time.monotonic()
     for _ in range(2):
-        with pytest.raises(TensorParallelError, match=f"^rank {late} .*left the group: .* was late there: make a new") as error:
+        with pytest.raises(
+            TensorParallelError, match=f"^rank {late} .*left the group: .* was late there: make a new"
+        ) as error:
             rank.group(problem.weight, group=broken)
         assert _agreed(error.value.failure) == [error.value.failure] * rank.world
     assert _fails(other, functools.partial(draw, other, shard, problem)).rank == late  # one that was there before
@@ -1543,7 +1594,9 @@ def connections_that_are_closed(rank: Rank) -> None:
         with pytest.raises(RuntimeError):
             waiting.wait(timedelta(seconds=0.5))
     _agreed(None)
-    with pytest.raises(TensorParallelError, match=r"process group's connection to rank \d .*is closed: make a new") as error:
+    with pytest.raises(
+        TensorParallelError, match=r"process group's connection to rank \d .*is closed: make a new"
+    ) as error:
         rank.group(problem.weight, group=broken)
     assert _agreed(error.value.failure) == [error.value.failure] * rank.world
     assert time.monotonic() - started < SOON
@@ -1839,7 +1892,11 @@ def _work(rank: Rank, names: Sequence[str], port: int, pipe: Connection) -> None
         torch.cuda.set_device(rank.device)
         backend = "cpu:gloo,cuda:nccl"
     dist.init_process_group(
-        backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank.rank, world_size=rank.world, timeout=timedelta(seconds=120)
+        backend,
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=rank.rank,
+        world_size=rank.world,
+        timeout=timedelta(seconds=120),
     )
     _aside.append(dist.new_group(backend="gloo"))
     for name in names:
@@ -1917,7 +1974,9 @@ def run(
                 if log is not None:
                     with open(log, "a", encoding="utf-8") as file:
                         seconds_so_far = time.monotonic() - started
-                        file.write(f"{world} {impl} {transport} {said[0]} rank {rank}, {seconds_so_far:.0f} s: {said[1]}\n")
+                        file.write(
+                            f"{world} {impl} {transport} {said[0]} rank {rank}, {seconds_so_far:.0f} s: {said[1]}\n"
+                        )
     for process in processes:
         process.join(10)
         if process.is_alive():

@@ -48,7 +48,9 @@ class Whole(TensorParallel):
 def ranks(monkeypatch):
     """Makes a group whose steps are taken by threads, with shards of these ranges."""
 
-    def of(weight: Tensor, ranges: Ranges, vocab_size: int | None = None, impl: str = "streaming", room: int = 2048) -> Whole:
+    def of(
+        weight: Tensor, ranges: Ranges, vocab_size: int | None = None, impl: str = "streaming", room: int = 2048
+    ) -> Whole:
         def step_of_all(step: SampleInputs, tp: TensorParallel) -> SampleResult:
             assert step.drafted is not None
             return run(step, ranges, impl, max(room, len(step.hidden_states)))[0]
@@ -79,7 +81,10 @@ def check(problems: int, first_seed: int, ranks: Any) -> None:
         ranges = cut(Mix(seed), problem.step.vocab_size)
         ours = of_ranks(problem, ranks, ranges, flat=seed % 2 == 0, room=random.choice((64, 300, 4096)))
         sure = sure_of(problem, expected)
-        of = [VerifyOutput(*(None if part is None else part[sure] for part in vars(out).values())) for out in (ours, expected)]
+        of = [
+            VerifyOutput(*(None if part is None else part[sure] for part in vars(out).values()))
+            for out in (ours, expected)
+        ]
         assert not differences(*of), (seed, ours, expected, sure)
         requests, unsure = requests + len(sure), unsure + int((~sure).sum())
         accepted += int(expected.num_accepted.sum())
@@ -117,7 +122,9 @@ def test_recovered_tokens(wanted, ranks):
     expected = problem.verify("rejection", impl="reference")
     sure = sure_of(problem, expected)
     ours = of_ranks(problem, ranks, [(70, 130), (0, 45), (45, 70)])
-    of = [VerifyOutput(*(None if part is None else part[sure] for part in vars(out).values())) for out in (ours, expected)]
+    of = [
+        VerifyOutput(*(None if part is None else part[sure] for part in vars(out).values())) for out in (ours, expected)
+    ]
     assert not differences(*of)
     assert sure.sum() >= 50
     refused = (expected.num_accepted < torch.tensor(problem.lengths)) & sure
@@ -133,14 +140,19 @@ def test_kernels_do_it_too(impl, ranks):
     pytest.importorskip("triton")
     requests = accepted = 0
     for seed in (1, 2, 5):
-        problem = make_drafted(seed + 10**7, "rejection", head=True, poisoned=False, sizes=(2, 2, 150), wanted=("top_k",))
+        problem = make_drafted(
+            seed + 10**7, "rejection", head=True, poisoned=False, sizes=(2, 2, 150), wanted=("top_k",)
+        )
         assert problem.weight is not None
         states = fit(impl, problem.states.flatten(0, 1)).unflatten(0, problem.states.shape[:2])
         problem = replace(problem, states=states, weight=fit(impl, problem.weight))
         expected = problem.verify("rejection", impl="reference")
         sure = sure_of(problem, expected)
         ours = of_ranks(problem, ranks, [(0, 70), (70, 150)], impl=impl)
-        of = [VerifyOutput(*(None if part is None else part[sure] for part in vars(out).values())) for out in (ours, expected)]
+        of = [
+            VerifyOutput(*(None if part is None else part[sure] for part in vars(out).values()))
+            for out in (ours, expected)
+        ]
         assert not differences(*of), (seed, ours, expected)
         requests, accepted = requests + int(sure.sum()), accepted + int(expected.num_accepted.sum())
     assert requests >= 4
@@ -151,7 +163,9 @@ def test_cuts_do_not_matter(ranks):
     """The same output, to the last coin: p is a share over a sum of integers."""
     for seed in range(5):
         problem = make_drafted(seed + 3 * 10**6, "rejection", head=True, poisoned=False, sizes=(5, 4, 130))
-        first, *others = (of_ranks(problem, ranks, ranges) for ranges in ([(0, 130)], *(cut(Mix(i), 130) for i in (1, 2))))
+        first, *others = (
+            of_ranks(problem, ranks, ranges) for ranges in ([(0, 130)], *(cut(Mix(i), 130) for i in (1, 2)))
+        )
         for other in others:
             assert not differences(first, other), seed
 
@@ -197,7 +211,11 @@ def test_greedy_requests(ranks):
         options = {"draft_probs": probs, "temperature": [0.0, 0.0, 1e-7], "seed": [1, 2, 3], "top_p": 0.5}
         out = verify(STATES, WEIGHT, drafts, **options, tp=ranks(WEIGHT, THREE), **REJECT)
         assert out.num_accepted.tolist() == [2, 0, 1]
-        assert [out.token_ids[row, count] for row, count in enumerate((2, 0, 1))] == [best[0, 2], best[1, 0], best[2, 1]]
+        assert [out.token_ids[row, count] for row, count in enumerate((2, 0, 1))] == [
+            best[0, 2],
+            best[1, 0],
+            best[2, 1],
+        ]
 
 
 @pytest.mark.parametrize("word", [0, 2**32 - 1])
@@ -287,7 +305,9 @@ def test_shards_that_keep_nothing(ranks):
             options = {**request, "draft_probs": probs, "seed": torch.arange(3)}
             expected = verify(STATES, WEIGHT, drafts, **options, **REJECT)
             for ranges in (THREE, [(69, 70), (0, 33), (34, 69), (33, 34)]):
-                assert not differences(verify(STATES, WEIGHT, drafts, **options, tp=ranks(WEIGHT, ranges), **REJECT), expected)
+                assert not differences(
+                    verify(STATES, WEIGHT, drafts, **options, tp=ranks(WEIGHT, ranges), **REJECT), expected
+                )
     for vocab, ranges in ((40, [(0, 40), (40, 40)]), (2, [(0, 1), (1, 2), (2, 2), (2, 2)]), (1, [(0, 0), (0, 1)])):
         tp = ranks(WEIGHT, ranges, vocab)
         ids = torch.tensor([[0, vocab], [vocab - 1, -1], [69, 0]])
@@ -301,7 +321,9 @@ def test_an_id_that_is_no_token_is_no_draft(absent, ranks):
     seeds = torch.arange(3)
     drawn = torch.stack([sample(STATES[:, i], WEIGHT, seed=seeds, offset=i).token_ids for i in range(2)], dim=1)
     drafts = torch.stack([drawn[:, 0], torch.full((3,), absent)], dim=1)
-    out = verify(STATES, WEIGHT, drafts, draft_probs=torch.zeros(3, 2, 70), seed=seeds, tp=ranks(WEIGHT, THREE), **REJECT)
+    out = verify(
+        STATES, WEIGHT, drafts, draft_probs=torch.zeros(3, 2, 70), seed=seeds, tp=ranks(WEIGHT, THREE), **REJECT
+    )
     assert out.token_ids.tolist() == torch.nn.functional.pad(drawn, (0, 1), value=-1).tolist()
 
 
@@ -312,7 +334,11 @@ def test_whatever_is_on_the_device(ranks):
     tp = ranks(WEIGHT, THREE)
     for _ in range(20):
         pick = [ends[i] for i in torch.randint(0, len(ends), (20,), generator=generator).tolist()]
-        options: dict[str, Any] = {"seed": torch.arange(3), "cu_draft_lengths": torch.tensor(pick[6:10]), "max_draft_length": 4}
+        options: dict[str, Any] = {
+            "seed": torch.arange(3),
+            "cu_draft_lengths": torch.tensor(pick[6:10]),
+            "max_draft_length": 4,
+        }
         if pick[0] > 0:
             options["draft_probs"] = torch.randn(6, 70, generator=generator)
         out = verify(torch.randn(9, 8), WEIGHT, torch.tensor(pick[10:16]), **options, tp=tp, **REJECT)
@@ -355,7 +381,10 @@ def _header(drafted: DraftChains | None) -> list[int]:
 def test_what_differs_has_its_name():
     """In a single place; but not what belongs to no draft."""
     ids = torch.tensor([[5, 6], [7, -1], [-1, -1], [1, 2]])
-    rows, places = torch.tensor([[0, 1, 2], [3, 4, 5], [5, 6, 7], [6, 7, 8]]), torch.tensor([[0, 1], [2, 5], [5, 6], [3, 4]])
+    rows, places = (
+        torch.tensor([[0, 1, 2], [3, 4, 5], [5, 6, 7], [6, 7, 8]]),
+        torch.tensor([[0, 1], [2, 5], [5, 6], [3, 4]]),
+    )
     q = torch.rand(7, 73, generator=torch.Generator().manual_seed(0))
     usual = DraftChains(ids, rows, places, q)
     others: list[tuple[DraftChains | None, tuple[str, ...]]] = [
@@ -376,7 +405,9 @@ def test_what_differs_has_its_name():
         assert (failure.rank, failure.differs) == (1, differs)
     assert len({tuple(header) for header in headers}) == len(headers)
     certain = usual._replace(probs=None)
-    assert _header(certain._replace(token_ids=torch.nn.functional.pad(ids, (0, 1)))) != _header(certain)  # a draft more: 0
+    assert _header(certain._replace(token_ids=torch.nn.functional.pad(ids, (0, 1)))) != _header(
+        certain
+    )  # a draft more: 0
     wide = q.clone()
     wide[5:], wide[:, 70:] = math.nan, -1.0
     assert _header(usual._replace(probs=wide)) == headers[0]
@@ -419,7 +450,9 @@ def test_drafts_that_differ_have_another_hash():
     assert len({_hash([one, other]) for one in of_one for other in of_one}) == len(of_one) ** 2
     parents = [[-1, one, other] for one in (-1, 0) for other in (-1, 0, 1)]
     ids = list(itertools.product((0, 1), repeat=3))
-    assert len({_hash([some], [before]) for some in ids for before in parents} | {_hash([some]) for some in ids}) == 8 * 7
+    assert (
+        len({_hash([some], [before]) for some in ids for before in parents} | {_hash([some]) for some in ids}) == 8 * 7
+    )
     assert _hash([[7, 8]], [[-1, 1]]) != _hash([[7, 8]], [[-1, -1]])  # a parent that is not before it, and none
 
 

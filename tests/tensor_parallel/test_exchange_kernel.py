@@ -39,11 +39,15 @@ class Ranks:
         words = exchange_protocol.shared_words(self.size, self.capacity)
         self.shared = torch.zeros(self.size, words, dtype=torch.int64, device=DEVICE)
         self.told = torch.zeros(self.size, dtype=torch.int64, pin_memory=ON_GPU)
-        self.tables = torch.zeros(self.size, exchange_protocol.TABLE_SHARED + self.size, dtype=torch.int64, device=DEVICE)
+        self.tables = torch.zeros(
+            self.size, exchange_protocol.TABLE_SHARED + self.size, dtype=torch.int64, device=DEVICE
+        )
         addresses = [row.data_ptr() for row in self.shared]
         for rank in range(self.size):
             told, nanoseconds = self.told[rank:].data_ptr(), int(self.seconds * 1e9)
-            self.tables[rank] = torch.tensor(exchange_protocol.table_words(rank, self.capacity, nanoseconds, told, addresses))
+            self.tables[rank] = torch.tensor(
+                exchange_protocol.table_words(rank, self.capacity, nanoseconds, told, addresses)
+            )
         self.streams = [torch.cuda.Stream() for _ in range(self.size)] if ON_GPU else []
 
     def stream(self, rank: int) -> contextlib.AbstractContextManager[object]:
@@ -141,7 +145,20 @@ def impl(request):
 def test_ranks_draw_the_whole_vocabulary_s_tokens(impl, size):
     """One row to two blocks of them, one draw to three. Every slot is empty after it."""
     ranks = Ranks(impl, size, 1000)
-    shapes = [(1, 1), (5, 1), (30, 1), (5, 3), (1, 1), (40, 1), (70, 1), (130, 1), (256, 1), (330, 1), (256, 3), (130, 3)]
+    shapes = [
+        (1, 1),
+        (5, 1),
+        (30, 1),
+        (5, 3),
+        (1, 1),
+        (40, 1),
+        (70, 1),
+        (130, 1),
+        (256, 1),
+        (330, 1),
+        (256, 3),
+        (130, 3),
+    ]
     if not ON_GPU:  # a kernel for every width
         shapes = [(1, 1), (5, 1), (15, 1), (5, 3), (1, 1), (256, 1), (500, 1), (8, 3)]
     for step, (batch, num_samples) in enumerate(shapes):
@@ -265,7 +282,10 @@ def test_a_rank_among_messages_that_are_there(impl, size, batch, num_samples):
             slots[peer, launches % 2, rank, :n] = 0
         ranks.assert_empty()
     # the last row of the last rank is of another step, or missing: nothing is drawn, and that rank is to blame
-    for number, verdict in ((4, Verdict(DIFFERS, size - 1, 0, ahead=2, step=2)), (None, Verdict(LATE, size - 1, 0, step=2))):
+    for number, verdict in (
+        (4, Verdict(DIFFERS, size - 1, 0, ahead=2, step=2)),
+        (None, Verdict(LATE, size - 1, 0, step=2)),
+    ):
         ranks = Ranks(impl, size, batch * num_samples + 1, seconds=SECONDS if number else 0.2)
         slots = ranks.shared[:, exchange_protocol.first_slot(ranks.capacity) :].view(size, 2, size, -1, 2)
         ranks.tables[0, exchange_protocol.TABLE_STEPS] = 2
@@ -493,7 +513,9 @@ def test_a_rank_whose_request_differs(loaded, size, odd, count):
                 tokens = importlib.import_module("flashsampling.kernels.triton").run(plain).ids
             for rank, mine in words.items():
                 with torch.cuda.stream(ranks.streams[rank]):
-                    collectives.all_gather(ranks.tables[rank].data_ptr(), mine, size, failed, request, always, problem.step())
+                    collectives.all_gather(
+                        ranks.tables[rank].data_ptr(), mine, size, failed, request, always, problem.step()
+                    )
             torch.cuda.synchronize()
             assert (tokens == -1).all()
             assert failed.item() != 0
@@ -503,7 +525,9 @@ def test_a_rank_whose_request_differs(loaded, size, odd, count):
         verdict = ranks.verdict()
         assert (verdict.kind, verdict.fields, verdict.ahead) == (DIFFERS, 0, 0)
         assert verdict.straggler == (odd if size > 2 else 1)
-        assert all(has_failed for _, has_failed in ranks.all_gather(some_words(size, count), problem).values())  # for good
+        assert all(
+            has_failed for _, has_failed in ranks.all_gather(some_words(size, count), problem).values()
+        )  # for good
 
 
 @pytest.mark.gpu

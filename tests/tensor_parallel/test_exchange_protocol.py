@@ -16,7 +16,17 @@ def test_packed_winners_of_any_split_are_the_whole_rows_winner():
     """Every class of scores a shard can hold, in every combination over three shards."""
     numbers = random.Random(0)
     inf, nan = float("inf"), float("nan")
-    classes = [[-inf, -inf], [-inf, inf], [1.5, inf], [-2.0, 0.0], [-0.0, -inf], [nan, 1.0], [nan, inf], [3e38, -3e38], []]
+    classes = [
+        [-inf, -inf],
+        [-inf, inf],
+        [1.5, inf],
+        [-2.0, 0.0],
+        [-0.0, -inf],
+        [nan, 1.0],
+        [nan, inf],
+        [3e38, -3e38],
+        [],
+    ]
     classes += [[-5.0, -3.0], [-3.0, -4.0], [-1e-30, -inf], [-3e38]]  # shards whose bests are all negative
     for _ in range(400):
         shards = [numbers.choice(classes) for _ in range(3)]
@@ -41,7 +51,9 @@ def _shard_winners(impl, problem, ends):
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-@pytest.mark.parametrize(("batch", "num_samples"), [(5, 1), pytest.param(70, 1, marks=pytest.mark.gpu), (130, 1), (6, 3)])
+@pytest.mark.parametrize(
+    ("batch", "num_samples"), [(5, 1), pytest.param(70, 1, marks=pytest.mark.gpu), (130, 1), (6, 3)]
+)
 def test_winners_of_shards_are_the_whole_vocabulary_s(impl, batch, num_samples, device):
     """Cut anywhere, also in the middle of a tile and of a Philox group; some shards are empty."""
     if impl == "triton" and device.type == "cpu" and batch > 70:

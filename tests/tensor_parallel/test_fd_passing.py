@@ -177,7 +177,9 @@ def test_a_rank_that_takes_nothing_is_the_one_to_blame(sends):
                 while not meet.over():
                     time.sleep(0.01)
             return meet.fail("mapping peers' memory", MemoryError("too late"))
-        blamed = "rank 2 did not take this rank's memory within 1 s" if sends else "no memory came from rank 2 within 1 s"
+        blamed = (
+            "rank 2 did not take this rank's memory within 1 s" if sends else "no memory came from rank 2 within 1 s"
+        )
         with pytest.raises(RuntimeError, match=f"{blamed}|another rank could not") as error:
             exchange_file_descriptors(files[meet.rank].exported, meet, 1.0)
         return meet.fail("mapping peers' memory", error.value)
@@ -212,7 +214,9 @@ def test_strangers_that_keep_writing_do_not_keep_it_waiting():
     late.cancel()
 
 
-@pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.skipif(os.getuid() != 0, reason="needs root"))])
+@pytest.mark.parametrize(
+    "real", [False, pytest.param(True, marks=pytest.mark.skipif(os.getuid() != 0, reason="needs root"))]
+)
 def test_memory_of_another_user_is_refused(real, monkeypatch):
     """By what the kernel says of the sender; ``real``: the rank's socket is used by a process that has given up root."""
     files = [File(rank) for rank in range(2)]

@@ -111,7 +111,9 @@ def run(
         if params.bias is not None:
             params = params._replace(bias=params.bias[first:last])
         shard = Shard(first, PACKED)
-        mine = step._replace(weight=step.weight[first:last].clone(), vocab_size=last - first, shard=shard, params=params)
+        mine = step._replace(
+            weight=step.weight[first:last].clone(), vocab_size=last - first, shard=shard, params=params
+        )
         outs[rank] = (filtered_sampling.draw if step.drafted is None else rejection.reject)(part, mine)
 
     on_all_ranks(board, work)
@@ -201,7 +203,9 @@ def test_a_rank_s_number_may_be_another_s_tensor(skips):
     def work(rank: int) -> None:
         first, last = ranges[rank]
         part = Part(Counting(board, rank, 2048, skips), BACKENDS["triton"], ranges, rank, 400)
-        mine = step._replace(hidden_states=states, weight=weight[first:last].clone(), seed=seeds, shard=Shard(first, PACKED))
+        mine = step._replace(
+            hidden_states=states, weight=weight[first:last].clone(), seed=seeds, shard=Shard(first, PACKED)
+        )
         mine = mine._replace(vocab_size=last - first, params=SamplingParams(top_k=forms[rank], top_p=0.9))
         outs[rank] = filtered_sampling.draw(part, mine)
 
@@ -264,7 +268,9 @@ def test_ties_at_the_edge_go_to_the_lowest_ids_of_all_shards(ranges):
     for k, p in ((45, 1.0), (42, 0.5), (5, 0.3)):  # searched for, or by the places of a few
         rows = SamplingParams(top_k=torch.tensor([k]), top_p=p)
         assert (
-            kept_by(rows, ranges, 100) == kept_by(SamplingParams(top_k=k, top_p=p), ranges, 100) == set(range(math.ceil(k * p)))
+            kept_by(rows, ranges, 100)
+            == kept_by(SamplingParams(top_k=k, top_p=p), ranges, 100)
+            == set(range(math.ceil(k * p)))
         )
 
 
@@ -326,8 +332,12 @@ def test_words_of_zero(impl):
     seeds, offsets, tokens, _ = zip(*ZERO_WORDS, strict=True)
     ids = torch.tensor(tokens, dtype=torch.int32)[:, None]
     for logit, wins in ((-10.0, True), (-20.0, False)):
-        params = SamplingParams(min_p=1e-12, bias_ids=ids.to(DEVICE), bias_values=torch.full((3, 1), logit, device=DEVICE))
-        step = flat(3, 900, params, seed=torch.tensor(seeds, device=DEVICE), offset=torch.tensor(offsets, device=DEVICE))
+        params = SamplingParams(
+            min_p=1e-12, bias_ids=ids.to(DEVICE), bias_values=torch.full((3, 1), logit, device=DEVICE)
+        )
+        step = flat(
+            3, 900, params, seed=torch.tensor(seeds, device=DEVICE), offset=torch.tensor(offsets, device=DEVICE)
+        )
         dtype = torch.bfloat16 if impl == "cute" else torch.float32
         step = step._replace(hidden_states=torch.zeros(3, 8, dtype=dtype, device=DEVICE))
         step = step._replace(weight=torch.zeros(900, 8, dtype=dtype, device=DEVICE))
@@ -399,7 +409,9 @@ def test_a_failed_step_has_no_token():
             return torch.tensor(True)
 
     step = flat(
-        2, 40, SamplingParams(top_p=0.5, logprobs=True, top_logprobs=3, logprob_ids=torch.tensor([[1], [89]]), logsumexp=True)
+        2,
+        40,
+        SamplingParams(top_p=0.5, logprobs=True, top_logprobs=3, logprob_ids=torch.tensor([[1], [89]]), logsumexp=True),
     )
     transport: Any = Failed()
     drawn = filtered_sampling.draw(Part(transport, BACKENDS["streaming"], [(0, 40), (40, 80), (80, 90)], 0, 90), step)
@@ -432,7 +444,11 @@ def test_how_many_messages():
         (SamplingParams(top_k=129), 16 * 4, 2 + 8),
         (SamplingParams(top_k=torch.ones(4, dtype=torch.int64)), 256 * 4, 2 + 4),
         (SamplingParams(top_k=129, top_p=0.9), 64 * 4, 2 + 6 + 6),
-        (SamplingParams(top_p=torch.ones(4), logprobs=True, logprob_ids=torch.zeros(4, 2, dtype=torch.int64)), 4096, 1 + 4 + 2),
+        (
+            SamplingParams(top_p=torch.ones(4), logprobs=True, logprob_ids=torch.zeros(4, 2, dtype=torch.int64)),
+            4096,
+            1 + 4 + 2,
+        ),
         (SamplingParams(logprob_ids=torch.zeros(4, 200, dtype=torch.int64)), 100, 1 + 9),  # 4 * (1 + 1 + 200) words
     ):
         assert run(flat(4, 200, params), [(0, 50), (50, 200)], room=room)[1] == messages, params
@@ -448,11 +464,15 @@ def test_places_are_the_row_s_order():
     logits = torch.tensor([[0.0, -0.0, INF, -INF, 1e-45, -3.0, 3.0, 3.0]])
     places = logit_transforms.places_of(logit_transforms.keys_of(logits), torch.arange(8))
     assert places.argsort(descending=True).tolist() == [[2, 6, 7, 4, 0, 1, 5, 3]]
-    assert torch.equal(logit_transforms.values_of(logit_transforms.keys_of(logits)), logits.abs().where(logits == 0, logits))
+    assert torch.equal(
+        logit_transforms.values_of(logit_transforms.keys_of(logits)), logits.abs().where(logits == 0, logits)
+    )
     assert (logit_transforms.keys_of(torch.tensor([[NAN, -NAN]])) > logit_transforms.keys_of(logits).max()).all()
 
 
-@pytest.mark.parametrize(("first", "last"), [(0, 100), (0, 32), (32, 96), (1, 100), (31, 33), (45, 70), (50, 50), (99, 100)])
+@pytest.mark.parametrize(
+    ("first", "last"), [(0, 100), (0, 32), (32, 96), (1, 100), (31, 33), (45, 70), (50, 50), (99, 100)]
+)
 def test_a_mask_is_cut_at_any_bit(first, last):
     mask = torch.randint(-(2**31), 2**31, (3, 4), dtype=torch.int32)
     whole = logit_transforms.allowed(SamplingParams(token_mask=mask), 100)
@@ -506,7 +526,12 @@ def test_what_differs_has_its_name(name):
             others.append(changed)
     elif not isinstance(value, bool):
         others.append(value + 1)
-    public = {"dense_bias": "logit_bias", "bias_ids": "logit_bias", "bias_values": "logit_bias", "logprobs": "return_logprobs"}
+    public = {
+        "dense_bias": "logit_bias",
+        "bias_ids": "logit_bias",
+        "bias_values": "logit_bias",
+        "logprobs": "return_logprobs",
+    }
     public |= {"logsumexp": "return_logsumexp"}
     headers = [_header(usual)]
     for other in others:
@@ -545,7 +570,10 @@ def test_what_does_not_differ():
     )  # which is found in other rounds
     zeros = torch.zeros(5)
     assert _header(SamplingParams(presence_penalty=-zeros)) == _header(SamplingParams(presence_penalty=zeros))
-    given = [_header(SamplingParams(counts=counts, bias=torch.randn(9))) for counts in torch.ones(2, 5, 70, dtype=torch.int32)]
+    given = [
+        _header(SamplingParams(counts=counts, bias=torch.randn(9)))
+        for counts in torch.ones(2, 5, 70, dtype=torch.int32)
+    ]
     assert given[0] == given[1] != _header(DEFAULT_PARAMS)  # a rank reads its shard's
 
 
@@ -623,7 +651,9 @@ class Stub:
         logits = torch.randn(len(step.hidden_states), step.vocab_size, device="meta")
         return logits, logits + 1
 
-    def shard_winners(self, step: SampleInputs, processed: Tensor, limit: Tensor, known: Tensor | None = None) -> Tensor:
+    def shard_winners(
+        self, step: SampleInputs, processed: Tensor, limit: Tensor, known: Tensor | None = None
+    ) -> Tensor:
         assert limit.shape == (len(processed),)
         return torch.ones(len(processed) * step.num_samples, dtype=torch.int64, device="meta")
 
@@ -640,7 +670,9 @@ def test_nothing_is_read_on_the_host_and_all_is_on_the_device(few):
         def moved(value: Any) -> Any:
             return torch.empty(value.shape, dtype=value.dtype, device=device) if isinstance(value, Tensor) else value
 
-        params = SamplingParams(**{name: moved(value) for name, value in USUAL.items()}, bias=torch.randn(20, device=device))
+        params = SamplingParams(
+            **{name: moved(value) for name, value in USUAL.items()}, bias=torch.randn(20, device=device)
+        )
         params = params._replace(counts=torch.ones(5, 70, dtype=torch.int32, device=device))
         if few:
             params = params._replace(top_k=7)

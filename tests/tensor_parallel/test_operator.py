@@ -74,7 +74,9 @@ def test_opcheck(groups):
     torch.library.opcheck(torch.ops.flashsampling.sample_sharded.exported, step, params)
     drafted = {"draft_token_ids": torch.tensor([[5, 6]]), "draft_rows": torch.arange(3)[None], "top_k_value": 5}
     drafted["draft_places"] = torch.arange(2)[None]
-    torch.library.opcheck(torch.ops.flashsampling.sample_sharded.default, (*step, a.order), {"draft_hash": torch.tensor(5)})
+    torch.library.opcheck(
+        torch.ops.flashsampling.sample_sharded.default, (*step, a.order), {"draft_hash": torch.tensor(5)}
+    )
     torch.library.opcheck(torch.ops.flashsampling.sample_sharded.default, (*step, a.order), drafted)
     drafted["draft_probs"] = torch.full((2, 50), 0.02)
     torch.library.opcheck(torch.ops.flashsampling.sample_sharded.exported, step, drafted)
@@ -144,7 +146,9 @@ def test_a_request_in_a_compiled_function(groups):
 
     torch._dynamo.reset()
     shares = torch.tensor([0.5, 0.9, 1.0])
-    for ours, eager in zip(torch.compile(step, backend="aot_eager", fullgraph=True)(STATES, shares), step(STATES, shares)):
+    for ours, eager in zip(
+        torch.compile(step, backend="aot_eager", fullgraph=True)(STATES, shares), step(STATES, shares)
+    ):
         assert torch.equal(ours, eager)
 
 
@@ -332,7 +336,9 @@ LEFT_OUT = {
     "through the dispatcher": lambda tp: dispatched(STATES, tp, num_samples=1.5),
     "impl": lambda tp: draw(STATES, tp, impl="reference"),
     "the module's batch": lambda tp: LMHeadSampler(WEIGHT, max_batch_size=2, seed=1, tp=tp)(STATES),
-    "within the module": lambda tp: LMHeadSampler(WEIGHT, max_batch_size=9, seed=1, tp=tp)(STATES, temperature=[1.0, 2.0]),
+    "within the module": lambda tp: LMHeadSampler(WEIGHT, max_batch_size=9, seed=1, tp=tp)(
+        STATES, temperature=[1.0, 2.0]
+    ),
     "warmup": lambda tp: flashsampling.warmup(WEIGHT, max_batch_size=0, tp=tp),
     "drafts of no rows": lambda tp: (
         flashsampling.verify(
@@ -348,7 +354,9 @@ LEFT_OUT = {
     ),
     "compiled, no rows": lambda tp: torch.compile(draw, backend="eager", fullgraph=True)(STATES[:0], tp),
     "compiled, refused by the tracer": lambda tp: torch.compile(draw, backend="eager")(STATES, tp, offset=[1, 2]),
-    "compiled, too many draws": lambda tp: torch.compile(draw, backend="eager", fullgraph=True)(STATES, tp, num_samples=4),
+    "compiled, too many draws": lambda tp: torch.compile(draw, backend="eager", fullgraph=True)(
+        STATES, tp, num_samples=4
+    ),
 }
 
 

@@ -40,14 +40,20 @@ SCENARIOS = {  # and how many states there are, less a few
     "all leave out a call": (Scenario(((ROW, OUT, ROW),) * 3, peaceful=True), 200),
     "one has other parameters": (Scenario(((ROW, ROW, ROW), (ROW, OTHER, ROW), (ROW, ROW, ROW)), straggler=1), 350),
     "one has other parameters, of two": (Scenario(((ROW, ROW, ROW), (OTHER, ROW, ROW)), ANY), 150),
-    "one has another row, blocks": (Scenario(((ROWS, ROWS), (Call(rows=2, parameters=2), ROWS)), ANY, rows=BLOCKS), 7000),
+    "one has another row, blocks": (
+        Scenario(((ROWS, ROWS), (Call(rows=2, parameters=2), ROWS)), ANY, rows=BLOCKS),
+        7000,
+    ),
     "one has another row, warps": (Scenario(((ROWS, ROWS), (Call(rows=2, parameters=2), ROWS)), ANY, rows=WARPS), 7000),
     "one has a row less": (Scenario(((ROWS, ROWS, ROWS), (ROWS, ROWS, ROWS), (ROWS, ROW, ROWS)), straggler=2), 200),
     "one has a row less, of two": (Scenario(((ROWS, ROWS), (ROW, ROWS)), ANY), 80),
     "one has a row less, blocks": (Scenario(((ROWS, ROWS), (ROW, ROWS)), ANY, rows=BLOCKS), 1000),
     "the first is late": (Scenario(((ROW,) * 3,) * 3, PROMPT, slow=frozenset({0}), straggler=0), 3000),
     "the last is late": (Scenario(((ROW,) * 3,) * 3, PROMPT, slow=frozenset({2}), straggler=2), 3000),
-    "the last is late, blocks": (Scenario(((ROWS,) * 2,) * 2, PROMPT, slow=frozenset({1}), straggler=1, rows=BLOCKS), 2000),
+    "the last is late, blocks": (
+        Scenario(((ROWS,) * 2,) * 2, PROMPT, slow=frozenset({1}), straggler=1, rows=BLOCKS),
+        2000,
+    ),
     "late and with other parameters": (
         Scenario(((ROW, ROW), (ROW, ROW), (ROW, OTHER)), PROMPT, slow=frozenset({2}), straggler=2),
         1000,
@@ -56,7 +62,10 @@ SCENARIOS = {  # and how many states there are, less a few
     "the last dies": (Scenario(((ROW,) * 3,) * 3, PROMPT, dies=frozenset({2}), straggler=2), 5000),
     "anybody dies, of two": (Scenario(((ROW,) * 3,) * 2, ANY, dies=frozenset({0, 1})), 800),
     "the last dies or is late": (Scenario(((ROW,) * 2,) * 3, ANY, dies=frozenset({2})), 7000),
-    "the first leaves out a call or dies": (Scenario(((OUT, ROW, ROW), (ROW, ROW, ROW)), ANY, dies=frozenset({0})), 200),
+    "the first leaves out a call or dies": (
+        Scenario(((OUT, ROW, ROW), (ROW, ROW, ROW)), ANY, dies=frozenset({0})),
+        200,
+    ),
     "one closes": (
         Scenario(((ROW, ROW, ROW), (ROW, ROW, ROW), (ROW, Call(CLOSE), ROW)), PROMPT, slow=frozenset({2}), straggler=2),
         1400,

@@ -18,8 +18,23 @@ from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, TCPSto
 from torch.distributed import distributed_c10d
 
 from flashsampling.tensor_parallel import nccl, rendezvous
-from flashsampling.tensor_parallel.failures import Failure, TensorParallelError, TensorParallelMismatch, TensorParallelTimeout
-from flashsampling.tensor_parallel.message import ASKED, FAILED, HEADER, OFFSET, SEED, STEP, TEMPERATURE, Hashes, difference
+from flashsampling.tensor_parallel.failures import (
+    Failure,
+    TensorParallelError,
+    TensorParallelMismatch,
+    TensorParallelTimeout,
+)
+from flashsampling.tensor_parallel.message import (
+    ASKED,
+    FAILED,
+    HEADER,
+    OFFSET,
+    SEED,
+    STEP,
+    TEMPERATURE,
+    Hashes,
+    difference,
+)
 from flashsampling.tensor_parallel.rendezvous import RemoteError, Rendezvous
 from flashsampling.tensor_parallel.store import StoreGoneError, store_of
 from flashsampling.tensor_parallel.watchdog import Heartbeat, Watchdog, heartbeat_of, straggler
@@ -222,7 +237,9 @@ def test_a_rank_that_is_busy_does_not_hide_one_that_does_not_come(connect):
 
 
 def test_other_phases_are_named(connect):
-    results, times = ranks(3, lambda meet: meet.exchange("one" if meet.rank < 2 else "other", b""), connect, seconds=20.0)
+    results, times = ranks(
+        3, lambda meet: meet.exchange("one" if meet.rank < 2 else "other", b""), connect, seconds=20.0
+    )
     for error in results:
         assert isinstance(error, TensorParallelMismatch)
         assert error.rank == 2
@@ -357,7 +374,10 @@ def test_a_number_is_that_number_in_every_row(temperature, seed, offset, batch):
     hashes = Hashes(8, torch.device("cpu"))
     numbers, rows = torch.zeros(2, HEADER, dtype=torch.int64)
     hashes.write(numbers, rows_only(batch, temperature, seed, offset, 3))
-    filled = [torch.full((batch,), temperature, dtype=torch.float32), *(torch.full((batch,), n) for n in (seed, offset))]
+    filled = [
+        torch.full((batch,), temperature, dtype=torch.float32),
+        *(torch.full((batch,), n) for n in (seed, offset)),
+    ]
     hashes.write(rows, rows_only(batch, filled[0], filled[1], filled[2], 3))
     assert torch.equal(numbers, rows)
     assert numbers[FAILED] == 0

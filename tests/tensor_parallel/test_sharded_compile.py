@@ -52,7 +52,9 @@ names(7, logprobs=True, top_logprobs=20)
 names(7, top_k=32)
 print(min(len(kernel.asm["cubin"]) for kernel in compiled))
 """
-FILTERS = "conclude_kernel few_kernel first_kernel hash_kernel logits_gemm_kernel row_max_kernel top_kernel winners_kernel"
+FILTERS = (
+    "conclude_kernel few_kernel first_kernel hash_kernel logits_gemm_kernel row_max_kernel top_kernel winners_kernel"
+)
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
@@ -64,7 +66,11 @@ def test_compiles(capability, tmp_path):
     assert {"raw_kernel", "words_kernel", "above_kernel", "ranks_kernel", "mass_kernel"} <= set(logprobs.split())
     assert set(given.split()) == {"conclude_kernel", "words_kernel", "hash_kernel"}
     assert "process_kernel" in changed
-    assert others == ["logits_gemm_kernel", "none", "none"]  # other numbers; another batch, of which there are some sizes
+    assert others == [
+        "logits_gemm_kernel",
+        "none",
+        "none",
+    ]  # other numbers; another batch, of which there are some sizes
     assert int(least) > 1000
 
 

@@ -21,7 +21,14 @@ from filelock import FileLock, Timeout
 import flashsampling
 from flashsampling import LMHeadSampler, open_groups
 from flashsampling.inputs import SamplingParams
-from flashsampling.tensor_parallel import Failure, TensorParallel, TensorParallelTimeout, capabilities, construction, p2p
+from flashsampling.tensor_parallel import (
+    Failure,
+    TensorParallel,
+    TensorParallelTimeout,
+    capabilities,
+    construction,
+    p2p,
+)
 from flashsampling.tensor_parallel.gloo import Gloo
 from flashsampling.tensor_parallel.message import ASKED, HEADER, Hashes
 from flashsampling.tensor_parallel.nccl import Nccl
@@ -62,7 +69,9 @@ STAND_IN += ["collective_check", "ranks_that_do_not_come", "an_all_gather_that_h
 
 
 def _names(world: int, impl: str, transport: str) -> list[str]:
-    if impl == "triton" and not GPUS:  # the interpreter is slow, and what its packed winners are is tested without processes
+    if (
+        impl == "triton" and not GPUS
+    ):  # the interpreter is slow, and what its packed winners are is tested without processes
         return ["rare_rows", "sub_groups"]
     if impl == "cute" and not GPUS:  # what it does in one launch, the other implementations in rounds
         return ["other_requests"]
@@ -84,7 +93,9 @@ def _names(world: int, impl: str, transport: str) -> list[str]:
     return [name for name in SCENARIOS if name not in not_for[transport]]  # gloo goes through the host
 
 
-CASES = [(world, impl, transport, name) for world, impl, transport in _kinds() for name in _names(world, impl, transport)]
+CASES = [
+    (world, impl, transport, name) for world, impl, transport in _kinds() for name in _names(world, impl, transport)
+]
 
 
 def _shares(impl: str) -> int:
@@ -130,7 +141,9 @@ def results(request, tmp_path_factory, worker_id):
                 part.rename(path)
 
     items = [item for item in request.session.items if getattr(item, "function", None) is test_ranks]
-    asked_for = [share_of(*(item.callspec.params[name] for name in ("world", "impl", "transport", "name"))) for item in items]
+    asked_for = [
+        share_of(*(item.callspec.params[name] for name in ("world", "impl", "transport", "name"))) for item in items
+    ]
 
     def of(*case) -> dict[str, str]:
         share = share_of(*case)
@@ -162,7 +175,10 @@ def test_what_is_behind_a_failure_is_run(monkeypatch):
         calls.append(list(left))
         fails = left.index(names[2]) if names[2] in left else len(left)
         said = ["ok"] * fails + ["a traceback"] + ["died"] * len(left)
-        return {name: {rank: what if rank else "ok" for rank in range(world)} for name, what in zip(left, said, strict=False)}
+        return {
+            name: {rank: what if rank else "ok" for rank in range(world)}
+            for name, what in zip(left, said, strict=False)
+        }
 
     monkeypatch.setattr(scenarios, "run", run)
     said = _run((*kind, 0))
@@ -199,7 +215,9 @@ def test_gloo_never_names_the_wrong_rank(world):
 
 def test_a_hostile_store():
     name = "a_hostile_store"
-    _assert_ok(scenarios.run(2, [name], device="cpu", impl="streaming", transport="gloo", long=False, forked=True)[name])
+    _assert_ok(
+        scenarios.run(2, [name], device="cpu", impl="streaming", transport="gloo", long=False, forked=True)[name]
+    )
 
 
 @pytest.mark.parametrize("world", [world for world in (2, 4, 8) if world <= GPUS])
@@ -252,7 +270,13 @@ def test_why_not_p2p(other, impl, transport, why):
 @pytest.mark.parametrize(
     ("name", "other"),
     [
-        *(("dtype", "torch.float16"), ("device", "cpu"), ("vocab_size", 7), ("max_batch_size", 2), ("max_num_samples", 2)),
+        *(
+            ("dtype", "torch.float16"),
+            ("device", "cpu"),
+            ("vocab_size", 7),
+            ("max_batch_size", 2),
+            ("max_num_samples", 2),
+        ),
         *(("transport", "nccl"), ("impl", "triton"), ("timeout", 2.0)),
     ],
 )

@@ -17,7 +17,13 @@ from flashsampling.tensor_parallel.capabilities import RankCapabilities
 from flashsampling.tensor_parallel.failures import Failure, TensorParallelError
 from flashsampling.tensor_parallel.fd_passing import _name_of
 from flashsampling.tensor_parallel.rendezvous import Rendezvous
-from flashsampling.tensor_parallel.serialization import MalformedError, from_bytes, record_from_json, record_to_json, to_bytes
+from flashsampling.tensor_parallel.serialization import (
+    MalformedError,
+    from_bytes,
+    record_from_json,
+    record_to_json,
+    to_bytes,
+)
 from flashsampling.tensor_parallel.watchdog import Heartbeat, Watchdog, heartbeat_of
 
 PACKAGE = Path(flashsampling.__file__).parent
@@ -72,7 +78,12 @@ def test_the_scan_finds_it(source):
 
 def same(one, other):
     if isinstance(one, torch.Tensor):
-        return isinstance(other, torch.Tensor) and one.dtype is other.dtype and one.shape == other.shape and one.equal(other)
+        return (
+            isinstance(other, torch.Tensor)
+            and one.dtype is other.dtype
+            and one.shape == other.shape
+            and one.equal(other)
+        )
     if isinstance(one, list | tuple):
         return type(one) is type(other) and len(one) == len(other) and all(map(same, one, other))
     if isinstance(one, dict):
@@ -173,7 +184,9 @@ MEMBER = RankCapabilities(
 )
 
 
-@pytest.mark.parametrize("record", [MEMBER, Failure("differs", 1, 3, ("seed",), "rank 0"), Failure("late", 0)], ids=repr)
+@pytest.mark.parametrize(
+    "record", [MEMBER, Failure("differs", 1, 3, ("seed",), "rank 0"), Failure("late", 0)], ids=repr
+)
 def test_every_field_of_a_record_is_checked(record):
     kind, text = type(record), record_to_json(record)
     assert record_from_json(kind, text) == record

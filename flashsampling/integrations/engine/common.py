@@ -31,7 +31,9 @@ def fast_implementation(weight: Tensor, engine: str) -> str:
     """
     chosen = ops.choose(example(weight), "").name
     if chosen not in FAST:
-        raise ValueError(f"for this head and GPU there is only the implementation {chosen!r}, which is no faster than {engine}")
+        raise ValueError(
+            f"for this head and GPU there is only the implementation {chosen!r}, which is no faster than {engine}"
+        )
     return chosen
 
 

@@ -108,7 +108,9 @@ def _compare(name: str, head: Head) -> None:
     hidden_states = torch.randn(_SEEN, weight.shape[1], generator=generator).to(weight)
     logits = head.logits(hidden_states.clone())
     if logits.shape != (_SEEN, head.vocab_size):
-        raise Refused(f"{name} has logits of shape {tuple(logits.shape)}, for {_SEEN} rows and {head.vocab_size} tokens")
+        raise Refused(
+            f"{name} has logits of shape {tuple(logits.shape)}, for {_SEEN} rows and {head.vocab_size} tokens"
+        )
     logits_gemm = F.linear(hidden_states, weight[: head.vocab_size]).float() * head.transform.get("logit_scale", 1.0)
     bound = 8 * torch.finfo(weight.dtype).eps * float(logits_gemm.nan_to_num().abs().amax())
     cap = head.transform.get("soft_cap", 0.0)

@@ -49,7 +49,9 @@ def register() -> None:
         if mode == "off":
             return
         release = check_version(importlib.metadata.version("sglang"))
-        check_signatures({name: getattr(importlib.import_module(module), name) for name, module in _CLASSES.items()}, release)
+        check_signatures(
+            {name: getattr(importlib.import_module(module), name) for name, module in _CLASSES.items()}, release
+        )
         hooks = importlib.import_module("sglang.srt.plugins.hook_registry")
         before, after = hooks.HookType.BEFORE, hooks.HookType.AFTER
         wanted = [

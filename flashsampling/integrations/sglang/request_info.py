@@ -100,7 +100,13 @@ class RequestInfo:
     __slots__ = ("batch_invariant", "biases", "grammar", "reason", "row", "wants")
 
     def __init__(
-        self, reason: FallbackReason, wants: Needs, batch_invariant: bool, grammar: bool, biases: Biases | None, row: Row
+        self,
+        reason: FallbackReason,
+        wants: Needs,
+        batch_invariant: bool,
+        grammar: bool,
+        biases: Biases | None,
+        row: Row,
     ) -> None:
         self.reason, self.wants = reason, wants
         self.batch_invariant = batch_invariant  # a seed was given: tokens must not depend on batch mates
@@ -175,7 +181,9 @@ def _fallback_reason(
         return FallbackReason.PENALTIES
     if rules.processors and request.custom_logit_processor:
         return FallbackReason.PROCESSOR
-    if getattr(request, "beam_group", None) is not None:  # which has the width: SGLang gives its leader other parameters
+    if (
+        getattr(request, "beam_group", None) is not None
+    ):  # which has the width: SGLang gives its leader other parameters
         return FallbackReason.BEAMS
     if getattr(request, "return_sampling_mask", False):
         return FallbackReason.SUPPORT

@@ -119,7 +119,9 @@ class Fused:
     def unread(self, error: Exception) -> None:
         """Says once that SGLang draws for requests whose parameters cannot be read."""
         if self._is_read:
-            PLUGIN.logger.warning("flashsampling: a request's parameters cannot be read: %s (said once)", describe(error))
+            PLUGIN.logger.warning(
+                "flashsampling: a request's parameters cannot be read: %s (said once)", describe(error)
+            )
         self._is_read = False
 
     def init_cuda_graphs(self, theirs: Forward, *args: Any, **kwargs: Any) -> Any:
@@ -173,7 +175,9 @@ class Fused:
             output.hidden_states = states
         else:
             none = states.new_empty((len(states), 0), dtype=torch.float32)
-            output = self.sglang.output(next_token_logits=none, hidden_states=states, mm_input_embeds=metadata.mm_input_embeds)
+            output = self.sglang.output(
+                next_token_logits=none, hidden_states=states, mm_input_embeds=metadata.mm_input_embeds
+            )
         self._made = output
         return output
 
@@ -207,7 +211,9 @@ class Fused:
             raise Refused(f"{type(self.model).__name__} {why}")
         self._made, self._logits, self._states = output, logits[:_SEEN].clone(), states
 
-    def forward(self, theirs: Forward, input_ids: Any, positions: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(
+        self, theirs: Forward, input_ids: Any, positions: Any, forward_batch: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         """As the model's."""
         self._made = self._logits = self._states = None
         result = theirs(input_ids, positions, forward_batch, *args, **kwargs)
@@ -218,7 +224,9 @@ class Fused:
         name, decode = type(self.model).__name__, forward_batch.forward_mode.is_decode()
         if logits is None:
             if result is not made:
-                raise RuntimeError(f"{name} returns something else than its logits processor, in this forward as in no other")
+                raise RuntimeError(
+                    f"{name} returns something else than its logits processor, in this forward as in no other"
+                )
             return result
         try:
             shown = result.next_token_logits if result is made else None
@@ -320,7 +328,13 @@ class Fused:
                 setattr(logits_output, f"next_token_top_logprobs_{name}", rows)
 
     def _put_in(
-        self, rows: list[int], token_ids: Tensor, states: Tensor, logits_output: Any, forward_batch: Any, mask: Tensor | None
+        self,
+        rows: list[int],
+        token_ids: Tensor,
+        states: Tensor,
+        logits_output: Any,
+        forward_batch: Any,
+        mask: Tensor | None,
     ) -> None:
         """Draws these rows, and writes their tokens, and log-probabilities of them, over SGLang's. The most likely tokens and
         theirs are the same whatever is drawn."""
@@ -336,7 +350,9 @@ class Fused:
             None,
         )
         params = [
-            place for place, row in enumerate(rows) if whole.top_logprobs is not None and noted[row].wants & Needs.LOGPROBS
+            place
+            for place, row in enumerate(rows)
+            if whole.top_logprobs is not None and noted[row].wants & Needs.LOGPROBS
         ]
         drawn = self.step.draw(part._replace(top_logprobs=0) if params else part)
         token_ids.index_copy_(0, there, drawn.token_ids.to(token_ids.dtype))
@@ -345,7 +361,9 @@ class Fused:
             places: NDArray[np.int64] = np.array(params, np.int64)
             some = to_device(places, states.device)
             logprobs = logits_output.next_token_logprobs
-            logprobs.index_copy_(0, there.index_select(0, some), drawn.logprobs.index_select(0, some).to(logprobs.dtype))
+            logprobs.index_copy_(
+                0, there.index_select(0, some), drawn.logprobs.index_select(0, some).to(logprobs.dtype)
+            )
 
 
 # -- once a model is loaded
@@ -443,7 +461,10 @@ def check_runner(runner: Any, arguments: Any, sampler: type) -> None:
         (arguments.rl_on_policy_target is not None, "log-probabilities that are a trainer's (rl_on_policy_target)"),
         (graphs is not None and graphs.prefill.backend == "tc_piecewise", "prefill graphs that torch.compile makes"),
         (runner.model_config.use_ngram_embedding, "a model that reads tokens as they are drawn"),
-        (arguments.sampling_backend not in ("flashinfer", "pytorch"), f"the sampling backend {arguments.sampling_backend!r}"),
+        (
+            arguments.sampling_backend not in ("flashinfer", "pytorch"),
+            f"the sampling backend {arguments.sampling_backend!r}",
+        ),
         (type(runner.sampler) is not sampler, f"a sampler of another kind, {type(runner.sampler).__name__}"),
     )
     for is_so, why in unmet:

@@ -120,7 +120,9 @@ class FusedStep:
         packed[2:4, :batch] = (top_k, joint)
         packed[4:, :batch].view(np.float32)[:] = (temperature, top_p, min_p, raw, divisor)
         there = to_device(packed, self.device)
-        rows = {"seed": there[:2].view(-1).view(torch.int64)[:batch]} | dict(zip(_INTEGERS, there[2:4, :batch].unbind(0)))
+        rows = {"seed": there[:2].view(-1).view(torch.int64)[:batch]} | dict(
+            zip(_INTEGERS, there[2:4, :batch].unbind(0))
+        )
         rows |= dict(zip(_FLOATS, there[4:, :batch].view(torch.float32).unbind(0)))
         self._last = noted, rows, wants
         return rows, wants

@@ -59,7 +59,9 @@ def require_transformers_loop(model: Any) -> None:
     """ValueError for a model whose class decodes in a way of its own, which a ``custom_generate`` takes the place of."""
     own = getattr(type(model), "_sample", None)
     if own is not GenerationMixin._sample:
-        raise ValueError(f"{type(model).__name__} has a decoding loop of its own (_sample), which the fused step does not know")
+        raise ValueError(
+            f"{type(model).__name__} has a decoding loop of its own (_sample), which the fused step does not know"
+        )
 
 
 def require_what_we_do(config: GenerationConfig, assistant_model: Any, synced_gpus: bool, logprobs: Request) -> None:

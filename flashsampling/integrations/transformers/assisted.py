@@ -30,7 +30,9 @@ from .errors import NoTokenError
 from .head import HeadTap, lm_head_of
 from .processor_params import Requests
 
-ASSISTANT_TOKENS = 5  # drafts a round where the assistant's configuration does not say; transformers ends its 20 by confidence
+ASSISTANT_TOKENS = (
+    5  # drafts a round where the assistant's configuration does not say; transformers ends its 20 by confidence
+)
 _CUT_BACK = {"DynamicLayer", "DummyLayer"}
 _CUT_BACK_WITH_ITS_PAST = {"DynamicSlidingWindowLayer"}  # from the release of transformers on that can record it
 
@@ -144,7 +146,9 @@ class Runner:
 
     def _ran(self, outputs: Any, length: int, positions: int) -> Tensor:
         if outputs.get(CACHE) is not self.cache:
-            raise ValueError(f"{self.what} need a key and value cache, which {type(self.model).__name__} does not return")
+            raise ValueError(
+                f"{self.what} need a key and value cache, which {type(self.model).__name__} does not return"
+            )
         states = self.tap.last_hidden_states(outputs.logits, 1, positions)
         if not self.cached:
             _require_cut_back(self.what, self.cache)  # some caches make their layers now
@@ -217,7 +221,9 @@ class Assistant:
         _require_cut_back("drafts of assistant_model", kwargs.get(CACHE))
         self._runner = Runner(model, tap, kwargs, prompt.shape[1], "drafts of assistant_model")
         self._runner.record()
-        self._runner.states(prompt, 1)  # before the first token, since it is refused where its logits are not its head's
+        self._runner.states(
+            prompt, 1
+        )  # before the first token, since it is refused where its logits are not its head's
         count = model.generation_config.num_assistant_tokens
         self._count = ASSISTANT_TOKENS if count is None else count
         schedule = model.generation_config.num_assistant_tokens_schedule or "constant"
@@ -312,12 +318,16 @@ def decode(
     with runner.model._optimize_model_for_decode():
         while True:
             verified = sampler.verify(states, drafts.to(states.device), temperature=temperature, **wanted)
-            accepted, *tokens = torch.cat([verified.num_accepted, verified.token_ids[0]]).tolist()  # waits for the device
+            accepted, *tokens = torch.cat(
+                [verified.num_accepted, verified.token_ids[0]]
+            ).tolist()  # waits for the device
             drafter.told(drafts.shape[1], accepted)
             goes_on = False
             try:
                 for place, token in enumerate(tokens[: accepted + 1]):
-                    if token < 0 and drafts.shape[1]:  # a draft's NaN is in the states before it, too: once more without
+                    if (
+                        token < 0 and drafts.shape[1]
+                    ):  # a draft's NaN is in the states before it, too: once more without
                         break
                     if token < 0:
                         raise NoTokenError([0], input_ids.shape[1] + 1 - prompt_length)
@@ -331,7 +341,9 @@ def decode(
                         return input_ids
                 goes_on = True
             finally:
-                if not goes_on:  # the end, or an error of a streamer's or a criterion's: what is behind it nobody was given
+                if (
+                    not goes_on
+                ):  # the end, or an error of a streamer's or a criterion's: what is behind it nobody was given
                     runner.give_back(input_ids.shape[1])
                     sampler.offsets[:1] -= verified.num_emitted - (place + 1)
             runner.keep(input_ids.shape[1])

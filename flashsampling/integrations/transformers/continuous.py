@@ -106,7 +106,9 @@ def _asked_of(processors: Any, do_sample: bool) -> _Asked:
             )
         name, (carried, _) = _TAKEN[place]
         if any(getattr(params, other) != getattr(_Asked(), other) for other, _ in _TAKEN[place:]):
-            raise ValueError(f"{kind.__name__} must stand in the order temperature, top_k, top_p, min_p, each at most once")
+            raise ValueError(
+                f"{kind.__name__} must stand in the order temperature, top_k, top_p, min_p, each at most once"
+            )
         if kind is carried:
             dtype = torch.int32 if name == "top_k" else torch.float32
             params, row = params._replace(**{name: _Row(row, dtype)}), row + 1
@@ -142,7 +144,9 @@ def _require_fields(config: GenerationConfig) -> None:
     if config.return_dict_in_generate:
         params += [name for name in _OUTPUTS if getattr(config, name, None)]
     if params:
-        raise ValueError(f"{', '.join(params)} is not done in continuous batching, by transformers either: switch it off")
+        raise ValueError(
+            f"{', '.join(params)} is not done in continuous batching, by transformers either: switch it off"
+        )
 
 
 def _filters_away(processor: Any) -> bool:
@@ -169,7 +173,12 @@ class FusedModelRunner(ModelRunner):  # type: ignore[misc]
     undefined: Tensor  # (1,) int64
 
     def _forward_process_and_sample(
-        self, model: Any, batch_data: dict[str, Any], carry_over_ids: Tensor, prev_output_ids: Tensor, output_ids: Tensor
+        self,
+        model: Any,
+        batch_data: dict[str, Any],
+        carry_over_ids: Tensor,
+        prev_output_ids: Tensor,
+        output_ids: Tensor,
     ) -> None:
         """As transformers', with no logits in memory. CUDA graphs hold it, so nothing here waits for the device."""
         self.inputs_and_outputs.carry_over_tokens(batch_data["input_ids"], carry_over_ids, prev_output_ids)
@@ -187,7 +196,9 @@ class FusedModelRunner(ModelRunner):  # type: ignore[misc]
         output_ids[0, :count].copy_(token_ids)
         if self.return_logprobs:
             assert out.processed_logprobs is not None
-            output_ids[1, :count].copy_(out.processed_logprobs.view(torch.int32))  # float32's bits, as transformers has them
+            output_ids[1, :count].copy_(
+                out.processed_logprobs.view(torch.int32)
+            )  # float32's bits, as transformers has them
 
     def _parameters(self, batch_data: dict[str, Any], indices: Tensor) -> dict[str, Any]:
         """Of every row, from what lies on the device."""
@@ -261,10 +272,15 @@ class FusedBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
         _require_fields(generation_config)
         self._head = checked_lm_head(model)  # before the model's attention is one that needs a paged cache
         do_sample = getattr(generation_config, "do_sample", True)
-        _asked_of(model._get_logits_processor(generation_config), do_sample)  # before transformers drops what it does not know
+        _asked_of(
+            model._get_logits_processor(generation_config), do_sample
+        )  # before transformers drops what it does not know
         config = continuous_batching_config
         if config is None:  # where transformers looks for it, too
-            config = getattr(generation_config, "continuous_batching_config", None) or transformers.ContinuousBatchingConfig()
+            config = (
+                getattr(generation_config, "continuous_batching_config", None)
+                or transformers.ContinuousBatchingConfig()
+            )
         given = getattr(config, "seed", None)  # then requests that come in the same order have the same seeds
         self._seeds = random.SystemRandom() if given is None else random.Random(given)
         super().__init__(model, generation_config, config, workload_hints)
@@ -307,7 +323,9 @@ class FusedBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
         for name, check in (("temperature", None), ("top_p", share)):  # of which transformers looks at the types alone
             if name in kwargs:
                 reals(name, kwargs[name], 1, torch.device("cpu"), check)
-        if not 1 <= integer("top_k", kwargs.get("top_k", 1)) < 2**31:  # 0 is one token to transformers; beyond, its thread ends
+        if (
+            not 1 <= integer("top_k", kwargs.get("top_k", 1)) < 2**31
+        ):  # 0 is one token to transformers; beyond, its thread ends
             raise ValueError(f"top_k must be from 1 to 2**31 - 1, got {kwargs['top_k']}")
         if len(input_ids) == 0:  # over which its thread would end, too
             raise ValueError("input_ids must be one or more tokens, got none")
@@ -322,7 +340,9 @@ class FusedBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
     def add_requests(self, inputs: list[list[int]], *args: Any, **kwargs: Any) -> list[str]:
         """As transformers'; ValueError if several requests are given one seed."""
         if kwargs.get("seed") is not None and len(inputs) > 1:
-            raise ValueError(f"seed must be None for {len(inputs)} requests, which would share noise: add each by add_request")
+            raise ValueError(
+                f"seed must be None for {len(inputs)} requests, which would share noise: add each by add_request"
+            )
         return super().add_requests(inputs, *args, **kwargs)  # type: ignore[no-any-return]
 
     @property

@@ -152,7 +152,9 @@ def generate(
         head = lm_head_of(model)
         weight = head.weight
         given_mask = model_kwargs.get("attention_mask")
-        requests = Requests(params, input_ids, weight.shape[0], weight.device, {} if request is None else request, given_mask)
+        requests = Requests(
+            params, input_ids, weight.shape[0], weight.device, {} if request is None else request, given_mask
+        )
         if temperatures is not None:
             temperature = row_temperatures(temperatures, generation_config, batch, weight.device)
         if seed is not None:
@@ -172,7 +174,9 @@ def generate(
         if ends:
             pad_token = pad_token.to(device)
         pads_below_0 = ends and bool((pad_token < 0).any())
-        generation_config.disable_compile = True  # transformers' copy; a graph compiled earlier knows nothing of our hooks
+        generation_config.disable_compile = (
+            True  # transformers' copy; a graph compiled earlier knows nothing of our hooks
+        )
 
         if token_streamer is not None:  # streamer has had it from transformers
             token_streamer.put(input_ids.cpu())
@@ -193,7 +197,9 @@ def generate(
             while True:
                 hidden_states = tap.last_hidden_states(outputs.logits, batch)[:, 0]
                 kept.of_model(outputs)
-                model_kwargs = model._update_model_kwargs_for_generation(outputs, model_kwargs, is_encoder_decoder=False)
+                model_kwargs = model._update_model_kwargs_for_generation(
+                    outputs, model_kwargs, is_encoder_decoder=False
+                )
                 del outputs
                 wanted = requests.at(input_ids)
                 if return_logprobs or top_logprobs:
@@ -209,7 +215,9 @@ def generate(
                     next_tokens = torch.where(unfinished, next_tokens, pad_token)
                 input_ids = torch.cat([input_ids, next_tokens[:, None]], dim=-1)
                 unfinished &= ~stopping_criteria(input_ids, None)
-                going_on, failed = torch.stack([unfinished.any(), lost.any()]).tolist()  # the step's one synchronisation
+                going_on, failed = torch.stack(
+                    [unfinished.any(), lost.any()]
+                ).tolist()  # the step's one synchronisation
                 if failed:
                     if sampler.tp is not None:
                         sampler.tp.check()
@@ -217,7 +225,9 @@ def generate(
                 for one in streamers:
                     one.put(next_tokens.cpu())
                 if not going_on:
-                    return kept.output(input_ids, model_kwargs) if generation_config.return_dict_in_generate else input_ids
+                    return (
+                        kept.output(input_ids, model_kwargs) if generation_config.return_dict_in_generate else input_ids
+                    )
                 inputs = model.prepare_inputs_for_generation(
                     input_ids.clamp(min=0) if pads_below_0 else input_ids,
                     next_sequence_length=1 if model_kwargs["use_cache"] else None,

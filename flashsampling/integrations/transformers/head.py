@@ -82,7 +82,9 @@ class _Placeholder(Tensor):
         """Whether ``Tensor.to`` with these arguments rounds nothing. The others of ``_SAME_LOGITS`` have none of them."""
         values = (*arguments, *(named or {}).values())
         dtypes = [value.dtype if isinstance(value, Tensor) else value for value in values]
-        return all(torch.promote_types(dtype, self.dtype) == dtype for dtype in dtypes if isinstance(dtype, torch.dtype))
+        return all(
+            torch.promote_types(dtype, self.dtype) == dtype for dtype in dtypes if isinstance(dtype, torch.dtype)
+        )
 
     def _after(self, kind: str, number: float) -> "_Placeholder":
         with torch._C.DisableTorchFunctionSubclass():
@@ -242,7 +244,9 @@ def _plain_lm_head(model: Any) -> nn.Linear:
     outer = model.get_output_embeddings()
     head = linear_under(outer)
     if model._compiled_call_impl is not None or hasattr(vars(model).get("forward"), "_torchdynamo_orig_callable"):
-        raise ValueError("the model is compiled, its LM head too; compile the decoder alone: model.get_decoder().compile()")
+        raise ValueError(
+            "the model is compiled, its LM head too; compile the decoder alone: model.get_decoder().compile()"
+        )
     if type(head) is not nn.Linear:
         raise ValueError(
             f"the model's output embedding must be an nn.Linear, got {type(head).__module__}.{type(head).__name__}: quantised "
@@ -258,7 +262,9 @@ def _plain_lm_head(model: Any) -> nn.Linear:
         hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
         others = [hook for hook in hooks if not isinstance(getattr(hook, "__self__", None), HeadTap)]
         if others:
-            raise ValueError(f"the model's LM head has a forward hook, {others[0]!r}, which the fused step cannot follow")
+            raise ValueError(
+                f"the model's LM head has a forward hook, {others[0]!r}, which the fused step cannot follow"
+            )
     for name, tensor, dims in (("weight", head.weight, 2), ("bias", head.bias, 1)):
         if tensor is None and name == "bias":
             continue
@@ -273,7 +279,9 @@ def _plain_lm_head(model: Any) -> nn.Linear:
 
 
 _compared_heads: "WeakKeyDictionary[nn.Linear, tuple[ref[Tensor], ref[Tensor] | None, tuple[object, ...]]]"
-_compared_heads = WeakKeyDictionary()  # -> what it had when numbers were compared, and what else could change its output
+_compared_heads = (
+    WeakKeyDictionary()
+)  # -> what it had when numbers were compared, and what else could change its output
 
 
 def linear_under(module: Any) -> Any:

@@ -58,7 +58,9 @@ class _Patch:
     def __enter__(self) -> Any:
         return self._model
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         with _lock:
             self._ours.users -= not self._undone
             self._undone = True

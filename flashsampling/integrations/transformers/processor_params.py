@@ -11,7 +11,16 @@ from .processors import Rule, Taken
 
 # of a request, what a GenerationConfig has no field for, or one for all rows alone
 PER_ROW = (
-    *("logit_bias", "repetition_penalty", "frequency_penalty", "presence_penalty", "token_mask", "top_k", "top_p", "min_p"),
+    *(
+        "logit_bias",
+        "repetition_penalty",
+        "frequency_penalty",
+        "presence_penalty",
+        "token_mask",
+        "top_k",
+        "top_p",
+        "min_p",
+    ),
 )
 _PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
 
@@ -49,7 +58,9 @@ class Requests:
             raise ValueError(
                 f"prompt_ignore_length must have one entry for each of the {len(prompt)} sequences, got {len(taken.left_out)}"
             )
-        if given.get("repetition_penalty") is not None and taken.repetition_penalty == 1.0:  # nobody said what is padding
+        if (
+            given.get("repetition_penalty") is not None and taken.repetition_penalty == 1.0
+        ):  # nobody said what is padding
             self._left_out = _padding(attention_mask, prompt)
         if taken.repetition_penalty != 1.0 or any(given.get(name) is not None for name in _PENALTIES):
             self._counts = self._counted(prompt)
@@ -83,7 +94,9 @@ class Requests:
         a bias depends on them, since one request has no other biases at its next position. ``verify`` counts them itself."""
         drafted = drafts.shape[1]
         if self._counts is not None and not bool(self._counting(input_ids.shape[1], input_ids.device).all()):
-            drafted = 0  # of a prompt of embeddings the penalty leaves the first new tokens out, which ``verify`` would count
+            drafted = (
+                0  # of a prompt of embeddings the penalty leaves the first new tokens out, which ``verify`` would count
+            )
         text, first, masks = input_ids, self.at(input_ids), []
         for place in range(drafted + 1):
             request = self.at(text) if place else first
@@ -120,7 +133,9 @@ class Requests:
         checked: Any = {name: getattr(params, name) for name in given if name != "logit_bias"}
         if given.get("logit_bias") is not None:
             if self._values is not None:
-                raise ValueError("logit_bias must not be in request with sequence_bias, or bad_words_ids of several tokens")
+                raise ValueError(
+                    "logit_bias must not be in request with sequence_bias, or bad_words_ids of several tokens"
+                )
             pair = None if params.bias_ids is None else (params.bias_ids, params.bias_values)
             checked["logit_bias"] = pair if params.dense_bias is None else params.dense_bias
         return checked  # type: ignore[no-any-return]
@@ -129,7 +144,9 @@ class Requests:
         for argument, ids, last in taken.required:
             others = [token for token in ids if not 0 <= token < self.vocab_size]
             if others and length < last:  # transformers looks at nothing else
-                raise ValueError(f"{argument} must hold ids from 0 to {self.vocab_size - 1} with this model, got {others}")
+                raise ValueError(
+                    f"{argument} must hold ids from 0 to {self.vocab_size - 1} with this model, got {others}"
+                )
 
     def _counting(self, positions: Tensor | int, device: torch.device) -> Tensor:
         """Which positions the penalty takes account of: (B, n), or of one for all rows (1,) or (B,)."""
@@ -170,7 +187,9 @@ class Requests:
         words.scatter_add_(1, again >> 5, there.long() << (again & 31))
         return _int32(~words & 0xFFFFFFFF)
 
-    def _biases(self, biases: list[tuple[tuple[int, ...], float]], device: torch.device) -> tuple[Tensor | None, list[Any]]:
+    def _biases(
+        self, biases: list[tuple[tuple[int, ...], float]], device: torch.device
+    ) -> tuple[Tensor | None, list[Any]]:
         """Values (n,), and by length of what has to come before, prefixes (m, length) and last tokens (m,), n in all. Where
         more tokens are biased than a row takes, and none waits for a prefix: values (V,) of all, and no prefixes."""
         if not biases:

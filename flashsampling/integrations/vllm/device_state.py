@@ -60,7 +60,9 @@ def rows_in(there: Tensor, batch: int) -> Rows:
     return Rows(seed, temperature, columns[1], *others)
 
 
-def counts_of(penalties: Any, slots: Tensor, rows: Rows, vocab_size: int, tokens: tuple[int, int] | None = None) -> Counted:
+def counts_of(
+    penalties: Any, slots: Tensor, rows: Rows, vocab_size: int, tokens: tuple[int, int] | None = None
+) -> Counted:
     """(B, V) int32, as ``token_counts`` is: vLLM keeps counts of the output and bits of the prompt by slot.
 
     Args:

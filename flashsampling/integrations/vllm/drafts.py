@@ -50,7 +50,9 @@ def given_of(input_batch: Any, most_drafts: int) -> DraftBatch:
     rows = np.delete(np.arange(bounds[-1]), bounds[:-1])
     there = to_device(np.concatenate((bounds - np.arange(batch + 1), rows)), input_batch.logits_indices.device)
     places = input_batch.logits_indices.index_select(0, there[batch + 1 :])
-    return DraftBatch(input_batch.input_ids.index_select(0, places).long(), None, there[: batch + 1], batch, most_drafts)
+    return DraftBatch(
+        input_batch.input_ids.index_select(0, places).long(), None, there[: batch + 1], batch, most_drafts
+    )
 
 
 def with_stops_ended(

@@ -96,7 +96,9 @@ def _seen(model: Any, hidden_states: Tensor, processor: type) -> tuple[_Call, Te
         calls.append(_Call(module, given["lm_head"], given["hidden_states"], given.get("embedding_bias"), output))
 
     # what wraps a processor, as LoRA does, is named after it
-    found = [part for part in model.modules() if isinstance(part, processor) or "LogitsProcessor" in type(part).__name__]
+    found = [
+        part for part in model.modules() if isinstance(part, processor) or "LogitsProcessor" in type(part).__name__
+    ]
     hooks = [part.register_forward_hook(note, with_kwargs=True) for part in found]
     try:
         logits = model.compute_logits(hidden_states)
@@ -154,8 +156,12 @@ def _compare(name: str, head: Head, hidden_states: Tensor, logits: Tensor, last_
     if bias is not None:
         logits_gemm = logits_gemm + bias[: mine.stop - mine.start].float()
     logits_gemm = logits_gemm * head.transform.get("logit_scale", 1.0)
-    bound = 8 * torch.finfo(logits.dtype).eps * float(logits_gemm.nan_to_num().abs().amax()) if logits_gemm.numel() else 0.0
+    bound = (
+        8 * torch.finfo(logits.dtype).eps * float(logits_gemm.nan_to_num().abs().amax()) if logits_gemm.numel() else 0.0
+    )
     if cap:
         logits_gemm = cap * torch.tanh(logits_gemm / cap)
     if not torch.allclose(logits_gemm, logits[:, mine].float(), rtol=0, atol=bound, equal_nan=True):
-        raise Refused(f"{name}'s logits are something else than its head, bias, scale and soft cap make of its hidden states")
+        raise Refused(
+            f"{name}'s logits are something else than its head, bias, scale and soft cap make of its hidden states"
+        )

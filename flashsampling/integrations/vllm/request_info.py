@@ -99,7 +99,9 @@ def _fallback_reason(params: Any, biases: Biases | None, greedy: bool, rules: Ru
             return MANY_LOGPROBS
     if any(len(word) != 1 for word in params.bad_words_token_ids or []):
         return LONG_BAD_WORDS
-    if not greedy and params.min_p > 0.0 and params.top_p < 1.0:  # vLLM's top-p is of what min-p kept, ours of what top-k kept
+    if (
+        not greedy and params.min_p > 0.0 and params.top_p < 1.0
+    ):  # vLLM's top-p is of what min-p kept, ours of what top-k kept
         return MIN_P_TOP_P
     if biases is not None:
         if len(biases.ids) + len(biases.stops) > MAX_BIASED:

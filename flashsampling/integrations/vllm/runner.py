@@ -108,7 +108,9 @@ class Fused:
             wants = slots.wants[input_batch.idx_mapping_np[grammar.requests]]
             if slots.rules.min_tokens_respects_grammar:
                 reasons[grammar.requests[(wants & Needs.MIN_TOKENS) != 0]] = GRAMMAR_MIN_TOKENS
-            with_logprobs = grammar.requests[(wants & Needs.LOGPROBS) != 0]  # vLLM's raw ones are of what the grammar allows
+            with_logprobs = grammar.requests[
+                (wants & Needs.LOGPROBS) != 0
+            ]  # vLLM's raw ones are of what the grammar allows
             reasons[with_logprobs] = GRAMMAR_LOGPROBS
         return reasons
 
@@ -250,7 +252,9 @@ class FusedRunner:
             self.__class__ = next(kind for kind in type(self).__mro__ if not issubclass(kind, FusedRunner))  # type: ignore[assignment]
             PLUGIN.leave(error, self)
             return
-        PLUGIN.logger.info("flashsampling: %d kernels are ready for batches of up to %d", len(set(names)), len(hidden_states))
+        PLUGIN.logger.info(
+            "flashsampling: %d kernels are ready for batches of up to %d", len(set(names)), len(hidden_states)
+        )
 
     def shutdown(self) -> None:
         """As vLLM's, after a line about what was fused."""
@@ -303,7 +307,9 @@ def attach(runner: Any) -> str:
         if graphs():
             dim, dtype = head.weight.shape[1], head.weight.dtype
             recorded = Graphs(runner.max_num_reqs, dim, dtype, runner.device, head.vocab_size, tp)
-        step = FusedStep(head, runner.sampler, Slots(runner.max_num_reqs, rules), runner.device, tp, most_drafts, recorded)
+        step = FusedStep(
+            head, runner.sampler, Slots(runner.max_num_reqs, rules), runner.device, tp, most_drafts, recorded
+        )
         fused, said = Fused(step, vllm), said_of(head, rules, tp, most_drafts)
         failing.callback(vars(runner).pop, "flashsampling", None)
         runner.flashsampling = fused
@@ -326,7 +332,10 @@ def check_runner(runner: Any, release: Release, kind: type, sampler: type) -> No
             several and not tensor_parallel(ranks, drafts),
             f"tensor parallelism, but for two ranks with graphs and no drafts, as it was timed ({TENSOR_PARALLEL}=1 has it)",
         ),
-        (several and not release.drafts_and_ranks, "tensor parallelism with this release of vLLM, which has not been tried"),
+        (
+            several and not release.drafts_and_ranks,
+            "tensor parallelism with this release of vLLM, which has not been tried",
+        ),
         (
             drafts and not release.drafts_and_ranks,
             "speculative decoding with this release of vLLM, which has not been tried",
@@ -392,7 +401,11 @@ def said_of(head: Head, rules: Rules, tp: TensorParallel | None, most_drafts: in
         FALLBACK_REASONS[GRAMMAR_MIN_TOKENS]: not rules.min_tokens_respects_grammar,
     }
     left = [text for text in left if not off.get(text)]
-    who = ops.choose(example(head.weight), "").name if tp is None else f"{tp.impl} over {tp.transport} on {tp.world_size} ranks"
+    who = (
+        ops.choose(example(head.weight), "").name
+        if tp is None
+        else f"{tp.impl} over {tp.transport} on {tp.world_size} ranks"
+    )
     drafts = f"drafts, up to {most_drafts} of a request, are accepted by matching; " if most_drafts else ""
     return (
         f"LM head ({head.vocab_size} tokens) and sampler are one step, {who}; {drafts}"

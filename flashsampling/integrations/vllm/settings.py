@@ -50,5 +50,7 @@ def check_version(version: str) -> Release:
     number = re.match(r"\d+\.\d+", version)
     if number is None or number.group() not in KNOWN:
         known = ", ".join(f"{number}.x" for number in KNOWN)
-        raise Refused(f"vLLM {version} is not one of the releases that are known to work: {known}, with model runner v2")
+        raise Refused(
+            f"vLLM {version} is not one of the releases that are known to work: {known}, with model runner v2"
+        )
     return KNOWN[number.group()]

@@ -107,7 +107,9 @@ class Batch(NamedTuple):
     lengths: NDArray[np.int32]  # (B,) tokens of the request up to that position; where there may be drafts, at most
     grammar: Grammar | None
     drafts: DraftBatch | None = None
-    buffers: tuple[Tensor, Tensor] | None = None  # at whose beginning hidden states and positions lie, in other steps too
+    buffers: tuple[Tensor, Tensor] | None = (
+        None  # at whose beginning hidden states and positions lie, in other steps too
+    )
 
 
 class _BatchCache(NamedTuple):
@@ -279,7 +281,15 @@ class FusedStep:
             params = params._replace(**self._counts(batch.slots_there, rows)._asdict())
         tokens, shard = (self.head.vocab_size, WHOLE) if self.tp is None else self.tp.part
         step = SampleInputs(
-            batch.hidden_states, self.head.weight, rows.temperature, rows.seed, batch.positions, 1, tokens, shard, params
+            batch.hidden_states,
+            self.head.weight,
+            rows.temperature,
+            rows.seed,
+            batch.positions,
+            1,
+            tokens,
+            shard,
+            params,
         )
         return ops.sample(step, "") if self.tp is None else ops.sample_sharded(step, self.tp)
 
@@ -336,7 +346,9 @@ class FusedStep:
             request |= {"return_logprobs": True, "top_logprobs": max(known.top_logprobs or 0, 1)}
         return request
 
-    def _mix(self, batch: Batch, wants: int) -> tuple[KernelVariant, tuple[NDArray[np.int32], NDArray[np.float32]] | None]:
+    def _mix(
+        self, batch: Batch, wants: int
+    ) -> tuple[KernelVariant, tuple[NDArray[np.int32], NDArray[np.float32]] | None]:
         """And the rows' biases, if the mix has any: ids (B, n), -1 behind a row's last, and values (B, n)."""
         of_slots, slots, row = [], batch.slots, None
         if wants & Needs.BIASES:
@@ -365,7 +377,9 @@ class FusedStep:
     def _mask(self, batch: Batch, room: Tensor | None = None) -> Tensor:
         """(B, words) int32, in ``room`` if there is one."""
         grammar = batch.grammar
-        if self._masks is None and grammar is not None and len(grammar.rows) == len(batch.slots):  # it alone says it all
+        if (
+            self._masks is None and grammar is not None and len(grammar.rows) == len(batch.slots)
+        ):  # it alone says it all
             masks = grammar.masks
             if masks.shape[1] != self.words:  # copied: to NumPy one row is contiguous, whatever its stride
                 masks = masks[:, : self.words].copy()
@@ -404,7 +418,9 @@ class FusedStep:
             held(given, ids)
             if self.tp is not None:
                 states, rows = hidden_states.new_zeros(len(ids), hidden_states.shape[1]), no_rows(len(ids), self.device)
-                sample_with_draft_hash(self.tp, given, states, weight, temperature=rows.temperature, seed=rows.seed, offset=ids)
+                sample_with_draft_hash(
+                    self.tp, given, states, weight, temperature=rows.temperature, seed=rows.seed, offset=ids
+                )
         of_head, whole, rows = self.head.request(), self._whole(), no_rows(batch, self.device)
         slots = torch.zeros(batch, dtype=torch.int32, device=self.device)
         # a penalty, so that the kernel has something to do

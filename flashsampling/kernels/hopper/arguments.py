@@ -116,9 +116,7 @@ class Outputs(NamedTuple):
     keys: Int64  # address of (B, 4 * ceil(V / 128)) int32: of each chunk the highest logit, as int32 in its order
     sums: Int64  # address of as many float32: masses relative to it at the row's temperature, a greedy row's at 1; 0: none
     raw_sums: Int64  # at temperature 1; 0: none
-    cutoffs: (
-        Int64  # address of (B,) int32: a chunk with a lower key may not have been stored; 0: all are. See there, also of these:
-    )
+    cutoffs: Int64  # address of (B,) int32: a chunk with a lower key may not have been stored; 0: all are. See there, also of these:
     top_k: Int64  # of (B,), or 0: top_k_value
     top_k_value: Int64
     top_k_wide: Int32  # 0: int32, else int64

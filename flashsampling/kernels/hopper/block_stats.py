@@ -62,7 +62,9 @@ class BlockStats:
             first += at_once
 
     @cute.jit
-    def tile(self, args: Arguments, out: Outputs, walk: Walk, shared: Shared, logits, sampled, iteration, thread, barrier):
+    def tile(
+        self, args: Arguments, out: Outputs, walk: Walk, shared: Shared, logits, sampled, iteration, thread, barrier
+    ):
         """The consumers, 256 threads, after the search and before the codes' release. ``logits``: this thread's, (2 columns,
         2 rows, blocks of eight columns, halves of the tokens) float32, -inf for tokens beyond the vocabulary. ``sampled``: see
         ``CandidateSearch.sampled``; not 0. ``barrier``: of all consumers."""
@@ -118,7 +120,9 @@ class BlockStats:
         return Int32(select_(floored, by_chunk, token))
 
     @cute.jit
-    def _store(self, out, logits, at, left, first: cutlass.Constexpr, count: cutlass.Constexpr, half_bytes: cutlass.Constexpr):
+    def _store(
+        self, out, logits, at, left, first: cutlass.Constexpr, count: cutlass.Constexpr, half_bytes: cutlass.Constexpr
+    ):
         """Of some blocks of columns, all tokens. ``left``: rows, by column; ``half_bytes``: from one half of them to the
         other."""
         for j in range_constexpr(first, first + count):

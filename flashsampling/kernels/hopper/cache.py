@@ -53,7 +53,10 @@ from .config import CONFIGS, KINDS, Features, TileConfig, choose_config
 ARCHITECTURE = "sm_90a"
 Key = tuple[torch.dtype, TileConfig, Features]
 KERNELS: tuple[Key, ...] = tuple(
-    (dtype, config, features) for features in KINDS.values() for dtype in (torch.bfloat16, torch.float16) for config in CONFIGS
+    (dtype, config, features)
+    for features in KINDS.values()
+    for dtype in (torch.bfloat16, torch.float16)
+    for config in CONFIGS
 )
 _PLAIN = KINDS["plain"]
 _SYMBOL = "flashsampling_sample"
@@ -268,7 +271,9 @@ def _read(path: Path, discard: bool = False) -> bytes:
             if hashlib.sha256(content).hexdigest() == path.stem.rpartition("-")[2]:
                 return content
             if discard:
-                with contextlib.suppress(OSError):  # in a read-only folder it stays, is found damaged again, and nothing worse
+                with contextlib.suppress(
+                    OSError
+                ):  # in a read-only folder it stays, is found damaged again, and nothing worse
                     if os.path.samestat(path.lstat(), status):  # another process may have put an intact one there
                         path.unlink()
     except OSError as error:
@@ -294,7 +299,9 @@ def _root() -> Path:
     else:
         return Path(expanded)
     which = f"is {named!r}" if named else "is not set"
-    raise FileNotFoundError(f"no cache folder: FLASHSAMPLING_CACHE_DIR {which}, and {reason}; set it to an absolute path")
+    raise FileNotFoundError(
+        f"no cache folder: FLASHSAMPLING_CACHE_DIR {which}, and {reason}; set it to an absolute path"
+    )
 
 
 def _doubt(status: os.stat_result, kind: Callable[[int], bool]) -> str | None:
@@ -320,7 +327,9 @@ def leftovers(place: Path) -> list[Path]:
 
 def other_folders(place: Path) -> list[Path]:
     """Those of other versions of the sources beside ``folder``."""
-    return [path for path in place.parent.glob("*") if re.fullmatch("[0-9a-f]{16}", path.name) and path.name != place.name]
+    return [
+        path for path in place.parent.glob("*") if re.fullmatch("[0-9a-f]{16}", path.name) and path.name != place.name
+    ]
 
 
 def unneeded(place: Path) -> list[Path]:
@@ -391,7 +400,9 @@ def _require_unchanged_sources() -> None:
         except OSError:
             same = False
         if not same:
-            message = "has changed on disk since this process imported it, and a kernel would be compiled of both versions"
+            message = (
+                "has changed on disk since this process imported it, and a kernel would be compiled of both versions"
+            )
             raise RuntimeError(f"{source} {message}: restart the process")
 
 

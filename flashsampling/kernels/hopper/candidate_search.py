@@ -35,7 +35,9 @@ class CandidateSearch:
         self.threshold_updates = threshold_updates
         self.queue = queue
         self.dense_fallback = dense_fallback
-        self.masks = features.transforms  # -inf may be what is masked out: no score, whatever the temperature, and no candidate
+        self.masks = (
+            features.transforms
+        )  # -inf may be what is masked out: no score, whatever the temperature, and no candidate
 
     def sampled(self, args, walk, iteration):
         """2 if all of a tile's tokens are sampled, 1 if some are, 0 if none. What a cluster rounds its tiles up by is not:

@@ -65,7 +65,9 @@ class CandidateQueue:
         """Leaves a candidate in the first free slot from ``slot`` on; waits while the queue is full."""
         waiting = Int32(1)
         while waiting != 0:
-            found = cute.arch.atomic_cas(shared.queue.iterator + slot, cmp=Int64(0), val=entry, sem="relaxed", scope="cta")
+            found = cute.arch.atomic_cas(
+                shared.queue.iterator + slot, cmp=Int64(0), val=entry, sem="relaxed", scope="cta"
+            )
             if found == Int64(0):
                 waiting = Int32(0)
             slot = (slot + 1) % QUEUE

@@ -35,7 +35,9 @@ class TileConfig:
 
     block_b: int  # batch rows of a tile: a multiple of 8, at most 256
     cluster: int  # CTAs, neighbours in the vocabulary, that share each load of hidden states
-    bound_buffers: int = 1  # tiles whose codes have room: with two the noise of one need not wait for the search of another
+    bound_buffers: int = (
+        1  # tiles whose codes have room: with two the noise of one need not wait for the search of another
+    )
 
     @property
     def halves(self) -> int:
@@ -57,7 +59,9 @@ class Features(NamedTuple):
     transforms: bool = False  # makes ``arguments.TransformArguments`` of its logits
     logits: bool = False  # writes ``arguments.Outputs``
     counts_evaluations: bool = False  # for tests: into ``slots.EVALUATED`` and ``slots.EVALUATED_WHOLE``
-    stamps: bool = False  # for ``benchmarks.exchange``: times of the launch's last CTA, into ``slots.RECEIVED`` and so on
+    stamps: bool = (
+        False  # for ``benchmarks.exchange``: times of the launch's last CTA, into ``slots.RECEIVED`` and so on
+    )
 
 
 # With logits always both: at 256 columns what would tell them apart at run time cost registers, of which ten and more a thread
@@ -66,7 +70,15 @@ KINDS = {"plain": Features(), "processed": Features(transforms=True), "logits": 
 # ``arguments.TransformArguments``, where nothing is asked for
 NO_TRANSFORMS = (0, 0, 1.0, 0.0, 0, 0, 0, 0, 0, 0, 0, 0, 1.0, 0, 0.0, 0, 0.0, 0, 0)
 CUTOFF_KEYS = 512  # of a row, by which its floor is found: see ``cutoffs``
-NO_CUTOFFS = (0, 0, 0, 1, 0, 0.0, 1)  # the last of ``arguments.Outputs``, where nothing is filtered, and all logits are stored
+NO_CUTOFFS = (
+    0,
+    0,
+    0,
+    1,
+    0,
+    0.0,
+    1,
+)  # the last of ``arguments.Outputs``, where nothing is filtered, and all logits are stored
 CONFIGS = (
     TileConfig(8, 1),
     TileConfig(16, 1),
@@ -146,7 +158,9 @@ def unsupported(step: SampleInputs) -> str | None:
         batch = step.hidden_states.shape[0]
         ctas = ctas_per_row_block(choose_config(batch, weight.shape[1]), batch, vocab, multiprocessors(weight.device))
         if vocab > _MAX_TILES_PER_CTA * TILE_V * ctas:
-            return f"{vocab} vocabulary rows, for a batch of {batch} it takes up to {_MAX_TILES_PER_CTA * TILE_V * ctas}"
+            return (
+                f"{vocab} vocabulary rows, for a batch of {batch} it takes up to {_MAX_TILES_PER_CTA * TILE_V * ctas}"
+            )
     return step.too_wide_to_pick()
 
 

@@ -141,7 +141,9 @@ def run(step: SampleInputs, config: TileConfig | None = None) -> SampleResult:
     masses = params.needs_mass(step.vocab_size), params.needs_raw_mass()
     # the draws also say which rows are undefined, with filters and without
     cutoffs, room = _cutoffs_of(step), _picking().room_of(step)
-    logits, block_stats, drawn = with_logits(step, step.num_samples, masses, config, transforms, _filters_of(params, cutoffs))
+    logits, block_stats, drawn = with_logits(
+        step, step.num_samples, masses, config, transforms, _filters_of(params, cutoffs)
+    )
     of_chunks = _picking().BlockStats(*block_stats, cutoffs)
     left = _left(params) if transforms[0] else params
     return _picking().pick(step._replace(logits=logits, params=left), of_chunks, drawn, room=room)  # type: ignore[no-any-return]
@@ -168,7 +170,14 @@ def _drawn_at_once(step: SampleInputs, config: TileConfig | None) -> SampleResul
 def _left(params: SamplingParams) -> SamplingParams:
     """What is to be done behind ``transforms``."""
     return params._replace(
-        bias=None, logit_scale=1.0, soft_cap=0.0, dense_bias=None, bias_ids=None, bias_values=None, counts=None, token_mask=None
+        bias=None,
+        logit_scale=1.0,
+        soft_cap=0.0,
+        dense_bias=None,
+        bias_ids=None,
+        bias_values=None,
+        counts=None,
+        token_mask=None,
     )
 
 
@@ -196,7 +205,9 @@ def recorded(step: SampleInputs) -> FilteredLogits:
         drawn = _picking().run(step._replace(logits=logits), records=records)
     else:
         logits, block_stats, tokens = with_logits(step, step.num_samples, (True, False))
-        drawn = _picking().pick(step._replace(logits=logits), _picking().BlockStats(*block_stats), tokens, records=records)
+        drawn = _picking().pick(
+            step._replace(logits=logits), _picking().BlockStats(*block_stats), tokens, records=records
+        )
     return FilteredLogits(drawn.ids, logits, *records)
 
 

@@ -76,24 +76,39 @@ class SampleEpilogue:
         shared_memory.prepare(args, out, walk, memory, self.block_b, thread, barrier)
 
     @cute.jit
-    def make_bounds(self, args: Arguments, params: TransformArguments | None, walk: Walk, memory: Shared, thread, barrier):
+    def make_bounds(
+        self, args: Arguments, params: TransformArguments | None, walk: Walk, memory: Shared, thread, barrier
+    ):
         """The codes of all tiles, of one draw per row. ``barrier``: of these threads."""
         if args.num_samples == 1:
             self.gumbel_bounds.make(args, params, walk, memory, self.block_stats is not None, thread, barrier)
 
     @cute.jit
     def finish(
-        self, args: Arguments, out: Outputs | None, memory: Shared, row_block, row_blocks, ctas, thread, published, barrier
+        self,
+        args: Arguments,
+        out: Outputs | None,
+        memory: Shared,
+        row_block,
+        row_blocks,
+        ctas,
+        thread,
+        published,
+        barrier,
     ):
         """The end of the launch. ``published``: the barrier after which all of the CTA's keys are; ``barrier``: of these."""
-        reduction.finish(args, out, self.block_b, self.stamps, row_block, row_blocks, ctas, memory, thread, published, barrier)
+        reduction.finish(
+            args, out, self.block_b, self.stamps, row_block, row_blocks, ctas, memory, thread, published, barrier
+        )
 
     # -- the finder, 32 threads
 
     @cute.jit
     def find_cutoffs(self, args: Arguments, out: Outputs, walk: Walk, memory: Shared, row_block, ctas, lane):
         """Once, with ``Features.logits``."""
-        store_cutoff.find(args, out, walk, memory.done, shared_memory.CONSUMER_WARPS, self.block_b, row_block, ctas, lane)
+        store_cutoff.find(
+            args, out, walk, memory.done, shared_memory.CONSUMER_WARPS, self.block_b, row_block, ctas, lane
+        )
 
     # -- the evaluators, 64 threads
 
@@ -120,7 +135,9 @@ class SampleEpilogue:
                 self.processed.prefetch(args, params, walk, iteration, thread)
 
     @cute.jit
-    def receive(self, args: Arguments, params: TransformArguments | None, walk: Walk, memory: Shared, iteration, thread):
+    def receive(
+        self, args: Arguments, params: TransformArguments | None, walk: Walk, memory: Shared, iteration, thread
+    ):
         """For ``search``, while the last products are on their way: a tile's codes, the first words of them, and what a sparse
         bias has of the tile."""
         of_tile = self.gumbel_bounds.wait(memory, iteration, args.num_samples == 1)
@@ -148,12 +165,16 @@ class SampleEpilogue:
         """The search of the CTA's tile number ``iteration``, and its codes' release. ``barrier``: of these threads."""
         if sampled != 0:
             if const_expr(self.processed is None):
-                self.searching.tile(args, walk, of_tile, logits, words, sampled, Boolean(False), iteration, thread, barrier)
+                self.searching.tile(
+                    args, walk, of_tile, logits, words, sampled, Boolean(False), iteration, thread, barrier
+                )
             else:
                 # what is made of the thread's number is made again for every tile: kept, it would be in local memory, whose
                 # every load is exposed for 600 cycles
                 if params.any != 0:
-                    self.processed.tile(args, params, walk, of_tile, logits, words, sparse_bias, iteration, ptx.settled(thread))
+                    self.processed.tile(
+                        args, params, walk, of_tile, logits, words, sparse_bias, iteration, ptx.settled(thread)
+                    )
                 if sampled == 1:
                     token0 = self.fragments.token(walk.first_token(iteration), ptx.settled(thread))
                     self.searching.mask(args, logits, token0)
@@ -161,7 +182,9 @@ class SampleEpilogue:
                     masked, same = params.token_mask != Int64(0), ptx.settled(thread)
                     self.searching.tile(args, walk, of_tile, logits, words, Int32(2), masked, iteration, same, barrier)
                 if const_expr(self.block_stats is not None):
-                    self.block_stats.tile(args, out, walk, of_tile, logits, sampled, iteration, ptx.settled(thread), barrier)
+                    self.block_stats.tile(
+                        args, out, walk, of_tile, logits, sampled, iteration, ptx.settled(thread), barrier
+                    )
                 thread = ptx.settled(thread)
         self.gumbel_bounds.release(of_tile, iteration, thread, args.num_samples == 1)
 

@@ -229,7 +229,9 @@ class GumbelBounds:
                 counts = []
                 for n in range_constexpr(16):
                     token = cutlass.min(tile * TILE_V + 16 * group + n, args.end - 1)
-                    counts += [global_pointer(Int32, params.counts + row * params.counts_stride + Int64(token) * 4).load()]
+                    counts += [
+                        global_pointer(Int32, params.counts + row * params.counts_stride + Int64(token) * 4).load()
+                    ]
                 mask = Uint32(0)
                 for n in range_constexpr(16):
                     mask = mask | Uint32(select_(counts[n] != Int32(0), Uint32(1 << n), Uint32(0)))

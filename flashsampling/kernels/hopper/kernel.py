@@ -88,7 +88,9 @@ class SampleKernel:
 
         def matrix(address, rows, stride):
             pointer = cute.make_ptr(self.dtype, address, cute.AddressSpace.gmem, assumed_align=16)
-            return cute.make_tensor(pointer, cute.make_layout((rows, of_host.dim), stride=(cute.assume(stride, divby=8), 1)))
+            return cute.make_tensor(
+                pointer, cute.make_layout((rows, of_host.dim), stride=(cute.assume(stride, divby=8), 1))
+            )
 
         w_layout, h_layout = self.mainloop.layouts()
         tma_w, tW, tma_h, tH = self.mainloop.copies(
@@ -159,7 +161,9 @@ class SampleKernel:
         # neighbouring clusters take the same tiles for different blocks of rows, neighbouring CTAs of a cluster neighbouring
         # tiles
         cluster = cute.arch.block_idx()[0] // self.cluster
-        rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()) if const_expr(self.cluster > 1) else Int32(0)
+        rank = (
+            cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()) if const_expr(self.cluster > 1) else Int32(0)
+        )
         row_block = cluster % row_blocks
         first = cluster // row_blocks * self.cluster  # of the cluster's tiles: all its CTAs make as many steps
         tiles_of_all = cute.ceil_div(args.end, self.mainloop.tile[0])
@@ -218,7 +222,9 @@ class SampleKernel:
             for i in cutlass.range(walk.tiles, unroll=1):
                 sampled = self.epilogue.sampled(args, walk, i)
                 self.epilogue.prefetch(args, params, walk, i, thread)
-                state, release = self.mainloop.accumulate(pipe, tiled_mma, tCrW, tCrH, accumulator, state, release, k_tiles)
+                state, release = self.mainloop.accumulate(
+                    pipe, tiled_mma, tCrW, tCrH, accumulator, state, release, k_tiles
+                )
                 # while the last products are on their way
                 of_tile, words, sparse_bias = self.epilogue.receive(args, params, walk, shared, i, thread)
                 release = self.mainloop.drain(pipe, release)

@@ -52,7 +52,10 @@ def _plan(
 
 
 def run(
-    step: SampleInputs, config: TileConfig | None = None, features: Features = _PLAIN, asked_for: tuple[int | float, ...] = ()
+    step: SampleInputs,
+    config: TileConfig | None = None,
+    features: Features = _PLAIN,
+    asked_for: tuple[int | float, ...] = (),
 ) -> SampleResult:
     """See ``backends``: one launch, where nothing is asked for. ``config`` in place of the shape that is chosen. ``asked_for``:
     of a kernel with such ``features``, ``arguments.TransformArguments`` and ``arguments.Outputs``. One with logits may

@@ -88,7 +88,9 @@ class LogitTransforms:
                 all_counts, marked = Boolean(True), Uint32(0)
                 self._unmark_all(shared, thread)
         token0 = self.fragments.token(walk.first_token(iteration), thread)
-        tokens = [cutlass.min(token0 + 8 * r + 64 * half, args.end - 1) for half in range(self.halves) for r in range(2)]
+        tokens = [
+            cutlass.min(token0 + 8 * r + 64 * half, args.end - 1) for half in range(self.halves) for r in range(2)
+        ]
         changes = (params.logit_scale != 1.0) | (params.soft_cap > 0.0)
         if changes | (params.bias | params.dense_bias != Int64(0)):
             for _ in cutlass.range(self.own_blocks // self.blocks, unroll=1):
@@ -177,7 +179,9 @@ class LogitTransforms:
                     for n in range_constexpr(2 * self.halves):
                         count = counts[4 * self.halves * j + 2 * self.halves * c + n]
                         r, half = n % 2, n // 2
-                        logits[c, r, j, half] = _penalised(logits[c, r, j, half], count, repetition, frequency, presence)
+                        logits[c, r, j, half] = _penalised(
+                            logits[c, r, j, half], count, repetition, frequency, presence
+                        )
 
     # -- of the tokens that have an entry in a sparse bias
 
@@ -234,7 +238,9 @@ class LogitTransforms:
         first = cute.ceil_div(args.end, TILE_V) + _place_of(of_tile)
         at = params.sparse_bias + Int64(row) * params.entries_stride + Int64(first + lane) * _WORD
         count, done = Int32(_count_of(of_tile)), Int32(0)
-        number = Int32(select_(lane % 4 == column // 2 % 4, 2 * (column // 8) + column % 2, Int32(-1)))  # of the lane's columns
+        number = Int32(
+            select_(lane % 4 == column // 2 % 4, 2 * (column // 8) + column % 2, Int32(-1))
+        )  # of the lane's columns
         found = self._take_column(logits, 2 * (column // 8) + column % 2)
         while done < count:
             there = done + lane < count
@@ -295,7 +301,9 @@ class LogitTransforms:
 
     def _bound_word(self, w, thread):
         """Where a thread's code word number w stands."""
-        return (CONSUMER_THREADS * (w // self.fragments.vector) + thread) * self.fragments.vector + w % self.fragments.vector
+        return (
+            CONSUMER_THREADS * (w // self.fragments.vector) + thread
+        ) * self.fragments.vector + w % self.fragments.vector
 
     @cute.jit
     def _penalties_of_marked(self, args, params, walk, shared, logits, marked, iteration, thread):
@@ -387,7 +395,9 @@ class LogitTransforms:
         """At an infinite temperature, where the slope is 0, -inf is no score but NaN, and what is masked out is passed over."""
         some = Boolean(False)
         for k in range_constexpr(-(-self.own_blocks // 4)):
-            some = some | (shared.rows[column0 + cutlass.min(32 * k + lane, 8 * self.own_blocks - 1), 0] == Float32(0.0))
+            some = some | (
+                shared.rows[column0 + cutlass.min(32 * k + lane, 8 * self.own_blocks - 1), 0] == Float32(0.0)
+            )
         if cute.arch.vote_any_sync(some):
             for j in range_constexpr(self.own_blocks):
                 for c in range_constexpr(2):

@@ -161,7 +161,9 @@ def _permute_bytes(a: Uint32, b: Uint32, selector: int) -> Uint32:
 def bound_bytes(words: list) -> Uint32:
     """Codes of four words, the first in the lowest byte."""
     upper = [
-        cute.arch.inline_ptx("cvt.rz.f32.u32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[word]).bitcast(Uint32)
+        cute.arch.inline_ptx("cvt.rz.f32.u32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[word]).bitcast(
+            Uint32
+        )
         for word in words
     ]
     # of two floats the upper halves, three bits to the left: the upper byte is then the exponent's low six bits and two of the
@@ -216,7 +218,9 @@ def add_bounds(base_low: Float32, base_high: Float32, gumbel_bounds: Uint32, pai
         f"prmt.b32 w, {{$r2}}, {{$r3}}, {0x7372 if pair else 0x7170:#x}; "
         "fma.rn.bf16x2 {$w0}, w, step, base;}"
     )
-    return cute.arch.inline_ptx(ptx, write_only_types=[Uint32], read_only_args=[base_low, base_high, gumbel_bounds, exponents])
+    return cute.arch.inline_ptx(
+        ptx, write_only_types=[Uint32], read_only_args=[base_low, base_high, gumbel_bounds, exponents]
+    )
 
 
 def _log2(x: Float32) -> Float32:

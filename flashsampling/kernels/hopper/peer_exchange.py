@@ -123,7 +123,9 @@ def send(table: Table, rows: Rows, winners: list, lane: Int32):
                     ptx.store_two(first_slot + Int64(position) * SLOT, source_s_high, source_s_low)
                 for other in cutlass.range(peer + lanes, table.ranks, lanes, unroll=1):
                     shared = words_at(table.address, protocol.TABLE_SHARED + other).load()
-                    ptx.store_two(slot_of(table, shared, table.rank, rows.first + position), source_s_high, source_s_low)
+                    ptx.store_two(
+                        slot_of(table, shared, table.rank, rows.first + position), source_s_high, source_s_low
+                    )
             cute.arch.sync_warp()
 
 
@@ -180,7 +182,9 @@ def receive(table: Table, rows: Rows, expected: Expected, tokens: Int64, lane: I
 
 
 @cute.jit
-def _receive(table: Table, rows: Rows, expected: Expected, first: Int32, tokens: Int64, lane: Int32, start: Int64) -> Boolean:
+def _receive(
+    table: Table, rows: Rows, expected: Expected, first: Int32, tokens: Int64, lane: Int32, start: Int64
+) -> Boolean:
     """``receive`` of up to four passes."""
     lanes = Int32(1) << table.shift
     positions, sequence_tags, slots = expected

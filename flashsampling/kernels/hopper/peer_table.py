@@ -166,7 +166,9 @@ def conclude(table: Table, row_blocks: Int32, tokens: Int64, count: Int64):
     """The end of a launch, by one thread of each block of rows: counts the step, and if it failed, no row of it has a token."""
     finished = Int64(0)
     if row_blocks > 1:
-        finished = cute.arch.atomic_add(words_at(table.address, protocol.TABLE_FINISHED), Int64(1), sem="acq_rel", scope="gpu")
+        finished = cute.arch.atomic_add(
+            words_at(table.address, protocol.TABLE_FINISHED), Int64(1), sem="acq_rel", scope="gpu"
+        )
     if finished == Int64(row_blocks - 1):
         if row_blocks > 1:
             words_at(table.address, protocol.TABLE_FINISHED).store(Int64(0))

@@ -40,7 +40,9 @@ def take_lowest(bits: Uint32) -> tuple:
 
 def store_two(address: Int64, first: Int64, second: Int64) -> None:
     """Two words of global memory side by side, at an address of 16 bytes; each arrives whole, in any order."""
-    cute.arch.inline_ptx("st.relaxed.sys.global.v2.b64 [{$r0}], {{$r1}, {$r2}};", read_only_args=[address, first, second])
+    cute.arch.inline_ptx(
+        "st.relaxed.sys.global.v2.b64 [{$r0}], {{$r1}, {$r2}};", read_only_args=[address, first, second]
+    )
 
 
 def load_two(address: Int64, order: str) -> tuple:

@@ -28,7 +28,9 @@ from .memory import global_pointer
 
 INFINITY = float("inf")
 _THREADS = 128  # of the warpgroup that finishes a launch
-LAST_WORDS = 2 + _THREADS // 32  # which CTA this is; whether the exchange had failed before; of each warp, whether it did now
+LAST_WORDS = (
+    2 + _THREADS // 32
+)  # which CTA this is; whether the exchange had failed before; of each warp, whether it did now
 
 
 def pack_key(score: Float32, token: Int32) -> Int64:
@@ -186,7 +188,9 @@ def finish(
                 inf_keys[k] = Int64(0)
                 if start + k * _THREADS < count:
                     slot = workspace_layout.best(args.workspace, first + start + k * _THREADS)
-                    best_keys[k] = cute.arch.atomic_exch(global_pointer(Int64, slot), Int64(0), sem="relaxed", scope="gpu")
+                    best_keys[k] = cute.arch.atomic_exch(
+                        global_pointer(Int64, slot), Int64(0), sem="relaxed", scope="gpu"
+                    )
                     inf_slot = global_pointer(Int64, workspace_layout.infinite(slot, total))
                     inf_keys[k] = cute.arch.atomic_exch(inf_slot, Int64(0), sem="relaxed", scope="gpu")
             for k in cutlass.range_constexpr(at_once):
@@ -240,7 +244,9 @@ def _rows(first: Int64, count: Int64, start: Int64, sequence_tags: cute.Tensor, 
     at_once = cute.size(sequence_tags, mode=[0])
     of_warp = start - lane
     left = ptx.settled(Int32(cutlass.min(count - of_warp, Int64(at_once * _THREADS))))
-    return peer_exchange.Rows(first + of_warp, left, [[sequence_tags[k, 0], sequence_tags[k, 1]] for k in range(at_once)])
+    return peer_exchange.Rows(
+        first + of_warp, left, [[sequence_tags[k, 0], sequence_tags[k, 1]] for k in range(at_once)]
+    )
 
 
 @cute.jit

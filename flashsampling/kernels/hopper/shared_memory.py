@@ -22,7 +22,9 @@ class Shared(NamedTuple):
     rows: cute.Tensor  # (N, 2) float32: slope, threshold
     ratios: cute.Tensor  # (N,) uint8: ``threshold.ratio_byte``
     gumbel_bounds: cute.Tensor  # uint32, of all buffers; for the search (32 N,), its tile's
-    queue: cute.Tensor  # (QUEUE,) int64: logit, then valid, iteration (16 bits), token of the tile (7), column (8); 0: free
+    queue: (
+        cute.Tensor
+    )  # (QUEUE,) int64: logit, then valid, iteration (16 bits), token of the tile (7), column (8); 0: free
     done: cute.Tensor  # (1,) int32: consumer warps that have no more candidates
     special: cute.Tensor  # (1,) int32: 1 if a row is sharp or has a logit of +inf
     drawing: cute.Tensor  # (1,) int32: with ``Features.logits``, 0 if all rows' draws are left to ``pick``
@@ -78,7 +80,9 @@ def init_barriers(shared: Shared, bound_buffers: cutlass.Constexpr, thread):
 
 
 @cute.jit
-def prepare(args: Arguments, out: Outputs | None, walk: Walk, shared: Shared, block_b: cutlass.Constexpr, thread, barrier):
+def prepare(
+    args: Arguments, out: Outputs | None, walk: Walk, shared: Shared, block_b: cutlass.Constexpr, thread, barrier
+):
     """The noise warpgroup: first values, thresholds that everything passes and an empty queue. ``barrier``: of its threads."""
     sharp, drawn = Boolean(False), Boolean(False)
     for column in cutlass.range(thread, block_b, NOISE_THREADS, unroll_full=True):

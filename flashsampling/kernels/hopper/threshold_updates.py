@@ -27,10 +27,14 @@ def lower_threshold(shared, column, lower: Float32) -> Float32:
     pointer = shared.rows.iterator + 2 * column + 1
     old = Float32(0.0)
     if lower.bitcast(Int32) >= Int32(0):  # NaN too
-        was = cute.arch.atomic_min(cute.recast_ptr(pointer, dtype=Int32), lower.bitcast(Int32), sem="relaxed", scope="cta")
+        was = cute.arch.atomic_min(
+            cute.recast_ptr(pointer, dtype=Int32), lower.bitcast(Int32), sem="relaxed", scope="cta"
+        )
         old = was.bitcast(Float32)
     else:
-        was = cute.arch.atomic_max(cute.recast_ptr(pointer, dtype=Uint32), lower.bitcast(Uint32), sem="relaxed", scope="cta")
+        was = cute.arch.atomic_max(
+            cute.recast_ptr(pointer, dtype=Uint32), lower.bitcast(Uint32), sem="relaxed", scope="cta"
+        )
         old = was.bitcast(Float32)
     return old
 
@@ -89,7 +93,9 @@ class ThresholdUpdates:
             for i in range_constexpr(4 * self.vector * vectors):
                 c, _, j, _ = self.fragments.place(0, i)
                 if const_expr(i % (4 * self.vector) == 0):
-                    words = self.fragments.load_bounds(shared, group * vectors + i // (4 * self.vector), warp * 32 + lane)
+                    words = self.fragments.load_bounds(
+                        shared, group * vectors + i // (4 * self.vector), warp * 32 + lane
+                    )
                 if const_expr(i % (4 * self.halves) == 0):
                     block = self.fragments.first_block(warp) + group * self.seeded_blocks + j
                     pair = self.fragments.load_rows(shared, block, lane)

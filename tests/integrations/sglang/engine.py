@@ -148,7 +148,11 @@ def _compared(head: Any, batch: Any, row: int, request: Any, noted: Any, out: An
         ids, values = torch.tensor([[*bias]], dtype=torch.int32), torch.tensor([[*bias.values()]])
         asked["logit_bias"] = ids.to(state.device), values.to(state.device)
     if not greedy:
-        asked |= {"top_k": params.top_k if params.top_k < vocab_size else 0, "top_p": params.top_p, "min_p": params.min_p}
+        asked |= {
+            "top_k": params.top_k if params.top_k < vocab_size else 0,
+            "top_p": params.top_p,
+            "min_p": params.min_p,
+        }
         asked["joint_top_p"] = not params.min_p  # which no request has beside both
     alone = flashsampling.sample(
         state, head.weight, temperature=0.0 if greedy else params.temperature,

@@ -43,7 +43,9 @@ class Req:
     def __init__(self, prompt: list[int], params: SamplingParams, **given: Any) -> None:
         self.origin_input_ids, self.sampling_params = prompt, params
         self.return_logprob = False
-        self.logprob = SimpleNamespace(top_logprobs_num=given.pop("top", 0), token_ids_logprob=given.pop("token_ids", None))
+        self.logprob = SimpleNamespace(
+            top_logprobs_num=given.pop("top", 0), token_ids_logprob=given.pop("token_ids", None)
+        )
         self.custom_logit_processor: str | None = None
         self.grammar: Any = None
         self.tokenizer = SimpleNamespace(additional_stop_token_ids=None, eos_token_id=2)

@@ -83,7 +83,11 @@ class Served:
     def made_of(self, draws: list[Any], rid: str, prompt: list[int]) -> list[int]:
         """The tokens that were drawn behind a prompt, in the order of their places. What is drawn behind a part of it nobody
         reads; and of a request that began again the last draw at a place counts."""
-        at = {draw["position"]: draw["token"] for draw in draws if draw["rid"] == rid and draw["position"] >= len(prompt) - 1}
+        at = {
+            draw["position"]: draw["token"]
+            for draw in draws
+            if draw["rid"] == rid and draw["position"] >= len(prompt) - 1
+        }
         assert [*at] == [*range(len(prompt) - 1, len(prompt) - 1 + len(at))]
         return [*at.values()]
 
@@ -103,7 +107,9 @@ def theirs(folder, tmp_path_factory):
     """What SGLang makes without the plug-in, of float32 logits: on a GPU its own would be bfloat16, 0.25 apart from 32 on. An
     engine that is shut down kills all of this process's children."""
     seen = tmp_path_factory.mktemp("nothing seen") / "steps"
-    engine = sglang_engine.engine(folder, seen, "off", chunked_prefill_size=16, enable_fp32_lm_head=not sglang_engine.ON_CPU)
+    engine = sglang_engine.engine(
+        folder, seen, "off", chunked_prefill_size=16, enable_fp32_lm_head=not sglang_engine.ON_CPU
+    )
     try:
         made = Served(engine, seen).generate(GREEDY[0], **GREEDY[1])
     finally:
@@ -163,7 +169,9 @@ def test_what_is_left_to_sglang(served, kind):
     assert counts["fused"] == counts["split"] == 0
     assert served.lines()[-1]["counters"]["reasons"][kind] > 0
     second = len(served.lines())
-    served.generate([(PROMPTS[0], {**LEFT[kind], "ignore_eos": True}), (PROMPTS[2], {"sampling_seed": 4}), (PROMPTS[1], {})])
+    served.generate(
+        [(PROMPTS[0], {**LEFT[kind], "ignore_eos": True}), (PROMPTS[2], {"sampling_seed": 4}), (PROMPTS[1], {})]
+    )
     draws, counts = served.since(second)
     assert not [draw for draw in draws if draw["wrong"]]
     assert counts["split"] > 0
@@ -221,7 +229,11 @@ def test_greedy_tokens_and_log_probabilities_are_sglangs(served, theirs):
 def test_log_probabilities_of_draws(served):
     """At a temperature, as SGLang returns them: of what is drawn from."""
     first = len(served.lines())
-    batch = [(PROMPTS[0], {"temperature": 1.4, "sampling_seed": 6}), (PROMPTS[1], {}), (PROMPTS[2], {"temperature": 0.3})]
+    batch = [
+        (PROMPTS[0], {"temperature": 1.4, "sampling_seed": 6}),
+        (PROMPTS[1], {}),
+        (PROMPTS[2], {"temperature": 0.3}),
+    ]
     outputs = served.generate(batch, return_logprob=True)
     draws, counts = served.since(first)
     assert not [draw for draw in draws if draw["wrong"]]

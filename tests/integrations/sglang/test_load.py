@@ -110,7 +110,9 @@ def test_a_bad_value(monkeypatch, caplog):
     monkeypatch.setenv(settings.PLUGIN.variable, "nonsense")
     register()
     (record,) = caplog.records
-    assert record.getMessage().startswith(f"flashsampling: nothing is fused: {settings.PLUGIN.variable} must be auto, require ")
+    assert record.getMessage().startswith(
+        f"flashsampling: nothing is fused: {settings.PLUGIN.variable} must be auto, require "
+    )
     assert record.getMessage().endswith("got 'nonsense'")
     assert not Registry.hooks
 
@@ -174,7 +176,10 @@ def refused_words(monkeypatch, caplog):
 @pytest.mark.parametrize("version", ["0.5.14", "0.5.22", "0.5.150", "0.5.1", "0.6.15", "dev"])
 def test_other_releases(version, monkeypatch, caplog):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
-    assert refused_words(monkeypatch, caplog) == f"SGLang {version} is not one of the releases that are known: 0.5.15, 0.5.23"
+    assert (
+        refused_words(monkeypatch, caplog)
+        == f"SGLang {version} is not one of the releases that are known: 0.5.15, 0.5.23"
+    )
 
 
 def test_other_signatures(monkeypatch, caplog):
@@ -269,7 +274,9 @@ def test_schedulers_where_it_is_required(monkeypatch):
 def test_engines_where_it_is_required(monkeypatch):
     """Ray's schedulers load no plug-ins: the process that starts them says so."""
     monkeypatch.setenv(settings.PLUGIN.variable, "require")
-    ours, rays = (type("Engine", (), {"__module__": f"sglang.srt.{name}"}) for name in ("entrypoints.engine", "ray.engine"))
+    ours, rays = (
+        type("Engine", (), {"__module__": f"sglang.srt.{name}"}) for name in ("entrypoints.engine", "ray.engine")
+    )
     load.before_launch(ours, "arguments", port_args=None)
     with pytest.raises(Refused, match=r"^with Ray .*require\)$"):
         load.before_launch(rays, "arguments", port_args=None)
@@ -292,8 +299,6 @@ def test_counters_without_the_plug_in():
 
 
 def test_nothing_is_imported_of_sglang():
-    code = (
-        "import flashsampling.integrations.sglang as it, sys; it.register(); print([m for m in sys.modules if 'sglang.' in m])"
-    )
+    code = "import flashsampling.integrations.sglang as it, sys; it.register(); print([m for m in sys.modules if 'sglang.' in m])"
     got = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert all(name.startswith("'flashsampling") for name in got.strip("[]\n").split(", "))

@@ -111,7 +111,9 @@ def test_the_fakes_have_nothing_that_sglang_has_not():
         (fakes.LogitsMetadata, processors.LogitsMetadata),
         (fakes.LogitsProcessorOutput, processors.LogitsProcessorOutput),
     ):
-        assert {field.name for field in dataclasses.fields(fake)} - own <= {field.name for field in dataclasses.fields(real)}
+        assert {field.name for field in dataclasses.fields(fake)} - own <= {
+            field.name for field in dataclasses.fields(real)
+        }
     for mode in fakes.ForwardMode:
         assert ForwardMode[mode.name].is_decode() == mode.is_decode()
     for capture in fakes.CaptureHiddenMode:
@@ -136,7 +138,11 @@ AROUND_A_DRAW = {  # or for a custom logit processor alone
 }  # fmt: skip
 
 
-SINCE = {"beam_width", "watermark", "ebnf_full_assistant"}  # left to SGLang, refused with its server's argument, a grammar's
+SINCE = {
+    "beam_width",
+    "watermark",
+    "ebnf_full_assistant",
+}  # left to SGLang, refused with its server's argument, a grammar's
 
 
 def test_every_field_of_sampling_params_is_known():
@@ -154,7 +160,9 @@ class Model(torch.nn.Module):
     def __init__(self, scale=None):
         super().__init__()
         self.lm_head = ParallelLMHead(V, D, params_dtype=torch.float32)
-        self.lm_head.weight.data.copy_(0.5 * torch.randn(self.lm_head.weight.shape, generator=torch.Generator().manual_seed(1)))
+        self.lm_head.weight.data.copy_(
+            0.5 * torch.randn(self.lm_head.weight.shape, generator=torch.Generator().manual_seed(1))
+        )
         self.logits_processor = processors.LogitsProcessor(SimpleNamespace(vocab_size=V), logit_scale=scale)
         self.states = None
 
@@ -177,7 +185,12 @@ def runner_of(scale=None, fused=True):
     """SGLang's ``ModelRunner`` as it is behind ``load_model``, as far as it samples."""
     made = ModelRunner.__new__(ModelRunner)
     made.model, made.sampler = Model(scale), sampler_of()
-    made.server_args, made.device, made.is_generation, made.is_draft_worker = get_context().server_args, "cuda", True, False
+    made.server_args, made.device, made.is_generation, made.is_draft_worker = (
+        get_context().server_args,
+        "cuda",
+        True,
+        False,
+    )
     made.model_config = SimpleNamespace(use_ngram_embedding=False, vocab_size=V)
     made.use_ngram_embedding = made.model_is_mrope = False
     made.max_running_requests = 8
@@ -315,13 +328,22 @@ def test_log_probabilities_at_a_temperature_are_sglangs(temperature):
     for row in range(4):
         mine, theirs = output.next_token_top_logprobs_val[row], their_output.next_token_top_logprobs_val[row]
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-4)
-        assert output.next_token_top_logprobs_idx[row].tolist() == their_output.next_token_top_logprobs_idx[row].tolist()
+        assert (
+            output.next_token_top_logprobs_idx[row].tolist() == their_output.next_token_top_logprobs_idx[row].tolist()
+        )
 
 
 @pytest.mark.parametrize(
     "kind",
     [
-        *({}, {"top_k": 7}, {"top_p": 0.7}, {"min_p": 0.1}, {"logit_bias": {"4": 2.0}}, {"temperature": 1.6, "top_p": 0.8}),
+        *(
+            {},
+            {"top_k": 7},
+            {"top_p": 0.7},
+            {"min_p": 0.1},
+            {"logit_bias": {"4": 2.0}},
+            {"temperature": 1.6, "top_p": 0.8},
+        ),
         *({"top_k": 40, "top_p": 0.5}, {"top_k": 12, "top_p": 0.9}, {"top_k": 40, "top_p": 0.5, "min_p": 0.02}),
     ],
 )
@@ -390,7 +412,13 @@ def leader_of(width=3):
         tree_cache=SimpleNamespace(supports_swa=lambda: False, supports_mamba=lambda: False),
         future_map=None,
     )
-    nothing = ("session_params", "return_logprob", "return_hidden_states", "return_sampling_mask", "return_routed_experts")
+    nothing = (
+        "session_params",
+        "return_logprob",
+        "return_hidden_states",
+        "return_sampling_mask",
+        "return_routed_experts",
+    )
     with get_context().config_bag("schedule").override(page_size=1):
         assert coordinator.validate_and_init(req, SimpleNamespace(**dict.fromkeys(nothing))) is None
     assert req.sampling_params.beam_width is None

@@ -150,7 +150,9 @@ SERVED = {
     "top_p_min_p": SamplingParams(sampling_seed=7, top_p=0.9, min_p=0.05, temperature=2.0),
     "large_seed": SamplingParams(sampling_seed=2**63 - 1),
     "bias": SamplingParams(sampling_seed=9, logit_bias={"4": 3.0, "330": 5.0, "31": -100.0}),
-    "many_biases": SamplingParams(sampling_seed=10, logit_bias={str(token): 0.1 * (token % 50) for token in range(100)}),
+    "many_biases": SamplingParams(
+        sampling_seed=10, logit_bias={str(token): 0.1 * (token % 50) for token in range(100)}
+    ),
     "min_new_tokens": SamplingParams(
         sampling_seed=11, min_new_tokens=2, stop_token_ids={*range(100, 160)}, logit_bias={"120": 40.0, "200": 20.0}
     ),
@@ -168,7 +170,9 @@ LEFT_TO_SGLANG = {
     "logprobs of a distribution that the step does not have, of top tokens": Req(
         PROMPT, SamplingParams(logit_bias={"3": 1.0}), return_logprob=True, top=1
     ),
-    "more than 1024 tokens with a bias": Req(PROMPT, SamplingParams(logit_bias=dict.fromkeys(map(str, range(1025)), 1.0))),
+    "more than 1024 tokens with a bias": Req(
+        PROMPT, SamplingParams(logit_bias=dict.fromkeys(map(str, range(1025)), 1.0))
+    ),
     "a bias that is not finite": Req(PROMPT, SamplingParams(logit_bias={"3": float("inf")})),
     "several samples with one seed": Req(PROMPT, SamplingParams(n=2, sampling_seed=3)),
     "a grammar without a bit mask": Req(PROMPT, SamplingParams(), grammar=Grammar([3, 4], bits=False)),
@@ -206,10 +210,13 @@ def test_all_served_kinds_in_one_batch_and_in_any_order():
     reqs["grammar"] = Req(PROMPT, SamplingParams(sampling_seed=20), grammar=Grammar([*range(0, V, 7)]))
     states = dict(zip(reqs, states_of(len(reqs))))
     wanted = {
-        name: expected(runner, states[name], req, len(req.origin_input_ids)).token_ids.tolist() for name, req in reqs.items()
+        name: expected(runner, states[name], req, len(req.origin_input_ids)).token_ids.tolist()
+        for name, req in reqs.items()
     }
     for names in ([*reqs], [*reversed(reqs)], [*reqs][3:9]):
-        tokens, _ = step(runner, decode(some := [reqs[name] for name in names]), torch.stack([states[n] for n in names]), some)
+        tokens, _ = step(
+            runner, decode(some := [reqs[name] for name in names]), torch.stack([states[n] for n in names]), some
+        )
         assert tokens[:, None].tolist() == [wanted[name] for name in names]
     assert runner.flashsampling.counters()["fused"] == 3
 
@@ -245,7 +252,9 @@ def test_a_request_of_every_kind_that_is_left(name, graphs, caplog):
     assert [record.getMessage() for record in caplog.records] == [
         f"flashsampling: SGLang samples where a request has {reason} (said once)"
     ]
-    tokens, _ = step(runner, decode(rest := [reqs[0], reqs[2]]), states[[0, 2]], rest)  # and without it the batch is fused
+    tokens, _ = step(
+        runner, decode(rest := [reqs[0], reqs[2]]), states[[0, 2]], rest
+    )  # and without it the batch is fused
     assert counters(runner)["fused"] == 1
     assert int(tokens[1]) == int(runner.left[0][2].argmax())
 
@@ -449,7 +458,9 @@ def test_requests_join_and_leave():
     """Every request's tokens are those that it has alone."""
     runner = runner_of()
     reqs = {name: Req(PROMPT, params) for name, params in SERVED.items()}
-    states = {(name, drawn): states_of(1, seed)[0] for seed, (name, drawn) in enumerate(itertools.product(reqs, range(9)))}
+    states = {
+        (name, drawn): states_of(1, seed)[0] for seed, (name, drawn) in enumerate(itertools.product(reqs, range(9)))
+    }
     got: dict[str, list[int]] = {name: [] for name in reqs}
     for at in range(len(reqs) // 3 + 9):
         running = [name for row, name in enumerate(reqs) if row // 3 <= at < row // 3 + 9]
@@ -833,7 +844,10 @@ def test_logprobs_that_are_a_prefills(newer, version, deterministic, monkeypatch
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
     newer["enable_deterministic_inference"] = deterministic
     runner = runner_of(enable_deterministic_inference=deterministic)
-    reqs = [Req(PROMPT, SamplingParams(sampling_seed=1), return_logprob=True), Req(PROMPT, SamplingParams(sampling_seed=2))]
+    reqs = [
+        Req(PROMPT, SamplingParams(sampling_seed=1), return_logprob=True),
+        Req(PROMPT, SamplingParams(sampling_seed=2)),
+    ]
     step(runner, decode(reqs), states_of(2), reqs)
     left = deterministic and version == "0.5.23"
     assert counters(runner)["reasons"] == ({"logprobs that are a prefill's to the bit": 1} if left else {})

@@ -118,7 +118,9 @@ def test_a_drafts_nan_is_not_the_texts(monkeypatch):
     embeddings = model.model.embed_tokens.weight.detach().clone()
     absent = next(token for token in range(40) if token not in plain)
     drafts = [absent, plain[-4]]
-    monkeypatch.setattr(PromptLookup, "drafts", lambda self, ids, most: torch.tensor([drafts[:most]], device=ids.device))
+    monkeypatch.setattr(
+        PromptLookup, "drafts", lambda self, ids, most: torch.tensor([drafts[:most]], device=ids.device)
+    )
 
     def ways(broken):
         """What is drawn, how far the sampler is, and the error, without drafts and with them."""
@@ -170,7 +172,9 @@ def test_sliding_windows_and_a_prompt_in_chunks(drafter, chunk):
     assert max(lengths[len(prompt_runs) :]) > 1  # drafts
 
 
-@pytest.mark.parametrize("case", ["default settings", "repetition_penalty", "no_repeat_ngram_size", "everything", "eos"])
+@pytest.mark.parametrize(
+    "case", ["default settings", "repetition_penalty", "no_repeat_ngram_size", "everything", "eos"]
+)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_greedy(model, drafting, drafter, case):
     options = {"eos_token_id": 2} | CASES[case] | {"do_sample": False}
@@ -305,7 +309,10 @@ def test_no_drafts_where_the_penalty_does_not_count_them():
     taken.repetition_penalty, taken.left_out = 2.0, torch.tensor([5], device=DEVICE)
     requests = Requests(taken, torch.zeros(1, 0, dtype=torch.int64, device=DEVICE), 1000, torch.device(DEVICE), {})
     drafts = torch.tensor([[7, 8]], device=DEVICE)
-    assert [requests.over(torch.ones(1, length, dtype=torch.int64, device=DEVICE), drafts)[1] for length in (4, 5)] == [0, 2]
+    assert [requests.over(torch.ones(1, length, dtype=torch.int64, device=DEVICE), drafts)[1] for length in (4, 5)] == [
+        0,
+        2,
+    ]
 
 
 def test_how_many_an_assistant_drafts(model, assistants, monkeypatch):

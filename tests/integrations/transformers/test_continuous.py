@@ -29,13 +29,17 @@ SIZES = dict(
 def llama():
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(LlamaConfig(**SIZES, max_position_embeddings=256)).eval()
-    model.lm_head.weight.data.normal_(generator=torch.Generator().manual_seed(1))  # so that tokens are not all as likely
+    model.lm_head.weight.data.normal_(
+        generator=torch.Generator().manual_seed(1)
+    )  # so that tokens are not all as likely
     return model
 
 
 def granite():
     torch.manual_seed(0)
-    model = transformers.GraniteForCausalLM(GraniteConfig(**SIZES, logits_scaling=0.125, tie_word_embeddings=False)).eval()
+    model = transformers.GraniteForCausalLM(
+        GraniteConfig(**SIZES, logits_scaling=0.125, tie_word_embeddings=False)
+    ).eval()
     model.lm_head.weight.data.normal_(std=0.1, generator=torch.Generator().manual_seed(1))
     return model
 
@@ -45,7 +49,9 @@ def config_of(**given):
 
 
 def batching(**given):
-    return ContinuousBatchingConfig(**{"num_blocks": 64, "max_batch_tokens": 64, "per_request_processors": True} | given)
+    return ContinuousBatchingConfig(
+        **{"num_blocks": 64, "max_batch_tokens": 64, "per_request_processors": True} | given
+    )
 
 
 @torch.no_grad()
@@ -77,7 +83,9 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("kind", "per_request"), [*((kind, True) for kind in KINDS), ("all", False), ("greedy", False)])
+@pytest.mark.parametrize(
+    ("kind", "per_request"), [*((kind, True) for kind in KINDS), ("all", False), ("greedy", False)]
+)
 def test_tokens_and_logprobs_are_the_samplers(kind, per_request):
     outputs = generate_batch(
         llama(),
@@ -102,8 +110,12 @@ def test_tokens_are_those_of_generate(attention):
     model.set_attn_implementation(attention)
     outputs = generate_batch(model, PROMPTS[:2], config, seed=SEEDS[:2], continuous_batching_config=batching())
     for prompt, seed, output in zip(PROMPTS, SEEDS, outputs):
-        settings = GenerationConfig(do_sample=True, max_new_tokens=6, temperature=0.9, top_p=0.95, top_k=0, pad_token_id=0)
-        ids = llama().generate(torch.tensor([prompt]), generation_config=settings, custom_generate=generate, seed=[seed])
+        settings = GenerationConfig(
+            do_sample=True, max_new_tokens=6, temperature=0.9, top_p=0.95, top_k=0, pad_token_id=0
+        )
+        ids = llama().generate(
+            torch.tensor([prompt]), generation_config=settings, custom_generate=generate, seed=[seed]
+        )
         assert output.generated_tokens == ids[0, len(prompt) :].tolist()
 
 
@@ -151,9 +163,16 @@ ON_A_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs
 def test_requests_join_and_leave(device, given):
     """With prompts in several parts, more requests than a step takes, of several lengths, each with parameters of its own."""
     config = config_of(temperature=0.9, top_k=50, top_p=0.99)
-    manager = FusedBatchingManager(llama().to(device), config, batching(max_batch_tokens=8, max_requests_per_batch=4, **given))
+    manager = FusedBatchingManager(
+        llama().to(device), config, batching(max_batch_tokens=8, max_requests_per_batch=4, **given)
+    )
     requests = {
-        f"r{row}": (PROMPTS[row % 4], 100 + row, 2 + row % 5, {"temperature": 0.5 + 0.2 * row, "top_k": 3 + row, "top_p": 0.8})
+        f"r{row}": (
+            PROMPTS[row % 4],
+            100 + row,
+            2 + row % 5,
+            {"temperature": 0.5 + 0.2 * row, "top_k": 3 + row, "top_p": 0.8},
+        )
         for row in range(10)
     }
     requests["default"] = (PROMPTS[2], 77, 5, {})
@@ -223,7 +242,9 @@ def test_nothing_to_do():
 
 
 REFUSED = {
-    "RepetitionPenaltyLogitsProcessor in continuous batching is not what the fused step does": {"repetition_penalty": 1.2},
+    "RepetitionPenaltyLogitsProcessor in continuous batching is not what the fused step does": {
+        "repetition_penalty": 1.2
+    },
     "TypicalLogitsWarper in continuous batching": {"typical_p": 0.5},
     "NoRepeatNGramLogitsProcessor in continuous batching": {"no_repeat_ngram_size": 2},
     "num_return_sequences must be 1": {"num_return_sequences": 2},
@@ -275,7 +296,9 @@ def test_warpers_of_another_meaning_or_order_are_refused():
     assert continuous._asked_of([temperature, top_k, top_p, min_p], True) == (0.5, 5, 0.9, 0.1)
     assert continuous._asked_of([top_p], False) == (0.0, 0, 0.9, 0.0)
     for several in ([top_p, temperature], [top_p, top_k], [min_p, top_p], [top_k, top_k]):
-        with pytest.raises(ValueError, match="must stand in the order temperature, top_k, top_p, min_p, each at most once"):
+        with pytest.raises(
+            ValueError, match="must stand in the order temperature, top_k, top_p, min_p, each at most once"
+        ):
             continuous._asked_of(several, True)
     for one in (
         of_transformers.TopKLogitsWarper(5, filter_value=-10.0),
@@ -283,7 +306,9 @@ def test_warpers_of_another_meaning_or_order_are_refused():
         of_transformers.TopPLogitsWarper(0.9, min_tokens_to_keep=2),
         of_transformers.MinPLogitsWarper(0.1, min_tokens_to_keep=2),
     ):
-        with pytest.raises(ValueError, match=f"{type(one).__name__} in continuous batching is not what the fused step does"):
+        with pytest.raises(
+            ValueError, match=f"{type(one).__name__} in continuous batching is not what the fused step does"
+        ):
             continuous._asked_of([one], True)
     assert continuous._asked_of([of_transformers.TopKLogitsWarper(2, min_tokens_to_keep=3)], True).top_k == 3
 

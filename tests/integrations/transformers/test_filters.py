@@ -41,7 +41,9 @@ def rows_of_a_model(tmp_path_factory, worker_id) -> Tensor:
     with FileLock(f"{path}.lock"):
         if not path.exists():
             model, tokenizer = load_model(None, DEVICE.type, torch.float32)
-            ids = tokenizer("The best thing about a holiday by the sea is that", return_tensors="pt").input_ids.to(DEVICE)
+            ids = tokenizer("The best thing about a holiday by the sea is that", return_tensors="pt").input_ids.to(
+                DEVICE
+            )
             with torch.no_grad():
                 torch.save(model(ids).logits[0, -4:].float().cpu(), path)
     return torch.load(path)

@@ -225,7 +225,9 @@ def test_stops_at_eos_and_pads(model):
     inputs = prompt([5, 5, 5, 5])
     free = model.generate(**inputs, **SAMPLED, seed=[1, 2, 3, 4], max_new_tokens=30, eos_token_id=-1)
     stop = int(free[1, 5 + 6])  # what sequence 1 draws at its seventh step
-    stopped = model.generate(**inputs, **SAMPLED, seed=[1, 2, 3, 4], max_new_tokens=30, eos_token_id=stop, pad_token_id=0)
+    stopped = model.generate(
+        **inputs, **SAMPLED, seed=[1, 2, 3, 4], max_new_tokens=30, eos_token_id=stop, pad_token_id=0
+    )
     for ours, unstopped in zip(stopped[:, 5:].tolist(), free[:, 5:].tolist()):
         end = unstopped.index(stop) + 1 if stop in unstopped else len(unstopped)
         assert ours[:end] == unstopped[:end]
@@ -386,9 +388,9 @@ def test_the_docs_say_what_every_argument_does():
     fields = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
     arguments = set(inspect.signature(GenerationMixin.generate).parameters) - {"self", "kwargs"}
     ours = {"sampler", "seed", "seeds", "temperatures", "token_streamer", "request", "return_logprobs", "top_logprobs"}
-    assert set(inspect.signature(generate).parameters) - set(inspect.signature(GenerationMixin._sample).parameters) == ours | {
-        "model"
-    }
+    assert set(inspect.signature(generate).parameters) - set(
+        inspect.signature(GenerationMixin._sample).parameters
+    ) == ours | {"model"}
     said = set(re.findall(r"^\| `(\w+)` \| \S", DOCS, flags=re.MULTILINE))
     assert (fields | arguments | ours) - said == set()
     taken_away = inspect.getsource(GenerationMixin._extract_generation_mode_kwargs)
@@ -414,7 +416,9 @@ WORKS = {
     "max_cache_len": lambda: {"cache_implementation": "static", "cache_config": {"max_cache_len": 64}},
     "dynamic cache": lambda: {CACHE: DynamicCache()},
     "chunked prefill": lambda: {"prefill_chunk_size": 4},
-    "generation_config": lambda: {"generation_config": GenerationConfig(max_new_tokens=6, eos_token_id=-1, pad_token_id=3)},
+    "generation_config": lambda: {
+        "generation_config": GenerationConfig(max_new_tokens=6, eos_token_id=-1, pad_token_id=3)
+    },
     "stopping_criteria": lambda: {"stopping_criteria": [StopsAt(12)]},
     "renormalize_logits": lambda: {"renormalize_logits": True},
     "max_length": lambda: {"max_length": 15, "max_new_tokens": None},
@@ -431,7 +435,9 @@ def test_works_as_in_transformers(model, case):
     if case == "generation_config":
         options.pop("max_new_tokens")
         ours = {"custom_generate": generate}
-        sampling = GenerationConfig(max_new_tokens=6, eos_token_id=-1, pad_token_id=3, do_sample=True, temperature=0.8, top_k=0)
+        sampling = GenerationConfig(
+            max_new_tokens=6, eos_token_id=-1, pad_token_id=3, do_sample=True, temperature=0.8, top_k=0
+        )
         fused = model.generate(**options, **ours, seed=seeds, generation_config=sampling)
     else:
         fused = model.generate(**options | WORKS[case](), **ours, seed=seeds)
@@ -463,7 +469,10 @@ def test_max_time_stops(model):
 
 def test_inputs_embeds_are_a_prompt(model):
     inputs = prompt([9, 4])
-    embeds = {"inputs_embeds": model.get_input_embeddings()(inputs["input_ids"]), "attention_mask": inputs["attention_mask"]}
+    embeds = {
+        "inputs_embeds": model.get_input_embeddings()(inputs["input_ids"]),
+        "attention_mask": inputs["attention_mask"],
+    }
     ids = model.generate(**inputs, **SAMPLED, seed=[1, 2], max_new_tokens=6)
     assert torch.equal(model.generate(**embeds, **SAMPLED, seed=[1, 2], max_new_tokens=6), ids[:, 9:])
 
@@ -540,7 +549,9 @@ def test_a_row_without_a_token_stops_the_generation_before_its_id_is_used():
     inputs["input_ids"][1, 2] = 7
     criteria = [StopsAt(50)]
     with pytest.raises(NoTokenError, match=r"rows \[1\] of the batch at new token 1: a NaN") as error:
-        poisoned.generate(**inputs, **SAMPLED, max_new_tokens=4, eos_token_id=-1, streamer=streamer, stopping_criteria=criteria)
+        poisoned.generate(
+            **inputs, **SAMPLED, max_new_tokens=4, eos_token_id=-1, streamer=streamer, stopping_criteria=criteria
+        )
     assert error.value.rows == [1]
     assert len(streamer.steps) == 1  # the prompt
     assert streamer.ends == 1
@@ -554,7 +565,9 @@ class Fails(LMHeadSampler):
     def __init__(self, model, at, at_once):
         super().__init__(model.lm_head, max_batch_size=2, seed=1)
         self.at, self.at_once, self.steps, self.failed = at, at_once, 0, False
-        self.tp: Any = types.SimpleNamespace(check=self.check, first_token=0, last_token=1000)  # what the loop asks a group for
+        self.tp: Any = types.SimpleNamespace(
+            check=self.check, first_token=0, last_token=1000
+        )  # what the loop asks a group for
 
     def check(self):
         if self.failed:
@@ -700,7 +713,9 @@ def test_a_change_while_it_generates_is_refused_and_the_next_generation_looks_ag
     capped = prompt([4]) | {"max_new_tokens": 5, "eos_token_id": -1, "temperature": 0.8, "top_k": 0}
     assert torch.equal(fused, plain(model, seeds, **capped))
     assert LMHeadSampler.from_model(model).soft_cap == 0.3
-    with pytest.raises(ValueError, match=r"sampler must have logit_scale=1, soft_cap=0.3 with this model .* got .* soft_cap=0"):
+    with pytest.raises(
+        ValueError, match=r"sampler must have logit_scale=1, soft_cap=0.3 with this model .* got .* soft_cap=0"
+    ):
         model.generate(**options, sampler=sampler)
 
 
@@ -725,7 +740,10 @@ def test_the_model_runs_over_the_callers_batch_alone(given):
     seen: list[tuple[int, int]] = []
     sampler = LMHeadSampler.from_model(model, max_batch_size=2) if given else None
     hooked(model, seen)
-    options, seeds = prompt([5, 6]) | {"max_new_tokens": 3, "eos_token_id": -1, "top_k": 0}, torch.tensor([1, 2], device=DEVICE)
+    options, seeds = (
+        prompt([5, 6]) | {"max_new_tokens": 3, "eos_token_id": -1, "top_k": 0},
+        torch.tensor([1, 2], device=DEVICE),
+    )
     expected = plain(model, seeds, **options)
     theirs = seen.copy()
     seen.clear()
@@ -914,7 +932,9 @@ def model_forward(model):
 
 
 def other_logits(model):
-    model.register_forward_hook(lambda module, args, output: output.__class__(logits=torch.zeros(1, 1, 1000, device=DEVICE)))
+    model.register_forward_hook(
+        lambda module, args, output: output.__class__(logits=torch.zeros(1, 1, 1000, device=DEVICE))
+    )
 
 
 CHANGES = {
@@ -969,7 +989,11 @@ def test_a_head_that_is_replaced_while_generating_is_refused():
 
     with pytest.raises(ValueError, match="LM head was replaced"):
         changed.generate(
-            **prompt([4]), **SAMPLED, max_new_tokens=5, token_streamer=Replaces(), sampler=LMHeadSampler.from_model(changed)
+            **prompt([4]),
+            **SAMPLED,
+            max_new_tokens=5,
+            token_streamer=Replaces(),
+            sampler=LMHeadSampler.from_model(changed),
         )
 
 
@@ -1014,7 +1038,9 @@ def test_16_bits(dtype):
 
 
 def test_from_model(model):
-    sampler = LMHeadSampler.from_model(model, max_batch_size=3, seed=torch.tensor([1, 2, 3]), temperature=0.8, impl="reference")
+    sampler = LMHeadSampler.from_model(
+        model, max_batch_size=3, seed=torch.tensor([1, 2, 3]), temperature=0.8, impl="reference"
+    )
     assert sampler.weight is model.lm_head.weight
     assert (sampler.max_batch_size, sampler.temperature, sampler.impl) == (3, 0.8, "reference")
     inputs = prompt([6, 8, 7])
@@ -1063,5 +1089,7 @@ def test_the_demo_compares_equal_on_the_real_model():
     assert answer, run.stdout
     assert len(answer[1].strip()) > 10
     assert re.search(r"every one of the \d+ tokens equals plain logits \+ the same noise", run.stdout)
-    assert re.search(r"FlashSampling \(\w+\) +│( \d+\.\d +│){2}\n.*own generate +│( \d+\.\d +│){2}", run.stdout), run.stdout
+    assert re.search(r"FlashSampling \(\w+\) +│( \d+\.\d +│){2}\n.*own generate +│( \d+\.\d +│){2}", run.stdout), (
+        run.stdout
+    )
     assert not run.stderr

@@ -262,4 +262,6 @@ def test_a_hand_made_sampler_looks_at_nothing():
     sampler = LMHeadSampler(model.lm_head, max_batch_size=2, seed=[1, 2])
     weight = model.lm_head.weight
     resized_as_it_is(model)
-    assert torch.equal(sampler(STATES).token_ids, sample(STATES, weight, seed=torch.tensor([1, 2], device=DEVICE)).token_ids)
+    assert torch.equal(
+        sampler(STATES).token_ids, sample(STATES, weight, seed=torch.tensor([1, 2], device=DEVICE)).token_ids
+    )

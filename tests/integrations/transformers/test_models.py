@@ -134,7 +134,9 @@ WITHOUT_DRAFTS = {
     "Lfm2ForCausalLM": "can be cut back, got DynamicCache of LinearAttentionLayer",
     "MptForCausalLM": "drafts need a key and value cache",
 }  # fmt: skip
-TABLE = (Path(__file__).parents[3] / "docs" / "transformers.md").read_text().partition("| model | result |\n|---|---|\n")[2]
+TABLE = (
+    (Path(__file__).parents[3] / "docs" / "transformers.md").read_text().partition("| model | result |\n|---|---|\n")[2]
+)
 RESULTS = {name.replace("`", ""): result for name, result in re.findall(r"\| (.*?) \| (.*?) \|\n", TABLE)}
 
 
@@ -147,7 +149,9 @@ def tiny(name: str):
     config = re.sub("(ForCausalLM|LMHeadModel|ForConditionalGeneration).*", "", name)
     config += "Text" if config in ("Gemma3", "Gemma3n", "Gemma4", "Llama4") else ""
     model = (
-        getattr(transformers, name.split(",")[0])(getattr(transformers, config + "Config")(**MODELS[name])).to(DEVICE).eval()
+        getattr(transformers, name.split(",")[0])(getattr(transformers, config + "Config")(**MODELS[name]))
+        .to(DEVICE)
+        .eval()
     )
     if not model.config.is_encoder_decoder:
         head = model.get_output_embeddings()
@@ -231,7 +235,9 @@ def test_default_settings(name):
     head = model.get_output_embeddings()
     bare = LMHeadSampler(head.weight)
     if name == "LlamaForCausalLM":
-        assert torch.equal(model.generate(**options, do_sample=True, custom_generate=generate, seed=seeds, sampler=bare), fused)
+        assert torch.equal(
+            model.generate(**options, do_sample=True, custom_generate=generate, seed=seeds, sampler=bare), fused
+        )
     else:
         with pytest.raises(ValueError, match="sampler must have"):
             model.generate(**options, do_sample=True, custom_generate=generate, seed=seeds, sampler=bare)

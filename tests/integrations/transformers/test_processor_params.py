@@ -114,7 +114,10 @@ def test_returned_sequences(model):
 def test_embeddings_as_a_prompt(model):
     """Of which the penalty sees nothing, and of the first new tokens neither, in a row that is padded: as in transformers."""
     inputs = prompt([9, 4])
-    options = {"inputs_embeds": model.get_input_embeddings()(inputs["input_ids"]), "attention_mask": inputs["attention_mask"]}
+    options = {
+        "inputs_embeds": model.get_input_embeddings()(inputs["input_ids"]),
+        "attention_mask": inputs["attention_mask"],
+    }
     options |= {"repetition_penalty": 4.0, "top_k": 5, "max_new_tokens": 15, "eos_token_id": -1, "do_sample": True}
     ours = model.generate(**options, custom_generate=generate, seed=[1, 2])
     assert torch.equal(ours, plain(model, torch.tensor([1, 2], device=DEVICE), **options))
@@ -194,7 +197,9 @@ def test_a_request_per_row(model):
 
 
 def test_penalties_that_transformers_does_not_have(model):
-    out = fused(model, request={"presence_penalty": [1e4, 0.0, 0.0], "frequency_penalty": [0.0, 1e4, 0.0]}, eos_token_id=-1)
+    out = fused(
+        model, request={"presence_penalty": [1e4, 0.0, 0.0], "frequency_penalty": [0.0, 1e4, 0.0]}, eos_token_id=-1
+    )
     repeated = [12 - len(set(row)) for row in out[:, 9:].tolist()]
     assert repeated[:2] == [0, 0]
     top = fused(model, request={"top_k": 1}, eos_token_id=-1)

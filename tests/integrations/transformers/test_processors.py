@@ -166,7 +166,10 @@ ORDERS = {
         [TopPLogitsWarper(0.9), TemperatureLogitsWarper(0.5)],
         r"TemperatureLogitsWarper \(temperature=1.0\): it comes after TopPLogitsWarper, and this order is not the fused step's",
     ),
-    "top-p before top-k": ([TopPLogitsWarper(0.9), TopKLogitsWarper(50)], r"TopKLogitsWarper \(top_k=0\): it comes after TopP"),
+    "top-p before top-k": (
+        [TopPLogitsWarper(0.9), TopKLogitsWarper(50)],
+        r"TopKLogitsWarper \(top_k=0\): it comes after TopP",
+    ),
     "min-p before top-p": (
         [MinPLogitsWarper(0.1), TopPLogitsWarper(0.9)],
         r"TopPLogitsWarper \(top_p=1.0\): it comes after MinP",
@@ -176,9 +179,18 @@ ORDERS = {
         [RepetitionPenaltyLogitsProcessor(1.2), SequenceBiasLogitsProcessor({(3,): 1.0})],
         r"SequenceBiasLogitsProcessor \(sequence_bias=None\): it comes after RepetitionPenalty",
     ),
-    "a mask behind a filter": ([TopKLogitsWarper(5), SuppressTokensLogitsProcessor([3])], "it comes after TopKLogitsWarper"),
-    "a penalty behind a softmax": ([LogitNormalization(), RepetitionPenaltyLogitsProcessor(1.2)], "comes after LogitNormal"),
-    "several forced": ([ForcedEOSTokenLogitsProcessor(9, [3, 4])], r"forced_eos_token_id=None\): one of the tokens \[3, 4\]"),
+    "a mask behind a filter": (
+        [TopKLogitsWarper(5), SuppressTokensLogitsProcessor([3])],
+        "it comes after TopKLogitsWarper",
+    ),
+    "a penalty behind a softmax": (
+        [LogitNormalization(), RepetitionPenaltyLogitsProcessor(1.2)],
+        "comes after LogitNormal",
+    ),
+    "several forced": (
+        [ForcedEOSTokenLogitsProcessor(9, [3, 4])],
+        r"forced_eos_token_id=None\): one of the tokens \[3, 4\]",
+    ),
     "another filter value": ([TopKLogitsWarper(5, filter_value=-1e4)], "filter_value=-10000.0 does not remove a token"),
     "tokens to keep": ([MinPLogitsWarper(0.5, min_tokens_to_keep=3)], r"\(min_p=None\): min_tokens_to_keep=3"),
     "an infinite bias": ([SequenceBiasLogitsProcessor({(3,): math.inf})], "a bias must be below infinity, got inf"),
@@ -364,7 +376,11 @@ REQUESTS = {
     "the head's": ({"soft_cap": 1.0}, ValueError, "got 'soft_cap'"),
     "a shape": ({"top_k": [1, 2, 3]}, ValueError, "top_k must be a number or have shape"),
     "a range": ({"top_p": 1.5}, ValueError, "top_p must be from 0 to 1"),
-    "a type": ({"token_mask": torch.ones(2, VOCAB, dtype=torch.bool, device=DEVICE)}, TypeError, "token_mask must be int32"),
+    "a type": (
+        {"token_mask": torch.ones(2, VOCAB, dtype=torch.bool, device=DEVICE)},
+        TypeError,
+        "token_mask must be int32",
+    ),
 }
 
 

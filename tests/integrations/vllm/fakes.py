@@ -145,7 +145,9 @@ class Sampler:
             penalties.prompt_bin_mask[slot] = 0  # of other requests vLLM leaves what the slot's last one had
             penalties.output_bin_counts[slot] = 0
             for token in prompt:
-                penalties.prompt_bin_mask[slot, token >> 5] |= (1 << 31) - (1 << 32) if token & 31 == 31 else 1 << (token & 31)
+                penalties.prompt_bin_mask[slot, token >> 5] |= (
+                    (1 << 31) - (1 << 32) if token & 31 == 31 else 1 << (token & 31)
+                )
         self.req_states.prefill_len.np[slot] = len(prompt)
 
     def __call__(self, input_batch: InputBatch, most_drafts: int = 0) -> SamplerOutput:
@@ -155,7 +157,9 @@ class Sampler:
         if counts.max() >= 0:
             columns, bounds = 1 + int(counts.max()), input_batch.cu_num_logits_np
             ids, values = torch.full((bounds[-1], columns), LEFT), torch.full((bounds[-1], columns), -2.0)
-            logprobs = LogprobsTensors(ids, values, torch.full((bounds[-1],), 3), bounds.tolist() if most_drafts else None)
+            logprobs = LogprobsTensors(
+                ids, values, torch.full((bounds[-1],), 3), bounds.tolist() if most_drafts else None
+            )
         sampled, rejected = get_num_sampled_and_rejected(
             input_batch.seq_lens.new_ones(rows),
             input_batch.seq_lens,
@@ -249,7 +253,9 @@ class Runner:
     def finish(self, name: str) -> None:
         self.free.append(self.req_states.req_id_to_index.pop(name))
 
-    def batch(self, tokens: dict[str, int], drafts: dict[str, list[int]] | None = None, too_many: int = 0) -> InputBatch:
+    def batch(
+        self, tokens: dict[str, int], drafts: dict[str, list[int]] | None = None, too_many: int = 0
+    ) -> InputBatch:
         """Of these requests, so many tokens of each and their drafts; and counts them all as computed. ``too_many``: how many
         more of every request's tokens the host takes for computed."""
         drafts = {} if drafts is None else drafts

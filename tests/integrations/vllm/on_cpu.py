@@ -15,7 +15,11 @@ import torch
 from torch import Tensor
 
 ASKED_FOR = os.environ.get("FLASHSAMPLING_VLLM_ON_CPU") == "1" and not torch.cuda.is_available()
-OPTIONS: dict[str, Any] = {"dtype": "float32", "enforce_eager": True, "compilation_config": {"mode": 0, "custom_ops": ["none"]}}
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "compilation_config": {"mode": 0, "custom_ops": ["none"]},
+}
 
 
 def pretend(patch: Any) -> None:
@@ -24,7 +28,9 @@ def pretend(patch: Any) -> None:
 
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "VLLM_CPU_KVCACHE_SPACE": "1", "TRITON_INTERPRET": "1"}
     os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "GLOO_SOCKET_IFNAME": "lo"}  # of several ranks
-    torch._dynamo.config.disable = True  # with several ranks vLLM compiles its embedding's mask, for minutes or not at all
+    torch._dynamo.config.disable = (
+        True  # with several ranks vLLM compiles its embedding's mask, for minutes or not at all
+    )
     version = importlib.metadata.version
     patch.setattr(importlib.metadata, "version", lambda name: version(name) + ("+cpu" if name == "vllm" else ""))
     backends["cpu"] = SimpleNamespace(driver=None)  # type: ignore[assignment] # vLLM asks whether there is one
@@ -55,7 +61,9 @@ def pretend(patch: Any) -> None:
     patch.setattr(common, "FAST", ("streaming",))
 
 
-def below_8_rows(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None, has_topp_only_rows: bool = False) -> Tensor:
+def below_8_rows(
+    logits: Tensor, top_k: Tensor | None, top_p: Tensor | None, has_topp_only_rows: bool = False
+) -> Tensor:
     """vLLM's ``apply_top_k_top_p`` of so few; 0.26 does not say the last."""
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
 

@@ -132,7 +132,9 @@ def test_penalties_and_lengths_matter():
     """Else the test above would pass a plug-in that forgets the drafts before a position."""
     runner, plain = runner_of(most_drafts=MOST), runner_of(most_drafts=MOST)
     plain.model = runner.model
-    params = SamplingParams(temperature=0.0, presence_penalty=50.0, min_tokens=3, stop_token_ids=[120], logit_bias={120: 80.0})
+    params = SamplingParams(
+        temperature=0.0, presence_penalty=50.0, min_tokens=3, stop_token_ids=[120], logit_bias={120: 80.0}
+    )
     runner.add(a=(PROMPT, params))
     runner.batch({"a": 3})
     batch = runner.batch({"a": 1}, {"a": [0, 0, 0]})

@@ -247,7 +247,9 @@ def names_of_kernels():
 
     parts = ("triton", "integrations")
     modules = [
-        module for name, module in [*sys.modules.items()] if name.startswith("flashsampling.") and any(p in name for p in parts)
+        module
+        for name, module in [*sys.modules.items()]
+        if name.startswith("flashsampling.") and any(p in name for p in parts)
     ]
     found = {name for module in modules for name, each in vars(module).items() if isinstance(each, JITFunction)}
     return {name for name in found if name.endswith("_kernel")}
@@ -268,7 +270,9 @@ def test_nothing_is_compiled_while_serving(engine, runner, messages):
     kinds = list(SERVED)
     for count in (1, 2, 5, 17, 33, 64):
         chosen = [kinds[(count + i) % len(kinds)] for i in range(count)]
-        engine.generate(prompts_of(count), [params_of(engine, kind, seed=i, max_tokens=8) for i, kind in enumerate(chosen)])
+        engine.generate(
+            prompts_of(count), [params_of(engine, kind, seed=i, max_tokens=8) for i, kind in enumerate(chosen)]
+        )
     for kind in kinds:
         engine.generate(prompts_of(3), [params_of(engine, kind, max_tokens=8) for _ in range(3)])
     compiled = [text for text in messages.texts if "compil" in text]
@@ -314,7 +318,11 @@ def test_what_is_left_to_vllm(engine, runner, checked, reason):
     assert after["fused"] == before["fused"]
     assert after["reasons"][reason] > before["reasons"].get(reason, 0)
     more = {} if "logprobs" in LEFT[reason] else {"logprobs": 2}
-    params = [params_of(engine, reason, **more), params_of(engine, "top_k", seed=1), params_of(engine, "logprobs", seed=2)]
+    params = [
+        params_of(engine, reason, **more),
+        params_of(engine, "top_k", seed=1),
+        params_of(engine, "logprobs", seed=2),
+    ]
     outputs = engine.generate(prompts_of(3), params)
     last = engine.tell(counters)
     assert last["split"] > after["split"]
@@ -327,7 +335,8 @@ def test_requests_that_join_and_leave(engine, runner, checked):
     core, kinds, done = engine.llm.llm_engine, list(SERVED), {}
     long_prompts = prompts_of(4, 400, seed=5)
     waiting = [
-        (f"r{i}", long_prompts[i % 4] if i % 3 == 0 else prompts_of(1, 7, seed=i)[0], kinds[i % len(kinds)]) for i in range(40)
+        (f"r{i}", long_prompts[i % 4] if i % 3 == 0 else prompts_of(1, 7, seed=i)[0], kinds[i % len(kinds)])
+        for i in range(40)
     ]
     running, steps = [], 0
     while waiting or core.has_unfinished_requests():
@@ -396,7 +405,9 @@ def test_a_grammar_with_logprobs(engine, runner, checked, monkeypatch):
 
     def sample(self, hidden_states, input_batch, grammar_output):
         constrained = [name for name in input_batch.req_ids if seeds[name] == 0]
-        return original(self, hidden_states, input_batch, GrammarOutput(constrained, np.stack([mask] * len(constrained))))
+        return original(
+            self, hidden_states, input_batch, GrammarOutput(constrained, np.stack([mask] * len(constrained)))
+        )
 
     seeds, add = {}, type(runner).add_requests
 
@@ -421,8 +432,12 @@ def test_logprobs_are_vllms(engine, runner, weight, monkeypatch):
     found = []
     for plugin in (True, False):
         engine.tell(use_plugin, plugin)
-        outputs = engine.generate(prompts_of(32), [params_of(engine, "greedy", logprobs=5, max_tokens=1) for _ in range(32)])
-        found.append([{token: (each.logprob, each.rank) for token, each in output.logprobs[0].items()} for output in outputs])
+        outputs = engine.generate(
+            prompts_of(32), [params_of(engine, "greedy", logprobs=5, max_tokens=1) for _ in range(32)]
+        )
+        found.append(
+            [{token: (each.logprob, each.rank) for token, each in output.logprobs[0].items()} for output in outputs]
+        )
     for mine, theirs in zip(*found):
         assert mine.keys() == theirs.keys()
         for token, (logprob, rank) in theirs.items():

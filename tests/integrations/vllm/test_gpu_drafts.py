@@ -72,7 +72,8 @@ def engine_of(**more):
 
 # vLLM takes neither min_p nor logit_bias beside drafts
 ASKED: dict[str, dict[str, Any]] = {
-    name: {each: value for each, value in kind.items() if each not in ("min_p", "logit_bias")} for name, kind in SERVED.items()
+    name: {each: value for each, value in kind.items() if each not in ("min_p", "logit_bias")}
+    for name, kind in SERVED.items()
 }
 KINDS = [name for name in SERVED if name not in ("min_p", "min_p_top_k", "bias", "many_biases")]
 REQUESTS: list[tuple[list[int], str, int]] = [  # prompt, kind, seed
@@ -83,7 +84,9 @@ REQUESTS += LONG_PROMPTS  # in chunks
 
 
 def params_of(engine, kind, **more):
-    return engine.params(**{"max_tokens": LONG, "ignore_eos": True, "detokenize": False, **(ASKED | LEFT)[kind], **more})
+    return engine.params(
+        **{"max_tokens": LONG, "ignore_eos": True, "detokenize": False, **(ASKED | LEFT)[kind], **more}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -279,7 +282,9 @@ def with_eagle3(without):
     config = Path(model_folder(*MODEL), "config.json")
     drafter = json.loads(config.read_text()) | {"num_hidden_layers": 1, "eagle_aux_hidden_state_layer_ids": [0, 1]}
     config.write_text(json.dumps(drafter))
-    return engine_of(speculative_config={"method": "eagle3", "model": str(config.parent), "num_speculative_tokens": MOST})
+    return engine_of(
+        speculative_config={"method": "eagle3", "model": str(config.parent), "num_speculative_tokens": MOST}
+    )
 
 
 def test_a_drafter_of_vllms(with_eagle3, without, monkeypatch):
@@ -315,5 +320,7 @@ def test_nothing_waits_for_the_device(engine, monkeypatch):
             torch.cuda.set_sync_debug_mode("default")
 
     monkeypatch.setattr(type(runner), "sample", sample)
-    engine.generate([prompt for prompt, *_ in REQUESTS], [params_of(engine, kind, seed=seed) for _, kind, seed in REQUESTS])
+    engine.generate(
+        [prompt for prompt, *_ in REQUESTS], [params_of(engine, kind, seed=seed) for _, kind, seed in REQUESTS]
+    )
     assert engine.tell(counters)["drafts"] > before["drafts"]

@@ -112,7 +112,9 @@ def prompts_of(served, rows):
 def kinds_of(best: torch.Tensor) -> dict[str, dict[str, Any]]:
     """What requests ask for, all rows' the same, about tokens that are likely in some of them."""
     bans = {token for row in best[:, 1:10:2].tolist() for token in row}
-    biased = {token: 2.0 * (-1) ** (place + 1) for place, token in enumerate(best[:, [0, 5, 50, 500]].flatten().tolist())}
+    biased = {
+        token: 2.0 * (-1) ** (place + 1) for place, token in enumerate(best[:, [0, 5, 50, 500]].flatten().tolist())
+    }
     allowed = sorted(set(best[:, :500:2].flatten().tolist()))  # vLLM takes 1024 at most
     return {
         "plain": {},
@@ -160,7 +162,9 @@ def test_the_distribution_is_vllms(served, rows, kind):
     for row, mine, theirs in zip(few, *found):
         assert len(mine) == len(theirs) == TIMES * B // FEW
         place = served.best[row].argsort()  # of a token, where in the row's order it is
-        table = by_place(np.stack([place[each].bincount(minlength=served.vocab).cpu().numpy() for each in (mine, theirs)]))
+        table = by_place(
+            np.stack([place[each].bincount(minlength=served.vocab).cpu().numpy() for each in (mine, theirs)])
+        )
         if table.shape[1] > 1:  # else the row is so sure that next to nothing but one token is drawn
             compared += 1
             p = stats.chi2_contingency(table).pvalue
@@ -188,7 +192,9 @@ def test_log_probabilities_are_vllms(served, rows):
         found = []
         for plugin in (True, False):
             served.engine.tell(use_plugin, plugin)
-            outputs = served.engine.generate(prompts_of(served, range(B)), [params_of(served, logprobs=20, **asked)] * B)
+            outputs = served.engine.generate(
+                prompts_of(served, range(B)), [params_of(served, logprobs=20, **asked)] * B
+            )
             found.append([(output.token_ids[0], output.logprobs[0]) for output in outputs])
             for row, (drawn, entries) in enumerate(found[-1]):
                 assert drawn in entries

@@ -112,7 +112,9 @@ def test_known_releases(version, release):
     assert settings.check_version(version) is settings.KNOWN[release]
 
 
-@pytest.mark.parametrize("version", ["0.25.1", "0.27.0", "0.32.0", "0.34.0", "0.2.6", "1.26.0", "dev", "0.260", "0.330.0"])
+@pytest.mark.parametrize(
+    "version", ["0.25.1", "0.27.0", "0.32.0", "0.34.0", "0.2.6", "1.26.0", "dev", "0.260", "0.330.0"]
+)
 def test_other_releases(version, monkeypatch, caplog):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
     monkeypatch.setenv(settings.PLUGIN.variable, "auto")

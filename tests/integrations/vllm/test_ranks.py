@@ -102,7 +102,9 @@ def step_of(runner, tokens, grammar=None, spoiled=()):
     runner.sampler.penalties_state.output_bin_counts[batch.idx_mapping.long(), ids] += 1
     if found is None:
         return ids.tolist(), None
-    return ids.tolist(), [part.tolist() for part in (found.logprob_token_ids, found.logprobs, found.selected_token_ranks)]
+    return ids.tolist(), [
+        part.tolist() for part in (found.logprob_token_ids, found.logprobs, found.selected_token_ranks)
+    ]
 
 
 def steps_of(runner, alone):
@@ -115,7 +117,12 @@ def steps_of(runner, alone):
     for chosen in (
         [names[::-1]],
         [[name] for name in names if alone],
-        [["plain", "greedy", "hot", "unseeded"], ["top_k", "other_top_k", "greedy"], ["top_k", "top_p"], ["min_p", "top_k"]],
+        [
+            ["plain", "greedy", "hot", "unseeded"],
+            ["top_k", "other_top_k", "greedy"],
+            ["top_k", "top_p"],
+            ["min_p", "top_k"],
+        ],
         [["logprobs_0", "repetition"], ["allowed", "frequency"], ["many_biases", "logprobs"], ["bias", "plain"]],
         3 * [["plain", "hot", "greedy"]] + 3 * [["top_k", "top_p", "frequency"]] + 3 * [["logprobs_0", "repetition"]],
     ):
@@ -132,7 +139,9 @@ def steps_of(runner, alone):
 # -- ranks of which one does something else
 
 
-ASKED = SamplingParams(seed=1, top_p=0.5, logprobs=0, presence_penalty=0.5, logit_bias={3: 1.0}, allowed_token_ids=[*range(99)])
+ASKED = SamplingParams(
+    seed=1, top_p=0.5, logprobs=0, presence_penalty=0.5, logit_bias={3: 1.0}, allowed_token_ids=[*range(99)]
+)
 DIFFERENT = {  # what rank 1's request has instead, and what the error says
     "top_p": ({"top_p": 0.75}, ["top_p"]),
     "logprobs": ({"logprobs": 2}, ["top_logprobs"]),
@@ -179,7 +188,9 @@ def warm_up_that_fails(rank, chosen):
         return real(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plugin, "TensorParallel", functools.partial(TensorParallel, timeout=3.0))  # as long do others wait
+        patch.setattr(
+            plugin, "TensorParallel", functools.partial(TensorParallel, timeout=3.0)
+        )  # as long do others wait
         patch.setattr(ops, "sample_sharded", fails)
         runner = runner_of("plain", RANKS, 112, group)
         patch.setenv("FLASHSAMPLING_VLLM", chosen)
@@ -322,7 +333,11 @@ def test_ranks(tmp_path):
         check_steps(first[0], steps)
         assert all(got[1] == counters for got in (first, *others))
     assert counters["fused"] == len(steps) - 1
-    assert (counters["split"], counters["left"], counters["undefined_rows"]) == (1, 0, 3)  # one that two masks leave nothing
+    assert (counters["split"], counters["left"], counters["undefined_rows"]) == (
+        1,
+        0,
+        3,
+    )  # one that two masks leave nothing
     assert steps[-1][0][1] == LEFT
     for name, (_, said) in DIFFERENT.items():
         assert all(results[rank]["different"][name] == [(1, said)] * 2 for rank in range(RANKS)), name

@@ -198,8 +198,15 @@ def test_every_field_of_sampling_params_is_known():
     assert set(SamplingParams.__struct_fields__) == DRAWN_FROM | AROUND_A_DRAW
     folder = Path(inspect.getfile(sampler_module)).parent
     source = "".join(path.read_text() for path in folder.glob("*.py") if path.name != "prompt_logprob.py")
-    read = set(re.findall(r"sampling_params\.(\w+)", source)) - {"SamplingParams", "trace_decode_token_ids"} - BESIDE_A_GRAMMAR
-    assert read - {"all_stop_token_ids", "bad_words_token_ids"} <= DRAWN_FROM - {"_all_stop_token_ids", "_bad_words_token_ids"}
+    read = (
+        set(re.findall(r"sampling_params\.(\w+)", source))
+        - {"SamplingParams", "trace_decode_token_ids"}
+        - BESIDE_A_GRAMMAR
+    )
+    assert read - {"all_stop_token_ids", "bad_words_token_ids"} <= DRAWN_FROM - {
+        "_all_stop_token_ids",
+        "_bad_words_token_ids",
+    }
 
 
 def test_the_fake_state_is_as_the_real_one():
@@ -379,7 +386,9 @@ def test_drafts_are_processed_as_by_vllms_sampler(chosen, monkeypatch):
     runner.sampler.apply_staged_writes()  # which vLLM's sampler sees then too
     # the interpreter has no libdevice; at a temperature of 0 the noise is not looked at
     monkeypatch.setattr("vllm.v1.worker.gpu.sample.gumbel.tldevice", SimpleNamespace(log1p=lambda x: x))
-    monkeypatch.setattr("vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils.tldevice", SimpleNamespace(log1p=lambda x: x))
+    monkeypatch.setattr(
+        "vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils.tldevice", SimpleNamespace(log1p=lambda x: x)
+    )
     settings_of_drafts = SimpleNamespace(num_speculative_tokens=3, rejection_sample_method="standard")
     own = RejectionSampler(runner.sampler, settings_of_drafts, CPU)(runner.model.compute_logits(states), batch)
     output, num_sampled, num_rejected = runner.sample(states, batch, None)
@@ -389,7 +398,9 @@ def test_drafts_are_processed_as_by_vllms_sampler(chosen, monkeypatch):
     assert (output.sampled_token_ids.dtype, output.sampled_token_ids.shape) == (
         own.sampled_token_ids.dtype, own.sampled_token_ids.shape
     )  # fmt: skip
-    for mine, theirs, count in zip(output.sampled_token_ids.tolist(), own.sampled_token_ids.tolist(), num_sampled.tolist()):
+    for mine, theirs, count in zip(
+        output.sampled_token_ids.tolist(), own.sampled_token_ids.tolist(), num_sampled.tolist()
+    ):
         assert mine[:count] == theirs[:count]
     assert len(set(num_sampled.tolist())) > 2
     assert num_rejected.any()

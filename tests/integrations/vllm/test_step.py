@@ -27,7 +27,15 @@ from flashsampling.integrations.vllm.head import head_of
 from flashsampling.integrations.vllm.request_info import FALLBACK_REASONS, Rules, Slots, mask_of
 from flashsampling.integrations.vllm.runner import Fused, FusedRunner, Vllm, check_runner
 from flashsampling.integrations.vllm.settings import KNOWN, PLUGIN
-from flashsampling.integrations.vllm.step import ALL_PARAMS, PLAIN_VARIANT, FusedStep, Grammar, KernelVariant, mixes, variant_of
+from flashsampling.integrations.vllm.step import (
+    ALL_PARAMS,
+    PLAIN_VARIANT,
+    FusedStep,
+    Grammar,
+    KernelVariant,
+    mixes,
+    variant_of,
+)
 from flashsampling.token_counts import Counted, groups_of
 
 from . import fakes
@@ -36,7 +44,9 @@ from .fakes import LEFT, SamplingParams
 V, D, SLOTS = 331, 16, 8
 LAYERS = Layers(fakes.Processor, fakes.Embedding, fakes.Unquantized)
 PROMPT = [5, 31, 7, 7]
-VLLM = Vllm(fakes.SamplerOutput, fakes.LogprobsTensors, fakes.get_num_sampled_and_rejected, fakes.AsyncModelRunnerOutput)
+VLLM = Vllm(
+    fakes.SamplerOutput, fakes.LogprobsTensors, fakes.get_num_sampled_and_rejected, fakes.AsyncModelRunnerOutput
+)
 
 
 class Whole(FusedRunner, fakes.Runner):
@@ -51,7 +61,9 @@ class GraphsOnCpu(Graphs):
     def _record(self, work):
         _, _, params = work.args  # what a replay reads stays where it is, or is kept beside it
         mine = [
-            tensor.untyped_storage().data_ptr() for tensor in (*vars(self).values(), *self._rooms.values()) if is_tensor(tensor)
+            tensor.untyped_storage().data_ptr()
+            for tensor in (*vars(self).values(), *self._rooms.values())
+            if is_tensor(tensor)
         ]
         read = [getattr(params, name) for name in params._fields if name not in ("counts", "bias_ids", "bias_values")]
         assert all(tensor.untyped_storage().data_ptr() in mine for tensor in read if is_tensor(tensor))
@@ -162,7 +174,9 @@ def check_rows(runner, batch, states, output, requests, outputs=None, masks=None
         position = int(batch.positions[where])
         mask = None if masks is None else masks.get(name)
         wanted = expected(runner, states[where], params, prompt, outputs.get(name, ()), position, mask)
-        assert output.sampled_token_ids[row].tolist() == wanted.token_ids.clamp(min=0).tolist(), name  # 0 in place of none
+        assert output.sampled_token_ids[row].tolist() == wanted.token_ids.clamp(min=0).tolist(), (
+            name
+        )  # 0 in place of none
         if params.logprobs is not None:
             got, n = output.logprobs_tensors, params.logprobs
             assert got.logprob_token_ids[row, 0] == wanted.token_ids[0]
@@ -368,7 +382,9 @@ def test_graphs_of_batches_that_change(room):
         if number == 40:  # as where vLLM loads another one
             weight = step.head.layer.weight
             step.head.layer.weight = torch.nn.Parameter(weight.flip(0).clone(), requires_grad=False)
-        masks = {name: torch.from_numpy(rng.random(V) < 0.7) for name in names if name != "logprobs" and rng.random() < 0.2}
+        masks = {
+            name: torch.from_numpy(rng.random(V) < 0.7) for name in names if name != "logprobs" and rng.random() < 0.2
+        }
         words = [mask_of(V, bits.nonzero()[:, 0].tolist(), []) for bits in masks.values()]
         grammar = fakes.GrammarOutput([*masks], np.stack(words)) if masks else None
         check_rows(runner, batch, states, runner.sample(states, batch, grammar)[0], requests, masks=masks)
@@ -696,7 +712,9 @@ def test_heads(bias, processor):
             best = logits.log_softmax(-1).topk(4)
             torch.testing.assert_close(output.logprobs_tensors.logprobs[0, 1:], best.values[0], rtol=0, atol=1e-4)
     model.lm_head.weight.data.mul_(-1)  # other weights are loaded into it
-    assert int(runner.sample(states, batch, None)[0].sampled_token_ids) == int(model.compute_logits(states[:1]).argmax())
+    assert int(runner.sample(states, batch, None)[0].sampled_token_ids) == int(
+        model.compute_logits(states[:1]).argmax()
+    )
 
 
 def _model(change):
@@ -803,7 +821,12 @@ def test_runners_that_are_refused(where, value, why, monkeypatch):
     parallel = SimpleNamespace(tensor_parallel_size=1, prefill_context_parallel_size=1)
     runner.vllm_config = SimpleNamespace(parallel_config=parallel, speculative_config=None)
     runner.model_config = SimpleNamespace(logits_processors=None)
-    runner.use_pp, runner.is_pooling_model, runner.decode_query_len, runner.device = False, False, 1, torch.device("cuda")
+    runner.use_pp, runner.is_pooling_model, runner.decode_query_len, runner.device = (
+        False,
+        False,
+        1,
+        torch.device("cuda"),
+    )
     if where is None:
         check_runner(runner, TRIED, fakes.Runner, fakes.Sampler)
         parallel.tensor_parallel_size = 2
@@ -1018,7 +1041,9 @@ def test_what_several_ranks_ask_for(name, monkeypatch):
     penalties = {"repetition_penalty", "frequency_penalty", "presence_penalty"}
     for gone in ("temperature", "seed", "offset", "logit_bias", *penalties):
         call.pop(gone, None)
-    assert {key: type(value) if isinstance(value, (torch.Tensor, Counted)) else value for key, value in call.items()} == wanted
+    assert {
+        key: type(value) if isinstance(value, (torch.Tensor, Counted)) else value for key, value in call.items()
+    } == wanted
 
 
 @pytest.mark.parametrize("chosen", ["auto", "require"])

@@ -42,7 +42,8 @@ def run(blocks: cute.Tensor, out: cute.Tensor, count: Int32, stream):
 def compile_noise(architecture: str):
     """``run`` for an architecture, callable with two tensors and their length."""
     blocks, out = (
-        cute.runtime.make_fake_compact_tensor(Int64, (cute.sym_int32(), n), stride_order=(1, 0)) for n in (INPUTS, OUTPUTS)
+        cute.runtime.make_fake_compact_tensor(Int64, (cute.sym_int32(), n), stride_order=(1, 0))
+        for n in (INPUTS, OUTPUTS)
     )
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
     return cute.compile(run, blocks, out, Int32(1), stream, options=f"--enable-tvm-ffi --gpu-arch {architecture}")

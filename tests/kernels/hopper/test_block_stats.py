@@ -9,7 +9,8 @@ from flashsampling.kernels.hopper.config import CONFIGS
 from flashsampling.kernels.hopper.fragments import Fragments
 
 ALL = [
-    pytest.param(BlockStats(Fragments(config)), id=f"{config.block_b}") for config in {c.block_b: c for c in CONFIGS}.values()
+    pytest.param(BlockStats(Fragments(config)), id=f"{config.block_b}")
+    for config in {c.block_b: c for c in CONFIGS}.values()
 ]
 
 
@@ -38,7 +39,12 @@ def test_every_half_chunk_is_kept_where_it_is_looked_for(room):
     kept: dict[int, tuple[int, int]] = {}
     for first, count in room.groups:
         values = room._each(
-            {(j, c, half): (j, c, half) for j in range(first, first + count) for c in range(2) for half in range(room.halves)}
+            {
+                (j, c, half): (j, c, half)
+                for j in range(first, first + count)
+                for c in range(2)
+                for half in range(room.halves)
+            }
         )
         assert len(values) <= _AT_ONCE
         for lane in range(32):
@@ -54,6 +60,8 @@ def test_every_half_chunk_is_kept_where_it_is_looked_for(room):
             place = room._of_own(0, first, own, 5, lane)
             assert kept.setdefault(place, (half, 8 * j + 2 * (lane % 4) + c)) == (half, 8 * j + 2 * (lane % 4) + c)
     expected = {
-        room._at(0, half, column, 5): (half, column) for half in range(room.halves) for column in range(room.own_columns)
+        room._at(0, half, column, 5): (half, column)
+        for half in range(room.halves)
+        for column in range(room.own_columns)
     }
     assert kept == expected

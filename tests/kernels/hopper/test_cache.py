@@ -288,7 +288,8 @@ LEVELS = ["above", "above/root", "above/root/cute", "above/root/cute/0123456789a
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize(
-    "flaw", ["the group may write", "others may write", "another user's", "a link", "another user's link", "a loop", "a file"]
+    "flaw",
+    ["the group may write", "others may write", "another user's", "a link", "another user's link", "a loop", "a file"],
 )
 def test_a_folder_that_others_could_have_filled_is_not_used(played, monkeypatch, tmp_path, level, flaw):
     compiled, loaded = played
@@ -386,7 +387,9 @@ def test_where_the_root_is(played, monkeypatch, tmp_path, variable, home, root):
     if root.startswith(("/", "{")):
         assert str(cache._root()) == root.format(here=tmp_path)
         return
-    with pytest.warns(RuntimeWarning, match=f"neither kept nor loaded: no cache folder: FLASHSAMPLING_CACHE_DIR is .*{root}"):
+    with pytest.warns(
+        RuntimeWarning, match=f"neither kept nor loaded: no cache folder: FLASHSAMPLING_CACHE_DIR is .*{root}"
+    ):
         cache._load_or_compile(DTYPE, CONFIG)
     with pytest.raises(FileNotFoundError, match=root):
         cache.prepare(DTYPE, CONFIG)
@@ -525,7 +528,9 @@ def test_a_new_import_is_followed(copied):
     other.write_text(other.read_text() + "\n# changed\n")
     assert key() == before
     epilogue = package / "kernels" / "hopper" / "epilogue.py"
-    epilogue.write_text(epilogue.read_text() + "\n\ndef _late():\n    from ... import token_counts\n    return token_counts\n")
+    epilogue.write_text(
+        epilogue.read_text() + "\n\ndef _late():\n    from ... import token_counts\n    return token_counts\n"
+    )
     first = key()
     other.write_text(other.read_text() + "# again\n")
     assert len({before, first, key()}) == 3
@@ -619,7 +624,10 @@ def test_an_upgrade_on_disk_does_not_reach_the_key_or_the_compiler(copied, tmp_p
 
 def _environment(tmp_path):
     # the copy first; then where this process finds the compiler, which need not be installed
-    path = [str(tmp_path), *(os.path.abspath(place) for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place)]
+    path = [
+        str(tmp_path),
+        *(os.path.abspath(place) for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place),
+    ]
     return os.environ | {"PYTHONPATH": os.pathsep.join(path), "FLASHSAMPLING_CACHE_DIR": str(tmp_path / "kept")}
 
 

@@ -31,7 +31,9 @@ OF_KIND = {
 
 def run(code, *arguments, architecture):
     environment = os.environ | {"CUTE_DSL_ARCH": architecture}
-    result = subprocess.run([sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True, env=environment)
+    result = subprocess.run(
+        [sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True, env=environment
+    )
     assert result.returncode == 0, result.stderr[-3000:]
     return result.stdout
 
@@ -52,7 +54,10 @@ def test_every_batch_has_a_shape():
 
 @pytest.mark.parametrize(
     ("dtype", "index", "block_b", "kind"),
-    [pytest.param(*shape, "plain", marks=[] if shape[1] in OFTEN else [pytest.mark.gpu, pytest.mark.slow]) for shape in SHAPES]
+    [
+        pytest.param(*shape, "plain", marks=[] if shape[1] in OFTEN else [pytest.mark.gpu, pytest.mark.slow])
+        for shape in SHAPES
+    ]
     + [(*shape, kind) for kind, shapes in OF_KIND.items() for shape in shapes],
 )
 def test_compiles_for_hopper(dtype, index, block_b, kind):

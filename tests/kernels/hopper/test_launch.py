@@ -231,7 +231,9 @@ def test_what_a_request_makes_of_a_step(monkeypatch, params, temperature, expect
     ((whole, *rest),) = picked
     processed = {} if expected is None else {name: getattr(DEFAULT_PARAMS, name) for name in PROCESSED}
     assert whole._replace(logits=None) == step._replace(params=params._replace(**processed))
-    assert transforms.any == (expected is not None and any(getattr(params, name) is not processed[name] for name in PROCESSED))
+    assert transforms.any == (
+        expected is not None and any(getattr(params, name) is not processed[name] for name in PROCESSED)
+    )
     assert whole.logits.shape == (BATCH, -(-VOCAB // 128) * 128 if outputs.cutoffs else VOCAB)
     assert outputs.stride == 4 * whole.logits.stride(0)
     assert outputs.stride % 16 == 0
@@ -315,7 +317,10 @@ def test_what_changes_logits_alone_is_one_launch(monkeypatch, num_samples):
     monkeypatch.setattr(module, "_picking", refuse)
     monkeypatch.setattr(module, "_entries", lambda: SimpleNamespace(sort_by_tile=sort_by_tile))
     hidden, weight = (torch.zeros(rows, DIM, dtype=torch.bfloat16) for rows in (BATCH, VOCAB))
-    wide, mask = torch.zeros(BATCH, VOCAB + 7, dtype=torch.int32), torch.zeros(1, 13, dtype=torch.int32).expand(BATCH, -1)
+    wide, mask = (
+        torch.zeros(BATCH, VOCAB + 7, dtype=torch.int32),
+        torch.zeros(1, 13, dtype=torch.int32).expand(BATCH, -1),
+    )
     penalties = {"repetition_penalty": TENSOR, "frequency_penalty": 0.25, "presence_penalty": TENSOR + 1}
     seen = torch.zeros(BATCH, groups_of(VOCAB + 500), dtype=torch.uint8)
     of_vocabulary = {"dense_bias": VECTOR + 1, "bias_ids": wide[:, :2], "bias_values": torch.zeros(BATCH, 2)}
@@ -362,7 +367,9 @@ def test_what_asks_for_nothing_takes_the_plain_kernel(monkeypatch):
     monkeypatch.setattr(launch, "_plan", plan)
     monkeypatch.setattr(launch, "zeroed_words", lambda needed, device: torch.zeros(needed, dtype=torch.int64))
     hidden, weight = (torch.zeros(rows, DIM, dtype=torch.bfloat16) for rows in (BATCH, VOCAB))
-    launch.run(SampleInputs(hidden, weight, 0.5, 7, 11, 1, VOCAB, params=SamplingParams(top_k=-1, repetition_penalty=TENSOR)))
+    launch.run(
+        SampleInputs(hidden, weight, 0.5, 7, 11, 1, VOCAB, params=SamplingParams(top_k=-1, repetition_penalty=TENSOR))
+    )
     ((features, values),) = calls
     assert features == KINDS["plain"]
     assert len(values) == len(LaunchArguments.names(features))

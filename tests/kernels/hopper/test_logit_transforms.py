@@ -50,7 +50,9 @@ def assert_same_bits(found: torch.Tensor, expected: torch.Tensor, what: str = ""
         assert torch.equal(found.isnan(), expected.isnan()), what
         assert torch.equal(found.nan_to_num(7.0), expected.nan_to_num(7.0)), what
     else:
-        torch.testing.assert_close(found, expected, rtol=2e-6, atol=2e-5, equal_nan=True, msg=lambda text: f"{what}: {text}")
+        torch.testing.assert_close(
+            found, expected, rtol=2e-6, atol=2e-5, equal_nan=True, msg=lambda text: f"{what}: {text}"
+        )
 
 
 def random_mask(batch: int, vocab: int, share: float = 0.5) -> torch.Tensor:
@@ -66,10 +68,16 @@ def sparse(batch: int, vocab: int, n: int = 9) -> dict[str, torch.Tensor]:
 
 
 def everything(batch: int, vocab: int) -> dict[str, SamplingParams]:
-    counts = (torch.rand(batch, vocab, device=DEVICE) < 0.3).int() * torch.randint(1, 100_000, (batch, vocab), device=DEVICE)
+    counts = (torch.rand(batch, vocab, device=DEVICE) < 0.3).int() * torch.randint(
+        1, 100_000, (batch, vocab), device=DEVICE
+    )
     counts = counts.int() | torch.where(torch.rand(batch, vocab, device=DEVICE) < 0.3, -(2**31), 0).int()
     rows = torch.rand(3, batch, device=DEVICE)
-    penalties = {"repetition_penalty": rows[0] + 0.5, "frequency_penalty": rows[1] * 1e-3, "presence_penalty": rows[2] * 2 - 1}
+    penalties = {
+        "repetition_penalty": rows[0] + 0.5,
+        "frequency_penalty": rows[1] * 1e-3,
+        "presence_penalty": rows[2] * 2 - 1,
+    }
     parts: dict[str, dict[str, Any]] = {
         "bias": {"bias": torch.randn(vocab, device=DEVICE)},
         "scale": {"logit_scale": 0.0625},
@@ -78,7 +86,12 @@ def everything(batch: int, vocab: int) -> dict[str, SamplingParams]:
         "sparse": sparse(batch, vocab),
         "mask": {"token_mask": random_mask(batch, vocab)},
         "penalties": {"counts": counts, **penalties},
-        "one for all": {"counts": counts, "repetition_penalty": 1.3, "frequency_penalty": 0.01, "presence_penalty": -0.5},
+        "one for all": {
+            "counts": counts,
+            "repetition_penalty": 1.3,
+            "frequency_penalty": 0.01,
+            "presence_penalty": -0.5,
+        },
     }
     of_each = {name: SamplingParams(**part) for name, part in parts.items()}
     whole = {name: value for part in list(parts.values())[:7] for name, value in part.items()}
@@ -101,14 +114,20 @@ def against_the_oracle(step: SampleInputs) -> SampleResult:
         torch.testing.assert_close(logits_gemm, expected, rtol=1e-5, atol=1e-5 * params.soft_cap, equal_nan=True)
         params = params._replace(bias=None, logit_scale=1.0, soft_cap=0.0)
     return agrees(
-        launch.run(step), step._replace(hidden_states=logits_gemm, weight=logits_gemm, logits=logits_gemm, params=params)
+        launch.run(step),
+        step._replace(hidden_states=logits_gemm, weight=logits_gemm, logits=logits_gemm, params=params),
     )
 
 
 @pytest.mark.parametrize("shape", CONFIGS, ids=IDS)
 def test_bits_are_those_of_triton(shape):
     """Full and ragged blocks of rows, one and several."""
-    for batch, vocab in ((shape.block_b - 3, 1000 if ON_GPU else 600), (shape.block_b + 5, 129), (shape.block_b, 31), (1, 1)):
+    for batch, vocab in (
+        (shape.block_b - 3, 1000 if ON_GPU else 600),
+        (shape.block_b + 5, 129),
+        (shape.block_b, 31),
+        (1, 1),
+    ):
         step = make_step(batch, vocab)
         step.hidden_states[:, :8] *= 10
         logits_gemm = module.with_logits(step, 0, None, shape)[0]
@@ -256,7 +275,8 @@ def test_whole_steps(name, batch):
 
 
 @pytest.mark.parametrize(
-    "seed", [*range(12), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(12, 40))] if ON_GPU else range(4)
+    "seed",
+    [*range(12), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(12, 40))] if ON_GPU else range(4),
 )
 def test_mixes(seed):
     """Of everything at once. Each is kernels of its own to Triton, which compiles those of a seed for a minute or two."""

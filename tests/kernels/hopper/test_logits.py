@@ -42,7 +42,9 @@ def left_zero(monkeypatch):
     assert not any(int(buffer.count_nonzero()) for buffer in buffers)
 
 
-def make_step(batch: int, vocab: int, dim: int = 72, dtype: torch.dtype = torch.bfloat16, num_samples: int = 1) -> SampleInputs:
+def make_step(
+    batch: int, vocab: int, dim: int = 72, dtype: torch.dtype = torch.bfloat16, num_samples: int = 1
+) -> SampleInputs:
     """Of a padded weight, whose rows beyond the vocabulary are NaN."""
     weight = torch.randn(vocab + 3, dim, device=DEVICE).to(dtype)
     weight[vocab:] = math.nan
@@ -122,7 +124,9 @@ def test_every_shape(vocab, shape):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("batch", "vocab", "dim"), [(1, 151936, 512), (67, 128256, 256), (256, 151936, 256), (300, 50257, 64)])
+@pytest.mark.parametrize(
+    ("batch", "vocab", "dim"), [(1, 151936, 512), (67, 128256, 256), (256, 151936, 256), (300, 50257, 64)]
+)
 def test_large_vocabularies(batch, vocab, dim, dtype):
     """Many tiles per CTA, one stage per tile, hidden states of whatever stride."""
     step = make_step(batch, vocab, dim, dtype)
@@ -284,7 +288,10 @@ def are_left(step: SampleInputs, wanted: SamplingParams, shape: config.TileConfi
 
 
 def floored(
-    step: SampleInputs, wanted: SamplingParams, shape: config.TileConfig | None = None, without: tuple[Any, ...] | None = None
+    step: SampleInputs,
+    wanted: SamplingParams,
+    shape: config.TileConfig | None = None,
+    without: tuple[Any, ...] | None = None,
 ) -> torch.Tensor:
     """How much of a row's logits is stored, (B,), where those below floors need not be: all that must be is, and right.
     ``without``: the step's without floors, where it has been made."""
@@ -356,7 +363,13 @@ def test_masses_of_rows_without_a_top_k_beside_rows_with_one(shape, several_tile
     step = make_step(shape.block_b, 6_005)
     check(step, shape, draws=0)  # or the kernel is compared with itself
     without = dispatch.with_logits(step, 1, (True, False), shape)
-    for rows in (slice(0, shape.block_b // 2), slice(shape.block_b // 2, None), slice(0, 0), slice(96, 128), slice(128, 129)):
+    for rows in (
+        slice(0, shape.block_b // 2),
+        slice(shape.block_b // 2, None),
+        slice(0, 0),
+        slice(96, 128),
+        slice(128, 129),
+    ):
         top_k = torch.full((shape.block_b,), 20, device=DEVICE)
         top_k[rows] = 0
         floored(step, SamplingParams(top_k=top_k), shape, without)
@@ -412,7 +425,9 @@ def test_whose_draws_are_left_does_not_matter(batch):
         whole = step._replace(params=wanted, temperature=temperature)
         drawn = agrees(launch.run(whole), whole)
         assert (drawn.ids[:batch] >= 0).float().mean() >= 0.7 - 1 / batch
-        greedy = whole._replace(temperature=torch.where(torch.arange(batch, device=DEVICE) == batch // 2, 0.0, temperature))
+        greedy = whole._replace(
+            temperature=torch.where(torch.arange(batch, device=DEVICE) == batch // 2, 0.0, temperature)
+        )
         others = torch.arange(batch, device=DEVICE) != batch // 2
         of = layout(batch, 1, wanted)
         again = of.split(launch.run(greedy), batch)

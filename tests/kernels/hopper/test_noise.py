@@ -63,7 +63,13 @@ def test_narrow_multiplications_give_philox(compute):
 
 def word_range():
     edge = torch.arange(0, 1 << 14)
-    pieces = [edge, 2**32 - 1 - edge, 2**28 - (1 << 13) + edge, 2**31 - (1 << 13) + edge, torch.randint(0, 2**32, (1 << 18,))]
+    pieces = [
+        edge,
+        2**32 - 1 - edge,
+        2**28 - (1 << 13) + edge,
+        2**31 - (1 << 13) + edge,
+        torch.randint(0, 2**32, (1 << 18,)),
+    ]
     return torch.cat([*pieces, torch.logspace(0, 31.99, 1 << 16, base=2, dtype=torch.float64).long()])
 
 
@@ -99,7 +105,9 @@ def test_the_bounds_hold_for_every_word(compute):
     coded = words >= 3
     assert (gumbel_bounds[coded] < 0x80).all()
     assert torch.equal(w[coded], (1 + gumbel_bounds[coded].double() / 128) * 2.0**127)
-    base2 = -torch.log2(-torch.log1p(-(words.double() + 0.5) * 2.0**-32) / math.log(2))  # up to the constant that drops out
+    base2 = -torch.log2(
+        -torch.log1p(-(words.double() + 0.5) * 2.0**-32) / math.log(2)
+    )  # up to the constant that drops out
     assert (base2 <= GUMBEL_BELOW + w * BOUND_STEP)[coded].all()
     half = coded & (words < 2**31)
     assert torch.equal(half, w >= HALF)
@@ -113,13 +121,16 @@ def test_signs_of_bounds_in_bfloat16_miss_no_candidate(compute):
     """What is at least 0, or NaN, never gets the sign of what is below; what does is at most rounding above it."""
     from flashsampling.kernels.hopper.noise import BOUND_STEP
 
-    words = torch.cat([torch.randint(0, 4, (4096,)), torch.logspace(0, 31.99, 1 << 16, base=2, dtype=torch.float64).long()])
+    words = torch.cat(
+        [torch.randint(0, 4, (4096,)), torch.logspace(0, 31.99, 1 << 16, base=2, dtype=torch.float64).long()]
+    )
     words = words[torch.randperm(len(words))]
     blocks = blocks_of(words)
     w = as_float(compute(blocks)[:, 9:13])  # 32 to 64 of CODE_STEP
     # near what cancels w, and at all magnitudes
     bases = (
-        -(w[:, :2] * BOUND_STEP).float().cpu() * torch.cat([torch.tensor([1.0]), torch.rand(len(blocks) - 1) + 0.5])[:, None]
+        -(w[:, :2] * BOUND_STEP).float().cpu()
+        * torch.cat([torch.tensor([1.0]), torch.rand(len(blocks) - 1) + 0.5])[:, None]
     )
     bases = torch.where(bases.isnan(), torch.randn_like(bases) * 40, bases)
     bases[:64] = torch.tensor([math.inf, -math.inf, math.nan, 3e38, -3e38, 0.0, 1e-40, -1e-40]).repeat(8)[:, None]
@@ -134,7 +145,9 @@ def test_signs_of_bounds_in_bfloat16_miss_no_candidate(compute):
 
 
 def test_keys_order_as_scores_and_give_them_back(compute):
-    floats = torch.cat([torch.randn(4096) * 50, torch.tensor([0.0, -0.0, 3e38, -3e38, 1e-40, -1e-40, math.inf, -math.inf])])
+    floats = torch.cat(
+        [torch.randn(4096) * 50, torch.tensor([0.0, -0.0, 3e38, -3e38, 1e-40, -1e-40, math.inf, -math.inf])]
+    )
     words = torch.zeros(len(floats), 4, dtype=torch.int64)
     words[:, 0] = floats.view(torch.int32).long() & 0xFFFFFFFF
     out = compute(blocks_of(words.flatten()))

@@ -51,7 +51,9 @@ def left_and_drawn(
     return logits, drawn
 
 
-def assert_same(found: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch.Tensor, torch.Tensor], what: str) -> None:
+def assert_same(
+    found: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch.Tensor, torch.Tensor], what: str
+) -> None:
     logits, drawn = found
     assert torch.equal(logits.nan_to_num(7.0), expected[0].nan_to_num(7.0)), what
     assert torch.equal(logits.isnan(), expected[0].isnan()), what
@@ -82,7 +84,12 @@ def test_codes_with_marks():
 @pytest.mark.parametrize("shape", CONFIGS, ids=IDS)
 def test_bits_are_those_of_all_counts(shape):
     """Full and ragged blocks of rows and vocabularies; of none, few, many and all tokens, with and without the rest."""
-    for batch, vocab in ((shape.block_b - 3, 1000 if ON_GPU else 600), (shape.block_b + 5, 129), (shape.block_b, 31), (1, 1)):
+    for batch, vocab in (
+        (shape.block_b - 3, 1000 if ON_GPU else 600),
+        (shape.block_b + 5, 129),
+        (shape.block_b, 31),
+        (1, 1),
+    ):
         step = make_step(batch, vocab)
         every = everything(batch, vocab)
         for name, share in itertools.product(("one for all", "everything"), (0.01, 0.1, 1.0)):
@@ -134,7 +141,9 @@ def test_rows_without_penalties_may_have_any_counts(share):
 
 
 @pytest.mark.parametrize("batch", [1, 40, 150, 256, 300] if ON_GPU else [7])
-@pytest.mark.parametrize("extra", [{}, {"top_k": 5, "top_p": 0.9}, {"top_p": 0.7}, {"min_p": 0.1}, {"logprobs": True}], ids=str)
+@pytest.mark.parametrize(
+    "extra", [{}, {"top_k": 5, "top_p": 0.9}, {"top_p": 0.7}, {"min_p": 0.1}, {"logprobs": True}], ids=str
+)
 def test_whole_steps(extra, batch):
     """Several draws, for which there are no codes, too; and rows of infinite, tiny and no temperatures."""
     vocab = 4099 if ON_GPU else 1001
@@ -144,7 +153,9 @@ def test_whole_steps(extra, batch):
         temperature = step.rows().temperature
         temperature[1::5], temperature[2::7], temperature[3::7] = 0.0, float("inf"), 1e-6
         params = thinned(every["everything"], share)._replace(**extra)
-        found, expected = (launch.run(step._replace(temperature=temperature, params=each)) for each in (known(params), params))
+        found, expected = (
+            launch.run(step._replace(temperature=temperature, params=each)) for each in (known(params), params)
+        )
         assert torch.equal(found.ids, expected.ids)
         if expected.values is not None and found.values is not None:
             assert torch.equal(found.values.nan_to_num(7.0), expected.values.nan_to_num(7.0))
@@ -206,7 +217,9 @@ def test_a_graph_counts_on():
     state, other = (TokenCounts(batch, vocab, device=DEVICE) for _ in range(2))
 
     def draw(state: TokenCounts) -> torch.Tensor:
-        ids = launch.run(step._replace(params=SamplingParams(**state.read(batch)._asdict(), presence_penalty=100.0))).ids
+        ids = launch.run(
+            step._replace(params=SamplingParams(**state.read(batch)._asdict(), presence_penalty=100.0))
+        ).ids
         state.add(ids)
         return ids
 

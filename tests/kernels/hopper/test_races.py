@@ -126,7 +126,10 @@ MUTATIONS = {  # of the kernel with logits
     "nobody waits until the rows are prepared": (r"barrier\.cta\.sync 4, 480;", "bar.arrive 4, 480;"),
     "warps do not meet": (r"bar\.warp\.sync\s+-1;", "mov.b32 %r0, %r0;"),
     "the first tile is counted without order": (r"red\.release\.gpu", "red.relaxed.gpu"),
-    "a stage is released before its products have read it": (r"wgmma\.wait_group\.sync\.aligned\s+1;", "mov.b32 %r0, %r0;"),
+    "a stage is released before its products have read it": (
+        r"wgmma\.wait_group\.sync\.aligned\s+1;",
+        "mov.b32 %r0, %r0;",
+    ),
 }
 
 
@@ -143,7 +146,12 @@ def test_a_missing_order_is_found(what, ctas, monkeypatch):
     monkeypatch.setattr(launch, "kernel_for", lambda *_: kernel)
     ctas(6)
     step = make_step(7, 3000, 200)
-    outputs = torch.empty(7, 3072), torch.empty(7, 96, dtype=torch.int32), torch.empty(7, 96), torch.empty(7, dtype=torch.int32)
+    outputs = (
+        torch.empty(7, 3072),
+        torch.empty(7, 96, dtype=torch.int32),
+        torch.empty(7, 96),
+        torch.empty(7, dtype=torch.int32),
+    )
     logits, keys, sums, cutoffs = outputs
     addresses = logits.data_ptr(), 4 * 3072, keys.data_ptr(), sums.data_ptr(), 0
     asked_for = (*config.NO_TRANSFORMS, *addresses, *dispatch._filters_of(SamplingParams(top_k=5), cutoffs))

@@ -62,9 +62,9 @@ def assert_none(bad, **values):
 def test_codes_bound_the_gumbel():
     octaves = 2.0 ** np.arange(2, 32)
     word = np.concatenate([o * q / 4 + d for o in octaves for q in (4, 5, 6, 7) for d in [np.arange(-2, 3)]])
-    word = np.unique(np.concatenate([np.arange(3, 4096), np.clip(word, 3, 2**32 - 1), [2**32 - 1]]).astype(np.int64)).astype(
-        np.uint32
-    )
+    word = np.unique(
+        np.concatenate([np.arange(3, 4096), np.clip(word, 3, 2**32 - 1), [2**32 - 1]]).astype(np.int64)
+    ).astype(np.uint32)
     code = code_of(word).astype(np.float64) * noise.BOUND_STEP
     assert np.isfinite(code).all()
     assert (np.diff(code) <= 0).all()
@@ -211,7 +211,10 @@ def test_ratios_bound_a_sharp_rows_amplitude():
         t = np.maximum(sharp_temperatures(rng, N), F(1e-6))
         slope = slope_of(t)
         assert is_sharp(slope).all()
-        ratio, exact = ratio_of(t, slope).astype(np.float64), amplitude_of(t).astype(np.float64) * slope.astype(np.float64)
+        ratio, exact = (
+            ratio_of(t, slope).astype(np.float64),
+            amplitude_of(t).astype(np.float64) * slope.astype(np.float64),
+        )
         assert_none(~(ratio <= exact * (1 + 2.0**-20)), t=t, ratio=ratio, exact=exact)
         assert_none(~(ratio + thresholds.RATIO_STEP > exact), t=t, ratio=ratio, exact=exact)
         assert_none(ratio + thresholds.RATIO_STEP > exact * (1 + 2.0**-7 + 2.0**-20), t=t, ratio=ratio, exact=exact)
@@ -229,7 +232,9 @@ def test_equal_scores_of_sharp_rows_are_not_skipped():
         ratio = ratio_of(t, slope)
         l0 = np.where(rng.random(N) < 0.3, F(0), logits(rng, N, t))
         w0 = words(rng, N)
-        tight = (2.0 ** rng.integers(2, 32, N) * (1 + rng.integers(0, 4, N) / 4)).astype(np.uint32)  # that a bound is next to
+        tight = (2.0 ** rng.integers(2, 32, N) * (1 + rng.integers(0, 4, N) / 4)).astype(
+            np.uint32
+        )  # that a bound is next to
         w1 = np.where(rng.random(N) < 0.7, tight, words(rng, N)).astype(np.uint32)
         s0, c1 = exact_score(l0, t, w0, rng.uniform(-1, 1, N), 0), code_of(w1)
         error = rng.uniform(-1, 1, N)

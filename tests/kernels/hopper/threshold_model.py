@@ -53,7 +53,9 @@ def rcp(x, ulps):
 
 def rz_bf16(x):
     """cvt.rz.bf16x2.f32."""
-    return np.where(np.isnan(x), F(np.nan), (np.ascontiguousarray(x, F).view(np.uint32) & np.uint32(0xFFFF0000)).view(F))
+    return np.where(
+        np.isnan(x), F(np.nan), (np.ascontiguousarray(x, F).view(np.uint32) & np.uint32(0xFFFF0000)).view(F)
+    )
 
 
 # -- threshold.py
@@ -230,7 +232,12 @@ def scored(rng, n, greedy=0.1):
     for logit in (first, neighbours(rng, first, t, n)):
         word = words(rng, n)
         both.append(
-            (logit, word, code_of(word, t < F(noise.GREEDY_BELOW)), exact_score(logit, t, word, rng.uniform(-1, 1, n), ulps))
+            (
+                logit,
+                word,
+                code_of(word, t < F(noise.GREEDY_BELOW)),
+                exact_score(logit, t, word, rng.uniform(-1, 1, n), ulps),
+            )
         )
     return t, slope, *both
 
@@ -249,9 +256,13 @@ def evaluations(t, logit, word, ratio, ratio_above, ctas=132, tile=128):
     word, rows = word[:n].reshape(-1, ctas * tile), np.ones(ctas * tile, F)
     slope, code = slope_of(t * rows), code_of(word)
     score = exact_score(logit * rows, t * rows, word, 0.0, 0)
-    known = np.fmin.reduce(of_warm_start(warm_start_of(logit * rows, code[0], slope, ratio * rows), slope)[: len(rows) // 2])
+    known = np.fmin.reduce(
+        of_warm_start(warm_start_of(logit * rows, code[0], slope, ratio * rows), slope)[: len(rows) // 2]
+    )
     count = 0
     for i in range(len(word)):
-        count += may_win(logit * rows, code[i], slope, known * rows, (ratio_above - F(thresholds.RATIO_STEP)) * rows).sum()
+        count += may_win(
+            logit * rows, code[i], slope, known * rows, (ratio_above - F(thresholds.RATIO_STEP)) * rows
+        ).sum()
         known = np.fmin(known, of_score(score[i].max() * rows, slope)[0])
     return int(count)

@@ -44,9 +44,13 @@ def rows_of(kind: str, batch: int, vocab: int) -> Tensor:
     if kind == "few":
         return logits.masked_fill(torch.rand(batch, vocab) < 0.97, -INF)
     if kind == "infinite":
-        return logits.where(torch.rand(batch, vocab) > 0.03, torch.tensor([INF, -INF])[torch.randint(2, (batch, vocab))])
+        return logits.where(
+            torch.rand(batch, vocab) > 0.03, torch.tensor([INF, -INF])[torch.randint(2, (batch, vocab))]
+        )
     if kind == "poisoned":
-        return logits.where(torch.rand(batch, vocab) > 0.1, torch.tensor([INF, -INF, NAN])[torch.randint(3, (batch, vocab))])
+        return logits.where(
+            torch.rand(batch, vocab) > 0.1, torch.tensor([INF, -INF, NAN])[torch.randint(3, (batch, vocab))]
+        )
     return logits
 
 

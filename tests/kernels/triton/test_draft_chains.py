@@ -55,11 +55,15 @@ def test_as_the_torch_operations(batch, n, is_ragged):
         seed, offset = torch.randint(-(2**63), 2**63 - 1, (2, batch), generator=generator).to(DEVICE)
         for rows in [(temperature, seed, offset), (0.5, seed, 2**63 - 1), (temperature, 7, offset), (1.0, -3, 0)]:
             numbers = random_numbers(generator, batch)
-            ours = draft_chains.expand(*given[2:], *rows, numbers, DEVICE, positions=given.positions, with_requests=True)
+            ours = draft_chains.expand(
+                *given[2:], *rows, numbers, DEVICE, positions=given.positions, with_requests=True
+            )
             for value, ours_of_it in zip((*rows[:2], *numbers), (*ours[:2], *ours[3]), strict=True):
                 expected = value[nodes.request] if isinstance(value, torch.Tensor) else value
                 assert torch.equal(ours_of_it, expected) if isinstance(value, torch.Tensor) else ours_of_it == expected
-            expected = rows[2][nodes.request] if isinstance(rows[2], torch.Tensor) else torch.full_like(nodes.depth, rows[2])
+            expected = (
+                rows[2][nodes.request] if isinstance(rows[2], torch.Tensor) else torch.full_like(nodes.depth, rows[2])
+            )
             assert torch.equal(ours[2], expected + nodes.depth)  # wraps around, as seeds do
             assert torch.equal(ours[4], nodes.request)
         tokens = torch.randint(-1, 3, (given.positions,), generator=generator).to(DEVICE)
@@ -85,7 +89,9 @@ def test_bounds_of_nonsense(bounds):
     assert ((requests >= 0) & (requests < 2)).all()
     assert torch.equal(numbers[3], top_k[requests])
     assert ((offsets >= 0) & (offsets <= 2)).all()
-    token_ids, num_accepted, _ = draft_chains.match(given.token_ids, *given[2:], torch.tensor([1, 2, 1, 2, 1], device=DEVICE))
+    token_ids, num_accepted, _ = draft_chains.match(
+        given.token_ids, *given[2:], torch.tensor([1, 2, 1, 2, 1], device=DEVICE)
+    )
     assert token_ids.shape == (2, 3)
     assert ((num_accepted >= 0) & (num_accepted <= 2)).all()
     assert torch.equal(draft_chains.hashed(given.token_ids, *given[2:]), given.drafts().hash())
@@ -111,7 +117,10 @@ def test_rejection_refuses_weights_that_triton_cannot_read(name, monkeypatch):
     """By name, as ``sample`` does; without a name others do it, and the tokens are the oracle's."""
     monkeypatch.setattr(acceptance, "_by_kernels", lambda states, given: states.device.type == DEVICE.type)
     states, weight = torch.randn(2, 3, 8, device=DEVICE), torch.randn(5, 8, device=DEVICE)
-    strided = {"transposed": weight.T.contiguous().T, "every other column": torch.stack([weight, weight], 2).flatten(1)[:, ::2]}
+    strided = {
+        "transposed": weight.T.contiguous().T,
+        "every other column": torch.stack([weight, weight], 2).flatten(1)[:, ::2],
+    }
     given = strided.get(name, weight)
     assert torch.equal(given, weight)
     drafts, rows = (
@@ -137,7 +146,13 @@ def test_drafts_of_any_stride(method, monkeypatch):
     assert torch.equal(out.token_ids, verify(states, weight, drafts.contiguous(), method=method, seed=seeds).token_ids)
     bounds = torch.tensor([0, 9, 2, 9, 4, 9], device=DEVICE)[::2]
     flat = verify(
-        states.flatten(0, 1), weight, drafts.flatten(), cu_draft_lengths=bounds, max_draft_length=2, method=method, seed=seeds
+        states.flatten(0, 1),
+        weight,
+        drafts.flatten(),
+        cu_draft_lengths=bounds,
+        max_draft_length=2,
+        method=method,
+        seed=seeds,
     )
     assert torch.equal(out.token_ids, flat.token_ids)
 
@@ -150,7 +165,11 @@ def test_numbers_of_requests_take_no_launch_of_their_own(method, monkeypatch):
     states, weight = torch.randn(batch, n + 1, 8, device=DEVICE), torch.randn(vocab, 8, device=DEVICE)
     drafts = torch.randint(vocab, (batch, n), device=DEVICE)
     numbers = {
-        **{"repetition_penalty": [1.5, 0.7, 1.0], "frequency_penalty": [0.5, 0.0, -0.5], "presence_penalty": [0.0, 2.0, 1.0]},
+        **{
+            "repetition_penalty": [1.5, 0.7, 1.0],
+            "frequency_penalty": [0.5, 0.0, -0.5],
+            "presence_penalty": [0.0, 2.0, 1.0],
+        },
         **{"top_k": [0, 3, 7], "top_p": [0.3, 1.0, 0.8], "min_p": [0.0, 0.2, 0.01]},
     }
     request = {name: torch.tensor(values, device=DEVICE) for name, values in numbers.items()}
@@ -175,7 +194,10 @@ def test_a_name_never_falls_back(monkeypatch):
     monkeypatch.setattr(rejection, "run", lambda *_: pytest.fail("by kernels"))
     states, weight, drafts = torch.randn(2, 3, 8), torch.randn(5, 8), torch.tensor([[1, 2], [3, 0]])
     for impl in ("reference", "streaming"):
-        assert verify(states, weight, drafts, method="rejection", impl=impl, seed=torch.arange(2)).token_ids.shape == (2, 3)
+        assert verify(states, weight, drafts, method="rejection", impl=impl, seed=torch.arange(2)).token_ids.shape == (
+            2,
+            3,
+        )
 
 
 def test_a_name_that_cannot_is_an_error(monkeypatch):
@@ -199,7 +221,9 @@ def test_verify(is_ragged, monkeypatch):
         states = torch.randn(given.positions, 64, generator=generator).to(DEVICE, torch.bfloat16)
         layout = {"cu_draft_lengths": given.bounds, "max_draft_length": n} if is_ragged else {}
         states = states if is_ragged else states.view(batch, n + 1, 64)
-        masks = torch.randint(-(2**31), 2**31 - 1, (*states.shape[:-1], 3), generator=generator, dtype=torch.int32).to(DEVICE)
+        masks = torch.randint(-(2**31), 2**31 - 1, (*states.shape[:-1], 3), generator=generator, dtype=torch.int32).to(
+            DEVICE
+        )
         counts = TokenCounts(batch, 70, DEVICE)
         requests = [
             {},
@@ -207,7 +231,10 @@ def test_verify(is_ragged, monkeypatch):
             {"token_mask": masks, "min_p": torch.rand(batch, generator=generator).to(DEVICE)},
             {"token_counts": counts.counts, "presence_penalty": 0.5},
         ]
-        rows = {"temperature": torch.rand(batch, generator=generator).to(DEVICE), "seed": torch.arange(batch, device=DEVICE)}
+        rows = {
+            "temperature": torch.rand(batch, generator=generator).to(DEVICE),
+            "seed": torch.arange(batch, device=DEVICE),
+        }
         for request in requests:
             ours = verify(states, weight, given.token_ids, **layout, **rows, **request)
             with monkeypatch.context() as patch:

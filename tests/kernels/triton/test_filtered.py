@@ -87,7 +87,11 @@ def _other_nuclei(step: SampleInputs, tolerance: float) -> list[SampleResult]:
 def _other_rounding(step: SampleInputs, token: int) -> SampleResult:
     """The oracle's of one row, were a token's logit a few roundings greater. Kernels fuse a penalty's product into the sum."""
     device = step.hidden_states.device
-    bias = torch.zeros(step.vocab_size, device=device) if step.params.dense_bias is None else step.params.dense_bias.clone()
+    bias = (
+        torch.zeros(step.vocab_size, device=device)
+        if step.params.dense_bias is None
+        else step.params.dense_bias.clone()
+    )
     repetition = torch.as_tensor(step.params.repetition_penalty).flatten()[0].item()
     bias[token] += _roundings(step)[0].item() * max(repetition, 1 / repetition if repetition else 1.0, 1.0)
     return reference.run(step._replace(params=step.params._replace(dense_bias=bias)))
@@ -95,7 +99,9 @@ def _other_rounding(step: SampleInputs, token: int) -> SampleResult:
 
 def _roundings(step: SampleInputs) -> torch.Tensor:
     """(B,) a few roundings of the logits near a row's highest: penalties for 10**5 times leave no fractions to a float32."""
-    processed = reference.logits_of(reference.product(step, torch.float64), step.rows().temperature, step.params).processed
+    processed = reference.logits_of(
+        reference.product(step, torch.float64), step.rows().temperature, step.params
+    ).processed
     highest = processed.masked_fill(~processed.isfinite(), -math.inf).amax(dim=1).nan_to_num(0.0, 0.0, 0.0)
     return 4 * 2.0**-23 * highest.abs()
 
@@ -137,7 +143,9 @@ def test_agreement_is_asked_where_the_step_is(monkeypatch):
     agrees(drawn, step)
     assert _excused(step, 0, 0, token, token, 3e-5)
     others = [other for other in range(40) if other != token]
-    assert not all(_excused(step, 0, 0, other, token, 3e-5) for other in others)  # the oracle is asked again, in three ways
+    assert not all(
+        _excused(step, 0, 0, other, token, 3e-5) for other in others
+    )  # the oracle is asked again, in three ways
 
 
 def check(step: SampleInputs, config: Config = SMALL) -> SampleResult:
@@ -153,7 +161,12 @@ def agrees(drawn: SampleResult, step: SampleInputs, tolerance: float = 3e-5) -> 
     ours, theirs = (out.ids[: batch * num_samples].view(batch, num_samples) for out in (drawn, oracle))
     same = (ours == theirs).all(dim=1)
     for row, draw in (ours != theirs).nonzero().tolist():
-        assert _excused(step, row, draw, int(ours[row, draw]), int(theirs[row, draw]), tolerance), (row, draw, ours, theirs)
+        assert _excused(step, row, draw, int(ours[row, draw]), int(theirs[row, draw]), tolerance), (
+            row,
+            draw,
+            ours,
+            theirs,
+        )
     if drawn.values is not None:
         assert oracle.values is not None
         parts = layout(batch, num_samples, step.params)
@@ -275,7 +288,9 @@ def test_min_p_of_one_keeps_what_is_as_probable(more):
     logits = torch.full((6, 300), 2.0, device=DEVICE)
     logits[:, 1:-1] = torch.nextafter(logits, -logits)[:, 1:-1]
     temperature = torch.tensor([1.0, 8.0, 1e3, 1e6, 1e30, math.inf])
-    step = make_step(batch=6, vocab=300, num_samples=5, temperature=temperature, params=SamplingParams(min_p=1.0, **more))
+    step = make_step(
+        batch=6, vocab=300, num_samples=5, temperature=temperature, params=SamplingParams(min_p=1.0, **more)
+    )
     drawn = run(with_logits(step, logits), SMALL).ids[:30].view(6, 5)
     assert torch.equal(drawn, reference.run(with_logits(step, logits)).ids[:30].view(6, 5))
     assert drawn[:4].unique().tolist() == [0, 299]
@@ -397,7 +412,17 @@ def test_everything_at_once(dtype):
     check(make_step(params=params, num_samples=2, dtype=dtype))
 
 
-NAMES = ("bias", "dense_bias", "bias_ids", "counts", "token_mask", "logprobs", "top_logprobs", "logprob_ids", "logsumexp")
+NAMES = (
+    "bias",
+    "dense_bias",
+    "bias_ids",
+    "counts",
+    "token_mask",
+    "logprobs",
+    "top_logprobs",
+    "logprob_ids",
+    "logsumexp",
+)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -456,7 +481,9 @@ def test_padded_vocabulary_and_rows_apart():
 
 def test_filters_keep_what_the_oracle_keeps():
     """Many draws of one row see every kept token, and no other."""
-    step = make_step(batch=1, vocab=300, params=SamplingParams(top_k=12, top_p=0.95), num_samples=DRAWS, temperature=1.5)
+    step = make_step(
+        batch=1, vocab=300, params=SamplingParams(top_k=12, top_p=0.95), num_samples=DRAWS, temperature=1.5
+    )
     kept = reference.logits_of(step.logits, step.rows().temperature, step.params).kept
     drawn = check(step).ids
     assert kept is not None
@@ -470,7 +497,9 @@ def test_what_it_does_not_take():
     assert "takes logits" in str(unsupported(step._replace(logits=None)))
 
 
-@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(logprobs=True), SamplingParams(top_p=of([1.0, 0.9, 0.9]))])
+@pytest.mark.parametrize(
+    "params", [SamplingParams(), SamplingParams(logprobs=True), SamplingParams(top_p=of([1.0, 0.9, 0.9]))]
+)
 @pytest.mark.parametrize("logit", [0.0, -30.0, -200.0])
 def test_words_of_zero(params, logit):
     """A token whose noise needs the refinement wins or does not as the oracle says, filtered or not."""

@@ -119,7 +119,9 @@ def picked(
             block_stats.sums[(top_k > 0) & (top_k < step.vocab_size)] = math.nan
     assert step.logits is not None
     if floors is None:
-        logits = torch.nn.functional.pad(step.logits, (0, -step.vocab_size % 4 + 4), value=math.nan)[:, : step.vocab_size]
+        logits = torch.nn.functional.pad(step.logits, (0, -step.vocab_size % 4 + 4), value=math.nan)[
+            :, : step.vocab_size
+        ]
     else:
         logits = by_chunk(step.logits)
     return pick(step._replace(logits=logits), block_stats, unfiltered, config, records)
@@ -257,7 +259,9 @@ def test_made_up_rows_are_drawn_ahead(params, of_made_up, floors, config, monkey
     made = dispatch.room_of(step, config)
     size, tokens, own = made.candidates.numel(), cache_warmup.TOKENS.value, cache_warmup.ROOM.value + 3 * config.few
     room = torch.full((size + 4 * config.capacity,), 12345, dtype=torch.int32, device=DEVICE)
-    assert torch.equal(pick(step, block_stats, unfiltered, config, room=made._replace(candidates=room[:size])).ids, without)
+    assert torch.equal(
+        pick(step, block_stats, unfiltered, config, room=made._replace(candidates=room[:size])).ids, without
+    )
     assert (room[size:] == 12345).all()
     assert CUDA or COMPILED or waiting == [1, 2]
     rooms = room[size - 2 * own : size].clone().split(own)
@@ -279,7 +283,9 @@ def test_turns_of_made_up_rows(ahead):
     rows = ahead or 7
     turns = torch.full((rows + ahead, 2), -1, dtype=torch.int32, device=DEVICE)
     turns_kernel[(rows + ahead,)](turns, ahead)
-    assert sorted(map(tuple, turns.tolist())) == sorted((kind, row) for kind in range(2 if ahead else 1) for row in range(rows))
+    assert sorted(map(tuple, turns.tolist())) == sorted(
+        (kind, row) for kind in range(2 if ahead else 1) for row in range(rows)
+    )
     kinds = turns[:, 0].tolist()
     for first in range(0, len(kinds) - 7, 8) if ahead else ():
         for apart in (1, 2, 4):
@@ -302,7 +308,10 @@ def test_what_draws_nothing_ahead(monkeypatch):
     small = make_step(batch=2, vocab=2047, params=SamplingParams(top_k=3))
     for step in (small, few._replace(num_samples=2), few._replace(params=SamplingParams(top_k=3, logprobs=True))):
         assert dispatch.room_of(step, SMALL).candidates.numel() == 2 * each
-    assert dispatch.room_of(few._replace(params=SamplingParams(top_k=3, logsumexp=True)), SMALL).candidates.numel() == 2 * each
+    assert (
+        dispatch.room_of(few._replace(params=SamplingParams(top_k=3, logsumexp=True)), SMALL).candidates.numel()
+        == 2 * each
+    )
     assert dispatch.room_of(few._replace(params=DEFAULT_PARAMS), SMALL).candidates.numel() == 0
 
 
@@ -320,7 +329,9 @@ def test_ranks_of_the_least_likely():
 
 
 @pytest.mark.parametrize("top_k", [1, 3, 60, min(VOCAB - 1, DEFERRED_TOP_K)])
-@pytest.mark.parametrize("more", [{}, {"top_p": 0.5, "min_p": 0.1}, {"top_p": 0.9, "logprobs": True, "top_logprobs": 2}])
+@pytest.mark.parametrize(
+    "more", [{}, {"top_p": 0.5, "min_p": 0.1}, {"top_p": 0.9, "logprobs": True, "top_logprobs": 2}]
+)
 def test_infinite_rows(top_k, more):
     """Undefined without a finite logit, which a chunk beside an infinite one may have, or the last token alone."""
     step = make_step(batch=8, vocab=VOCAB, params=SamplingParams(top_k=top_k, **more))
@@ -365,7 +376,9 @@ def test_temperatures(params, temperature):
 
 
 @pytest.mark.parametrize("vocab", [1, 31, 128, 129, 1000])
-@pytest.mark.parametrize("params", [SamplingParams(top_k=3), SamplingParams(top_p=0.5), SamplingParams(top_p=0.9, min_p=0.3)])
+@pytest.mark.parametrize(
+    "params", [SamplingParams(top_k=3), SamplingParams(top_p=0.5), SamplingParams(top_p=0.9, min_p=0.3)]
+)
 def test_vocabularies(params, vocab):
     step = make_step(batch=3, vocab=vocab, params=params)
     logits = step.hidden_states.clone()
@@ -374,7 +387,8 @@ def test_vocabularies(params, vocab):
 
 
 @pytest.mark.parametrize(
-    "params", [SamplingParams(top_k=2), SamplingParams(top_k=3, top_p=0.7), SamplingParams(logprobs=True, top_logprobs=3)]
+    "params",
+    [SamplingParams(top_k=2), SamplingParams(top_k=3, top_p=0.7), SamplingParams(logprobs=True, top_logprobs=3)],
 )
 def test_the_lowest_ids_of_ties_are_not_always_in_the_first_chunks(params):
     """A chunk is 16 tokens of 128 and the 16 that are 64 above them. Every column of chunks has the highest logit once."""
@@ -462,7 +476,8 @@ def test_more_capacity_gives_the_same_tokens():
 
 
 @pytest.mark.parametrize(
-    "params", [SamplingParams(top_p=0.5, logprobs=True), SamplingParams(top_p=0.0), SamplingParams(min_p=0.3, logprobs=True)]
+    "params",
+    [SamplingParams(top_p=0.5, logprobs=True), SamplingParams(top_p=0.0), SamplingParams(min_p=0.3, logprobs=True)],
 )
 def test_masses_at_the_largest_temperatures(params):
     check(hottest(params, VOCAB))
@@ -489,7 +504,9 @@ def test_records_are_those_of_both_launches(params):
     assert defined.tolist() == (~mass.isnan()).tolist() == [row not in (1, 3, 4) for row in range(13)]
     torch.testing.assert_close(mass[defined], mass_of[defined], rtol=1e-5, atol=0)
     pairs = [(kept_by(step, ours), kept_by(step, theirs)), (least, least_of)]
-    pairs += [(a.view(torch.int32), b.view(torch.int32)) for a, b in zip(rest, rest_of)]  # the highest logit, a greedy token
+    pairs += [
+        (a.view(torch.int32), b.view(torch.int32)) for a, b in zip(rest, rest_of)
+    ]  # the highest logit, a greedy token
     for a, b in pairs:
         assert torch.equal(a[defined], b[defined])
     assert int(rest[1].view(torch.int32)[11]) == int(step.logits[11].argmax())
@@ -499,7 +516,9 @@ def floors_of(step: SampleInputs, undrawn: Tensor | bool = False) -> Tensor:
     """The highest that rows may have."""
     keys, rows, params = summaries_of(step).keys, step.rows(), step.params
     batch, chunks = keys.shape
-    top_k, top_p, min_p = (torch.as_tensor(x, device=DEVICE).expand(batch) for x in (params.top_k, params.top_p, params.min_p))
+    top_k, top_p, min_p = (
+        torch.as_tensor(x, device=DEVICE).expand(batch) for x in (params.top_k, params.top_p, params.min_p)
+    )
     ranked = torch.cat([keys.sort(descending=True).values, torch.full_like(keys[:, :1], -(2**31))], dim=1)
     by_top_k = ranked.gather(1, (top_k.long() - 1).clamp(0, chunks)[:, None])[:, 0]
     bits = ranked[:, 0]

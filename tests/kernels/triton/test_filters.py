@@ -124,7 +124,10 @@ def test_no_given_ids_at_all(more, impl):
     states, weight = torch.randn(2, 16, device=DEVICE).bfloat16(), torch.randn(40, 16, device=DEVICE).bfloat16()
     rows = {"seed": torch.arange(2, device=DEVICE), "impl": impl, **more}
     none = torch.zeros(2, 0, dtype=torch.int64, device=DEVICE)
-    for given, draw in (((states, weight), flashsampling.sample), ((states @ weight.T,), flashsampling.sample_from_logits)):
+    for given, draw in (
+        ((states, weight), flashsampling.sample),
+        ((states @ weight.T,), flashsampling.sample_from_logits),
+    ):
         if impl == "cute" and len(given) == 1:
             continue
         out = draw(*given, **rows, logprob_ids=none)

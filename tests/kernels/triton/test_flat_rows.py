@@ -103,7 +103,9 @@ def test_masked_rows_of_zeros(params):
 
 @pytest.mark.parametrize("num_samples", [1, 3])
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(top_k=5), SamplingParams(top_p=0.9, logprobs=True)])
+@pytest.mark.parametrize(
+    "params", [SamplingParams(), SamplingParams(top_k=5), SamplingParams(top_p=0.9, logprobs=True)]
+)
 def test_infinite_logits_at_an_infinite_temperature(params, masked, num_samples):
     """No score: -1, unless the mask leaves them out."""
     out = torch.full((4, -(-VOCAB // 32)), -1, dtype=torch.int32)
@@ -160,7 +162,8 @@ def _logits_of_equal_digits() -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "params", [SamplingParams(top_k=VOCAB - 100), SamplingParams(top_p=0.99), SamplingParams(top_k=VOCAB - 3, top_p=0.97)]
+    "params",
+    [SamplingParams(top_k=VOCAB - 100), SamplingParams(top_p=0.99), SamplingParams(top_k=VOCAB - 3, top_p=0.97)],
 )
 def test_logits_over_many_magnitudes(params):
     step = make_step(batch=2, params=params, temperature=2.0**60)

@@ -67,5 +67,7 @@ def test_all_functions_are_hashed_when_they_are_defined():
     import flashsampling
 
     package = Path(flashsampling.__file__).parent
-    plain = {path.relative_to(package).as_posix() for path in package.rglob("*.py") if "@triton.jit" in path.read_text()}
+    plain = {
+        path.relative_to(package).as_posix() for path in package.rglob("*.py") if "@triton.jit" in path.read_text()
+    }
     assert plain == {"integrations/engine/kernels.py", "integrations/vllm/kernels.py"}

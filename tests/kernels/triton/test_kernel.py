@@ -222,7 +222,9 @@ def test_rows_on_m(config, device):
     for batch in (9, 70):
         problem = _mixed_rows(batch, 700, device)
         problem.weight[300:420:7] = problem.weight[130].clone()
-        problem.weight[[29, 30, 36, 44, 60, 92, 156, 636]] = problem.weight[28].clone()  # one bit, or several, in other places
+        problem.weight[[29, 30, 36, 44, 60, 92, 156, 636]] = problem.weight[
+            28
+        ].clone()  # one bit, or several, in other places
         for matrix in (problem.weight, problem.hidden_states):  # sums are exact, in any order that numpy takes
             matrix.copy_(torch.where(matrix.abs() < 100, (matrix * 64).round() / 64, matrix))
         problem.temperature[::4] = 0.0
@@ -281,7 +283,9 @@ def test_row_parameters_of_any_stride(device):
     columns = {name: torch.tensor([value[0]], device=device).expand(7) for name, value in columns.items()}
     one = {name: value[0].item() for name, value in columns.items()}
     tensors = flashsampling.sample(problem.hidden_states, problem.weight, **columns, impl="triton").token_ids
-    assert torch.equal(tensors, flashsampling.sample(problem.hidden_states, problem.weight, **one, impl="triton").token_ids)
+    assert torch.equal(
+        tensors, flashsampling.sample(problem.hidden_states, problem.weight, **one, impl="triton").token_ids
+    )
     for name, value in one.items():  # each kind beside the others
         mixed = flashsampling.sample(problem.hidden_states, problem.weight, **(columns | {name: value}), impl="triton")
         assert torch.equal(mixed.token_ids, tensors)

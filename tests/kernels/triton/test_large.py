@@ -25,7 +25,9 @@ from flashsampling.kernels.triton.token_counts import count
 from flashsampling.reference import logit_transforms
 from tests.kernels.triton.test_filtered import SMALL, make_step, with_logits
 
-pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="address space is as large in the interpreter alone")
+pytestmark = pytest.mark.skipif(
+    not triton.knobs.runtime.interpret, reason="address space is as large in the interpreter alone"
+)
 
 _NO_RESERVE = 0x4000  # mmap.MAP_NORESERVE, which Python 3.13 is the first to have
 
@@ -71,7 +73,11 @@ def test_slots_of_many_draws_and_blocks(params, temperature, monkeypatch):
 
 
 def test_ids_far_apart():
-    ids, counts, seen = address_space(2**31 + 1), torch.zeros(1, 8, dtype=torch.int32), torch.zeros(1, 1, dtype=torch.uint8)
+    ids, counts, seen = (
+        address_space(2**31 + 1),
+        torch.zeros(1, 8, dtype=torch.int32),
+        torch.zeros(1, 1, dtype=torch.uint8),
+    )
     ids[0], ids[2**30], ids[2**31] = 3, 5, 7
     count(counts, seen, ids.as_strided((1, 3), (3, 2**30), ids.storage_offset()), None, 16)
     assert counts.tolist() == [[0, 0, 0, 1, 0, 1, 0, 1]]

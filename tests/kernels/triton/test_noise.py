@@ -53,13 +53,18 @@ def test_gumbel_error_over_the_word_range(device):
     """The hardware's logarithm included: 3e-6 * max(1, |g|), at both ends, at the branch of the series, and between."""
     edge = torch.arange(1, 1 << 14)
     pieces = [edge, 2**32 - 1 - edge, 2**28 - (1 << 13) + edge, 2**31 - (1 << 13) + edge]
-    pieces += [torch.randint(1, 2**32, (1 << 16,)), torch.logspace(0, 31.99, 1 << 14, base=2, dtype=torch.float64).long()]
+    pieces += [
+        torch.randint(1, 2**32, (1 << 16,)),
+        torch.logspace(0, 31.99, 1 << 14, base=2, dtype=torch.float64).long(),
+    ]
     words = torch.cat(pieces)
     plain, refined = gumbels(words, torch.zeros_like(words), device)
     exact = -torch.log(-torch.log1p(-(words.double() + 0.5) * 2.0**-32)).to(device)
     for g in (plain, refined):
         assert ((g - exact).abs() / exact.abs().clamp(min=1.0)).max() <= 3e-6
-    assert ((plain - noise.gumbel_from_words(words.to(device)).double()).abs() / exact.abs().clamp(min=1.0)).max() <= 5e-6
+    assert (
+        (plain - noise.gumbel_from_words(words.to(device)).double()).abs() / exact.abs().clamp(min=1.0)
+    ).max() <= 5e-6
 
 
 def test_the_word_zero(device):

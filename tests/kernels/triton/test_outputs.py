@@ -118,7 +118,9 @@ LOGPROBS = SamplingParams(logprobs=True, top_logprobs=3, logsumexp=True)
 def kept_of(logits: Tensor, params: SamplingParams, num_samples: int) -> Any:
     """A shard of all tokens from 100 on."""
     batch = len(logits)
-    local = SampleInputs(logits, logits, 1.0, 0, 0, num_samples, logits.shape[1], SimpleNamespace(first_token=100), params)
+    local = SampleInputs(
+        logits, logits, 1.0, 0, 0, num_samples, logits.shape[1], SimpleNamespace(first_token=100), params
+    )
     scale = FixedPointScale(logits.amax(dim=1), torch.ones(batch, device=DEVICE), 1 << 40)
     undefined = torch.zeros(batch, dtype=torch.int64, device=DEVICE)
     defined = torch.ones(batch, dtype=torch.bool, device=DEVICE)
@@ -181,7 +183,14 @@ REQUESTS: dict[str, SamplingParams] = {
 def hash_of(params: SamplingParams, by: Any, draft_hash: Tensor | None = None) -> int:
     moved = {name: value.to(DEVICE) for name, value in params._asdict().items() if isinstance(value, Tensor)}
     step = SampleInputs(
-        torch.zeros(5, 8, device=DEVICE), torch.zeros(1, 8, device=DEVICE), 1.0, 0, 0, 1, V, params=params._replace(**moved)
+        torch.zeros(5, 8, device=DEVICE),
+        torch.zeros(1, 8, device=DEVICE),
+        1.0,
+        0,
+        0,
+        1,
+        V,
+        params=params._replace(**moved),
     )
     return int(by(Hashes(8, DEVICE), step._replace(draft_hash=draft_hash)))
 

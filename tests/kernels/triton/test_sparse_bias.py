@@ -37,7 +37,9 @@ def read(words: torch.Tensor, blocks: int) -> list[tuple[int, int, float]]:
 
 def expected(ids: torch.Tensor, values: torch.Tensor, first: int, last: int, base: int) -> list[tuple[int, int, float]]:
     rows = zip(ids.tolist(), values.tolist())
-    every = [(row, id - base, value) for row, (i, v) in enumerate(rows) for id, value in zip(i, v) if first <= id < last]
+    every = [
+        (row, id - base, value) for row, (i, v) in enumerate(rows) for id, value in zip(i, v) if first <= id < last
+    ]
     return sorted(every, key=lambda entry: entry[:2])  # stable: the row's order
 
 

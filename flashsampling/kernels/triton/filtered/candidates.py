@@ -209,7 +209,14 @@ def list_chunks(keys, bound, list_ptr):
 
 @jit
 def chunk_tile(
-    source, list_ptr, listed, first, RAW: tl.constexpr, GATHERED: tl.constexpr, HEAD: tl.constexpr, ENTRIES: tl.constexpr
+    source,
+    list_ptr,
+    listed,
+    first,
+    RAW: tl.constexpr,
+    GATHERED: tl.constexpr,
+    HEAD: tl.constexpr,
+    ENTRIES: tl.constexpr,
 ):
     """Logits, tokens and which of them there are, of the listed chunks from ``first`` on: (GATHERED, tokens of a chunk)."""
     slot = first + tl.arange(0, GATHERED)
@@ -245,7 +252,9 @@ def gather(
     mass = tl.zeros((GATHERED, 32), tl.float32)
     x, token, live = chunk_tile(source, list_ptr, listed, 0, RAW, GATHERED, HEAD, ENTRIES)
     for first in range(0, listed, GATHERED):
-        next_x, next_token, next_live = chunk_tile(source, list_ptr, listed, first + GATHERED, RAW, GATHERED, HEAD, ENTRIES)
+        next_x, next_token, next_live = chunk_tile(
+            source, list_ptr, listed, first + GATHERED, RAW, GATHERED, HEAD, ENTRIES
+        )
         key = key_of(x)
         there = live & (key >= bound)
         ones = there.to(tl.int32)

@@ -132,7 +132,16 @@ def _add(count, mass, low, high, there, key, this_mass):
 
 @jit
 def _parts(
-    tokens, limit, low, first, second, high, WHOLE: tl.constexpr, TILE: tl.constexpr, HEAD: tl.constexpr, ENTRIES: tl.constexpr
+    tokens,
+    limit,
+    low,
+    first,
+    second,
+    high,
+    WHOLE: tl.constexpr,
+    TILE: tl.constexpr,
+    HEAD: tl.constexpr,
+    ENTRIES: tl.constexpr,
 ):
     """Of the tokens from the limit on, with keys in [second, high], [first, second) and [low, first): how many, their mass, the
     lowest and the highest key; all of them still per place of a tile."""
@@ -193,7 +202,11 @@ def _limit_among(
 ):  # fmt: skip
     """The last place that is needed for what is left of the target, among the few tokens of a bracket of keys."""
     found = tl.full((), 0, tl.int32)
-    keys_ptr, ids_ptr, masses_ptr = tokens.room, tokens.room + FEW, (tokens.room + 2 * FEW).to(tl.pointer_type(tl.float32))
+    keys_ptr, ids_ptr, masses_ptr = (
+        tokens.room,
+        tokens.room + FEW,
+        (tokens.room + 2 * FEW).to(tl.pointer_type(tl.float32)),
+    )
     tl.debug_barrier()
     for start in range(0, tokens.count, TILE):
         key, token, live = tile_of(tokens, start, WHOLE, TILE, HEAD, ENTRIES)
@@ -271,7 +284,9 @@ def limit_of(
         if whole_bracket == 0:
             if low < high:
                 left = target - above
-                lowest_place = _limit_among(tokens, limit, low, high, many, by_mass, left, WHOLE, FEW, TILE, HEAD, ENTRIES)
+                lowest_place = _limit_among(
+                    tokens, limit, low, high, many, by_mass, left, WHOLE, FEW, TILE, HEAD, ENTRIES
+                )
             else:
                 each = tl.where(by_mass, mass_of(value_of(low), tokens.top, tokens.scale), 1.0).to(tl.float64)
                 wanted = tl.where(each > 0.0, (target - above) / tl.where(each > 0.0, each, 1.0), 1.0)
@@ -285,7 +300,9 @@ def limit_of(
 
 
 @jit
-def mass_of_kept(tokens, limit, least_mass, WHOLE: tl.constexpr, TILE: tl.constexpr, HEAD: tl.constexpr, ENTRIES: tl.constexpr):
+def mass_of_kept(
+    tokens, limit, least_mass, WHOLE: tl.constexpr, TILE: tl.constexpr, HEAD: tl.constexpr, ENTRIES: tl.constexpr
+):
     """Mass of what is kept of a row, or of its candidates."""
     total = tl.zeros((TILE,), tl.float64)
     for start in range(0, tokens.count, TILE):

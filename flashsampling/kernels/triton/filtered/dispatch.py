@@ -69,7 +69,9 @@ class BlockStats(NamedTuple):
     # infinite ones; None where no row has a top-p without a top-k, and no log-probabilities are asked for. Beside ``floors``
     # those of rows with a top-k may be anything
     sums: Tensor | None = None
-    raw_sums: Tensor | None = None  # likewise at temperature 1; None where nothing is asked for that needs a log-sum-exp
+    raw_sums: Tensor | None = (
+        None  # likewise at temperature 1; None where nothing is asked for that needs a log-sum-exp
+    )
     # (B,) int32: of each row a key in the order of ``keys``. The logits of chunks with a lower one were not stored: their
     # memory holds anything, and is not read. None: all are stored, as log-probabilities and records need. A floor is at most
     #     top-k, 0 < k < V    the key of rank k + k // 4 + 9 among the first 1024; the lowest int32 if there are not so many
@@ -134,7 +136,9 @@ def source_arguments(step: SampleInputs) -> tuple[Any, ...]:
     assert logits is not None
     bias_count = 0 if params.bias_ids is None else params.bias_ids.shape[1]
     counts, token_mask = contiguous_rows(params.counts), contiguous_rows(params.token_mask)
-    bias_ids, bias_values = (contiguous_rows(part) if bias_count else None for part in (params.bias_ids, params.bias_values))
+    bias_ids, bias_values = (
+        contiguous_rows(part) if bias_count else None for part in (params.bias_ids, params.bias_values)
+    )
     return (
         logits,
         logits.stride(0),
@@ -253,7 +257,9 @@ def run(step: SampleInputs, config: Config = CONFIG, records: Records | None = N
     told = (keys, sums.view(torch.float32), *raw, winners.view(torch.int64), marks)
     common = _arguments(step, told, blocks)
     flags = _flags(params, _pdl(device, config), config, records is not None)
-    block_stats_kernel[(batch * blocks,)](*common, 0, **flags, num_warps=config.scan_warps, maxnreg=config.scan_registers)
+    block_stats_kernel[(batch * blocks,)](
+        *common, 0, **flags, num_warps=config.scan_warps, maxnreg=config.scan_registers
+    )
     return _launch_pick(step, common, Room(candidates, programs), flags, False, blocks, config, records)
 
 
@@ -329,7 +335,11 @@ def _launch_pick(
     if params.needs_raw_mass():
         ids, values, beside = _beside(step, batch, device)
     else:  # what costs the host least: one allocation
-        ids, values, beside = torch.empty(batch * step.num_samples, dtype=torch.int64, device=device), None, _NOTHING_BESIDE
+        ids, values, beside = (
+            torch.empty(batch * step.num_samples, dtype=torch.int64, device=device),
+            None,
+            _NOTHING_BESIDE,
+        )
     by_top_k, by_top_p, by_min_p = params.filters()
     filtered_sample_kernel[(batch + room.ahead, room.programs)](
         *common,

@@ -63,7 +63,9 @@ def _best_kept(
         x = value_of(key)
         live = live & (place_of(tokens, key, token) >= limit)
         live = live & reaches(x, mass_of(x, tokens.top, tokens.scale), least_mass, tokens.top, tokens.scale)
-        keys = _keys_of_scores(x, token, live, draw_number, scale, noise_factor, offset_lo, offset_hi, key_lo, key_hi, REFINED)
+        keys = _keys_of_scores(
+            x, token, live, draw_number, scale, noise_factor, offset_lo, offset_hi, key_lo, key_hi, REFINED
+        )
         best = tl.maximum(best, keys)
     return tl.max(best, axis=0)
 
@@ -90,10 +92,14 @@ def draw_from_few(
     kept = in_top_k & ((in_top_p & reaches(x, mass, min_p, tokens.top, tokens.scale)) | (rank == 0))
     for draw in range(num_samples):
         draw_number = (draw | (stream << 24)).to(tl.uint32)
-        keys = _keys_of_scores(x, token, kept, draw_number, scale, noise_factor, offset_lo, offset_hi, key_lo, key_hi, False)
+        keys = _keys_of_scores(
+            x, token, kept, draw_number, scale, noise_factor, offset_lo, offset_hi, key_lo, key_hi, False
+        )
         best = tl.max(keys, axis=0)
         if best == NAN_KEY:
-            keys = _keys_of_scores(x, token, kept, draw_number, scale, noise_factor, offset_lo, offset_hi, key_lo, key_hi, True)
+            keys = _keys_of_scores(
+                x, token, kept, draw_number, scale, noise_factor, offset_lo, offset_hi, key_lo, key_hi, True
+            )
             best = tl.max(keys, axis=0)
         tl.store(ids_ptr + draw, _id_of(best))
     place = (key.to(tl.int64) << 31) | (token ^ NO_TOKEN).to(tl.int64)
@@ -111,11 +117,33 @@ def draw_from_candidates(
     for draw in range(num_samples):
         draw_number = (draw | (stream << 24)).to(tl.uint32)
         best = _best_kept(
-            tokens, limit, least_mass, draw_number, scale, noise_factor, offset_lo, offset_hi, key_lo, key_hi, False, TILE
+            tokens,
+            limit,
+            least_mass,
+            draw_number,
+            scale,
+            noise_factor,
+            offset_lo,
+            offset_hi,
+            key_lo,
+            key_hi,
+            False,
+            TILE,
         )
         if best == NAN_KEY:  # a word 0
             best = _best_kept(
-                tokens, limit, least_mass, draw_number, scale, noise_factor, offset_lo, offset_hi, key_lo, key_hi, True, TILE
+                tokens,
+                limit,
+                least_mass,
+                draw_number,
+                scale,
+                noise_factor,
+                offset_lo,
+                offset_hi,
+                key_lo,
+                key_hi,
+                True,
+                TILE,
             )
         tl.store(ids_ptr + draw, _id_of(best))
 
@@ -272,7 +300,9 @@ def draw_in_rounds(
         _raw, x = both_logits_of(tokens.source, token, HEAD, ENTRIES)
         limit = place_of(tokens, key_of(x), token)
         before_it = _mass_before(tokens, x, token, WHOLE, TILE, HEAD, ENTRIES)  # 0: it is the first
-        kept = (before_it < target) & reaches(x, mass_of(x, tokens.top, tokens.scale), least_mass, tokens.top, tokens.scale)
+        kept = (before_it < target) & reaches(
+            x, mass_of(x, tokens.top, tokens.scale), least_mass, tokens.top, tokens.scale
+        )
         searching = ((kept | (before_it == 0.0)) == 0).to(tl.int32)
         token = tl.where(searching != 0, -1, token)
     return token
@@ -303,7 +333,9 @@ def draw_from_row(
                 known = known | (drawn ^ NO_TOKEN).to(tl.int64) | (1 << 32)  # any score
                 start = tokens.count
         else:
-            known = tl.max(tl.load(winners_ptr + draw * blocks.to(tl.int64) + block, mask=block < full, other=0), axis=0)
+            known = tl.max(
+                tl.load(winners_ptr + draw * blocks.to(tl.int64) + block, mask=block < full, other=0), axis=0
+            )
             if known != 0:  # the word 0 counts for too much there: all over again
                 token = ((known & NO_TOKEN) ^ NO_TOKEN).to(tl.int32)
                 is_zero = word_of_token(token, draw_number, offset_lo, offset_hi, key_lo, key_hi) == 0

@@ -286,7 +286,9 @@ def filtered_sample_kernel(
             undefined = undefined | ((drawn < 0) & (undrawn == 0))
             if TOP_K:  # noqa: SIM102, the one is for the compiler
                 if undrawn & (highest == PLUS_INF):
-                    row_tokens = Tokens(source, cand_keys, cand_ids, cand_masses, last, lowest, ID_BITS, top, scale, list_ptr)
+                    row_tokens = Tokens(
+                        source, cand_keys, cand_ids, cand_masses, last, lowest, ID_BITS, top, scale, list_ptr
+                    )
                     if some_finite(keys) == 0:
                         undefined = undefined | (any_finite(row_tokens, WHOLE_TILE // 2, HEAD, ENTRIES) == 0)
         else:
@@ -349,7 +351,9 @@ def filtered_sample_kernel(
                 if defined & (key >> 31 == ORDERED_INF):
                     infinite = block_keys >> 31 == ORDERED_INF
                     mark = tl.load(marks_ptr + far * blocks + block, mask=infinite, other=MIXED)
-                    finite = tl.where(infinite, (mark == MIXED) | ((mark > MINUS_INF) & (mark < PLUS_INF)), block_keys != 0)
+                    finite = tl.where(
+                        infinite, (mark == MIXED) | ((mark > MINUS_INF) & (mark < PLUS_INF)), block_keys != 0
+                    )
                     defined = tl.max(finite.to(tl.int32), axis=0) != 0
                 tl.store(ids_ptr + draw, tl.where(defined, token, -1))
                 if defined & (temperature >= GREEDY_BELOW):  # a word 0: is it the best still?
@@ -368,7 +372,9 @@ def filtered_sample_kernel(
         if filtered:
             if DRAWN:
                 if (highest == lowest_of_tokens(keys, vocab_size)) & ((by_top_k == 0) | (top_k > num_chunks)):
-                    row_tokens = Tokens(source, cand_keys, cand_ids, cand_masses, last, lowest, ID_BITS, top, scale, list_ptr)
+                    row_tokens = Tokens(
+                        source, cand_keys, cand_ids, cand_masses, last, lowest, ID_BITS, top, scale, list_ptr
+                    )
                     equal = all_equal(row_tokens, highest, 2 * WHOLE_TILE, HEAD, ENTRIES)
             else:
                 equal = tl.min(((marks == highest) | (block >= blocks)).to(tl.int32), axis=0) != 0
@@ -427,7 +433,9 @@ def filtered_sample_kernel(
             lowest = bound.to(tl.int64)
             if in_rounds & (count <= CAPACITY):
                 if TOP_P and not LOGPROBS:
-                    tokens = Tokens(source, cand_keys, cand_ids, cand_masses, count, lowest, ID_BITS, top, scale, list_ptr)
+                    tokens = Tokens(
+                        source, cand_keys, cand_ids, cand_masses, count, lowest, ID_BITS, top, scale, list_ptr
+                    )
                     token = draw_in_rounds(
                         tokens, tl.where(first_key >= bound, first, -1), top_p, row_mass, min_p, temperature, seed, offset,
                         (stream << 24).to(tl.uint32), False, FEW, FEW, HEAD, ENTRIES,
@@ -446,7 +454,9 @@ def filtered_sample_kernel(
                     ENTRIES,
                 )  # fmt: skip
                 least_mass = tl.minimum(min_p, 1.0)
-                draw_from_candidates(tokens, limit, least_mass, temperature, seed, offset, stream, ids_ptr, num_samples, TILE)
+                draw_from_candidates(
+                    tokens, limit, least_mass, temperature, seed, offset, stream, ids_ptr, num_samples, TILE
+                )
                 if LOGPROBS:
                     kept_mass = mass_of_kept(tokens, limit, least_mass, False, TILE, HEAD, ENTRIES)
                     first_kept = place_in_row(limit, lowest, ID_BITS)

@@ -174,7 +174,9 @@ def place_in_memory(source, tokens, RUN: tl.constexpr):
 def raw_logits_at(source, places, tokens, live, HEAD: tl.constexpr):
     """Raw logits of tokens whose ``place_in_memory`` is known, float32; -inf where not live. ``HEAD``: there is a scale or a
     soft cap."""
-    x = tl.load(source.logits + source.row * source.logits_stride + places, mask=live, other=float("-inf")).to(tl.float32)
+    x = tl.load(source.logits + source.row * source.logits_stride + places, mask=live, other=float("-inf")).to(
+        tl.float32
+    )
     if source.bias is not None:
         x += tl.load(source.bias + tokens, mask=live, other=0.0)
     if HEAD:

@@ -75,7 +75,9 @@ class TileConfig:
     chunk_b: int = 16  # batch rows whose noise is in registers at a time
     max_registers: int | None = None  # per thread
     preload: bool = False  # keep the row parameters in registers over all tiles
-    rest_b: int = 0  # batch rows of a second block that shares the weight tile: a power of two from 16 up to block_b, or 0
+    rest_b: int = (
+        0  # batch rows of a second block that shares the weight tile: a power of two from 16 up to block_b, or 0
+    )
     halves: bool = False  # of one draw's block of rows, the second half ends with a batch that is larger than the first
     rows_on_m: bool = False  # of the tensor cores' instruction: batch rows on M, the vocabulary on N
 
@@ -148,7 +150,9 @@ def shape_for(batch: int, dim: int, dtype: torch.dtype, num_samples: int, use_tm
         return TileConfig(256, 128, 64, 8, 4, 1, use_tma, chunk_b=128, rows_on_m=True)
     if batch > 160 and not deep:
         return TileConfig(128, 128, 64, 8, 5, 1, use_tma, chunk_b=128, rest_b=64, rows_on_m=True)
-    rest_b = next((rest for rest in _STAGES if batch <= 128 + rest), 0)  # of a deep one above 192 rows more blocks of 128
+    rest_b = next(
+        (rest for rest in _STAGES if batch <= 128 + rest), 0
+    )  # of a deep one above 192 rows more blocks of 128
     return TileConfig(128, 128, 64, 8, _STAGES[rest_b], 1, use_tma, chunk_b=64, preload=True, rest_b=rest_b)
 
 
@@ -156,7 +160,9 @@ def compiled_for(weight: Tensor, max_batch_size: int, num_samples: int) -> tuple
     """See ``backends``: two kernels for every shape."""
     batches: dict[object, int] = {}
     for batch in range(1, max_batch_size + 1):  # whether a shard is TMA's may differ between ranks
-        shapes = tuple(shape_for(batch, weight.shape[1], weight.dtype, num_samples, use_tma) for use_tma in (False, True))
+        shapes = tuple(
+            shape_for(batch, weight.shape[1], weight.dtype, num_samples, use_tma) for use_tma in (False, True)
+        )
         batches.setdefault(shapes, batch)
     rows = [weight.new_empty(1, weight.shape[1]).expand(batch, -1) for batch in batches.values()]
     configs = dict.fromkeys(choose_config(states, weight, num_samples) for states in rows)

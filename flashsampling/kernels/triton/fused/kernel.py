@@ -327,7 +327,9 @@ def sample_kernel(
             waited_since = launches * 0
             for draw in range(num_samples):
                 index = rows.to(tl.int64) * num_samples + draw
-                out, wrong_here, waited_since = receive(table, ranks, launches, number, index, live, tag0, tag1, waited_since)
+                out, wrong_here, waited_since = receive(
+                    table, ranks, launches, number, index, live, tag0, tag1, waited_since
+                )
                 tl.store(tokens_ptr + index, out, mask=live)
                 wrong += wrong_here.to(tl.int32)
             if wrong != 0:

@@ -21,7 +21,12 @@ def _load_b64(address, index, value, ROW_TENSORS: tl.constexpr):
         return x.to(tl.uint32), (x.to(tl.uint64, bitcast=True) >> 32).to(tl.uint32)
     if ROW_TENSORS:
         return tl.inline_asm_elementwise(
-            "ld.global.nc.v2.b32 {$0, $1}, [$2];", "=r,=r,l", [pointers], dtype=(tl.uint32, tl.uint32), is_pure=True, pack=1
+            "ld.global.nc.v2.b32 {$0, $1}, [$2];",
+            "=r,=r,l",
+            [pointers],
+            dtype=(tl.uint32, tl.uint32),
+            is_pure=True,
+            pack=1,
         )
     return tl.inline_asm_elementwise(
         "{ .reg .pred p; setp.ne.s64 p, $4, 0; mov.b64 {$0, $1}, $3; @p ld.global.nc.v2.b32 {$0, $1}, [$2]; }",

@@ -12,7 +12,16 @@ from torch import Tensor
 
 from ....inputs import SampleInputs
 from ..jit import jit
-from .peer_exchange import active_ranks, conclude, details_and_tags, of_request, receive_words, send, start_clock, steps_taken
+from .peer_exchange import (
+    active_ranks,
+    conclude,
+    details_and_tags,
+    of_request,
+    receive_words,
+    send,
+    start_clock,
+    steps_taken,
+)
 
 _BLOCK = 256  # words of a program
 _WARPS = 4
@@ -69,7 +78,9 @@ def all_gather_kernel(
     tag0, tag1 = of_request(tag0, tag1, request)
     start_clock(table)
     send(table, ranks, launches, index, live, words, param_hash, tag0, tag1)
-    wrong = receive_words(table, ranks, launches, number, index, live, tag0, tag1, launches * 0, out_ptr, count.to(tl.int64))
+    wrong = receive_words(
+        table, ranks, launches, number, index, live, tag0, tag1, launches * 0, out_ptr, count.to(tl.int64)
+    )
     if (wrong != 0) | (ranks == 0):
         tl.store(failed_ptr, tl.full((), -1, tl.int64))
     conclude(table, launches, blocks, failed_ptr, 1)

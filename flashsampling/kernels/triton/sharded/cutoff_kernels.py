@@ -635,7 +635,14 @@ def least_kernel(
 
 @jit(
     do_not_specialize=["columns", "first_token", "top_p_stride", "unit", "chunks", "blocks"],
-    do_not_specialize_on_alignment=["limits_ptr", "top_p_ptr", "settled_ptr", "tops_ptr", "temperatures_ptr", "out_ptr"],
+    do_not_specialize_on_alignment=[
+        "limits_ptr",
+        "top_p_ptr",
+        "settled_ptr",
+        "tops_ptr",
+        "temperatures_ptr",
+        "out_ptr",
+    ],
 )
 def mass_kernel(
     logits,  # (B, n) float32

@@ -175,7 +175,13 @@ def _settled(
 
 
 def of_few(
-    meet: "Collective", logits: Tensor, keys: Tensor, top_k: int, top_p: Tensor | float, scale: "Scale", shards: "Shards"
+    meet: "Collective",
+    logits: Tensor,
+    keys: Tensor,
+    top_k: int,
+    top_p: Tensor | float,
+    scale: "Scale",
+    shards: "Shards",
 ) -> Tensor:
     """See ``tensor_parallel.cutoffs``: two launches."""
     return _settled(meet(first_places(logits, keys, top_k, shards.first)), top_k, None, top_p, scale, 0)[0]
@@ -216,7 +222,11 @@ def _begun(batch: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """What ``_search`` is told of rows: states, lowest places, and, zero, in how many rows each digit is searched for."""
     state = torch.empty((batch, STATE), dtype=torch.int64, device=device)
     lowest = torch.empty(batch, dtype=torch.int64, device=device)
-    return state, lowest, torch.zeros(32 + 1, dtype=torch.int32, device=device)  # of a bit each, at most, and behind them
+    return (
+        state,
+        lowest,
+        torch.zeros(32 + 1, dtype=torch.int32, device=device),
+    )  # of a bit each, at most, and behind them
 
 
 def _search(
@@ -297,7 +307,13 @@ def _shapes() -> dict[str, int]:
 
 
 def of_top_k(
-    meet: "Collective", logits: Tensor, keys: Tensor, top_k: Tensor | int, scale: "Scale", vocab_size: int, shards: "Shards"
+    meet: "Collective",
+    logits: Tensor,
+    keys: Tensor,
+    top_k: Tensor | int,
+    scale: "Scale",
+    vocab_size: int,
+    shards: "Shards",
 ) -> Tensor:
     """See ``tensor_parallel.cutoffs``: a launch more than the search, a round of floors, and a launch."""
     k = column(top_k, logits.device, torch.int64).long()
@@ -377,7 +393,9 @@ def of_top_p(
     shards: "Shards",
 ) -> Tensor:
     """See ``tensor_parallel.cutoffs``: two launches more than the search."""
-    whole = torch.full((len(logits),), LOWEST, dtype=torch.int64, device=logits.device) if limit is None else limit.clone()
+    whole = (
+        torch.full((len(logits),), LOWEST, dtype=torch.int64, device=logits.device) if limit is None else limit.clone()
+    )
     return _of_top_p(meet, logits, keys, scale, top_p, whole, None, None, vocab_size, shards)
 
 

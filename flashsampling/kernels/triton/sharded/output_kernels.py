@@ -98,7 +98,9 @@ def raw_kernel(
         chunk = block * (TILE // CHUNK) + tl.arange(0, TILE // CHUNK)
         highest = tl.max(tl.reshape(tl.where(live, key_of(x), NO_LOGIT), (TILE // CHUNK, CHUNK)), axis=1)
         tl.store(keys_ptr + row * chunks + chunk, highest, mask=chunk < chunks)
-    tl.store(sums_ptr + row * blocks + block, _log_of_sum(x))  # of float64 exponentials it would take longer than the head
+    tl.store(
+        sums_ptr + row * blocks + block, _log_of_sum(x)
+    )  # of float64 exponentials it would take longer than the head
 
 
 @jit(
@@ -237,7 +239,9 @@ def conclude_kernel(
             log_p = tl.where(top_logit == float("inf"), 0.0, log_p)
             to = row * num_samples + draw
             none = float("nan")
-            tl.store(logprobs_ptr + to, tl.where(token < 0, none, (raw.to(tl.float64) - lse).to(tl.float32)), mask=there)
+            tl.store(
+                logprobs_ptr + to, tl.where(token < 0, none, (raw.to(tl.float64) - lse).to(tl.float32)), mask=there
+            )
             tl.store(processed_ptr + to, tl.where(token < 0, none, log_p.to(tl.float32)), mask=there)
             tl.store(raw_ptr + to, raw, mask=there)
     if top_ids_ptr is not None:
@@ -260,7 +264,9 @@ def conclude_kernel(
                 said = tl.load(of_row + other * to_next + at + start + some, mask=there, other=0)
                 word = tl.maximum(word, said)
             logprob = (_float32(word).to(tl.float64) - lse).to(tl.float32)
-            tl.store(given_logprobs_ptr + row * given + start + some, tl.where(word > 0, logprob, float("nan")), mask=there)
+            tl.store(
+                given_logprobs_ptr + row * given + start + some, tl.where(word > 0, logprob, float("nan")), mask=there
+            )
 
 
 @jit(do_not_specialize=["columns", "num_samples", "blocks"], do_not_specialize_on_alignment=["winners_ptr", "out_ptr"])

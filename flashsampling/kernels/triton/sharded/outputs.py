@@ -58,7 +58,16 @@ def words(kept: "Kept", winners: Tensor, mass: Tensor | None) -> Tensor:
     sums = torch.empty((batch, blocks), dtype=torch.float64, device=device)
     keys = torch.empty((batch, chunks), dtype=torch.int32, device=device) if params.top_logprobs else None
     raw_kernel[(batch * blocks,)](
-        raw, raw.stride(0), columns, sums, keys, chunks, blocks, TILE=cutoffs.TILE, CHUNK=cutoffs.CHUNK, num_warps=_MANY_WARPS
+        raw,
+        raw.stride(0),
+        columns,
+        sums,
+        keys,
+        chunks,
+        blocks,
+        TILE=cutoffs.TILE,
+        CHUNK=cutoffs.CHUNK,
+        num_warps=_MANY_WARPS,
     )
     top = cutoffs.first_places(raw, keys, params.top_logprobs, local.shard.first_token) if params.top_logprobs else None
     said = kept.columns

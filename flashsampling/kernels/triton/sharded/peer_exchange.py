@@ -250,7 +250,14 @@ def receive(table, ranks, launches, number, index, live, tag0, tag1, start):
             seen = tl.min(tl.min(tl.where(differs & (index[:, None] == row), peers, _NOBODY), axis=1), axis=0)
             sequence_tags = tl.where(index == row, tag0, 0), tl.where(index == row, tag1, 0)
             _judge(
-                table, ranks, launches, number, row, tl.sum(sequence_tags[0], axis=0), tl.sum(sequence_tags[1], axis=0), seen
+                table,
+                ranks,
+                launches,
+                number,
+                row,
+                tl.sum(sequence_tags[0], axis=0),
+                tl.sum(sequence_tags[1], axis=0),
+                seen,
             )
         wrong += wrong_here
         defined = defined | tl.max((awaited & (winner > 0)).to(tl.int32), axis=1)
@@ -286,7 +293,14 @@ def receive_words(table, ranks, launches, number, index, live, tag0, tag1, start
             seen = tl.min(tl.min(tl.where(differs & (index[:, None] == row), peers, _NOBODY), axis=1), axis=0)
             sequence_tags = tl.where(index == row, tag0, 0), tl.where(index == row, tag1, 0)
             _judge(
-                table, ranks, launches, number, row, tl.sum(sequence_tags[0], axis=0), tl.sum(sequence_tags[1], axis=0), seen
+                table,
+                ranks,
+                launches,
+                number,
+                row,
+                tl.sum(sequence_tags[0], axis=0),
+                tl.sum(sequence_tags[1], axis=0),
+                seen,
             )
         wrong += wrong_here
     if wrong == 0:

@@ -92,7 +92,9 @@ def process_kernel(
         if bias_ids is not None:
             entries = sparse_entries(source, ENTRIES)
             entries = tl.where((entries >= first) & (entries < first + BLOCK), entries, -1)
-        tl.store(processed_ptr + out, processed_logits(source, (raw,), (token,), (live,), entries, ENTRIES)[0], mask=live)
+        tl.store(
+            processed_ptr + out, processed_logits(source, (raw,), (token,), (live,), entries, ENTRIES)[0], mask=live
+        )
 
 
 @jit(

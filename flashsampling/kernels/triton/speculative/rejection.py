@@ -276,7 +276,9 @@ def recover_kernel(
         tail0, tail1, tail2, tail3 = words  # of no account where no word is 0
         is_zero = (words[0] == 0) | (words[1] == 0) | (words[2] == 0) | (words[3] == 0)
         if tl.max(is_zero.to(tl.int32), axis=0) != 0:
-            tail0, tail1, tail2, tail3 = philox_words(group, draw | REFINEMENT_BIT, offset_lo, offset_hi, key_lo, key_hi)
+            tail0, tail1, tail2, tail3 = philox_words(
+                group, draw | REFINEMENT_BIT, offset_lo, offset_hi, key_lo, key_hi
+            )
         tails = (tail0, tail1, tail2, tail3)
         best = tl.zeros((GROUPS,), tl.int64)
         best_of_all = tl.zeros((GROUPS,), tl.int64)
@@ -299,7 +301,16 @@ def recover_kernel(
 
 @jit(
     do_not_specialize=["vocab_size", "total", "batch", "n", "blocks"],
-    do_not_specialize_on_alignment=["bounds", "drafts", "drawn", "accepted", "slots", "out", "num_accepted", "num_emitted"],
+    do_not_specialize_on_alignment=[
+        "bounds",
+        "drafts",
+        "drawn",
+        "accepted",
+        "slots",
+        "out",
+        "num_accepted",
+        "num_emitted",
+    ],
 )
 def finish_kernel(
     vocab_size: tl.int32,
