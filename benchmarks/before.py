@@ -9,19 +9,21 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from flashsampling.inputs import SampleInputs
+from torch import Tensor
+
+from flashsampling.inputs import SampleInputs, SampleResult, layout
 
 NAME = "flashsampling_before"
 _scratch = tempfile.TemporaryDirectory(prefix="before-")  # until the process ends
 
 
 def import_before(checkout: Path) -> ModuleType:
-    """The package of a checkout (``git worktree add FOLDER COMMIT``), its operators under a name of their own too.
+    """Imports the package of a checkout (``git worktree add FOLDER COMMIT``), its operators under a name of their own too.
 
     Its Hopper kernels have a cache folder of their own, as those of every version; what is missing there is compiled.
 
     Raises:
-        FileNotFoundError: there is no package ``flashsampling`` in it.
+        FileNotFoundError: the checkout has no package ``flashsampling``.
     """
     if NAME in sys.modules:
         return sys.modules[NAME]
@@ -33,21 +35,42 @@ def import_before(checkout: Path) -> ModuleType:
     return importlib.import_module(NAME)
 
 
-def step_before(checkout: Path, step: SampleInputs) -> Any:
-    """A step of a whole vocabulary and no drafts, as that package has it."""
-    theirs = importlib.import_module(f"{import_before(checkout).__name__}.inputs")
-    params = step.params._asdict()
-    if "seen" not in theirs.SamplingParams._fields:  # it changes no token
-        del params["seen"]
-    fields = step._asdict() | {
-        "params": theirs.SamplingParams(**params) if step.params.names() else theirs.DEFAULT_PARAMS
+def _keywords(step: SampleInputs, package: ModuleType) -> dict[str, Any]:
+    """Returns the sampling parameters of a step as the public functions take them, at any commit."""
+    params = step.params
+    given = {name: getattr(params, name) for name in params.names()}
+    keywords = {
+        {"dense_bias": "logit_bias", "logprobs": "return_logprobs", "logsumexp": "return_logsumexp"}.get(
+            name, name
+        ): value
+        for name, value in given.items()
+        if name not in ("bias_ids", "bias_values", "counts")
     }
-    for name in ("shard", "drafted", "draft_hash"):  # as by default
-        del fields[name]
-    return theirs.SampleInputs(**fields)
+    if params.bias_ids is not None:
+        keywords["logit_bias"] = (params.bias_ids, params.bias_values)
+    if params.counts is not None:
+        counted = sys.modules[package.TokenCounts.__module__].Counted  # its module has another name before the move
+        keywords["token_counts"] = counted(params.counts, params.seen)
+    return keywords
 
 
-def sample_before(checkout: Path, step: SampleInputs, impl: str) -> Any:
-    """What that package draws for such a step."""
-    ops = importlib.import_module(f"{import_before(checkout).__name__}.ops")
-    return ops.sample(step_before(checkout, step), impl)
+def sample_before(checkout: Path, step: SampleInputs, impl: str) -> SampleResult:
+    """Runs a step by that package's ``sample`` or ``sample_from_logits``, whose arguments are the same at every commit.
+
+    ``step``: of a whole vocabulary, without drafts; its noise is that of tokens.
+    """
+    package = import_before(checkout)
+    keywords = _keywords(step, package) | {
+        **{"temperature": step.temperature, "seed": step.seed, "offset": step.offset},
+        **{"num_samples": step.num_samples, "vocab_size": step.vocab_size, "impl": impl},
+    }
+    if step.logits is not None:
+        out = package.sample_from_logits(step.logits, **keywords)
+    else:
+        out = package.sample(step.hidden_states, step.weight, **keywords)
+    batch = len(step.hidden_states)
+    parts: dict[str, Tensor] = {}
+    places = layout(batch, step.num_samples, step.params)
+    for name in (*places.ids, *places.values):
+        parts[name] = getattr(out, name).view(batch, -1)
+    return places.join(parts)

@@ -6,7 +6,6 @@ the same logits, so that up to 50 MB of these come from the level-2 cache, as th
 """
 
 import functools
-import importlib
 import importlib.util
 import json
 from collections.abc import Callable
@@ -23,7 +22,7 @@ from flashsampling.inputs import DEFAULT_PARAMS, SampleInputs, SamplingParams
 from flashsampling.kernels.triton.filtered.dispatch import run
 from tests.kernels.triton.test_filtered import check
 
-from .before import import_before, step_before
+from .before import sample_before
 from .timing import interleaved_medians, machine, read_bandwidth
 
 VOCABS = [32000, 128256, 151936, 262144]
@@ -115,14 +114,8 @@ def repeated(step: Callable[[], Any]) -> Callable[[], Any]:
     return several
 
 
-def run_before(checkout: Path) -> Callable[[SampleInputs], Any]:
-    """What another checkout runs for a step."""
-    launch = importlib.import_module(f"{import_before(checkout).__name__}.kernels.triton.filtered.dispatch")
-    return lambda step: launch.run(step_before(checkout, step))
-
-
 def _rows(
-    logits: Tensor, wanted: list[str], before: Callable[[SampleInputs], Any] | None, rounds: int, read_tb_s: float
+    logits: Tensor, wanted: list[str], before: Path | None, rounds: int, read_tb_s: float
 ) -> list[dict[str, Any]]:
     """Of every request that is wanted: the correctness gate, then the times."""
     (batch, vocab), device = logits.shape, logits.device
@@ -138,8 +131,9 @@ def _rows(
         assert torch.equal(run(step).ids[: len(some)], some), f"{name}: a row depends on its batch"
         steps[f"ours {name}"] = repeated(functools.partial(run, step))
         if before is not None:
-            assert torch.equal(before(step).ids, run(step).ids), f"{name}: the other checkout gives other tokens"
-            steps[f"before {name}"] = repeated(functools.partial(before, step))
+            draw = functools.partial(sample_before, before, step, "triton")
+            assert torch.equal(draw().ids, run(step).ids), f"{name}: the other checkout gives other tokens"
+            steps[f"before {name}"] = repeated(draw)
         if name in theirs:
             steps[f"FlashInfer {name}"] = repeated(theirs[name])
     ms = {name: time / REPEATS for name, time in interleaved_medians(steps, rounds).items()}
@@ -181,19 +175,19 @@ def main(
     held = spectrum(spectra, name)
     source = spectrum_source(spectra, name)
     read = read_bandwidth()
-    wanted, other = only.split(","), None if before is None else run_before(before)
+    wanted = only.split(",")
     result: dict[str, Any] = {"machine": machine(), "logits": source, "dtype": dtype, "read_tb_s": read, "rows": []}
     for vocab in map(int, vocabs.split(",")):
         table = Table(
             "B", *wanted, title=f"V={vocab} {dtype}, {source}: us (FlashInfer's over ours; share of read bandwidth)"
         )
         for batch in map(int, batches.split(",")):
-            rows = _rows(filled(*held, batch, vocab, getattr(torch, dtype)), wanted, other, rounds, read)
+            rows = _rows(filled(*held, batch, vocab, getattr(torch, dtype)), wanted, before, rounds, read)
             cells = []
             for row in rows:
                 theirs = row["flashinfer_us"]
                 ratio = "" if theirs is None else f"{theirs / row['us']:.1f}x, "
-                ratio += "" if other is None else f"before {row['before_us']:.1f}, "
+                ratio += "" if before is None else f"before {row['before_us']:.1f}, "
                 cells.append(f"{row['us']:.1f} ({ratio}{row['read_share']:.0%})")
             table.add_row(str(batch), *cells)
             result["rows"] += rows

@@ -5,13 +5,11 @@ its data out of the caches. Launched over and over it takes half as long.
 """
 
 import functools
-import importlib
 import itertools
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
-from types import ModuleType
 from typing import Annotated, Any
 from unittest import mock
 
@@ -28,7 +26,6 @@ from flashsampling.kernels.triton.filtered.dispatch import CONFIG, Config, Room,
 from tests.kernels.triton.test_filtered import agrees, check
 from tests.kernels.triton.test_filtered_kernel import summaries_of
 
-from .before import import_before
 from .from_logits import REPEATS, filled, repeated, requests, spectrum
 from .requests import head_of, more_requests
 from .timing import Call, interleaved_medians
@@ -75,25 +72,19 @@ def call(step: SampleInputs, config: Config, alone: bool) -> Call:
 
 
 class _Shaped:
-    """``logits`` as the Hopper kernel's steps have it, its second launch of another shape or from another checkout."""
+    """``filtered.dispatch`` as the Hopper kernel's steps have it, its second launch of another shape."""
 
-    def __init__(self, checkout: Path | None, config: Config) -> None:
-        name = None if checkout is None else import_before(checkout).__name__
-        self.module: ModuleType = (
-            module if name is None else importlib.import_module(f"{name}.kernels.triton.filtered.dispatch")
-        )
-        self.config = config if name is None else self.module.CONFIG
+    def __init__(self, config: Config) -> None:
+        self.config = config
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.module, name)
+        return getattr(module, name)
 
     def room_of(self, step: SampleInputs) -> Room | None:
-        made = getattr(self.module, "room_of", None)  # another checkout may have none
-        return made and made(step, self.config)  # type: ignore[no-any-return]
+        return module.room_of(step, self.config)
 
-    def pick(self, *arguments: Any, room: Room | None, **options: Any) -> SampleResult:
-        options |= {} if room is None else {"room": room}
-        return self.module.pick(*arguments, config=self.config, **options)  # type: ignore[no-any-return]
+    def pick(self, *arguments: Any, **options: Any) -> SampleResult:
+        return module.pick(*arguments, config=self.config, **options)
 
 
 def _sample(step: SampleInputs, shaped: _Shaped) -> SampleResult:
@@ -101,11 +92,11 @@ def _sample(step: SampleInputs, shaped: _Shaped) -> SampleResult:
         return ops.sample(step, "cute")
 
 
-def _compiled(config: Config, vocab: int, request: str, checkout: Path | None) -> None:
+def _compiled(config: Config, vocab: int, request: str) -> None:
     head = torch.zeros(vocab, 64, dtype=torch.bfloat16, device="cuda")
     seed = torch.zeros(1, dtype=torch.int64, device="cuda")
     plain = SampleInputs(head[:1], head, torch.ones(1, device="cuda"), seed, seed, 1, vocab)
-    _sample(plain._replace(params=(requests(1) | more_requests(1, vocab))[request]), _Shaped(checkout, config))
+    _sample(plain._replace(params=(requests(1) | more_requests(1, vocab))[request]), _Shaped(config))
 
 
 def fused(
@@ -115,7 +106,6 @@ def fused(
     vocab: int,
     batch: int,
     rounds: int,
-    checkout: Path | None,
 ) -> dict[str, float]:
     """Microseconds by which a step is longer than one without any request, of a head of 4096 columns."""
     states, weight = head_of(filled(*held, batch, vocab, torch.float32), 4096)
@@ -126,7 +116,7 @@ def fused(
     some = step.part(0, min(batch, 8))
     steps: dict[str, Call] = {"plain": functools.partial(ops.sample, plain, "cute")}
     for key, config in configs.items():
-        shaped = _Shaped(checkout if key == "before" else None, config)
+        shaped = _Shaped(config)
         agrees(_sample(some, shaped), some, tolerance=2e-3)  # sums of thousands of products
         steps[key] = functools.partial(_sample, step, shaped)
     ms = interleaved_medians(steps, rounds, offsets=offsets)
@@ -144,9 +134,6 @@ def main(
     behind: Annotated[
         bool, typer.Option("--fused", help="Of whole steps what a request adds, by the Hopper kernel.")
     ] = False,
-    before: Annotated[
-        Path | None, typer.Option(help="Another checkout, whose second launch is timed too: --fused.")
-    ] = None,
     spectra: Annotated[Path | None, typer.Option(help="Of benchmarks.from_logits.")] = None,
     name: Annotated[str, typer.Option(help="Of benchmarks.from_logits.")] = "gemma3-270m",
 ) -> None:
@@ -157,17 +144,16 @@ def main(
     columns: dict[str, dict[str, float]] = {}
     held = spectrum(spectra, name)
     if behind:
-        configs |= {} if before is None else {"before": CONFIG}
         with ProcessPoolExecutor(16, mp_context=get_context("spawn")) as pool:  # a quarter of a minute each
             compiling = [
-                pool.submit(_compiled, config, vocab, params, before if key == "before" else None)
+                pool.submit(_compiled, config, vocab, params)
                 for (key, config), params in itertools.product(configs.items(), request.split(","))
             ]
             for job in compiling:
                 job.result()
     for batch, params in itertools.product(map(int, batches.split(",")), request.split(",")):
         if behind:
-            columns[f"{params} {batch}"] = fused(configs, held, params, vocab, batch, rounds, before)
+            columns[f"{params} {batch}"] = fused(configs, held, params, vocab, batch, rounds)
             continue
         logits = filled(*held, batch, vocab, torch.float32)
         seed = torch.arange(batch, device="cuda")
