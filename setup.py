@@ -1,5 +1,5 @@
-"""What pyproject.toml cannot say: the README as PyPI can show it, where a relative link or picture leads nowhere; and that an
-sdist of a checkout has the files that git tracks, of those that MANIFEST.in names."""
+"""What pyproject.toml cannot say: the README as PyPI can show it, where a relative link or picture leads nowhere; and
+that an sdist of a checkout has the files that git tracks, of those that MANIFEST.in names."""
 
 import re
 import subprocess
@@ -26,7 +26,8 @@ def for_pypi(markdown: str, repository: str = REPOSITORY) -> str:
 
 
 class TrackedSdist(sdist):
-    """An sdist without files that git does not track. Where there is no checkout, as in an unpacked sdist, of all files."""
+    """An sdist without files that git does not track. Where there is no checkout, as in an unpacked sdist, of all
+    files."""
 
     def make_distribution(self) -> None:  # noqa: D102
         if Path(".git").exists():

@@ -1,4 +1,4 @@
-"""Another checkout of this package under a name of its own, to be timed in one run with this one: options ``--before``."""
+"""Imports another checkout of this package under a name of its own, for the options ``--before`` of the benchmarks."""
 
 import importlib
 import re
@@ -18,7 +18,7 @@ _scratch = tempfile.TemporaryDirectory(prefix="before-")  # until the process en
 
 
 def import_before(checkout: Path) -> ModuleType:
-    """Imports the package of a checkout (``git worktree add FOLDER COMMIT``), its operators under a name of their own too.
+    """Imports the package of a checkout (``git worktree add FOLDER COMMIT``), its operators renamed too.
 
     Its Hopper kernels have a cache folder of their own, as those of every version; what is missing there is compiled.
 

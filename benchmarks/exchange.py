@@ -1,9 +1,9 @@
-"""What the exchange between GPUs consists of: ``torchrun --nproc_per_node 2 -m benchmarks.exchange``.
+"""Splits the exchange between GPUs into its parts: ``torchrun --nproc_per_node 2 -m benchmarks.exchange``.
 
-The Hopper kernel with time stamps in the thread that ends a launch, steps in a CUDA graph: from the arrival of the last CTA to
-the winners (the same without an exchange), the sends, and the wait. Of the ranks' waits in a step the shortest is that of the
-rank that came last: the way over NVLink and the polls. What the others wait longer they wait for it. The ranks' clocks are not
-compared. Nothing is timed before the ranks' tokens equal those of one GPU with the whole weight.
+The Hopper kernel with time stamps in the thread that ends a launch, steps in a CUDA graph: from the arrival of the last
+CTA to the winners (the same without an exchange), the sends, and the wait. Of the ranks' waits in a step the shortest
+is that of the rank that came last: the way over NVLink and the polls. What the others wait longer they wait for it. The
+ranks' clocks are not compared. Nothing is timed before the ranks' tokens equal those of one GPU with the whole weight.
 """
 
 import os

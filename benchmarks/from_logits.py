@@ -1,8 +1,8 @@
 """The benchmark of sampling from logits that are in memory: ``python -m benchmarks.from_logits --spectra FOLDER``.
 
-Ours beside FlashInfer's four functions, where it is installed, interleaved in one run. Nothing is timed before its tokens are
-the oracle's. Several steps are captured in one graph, so that what the host costs is out of the figures; they read
-the same logits, so that up to 50 MB of these come from the level-2 cache, as they do behind a matmul.
+Ours beside FlashInfer's four functions, where it is installed, interleaved in one run. Nothing is timed before its
+tokens are the oracle's. Several steps are captured in one graph, so that what the host costs is out of the figures;
+they read the same logits, so that up to 50 MB of these come from the level-2 cache, as they do behind a matmul.
 """
 
 import functools
@@ -45,7 +45,7 @@ def spectrum(folder: Path | None, name: str) -> tuple[Tensor, Tensor, int]:
 
 
 def spectrum_source(folder: Path | None, name: str) -> str:
-    """Where ``spectrum`` has them from, in words."""
+    """Says where ``spectrum`` takes its logits from."""
     return f"{name} from {folder}" if folder else "synthetic: Zipf's law, exponents 1 to 2"
 
 
@@ -67,7 +67,7 @@ def filled(
 
 
 def requests(batch: int) -> dict[str, SamplingParams]:
-    """What is asked for, a value for every row, as a server has them."""
+    """Returns the sampling parameters of each kind of request, one value per row, as servers pass them."""
 
     def rows(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.full((batch,), value, dtype=dtype, device="cuda")
@@ -81,8 +81,8 @@ def requests(batch: int) -> dict[str, SamplingParams]:
 
 
 def peers(logits: Tensor) -> dict[str, Callable[[], Any]]:
-    """FlashInfer's function for each request; those that take probabilities with its softmax before them. From 0.7 on it has
-    another one for top-k with top-p, k up to 1024: a radix select by clusters of blocks, of probabilities."""
+    """FlashInfer's function for each request; those that take probabilities with its softmax before them. From 0.7 on
+    it has another one for top-k with top-p, k up to 1024: a radix select by clusters of blocks, of probabilities."""
     if importlib.util.find_spec("flashinfer") is None:
         return {}
     import flashinfer
@@ -117,7 +117,7 @@ def repeated(step: Callable[[], Any]) -> Callable[[], Any]:
 def _rows(
     logits: Tensor, wanted: list[str], before: Path | None, rounds: int, read_tb_s: float
 ) -> list[dict[str, Any]]:
-    """Of every request that is wanted: the correctness gate, then the times."""
+    """Checks, then times, every request in ``wanted``."""
     (batch, vocab), device = logits.shape, logits.device
     temperature, offset = torch.ones(batch, device=device), torch.arange(batch, device=device)
     seed = torch.randint(-(2**63), 2**63 - 1, (batch,), device=device)

@@ -1,7 +1,8 @@
 """The benchmark of the filters that are hardest to make: ``python -m benchmarks.hard_requests --spectra FOLDER``.
 
-As ``benchmarks.requests``: nuclei of thousands of tokens or of most of the vocabulary, rows of equal logits, and every row
-another mix of filters; each beside our step of the same head without filters, and cuBLAS with FlashInfer's function for them.
+As ``benchmarks.requests``: nuclei of thousands of tokens or of most of the vocabulary, rows of equal logits, and every
+row another mix of filters; each beside our step of the same head without filters, and cuBLAS with FlashInfer's function
+for them.
 """
 
 import functools
@@ -27,7 +28,7 @@ from .timing import Call, interleaved_medians, machine
 
 
 def hard_requests(batch: int, vocab: int) -> dict[str, tuple[str, SamplingParams]]:
-    """Of which head, and what is asked for, a value for every row."""
+    """Returns (LM head, sampling parameters) of each hard request, one value per row."""
     generator = torch.Generator().manual_seed(0)
 
     def rows(*values: float, dtype: torch.dtype = torch.float32) -> Tensor:

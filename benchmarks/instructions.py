@@ -1,10 +1,9 @@
 """How many instructions the Hopper kernel's warps execute for a tile, counted without a GPU.
 
 ``python -m benchmarks.instructions``: of PTX, on the machine of ``tests.emulator``, what a launch of more tiles
-executes more, over
-the tiles. No times: what a warp waits for, and what ptxas makes of it, is not in here. But consumers' instructions between two
-tiles' products are exposed, two warps to a scheduler: 2 x 1000 of them are 2000 cycles of a tile, of which 1024 x D / 64 are
-products at 256 columns.
+executes more, over the tiles. No times: what a warp waits for, and what ptxas makes of it, is not in here. But
+consumers' instructions between two tiles' products are exposed, two warps to a scheduler: 2 x 1000 of them are 2000
+cycles of a tile, of which 1024 x D / 64 are products at 256 columns.
 """
 
 import os

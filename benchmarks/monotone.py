@@ -1,7 +1,7 @@
 """Whether a step takes longer with fewer rows: ``python -m benchmarks.monotone``.
 
-All batch sizes of an LM head in one run, interleaved, so that a drift of the clocks meets all alike. Nothing is timed before
-its tokens equal the oracle's.
+All batch sizes of an LM head in one run, interleaved, so that a drift of the clocks meets all alike. Nothing is timed
+before its tokens equal the oracle's.
 """
 
 import functools

@@ -1,7 +1,7 @@
-"""Where a filtered step's time goes on a Hopper GPU: ``python -m benchmarks.parts --spectra FOLDER``.
+"""Splits the time of a filtered step on a Hopper GPU: ``python -m benchmarks.parts --spectra FOLDER``.
 
-Beside the step without anything and whole steps: the kernel that leaves its logits, with draws and without, and the launch
-behind it alone, on logits as real models make them. Interleaved in one run.
+Beside the step without anything and whole steps: the kernel that leaves its logits, with draws and without, and the
+launch behind it alone, on logits as real models make them. Interleaved in one run.
 """
 
 import functools

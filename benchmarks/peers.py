@@ -1,7 +1,7 @@
-"""What we are measured against. No peer pays for a temperature: it is 1, so none launches a kernel to divide.
+"""The peers that we are measured against. No peer pays for a temperature: it is 1, so none launches a kernel to divide.
 
-FI1 and FI2 are what a decode step with FlashInfer does today: 16-bit logits from the LM head, widened, sampled. "FI2 fp32" is
-the strongest form we could think of: cuBLAS writes the fp32 logits itself.
+FI1 and FI2 are what a decode step with FlashInfer does today: 16-bit logits from the LM head, widened, sampled. "FI2
+fp32" is the strongest form we could think of: cuBLAS writes the fp32 logits itself.
 """
 
 import importlib.util
@@ -14,7 +14,8 @@ from .timing import Call
 
 
 def peers(hidden_states: Tensor, weight: Tensor, named: Sequence[str] = ()) -> dict[str, Call]:
-    """Steps from hidden states (B, D) and weight (V, D) to token ids; "cuBLAS alone" stops at the logits. All, or some."""
+    """Returns steps from hidden states (B, D) and weight (V, D) to token ids; "cuBLAS alone" stops at the logits.
+    ``named``: the wanted ones; empty: all."""
     batch, vocab = hidden_states.shape[0], weight.shape[0]
     logits16 = torch.empty(batch, vocab, dtype=hidden_states.dtype, device=hidden_states.device)
 

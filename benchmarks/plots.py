@@ -125,7 +125,8 @@ def scaling(result: dict[str, Any], path: Path) -> None:
 
 
 def drafts(result: dict[str, Any], path: Path) -> None:
-    """Time of rejection over the rows that are verified, with what others take, from a result file of ``benchmarks.verify``."""
+    """Time of rejection over the rows that are verified, with what others take, from a result file of
+    ``benchmarks.verify``."""
     rows = [row for row in result["rows"] if row.get("filters", "none") == "none"]
     panels = list(dict.fromkeys((row["vocab"], row["dim"], row["drafts"]) for row in rows))
     styles: dict[str, dict[str, Any]] = {
@@ -163,8 +164,8 @@ def drafts(result: dict[str, Any], path: Path) -> None:
 
 
 def engine(results: list[dict[str, Any]], path: Path) -> None:
-    """Time of LM head and sampler in an engine with the plug-in over that without it, a panel per model, from result files of
-    ``benchmarks.vllm_engine``."""
+    """Time of LM head and sampler in an engine with the plug-in over that without it, a panel per model, from result
+    files of ``benchmarks.vllm_engine``."""
     across = min(len(results), 3)
     down = -(-len(results) // across)
     figure, axes = plt.subplots(down, across, figsize=(5.6 * across, 4.0 * down), squeeze=False)

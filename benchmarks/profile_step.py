@@ -1,8 +1,10 @@
 """Two steps per problem for Nsight Compute; the profiles in docs/ are of the second. KERNEL is triton or cute.
 
-ncu --clock-control none -k "regex:sample_kernel|SampleKernel" --metrics dram__throughput.avg.pct_of_peak_sustained_elapsed,\
+ncu --clock-control none -k "regex:sample_kernel|SampleKernel" --metrics
+dram__throughput.avg.pct_of_peak_sustained_elapsed,\
 sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed,sm__inst_executed_pipe_alu.avg.pct_of_peak_sustained_elapsed,\
-sm__inst_issued.avg.pct_of_peak_sustained_elapsed,smsp__sass_inst_executed_op_local.sum python -m benchmarks.profile_step KERNEL
+sm__inst_issued.avg.pct_of_peak_sustained_elapsed,smsp__sass_inst_executed_op_local.sum python -m
+benchmarks.profile_step KERNEL
 """
 
 import sys

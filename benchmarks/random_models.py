@@ -1,4 +1,5 @@
-"""Models of random weights for engines: shapes, a folder with a configuration alone, and logits that spread as real ones."""
+"""Models of random weights for engines: shapes, a folder with a configuration alone, and logits that spread as real
+ones."""
 
 import json
 import tempfile
@@ -46,8 +47,9 @@ def model_folder(
 def spread(model: Any, deviation: float) -> None:
     """Gives random weights logits of such a standard deviation, about as real ones have; theirs are all about equal.
 
-    The layers of random weights add next to nothing to the last token's embedding. That must be large beside the epsilon of the
-    last norm, and where the head is the embedding, random signs in that norm keep the last token from knowing itself."""
+    The layers of random weights add next to nothing to the last token's embedding. That must be large beside the
+    epsilon of the last norm, and where the head is the embedding, random signs in that norm keep the last token from
+    knowing itself."""
     head, embedding, norm = model.lm_head.weight, model.model.embed_tokens.weight, model.model.norm.weight
     first = model.lm_head.shard_indices.padded_org_vocab_start_index  # ranks have rows of their own
     generator = torch.Generator(head.device).manual_seed(first)

@@ -1,8 +1,8 @@
-"""What rows of NaN, zeros and equal logits cost the batch that they are in: ``python -m benchmarks.rare_rows``.
+"""Times batches with rows of NaN, zeros and equal logits: ``python -m benchmarks.rare_rows``.
 
-A step with such rows over the same step without them, in one run. The contract (section 4) says that any number of them costs
-little; tests count what the kernels evaluate because of them, and this takes the time. Nothing is timed before the other rows'
-tokens are what they are without such rows, and such rows' own are right.
+A step with such rows over the same step without them, in one run. The contract (section 4) says that any number of them
+costs little; tests count what the kernels evaluate because of them, and this takes the time. Nothing is timed before
+the other rows' tokens are what they are without such rows, and such rows' own are right.
 """
 
 import functools

@@ -1,8 +1,8 @@
 """The benchmark of what requests ask for: ``python -m benchmarks.requests --spectra FOLDER``.
 
-A whole step, from hidden states to token ids, with filters, masks, penalties and log-probabilities, on logits as real models
-make them, beside our step without any of it, cuBLAS's bare matmul, and cuBLAS with FlashInfer's filters where it is installed.
-Interleaved in one run; nothing is timed before its tokens are the oracle's.
+A whole step, from hidden states to token ids, with filters, masks, penalties and log-probabilities, on logits as real
+models make them, beside our step without any of it, cuBLAS's bare matmul, and cuBLAS with FlashInfer's filters where it
+is installed. Interleaved in one run; nothing is timed before its tokens are the oracle's.
 """
 
 import functools
@@ -39,7 +39,7 @@ def head_of(logits: Tensor, dim: int) -> tuple[Tensor, Tensor]:
 
 
 def more_requests(batch: int, vocab: int) -> dict[str, SamplingParams]:
-    """What is asked for beside ``from_logits.requests``."""
+    """Returns the kinds of requests that ``from_logits.requests`` does not have."""
     words = torch.randint(-(2**31), 2**31 - 1, (batch, -(-vocab // 32)), dtype=torch.int32, device="cuda")
     state = TokenCounts(batch, vocab, device="cuda")  # of texts of some 300 tokens
     state.counts.copy_(torch.rand(batch, vocab, device="cuda") < 0.002)
@@ -65,7 +65,7 @@ def more_requests(batch: int, vocab: int) -> dict[str, SamplingParams]:
 
 
 def compile_together(steps: Iterable[SampleInputs], impl: str) -> None:
-    """What is missing of Triton's kernels for steps, as many at a time as there are cores."""
+    """Compiles the Triton kernels that the steps lack, one per core at a time."""
     with BACKENDS[impl].module.compiling(os.cpu_count() or 1):
         for step in steps:
             ops.sample(step, impl)

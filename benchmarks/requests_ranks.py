@@ -1,9 +1,9 @@
-"""What requests ask for, over several GPUs: ``torchrun --nproc_per_node 2 -m benchmarks.requests_ranks --spectra FOLDER``.
+"""Times requests over several GPUs: ``torchrun --nproc_per_node 2 -m benchmarks.requests_ranks --spectra FOLDER``.
 
-A step from hidden states to token ids over ``p2p`` with filters, a mask, penalties and log-probabilities, beside our step
-without any of it, the shard's bare cuBLAS matmul, and what is done without a fused step: 16-bit logits, an all-gather, and then
-``sample_from_logits``, and FlashInfer where it is installed. Several steps per CUDA graph, in one run, on logits as real models
-make them. Nothing is timed before its tokens are the oracle's, on some of its rows.
+A step from hidden states to token ids over ``p2p`` with filters, a mask, penalties and log-probabilities, beside our
+step without any of it, the shard's bare cuBLAS matmul, and what is done without a fused step: 16-bit logits, an
+all-gather, and then ``sample_from_logits``, and FlashInfer where it is installed. Several steps per CUDA graph, in one
+run, on logits as real models make them. Nothing is timed before its tokens are the oracle's, on some of its rows.
 """
 
 import functools

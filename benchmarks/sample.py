@@ -1,7 +1,7 @@
 """The benchmark of one sampling step: ``python -m benchmarks.sample``.
 
-Ours per implementation, cuBLAS's bare matmul, compiled multinomial and FlashInfer (where installed), interleaved in one run.
-Nothing of a configuration is timed before its tokens equal the oracle's.
+Ours per implementation, cuBLAS's bare matmul, compiled multinomial and FlashInfer (where installed), interleaved in one
+run. Nothing of a configuration is timed before its tokens equal the oracle's.
 """
 
 import functools
@@ -30,7 +30,8 @@ LIMITS = {  # whole step over the bare cuBLAS matmul, up to that batch: what is 
     "triton": {32: 1.03, 64: 1.06, 96: 1.35, 128: 1.30, 160: 1.98, 192: 1.95, 256: 1.65, 320: 1.80, 512: 1.65},
     "cute": {128: 1.00, 256: 1.08, 320: 1.13, 512: 1.08},  # the goal is 1.00 everywhere
 }
-BEATEN_BY = {  # peers faster than Triton at ae0ded4, which padded the batch to blocks of 128 rows; elsewhere ours beat them all
+# Peers that were faster than the Triton kernel while it padded the batch to blocks of 128 rows.
+BEATEN_BY = {
     ("V=151936 D=4096", 160): {"FI2"},
     ("V=128256 D=4096", 160): {"FI2"},
     ("V=201088 D=2880", 160): {"FI2"},

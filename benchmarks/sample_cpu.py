@@ -1,4 +1,5 @@
-"""The streaming implementation on a CPU beside plain torch, on the demo model's head: ``python -m benchmarks.sample_cpu``."""
+"""The streaming implementation on a CPU beside plain torch, on the demo model's head: ``python -m
+benchmarks.sample_cpu``."""
 
 import functools
 import statistics

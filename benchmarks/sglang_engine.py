@@ -1,17 +1,16 @@
 """SGLang's decode step with and without the plug-in, in turns, on one GPU: ``python -m benchmarks.sglang_engine``.
 
-Two engines, one with the plug-in and one without, each in processes of its own, as SGLang has it. Random weights of a Qwen3
-shape, scaled so that logits spread as real ones do; no network, no tokenizer. Decode steps are CUDA graphs, prefixes are not
-kept. Medians over the decode steps of all rows, of all rounds' generations:
+Two engines, one with the plug-in and one without, each in processes of its own, as SGLang has it. Random weights of a
+Qwen3 shape, scaled so that logits spread as real ones do; no network, no tokenizer. Decode steps are CUDA graphs,
+prefixes are not kept. Medians over the decode steps of all rows, of all rounds' generations:
 
     step_ms   on the GPU's clock, from where a step's launches begin to its tokens: model, LM head, sampler
     tpot_ms   time per output token: on the GPU's clock from one step's tokens to the next's
     host_ms   the host's time for the call that launches the step
 
-The plug-in's counters must say that every one of its steps is fused. With FLASHSAMPLING_SGLANG_STAND_INS=1 the model is torch's
-operations and Triton's attention (``tests/integrations/sglang/engine.py``), and takes longer than SGLang's own
-kernels; head and sampler are
-SGLang's in one engine and ours in the other all the same.
+The plug-in's counters must say that every one of its steps is fused. With FLASHSAMPLING_SGLANG_STAND_INS=1 the model is
+torch's operations and Triton's attention (``tests/integrations/sglang/engine.py``), and takes longer than SGLang's own
+kernels; head and sampler are SGLang's in one engine and ours in the other all the same.
 """
 
 import itertools
@@ -127,7 +126,7 @@ class Engine:
         )
 
     def generate(self, prompts: list[list[int]], tokens: int, asked: dict[str, Any]) -> dict[str, Any]:
-        """What the decode steps of a generation took."""
+        """Returns the times of a generation's decode steps."""
         lines = len(self._seen.read_text().splitlines())
         params = {"max_new_tokens": tokens, "ignore_eos": True, "temperature": 1.0, **asked}
         outputs = self._engine.generate(input_ids=prompts, sampling_params=[params] * len(prompts))

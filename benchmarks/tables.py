@@ -1,6 +1,6 @@
-"""Tables of README and docs/ that are filled from result files: ``python -m benchmarks.tables``, after ``benchmarks.verify``,
-``benchmarks.requests`` or ``benchmarks.vllm_engine`` has written one, puts its figures into the pages and draws its picture
-again. ``tests/project/test_docs.py`` compares them. No GPU is needed."""
+"""Tables of README and docs/ that are filled from result files: ``python -m benchmarks.tables``, after
+``benchmarks.verify``, ``benchmarks.requests`` or ``benchmarks.vllm_engine`` has written one, puts its figures into
+the pages and draws its picture again. ``tests/project/test_docs.py`` compares them. No GPU is needed."""
 
 import functools
 import json
@@ -26,7 +26,8 @@ THEIR_FILTERS = {  # FlashInfer's functions, and which of the requests they serv
 }
 REQUESTS = ("top-k top-p", "top-p", "min-p", "mask", "penalties", "top_logprobs=5", "everything")
 REQUESTS_HEADER = (
-    "| GPU, LM head | B | no filter, ms | top-k, top-p | top-p | min-p | mask | penalties | 5 top logprobs | everything "
+    "| GPU, LM head | B | no filter, ms | top-k, top-p | top-p | min-p | mask | penalties "
+    "| 5 top logprobs | everything "
     "| / FI top-k top-p | / FI by radix | / FI top-p | / FI min-p | memory |"
 )
 DOCS_HEADER = "| LM head | filters | n | B | accepted | sample | match | rejection | compiled torch | FlashInfer |"
@@ -52,7 +53,7 @@ def _over(ms: Mapping[str, float], step: str, peer: str) -> str:
 
 
 def readme_table(result: Mapping[str, Any]) -> str:
-    """Of one head, without filters."""
+    """Returns the table of one LM head, without filters."""
     rows = []
     for row in result["rows"]:
         ms = row["ms"]
@@ -88,7 +89,8 @@ def _gpu(result: Mapping[str, Any]) -> str:
 
 
 def requests_table(results: Iterable[Mapping[str, Any]]) -> str:
-    """What requests ask for: over the step without, over FlashInfer's with the same filters; memory over (B, V) float32."""
+    """Returns the table of requests: time over the unfiltered step, over FlashInfer's with the same filters; memory
+    over (B, V) float32."""
     rows = []
     for result in results:
         for row in result["rows"]:
@@ -136,12 +138,12 @@ def engine_table(results: Iterable[Mapping[str, Any]]) -> str:
 
 
 def engine_results(folder: Path = RESULTS) -> list[dict[str, Any]]:
-    """What runs of ``benchmarks.vllm_engine`` left there."""
+    """Reads the results of ``benchmarks.vllm_engine``."""
     return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("vllm_*.json"))]
 
 
 def requests_results() -> list[dict[str, Any]]:
-    """What runs of ``benchmarks.requests`` left there, on an H200 and on an H100."""
+    """Reads the results of ``benchmarks.requests`` on an H200 and on an H100."""
     return [result_of("requests"), result_of("requests_h100")]
 
 
@@ -157,7 +159,7 @@ def with_table(text: str, table: str) -> str:
 def pages(
     drafts: Mapping[str, Any], requests: Sequence[Mapping[str, Any]], engines: Sequence[Mapping[str, Any]]
 ) -> dict[Path, str]:
-    """What the pages say after these runs."""
+    """Returns the text of each page with these results."""
     tables = {
         ROOT / "README.md": [readme_table(drafts)],
         ROOT / "docs" / "benchmarks.md": [docs_table(drafts), drafter_table(drafts), requests_table(requests)],
@@ -168,13 +170,14 @@ def pages(
 
 
 def result_of(benchmark: str) -> dict[str, Any]:
-    """What its last run left in benchmarks/results."""
+    """Reads the last result of a benchmark from benchmarks/results."""
     result: dict[str, Any] = json.loads((RESULTS / f"{benchmark}.json").read_text(encoding="utf-8"))
     return result
 
 
 def main() -> None:
-    """Fills the tables of README.md, docs/benchmarks.md and docs/vllm.md from benchmarks/results, and draws their pictures."""
+    """Fills the tables of README.md, docs/benchmarks.md and docs/vllm.md from benchmarks/results, and draws their
+    pictures."""
     from . import plots
 
     drafts, engines = result_of("verify"), engine_results()

@@ -1,9 +1,9 @@
 """The tensor-parallel benchmark: ``python -m benchmarks.tensor_parallel``.
 
-Starts torchrun for every size of the group in turn, on one host. Per size and batch: our step per transport, the same kernel on
-the shard without an exchange, the local shard's bare cuBLAS matmul, and what a vocabulary-parallel LM head does today, an
-all-gather of logits with Gumbel-max sampling after it. Several steps per CUDA graph, so that host launches stay out of it.
-Nothing is timed before the ranks' tokens equal those of one GPU with the whole weight.
+Starts torchrun for every size of the group in turn, on one host. Per size and batch: our step per transport, the same
+kernel on the shard without an exchange, the local shard's bare cuBLAS matmul, and what a vocabulary-parallel LM head
+does today, an all-gather of logits with Gumbel-max sampling after it. Several steps per CUDA graph, so that host
+launches stay out of it. Nothing is timed before the ranks' tokens equal those of one GPU with the whole weight.
 """
 
 import contextlib
@@ -49,7 +49,8 @@ def medians_over_ranks(steps: dict[str, Call], per_graph: int, rounds: int) -> d
     together = torch.zeros(1, device="cuda")
     times: list[list[float]] = []
     for names in shuffled(graphs, rounds):
-        # not timed: while it runs the hosts get ahead of their devices; else their launches would be part of the first figure
+        # not timed: while it runs the hosts get ahead of their devices; else their launches would be part of the first
+        # figure
         next(iter(graphs.values())).replay()
         events = {}
         for name in names:
@@ -72,7 +73,7 @@ def _draw(problem: Problem, weight: Tensor, tp: TensorParallel | None, impl: str
 
 
 def _draw_alone(problem: Problem, shard: Tensor, impl: str, first_token: int) -> Tensor:
-    """What the shard alone would draw: the same launch without an exchange."""
+    """Draws from the shard alone: the same launch without an exchange."""
     return BACKENDS[impl].run(problem.step(weight=shard, vocab_size=shard.shape[0], shard=Shard(first_token))).ids
 
 

@@ -28,8 +28,8 @@ def graph_of(step: Call) -> torch.cuda.CUDAGraph:
 
 
 def shuffled(names: Iterable[str], rounds: int) -> Iterator[list[str]]:
-    """The names in an order of its own for every round, so that what a step leaves behind, a hot GPU among it, meets all alike;
-    the same orders in every process."""
+    """Yields the names in another order each round, the same orders in every process, so that a hot GPU meets all
+    alike."""
     generator, names = random.Random(0), list(names)
     for _ in range(rounds):
         yield generator.sample(names, len(names))
@@ -38,11 +38,13 @@ def shuffled(names: Iterable[str], rounds: int) -> Iterator[list[str]]:
 def interleaved_medians(
     steps: Mapping[str, Call], rounds: int, offsets: Tensor | None = None, rest: Call | None = None
 ) -> dict[str, float]:
-    """Median milliseconds of a graph replay of every step; round by round, so that a drift of the clocks meets all alike.
+    """Returns the median milliseconds of a graph replay of every step, interleaved so that drifting clocks meet all
+    alike.
 
-    ``offsets``, the steps' own, advance before each replay, in place and untimed, so that a median is over different draws: of
-    the same draw over and over, a step that a Philox word of 0 makes longer, one in a hundred, would be all that is seen.
-    ``rest`` runs before each replay, untimed: what a decoder does between its steps, so that the GPU is as hot as there."""
+    ``offsets``, the steps' own, advance before each replay, in place and untimed, so that a median is over different
+    draws: of the same draw over and over, a step that a Philox word of 0 makes longer, one in a hundred, would be all
+    that is seen. ``rest`` runs before each replay, untimed: what a decoder does between its steps, so that the GPU is
+    as hot as there."""
     graphs = {name: graph_of(step) for name, step in steps.items()}
     events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in steps}
     for names in shuffled(graphs, rounds):
@@ -61,7 +63,7 @@ def interleaved_medians(
 
 
 def host_microseconds(step: Call, calls: int = 300) -> float:
-    """Median host time of an eager call, microseconds. The device must be faster than the host for this to mean anything."""
+    """Returns the median host time of an eager call in microseconds. The device must be faster than the host."""
     for _ in range(20):
         step()
     times = []
@@ -82,7 +84,7 @@ def read_bandwidth(rounds: int = 30) -> float:
 
 
 def quartiles(name: str, ms: Iterable[float]) -> dict[str, Any]:
-    """Of a result's row: the median, and the quartiles beside it."""
+    """Returns the median of a result's row with the quartiles beside it."""
     found = [round(each, 4) for each in statistics.quantiles(ms)]
     return {name: found[1], f"{name}_quartiles": found}
 

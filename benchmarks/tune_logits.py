@@ -1,7 +1,7 @@
 """Shapes of sampling from logits, timed: ``python -m benchmarks.tune_logits``. ``logits.CONFIG`` is read off it.
 
-Of the second launch what counts is a step behind the Hopper kernel (``--fused``): by then the weight has pushed its code and
-its data out of the caches. Launched over and over it takes half as long.
+Of the second launch what counts is a step behind the Hopper kernel (``--fused``): by then the weight has pushed its
+code and its data out of the caches. Launched over and over it takes half as long.
 """
 
 import functools
@@ -32,8 +32,8 @@ from .timing import Call, interleaved_medians
 
 
 def candidates(which: str) -> dict[str, Config]:
-    """Of the first launch ("scan") or the second ("pick"), the other as it is. Of the second, one thing changed at a time: it
-    takes ten seconds to compile."""
+    """Returns shapes of the first launch ("scan") or the second ("pick"). The second differs from the present shape in
+    one thing at a time: each takes ten seconds to compile."""
     found = {}
     if which == "scan":
         for columns, reps, warps, registers in itertools.product(

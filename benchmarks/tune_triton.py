@@ -1,7 +1,9 @@
-"""Times the Triton kernel's tile shapes: ``python -m benchmarks.tune_triton``. ``choose_config`` is read off its output.
+"""Times the Triton kernel's tile shapes: ``python -m benchmarks.tune_triton``. ``choose_config`` is read off its
+output.
 
-Every candidate is compiled first, in parallel processes, and must give the same tokens as the shape in use, bit for bit; those
-must be the oracle's. All batches of an LM head are timed in one interleaved run, so that they can be compared with each other.
+Every candidate is compiled first, in parallel processes, and must give the same tokens as the shape in use, bit for
+bit; those must be the oracle's. All batches of an LM head are timed in one interleaved run, so that they can be
+compared with each other.
 """
 
 import functools
@@ -33,7 +35,8 @@ from .timing import Call, interleaved_medians, machine
 VOCABULARIES = {dim: vocab for vocab, dim in reversed(CONFIGS)}  # of two with the same D, the first
 _LEAN = TileConfig(128, 128, 64, 8, 6, 1, use_tma=True, chunk_b=64, preload=True)
 _SMALL = TileConfig(128, 64, 64, 4, 3, 3, use_tma=True, max_registers=168)
-CANDIDATES = [  # that fit sm_90's shared memory and registers; with more spills than the shapes in use none is worth a try
+# Shapes that fit sm_90's shared memory and registers, and spill no more than the shapes in use.
+CANDIDATES = [
     TileConfig(128, 16, 128, 4, 2, 3, use_tma=True, max_registers=168),
     TileConfig(128, 16, 128, 4, 3, 2, use_tma=True),
     TileConfig(128, 32, 64, 4, 3, 3, use_tma=True, chunk_b=32, max_registers=168),
@@ -91,14 +94,14 @@ def _compile(config: TileConfig) -> str | None:
 
 
 def _compile_before(checkout: Path, batch: int, dim: int) -> None:
-    """What the other checkout uses for a batch: a process of its own leaves it in Triton's cache."""
+    """Compiles the other checkout's kernel for a batch in a process of its own, which leaves it in Triton's cache."""
     problem = make_problem(batch, torch.zeros(256, dim, dtype=torch.bfloat16, device="cuda"))
     problem.sample("triton", package=import_before(checkout))
 
 
 def _checked(problem: Problem, shapes: list[TileConfig], before: ModuleType | None) -> dict[str, Call]:
-    """Steps of a batch, once their tokens are right: cuBLAS's bare matmul, every shape, the first of which is in use, and what
-    is in use in another checkout."""
+    """Steps of a batch, once their tokens are right: cuBLAS's bare matmul, every shape, the first of which is in use,
+    and what is in use in another checkout."""
     batch, weight, step = problem.hidden_states.shape[0], problem.weight, problem.step()
     expected = run(step, shapes[0]).ids
     assert_agreement(expected[:, None], problem)
@@ -122,7 +125,7 @@ def _time(
     before: ModuleType | None,
     rounds: int,
 ) -> list[dict[str, Any]]:
-    """Of every batch: median ms of cuBLAS's bare matmul and of every shape, and which is in use."""
+    """Returns, for every batch, median ms of cuBLAS's bare matmul and of every shape, and the shape in use."""
     offsets, shapes, steps = torch.arange(max(sizes), device="cuda"), dict[int, list[TileConfig]](), dict[str, Call]()
     for batch in sizes:
         problem = replace(make_problem(batch, weight), offset=offsets[:batch])

@@ -1,14 +1,14 @@
 """The benchmark of verifying drafts: ``python -m benchmarks.verify --spectra FOLDER``.
 
 match       ``verify`` of B requests of n drafts beside ``sample`` of as many rows, B * (n + 1)
-rejection   ``verify`` with the drafts' probabilities beside what others do with the same: cuBLAS's logits, a softmax, and a
-            rejection sampler in compiled torch, or FlashInfer's ``chain_speculative_sampling`` where it is installed; of some
-            cells with top-k and top-p too: in torch of the 50 highest logits, by FlashInfer's renormalising functions
+rejection   ``verify`` with the drafts' probabilities beside two peers: cuBLAS's logits, a softmax, and a rejection
+            sampler in compiled torch, or FlashInfer's ``chain_speculative_sampling`` where it is installed; some cells
+            have top-k and top-p too: in torch over the 50 highest logits, or by FlashInfer's renormalising functions
 drafter     a drafter of one layer and its head, for one draft: with ``sample``, and with logits, softmax and a compiled
             multinomial
 
-Interleaved in one run, in CUDA graphs. Nothing is timed before its tokens are what torch's operations give, or, of a peer that
-draws with noise of its own, before it accepts as many drafts as theory says and draws what is left to draw.
+Interleaved in one run, in CUDA graphs. Nothing is timed before its tokens are what torch's operations give, or, of a
+peer that draws with noise of its own, before it accepts as many drafts as theory says and draws what is left to draw.
 """
 
 import functools
@@ -45,7 +45,8 @@ Sampler = Callable[[], Tensor]  # -> (B, n + 1) tokens
 
 
 def drafted(states: Tensor, weight: Tensor, n: int) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    """Parameters of B requests, drafts (B, n), and probabilities (B, n, V) from which they are: the target's, blurred."""
+    """Returns sampling parameters of B requests, drafts (B, n), and their probabilities (B, n, V): the target's,
+    blurred."""
     batch, vocab = len(states) // (n + 1), len(weight)
     rows = {
         "temperature": torch.ones(batch, device="cuda"),
@@ -112,9 +113,8 @@ def _flashinfer(states: Tensor, weight: Tensor, ids: Tensor, q: Tensor, offset: 
 
 
 def check_sampler(name: str, draw: Sampler, p: Tensor, q: Tensor, ids: Tensor, slack: float) -> None:
-    """Of a peer, whose noise is its own: drafts up to the first that is refused, then a token that p - q, or p, has, then -1;
-    and over ``TIMES`` calls as many drafts accepted as theory says, of each request the sum over i of the products of
-    min(1, p / q) up to i, within five deviations and a share ``slack``."""
+    """Checks a peer that draws with noise of its own: the layout of its tokens in one call, and over ``TIMES`` calls
+    how many drafts it accepts and what it draws after them."""
     batch, n = ids.shape
     held = q.gather(2, ids[:, :, None])[:, :, 0].double()
     ratio = (p[:, :-1].gather(2, ids[:, :, None])[:, :, 0].double() / held).clamp(max=1.0)

@@ -1,18 +1,18 @@
 """vLLM's decode step with and without the plug-in, interleaved, in one engine: ``python -m benchmarks.vllm_engine``.
 
-Random weights of a Qwen3 shape, scaled so that logits spread as real ones do; no network, no tokenizer. The engine is in a
-process of its own, as vLLM has it; the model runner's class there is the plug-in's or vLLM's own, in turns.
+Random weights of a Qwen3 shape, scaled so that logits spread as real ones do; no network, no tokenizer. The engine is
+in a process of its own, as vLLM has it; the model runner's class there is the plug-in's or vLLM's own, in turns.
 
     sample_ms   GPU time of LM head and sampler, CUDA events around the runner's ``sample``
     forward_ms  likewise of the model before it
     host_ms     the host's time for that call, in which it launches and does not wait
-    tpot_ms     time per output token, scheduler, model and all: on the GPU's clock from one step's tokens to the next's; not
-                where the caller waits: outputs queue up there while it adds requests, and then come faster than they are made
-    peak_MiB    most memory allocated, in a short generation that is not timed; sample_MiB: by LM head and sampler in one step,
-                the last positions of the prompts among them
+    tpot_ms     time per output token, scheduler and model included: on the GPU's clock from one step's tokens to the
+                next's; the caller's clock is not used, because outputs queue up while it adds requests
+    peak_MiB    most memory allocated in a short generation that is not timed; sample_MiB: by LM head and sampler in one
+                step, the last positions of the prompts among them
 
-Times are medians over the decode steps of all rows, of all rounds' generations, the plug-in's and vLLM's in turns.
-The plug-in's counters must say that every one of its steps is fused; with ``--ranks``, all ranks must have drawn the same
+Times are medians over the decode steps of all rows, of all rounds' generations, the plug-in's and vLLM's in turns. The
+plug-in's counters must say that every one of its steps is fused; with ``--ranks``, all ranks must have drawn the same
 tokens. With ``FLASHSAMPLING_VLLM_GRAPHS=0`` the plug-in's steps are launched, and no CUDA graphs.
 """
 
@@ -160,7 +160,8 @@ def main(
         gpu_memory_utilization=0.5,
         enable_prefix_caching=False,  # a repeat must not find an earlier one's prompts
         attention_backend=attention,
-        # without torch.compile, whose graphs are pieces; with no graph at all the host is so late that it is timed, not the GPU
+        # without torch.compile, whose graphs are pieces; with no graph at all the host is so late that it is timed, not
+        # the GPU
         compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sorted(sizes)},
         tensor_parallel_size=ranks,
         disable_custom_all_reduce=True,

@@ -1,6 +1,8 @@
-"""What the benchmarks do inside vLLM's worker: functions for ``LLM.collective_rpc``, and a class that has them imported there.
+"""Functions that benchmarks run inside vLLM's worker by ``LLM.collective_rpc``, and a class whose import brings them
+there.
 
-vLLM starts its engine in a process of its own, so that is where the model runner is. Its class is the plug-in's or vLLM's.
+vLLM starts its engine in a process of its own, so that is where the model runner is. Its class is the plug-in's or
+vLLM's.
 """
 
 import hashlib
@@ -22,13 +24,13 @@ def use_plugin(worker: Any, wanted: bool) -> None:
 
 
 def spread_logits(worker: Any, deviation: float) -> None:
-    """See ``random_models.expand``."""
+    """Spreads the logits of a model of random weights: ``random_models.expand``."""
     spread(worker.model_runner.model, deviation)
 
 
 def start_timing(worker: Any, with_grammar: bool, with_memory: bool) -> None:
-    """Notes every step's CUDA events, its host time and its tokens from here on. ``with_grammar``: every row has a mask of half
-    the tokens. ``with_memory``: notes memory too, which takes the host so long that times mean little."""
+    """Notes every step's CUDA events, its host time and its tokens from here on. ``with_grammar``: every row has a mask
+    of half the tokens. ``with_memory``: notes memory too, which takes the host so long that times mean little."""
     from vllm.v1.core.sched.output import GrammarOutput
 
     runner = worker.model_runner
@@ -78,11 +80,12 @@ class Timed(NamedTuple):
 
 
 def stop_timing(worker: Any, batch: int) -> dict[str, Any]:
-    """What the decode steps of so many rows took, in milliseconds and MiB, and a digest of all steps' tokens, in order.
+    """Returns the times of the decode steps of ``batch`` rows in milliseconds, their memory in MiB, and a digest of all
+    tokens.
 
-    On the GPU's clock: the model; head and sampler; from its tokens to the next such step's. On the host's: the call that
-    launches head and sampler. If memory was noted, the peak of what was allocated, and the most that head and sampler took in a
-    step of so many rows, the last positions of their prompts' too."""
+    On the GPU's clock: the model; head and sampler; from its tokens to the next such step's. On the host's: the call
+    that launches head and sampler. If memory was noted, the peak of what was allocated, and the most that head and
+    sampler took in a step of so many rows, the last positions of their prompts' too."""
     runner = worker.model_runner
     steps, peaks = runner.timed_steps
     del runner.execute_model, runner.sample, runner.timed_steps

@@ -29,7 +29,8 @@ with TensorParallel(None, shard, max_batch_size=64, timeout=60.0) as tp:  # once
     token_ids = flashsampling.sample(hidden_states, shard, **rows, tp=tp).token_ids
     tp.check()  # raises if a rank was late or differed; needed where a step cannot raise by itself, in graph replays
     print(
-        f"rank {tp.rank} of {tp.world_size}: ids {tp.first_token} to {tp.last_token - 1}; {tp.transport}: {token_ids.tolist()}"
+        f"rank {tp.rank} of {tp.world_size}: ids {tp.first_token} to {tp.last_token - 1}; "
+        f"{tp.transport}: {token_ids.tolist()}"
     )
     whole = flashsampling.sample(
         hidden_states, weight, **rows, impl=tp.impl

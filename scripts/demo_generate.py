@@ -35,8 +35,8 @@ _TIMED_TOKENS = {"cuda": 32, "cpu": 16}  # per prompt and run
 _ROUNDS = 3
 _LINE_EVERY = 8  # tokens, where there is no terminal to show each
 _ON_A_CPU = """\
-A CPU is not what FlashSampling is for: its kernels run on NVIDIA GPUs, and here plain torch does the step in chunks. Expect it
-to take as long as transformers' own generate, or somewhat longer. What a GPU saves: README.md, under Speed."""
+A CPU is not what FlashSampling is for: its kernels run on NVIDIA GPUs, and here plain torch does the step in chunks.
+Expect it to take about as long as transformers' own generate. What a GPU saves: README.md, under Speed."""
 _console = Console()
 
 
@@ -70,7 +70,8 @@ def _say(text: str) -> None:
 
 
 class _Progress(BaseStreamer):
-    """Counts a generation's steps and keeps its tokens: redrawn at each on a terminal, elsewhere a line now and then."""
+    """Counts a generation's steps and keeps its tokens; redrawn at each step on a terminal, a line now and then
+    elsewhere."""
 
     def __init__(
         self, tokens: int, what: str, live: Live, tokenizer: Any = None, prompts: list[str] | None = None
@@ -125,7 +126,8 @@ def _count_drawn(new_tokens: Tensor, ends: Any) -> int:
 def _time_rounds(
     ways: dict[str, Callable[[], Tensor]], rounds: int, ends: Any, show: Callable[[str], None]
 ) -> dict[str, tuple[float, float]]:
-    """For each way of decoding, which returns its (B, n) new tokens, the medians of milliseconds a step and tokens a second.
+    """For each way of decoding, which returns its (B, n) new tokens, the medians of milliseconds a step and tokens a
+    second.
 
     The ways take turns. Prompts count as part of the first step.
     """
@@ -173,7 +175,8 @@ def main(
     _say(f"loaded in {time.perf_counter() - started:.1f} s, as {str(dtype).removeprefix('torch.')} on {device}")
     if model is None:
         _say(
-            "It is a small model, of 135 million parameters in 4 bits: what it writes reads like English, and is often wrong."
+            "It is a small model, of 135 million parameters in 4 bits: "
+            "what it writes reads like English, and is often wrong."
         )
     prompts = prompt or PROMPTS
     texts = prompts
@@ -215,7 +218,8 @@ def main(
             _say(_ON_A_CPU)
         expected = 2 * _ROUNDS * timed * seconds / steps
         _say(
-            f"timing both, {_ROUNDS} runs of {timed} tokens each, in turn: about {expected:.0f} s (--no-timing: without)"
+            f"timing both, {_ROUNDS} runs of {timed} tokens each, in turn: "
+            f"about {expected:.0f} s (--no-timing: without)"
         )
         ways = {
             ours: lambda: network.generate(**{**generate_options, "max_new_tokens": timed}, seed=seeds)[
@@ -228,7 +232,8 @@ def main(
             show = status.update if _console.is_terminal else _say
             times = _time_rounds(ways, _ROUNDS, ends, show)
         _say(
-            f"{name} on {device}, {len(prompts)} prompts at once, up to {timed} new tokens each; medians, prompts included"
+            f"{name} on {device}, {len(prompts)} prompts at once, "
+            f"up to {timed} new tokens each; medians, prompts included"
         )
         table = Table("decoding", "ms a step", "tokens/s")
         for way, (milliseconds, rate) in times.items():

@@ -1,13 +1,14 @@
 """Whether a change leaves the machine code as it is. Without a GPU: ``scripts/sass-diff COMMIT``.
 
-For a commit and for the working tree, every tile shape of the Hopper kernel in both dtypes, two shapes as tests and benchmarks
-instrument them, and the cases of ``tests/kernels/triton/test_compile.py`` for sm_90 and sm_100 are compiled and compared:
+For a commit and for the working tree, every tile shape of the Hopper kernel in both dtypes, two shapes as tests and
+benchmarks instrument them, and the cases of ``tests/kernels/triton/test_compile.py`` for sm_90 and sm_100 are compiled
+and compared:
 
-    Hopper kernel   cubin: the bytes of its code, of its constants and of what the loader reads of it (registers, shared memory)
+    Hopper kernel   cubin: the bytes of its code, its constants and what the loader reads (registers, shared memory)
     Triton          PTX without comments, line numbers and names; ptxas does the rest alike
 
-Names of functions and files, and lines, are in none of these. ``nvdisasm``, if there is one, says which instructions differ.
-What is not compared is what runs on the host: a launch's grid and the size of its shared memory.
+Names of functions and files, and lines, are in none of these. ``nvdisasm``, if there is one, says which instructions
+differ. What is not compared is what runs on the host: a launch's grid and the size of its shared memory.
 """
 
 import difflib
@@ -94,7 +95,7 @@ class Kernel:
 
     @property
     def file(self) -> str:
-        """What its result is called."""
+        """The name of the result's file."""
         return re.sub(r"[^\w.]+", "_", self.name) + (".cubin" if self.compiler == "cute" else ".ptx")
 
 
@@ -139,7 +140,7 @@ def sections(elf: bytes) -> list[tuple[str, bytes]]:
 
 
 def code_of_cubin(cubin: bytes) -> list[tuple[str, bytes]]:
-    """What a GPU and its loader take from a cubin, in its order: (kind of section, contents)."""
+    """Returns what a GPU and its loader read of a cubin, in its order: (kind of section, contents)."""
     kinds = re.compile(r"\.(?:text|nv\.info|nv\.shared|nv\.constant\d+)(?=\.|$)")
     return [(kind[0], content) for name, content in sections(cubin) if (kind := kinds.match(name))]
 
@@ -167,7 +168,7 @@ def disassembler() -> str | None:
 
 
 def lines_of(file: Path) -> list[str]:
-    """What a person reads of a compiled kernel, a line per instruction: SASS, without a disassembler its bytes; or PTX."""
+    """Returns the lines of a compiled kernel that a person reads: SASS (its bytes without a disassembler), or PTX."""
     if file.suffix == ".ptx":
         return code_of_ptx(file.read_text(encoding="utf-8"))
     tool = disassembler()
@@ -179,7 +180,7 @@ def lines_of(file: Path) -> list[str]:
 
 
 def same(before: Path, after: Path) -> bool:
-    """Whether two compiled kernels are the same to a GPU."""
+    """Returns whether two compiled kernels are equal for a GPU."""
     if before.suffix == ".ptx":
         return code_of_ptx(before.read_text(encoding="utf-8")) == code_of_ptx(after.read_text(encoding="utf-8"))
     return code_of_cubin(before.read_bytes()) == code_of_cubin(after.read_bytes())
@@ -207,7 +208,8 @@ def check_out(commit: str, place: Path) -> None:
 
 
 def compile_some(tree: Path, some: list[Kernel], out: Path) -> None:
-    """Compiles kernels of one compiler from a tree, into a folder: each one's file, or with the suffix ".error" why not."""
+    """Compiles kernels of one compiler from a tree, into a folder: each one's file, or with the suffix ".error" why
+    not."""
     environment = os.environ | {
         "PYTHONPATH": str(tree),
         "CUTE_DSL_ARCH": "sm_90a",
@@ -235,7 +237,7 @@ def groups(some: Iterable[Kernel]) -> list[list[Kernel]]:
 
 
 def full_hash(commit: str) -> str:
-    """Of whatever git calls a commit."""
+    """Returns the full hash of a commit."""
     command = ["git", "rev-parse", "--verify", f"{commit}^{{commit}}"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if run.returncode != 0:
@@ -262,7 +264,8 @@ def main(
         typer.Option(help="A folder for what was compiled. What is there of the commit is not compiled again."),
     ] = None,
 ) -> None:
-    """Compiles the kernels of a commit and of the working tree, and says which differ. The exit status is 1 if one does."""
+    """Compiles the kernels of a commit and of the working tree, and says which differ. The exit status is 1 if one
+    does."""
     chosen = [kernel for kernel in kernels() if only is None or any(text in kernel.name for text in only)]
     if not chosen:
         raise typer.BadParameter(f"no kernel has {' or '.join(map(repr, only or []))} in its name")

@@ -1,4 +1,5 @@
-"""What the pages say is so: links, files, names, the numbers by which the code cites it, who imports whom, measured figures."""
+"""What the pages say is so: links, files, names, the numbers by which the code cites it, who imports whom, measured
+figures."""
 
 import ast
 import json
@@ -35,7 +36,8 @@ TRAPS = {int(number): row for number, row in re.findall(r"^\| (\d+) \|(.*)$", DO
 
 
 def named(text):
-    """(file or folder, name in it or "") of what stands between backticks and is a path, from the root or from the package."""
+    """(file or folder, name in it or "") of what stands between backticks and is a path, from the root or from the
+    package."""
     spans = re.findall(r"`([^`\s]+)`", text)
     found = (re.fullmatch(r"([\w./-]*/[\w./-]*|[\w-]+\.(?:py|md))(?:::([\w.]+))?", span) for span in spans)
     return [(match[1], match[2] or "") for match in found if match]

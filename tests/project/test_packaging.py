@@ -1,5 +1,5 @@
-"""What is built from the sources: an sdist that can be worked with, and a wheel that runs the README's snippets. And that the
-checkers see every source."""
+"""What is built from the sources: an sdist that can be worked with, and a wheel that runs the README's snippets. And
+that the checkers see every source."""
 
 import os
 import shutil

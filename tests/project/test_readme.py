@@ -1,4 +1,5 @@
-"""What README and docs/ say to type works: snippets run, commands exist, and the environment named has what they import."""
+"""What README and docs/ say to type works: snippets run, commands exist, and the environment named has what they
+import."""
 
 import ast
 import importlib.util
@@ -78,7 +79,8 @@ def test_no_page_hides_what_its_snippets_need():
 
 def test_the_first_snippets_of_tensor_parallelism_run(tmp_path):
     first, second, *_ = fences("python", visible(DOCS["tensor_parallel"]))
-    check = "assert torch.equal(tokens, flashsampling.sample(hidden_states, weight, temperature=0.8, seed=seeds).token_ids)\n"
+    step = "flashsampling.sample(hidden_states, weight, temperature=0.8, seed=seeds)"
+    check = f"assert torch.equal(tokens, {step}.token_ids)\n"
     run_program(f"{first}\n{second}\n{check}assert out.logprobs.shape == (8,)\n", tmp_path)
 
 
@@ -101,7 +103,7 @@ def requirements(extras):
 
 
 def imports(source, seen=None):
-    """Top-level names of other packages that running a file of this repository imports at once; its own are followed."""
+    """Top-level names of other packages that a file of this repository imports; its own imports are followed."""
     seen = set() if seen is None else seen
     if source in seen:
         return set()
@@ -225,7 +227,7 @@ def test_a_command_has_its_script_and_what_that_imports(command, extras):
 
 
 def test_what_the_import_check_says():
-    """It finds what was missing once: typer of a command after ``pip install .[cute]``, pytest of the benchmarks' gate."""
+    """The check finds typer of a command after ``pip install .[cute]``, and pytest of the benchmarks' gate."""
     assert missing(ROOT / "scripts" / "demo_generate.py", ["cute"]) == {"typer", "rich", "transformers"}
     assert "pytest" in imports(ROOT / "benchmarks" / "sample_cpu.py")
     assert missing(ROOT / "flashsampling" / "__main__.py", []) == set()
