@@ -250,6 +250,9 @@ def _entries_of_many_rows_by_torch() -> Iterator[None]:
 
 def pytest_addoption(parser):
     parser.addoption(
+        "--all", action="store_true", help="every case; without it a test marked quick(n) runs n of its own"
+    )
+    parser.addoption(
         "--part", default="1/1", metavar="K/N", help="one of N parts of the tests, by a hash of their names"
     )
     parser.addoption(
@@ -261,6 +264,20 @@ def pytest_addoption(parser):
     )
 
 
+def left_for_all(items):
+    """Ids of the cases that a quick run leaves out. Of a test marked ``quick(n)`` it runs n, spread evenly over them."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("quick"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left = set()
+    for some in cases.values():
+        n = some[0].get_closest_marker("quick").args[0]
+        kept = {(2 * i + 1) * len(some) // (2 * n) for i in range(n)}
+        left |= {item.nodeid for place, item in enumerate(some) if place not in kept}
+    return left
+
+
 def pytest_collection_modifyitems(config, items):
     part, parts = map(int, config.option.part.split("/"))
     passed = {
@@ -268,9 +285,11 @@ def pytest_collection_modifyitems(config, items):
         for log in config.option.passed
         for name in re.findall(r"PASSED (tests/.*?) *$", Path(log).read_text(errors="replace"), re.M)
     }
+    named = any("::" in argument for argument in config.args)  # a test that is named runs, however long it takes
+    left = set() if config.option.all or named or DEVICE.type == "cuda" else left_for_all(items)
     by_part: tuple[list[pytest.Item], list[pytest.Item]] = ([], [])
     for item in items:
-        is_ours = zlib.crc32(item.nodeid.encode()) % parts == part - 1 and item.nodeid not in passed
+        is_ours = zlib.crc32(item.nodeid.encode()) % parts == part - 1 and item.nodeid not in passed | left
         by_part[is_ours].append(item)
     others, items[:] = by_part
     if others:

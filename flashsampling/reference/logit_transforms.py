@@ -190,7 +190,7 @@ def ranks(
     ids: Tensor,  # (B, S) int64
 ) -> Tensor:
     """(B, S) int64: 1 + how many tokens have a larger logit; -1 where the id is."""
-    ordered = torch.where(logits.isnan(), float("-inf"), logits).sort(dim=-1).values
+    ordered = torch.where(logits.isnan(), float("-inf"), logits).sort(dim=-1).values.contiguous()
     up_to = torch.searchsorted(ordered, logits.gather(1, ids.clamp(min=0)), right=True)
     return torch.where(ids < 0, -1, 1 + logits.shape[1] - up_to)
 

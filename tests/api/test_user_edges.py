@@ -154,6 +154,7 @@ def test_drafts_of_no_request_one_after_the_other(method):
     assert out.token_ids.shape == (0, 1)
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 def test_traces_log_probabilities():
     def step(states):
         return sample(states, WEIGHT, seed=SEEDS, top_k=3, return_logprobs=True, top_logprobs=2).top_logprobs

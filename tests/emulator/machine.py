@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from filelock import FileLock
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 from .parse import parse
 from .translate import translate
@@ -177,7 +178,7 @@ def _tensors_of_callers() -> list[Tensor]:
 
 def _add_tensors(value: Any, found: dict[int, Tensor], depth: int = 4) -> None:
     if isinstance(value, Tensor):
-        if value.device.type == "cpu" and value.layout is torch.strided:
+        if value.device.type == "cpu" and value.layout is torch.strided and not isinstance(value, FakeTensor):
             found[id(value)] = value
     elif depth:
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
