@@ -134,7 +134,7 @@ def _over_the_limit(row: dict[str, Any], config: int, implementations: list[str]
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="Folder for sample.json, speedup.png and bandwidth.png.")] = Path(
+    out: Annotated[Path, typer.Option(help="Folder for sample.json, sample.png and bandwidth.png.")] = Path(
         "benchmarks/results"
     ),
     rounds: Annotated[int, typer.Option(min=3, help="Interleaved replays per step.")] = 100,
@@ -188,7 +188,7 @@ def main(
     console.print(f"read bandwidth {read:.2f} TB/s; host time of an eager call on a tiny problem, us:")
     console.print({name: round(value, 1) for name, value in result["host_us"].items()})
     console.print(result["machine"])
-    plots.speedup(result, out / "speedup.png")
+    plots.over_cublas(result, out / "sample.png")
     plots.bandwidth(result, out / "bandwidth.png")
     for line in missed:
         console.print(f"[red]over the limit[/red] {line}")

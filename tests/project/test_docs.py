@@ -22,8 +22,26 @@ FOLDERS = ("flashsampling", "tests", "benchmarks", "docs", "examples", "scripts"
 FILES = {path.relative_to(ROOT).as_posix() for place in FOLDERS for path in (ROOT / place).rglob("*")}
 FILES |= {*FOLDERS, *(path.name for path in ROOT.iterdir() if path.is_file())}
 RESULTS = ROOT / "benchmarks" / "results"
-SAMPLE = tables.result_of("sample")
-TABLES = tables.result_of("hopper_profile")["tables"]
+TABLES = tables.load_result("hopper_profile")["tables"]
+LENGTHS = {  # page -> greatest number of lines
+    "README.md": 150,
+    "CONTRIBUTING.md": 60,
+    "SECURITY.md": 45,
+    "docs/adding.md": 80,
+    "docs/benchmarks.md": 240,
+    "docs/blackwell.md": 30,
+    "docs/contract.md": 150,
+    "docs/design.md": 200,
+    "docs/glossary.md": 50,
+    "docs/kernels.md": 200,
+    "docs/sglang.md": 80,
+    "docs/speculative.md": 90,
+    "docs/tensor_parallel.md": 150,
+    "docs/traps.md": 80,
+    "docs/transformers.md": 120,
+    "docs/vllm.md": 150,
+}
+LARGEST_SUM = 1600  # lines of README.md and docs/
 SOURCES = {  # name of a module of the package -> its file
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for path in PACKAGE.rglob("*.py")
@@ -111,89 +129,93 @@ def rows_below(text, first):
     return [cells_of(row) for row in block.splitlines()]
 
 
-def test_the_ratios_are_those_of_the_run():
-    """A ratio of 0.96: in ``sample.json`` the Hopper kernel takes 0.96 times the other's time."""
-    times = {(row["config"], row["batch"]): row["ms"] for row in SAMPLE["rows"]}
+def test_the_pages_have_their_lengths():
+    lengths = {page: len(text.splitlines()) for page, text in PAGES.items() if page != "CHANGELOG.md"}
+    assert set(lengths) == set(LENGTHS)
+    assert {page: length for page, length in lengths.items() if length > LENGTHS[page]} == {}
+    read = (length for page, length in lengths.items() if page.startswith(("docs/", "README")))
+    assert sum(read) <= LARGEST_SUM
 
-    def over(config, batch, peer, step="cute"):
-        return f"{times[config, int(batch)][step] / times[config, int(batch)][peer]:.2f}"
 
-    rows = rows_below(PAGES["README.md"], "| LM head | as in | B |")
-    assert len(rows) == 6
-    for config, _, batch, *ratios in rows:
-        assert ratios == [over(config, batch, peer) for peer in ("cuBLAS alone", "FI2", "multinomial")]
-    text = PAGES["docs/benchmarks.md"]
-    batches = cells_of(re.findall(r"^\| config \| B = 1 .*$", text, re.MULTILINE)[0])[1:]
-    for config, *ratios in rows_below(text, "| config | B = 1 |"):
-        assert ratios == [over(config, batch.removeprefix("B = "), "cuBLAS alone") for batch in batches]
-    for config, batch, ms, *ratios, triton in rows_below(text, "| config | B | whole step, ms |"):
-        assert ms == f"{times[config, int(batch)]['cute']:.3f}"
-        assert ratios == [
-            over(config, batch, peer) for peer in ("cuBLAS alone", "FI1", "FI2", "FI2 fp32", "multinomial")
-        ]
-        assert triton == over(config, batch, "cuBLAS alone", "triton")
+@pytest.mark.parametrize("page", sorted(set(LENGTHS) - {"docs/traps.md", "docs/adding.md"}))
+def test_a_line_has_at_most_120_characters(page):
+    """Rows of tables may be longer."""
+    assert [line for line in PAGES[page].splitlines() if len(line) > 120 and not line.startswith("|")] == []
+
+
+def commit_hashes(text):
+    """Words that read as an abbreviated or a whole commit hash."""
+    return re.findall(r"\b(?=[0-9a-f]*[0-9])(?=[0-9a-f]*[a-f])(?:[0-9a-f]{7,12}|[0-9a-f]{40})\b", text)
+
+
+@pytest.mark.parametrize("page", sorted(LENGTHS))
+def test_a_page_names_no_commit(page):
+    assert commit_hashes(PAGES[page]) == []
+
+
+def test_no_docstring_names_a_commit():
+    assert commit_hashes("5acfde7, 1146ad7 and 151936 tokens, deadbeef") == ["5acfde7", "1146ad7"]
+    named_commits = {
+        module: hashes
+        for module, path in SOURCES.items()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+        if (hashes := commit_hashes(ast.get_docstring(node) or ""))
+    }
+    assert named_commits == {}
 
 
 def test_the_tables_are_those_of_the_runs():
     """``python -m benchmarks.tables`` changes nothing."""
-    result, requests = tables.result_of("verify"), tables.requests_results()
-    for path, text in tables.pages(result, requests, tables.engine_results()).items():
-        assert text == PAGES[path.relative_to(ROOT).as_posix()]
-    ms = requests[0]["rows"][0]["ms"]
-    assert f"| {ms['top-p'] / ms['cute unfiltered']:.2f} |" in tables.requests_table(requests)
-    row = result["rows"][0]
-    assert f"| {row['ms']['rejection']:.3f} |" in tables.readme_table(result)
+    for page, text in tables.filled_pages().items():
+        assert text == PAGES[page]
+
+
+def test_the_peer_of_a_ratio_is_the_fastest():
+    ms = {"cute": 3.0, "FI1": 6.0, "FI2": 4.0, "cuBLAS alone": 2.0, "multinomial": 12.0}
+    assert tables.ratio(ms, "cute", *tables.FLASHINFER) == "0.75"
+    assert tables.ratio(ms, "cute", "absent") == "-"
+    head, batch = next(iter(tables.README_CELLS))
+    rows = [{"config": head, "batch": batch, "ms": ms} for head, batch in tables.README_CELLS]
+    first = f"| {head} | {tables.README_CELLS[head, batch]} | {batch} | 1.50 | 0.75 | 0.25 |"
+    assert tables.readme_step_table({"rows": rows}).splitlines()[2] == first
 
 
 def test_the_table_and_the_picture_of_an_engine(tmp_path):
     def row(kind, batch, who, ms, **more):
-        return {
-            "kind": kind,
-            "batch": batch,
-            "who": who,
-            "sample_ms": ms,
-            "forward_ms": 1.0,
-            "sample_MiB": 100.4 * ms,
-            **more,
-        }
+        return {"kind": kind, "batch": batch, "who": who, "sample_ms": ms, "forward_ms": 1.0, **more}
 
     rows = [row("plain", 1, "vllm", 0.2, tpot_ms=2.0), row("plain", 1, "plugin", 0.1, tpot_ms=1.9)]
     rows += [row("grammar mask", 64, "vllm", 0.4), row("grammar mask", 64, "plugin", 0.3)]
     result = {"shape": "1.7b", "ranks": 1, "rows": rows, "machine": {"vllm": "0.26.0", "gpu": "NVIDIA H200"}}
     (tmp_path / "vllm_1.7b.json").write_text(json.dumps(result), encoding="utf-8")
     (tmp_path / "vllm_8b_tp2.json").write_text(json.dumps(result | {"shape": "8b", "ranks": 2}), encoding="utf-8")
-    results = tables.engine_results(tmp_path)
-    assert tables.engine_table(results).splitlines()[2:5] == [
-        "| Qwen3-1.7B, H200 | plain | 1 | 0.200 | 0.100 | 0.50 | 2.000 | 1.900 | 0.95 | 20 | 10 |",
-        "| Qwen3-1.7B, H200 | grammar mask | 64 | 0.400 | 0.300 | 0.75 | - | - | - | 40 | 30 |",
-        "| Qwen3-8B, 2 H200s | plain | 1 | 0.200 | 0.100 | 0.50 | 2.000 | 1.900 | 0.95 | 20 | 10 |",
+    results = tables.load_engine_results(tmp_path)
+    table = tables.engine_table(results, ["sample_ms", "tpot_ms"], ["plain", "grammar mask"])
+    assert table.splitlines()[2:5] == [
+        "| Qwen3-1.7B, H200 | plain | 0.50, 0.95 | - | - | - | - |",
+        "| Qwen3-1.7B, H200 | grammar mask | - | - | 0.75, - | - | - |",
+        "| Qwen3-8B, 2 H200s | plain | 0.50, 0.95 | - | - | - | - |",
     ]
     plots.engine(results, tmp_path / "vllm.png")
     assert (tmp_path / "vllm.png").stat().st_size > 10_000
 
 
-def test_the_tables_of_requests_and_of_a_drafter():
+def test_the_table_of_requests():
     times = zip(("cute unfiltered", *tables.REQUESTS), (2.0, 2.2, 2.4, 2.6, 2.0, 2.1, 3.0, 4.0), strict=True)
     theirs = {"FlashInfer top-k top-p": 4.4, "FlashInfer top-k top-p by radix": 2.75, "FlashInfer top-p": 2.4}
     row = {"vocab": 1000, "dim": 64, "batch": 2, "ms": dict(times) | theirs, "peak_bytes": 10_000}
-    cells = "1.10 | 1.20 | 1.30 | 1.00 | 1.05 | 1.50 | 2.00 | 0.50 | 0.80 | 1.00 | - | 1.25"
+    cells = "1.10 | 1.20 | 1.30 | 1.00 | 1.05 | 1.50 | 2.00 | 0.80 | 1.00 | - | 1.25"
     result = {"machine": {"gpu": "NVIDIA H200"}, "rows": [row]}
     assert tables.requests_table([result]).splitlines()[2:] == [f"| H200, V=1000 D=64 | 2 | 2.000 | {cells} |"]
-    drafter = {"dim": 64, "batch": 2, "ms": dict(zip(tables.DRAFTER_STEPS, (0.1, 0.25, 0.5), strict=True))}
-    assert tables.drafter_table({"drafter": [drafter]}).splitlines()[2:] == ["| 64 | 2 | 0.100 | 0.250 | 0.500 |"]
 
 
 def test_a_table_is_filled_in_where_its_header_is():
-    ms = {"sample": 2.0, "match": 2.02, "rejection": 3.0, "compiled torch": 3.3, "FlashInfer": 2.5}
-    row = {"vocab": 151936, "dim": 4096, "batch": 8, "drafts": 3, "accepted": 2.25, "ms": ms}
-    result = {"rows": [row, row | {"filters": "top-k, top-p"}, row | {"dim": 8}]}
-    readme = "| V=151936 D=4096 | 3 | 8 | 1.01 | 3.000 | **0.91** | 1.20 |\n"
-    assert tables.readme_table(result) == f"{tables.README_HEADER}\n{'|---' * 7}|\n{readme}"
-    assert len(tables.docs_table(result).splitlines()) == 5
-    page = f"a\n\n{tables.README_HEADER}\n|---|\n| old |\n\nb\n"
-    assert tables.with_table(page, tables.readme_table(result)) == f"a\n\n{tables.readme_table(result)}\nb\n"
+    table = tables.make_table(["D", "B"], [["64", "2"]])
+    assert table == "| D | B |\n|---|---|\n| 64 | 2 |\n"
+    assert tables.fill_table("a\n\n| D | B |\n|---|\n| old |\n\nb\n", table) == f"a\n\n{table}\nb\n"
     with pytest.raises(ValueError, match="it has 0"):
-        tables.with_table("a", tables.readme_table(result))
+        tables.fill_table("a", table)
 
 
 def numbers(text):
@@ -257,9 +279,14 @@ def test_what_the_code_cites_is_there():
     assert {number for document in DOCS.values() for number in cited("trap", document)} <= set(TRAPS)
 
 
-def test_every_promise_and_every_trap_names_a_test():
+def test_every_section_and_every_trap_names_a_test():
     assert list(SECTIONS) == list(range(1, len(SECTIONS) + 1))
-    for heading, text in [*SECTIONS.items(), *TRAPS.items()]:
+    held_by = {int(section): cell for section, cell in rows_below(DOCS["contract"], "| section | held by |")}
+    assert list(held_by) == list(SECTIONS)
+    for cell in held_by.values():
+        assert all(file.startswith("tests/") for file, _ in named(cell))
+        assert named(cell)
+    for heading, text in TRAPS.items():
         tests = [file for file, name in named(text) if file.startswith("tests/") and name]
         assert tests or "Not built" in text.splitlines()[0], heading
 
