@@ -134,10 +134,12 @@ WITHOUT_DRAFTS = {
     "Lfm2ForCausalLM": "can be cut back, got DynamicCache of LinearAttentionLayer",
     "MptForCausalLM": "drafts need a key and value cache",
 }  # fmt: skip
-TABLE = (
-    (Path(__file__).parents[3] / "docs" / "transformers.md").read_text().partition("| model | result |\n|---|---|\n")[2]
-)
-RESULTS = {name.replace("`", ""): result for name, result in re.findall(r"\| (.*?) \| (.*?) \|\n", TABLE)}
+PAGE = (Path(__file__).parents[3] / "docs" / "transformers.md").read_text()
+RESULTS = {
+    name.replace("`", ""): result
+    for result, names in re.findall(r"^\| (works|refused: [^|]*) \| (`.*) \|$", PAGE, flags=re.MULTILINE)
+    for name in names.split("; ")
+}
 
 
 def tiny(name: str):
