@@ -3,8 +3,8 @@
 Where a crowd of a tile's tokens may win, equal logits of a greedy row or infinite ones, the consumers that hold it evaluate it
 themselves, which is many times faster than the queue: in 255 rows of infinite logits an eighth of all tokens are such. Whole
 steps, H200, V = 151936, B = 256, over that without such rows: 1, 128 or 255 rows of NaN, zeros or equal logits 0.98 to 1.09 at
-D = 4096, 0.95 to 1.11 at D = 2048, at any temperature (``benchmarks.rare_rows``, 42943df). Without ``threshold.ratio_byte``
-sharp rows of equal logits had 250 candidates each, by the tests' model, for 8 now: 1.28 at D = 2048, T = 1e-6 (30918d7).
+D = 4096, 0.95 to 1.11 at D = 2048, at any temperature (``benchmarks.rare_rows``). Without ``threshold.ratio_byte``
+sharp rows of equal logits had 250 candidates each, by the tests' model, for 8 now: 1.28 at D = 2048, T = 1e-6.
 Before there were crowds and decided rows: 28 times as long (255 rows of NaN, another shape).
 
 With several draws per row there are neither codes nor a search: every tile is such a crowd.

@@ -2,7 +2,7 @@
 
 Of ``pick``'s thousands of instructions a row executes some 2,000 once, and a step's weight and its other kernels have pushed
 them out of the caches: of 19 us that a row of 64 takes with a top-k and a top-p behind the Hopper kernel, 7 are gone when it is
-launched again, of 13 with a min-p 8 (time stamps, an H100, 47b17c9; docs/kernels.md has what of it is won). While the kernel
+launched again, of 13 with a min-p 8 (time stamps, an H100; docs/kernels.md has what of it is won). While the kernel
 before it ends, the rows' programs wait. So each has another beside it that does not wait: it has the code brought to the
 level-2 cache and to its multiprocessor, which has room for two, and throws its token away. Where two or four multiprocessors
 become free at once, neighbours come to lie on different ones, so rows and made-up rows are in an order in which every second

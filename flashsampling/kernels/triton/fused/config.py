@@ -29,13 +29,13 @@ the first line all is one run, a prototype's ("t192", 2026-11-23):
                the same, 64 deep                                       1.75   1.71
 
 Rows on M are in use from 161 rows on where D is below 6144: 176, 192, 208, 256, 272, 320, 384, 512 rows take 1.32, 1.26, 1.34,
-1.14, 1.56, 1.37, 1.18, 1.15 times as long as cuBLAS (b13009b, ``benchmarks.monotone``). Other D are not timed.
+1.14, 1.56, 1.37, 1.18, 1.15 times as long as cuBLAS (``benchmarks.monotone``). Other D are not timed.
 
 From 65 to 127 rows the block of 128 is two halves of 64 rows, the second of which ends with the batch: one copy, by a
 descriptor of two starts, and rows in both halves are evaluated twice: 80, 96, 112 and 128 rows take 1.12, 1.11, 1.12 and 1.10
 times as long as cuBLAS, and none longer than 128 (H200, ``benchmarks.tune_triton``). Before, 80 and 96 rows took 1.08 and 1.09
 times as long as 128 rows as 64 + 16 and 64 + 32 columns, and 1.21 and 1.09 times in the shape of 128 with rows beyond the
-batch, which cost more to load than those of rows (``benchmarks.monotone``, 42943df). Copying rows there would be a second
+batch, which cost more to load than those of rows (``benchmarks.monotone``). Copying rows there would be a second
 launch. Two blocks that waited for their copies at one barrier took 1.09 and 1.07 times as long at 144 and 160 rows.
 
 Dead ends, vocabulary on M, each against another shape in the same run (B = 256, V = 151936, D = 4096, H200, Triton 3.6):
