@@ -147,14 +147,12 @@ def requests_table(results: Iterable[Result]) -> str:
 def hard_requests_table(result: Result, peers: Result) -> str:
     """Returns the times of steps with hard filters, in milliseconds. ``peers``: the run that has FlashInfer's."""
     ours = {row["batch"]: row["ms"] for row in result["rows"]}
-    theirs = {row["batch"]: row["ms"] for row in peers["rows"] if row["batch"] in ours}
+    theirs = {row["batch"]: row["ms"] for row in peers["rows"]}
     rows = []
-    for name in ours[1]:
-        times = [
-            ms.get(key) for key, by_batch in ((name, ours), (f"FlashInfer {name}", theirs)) for ms in by_batch.values()
-        ]
+    for name in (name for name in ours[1] if not name.startswith("FlashInfer")):
+        times = [ms[name] for ms in ours.values()] + [theirs[batch].get(f"FlashInfer {name}") for batch in ours]
         rows.append([name, *("-" if time is None else f"{time:.3f}" for time in times)])
-    header = [f"{who}, B = {batch}" for who, by_batch in (("ms", ours), ("FlashInfer", theirs)) for batch in by_batch]
+    header = [f"{who}, B = {batch}" for who in ("ms", "FlashInfer") for batch in ours]
     return make_table(["step with hard filters", *header], rows)
 
 
@@ -283,7 +281,7 @@ def page_tables() -> dict[str, list[str]]:
             triton_table(load_result("monotone")),
             from_logits_table(load_result("from_logits")),
             requests_table([load_result("requests"), load_result("requests_h100")]),
-            hard_requests_table(load_result("hard_requests_later"), load_result("hard_requests")),
+            hard_requests_table(load_result("hard_requests"), load_result("hard_requests_flashinfer")),
             drafts_table(drafts),
             drafter_table(drafts),
             ranks_table(ranks),
