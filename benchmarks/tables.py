@@ -30,6 +30,7 @@ TRITON_BATCHES = (1, 16, 64, 96, 128, 144, 160, 176, 192, 208, 256, 272, 320, 38
 RANK_BATCHES = (1, 16, 64, 128, 256)
 FILTERS = ("top-k top-p", "top-p", "min-p")
 REQUESTS = (*FILTERS, "mask", "penalties", "top_logprobs=5", "everything")
+DRAFTS_PEERS = ("compiled torch", "FlashInfer")  # the steps of ``benchmarks.verify`` that are not ours
 DRAFTER_STEPS = ("layer", "layer, sample", "layer, logits, softmax, multinomial")
 README_ENGINE_KINDS = ("plain", "top-k top-p")
 ENGINE_KINDS = (*README_ENGINE_KINDS, "min-p penalties", "logprobs=5", "grammar mask")
@@ -144,6 +145,17 @@ def requests_table(results: Iterable[Result]) -> str:
     return make_table(header.split(" | "), rows)
 
 
+def requests_cost_table(result: Result) -> str:
+    """Returns how much longer than the plain step the steps with sampling parameters take, in microseconds."""
+    rows = []
+    for row in result["rows"]:
+        if head_name(row) == "V=151936 D=4096":
+            plain = row["ms"]["cute unfiltered"]
+            costs = (f"{1000 * (row['ms'][name] - plain):.0f}" for name in (*FILTERS, "top_logprobs=5", "everything"))
+            rows.append([str(row["batch"]), f"{1000 * plain:.0f}", *costs])
+    return make_table(["B", "plain step, us", "top-k, top-p", "top-p", "min-p", "5 top logprobs", "everything"], rows)
+
+
 def hard_requests_table(result: Result, peers: Result) -> str:
     """Returns the times of steps with hard filters, in milliseconds. ``peers``: the run that has FlashInfer's."""
     ours = {row["batch"]: row["ms"] for row in result["rows"]}
@@ -161,7 +173,7 @@ def drafts_table(result: Result) -> str:
     rows = []
     for row in result["rows"]:
         cells = [head_name(row), row.get("filters", "none"), str(row["drafts"]), str(row["batch"])]
-        steps = ("sample", "match", "rejection", "compiled torch", "FlashInfer")
+        steps = ("sample", "match", "rejection", *DRAFTS_PEERS)
         times = [f"{row['ms'][step]:.3f}" if step in row["ms"] else "-" for step in steps]
         rows.append([*cells, f"{row['accepted']:.2f}", *times])
     header = "LM head | filters | n | B | accepted | sample | match | rejection | compiled torch | FlashInfer"
@@ -286,6 +298,7 @@ def page_tables() -> dict[str, list[str]]:
             drafter_table(drafts),
             ranks_table(ranks),
         ],
+        "docs/kernels.md": [requests_cost_table(load_result("requests"))],
         "docs/tensor_parallel.md": [
             ranks_summary_table(ranks),
             ranks_requests_table(load_result("requests_ranks")),

@@ -32,7 +32,7 @@ from flashsampling.speculative import acceptance
 from . import plots
 from .from_logits import TOP_K, TOP_P, filled, spectrum
 from .requests import head_of
-from .tables import PEERS
+from .tables import DRAFTS_PEERS
 from .timing import Call, interleaved_medians, machine
 
 HEADS = [(151936, 4096), (128256, 8192)]  # V, D
@@ -293,7 +293,7 @@ def main(
 
 def _misses(ms: dict[str, float]) -> bool:
     """Whether a limit is missed."""
-    beaten = all(ms["rejection"] < ms[peer] for peer in PEERS if peer in ms)
+    beaten = all(ms["rejection"] < ms[peer] for peer in DRAFTS_PEERS if peer in ms)
     return ms["match"] > LIMIT * ms["sample"] or not beaten
 
 
