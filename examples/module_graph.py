@@ -13,9 +13,8 @@ device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu
 torch.manual_seed(0)
 batch, vocab, dim = 4, 32_000, 256
 lm_head = nn.Linear(dim, vocab, bias=False, device=device, dtype=dtype).requires_grad_(False)
-hidden_states = torch.randn(
-    batch, dim, device=device, dtype=dtype
-)  # a graph's input: the model writes each step's into it
+# a graph's input: the model writes each step's into it
+hidden_states = torch.randn(batch, dim, device=device, dtype=dtype)
 
 sampler = LMHeadSampler(lm_head, max_batch_size=64, seed=1234, temperature=0.8)  # each row gets a seed of its own
 eager = torch.stack([sampler(hidden_states).token_ids for _ in range(3)])  # every call advances the offsets
