@@ -6,13 +6,14 @@
     machine.py    from PTX to launches
     hopper.py     this package's launches by way of that machine
 
-Which warp runs next, in which order threads of a warp that went different ways go on, when a copy arrives and when a product
-reads its operands is drawn at random from a seed, within what PTX promises: so a test sees other orders than a GPU would show,
-and the same again by the same seed. Threads of a warp meet where an instruction says ``.sync`` and nowhere else.
+Which warp runs next, in which order threads of a warp that went different ways go on, when a copy arrives and when a
+product reads its operands is drawn at random from a seed, within what PTX promises: so a test sees other orders than a
+GPU would show, and the same again by the same seed. Threads of a warp meet where an instruction says ``.sync`` and
+nowhere else.
 
-What it finds: wrong results, accesses beside memory that belongs to a tensor, shared memory that is given back too early,
-barriers that are never reached. What it does not: time, memory orders (there is one memory, and what is written is there), and
-what ptxas makes of the PTX. Approximate instructions are exact here but for the last bit.
+What it finds: wrong results, accesses beside memory that belongs to a tensor, shared memory that is given back too
+early, barriers that are never reached. What it does not: time, memory orders (there is one memory, and what is written
+is there), and what ptxas makes of the PTX. Approximate instructions are exact here but for the last bit.
 """
 
 import importlib.util

@@ -1,4 +1,5 @@
-"""This package's Hopper kernel on the machine, launched as ``kernels.hopper.launch`` launches it, with tensors on the CPU."""
+"""This package's Hopper kernel on the machine, launched as ``kernels.hopper.launch`` launches it, with tensors on the
+CPU."""
 
 import ctypes
 import functools

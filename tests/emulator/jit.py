@@ -1,5 +1,5 @@
-"""Triton's kernels on the machine, as they are compiled for Hopper. In a process of its own, without Triton's interpreter:
-``install`` makes every launch of the process, of tensors on the CPU, one of the machine."""
+"""Triton's kernels on the machine, as they are compiled for Hopper. In a process of its own, without Triton's
+interpreter: ``install`` makes every launch of the process, of tensors on the CPU, one of the machine."""
 
 import os
 import struct

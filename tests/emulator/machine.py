@@ -201,7 +201,8 @@ def _ranges(tensors: list[Tensor]) -> list[tuple[int, int]]:
 
 
 def kept() -> Path:
-    """The folder, among temporary files, of what takes long to make. It is loaded as code, so it must be nobody else's."""
+    """The folder, among temporary files, of what takes long to make. It is loaded as code, so it must be nobody
+    else's."""
     folder = Path(tempfile.gettempdir()) / f"flashsampling-ptx-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()
@@ -225,8 +226,8 @@ def _compiled(source: str) -> ctypes.CDLL:
     loaded = ctypes.CDLL(str(library))
     loaded.start.restype = ctypes.c_void_p
     loaded.start.argtypes = [
-        ctypes.c_char_p, ctypes.c_int, ctypes.c_int, ctypes.POINTER(_Range), ctypes.c_int, ctypes.c_uint64, ctypes.c_int,
-        ctypes.c_int, ctypes.c_int, ctypes.POINTER(ctypes.c_uint64),
+        ctypes.c_char_p, ctypes.c_int, ctypes.c_int, ctypes.POINTER(_Range), ctypes.c_int, ctypes.c_uint64,
+        ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.POINTER(ctypes.c_uint64),
     ]  # fmt: skip
     loaded.advance.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_char_p, ctypes.c_int]
     loaded.give_up.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int]

@@ -1,4 +1,5 @@
-"""The machine on which the Hopper kernel runs without a GPU: instructions do what PTX says, and what is wrong is found."""
+"""The machine on which the Hopper kernel runs without a GPU: instructions do what PTX says, and what is wrong is
+found."""
 
 import math
 import re
@@ -62,7 +63,8 @@ FOOTER = "\n  st.global.b64 [%rd4], %rd9;\n  ret;\n}\n"
 
 
 def run(code, words, threads=None):
-    """The 64 bits that each thread leaves in %rd9, which begins with %r1 .. %r4 and, of two each, %rd5 and %rd6: (threads,)."""
+    """The 64 bits that each thread leaves in %rd9, which begins with %r1 .. %r4 and, of two each, %rd5 and %rd6:
+    (threads,)."""
     threads = -(-len(words) // 32) * 32 if threads is None else threads
     given = torch.zeros(threads, 4, dtype=torch.int32)
     given[: len(words)] = torch.tensor(np.array(words, np.int64).astype(np.uint32).view(np.int32))
@@ -365,7 +367,9 @@ def test_threads_of_a_warp():
         "shfl.sync.up.b32 %r9, %r3, 3, 0, -1;": both(lambda w: np.where(lanes >= 3, c[w][lanes - 3], c[w])),
         "shfl.sync.down.b32 %r9, %r3, 3, 31, -1;": both(lambda w: np.where(lanes < 29, c[w][(lanes + 3) % 32], c[w])),
         "setp.lt.s32 %p1, %r3, 0; vote.sync.ballot.b32 %r9, %p1, -1;": both(lambda w: ((c[w] < 0) << lanes).sum()),
-        "setp.lt.s32 %p1, %r3, 0; vote.sync.any.pred %p2, %p1, -1; selp.b32 %r9, 1, 0, %p2;": both(lambda w: (c[w] < 0).any()),
+        "setp.lt.s32 %p1, %r3, 0; vote.sync.any.pred %p2, %p1, -1; selp.b32 %r9, 1, 0, %p2;": both(
+            lambda w: (c[w] < 0).any()
+        ),
         "redux.sync.max.s32 %r9, %r3, -1;": both(lambda w: c[w].max()),
         "redux.sync.add.s32 %r9, %r3, -1;": both(lambda w: c[w].sum()),
         "elect.sync %r8|%p1, -1; selp.b32 %r9, 1, 0, %p1;": both(lambda w: lanes == 0),
@@ -464,7 +468,8 @@ def test_copies_of_a_thread():
         ("mov.b32 %r20, 0x40000; ld.shared.b32 %r21, [%r20];", "shared memory: 4 bytes at 0x40000"),
         ("bar.sync 1, 64;", r"no end after \d+ rounds; warps: 0\.0 at line"),
         ("bar.sync 1, 16;", "more arrive at a named barrier than 16"),
-        ("mov.b32 %r20, memory; mbarrier.init.shared.b64 [%r20], 1; mbarrier.arrive.shared.b64 _, [%r20]; bar.warp.sync -1;"
+        ("mov.b32 %r20, memory; mbarrier.init.shared.b64 [%r20], 1; "
+         "mbarrier.arrive.shared.b64 _, [%r20]; bar.warp.sync -1;"
          "mov.b32 %r21, 3; mbarrier.arrive.shared.b64 _, [%r20], %r21;", "more arrive at a barrier than 1"),
     ],
 )  # fmt: skip

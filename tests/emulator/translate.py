@@ -1,5 +1,5 @@
-"""C for a kernel: of each stretch of instructions that no branch and no meeting of threads interrupts, a function of one
-thread, and of each instruction at which threads meet, a function of a warp. ``machine.h`` says what they call."""
+"""C for a kernel: of each stretch of instructions that no branch and no meeting of threads interrupts, a function of
+one thread, and of each instruction at which threads meet, a function of a warp. ``machine.h`` says what they call."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -14,7 +14,8 @@ C_TYPES = {
     "f64": "double",
     "pred": "uint8_t",
 }
-# of instructions that threads of a warp take together: how many operands before that of the threads, or None: all of them
+# of instructions that threads of a warp take together: how many operands before that of the threads, or None: all of
+# them
 _MEET = {
     "shfl": 4,
     "vote": 2,
@@ -229,7 +230,8 @@ class _Translator:
         yield from of_name(item)
 
     def _arithmetic(self, item: Instruction, value: str, *kinds: str) -> Iterator[str]:
-        """``value`` of the sources $0, $1, ... Their type is the instruction's last part, where ``kinds`` has no other."""
+        """``value`` of the sources $0, $1, ... Their type is the instruction's last part, where ``kinds`` has no
+        other."""
         kind = item.opcode[-1]
         sources = [
             self._get(source, kinds[n] if n < len(kinds) else kind) for n, source in enumerate(item.operands[1:])

@@ -286,7 +286,8 @@ def test_ties_go_to_the_lowest_id(impl, device):
 @pytest.mark.parametrize("impl", ["reference", *IMPLEMENTATIONS])
 @pytest.mark.parametrize("temperature", [1e-3, 1e-4, 2e-6, 1.001e-6])
 def test_low_temperatures_are_no_greedy_ones(impl, temperature, device):
-    """Only below 1e-6 is a row greedy: above, equal logits are told apart by their noise, however little of it there is."""
+    """Only below 1e-6 is a row greedy: above, equal logits are told apart by their noise, however little of it there
+    is."""
     problem = make_problem(16, 300, 4, device, impl=impl)
     problem.weight = torch.zeros_like(problem.weight)
     drawn = gumbel_at(problem)[:, 0].argmax(dim=-1)

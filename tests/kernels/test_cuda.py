@@ -101,7 +101,8 @@ def test_first_call_captured(kernel, device):
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
 @pytest.mark.parametrize("what", ["sample", "module"])
 def test_compile_modes_that_capture_graphs(mode, what, kernel, device):
-    """Trap 28: several graphs alive, and shapes that change. A workspace made in the runs before a recording is no leak."""
+    """Trap 28: several graphs alive, and shapes that change. A workspace made in the runs before a recording is no
+    leak."""
     torch._dynamo.reset()
     workspace._per_stream.clear()
     workspace._arenas.clear()

@@ -1,8 +1,9 @@
 """Draws follow softmax(logits / temperature): G-tests whose power is stated and checked.
 
 A G-test with N draws against a distribution that is off by a chi-square distance of w**2 (sum of (q - p)**2 / p) has
-non-centrality N * w**2. ``assert_distribution`` asserts with scipy that a stated w would be caught with probability 0.999 or
-more at the level it uses, so that a passing test says something; ``test_the_test_catches_a_small_bias`` shows it.
+non-centrality N * w**2. ``assert_distribution`` asserts with scipy that a stated w would be caught with probability
+0.999 or more at the level it uses, so that a passing test says something; ``test_the_test_catches_a_small_bias`` shows
+it.
 """
 
 import importlib.util
@@ -53,8 +54,8 @@ def assert_distribution(counts: torch.Tensor, probabilities: torch.Tensor, dista
 def draw_counts(
     impl, logits, temperature, rows, draws_per_row, calls: Iterable[int], dtype=torch.float32, device=DEVICE
 ):
-    """Counts of every token over rows * draws_per_row draws at every offset in ``calls``, from one row of logits, exact in
-    ``dtype``."""
+    """Counts of every token over rows * draws_per_row draws at every offset in ``calls``, from one row of logits, exact
+    in ``dtype``."""
     vocab = logits.shape[0]
     weight = torch.zeros(vocab, 8, device=device, dtype=dtype)
     weight[:, 0] = logits.to(device)
@@ -114,8 +115,8 @@ def test_the_test_catches_a_small_bias():
 
 
 def test_rare_token_next_to_flat_ones():
-    """Trap 2: how often a token 4 nats below the sum of 1,000 flat ones wins. A generator whose Gumbel stops short, or steps
-    coarsely where the race is decided, moves this count."""
+    """Trap 2: how often a token 4 nats below the sum of 1,000 flat ones wins. A generator whose Gumbel stops short, or
+    steps coarsely where the race is decided, moves this count."""
     draws = 400_000
     g = noise.gumbel(
         torch.arange(draws // 1000), torch.zeros(draws // 1000, dtype=torch.int64), torch.arange(1000), 0, 1

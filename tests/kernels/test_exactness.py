@@ -1,5 +1,5 @@
-"""Of one draw a kernel evaluates a few tokens, or quickly; of two it evaluates every token, with care. The tokens are the same,
-bit for bit, at the ends of every range: traps 26, 27, 29."""
+"""Of one draw a kernel evaluates a few tokens, or quickly; of two it evaluates every token, with care. The tokens are
+the same, bit for bit, at the ends of every range: traps 26, 27, 29."""
 
 import importlib
 import itertools
@@ -21,8 +21,8 @@ DIM = 32
 
 
 def awkward_weight(vocab: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """(V, DIM). Column 0 is one; 1 has a few values, so that there are ties; 2 is what an ulp or two are to column 1; then
-    columns of zeros, an eighth of the values of the next ones, and normal ones."""
+    """(V, DIM). Column 0 is one; 1 has a few values, so that there are ties; 2 is what an ulp or two are to column 1;
+    then columns of zeros, an eighth of the values of the next ones, and normal ones."""
     device = generator.device
 
     def pick(*values: float) -> Tensor:
@@ -39,7 +39,8 @@ def awkward_weight(vocab: int, dtype: torch.dtype, generator: torch.Generator) -
 
 
 def awkward_rows(weight: Tensor, batch: int, generator: torch.Generator, poisoned: bool) -> Problem:
-    """Rows of every kind over the weight, scales from 1e-3 to the dtype's largest, temperatures from 1e-6 to 1e6 and greedy."""
+    """Rows of every kind over the weight, scales from 1e-3 to the dtype's largest, temperatures from 1e-6 to 1e6 and
+    greedy."""
     device, dtype = weight.device, weight.dtype
     largest = torch.finfo(dtype).max
 
@@ -78,8 +79,8 @@ def shards(problem: Problem, impl: str, cuts: list[int], num_samples: int) -> Te
 
 
 def mismatches(impl: str, rows: int, seed: int) -> int:
-    """Of at least that many awkward rows: how often a token of one draw is not the first of two, of the whole vocabulary or of
-    one in shards."""
+    """Of at least that many awkward rows: how often a token of one draw is not the first of two, of the whole
+    vocabulary or of one in shards."""
     generator = torch.Generator(DEVICE).manual_seed(seed)
     dtypes = (torch.bfloat16, torch.float16) if impl == "cute" else (torch.bfloat16, torch.float16, torch.float32)
 
@@ -135,7 +136,8 @@ def test_no_row_is_lost_at_a_low_temperature(temperature, scale, device):
 @pytest.mark.parametrize("impl", KERNELS)
 @pytest.mark.parametrize("temperature", [0.0, 1e-6, 1e-4, 1.0, 1e6])
 def test_logits_at_the_end_of_the_range_alone(impl, temperature, device):
-    """Batches of one kind of row, which nothing but the ordinary path serves: all logits huge and negative, or positive."""
+    """Batches of one kind of row, which nothing but the ordinary path serves: all logits huge and negative, or
+    positive."""
     generator = torch.Generator(device).manual_seed(3)
     vocab = 5000 if ON_GPU else 150
     weight = torch.zeros(vocab, 8, device=device)
@@ -196,8 +198,8 @@ def test_one_finite_score_of_any_size_beside_infinite_ones(impl, temperature, de
 @pytest.mark.parametrize(("batch", "dim"), [(1, 512), (64, 512), (64, 4096), (160, 512), (192, 1024)])
 @pytest.mark.parametrize("first_token", [0, 75_968])
 def test_late_ctas_share_only_what_is_reached(batch, dim, first_token, device):
-    """Greedy and sharp rows, an early token the best: CTAs that start late, or whose first tile is not the shard's, know its
-    score before they share what they found themselves."""
+    """Greedy and sharp rows, an early token the best: CTAs that start late, or whose first tile is not the shard's,
+    know its score before they share what they found themselves."""
     vocab = 75_968
     problem = make_problem(batch, vocab, dim, device, torch.bfloat16)
     problem.temperature[:] = torch.tensor([0.0, 1e-6, 1e-4, 0.0], device=device).repeat(batch)[:batch]
@@ -278,14 +280,16 @@ TEMPERATURES = [0.0, 1e-6, 1e-4, 1.0]
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_poisoned_and_equal_rows_evaluate_little(kind, temperature, batch, device, evaluations):
-    """What a failed row costs is bounded: contract, section 4. Before it was, all tokens of such rows were evaluated."""
+    """What a failed row costs is bounded: contract, section 4. Before it was, all tokens of such rows were
+    evaluated."""
     vocab, dim = (151_936, 1024) if ON_GPU else (4_000, 64)
     problem = make_problem(batch, vocab, dim, device, torch.bfloat16)
     problem.temperature.fill_(temperature)
     few, crowd = evaluations(problem)
     many, dense_fallback = evaluations(rows_of_kind(problem, kind))
     print(
-        f"{kind}, T = {temperature}, B = {batch}: {many} and {dense_fallback} evaluations, {few} and {crowd} of ordinary rows"
+        f"{kind}, T = {temperature}, B = {batch}: {many} and {dense_fallback} evaluations, "
+        f"{few} and {crowd} of ordinary rows"
     )
     if 0 < temperature < 1e-3 and kind in (
         "zero",

@@ -1,5 +1,5 @@
-"""Everything that a request may ask for, mixed at random: the oracle against section 5 of the contract written out token by
-token, the other implementations against the oracle. ``tests/mixes.py`` makes the problems."""
+"""Everything that a request may ask for, mixed at random: the oracle against section 5 of the contract written out
+token by token, the other implementations against the oracle. ``tests/mixes.py`` makes the problems."""
 
 import math
 from typing import Any
@@ -60,7 +60,8 @@ def test_the_oracle_is_the_contract_word_by_word(wanted):
     ],
 )
 def test_streaming_is_the_oracle(head, wanted, monkeypatch):
-    """Bit for bit, in groups of rows and of draws however small: both make the same sums, if a GPU not always in one order."""
+    """Bit for bit, in groups of rows and of draws however small: both make the same sums, if a GPU not always in one
+    order."""
     rows = 0
     for seed in range(10**6):
         mix = Mix(seed + 10**7, device=DEVICE)
@@ -167,8 +168,9 @@ def test_top_p_keeps_the_shortest_prefix_that_reaches_p():
     logits = torch.tensor([0.5, 0.25, 0.125, 0.125]).log()
     below, above = (math.nextafter(0.5, to) for to in (0, 1))
     for p, wanted in (
-        (0.0, [0]), (-3.0, [0]), (1e-45, [0]), (below, [0]), (0.5, [0]), (above, [0]), (0.5 + 1e-7, [0, 1]), (0.75, [0, 1]),
-        (0.76, [0, 1, 2]), (0.875, [0, 1, 2]), (0.88, [0, 1, 2, 3]), (1.0, [0, 1, 2, 3]), (7.0, [0, 1, 2, 3]),
+        (0.0, [0]), (-3.0, [0]), (1e-45, [0]), (below, [0]), (0.5, [0]), (above, [0]), (0.5 + 1e-7, [0, 1]),
+        (0.75, [0, 1]), (0.76, [0, 1, 2]), (0.875, [0, 1, 2]), (0.88, [0, 1, 2, 3]), (1.0, [0, 1, 2, 3]),
+        (7.0, [0, 1, 2, 3]),
     ):  # fmt: skip
         assert kept(logits, top_p=torch.tensor([p])) == wanted, p
     assert kept([3.0] * 8, top_p=0.5) == [0, 1, 2, 3]  # flat: the lowest ids

@@ -1,5 +1,5 @@
-"""Draws with each filter, penalty, bias and mask follow the distribution that section 5 of the contract gives them, written out
-here once more: G-tests of the power that ``tests/kernels/test_distribution.py`` asserts."""
+"""Draws with each filter, penalty, bias and mask follow the distribution that section 5 of the contract gives them,
+written out here once more: G-tests of the power that ``tests/kernels/test_distribution.py`` asserts."""
 
 from typing import Any
 

@@ -24,7 +24,8 @@ JOINT, SEEDS = torch.tensor(KINDS, dtype=torch.int32).repeat_interleave(EACH), t
 IS_JOINT = JOINT != 0
 WEIGHT, STATES = LOGITS[:, None].expand(4, 8) / 8, torch.ones(ROWS, 8)
 HEADS = [
-    "reference", "streaming", "triton", pytest.param("cute", marks=NEEDS_CUTE), "module", "ranks streaming", "ranks triton",
+    "reference", "streaming", "triton", pytest.param("cute", marks=NEEDS_CUTE), "module", "ranks streaming",
+    "ranks triton",
 ]  # fmt: skip
 
 

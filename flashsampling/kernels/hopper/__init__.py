@@ -1,7 +1,8 @@
 """CuTe DSL, Hopper: the fused step in one launch.
 
-``kernel`` is the kernel, of ``mainloop`` and ``epilogue``, which says what is behind it; ``config`` its shapes and what it
-takes; ``cache`` the compiled objects, in memory and on disk; ``launch`` the call, ``params`` that of what a request asks for.
+``kernel`` is the kernel, of ``mainloop`` and ``epilogue``, which says what is behind it; ``config`` its shapes and what
+it takes; ``cache`` the compiled objects, in memory and on disk; ``launch`` the call, ``params`` that of what a request
+asks for.
 """
 
 from ...inputs import SamplingParams

@@ -1,8 +1,9 @@
 """What a launch is told: its arguments, of which each stands here once, and which tiles are a CTA's.
 
-An argument is added to ``Arguments`` (every thread has it) or to ``Operands`` (the host's side of the launch), and to the call
-in ``launch``. That call is positional: to make a named tuple of 22 fields takes 0.8 us more, to convert one to an argument of
-TVM FFI another 0.6 to 1.7 (CPython 3.11, TVM FFI 0.1.15, a busy host). ``tests/kernels/hopper/test_launch.py`` holds the order.
+An argument is added to ``Arguments`` (every thread has it) or to ``Operands`` (the host's side of the launch), and to
+the call in ``launch``. That call is positional: to make a named tuple of 22 fields takes 0.8 us more, to convert one to
+an argument of TVM FFI another 0.6 to 1.7 (CPython 3.11, TVM FFI 0.1.15, a busy host).
+``tests/kernels/hopper/test_launch.py`` holds the order.
 """
 
 from typing import Any, NamedTuple, get_type_hints
@@ -40,8 +41,9 @@ class Arguments(NamedTuple):
     tokens: Int64  # of (B, num_samples) int64, out
     workspace: Int64  # zero between launches: see slots
     batch: Int32
-    # Tiles are whole Philox groups, so a shard need not start where one does. Tokens are counted from the first one's start:
-    # those from ``skip`` up to ``end`` are sampled, and ``base`` (a multiple of 128, and of the cluster) makes them ids.
+    # Tiles are whole Philox groups, so a shard need not start where one does. Tokens are counted from the first one's
+    # start: those from ``skip`` up to ``end`` are sampled, and ``base`` (a multiple of 128, and of the cluster) makes
+    # them ids.
     base: Int32
     skip: Int32
     end: Int32
@@ -84,8 +86,8 @@ class Arguments(NamedTuple):
 
 
 class TransformArguments(NamedTuple):
-    """What a kernel with ``Features.transforms`` makes of its logits before it looks at them: see ``transforms``. Of a whole
-    vocabulary. Addresses are of float32 where nothing is said; 0: none."""
+    """What a kernel with ``Features.transforms`` makes of its logits before it looks at them: see ``transforms``. Of a
+    whole vocabulary. Addresses are of float32 where nothing is said; 0: none."""
 
     any: Int32  # 0: nothing
     bias: Int64  # of (V,)
@@ -109,14 +111,17 @@ class TransformArguments(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """Where a kernel with ``Features.logits`` writes, of a whole vocabulary, beside the tokens. Chunks: see ``block_stats``."""
+    """Where a kernel with ``Features.logits`` writes, of a whole vocabulary, beside the tokens. Chunks: see
+    ``block_stats``."""
 
     logits: Int64  # address of (B, V) float32
     stride: Int64  # of its rows, in bytes: a multiple of 16
     keys: Int64  # address of (B, 4 * ceil(V / 128)) int32: of each chunk the highest logit, as int32 in its order
-    sums: Int64  # address of as many float32: masses relative to it at the row's temperature, a greedy row's at 1; 0: none
+    # address of as many float32: masses relative to it at the row's temperature, a greedy row's at 1; 0: none
+    sums: Int64
     raw_sums: Int64  # at temperature 1; 0: none
-    cutoffs: Int64  # address of (B,) int32: a chunk with a lower key may not have been stored; 0: all are. See there, also of these:
+    # address of (B,) int32: the logits of a block with a lower key may not be stored; 0: all are. See ``store_cutoff``
+    cutoffs: Int64
     top_k: Int64  # of (B,), or 0: top_k_value
     top_k_value: Int64
     top_k_wide: Int32  # 0: int32, else int64

@@ -1,13 +1,13 @@
 """A tile's logits to memory, and of every chunk the highest and the mass, for what needs to see a row more than once.
 
-A chunk is 32 tokens of a tile: the 16 that warp w of a warpgroup holds of one m64 block, w = 0..3, and the 16 that lie 64
-above. Up to 192 columns these are two warps', so what is made in registers is about half a chunk, in every shape alike, and the
-two halves come together in shared memory. A row's sums are then the same bits in any shape: of half a chunk the sum of a
-thread's two tokens, then over the threads 16, 8 and 4 lanes apart, relative to the half's highest; then the lower half, scaled
-to the chunk's highest, plus the upper.
+A chunk is 32 tokens of a tile: the 16 that warp w of a warpgroup holds of one m64 block, w = 0..3, and the 16 that lie
+64 above. Up to 192 columns these are two warps', so what is made in registers is about half a chunk, in every shape
+alike, and the two halves come together in shared memory. A row's sums are then the same bits in any shape: of half a
+chunk the sum of a thread's two tokens, then over the threads 16, 8 and 4 lanes apart, relative to the half's highest;
+then the lower half, scaled to the chunk's highest, plus the upper.
 
-Shared memory has no room left (``TileConfig.stages``), but a warp that has searched a tile needs its own codes of it no more:
-there are four words of them per half chunk, and here is what becomes of them (``_at``):
+Shared memory has no room left (``TileConfig.stages``), but a warp that has searched a tile needs its own codes of it no
+more: there are four words of them per half chunk, and here is what becomes of them (``_at``):
 
     0, 1, 2    the highest logit; sums of masses at the row's temperature, and at temperature 1
     3          the factor of the former's exponents, twice
@@ -15,12 +15,13 @@ there are four words of them per half chunk, and here is what becomes of them (`
     edge                                       order
     a warp's codes -> its words                the warp's own search, ``sync_warp``
     all warps' words -> a thread per column    the consumers' named barrier
-    that thread -> the next tile's codes       the codes' empty barrier; without codes the consumers' named barrier once more
+    that thread -> the next tile's codes       the codes' empty barrier; without codes the consumers' named barrier once
+                                               more
     that thread -> who stores its column       the consumers' named barrier once more
 
-The logits are stored while the maxima are found: a store is four columns by 8 tokens, four whole sectors of 32 bytes. Where
-rows have floors (``cutoffs``), after the keys: those of chunks that are below are not, and a row then lies by chunks, the two
-halves of each side by side in a line of the cache.
+The logits are stored while the maxima are found: a store is four columns by 8 tokens, four whole sectors of 32 bytes.
+Where rows have floors (``cutoffs``), after the keys: those of chunks that are below are not, and a row then lies by
+chunks, the two halves of each side by side in a line of the cache.
 """
 
 import cutlass
@@ -65,9 +66,9 @@ class BlockStats:
     def tile(
         self, args: Arguments, out: Outputs, walk: Walk, shared: Shared, logits, sampled, iteration, thread, barrier
     ):
-        """The consumers, 256 threads, after the search and before the codes' release. ``logits``: this thread's, (2 columns,
-        2 rows, blocks of eight columns, halves of the tokens) float32, -inf for tokens beyond the vocabulary. ``sampled``: see
-        ``CandidateSearch.sampled``; not 0. ``barrier``: of all consumers."""
+        """The consumers, 256 threads, after the search and before the codes' release. ``logits``: this thread's, (2
+        columns, 2 rows, blocks of eight columns, halves of the tokens) float32, -inf for tokens beyond the
+        vocabulary. ``sampled``: see ``CandidateSearch.sampled``; not 0. ``barrier``: of all consumers."""
         lane = thread % 32
         warp = thread // 32
         token0 = self.fragments.token(walk.first_token(iteration), thread)
@@ -123,8 +124,8 @@ class BlockStats:
     def _store(
         self, out, logits, at, left, first: cutlass.Constexpr, count: cutlass.Constexpr, half_bytes: cutlass.Constexpr
     ):
-        """Of some blocks of columns, all tokens. ``left``: rows, by column; ``half_bytes``: from one half of them to the
-        other."""
+        """Of some blocks of columns, all tokens. ``left``: rows, by column; ``half_bytes``: from one half of them to
+        the other."""
         for j in range_constexpr(first, first + count):
             for c in range_constexpr(2):
                 values = [logits[c, r, j, half] for half in range(self.halves) for r in range(2)]
@@ -211,15 +212,15 @@ class BlockStats:
             shared.gumbel_bounds[self._of_own(_SUM + kind, first, own, warp, lane)] = self._bits(total)
 
     def _mass(self, logit, highest, factor) -> Float32:
-        """Relative to the highest. ``factor``: of half the difference, which no two finite logits are too far apart for. That
-        of equal infinities is NaN, of which the minimum makes 0: one each."""
+        """Relative to the highest. ``factor``: of half the difference, which no two finite logits are too far apart
+        for. That of equal infinities is NaN, of which the minimum makes 0: one each."""
         below = cute.math.fma(logit, Float32(0.5), highest * Float32(-0.5))
         return ptx.exp2(cute.arch.fmin(below * factor, Float32(0.0)))
 
     @cute.jit
     def _wants_masses(self, args, out, row) -> Boolean:
-        """Whether somebody asks for those of a row: where rows have floors, not of one with a top-k, but for a top-p of all
-        tokens."""
+        """Whether somebody asks for those of a row: where rows have floors, not of one with a top-k, but for a top-p of
+        all tokens."""
         wants = (out.sums != Int64(0)) | (out.raw_sums != Int64(0))
         if out.masses_of_all == Int32(0):
             wants = wants & store_cutoff.without_top_k(args, out, row)
@@ -227,7 +228,8 @@ class BlockStats:
 
     @cute.jit
     def _makes_masses(self, args, out, first_row, lane) -> Boolean:
-        """Whether a warp does, of all of its columns: if somebody asks for those of one. ``first_row``: of its columns."""
+        """Whether a warp does, of all of its columns: if somebody asks for those of one. ``first_row``: of its
+        columns."""
         makes = (out.sums != Int64(0)) | (out.raw_sums != Int64(0))
         if out.masses_of_all == Int32(0):
             wants = Boolean(False)
@@ -239,8 +241,8 @@ class BlockStats:
 
     @cute.jit
     def _temperatures(self, args, out, walk, column0, lane):
-        """Of every 32nd column of a warp, from the thread's on; where nobody asks, of no account. ``column0``: its first. They
-        are on their way while the logits are stored."""
+        """Of every 32nd column of a warp, from the thread's on; where nobody asks, of no account. ``column0``: its
+        first. They are on their way while the logits are stored."""
         temperatures = cute.make_rmem_tensor(-(-self.own_columns // 32), Float32)
         for k in range_constexpr(cute.size(temperatures)):
             temperatures[k] = args.temperature_value
@@ -251,7 +253,8 @@ class BlockStats:
 
     @cute.jit
     def _keep_factors(self, shared, temperatures, warp, lane):
-        """Of exponents to the base 2, per two units of logit: of every column of a warp. Never 0, so that -inf stays -inf."""
+        """Of exponents to the base 2, per two units of logit: of every column of a warp. Never 0, so that -inf stays
+        -inf."""
         least = Uint32(2).bitcast(Float32)
         for k in range_constexpr(cute.size(temperatures)):
             column = lane + 32 * k

@@ -1,17 +1,17 @@
 """Compiled kernels: made once, kept in memory and on disk.
 
-In memory the key is what a kernel is specialised to: dtype, tile shape, and what it has beside the draw. On disk it is that
-and a fingerprint of everything a compiled object depends on: this folder's sources and whatever of the package they import
-(found by reading their imports), the compiler's distributions, Python's version, the platform and its processor, the GPU's
-architecture.
-The root is ``$FLASHSAMPLING_CACHE_DIR``, or ``~/.cache/flashsampling``; without a home directory nothing is kept. Objects are
-written beside their place and moved there, so processes that compile the same kernel at once do no harm.
+In memory the key is what a kernel is specialised to: dtype, tile shape, and what it has beside the draw. On disk it is
+that and a fingerprint of everything a compiled object depends on: this folder's sources and whatever of the package
+they import (found by reading their imports), the compiler's distributions, Python's version, the platform and its
+processor, the GPU's architecture. The root is ``$FLASHSAMPLING_CACHE_DIR``, or ``~/.cache/flashsampling``; without a
+home directory nothing is kept. Objects are written beside their place and moved there, so processes that compile the
+same kernel at once do no harm.
 
 A kept object runs as native code, so it is trusted only where nobody else can have put it: every folder from / down to
-the objects, every link among them, and the objects belong to the user or to root, and neither group nor others may write
-there. (To a folder with the sticky bit they may: they cannot replace there what is not theirs.) A folder that is not so
-is not used, with a warning. An object's name ends in the SHA-256 of its bytes. These are read once, compared with the
-name, and loaded. Only an object whose checksum is wrong is removed. One that cannot be read or loaded stays.
+the objects, every link among them, and the objects belong to the user or to root, and neither group nor others may
+write there. (To a folder with the sticky bit they may: they cannot replace there what is not theirs.) A folder that is
+not so is not used, with a warning. An object's name ends in the SHA-256 of its bytes. These are read once, compared
+with the name, and loaded. Only an object whose checksum is wrong is removed. One that cannot be read or loaded stays.
 
 The fingerprint is of the sources as they were imported (``sources``). The compiler reads sources again as it works, so
 nothing is compiled once those on disk are others: the process has to be restarted.
@@ -19,8 +19,9 @@ nothing is compiled once those on disk are others: the process has to be restart
 Writing an object removes what nobody needs: temporary folders older than a day, which a process leaves that ends as it
 writes, and folders of other fingerprints that nobody has used for 90 days.
 
-A shape is made when a batch first needs it. ``flashsampling.warmup`` makes those that batches up to a size need, one after the
-other; ``python -m flashsampling precompile`` makes all, in parallel and without a GPU: some fifteen seconds of a core each.
+A shape is made when a batch first needs it. ``flashsampling.warmup`` makes those that batches up to a size need, one
+after the other; ``python -m flashsampling precompile`` makes all, in parallel and without a GPU: some fifteen seconds
+of a core each.
 """
 
 import ast
@@ -69,7 +70,8 @@ _kernels: dict[Key, Callable[..., Any]] = {}
 
 
 def kernel_for(dtype: torch.dtype, config: TileConfig, features: Features = _PLAIN) -> Callable[..., Any]:
-    """The compiled launch for a dtype (bfloat16 or float16), a shape of ``CONFIGS`` and one of ``KINDS``. Thread-safe."""
+    """The compiled launch for a dtype (bfloat16 or float16), a shape of ``CONFIGS`` and one of ``KINDS``.
+    Thread-safe."""
     kernel = _kernels.get((dtype, config, features))
     if kernel is None:
         with _lock:
@@ -90,7 +92,8 @@ def kernels_of(dtype: torch.dtype | None, max_batch_size: int | None) -> list[Ke
 
 
 def precompile(workers: int, kernels: Sequence[Key] = KERNELS) -> Generator[tuple[Path, bool], None, None]:
-    """Makes sure that kernels are on disk: for each, as it is done, where, and whether it had to be compiled. Needs no GPU.
+    """Makes sure that kernels are on disk: for each, as it is done, where, and whether it had to be compiled. Needs no
+    GPU.
 
     A caller that stops early, an interrupt among the reasons, ends the workers; what is on disk by then is whole.
 
@@ -166,7 +169,8 @@ def _run_compiler(dtype: torch.dtype, config: TileConfig, features: Features) ->
 
 
 def _load(content: bytes) -> Callable[..., Any]:
-    """Loads an object from its bytes: the loader takes a path, which leads here to a file in memory that is this process's."""
+    """Loads an object from its bytes: the loader takes a path, which leads here to a file in memory that is this
+    process's."""
     import cutlass.cute as cute
 
     with open(os.memfd_create("flashsampling"), "wb") as copy:
@@ -333,7 +337,8 @@ def other_folders(place: Path) -> list[Path]:
 
 
 def unneeded(place: Path) -> list[Path]:
-    """What the next object that is written into ``folder`` removes: left-overs, and other versions' folders of no use."""
+    """What the next object that is written into ``folder`` removes: left-overs, and other versions' folders of no
+    use."""
     return leftovers(place) + [path for path in other_folders(place) if _unused_for(path, 90 * _DAY)]
 
 
@@ -412,7 +417,8 @@ def _imported_sources() -> list[Path]:
 
 
 def _sources(files: Mapping[Path, bytes], here: Path) -> list[Path]:
-    """The modules in ``here``, what they import of the package, and so on: of any of these a constant may be compiled in."""
+    """The modules in ``here``, what they import of the package, and so on: of any of these a constant may be compiled
+    in."""
     found: set[Path] = set()
     pending = [source for source in files if source.parent == here]
     while pending:

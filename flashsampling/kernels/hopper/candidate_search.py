@@ -1,6 +1,7 @@
 """The consumers' search of a tile, three instructions a logit: bound = logit * scale + noise's bound - row's threshold.
 
-What is not below 0 is a candidate, and goes to the queue (``candidates``) or is evaluated with its tile (``dense_fallback``).
+What is not below 0 is a candidate, and goes to the queue (``candidates``) or is evaluated with its tile
+(``dense_fallback``).
 """
 
 import cutlass.cute as cute
@@ -40,8 +41,8 @@ class CandidateSearch:
         )  # -inf may be what is masked out: no score, whatever the temperature, and no candidate
 
     def sampled(self, args, walk, iteration):
-        """2 if all of a tile's tokens are sampled, 1 if some are, 0 if none. What a cluster rounds its tiles up by is not:
-        searched, all of it would be candidates, since no threshold is known that -inf falls short of."""
+        """2 if all of a tile's tokens are sampled, 1 if some are, 0 if none. What a cluster rounds its tiles up by is
+        not: searched, all of it would be candidates, since no threshold is known that -inf falls short of."""
         first_token = walk.first_token(iteration)
         some = (first_token + TILE_V > args.skip) & (first_token < args.end)
         everything = (first_token + TILE_V <= args.end) & (first_token >= args.skip)
@@ -63,9 +64,9 @@ class CandidateSearch:
     ):
         """The consumers, 256 threads: queues the candidates of the CTA's tile number ``iteration``.
 
-        ``logits``: this thread's, (2 columns, 2 rows, blocks of eight columns, halves of the tokens) float32. ``first_words``:
-        the code words number 0. ``sampled``: what it says of the tile, not 0. ``masked``: -inf is what is masked out.
-        ``barrier``: of all consumers.
+        ``logits``: this thread's, (2 columns, 2 rows, blocks of eight columns, halves of the tokens) float32.
+        ``first_words``: the code words number 0. ``sampled``: what it says of the tile, not 0. ``masked``: -inf is what
+        is masked out. ``barrier``: of all consumers.
         """
         lane = thread % 32
         warp = thread // 32
@@ -82,8 +83,8 @@ class CandidateSearch:
                 barrier.arrive_and_wait()
                 self.threshold_updates.share(args, walk, shared, iteration, thread, barrier)
                 barrier.arrive_and_wait()
-            # first without a branch, so that loads and arithmetic of all vectors overlap; then what the few hits need. A hit is
-            # a sign of 0, and so is a NaN, as the hardware makes it
+            # first without a branch, so that loads and arithmetic of all vectors overlap; then what the few hits need.
+            # A hit is a sign of 0, and so is a NaN, as the hardware makes it
             hits = Uint32(0)
             exponents = noise.exponents(args.batch)
             for q in range_constexpr(self.fragments.vectors):
@@ -130,8 +131,8 @@ class CandidateSearch:
 
     @cute.jit
     def _candidates(self, shared, logits, special, masked, q, lane, warp) -> Uint32:
-        """Of a thread's code words number ``q``, whose logits (4 ``vector``,) are given, a bit for each that may win. What is
-        here is exposed, in most tiles: 24 instructions more were 1.5 % of a step at D = 2048, B = 128."""
+        """Of a thread's code words number ``q``, whose logits (4 ``vector``,) are given, a bit for each that may win.
+        What is here is exposed, in most tiles: 24 instructions more were 1.5 % of a step at D = 2048, B = 128."""
         blocks = self.vector // self.halves
         words = self.fragments.load_bounds(shared, q, warp * 32 + lane)
         first_block = self.fragments.first_block(warp) + q * blocks

@@ -1,7 +1,9 @@
-"""Candidates one by one: a queue from the consumers to two warps, and what these do (memory orders: ``kernel``'s table).
+"""Candidates one by one: a queue from the consumers to two warps, and what these do (memory orders: ``kernel``'s
+table).
 
-An evaluated candidate that leads its row in this CTA is published. NaN, +inf and the word 0 are candidates by construction, so
-every rare case of the contract is decided in one place, ``_consider``; a row in which a NaN was published is looked at no more.
+An evaluated candidate that leads its row in this CTA is published. NaN, +inf and the word 0 are candidates by
+construction, so every rare case of the contract is decided in one place, ``_consider``; a row in which a NaN was
+published is looked at no more.
 """
 
 import cutlass.cute as cute
@@ -37,7 +39,8 @@ class CandidateQueue:
 
     @cute.jit
     def push_candidates(self, shared, logits, mask, special, q, iteration, lane, warp):
-        """Queues candidates, the bits of a mask: ``logits`` (4 ``vector``,) are those of a thread's code words number ``q``."""
+        """Queues candidates, the bits of a mask: ``logits`` (4 ``vector``,) are those of a thread's code words number
+        ``q``."""
         while mask != Uint32(0):
             which, mask = ptx.take_lowest(mask)
             some = [logits[i] for i in range(4 * self.vector)]
@@ -80,16 +83,19 @@ class CandidateQueue:
 
     @cute.jit
     def evaluate(self, args: Arguments, walk: Walk, shared: Shared, thread):
-        """Evaluates candidates exactly and publishes those that lead their row in this CTA, until the consumers are done.
+        """Evaluates candidates exactly and publishes those that lead their row in this CTA, until the consumers are
+        done.
 
-        A thread owns one slot of the queue. With none filled the warps sleep: the instructions of a loop that looks would be
-        taken from the noise. They wake when a tile's codes are complete, to learn thresholds, and every microsecond.
+        A thread owns one slot of the queue. With none filled the warps sleep: the instructions of a loop that looks
+        would be taken from the noise. They wake when a tile's codes are complete, to learn thresholds, and every
+        microsecond.
         """
         learned = Int32(0)  # tiles
         running = Int32(1)
         while running != 0:
-            # before the slot is looked at: what was pushed before the consumers were done is then seen. The warp decides as
-            # one, since a thread that comes late from an evaluation may read a later count than the others did
+            # before the slot is looked at: what was pushed before the consumers were done is then seen. The warp
+            # decides as one, since a thread that comes late from an evaluation may read a later count than the others
+            # did
             done = cute.arch.load(shared.done.iterator, Int32, sem="acquire", scope="cta") == CONSUMER_WARPS
             finished = cute.arch.vote_all_sync(done)
             entry = cute.arch.load(shared.queue.iterator + thread, Int64, sem="relaxed", scope="cta")

@@ -1,9 +1,10 @@
 """Which problems the Hopper kernel takes, and the tile shape of each: a pure function of the batch size and D.
 
 Nothing is tuned while serving, and there are sixteen shapes per dtype in all, of three kinds of kernel, so
-``scripts/precompile`` can make every one that will ever be asked for. Above 128 columns they are 16 apart: there the tensor
-cores are the limit, and what pads a batch costs its share of the time (H200, over cuBLAS: B = 136, 208 and 320, D = 4096 1.16,
-1.18 and 1.20 with shapes of 192 and 256 only, 0.92, 1.06 and 1.06 now). Rejected designs are recorded in ``kernel``.
+``scripts/precompile`` can make every one that will ever be asked for. Above 128 columns they are 16 apart: there the
+tensor cores are the limit, and what pads a batch costs its share of the time (H200, over cuBLAS: B = 136, 208 and 320,
+D = 4096 1.16, 1.18 and 1.20 with shapes of 192 and 256 only, 0.92, 1.06 and 1.06 now). Rejected designs are recorded in
+``kernel``.
 """
 
 import functools
@@ -23,8 +24,8 @@ TILE_D = 64  # depth of a pipeline stage: one 128-byte swizzle atom of 16-bit el
 SHARED_BYTES = 232_448  # what a CTA may have on sm_90
 _MAX_STAGES = 13
 _WIDEST_INSTRUCTION = 192  # columns: ptxas serialises one of 256 in a kernel of 512 threads (C7602)
-# D up to which the noise of 192 columns takes longer than their matmul, or than their weight takes to read: with several
-# blocks of rows a CTA finds it in L2
+# D up to which the noise of 192 columns takes longer than their matmul, or than their weight takes to read: with
+# several blocks of rows a CTA finds it in L2
 _LONG_NOISE, _LONG_NOISE_SHARED = 1792, 2304
 _MAX_TILES_PER_CTA = 2**16  # a candidate's entry in the queue has 16 bits for it
 
@@ -53,8 +54,8 @@ class TileConfig:
 
 
 class Features(NamedTuple):
-    """What a kernel has beside the draw. With the dtype and ``TileConfig`` it is all that a kernel is compiled for, and so the
-    key of a compiled one; ``cache`` keeps those of ``KINDS``."""
+    """What a kernel has beside the draw. With the dtype and ``TileConfig`` it is all that a kernel is compiled for, and
+    so the key of a compiled one; ``cache`` keeps those of ``KINDS``."""
 
     transforms: bool = False  # makes ``arguments.TransformArguments`` of its logits
     logits: bool = False  # writes ``arguments.Outputs``
@@ -64,8 +65,8 @@ class Features(NamedTuple):
     )
 
 
-# With logits always both: at 256 columns what would tell them apart at run time cost registers, of which ten and more a thread
-# went to local memory and back within the k loop.
+# With logits always both: at 256 columns what would tell them apart at run time cost registers, of which ten and more a
+# thread went to local memory and back within the k loop.
 KINDS = {"plain": Features(), "processed": Features(transforms=True), "logits": Features(transforms=True, logits=True)}
 # ``arguments.TransformArguments``, where nothing is asked for
 NO_TRANSFORMS = (0, 0, 1.0, 0.0, 0, 0, 0, 0, 0, 0, 0, 0, 1.0, 0, 0.0, 0, 0.0, 0, 0)
@@ -100,8 +101,8 @@ CONFIGS = (
 
 
 def choose_config(batch: int, dim: int) -> TileConfig:
-    """The fewest blocks of rows, and the smallest shape that takes them. Of 192 columns there are two: where the noise takes
-    longer than the matmul, a second buffer of codes is worth the pipeline stage in whose place it is."""
+    """The fewest blocks of rows, and the smallest shape that takes them. Of 192 columns there are two: where the noise
+    takes longer than the matmul, a second buffer of codes is worth the pipeline stage in whose place it is."""
     row_blocks = max(1, -(-batch // CONFIGS[-1].block_b))
     block_b = next(config.block_b for config in CONFIGS if batch <= row_blocks * config.block_b)
     shapes = [config for config in CONFIGS if config.block_b == block_b]
@@ -115,15 +116,16 @@ def skipped(first_token: int, config: TileConfig) -> int:
 
 
 def ctas_per_row_block(config: TileConfig, batch: int, vocab_size: int, processors: int) -> int:
-    """CTAs that walk the vocabulary for one block of rows: a multiple of the cluster, one CTA per multiprocessor in all."""
+    """CTAs that walk the vocabulary for one block of rows: a multiple of the cluster, one CTA per multiprocessor in
+    all."""
     clusters = -(-vocab_size // (TILE_V * config.cluster))
     row_blocks = -(-batch // config.block_b)
     return max(1, min(clusters, processors // (config.cluster * row_blocks))) * config.cluster
 
 
 def copy_engine_reads(address: int, rows: int, rows_apart: int, along_d: int) -> bool:
-    """Whether TMA can address so many rows of a matrix of 16-bit elements: 16-byte aligned, contiguous along D. The last two
-    are its strides."""
+    """Whether TMA can address so many rows of a matrix of 16-bit elements: 16-byte aligned, contiguous along D. The
+    last two are its strides."""
     return along_d == 1 and address % 16 == 0 and ((rows_apart % 8 == 0 and 0 < rows_apart < 2**39) or rows <= 1)
 
 
@@ -174,8 +176,8 @@ def compiled_for(weight: Tensor, max_batch_size: int, num_samples: int) -> tuple
 
 
 def cutoff_rank(top_k: Any) -> Any:
-    """Which of the sampled keys, from the highest on, is a floor for a top-k: an int, or an Int32 on the device. The bound
-    that ``kernels.triton.filtered.candidates.kth_highest`` finds is reached by fewer columns of chunks than this, or
-    is the k-th
-    highest: it is not below the floor, and what follows from it does not depend on whether there is one."""
+    """Which of the sampled keys, from the highest on, is a floor for a top-k: an int, or an Int32 on the device. The
+    bound that ``kernels.triton.filtered.candidates.kth_highest`` finds is reached by fewer columns of chunks than
+    this, or is the k-th highest: it is not below the floor, and what follows from it does not depend on whether
+    there is one."""
     return top_k + top_k // 4 + 9

@@ -1,11 +1,12 @@
 """Candidates by the tile: what the consumers evaluate themselves.
 
-Where a crowd of a tile's tokens may win, equal logits of a greedy row or infinite ones, the consumers that hold it evaluate it
-themselves, which is many times faster than the queue: in 255 rows of infinite logits an eighth of all tokens are such. Whole
-steps, H200, V = 151936, B = 256, over that without such rows: 1, 128 or 255 rows of NaN, zeros or equal logits 0.98 to 1.09 at
-D = 4096, 0.95 to 1.11 at D = 2048, at any temperature (``benchmarks.rare_rows``). Without ``threshold.ratio_byte``
-sharp rows of equal logits had 250 candidates each, by the tests' model, for 8 now: 1.28 at D = 2048, T = 1e-6.
-Before there were crowds and decided rows: 28 times as long (255 rows of NaN, another shape).
+Where a crowd of a tile's tokens may win, equal logits of a greedy row or infinite ones, the consumers that hold it
+evaluate it themselves, which is many times faster than the queue: in 255 rows of infinite logits an eighth of all
+tokens are such. Whole steps, H200, V = 151936, B = 256, over that without such rows: 1, 128 or 255 rows of NaN, zeros
+or equal logits 0.98 to 1.09 at D = 4096, 0.95 to 1.11 at D = 2048, at any temperature (``benchmarks.rare_rows``).
+Without ``threshold.ratio_byte`` sharp rows of equal logits had 250 candidates each, by the tests' model, for 8 now:
+1.28 at D = 2048, T = 1e-6. Before there were crowds and decided rows: 28 times as long (255 rows of NaN, another
+shape).
 
 With several draws per row there are neither codes nor a search: every tile is such a crowd.
 """
@@ -36,7 +37,8 @@ class DenseFallback:
 
     @cute.jit
     def is_dense(self, mask: Uint32) -> Uint32:
-        """Columns, bits, in which six threads or more of a warp have tokens of which all may win, bits of the search's."""
+        """Columns, bits, in which six threads or more of a warp have tokens of which all may win, bits of the
+        search's."""
         is_dense = Uint32(0)
         for n in range_constexpr(2 * self.vector // self.halves):
             whole = Uint32(sum(1 << i for i in self.fragments.logits_of(n % 2, n // 2)))
@@ -54,8 +56,8 @@ class DenseFallback:
 
     @cute.jit
     def evaluate_greedy(self, args, walk, shared, logits, columns: Uint32, token0, q, lane, warp) -> Uint32:
-        """Publishes the best of the tokens of a thread's code words number ``q`` in some columns, bits, if all these are of
-        greedy rows and finite or NaN: their scores are their logits. Returns the columns of which it did not."""
+        """Publishes the best of the tokens of a thread's code words number ``q`` in some columns, bits, if all these
+        are of greedy rows and finite or NaN: their scores are their logits. Returns the columns of which it did not."""
         first_block = self.fragments.first_block(warp) + q * (self.vector // self.halves)
         plain = Boolean(True)
         keys = []
@@ -88,8 +90,8 @@ class DenseFallback:
 
     @cute.jit
     def every_score(self, args, walk, shared, logits, token0, columns, masked, warp, lane):
-        """Evaluates exactly, and publishes the best of, every token of a warp's tile in some of its threads' columns, given by
-        bits; draw by draw."""
+        """Evaluates exactly, and publishes the best of, every token of a warp's tile in some of its threads' columns,
+        given by bits; draw by draw."""
         one_draw = args.num_samples == 1
         bit = self.fragments.columns_of
         copy = cute.make_rmem_tensor((2 * self.halves, 2 * self.own_blocks), Float32)

@@ -1,8 +1,8 @@
-"""Steps of which something is asked: one launch where the kernel can do all of it in registers (``Features.transforms``),
-else it stores logits (``Features.logits``), and ``kernels.triton`` picks from them.
+"""Steps of which something is asked: one launch where the kernel can do all of it in registers
+(``Features.transforms``), else it stores logits (``Features.logits``), and ``kernels.triton`` picks from them.
 
 head, bias of all rows, penalties, token mask   one launch (``transforms``)
-filters, with any of these                      two: the kernel draws and summarises what it stores too (``block_stats``), then
+filters, with any of these                      two: the kernel draws and writes block statistics, then
                                                 ``kernels.triton.filtered.dispatch.pick``
 log-probabilities, with the head's own          likewise
 a bias by row, with any of these                one before them: ``kernels.triton.filtered.sparse_bias``
@@ -11,7 +11,7 @@ log-probabilities, with what a request changes, three: the kernel only stores pr
 other noise, several draws with filters         former need two logits of a token, raw and processed
 drafts to be rejected (``recorded``)            two or, of what is processed, three; what was drawn from is left behind
 of a shard, what is one launch of all           one launch (``runs_on_shard``)
-of a shard, with more                           the kernel only stores logits, processed where one of a token is enough, then
+of a shard, with more                           the kernel stores logits, processed where one of a token is enough, then
                                                 ``kernels.triton.sharded.shard_logits``
 """
 
@@ -33,7 +33,8 @@ _OF_REQUEST = "dense_bias", "bias_ids", "counts", "token_mask"  # what changes l
 
 @functools.cache
 def _picking() -> ModuleType:
-    """Imported at the first use, and by name: what is compiled here does not depend on it, as ``cache`` would take it to."""
+    """Imported at the first use, and by name: what is compiled here does not depend on it, as ``cache`` would take it
+    to."""
     return importlib.import_module("..triton.filtered.dispatch", __package__)
 
 
@@ -55,7 +56,8 @@ def _made_at_once(params: SamplingParams) -> bool:
 
 
 def _scanned(params: SamplingParams, num_samples: int) -> bool:
-    """Whether the kernel leaves products, from which everything is made: what is said of it in the module's docstring."""
+    """Whether the kernel leaves products, from which everything is made: what is said of it in the module's
+    docstring."""
     return (
         not _made_at_once(params)
         or params.stream != DEFAULT_PARAMS.stream
@@ -97,9 +99,8 @@ def transforms_of(
     params: SamplingParams, vocab_size: int, base: int = 0, skip: int = 0
 ) -> tuple[tuple[int | float, ...], tuple[Tensor | None, ...]]:
     """``arguments.TransformArguments``, and what must live until the launch. Its first tile starts at the token
-    ``base``, a multiple of
-    32, ``skip`` tokens before the shard, which has ``vocab_size``. Of the head's bias ``params`` has the shard's part, of all
-    else the whole vocabulary's. A bias by row is one launch more."""
+    ``base``, a multiple of 32, ``skip`` tokens before the shard, which has ``vocab_size``. Of the head's bias
+    ``params`` has the shard's part, of all else the whole vocabulary's. A bias by row is one launch more."""
     counts, counts_stride, of_counts = _rows_of(params.counts)
     mask, mask_stride, of_mask = _rows_of(params.token_mask)
     bias = params.bias
@@ -187,8 +188,9 @@ def compiling(at_once: int) -> AbstractContextManager[None]:
 
 
 def _cutoffs_of(step: SampleInputs) -> Tensor | None:
-    """Room for the rows' floors, where some row may get one, and what is below is asked for by nobody. It is a matter of the
-    request's kind, not of numbers, since ``pick`` is compiled for it: also where a top-k is too great for the sample."""
+    """Room for the rows' floors, where some row may get one, and what is below is asked for by nobody. It is a matter
+    of the request's kind, not of numbers, since ``pick`` is compiled for it: also where a top-k is too great for the
+    sample."""
     params = step.params
     by_top_k = isinstance(params.top_k, Tensor) or 0 < params.top_k < step.vocab_size
     by_min_p = isinstance(params.min_p, Tensor) or params.min_p > 0.0

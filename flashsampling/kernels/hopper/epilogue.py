@@ -1,25 +1,28 @@
 """What becomes of a tile's logits: codes of the noise, the search for tokens that can win, and their exact evaluation.
 
-The seam of the kernel. ``Mainloop`` hands over accumulators and knows nothing else; ``kernel`` gives each role its threads and
-calls one method of it per step. Behind it is a room per subject:
+The seam of the kernel. ``Mainloop`` hands over accumulators and knows nothing else; ``kernel`` gives each role its
+threads and calls one method of it per step. Behind it is a room per subject:
 
     codes        noise warpgroup        seven bits of every token's noise, into shared memory, while the matmul runs
     search       consumer warpgroups    a bound of each logit's score; what may reach its row's threshold is a candidate
     candidates   two warps              the exact score of a candidate; what leads its row in this CTA is published
     processing   consumer warpgroups    with ``Features.transforms``: bias, soft cap, penalties, mask
-    summaries    consumer warpgroups    with ``Features.logits``: logits to memory, and of chunks the highest and the mass
+    summaries    consumer warpgroups    with ``Features.logits``: logits to memory, and of chunks the highest and the
+                                        mass
     floors       a warp                 with ``Features.logits``: below which logit of a row nothing need be stored
     crowds       consumer warpgroups    exact scores of whole tiles, where a crowd may win or there are several draws
-    learning     all of these           when, and by what, a row's threshold falls; ``threshold`` says why no token is missed
+    learning     all of these           when, and by what, a row's threshold falls; ``threshold`` says why no token is
+                                        missed
     scores       all of these           the score of one token
     fragments                           who holds what of a tile
     shared                              shared memory
     arguments, slots                    what a launch is told, and its workspace
     reduction    noise warpgroup        the end of the launch: from what was published to ids
 
-Whoever wants something of every logit (a row's log-sum-exp, per-tile maxima, bias, masks, the logits of a few chosen tiles)
-adds a room: its options to ``config.Features``, which is part of what a kernel is compiled for, its arguments to
-``arguments.Arguments``, its state to ``shared``, and its code to ``CandidateSearch.tile``, which sees all logits in registers.
+Whoever wants something of every logit (a row's log-sum-exp, per-tile maxima, bias, masks, the logits of a few chosen
+tiles) adds a room: its options to ``config.Features``, which is part of what a kernel is compiled for, its arguments to
+``arguments.Arguments``, its state to ``shared``, and its code to ``CandidateSearch.tile``, which sees all logits in
+registers.
 """
 
 import cutlass.cute as cute
@@ -96,7 +99,8 @@ class SampleEpilogue:
         published,
         barrier,
     ):
-        """The end of the launch. ``published``: the barrier after which all of the CTA's keys are; ``barrier``: of these."""
+        """The end of the launch. ``published``: the barrier after which all of the CTA's keys are; ``barrier``: of
+        these."""
         reduction.finish(
             args, out, self.block_b, self.stamps, row_block, row_blocks, ctas, memory, thread, published, barrier
         )
@@ -138,8 +142,8 @@ class SampleEpilogue:
     def receive(
         self, args: Arguments, params: TransformArguments | None, walk: Walk, memory: Shared, iteration, thread
     ):
-        """For ``search``, while the last products are on their way: a tile's codes, the first words of them, and what a sparse
-        bias has of the tile."""
+        """For ``search``, while the last products are on their way: a tile's codes, the first words of them, and what a
+        sparse bias has of the tile."""
         of_tile = self.gumbel_bounds.wait(memory, iteration, args.num_samples == 1)
         sparse_bias = []
         if const_expr(self.processed is not None):
@@ -169,8 +173,8 @@ class SampleEpilogue:
                     args, walk, of_tile, logits, words, sampled, Boolean(False), iteration, thread, barrier
                 )
             else:
-                # what is made of the thread's number is made again for every tile: kept, it would be in local memory, whose
-                # every load is exposed for 600 cycles
+                # what is made of the thread's number is made again for every tile: kept, it would be in local memory,
+                # whose every load is exposed for 600 cycles
                 if params.any != 0:
                     self.processed.tile(
                         args, params, walk, of_tile, logits, words, sparse_bias, iteration, ptx.settled(thread)

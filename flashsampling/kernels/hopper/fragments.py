@@ -1,9 +1,10 @@
 """Who holds what of a tile: logits in the consumers' registers, codes in shared memory.
 
-A thread holds of a tile the tokens t and t + 8, t = 64 half + 16 warp + lane / 4, and columns 8 j + 2 (lane % 4) + {0, 1}.
-The two consumer warpgroups share a tile by halves of its tokens; where it has more than 192 columns, by halves of these, and a
-thread has both halves of the tokens: what it loads of a column is then used four times, not twice. Codes lie in shared memory
-as a consumer thread reads them: four bytes (column | row << 1) a word, ``vector`` words at once, the halves innermost.
+A thread holds of a tile the tokens t and t + 8, t = 64 half + 16 warp + lane / 4, and columns 8 j + 2 (lane % 4) + {0,
+1}. The two consumer warpgroups share a tile by halves of its tokens; where it has more than 192 columns, by halves of
+these, and a thread has both halves of the tokens: what it loads of a column is then used four times, not twice. Codes
+lie in shared memory as a consumer thread reads them: four bytes (column | row << 1) a word, ``vector`` words at once,
+the halves innermost.
 """
 
 import cutlass
@@ -16,7 +17,8 @@ from .shared_memory import CONSUMER_THREADS
 
 
 class Fragments:
-    """Of a tile shape. Rooms read its numbers off an object: in a local variable, a dynamic branch makes an int the device's.
+    """Of a tile shape. Rooms read its numbers off an object: in a local variable, a dynamic branch makes an int the
+    device's.
 
     q counts a thread's code words, ``vector`` at a time; i counts the 4 ``vector`` bytes of these."""
 
@@ -45,19 +47,20 @@ class Fragments:
         return first_token + self.first_token(thread // 32) + thread % 32 // 4
 
     def place(self, q, i) -> tuple:
-        """Where the logit of byte ``i`` of a thread's code words number ``q`` stands: column and row of two, block of columns,
-        half of the tokens."""
+        """Where the logit of byte ``i`` of a thread's code words number ``q`` stands: column and row of two, block of
+        columns, half of the tokens."""
         word = i >> 2
         return i & 1, i >> 1 & 1, q * self.vector // self.halves + word // self.halves, word % self.halves
 
     def logits_of(self, c: int, j: int) -> list[int]:
-        """Those of a thread's code words, of (4 ``vector``,), that are of one column: c of two, j of the blocks of eight."""
+        """Those of a thread's code words, of (4 ``vector``,), that are of one column: c of two, j of the blocks of
+        eight."""
         return [i for i in range(4 * self.vector) if self.place(0, i)[0] == c and self.place(0, i)[2] == j]
 
     @cute.jit
     def pick(self, logits, q, found, at_least: cutlass.Constexpr, at_once: cutlass.Constexpr):
-        """``found`` (4 ``vector`` ``at_once``,) becomes a thread's logits of its code words number q ``at_once`` and next ones;
-        q is ``at_least`` that."""
+        """``found`` (4 ``vector`` ``at_once``,) becomes a thread's logits of its code words number q ``at_once`` and
+        next ones; q is ``at_least`` that."""
         if const_expr((at_least + 1) * at_once == self.vectors):
             self._copy(logits, at_least * at_once, found)
         else:

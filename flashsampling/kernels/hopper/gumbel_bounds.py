@@ -1,9 +1,11 @@
 """The noise warpgroup: seven bits of every token's noise, into shared memory, while the matmul runs.
 
-A tile's codes are in one of ``TileConfig.bound_buffers`` buffers, in turn. Only here is known which, and in which phase its
-barriers are (``kernel`` has the table of all barriers). With several draws per row there are no codes, and nobody waits.
+A tile's codes are in one of ``TileConfig.bound_buffers`` buffers, in turn. Only here is known which, and in which phase
+its barriers are (``kernel`` has the table of all barriers). With several draws per row there are no codes, and nobody
+waits.
 
-A code's top bit is a mark: its token has counts, which ``transforms`` is to look at. It takes the mark away before the search.
+A code's top bit is a mark: its token has counts, which ``transforms`` is to look at. It takes the mark away before the
+search.
 """
 
 import cutlass
@@ -30,7 +32,8 @@ class GumbelBounds:
         self.threads_per_pair = 1  # that share the tile's groups
         while 2 * self.threads_per_pair * self.pairs <= NOISE_THREADS:
             self.threads_per_pair *= 2
-        # groups that the noise warpgroup's last warp takes over from whole warps of pairs, which keeps all four equally busy
+        # groups that the noise warpgroup's last warp takes over from whole warps of pairs, which keeps all four equally
+        # busy
         self.helped_groups = {72: 10, 80: 10, 88: 7, 96: 7, 104: 5, 112: 3}.get(self.pairs, 0)
         # warps that have 32 pairs of their own, the last of them perhaps a few less, and pairs that are left
         self.pair_warps, self.pairs_left = divmod(self.pairs, 32)
@@ -88,8 +91,8 @@ class GumbelBounds:
         thread,
         barrier,
     ):
-        """The noise warpgroup: codes of every tile's words, a tile at a time; if ``may_not_draw``, where ``Shared.drawing`` is
-        0, none but marks. ``barrier``: of its threads."""
+        """The noise warpgroup: codes of every tile's words, a tile at a time; if ``may_not_draw``, where
+        ``Shared.drawing`` is 0, none but marks. ``barrier``: of its threads."""
         draws = Boolean(True)
         if const_expr(may_not_draw):
             draws = shared.drawing[0] != 0
@@ -127,10 +130,12 @@ class GumbelBounds:
         return Int32(select_(thread >= 32 * _LAST_WARP, Int32(turns), Int32(1)))
 
     def _share(self, thread, turn) -> tuple:
-        """A noise thread's pair of columns, the first of its groups of four tokens, how far apart these are, and how many.
+        """A noise thread's pair of columns, the first of its groups of four tokens, how far apart these are, and how
+        many.
 
-        Threads share a pair evenly where their number allows it. Else a warp has 32 pairs, another one, if need be, those that
-        are left, several threads each; and the last warp takes the last groups of all pairs of whole warps."""
+        Threads share a pair evenly where their number allows it. Else a warp has 32 pairs, another one, if need be,
+        those that are left, several threads each; and the last warp takes the last groups of all pairs of whole warps.
+        """
         if not self.helped_groups:
             each = self.threads_per_pair
             first = thread // self.pairs
@@ -157,7 +162,8 @@ class GumbelBounds:
 
     @cute.jit
     def _pair_constants(self, args, walk, pair, constants):
-        """Of two neighbouring columns: what Philox needs of each, then what is kept of their codes and set, for greedy ones."""
+        """Of two neighbouring columns: what Philox needs of each, then what is kept of their codes and set, for greedy
+        ones."""
         keep, fixed = Uint32(0xFFFFFFFF), Uint32(0)
         for c in range_constexpr(2):
             row = cutlass.min(walk.first_row + 2 * pair + c, args.batch - 1)
@@ -172,8 +178,8 @@ class GumbelBounds:
 
     @cute.jit
     def _bound_pair(self, gumbel_bounds, tile, pair, constants, first, stride, steps):
-        """Codes of a pair of columns in ``steps`` of a tile's 32 groups (token bits 5, 4, 2, 1, 0), from ``first`` on and
-        ``stride`` apart. They go where ``Fragments.load_bounds`` reads them."""
+        """Codes of a pair of columns in ``steps`` of a tile's 32 groups (token bits 5, 4, 2, 1, 0), from ``first`` on
+        and ``stride`` apart. They go where ``Fragments.load_bounds`` reads them."""
         vector = self.fragments.vector
         of_rows = [[constants[noise.ROW_CONSTANTS * c + n] for n in range(noise.ROW_CONSTANTS)] for c in range(2)]
         keep, fixed = constants[_CONSTANTS - 2], constants[_CONSTANTS - 1]
@@ -188,8 +194,8 @@ class GumbelBounds:
             product += Uint64(stride) * Uint64(noise.GROUP_STEP)
 
     def _place(self, pair, group) -> tuple:
-        """Where the word of a pair of columns and of a group of four tokens stands, of those without bit 6, and how far behind
-        it that of those with it."""
+        """Where the word of a pair of columns and of a group of four tokens stands, of those without bit 6, and how far
+        behind it that of those with it."""
         vector, halves, own_blocks = self.fragments.vector, self.fragments.halves, self.fragments.own_blocks
         first_word = pair // 4 % own_blocks * halves  # of a consumer thread's
         warpgroup = pair // 4 // own_blocks
@@ -200,9 +206,9 @@ class GumbelBounds:
 
     @cute.jit
     def _mark(self, args: Arguments, params: TransformArguments, walk: Walk, gumbel_bounds, iteration, thread):
-        """The noise warpgroup, behind a barrier: marks in the codes of a tile's tokens that have counts (``noise.marked``).
-        Here nobody waits for them to come from memory. A thread has a pair of columns, and all words of them, or with others
-        a part of the groups of 16 tokens."""
+        """The noise warpgroup, behind a barrier: marks in the codes of a tile's tokens that have counts
+        (``noise.marked``). Here nobody waits for them to come from memory. A thread has a pair of columns, and all
+        words of them, or with others a part of the groups of 16 tokens."""
         parts = const_expr(min(8, NOISE_THREADS // self.pairs))
         pair, part = thread % self.pairs, thread // self.pairs
         first_row = walk.first_row + 2 * pair

@@ -12,26 +12,31 @@ Barriers:
 
     edge                    object                         filled by                     emptied by
     stage full              mbarrier per stage             TMA, by bytes                 -
-    stage empty             mbarrier per stage             -                             8 consumer warps per CTA of the cluster
+    stage empty             mbarrier per stage             -                             8 consumer warps per CTA of the
+                                                                                         cluster
     codes full              mbarrier per buffer            128 noise threads             -
-    codes empty             mbarrier per buffer            -                             8 consumer warps, after the search
-    queue                   64-bit slots, 0 is free        consumers, compare-and-swap   the slot's evaluator thread, exchange
+    codes empty             mbarrier per buffer            -                             8 consumer warps, after the
+                                                                                         search
+    queue                   64-bit slots, 0 is free        consumers, compare-and-swap   the slot's evaluator thread,
+                                                                                         exchange
     no more candidates      ``done``, release / acquire    8 consumer warps              evaluators, before a last look
     consumers               named barrier 1                256 threads                   the same
-    prepared                named barrier 4                noise threads                 evaluators, finder, consumers wait
+    prepared                named barrier 4                noise threads                 evaluators, finder, consumers
+                                                                                         wait
     everything published    named barrier 2                these arrive                  noise threads wait
     counting sharp rows,    named barrier 3                128 noise threads             the same
     a tile's codes before
     its marks, finishing
     workspace               see ``reduction``              last CTA, by a counter        the same
 
-A block of rows whose draws are left to ``pick`` (``cutoffs.defers_draw``) has no codes, but their barriers as ever: by them the
-consumers' warps also wait for each other, and marks come. The evaluators, whose looks would be taken from the noise, sleep on
-the codes' barriers. The named barriers are made here, the stages' in ``mainloop``, and what is between the epilogue's roles in
-``epilogue``.
+A block of rows whose draws are left to ``pick`` (``cutoffs.defers_draw``) has no codes, but their barriers as ever: by
+them the consumers' warps also wait for each other, and marks come. The evaluators, whose looks would be taken from the
+noise, sleep on the codes' barriers. The named barriers are made here, the stages' in ``mainloop``, and what is between
+the epilogue's roles in ``epilogue``.
 
-The exposed part of a tile is the search, 2.75 instructions a logit. It wants registers: at 256 columns and four instructions a
-logit ptxas hid its loads and results with 184 registers a thread, and not with 176, 650 static cycles a warp and 1250.
+The exposed part of a tile is the search, 2.75 instructions a logit. It wants registers: at 256 columns and four
+instructions a logit ptxas hid its loads and results with 184 registers a thread, and not with 176, 650 static cycles a
+warp and 1250.
 
 Rejected designs, H200, B = 256, V = 151936, whole steps against cuBLAS's bare matmul in the same run:
 
@@ -40,8 +45,8 @@ Rejected designs, H200, B = 256, V = 151936, whole steps against cuBLAS's bare m
     the second warpgroup three stages behind at the end     D = 4096: 1.021 against 1.025, D = 2048: 1.071 against 1.067
     of a tile: one searches while the other multiplies
     candidates evaluated by the consumers that find them    D = 4096: 1.13, by warps of their own 1.11
-    the columns in two parts, each searched while the       no faster: D = 2048 1.153 against 1.152, D = 2880 1.060 against
-    other multiplies a tile's first or last two stages      1.061, D = 4096 1.070 against 1.038
+    the columns in two parts, each searched while the       no faster: D = 2048 1.153 against 1.152, D = 2880 1.060
+    other multiplies a tile's first or last two stages      against 1.061, D = 4096 1.070 against 1.038
     a code per Philox block: the search is free, its hits   D = 4096: 1.031 against 1.024; D = 2048: 1.091 against 1.065
     are four times as many
     a ring for the weights, six stages, and one for the     D = 4096: 1.075 against 1.039; B = 64, eleven and four
@@ -49,7 +54,8 @@ Rejected designs, H200, B = 256, V = 151936, whole steps against cuBLAS's bare m
     weights prefetched into L2 four stages ahead            D = 2048: 1.171, without 1.146
     stages of 32 instead of 64, twice as many               D = 2048: 1.177 against 1.146
     four Philox blocks per noise thread at once, not two    D = 2048: 1.149 against 1.151; later 1.098 against 1.080
-    codes handed back by the quarter of the columns         D = 2048: 1.129 against 1.124, with sleeping evaluators 1.103, 1.083
+    codes handed back by the quarter of the columns         D = 2048: 1.129 against 1.124, with sleeping evaluators
+                                                            1.103, 1.083
     two buffers of codes, and three stages instead of four  D = 2048: 1.124 against 1.086, D = 4096: 1.062 against 1.029
 """
 
@@ -158,8 +164,8 @@ class SampleKernel:
             cpasync.prefetch_descriptor(tma_w)
             cpasync.prefetch_descriptor(tma_h)
 
-        # neighbouring clusters take the same tiles for different blocks of rows, neighbouring CTAs of a cluster neighbouring
-        # tiles
+        # neighbouring clusters take the same tiles for different blocks of rows, neighbouring CTAs of a cluster
+        # neighbouring tiles
         cluster = cute.arch.block_idx()[0] // self.cluster
         rank = (
             cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()) if const_expr(self.cluster > 1) else Int32(0)
@@ -189,7 +195,7 @@ class SampleKernel:
         finishing = pipeline.NamedBarrier(barrier_id=3, num_threads=_WARPGROUP)
         prepared = pipeline.NamedBarrier(barrier_id=4, num_threads=3 * _WARPGROUP + QUEUE + finder)
         if const_expr(self.epilogue.block_stats is not None):
-            ptx.launch_dependents()  # ``kernels.triton.filtered.dispatch.pick``: it finds no room before the first CTAs leave
+            ptx.launch_dependents()  # the filtered kernel finds no room before the first CTAs leave
         if warp_group == 0:
             cute.arch.setmaxregister_decrease(_PRODUCER_REGISTERS)
             if warp == 0:
@@ -239,8 +245,8 @@ class SampleKernel:
 
 
 def compile_kernel(dtype, config: TileConfig, options: str = "", **features: bool):
-    """The compiled launch of a tile shape for ``CUTE_DSL_ARCH``, with ``Features`` by name. It is called with the values of
-    ``LaunchArguments``, without a stream: it is torch's current one."""
+    """The compiled launch of a tile shape for ``CUTE_DSL_ARCH``, with ``Features`` by name. It is called with the
+    values of ``LaunchArguments``, without a stream: it is torch's current one."""
     of_kernel = Features(**features)
     assert of_kernel.transforms or not of_kernel.logits, "LaunchArguments has what is written behind what is processed"
     return cute.compile(

@@ -57,11 +57,11 @@ def run(
     features: Features = _PLAIN,
     asked_for: tuple[int | float, ...] = (),
 ) -> SampleResult:
-    """See ``backends``: one launch, where nothing is asked for. ``config`` in place of the shape that is chosen. ``asked_for``:
-    of a kernel with such ``features``, ``arguments.TransformArguments`` and ``arguments.Outputs``. One with logits may
-    make no draws at
-    all: of one token nobody knows what."""
-    # nothing is asked for twice: an attribute of a tensor costs the host a tenth of a microsecond, a field of the step a third
+    """See ``backends``: one launch, where nothing is asked for. ``config`` in place of the shape that is chosen.
+    ``asked_for``: of a kernel with such ``features``, ``arguments.TransformArguments`` and ``arguments.Outputs``.
+    One with logits may make no draws at all: of one token nobody knows what."""
+    # nothing is asked for twice: an attribute of a tensor costs the host a tenth of a microsecond, a field of the step
+    # a third
     hidden_states, weight, _, _, _, num_samples, vocab_size, shard, params, _, _, _ = step
     if params is not DEFAULT_PARAMS:
         from .dispatch import run as run_asked  # which makes such launches

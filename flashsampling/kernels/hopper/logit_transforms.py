@@ -1,13 +1,13 @@
 """What a request makes of a tile's logits, in registers, before anything else looks at them.
 
 The order is the contract's (section 5): the head's bias, scale and soft cap; a bias of all rows, then each row's own;
-penalties; the token mask. A token that is masked out has -inf, which ``search`` and ``dense_fallback`` pass over.
-Every operation is
-the one that Triton's kernels make of ``logits_source`` (which products are fused into sums, which division it is), so that a
-logit is the same bits whoever makes it, and ``sample_from_logits`` of the products gives the tokens of ``sample``.
+penalties; the token mask. A token that is masked out has -inf, which ``search`` and ``dense_fallback`` pass over. Every
+operation is the one that Triton's kernels make of ``logits_source`` (which products are fused into sums, which division
+it is), so that a logit is the same bits whoever makes it, and ``sample_from_logits`` of the products gives the tokens
+of ``sample``.
 
-What is read is small beside the weight, but comes from where the weight has pushed it: ``prefetch`` asks for a tile's share
-before its products are begun.
+What is read is small beside the weight, but comes from where the weight has pushed it: ``prefetch`` asks for a tile's
+share before its products are begun.
 """
 
 import math
@@ -77,9 +77,9 @@ class LogitTransforms:
         iteration,
         thread,
     ):
-        """The consumers, 256 threads: the logits (2 columns, 2 rows, blocks of eight columns, halves of the tokens) of the
-        CTA's tile number ``iteration`` become what the request makes of them. Those beyond the vocabulary become whatever.
-        ``words``: the tile's first code words; ``sparse_bias``: its own."""
+        """The consumers, 256 threads: the logits (2 columns, 2 rows, blocks of eight columns, halves of the tokens) of
+        the CTA's tile number ``iteration`` become what the request makes of them. Those beyond the vocabulary become
+        whatever. ``words``: the tile's first code words; ``sparse_bias``: its own."""
         lane = thread % 32
         all_counts, marked = self._reads_all_counts(args, params), Uint32(0)
         if (params.counts != Int64(0)) & ~all_counts:
@@ -206,7 +206,8 @@ class LogitTransforms:
 
     @cute.jit
     def _add_entries(self, args, params, walk, logits, sparse_bias, thread):
-        """What is not of the warp's tokens is passed over. The others are added column by column: of a tile few have any."""
+        """What is not of the warp's tokens is passed over. The others are added column by column: of a tile few have
+        any."""
         first_token = self.fragments.first_token(thread // 32)
         words = list(zip(sparse_bias[::2], sparse_bias[1::2]))
         waiting, some = [], Uint32(0)
@@ -230,8 +231,8 @@ class LogitTransforms:
 
     @cute.jit
     def _add_column(self, args, params, walk, logits, column, of_tile, of_first, thread):
-        """The entries of one of the warp's columns, by what is the same in all lanes: the tile's word. Of several each lane
-        loads every 32nd. Those that the warp has are handed round, and whose token it is adds the value."""
+        """The entries of one of the warp's columns, by what is the same in all lanes: the tile's word. Of several each
+        lane loads every 32nd. Those that the warp has are handed round, and whose token it is adds the value."""
         lane = thread % 32
         first_token = self.fragments.first_token(thread // 32)
         row = walk.first_row + 8 * self.fragments.first_block(thread // 32) + column
@@ -307,8 +308,8 @@ class LogitTransforms:
 
     @cute.jit
     def _penalties_of_marked(self, args, params, walk, shared, logits, marked, iteration, thread):
-        """Of the code words that are marked, of few threads one or two. Each takes one token after the other. (What else was
-        tried: docs/kernels.md.)"""
+        """Of the code words that are marked, of few threads one or two. Each takes one token after the other. (What
+        else was tried: docs/kernels.md.)"""
         token0 = self.fragments.token(walk.first_token(iteration), thread)
         first_row = walk.first_row + 8 * self.fragments.first_block(thread // 32) + 2 * (thread % 4)
         done = Uint32(0)  # marks of the lowest of these words
@@ -354,8 +355,8 @@ class LogitTransforms:
 
     @cute.jit
     def _mask(self, args, params, walk, shared, logits, iteration, thread):
-        """A word of the mask has 16 of a warp's tokens. A lane loads the words of every 32nd of the warp's columns, all at
-        once, and two times 16 bits together go through a shuffle to where they are used."""
+        """A word of the mask has 16 of a warp's tokens. A lane loads the words of every 32nd of the warp's columns, all
+        at once, and two times 16 bits together go through a shuffle to where they are used."""
         lane = thread % 32
         column0 = 8 * self.fragments.first_block(thread // 32)
         first_token = walk.first_token(iteration) + self.fragments.first_token(thread // 32)
@@ -381,8 +382,8 @@ class LogitTransforms:
                         self._allow(logits, bits, c, j + place)
 
     def _allow(self, logits, bits, c, first):
-        """-inf for what is masked out. ``bits``: 0 and 8 for two rows of two, 16 and 24 likewise for the upper half of the
-        tokens or for four blocks on."""
+        """-inf for what is masked out. ``bits``: 0 and 8 for two rows of two, 16 and 24 likewise for the upper half of
+        the tokens or for four blocks on."""
         for n in range(2):
             j, half = (first, n) if self.halves == 2 else (first + 4 * n, 0)
             for r in range(2):
@@ -392,7 +393,8 @@ class LogitTransforms:
 
     @cute.jit
     def _undefine(self, shared, logits, column0, lane):
-        """At an infinite temperature, where the slope is 0, -inf is no score but NaN, and what is masked out is passed over."""
+        """At an infinite temperature, where the slope is 0, -inf is no score but NaN, and what is masked out is passed
+        over."""
         some = Boolean(False)
         for k in range_constexpr(-(-self.own_blocks // 4)):
             some = some | (

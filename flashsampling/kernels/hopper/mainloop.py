@@ -1,24 +1,25 @@
-"""The matmul of one tile: TMA fills a ring of stages, two warpgroups multiply them, each half of the tile's 128 vocabulary rows
-or, of more than 192 batch rows, half of these.
+"""The matmul of one tile: TMA fills a ring of stages, two warpgroups multiply them, each half of the tile's 128
+vocabulary rows or, of more than 192 batch rows, half of these.
 
-Vocabulary is M and batch is N of ``wgmma``; both operands are K-major as they lie in memory. k runs in one chain of m64 k16
-instructions, in an order that depends on the token id and D alone, so a logit's bits do not depend on the tile's shape, on
-the batch or on how the vocabulary is sharded.
+Vocabulary is M and batch is N of ``wgmma``; both operands are K-major as they lie in memory. k runs in one chain of m64
+k16 instructions, in an order that depends on the token id and D alone, so a logit's bits do not depend on the tile's
+shape, on the batch or on how the vocabulary is sharded.
 
-One instruction multiplies all columns, up to the 192 that ptxas allows a kernel of 512 threads. Two of 96 read a block of the
-weights twice, which takes no cycles but, I think, power: over cuBLAS in one run, H200, B = 192 and 384, D = 2048 1.054 and
-1.088, with one instruction of 192 1.032 and 1.075; D = 2880 1.022 and 1.015, 1.014 and 1.016; D = 4096 1.033 and 1.016, 1.024
-and 1.018.
+One instruction multiplies all columns, up to the 192 that ptxas allows a kernel of 512 threads. Two of 96 read a block
+of the weights twice, which takes no cycles but, I think, power: over cuBLAS in one run, H200, B = 192 and 384, D = 2048
+1.054 and 1.088, with one instruction of 192 1.032 and 1.075; D = 2880 1.022 and 1.015, 1.014 and 1.016; D = 4096 1.033
+and 1.016, 1.024 and 1.018.
 
-Weights that one block of rows reads are read once, so they leave the level-2 cache first, and what a request has stored stays
-there for ``pick`` (``block_stats``): docs/kernels.md has what that is worth.
+Weights that one block of rows reads are read once, so they leave the level-2 cache first, and what a request has stored
+stays there for ``pick`` (``block_stats``): docs/kernels.md has what that is worth.
 
-The order: k runs upwards from a start of the tile's, and round. CTAs begin together, and if all of them begin at k = 0 they
-read addresses that are equal in their lowest bits: by timestamps 3.8 TB/s came in the first 30 us of a launch and 4.5 after,
-when they had drifted apart. Starts a multiple of 8 stages (1 KB) apart, one per pair of tiles, against all at 0, over cuBLAS in
-one run (H200, steps in a row, B = 1 and 64): V = 32064, D = 8192 0.955 and 0.944, against 0.969 and 0.954; 128256, 8192 0.962
-and 0.853, against 0.969 and 0.863; 151936, 4096 0.944 and 0.922, against 0.956 and 0.931; 151936, 2048 0.952 and 0.912,
-against 0.953 and 0.919. Which starts are best differs with D by 2 %; these were never the worst.
+The order: k runs upwards from a start of the tile's, and round. CTAs begin together, and if all of them begin at k = 0
+they read addresses that are equal in their lowest bits: by timestamps 3.8 TB/s came in the first 30 us of a launch and
+4.5 after, when they had drifted apart. Starts a multiple of 8 stages (1 KB) apart, one per pair of tiles, against all
+at 0, over cuBLAS in one run (H200, steps in a row, B = 1 and 64): V = 32064, D = 8192 0.955 and 0.944, against 0.969
+and 0.954; 128256, 8192 0.962 and 0.853, against 0.969 and 0.863; 151936, 4096 0.944 and 0.922, against 0.956 and 0.931;
+151936, 2048 0.952 and 0.912, against 0.953 and 0.919. Which starts are best differs with D by 2 %; these were never the
+worst.
 """
 
 import cutlass
@@ -118,8 +119,8 @@ class Mainloop:
         pipe.producer_tail(state)
 
     def fragments(self, tiled_mma, sW, sH, warp_group):
-        """Operand descriptors of a consumer warpgroup (0 or 1), and its accumulator, of a thread (2 columns, 2 rows, blocks of
-        eight columns, halves of the tokens)."""
+        """Operand descriptors of a consumer warpgroup (0 or 1), and its accumulator, of a thread (2 columns, 2 rows,
+        blocks of eight columns, halves of the tokens)."""
         thread_mma = tiled_mma.get_slice(cute.make_layout(2, stride=128)(warp_group))
         tCrW = tiled_mma.make_fragment_A(thread_mma.partition_A(sW))
         tCrH = tiled_mma.make_fragment_B(thread_mma.partition_B(sH))
@@ -128,8 +129,8 @@ class Mainloop:
 
     @cute.jit
     def accumulate(self, pipe, tiled_mma, tCrW, tCrH, accumulator, state, release, k_tiles):
-        """The logits of one tile, but for the last stage's products, which ``drain`` waits for; returns the advanced pipeline
-        states. A stage is released once the next one's products are on their way."""
+        """The logits of one tile, but for the last stage's products, which ``drain`` waits for; returns the advanced
+        pipeline states. A stage is released once the next one's products are on their way."""
         pipe.consumer_wait(state)
         warpgroup.fence()
         for kb in range_constexpr(TILE_D // 16):

@@ -1,35 +1,35 @@
 """The contract's noise as CuTe functions: Philox4x32-10 words, the Gumbel in base 2, and a cheap bound of it.
 
-The Gumbel is in base 2, ``-log2(E / ln 2)``: the constant ``log2(ln 2)`` is common to a row and drops out, and the logarithms
-are then the hardware's own base-2 ones.
+The Gumbel is in base 2, ``-log2(E / ln 2)``: the constant ``log2(ln 2)`` is common to a row and drops out, and the
+logarithms are then the hardware's own base-2 ones.
 
-Of Philox's ten rounds, what depends on the row alone (round keys, its half of the first two rounds) is computed once per launch
-(``row_constants``), and what depends on the group of tokens alone (the other half of the first round) once per group
-(``group_constants``). A block then costs 17 multiplications and 19 three-input exclusive-ors, and no addition.
+Of Philox's ten rounds, what depends on the row alone (round keys, its half of the first two rounds) is computed once
+per launch (``row_constants``), and what depends on the group of tokens alone (the other half of the first round) once
+per group (``group_constants``). A block then costs 17 multiplications and 19 three-input exclusive-ors, and no
+addition.
 
-Accuracy of ``minus_gumbel``: ``lg2.approx`` has an absolute error of 2**-22 next to 1, so ``E = -log1p(-v)`` is a polynomial
-below v = 1/16 (truncation 1.6e-7 relative) and the logarithm of the complement, formed from the negated word and not from
-``1 - v``, above. Both ends of the range keep full relative precision.
+Accuracy of ``minus_gumbel``: ``lg2.approx`` has an absolute error of 2**-22 next to 1, so ``E = -log1p(-v)`` is a
+polynomial below v = 1/16 (truncation 1.6e-7 relative) and the logarithm of the complement, formed from the negated word
+and not from ``1 - v``, above. Both ends of the range keep full relative precision.
 
-No wide multiplications. Beside ``wgmma`` an ``IMAD.WIDE`` costs the tensor cores six to nine cycles, an ``IMAD.HI`` eight to
-fourteen, a plain ``IMAD`` none (``benchmarks/wgmma_neighbours.cu``). So the noise warpgroup builds a product from four plain
-ones (``_multiply_narrow``), seven instructions where one would do. Whole steps with wide ones (two groups at once) over narrow
-ones, H200, V = 151936, one run, B = 96, 128, 192, 256: D = 576 0.997, 1.041, 0.989, 1.017; D = 1024 1.05, 1.07, 1.04, 1.09;
-D = 2048 1.005, 1.04, 1.13, 1.22.
+No wide multiplications. Beside ``wgmma`` an ``IMAD.WIDE`` costs the tensor cores six to nine cycles, an ``IMAD.HI``
+eight to fourteen, a plain ``IMAD`` none (``benchmarks/wgmma_neighbours.cu``). So the noise warpgroup builds a product
+from four plain ones (``_multiply_narrow``), seven instructions where one would do. Whole steps with wide ones (two
+groups at once) over narrow ones, H200, V = 151936, one run, B = 96, 128, 192, 256: D = 576 0.997, 1.041, 0.989, 1.017;
+D = 1024 1.05, 1.07, 1.04, 1.09; D = 2048 1.005, 1.04, 1.13, 1.22.
 
 The bound. Almost no token can win, and seven bits of its noise show it. ``bound_bytes`` makes of a word a byte: its
-logarithm in
-quarters, rounded down and counted from above, so that more noise is a greater code. A byte below 128 becomes the upper half of
-the float ``w = (1 + code / 128) * 2**127`` by a byte permutation, and
+logarithm in quarters, rounded down and counted from above, so that more noise is a greater code. A byte below 128
+becomes the upper half of the float ``w = (1 + code / 128) * 2**127`` by a byte permutation, and
 
     GUMBEL_ABOVE + w * CODE_STEP <= base-2 Gumbel <= GUMBEL_BELOW + w * CODE_STEP        the left side for v <= 1/2
 
     upper   E >= v, and log2 is at least its linear interpolation between powers of two
     lower   E <= 2 ln(2) v up to v = 1/2 (0.471), a quarter, and 0.086 for the interpolation
 
-The words 0, 1 and 2 give bytes from 129 on, whose w is NaN: they are evaluated whatever the rest of the score is, the word 0
-and its tail refinement among them. A greedy row's code is GREEDY_BYTE, for which the bounds, 0.73 and -0.09, hold of a Gumbel
-that is 0.
+The words 0, 1 and 2 give bytes from 129 on, whose w is NaN: they are evaluated whatever the rest of the score is, the
+word 0 and its tail refinement among them. A greedy row's code is GREEDY_BYTE, for which the bounds, 0.73 and -0.09,
+hold of a Gumbel that is 0.
 
 Source of the method: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11 (Philox).
 """
@@ -67,18 +67,18 @@ def _multiply(a: Uint32, constant: int) -> tuple[Uint32, Uint32]:
 
 
 def _multiply_narrow(a: Uint32, constant: int) -> tuple[Uint32, Uint32]:
-    """High half, and the complement of the low half, of the 64-bit product: four 32-bit multiplications, three shifts with
-    addition.
+    """High half, and the complement of the low half, of the 64-bit product: four 32-bit multiplications, three shifts
+    with addition.
 
-    With a = 2**16 ah + al, c = 2**16 ch + cl, m = al ch + ah cl and p = al cl:  a c = 2**32 ah ch + 2**16 m + p. What carries
-    into the high half besides ah ch is k with 2**16 m + p = 2**32 k + low, and p need not be known for it, since ~low will do:
+    With a = 2**16 ah + al, c = 2**16 ch + cl, m = al ch + ah cl and p = al cl:  a c = 2**32 ah ch + 2**16 m + p. What
+    carries into the high half besides ah ch is k with 2**16 m + p = 2**32 k + low. p need not be known, ~low will do:
 
         2**16 m + ~low = 2**32 k + (2**32 - 1 - p)                    so k = (m + ~low / 2**16) / 2**16
 
     Neither need al: modulo 2**32, m = a ch + ah (cl - 2**16 ch). The sum fits a word if ch + cl < 2**16. That holds for
-    0xD2511F53; for 0xCD9E8D57 it does with 2**32 - c in c's place, and a c = 2**32 a - a (2**32 - c) gives in the same way
-    k = (-m - low / 2**16) / 2**16, to be added to a - ah ch. Then ah + 4 stands for ah, which keeps the sum positive. Tried on
-    all 2**32 words for both constants.
+    0xD2511F53; for 0xCD9E8D57 it does with 2**32 - c in c's place, and a c = 2**32 a - a (2**32 - c) gives in the same
+    way k = (-m - low / 2**16) / 2**16, to be added to a - ah ch. Then ah + 4 stands for ah, which keeps the sum
+    positive. Tried on all 2**32 words for both constants.
     """
     ch, cl = constant >> 16, constant & 0xFFFF
     negate = ch + cl >= 2**16
@@ -126,7 +126,8 @@ def philox_words(group: Uint32, stream_draw: Uint32, offset: tuple, key: tuple) 
 
 
 def row_constants(stream_draw: Uint32, offset: tuple, key: tuple) -> list:
-    """What Philox needs of a row: four words of the first two rounds, then the complements of the keys of rounds 3 to 10."""
+    """What Philox needs of a row: four words of the first two rounds, then the complements of the keys of rounds 3 to
+    10."""
     key_lo = [key[0] + Uint32(i * _W0 % 2**32) for i in range(10)]
     key_hi = [key[1] + Uint32(i * _W1 % 2**32) for i in range(10)]
     high1, low1 = _multiply(offset[0], _M1)
@@ -166,15 +167,15 @@ def bound_bytes(words: list) -> Uint32:
         )
         for word in words
     ]
-    # of two floats the upper halves, three bits to the left: the upper byte is then the exponent's low six bits and two of the
-    # mantissa. 0x7E00 more, and it is 0x80 or more for the words from 3 on, less for 0, 1 and 2
+    # of two floats the upper halves, three bits to the left: the upper byte is then the exponent's low six bits and two
+    # of the mantissa. 0x7E00 more, and it is 0x80 or more for the words from 3 on, less for 0, 1 and 2
     low, high = (_mad(_permute_bytes(*upper[i : i + 2], 0x7632), 8, _word(0x7E007E00)) for i in (0, 2))
     return ~_permute_bytes(low, high, 0x7531)
 
 
 def marked(gumbel_bounds: Uint32, marks: Uint32) -> Uint32:
-    """Four codes, some of them with marks, bits of ``MARKS``. A code of 1 or 5 becomes one more, which bounds its noise as
-    well, so that 129 and 133 are those of the words 0, 1 and 2 alone."""
+    """Four codes, some of them with marks, bits of ``MARKS``. A code of 1 or 5 becomes one more, which bounds its noise
+    as well, so that 129 and 133 are those of the words 0, 1 and 2 alone."""
     one_more = marks & _high_bits_of_zeros(gumbel_bounds & Uint32(0xFBFBFBFB) ^ Uint32(0x01010101))
     return gumbel_bounds + (one_more >> Uint32(7)) | marks
 
@@ -202,15 +203,15 @@ def float_of_bound(code: Uint32) -> Float32:
 
 
 def exponents(batch) -> Uint32:
-    """The upper byte of every ``bound_float``, made so (a batch is positive) that ptxas takes it for a value: of a constant it
-    makes an operand, and then needs an instruction more for the selector of each permutation."""
+    """The upper byte of every ``bound_float``, made so (a batch is positive) that ptxas takes it for a value: of a
+    constant it makes an operand, and then needs an instruction more for the selector of each permutation."""
     return Uint32(_EXPONENT) ^ (Uint32(batch) >> Uint32(31))
 
 
 def add_bounds(base_low: Float32, base_high: Float32, gumbel_bounds: Uint32, pair: int, exponents: Uint32) -> Uint32:
-    """base + w * CODE_STEP of two neighbouring codes, bytes 2 ``pair`` and 2 ``pair`` + 1, as bfloat16: for the signs. These
-    are 0 wherever those of the sums are: a negative base is rounded upwards, the sum is rounded once, and w and CODE_STEP are
-    exact, w's seven bits being those of a bfloat16."""
+    """base + w * CODE_STEP of two neighbouring codes, bytes 2 ``pair`` and 2 ``pair`` + 1, as bfloat16: for the signs.
+    These are 0 wherever those of the sums are: a negative base is rounded upwards, the sum is rounded once, and w
+    and CODE_STEP are exact, w's seven bits being those of a bfloat16."""
     step = int.from_bytes(struct.pack(">f", BOUND_STEP)[:2], "big") * 0x00010001  # twice, as bfloat16
     ptx = (
         f"{{.reg .b32 w, base, step; mov.b32 step, {step:#x}; "
@@ -233,8 +234,8 @@ def _fma(a: Float32, b: float | Float32, c: float | Float32) -> Float32:
 
 
 def minus_gumbel(word: Uint32) -> Float32:
-    """Minus the base-2 Gumbel of a word, plus log2(ln 2): log2(E / ln 2). The word 0, the one that needs the tail refinement,
-    gives NaN."""
+    """Minus the base-2 Gumbel of a word, plus log2(ln 2): log2(E / ln 2). The word 0, the one that needs the tail
+    refinement, gives NaN."""
     # spelled out as fused operations: every place that computes this must round alike
     negative = Uint32(0) - word  # modulo 2**32: 0 stays 0
     v = _fma(Float32(word), 2.0**-32, 2.0**-33)
@@ -254,8 +255,8 @@ def minus_gumbel_refined(word: Uint32, refinement: Uint32) -> Float32:
 
 
 def row_factors(temperature: Float32) -> tuple[Float32, Float32]:
-    """Of a row's scores, ``logit / T + gumbel`` times ``min(T, 1)``: the factor of the logit, and that of the base-2 Gumbel, 0
-    in greedy rows. A finite logit never overflows."""
+    """Of a row's scores, ``logit / T + gumbel`` times ``min(T, 1)``: the factor of the logit, and that of the base-2
+    Gumbel, 0 in greedy rows. A finite logit never overflows."""
     greedy = temperature < Float32(GREEDY_BELOW)
     hot = temperature > Float32(1.0)
     # within an ulp; of a sixteenth, since the instruction flushes what is below 2**-126

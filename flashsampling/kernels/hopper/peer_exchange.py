@@ -1,13 +1,12 @@
 """Packed winners between GPUs, from inside the sampling kernel: ``flashsampling.exchange_protocol`` has the protocol.
 
-Between the last CTA's arrival and the store of a token lie one trip over NVLink and one poll; what can be known before is read
-before (``look_up``, ``sequence_tags_of``, ``expect``), while the matmul still runs: the table, the peers' addresses, the
-row's tags, its
-slots, and the fence that orders the last launch's emptying before this launch's stores.
+Between the last CTA's arrival and the store of a token lie one trip over NVLink and one poll; what can be known before
+is read before (``look_up``, ``sequence_tags_of``, ``expect``), while the matmul still runs: the table, the peers'
+addresses, the row's tags, its slots, and the fence that orders the last launch's emptying before this launch's stores.
 
-Lanes. A warp finishes 32 rows and has a lane for each (row, peer): with ``lanes`` the ranks up to a power of two, a pass is
-32 / lanes rows by ``lanes`` peers, and ``lanes`` passes are all rows. A lane waits for four passes' messages at once, so on two
-GPUs all 256 rows of a block come with one poll, and on 72 (three peers a lane) four rows do with three.
+Lanes. A warp finishes 32 rows and has a lane for each (row, peer): with ``lanes`` the ranks up to a power of two, a
+pass is 32 / lanes rows by ``lanes`` peers, and ``lanes`` passes are all rows. A lane waits for four passes' messages at
+once, so on two GPUs all 256 rows of a block come with one poll, and on 72 (three peers a lane) four rows do with three.
 """
 
 from typing import NamedTuple
@@ -42,8 +41,8 @@ def _mix_long(value: Int64) -> Uint32:
 
 @cute.jit
 def sequence_tags_of(table: Table, args, index: Int64) -> tuple[Int32, Int32]:
-    """A row's tags, of the row and draw number ``index``; rows beyond the batch have the last one's. Stores the row's details.
-    A fence must follow before anything is sent."""
+    """A row's tags, of the row and draw number ``index``; rows beyond the batch have the last one's. Stores the row's
+    details. A fence must follow before anything is sent."""
     count = Int64(args.batch) * args.num_samples
     row = Int64(cutlass.min(index, count - 1)) // args.num_samples
     temperature = args.temperature_value
@@ -135,8 +134,8 @@ def clock() -> Int64:
 
 
 class Expected(NamedTuple):
-    """What a lane will wait for at once, one message of each pass. Its code is not in the instruction cache when a launch ends,
-    so what can be known earlier is made earlier."""
+    """What a lane will wait for at once, one message of each pass. Its code is not in the instruction cache when a
+    launch ends, so what can be known earlier is made earlier."""
 
     positions: cute.Tensor
     sequence_tags: cute.Tensor  # both of each
@@ -165,9 +164,9 @@ def expect(table: Table, rows: Rows, first: Int32, lane: Int32, expected: Expect
 
 @cute.jit
 def receive(table: Table, rows: Rows, expected: Expected, tokens: Int64, lane: Int32, start: Int64) -> Boolean:
-    """Waits for every rank's messages and stores the rows' token ids: -1 if a message did not come in time, or is of another
-    call. Whether that happened to this warp. ``expected``: in the first passes. ``start``: ``clock`` before anything was
-    sent."""
+    """Waits for every rank's messages and stores the rows' token ids: -1 if a message did not come in time, or is of
+    another call. Whether that happened to this warp. ``expected``: in the first passes. ``start``: ``clock`` before
+    anything was sent."""
     failed = Boolean(False)
     for first in cutlass.range(0, rows.passes(table), _PASSES, unroll=1):
         if first != 0:

@@ -100,9 +100,9 @@ def slot_of(table: Table, shared: Int64, rank, index: Int64):
 
 @cute.jit
 def judge(table: Table, index: Int64, tag0: Int32, tag1: Int32, seen: Int32):
-    """Says why the message of a row is missing or wrong, to all ranks, unless one of them was earlier. Of the ranks that differ
-    the fewer are to blame; of two halves, the one without the first rank. ``seen``: a rank whose message was so, though a
-    missing one may have come since."""
+    """Says why the message of a row is missing or wrong, to all ranks, unless one of them was earlier. Of the ranks
+    that differ the fewer are to blame; of two halves, the one without the first rank. ``seen``: a rank whose message
+    was so, though a missing one may have come since."""
     verdict = failure_of(table.own)
     if verdict == Int64(0):
         missing = seen
@@ -163,7 +163,8 @@ def judge(table: Table, index: Int64, tag0: Int32, tag1: Int32, seen: Int32):
 
 @cute.jit
 def conclude(table: Table, row_blocks: Int32, tokens: Int64, count: Int64):
-    """The end of a launch, by one thread of each block of rows: counts the step, and if it failed, no row of it has a token."""
+    """The end of a launch, by one thread of each block of rows: counts the step, and if it failed, no row of it has a
+    token."""
     finished = Int64(0)
     if row_blocks > 1:
         finished = cute.arch.atomic_add(

@@ -7,14 +7,15 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint32
 
 
 def happened(barrier: Uint32, phase: Uint32) -> Uint32:
-    """1 once a phase of an mbarrier, at an address in shared memory, is over; 0 if it is not within a microsecond or so."""
+    """1 once a phase of an mbarrier, at an address in shared memory, is over; 0 if it is not within a microsecond or
+    so."""
     ptx = "{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [{$r0}], {$r1}, 1000; selp.u32 {$w0}, 1, 0, p;}"
     return cute.arch.inline_ptx(ptx, write_only_types=[Uint32], read_only_args=[barrier, phase])
 
 
 def meet(barrier) -> None:
-    """The threads of a named barrier wait for each other, each warp wherever its instruction stands: of the DSL's own, which is
-    aligned, compute-sanitizer's synccheck wants a single one in the kernel."""
+    """The threads of a named barrier wait for each other, each warp wherever its instruction stands: of the DSL's own,
+    which is aligned, compute-sanitizer's synccheck wants a single one in the kernel."""
     cute.arch.inline_ptx(f"barrier.cta.sync {barrier.barrier_id}, {barrier.num_threads};")
 
 
@@ -76,7 +77,8 @@ def store_four(address: Int64, words: list) -> None:
 
 
 def launch_dependents() -> None:
-    """The launch behind this one may begin where there is room, if it is one that then waits for this one's end itself."""
+    """The launch behind this one may begin where there is room, if it is one that then waits for this one's end
+    itself."""
     cute.arch.inline_ptx("griddepcontrol.launch_dependents;")
 
 

@@ -1,19 +1,20 @@
 """From scores to one token per row: 64-bit keys, how they are published, and the reduction that ends the launch.
 
-A key orders as (score, then the lower id): order-preserving bits of the score, then the complement of the id, in a positive
-int64. Max, ties and order of arrival are then one operation. A NaN is above all keys, 0 below. A key without an id (NO_TOKEN)
-is below every token's key with the same score: it states a lower bound.
+A key orders as (score, then the lower id): order-preserving bits of the score, then the complement of the id, in a
+positive int64. Max, ties and order of arrival are then one operation. A NaN is above all keys, 0 below. A key without
+an id (NO_TOKEN) is below every token's key with the same score: it states a lower bound.
 
-A row and draw has two slots in the workspace (``slots``): the best key whose score is not +inf, and the key of the lowest id
-whose score is +inf. Threads publish by a relaxed ``red.max`` at GPU scope; then
+A row and draw has two slots in the workspace (``slots``): the best key whose score is not +inf, and the key of the
+lowest id whose score is +inf. Threads publish by a relaxed ``red.max`` at GPU scope; then
 
     edge                                       order
     a CTA's publishing threads -> its thread   named barrier of the CTA
     its thread -> the last CTA's thread        atomic add on the row block's counter, acquire-release at GPU scope
     the last CTA's thread -> its threads       named barrier of its noise warpgroup
 
-and the last CTA of a row block zeroes slots and counter, for the next launch or graph replay, and turns the keys into token
-ids; under tensor parallelism into packed winners, which it exchanges with the other ranks (``exchange``) or hands on.
+and the last CTA of a row block zeroes slots and counter, for the next launch or graph replay, and turns the keys into
+token ids; under tensor parallelism into packed winners, which it exchanges with the other ranks (``exchange``) or hands
+on.
 """
 
 import cutlass
@@ -75,14 +76,15 @@ def scatter_max_keys(keys: list, lane: Int32) -> tuple[Int64, Int32]:
 
 
 def scatter_sum(values: list, lane: Int32) -> tuple[Float32, Int32]:
-    """``_scatter`` of floats, for their sums: of the threads 16 lanes apart, of these 8, of these 4, of however many values."""
+    """``_scatter`` of floats, for their sums: of the threads 16 lanes apart, of these 8, of these 4, of however many
+    values."""
     return _scatter(values, lane, Float32, lambda a, b: a + b)
 
 
 def _scatter(values: list, lane: Int32, dtype, greater) -> tuple:
-    """Maxima of up to eight values (2**n) over the eight threads of a warp that hold the same columns: each of these threads
-    gets one maximum, and which value's. Every exchange halves what a thread has: seven shuffles for eight values, where one
-    maximum after the other takes 24."""
+    """Maxima of up to eight values (2**n) over the eight threads of a warp that hold the same columns: each of these
+    threads gets one maximum, and which value's. Every exchange halves what a thread has: seven shuffles for eight
+    values, where one maximum after the other takes 24."""
     own = Int32(0)
     for distance in (16, 8, 4):
         if len(values) > 1:
@@ -136,8 +138,8 @@ def finish(
     published,
     barrier,
 ):
-    """The end of a launch, for one warpgroup. ``published``: the barrier after which all of the CTA's keys are published;
-    ``barrier``: of these threads; ``out``: of a kernel with logits; ``stamps``: the last CTA's times, for
+    """The end of a launch, for one warpgroup. ``published``: the barrier after which all of the CTA's keys are
+    published; ``barrier``: of these threads; ``out``: of a kernel with logits; ``stamps``: the last CTA's times, for
     ``benchmarks.exchange``, into the four words before the workspace."""
     last = shared.last
     total = args.draws()

@@ -83,7 +83,8 @@ def init_barriers(shared: Shared, bound_buffers: cutlass.Constexpr, thread):
 def prepare(
     args: Arguments, out: Outputs | None, walk: Walk, shared: Shared, block_b: cutlass.Constexpr, thread, barrier
 ):
-    """The noise warpgroup: first values, thresholds that everything passes and an empty queue. ``barrier``: of its threads."""
+    """The noise warpgroup: first values, thresholds that everything passes and an empty queue. ``barrier``: of its
+    threads."""
     sharp, drawn = Boolean(False), Boolean(False)
     for column in cutlass.range(thread, block_b, NOISE_THREADS, unroll_full=True):
         row = walk.first_row + column

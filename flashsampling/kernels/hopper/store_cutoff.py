@@ -1,15 +1,17 @@
-"""Floors: of a row that is filtered a logit that no kept token lies below, found while the launch runs, so that most chunks
-need not be stored.
+"""Floors: of a row that is filtered a logit that no kept token lies below, found while the launch runs, so that most
+chunks need not be stored.
 
-The first tiles of a row block's CTAs are a sample of the vocabulary. Once their chunks' keys are in memory (``block_stats``), a
-warp of its own of every CTA finds the floors of a share of the rows:
+The first tiles of a row block's CTAs are a sample of the vocabulary. Once their chunks' keys are in memory
+(``block_stats``), a warp of its own of every CTA finds the floors of a share of the rows:
 
     top-k   the key of rank ``config.cutoff_rank``: k tokens at least are not below it, nor is the bound that
-            ``kernels.triton.filtered.filtered_sample_kernel`` finds below it. Without its last eight bits, which is lower
+            ``kernels.triton.filtered.filtered_sample_kernel`` finds below it. Without its last eight bits, which is
+            lower
     min-p   the bound that is found there of the highest logit, of the highest so far; lower by more than either rounds
 
-and nothing of a row with a top-p alone, nor of a k too great for the sample. A chunk whose key is below a row's floor is not
-stored from then on. Nobody reads it who had not passed over it anyway, so no bit depends on when a floor was found, or whether.
+and nothing of a row with a top-p alone, nor of a k too great for the sample. A chunk whose key is below a row's floor
+is not stored from then on. Nobody reads it who had not passed over it anyway, so no bit depends on when a floor was
+found, or whether.
 
     edge                                       order
     a CTA's keys of its first tile -> counter  the consumers' named barrier, then a release add at GPU scope
@@ -17,8 +19,8 @@ stored from then on. Nobody reads it who had not passed over it anyway, so no bi
     a floor -> consumers of all CTAs           a relaxed word: who sees it late stores more
     floors -> the last CTA                     the CTA's barrier ``published``, its counter (``reduction``)
 
-The warp waits for other CTAs' first tiles, which may not even have begun where another launch has the multiprocessors; it gives
-up when its own CTA's consumers are done.
+The warp waits for other CTAs' first tiles, which may not even have begun where another launch has the multiprocessors;
+it gives up when its own CTA's consumers are done.
 """
 
 import cutlass
@@ -58,8 +60,8 @@ def without_top_k(args: Arguments, out: Outputs, row) -> Boolean:
 
 @cute.jit
 def defers_draw(args: Arguments, out: Outputs, row, temperature: Float32) -> Boolean:
-    """Whether a row's draw is left to ``pick``: where that draws from few tokens anyway, those of a top-k, and needs no other
-    word of what the row is. A greedy row is not filtered there; at an infinite temperature -inf is no score."""
+    """Whether a row's draw is left to ``pick``: where that draws from few tokens anyway, those of a top-k, and needs no
+    other word of what the row is. A greedy row is not filtered there; at an infinite temperature -inf is no score."""
     top_k = _top_k(out, row)
     warm = (temperature >= Float32(noise.GREEDY_BELOW)) & (temperature < Float32(_INFINITE))
     return warm & _filters(args, top_k) & (top_k <= Int64(DEFERRED_TOP_K))

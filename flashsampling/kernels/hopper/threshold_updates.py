@@ -1,9 +1,9 @@
 """When, and by what, a row's threshold falls.
 
-A row's threshold (``threshold``) is what the bound must reach. It only falls: by candidates that lead (``candidates``), by what
-other CTAs have published, and in a CTA's first tile by lower bounds of what all CTAs' first tiles hold (``seed``, ``share``).
-When and where it falls decides how much is evaluated, never which token wins: what is skipped scores strictly below something
-published, or equally and has a higher id.
+A row's threshold (``threshold``) is what the bound must reach. It only falls: by candidates that lead (``candidates``),
+by what other CTAs have published, and in a CTA's first tile by lower bounds of what all CTAs' first tiles hold
+(``seed``, ``share``). When and where it falls decides how much is evaluated, never which token wins: what is skipped
+scores strictly below something published, or equally and has a higher id.
 """
 
 import cutlass
@@ -64,8 +64,8 @@ class ThresholdUpdates:
 
     @cute.jit
     def update_all(self, args: Arguments, walk: Walk, shared: Shared, iteration, thread):
-        """The evaluators: what has been published by now lowers this CTA's thresholds. ``iteration``: a tile of the CTA's,
-        before which everything is searched."""
+        """The evaluators: what has been published by now lowers this CTA's thresholds. ``iteration``: a tile of the
+        CTA's, before which everything is searched."""
         first_token = args.base + walk.first_token(iteration)
         for column in cutlass.range(thread, cutlass.min(self.block_b, args.batch - walk.first_row), QUEUE, unroll=1):
             slot = args.only_slot(walk.first_row + column)
@@ -80,9 +80,9 @@ class ThresholdUpdates:
 
     @cute.jit
     def seed(self, args: Arguments, walk: Walk, shared: Shared, logits, lane, warp):
-        """The consumers, before the first tile is searched: a lower bound of every row's best score in half of it, since each
-        warp does half of its columns. All of it takes twice the time, and saves less than that. Rows with a NaN are
-        decided."""
+        """The consumers, before the first tile is searched: a lower bound of every row's best score in half of it,
+        since each warp does half of its columns. All of it takes twice the time, and saves less than that. Rows with
+        a NaN are decided."""
         groups = self.own_blocks // self.seeded_blocks
         vectors = self.fragments.vectors // groups  # of a group
         for k in cutlass.range((groups + 1) // 2, unroll=1):
@@ -119,8 +119,8 @@ class ThresholdUpdates:
 
     @cute.jit
     def share(self, args: Arguments, walk: Walk, shared: Shared, iteration, column, barrier):
-        """The consumers, after ``seed``, a thread per column: tells other CTAs of the bounds and learns theirs. To the first
-        ones nearly every row's best would be a candidate: they wait until others have come so far."""
+        """The consumers, after ``seed``, a thread per column: tells other CTAs of the bounds and learns theirs. To the
+        first ones nearly every row's best would be a candidate: they wait until others have come so far."""
         live = column < cutlass.min(self.block_b, args.batch - walk.first_row)
         slot = args.only_slot(walk.first_row + column)
         bound = Int64(-1)

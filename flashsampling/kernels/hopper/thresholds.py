@@ -1,33 +1,35 @@
 """When a token need not be evaluated: what the search compares, and why nothing that can win is left out.
 
-A row has a slope and a threshold, two floats in shared memory. The search skips a token of logit l whose noise has a code with
-float w (``noise``) if ``l * slope + w * BOUND_STEP + threshold < 0``. Both sums are rounded once and towards that sign's own
-truth (a float is below zero exactly if the real number that it rounds is), so what is skipped fulfils it in real numbers.
+A row has a slope and a threshold, two floats in shared memory. The search skips a token of logit l whose noise has a
+code with float w (``noise``) if ``l * slope + w * BOUND_STEP + threshold < 0``. Both sums are rounded once and towards
+that sign's own truth (a float is below zero exactly if the real number that it rounds is), so what is skipped fulfils
+it in real numbers.
 
-The score is ``fma(gumbel, amplitude, l * scale)`` of ``noise.row_factors``; S is one that some token of the row reaches, or
-less. A row is of one of two kinds, told apart by its slope:
+The score is ``fma(gumbel, amplitude, l * scale)`` of ``noise.row_factors``; S is one that some token of the row
+reaches, or less. A row is of one of two kinds, told apart by its slope:
 
-    smooth   slope = log2(e) / T < SHARP. The search works in units of the base-2 Gumbel, 1 / max(slope, log2 e) of the score's:
-             threshold = GUMBEL_BELOW + 2**-10 - p (1 -+ 2**-20), p = S max(slope, log2 e). The Gumbel is at most GUMBEL_BELOW +
-             w CODE_STEP; 2**-20 of p is more than what the roundings of slope, scale, amplitude, p, threshold and the score
-             itself amount to (13 of 2**-24, some relative to l * slope, which a token that is near S has as large as p but for
-             the Gumbel's 65 at most), 2**-10 more than the hardware's logarithm errs by and what these 65 add.
-    sharp    T < 7e-4 or greedy; slope is a power of two, at most 1 / amplitude but for rounding. Noise is so small beside the
-             logits that 24 bits of l * slope would not tell two scores apart, so nothing is added to it that could round:
-             threshold = -S * slope, exactly. The search then leaves through what scores up to 33 units less, and ``may_win``
-             bounds the score itself, rounded as the score is: fma is monotone in its product, of Gumbel and amplitude, and
-             what ``may_win`` takes for either is not less, and not negative. For the amplitude 1 / slope would do, up to twice
-             as much; but then a row of equal logits has hundreds of candidates, for eight. So a byte of shared memory has
-             amplitude * slope, which is exact, as ``ratio``: rounded down to a multiple of 2**-8, for lower bounds, and with
-             a RATIO_STEP more above it.
+    smooth   slope = log2(e) / T < SHARP. The search works in units of the base-2 Gumbel, 1 / max(slope, log2 e) of the
+             score's: threshold = GUMBEL_BELOW + 2**-10 - p (1 -+ 2**-20), p = S max(slope, log2 e). The Gumbel is at
+             most GUMBEL_BELOW + w CODE_STEP; 2**-20 of p is more than what the roundings of slope, scale, amplitude, p,
+             threshold and the score itself amount to (13 of 2**-24, some relative to l * slope, which a token that is
+             near S has as large as p but for the Gumbel's 65 at most), 2**-10 more than the hardware's logarithm errs
+             by and what these 65 add.
+    sharp    T < 7e-4 or greedy; slope is a power of two, at most 1 / amplitude but for rounding. Noise is so small
+             beside the logits that 24 bits of l * slope would not tell two scores apart, so nothing is added to it that
+             could round: threshold = -S * slope, exactly. The search then leaves through what scores up to 33 units
+             less, and ``may_win`` bounds the score itself, rounded as the score is: fma is monotone in its product, of
+             Gumbel and amplitude, and what ``may_win`` takes for either is not less, and not negative. For the
+             amplitude 1 / slope would do, up to twice as much; but then a row of equal logits has hundreds of
+             candidates, for eight. So a byte of shared memory has amplitude * slope, which is exact, as ``ratio``:
+             rounded down to a multiple of 2**-8, for lower bounds, and with a RATIO_STEP more above it.
 
-``of_score`` is monotone: a higher score never has the higher threshold, by a formula of one rounding. So the row's best score
-always gets by a threshold of a lower or equal one. ``of_score(after(S))``, the next float's, also skips what equals S: for
-tokens whose ids are higher than that of one that reaches S.
+``of_score`` is monotone: a higher score never has the higher threshold, by a formula of one rounding. So the row's best
+score always gets by a threshold of a lower or equal one. ``of_score(after(S))``, the next float's, also skips what
+equals S: for tokens whose ids are higher than that of one that reaches S.
 
-Other thresholds: NaN, nothing is known of the row, or only scores below what a threshold can say; everything is looked at.
-INFINITE_FOUND and INFINITE_ALONE, some token scores +inf, and a finite score was seen or was not; further infinite ones, of
-higher ids, are skipped. -inf, the row is decided: there is a NaN.
+Other thresholds: NaN, nothing is known of the row, or only scores below what a threshold can say; everything is looked
+at. INFINITE_FOUND and INFINITE_ALONE, some token scores +inf, and a finite score was seen or was not; further infinite
+ones, of higher ids, are skipped. -inf, the row is decided: there is a NaN.
 """
 
 from typing import NamedTuple
@@ -108,8 +110,8 @@ def after(score: Float32) -> Float32:
 
 
 def warm_start_of(logit: Float32, code: Float32, slope: Float32, ratio: Float32) -> Float32:
-    """A lower bound of a token's score, in the search's units; NaN where the score is NaN, -inf where it is. ``code``: the
-    float of its code."""
+    """A lower bound of a token's score, in the search's units; NaN where the score is NaN, -inf where it is. ``code``:
+    the float of its code."""
     gumbel = cute.math.fma(code, Float32(noise.BOUND_STEP), Float32(noise.GUMBEL_ABOVE))
     gumbel = Float32(select_(code >= Float32(noise.HALF), gumbel, Float32(-5.1)))  # E is at most 23
     # of a sharp row a Gumbel of 1 is at least ``ratio`` of these units, at most 1; of a greedy one it is nothing
@@ -127,7 +129,8 @@ def of_warm_start(seed: Float32, slope: Float32) -> Float32:
 
 
 def score_of(threshold: Float32, slope: Float32) -> Float32:
-    """A score that the token is sure to reach that a threshold, within +-_LIMIT, is of; also if it is of the float after."""
+    """A score that the token is sure to reach that a threshold, within +-_LIMIT, is of; also if it is of the float
+    after."""
     smooth = (Float32(noise.GUMBEL_BELOW) - threshold) * cute.arch.rcp_approx(cute.arch.fmax(slope, Float32(_LOG2_E)))
     return Float32(select_(is_sharp(slope), -after(threshold * _inverse(slope)), smooth))
 
@@ -168,13 +171,13 @@ def may_win_smooth(logit: Float32, code: Float32, slope: Float32, threshold: Flo
 
 
 def some_may_win(logit: Float32, code: Float32, bound: Bound) -> Boolean:
-    """False if ``may_win`` is, of all tokens of a row with logits up to that (or NaN) and codes up to that: it rises with both.
-    But for what it says of infinite logits, and of a slope of 0, which makes NaN of -inf."""
+    """False if ``may_win`` is, of all tokens of a row with logits up to that (or NaN) and codes up to that: it rises
+    with both. But for what it says of infinite logits, and of a slope of 0, which makes NaN of -inf."""
     return may_win(logit, code, bound._replace(infinite=Boolean(False))) | (bound.open & (bound.slope == Float32(0.0)))
 
 
 def leads(lower: Float32, known: Float32) -> Boolean:
-    """Whether a score whose threshold is ``lower`` may be the best, its row's having been ``known``: also if that is of an
-    equal one, or of the float after it, since whoever set it may have had the higher id. Too often is harmless."""
+    """Whether a score whose threshold is ``lower`` may be the best, its row's having been ``known``: also if that is of
+    an equal one, or of the float after it, since whoever set it may have had the higher id. Too often is harmless."""
     size = cute.math.abs(lower) + Float32(64.0)  # of what _MARGIN may have cancelled
     return ~(cute.math.fma(size, Float32(-(2.0**-21)), lower) > known)  # true if either is NaN

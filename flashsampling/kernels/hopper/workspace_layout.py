@@ -1,4 +1,5 @@
-"""What lies where in the workspace, whose int64 words are zero between launches. n is the batch size times the draws per row.
+"""What lies where in the workspace, whose int64 words are zero between launches. n is the batch size times the draws
+per row.
 
     words               what
     0 .. n              of each row and draw, number ``row * num_samples + draw``, the best key whose score is not +inf
@@ -8,9 +9,9 @@
                         a counter per block of rows: of its CTAs whose first tile's keys are in memory
                         of each row its floor, once it is known
 
-What keys are, and who reads and writes them in which order, stands in ``reduction``. Some words before the workspace are there
-for kernels that tests and benchmarks compile (``config.Features``). All of this is arithmetic, on numbers on the host and on
-addresses, of bytes, on the device.
+What keys are, and who reads and writes them in which order, stands in ``reduction``. Some words before the workspace
+are there for kernels that tests and benchmarks compile (``config.Features``). All of this is arithmetic, on numbers on
+the host and on addresses, of bytes, on the device.
 """
 
 from typing import Any

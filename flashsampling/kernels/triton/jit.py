@@ -1,9 +1,9 @@
 """``triton.jit`` of functions that any process may launch in any order, and compile ahead of launching.
 
-Triton hashes a function, with all that it calls, when a launch first needs it. In a caller's hash are the globals that a callee
-reads only if that was hashed before: where a kernel lies on disk would depend on what a process launched before it, and, of
-several threads, on chance. Here a function is hashed when it is defined: all that it calls is above it, or in a module that is
-imported there, and so was hashed before. It takes 1 ms.
+Triton hashes a function, with all that it calls, when a launch first needs it. In a caller's hash are the globals that
+a callee reads only if that was hashed before: where a kernel lies on disk would depend on what a process launched
+before it, and, of several threads, on chance. Here a function is hashed when it is defined: all that it calls is above
+it, or in a module that is imported there, and so was hashed before. It takes 1 ms.
 """
 
 import contextlib
@@ -50,8 +50,9 @@ def _forget_cancelled(mode: triton.AsyncCompileMode) -> None:
 
 @contextlib.contextmanager
 def compiling(at_once: int) -> Iterator[None]:
-    """Meanwhile this thread's launches compile what is missing, in as many threads, and run nothing: whatever they would have
-    written is not written. At the end all is compiled; what cannot be is the error of the launch that needs it.
+    """Meanwhile this thread's launches compile what is missing, in as many threads, and run nothing: whatever they
+    would have written is not written. At the end all is compiled; what cannot be is the error of the launch that
+    needs it.
 
     Triton's compiler is Python for less than a tenth of its time.
     """

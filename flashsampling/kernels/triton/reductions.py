@@ -1,5 +1,5 @@
-"""Several reductions as one: where a row's numbers are spread over a program's threads, these wait for each other once, and not
-once for each."""
+"""Several reductions as one: where a row's numbers are spread over a program's threads, these wait for each other once,
+and not once for each."""
 
 import triton.language as tl
 

@@ -1,4 +1,5 @@
-"""Counts of a request's tokens (``counts.TokenCounts``), advanced in one small launch; as torch operations it would be ten."""
+"""Counts of a request's tokens (``counts.TokenCounts``), advanced in one small launch; as torch operations it would be
+ten."""
 
 import triton.language as tl
 from torch import Tensor
@@ -50,6 +51,6 @@ def count(
     batch, length = token_ids.shape
     if batch and length:
         count_kernel[(batch,)](
-            token_ids, *token_ids.stride(), rows, counts, counts.stride(0), seen, seen.stride(0), counts.shape[1], length,
-            GROUP=group, TOKENS=_TOKENS, num_warps=1,
+            token_ids, *token_ids.stride(), rows, counts, counts.stride(0), seen, seen.stride(0), counts.shape[1],
+            length, GROUP=group, TOKENS=_TOKENS, num_warps=1,
         )  # fmt: skip

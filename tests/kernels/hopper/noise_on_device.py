@@ -1,4 +1,5 @@
-"""A kernel that computes nothing but the Hopper kernel's noise, elementwise: for tests, and to compile for other GPUs."""
+"""A kernel that computes nothing but the Hopper kernel's noise, elementwise: for tests, and to compile for other
+GPUs."""
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, range_constexpr
@@ -6,7 +7,8 @@ from cutlass import Float32, Int32, Int64, Uint32, range_constexpr
 from flashsampling.kernels.hopper import noise, reduction
 
 INPUTS = 13  # per block: counter and key (6), 4 words, refinement, bits of two floats
-OUTPUTS = 21  # per block: 4 words, the same 4 from constants, codes, 4 w, 4 refined Gumbels, key, score of key, 2 sums of codes
+# per block: 4 words, the same 4 from constants, codes, 4 w, 4 refined Gumbels, key, score of key, 2 sums of codes
+OUTPUTS = 21
 
 
 @cute.kernel

@@ -1,12 +1,11 @@
 """Problems for compute-sanitizer, through every path of the kernels: ``python -m
 tests.kernels.hopper.sanitizer_problem [KERNEL...]``.
 
-What a warp's threads read before ``bar.warp.sync``, its first thread's arrival at an mbarrier orders before what is behind a
-wait for it. racecheck counts the thread that arrives alone, so of every CTA with a second tile it is expected to report the
-noise warpgroup's codes against the consumers' reads of the last ones. With ``--all-arrive`` all threads of a consumer warp
-arrive there, which is what it does understand; every other instruction is the same. ``tests.emulator`` finds races of
-the kernel as
-it is.
+What a warp's threads read before ``bar.warp.sync``, its first thread's arrival at an mbarrier orders before what is
+behind a wait for it. racecheck counts the thread that arrives alone, so of every CTA with a second tile it is expected
+to report the noise warpgroup's codes against the consumers' reads of the last ones. With ``--all-arrive`` all threads
+of a consumer warp arrive there, which is what it does understand; every other instruction is the same.
+``tests.emulator`` finds races of the kernel as it is.
 """
 
 import os

@@ -1,4 +1,5 @@
-"""The compile cache, with a compiler and a loader that are played: what is loaded, what never is, and what the key covers."""
+"""The compile cache, with a compiler and a loader that are played: what is loaded, what never is, and what the key
+covers."""
 
 import contextlib
 import errno
@@ -405,8 +406,8 @@ def long_ago(path, days):
 def test_what_nobody_needs_goes_when_something_is_written(played):
     place = cache.trusted_folder()
     made = {
-        place / "tmpabcdefgh": 2, place / "tmpyounger0": 0.5, place.parent / ("a" * 16): 91, place.parent / ("b" * 16): 89,
-        place.parent / "of_the_user": 1000, place.parent.parent / ("c" * 16): 1000,
+        place / "tmpabcdefgh": 2, place / "tmpyounger0": 0.5, place.parent / ("a" * 16): 91,
+        place.parent / ("b" * 16): 89, place.parent / "of_the_user": 1000, place.parent.parent / ("c" * 16): 1000,
     }  # fmt: skip
     for folder, days in made.items():
         folder.mkdir()
@@ -432,7 +433,8 @@ def test_a_folder_that_is_used_says_so(played):
 
 
 def test_many_at_once_leave_whole_objects(played, monkeypatch):
-    """Compilers that differ in every object, all writing the same kernel, and readers: nothing is ever found damaged."""
+    """Compilers that differ in every object, all writing the same kernel, and readers: nothing is ever found
+    damaged."""
     number = iter(range(1000))
     lock = threading.Lock()
 
@@ -459,7 +461,8 @@ def test_many_at_once_leave_whole_objects(played, monkeypatch):
 
 @pytest.fixture
 def copied(monkeypatch, tmp_path):
-    """A copy of the package whose sources the key is made of, and what the key would be of a process that imports them."""
+    """A copy of the package whose sources the key is made of, and what the key would be of a process that imports
+    them."""
     package = tmp_path / "flashsampling"
     shutil.copytree(Path(flashsampling.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.setattr(cache, "_HERE", package / "kernels" / "hopper")
@@ -554,8 +557,9 @@ def test_a_new_import_is_followed(copied):
 def test_imports_are_found_however_they_are_written(tmp_path, statement, found):
     package = tmp_path / "p"
     files = {
-        "__init__.py": "from .top import SOMETHING", "top.py": "SOMETHING = 1", "chain.py": "from .top import SOMETHING as x",
-        "kernels/__init__.py": "", "kernels/device.py": "x = 1", "kernels/hopper/b.py": "",
+        "__init__.py": "from .top import SOMETHING", "top.py": "SOMETHING = 1",
+        "chain.py": "from .top import SOMETHING as x", "kernels/__init__.py": "", "kernels/device.py": "x = 1",
+        "kernels/hopper/b.py": "",
     }  # fmt: skip
     for name, code in files.items():
         (package / name).parent.mkdir(parents=True, exist_ok=True)

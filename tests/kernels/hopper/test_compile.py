@@ -1,5 +1,5 @@
-"""The Hopper kernel compiles in every shape without a GPU, its matmul is not serialised, nothing spills; what Blackwell could
-use of it compiles for sm_100a. In processes of their own: the compiler reads its target when it is imported."""
+"""The Hopper kernel compiles in every shape without a GPU, its matmul is not serialised, nothing spills; what Blackwell
+could use of it compiles for sm_100a. In processes of their own: the compiler reads its target when it is imported."""
 
 import ast
 import importlib.util
@@ -72,8 +72,8 @@ def test_compiles_for_hopper(dtype, index, block_b, kind):
     # one wait inside the k loop and one after it; a wait after every product is ptxas serialising them
     assert len(re.findall(r"WARPGROUP\.DEPBAR", sass)) == 2
     assert len(re.findall(r"UTMALDG\.2D", sass)) == 2
-    # several draws per row keep a copy of the logits in local memory; the registers of the one-draw path hardly ever go there,
-    # and never between products
+    # several draws per row keep a copy of the logits in local memory; the registers of the one-draw path hardly ever go
+    # there, and never between products
     copies = block_b // 2
     assert len(re.findall(r"\bSTL", sass)) <= copies + 8
     first, last = sass.index("HGMMA"), sass.rindex("HGMMA")
@@ -82,7 +82,8 @@ def test_compiles_for_hopper(dtype, index, block_b, kind):
 
 @pytest.mark.parametrize("architecture", ["sm_90a", "sm_100a"])
 def test_noise_and_keys_compile(architecture):
-    code = f"from tests.kernels.hopper.noise_on_device import compile_noise; compile_noise({architecture!r}); print('compiled')"
+    module = "tests.kernels.hopper.noise_on_device"
+    code = f"from {module} import compile_noise; compile_noise({architecture!r}); print('compiled')"
     assert "compiled" in run(code, architecture=architecture)
 
 

@@ -1,4 +1,5 @@
-"""The launch of the Hopper kernel passes its arguments in the order in which the kernel takes them. Nothing is compiled."""
+"""The launch of the Hopper kernel passes its arguments in the order in which the kernel takes them. Nothing is
+compiled."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +26,8 @@ ROOM = torch.zeros(1, dtype=torch.int32)
 
 @pytest.fixture
 def call(monkeypatch):
-    """Runs a step with a kernel and a GPU that are played: the call's arguments, those that are checked here made None."""
+    """Runs a step with a kernel and a GPU that are played: the call's arguments, those that are checked here made
+    None."""
 
     def run(step):
         call, words = [], []
@@ -180,8 +182,8 @@ ENTRIES: dict[str, Any] = {  # which a kernel of Triton makes words of
 )
 @pytest.mark.parametrize("num_samples", [1, SAMPLES, None])
 def test_what_a_request_makes_of_a_step(monkeypatch, params, temperature, expected, num_samples):
-    """How many draws, which summaries, and who does the rest; None: no draws, no summaries, all of it is done again. And of
-    one draw with what it leaves behind, for which the mass of every row is needed; there is no raw one then."""
+    """How many draws, which summaries, and who does the rest; None: no draws, no summaries, all of it is done again.
+    And of one draw with what it leaves behind, for which the mass of every row is needed; there is no raw one then."""
     calls: list[Any] = []
     picked: list[Any] = []
     leaves, num_samples = num_samples is None, num_samples or 1
@@ -298,7 +300,8 @@ def test_floors_are_made_room_for_by_kind():
 
 @pytest.mark.parametrize("num_samples", [1, SAMPLES])
 def test_what_changes_logits_alone_is_one_launch(monkeypatch, num_samples):
-    """Of several draws too; and every part of it is where the kernel looks for it. (A bias by row is a small one before it.)"""
+    """Of several draws too; and every part of it is where the kernel looks for it. (A bias by row is a small one before
+    it.)"""
     calls = []
     sparse_bias = torch.zeros(BATCH, 3 + 2, dtype=torch.int64)
 

@@ -1,5 +1,5 @@
-"""What the Hopper kernel makes of its logits in registers: the bits that Triton's kernels make of the products, in any batch
-and shape, and the oracle's tokens, of one launch; what is masked out is never drawn."""
+"""What the Hopper kernel makes of its logits in registers: the bits that Triton's kernels make of the products, in any
+batch and shape, and the oracle's tokens, of one launch; what is masked out is never drawn."""
 
 import itertools
 import math
@@ -31,8 +31,8 @@ INF, NAN = math.inf, math.nan
 
 
 def by_triton(logits_gemm: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """Processed logits as Triton's kernels make them; of a sparse bias, of whose rows its interpreter takes long, the first
-    rows, the last ones and some between, the others the oracle's."""
+    """Processed logits as Triton's kernels make them; of a sparse bias, of whose rows its interpreter takes long, the
+    first rows, the last ones and some between, the others the oracle's."""
     batch, vocab = logits_gemm.shape
     step = SampleInputs(logits_gemm, logits_gemm, 1.0, 0, 0, 1, vocab, params=params, logits=logits_gemm)
     if ON_GPU or params.bias_ids is None or batch <= 16:
@@ -104,8 +104,9 @@ def processed(step: SampleInputs, params: SamplingParams, shape: config.TileConf
 
 
 def against_the_oracle(step: SampleInputs) -> SampleResult:
-    """Of the kernel's own products, so that its sums are not what is compared; with a soft cap of what the kernel makes of the
-    head. Torch has another tanh, of which logits near the cap are equal that are not equal here, and the reverse."""
+    """Of the kernel's own products, so that its sums are not what is compared; with a soft cap of what the kernel makes
+    of the head. Torch has another tanh, of which logits near the cap are equal that are not equal here, and the
+    reverse."""
     logits_gemm, params = module.with_logits(step, 0, None)[0], step.params
     if params.soft_cap:
         head = DEFAULT_PARAMS._replace(bias=params.bias, logit_scale=params.logit_scale, soft_cap=params.soft_cap)
@@ -138,8 +139,8 @@ def test_bits_are_those_of_triton(shape):
 @pytest.mark.parametrize("batch", [1, 40, 150, 256, 300] if ON_GPU else [7])
 @pytest.mark.parametrize("name", ["bias", "cap", "dense", "sparse", "mask", "penalties", "everything"])
 def test_shards(name, batch):
-    """Each rank's winners of a whole vocabulary's request, cut anywhere, are together what one draws; of tensors that end with
-    the vocabulary."""
+    """Each rank's winners of a whole vocabulary's request, cut anywhere, are together what one draws; of tensors that
+    end with the vocabulary."""
     vocab, cuts = 1001, (0, 37, 37, 449, 640, 1001)
     whole = make_step(batch, vocab)
     temperature = whole.rows().temperature
@@ -256,8 +257,8 @@ def test_special_values():
 @pytest.mark.parametrize("batch", [1, 3, 40, 130, 256, 300] if ON_GPU else [7])
 @pytest.mark.parametrize("name", ["bias", "scale", "cap", "dense", "sparse", "mask", "penalties", "everything"])
 def test_whole_steps(name, batch):
-    """The oracle's tokens, alone, with filters, with log-probabilities where the head alone changes logits, of several draws;
-    and a row's bits in another batch."""
+    """The oracle's tokens, alone, with filters, with log-probabilities where the head alone changes logits, of several
+    draws; and a row's bits in another batch."""
     vocab = 4099 if ON_GPU else 1001
     params = everything(batch, vocab)[name]
     more = [{}, {"top_k": 5, "top_p": 0.9}, {"min_p": 0.1}, {"top_p": 0.7}]
@@ -279,7 +280,8 @@ def test_whole_steps(name, batch):
     [*range(12), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(12, 40))] if ON_GPU else range(4),
 )
 def test_mixes(seed):
-    """Of everything at once. Each is kernels of its own to Triton, which compiles those of a seed for a minute or two."""
+    """Of everything at once. Each is kernels of its own to Triton, which compiles those of a seed for a minute or
+    two."""
     torch.manual_seed(seed)
     mix, batch, vocab = Mix(seed, device=DEVICE), 50 if ON_GPU else 8, 600
     for _ in range(4):

@@ -1,5 +1,6 @@
-"""The Hopper kernel that leaves its logits: they are the products, chunks are summarised as Triton's scan does it, a row's bits
-are the same in any batch and shape, the tokens are those of the plain kernel, and nothing is written beside all that."""
+"""The Hopper kernel that leaves its logits: they are the products, chunks are summarised as Triton's scan does it, a
+row's bits are the same in any batch and shape, the tokens are those of the plain kernel, and nothing is written
+beside all that."""
 
 import math
 from typing import Any
@@ -331,7 +332,8 @@ def floored(
 
 @pytest.mark.parametrize("shape", CONFIGS, ids=IDS)
 def test_floors(shape, several_tiles):
-    """Found in time or not: what they leave out is below them. By numbers, and by rows of either kind, of both and of none."""
+    """Found in time or not: what they leave out is below them. By numbers, and by rows of either kind, of both and of
+    none."""
     for batch, vocab, dim in (
         [(shape.block_b, 30_000, 1024), (shape.block_b // 2 + 1, 20_005, 512), (2 * shape.block_b - 3, 70_001, 64)]
         if ON_GPU
@@ -377,8 +379,8 @@ def test_masses_of_rows_without_a_top_k_beside_rows_with_one(shape, several_tile
 
 @pytest.mark.parametrize("shape", CONFIGS, ids=IDS)
 def test_draws_are_left_to_pick(shape, several_tiles):
-    """By a block whose rows all have a top-k. One row that is greedy or hot without limit, or whose top-k is none or great, has
-    all of its block drawn. Floors are found as before."""
+    """By a block whose rows all have a top-k. One row that is greedy or hot without limit, or whose top-k is none or
+    great, has all of its block drawn. Floors are found as before."""
     rows = shape.block_b
     step = make_step(2 * rows - 3, 6_005, 64)._replace(temperature=torch.rand(2 * rows - 3, device=DEVICE) + 0.2)
     without = dispatch.with_logits(step, 1, (True, False), shape)
@@ -400,8 +402,8 @@ def test_draws_are_left_to_pick(shape, several_tiles):
 
 @pytest.mark.parametrize("batch", [1, 16, 100, 256, 300] if ON_GPU else [7])
 def test_whose_draws_are_left_does_not_matter(batch):
-    """The oracle's tokens; and the others' bits, where one row of the block wants its draw. With rows of infinities and NaN,
-    and what else is done with the codes that are not made."""
+    """The oracle's tokens; and the others' bits, where one row of the block wants its draw. With rows of infinities and
+    NaN, and what else is done with the codes that are not made."""
     step = make_step(batch, 4099 if ON_GPU else 1001, 64)
     temperature = torch.rand(batch, device=DEVICE) * 1.5 + 0.2
     step.weight[: step.vocab_size, :3] = 0.0
@@ -519,8 +521,8 @@ def test_floors_of_special_rows(several_tiles):
 
 @pytest.mark.parametrize("batch", [1, 16, 100, 256, 300] if ON_GPU else [6])
 def test_steps_do_not_depend_on_floors(batch, monkeypatch, several_tiles):
-    """Of nine tiles per CTA, with rubbish where nothing is stored; the oracle's tokens. Flat rows among them, whose candidates
-    are more than have room, and rows without a filter."""
+    """Of nine tiles per CTA, with rubbish where nothing is stored; the oracle's tokens. Flat rows among them, whose
+    candidates are more than have room, and rows without a filter."""
     vocab = 151_936 if ON_GPU else 9_000
     step = make_step(batch, vocab, 256 if ON_GPU else 64)
     step.hidden_states.mul_(torch.rand(batch, 1, device=DEVICE).bfloat16() * (0.3 if ON_GPU else 0.6))

@@ -1,5 +1,5 @@
-"""Which tokens have counts, as a ``TokenCounts`` knows it and the Hopper kernel marks it in the codes of their noise: whatever
-is known, the bits are those of a kernel that looks at all counts."""
+"""Which tokens have counts, as a ``TokenCounts`` knows it and the Hopper kernel marks it in the codes of their noise:
+whatever is known, the bits are those of a kernel that looks at all counts."""
 
 import itertools
 
@@ -61,8 +61,8 @@ def assert_same(
 
 
 def test_codes_with_marks():
-    """Every code, beside every neighbour's mark: its own is found and taken away, what is left bounds as much noise; but for
-    the words 0, 1 and 2, which are evaluated in any case."""
+    """Every code, beside every neighbour's mark: its own is found and taken away, what is left bounds as much noise;
+    but for the words 0, 1 and 2, which are evaluated in any case."""
     gumbel_bounds = [int(code) >> 16 & 0xFF for code in threshold_model.code_of([0, 1, 2, 3, 2**32 - 1]).view("uint32")]
     assert set(gumbel_bounds[:3]) == set(RARE)
     assert max(gumbel_bounds[3:]) == 127

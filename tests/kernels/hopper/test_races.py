@@ -1,7 +1,7 @@
-"""Any two accesses of the Hopper kernel to memory of which one is a store are ordered, or atomic. Seen on the machine of
-``tests.emulator``, which keeps for every thread how far it is ordered behind the others (``races.h``): what nothing
-orders is found
-whether or not it went well. compute-sanitizer's racecheck asks the same of a GPU, of shared memory alone."""
+"""Any two accesses of the Hopper kernel to memory of which one is a store are ordered, or atomic. Seen on the machine
+of ``tests.emulator``, which keeps for every thread how far it is ordered behind the others (``races.h``): what
+nothing orders is found whether or not it went well. compute-sanitizer's racecheck asks the same of a GPU, of shared
+memory alone."""
 
 import functools
 import re
@@ -30,8 +30,9 @@ VOCAB = 700
 
 
 def ptx_of(dtype, shape, features):
-    """A kernel whose flag ``Shared.special`` is set by an atomic store. It only rises, and who sees it late searches a tile as
-    it would have done before; a plain store, since with an atomic one ptxas makes other code of all that stands around it."""
+    """A kernel whose flag ``Shared.special`` is set by an atomic store. It only rises, and who sees it late searches a
+    tile as it would have done before; a plain store, since with an atomic one ptxas makes other code of all that
+    stands around it."""
     text = hopper.compiled(dtype, shape, features, "ptx").read_text()
     read = r"ld\.shared\.b32\s+(%r\d+), (\[\S+\]);\s+setp\.ne\.b32\s+%p\d+, \1, 0;\s+vote\.sync\.any"
     (flag,) = {where for _, where in re.findall(read, text)}
@@ -114,7 +115,8 @@ def test_marks_without_draws(shape, watched, ctas):
 
 @pytest.mark.parametrize(("batch", "num_samples"), [(5, 1), (40, 1), (5, 3)])
 def test_exchange(batch, num_samples, watched):
-    """Of a rank's own threads: what ranks order among each other is a model's (``tests/tensor_parallel/protocol_model.py``)."""
+    """Of a rank's own threads: what ranks order among each other is a model's
+    (``tests/tensor_parallel/protocol_model.py``)."""
     ranks, problem = Ranks("cute", 3, 1000), batch_shape(batch, num_samples, vocab=500)
     for _ in range(3):
         ranks.draw(ranks.everybody(problem))

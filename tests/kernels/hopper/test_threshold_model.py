@@ -137,7 +137,8 @@ def _s_where_smooth_thresholds_are_near_zero(rng, n):
 
 
 def test_what_is_best_leads():
-    """Over what lower and equal scores, or the next float of an equal one, have set; also where thresholds pass zero."""
+    """Over what lower and equal scores, or the next float of an equal one, have set; also where thresholds pass
+    zero."""
     rng = np.random.default_rng(4)
     for i in range(ROUNDS):
         if i % 2:
@@ -205,7 +206,8 @@ def test_what_is_greatest_may_win_if_any_token_may():
 
 
 def test_ratios_bound_a_sharp_rows_amplitude():
-    """From below within the roundings that ``warm_start_of`` has room for, from above strictly, and by 1/128 of it at most."""
+    """From below within the roundings that ``warm_start_of`` has room for, from above strictly, and by 1/128 of it at
+    most."""
     rng = np.random.default_rng(8)
     for _ in range(ROUNDS):
         t = np.maximum(sharp_temperatures(rng, N), F(1e-6))
@@ -256,8 +258,8 @@ def test_equal_scores_of_sharp_rows_are_not_skipped():
 @pytest.mark.parametrize("logit", [0.0, 0.16])
 @pytest.mark.parametrize("t", [1e-6, 1e-5, 5e-4])
 def test_a_sharp_row_of_equal_logits_has_no_more_candidates_than_others(t, logit):
-    """As one of zeros at temperature 1: 8 of 151936 tokens in the mean. With 1 / slope for the amplitude there were 230 to
-    280, most of them in the first tiles."""
+    """As one of zeros at temperature 1: 8 of 151936 tokens in the mean. With 1 / slope for the amplitude there were 230
+    to 280, most of them in the first tiles."""
     rng, t = np.random.default_rng(10), np.full(1, t, F)
     (ratio,) = ratio_of(t, slope_of(t))
     smooth_row = sharp_row = by_slope = 0

@@ -34,7 +34,8 @@ TEMPERATURES = [
 
 
 def fma(a, b, c, dtype=F):
-    """Rounded once: the product of two float32 is exact in float64, the sum is rounded to odd there, then to ``dtype``."""
+    """Rounded once: the product of two float32 is exact in float64, the sum is rounded to odd there, then to
+    ``dtype``."""
     product, c = np.float64(a) * np.float64(b), np.float64(c)
     total = product + c
     b_virtual = total - product
@@ -137,7 +138,8 @@ def may_win_smooth(logit, code, slope, t):
 
 
 def coarse(logit, code, slope, t):
-    """The search: whether a sum's sign is 0. The sign alone is wanted, and one rounding, to whatever precision, keeps it."""
+    """The search: whether a sum's sign is 0. The sign alone is wanted, and one rounding, to whatever precision, keeps
+    it."""
     total = rz_bf16(fma(logit, slope, t)).astype(np.float64) + code.astype(np.float64) * noise.BOUND_STEP
     return ~np.signbit(total) | np.isnan(total)
 
@@ -250,8 +252,9 @@ def sharp_temperatures(rng, n):
 
 
 def evaluations(t, logit, word, ratio, ratio_above, ctas=132, tile=128):
-    """How many tokens of a row pass ``may_win``: those of the first tiles of all CTAs by the seeds of half of these, those of
-    later tiles by what was found in all before. ``ratio_above``: what ``ratio`` and a step more is not above."""
+    """How many tokens of a row pass ``may_win``: those of the first tiles of all CTAs by the seeds of half of these,
+    those of later tiles by what was found in all before. ``ratio_above``: what ``ratio`` and a step more is not
+    above."""
     n = len(word) // (ctas * tile) * ctas * tile
     word, rows = word[:n].reshape(-1, ctas * tile), np.ones(ctas * tile, F)
     slope, code = slope_of(t * rows), code_of(word)

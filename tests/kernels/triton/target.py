@@ -1,4 +1,5 @@
-"""Triton's launches where there is no GPU: compiled for one, as they are launched, and not run. In a process of its own."""
+"""Triton's launches where there is no GPU: compiled for one, as they are launched, and not run. In a process of its
+own."""
 
 import os
 import subprocess

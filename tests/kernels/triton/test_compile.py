@@ -1,4 +1,5 @@
-"""The kernel compiles for every architecture we name, without a GPU. In a process of its own: the others interpret it."""
+"""The kernel compiles for every architecture we name, without a GPU. In a process of its own: the others interpret
+it."""
 
 import pytest
 
@@ -53,7 +54,8 @@ options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "maxn
 kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 ptx = kernel.asm["ptx"]
 print("shared", kernel.metadata.shared)
-print("matmul", "wgmma" if "wgmma.mma" in ptx else "tcgen05" if "tcgen05.mma" in ptx else "mma" if "mma.sync" in ptx else "fma")
+kinds = {"wgmma.mma": "wgmma", "tcgen05.mma": "tcgen05", "mma.sync": "mma"}
+print("matmul", next((name for text, name in kinds.items() if text in ptx), "fma"))
 print("bytes", len(kernel.asm["cubin"]))
 waits = re.findall(r"warp_group_dot_wait .*pendings = (\\d+)", kernel.asm["ttgir"])
 print("in_flight", max(map(int, waits), default=0))
@@ -61,7 +63,8 @@ print("loops_and_waits", kernel.asm["ttgir"].count("ttng.wait_barrier"))
 print("ranks", ",".join(sorted(set(re.findall(r"cp.async.bulk.tensor.(\\d)d", ptx)))) or "none")
 """
 
-# batch, dim, num_samples, exchange (2) or none (0), numbers for row parameters; shared memory of an A100, or of what came after
+# batch, dim, num_samples, exchange (2) or none (0), numbers for row parameters; shared memory of an A100, or of what
+# came after
 CASES = [
     (80, "bf16", "pointers", (64, 4096, 1, 0), "mma", 164),
     (80, "fp32", "pointers", (64, 4096, 1, 0), "fma", 164),

@@ -1,4 +1,5 @@
-"""Where filters end over several ranks, by kernels and by torch's operations: the same places, of any row and any cut."""
+"""Where filters end over several ranks, by kernels and by torch's operations: the same places, of any row and any
+cut."""
 
 import random
 from dataclasses import dataclass
@@ -108,7 +109,8 @@ class Problem:
         places = logit_transforms.places_of(logit_transforms.keys_of(mine), torch.arange(first, last, device=DEVICE))
 
         def end_of_nucleus(counted: Tensor | None) -> Tensor:
-            """(B, n) bool: tokens before which the mass of those that count, from this rank's limit on, is p but for 1e-6."""
+            """(B, n) bool: tokens before which the mass of those that count, from this rank's limit on, is p but for
+            1e-6."""
             ids = torch.arange(vocab, device=DEVICE)
             everywhere, masses = (
                 logit_transforms.places_of(logit_transforms.keys_of(self.logits), ids),
@@ -235,7 +237,8 @@ def test_min_p_of_logits_farther_apart_than_float32_goes(module):
 
 @pytest.mark.parametrize("ranks", [64, 126, 128, 200])
 def test_as_many_ranks_as_there_are(ranks):
-    """A rank knows of each other one whether its tokens come before its own; of equal logits that is all that counts."""
+    """A rank knows of each other one whether its tokens come before its own; of equal logits that is all that
+    counts."""
     mine, scale = (
         torch.zeros(1, 2, device=DEVICE),
         FixedPointScale(*torch.ones(2, 1, device=DEVICE), by_torch.fixed_point_scale_of(2 * ranks)),

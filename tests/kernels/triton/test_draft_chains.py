@@ -267,7 +267,8 @@ draft_chains.match(torch.zeros(2, 3, dtype=torch.int64), None, 2, 3, torch.zeros
 if sys.argv[1] == "90":
     draft_chains.hashed(torch.zeros(6, dtype=torch.int64), bounds, 2, 3)
     draft_chains.hashed(torch.zeros(2, 3, dtype=torch.int64), None, 2, 3)
-    ids, states, eight = torch.zeros(2, 3, dtype=torch.int64), torch.zeros(8, 72)[:, :70], torch.zeros(8, dtype=torch.int64)
+    ids, eight = torch.zeros(2, 3, dtype=torch.int64), torch.zeros(8, dtype=torch.int64)
+    states = torch.zeros(8, 72)[:, :70]
     top_p = SamplingParams(top_p=torch.ones(8))
     step = SampleInputs(states, states, torch.ones(8), eight, eight, 1, 70, params=top_p, logits=states)
     rejection.run(step, recorded(step), ids, None, 2, 3, torch.zeros(6, 70, dtype=torch.bfloat16))

@@ -61,8 +61,8 @@ def of(value: Any) -> Tensor:
 
 
 def _excused(step: SampleInputs, row: int, draw: int, ours: int, theirs: int, tolerance: float) -> bool:
-    """Whether arithmetic explains another token: two scores as good as equal, a nucleus that ends as near p, or two logits that
-    are equal but for roundings, of which it has but one."""
+    """Whether arithmetic explains another token: two scores as good as equal, a nucleus that ends as near p, or two
+    logits that are equal but for roundings, of which it has but one."""
     part = step.part(row, row + 1)
     rows = part.rows()
     logits = reference.logits_of(reference.product(part, torch.float64), rows.temperature, part.params)
@@ -79,13 +79,15 @@ def _excused(step: SampleInputs, row: int, draw: int, ours: int, theirs: int, to
 
 
 def _other_nuclei(step: SampleInputs, tolerance: float) -> list[SampleResult]:
-    """The oracle's, of nuclei that end a little earlier and a little later: by a token, where the last one's mass ends at p."""
+    """The oracle's, of nuclei that end a little earlier and a little later: by a token, where the last one's mass ends
+    at p."""
     moved = [step.params.top_p * (1 + slack) for slack in (-tolerance / 15, tolerance / 15)]
     return [reference.run(step._replace(params=step.params._replace(top_p=p))) for p in moved]
 
 
 def _other_rounding(step: SampleInputs, token: int) -> SampleResult:
-    """The oracle's of one row, were a token's logit a few roundings greater. Kernels fuse a penalty's product into the sum."""
+    """The oracle's of one row, were a token's logit a few roundings greater. Kernels fuse a penalty's product into the
+    sum."""
     device = step.hidden_states.device
     bias = (
         torch.zeros(step.vocab_size, device=device)
@@ -98,7 +100,8 @@ def _other_rounding(step: SampleInputs, token: int) -> SampleResult:
 
 
 def _roundings(step: SampleInputs) -> torch.Tensor:
-    """(B,) a few roundings of the logits near a row's highest: penalties for 10**5 times leave no fractions to a float32."""
+    """(B,) a few roundings of the logits near a row's highest: penalties for 10**5 times leave no fractions to a
+    float32."""
     processed = reference.logits_of(
         reference.product(step, torch.float64), step.rows().temperature, step.params
     ).processed
@@ -114,7 +117,8 @@ def _rounding(step: SampleInputs) -> torch.Tensor:
 
 
 def test_a_rounding_explains_a_token_and_no_more():
-    """Of two tokens that came 10**5 times a nucleus has one: which, a fused product rounds otherwise than two operations."""
+    """Of two tokens that came 10**5 times a nucleus has one: which, a fused product rounds otherwise than two
+    operations."""
     torch.manual_seed(0)
     rows, times = 200, 100_000
     logits = torch.full((rows, 40), -5.0, device=DEVICE)
@@ -203,8 +207,8 @@ HOT = (1.0, 1e35, 1e36, 1e37, 1e38, 3e38, INF)
 
 
 def hottest(params: SamplingParams, vocab: int = 401) -> SampleInputs:
-    """Temperatures and logits up to the largest float, and logits that are further apart than that; the last rows also have
-    infinite ones, but for the endless temperature, at which they leave no token."""
+    """Temperatures and logits up to the largest float, and logits that are further apart than that; the last rows also
+    have infinite ones, but for the endless temperature, at which they leave no token."""
     logits = (torch.rand(2 * len(HOT) - 1, vocab) * 2 - 1) * 3.3e38
     logits[len(HOT) :, [7, vocab - 1]] = INF
     logits[len(HOT) :, 9] = torch.finfo(torch.float32).max

@@ -1,4 +1,5 @@
-"""Sampling from logits compiles for every architecture we name, without a GPU, as it is launched. In a process of its own."""
+"""Sampling from logits compiles for every architecture we name, without a GPU, as it is launched. In a process of its
+own."""
 
 import pytest
 
@@ -42,12 +43,14 @@ if case == "logprobs":
 if case == "everything":
     params = params._replace(
         bias=torch.zeros(vocab), logit_scale=2.0, soft_cap=30.0, dense_bias=torch.zeros(vocab), bias_ids=ints(2, 20),
-        bias_values=torch.zeros(2, 20), counts=ints(2, vocab), repetition_penalty=1.2, token_mask=ints(2, -(-vocab // 32)),
+        bias_values=torch.zeros(2, 20), counts=ints(2, vocab), repetition_penalty=1.2,
+        token_mask=ints(2, -(-vocab // 32)),
         logprobs=True, top_logprobs=5, logprob_ids=ints(2, 7, dtype=torch.int64), logsumexp=True,
     )
 dispatch._pdl = lambda device, config: config.pdl and capability >= 90
 values = torch.empty(2, vocab, dtype=dtype)
-step = SampleInputs(values, values, torch.ones(2), ints(2, dtype=torch.int64), 0, 1, vocab, params=params, logits=values)
+seeds = ints(2, dtype=torch.int64)
+step = SampleInputs(values, values, torch.ones(2), seeds, 0, 1, vocab, params=params, logits=values)
 dispatch.run(step)
 scan, pick = compiled
 overlap = [kernel.asm["ptx"].count("griddepcontrol") for kernel in compiled]
@@ -88,6 +91,7 @@ def test_compiles(capability, dtype, case):
     assert int(report["shared"]) <= 48 * 1024
     assert int(report["bytes"]) > 0
     if case == "plain":
-        # two of the greedy draw and three of the other; whether anything is finite, and infinite, is asked where it matters
+        # two of the greedy draw and three of the other; whether anything is finite, and infinite, is asked where it
+        # matters
         assert int(report["barriers"]) <= 11
         assert int(report["spills"]) == 0

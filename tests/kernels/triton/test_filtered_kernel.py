@@ -1,4 +1,5 @@
-"""The second launch alone, behind a kernel that wrote logits, the chunks' summaries and what rows draw without filters."""
+"""The second launch alone, behind a kernel that wrote logits, the chunks' summaries and what rows draw without
+filters."""
 
 import math
 from dataclasses import replace
@@ -100,8 +101,8 @@ def picked(
     config: Config = SMALL,
     undrawn: Tensor | bool = False,
 ) -> SampleResult:
-    """Rows 16 bytes apart, what lies between them is not read, nor are chunks below ``floors``, nor beside these masses of rows
-    with a top-k; tokens without filters from the oracle, but of rows ``undrawn``."""
+    """Rows 16 bytes apart, what lies between them is not read, nor are chunks below ``floors``, nor beside these masses
+    of rows with a top-k; tokens without filters from the oracle, but of rows ``undrawn``."""
     assert step.logits is not None
     unfiltered = oracle.run(step._replace(params=DEFAULT_PARAMS)).ids
     if DEVICE.type == "cuda":  # the kernel's own arithmetic, where two scores are next to equal
@@ -161,7 +162,8 @@ def may_be_undrawn(step: SampleInputs) -> Tensor:
 
 
 def mixed(params: SamplingParams, num_samples: int = 1) -> SampleInputs:
-    """Ordinary rows at several temperatures, NaN, infinities, equal logits, two values and few of them, next to equal ones."""
+    """Ordinary rows at several temperatures, NaN, infinities, equal logits, two values and few of them, next to equal
+    ones."""
     temperature = torch.rand(13) * 1.5 + 0.2
     temperature[11] = 0.0
     step = make_step(batch=13, vocab=VOCAB, params=params, num_samples=num_samples, temperature=temperature)
@@ -238,8 +240,8 @@ def test_rows_of_two_programs_are_those_of_one(params, monkeypatch):
 @pytest.mark.parametrize("config", list(dict.fromkeys([SMALL, CONFIG])))
 @pytest.mark.parametrize("floors", [False, True])
 def test_made_up_rows_are_drawn_ahead(params, of_made_up, floors, config, monkeypatch):
-    """Each with a row's kinds of filters, by a program more, which writes to its own part of the room alone: its token is the
-    oracle's, and the rows' are what they are without it."""
+    """Each with a row's kinds of filters, by a program more, which writes to its own part of the room alone: its token
+    is the oracle's, and the rows' are what they are without it."""
     waiting = []
     if not CUDA:
         monkeypatch.setattr(dispatch, "_pdl", lambda device, config: True)
@@ -295,8 +297,8 @@ def test_turns_of_made_up_rows(ahead):
 
 
 def test_what_draws_nothing_ahead(monkeypatch):
-    """More rows than multiprocessors, ids that take more bits than the vocabulary's, several draws, log-probabilities: no room
-    for it."""
+    """More rows than multiprocessors, ids that take more bits than the vocabulary's, several draws, log-probabilities:
+    no room for it."""
     monkeypatch.setattr(dispatch, "_pdl", lambda device, config: True)
     few = make_step(batch=2, vocab=2048, params=SamplingParams(top_k=3))
     more = dispatch.room_of(few, SMALL)
@@ -391,7 +393,8 @@ def test_vocabularies(params, vocab):
     [SamplingParams(top_k=2), SamplingParams(top_k=3, top_p=0.7), SamplingParams(logprobs=True, top_logprobs=3)],
 )
 def test_the_lowest_ids_of_ties_are_not_always_in_the_first_chunks(params):
-    """A chunk is 16 tokens of 128 and the 16 that are 64 above them. Every column of chunks has the highest logit once."""
+    """A chunk is 16 tokens of 128 and the 16 that are 64 above them. Every column of chunks has the highest logit
+    once."""
     torch.manual_seed(0)
     step = make_step(batch=8, vocab=VOCAB, params=params, num_samples=6, temperature=1.0)
     logits = torch.full_like(step.hidden_states, -1.0)
@@ -424,9 +427,9 @@ def test_the_lowest_ids_of_ties_are_not_always_in_the_first_chunks(params):
     ],
 )
 def test_tokens_that_are_refused(params, room):
-    """Flat rows with ties, where hardly any token that is drawn without filters is kept, once or several times; a peaked one
-    and some whose highest logit several tokens have, where many are. Of candidates before the token that is drawn without
-    filters, of more of them, of the row."""
+    """Flat rows with ties, where hardly any token that is drawn without filters is kept, once or several times; a
+    peaked one and some whose highest logit several tokens have, where many are. Of candidates before the token that
+    is drawn without filters, of more of them, of the row."""
     rows = 20 if CUDA else 10
     step = make_step(batch=rows, vocab=VOCAB, params=params, num_samples=1, temperature=torch.rand(rows) + 0.5, std=0.5)
     logits = (step.hidden_states * 8).round() / 8
@@ -592,9 +595,9 @@ MEDIUM = SMALL if CUDA else replace(SMALL, width=64, gathered=16, tile=256, whol
 
 
 def is_dense(params: SamplingParams) -> SampleInputs:
-    """What is drawn from is few tokens, some more, and more than there is room for: ties in chunks that have others too, and in
-    chunks of their own, below one higher logit, nearly equal logits. Tokens without filters are in other chunks for the most
-    part."""
+    """What is drawn from is few tokens, some more, and more than there is room for: ties in chunks that have others
+    too, and in chunks of their own, below one higher logit, nearly equal logits. Tokens without filters are in other
+    chunks for the most part."""
     vocab = 151_936 if CUDA else 2_571
     step = make_step(batch=6, vocab=vocab, params=params, num_samples=2, temperature=1.0)
     logits = step.hidden_states.clone()

@@ -1,4 +1,5 @@
-"""Rows with next to nothing to choose by, from logits in memory, by Triton: equal logits, few values, many candidates."""
+"""Rows with next to nothing to choose by, from logits in memory, by Triton: equal logits, few values, many
+candidates."""
 
 from dataclasses import replace
 
@@ -47,7 +48,8 @@ def test_flat_rows(params):
 
 @pytest.mark.parametrize("top_p", [0.6, 1 - 1e-6])
 def test_more_candidates_than_there_is_room_for_and_not_enough(top_p):
-    """Each chunk's highest is far above half of its tokens: a bound between takes in more than fit, and too little mass."""
+    """Each chunk's highest is far above half of its tokens: a bound between takes in more than fit, and too little
+    mass."""
     step = make_step(batch=4, params=SamplingParams(top_p=top_p), std=0.004, temperature=1.0, num_samples=4)
     logits = step.hidden_states.clone()
     logits[:, torch.arange(VOCAB, device=logits.device) // 8 % 2 == 0] += 0.2

@@ -36,7 +36,8 @@ def careful_tiles(monkeypatch):
 
 
 def _special(problem, name):
-    """The problem with special rows, all but the first: NaN through the states, the temperature or one weight; equal logits."""
+    """The problem with special rows, all but the first: NaN through the states, the temperature or one weight; equal
+    logits."""
     rows = slice(1, None)
     if name == "nan states":
         problem.hidden_states[rows] = math.nan
@@ -123,8 +124,8 @@ def test_the_careful_pass_takes_the_columns_in_doubt_alone(rest, narrow, use_tma
 @pytest.mark.parametrize("poison", [1e30, math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("use_tma", [False, True])
 def test_poison_around_a_shard(num_samples, poison, use_tma, device):
-    """Rows before a shard's first and after its last real one: of no pass, of no kind of load, of no draw. Its own +inf and
-    -inf are its own."""
+    """Rows before a shard's first and after its last real one: of no pass, of no kind of load, of no draw. Its own +inf
+    and -inf are its own."""
     if device.type == "cuda" and (not use_tma or torch.cuda.get_device_capability() < (9, 0)):
         use_tma = False
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -156,7 +157,8 @@ PIECES = [  # of columns, the second of which ends with the batch: rows of both 
 
 
 def _mixed_rows(batch, vocab, device):
-    """Every kind of row that a kernel treats in a way of its own, all around the batch, and ordinary ones between them."""
+    """Every kind of row that a kernel treats in a way of its own, all around the batch, and ordinary ones between
+    them."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     problem = make_problem(batch, vocab, 64, device, dtype)
     problem.weight[:, 0] = 0.01
@@ -216,7 +218,8 @@ ROWS_ON_M = TileConfig(128, 64, 16, 4, 2, 1, use_tma=True, chunk_b=64, rows_on_m
     ],
 )
 def test_rows_on_m(config, device):
-    """Of rows and tokens, each thread has others: ties, greedy rows and rows of NaN all the same, whatever the batch."""
+    """Of rows and tokens, each thread has others: ties, greedy rows and rows of NaN all the same, whatever the
+    batch."""
     if device.type == "cuda" and torch.cuda.get_device_capability()[0] not in (9, 10):
         pytest.skip("shapes of GPUs with copy engines")
     for batch in (9, 70):

@@ -68,8 +68,8 @@ def test_gumbel_error_over_the_word_range(device):
 
 
 def test_the_word_zero(device):
-    """From the fast noise, by whose winner the kernel notices it: finite, and above every refined one. From the other, the
-    refined tail."""
+    """From the fast noise, by whose winner the kernel notices it: finite, and above every refined one. From the other,
+    the refined tail."""
     deep = torch.tensor([0, 1, 12345, 2**31, 2**32 - 1])
     plain, refined = gumbels(torch.zeros_like(deep), deep, device)
     assert plain.isfinite().all()

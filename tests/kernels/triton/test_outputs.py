@@ -94,7 +94,8 @@ class Both:
 
 
 def test_whole_steps(monkeypatch):
-    """Of the mixes of ``test_sharded_requests``: poisoned rows, shards of nothing, several draws; with small tiles here."""
+    """Of the mixes of ``test_sharded_requests``: poisoned rows, shards of nothing, several draws; with small tiles
+    here."""
     if DEVICE.type == "cpu":
         monkeypatch.setattr(cutoffs, "TILE", 64)
         monkeypatch.setattr(cutoffs, "CHUNK", 8)

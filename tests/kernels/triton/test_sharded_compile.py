@@ -35,9 +35,11 @@ shard_logits.processed(step._replace(params=SamplingParams(logit_scale=2.0)), lo
 shard_logits.shard_winners(step, logits, seeds)
 one = ints(1, dtype=torch.int64)
 collectives.all_gather(1 << 40, ints(4096, dtype=torch.int64), 8, one, one, ints(1), step)
-collectives.all_gather(1 << 40, ints(4096, dtype=torch.int64)[1:4], 8, one, ints(2, dtype=torch.int64)[1:], ints(2)[1:], step)
+words, wanted = ints(4096, dtype=torch.int64)[1:4], ints(2, dtype=torch.int64)[1:]
+collectives.all_gather(1 << 40, words, 8, one, wanted, ints(2)[1:], step)
 assert compiled.pop() is compiled[-1]  # of no other alignment, as other ranks may wait by then
-scale, parts = FixedPointScale(torch.zeros(2), torch.ones(2), 1 << 45), Shards(1, [(0, first), (first, first + vocab)], 512)
+scale = FixedPointScale(torch.zeros(2), torch.ones(2), 1 << 45)
+parts = Shards(1, [(0, first), (first, first + vocab)], 512)
 
 def meet(words, wanted=None):
     return torch.zeros(2, *words.shape, dtype=torch.int64)

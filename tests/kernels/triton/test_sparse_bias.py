@@ -16,7 +16,8 @@ from tests.kernels.triton.target import output_of
 
 
 def read(words: torch.Tensor, blocks: int) -> list[tuple[int, int, float]]:
-    """Row, token from the first block's start, value, in the order in which they are added; all that a word says is checked."""
+    """Row, token from the first block's start, value, in the order in which they are added; all that a word says is
+    checked."""
     found = []
     for row, line in enumerate(words.cpu().tolist()):
         free = 0

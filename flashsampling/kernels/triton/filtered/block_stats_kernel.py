@@ -1,13 +1,13 @@
 """The first kernel of ``logits``: reads every logit once.
 
-A program has a block of one row. It writes, per chunk of 32 tokens, the highest processed logit and, where someone will ask,
-the sum of the masses relative to it; and of a row without filters the block's best score per draw, which it writes also if all
-logits of the block are equal: of a row that is nothing but such blocks the filters keep the first ids, so they are what the
-draw needs (``logits_pick``). Lanes of Philox groups are registers of one thread, as in ``kernel``, and so are most of a
-chunk's tokens.
+A program has a block of one row. It writes, per chunk of 32 tokens, the highest processed logit and, where someone will
+ask, the sum of the masses relative to it; and of a row without filters the block's best score per draw, which it writes
+also if all logits of the block are equal: of a row that is nothing but such blocks the filters keep the first ids, so
+they are what the draw needs (``logits_pick``). Lanes of Philox groups are registers of one thread, as in ``kernel``,
+and so are most of a chunk's tokens.
 
-A block's mark says whether all its logits are equal, and whether any is finite. It is found with a few comparisons of the
-chunks' highest logits, unless those leave it open.
+A block's mark says whether all its logits are equal, and whether any is finite. It is found with a few comparisons of
+the chunks' highest logits, unless those leave it open.
 """
 
 import triton.language as tl
@@ -96,8 +96,8 @@ def _mark(logits, live, COLUMNS: tl.constexpr):
 
 @jit
 def _any_infinite(source, logits, tokens, later):
-    """Whether a token that the mask leaves in has an infinite logit. ``later`` is 0, and may be known only when this is needed:
-    nothing that the tokens are looked up by can then be computed sooner, and take registers until here."""
+    """Whether a token that the mask leaves in has an infinite logit. ``later`` is 0, and may be known only when this is
+    needed: nothing that the tokens are looked up by can then be computed sooner, and take registers until here."""
     found = tl.zeros(logits[0].shape, tl.int32)
     for i in tl.static_range(len(logits)):
         token = tokens[i] + later
@@ -126,8 +126,8 @@ def _best(
     scaled, tokens, first, zero, draw_word, noise_factor, key_lo, key_hi, offset_lo, offset_hi,
     COLUMNS: tl.constexpr, REPS: tl.constexpr, NOISE: tl.constexpr,
 ):  # fmt: skip
-    """Key of the block's best score, from logits times the row's factor. The word 0 counts for more than it is worth: who reads
-    the key looks out for it."""
+    """Key of the block's best score, from logits times the row's factor. The word 0 counts for more than it is worth:
+    who reads the key looks out for it."""
     best = tl.full((COLUMNS,), float("-inf"), tl.float32)
     best_id = tl.full((COLUMNS,), NO_TOKEN, tl.int32)
     for rep in tl.static_range(REPS):
@@ -145,10 +145,10 @@ def _best(
 
 @jit(
     do_not_specialize=[
-        "temperature_at", "temperature_value", "seed_at", "seed_value", "offset_at", "offset_value", "top_k_at", "top_k_value",
-        "top_p_at", "top_p_value", "min_p_at", "min_p_value", "repetition_at", "repetition_value", "frequency_at",
-        "frequency_value", "presence_at", "presence_value", "logit_scale", "soft_cap", "bias_count", "ids_stride",
-        "values_stride", "num_samples", "stream", "blocks", "zero",
+        "temperature_at", "temperature_value", "seed_at", "seed_value", "offset_at", "offset_value", "top_k_at",
+        "top_k_value", "top_p_at", "top_p_value", "min_p_at", "min_p_value", "repetition_at", "repetition_value",
+        "frequency_at", "frequency_value", "presence_at", "presence_value", "logit_scale", "soft_cap", "bias_count",
+        "ids_stride", "values_stride", "num_samples", "stream", "blocks", "zero",
     ],
 )  # fmt: skip
 def block_stats_kernel(
@@ -218,9 +218,9 @@ def block_stats_kernel(
     frequency = row_f32(frequency_at, frequency_value, row)
     presence = row_f32(presence_at, presence_value, row)
     source = LogitSource(
-        row.to(tl.int64), logits, logits_stride, vocab_size, bias, logit_scale, soft_cap, dense_bias, bias_ids, bias_values,
-        bias_count, ids_stride, values_stride, counts, counts_stride, repetition, frequency, presence, token_mask, mask_stride,
-        None, None,
+        row.to(tl.int64), logits, logits_stride, vocab_size, bias, logit_scale, soft_cap, dense_bias, bias_ids,
+        bias_values, bias_count, ids_stride, values_stride, counts, counts_stride, repetition, frequency, presence,
+        token_mask, mask_stride, None, None,
     )  # fmt: skip
     column = column_tokens(COLUMNS)
     tokens = ()
@@ -300,8 +300,9 @@ def block_stats_kernel(
                 tl.store(slots + draw * to_next, tl.where(undefined != 0, NAN_KEY, key))
                 best_key = tl.maximum(best_key, key)
         if not (FILTERS or LOGPROBS):
-            # behind the draws, and from what these need anyway: in their loop, the compiler makes all of it ready before the
-            # first draw, whether or not it is needed (sm_90: 1911 instructions per thread and draw instead of 1485)
+            # behind the draws, and from what these need anyway: in their loop, the compiler makes all of it ready
+            # before the first draw, whether or not it is needed (sm_90: 1911 instructions per thread and draw instead
+            # of 1485)
             if best_key >> 31 == ORDERED_INF:
                 tl.store(mark_ptr, tl.where(_any_finite(scaled), MIXED, MIXED_INFINITE))
             if temperature == float("inf"):  # noqa: SIM102, a branch, and a reduction behind it

@@ -1,15 +1,15 @@
 """Rows that are made up, from which programs of ``pick`` draw while the kernel before it still runs.
 
-Of ``pick``'s thousands of instructions a row executes some 2,000 once, and a step's weight and its other kernels have pushed
-them out of the caches: of 19 us that a row of 64 takes with a top-k and a top-p behind the Hopper kernel, 7 are gone when it is
-launched again, of 13 with a min-p 8 (time stamps, an H100; docs/kernels.md has what of it is won). While the kernel
-before it ends, the rows' programs wait. So each has another beside it that does not wait: it has the code brought to the
-level-2 cache and to its multiprocessor, which has room for two, and throws its token away. Where two or four multiprocessors
-become free at once, neighbours come to lie on different ones, so rows and made-up rows are in an order in which every second
-and every fourth program are of both kinds as well (``turn_of``).
+Of ``pick``'s thousands of instructions a row executes some 2,000 once, and a step's weight and its other kernels have
+pushed them out of the caches: of 19 us that a row of 64 takes with a top-k and a top-p behind the Hopper kernel, 7 are
+gone when it is launched again, of 13 with a min-p 8 (time stamps, an H100; docs/kernels.md has what of it is won).
+While the kernel before it ends, the rows' programs wait. So each has another beside it that does not wait: it has the
+code brought to the level-2 cache and to its multiprocessor, which has room for two, and throws its token away. Where
+two or four multiprocessors become free at once, neighbours come to lie on different ones, so rows and made-up rows are
+in an order in which every second and every fourth program are of both kinds as well (``turn_of``).
 
-Such a program reads nothing that is made meanwhile and writes to its room alone, which must have been allocated before that
-kernel was launched: memory that is free behind a launch may be what the launch still reads.
+Such a program reads nothing that is made meanwhile and writes to its room alone, which must have been allocated before
+that kernel was launched: memory that is free behind a launch may be what the launch still reads.
 
     words of the room   what
     0 ..                logits of 2048 tokens, evenly from 0 to 24: some 200 of them have 0.9 of the mass
@@ -53,8 +53,8 @@ class MadeUp(NamedTuple):
 
 @jit
 def turn_of(program, ahead):
-    """Whether a program draws from a made-up row, and which row it has, or has the parameters of. ``ahead``: how many are made
-    up, all or none. By the parity of the program's bits (the sequence of Thue and Morse)."""
+    """Whether a program draws from a made-up row, and which row it has, or has the parameters of. ``ahead``: how many
+    are made up, all or none. By the parity of the program's bits (the sequence of Thue and Morse)."""
     parity = program ^ (program >> 8)
     parity ^= parity >> 4
     parity ^= parity >> 2

@@ -1,8 +1,9 @@
-"""What the chunks' highest logits and masses say of a row, and the tokens that can lie on a filter's kept side: the candidates.
+"""What the chunks' highest logits and masses say of a row, and the tokens that can lie on a filter's kept side: the
+candidates.
 
-A row's chunks are a tuple of (WIDTH,) tensors, so one per column of it is in the registers of one thread: what needs all of
-them, and there are thousands, is added up there first, and threads wait for each other once per question, not once per
-part. Where the highest of the columns will do, as for a small top-k, only those are looked at.
+A row's chunks are a tuple of (WIDTH,) tensors, so one per column of it is in the registers of one thread: what needs
+all of them, and there are thousands, is added up there first, and threads wait for each other once per question, not
+once per part. Where the highest of the columns will do, as for a small top-k, only those are looked at.
 """
 
 import triton.language as tl
@@ -137,8 +138,8 @@ def kth_highest(keys, highest, k, chunks):
 
 @jit
 def first_ties(keys, highest, many):
-    """The keys of the chunks up to the block of 128 tokens by which ``many`` chunks have reached the highest key; NO_LOGIT
-    behind it. There must be so many."""
+    """The keys of the chunks up to the block of 128 tokens by which ``many`` chunks have reached the highest key;
+    NO_LOGIT behind it. There must be so many."""
     WIDTH: tl.constexpr = keys[0].shape[0]
     seen = tl.full((), 0, tl.int32)
     last = tl.full((), 0x7FFFFFFF, tl.int32)
@@ -158,8 +159,8 @@ def first_ties(keys, highest, many):
 def nucleus_bound(keys, masses, top, scale, rest, vocab_size):
     """A key above which all but about ``rest`` of the row's mass lies: a guess, to be checked.
 
-    Chunks are alike but for the few tokens that stand out, so what those without a token above a key hold is what every chunk
-    holds below it.
+    Chunks are alike but for the few tokens that stand out, so what those without a token above a key hold is what every
+    chunk holds below it.
     """
     live = tl.zeros(keys[0].shape, tl.float32)
     for i in tl.static_range(len(keys)):
@@ -218,7 +219,8 @@ def chunk_tile(
     HEAD: tl.constexpr,
     ENTRIES: tl.constexpr,
 ):
-    """Logits, tokens and which of them there are, of the listed chunks from ``first`` on: (GATHERED, tokens of a chunk)."""
+    """Logits, tokens and which of them there are, of the listed chunks from ``first`` on: (GATHERED, tokens of a
+    chunk)."""
     slot = first + tl.arange(0, GATHERED)
     chunk = tl.load(list_ptr + slot, mask=slot < listed, other=0)
     token = chunk_tokens(chunk)
@@ -243,9 +245,9 @@ def gather(
     source, chunk_keys, bound, most, list_ptr, keys_ptr, ids_ptr, masses_ptr, top, scale, wants_mass, RAW: tl.constexpr,
     CAPACITY: tl.constexpr, GATHERED: tl.constexpr, HEAD: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    """Writes the candidates, the tokens with at least the key ``bound``: keys, ids, masses. How many, also where there is no
-    room for them, and, if someone wants it, their mass. While it counts those of some chunks, the next are on their way. Of
-    more than ``most`` chunks it writes none, and says that there is no room."""
+    """Writes the candidates, the tokens with at least the key ``bound``: keys, ids, masses. How many, also where there
+    is no room for them, and, if someone wants it, their mass. While it counts those of some chunks, the next are on
+    their way. Of more than ``most`` chunks it writes none, and says that there is no room."""
     listed = list_chunks(chunk_keys, bound, list_ptr)
     count = tl.where(listed > most, CAPACITY + 1, 0)
     listed = tl.where(listed > most, 0, listed)

@@ -1,17 +1,17 @@
 """Of a row's tokens the boundary that a filter draws, found without sorting.
 
-A token's place is one number, greater for the greater logit and then for the lower id, so what a filter keeps is all places
-from a limit on.
+A token's place is one number, greater for the greater logit and then for the lower id, so what a filter keeps is all
+places from a limit on.
 
     few tokens     each is compared with each: how many, and how much mass, are before it (``before``)
-    more           a bracket of keys around the boundary is split in three by two thresholds; a pass over the tokens says of
-                   each part how many it holds and how much mass, and the ends of the one with the boundary, keys that occur.
-                   When few are left, they are compared with each other; when one key is left, a pass in the order of ids
-                   follows
+    more           a bracket of keys around the boundary is split in three by two thresholds; a pass over the tokens
+                   says of each part how many it holds and how much mass, and the ends of the one with the boundary,
+                   keys that occur. When few are left, they are compared with each other; when one key is left, a pass
+                   in the order of ids follows
 
-Thresholds lie close around where the target would be if the bracket were evenly filled, which leaves about twice the root of
-how many there were; every third pass they lie evenly between the ends as bits, so that any row comes to one key in 80. All
-numbers are kept per place of a tile until a pass ends, and few reductions follow.
+Thresholds lie close around where the target would be if the bracket were evenly filled, which leaves about twice the
+root of how many there were; every third pass they lie evenly between the ends as bits, so that any row comes to one key
+in 80. All numbers are kept per place of a tile until a pass ends, and few reductions follow.
 
 The tokens are candidates in memory (``logits_chunks``), or, where those do not suffice, the row itself.
 """
@@ -102,8 +102,9 @@ def place_of(tokens, key, token):
 
 @jit
 def before(key, token, keys_ptr, ids_ptr, masses_ptr, count):
-    """How many of a few tokens in memory, and how much of their mass, are before each of those in ``key`` and ``token``. Sums
-    run in the same order for each, and so what is before a token never weighs more than what is before the next one.
+    """How many of a few tokens in memory, and how much of their mass, are before each of those in ``key`` and
+    ``token``. Sums run in the same order for each, and so what is before a token never weighs more than what is
+    before the next one.
 
     Every thread reads all of them, which need no more than a cache: no thread waits for another."""
     rank = tl.zeros(key.shape, tl.int32)
@@ -143,8 +144,8 @@ def _parts(
     HEAD: tl.constexpr,
     ENTRIES: tl.constexpr,
 ):
-    """Of the tokens from the limit on, with keys in [second, high], [first, second) and [low, first): how many, their mass, the
-    lowest and the highest key; all of them still per place of a tile."""
+    """Of the tokens from the limit on, with keys in [second, high], [first, second) and [low, first): how many, their
+    mass, the lowest and the highest key; all of them still per place of a tile."""
     none, nothing = tl.zeros((TILE,), tl.int32), tl.zeros((TILE,), tl.float64)
     n0, m0, l0, h0 = none, nothing, none + _MOST, none + _LEAST
     n1, m1, l1, h1 = none, nothing, none + _MOST, none + _LEAST
@@ -234,8 +235,8 @@ def limit_of(
     tokens, highest, limit, by_mass, target, is_share,
     WHOLE: tl.constexpr, FEW: tl.constexpr, TILE: tl.constexpr, HEAD: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    """The limit of the shortest prefix of what a limit keeps whose count or mass reaches the target, or, if ``is_share``, that
-    times the mass of all that is kept; the old limit if all of it does not."""
+    """The limit of the shortest prefix of what a limit keeps whose count or mass reaches the target, or, if
+    ``is_share``, that times the mass of all that is kept; the old limit if all of it does not."""
     low = tokens.lowest.to(tl.int32)
     high = highest
     if WHOLE:

@@ -1,4 +1,5 @@
-"""Tokens from logits that are in memory, with everything that a request may ask for, in two launches and without sorting.
+"""Tokens from logits that are in memory, with everything that a request may ask for, in two launches and without
+sorting.
 
     scan   reads every logit once: per chunk of 32 tokens the highest processed logit and its mass, per block of a row without
            filters the best score (``logits_scan``)
@@ -6,14 +7,14 @@
            (``logits_pick``, ``logits_chunks``, ``logits_search``); of a row of equal logits, as the zeros of a padded batch,
            less than a block; of another one that is too flat for candidates, the row itself, several times (``logits_draw``)
 
-A kernel that has the logits in its hands anyway can do the scan's work, and draw for the rows without filters: ``pick`` alone
-follows it, and up to a row per multiprocessor draws from as many that are made up, so that its code is in the caches
-(``logits_ahead``).
+A kernel that has the logits in its hands anyway can do the scan's work, and draw for the rows without filters: ``pick``
+alone follows it, and up to a row per multiprocessor draws from as many that are made up, so that its code is in the
+caches (``logits_ahead``).
 
-What a row's chunks are depends on the vocabulary's size alone, and all sums run in a fixed order, so a row's result is the same
-bits in any batch. Extra memory per row: 8 bytes per chunk, 16 where raw log-probabilities are asked for, the candidates, and 36
-KB where a row is made up. Chunks of 64 tokens would be 4 bytes less per 32 logits, 3 % of what the scan reads, and twice
-as much to read again for a candidate; and a Hopper kernel has 32 of a row in one thread.
+What a row's chunks are depends on the vocabulary's size alone, and all sums run in a fixed order, so a row's result is
+the same bits in any batch. Extra memory per row: 8 bytes per chunk, 16 where raw log-probabilities are asked for, the
+candidates, and 36 KB where a row is made up. Chunks of 64 tokens would be 4 bytes less per 32 logits, 3 % of what the
+scan reads, and twice as much to read again for a candidate; and a Hopper kernel has 32 of a row in one thread.
 """
 
 import functools
@@ -65,9 +66,9 @@ class BlockStats(NamedTuple):
     """What a kernel says of a row's chunks (``logits_source.chunk_tokens``), of which there are 4 * ceil(V / 128)."""
 
     keys: Tensor  # (B, chunks) int32: ``logits_source.key_of`` the highest logit; that of -inf where there is no token
-    # (B, chunks) float32: sums of exp2((x - the highest) * ``mass_scale(temperature)``), beside an infinite x the number of
-    # infinite ones; None where no row has a top-p without a top-k, and no log-probabilities are asked for. Beside ``floors``
-    # those of rows with a top-k may be anything
+    # (B, chunks) float32: sums of exp2((x - the highest) * ``mass_scale(temperature)``), beside an infinite x the
+    # number of infinite ones; None where no row has a top-p without a top-k, and no log-probabilities are asked for.
+    # Beside ``floors`` those of rows with a top-k may be anything
     sums: Tensor | None = None
     raw_sums: Tensor | None = (
         None  # likewise at temperature 1; None where nothing is asked for that needs a log-sum-exp
@@ -218,7 +219,8 @@ def _list_length(chunks: int, config: Config) -> int:
 
 
 def _programs(params: SamplingParams, batch: int, device: torch.device, records: Records | None) -> int:
-    """Of a row: two where likeliest or given tokens are asked for beside what is drawn, and multiprocessors are left for it."""
+    """Of a row: two where likeliest or given tokens are asked for beside what is drawn, and multiprocessors are left
+    for it."""
     both = params.logprobs and (params.top_logprobs > 0 or params.logprob_ids is not None) and records is None
     return 2 if both and batch <= multiprocessors(device) else 1
 
@@ -264,8 +266,8 @@ def run(step: SampleInputs, config: Config = CONFIG, records: Records | None = N
 
 
 def _ahead(step: SampleInputs, config: Config) -> int:
-    """Rows that ``pick`` makes up while the kernel before it runs: one for each, up to a row per multiprocessor, which has room
-    for both with ``CONFIG``."""
+    """Rows that ``pick`` makes up while the kernel before it runs: one for each, up to a row per multiprocessor, which
+    has room for both with ``CONFIG``."""
     params, batch, device = step.params, len(step.hidden_states), step.hidden_states.device
     has_room = step.vocab_size >= TOKENS.value  # ids of the made-up row must fit where the vocabulary's do
     of_one_draw = step.num_samples == 1 and not (params.logprobs or params.needs_raw_mass())
@@ -283,8 +285,8 @@ def _room(step: SampleInputs, config: Config, records: Records | None, ahead: in
 
 
 def room_of(step: SampleInputs, config: Config = CONFIG) -> Room:
-    """For ``pick``, to be made before the kernel that it follows is launched: of made-up rows it draws in here, while that
-    kernel runs (``logits_ahead``)."""
+    """For ``pick``, to be made before the kernel that it follows is launched: of made-up rows it draws in here, while
+    that kernel runs (``logits_ahead``)."""
     return _room(step, config, None, _ahead(step, config))
 
 
@@ -297,13 +299,12 @@ def pick(
     room: Room | None = None,
 ) -> SampleResult:
     """The second launch alone, behind a kernel that wrote ``SampleInputs.logits``, (B, V) float32 with rows a multiple
-    of 16 bytes
-    apart, to which nothing is left to do but filters: no head, mask, bias or penalty. Beside floors a row lies by chunks: its
-    token t at ``logits_source.place_in_memory``, in 128 * ceil(V / 128) floats. ``drawn`` (B * num_samples,) int64: the tokens
-    that all rows have without filters, -1 of undefined ones, or ``DEFERRED_DRAW`` of a row that has a top-k, is not
-    greedy, and whose
-    temperature does not make a finite number of an infinity. ``records`` is written to, and needs ``block_stats.sums``.
-    ``room``: ``room_of`` the step, not beside ``records``; None: of its own, and nothing is drawn ahead."""
+    of 16 bytes apart, to which nothing is left to do but filters: no head, mask, bias or penalty. Beside floors a
+    row lies by chunks: its token t at ``logits_source.place_in_memory``, in 128 * ceil(V / 128) floats. ``drawn`` (B
+    * num_samples,) int64: the tokens that all rows have without filters, -1 of undefined ones, or ``DEFERRED_DRAW``
+    of a row that has a top-k, is not greedy, and whose temperature does not make a finite number of an infinity.
+    ``records`` is written to, and needs ``block_stats.sums``. ``room``: ``room_of`` the step, not beside
+    ``records``; None: of its own, and nothing is drawn ahead."""
     params, logits = step.params, step.logits
     assert logits is not None
     wants_raw = params.needs_raw_mass()

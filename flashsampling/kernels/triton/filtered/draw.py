@@ -1,8 +1,9 @@
 """Draws: from few candidates, from more of them, and from a row itself, where there are more than there is room for.
 
-From a row in Philox groups, as in the scan: four tokens for one block of noise. Where the token that the row has without
-filters is known and kept, it is drawn, and no noise is made. Why one program does this alone: rows of equal logits, of which
-there may be many, are little work for most draws, and passes over several programs would have to wait for each other.
+From a row in Philox groups, as in the scan: four tokens for one block of noise. Where the token that the row has
+without filters is known and kept, it is drawn, and no noise is made. Why one program does this alone: rows of equal
+logits, of which there may be many, are little work for most draws, and passes over several programs would have to wait
+for each other.
 """
 
 import triton.language as tl
@@ -75,7 +76,8 @@ def draw_from_few(
     tokens, row_mass, top_k, top_p, min_p, by_top_k, by_top_p, of_top_k, temperature, seed, offset, stream, ids_ptr,
     num_samples, FEW: tl.constexpr,
 ):  # fmt: skip
-    """Writes the tokens that are drawn of few candidates, all filters at once. The mass of what is kept, and its last place."""
+    """Writes the tokens that are drawn of few candidates, all filters at once. The mass of what is kept, and its last
+    place."""
     scale, noise_factor = score_factors(temperature)
     key_lo, key_hi = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
     offset_lo, offset_hi = offset.to(tl.uint32), (offset >> 32).to(tl.uint32)
@@ -174,7 +176,8 @@ def any_finite(tokens, TILE: tl.constexpr, HEAD: tl.constexpr, ENTRIES: tl.const
 
 @jit
 def _groups_of(tokens, start, GROUPS: tl.constexpr, HEAD: tl.constexpr):
-    """Of the Philox groups from the token ``start`` on: ids, which of them there are, raw logits, a tuple of four of each."""
+    """Of the Philox groups from the token ``start`` on: ids, which of them there are, raw logits, a tuple of four of
+    each."""
     column = column_tokens(GROUPS)
     ids = ()
     there = ()
@@ -193,8 +196,9 @@ def _best_of_row(
     tokens, limit, least_mass, first, draw_number, scale, noise_factor, offset_lo, offset_hi, key_lo, key_hi,
     TILE: tl.constexpr, HEAD: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    """The best key of a score among the kept tokens from ``first`` on, a multiple of 128. While scores of some are made, the
-    next are on their way. A word 0, one row in 30,000 has one, is refined in a second turn. ``least_mass``: None is 0."""
+    """The best key of a score among the kept tokens from ``first`` on, a multiple of 128. While scores of some are
+    made, the next are on their way. A word 0, one row in 30,000 has one, is refined in a second turn.
+    ``least_mass``: None is 0."""
     GROUPS: tl.constexpr = TILE // 4
     last_id: tl.constexpr = (1 << tokens.id_bits) - 1
     last_key = ((limit >> tokens.id_bits) + tokens.lowest).to(tl.int32)  # 32 bits are half as many instructions as 64
@@ -242,9 +246,9 @@ def _best_of_row(
 def _mass_before(
     tokens, x_of_place, id_of_place, WHOLE: tl.constexpr, TILE: tl.constexpr, HEAD: tl.constexpr, ENTRIES: tl.constexpr
 ):
-    """How much mass is before a token in the order of a row, or of its candidates. Sums run in the same order for each, and so
-    what is before a token never weighs more than what is before the next one. While some are added, the next are on their
-    way."""
+    """How much mass is before a token in the order of a row, or of its candidates. Sums run in the same order for each,
+    and so what is before a token never weighs more than what is before the next one. While some are added, the next
+    are on their way."""
     EACH: tl.constexpr = 4 if WHOLE else 1  # in fp32, what a thread has side by side
     total = tl.zeros((TILE // EACH,), tl.float64)
     x, token, live = values_of(tokens, 0, WHOLE, TILE, HEAD, ENTRIES)
@@ -264,13 +268,13 @@ def draw_in_rounds(
     tokens, drawn, top_p, row_mass, least_mass, temperature, seed, offset, draw_number,
     WHOLE: tl.constexpr, TILE: tl.constexpr, DRAW_TILE: tl.constexpr, HEAD: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    """The token of one draw from a nucleus: of a row, or of candidates that hold all tokens before ``drawn`` in its order, or
-    all that may be kept.
+    """The token of one draw from a nucleus: of a row, or of candidates that hold all tokens before ``drawn`` in its
+    order, or all that may be kept.
 
-    What a filter keeps is a prefix of that order. So of a token it is enough to know how much mass is before it; and if it is
-    not kept, nothing behind it is, and the draw is the best score of those before it. ``drawn``, which has the best score of
-    the row, is asked first. Each round leaves what is before a token that was refused; of rows with a nucleus of mass p a
-    fraction 1 - p need a second one.
+    What a filter keeps is a prefix of that order. So of a token it is enough to know how much mass is before it; and if
+    it is not kept, nothing behind it is, and the draw is the best score of those before it. ``drawn``, which has the
+    best score of the row, is asked first. Each round leaves what is before a token that was refused; of rows with a
+    nucleus of mass p a fraction 1 - p need a second one.
 
     Args:
         drawn: the row's token without filters, int32, -1: it is not kept.
@@ -288,13 +292,13 @@ def draw_in_rounds(
         if token < 0:
             if WHOLE:
                 best = _best_of_row(
-                    tokens, limit + 1, None, tl.full((), 0, tl.int32), draw_number, scale, noise_factor, offset_lo, offset_hi,
-                    key_lo, key_hi, DRAW_TILE, HEAD, ENTRIES,
+                    tokens, limit + 1, None, tl.full((), 0, tl.int32), draw_number, scale, noise_factor, offset_lo,
+                    offset_hi, key_lo, key_hi, DRAW_TILE, HEAD, ENTRIES,
                 )  # fmt: skip
             else:
                 best = _best_kept(  # refined at once: less code to come from memory than both
-                    tokens, limit + 1, 0.0, draw_number, scale, noise_factor, offset_lo, offset_hi, key_lo, key_hi, True,
-                    DRAW_TILE,
+                    tokens, limit + 1, 0.0, draw_number, scale, noise_factor, offset_lo, offset_hi, key_lo, key_hi,
+                    True, DRAW_TILE,
                 )  # fmt: skip
             token = _id_of(best).to(tl.int32)
         _raw, x = both_logits_of(tokens.source, token, HEAD, ENTRIES)
@@ -310,12 +314,14 @@ def draw_in_rounds(
 
 @jit
 def draw_from_row(
-    tokens, limit, least_mass, first, temperature, seed, offset, stream, winners_ptr, blocks, full, ids_ptr, num_samples,
-    asks, DRAWN: tl.constexpr, BLOCKS: tl.constexpr, TILE: tl.constexpr, HEAD: tl.constexpr, ENTRIES: tl.constexpr,
+    tokens, limit, least_mass, first, temperature, seed, offset, stream, winners_ptr, blocks, full, ids_ptr,
+    num_samples, asks, DRAWN: tl.constexpr, BLOCKS: tl.constexpr, TILE: tl.constexpr, HEAD: tl.constexpr,
+    ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    """Writes the token with the best score among the kept ones, for every draw. ``first``, a multiple of 128: of the tokens
-    below it the scan has the best scores, in the first ``full`` of a draw's ``blocks``. ``DRAWN``: it has the row's tokens, of
-    which the row ``asks``: if it may have none (UNDRAWN) it never does, since that kernel's noise is rounded otherwise."""
+    """Writes the token with the best score among the kept ones, for every draw. ``first``, a multiple of 128: of the
+    tokens below it the scan has the best scores, in the first ``full`` of a draw's ``blocks``. ``DRAWN``: it has the
+    row's tokens, of which the row ``asks``: if it may have none (UNDRAWN) it never does, since that kernel's noise
+    is rounded otherwise."""
     scale, noise_factor = score_factors(temperature)
     key_lo, key_hi = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
     offset_lo, offset_hi = offset.to(tl.uint32), (offset >> 32).to(tl.uint32)
@@ -342,7 +348,7 @@ def draw_from_row(
                 start = tl.where(is_zero, 0, first)
                 known = tl.where(is_zero, 0, known)
         best = _best_of_row(
-            tokens, limit, least_mass, start, draw_number, scale, noise_factor, offset_lo, offset_hi, key_lo, key_hi, TILE,
-            HEAD, ENTRIES,
+            tokens, limit, least_mass, start, draw_number, scale, noise_factor, offset_lo, offset_hi, key_lo, key_hi,
+            TILE, HEAD, ENTRIES,
         )  # fmt: skip
         tl.store(ids_ptr + draw, _id_of(tl.maximum(best, known)))

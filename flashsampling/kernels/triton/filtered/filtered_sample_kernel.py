@@ -1,4 +1,5 @@
-"""The second kernel of ``logits``: a program per row turns what the first one wrote into tokens and what else is asked for.
+"""The second kernel of ``logits``: a program per row turns what the first one wrote into tokens and what else is asked
+for.
 
 no filter        the best of the blocks' best scores
 a filter         from the chunks' maxima and masses a bound below which no token is kept; the tokens above it, read again,
@@ -9,12 +10,11 @@ equal logits     in all of a row, as the zeros of a padded batch: the filters ke
                  has the best scores. What is left to draw from is less than a block: no more work than another row's
 a flat row       whose candidates are more than there is room for, and not all equal: the row itself is searched
 
-Behind a kernel that has drawn for rows without filters (``DRAWN``) there are chunks and its tokens, no blocks: rows without
-filters take them, -1 says that a row is undefined, with filters too, and whether all logits of a row are equal is looked up
-where all chunks have the same highest one. ``DEFERRED_DRAW`` is in a token's place where that kernel left the draw to
-this one, of a
-row with a top-k: its chunks say whether it is undefined. Of a nucleus the row's token is asked first, and the candidates are
-what is before it: it is kept as often as the nucleus has mass.
+Behind a kernel that has drawn for rows without filters (``DRAWN``) there are chunks and its tokens, no blocks: rows
+without filters take them, -1 says that a row is undefined, with filters too, and whether all logits of a row are equal
+is looked up where all chunks have the same highest one. ``DEFERRED_DRAW`` is in a token's place where that kernel left
+the draw to this one, of a row with a top-k: its chunks say whether it is undefined. Of a nucleus the row's token is
+asked first, and the candidates are what is before it: it is kept as often as the nucleus has mass.
 """
 
 import triton.language as tl
@@ -204,8 +204,8 @@ def filtered_sample_kernel(
     GATHERED: tl.constexpr,  # chunks at a time
     AT_FIRST: tl.constexpr,  # chunks with tokens before the one that is drawn without filters, not more
 ):
-    """See the module's docstring. Grid: (B, 1), or (B, 2) where there are likeliest or given tokens beside what is drawn;
-    (2 B, 1) with made-up rows."""
+    """See the module's docstring. Grid: (B, 1), or (B, 2) where there are likeliest or given tokens beside what is
+    drawn; (2 B, 1) with made-up rows."""
     vocabulary = vocab_size
     AHEAD: tl.constexpr = PDL and DRAWN and not LOGPROBS and raw_keys_ptr is None
     row = tl.program_id(0)

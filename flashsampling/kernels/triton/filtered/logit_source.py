@@ -27,7 +27,8 @@ MINUS_INF = Constant(-0x7F800001)
 PLUS_INF = Constant(0x7F800000)
 NAN = Constant(0x7FFFFFFF)
 NO_LOGIT = Constant(-0x7FFFFFFF)  # below them
-# likewise, and nowhere beside it: what a block's mark is if its logits are not all equal, and if none of them is finite either
+# likewise, and nowhere beside it: what a block's mark is if its logits are not all equal, and if none of them is finite
+# either
 MIXED = Constant(-0x80000000)
 MIXED_INFINITE = Constant(-0x7FFFFFFF)
 
@@ -124,7 +125,8 @@ def row_top_k(address, value, row, WIDE: tl.constexpr):
 
 @jit
 def exp2(x):
-    """The hardware's, within 2**-22 of it; what is below 2**-126 is 0. ``tl.exp2`` takes three instructions more for those."""
+    """The hardware's, within 2**-22 of it; what is below 2**-126 is 0. ``tl.exp2`` takes three instructions more for
+    those."""
     if INTERPRETED:
         return tl.exp2(x)
     return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
@@ -132,8 +134,8 @@ def exp2(x):
 
 @jit
 def scatter(pointer, value, mask):
-    """Stores 32-bit values to pointers in no order. ``tl.store`` brings them into a layout of its own first, by shared memory
-    and two barriers for each operand."""
+    """Stores 32-bit values to pointers in no order. ``tl.store`` brings them into a layout of its own first, by shared
+    memory and two barriers for each operand."""
     if INTERPRETED:
         tl.store(pointer, value, mask=mask)
     else:
@@ -149,7 +151,8 @@ def scatter(pointer, value, mask):
 
 @jit
 def _tanh(x):
-    """Within 3e-7 of tanh, relatively: a continued fraction near 0, exponentials elsewhere. Triton has none of its own."""
+    """Within 3e-7 of tanh, relatively: a continued fraction near 0, exponentials elsewhere. Triton has none of its
+    own."""
     x2 = x * x
     e = exp2(tl.abs(x) * (-2.0 * LOG2E))
     is_near = tl.abs(x) < 0.6  # one division, of what is chosen
@@ -160,8 +163,8 @@ def _tanh(x):
 
 @jit
 def place_in_memory(source, tokens, RUN: tl.constexpr):
-    """Where logits lie in a row: beside floors by chunks, of which one is a line of the cache. ``RUN``, up to 16: tokens that
-    are neighbours, from a multiple of it on."""
+    """Where logits lie in a row: beside floors by chunks, of which one is a line of the cache. ``RUN``, up to 16:
+    tokens that are neighbours, from a multiple of it on."""
     place = tokens
     if source.floors is not None:
         place = (tokens & ~0x7F) | (tokens & 0x30) << 1 | (tokens >> 2) & 0x10 | tokens & 0xF
@@ -172,8 +175,8 @@ def place_in_memory(source, tokens, RUN: tl.constexpr):
 
 @jit
 def raw_logits_at(source, places, tokens, live, HEAD: tl.constexpr):
-    """Raw logits of tokens whose ``place_in_memory`` is known, float32; -inf where not live. ``HEAD``: there is a scale or a
-    soft cap."""
+    """Raw logits of tokens whose ``place_in_memory`` is known, float32; -inf where not live. ``HEAD``: there is a scale
+    or a soft cap."""
     x = tl.load(source.logits + source.row * source.logits_stride + places, mask=live, other=float("-inf")).to(
         tl.float32
     )
@@ -231,8 +234,8 @@ def sparse_entries(source, ENTRIES: tl.constexpr):
 
 @jit
 def processed_logits(source, raw, tokens, live, entries, ENTRIES: tl.constexpr):
-    """What a request makes of a tuple of tensors of raw logits, of as many tensors of tokens. ``entries`` (ENTRIES,): tokens of
-    the sparse bias, -1 for those that are in none of the tensors."""
+    """What a request makes of a tuple of tensors of raw logits, of as many tensors of tokens. ``entries`` (ENTRIES,):
+    tokens of the sparse bias, -1 for those that are in none of the tensors."""
     done = ()
     for i in tl.static_range(len(raw)):
         done = done + (_dense(source, raw[i], tokens[i], live[i]),)
@@ -257,8 +260,9 @@ def processed_logits(source, raw, tokens, live, entries, ENTRIES: tl.constexpr):
 
 @jit
 def stored(source, tokens, live):
-    """Which of the live tokens' logits are in memory: of a chunk below the row's floor nothing is, and what lies there is not
-    to be read. All that reads a row without having chosen chunks by their keys asks, and takes those for -inf."""
+    """Which of the live tokens' logits are in memory: of a chunk below the row's floor nothing is, and what lies there
+    is not to be read. All that reads a row without having chosen chunks by their keys asks, and takes those for
+    -inf."""
     if source.floors is not None:
         keys = source.chunk_keys + source.row * chunks_in(source.vocab_size)
         live = live & (tl.load(keys + chunk_of(tokens), mask=live, other=0) >= tl.load(source.floors + source.row))
@@ -310,8 +314,8 @@ def mass_scale(temperature):
 
 @jit
 def below(x, top, scale):
-    """``(x - top) * scale``, of logits that are further apart than the largest float too. As many instructions: the compiler
-    makes one of the halves' difference."""
+    """``(x - top) * scale``, of logits that are further apart than the largest float too. As many instructions: the
+    compiler makes one of the halves' difference."""
     return (x * 0.5 - top * 0.5) * (scale * 2.0)
 
 
@@ -323,16 +327,17 @@ def mass_of(x, top, scale):
 
 @jit
 def reaches(x, mass, least, top, scale):
-    """Whether a token with this ``mass_of`` is at least ``least`` times as probable as that of ``top``. As probable is what
-    fp64 cannot tell apart: in fp32 a mass comes to 1 from 2**-25 below."""
+    """Whether a token with this ``mass_of`` is at least ``least`` times as probable as that of ``top``. As probable is
+    what fp64 cannot tell apart: in fp32 a mass comes to 1 from 2**-25 below."""
     nearest = tl.where(least < 1.0, float("-inf"), _AS_PROBABLE)
     return (mass >= least) & ((x == top) | (below(x, top, scale) >= nearest))
 
 
 @jit
 def score_factors(temperature):
-    """Factors of the logit and of the base-2 noise, as ``rows.both_factors`` gives them; the first is never 0, so a token that
-    is masked out keeps its -inf at an infinite temperature. What else is infinite then, the scan finds out."""
+    """Factors of the logit and of the base-2 noise, as ``rows.both_factors`` gives them; the first is never 0, so a
+    token that is masked out keeps its -inf at an infinite temperature. What else is infinite then, the scan finds
+    out."""
     hot = temperature > 1.0
     scale = tl.where(hot, 1.0 / tl.where(hot, temperature, 1.0), 1.0)
     scale = tl.maximum(scale, _smallest())

@@ -1,4 +1,5 @@
-"""What a step gives beside tokens: log-probabilities, ranks, the likeliest tokens. Parts of ``logits_pick``'s kernel."""
+"""What a step gives beside tokens: log-probabilities, ranks, the likeliest tokens. Parts of ``logits_pick``'s
+kernel."""
 
 import triton.language as tl
 
@@ -142,7 +143,8 @@ def write_drawn(
 
 @jit
 def place_in_row(limit, lowest, ID_BITS: tl.constexpr):
-    """A place that is counted from the key ``lowest`` as one that is counted from none: the key, then 31 bits for the id."""
+    """A place that is counted from the key ``lowest`` as one that is counted from none: the key, then 31 bits for the
+    id."""
     last_id: tl.constexpr = (1 << ID_BITS) - 1
     token = (limit & last_id) ^ last_id
     return (((limit >> ID_BITS) + lowest) << 31) | (token ^ NO_TOKEN)
@@ -150,8 +152,8 @@ def place_in_row(limit, lowest, ID_BITS: tl.constexpr):
 
 @jit
 def write_record(limit_ptr, record, first_kept, least_mass, kept_mass, top, temperature, ids_ptr):
-    """What ``rejection`` reads of a row: the place of its last kept token; least mass of one, mass of all, the highest logit,
-    and the only token of a greedy row, or of a row with a logit of +inf; else -1."""
+    """What ``rejection`` reads of a row: the place of its last kept token; least mass of one, mass of all, the highest
+    logit, and the only token of a greedy row, or of a row with a logit of +inf; else -1."""
     only_token = tl.full((), -1, tl.int32)
     if (temperature < GREEDY_BELOW) | (top == float("inf")):
         tl.debug_barrier()  # the token is there

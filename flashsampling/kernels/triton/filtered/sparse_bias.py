@@ -1,11 +1,13 @@
 """A sparse bias by blocks of 128 tokens, for a kernel that makes logits a block at a time
 (``kernels.hopper.logit_transforms``).
 
-A row has as many ids as its request names, anywhere in the vocabulary and in any order. Whoever has a block in its hands wants
-those of that block: one word says whether there are any, and the only one, as it mostly is, with it. Of a row, in 64-bit words:
+A row has as many ids as its request names, anywhere in the vocabulary and in any order. Whoever has a block in its
+hands wants those of that block: one word says whether there are any, and the only one, as it mostly is, with it. Of a
+row, in 64-bit words:
 
     words                  what
-    0 .. blocks            of each block: its first entry's token, how many entries it has, and the place of the first; 0: none
+    0 .. blocks            of each block: its first entry's token, how many entries it has, and the place of the first;
+                           0: none
     blocks ..              the entries by their tokens, and of one token in the row's order, in which they are added
 
     bits                   of a block's word                    of an entry

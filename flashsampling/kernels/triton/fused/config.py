@@ -1,18 +1,20 @@
 """Which problems the Triton implementation takes, and the tile shape of each: a pure function of the problem.
 
-``choose_config`` was read off ``python -m benchmarks.tune_triton`` on an H200; nothing is tuned while serving. What bounds a
-shape is registers: per thread the accumulator, a Philox block's words, and the running winners. There are three good families:
+``choose_config`` was read off ``python -m benchmarks.tune_triton`` on an H200; nothing is tuned while serving. What
+bounds a shape is registers: per thread the accumulator, a Philox block's words, and the running winners. There are
+three good families:
 
     four warps, rows in chunks     a small tile, three programs per multiprocessor, one's noise under another's matmul
-    eight warps, rows preloaded    a large tile that rereads little through L2; the noise is exposed, so it must be lean:
-                                   keys stay in registers and nothing orders it, which lets it start before the matmul ends
-    eight warps, rows on M         a larger one, from 161 rows on: a thread has two rows of 128 and many tokens of each, so
-                                   that keys and winners are few registers beside it
+    eight warps, rows preloaded    a large tile that rereads little through L2; the noise is exposed, so it must be
+                                   lean: keys stay in registers and nothing orders it, which lets it start before the
+                                   matmul ends
+    eight warps, rows on M         a larger one, from 161 rows on: a thread has two rows of 128 and many tokens of each,
+                                   so that keys and winners are few registers beside it
 
-Triton's blocks are powers of two. A tile between two of them is two blocks of columns, 128 + 32 say, that share the weight's
-tile: two accumulators, and the matmuls of both in flight at once. Above 192 rows it is blocks of 128, the last of which takes
-rows of the one before rather than rows beyond the batch (``kernel``). Over cuBLAS, H200, V = 151936, D = 4096; below
-the first line all is one run, a prototype's ("t192", 2026-11-23):
+Triton's blocks are powers of two. A tile between two of them is two blocks of columns, 128 + 32 say, that share the
+weight's tile: two accumulators, and the matmuls of both in flight at once. Above 192 rows it is blocks of 128, the last
+of which takes rows of the one before rather than rows beyond the batch (``kernel``). Over cuBLAS, H200, V = 151936, D =
+4096; below the first line all is one run, a prototype's ("t192", 2026-11-23):
 
     B                                      112    128    144    160    176    192    208    256    320    384    512
     vocabulary on M                        1.11   1.10          1.39          1.39   1.53   1.27   1.53   1.28   1.27
@@ -28,26 +30,31 @@ the first line all is one run, a prototype's ("t192", 2026-11-23):
                128 x (128 + 64), 4 warps, 2 programs     1.79   1.78   1.77   1.65
                the same, 64 deep                                       1.75   1.71
 
-Rows on M are in use from 161 rows on where D is below 6144: 176, 192, 208, 256, 272, 320, 384, 512 rows take 1.32, 1.26, 1.34,
-1.14, 1.56, 1.37, 1.18, 1.15 times as long as cuBLAS (``benchmarks.monotone``). Other D are not timed.
+Rows on M are in use from 161 rows on where D is below 6144: 176, 192, 208, 256, 272, 320, 384, 512 rows take 1.32,
+1.26, 1.34, 1.14, 1.56, 1.37, 1.18, 1.15 times as long as cuBLAS (``benchmarks.monotone``). Other D are not timed.
 
 From 65 to 127 rows the block of 128 is two halves of 64 rows, the second of which ends with the batch: one copy, by a
-descriptor of two starts, and rows in both halves are evaluated twice: 80, 96, 112 and 128 rows take 1.12, 1.11, 1.12 and 1.10
-times as long as cuBLAS, and none longer than 128 (H200, ``benchmarks.tune_triton``). Before, 80 and 96 rows took 1.08 and 1.09
-times as long as 128 rows as 64 + 16 and 64 + 32 columns, and 1.21 and 1.09 times in the shape of 128 with rows beyond the
-batch, which cost more to load than those of rows (``benchmarks.monotone``). Copying rows there would be a second
-launch. Two blocks that waited for their copies at one barrier took 1.09 and 1.07 times as long at 144 and 160 rows.
+descriptor of two starts, and rows in both halves are evaluated twice: 80, 96, 112 and 128 rows take 1.12, 1.11, 1.12
+and 1.10 times as long as cuBLAS, and none longer than 128 (H200, ``benchmarks.tune_triton``). Before, 80 and 96 rows
+took 1.08 and 1.09 times as long as 128 rows as 64 + 16 and 64 + 32 columns, and 1.21 and 1.09 times in the shape of 128
+with rows beyond the batch, which cost more to load than those of rows (``benchmarks.monotone``). Copying rows there
+would be a second launch. Two blocks that waited for their copies at one barrier took 1.09 and 1.07 times as long at 144
+and 160 rows.
 
-Dead ends, vocabulary on M, each against another shape in the same run (B = 256, V = 151936, D = 4096, H200, Triton 3.6):
+Dead ends, vocabulary on M, each against another shape in the same run (B = 256, V = 151936, D = 4096, H200, Triton
+3.6):
 
-    128 x 256, 8 warps               1.14x the time of 256 x 128: each warp's noise is for 256 rows, whose keys do not fit
+    128 x 256, 8 warps               1.14x the time of 256 x 128: each warp's noise is for 256 rows, whose keys do not
+                                     fit
     128 x 128, 4 warps, 2 programs   1.04x the time of 128 x 64: 255 registers spill about 100 words per thread and tile
-    256 x 64, 4 warps, 2 programs    1.28x the time of 128 x 64: shared memory for two leaves room for 32-deep stages only
+    256 x 64, 4 warps, 2 programs    1.28x the time of 128 x 64: shared memory for two leaves room for 32-deep stages
+                                     only
     256 x 128 instead of 128 x 128   B = 256: 1.22x, 384: 1.24x, 512: 1.19x: 161 words spilled per thread and tile
     2 x (128 + 32) for 320 rows      1.06x the time of 3 x 128; 2 x (128 + 64) for 384 1.16x
-    128 + 64 for 192 rows            1.04x the time of 3 x 64 with four warps; row parameters loaded by chunk: 1.03x and more
-    flattened tile loop              1.15x for 128 x 64: loads run across the epilogue, but Triton predicates the epilogue
-                                     into the k loop
+    128 + 64 for 192 rows            1.04x the time of 3 x 64 with four warps; row parameters loaded by chunk: 1.03x and
+                                     more
+    flattened tile loop              1.15x for 128 x 64: loads run across the epilogue, but Triton predicates the
+                                     epilogue into the k loop
     noise inside the k loop          ptxas then serialises wgmma (a wait after each); not timed
 """
 
@@ -93,7 +100,8 @@ class TileConfig:
 
 
 def next_power_of_2(n: int) -> int:
-    """The least that is at least ``n``, from 1 on: ``triton.next_power_of_2`` without the 4 us that it takes the host."""
+    """The least that is at least ``n``, from 1 on: ``triton.next_power_of_2`` without the 4 us that it takes the
+    host."""
     return 1 << (n - 1).bit_length()
 
 

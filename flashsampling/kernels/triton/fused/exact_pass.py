@@ -1,4 +1,5 @@
-"""The careful pass, whose reasons ``kernel`` has: refined noise, every case of the contract told apart, any number of draws."""
+"""The careful pass, whose reasons ``kernel`` has: refined noise, every case of the contract told apart, any number of
+draws."""
 
 import triton.language as tl
 

@@ -1,32 +1,34 @@
 """The fused step in Triton: LM-head matmul, noise, argmax and the reduction over tiles in one launch.
 
-Tiles put the vocabulary on M and the batch on N of the tensor-core instruction, with ROWS_ON_M the other way round. The grid
-is persistent: a program keeps one block of rows and walks every ``stride``-th vocabulary tile, so a score's rivals meet in
-registers:
+Tiles put the vocabulary on M and the batch on N of the tensor-core instruction, with ROWS_ON_M the other way round. The
+grid is persistent: a program keeps one block of rows and walks every ``stride``-th vocabulary tile, so a score's rivals
+meet in registers:
 
-    fast pass     per tile: matmul, noise, running (score, id) per register. A NaN stays in the running score and is published
-                  as one. Of a Philox word 0, which needs the tail refinement, the score is an upper bound, and finite.
-    careful pass  only if the fast pass' best of a row is +inf (is there a finite score?) or a token whose word is 0 (is it
+    fast pass     per tile: matmul, noise, running (score, id) per register. A NaN stays in the running score and is
+                  published as one. Of a Philox word 0, which needs the tail refinement, the score is an upper bound,
+                  and finite.
+    careful pass  only if the fast pass' best of a row is +inf (is there a finite score?) or a token whose word is 0 (is
+    it
                   the best still?): the program walks its tiles again with the refined noise and every case of the
                   contract told apart (``careful``), with the few columns around such a row alone: of 16 for 128 it
-                  multiplies, reads and makes noise for an eighth. At B = 256, V = 151936 about one step in a hundred has
-                  one program that does; rows of NaN, of zeros or of equal logits cause none.
+                  multiplies, reads and makes noise for an eighth. At B = 256, V = 151936 about one step in a hundred
+                  has one program that does; rows of NaN, of zeros or of equal logits cause none.
     publish       one 64-bit key per row (order-preserving bits of the score, then the complement of the id) goes to the
                   row's slot by ``atomic_max``; max, ties and order of arrival are then one operation.
     finish        the last program of a block of rows, by a counter, turns keys into token ids and resets slots and
                   counter, so that the next launch, or the next replay of a graph, finds them zero.
 
 The epilogue of the fast pass exists three times. Without PRELOAD it goes chunk by chunk of rows, in an order that
-``rows.after`` enforces: least registers, for small tiles of which several are resident. With PRELOAD the rows' keys stay in
-registers over all tiles and nothing is ordered: for large tiles, one program per multiprocessor, where latency is what hurts.
-With ROWS_ON_M a thread's logits are of few rows, two of 128, whose parameters and winners are few registers; the order is by
-sixteen tokens.
+``rows.after`` enforces: least registers, for small tiles of which several are resident. With PRELOAD the rows' keys
+stay in registers over all tiles and nothing is ordered: for large tiles, one program per multiprocessor, where latency
+is what hurts. With ROWS_ON_M a thread's logits are of few rows, two of 128, whose parameters and winners are few
+registers; the order is by sixteen tokens.
 
 Memory order: a program's slot updates happen before its counter increment (barrier, then acquire-release at GPU scope),
 so the program that sees the last count sees every key.
 
-The end of the kernel is no function of its own: Triton inlines it to the same PTX, but for debug labels, and ptxas (12.8) then
-allocates registers otherwise (B = 256 with an exchange, sm_90: 11740 of 12656 instructions; not timed).
+The end of the kernel is no function of its own: Triton inlines it to the same PTX, but for debug labels, and ptxas
+(12.8) then allocates registers otherwise (B = 256 with an exchange, sm_90: 11740 of 12656 instructions; not timed).
 """
 
 import triton.language as tl
@@ -96,8 +98,8 @@ def better_of_tokens(
 
 @jit(
     do_not_specialize=[
-        "temperature_at", "temperature_value", "seed_at", "seed_value", "offset_at", "offset_value", "batch", "vocab_size",
-        "base", "skip", "num_samples", "hidden_stride", "table", "zero",
+        "temperature_at", "temperature_value", "seed_at", "seed_value", "offset_at", "offset_value", "batch",
+        "vocab_size", "base", "skip", "num_samples", "hidden_stride", "table", "zero",
     ],
     do_not_specialize_on_alignment=["hidden", "hidden_rest", "tokens_ptr", "workspace_ptr"],
 )  # fmt: skip
@@ -149,8 +151,9 @@ def sample_kernel(
     stride = tl.num_programs(0) // row_blocks
     end = skip + vocab_size
     vocab_tiles = tl.cdiv(end, BLOCK_V)
-    # the last block of rows starts early enough to be whole, and leaves the rows that it shares to the one before: loads of
-    # rows beyond the batch cost more than those of rows (H200, 128 columns of which 64 are beyond it: 1.33 times the time)
+    # the last block of rows starts early enough to be whole, and leaves the rows that it shares to the one before:
+    # loads of rows beyond the batch cost more than those of rows (H200, 128 columns of which 64 are beyond it: 1.33
+    # times the time)
     first_owned = row_block * WIDTH
     first_row = tl.maximum(tl.minimum(first_owned, batch - WIDTH), 0)
     second_row = second_row_of(first_row, batch, BLOCK_B, REST_B, HALVES)
@@ -177,8 +180,9 @@ def sample_kernel(
         for tile in range(first_tile, vocab_tiles, stride):
             first_token = tile * BLOCK_V
             acc, rest = tile_logits(
-                hidden, hidden_rest, weight, first_token - skip, first_row, second_row, batch, vocab_size, dim, hidden_stride,
-                weight_stride, BLOCK_V, BLOCK_B, REST_B, HALVES, BLOCK_D, USE_TMA, EVEN_D, ROW_ALIGNMENT, UPCAST, ROWS_ON_M,
+                hidden, hidden_rest, weight, first_token - skip, first_row, second_row, batch, vocab_size, dim,
+                hidden_stride, weight_stride, BLOCK_V, BLOCK_B, REST_B, HALVES, BLOCK_D, USE_TMA, EVEN_D,
+                ROW_ALIGNMENT, UPCAST, ROWS_ON_M,
             )  # fmt: skip
             blocks = split_blocks(acc, BLOCK_V // 128, CHUNKS)
             rest_blocks = ()
@@ -218,12 +222,12 @@ def sample_kernel(
                         logits = split_tokens(tile_block, tile_block.shape[1])
                         first = first_token + 128 * block
                         b0, i0, b1, i1 = better_of_tokens(
-                            logits, 0, ready, zero, b0, i0, b1, i1, first, base, skip, end, scale, noise_factor, key_lo, key_hi,
-                            offset_lo, offset_hi,
+                            logits, 0, ready, zero, b0, i0, b1, i1, first, base, skip, end, scale, noise_factor,
+                            key_lo, key_hi, offset_lo, offset_hi,
                         )  # fmt: skip
                         b2, i2, b3, i3 = better_of_tokens(
-                            logits, 1, ready, zero, b2, i2, b3, i3, first, base, skip, end, scale, noise_factor, key_lo, key_hi,
-                            offset_lo, offset_hi,
+                            logits, 1, ready, zero, b2, i2, b3, i3, first, base, skip, end, scale, noise_factor,
+                            key_lo, key_hi, offset_lo, offset_hi,
                         )  # fmt: skip
                         ready = b0
                     b0, i0 = better_of(b0, i0, b1, i1)
@@ -270,24 +274,25 @@ def sample_kernel(
         for narrow in range(WIDTH // NARROW):
             if (doubts >> narrow) & 1 != 0:
                 run_exact_pass(
-                    hidden_rest, weight, temperature_at, temperature_value, seed_at, seed_value, offset_at, offset_value,
-                    workspace_ptr, first_row + narrow * NARROW, first_owned, first_tile, stride, batch, vocab_size, base, skip,
-                    dim, num_samples, hidden_stride, weight_stride, BLOCK_V, NARROW, BLOCK_D, USE_TMA, EVEN_D, ROW_ALIGNMENT,
-                    UPCAST, ROW_TENSORS,
+                    hidden_rest, weight, temperature_at, temperature_value, seed_at, seed_value, offset_at,
+                    offset_value, workspace_ptr, first_row + narrow * NARROW, first_owned, first_tile, stride, batch,
+                    vocab_size, base, skip, dim, num_samples, hidden_stride, weight_stride, BLOCK_V, NARROW, BLOCK_D,
+                    USE_TMA, EVEN_D, ROW_ALIGNMENT, UPCAST, ROW_TENSORS,
                 )  # fmt: skip
     else:
         tl.static_assert(not HALVES, "several draws walk blocks of neighbouring rows")
         run_exact_pass(
-            hidden, weight, temperature_at, temperature_value, seed_at, seed_value, offset_at, offset_value, workspace_ptr,
-            first_row, first_owned, first_tile, stride, batch, vocab_size, base, skip, dim, num_samples, hidden_stride,
-            weight_stride, BLOCK_V, BLOCK_B, BLOCK_D, USE_TMA, EVEN_D, ROW_ALIGNMENT, UPCAST, ROW_TENSORS,
+            hidden, weight, temperature_at, temperature_value, seed_at, seed_value, offset_at, offset_value,
+            workspace_ptr, first_row, first_owned, first_tile, stride, batch, vocab_size, base, skip, dim, num_samples,
+            hidden_stride, weight_stride, BLOCK_V, BLOCK_B, BLOCK_D, USE_TMA, EVEN_D, ROW_ALIGNMENT, UPCAST,
+            ROW_TENSORS,
         )  # fmt: skip
         if REST_B > 0:
             run_exact_pass(
                 hidden_rest, weight, temperature_at, temperature_value, seed_at, seed_value, offset_at, offset_value,
                 workspace_ptr, second_row, first_owned, first_tile, stride, batch, vocab_size, base, skip, dim,
-                num_samples, hidden_stride, weight_stride, BLOCK_V, REST_B, BLOCK_D, USE_TMA, EVEN_D, ROW_ALIGNMENT, UPCAST,
-                ROW_TENSORS,
+                num_samples, hidden_stride, weight_stride, BLOCK_V, REST_B, BLOCK_D, USE_TMA, EVEN_D, ROW_ALIGNMENT,
+                UPCAST, ROW_TENSORS,
             )  # fmt: skip
 
     rows = first_owned + tl.arange(0, ROWS)

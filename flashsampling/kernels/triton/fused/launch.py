@@ -75,7 +75,8 @@ def tile_operands(hidden_states: Tensor, weight: Tensor, vocab_size: int, config
 
 
 def programs(batch: int, tokens: int, config: TileConfig, device: torch.device) -> tuple[int, int]:
-    """How many work for a block of rows, and the blocks of rows: as many in all as the device holds at once, or fewer."""
+    """How many work for a block of rows, and the blocks of rows: as many in all as the device holds at once, or
+    fewer."""
     row_blocks = -(-batch // config.columns)
     tiles = -(-tokens // config.block_v)
     return max(1, min(tiles, config.ctas_per_sm * multiprocessors(device) // row_blocks)), row_blocks

@@ -1,4 +1,5 @@
-"""Products of hidden states and weight, to memory: for what a step is asked that needs to see a row's logits more than once.
+"""Products of hidden states and weight, to memory: for what a step is asked that needs to see a row's logits more than
+once.
 
 The tiles of ``kernel``, so a product is the same bits in any batch. A program keeps one block of rows, as there.
 """
@@ -75,7 +76,8 @@ def logits_gemm(
     vocab_size: int,
     config: TileConfig | None = None,
 ) -> Tensor:
-    """(B, vocab_size) float32, rows a multiple of 16 bytes apart: one launch. ``config`` replaces the shape that is chosen."""
+    """(B, vocab_size) float32, rows a multiple of 16 bytes apart: one launch. ``config`` replaces the shape that is
+    chosen."""
     batch = hidden_states.shape[0]
     config = choose_config(hidden_states, weight, 1) if config is None else config
     operands = tile_operands(hidden_states, weight, vocab_size, config)

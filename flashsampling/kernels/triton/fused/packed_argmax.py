@@ -20,8 +20,8 @@ def with_noise(scaled, minus_noise, noise_factor):
 
 @jit
 def score_of(logit, scale, bias, minus_noise, noise_factor):
-    """logit * scale + bias + noise * noise_factor. The operations are spelled out, so that every pass and every tile shape
-    rounds alike."""
+    """logit * scale + bias + noise * noise_factor. The operations are spelled out, so that every pass and every tile
+    shape rounds alike."""
     return with_noise(tl.fma(logit, scale, bias), minus_noise, noise_factor)
 
 
@@ -34,7 +34,8 @@ def keep_better(best, best_id, score, token):
 
 @jit
 def pack_key(score, token):
-    """Order-preserving 64-bit key: positive int64, greater for the greater score, then for the lower id; NaN above all."""
+    """Order-preserving 64-bit key: positive int64, greater for the greater score, then for the lower id; NaN above
+    all."""
     bits = (score + 0.0).to(tl.int32, bitcast=True)  # + 0.0: -0.0 and 0.0 tie
     ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) + 2**31  # 0 .. 2**32 - 1
     # the score's low bit is kept: ids need 31 bits, so the key is 32 + 31 bits and never negative

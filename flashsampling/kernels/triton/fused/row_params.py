@@ -1,4 +1,5 @@
-"""What a row brings: temperature, seed and offset, as factors and Philox key, and as the tags that an exchange compares."""
+"""What a row brings: temperature, seed and offset, as factors and Philox key, and as the tags that an exchange
+compares."""
 
 import triton.language as tl
 
@@ -69,11 +70,11 @@ def row_params(
     offset_value,
     ROW_TENSORS: tl.constexpr,
 ):
-    """Per-row factors of logit and noise in one number (see ``both_factors``), Philox key (low, high) and offset (low, high),
-    in the shape of rows.
+    """Per-row factors of logit and noise in one number (see ``both_factors``), Philox key (low, high) and offset (low,
+    high), in the shape of rows.
 
-    The loads are inline assembly because Triton would otherwise choose a layout for them, and reach the shape's own through
-    shared memory.
+    The loads are inline assembly because Triton would otherwise choose a layout for them, and reach the shape's own
+    through shared memory.
     """
     temperature = _load_f32(temperature_at, rows, temperature_value, ROW_TENSORS)
     key_lo, key_hi = _load_b64(seed_at, rows, seed_value, ROW_TENSORS)
@@ -110,9 +111,9 @@ def row_tags(
 def both_factors(factors):
     """Factor of the logit and of the base-2 noise.
 
-    A score is ``logit / max(T, 1) + min(T, 1) * gumbel``, as the oracle's: ``logit / T + gumbel`` times ``min(T, 1)``, so no
-    finite logit overflows at any temperature. One of the two factors is 1 or ln 2: the sign bit says which, the rest is the
-    other, so a row takes one register over all tiles.
+    A score is ``logit / max(T, 1) + min(T, 1) * gumbel``, as the oracle's: ``logit / T + gumbel`` times ``min(T, 1)``,
+    so no finite logit overflows at any temperature. One of the two factors is 1 or ln 2: the sign bit says which, the
+    rest is the other, so a row takes one register over all tiles.
     """
     hot = factors.to(tl.int32, bitcast=True) < 0  # also of -0.0, an infinite temperature
     return tl.where(hot, -factors, 1.0), tl.where(hot, _LN2, factors)
@@ -120,11 +121,12 @@ def both_factors(factors):
 
 @jit
 def after(rows, done, zero):
-    """int32 row numbers, but not before ``done`` (float32, (M, N)) is known: ``zero`` is 0 at run time, which no compiler
-    can know.
+    """int32 row numbers, but not before ``done`` (float32, (M, N)) is known: ``zero`` is 0 at run time, which no
+    compiler can know.
 
     It does two things. The noise does not depend on the logits, so without it the compiler starts the noise of every
     column at once, hoists ten round keys per row out of the tile loop, and spills. And the noise is computed in the
-    register layout of ``done``, the logits' own, instead of in another one that every score leaves through shared memory.
+    register layout of ``done``, the logits' own, instead of in another one that every score leaves through shared
+    memory.
     """
     return rows ^ (done.to(tl.int32, bitcast=True) & zero)

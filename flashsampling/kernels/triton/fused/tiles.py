@@ -7,9 +7,9 @@ from ..jit import jit
 
 @jit
 def second_row_of(first_row, batch, BLOCK_B: tl.constexpr, REST_B: tl.constexpr, HALVES: tl.constexpr):
-    """First row of a tile's second piece of columns: of the block's second half, if HALVES says so, or of the second block. If
-    it would reach beyond the batch, it ends with it, and some rows are in both pieces: with the same scores, so that a maximum
-    takes either. Loads of rows beyond the batch cost more than those of rows."""
+    """First row of a tile's second piece of columns: of the block's second half, if HALVES says so, or of the second
+    block. If it would reach beyond the batch, it ends with it, and some rows are in both pieces: with the same
+    scores, so that a maximum takes either. Loads of rows beyond the batch cost more than those of rows."""
     SECOND: tl.constexpr = BLOCK_B // 2 if HALVES else REST_B
     return tl.maximum(tl.minimum(first_row + BLOCK_B + REST_B - SECOND, batch - SECOND), 0)
 
@@ -44,7 +44,7 @@ def tile_logits(
     hidden,  # descriptor of blocks (BLOCK_B, BLOCK_D), (2, BLOCK_B // 2, BLOCK_D) if HALVES, or pointer to (B, D)
     hidden_rest,  # as hidden, for blocks (REST_B, BLOCK_D)
     weight,  # descriptor of blocks (BLOCK_V, BLOCK_D), or pointer to (V, D)
-    first_token,  # row of the weight; below 0 in the first tile of a shard that does not start where a Philox group does
+    first_token,  # row of the weight; below 0 in the first tile of a shard that starts inside a Philox group
     first_row,
     second_row,  # see second_row_of
     batch,
@@ -63,9 +63,9 @@ def tile_logits(
     UPCAST: tl.constexpr,
     ROWS_ON_M: tl.constexpr,
 ):
-    """Logits of one tile in fp32, (BLOCK_V, BLOCK_B) and (BLOCK_V, REST_B or a placeholder's 16): two blocks of columns, one
-    read of the weight. k runs upwards in one chain: no split, the same sum in any tile. Outside [0, vocab_size) the weight's
-    rows read as zeros, whatever a padded vocabulary has there."""
+    """Logits of one tile in fp32, (BLOCK_V, BLOCK_B) and (BLOCK_V, REST_B or a placeholder's 16): two blocks of
+    columns, one read of the weight. k runs upwards in one chain: no split, the same sum in any tile. Outside [0,
+    vocab_size) the weight's rows read as zeros, whatever a padded vocabulary has there."""
     REST: tl.constexpr = REST_B if REST_B > 0 else 16
     acc = tl.zeros((BLOCK_B, BLOCK_V) if ROWS_ON_M else (BLOCK_V, BLOCK_B), dtype=tl.float32)
     rest = tl.zeros((REST, BLOCK_V) if ROWS_ON_M else (BLOCK_V, REST), dtype=tl.float32)
@@ -157,15 +157,16 @@ def _split_all(x):
 
 @jit
 def split_tokens(x, BLOCK_B: tl.constexpr):
-    """(128, BLOCK_B) by token -> 32 blocks (4, BLOCK_B), whose index has the token's bits 0, 6, 5, 4, 3, highest first: bits 2
-    and 1 are left. Where tokens are on N of ``wgmma`` the five are registers of one thread."""
+    """(128, BLOCK_B) by token -> 32 blocks (4, BLOCK_B), whose index has the token's bits 0, 6, 5, 4, 3, highest first:
+    bits 2 and 1 are left. Where tokens are on N of ``wgmma`` the five are registers of one thread."""
     x = tl.reshape(x, (2, 2, 2, 2, 4, 2, BLOCK_B))  # token bits: 6 | 5 | 4 | 3 | 2, 1 | 0
     return _split_all(tl.permute(x, (4, 6, 3, 2, 1, 0, 5)))
 
 
 @jit
 def split_blocks(x, ROW_BLOCKS: tl.constexpr, COLUMN_BLOCKS: tl.constexpr):
-    """(M, N) -> tuple of ROW_BLOCKS * COLUMN_BLOCKS neighbouring blocks, row by row; register bits again, nothing moves."""
+    """(M, N) -> tuple of ROW_BLOCKS * COLUMN_BLOCKS neighbouring blocks, row by row; register bits again, nothing
+    moves."""
     if ROW_BLOCKS > 1:
         upper, lower = tl.split(tl.permute(tl.reshape(x, (2, x.shape[0] // 2, x.shape[1])), (1, 2, 0)))
         return split_blocks(upper, ROW_BLOCKS // 2, COLUMN_BLOCKS) + split_blocks(lower, ROW_BLOCKS // 2, COLUMN_BLOCKS)

@@ -1,4 +1,5 @@
-"""All ranks' words to all ranks, through the peers' memory: a round of ``tensor_parallel/filtered_sampling``, one launch.
+"""All ranks' words to all ranks, through the peers' memory: a round of ``tensor_parallel/filtered_sampling``, one
+launch.
 
 Each is a step of the protocol in ``flashsampling.exchange_protocol``, with words in the place of packed winners:
 number, tags, time-out
@@ -38,7 +39,8 @@ def row_of_word(index, batch, num_samples):
     do_not_specialize=["table", "batch", "num_samples", "count", "blocks"],
     # a kernel of another alignment would be compiled, and loaded, while other ranks wait for this one
     do_not_specialize_on_alignment=[
-        "words_ptr", "out_ptr", "failed_ptr", "request_ptr", "wanted_ptr", "temperatures_ptr", "seeds_ptr", "offsets_ptr",
+        "words_ptr", "out_ptr", "failed_ptr", "request_ptr", "wanted_ptr", "temperatures_ptr", "seeds_ptr",
+        "offsets_ptr",
     ],
 )  # fmt: skip
 def all_gather_kernel(

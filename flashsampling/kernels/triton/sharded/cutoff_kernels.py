@@ -47,8 +47,8 @@ def _share(x, top, temperature):
 @jit
 def _mass(x, top, temperature, unit):
     """int64 of float32 logits: this function's on all ranks. As ``tensor_parallel.cutoffs.Scale.of`` but for 5e-7 of
-    it: float64
-    exponentials of whole rows take longer than their products, and float32 differences would lose as much as they span."""
+    it: float64 exponentials of whole rows take longer than their products, and float32 differences would lose as
+    much as they span."""
     divisor = tl.where(temperature < GREEDY_BELOW, 1.0, temperature).to(tl.float64)
     rate = 2.0 * LOG2E / divisor
     high = rate.to(tl.float32)
@@ -80,8 +80,8 @@ def _bits(span):
 
 @jit
 def _first_of(places, count):
-    """A number that ``count`` places, and no more, reach; one that all reach if there are not so many. No two are the same but
-    those at ``LOWEST``, which are none."""
+    """A number that ``count`` places, and no more, reach; one that all reach if there are not so many. No two are the
+    same but those at ``LOWEST``, which are none."""
     low = tl.min(tl.where(places == LOWEST_PLACE, _HIGHEST, places), axis=0)
     low = tl.where(low == _HIGHEST, 0, low)
     shift = tl.maximum(_bits(tl.maximum(tl.max(places, axis=0), low) - low) - 2, 0)
@@ -106,8 +106,8 @@ def _first_of(places, count):
 
 @jit
 def _last_of(places, masses, wanted):
-    """The place with which masses, from the highest place down, reach what is wanted, which is no more than there is. Those at
-    ``LOWEST`` have none."""
+    """The place with which masses, from the highest place down, reach what is wanted, which is no more than there is.
+    Those at ``LOWEST`` have none."""
     low = tl.min(tl.where(places == LOWEST_PLACE, _HIGHEST, places), axis=0)
     shift = _bits(tl.maximum(tl.max(places, axis=0), low) - low) - 1
     searching = (shift >= 0).to(tl.int32)
@@ -192,7 +192,8 @@ def top_kernel(
     CHUNK: tl.constexpr,
     SOME: tl.constexpr,
 ):
-    """Of the tokens of the chunks with the highest keys, hardly more than ``count`` reach the lowest of these. Grid: (B,)."""
+    """Of the tokens of the chunks with the highest keys, hardly more than ``count`` reach the lowest of these. Grid:
+    (B,)."""
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.arange(0, CHUNKS)
     keys = tl.load(keys_ptr + row * chunks + chunk, mask=chunk < chunks, other=0)
@@ -277,9 +278,9 @@ def few_kernel(
 
 @jit
 def _open(state_ptr, live_ptr, row, on, top, lowest, wanted):
-    """Begins the search of a row, if it is ``on``: among tokens from the place ``lowest`` on, whose amounts are to reach
-    ``wanted``, all this alike on all ranks. The state: how far below the highest key what is searched begins, what is still
-    wanted there, and how many bits it has, none of a row that is not searched."""
+    """Begins the search of a row, if it is ``on``: among tokens from the place ``lowest`` on, whose amounts are to
+    reach ``wanted``, all this alike on all ranks. The state: how far below the highest key what is searched begins,
+    what is still wanted there, and how many bits it has, none of a row that is not searched."""
     least = tl.maximum(lowest >> 31, -ORDER)
     bits = _bits(tl.maximum(key_of(top).to(tl.int64) - least, 1))
     tl.store(state_ptr + row * _STATE, tl.zeros((), tl.int64))
@@ -368,8 +369,8 @@ def nucleus_kernel(
     batch: tl.int32,
     ranks: tl.int32,
 ):
-    """The nucleus's last token and those behind it, no more than the vocabulary has, have together what the nucleus leaves, and
-    none of them more than that one; so it has their average or more. Grid: (B,)."""
+    """The nucleus's last token and those behind it, no more than the vocabulary has, have together what the nucleus
+    leaves, and none of them more than that one; so it has their average or more. Grid: (B,)."""
     row = tl.program_id(0).to(tl.int64)
     p = tl.load(top_p_ptr + row * top_p_stride)
     on = p < 1.0
@@ -459,8 +460,8 @@ def histogram_kernel(
     CHUNK: tl.constexpr,
     FEW: tl.constexpr,
 ):
-    """Grid: (blocks * B,). Of chunks that have no token that is searched no logit is read. Where many tokens share a few
-    digits, their amounts are added up here, others in memory."""
+    """Grid: (blocks * B,). Of chunks that have no token that is searched no logit is read. Where many tokens share a
+    few digits, their amounts are added up here, others in memory."""
     if tl.load(live_ptr) == 0:
         return
     row = (tl.program_id(0) // blocks).to(tl.int64)
@@ -482,14 +483,14 @@ def histogram_kernel(
         if passed > FEW:
             at = first * CHUNK + tl.arange(0, TILE)
             _add_up(
-                of_row, at, columns, highest.to(tl.uint32), last.to(tl.uint32), lowest, tops_ptr, temperatures_ptr, out, row,
-                first_token, unit, width, shift, MASSES,
+                of_row, at, columns, highest.to(tl.uint32), last.to(tl.uint32), lowest, tops_ptr, temperatures_ptr,
+                out, row, first_token, unit, width, shift, MASSES,
             )  # fmt: skip
         elif passed > 0:
             at = _tokens_of(passing, chunk, columns, FEW, CHUNK)
             _add_up(
-                of_row, at, columns, highest.to(tl.uint32), last.to(tl.uint32), lowest, tops_ptr, temperatures_ptr, out, row,
-                first_token, unit, width, shift, MASSES,
+                of_row, at, columns, highest.to(tl.uint32), last.to(tl.uint32), lowest, tops_ptr, temperatures_ptr,
+                out, row, first_token, unit, width, shift, MASSES,
             )  # fmt: skip
 
 

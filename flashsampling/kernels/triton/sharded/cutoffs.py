@@ -2,21 +2,20 @@
 logits, which
 each of them reads at most once.
 
-    survey     the highest place, whether anything is finite; and the chunks' highest keys, by which those that follow pass over
-               chunks that have nothing for them
+    survey     the highest place, whether anything is finite; and the chunks' highest keys, by which those that follow
+               pass over chunks that have nothing for them
     top        the first k tokens: those of as many chunks, whose highest places are highest
     few        where top-k and top-p end among all ranks' first tokens, in rows whose k is not above those
     floor      of another top-k: the key that as many chunks reach, from which on it is searched for
     mass       of what is kept
     nucleus    of a top-p: likewise, the key from which on a token has mass enough to be its last
-    histogram  of an interval of keys that halves some times a digit: how many tokens, or how much mass, are in each part
-    digit      the part in which what is wanted is reached; after the last digit, the limit
+    histogram  of an interval of keys that halves some times a digit: how many tokens, or how much mass, are in each
+    part digit      the part in which what is wanted is reached; after the last digit, the limit
     least      the lowest key that min-p keeps
 
-A search has as many rounds as 32 bits have digits. But its interval begins as narrow as floor and top are, so that the last
-ones have nothing to do as a rule, nor has any where all rows are settled by their first tokens: ``Collective`` is told
-so, on the
-device.
+A search has as many rounds as 32 bits have digits. But its interval begins as narrow as floor and top are, so that the
+last ones have nothing to do as a rule, nor has any where all rows are settled by their first tokens: ``Collective`` is
+told so, on the device.
 """
 
 from typing import TYPE_CHECKING
@@ -145,7 +144,8 @@ def _settled(
     scale: "Scale",
     vocab_size: int,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Limits (B,) int64. Of a ``top_k`` also which rows have theirs, (B,) int32, and in how many others there is a top-p."""
+    """Limits (B,) int64. Of a ``top_k`` also which rows have theirs, (B,) int32, and in how many others there is a
+    top-p."""
     ranks, batch, words = theirs.shape
     p, device = column(top_p, theirs.device), theirs.device
     limit = torch.empty(batch, dtype=torch.int64, device=device)
@@ -197,8 +197,8 @@ def of_top_k_and_p(
     vocab_size: int,
     shards: "Shards",
 ) -> Tensor:
-    """(B,) int64 limits of top-k and, over what it keeps, of top-p: as ``of_few`` has them of rows whose k is not above 128; of
-    others as the two that follow."""
+    """(B,) int64 limits of top-k and, over what it keeps, of top-p: as ``of_few`` has them of rows whose k is not above
+    128; of others as the two that follow."""
     k = column(top_k, logits.device, torch.int64).long()
     words = torch.full((len(logits), _FIRST + 1), LOWEST, dtype=torch.int64, device=logits.device)
     _put_first_places(logits, keys, words[:, :_FIRST], shards.first)
@@ -212,14 +212,16 @@ def of_top_k_and_p(
 
 
 def _of_three(theirs: Tensor, shards: "Shards") -> Tensor:
-    """(3, B, n) of (ranks, B, n), of more ranks than have flags: the sum of those before this one, its own, and the others'."""
+    """(3, B, n) of (ranks, B, n), of more ranks than have flags: the sum of those before this one, its own, and the
+    others'."""
     own = theirs[shards.rank]
     before = sum((theirs[rank] for rank in shards.before()), torch.zeros_like(own))
     return torch.stack([before, own, theirs.sum(dim=0) - before - own])
 
 
 def _begun(batch: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """What ``_search`` is told of rows: states, lowest places, and, zero, in how many rows each digit is searched for."""
+    """What ``_search`` is told of rows: states, lowest places, and, zero, in how many rows each digit is searched
+    for."""
     state = torch.empty((batch, STATE), dtype=torch.int64, device=device)
     lowest = torch.empty(batch, dtype=torch.int64, device=device)
     return (

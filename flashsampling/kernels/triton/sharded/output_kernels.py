@@ -170,8 +170,8 @@ def words_kernel(
 @jit(
     do_not_specialize=["batch", "ranks", "num_samples", "top", "given", "width", "unit"],
     do_not_specialize_on_alignment=[
-        "theirs_ptr", "defined_ptr", "tops_ptr", "temperatures_ptr", "ids_ptr", "logprobs_ptr", "processed_ptr", "raw_ptr",
-        "top_ids_ptr", "top_logprobs_ptr", "given_logprobs_ptr", "logsumexp_ptr",
+        "theirs_ptr", "defined_ptr", "tops_ptr", "temperatures_ptr", "ids_ptr", "logprobs_ptr", "processed_ptr",
+        "raw_ptr", "top_ids_ptr", "top_logprobs_ptr", "given_logprobs_ptr", "logsumexp_ptr",
     ],
 )  # fmt: skip
 def conclude_kernel(

@@ -1,7 +1,8 @@
 """Packed winners between GPUs, from inside the sampling kernel: ``flashsampling.exchange_protocol`` has the protocol.
 
-Stores to peers are ``atomic_xchg``: the one system-scope store that Triton makes once per element. Inline assembly would run in
-every thread that holds a copy of the element, and a copy's late store could fill a slot that the peer has emptied already.
+Stores to peers are ``atomic_xchg``: the one system-scope store that Triton makes once per element. Inline assembly
+would run in every thread that holds a copy of the element, and a copy's late store could fill a slot that the peer has
+emptied already.
 """
 
 import triton.language as tl
@@ -56,8 +57,8 @@ def _slots(table, owner, rank, launches, index):
 
 @jit
 def _clock(table):
-    """Nanoseconds, as they were when this was last called. The same for all threads, which inline assembly alone is not: a loop
-    that ends for some of them sooner would end in barriers that do not meet."""
+    """Nanoseconds, as they were when this was last called. The same for all threads, which inline assembly alone is
+    not: a loop that ends for some of them sooner would end in barriers that do not meet."""
     now = tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
     return tl.atomic_max(_pointer(table) + _CLOCK, now, sem="relaxed")
 
@@ -154,7 +155,8 @@ def _poll(slots, awaited):
 
 @jit
 def _wait(table, slots, awaited, start):
-    """Both words of messages; 0 where one is missing after the time-out, or once some rank says that the group has failed."""
+    """Both words of messages; 0 where one is missing after the time-out, or once some rank says that the group has
+    failed."""
     high, low, missing = _poll(slots, awaited)
     if missing != 0:
         timeout = _word(table, _TIMEOUT)
@@ -181,9 +183,9 @@ def _decide(table, ranks, verdict):
 
 @jit
 def _judge(table, ranks, launches, number, row, tag0, tag1, seen):
-    """Says why the message of a row is missing or wrong, to all ranks, unless one of them was earlier. Of the ranks that differ
-    the fewer are to blame; of two halves, the one without the first rank. ``seen``: a rank whose message was so, though a
-    missing one may have come since."""
+    """Says why the message of a row is missing or wrong, to all ranks, unless one of them was earlier. Of the ranks
+    that differ the fewer are to blame; of two halves, the one without the first rank. ``seen``: a rank whose message
+    was so, though a missing one may have come since."""
     rank = _word(table, _RANK)
     verdict = _failure(table)
     if verdict == 0:
@@ -231,8 +233,8 @@ def _judge(table, ranks, launches, number, row, tag0, tag1, seen):
 
 @jit
 def receive(table, ranks, launches, number, index, live, tag0, tag1, start):
-    """Waits for every rank's messages: token ids, (N,), -1 where one did not come in time or is of another call; how many were
-    so; and since when it has been waited, 0 if it has not."""
+    """Waits for every rank's messages: token ids, (N,), -1 where one did not come in time or is of another call; how
+    many were so; and since when it has been waited, 0 if it has not."""
     rank = _word(table, _RANK)
     best = tl.zeros(index.shape, tl.int64)
     defined = tl.zeros(index.shape, tl.int32)
@@ -275,8 +277,8 @@ def receive(table, ranks, launches, number, index, live, tag0, tag1, start):
 
 @jit
 def receive_words(table, ranks, launches, number, index, live, tag0, tag1, start, out, out_stride):
-    """As ``receive``, but every rank's words, (N,), go to ``out`` + rank * ``out_stride`` + index, 0 where one did not come or
-    is of another call. How many were so."""
+    """As ``receive``, but every rank's words, (N,), go to ``out`` + rank * ``out_stride`` + index, 0 where one did not
+    come or is of another call. How many were so."""
     rank = _word(table, _RANK)
     wrong = ranks * 0
     for first in range(0, ranks, _PEERS):
@@ -315,8 +317,8 @@ def receive_words(table, ranks, launches, number, index, live, tag0, tag1, start
 
 @jit
 def of_request(tag0, tag1, request):
-    """Tags of a step that asks for something; ``request``: a hash of that, int64. Such a step's never agree with a plain one's,
-    but for a collision, and its details do: what differs is then none of the fields."""
+    """Tags of a step that asks for something; ``request``: a hash of that, int64. Such a step's never agree with a
+    plain one's, but for a collision, and its details do: what differs is then none of the fields."""
     some = (request >> 32).to(tl.uint32)
     tag1 = _mix(tag1.to(tl.uint32), tl.zeros(tag1.shape, tl.uint32) + _mix(request.to(tl.uint32), some)) | 1
     return tag0 ^ ((some >> 16) | 1).to(tl.int64), tag1.to(tl.int64)
@@ -324,7 +326,8 @@ def of_request(tag0, tag1, request):
 
 @jit
 def conclude(table, launches, row_blocks, tokens, count):
-    """The end of a launch, by one program of each block of rows: counts the step; if it failed, no row of it has a token."""
+    """The end of a launch, by one program of each block of rows: counts the step; if it failed, no row of it has a
+    token."""
     tl.debug_barrier()  # the block's tokens are stored
     finished = tl.atomic_add(_pointer(table) + _FINISHED, 1, sem="acq_rel")
     if finished == row_blocks - 1:

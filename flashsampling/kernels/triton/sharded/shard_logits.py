@@ -1,4 +1,5 @@
-"""A shard of a vocabulary, of which more is asked than one draw: its logits to memory, and their winners among what is kept.
+"""A shard of a vocabulary, of which more is asked than one draw: its logits to memory, and their winners among what is
+kept.
 
 What comes between is the ranks' (``tensor_parallel/filtered_sampling``). Logits and scores are made by the functions
 by which one rank with
@@ -36,8 +37,8 @@ _WARPS = 4
 
 @jit(
     do_not_specialize=[
-        "repetition_at", "repetition_value", "frequency_at", "frequency_value", "presence_at", "presence_value", "logit_scale",
-        "soft_cap", "bias_count", "ids_stride", "values_stride", "blocks",
+        "repetition_at", "repetition_value", "frequency_at", "frequency_value", "presence_at", "presence_value",
+        "logit_scale", "soft_cap", "bias_count", "ids_stride", "values_stride", "blocks",
     ],
     do_not_specialize_on_alignment=["token_mask"],
 )  # fmt: skip
@@ -76,10 +77,10 @@ def process_kernel(
     row = tl.program_id(0) // blocks
     first = tl.program_id(0) % blocks * BLOCK
     source = LogitSource(
-        row.to(tl.int64), logits, logits_stride, vocab_size, bias, logit_scale, soft_cap, dense_bias, bias_ids, bias_values,
-        bias_count, ids_stride, values_stride, counts, counts_stride, row_f32(repetition_at, repetition_value, row),
-        row_f32(frequency_at, frequency_value, row), row_f32(presence_at, presence_value, row), token_mask, mask_stride,
-        None, None,
+        row.to(tl.int64), logits, logits_stride, vocab_size, bias, logit_scale, soft_cap, dense_bias, bias_ids,
+        bias_values, bias_count, ids_stride, values_stride, counts, counts_stride,
+        row_f32(repetition_at, repetition_value, row), row_f32(frequency_at, frequency_value, row),
+        row_f32(presence_at, presence_value, row), token_mask, mask_stride, None, None,
     )  # fmt: skip
     token = first + tl.arange(0, BLOCK)
     live = token < vocab_size
@@ -122,8 +123,8 @@ def winners_kernel(
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,  # at least as many as a block may have a part of
 ):
-    """Grid: (blocks * B,), blocks of the ids from ``base`` on. Of a block without a chunk that has a kept token no logit is
-    read."""
+    """Grid: (blocks * B,), blocks of the ids from ``base`` on. Of a block without a chunk that has a kept token no
+    logit is read."""
     GROUPS: tl.constexpr = BLOCK // 4
     row = tl.program_id(0) // blocks
     start = tl.program_id(0) % blocks * BLOCK

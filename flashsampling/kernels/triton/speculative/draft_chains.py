@@ -1,11 +1,12 @@
-"""Drafts in chains, on the device in two small launches: the parameters of every position, and which drafts were matched.
+"""Drafts in chains, on the device in two small launches: the parameters of every position, and which drafts were
+matched.
 
     spread  of each row of hidden states its request, and that one's temperature, seed, offset, and other numbers
     match   what the target drew at the positions of a request beside its drafts, up to the first that differs
     hashed  of several ranks: a hash of the drafts, which all must have the same
 
-What ``drafts`` and ``acceptance`` do in a dozen torch operations; those do trees too, are what compilers see, and are what this
-is tested against. Whatever the tensors hold, no index is out of range.
+What ``drafts`` and ``acceptance`` do in a dozen torch operations; those do trees too, are what compilers see, and are
+what this is tested against. Whatever the tensors hold, no index is out of range.
 """
 
 from collections.abc import Sequence
@@ -44,8 +45,8 @@ def _owner(bounds, batch, rows):
 
 @jit
 def _drafts_of(bounds, request, n, total):
-    """Of requests the place of the first draft among ``total``, and how many are looked at: of none at all none, whatever the
-    bounds say."""
+    """Of requests the place of the first draft among ``total``, and how many are looked at: of none at all none,
+    whatever the bounds say."""
     if bounds is None:
         first = request * n
         count = tl.zeros(request.shape, tl.int64) + n
@@ -231,7 +232,8 @@ def expand(
     positions: int,
     with_requests: bool,
 ) -> tuple[Tensor | float, Tensor | int, Tensor, list[Any], Tensor | None]:
-    """Temperature, seed, offset and numbers of every position, (R,) or what all have, and whose it is if that is asked for."""
+    """Temperature, seed, offset and numbers of every position, (R,) or what all have, and whose it is if that is asked
+    for."""
     offsets, requests = torch.empty((2, positions), dtype=torch.int64, device=device)
     of_requests = [temperature, seed, *numbers]
     of_rows = [

@@ -2,14 +2,16 @@
 (``step.FilteredLogits``), with
 everything that a request may ask for. Three launches.
 
-    accept   a program per draft: p of it, from its logit and what ``logits_pick`` found out of its row, beside a coin times q
+    accept   a program per draft: p of it, from its logit and what ``logits_pick`` found out of its row, beside a coin
+             times q
     recover  programs per request: of the first draft that is not accepted, blocks of max(p - q, 0) with noise
-    finish   a program per request: the best of its blocks, or, behind drafts that are all accepted, the token drawn there
+    finish   a program per request: the best of its blocks, or, behind drafts that are all accepted, the token drawn
+             there
 
 An id that is no token is no draft: the chain ends before it.
 
-What ``reference/rejection`` does in float64 with a pass over all rows is here float32, and a pass over one row of each request.
-Leviathan, Kalman and Matias, "Fast Inference from Transformers via Speculative Decoding", ICML 2023.
+What ``reference/rejection`` does in float64 with a pass over all rows is here float32, and a pass over one row of each
+request. Leviathan, Kalman and Matias, "Fast Inference from Transformers via Speculative Decoding", ICML 2023.
 """
 
 import torch
@@ -91,8 +93,8 @@ def _draft_of(bounds, request, node, n, total, batch):
 @jit(
     do_not_specialize=[
         "temperature_at", "temperature_value", "seed_at", "seed_value", "offset_at", "offset_value", "repetition_at",
-        "repetition_value", "frequency_at", "frequency_value", "presence_at", "presence_value", "logit_scale", "soft_cap",
-        "bias_count", "ids_stride", "values_stride", "total", "batch", "n",
+        "repetition_value", "frequency_at", "frequency_value", "presence_at", "presence_value", "logit_scale",
+        "soft_cap", "bias_count", "ids_stride", "values_stride", "total", "batch", "n",
     ],
     do_not_specialize_on_alignment=["bounds", "drafts", "draft_probs", "accepted", "limits", "masses"],
 )  # fmt: skip
@@ -149,8 +151,9 @@ def accept_kernel(
     frequency = row_f32(frequency_at, frequency_value, row)
     presence = row_f32(presence_at, presence_value, row)
     source = LogitSource(
-        row, logits, logits_stride, vocab_size, bias, logit_scale, soft_cap, dense_bias, bias_ids, bias_values, bias_count,
-        ids_stride, values_stride, counts, counts_stride, repetition, frequency, presence, token_mask, mask_stride, None, None,
+        row, logits, logits_stride, vocab_size, bias, logit_scale, soft_cap, dense_bias, bias_ids, bias_values,
+        bias_count, ids_stride, values_stride, counts, counts_stride, repetition, frequency, presence, token_mask,
+        mask_stride, None, None,
     )  # fmt: skip
     _, x = both_logits_of(source, token, HEAD, ENTRIES)
     first_kept, least_mass, kept_mass, top, only_token = _load_record(limits, masses, row)
@@ -181,8 +184,8 @@ def _accepted_of(accepted, request, n, NODES: tl.constexpr):
 @jit(
     do_not_specialize=[
         "temperature_at", "temperature_value", "seed_at", "seed_value", "offset_at", "offset_value", "repetition_at",
-        "repetition_value", "frequency_at", "frequency_value", "presence_at", "presence_value", "logit_scale", "soft_cap",
-        "bias_count", "ids_stride", "values_stride", "total", "batch", "n", "blocks",
+        "repetition_value", "frequency_at", "frequency_value", "presence_at", "presence_value", "logit_scale",
+        "soft_cap", "bias_count", "ids_stride", "values_stride", "total", "batch", "n", "blocks",
     ],
     do_not_specialize_on_alignment=["bounds", "drafts", "draft_probs", "accepted", "slots", "limits", "masses"],
 )  # fmt: skip
@@ -244,9 +247,9 @@ def recover_kernel(
         frequency = row_f32(frequency_at, frequency_value, row)
         presence = row_f32(presence_at, presence_value, row)
         source = LogitSource(
-            row, logits, logits_stride, vocab_size, bias, logit_scale, soft_cap, dense_bias, bias_ids, bias_values, bias_count,
-            ids_stride, values_stride, counts, counts_stride, repetition, frequency, presence, token_mask, mask_stride,
-            None, None,
+            row, logits, logits_stride, vocab_size, bias, logit_scale, soft_cap, dense_bias, bias_ids, bias_values,
+            bias_count, ids_stride, values_stride, counts, counts_stride, repetition, frequency, presence, token_mask,
+            mask_stride, None, None,
         )  # fmt: skip
         first_kept, least_mass, kept_mass, top, only_token = _load_record(limits, masses, row)
         scale = mass_scale(row_f32(temperature_at, temperature_value, row))
@@ -364,7 +367,8 @@ def run(
     n: int,
     draft_probs: Tensor | None,  # (N, V or more); None: each draft was certain
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens (B, n + 1), how many drafts are accepted (B,), how many tokens there are (B,). Three launches, of n = 0 one."""
+    """Tokens (B, n + 1), how many drafts are accepted (B,), how many tokens there are (B,). Three launches, of n = 0
+    one."""
     device, params = recorded.ids.device, step.params
     blocks = triton.cdiv(step.vocab_size, 4 * _GROUPS)
     slots = torch.empty((batch, blocks, 2), dtype=torch.int64, device=device)
