@@ -45,8 +45,8 @@ from flashsampling.tensor_parallel import (
     shard_range,
     store,
 )
-from flashsampling.tensor_parallel.rendezvous import Rendezvous, _sealed
-from flashsampling.tensor_parallel.watchdog import posts_of
+from flashsampling.tensor_parallel.rendezvous import Rendezvous, _pack_payload
+from flashsampling.tensor_parallel.watchdog import read_heartbeats
 
 from ..kernels.test_filters import differences
 from ..mixes import Mix
@@ -280,8 +280,8 @@ def memory_that_cannot_be_mapped(rank: Rank) -> None:
             if rank.rank == 1:
                 raise RuntimeError("pidfd_getfd: Operation not permitted")
 
-        def close(self, everybody: bool) -> None:
-            assert everybody  # no step was made
+        def close(self, all_done: bool) -> None:
+            assert all_done  # no step was made
 
     problem = rank.problem(4, 600, 64)
     shard, _ = rank.shard(problem.weight)
@@ -1000,7 +1000,7 @@ def _fails(tp: TensorParallel, step: Callable[[], object]) -> TensorParallelErro
     with pytest.raises(TensorParallelError) as error:
         steps()
     if (
-        tp.transport != "nccl" or error.value.failure.kind != "late"
+        tp.transport != "nccl" or error.value.failure.kind != "timeout"
     ):  # else the all-gather hangs, and who asks for tokens
         for out in tokens:
             assert (out == -1).all(), out
@@ -1301,7 +1301,7 @@ def leaving_while_another_is_in_a_collective_call(rank: Rank) -> None:
         if rank.rank == 0:
             tp.check(collective=True)
         time.sleep(1.0)
-        tp._transport.declare(Failure("differs", rank.world - 1, 3, ("seed",), "rank 0"))
+        tp._transport.declare(Failure("mismatch", rank.world - 1, 3, ("seed",), "rank 0"))
         tp.check()
 
     with pytest.raises(TensorParallelError), tp:
@@ -1358,7 +1358,7 @@ def a_hostile_store(rank: Rank) -> None:
     def of_a_stranger(self: store.BoundedStore, operation: str, key: str, *arguments: Any) -> Any:
         value = call(self, operation, key, *arguments)
         name = self.prefix.partition("/")[2] + key
-        if operation in ("look", "compare_set"):
+        if operation in ("get", "compare_set"):
             used[name] = value or used.get(name, b"")
             return instead.get(name, value)
         return value
@@ -1386,7 +1386,7 @@ def a_hostile_store(rank: Rank) -> None:
             hostile = pickle.dumps(Hostile(f"{folder}/{number}"))
             phase = before.partition(b"\n")[0].decode()
             decoded = phase in ("construction", "a broadcast")
-            for value in [hostile, _sealed(phase, False, hostile)] if decoded else [hostile]:
+            for value in [hostile, _pack_payload(phase, False, hostile)] if decoded else [hostile]:
                 instead = {name: value}
                 started, said = time.monotonic(), "nothing"
                 try:
@@ -1395,7 +1395,7 @@ def a_hostile_store(rank: Rank) -> None:
                     said = str(error)
                 assert time.monotonic() - started < SOON
                 everywhere: list[Any] = _agreed(said)
-                if name.startswith("busy"):  # it moves or it does not
+                if name.startswith("heartbeat"):  # it moves or it does not
                     assert everywhere == ["nothing"] * rank.world
                 elif name.startswith("groups"):  # of one rank, which does not come
                     absent = int(name[-1])
@@ -1404,7 +1404,7 @@ def a_hostile_store(rank: Rank) -> None:
                     assert all(late in each for other, each in enumerate(everywhere) if other != absent), everywhere
                     instead = {}
                     if rank.rank == absent:  # which has counted one group less
-                        Rendezvous(functools.partial(store.store_of, None), rank.rank, rank.world, 15.0).end()
+                        Rendezvous(functools.partial(store.open_store, None), rank.rank, rank.world, 15.0).end()
                 else:
                     named = ["holds what no rank wrote" in each for each in everywhere]
                     # a verdict may be there before its payloads are looked at again; behind the last call nobody is told
@@ -1456,7 +1456,7 @@ def collective_check(rank: Rank) -> None:
     for _ in range(3):
         tp.check(collective=True)
     started = time.monotonic()
-    failure = Failure("left", 1, what="a broken device")
+    failure = Failure("aborted", 1, what="a broken device")
     if rank.rank == 1:
         time.sleep(1)
         tp._transport.declare(failure)
@@ -1656,7 +1656,7 @@ def an_all_gather_that_hangs(rank: Rank) -> None:
     with pytest.raises(TensorParallelTimeout, match=r"^rank 1 did not take part in a step within 8 s") as error:
         checks()
     assert 8 <= time.monotonic() - started < SOON
-    assert error.value.failure == Failure("late", 1, 2)
+    assert error.value.failure == Failure("timeout", 1, 2)
     if rank.rank == 0:
         hangs.join(SOON)
         assert (outs[0] == -1).all()
@@ -1666,8 +1666,8 @@ def an_all_gather_that_hangs(rank: Rank) -> None:
     started = time.monotonic()
     tp.close()
     assert time.monotonic() - started < SOON
-    tp._transport._watcher.join(SOON)
-    assert not tp._transport._watcher.is_alive()
+    tp._transport._watchdog_thread.join(SOON)
+    assert not tp._transport._watchdog_thread.is_alive()
 
 
 def hosts_that_learn_late(rank: Rank) -> None:
@@ -1726,7 +1726,7 @@ def hosts_that_learn_late(rank: Rank) -> None:
         others = [other for other in range(rank.world) if other != odd]
 
         def others_have_begun() -> bool:
-            posts = posts_of(tp._rendezvous)
+            posts = read_heartbeats(tp._rendezvous)
             return all((post := posts[other]) and post.begun + post.issued > begun for other in others)
 
         _until(others_have_begun)
@@ -1735,7 +1735,7 @@ def hosts_that_learn_late(rank: Rank) -> None:
     else:
         assert (step() == -1).all()
         error = _fails(tp, step)
-        assert error.failure.kind == "left"
+        assert error.failure.kind == "aborted"
         assert error.rank == odd
     as_many_everywhere(tp)
     tp.close()

@@ -103,7 +103,7 @@ class Ranks:
         synchronize()
         return out
 
-    def everybody(self, problem: Problem) -> dict[int, Problem]:
+    def all_done(self, problem: Problem) -> dict[int, Problem]:
         return dict.fromkeys(range(self.size), problem)
 
     def assert_empty(self) -> None:
@@ -164,7 +164,7 @@ def test_ranks_draw_the_whole_vocabulary_s_tokens(impl, size):
     for step, (batch, num_samples) in enumerate(shapes):
         problem = batch_shape(batch, num_samples)
         expected = problem.sample(impl)
-        for tokens in ranks.draw(ranks.everybody(problem)).values():
+        for tokens in ranks.draw(ranks.all_done(problem)).values():
             assert torch.equal(tokens, expected), (batch, num_samples)
         ranks.assert_empty()
         assert (ranks.tables[:, exchange_protocol.TABLE_STEPS] == step + 1).all()
@@ -323,8 +323,8 @@ def test_a_rank_whose_call_differs(impl, size, odd, what, batch):
     """All ranks' rows are -1, all are told the same: who, and what."""
     ranks = Ranks(impl, size, 1000)
     problem = batch_shape(batch)
-    ranks.draw(ranks.everybody(problem))
-    problems = ranks.everybody(problem) | {odd: changed(problem, what)}
+    ranks.draw(ranks.all_done(problem))
+    problems = ranks.all_done(problem) | {odd: changed(problem, what)}
     for tokens in ranks.draw(problems, {odd: 2} if what == "left out" else None).values():
         assert (tokens == -1).all()
     verdict = ranks.verdict()
@@ -339,7 +339,7 @@ def test_a_rank_whose_call_differs(impl, size, odd, what, batch):
     if what != "left out":
         assert verdict.step == 1
     before = ranks.shared.clone()
-    for tokens in ranks.draw(ranks.everybody(problem)).values():  # for good, and nothing is sent
+    for tokens in ranks.draw(ranks.all_done(problem)).values():  # for good, and nothing is sent
         assert (tokens == -1).all()
     assert torch.equal(ranks.shared, before)
     assert ranks.verdict() == verdict
@@ -351,7 +351,7 @@ def test_a_late_rank(impl, size, batch):
     """The others give up and say who it was; it hears of it when it comes, and no later step has a token."""
     ranks = Ranks(impl, size, 1000, seconds=0.3)
     problem = batch_shape(batch)
-    ranks.draw(ranks.everybody(problem))
+    ranks.draw(ranks.all_done(problem))
     others = {rank: problem for rank in range(size) if rank != 1}
     for _ in range(2):
         for tokens in ranks.draw(others).values():
@@ -360,7 +360,7 @@ def test_a_late_rank(impl, size, batch):
     assert ranks.told[1] == 0
     assert (ranks.draw({1: problem})[1] == -1).all()
     assert ranks.verdict().straggler == 1
-    for tokens in ranks.draw(ranks.everybody(problem)).values():
+    for tokens in ranks.draw(ranks.all_done(problem)).values():
         assert (tokens == -1).all()
 
 
@@ -370,7 +370,7 @@ def test_a_closed_group(impl):
     ranks.tables[:, exchange_protocol.TABLE_RANKS] = 0
     ranks.tables[:, exchange_protocol.TABLE_SHARED :] = 8  # no address
     for batch, num_samples in ((3, 1), (330 if ON_GPU else 500, 1), (40 if ON_GPU else 16, 3)):
-        for tokens in ranks.draw(ranks.everybody(batch_shape(batch, num_samples))).values():
+        for tokens in ranks.draw(ranks.all_done(batch_shape(batch, num_samples))).values():
             assert (tokens == -1).all()
     assert not ranks.shared.any()
     assert not ranks.told.any()
@@ -384,11 +384,11 @@ def test_a_failure_that_a_host_declares(impl):
 
     ranks = Ranks(impl, 3, 1000)
     problem = batch_shape(5)
-    ranks.draw(ranks.everybody(problem))
+    ranks.draw(ranks.all_done(problem))
     first = Verdict(exchange_protocol.DECLARED, 2, 2, step=7)
     for rank, verdict in ((2, first), (0, Verdict(LATE, 1, 0))):
         declare[(1,)](ranks.tables[rank].data_ptr(), verdict.word(), num_warps=1)
-    for tokens in ranks.draw(ranks.everybody(problem)).values():
+    for tokens in ranks.draw(ranks.all_done(problem)).values():
         assert (tokens == -1).all()
     assert ranks.verdict() == first
 

@@ -174,7 +174,7 @@ def test_a_rank_that_takes_nothing_is_the_one_to_blame(sends):
                     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", files[2]._file))]
                     for rank in (0, 1, 3, 4):
                         box.sendmsg([b"memory"], rights, 0, names[rank])
-                while not meet.over():
+                while not meet.next_has_ended():
                     time.sleep(0.01)
             return meet.fail("mapping peers' memory", MemoryError("too late"))
         blamed = (
@@ -238,7 +238,7 @@ def test_memory_of_another_user_is_refused(real, monkeypatch):
                         os._exit(0)
                 if real:
                     assert os.waitpid(child, 0)[1] == 0
-                while not meet.over():
+                while not meet.next_has_ended():
                     time.sleep(0.01)
             return
         message = "memory of rank 1 came from a process of user .*, and this is user .*: ranks must run as one user"

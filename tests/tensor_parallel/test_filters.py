@@ -426,11 +426,11 @@ def test_p2p_keeps_no_tensor_of_a_step():
 
     transport: Any = object.__new__(PeerToPeer)
     transport._device, transport._hashes = torch.device("cpu"), Hashes(8, torch.device("cpu"))
-    transport._nothing_asked = torch.zeros(1, dtype=torch.int64)
+    transport._no_params = torch.zeros(1, dtype=torch.int64)
     for _ in range(2):
         transport.begin(flat(5, 70, SamplingParams(top_k=5)))
-        kept = [weakref.ref(transport._request), weakref.ref(transport._asked_failed)]
-        transport._asked_failed.fill_(-1)
+        kept = [weakref.ref(transport._param_hash), weakref.ref(transport._step_failed)]
+        transport._step_failed.fill_(-1)
         assert bool(transport.end())
         assert [one() for one in kept] == [None, None]
 

@@ -304,14 +304,14 @@ def test_a_message_has_room_for_all_that_crosses(rows, draws, room, monkeypatch)
 
     monkeypatch.setattr(construction, "Gloo", Made)
     making = construction.Construction(None, None, 0)
-    making.transport, making.mine = "gloo", _member("", max_batch_size=rows, max_num_samples=draws)
-    making._make_transport(None, [making.mine], DEVICE)
+    making.transport_name, making.own = "gloo", _member("", max_batch_size=rows, max_num_samples=draws)
+    making._make_transport(None, [making.own], DEVICE)
     assert made == [(rows, room)]
 
 
 def test_room_for_digits():
     """8 bits of every row, in slots that fit."""
-    assert [p2p.room_for_digits(rows, ranks) for rows, ranks in ((1, 2), (256, 8), (1024, 2), (256, 72))] == [
+    assert [p2p.message_words(rows, ranks) for rows, ranks in ((1, 2), (256, 8), (1024, 2), (256, 72))] == [
         *(256, 65536, 65536, 7281)
     ]
 
@@ -328,7 +328,7 @@ def test_a_message_that_raised_leaves_nothing_behind(transport, monkeypatch):
         assert header[ASKED:].any()
         raise KeyboardInterrupt
 
-    for name in ("_gathered_words", "_gathered"):
+    for name in ("_gathered_words", "_gather"):
         monkeypatch.setattr(transport, name, interrupted, raising=False)
     with pytest.raises(KeyboardInterrupt):
         it.finish(torch.zeros(2, dtype=torch.int64), rows_only(2)._replace(params=SamplingParams(soft_cap=20.0)))
@@ -376,9 +376,9 @@ def test_a_broken_device_does_not_hide_the_named_error(alone):
 
     class Broken:
         def failure(self):
-            return Failure("late", 1, 7)
+            return Failure("timeout", 1, 7)
 
-        def close(self, everybody):
+        def close(self, all_done):
             pass
 
         def drain(self):
@@ -416,7 +416,7 @@ def test_gloo_waits_for_all_ranks_together_no_longer_than_the_bound(seconds, mon
     monkeypatch.setattr("flashsampling.tensor_parallel.gloo.time", clock)
     transport = _gloo(monkeypatch, seconds, lambda *_: Work())
     failure = transport._all_gather(torch.zeros(12), torch.zeros(3, 12), 5)
-    assert failure == (None if seconds < 0.25 else Failure("late", 2, 5))
+    assert failure == (None if seconds < 0.25 else Failure("timeout", 2, 5))
     assert waits[0] == pytest.approx(max(seconds, 1e-3), abs=2e-6)
     assert seconds < 0.25 or waits[1] == pytest.approx(0.1, abs=2e-6)
 
@@ -459,7 +459,7 @@ def test_gloo_waits_for_all_messages_of_a_step_together_no_longer_than_the_bound
     transport.begin(rows_only(3, 1.0, 7, 0))
     for message in range(2):
         assert transport._all_gather(torch.zeros(12), torch.zeros(3, 12), message) is None
-    assert transport._all_gather(torch.zeros(12), torch.zeros(3, 12), 6) == Failure("late", 1, 6)
+    assert transport._all_gather(torch.zeros(12), torch.zeros(3, 12), 6) == Failure("timeout", 1, 6)
 
 
 def test_gloo_says_nothing_of_drafts_that_were_alike_in_the_next_step(monkeypatch):

@@ -571,7 +571,7 @@ class Fails(LMHeadSampler):
 
     def check(self):
         if self.failed:
-            raise Failure("late", 1).error("rank 1", timeout=2.0)
+            raise Failure("timeout", 1).error("rank 1", timeout=2.0)
 
     def forward(self, hidden_states, *options, **named):
         self.check()
