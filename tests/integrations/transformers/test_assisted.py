@@ -22,8 +22,8 @@ from flashsampling import LMHeadSampler  # noqa: E402
 from flashsampling.integrations.transformers import NoTokenError, generate  # noqa: E402
 from flashsampling.integrations.transformers.arguments import CACHE  # noqa: E402
 from flashsampling.integrations.transformers.assisted import PromptLookup  # noqa: E402
-from flashsampling.integrations.transformers.processor_params import Requests  # noqa: E402
-from flashsampling.integrations.transformers.processors import Taken  # noqa: E402
+from flashsampling.integrations.transformers.processor_params import StepParams  # noqa: E402
+from flashsampling.integrations.transformers.processors import ProcessorParams  # noqa: E402
 from tests.conftest import DEVICE  # noqa: E402
 from tests.integrations.transformers.test_generate import SIZES, Collector, llama, prompt  # noqa: E402
 from tests.integrations.transformers.test_processor_params import FIELDS  # noqa: E402
@@ -290,9 +290,9 @@ def test_embeddings_as_a_prompt(model, drafting):
 
 
 def test_drafts_end_where_a_bias_depends_on_them():
-    taken = Taken()
+    taken = ProcessorParams()
     taken.biases = [((4, 5), 1.0), ((7,), 2.0)]
-    requests = Requests(taken, torch.tensor([[1, 2]], device=DEVICE), 1000, torch.device(DEVICE), {})
+    requests = StepParams(taken, torch.tensor([[1, 2]], device=DEVICE), 1000, torch.device(DEVICE), {})
     ids = torch.tensor([[1, 2]], device=DEVICE)
     for drafts, fit in (([3, 3, 3], 3), ([3, 4, 5, 6], 1), ([4, 5], 0), ([], 0), ([5, 5, 4], 2)):
         request: Any
@@ -305,9 +305,9 @@ def test_drafts_end_where_a_bias_depends_on_them():
 
 
 def test_no_drafts_where_the_penalty_does_not_count_them():
-    taken = Taken()
+    taken = ProcessorParams()
     taken.repetition_penalty, taken.left_out = 2.0, torch.tensor([5], device=DEVICE)
-    requests = Requests(taken, torch.zeros(1, 0, dtype=torch.int64, device=DEVICE), 1000, torch.device(DEVICE), {})
+    requests = StepParams(taken, torch.zeros(1, 0, dtype=torch.int64, device=DEVICE), 1000, torch.device(DEVICE), {})
     drafts = torch.tensor([[7, 8]], device=DEVICE)
     assert [requests.over(torch.ones(1, length, dtype=torch.int64, device=DEVICE), drafts)[1] for length in (4, 5)] == [
         0,

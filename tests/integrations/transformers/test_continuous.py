@@ -293,13 +293,13 @@ def test_a_length_with_the_prompt_is_no_end():
 def test_warpers_of_another_meaning_or_order_are_refused():
     temperature, top_k = of_transformers.TemperatureLogitsWarper(0.5), of_transformers.TopKLogitsWarper(5)
     top_p, min_p = of_transformers.TopPLogitsWarper(0.9), of_transformers.MinPLogitsWarper(0.1)
-    assert continuous._asked_of([temperature, top_k, top_p, min_p], True) == (0.5, 5, 0.9, 0.1)
-    assert continuous._asked_of([top_p], False) == (0.0, 0, 0.9, 0.0)
+    assert continuous._read_processors([temperature, top_k, top_p, min_p], True) == (0.5, 5, 0.9, 0.1)
+    assert continuous._read_processors([top_p], False) == (0.0, 0, 0.9, 0.0)
     for several in ([top_p, temperature], [top_p, top_k], [min_p, top_p], [top_k, top_k]):
         with pytest.raises(
             ValueError, match="must stand in the order temperature, top_k, top_p, min_p, each at most once"
         ):
-            continuous._asked_of(several, True)
+            continuous._read_processors(several, True)
     for one in (
         of_transformers.TopKLogitsWarper(5, filter_value=-10.0),
         of_transformers.TopPLogitsWarper(0.9, filter_value=-10.0),
@@ -309,8 +309,8 @@ def test_warpers_of_another_meaning_or_order_are_refused():
         with pytest.raises(
             ValueError, match=f"{type(one).__name__} in continuous batching is not what the fused step does"
         ):
-            continuous._asked_of([one], True)
-    assert continuous._asked_of([of_transformers.TopKLogitsWarper(2, min_tokens_to_keep=3)], True).top_k == 3
+            continuous._read_processors([one], True)
+    assert continuous._read_processors([of_transformers.TopKLogitsWarper(2, min_tokens_to_keep=3)], True).top_k == 3
 
 
 def test_what_else_is_refused(monkeypatch):
