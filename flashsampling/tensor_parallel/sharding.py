@@ -10,11 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..inputs import SamplingParams
 
 
-def shard_range(
-    vocab: int,
-    rank: int,
-    world_size: int,
-) -> tuple[int, int]:
+def shard_range(vocab: int, rank: int, world_size: int) -> tuple[int, int]:
     """Returns the rows [first, last) of a (vocab, D) LM head that ``shard_lm_head`` gives a rank.
 
     Shards are equal multiples of 128 ids, and the last ranks get less, or nothing. Blocks of 128 are whole Philox

@@ -1,5 +1,6 @@
-"""The peer-to-peer protocol as the kernels run it, with all ranks on one GPU: a stream and a table each, in one process.
-Without a GPU the Hopper kernel's launches of all ranks run in turns (``tests.emulator``), in an order drawn at random."""
+"""The peer-to-peer protocol as the kernels run it, with all ranks on one GPU: a stream and a table each, in one
+process. Without a GPU the Hopper kernel's launches of all ranks run in turns (``tests.emulator``), in an order drawn at
+random."""
 
 import contextlib
 import importlib
@@ -28,7 +29,7 @@ SECONDS = 30.0
 
 @dataclass
 class Ranks:
-    """What ``TensorParallel`` makes for each rank of a group, in one process."""
+    """The memory that ``TensorParallel`` makes for each rank of a group, in one process."""
 
     impl: str
     size: int
@@ -75,8 +76,9 @@ class Ranks:
     def draw_masked(
         self, problem: Problem, masks: dict[int, Tensor | None], numbers: dict[int, int] | None = None
     ) -> dict[int, Tensor]:
-        """Tokens, (B,), of a step of ranks with each its token mask; None: it asks for nothing. ``numbers``: what those who ask
-        say that their request is, in a step before, as ``p2p.PeerToPeer.compare`` does; None: they say nothing."""
+        """Tokens, (B,), of a step of ranks with each its token mask; None: it asks for nothing. ``numbers``: what those
+        who ask say that their request is, in a step before, as ``p2p.PeerToPeer.compare`` does; None: they say
+        nothing."""
         steps, said = {}, {}
         for rank, mask in masks.items():
             first, last = (problem.vocab * (rank + i) // self.size for i in range(2))
@@ -103,7 +105,7 @@ class Ranks:
         synchronize()
         return out
 
-    def all_done(self, problem: Problem) -> dict[int, Problem]:
+    def same_for_all(self, problem: Problem) -> dict[int, Problem]:
         return dict.fromkeys(range(self.size), problem)
 
     def assert_empty(self) -> None:
@@ -112,7 +114,7 @@ class Ranks:
         assert not self.told.any()
 
     def verdict(self, ranks: range | list[int] | None = None) -> Verdict:
-        """What those ranks were told, all the same."""
+        """Returns the verdict of these ranks, which is the same for all."""
         told = {int(self.told[rank]) for rank in (range(self.size) if ranks is None else ranks)}
         assert len(told) == 1
         return Verdict.of(told.pop())
@@ -164,7 +166,7 @@ def test_ranks_draw_the_whole_vocabulary_s_tokens(impl, size):
     for step, (batch, num_samples) in enumerate(shapes):
         problem = batch_shape(batch, num_samples)
         expected = problem.sample(impl)
-        for tokens in ranks.draw(ranks.all_done(problem)).values():
+        for tokens in ranks.draw(ranks.same_for_all(problem)).values():
             assert torch.equal(tokens, expected), (batch, num_samples)
         ranks.assert_empty()
         assert (ranks.tables[:, exchange_protocol.TABLE_STEPS] == step + 1).all()
@@ -174,7 +176,7 @@ def test_ranks_draw_the_whole_vocabulary_s_tokens(impl, size):
 @NEEDS_CUTE
 @pytest.mark.parametrize("size", [2, 3, 8])
 def test_masks(size):
-    """What changes logits is done with the exchange in the same launch; masks are the whole vocabulary's, at any cut."""
+    """Logit transforms run in the launch of the exchange. Masks are the whole vocabulary's, at any cut."""
     for batch in (1, 5, 70, 256) if ON_GPU else (1, 7):
         ranks, problem = Ranks("cute", size, 256), batch_shape(batch)
         mask = torch.randint(-(2**31), 2**31 - 1, (batch, -(-problem.vocab // 32)), device=DEVICE).int()
@@ -190,7 +192,7 @@ def test_masks(size):
 @NEEDS_CUTE
 @pytest.mark.parametrize("size", [2, 5])
 def test_requests_are_compared_before_the_launch_that_does_them(size):
-    """Whoever asks for something else, or for nothing, gets no token of that step, and nobody else does."""
+    """If one rank has other parameters, or none, no rank gets a token of that step."""
     problem = batch_shape(30)
     mask = torch.full((30, -(-problem.vocab // 32)), 0x0F0F0F0F, dtype=torch.int32, device=DEVICE)
     alone = Ranks("cute", 1, 30)
@@ -226,7 +228,8 @@ def mix(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def messages(problem: Problem, winners: Tensor, number: int) -> tuple[Tensor, Tensor]:
-    """Words, (B * num_samples, 2) int64, that the rank with these packed winners sends in the step of that number; details."""
+    """Words, (B * num_samples, 2) int64, that the rank with these packed winners sends in the step of that number;
+    details."""
     batch, draws = len(problem.seed), problem.num_samples
 
     def words(values: Tensor) -> np.ndarray:
@@ -323,8 +326,8 @@ def test_a_rank_whose_call_differs(impl, size, odd, what, batch):
     """All ranks' rows are -1, all are told the same: who, and what."""
     ranks = Ranks(impl, size, 1000)
     problem = batch_shape(batch)
-    ranks.draw(ranks.all_done(problem))
-    problems = ranks.all_done(problem) | {odd: changed(problem, what)}
+    ranks.draw(ranks.same_for_all(problem))
+    problems = ranks.same_for_all(problem) | {odd: changed(problem, what)}
     for tokens in ranks.draw(problems, {odd: 2} if what == "left out" else None).values():
         assert (tokens == -1).all()
     verdict = ranks.verdict()
@@ -339,7 +342,7 @@ def test_a_rank_whose_call_differs(impl, size, odd, what, batch):
     if what != "left out":
         assert verdict.step == 1
     before = ranks.shared.clone()
-    for tokens in ranks.draw(ranks.all_done(problem)).values():  # for good, and nothing is sent
+    for tokens in ranks.draw(ranks.same_for_all(problem)).values():  # for good, and nothing is sent
         assert (tokens == -1).all()
     assert torch.equal(ranks.shared, before)
     assert ranks.verdict() == verdict
@@ -351,7 +354,7 @@ def test_a_late_rank(impl, size, batch):
     """The others give up and say who it was; it hears of it when it comes, and no later step has a token."""
     ranks = Ranks(impl, size, 1000, seconds=0.3)
     problem = batch_shape(batch)
-    ranks.draw(ranks.all_done(problem))
+    ranks.draw(ranks.same_for_all(problem))
     others = {rank: problem for rank in range(size) if rank != 1}
     for _ in range(2):
         for tokens in ranks.draw(others).values():
@@ -360,7 +363,7 @@ def test_a_late_rank(impl, size, batch):
     assert ranks.told[1] == 0
     assert (ranks.draw({1: problem})[1] == -1).all()
     assert ranks.verdict().straggler == 1
-    for tokens in ranks.draw(ranks.all_done(problem)).values():
+    for tokens in ranks.draw(ranks.same_for_all(problem)).values():
         assert (tokens == -1).all()
 
 
@@ -370,7 +373,7 @@ def test_a_closed_group(impl):
     ranks.tables[:, exchange_protocol.TABLE_RANKS] = 0
     ranks.tables[:, exchange_protocol.TABLE_SHARED :] = 8  # no address
     for batch, num_samples in ((3, 1), (330 if ON_GPU else 500, 1), (40 if ON_GPU else 16, 3)):
-        for tokens in ranks.draw(ranks.all_done(batch_shape(batch, num_samples))).values():
+        for tokens in ranks.draw(ranks.same_for_all(batch_shape(batch, num_samples))).values():
             assert (tokens == -1).all()
     assert not ranks.shared.any()
     assert not ranks.told.any()
@@ -384,11 +387,11 @@ def test_a_failure_that_a_host_declares(impl):
 
     ranks = Ranks(impl, 3, 1000)
     problem = batch_shape(5)
-    ranks.draw(ranks.all_done(problem))
+    ranks.draw(ranks.same_for_all(problem))
     first = Verdict(exchange_protocol.DECLARED, 2, 2, step=7)
     for rank, verdict in ((2, first), (0, Verdict(LATE, 1, 0))):
         declare[(1,)](ranks.tables[rank].data_ptr(), verdict.word(), num_warps=1)
-    for tokens in ranks.draw(ranks.all_done(problem)).values():
+    for tokens in ranks.draw(ranks.same_for_all(problem)).values():
         assert (tokens == -1).all()
     assert ranks.verdict() == first
 

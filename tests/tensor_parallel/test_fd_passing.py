@@ -1,4 +1,4 @@
-"""How ranks hand memory to each other: threads for ranks, files in memory for GPU memory."""
+"""File-descriptor passing, with threads for ranks and files in memory for GPU memory."""
 
 import contextlib
 import os
@@ -107,7 +107,9 @@ def test_another_rank_s_error_ends_the_wait_for_its_memory():
 
 
 def test_a_socket_that_is_gone_is_not_blamed_before_its_rank_says_why():
-    """A rank that gives up closes its socket, and then says why. Who sent to it in between must not name it for the reason."""
+    """A rank that gives up closes its socket, and then says why.
+
+    Who sent to it in between must not name it for the reason."""
     files = [File(rank) for rank in range(2)]
 
     def work(meet):
@@ -157,8 +159,7 @@ def test_what_strangers_send_is_not_memory():
 
 @pytest.mark.parametrize("sends", [False, True])
 def test_a_rank_that_takes_nothing_is_the_one_to_blame(sends):
-    """As of one that is stopped: its queue is full, and whoever has no room in it still has all others', and gives them its
-    own. So nobody else can be named, however many are in front of it."""
+    """A stopped rank's full queue blocks no other rank, so no other rank is named."""
     files = [File(rank) for rank in range(5)]
     before = open_files()
 
@@ -218,7 +219,7 @@ def test_strangers_that_keep_writing_do_not_keep_it_waiting():
     "real", [False, pytest.param(True, marks=pytest.mark.skipif(os.getuid() != 0, reason="needs root"))]
 )
 def test_memory_of_another_user_is_refused(real, monkeypatch):
-    """By what the kernel says of the sender; ``real``: the rank's socket is used by a process that has given up root."""
+    """The kernel names the sender's user. ``real``: a process that has given up root uses the rank's socket."""
     files = [File(rank) for rank in range(2)]
     before = open_files()
     if not real:
@@ -267,7 +268,7 @@ def test_a_name_that_is_no_rank_s_socket_is_refused(name):
 
 
 def test_a_socket_that_cannot_be_reached_says_why():
-    """As where every rank is in a container with a network of its own: abstract names do not reach beyond it."""
+    """Every rank may be in a container with its own network, where abstract names do not reach the others."""
     files = [File(rank) for rank in range(2)]
 
     def work(meet):

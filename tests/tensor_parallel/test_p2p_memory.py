@@ -69,7 +69,9 @@ def test_closing_makes_the_context_the_thread_s(monkeypatch):
 
 
 def test_a_broken_device_does_not_hide_the_failure(monkeypatch):
-    """After a device-side assert every call of the driver fails. Declaring gives the failure; closing does not raise."""
+    """After a device-side assert every call of the driver fails.
+
+    Declaring gives the failure; closing does not raise."""
     driver = Driver(cuMemcpyHtoD_v2=710, cuCtxPopCurrent_v2=710)
     monkeypatch.setattr(p2p, "_library", lambda: driver)
 

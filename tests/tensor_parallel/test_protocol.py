@@ -1,4 +1,5 @@
-"""Everything that two or three ranks of the peer-to-peer protocol can do, and that the search would see if they did wrong."""
+"""Everything that two or three ranks of the peer-to-peer protocol can do, and that the search would see if they did
+wrong."""
 
 from dataclasses import replace
 
@@ -126,7 +127,7 @@ def test_warps_of_a_block_fail_together():
 @pytest.mark.parametrize("defect", ["unspread", "unpolled"])
 @pytest.mark.parametrize("name", ["two run out of time", "three run out of time", "one has a row less, of two"])
 def test_spreading_a_failure_makes_it_fast_and_nothing_else(defect, name):
-    """Where every wait ends by itself, all that is promised holds without."""
+    """If every wait ends by itself, all promises hold without time-outs."""
     report = explore(replace(SCENARIOS[name][0], defects=frozenset({defect})))
     assert not report.broken, report
 

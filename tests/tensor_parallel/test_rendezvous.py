@@ -1,4 +1,4 @@
-"""What ranks do outside of steps, as threads over every kind of store; and what the transports conclude, without a device."""
+"""Exchanges outside of steps, with threads over every kind of store, and conclusions of transports without a device."""
 
 import functools
 import itertools
@@ -65,7 +65,9 @@ def connect(request, tmp_path):
 
 
 def ranks(world, work, connect, seconds=1.0, late=()):
-    """What each rank's thread returned or raised, and the seconds it took. Those ``late`` begin when the others are done."""
+    """Runs ``work`` in a thread per rank. Returns the results or exceptions, and the seconds.
+
+    Ranks of ``late`` begin when the others are done."""
     results: list[Any] = [None] * world
 
     def run(rank):
@@ -90,7 +92,7 @@ def ranks(world, work, connect, seconds=1.0, late=()):
 
 
 class Clock:
-    """Of ``rendezvous``, moved by hand."""
+    """A clock for ``rendezvous`` that tests move."""
 
     now = 100.0
 
@@ -110,7 +112,7 @@ def clock(monkeypatch):
 
 @pytest.mark.parametrize("stalls", [1, 1000])
 def test_a_store_that_serves_nobody_makes_nobody_late(stalls, clock, monkeypatch):
-    """As one does while it looks a name up; not for ever, though."""
+    """A store may serve no rank while it resolves a name, but not for ever."""
     store = HashStore()
     meet, other = Rendezvous(lambda: store, 0, 2, 1.0), Rendezvous(lambda: store, 1, 2, 1.0)
     get, left = meet.store.get, [stalls]
@@ -164,7 +166,7 @@ def test_what_was_read_by_all_is_deleted(connect):
 
 
 def test_an_error_reaches_all_at_once(connect):
-    """Not after the bound; a rank that comes later hears it too; the next group is in step."""
+    """An error comes before the bound, a later rank raises it too, and the next group is in step."""
 
     def work(meet):
         if meet.rank == 2:
@@ -511,7 +513,8 @@ def test_a_closed_group_has_no_connection_left():
 
 
 def test_a_process_ends_well_with_open_groups():
-    """Their threads are in the middle of something: back from the store in an interpreter that has ended, one would abort."""
+    """Their threads are in the middle of something: back from the store in an interpreter that has ended, one would
+    abort."""
     program = """
 import threading, time
 from datetime import timedelta
@@ -600,7 +603,7 @@ def alone(monkeypatch):
 
 @pytest.fixture
 def pauses(monkeypatch):
-    """How often ``drain`` has looked and then waited, which says on a loaded machine too whether it waits."""
+    """Counts the pauses of ``drain``, which do not depend on the machine's load."""
     taken = []
 
     def sleep(seconds):

@@ -99,12 +99,12 @@ CASES = [
 
 
 def _shares(impl: str) -> int:
-    """How many groups of processes a kind's scenarios are divided among: most of Triton's time is compiling."""
+    """Returns the number of process groups that share a kind's scenarios: most of Triton's time is compiling."""
     return 4 if GPUS and impl == "triton" else 1
 
 
 def _run(share: Share) -> dict[str, dict[int, str]]:
-    """What each rank said of each scenario. Processes of which one failed are in any state: others run what is left."""
+    """Returns each rank's result of each scenario. After a failure new processes run the remaining scenarios."""
     world, impl, transport, first = share
     said: dict[str, dict[int, str]] = {}
     left = _names(world, impl, transport)[first :: _shares(impl)]
@@ -120,9 +120,11 @@ def _run(share: Share) -> dict[str, dict[int, str]]:
 
 @pytest.fixture
 def results(request, tmp_path_factory, worker_id):
-    """What the ranks of a kind said of a scenario. Starting processes takes longer than most scenarios, so those of a share are
-    run together, once, by whichever of pytest's workers asks first; who asks later runs another share that is asked for, rather
-    than wait. (xdist 3.8 does not keep groups together under pytest 9.2.)"""
+    """Returns the ranks' results of a scenario.
+
+    Starting processes takes longer than most scenarios, so the first pytest worker that asks for a share runs all its
+    scenarios. Later workers run another share instead of waiting. (xdist 3.8 does not keep groups together under
+    pytest 9.2.)"""
     base = tmp_path_factory.getbasetemp()
     folder = base if worker_id == "master" else base.parent
 
@@ -229,7 +231,7 @@ def test_one_kernel_node(world):
 @pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("impl", KERNELS)
 def test_one_visible_gpu_each(impl):
-    """As Ray and SLURM start ranks: p2p by name, and chosen."""
+    """Ray and SLURM start ranks with one visible GPU each; p2p works by name and by choice."""
     names = ["changing_batches", "out_of_step", "p2p_is_chosen"]
     results = scenarios.run(2, names, device="cuda", impl=impl, transport="p2p", long=False, one_visible=True)
     for name in names:
@@ -399,7 +401,7 @@ def test_a_broken_device_does_not_hide_the_named_error(alone):
 
 @pytest.mark.parametrize("seconds", [0.0004, 0.3])
 def test_gloo_waits_for_all_ranks_together_no_longer_than_the_bound(seconds, monkeypatch):
-    """Not that long for each; and gloo takes less than a millisecond, which is 0 to it, for no bound at all."""
+    """The bound is shared by all peers. gloo rounds less than a millisecond to 0, which would be no bound."""
     waits = []
     clock = SimpleNamespace(now=5.0)
     clock.monotonic = lambda: clock.now
@@ -434,7 +436,7 @@ def _gloo(monkeypatch, seconds, transfer):
 
 
 def test_gloo_waits_for_all_messages_of_a_step_together_no_longer_than_the_bound(monkeypatch):
-    """Not that long for each round; what a rank does between two rounds is no waiting."""
+    """The bound is shared by all rounds; work between two rounds does not count."""
     waits = []
     clock = SimpleNamespace(now=5.0)
     clock.monotonic = lambda: clock.now

@@ -36,7 +36,7 @@ NAMES |= {"send_object_list", "recv_object_list", "_tensor_to_object", "_object_
 
 
 def runs_what_it_reads(source: str) -> list[str]:
-    """What of a module's source may run what it reads."""
+    """Returns the calls of a module's source that may run what they read."""
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import | ast.ImportFrom):

@@ -47,10 +47,7 @@ from .processors import read_number
 _SIGNATURES = (
     (ModelRunner._forward_process_and_sample, "self, model, batch_data, carry_over_ids, prev_output_ids, output_ids"),
     (ContinuousBatchingManager._create_batch_processor, "self"),
-    (
-        ContinuousBatchingManager.__init__,
-        "self, model, generation_config, continuous_batching_config, workload_hints",
-    ),
+    (ContinuousBatchingManager.__init__, "self, model, generation_config, continuous_batching_config, workload_hints"),
     (carried_of.ContinuousBatchingLogitsProcessor.prepare_tensor_args, "self, requests_with_new_token"),
 )
 _WORD = 2**32

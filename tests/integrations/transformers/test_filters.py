@@ -1,4 +1,5 @@
-"""Kept sets and log-probabilities against transformers' own processors and warpers, on rows like a model's and on a model's."""
+"""Kept sets and log-probabilities against transformers' own processors and warpers, on rows like a model's and on a
+model's."""
 
 import importlib.util
 import math
@@ -61,7 +62,8 @@ def processed_by(step: list, ids: Tensor, logits: Tensor) -> Tensor:
 
 
 def assert_same(rows: Tensor, theirs: Tensor, temperature: float = 1.0, ids: Tensor | None = None, **request) -> None:
-    """The kept set, exactly, and every kept token's log-probability; through the public function, and in ``filters``."""
+    """The kept set, exactly, and every kept token's log-probability; through the public function, and in
+    ``filters``."""
     wanted = torch.log_softmax(theirs.double(), -1)
     counts = request.get("token_counts")
     params = SamplingParams(**{"counts" if name == "token_counts" else name: value for name, value in request.items()})

@@ -59,13 +59,7 @@ def deleted(model):
     del model.lm_head
 
 
-REPLACEMENTS = {
-    resized: REPLACED,
-    resized_as_it_is: REPLACED,
-    set_by_name: REPLACED,
-    deleted: REPLACED,
-    lora: ACTIVE,
-}
+REPLACEMENTS = {resized: REPLACED, resized_as_it_is: REPLACED, set_by_name: REPLACED, deleted: REPLACED, lora: ACTIVE}
 
 
 @pytest.mark.parametrize("change", REPLACEMENTS, ids=lambda change: change.__name__)

@@ -1,4 +1,4 @@
-"""What a GenerationConfig and logits processors become: what transformers makes of the same logits, or an error by name."""
+"""Mapping a GenerationConfig and logits processors: transformers' result for the same logits, or an error by name."""
 
 import copy
 import inspect
@@ -77,8 +77,9 @@ MAKE = {
 }
 # as transformers orders what a configuration asks for
 ORDER = [
-    SequenceBiasLogitsProcessor, RepetitionPenaltyLogitsProcessor, NoRepeatNGramLogitsProcessor, NoBadWordsLogitsProcessor,
-    MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor, ForcedBOSTokenLogitsProcessor, ForcedEOSTokenLogitsProcessor,
+    SequenceBiasLogitsProcessor, RepetitionPenaltyLogitsProcessor, NoRepeatNGramLogitsProcessor,
+    NoBadWordsLogitsProcessor, MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor,
+    ForcedBOSTokenLogitsProcessor, ForcedEOSTokenLogitsProcessor,
     SuppressTokensLogitsProcessor, SuppressTokensAtBeginLogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper,
     TopPLogitsWarper, MinPLogitsWarper, LogitNormalization,
 ]  # fmt: skip
@@ -152,7 +153,7 @@ def test_any_configuration():
 
 
 def test_any_list():
-    """In any order, some twice: what is taken is the same, and some of it is taken."""
+    """Processors in any order, some twice: accepted lists have the same result, and some are accepted."""
     rows = random.Random(2)
     was_taken = 0
     for _ in range(1500):
@@ -164,7 +165,7 @@ def test_any_list():
 ORDERS = {
     "top-p before the temperature": (
         [TopPLogitsWarper(0.9), TemperatureLogitsWarper(0.5)],
-        r"TemperatureLogitsWarper \(temperature=1.0\): it comes after TopPLogitsWarper, and this order is not the fused step's",
+        r"TemperatureLogitsWarper \(temperature=1.0\): it comes after TopPLogitsWarper, and this order is not",
     ),
     "top-p before top-k": (
         [TopPLogitsWarper(0.9), TopKLogitsWarper(50)],
@@ -225,7 +226,7 @@ def test_every_other_processor_of_transformers_is_refused_by_name():
 
 
 def test_a_top_k_that_keeps_no_fewer_may_come_late():
-    """As the default of 50 does behind filters of one's own."""
+    """A later, larger top-k is accepted, as the default of 50 is behind the user's filters."""
     params = read_processors([TopKLogitsWarper(20), TopPLogitsWarper(0.9), TopKLogitsWarper(50)], True, SWITCH_OFF)
     assert (params.top_k, params.top_p) == (20, 0.9)
 
@@ -297,7 +298,7 @@ HELD = {
     "none at the beginning": (SuppressTokensAtBeginLogitsProcessor([], LENGTH), {}, None),
     "tokens to suppress that no model has": (SuppressTokensLogitsProcessor([-1, 3, VOCAB, 2**40]), {}, None),
     "ends that no model has": (MinLengthLogitsProcessor(LENGTH + 2, [-1, 3, VOCAB], device=DEVICE), {}, None),
-    "no end": (MinNewTokensLengthLogitsProcessor(LENGTH, 2, EOS), {"eos_token_id": torch.tensor([], device=DEVICE)}, None),
+    "no end": (MinNewTokensLengthLogitsProcessor(LENGTH, 2, EOS), {"eos_token_id": torch.tensor([]).to(DEVICE)}, None),
     "a beginning that is past": (ForcedBOSTokenLogitsProcessor(VOCAB), {}, None),
     "a top-k beyond 64 bits": (TopKLogitsWarper(2**70), {}, None),
     "a bias beyond float32": (SequenceBiasLogitsProcessor({(3,): -1e300, (4, 3): -1e300}), {}, None),
@@ -312,7 +313,7 @@ HELD = {
     "half a token": (BIAS, {"sequence_bias": {(3.5,): 1.0}}, "must hold token ids"),
     "a bias that is no number": (BIAS, {"sequence_bias": {(3,): "1"}}, "numbers as biases"),
     "a bias of NaN": (SequenceBiasLogitsProcessor({(3,): math.nan}), {}, "a bias must be below infinity, got nan"),
-    "a bias of a large number": (SequenceBiasLogitsProcessor({(3,): 1e300}), {}, "a bias must be below infinity, got 1e.300"),
+    "a bias of a large number": (SequenceBiasLogitsProcessor({(3,): 1e300}), {}, "bias must be below infinity, got 1e"),
     "biases in a list": (BIAS, {"sequence_bias": [[[3], 1.0]]}, "must be a dictionary"),
     "ends that are no numbers": (MinLengthLogitsProcessor(20, EOS), {"eos_token_id": ["3"]}, "eos_token_id must hold"),
     "half an end": (MinNewTokensLengthLogitsProcessor(3, 5, EOS), {"eos_token_id": EOS / 2}, "eos_token_id must"),
@@ -341,7 +342,9 @@ NUMBERS = {
 
 @pytest.mark.parametrize("case", HELD)
 def test_what_a_processor_holds_is_checked_before_the_first_token(case):
-    """Trap 40. What transformers ignores is ignored; what it refuses, at any step, is an error that names the argument."""
+    """Trap 40.
+
+    What transformers ignores is ignored; what it refuses, at any step, is an error that names the argument."""
     processor, written, message = HELD[case]
     processor = copy.copy(processor)
     vars(processor).update(written)
