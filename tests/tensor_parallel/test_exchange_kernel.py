@@ -5,7 +5,9 @@ random."""
 import contextlib
 import importlib
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +17,7 @@ from torch import Tensor
 from flashsampling import exchange_protocol
 from flashsampling.backends import BACKENDS
 from flashsampling.exchange_protocol import DIFFERS, LATE, Shard, Verdict
-from flashsampling.inputs import DEFAULT_PARAMS, SamplingParams
+from flashsampling.inputs import DEFAULT_PARAMS, SampleInputs, SamplingParams
 
 from ..conftest import DEVICE
 from ..emulator.machine import together
@@ -54,56 +56,56 @@ class Ranks:
     def stream(self, rank: int) -> contextlib.AbstractContextManager[object]:
         return torch.cuda.stream(self.streams[rank]) if ON_GPU else contextlib.nullcontext()
 
-    def draw(self, problems: dict[int, Problem], skipped_calls: dict[int, int] | None = None) -> dict[int, Tensor]:
-        """Tokens, (B, num_samples), of a step of those ranks, each with the problem that it believes in."""
-        run = BACKENDS[self.impl].run
-        steps = {}
-        for rank, problem in problems.items():
-            first, last = (problem.vocab * (rank + i) // self.size for i in range(2))
-            shard = problem.weight[first:last].clone()
-            self.tables[rank, exchange_protocol.TABLE_LEFT_OUT] = (skipped_calls or {}).get(rank, 0)
-            part = Shard(first, self.tables[rank].data_ptr())
-            steps[rank] = problem.step(weight=shard, vocab_size=last - first, shard=part)
+    def step(self, problem: Problem, rank: int, **options: Any) -> SampleInputs:
+        """Returns a step over a rank's shard."""
+        first, last = (problem.vocab * (rank + i) // self.size for i in range(2))
+        part = Shard(first, self.tables[rank].data_ptr())
+        return problem.step(weight=problem.weight[first:last].clone(), vocab_size=last - first, shard=part, **options)
+
+    def run(
+        self, steps: dict[int, SampleInputs], before: Callable[[int], object] = lambda rank: None
+    ) -> dict[int, Tensor]:
+        """Runs the ranks' steps at once, each after ``before(rank)``. Returns their ids."""
         synchronize()
         out = {}
         with contextlib.nullcontext() if ON_GPU else together():
             for rank, step in steps.items():
                 with self.stream(rank):
-                    out[rank] = run(step).ids.view(-1, problems[rank].num_samples)
+                    before(rank)
+                    out[rank] = BACKENDS[self.impl].run(step).ids
         synchronize()
         return out
+
+    def draw(self, problems: dict[int, Problem], skipped_calls: dict[int, int] | None = None) -> dict[int, Tensor]:
+        """Tokens, (B, num_samples), of a step of those ranks, each with its own problem."""
+        steps = {}
+        for rank, problem in problems.items():
+            self.tables[rank, exchange_protocol.TABLE_LEFT_OUT] = (skipped_calls or {}).get(rank, 0)
+            steps[rank] = self.step(problem, rank)
+        return {rank: ids.view(-1, problems[rank].num_samples) for rank, ids in self.run(steps).items()}
 
     def draw_masked(
         self, problem: Problem, masks: dict[int, Tensor | None], numbers: dict[int, int] | None = None
     ) -> dict[int, Tensor]:
-        """Tokens, (B,), of a step of ranks with each its token mask; None: it asks for nothing. ``numbers``: what those
-        who ask say that their request is, in a step before, as ``p2p.PeerToPeer.compare`` does; None: they say
-        nothing."""
-        steps, said = {}, {}
-        for rank, mask in masks.items():
-            first, last = (problem.vocab * (rank + i) // self.size for i in range(2))
-            part = Shard(first, self.tables[rank].data_ptr())
-            params = DEFAULT_PARAMS if mask is None else SamplingParams(token_mask=mask)
-            steps[rank] = problem.step(
-                weight=problem.weight[first:last].clone(), vocab_size=last - first, shard=part, params=params
-            )
-            if mask is not None and numbers is not None:
-                said[rank] = torch.tensor([numbers[rank]], device=DEVICE)
-        rounds = importlib.import_module("flashsampling.kernels.triton.sharded.collectives") if numbers else None
+        """Tokens, (B,), of a step of ranks with a token mask each; None: default parameters. ``numbers``: the parameter
+        hashes that masked ranks compare in a step before, as ``p2p.PeerToPeer.compare`` does; None: no comparison."""
+        params = {
+            rank: DEFAULT_PARAMS if mask is None else SamplingParams(token_mask=mask) for rank, mask in masks.items()
+        }
+        steps = {rank: self.step(problem, rank, params=params[rank]) for rank in masks}
         always = torch.ones(1, dtype=torch.int32, device=DEVICE)
         failed = torch.zeros(self.size, 1, dtype=torch.int64, device=DEVICE)
-        synchronize()
-        out = {}
-        with contextlib.nullcontext() if ON_GPU else together():
-            for rank, step in steps.items():
-                with self.stream(rank):
-                    if rounds is not None and rank in said:
-                        rounds.all_gather(
-                            self.tables[rank].data_ptr(), said[rank], self.size, failed[rank], said[rank], always, step
-                        )
-                    out[rank] = BACKENDS[self.impl].run(step).ids
-        synchronize()
-        return out
+        if not numbers:
+            return self.run(steps)
+        collectives = importlib.import_module("flashsampling.kernels.triton.sharded.collectives")
+        hashes = {rank: torch.tensor([numbers[rank]], device=DEVICE) for rank in masks if masks[rank] is not None}
+
+        def compare(rank: int) -> None:
+            if rank in hashes:
+                table, own = self.tables[rank].data_ptr(), hashes[rank]
+                collectives.all_gather(table, own, self.size, failed[rank], own, always, steps[rank])
+
+        return self.run(steps, compare)
 
     def same_for_all(self, problem: Problem) -> dict[int, Problem]:
         return dict.fromkeys(range(self.size), problem)

@@ -399,64 +399,53 @@ def test_a_broken_device_does_not_hide_the_named_error(alone):
         flashsampling.sample(torch.ones(2, 8), torch.ones(300, 8), seed=torch.arange(2), tp=alone)
 
 
+@pytest.fixture
+def timed_gloo(monkeypatch):
+    """Makes rank 0 of three over gloo, whose messages take ``takes`` seconds, and time out if they may wait less than
+    ``least``. Also returns the bounds of all waits, and a clock."""
+
+    def make(seconds, takes, least):
+        waits, clock = [], SimpleNamespace(now=5.0)
+        clock.monotonic = lambda: clock.now
+
+        class Work:
+            def wait(self, bound):
+                waits.append(bound.total_seconds())
+                clock.now += takes if waits[-1] >= least else waits[-1]
+                if waits[-1] < least:
+                    raise RuntimeError("timed out")
+
+        monkeypatch.setattr("flashsampling.tensor_parallel.gloo.time", clock)
+        monkeypatch.setattr(dist, "get_process_group_ranks", lambda _: [0, 1, 2])
+        transport = Gloo(None, Rendezvous(dist.HashStore, 0, 3, seconds), 4, 4, seconds)
+        connections = type("Connections", (), {"send": lambda *_: Work(), "recv": lambda *_: Work()})
+        transport._connections = connections()
+        return transport, waits, clock
+
+    return make
+
+
 @pytest.mark.parametrize("seconds", [0.0004, 0.3])
-def test_gloo_waits_for_all_ranks_together_no_longer_than_the_bound(seconds, monkeypatch):
+def test_gloo_waits_for_all_ranks_together_no_longer_than_the_bound(seconds, timed_gloo):
     """The bound is shared by all peers. gloo rounds less than a millisecond to 0, which would be no bound."""
-    waits = []
-    clock = SimpleNamespace(now=5.0)
-    clock.monotonic = lambda: clock.now
-
-    class Work:
-        def wait(self, bound):
-            waits.append(bound.total_seconds())
-            assert waits[-1] >= 1e-3
-            if waits[-1] < 0.25 and seconds > 0.25:
-                clock.now += waits[-1]
-                raise RuntimeError("timed out")
-            clock.now += min(0.2, seconds)
-
-    monkeypatch.setattr("flashsampling.tensor_parallel.gloo.time", clock)
-    transport = _gloo(monkeypatch, seconds, lambda *_: Work())
+    long = seconds > 0.25
+    transport, waits, _ = timed_gloo(seconds, min(0.2, seconds), 0.25 if long else 0.0)
     failure = transport._all_gather(torch.zeros(12), torch.zeros(3, 12), 5)
-    assert failure == (None if seconds < 0.25 else Failure("timeout", 2, 5))
+    assert failure == (Failure("timeout", 2, 5) if long else None)
     assert waits[0] == pytest.approx(max(seconds, 1e-3), abs=2e-6)
-    assert seconds < 0.25 or waits[1] == pytest.approx(0.1, abs=2e-6)
+    assert min(waits) >= 1e-3
+    assert not long or waits[1] == pytest.approx(0.1, abs=2e-6)
 
 
-def _gloo(monkeypatch, seconds, transfer):
-    """Rank 0 of three, whose messages are what ``transfer`` gives."""
-    monkeypatch.setattr(dist, "get_process_group_ranks", lambda _: [0, 1, 2])
-    transport = Gloo(None, Rendezvous(dist.HashStore, 0, 3, seconds), 4, 4, seconds)
-
-    class Connections:
-        send = recv = staticmethod(transfer)
-
-    transport._connections = Connections()
-    return transport
-
-
-def test_gloo_waits_for_all_messages_of_a_step_together_no_longer_than_the_bound(monkeypatch):
+def test_gloo_waits_for_all_messages_of_a_step_together_no_longer_than_the_bound(timed_gloo):
     """The bound is shared by all rounds; work between two rounds does not count."""
-    waits = []
-    clock = SimpleNamespace(now=5.0)
-    clock.monotonic = lambda: clock.now
-
-    class Work:
-        def wait(self, bound):
-            waits.append(round(bound.total_seconds(), 3))
-            if waits[-1] < 2:
-                clock.now += waits[-1]
-                raise RuntimeError("timed out")
-            clock.now += 2
-
-    monkeypatch.setattr("flashsampling.tensor_parallel.gloo.time", clock)
-    transport = _gloo(monkeypatch, 17.0, lambda *_: Work())
+    transport, waits, clock = timed_gloo(17.0, 2.0, 2.0 - 1e-5)
     for step in range(2):
         transport.begin(rows_only(3, 1.0, 7, 0))
         for message in range(2):
             assert transport._all_gather(torch.zeros(12), torch.zeros(3, 12), 2 * step + message) is None
             clock.now += 100
-        assert waits == [17, 15, 13, 11, 9, 7, 5, 3]
+        assert [round(bound, 3) for bound in waits] == [17, 15, 13, 11, 9, 7, 5, 3]
         waits.clear()
     transport.begin(rows_only(3, 1.0, 7, 0))
     for message in range(2):
