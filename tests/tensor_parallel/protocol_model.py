@@ -7,7 +7,7 @@ Modelled
     ``failure`` is in flight for as long as it likes, and overtakes whatever it likes but stores to its own address.
     What a rank empties in its own memory may take effect after a peer's next store, as late as when that rank's next
     launch has been heard of (the fence). A rank may die between any two steps; of what it has in flight then, any part
-    arrives. A wait may run out at any moment; or, where it is asked who is to blame, only once nobody but a slow rank
+    arrives. A wait may run out at any moment; or, where it is asked who is to blame, only once no rank but a slow one
     has anything left to do, and the wait that began first before the others.
 
 Left out
@@ -45,7 +45,7 @@ DEFECTS = {
     "full": "slots are not emptied",
     "late emptying": "no fence between a launch's emptying and the next one's stores",
     "forgetful": "who judges does not store failure into its own memory",
-    "no compare-and-swap": "everybody's verdict counts",
+    "no compare-and-swap": "every verdict counts",
     "one word": "the first word of a message stands for both",
     "reads again": "who is missing is asked again after the time-out",
     "late clock": "a wait's time begins after its stores",
@@ -325,7 +325,7 @@ class Model:
         for row, owner, word in itertools.product(me.blocks[block][1], range(self.ranks), range(2)):
             gone = world.ranks[owner]
             if gone.dead or gone.closed or (self.remembers and False in gone.results):
-                continue  # nobody reads it
+                continue  # no rank reads it
             index = self.slot(owner, me.launches, rank, row, word)
             slot, own = after.slots[index], self.message(me, rank, row)
             after.slots[index] = Slot(own, 0, ()) if owner == rank else slot._replace(coming=(*slot.coming, own))

@@ -337,10 +337,10 @@ def sub_groups(rank: Rank) -> None:
     half = max(rank.world // 2, 1)
     members = [list(range(half)), list(range(half, rank.world))]
     groups = [dist.new_group(ranks) for ranks in members]
-    mine = 0 if rank.rank < half else 1
-    problem = rank.problem(11, 600, 64, seed=mine)
-    part = replace(rank, rank=rank.rank - half * mine, world=len(members[mine]))
-    tp, shard = part.group(problem.weight, group=groups[mine])
+    local = 0 if rank.rank < half else 1
+    problem = rank.problem(11, 600, 64, seed=local)
+    part = replace(rank, rank=rank.rank - half * local, world=len(members[local]))
+    tp, shard = part.group(problem.weight, group=groups[local])
     for _ in range(5 if rank.impl != "triton" or rank.long else 2):  # the interpreter takes a second for each
         problem.offset.add_(1)
         part.check(tp, shard, problem)
@@ -633,17 +633,17 @@ def parameters_of_the_first_rank(rank: Rank) -> None:
     problem = rank.problem(4, 600, 64)
     tp, shard = rank.group(problem.weight)
     odd = rank.rank == 1
-    mine = torch.full((4,), rank.rank, device=rank.device)  # int64, on the device: what a broadcast might write into
+    local = torch.full((4,), rank.rank, device=rank.device)  # int64, on the device: what a broadcast might write into
     sampler = LMHeadSampler(
-        shard, max_batch_size=4, seed=mine, temperature=(mine + 0.5).expand(4), impl=rank.impl, tp=tp
+        shard, max_batch_size=4, seed=local, temperature=(local + 0.5).expand(4), impl=rank.impl, tp=tp
     )
     assert sampler.seeds.tolist() == [0] * 4
     assert sampler.temperature.tolist() == [0.5] * 4
-    expanded = mine[:1].expand(3)
+    expanded = local[:1].expand(3)
     sampler.reset(expanded, expanded + 5, rows=[0, 1, 3], temperature=None if odd else [0.25, 0.5, 0.75])
     assert sampler.offsets.tolist() == [5, 5, 0, 5]
     assert sampler.temperature.tolist() == [0.25, 0.5, 0.5, 0.75]
-    assert mine.tolist() == [rank.rank] * 4
+    assert local.tolist() == [rank.rank] * 4
     assert LMHeadSampler(shard, max_batch_size=4, temperature=1.0 + rank.rank, tp=tp).temperature == 1.0
 
     make = functools.partial(LMHeadSampler, shard, max_batch_size=4, tp=tp)
@@ -688,7 +688,7 @@ def _same_requests(rank: Rank, drawn: SampleResult, step: SampleInputs) -> None:
 
 
 def requests(rank: Rank) -> None:
-    """Mixes of all that may be asked for, by group; on GPUs some also captured, and replayed with other seeds."""
+    """Mixes of all sampling parameters, by group; on GPUs some also captured, and replayed with other seeds."""
     kinds = [("even", 130, 130), ("uneven 2", 130, 130), ("empty first", 70, 64)]
     for kind, rows, vocab in kinds if rank.world < 4 else kinds[:1]:
         mixes = [
@@ -714,7 +714,7 @@ def requests(rank: Rank) -> None:
                 if params.bias is not None:
                     params = params._replace(bias=params.bias[first:last])
                 part = step._replace(weight=shard, vocab_size=last - first, shard=tp.shard, params=params)
-                if number % rank.world == rank.rank:  # which is nobody else's business
+                if number % rank.world == rank.rank:  # a dry run of one rank does not involve the others
                     ops.dry_run(part, tp)
                 drawn = ops.sample_sharded(part, tp)
                 _same_requests(rank, drawn, step)
@@ -756,12 +756,12 @@ def requests_of_a_sampler(rank: Rank) -> None:
     params: dict[str, Any] = {"top_k": 20, "top_p": [0.5, 0.9, 1.0, 0.99, 0.3], "repetition_penalty": 1.2}
     params |= {"return_logprobs": True, "top_logprobs": 4, "logprob_ids": [0, 599, 600], "return_logsumexp": True}
     for _ in range(6 if not rank.long else 1000):
-        ours, theirs = sampler(states, token_counts=state, **params), one(states, token_counts=other, **params)
+        ours, other_out = sampler(states, token_counts=state, **params), one(states, token_counts=other, **params)
         for name in ("token_ids", "ranks", "top_token_ids"):
-            assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
+            assert torch.equal(getattr(ours, name), getattr(other_out, name)), name
         for name in ("logprobs", "processed_logprobs", "top_logprobs", "given_logprobs", "logsumexp"):
-            mine, others = getattr(ours, name), getattr(theirs, name)
-            torch.testing.assert_close(mine, others, rtol=1e-5, atol=3e-5, equal_nan=True)
+            local, others = getattr(ours, name), getattr(other_out, name)
+            torch.testing.assert_close(local, others, rtol=1e-5, atol=3e-5, equal_nan=True)
         assert torch.equal(state.counts, other.counts)
     drafted = torch.randint(0, 600, (5, 3), generator=generator).to(rank.device)
     out, expected = (
@@ -1205,7 +1205,7 @@ def ranks_that_do_not_come(rank: Rank) -> None:
     late(lambda: tp.broadcast([1]), "a broadcast")
     assert _fails(tp, lambda: draw(tp, shard, problem)).rank == odd
     started = time.monotonic()
-    tp.close()  # all ranks are told, none raises
+    tp.close()  # all ranks know the failure, so none raises
     assert time.monotonic() - started < SOON
 
     tp, shard = rank.group(problem.weight, timeout=8.0)
@@ -1254,7 +1254,7 @@ def ranks_that_are_busy(rank: Rank) -> None:
     rank.check(tp, shard, problem)  # of no step's business
     tp.close()
     with pytest.raises(ValueError, match="has been closed"), tp.busy():
-        raise AssertionError("minutes of work for nobody")
+        raise AssertionError("minutes of useless work")
 
 
 def leaving_by_an_exception(rank: Rank) -> None:
@@ -1387,13 +1387,13 @@ def a_hostile_store(rank: Rank) -> None:
             decoded = phase in ("construction", "a broadcast")
             for value in [hostile, _pack_payload(phase, False, hostile)] if decoded else [hostile]:
                 instead = {name: value}
-                started, said = time.monotonic(), "nothing"
+                started, reported = time.monotonic(), "nothing"
                 try:
                     life()
                 except TensorParallelError as error:
-                    said = str(error)
+                    reported = str(error)
                 assert time.monotonic() - started < SOON
-                everywhere: list[Any] = _agreed(said)
+                everywhere: list[Any] = _agreed(reported)
                 if name.startswith("heartbeat"):  # it moves or it does not
                     assert everywhere == ["nothing"] * rank.world
                 elif name.startswith("groups"):  # of one rank, which does not come
@@ -1406,7 +1406,7 @@ def a_hostile_store(rank: Rank) -> None:
                         Rendezvous(functools.partial(store.open_store, None), rank.rank, rank.world, 15.0).end()
                 else:
                     named = ["holds what no rank wrote" in each for each in everywhere]
-                    # a verdict may be there before its payloads are looked at again; behind the last call nobody is
+                    # a verdict may be there before its payloads are looked at again; behind the last call no rank is
                     # told
                     assert any(named) if last else all(named), (name, value, everywhere)
                 _agreed(None)
@@ -1479,9 +1479,9 @@ def device_mesh(rank: Rank) -> None:
     with TensorParallel(mesh["tp"], shard, first_token=first, **options) as tp:
         rank.check(tp, shard, problem)
         assert tp.broadcast({"seeds": torch.arange(3) + rank.rank})["seeds"].tolist() == [0, 1, 2]
-        mine = ValueError("seed is wrong") if rank.rank == 1 else None
-        with pytest.raises(ValueError, match="seed is wrong" if mine else "^rank 1: ValueError: seed is wrong"):
-            tp.broadcast(1, error=mine)
+        local = ValueError("seed is wrong") if rank.rank == 1 else None
+        with pytest.raises(ValueError, match="seed is wrong" if local else "^rank 1: ValueError: seed is wrong"):
+            tp.broadcast(1, error=local)
         with pytest.raises(ValueError, match="rows must be the same on all ranks, got rank 0: 0, rank 1: 1"):
             tp.broadcast(1, must_match={"rows": rank.rank})
         rank.check(tp, shard, problem)
@@ -1587,7 +1587,7 @@ def connections_that_are_closed(rank: Rank) -> None:
     assert _fails(other, functools.partial(draw, other, shard, problem)).rank == late  # one that was there before
     other.close()
 
-    # closed by somebody else's time-out, of which nobody told
+    # closed by a time-out outside of the package, which declares no failure
     broken = dist.new_group()
     if rank.rank < 2:
         waiting = broken.recv([torch.zeros(1)], 1 - rank.rank, 5)
@@ -1871,7 +1871,7 @@ def _work(rank: Rank, names: Sequence[str], port: int, pipe: Connection) -> None
     for name in names:
         try:
             globals()[name](rank)
-            if rank.device.type == "cuda" and globals()[name] not in LAST:  # NCCL would wait for whoever is gone
+            if rank.device.type == "cuda" and globals()[name] not in LAST:  # NCCL would wait for a rank that is gone
                 torch.cuda.synchronize()
             pipe.send((name, "ok"))
         except BaseException:
@@ -1915,15 +1915,15 @@ def run(
     pipes, processes = {}, []
     for rank in range(world):
         where = torch.device("cuda", 0 if one_visible else rank) if device == "cuda" else torch.device("cpu")
-        ours, theirs = context.Pipe(duplex=False)
-        arguments = (Rank(rank, world, where, impl, transport, long), list(names), port, theirs)
+        ours, other_out = context.Pipe(duplex=False)
+        arguments = (Rank(rank, world, where, impl, transport, long), list(names), port, other_out)
         process = context.Process(target=_work, args=arguments, daemon=True)
         with pytest.MonkeyPatch.context() as patch:  # what is imported first asks CUDA for the devices already
             if one_visible:
                 visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(world)))).split(",")
                 patch.setenv("CUDA_VISIBLE_DEVICES", visible[rank])
             process.start()
-        theirs.close()
+        other_out.close()
         pipes[ours] = rank
         processes.append(process)
     results: dict[str, dict[int, str]] = {name: {} for name in names}
@@ -1935,18 +1935,18 @@ def run(
         for pipe in ready:
             rank = pipes[pipe]
             try:
-                said = pipe.recv()
+                reported = pipe.recv()
             except EOFError:
-                said = None
-            if said is None:
+                reported = None
+            if reported is None:
                 del pipes[pipe]
             else:
-                results[said[0]][rank] = said[1]
+                results[reported[0]][rank] = reported[1]
                 if log is not None:
                     with open(log, "a", encoding="utf-8") as file:
-                        seconds_so_far = time.monotonic() - started
+                        elapsed = time.monotonic() - started
                         file.write(
-                            f"{world} {impl} {transport} {said[0]} rank {rank}, {seconds_so_far:.0f} s: {said[1]}\n"
+                            f"{world} {impl} {transport} {reported[0]} rank {rank}, {elapsed:.0f} s: {reported[1]}\n"
                         )
     for process in processes:
         process.join(10)

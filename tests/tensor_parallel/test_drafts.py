@@ -268,7 +268,7 @@ def test_what_takes_the_place_of_a_draft(ranges, ranks, monkeypatch):
         assert out.num_accepted.max() == 0
         for token, share in enumerate(left):
             binomial(int((out.token_ids[:, 0] == token).sum()), rows, share)
-    below = torch.tensor([0.6, -0.5, -0.0, -math.inf])  # as 0: nobody draws the last
+    below = torch.tensor([0.6, -0.5, -0.0, -math.inf])  # as 0: the last is never drawn
     given, clamped = (
         verify(states, head(p), drafts, draft_probs=q.expand(rows, 1, 4), seed=seeds, tp=tp, **REJECT)
         for q in (below, below.clamp(min=0.0))
@@ -574,10 +574,10 @@ def test_a_failed_step_has_no_token(impl):
         step = flat(9, 70, params, drafted=drafted)
         transport: Any = Failed(3, 4096)
         states, weight = fit(impl, step.hidden_states), fit(impl, step.weight[:40])
-        mine = step._replace(hidden_states=states, weight=weight, vocab_size=40)
+        own = step._replace(hidden_states=states, weight=weight, vocab_size=40)
         backend = BACKENDS[impl]
         for _ in range(3 if impl == "streaming" else 1):
-            drawn = rejection.reject(Part(transport, backend, [(0, 40), (40, 60), (60, 70)], 0, 70), mine)
+            drawn = rejection.reject(Part(transport, backend, [(0, 40), (40, 60), (60, 70)], 0, 70), own)
             assert drawn.ids.tolist() == [-1] * 3 + [0] * 3
 
 

@@ -274,16 +274,16 @@ def test_a_rank_among_messages_that_are_there(impl, size, batch, num_samples):
     for launches, skipped_calls, rank in ((0, 0, 0), (1, 0, size - 1), (2**15, 2**31 - 2**15 + 3, size // 2)):
         ranks.shared.zero_()
         ranks.tables[rank, exchange_protocol.TABLE_STEPS] = launches
-        said = [messages(problem, winner, (launches + skipped_calls) % 2**32) for winner in winners]
+        reported = [messages(problem, winner, (launches + skipped_calls) % 2**32) for winner in winners]
         for peer in range(size):
             if peer != rank:
-                slots[rank, launches % 2, peer, :n] = said[peer][0]
+                slots[rank, launches % 2, peer, :n] = reported[peer][0]
         tokens = ranks.draw({rank: problem}, {rank: skipped_calls})[rank]
         assert torch.equal(tokens, expected)
-        assert torch.equal(ranks.shared[rank, exchange_protocol.SHARED_DETAILS :][:n], said[rank][1])
+        assert torch.equal(ranks.shared[rank, exchange_protocol.SHARED_DETAILS :][:n], reported[rank][1])
         for peer in range(size):
             got = slots[peer, launches % 2, rank, :n]
-            assert torch.equal(got, said[rank][0] if peer != rank else torch.zeros_like(got))
+            assert torch.equal(got, reported[rank][0] if peer != rank else torch.zeros_like(got))
             slots[peer, launches % 2, rank, :n] = 0
         ranks.assert_empty()
     # the last row of the last rank is of another step, or missing: nothing is drawn, and that rank is to blame
@@ -325,7 +325,7 @@ FIELDS = {"one row fewer": 8, "draws": 8, "seed": 4, "offset": 2, "temperature":
 @pytest.mark.parametrize(("size", "odd"), [(2, 0), (2, 1), (3, 0), (3, 1), (3, 2)])
 @pytest.mark.parametrize("batch", [6, 130, 330] if ON_GPU else [6, 256])
 def test_a_rank_whose_call_differs(impl, size, odd, what, batch):
-    """All ranks' rows are -1, all are told the same: who, and what."""
+    """All ranks' rows are -1, and all get the same verdict: the rank and the fields."""
     ranks = Ranks(impl, size, 1000)
     problem = batch_shape(batch)
     ranks.draw(ranks.same_for_all(problem))
@@ -437,12 +437,12 @@ class Rounds(Ranks):
         failed = {rank: torch.zeros(1, dtype=torch.int64, device="cuda") for rank in words}
         hashes = {rank: torch.tensor([(requests or {}).get(rank, 12345 << 40)], device="cuda") for rank in words}
         torch.cuda.synchronize()
-        for rank, mine in words.items():
+        for rank, local in words.items():
             with torch.cuda.stream(self.streams[rank]):
                 table = self.tables[rank].data_ptr()
-                out[rank] = collectives.all_gather(table, mine, self.size, failed[rank], hashes[rank], flag, step)
+                out[rank] = collectives.all_gather(table, local, self.size, failed[rank], hashes[rank], flag, step)
         torch.cuda.synchronize()
-        return {rank: (theirs, bool(failed[rank])) for rank, theirs in out.items()}
+        return {rank: (received, bool(failed[rank])) for rank, received in out.items()}
 
 
 def some_words(ranks: int, count: int, seed: int = 0) -> dict[int, Tensor]:
@@ -468,8 +468,8 @@ def test_words_reach_all_ranks(loaded, size):
     ranks = Rounds("triton", size, 5000)
     for step, count in enumerate((1, 4, 255, 256, 257, 1000, 4096, 5000, 3)):
         words = some_words(size, count, seed=step)
-        for theirs, failed in ranks.all_gather(words, batch_shape(5, num_samples=3)).values():
-            assert torch.equal(theirs, torch.stack(list(words.values())))
+        for received, failed in ranks.all_gather(words, batch_shape(5, num_samples=3)).values():
+            assert torch.equal(received, torch.stack(list(words.values())))
             assert not failed
         ranks.assert_empty()
         assert (ranks.tables[:, exchange_protocol.TABLE_STEPS] == step + 1).all()
@@ -486,7 +486,7 @@ def test_words_that_nobody_wants_are_no_step(loaded):
         out = ranks.all_gather(words, batch_shape(5), wanted=wanted)
         assert not any(failed for _, failed in out.values())
         if wanted:
-            assert all(torch.equal(theirs, torch.stack(list(words.values()))) for theirs, _ in out.values())
+            assert all(torch.equal(received, torch.stack(list(words.values()))) for received, _ in out.values())
         taken += wanted
         ranks.assert_empty()
         assert (ranks.tables[:, exchange_protocol.TABLE_STEPS] == taken).all()
@@ -516,10 +516,10 @@ def test_a_rank_whose_request_differs(loaded, size, odd, count):
             torch.cuda.synchronize()
             with torch.cuda.stream(ranks.streams[odd]):
                 tokens = importlib.import_module("flashsampling.kernels.triton").run(plain).ids
-            for rank, mine in words.items():
+            for rank, local in words.items():
                 with torch.cuda.stream(ranks.streams[rank]):
                     collectives.all_gather(
-                        ranks.tables[rank].data_ptr(), mine, size, failed, request, always, problem.step()
+                        ranks.tables[rank].data_ptr(), local, size, failed, request, always, problem.step()
                     )
             torch.cuda.synchronize()
             assert (tokens == -1).all()

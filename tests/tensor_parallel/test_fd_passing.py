@@ -53,13 +53,13 @@ def test_everybody_has_everybody_else_s(size):
 
     def work(meet):
         descriptors = exchange_file_descriptors(files[meet.rank].exported, meet, 20.0)
-        said = {rank: os.pread(descriptor, 100, 0).decode() for rank, descriptor in descriptors.items()}
+        reported = {rank: os.pread(descriptor, 100, 0).decode() for rank, descriptor in descriptors.items()}
         for descriptor in descriptors.values():
             os.close(descriptor)
-        return said
+        return reported
 
-    for rank, said in enumerate(_ranks(size, work)):
-        assert said == {other: f"memory of rank {other}" for other in range(size) if other != rank}
+    for rank, reported in enumerate(_ranks(size, work)):
+        assert reported == {other: f"memory of rank {other}" for other in range(size) if other != rank}
     assert open_files() == before
 
 
@@ -100,9 +100,9 @@ def test_another_rank_s_error_ends_the_wait_for_its_memory():
         return meet.fail("mapping peers' memory", error.value)
 
     started = time.monotonic()
-    said = _ranks(3, work)
+    reported = _ranks(3, work)
     assert time.monotonic() - started < 10
-    assert all(isinstance(each, RemoteError) and each.rank == 1 and "none left" in str(each) for each in said)
+    assert all(isinstance(each, RemoteError) and each.rank == 1 and "none left" in str(each) for each in reported)
     assert open_files() == before
 
 
@@ -123,10 +123,10 @@ def test_a_socket_that_is_gone_is_not_blamed_before_its_rank_says_why():
             exchange_file_descriptors(files[0].exported, meet, 20.0)
         return meet.fail("mapping peers' memory", error.value)
 
-    for said in _ranks(2, work):
-        assert isinstance(said, RemoteError)
-        assert said.rank == 1
-        assert "none left" in str(said)
+    for reported in _ranks(2, work):
+        assert isinstance(reported, RemoteError)
+        assert reported.rank == 1
+        assert "none left" in str(reported)
 
 
 def test_what_strangers_send_is_not_memory():
@@ -148,10 +148,10 @@ def test_what_strangers_send_is_not_memory():
 
         meet.exchange = and_then_a_stranger
         descriptors = exchange_file_descriptors(files[meet.rank].exported, meet, 20.0)
-        said = {rank: os.pread(descriptor, 100, 0) for rank, descriptor in descriptors.items()}
+        reported = {rank: os.pread(descriptor, 100, 0) for rank, descriptor in descriptors.items()}
         for descriptor in descriptors.values():
             os.close(descriptor)
-        return said
+        return reported
 
     assert _ranks(2, work) == [{1: b"memory of rank 1"}, {0: b"memory of rank 0"}]
     assert open_files() == before
@@ -185,14 +185,14 @@ def test_a_rank_that_takes_nothing_is_the_one_to_blame(sends):
             exchange_file_descriptors(files[meet.rank].exported, meet, 1.0)
         return meet.fail("mapping peers' memory", error.value)
 
-    said = {str(each) for each in _ranks(5, work)}
-    assert len(said) == 1
-    assert "rank 2" in said.pop().split(":", 2)[2]
+    reported = {str(each) for each in _ranks(5, work)}
+    assert len(reported) == 1
+    assert "rank 2" in reported.pop().split(":", 2)[2]
     assert open_files() == before
 
 
 def test_strangers_that_keep_writing_do_not_keep_it_waiting():
-    """A message that is nobody's is no reason to look at the clock later."""
+    """Messages of unknown senders do not extend the time-out."""
     files, ended = [File(rank) for rank in range(2)], threading.Event()
 
     def work(meet):

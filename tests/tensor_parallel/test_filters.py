@@ -55,7 +55,7 @@ class Board:
 
 
 class Transport:
-    """A rank's; it counts its messages. Of what nobody is said to want it gives words that would be found."""
+    """A rank's collectives, which count messages. Unwanted rounds return words that a reader would notice."""
 
     def __init__(self, board: Board, rank: int, room: int, skips: bool = False) -> None:
         self.board, self.rank, self.room, self.skips, self.messages = board, rank, room, skips, 0
@@ -68,9 +68,9 @@ class Transport:
         assert words.ndim == 1
         assert 1 <= len(words) <= self.room
         self.messages += 1
-        theirs = self.board.all_gather(self.rank, words)
+        received = self.board.all_gather(self.rank, words)
         is_wanted = wanted is None or wanted.item() != 0 or not self.skips
-        return theirs if is_wanted else torch.full_like(theirs, 2**62 - 12345)
+        return received if is_wanted else torch.full_like(received, 2**62 - 12345)
 
     def end(self, error: BaseException | None = None) -> None:
         pass
@@ -115,10 +115,10 @@ def run(
         if params.bias is not None:
             params = params._replace(bias=params.bias[first:last])
         shard = Shard(first, PACKED)
-        mine = step._replace(
+        local = step._replace(
             weight=step.weight[first:last].clone(), vocab_size=last - first, shard=shard, params=params
         )
-        outs[rank] = (filtered_sampling.draw if step.drafted is None else rejection.reject)(part, mine)
+        outs[rank] = (filtered_sampling.draw if step.drafted is None else rejection.reject)(part, local)
 
     on_all_ranks(board, work)
     first = outs[0]
@@ -162,11 +162,11 @@ def test_cuts_do_not_matter():
         step = step._replace(params=step.params._replace(top_p=torch.rand(5), top_k=40, logprobs=True))
         one, other = (run(step, cut(mix, 130))[0] for _ in range(2))
         for name, part in parts_of(one, step).items():
-            theirs = parts_of(other, step)[name]
+            received = parts_of(other, step)[name]
             if name in ("token_ids", "ranks", "top_token_ids"):
-                assert torch.equal(part, theirs), (seed, name)
+                assert torch.equal(part, received), (seed, name)
             else:
-                torch.testing.assert_close(part, theirs, rtol=1e-6, atol=1e-6, equal_nan=True)
+                torch.testing.assert_close(part, received, rtol=1e-6, atol=1e-6, equal_nan=True)
 
 
 @pytest.mark.parametrize("impl", KERNELS)
@@ -207,11 +207,11 @@ def test_a_rank_s_number_may_be_another_s_tensor(skips):
     def work(rank: int) -> None:
         first, last = ranges[rank]
         part = Part(Counting(board, rank, 2048, skips), BACKENDS["triton"], ranges, rank, 400)
-        mine = step._replace(
+        local = step._replace(
             hidden_states=states, weight=weight[first:last].clone(), seed=seeds, shard=Shard(first, PACKED)
         )
-        mine = mine._replace(vocab_size=last - first, params=SamplingParams(top_k=forms[rank], top_p=0.9))
-        outs[rank] = filtered_sampling.draw(part, mine)
+        local = local._replace(vocab_size=last - first, params=SamplingParams(top_k=forms[rank], top_p=0.9))
+        outs[rank] = filtered_sampling.draw(part, local)
 
     on_all_ranks(board, work)
     assert sizes[0] == sizes[1]

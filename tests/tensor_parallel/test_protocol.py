@@ -108,14 +108,14 @@ def test_every_interleaving(name):
         launches = [sum(call.kind == LAUNCH for call in program) for program in scenario.programs]
         assert report.outcomes == {tuple((False, None, (True,) * n) for n in launches)}
     else:
-        assert any(told for outcome in report.outcomes for _, told, _ in outcome)
+        assert any(notified for outcome in report.outcomes for _, notified, _ in outcome)
 
 
 @pytest.mark.parametrize("defect", DEFECTS)
 def test_the_search_finds_what_each_part_is_for(defect):
-    name, said = FINDS[defect]
+    name, reported = FINDS[defect]
     report = explore(replace(SCENARIOS[name][0], defects=frozenset({defect})))
-    assert said in report.broken, report
+    assert reported in report.broken, report
     assert report.trace
 
 

@@ -277,11 +277,11 @@ def test_a_failure_of_the_group_ends_an_exchange(connect):
 
 def test_the_first_failure_stands(connect):
     def work(meet):
-        said = meet.declare(Failure("mismatch", meet.rank, 3, ("seed", "offset"), f"rank {meet.rank}'s opinion"))
-        return said, meet.declared()
+        reported = meet.declare(Failure("mismatch", meet.rank, 3, ("seed", "offset"), f"rank {meet.rank}'s opinion"))
+        return reported, meet.declared()
 
     results, _ = ranks(4, work, connect)
-    assert len({failure for said in results for failure in said}) == 1
+    assert len({failure for reported in results for failure in reported}) == 1
 
 
 class _Wedged:
@@ -459,7 +459,7 @@ def test_a_step_that_hangs_becomes_a_failure_of_all_within_the_bound(seconds, de
 
 def test_no_failure_while_steps_end_and_while_none_is_called(connect):
     group = _Group(2, 2.0, connect)
-    assert not group.until_failure(20)  # nobody calls
+    assert not group.until_failure(20)  # no rank calls
     for step in range(1, 20):  # each hangs for less than the time-out
         group.progress = [(step, step - 1), (step - 1, step - 1)]
         assert not group.until_failure(1.6)
@@ -597,7 +597,7 @@ def alone(monkeypatch):
     store = HashStore()
     it = nccl.Nccl(None, Rendezvous(lambda: store, 0, 3, 30.0), torch.device("cpu"), 4, 4, 1.0)
     sent = []
-    monkeypatch.setattr(nccl, "gather_flat", lambda gathered, mine, group: sent.append(mine.tolist()))
+    monkeypatch.setattr(nccl, "gather_flat", lambda gathered, local, group: sent.append(local.tolist()))
     return it, sent
 
 

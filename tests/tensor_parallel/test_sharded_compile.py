@@ -122,5 +122,5 @@ print(*ahead, len(compiled) > 20, *launched)
 
 
 def test_what_is_rehearsed_ahead_is_all_that_a_step_compiles(tmp_path):
-    """Several kernels at once, while nothing runs and nobody else takes part."""
+    """Several kernels compile at once, while nothing runs and no other rank takes part."""
     assert output_of(AHEAD, cache=tmp_path).split() == ["FutureKernel", "True"]

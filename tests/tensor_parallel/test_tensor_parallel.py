@@ -106,16 +106,16 @@ def _shares(impl: str) -> int:
 def _run(share: Share) -> dict[str, dict[int, str]]:
     """Returns each rank's result of each scenario. After a failure new processes run the remaining scenarios."""
     world, impl, transport, first = share
-    said: dict[str, dict[int, str]] = {}
+    reported: dict[str, dict[int, str]] = {}
     left = _names(world, impl, transport)[first :: _shares(impl)]
     while left:
         forked = world != 3  # three have hashes of their own
         ran = scenarios.run(world, left, device=DEVICE.type, impl=impl, transport=transport, long=LONG, forked=forked)
         failed = (place for place, name in enumerate(left) if set(ran[name].values()) != {"ok"})
         done = next(failed, len(left)) + 1
-        said |= {name: ran[name] for name in left[:done]}
+        reported |= {name: ran[name] for name in left[:done]}
         left = left[done:]
-    return said
+    return reported
 
 
 @pytest.fixture
@@ -131,11 +131,11 @@ def results(request, tmp_path_factory, worker_id):
     def share_of(world: int, impl: str, transport: str, name: str) -> Share:
         return world, impl, transport, _names(world, impl, transport).index(name) % _shares(impl)
 
-    def said(share: Share) -> pathlib.Path:
+    def reported(share: Share) -> pathlib.Path:
         return folder / f"{'-'.join(map(str, share))}.json"
 
     def run(share: Share) -> None:
-        path = said(share)
+        path = reported(share)
         with contextlib.suppress(Timeout), FileLock(f"{path}.lock", blocking=False):
             if not path.exists():
                 part = path.with_suffix(".part")
@@ -150,17 +150,17 @@ def results(request, tmp_path_factory, worker_id):
     def of(*case) -> dict[str, str]:
         share = share_of(*case)
         others = itertools.cycle(dict.fromkeys((share, *asked_for)))
-        while not said(share).exists():
+        while not reported(share).exists():
             run(next(others))
             time.sleep(0.1)
-        return json.loads(said(share).read_text())[case[3]]
+        return json.loads(reported(share).read_text())[case[3]]
 
     return of
 
 
 def _assert_ok(per_rank, expected_dead=None):
-    for rank, said in per_rank.items():
-        assert said == ("died" if int(rank) == expected_dead else "ok"), f"rank {rank}: {said}"
+    for rank, reported in per_rank.items():
+        assert reported == ("died" if int(rank) == expected_dead else "ok"), f"rank {rank}: {reported}"
 
 
 @pytest.mark.timeout(1300)  # a share's scenarios are run by the first test that asks, and the others wait
@@ -176,17 +176,17 @@ def test_what_is_behind_a_failure_is_run(monkeypatch):
     def run(world, left, **options):
         calls.append(list(left))
         fails = left.index(names[2]) if names[2] in left else len(left)
-        said = ["ok"] * fails + ["a traceback"] + ["died"] * len(left)
+        reported = ["ok"] * fails + ["a traceback"] + ["died"] * len(left)
         return {
             name: {rank: what if rank else "ok" for rank in range(world)}
-            for name, what in zip(left, said, strict=False)
+            for name, what in zip(left, reported, strict=False)
         }
 
     monkeypatch.setattr(scenarios, "run", run)
-    said = _run((*kind, 0))
+    reported = _run((*kind, 0))
     assert calls == [names, names[3:]]
-    assert list(said) == names
-    assert [name for name in names if said[name][1] != "ok"] == [names[2]]
+    assert list(reported) == names
+    assert [name for name in names if reported[name][1] != "ok"] == [names[2]]
 
 
 DEAD = {"a_rank_dies": 1, "the_first_rank_dies": 0, "a_rank_dies_in_a_round": 1}
@@ -210,9 +210,9 @@ def test_ranks_that_fail(world, impl, transport, name):
 @pytest.mark.parametrize("world", [2, 3])
 def test_gloo_never_names_the_wrong_rank(world):
     names = [scenario.__name__ for scenario in scenarios.OF_GLOO]
-    said = scenarios.run(world, names, device="cpu", impl="streaming", transport="gloo", long=False, forked=True)
+    reported = scenarios.run(world, names, device="cpu", impl="streaming", transport="gloo", long=False, forked=True)
     for name in names:
-        _assert_ok(said[name])
+        _assert_ok(reported[name])
 
 
 def test_a_hostile_store():
@@ -252,7 +252,7 @@ def _member(gpu, **options):
         ({"gpu": "A"}, "triton", "nccl", "ranks 0 and 1 share a GPU"),
         ({"no_peers": ("A",)}, "triton", "nccl", "the GPU of rank 1 cannot map the memory of rank 0's"),
         ({}, "streaming", "nccl", "impl 'streaming' has no kernel"),
-        ({"host": "two"}, "triton", "nccl", None),  # nobody expects it there
+        ({"host": "two"}, "triton", "nccl", None),  # p2p is not expected there
     ],
 )
 def test_why_not_p2p(other, impl, transport, why):
@@ -320,7 +320,7 @@ def test_room_for_digits():
 
 @pytest.mark.parametrize("transport", [Gloo, Nccl])
 def test_a_message_that_raised_leaves_nothing_behind(transport, monkeypatch):
-    """The next step's message would say that something is asked for, and ranks that differ could agree."""
+    """Otherwise the next step's header would hold old parameters, and ranks that differ could agree."""
     it = object.__new__(transport)
     it._hashes, it._seconds = Hashes(4, torch.device("cpu")), 1.0
     header = it._header = it._message = torch.zeros(HEADER, dtype=torch.int64)
@@ -374,7 +374,7 @@ def test_a_copy_of_a_module_has_the_same_group_and_no_pickle_has_it(alone):
 
 
 def test_a_broken_device_does_not_hide_the_named_error(alone):
-    """Counting a call that raised asks the device, and after a device-side assert it raises whatever it is asked."""
+    """Counting a call that raised is a device call, and after a device-side assert every device call raises."""
 
     class Broken:
         def failure(self):

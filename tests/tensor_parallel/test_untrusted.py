@@ -206,9 +206,9 @@ VERDICTS = {
     "ranks of no group": '{"present": [0, 1, 2]}',
     "not all ranks": '{"present": [0]}',
     "a rank twice": '{"present": [0, 0]}',
-    "an error of nobody": '{"error": [7, "ValueError", "x"]}',
+    "an error of no rank": '{"error": [7, "ValueError", "x"]}',
     "an error of three": '{"error": [0, 1, 2]}',
-    "a failure of nobody": json.dumps({"failure": Failure("timeout", 2).encoded()}),
+    "a failure of no rank": json.dumps({"failure": Failure("timeout", 2).encoded()}),
     "a failure that is none": '{"failure": "{}"}',
     "two in one": '{"present": [0, 1], "error": [0, "a", "b"]}',
 }
@@ -222,7 +222,7 @@ def test_a_verdict_that_no_rank_gave(verdict):
     for one in (meet, other):
         with pytest.raises(TensorParallelError, match="store holds what no rank wrote") as error:
             one.exchange("construction", b"x")
-        assert error.value.failure.rank == one.rank  # it gives up, whoever wrote that
+        assert error.value.failure.rank == one.rank  # the reader gives up: it cannot know the writer
     assert isinstance(meet.fail("construction", ValueError()), TensorParallelError | RuntimeError)
 
 

@@ -152,7 +152,7 @@ def test_a_streamer_that_raises_leaves_the_model_as_it_was(model):
 
 
 def test_threads_share_a_model(model):
-    """Four threads, two that sample and two that want plain logits: nobody sees another's."""
+    """Four threads, two that sample and two that want plain logits, do not affect each other."""
     inputs = prompt([9, 4, 7])
     logits = model(**inputs).logits
     alone = [
@@ -368,9 +368,9 @@ def test_the_error_says_what_switches_a_processor_off(model, field, monkeypatch)
     hints = dict(re.findall(r"\((\w+)=(.*?)\)", str(error.value)))
     assert field in hints
     value = hints[field]
-    said = next(line for line in DOCS.splitlines() if line.startswith(f"| `{field}` |"))
-    assert "refused" in said
-    assert f"switched off by {value} |" in said
+    reported = next(line for line in DOCS.splitlines() if line.startswith(f"| `{field}` |"))
+    assert "refused" in reported
+    assert f"switched off by {value} |" in reported
     model.generate(**arguments | {field: eval(value)})
 
 
@@ -391,12 +391,12 @@ def test_the_docs_say_what_every_argument_does():
     assert set(inspect.signature(generate).parameters) - set(
         inspect.signature(GenerationMixin._sample).parameters
     ) == ours | {"model"}
-    said = set(re.findall(r"^\| `(\w+)` \| \S", DOCS, flags=re.MULTILINE))
-    assert (fields | arguments | ours) - said == set()
+    reported = set(re.findall(r"^\| `(\w+)` \| \S", DOCS, flags=re.MULTILINE))
+    assert (fields | arguments | ours) - reported == set()
     taken_away = inspect.getsource(GenerationMixin._extract_generation_mode_kwargs)
-    assert set(re.findall(r'kwargs\.pop\("(\w+)"', taken_away)) <= said
+    assert set(re.findall(r'kwargs\.pop\("(\w+)"', taken_away)) <= reported
     returned = {field.name for field in dataclasses.fields(GenerateOutput)}
-    assert returned - {field.name for field in dataclasses.fields(GenerateDecoderOnlyOutput)} <= said
+    assert returned - {field.name for field in dataclasses.fields(GenerateDecoderOnlyOutput)} <= reported
 
 
 class StopsAt(StoppingCriteria):
@@ -510,8 +510,8 @@ def test_seeds_of_64_bits(model):
     rows = [-5, 3]
     for same in ([2**64 - 5, 3], torch.tensor(rows), torch.tensor(rows, dtype=torch.int32), list(torch.tensor(rows))):
         assert torch.equal(tokens(same), tokens(rows))
-    for same in (np.array(3), torch.tensor(3), np.int64(3)):
-        assert torch.equal(tokens(same), tokens(3))
+    for scalar in (np.array(3), torch.tensor(3), np.int64(3)):
+        assert torch.equal(tokens(scalar), tokens(3))
 
 
 def test_a_temperature_warper_of_ones_own(model):
@@ -584,7 +584,7 @@ class Fails(LMHeadSampler):
 @pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize("at", [0, 3])
 def test_a_rank_that_is_gone_is_named_before_an_id_is_used(at, at_once):
-    """Trap 34: -1 in an embedding would end a GPU's process, and what it streams nobody could read."""
+    """Trap 34: -1 in an embedding would end a GPU's process, and its stream could not be decoded."""
     model = llama()
     fed = []
     model.get_input_embeddings().register_forward_pre_hook(lambda module, args: fed.append(int(args[0].min())))
@@ -740,11 +740,11 @@ def test_the_model_runs_over_the_callers_batch_alone(given):
         torch.tensor([1, 2], device=DEVICE),
     )
     expected = plain(model, seeds, **options)
-    theirs = seen.copy()
+    received = seen.copy()
     seen.clear()
     fused = model.generate(**options, do_sample=True, custom_generate=generate, seed=seeds, sampler=sampler)
     assert torch.equal(fused, expected)
-    assert seen == theirs == [(2, 6), (2, 1), (2, 1)]
+    assert seen == received == [(2, 6), (2, 1), (2, 1)]
 
 
 def test_the_heads_numbers_are_compared_once_and_again_where_they_could_be_others(monkeypatch):

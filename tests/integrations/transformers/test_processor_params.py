@@ -137,25 +137,25 @@ def test_the_dictionary_and_its_logprobs(model):
     }
     options |= {"return_dict_in_generate": True, "output_hidden_states": True}
     ours: Any = fused(model, **options, return_logprobs=True, top_logprobs=3)
-    theirs = expected(model, **options, output_logits=True, output_scores=True)
+    received = expected(model, **options, output_logits=True, output_scores=True)
     assert type(ours).__name__ == "GenerateOutput"
-    assert torch.equal(ours.sequences, theirs.sequences)
+    assert torch.equal(ours.sequences, received.sequences)
     assert ours.scores is None
     assert ours.logits is None
     steps = ours.sequences.shape[1] - 9
-    for mine, others in zip(ours.hidden_states, theirs.hidden_states, strict=True):
-        assert all(torch.equal(*pair) for pair in zip(mine, others, strict=True))
+    for local, others in zip(ours.hidden_states, received.hidden_states, strict=True):
+        assert all(torch.equal(*pair) for pair in zip(local, others, strict=True))
     assert ours[CACHE].get_seq_length() == 9 + steps - 1
     ended = torch.zeros(3, dtype=torch.bool, device=DEVICE)
     for step in range(steps):
         tokens = ours.sequences[:, 9 + step]
         offset, draw = torch.full((3,), step, device=DEVICE), torch.zeros(1, dtype=torch.int64, device=DEVICE)
         gumbel = noise.gumbel(torch.tensor(SEEDS, device=DEVICE), offset, draw, 0, 1000)[:, 0]
-        raw, processed = theirs.logits[step].log_softmax(-1), (theirs.scores[step] - gumbel).log_softmax(-1)
-        for mine, others in ((ours.logprobs, raw), (ours.processed_logprobs, processed)):
+        raw, processed = received.logits[step].log_softmax(-1), (received.scores[step] - gumbel).log_softmax(-1)
+        for local, others in ((ours.logprobs, raw), (ours.processed_logprobs, processed)):
             others = others.gather(1, tokens[:, None])[:, 0]
-            assert torch.allclose(mine[~ended, step], others[~ended], atol=1e-4)
-            assert mine[ended, step].isnan().all()
+            assert torch.allclose(local[~ended, step], others[~ended], atol=1e-4)
+            assert local[ended, step].isnan().all()
         best = raw.topk(3)
         assert torch.equal(ours.top_token_ids[~ended, step], best.indices[~ended])
         assert torch.allclose(ours.top_logprobs[~ended, step], best.values[~ended], atol=1e-4)
@@ -175,10 +175,10 @@ def test_the_dictionary_without_more(model, free):
 def test_attentions():
     model = llama(attn_implementation="eager")
     options = {"return_dict_in_generate": True, "output_attentions": True}
-    ours, theirs = fused(model, **options), expected(model, **options)
+    ours, received = fused(model, **options), expected(model, **options)
     assert len(ours.attentions) == ours.sequences.shape[1] - 9
-    for mine, others in zip(ours.attentions, theirs.attentions, strict=True):
-        assert all(torch.equal(*pair) for pair in zip(mine, others, strict=True))
+    for local, others in zip(ours.attentions, received.attentions, strict=True):
+        assert all(torch.equal(*pair) for pair in zip(local, others, strict=True))
 
 
 def test_a_request_per_row(model):

@@ -112,18 +112,18 @@ def compare(chosen, rows: random.Random):
     requests = StepParams(params, input_ids, VOCAB, DEVICE, {})
     for _ in range(3):
         logits = (4 * torch.randn(BATCH, VOCAB, generator=generator)).to(DEVICE)
-        theirs = chosen(input_ids, logits.double())  # no mass is then a rounding away from p
+        received = chosen(input_ids, logits.double())  # no mass is then a rounding away from p
         ours = processed(requests, params.temperature, input_ids, logits)
         for row in range(BATCH):
-            lost = not theirs[row].isfinite().any()  # all masked out: -inf, and what their softmax makes of it
+            lost = not received[row].isfinite().any()  # all masked out: -inf, and what their softmax makes of it
             assert lost == (not ours[row].isfinite().any()), "a row without a token"
             if lost:
                 continue
-            assert torch.equal(ours[row].isfinite(), theirs[row].isfinite()), list(map(type, chosen))
+            assert torch.equal(ours[row].isfinite(), received[row].isfinite()), list(map(type, chosen))
             kept = ours[row].isfinite()
             if kept.sum() == 1:
                 continue  # a forced token's logit is 0 there
-            both = (ours[row][kept].log_softmax(0), theirs[row][kept].log_softmax(0))
+            both = (ours[row][kept].log_softmax(0), received[row][kept].log_softmax(0))
             assert torch.allclose(*both, atol=1e-4, rtol=1e-5), chosen
         drawn = torch.randint(0, 5, (BATCH,), generator=generator).to(DEVICE)
         requests.count(drawn, input_ids.shape[1])
