@@ -87,7 +87,7 @@ class TensorParallelError(RuntimeError):
         ...     raise Failure("aborted", rank=1, what="KeyboardInterrupt: ").error("rank 1", timeout=60.0)
         ... except TensorParallelError as error:
         ...     print(error.rank, error.failure.kind)
-        1 left
+        1 aborted
     """
 
     def __init__(self, message: str, failure: Failure) -> None:
