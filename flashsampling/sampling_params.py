@@ -84,7 +84,7 @@ def batch_shape(batch: int, rows: int, vocab_size: int, device: torch.device, nu
 def unexpected(name: str, function: Callable[..., Any] | None, given_elsewhere: Sequence[str] = ()) -> TypeError:
     """The error for an argument that ``function`` does not take. ``given_elsewhere``: arguments of it that its caller gives."""
     own = [] if function is None else inspect.signature(function).parameters
-    names = [name for name in own if name not in ("self", "request", *given_elsewhere)] + [*_NAMES]
+    names = [name for name in (*own, *_NAMES) if name not in ("self", "request", *given_elsewhere)]
     similar = [other for other in names if other.startswith(name)] or difflib.get_close_matches(name, names, 1)
     hint = f"; did you mean {similar[0]}?" if similar else "."
     taker = "A request" if function is None else function.__name__

@@ -1,4 +1,4 @@
-"""What ranks tell each other when they make a group, and what they conclude from it, all alike."""
+"""Capability exchange: facts that ranks exchange when they make a group, and choices that all ranks derive alike."""
 
 import itertools
 import platform
@@ -20,13 +20,13 @@ MAX_TIMEOUT = 1e9  # seconds, whose nanoseconds are an int64
 
 @dataclass(frozen=True)
 class RankCapabilities:
-    """What a rank tells the others when a group is made."""
+    """The facts that a rank tells its peers when a group is made."""
 
     shape: tuple[int, ...]
     dtype: str
     device: str
     gpu: str  # its UUID
-    no_peers: tuple[str, ...]  # UUIDs of the GPUs that this process sees and whose memory its own cannot map
+    no_peers: tuple[str, ...]  # UUIDs of visible GPUs whose memory this rank's GPU cannot map
     host: str
     first_token: int | None
     vocab_size: int | None
@@ -36,11 +36,11 @@ class RankCapabilities:
     impl: str | None
     timeout: float
     backends: str  # of the process group
-    cannot: dict[str, str]  # implementation -> why not here
+    cannot: dict[str, str]  # backends that cannot do this shard -> the reason
 
 
 def rank_capabilities(weight: Tensor, seconds: float, backends: str, **options: Any) -> RankCapabilities:
-    """This rank's."""
+    """Returns this rank's capabilities."""
     return RankCapabilities(
         shape=tuple(weight.shape),
         dtype=str(weight.dtype),
@@ -75,29 +75,31 @@ def _unreachable(device: torch.device) -> tuple[str, ...]:
 
 
 def _cannot(weight: Tensor) -> dict[str, str]:
-    """Implementations that cannot do this shard, and why."""
+    """Returns the backends that cannot do this shard, with the reason."""
     if weight.dim() != 2 or weight.shape[1] < 1:
-        return {}  # check says it better
-    # an empty shard reads the hidden states instead
+        return {}  # ``check`` raises a better error
+    # kernels read the hidden states in place of an empty shard
     step = example(weight if weight.shape[0] else weight.new_empty((1, weight.shape[1])))
     reasons = {backend.name: backend.unsupported(step) for backend in BACKENDS.values() if backend.sharded}
     return {name: reason for name, reason in reasons.items() if reason is not None}
 
 
 def check(members: Sequence[RankCapabilities]) -> list[tuple[int, int]]:
-    """The ranks' token ranges [first, last), cut at the real vocabulary size. Raises alike on every rank."""
-    for rank, rank_capabilities in enumerate(members):
-        if len(rank_capabilities.shape) != 2 or rank_capabilities.shape[1] < 1:
-            raise ValueError(f"weight must have shape (V_shard, D), got {rank_capabilities.shape} on rank {rank}")
-        if rank_capabilities.dtype not in ("torch.bfloat16", "torch.float16", "torch.float32"):
-            raise ValueError(
-                f"weight must be bfloat16, float16 or float32, got {rank_capabilities.dtype} on rank {rank}"
-            )
-    dims = [rank_capabilities.shape[1] for rank_capabilities in members]
+    """Checks that the ranks fit together. Raises the same on every rank.
+
+    Returns:
+        The ranks' token ranges [first, last), cut at the real vocabulary size.
+    """
+    for rank, member in enumerate(members):
+        if len(member.shape) != 2 or member.shape[1] < 1:
+            raise ValueError(f"weight must have shape (V_shard, D), got {member.shape} on rank {rank}")
+        if member.dtype not in ("torch.bfloat16", "torch.float16", "torch.float32"):
+            raise ValueError(f"weight must be bfloat16, float16 or float32, got {member.dtype} on rank {rank}")
+    dims = [member.shape[1] for member in members]
     if len(set(dims)) > 1:
         raise ValueError(f"weight must have the same D on all ranks, got {by_rank(dims)}")
     for name in ("dtype", "device", "vocab_size", "max_batch_size", "max_num_samples", "transport", "impl", "timeout"):
-        values = [getattr(rank_capabilities, name) for rank_capabilities in members]
+        values = [getattr(member, name) for member in members]
         if any(value != values[0] for value in values):
             raise ValueError(f"{name} must be the same on all ranks, got {by_rank(values)}")
     one = members[0]
@@ -107,14 +109,14 @@ def check(members: Sequence[RankCapabilities]) -> list[tuple[int, int]]:
     if not 0 < one.timeout <= MAX_TIMEOUT:
         raise ValueError(f"timeout must be above 0 and at most {MAX_TIMEOUT:g} s, got {one.timeout}")
 
-    firsts = [rank_capabilities.first_token for rank_capabilities in members]
+    firsts = [member.first_token for member in members]
     if any(first is None for first in firsts) and not all(first is None for first in firsts):
         raise ValueError(f"first_token must be given on all ranks or on none, got {by_rank(firsts)}")
     ranges = []
     end = 0
-    for rank_capabilities in members:
-        first = end if rank_capabilities.first_token is None else rank_capabilities.first_token
-        ranges.append((first, first + rank_capabilities.shape[0]))
+    for member in members:
+        first = end if member.first_token is None else member.first_token
+        ranges.append((first, first + member.shape[0]))
         end = ranges[-1][1]
     filled = sorted((first, last) for first, last in ranges if last > first)
     end = 0
@@ -133,75 +135,74 @@ def check(members: Sequence[RankCapabilities]) -> list[tuple[int, int]]:
 
 
 def by_rank(values: Sequence[Any]) -> str:
-    """Values that differ, for a message."""
+    """Lists the ranks' values for a message."""
     return ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
 
 
 def choose_impl(members: Sequence[RankCapabilities]) -> str:
-    """The first implementation that every rank can do, or the one asked for. Raises alike on every rank."""
-    params = members[0].impl
+    """Returns the first backend that every rank can use, or the requested one. Raises the same on every rank."""
+    requested = members[0].impl
     names = [backend.name for backend in BACKENDS.values() if backend.sharded]
-    if params is not None and params not in names:
-        raise ValueError(f"impl must be None or one of {', '.join(names)} under tensor parallelism, got {params!r}")
-    for name in (params,) if params else [backend.name for backend in tried_on(members[0].device) if backend.sharded]:
-        refused = {
-            rank: rank_capabilities.cannot[name]
-            for rank, rank_capabilities in enumerate(members)
-            if name in rank_capabilities.cannot
-        }
+    if requested is not None and requested not in names:
+        raise ValueError(f"impl must be None or one of {', '.join(names)} under tensor parallelism, got {requested!r}")
+    if requested is None:
+        names = [backend.name for backend in tried_on(members[0].device) if backend.sharded]
+    for name in [requested] if requested else names:
+        refused = {rank: member.cannot[name] for rank, member in enumerate(members) if name in member.cannot}
         if not refused:
             return name
     rank, reason = next(iter(refused.items()))
-    raise ValueError(f"impl={params!r} cannot do this on rank {rank}: {reason}")
+    raise ValueError(f"impl={requested!r} cannot do this on rank {rank}: {reason}")
 
 
 def choose_transport(
     members: Sequence[RankCapabilities], impl: str, no_p2p: str | None = None
 ) -> tuple[str, str | None]:
-    """The first transport that can be, or the one asked for; and why it is not p2p, where users may have expected that: it
-    was tried, or all ranks are on one host's GPUs and none was asked for by name. Raises alike on every rank.
+    """Chooses the first usable transport, or the requested one. Raises the same on every rank.
 
     Args:
-        members: by rank.
-        impl: that was chosen.
-        no_p2p: why p2p is out, found out by trying.
+        members: the ranks' capabilities, by rank.
+        impl: name of the chosen backend.
+        no_p2p: the reason why an attempt to use p2p failed.
+
+    Returns:
+        The transport's name, and the reason why it is not p2p. The reason is None unless p2p was tried, or no transport
+        was requested and all ranks are on GPUs of one host.
     """
-    params, device, backends = members[0].transport, members[0].device, members[0].backends
-    if params is not None and params not in TRANSPORTS:
-        raise ValueError(f"transport must be None or one of {', '.join(TRANSPORTS)}, got {params!r}")
+    requested, device, backends = members[0].transport, members[0].device, members[0].backends
+    if requested is not None and requested not in TRANSPORTS:
+        raise ValueError(f"transport must be None or one of {', '.join(TRANSPORTS)}, got {requested!r}")
     cannot = {
         "p2p": no_p2p or why_no_p2p(members, impl),
         "nccl": why_no_nccl(members),
         "gloo": None if "gloo" in backends else f"group {backends}",
     }
-    for name in (params,) if params else TRANSPORTS:
+    names = (requested,) if requested else TRANSPORTS
+    for name in names:
         if cannot[name] is None:
-            on_one = (
-                not params
-                and device == "cuda"
-                and len(members) > 1
-                and len({rank_capabilities.host for rank_capabilities in members}) == 1
-            )
-            return name, cannot["p2p"] if on_one else no_p2p
-    reasons = "; ".join(f"{name}: {cannot[name]}" for name in ((params,) if params else TRANSPORTS))
-    raise ValueError(f"transport={params!r} cannot be used ({reasons})")
+            one_host = device == "cuda" and len(members) > 1 and len({member.host for member in members}) == 1
+            return name, cannot["p2p"] if one_host and not requested else no_p2p
+    reasons = "; ".join(f"{name}: {cannot[name]}" for name in names)
+    raise ValueError(f"transport={requested!r} cannot be used ({reasons})")
 
 
 def why_no_nccl(members: Sequence[RankCapabilities]) -> str | None:
-    """Why NCCL is out, or None."""
+    """Returns the reason why NCCL cannot be used, or None."""
     device, backends = members[0].device, members[0].backends
     return None if device == "cuda" and "nccl" in backends else f"shards on {device}, group {backends}"
 
 
 def why_no_p2p(members: Sequence[RankCapabilities], impl: str) -> str | None:
-    """Why p2p is out before it is tried, or None. A peer's GPU that this process does not see may still be mapped."""
+    """Returns the reason why p2p cannot be used, or None if it can be tried.
+
+    A process may be able to map the memory of a GPU that it does not see."""
     if members[0].device != "cuda":
         return f"a shard is on {members[0].device}"
     if not BACKENDS[impl].exchanges:
         return f"impl {impl!r} has no kernel that could do the exchange"
     if len(members) > _MAX_P2P_RANKS:
         return f"{len(members)} ranks, it takes up to {_MAX_P2P_RANKS}"
-    if len({rank_capabilities.host for rank_capabilities in members}) > 1:
+    if len({member.host for member in members}) > 1:
         return "the ranks are on several hosts"
     for (a, one), (b, other) in itertools.permutations(enumerate(members), 2):
         if one.gpu == other.gpu:

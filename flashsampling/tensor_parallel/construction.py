@@ -1,12 +1,12 @@
-"""How ranks make a group: all agree, make the same transport, and compile their kernels ahead.
+"""Constructs a group: ranks exchange capabilities, make the same transport and compile their kernels ahead.
 
-Each stage ends with an exchange, so that all ranks learn what any of them raised in it, and none goes on alone:
+Each stage ends with an exchange. All ranks thereby learn of an exception in any of them, and none continues alone:
 
-    construction              what each rank has and was asked for; all conclude the same from it (``agreement``)
-    mapping peers' memory     p2p; where that cannot be done, and p2p was not asked for by name, the next transport is taken
+    construction              capability exchange; all ranks conclude the same from it (``capabilities``)
+    mapping peers' memory     p2p; if that fails and p2p was not named, the next transport is taken
     making buffers            nccl and gloo
     connecting                nccl and gloo: a first message
-    the end of construction   kernels are compiled, and have run once
+    the end of construction   kernels are compiled and have run once
 """
 
 import functools
@@ -29,95 +29,102 @@ from ..sampling import check_kind
 from ..warmup import plan
 from . import capabilities
 from .device_thread import DeviceThread
-from .failures import TensorParallelError, left
+from .failures import TensorParallelError, abort_failure
 from .filtered_sampling import LEAST_WORDS, ROW_WORDS
 from .gloo import Gloo
 from .nccl import Nccl
-from .p2p import PeerToPeer, room_for_digits
+from .p2p import PeerToPeer, message_words
 from .rendezvous import RemoteError, Rendezvous
 from .serialization import record_from_json, record_to_json
 from .transport import Transport
 
 _LOOK_FOR_FAILURE = 0.1  # seconds
-# seconds for a first message, however short the time-out of steps: in it NCCL makes its communicator
+# seconds for the first message, however short the time-out of steps is: NCCL makes its communicator in it
 _LEAST_TO_CONNECT = {"gloo": 15.0, "nccl": 60.0}
 
 
 class Construction:
-    """This rank's part in it: ``run``, and what that leaves in the attributes.
+    """Constructs a group on this rank. ``run`` fills the attributes.
 
     Args:
         group: the process group, None for the default one.
-        meet: the group's; None for one rank alone.
-        holder: rank that probably holds the store.
+        rendezvous: the group's rendezvous; None for a single rank.
+        store_host: the rank whose process probably holds the store.
 
     Attributes:
-        mine: what this rank told the others; of its sizes and its time-out they said the same.
+        own: this rank's capabilities; sizes and time-out are the same on all ranks.
         first_token: id of this shard's first token.
         last_token: id after this shard's last token that can be sampled.
         vocab_size: tokens of the whole vocabulary that can be sampled.
-        num_rows: rows of all shards together, those of padding too.
+        num_rows: rows of all shards together, with padding.
         ranges: ids of every rank's tokens that can be sampled, [first, last), by rank.
-        impl: what was chosen.
-        transport: what was chosen, by name.
-        made: it; None for one rank alone.
-        shard: what a kernel is told.
+        impl: name of the chosen backend.
+        transport_name: name of the chosen transport.
+        transport: the transport; None for a single rank.
+        shard: the shard description for kernels.
     """
 
-    mine: capabilities.RankCapabilities
+    own: capabilities.RankCapabilities
     first_token: int
     last_token: int
     vocab_size: int
     num_rows: int
     ranges: list[tuple[int, int]]
     impl: str
-    transport: str
+    transport_name: str
     shard: Shard
 
-    def __init__(self, group: dist.ProcessGroup | None, meet: Rendezvous | None, holder: int) -> None:
-        self._group, self._meet, self._holder = group, meet, holder
-        self.made: Transport | None = None
+    def __init__(self, group: dist.ProcessGroup | None, rendezvous: Rendezvous | None, store_host: int) -> None:
+        self._group, self._rendezvous, self._store_host = group, rendezvous, store_host
+        self.transport: Transport | None = None
 
     def run(self, weight: Tensor, timeout: float | timedelta, options: dict[str, Any]) -> None:
-        """A collective. Raises what ``TensorParallel`` does, but a RemoteError where another rank raised; nothing is left then.
+        """Constructs the group. A collective call.
+
+        Raises what ``TensorParallel`` raises, but RemoteError for an exception of another rank. Cleans up first.
 
         Args:
-            weight: (V_shard, D), unchecked, as all that users give.
+            weight: (V_shard, D), unchecked like all arguments of users.
             timeout: seconds, or a timedelta.
             options: the other arguments of ``TensorParallel``, by name.
         """
         try:
             members = self._agree(weight, timeout, options)
             self.impl = capabilities.choose_impl(members)
-            self.transport, no_p2p = capabilities.choose_transport(members, self.impl)
-            if self._meet is not None:
-                no_p2p = self._make_transport(self._meet, members, weight.device) or no_p2p
+            self.transport_name, no_p2p = capabilities.choose_transport(members, self.impl)
+            if self._rendezvous is not None:
+                no_p2p = self._make_transport(self._rendezvous, members, weight.device) or no_p2p
             if no_p2p is not None:
-                message = f"transport 'p2p' cannot be used ({no_p2p}); it is {self.transport!r} instead"
+                message = f"transport 'p2p' cannot be used ({no_p2p}); it is {self.transport_name!r} instead"
                 warnings.warn(message, RuntimeWarning, stacklevel=3)
-            self.shard = Shard(self.first_token) if self.made is None else self.made.shard(self.first_token)
+            self.shard = Shard(self.first_token) if self.transport is None else self.transport.shard(self.first_token)
             self._stage("the end of construction", lambda: self._compile(weight))
         except BaseException as error:
-            if self.made is not None:
-                if isinstance(self.made, Gloo) and self._meet is not None and not isinstance(error, RemoteError):
-                    self.made.declare(
-                        left(self._meet.rank, error)
-                    )  # others may be in their first step, and hear of it there
-                    self.made.drain()
-                self.made.close(True)  # no step was made
+            if self.transport is not None:
+                if (
+                    isinstance(self.transport, Gloo)
+                    and self._rendezvous is not None
+                    and not isinstance(error, RemoteError)
+                ):
+                    # peers may be in their first step and learn of the failure there
+                    self.transport.declare(abort_failure(self._rendezvous.rank, error))
+                    self.transport.drain()
+                self.transport.close(True)  # no step has begun
             raise
 
     def _stage(self, phase: str, work: Callable[[], bytes | None]) -> list[bytes]:
-        """What ``work`` gives on all ranks, which wait for each other's as long as they live. An exception reaches them all."""
-        meet = self._meet
-        with nullcontext() if meet is None else meet.busy(phase):
-            mine = work() or b""
-        return [mine] if meet is None else meet.exchange(phase, mine)  # type: ignore[return-value]
+        """Returns the result of ``work`` on all ranks, which wait for each other while they live.
+
+        An exception of one rank reaches them all."""
+        rendezvous = self._rendezvous
+        with nullcontext() if rendezvous is None else rendezvous.heartbeat(phase):
+            payload = work() or b""
+        return [payload] if rendezvous is None else rendezvous.exchange(phase, payload)  # type: ignore[return-value]
 
     def _agree(
         self, weight: Tensor, timeout: float | timedelta, options: dict[str, Any]
     ) -> list[capabilities.RankCapabilities]:
-        """What the ranks said, by rank; it fits together."""
+        """Exchanges and checks capabilities. Returns those of all ranks, by rank."""
 
         def describe() -> bytes:
             check_kind("weight", weight)
@@ -135,55 +142,57 @@ class Construction:
                     raise TypeError(f"{name} must be a str or None, got {type(options[name]).__name__}")
             backends = str(dist.get_backend_config(self._group))
             return record_to_json(
-                capabilities.rank_capabilities(weight, seconds_of(timeout), backends, **options)
+                capabilities.rank_capabilities(weight, parse_timeout(timeout), backends, **options)
             ).encode()
 
-        said = self._stage("construction", describe)
-        read = functools.partial(record_from_json, capabilities.RankCapabilities)
-        members = [read(mine) for mine in said] if self._meet is None else self._meet.read(read, "construction", said)
+        payloads = self._stage("construction", describe)
+        decode = functools.partial(record_from_json, capabilities.RankCapabilities)
+        if self._rendezvous is None:
+            rank, members = 0, [decode(payload) for payload in payloads]
+        else:
+            rank, members = self._rendezvous.rank, self._rendezvous.decode_payloads(decode, "construction", payloads)
         ranges = capabilities.check(members)
-        rank = 0 if self._meet is None else self._meet.rank
-        self.mine = members[rank]
+        self.own = members[rank]
         self.first_token, self.last_token = ranges[rank]
         self.ranges, self.vocab_size = ranges, max(last for _, last in ranges)
-        self.num_rows = sum(rank_capabilities.shape[0] for rank_capabilities in members)
+        self.num_rows = sum(member.shape[0] for member in members)
         return members
 
     def _make_transport(
-        self, meet: Rendezvous, members: list[capabilities.RankCapabilities], device: torch.device
+        self, rendezvous: Rendezvous, members: list[capabilities.RankCapabilities], device: torch.device
     ) -> str | None:
-        """Why p2p cannot be used, if it was tried and could not."""
-        why, rows, seconds = None, self.mine.max_batch_size, self.mine.timeout
-        capacity = max(rows * self.mine.max_num_samples, rows * ROW_WORDS, LEAST_WORDS)
-        if self.transport == "p2p":
-            why = self._make_p2p(meet, device, max(capacity, room_for_digits(rows, meet.ranks)))
+        """Makes ``transport``. Returns the reason why p2p cannot be used if it was tried and failed, else None."""
+        why, rows, seconds = None, self.own.max_batch_size, self.own.timeout
+        capacity = max(rows * self.own.max_num_samples, rows * ROW_WORDS, LEAST_WORDS)
+        if self.transport_name == "p2p":
+            why = self._make_p2p(rendezvous, device, max(capacity, message_words(rows, rendezvous.ranks)))
             if why is None:
                 return None
             if members[0].transport == "p2p":
                 raise ValueError(f"transport='p2p' cannot be used ({why})")
-            self.transport, _ = capabilities.choose_transport(members, self.impl, no_p2p=why)
+            self.transport_name, _ = capabilities.choose_transport(members, self.impl, no_p2p=why)
 
         def make() -> bytes | None:
-            if self.transport != "gloo":
-                self.made = Nccl(self._group, meet, device, rows, capacity, seconds, self._holder)
+            if self.transport_name != "gloo":
+                self.transport = Nccl(self._group, rendezvous, device, rows, capacity, seconds, self._store_host)
                 return None
-            self.made = gloo = Gloo(self._group, meet, rows, capacity, seconds)
+            self.transport = gloo = Gloo(self._group, rendezvous, rows, capacity, seconds)
             closed = gloo.closed()
             return None if closed is None else closed.encoded().encode()
 
         phase = "making buffers"
-        for said in filter(None, self._stage(phase, make)):  # the first that any rank knows, on all ranks
-            failure = meet.failure_of(phase, said)
-            raise failure.error(meet.who(failure.rank), seconds)
-        made: Any = self.made
-        bound = max(seconds, _LEAST_TO_CONNECT[self.transport])
+        for payload in filter(None, self._stage(phase, make)):  # the first failure of any rank, on all ranks
+            failure = rendezvous.decode_failure(phase, payload)
+            raise failure.error(rendezvous.who(failure.rank), seconds)
+        made: Any = self.transport
+        bound = max(seconds, _LEAST_TO_CONNECT[self.transport_name])
 
         def connect() -> None:
-            # in a thread: another rank may fail just now, and NCCL waits for one that is dead without a bound that is ours
+            # in a thread: NCCL waits for a rank that has failed or died much longer than ``bound``
             first_message = functools.partial(made.connect, bound) if isinstance(made, Gloo) else made.connect
             connecting, until = DeviceThread(first_message, device), time.monotonic() + bound
             while not connecting.ends_within(_LOOK_FOR_FAILURE):
-                if meet.over():  # the exchange behind this raises why
+                if rendezvous.next_has_ended():  # the exchange that follows raises the reason
                     return
                 if isinstance(made, Nccl) and time.monotonic() > until:
                     raise TimeoutError(f"NCCL did not connect the ranks within {bound:g} s")
@@ -192,20 +201,24 @@ class Construction:
         self._stage("connecting", connect)
         return why
 
-    def _make_p2p(self, meet: Rendezvous, device: torch.device, capacity: int) -> str | None:
-        """None, or why not where memory that should be mapped cannot be (a container without the right to, say)."""
+    def _make_p2p(self, rendezvous: Rendezvous, device: torch.device, capacity: int) -> str | None:
+        """Makes transport p2p.
+
+        Returns None, or the reason why memory cannot be mapped (missing rights in a container, say)."""
         try:
-            mine = self.mine
-            self.made = PeerToPeer(meet, device, capacity, mine.timeout, mine.max_batch_size, mine.max_num_samples)
-            meet.exchange("mapping peers' memory", b"")
+            own = self.own
+            self.transport = PeerToPeer(
+                rendezvous, device, capacity, own.timeout, own.max_batch_size, own.max_num_samples
+            )
+            rendezvous.exchange("mapping peers' memory", b"")
             return None
         except TensorParallelError:
             raise
         except Exception as error:
-            agreed = error if isinstance(error, RemoteError) else meet.fail("mapping peers' memory", error)
-            if self.made is not None:
-                self.made.close(True)
-                self.made = None
+            agreed = error if isinstance(error, RemoteError) else rendezvous.fail("mapping peers' memory", error)
+            if self.transport is not None:
+                self.transport.close(True)
+                self.transport = None
             if not isinstance(agreed, RemoteError):
                 raise agreed from error
             if agreed.kind in ("OutOfMemoryError", "MemoryError"):
@@ -213,27 +226,27 @@ class Construction:
             return f"rank {agreed.rank}: {agreed.message}"
 
     def _compile(self, weight: Tensor) -> None:
-        """Compiles the kernels, and runs them once, without meeting other ranks: a step in which one did would be late."""
+        """Compiles the kernels in a dry run, without other ranks: compiling in a step would exceed the time-out."""
         if not weight.is_cuda or not BACKENDS[self.impl].compiles:
             return
-        shard = self.shard if self.made is None else self.made.dry_run_transport(self.first_token)
+        shard = self.shard if self.transport is None else self.transport.dry_run_transport(self.first_token)
         run, vocab = BACKENDS[self.impl].run, self.last_token - self.first_token
         with torch.cuda.device(weight.device):
-            for num_samples in sorted({1, self.mine.max_num_samples}):
+            for num_samples in sorted({1, self.own.max_num_samples}):
 
                 def draw(
                     states: Tensor, temperature: Tensor | float, zeros: Tensor, num_samples: int = num_samples
                 ) -> None:
                     run(SampleInputs(states, weight, temperature, zeros, zeros, num_samples, vocab, shard))
 
-                made = plan(weight, self.mine.max_batch_size, num_samples, self.impl, None)
+                made = plan(weight, self.own.max_batch_size, num_samples, self.impl, None)
                 made.compile(weight, draw)
                 made.draw(weight, draw)
             torch.cuda.current_stream().synchronize()
 
 
-def seconds_of(timeout: float | timedelta) -> float:
-    """A time-out in seconds, as the user gave it. TypeError for what is no number."""
+def parse_timeout(timeout: float | timedelta) -> float:
+    """Returns a user's time-out in seconds. Raises TypeError for anything but a number or a timedelta."""
     if isinstance(timeout, timedelta):
         return timeout.total_seconds()
     return real("timeout", timeout, lambda _, value: float(value))

@@ -1,21 +1,20 @@
-"""Where filters end in a row whose logits lie on several ranks: the last tokens that top-k, top-p and min-p keep.
+"""Cutoffs of sharded rows: the last tokens that top-k, top-p and min-p keep, by a radix search over all ranks.
 
-A row's order is by place: the logit's key (int32 bits in the order of logits), then the lower id; as in
-``reference/logit_transforms``. The
-key of the last token that is kept is searched for digit by digit, from the highest bits: every rank counts, for each value of
-the next digit, its tokens whose key begins with what is found (or sums their masses), all ranks get all ranks' counts, and take
-the digit in which what is wanted is reached. After 32 bits the key is known, and how many tokens have it on each rank; of these
-the lowest ids are kept, which a rank finds by how many there are on the shards before its own. So a search takes as many rounds
-as there are digits, whatever the logits, k and p are, and nobody waits for the device.
+A row is ordered by sort key: the logit's radix key (int32 bits in the order of logits), then the lower id, as in
+``reference/logit_transforms``. The key of the last kept token is searched for digit by digit, from the highest bits. In
+each radix pass, every rank counts its tokens (or sums their masses) for each value of the next digit, among tokens
+whose key begins with the digits found so far. All ranks get all counts and take the digit that reaches the target.
+After 32 bits the key and the number of its tokens on each rank are known. The lowest of these ids are kept; a rank
+derives its share from the counts of the shards before it. The number of rounds depends only on the digits, not on
+logits, k or p, and the host never waits for the device.
 
-Where one small k is known to the host, the ranks' first k tokens of each row are all that can be kept: one round, from which
-top-k and top-p follow.
+If the host knows one small k for all rows, one round of each rank's first k tokens settles top-k and top-p.
 
-Masses are integers: multiples of 2**-62 * V, rounded up to a power of two, of the highest token's. Their sums are the same in
-any order, so the kept set depends neither on how the vocabulary is cut, nor on the batch, nor on atomics; V * V * 2**-63 of the
-highest mass is what rounding can amount to, 1e-8 of the sum for V = 262,144.
+Masses are fixed-point integers: multiples of 2**-62 * V, rounded up to a power of two, of the highest token's mass.
+Their sums do not depend on order, so the kept set does not depend on the cut of the vocabulary, the batch or atomics.
+Rounding amounts to at most V * V * 2**-63 of the highest mass, 1e-8 of the sum for V = 262,144.
 
-What a search takes: 13 bytes per logit of the shard, and temporary ones for some rows at a time.
+A search takes 13 bytes per logit of the shard, and temporary tensors for some rows at a time.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,35 +28,35 @@ from ..inputs import SampleInputs
 from ..reference import logit_transforms
 from ..reference.logit_transforms import HIGHEST, LOWEST, column, keys_of, places_of, relative, share_of_best, values_of
 
-FEW = 128  # tokens, at most, of which a rank sends the places: no more messages than a search takes
+FEW = 128  # the most tokens whose sort keys a rank sends: no more messages than a search takes
 _DIGIT = 8  # bits, at most
 _AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 24}  # logits
 
 
 class Collective(Protocol):
-    """A round."""
+    """A collective round."""
 
     def __call__(
         self,
         words: Tensor,  # (B, n) int64
-        wanted: Tensor | None = None,  # (1,) int32, the same on all ranks: 0 if nobody reads what comes back; None: 1
+        wanted: Tensor | None = None,  # (1,) int32, the same on all ranks: 0 if no rank reads the result; None: 1
     ) -> Tensor:
-        """(ranks, B, n), contiguous: all ranks'."""
+        """Returns the words of all ranks, (ranks, B, n), contiguous."""
         ...
 
 
 def are_few(top_k: Tensor | int) -> bool:
-    """Whether it is one number for all rows, small enough for ``of_few``."""
+    """Returns whether ``top_k`` is one number for all rows and small enough for ``of_few``."""
     return isinstance(top_k, int) and 0 < top_k <= FEW
 
 
 def rows_at_once(logits: Tensor) -> int:
-    """How many rows of (B, n) may have temporary tensors."""
+    """Returns how many rows of (B, n) may have temporary tensors at once."""
     return max(_AT_ONCE.get(logits.device.type, 1 << 18) // max(logits.shape[1], 1), 1)
 
 
 def by_rows(rows: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    """``rows`` of some rows of all tensors at a time, of which the first is (B, n): for what takes much memory per logit."""
+    """Applies ``rows`` to some rows of all tensors at a time, to bound temporary memory. The first tensor is (B, n)."""
     batch, count = len(tensors[0]), rows_at_once(tensors[0])
     if batch <= count:
         return rows(*tensors)
@@ -65,24 +64,23 @@ def by_rows(rows: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
 
 
 class FixedPointScale(NamedTuple):
-    """What a row's masses are relative to."""
+    """The fixed-point scale of each row's masses."""
 
     top: Tensor  # (B,) float32: the highest logit
     temperature: Tensor  # (B,) float32
     unit: int  # the mass of the highest token, a power of two
 
     def at(self, rows: Tensor) -> "FixedPointScale":
-        """Of some of the rows."""
+        """Selects rows."""
         return FixedPointScale(self.top.index_select(0, rows), self.temperature.index_select(0, rows), self.unit)
 
     def share(self, logits: Tensor) -> Tensor:
-        """(B, n) float64: what logits (B, n) have of the highest token's mass."""
-        return share_of_best(relative(logits, self.temperature, self.top[:, None])).clamp(
-            max=1.0
-        )  # above are keys of no token
+        """Returns the masses of logits (B, n) relative to the highest token's, (B, n) float64."""
+        # a key of no token may be above the highest
+        return share_of_best(relative(logits, self.temperature, self.top[:, None])).clamp(max=1.0)
 
     def of(self, logits: Tensor) -> Tensor:
-        """(B, n) int64: masses of logits (B, n)."""
+        """Returns the masses of logits (B, n), (B, n) int64."""
 
         def some(logits: Tensor, top: Tensor, temperature: Tensor) -> Tensor:
             share = FixedPointScale(top, temperature, self.unit).share(logits)
@@ -91,17 +89,17 @@ class FixedPointScale(NamedTuple):
         return by_rows(some, logits, self.top, self.temperature)
 
     def log(self, mass: Tensor) -> Tensor:
-        """float64: the logarithm of masses over that of the highest token."""
+        """Returns the logarithm of masses relative to the highest token's, float64."""
         return (mass.double() / self.unit).log()
 
 
 def fixed_point_scale_of(vocab_size: int) -> int:
-    """The largest one with which the masses of so many tokens stay below 2**62."""
+    """Returns the largest unit with which the sum of ``vocab_size`` masses is at most 2**62."""
     return 1 << 62 - (vocab_size - 1).bit_length()
 
 
 class Shards(NamedTuple):
-    """Whose tokens are searched."""
+    """The ranks' shards, and the size of a message."""
 
     rank: int
     ranges: Sequence[tuple[int, int]]  # of ids, [first, last), by rank
@@ -113,24 +111,24 @@ class Shards(NamedTuple):
         return self.ranges[self.rank][0]
 
     def digit_width(self, batch: int) -> int:
-        """Bits of a search's digits: all of a digit's amounts fit one message."""
+        """Returns the bits of a digit, such that its counts fit in one message."""
         return min(_DIGIT, (self.room // batch).bit_length() - 1)
 
     def before(self) -> list[int]:
-        """Ranks whose tokens have lower ids than this one's."""
+        """Returns the ranks whose tokens have lower ids than this rank's."""
         return [rank for rank, (first, last) in enumerate(self.ranges) if first < last <= self.first]
 
 
 class _Found(NamedTuple):
     """The last key that is kept."""
 
-    key: Tensor  # (B,) int64, as ``filters.keys_of``
-    kept: Tensor  # (B,) int64: how many of its tokens are
-    there: Tensor  # (ranks, B) int64: how many each rank has
+    key: Tensor  # (B,) int64, as ``logit_transforms.keys_of``
+    kept: Tensor  # (B,) int64: number of its tokens that are kept
+    there: Tensor  # (ranks, B) int64: number of its tokens on each rank
 
 
 def _histogram(keys: Tensor, amounts: Tensor | None, prefix: Tensor, done: int, width: int) -> Tensor:
-    """(B, 2**width) int64: the next digit's amounts, 1 each if None; from the highest digit down."""
+    """Sums the amounts (1 each if None) by the next digit, from the highest value down: (B, 2**width) int64."""
     shift, last = 32 - done - width, (1 << width) - 1
 
     def some(keys: Tensor, prefix: Tensor, *amounts: Tensor) -> Tensor:
@@ -152,14 +150,14 @@ def _search(
     scale: FixedPointScale | None,  # of amounts that are masses
     shards: Shards,
 ) -> _Found:
-    """The token with which the amounts, in the row's order, reach the target."""
+    """Finds the token at which the cumulative amounts, in the row's order, reach the target."""
     batch, device = len(keys), keys.device
     digit = shards.digit_width(batch)
     prefix = torch.zeros(batch, dtype=torch.int64, device=device)
     left, done = prefix, 0
     while done < 32:
         width = min(digit, 32 - done)
-        ends = done + width == 32  # a digit is a key then, whose tokens have the same mass
+        ends = done + width == 32  # the last pass: all tokens of a digit have the same key and mass
         theirs = meet(_histogram(keys, counted if ends else amounts, prefix, done, width))
         sums = theirs.sum(dim=0)
         if done == 0:
@@ -181,7 +179,7 @@ def _search(
 
 
 def _limit(found: _Found, keys: Tensor, shards: Shards) -> Tensor:
-    """(B,) int64: the place from which on this rank's tokens are kept."""
+    """Returns this rank's cutoff, the lowest sort key that is kept, (B,) int64."""
     left = found.kept
     for rank in shards.before():
         left = left - found.there[rank]
@@ -196,7 +194,7 @@ def _limit(found: _Found, keys: Tensor, shards: Shards) -> Tensor:
 
 
 def is_kept(logits: Tensor, limit: Tensor, first_token: int) -> Tensor:
-    """(B, n) bool: which of a shard's tokens are at the limit (B,) or before it."""
+    """Returns which of a shard's tokens reach the cutoff ``limit`` (B,), (B, n) bool."""
     ids = torch.arange(first_token, first_token + logits.shape[1], device=logits.device)
     return by_rows(lambda logits, limit: places_of(keys_of(logits), ids) >= limit[:, None], logits, limit)
 
@@ -205,9 +203,9 @@ def highest(
     local: SampleInputs,
     logits: Tensor,  # (B, n) float32, the processed ones of a shard
 ) -> tuple[Tensor, Tensor | None]:
-    """(B, 2) int64: the highest logit and its token as ``exchange.pack`` has them, 0 if none is above -inf; and 1 if one is
-    finite, else 0. Also what those that follow want to know of the logits. NaN too where a score will be: an infinite logit
-    over an infinite temperature, or a temperature that is none."""
+    """Returns (B, 2) int64: the highest logit and its token as ``exchange_protocol.pack`` packs them (0 if none is
+    above -inf), and whether a logit is finite; and what later functions know of the logits. The first word is NaN if a
+    score will be NaN: an infinite logit over an infinite temperature, or a NaN temperature."""
     first, (batch, columns) = local.shard.first_token, logits.shape
     if columns == 0:
         return torch.zeros((batch, 2), dtype=torch.int64, device=logits.device), None
@@ -230,7 +228,7 @@ def highest_places(
     first_token: int,
     count: int,
 ) -> Tensor:
-    """(B, count) int64: places of a shard's highest logits, downwards; ``LOWEST`` where there are not so many tokens."""
+    """Returns the sort keys of a shard's highest logits, (B, count) int64, descending, padded with ``LOWEST``."""
     ids = torch.arange(first_token, first_token + logits.shape[1], device=logits.device)
     most = min(count, logits.shape[1])
     places = by_rows(lambda logits: places_of(keys_of(logits), ids).topk(most, dim=1).values, logits)
@@ -240,7 +238,7 @@ def highest_places(
 def highest_of_all(
     theirs: Tensor,  # (ranks, B, count): each rank's ``highest_places``
 ) -> Tensor:
-    """(B, count) int64: the whole vocabulary's."""
+    """Returns the sort keys of the whole vocabulary's highest logits, (B, count) int64."""
     return theirs.permute(1, 0, 2).flatten(1).topk(theirs.shape[2], dim=1).values
 
 
@@ -253,7 +251,7 @@ def of_few(
     scale: FixedPointScale,
     shards: Shards,
 ) -> Tensor:
-    """(B,) int64 limits of top-k and, over what it keeps, of top-p: as ``of_top_k`` and ``of_top_p``."""
+    """Returns the cutoffs of top-k and then top-p, (B,) int64, as ``of_top_k`` and ``of_top_p`` do."""
     places = highest_of_all(meet(highest_places(logits, shards.first, top_k)))
     masses = scale.of(values_of(places >> 31))
     before = masses.cumsum(dim=1) - masses
@@ -267,7 +265,7 @@ def _wanted(
     p: Tensor,  # (B,) float64
     mass: Tensor,  # (B,) int64
 ) -> Tensor:
-    """(B,) int64: a token is in the nucleus if the mass before it is below this."""
+    """Returns the target mass, (B,) int64: a token is in the nucleus if the mass before it is below the target."""
     return torch.minimum((p.nan_to_num(0.0).clamp(0.0, 1.0) * mass.double()).ceil().long(), mass).clamp(min=1)
 
 
@@ -280,7 +278,7 @@ def of_top_k(
     vocab_size: int,  # the whole one
     shards: Shards,
 ) -> Tensor:
-    """(B,) int64 limits of top-k, ``LOWEST`` where it is off."""
+    """Returns the cutoffs of top-k, (B,) int64; ``LOWEST`` where it is off."""
     keys = keys_of(logits)
     k = column(top_k, keys.device, torch.int64)[:, 0].long().expand(len(keys))
     on = (k > 0) & (k < vocab_size)
@@ -299,7 +297,7 @@ def of_top_p(
     vocab_size: int,  # the whole one
     shards: Shards,
 ) -> Tensor:
-    """(B,) int64 limits of top-k and of top-p over what it keeps; where top-p is off, those of top-k."""
+    """Returns the cutoffs of top-p over the tokens that top-k keeps, (B,) int64; those of top-k where top-p is off."""
     keys, masses, counted = keys_of(logits), scale.of(logits), None
     p = column(top_p, keys.device)[:, 0].double().expand(len(keys))
     if limit is not None:
@@ -316,7 +314,7 @@ def of_min_p(
     scale: FixedPointScale,
     min_p: Tensor | float,
 ) -> Tensor:
-    """(B,) int64 limits of min-p, but for the first token, which it always keeps; ``LOWEST`` where it is off."""
+    """Returns the cutoffs of min-p, (B,) int64, apart from the first token, which is always kept; ``LOWEST`` if off."""
     ratio = column(min_p, logits.device)[:, 0].double().expand(len(logits))
     if logits.shape[1] == 0:
         return torch.full_like(ratio, LOWEST, dtype=torch.int64)
@@ -335,7 +333,7 @@ def mass_of(
     scale: FixedPointScale,
     first_token: int,
 ) -> Tensor:
-    """(B, 1) int64: the mass of a shard's tokens from the limit on."""
+    """Returns the mass of a shard's tokens that reach the cutoff ``limit``, (B, 1) int64."""
 
     def some(logits: Tensor, limit: Tensor, top: Tensor, temperature: Tensor) -> Tensor:
         masses = FixedPointScale(top, temperature, scale.unit).of(logits)

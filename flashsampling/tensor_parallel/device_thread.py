@@ -1,4 +1,4 @@
-"""What is asked of a device and may never end, with a bound."""
+"""Calls to a device that may never return, with a bound."""
 
 import threading
 from collections.abc import Callable
@@ -8,14 +8,14 @@ import torch
 
 
 class DeviceThread:
-    """A call that may never end, in a thread of its own.
+    """Runs a call that may never return in a thread of its own.
 
     Args:
-        call: what is done, with ``device`` the current one.
-        device: of the group.
+        call: runs with ``device`` as the current device.
+        device: the group's device.
 
     Attributes:
-        error: what the call raised, if it did.
+        error: the exception that the call raised, or None.
     """
 
     def __init__(self, call: Callable[[], None], device: torch.device) -> None:
@@ -32,11 +32,11 @@ class DeviceThread:
         self._thread.start()
 
     def ends_within(self, seconds: float) -> bool:
-        """Waits that long at most."""
+        """Waits for at most ``seconds``. Returns whether the call has returned."""
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
     def result(self) -> None:
-        """Raises what the call raised."""
+        """Raises the exception of the call, if there was one."""
         if self.error is not None:
             raise self.error

@@ -1,7 +1,7 @@
-"""How ranks of one host hand memory to each other: file descriptors, over Unix sockets whose names the rendezvous carries.
+"""File-descriptor passing: ranks of one host pass memory over Unix sockets, whose names go through the rendezvous.
 
-Every process of the network namespace can send to such a socket. A descriptor is taken from a socket that a rank named, and
-only if the kernel says that its sender is of this process's user (SO_PASSCRED, unix(7)).
+Every process of the network namespace can send to such a socket. A rank accepts a descriptor only from a socket that a
+rank named, and only if the kernel says that the sender has this process's user (SO_PASSCRED, unix(7)).
 """
 
 import array
@@ -18,50 +18,51 @@ from .serialization import MalformedError
 
 _CREDENTIALS = struct.Struct("iII")  # struct ucred: process, user, group
 _ANCILLARY = socket.CMSG_SPACE(_CREDENTIALS.size) + socket.CMSG_SPACE(struct.calcsize("i"))
-_NAMES = rb"\0flashsampling-[0-9a-z-]+"  # of no file: they go with their sockets
-_LOOK_AGAIN = 0.05  # seconds between two looks, at most: is there room in a queue, has another rank given up
-_ITS_REASON = 2.0  # seconds in which a rank that closed its socket says why
+_NAMES = rb"\0flashsampling-[0-9a-z-]+"  # abstract names, which end with their sockets
+_LOOK_AGAIN = 0.05  # seconds between two looks for room in a queue and for a peer that gave up
+_REASON_WAIT = 2.0  # seconds in which a rank that closed its socket posts its reason
 
 
-def exchange_file_descriptors(exported: Callable[[], int], meet: Rendezvous, seconds: float) -> dict[int, int]:
-    """A collective of all ranks of one host, each with memory of its own to hand over.
+def exchange_file_descriptors(exported: Callable[[], int], rendezvous: Rendezvous, seconds: float) -> dict[int, int]:
+    """Exchanges memory between all ranks of one host. A collective call.
 
     Args:
-        exported: makes a file descriptor of this rank's memory, which is closed here.
-        meet: the group's.
-        seconds: how long another rank's is waited for.
+        exported: makes a file descriptor of this rank's memory; it is closed here.
+        rendezvous: the group's rendezvous.
+        seconds: how long to wait for the peers' descriptors.
 
     Returns:
-        Every other rank's memory as a file descriptor, by rank; the caller closes them.
+        The peers' memory as file descriptors, by rank; the caller closes them.
 
     Raises:
-        RuntimeError: a rank's memory did not come, or came from another user's process, or this rank's could not be sent;
-            nothing is left open.
-        OSError: no socket can be made, or nothing sent by it.
+        RuntimeError: a peer's memory did not come, or came from another user's process, or this rank's could not be
+            sent. No descriptor is left open.
+        OSError: no socket can be made, or sending fails.
     """
     descriptors: dict[int, int] = {}
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as box:
-        box.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)  # before anybody knows where to send
-        box.bind(f"\0flashsampling-{secrets.token_hex(16)}")  # a name of no file, which goes with the socket
+        box.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)  # before a peer knows the name
+        box.bind(f"\0flashsampling-{secrets.token_hex(16)}")  # an abstract name
         phase = "handing over memory"
-        names = meet.read(_name_of, phase, meet.exchange(phase, box.getsockname()))  # type: ignore[arg-type] # nobody is excused
-        others = {name: rank for rank, name in enumerate(names) if rank != meet.rank}
+        payloads = rendezvous.exchange(phase, box.getsockname())
+        names = rendezvous.decode_payloads(_parse_name, phase, payloads)  # type: ignore[arg-type] # no rank is excused
+        others = {name: rank for rank, name in enumerate(names) if rank != rendezvous.rank}
         own = exported()
         until = time.monotonic() + seconds
         unsent = dict(others)
-        gone: list[int] = []  # ranks; the others still get this one's memory, and look for the reason where it is
+        gone: list[int] = []  # ranks without a socket; the others still get this rank's memory
         try:
             while True:
                 gone += _send(box, own, unsent)
                 if gone and not unsent:
-                    raise _refused(meet, gone[0])
+                    raise _refused(rendezvous, gone[0])
                 if not unsent and len(descriptors) == len(others):
                     break
                 _receive(box, others, descriptors)
-                if meet.over():
+                if rendezvous.next_has_ended():
                     raise RuntimeError("another rank could not hand over its memory")
                 if time.monotonic() > until:
-                    raise _refused(meet, gone[0]) if gone else _late(others, descriptors, unsent, seconds)
+                    raise _refused(rendezvous, gone[0]) if gone else _late(others, descriptors, unsent, seconds)
         except BaseException:
             for descriptor in descriptors.values():
                 os.close(descriptor)
@@ -71,8 +72,9 @@ def exchange_file_descriptors(exported: Callable[[], int], meet: Rendezvous, sec
     return descriptors
 
 
-def _name_of(payload: bytes) -> bytes:
-    """A rank's socket: in the store may be any path, and whoever listens there would get the memory."""
+def _parse_name(payload: bytes) -> bytes:
+    """Checks the name of a peer's socket: the store may hold any path, and a process that listens there would get the
+    memory."""
     if not re.fullmatch(_NAMES, payload):
         raise MalformedError("it is no name of a rank's socket")
     return payload
@@ -81,10 +83,11 @@ def _name_of(payload: bytes) -> bytes:
 def _send(
     box: socket.socket,
     descriptor: int,
-    unsent: dict[bytes, int],  # address -> rank; those who need no more tries are taken out
+    unsent: dict[bytes, int],  # address -> rank; ranks that need no further attempt are removed
 ) -> list[int]:
-    """To all who can take it now: a queue that is full, of 10 on many a system, keeps nothing from the others. Returns whose
-    sockets are not there."""
+    """Sends to all peers whose queue has room; a full queue (often of 10) does not block the others.
+
+    Returns the ranks whose sockets do not exist."""
     rights = socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", descriptor)
     gone = []
     box.setblocking(False)
@@ -99,11 +102,11 @@ def _send(
     return gone
 
 
-def _refused(meet: Rendezvous, rank: int) -> RuntimeError:
-    """A rank's socket is not there. If it gave up, because of a third rank perhaps, its own words come soon and are better."""
-    until = time.monotonic() + _ITS_REASON
+def _refused(rendezvous: Rendezvous, rank: int) -> RuntimeError:
+    """Returns the error for a rank without a socket. Waits briefly for that rank's own error, which says more."""
+    until = time.monotonic() + _REASON_WAIT
     while time.monotonic() < until:
-        if meet.over():
+        if rendezvous.next_has_ended():
             return RuntimeError("another rank could not hand over its memory")
         time.sleep(_LOOK_AGAIN)
     where = "it is gone, or in another network namespace (a container with a network of its own)"
@@ -113,7 +116,7 @@ def _refused(meet: Rendezvous, rank: int) -> RuntimeError:
 def _late(
     others: dict[bytes, int], descriptors: dict[int, int], unsent: dict[bytes, int], seconds: float
 ) -> RuntimeError:
-    """Who keeps this rank waiting: who sent nothing; or, where all did, who takes nothing from its queue, which is full."""
+    """Returns the error that names the straggler: a rank that sent nothing, else a rank whose queue stays full."""
     silent = sorted(set(others.values()) - set(descriptors))
     if silent:
         return RuntimeError(f"no memory came from rank {silent[0]} within {seconds:g} s")
@@ -123,7 +126,7 @@ def _late(
 def _receive(
     box: socket.socket,
     others: dict[bytes, int],  # address -> rank
-    descriptors: dict[int, int],  # rank -> what it sent; one is added, if it comes soon
+    descriptors: dict[int, int],  # rank -> its descriptor; one is added if it comes soon
 ) -> None:
     box.settimeout(_LOOK_AGAIN)
     try:
@@ -137,13 +140,13 @@ def _receive(
         elif (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS) and len(data) == _CREDENTIALS.size:
             _, user, _ = _CREDENTIALS.unpack(data)
     rank = others.get(sender) if sender else None
-    is_ours = rank is not None and rank not in descriptors and user == os.getuid() and len(received) == 1
-    if is_ours:
+    is_valid = rank is not None and rank not in descriptors and user == os.getuid() and len(received) == 1
+    if is_valid:
         descriptors[rank] = received[0]  # type: ignore[index]
         return
     for descriptor in received:
         os.close(descriptor)
-    if rank is None or rank in descriptors:  # from nobody here: any process of the host may write to the socket
+    if rank is None or rank in descriptors:  # from no peer: any process of the host may write to the socket
         return
     if user != os.getuid():
         users = f"a process of user {user}, and this is user {os.getuid()}"

@@ -1,25 +1,25 @@
-"""What a request asks for, of a row whose logits lie on several ranks. What crosses is candidates, maxima and masses.
+"""Filters and log-probabilities over sharded logits. Only candidates, maxima and masses cross ranks.
 
-Every rank stores the logits of its shard, and nobody else sees them. The ranks meet in rounds, whose number is known to the
-host before the first and the same on all ranks; after each one all have what all sent, (ranks, B, words), and conclude the same
-from it, in integers or by sums in the order of the ranks:
+Every rank stores the logits of its shard. The ranks exchange payloads in collective rounds. The host knows the number
+of rounds before the first one, and it is the same on all ranks. Each round is an all-gather to (ranks, B, words), from
+which all ranks conclude the same, in integers or by sums in the order of the ranks:
 
-    round       words per row of each rank
-    highest     the highest processed logit and its token, or that there is a NaN; whether anything is finite
-    few         if one small k is all rows': the places of the shard's first k tokens, which tell of top-p too (``limits``)
-    top-k       else, if a row may have it: how many tokens for each value of a digit, once per digit
-    top-p       likewise: their masses; in the last digit how many tokens
-                (of modules of kernels, where each of these begins: of floors, or first tokens, and of the masses' sums)
-    the draw    the packed winner of what is kept, per draw. For log-probabilities its logits, raw and processed, and the mass
-                of what is kept. If wanted: the raw logits' log-sum-exp, the n highest of them, those of given ids
-    ranks       for log-probabilities: how many raw logits are higher than the winner's, per draw
+    round       payload per row of each rank
+    highest     the highest processed logit and its token, or that there is a NaN; whether any logit is finite
+    few         for one small k of all rows: the sort keys of the shard's first k tokens, which settle top-p too
+    top-k       else, if a row may have it: the number of tokens for each value of a digit, once per radix pass
+    top-p       likewise: their masses; in the last pass the number of tokens
+                (kernels have a first pass before each of these two, about floors or first tokens, and sums of masses)
+    the draw    per draw the packed winner of the kept tokens. With log-probabilities its raw and processed logits, and
+                the mass of the kept tokens. If wanted: the raw logits' log-sum-exp, the n highest, those of given ids
+    ranks       with log-probabilities: per draw, how many raw logits are higher than the winner's
 
-A round is one message of the transport for every ``room`` words, and what a transport promises of a plain step's message holds
-for each of them: number, comparison, failure. Nothing here reads what is on the device; whatever a failed step
-receives, no index is out of range.
+A round takes one message of the transport for every ``room`` words. Each message has a number, a comparison and
+failures like the message of a plain step. This module reads nothing from the device, and no index is out of range,
+whatever a failed step receives.
 
-An implementation does what it alone knows how to round (``backends``): the shard's logits, and the scores' winners. What is
-found of these is in ``limits`` and ``parts``, or in modules of the same functions.
+Backends compute the parts that round in their own way (``backends``): the shard's logits, and the winners of scores.
+``cutoffs`` and ``outputs``, or modules with the same functions, do the rest.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ LEAST_WORDS = 2048  # ... and in all
 
 
 class Part(NamedTuple):
-    """A rank's part in a group."""
+    """This rank's part of a group."""
 
     transport: Collectives
     backend: Backend
@@ -54,26 +54,26 @@ class Part(NamedTuple):
 
 
 class _Logits(NamedTuple):
-    """Of a shard."""
+    """The logits of a shard."""
 
     raw: Tensor  # (B, n) float32
     processed: Tensor  # (B, n) float32
 
 
 class Kept(NamedTuple):
-    """Of a step's rows, once all ranks know what is kept of them."""
+    """A step's rows once all ranks know the cutoffs."""
 
     local: SampleInputs  # this rank's
     logits: _Logits
-    known: Tensor | None  # of the processed ones, what ``limits.highest`` found
-    limit: Tensor  # (B,) int64: the places from which on this rank's tokens are kept
+    known: Tensor | None  # what ``cutoffs.highest`` found in the processed logits
+    limit: Tensor  # (B,) int64: the cutoffs, the lowest sort keys that are kept of this shard
     scale: FixedPointScale
     place: Tensor  # (B,) int64, of the row's first token
     defined: Tensor  # (B,) bool: it has a token
 
     @property
     def columns(self) -> dict[str, int]:
-        """How many words a rank says of a row for the draw, by part, in the order of the message."""
+        """The words of a rank's payload for the draw, per row and by part, in the order of the message."""
         params, num_samples = self.local.params, self.local.num_samples
         draws = num_samples if params.logprobs else 0
         given = 0 if params.logprob_ids is None else params.logprob_ids.shape[1]
@@ -82,17 +82,17 @@ class Kept(NamedTuple):
 
     @property
     def first(self) -> Tensor:
-        """(B,) int64: the ids of the rows' first tokens."""
+        """The ids of the rows' first tokens, (B,) int64."""
         return self.place & NO_TOKEN ^ NO_TOKEN
 
 
 @torch.no_grad()  # parameters of rows may have a gradient
 def draw(part: Part, step: SampleInputs) -> SampleResult:
-    """What ``backends.Backend.run`` gives, on every rank.
+    """Returns the result of ``backends.Backend.run`` over the whole vocabulary, on every rank.
 
     Args:
-        part: this rank's.
-        step: of its shard; but what is asked for is the whole vocabulary's.
+        part: this rank's part of the group.
+        step: a step over the shard; its parameters are the whole vocabulary's.
     """
     with rounds(part, step):
         meet, kept = prepare(part, step)
@@ -107,18 +107,20 @@ def draw(part: Part, step: SampleInputs) -> SampleResult:
 
 @contextlib.contextmanager
 def rounds(part: Part, step: SampleInputs) -> Iterator[None]:
-    """Around all rounds of a step, after which it is ended (``Collectives.end``): here, if something raises."""
+    """Surrounds all rounds of a step.
+
+    Ends the step (``Collectives.end``) if the block raises; else the caller ends it."""
     try:
         part.transport.begin(step._replace(vocab_size=part.vocab_size))
         yield
-    except BaseException as error:  # the next step's messages say nothing of this one
-        with contextlib.suppress(RuntimeError):  # a broken device's: what was raised says more
+    except BaseException as error:  # the next step's messages must not hold this step's parameters
+        with contextlib.suppress(RuntimeError):  # from a broken device; ``error`` says more
             part.transport.end(error)
         raise
 
 
 def prepare(part: Part, step: SampleInputs) -> tuple[Collective, Kept]:
-    """The rounds up to the draw, and how to meet in those that follow."""
+    """Runs the rounds before the draw. Returns the collective for later rounds, and the kept rows."""
     first, last = part.ranges[part.rank]
     transport = part.transport
     params = asked_of_shard(step.params, first, last)
@@ -136,7 +138,7 @@ def prepare(part: Part, step: SampleInputs) -> tuple[Collective, Kept]:
             transport.all_gather(some, step, wanted) for some in words.contiguous().view(-1).split(transport.room)
         ]
         theirs = messages[0] if len(messages) == 1 else torch.cat(messages, dim=1)
-        return theirs.contiguous().view(-1, *words.shape)  # kernels count on it
+        return theirs.contiguous().view(-1, *words.shape)  # kernels need it contiguous
 
     words, known = part.backend.shard_limits.highest(local, processed)
     place, top, defined = part.backend.shard_parts.first(meet(words), step.params)
@@ -155,13 +157,13 @@ def _limits(
     scale: FixedPointScale,
     shards: Shards,
 ) -> Tensor:
-    """(B,) int64: the places from which on the filters keep this rank's tokens."""
+    """Returns the cutoffs of the filters for this rank's tokens, (B,) int64."""
     passes, limit = part.backend.shard_limits, None
     names = params.names()
     if "top_k" in names and not params.may_be_joint():
         if cutoffs.are_few(params.top_k):
             limit = passes.of_few(meet, processed, known, params.top_k, params.top_p, scale, shards)
-        elif part.transport.skips:  # a number too: it may be another rank's tensor
+        elif part.transport.skips:  # for a number too, because another rank may have a tensor of it
             vocab_size = part.vocab_size
             limit = passes.of_top_k_and_p(meet, processed, known, params.top_k, params.top_p, scale, vocab_size, shards)
     if limit is not None:
@@ -182,7 +184,7 @@ def _limits(
 
 
 def _drawn(meet: Collective, part: Part, kept: Kept) -> SampleResult:
-    """All parts of what a step gives, once it is known what is kept."""
+    """Returns the result of a step whose cutoffs are known."""
     local, logits, parts = kept.local, kept.logits, part.backend.shard_parts
     winners = winners_of(part.backend, local, logits.processed, kept.limit, kept.known)
     words = parts.words(kept, winners, mass_of(part, kept) if local.params.logprobs else None)
@@ -195,7 +197,7 @@ def _drawn(meet: Collective, part: Part, kept: Kept) -> SampleResult:
 def winners_of(
     backend: Backend, local: SampleInputs, logits: Tensor, limit: Tensor, known: Tensor | None = None
 ) -> Tensor:
-    """(B, num_samples) packed winners of the shard's tokens from ``limit`` (B,) on, of their logits (B, n)."""
+    """Returns the shard's packed winners among tokens from the cutoff ``limit`` (B,) on, (B, num_samples)."""
     shape = len(logits), local.num_samples
     if logits.shape[1] == 0:
         return torch.full(shape, exchange_protocol.NO_FINITE, device=logits.device)
@@ -203,6 +205,6 @@ def winners_of(
 
 
 def mass_of(part: Part, kept: Kept) -> Tensor:
-    """(B, 1) int64: of what is kept of the shard."""
+    """Returns the mass of the shard's kept tokens, (B, 1) int64."""
     processed, first = kept.logits.processed, kept.local.shard.first_token
     return part.backend.shard_limits.mass_of(processed, kept.limit, kept.scale, first)  # type: ignore[no-any-return]

@@ -1,13 +1,13 @@
-"""Transport ``gloo``: winners go through the host, point to point. On CPUs, or where nothing else works.
+"""Transport ``gloo``: winners go through the host, point to point. For CPUs, or where no other transport works.
 
-Point to point rather than all-gather, so that a rank that is gone has a name. A failure is decided in the process group's
-store. A step looks there first, which costs a round trip; who is in one gets a message from each rank that has given up, which
-says so, and does not wait for ``timeout``, after which gloo closes connections for good.
+Messages are point to point, because an all-gather could not name a rank that is gone. A failure is decided in the
+process group's store, which every step reads first, at the cost of a round trip. A rank that gives up also sends a
+message to each peer in a step, so that the peer does not wait until ``timeout``, when gloo closes connections for good.
 
-    all messages of a step together   wait for the others no longer than ``timeout``
-    an exception while messages wait  a signal's handler, say: the messages are kept, the group has failed, this rank is named
-    connections that are closed       whoever closed them says in the store whose fault it is; no new group is made over them
-    a destroyed process group         the group has failed, the rank that destroyed it is named
+    messages of one step              wait for the peers no longer than ``timeout`` together
+    an exception while messages wait  (a signal handler's) messages are kept, the group fails and names this rank
+    connections that are closed       the rank that closed them posts the failure in the store; no group uses them again
+    a destroyed process group         the group fails and names the rank that destroyed it
 """
 
 import contextlib
@@ -24,27 +24,27 @@ from torch import Tensor
 from .. import exchange_protocol
 from ..exchange_protocol import Shard
 from ..inputs import DEFAULT_PARAMS, DraftChains, SampleInputs
-from .failures import Failure, TensorParallelError, left
+from .failures import Failure, TensorParallelError, abort_failure
 from .message import FAILED, GIVEN, HASHED, HEADER, STEP, Hashes, difference
 from .rendezvous import Rendezvous
 
-_FIRST_TAG = 0x46530000  # far from 0, torch's default, by which a user's own send would meet a step: gloo then aborts
-_LEAST_WAIT = 1e-3  # seconds; gloo counts milliseconds, and 0 of them are no bound at all
-_EARLY = 0.01  # seconds, by which a time-out may come before it is due: gloo cuts off what is less than a millisecond
-_ITS_REASON = 2.0  # seconds in which a rank that closed a connection says why
-_LOOK_AGAIN = 0.02  # seconds between two looks for that
-_ANEW = "make a new process group (torch.distributed.new_group)"
+_FIRST_TAG = 0x46530000  # not torch's default, 0: a user's own send would meet a step, and gloo would abort
+_LEAST_WAIT = 1e-3  # seconds; gloo counts milliseconds and takes 0 for no bound
+_EARLY = 0.01  # seconds by which a time-out may come early, because gloo rounds down to milliseconds
+_REASON_WAIT = 2.0  # seconds in which a rank that closed a connection posts its reason
+_LOOK_AGAIN = 0.02  # seconds between two looks for the reason
+_NEW_GROUP = "make a new process group (torch.distributed.new_group)"
 
 
 class Gloo:
-    """See ``transport.Transport``.
+    """Implements ``transport.Transport`` by point-to-point messages.
 
     Args:
         group: the process group, None for the default one.
-        rendezvous: of the group's construction.
-        max_batch_size: rows, at most.
-        capacity: winners of a step, at most.
-        seconds: how long another rank is waited for.
+        rendezvous: the group's rendezvous.
+        max_batch_size: the most rows.
+        capacity: the most winners of a step.
+        seconds: how long to wait for a peer.
     """
 
     name = "gloo"
@@ -66,66 +66,64 @@ class Gloo:
         self.room = capacity
         self._header = torch.zeros(HEADER, dtype=torch.int64, device="cpu")
         self._steps = 0
-        self._left = seconds  # that the messages of a step may still wait for
-        self._begun = False  # whether one of a step has gone out
+        self._time_left = seconds  # for the remaining messages of a step
+        self._sent = False  # whether a message of the step has been sent
         self._failure: Failure | None = None
-        self._gave_up = False
-        # the object, not the default group of the moment: it may be destroyed, and another made, while this group is open
+        self._drained = False
+        # keep the object: the default group may be destroyed and made anew while this group is open
         self._connections: Any = group or dist.group.WORLD
 
     def closed(self) -> Failure | None:
-        """Why the process group's connections are closed, if a step of this process found that out."""
+        """Returns the failure that closed the process group's connections, if a step of this process noticed it."""
         failure = _closed.get(self._connections)
         if failure is None:
             return None
-        why = "late there" if failure.kind == "late" else "at fault there"
-        what = f"gloo closed the process group's connections after a step before, as this rank was {why}: {_ANEW}"
-        return Failure("left", failure.rank, what=what)
+        why = "late there" if failure.kind == "timeout" else "at fault there"
+        what = f"gloo closed the process group's connections after a step before, as this rank was {why}: {_NEW_GROUP}"
+        return Failure("aborted", failure.rank, what=what)
 
     def connect(self, bound: float) -> None:
-        """A first message, waited for as many seconds. Where the process group's connections are closed none arrives.
+        """Exchanges a first message within ``bound`` seconds, to find closed connections.
 
         Raises:
-            TensorParallelError: they are; or a rank did not take part.
+            TensorParallelError: the process group's connections are closed, or a rank did not take part.
         """
-        mine = torch.zeros(HEADER + self.room, dtype=torch.int64, device="cpu")
+        message = torch.zeros(HEADER + self.room, dtype=torch.int64, device="cpu")
         began = time.monotonic()
-        peer = self._exchange(mine, torch.empty(self._ranks, len(mine), dtype=torch.int64, device="cpu"), began + bound)
+        peer = self._exchange(message, message.new_empty(self._ranks, len(message)), began + bound)
         if peer is not None and time.monotonic() - began < bound - _EARLY:
-            what = f"its process group's connection to {self._rendezvous.who(peer)} is closed: {_ANEW}"
-            raise self._error(Failure("left", self._rank, what=what))
+            what = f"its process group's connection to {self._rendezvous.who(peer)} is closed: {_NEW_GROUP}"
+            raise self._error(Failure("aborted", self._rank, what=what))
         if peer is not None:
-            raise self._error(Failure("late", peer, what="connecting"))
+            raise self._error(Failure("timeout", peer, what="connecting"))
 
     def _error(self, failure: Failure) -> TensorParallelError:
         return failure.error(self._rendezvous.who(failure.rank), self._seconds)
 
     def shard(self, first_token: int) -> Shard:
-        """As the protocol says."""
+        """Implements ``Transport.shard``."""
         return Shard(first_token, exchange_protocol.PACKED)
 
     dry_run_transport = shard
 
     def compare(self, step: SampleInputs) -> None:
-        """As the protocol says: the message says all."""
+        """Implements ``Transport.compare``: the message holds all parameters, so there is nothing to do."""
 
     def finish(self, out: Tensor, step: SampleInputs) -> Tensor:
-        """As the protocol says. Raises the failure of this step on the host; the rank that is named raises it too."""
+        """Implements ``Transport.finish``. Raises the failure of this step on all ranks."""
         try:
             self.begin(step)
             tokens = exchange_protocol.tokens_of(self._gathered_words(out.cpu())).to(out.device)
         except BaseException as error:
             self.end(error)
             raise
-        if (
-            step.params is not DEFAULT_PARAMS or step.draft_hash is not None
-        ):  # the next step's message says nothing of this one
+        if step.params is not DEFAULT_PARAMS or step.draft_hash is not None:  # clears the next step's header
             self.end()
         return tokens
 
     def begin(self, step: SampleInputs) -> None:
-        """As the protocol says."""
-        self._left, self._begun = self._seconds, False
+        """Implements ``Collectives.begin``."""
+        self._time_left, self._sent = self._seconds, False
         rows: dict[str, Any] = {name: _on_host(getattr(step, name)) for name in HASHED}
         if step.params is not DEFAULT_PARAMS:
             params = {name: _on_host(getattr(step.params, name)) for name in step.params.names() if name not in GIVEN}
@@ -136,67 +134,73 @@ class Gloo:
         self._hashes.write(self._header, step._replace(**rows))
 
     def all_gather(self, words: Tensor, step: SampleInputs, wanted: Tensor | None = None) -> Tensor:
-        """As the protocol says: raises."""
+        """Implements ``Collectives.all_gather``. Raises the failure of the step."""
         return self._gathered_words(words.cpu()).to(words.device)
 
     def end(self, error: BaseException | None = None) -> None:
-        """As the protocol says. An exception behind a message: the others have this rank's, or wait for its next."""
+        """Implements ``Collectives.end``.
+
+        If ``error`` comes after a message, the group fails: peers wait for the next one."""
         self._hashes.clear(self._header)
-        if error is not None and self._begun:
-            self._abandon(error, self._steps + self.skipped_calls - 1)
+        if error is not None and self._sent:
+            self._abort(error, self._steps + self.skipped_calls - 1)
 
     def _gathered_words(self, words: Tensor) -> Tensor:
-        mine = torch.zeros(HEADER + self.room, dtype=torch.int64, device="cpu")
-        mine[:HEADER] = self._header
+        message = torch.zeros(HEADER + self.room, dtype=torch.int64, device="cpu")
+        message[:HEADER] = self._header
         number, self._steps = self._steps + self.skipped_calls, self._steps + 1
-        mine[STEP] = number
-        mine[HEADER : HEADER + len(words)] = words
-        messages = torch.empty(self._ranks, len(mine), dtype=torch.int64, device="cpu")
-        messages[self._rank] = mine
-        failure = self._all_gather(mine, messages, number) or difference(messages[:, :HEADER].tolist())
+        message[STEP] = number
+        message[HEADER : HEADER + len(words)] = words
+        messages = torch.empty(self._ranks, len(message), dtype=torch.int64, device="cpu")
+        messages[self._rank] = message
+        failure = self._all_gather(message, messages, number) or difference(messages[:, :HEADER].tolist())
         if failure is not None:
             failure = self.declare(failure)
-            if failure.kind == "left":
-                self.drain()  # others may wait for this rank, which has sent nothing
+            if failure.kind == "aborted":
+                self.drain()  # peers may wait for this rank, which has sent nothing
             raise self._error(failure)
         return messages[:, HEADER : HEADER + len(words)]
 
-    def _all_gather(self, mine: Tensor, messages: Tensor, step: int) -> Failure | None:
-        """One message to and from each rank. The failure of this step; an exception is one too."""
+    def _all_gather(self, message: Tensor, messages: Tensor, step: int) -> Failure | None:
+        """Exchanges the message with all peers.
+
+        Returns the failure of this step, if any; an exception is a failure too."""
         began = time.monotonic()
         before = _closed.get(self._connections)
-        if before is not None:  # by a step of another group
+        if before is not None:  # a step of another group closed the connections
             return replace(before, step=step)
         try:
-            peer = None if self._is_destroyed() else self._exchange(mine, messages, began + self._left)
+            peer = None if self._is_destroyed() else self._exchange(message, messages, began + self._time_left)
             waited = time.monotonic() - began
-            in_time, self._left = waited < self._left - _EARLY, self._left - waited
-            self._begun = True
+            in_time, self._time_left = waited < self._time_left - _EARLY, self._time_left - waited
+            self._sent = True
             if self._is_destroyed():
-                return Failure("left", self._rank, step, what="its process group has been destroyed")
+                return Failure("aborted", self._rank, step, what="its process group has been destroyed")
             if peer is None:
                 return None
-            failure = self.declare((self._said_by_others() if in_time else None) or Failure("late", peer, step))
+            failure = self.declare((self._wait_for_reason() if in_time else None) or Failure("timeout", peer, step))
             _closed[self._connections] = failure
             return failure
         except BaseException as error:
-            self._abandon(error, step)
+            self._abort(error, step)
             raise
 
-    def _exchange(self, mine: Tensor, messages: Tensor, until: float) -> int | None:
-        """The rank whose message does not arrive, or that does not take this one; None if all did. Messages are kept if not all
-        did: gloo drops one that nobody holds, and its peer then waits for it."""
+    def _exchange(self, message: Tensor, messages: Tensor, until: float) -> int | None:
+        """Sends the message to all peers and receives theirs. Returns the first peer with which this fails, or None.
+
+        After a failure messages are kept: gloo drops a message that is not referenced, and its peer would wait for
+        it."""
         others = [rank for rank in range(self._ranks) if rank != self._rank]
         works: list[Any] = []
-        _kept[id(works)] = mine, messages, works
-        # no Python code runs between a message and its place in the list, so no signal's handler raises there
+        _kept[id(works)] = message, messages, works
+        # ``map`` and ``extend`` run in C, so no signal handler runs between sending a message and keeping its work
         send, receive = self._connections.send, self._connections.recv
         waiting_for = others[0]
         try:
             for waiting_for in others:
                 works.extend(map(receive, [[messages[waiting_for]]], [waiting_for], [self._tag]))
             for waiting_for in others:
-                works.extend(map(send, [[mine]], [waiting_for], [self._tag]))
+                works.extend(map(send, [[message]], [waiting_for], [self._tag]))
             for waiting_for, work in zip(others + others, works):  # noqa: B007 (the handler reads it)
                 work.wait(timedelta(seconds=max(until - time.monotonic(), _LEAST_WAIT)))
         except RuntimeError:  # gloo's for a time-out and for a lost connection
@@ -204,10 +208,12 @@ class Gloo:
         del _kept[id(works)]
         return None
 
-    def _said_by_others(self) -> Failure | None:
-        """The failure of the group that whoever closed a connection declares about now; or None: its process is gone."""
-        until = time.monotonic() + min(_ITS_REASON, self._seconds)
-        while (known := self._rendezvous.known()) is None and time.monotonic() < until:
+    def _wait_for_reason(self) -> Failure | None:
+        """Waits for the failure that the rank that closed a connection declares.
+
+        Returns None if that process is gone."""
+        until = time.monotonic() + min(_REASON_WAIT, self._seconds)
+        while (known := self._rendezvous.try_declared()) is None and time.monotonic() < until:
             time.sleep(_LOOK_AGAIN)
         return known
 
@@ -218,48 +224,48 @@ class Gloo:
             return True
         return False
 
-    def _abandon(self, error: BaseException, step: int) -> None:
-        """This rank takes no further part: the others may have its message, or wait for the next of this step."""
+    def _abort(self, error: BaseException, step: int) -> None:
+        """Makes the group fail: peers may have this rank's message, or wait for its next one."""
         if not isinstance(error, TensorParallelError):
-            self.declare(replace(left(self._rank, error), step=step))
+            self.declare(replace(abort_failure(self._rank, error), step=step))
             self.drain()
 
     def failure(self) -> Failure | None:
-        """As the protocol says: the store is asked."""
+        """Implements ``Transport.failure``: reads the store."""
         if self._failure is None:
-            self._failure = (
-                self._rendezvous.known()
-            )  # None if its process is gone; the next step finds out, if it is a rank
+            self._failure = self._rendezvous.try_declared()  # None if the store is gone, which the next step notices
         return self._failure
 
     def declare(self, failure: Failure) -> Failure:
-        """As the protocol says."""
+        """Implements ``Transport.declare``."""
         if self._failure is None:
             self._failure = self._rendezvous.declare(failure)
         return self._failure
 
     def drain(self) -> None:
-        """As the protocol says: whoever is in a step gets a message that the group has failed, and is rid of its own."""
-        if self._failure is None or self._gave_up:
+        """Implements ``Transport.drain``: tells peers in a step that the group has failed, and takes their messages."""
+        if self._failure is None or self._drained:
             return
-        self._gave_up = True
-        mine = torch.zeros(HEADER + self.room, dtype=torch.int64, device="cpu")
-        mine[FAILED] = 1
+        self._drained = True
+        own = torch.zeros(HEADER + self.room, dtype=torch.int64, device="cpu")
+        own[FAILED] = 1
         send, receive = self._connections.send, self._connections.recv
         for rank in range(self._ranks):
             if rank != self._rank:
-                theirs, works = torch.empty_like(mine), list[Any]()
-                _kept[id(works)] = mine, theirs, works
-                for transfer, message in ((send, mine), (receive, theirs)):
-                    with contextlib.suppress(RuntimeError):  # a connection that is lost
+                received, works = torch.empty_like(own), list[Any]()
+                _kept[id(works)] = own, received, works
+                for transfer, message in ((send, own), (receive, received)):
+                    with contextlib.suppress(RuntimeError):  # a lost connection
                         works.extend(map(transfer, [[message]], [rank], [self._tag]))
 
-    def close(self, everybody: bool) -> None:
-        """As the protocol says: nothing here is touched by others."""
+    def close(self, all_done: bool) -> None:
+        """Implements ``Transport.close``: peers touch no memory of this rank, so there is nothing to do."""
 
 
-_kept: dict[int, Any] = {}  # messages on their way: who is in no step takes and sends none until it hears of a failure
-_closed: weakref.WeakKeyDictionary[dist.ProcessGroup, Failure] = weakref.WeakKeyDictionary()  # why connections are
+_kept: dict[int, Any] = {}  # messages in flight: a peer outside of a step takes them when it learns of a failure
+_closed: weakref.WeakKeyDictionary[dist.ProcessGroup, Failure] = (
+    weakref.WeakKeyDictionary()
+)  # the failure that closed them
 
 
 def _on_host(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""``TensorParallel``: a group of ranks, from its construction, which is in ``construction``, to its end."""
+"""``TensorParallel``: a group of ranks that share an LM head."""
 
 import functools
 import itertools
@@ -19,13 +19,13 @@ from ..backends import Backend
 from ..exchange_protocol import Shard
 from ..inputs import DEFAULT_PARAMS, SampleInputs, SampleResult
 from . import capabilities, filtered_sampling, rejection
-from .construction import Construction, seconds_of
+from .construction import Construction, parse_timeout
 from .device_thread import DeviceThread
-from .failures import Failure, TensorParallelError, left
+from .failures import Failure, TensorParallelError, abort_failure
 from .rendezvous import RemoteError, Rendezvous
 from .serialization import MalformedError, from_bytes, to_bytes
 from .sharding import process_group, rank_and_size
-from .store import store_of
+from .store import open_store
 from .transport import DryRun, SingleRank, Transport
 
 _USUAL_TIMEOUT = 60.0  # seconds
@@ -36,31 +36,30 @@ _names = itertools.count()
 
 
 class TensorParallel:
-    """A group of ranks that share an LM head by its vocabulary. Making one is a collective call, and so is closing it.
+    """A group of ranks that share an LM head by its vocabulary. Making and closing a group are collective calls.
 
-    It is made for one weight shard, once; ``sample(..., tp=...)`` and ``LMHeadSampler(..., tp=...)`` then take the same shard.
-    All ranks call with the same hidden states and the same parameters per row, in the same order, and all get the same token
-    ids: those that one rank with the whole weight would draw (bit for bit with the kernels). Steps of one group follow one
-    another, on one stream or ordered by events; two groups may be at work at once, if all ranks begin their steps in the same
-    order. A CUDA graph captured with a group needs it open whenever it is replayed.
+    A group is made once, for one weight shard. ``sample(..., tp=...)`` and ``LMHeadSampler(..., tp=...)`` take the same
+    shard. All ranks call with the same hidden states and the same parameters per row, in the same order. All get the
+    token ids that one rank with the whole weight would draw (bit for bit with the kernels). Steps of one group follow
+    one another, on one stream or ordered by events. Two groups may be at work at once if all ranks begin their steps in
+    the same order. A group must be open whenever a CUDA graph captured with it is replayed.
 
-    Ranks that are out of step, or whose parameters differ, exchange nothing: the group fails, on all ranks alike. What then
-    happens, what cannot be noticed and how to go on stands in docs/tensor_parallel.md. A group lives until it is closed, also
-    if nobody holds it: graphs and other ranks may still use its buffers.
+    If ranks are desynchronised or their parameters differ, no winner is exchanged and the group fails on all ranks.
+    docs/tensor_parallel.md describes failures, their limits and how to continue. A group lives until it is closed, even
+    without a reference to it, because graphs and other ranks may still use its buffers.
 
     Args:
-        group: the process group, or a one-dimensional ``DeviceMesh`` (``mesh["tp"]``); None is the default group. Sub-groups
-            (tensor parallelism inside data or pipeline parallelism) are fine.
+        group: the process group, or a one-dimensional ``DeviceMesh`` (``mesh["tp"]``); None is the default group.
+            Sub-groups (tensor parallelism inside data or pipeline parallelism) work too.
         weight: (V_shard, D), this rank's rows of the LM head; V_shard may be 0.
-        first_token: token id of the shard's first row. None: shards lie one after the other in the order of the ranks.
-        vocab_size: real size of the whole vocabulary where the weight is padded; ids from it on are never sampled.
-        max_batch_size: rows of the largest batch; the buffers are made for it.
-        max_num_samples: draws per row, at most.
-        transport: "p2p", "nccl" or "gloo"; None chooses. A name never falls back.
+        first_token: token id of the shard's first row. None: shards follow one another in the order of the ranks.
+        vocab_size: real size of the whole vocabulary if the weight is padded; ids from it on are never sampled.
+        max_batch_size: rows of the largest batch; buffers are made for it.
+        max_num_samples: the most draws per row.
+        transport: "p2p", "nccl" or "gloo"; None chooses. A named transport never falls back.
         impl: "cute", "triton" or "streaming", the same on all ranks; None chooses the first that can do every shard.
-        timeout: seconds (or a timedelta) after which a rank is given up that does not come to a step, to construction, to
-            closing or to another collective call. It may come that much later than the others without harm. With nccl the
-            error follows up to 3 s later.
+        timeout: seconds (or a timedelta) to wait for a rank in a step, in construction, in closing and in other
+            collective calls. With nccl the error follows up to 3 s later.
 
     Attributes:
         rank: this rank in the group.
@@ -68,21 +67,23 @@ class TensorParallel:
         first_token: id of this shard's first token.
         last_token: id after this shard's last token that can be sampled.
         vocab_size: tokens of the whole vocabulary that can be sampled.
-        num_rows: rows of all shards together, those of padding too.
-        transport: what was chosen.
-        impl: what was chosen.
-        timeout: in seconds.
+        num_rows: rows of all shards together, with padding.
+        transport: name of the chosen transport.
+        impl: name of the chosen backend.
+        timeout: seconds.
 
     Raises:
-        ValueError: on every rank alike: the ranks disagree (D, dtype, kind of device, sizes, transport, impl, time-out), the
-            shards overlap or leave a hole, an argument of a rank is wrong, or what was asked for by name cannot be done; it
-            says which rank and why.
-        TypeError: an argument is of the wrong type; the other ranks get a ValueError.
-        TensorParallelTimeout: a rank did not come within ``timeout``; it gets this too when it comes. The next group works.
-        TensorParallelError: another rank could not go on, for lack of memory, say; what it raises itself is the reason.
+        ValueError: on every rank: the ranks disagree (D, dtype, kind of device, sizes, transport, impl, time-out), the
+            shards overlap or leave a hole, an argument of a rank is wrong, or a named transport or backend cannot be
+            used. The message names the rank and the reason.
+        TypeError: an argument has the wrong type; the other ranks raise a ValueError.
+        TensorParallelTimeout: a rank did not come within ``timeout``; the late rank raises it too. The next group
+            works.
+        TensorParallelError: another rank could not continue, for lack of memory, say; that rank raises its own
+            exception.
 
     Warns:
-        RuntimeWarning: all ranks are on one host's GPUs, and the transport is not "p2p": why.
+        RuntimeWarning: all ranks are on GPUs of one host and the transport is not "p2p"; the message says why.
 
     Example:
         >>> import torch, flashsampling
@@ -112,59 +113,50 @@ class TensorParallel:
     ) -> None:
         self._group = process_group(group)
         self.rank, self.world_size = rank_and_size(self._group)
-        # asked for once, as messages need them after the process group is destroyed too
+        # read now: messages name ranks after the process group is destroyed too
         self._global_ranks = None if self._group is None else dist.get_process_group_ranks(self._group)
         self._closed = False
-        self._left_out = 0
+        self._skipped_calls = 0
         self._transport: Transport | None = None
         self._rendezvous: Rendezvous | None = None
         if self.world_size > 1:
-            bound = _USUAL_TIMEOUT  # for telling the others that this one's is wrong
+            bound = _USUAL_TIMEOUT  # if this rank's time-out is invalid, it must still tell its peers
             with suppress(Exception):
-                bound = given if 0 < (given := seconds_of(timeout)) <= capabilities.MAX_TIMEOUT else bound
-            connect = functools.partial(store_of, self._group)
-            self._rendezvous = Rendezvous(connect, self.rank, self.world_size, bound, self._who, self._store_holder())
+                bound = given if 0 < (given := parse_timeout(timeout)) <= capabilities.MAX_TIMEOUT else bound
+            connect = functools.partial(open_store, self._group)
+            self._rendezvous = Rendezvous(connect, self.rank, self.world_size, bound, self._who, self._store_host())
         options = {"first_token": first_token, "vocab_size": vocab_size, "transport": transport, "impl": impl}
         options |= {"max_batch_size": max_batch_size, "max_num_samples": max_num_samples}
-        making = Construction(self._group, self._rendezvous, self._store_holder())
+        making = Construction(self._group, self._rendezvous, self._store_host())
         try:
-            with torch.inference_mode(False):  # what is made inside could not be written outside
+            with torch.inference_mode(False):  # buffers made in inference mode could not be written outside it
                 making.run(weight, timeout, options)
         except BaseException as error:
             if self._rendezvous is not None and not isinstance(error, RemoteError):
-                # ranks that do not raise it alike hear of it in the next stage, or in their first step
-                self._rendezvous.declare(left(self.rank, error))
+                # peers that do not raise the same error learn of it in the next stage or in their first step
+                self._rendezvous.declare(abort_failure(self.rank, error))
                 self._rendezvous.fail("construction", error)
-            self._end(everybody=True)
+            self._end(all_done=True)
             if not isinstance(error, RemoteError):
                 raise
             if error.kind in ("ValueError", "TypeError"):
                 raise ValueError(str(error)) from None
-            raise self._error(Failure("left", error.rank, what=f"{error.kind}: {error.message}")) from None
+            raise self._error(Failure("aborted", error.rank, what=f"{error.kind}: {error.message}")) from None
         self.weight_shape, self.dtype, self.device = weight.shape, weight.dtype, weight.device
         self.first_token, self.last_token, self.vocab_size = making.first_token, making.last_token, making.vocab_size
-        self.num_rows, self._ranges = making.num_rows, making.ranges
-        mine = making.mine
-        self.max_batch_size, self.max_num_samples, self.timeout = (
-            mine.max_batch_size,
-            mine.max_num_samples,
-            mine.timeout,
-        )
-        self.impl, self.transport, self._transport, self.shard = (
-            making.impl,
-            making.transport,
-            making.made,
-            making.shard,
-        )
-        self.order = ops.order_of(self.device)  # see ops
-        self.name = str(next(_names))  # by which the torch operator finds it
+        self.num_rows, self._ranges, own = making.num_rows, making.ranges, making.own
+        self.max_batch_size, self.max_num_samples, self.timeout = own.max_batch_size, own.max_num_samples, own.timeout
+        self.impl, self.transport, self._transport = making.impl, making.transport_name, making.transport
+        self.shard = making.shard
+        self.order = ops.order_of(self.device)
+        self.name = str(next(_names))  # the torch operator finds the group by its name
         open_groups.add(self.name, self)
 
     def check(self, *, collective: bool = False) -> None:
-        """Waits for the current stream, then raises if a step failed. After graph replays, which cannot raise themselves.
+        """Waits for the current stream, then raises if a step failed. Needed after graph replays, which cannot raise.
 
-        A failure that is known already is raised before the device is asked for anything; one that becomes known meanwhile
-        ends the wait. So the error can be had while an all-gather hangs, and after the device broke.
+        A known failure is raised before any device call, and a failure that becomes known meanwhile ends the wait. The
+        error is therefore raised while an all-gather hangs, too, and after the device broke.
 
         Args:
             collective: all ranks make this call, and all learn whether any of them failed. Bounded by ``timeout``.
@@ -181,7 +173,7 @@ class TensorParallel:
             except RuntimeError as error:
                 failure = self._failure()
                 if failure is None and collective and self._transport is not None:
-                    self._transport.declare(left(self.rank, error))
+                    self._transport.declare(abort_failure(self.rank, error))
                 if failure is None:
                     raise
                 raise self._error(failure) from error
@@ -190,7 +182,7 @@ class TensorParallel:
             self._collective("a collective check", b"")
 
     def _wait_for_stream(self) -> None:
-        """Until the current stream is done, or the group has failed."""
+        """Waits until the current stream is done or the group has failed."""
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.device))
         pause, looked = 2e-5, time.monotonic()
@@ -206,20 +198,21 @@ class TensorParallel:
     def broadcast(
         self, values: Any, error: Exception | None = None, must_match: Mapping[str, Any] | None = None
     ) -> Any:
-        """The first rank's ``values`` on every rank. A collective, bounded by ``timeout``.
+        """Returns the first rank's ``values`` on every rank. A collective call, bounded by ``timeout``.
 
-        Through the process group's store, whatever its backend: for some KiB of parameters.
+        Goes through the process group's store, whatever its backend, and is meant for some KiB of parameters.
 
         Args:
-            values: what is given on this rank: None, bools, numbers, strings, tensors on the CPU, and lists, tuples and
-                dictionaries of these.
-            error: why nothing can be given. It is raised here, and a ValueError that names this rank on the others.
-            must_match: what must be the same on all ranks, by name.
+            values: None, bools, numbers, strings, tensors on the CPU, and lists, tuples and dictionaries of these.
+            error: an exception in place of values. It is raised here; the other ranks raise a ValueError with this
+                rank's name.
+            must_match: values that must be the same on all ranks, by name.
 
         Raises:
-            TypeError: ``values`` holds something else; the other ranks get a ValueError that says so.
-            ValueError: a rank had an ``error``, or ``must_match`` is not the same, on all ranks; or the group has been closed.
-            TensorParallelError: a rank did not come, the group has failed, or the store holds what no rank wrote.
+            TypeError: ``values`` holds another type; the other ranks raise a ValueError.
+            ValueError: a rank had an ``error``, or ``must_match`` differs between ranks; or the group has been closed.
+            TensorParallelError: a rank did not come, the group has failed, or the store holds bytes that no rank
+                writes.
         """
         phase = "a broadcast"
         if error is not None:
@@ -228,22 +221,22 @@ class TensorParallel:
                 self._rendezvous.fail(phase, error)
             raise error
         try:
-            mine = to_bytes((values if self.rank == 0 else None, dict(must_match or {})))
-        except Exception as unsaid:  # else the others take this rank's next call for this one
-            return self.broadcast(None, unsaid)
-        payloads = self._collective(phase, mine)
+            payload = to_bytes((values if self.rank == 0 else None, dict(must_match or {})))
+        except Exception as not_encodable:  # take part all the same, or peers would take the next call for this one
+            return self.broadcast(None, not_encodable)
+        payloads = self._collective(phase, payload)
         if self._rendezvous is None:
-            said = [_broadcast_of(payload) for payload in payloads]
+            decoded = [_decode_broadcast(payload) for payload in payloads]
         else:
             try:
-                said = self._rendezvous.read(_broadcast_of, phase, payloads)
+                decoded = self._rendezvous.decode_payloads(_decode_broadcast, phase, payloads)
             except TensorParallelError as malformed:
-                raise self._declared(malformed) from malformed
-        for name in said[0][1]:
-            given = [other.get(name) for _, other in said]
-            if any(other != given[0] for other in given):
-                raise ValueError(f"{name} must be the same on all ranks, got {capabilities.by_rank(given)}")
-        return said[0][0]
+                raise self._fail(malformed) from malformed
+        for name in decoded[0][1]:
+            by_rank = [fields.get(name) for _, fields in decoded]
+            if any(value != by_rank[0] for value in by_rank):
+                raise ValueError(f"{name} must be the same on all ranks, got {capabilities.by_rank(by_rank)}")
+        return decoded[0][0]
 
     def _collective(self, phase: str, payload: bytes) -> list[bytes]:
         self.raise_if_unusable()
@@ -254,10 +247,10 @@ class TensorParallel:
         except RemoteError as error:
             raise ValueError(str(error)) from None
         except TensorParallelError as error:
-            raise self._declared(error) from error
+            raise self._fail(error) from error
 
-    def _declared(self, error: TensorParallelError) -> TensorParallelError:
-        """The error of the group, which has failed by this one, if it had not before."""
+    def _fail(self, error: TensorParallelError) -> TensorParallelError:
+        """Declares the error's failure. Returns the group's error: that of an earlier failure if there was one."""
         if self._transport is None:
             return error
         failure = self._transport.declare(error.failure)
@@ -265,55 +258,58 @@ class TensorParallel:
         return self._error(failure)
 
     def close(self) -> None:
-        """Gives the buffers back, once all ranks are here and their devices done. A collective; calling it twice is fine.
+        """Frees the buffers once all ranks are here and their devices are done. A collective call; calling twice is
+        fine.
 
-        Graphs captured with the group must not be replayed after it. After a failure it does not wait for the rank that failed;
-        buffers that this rank, or an all-gather that hangs, may still touch are then kept until the process ends.
+        Graphs captured with the group must not be replayed afterwards. After a failure, ``close`` does not wait for the
+        rank that failed, and keeps buffers that this rank, or an all-gather that hangs, may still touch.
 
         Raises:
-            TensorParallelTimeout: a rank did not come within ``timeout``, and the group had not failed before. It is closed all
-                the same.
+            TensorParallelTimeout: a rank did not come within ``timeout``, and the group had not failed before. The
+                group is closed all the same.
         """
         if self._closed:
             return
         self._closed = True
         open_groups.remove(self.name)
-        everybody = False
+        all_done = False
         try:
-            everybody = self._agree_to_close()
+            all_done = self._agree_to_close()
         finally:
-            self._end(everybody)
+            self._end(all_done)
 
     def _agree_to_close(self) -> bool:
-        """Whether all ranks are here, and their devices done with the buffers."""
-        transport, meet = self._transport, self._rendezvous
-        if transport is None or meet is None:
-            return self._drain()
+        """Returns whether all ranks are here and their devices are done with the buffers."""
+        transport, rendezvous = self._transport, self._rendezvous
+        if transport is None or rendezvous is None:
+            return self._wait_for_device()
         transport.drain()
-        with meet.busy():
-            done = self._drain()
+        with rendezvous.heartbeat():
+            done = self._wait_for_device()
 
         def failure() -> Failure | None:
-            return transport.failure() or meet.known()  # a transport may hear of it in its next step only
+            return (
+                transport.failure() or rendezvous.try_declared()
+            )  # gloo and p2p may learn of it only in their next step
 
         def excused() -> Sequence[int]:
-            transport.drain()  # whoever is not here yet may wait for its device
+            transport.drain()  # a rank that is missing may wait for its device
             failed = failure()
             return () if failed is None else (failed.rank,)
 
-        known = failure() is not None
+        failed_before = failure() is not None
         try:
-            said = meet.exchange("closing", b"done" if done else b"busy", excused=excused)
+            payloads = rendezvous.exchange("closing", b"done" if done else b"busy", excused=excused)
         except TensorParallelError as error:
-            meet.post("closing")  # whoever was in another call closes after this one, and need not wait for it
-            if known:  # before: it closes as a group that has failed
+            rendezvous.leave("closing")  # a rank that was in another call closes later and need not wait for this one
+            if failed_before:
                 return False
             raise self._error(transport.declare(error.failure)) from error
-        meet.part(sum(payload is not None for payload in said))
-        return all(payload == b"done" for payload in said)
+        rendezvous.finish(sum(payload is not None for payload in payloads))
+        return all(payload == b"done" for payload in payloads)
 
-    def _drain(self) -> bool:
-        """Waits for the device; once the group has failed, not for long. Whether it is done."""
+    def _wait_for_device(self) -> bool:
+        """Waits for the device, but not for long once the group has failed. Returns whether the device is done."""
         if self.device.type != "cuda":
             return True
         waiting = DeviceThread(lambda: torch.cuda.synchronize(self.device), self.device)
@@ -322,16 +318,16 @@ class TensorParallel:
                 return False
         return waiting.error is None
 
-    def _end(self, everybody: bool) -> None:
+    def _end(self, all_done: bool) -> None:
         try:
             if self._transport is not None:
-                self._transport.close(everybody)
+                self._transport.close(all_done)
         finally:
             if self._rendezvous is not None:
                 self._rendezvous.end()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "TensorParallel":
-        """Itself, as it is for a copy of a module that has it: a group is made by all ranks."""
+        """Returns itself: only all ranks together can make another group, and copies of a module share this one."""
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -345,30 +341,31 @@ class TensorParallel:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Closes. If an exception leaves the block: the group fails, so that no rank waits for this one, nor this for any."""
+        """Closes the group. If an exception leaves the block, the group fails, so that no rank waits for another."""
         if error is None or self._closed:
             self.close()
             return
         self._closed = True
         open_groups.remove(self.name)
         if self._transport is not None and self._rendezvous is not None:
-            self._transport.declare(left(self.rank, error))
+            self._transport.declare(abort_failure(self.rank, error))
             self._transport.drain()
-            self._rendezvous.post("closing")
-        self._end(everybody=False)
+            self._rendezvous.leave("closing")
+        self._end(all_done=False)
 
     def __repr__(self) -> str:
         return (
-            f"TensorParallel(rank={self.rank}, world_size={self.world_size}, tokens=[{self.first_token}, {self.last_token}) of "
-            f"{self.vocab_size}, transport={self.transport!r}, impl={self.impl!r})"
+            f"TensorParallel(rank={self.rank}, world_size={self.world_size}, "
+            f"tokens=[{self.first_token}, {self.last_token}) of {self.vocab_size}, transport={self.transport!r}, "
+            f"impl={self.impl!r})"
         )
 
     def check_call(self, weight: Tensor, batch: int, num_samples: int) -> None:
         """Raises what ``sample`` documents if this group cannot do the call."""
         if weight.shape != self.weight_shape or weight.dtype != self.dtype or weight.device != self.device:
             raise ValueError(
-                f"weight must be the shard that tp was made with, {tuple(self.weight_shape)} {self.dtype} on {self.device}, "
-                f"got {tuple(weight.shape)} {weight.dtype} on {weight.device}"
+                f"weight must be the shard that tp was made with, {tuple(self.weight_shape)} {self.dtype} on "
+                f"{self.device}, got {tuple(weight.shape)} {weight.dtype} on {weight.device}"
             )
         if batch > self.max_batch_size:
             raise ValueError(
@@ -381,28 +378,30 @@ class TensorParallel:
 
     @property
     def skipped_calls(self) -> int:
-        """Calls with this group that exchanged nothing, since they raised before or had no rows. They count as steps: a rank
-        whose call raised while the others' did not is out of step with them from then on, and all learn of it."""
-        return self._left_out
+        """Number of calls with this group that exchanged nothing, because they raised before or had no rows.
+
+        They count as steps. If the call of one rank raises and those of its peers do not, that rank is desynchronised,
+        and all ranks learn of it in the next step."""
+        return self._skipped_calls
 
     @skipped_calls.setter
     def skipped_calls(self, count: int) -> None:
-        self._left_out = count
+        self._skipped_calls = count
         if self._transport is not None:
-            with suppress(RuntimeError):  # a broken device's: what the call raised says more
+            with suppress(RuntimeError):  # from a broken device; the exception of the call says more
                 self._transport.skipped_calls = count
 
     def count_skipped_call(self) -> None:
-        """One more call with this group that took no part in a step."""
+        """Counts a call with this group that took no part in a step."""
         self.skipped_calls += 1
 
     @property
     def part(self) -> tuple[int, Shard]:
-        """Of a step: how many tokens of the shard there are, and what a kernel is told of it."""
+        """The shard's number of tokens that can be sampled, and its description for kernels."""
         return self.last_token - self.first_token, self.shard
 
     def compare(self, step: SampleInputs) -> None:
-        """Before the launch of a step that asks for something, or has drafts to be matched, and is done as a plain one."""
+        """Compares parameters and draft hash before the launch of a step that runs as a plain one."""
         if self._transport is not None:
             self._transport.compare(step._replace(vocab_size=self.vocab_size))
 
@@ -411,16 +410,17 @@ class TensorParallel:
         out: Tensor,  # (B * num_samples,) int64
         step: SampleInputs,
     ) -> Tensor:
-        """Token ids from what a kernel wrote: packed winners, or the tokens themselves where it did the exchange."""
+        """Returns token ids from a kernel's output: packed winners, or token ids if the kernel did the exchange."""
         if self._transport is None:
             return out
-        if step.params is not DEFAULT_PARAMS:  # which is the whole vocabulary's
+        if step.params is not DEFAULT_PARAMS:  # parameters are those of the whole vocabulary
             step = step._replace(vocab_size=self.vocab_size)
         return self._transport.finish(out, step)
 
     def draw(self, backend: Backend, step: SampleInputs) -> SampleResult:
-        """A step that asks for more than one launch does of a shard, whose ``params`` is the whole vocabulary's; or one with
-        drafts to be rejected."""
+        """Runs a step with several collective rounds, or one with drafts for rejection sampling.
+
+        ``step.params`` are those of the whole vocabulary."""
         if self._transport is None and step.drafted is None:
             return backend.run(step)
         part = filtered_sampling.Part(
@@ -429,8 +429,7 @@ class TensorParallel:
         return (filtered_sampling.draw if step.drafted is None else rejection.reject)(part, step)
 
     def dry_run(self, backend: Backend, step: SampleInputs) -> SampleResult:
-        """``draw`` of a step that asks for something, but without other ranks, who need not know of it: for what it compiles.
-        What it gives means nothing."""
+        """Runs ``draw`` without other ranks, to compile its kernels. The result has no meaning."""
         if self._transport is None:
             return backend.run(step)
         if backend.runs_on_shard(step):
@@ -442,22 +441,24 @@ class TensorParallel:
 
     @contextmanager
     def busy(self) -> Iterator[None]:
-        """Around what each rank does by itself, for however long: at the end all wait for all, as long as their processes live.
-        An exception of one rank reaches them all.
+        """Surrounds work that each rank does by itself, for any time.
+
+        At the end all ranks wait for each other while they live. An exception of one rank reaches them all.
 
         Raises:
-            ValueError: another rank raised something, which it says; or, at once, the group has been closed.
-            TensorParallelError: the group has failed (at once, if that is known), or a rank did not come here within
-                ``timeout`` and is not busy.
+            ValueError: another rank raised an exception, which the message holds; or the group has been closed (at
+                once).
+            TensorParallelError: the group has failed (at once, if known), or a rank did not come within ``timeout`` and
+                is not in this block.
         """
         self.raise_if_unusable()
         phase = "the end of what ranks do by themselves"
-        with nullcontext() if self._rendezvous is None else self._rendezvous.busy(phase):
+        with nullcontext() if self._rendezvous is None else self._rendezvous.heartbeat(phase):
             yield
         self._collective(phase, b"")
 
     def raise_if_unusable(self) -> None:
-        """Raises if the group is closed, or if a step failed by now. Asks no device."""
+        """Raises if the group is closed or a step has failed. Makes no device call."""
         if self._closed:
             raise ValueError("tp must be open, it has been closed")
         if self._transport is not None and (failure := self._transport.failure()) is not None:
@@ -465,7 +466,7 @@ class TensorParallel:
             raise self._error(failure)
 
     def raise_if_failed(self) -> None:
-        """Raises if a step failed by now. Asks no device, and leaves catching up to the next call, so any thread may."""
+        """Raises if a step has failed. Makes no device call and drains nothing, so any thread may call it."""
         if (failure := self._failure()) is not None:
             raise self._error(failure)
 
@@ -478,14 +479,14 @@ class TensorParallel:
     def _who(self, rank: int) -> str:
         return f"rank {rank}" + ("" if self._global_ranks is None else f" (global rank {self._global_ranks[rank]})")
 
-    def _store_holder(self) -> int:
-        """The rank whose process holds the process group's store, unless the launcher's does."""
+    def _store_host(self) -> int:
+        """Returns the rank whose process holds the process group's store, unless the launcher's process holds it."""
         return self._global_ranks.index(0) if self._global_ranks and 0 in self._global_ranks else 0
 
 
-def _broadcast_of(payload: bytes) -> tuple[Any, dict[str, Any]]:
-    """What a rank gives to a broadcast: its values, and what must be alike."""
-    said = from_bytes(payload)
-    if not (isinstance(said, tuple) and len(said) == 2 and isinstance(said[1], dict)):
-        raise MalformedError("a broadcast is values and what must be alike")
-    return said
+def _decode_broadcast(payload: bytes) -> tuple[Any, dict[str, Any]]:
+    """Returns a rank's values and the fields that must match."""
+    decoded = from_bytes(payload)
+    if not (isinstance(decoded, tuple) and len(decoded) == 2 and isinstance(decoded[1], dict)):
+        raise MalformedError("a broadcast is values and fields that must match")
+    return decoded

@@ -1,18 +1,19 @@
-"""What ``nccl`` and ``gloo`` send: the packed winners of a step behind a header that says which step it is.
+"""The messages of ``nccl`` and ``gloo``: a header with step number and parameter hashes, then the packed winners.
 
-A message is int64 and always of the same size, since gloo aborts where sizes differ, and NCCL does worse:
+A message is int64 and always has the same size: gloo aborts if sizes differ, and NCCL's behaviour is undefined.
 
-    step  batch  num_samples  temperatures  seeds  offsets  failed  what is asked for, a word each  drafts  winners: (capacity,)
+    step  batch  num_samples  temperature  seed  offset  failed  sampling parameters (a word each)  drafts  winners
+    (capacity)
 
-What a request asks for takes several messages (``requests``), each a step of its own to whoever counts and compares; what they
-carry lies where the winners do. What is asked for is hashed by argument, 0 where it is not; of token counts and of the head's
-bias, of which a rank reads its shard's, only that they are given. Drafts to be rejected are hashed likewise, with all of their
-probabilities; of what belongs to no draft nothing is. Drafts to be matched come hashed (``SampleInputs.draft_hash``).
+A step with filters or log-probabilities takes several messages (``filtered_sampling``). Each has a step number of its
+own and is compared; its words take the place of the winners. Sampling parameters are hashed one by one, 0 if not given.
+Of token counts and of the head's bias, which differ between shards, only their presence is compared. Drafts for
+rejection sampling are hashed with all their probabilities, but without entries that belong to no draft. Drafts to be
+matched come hashed (``SampleInputs.draft_hash``).
 
-Parameters of rows are hashed, each by itself, so that what differs has a name: the sum, modulo 2**64, of the values' 32-bit
-halves times fixed odd numbers, one for every half of every row. Lists that differ in one half never have the same hash, since
-odd numbers are invertible; others have with a probability of 2**-32 at most. (Whole values times odd numbers: the top bit of
-one row would weigh as much as that of any other.)
+A parameter hash is the sum, modulo 2**64, of the values' 32-bit halves times fixed odd numbers, one for every half of
+every row. Lists that differ in one half never collide, because odd numbers are invertible; other lists collide with a
+probability of at most 2**-32. (With a factor per whole value, the top bit of any two rows would weigh the same.)
 """
 
 import functools
@@ -38,32 +39,30 @@ _COLUMNS = 1 << 13  # of a row that are weighted each by itself: a mask's of 262
 
 
 def odd_factors(count: int) -> Tensor:
-    """(count,) int64, odd: the same on every rank."""
+    """Returns (count,) odd int64, the same on every rank."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(-(2**63), 2**63 - 1, (count,), generator=generator, device="cpu") | 1
 
 
 @functools.lru_cache(maxsize=64)
 def bits_of(temperature: float) -> int:
-    """A temperature for all rows, as the int64 that a tensor's float32 gives."""
+    """Returns the float32 bits of a scalar temperature, as a tensor of temperatures gives them."""
     return int((torch.tensor([temperature], dtype=torch.float32, device="cpu") + 0.0).view(torch.int32))  # -0.0 is 0.0
 
 
 class Hashes:
-    """Hashes of rows' parameters, of tensors on their device and of numbers on the host.
+    """Computes parameter hashes: of tensors on their device, of numbers on the host.
 
     Args:
-        max_rows: of the largest batch.
-        device: of tensors.
+        max_rows: rows of the largest batch.
+        device: device of the tensors.
     """
 
     def __init__(self, max_rows: int, device: torch.device) -> None:
         factors = odd_factors(2 * max_rows)
         along = odd_factors(_COLUMNS)
-        self.factors, self.along = (
-            factors.to(device),
-            along.to(device),
-        )  # of rows' halves; of the columns of a row, or of fields
+        # factors of the rows' halves; factors of a row's columns, or of fields
+        self.factors, self.along = factors.to(device), along.to(device)
         self.of_fields: dict[int, int] = dict(enumerate(along[: HEADER - ASKED].tolist(), ASKED))
         self.of_draft_hash = self.of_fields[_ASKED["draft_token_ids"]]
         self.columns, self.again = _COLUMNS, _AGAIN
@@ -74,8 +73,9 @@ class Hashes:
         header: Tensor,  # (>= HEADER,) int64
         step: SampleInputs,
     ) -> None:
-        """Fills in all of a header but step and failed. The device's work alone, in order of the current stream. Words of what
-        is asked for are left alone where nothing is: they are 0 before such a step (``clear``)."""
+        """Fills in all of a header but step and failed, by device work in order of the current stream.
+
+        Leaves the words of sampling parameters alone if there are none: they are 0 before such a step (``clear``)."""
         if step.params is not DEFAULT_PARAMS or step.drafted is not None or step.draft_hash is not None:
             self._write_asked(header, step)
         batch, temperature = step.hidden_states.shape[0], step.temperature
@@ -105,8 +105,8 @@ class Hashes:
             header[_ASKED["draft_token_ids"]].copy_(step.draft_hash)
 
     def params(self, step: SampleInputs) -> Iterator[tuple[int, int, Tensor | None]]:
-        """Of what is asked for, but for drafts: a field of the header, what its word has that the host knows, and the tensor
-        whose hash is added to that."""
+        """Yields, per sampling parameter: its field of the header, the host's part of the word, the tensor to hash or
+        None."""
         for name in step.params.names():
             field, value = _ASKED[name], getattr(step.params, name)
             if not isinstance(value, Tensor):
@@ -135,14 +135,14 @@ class Hashes:
             torch.add(self._of_tensor(of_drafts), 1, out=fields[3])
 
     def _of_number(self, value: float, batch: int) -> int:
-        """As of that value in every row."""
+        """Hashes a scalar like a tensor with that value in every row."""
         low, high = bits_of(value) if isinstance(value, float) else _signed(int(value), 32), 0
         if not isinstance(value, float):
             high = _signed(int(value) >> 32, 32)
         return _signed(low * self._sums[0][batch] + high * self._sums[1][batch] + 1, 64)
 
     def _of_tensor(self, value: Tensor) -> Tensor:
-        """() int64, of float32, int32 or int64, (B,) or (B, n). Integers are hashed as numbers, whatever their dtype."""
+        """Hashes float32, int32 or int64, (B,) or (B, n), to () int64. Integers of equal value hash equally."""
         is_real = value.is_floating_point()
         if is_real:
             value = (value + 0.0).view(torch.int32)  # -0.0 is 0.0
@@ -153,7 +153,7 @@ class Hashes:
         return (_halves(value.long()) * self.factors[: 2 * len(value)]).sum()
 
     def _of_columns(self, value: Tensor) -> Tensor:
-        """(B,) int64, of integers (B, n)."""
+        """Hashes the columns of integers (B, n) to (B,) int64."""
         first, *others = (
             (part * self.along[: part.shape[1]]).sum(dim=1) for part in value.split(len(self.along), dim=1)
         )
@@ -162,26 +162,29 @@ class Hashes:
         return first
 
     def of_request(self, step: SampleInputs) -> Tensor:
-        """() int64: all of what is asked for in one. ``kernels.triton.sharded.param_hash`` makes it by kernels."""
+        """Returns the hash of all sampling parameters, () int64.
+
+        ``kernels.triton.sharded.param_hash`` computes it by kernels."""
         header = torch.zeros(HEADER, dtype=torch.int64, device=self.factors.device)
         self._write_asked(header, step)
         return (header[ASKED:] * self.along[: HEADER - ASKED]).sum()
 
     @staticmethod
     def clear(header: Tensor) -> None:
-        """After a step that asked for something."""
+        """Clears the words of sampling parameters, after a step that had some."""
         header[ASKED:HEADER].zero_()
 
 
 def _halves(value: Tensor) -> Tensor:
-    """(2 * B,) int32 of int64 (B,). Of one element torch calls any stride contiguous, and does not view it as two."""
+    """Views int64 (B,) as (2 * B,) int32. torch calls one element of any stride contiguous, but does not view it as
+    two."""
     if value.stride(0) != 1:
         value = value.clone(memory_format=torch.contiguous_format)
     return value.view(torch.int32)
 
 
 def _of_tokens(mask: Tensor, vocab_size: int) -> Tensor:
-    """A token mask's words, without the bits of the last one that belong to no token."""
+    """Returns a token mask's words without bits that belong to no token."""
     words = mask[:, : -(-vocab_size // 32)]
     if vocab_size % 32:
         words = torch.cat([words[:, :-1], words[:, -1:] & (1 << vocab_size % 32) - 1], dim=1)
@@ -193,25 +196,25 @@ def _signed(value: int, bits: int) -> int:
 
 
 def difference(headers: Sequence[Sequence[int]]) -> Failure | None:
-    """Which rank's header is not like the others', and in what; None if they agree. By rank; all ranks conclude the same.
+    """Compares the ranks' headers. Returns the mismatch, or None. All ranks conclude the same.
 
-    Right is what most ranks say; of as many, what the lowest rank says.
+    The header of most ranks is right; a tie goes to the lowest rank's.
     """
     counts = Counter(tuple(header) for header in headers)
     if len(counts) == 1:
         return None
     failed = [rank for rank, header in enumerate(headers) if header[FAILED]]
-    if failed:  # it knows more than the others, who hear of it
-        return Failure("left", failed[0], headers[failed[0]][STEP], what="the group has failed there")
-    right = max(counts, key=lambda header: counts[header])  # the first of as many
+    if failed:  # that rank knows of a failure, and its peers learn of it
+        return Failure("aborted", failed[0], headers[failed[0]][STEP], what="the group has failed there")
+    right = max(counts, key=lambda header: counts[header])  # the first one among equals
     like = next(rank for rank, header in enumerate(headers) if tuple(header) == right)
     odd = next(rank for rank, header in enumerate(headers) if tuple(header) != right)
     header = headers[odd]
     differs = ["step"] if header[STEP] != right[STEP] else []
     if header[BATCH] != right[BATCH] or header[NUM_SAMPLES] != right[NUM_SAMPLES]:
         differs.append("batch size or num_samples")
-    else:  # hashes of as many rows
+    else:  # hashes of equally many rows
         differs += [name for name, field in HASHED.items() if header[field] != right[field]]
         params = [name for name, field in _ASKED.items() if header[field] != right[field]]
         differs += dict.fromkeys(ARGUMENTS.get(name, name) for name in params)
-    return Failure("differs", odd, right[STEP], tuple(differs), f"rank {like}")
+    return Failure("mismatch", odd, right[STEP], tuple(differs), f"rank {like}")

@@ -1,5 +1,7 @@
-"""Of rows over several ranks, what a step gives once it is known what is kept: the words that each rank says of its shard, and
-what all conclude from all ranks' words (``requests`` has the rounds).
+"""Computes the outputs of sharded rows once the cutoffs are known: each rank's words, and the result of all ranks'
+words.
+
+``filtered_sampling`` lists the collective rounds.
 
 Log-probabilities are sums in float64, in the order of the ranks.
 """
@@ -26,8 +28,8 @@ def first(
     theirs: Tensor,  # (ranks, B, 2) int64, as ``limits.highest`` of each
     params: SamplingParams,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What all ranks know of each row after the first round: (B,) int64 the place of its first token (``filters.places_of``),
-    (B,) float32 that token's logit, (B,) bool whether it has a token at all."""
+    """Returns what all ranks know of each row after the first round: the sort key of its first token, (B,) int64
+    (``logit_transforms.places_of``), that token's logit, (B,) float32, and whether the row has a token, (B,) bool."""
     best, finite = theirs.amax(dim=0).unbind(dim=1)
     defined = (finite > 0) & (best != NAN)
     for limit in (params.top_p, params.min_p):
@@ -40,10 +42,9 @@ def first(
 def words(
     kept: "Kept",
     winners: Tensor,  # (B, num_samples) int64, packed: the shard's
-    mass: Tensor
-    | None,  # (B, 1) int64, of what is kept of the shard; None: nobody asks for the tokens' log-probabilities
+    mass: Tensor | None,  # (B, 1) int64, of the shard's kept tokens; None without log-probabilities
 ) -> Tensor:
-    """(B, n) int64: what this rank says of its shard, ``Kept.columns`` in order."""
+    """Returns this rank's payload, (B, n) int64, with ``Kept.columns`` in order."""
     params, (raw, processed), first_token = kept.local.params, kept.logits, kept.local.shard.first_token
     said = [winners]
     if mass is not None:
@@ -62,7 +63,8 @@ def conclude(
     theirs: Tensor,  # (ranks, B, n): all ranks' ``words``
     kept: "Kept",
 ) -> tuple[SampleResult, Tensor | None]:
-    """What the step gives, but for the winners' ranks (``put_ranks``); and, if these are wanted, their raw logits (B, S)."""
+    """Returns the step's result without the winners' ranks (``put_ranks``), and the raw logits (B, S) if ranks are
+    wanted."""
     params, scale, num_samples = kept.local.params, kept.scale, kept.local.num_samples
     said = dict(zip(kept.columns, theirs.split(list(kept.columns.values()), dim=2)))
     keys = said["winners"] & NAN
@@ -97,7 +99,7 @@ def above(
     raw: Tensor,  # (B, n) float32
     logits: Tensor,  # (B, S) float32
 ) -> Tensor:
-    """(B, S) int64: how many of the shard's raw logits are higher."""
+    """Counts the shard's raw logits that are higher, (B, S) int64."""
     columns = [
         by_rows(lambda raw, one: (raw > one).sum(dim=1, keepdim=True), raw, one) for one in logits.split(1, dim=1)
     ]
@@ -109,7 +111,7 @@ def put_ranks(
     theirs: Tensor,  # (ranks, B, S): all ranks' ``above``
     kept: "Kept",
 ) -> None:
-    """The winners' ranks among all tokens."""
+    """Writes the winners' ranks among all tokens."""
     parts = layout(theirs.shape[1], theirs.shape[2], kept.local.params).split(drawn, theirs.shape[1])
     parts["ranks"].copy_((1 + theirs.sum(dim=0)).masked_fill(parts["token_ids"] < 0, -1))
 
@@ -118,7 +120,7 @@ def _at(
     logits: Tensor,  # (B, n) float32
     index: Tensor,  # (B, m) int64
 ) -> Tensor:
-    """(B, m) int64: the bits of these logits; where the index is out of range those of any, or of 0."""
+    """Returns the bits of the logits at ``index``, (B, m) int64; any bits where the index is out of range."""
     columns = logits.shape[1]
     if columns == 0:
         return torch.zeros_like(index)
@@ -126,13 +128,13 @@ def _at(
 
 
 def _float32(bits: Tensor) -> Tensor:
-    """float32 of the low halves of int64."""
+    """Returns the low halves of int64 as float32."""
     low = bits & LOW
     return torch.where(low >= 2**31, low - 2**32, low).to(torch.int32).view(torch.float32)
 
 
 def _logsumexp(raw: Tensor) -> Tensor:
-    """(B,) float64."""
+    """Returns log(sum(exp(row))), (B,) float64."""
     if raw.shape[1] == 0:
         return torch.full((len(raw),), float("-inf"), dtype=torch.float64, device=raw.device)
     return by_rows(lambda raw: raw.double().logsumexp(dim=1), raw)

@@ -1,17 +1,19 @@
-"""Rejection sampling of drafts at positions whose logits lie on several ranks: section 7 of the contract, as
-``reference/rejection`` does it for one. What crosses is what crosses for a request (``requests``), and
+"""Rejection sampling of drafts over sharded logits: section 7 of the contract, as ``reference/rejection`` does on one
+rank.
 
-    round       words of each rank
-    drafts      per position the mass of what is kept of the shard; per draft its share of its row's highest mass, from the rank
-                that has it, 0 from the others
-    the end     per request two: the packed winner of what comes behind its accepted drafts, and whether it is of max(p - q, 0)
+Two collective rounds follow those of ``filtered_sampling``:
 
-All ranks conclude from the same numbers which drafts are accepted. p is float64, a share over a sum of integers, so it does not
-depend on how the vocabulary is cut; of one rank's p it may differ by 1e-8, relatively. q is every rank's own, of which a
-message has a hash; a rank reads it at the drafts, and its shard's of one row per request.
+    round       payload of each rank
+    drafts      per position: the mass of the shard's kept tokens; per draft: its share of its row's highest mass, from
+                the rank that has the token, 0 from the others
+    the end     per request: the packed winner behind its accepted drafts, and whether it comes from max(p - q, 0)
 
-What is drawn at the end, ``shard_winners`` draws (``backends``): behind drafts that are all accepted from the logits, and else
-from log(max(p - q, 0)), or log(p) where that is 0 on all ranks: whoever has something left of p - q says so.
+All ranks conclude from the same numbers which drafts are accepted. p is float64, a share over a sum of integers, so it
+does not depend on the cut of the vocabulary; it may differ from one rank's p by a relative 1e-8. Every rank has all of
+q, and messages hold a hash of it. A rank reads q at the drafts, and its shard's part of one row per request.
+
+``shard_winners`` (``backends``) draws the last token: from the logits if all drafts are accepted, else from
+log(max(p - q, 0)), or from log(p) if that is 0 on all ranks.
 """
 
 import torch
@@ -27,13 +29,13 @@ from .cutoffs import FixedPointScale, rows_at_once
 from .filtered_sampling import Kept, Part, mass_of, prepare, rounds, winners_of
 
 
-@torch.no_grad()  # q may have a gradient, of the drafter
+@torch.no_grad()  # q may have a gradient, from the drafter
 def reject(part: Part, step: SampleInputs) -> SampleResult:
-    """Of ``step.drafted``, on every rank: (2 * B,) int64, the requests' last tokens and then how many drafts are accepted.
+    """Verifies ``step.drafted``. Returns (2 * B,) int64 on every rank: the requests' last tokens, then accepted counts.
 
     Args:
-        part: this rank's.
-        step: of its shard, a row per position; but what is asked for is the whole vocabulary's. One draw.
+        part: this rank's part of the group.
+        step: a step over the shard, with a row per position and one draw; its parameters are the whole vocabulary's.
     """
     drafted = step.drafted
     assert drafted is not None
@@ -54,7 +56,7 @@ def reject(part: Part, step: SampleInputs) -> SampleResult:
         theirs, left = meet(torch.stack([winners, is_left.long()], dim=1)).unbind(dim=2)
         usable = torch.where(left == left.amax(dim=0), theirs, exchange_protocol.NO_FINITE)
         best = (usable & NAN).amax(dim=0)
-        # a request is told that it has no token by its row; where something was refused, by q too
+        # a request has no token if its row has none or, after a refusal, if q is undefined
         has_token = kept.defined[end] & ((refused < 0) | (usable.amax(dim=0) > 0) & (best != NAN))
         token_ids = torch.where(has_token, best & NO_TOKEN ^ NO_TOKEN, -1)
     failed = part.transport.end()
@@ -64,7 +66,7 @@ def reject(part: Part, step: SampleInputs) -> SampleResult:
 
 
 def _shares(kept: Kept, drafted: DraftChains) -> Tensor:
-    """(B, n) int64: the bits of each draft's share, float64, if it is of this shard, and kept; else 0."""
+    """Returns the float64 bits of each draft's share, (B, n) int64; 0 unless the draft is in this shard and kept."""
     logits, first = kept.logits.processed, kept.local.shard.first_token
     ids, columns = drafted.token_ids, logits.shape[1]
     if columns == 0:
@@ -78,12 +80,12 @@ def _shares(kept: Kept, drafted: DraftChains) -> Tensor:
 
 
 def _is_certain(scale: FixedPointScale) -> Tensor:
-    """(B,) bool: p is 1 at the row's first token: of greedy rows, and of rows with a logit of +inf."""
+    """Returns whether p is 1 at the row's first token, (B,) bool: greedy rows and rows with a logit of +inf."""
     return (scale.temperature < GREEDY_BELOW) | scale.top.isposinf()
 
 
 def _accepted(kept: Kept, drafted: DraftChains, mass: Tensor, shares: Tensor, vocab_size: int) -> Tensor:
-    """(B,) int64: how many drafts, up to the first that its coin does not accept."""
+    """Counts the accepted drafts, (B,) int64: those before the first that its coin refuses."""
     ids, before, rows = drafted.token_ids, drafted.rows[:, :-1], kept.local.rows()
     p = torch.where(_is_certain(kept.scale)[before], (ids == kept.first[before]).double(), shares / mass[before])
     q: Tensor | float = 1.0
@@ -96,7 +98,7 @@ def _accepted(kept: Kept, drafted: DraftChains, mass: Tensor, shares: Tensor, vo
 
 
 def _at(kept: Kept, rows: Tensor) -> Kept:
-    """Of some rows. Logits lie as far apart as before: to Triton kernels that is what they are compiled for."""
+    """Selects rows. Keeps the logits' row stride, on which Triton kernels are specialised."""
     local, processed = kept.local, kept.logits.processed
     of_rows = {name: value.index_select(0, rows) for name, value in local.rows()._asdict().items()}
     some = _expand(processed.index_select(0, rows), processed.stride(0))
@@ -119,7 +121,7 @@ def _expand(logits: Tensor, stride: int) -> Tensor:
 def _winners(
     part: Part, ends: Kept, mass: Tensor, refused: Tensor, probs: Tensor | None, place: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Of this shard (B,) packed winners behind accepted drafts, and whether something is left of max(p - q, 0)."""
+    """Returns the shard's packed winners behind accepted drafts, (B,), and whether max(p - q, 0) has anything left."""
     backend, local, processed = part.backend, ends.local, ends.logits.processed
     behind = winners_of(backend, local, processed, ends.limit)[:, 0]
     left, is_left = _left(ends, mass, refused, probs, place)
@@ -135,8 +137,8 @@ def _winners(
 
 
 def _left(ends: Kept, mass: Tensor, refused: Tensor, probs: Tensor | None, place: Tensor) -> tuple[Tensor, Tensor]:
-    """(B, n) float32 logarithms of what is left of this shard's p without q, or of p where nothing is; and where something is,
-    (B,) bool. NaN where q is."""
+    """Returns log(max(p - q, 0)) of this shard, (B, n) float32, or log(p) where the former is 0 everywhere, and whether
+    it is the former, (B,) bool. NaN where q is NaN."""
     processed, first = ends.logits.processed, ends.local.shard.first_token
     batch, columns = processed.shape
     tokens = torch.arange(first, first + columns, device=processed.device)

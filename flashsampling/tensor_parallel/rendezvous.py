@@ -1,22 +1,25 @@
-"""Collective calls over a process group's store that end within a bound, whoever fails and why.
+"""Collective calls over a process group's store that end within a bound, even if ranks fail.
 
-A process group's own collectives wait for its time-out, 10 to 30 minutes, and are undefined once a rank has left them. Here an
-exchange has a number. Every rank posts its payload, or why it has none, under that number, and looks for the others'. How it
-ended is one key, the verdict, that the first to know sets by ``compare_set`` and everybody follows:
+A process group's own collectives wait for its time-out, 10 to 30 minutes, and are undefined once a rank has left them.
+Here every exchange has a number. Each rank posts its payload, or an error, under that number and polls for the payloads
+of its peers. One key, the verdict, says how the exchange ended. The first rank that knows sets it by ``compare_set``,
+and all follow:
 
-    all are there                     whoever has seen all payloads      they are the result
-    a rank posted an error            whoever sees it first              all raise, with the rank's name
-    a rank does not come              whoever waited too long            all raise its name, the latecomer too when it comes
-    ranks are in different exchanges  whoever has seen all               all raise it
-    the group failed meanwhile        whoever hears of it first          all raise that failure
+    event                             set by                             result
+    all payloads are there            a rank that has seen them all      the payloads
+    a rank posted an error            the first rank that sees it        all raise it, with the rank's name
+    a rank does not come              the first rank that times out      all raise its name, and so does the late rank
+    ranks are in different calls      a rank that has seen all           all raise a mismatch
+    the group failed meanwhile        the first rank that knows          all raise that failure
 
-So no rank takes part in an exchange that another has given up, all ranks are at the same number afterwards, and the next group,
-whose keys have a prefix of its own, works.
+No rank therefore takes part in an exchange that another has given up, and all ranks have the same number afterwards.
+The next group has a key prefix of its own and works.
 
-The store has no authentication. What is read from it is checked, and what no rank wrote ends in a TensorParallelError
-(``checked``).
+The store has no authentication. Values read from it are checked (``decode``), and a value that no rank writes ends in a
+TensorParallelError.
 
-A rank that is at work between two exchanges (compiling, say) says so by a count that moves, ``busy``; it is waited for.
+A rank that works between two exchanges (compiling, for example) posts heartbeats, and its peers wait for it
+(``heartbeat``).
 """
 
 import contextlib
@@ -40,12 +43,12 @@ _LINGER = 2.0  # seconds
 
 
 class RemoteError(RuntimeError):
-    """Another rank could not take part in an exchange. Raised by all but that one.
+    """Another rank could not take part in an exchange. All ranks but that one raise it.
 
     Attributes:
-        rank: which.
-        kind: name of the exception's class there.
-        message: what it said.
+        rank: the rank with the error.
+        kind: class name of its exception.
+        message: text of its exception.
     """
 
     def __init__(self, rank: int, kind: str, message: str) -> None:
@@ -57,16 +60,16 @@ class Rendezvous:
     """The exchanges of one group, from its construction until it is closed.
 
     Args:
-        connect: gives the process group's store, see ``store.store_of``.
-        rank: this one.
-        ranks: how many there are.
-        seconds: the bound: how long a rank that gives no sign of life is waited for.
-        who: a rank's name in messages.
-        holder: rank that probably holds the store, to name when it is gone.
+        connect: opens the process group's store (``store.open_store``).
+        rank: this rank.
+        ranks: number of ranks.
+        seconds: the time-out for a rank without a heartbeat.
+        who: returns a rank's name for messages.
+        store_host: the rank whose process probably holds the store; it is named when the store is gone.
 
     Attributes:
-        number: how many groups this rank began to make over this store, this one not counted. Counted in the store, by rank,
-            before anything can fail: ranks stay in step whatever happens, and if a process is replaced.
+        number: how many groups this rank has begun to make over this store before. The store counts them by rank,
+            before anything can fail, so that ranks agree on it after failures and after a process is replaced.
 
     Raises:
         TensorParallelError: the store is gone.
@@ -79,15 +82,15 @@ class Rendezvous:
         ranks: int,
         seconds: float,
         who: Callable[[int], str] = "rank {}".format,
-        holder: int = 0,
+        store_host: int = 0,
     ) -> None:
-        self.rank, self.ranks, self.seconds, self.who, self._holder = rank, ranks, seconds, who, holder
+        self.rank, self.ranks, self.seconds, self.who, self._store_host = rank, ranks, seconds, who, store_host
         self.store = BoundedStore(connect, seconds)
         try:
             with self._store_errors():
-                key = f"groups/{rank}"  # of this rank alone; ``add`` of a number that is none closes the connection
+                key = f"groups/{rank}"  # not ``add``: on a value that is no number it closes the connection
                 value = self.store.get(key)
-                self.number = 0 if value is None else self.checked(key, _count_of, value)
+                self.number = 0 if value is None else self.decode(key, _parse_count, value)
                 self.store.set(key, str(self.number + 1).encode())
         except TensorParallelError:
             self.store.end()
@@ -103,13 +106,13 @@ class Rendezvous:
         failure: Callable[[], Failure | None] = lambda: None,
         excused: Callable[[], Collection[int]] | None = None,
     ) -> list[bytes | None]:
-        """All ranks' payloads. None for ranks that were excused and did not come.
+        """Returns the payloads of all ranks; None for excused ranks that did not come.
 
         Args:
-            phase: what this is, in words; ranks must agree.
-            payload: this rank's.
-            failure: a failure of the group that ends the exchange; asked again and again.
-            excused: ranks that need not come; asked again and again. None: all must.
+            phase: name of the call; ranks must agree on it.
+            payload: this rank's payload.
+            failure: returns a failure of the group, which ends the exchange; it is polled.
+            excused: returns the ranks that need not come; it is polled. None: all must come.
 
         Raises:
             RemoteError: a rank had an error instead of a payload.
@@ -117,7 +120,7 @@ class Rendezvous:
         """
         number, self._exchanges = self._exchanges, self._exchanges + 1
         with self._store_errors():
-            self.store.set(f"{number}/{self.rank}", _sealed(phase, False, payload))
+            self.store.set(f"{number}/{self.rank}", _pack_payload(phase, False, payload))
             seen = {self.rank: payload}
             verdict = self._wait(number, phase, seen, failure, excused or tuple)
             error = self._error_of(verdict)
@@ -128,49 +131,51 @@ class Rendezvous:
             for rank in verdict["present"]:
                 if rank not in seen:
                     key = f"{number}/{rank}"
-                    seen[rank] = self.checked(key, _opened, self.store.get(key) or b"")[2]  # none: a verdict lied
+                    seen[rank] = self.decode(key, _unpack_payload, self.store.get(key) or b"")[2]
             if len(verdict["present"]) == self.ranks and number:
-                # all are here, so all have read what was before
+                # all ranks are here, so all have read the exchange before
                 self.store.delete(f"{number - 1}/{self.rank}")
                 if self.rank == 0:
                     self.store.delete(f"{number - 1}/verdict")
         return [seen[rank] if rank in verdict["present"] else None for rank in range(self.ranks)]
 
     def fail(self, phase: str, error: BaseException) -> RemoteError | TensorParallelError:
-        """Takes part in the next exchange by an error, which ends it for all ranks at once.
+        """Takes part in the next exchange with an error, which ends it for all ranks at once.
 
         Returns:
-            What all other ranks raise: of this error, or of what had ended the exchange before.
+            The exception that all other ranks raise: for this error, or for an earlier one that had ended the exchange.
         """
         number, self._exchanges = self._exchanges, self._exchanges + 1
         verdict: dict[str, Any] = {"error": [self.rank, type(error).__name__, str(error)]}
-        if isinstance(error, TensorParallelError):  # all raise the same
+        if isinstance(error, TensorParallelError):  # all ranks raise the same
             verdict = {"failure": error.failure.encoded()}
         try:
             with self._store_errors():
-                self.store.set(f"{number}/{self.rank}", _sealed(phase, True, json.dumps(verdict).encode()))
+                self.store.set(f"{number}/{self.rank}", _pack_payload(phase, True, json.dumps(verdict).encode()))
                 agreed = self._error_of(self._decide(number, verdict))
         except TensorParallelError as gone:
             return gone
         return agreed or self._malformed(f"{number}/verdict", "it ended well without this rank")
 
-    def over(self) -> bool:
-        """Whether the next exchange has ended before this rank came to it: another rank has an error."""
+    def next_has_ended(self) -> bool:
+        """Returns whether the next exchange has already ended, because another rank has an error."""
         return self.store.get(f"{self._exchanges}/verdict") is not None
 
-    def post(self, phase: str) -> None:
-        """Takes part in the next exchange without waiting for anybody; for a rank that leaves. Also in the one behind it, where
-        whoever is in another call just now comes to. Never raises."""
+    def leave(self, phase: str) -> None:
+        """Takes part in the next two exchanges without waiting, for a rank that leaves the group. Never raises.
+
+        Two, because a peer may be in another call at the moment and close in the one after it."""
         first, self._exchanges = self._exchanges, self._exchanges + 2
         with contextlib.suppress(StoreGoneError):
             for number in (first, first + 1):
-                self.store.set(f"{number}/{self.rank}", _sealed(phase, False, b""))
+                self.store.set(f"{number}/{self.rank}", _pack_payload(phase, False, b""))
             self.store.add("parted", 1)
 
     @contextlib.contextmanager
-    def busy(self, phase: str | None = None) -> Iterator[None]:
-        """While in here, the others wait for this rank however long it takes, as long as the process lives. An exception takes
-        part in the next exchange, ``phase``, if one is named: it ends it for all."""
+    def heartbeat(self, phase: str | None = None) -> Iterator[None]:
+        """Posts heartbeats while the block runs: peers wait for this rank as long as its process lives.
+
+        If ``phase`` names the next exchange, an exception in the block ends it for all ranks."""
         ended = threading.Event()
 
         def beat() -> None:
@@ -178,17 +183,17 @@ class Rendezvous:
             with contextlib.suppress(StoreGoneError):
                 while not ended.is_set():
                     count += 1
-                    self.store.set(f"busy/{self.rank}", str(count).encode())
+                    self.store.set(f"heartbeat/{self.rank}", str(count).encode())
                     ended.wait(min(self.seconds / 4, 1.0))
 
-        thread = threading.Thread(target=beat, name="flashsampling busy", daemon=True)
+        thread = threading.Thread(target=beat, name="flashsampling heartbeat", daemon=True)
         thread.start()
         try:
             yield
         except Exception as error:
             if phase is not None:
                 agreed = self.fail(phase, error)
-                if isinstance(error, TensorParallelError):  # all raise the same
+                if isinstance(error, TensorParallelError):  # all ranks raise the same
                     raise agreed from error
             raise
         finally:
@@ -196,76 +201,76 @@ class Rendezvous:
             thread.join()
 
     def declare(self, failure: Failure) -> Failure:
-        """Decides a failure for all ranks; returns the one that was decided first. Never raises."""
+        """Declares a failure for all ranks. Returns the one that was declared first. Never raises."""
         try:
-            return self.failure_of("failure", self.store.decide("failure", failure.encoded()))
+            return self.decode_failure("failure", self.store.decide("failure", failure.encoded()))
         except StoreGoneError:
             return failure
         except TensorParallelError as error:
             return error.failure
 
     def declared(self) -> Failure | None:
-        """The failure that was decided, if any was. StoreGoneError if that cannot be known. What no rank wrote is a failure."""
+        """Returns the declared failure, or None. Raises StoreGoneError if the store does not answer.
+
+        A value that no rank writes is a failure of this rank."""
         text = self.store.get("failure")
         try:
-            return None if text is None else self.failure_of("failure", text)
+            return None if text is None else self.decode_failure("failure", text)
         except TensorParallelError as error:
             return error.failure
 
-    def known(self) -> Failure | None:
-        """``declared``, or None if that cannot be known."""
+    def try_declared(self) -> Failure | None:
+        """Returns ``declared()``, or None if the store does not answer."""
         with contextlib.suppress(StoreGoneError):
             return self.declared()
         return None
 
-    def part(self, present: int) -> None:
-        """After the last exchange, by as many ranks as were in it. The one whose process holds the store, and may end now,
-        stays until all have read how the exchange ended."""
+    def finish(self, present: int) -> None:
+        """Ends the last exchange, which ``present`` ranks took part in.
+
+        The store host's process may end now, and the store with it, so it waits until the others have read the
+        verdict."""
         with contextlib.suppress(StoreGoneError):
             parted = self.store.add("parted", 1)
             until = time.monotonic() + _LINGER
-            while self.rank == self._holder and parted < present and time.monotonic() < until:
+            while self.rank == self._store_host and parted < present and time.monotonic() < until:
                 time.sleep(_POLL_AT_FIRST)
                 parted = self.store.add("parted", 0)
 
-    def read(self, decode: Callable[[bytes], T], phase: str, payloads: Sequence[bytes]) -> list[T]:
-        """All ranks' payloads of an exchange, decoded.
+    def decode_payloads(self, decode: Callable[[bytes], T], phase: str, payloads: Sequence[bytes]) -> list[T]:
+        """Decodes the payloads of all ranks. Raises TensorParallelError for a payload that no rank writes."""
+        return [self.decode(f"{phase} of {self.who(rank)}", decode, payload) for rank, payload in enumerate(payloads)]
 
-        Raises:
-            TensorParallelError: one is nothing that a rank writes.
-        """
-        return [self.checked(f"{phase} of {self.who(rank)}", decode, payload) for rank, payload in enumerate(payloads)]
-
-    def checked(self, key: str, decode: Callable[[Any], T], value: bytes | str) -> T:
-        """A value that the store holds, decoded. Raises TensorParallelError where ``decode`` raises a MalformedError."""
+    def decode(self, key: str, decode: Callable[[Any], T], value: bytes | str) -> T:
+        """Decodes a value of the store. Raises TensorParallelError where ``decode`` raises a MalformedError."""
         try:
             return decode(value)
         except MalformedError as error:
             raise self._malformed(key, str(error)) from error
 
     def _malformed(self, key: str, why: str) -> TensorParallelError:
-        """This rank gives up, whoever wrote it: which is all that it knows."""
+        """Returns the error of this rank, which gives up: it cannot know which process wrote the value."""
         what = f"the process group's store holds what no rank wrote ({key}: {why}); who can write there: SECURITY.md"
-        failure = Failure("left", self.rank, what=what)
+        failure = Failure("aborted", self.rank, what=what)
         return TensorParallelError(failure.message(self.who(self.rank), self.seconds), failure)
 
-    def failure_of(self, key: str, text: bytes | str) -> Failure:
-        """A failure that the store holds. Raises TensorParallelError where it is none."""
-        return self.checked(key, self._decoded, text)
+    def decode_failure(self, key: str, text: bytes | str) -> Failure:
+        """Decodes a failure of the store. Raises TensorParallelError for anything else."""
+        return self.decode(key, self._parse_failure, text)
 
-    def _decoded(self, text: bytes | str) -> Failure:
+    def _parse_failure(self, text: bytes | str) -> Failure:
         failure = Failure.decoded(text)
         if not 0 <= failure.rank < self.ranks:
             raise MalformedError(f"there is no rank {failure.rank}")
         return failure
 
     def share(self) -> None:
-        """For one more user of the store, which ends it for itself."""
+        """Adds a user of the store. Each user calls ``end`` once."""
         with self._lock:
             self._users += 1
 
     def end(self) -> None:
-        """A user needs it no more. The store's thread ends with the last."""
+        """Removes a user of the store. The store's thread ends with the last one."""
         with self._lock:
             self._users -= 1
             last = self._users == 0
@@ -281,59 +286,60 @@ class Rendezvous:
         excused: Callable[[], Collection[int]],
     ) -> dict[str, Any]:
         now = time.monotonic()
-        alive = dict.fromkeys(range(self.ranks), now)  # when a rank last gave a sign of life
+        alive = dict.fromkeys(range(self.ranks), now)  # time of the last heartbeat
         beats: dict[int, bytes | None] = {}
         phases = {self.rank: phase}
-        unserved = self.store.seconds  # that may pass beside the bound while the store answers nobody
-        looked, pause = -math.inf, _POLL_AT_FIRST  # a beat from before is no sign of life now
+        unserved = self.store.seconds  # extra seconds that the store may take to answer
+        looked, pause = -math.inf, _POLL_AT_FIRST  # the first look only records old heartbeats
         while True:
-            params = time.monotonic()
+            began = time.monotonic()
             key = f"{number}/verdict"
             verdict = self.store.get(key)
             if verdict is not None:
-                return self.checked(key, self._verdict, verdict)
+                return self.decode(key, self._verdict, verdict)
             for rank in [rank for rank in range(self.ranks) if rank not in seen]:
                 key = f"{number}/{rank}"
                 value = self.store.get(key)
                 if value is None:
                     continue
                 try:
-                    said, is_error, payload = self.checked(key, _opened, value)
-                    error = self.checked(key, self._verdict, payload) if is_error else None
+                    peer_phase, is_error, payload = self.decode(key, _unpack_payload, value)
+                    error = self.decode(key, self._verdict, payload) if is_error else None
                     if error is not None and "present" in error:
-                        raise self._malformed(key, "an error is no good end")
+                        raise self._malformed(key, "an error cannot be a good end")
                 except TensorParallelError as malformed:
                     return self._give_up(number, malformed.failure)
                 if error is not None:
                     return self._decide(number, error)
-                seen[rank], phases[rank] = payload, said
+                seen[rank], phases[rank] = payload, peer_phase
             failed = failure()
             if failed is not None:
                 return self._give_up(number, failed)
-            pardoned = excused()
-            missing = [rank for rank in range(self.ranks) if rank not in seen and rank not in pardoned]
+            need_not_come = excused()
+            missing = [rank for rank in range(self.ranks) if rank not in seen and rank not in need_not_come]
             if not missing:
-                right = Counter(phases[rank] for rank in sorted(phases)).most_common(1)[0][0]  # the first of as many
+                # the phase of most ranks; a tie goes to the lowest rank's
+                right = Counter(phases[rank] for rank in sorted(phases)).most_common(1)[0][0]
                 odd = [rank for rank in sorted(phases) if phases[rank] != right]
                 if odd:
                     like = self.who(min(rank for rank in phases if phases[rank] == right))
                     what = f"{phases[odd[0]]} where {like} called {right}"
-                    return self._give_up(number, Failure("differs", odd[0], differs=("collective",), what=what))
+                    return self._give_up(number, Failure("mismatch", odd[0], differs=("collective",), what=what))
                 return self._decide(number, {"present": sorted(seen)})
-            if params - looked > self.seconds / 4:
-                looked = params
+            if began - looked > self.seconds / 4:
+                looked = began
                 for rank in missing:
-                    beat = self.store.get(f"busy/{rank}")
+                    beat = self.store.get(f"heartbeat/{rank}")
                     if beat != beats.get(rank):
-                        beats[rank], alive[rank] = beat, params
+                        beats[rank], alive[rank] = beat, began
             now = time.monotonic()
-            if now - params > self.seconds / 4:  # the store served nobody meanwhile, so nobody could come
-                spared = min(now - params, unserved)
+            if now - began > self.seconds / 4:  # the store served no rank meanwhile, so none could come
+                spared = min(now - began, unserved)
                 unserved -= spared
                 alive = {rank: since + spared for rank, since in alive.items()}
             late = [rank for rank in missing if now - alive[rank] > self.seconds]
             if late:
-                return self._give_up(number, Failure("late", late[0], what=phase))
+                return self._give_up(number, Failure("timeout", late[0], what=phase))
             time.sleep(pause)
             pause = min(pause * 1.5, _POLL_AT_MOST)
 
@@ -341,16 +347,16 @@ class Rendezvous:
         if "error" in verdict:
             return RemoteError(*verdict["error"])
         if "failure" in verdict:
-            failure = self.failure_of("verdict", verdict["failure"])
+            failure = self.decode_failure("verdict", verdict["failure"])
             return failure.error(self.who(failure.rank), self.seconds)
         return None
 
     def _decide(self, number: int, verdict: dict[str, Any]) -> dict[str, Any]:
         key = f"{number}/verdict"
-        return self.checked(key, self._verdict, self.store.decide(key, json.dumps(verdict)))
+        return self.decode(key, self._verdict, self.store.decide(key, json.dumps(verdict)))
 
     def _verdict(self, text: bytes) -> dict[str, Any]:
-        """How an exchange ended: "present", the ranks that were there; "error", what a rank raised; or "failure"."""
+        """Parses a verdict: {"present": ranks}, {"error": [rank, class, message]} or {"failure": ...}."""
         verdict = from_json(text)
         kind = next(iter(verdict)) if isinstance(verdict, dict) and len(verdict) == 1 else None
         if kind == "error":
@@ -363,7 +369,7 @@ class Rendezvous:
             if not isinstance(ranks, list) or ranks != [rank for rank in range(self.ranks) if rank in ranks]:
                 raise MalformedError("present are no ranks of this group")
         elif kind == "failure" and isinstance(verdict["failure"], str):
-            self._decoded(verdict["failure"])
+            self._parse_failure(verdict["failure"])
         else:
             raise MalformedError("it is no verdict")
         return verdict  # type: ignore[no-any-return]
@@ -376,15 +382,15 @@ class Rendezvous:
         try:
             yield
         except StoreGoneError as error:
-            failure = Failure("left", self._holder, what=str(error))
-            raise TensorParallelError(failure.message(self.who(self._holder), self.seconds), failure) from error
+            failure = Failure("aborted", self._store_host, what=str(error))
+            raise TensorParallelError(failure.message(self.who(self._store_host), self.seconds), failure) from error
 
 
-def _sealed(phase: str, is_error: bool, payload: bytes) -> bytes:
+def _pack_payload(phase: str, is_error: bool, payload: bytes) -> bytes:
     return f"{phase}\n{int(is_error)}\n".encode() + payload
 
 
-def _opened(value: bytes) -> tuple[str, bool, bytes]:
+def _unpack_payload(value: bytes) -> tuple[str, bool, bytes]:
     parts = value.split(b"\n", 2)
     try:
         phase, is_error, payload = parts
@@ -393,7 +399,7 @@ def _opened(value: bytes) -> tuple[str, bool, bytes]:
         raise MalformedError("it is no phase, flag and payload") from None
 
 
-def _count_of(value: bytes) -> int:
+def _parse_count(value: bytes) -> int:
     if not (value.isdigit() and len(value) < 19):
         raise MalformedError("it is no count")
     return int(value)

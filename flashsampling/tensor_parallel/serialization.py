@@ -1,7 +1,8 @@
-"""What ranks tell each other outside of steps, as bytes: JSON whose every field is checked when it is read.
+"""Serialises values that ranks exchange outside of steps, as JSON whose every field is checked when it is read.
 
-A process group's store has no authentication. Whoever reaches its port can write any bytes under any key, so nothing here, nor
-anywhere in the package, unpickles, evaluates or imports what was read. Bytes that no rank writes end in a MalformedError.
+A process group's store has no authentication: any process that reaches its port can write any bytes under any key. The
+package therefore never unpickles, evaluates or imports a value of the store. Bytes that no rank writes end in a
+MalformedError.
 """
 
 import base64
@@ -32,11 +33,7 @@ class MalformedError(ValueError):
 
 
 def from_json(data: bytes | str) -> Any:
-    """A JSON value.
-
-    Raises:
-        MalformedError: it is none.
-    """
+    """Parses JSON. Raises MalformedError for anything else."""
     try:
         return json.loads(data)
     except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, a number of too many digits, too deep
@@ -44,12 +41,12 @@ def from_json(data: bytes | str) -> Any:
 
 
 def record_to_json(record: Any) -> str:
-    """A dataclass as ASCII text, for ``record_from_json``."""
+    """Encodes a dataclass as ASCII text, for ``record_from_json``."""
     return json.dumps(asdict(record))
 
 
 def record_from_json(kind: type[T], data: bytes | str) -> T:
-    """A dataclass whose fields are str, int, float, None, Literal, or tuples and dictionaries of these.
+    """Decodes a dataclass whose fields are str, int, float, None, Literal, or tuples and dictionaries of these.
 
     Raises:
         MalformedError: a field is missing, unknown or of another type.
@@ -66,7 +63,7 @@ def record_from_json(kind: type[T], data: bytes | str) -> T:
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """Whether JSON's value is one of a type annotation."""
+    """Returns whether a JSON value fits a type annotation."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Literal:
         return value in arguments
@@ -80,11 +77,13 @@ def _fits(value: Any, kind: Any) -> bool:
 
 
 def to_bytes(value: Any) -> bytes:
-    """None, bools, numbers, strings, tensors on the CPU, and lists, tuples and dictionaries of these, for ``from_bytes``.
+    """Encodes a value for ``from_bytes``.
+
+    Takes None, bools, numbers, strings, tensors on the CPU, and lists, tuples and dictionaries of these.
 
     Raises:
-        TypeError: there is something else in it.
-        ValueError: it contains itself, or is too deep.
+        TypeError: the value holds another type.
+        ValueError: the value contains itself, or is too deep.
     """
     try:
         return json.dumps(_described(value)).encode()
@@ -93,11 +92,7 @@ def to_bytes(value: Any) -> bytes:
 
 
 def from_bytes(data: bytes) -> Any:
-    """What ``to_bytes`` was given.
-
-    Raises:
-        MalformedError: it wrote no such bytes.
-    """
+    """Decodes bytes of ``to_bytes``. Raises MalformedError for other bytes."""
     try:
         return _restored(from_json(data))
     except RecursionError:
@@ -105,7 +100,7 @@ def from_bytes(data: bytes) -> Any:
 
 
 def _described(value: Any) -> Any:
-    """As JSON: an array is a list, an object has one field, which names what its value describes."""
+    """Describes a value in JSON: an array is a list, an object has one field, "tuple", "dict" or "tensor"."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""A process group's store, whose operations end within a bound."""
+"""Bounds every operation of a process group's store."""
 
 import atexit
 import contextlib
@@ -11,8 +11,9 @@ from typing import Any
 
 from torch.distributed import PrefixStore, ProcessGroup, Store, TCPStore, distributed_c10d
 
-# seconds that a store gets to answer, however short the time-out of steps: at every connection torch asks for a host's name, on
-# both sides, and a name server that does not answer costs 10 s (resolv.conf(5)), in which the store serves nobody
+# Seconds that a store gets to answer, however short the time-out of steps. At every connection torch resolves a host
+# name on both sides. A name server that does not answer costs 10 s (resolv.conf(5)), and the store serves no rank
+# meanwhile.
 _LEAST = 15.0
 
 
@@ -21,18 +22,18 @@ class StoreGoneError(RuntimeError):
 
 
 class BoundedStore:
-    """The few operations of a store that are needed here, each with a bound.
+    """The store operations that the ranks need, each with a bound. Thread-safe.
 
-    A store on a host that does not answer blocks in some of them for ever (``TCPStore.check`` and ``set`` know no time-out), so
-    a thread calls them. For any number of threads.
+    ``TCPStore.check`` and ``set`` have no time-out and block for ever if the host does not answer, so a thread calls
+    them.
 
     Args:
-        connect: gives the store.
-        seconds: the bound, or ``_LEAST`` where that is more.
+        connect: opens the store.
+        seconds: the bound; at least ``_LEAST`` applies.
 
     Attributes:
-        prefix: goes before every key.
-        seconds: the bound that holds.
+        prefix: is put before every key.
+        seconds: the bound that applies.
     """
 
     def __init__(self, connect: Callable[[], Store], seconds: float) -> None:
@@ -45,37 +46,37 @@ class BoundedStore:
         self._gone: str | None = None
 
     def set(self, key: str, value: bytes) -> None:
-        """As the store's."""
+        """Sets a key."""
         self._call("set", key, value)
 
     def get(self, key: str) -> bytes | None:
-        """The value, or None if there is none now."""
-        return self._call("look", key)  # type: ignore[no-any-return]
+        """Returns the value, or None if there is none now."""
+        return self._call("get", key)  # type: ignore[no-any-return]
 
     def add(self, key: str, amount: int) -> int:
-        """As the store's."""
+        """Adds to a counter and returns its value."""
         return self._call("add", key, amount)  # type: ignore[no-any-return]
 
     def decide(self, key: str, value: str) -> bytes:
-        """The first value that anybody decided for this key: ``value`` if nobody did."""
+        """Sets the key unless a rank has set it before. Returns the value that the key has."""
         return self._call("compare_set", key, "", value)  # type: ignore[no-any-return]
 
     def delete(self, key: str) -> None:
-        """As the store's; not every store can."""
+        """Deletes a key, if the store can."""
         with contextlib.suppress(StoreGoneError):
-            self._call("forget", key)
+            self._call("delete", key)
 
     def end(self) -> None:
-        """Ends the thread. Operations that follow raise StoreGoneError."""
+        """Ends the thread. Later operations raise StoreGoneError."""
         self._gone = self._gone or "the group has been closed"
         self._requests.put(None)
 
     def _do(self, operation: str, key: str, *arguments: Any) -> Any:
         if self._store is None:
             self._store = self._connect()
-        if operation == "look":
+        if operation == "get":
             return self._store.get(key) if self._store.check([key]) else None
-        if operation == "forget":
+        if operation == "delete":
             with contextlib.suppress(RuntimeError, NotImplementedError):
                 self._store.delete_key(key)
             return None
@@ -107,7 +108,7 @@ class BoundedStore:
                 reply.put((self._do(*operation), None))
             except Exception as error:
                 reply.put((None, error))
-        self._store = None  # its connection with it
+        self._store = None  # closes the connection
 
 
 _with_threads: weakref.WeakSet[BoundedStore] = weakref.WeakSet()
@@ -116,7 +117,9 @@ _LINGER_AT_EXIT = 1.0  # seconds
 
 @atexit.register
 def _end_threads() -> None:
-    """Before the interpreter ends: a thread that comes back from the store into one that has ended makes it abort (SIGABRT)."""
+    """Ends the threads before the interpreter.
+
+    A thread that returns into an interpreter that has ended aborts it (SIGABRT)."""
     stores = list(_with_threads)
     for store in stores:
         store.end()
@@ -126,8 +129,8 @@ def _end_threads() -> None:
             store._thread.join(max(until - time.monotonic(), 0.0))
 
 
-def store_of(group: ProcessGroup | None) -> Store:
-    """The default store under the group's prefix, by a connection of its own: others may wait on that of the process."""
+def open_store(group: ProcessGroup | None) -> Store:
+    """Opens the default store under the group's prefix, by a new connection: a wait may block the process's own."""
     store = distributed_c10d._get_default_store()
     inner = store
     while isinstance(inner, PrefixStore):
@@ -135,6 +138,7 @@ def store_of(group: ProcessGroup | None) -> Store:
     if isinstance(inner, TCPStore) and hasattr(store, "clone"):  # torch 2.8 has none
         store = store.clone()
     group = group or distributed_c10d._get_default_group()
-    # the ranks too: torch 2.8's split_group, and so DeviceMesh, gives all groups of one split the same name
+    # the key holds the ranks too: torch 2.8's split_group, and so DeviceMesh, gives all groups of one split the same
+    # name
     ranks = ",".join(map(str, distributed_c10d.get_process_group_ranks(group)))
     return PrefixStore(f"flashsampling/{group.group_name}/{ranks}", store)

@@ -1,4 +1,4 @@
-"""What a group asks of whatever carries the winners between ranks."""
+"""The interface of transports, which carry winners between ranks."""
 
 from typing import Protocol
 
@@ -10,18 +10,18 @@ from .failures import Failure
 
 
 class Collectives(Protocol):
-    """The messages of a step that takes several.
+    """The messages of a step with several collective rounds.
 
     Attributes:
-        room: int64 words of a message.
-        skips: a message that is not wanted is not sent, which only who asks the device can know.
+        room: int64 words that fit in a message.
+        skips: whether the device skips a round whose ``wanted`` is 0.
     """
 
     room: int
     skips: bool
 
     def begin(self, step: SampleInputs) -> None:
-        """Before the messages of a step that asks for something."""
+        """Begins a step: its parameters are compared with every message that follows."""
         ...
 
     def all_gather(
@@ -30,80 +30,83 @@ class Collectives(Protocol):
         step: SampleInputs,
         wanted: Tensor | None = None,
     ) -> Tensor:
-        """(ranks, n), of any strides: the words of all ranks; where the step has failed anything, or the failure is raised.
+        """Returns the words of all ranks, (ranks, n), of any strides. Of a failed step it returns any words, or raises.
 
-        ``wanted`` is a number on the device, (1,) int32, the same on all ranks: if it is 0 nobody reads the words, and they may
-        be anything, of a message that need not be one."""
+        ``wanted`` is (1,) int32 on the device, the same on all ranks. If it is 0, no rank reads the result, and the
+        message may be skipped."""
         ...
 
     def end(self, error: BaseException | None = None) -> Tensor | None:
-        """After them, and after a call that raised ``error`` since ``begin``: () bool on the device, whether the step has
-        failed. None: it has not, or would have raised. Nothing of the step is kept."""
+        """Ends the step and drops its parameters; ``error`` is the exception that left it, if any.
+
+        Returns:
+            () bool on the device, whether the step has failed; None where a failed step raises.
+        """
         ...
 
 
 class SingleRank:
-    """``Collectives`` of one rank."""
+    """``Collectives`` of a group with one rank."""
 
     room = 1 << 30
     skips = False
 
     def begin(self, step: SampleInputs) -> None:
-        """As the protocol says."""
+        """Implements ``Collectives.begin``."""
 
     def all_gather(self, words: Tensor, step: SampleInputs, wanted: Tensor | None = None) -> Tensor:
-        """As the protocol says."""
+        """Implements ``Collectives.all_gather``."""
         return words[None]
 
     def end(self, error: BaseException | None = None) -> None:
-        """As the protocol says."""
+        """Implements ``Collectives.end``."""
 
 
 class DryRun(SingleRank):
-    """``Collectives`` of a rank that meets nobody: what it says, all say.
+    """``Collectives`` of a rank that runs without the others: every peer's words are its own.
 
     Args:
-        ranks: of its group.
-        room: words of a message.
-        skips: whether the group's transport does.
+        ranks: number of ranks in the group.
+        room: words that fit in a message.
+        skips: as the group's transport has it.
     """
 
     def __init__(self, ranks: int, room: int, skips: bool = False) -> None:
         self.ranks, self.room, self.skips = ranks, room, skips
 
     def all_gather(self, words: Tensor, step: SampleInputs, wanted: Tensor | None = None) -> Tensor:
-        """As the protocol says."""
+        """Implements ``Collectives.all_gather``."""
         return words.expand(self.ranks, -1)
 
 
 class Transport(Collectives, Protocol):
-    """Made by all ranks together, for one ``TensorParallel``; failures are shared and final.
+    """Carries the winners of one ``TensorParallel``. All ranks make it together. Failures are shared and final.
 
-    What a request asks for takes several messages (``requests``), all between ``begin`` and ``end``, and each a step of its own
-    as to number and comparison: whatever is promised of a plain step's message is so of each. The time-out is of each too, but
-    with gloo of all messages of a step together.
+    A step with filters or log-probabilities has several messages, all between ``begin`` and ``end``
+    (``filtered_sampling``). Each message has a step number of its own and is compared like the message of a plain step.
+    The time-out applies to each message; with gloo it applies to all messages of a step together.
 
     Attributes:
         name: "p2p", "nccl" or "gloo".
-        left_out: calls that were no step of this transport, but count as one (``TensorParallel.skipped_calls``); the
-        group sets it.
+        skipped_calls: calls that exchanged nothing, but count as steps (``TensorParallel.skipped_calls``). The group
+            sets it.
     """
 
     name: str
     skipped_calls: int
 
     def shard(self, first_token: int) -> Shard:
-        """What a kernel is told."""
+        """Returns the shard description for kernels."""
         ...
 
     def dry_run_transport(self, first_token: int) -> Shard:
-        """What a kernel is told that is compiled and run before the first step: as ``shard``, but it meets no other rank."""
+        """Returns the shard description for a dry run: kernels are compiled and run without meeting other ranks."""
         ...
 
     def compare(self, step: SampleInputs) -> None:
-        """Before the launch of a step with more than a plain one (``SampleInputs.params``,
-        ``SampleInputs.draft_hash``), if the launch does the
-        exchange itself and knows nothing of that: where ranks differ in it, the step has failed."""
+        """Compares parameters and draft hash before the launch of a step whose kernel exchanges winners but not these.
+
+        A step in which ranks differ has failed."""
         ...
 
     def finish(
@@ -111,11 +114,13 @@ class Transport(Collectives, Protocol):
         out: Tensor,  # (B * num_samples,) int64, what the implementation wrote
         step: SampleInputs,
     ) -> Tensor:
-        """(B * num_samples,) token ids."""
+        """Returns (B * num_samples,) token ids."""
         ...
 
     def failure(self) -> Failure | None:
-        """The group's failure as far as it is known here. No device is asked, so it can be had of a broken one."""
+        """Returns the group's failure if this rank knows one.
+
+        Makes no device call, so a broken device does not matter."""
         ...
 
     def declare(self, failure: Failure) -> Failure:
@@ -123,11 +128,13 @@ class Transport(Collectives, Protocol):
         ...
 
     def drain(self) -> None:
-        """After a failure: takes part in what other ranks' devices wait for, if they do for longer than a bound of their own.
+        """Drains outstanding collectives after a failure: takes part in those that other ranks' devices wait for.
+
         A call that raises the failure does this first. Raises nothing."""
         ...
 
-    def close(self, everybody: bool) -> None:
-        """Ends it. Memory that another rank, or a step that hangs, may still touch is kept unless ``everybody`` is at it too
-        and done."""
+    def close(self, all_done: bool) -> None:
+        """Closes the transport. ``all_done``: all ranks close and their devices are done.
+
+        Otherwise memory that another rank, or a step that hangs, may still touch is kept."""
         ...

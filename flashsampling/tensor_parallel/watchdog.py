@@ -1,13 +1,13 @@
-"""Who keeps the others waiting in transport ``nccl``: what a rank's thread posts, looks for and concludes. No device is asked.
+"""The watchdog of transport ``nccl``: finds the straggler that an all-gather waits for. It makes no device call.
 
-NCCL waits for a rank that does not come for as long as the process group's time-out, and cannot say who it is. So every rank
-has a thread that posts to the store which step it began and ended, and a count that moves while the process lives
-(``Watchdog``).
-A rank whose step began and did not end within the time-out compares all ranks' posts (``straggler``) and declares a failure in
-the store, and every thread hears of it at its next look. The thread makes no CUDA call: it disturbs no capture, and waits for
-no device.
+NCCL waits for a missing rank until the process group's time-out and cannot name it. Every rank therefore has a thread
+that posts heartbeats to the store: how many all-gathers it began and ended, and a count that moves while the process
+lives. A rank whose all-gather does not end within the time-out compares all ranks' heartbeats (``straggler``) and
+declares a failure in the store. Every thread reads the failure at its next look. The thread makes no CUDA call, so it
+disturbs no capture and waits for no device.
 
-    bound: timeout + 3 s from the beginning of the all-gather that hangs to the error on all ranks (looks are 0.2 to 1 s apart)
+The error comes on all ranks at most timeout + 3 s after the beginning of the all-gather that hangs. Looks are 0.2 to
+1 s apart.
 """
 
 import struct
@@ -21,14 +21,14 @@ from .store import StoreGoneError
 
 
 class Heartbeat(NamedTuple):
-    """What a rank's thread posts.
+    """The progress that a rank's thread posts.
 
     Attributes:
         begun: all-gathers that began.
         ended: all-gathers that ended.
         beat: moves while the process lives.
-        issued: all-gathers that the host has issued and that have not begun; less those of graph replays.
-        knows: 1 if the host knows that the group has failed. It issues no more then.
+        issued: all-gathers that the host has issued and that have not begun, without those of graph replays.
+        knows: 1 if the host knows that the group has failed. It issues no more all-gathers then.
     """
 
     begun: int
@@ -38,28 +38,28 @@ class Heartbeat(NamedTuple):
     knows: int = 0
 
     def packed(self) -> bytes:
-        """For the store."""
+        """Returns the heartbeat as bytes, for the store."""
         return struct.pack("<5q", *self)
 
     @staticmethod
     def unpacked(value: bytes) -> "Heartbeat":
-        """What ``packed`` made. Raises ``serialization.MalformedError`` for anything else."""
+        """Decodes what ``packed`` returned. Raises ``serialization.MalformedError`` for anything else."""
         if len(value) != struct.calcsize("<5q"):
-            raise MalformedError(f"a post has {struct.calcsize('<5q')} bytes, this has {len(value)}")
+            raise MalformedError(f"a heartbeat has {struct.calcsize('<5q')} bytes, got {len(value)}")
         return Heartbeat(*struct.unpack("<5q", value))
 
 
 def straggler(before: Sequence[Heartbeat | None], now: Sequence[Heartbeat | None], begun: int) -> int | None:
-    """Whom a rank waits for that hangs in its all-gather number ``begun``; None if every rank is in it and lives.
+    """Finds the rank that all-gather number ``begun`` waits for. Returns None if every rank is in it and lives.
 
     Args:
-        before: by rank, posts of some looks ago; None where there is none.
-        now: by rank, posts of this moment.
-        begun: what the rank that asks has begun.
+        before: earlier heartbeats, by rank; None for a rank without one.
+        now: the newest heartbeats, by rank.
+        begun: number of all-gathers that this rank has begun.
 
     Returns:
-        Of the ranks whose process does not move any more, the one that is furthest behind; else, of those behind, first one
-        that is in no step at all, since one that is in a step waits itself. Of equals, the lowest.
+        Among ranks whose heartbeat has stopped, the one furthest behind. Otherwise, among ranks behind, one that is in
+        no step before one that is in a step, because the latter waits too. Ties go to the lowest rank.
     """
     table = list(enumerate(zip(before, now)))
     still = [
@@ -72,35 +72,37 @@ def straggler(before: Sequence[Heartbeat | None], now: Sequence[Heartbeat | None
 
 
 class Watchdog:
-    """What a rank's thread does at every look; apart from device and clock, so that both can be stood in for.
+    """Posts this rank's heartbeat and looks for stragglers. Has neither device nor clock, so tests can replace both.
 
     Args:
-        rendezvous: of the group.
+        rendezvous: the group's rendezvous.
         seconds: how long a step may hang.
-        holder: rank that probably holds the store.
+        store_host: the rank whose process probably holds the store.
 
     Attributes:
-        period: seconds between two looks, on all ranks alike.
+        period: seconds between two looks, the same on all ranks.
     """
 
-    def __init__(self, rendezvous: Rendezvous, seconds: float, holder: int) -> None:
+    def __init__(self, rendezvous: Rendezvous, seconds: float, store_host: int) -> None:
         self.period = min(max(seconds / 10, 0.2), 1.0)
-        self._rendezvous, self._seconds, self._holder = rendezvous, seconds, holder
+        self._rendezvous, self._seconds, self._store_host = rendezvous, seconds, store_host
         self._beat = 0
         self._begun, self._since = -1, 0.0
         self._before: tuple[float, list[Heartbeat | None]] | None = None
         self._store_gone = False
 
     def post(self, progress: Heartbeat) -> None:
-        """For the other ranks' threads."""
+        """Posts a heartbeat for the other ranks' threads."""
         self._beat += 1
-        self._rendezvous.store.set(heartbeat_of(self._rendezvous.rank), progress._replace(beat=self._beat).packed())
+        self._rendezvous.store.set(heartbeat_key(self._rendezvous.rank), progress._replace(beat=self._beat).packed())
 
     def look(self, progress: Heartbeat, step: int, now: float) -> Failure | None:
-        """Posts this rank's progress; the group's failure, decided now if an all-gather has hung for too long.
+        """Posts this rank's heartbeat and returns the group's failure, if there is one.
+
+        Declares a failure if an all-gather has hung for too long.
 
         Args:
-            progress: of this rank.
+            progress: this rank's progress.
             step: number of the step that began last.
             now: seconds.
         """
@@ -123,10 +125,10 @@ class Watchdog:
             if hung < self._seconds:
                 return None
             others = [rank for rank in range(self._rendezvous.ranks) if rank != self._rendezvous.rank]
-            rank = self._holder if self._holder in others else others[0]
-            return Failure("late", rank, step)
+            rank = self._store_host if self._store_host in others else others[0]
+            return Failure("timeout", rank, step)
         try:
-            posts = posts_of(self._rendezvous)
+            posts = read_heartbeats(self._rendezvous)
         except StoreGoneError:
             self._store_gone = True
             return None
@@ -134,32 +136,32 @@ class Watchdog:
             return self._rendezvous.declare(error.failure)
         if self._before is None:
             self._before = now, posts
-        # every thread that lives has had several looks since
+        # by now every live thread has looked several times
         if hung < self._seconds or now - self._before[0] < 4 * self.period:
             return None
         late = straggler(self._before[1], posts, begun)
         if late is None:
-            if hung < 2 * self._seconds:  # all ranks are in this step: it may yet end
+            if hung < 2 * self._seconds:  # all ranks are in this step, so it may still end
                 return None
             what = "all ranks are in this step, but its all-gather does not end"
-            return self._rendezvous.declare(Failure("left", self._rendezvous.rank, step, what=what))
-        return self._rendezvous.declare(Failure("late", late, step))
+            return self._rendezvous.declare(Failure("aborted", self._rendezvous.rank, step, what=what))
+        return self._rendezvous.declare(Failure("timeout", late, step))
 
 
-def heartbeat_of(rank: int) -> str:
-    """The key in the store under which a rank's thread posts."""
+def heartbeat_key(rank: int) -> str:
+    """Returns the store key of a rank's heartbeat."""
     return f"progress/{rank}"
 
 
-def posts_of(rendezvous: Rendezvous) -> list[Heartbeat | None]:
-    """By rank, what its thread posted last.
+def read_heartbeats(rendezvous: Rendezvous) -> list[Heartbeat | None]:
+    """Returns the last heartbeat of every rank, by rank.
 
     Raises:
-        TensorParallelError: the store holds what no rank posts.
-        StoreGoneError: it does not answer.
+        TensorParallelError: the store holds bytes that no rank writes.
+        StoreGoneError: the store does not answer.
     """
     posts: list[Heartbeat | None] = []
     for rank in range(rendezvous.ranks):
-        value = rendezvous.store.get(heartbeat_of(rank))
-        posts.append(None if value is None else rendezvous.checked(heartbeat_of(rank), Heartbeat.unpacked, value))
+        value = rendezvous.store.get(heartbeat_key(rank))
+        posts.append(None if value is None else rendezvous.decode(heartbeat_key(rank), Heartbeat.unpacked, value))
     return posts

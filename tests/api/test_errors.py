@@ -183,8 +183,8 @@ TABLE |= {
     ),
     "misspelt in generate's request": (
         lambda: _generate(request={"topk": 3}),
-        ValueError,
-        ["request has ", "top_k", "got 'topk'"],
+        TypeError,
+        ["unexpected argument 'topk'; did you mean top_k?", "A request takes logit_bias, "],
     ),
 }
 

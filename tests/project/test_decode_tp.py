@@ -91,7 +91,7 @@ def test_the_named_error_comes_within_bounds(fails, decode_tp, alone):
 
     def check():
         if head.steps > fails:
-            raise Failure("late", 1).error("rank 1", timeout=2.0)
+            raise Failure("timeout", 1).error("rank 1", timeout=2.0)
 
     prompt = torch.ones(3, 4, dtype=torch.int64, device=DEVICE)
     with pytest.raises(TensorParallelTimeout, match="rank 1 did not take part"):

@@ -1,20 +1,22 @@
-"""The peer-to-peer protocol of ``flashsampling.exchange_protocol`` as a state machine, and a search through all that it can do.
+"""The peer-to-peer protocol of ``flashsampling.exchange_protocol`` as a state machine, and a search through all that it
+can do.
 
 Modelled
-    Ranks that make lists of calls. A launch finishes its rows in blocks; each block reads ``failure``, sends, waits, compares,
-    judges and empties on its own, in any order with all others. Each word of each message and each store of ``failure`` is in
-    flight for as long as it likes, and overtakes whatever it likes but stores to its own address. What a rank empties in its
-    own memory may take effect after a peer's next store, as late as when that rank's next launch has been heard of (the fence).
-    A rank may die between any two steps; of what it has in flight then, any part arrives. A wait may run out at any moment; or,
-    where it is asked who is to blame, only once nobody but a slow rank has anything left to do, and the wait that began first
-    before the others.
+    Ranks that make lists of calls. A launch finishes its rows in blocks; each block reads ``failure``, sends, waits,
+    compares, judges and empties on its own, in any order with all others. Each word of each message and each store of
+    ``failure`` is in flight for as long as it likes, and overtakes whatever it likes but stores to its own address.
+    What a rank empties in its own memory may take effect after a peer's next store, as late as when that rank's next
+    launch has been heard of (the fence). A rank may die between any two steps; of what it has in flight then, any part
+    arrives. A wait may run out at any moment; or, where it is asked who is to blame, only once no rank but a slow one
+    has anything left to do, and the wait that began first before the others.
 
 Left out
-    Hashes (tags are what is hashed: they never collide), widths of numbers, closing while a launch is at work, the host, chunks
-    of peers (but for a defect of theirs). A rank's stores into its own memory are there at once.
+    Hashes (tags are what is hashed: they never collide), widths of numbers, closing while a launch is at work, the
+    host, chunks of peers (but for a defect of theirs). A rank's stores into its own memory are there at once.
 
-Lazily: an arrival changes one address, so it matters only just before its owner reads or empties it. A step that reads chooses
-what has arrived by then, instead of an arrival being a step. ``Scenario.eager`` makes it one; the tests compare the two.
+Lazily: an arrival changes one address, so it matters only just before its owner reads or empties it. A step that reads
+chooses what has arrived by then, instead of an arrival being a step. ``Scenario.eager`` makes it one; the tests compare
+the two.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ DEFECTS = {
     "full": "slots are not emptied",
     "late emptying": "no fence between a launch's emptying and the next one's stores",
     "forgetful": "who judges does not store failure into its own memory",
-    "no compare-and-swap": "everybody's verdict counts",
+    "no compare-and-swap": "every verdict counts",
     "one word": "the first word of a message stands for both",
     "reads again": "who is missing is asked again after the time-out",
     "late clock": "a wait's time begins after its stores",
@@ -56,7 +58,8 @@ DEFECTS = {
 
 
 class Call(NamedTuple):
-    # LEFT_OUT: it raised. REPLAY: a launch that does not know of what was left out. CLOSE. LEAVE: the host declares a failure
+    # LEFT_OUT: it raised. REPLAY: a launch that does not know of what was left out. CLOSE. LEAVE: the host declares a
+    # failure
     kind: str = LAUNCH
     rows: int = 1
     parameters: int = 0  # a bit for each row
@@ -70,8 +73,8 @@ class Scenario:
     slow: frozenset[int] = frozenset()  # ranks that PROMPT waits for; those that may die are, too
     straggler: int | None = None  # who must be to blame, if anybody is
     peaceful: bool = False  # every call must be accepted
-    # TOGETHER: one wait for all. Else each has its own: BLOCKS of rows, the last to finish asks for a failure, or WARPS of one
-    # block, that know of each other whether all accepted
+    # TOGETHER: one wait for all. Else each has its own: BLOCKS of rows, the last to finish asks for a failure, or WARPS
+    # of one block, that know of each other whether all accepted
     rows: str = TOGETHER
     defects: frozenset[str] = frozenset()
     eager: bool = False
@@ -100,7 +103,8 @@ class Word(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """One address: what is there, the launch (from 1) whose emptying has yet to take effect, stores that have yet to arrive."""
+    """One address: what is there, the launch (from 1) whose emptying has yet to take effect, stores that have yet to
+    arrive."""
 
     value: Word | None = None
     emptied: int = 0
@@ -177,7 +181,7 @@ class Model:
         return range(owner * size, (owner + 1) * size)
 
     def contents(self, slot: Slot) -> list[tuple[Word | None, int]]:
-        """What the slot's owner may find there: the value, and how many stores have arrived."""
+        """Yields the values that the slot's owner may find, with the number of stores that have arrived."""
         if self.scenario.eager:
             return [(None if slot.emptied else slot.value, 0)]
         found = []
@@ -200,7 +204,7 @@ class Model:
                     world.slots[own] = world.slots[own]._replace(value=None, emptied=0)
 
     def failures(self, world: World, rank: int) -> Iterator[tuple[Verdict | None, World]]:
-        """What a rank may find in its own failure."""
+        """Yields the verdicts that a rank may find in its own failure."""
         value, coming = world.failure[rank]
         yield value, world
         if not self.scenario.eager:
@@ -321,7 +325,7 @@ class Model:
         for row, owner, word in itertools.product(me.blocks[block][1], range(self.ranks), range(2)):
             gone = world.ranks[owner]
             if gone.dead or gone.closed or (self.remembers and False in gone.results):
-                continue  # nobody reads it
+                continue  # no rank reads it
             index = self.slot(owner, me.launches, rank, row, word)
             slot, own = after.slots[index], self.message(me, rank, row)
             after.slots[index] = Slot(own, 0, ()) if owner == rank else slot._replace(coming=(*slot.coming, own))
@@ -385,7 +389,8 @@ class Model:
             own = self.message(me, rank, index // 2 % self.rows)
             truth = (own.launch, own.call, own.parameters, own.rows)
             if value is None or (value.launch, value.call, value.parameters, value.rows) != truth:
-                wrong = f"rank {rank} accepts in launch {own.launch}, call {own.call}, from rank {self.source(index)}: {value}"
+                source = self.source(index)
+                wrong = f"rank {rank} accepts in launch {own.launch}, call {own.call}, from rank {source}: {value}"
             if not self.has("full"):
                 after.slots[index] = after.slots[index]._replace(value=None, emptied=me.launches + 1)
         return self.done(after, rank, block, ACCEPTED, f"{rank}.{block} accepts", wrong)
@@ -417,7 +422,7 @@ class Model:
         return blocks
 
     def busy(self, world: World, rank: int) -> bool:
-        """Whether it can do something, other than to lose patience, without help of a slow rank."""
+        """Returns whether a rank can act, apart from a time-out, without help of a slow rank."""
         me = world.ranks[rank]
         if me.dead or (not me.blocks and me.call == len(self.programs[rank])):
             return False
@@ -440,7 +445,7 @@ class Model:
         return slot.value is not None or bool(slot.coming and self.source(index) not in self.slow)
 
     def sights(self, world: World, rank: int, row: int) -> Iterator[list]:
-        """What may be there of a row's messages, as tags: of each source, None if not all of it is."""
+        """Yields the tags of a row's messages that may have arrived: per source, None unless all of it has."""
         me = world.ranks[rank]
         choices = []
         for source in range(self.ranks):
@@ -454,7 +459,7 @@ class Model:
         return map(list, itertools.product(*choices))
 
     def time_out(self, world: World, rank: int, block: int) -> Iterator[Step]:
-        """What has arrived by then is not written down: nobody reads it again."""
+        """Drops the stores that have arrived: no rank reads them again."""
         me = world.ranks[rank]
         verdicts = set()
         for row in me.blocks[block][1]:
@@ -466,7 +471,7 @@ class Model:
             yield Step(f"{rank}.{block} runs out of time", self.at(world, rank, block, JUDGING, (verdict,)))
 
     def verdict(self, rank: int, own: tuple, seen: list) -> Verdict:
-        """Of a row, by the tags of its messages, None for those that are missing."""
+        """Judges a row by the tags of its messages; None for missing messages."""
         if self.has("emptied early") and all(tags == own for tags in seen[:2]):
             seen = [None, None, *seen[2:]]
         present = [tags for tags in seen if tags is not None]
@@ -498,7 +503,7 @@ class Model:
             yield step._replace(broken=broken or step.broken)
 
     def declare(self, world: World, rank: int, verdict: Verdict) -> Verdict:
-        """Of this verdict and an earlier one the earlier, which is then on its way to everybody."""
+        """Keeps the earlier of two verdicts and sends it to all ranks."""
         if world.verdict is None:
             world.verdict = verdict
         elif not self.has("no compare-and-swap"):
@@ -540,7 +545,7 @@ class Model:
         return Step(f"{rank} {'has' if result else 'has not'} launch {me.launches}", after, broken)
 
     def forget(self, world: World, rank: int) -> None:
-        """What a rank never reads again need not tell states apart."""
+        """Removes what a rank never reads again, so that states compare equal."""
         if self.remembers:
             for index in self.memory(rank):
                 world.slots[index] = EMPTY
@@ -569,7 +574,7 @@ class Model:
     # -- the end
 
     def at_the_end(self, world: World) -> str:
-        """What is wrong with a world in which nothing more happens."""
+        """Returns the defects of a world in which nothing more happens."""
         for rank, each in enumerate(world.ranks):
             if not each.dead and each.call < len(self.programs[rank]):
                 return f"rank {rank} waits for ever in launch {each.launches}"

@@ -1,9 +1,10 @@
-"""Rejection of drafts where several ranks have a shard each: the oracle's answer for any cut. The ranks are threads, as in
-``tests/tensor_parallel/test_filters.py``; with transports and processes the scenarios of
+"""Rejection of drafts where several ranks have a shard each: the oracle's answer for any cut. The ranks are threads, as
+in ``tests/tensor_parallel/test_filters.py``; with transports and processes the scenarios of
 ``tests/tensor_parallel/scenarios.py`` do it."""
 
 import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +24,7 @@ from flashsampling.tensor_parallel import TensorParallel, cutoffs, rejection
 from flashsampling.tensor_parallel.filtered_sampling import Part
 from flashsampling.tensor_parallel.message import HEADER, Hashes, difference
 from flashsampling.tensor_parallel.p2p import PeerToPeer
+from flashsampling.tensor_parallel.transport import DryRun
 from tests.conftest import DEVICE
 from tests.mixes import Mix
 from tests.problems import KERNELS, fit
@@ -67,6 +69,12 @@ def of_ranks(problem: Problem, ranks: Any, ranges: Ranges, flat: bool = False, *
     return problem.verify("rejection", flat=flat, vocab_size=None, tp=tp)
 
 
+def rows_of(rows: Tensor, *outs: VerifyOutput) -> Iterator[VerifyOutput]:
+    """Some requests of each output."""
+    for out in outs:
+        yield VerifyOutput(*(None if part is None else part[rows] for part in vars(out).values()))
+
+
 def check(problems: int, first_seed: int, ranks: Any) -> None:
     """The oracle's output, but of requests where a last bit of p decides; both layouts, messages of any size."""
     requests, unsure, accepted, refused, seen, cuts, failed = 0, 0, 0, 0, set(), set(), 0
@@ -81,11 +89,7 @@ def check(problems: int, first_seed: int, ranks: Any) -> None:
         ranges = cut(Mix(seed), problem.step.vocab_size)
         ours = of_ranks(problem, ranks, ranges, flat=seed % 2 == 0, room=random.choice((64, 300, 4096)))
         sure = sure_of(problem, expected)
-        of = [
-            VerifyOutput(*(None if part is None else part[sure] for part in vars(out).values()))
-            for out in (ours, expected)
-        ]
-        assert not differences(*of), (seed, ours, expected, sure)
+        assert not differences(*rows_of(sure, ours, expected)), (seed, ours, expected, sure)
         requests, unsure = requests + len(sure), unsure + int((~sure).sum())
         accepted += int(expected.num_accepted.sum())
         refused += int((expected.num_accepted < torch.tensor(problem.lengths))[sure].sum())
@@ -111,7 +115,7 @@ def test_any_cut_is_the_oracle_s_of_many(ranks):
 
 @pytest.mark.parametrize("wanted", [(), ("top_k",), ("top_p", "min_p"), ("token_mask",)])
 def test_recovered_tokens(wanted, ranks):
-    """Of rows in which many tokens are left, at temperatures above and below 1."""
+    """Rows keep many tokens, at temperatures above and below 1."""
     problem = make_drafted(4 * 10**6, "rejection", head=True, poisoned=False, sizes=(60, 2, 130), wanted=wanted)
     assert problem.weight is not None
     temperature = torch.linspace(0.4, 1.6, 60)
@@ -122,10 +126,7 @@ def test_recovered_tokens(wanted, ranks):
     expected = problem.verify("rejection", impl="reference")
     sure = sure_of(problem, expected)
     ours = of_ranks(problem, ranks, [(70, 130), (0, 45), (45, 70)])
-    of = [
-        VerifyOutput(*(None if part is None else part[sure] for part in vars(out).values())) for out in (ours, expected)
-    ]
-    assert not differences(*of)
+    assert not differences(*rows_of(sure, ours, expected))
     assert sure.sum() >= 50
     refused = (expected.num_accepted < torch.tensor(problem.lengths)) & sure
     assert refused.sum() >= 15
@@ -136,7 +137,7 @@ def test_recovered_tokens(wanted, ranks):
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="ranks are played on the CPU")
 @pytest.mark.parametrize("impl", KERNELS)
 def test_kernels_do_it_too(impl, ranks):
-    """In Triton's interpreter, which takes a second for each."""
+    """Few problems: Triton's interpreter takes a second for each."""
     pytest.importorskip("triton")
     requests = accepted = 0
     for seed in (1, 2, 5):
@@ -149,11 +150,7 @@ def test_kernels_do_it_too(impl, ranks):
         expected = problem.verify("rejection", impl="reference")
         sure = sure_of(problem, expected)
         ours = of_ranks(problem, ranks, [(0, 70), (70, 150)], impl=impl)
-        of = [
-            VerifyOutput(*(None if part is None else part[sure] for part in vars(out).values()))
-            for out in (ours, expected)
-        ]
-        assert not differences(*of), (seed, ours, expected)
+        assert not differences(*rows_of(sure, ours, expected)), (seed, ours, expected)
         requests, accepted = requests + int(sure.sum()), accepted + int(expected.num_accepted.sum())
     assert requests >= 4
     assert accepted >= 2
@@ -185,7 +182,7 @@ def head(probabilities: Tensor) -> Tensor:
 
 
 def test_no_drafts(ranks):
-    """Of nobody, of some, and no requests."""
+    """No request has drafts, or some have, or there are no requests."""
     seeds = torch.arange(3)
     tp = ranks(WEIGHT, THREE)
     for top_k in (0, 3):
@@ -201,7 +198,8 @@ def test_no_drafts(ranks):
 
 
 def test_greedy_requests(ranks):
-    """A draft is accepted if it is the row's token, whatever filters and coins are; and the token is in its place if not."""
+    """A draft is accepted if it is the row's token, whatever filters and coins are; and the token is in its place if
+    not."""
     best = (STATES @ WEIGHT.T).argmax(dim=2)
     drafts = best[:, :2].clone()
     drafts[1, 0] = (drafts[1, 0] + 40) % 70
@@ -245,7 +243,7 @@ def test_end_points(word, monkeypatch, ranks):
 
 
 def of_nan_anything(step: SampleInputs, processed: Tensor, limit: Tensor, known: Tensor | None = None) -> Tensor:
-    """What ``backends`` allows: of a row with a NaN any winner."""
+    """Returns any winner for a row with a NaN, as ``backends`` allows."""
     winners = streaming_winners(step, processed, limit)
     ones = torch.ones(len(winners))
     some = exchange_protocol.pack(ones, torch.full_like(winners, step.shard.first_token), ones > 0)
@@ -270,7 +268,7 @@ def test_what_takes_the_place_of_a_draft(ranges, ranks, monkeypatch):
         assert out.num_accepted.max() == 0
         for token, share in enumerate(left):
             binomial(int((out.token_ids[:, 0] == token).sum()), rows, share)
-    below = torch.tensor([0.6, -0.5, -0.0, -math.inf])  # as 0: nobody draws the last
+    below = torch.tensor([0.6, -0.5, -0.0, -math.inf])  # as 0: the last is never drawn
     given, clamped = (
         verify(states, head(p), drafts, draft_probs=q.expand(rows, 1, 4), seed=seeds, tp=tp, **REJECT)
         for q in (below, below.clamp(min=0.0))
@@ -288,7 +286,7 @@ def test_what_takes_the_place_of_a_draft(ranges, ranks, monkeypatch):
 
 
 def test_q_and_temperatures_with_a_gradient(ranks):
-    """As of a drafter that is not under ``no_grad``: nobody keeps its graph, and nothing is written to it."""
+    """q may come from a drafter with gradients: its graph is not kept, and q is not written to."""
     q, temperature = torch.full((3, 2, 70), 1 / 70, requires_grad=True), torch.ones(3, requires_grad=True)
     for options in ({"draft_probs": q}, {"temperature": temperature}):
         out = verify(STATES, WEIGHT, DRAFTS, seed=torch.arange(3), **options, tp=ranks(WEIGHT, THREE), **REJECT)
@@ -297,7 +295,7 @@ def test_q_and_temperatures_with_a_gradient(ranks):
 
 
 def test_shards_that_keep_nothing(ranks):
-    """By a filter or a mask; a padded vocabulary, of which the last rank has nothing; a vocabulary smaller than the ranks."""
+    """Shards keep nothing because of a filter, a mask, a padded vocabulary, or more ranks than tokens."""
     mask = torch.tensor([[0, 6, 0]], dtype=torch.int32).expand(3, 3)  # 33 and 34
     drafts = torch.tensor([[33, 60], [60, -1], [34, 33]])
     for request in ({"token_mask": mask}, {"top_k": 2}, {"top_p": 1e-9}, {"token_mask": mask, "min_p": 1.0}):
@@ -356,7 +354,7 @@ def test_rows_of_which_only_some_have_temporary_tensors(ranks, monkeypatch):
 
 
 def test_how_many_messages():
-    """As docs/tensor_parallel.md says: none but the request and sizes count."""
+    """The number of messages depends on parameters and sizes alone, as docs/tensor_parallel.md says."""
     ids = torch.zeros(4, 2).long()
     places, rows = torch.arange(8).view(4, 2), torch.arange(12).view(4, 3)
     drafted = DraftChains(ids, rows, places, None)
@@ -379,7 +377,7 @@ def _header(drafted: DraftChains | None) -> list[int]:
 
 
 def test_what_differs_has_its_name():
-    """In a single place; but not what belongs to no draft."""
+    """A difference in one entry is named; entries that belong to no draft do not count."""
     ids = torch.tensor([[5, 6], [7, -1], [-1, -1], [1, 2]])
     rows, places = (
         torch.tensor([[0, 1, 2], [3, 4, 5], [5, 6, 7], [6, 7, 8]]),
@@ -444,8 +442,8 @@ def _hash(ids: Any, parents: Any = None, bounds: Any = None, n: int | None = Non
 
 
 def test_drafts_that_differ_have_another_hash():
-    """All chains of up to two drafts of two requests with ids from 0 to 4, and all trees of three drafts of two ids: a sum that
-    weighs a place by its number takes many of these for the same."""
+    """All chains of up to two drafts of two requests with ids from 0 to 4, and all trees of three drafts of two ids: a
+    sum that weighs a place by its number takes many of these for the same."""
     of_one = [[-1, -1], *([first, second] for first in range(5) for second in range(-1, 5))]
     assert len({_hash([one, other]) for one in of_one for other in of_one}) == len(of_one) ** 2
     parents = [[-1, one, other] for one in (-1, 0) for other in (-1, 0, 1)]
@@ -458,8 +456,8 @@ def test_drafts_that_differ_have_another_hash():
 
 @pytest.mark.parametrize("size", [(1024, 1), (1, 1024), (128, 8)])
 def test_places_of_drafts_are_weighed_as_if_at_random(size):
-    """No two are as far apart as two others: else drafts that trade places have the same hash, as those of requests 2, 4, 6 and
-    8 had."""
+    """No two are as far apart as two others: else drafts that trade places have the same hash, as those of requests 2,
+    4, 6 and 8 had."""
     places = (torch.arange(size[0])[:, None] << 32 | torch.arange(size[1])).flatten()
     for numbers in map(_odd_number, (places, ~places)):
         apart = (numbers[:, None] - numbers)[torch.ones(1024, 1024, dtype=torch.bool).triu(1)]
@@ -481,7 +479,8 @@ def test_what_belongs_to_no_draft_has_no_hash():
 
 
 def test_room_for_drafts_is_part_of_their_hash():
-    """It says which row of hidden states is whose, and how wide the output is; and no hash is that of no drafts at all, 0."""
+    """It says which row of hidden states is whose, and how wide the output is; and no hash is that of no drafts at all,
+    0."""
     kinds: list[Any] = [([[-1] * n] * batch, None, n) for batch in range(1, 5) for n in range(1, 5)]
     ragged = [bounds for bounds in itertools.product(range(4), repeat=3) if sorted(bounds) == list(bounds)]
     kinds += [([-1] * 4, [0, *bounds], 7) for bounds in ragged]
@@ -492,7 +491,8 @@ def test_room_for_drafts_is_part_of_their_hash():
 
 
 def test_ids_that_no_token_has():
-    """Twice 2**62 more is nothing where two places' weights add up to a multiple of four; none of these is ever accepted."""
+    """Twice 2**62 more is nothing where two places' weights add up to a multiple of four; none of these is ever
+    accepted."""
     numbers = _odd_number(torch.tensor([0, 1, 1 << 32, 1 << 32 | 1])).tolist()
     first, second = next(pair for pair in itertools.combinations(range(4), 2) if sum(numbers[i] for i in pair) % 4 == 0)
     drafts, others = [5, 6, 7, 8], [5, 6, 7, 8]
@@ -505,7 +505,8 @@ def test_ids_that_no_token_has():
 
 
 def test_p2p_compares_what_its_kernels_do_not_know(monkeypatch):
-    """In a step before theirs, which has failed by then where ranks differ: they find that in their memory."""
+    """A step before the kernel's compares the rest and fails if ranks differ; the kernel finds the failure in
+    memory."""
     transport: Any = object.__new__(PeerToPeer)
     transport._device, transport._hashes = DEVICE, Hashes(16, DEVICE)
     swapped = []
@@ -537,7 +538,7 @@ def test_p2p_compares_what_its_kernels_do_not_know(monkeypatch):
 
 @pytest.mark.parametrize("given", [False, True])
 def test_nothing_is_read_on_the_host_and_all_is_on_the_device(given):
-    """With tensors without values: a CUDA graph could hold neither."""
+    """Runs on tensors without values: a CUDA graph could hold neither a read nor a host tensor."""
     hashes: Any = Hashes(16, torch.device("cpu"))
     with FakeTensorMode():
         device = torch.device("meta")
@@ -557,18 +558,13 @@ def test_nothing_is_read_on_the_host_and_all_is_on_the_device(given):
 
 @pytest.mark.parametrize("impl", ["streaming", *(KERNELS if DEVICE.type == "cpu" else ())])
 def test_a_failed_step_has_no_token(impl):
-    """Whatever its words are."""
+    """A failed step has no token, whatever words it receives."""
 
-    class Failed:
-        room, skips = 4096, False
-
-        def begin(self, step: SampleInputs) -> None:
-            pass
-
+    class Failed(DryRun):
         def all_gather(self, words: Tensor, step: SampleInputs, wanted: Tensor | None = None) -> Tensor:
             return torch.randint(-(2**63), 2**63 - 1, (3, len(words)), generator=generator)
 
-        def end(self) -> Tensor:
+        def end(self, error: BaseException | None = None) -> Tensor:  # type: ignore[override]
             return torch.tensor(True)
 
     generator = torch.Generator().manual_seed(1)
@@ -576,17 +572,17 @@ def test_a_failed_step_has_no_token(impl):
     drafted = DraftChains(ids, rows, torch.arange(6).view(3, 2), torch.rand(6, 70))
     for params in (DEFAULT_PARAMS, SamplingParams(top_p=0.5), SamplingParams(top_k=3)):
         step = flat(9, 70, params, drafted=drafted)
-        transport: Any = Failed()
+        transport: Any = Failed(3, 4096)
         states, weight = fit(impl, step.hidden_states), fit(impl, step.weight[:40])
-        mine = step._replace(hidden_states=states, weight=weight, vocab_size=40)
+        own = step._replace(hidden_states=states, weight=weight, vocab_size=40)
         backend = BACKENDS[impl]
         for _ in range(3 if impl == "streaming" else 1):
-            drawn = rejection.reject(Part(transport, backend, [(0, 40), (40, 60), (60, 70)], 0, 70), mine)
+            drawn = rejection.reject(Part(transport, backend, [(0, 40), (40, 60), (60, 70)], 0, 70), own)
             assert drawn.ids.tolist() == [-1] * 3 + [0] * 3
 
 
 def test_ids_are_the_same_for_q_of_any_stride(ranks):
-    """As a slice of what is wider, or of another layout."""
+    """q may be a slice of a wider tensor, or have another layout."""
     problem = make_drafted(12, "rejection", head=True, poisoned=False, sizes=(4, 3, 33), wanted=())
     assert problem.probs is not None
     expected = of_ranks(problem, ranks, [(0, 20), (20, 33)])

@@ -1,10 +1,13 @@
-"""The peer-to-peer protocol as the kernels run it, with all ranks on one GPU: a stream and a table each, in one process.
-Without a GPU the Hopper kernel's launches of all ranks run in turns (``tests.emulator``), in an order drawn at random."""
+"""The peer-to-peer protocol as the kernels run it, with all ranks on one GPU: a stream and a table each, in one
+process. Without a GPU the Hopper kernel's launches of all ranks run in turns (``tests.emulator``), in an order drawn at
+random."""
 
 import contextlib
 import importlib
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +17,7 @@ from torch import Tensor
 from flashsampling import exchange_protocol
 from flashsampling.backends import BACKENDS
 from flashsampling.exchange_protocol import DIFFERS, LATE, Shard, Verdict
-from flashsampling.inputs import DEFAULT_PARAMS, SamplingParams
+from flashsampling.inputs import DEFAULT_PARAMS, SampleInputs, SamplingParams
 
 from ..conftest import DEVICE
 from ..emulator.machine import together
@@ -28,7 +31,7 @@ SECONDS = 30.0
 
 @dataclass
 class Ranks:
-    """What ``TensorParallel`` makes for each rank of a group, in one process."""
+    """The memory that ``TensorParallel`` makes for each rank of a group, in one process."""
 
     impl: str
     size: int
@@ -53,57 +56,58 @@ class Ranks:
     def stream(self, rank: int) -> contextlib.AbstractContextManager[object]:
         return torch.cuda.stream(self.streams[rank]) if ON_GPU else contextlib.nullcontext()
 
-    def draw(self, problems: dict[int, Problem], skipped_calls: dict[int, int] | None = None) -> dict[int, Tensor]:
-        """Tokens, (B, num_samples), of a step of those ranks, each with the problem that it believes in."""
-        run = BACKENDS[self.impl].run
-        steps = {}
-        for rank, problem in problems.items():
-            first, last = (problem.vocab * (rank + i) // self.size for i in range(2))
-            shard = problem.weight[first:last].clone()
-            self.tables[rank, exchange_protocol.TABLE_LEFT_OUT] = (skipped_calls or {}).get(rank, 0)
-            part = Shard(first, self.tables[rank].data_ptr())
-            steps[rank] = problem.step(weight=shard, vocab_size=last - first, shard=part)
-        synchronize()
-        out = {}
-        with contextlib.nullcontext() if ON_GPU else together():
-            for rank, step in steps.items():
-                with self.stream(rank):
-                    out[rank] = run(step).ids.view(-1, problems[rank].num_samples)
-        synchronize()
-        return out
+    def step(self, problem: Problem, rank: int, **options: Any) -> SampleInputs:
+        """Returns a step over a rank's shard."""
+        first, last = (problem.vocab * (rank + i) // self.size for i in range(2))
+        part = Shard(first, self.tables[rank].data_ptr())
+        return problem.step(weight=problem.weight[first:last].clone(), vocab_size=last - first, shard=part, **options)
 
-    def draw_masked(
-        self, problem: Problem, masks: dict[int, Tensor | None], numbers: dict[int, int] | None = None
+    def run(
+        self, steps: dict[int, SampleInputs], before: Callable[[int], object] = lambda rank: None
     ) -> dict[int, Tensor]:
-        """Tokens, (B,), of a step of ranks with each its token mask; None: it asks for nothing. ``numbers``: what those who ask
-        say that their request is, in a step before, as ``p2p.PeerToPeer.compare`` does; None: they say nothing."""
-        steps, said = {}, {}
-        for rank, mask in masks.items():
-            first, last = (problem.vocab * (rank + i) // self.size for i in range(2))
-            part = Shard(first, self.tables[rank].data_ptr())
-            params = DEFAULT_PARAMS if mask is None else SamplingParams(token_mask=mask)
-            steps[rank] = problem.step(
-                weight=problem.weight[first:last].clone(), vocab_size=last - first, shard=part, params=params
-            )
-            if mask is not None and numbers is not None:
-                said[rank] = torch.tensor([numbers[rank]], device=DEVICE)
-        rounds = importlib.import_module("flashsampling.kernels.triton.sharded.collectives") if numbers else None
-        always = torch.ones(1, dtype=torch.int32, device=DEVICE)
-        failed = torch.zeros(self.size, 1, dtype=torch.int64, device=DEVICE)
+        """Runs the ranks' steps at once, each after ``before(rank)``. Returns their ids."""
         synchronize()
         out = {}
         with contextlib.nullcontext() if ON_GPU else together():
             for rank, step in steps.items():
                 with self.stream(rank):
-                    if rounds is not None and rank in said:
-                        rounds.all_gather(
-                            self.tables[rank].data_ptr(), said[rank], self.size, failed[rank], said[rank], always, step
-                        )
+                    before(rank)
                     out[rank] = BACKENDS[self.impl].run(step).ids
         synchronize()
         return out
 
-    def everybody(self, problem: Problem) -> dict[int, Problem]:
+    def draw(self, problems: dict[int, Problem], skipped_calls: dict[int, int] | None = None) -> dict[int, Tensor]:
+        """Tokens, (B, num_samples), of a step of those ranks, each with its own problem."""
+        steps = {}
+        for rank, problem in problems.items():
+            self.tables[rank, exchange_protocol.TABLE_LEFT_OUT] = (skipped_calls or {}).get(rank, 0)
+            steps[rank] = self.step(problem, rank)
+        return {rank: ids.view(-1, problems[rank].num_samples) for rank, ids in self.run(steps).items()}
+
+    def draw_masked(
+        self, problem: Problem, masks: dict[int, Tensor | None], numbers: dict[int, int] | None = None
+    ) -> dict[int, Tensor]:
+        """Tokens, (B,), of a step of ranks with a token mask each; None: default parameters. ``numbers``: the parameter
+        hashes that masked ranks compare in a step before, as ``p2p.PeerToPeer.compare`` does; None: no comparison."""
+        params = {
+            rank: DEFAULT_PARAMS if mask is None else SamplingParams(token_mask=mask) for rank, mask in masks.items()
+        }
+        steps = {rank: self.step(problem, rank, params=params[rank]) for rank in masks}
+        always = torch.ones(1, dtype=torch.int32, device=DEVICE)
+        failed = torch.zeros(self.size, 1, dtype=torch.int64, device=DEVICE)
+        if not numbers:
+            return self.run(steps)
+        collectives = importlib.import_module("flashsampling.kernels.triton.sharded.collectives")
+        hashes = {rank: torch.tensor([numbers[rank]], device=DEVICE) for rank in masks if masks[rank] is not None}
+
+        def compare(rank: int) -> None:
+            if rank in hashes:
+                table, own = self.tables[rank].data_ptr(), hashes[rank]
+                collectives.all_gather(table, own, self.size, failed[rank], own, always, steps[rank])
+
+        return self.run(steps, compare)
+
+    def same_for_all(self, problem: Problem) -> dict[int, Problem]:
         return dict.fromkeys(range(self.size), problem)
 
     def assert_empty(self) -> None:
@@ -112,7 +116,7 @@ class Ranks:
         assert not self.told.any()
 
     def verdict(self, ranks: range | list[int] | None = None) -> Verdict:
-        """What those ranks were told, all the same."""
+        """Returns the verdict of these ranks, which is the same for all."""
         told = {int(self.told[rank]) for rank in (range(self.size) if ranks is None else ranks)}
         assert len(told) == 1
         return Verdict.of(told.pop())
@@ -164,7 +168,7 @@ def test_ranks_draw_the_whole_vocabulary_s_tokens(impl, size):
     for step, (batch, num_samples) in enumerate(shapes):
         problem = batch_shape(batch, num_samples)
         expected = problem.sample(impl)
-        for tokens in ranks.draw(ranks.everybody(problem)).values():
+        for tokens in ranks.draw(ranks.same_for_all(problem)).values():
             assert torch.equal(tokens, expected), (batch, num_samples)
         ranks.assert_empty()
         assert (ranks.tables[:, exchange_protocol.TABLE_STEPS] == step + 1).all()
@@ -174,7 +178,7 @@ def test_ranks_draw_the_whole_vocabulary_s_tokens(impl, size):
 @NEEDS_CUTE
 @pytest.mark.parametrize("size", [2, 3, 8])
 def test_masks(size):
-    """What changes logits is done with the exchange in the same launch; masks are the whole vocabulary's, at any cut."""
+    """Logit transforms run in the launch of the exchange. Masks are the whole vocabulary's, at any cut."""
     for batch in (1, 5, 70, 256) if ON_GPU else (1, 7):
         ranks, problem = Ranks("cute", size, 256), batch_shape(batch)
         mask = torch.randint(-(2**31), 2**31 - 1, (batch, -(-problem.vocab // 32)), device=DEVICE).int()
@@ -190,7 +194,7 @@ def test_masks(size):
 @NEEDS_CUTE
 @pytest.mark.parametrize("size", [2, 5])
 def test_requests_are_compared_before_the_launch_that_does_them(size):
-    """Whoever asks for something else, or for nothing, gets no token of that step, and nobody else does."""
+    """If one rank has other parameters, or none, no rank gets a token of that step."""
     problem = batch_shape(30)
     mask = torch.full((30, -(-problem.vocab // 32)), 0x0F0F0F0F, dtype=torch.int32, device=DEVICE)
     alone = Ranks("cute", 1, 30)
@@ -226,7 +230,8 @@ def mix(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def messages(problem: Problem, winners: Tensor, number: int) -> tuple[Tensor, Tensor]:
-    """Words, (B * num_samples, 2) int64, that the rank with these packed winners sends in the step of that number; details."""
+    """Words, (B * num_samples, 2) int64, that the rank with these packed winners sends in the step of that number;
+    details."""
     batch, draws = len(problem.seed), problem.num_samples
 
     def words(values: Tensor) -> np.ndarray:
@@ -269,16 +274,16 @@ def test_a_rank_among_messages_that_are_there(impl, size, batch, num_samples):
     for launches, skipped_calls, rank in ((0, 0, 0), (1, 0, size - 1), (2**15, 2**31 - 2**15 + 3, size // 2)):
         ranks.shared.zero_()
         ranks.tables[rank, exchange_protocol.TABLE_STEPS] = launches
-        said = [messages(problem, winner, (launches + skipped_calls) % 2**32) for winner in winners]
+        reported = [messages(problem, winner, (launches + skipped_calls) % 2**32) for winner in winners]
         for peer in range(size):
             if peer != rank:
-                slots[rank, launches % 2, peer, :n] = said[peer][0]
+                slots[rank, launches % 2, peer, :n] = reported[peer][0]
         tokens = ranks.draw({rank: problem}, {rank: skipped_calls})[rank]
         assert torch.equal(tokens, expected)
-        assert torch.equal(ranks.shared[rank, exchange_protocol.SHARED_DETAILS :][:n], said[rank][1])
+        assert torch.equal(ranks.shared[rank, exchange_protocol.SHARED_DETAILS :][:n], reported[rank][1])
         for peer in range(size):
             got = slots[peer, launches % 2, rank, :n]
-            assert torch.equal(got, said[rank][0] if peer != rank else torch.zeros_like(got))
+            assert torch.equal(got, reported[rank][0] if peer != rank else torch.zeros_like(got))
             slots[peer, launches % 2, rank, :n] = 0
         ranks.assert_empty()
     # the last row of the last rank is of another step, or missing: nothing is drawn, and that rank is to blame
@@ -320,11 +325,11 @@ FIELDS = {"one row fewer": 8, "draws": 8, "seed": 4, "offset": 2, "temperature":
 @pytest.mark.parametrize(("size", "odd"), [(2, 0), (2, 1), (3, 0), (3, 1), (3, 2)])
 @pytest.mark.parametrize("batch", [6, 130, 330] if ON_GPU else [6, 256])
 def test_a_rank_whose_call_differs(impl, size, odd, what, batch):
-    """All ranks' rows are -1, all are told the same: who, and what."""
+    """All ranks' rows are -1, and all get the same verdict: the rank and the fields."""
     ranks = Ranks(impl, size, 1000)
     problem = batch_shape(batch)
-    ranks.draw(ranks.everybody(problem))
-    problems = ranks.everybody(problem) | {odd: changed(problem, what)}
+    ranks.draw(ranks.same_for_all(problem))
+    problems = ranks.same_for_all(problem) | {odd: changed(problem, what)}
     for tokens in ranks.draw(problems, {odd: 2} if what == "left out" else None).values():
         assert (tokens == -1).all()
     verdict = ranks.verdict()
@@ -339,7 +344,7 @@ def test_a_rank_whose_call_differs(impl, size, odd, what, batch):
     if what != "left out":
         assert verdict.step == 1
     before = ranks.shared.clone()
-    for tokens in ranks.draw(ranks.everybody(problem)).values():  # for good, and nothing is sent
+    for tokens in ranks.draw(ranks.same_for_all(problem)).values():  # for good, and nothing is sent
         assert (tokens == -1).all()
     assert torch.equal(ranks.shared, before)
     assert ranks.verdict() == verdict
@@ -351,7 +356,7 @@ def test_a_late_rank(impl, size, batch):
     """The others give up and say who it was; it hears of it when it comes, and no later step has a token."""
     ranks = Ranks(impl, size, 1000, seconds=0.3)
     problem = batch_shape(batch)
-    ranks.draw(ranks.everybody(problem))
+    ranks.draw(ranks.same_for_all(problem))
     others = {rank: problem for rank in range(size) if rank != 1}
     for _ in range(2):
         for tokens in ranks.draw(others).values():
@@ -360,7 +365,7 @@ def test_a_late_rank(impl, size, batch):
     assert ranks.told[1] == 0
     assert (ranks.draw({1: problem})[1] == -1).all()
     assert ranks.verdict().straggler == 1
-    for tokens in ranks.draw(ranks.everybody(problem)).values():
+    for tokens in ranks.draw(ranks.same_for_all(problem)).values():
         assert (tokens == -1).all()
 
 
@@ -370,7 +375,7 @@ def test_a_closed_group(impl):
     ranks.tables[:, exchange_protocol.TABLE_RANKS] = 0
     ranks.tables[:, exchange_protocol.TABLE_SHARED :] = 8  # no address
     for batch, num_samples in ((3, 1), (330 if ON_GPU else 500, 1), (40 if ON_GPU else 16, 3)):
-        for tokens in ranks.draw(ranks.everybody(batch_shape(batch, num_samples))).values():
+        for tokens in ranks.draw(ranks.same_for_all(batch_shape(batch, num_samples))).values():
             assert (tokens == -1).all()
     assert not ranks.shared.any()
     assert not ranks.told.any()
@@ -384,11 +389,11 @@ def test_a_failure_that_a_host_declares(impl):
 
     ranks = Ranks(impl, 3, 1000)
     problem = batch_shape(5)
-    ranks.draw(ranks.everybody(problem))
+    ranks.draw(ranks.same_for_all(problem))
     first = Verdict(exchange_protocol.DECLARED, 2, 2, step=7)
     for rank, verdict in ((2, first), (0, Verdict(LATE, 1, 0))):
         declare[(1,)](ranks.tables[rank].data_ptr(), verdict.word(), num_warps=1)
-    for tokens in ranks.draw(ranks.everybody(problem)).values():
+    for tokens in ranks.draw(ranks.same_for_all(problem)).values():
         assert (tokens == -1).all()
     assert ranks.verdict() == first
 
@@ -432,12 +437,12 @@ class Rounds(Ranks):
         failed = {rank: torch.zeros(1, dtype=torch.int64, device="cuda") for rank in words}
         hashes = {rank: torch.tensor([(requests or {}).get(rank, 12345 << 40)], device="cuda") for rank in words}
         torch.cuda.synchronize()
-        for rank, mine in words.items():
+        for rank, local in words.items():
             with torch.cuda.stream(self.streams[rank]):
                 table = self.tables[rank].data_ptr()
-                out[rank] = collectives.all_gather(table, mine, self.size, failed[rank], hashes[rank], flag, step)
+                out[rank] = collectives.all_gather(table, local, self.size, failed[rank], hashes[rank], flag, step)
         torch.cuda.synchronize()
-        return {rank: (theirs, bool(failed[rank])) for rank, theirs in out.items()}
+        return {rank: (received, bool(failed[rank])) for rank, received in out.items()}
 
 
 def some_words(ranks: int, count: int, seed: int = 0) -> dict[int, Tensor]:
@@ -463,8 +468,8 @@ def test_words_reach_all_ranks(loaded, size):
     ranks = Rounds("triton", size, 5000)
     for step, count in enumerate((1, 4, 255, 256, 257, 1000, 4096, 5000, 3)):
         words = some_words(size, count, seed=step)
-        for theirs, failed in ranks.all_gather(words, batch_shape(5, num_samples=3)).values():
-            assert torch.equal(theirs, torch.stack(list(words.values())))
+        for received, failed in ranks.all_gather(words, batch_shape(5, num_samples=3)).values():
+            assert torch.equal(received, torch.stack(list(words.values())))
             assert not failed
         ranks.assert_empty()
         assert (ranks.tables[:, exchange_protocol.TABLE_STEPS] == step + 1).all()
@@ -481,7 +486,7 @@ def test_words_that_nobody_wants_are_no_step(loaded):
         out = ranks.all_gather(words, batch_shape(5), wanted=wanted)
         assert not any(failed for _, failed in out.values())
         if wanted:
-            assert all(torch.equal(theirs, torch.stack(list(words.values()))) for theirs, _ in out.values())
+            assert all(torch.equal(received, torch.stack(list(words.values()))) for received, _ in out.values())
         taken += wanted
         ranks.assert_empty()
         assert (ranks.tables[:, exchange_protocol.TABLE_STEPS] == taken).all()
@@ -511,10 +516,10 @@ def test_a_rank_whose_request_differs(loaded, size, odd, count):
             torch.cuda.synchronize()
             with torch.cuda.stream(ranks.streams[odd]):
                 tokens = importlib.import_module("flashsampling.kernels.triton").run(plain).ids
-            for rank, mine in words.items():
+            for rank, local in words.items():
                 with torch.cuda.stream(ranks.streams[rank]):
                     collectives.all_gather(
-                        ranks.tables[rank].data_ptr(), mine, size, failed, request, always, problem.step()
+                        ranks.tables[rank].data_ptr(), local, size, failed, request, always, problem.step()
                     )
             torch.cuda.synchronize()
             assert (tokens == -1).all()

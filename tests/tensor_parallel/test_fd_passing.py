@@ -1,4 +1,4 @@
-"""How ranks hand memory to each other: threads for ranks, files in memory for GPU memory."""
+"""File-descriptor passing, with threads for ranks and files in memory for GPU memory."""
 
 import contextlib
 import os
@@ -53,13 +53,13 @@ def test_everybody_has_everybody_else_s(size):
 
     def work(meet):
         descriptors = exchange_file_descriptors(files[meet.rank].exported, meet, 20.0)
-        said = {rank: os.pread(descriptor, 100, 0).decode() for rank, descriptor in descriptors.items()}
+        reported = {rank: os.pread(descriptor, 100, 0).decode() for rank, descriptor in descriptors.items()}
         for descriptor in descriptors.values():
             os.close(descriptor)
-        return said
+        return reported
 
-    for rank, said in enumerate(_ranks(size, work)):
-        assert said == {other: f"memory of rank {other}" for other in range(size) if other != rank}
+    for rank, reported in enumerate(_ranks(size, work)):
+        assert reported == {other: f"memory of rank {other}" for other in range(size) if other != rank}
     assert open_files() == before
 
 
@@ -100,14 +100,16 @@ def test_another_rank_s_error_ends_the_wait_for_its_memory():
         return meet.fail("mapping peers' memory", error.value)
 
     started = time.monotonic()
-    said = _ranks(3, work)
+    reported = _ranks(3, work)
     assert time.monotonic() - started < 10
-    assert all(isinstance(each, RemoteError) and each.rank == 1 and "none left" in str(each) for each in said)
+    assert all(isinstance(each, RemoteError) and each.rank == 1 and "none left" in str(each) for each in reported)
     assert open_files() == before
 
 
 def test_a_socket_that_is_gone_is_not_blamed_before_its_rank_says_why():
-    """A rank that gives up closes its socket, and then says why. Who sent to it in between must not name it for the reason."""
+    """A rank that gives up closes its socket, and then says why.
+
+    Who sent to it in between must not name it for the reason."""
     files = [File(rank) for rank in range(2)]
 
     def work(meet):
@@ -121,10 +123,10 @@ def test_a_socket_that_is_gone_is_not_blamed_before_its_rank_says_why():
             exchange_file_descriptors(files[0].exported, meet, 20.0)
         return meet.fail("mapping peers' memory", error.value)
 
-    for said in _ranks(2, work):
-        assert isinstance(said, RemoteError)
-        assert said.rank == 1
-        assert "none left" in str(said)
+    for reported in _ranks(2, work):
+        assert isinstance(reported, RemoteError)
+        assert reported.rank == 1
+        assert "none left" in str(reported)
 
 
 def test_what_strangers_send_is_not_memory():
@@ -146,10 +148,10 @@ def test_what_strangers_send_is_not_memory():
 
         meet.exchange = and_then_a_stranger
         descriptors = exchange_file_descriptors(files[meet.rank].exported, meet, 20.0)
-        said = {rank: os.pread(descriptor, 100, 0) for rank, descriptor in descriptors.items()}
+        reported = {rank: os.pread(descriptor, 100, 0) for rank, descriptor in descriptors.items()}
         for descriptor in descriptors.values():
             os.close(descriptor)
-        return said
+        return reported
 
     assert _ranks(2, work) == [{1: b"memory of rank 1"}, {0: b"memory of rank 0"}]
     assert open_files() == before
@@ -157,8 +159,7 @@ def test_what_strangers_send_is_not_memory():
 
 @pytest.mark.parametrize("sends", [False, True])
 def test_a_rank_that_takes_nothing_is_the_one_to_blame(sends):
-    """As of one that is stopped: its queue is full, and whoever has no room in it still has all others', and gives them its
-    own. So nobody else can be named, however many are in front of it."""
+    """A stopped rank's full queue blocks no other rank, so no other rank is named."""
     files = [File(rank) for rank in range(5)]
     before = open_files()
 
@@ -174,7 +175,7 @@ def test_a_rank_that_takes_nothing_is_the_one_to_blame(sends):
                     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", files[2]._file))]
                     for rank in (0, 1, 3, 4):
                         box.sendmsg([b"memory"], rights, 0, names[rank])
-                while not meet.over():
+                while not meet.next_has_ended():
                     time.sleep(0.01)
             return meet.fail("mapping peers' memory", MemoryError("too late"))
         blamed = (
@@ -184,14 +185,14 @@ def test_a_rank_that_takes_nothing_is_the_one_to_blame(sends):
             exchange_file_descriptors(files[meet.rank].exported, meet, 1.0)
         return meet.fail("mapping peers' memory", error.value)
 
-    said = {str(each) for each in _ranks(5, work)}
-    assert len(said) == 1
-    assert "rank 2" in said.pop().split(":", 2)[2]
+    reported = {str(each) for each in _ranks(5, work)}
+    assert len(reported) == 1
+    assert "rank 2" in reported.pop().split(":", 2)[2]
     assert open_files() == before
 
 
 def test_strangers_that_keep_writing_do_not_keep_it_waiting():
-    """A message that is nobody's is no reason to look at the clock later."""
+    """Messages of unknown senders do not extend the time-out."""
     files, ended = [File(rank) for rank in range(2)], threading.Event()
 
     def work(meet):
@@ -218,7 +219,7 @@ def test_strangers_that_keep_writing_do_not_keep_it_waiting():
     "real", [False, pytest.param(True, marks=pytest.mark.skipif(os.getuid() != 0, reason="needs root"))]
 )
 def test_memory_of_another_user_is_refused(real, monkeypatch):
-    """By what the kernel says of the sender; ``real``: the rank's socket is used by a process that has given up root."""
+    """The kernel names the sender's user. ``real``: a process that has given up root uses the rank's socket."""
     files = [File(rank) for rank in range(2)]
     before = open_files()
     if not real:
@@ -238,7 +239,7 @@ def test_memory_of_another_user_is_refused(real, monkeypatch):
                         os._exit(0)
                 if real:
                     assert os.waitpid(child, 0)[1] == 0
-                while not meet.over():
+                while not meet.next_has_ended():
                     time.sleep(0.01)
             return
         message = "memory of rank 1 came from a process of user .*, and this is user .*: ranks must run as one user"
@@ -267,7 +268,7 @@ def test_a_name_that_is_no_rank_s_socket_is_refused(name):
 
 
 def test_a_socket_that_cannot_be_reached_says_why():
-    """As where every rank is in a container with a network of its own: abstract names do not reach beyond it."""
+    """Every rank may be in a container with its own network, where abstract names do not reach the others."""
     files = [File(rank) for rank in range(2)]
 
     def work(meet):

@@ -1,5 +1,6 @@
-"""What requests ask for where several ranks have a shard each: the oracle's answer for any cut. The ranks are threads here,
-which meet on a board; with transports and processes the scenarios of ``tests/tensor_parallel/scenarios.py`` do it."""
+"""Filters and log-probabilities over several ranks' shards equal the oracle's for any cut.
+
+The ranks are threads that meet on a board. ``tests/tensor_parallel/scenarios.py`` has processes and transports."""
 
 import math
 import threading
@@ -21,6 +22,7 @@ from flashsampling.tensor_parallel import cutoffs, filtered_sampling, outputs, r
 from flashsampling.tensor_parallel.filtered_sampling import Part
 from flashsampling.tensor_parallel.message import ASKED, HEADER, Hashes, difference
 from flashsampling.tensor_parallel.sharding import asked_of_shard
+from flashsampling.tensor_parallel.transport import DryRun
 from tests.conftest import DEVICE
 from tests.kernels.test_filters import differences, parts_of
 from tests.mixes import INF, NAN, Mix
@@ -29,7 +31,9 @@ from tests.zero_words import ZERO_WORDS
 
 
 class Board:
-    """Where as many threads meet. Only one of them is at work at a time, as Triton's interpreter is not made for several."""
+    """A meeting point of the ranks' threads.
+
+    Only one of them is at work at a time, as Triton's interpreter is not made for several."""
 
     def __init__(self, ranks: int) -> None:
         self.barrier, self.words = threading.Barrier(ranks, timeout=60), [torch.empty(0)] * ranks
@@ -51,7 +55,7 @@ class Board:
 
 
 class Transport:
-    """A rank's; it counts its messages. Of what nobody is said to want it gives words that would be found."""
+    """A rank's collectives, which count messages. Unwanted rounds return words that a reader would notice."""
 
     def __init__(self, board: Board, rank: int, room: int, skips: bool = False) -> None:
         self.board, self.rank, self.room, self.skips, self.messages = board, rank, room, skips, 0
@@ -64,11 +68,11 @@ class Transport:
         assert words.ndim == 1
         assert 1 <= len(words) <= self.room
         self.messages += 1
-        theirs = self.board.all_gather(self.rank, words)
+        received = self.board.all_gather(self.rank, words)
         is_wanted = wanted is None or wanted.item() != 0 or not self.skips
-        return theirs if is_wanted else torch.full_like(theirs, 2**62 - 12345)
+        return received if is_wanted else torch.full_like(received, 2**62 - 12345)
 
-    def end(self) -> None:
+    def end(self, error: BaseException | None = None) -> None:
         pass
 
 
@@ -100,7 +104,7 @@ def on_all_ranks(board: Board, work: Callable[[int], None]) -> None:
 def run(
     step: SampleInputs, ranges: list[tuple[int, int]], impl: str = "streaming", room: int = 2048, skips: bool = False
 ) -> tuple[SampleResult, int]:
-    """What every rank gives, the same bits, and in how many messages."""
+    """Returns the result, which has the same bits on every rank, and the number of messages."""
     board, outs = Board(len(ranges)), {}
     transports = [Transport(board, rank, room, skips) for rank in range(len(ranges))]
 
@@ -111,10 +115,10 @@ def run(
         if params.bias is not None:
             params = params._replace(bias=params.bias[first:last])
         shard = Shard(first, PACKED)
-        mine = step._replace(
+        local = step._replace(
             weight=step.weight[first:last].clone(), vocab_size=last - first, shard=shard, params=params
         )
-        outs[rank] = (filtered_sampling.draw if step.drafted is None else rejection.reject)(part, mine)
+        outs[rank] = (filtered_sampling.draw if step.drafted is None else rejection.reject)(part, local)
 
     on_all_ranks(board, work)
     first = outs[0]
@@ -126,7 +130,7 @@ def run(
 
 
 def cut(mix: Mix, vocab: int) -> list[tuple[int, int]]:
-    """Of two to four ranks, some of which may have nothing, in any order."""
+    """Returns the ranges of two to four ranks, in any order; some may be empty."""
     ends = sorted(mix.random.choices(range(vocab + 1), k=mix.random.randrange(1, 4)))
     ranges = list(zip([0, *ends], [*ends, vocab]))
     mix.random.shuffle(ranges)
@@ -158,11 +162,11 @@ def test_cuts_do_not_matter():
         step = step._replace(params=step.params._replace(top_p=torch.rand(5), top_k=40, logprobs=True))
         one, other = (run(step, cut(mix, 130))[0] for _ in range(2))
         for name, part in parts_of(one, step).items():
-            theirs = parts_of(other, step)[name]
+            received = parts_of(other, step)[name]
             if name in ("token_ids", "ranks", "top_token_ids"):
-                assert torch.equal(part, theirs), (seed, name)
+                assert torch.equal(part, received), (seed, name)
             else:
-                torch.testing.assert_close(part, theirs, rtol=1e-6, atol=1e-6, equal_nan=True)
+                torch.testing.assert_close(part, received, rtol=1e-6, atol=1e-6, equal_nan=True)
 
 
 @pytest.mark.parametrize("impl", KERNELS)
@@ -187,7 +191,7 @@ def test_kernels_do_it_too(impl):
 
 @pytest.mark.parametrize("skips", [False, True])
 def test_a_rank_s_number_may_be_another_s_tensor(skips):
-    """Of a top-k that is not few: they hash alike, so they take the same messages."""
+    """Both forms of a large top-k hash alike, so they take the same messages."""
     pytest.importorskip("triton")
     forms, ranges, board, outs = [200, torch.full((2,), 200, device=DEVICE)], [(0, 250), (250, 400)], Board(2), {}
     sizes: list[list[int]] = [[], []]
@@ -203,11 +207,11 @@ def test_a_rank_s_number_may_be_another_s_tensor(skips):
     def work(rank: int) -> None:
         first, last = ranges[rank]
         part = Part(Counting(board, rank, 2048, skips), BACKENDS["triton"], ranges, rank, 400)
-        mine = step._replace(
+        local = step._replace(
             hidden_states=states, weight=weight[first:last].clone(), seed=seeds, shard=Shard(first, PACKED)
         )
-        mine = mine._replace(vocab_size=last - first, params=SamplingParams(top_k=forms[rank], top_p=0.9))
-        outs[rank] = filtered_sampling.draw(part, mine)
+        local = local._replace(vocab_size=last - first, params=SamplingParams(top_k=forms[rank], top_p=0.9))
+        outs[rank] = filtered_sampling.draw(part, local)
 
     on_all_ranks(board, work)
     assert sizes[0] == sizes[1]
@@ -217,7 +221,7 @@ def test_a_rank_s_number_may_be_another_s_tensor(skips):
 
 
 def test_a_message_may_be_a_part_of_something(monkeypatch):
-    """As ``gloo`` gives it: its rows lie further apart than they are long."""
+    """gloo returns rows that lie further apart than they are long."""
     pytest.importorskip("triton")
     monkeypatch.setattr(
         Board,
@@ -230,14 +234,10 @@ def test_a_message_may_be_a_part_of_something(monkeypatch):
 
 
 def test_a_message_of_a_failed_step_is_as_large_as_any():
-    """As ``nccl`` gives it where nothing was sent: kernels would read behind the end of it."""
-
-    class Failed(Transport):
-        def all_gather(self, words: Tensor, step: SampleInputs, wanted: Tensor | None = None) -> Tensor:
-            return words.expand(3, -1)
+    """nccl sends nothing then; kernels must not read behind the end of the result."""
 
     step = flat(2, 40, SamplingParams(top_p=0.5))
-    part = Part(Failed(Board(1), 0, 2048), BACKENDS["streaming"], [(0, 40), (40, 80), (80, 90)], 0, 90)
+    part = Part(DryRun(3, 2048), BACKENDS["streaming"], [(0, 40), (40, 80), (80, 90)], 0, 90)
     meet, _ = filtered_sampling.prepare(part, step)
     assert meet(torch.zeros(2, 5, dtype=torch.int64)).stride() == (10, 5, 1)
 
@@ -347,7 +347,7 @@ def test_words_of_zero(impl):
 
 
 def test_a_share_that_is_no_number_leaves_no_token():
-    """To that row alone."""
+    """Only that row has no token."""
     shares = torch.tensor([0.5, NAN, 0.25])
     for params in (
         SamplingParams(top_p=shares),
@@ -362,7 +362,7 @@ def test_a_share_that_is_no_number_leaves_no_token():
 
 
 def test_a_call_that_raises_leaves_nothing_to_the_next_step():
-    """Wherever it raised: in the middle, or where it begins."""
+    """A step ends wherever a call raises, in its middle or at its beginning."""
 
     class Raises:
         room, skips, module = 2048, False, None
@@ -394,18 +394,10 @@ def test_a_call_that_raises_leaves_nothing_to_the_next_step():
 
 
 def test_a_failed_step_has_no_token():
-    """Nor a number, whatever its words are."""
+    """A failed step has neither tokens nor numbers, whatever words it receives."""
 
-    class Failed:
-        room, skips = 2048, False
-
-        def begin(self, step: SampleInputs) -> None:
-            pass
-
-        def all_gather(self, words: Tensor, step: SampleInputs, wanted: Tensor | None = None) -> Tensor:
-            return words.expand(3, -1)
-
-        def end(self) -> Tensor:
+    class Failed(DryRun):
+        def end(self, error: BaseException | None = None) -> Tensor:  # type: ignore[override]
             return torch.tensor(True)
 
     step = flat(
@@ -413,7 +405,7 @@ def test_a_failed_step_has_no_token():
         40,
         SamplingParams(top_p=0.5, logprobs=True, top_logprobs=3, logprob_ids=torch.tensor([[1], [89]]), logsumexp=True),
     )
-    transport: Any = Failed()
+    transport: Any = Failed(3, 2048)
     drawn = filtered_sampling.draw(Part(transport, BACKENDS["streaming"], [(0, 40), (40, 80), (80, 90)], 0, 90), step)
     assert drawn.values is not None
     assert (drawn.ids == -1).all()
@@ -421,22 +413,22 @@ def test_a_failed_step_has_no_token():
 
 
 def test_p2p_keeps_no_tensor_of_a_step():
-    """What a recorded graph's pool holds must end with the recording, or compilers raise."""
+    """Tensors of a recorded graph's pool must end with the recording, or compilers raise."""
     from flashsampling.tensor_parallel.p2p import PeerToPeer
 
     transport: Any = object.__new__(PeerToPeer)
     transport._device, transport._hashes = torch.device("cpu"), Hashes(8, torch.device("cpu"))
-    transport._nothing_asked = torch.zeros(1, dtype=torch.int64)
+    transport._no_params = torch.zeros(1, dtype=torch.int64)
     for _ in range(2):
         transport.begin(flat(5, 70, SamplingParams(top_k=5)))
-        kept = [weakref.ref(transport._request), weakref.ref(transport._asked_failed)]
-        transport._asked_failed.fill_(-1)
+        kept = [weakref.ref(transport._param_hash), weakref.ref(transport._step_failed)]
+        transport._step_failed.fill_(-1)
         assert bool(transport.end())
         assert [one() for one in kept] == [None, None]
 
 
 def test_how_many_messages():
-    """As docs/tensor_parallel.md says: none but the request and sizes count."""
+    """The number of messages depends on parameters and sizes alone, as docs/tensor_parallel.md says."""
     for params, room, messages in (
         (SamplingParams(min_p=0.1), 4096, 2),
         (SamplingParams(top_k=20, top_p=0.9), 16 * 4, 2 + 2),  # 4 * 20 words
@@ -544,7 +536,7 @@ def test_what_differs_has_its_name(name):
 
 @pytest.mark.parametrize("name", ["bias_ids", "bias_values", "logprob_ids"])
 def test_lists_that_are_longer_differ(name):
-    """By zeros, which weigh nothing: ranks would send words of other shapes."""
+    """Zeros at the end change the hash: otherwise ranks would send words of other shapes."""
     usual = SamplingParams(**USUAL)
     longer = usual._replace(**{name: torch.nn.functional.pad(USUAL[name], (0, 1))})
     assert _header(longer) != _header(usual)
@@ -630,21 +622,20 @@ def test_shards_of_a_vocabulary_wider_than_the_hash_s_factors():
 # -- on a GPU, without one
 
 
-class Stub:
+class Stub(DryRun):
     """A transport and a backend of tensors without values."""
 
-    room, skips = 2048, False
-
     def __init__(self, hashes: Hashes) -> None:
+        super().__init__(3, 2048)
         self.module, self.shard_limits, self.shard_parts, self.hashes = self, cutoffs, outputs, hashes
 
     def begin(self, step: SampleInputs) -> None:
         self.hashes.of_request(step)
 
     def all_gather(self, words: Tensor, step: SampleInputs, wanted: Tensor | None = None) -> Tensor:
-        return words.expand(3, -1).clone()
+        return super().all_gather(words, step).clone()
 
-    def end(self) -> Tensor:
+    def end(self, error: BaseException | None = None) -> Tensor:  # type: ignore[override]
         return torch.zeros((), dtype=torch.bool, device="meta")
 
     def shard_logits(self, step: SampleInputs) -> tuple[Tensor, Tensor]:
@@ -660,8 +651,7 @@ class Stub:
 
 @pytest.mark.parametrize("few", [False, True])
 def test_nothing_is_read_on_the_host_and_all_is_on_the_device(few):
-    """With tensors without values, whose operations raise where one is asked for, or where two devices meet: a CUDA graph could
-    hold neither."""
+    """Tensors without values raise if a value is read or two devices meet. A CUDA graph could hold neither."""
     hashes: Any = Hashes(8, torch.device("cpu"))
     with FakeTensorMode():
         device = torch.device("meta")

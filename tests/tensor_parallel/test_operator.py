@@ -1,4 +1,5 @@
-"""The operator of a step with other ranks, here with a group of one: what compilers keep of it, which calls are counted."""
+"""The operator of a step with other ranks, here with a group of one: what compilers keep of it, which calls are
+counted."""
 
 import io
 
@@ -153,7 +154,7 @@ def test_a_request_in_a_compiled_function(groups):
 
 
 def test_drafts_in_a_compiled_function(groups):
-    """In order with the other steps, and not dropped where nobody reads what comes out."""
+    """Steps stay in order and are not dropped if their result is unused."""
     a, b, _ = groups
     seen = []
 

@@ -50,9 +50,9 @@ def test_memory_that_cannot_be_mapped_is_given_back(step, monkeypatch):
 
 def _transport(meet=None):
     transport = p2p.PeerToPeer.__new__(p2p.PeerToPeer)
-    transport._meet, transport._device, transport._context = meet, torch.device("cuda", 0), 0x1000
-    transport._told, transport._table, transport._mappings = torch.zeros(2, dtype=torch.int64).numpy(), 0x2000, []
-    transport._declared = transport._words = None
+    transport._rendezvous, transport._device, transport._context = meet, torch.device("cuda", 0), 0x1000
+    transport._host_words, transport._table, transport._mappings = torch.zeros(2, dtype=torch.int64).numpy(), 0x2000, []
+    transport._failure = transport._own_failure = None
     return transport
 
 
@@ -69,7 +69,9 @@ def test_closing_makes_the_context_the_thread_s(monkeypatch):
 
 
 def test_a_broken_device_does_not_hide_the_failure(monkeypatch):
-    """After a device-side assert every call of the driver fails. Declaring gives the failure; closing does not raise."""
+    """After a device-side assert every call of the driver fails.
+
+    Declaring gives the failure; closing does not raise."""
     driver = Driver(cuMemcpyHtoD_v2=710, cuCtxPopCurrent_v2=710)
     monkeypatch.setattr(p2p, "_library", lambda: driver)
 
@@ -78,7 +80,7 @@ def test_a_broken_device_does_not_hide_the_failure(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "device", broken)
     transport = _transport(Rendezvous(dist.HashStore, 0, 2, 1.0))
-    failure = Failure("left", 0, what="RuntimeError: CUDA error")
+    failure = Failure("aborted", 0, what="RuntimeError: CUDA error")
     assert transport.declare(failure) == failure
     assert transport.failure() == failure
     transport.close(False)

@@ -1,4 +1,5 @@
-"""Everything that two or three ranks of the peer-to-peer protocol can do, and that the search would see if they did wrong."""
+"""Everything that two or three ranks of the peer-to-peer protocol can do, and that the search would see if they did
+wrong."""
 
 from dataclasses import replace
 
@@ -107,14 +108,14 @@ def test_every_interleaving(name):
         launches = [sum(call.kind == LAUNCH for call in program) for program in scenario.programs]
         assert report.outcomes == {tuple((False, None, (True,) * n) for n in launches)}
     else:
-        assert any(told for outcome in report.outcomes for _, told, _ in outcome)
+        assert any(notified for outcome in report.outcomes for _, notified, _ in outcome)
 
 
 @pytest.mark.parametrize("defect", DEFECTS)
 def test_the_search_finds_what_each_part_is_for(defect):
-    name, said = FINDS[defect]
+    name, reported = FINDS[defect]
     report = explore(replace(SCENARIOS[name][0], defects=frozenset({defect})))
-    assert said in report.broken, report
+    assert reported in report.broken, report
     assert report.trace
 
 
@@ -126,7 +127,7 @@ def test_warps_of_a_block_fail_together():
 @pytest.mark.parametrize("defect", ["unspread", "unpolled"])
 @pytest.mark.parametrize("name", ["two run out of time", "three run out of time", "one has a row less, of two"])
 def test_spreading_a_failure_makes_it_fast_and_nothing_else(defect, name):
-    """Where every wait ends by itself, all that is promised holds without."""
+    """If every wait ends by itself, all promises hold without time-outs."""
     report = explore(replace(SCENARIOS[name][0], defects=frozenset({defect})))
     assert not report.broken, report
 

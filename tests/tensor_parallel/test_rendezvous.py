@@ -1,4 +1,4 @@
-"""What ranks do outside of steps, as threads over every kind of store; and what the transports conclude, without a device."""
+"""Exchanges outside of steps, with threads over every kind of store, and conclusions of transports without a device."""
 
 import functools
 import itertools
@@ -36,8 +36,8 @@ from flashsampling.tensor_parallel.message import (
     difference,
 )
 from flashsampling.tensor_parallel.rendezvous import RemoteError, Rendezvous
-from flashsampling.tensor_parallel.store import StoreGoneError, store_of
-from flashsampling.tensor_parallel.watchdog import Heartbeat, Watchdog, heartbeat_of, straggler
+from flashsampling.tensor_parallel.store import StoreGoneError, open_store
+from flashsampling.tensor_parallel.watchdog import Heartbeat, Watchdog, heartbeat_key, straggler
 from tests.problems import rows_only
 
 SOON = 10.0  # seconds; a loaded machine may stop a thread for some
@@ -65,7 +65,9 @@ def connect(request, tmp_path):
 
 
 def ranks(world, work, connect, seconds=1.0, late=()):
-    """What each rank's thread returned or raised, and the seconds it took. Those ``late`` begin when the others are done."""
+    """Runs ``work`` in a thread per rank. Returns the results or exceptions, and the seconds.
+
+    Ranks of ``late`` begin when the others are done."""
     results: list[Any] = [None] * world
 
     def run(rank):
@@ -90,7 +92,7 @@ def ranks(world, work, connect, seconds=1.0, late=()):
 
 
 class Clock:
-    """Of ``rendezvous``, moved by hand."""
+    """A clock for ``rendezvous`` that tests move."""
 
     now = 100.0
 
@@ -110,7 +112,7 @@ def clock(monkeypatch):
 
 @pytest.mark.parametrize("stalls", [1, 1000])
 def test_a_store_that_serves_nobody_makes_nobody_late(stalls, clock, monkeypatch):
-    """As one does while it looks a name up; not for ever, though."""
+    """A store may serve no rank while it resolves a name, but not for ever."""
     store = HashStore()
     meet, other = Rendezvous(lambda: store, 0, 2, 1.0), Rendezvous(lambda: store, 1, 2, 1.0)
     get, left = meet.store.get, [stalls]
@@ -120,7 +122,7 @@ def test_a_store_that_serves_nobody_makes_nobody_late(stalls, clock, monkeypatch
             left[0] -= 1
             clock.now += 1.5
         elif clock.now > 102.0:
-            other.post("construction")  # it came as soon as it was served
+            other.leave("construction")  # it came as soon as it was served
         return get(key)
 
     monkeypatch.setattr(meet.store, "get", slow)
@@ -135,7 +137,7 @@ def test_a_store_that_serves_nobody_makes_nobody_late(stalls, clock, monkeypatch
 def test_a_beat_from_before_is_no_sign_of_life(clock):
     store = HashStore()
     meet, other = Rendezvous(lambda: store, 0, 2, 4.0), Rendezvous(lambda: store, 1, 2, 4.0)
-    with other.busy():
+    with other.heartbeat():
         pass
     with pytest.raises(TensorParallelTimeout, match="rank 1 did not take part in a collective check within 4 s"):
         meet.exchange("a collective check", b"")
@@ -164,7 +166,7 @@ def test_what_was_read_by_all_is_deleted(connect):
 
 
 def test_an_error_reaches_all_at_once(connect):
-    """Not after the bound; a rank that comes later hears it too; the next group is in step."""
+    """An error comes before the bound, a later rank raises it too, and the next group is in step."""
 
     def work(meet):
         if meet.rank == 2:
@@ -186,7 +188,7 @@ def test_a_rank_that_does_not_come_is_named_to_all_and_to_itself(connect):
     results, times = ranks(3, lambda meet: meet.exchange("meeting", b""), connect, seconds=3.0, late=(1,))
     for error in results:
         assert isinstance(error, TensorParallelTimeout)
-        assert error.failure == Failure("late", 1, what="meeting")
+        assert error.failure == Failure("timeout", 1, what="meeting")
         assert str(error).startswith("rank 1 did not take part in meeting within 3 s")
     assert 3 <= max(times[0], times[2]) < SOON  # who began first; the other one hears of it
     assert times[1] < 3  # it does not wait for those who have left
@@ -211,7 +213,7 @@ def test_all_or_none_succeed(connect, repeat):
 def test_a_rank_that_is_busy_is_waited_for(connect):
     def work(meet):
         if meet.rank == 1:
-            with meet.busy():
+            with meet.heartbeat():
                 time.sleep(6.5)
         return meet.exchange("meeting", b"x")
 
@@ -223,7 +225,7 @@ def test_a_rank_that_is_busy_does_not_hide_one_that_does_not_come(connect):
 
     def work(meet):
         if meet.rank == 1:
-            with meet.busy():
+            with meet.heartbeat():
                 assert over.wait(SOON)
         try:
             return meet.exchange("meeting", b"")
@@ -233,7 +235,7 @@ def test_a_rank_that_is_busy_does_not_hide_one_that_does_not_come(connect):
     results, _ = ranks(3, work, connect, seconds=2.0, late=(2,))
     for error in results:
         assert isinstance(error, TensorParallelTimeout)
-        assert error.failure == Failure("late", 2, what="meeting")
+        assert error.failure == Failure("timeout", 2, what="meeting")
 
 
 def test_other_phases_are_named(connect):
@@ -257,7 +259,7 @@ def test_excused_ranks_are_not_waited_for(connect):
 
 
 def test_a_failure_of_the_group_ends_an_exchange(connect):
-    failure = Failure("left", 1, 17, what="why")
+    failure = Failure("aborted", 1, 17, what="why")
 
     def work(meet):
         if meet.rank == 1:
@@ -275,11 +277,11 @@ def test_a_failure_of_the_group_ends_an_exchange(connect):
 
 def test_the_first_failure_stands(connect):
     def work(meet):
-        said = meet.declare(Failure("differs", meet.rank, 3, ("seed", "offset"), f"rank {meet.rank}'s opinion"))
-        return said, meet.declared()
+        reported = meet.declare(Failure("mismatch", meet.rank, 3, ("seed", "offset"), f"rank {meet.rank}'s opinion"))
+        return reported, meet.declared()
 
     results, _ = ranks(4, work, connect)
-    assert len({failure for said in results for failure in said}) == 1
+    assert len({failure for reported in results for failure in reported}) == 1
 
 
 class _Wedged:
@@ -293,7 +295,7 @@ def test_a_store_that_does_not_answer_is_an_error_within_a_bound(monkeypatch):
     monkeypatch.setattr("flashsampling.tensor_parallel.store._LEAST", 0.5)
     started = time.monotonic()
     with pytest.raises(TensorParallelError, match="store does not answer") as error:
-        Rendezvous(_Wedged, 1, 2, 0.5, holder=0)
+        Rendezvous(_Wedged, 1, 2, 0.5, store_host=0)
     assert error.value.failure.rank == 0
 
     def unreachable():
@@ -325,17 +327,17 @@ def header(step=7, batch=2, num_samples=1, temperature=11, seed=12, offset=13, f
 )
 def test_whose_header_differs_and_in_what(headers, rank, differs, what):
     failure = difference(headers)
-    assert (failure.kind, failure.rank, failure.differs, failure.what) == ("differs", rank, differs, what)
+    assert (failure.kind, failure.rank, failure.differs, failure.what) == ("mismatch", rank, differs, what)
 
 
 def test_headers_that_agree_and_one_of_a_rank_that_failed():
     assert difference([header()] * 4) is None
     failure = difference([header(), header(failed=1, step=3)])
-    assert (failure.kind, failure.rank) == ("left", 1)
+    assert (failure.kind, failure.rank) == ("aborted", 1)
 
 
 def test_a_failure_survives_the_store():
-    failure = Failure("differs", 3, 17, ("seed", "offset"), 'rank 0 "quoted" ü')
+    failure = Failure("mismatch", 3, 17, ("seed", "offset"), 'rank 0 "quoted" ü')
     assert Failure.decoded(failure.encoded()) == failure
     assert failure.encoded().isascii()
 
@@ -449,7 +451,7 @@ def test_a_step_that_hangs_becomes_a_failure_of_all_within_the_bound(seconds, de
     if dead:
         group.dead = {1}
     heard = group.until_failure(10 * seconds + 10)
-    assert {failure for failure, _ in heard.values()} == {Failure("late", 1, 3)}
+    assert {failure for failure, _ in heard.values()} == {Failure("timeout", 1, 3)}
     assert set(heard) == ({0, 2} if dead else {0, 1, 2})
     assert seconds <= min(after for _, after in heard.values())
     assert max(after for _, after in heard.values()) <= seconds + 3
@@ -457,7 +459,7 @@ def test_a_step_that_hangs_becomes_a_failure_of_all_within_the_bound(seconds, de
 
 def test_no_failure_while_steps_end_and_while_none_is_called(connect):
     group = _Group(2, 2.0, connect)
-    assert not group.until_failure(20)  # nobody calls
+    assert not group.until_failure(20)  # no rank calls
     for step in range(1, 20):  # each hangs for less than the time-out
         group.progress = [(step, step - 1), (step - 1, step - 1)]
         assert not group.until_failure(1.6)
@@ -465,7 +467,7 @@ def test_no_failure_while_steps_end_and_while_none_is_called(connect):
 
 def test_a_decision_of_another_rank_is_heard(connect):
     group = _Group(2, 60.0, connect)
-    failure = group.meets[1].declare(Failure("left", 1, what="why"))
+    failure = group.meets[1].declare(Failure("aborted", 1, what="why"))
     assert group.watches[0].look(Heartbeat(3, 3), 2, 100.0) == failure
 
 
@@ -475,7 +477,7 @@ def test_an_all_gather_that_hangs_with_all_ranks_in_it(connect):
     heard = group.until_failure(20)
     assert len(heard) == 2
     (failure, after), _ = heard.values()
-    assert failure.kind == "left"
+    assert failure.kind == "aborted"
     assert "all ranks are in this step" in failure.what
     assert 4 <= after <= 7
 
@@ -491,7 +493,7 @@ def test_a_store_that_is_gone_while_a_step_hangs():
     store.set = store.get = gone  # type: ignore[method-assign]
     group.progress = [(4, 3)]
     heard = group.until_failure(20)
-    assert heard[0][0] == Failure("late", 0, 3)
+    assert heard[0][0] == Failure("timeout", 0, 3)
 
 
 def test_a_closed_group_has_no_connection_left():
@@ -511,7 +513,8 @@ def test_a_closed_group_has_no_connection_left():
 
 
 def test_a_process_ends_well_with_open_groups():
-    """Their threads are in the middle of something: back from the store in an interpreter that has ended, one would abort."""
+    """Their threads are in the middle of something: back from the store in an interpreter that has ended, one would
+    abort."""
     program = """
 import threading, time
 from datetime import timedelta
@@ -545,7 +548,7 @@ def test_groups_of_one_name_and_other_ranks_do_not_meet(monkeypatch):
 
     one, other = Group(), Group()
     ranks |= {one: [0, 1], other: [2, 3]}
-    meetings = [Rendezvous(functools.partial(store_of, group), 0, 2, 1.0) for group in (one, other, one)]
+    meetings = [Rendezvous(functools.partial(open_store, group), 0, 2, 1.0) for group in (one, other, one)]
     assert [meet.number for meet in meetings] == [0, 0, 1]
 
 
@@ -555,12 +558,12 @@ def test_who_holds_the_store_leaves_last(monkeypatch):
     monkeypatch.setattr(rendezvous, "_LINGER", 2 * SOON)
 
     def work(rank):
-        meet = Rendezvous(lambda: store, rank, 3, 20.0, holder=1)
+        meet = Rendezvous(lambda: store, rank, 3, 20.0, store_host=1)
         meet.exchange("closing", b"")
         if rank == 2:
             time.sleep(0.4)
             assert 1 not in left
-        meet.part(3)
+        meet.finish(3)
         left.append(rank)
 
     started = time.monotonic()
@@ -570,7 +573,7 @@ def test_who_holds_the_store_leaves_last(monkeypatch):
     monkeypatch.setattr(rendezvous, "_LINGER", 0.2)
     meet = Rendezvous(HashStore, 0, 2, 20.0)
     started = time.monotonic()
-    meet.part(2)  # the other one died
+    meet.finish(2)  # the other one died
     assert 0.2 <= time.monotonic() - started < SOON
 
 
@@ -578,10 +581,10 @@ def test_who_leaves_by_itself_is_not_waited_for(monkeypatch):
     monkeypatch.setattr(rendezvous, "_LINGER", 2 * SOON)
     store = HashStore()
     meets = [Rendezvous(lambda: store, rank, 2, 20.0) for rank in range(2)]
-    meets[1].post("closing")
+    meets[1].leave("closing")
     started = time.monotonic()
     assert meets[0].exchange("closing", b"done") == [b"done", b""]
-    meets[0].part(2)
+    meets[0].finish(2)
     assert time.monotonic() - started < SOON
 
 
@@ -594,13 +597,13 @@ def alone(monkeypatch):
     store = HashStore()
     it = nccl.Nccl(None, Rendezvous(lambda: store, 0, 3, 30.0), torch.device("cpu"), 4, 4, 1.0)
     sent = []
-    monkeypatch.setattr(nccl, "gather_flat", lambda gathered, mine, group: sent.append(mine.tolist()))
+    monkeypatch.setattr(nccl, "gather_flat", lambda gathered, local, group: sent.append(local.tolist()))
     return it, sent
 
 
 @pytest.fixture
 def pauses(monkeypatch):
-    """How often ``drain`` has looked and then waited, which says on a loaded machine too whether it waits."""
+    """Counts the pauses of ``drain``, which do not depend on the machine's load."""
     taken = []
 
     def sleep(seconds):
@@ -612,10 +615,10 @@ def pauses(monkeypatch):
 
 
 def _post(it, rank, **fields):
-    it._rendezvous.store.set(heartbeat_of(rank), Heartbeat(**{"begun": 0, "ended": 0, "knows": 1} | fields).packed())
+    it._rendezvous.store.set(heartbeat_key(rank), Heartbeat(**{"begun": 0, "ended": 0, "knows": 1} | fields).packed())
 
 
-MISMATCH = Failure("differs", 1, 3, ("seed",), "rank 0")
+MISMATCH = Failure("mismatch", 1, 3, ("seed",), "rank 0")
 
 
 def test_as_many_as_have_begun_elsewhere(alone):
@@ -624,7 +627,7 @@ def test_as_many_as_have_begun_elsewhere(alone):
     _post(it, 2, begun=3)
     it.drain()
     assert not sent  # nothing failed
-    it._take(MISMATCH)
+    it._set_failure(MISMATCH)
     it.drain()
     assert sent == [[0] * FAILED + [1] + [0] * (HEADER - ASKED + 4)] * 3
     assert it._progress().begun == it._progress().ended == 3
@@ -637,7 +640,7 @@ def test_as_many_as_have_begun_elsewhere(alone):
 
 def test_none_in_a_captured_graph(alone, monkeypatch):
     it, sent = alone
-    it._take(MISMATCH)
+    it._set_failure(MISMATCH)
     _post(it, 1, begun=1)
     _post(it, 2)
     monkeypatch.setattr(it, "_capturing", lambda: True)
@@ -654,7 +657,7 @@ def test_none_while_one_of_its_own_is_under_way(alone, its_own):
     it._issued = 1
     if its_own == "not ended":
         it._host_begun[:2] = 1
-    it._take(MISMATCH)
+    it._set_failure(MISMATCH)
     _post(it, 1, begun=2)
     _post(it, 2, begun=2)
 
@@ -671,7 +674,7 @@ def test_none_while_one_of_its_own_is_under_way(alone, its_own):
 @pytest.mark.parametrize("before", [{"knows": 0}, {"issued": 1}])
 def test_it_waits_until_all_know_and_have_begun_what_they_issued(alone, before):
     it, sent = alone
-    it._take(MISMATCH)
+    it._set_failure(MISMATCH)
     _post(it, 1)
     _post(it, 2, **before)
     threading.Timer(0.3, lambda: _post(it, 2, begun=1)).start()
@@ -681,7 +684,7 @@ def test_it_waits_until_all_know_and_have_begun_what_they_issued(alone, before):
 
 def test_it_waits_once_and_not_for_ever(alone, pauses):
     it, sent = alone
-    it._take(MISMATCH)
+    it._set_failure(MISMATCH)
     _post(it, 1)  # rank 2 never posts
     started = time.monotonic()
     it.drain()
@@ -696,7 +699,7 @@ def test_it_waits_once_and_not_for_ever(alone, pauses):
 @pytest.mark.parametrize("late", [0, 2])
 def test_for_a_rank_that_is_late_only_that_rank_waits(alone, pauses, late):
     it, sent = alone
-    it._take(Failure("late", late, 0))
+    it._set_failure(Failure("timeout", late, 0))
     _post(it, 1, begun=1)
     _post(it, 2, knows=0)
     it.drain()
@@ -706,7 +709,7 @@ def test_for_a_rank_that_is_late_only_that_rank_waits(alone, pauses, late):
 
 def test_catching_up_raises_nothing(alone, monkeypatch):
     it, sent = alone
-    it._take(MISMATCH)
+    it._set_failure(MISMATCH)
     _post(it, 1, begun=1)
     _post(it, 2)
 
@@ -725,7 +728,7 @@ def test_catching_up_raises_nothing(alone, monkeypatch):
 def test_a_host_that_knows_issues_nothing(alone):
     """It may come to know within a call, after which the others rely on what it posted."""
     it, sent = alone
-    it._take(MISMATCH)
+    it._set_failure(MISMATCH)
     out = it.finish(torch.tensor([5, 6]), rows_only(2))
     assert out.tolist() == [-1, -1]
     assert it._progress() == Heartbeat(0, 0, knows=1)
@@ -746,22 +749,22 @@ def test_what_is_issued_less_what_graphs_replay(alone, monkeypatch):
     assert [message[STEP] for message in sent] == [0, 1, 7]
 
 
-@pytest.mark.parametrize("everybody", [False, True])
-def test_posts_go_on_after_closing_while_an_all_gather_hangs(alone, everybody):
+@pytest.mark.parametrize("all_done", [False, True])
+def test_posts_go_on_after_closing_while_an_all_gather_hangs(alone, all_done):
     """For a rank that comes late: it looks for how many there are."""
     it, _ = alone
     it.connect()
     it._issued = 2
     it._host_begun[:2] = 1
-    it._take(Failure("late", 1, 0))
-    it.close(everybody)
+    it._set_failure(Failure("timeout", 1, 0))
+    it.close(all_done)
     it._rendezvous.end()  # the group's; the thread holds it too
-    if not everybody:
+    if not all_done:
 
         def posted(begun, issued):
             until = time.monotonic() + SOON
             while time.monotonic() < until:
-                value = it._rendezvous.store.get(heartbeat_of(0))
+                value = it._rendezvous.store.get(heartbeat_key(0))
                 post = None if value is None else Heartbeat.unpacked(value)
                 if post == Heartbeat(begun, 0, post and post.beat, issued=issued, knows=1):
                     return post.beat
@@ -771,9 +774,9 @@ def test_posts_go_on_after_closing_while_an_all_gather_hangs(alone, everybody):
         first = posted(1, 1)
         it._host_begun[:2] = 2
         assert posted(2, 0) > first
-        assert it._watcher.is_alive()
+        assert it._watchdog_thread.is_alive()
         it._host_state[:2] = 2
-    it._watcher.join(SOON)
-    assert not it._watcher.is_alive()
+    it._watchdog_thread.join(SOON)
+    assert not it._watchdog_thread.is_alive()
     with pytest.raises(StoreGoneError, match="has been closed"):
         it._rendezvous.store.get("any")

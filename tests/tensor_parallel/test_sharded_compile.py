@@ -1,5 +1,6 @@
-"""What several ranks launch for a request compiles for every architecture we name, without a GPU, and for no request anew. In a
-process of its own."""
+"""Kernels of sharded requests compile for every supported architecture without a GPU, once for all requests.
+
+Runs in a process of its own."""
 
 import pytest
 
@@ -94,11 +95,11 @@ class Real(DryRun):
 
 
 def drawn(kind, batch):
-    part = Part(kind(RANKS, 1 << 16, True), BACKENDS["triton"], [(0, VOCAB), (VOCAB, 2 * VOCAB)], 0, 2 * VOCAB)
-    ones, ids = torch.ones(batch), torch.zeros(batch, dtype=torch.int64)
-    states, weight = torch.zeros(batch, DIM, dtype=torch.bfloat16), torch.zeros(VOCAB, DIM, dtype=torch.bfloat16)
-    params = SamplingParams(top_k=torch.ones(batch, dtype=torch.int32), top_p=ones, min_p=ones, logprobs=True, top_logprobs=2)
-    draw(part, SampleInputs(states, weight, ones, ids, ids, 1, VOCAB, Shard(0, PACKED), params))
+    part = Part(kind(RANKS, 1 << 16, True), BACKENDS["triton"], [(0, VOCAB), (VOCAB, 2 * VOCAB)], 0, 2 * VOCAB) ones,
+    ids = torch.ones(batch), torch.zeros(batch, dtype=torch.int64) states, weight = torch.zeros(batch, DIM,
+    dtype=torch.bfloat16), torch.zeros(VOCAB, DIM, dtype=torch.bfloat16) params = SamplingParams(top_k=torch.ones(batch,
+    dtype=torch.int32), top_p=ones, min_p=ones, logprobs=True, top_logprobs=2) draw(part, SampleInputs(states, weight,
+    ones, ids, ids, 1, VOCAB, Shard(0, PACKED), params))
 
 
 with jit.compiling(4):
@@ -121,5 +122,5 @@ print(*ahead, len(compiled) > 20, *launched)
 
 
 def test_what_is_rehearsed_ahead_is_all_that_a_step_compiles(tmp_path):
-    """Several kernels at once, while nothing runs and nobody else takes part."""
+    """Several kernels compile at once, while nothing runs and no other rank takes part."""
     assert output_of(AHEAD, cache=tmp_path).split() == ["FutureKernel", "True"]

@@ -99,41 +99,43 @@ CASES = [
 
 
 def _shares(impl: str) -> int:
-    """How many groups of processes a kind's scenarios are divided among: most of Triton's time is compiling."""
+    """Returns the number of process groups that share a kind's scenarios: most of Triton's time is compiling."""
     return 4 if GPUS and impl == "triton" else 1
 
 
 def _run(share: Share) -> dict[str, dict[int, str]]:
-    """What each rank said of each scenario. Processes of which one failed are in any state: others run what is left."""
+    """Returns each rank's result of each scenario. After a failure new processes run the remaining scenarios."""
     world, impl, transport, first = share
-    said: dict[str, dict[int, str]] = {}
+    reported: dict[str, dict[int, str]] = {}
     left = _names(world, impl, transport)[first :: _shares(impl)]
     while left:
         forked = world != 3  # three have hashes of their own
         ran = scenarios.run(world, left, device=DEVICE.type, impl=impl, transport=transport, long=LONG, forked=forked)
         failed = (place for place, name in enumerate(left) if set(ran[name].values()) != {"ok"})
         done = next(failed, len(left)) + 1
-        said |= {name: ran[name] for name in left[:done]}
+        reported |= {name: ran[name] for name in left[:done]}
         left = left[done:]
-    return said
+    return reported
 
 
 @pytest.fixture
 def results(request, tmp_path_factory, worker_id):
-    """What the ranks of a kind said of a scenario. Starting processes takes longer than most scenarios, so those of a share are
-    run together, once, by whichever of pytest's workers asks first; who asks later runs another share that is asked for, rather
-    than wait. (xdist 3.8 does not keep groups together under pytest 9.2.)"""
+    """Returns the ranks' results of a scenario.
+
+    Starting processes takes longer than most scenarios, so the first pytest worker that asks for a share runs all its
+    scenarios. Later workers run another share instead of waiting. (xdist 3.8 does not keep groups together under
+    pytest 9.2.)"""
     base = tmp_path_factory.getbasetemp()
     folder = base if worker_id == "master" else base.parent
 
     def share_of(world: int, impl: str, transport: str, name: str) -> Share:
         return world, impl, transport, _names(world, impl, transport).index(name) % _shares(impl)
 
-    def said(share: Share) -> pathlib.Path:
+    def reported(share: Share) -> pathlib.Path:
         return folder / f"{'-'.join(map(str, share))}.json"
 
     def run(share: Share) -> None:
-        path = said(share)
+        path = reported(share)
         with contextlib.suppress(Timeout), FileLock(f"{path}.lock", blocking=False):
             if not path.exists():
                 part = path.with_suffix(".part")
@@ -148,17 +150,17 @@ def results(request, tmp_path_factory, worker_id):
     def of(*case) -> dict[str, str]:
         share = share_of(*case)
         others = itertools.cycle(dict.fromkeys((share, *asked_for)))
-        while not said(share).exists():
+        while not reported(share).exists():
             run(next(others))
             time.sleep(0.1)
-        return json.loads(said(share).read_text())[case[3]]
+        return json.loads(reported(share).read_text())[case[3]]
 
     return of
 
 
 def _assert_ok(per_rank, expected_dead=None):
-    for rank, said in per_rank.items():
-        assert said == ("died" if int(rank) == expected_dead else "ok"), f"rank {rank}: {said}"
+    for rank, reported in per_rank.items():
+        assert reported == ("died" if int(rank) == expected_dead else "ok"), f"rank {rank}: {reported}"
 
 
 @pytest.mark.timeout(1300)  # a share's scenarios are run by the first test that asks, and the others wait
@@ -174,17 +176,17 @@ def test_what_is_behind_a_failure_is_run(monkeypatch):
     def run(world, left, **options):
         calls.append(list(left))
         fails = left.index(names[2]) if names[2] in left else len(left)
-        said = ["ok"] * fails + ["a traceback"] + ["died"] * len(left)
+        reported = ["ok"] * fails + ["a traceback"] + ["died"] * len(left)
         return {
             name: {rank: what if rank else "ok" for rank in range(world)}
-            for name, what in zip(left, said, strict=False)
+            for name, what in zip(left, reported, strict=False)
         }
 
     monkeypatch.setattr(scenarios, "run", run)
-    said = _run((*kind, 0))
+    reported = _run((*kind, 0))
     assert calls == [names, names[3:]]
-    assert list(said) == names
-    assert [name for name in names if said[name][1] != "ok"] == [names[2]]
+    assert list(reported) == names
+    assert [name for name in names if reported[name][1] != "ok"] == [names[2]]
 
 
 DEAD = {"a_rank_dies": 1, "the_first_rank_dies": 0, "a_rank_dies_in_a_round": 1}
@@ -208,9 +210,9 @@ def test_ranks_that_fail(world, impl, transport, name):
 @pytest.mark.parametrize("world", [2, 3])
 def test_gloo_never_names_the_wrong_rank(world):
     names = [scenario.__name__ for scenario in scenarios.OF_GLOO]
-    said = scenarios.run(world, names, device="cpu", impl="streaming", transport="gloo", long=False, forked=True)
+    reported = scenarios.run(world, names, device="cpu", impl="streaming", transport="gloo", long=False, forked=True)
     for name in names:
-        _assert_ok(said[name])
+        _assert_ok(reported[name])
 
 
 def test_a_hostile_store():
@@ -229,7 +231,7 @@ def test_one_kernel_node(world):
 @pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("impl", KERNELS)
 def test_one_visible_gpu_each(impl):
-    """As Ray and SLURM start ranks: p2p by name, and chosen."""
+    """Ray and SLURM start ranks with one visible GPU each; p2p works by name and by choice."""
     names = ["changing_batches", "out_of_step", "p2p_is_chosen"]
     results = scenarios.run(2, names, device="cuda", impl=impl, transport="p2p", long=False, one_visible=True)
     for name in names:
@@ -250,7 +252,7 @@ def _member(gpu, **options):
         ({"gpu": "A"}, "triton", "nccl", "ranks 0 and 1 share a GPU"),
         ({"no_peers": ("A",)}, "triton", "nccl", "the GPU of rank 1 cannot map the memory of rank 0's"),
         ({}, "streaming", "nccl", "impl 'streaming' has no kernel"),
-        ({"host": "two"}, "triton", "nccl", None),  # nobody expects it there
+        ({"host": "two"}, "triton", "nccl", None),  # p2p is not expected there
     ],
 )
 def test_why_not_p2p(other, impl, transport, why):
@@ -304,21 +306,21 @@ def test_a_message_has_room_for_all_that_crosses(rows, draws, room, monkeypatch)
 
     monkeypatch.setattr(construction, "Gloo", Made)
     making = construction.Construction(None, None, 0)
-    making.transport, making.mine = "gloo", _member("", max_batch_size=rows, max_num_samples=draws)
-    making._make_transport(None, [making.mine], DEVICE)
+    making.transport_name, making.own = "gloo", _member("", max_batch_size=rows, max_num_samples=draws)
+    making._make_transport(None, [making.own], DEVICE)
     assert made == [(rows, room)]
 
 
 def test_room_for_digits():
     """8 bits of every row, in slots that fit."""
-    assert [p2p.room_for_digits(rows, ranks) for rows, ranks in ((1, 2), (256, 8), (1024, 2), (256, 72))] == [
+    assert [p2p.message_words(rows, ranks) for rows, ranks in ((1, 2), (256, 8), (1024, 2), (256, 72))] == [
         *(256, 65536, 65536, 7281)
     ]
 
 
 @pytest.mark.parametrize("transport", [Gloo, Nccl])
 def test_a_message_that_raised_leaves_nothing_behind(transport, monkeypatch):
-    """The next step's message would say that something is asked for, and ranks that differ could agree."""
+    """Otherwise the next step's header would hold old parameters, and ranks that differ could agree."""
     it = object.__new__(transport)
     it._hashes, it._seconds = Hashes(4, torch.device("cpu")), 1.0
     header = it._header = it._message = torch.zeros(HEADER, dtype=torch.int64)
@@ -328,7 +330,7 @@ def test_a_message_that_raised_leaves_nothing_behind(transport, monkeypatch):
         assert header[ASKED:].any()
         raise KeyboardInterrupt
 
-    for name in ("_gathered_words", "_gathered"):
+    for name in ("_gathered_words", "_gather"):
         monkeypatch.setattr(transport, name, interrupted, raising=False)
     with pytest.raises(KeyboardInterrupt):
         it.finish(torch.zeros(2, dtype=torch.int64), rows_only(2)._replace(params=SamplingParams(soft_cap=20.0)))
@@ -372,13 +374,13 @@ def test_a_copy_of_a_module_has_the_same_group_and_no_pickle_has_it(alone):
 
 
 def test_a_broken_device_does_not_hide_the_named_error(alone):
-    """Counting a call that raised asks the device, and after a device-side assert it raises whatever it is asked."""
+    """Counting a call that raised is a device call, and after a device-side assert every device call raises."""
 
     class Broken:
         def failure(self):
-            return Failure("late", 1, 7)
+            return Failure("timeout", 1, 7)
 
-        def close(self, everybody):
+        def close(self, all_done):
             pass
 
         def drain(self):
@@ -397,69 +399,58 @@ def test_a_broken_device_does_not_hide_the_named_error(alone):
         flashsampling.sample(torch.ones(2, 8), torch.ones(300, 8), seed=torch.arange(2), tp=alone)
 
 
+@pytest.fixture
+def timed_gloo(monkeypatch):
+    """Makes rank 0 of three over gloo, whose messages take ``takes`` seconds, and time out if they may wait less than
+    ``least``. Also returns the bounds of all waits, and a clock."""
+
+    def make(seconds, takes, least):
+        waits, clock = [], SimpleNamespace(now=5.0)
+        clock.monotonic = lambda: clock.now
+
+        class Work:
+            def wait(self, bound):
+                waits.append(bound.total_seconds())
+                clock.now += takes if waits[-1] >= least else waits[-1]
+                if waits[-1] < least:
+                    raise RuntimeError("timed out")
+
+        monkeypatch.setattr("flashsampling.tensor_parallel.gloo.time", clock)
+        monkeypatch.setattr(dist, "get_process_group_ranks", lambda _: [0, 1, 2])
+        transport = Gloo(None, Rendezvous(dist.HashStore, 0, 3, seconds), 4, 4, seconds)
+        connections = type("Connections", (), {"send": lambda *_: Work(), "recv": lambda *_: Work()})
+        transport._connections = connections()
+        return transport, waits, clock
+
+    return make
+
+
 @pytest.mark.parametrize("seconds", [0.0004, 0.3])
-def test_gloo_waits_for_all_ranks_together_no_longer_than_the_bound(seconds, monkeypatch):
-    """Not that long for each; and gloo takes less than a millisecond, which is 0 to it, for no bound at all."""
-    waits = []
-    clock = SimpleNamespace(now=5.0)
-    clock.monotonic = lambda: clock.now
-
-    class Work:
-        def wait(self, bound):
-            waits.append(bound.total_seconds())
-            assert waits[-1] >= 1e-3
-            if waits[-1] < 0.25 and seconds > 0.25:
-                clock.now += waits[-1]
-                raise RuntimeError("timed out")
-            clock.now += min(0.2, seconds)
-
-    monkeypatch.setattr("flashsampling.tensor_parallel.gloo.time", clock)
-    transport = _gloo(monkeypatch, seconds, lambda *_: Work())
+def test_gloo_waits_for_all_ranks_together_no_longer_than_the_bound(seconds, timed_gloo):
+    """The bound is shared by all peers. gloo rounds less than a millisecond to 0, which would be no bound."""
+    long = seconds > 0.25
+    transport, waits, _ = timed_gloo(seconds, min(0.2, seconds), 0.25 if long else 0.0)
     failure = transport._all_gather(torch.zeros(12), torch.zeros(3, 12), 5)
-    assert failure == (None if seconds < 0.25 else Failure("late", 2, 5))
+    assert failure == (Failure("timeout", 2, 5) if long else None)
     assert waits[0] == pytest.approx(max(seconds, 1e-3), abs=2e-6)
-    assert seconds < 0.25 or waits[1] == pytest.approx(0.1, abs=2e-6)
+    assert min(waits) >= 1e-3
+    assert not long or waits[1] == pytest.approx(0.1, abs=2e-6)
 
 
-def _gloo(monkeypatch, seconds, transfer):
-    """Rank 0 of three, whose messages are what ``transfer`` gives."""
-    monkeypatch.setattr(dist, "get_process_group_ranks", lambda _: [0, 1, 2])
-    transport = Gloo(None, Rendezvous(dist.HashStore, 0, 3, seconds), 4, 4, seconds)
-
-    class Connections:
-        send = recv = staticmethod(transfer)
-
-    transport._connections = Connections()
-    return transport
-
-
-def test_gloo_waits_for_all_messages_of_a_step_together_no_longer_than_the_bound(monkeypatch):
-    """Not that long for each round; what a rank does between two rounds is no waiting."""
-    waits = []
-    clock = SimpleNamespace(now=5.0)
-    clock.monotonic = lambda: clock.now
-
-    class Work:
-        def wait(self, bound):
-            waits.append(round(bound.total_seconds(), 3))
-            if waits[-1] < 2:
-                clock.now += waits[-1]
-                raise RuntimeError("timed out")
-            clock.now += 2
-
-    monkeypatch.setattr("flashsampling.tensor_parallel.gloo.time", clock)
-    transport = _gloo(monkeypatch, 17.0, lambda *_: Work())
+def test_gloo_waits_for_all_messages_of_a_step_together_no_longer_than_the_bound(timed_gloo):
+    """The bound is shared by all rounds; work between two rounds does not count."""
+    transport, waits, clock = timed_gloo(17.0, 2.0, 2.0 - 1e-5)
     for step in range(2):
         transport.begin(rows_only(3, 1.0, 7, 0))
         for message in range(2):
             assert transport._all_gather(torch.zeros(12), torch.zeros(3, 12), 2 * step + message) is None
             clock.now += 100
-        assert waits == [17, 15, 13, 11, 9, 7, 5, 3]
+        assert [round(bound, 3) for bound in waits] == [17, 15, 13, 11, 9, 7, 5, 3]
         waits.clear()
     transport.begin(rows_only(3, 1.0, 7, 0))
     for message in range(2):
         assert transport._all_gather(torch.zeros(12), torch.zeros(3, 12), message) is None
-    assert transport._all_gather(torch.zeros(12), torch.zeros(3, 12), 6) == Failure("late", 1, 6)
+    assert transport._all_gather(torch.zeros(12), torch.zeros(3, 12), 6) == Failure("timeout", 1, 6)
 
 
 def test_gloo_says_nothing_of_drafts_that_were_alike_in_the_next_step(monkeypatch):

@@ -15,7 +15,7 @@ import flashsampling
 from flashsampling.tensor_parallel import nccl
 from flashsampling.tensor_parallel.capabilities import RankCapabilities
 from flashsampling.tensor_parallel.failures import Failure, TensorParallelError
-from flashsampling.tensor_parallel.fd_passing import _name_of
+from flashsampling.tensor_parallel.fd_passing import _parse_name
 from flashsampling.tensor_parallel.rendezvous import Rendezvous
 from flashsampling.tensor_parallel.serialization import (
     MalformedError,
@@ -24,7 +24,7 @@ from flashsampling.tensor_parallel.serialization import (
     record_to_json,
     to_bytes,
 )
-from flashsampling.tensor_parallel.watchdog import Heartbeat, Watchdog, heartbeat_of
+from flashsampling.tensor_parallel.watchdog import Heartbeat, Watchdog, heartbeat_key
 
 PACKAGE = Path(flashsampling.__file__).parent
 # modules that run what they read, or read pickles
@@ -36,7 +36,7 @@ NAMES |= {"send_object_list", "recv_object_list", "_tensor_to_object", "_object_
 
 
 def runs_what_it_reads(source: str) -> list[str]:
-    """What of a module's source may run what it reads."""
+    """Returns the calls of a module's source that may run what they read."""
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import | ast.ImportFrom):
@@ -164,7 +164,7 @@ DECODERS = {
     "a failure": Failure.decoded,
     "a member": lambda data: record_from_json(RankCapabilities, data),
     "progress": Heartbeat.unpacked,
-    "a socket's name": _name_of,
+    "a socket's name": _parse_name,
     "values": from_bytes,
 }
 
@@ -185,7 +185,7 @@ MEMBER = RankCapabilities(
 
 
 @pytest.mark.parametrize(
-    "record", [MEMBER, Failure("differs", 1, 3, ("seed",), "rank 0"), Failure("late", 0)], ids=repr
+    "record", [MEMBER, Failure("mismatch", 1, 3, ("seed",), "rank 0"), Failure("timeout", 0)], ids=repr
 )
 def test_every_field_of_a_record_is_checked(record):
     kind, text = type(record), record_to_json(record)
@@ -206,9 +206,9 @@ VERDICTS = {
     "ranks of no group": '{"present": [0, 1, 2]}',
     "not all ranks": '{"present": [0]}',
     "a rank twice": '{"present": [0, 0]}',
-    "an error of nobody": '{"error": [7, "ValueError", "x"]}',
+    "an error of no rank": '{"error": [7, "ValueError", "x"]}',
     "an error of three": '{"error": [0, 1, 2]}',
-    "a failure of nobody": json.dumps({"failure": Failure("late", 2).encoded()}),
+    "a failure of no rank": json.dumps({"failure": Failure("timeout", 2).encoded()}),
     "a failure that is none": '{"failure": "{}"}',
     "two in one": '{"present": [0, 1], "error": [0, "a", "b"]}',
 }
@@ -222,7 +222,7 @@ def test_a_verdict_that_no_rank_gave(verdict):
     for one in (meet, other):
         with pytest.raises(TensorParallelError, match="store holds what no rank wrote") as error:
             one.exchange("construction", b"x")
-        assert error.value.failure.rank == one.rank  # it gives up, whoever wrote that
+        assert error.value.failure.rank == one.rank  # the reader gives up: it cannot know the writer
     assert isinstance(meet.fail("construction", ValueError()), TensorParallelError | RuntimeError)
 
 
@@ -244,8 +244,8 @@ def test_a_failure_that_nobody_declared_is_one(name):
     store.set("0/failure", HOSTILE[name])
     if name == "nothing":  # to a store as good as no value, where somebody decides
         return
-    for failure in (meet.declared(), meet.known(), meet.declare(Failure("late", 1))):
-        assert failure.kind == "left"
+    for failure in (meet.declared(), meet.try_declared(), meet.declare(Failure("timeout", 1))):
+        assert failure.kind == "aborted"
         assert "store holds what no rank wrote (failure: " in failure.what
 
 
@@ -261,21 +261,21 @@ def test_progress_that_nobody_posted(monkeypatch):
     store = HashStore()
     meet, other = (Rendezvous(lambda: store, rank, 2, 20.0) for rank in range(2))
     watch = Watchdog(meet, 2.0, 0)
-    store.set("0/" + heartbeat_of(1), HOSTILE["a pickle"])
+    store.set("0/" + heartbeat_key(1), HOSTILE["a pickle"])
     heard, now = None, 100.0
     while heard is None and now < 120:
         heard, now = watch.look(Heartbeat(4, 3), 3, now), now + watch.period
-    assert "progress/1: a post has 40 bytes" in heard.what
+    assert "progress/1: a heartbeat has 40 bytes" in heard.what
     assert other.declared() == heard
 
     it = nccl.Nccl(None, meet, torch.device("cpu"), 4, 4, 1.0)
     sent: list = []
     monkeypatch.setattr(nccl, "gather_flat", lambda *_: sent.append(1))
-    monkeypatch.setattr(nccl, "CATCH_UP_AT_MOST", 0.3)
-    it._take(heard)
+    monkeypatch.setattr(nccl, "DRAIN_AT_MOST", 0.3)
+    it._set_failure(heard)
     it.drain()
     assert not sent
-    store.set("0/" + heartbeat_of(1), Heartbeat(2**62, 0).packed())
+    store.set("0/" + heartbeat_key(1), Heartbeat(2**62, 0).packed())
     catching_up = threading.Thread(target=it.drain, daemon=True)
     catching_up.start()
     catching_up.join(20)

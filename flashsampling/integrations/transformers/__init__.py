@@ -4,11 +4,11 @@
 
     model.generate(**inputs, custom_generate=generate, do_sample=True, top_p=0.9, seed=[1, 2, 3])
 
-``decoding`` is transformers' own ``custom_generate`` contract: KV cache, padding and stopping criteria come from there. It runs
-the model as it is, and ``head`` takes from it what its LM head would have multiplied, and finds what it makes of the logits.
-``assisted`` is the same with drafts. ``patching`` makes every later ``model.generate`` ours, whoever calls it. ``arguments`` is
-what every argument of ``generate`` does here, ``processors`` what a ``GenerationConfig`` and logits processors become;
-docs/transformers.md has that as a table, and which models work.
+``decoding`` follows transformers' ``custom_generate`` contract: KV cache, padding and stopping criteria are
+transformers'. It runs the model unchanged. ``head`` takes the LM head's input from the model and detects how the model
+changes its logits. ``assisted`` decodes with drafts. ``patching`` replaces ``model.generate`` for all callers.
+``arguments`` checks the arguments of ``generate``. ``processors`` and ``processor_params`` map a ``GenerationConfig``
+and logits processors to sampling parameters. docs/transformers.md has tables of both, and of the models that work.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""What the arguments of ``generate`` mean, and which of them are refused."""
+"""Checks and converts the arguments of ``generate``."""
 
 import functools
 import inspect
@@ -17,9 +17,9 @@ from ...row_params import integer
 from ...sampler import LMHeadSampler
 from ...sampling_params import Request
 
-# A model's argument and output: "past_key_values" up to transformers 5.23, "cache" from 5.24 on
+# Name of a model's cache argument and output: "past_key_values" up to transformers 5.23, "cache" from 5.24 on
 CACHE: str = ALL_CACHE_NAMES[0]
-# What makes transformers add a logits processor, and the value that keeps it from doing so
+# Logits processor -> the argument that makes transformers add it, with the value that switches it off
 SWITCH_OFF = {
     "EncoderNoRepeatNGramLogitsProcessor": "encoder_no_repeat_ngram_size=0",
     "EncoderRepetitionPenaltyLogitsProcessor": "encoder_repetition_penalty=1.0",
@@ -48,7 +48,7 @@ SWITCH_OFF = {
     "UnbatchedClassifierFreeGuidanceLogitsProcessor": "guidance_scale=None",
     "WatermarkLogitsProcessor": "watermarking_config=None",
 }
-# What makes ``GenerationConfig.get_generation_mode`` choose another algorithm than sampling and greedy search
+# Arguments that make ``GenerationConfig.get_generation_mode`` choose neither sampling nor greedy search
 _OTHER_MODES = (
     "num_beams", "num_beam_groups", "penalty_alpha", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp",
     "dola_layers", "constraints", "force_words_ids",
@@ -56,7 +56,7 @@ _OTHER_MODES = (
 
 
 def require_transformers_loop(model: Any) -> None:
-    """ValueError for a model whose class decodes in a way of its own, which a ``custom_generate`` takes the place of."""
+    """Raises ValueError for a model class with a decoding loop of its own, which ``custom_generate`` would replace."""
     own = getattr(type(model), "_sample", None)
     if own is not GenerationMixin._sample:
         raise ValueError(
@@ -64,14 +64,14 @@ def require_transformers_loop(model: Any) -> None:
         )
 
 
-def require_what_we_do(config: GenerationConfig, assistant_model: Any, synced_gpus: bool, logprobs: Request) -> None:
-    """Raises ValueError, by name, for arguments of ``generate`` that would silently do nothing here."""
+def require_supported(config: GenerationConfig, assistant_model: Any, synced_gpus: bool, logprobs: Request) -> None:
+    """Raises a ValueError that names arguments of ``generate`` that the fused step does not support."""
     if config.return_dict_in_generate:
         for name in ("output_scores", "output_logits"):
             if getattr(config, name):
                 raise ValueError(
-                    f"{name} is not supported: logits are never in memory; return_logprobs=True gives the drawn tokens' "
-                    "log-probabilities"
+                    f"{name} is not supported: logits are never in memory; return_logprobs=True gives the drawn "
+                    "tokens' log-probabilities"
                 )
     for name, wanted in logprobs.items():
         if wanted and not config.return_dict_in_generate:
@@ -96,7 +96,9 @@ def require_what_we_do(config: GenerationConfig, assistant_model: Any, synced_gp
 
 
 def row_temperatures(temperatures: Any, config: GenerationConfig, batch: int, device: torch.device) -> Tensor:
-    """(B,) float32 on the device. ValueError for another shape, greedy decoding, or a number below 0 that is seen to be one."""
+    """Returns temperatures as (B,) float32 on the device.
+
+    Raises ValueError for another shape, greedy decoding, or a negative number on the CPU."""
     if not config.do_sample:
         raise ValueError("temperatures needs do_sample=True, got do_sample=False, which is greedy")
     rows = torch.as_tensor(temperatures, dtype=torch.float32)
@@ -107,18 +109,19 @@ def row_temperatures(temperatures: Any, config: GenerationConfig, batch: int, de
 
 
 def require_no_seeds(seeds: Any) -> None:
-    """TypeError that names ``seed``."""
+    """Raises a TypeError that names ``seed`` if ``seeds`` is given."""
     if seeds is not None:
         raise TypeError("seeds is called seed: give seed=, one int or one for each sequence")
 
 
 def row_seeds(seed: Any, config: GenerationConfig, batch: int) -> Tensor | int:
-    """(B,) int64, or the int that was given. TypeError for what is no integer, ValueError for another shape or more than 64
-    bits."""
+    """Returns seeds as (B,) int64, or an int unchanged.
+
+    Raises TypeError for anything but integers, ValueError for another shape or more than 64 bits."""
     if not isinstance(seed, Iterable) or getattr(seed, "ndim", 1) == 0:
-        return integer("seed", _number(seed))
+        return integer("seed", _to_scalar(seed))
     if not isinstance(seed, Tensor):
-        values = [integer("every seed", _number(one)) for one in seed]
+        values = [integer("every seed", _to_scalar(one)) for one in seed]
         if not all(-(2**63) <= one < 2**64 for one in values):
             raise ValueError(f"seed must have 64 bits each, got {values}")
         seed = torch.tensor([one - 2**64 if one >= 2**63 else one for one in values], dtype=torch.int64)
@@ -128,8 +131,8 @@ def row_seeds(seed: Any, config: GenerationConfig, batch: int) -> Tensor | int:
     return seed.to(torch.int64)
 
 
-def _number(seed: Any) -> Any:
-    """What a tensor or an array without dimensions holds: a list of those is what ``list(tensor)`` makes."""
+def _to_scalar(seed: Any) -> Any:
+    """Converts a 0-d tensor or array, which ``list(tensor)`` holds, to a number."""
     return seed.item() if getattr(seed, "ndim", None) == 0 and hasattr(seed, "item") else seed
 
 
@@ -142,8 +145,8 @@ def _require_row_each(name: str, rows: Tensor, config: GenerationConfig, batch: 
         raise ValueError(f"{name} must have one entry for each of the {sequences}, got shape {tuple(rows.shape)}")
 
 
-def require_sampler_of(head: nn.Linear, sampler: LMHeadSampler, batch: int) -> None:
-    """TypeError or ValueError unless the sampler is over this head, or its shard of it, and takes so many rows."""
+def require_matching_sampler(head: nn.Linear, sampler: LMHeadSampler, batch: int) -> None:
+    """Raises TypeError or ValueError unless the sampler has this head, or its shard, and room for ``batch`` rows."""
     if not isinstance(sampler, LMHeadSampler):
         raise TypeError(f"sampler must be an LMHeadSampler, got {type(sampler).__name__}")
     if batch > sampler.max_batch_size:
@@ -161,7 +164,7 @@ def require_sampler_of(head: nn.Linear, sampler: LMHeadSampler, batch: int) -> N
         same = _same_memory(ours, models)
     if not same:
         raise ValueError(
-            f"sampler must be over this model's LM head (LMHeadSampler.from_model), got one over another weight, shape "
+            "sampler must be over this model's LM head (LMHeadSampler.from_model), got one over another weight, shape "
             f"{tuple(sampler.weight.shape)}"
         )
     our_bias: Tensor | None = sampler.bias
@@ -179,13 +182,12 @@ def require_sampler_of(head: nn.Linear, sampler: LMHeadSampler, batch: int) -> N
         )
 
 
-def require_transform_of(sampler: LMHeadSampler, logit_scale: float, soft_cap: float) -> None:
-    """ValueError unless the sampler does to its head's output what the model does."""
-    own, theirs = (sampler.logit_scale, sampler.soft_cap), (logit_scale, soft_cap)
-    if own != theirs:
+def require_matching_transform(sampler: LMHeadSampler, logit_scale: float, soft_cap: float) -> None:
+    """Raises ValueError unless the sampler has the model's scale and soft cap."""
+    if (sampler.logit_scale, sampler.soft_cap) != (logit_scale, soft_cap):
         raise ValueError(
-            f"sampler must have logit_scale={theirs[0]:g}, soft_cap={theirs[1]:g} with this model (LMHeadSampler.from_model), "
-            f"got logit_scale={own[0]:g}, soft_cap={own[1]:g}"
+            f"sampler must have logit_scale={logit_scale:g}, soft_cap={soft_cap:g} with this model "
+            f"(LMHeadSampler.from_model), got logit_scale={sampler.logit_scale:g}, soft_cap={sampler.soft_cap:g}"
         )
 
 
@@ -197,11 +199,11 @@ def _same_memory(ours: Tensor | None, models: Tensor | None) -> bool:
     )  # fmt: skip
 
 
-def arguments_of_model_generate(model: Any) -> dict[str, Any]:
-    """``streamer``, ``assistant_model`` and ``synced_gpus`` as given to the ``model.generate`` that called us.
+def read_generate_arguments(model: Any) -> dict[str, Any]:
+    """Returns ``streamer``, ``assistant_model`` and ``synced_gpus`` of the ``model.generate`` call that called us.
 
-    transformers (5.3 to 5.24) hands none of them to a ``custom_generate`` callable, so they are read from its frame: without, a
-    streamer would be waited on for ever and an assistant ignored in silence.
+    transformers (5.3 to 5.24) passes none of them to a ``custom_generate`` callable, so they are read from its frame.
+    Otherwise readers of a streamer would wait for ever, and an assistant would be silently ignored.
     """
     code = inspect.unwrap(GenerationMixin.generate).__code__
     frame = sys._getframe(1)
@@ -213,15 +215,16 @@ def arguments_of_model_generate(model: Any) -> dict[str, Any]:
 
 
 def drop_adapter_hooks(model: Any) -> None:
-    """Takes away the hooks of PEFT's ``generate(adapter_names=...)`` that called ``model.generate``, which called us.
+    """Removes the hooks of PEFT's ``generate(adapter_names=...)``, if PEFT called the ``model.generate`` that called
+    us.
 
-    An error that passes through PEFT (0.21) leaves them on the model, and later generations would meet them. Not below another
-    generation of this model, whose they may be.
+    An error that passes through PEFT (0.21) leaves them on the model, and they would affect later generations. Does
+    nothing inside another generation of this model, which may own the hooks.
     """
     code, frame, callers = inspect.unwrap(GenerationMixin.generate).__code__, sys._getframe(1), []
     while frame is not None:
         if frame.f_code is code and frame.f_locals.get("self") is model:
-            callers.append(_module_of_caller(frame))
+            callers.append(_caller_module(frame))
         frame = frame.f_back  # type: ignore[assignment]
     if len(callers) != 1 or not callers[0].startswith("peft."):
         return
@@ -232,8 +235,8 @@ def drop_adapter_hooks(model: Any) -> None:
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
-def _module_of_caller(frame: FrameType) -> str:
-    """Whose code called this, but for the decorators that torch and transformers wrap around it."""
+def _caller_module(frame: FrameType) -> str:
+    """Returns the module that called this frame, apart from decorators of torch and transformers."""
     caller = frame.f_back
     while caller is not None and caller.f_globals.get("__name__", "").startswith(("torch.", "transformers.")):
         caller = caller.f_back

@@ -4,13 +4,14 @@
 
     generate_batch(model, prompts, generation_config, seed=[1, 2, 3])
 
-Scheduler, paged cache, streams and graphs stay transformers'. One method of its model runner is another: the one that runs the
-model, processes logits and draws, which is also what its CUDA graphs hold. So all that a step needs of a request lies in the
-tensor by which transformers brings the arguments of per-request logits processors to the device; ``_Carried`` are processors
-that do nothing but put a seed and a prompt's length there. Where the row's token stands in its sequence, the device knows.
+Scheduler, paged cache, streams and graphs are transformers'. One method of its model runner is replaced: the one that
+runs the model, processes logits and draws, which its CUDA graphs hold, too. A step therefore reads its requests from
+the tensor by which transformers brings arguments of per-request logits processors to the device. ``_CarriedArgument``
+is a processor that puts a seed or a prompt's length there and does nothing else. The device knows each token's position
+in its sequence.
 
-There is no public hook for this: the classes are the release's own, and another release is refused. What the step cannot do is
-an error by name when the manager is made, as in ``generate``; ``model.generate_batch`` is then what serves it.
+There is no public hook for this. The classes are those of one release, and other releases are refused. The manager
+raises an error that names unsupported settings, as ``generate`` does; use ``model.generate_batch`` for these.
 """
 
 import inspect
@@ -31,7 +32,8 @@ try:
     from transformers.generation.continuous_batching.model_runner import ModelRunner
 except ImportError as error:
     raise ImportError(
-        f"transformers {transformers.__version__} has no continuous batching that is known; 5.23 and 5.24 have it ({error})"
+        f"transformers {transformers.__version__} has no continuous batching that is known; 5.23 and 5.24 have it "
+        f"({error})"
     ) from error
 
 from ...row_params import integer, reals, share
@@ -40,22 +42,19 @@ from ...warmup import warmup
 from ..engine.common import sanitize_token_ids
 from .arguments import require_no_seeds
 from .head import CheckedHead, HeadTap, Transform, checked_lm_head
-from .processors import number_of
+from .processors import read_number
 
 _SIGNATURES = (
     (ModelRunner._forward_process_and_sample, "self, model, batch_data, carry_over_ids, prev_output_ids, output_ids"),
     (ContinuousBatchingManager._create_batch_processor, "self"),
-    (
-        ContinuousBatchingManager.__init__,
-        "self, model, generation_config, continuous_batching_config, workload_hints",
-    ),
+    (ContinuousBatchingManager.__init__, "self, model, generation_config, continuous_batching_config, workload_hints"),
     (carried_of.ContinuousBatchingLogitsProcessor.prepare_tensor_args, "self, requests_with_new_token"),
 )
 _WORD = 2**32
 
 
-class _Carried(carried_of.ContinuousBatchingLogitsProcessor):  # type: ignore[misc]
-    """Brings one int32 of every request to the device, and leaves scores alone."""
+class _CarriedArgument(carried_of.ContinuousBatchingLogitsProcessor):  # type: ignore[misc]
+    """Brings one int32 of every request to the device and does not change scores."""
 
     ignored_kwargs: tuple[str, ...] = ()
     supports_continuous_batching = True
@@ -65,22 +64,22 @@ class _Carried(carried_of.ContinuousBatchingLogitsProcessor):  # type: ignore[mi
         self.supported_kwargs = {name: int}
 
     def fill_defaults(self, int32_tensor: Tensor) -> None:
-        """Of rows that are no request's."""
+        """Fills padding rows."""
         int32_tensor.zero_()
 
     def prepare_tensor_args(self, requests_with_new_token: list[Any]) -> Tensor:
-        """(n,) int32, on the host: 32 bits of what the request was given, from the ``shift``-th on."""
+        """Returns bits ``shift`` to ``shift + 31`` of each request's argument, (n,) int32 on the host."""
         given = [request.state.logit_processor_kwargs.get(self.name, 0) for request in requests_with_new_token]
         words = [value >> self.shift & _WORD - 1 for value in given]
         return torch.tensor([word - _WORD if word >= _WORD // 2 else word for word in words], dtype=torch.int32)
 
     def __call__(self, scores: Tensor, tensor_arg: Tensor) -> Tensor:
-        """Never used where the step is fused."""
+        """Returns the scores unchanged. The fused step never calls it."""
         return scores
 
 
-class _Asked(NamedTuple):
-    """What a manager's processors ask for: a number for all requests, or the ``_Row`` of the tensor that has one for each."""
+class _BatchParams(NamedTuple):
+    """Parameters of a manager's processors: a number for all requests, or a ``_CarriedRow`` with one per request."""
 
     temperature: Any = 1.0
     top_k: Any = 0
@@ -88,37 +87,37 @@ class _Asked(NamedTuple):
     min_p: Any = 0.0
 
 
-class _Row(NamedTuple):
+class _CarriedRow(NamedTuple):
     place: int
     dtype: torch.dtype
 
 
-def _asked_of(processors: Any, do_sample: bool) -> _Asked:
-    """ValueError: for a processor that the step does not do, or not in that place."""
-    params, row = _Asked(temperature=1.0 if do_sample else 0.0), 0
+def _read_processors(processors: Any, do_sample: bool) -> _BatchParams:
+    """Reads a manager's processors. Raises ValueError for an unsupported processor or order."""
+    params, row = _BatchParams(temperature=1.0 if do_sample else 0.0), 0
     for processor in processors:
         kind = type(processor)
-        place = next((place for place, (_, kinds) in enumerate(_TAKEN) if kind in kinds), None)
+        place = next((place for place, (_, kinds) in enumerate(_PROCESSORS) if kind in kinds), None)
         if place is None or (kind is not carried_of.ContinuousBatchingTopKLogitsWarper and _filters_away(processor)):
             raise ValueError(
-                f"{kind.__name__} in continuous batching is not what the fused step does: temperature, top_k, top_p and min_p "
-                "are; use model.generate_batch"
+                f"{kind.__name__} in continuous batching is not what the fused step does: temperature, top_k, top_p "
+                "and min_p are; use model.generate_batch"
             )
-        name, (carried, _) = _TAKEN[place]
-        if any(getattr(params, other) != getattr(_Asked(), other) for other, _ in _TAKEN[place:]):
+        name, (carried, _) = _PROCESSORS[place]
+        if any(getattr(params, other) != getattr(_BatchParams(), other) for other, _ in _PROCESSORS[place:]):
             raise ValueError(
                 f"{kind.__name__} must stand in the order temperature, top_k, top_p, min_p, each at most once"
             )
         if kind is carried:
             dtype = torch.int32 if name == "top_k" else torch.float32
-            params, row = params._replace(**{name: _Row(row, dtype)}), row + 1
+            params, row = params._replace(**{name: _CarriedRow(row, dtype)}), row + 1
         else:
-            params = params._replace(**{name: number_of(processor, name)})
+            params = params._replace(**{name: read_number(processor, name)})
     return params
 
 
-# what transformers' continuous batching does not look at, or cannot make its processors of; and what switches it off
-_UNDONE: dict[str, tuple[Any, ...]] = {
+# settings that transformers' continuous batching ignores or does not support -> the values that switch them off
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "min_length": (None, 0),
     "min_new_tokens": (None, 0),
     "max_time": (None,),
@@ -136,11 +135,11 @@ _OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidde
 
 
 def _require_fields(config: GenerationConfig) -> None:
-    """ValueError, by name, for what a configuration asks for and nobody would do."""
+    """Raises a ValueError that names settings that neither transformers nor the fused step would follow."""
     mode = config.get_generation_mode()
     if mode not in (GenerationMode.SAMPLE, GenerationMode.GREEDY_SEARCH):
         raise ValueError(f"continuous batching samples or decodes greedily, got a configuration of {mode.value}")
-    params = [name for name, off in _UNDONE.items() if getattr(config, name, None) not in off]
+    params = [name for name, off in _UNSUPPORTED.items() if getattr(config, name, None) not in off]
     if config.return_dict_in_generate:
         params += [name for name in _OUTPUTS if getattr(config, name, None)]
     if params:
@@ -150,14 +149,14 @@ def _require_fields(config: GenerationConfig) -> None:
 
 
 def _filters_away(processor: Any) -> bool:
-    """Whether what a warper takes away keeps a probability, or more stays than was asked for."""
+    """Returns whether a warper only lowers the probability of tokens, or keeps more tokens than its parameter says."""
     if getattr(processor, "filter_value", -float("inf")) != -float("inf"):
         return True
     least = getattr(processor, "min_tokens_to_keep", 1)
-    return least > 1 and not isinstance(processor, processors_of.TopKLogitsWarper)  # whose top_k is at least that
+    return least > 1 and not isinstance(processor, processors_of.TopKLogitsWarper)  # top_k includes the minimum
 
 
-_TAKEN: tuple[tuple[str, tuple[type, type]], ...] = (
+_PROCESSORS: tuple[tuple[str, tuple[type, type]], ...] = (
     ("temperature", (carried_of.ContinuousBatchingTemperatureLogitsWarper, processors_of.TemperatureLogitsWarper)),
     ("top_k", (carried_of.ContinuousBatchingTopKLogitsWarper, processors_of.TopKLogitsWarper)),
     ("top_p", (carried_of.ContinuousBatchingTopPLogitsWarper, processors_of.TopPLogitsWarper)),
@@ -166,10 +165,10 @@ _TAKEN: tuple[tuple[str, tuple[type, type]], ...] = (
 
 
 class FusedModelRunner(ModelRunner):  # type: ignore[misc]
-    """transformers' ``ModelRunner``, whose step ends in the fused one."""
+    """transformers' ``ModelRunner`` with the fused step."""
 
     head: CheckedHead
-    params: _Asked
+    params: _BatchParams
     undefined: Tensor  # (1,) int64
 
     def _forward_process_and_sample(
@@ -180,12 +179,12 @@ class FusedModelRunner(ModelRunner):  # type: ignore[misc]
         prev_output_ids: Tensor,
         output_ids: Tensor,
     ) -> None:
-        """As transformers', with no logits in memory. CUDA graphs hold it, so nothing here waits for the device."""
+        """Runs and samples a step without logits in memory. CUDA graphs hold it, so it never synchronises."""
         self.inputs_and_outputs.carry_over_tokens(batch_data["input_ids"], carry_over_ids, prev_output_ids)
         transform = Transform(self.head.logit_scale, self.head.soft_cap)
         with HeadTap(model, self.head.linear, transform) as tap:
             logits = tap.run(model, **batch_data).logits
-            # (1, T, D), or (1, n, D) if the model was told which positions count
+            # (1, T, D), or (1, n, D) if the model got the positions to keep
             states = tap.last_hidden_states(logits, 1, positions=logits.shape[1])[0]
         indices = batch_data["logits_indices"]  # (n,)
         if "logits_to_keep" not in batch_data:
@@ -196,64 +195,64 @@ class FusedModelRunner(ModelRunner):  # type: ignore[misc]
         output_ids[0, :count].copy_(token_ids)
         if self.return_logprobs:
             assert out.processed_logprobs is not None
-            output_ids[1, :count].copy_(
-                out.processed_logprobs.view(torch.int32)
-            )  # float32's bits, as transformers has them
+            output_ids[1, :count].copy_(out.processed_logprobs.view(torch.int32))  # float32 bits, as in transformers
 
     def _parameters(self, batch_data: dict[str, Any], indices: Tensor) -> dict[str, Any]:
-        """Of every row, from what lies on the device."""
+        """Returns the step's parameters of every row, from device memory."""
         carried = batch_data["logits_processor_args"][:, : len(indices)]  # int32, a row for each processor that has one
         low, high, prompt = carried[-3].long(), carried[-2].long(), carried[-1].long()
 
         def value(of: Any) -> Any:
-            # a copy begins at 16 bytes, as kernels are compiled for
-            return carried[of.place].clone().view(of.dtype) if isinstance(of, _Row) else of
+            # the copy is aligned to 16 bytes, on which kernels are specialised
+            return carried[of.place].clone().view(of.dtype) if isinstance(of, _CarriedRow) else of
 
         return {
             "temperature": value(self.params.temperature),
             "seed": high << 32 | low & _WORD - 1,
-            # how many tokens the request has drawn: where its last one stands, less the prompt
+            # tokens that the request has drawn: the position of its last one, without the prompt
             "offset": batch_data["position_ids"][0].index_select(0, indices).long() + 1 - prompt,
             **self._request(value),
         }
 
     def _request(self, value: Callable[[Any], Any]) -> dict[str, Any]:
-        """What all of them ask for; ``value`` is what is made of a ``_Row``."""
+        """Returns the parameters of all requests; ``value`` converts a ``_CarriedRow``."""
         head, request = self.head, {name: value(getattr(self.params, name)) for name in ("top_k", "top_p", "min_p")}
         request |= {"bias": head.linear.bias, "logit_scale": head.logit_scale, "soft_cap": head.soft_cap}
         return request | ({"return_logprobs": True} if self.return_logprobs else {})
 
     def warm_up(self, max_batch_size: int) -> list[str]:
-        """Compiles what a step of up to so many requests needs. Returns the kernels' names."""
+        """Compiles the kernels of steps with up to ``max_batch_size`` requests. Returns their names."""
         weight = self.head.linear.weight
 
         def value(of: Any) -> Any:
-            return torch.ones(max_batch_size, dtype=of.dtype, device=weight.device) if isinstance(of, _Row) else of
+            return (
+                torch.ones(max_batch_size, dtype=of.dtype, device=weight.device) if isinstance(of, _CarriedRow) else of
+            )
 
         return warmup(weight.detach(), max_batch_size=max_batch_size, **self._request(value))  # type: ignore[arg-type]
 
 
 class FusedBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
-    """transformers' ``ContinuousBatchingManager``, whose requests have seeds, and whose steps are fused.
+    """transformers' ``ContinuousBatchingManager`` with a seed per request and fused steps.
 
-    A request's tokens depend on its seed, its prompt and how many it has drawn, and on no other request; they are those of
-    ``model.generate(custom_generate=generate, seed=...)`` up to what paged attention rounds differently.
+    A request's tokens depend on its seed, its prompt and the number of tokens drawn, and on no other request. They are
+    those of ``model.generate(custom_generate=generate, seed=...)``, apart from roundings of paged attention.
 
     Args:
         model: a causal LM, as ``flashsampling.integrations.transformers.generate`` takes it.
         generation_config: ``do_sample``, ``temperature``, ``top_k``, ``top_p``, ``min_p``; with the manager's
-            ``per_request_processors`` temperature, top-k and top-p also per request, where the configuration has one.
+            ``per_request_processors`` also temperature, top-k and top-p per request, if the configuration has one.
         continuous_batching_config: None: transformers' defaults.
         workload_hints: as in transformers.
 
     Raises:
-        ValueError: the configuration asks for what the step does not do, several sequences of a prompt, ``torch.compile`` of
-            the step, or tensor parallelism; the model's head is one that ``checked_lm_head`` refuses; transformers is another
-            release than the known one.
+        ValueError: the configuration has unsupported settings, several sequences per prompt, ``torch.compile`` of the
+            step, or tensor parallelism; ``checked_lm_head`` refuses the model's head; or transformers is an unknown
+            release.
         TypeError: ``model`` has no LM head.
     """
 
-    _original_attn_impl: str | None  # transformers': what it has changed
+    _original_attn_impl: str | None  # transformers' attribute: the attention that it replaced
 
     def __init__(
         self,
@@ -270,75 +269,71 @@ class FusedBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
                 "num_return_sequences must be 1: copies of a request would share its seed; add the prompt several times"
             )
         _require_fields(generation_config)
-        self._head = checked_lm_head(model)  # before the model's attention is one that needs a paged cache
+        self._head = checked_lm_head(model)  # must run before the model's attention needs a paged cache
         do_sample = getattr(generation_config, "do_sample", True)
-        _asked_of(
-            model._get_logits_processor(generation_config), do_sample
-        )  # before transformers drops what it does not know
-        config = continuous_batching_config
-        if config is None:  # where transformers looks for it, too
-            config = (
-                getattr(generation_config, "continuous_batching_config", None)
-                or transformers.ContinuousBatchingConfig()
-            )
-        given = getattr(config, "seed", None)  # then requests that come in the same order have the same seeds
-        self._seeds = random.SystemRandom() if given is None else random.Random(given)
+        # transformers drops unknown processors later, so check them first
+        _read_processors(model._get_logits_processor(generation_config), do_sample)
+        config = continuous_batching_config or getattr(generation_config, "continuous_batching_config", None)
+        if config is None:
+            config = transformers.ContinuousBatchingConfig()
+        seed = getattr(config, "seed", None)  # requests added in the same order then have the same seeds
+        self._seeds = random.SystemRandom() if seed is None else random.Random(seed)
         super().__init__(model, generation_config, config, workload_hints)
         try:
-            self._carry(do_sample)
+            self._add_carried_arguments(do_sample)
         except BaseException:
-            self._give_back_attention()
+            self._restore_attention()
             raise
 
-    def _carry(self, do_sample: bool) -> None:
-        """Takes what the processors ask for, and puts those behind them that bring what a step needs beside."""
+    def _add_carried_arguments(self, do_sample: bool) -> None:
+        """Reads the processors' parameters and appends processors that carry seeds and prompt lengths."""
         config = self.continuous_batching_config
         if config.varlen_compile_config is not None or config.decode_compile_config is not None:
             raise ValueError("torch.compile of continuous batching's step is not done with the fused one")
         processors = self.logit_processor
-        self._asked = _asked_of(processors.logits_processor, do_sample)
-        carried = (_Carried("seed"), _Carried("seed", 32), _Carried("prompt_length"))
+        self._params = _read_processors(processors.logits_processor, do_sample)
+        carried = (_CarriedArgument("seed"), _CarriedArgument("seed", 32), _CarriedArgument("prompt_length"))
         processors.logits_processor.extend(carried)
         processors.tensors_required += len(carried)
         processors._retrieve_processors_kwargs()
         processors.do_processing = True
 
-    def _give_back_attention(self) -> None:
-        """As ``stop`` does, which leaves it changed where nothing was started."""
+    def _restore_attention(self) -> None:
+        """Restores the model's attention, which ``stop`` does only if the manager was started."""
         if self._original_attn_impl is not None:
             self.model.set_attn_implementation(self._original_attn_impl)
             self._original_attn_impl = None
 
     def destroy(self) -> None:
-        """As transformers'; the model's attention is the one that it had, also if the manager was never started."""
+        """Destroys the manager and restores the model's attention, even if the manager was never started."""
         super().destroy()
-        self._give_back_attention()
+        self._restore_attention()
 
     def add_request(self, input_ids: list[int], *args: Any, seed: int | None = None, **kwargs: Any) -> str | None:
-        """As transformers', with a ``seed`` of 64 bits, an int64 or an uint64; None draws one. ValueError or TypeError if it is
-        something else, or a ``temperature``, ``top_p`` or ``top_k`` is out of range."""
+        """Adds a request with a ``seed`` (an int64 or uint64); None draws one.
+
+        Raises ValueError or TypeError for another seed, or a ``temperature``, ``top_p`` or ``top_k`` out of range."""
         seed = self._seeds.getrandbits(64) if seed is None else integer("seed", seed)
         if not -(2**63) <= seed < 2**64:
             raise ValueError(f"seed must have 64 bits, got {seed}")
-        for name, check in (("temperature", None), ("top_p", share)):  # of which transformers looks at the types alone
+        for name, check in (("temperature", None), ("top_p", share)):  # transformers checks only their types
             if name in kwargs:
                 reals(name, kwargs[name], 1, torch.device("cpu"), check)
-        if (
-            not 1 <= integer("top_k", kwargs.get("top_k", 1)) < 2**31
-        ):  # 0 is one token to transformers; beyond, its thread ends
+        # transformers takes 0 for one token, and from 2**31 on its thread ends
+        if not 1 <= integer("top_k", kwargs.get("top_k", 1)) < 2**31:
             raise ValueError(f"top_k must be from 1 to 2**31 - 1, got {kwargs['top_k']}")
-        if len(input_ids) == 0:  # over which its thread would end, too
+        if len(input_ids) == 0:  # transformers' thread would end
             raise ValueError("input_ids must be one or more tokens, got none")
         config, most = self.generation_config, kwargs.get("max_new_tokens", args[1] if len(args) > 1 else None)
         if most is None and config.max_new_tokens is None and getattr(config, "max_length", None) is not None:
             raise ValueError(
-                f"max_new_tokens must be given: continuous batching does not look at max_length={config.max_length}, and would "
+                f"max_new_tokens must be given: continuous batching ignores max_length={config.max_length}, and would "
                 "go on until the end of a sequence"
             )
         return super().add_request(input_ids, *args, seed=seed, prompt_length=len(input_ids), **kwargs)  # type: ignore[no-any-return]
 
     def add_requests(self, inputs: list[list[int]], *args: Any, **kwargs: Any) -> list[str]:
-        """As transformers'; ValueError if several requests are given one seed."""
+        """Adds several requests. Raises ValueError if they share one seed."""
         if kwargs.get("seed") is not None and len(inputs) > 1:
             raise ValueError(
                 f"seed must be None for {len(inputs)} requests, which would share noise: add each by add_request"
@@ -347,18 +342,18 @@ class FusedBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
 
     @property
     def undefined_rows(self) -> int:
-        """How many tokens had no finite score: they are 0. Waits for the device."""
+        """Number of tokens that had no finite score; these tokens are 0. Synchronises."""
         return 0 if self.batch_processor is None else int(self.batch_processor.model_runner.undefined)
 
     def _create_batch_processor(self) -> Any:
-        made = super()._create_batch_processor()
-        runner = made.model_runner
+        processor = super()._create_batch_processor()
+        runner = processor.model_runner
         if not isinstance(runner, FusedModelRunner):
             runner.__class__ = FusedModelRunner
-            runner.head, runner.params = self._head, self._asked
+            runner.head, runner.params = self._head, self._params
             runner.undefined = torch.zeros(1, dtype=torch.int64, device=self._head.linear.weight.device)
             runner.warm_up(self.continuous_batching_config.max_requests_per_batch)
-        return made
+        return processor
 
 
 def generate_batch(
@@ -371,21 +366,21 @@ def generate_batch(
     max_new_tokens: int | None = None,
     seeds: None = None,
 ) -> list[Any]:
-    """As ``model.generate_batch``, with the fused step and a seed per prompt.
+    """Runs ``model.generate_batch`` with the fused step and a seed per prompt.
 
     Args:
-        model: as ``FusedBatchingManager`` takes it.
+        model: a model as ``FusedBatchingManager`` takes it.
         inputs: token ids of each prompt.
         generation_config: None: the model's.
         seed: one per prompt; None draws them.
-        continuous_batching_config: as ``FusedBatchingManager`` takes it.
+        continuous_batching_config: a configuration as ``FusedBatchingManager`` takes it.
         max_new_tokens: None: the configuration's.
 
     Returns:
-        transformers' ``GenerationOutput`` of each prompt, in their order.
+        transformers' ``GenerationOutput`` of each prompt, in order.
 
     Raises:
-        TypeError, ValueError: as ``FusedBatchingManager``, or there is not one seed per prompt.
+        TypeError, ValueError: those of ``FusedBatchingManager``, or there is not one seed per prompt.
         RuntimeError: a request failed, or a token had no finite score.
     """
     require_no_seeds(seeds)
@@ -401,7 +396,7 @@ def generate_batch(
     config = model.generation_config if generation_config is None else generation_config
     manager = FusedBatchingManager(model, config, continuous_batching_config)
     eos = config.eos_token_id
-    if eos is None:  # as transformers' add_requests, not as its add_request
+    if eos is None:  # as transformers' add_requests does, but not its add_request
         eos = getattr(model.config, "eos_token_id", None)
     done: dict[str, Any] = {}
     try:
@@ -422,7 +417,7 @@ def generate_batch(
         if manager.undefined_rows:
             raise RuntimeError(f"{manager.undefined_rows} tokens had no finite score")
     finally:
-        manager.stop(block=True, timeout=5, hard_stop=True)  # nothing is left, or nobody wants it
+        manager.stop(block=True, timeout=5, hard_stop=True)
         manager.destroy()
     return [done[name] for name in names]
 
@@ -432,6 +427,6 @@ def _check_release() -> None:
         got = ", ".join(inspect.signature(function).parameters)
         if got != parameters:
             raise ValueError(
-                f"{function.__qualname__} of transformers {transformers.__version__} takes {got}, not {parameters} as that of "
-                "5.23 and 5.24, which are the releases that are known"
+                f"{function.__qualname__} of transformers {transformers.__version__} takes {got}, not {parameters} as "
+                "that of 5.23 and 5.24, which are the releases that are known"
             )

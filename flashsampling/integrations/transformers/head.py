@@ -1,14 +1,14 @@
-"""The LM head's input instead of its output, and what a model makes of that output.
+"""Takes the LM head's input from a model, and detects how the model changes the head's output.
 
-The model stays as it is: its whole ``forward`` runs, with a pair of hooks on the LM head that act on this thread's own calls
-alone. The first takes the head's input and hands on none of its positions, so that no logit is computed; the second puts a
-``_Placeholder`` where the logits would be. What a model does to its logits it does to the placeholder, in every step: factors
-and one soft cap are followed, so they need not be known by the names of configuration fields, which differ from family to
-family; anything else is refused there and then. A generation learns them in its first step, from the caller's own batch: a
-probe of other tokens would run in the caller's hooks, which may know the batch (PEFT's ``adapter_names``, steering vectors).
+The model does not change: its whole ``forward`` runs, with two hooks on the LM head that act only on this thread's own
+calls. The first takes the head's input and passes on none of its positions, so no logit is computed. The second
+replaces the logits by a ``_Placeholder``. The model applies to the placeholder what it would apply to its logits, in
+every step. Factors and one soft cap are recorded, whatever the names of their configuration fields; any other operation
+raises. A generation learns the transform in its first step, from the caller's own batch: a probe with other tokens
+would run in the caller's hooks, which may depend on the batch (PEFT's ``adapter_names``, steering vectors).
 
-Calling the base model instead would miss what the model does between it and its head, and hooks on the model; a
-``TorchFunctionMode`` needs no hooks, but every torch function of the model would pass through it.
+Calling the base model instead would miss hooks on the model and operations between base model and head. A
+``TorchFunctionMode`` needs no hooks, but intercepts every torch function of the model.
 """
 
 import math
@@ -27,7 +27,7 @@ _LINEAR_FORWARD = nn.Linear.forward
 
 
 class Transform(NamedTuple):
-    """What a model makes of its LM head's output, as ``flashsampling.sample`` takes it."""
+    """The logit transform of a model after its LM head, as ``flashsampling.sample`` takes it."""
 
     logit_scale: float = 1.0
     soft_cap: float = 0.0  # 0: none
@@ -36,13 +36,13 @@ class Transform(NamedTuple):
         return f"logit_scale={self.logit_scale:g}, soft_cap={self.soft_cap:g}"
 
     def of(self, output: Tensor) -> Tensor:
-        """The logits, in the dtype of the output."""
+        """Returns the logits, in the dtype of the output."""
         logits = output * self.logit_scale
         return self.soft_cap * torch.tanh(logits / self.soft_cap) if self.soft_cap else logits
 
 
 class CheckedHead(NamedTuple):
-    """An LM head, and what a model makes of its output: ``soft_cap * tanh(logit_scale * output / soft_cap)``."""
+    """An LM head and the model's logit transform: ``soft_cap * tanh(logit_scale * output / soft_cap)``."""
 
     linear: nn.Linear
     logit_scale: float
@@ -50,22 +50,22 @@ class CheckedHead(NamedTuple):
 
 
 class _Placeholder(Tensor):
-    """Stands where a model expects its LM head's logits, in their shape but without their memory.
+    """Replaces the LM head's logits, with their shape but without their memory.
 
-    A change of dtype or layout returns it as it is; a product or quotient with a number, and a tanh, one that has it noted.
-    Whatever else is done to it raises, so a model whose logits are something else cannot pass for one whose are these.
+    A change of dtype or layout returns it unchanged. A product or quotient with a number, and a tanh, return one that
+    records the operation. Any other operation raises, so no change of the logits is missed.
     """
 
-    hidden_states: Tensor  # (B, T, D), what the LM head would have multiplied
-    changed: str  # the error's words up to what was done
-    done: tuple[tuple[str, float], ...] = ()  # to the logits, in order: a factor, a divisor, or "tanh"
+    hidden_states: Tensor  # (B, T, D), the LM head's input
+    changed: str  # beginning of the error message
+    done: tuple[tuple[str, float], ...] = ()  # recorded operations in order: a factor, a divisor, or "tanh"
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _PROPERTIES:
             return super().__torch_function__(func, types, args, kwargs)
         if args and isinstance(args[0], _Placeholder):
-            if func in _SAME_LOGITS and args[0]._is_kept_by(args[1:], kwargs):
+            if func in _SAME_LOGITS and args[0]._is_exact(args[1:], kwargs):
                 return args[0]
             if func in _FOLLOWED and not kwargs:
                 kind = _FOLLOWED[func]
@@ -78,8 +78,10 @@ class _Placeholder(Tensor):
         changed = "the logits were used" if placeholder is None else placeholder.changed
         raise ValueError(f"{changed} ({name}), which the fused step cannot follow")
 
-    def _is_kept_by(self, arguments: Any, named: Any) -> bool:
-        """Whether ``Tensor.to`` with these arguments rounds nothing. The others of ``_SAME_LOGITS`` have none of them."""
+    def _is_exact(self, arguments: Any, named: Any) -> bool:
+        """Returns whether ``Tensor.to`` with these arguments does not round.
+
+        Other functions of ``_SAME_LOGITS`` have none."""
         values = (*arguments, *(named or {}).values())
         dtypes = [value.dtype if isinstance(value, Tensor) else value for value in values]
         return all(
@@ -93,19 +95,20 @@ class _Placeholder(Tensor):
         return other
 
     def transform(self) -> Transform:
-        """What was done, all of it."""
+        """Returns the transform that the recorded operations make."""
         kinds = [kind for kind, _ in self.done]
         cut = kinds.index("tanh") if "tanh" in kinds else len(kinds)
         before, after = self.done[:cut], self.done[cut + 1 :]
         if cut == len(kinds):
-            made = Transform(_product(before))
+            transform = Transform(_product(before))
         elif before and before[-1] == ("divisor", _product(after)):
-            made = Transform(_product(before[:-1]), _product(after))
+            transform = Transform(_product(before[:-1]), _product(after))
         else:
-            made = Transform(_product(before) * _product(after), _product(after))
-        if not all(map(math.isfinite, made)) or made.soft_cap < 0 or (cut < len(kinds) and made.soft_cap == 0):
-            raise ValueError(f"{self.changed} ({made}), which the fused step cannot follow")
-        return made
+            transform = Transform(_product(before) * _product(after), _product(after))
+        is_capped, cap = cut < len(kinds), transform.soft_cap
+        if not all(map(math.isfinite, transform)) or cap < 0 or (is_capped and cap == 0):
+            raise ValueError(f"{self.changed} ({transform}), which the fused step cannot follow")
+        return transform
 
 
 def _product(done: tuple[tuple[str, float], ...]) -> float:
@@ -131,11 +134,11 @@ _PROPERTIES = frozenset(
 
 
 class HeadTap:
-    """Takes the LM head's input from calls of the model that go through ``run``, and computes no logits in them.
+    """Takes the LM head's input from calls of the model that go through ``run``, which compute no logits.
 
-    The hooks look at the thread and at whether ``run`` is at work, so all other calls of the model, from other threads or from
-    this one's callbacks, see the model as it is. Registering and removing hooks is safe beside calls: torch copies them before
-    it iterates, without giving up the GIL.
+    The hooks act only in this thread and inside ``run``, so all other calls see the model unchanged. Hooks may be
+    registered and removed while other threads call the model: torch copies them before it iterates, without releasing
+    the GIL.
     """
 
     def __init__(
@@ -145,8 +148,8 @@ class HeadTap:
         transform: Transform | None = None,
         learned: Callable[[float, float], None] | None = None,
     ) -> None:
-        """``transform``: what the model makes of the head's output; None: the first step tells, and ``learned`` is called with
-        it, after the head's numbers were compared."""
+        """``transform``: the model's logit transform. None: the first step detects it, compares the head's numbers, and
+        calls ``learned`` with it."""
         self.model, self.head, self.weight, self.bias = model, head, head.weight, head.bias
         self.transform, self._learned = transform, learned
         self._compares = False
@@ -166,7 +169,7 @@ class HeadTap:
         self._stack.close()
 
     def run(self, call: Callable[..., _T], *args: Any, **kwargs: Any) -> _T:
-        """``call``, which calls the model."""
+        """Runs ``call``, which calls the model."""
         head = _plain_lm_head(self.model)
         if head is not self.head or head.weight is not self.weight or head.bias is not self.bias:
             raise ValueError(f"{type(self.model).__name__}'s LM head was replaced while it was generating")
@@ -178,18 +181,18 @@ class HeadTap:
             self._hidden_states = None
 
     def last_hidden_states(self, logits: Any, batch: int, positions: int = 1) -> Tensor:
-        """(B, positions, D), what the LM head would have turned into the ``logits`` of each row's last positions."""
+        """Returns the LM head's input at each row's last positions, (B, positions, D)."""
         name = type(self.model).__name__
         if not isinstance(logits, _Placeholder):
             raise ValueError(
-                f"{name} changes the logits after its LM head, or does not call it: it returned others, which the fused step "
-                "cannot follow"
+                f"{name} changes the logits after its LM head, or does not call it: it returned others, which the "
+                "fused step cannot follow"
             )
-        made = logits.transform()
-        if self.transform is not None and made != self.transform:
+        transform = logits.transform()
+        if self.transform is not None and transform != self.transform:
             raise ValueError(
-                f"{name} changes the logits after its LM head by {made}, where it was by {self.transform} when it was looked "
-                "at; generate anew, with a sampler made anew"
+                f"{name} changes the logits after its LM head by {transform}, where it was by {self.transform} when it "
+                "was looked at; generate anew, with a sampler made anew"
             )
         hidden_states = logits.hidden_states
         if hidden_states.dim() != 3 or hidden_states.shape[0] != batch or hidden_states.shape[1] < positions:
@@ -200,13 +203,14 @@ class HeadTap:
             )
         if hidden_states.dtype != self.weight.dtype or torch.is_autocast_enabled(hidden_states.device.type):
             raise ValueError(
-                f"{name}'s LM head would convert what it multiplies (autocast?): hidden states are {hidden_states.dtype}, its "
-                f"weight {self.weight.dtype}; load the model in the dtype that you want and generate without autocast"
+                f"{name}'s LM head would convert what it multiplies (autocast?): hidden states are "
+                f"{hidden_states.dtype}, its weight {self.weight.dtype}; load the model in the dtype that you want and "
+                "generate without autocast"
             )
         if self.transform is None:
-            self.transform = made
+            self.transform = transform
             if self._learned is not None:
-                self._learned(*made)
+                self._learned(*transform)
         return hidden_states[:, -positions:]
 
     def _before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor] | None:
@@ -239,25 +243,26 @@ class HeadTap:
 
 
 def _plain_lm_head(model: Any) -> nn.Linear:
-    """The model's LM head, if it is seen to be ``hidden_states @ weight.T + bias`` and nothing else. Cheap: done before every
-    step."""
+    """Returns the model's LM head if it computes ``hidden_states @ weight.T + bias`` and nothing else, else raises.
+
+    Cheap, because it runs before every step."""
     outer = model.get_output_embeddings()
-    head = linear_under(outer)
+    head = base_linear(outer)
     if model._compiled_call_impl is not None or hasattr(vars(model).get("forward"), "_torchdynamo_orig_callable"):
         raise ValueError(
             "the model is compiled, its LM head too; compile the decoder alone: model.get_decoder().compile()"
         )
     if type(head) is not nn.Linear:
         raise ValueError(
-            f"the model's output embedding must be an nn.Linear, got {type(head).__module__}.{type(head).__name__}: quantised "
-            "heads, subclasses and adapters that are not PEFT's are not supported"
+            f"the model's output embedding must be an nn.Linear, got {type(head).__module__}.{type(head).__name__}: "
+            "quantised heads, subclasses and adapters that are not PEFT's are not supported"
         )
     for module in {outer, head}:
         own_forward = "forward" in vars(module) or module._compiled_call_impl is not None
         if own_forward or nn.Linear.forward is not _LINEAR_FORWARD:
             raise ValueError(
-                "the model's LM head has a forward of its own (accelerate puts one there for a device_map over several devices "
-                "or with offloading, compile() another), which the fused step cannot follow"
+                "the model's LM head has a forward of its own (accelerate puts one there for a device_map over several "
+                "devices or with offloading, compile() another), which the fused step cannot follow"
             )
         hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
         others = [hook for hook in hooks if not isinstance(getattr(hook, "__self__", None), HeadTap)]
@@ -272,48 +277,46 @@ def _plain_lm_head(model: Any) -> nn.Linear:
         if not plain or tensor.is_meta:
             raise ValueError(
                 f"the model's LM head must have a plain floating-point {name} in memory, got {type(tensor).__name__}, "
-                f"{tensor.dtype}, shape {tuple(tensor.shape)} on {tensor.device}: sharded (DTensor, FSDP, ZeRO-3), quantised "
-                "and offloaded heads are not supported"
+                f"{tensor.dtype}, shape {tuple(tensor.shape)} on {tensor.device}: sharded (DTensor, FSDP, ZeRO-3), "
+                "quantised and offloaded heads are not supported"
             )
     return head
 
 
+# head -> weight, bias and global hooks at the time when its numbers were compared
 _compared_heads: "WeakKeyDictionary[nn.Linear, tuple[ref[Tensor], ref[Tensor] | None, tuple[object, ...]]]"
-_compared_heads = (
-    WeakKeyDictionary()
-)  # -> what it had when numbers were compared, and what else could change its output
+_compared_heads = WeakKeyDictionary()
 
 
-def linear_under(module: Any) -> Any:
-    """The layer that computes what ``module`` returns: ``module`` itself, or the base layer of one of PEFT's adapter layers
-    that adds nothing, because it is merged or disabled.
+def base_linear(module: Any) -> Any:
+    """Returns the linear layer of ``module``: itself, or the base layer of a PEFT adapter that is merged or disabled.
 
     Raises:
-        ValueError: the adapter layer adds something, or may.
+        ValueError: the adapter changes the output, or may change it.
     """
     if not type(module).__module__.startswith("peft.") or not hasattr(module, "merged"):
         return module
     if module.merged and module.disable_adapters:
         raise ValueError(
-            "the model's LM head has an adapter (LoRA) that is merged and disabled: the model's next call would take it out of "
-            "the weight; call unmerge_adapter() first"
+            "the model's LM head has an adapter (LoRA) that is merged and disabled: the model's next call would take "
+            "it out of the weight; call unmerge_adapter() first"
         )
     if not module.merged and not module.disable_adapters:
         raise ValueError(
-            "the model's LM head has an adapter (LoRA) that is active, and the fused step multiplies with one weight: call "
-            "merge_adapter(), or generate within disable_adapter()"
+            "the model's LM head has an adapter (LoRA) that is active, and the fused step multiplies with one weight: "
+            "call merge_adapter(), or generate within disable_adapter()"
         )
     return module.base_layer
 
 
 class HeadPlace:
-    """Where a model has the LM head that a sampler was made with. Holds the model weakly.
+    """Checks that a model still has the LM head that a sampler was made with. Holds the model weakly.
 
-    A deep copy belongs to the model's copy where the model is copied with it, and is None elsewhere; a pickle is None.
+    A deep copy belongs to the model's copy if the model is copied with it, and is None otherwise. A pickle is None.
     """
 
     def __init__(self, model: Any) -> None:
-        # a wrapper (PEFT, torch.compile) hands out the method of the model within
+        # a wrapper (PEFT, torch.compile) exposes the inner model's method
         model = getattr(model.get_output_embeddings, "__self__", model)
         outer = model.get_output_embeddings()
         names = [name for name, module in model.named_modules(remove_duplicate=False) if module is outer]
@@ -321,17 +324,17 @@ class HeadPlace:
         self._model, self._names = ref(model), names[0].split(".") if len(names) == 1 else []
 
     def require(self, head: nn.Module) -> None:
-        """ValueError where the model has another head by now. ``torch.compile`` traces this."""
+        """Raises ValueError if the model has another head by now. ``torch.compile`` traces this."""
         model = self._model()
         if model is None:
             return
         module = model if self._names else model.get_output_embeddings()
         for name in self._names:
             module = None if module is None else module._modules.get(name)
-        if module is not head and linear_under(module) is not head:
+        if module is not head and base_linear(module) is not head:
             raise ValueError(
-                f"{type(model).__name__}'s LM head was replaced (resize_token_embeddings, an adapter, model.lm_head = ...) "
-                "after this sampler was made: make another, LMHeadSampler.from_model(model)"
+                f"{type(model).__name__}'s LM head was replaced (resize_token_embeddings, an adapter, model.lm_head = "
+                "...) after this sampler was made: make another, LMHeadSampler.from_model(model)"
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "HeadPlace | None":
@@ -359,20 +362,23 @@ def _is_compared(head: nn.Linear) -> bool:
 
 
 def _compare(name: str, head: nn.Linear, hidden_states: Tensor, output: Tensor) -> None:
-    """ValueError unless that is what the head makes of these (n, D), whatever hooks and patches of torch there are."""
+    """Raises ValueError unless ``output`` is the head's output for (n, D), whatever hooks and patches of torch there
+    are."""
     expected = hidden_states.to(head.weight.dtype) @ head.weight.T
     expected = expected if head.bias is None else expected + head.bias
     # the same multiplication may be summed in another order: a few roundings of the largest logit
     bound = 8 * torch.finfo(output.dtype).eps * expected.float().nan_to_num().abs().amax().item()
     if not torch.allclose(output.float(), expected.float(), rtol=0, atol=bound, equal_nan=True):
         raise ValueError(f"{name}'s LM head returns something else than hidden_states @ weight.T + bias")
-    if output.isfinite().all():  # else it says little: the next one is compared, too
+    if output.isfinite().all():  # otherwise compare the next output, too
         bias: ref[Tensor] | None = None if head.bias is None else ref(head.bias)
         _compared_heads[head] = ref(head.weight), bias, _global_hooks()
 
 
-def lm_head_of(model: Any) -> nn.Linear:
-    """The LM head of a transformers causal LM, whose structure is looked at; see ``checked_lm_head`` for what is raised."""
+def get_lm_head(model: Any) -> nn.Linear:
+    """Returns the LM head of a transformers causal LM after a check of its structure.
+
+    Raises as ``checked_lm_head`` does."""
     name = type(model).__name__
     if not hasattr(model, "get_output_embeddings"):
         raise TypeError(f"model must be a transformers causal LM, got {name}")
@@ -383,19 +389,20 @@ def lm_head_of(model: Any) -> nn.Linear:
 
 @torch.no_grad()
 def checked_lm_head(model: Any) -> CheckedHead:
-    """The LM head of a transformers causal LM, and what the model makes of its output, after a check that this is all.
+    """Returns the LM head of a transformers causal LM and the model's logit transform, after a check that there is no
+    more.
 
-    Runs the model over one row of four tokens, with the hooks that it has: those that know another batch must come later.
-    ``generate`` does without, and looks at its first step. Names of configuration fields are not looked at: a list of them
-    would miss the next model family.
+    Runs the model over one row of four tokens, with all its hooks: hooks for another batch must be registered later.
+    ``generate`` checks its first step instead. Names of configuration fields are not used: a list would miss the next
+    model family.
 
     Raises:
         TypeError: ``model`` has no ``get_output_embeddings``.
-        ValueError: the model is an encoder-decoder or compiled as a whole, its LM head is not an ``nn.Linear`` without hooks or
-            a forward of its own and with a plain weight and bias, or its logits are something else than what the head returns
-            after factors and a soft cap.
+        ValueError: the model is an encoder-decoder or compiled as a whole; its LM head is no ``nn.Linear`` with a plain
+            weight and bias, or has hooks or a forward of its own; or its logits are not the head's output after factors
+            and a soft cap.
     """
-    head = lm_head_of(model)
+    head = get_lm_head(model)
     embeddings = model.get_input_embeddings().weight
     tokens = torch.arange(1, 5, device=embeddings.device)[None] % embeddings.shape[0]
     with HeadTap(model, head) as tap:

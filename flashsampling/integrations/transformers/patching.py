@@ -1,4 +1,4 @@
-"""``patch``: every later ``generate`` of a model is ours, for those who do not make the call themselves."""
+"""``patch``: replaces ``model.generate``, for callers that cannot pass ``custom_generate``."""
 
 import threading
 from types import TracebackType
@@ -15,10 +15,10 @@ _lock = threading.Lock()
 
 
 class _PatchedGenerate:
-    """``model.generate`` of a patched model. A deep copy or a pickle of the model has one of its own."""
+    """The ``generate`` of a patched model. A deep copy or a pickle of the model has its own."""
 
     def __init__(self, model: Any) -> None:
-        self.model, self.users = ref(model), 1  # ``users``: how many patches were not undone
+        self.model, self.users = ref(model), 1  # users: patches that were not undone
 
     def __call__(self, *args: Any, custom_generate: Any = None, **kwargs: Any) -> Any:
         model = self.model()
@@ -28,12 +28,12 @@ class _PatchedGenerate:
             raise ValueError(
                 f"custom_generate must be None with a patched model, got {custom_generate!r}; unpatch(model) first"
             )
-        if kwargs.get("cache_implementation") == "paged":  # of which transformers makes a generate_batch, without us
+        if kwargs.get("cache_implementation") == "paged":  # transformers would call generate_batch instead
             raise ValueError(
                 "cache_implementation must not be 'paged' with a patched model; use "
                 "flashsampling.integrations.transformers.continuous.generate_batch"
             )
-        if kwargs.get("stop_strings") is not None:  # transformers hands no custom_generate the tokenizer that they need
+        if kwargs.get("stop_strings") is not None:  # they need the tokenizer, which custom_generate does not get
             raise ValueError(
                 "stop_strings must be None with a patched model; pass "
                 "stopping_criteria=[transformers.StopStringCriteria(tokenizer, stop_strings)]"
@@ -50,7 +50,7 @@ class _PatchedGenerate:
 
 
 class _Patch:
-    """What ``patch`` returns: a context that gives the model's ``generate`` back at its end."""
+    """The context manager of ``patch``: restores the model's ``generate`` at its end."""
 
     def __init__(self, model: Any, ours: _PatchedGenerate) -> None:
         self._model, self._ours, self._undone = model, ours, False
@@ -69,32 +69,34 @@ class _Patch:
 
 
 def patch(model: Any) -> _Patch:
-    """Makes ``model.generate(...)`` mean ``model.generate(..., custom_generate=generate)``, whoever calls it.
+    """Makes every ``model.generate(...)`` run ``model.generate(..., custom_generate=generate)``.
 
-    For ``pipeline()``, trainers and other code that calls ``generate`` itself. Such a call takes what ``generate`` here takes
-    (``seed``, ``temperatures``, ...); what the fused step does not do is an error, and never transformers' own loop. Patching
-    twice changes nothing more. A deep copy of a patched model is patched, and saved files are the same.
+    For ``pipeline()``, trainers and other code that calls ``generate`` itself. Such a call takes the arguments of
+    ``generate`` here (``seed``, ``temperatures``, ...). Unsupported arguments are errors; transformers' own loop never
+    runs. Patching twice has no further effect. A deep copy of a patched model is patched, and saved files do not
+    change.
 
     Args:
-        model: as ``LMHeadSampler.from_model`` takes it, also within a wrapper of PEFT's: the model within is patched.
+        model: a model as ``LMHeadSampler.from_model`` takes it. If PEFT wraps it, the inner model is patched.
 
     Returns:
-        A context manager, for a patch that ends: the model, and at the end its former ``generate`` if no other patch is left.
-        ``unpatch(model)`` ends them all.
+        A context manager. It gives the model, and at its end restores ``generate`` if no other patch is left.
+        ``unpatch(model)`` ends all patches.
 
     Raises:
-        TypeError, ValueError: the model is one that ``checked_lm_head`` refuses, or has a ``generate`` of its own.
+        TypeError, ValueError: ``checked_lm_head`` refuses the model, or the model has a ``generate`` of its own.
 
     Example:
         >>> import torch, transformers
         >>> from flashsampling.integrations.transformers import patch
-        >>> config = transformers.GPT2Config(vocab_size=1000, n_embd=8, n_layer=1, n_head=1, bos_token_id=0, eos_token_id=None)
+        >>> sizes = {"vocab_size": 1000, "n_embd": 8, "n_layer": 1, "n_head": 1}
+        >>> config = transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=None)
         >>> model = transformers.GPT2LMHeadModel(config)
         >>> with patch(model):
         ...     model.generate(torch.tensor([[5, 6]]), do_sample=True, max_new_tokens=4, seed=1).shape
         torch.Size([1, 6])
     """
-    model = _within(model)
+    model = _unwrap(model)
     checked_lm_head(model)
     require_transformers_loop(model)
     with _lock:
@@ -109,15 +111,15 @@ def patch(model: Any) -> _Patch:
 
 
 def unpatch(model: Any) -> None:
-    """Undoes every ``patch`` of the model. No error where there is none."""
-    model = _within(model)
+    """Undoes every ``patch`` of the model, if there is one."""
+    model = _unwrap(model)
     with _lock:
         if isinstance(vars(model).get("generate"), _PatchedGenerate):
             del model.generate
 
 
-def _within(model: Any) -> Any:
-    """The model in a wrapper, which hands out that model's method."""
+def _unwrap(model: Any) -> Any:
+    """Returns the model inside a wrapper, which exposes the inner model's method."""
     if not hasattr(model, "get_output_embeddings"):
         raise TypeError(f"model must be a transformers causal LM, got {type(model).__name__}")
     return getattr(model.get_output_embeddings, "__self__", model)

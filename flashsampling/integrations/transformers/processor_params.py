@@ -1,82 +1,73 @@
-"""What transformers' processors ask for, as the sampler's arguments of one step after another."""
+"""Makes the sampler's arguments for each step from transformers' processors."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...sampling_params import MAX_BIASED, BatchShape, Request, parse_sampling_params
+from ...sampling_params import MAX_BIASED, BatchShape, Request, parse_sampling_params, unexpected
 from ...token_counts import TokenCounts
-from .processors import Rule, Taken
+from .processors import ProcessorParams, TokenRule
 
-# of a request, what a GenerationConfig has no field for, or one for all rows alone
-PER_ROW = (
-    *(
-        "logit_bias",
-        "repetition_penalty",
-        "frequency_penalty",
-        "presence_penalty",
-        "token_mask",
-        "top_k",
-        "top_p",
-        "min_p",
-    ),
-)
 _PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
+# arguments of ``generate(request=...)``: a GenerationConfig has no field for them, or only a scalar one
+PER_ROW = ("logit_bias", *_PENALTIES, "token_mask", "top_k", "top_p", "min_p")
 
 
-class Requests:
-    """The sampler's arguments, step for step."""
+class StepParams:
+    """The sampler's arguments, step by step."""
 
     def __init__(
         self,
-        taken: Taken,
+        params: ProcessorParams,
         prompt: Tensor,  # (B, T)
         vocab_size: int,
         device: torch.device,  # the LM head's
         given: Request,
         attention_mask: Tensor | None = None,
     ) -> None:
-        """``given`` takes the place of what was taken. ValueError or TypeError for what it has no place for or ``sample`` does
-        not take, for tokens that the head does not have, and for more biases than a step takes."""
+        """``given`` replaces parameters of the processors.
+
+        Raises ValueError or TypeError for arguments that ``sample`` refuses, for tokens that the head does not have,
+        and for more biases than a step takes."""
         self.vocab_size, self.device = vocab_size, device
         if not isinstance(given, dict):
             raise TypeError(f"request must be a dictionary, got {type(given).__name__}")
         self._constant: Request = {}
-        if taken.top_k:
-            self._constant["top_k"] = taken.top_k
-        if taken.top_p < 1:
-            self._constant["top_p"] = taken.top_p
-        if taken.min_p > 0:
-            self._constant["min_p"] = taken.min_p
-        self._ngrams = taken.ngrams
-        self._rules, self._masks = taken.rules, {}  # type: ignore[var-annotated] # which rules are at work -> their mask
-        self._require_tokens(taken, prompt.shape[1])
-        self._values, self._prefixes = self._biases(taken.biases, prompt.device)
-        self._counts, self._left_out = None, taken.left_out
-        if isinstance(taken.left_out, Tensor) and len(taken.left_out) != len(prompt):
+        if params.top_k:
+            self._constant["top_k"] = params.top_k
+        if params.top_p < 1:
+            self._constant["top_p"] = params.top_p
+        if params.min_p > 0:
+            self._constant["min_p"] = params.min_p
+        self._ngrams = params.ngrams
+        self._rules, self._masks = params.rules, {}  # type: ignore[var-annotated] # active rules -> their mask
+        self._require_tokens(params, prompt.shape[1])
+        self._values, self._prefixes = self._biases(params.biases, prompt.device)
+        self._counts, self._left_out = None, params.left_out
+        if isinstance(params.left_out, Tensor) and len(params.left_out) != len(prompt):
             raise ValueError(
-                f"prompt_ignore_length must have one entry for each of the {len(prompt)} sequences, got {len(taken.left_out)}"
+                f"prompt_ignore_length must have one entry for each of the {len(prompt)} sequences, got "
+                f"{len(params.left_out)}"
             )
-        if (
-            given.get("repetition_penalty") is not None and taken.repetition_penalty == 1.0
-        ):  # nobody said what is padding
+        if given.get("repetition_penalty") is not None and params.repetition_penalty == 1.0:
+            # transformers has no processor then, and the penalty ignores padding
             self._left_out = _padding(attention_mask, prompt)
-        if taken.repetition_penalty != 1.0 or any(given.get(name) is not None for name in _PENALTIES):
+        if params.repetition_penalty != 1.0 or any(given.get(name) is not None for name in _PENALTIES):
             self._counts = self._counted(prompt)
             self._constant["token_counts"] = self._counts.read(len(prompt))
-            self._constant["repetition_penalty"] = taken.repetition_penalty
+            self._constant["repetition_penalty"] = params.repetition_penalty
         self._constant |= self._checked(given, len(prompt))
 
     def at(
         self,
         input_ids: Tensor,  # (B, T)
     ) -> Request:
-        """For the token behind these."""
+        """Returns the arguments for the token behind ``input_ids``."""
         request: Request = {**self._constant}
-        at_work = [rule for rule in self._rules if rule.first <= input_ids.shape[1] < rule.last]
-        masks = [self._mask(tuple(at_work))] if at_work else []
-        if not any(rule.forced for rule in at_work):  # which nothing before it could prevent
+        active = [rule for rule in self._rules if rule.first <= input_ids.shape[1] < rule.last]
+        masks = [self._mask(tuple(active))] if active else []
+        if not any(rule.forced for rule in active):  # a forced token overrides all else
             masks += [self._new(input_ids, size) for size in self._ngrams if size <= input_ids.shape[1]]
             if self._values is not None:
                 request["logit_bias"] = self._matching(input_ids)
@@ -90,13 +81,14 @@ class Requests:
         input_ids: Tensor,  # (B, T)
         drafts: Tensor,  # (B, n)
     ) -> tuple[Request, int]:
-        """For the tokens behind these and behind each draft, as ``verify`` takes it, and of how many drafts: those up to where
-        a bias depends on them, since one request has no other biases at its next position. ``verify`` counts them itself."""
+        """Returns the arguments of ``verify`` for the tokens behind the text and each draft, and the number of drafts
+        used.
+
+        Drafts end where a bias depends on them: a request has the same biases at all positions. ``verify`` adds the
+        drafts to token counts itself."""
         drafted = drafts.shape[1]
         if self._counts is not None and not bool(self._counting(input_ids.shape[1], input_ids.device).all()):
-            drafted = (
-                0  # of a prompt of embeddings the penalty leaves the first new tokens out, which ``verify`` would count
-            )
+            drafted = 0  # with a prompt of embeddings the penalty ignores the first new tokens; ``verify`` would not
         text, first, masks = input_ids, self.at(input_ids), []
         for place in range(drafted + 1):
             request = self.at(text) if place else first
@@ -112,20 +104,20 @@ class Requests:
             first["token_mask"] = torch.stack(rows, dim=1)
         return first, drafted
 
-    def drawn(
+    def count(
         self,
         token_ids: Tensor,  # (B,)
         position: int,
     ) -> None:
-        """Counts what was drawn."""
+        """Counts the drawn tokens."""
         if self._counts is not None:
             self._counts.add(torch.where(self._counting(position, token_ids.device), token_ids, -1).to(self.device))
 
     def _checked(self, given: Request, batch: int) -> Request:
-        """The same, checked, and on the device."""
+        """Returns ``given`` after a check, on the device."""
         for name in given:
             if name not in PER_ROW:
-                raise ValueError(f"request has {', '.join(PER_ROW)}, got {name!r}")
+                raise unexpected(name, None, [other for other in Request.__annotations__ if other not in PER_ROW])
         wanted: Request = {**given}
         if self._counts is not None:
             wanted["token_counts"] = self._counts.read(batch)
@@ -140,16 +132,16 @@ class Requests:
             checked["logit_bias"] = pair if params.dense_bias is None else params.dense_bias
         return checked  # type: ignore[no-any-return]
 
-    def _require_tokens(self, taken: Taken, length: int) -> None:
-        for argument, ids, last in taken.required:
+    def _require_tokens(self, params: ProcessorParams, length: int) -> None:
+        for argument, ids, last in params.required:
             others = [token for token in ids if not 0 <= token < self.vocab_size]
-            if others and length < last:  # transformers looks at nothing else
+            if others and length < last:
                 raise ValueError(
                     f"{argument} must hold ids from 0 to {self.vocab_size - 1} with this model, got {others}"
                 )
 
     def _counting(self, positions: Tensor | int, device: torch.device) -> Tensor:
-        """Which positions the penalty takes account of: (B, n), or of one for all rows (1,) or (B,)."""
+        """Returns which positions the penalty counts: (B, n); for one position (1,) or (B,)."""
         left_out = torch.as_tensor(self._left_out, device=device)
         if isinstance(positions, Tensor) and left_out.ndim:
             left_out = left_out[:, None]
@@ -162,26 +154,26 @@ class Requests:
         counts.reset(rows=slice(0, len(prompt)), prompt_token_ids=ids)
         return counts
 
-    def _mask(self, at_work: tuple[Rule, ...]) -> Tensor:
-        """(ceil(V / 32),) int32, for all rows."""
-        if at_work not in self._masks:
+    def _mask(self, active: tuple[TokenRule, ...]) -> Tensor:
+        """Returns the mask of active rules for all rows, (ceil(V / 32),) int32."""
+        if active not in self._masks:
             allowed = torch.ones(-(-self.vocab_size // 32) * 32, dtype=torch.bool)
-            for rule in at_work:
+            for rule in active:
                 if rule.forced:
                     allowed[:] = False
                 allowed[[token for token in rule.ids if 0 <= token < self.vocab_size]] = rule.forced
             words = (allowed.view(-1, 32).long() << torch.arange(32)).sum(dim=1)
-            self._masks[at_work] = _int32(words).to(self.device)
-        return self._masks[at_work]  # type: ignore[no-any-return]
+            self._masks[active] = _int32(words).to(self.device)
+        return self._masks[active]  # type: ignore[no-any-return]
 
     def _new(self, input_ids: Tensor, size: int) -> Tensor:
-        """(B, ceil(V / 32)) int32: tokens that do not complete an n-gram that is there already."""
+        """Returns the mask of tokens that do not repeat an n-gram, (B, ceil(V / 32)) int32."""
         ngrams = input_ids.unfold(1, size, 1)  # (B, T - size + 1, size)
         end = input_ids[:, None, input_ids.shape[1] - size + 1 :]
         again = torch.where((ngrams[..., :-1] == end).all(dim=-1), ngrams[..., -1], -1)
         again = again.to(self.device).sort(dim=1).values
         there = (again >= 0) & (again < self.vocab_size)
-        there[:, 1:] &= again[:, 1:] != again[:, :-1]  # once each: the sum of their bits is then all of them
+        there[:, 1:] &= again[:, 1:] != again[:, :-1]  # each id once, so that adding bits is the same as combining them
         again = torch.where(there, again, 0)
         words = torch.zeros(len(again), -(-self.vocab_size // 32), dtype=torch.int64, device=self.device)
         words.scatter_add_(1, again >> 5, there.long() << (again & 31))
@@ -190,8 +182,9 @@ class Requests:
     def _biases(
         self, biases: list[tuple[tuple[int, ...], float]], device: torch.device
     ) -> tuple[Tensor | None, list[Any]]:
-        """Values (n,), and by length of what has to come before, prefixes (m, length) and last tokens (m,), n in all. Where
-        more tokens are biased than a row takes, and none waits for a prefix: values (V,) of all, and no prefixes."""
+        """Returns values (n,), and for each prefix length prefixes (m, length) and last tokens (m,), n in all.
+
+        If there are more biases than a row takes and none has a prefix, returns values (V,) and no prefixes."""
         if not biases:
             return None, []
         if len(biases) > MAX_BIASED:
@@ -213,7 +206,7 @@ class Requests:
         return values, prefixes
 
     def _matching(self, input_ids: Tensor) -> Any:
-        """``logit_bias``."""
+        """Returns ``logit_bias`` for the token behind ``input_ids``."""
         if not self._prefixes:
             return self._values
         ids = []
@@ -229,19 +222,21 @@ class Requests:
 
 
 def _padding(mask: Tensor | None, prompt: Tensor) -> int | Tensor:
-    """(B,) how many positions of the prompt are padding before it. The mask may be longer, by what a cache has."""
+    """Returns how many first positions of the prompt are padding, (B,).
+
+    The mask may be longer by the cache's length."""
     if mask is None or mask.dim() != 2:
         return 0
     return ((mask != 0).int().argmax(dim=1) - (mask.shape[1] - prompt.shape[1])).clamp(min=0).to(prompt.device)
 
 
 def _same_biases(one: Any, other: Any) -> bool:
-    """Of two positions. Waits for the device where they depend on the text."""
+    """Returns whether two positions have the same biases. Synchronises if they depend on the text."""
     if one is other or one is None or other is None:
         return one is other
     return isinstance(one, tuple) and isinstance(other, tuple) and torch.equal(one[0], other[0])
 
 
 def _int32(words: Tensor) -> Tensor:
-    """The same 32 bits, of words from 0 to 2**32 - 1."""
+    """Returns words from 0 to 2**32 - 1 as int32 with the same bits."""
     return torch.where(words < 2**31, words, words - 2**32).to(torch.int32)

@@ -1,4 +1,4 @@
-"""What transformers draws with the contract's noise: its own decoding and its own processors on its own logits, in memory."""
+"""The oracle: transformers' own decoding and processors on its own logits in memory, with the contract's noise."""
 
 from typing import Any
 

@@ -1,4 +1,5 @@
-"""``generate`` with drafts: tokens and calls of criteria and streamers are those without, and the model runs less often."""
+"""``generate`` with drafts: tokens and calls of criteria and streamers are those without, and the model runs less
+often."""
 
 import copy
 from contextlib import contextmanager
@@ -22,8 +23,8 @@ from flashsampling import LMHeadSampler  # noqa: E402
 from flashsampling.integrations.transformers import NoTokenError, generate  # noqa: E402
 from flashsampling.integrations.transformers.arguments import CACHE  # noqa: E402
 from flashsampling.integrations.transformers.assisted import PromptLookup  # noqa: E402
-from flashsampling.integrations.transformers.processor_params import Requests  # noqa: E402
-from flashsampling.integrations.transformers.processors import Taken  # noqa: E402
+from flashsampling.integrations.transformers.processor_params import StepParams  # noqa: E402
+from flashsampling.integrations.transformers.processors import ProcessorParams  # noqa: E402
 from tests.conftest import DEVICE  # noqa: E402
 from tests.integrations.transformers.test_generate import SIZES, Collector, llama, prompt  # noqa: E402
 from tests.integrations.transformers.test_processor_params import FIELDS  # noqa: E402
@@ -51,7 +52,7 @@ def assistants(model):
 
 @pytest.fixture
 def drafting(assistants):
-    """What to give ``generate`` for a drafter."""
+    """Returns the arguments of ``generate`` for a drafter."""
 
     def options(drafter):
         return {"prompt_lookup_num_tokens": 4} if drafter == "look-up" else {"assistant_model": assistants[drafter]}
@@ -89,9 +90,15 @@ def drawn(model, **options):
 CASES = {name: fields for name, fields in FIELDS.items() if name not in ("no cache", "forced_bos_token_id")} | {
     "eos": {"eos_token_id": list(range(3, 900, 7))},
     "words": {"bad_words_ids": [[7, 8], [9]], "sequence_bias": {(5, 6, 7): 3.0, (4,): -1.0}},
-    "a request": {"request": {"top_k": [40], "frequency_penalty": 0.4, "presence_penalty": [0.2], "repetition_penalty": 1.2}},
-    "a mask": {"request": {"token_mask": torch.full((1, 40), 0x77777777, dtype=torch.int32, device=DEVICE)}, "min_length": 32},
-    "a forced beginning": {"forced_bos_token_id": 77, "input_ids": torch.tensor([[5]]), "attention_mask": torch.tensor([[1]])},
+    "a request": {
+        "request": {"top_k": [40], "frequency_penalty": 0.4, "presence_penalty": [0.2], "repetition_penalty": 1.2}
+    },
+    "a mask": {
+        "request": {"token_mask": torch.full((1, 40), 0x77777777, dtype=torch.int32, device=DEVICE)}, "min_length": 32
+    },
+    "a forced beginning": {
+        "forced_bos_token_id": 77, "input_ids": torch.tensor([[5]]), "attention_mask": torch.tensor([[1]])
+    },
     "a temperature": {"temperatures": [0.4], "top_k": 0},
     "max_length": {"max_length": 33, "max_new_tokens": None},
     "a padded prompt": prompt([9, 4]),
@@ -110,7 +117,8 @@ def test_tokens_are_those_without_drafts(model, drafting, drafter, case):
 
 
 def test_a_drafts_nan_is_not_the_texts(monkeypatch):
-    """Attention of weight 0 to a NaN is NaN: a draft that has no state leaves the positions before it without one, too."""
+    """Attention of weight 0 to a NaN is NaN: a draft that has no state leaves the positions before it without one,
+    too."""
     model = llama(vocab_size=40)
     given = text(length=6, times=2, max_new_tokens=12, top_k=0)
     given["input_ids"] = given["input_ids"] % 40
@@ -123,7 +131,7 @@ def test_a_drafts_nan_is_not_the_texts(monkeypatch):
     )
 
     def ways(broken):
-        """What is drawn, how far the sampler is, and the error, without drafts and with them."""
+        """Tokens, sampler offsets and errors are the same with and without drafts."""
         with torch.no_grad():
             model.model.embed_tokens.weight.copy_(embeddings)[broken] = float("nan")
         for options in ({}, {"prompt_lookup_num_tokens": 2}):
@@ -156,7 +164,8 @@ def mistral(**options):
 @pytest.mark.parametrize("chunk", [None, 4, 20])
 @pytest.mark.parametrize("drafter", ["look-up", "itself", "another model"])
 def test_sliding_windows_and_a_prompt_in_chunks(drafter, chunk):
-    """Several runs and nothing cut back between: in transformers 5.15 to 5.17 windows that record their past cannot do that."""
+    """Several runs and nothing cut back between: in transformers 5.15 to 5.17 windows that record their past cannot do
+    that."""
     model = mistral()
     drafts: dict[str, Any] = {
         "look-up": {"prompt_lookup_num_tokens": 4},
@@ -192,7 +201,7 @@ def test_greedy(model, drafting, drafter, case):
     ],
 )
 def test_good_drafts_save_runs_of_the_model(model, drafting, drafter, most, options):
-    """Of 31 tokens. An assistant that samples is coupled: with noise of its own it would agree one time in some hundred."""
+    """31 tokens take few runs: with noise of its own a sampling assistant would agree once in some hundred tokens."""
     options = options | {"max_new_tokens": 31}
     with runs_of(model) as plain:
         expected = drawn(model, **options)
@@ -278,7 +287,7 @@ def test_no_token(model, drafting, drafter):
 
 
 def test_embeddings_as_a_prompt(model, drafting):
-    """Of which the penalty leaves the first new tokens out, where it is padded: drafts wait until it counts."""
+    """The penalty ignores the first new tokens of a padded prompt of embeddings; drafts start once it counts."""
     inputs = {name: value[1:] for name, value in prompt([19, 10]).items()}
     embeds = {"input_ids": None, "inputs_embeds": model.get_input_embeddings()(inputs["input_ids"])}
     embeds |= {"attention_mask": inputs["attention_mask"], "repetition_penalty": 1.5, "max_new_tokens": 30}
@@ -290,9 +299,9 @@ def test_embeddings_as_a_prompt(model, drafting):
 
 
 def test_drafts_end_where_a_bias_depends_on_them():
-    taken = Taken()
+    taken = ProcessorParams()
     taken.biases = [((4, 5), 1.0), ((7,), 2.0)]
-    requests = Requests(taken, torch.tensor([[1, 2]], device=DEVICE), 1000, torch.device(DEVICE), {})
+    requests = StepParams(taken, torch.tensor([[1, 2]], device=DEVICE), 1000, torch.device(DEVICE), {})
     ids = torch.tensor([[1, 2]], device=DEVICE)
     for drafts, fit in (([3, 3, 3], 3), ([3, 4, 5, 6], 1), ([4, 5], 0), ([], 0), ([5, 5, 4], 2)):
         request: Any
@@ -305,9 +314,9 @@ def test_drafts_end_where_a_bias_depends_on_them():
 
 
 def test_no_drafts_where_the_penalty_does_not_count_them():
-    taken = Taken()
+    taken = ProcessorParams()
     taken.repetition_penalty, taken.left_out = 2.0, torch.tensor([5], device=DEVICE)
-    requests = Requests(taken, torch.zeros(1, 0, dtype=torch.int64, device=DEVICE), 1000, torch.device(DEVICE), {})
+    requests = StepParams(taken, torch.zeros(1, 0, dtype=torch.int64, device=DEVICE), 1000, torch.device(DEVICE), {})
     drafts = torch.tensor([[7, 8]], device=DEVICE)
     assert [requests.over(torch.ones(1, length, dtype=torch.int64, device=DEVICE), drafts)[1] for length in (4, 5)] == [
         0,
@@ -352,7 +361,8 @@ def small(**options):
 
 
 def offloaded() -> DynamicCache:
-    """As ``DynamicCache(offloading=True)``, which asks for a stream: torch's CUDA builds have none where there is no driver."""
+    """Imitates ``DynamicCache(offloading=True)``, which needs a stream, and torch's CUDA builds have none without a
+    driver."""
     cache = DynamicCache()
     cache.offloading = True
     return cache
@@ -369,12 +379,12 @@ def clamps(model):
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a batch": (prompt([5, 6]), "drafts are verified for one sequence at a time, as in transformers, got 2"),
-    "sequences": ({"num_return_sequences": 2, "do_sample": True}, "num_return_sequences has to be 1"),  # by transformers
+    "sequences": ({"num_return_sequences": 2, "do_sample": True}, "num_return_sequences has to"),  # by transformers
     "both": ({"assistant_model": small}, "from assistant_model or from prompt_lookup_num_tokens, got both"),
-    "logprobs": ({"return_dict_in_generate": True, "return_logprobs": True}, "return_logprobs is not supported with drafts"),
+    "logprobs": ({"return_dict_in_generate": True, "return_logprobs": True}, "return_logprobs is not supported with"),
     "top": ({"return_dict_in_generate": True, "top_logprobs": 2}, "top_logprobs is not supported with drafts"),
-    "attentions": ({"return_dict_in_generate": True, "output_attentions": True}, "output_attentions is not supported with"),
-    "states": ({"return_dict_in_generate": True, "output_hidden_states": True}, "output_hidden_states is not supported with"),
+    "attentions": ({"return_dict_in_generate": True, "output_attentions": True}, "output_attentions is not supported"),
+    "states": ({"return_dict_in_generate": True, "output_hidden_states": True}, "output_hidden_states is not"),
     "no cache": ({"use_cache": False}, "drafts need a key and value cache: use_cache=True"),
     "a static cache": ({CACHE: lambda: StaticCache(small().config, 64)}, "got StaticCache of StaticLayer: static"),
     "an offloaded cache": ({CACHE: offloaded}, "got an offloaded one"),
@@ -418,7 +428,7 @@ def test_a_sampler_over_several_gpus_is_refused(model):
 @pytest.mark.parametrize("drafting", [{}, {"assistant_model": True}])
 @pytest.mark.parametrize("puts", [2, 4, 8])
 def test_a_streamer_that_raises_within_a_round(model, drafting, puts):
-    """What is behind the token that it was given was not drawn: neither the sampler nor the caller's cache has it."""
+    """After an error of a streamer, sampler and cache hold no token behind the last one it got."""
 
     class Raises:
         given = 0

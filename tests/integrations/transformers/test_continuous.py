@@ -1,4 +1,5 @@
-"""transformers' continuous batching with the fused step, on a CPU: its own scheduler, cache and thread, tiny random models."""
+"""transformers' continuous batching with the fused step, on a CPU: its own scheduler, cache and thread, tiny random
+models."""
 
 import math
 import time
@@ -56,7 +57,7 @@ def batching(**given):
 
 @torch.no_grad()
 def drawn(model, prompt, seed, count, **request):
-    """By one step after the other, each over the whole sequence: no cache, no batch, an ``LMHeadSampler`` of one row."""
+    """Decodes step by step over the whole sequence, without cache or batch, with an ``LMHeadSampler`` of one row."""
     sampler = flashsampling.LMHeadSampler(model.lm_head.weight, max_batch_size=1)
     sampler.reset([seed if seed < 2**63 else seed - 2**64])
     scale = getattr(model.config, "logits_scaling", None)
@@ -161,7 +162,7 @@ ON_A_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs
     ],
 )
 def test_requests_join_and_leave(device, given):
-    """With prompts in several parts, more requests than a step takes, of several lengths, each with parameters of its own."""
+    """Prompts come in chunks, requests exceed a step, and each has its own length and parameters."""
     config = config_of(temperature=0.9, top_k=50, top_p=0.99)
     manager = FusedBatchingManager(
         llama().to(device), config, batching(max_batch_tokens=8, max_requests_per_batch=4, **given)
@@ -201,7 +202,7 @@ def test_requests_without_a_seed_get_one_each():
 
 
 def test_the_model_says_where_sequences_end_if_the_configuration_does_not():
-    """As in ``model.generate_batch``."""
+    """The end-of-sequence token is found as ``model.generate_batch`` finds it."""
     model = llama()
     whole, _ = drawn(model, PROMPTS[0], SEEDS[0], 6)
     model.config.eos_token_id = whole[2]
@@ -293,13 +294,13 @@ def test_a_length_with_the_prompt_is_no_end():
 def test_warpers_of_another_meaning_or_order_are_refused():
     temperature, top_k = of_transformers.TemperatureLogitsWarper(0.5), of_transformers.TopKLogitsWarper(5)
     top_p, min_p = of_transformers.TopPLogitsWarper(0.9), of_transformers.MinPLogitsWarper(0.1)
-    assert continuous._asked_of([temperature, top_k, top_p, min_p], True) == (0.5, 5, 0.9, 0.1)
-    assert continuous._asked_of([top_p], False) == (0.0, 0, 0.9, 0.0)
+    assert continuous._read_processors([temperature, top_k, top_p, min_p], True) == (0.5, 5, 0.9, 0.1)
+    assert continuous._read_processors([top_p], False) == (0.0, 0, 0.9, 0.0)
     for several in ([top_p, temperature], [top_p, top_k], [min_p, top_p], [top_k, top_k]):
         with pytest.raises(
             ValueError, match="must stand in the order temperature, top_k, top_p, min_p, each at most once"
         ):
-            continuous._asked_of(several, True)
+            continuous._read_processors(several, True)
     for one in (
         of_transformers.TopKLogitsWarper(5, filter_value=-10.0),
         of_transformers.TopPLogitsWarper(0.9, filter_value=-10.0),
@@ -309,8 +310,8 @@ def test_warpers_of_another_meaning_or_order_are_refused():
         with pytest.raises(
             ValueError, match=f"{type(one).__name__} in continuous batching is not what the fused step does"
         ):
-            continuous._asked_of([one], True)
-    assert continuous._asked_of([of_transformers.TopKLogitsWarper(2, min_tokens_to_keep=3)], True).top_k == 3
+            continuous._read_processors([one], True)
+    assert continuous._read_processors([of_transformers.TopKLogitsWarper(2, min_tokens_to_keep=3)], True).top_k == 3
 
 
 def test_what_else_is_refused(monkeypatch):
@@ -396,7 +397,7 @@ def test_a_continuous_batching_config_within_the_configuration():
 
 
 def test_an_error_does_not_wait_for_other_requests(caplog, monkeypatch):
-    """Nor does it take the model away from under them."""
+    """A refused manager does not change the model for others."""
     steps: list[int] = []
     forward = continuous.FusedModelRunner._forward_process_and_sample
 

@@ -1,4 +1,5 @@
-"""Kept sets and log-probabilities against transformers' own processors and warpers, on rows like a model's and on a model's."""
+"""Kept sets and log-probabilities against transformers' own processors and warpers, on rows like a model's and on a
+model's."""
 
 import importlib.util
 import math
@@ -60,9 +61,10 @@ def processed_by(step: list, ids: Tensor, logits: Tensor) -> Tensor:
     return logits
 
 
-def assert_same(rows: Tensor, theirs: Tensor, temperature: float = 1.0, ids: Tensor | None = None, **request) -> None:
-    """The kept set, exactly, and every kept token's log-probability; through the public function, and in ``filters``."""
-    wanted = torch.log_softmax(theirs.double(), -1)
+def assert_same(rows: Tensor, received: Tensor, temperature: float = 1.0, ids: Tensor | None = None, **request) -> None:
+    """The kept set, exactly, and every kept token's log-probability; through the public function, and in
+    ``filters``."""
+    wanted = torch.log_softmax(received.double(), -1)
     counts = request.get("token_counts")
     params = SamplingParams(**{"counts" if name == "token_counts" else name: value for name, value in request.items()})
     params = params if counts is None else params._replace(counts=counts.counts.clone())
@@ -71,7 +73,7 @@ def assert_same(rows: Tensor, theirs: Tensor, temperature: float = 1.0, ids: Ten
     kept = logit_transforms.kept(logits, temperatures, params.top_k, params.top_p, params.min_p)
     if params.token_mask is not None:
         kept &= logit_transforms.allowed(params, rows.shape[1])
-    assert torch.equal(kept, theirs > -math.inf)
+    assert torch.equal(kept, received > -math.inf)
     ours = logit_transforms.kept_logprobs(logits, temperatures, kept)
     assert torch.allclose(ours[kept].double(), wanted[kept], atol=1e-5)
     assert int(kept.sum(1).min()) >= 1
@@ -114,27 +116,27 @@ def test_all_of_them_in_their_order(temperature, rows):
         processors.TopPLogitsWarper(0.8),
         processors.MinPLogitsWarper(0.1),
     ]
-    theirs = processed_by(step, NO_IDS, rows.double())
-    assert_same(rows, theirs, temperature, top_k=40, top_p=0.8, min_p=0.1)
+    received = processed_by(step, NO_IDS, rows.double())
+    assert_same(rows, received, temperature, top_k=40, top_p=0.8, min_p=0.1)
     without_min_p = processed_by(step[:-1], NO_IDS, rows.double())
-    assert not torch.equal(theirs, without_min_p) or temperature < 1  # it does something
+    assert not torch.equal(received, without_min_p) or temperature < 1  # it does something
 
 
 @pytest.mark.parametrize("penalty", [0.7, 1.3])
 def test_repetition_penalty(penalty, rows):
     ids = rows.topk(30).indices[:, ::2]
-    theirs = processors.RepetitionPenaltyLogitsProcessor(penalty)(ids, rows.clone())
+    received = processors.RepetitionPenaltyLogitsProcessor(penalty)(ids, rows.clone())
     for prompt in (15, 7, 0):  # prompt and output count alike
         counts = TokenCounts(len(rows), rows.shape[1])
         counts.reset(prompt_token_ids=ids[:, :prompt])
         counts.add(ids[:, prompt:])
-        assert_same(rows, theirs, token_counts=counts, repetition_penalty=penalty)
+        assert_same(rows, received, token_counts=counts, repetition_penalty=penalty)
 
 
 def test_masks_are_suppressed_and_allowed_tokens(rows):
     vocab = rows.shape[1]
     banned = rows.topk(7).indices.flatten().unique()
-    theirs = processors.SuppressTokensLogitsProcessor(banned.tolist(), device="cpu")(NO_IDS, rows.clone())
+    received = processors.SuppressTokensLogitsProcessor(banned.tolist(), device="cpu")(NO_IDS, rows.clone())
     allowed = torch.ones(-(-vocab // 32) * 32, dtype=torch.int64)
     allowed[banned] = 0
 
@@ -142,7 +144,7 @@ def test_masks_are_suppressed_and_allowed_tokens(rows):
         words = (bits.view(-1, 32) << torch.arange(32)).sum(1)
         return (words - (words >> 31 << 32)).to(torch.int32).expand(len(rows), -1)
 
-    assert_same(rows, theirs, token_mask=packed(allowed))
+    assert_same(rows, received, token_mask=packed(allowed))
     step = [processors.SuppressTokensLogitsProcessor(banned.tolist(), device="cpu"), processors.TopPLogitsWarper(0.7)]
     assert_same(rows, processed_by(step, NO_IDS, rows.double()), token_mask=packed(allowed), top_p=0.7)
     only = processors.PrefixConstrainedLogitsProcessor(lambda batch, ids: banned.tolist(), 1)
@@ -151,24 +153,24 @@ def test_masks_are_suppressed_and_allowed_tokens(rows):
 
 def test_sequence_bias_of_single_tokens(rows):
     biases = {int(token): value for token, value in zip(rows[0].topk(4).indices, (-100.0, 3.0, -1.5, 100.0))}
-    theirs = processors.SequenceBiasLogitsProcessor({(token,): value for token, value in biases.items()})(
+    received = processors.SequenceBiasLogitsProcessor({(token,): value for token, value in biases.items()})(
         torch.zeros(len(rows), 1).long(), rows.clone()
     )
     dense = torch.zeros(rows.shape[1])
     dense[list(biases)] = torch.tensor(list(biases.values()))
     ours = logit_transforms.processed(rows, SamplingParams(dense_bias=dense))
-    assert torch.equal(ours, theirs)
+    assert torch.equal(ours, received)
     ids = torch.tensor(list(biases), dtype=torch.int32).expand(len(rows), -1)
     sparse = SamplingParams(bias_ids=ids, bias_values=torch.tensor(list(biases.values())).expand(len(rows), -1))
-    assert torch.equal(logit_transforms.processed(rows, sparse), theirs)
+    assert torch.equal(logit_transforms.processed(rows, sparse), received)
 
 
 def test_frequency_and_presence_penalties_are_openai_s(rows):
     """``mu[j] -> mu[j] - c[j] * alpha_frequency - float(c[j] > 0) * alpha_presence``, c counting what was sampled."""
     output = rows.topk(12).indices.repeat_interleave(2, 1)[:, :-1]
     counts = torch.zeros(rows.shape).scatter_add_(1, output, torch.ones(output.shape))
-    theirs = rows - counts * 0.4 - (counts > 0).float() * 0.3
+    received = rows - counts * 0.4 - (counts > 0).float() * 0.3
     state = TokenCounts(len(rows), rows.shape[1])
     state.reset(prompt_token_ids=rows.topk(50).indices)  # prompts do not count
     state.add(output)
-    assert_same(rows, theirs, token_counts=state, frequency_penalty=0.4, presence_penalty=0.3)
+    assert_same(rows, received, token_counts=state, frequency_penalty=0.4, presence_penalty=0.3)

@@ -88,7 +88,7 @@ class Collector:
 
 
 class Decoder:
-    """As much of a tokenizer as a TextIteratorStreamer needs."""
+    """The part of a tokenizer that a TextIteratorStreamer needs."""
 
     def decode(self, ids, **_):
         return "".join(f"{int(token)} " for token in ids)
@@ -157,7 +157,7 @@ def test_a_streamer_that_raises_leaves_the_model_as_it_was(model):
 
 
 def test_threads_share_a_model(model):
-    """Four threads, two that sample and two that want plain logits: nobody sees another's."""
+    """Four threads, two that sample and two that want plain logits, do not affect each other."""
     inputs = prompt([9, 4, 7])
     logits = model(**inputs).logits
     alone = [
@@ -271,20 +271,20 @@ class Adds(LogitsProcessor):
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "typical_p": ({"typical_p": 0.9}, r"switch off TypicalLogitsWarper \(typical_p=1.0\), or keep it and generate without"),
+    "typical_p": ({"typical_p": 0.9}, r"switch off TypicalLogitsWarper \(typical_p=1.0\), or keep it and generate"),
     "two processors": ({"epsilon_cutoff": 0.1, "eta_cutoff": 0.1}, r"EpsilonLogitsWarper \(.*\), EtaLogitsWarper \("),
-    "logits_processor": ({"logits_processor": [Adds()]}, "switch off Adds, or keep it and generate without custom_generate"),
-    "an order": ({"top_k": 50, "logits_processor": [TopPLogitsWarper(0.9)]}, r"TopKLogitsWarper \(top_k=0\): it comes after"),
+    "logits_processor": ({"logits_processor": [Adds()]}, "switch off Adds, or keep it and generate without"),
+    "an order": ({"top_k": 50, "logits_processor": [TopPLogitsWarper(0.9)]}, r"TopKLogitsWarper \(top_k=0\): it comes"),
     "a token it does not have": ({"sequence_bias": {(1000,): 1.0}}, r"sequence_bias must hold ids .* got \[1000\]"),
     "a request": ({"request": {"top_k": [1, 2]}}, "top_k must be a number or have shape"),
-    "prefix_allowed_tokens_fn": ({"prefix_allowed_tokens_fn": lambda batch, ids: [3, 4]}, "prefix_allowed_tokens_fn=None"),
-    "output_scores": ({"return_dict_in_generate": True, "output_scores": True}, "output_scores is not supported: logits are"),
-    "output_logits": ({"return_dict_in_generate": True, "output_logits": True}, "output_logits is not .* return_logprobs=True"),
+    "prefix_allowed_tokens_fn": ({"prefix_allowed_tokens_fn": lambda _, ids: [3, 4]}, "prefix_allowed_tokens_fn=None"),
+    "output_scores": ({"return_dict_in_generate": True, "output_scores": True}, "output_scores is not supported: log"),
+    "output_logits": ({"return_dict_in_generate": True, "output_logits": True}, "output_logits is not .* return_logp"),
     "return_logprobs": ({"return_logprobs": True}, "return_logprobs needs return_dict_in_generate=True"),
     "top_logprobs": ({"top_logprobs": 2}, "top_logprobs needs return_dict_in_generate=True"),
     "num_beams": ({"num_beams": 3}, "got beam_sample .num_beams=3"),
     "greedy beams": ({"do_sample": False, "num_beams": 3}, "got beam_search .num_beams=3"),
-    "beams with an assistant": ({"num_beams": 3, "assistant_model": None}, "got beam_sample .num_beams=3, assistant_model"),
+    "beams with an assistant": ({"num_beams": 3, "assistant_model": None}, "beam_sample .num_beams=3, assistant_model"),
     "assistant_early_exit": ({"assistant_early_exit": 1}, "assistant_early_exit=1"),
     "dola_layers": ({"dola_layers": "low"}, "dola_layers='low'"),
     "penalty_alpha": ({"do_sample": False, "penalty_alpha": 0.6, "top_k": 4}, "penalty_alpha=0.6"),
@@ -395,12 +395,12 @@ def test_the_docs_say_what_every_argument_does():
     assert set(inspect.signature(generate).parameters) - set(
         inspect.signature(GenerationMixin._sample).parameters
     ) == ours | {"model"}
-    said = set(DOCUMENTED)
-    assert (fields | arguments | ours) - said == set()
+    reported = set(DOCUMENTED)
+    assert (fields | arguments | ours) - reported == set()
     taken_away = inspect.getsource(GenerationMixin._extract_generation_mode_kwargs)
-    assert set(re.findall(r'kwargs\.pop\("(\w+)"', taken_away)) <= said
+    assert set(re.findall(r'kwargs\.pop\("(\w+)"', taken_away)) <= reported
     returned = {field.name for field in dataclasses.fields(GenerateOutput)}
-    assert returned - {field.name for field in dataclasses.fields(GenerateDecoderOnlyOutput)} <= said
+    assert returned - {field.name for field in dataclasses.fields(GenerateDecoderOnlyOutput)} <= reported
 
 
 class StopsAt(StoppingCriteria):
@@ -452,7 +452,7 @@ def test_works_as_in_transformers(model, case):
 
 
 def test_stop_strings_as_a_criterion(model):
-    """What the docs say to pass, since transformers hands no tokenizer on."""
+    """The criterion of the docs works; transformers passes no tokenizer on for ``stop_strings``."""
     letters = {chr(97 + token): token for token in range(26)}
     words = {f"{chr(97 + token % 26)}{chr(97 + token // 26 % 26)}{token}": token for token in range(26, 1000)}
     tokens = tokenizers.Tokenizer(tokenizers.models.BPE(letters | words, []))
@@ -508,19 +508,14 @@ def test_returned_sequences_have_their_own_seeds_and_temperatures(model):
 
 
 def test_seeds_of_64_bits(model):
-    inputs = prompt([6, 8])
-    out = [
-        model.generate(**inputs, **SAMPLED, max_new_tokens=5, seed=seeds)
-        for seeds in ([2**64 - 5, 3], [-5, 3], torch.tensor([-5, 3]), torch.tensor([-5, 3], dtype=torch.int32))
-    ]
-    assert all(torch.equal(out[0], other) for other in out)
-    of_tensors = model.generate(**inputs, **SAMPLED, max_new_tokens=5, seed=list(torch.tensor([-5, 3])))
-    assert torch.equal(out[0], of_tensors)
-    for one in (np.array(3), torch.tensor(3)):
-        like = model.generate(**inputs, **SAMPLED, max_new_tokens=5, seed=3)
-        assert torch.equal(model.generate(**inputs, **SAMPLED, max_new_tokens=5, seed=one), like)
-    of_numpy = model.generate(**inputs, **SAMPLED, max_new_tokens=5, seed=np.int64(3))
-    assert torch.equal(of_numpy, model.generate(**inputs, **SAMPLED, max_new_tokens=5, seed=3))
+    def tokens(seed):
+        return model.generate(**prompt([6, 8]), **SAMPLED, max_new_tokens=5, seed=seed)
+
+    rows = [-5, 3]
+    for same in ([2**64 - 5, 3], torch.tensor(rows), torch.tensor(rows, dtype=torch.int32), list(torch.tensor(rows))):
+        assert torch.equal(tokens(same), tokens(rows))
+    for scalar in (np.array(3), torch.tensor(3), np.int64(3)):
+        assert torch.equal(tokens(scalar), tokens(3))
 
 
 def test_a_temperature_warper_of_ones_own(model):
@@ -563,8 +558,8 @@ def test_a_row_without_a_token_stops_the_generation_before_its_id_is_used():
 
 
 class Fails(LMHeadSampler):
-    """From its step number ``at`` on another rank is gone: the ids of that step are -1, and every later call raises, as do the
-    group's ``check`` and, if ``at_once``, the failing step itself (transports whose exchange the host makes)."""
+    """From its step number ``at`` on another rank is gone: the ids of that step are -1, and every later call raises, as
+    do the group's ``check`` and, if ``at_once``, the failing step itself (transports whose exchange the host makes)."""
 
     def __init__(self, model, at, at_once):
         super().__init__(model.lm_head, max_batch_size=2, seed=1)
@@ -575,7 +570,7 @@ class Fails(LMHeadSampler):
 
     def check(self):
         if self.failed:
-            raise Failure("late", 1).error("rank 1", timeout=2.0)
+            raise Failure("timeout", 1).error("rank 1", timeout=2.0)
 
     def forward(self, hidden_states, *options, **named):
         self.check()
@@ -593,7 +588,7 @@ class Fails(LMHeadSampler):
 @pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize("at", [0, 3])
 def test_a_rank_that_is_gone_is_named_before_an_id_is_used(at, at_once):
-    """Trap 34: -1 in an embedding would end a GPU's process, and what it streams nobody could read."""
+    """Trap 34: -1 in an embedding would end a GPU's process, and its stream could not be decoded."""
     model = llama()
     fed = []
     model.get_input_embeddings().register_forward_pre_hook(lambda module, args: fed.append(int(args[0].min())))
@@ -611,7 +606,7 @@ def test_a_rank_that_is_gone_is_named_before_an_id_is_used(at, at_once):
 
 
 def test_a_row_that_has_ended_may_hold_nan():
-    """What a finished sequence is fed is padding; nothing of what comes out is used."""
+    """A finished sequence is fed padding, and its logits are not used."""
     poisoned = llama()
     inputs = prompt([5, 5])
     free = poisoned.generate(**inputs, **SAMPLED, seed=[1, 2], max_new_tokens=8, eos_token_id=-1)
@@ -749,11 +744,11 @@ def test_the_model_runs_over_the_callers_batch_alone(given):
         torch.tensor([1, 2], device=DEVICE),
     )
     expected = plain(model, seeds, **options)
-    theirs = seen.copy()
+    received = seen.copy()
     seen.clear()
     fused = model.generate(**options, do_sample=True, custom_generate=generate, seed=seeds, sampler=sampler)
     assert torch.equal(fused, expected)
-    assert seen == theirs == [(2, 6), (2, 1), (2, 1)]
+    assert seen == received == [(2, 6), (2, 1), (2, 1)]
 
 
 def test_the_heads_numbers_are_compared_once_and_again_where_they_could_be_others(monkeypatch):
@@ -819,7 +814,7 @@ def test_adapters_by_row_and_nothing_of_them_is_left_after_an_error():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_from_model_takes_what_the_model_does_to_its_logits(dtype):
-    """In the model's own dtype it is rounded; the numbers are compared all the same."""
+    """The transform is detected in every dtype, although the model's own numbers are rounded."""
     model = gemma(5.0).to(dtype)
     with torch.no_grad():
         model.lm_head.weight.mul_(30)
@@ -866,7 +861,7 @@ class Doubles(nn.Linear):
 
 
 class Adapter(nn.Module):
-    """As PEFT wraps a linear layer."""
+    """Wraps a linear layer as PEFT does."""
 
     def __init__(self, base_layer):
         super().__init__()
@@ -880,40 +875,12 @@ class Quantised(torch.Tensor):
     pass
 
 
-def subclass(model):
-    model.lm_head.__class__ = Doubles
-
-
-def adapter(model):
-    model.lm_head = Adapter(model.lm_head)
-
-
-def own_forward(model):
-    model.lm_head.forward = lambda hidden_states: 2 * nn.Linear.forward(model.lm_head, hidden_states)
-
-
-def hook(model):
-    model.lm_head.register_forward_hook(lambda module, args, output: output * 2)
-
-
-def pre_hook(model):
-    model.lm_head.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
-
-
 def quantised(model):
     model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().as_subclass(Quantised))
 
 
-def parametrised(model):
-    nn.utils.parametrize.register_parametrization(model.lm_head, "weight", nn.Softplus())
-
-
-def offloaded(model):
-    model.lm_head.to("meta")
-
-
-def compiled(model):
-    model.compile(backend="eager")
+def own_forward(model):
+    model.lm_head.forward = lambda hidden_states: 2 * nn.Linear.forward(model.lm_head, hidden_states)
 
 
 def model_hook(model):
@@ -935,33 +902,37 @@ def model_forward(model):
     model.forward = scaled
 
 
-def other_logits(model):
-    model.register_forward_hook(
-        lambda module, args, output: output.__class__(logits=torch.zeros(1, 1, 1000, device=DEVICE))
-    )
+def zeros(module, args, output):
+    return output.__class__(logits=torch.zeros(1, 1, 1000, device=DEVICE))
 
 
 CHANGES = {
-    subclass: "must be an nn.Linear, got .*Doubles",
-    adapter: "must be an nn.Linear, got .*Adapter",
-    own_forward: "has a forward of its own",
-    hook: "has a forward hook",
-    pre_hook: "has a forward hook",
-    quantised: "plain floating-point weight in memory, got Quantised",
-    parametrised: "must be an nn.Linear, got .*ParametrizedLinear",
-    offloaded: "on meta",
-    compiled: "the model is compiled",
-    model_hook: "changes the logits after its LM head",
-    model_forward: "changes the logits after its LM head",
-    other_logits: "changes the logits after its LM head",
+    "subclass": (lambda model: setattr(model.lm_head, "__class__", Doubles), "must be an nn.Linear, got .*Doubles"),
+    "adapter": (lambda model: setattr(model, "lm_head", Adapter(model.lm_head)), "must be an nn.Linear, got .*Adapter"),
+    "own forward": (own_forward, "has a forward of its own"),
+    "hook": (lambda model: model.lm_head.register_forward_hook(lambda *call: call[2] * 2), "has a forward hook"),
+    "pre-hook": (
+        lambda model: model.lm_head.register_forward_pre_hook(lambda module, args: (args[0] * 2,)),
+        "has a forward hook",
+    ),
+    "quantised": (quantised, "plain floating-point weight in memory, got Quantised"),
+    "parametrised": (
+        lambda model: nn.utils.parametrize.register_parametrization(model.lm_head, "weight", nn.Softplus()),
+        "must be an nn.Linear, got .*ParametrizedLinear",
+    ),
+    "offloaded": (lambda model: model.lm_head.to("meta"), "on meta"),
+    "compiled": (lambda model: model.compile(backend="eager"), "the model is compiled"),
+    "model hook": (model_hook, "changes the logits after its LM head"),
+    "model forward": (model_forward, "changes the logits after its LM head"),
+    "other logits": (lambda model: model.register_forward_hook(zeros), "changes the logits after its LM head"),
 }
 
 
 @pytest.mark.parametrize("when", ["before the check", "after the check", "while it generates"])
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_a_head_that_is_not_plain_is_refused(change, when):
+@pytest.mark.parametrize("case", CHANGES)
+def test_a_head_that_is_not_plain_is_refused(case, when):
     """Nothing that alters the logits passes, whenever it came."""
-    changed = llama()
+    changed, (change, message) = llama(), CHANGES[case]
 
     class Changes(Collector):
         def put(self, value):
@@ -976,11 +947,11 @@ def test_a_head_that_is_not_plain_is_refused(change, when):
     if when == "after the check":
         change(changed)
     collector = Changes()
-    with pytest.raises(ValueError, match=CHANGES[change]):
+    with pytest.raises(ValueError, match=message):
         changed.generate(**prompt([4]), **SAMPLED, max_new_tokens=5, eos_token_id=-1, streamer=collector)
     assert len(collector.steps) == (3 if when == "while it generates" else 1)
     if when != "while it generates":
-        with pytest.raises(ValueError, match=CHANGES[change]):
+        with pytest.raises(ValueError, match=message):
             LMHeadSampler.from_model(changed)
 
 

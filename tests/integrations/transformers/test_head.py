@@ -43,6 +43,13 @@ def lora(model, targets=("lm_head",), **options):
     return peft.get_peft_model(model, config).eval()
 
 
+def sampled():
+    """Returns a model, its sampler, and the sampler's first tokens."""
+    model = llama()
+    sampler = LMHeadSampler.from_model(model, max_batch_size=2, seed=[1, 2])
+    return model, sampler, copy.deepcopy(sampler)(STATES).token_ids
+
+
 def resized(model):
     model.resize_token_embeddings(256)
 
@@ -59,13 +66,7 @@ def deleted(model):
     del model.lm_head
 
 
-REPLACEMENTS = {
-    resized: REPLACED,
-    resized_as_it_is: REPLACED,
-    set_by_name: REPLACED,
-    deleted: REPLACED,
-    lora: ACTIVE,
-}
+REPLACEMENTS = {resized: REPLACED, resized_as_it_is: REPLACED, set_by_name: REPLACED, deleted: REPLACED, lora: ACTIVE}
 
 
 @pytest.mark.parametrize("change", REPLACEMENTS, ids=lambda change: change.__name__)
@@ -102,9 +103,7 @@ def test_a_parameter_that_is_replaced_is_followed():
 
 @pytest.mark.parametrize("fullgraph", [True, False])
 def test_compiled_it_refuses_without_a_graph_break(fullgraph):
-    model = llama()
-    sampler = LMHeadSampler.from_model(model, max_batch_size=2, seed=[1, 2])
-    expected = copy.deepcopy(sampler)(STATES).token_ids
+    model, sampler, expected = sampled()
     torch._dynamo.reset()
     compiled = torch.compile(sampler, fullgraph=fullgraph, backend="eager")
     assert torch.equal(compiled(STATES).token_ids, expected)
@@ -169,9 +168,7 @@ def test_copies_and_pickles():
 
 
 def test_exports():
-    model = llama()
-    sampler = LMHeadSampler.from_model(model, max_batch_size=2, seed=[1, 2])
-    expected = copy.deepcopy(sampler)(STATES).token_ids
+    _, sampler, expected = sampled()
     exported = torch.export.export(sampler, (STATES,)).module()
     assert torch.equal(exported(STATES).token_ids, expected)
 

@@ -15,7 +15,8 @@ from tests.integrations.transformers.oracle import GumbelNoise, plain  # noqa: E
 
 TOKENS = {"vocab_size": 320, "pad_token_id": 5, "bos_token_id": 1, "eos_token_id": 2}
 SIZES = TOKENS | {
-    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2,
     "max_position_embeddings": 128,
 }  # fmt: skip
 HEADS = SIZES | {"head_dim": 8}
@@ -73,7 +74,8 @@ MODELS = {
         "layer_types": ["sliding_attention", "full_attention"],
     },
     "OPTForCausalLM": TOKENS | {
-        "hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 128,
+        "hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "max_position_embeddings": 128,
         "word_embed_proj_dim": 16, "do_layer_norm_before": False,
     },
     "BloomForCausalLM": TOKENS | {"hidden_size": 32, "n_layer": 2, "n_head": 4},
@@ -128,8 +130,9 @@ WITHOUT_CACHE = ("LlamaForCausalLM", "Gemma3ForCausalLM", "MambaForCausalLM", "L
 STATEFUL = "assisted generation is not supported with stateful models"  # says transformers
 WITHOUT_DRAFTS = {
     **dict.fromkeys((
-        "Qwen3NextForCausalLM", "RecurrentGemmaForCausalLM", "FalconH1ForCausalLM", "MambaForCausalLM", "Mamba2ForCausalLM",
-        "FalconMambaForCausalLM", "JambaForCausalLM", "BambaForCausalLM", "GraniteMoeHybridForCausalLM", "RwkvForCausalLM",
+        "Qwen3NextForCausalLM", "RecurrentGemmaForCausalLM", "FalconH1ForCausalLM", "MambaForCausalLM",
+        "Mamba2ForCausalLM", "FalconMambaForCausalLM", "JambaForCausalLM", "BambaForCausalLM",
+        "GraniteMoeHybridForCausalLM", "RwkvForCausalLM",
     ), STATEFUL),
     "Lfm2ForCausalLM": "can be cut back, got DynamicCache of LinearAttentionLayer",
     "MptForCausalLM": "drafts need a key and value cache",
@@ -143,9 +146,11 @@ RESULTS = {
 
 
 def tiny(name: str):
-    """The model, its head scaled until its logits have a standard deviation of about 3: with less the noise alone decides.
+    """The model, its head scaled until its logits have a standard deviation of about 3: with less the noise alone
+    decides.
 
-    A head that is tied to the embeddings gets a weight of its own, else the last token would come again; a bias others than 0.
+    A head that is tied to the embeddings gets a weight of its own, else the last token would come again; a bias others
+    than 0.
     """
     torch.manual_seed(0)
     config = re.sub("(ForCausalLM|LMHeadModel|ForConditionalGeneration).*", "", name)
@@ -201,7 +206,7 @@ def test_model(name, use_cache):
 
 @pytest.mark.parametrize("name", [name for name, result in RESULTS.items() if result == "works"])
 def test_drafts(name):
-    """Of the model itself, and of its text: what comes out is what does without. Or they are refused."""
+    """Drafts of the model itself and of its text give the same tokens, or are refused."""
     model = tiny(name)
     ids = prompt()["input_ids"][1:2].repeat(1, 3)
     options = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "eos_token_id": 319}
@@ -226,7 +231,8 @@ def test_drafts(name):
 
 @pytest.mark.parametrize("name", DEFAULTS)
 def test_default_settings(name):
-    """``top_k=50`` and nothing else; and with a penalty, which looks at the sign of what the head's transform leaves."""
+    """``top_k=50`` and nothing else; and with a penalty, which looks at the sign of what the head's transform
+    leaves."""
     model = tiny(name)
     seeds = torch.tensor([11, -5, 2**62], device=DEVICE)
     for more in ({}, {"repetition_penalty": 1.3, "top_p": 0.8}):

@@ -1,4 +1,5 @@
-"""``generate`` with everything that a configuration may ask for: the tokens of transformers' own processors, with our noise."""
+"""``generate`` with everything that a configuration may ask for: the tokens of transformers' own processors, with our
+noise."""
 
 from typing import Any
 
@@ -37,7 +38,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def free(model):
-    """What it draws without more."""
+    """Returns the tokens that the model draws without request."""
     return fused(model)
 
 
@@ -64,11 +65,14 @@ FIELDS: dict[str, dict[str, Any]] = {
     "forced_bos_token_id": {"forced_bos_token_id": 77, "lengths": (1, 1, 1)},
     "forced_eos_token_id": {"forced_eos_token_id": 78},
     "renormalize_logits": {"renormalize_logits": True, "repetition_penalty": 1.5},
-    "own processors": {"logits_processor": [SequenceBiasLogitsProcessor({(3,): 8.0}), SuppressTokensLogitsProcessor([4])]},
+    "own processors": {
+        "logits_processor": [SequenceBiasLogitsProcessor({(3,): 8.0}), SuppressTokensLogitsProcessor([4])]
+    },
     "own warpers": {"logits_processor": [TemperatureLogitsWarper(2.0), TopKLogitsWarper(9), TopPLogitsWarper(0.6)]},
     "no cache": {"use_cache": False, "repetition_penalty": 1.5},
     "everything": {
-        "temperature": 1.7, "top_k": 30, "top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.4, "no_repeat_ngram_size": 2,
+        "temperature": 1.7, "top_k": 30, "top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.4,
+        "no_repeat_ngram_size": 2,
         "suppress_tokens": list(range(100, 200)), "begin_suppress_tokens": [7], "min_new_tokens": 3,
         "sequence_bias": {(3,): 2.0, (4, 5): 9.0}, "forced_eos_token_id": 5,
     },
@@ -81,7 +85,7 @@ def test_tokens_are_those_of_transformers_own_processors(model, case):
 
 
 def test_tokens_that_are_drawn_are_suppressed_and_biased(model, free):
-    """Of what comes without: it does not come any more."""
+    """A token that comes without the mask does not come with it."""
     first, second, third = (int(free[0, 9 + step]) for step in range(3))
     for options in (
         {"suppress_tokens": [first]},
@@ -112,7 +116,7 @@ def test_returned_sequences(model):
 
 
 def test_embeddings_as_a_prompt(model):
-    """Of which the penalty sees nothing, and of the first new tokens neither, in a row that is padded: as in transformers."""
+    """The penalty ignores a prompt of embeddings, and a padded row's first new tokens, as in transformers."""
     inputs = prompt([9, 4])
     options = {
         "inputs_embeds": model.get_input_embeddings()(inputs["input_ids"]),
@@ -133,25 +137,25 @@ def test_the_dictionary_and_its_logprobs(model):
     }
     options |= {"return_dict_in_generate": True, "output_hidden_states": True}
     ours: Any = fused(model, **options, return_logprobs=True, top_logprobs=3)
-    theirs = expected(model, **options, output_logits=True, output_scores=True)
+    received = expected(model, **options, output_logits=True, output_scores=True)
     assert type(ours).__name__ == "GenerateOutput"
-    assert torch.equal(ours.sequences, theirs.sequences)
+    assert torch.equal(ours.sequences, received.sequences)
     assert ours.scores is None
     assert ours.logits is None
     steps = ours.sequences.shape[1] - 9
-    for mine, others in zip(ours.hidden_states, theirs.hidden_states, strict=True):
-        assert all(torch.equal(*pair) for pair in zip(mine, others, strict=True))
+    for local, others in zip(ours.hidden_states, received.hidden_states, strict=True):
+        assert all(torch.equal(*pair) for pair in zip(local, others, strict=True))
     assert ours[CACHE].get_seq_length() == 9 + steps - 1
     ended = torch.zeros(3, dtype=torch.bool, device=DEVICE)
     for step in range(steps):
         tokens = ours.sequences[:, 9 + step]
         offset, draw = torch.full((3,), step, device=DEVICE), torch.zeros(1, dtype=torch.int64, device=DEVICE)
         gumbel = noise.gumbel(torch.tensor(SEEDS, device=DEVICE), offset, draw, 0, 1000)[:, 0]
-        raw, processed = theirs.logits[step].log_softmax(-1), (theirs.scores[step] - gumbel).log_softmax(-1)
-        for mine, others in ((ours.logprobs, raw), (ours.processed_logprobs, processed)):
+        raw, processed = received.logits[step].log_softmax(-1), (received.scores[step] - gumbel).log_softmax(-1)
+        for local, others in ((ours.logprobs, raw), (ours.processed_logprobs, processed)):
             others = others.gather(1, tokens[:, None])[:, 0]
-            assert torch.allclose(mine[~ended, step], others[~ended], atol=1e-4)
-            assert mine[ended, step].isnan().all()
+            assert torch.allclose(local[~ended, step], others[~ended], atol=1e-4)
+            assert local[ended, step].isnan().all()
         best = raw.topk(3)
         assert torch.equal(ours.top_token_ids[~ended, step], best.indices[~ended])
         assert torch.allclose(ours.top_logprobs[~ended, step], best.values[~ended], atol=1e-4)
@@ -171,10 +175,10 @@ def test_the_dictionary_without_more(model, free):
 def test_attentions():
     model = llama(attn_implementation="eager")
     options = {"return_dict_in_generate": True, "output_attentions": True}
-    ours, theirs = fused(model, **options), expected(model, **options)
+    ours, received = fused(model, **options), expected(model, **options)
     assert len(ours.attentions) == ours.sequences.shape[1] - 9
-    for mine, others in zip(ours.attentions, theirs.attentions, strict=True):
-        assert all(torch.equal(*pair) for pair in zip(mine, others, strict=True))
+    for local, others in zip(ours.attentions, received.attentions, strict=True):
+        assert all(torch.equal(*pair) for pair in zip(local, others, strict=True))
 
 
 def test_a_request_per_row(model):

@@ -1,4 +1,4 @@
-"""What a GenerationConfig and logits processors become: what transformers makes of the same logits, or an error by name."""
+"""Mapping a GenerationConfig and logits processors: transformers' result for the same logits, or an error by name."""
 
 import copy
 import inspect
@@ -31,8 +31,8 @@ from transformers.generation.logits_process import (  # noqa: E402
 )
 
 from flashsampling.integrations.transformers.arguments import SWITCH_OFF  # noqa: E402
-from flashsampling.integrations.transformers.processor_params import Requests  # noqa: E402
-from flashsampling.integrations.transformers.processors import _KINDS, _RANGES, Taken, taken  # noqa: E402
+from flashsampling.integrations.transformers.processor_params import StepParams  # noqa: E402
+from flashsampling.integrations.transformers.processors import _KINDS, _RANGES, ProcessorParams, read_processors  # noqa: E402
 from flashsampling.reference import logit_transforms  # noqa: E402
 from flashsampling.sampling_params import BatchShape, parse_sampling_params  # noqa: E402
 from tests.conftest import DEVICE  # noqa: E402
@@ -77,8 +77,9 @@ MAKE = {
 }
 # as transformers orders what a configuration asks for
 ORDER = [
-    SequenceBiasLogitsProcessor, RepetitionPenaltyLogitsProcessor, NoRepeatNGramLogitsProcessor, NoBadWordsLogitsProcessor,
-    MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor, ForcedBOSTokenLogitsProcessor, ForcedEOSTokenLogitsProcessor,
+    SequenceBiasLogitsProcessor, RepetitionPenaltyLogitsProcessor, NoRepeatNGramLogitsProcessor,
+    NoBadWordsLogitsProcessor, MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor,
+    ForcedBOSTokenLogitsProcessor, ForcedEOSTokenLogitsProcessor,
     SuppressTokensLogitsProcessor, SuppressTokensAtBeginLogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper,
     TopPLogitsWarper, MinPLogitsWarper, LogitNormalization,
 ]  # fmt: skip
@@ -104,28 +105,28 @@ def compare(chosen, rows: random.Random):
     generator = torch.Generator().manual_seed(rows.randrange(2**31))
     chosen = LogitsProcessorList(chosen)
     try:
-        params = taken(chosen, True, SWITCH_OFF)
+        params = read_processors(chosen, True, SWITCH_OFF)
     except ValueError:
         return False
     input_ids = torch.randint(0, 5, (BATCH, LENGTH), generator=generator).to(DEVICE)
-    requests = Requests(params, input_ids, VOCAB, DEVICE, {})
+    requests = StepParams(params, input_ids, VOCAB, DEVICE, {})
     for _ in range(3):
         logits = (4 * torch.randn(BATCH, VOCAB, generator=generator)).to(DEVICE)
-        theirs = chosen(input_ids, logits.double())  # no mass is then a rounding away from p
+        received = chosen(input_ids, logits.double())  # no mass is then a rounding away from p
         ours = processed(requests, params.temperature, input_ids, logits)
         for row in range(BATCH):
-            lost = not theirs[row].isfinite().any()  # all masked out: -inf, and what their softmax makes of it
+            lost = not received[row].isfinite().any()  # all masked out: -inf, and what their softmax makes of it
             assert lost == (not ours[row].isfinite().any()), "a row without a token"
             if lost:
                 continue
-            assert torch.equal(ours[row].isfinite(), theirs[row].isfinite()), list(map(type, chosen))
+            assert torch.equal(ours[row].isfinite(), received[row].isfinite()), list(map(type, chosen))
             kept = ours[row].isfinite()
             if kept.sum() == 1:
                 continue  # a forced token's logit is 0 there
-            both = (ours[row][kept].log_softmax(0), theirs[row][kept].log_softmax(0))
+            both = (ours[row][kept].log_softmax(0), received[row][kept].log_softmax(0))
             assert torch.allclose(*both, atol=1e-4, rtol=1e-5), chosen
         drawn = torch.randint(0, 5, (BATCH,), generator=generator).to(DEVICE)
-        requests.drawn(drawn, input_ids.shape[1])
+        requests.count(drawn, input_ids.shape[1])
         input_ids = torch.cat([input_ids, drawn[:, None]], dim=1)
     return True
 
@@ -152,7 +153,7 @@ def test_any_configuration():
 
 
 def test_any_list():
-    """In any order, some twice: what is taken is the same, and some of it is taken."""
+    """Processors in any order, some twice: accepted lists have the same result, and some are accepted."""
     rows = random.Random(2)
     was_taken = 0
     for _ in range(1500):
@@ -164,7 +165,7 @@ def test_any_list():
 ORDERS = {
     "top-p before the temperature": (
         [TopPLogitsWarper(0.9), TemperatureLogitsWarper(0.5)],
-        r"TemperatureLogitsWarper \(temperature=1.0\): it comes after TopPLogitsWarper, and this order is not the fused step's",
+        r"TemperatureLogitsWarper \(temperature=1.0\): it comes after TopPLogitsWarper, and this order is not",
     ),
     "top-p before top-k": (
         [TopPLogitsWarper(0.9), TopKLogitsWarper(50)],
@@ -201,7 +202,7 @@ ORDERS = {
 def test_what_is_refused_and_why(case):
     chosen, message = ORDERS[case]
     with pytest.raises(ValueError, match=message):
-        taken(chosen, True, SWITCH_OFF)
+        read_processors(chosen, True, SWITCH_OFF)
 
 
 def test_subclasses_are_not_taken_for_what_they_come_from():
@@ -209,7 +210,7 @@ def test_subclasses_are_not_taken_for_what_they_come_from():
         pass
 
     with pytest.raises(ValueError, match="switch off Own, or keep it"):
-        taken([Own(5)], True, SWITCH_OFF)
+        read_processors([Own(5)], True, SWITCH_OFF)
 
 
 def test_every_other_processor_of_transformers_is_refused_by_name():
@@ -221,18 +222,18 @@ def test_every_other_processor_of_transformers_is_refused_by_name():
     assert len(others) > 10
     for other in others:
         with pytest.raises(ValueError, match=f"switch off {other.__name__}"):
-            taken([object.__new__(other)], True, SWITCH_OFF)
+            read_processors([object.__new__(other)], True, SWITCH_OFF)
 
 
 def test_a_top_k_that_keeps_no_fewer_may_come_late():
-    """As the default of 50 does behind filters of one's own."""
-    params = taken([TopKLogitsWarper(20), TopPLogitsWarper(0.9), TopKLogitsWarper(50)], True, SWITCH_OFF)
+    """A later, larger top-k is accepted, as the default of 50 is behind the user's filters."""
+    params = read_processors([TopKLogitsWarper(20), TopPLogitsWarper(0.9), TopKLogitsWarper(50)], True, SWITCH_OFF)
     assert (params.top_k, params.top_p) == (20, 0.9)
 
 
 def make(processors, given=None, batch=2, do_sample=True):
     prompt = torch.zeros(batch, 3, dtype=torch.int64, device=DEVICE)
-    return Requests(taken(processors, do_sample, SWITCH_OFF), prompt, VOCAB, DEVICE, given or {}), prompt
+    return StepParams(read_processors(processors, do_sample, SWITCH_OFF), prompt, VOCAB, DEVICE, given or {}), prompt
 
 
 def test_nothing_asked_is_nothing_passed():
@@ -248,9 +249,9 @@ def test_a_vector_of_biases_is_float32_whatever_torch_makes_by_default(default):
     was = torch.get_default_dtype()
     torch.set_default_dtype(default)
     try:
-        taken = Taken()
+        taken = ProcessorParams()
         taken.biases = biases
-        values = Requests(taken, torch.zeros(1, 1, dtype=torch.int64), 1200, DEVICE, {})._values
+        values = StepParams(taken, torch.zeros(1, 1, dtype=torch.int64), 1200, DEVICE, {})._values
     finally:
         torch.set_default_dtype(was)
     assert values is not None
@@ -263,8 +264,10 @@ def test_more_biases_than_a_row_takes_are_a_vector():
         make([words])
     prompt = torch.zeros(1, 3, dtype=torch.int64, device=DEVICE)
     many = {(token,): float(token) for token in range(1025)}
-    params = taken([SequenceBiasLogitsProcessor(many), SequenceBiasLogitsProcessor({(7,): 0.5})], True, SWITCH_OFF)
-    bias = Requests(params, prompt, 2000, DEVICE, {}).at(prompt)["logit_bias"]
+    params = read_processors(
+        [SequenceBiasLogitsProcessor(many), SequenceBiasLogitsProcessor({(7,): 0.5})], True, SWITCH_OFF
+    )
+    bias = StepParams(params, prompt, 2000, DEVICE, {}).at(prompt)["logit_bias"]
     assert isinstance(bias, torch.Tensor)
     assert bias.shape == (2000,)
     assert bias[[7, 1024, 1025]].tolist() == [7.5, 1024.0, 0.0]
@@ -295,7 +298,7 @@ HELD = {
     "none at the beginning": (SuppressTokensAtBeginLogitsProcessor([], LENGTH), {}, None),
     "tokens to suppress that no model has": (SuppressTokensLogitsProcessor([-1, 3, VOCAB, 2**40]), {}, None),
     "ends that no model has": (MinLengthLogitsProcessor(LENGTH + 2, [-1, 3, VOCAB], device=DEVICE), {}, None),
-    "no end": (MinNewTokensLengthLogitsProcessor(LENGTH, 2, EOS), {"eos_token_id": torch.tensor([], device=DEVICE)}, None),
+    "no end": (MinNewTokensLengthLogitsProcessor(LENGTH, 2, EOS), {"eos_token_id": torch.tensor([]).to(DEVICE)}, None),
     "a beginning that is past": (ForcedBOSTokenLogitsProcessor(VOCAB), {}, None),
     "a top-k beyond 64 bits": (TopKLogitsWarper(2**70), {}, None),
     "a bias beyond float32": (SequenceBiasLogitsProcessor({(3,): -1e300, (4, 3): -1e300}), {}, None),
@@ -310,7 +313,7 @@ HELD = {
     "half a token": (BIAS, {"sequence_bias": {(3.5,): 1.0}}, "must hold token ids"),
     "a bias that is no number": (BIAS, {"sequence_bias": {(3,): "1"}}, "numbers as biases"),
     "a bias of NaN": (SequenceBiasLogitsProcessor({(3,): math.nan}), {}, "a bias must be below infinity, got nan"),
-    "a bias of a large number": (SequenceBiasLogitsProcessor({(3,): 1e300}), {}, "a bias must be below infinity, got 1e.300"),
+    "a bias of a large number": (SequenceBiasLogitsProcessor({(3,): 1e300}), {}, "bias must be below infinity, got 1e"),
     "biases in a list": (BIAS, {"sequence_bias": [[[3], 1.0]]}, "must be a dictionary"),
     "ends that are no numbers": (MinLengthLogitsProcessor(20, EOS), {"eos_token_id": ["3"]}, "eos_token_id must hold"),
     "half an end": (MinNewTokensLengthLogitsProcessor(3, 5, EOS), {"eos_token_id": EOS / 2}, "eos_token_id must"),
@@ -339,7 +342,9 @@ NUMBERS = {
 
 @pytest.mark.parametrize("case", HELD)
 def test_what_a_processor_holds_is_checked_before_the_first_token(case):
-    """Trap 40. What transformers ignores is ignored; what it refuses, at any step, is an error that names the argument."""
+    """Trap 40.
+
+    What transformers ignores is ignored; what it refuses, at any step, is an error that names the argument."""
     processor, written, message = HELD[case]
     processor = copy.copy(processor)
     vars(processor).update(written)
@@ -372,8 +377,12 @@ def test_numbers_that_no_processor_may_hold(name, value):
 
 
 REQUESTS = {
-    "another name": ({"top_h": 1}, ValueError, "request has logit_bias, .*, got 'top_h'"),
-    "the head's": ({"soft_cap": 1.0}, ValueError, "got 'soft_cap'"),
+    "another name": (
+        {"topk": 3},
+        TypeError,
+        "unexpected argument 'topk'; did you mean top_k[?] A request takes logit_bias, .*, top_k, top_p, min_p$",
+    ),
+    "the head's": ({"soft_cap": 1.0}, TypeError, "unexpected argument 'soft_cap'[.] A request takes logit_bias, "),
     "a shape": ({"top_k": [1, 2, 3]}, ValueError, "top_k must be a number or have shape"),
     "a range": ({"top_p": 1.5}, ValueError, "top_p must be from 0 to 1"),
     "a type": (

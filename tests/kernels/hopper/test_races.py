@@ -119,7 +119,7 @@ def test_exchange(batch, num_samples, watched):
     (``tests/tensor_parallel/protocol_model.py``)."""
     ranks, problem = Ranks("cute", 3, 1000), batch_shape(batch, num_samples, vocab=500)
     for _ in range(3):
-        ranks.draw(ranks.everybody(problem))
+        ranks.draw(ranks.same_for_all(problem))
     ranks.draw({0: problem, 1: problem, 2: problem.rows(slice(0, 3))})
 
 
