@@ -17,7 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from .. import open_groups, ops
 from ..backends import Backend
 from ..exchange_protocol import Shard
-from ..inputs import DEFAULT_PARAMS, SampleInputs, SampleResult
+from ..inputs import SampleInputs
+from ..outputs import SampleResult
+from ..sampling_params import DEFAULT_PARAMS
 from . import capabilities, filtered_sampling, rejection
 from .construction import Construction, seconds_of
 from .device_thread import DeviceThread
@@ -156,7 +158,7 @@ class TensorParallel:
             making.made,
             making.shard,
         )
-        self.order = ops.order_of(self.device)  # see ops
+        self.order = ops.order_tensor(self.device)  # see ops
         self.name = str(next(_names))  # by which the torch operator finds it
         open_groups.add(self.name, self)
 

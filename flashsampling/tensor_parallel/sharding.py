@@ -1,13 +1,8 @@
-"""Which rows of an LM head a rank has."""
+"""Shards of an LM head: which rows a rank has."""
 
-from typing import Any
-
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-
-from ..inputs import SamplingParams
 
 
 def shard_range(
@@ -15,9 +10,10 @@ def shard_range(
     rank: int,
     world_size: int,
 ) -> tuple[int, int]:
-    """Rows [first, last) of a (vocab, D) LM head that ``shard_lm_head`` gives a rank: even, but in whole blocks of 128 ids.
+    """Returns the rows [first, last) of a (vocab, D) LM head that ``shard_lm_head`` gives a rank.
 
-    The last ranks get less, or nothing. Blocks of 128 are whole Philox groups and whole tiles: no tile is cut in two.
+    Shards are even, in whole blocks of 128 ids; the last ranks get less, or nothing. Blocks of 128 are whole Philox
+    groups and whole tiles: no tile is cut in two.
 
     Args:
         vocab: rows of the whole LM head, at least 0.
@@ -37,7 +33,7 @@ def shard_lm_head(
     weight: Tensor,  # (V, D)
     group: dist.ProcessGroup | DeviceMesh | None = None,
 ) -> Tensor:
-    """This rank's shard of an LM head: a copy, so that the whole weight can be freed. See ``shard_range``.
+    """Returns this rank's shard of an LM head (``shard_range``), as a copy, so that the whole weight can be freed.
 
     Args:
         weight: (V, D), the whole LM head, on any device.
@@ -47,7 +43,8 @@ def shard_lm_head(
         (V_shard, D), dtype and device as the weight's; V_shard may be 0.
 
     Raises:
-        ValueError: torch.distributed is not initialised, this process is not in the group, or a mesh has several dimensions.
+        ValueError: torch.distributed is not initialised, this process is not in the group, or a mesh has several
+            dimensions.
 
     Example:
         >>> import torch
@@ -63,15 +60,15 @@ def shard_lm_head(
 
 
 def process_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:
-    """The process group of a one-dimensional mesh; what is no mesh stays as it is."""
+    """Returns the process group of a one-dimensional mesh; any other value unchanged."""
     if not isinstance(group, DeviceMesh):
         return group
     if group.ndim != 1:
         names = group.mesh_dim_names
         example = names[-1] if names else "tp"
         raise ValueError(
-            f"group must be a process group or a one-dimensional DeviceMesh, got one of shape {tuple(group.shape)}; pass one "
-            f'dimension of it, mesh["{example}"]'
+            f"group must be a process group or a one-dimensional DeviceMesh, got one of shape {tuple(group.shape)}; "
+            f'pass one dimension of it, mesh["{example}"]'
         )
     if group.get_coordinate() is None:
         raise ValueError("group must contain this process, which is not in the DeviceMesh")
@@ -79,7 +76,7 @@ def process_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessG
 
 
 def rank_and_size(group: dist.ProcessGroup | None) -> tuple[int, int]:
-    """This process's rank in the group, and how many there are."""
+    """Returns this process's rank in the group, and the number of ranks."""
     if not (dist.is_available() and dist.is_initialized()):
         raise ValueError("torch.distributed must be initialised (torch.distributed.init_process_group)")
     rank = dist.get_rank(group)
@@ -89,37 +86,5 @@ def rank_and_size(group: dist.ProcessGroup | None) -> tuple[int, int]:
 
 
 def global_rank(group: dist.ProcessGroup | None, rank: int) -> int:
-    """A group's rank as the default group counts."""
+    """Returns a group's rank in the default group."""
     return rank if group is None else dist.get_global_rank(group, rank)
-
-
-def asked_of_shard(
-    params: SamplingParams,  # of the whole vocabulary, but for the head's bias
-    first: int,
-    last: int,
-) -> SamplingParams:
-    """The same of the tokens [first, last), counted from 0."""
-    cut: dict[str, Any] = {}
-    if params.bias is not None:
-        cut["bias"] = params.bias[: last - first]
-    if params.dense_bias is not None:
-        cut["dense_bias"] = params.dense_bias[first:last]
-    if params.counts is not None:
-        cut |= {"counts": params.counts[:, first:last], "seen": None}
-    if params.token_mask is not None:
-        cut["token_mask"] = _mask_of_shard(params.token_mask, first, last)
-    for name in ("bias_ids", "logprob_ids"):
-        ids = getattr(params, name)
-        if ids is not None:
-            cut[name] = torch.where((ids >= first) & (ids < last), ids - first, -1)
-    return params._replace(**cut)
-
-
-def _mask_of_shard(mask: Tensor, first: int, last: int) -> Tensor:
-    """(B, words): the bits from ``first`` up to ``last``, from bit 0 of the first word on."""
-    words, shift = mask[:, first // 32 : -(-last // 32)], first % 32
-    if shift == 0:
-        return words
-    low = words >> shift & (1 << 32 - shift) - 1  # of int32 the shift brings copies of the highest bit
-    high = torch.nn.functional.pad(words[:, 1:], (0, 1)) << 32 - shift
-    return low | high

@@ -15,7 +15,7 @@ from transformers.generation.utils import ALL_CACHE_NAMES
 
 from ...row_params import integer
 from ...sampler import LMHeadSampler
-from ...sampling_params import Request
+from ...sampling_params import SamplingOptions
 
 # A model's argument and output: "past_key_values" up to transformers 5.23, "cache" from 5.24 on
 CACHE: str = ALL_CACHE_NAMES[0]
@@ -64,7 +64,9 @@ def require_transformers_loop(model: Any) -> None:
         )
 
 
-def require_what_we_do(config: GenerationConfig, assistant_model: Any, synced_gpus: bool, logprobs: Request) -> None:
+def require_what_we_do(
+    config: GenerationConfig, assistant_model: Any, synced_gpus: bool, logprobs: SamplingOptions
+) -> None:
     """Raises ValueError, by name, for arguments of ``generate`` that would silently do nothing here."""
     if config.return_dict_in_generate:
         for name in ("output_scores", "output_logits"):

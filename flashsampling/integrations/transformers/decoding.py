@@ -15,9 +15,9 @@ from transformers.generation import GenerateDecoderOnlyOutput, GenerationMixin
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import ALL_CACHE_NAMES
 
+from ...outputs import SampleOutput
 from ...sampler import LMHeadSampler
-from ...sampling import SampleOutput
-from ...sampling_params import Request
+from ...sampling_params import SamplingOptions
 from .arguments import (
     CACHE,
     SWITCH_OFF,
@@ -81,7 +81,7 @@ def generate(
     token_streamer: BaseStreamer | None = None,
     return_logprobs: bool = False,
     top_logprobs: int = 0,
-    request: Request | None = None,
+    request: SamplingOptions | None = None,
     seeds: None = None,
     **model_kwargs: Any,
 ) -> Tensor | GenerateOutput:
@@ -139,7 +139,7 @@ def generate(
         if generation_config is None or stopping_criteria is None or logits_processor is None:
             raise ValueError("generate is called by model.generate(..., custom_generate=generate), not by itself")
         require_no_seeds(seeds)
-        logprobs: Request = {"return_logprobs": return_logprobs, "top_logprobs": top_logprobs}
+        logprobs: SamplingOptions = {"return_logprobs": return_logprobs, "top_logprobs": top_logprobs}
         require_transformers_loop(model)
         assistant = given.get("assistant_model")
         require_what_we_do(generation_config, assistant, bool(synced_gpus), logprobs)
@@ -161,7 +161,7 @@ def generate(
             seed = row_seeds(seed, generation_config, batch)
         if sampler is None:
             sampler = LMHeadSampler(head, max_batch_size=max(batch, 1))
-            learned = sampler._take_transform
+            learned = sampler._set_transform
         else:
             require_sampler_of(head, sampler, batch)
             learned = functools.partial(require_transform_of, sampler)

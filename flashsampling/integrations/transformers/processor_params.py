@@ -5,7 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...sampling_params import MAX_BIASED, BatchShape, Request, parse_sampling_params
+from ...param_parsers import MAX_BIASED, BatchShape
+from ...sampling_params import SamplingOptions, parse_sampling_params
 from ...token_counts import TokenCounts
 from .processors import Rule, Taken
 
@@ -34,7 +35,7 @@ class Requests:
         prompt: Tensor,  # (B, T)
         vocab_size: int,
         device: torch.device,  # the LM head's
-        given: Request,
+        given: SamplingOptions,
         attention_mask: Tensor | None = None,
     ) -> None:
         """``given`` takes the place of what was taken. ValueError or TypeError for what it has no place for or ``sample`` does
@@ -42,7 +43,7 @@ class Requests:
         self.vocab_size, self.device = vocab_size, device
         if not isinstance(given, dict):
             raise TypeError(f"request must be a dictionary, got {type(given).__name__}")
-        self._constant: Request = {}
+        self._constant: SamplingOptions = {}
         if taken.top_k:
             self._constant["top_k"] = taken.top_k
         if taken.top_p < 1:
@@ -71,9 +72,9 @@ class Requests:
     def at(
         self,
         input_ids: Tensor,  # (B, T)
-    ) -> Request:
+    ) -> SamplingOptions:
         """For the token behind these."""
-        request: Request = {**self._constant}
+        request: SamplingOptions = {**self._constant}
         at_work = [rule for rule in self._rules if rule.first <= input_ids.shape[1] < rule.last]
         masks = [self._mask(tuple(at_work))] if at_work else []
         if not any(rule.forced for rule in at_work):  # which nothing before it could prevent
@@ -89,7 +90,7 @@ class Requests:
         self,
         input_ids: Tensor,  # (B, T)
         drafts: Tensor,  # (B, n)
-    ) -> tuple[Request, int]:
+    ) -> tuple[SamplingOptions, int]:
         """For the tokens behind these and behind each draft, as ``verify`` takes it, and of how many drafts: those up to where
         a bias depends on them, since one request has no other biases at its next position. ``verify`` counts them itself."""
         drafted = drafts.shape[1]
@@ -121,12 +122,12 @@ class Requests:
         if self._counts is not None:
             self._counts.add(torch.where(self._counting(position, token_ids.device), token_ids, -1).to(self.device))
 
-    def _checked(self, given: Request, batch: int) -> Request:
+    def _checked(self, given: SamplingOptions, batch: int) -> SamplingOptions:
         """The same, checked, and on the device."""
         for name in given:
             if name not in PER_ROW:
                 raise ValueError(f"request has {', '.join(PER_ROW)}, got {name!r}")
-        wanted: Request = {**given}
+        wanted: SamplingOptions = {**given}
         if self._counts is not None:
             wanted["token_counts"] = self._counts.read(batch)
         params = parse_sampling_params(wanted, BatchShape(batch, self.vocab_size, self.vocab_size, self.device, 1))
