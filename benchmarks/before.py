@@ -11,7 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from flashsampling.inputs import SampleInputs, SampleResult, layout
+from flashsampling.inputs import SampleInputs
+from flashsampling.outputs import SampleResult, layout
 
 NAME = "flashsampling_before"
 _scratch = tempfile.TemporaryDirectory(prefix="before-")  # until the process ends

@@ -18,8 +18,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from flashsampling.inputs import DEFAULT_PARAMS, SampleInputs, SamplingParams
+from flashsampling.inputs import SampleInputs
 from flashsampling.kernels.triton.filtered.dispatch import run
+from flashsampling.sampling_params import DEFAULT_PARAMS, SamplingParams
 from tests.kernels.triton.test_filtered import check
 
 from .before import sample_before

@@ -19,7 +19,8 @@ from rich.table import Table
 from torch import Tensor
 
 from flashsampling import ops
-from flashsampling.inputs import SampleInputs, SamplingParams
+from flashsampling.inputs import SampleInputs
+from flashsampling.sampling_params import SamplingParams
 from tests.kernels.triton.test_filtered import agrees
 
 from .from_logits import TOP_K, TOP_P, filled, spectrum, spectrum_source

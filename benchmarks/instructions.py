@@ -17,9 +17,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from flashsampling.inputs import DEFAULT_PARAMS, SampleInputs, SamplingParams
+from flashsampling.inputs import SampleInputs
 from flashsampling.kernels.hopper import config, dispatch, launch
 from flashsampling.kernels.hopper.config import KINDS, NO_TRANSFORMS, TILE_V
+from flashsampling.sampling_params import DEFAULT_PARAMS, SamplingParams
 from tests.emulator import hopper
 
 CTAS = 4

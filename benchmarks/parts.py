@@ -15,9 +15,10 @@ from rich.console import Console
 from rich.table import Table
 
 from flashsampling import ops
-from flashsampling.inputs import SampleInputs, SamplingParams
+from flashsampling.inputs import SampleInputs
 from flashsampling.kernels.hopper import dispatch as leaving
 from flashsampling.kernels.triton.filtered import dispatch as picking
+from flashsampling.sampling_params import SamplingParams
 from tests.kernels.triton.test_filtered import agrees
 
 from .from_logits import filled, requests, spectrum

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from flashsampling import TokenCounts, ops
 from flashsampling.backends import BACKENDS
-from flashsampling.inputs import DEFAULT_PARAMS, SampleInputs, SamplingParams
+from flashsampling.inputs import SampleInputs
+from flashsampling.sampling_params import DEFAULT_PARAMS, SamplingParams
 from tests.kernels.triton.test_filtered import agrees
 
 from .before import sample_before

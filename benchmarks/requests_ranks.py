@@ -20,7 +20,8 @@ from rich.table import Table
 from torch import Tensor
 
 from flashsampling import ops
-from flashsampling.inputs import DEFAULT_PARAMS, SampleInputs, SamplingParams
+from flashsampling.inputs import SampleInputs
+from flashsampling.sampling_params import DEFAULT_PARAMS, SamplingParams
 from flashsampling.tensor_parallel import TensorParallel, gather_flat
 from tests.kernels.triton.test_filtered import agrees
 

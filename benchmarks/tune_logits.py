@@ -19,10 +19,12 @@ from rich.console import Console
 from rich.table import Table
 
 from flashsampling import ops
-from flashsampling.inputs import DEFAULT_PARAMS, SampleInputs, SampleResult
+from flashsampling.inputs import SampleInputs
 from flashsampling.kernels.hopper import dispatch as cute_asked
 from flashsampling.kernels.triton.filtered import dispatch as module
 from flashsampling.kernels.triton.filtered.dispatch import CONFIG, Config, Room, pick, run
+from flashsampling.outputs import SampleResult
+from flashsampling.sampling_params import DEFAULT_PARAMS
 from tests.kernels.triton.test_filtered import agrees, check
 from tests.kernels.triton.test_filtered_kernel import summaries_of
 
@@ -84,7 +86,7 @@ class _Shaped:
         return module.room_of(step, self.config)
 
     def pick(self, *arguments: Any, **options: Any) -> SampleResult:
-        return module.pick(*arguments, config=self.config, **options)
+        return module.pick(*arguments, **options | {"config": self.config})
 
 
 def _sample(step: SampleInputs, shaped: _Shaped) -> SampleResult:

@@ -167,7 +167,7 @@ def _row(
         arguments: Any = (shaped[some], weight, drafts[some]), {"method": method, **of_some}
         arguments[1].update({} if probs is None else {"draft_probs": probs[some]})
         ours = verify(*arguments[0], **arguments[1])
-        with mock.patch.object(acceptance, "_by_kernels", return_value=False):
+        with mock.patch.object(acceptance, "_runs_kernels", return_value=False):
             theirs = verify(*arguments[0], **arguments[1])
         assert torch.equal(ours.token_ids, theirs.token_ids), f"{method}: {ours.token_ids} {theirs.token_ids}"
     steps: dict[str, Call] = {
@@ -197,9 +197,8 @@ def _row(
         check_sampler(name, drawn_anew, p, q, ids, slack=1e-3 if filters == "none" else 0.05)
     del p
     steps |= peers
-    accepted = float(
-        verify(shaped, weight, ids, method="rejection", draft_probs=q, **parameters).num_accepted.float().mean()
-    )  # type: ignore[arg-type]
+    out = verify(shaped, weight, ids, method="rejection", draft_probs=q, **parameters)  # type: ignore[arg-type]
+    accepted = float(out.num_accepted.float().mean())
     ms = interleaved_medians(steps, rounds)
     return {
         "vocab": vocab, "dim": dim, "filters": filters, "batch": batch, "drafts": n, "accepted": accepted, "ms": ms,

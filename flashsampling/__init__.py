@@ -1,17 +1,18 @@
-"""FlashSampling: the LM head and the sampler as one exact step, with no logits in memory.
+"""FlashSampling: an LM head and its sampler in one exact step, without logits in memory.
 
-Read in this order: ``api`` (the function), ``noise`` (what randomness is), ``reference/oracle`` (the contract as plain code),
-then the implementation of your interest. Importing this package imports neither Triton nor CUTLASS.
+Read in this order: ``sampling`` (the functions), ``sampling_params`` (the parameters), ``noise`` (the randomness),
+``reference/oracle`` (the contract as plain code), then a backend. Importing this package imports neither Triton nor
+CUTLASS.
 """
 
 import sys
 from types import ModuleType
 from typing import Any, NoReturn
 
-from . import sources  # noqa: F401  reads the sources before any of them is imported
+from . import sources  # noqa: F401  first: it reads the sources before any other is imported
+from .outputs import SampleOutput
 from .sampler import LMHeadSampler
-from .sampling import SampleOutput, sample
-from .sampling_from_logits import sample_from_logits
+from .sampling import sample, sample_from_logits
 from .speculative.verification import VerifyOutput, verify, verify_from_logits
 from .token_counts import TokenCounts
 from .warmup import warmup
@@ -32,8 +33,8 @@ __all__ = [
 
 
 class _Package(ModuleType):
-    """A package that is given to transformers as ``custom_generate``. transformers ignores one that cannot be called, and
-    generates without it; it asks one that can be called for its signature first."""
+    """Raises an error if the package is passed to transformers as ``custom_generate``. transformers silently ignores a
+    value that cannot be called; of one that can it reads the signature first."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise TypeError(

@@ -1,5 +1,5 @@
-"""The command ``flashsampling``, or ``python -m flashsampling``: ``doctor`` says what runs here and why not, ``precompile``
-fills the cache. It needs torch alone."""
+"""The command ``flashsampling``, or ``python -m flashsampling``: ``doctor`` reports which backends run here,
+``precompile`` fills the cache. It needs torch alone."""
 
 import argparse
 import importlib.metadata
@@ -18,7 +18,7 @@ from .inputs import example
 from .kernels.hopper import cache
 
 _PACKAGES = ("triton", "nvidia-cutlass-dsl", "apache-tvm-ffi", "transformers")
-_PROBLEMS = (  # what makes a difference to who serves: dtype, D
+_PROBLEMS = (  # what the choice of a backend depends on: dtype, D
     ("bf16", torch.bfloat16, 64),
     ("fp16", torch.float16, 64),
     ("fp32", torch.float32, 64),
@@ -27,7 +27,8 @@ _PROBLEMS = (  # what makes a difference to who serves: dtype, D
 
 
 def doctor() -> None:
-    """Prints versions, GPUs, which implementation serves which problem and why no faster one does, and the cache folder."""
+    """Prints versions, GPUs, which backend serves which dtype and width and why no faster one does, and the
+    cache folder."""
     print(f"flashsampling {__version__} in {Path(__file__).parent}")
     for title, lines in (
         ("versions", _versions),
@@ -43,7 +44,7 @@ def doctor() -> None:
 def _even_if_it_fails(lines: Callable[[], Iterator[str]]) -> Iterator[str]:
     try:
         yield from lines()
-    except Exception as error:  # a broken driver or package is what one calls a doctor for
+    except Exception as error:  # the doctor must report a broken driver or package
         yield f"cannot be said: {type(error).__name__}: {error}"
 
 
@@ -84,13 +85,13 @@ def _choices() -> Iterator[str]:
 
 
 def _choice(weight: torch.Tensor) -> tuple[str, ...]:
-    """What ``impl=None`` takes, and why none of those that it tries before."""
+    """Returns the backend that ``impl=None`` takes, and why it takes none of those before."""
     reasons: list[str] = []
     kind, step = weight.device.type, example(weight)
     for backend in tried_on("cuda"):
         try:
             reason = backend.unsupported(step)
-        except Exception as error:  # installed, and broken
+        except Exception as error:  # installed but broken
             reason = f"{type(error).__name__}: {error}"
         if reason is None and backend in tried_on(kind):
             return backend.name, *reasons
@@ -127,7 +128,8 @@ def _cache() -> Iterator[str]:
         size = _megabytes([path for other in others for path in other.glob("*.o")])
         yield f"folders of other versions beside it, which can be deleted: {len(others)}, {size}"
     if unneeded:
-        yield f"of these folders the next kernel that is written removes {len(unneeded)}, older than a day or unused for 90"
+        age = "older than a day or unused for 90"
+        yield f"of these folders the next kernel that is written removes {len(unneeded)}, {age}"
 
 
 def _megabytes(paths: Sequence[Path]) -> str:
@@ -135,8 +137,8 @@ def _megabytes(paths: Sequence[Path]) -> str:
 
 
 def precompile(workers: int, dtype: torch.dtype | None = None, max_batch_size: int | None = None) -> None:
-    """Compiles what is missing from the cache folder: Hopper kernels of a dtype, and of batches of up to so many rows, or all
-    of them. Needs the cute extra, and no GPU."""
+    """Compiles the Hopper kernels that are missing from the cache folder: all, or those of a dtype and of batches of up
+    to ``max_batch_size`` rows. Needs the cute extra, no GPU."""
     missing = BACKENDS["cute"].missing
     if missing:
         raise SystemExit(f"the Hopper kernels cannot be compiled: {missing}")
@@ -165,7 +167,7 @@ def precompile(workers: int, dtype: torch.dtype | None = None, max_batch_size: i
 
 
 class _Progress:
-    """One line that is rewritten on a terminal; elsewhere a line for each update that has details."""
+    """Prints progress: one line that is rewritten on a terminal, elsewhere a line for each update with details."""
 
     def __init__(self) -> None:
         self.live, self.length = sys.stdout.isatty(), 0
@@ -192,7 +194,7 @@ def _number(text: str) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line; ``arguments`` default to the process's."""
+    """Runs the command line. ``arguments``: default is the process's."""
     parser = argparse.ArgumentParser(
         "flashsampling", description="FlashSampling: what runs here, and kernels ahead of time."
     )

@@ -1,8 +1,7 @@
 """The noise: a pure function of (seed, offset, draw, token), in torch, on any device.
 
-Every implementation computes this function; the Triton version of it is ``kernels/triton/fused/noise.py``. Rounds,
-counter layout
-and lane mapping are fixed: changing any of them changes every token anybody ever drew.
+Every backend computes this function; ``kernels/triton/fused/noise.py`` is the Triton version. Rounds, counter layout
+and lane mapping are fixed: a change of any of them changes every token.
 
     key     = (seed & 0xffffffff, seed >> 32)
     counter = (group(token), draw | stream << 24, offset & 0xffffffff, offset >> 32)
@@ -26,7 +25,7 @@ _REFINEMENT_BIT = 0x80
 
 
 class Stream(IntEnum):
-    """What a word is for. Purposes never share words; values are added, never reused."""
+    """The purpose of a word. Purposes never share words; releases add values and never reuse one."""
 
     TOKEN = 0
     ACCEPTANCE_COIN = 1
@@ -37,7 +36,7 @@ def philox4x32_10(
     counter: tuple[Tensor, Tensor, Tensor, Tensor],  # int64 in [0, 2**32), broadcastable
     key: tuple[Tensor, Tensor],  # int64 in [0, 2**32), broadcastable
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Philox4x32-10: four words in [0, 2**32), int64, of the broadcast shape.
+    """Computes Philox4x32-10: four words in [0, 2**32), int64, of the broadcast shape.
 
     torch has no full set of uint32 arithmetic, so words live in int64. A 32 x 32 bit product may pass 2**63; it wraps,
     and the shift and mask still give its two halves.
@@ -59,27 +58,27 @@ def philox4x32_10(
 
 
 def lane(token: Tensor) -> Tensor:
-    """Which of its block's four words a token takes: bit 3 and bit 6 of the id."""
+    """Returns which of its block's four words a token takes: bit 3 and bit 6 of the id."""
     return (token >> 3 & 1) | (token >> 6 & 1) << 1
 
 
 def group(token: Tensor) -> Tensor:
-    """Which Philox block a token takes: the id with bits 3 and 6 squeezed out."""
+    """Returns which Philox block a token takes: the id without bits 3 and 6."""
     return (token & 7) | (token >> 4 & 3) << 3 | token >> 7 << 5
 
 
 def gumbel_from_words(word: Tensor, refinement: Tensor | None = None) -> Tensor:
-    """Standard Gumbel of Philox words.
+    """Returns standard Gumbel noise of Philox words.
 
     Args:
         word: int64 in [0, 2**32).
-        refinement: words of the same shape from the refinement block, read where ``word == 0``. None is for callers that
-            know that no word is 0.
+        refinement: words of the same shape from the refinement block, used where ``word == 0``. None: the caller
+            knows that no word is 0.
 
     Returns:
         float32 of the same shape: ``-log(-log1p(-v))`` with ``v = (word + 0.5) * 2**-32``, within 2e-6 * max(1, abs(g))
-        of the exact value for every word. From v = 1/2 upwards ``-log1p(-v)`` is taken as ``-log(1 - v)`` with ``1 - v``
-        formed exactly from the complemented word, so that the lower tail is as accurate as the upper one.
+        of the exact value for every word. From v = 1/2 upwards ``-log1p(-v)`` is taken as ``-log(1 - v)`` with
+        ``1 - v`` formed exactly from the complemented word, so that the lower tail is as accurate as the upper one.
     """
     upper = word >= 1 << 31
     # distance to the nearer end, (0, 1/2]: exact to 24 bits on both sides
@@ -99,9 +98,9 @@ def gumbel(
     last_token: int,  # exclusive
     stream: Stream = Stream.TOKEN,
 ) -> Tensor:
-    """Gumbel noise of the tokens [first_token, last_token), (B, S, last_token - first_token) float32.
+    """Returns the Gumbel noise of the tokens [first_token, last_token), (B, S, last_token - first_token) float32.
 
-    ``first_token`` is a global token id and a multiple of 128, so that the range is whole groups but for its end.
+    ``first_token`` is a global token id and a multiple of 128, so that all groups but the last are whole.
     """
     if first_token % 128:
         raise ValueError(f"first_token must be a multiple of 128, got {first_token}")
@@ -118,7 +117,7 @@ def gumbel(
         return lanes.reshape(*lanes.shape[:2], padded)[..., : last_token - first_token]
 
     word = words(stream)
-    # a zero is met once in 2**32 words, but looking for one would be a host synchronisation on a GPU
+    # one word in 2**32 is 0; on a GPU the search for one would synchronise the host
     if word.device.type == "cpu" and bool(word.all()):
         return gumbel_from_words(word)
     return gumbel_from_words(word, words(stream | _REFINEMENT_BIT))
@@ -128,7 +127,8 @@ def coin(
     seed: Tensor,  # (B,) int64
     offset: Tensor,  # (B,) int64
 ) -> Tensor:
-    """(B,) float64, uniform, strictly between 0 and 1: ``(word + 0.5) * 2**-32`` of token 0's word of ``ACCEPTANCE_COIN``."""
+    """Returns (B,) float64, uniform, strictly between 0 and 1: ``(word + 0.5) * 2**-32`` of token 0's word of
+    ``ACCEPTANCE_COIN``."""
     counter = (torch.zeros_like(offset), torch.full_like(offset, Stream.ACCEPTANCE_COIN << 24), offset & _MASK32)
     word = philox4x32_10((*counter, offset >> 32 & _MASK32), (seed & _MASK32, seed >> 32 & _MASK32))[0]
     return (word.double() + 0.5) * 2.0**-32

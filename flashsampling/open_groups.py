@@ -1,10 +1,9 @@
-"""Open tensor-parallel groups by the name that the torch operator is called with.
+"""Open tensor-parallel groups by the name that the torch operator receives.
 
-It stands beside the package ``tensor_parallel`` and not in it, since ``ops`` imports it at the top: importing a module of that
-package would run the package's ``__init__``, which imports ``ops``.
+The module is not in the package ``tensor_parallel``, whose ``__init__`` imports ``ops``, because ``ops`` imports it.
 
-References are strong: a group that is neither closed nor kept by anybody goes on, since a captured graph may replay with its
-buffers, and peers may write to them. Only ``close`` gives them back.
+References are strong: a group without another reference stays until it is closed, because a captured graph may replay
+with its buffers and peers may write to them. Only ``close`` frees them.
 """
 
 from typing import TYPE_CHECKING
@@ -16,21 +15,21 @@ _open: dict[str, "TensorParallel"] = {}
 
 
 def add(name: str, group: "TensorParallel") -> None:
-    """Makes a group known."""
+    """Adds an open group."""
     _open[name] = group
 
 
 def remove(name: str) -> None:
-    """Forgets a group; one that is not known is fine."""
+    """Removes a group, if it is there."""
     _open.pop(name, None)
 
 
 def find(name: str) -> "TensorParallel":
-    """The group of that name; ValueError if it has been closed."""
+    """Returns the group of that name. Raises ValueError if it has been closed."""
     try:
         return _open[name]
     except KeyError:
         raise ValueError(
-            "tp must be open, it has been closed: a compiled function or an exported program needs its TensorParallel open as "
-            "long as it is called"
+            "tp must be open, it has been closed: a compiled function or an exported program needs its TensorParallel "
+            "open as long as it is called"
         ) from None

@@ -1,4 +1,4 @@
-"""``LMHeadSampler``: what replaces a model's ``lm_head`` and sampler."""
+"""``LMHeadSampler``: a module that replaces a model's ``lm_head`` and sampler."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -7,84 +7,78 @@ from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex
 import torch
 from torch import Tensor, nn
 
-from .row_params import Integers, Reals, dimensions, finite, index_of, integer, integers, real, reals
-from .sampling import (
-    SampleOutput,
-    check_impl,
-    check_tensor_parallel,
-    check_vocab_size,
-    check_weight,
-    count_skipped_call,
-    sample,
-)
-from .sampling_params import Request, soft_cap_of, unexpected
+from .outputs import SampleOutput
+from .param_parsers import soft_cap_range
+from .row_params import Integers, Reals, dimensions, finite, integer, integers, real, reals, row_index
+from .sampling import check_impl, check_tensor_parallel, check_vocab_size, check_weight, count_skipped_call, sample
+from .sampling_params import SamplingOptions, unexpected_argument, with_sampling_options
 from .speculative.verification import VerifyOutput, verify
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack  # typing's from Python 3.11 on; torch brings this one
+    from typing_extensions import Unpack  # typing's from Python 3.11 on; torch installs this package
 
     from .integrations.transformers.head import HeadPlace
     from .tensor_parallel import TensorParallel
 
 
-_SET_ONCE = ("weight", "vocab_size", "impl", "tp")  # arguments of ``sample`` that no call of a sampler takes
+_SET_ONCE = ("weight", "vocab_size", "impl", "tp")  # set by the constructor, so calls do not take them
 
 
-class _Rows(NamedTuple):
-    """Parameters of some rows: a value for all of them, or a tensor (rows,)."""
+class _RowState(NamedTuple):
+    """Parameters of some rows: one value for all, or a tensor (rows,)."""
 
     seeds: Tensor  # (rows,) int64, always
     offset: Tensor | int
-    temperature: Tensor | float | None  # None: as it is
+    temperature: Tensor | float | None  # None: unchanged
 
 
 class LMHeadSampler(nn.Module):
     """An LM head that returns token ids instead of logits.
 
-    Keeps a seed and an offset per row of the batch on the device and advances the offsets itself, so a step needs nothing
-    from the host: it can be captured in a CUDA graph (every replay draws anew) and traced by ``torch.compile`` without a
-    graph break. Row b's tokens are a function of its own seed, offset and hidden states; a request that is reset to the
-    same seed replays the same tokens in any row and any batch.
+    It keeps a seed and an offset for each row of the batch on the device and advances the offsets, so a step needs
+    nothing from the host: a CUDA graph can capture it, and every replay draws new tokens; ``torch.compile`` traces it
+    without a graph break. A row's tokens depend on its own seed, offset and hidden states. A request that is reset to
+    the same seed draws the same tokens in any row and any batch.
 
-    The weight stays the LM head's: the sampler reads ``lm_head.weight`` at every call, so it follows whoever replaces that
-    parameter (``load_state_dict(assign=True)``, FSDP), and it is saved, named and optimised as the head's alone: checkpoints
-    are the same with and without a sampler. ``sampler.to(...)`` moves the head too. A bare ``nn.Parameter`` is shared as tied
-    embeddings are, and not saved either; who replaces it makes a new sampler. A sampler of ``from_model`` refuses its next call
-    when the model has another head by then.
+    The weight stays the LM head's. The sampler reads ``lm_head.weight`` at every call, so it follows a replacement of
+    that parameter (``load_state_dict(assign=True)``, FSDP). The weight is saved, named and optimised as the LM head's
+    alone: checkpoints are the same with and without a sampler. ``sampler.to(...)`` also moves the LM head. A bare
+    ``nn.Parameter`` is shared as tied embeddings are, and not saved; replacing it needs a new sampler. A sampler of
+    ``from_model`` refuses its next call if the model has another LM head by then.
 
     Args:
-        lm_head: an ``nn.Linear``, or its weight (V, D), on the device, loaded, neither quantised nor a DTensor. It is shared,
-            not copied: tied embeddings stay tied. A linear layer's bias is used. What a model does to its logits beside it is
-            not seen: soft caps (Gemma 2), scales (Cohere, Granite), which are given here, hooks, adapters. ``from_model`` finds
-            the first two and refuses the others.
-        max_batch_size: rows of state to keep.
-        seed: one integer, from which every row gets a seed of its own; or max_batch_size integers, the seeds themselves; None
-            for seeds from torch's default generator.
-        temperature: default for ``forward``: one number, or max_batch_size of them.
-        vocab_size: real size where the weight is padded.
-        logit_scale, soft_cap: as in ``flashsampling.sample``, for every step whose call gives no others. There 1 and 0 switch
-            them off, and None does not.
+        lm_head: an ``nn.Linear``, or its weight (V, D), on the device, loaded, neither quantised nor a DTensor. It is
+            shared, not copied: tied embeddings stay tied. A linear layer's bias is used. The sampler does not see what
+                a model does to
+            its logits besides: soft caps (Gemma 2) and scales (Cohere, Granite), which are given here, hooks, adapters.
+            ``from_model`` finds the first two and refuses the others.
+        max_batch_size: number of rows.
+        seed: one integer, from which every row gets its own seed; or max_batch_size integers, the seeds themselves;
+            None draws seeds from torch's default generator.
+        temperature: default of ``forward``: one number, or max_batch_size of them.
+        vocab_size: number of tokens, if the weight is padded.
+        logit_scale, soft_cap: as in ``flashsampling.sample``, for every call that passes no others. In a call 1 and 0
+            switch them off, None does not.
         impl: as in ``flashsampling.sample``.
-        tp: a ``flashsampling.tensor_parallel.TensorParallel``; ``lm_head`` is then this rank's shard, its bias too.
-        Seeds, offsets
-            and temperatures given here and to ``reset`` are the first rank's on all ranks, whatever the others give, so making
-            the module and ``reset`` are collective calls: one exchange each. What is given to ``forward`` is not sent around,
-            which would cost every token an exchange: all ranks give the same.
+        tp: a ``flashsampling.tensor_parallel.TensorParallel``; ``lm_head`` is then this rank's shard, and so is its
+            bias. Seeds, offsets and temperatures that are given here and to ``reset`` are the first rank's on all
+            ranks, so the constructor and ``reset`` are collective calls with one exchange each. Arguments of
+            ``forward`` are not broadcast, which would cost an exchange per token: all ranks pass the same.
 
-    ``seed``, ``offset`` and ``temperature`` take Python and numpy numbers, lists, tuples, numpy arrays and tensors, here and in
-    ``reset`` and ``forward``.
+    ``seed``, ``offset`` and ``temperature`` take Python and numpy numbers, lists, tuples, numpy arrays and tensors,
+    here and in ``reset`` and ``forward``.
 
     Raises:
-        TypeError: an argument is of the wrong type or dtype; ``lm_head`` is neither an ``nn.Linear`` nor a tensor, or its
+        TypeError: an argument has the wrong type or dtype; ``lm_head`` is neither an ``nn.Linear`` nor a tensor, or its
             weight is quantised, sparse or a DTensor.
-        ValueError: the weight lies on the meta device, or a shape or range does not fit; with ``tp`` also where that is so on
-            another rank, which is named, or where ``max_batch_size`` differs.
+        ValueError: the weight is on the meta device, or a shape or range does not fit; with ``tp`` also if that happens
+            on another rank, which is named, or if ``max_batch_size`` differs.
 
     Example:
         >>> import torch, flashsampling
         >>> lm_head = torch.nn.Linear(8, 1000, bias=False)
         >>> sampler = flashsampling.LMHeadSampler(lm_head, max_batch_size=4, seed=[0, 1, 2, 3], temperature=0.8)
-        >>> hidden_states = torch.zeros(3, 8)  # all of 1000 tokens are as likely
+        >>> hidden_states = torch.zeros(3, 8)  # all of 1000 tokens are equally likely
         >>> sampler(hidden_states).token_ids
         tensor([414, 777, 916])
         >>> sampler(hidden_states).token_ids
@@ -98,7 +92,7 @@ class LMHeadSampler(nn.Module):
 
     seeds: Tensor  # (max_batch_size,) int64
     offsets: Tensor  # (max_batch_size,) int64, tokens drawn so far
-    _place: "HeadPlace | None" = None  # of a sampler of ``from_model``
+    _place: "HeadPlace | None" = None  # set by ``from_model``
 
     def __init__(
         self,
@@ -118,28 +112,29 @@ class LMHeadSampler(nn.Module):
         self.impl = impl
         self.tp = tp
 
-        def given() -> _Rows:
+        def parse() -> _RowState:
             self.max_batch_size = self._adopt(lm_head, max_batch_size)
-            self._take_transform(logit_scale, soft_cap)
+            self._set_transform(logit_scale, soft_cap)
             device = self.weight.device
             rows = reals("temperature", _to(device, temperature), self.max_batch_size, device)
-            if not isinstance(rows, Tensor) and dimensions(
-                temperature
-            ):  # a list of one: per row, as a tensor of one is
+            if not isinstance(rows, Tensor) and dimensions(temperature):  # a list of one is per row
                 rows = torch.full((self.max_batch_size,), rows, device=device, dtype=torch.float32)
-            return self._rows(seed, 0, rows.clone() if isinstance(rows, Tensor) else rows, self.max_batch_size, device)
+            temperatures = rows.clone() if isinstance(rows, Tensor) else rows
+            return self._parse_rows(seed, 0, temperatures, self.max_batch_size, device)
 
-        new = self._first_rank_s(given, "max_batch_size")
+        new = self._broadcast_rows(parse, "max_batch_size")
         device = self.weight.device
-        with torch.inference_mode(False):  # what is made inside could not be written outside
+        with torch.inference_mode(False):  # an inference tensor could not be written outside
             rows = _to(device, new.temperature)
-            self.temperature: Reals = rows.clone() if isinstance(rows, Tensor) else rows  # given, so it is not None
+            self.temperature: Reals = (
+                rows.clone() if isinstance(rows, Tensor) else rows
+            )  # not None, because it was given
             self.register_buffer("seeds", new.seeds.to(device).clone(), persistent=False)
             offsets = torch.zeros(self.max_batch_size, dtype=torch.int64, device=device)
             self.register_buffer("offsets", offsets, persistent=False)
 
     def _adopt(self, lm_head: nn.Linear | Tensor, max_batch_size: SupportsIndex) -> int:
-        """Takes the head, if it and the arguments that come with it fit. ``max_batch_size`` as an int."""
+        """Adopts the LM head if it and the other arguments fit. Returns ``max_batch_size`` as an int."""
         if not isinstance(lm_head, (nn.Linear, Tensor)):
             hint = ""
             if hasattr(lm_head, "get_output_embeddings"):
@@ -164,36 +159,40 @@ class LMHeadSampler(nn.Module):
             raise ValueError(f"max_batch_size must be at least 1, got {max_batch_size}")
         if isinstance(lm_head, Tensor):
             self.bare = _BareWeight(lm_head)
-        # in a tuple, which nn.Module does not register: the head is saved, and named, where it belongs
+        # in a tuple, which nn.Module does not register: the LM head is saved and named where it belongs
         self._owner: tuple[nn.Module] = (self.bare if isinstance(lm_head, Tensor) else lm_head,)
-        self._biased = self.bias is not None  # asking costs a call as much as a check does
+        self._has_bias = self.bias is not None  # saves 2 us per call: nn.Module raises and catches an AttributeError
         return max_batch_size
 
-    def _take_transform(self, logit_scale: float, soft_cap: float) -> None:
-        """What the model does to its head's output, if that fits."""
-        self.logit_scale, self.soft_cap = real("logit_scale", logit_scale, finite), soft_cap_of(soft_cap)
-        transform: Request = {"logit_scale": self.logit_scale, "soft_cap": self.soft_cap}
-        self._transform = {name: value for name, value in transform.items() if value != (name == "logit_scale")}
+    def _set_transform(self, logit_scale: float, soft_cap: float) -> None:
+        """Sets what the model does to its LM head's output."""
+        self.logit_scale = real("logit_scale", logit_scale, finite)
+        self.soft_cap = real("soft_cap", soft_cap, soft_cap_range)
+        transform = (("logit_scale", self.logit_scale, 1.0), ("soft_cap", self.soft_cap, 0.0))
+        self._transform = {name: value for name, value, off in transform if value != off}
 
     @classmethod
     def from_model(cls, model: nn.Module, **options: Any) -> "LMHeadSampler":
-        """A sampler for a Hugging Face transformers causal LM, once it is shown that it draws from the model's own logits.
+        """Returns a sampler for a Hugging Face transformers causal LM after checking that it draws from the model's own
+        logits.
 
-        The constructor sees a head alone; this runs the model over four tokens, takes the scale and the soft cap that it finds
-        and refuses hooks, adapters, quantised or sharded heads and whatever else, for all of which the head alone would draw
-        from another distribution.
+        The constructor sees an LM head alone. This method runs the model over four tokens, takes the scale and the soft
+        cap that it finds, and refuses hooks, adapters, quantised or sharded LM heads and everything else with which the
+        LM head alone would draw from another distribution.
 
-        The sampler looks at the model before every call: another head (``resize_token_embeddings``, ``model.lm_head = ...``) or
-        an active adapter of PEFT's on the head is an error. An adapter that is merged in place or disabled is none. The model
-        is held weakly. A replay of a CUDA graph looks at nothing, nor does a pickled sampler, or a copy without its model.
+        The sampler checks the model before every call: another LM head (``resize_token_embeddings``, ``model.lm_head =
+        ...``) or an active PEFT adapter on the LM head is an error; an adapter that is merged in place or disabled is
+        not. The model is held weakly. A replay of a CUDA graph checks nothing, nor does a pickled sampler, or a copy
+        without its model.
 
         Args:
-            model: on its device. Not changed. Its hooks run, so those that know the shape of another batch must come later.
+            model: on its device. Not changed. Its hooks run; hooks that depend on the batch's shape must be added
+                later.
             options: the constructor's other arguments; not ``tp``, whose weight is a shard.
 
         Raises:
             TypeError: ``model`` has no ``get_output_embeddings``.
-            ValueError: its logits are not its head's output with a scale and a soft cap, or ``tp`` is given.
+            ValueError: its logits are not its LM head's output with a scale and a soft cap, or ``tp`` is given.
         """
         from .integrations.transformers.head import HeadPlace, checked_lm_head
 
@@ -206,12 +205,12 @@ class LMHeadSampler(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """(V, D), the LM head's own."""
+        """(V, D), the LM head's weight."""
         return self._owner[0].weight  # type: ignore[return-value]
 
     @property
     def bias(self) -> Tensor | None:
-        """(V,), the LM head's own, or None."""
+        """(V,), the LM head's bias, or None."""
         return getattr(self._owner[0], "bias", None)
 
     def reset(
@@ -222,41 +221,44 @@ class LMHeadSampler(nn.Module):
         *,
         temperature: Reals | None = None,
     ) -> None:
-        """Starts requests anew, in place (a captured graph sees it). The arguments are copied, never written to.
+        """Starts new requests, in place, so that a captured graph sees them. The arguments are copied, never written
+        to.
 
         Args:
-            seed: as in the constructor, for the rows named: one integer gives each a seed of its own, a list or tensor has the
+            seed: as in the constructor, for ``rows``: one integer gives each its own seed, a list or tensor holds the
                 seeds themselves, one per row.
-            offset: tokens that the rows have drawn already: one integer, or one per row.
-            rows: which rows, as an index into the state; None is all. With ``tp`` every rank names its own, and as many.
-            temperature: the rows' default for ``forward`` from now on: one number, or one per row; None leaves it. For a
-                sampler that was made with one temperature per row.
+            offset: number of tokens that the rows have drawn: one integer, or one per row.
+            rows: an index into the rows; None is all. With ``tp`` every rank passes its own, equally many.
+            temperature: the rows' default of ``forward`` from now on: one number, or one per row; None keeps it. Only
+                for a sampler that was made with one temperature per row.
 
         Raises:
-            TypeError, ValueError: an argument does not fit, with ``tp`` on whichever rank; no row has changed then, on none.
+            TypeError, ValueError: an argument does not fit, with ``tp`` on any rank; no row has changed then, on any
+                rank.
         """
         index: Tensor | slice = slice(None)
 
-        def given() -> _Rows:
+        def parse() -> _RowState:
             nonlocal index
-            index = index_of(rows, self.max_batch_size)
+            index = row_index(rows, self.max_batch_size)
             if temperature is not None and not isinstance(self.temperature, Tensor):
                 raise ValueError(
-                    "temperature can be reset in a sampler that was made with one per row, as a captured graph reads them, got "
-                    f"one with temperature={self.temperature} for all; LMHeadSampler(..., temperature=[1.0] * max_batch_size)"
+                    "temperature can be reset in a sampler that was made with one per row, as a captured graph reads "
+                    f"them, got one with temperature={self.temperature} for all; "
+                    "LMHeadSampler(..., temperature=[1.0] * max_batch_size)"
                 )
-            return self._rows(seed, offset, temperature, self.seeds[index].shape[0], self.seeds.device)
+            return self._parse_rows(seed, offset, temperature, self.seeds[index].shape[0], self.seeds.device)
 
-        new = self._first_rank_s(given, "the number of rows")
+        new = self._broadcast_rows(parse, "the number of rows")
         self.seeds[index] = new.seeds.to(self.seeds.device)
         self.offsets[index] = _to(self.seeds.device, new.offset)
         if new.temperature is not None:
             self.temperature[index] = _to(self.seeds.device, new.temperature)  # type: ignore[index] # a tensor, as seen above
 
-    def _rows(
+    def _parse_rows(
         self, seed: Integers | None, offset: Integers, temperature: Reals | None, count: int, device: torch.device
-    ) -> _Rows:
-        """``count`` rows' parameters, checked; nothing is written."""
+    ) -> _RowState:
+        """Returns the checked parameters of ``count`` rows; writes nothing."""
         offsets = integers("offset", _to(device, offset), count, device)
         temperatures = None if temperature is None else reals("temperature", _to(device, temperature), count, device)
         seeds = (
@@ -264,22 +266,23 @@ class LMHeadSampler(nn.Module):
             if seed is None or not dimensions(seed)
             else self._take_seeds(seed, count, device)
         )
-        return _Rows(seeds, offsets, temperatures)
+        return _RowState(seeds, offsets, temperatures)
 
-    def _first_rank_s(self, given: Callable[[], _Rows], count: str) -> _Rows:
-        """What is ``given`` on the first rank, on every rank; where it raises on any, all do. ``count``: its rows' name."""
+    def _broadcast_rows(self, parse: Callable[[], _RowState], count: str) -> _RowState:
+        """Returns on every rank what ``parse`` returns on the first; raises on all if it raises on any. ``count``: what
+        to call the number of rows."""
         if self.tp is None:
-            return given()
-        from .tensor_parallel import TensorParallel  # whoever has one has imported it
+            return parse()
+        from .tensor_parallel import TensorParallel  # imported already if the caller has one
 
         if not isinstance(self.tp, TensorParallel):
-            return given()  # which says so
+            return parse()  # raises
         try:
-            rows = _Rows(*(_to(torch.device("cpu"), value) for value in given()))
+            rows = _RowState(*(_to(torch.device("cpu"), value) for value in parse()))
         except Exception as error:
-            self.tp.broadcast(None, error)  # and raises it
+            self.tp.broadcast(None, error)  # raises
             raise
-        return _Rows(*self.tp.broadcast(rows, must_match={count: rows.seeds.shape[0]}))
+        return _RowState(*self.tp.broadcast(rows, must_match={count: rows.seeds.shape[0]}))
 
     def _draw_seeds(self, seed: Integers | None, count: int) -> Tensor:
         generator = None
@@ -290,71 +293,81 @@ class LMHeadSampler(nn.Module):
 
     def _take_seeds(self, seed: Integers, count: int, device: torch.device) -> Tensor:
         shape = tuple(getattr(seed, "shape", None) or (len(seed),))  # type: ignore[arg-type]
-        if shape != (count,):  # one for several rows would be the same noise for all of them
+        if shape != (count,):  # one seed for several rows would give them the same noise
             raise ValueError(f"seed must be one number or have shape ({count},), one per row, got shape {shape}")
         seeds = integers("seed", _to(device, seed), count, device)
         return seeds if isinstance(seeds, Tensor) else torch.tensor([seeds], device="cpu")
 
-    def _with_the_head_s(self, request: Any) -> Any:
-        """A request, with what the head adds to every one: its bias, the model's scale and soft cap."""
-        of_head = {name: value for name, value in self._transform.items() if request.get(name) is None}
-        if self._biased:
-            if request.get("bias") is not None:
+    def _with_head_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns a call's options with the LM head's bias, scale and soft cap."""
+        head: dict[str, Any] = dict(self._transform)
+        if self._has_bias:
+            if options.get("bias") is not None:
                 raise ValueError("bias must be None: the LM head has one of its own")
-            of_head["bias"] = self.bias
-        return {**request, **of_head}
+            head["bias"] = self.bias
+        return {**options, **{name: value for name, value in head.items() if options.get(name) is None}}
 
+    @with_sampling_options
     def forward(
         self,
         hidden_states: Tensor,  # (B, D), B <= max_batch_size
         temperature: Reals | None = None,
         num_samples: int = 1,
-        **request: "Unpack[Request]",
+        **params: "Unpack[SamplingOptions]",
     ) -> SampleOutput:
-        """Samples rows 0 to B - 1 and advances their offsets by one. See ``flashsampling.sample`` for shapes, errors and
-        ``request``, what it takes from ``bias`` on; ``bias`` only of a head that has none."""
+        """Samples rows 0 to B - 1 and advances their offsets by one.
+
+        Args:
+            hidden_states: (B, D), B up to ``max_batch_size``.
+            temperature: one number, or (B,); None is the rows' default.
+            num_samples, bias, logit_scale, ..., return_logsumexp: as in ``flashsampling.sample``; ``bias`` only if the
+                LM head has none.
+
+        Returns:
+            SampleOutput.
+
+        Raises:
+            TypeError, ValueError: as ``flashsampling.sample``; no offset advances then.
+        """
         try:
             if self._place is not None:
                 self._place.require(self._owner[0])
             if not isinstance(hidden_states, Tensor):
                 raise TypeError(f"hidden_states must be a torch.Tensor, got {type(hidden_states).__name__}")
             shape = hidden_states.shape
-            batch = shape[0] if len(shape) == 2 else 0  # else ``sample`` says what is wrong
+            batch = shape[0] if len(shape) == 2 else 0  # ``sample`` raises for other dimensions
             if batch > self.max_batch_size:
                 raise ValueError(
                     f"hidden_states must have at most max_batch_size = {self.max_batch_size} rows, got {batch}"
                 )
-            state: Any = (
-                self._buffers
-            )  # as attributes they cost a call a microsecond more: nn.Module looks for them in Python
-            seeds, offsets = state["seeds"], state["offsets"]
+            state: Any = self._buffers  # saves 2 us per call: nn.Module looks attributes up in Python
+            seeds, offsets = state["seeds"], state["offsets"][:batch]
             if seeds.device != hidden_states.device:
                 raise ValueError(
                     f"hidden_states must be on the sampler's device, {seeds.device}, got {hidden_states.device}"
                 )
-            if temperature is None:
-                temperature = self.temperature[:batch] if isinstance(self.temperature, Tensor) else self.temperature
-            offsets = offsets[:batch]
-            if self._transform or self._biased:
-                request = self._with_the_head_s(request)
+            options: Any = self._with_head_options(params) if self._transform or self._has_bias else params
             out = sample(
                 hidden_states,
                 self.weight,
-                temperature=temperature,
+                temperature=self._default_temperature(batch) if temperature is None else temperature,
                 seed=seeds[:batch],
                 offset=offsets,
                 num_samples=num_samples,
                 vocab_size=self.vocab_size,
                 impl=self.impl,
                 tp=self.tp,
-                **request,
+                **options,
             )
         except BaseException as error:
             count_skipped_call(self.tp, error)
-            self._check_names(error, request, LMHeadSampler.forward)
+            self._check_names(error, params, LMHeadSampler.forward)
             raise
         offsets.add_(1)
         return out
+
+    def _default_temperature(self, batch: int) -> Reals:
+        return self.temperature[:batch] if isinstance(self.temperature, Tensor) else self.temperature
 
     def verify(
         self,
@@ -363,16 +376,27 @@ class LMHeadSampler(nn.Module):
         temperature: Reals | None = None,
         **options: Any,
     ) -> VerifyOutput:
-        """Verifies drafts of rows 0 to B - 1 and advances their offsets by what they emit, on the device. ``options``: what
-        else ``flashsampling.verify`` takes, whose shapes and errors these are."""
+        """Verifies drafts of rows 0 to B - 1 and advances their offsets by the number of emitted tokens, on the device.
+
+        Args:
+            hidden_states, draft_token_ids: as in ``flashsampling.verify``.
+            temperature: one number, or (B,); None is the rows' default.
+            options: other arguments of ``flashsampling.verify``, except those that the sampler keeps.
+
+        Returns:
+            VerifyOutput.
+
+        Raises:
+            TypeError, ValueError: as ``flashsampling.verify``; no offset advances then.
+        """
         try:
             if self._place is not None:
                 self._place.require(self._owner[0])
             bounds = options.get("cu_draft_lengths")
             given = draft_token_ids if bounds is None else bounds
-            several = hasattr(given, "__len__") and getattr(given, "ndim", 1) > 0  # if not, verify says what is wrong
+            several = hasattr(given, "__len__") and getattr(given, "ndim", 1) > 0  # else ``verify`` raises
             batch = 0
-            if several:  # by ``shape``, which is a symbol in ``torch.export``, where ``len`` is a number
+            if several:  # not ``len``, which is a constant in ``torch.export``, where ``shape`` is a symbol
                 batch = given.shape[0] if isinstance(given, Tensor) else len(given)
                 if bounds is not None:
                     batch -= 1
@@ -380,12 +404,19 @@ class LMHeadSampler(nn.Module):
                 raise ValueError(
                     f"drafts must be of at most max_batch_size = {self.max_batch_size} requests, got {batch}"
                 )
-            if temperature is None:
-                temperature = self.temperature[:batch] if isinstance(self.temperature, Tensor) else self.temperature
             offsets = self.offsets[:batch]
-            own: dict[str, Any] = {"seed": self.seeds[:batch], "offset": offsets, "temperature": temperature}
-            own |= {"vocab_size": self.vocab_size, "impl": self.impl, "tp": self.tp}
-            out = verify(hidden_states, self.weight, draft_token_ids, **own, **self._with_the_head_s(options))
+            out = verify(
+                hidden_states,
+                self.weight,
+                draft_token_ids,
+                temperature=self._default_temperature(batch) if temperature is None else temperature,
+                seed=self.seeds[:batch],
+                offset=offsets,
+                vocab_size=self.vocab_size,
+                impl=self.impl,
+                tp=self.tp,
+                **self._with_head_options(options),
+            )
         except BaseException as error:
             count_skipped_call(self.tp, error)
             self._check_names(error, options, verify)
@@ -394,7 +425,7 @@ class LMHeadSampler(nn.Module):
         return out
 
     def _check_names(self, error: BaseException, given: Mapping[str, Any], function: Callable[..., Any]) -> None:
-        """TypeError in place of another one for an argument that ``function`` does not take from the sampler's caller."""
+        """Raises a TypeError that names an argument which the sampler keeps, or which ``function`` does not have."""
         if not isinstance(error, TypeError):
             return
         for name in given:
@@ -407,14 +438,14 @@ class LMHeadSampler(nn.Module):
                 raise TypeError(
                     f"{name} must not be given to a call: the sampler has it, from its constructor"
                 ) from None
-            if name not in Request.__annotations__ and name not in inspect.signature(function).parameters:
-                raise unexpected(name, function, ("seed", "offset", *_SET_ONCE)) from None
+            if name not in inspect.signature(function).parameters:
+                raise unexpected_argument(name, function, ("seed", "offset", *_SET_ONCE)) from None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "LMHeadSampler":
         super()._apply(fn, recurse)
         if recurse and self._owner[0] is not self._modules.get("bare"):
             self._owner[0]._apply(fn)
-        if isinstance(self.temperature, Tensor):  # no buffer, which .half() would round
+        if isinstance(self.temperature, Tensor):  # no buffer: .half() would round it
             self.temperature = self.temperature.to(self.seeds.device)
         return self
 
@@ -428,9 +459,7 @@ class LMHeadSampler(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        key = (
-            prefix + "weight"
-        )  # a state dict of 0.1.0 has the weight under the sampler's name, be it the head's as well or not
+        key = prefix + "weight"  # a state dict of 0.1.0 holds the weight under the sampler's name
         if key in state_dict:
             self._owner[0]._load_from_state_dict(
                 {key: state_dict[key]}, prefix, local_metadata, False, [], [], error_msgs
@@ -441,7 +470,7 @@ class LMHeadSampler(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        """What ``repr`` shows."""
+        """Returns what ``repr`` shows."""
         vocab, dim = self.weight.shape
         return (
             f"vocab_size={self.vocab_size or vocab}, dim={dim}, max_batch_size={self.max_batch_size}, impl={self.impl}"
@@ -449,7 +478,7 @@ class LMHeadSampler(nn.Module):
 
 
 class _BareWeight(nn.Module):
-    """A weight that came without its module: it moves with the sampler, and whoever owns it saves it."""
+    """Holds a weight that came without its module: it moves with the sampler, and its owner saves it."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
@@ -468,8 +497,8 @@ class _BareWeight(nn.Module):
             super()._load_from_state_dict(state_dict, prefix, local_metadata, *arguments)
         elif local_metadata.get("assign_to_params_buffers") and self._parameters:
             arguments[-1].append(
-                "load_state_dict(assign=True) replaces the parameter that an LMHeadSampler was made with, which would go on "
-                "with the old one; make it from the nn.Linear, or make it after loading"
+                "load_state_dict(assign=True) replaces the parameter that an LMHeadSampler was made with, which would "
+                "go on with the old one; make it from the nn.Linear, or make it after loading"
             )
 
 

@@ -1,4 +1,4 @@
-"""The package's sources as they were when the package was imported: what runs, whatever an upgrade writes over them later."""
+"""The package's sources at its import: the code that runs, even if an upgrade overwrites the files later."""
 
 import contextlib
 from collections.abc import Mapping
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def read(package: Path) -> Mapping[Path, bytes]:
-    """The bytes of every Python source of a package."""
+    """Returns the bytes of every Python source of a package."""
     found = {}
     for path in package.rglob("*.py"):
         with contextlib.suppress(OSError):  # an upgrade may be under way

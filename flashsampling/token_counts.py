@@ -1,64 +1,63 @@
-"""``TokenCounts``: which tokens a request has seen, and how often, on the device."""
+"""``TokenCounts``: which tokens a request has seen and how often, on the device."""
 
+import importlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .backends import BACKENDS
-from .kernels.device import capability
-from .row_params import index_of, integer
-from .torch_internals import dispatch_modes, tracing_state
+from .row_params import integer, row_index
 
 IN_PROMPT = -(2**31)  # bit 31; the other bits count the output
-_GROUP = 16  # tokens of which ``Counted.seen`` says together whether they have come
+_GROUP = 16  # tokens that share an element of ``Counted.seen``
 
 
 class Counted(NamedTuple):
-    """What a step reads of counts; ``sample`` takes it too, and counts nothing."""
+    """The counts that a step reads. As ``token_counts`` of ``sample`` it does not count the drawn tokens."""
 
     counts: Tensor  # (B, V) int32
-    seen: Tensor | None  # (B, 8 ceil(V / 128)) uint8: ``step.SamplingParams.seen``
+    seen: Tensor | None  # (B, 8 ceil(V / 128)) uint8: ``SamplingParams.seen``
 
 
-def groups_of(vocab_size: int) -> int:
-    """How many ``Counted.seen`` has of a row."""
+def num_token_groups(vocab_size: int) -> int:
+    """Returns the columns of ``Counted.seen``."""
     return 8 * -(-vocab_size // (8 * _GROUP))
 
 
-def _seen_in(counts: Tensor) -> Tensor:
-    """``Counted.seen`` of counts (rows, V)."""
-    groups = groups_of(counts.shape[1])
+def _make_seen(counts: Tensor) -> Tensor:
+    """Returns ``Counted.seen`` of counts (rows, V)."""
+    groups = num_token_groups(counts.shape[1])
     some = torch.nn.functional.pad(counts != 0, (0, groups * _GROUP - counts.shape[1]))
     return some.view(-1, groups, _GROUP).any(2).to(torch.uint8)
 
 
-def _writes(counts: Tensor) -> int:
-    """How often torch has written to a tensor; of those made in inference mode it does not count."""
+def _num_writes(counts: Tensor) -> int:
+    """Returns how often torch has written to a tensor; 0 of one made in inference mode, where torch does not count."""
     return 0 if counts.is_inference() else counts._version
 
 
 class TokenCounts:
-    """What the penalties of ``flashsampling.sample`` need to know of every row: how often each token came in its output, and
-    which tokens its prompt holds.
+    """Counts, for every row, how often each token occurs in its output and which tokens its prompt has, for the
+    penalties of ``flashsampling.sample``.
 
-    ``sample(token_counts=state)`` reads rows 0 to B - 1 and counts the tokens that it draws. Nothing waits for the device, and
-    nothing is allocated per step: a step with it can be captured in a CUDA graph, whose every replay counts on.
+    ``sample(token_counts=state)`` reads rows 0 to B - 1 and counts the tokens that it draws. Nothing waits for the
+    device and nothing is allocated per step: a CUDA graph can capture such a step, and every replay counts on.
 
-    Few tokens of a vocabulary come in a text, so it also keeps which groups of 16 hold one that has, and the Hopper kernel
-    reads the counts of these alone. Who takes ``counts`` to write to it need not care where ``sample`` is called: it looks at
-    all of them once after ``counts`` was taken, and after each write that torch counts. What is compiled, or replayed in a CUDA
-    graph, does not; and nobody sees what comes later through a tensor that was taken before without torch's counting it
-    (``numpy``, DLPack, a collective, a kernel of one's own). Call ``recount`` then.
+    A text has few of a vocabulary's tokens, so the object also keeps which groups of 16 tokens have a count; the Hopper
+    kernel reads no other counts. Writing to ``counts`` needs no care in eager calls: ``sample`` recounts once after
+    ``counts`` was read as an attribute, and after each write that torch counts. Compiled code and replays of CUDA
+    graphs do not recount, nor does anything notice writes that torch does not count (``numpy``, DLPack, a collective,
+    another kernel) through a tensor that was read earlier. Call ``recount`` after those.
 
     Args:
-        max_batch_size: rows.
-        vocab_size: tokens. 4 bytes for each of them and row, and one for 16.
-        device: where; None is torch's default.
+        max_batch_size: number of rows.
+        vocab_size: number of tokens. A row takes 4 bytes per token, and one byte per 16 tokens.
+        device: None is torch's default.
 
     Attributes:
-        counts: (max_batch_size, vocab_size) int32. The low 31 bits: how often in the output; bit 31: it is in the prompt.
+        counts: (max_batch_size, vocab_size) int32. The low 31 bits count occurrences in the output; bit 31: the prompt
+            has the token.
 
     Raises:
         ValueError: a size is below 1.
@@ -84,18 +83,17 @@ class TokenCounts:
             sizes.append(size := integer(name, given))
             if size < 1:
                 raise ValueError(f"{name} must be at least 1, got {size}")
-        with torch.inference_mode(False):  # what is made inside could not be written outside
+        with torch.inference_mode(False):  # an inference tensor could not be written outside
             self._counts = torch.zeros(sizes, dtype=torch.int32, device=device)
-            self._seen = torch.zeros((sizes[0], groups_of(sizes[1])), dtype=torch.uint8, device=device)
-        self._known: tuple[Tensor, int] | None = (
-            None  # the counts that ``_seen`` is of, and torch's count of writes to them
-        )
-        self._wrote()
+            self._seen = torch.zeros((sizes[0], num_token_groups(sizes[1])), dtype=torch.uint8, device=device)
+        # the counts that ``_seen`` was made of, and torch's count of writes to them
+        self._known: tuple[Tensor, int] | None = None
+        self._note_writes()
 
     @property
     def counts(self) -> Tensor:
-        """(max_batch_size, vocab_size) int32: see above."""
-        self._known = None  # who has it may write to it
+        """(max_batch_size, vocab_size) int32."""
+        self._known = None  # the caller may write to it
         return self._counts
 
     @counts.setter
@@ -103,32 +101,32 @@ class TokenCounts:
         self._known, self._counts = None, counts
 
     def __getstate__(self) -> dict[str, Any]:
-        """Of a copy torch counts anew."""
+        """Returns the state without torch's count of writes, which a copy restarts."""
         return self.__dict__ | {"_known": None}
 
     @property
     def max_batch_size(self) -> int:
-        """Rows."""
+        """Number of rows."""
         return self._counts.shape[0]
 
     @property
     def vocab_size(self) -> int:
-        """Tokens."""
+        """Number of tokens."""
         return self._counts.shape[1]
 
     def reset(self, rows: Tensor | slice | int | list[int] | None = None, prompt_token_ids: Any = None) -> None:
-        """Starts requests anew, in place.
+        """Starts new requests, in place.
 
         Args:
-            rows: which, as an index; None is all.
-            prompt_token_ids: of one row its ids; of several one list per row, or a tensor (rows, n) with -1 where a prompt has
-                ended. Ids out of range are passed over. None: no prompt, or one that the repetition penalty is to leave alone.
+            rows: which rows, as an index; None is all.
+            prompt_token_ids: ids for one row; for several, one list per row, or a tensor (rows, n) with -1 after a
+                prompt's end. Ids out of range are ignored. None: no prompt, or one that the repetition penalty ignores.
 
         Raises:
             TypeError, ValueError: an argument does not fit; no row has changed then.
         """
-        index = index_of(rows, self.max_batch_size)
-        self._look()
+        index = row_index(rows, self.max_batch_size)
+        self._check_writes()
         fresh = torch.zeros_like(self._counts[index])
         if prompt_token_ids is not None:
             ids = self._matrix("prompt_token_ids", prompt_token_ids, len(fresh))
@@ -136,15 +134,17 @@ class TokenCounts:
             bits = torch.where(there, IN_PROMPT, 0).to(torch.int32)
             fresh.scatter_reduce_(1, torch.where(there, ids, 0), bits, "amin")
         self._counts[index] = fresh
-        self._seen[index] = _seen_in(self._counts[index])  # of what is there: of a row that is named twice it is either
-        self._wrote()
+        self._seen[index] = _make_seen(
+            self._counts[index]
+        )  # not of ``fresh``: a row that is named twice has one of its values
+        self._note_writes()
 
     def add(self, token_ids: Tensor, rows: Tensor | slice | int | list[int] | None = None) -> None:
-        """Counts tokens of the output; -1 and other ids out of range count for nothing.
+        """Counts tokens of the output. -1 and other ids out of range are ignored.
 
         Args:
             token_ids: integers, one per row, or (rows, n).
-            rows: whose; None is as many as there are, from row 0 on.
+            rows: the rows, as an index; None: from row 0 on, as many as there are in ``token_ids``.
 
         Raises:
             TypeError, ValueError: an argument does not fit.
@@ -160,15 +160,15 @@ class TokenCounts:
             )
         chosen = None
         if rows is not None:
-            chosen = torch.arange(self.max_batch_size, device=self._counts.device)[index_of(rows, self.max_batch_size)]
+            chosen = torch.arange(self.max_batch_size, device=self._counts.device)[row_index(rows, self.max_batch_size)]
             if len(chosen) != len(ids):
                 raise ValueError(
                     f"token_ids must have a row for each of {len(chosen)} rows, got shape {tuple(token_ids.shape)}"
                 )
-        self._look()
+        self._check_writes()
         if self._counts_by_kernel(ids):
-            from .kernels.triton import token_counts
-
+            # not by an import statement: the fingerprint of the Hopper kernels' cache would include Triton's sources
+            token_counts = importlib.import_module(".kernels.triton.token_counts", __package__)
             with torch.cuda.device_of(self._counts):
                 token_counts.count(self._counts, self._seen, ids, chosen, _GROUP)
             return
@@ -177,55 +177,52 @@ class TokenCounts:
         ids, ones = torch.where(there, ids, 0), there.to(torch.int32)
         if chosen is None:
             self._counts[: len(ids)].scatter_add_(1, ids, ones)
-            self._seen[: len(ids)].scatter_(1, ids // _GROUP, 1)  # the first group's too, where an id is out of range
+            self._seen[: len(ids)].scatter_(1, ids // _GROUP, 1)  # an id out of range marks group 0, which is harmless
         else:
             chosen = chosen[:, None].expand_as(ids)
             self._counts.index_put_((chosen, ids), ones, accumulate=True)
             self._seen[chosen, ids // _GROUP] = 1
-        self._wrote()
+        self._note_writes()
 
     def read(self, batch_size: int) -> Counted:
-        """What a step of rows 0 to ``batch_size`` - 1 reads. ``sample`` takes it as ``token_counts`` too, and then counts
-        nothing."""
-        self._look()
+        """Returns what a step of rows 0 to ``batch_size`` - 1 reads. ``sample`` takes it as ``token_counts`` and then
+        does not count the drawn tokens."""
+        self._check_writes()
         return Counted(self._counts[:batch_size], self._seen[:batch_size])
 
     def recount(self) -> None:
-        """Looks at all counts, after they were written to by something else than ``reset`` and ``add``: reads as many bytes."""
-        seen = _seen_in(self._counts)
+        """Reads all counts again, after a write that torch does not count."""
+        seen = _make_seen(self._counts)
         if self._seen.shape == seen.shape and self._seen.device == seen.device:
-            self._seen.copy_(seen)  # a graph reads it there
+            self._seen.copy_(seen)  # a CUDA graph reads this memory
         else:
             self._seen = seen
-        self._wrote()
+        self._note_writes()
 
     def _counts_by_kernel(self, ids: Tensor) -> bool:
-        """Whether one launch counts: on a GPU, where no compiler looks."""
+        """Returns whether one launch can count."""
+        from .backends import runs_small_kernels  # imports this module
+
         return (
-            self._counts.is_cuda
-            and self._counts.stride(1) == 1  # what takes the place of counts may lie otherwise
+            runs_small_kernels(self._counts)
+            and self._counts.stride(1) == 1  # a tensor that replaced ``counts`` may have other strides
             and type(ids) is Tensor
             and ids.device == self._counts.device
-            and BACKENDS["triton"].missing is None
-            and capability(self._counts.device) >= (8, 0)
-            and not torch.compiler.is_compiling()
-            and tracing_state() is None
-            and not dispatch_modes()
         )
 
-    def _look(self) -> None:
-        """Sees whether something else has written to the counts."""
+    def _check_writes(self) -> None:
+        """Recounts if other code has written to the counts."""
         if torch.compiler.is_compiling():
             return
-        if self._known is None or self._known[0] is not self._counts or self._known[1] != _writes(self._counts):
+        if self._known is None or self._known[0] is not self._counts or self._known[1] != _num_writes(self._counts):
             self.recount()
 
-    def _wrote(self) -> None:
+    def _note_writes(self) -> None:
         if not torch.compiler.is_compiling():
-            self._known = self._counts, _writes(self._counts)
+            self._known = self._counts, _num_writes(self._counts)
 
     def _matrix(self, name: str, given: Any, count: int) -> Tensor:
-        """(count, n) int64 on the device, -1 where a row has ended."""
+        """Returns (count, n) int64 on the device, -1 after a row's end."""
         if not isinstance(given, Tensor):
             if hasattr(given, "tolist"):
                 given = given.tolist()
@@ -237,7 +234,7 @@ class TokenCounts:
             longest = max(map(len, lists), default=0)
             try:
                 given = torch.tensor([[*row, *[-1] * (longest - len(row))] for row in lists], device="cpu")
-                given = given.view(len(lists), longest)  # of no rows too
+                given = given.view(len(lists), longest)
             except (TypeError, ValueError, RuntimeError) as error:
                 raise TypeError(f"{name} must be token ids, or a list of them per row: {error}") from None
             given = given if given.numel() else given.long()  # torch takes [] for floats

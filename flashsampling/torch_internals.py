@@ -1,7 +1,7 @@
-"""Private functions of torch, and what serves where a release of torch lacks one.
+"""Private functions of torch, and substitutes if a release of torch lacks one.
 
-Calls are then taken to be seen by a tracer, mode or transform: they go through torch's dispatcher, which costs host time
-and changes no result.
+A substitute assumes that a tracer, mode or transform sees the call, which then goes through torch's dispatcher: this
+costs host time and changes no result.
 """
 
 import importlib
@@ -31,9 +31,8 @@ tracing_state = _private("torch._C", "_get_tracing_state", lambda: torch.jit.is_
 dispatch_modes = _private("torch._C", "_len_torch_dispatch_stack", lambda: 1)
 function_modes = _private("torch._C", "_len_torch_function_stack", lambda: 1)
 functorch_is_active = _private("torch._C", "_are_functorch_transforms_active", lambda: True)
-register_dataclass = _private(
-    "torch.utils._pytree", "register_dataclass", _register_dataclass
-)  # torch.export takes long to import
+# torch.export.register_dataclass is public, but torch.export takes long to import
+register_dataclass = _private("torch.utils._pytree", "register_dataclass", _register_dataclass)
 is_traceable_wrapper_subclass = _private(
     "torch.utils._python_dispatch", "is_traceable_wrapper_subclass", _has_inner_tensors
 )

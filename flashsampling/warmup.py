@@ -1,4 +1,4 @@
-"""Compiles ahead of serving everything that serving would compile."""
+"""``warmup``: compiles before serving what serving would compile."""
 
 import contextlib
 import functools
@@ -13,7 +13,8 @@ from torch import Tensor
 
 from . import ops
 from .backends import BACKENDS
-from .inputs import DEFAULT_PARAMS, SampleInputs, SamplingParams, arguments, example
+from .inputs import SampleInputs, example
+from .param_parsers import batch_shape
 from .row_params import integer
 from .sampling import (
     check_num_samples,
@@ -23,22 +24,30 @@ from .sampling import (
     count_skipped_call,
     sample,
 )
-from .sampling_params import Request, batch_shape, parse_sampling_params
+from .sampling_params import (
+    DEFAULT_PARAMS,
+    SamplingOptions,
+    SamplingParams,
+    argument_names,
+    parse_sampling_params,
+    with_sampling_options,
+)
 from .token_counts import TokenCounts
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack  # typing's from Python 3.11 on; torch brings this one
+    from typing_extensions import Unpack  # typing's from Python 3.11 on; torch installs this package
 
     from .tensor_parallel import TensorParallel
 
 Inputs: TypeAlias = tuple[
     Tensor, Tensor | float, Tensor
-]  # (B, D), of a call: hidden states, temperature, seeds and offsets
+]  # hidden states (B, D), temperature, zeros for seeds and offsets
 _Draw: TypeAlias = Callable[[Tensor, Tensor | float, Tensor], Any]
 
 _logger = logging.getLogger("flashsampling")
 
 
+@with_sampling_options
 def warmup(
     weight: Tensor,  # (V, D)
     *,
@@ -47,21 +56,21 @@ def warmup(
     vocab_size: int | None = None,
     impl: str | None = None,
     tp: "TensorParallel | None" = None,
-    **request: "Unpack[Request]",
+    **params: "Unpack[SamplingOptions]",
 ) -> list[str]:
-    """Compiles every kernel that ``sample`` can need for this weight: call it once before serving.
+    """Compiles every kernel that ``sample`` can need for this weight. Call it once before serving.
 
-    After it no batch of 1 to ``max_batch_size`` rows compiles anything, whichever of temperature, seed and offset are numbers
-    and which are tensors; a weight of another D, dtype or row stride, another ``num_samples`` (1, or more), GPU, ``impl`` or
-    group may. It draws from all-zero hidden states on the current stream, for each kernel, and waits for the result; nothing
-    of the caller's is written, and no random generator is read. Called again it draws again and compiles nothing.
+    Afterwards no batch of 1 to ``max_batch_size`` rows compiles anything, whichever of temperature, seed and offset are
+    numbers and which are tensors. A weight with another D, dtype or row stride, another ``num_samples`` (1, or more),
+    GPU, ``impl`` or group may compile. The call draws once per kernel from all-zero hidden states on the current stream
+    and waits for the results; it writes to no tensor of the caller and reads no random generator. A second call draws
+    again and compiles nothing.
 
-    A filter that is a number and switched off, as a ``top_p`` of 1.0, is one that is not asked for.
+    A filter that is a number and off, such as a ``top_p`` of 1.0, counts as left out.
 
-    What will be compiled is logged first, at level INFO to the logger "flashsampling". Triton takes seconds for each kernel, up
-    to eight of them at once, or milliseconds where its own cache on disk has it; the Hopper kernel three seconds for each
-    shape, or none where ``python -m flashsampling precompile`` filled the cache. With ``tp`` a rank waits for the others'
-    compilers.
+    The kernels are logged first, at level INFO to the logger "flashsampling". Triton takes seconds per kernel, up to
+    eight at once, or milliseconds if its cache on disk has it. The Hopper kernel takes three seconds per shape, or none
+    if ``python -m flashsampling precompile`` filled the cache. With ``tp`` a rank waits for the other ranks' compilers.
 
     Args:
         weight: (V, D), as it will be passed to ``sample``.
@@ -69,17 +78,19 @@ def warmup(
         num_samples: draws per row, as in ``sample``.
         vocab_size: as in ``sample``.
         impl: as in ``sample``.
-        tp: as in ``sample``. Every rank then makes this call, as it would make a step, with the same ``max_batch_size`` and
-            ``num_samples``.
-        request: what the calls will ask for, as ``sample`` takes it; its kinds count, not its values: what is a tensor here is
-            one then. Values per row are for ``max_batch_size`` rows. What such calls need is compiled, and no more: call it for
-            each mix that will be served, and without any for plain draws. Counts are not advanced.
+        tp: as in ``sample``. Every rank then makes this call, as it would make a step, with the same ``max_batch_size``
+            and ``num_samples``.
+        bias, logit_scale, ..., return_logsumexp: the sampling parameters of the calls, as in ``sample``. Only their
+            kinds matter, not their values: a tensor here is a tensor there. Values per row are for ``max_batch_size``
+                rows. The call
+            compiles this mix alone: call it for each mix that will be served, and without any for plain draws. Counts
+            do not advance.
 
     Returns:
-        Names of the kernels that are now there; empty where nothing is compiled ("streaming", "reference").
+        Names of the kernels that are now compiled; empty if the backend compiles nothing ("streaming", "reference").
 
     Raises:
-        TypeError, ValueError: as ``sample``; and ``max_batch_size`` is below 1, or above that of ``tp``.
+        TypeError, ValueError: as ``sample``; or ``max_batch_size`` is below 1, or above that of ``tp``.
         RuntimeError: the current stream is being captured.
         flashsampling.tensor_parallel.TensorParallelError: as ``sample``.
 
@@ -90,7 +101,7 @@ def warmup(
     """
     return warmup_mixes(
         weight,
-        [request],
+        [params],
         max_batch_size=max_batch_size,
         num_samples=num_samples,
         vocab_size=vocab_size,
@@ -101,7 +112,7 @@ def warmup(
 
 def warmup_mixes(
     weight: Tensor,  # (V, D)
-    requests: "Sequence[Request]",
+    mixes: "Sequence[SamplingOptions]",
     *,
     max_batch_size: int | None = None,
     num_samples: int = 1,
@@ -109,10 +120,10 @@ def warmup_mixes(
     impl: str | None = None,
     tp: "TensorParallel | None" = None,
 ) -> list[str]:
-    """``warmup`` for each of several requests, an empty one being plain draws; what is missing of Triton's kernels for them all
-    compiles together, up to eight at once. With ``tp`` ranks wait for each other's compilers once."""
+    """Runs ``warmup`` for several mixes of sampling parameters, an empty one for plain draws. The Triton kernels of all
+    mixes compile together, up to eight at once. With ``tp`` ranks wait for each other's compilers once."""
     try:
-        return _draw_all(weight, requests, max_batch_size, num_samples, vocab_size, impl, tp)
+        return _draw_all(weight, mixes, max_batch_size, num_samples, vocab_size, impl, tp)
     except BaseException as error:
         count_skipped_call(tp, error)
         raise
@@ -120,7 +131,7 @@ def warmup_mixes(
 
 def _draw_all(
     weight: Tensor,
-    requests: "Sequence[Request]",
+    mixes: "Sequence[SamplingOptions]",
     max_batch_size: int | None,
     num_samples: int,
     vocab_size: int | None,
@@ -130,7 +141,7 @@ def _draw_all(
     check_weight(weight, 1 if tp is None else 0)
     num_samples = check_num_samples(num_samples)
     if tp is not None:
-        from .tensor_parallel import TensorParallel  # whoever has one has imported it
+        from .tensor_parallel import TensorParallel  # imported already if the caller has one
 
         if not isinstance(tp, TensorParallel):
             raise TypeError(f"tp must be a flashsampling.tensor_parallel.TensorParallel, got {type(tp).__name__}")
@@ -152,18 +163,18 @@ def _draw_all(
     else:
         check_tensor_parallel(tp, vocab_size, impl)
         tokens = tp.part[0]
-    problem = batch_shape(max_batch_size, weight.shape[0], tokens, weight.device, num_samples, tp)
+    shape = batch_shape(max_batch_size, weight.shape[0], tokens, weight.device, num_samples, tp)
 
     def draw(
         params: SamplingParams, together: bool, states: Tensor, temperature: Tensor | float, zeros: Tensor
     ) -> None:
-        """``together``: with the other ranks."""
+        """Draws, with the other ranks if ``together``."""
         if params is DEFAULT_PARAMS:
             rows = {"temperature": temperature, "seed": zeros, "offset": zeros, "num_samples": num_samples}
             sample(states, weight, **rows, vocab_size=vocab_size, impl=impl, tp=tp)  # type: ignore[arg-type]
             return
         some = params.rows(0, len(states))
-        for step in _of_any_number(
+        for step in _with_kernel_variants(
             SampleInputs(states, weight, temperature, zeros, zeros, num_samples, tokens, params=some), tp
         ):
             if tp is None:
@@ -173,8 +184,8 @@ def _draw_all(
             else:
                 ops.dry_run(step, tp)
 
-    mixes = [parse_sampling_params(request, problem) if request else DEFAULT_PARAMS for request in requests]
-    plans = [(plan(weight, max_batch_size, num_samples, impl, tp, params), params) for params in mixes]
+    parsed = [parse_sampling_params(options, shape) for options in mixes]
+    plans = [(plan(weight, max_batch_size, num_samples, impl, tp, params), params) for params in parsed]
     kernels = [name for made, _ in plans for name in made.kernels]
     if kernels:
         _logger.info("warmup compiles what is missing of %d kernels: %s", len(kernels), ", ".join(kernels))
@@ -182,7 +193,7 @@ def _draw_all(
     missing = [
         each for each in plans if each[0].compiling is not None and (tp is None or each[1] is not DEFAULT_PARAMS)
     ]
-    missing.sort(key=lambda each: len(each[1].names()), reverse=True)  # those take longest
+    missing.sort(key=lambda each: len(each[1].names()), reverse=True)  # the longest first
     with contextlib.ExitStack() as meanwhile:
         if tp is not None and missing:
             meanwhile.enter_context(tp.busy())
@@ -194,19 +205,22 @@ def _draw_all(
     for made, params in plans:
         made.draw(weight, functools.partial(draw, params, True))
     if weight.is_cuda:
-        for request in requests:
-            counts = request.get("token_counts")
+        for options in mixes:
+            counts = options.get("token_counts")
             if isinstance(counts, TokenCounts):
-                counts.add(torch.full((1,), -1, device=weight.device))  # what counts tokens compiles; this is none
+                counts.add(
+                    torch.full((1,), -1, device=weight.device)
+                )  # compiles the kernel that counts tokens; -1 is no token
         torch.cuda.current_stream(weight.device).synchronize()
     return kernels
 
 
-def _of_any_number(step: SampleInputs, tp: "TensorParallel | None") -> list[SampleInputs]:
-    """Over several ranks a small top-k, a number, takes kernels of two sizes: a rank's steps with each."""
+def _with_kernel_variants(step: SampleInputs, tp: "TensorParallel | None") -> list[SampleInputs]:
+    """Returns the inputs that compile all kernels: over several ranks a small number as top-k takes kernels of two
+    sizes."""
     if tp is None:
         return [step]
-    from .tensor_parallel.cutoffs import FEW, are_few  # whoever has a group has imported it
+    from .tensor_parallel.cutoffs import FEW, are_few  # imported already if there is a group
 
     step = step._replace(shard=tp.shard)
     if not are_few(step.params.top_k):
@@ -215,34 +229,36 @@ def _of_any_number(step: SampleInputs, tp: "TensorParallel | None") -> list[Samp
 
 
 def _threads() -> int:
-    """How many kernels are compiled at a time."""
+    """Returns how many kernels are compiled at once."""
     return min(8, os.cpu_count() or 1)
 
 
 def _inputs(weight: Tensor, batch: int) -> tuple[Inputs, Inputs]:
-    """Hidden states, a temperature, and zeros for seeds and offsets, of calls that need both kernels of a batch size."""
+    """Returns the inputs of two calls that need both kernels of a batch size."""
     states = weight.new_zeros(batch, weight.shape[1])
     zeros = torch.zeros(batch, dtype=torch.int64, device=weight.device)
-    # some parameter is a number: which one is the same to Triton
+    # the second kernel serves calls in which some parameter is a number; Triton does not care which
     return (states, torch.ones(batch, device=weight.device), zeros), (states, 1.0, zeros)
 
 
 class Plan(NamedTuple):
-    """What a warm-up does."""
+    """The kernels of a warm-up and how they are compiled."""
 
     kernels: list[str]  # their names
     batches: list[int]  # the batch sizes whose draws compile them, ascending, the same on all ranks
-    compiling: Callable[[int], AbstractContextManager[None]] | None = None  # see ``backends``; None: in turn
+    compiling: Callable[[int], AbstractContextManager[None]] | None = (
+        None  # as in ``backends``; None: one after another
+    )
 
     def compile(self, weight: Tensor, draw: _Draw) -> None:
-        """Calls ``draw(hidden_states, temperature, zeros)`` for each kernel, while what is missing of them is compiled, several
-        at once, and nothing of them runs; if several can be."""
+        """Compiles missing kernels, several at once, if the backend can: ``draw(hidden_states, temperature, zeros)`` is
+        called for each, and no kernel runs."""
         if self.compiling is not None:
             with self.compiling(_threads()):
                 self.draw(weight, draw)
 
     def draw(self, weight: Tensor, draw: _Draw) -> None:
-        """Likewise, in turn, on the current stream."""
+        """Calls ``draw`` for each kernel, one after another, on the current stream."""
         for batch in self.batches:
             for inputs in _inputs(weight, batch):
                 draw(*inputs)
@@ -256,16 +272,17 @@ def plan(
     tp: "TensorParallel | None",
     params: SamplingParams = DEFAULT_PARAMS,
 ) -> Plan:
-    """What is to be compiled: with ``tp`` the same on every rank."""
+    """Returns the plan of a warm-up; with ``tp`` it is the same on every rank."""
     step = example(weight)._replace(params=params)
     name = impl if tp is None else tp.impl
     if name is not None and (name not in BACKENDS or BACKENDS[name].unsupported(step) is not None):
-        return Plan([], [1])  # the call says what is wrong
-    # what is asked for is drawn behind a matmul, in the shapes of one draw
-    draws = num_samples if params is DEFAULT_PARAMS else 1
+        return Plan([], [1])  # the call raises
+    draws = (
+        num_samples if params is DEFAULT_PARAMS else 1
+    )  # with sampling parameters the kernel stores logits for any number
     backend = ops.choose(step, name or "")
     names, batches = backend.compiled_for(weight, max_batch_size, draws)
     if params is not DEFAULT_PARAMS:
-        names = [f"{name} with {arguments(params.names())}" for name in names]
-    of_several = weight.is_cuda and (backend.name == "triton" or params is not DEFAULT_PARAMS)
-    return Plan(names, batches, getattr(backend.module, "compiling", None) if of_several else None)
+        names = [f"{name} with {argument_names(params.names())}" for name in names]
+    compiles_together = weight.is_cuda and (backend.name == "triton" or params is not DEFAULT_PARAMS)
+    return Plan(names, batches, getattr(backend.module, "compiling", None) if compiles_together else None)

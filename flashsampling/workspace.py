@@ -1,20 +1,22 @@
-"""Memory that a one-launch reduction needs to find zero, and leaves zero.
+"""Memory that a one-launch reduction finds zero and leaves zero.
 
-eager calls      one buffer per (device, stream), so two streams never share one; it grows when it must.
-captured calls   a slice of a per-device arena that is never handed out twice: graphs may be replayed on any stream, at
-                 the same time as each other and as eager calls. A graph so holds the kernel and nothing else. When the
-                 arena is spent, or was never made because the first call of all was captured, the buffer comes from
-                 the graph's own pool and the graph holds a memset before the kernel.
+eager calls      One buffer per (device, stream), so two streams never share one; it grows when needed.
+captured calls   A slice of a per-device arena that is never handed out twice: graphs may be replayed on any stream,
+                 concurrently with each other and with eager calls. A graph then holds the kernel and nothing else. If
+                 the arena is used up, or does not exist because the first call of all was captured, the buffer comes
+                 from the graph's own pool and the graph holds a memset before the kernel.
 
-What is kept is allocated by a thread and a stream of its own, since whoever calls may have sent its allocations to a pool that
-is not ours to keep: ``torch.cuda.use_mem_pool`` does, and ``torch.compile(mode="reduce-overhead")`` in the runs before it
-records, which then takes for a leak what outlives them. The thread waits until the zeros are written, once per buffer, so no
-stream and no capture need be ordered after that.
+A thread and a stream of their own allocate the memory that is kept, because the caller may have redirected its
+allocations to a pool that must not hold it: ``torch.cuda.use_mem_pool`` does, and
+``torch.compile(mode="reduce-overhead")`` in the runs before it records, which then takes memory that outlives them for
+a leak. The thread waits until the zeros are written, once per buffer, so no stream and no capture needs to be ordered
+after that.
 
-Who shares a buffer shares a stream, with two exceptions that are the caller's: a graph instantiated more than once by hand (its
-executables share the tensors that they write as well, and so cannot run at the same time), and a stream that was destroyed
-while a step still ran on it and whose handle CUDA gives to another (torch destroys none of its own). CUDA's per-thread default
-stream, one handle for as many streams as there are threads, is for one thread: torch's allocator takes it for one stream too.
+Two users of a buffer share a stream, with two exceptions that are the caller's responsibility: a graph that is
+instantiated more than once by hand (its executables also share the tensors that they write, so they cannot run
+concurrently), and a stream that was destroyed while a step still ran on it and whose handle CUDA gives to another
+(torch destroys no streams). CUDA's per-thread default stream, one handle for many streams, is for one thread only:
+torch's allocator also takes it for one stream.
 """
 
 import threading
@@ -30,22 +32,20 @@ _MAX_KEPT_WORDS = 1 << 22
 _lock = threading.Lock()
 _per_stream: dict[tuple[int, int], Tensor] = {}
 _arenas: dict[int, tuple[Tensor, list[int]]] = {}
-_outgrown: list[Tensor] = []  # a launch may still use them; together they are no larger than what took their place
+_outgrown: list[Tensor] = []  # launches may still use them; together they are no larger than their successors
 
 
 def zeroed_words(words: int, device: torch.device) -> Tensor:
-    """At least ``words`` int64 zeros for one launch on the device's current stream; the launch zeroes them again."""
+    """Returns at least ``words`` int64 zeros for one launch on the current stream, which zeroes them again."""
     index = device.index
-    if index is None:  # as of the CPU's tensors, and of no GPU's
+    if index is None:
         if device.type == "cpu":  # the interpreter
             return torch.zeros(words, dtype=torch.int64, device=device)
         index = torch.cuda.current_device()
-    if torch._C._cuda_isCurrentStreamCapturing():  # torch.cuda.is_current_stream_capturing() less a call
+    if torch.cuda.is_current_stream_capturing():
         return _captured(words, index)
-    key = (
-        index,
-        torch._C._cuda_getCurrentRawStream(index),
-    )  # as torch's own launchers ask for it: a tenth of current_stream()
+    # torch's own launchers call this private function too; torch.cuda.current_stream() takes ten times as long
+    key = (index, torch._C._cuda_getCurrentRawStream(index))
     buffer = _per_stream.get(key)
     if buffer is None or (words > _MIN_WORDS and buffer.numel() < words):
         if words > _MAX_KEPT_WORDS:
@@ -53,7 +53,7 @@ def zeroed_words(words: int, device: torch.device) -> Tensor:
         with _lock:
             if index not in _arenas:
                 _arenas[index] = _kept_zeros(_ARENA_WORDS, index), [0]
-            buffer = _per_stream.get(key)  # of a stream that threads share another may have made one meanwhile
+            buffer = _per_stream.get(key)  # another thread on this stream may have made one meanwhile
             if buffer is None or buffer.numel() < words:
                 if buffer is not None:
                     _outgrown.append(buffer)

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 if not torch.cuda.is_available():
-    # before anything imports triton: its kernels then run in numpy; or, compiled for Hopper, on the machine of tests.emulator
+    # before anything imports triton: its kernels then run in numpy; or, compiled for Hopper, on the machine of
+    # tests.emulator
     os.environ["TRITON_INTERPRET"] = "0" if os.environ.get("FLASHSAMPLING_COMPILED") else "1"
     # pytest's workers share the cores: threads of torch beyond that wait for each other, and take a core to wait
     threads = max(1, torch.get_num_threads() // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
@@ -79,7 +80,8 @@ def _no_tensor_in_a_constexpr() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _masks_are_bool() -> Iterator[None]:
-    """Triton's interpreter broadcasts a comparison of scalars as int32. As a mask Triton 3.6 takes that, 3.9 does not."""
+    """Triton's interpreter broadcasts a comparison of scalars as int32. As a mask Triton 3.6 takes that, 3.9 does
+    not."""
     if DEVICE.type == "cuda" or COMPILED or importlib.util.find_spec("triton") is None:
         yield
         return
@@ -105,8 +107,9 @@ def _masks_are_bool() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _language_patched_once_a_launch() -> Iterator[None]:
-    """Triton's interpreter patches its language anew whenever a device function is called, which takes 40 % of its time in
-    these tests. Here the first call of each module's functions in a launch does; the launch takes it back as ever."""
+    """Triton's interpreter patches its language anew whenever a device function is called, which takes 40 % of its time
+    in these tests. Here the first call of each module's functions in a launch does; the launch takes it back as
+    ever."""
     if DEVICE.type == "cuda" or COMPILED or importlib.util.find_spec("triton") is None:
         yield
         return
@@ -136,10 +139,10 @@ def _language_patched_once_a_launch() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _types_made_when_asked_for() -> Iterator[None]:
-    """To Triton's interpreter every value has a type and a shape of constexprs, made anew, and a shape is a tuple, whose type
-    has a name: hardly anybody asks for these, and they take half of its time in these tests, with a table of all dtypes that
-    is made whenever one is looked up. And of whatever integers it adds it finds whether the sum is right, which takes five
-    operations more, and says so to nobody, since its options have no debugging."""
+    """To Triton's interpreter every value has a type and a shape of constexprs, made anew, and a shape is a tuple,
+    whose type has a name: hardly anybody asks for these, and they take half of its time in these tests, with a table of
+    all dtypes that is made whenever one is looked up. And of whatever integers it adds it finds whether the sum is
+    right, which takes five operations more, and says so to nobody, since its options have no debugging."""
     if DEVICE.type == "cuda" or COMPILED or importlib.util.find_spec("triton") is None:
         yield
         return
@@ -224,8 +227,8 @@ def entries_by_torch(params: Any, first: int, last: int, base: int) -> torch.Ten
 
 @pytest.fixture(autouse=True, scope="session")
 def _entries_of_many_rows_by_torch() -> Iterator[None]:
-    """A program per row, each of which takes Triton's interpreter 15 ms or more: it makes the first rows of many, and torch
-    all, of which these are the same. ``test_triton_entries`` says that of more."""
+    """A program per row, each of which takes Triton's interpreter 15 ms or more: it makes the first rows of many, and
+    torch all, of which these are the same. ``test_triton_entries`` says that of more."""
     if DEVICE.type == "cuda" or COMPILED or importlib.util.find_spec("triton") is None:
         yield
         return

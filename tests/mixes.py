@@ -1,4 +1,5 @@
-"""Random mixes of everything that a request may ask for, and section 5 of the contract once more, token by token in Python."""
+"""Random mixes of everything that a request may ask for, and section 5 of the contract once more, token by token in
+Python."""
 
 import math
 import random
@@ -10,13 +11,16 @@ import torch
 from torch import Tensor
 
 from flashsampling import noise
-from flashsampling.inputs import SampleInputs, SampleResult, SamplingParams, layout
+from flashsampling.inputs import SampleInputs
+from flashsampling.outputs import SampleResult, layout
+from flashsampling.sampling_params import SamplingParams
 
 INF, NAN = math.inf, math.nan
 
 
 class Mix:
-    """Draws rows of logits and what is asked of them. ``poisoned``: NaN, infinities and parameters out of their range too.
+    """Draws rows of logits and what is asked of them. ``poisoned``: NaN, infinities and parameters out of their range
+    too.
 
     ``wanted``: fields of ``SamplingParams`` that are asked for, of those before the filters and these; None: some.
 
@@ -176,7 +180,8 @@ class Mix:
         return SampleInputs(logits, logits, temperature, seed, offset, num_samples, vocab, params=params, logits=logits)
 
     def of_a_head(self, step: SampleInputs) -> SampleInputs:
-        """The step with a head in place of its logits: small multiples of 1/4, so that any order of sums is exact; and ties."""
+        """The step with a head in place of its logits: small multiples of 1/4, so that any order of sums is exact; and
+        ties."""
         columns, dim = step.hidden_states.shape[1], 8
         states, weight = (
             torch.randint(-4, 5, shape, generator=self.generator).float().to(self.device)
@@ -199,7 +204,8 @@ def rounded(value: float) -> float:
 
 
 def word_by_word(step: SampleInputs) -> SampleResult:
-    """Section 5, one row and one token after another. Single operations are fp32 where the contract says so, sums exact."""
+    """Section 5, one row and one token after another. Single operations are fp32 where the contract says so, sums
+    exact."""
     step = step._replace(params=step.params.rows(0, len(step.hidden_states)))
     batch, vocab, params = len(step.hidden_states), step.vocab_size, step.params
     rows = step.rows()

@@ -33,8 +33,8 @@ KERNELS = ("triton", "cute") if _runs_cute() else ("triton",)
 IMPLEMENTATIONS = ("streaming", *KERNELS)
 NEEDS_CUTE = pytest.mark.skipif("cute" not in KERNELS, reason="needs a Hopper GPU, or none and gcc, and the CuTe DSL")
 
-# shapes of the Hopper kernel; without a GPU, where each is compiled for half a minute, some, unless all are wanted: one CTA and
-# two, one instruction and two, one buffer of codes and two
+# shapes of the Hopper kernel; without a GPU, where each is compiled for half a minute, some, unless all are wanted: one
+# CTA and two, one instruction and two, one buffer of codes and two
 ALL_SHAPES = torch.cuda.is_available() or bool(os.environ.get("FLASHSAMPLING_ALL_SHAPES"))
 CUTE_SHAPES = CONFIGS if ALL_SHAPES else tuple(CONFIGS[number] for number in (0, 3, 8, 15))
 
@@ -101,7 +101,8 @@ def make_problem(
     seed: int = 0,
     impl: str = "",
 ) -> Problem:
-    """Every third row is greedy, one in three is hot; seeds and offsets use all 64 bits. ``impl``: fitted to what it takes."""
+    """Every third row is greedy, one in three is hot; seeds and offsets use all 64 bits. ``impl``: fitted to what it
+    takes."""
     if impl == "cute":
         dtype, dim = torch.bfloat16 if dtype == torch.float32 else dtype, -(-dim // 8) * 8
     generator = torch.Generator().manual_seed(seed)
@@ -141,7 +142,8 @@ def rows_only(
 
 
 def fit(impl: str | None, matrix: Tensor) -> Tensor:
-    """The matrix as ``impl`` takes it: for the Hopper kernel in bf16 and with columns of zeros up to a multiple of eight."""
+    """The matrix as ``impl`` takes it: for the Hopper kernel in bf16 and with columns of zeros up to a multiple of
+    eight."""
     if impl != "cute":
         return matrix
     return torch.nn.functional.pad(matrix.bfloat16(), (0, -matrix.shape[1] % 8))
@@ -150,8 +152,9 @@ def fit(impl: str | None, matrix: Tensor) -> Tensor:
 def logit_error_bound(problem: Problem) -> Tensor:
     """(B,) bound on the error of an fp32 logit, as a multiple of what a random sum of D such products loses.
 
-    A tensor core truncates its sum of 16 products to 24 bits or so, D / 16 times; fp32 arithmetic rounds D times. Partial
-    sums are about as large as the norm of the products, at most norm(h) * norm(w) / sqrt(D) for unstructured data.
+    A tensor core truncates its sum of 16 products to 24 bits or so, D / 16 times; fp32 arithmetic rounds D times.
+    Partial sums are about as large as the norm of the products, at most norm(h) * norm(w) / sqrt(D) for unstructured
+    data.
     """
     dim = problem.hidden_states.shape[1]
     norms = problem.hidden_states.double().norm(dim=1) * problem.weight.double().norm(dim=1).max()

@@ -1,4 +1,5 @@
-"""(seed, offset, token, refinement word): places where the Philox word is 0, found by search over 2**32 words and more."""
+"""(seed, offset, token, refinement word): places where the Philox word is 0, found by search over 2**32 words and
+more."""
 
 ZERO_WORDS = [
     (1, 12659391, 44, 3943456879),

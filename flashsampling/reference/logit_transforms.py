@@ -1,49 +1,50 @@
-"""What a request makes of its logits: pure functions of rows of logits that are in memory, on any device. Contract, section 5.
+"""Logit transforms and filters: pure functions of rows of logits in memory, on any device. Contract, section 5.
 
-    product of the head -> raw -> processed -> kept -> drawn
+    hidden_states @ weight.T -> raw -> processed -> kept -> drawn
 
-Nothing waits for the device. Parameters are (B,) tensors or numbers, which count as float32. Masses are sums in float64.
+Nothing waits for the device. Parameters are (B,) tensors or numbers, which count as float32. Probabilities are summed
+in float64.
 
-Top-k: Fan, Lewis and Dauphin, "Hierarchical Neural Story Generation", ACL 2018. Top-p: Holtzman et al., "The Curious Case of
-Neural Text Degeneration", ICLR 2020. Min-p: Nguyen et al., "Turning Up the Heat", 2024. Repetition penalty: Keskar et al.,
-"CTRL", 2019. Frequency and presence penalties: OpenAI's API.
+Top-k: Fan, Lewis and Dauphin, "Hierarchical Neural Story Generation", ACL 2018. Top-p: Holtzman et al., "The Curious
+Case of Neural Text Degeneration", ICLR 2020. Min-p: Nguyen et al., "Turning Up the Heat", 2024. Repetition penalty:
+Keskar et al., "CTRL", 2019. Frequency and presence penalties: OpenAI's API.
 """
 
 import torch
 from torch import Tensor
 
 from ..exchange_protocol import NO_TOKEN
-from ..inputs import SamplingParams
+from ..sampling_params import SamplingParams
 
 GREEDY_BELOW = 1e-6
-LOWEST, HIGHEST = -(2**63), 2**63 - 1  # places (``places_of``) from which on all tokens are, and none
+LOWEST, HIGHEST = -(2**63), 2**63 - 1  # sort keys (``places_of``) that all tokens reach, and none
 _NAN_KEY = 2**31 - 1
 _COUNT = 0x7FFFFFFF
 
 
 def column(value: Tensor | float, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
-    """(B, 1), or (1, 1) of a number, in a way that a CUDA graph can hold."""
+    """Returns (B, 1), or (1, 1) for a number, in a way that a CUDA graph can capture."""
     if isinstance(value, Tensor):
         return value[:, None]
     return torch.full((1, 1), value, dtype=dtype, device=device)
 
 
 def raw(
-    product: Tensor,  # (B, V) hidden_states @ weight.T
+    logits: Tensor,  # (B, V) hidden_states @ weight.T
     params: SamplingParams,
 ) -> Tensor:
-    """(B, V) logits after the head's own bias, scale and soft cap."""
+    """Returns (B, V) logits after the LM head's bias, scale and soft cap."""
     if params.bias is not None:
-        product = product + params.bias[: product.shape[1]]
+        logits = logits + params.bias[: logits.shape[1]]
     if params.logit_scale != 1.0:
-        product = product * params.logit_scale
+        logits = logits * params.logit_scale
     if params.soft_cap:
-        product = params.soft_cap * torch.tanh(product / params.soft_cap)
-    return product
+        logits = params.soft_cap * torch.tanh(logits / params.soft_cap)
+    return logits
 
 
 def allowed(params: SamplingParams, vocab_size: int) -> Tensor | None:
-    """(B, V) bool: the mask's tokens; None: all."""
+    """Returns (B, V) bool: the tokens that the mask allows; None: all."""
     if params.token_mask is None:
         return None
     bits = params.token_mask[:, :, None] >> torch.arange(32, dtype=torch.int32, device=params.token_mask.device) & 1
@@ -54,7 +55,7 @@ def processed(
     raw: Tensor,  # (B, V)
     params: SamplingParams,
 ) -> Tensor:
-    """(B, V) logits after the request's bias, penalties and mask: -inf where a token is not allowed."""
+    """Returns (B, V) logits after logit bias, penalties and mask: -inf where a token is not allowed."""
     logits, vocab_size = raw, raw.shape[1]
     if params.dense_bias is not None:
         logits = logits + params.dense_bias[:vocab_size]
@@ -73,7 +74,7 @@ def penalised(
     logits: Tensor,  # (B, V)
     params: SamplingParams,
 ) -> Tensor:
-    """(B, V) logits after the penalties. A token that has not come is left alone, whatever a penalty is."""
+    """Returns (B, V) logits after the penalties. No penalty, not even NaN, changes a token that has no count."""
     if params.counts is None:
         return logits
     counts = params.counts[:, : logits.shape[1]]
@@ -89,11 +90,11 @@ def penalised(
 def relative(
     logits: Tensor,  # (B, V)
     temperature: Tensor,  # (B,) float32
-    best: Tensor | None = None,  # (B, 1): the highest logit, if it is another's
+    best: Tensor | None = None,  # (B, 1): the highest logit, if it is on another shard
 ) -> Tensor:
-    """(B, V) float64: the logarithm of a token's probability over that of the best one, at most 0. A greedy row's is that
-    at temperature 1. The first +inf of a row leaves no other token any probability, another +inf included; with ``best``
-    given, which does not say where the first one is, every +inf gives 0."""
+    """Returns (B, V) float64: log(p(token) / p(best token)), at most 0. A greedy row is taken at temperature 1. The
+    first +inf of a row has all the probability, later ones none; with ``best`` given, every +inf gives 0, because the
+    first one may be on another shard."""
     wide = logits.double()
     scale = torch.where(temperature < GREEDY_BELOW, 1.0, temperature).double()[:, None]
     if best is None:
@@ -109,7 +110,7 @@ def relative(
 def share_of_best(
     below: Tensor,  # float64, from 0 down: ``relative``
 ) -> Tensor:
-    """float64: a token's probability over that of the best. Next to 1 rounded to the nearest, as min-p of 1 asks; torch's own
+    """Returns float64: p(token) / p(best token). It is correctly rounded next to 1, as min-p of 1 needs: torch's
     exponential is an ulp off there on processors with AVX-512."""
     return torch.where(below > -(2.0**-30), 1.0 + below, below.exp())
 
@@ -122,11 +123,11 @@ def kept(
     min_p: Tensor | float = 0.0,
     joint_top_p: Tensor | int = 0,
 ) -> Tensor:
-    """(B, V) bool: the tokens that the filters keep, in each row the first one at least.
+    """Returns (B, V) bool: the tokens that the filters keep, in each row at least the first one.
 
-    Order: by logit downwards, equal ones by id upwards. Top-k keeps its first k; top-p the shortest prefix whose share of what
-    top-k kept, or of all where that is ``joint_top_p``, reaches p; min-p those that have at least ``min_p`` times the first
-    one's probability.
+    Tokens are ordered by descending logit, equal ones by ascending id. Top-k keeps the first k. Top-p keeps the
+    shortest prefix whose share of what top-k keeps (``joint_top_p``: of all tokens) reaches p. Min-p keeps tokens with
+    at least ``min_p`` times the first one's probability.
     """
     device, vocab_size = logits.device, logits.shape[1]
     ordered, ids = (logits + 0.0).sort(dim=-1, descending=True, stable=True)  # + 0.0: -0.0 and 0.0 are equal
@@ -137,7 +138,7 @@ def kept(
     mass = torch.where(in_top_k | of_all, share_of_best(relative(ordered, temperature)), 0.0)
     before = mass.cumsum(dim=-1) - mass
     in_top_p = (before < p.double() * mass.sum(dim=-1, keepdim=True)) | (p >= 1)
-    in_min_p = mass >= ratio.double()  # of a ratio up to 0 all
+    in_min_p = mass >= ratio.double()  # a ratio up to 0 keeps all
     keep = in_top_k & in_top_p & in_min_p | (places == 0)
     return torch.zeros_like(keep).scatter_(-1, ids, keep)
 
@@ -145,29 +146,29 @@ def kept(
 def keys_of(
     logits: Tensor,  # (B, n) float32
 ) -> Tensor:
-    """(B, n) int32 in their order: NaN above all, -0.0 as 0.0."""
+    """Returns (B, n) int32 order-preserving keys: NaN above all, -0.0 equal to 0.0."""
     bits = (logits + 0.0).view(torch.int32)
     return torch.where(logits.isnan(), _NAN_KEY, bits ^ (bits >> 31 & NO_TOKEN))
 
 
 def values_of(keys: Tensor) -> Tensor:
-    """The float32 logits of keys, integers."""
+    """Returns the float32 logits of order-preserving keys."""
     keys = keys.to(torch.int32)
     return (keys ^ (keys >> 31 & NO_TOKEN)).view(torch.float32)
 
 
 def places_of(
     keys: Tensor,  # (B, n) or (B,), int32 or int64
-    ids: Tensor,  # as many, or (n,): global ones
+    ids: Tensor,  # same shape, or (n,): global ids
 ) -> Tensor:
-    """int64, greater for the greater key, then for the lower id. No two tokens of a row have the same."""
+    """Returns int64 sort keys: greater for a greater key, then for a lower id; unique in a row."""
     return keys.long() << 31 | ids ^ NO_TOKEN
 
 
 def logprobs(
     logits: Tensor,  # (B, V)
 ) -> Tensor:
-    """(B, V) float32: log softmax. NaN in all of a row that holds one."""
+    """Returns (B, V) float32: log softmax. A row that holds a NaN is all NaN."""
     wide = logits.double()
     return (wide - wide.logsumexp(dim=-1, keepdim=True)).float()
 
@@ -177,8 +178,8 @@ def kept_logprobs(
     temperature: Tensor,  # (B,) float32
     kept: Tensor | None,  # (B, V) bool; None: all
 ) -> Tensor:
-    """(B, V) float32: log softmax of ``logits / temperature`` over what was kept, -inf elsewhere. A greedy row's is that at
-    temperature 1."""
+    """Returns (B, V) float32: log softmax of ``logits / temperature`` over the kept tokens, -inf elsewhere. A greedy
+    row is taken at temperature 1."""
     below = relative(logits, temperature)
     if kept is not None:
         below = below.masked_fill(~kept, float("-inf"))
@@ -189,7 +190,7 @@ def ranks(
     logits: Tensor,  # (B, V)
     ids: Tensor,  # (B, S) int64
 ) -> Tensor:
-    """(B, S) int64: 1 + how many tokens have a larger logit; -1 where the id is."""
+    """Returns (B, S) int64: 1 + the number of tokens with a larger logit; -1 where the id is -1."""
     ordered = torch.where(logits.isnan(), float("-inf"), logits).sort(dim=-1).values.contiguous()
     up_to = torch.searchsorted(ordered, logits.gather(1, ids.clamp(min=0)), right=True)
     return torch.where(ids < 0, -1, 1 + logits.shape[1] - up_to)
@@ -199,7 +200,7 @@ def at(
     values: Tensor,  # (B, V)
     ids: Tensor,  # (B, m) int64
 ) -> Tensor:
-    """(B, m): the values of these tokens, NaN of an id out of range."""
+    """Returns (B, m): the values at these ids, NaN for an id out of range."""
     there = (ids >= 0) & (ids < values.shape[1])
     return torch.where(there, values.gather(1, torch.where(there, ids, 0)), float("nan"))
 
@@ -208,6 +209,7 @@ def top(
     logits: Tensor,  # (B, V)
     count: int,  # up to V
 ) -> Tensor:
-    """(B, count) int64: the ids with the highest logits, the lowest of equal ones; -1 in all of a row that holds a NaN."""
+    """Returns (B, count) int64: the ids with the highest logits, the lowest of equal ones; a row that holds a NaN is
+    all -1."""
     ids = (logits + 0.0).sort(dim=-1, descending=True, stable=True).indices[:, :count]
     return ids.masked_fill(logits.isnan().any(dim=-1, keepdim=True), -1)

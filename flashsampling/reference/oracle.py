@@ -1,4 +1,4 @@
-"""The oracle: the contract written out, every score in memory. For tests and comparison, not for speed."""
+"""The oracle: the contract as plain code, with every score in memory. For tests and comparison, not for speed."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
@@ -9,41 +9,27 @@ from torch.amp.autocast_mode import is_autocast_available
 
 from .. import noise
 from ..exchange_protocol import WHOLE
-from ..inputs import SampleInputs, SampleResult, SamplingParams, layout
+from ..inputs import SampleInputs
+from ..outputs import SampleResult, layout
+from ..sampling_params import SamplingParams
 from . import logit_transforms
 from .logit_transforms import GREEDY_BELOW
 
-DOES = (
-    *(
-        "stream",
-        "bias",
-        "logit_scale",
-        "soft_cap",
-        "dense_bias",
-        "bias_ids",
-        "bias_values",
-        "counts",
-        "repetition_penalty",
-    ),
-    *("frequency_penalty", "presence_penalty", "token_mask", "top_k", "top_p", "min_p", "joint_top_p"),
-    *("logprobs", "top_logprobs", "logprob_ids", "logsumexp"),
-)
-DOES_OF_LOGITS = DOES
-
 
 def without_autocast(device: torch.device) -> AbstractContextManager[None]:
-    """Where matrices are multiplied as they are, also inside ``torch.autocast``."""
+    """Returns a context in which ``torch.autocast`` does not round matrices."""
     if not is_autocast_available(device.type) or not torch.is_autocast_enabled(device.type):
         return nullcontext()
     return torch.autocast(device.type, enabled=False)
 
 
 def may_round(states: Tensor) -> bool:
-    """Whether the process allows a float32 matmul on their device to round them: ``torch.set_float32_matmul_precision`` and its
-    like. A GPU rounds to TF32, which holds 16-bit numbers whole; some CPUs to bfloat16, which does not hold float16."""
+    """Returns whether a float32 matmul of these states may round them (``torch.set_float32_matmul_precision`` and newer
+    settings). A GPU rounds to TF32, which holds every 16-bit number; some CPUs to bfloat16, which does not hold
+    float16."""
     if states.dtype == torch.bfloat16 or (states.is_cuda and states.dtype == torch.float16):
         return False
-    try:  # allow_tf32 raises where the newer settings, these, have been used
+    try:  # not allow_tf32, which raises once these newer settings were used
         precision = (torch.backends.cuda if states.is_cuda else torch.backends.mkldnn).matmul.fp32_precision
     except AttributeError:  # torch 2.8
         return torch.get_float32_matmul_precision() != "highest"
@@ -55,11 +41,9 @@ def exact_logits(
     weight: Tensor,  # (V, D)
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """(B, V) logits accumulated in ``dtype``: 16-bit inputs are widened first, so no product or sum is rounded to 16 bits.
-
-    Inputs go through float64 where the process lets float32 matmuls round them (``may_round``). Autocast, which would round
-    the inputs to 16 bits, is left out.
-    """
+    """Returns (B, V) logits accumulated in ``dtype``. 16-bit inputs are widened first, so no product or sum is rounded
+    to 16 bits. If the process lets float32 matmuls round (``may_round``), inputs go through float64. Autocast is
+    disabled."""
     with without_autocast(hidden_states.device):
         return _exact_logits(hidden_states, weight, dtype)
 
@@ -75,51 +59,51 @@ def scores_of_logits(
     temperature: Tensor,  # (B,) float32
     gumbel: Tensor,  # (B, S, V)
 ) -> Tensor:
-    """(B, S, V) scores, ``logits / temperature + gumbel`` times ``min(temperature, 1)``: the same order, since a row's scores
-    are all multiplied alike, and no finite logit overflows at any temperature. A greedy row's are its logits."""
+    """Returns (B, S, V) scores: ``logits / temperature + gumbel``, times ``min(temperature, 1)`` so that no finite
+    logit overflows. One factor per row does not change the order. The scores of a greedy row are its logits."""
     temperature = torch.where(temperature < GREEDY_BELOW, 0.0, temperature)[:, None, None]
     return logits[:, None, :] / temperature.clamp(min=1.0) + temperature.clamp(max=1.0) * gumbel
 
 
 class Logits(NamedTuple):
-    """Of all tokens of some rows, and what became of them."""
+    """The logits of all tokens of some rows."""
 
-    raw: Tensor  # (B, V) after the head
-    processed: Tensor  # (B, V) after the request's bias, penalties and mask
+    raw: Tensor  # (B, V) after the LM head's bias, scale and soft cap
+    processed: Tensor  # (B, V) after logit bias, penalties and mask
     allowed: Tensor | None  # (B, V) bool; None: all
-    kept: Tensor | None  # (B, V) bool, what the filters keep, of tokens that are not allowed too; None: all
+    kept: Tensor | None  # (B, V) bool, what the filters keep, before the mask's tokens are removed; None: all
 
 
-def product(step: SampleInputs, dtype: torch.dtype = torch.float32) -> Tensor:
-    """(B, V) in ``dtype``, whatever else is asked for."""
+def head_logits(step: SampleInputs, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Returns (B, V) in ``dtype``: the logits before any sampling parameter."""
     if step.logits is not None:
         return step.logits[:, : step.vocab_size].to(dtype)
     return exact_logits(step.hidden_states, step.weight[: step.vocab_size], dtype)
 
 
-def logits_of(
-    product: Tensor,  # (B, V)
+def transform_logits(
+    logits: Tensor,  # (B, V)
     temperature: Tensor,  # (B,)
     params: SamplingParams,
 ) -> Logits:
-    """What the head and the request make of it."""
-    raw = logit_transforms.raw(product, params)
+    """Applies the sampling parameters that change or filter logits."""
+    raw = logit_transforms.raw(logits, params)
     processed = logit_transforms.processed(raw, params)
     allowed = logit_transforms.allowed(params, raw.shape[1])
     kept = None
-    if {"top_k", "top_p", "min_p"} & set(params.names()):
+    if params.may_filter():
         kept = logit_transforms.kept(
             processed, temperature, params.top_k, params.top_p, params.min_p, params.joint_top_p
         )
     return Logits(raw, processed, allowed, kept)
 
 
-def scores_of(
+def token_scores(
     logits: Logits,
     step: SampleInputs,
     draws: Tensor,  # (S,) int64
 ) -> Tensor:
-    """(B, S, V): what is kept has the score that it has without filters; a token that is not allowed has none, -inf."""
+    """Returns (B, S, V) scores before the filters; -inf for a token that is not allowed."""
     rows = step.rows()
     gumbel = noise.gumbel(rows.seed, rows.offset, draws, 0, step.vocab_size, step.params.stream)
     scores = scores_of_logits(logits.processed, rows.temperature, gumbel.to(logits.processed.dtype))
@@ -127,16 +111,16 @@ def scores_of(
 
 
 def scores(step: SampleInputs, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Every score, (B, num_samples, vocab_size) in ``dtype``, before top-k, top-p and min-p."""
+    """Returns every score, (B, num_samples, vocab_size) in ``dtype``, before top-k, top-p and min-p."""
     draws = torch.arange(step.num_samples, device=step.hidden_states.device)
-    return scores_of(logits_of(product(step, dtype), step.rows().temperature, step.params), step, draws)
+    return token_scores(transform_logits(head_logits(step, dtype), step.rows().temperature, step.params), step, draws)
 
 
 def winners(
     scores: Tensor,  # (..., V)
     kept: Tensor | None = None,  # (..., V) bool; None: all
 ) -> Tensor:
-    """(...) int64: the lowest id among the highest scores of what is kept; -1 where any score is NaN or none is finite."""
+    """Returns (...) int64: the lowest id among the highest kept scores; -1 where any score is NaN or none is finite."""
     defined = scores.isfinite().any(dim=-1) & ~scores.isnan().any(dim=-1)
     if kept is not None:
         scores = scores.masked_fill(~kept, float("-inf"))
@@ -151,21 +135,21 @@ def draw(
     step: SampleInputs,
     draws: Tensor,  # (S,) int64
 ) -> Tensor:
-    """(B, S) int64 token ids. Filters change which token it is, not whether there is one; but a NaN among them does."""
+    """Returns (B, S) int64 token ids; -1 also in a row whose top-p or min-p is NaN."""
     kept = logits.kept
-    token_ids = winners(scores_of(logits, step, draws), None if kept is None else kept[:, None])
+    token_ids = winners(token_scores(logits, step, draws), None if kept is None else kept[:, None])
     for limit in (step.params.top_p, step.params.min_p):
         if isinstance(limit, Tensor):
             token_ids = token_ids.masked_fill(limit.isnan()[:, None], -1)
     return token_ids
 
 
-def outcome(
+def outputs(
     token_ids: Tensor,  # (B, num_samples) int64
     logits: Logits,
     step: SampleInputs,
 ) -> dict[str, Tensor]:
-    """All parts of what a step gives."""
+    """Returns all outputs by the names of ``SampleOutput``, (B, columns)."""
     params, parts = step.params, {"token_ids": token_ids}
     if params.logprobs or params.top_logprobs or params.logprob_ids is not None:
         raw_logprobs = logit_transforms.logprobs(logits.raw)
@@ -185,13 +169,13 @@ def outcome(
 
 
 def unsupported(step: SampleInputs) -> str | None:
-    """Why the oracle cannot do a step, or None."""
+    """Returns why the oracle cannot run a step, or None."""
     return None if step.shard == WHOLE else "a shard of a vocabulary: the oracle knows whole ones"
 
 
 @torch.no_grad()
 def run(step: SampleInputs) -> SampleResult:
-    """See ``backends``."""
-    logits = logits_of(product(step), step.rows().temperature, step.params)
+    """Runs a step, as ``backends`` says."""
+    logits = transform_logits(head_logits(step), step.rows().temperature, step.params)
     token_ids = draw(logits, step, torch.arange(step.num_samples, device=step.hidden_states.device))
-    return layout(len(token_ids), step.num_samples, step.params).join(outcome(token_ids, logits, step))
+    return layout(len(token_ids), step.num_samples, step.params).join(outputs(token_ids, logits, step))

@@ -1,11 +1,11 @@
-"""Rejection sampling of drafts: which are accepted, and what takes the place of one that is not. Contract, section 7.
+"""Rejection sampling of drafts: which are accepted, and which token replaces a refused one. Contract, section 7.
 
-Pure torch on any device, a few rows of probabilities at a time, in float64: memory does not grow with the number of rows. The
-arithmetic of logits is the oracle's, so p is what ``sample`` draws from. A q below 0 counts as 0: else drafts would be
-accepted, and tokens recovered, that ``sample`` never draws.
+Pure torch on any device, a few rows of probabilities at a time, in float64: memory does not grow with the number of
+rows. The arithmetic of logits is the oracle's, so p is the distribution that ``sample`` draws from. A q below 0 counts
+as 0; otherwise drafts could be accepted, and tokens recovered, that ``sample`` never draws.
 
-Leviathan, Kalman and Matias, "Fast Inference from Transformers via Speculative Decoding", ICML 2023; Chen et al., "Accelerating
-Large Language Model Decoding with Speculative Sampling", 2023.
+Leviathan, Kalman and Matias, "Fast Inference from Transformers via Speculative Decoding", ICML 2023; Chen et al.,
+"Accelerating Large Language Model Decoding with Speculative Sampling", 2023.
 """
 
 from collections.abc import Iterator
@@ -18,14 +18,15 @@ from ..inputs import SampleInputs
 from . import logit_transforms, oracle, streaming
 from .logit_transforms import GREEDY_BELOW
 
-_ROWS_OF_LOGITS = {"cpu": 1 << 21, "cuda": 1 << 24}  # logits at once, but a row at least; some 60 bytes each
+_ROWS_OF_LOGITS = {"cpu": 1 << 21, "cuda": 1 << 24}  # logits at once, at least one row; some 60 bytes each
 
 
 def probabilities(
     logits: oracle.Logits,  # (B, V)
     step: SampleInputs,
 ) -> Tensor:
-    """(B, V) float64: of what ``sample`` draws each token with. A greedy row's are 1 and 0; NaN in a row that has no token."""
+    """Returns (B, V) float64: the probability with which ``sample`` draws each token. 1 and 0 in a greedy row; NaN in a
+    row without a token."""
     rows = step.rows()
     below = logit_transforms.relative(logits.processed, rows.temperature)
     scores = oracle.scores_of_logits(logits.processed, rows.temperature, below.new_zeros(1, 1, 1).float())[:, 0]
@@ -46,22 +47,22 @@ def probabilities(
 
 
 def _groups(step: SampleInputs) -> Iterator[tuple[slice, SampleInputs, Tensor]]:
-    """A few rows at a time: which, their step, their probabilities."""
+    """Yields a few rows at a time: their slice, inputs and probabilities."""
     states = step.hidden_states
     rows = max(_ROWS_OF_LOGITS.get(states.device.type, 1 << 21) // step.vocab_size, 1)
     for first in range(0, len(states), rows):
         some = slice(first, min(first + rows, len(states)))
         part = step.part(some.start, some.stop)
         if part.logits is None:
-            product = streaming.head_product(part.hidden_states, part.weight[: step.vocab_size])
+            head = streaming.head_logits(part.hidden_states, part.weight[: step.vocab_size])
         else:
-            product = oracle.product(part)
-        logits = oracle.logits_of(product, part.rows().temperature, part.params)
+            head = oracle.head_logits(part)
+        logits = oracle.transform_logits(head, part.rows().temperature, part.params)
         yield some, part, probabilities(logits, part)
 
 
 def _at(values: Tensor, ids: Tensor) -> Tensor:
-    """(B,): of (B, V) a value of each row, 0 of an id out of range."""
+    """Returns (B,): one of each row's values (B, V), 0 for an id out of range."""
     there = (ids >= 0) & (ids < values.shape[1])
     return torch.where(there, values.gather(1, torch.where(there, ids, 0)[:, None])[:, 0], 0.0)
 
@@ -72,7 +73,7 @@ def accept(
     draft_token_ids: Tensor,  # (B,) int64; -1 or out of range: never accepted
     draft_probs: Tensor | None,  # (B, V); None: each was certain
 ) -> Tensor:
-    """(B,) bool: u q(x) < p(x), which is so with probability min(1, p(x) / q(x)), with a coin u of every row."""
+    """Returns (B,) bool: u q(x) < p(x) with a uniform coin u per row, which has probability min(1, p(x) / q(x))."""
     rows = step.rows()
     accepted = torch.empty(len(draft_token_ids), dtype=torch.bool, device=draft_token_ids.device)
     for some, _, p in _groups(step):
@@ -85,13 +86,13 @@ def accept(
 
 @torch.no_grad()
 def recover(
-    step: SampleInputs,  # its stream is what the noise is from
-    draft_token_ids: Tensor,  # (B,) int64: what was not accepted
+    step: SampleInputs,  # the noise has its stream
+    draft_token_ids: Tensor,  # (B,) int64: the refused drafts
     draft_probs: Tensor | None,  # (N, V); None: each was certain
     draft_rows: Tensor,  # (B,) int64, in range: the row of ``draft_probs`` for each
 ) -> Tensor:
-    """(B,) int64: drawn from max(p - q, 0), or from p where nothing is left, for which q has to sum to more than 1. -1 in a
-    row that has no token, or meets a NaN in q."""
+    """Returns (B,) int64, drawn from max(p - q, 0), or from p if that is 0 everywhere, which needs a q that sums to
+    more than 1. -1 in a row without a token, or with a NaN in q."""
     rows, draw = step.rows(), torch.zeros(1, dtype=torch.int64, device=draft_token_ids.device)
     token_ids = torch.empty_like(draft_token_ids)
     for some, part, p in _groups(step):

@@ -1,8 +1,8 @@
-"""Drafts of several requests: where their rows are, and which of them hold once the target's tokens are known.
+"""Drafts of several requests: where their rows are, and which of them are accepted once the target's tokens are known.
 
-A request has up to n drafts and one row of hidden states more: node 0 is the position after its last token, node j + 1 the one
-after its draft j. In a chain node j + 1 follows node j; in a tree it follows the node that ``parents`` says. All of it is torch
-on the device: nothing waits, and whatever the tensors hold, no index is out of range.
+A request has up to n drafts and one more row of hidden states: node 0 is the position after its last token, node j + 1
+the position after its draft j. In a chain node j + 1 follows node j; in a tree it follows the node that ``parents``
+names. All functions are torch on the device: nothing waits, and no index is out of range, whatever the tensors hold.
 """
 
 from itertools import pairwise
@@ -12,51 +12,49 @@ import torch
 from torch import Tensor
 
 from ..exchange_protocol import NO_TOKEN
-from ..row_params import Integers, integer, is_plain, is_symbolic, kind_of
+from ..row_params import Integers, describe_kind, integer, is_plain, is_symbolic
 
-# of requests' numbers, beside places
+# added to a request's number: for its number of drafts, and for the most drafts
 HASH_OF_ROOM, HASH_OF_MOST = 1 << 61, 1 << 62
 HASH_FACTORS = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB  # odd
 
 
 class Tree(NamedTuple):
-    """Which draft follows which."""
+    """The parents of draft trees."""
 
-    parents: Tensor  # (B, n + 1) int64: the node before each; the root's is the root
-    depth: Tensor  # (B, n + 1) int64: how many drafts lead to it; at most n
-    sound: Tensor  # (B, n) bool: the draft's parent comes before it
+    parents: Tensor  # (B, n + 1) int64: each node's parent; the root's is the root
+    depth: Tensor  # (B, n + 1) int64: number of drafts on the path to a node; at most n
+    sound: Tensor  # (B, n) bool: the draft's parent precedes it
 
 
 class Nodes(NamedTuple):
-    """Some of the rows of hidden states."""
+    """A subset of the rows of hidden states."""
 
     row: Tensor  # (k,) int64, among all rows
     request: Tensor  # (k,) int64, from 0 to B - 1
     node: Tensor  # (k,) int64, from 0 to n
-    depth: Tensor  # (k,) int64: how many tokens the request draws before this one
+    depth: Tensor  # (k,) int64: number of tokens that the request draws before this one
 
 
 class Accepted(NamedTuple):
-    """Which drafts hold, and what follows the last of them."""
+    """The accepted drafts."""
 
     num_accepted: Tensor  # (B,) int64
-    nodes: Tensor  # (B, n + 1) int64: node on the accepted path at each depth; -1 behind its end
+    nodes: Tensor  # (B, n + 1) int64: the node of the accepted path at each depth; -1 after its end
 
 
 class Drafts(NamedTuple):
-    """Drafts of B requests, up to n of each; N in all, one request's behind the other's."""
+    """Drafts of B requests, up to n of each; N in total, one request after the other."""
 
-    token_ids: Tensor  # (B, n) int64; -1: there is none, and in a chain none behind it
+    token_ids: Tensor  # (B, n) int64; -1: no draft; a chain ends there
     rows: Tensor  # (B, n + 1) int64: each node's row of hidden states
     request: Tensor  # (R,) int64: each row's
     node: Tensor  # (R,) int64: each row's
     tree: Tree | None  # None: chains
-    bounds: (
-        Tensor | None
-    )  # (B + 1,) int64: where among N each request's drafts begin, and the last's end; None: B times n
+    bounds: Tensor | None  # (B + 1,) int64: where each request's drafts begin among N, and the end; None: B times n
 
     def nodes(self) -> Nodes:
-        """All rows."""
+        """Returns all rows."""
         everywhere = torch.arange(self.request.shape[0], device=self.request.device)
         depth = self.node
         if self.tree is not None:
@@ -64,14 +62,14 @@ class Drafts(NamedTuple):
         return Nodes(everywhere, self.request, self.node, depth)
 
     def places(self) -> Tensor:
-        """(B, n) int64: each draft's place among N; some place where there is none."""
+        """Returns (B, n) int64: each draft's index among N; any valid index where there is no draft."""
         (batch, n), device = self.token_ids.shape, self.rows.device
         if self.bounds is None:
             return torch.arange(batch * n, device=device).view(batch, n)
         return _places(self.bounds, n, self.request.shape[0] - batch)
 
     def predecessors(self) -> Nodes:
-        """(N,) of chains: the node after which each draft comes."""
+        """Returns (N,) nodes of chains: the node before each draft."""
         (batch, n), device = self.token_ids.shape, self.rows.device
         places = torch.arange(self.request.shape[0] - batch, device=device)
         if self.bounds is None:
@@ -81,15 +79,15 @@ class Drafts(NamedTuple):
         return Nodes(self.rows.flatten()[request * (n + 1) + node], request, node, node)
 
     def ends(self, node: Tensor) -> Nodes:
-        """One node of every request's chain, (B,)."""
+        """Returns one node, (B,), of every request's chain."""
         request = torch.arange(node.shape[0], device=node.device)
         return Nodes(self.rows.gather(1, node[:, None])[:, 0], request, node, node)
 
     def hash(self) -> Tensor:
-        """() int64: of how many drafts there is room for, of the drafts, and of trees of which follows which. Of others it is
-        another one, but for a chance of about 2**-32 at worst; ``kernels/triton/speculative/draft_chains`` makes the
-        same. Ids beyond those of
-        tokens are all one: none of them is ever accepted."""
+        """Returns () int64: a hash of the numbers of drafts, of the drafts and, for trees, of their parents. Other
+        drafts have another hash, except with a probability of about 2**-32 at worst. Ids beyond those of tokens count
+        as one id, because none of them is ever accepted. ``kernels/triton/speculative/draft_chains`` computes the
+        same."""
         (batch, n), device = self.token_ids.shape, self.token_ids.device
         requests = torch.arange(batch, device=device)[:, None] << 32
         places = requests | torch.arange(n, device=device)
@@ -102,7 +100,7 @@ class Drafts(NamedTuple):
         return hashed.sum() + of_shape.sum()
 
     def before(self, nodes: Nodes) -> Tensor:
-        """(k, n) bool: the drafts that come before a node's position."""
+        """Returns (k, n) bool: the drafts before a node's position."""
         n = self.token_ids.shape[1]
         if self.tree is None:
             return torch.arange(n, device=nodes.node.device) < nodes.node[:, None]
@@ -114,62 +112,63 @@ class Drafts(NamedTuple):
         return on_path.flatten(0, 1)[nodes.request * (n + 1) + nodes.node, 1:]
 
     def counts(self, counts: Tensor, nodes: Nodes, vocab_size: int) -> Tensor:
-        """(k, V) int32: those of the requests, (B, V), and the drafts before a node's position on top."""
+        """Returns (k, V) int32: the requests' counts (B, V) plus the drafts before a node's position."""
         return self.counted(counts.index_select(0, nodes.request), nodes, vocab_size)
 
     def counted(self, rows: Tensor, nodes: Nodes, vocab_size: int) -> Tensor:
-        """``rows`` (k, V) int32, counts of the requests, after counting there the drafts before a node's position."""
+        """Adds the drafts before a node's position to ``rows`` (k, V) int32, in place, and returns them."""
         ids = self.token_ids.index_select(0, nodes.request)
         there = self.before(nodes) & (ids >= 0) & (ids < vocab_size)
         return rows.scatter_add_(1, torch.where(there, ids, 0), there.to(torch.int32))
 
     def matched(self, tokens: Tensor) -> Accepted:
-        """Those that are what the target drew, ``tokens`` (B, n + 1) after each node, up to the first that is not."""
+        """Accepts drafts while they equal what the target drew, ``tokens`` (B, n + 1) after each node."""
         if self.tree is None:
             return self.up_to((tokens[:, :-1] == self.token_ids) & (self.token_ids >= 0))
         parents, depth, sound = self.tree
         ids, before = self.token_ids, parents[:, 1:]
         equal = (ids[:, :, None] == ids[:, None, :]) & (before[:, :, None] == before[:, None, :]) & sound[:, None, :]
-        again = equal.tril(-1).any(dim=-1)  # an earlier sibling is the same token
+        again = equal.tril(-1).any(dim=-1)  # an earlier sibling has the same token
         holds = (tokens.gather(1, before) == ids) & (ids >= 0) & sound & ~again
         on_path = (
             torch.cat([torch.ones_like(holds[:, :1]), holds], dim=1) if ids.shape[1] else torch.ones_like(tokens).bool()
         )
-        for _ in _doublings(ids.shape[1]):  # as far back again in every round
+        for _ in _doublings(ids.shape[1]):  # doubles the distance in every round
             on_path = on_path & on_path.gather(1, parents)
             parents = parents.gather(1, parents)
         numbers = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        nodes = tokens.new_full((tokens.shape[0], tokens.shape[1] + 1), -1)  # the last column takes what is not on it
+        nodes = tokens.new_full((tokens.shape[0], tokens.shape[1] + 1), -1)  # the last column takes nodes off the path
         nodes.scatter_(1, torch.where(on_path, depth, tokens.shape[1]), numbers)
         nodes = nodes[:, :-1]
         return Accepted(on_path.sum(dim=1) - 1, nodes)
 
     def up_to(self, holds: Tensor) -> Accepted:
-        """The drafts of chains up to the first that does not hold, (B, n) bool."""
+        """Accepts drafts of chains up to the first that does not hold. ``holds``: (B, n) bool."""
         return self.first(holds.cumprod(dim=1).sum(dim=1))
 
     def first(self, num_accepted: Tensor) -> Accepted:
-        """So many drafts of every request's chain, (B,)."""
+        """Accepts the first ``num_accepted`` (B,) drafts of every chain."""
         numbers = torch.arange(self.rows.shape[1], device=num_accepted.device)
         return Accepted(num_accepted, torch.where(numbers <= num_accepted[:, None], numbers, -1))
 
 
 class DraftBatch(NamedTuple):
-    """Drafts as they are given, checked: ``drafts`` says where all of it lies, with a dozen operations on the device."""
+    """Drafts as the caller passed them, checked. ``drafts`` computes the index of every row in a dozen operations on
+    the device."""
 
     token_ids: Tensor  # (B, n) int64, or (N,) with bounds
-    parents: Tensor | None  # likewise; None: chains
+    parents: Tensor | None  # same shape; None: chains
     bounds: Tensor | None  # (B + 1,) int64, B above 0; None: a rectangle
     batch: int
     n: int
 
     @property
     def positions(self) -> int:
-        """Rows of hidden states."""
+        """Number of rows of hidden states."""
         return self.token_ids.numel() + self.batch
 
     def drafts(self) -> Drafts:
-        """Where all of it lies."""
+        """Returns the drafts with the index of every row."""
         if self.bounds is None:
             return _padded(self.token_ids, self.parents)
         return _ragged(self.token_ids, self.parents, self.bounds, self.n)
@@ -179,7 +178,7 @@ def _padded(
     token_ids: Tensor,  # (B, n) int64
     parents: Tensor | None,  # (B, n) int64
 ) -> Drafts:
-    """Drafts in a rectangle, and hidden states likewise, B * (n + 1) rows."""
+    """Returns the drafts of a rectangle, with B * (n + 1) rows of hidden states."""
     batch, n = token_ids.shape
     rows = torch.arange(batch * (n + 1), device=token_ids.device)
     request, node = rows // (n + 1), rows % (n + 1)
@@ -192,7 +191,8 @@ def _ragged(
     bounds: Tensor,  # (B + 1,) int64, B above 0
     n: int,
 ) -> Drafts:
-    """Drafts one request after the other, and hidden states likewise, N + B rows; none behind a request's n-th counts."""
+    """Returns the drafts of a ragged batch, with N + B rows of hidden states. A request's drafts after its n-th are
+    ignored."""
     batch, total, device = bounds.shape[0] - 1, token_ids.shape[0], token_ids.device
     there = torch.arange(n, device=device) < (bounds[1:] - bounds[:-1])[:, None]
     places = _places(bounds, n, total)
@@ -200,7 +200,7 @@ def _ragged(
     def rectangle(values: Tensor) -> Tensor:
         return torch.where(there, values[places], -1) if total else torch.full_like(places, -1)
 
-    firsts = bounds + torch.arange(batch + 1, device=device)  # a request has one row more than drafts
+    firsts = bounds + torch.arange(batch + 1, device=device)  # a request has one more row than drafts
     rows = (firsts[:-1, None] + torch.arange(n + 1, device=device)).clamp(0, total + batch - 1)
     request, node = _owners(firsts, torch.arange(total + batch, device=device), n)
     tree = None if parents is None else _tree(rectangle(parents))
@@ -208,32 +208,34 @@ def _ragged(
 
 
 def _places(bounds: Tensor, n: int, total: int) -> Tensor:
-    """(B, n): the first n from each bound on, below ``total`` if that is above 0."""
+    """Returns (B, n): the first n indices from each bound on, clamped below ``total``."""
     return (bounds[:-1, None] + torch.arange(n, device=bounds.device)).clamp(0, max(total - 1, 0))
 
 
 def _owners(bounds: Tensor, places: Tensor, last: int) -> tuple[Tensor, Tensor]:
-    """Of each place between which bounds it is, and how far behind the first of them, up to ``last``."""
+    """Returns for each index the interval of bounds that holds it, and its distance from the lower bound, at most
+    ``last``."""
     owner = (torch.searchsorted(bounds, places, right=True) - 1).clamp(0, bounds.shape[0] - 2)
     return owner, (places - bounds[owner]).clamp(0, last)
 
 
 def _present(token_ids: Tensor, parents: Tensor | None) -> Tensor:
-    """-1 where there is no draft: in a tree at the negative ids alone, in a chain from the first of them on."""
+    """Returns the ids with -1 where there is no draft: a negative id in a tree, all from the first one on in a
+    chain."""
     there = token_ids >= 0
     return torch.where(there if parents is not None else there.cumprod(dim=1).bool(), token_ids, -1)
 
 
 def _doublings(n: int) -> range:
-    """How many times pointers are doubled until each of n drafts points at the root. More times change nothing, so a compiler
-    that does not know n makes one graph for up to 63 drafts, and one for more."""
+    """Returns how often pointers are doubled until each of n drafts points to the root. Doubling more often changes
+    nothing, so a compiler that does not know n makes one graph for up to 63 drafts, and one for more."""
     if is_symbolic(n):
         return range(6 if n < 64 else NO_TOKEN.bit_length())
     return range(n.bit_length())
 
 
 def _tree(parents: Tensor | None) -> Tree | None:
-    """Of (B, n): a draft's number, or -1 for the root."""
+    """Returns the trees of ``parents`` (B, n), each a draft's index, or -1 for the root."""
     if parents is None:
         return None
     n = parents.shape[1]
@@ -242,15 +244,16 @@ def _tree(parents: Tensor | None) -> Tree | None:
     nodes = torch.nn.functional.pad(before, (1, 0))
     depth = torch.nn.functional.pad(torch.ones_like(before), (1, 0))
     above = nodes
-    for _ in _doublings(n):  # as far again in every round
+    for _ in _doublings(n):  # doubles the distance in every round
         depth = depth + depth.gather(1, above)
         above = above.gather(1, above)
     return Tree(nodes, depth, sound)
 
 
 def _odd_number(place: Tensor) -> Tensor:
-    """int64, of int64: as if at random. Sums of different multiples of them are hardly ever the same, for which these numbers
-    must not be as far apart as the places are: SplitMix64's shifts, and a place that is 0 is no 0."""
+    """Returns odd int64 that look random, of int64. Sums of different multiples of them are hardly ever equal. That
+    needs numbers that are not as far apart as the places are, hence SplitMix64's shifts; a place of 0 must not give
+    0."""
     number = place * HASH_FACTORS[0] + HASH_FACTORS[2]
     number = (number ^ number >> 30) * HASH_FACTORS[1]
     number = (number ^ number >> 27) * HASH_FACTORS[2]
@@ -268,7 +271,7 @@ def layout(
     max_draft_length: SupportsIndex | None,
     parents: Any,
 ) -> tuple[DraftBatch, Tensor]:
-    """The drafts, and the states of all positions as rows. Raises what ``verify`` documents."""
+    """Returns the drafts, and the states of all positions as rows. Raises what ``verify`` documents."""
     ids = _integers("draft_token_ids", draft_token_ids, states.device)
     if parents is not None:
         parents = _integers("parents", parents, states.device)
@@ -311,7 +314,7 @@ def layout(
 
 
 def _check_bounds(cu_draft_lengths: Integers, total: int, device: torch.device) -> tuple[Tensor, int | None]:
-    """(B + 1,) on the device, and the most drafts of a request if the host knows."""
+    """Returns (B + 1,) on the device, and the most drafts of a request if the host knows it."""
     name = "cu_draft_lengths"
     if isinstance(cu_draft_lengths, Tensor):
         bounds = _integers(name, cu_draft_lengths, device)
@@ -329,9 +332,9 @@ def _check_bounds(cu_draft_lengths: Integers, total: int, device: torch.device) 
 
 
 def _integers(name: str, value: Any, device: torch.device) -> Tensor:
-    """As int64, contiguous."""
+    """Returns a contiguous int64 tensor."""
     if not is_plain(value):
-        raise TypeError(f"{name} must be a plain torch.Tensor, got {kind_of(value)}")
+        raise TypeError(f"{name} must be a plain torch.Tensor, got {describe_kind(value)}")
     if value.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name} must be int32 or int64, got {value.dtype}")
     if value.device != device:

@@ -32,11 +32,12 @@ from torch import Tensor
 from .. import exchange_protocol
 from ..backends import Backend
 from ..exchange_protocol import NO_TOKEN, Shard
-from ..inputs import SampleInputs, SampleResult, SamplingParams
+from ..inputs import SampleInputs
+from ..outputs import SampleResult
 from ..reference import logit_transforms
+from ..sampling_params import SamplingParams
 from . import cutoffs
 from .cutoffs import Collective, FixedPointScale, Shards
-from .sharding import asked_of_shard
 from .transport import Collectives
 
 ROW_WORDS = 16  # of a message, at least, for each row of the largest batch ...
@@ -123,7 +124,7 @@ def prepare(part: Part, step: SampleInputs) -> tuple[Collective, Kept]:
     """Runs the rounds before the draw. Returns the collective for later rounds, and the kept rows."""
     first, last = part.ranges[part.rank]
     transport = part.transport
-    params = asked_of_shard(step.params, first, last)
+    params = step.params.shard(first, last)
     rows = step.rows()
     local = step._replace(params=params, shard=Shard(first, exchange_protocol.PACKED), drafted=None, **rows._asdict())
     batch, device = step.hidden_states.shape[0], step.hidden_states.device

@@ -23,9 +23,10 @@ from torch import Tensor
 
 from .. import exchange_protocol
 from ..exchange_protocol import Shard
-from ..inputs import DEFAULT_PARAMS, DraftChains, SampleInputs
+from ..inputs import DraftChains, SampleInputs
+from ..sampling_params import DEFAULT_PARAMS, RANK_LOCAL_FIELDS
 from .failures import Failure, TensorParallelError, abort_failure
-from .message import FAILED, GIVEN, HASHED, HEADER, STEP, Hashes, difference
+from .message import FAILED, HASHED, HEADER, STEP, Hashes, difference
 from .rendezvous import Rendezvous
 
 _FIRST_TAG = 0x46530000  # not torch's default, 0: a user's own send would meet a step, and gloo would abort
@@ -126,7 +127,11 @@ class Gloo:
         self._time_left, self._sent = self._seconds, False
         rows: dict[str, Any] = {name: _on_host(getattr(step, name)) for name in HASHED}
         if step.params is not DEFAULT_PARAMS:
-            params = {name: _on_host(getattr(step.params, name)) for name in step.params.names() if name not in GIVEN}
+            params = {
+                name: _on_host(getattr(step.params, name))
+                for name in step.params.names()
+                if name not in RANK_LOCAL_FIELDS
+            }
             rows["params"] = step.params._replace(**params)
         if step.drafted is not None:
             rows["drafted"] = DraftChains(*map(_on_host, step.drafted))

@@ -17,7 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from .. import open_groups, ops
 from ..backends import Backend
 from ..exchange_protocol import Shard
-from ..inputs import DEFAULT_PARAMS, SampleInputs, SampleResult
+from ..inputs import SampleInputs
+from ..outputs import SampleResult
+from ..sampling_params import DEFAULT_PARAMS
 from . import capabilities, filtered_sampling, rejection
 from .construction import Construction, parse_timeout
 from .device_thread import DeviceThread
@@ -148,7 +150,7 @@ class TensorParallel:
         self.max_batch_size, self.max_num_samples, self.timeout = own.max_batch_size, own.max_num_samples, own.timeout
         self.impl, self.transport, self._transport = making.impl, making.transport_name, making.transport
         self.shard = making.shard
-        self.order = ops.order_of(self.device)
+        self.order = ops.order_tensor(self.device)
         self.name = str(next(_names))  # the torch operator finds the group by its name
         open_groups.add(self.name, self)
 

@@ -42,7 +42,8 @@ from torch import Tensor
 
 from .. import exchange_protocol
 from ..exchange_protocol import Shard
-from ..inputs import DEFAULT_PARAMS, SampleInputs
+from ..inputs import SampleInputs
+from ..sampling_params import DEFAULT_PARAMS
 from .failures import Failure
 from .message import FAILED, HEADER, STEP, Hashes, difference
 from .rendezvous import Rendezvous

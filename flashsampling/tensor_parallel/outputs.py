@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from ..exchange_protocol import NAN, NO_TOKEN
-from ..inputs import SampleResult, SamplingParams, layout
+from ..outputs import SampleResult, layout
 from ..reference import logit_transforms
 from ..reference.logit_transforms import values_of
+from ..sampling_params import SamplingParams
 from . import cutoffs
 from .cutoffs import by_rows
 

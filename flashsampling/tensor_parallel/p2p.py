@@ -24,7 +24,8 @@ from torch import Tensor
 
 from .. import exchange_protocol as protocol
 from ..exchange_protocol import Shard, Verdict
-from ..inputs import DEFAULT_PARAMS, SampleInputs
+from ..inputs import SampleInputs
+from ..sampling_params import DEFAULT_PARAMS
 from .failures import Failure
 from .fd_passing import exchange_file_descriptors
 from .message import Hashes

@@ -21,9 +21,11 @@ from torch import Tensor
 
 from .. import exchange_protocol, noise
 from ..exchange_protocol import NAN, NO_TOKEN
-from ..inputs import DEFAULT_PARAMS, DraftChains, SampleInputs, SampleResult
+from ..inputs import DraftChains, SampleInputs
 from ..noise import Stream
+from ..outputs import SampleResult
 from ..reference.logit_transforms import GREEDY_BELOW, LOWEST, keys_of, places_of
+from ..sampling_params import DEFAULT_PARAMS
 from . import cutoffs
 from .cutoffs import FixedPointScale, rows_at_once
 from .filtered_sampling import Kept, Part, mass_of, prepare, rounds, winners_of

@@ -1,20 +1,19 @@
-"""Cuts an LM head and sampling parameters into the ranks' shards."""
+"""Shards of an LM head: which rows a rank has."""
 
-from typing import Any
-
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..inputs import SamplingParams
 
-
-def shard_range(vocab: int, rank: int, world_size: int) -> tuple[int, int]:
+def shard_range(
+    vocab: int,
+    rank: int,
+    world_size: int,
+) -> tuple[int, int]:
     """Returns the rows [first, last) of a (vocab, D) LM head that ``shard_lm_head`` gives a rank.
 
-    Shards are equal multiples of 128 ids, and the last ranks get less, or nothing. Blocks of 128 are whole Philox
-    groups and whole tiles.
+    Shards are even, in whole blocks of 128 ids; the last ranks get less, or nothing. Blocks of 128 are whole Philox
+    groups and whole tiles: no tile is cut in two.
 
     Args:
         vocab: rows of the whole LM head, at least 0.
@@ -61,7 +60,7 @@ def shard_lm_head(
 
 
 def process_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:
-    """Returns the process group of a one-dimensional mesh, or ``group`` itself if it is no mesh."""
+    """Returns the process group of a one-dimensional mesh; any other value unchanged."""
     if not isinstance(group, DeviceMesh):
         return group
     if group.ndim != 1:
@@ -77,7 +76,7 @@ def process_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessG
 
 
 def rank_and_size(group: dist.ProcessGroup | None) -> tuple[int, int]:
-    """Returns this process's rank in the group and the number of ranks."""
+    """Returns this process's rank in the group, and the number of ranks."""
     if not (dist.is_available() and dist.is_initialized()):
         raise ValueError("torch.distributed must be initialised (torch.distributed.init_process_group)")
     rank = dist.get_rank(group)
@@ -86,33 +85,6 @@ def rank_and_size(group: dist.ProcessGroup | None) -> tuple[int, int]:
     return rank, dist.get_world_size(group)
 
 
-def asked_of_shard(
-    params: SamplingParams,  # of the whole vocabulary, but for the head's bias
-    first: int,
-    last: int,
-) -> SamplingParams:
-    """Returns the parameters for the tokens [first, last), counted from 0."""
-    cut: dict[str, Any] = {}
-    if params.bias is not None:
-        cut["bias"] = params.bias[: last - first]
-    if params.dense_bias is not None:
-        cut["dense_bias"] = params.dense_bias[first:last]
-    if params.counts is not None:
-        cut |= {"counts": params.counts[:, first:last], "seen": None}
-    if params.token_mask is not None:
-        cut["token_mask"] = _mask_of_shard(params.token_mask, first, last)
-    for name in ("bias_ids", "logprob_ids"):
-        ids = getattr(params, name)
-        if ids is not None:
-            cut[name] = torch.where((ids >= first) & (ids < last), ids - first, -1)
-    return params._replace(**cut)
-
-
-def _mask_of_shard(mask: Tensor, first: int, last: int) -> Tensor:
-    """Returns the bits [first, last) as (B, words), from bit 0 of the first word on."""
-    words, shift = mask[:, first // 32 : -(-last // 32)], first % 32
-    if shift == 0:
-        return words
-    low = words >> shift & (1 << 32 - shift) - 1  # int32 shifts in copies of the highest bit
-    high = torch.nn.functional.pad(words[:, 1:], (0, 1)) << 32 - shift
-    return low | high
+def global_rank(group: dist.ProcessGroup | None, rank: int) -> int:
+    """Returns a group's rank in the default group."""
+    return rank if group is None else dist.get_global_rank(group, rank)

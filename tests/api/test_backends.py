@@ -12,11 +12,13 @@ import torch.distributed as dist
 
 import flashsampling
 from flashsampling import exchange_protocol, ops
-from flashsampling.backends import BACKENDS, Backend, Package, tried_on
+from flashsampling.backends import BACKENDS, Backend, Package
 from flashsampling.exchange_protocol import Shard
-from flashsampling.inputs import DEFAULT_PARAMS, SampleInputs, SampleResult, SamplingParams
+from flashsampling.inputs import SampleInputs
 from flashsampling.noise import Stream
+from flashsampling.outputs import SampleResult
 from flashsampling.reference import streaming
+from flashsampling.sampling_params import DEFAULT_PARAMS, SamplingParams
 from flashsampling.tensor_parallel import TensorParallel
 from tests.problems import assert_agreement, make_problem
 
@@ -32,16 +34,16 @@ def toy():
 
     backend: Any = Backend("toy", "toy", chosen_on="cpu", sharded=True)
     backend.module = SimpleNamespace(
-        unsupported=lambda step: "odd vocabularies are not its own" if step.vocab_size % 2 else None, run=run
+        unsupported=lambda step: "odd vocabularies are not its own" if step.vocab_size % 2 else None,
+        run=run,
+        UNSUPPORTED_PARAMS=("stream",),
     )
     backend.steps = steps
     others = dict(BACKENDS)
     BACKENDS.clear()
     BACKENDS.update({"toy": backend, **others})
-    tried_on.cache_clear()
     yield backend
     del BACKENDS["toy"]
-    tried_on.cache_clear()
 
 
 CPU = torch.device("cpu")
@@ -83,16 +85,16 @@ def test_what_a_backend_does_not_do_is_refused_by_name(toy, monkeypatch, no_mach
             (None, "tensors on cpu"),
             ("triton is not installed", "it does not do stream: triton is not inst"),
         ):
-            monkeypatch.setattr(cute, "asked_missing", missing)
+            monkeypatch.setattr(cute, "params_missing", missing)
             assert cute.unsupported(recovery).startswith(reason)
             assert cute.unsupported(step).startswith("tensors on cpu")
-        monkeypatch.setattr(cute, "asked_missing", None)
+        monkeypatch.setattr(cute, "params_missing", None)
         assert cute.unsupported(recovery._replace(shard=Shard(7))) == "a shard of a vocabulary with stream"
     with pytest.raises(ValueError, match="impl='toy' cannot do this: it does not do stream"):
         ops.sample(recovery, "toy")
     assert torch.equal(ops.sample(recovery, "").ids, ops.sample(recovery, "reference").ids)
     assert not toy.steps
-    monkeypatch.setattr(streaming, "DOES", ())
+    monkeypatch.setattr(streaming, "UNSUPPORTED_PARAMS", ("stream",), raising=False)
     with pytest.raises(
         ValueError, match="no implementation can do this on cpu: toy: it does not do stream; streaming: it does"
     ):
@@ -114,7 +116,7 @@ def test_an_operator_takes_no_name_for_another():
     """Contract: a named implementation never falls back, through ``torch.ops`` either."""
     step = make_problem(3, 300, 16, CPU).step()
     with pytest.raises(ValueError, match="impl must be None or one of cute, triton, streaming, reference, got 'tritn'"):
-        torch.ops.flashsampling.sample.default(*ops._taken_apart(step), step.vocab_size, "tritn")
+        torch.ops.flashsampling.sample.default(*ops._flatten_inputs(step), step.vocab_size, "tritn")
 
 
 def test_a_step_is_put_together_as_it_was():
@@ -126,8 +128,8 @@ def test_a_step_is_put_together_as_it_was():
         problem.step(seed=3, params=SamplingParams(Stream.RECOVERY)),
         problem.step(shard=Shard(64, exchange_protocol.PACKED), vocab_size=13),
     ):
-        params = ops._asked_apart(step)
-        again = ops._put_together(tuple(ops._taken_apart(step)), params, step.vocab_size, step.shard)
+        params = ops._flatten_params(step.params)
+        again = ops._unflatten_inputs(tuple(ops._flatten_inputs(step)), params, step.vocab_size, step.shard)
         assert all(a is b or a == b for a, b in zip(again, step))
         assert (again.params is DEFAULT_PARAMS) == (step.params is DEFAULT_PARAMS)
     for operator, logits in (
@@ -148,11 +150,11 @@ def test_an_operator_returns_values_where_there_are_some(toy, monkeypatch):
     given = torch.rand(3, 2)
     monkeypatch.setattr(toy.module, "run", lambda step: SampleResult(torch.arange(3), given))
     step = make_problem(3, 300, 16, CPU).step()
-    ids, values = torch.ops.flashsampling.sample.default(*ops._taken_apart(step), 300, "toy")
+    ids, values = torch.ops.flashsampling.sample.default(*ops._flatten_inputs(step), 300, "toy")
     assert ids.tolist() == [0, 1, 2]
     assert torch.equal(values, given)
     assert ops.sample(step, "toy").values is given
-    assert torch.ops.flashsampling.sample.default(*ops._taken_apart(step), 300, "streaming")[1].shape == (0,)
+    assert torch.ops.flashsampling.sample.default(*ops._flatten_inputs(step), 300, "streaming")[1].shape == (0,)
 
 
 def test_versions_of_what_a_backend_needs(monkeypatch):

@@ -9,7 +9,6 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 
 from flashsampling import LMHeadSampler, sample, sample_from_logits, verify, verify_from_logits
-from flashsampling.sampling_params import Request
 
 pytestmark = pytest.mark.filterwarnings("ignore:one seed and one offset")
 BATCH, VOCAB, DIM, DRAFTS, TIMES = 3, 90, 8, 12, 10
@@ -22,8 +21,8 @@ def _expand(first, last, *among):
     return values
 
 
-# Ten values of every number, those that switch it off among them. torch makes graphs of their own of the ints 0 and 1, and one
-# symbol of two ints that are equal, so there are none.
+# Ten values of every number, those that switch it off among them. torch makes graphs of their own of the ints 0 and 1,
+# and one symbol of two ints that are equal, so there are none.
 NUMBERS = {
     "temperature": _expand(0.5, 1.5, 0.0, 1.0),
     "seed": [*range(1000, 1009), -5],
@@ -94,9 +93,9 @@ CALLS = {  # what is called, and what makes a function of numbers by name
 
 def _numbers_of(function):
     """The names that are numbers among its arguments; every other one must be in ``OTHERS``."""
-    names = set(inspect.signature(function).parameters) - {"self", "request", "options"} | set(Request.__annotations__)
+    names = set(inspect.signature(function).parameters) - {"self", "unknown", "options"}
     if function is LMHeadSampler.verify:
-        names |= set(inspect.signature(verify).parameters) - {"request", "seed", "offset", "vocab_size"}
+        names |= set(inspect.signature(verify).parameters) - {"seed", "offset", "vocab_size"}
     assert names <= NUMBERS.keys() | OTHERS, "an argument that is in neither table"
     return sorted(names & NUMBERS.keys())
 

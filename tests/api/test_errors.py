@@ -11,7 +11,7 @@ from torch import nn
 
 from flashsampling import LMHeadSampler, sample, sample_from_logits, verify, verify_from_logits
 from flashsampling.backends import BACKENDS, Backend
-from flashsampling.sampling_params import Request
+from flashsampling.sampling_params import SamplingOptions
 
 BATCH, VOCAB, DIM, DRAFTS = 3, 70, 8, 2
 STATES, WEIGHT = torch.ones(BATCH, DIM), torch.ones(VOCAB, DIM)
@@ -49,8 +49,11 @@ KEPT = (
 FORMS = "of a dict d pass (list(d), list(d.values())), of (id, value) pairs tuple(zip(*pairs))"
 PAIR = "logit_bias must be a tensor (V,) or a pair of ids and values, got "
 OF_ALL: dict[str, tuple[dict[str, Any], list[str]]] = {  # of every call: arguments, and the words of a TypeError
-    "topk": ({"topk": 5}, ["unexpected argument 'topk'; did you mean top_k?", *Request.__annotations__]),
-    "temp": ({"temp": 0.5}, ["unexpected argument 'temp'; did you mean temperature?", *Request.__annotations__]),
+    "topk": ({"topk": 5}, ["unexpected argument 'topk'; did you mean top_k?", *SamplingOptions.__annotations__]),
+    "temp": (
+        {"temp": 0.5},
+        ["unexpected argument 'temp'; did you mean temperature?", *SamplingOptions.__annotations__],
+    ),
     "top-p": ({"Top_P": 0.5}, ["unexpected argument 'Top_P'; did you mean top_p?"]),
     "frequency": ({"freq_penalty": 0.5}, ["unexpected argument 'freq_penalty'; did you mean frequency_penalty?"]),
     "nothing like it": ({"xyz": 5}, ["unexpected argument 'xyz'. ", "temperature, "]),
@@ -68,8 +71,13 @@ OF_SAMPLERS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "impl": ({"impl": "reference"}, ["impl must not be given to a call: the sampler has it, from its constructor"]),
     "vocab_size": ({"vocab_size": 5}, ["vocab_size must not be given to a call"]),
 }
-TRANSPOSED = f"weight must have the {DIM} columns of hidden_states, got shape ({DIM}, {VOCAB}); it is (D, V): pass weight.T.contig"
-LOGITS = f"hidden_states must have the {DIM} columns of weight, got shape ({BATCH}, {VOCAB}), that of logits; use sample_from_log"
+TRANSPOSED = (
+    f"weight must have the {DIM} columns of hidden_states, got shape ({DIM}, {VOCAB}); it is (D, V): pass weight.T"
+)
+LOGITS = (
+    f"hidden_states must have the {DIM} columns of weight, got shape ({BATCH}, {VOCAB}), that of logits; "
+    "use sample_from_log"
+)
 LINEAR = "weight must be a torch.Tensor, got Linear; pass its .weight, and its .bias as bias"
 OF_ONE = {
     "a transposed weight": (lambda: _with_head(weight=WEIGHT.T), ValueError, [TRANSPOSED]),
@@ -88,7 +96,7 @@ OF_ONE = {
         lambda: _with_head(sed=3),
         TypeError,
         [
-            "'sed'; did you mean seed? sample takes hidden_states, weight, temperature, seed, offset, num_samples, vocab_size, "
+            "'sed'; did you mean seed? sample takes hidden_states, weight, temperature, seed, offset, num_samples, ",
         ],
     ),
     "the list of verify": (
@@ -108,7 +116,7 @@ OF_ONE = {
         lambda: _sampler().verify(PLACES, IDS, temprature=0.5),
         TypeError,
         [
-            "did you mean temperature? verify takes hidden_states, draft_token_ids, cu_draft_lengths, max_draft_length, ",
+            "did you mean temperature? verify takes hidden_states, draft_token_ids, cu_draft_lengths, max_draft_length",
         ],
     ),
 }

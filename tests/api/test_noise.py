@@ -89,7 +89,8 @@ def exact_gumbel(words: torch.Tensor) -> torch.Tensor:
 
 
 def test_gumbel_error_over_the_word_range(device):
-    """2e-6 * max(1, |g|) against float64: both ends exhaustively, the rest densely, and around the branch at v = 1/2."""
+    """2e-6 * max(1, |g|) against float64: both ends exhaustively, the rest densely, and around the branch at v =
+    1/2."""
     edge = torch.arange(1 << 18, device=device)
     pieces = [edge, 2**32 - 1 - edge, 2**31 - (1 << 17) + edge]
     pieces += [torch.randint(0, 2**32, (1 << 20,), device=device) for _ in range(4)]

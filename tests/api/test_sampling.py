@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashsampling
 from flashsampling import SampleOutput, noise, ops, sample, sampling
-from flashsampling.inputs import SampleResult
+from flashsampling.outputs import SampleResult
 from flashsampling.reference import streaming
 from flashsampling.tensor_parallel import capabilities
 from tests.conftest import DEVICE
@@ -471,7 +471,7 @@ def test_whoever_watches_sees_the_operator():
 
 @pytest.fixture
 def warns_anew(monkeypatch):
-    monkeypatch.setattr(sampling, "_said_that_noise_is_shared", False)
+    monkeypatch.setattr(sampling, "_warned_of_shared_noise", False)
 
 
 def test_warns_once_where_rows_share_their_noise(warns_anew):

@@ -1,6 +1,7 @@
 """The arguments by which a request asks for more, as users write them: what is taken, what is refused and in which words, what
 comes back, and that tracers, exporters and modules see it."""
 
+import inspect
 import io
 from dataclasses import fields
 from typing import Any
@@ -12,11 +13,21 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import flashsampling
-from flashsampling import LMHeadSampler, SampleOutput, TokenCounts, ops, sample, sample_from_logits, sampling
+from flashsampling import (
+    LMHeadSampler,
+    SampleOutput,
+    TokenCounts,
+    ops,
+    sample,
+    sample_from_logits,
+    verify,
+    verify_from_logits,
+)
 from flashsampling.backends import BACKENDS
-from flashsampling.inputs import DEFAULT_PARAMS, SampleResult, SamplingParams, layout
+from flashsampling.outputs import SampleResult, layout
+from flashsampling.param_parsers import BatchShape
 from flashsampling.row_params import integers, reals
-from flashsampling.sampling_params import BatchShape, Request, parse_sampling_params
+from flashsampling.sampling_params import DEFAULT_PARAMS, PARAMS, SamplingOptions, SamplingParams, parse_sampling_params
 from tests.mixes import Mix
 
 STATES = torch.randn(3, 8, generator=torch.Generator().manual_seed(1))
@@ -32,6 +43,16 @@ ALL = {
     "return_logprobs": True,
     "top_logprobs": 4, "logprob_ids": [[1, 2, 3]] * 3, "return_logsumexp": True,
 }  # fmt: skip
+
+SCHEMA = (
+    "Tensor? bias=None, float logit_scale=1., float soft_cap=0., Tensor? dense_bias=None, Tensor? bias_ids=None, "
+    "Tensor? bias_values=None, Tensor? counts=None, Tensor? repetition_penalty=None, float repetition_penalty_value=1., "
+    "Tensor? frequency_penalty=None, float frequency_penalty_value=0., Tensor? presence_penalty=None, "
+    "float presence_penalty_value=0., Tensor? token_mask=None, Tensor? top_k=None, SymInt top_k_value=0, "
+    "Tensor? top_p=None, float top_p_value=1., Tensor? min_p=None, float min_p_value=0., Tensor? joint_top_p=None, "
+    "SymInt joint_top_p_value=0, bool logprobs=False, SymInt top_logprobs=0, Tensor? logprob_ids=None, "
+    "bool logsumexp=False, Tensor? seen=None"
+)
 
 # ruff: noqa: E501
 BAD = [
@@ -147,7 +168,7 @@ def test_what_asks_for_nothing_is_nothing():
     """The very object that calls look for, so that such a call takes the unfiltered way, in kernels too."""
     request: dict[str, Any]
     for request in (
-        dict.fromkeys(Request.__annotations__), {"top_k": 0}, {"top_k": -1}, {"top_k": 70}, {"top_k": numpy.int64(100)},
+        dict.fromkeys(SamplingOptions.__annotations__), {"top_k": 0}, {"top_k": -1}, {"top_k": 70}, {"top_k": numpy.int64(100)},
         {"top_p": 1}, {"top_p": [1.0]}, {"min_p": 0.0}, {"repetition_penalty": 1, "frequency_penalty": 0.0}, {"soft_cap": 0},
         {"logit_scale": 1}, {"return_logprobs": False, "top_logprobs": 0}, {"token_counts": COUNTS}, {"logit_bias": ([], [])},
     ):  # fmt: skip
@@ -159,21 +180,46 @@ def test_what_asks_for_nothing_is_nothing():
     assert asked_by(logit_bias=torch.zeros(70)).names() == ["dense_bias"]
 
 
-def test_a_call_that_asks_for_nothing_does_no_work_for_it(monkeypatch):
+def test_a_call_without_parameters_holds_the_default_object(monkeypatch):
     seen: list[SamplingParams] = []
-    monkeypatch.setattr(sampling, "parse_sampling_params", None)
-    monkeypatch.setattr(sampling, "output_of", None)
-    monkeypatch.setattr(sampling, "layout", None)
     run = ops._sample
 
-    def watched(step, impl):
-        seen.append(step.params)
-        return run(step, impl)
+    def watched(inputs, impl):
+        seen.append(inputs.params)
+        return run(inputs, impl)
 
     monkeypatch.setattr(ops, "_sample", watched)
-    out = sample(STATES, WEIGHT, seed=SEEDS)
-    assert seen[0] is DEFAULT_PARAMS
-    assert list(vars(out)) == ["token_ids"]
+    sample(STATES, WEIGHT, seed=SEEDS)
+    sample_from_logits(STATES, seed=SEEDS)
+    assert all(params is DEFAULT_PARAMS for params in seen)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [sample, sample_from_logits, verify, verify_from_logits, LMHeadSampler.forward, flashsampling.warmup],
+)
+def test_signatures_show_every_parameter(function):
+    """Explicit ones and completed ones: names, in the order of the declaration, and defaults that are off."""
+    shown = {
+        name: each
+        for name, each in inspect.signature(function).parameters.items()
+        if name in SamplingOptions.__annotations__
+    }
+    declared = dict.fromkeys(param.argument or name for name, param in PARAMS.items())
+    assert list(shown) == list(SamplingOptions.__annotations__) == list(declared)
+    assert "top_p" in shown
+    assert all(each.kind is inspect.Parameter.KEYWORD_ONLY for each in shown.values())
+    assert parse_sampling_params({name: each.default for name, each in shown.items()}, PROBLEM) is DEFAULT_PARAMS
+    assert {name: each.annotation for name, each in shown.items()} == SamplingOptions.__annotations__
+
+
+def test_operators_take_the_parameters_as_exported_programs_pass_them():
+    """Names, types, order and defaults, written out: a program that was exported before still runs."""
+    for operator in ("sample", "sample_from_logits", "sample_sharded", "accept", "recover"):
+        schema = str(getattr(torch.ops.flashsampling, operator).default._schema)
+        assert f" *, {SCHEMA}" in schema
+        assert f" *, {SCHEMA}" in str(getattr(torch.ops.flashsampling, operator).on_host._schema)
+        assert "stream, SymInt num_samples" in schema
 
 
 def test_one_meaning_however_it_is_written():
@@ -300,7 +346,7 @@ def test_the_layout_is_what_kernels_fill_in():
 
 
 def test_a_kernel_refuses_by_name_what_it_does_not_do(monkeypatch):
-    monkeypatch.setattr(BACKENDS["cute"], "asked_missing", "triton is not installed")
+    monkeypatch.setattr(BACKENDS["cute"], "params_missing", "triton is not installed")
     step = Mix(0).make(batch=3, vocab=70)
     logits = step._replace(params=DEFAULT_PARAMS)
     head = Mix(0).of_a_head(step)._replace(params=DEFAULT_PARAMS)
@@ -395,19 +441,19 @@ def test_opcheck(impl):
         step = mix.make(batch=3)
         head = mix.of_a_head(step)
         assert not any(ops.sample(one, impl).values.isnan().any() for one in (step, head)), seed
-        params, operators = ops._asked_apart(step), torch.ops.flashsampling
+        params, operators = ops._flatten_params(step.params), torch.ops.flashsampling
         for one, operator in ((step, operators.sample_from_logits.default), (head, operators.sample.default)):
-            torch.library.opcheck(operator, (*ops._taken_apart(one), one.vocab_size, impl), params)
+            torch.library.opcheck(operator, (*ops._flatten_inputs(one), one.vocab_size, impl), params)
 
 
 def test_an_operator_is_passed_only_what_is_asked_for():
     arguments = torch.ops.flashsampling.sample.default._schema.arguments
     assert all(argument.kwarg_only == argument.has_default_value() for argument in arguments)
-    assert ops._asked_apart(Mix(0).make()._replace(params=DEFAULT_PARAMS)) == {}
+    assert ops._flatten_params(DEFAULT_PARAMS) == {}
     for seed in range(200):
         step = Mix(seed).make()
-        apart = ops._asked_apart(step)
-        again = ops._put_together(tuple(ops._taken_apart(step)), apart, step.vocab_size, of_logits=True)
+        apart = ops._flatten_params(step.params)
+        again = ops._unflatten_inputs(tuple(ops._flatten_inputs(step)), apart, step.vocab_size, of_logits=True)
         assert all(a is b or a == b for a, b in zip(again, step) if not isinstance(a, SamplingParams))
         assert all(a is b or a == b for a, b in zip(again.params, step.params))
         assert len(apart) == len(step.params.names())

@@ -8,13 +8,13 @@ import torch
 
 import flashsampling
 from flashsampling import TokenCounts
-from flashsampling.token_counts import Counted, groups_of
+from flashsampling.token_counts import Counted, num_token_groups
 from tests.conftest import DEVICE
 
 
 def seen_of(counts: torch.Tensor) -> torch.Tensor:
     """``SamplingParams.seen``."""
-    groups = groups_of(counts.shape[1])
+    groups = num_token_groups(counts.shape[1])
     padded = torch.nn.functional.pad(counts != 0, (0, 16 * groups - counts.shape[1]))
     return padded.view(len(counts), groups, 16).any(2).to(torch.uint8)
 
@@ -56,7 +56,8 @@ def test_a_state_of_counts(device):
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])
 def test_a_kernel_counts_as_torch_does(dtype, device):
-    """Tokens that come twice, rows that do, ids out of range, any strides, more of a row than are looked at together."""
+    """Tokens that come twice, rows that do, ids out of range, any strides, more of a row than are looked at
+    together."""
     pytest.importorskip("triton")
     from flashsampling.kernels.triton import token_counts
 
@@ -152,7 +153,7 @@ def test_counts_that_take_the_place_of_others(device):
     counts, seen = state.read(3)
     assert seen is not None
     assert (seen >= seen_of(counts)).all()
-    assert seen.shape == (3, groups_of(500))
+    assert seen.shape == (3, num_token_groups(500))
     state.counts = state.counts.clone()
     state.counts[1, 77] = 1
     counts, seen = state.read(3)

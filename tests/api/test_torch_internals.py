@@ -24,7 +24,8 @@ PRIVATE = {
 
 
 def _private_imports(code):
-    """Names of what is private to torch in import statements, and in attributes that are read as a module is imported."""
+    """Names of what is private to torch in import statements, and in attributes that are read as a module is
+    imported."""
     for node in ast.walk(code):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -70,13 +71,13 @@ def test_without_one_calls_go_through_the_dispatcher(monkeypatch, degraded, requ
     states, weight = torch.randn(3, 8), torch.randn(50, 8)
     expected = sample(states, weight, seed=torch.arange(3)).token_ids
     monkeypatch.setattr(ops, name, degraded)
-    undispatched, nobody_looks = [], ops._nobody_looks
+    undispatched, nobody_looks = [], ops._is_untraced
 
     def noted(step):
         undispatched.append(nobody_looks(step))
         return undispatched[-1]
 
-    monkeypatch.setattr(ops, "_nobody_looks", noted)
+    monkeypatch.setattr(ops, "_is_untraced", noted)
     assert torch.equal(sample(states, weight, seed=torch.arange(3)).token_ids, expected)
     assert undispatched == [name == "tracing_state"]  # which torch says publicly too
 

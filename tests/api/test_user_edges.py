@@ -27,7 +27,7 @@ from flashsampling.reference import oracle, streaming
 {setting}
 states, weight = torch.randn(64, 256).to({dtype}), torch.randn(1024, 256).to({dtype})
 exact = states.double() @ weight.double().T
-for product in (oracle.exact_logits, streaming.head_product):
+for product in (oracle.exact_logits, streaming.head_logits):
     assert (product(states, weight) - exact).abs().max() < 1e-3, product
 """
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -60,7 +60,8 @@ class _Keys:
 )
 @pytest.mark.parametrize("num_samples", [1, 2])
 def test_keys_of_the_cache_after_warmup(use_tma, dtype, dim, num_samples, monkeypatch, device):
-    """Every batch size, kind of parameter, alignment and stride of what changes between calls: the keys that warmup made."""
+    """Every batch size, kind of parameter, alignment and stride of what changes between calls: the keys that warmup
+    made."""
     from flashsampling.kernels.triton.fused import config, kernel, launch
 
     keys = _Keys(kernel.sample_kernel)
@@ -447,7 +448,8 @@ def test_a_number_of_another_value_compiles_nothing(params, device):
 
 @pytest.mark.parametrize("use_tma", [False, True])
 def test_keys_of_the_cache_for_what_requests_ask_for(use_tma, monkeypatch, device):
-    """Of the three kernels behind a request, where parts of one allocation lie too: any batch has the keys that warmup made."""
+    """Of the three kernels behind a request, where parts of one allocation lie too: any batch has the keys that warmup
+    made."""
     from flashsampling.kernels.triton.filtered import dispatch
     from flashsampling.kernels.triton.fused import config, logits_gemm
 
@@ -518,8 +520,8 @@ def test_a_request_of_what_compiles_nothing(impl, monkeypatch):
 
 
 def test_ranks_rehearse_what_requests_ask_for(device, monkeypatch):
-    """Each by itself, while others wait for it, once for all mixes, the widest first, and a small top-k in both sizes of its
-    kernels. Then all make the steps."""
+    """Each by itself, while others wait for it, once for all mixes, the widest first, and a small top-k in both sizes
+    of its kernels. Then all make the steps."""
     pytest.importorskip("triton")
     from flashsampling.kernels import triton as backend
 

@@ -10,9 +10,11 @@ from torch import Tensor
 
 import flashsampling
 from flashsampling import ops
-from flashsampling.inputs import DEFAULT_PARAMS, SampleInputs, SampleResult, SamplingParams, layout
+from flashsampling.inputs import SampleInputs
 from flashsampling.noise import Stream
+from flashsampling.outputs import SampleResult, layout
 from flashsampling.reference import logit_transforms, oracle, streaming
+from flashsampling.sampling_params import DEFAULT_PARAMS, SamplingParams
 from tests.api.test_sampling import Largest
 from tests.conftest import DEVICE
 from tests.mixes import INF, NAN, Mix, word_by_word
@@ -112,7 +114,7 @@ def test_a_filter_that_keeps_the_winner_does_not_change_it(impl):
                 top_k=DEFAULT_PARAMS.top_k, top_p=DEFAULT_PARAMS.top_p, min_p=DEFAULT_PARAMS.min_p
             )
         )
-        logits = oracle.logits_of(oracle.product(step), step.rows().temperature, step.params)
+        logits = oracle.transform_logits(oracle.head_logits(step), step.rows().temperature, step.params)
         free, filtered = (parts_of(ops.sample(one, impl), one)["token_ids"] for one in (unfiltered, step))
         assert torch.equal(free < 0, filtered < 0)
         if logits.kept is None:

@@ -9,7 +9,9 @@ from torch import Tensor
 
 from flashsampling import ops, verify, verify_from_logits
 from flashsampling.backends import BACKENDS
-from flashsampling.inputs import SampleInputs, SamplingParams, layout
+from flashsampling.inputs import SampleInputs
+from flashsampling.outputs import layout
+from flashsampling.sampling_params import SamplingParams
 from tests.conftest import DEVICE
 from tests.kernels.test_filters import TORCH
 from tests.mixes import INF, NAN
@@ -132,7 +134,7 @@ def test_rejection_accepts_what_sample_draws(place, filtered, certain, monkeypat
     if place == "ranks":
         out = verify(states, weight, drafts, tp=ranks(weight, RANGES), **options)
     elif place == "triton":
-        monkeypatch.setattr("flashsampling.speculative.acceptance._by_kernels", lambda states, given: True)
+        monkeypatch.setattr("flashsampling.speculative.acceptance._runs_kernels", lambda states, given: True)
         options = {name: value.to(DEVICE) if isinstance(value, Tensor) else value for name, value in options.items()}
         out = verify_from_logits(logits.to(DEVICE), drafts.to(DEVICE), impl=present(place), **options)
     else:

@@ -8,7 +8,9 @@ import torch
 
 from flashsampling import LMHeadSampler, sample, sample_from_logits, verify, verify_from_logits
 from flashsampling.backends import BACKENDS
-from flashsampling.inputs import SampleInputs, SamplingParams, layout
+from flashsampling.inputs import SampleInputs
+from flashsampling.outputs import layout
+from flashsampling.sampling_params import SamplingParams
 from tests.conftest import DEVICE
 from tests.problems import NEEDS_CUTE
 from tests.tensor_parallel.test_drafts import REJECT, ranks  # noqa: F401, a fixture
@@ -86,7 +88,7 @@ def test_drafts(by, monkeypatch, ranks):  # noqa: F811
         if by == "kernels":
             is_there("triton")
             monkeypatch.setattr(
-                "flashsampling.speculative.acceptance._by_kernels", lambda states, given: given.batch > 0
+                "flashsampling.speculative.acceptance._runs_kernels", lambda states, given: given.batch > 0
             )
         options |= {"joint_top_p": joint.to(DEVICE), "draft_probs": q.to(DEVICE)}
         logits = LOGITS.to(DEVICE).expand(ROWS, 2, 4)

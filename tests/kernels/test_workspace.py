@@ -22,7 +22,7 @@ def test_threads_that_share_a_stream(monkeypatch):
     monkeypatch.setattr(workspace, "_per_stream", {})
     monkeypatch.setattr(workspace, "_arenas", {})
     monkeypatch.setattr(workspace, "_outgrown", [])
-    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
     sizes = [10, 5000, 9000, 20_000, 4096, 4097]
     together = threading.Barrier(len(sizes))

@@ -10,7 +10,8 @@ import torch
 
 from benchmarks.before import sample_before
 from flashsampling import ops
-from flashsampling.inputs import SampleInputs, SamplingParams
+from flashsampling.inputs import SampleInputs
+from flashsampling.sampling_params import SamplingParams
 
 ROOT = Path(__file__).parents[2]
 BATCH, DIM, VOCAB = 3, 16, 100
@@ -66,10 +67,11 @@ assert torch.ops.flashsampling_before.sample.default is not torch.ops.flashsampl
 from flashsampling_before.kernels.hopper import cache
 assert Path(cache.__file__).parents[2].name == "flashsampling_before"
 from benchmarks.before import sample_before
-from flashsampling.inputs import SamplingParams, SampleInputs
+from flashsampling.inputs import SampleInputs
+from flashsampling.sampling_params import SamplingParams
 params = SamplingParams(top_k=5, top_p=torch.rand(4))
 step = SampleInputs(states, weight, torch.ones(4), torch.arange(4), torch.arange(4), 1, 300, params=params)
-for each in (step, step._replace(params=flashsampling.inputs.DEFAULT_PARAMS)):
+for each in (step, step._replace(params=DEFAULT_PARAMS)):
     drawn = flashsampling.ops.sample(each, "streaming")
     assert torch.equal(sample_before(Path("nowhere"), each, "streaming").ids, drawn.ids)
 print("both")

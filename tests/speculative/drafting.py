@@ -10,10 +10,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from flashsampling import VerifyOutput, noise, verify, verify_from_logits
-from flashsampling.inputs import DEFAULT_PARAMS, SampleInputs, SamplingParams
+from flashsampling.inputs import SampleInputs
 from flashsampling.reference import logit_transforms, oracle, rejection
 from flashsampling.reference.logit_transforms import GREEDY_BELOW
-from flashsampling.speculative.acceptance import Parameters
+from flashsampling.sampling_params import DEFAULT_PARAMS, SamplingParams
+from flashsampling.speculative.acceptance import RequestParams
 from flashsampling.speculative.drafts import layout
 from tests.mixes import Mix, probabilities_of
 
@@ -99,8 +100,8 @@ def make_drafted(
     wanted: Collection[str] | None = None,
     device: str | torch.device = "cpu",
 ) -> DraftChains:
-    """Logits as ``tests/mixes.py`` makes them, and what is wanted of them; drafts are likely tokens, any, or none; q likewise.
-    On the CPU; ``device``: where what is accepted is found out."""
+    """Logits as ``tests/mixes.py`` makes them, and what is wanted of them; drafts are likely tokens, any, or none; q
+    likewise. On the CPU; ``device``: where what is accepted is found out."""
     mix = Mix(seed, poisoned, wanted=wanted)
     batch, n, vocab = sizes or (
         mix.random.randrange(1, 10),
@@ -216,7 +217,8 @@ def coin_of(step: SampleInputs) -> float:
 
 
 def one_by_one(drafted: DraftChains, request: int, method: str) -> tuple[list[int], list[int], float]:
-    """The request's tokens, of which drafts they are but for the last, and how near a comparison was to going the other way."""
+    """The request's tokens, of which drafts they are but for the last, and how near a comparison was to going the other
+    way."""
     vocab, ids, length = drafted.step.vocab_size, drafted.ids[request].tolist(), drafted.lengths[request]
     path: list[int] = []
     tokens: list[int] = []
@@ -269,20 +271,20 @@ def one_by_one(drafted: DraftChains, request: int, method: str) -> tuple[list[in
 
 
 def sure_of(drafted: DraftChains, expected: VerifyOutput, tolerance: float = 2e-5) -> Tensor:
-    """(B,) bool: no comparison by which rejection came to ``expected`` is so near that a probability, an edge of a filter or a
-    score that is wrong by ``tolerance``, relatively, may turn it round; or by up to 1e-3, where logits are large and the
-    temperature is low: a last bit counts for more there. float64, all requests at once, chains."""
+    """(B,) bool: no comparison by which rejection came to ``expected`` is so near that a probability, an edge of a
+    filter or a score that is wrong by ``tolerance``, relatively, may turn it round; or by up to 1e-3, where logits are
+    large and the temperature is low: a last bit counts for more there. float64, all requests at once, chains."""
     given, states = layout("hidden_states", drafted.states, drafted.ids, None, None, None)
     drafts, (batch, n) = given.drafts(), drafted.ids.shape
     of_requests, vocab = drafted.step.rows(), drafted.step.vocab_size
     masks = None if drafted.masks is None else drafted.masks.flatten(0, 1)
-    rows, params = Parameters(*of_requests, drafted.step.params, masks).at(drafts.nodes(), drafts, vocab)
+    rows, params = RequestParams(*of_requests, drafted.step.params, masks).at(drafts.nodes(), drafts, vocab)
     product = (states if drafted.weight is None else states @ drafted.weight.T)[:, :vocab].float()
     step = SampleInputs(product, product, **rows, num_samples=1, vocab_size=vocab, params=params, logits=product)
     of_rows = step.rows()
 
     def probabilities(params: SamplingParams) -> tuple[oracle.Logits, Tensor]:
-        logits = oracle.logits_of(product, of_rows.temperature, params)
+        logits = oracle.transform_logits(product, of_rows.temperature, params)
         return logits, rejection.probabilities(logits, step._replace(params=params))
 
     logits, p = probabilities(params)
@@ -295,7 +297,7 @@ def sure_of(drafted: DraftChains, expected: VerifyOutput, tolerance: float = 2e-
     for sign in (-1, 1):
         nudged = {name: _nudged(getattr(params, name), 1 + sign * error) for name in ("top_p", "min_p")}
         clear = clear & ((probabilities(params._replace(**nudged))[1] > 0) == (p > 0)).all(dim=1)
-    scores = oracle.scores_of(logits, step, torch.zeros(1, dtype=torch.int64))[:, 0].double()
+    scores = oracle.token_scores(logits, step, torch.zeros(1, dtype=torch.int64))[:, 0].double()
     scores = scores if logits.kept is None else scores.masked_fill(~logits.kept, -math.inf)
     best = scores.amax(dim=1, keepdim=True)
     others = torch.where((scores == best) & greedy[:, None], -math.inf, scores)  # equal ones: the lowest id, to the bit

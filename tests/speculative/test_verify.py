@@ -1,4 +1,5 @@
-"""``verify``: section 7 of the contract written out draft by draft, decoding without drafts, layouts, rows that fail."""
+"""``verify``: section 7 of the contract written out draft by draft, decoding without drafts, layouts, rows that
+fail."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -64,10 +65,11 @@ def test_draft_by_draft(method, tree, head):
 
 @pytest.mark.parametrize("head", [False, True])
 def test_rejection_by_kernels(head, monkeypatch):
-    """The same by Triton's kernels, whose masses are float32: what is closer than that to another outcome is left out."""
+    """The same by Triton's kernels, whose masses are float32: what is closer than that to another outcome is left
+    out."""
     pytest.importorskip("triton")
     monkeypatch.setattr(
-        acceptance, "_by_kernels", lambda states, given: given.batch > 0 and states.device.type == DEVICE.type
+        acceptance, "_runs_kernels", lambda states, given: given.batch > 0 and states.device.type == DEVICE.type
     )
     requests, near, accepted, seed = 0, 0, 0, 0
     # each mix is kernels of its own, seconds to compile or interpret: tests/speculative/test_verify_kernels.py has
@@ -90,8 +92,8 @@ def test_rejection_by_kernels(head, monkeypatch):
 class Counter:
     """A language model whose state is a row of small integers, the same however it is computed.
 
-    ``width`` 0: hidden states are these integers, and no order of any sum changes a logit. Else they are sums of as many real
-    numbers, in bfloat16 as the weight: a logit's last bits are the order of its sum.
+    ``width`` 0: hidden states are these integers, and no order of any sum changes a logit. Else they are sums of as
+    many real numbers, in bfloat16 as the weight: a logit's last bits are the order of its sum.
     """
 
     def __init__(self, vocab: int = 40, width: int = 0, device: str | torch.device = "cpu", dim: int = 8) -> None:
@@ -145,8 +147,8 @@ def decode(
 def propose(
     model: Counter, state: Tensor, seeds: Tensor, offsets: Tensor, n: int, chance: torch.Generator, **request: Any
 ) -> Tensor:
-    """(B, n) by the same noise and a head that is not quite the target's, without penalties; a few of any; some requests have
-    fewer, or none."""
+    """(B, n) by the same noise and a head that is not quite the target's, without penalties; a few of any; some
+    requests have fewer, or none."""
     weight, device = ((model.weight.float() * 4).round() / 4).to(model.weight.dtype), model.device
     request = {name: value for name, value in request.items() if name not in PENALTIES}
     out = []
@@ -163,8 +165,10 @@ def propose(
 
 VARIANTS: list[dict[str, Any]] = [
     {"temperature": 0.8},
-    {"temperature": [0.0, 1.0, 1.7, 0.4, 1e-6], "top_k": [0, 5, 3, 40, 1], "top_p": [1.0, 0.9, 1.0, 0.5, 0.99], "min_p": 0.02},
-    {"repetition_penalty": [1.3, 1.0, 0.8, 2.0, 1.1], "frequency_penalty": 0.4, "presence_penalty": [0.0, 0.5, -0.5, 1.0, 0.2]},
+    {"temperature": [0.0, 1.0, 1.7, 0.4, 1e-6], "top_k": [0, 5, 3, 40, 1], "top_p": [1.0, 0.9, 1.0, 0.5, 0.99],
+     "min_p": 0.02},
+    {"repetition_penalty": [1.3, 1.0, 0.8, 2.0, 1.1], "frequency_penalty": 0.4,
+     "presence_penalty": [0.0, 0.5, -0.5, 1.0, 0.2]},
     {"temperature": 1.3, "top_p": 0.9, "repetition_penalty": 1.2, "frequency_penalty": 0.3, "soft_cap": 5.0,
      "logit_bias": ([[1, 2]] * 5, [[2.0, -3.0]] * 5), "token_mask": -2},  # in every word of 32 tokens
 ]  # fmt: skip
@@ -192,9 +196,9 @@ def both_ways(
     shard: Tensor | None = None,
     seed: int = 0,
 ) -> float:
-    """Sequences with drafts and without, bit for bit the same, whatever is drafted; the module keeps offsets, a ``TokenCounts``
-    what came. How many drafts a round's request has accepted. With ``tp`` the target has a shard of the model's weight;
-    ``seed``: of other sequences."""
+    """Sequences with drafts and without, bit for bit the same, whatever is drafted; the module keeps offsets, a
+    ``TokenCounts`` what came. How many drafts a round's request has accepted. With ``tp`` the target has a shard of the
+    model's weight; ``seed``: of other sequences."""
     weight = model.weight if shard is None else shard
     rounds, n, vocab, device = 7, 4, model.vocab, model.device
     longest = rounds * (n + 1)
@@ -257,8 +261,8 @@ def test_match_is_decoding_without_drafts(mix, tree):
 @pytest.mark.parametrize("impl", KERNELS)
 @pytest.mark.parametrize("mix", range(len(VARIANTS)))
 def test_match_is_decoding_without_drafts_on_a_gpu(mix, impl):
-    """1000 sequences of each mix, in chains and in trees, 5000 rows in one batch where decoding has 1000: with logits that are
-    no integers."""
+    """1000 sequences of each mix, in chains and in trees, 5000 rows in one batch where decoding has 1000: with logits
+    that are no integers."""
     model = Counter(2011, 64, DEVICE)
     for tree in (False, True):
         assert 0.4 < both_ways(model, mix, 1000, tree, impl) < 3.5

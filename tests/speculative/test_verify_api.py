@@ -1,4 +1,5 @@
-"""``verify`` as users call it: what is refused and in which words, layouts, rows of nonsense on the device, tracers, graphs."""
+"""``verify`` as users call it: what is refused and in which words, layouts, rows of nonsense on the device, tracers,
+graphs."""
 
 import copy
 import warnings
@@ -180,11 +181,11 @@ def test_what_is_refused_from_logits():
 
 def test_requests_share_noise_with_a_warning(monkeypatch):
     for call, states in ((verify, (STATES, WEIGHT)), (verify_from_logits, (STATES @ WEIGHT.T,))):
-        monkeypatch.setattr(sampling, "_said_that_noise_is_shared", False)
+        monkeypatch.setattr(sampling, "_warned_of_shared_noise", False)
         with pytest.warns(UserWarning, match="one seed and one offset for 3 rows") as caught:
             call(*states, DRAFTS, seed=1)
         assert caught[0].filename == __file__  # the caller's line, not ours
-    monkeypatch.setattr(sampling, "_said_that_noise_is_shared", False)
+    monkeypatch.setattr(sampling, "_warned_of_shared_noise", False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         verify(STATES, WEIGHT, DRAFTS, seed=[1, 2, 3])
@@ -258,7 +259,8 @@ def test_no_requests_and_masks_of_positions(method):
 
 @pytest.mark.parametrize("method", ["match", "rejection"])
 def test_room_that_nobody_uses(method):
-    """Drafts behind the last request's, and behind a request's n-th, change nothing: a graph captured with room for more."""
+    """Drafts behind the last request's, and behind a request's n-th, change nothing: a graph captured with room for
+    more."""
     flat = torch.tensor([5, 6, 7, 60, 61])
     states = torch.cat([STATES[0], STATES[1, :2], STATES[2, :1], torch.full((2, 8), torch.nan)])
     options = {"seed": torch.arange(3), "method": method}
@@ -311,7 +313,7 @@ def test_an_id_that_is_no_token_is_no_draft(method, by, is_flat, absent, monkeyp
     """In the middle: a chain ends before it, with the token that ``sample`` draws; in a tree its sibling stands."""
     if by == "kernels":
         pytest.importorskip("triton")
-        monkeypatch.setattr("flashsampling.speculative.acceptance._by_kernels", lambda states, given: given.batch > 0)
+        monkeypatch.setattr("flashsampling.speculative.acceptance._runs_kernels", lambda states, given: given.batch > 0)
     requests, n = 2 if by == "kernels" else 6, 3
     seeds, device = torch.arange(requests), DEVICE if by == "kernels" else torch.device("cpu")
     states = torch.randn(requests, 1, 8, generator=torch.Generator().manual_seed(1)).expand(-1, n + 1, -1) / 2

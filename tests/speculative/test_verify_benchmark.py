@@ -1,4 +1,5 @@
-"""The gate before ``benchmarks.verify`` times a peer: it lets a sampler pass that does what theory says, and no other."""
+"""The gate before ``benchmarks.verify`` times a peer: it lets a sampler pass that does what theory says, and no
+other."""
 
 import pytest
 import torch

@@ -1,5 +1,5 @@
-"""What ``verify`` emits has the target's joint distribution over several positions, whatever is drafted, and as many drafts are
-accepted as theory says. Tests of the power that ``assert_distribution`` asserts."""
+"""What ``verify`` emits has the target's joint distribution over several positions, whatever is drafted, and as many
+drafts are accepted as theory says. Tests of the power that ``assert_distribution`` asserts."""
 
 import itertools
 import math
@@ -51,8 +51,8 @@ CASES += [("match", "identical", False), ("match", "bad", True)]  # it looks at 
 
 
 def emitted(target: Tensor, propose: Callable[[Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]], **options) -> Tensor:
-    """(REQUESTS, POSITIONS) of a loop of drafts and ``verify``. ``propose``: from last tokens and offsets drafts and arguments;
-    their parents, if there are, say after which token each comes."""
+    """(REQUESTS, POSITIONS) of a loop of drafts and ``verify``. ``propose``: from last tokens and offsets drafts and
+    arguments; their parents, if there are, say after which token each comes."""
     seeds = torch.arange(REQUESTS) * 7919 - 10**9
     offsets, last = torch.zeros(REQUESTS, dtype=torch.int64), torch.full((REQUESTS,), VOCAB)
     got = torch.full((REQUESTS, POSITIONS + 1), -1)
@@ -197,7 +197,8 @@ def test_acceptance_rates(drafter):
 
 @pytest.mark.parametrize("word", [0, 2**32 - 1])
 def test_end_points(word, monkeypatch):
-    """The least coin does not accept what p does not have; the greatest accepts what p and q have alike. No coin is 0 or 1."""
+    """The least coin does not accept what p does not have; the greatest accepts what p and q have alike. No coin is 0
+    or 1."""
     real = noise.philox4x32_10
 
     def words(counter, key):

@@ -1,5 +1,5 @@
-"""Rejection by kernels, of the Hopper kernel's logits, of Triton's and of given ones, beside torch's operations in float64,
-which ``tests/speculative/test_verify.py`` holds against the contract written out."""
+"""Rejection by kernels, of the Hopper kernel's logits, of Triton's and of given ones, beside torch's operations in
+float64, which ``tests/speculative/test_verify.py`` holds against the contract written out."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,10 +12,12 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from flashsampling import VerifyOutput
-from flashsampling.inputs import DEFAULT_PARAMS, FilteredLogits, SampleInputs
+from flashsampling.inputs import SampleInputs
 from flashsampling.kernels import hopper
 from flashsampling.kernels.hopper import dispatch as of_cute
+from flashsampling.outputs import FilteredLogits
 from flashsampling.reference import oracle
+from flashsampling.sampling_params import DEFAULT_PARAMS
 from flashsampling.speculative import acceptance
 from tests.conftest import DEVICE
 from tests.kernels.triton.test_filtered_kernel import summaries_of
@@ -120,7 +122,7 @@ def as_the_hopper_kernel(
     step: SampleInputs, draws: int, masses: tuple[bool, bool] | None, config: None = None
 ) -> tuple[Tensor, tuple[Tensor | None, ...], Tensor]:
     """``params.with_logits``, in torch."""
-    product = oracle.product(step)
+    product = oracle.head_logits(step)
     logits = torch.nn.functional.pad(product, (0, -step.vocab_size % 4))[:, : step.vocab_size]
     if not draws:
         assert masses is None
@@ -135,11 +137,11 @@ def as_the_hopper_kernel(
 def test_behind_the_hopper_kernel(kind, monkeypatch):
     """The launches after it, by requests of which it draws, and by those of which it makes logits alone."""
     monkeypatch.setattr(of_cute, "with_logits", as_the_hopper_kernel)
-    monkeypatch.setattr(acceptance, "_recording", lambda *_: SimpleNamespace(recorded=of_cute.recorded))
+    monkeypatch.setattr(acceptance, "_recording_backend", lambda *_: SimpleNamespace(recorded=of_cute.recorded))
     *_, wanted = KINDS[kind]
     drafted = make_drafted(3, "rejection", head=True, sizes=(3, 2, 33), wanted=wanted)
     with monkeypatch.context() as patch:
-        patch.setattr(acceptance, "_recording", lambda *_: None)
+        patch.setattr(acceptance, "_recording_backend", lambda *_: None)
         expected = drafted.verify("rejection", impl="reference")
     sure = sure_of(drafted, expected)
     assert sure.sum() >= 2

@@ -34,7 +34,8 @@ from torch.distributed.tensor import DTensor, Shard
 import flashsampling
 from flashsampling import LMHeadSampler, exchange_protocol, ops
 from flashsampling.backends import BACKENDS
-from flashsampling.inputs import SampleInputs, SampleResult
+from flashsampling.inputs import SampleInputs
+from flashsampling.outputs import SampleResult
 from flashsampling.tensor_parallel import (
     Failure,
     TensorParallel,

@@ -16,9 +16,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from flashsampling import VerifyOutput, exchange_protocol, noise, ops, sample, verify
 from flashsampling.backends import BACKENDS
 from flashsampling.exchange_protocol import PACKED, Shard
-from flashsampling.inputs import DEFAULT_PARAMS, DraftChains, SampleInputs, SampleResult, SamplingParams
+from flashsampling.inputs import DraftChains, SampleInputs
+from flashsampling.outputs import SampleResult
 from flashsampling.reference import streaming
 from flashsampling.reference.streaming import shard_winners as streaming_winners
+from flashsampling.sampling_params import DEFAULT_PARAMS, SamplingParams
 from flashsampling.speculative.drafts import DraftBatch, _odd_number
 from flashsampling.tensor_parallel import TensorParallel, cutoffs, rejection
 from flashsampling.tensor_parallel.filtered_sampling import Part

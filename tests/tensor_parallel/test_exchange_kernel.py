@@ -17,7 +17,8 @@ from torch import Tensor
 from flashsampling import exchange_protocol
 from flashsampling.backends import BACKENDS
 from flashsampling.exchange_protocol import DIFFERS, LATE, Shard, Verdict
-from flashsampling.inputs import DEFAULT_PARAMS, SampleInputs, SamplingParams
+from flashsampling.inputs import SampleInputs
+from flashsampling.sampling_params import DEFAULT_PARAMS, SamplingParams
 
 from ..conftest import DEVICE
 from ..emulator.machine import together

@@ -16,12 +16,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from flashsampling import ops
 from flashsampling.backends import BACKENDS
 from flashsampling.exchange_protocol import PACKED, Shard
-from flashsampling.inputs import DEFAULT_PARAMS, SampleInputs, SampleResult, SamplingParams, layout
+from flashsampling.inputs import SampleInputs
+from flashsampling.outputs import SampleResult, layout
 from flashsampling.reference import logit_transforms
+from flashsampling.sampling_params import DEFAULT_PARAMS, SamplingParams
 from flashsampling.tensor_parallel import cutoffs, filtered_sampling, outputs, rejection
 from flashsampling.tensor_parallel.filtered_sampling import Part
-from flashsampling.tensor_parallel.message import ASKED, HEADER, Hashes, difference
-from flashsampling.tensor_parallel.sharding import asked_of_shard
+from flashsampling.tensor_parallel.message import FIRST_PARAM, HEADER, Hashes, difference
 from flashsampling.tensor_parallel.transport import DryRun
 from tests.conftest import DEVICE
 from tests.kernels.test_filters import differences, parts_of
@@ -469,7 +470,7 @@ def test_a_mask_is_cut_at_any_bit(first, last):
     mask = torch.randint(-(2**31), 2**31, (3, 4), dtype=torch.int32)
     whole = logit_transforms.allowed(SamplingParams(token_mask=mask), 100)
     assert whole is not None
-    part = asked_of_shard(SamplingParams(token_mask=mask), first, last)
+    part = SamplingParams(token_mask=mask).shard(first, last)
     if last > first:
         assert torch.equal(logit_transforms.allowed(part, last - first), whole[:, first:last])
 
@@ -597,12 +598,12 @@ def test_ranks_compare_all_of_a_request_whatever_their_shards_are():
 def test_a_header_is_plain_again():
     header, hashes = torch.zeros(HEADER, dtype=torch.int64), Hashes(8, torch.device("cpu"))
     hashes.write(header, flat(5, 70, SamplingParams(**USUAL)))
-    assert header[ASKED:].any()
+    assert header[FIRST_PARAM:].any()
     hashes.write(header, flat(5, 70, SamplingParams(top_k=9)))
     assert header[:HEADER].tolist() == _header(SamplingParams(top_k=9))
     hashes.clear(header)
     hashes.write(header, flat(5, 70, DEFAULT_PARAMS))
-    assert not header[ASKED:].any()
+    assert not header[FIRST_PARAM:].any()
 
 
 def test_shards_of_a_vocabulary_wider_than_the_hash_s_factors():

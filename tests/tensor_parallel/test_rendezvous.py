@@ -25,8 +25,8 @@ from flashsampling.tensor_parallel.failures import (
     TensorParallelTimeout,
 )
 from flashsampling.tensor_parallel.message import (
-    ASKED,
     FAILED,
+    FIRST_PARAM,
     HEADER,
     OFFSET,
     SEED,
@@ -310,7 +310,7 @@ def test_a_store_that_does_not_answer_is_an_error_within_a_bound(monkeypatch):
 
 
 def header(step=7, batch=2, num_samples=1, temperature=11, seed=12, offset=13, failed=0):
-    return [step, batch, num_samples, temperature, seed, offset, failed] + [0] * (HEADER - ASKED)
+    return [step, batch, num_samples, temperature, seed, offset, failed] + [0] * (HEADER - FIRST_PARAM)
 
 
 @pytest.mark.parametrize(
@@ -629,7 +629,7 @@ def test_as_many_as_have_begun_elsewhere(alone):
     assert not sent  # nothing failed
     it._set_failure(MISMATCH)
     it.drain()
-    assert sent == [[0] * FAILED + [1] + [0] * (HEADER - ASKED + 4)] * 3
+    assert sent == [[0] * FAILED + [1] + [0] * (HEADER - FIRST_PARAM + 4)] * 3
     assert it._progress().begun == it._progress().ended == 3
     it.drain()
     assert len(sent) == 3

@@ -17,7 +17,8 @@ from flashsampling.tensor_parallel.filtered_sampling import Part, draw
 from flashsampling.tensor_parallel.transport import DryRun
 from flashsampling.exchange_protocol import PACKED, Shard
 from flashsampling.kernels.triton.sharded.param_hash import of_request
-from flashsampling.inputs import SamplingParams, SampleInputs
+from flashsampling.inputs import SampleInputs
+from flashsampling.sampling_params import SamplingParams
 from tests.kernels.triton.target import compile_only
 
 compiled = compile_only(int(sys.argv[1]))
@@ -82,7 +83,8 @@ from flashsampling.tensor_parallel.filtered_sampling import Part, draw
 from flashsampling.tensor_parallel.transport import DryRun
 from flashsampling.exchange_protocol import PACKED, Shard
 from flashsampling.kernels.triton import jit
-from flashsampling.inputs import SamplingParams, SampleInputs
+from flashsampling.inputs import SampleInputs
+from flashsampling.sampling_params import SamplingParams
 from tests.kernels.triton.target import compile_only
 
 compiled = compile_only(80)

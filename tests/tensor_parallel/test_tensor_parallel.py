@@ -20,7 +20,7 @@ from filelock import FileLock, Timeout
 
 import flashsampling
 from flashsampling import LMHeadSampler, open_groups
-from flashsampling.inputs import SamplingParams
+from flashsampling.sampling_params import SamplingParams
 from flashsampling.tensor_parallel import (
     Failure,
     TensorParallel,
@@ -30,7 +30,7 @@ from flashsampling.tensor_parallel import (
     p2p,
 )
 from flashsampling.tensor_parallel.gloo import Gloo
-from flashsampling.tensor_parallel.message import ASKED, HEADER, Hashes
+from flashsampling.tensor_parallel.message import FIRST_PARAM, HEADER, Hashes
 from flashsampling.tensor_parallel.nccl import Nccl
 from flashsampling.tensor_parallel.rendezvous import Rendezvous
 
@@ -327,14 +327,14 @@ def test_a_message_that_raised_leaves_nothing_behind(transport, monkeypatch):
     monkeypatch.setattr(transport, "_count_skipped_call", lambda _: None, raising=False)
 
     def interrupted(*_):
-        assert header[ASKED:].any()
+        assert header[FIRST_PARAM:].any()
         raise KeyboardInterrupt
 
     for name in ("_gathered_words", "_gather"):
         monkeypatch.setattr(transport, name, interrupted, raising=False)
     with pytest.raises(KeyboardInterrupt):
         it.finish(torch.zeros(2, dtype=torch.int64), rows_only(2)._replace(params=SamplingParams(soft_cap=20.0)))
-    assert not header[ASKED:].any()
+    assert not header[FIRST_PARAM:].any()
 
 
 def test_an_open_group_lives_without_anybody_holding_it():

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...sampling_params import MAX_BIASED, MAX_TOP_LOGPROBS
+from ...param_parsers import MAX_BIASED, MAX_TOP_LOGPROBS
 from ..engine.common import Biases
 
 DETERMINISTIC_SEED = 42  # what SGLang gives to a request without one, under --enable-deterministic-inference

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...param_parsers import MAX_BIASED
 from ...sampling import sample
-from ...sampling_params import MAX_BIASED
 from ...warmup import warmup_mixes
 from ..engine.common import bias_of_rows, biases_now, sanitize_token_ids, to_device
 from .head import Head

@@ -15,7 +15,7 @@ from transformers.generation.utils import ALL_CACHE_NAMES
 
 from ...row_params import integer
 from ...sampler import LMHeadSampler
-from ...sampling_params import Request
+from ...sampling_params import SamplingOptions
 
 # Name of a model's cache argument and output: "past_key_values" up to transformers 5.23, "cache" from 5.24 on
 CACHE: str = ALL_CACHE_NAMES[0]
@@ -64,7 +64,9 @@ def require_transformers_loop(model: Any) -> None:
         )
 
 
-def require_supported(config: GenerationConfig, assistant_model: Any, synced_gpus: bool, logprobs: Request) -> None:
+def require_supported(
+    config: GenerationConfig, assistant_model: Any, synced_gpus: bool, logprobs: SamplingOptions
+) -> None:
     """Raises a ValueError that names arguments of ``generate`` that the fused step does not support."""
     if config.return_dict_in_generate:
         for name in ("output_scores", "output_logits"):

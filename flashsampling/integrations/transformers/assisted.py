@@ -294,7 +294,7 @@ def make_drafter(
     if weight.device != model_weight.device:
         raise ValueError(f"assistant_model must be on {model_weight.device}, where the model is, got {weight.device}")
     sampler = LMHeadSampler(own, max_batch_size=1, seed=[0], impl=target.sampler.impl)
-    with HeadTap(assistant_model, own, learned=sampler._take_transform) as tap:
+    with HeadTap(assistant_model, own, learned=sampler._set_transform) as tap:
         try:
             drafter = Assistant(assistant_model, tap, sampler, prompt, model_kwargs.get("attention_mask"), target)
         except ValueError as error:

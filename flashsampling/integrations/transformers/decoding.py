@@ -14,9 +14,9 @@ from transformers.generation import GenerateDecoderOnlyOutput, GenerationMixin
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import ALL_CACHE_NAMES
 
+from ...outputs import SampleOutput
 from ...sampler import LMHeadSampler
-from ...sampling import SampleOutput
-from ...sampling_params import Request
+from ...sampling_params import SamplingOptions
 from .arguments import (
     CACHE,
     SWITCH_OFF,
@@ -81,7 +81,7 @@ def generate(
     token_streamer: BaseStreamer | None = None,
     return_logprobs: bool = False,
     top_logprobs: int = 0,
-    request: Request | None = None,
+    request: SamplingOptions | None = None,
     seeds: None = None,
     **model_kwargs: Any,
 ) -> Tensor | GenerateOutput:
@@ -139,7 +139,7 @@ def generate(
         if generation_config is None or stopping_criteria is None or logits_processor is None:
             raise ValueError("generate is called by model.generate(..., custom_generate=generate), not by itself")
         require_no_seeds(seeds)
-        logprobs: Request = {"return_logprobs": return_logprobs, "top_logprobs": top_logprobs}
+        logprobs: SamplingOptions = {"return_logprobs": return_logprobs, "top_logprobs": top_logprobs}
         require_transformers_loop(model)
         assistant, batch = given.get("assistant_model"), input_ids.shape[0]
         require_supported(generation_config, assistant, bool(synced_gpus), logprobs)
@@ -191,7 +191,7 @@ def _check_or_make_sampler(
     """Returns the sampler, or a new one, and the function to call with the model's scale and soft cap."""
     if sampler is None:
         sampler = LMHeadSampler(head, max_batch_size=max(batch, 1))
-        return sampler, sampler._take_transform
+        return sampler, sampler._set_transform
     require_matching_sampler(head, sampler, batch)
     return sampler, functools.partial(require_matching_transform, sampler)
 
@@ -216,7 +216,7 @@ def _decode(
     model_kwargs: dict[str, Any],
     pad_token: Tensor | None,
     collected: "_Outputs",
-    logprobs: Request,
+    logprobs: SamplingOptions,
 ) -> tuple[Tensor, dict[str, Any]]:
     """Decodes without drafts. Returns the sequences, (B, T + new tokens), and the model's arguments with its cache."""
     sampler, temperature, params = target

@@ -5,7 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...sampling_params import MAX_BIASED, BatchShape, Request, parse_sampling_params, unexpected
+from ...param_parsers import MAX_BIASED, BatchShape
+from ...sampling_params import SamplingOptions, parse_sampling_params, unexpected_argument
 from ...token_counts import TokenCounts
 from .processors import ProcessorParams, TokenRule
 
@@ -23,7 +24,7 @@ class StepParams:
         prompt: Tensor,  # (B, T)
         vocab_size: int,
         device: torch.device,  # the LM head's
-        given: Request,
+        given: SamplingOptions,
         attention_mask: Tensor | None = None,
     ) -> None:
         """``given`` replaces parameters of the processors.
@@ -33,7 +34,7 @@ class StepParams:
         self.vocab_size, self.device = vocab_size, device
         if not isinstance(given, dict):
             raise TypeError(f"request must be a dictionary, got {type(given).__name__}")
-        self._constant: Request = {}
+        self._constant: SamplingOptions = {}
         if params.top_k:
             self._constant["top_k"] = params.top_k
         if params.top_p < 1:
@@ -62,9 +63,9 @@ class StepParams:
     def at(
         self,
         input_ids: Tensor,  # (B, T)
-    ) -> Request:
+    ) -> SamplingOptions:
         """Returns the arguments for the token behind ``input_ids``."""
-        request: Request = {**self._constant}
+        request: SamplingOptions = {**self._constant}
         active = [rule for rule in self._rules if rule.first <= input_ids.shape[1] < rule.last]
         masks = [self._mask(tuple(active))] if active else []
         if not any(rule.forced for rule in active):  # a forced token overrides all else
@@ -80,7 +81,7 @@ class StepParams:
         self,
         input_ids: Tensor,  # (B, T)
         drafts: Tensor,  # (B, n)
-    ) -> tuple[Request, int]:
+    ) -> tuple[SamplingOptions, int]:
         """Returns the arguments of ``verify`` for the tokens behind the text and each draft, and the number of drafts
         used.
 
@@ -113,12 +114,14 @@ class StepParams:
         if self._counts is not None:
             self._counts.add(torch.where(self._counting(position, token_ids.device), token_ids, -1).to(self.device))
 
-    def _checked(self, given: Request, batch: int) -> Request:
+    def _checked(self, given: SamplingOptions, batch: int) -> SamplingOptions:
         """Returns ``given`` after a check, on the device."""
         for name in given:
             if name not in PER_ROW:
-                raise unexpected(name, None, [other for other in Request.__annotations__ if other not in PER_ROW])
-        wanted: Request = {**given}
+                raise unexpected_argument(
+                    name, None, [other for other in SamplingOptions.__annotations__ if other not in PER_ROW]
+                )
+        wanted: SamplingOptions = {**given}
         if self._counts is not None:
             wanted["token_counts"] = self._counts.read(batch)
         params = parse_sampling_params(wanted, BatchShape(batch, self.vocab_size, self.vocab_size, self.device, 1))

@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...token_counts import IN_PROMPT, Counted, groups_of
+from ...token_counts import IN_PROMPT, Counted, num_token_groups
 from ..engine.common import to_device
 
 _BLOCK = 4096  # tokens of a program
@@ -86,7 +86,7 @@ def counts_of(
         return Counted(counts, None)
     from .kernels import counts_kernel
 
-    seen = torch.empty((batch, groups_of(vocab_size)), dtype=torch.uint8, device=device)
+    seen = torch.empty((batch, num_token_groups(vocab_size)), dtype=torch.uint8, device=device)
     if count:
         counts_kernel[(batch, -(-(count + first % 16) // _BLOCK))](
             output_counts,

@@ -1,6 +1,6 @@
 """vLLM's drafts: every position that has a logit is a row of the step, and drafts hold while they are what it draws there.
 
-That is ``flashsampling.verify`` by matching, of which ``sample`` and ``acceptance.held`` are the two halves; between them a row
+That is ``flashsampling.verify`` by matching, of which ``sample`` and ``acceptance.verify_by_match`` are the two halves; between them a row
 may ask for what ``verify`` has per request alone, or not at all: biases that end along the drafts, log-probabilities.
 
 Drafts have to be certain, as vLLM's are unless it is told otherwise: the drafter's best tokens. The target's output begins with
@@ -66,7 +66,7 @@ def with_stops_ended(
 
 
 def example_of_drafts(most_drafts: int, device: torch.device) -> tuple[DraftBatch, Tensor]:
-    """Drafts of a request, and what was drawn beside them, as ``held`` takes both."""
+    """Drafts of a request, and what was drawn beside them, as ``verify_by_match`` takes both."""
     ids = torch.zeros(most_drafts + 1, dtype=torch.int64, device=device)
     bounds = torch.tensor([0, most_drafts], device=device)
     return DraftBatch(ids[1:], None, bounds, 1, most_drafts), ids

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...inputs import SampleResult
+from ...outputs import SampleResult
 from .device_state import PARAMETERS
 
 MOST_GRAPHS = 256  # more kinds of steps are launched

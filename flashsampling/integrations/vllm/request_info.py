@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ...sampling_params import MAX_BIASED, MAX_TOP_LOGPROBS
+from ...param_parsers import MAX_BIASED, MAX_TOP_LOGPROBS
 from ..engine.common import Biases
 
 _GREEDY_BELOW = 1e-5  # where vLLM takes a temperature for 0

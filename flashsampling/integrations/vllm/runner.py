@@ -22,8 +22,8 @@ from torch import Tensor
 
 from ... import ops
 from ...inputs import example
-from ...sampling import SampleOutput
-from ...speculative.acceptance import held
+from ...outputs import SampleOutput
+from ...speculative.acceptance import verify_by_match
 from ...tensor_parallel import TensorParallel, TensorParallelError
 from ..engine.common import Layers, fast_implementation, to_device
 from ..engine.plugin import Refused, StepCounts
@@ -132,7 +132,7 @@ class Fused:
             token_ids = ids.view(-1, 1)
         else:
             # -1 is no draft: rows without a token accept none, and of a failed step all ranks emit as many
-            accepted = held(batch.drafts, out.token_ids)
+            accepted = verify_by_match(batch.drafts, out.token_ids)
             last = accepted.num_accepted[:, None]
             token_ids = accepted.token_ids.scatter_(1, last, accepted.token_ids.gather(1, last).clamp_(min=0))
             num_sampled = (accepted.num_accepted + 1).int()

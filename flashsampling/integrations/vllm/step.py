@@ -24,10 +24,12 @@ from torch import Tensor
 
 from ... import ops
 from ...exchange_protocol import WHOLE
-from ...inputs import SampleInputs, SampleResult, SamplingParams, example
-from ...sampling import SampleOutput, output_of, sample
-from ...sampling_params import MAX_BIASED, batch_shape, parse_sampling_params
-from ...speculative.acceptance import held, sample_with_draft_hash
+from ...inputs import SampleInputs, example
+from ...outputs import SampleOutput, SampleResult, make_output
+from ...param_parsers import MAX_BIASED, batch_shape
+from ...sampling import sample
+from ...sampling_params import SamplingParams, parse_sampling_params
+from ...speculative.acceptance import sample_with_draft_hash, verify_by_match
 from ...speculative.drafts import DraftBatch
 from ...tensor_parallel.cutoffs import FEW
 from ...token_counts import Counted
@@ -214,7 +216,7 @@ class FusedStep:
         if known.params is None:
             self._known = known = known._replace(params=self._asked(batch, known, known.wants))
         assert known.params is not None
-        return output_of(self._drawn(batch, known.rows, known.params), len(batch.slots), 1, known.params, None)
+        return make_output(self._drawn(batch, known.rows, known.params), len(batch.slots), 1, known.params, None)
 
     def _replay_graph(self, batch: Batch, known: _BatchCache, wants: int, graphs: Graphs) -> SampleOutput:
         """Likewise, by a CUDA graph. ``wants``: a grammar's mask too."""
@@ -244,7 +246,7 @@ class FusedStep:
             self._mask(batch, graphs.masks(self.words)[:count])
         if self.tp is not None:
             self._check_group()
-        out = output_of(graphs.draw(kind, work.draw), size, 1, work.params, None)
+        out = make_output(graphs.draw(kind, work.draw), size, 1, work.params, None)
         return SampleOutput(**{name: part[:count] for name, part in vars(out).items() if part is not None})
 
     def _inputs(self, batch: Batch, size: int, graphs: Graphs) -> tuple[Tensor, Tensor]:
@@ -415,7 +417,7 @@ class FusedStep:
         self.sanitize_token_ids(torch.zeros(batch, dtype=torch.int64, device=self.device))
         if self.most_drafts:
             given, ids = example_of_drafts(self.most_drafts, self.device)
-            held(given, ids)
+            verify_by_match(given, ids)
             if self.tp is not None:
                 states, rows = hidden_states.new_zeros(len(ids), hidden_states.shape[1]), no_rows(len(ids), self.device)
                 sample_with_draft_hash(

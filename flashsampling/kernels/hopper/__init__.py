@@ -5,15 +5,11 @@ it takes; ``cache`` the compiled objects, in memory and on disk; ``launch`` the 
 asks for.
 """
 
-from ...inputs import SamplingParams
 from .config import choose_config, compiled_for, unsupported
 from .dispatch import compiling, recorded, runs_on_shard, shard_logits, shard_winners
 from .launch import run
 
-DOES = SamplingParams._fields
-
 __all__ = [
-    "DOES",
     "choose_config",
     "compiled_for",
     "compiling",

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from ...exchange_protocol import WHOLE
-from ...inputs import DEFAULT_PARAMS, SampleInputs, arguments
+from ...inputs import SampleInputs
+from ...sampling_params import DEFAULT_PARAMS, argument_names
 from ..device import capability, multiprocessors
 
 TILE_V = 128  # vocabulary rows of a tile: two m64 wgmma blocks
@@ -143,7 +144,7 @@ def unsupported(step: SampleInputs) -> str | None:
     """Why the Hopper kernel cannot do a step, or None. Misaligned hidden states it copies; the weight it does not."""
     weight = step.weight
     if step.params is not DEFAULT_PARAMS and step.shard != WHOLE:
-        return f"a shard of a vocabulary with {arguments(step.params.names())}"
+        return f"a shard of a vocabulary with {argument_names(step.params.names())}"
     reason = _device_cannot(weight.device)
     if reason is not None:
         return reason

@@ -24,7 +24,9 @@ import torch
 from torch import Tensor
 
 from ...exchange_protocol import WHOLE
-from ...inputs import DEFAULT_PARAMS, FilteredLogits, SampleInputs, SampleResult, SamplingParams, row_argument
+from ...inputs import SampleInputs, row_argument
+from ...outputs import FilteredLogits, SampleResult
+from ...sampling_params import DEFAULT_PARAMS, SamplingParams
 from . import launch
 from .config import KINDS, NO_CUTOFFS, NO_TRANSFORMS, TILE_V, TileConfig, choose_config, skipped
 

@@ -6,7 +6,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...inputs import DEFAULT_PARAMS, SampleInputs, SampleResult
+from ...inputs import SampleInputs
+from ...outputs import SampleResult
+from ...sampling_params import DEFAULT_PARAMS
 from ...workspace import zeroed_words
 from ..device import multiprocessors
 from . import workspace_layout

@@ -23,7 +23,7 @@ from cutlass import Float32, Int32, Int64, select_
 
 from ...exchange_protocol import NAN as NAN_KEY
 from ...exchange_protocol import NO_FINITE, NO_TOKEN, PACKED, TOKENS
-from ...inputs import DEFERRED_DRAW
+from ...outputs import DEFERRED_DRAW
 from . import peer_exchange, peer_table, ptx, store_cutoff, workspace_layout
 from .memory import global_pointer
 

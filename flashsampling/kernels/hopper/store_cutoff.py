@@ -27,7 +27,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, range_constexpr, select_
 
-from ...inputs import DEFERRED_TOP_K
+from ...outputs import DEFERRED_TOP_K
 from . import noise, ptx, workspace_layout
 from .arguments import Arguments, Outputs, Walk
 from .config import CUTOFF_KEYS, TILE_V, cutoff_rank

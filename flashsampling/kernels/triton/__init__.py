@@ -7,14 +7,12 @@ meet by ``rounds``; what comes before, between and behind is in ``hashes``, ``li
 tiles' shapes, and what is taken; ``jit`` is the decorator of all of Triton's functions here.
 """
 
-from .backend import DOES, DOES_OF_LOGITS, recorded, run, unsupported
+from .backend import recorded, run, unsupported
 from .fused.config import choose_config, compiled_for
 from .jit import compiling
 from .sharded.shard_logits import shard_logits, shard_winners
 
 __all__ = [
-    "DOES",
-    "DOES_OF_LOGITS",
     "choose_config",
     "compiled_for",
     "compiling",

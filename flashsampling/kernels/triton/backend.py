@@ -8,12 +8,12 @@ anything else           ``logits_gemm`` writes (B, V) float32 logits, of which `
 """
 
 from ...exchange_protocol import WHOLE
-from ...inputs import DEFAULT_PARAMS, FilteredLogits, SampleInputs, SampleResult, SamplingParams, arguments
+from ...inputs import SampleInputs
+from ...outputs import FilteredLogits, SampleResult
+from ...sampling_params import DEFAULT_PARAMS, argument_names
 from .filtered import dispatch
 from .fused import config, launch
 from .fused.logits_gemm import logits_gemm
-
-DOES = DOES_OF_LOGITS = SamplingParams._fields
 
 
 def unsupported(step: SampleInputs) -> str | None:
@@ -21,7 +21,7 @@ def unsupported(step: SampleInputs) -> str | None:
     if step.logits is not None:
         return dispatch.unsupported(step)
     if step.params is not DEFAULT_PARAMS and step.shard != WHOLE:
-        return f"a shard of a vocabulary with {arguments(step.params.names())}"
+        return f"a shard of a vocabulary with {argument_names(step.params.names())}"
     return config.unsupported(step) or step.too_wide_to_pick()
 
 

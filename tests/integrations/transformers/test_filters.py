@@ -10,8 +10,8 @@ from filelock import FileLock
 from torch import Tensor
 
 from flashsampling import TokenCounts, sample_from_logits
-from flashsampling.inputs import SamplingParams
 from flashsampling.reference import logit_transforms
+from flashsampling.sampling_params import SamplingParams
 from tests.conftest import DEVICE
 
 processors = pytest.importorskip("transformers.generation.logits_process")

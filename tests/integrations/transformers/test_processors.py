@@ -32,9 +32,15 @@ from transformers.generation.logits_process import (  # noqa: E402
 
 from flashsampling.integrations.transformers.arguments import SWITCH_OFF  # noqa: E402
 from flashsampling.integrations.transformers.processor_params import StepParams  # noqa: E402
-from flashsampling.integrations.transformers.processors import _KINDS, _RANGES, ProcessorParams, read_processors  # noqa: E402
+from flashsampling.integrations.transformers.processors import (  # noqa: E402
+    _KINDS,
+    _RANGES,
+    ProcessorParams,
+    read_processors,
+)
+from flashsampling.param_parsers import BatchShape  # noqa: E402
 from flashsampling.reference import logit_transforms  # noqa: E402
-from flashsampling.sampling_params import BatchShape, parse_sampling_params  # noqa: E402
+from flashsampling.sampling_params import parse_sampling_params  # noqa: E402
 from tests.conftest import DEVICE  # noqa: E402
 
 VOCAB, BATCH, LENGTH = 45, 4, 12  # not a multiple of 32; few tokens, so that prefixes match and n-grams repeat

@@ -233,7 +233,9 @@ def test_warm_up(monkeypatch):
         return ["kernel"]
 
     monkeypatch.setattr(module, "warmup_mixes", noted)
-    monkeypatch.setattr(module, "held", lambda given, tokens: behind.append((given.n, given.positions, len(tokens))))
+    monkeypatch.setattr(
+        module, "verify_by_match", lambda given, tokens: behind.append((given.n, given.positions, len(tokens)))
+    )
     runner = runner_of(most_drafts=MOST)
     runner._dummy_sampler_run(torch.randn(8, D))
     runner.max_num_tokens = 10

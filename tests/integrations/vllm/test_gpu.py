@@ -38,7 +38,7 @@ from benchmarks.vllm_engine import Engine
 from benchmarks.vllm_worker import spread_logits, use_plugin
 from flashsampling.integrations.vllm import counters
 from flashsampling.integrations.vllm.request_info import mask_of
-from flashsampling.sampling_params import MAX_BIASED
+from flashsampling.param_parsers import MAX_BIASED
 
 ON_CPU, RANKS = on_cpu.ASKED_FOR, int(os.environ.get("WORLD_SIZE", "1"))
 pytestmark: Any = [] if ON_CPU else pytest.mark.gpu

@@ -15,7 +15,6 @@ import torch.multiprocessing as mp
 
 import flashsampling.integrations.vllm.runner as plugin
 from flashsampling import open_groups, ops
-from flashsampling.inputs import SampleResult
 from flashsampling.integrations.engine.common import Layers
 from flashsampling.integrations.vllm import Refused, counters
 from flashsampling.integrations.vllm.graphs import _Recorded
@@ -24,6 +23,7 @@ from flashsampling.integrations.vllm.request_info import Rules, Slots, mask_of
 from flashsampling.integrations.vllm.runner import Fused, FusedRunner, group_of
 from flashsampling.integrations.vllm.settings import PLUGIN
 from flashsampling.integrations.vllm.step import FusedStep
+from flashsampling.outputs import SampleResult
 from flashsampling.tensor_parallel import TensorParallel, TensorParallelMismatch, capabilities
 
 from . import fakes

@@ -21,15 +21,18 @@ from tests.kernels.triton.target import compile_only
 impl, compiled = sys.argv[1], compile_only(90)
 
 import flashsampling.integrations.vllm.step as module
-from flashsampling.sampling import SampleOutput
+from flashsampling.outputs import SampleOutput
 from flashsampling.backends import BACKENDS
 from flashsampling.tensor_parallel.message import Hashes
 from flashsampling.tensor_parallel.filtered_sampling import Part, draw
 from flashsampling.exchange_protocol import PACKED, Shard
 from flashsampling.kernels.triton.sharded.param_hash import of_request
-from flashsampling.sampling_params import BatchShape, parse_sampling_params
-from flashsampling.inputs import DEFAULT_PARAMS, SampleResult, SampleInputs
-from flashsampling.warmup import _of_any_number
+from flashsampling.param_parsers import BatchShape
+from flashsampling.sampling_params import parse_sampling_params
+from flashsampling.inputs import SampleInputs
+from flashsampling.outputs import SampleResult
+from flashsampling.sampling_params import DEFAULT_PARAMS
+from flashsampling.warmup import _with_kernel_variants
 from tests.integrations.vllm import fakes as vllm_fakes, test_step as test_vllm
 from tests.integrations.vllm.fakes import SamplingParams
 
@@ -94,7 +97,7 @@ def warm_up(weight, requests, *, max_batch_size, tp):
     some = [asked_for(request, max_batch_size) for request in requests]
     for params, batch in itertools.product([params for params in some if params is not DEFAULT_PARAMS], (1, max_batch_size)):
         states, zeros = torch.zeros(batch, DIM, dtype=weight.dtype), torch.zeros(batch, dtype=torch.int64)
-        for step in _of_any_number(step_of(states, params.rows(0, batch), torch.ones(batch), zeros, zeros), tp):
+        for step in _with_kernel_variants(step_of(states, params.rows(0, batch), torch.ones(batch), zeros, zeros), tp):
             drawn(step)
     return []
 

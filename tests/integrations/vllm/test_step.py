@@ -16,7 +16,6 @@ import torch
 from torch import is_tensor
 
 import flashsampling
-from flashsampling.inputs import SampleResult
 from flashsampling.integrations.engine.common import Layers
 from flashsampling.integrations.vllm import Refused, counters, load
 from flashsampling.integrations.vllm import runner as plugin
@@ -36,7 +35,8 @@ from flashsampling.integrations.vllm.step import (
     mixes,
     variant_of,
 )
-from flashsampling.token_counts import Counted, groups_of
+from flashsampling.outputs import SampleResult
+from flashsampling.token_counts import Counted, num_token_groups
 
 from . import fakes
 from .fakes import LEFT, SamplingParams
@@ -1193,7 +1193,7 @@ def test_counts_by_a_kernel(vocab_size, device):
     for first, last in ((0, vocab_size), (136, 300)):
         count = last - first
         out = torch.full((4, count + 3), 77, dtype=torch.int32, device=device)
-        seen = torch.full((4, groups_of(vocab_size)), 77, dtype=torch.uint8, device=device)
+        seen = torch.full((4, num_token_groups(vocab_size)), 77, dtype=torch.uint8, device=device)
         of_out = out, out.stride(0), seen, seen.stride(0)
         counts_kernel[(4, -(-(count + first % 16) // 1024))](
             there[0], there[0].stride(0), there[1], words, *there[2:], *of_out, first, first % 16, count, BLOCK=1024

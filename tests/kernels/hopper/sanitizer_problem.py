@@ -15,9 +15,9 @@ import tempfile
 import torch
 
 from flashsampling import exchange_protocol, ops
-from flashsampling.inputs import SamplingParams
 from flashsampling.kernels.triton.fused.config import TileConfig
 from flashsampling.kernels.triton.fused.launch import run
+from flashsampling.sampling_params import SamplingParams
 from tests.conftest import DEVICE
 from tests.kernels.hopper.test_logits import make_step
 from tests.kernels.triton.test_filtered import agrees

@@ -526,14 +526,12 @@ def test_the_kernels_imports_when_it_runs_are_covered():
 
 def test_a_new_import_is_followed(copied):
     package, key = copied
-    other = package / "token_counts.py"
+    other = package / "warmup.py"
     before = key()
     other.write_text(other.read_text() + "\n# changed\n")
     assert key() == before
     epilogue = package / "kernels" / "hopper" / "epilogue.py"
-    epilogue.write_text(
-        epilogue.read_text() + "\n\ndef _late():\n    from ... import token_counts\n    return token_counts\n"
-    )
+    epilogue.write_text(epilogue.read_text() + "\n\ndef _late():\n    from ... import warmup\n    return warmup\n")
     first = key()
     other.write_text(other.read_text() + "# again\n")
     assert len({before, first, key()}) == 3

@@ -11,13 +11,15 @@ pytest.importorskip("cutlass")
 
 from flashsampling import exchange_protocol
 from flashsampling.exchange_protocol import WHOLE, Shard
-from flashsampling.inputs import DEFAULT_PARAMS, SampleInputs, SampleResult, SamplingParams
+from flashsampling.inputs import SampleInputs
 from flashsampling.kernels.hopper import config, launch, workspace_layout
 from flashsampling.kernels.hopper import dispatch as module
 from flashsampling.kernels.hopper.arguments import Arguments, LaunchArguments, Operands, TransformArguments
 from flashsampling.kernels.hopper.config import CUTOFF_KEYS, KINDS, NO_CUTOFFS, NO_TRANSFORMS
 from flashsampling.noise import Stream
-from flashsampling.token_counts import groups_of
+from flashsampling.outputs import SampleResult
+from flashsampling.sampling_params import DEFAULT_PARAMS, SamplingParams
+from flashsampling.token_counts import num_token_groups
 from tests.conftest import DEVICE
 
 BATCH, DIM, VOCAB, SAMPLES = 5, 64, 300, 3
@@ -325,7 +327,7 @@ def test_what_changes_logits_alone_is_one_launch(monkeypatch, num_samples):
         torch.zeros(1, 13, dtype=torch.int32).expand(BATCH, -1),
     )
     penalties = {"repetition_penalty": TENSOR, "frequency_penalty": 0.25, "presence_penalty": TENSOR + 1}
-    seen = torch.zeros(BATCH, groups_of(VOCAB + 500), dtype=torch.uint8)
+    seen = torch.zeros(BATCH, num_token_groups(VOCAB + 500), dtype=torch.uint8)
     of_vocabulary = {"dense_bias": VECTOR + 1, "bias_ids": wide[:, :2], "bias_values": torch.zeros(BATCH, 2)}
     of_vocabulary |= {"counts": wide, "seen": seen, "token_mask": mask}
     params = SamplingParams(bias=VECTOR, logit_scale=2.0, soft_cap=30.0, **penalties, **of_vocabulary)
@@ -347,7 +349,7 @@ def test_what_changes_logits_alone_is_one_launch(monkeypatch, num_samples):
         counts=wide.data_ptr(),
         counts_stride=4 * (VOCAB + 7),
         seen=seen.data_ptr(),
-        seen_stride=groups_of(VOCAB + 500),
+        seen_stride=num_token_groups(VOCAB + 500),
         repetition=TENSOR.data_ptr(),
         repetition_value=0,
         frequency=0,

@@ -13,11 +13,13 @@ pytest.importorskip("triton")
 import flashsampling
 from flashsampling import exchange_protocol, workspace
 from flashsampling.exchange_protocol import Shard
-from flashsampling.inputs import DEFAULT_PARAMS, SampleInputs, SampleResult, SamplingParams
+from flashsampling.inputs import SampleInputs
 from flashsampling.kernels.hopper import config, launch
 from flashsampling.kernels.hopper import dispatch as module
 from flashsampling.kernels.triton.sharded import shard_logits
+from flashsampling.outputs import SampleResult
 from flashsampling.reference import logit_transforms
+from flashsampling.sampling_params import DEFAULT_PARAMS, SamplingParams
 from tests.conftest import DEVICE
 from tests.kernels.hopper.test_logits import CONFIGS, IDS, ON_GPU, check, left_zero, make_step  # noqa: F401, a fixture
 from tests.kernels.test_cuda import kernel_nodes

@@ -10,9 +10,11 @@ import torch
 
 import flashsampling
 from flashsampling import workspace
-from flashsampling.inputs import DEFAULT_PARAMS, DEFERRED_DRAW, SampleInputs, SamplingParams, layout
+from flashsampling.inputs import SampleInputs
 from flashsampling.kernels.hopper import config, dispatch, launch
 from flashsampling.kernels.hopper.config import KINDS, NO_CUTOFFS, NO_TRANSFORMS
+from flashsampling.outputs import DEFERRED_DRAW, layout
+from flashsampling.sampling_params import DEFAULT_PARAMS, SamplingParams
 from tests.api.test_token_counts import seen_of
 from tests.conftest import DEVICE
 from tests.kernels.triton.test_filtered import agrees

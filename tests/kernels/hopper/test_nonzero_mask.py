@@ -13,10 +13,12 @@ from cutlass import Uint32
 
 from flashsampling import TokenCounts, exchange_protocol
 from flashsampling.exchange_protocol import Shard
-from flashsampling.inputs import SampleInputs, SampleResult, SamplingParams
+from flashsampling.inputs import SampleInputs
 from flashsampling.kernels.hopper import config, launch, noise
 from flashsampling.kernels.hopper import dispatch as module
-from flashsampling.token_counts import groups_of
+from flashsampling.outputs import SampleResult
+from flashsampling.sampling_params import SamplingParams
+from flashsampling.token_counts import num_token_groups
 from tests.api.test_token_counts import seen_of
 from tests.conftest import DEVICE
 from tests.kernels.hopper import threshold_model
@@ -105,7 +107,7 @@ def test_what_is_not_known_to_have_counts_is_not_looked_at():
     """And too much that is known does no harm."""
     step, params = make_step(BATCH, 1000), everything(BATCH, 1000)["penalties"]
     assert params.counts is not None
-    none = torch.zeros(BATCH, groups_of(1000), dtype=torch.uint8, device=DEVICE)
+    none = torch.zeros(BATCH, num_token_groups(1000), dtype=torch.uint8, device=DEVICE)
     without = left_and_drawn(step, params._replace(counts=torch.zeros_like(params.counts)))
     assert_same(left_and_drawn(step, params._replace(seen=none)), without, "nothing")
     few = thinned(params, 0.05)

@@ -9,8 +9,8 @@ import re
 import pytest
 import torch
 
-from flashsampling.inputs import SamplingParams
 from flashsampling.kernels.hopper import config, dispatch, launch
+from flashsampling.sampling_params import SamplingParams
 from tests import emulator
 from tests.conftest import DEVICE
 from tests.kernels.hopper.test_logit_transforms import everything, processed

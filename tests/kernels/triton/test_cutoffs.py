@@ -13,9 +13,10 @@ pytest.importorskip("triton")
 
 from flashsampling.exchange_protocol import NAN as NAN_WORD
 from flashsampling.exchange_protocol import PACKED, Shard
-from flashsampling.inputs import SampleInputs, SamplingParams
+from flashsampling.inputs import SampleInputs
 from flashsampling.kernels.triton.sharded import cutoffs as by_kernels
 from flashsampling.reference import logit_transforms
+from flashsampling.sampling_params import SamplingParams
 from flashsampling.tensor_parallel import cutoffs as by_torch
 from flashsampling.tensor_parallel.cutoffs import Collective, FixedPointScale, Shards
 from tests.conftest import DEVICE

@@ -100,7 +100,7 @@ def test_bounds_of_nonsense(bounds):
 @pytest.mark.parametrize("method", ["match", "rejection"])
 def test_lengths_of_drafts_that_are_not_there(method, monkeypatch):
     """Of no drafts at all none is read, whatever the lengths on the device say."""
-    monkeypatch.setattr(acceptance, "_by_kernels", lambda states, given: states.device.type == DEVICE.type)
+    monkeypatch.setattr(acceptance, "_runs_kernels", lambda states, given: states.device.type == DEVICE.type)
     states, weight = torch.randn(2, 8, device=DEVICE), torch.randn(5, 8, device=DEVICE)
     drafts, bounds = torch.zeros(0, dtype=torch.int64, device=DEVICE), torch.tensor([0, 3, 3], device=DEVICE)
     probs = {"draft_probs": torch.zeros(0, 5, device=DEVICE)} if method == "rejection" else {}
@@ -115,7 +115,7 @@ def test_lengths_of_drafts_that_are_not_there(method, monkeypatch):
 @pytest.mark.parametrize("name", ["contiguous", "transposed", "every other column"])
 def test_rejection_refuses_weights_that_triton_cannot_read(name, monkeypatch):
     """By name, as ``sample`` does; without a name others do it, and the tokens are the oracle's."""
-    monkeypatch.setattr(acceptance, "_by_kernels", lambda states, given: states.device.type == DEVICE.type)
+    monkeypatch.setattr(acceptance, "_runs_kernels", lambda states, given: states.device.type == DEVICE.type)
     states, weight = torch.randn(2, 3, 8, device=DEVICE), torch.randn(5, 8, device=DEVICE)
     strided = {
         "transposed": weight.T.contiguous().T,
@@ -137,7 +137,7 @@ def test_rejection_refuses_weights_that_triton_cannot_read(name, monkeypatch):
 @pytest.mark.parametrize("method", ["match", "rejection"])
 def test_drafts_of_any_stride(method, monkeypatch):
     """What is not contiguous is read as what it is, by kernels too."""
-    monkeypatch.setattr(acceptance, "_by_kernels", lambda states, given: states.device.type == DEVICE.type)
+    monkeypatch.setattr(acceptance, "_runs_kernels", lambda states, given: states.device.type == DEVICE.type)
     verify = functools.partial(flashsampling.verify, impl="triton")
     states, weight = torch.randn(2, 3, 8, device=DEVICE), torch.randn(5, 8, device=DEVICE)
     drafts = torch.tensor([[1, 9, 2, 9], [3, 9, 0, 9]], device=DEVICE)[:, ::2]
@@ -160,7 +160,7 @@ def test_drafts_of_any_stride(method, monkeypatch):
 @pytest.mark.parametrize("method", ["match", "rejection"])
 def test_numbers_of_requests_take_no_launch_of_their_own(method, monkeypatch):
     """All that are asked for are spread by the one that spreads temperatures and seeds."""
-    monkeypatch.setattr(acceptance, "_by_kernels", lambda states, given: states.device.type == DEVICE.type)
+    monkeypatch.setattr(acceptance, "_runs_kernels", lambda states, given: states.device.type == DEVICE.type)
     batch, n, vocab = 3, 2, 40
     states, weight = torch.randn(batch, n + 1, 8, device=DEVICE), torch.randn(vocab, 8, device=DEVICE)
     drafts = torch.randint(vocab, (batch, n), device=DEVICE)
@@ -190,7 +190,7 @@ def test_numbers_of_requests_take_no_launch_of_their_own(method, monkeypatch):
 
 def test_a_name_never_falls_back(monkeypatch):
     """Rejection by an implementation that is named is not Triton's."""
-    monkeypatch.setattr(acceptance, "_by_kernels", lambda states, given: True)
+    monkeypatch.setattr(acceptance, "_runs_kernels", lambda states, given: True)
     monkeypatch.setattr(rejection, "run", lambda *_: pytest.fail("by kernels"))
     states, weight, drafts = torch.randn(2, 3, 8), torch.randn(5, 8), torch.tensor([[1, 2], [3, 0]])
     for impl in ("reference", "streaming"):
@@ -202,7 +202,7 @@ def test_a_name_never_falls_back(monkeypatch):
 
 def test_a_name_that_cannot_is_an_error(monkeypatch):
     """Also where its logits would be all that is asked of it."""
-    monkeypatch.setattr(acceptance, "_by_kernels", lambda states, given: True)
+    monkeypatch.setattr(acceptance, "_runs_kernels", lambda states, given: True)
     states, weight, drafts = torch.randn(2, 3, 8), torch.randn(5, 8), torch.tensor([[1, 2], [3, 0]])
     with pytest.raises(ValueError, match="impl='cute' cannot do this"):
         verify(states, weight, drafts, method="rejection", impl="cute", seed=torch.arange(2))
@@ -238,7 +238,7 @@ def test_verify(is_ragged, monkeypatch):
         for request in requests:
             ours = verify(states, weight, given.token_ids, **layout, **rows, **request)
             with monkeypatch.context() as patch:
-                patch.setattr(acceptance, "_by_kernels", lambda *_: False)
+                patch.setattr(acceptance, "_runs_kernels", lambda *_: False)
                 theirs = verify(states, weight, given.token_ids, **layout, **rows, **request)
             assert torch.equal(ours.token_ids, theirs.token_ids)
             assert torch.equal(ours.num_accepted, theirs.num_accepted)
@@ -253,7 +253,8 @@ from tests.kernels.triton.target import compile_only
 from flashsampling.kernels.triton.speculative import draft_chains, rejection
 from flashsampling.kernels.triton.filtered import dispatch
 from flashsampling.kernels.triton import recorded
-from flashsampling.inputs import SamplingParams, SampleInputs
+from flashsampling.inputs import SampleInputs
+from flashsampling.sampling_params import SamplingParams
 
 compiled = compile_only(int(sys.argv[1]))
 bounds, rows, cpu = torch.zeros(3, dtype=torch.int64), torch.zeros(2, dtype=torch.int64), torch.device("cpu")

@@ -10,11 +10,13 @@ from torch import Tensor
 
 triton = pytest.importorskip("triton")
 
-from flashsampling.inputs import DEFAULT_PARAMS, SampleInputs, SampleResult, SamplingParams, layout  # noqa: E402
+from flashsampling.inputs import SampleInputs  # noqa: E402
 from flashsampling.kernels.triton.filtered.dispatch import CONFIG, Config, run, unsupported  # noqa: E402
 from flashsampling.noise import Stream  # noqa: E402
+from flashsampling.outputs import SampleResult, layout  # noqa: E402
 from flashsampling.reference import logit_transforms  # noqa: E402
 from flashsampling.reference import oracle as reference  # noqa: E402
+from flashsampling.sampling_params import DEFAULT_PARAMS, SamplingParams  # noqa: E402
 from tests.conftest import DEVICE  # noqa: E402
 from tests.zero_words import ZERO_WORDS  # noqa: E402
 
@@ -65,9 +67,9 @@ def _excused(step: SampleInputs, row: int, draw: int, ours: int, theirs: int, to
     logits that are equal but for roundings, of which it has but one."""
     part = step.part(row, row + 1)
     rows = part.rows()
-    logits = reference.logits_of(reference.product(part, torch.float64), rows.temperature, part.params)
+    logits = reference.transform_logits(reference.head_logits(part, torch.float64), rows.temperature, part.params)
     draws = torch.tensor([draw], device=logits.processed.device)
-    scores = reference.scores_of(logits, part, draws)[0, 0]
+    scores = reference.token_scores(logits, part, draws)[0, 0]
     if ours < 0 or theirs < 0:
         return False
     gap = abs(scores[ours] - scores[theirs]).item()
@@ -100,10 +102,9 @@ def _other_rounding(step: SampleInputs, token: int) -> SampleResult:
 
 
 def _roundings(step: SampleInputs) -> torch.Tensor:
-    """(B,) a few roundings of the logits near a row's highest: penalties for 10**5 times leave no fractions to a
-    float32."""
-    processed = reference.logits_of(
-        reference.product(step, torch.float64), step.rows().temperature, step.params
+    """(B,) a few roundings of the logits near a row's highest: penalties for 10**5 times leave no fractions to a float32."""
+    processed = reference.transform_logits(
+        reference.head_logits(step, torch.float64), step.rows().temperature, step.params
     ).processed
     highest = processed.masked_fill(~processed.isfinite(), -math.inf).amax(dim=1).nan_to_num(0.0, 0.0, 0.0)
     return 4 * 2.0**-23 * highest.abs()
@@ -488,7 +489,7 @@ def test_filters_keep_what_the_oracle_keeps():
     step = make_step(
         batch=1, vocab=300, params=SamplingParams(top_k=12, top_p=0.95), num_samples=DRAWS, temperature=1.5
     )
-    kept = reference.logits_of(step.logits, step.rows().temperature, step.params).kept
+    kept = reference.transform_logits(step.logits, step.rows().temperature, step.params).kept
     drawn = check(step).ids
     assert kept is not None
     assert set(drawn.tolist()) <= set(kept[0].nonzero()[:, 0].tolist())

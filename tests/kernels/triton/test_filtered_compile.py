@@ -17,7 +17,8 @@ from pathlib import Path
 import torch
 import triton
 from flashsampling.kernels.triton.filtered import dispatch
-from flashsampling.inputs import SamplingParams, SampleInputs
+from flashsampling.inputs import SampleInputs
+from flashsampling.sampling_params import SamplingParams
 from tests.kernels.triton.target import compile_only
 
 capability, dtype, case, vocab = int(sys.argv[1]), getattr(torch, sys.argv[2]), sys.argv[3], int(sys.argv[4])

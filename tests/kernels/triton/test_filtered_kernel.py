@@ -14,19 +14,13 @@ import triton
 import triton.language as tl
 from triton.runtime.interpreter import interpreter_builder
 
-from flashsampling.inputs import (
-    DEFAULT_PARAMS,
-    DEFERRED_DRAW,
-    DEFERRED_TOP_K,
-    SampleInputs,
-    SampleResult,
-    SamplingParams,
-    layout,
-)
+from flashsampling.inputs import SampleInputs
 from flashsampling.kernels.device import multiprocessors
 from flashsampling.kernels.triton.filtered import cache_warmup, dispatch, filtered_sample_kernel
 from flashsampling.kernels.triton.filtered.dispatch import CONFIG, BlockStats, Config, Records, empty_records, pick, run
+from flashsampling.outputs import DEFERRED_DRAW, DEFERRED_TOP_K, SampleResult, layout
 from flashsampling.reference import logit_transforms, oracle
+from flashsampling.sampling_params import DEFAULT_PARAMS, SamplingParams
 from tests.conftest import COMPILED, DEVICE
 from tests.kernels.triton.test_filtered import INF, SMALL, agrees, hottest, make_step, of, with_logits
 

@@ -8,9 +8,11 @@ pytest.importorskip("triton")
 import flashsampling
 from flashsampling import ops
 from flashsampling.backends import BACKENDS
-from flashsampling.inputs import DEFAULT_PARAMS, SampleInputs, SamplingParams, layout
+from flashsampling.inputs import SampleInputs
 from flashsampling.kernels.triton.fused.config import TileConfig
 from flashsampling.kernels.triton.fused.logits_gemm import logits_gemm
+from flashsampling.outputs import layout
+from flashsampling.sampling_params import DEFAULT_PARAMS, SamplingParams
 from tests.conftest import DEVICE
 from tests.kernels.triton.test_filtered import agrees
 from tests.problems import KERNELS

@@ -9,8 +9,10 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from flashsampling.inputs import SampleInputs, SamplingParams, layout
+from flashsampling.inputs import SampleInputs
 from flashsampling.kernels.triton.filtered.dispatch import run
+from flashsampling.outputs import layout
+from flashsampling.sampling_params import SamplingParams
 from tests.conftest import DEVICE
 from tests.kernels.triton.test_filtered import INF, SMALL, VOCAB, check, make_step, of, with_logits
 from tests.zero_words import ZERO_WORDS

@@ -15,7 +15,6 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from flashsampling.inputs import SamplingParams
 from flashsampling.kernels.triton.filtered import dispatch as of_logits
 from flashsampling.kernels.triton.jit import jit
 from flashsampling.kernels.triton.sharded.collectives import row_of_word
@@ -23,6 +22,7 @@ from flashsampling.kernels.triton.sharded.cutoff_kernels import radix_pass_kerne
 from flashsampling.kernels.triton.sharded.output_kernels import ranks_kernel
 from flashsampling.kernels.triton.token_counts import count
 from flashsampling.reference import logit_transforms
+from flashsampling.sampling_params import SamplingParams
 from tests.kernels.triton.test_filtered import SMALL, make_step, with_logits
 
 pytestmark = pytest.mark.skipif(

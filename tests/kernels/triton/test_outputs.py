@@ -15,9 +15,11 @@ from flashsampling import ops
 from flashsampling.backends import BACKENDS
 from flashsampling.exchange_protocol import NAN as NAN_KEY
 from flashsampling.exchange_protocol import NO_FINITE
-from flashsampling.inputs import DEFAULT_PARAMS, SampleInputs, SampleResult, SamplingParams, layout
+from flashsampling.inputs import SampleInputs
 from flashsampling.kernels.triton.sharded import cutoffs, param_hash
 from flashsampling.kernels.triton.sharded import outputs as by_kernels
+from flashsampling.outputs import SampleResult, layout
+from flashsampling.sampling_params import DEFAULT_PARAMS, SamplingParams
 from flashsampling.tensor_parallel import outputs as by_torch
 from flashsampling.tensor_parallel.cutoffs import FixedPointScale
 from flashsampling.tensor_parallel.filtered_sampling import Kept, _Logits

@@ -13,7 +13,8 @@ import torch
 from flashsampling.exchange_protocol import PACKED, Shard
 from flashsampling.tensor_parallel.cutoffs import FixedPointScale, Shards
 from flashsampling.kernels.triton.sharded import cutoffs, collectives, shard_logits
-from flashsampling.inputs import SamplingParams, SampleInputs
+from flashsampling.inputs import SampleInputs
+from flashsampling.sampling_params import SamplingParams
 from tests.kernels.triton.target import compile_only
 
 compiled = compile_only(int(sys.argv[1]))

@@ -8,9 +8,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from flashsampling.inputs import SamplingParams
 from flashsampling.kernels.triton import jit
 from flashsampling.kernels.triton.filtered import sparse_bias
+from flashsampling.sampling_params import SamplingParams
 from tests.conftest import DEVICE, entries_by_torch
 from tests.kernels.triton.target import output_of
 
@@ -98,7 +98,7 @@ from pathlib import Path
 import torch
 import triton
 from flashsampling.kernels.triton.filtered import sparse_bias
-from flashsampling.inputs import SamplingParams
+from flashsampling.sampling_params import SamplingParams
 from tests.kernels.triton.target import compile_only
 
 compiled = compile_only(90)

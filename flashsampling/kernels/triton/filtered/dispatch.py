@@ -26,7 +26,9 @@ import triton
 from torch import Tensor
 
 from ....exchange_protocol import WHOLE
-from ....inputs import SampleInputs, SampleResult, SamplingParams, layout, row_argument
+from ....inputs import SampleInputs, row_argument
+from ....outputs import SampleResult, layout
+from ....sampling_params import SamplingParams
 from ...device import capability, multiprocessors
 from ..fused.config import next_power_of_2
 from .block_stats_kernel import block_stats_kernel

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import triton.language as tl
 
-from .... import inputs
+from .... import outputs
 from ..constant import Constant
 from ..fused.noise import INTERPRETED, philox_words
 from ..jit import jit
@@ -19,8 +19,8 @@ LOG2E = Constant(1.4426950408889634)
 LN2 = Constant(0.6931471805599453)
 LARGEST = Constant(3.4028234663852886e38)  # finite number
 GREEDY_BELOW = Constant(1e-6)
-DEFERRED_DRAW = Constant(inputs.DEFERRED_DRAW)
-DEFERRED_TOP_K = Constant(inputs.DEFERRED_TOP_K)
+DEFERRED_DRAW = Constant(outputs.DEFERRED_DRAW)
+DEFERRED_TOP_K = Constant(outputs.DEFERRED_TOP_K)
 _AS_PROBABLE = Constant(-8.0e-17)  # a binary exponent: 2**-54 less than 1, from where on fp64 rounds to 1
 # keys of -inf, +inf and NaN
 MINUS_INF = Constant(-0x7F800001)

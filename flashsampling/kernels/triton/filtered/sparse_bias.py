@@ -21,7 +21,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ....inputs import SamplingParams
+from ....sampling_params import SamplingParams
 from ..constant import Constant
 from ..jit import jit, only_compiles
 from .dispatch import contiguous_rows, sparse_bias_of

@@ -7,7 +7,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .... import exchange_protocol as protocol
-from ....inputs import SampleInputs, SampleResult
+from ....inputs import SampleInputs
+from ....outputs import SampleResult
 from ....workspace import zeroed_words
 from ...device import multiprocessors
 from .config import TileConfig, choose_config, next_power_of_2

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ....inputs import SampleResult, SamplingParams, layout
+from ....outputs import SampleResult, layout
+from ....sampling_params import SamplingParams
 from ..fused.config import next_power_of_2
 from . import cutoffs
 from .output_kernels import above_kernel, conclude_kernel, first_kernel, ranks_kernel, raw_kernel, words_kernel

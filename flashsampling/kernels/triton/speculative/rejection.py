@@ -19,8 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ....inputs import FilteredLogits, SampleInputs
+from ....inputs import SampleInputs
 from ....noise import Stream
+from ....outputs import FilteredLogits
 from ..constant import Constant
 from ..filtered import dispatch as of_logits
 from ..filtered.logit_source import (

@@ -1,0 +1,275 @@
+"""Parsers: they check an argument of ``sample`` and return the fields of ``SamplingParams`` that it sets.
+
+``sampling_params.SamplingParams`` names a parser for each parameter, and a cut for each that has a value per token. A
+parser raises what ``sample`` documents. It reads no values of tensors, so no call waits for a device.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from .row_params import describe_kind, finite, flags, integer, integers, is_plain, is_symbolic, real, reals
+from .token_counts import Counted, TokenCounts, num_token_groups
+
+MAX_BIASED = 1024  # ids per row
+MAX_TOP_LOGPROBS = 20
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_IDS = (torch.int32, torch.int64)
+_OTHER_FORMS = "of a dict d pass (list(d), list(d.values())), of (id, value) pairs tuple(zip(*pairs))"
+_MIN_SOFT_CAP = torch.finfo(
+    torch.float32
+).smallest_normal  # the kernels' float32 may flush a smaller one to 0, which is no cap
+
+
+class BatchShape(NamedTuple):
+    """The shapes that sampling parameters must fit."""
+
+    batch: int
+    vocab: int  # rows of the weight, or columns of the logits; under tensor parallelism of all shards together
+    vocab_size: int  # how many of them are tokens
+    device: torch.device
+    num_samples: int
+    shard_rows: int | None = None  # rows of this rank's shard; None: the weight is whole
+
+
+Fields: TypeAlias = dict[str, Any]  # of ``SamplingParams``
+Parser: TypeAlias = Callable[[str, Any, BatchShape], Fields]  # (argument's name, value, shape); the value is not None
+ShardCut: TypeAlias = Callable[[Tensor, int, int], Tensor | None]  # the part of the tokens [first, last)
+
+
+def batch_shape(batch: int, rows: int, vocab_size: int, device: torch.device, num_samples: int, tp: Any) -> BatchShape:
+    """Returns the shape of a call whose weight has ``rows`` rows on this rank. ``tp``: a ``TensorParallel`` or None."""
+    if tp is None:
+        return BatchShape(batch, rows, vocab_size, device, num_samples)
+    return BatchShape(batch, tp.num_rows, tp.vocab_size, device, num_samples, rows)
+
+
+# -- one number
+
+
+def number(check: Callable[[str, float], float]) -> Parser:
+    """Returns a parser for one real number; ``check`` raises if it is out of range."""
+    return lambda name, value, shape: {name: real(name, value, check)}
+
+
+def soft_cap_range(name: str, value: float) -> float:
+    """Raises ValueError unless a soft cap is 0 (none), or finite and at least the smallest normal float32."""
+    cap = finite(name, value)
+    if cap < 0:
+        raise ValueError(f"{name} must be at least 0, got {value}")
+    if cap * 2.0**500 * (cap - _MIN_SOFT_CAP) < 0:  # 0 < cap < minimum in one comparison: one guard under torch.compile
+        least = f"{_MIN_SOFT_CAP:.3g}, the smallest normal float32"
+        raise ValueError(f"{name} must be 0, for none, or at least {least}, got {value}")
+    return cap
+
+
+def parse_flag(name: str, value: Any, shape: BatchShape) -> Fields:
+    """Parses a bool. The field of ``return_x`` is ``x``."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be a bool, got {type(value).__name__}")
+    return {name.removeprefix("return_"): value}
+
+
+def parse_top_logprobs(name: str, value: Any, shape: BatchShape) -> Fields:
+    """Parses a number of tokens, from 0 to 20 and to the vocabulary's size."""
+    count, most = integer(name, value), min(MAX_TOP_LOGPROBS, shape.vocab_size)
+    if not 0 <= count <= most:
+        raise ValueError(f"{name} must be from 0 to {most}, got {count}")
+    return {name: count}
+
+
+# -- one number, or one per row
+
+
+def row_reals(check: Callable[[str, float], float]) -> Parser:
+    """Returns a parser for a real number or one per row; ``check`` raises if one that the host knows is out of
+    range."""
+    return lambda name, value, shape: {name: reals(name, value, shape.batch, shape.device, check)}
+
+
+def parse_top_k(name: str, value: Any, shape: BatchShape) -> Fields:
+    """Parses an integer or one per row; an integer that keeps all tokens becomes 0, which is off."""
+    k = integers(name, value, shape.batch, shape.device, also=torch.int32)
+    if isinstance(k, Tensor) or is_symbolic(k) or 0 < k < shape.vocab_size:
+        return {name: k}
+    return {name: 0}
+
+
+def parse_row_flags(name: str, value: Any, shape: BatchShape) -> Fields:
+    """Parses a bool or one per row, as 0 and 1."""
+    return {name: flags(name, value, shape.batch, shape.device)}
+
+
+# -- tensors with a value per token
+
+
+def parse_head_bias(name: str, value: Any, shape: BatchShape) -> Fields:
+    """Parses the LM head's bias, (V,), or this rank's part of it."""
+    _check_tensor(name, value, shape)
+    rows = shape.vocab if shape.shard_rows is None else shape.shard_rows
+    if tuple(value.shape) != (rows,):
+        owner = "the head" if shape.shard_rows is None else "this rank's shard"
+        raise ValueError(
+            f"{name} must have shape ({rows},), one value per row of {owner}, got shape {tuple(value.shape)}"
+        )
+    return {name: _as_float32(name, value)}
+
+
+def parse_logit_bias(name: str, value: Any, shape: BatchShape) -> Fields:
+    """Parses a bias of all rows, (V,), or a pair of ids and values, (B, n)."""
+    if isinstance(value, Tensor):
+        _check_tensor(name, value, shape)
+        if value.ndim != 1 or not shape.vocab_size <= value.shape[0] <= shape.vocab:
+            wanted = f"a tensor ({shape.vocab_size},), for all rows, or ids and values, ({shape.batch}, n) each"
+            raise ValueError(f"{name} must be {wanted}, got shape {tuple(value.shape)}")
+        return {"dense_bias": _as_float32(name, value)}
+    is_pair = isinstance(value, (tuple, list)) and len(value) == 2 and not any(isinstance(x, Mapping) for x in value)
+    holds_pairs = isinstance(value, list) and all(isinstance(x, tuple) and len(x) == 2 for x in value)
+    if not is_pair or holds_pairs:
+        got = f"{type(value).__name__}; {_OTHER_FORMS}"
+        raise TypeError(f"{name} must be a tensor (V,) or a pair of ids and values, got {got}")
+    ids, values = (_as_matrix(f"{name}'s {part}", x, shape) for part, x in zip(("ids", "values"), value))
+    if ids.dtype not in _IDS:
+        raise TypeError(f"{name}'s ids must be int32 or int64, got {ids.dtype}; {_OTHER_FORMS}")
+    if ids.shape != values.shape:
+        raise ValueError(
+            f"{name}'s ids and values must have the same shape, got {tuple(ids.shape)} and {tuple(values.shape)}"
+        )
+    if ids.shape[1] > MAX_BIASED:
+        raise ValueError(f"{name} must have at most {MAX_BIASED} ids per row, got {ids.shape[1]}")
+    if values.dtype in _IDS:
+        values = values.float()
+    if ids.shape[1] == 0:
+        return {}
+    if ids.dtype is not torch.int32:  # an id beyond int32 names no token and must not wrap around to one
+        ids = torch.where((ids >= 0) & (ids < shape.vocab_size), ids, -1).to(torch.int32)
+    return {"bias_ids": ids, "bias_values": _as_float32(f"{name}'s values", values)}
+
+
+def parse_token_counts(name: str, value: Any, shape: BatchShape) -> Fields:
+    """Parses a ``TokenCounts``, a ``Counted``, or counts (B, V) int32."""
+    if isinstance(value, TokenCounts):
+        if shape.num_samples != 1:
+            raise ValueError(
+                f"num_samples must be 1 with a TokenCounts, which counts one token per row, got {shape.num_samples}"
+            )
+        counts, seen = value.read(shape.batch)
+        _check_tensor(name, counts, shape)
+        if value.max_batch_size < shape.batch:
+            raise ValueError(f"{name} must have a row for each of {shape.batch} rows, got {value.max_batch_size}")
+        if value.vocab_size < shape.vocab_size:
+            raise ValueError(f"{name} must be of at least {shape.vocab_size} tokens, got {value.vocab_size}")
+        return {"counts": counts, "seen": seen}
+    counts, seen = value if isinstance(value, Counted) else (value, None)
+    _check_tensor(name, counts, shape)
+    if counts.dtype is not torch.int32:
+        raise TypeError(f"{name} must be a TokenCounts or int32, got {counts.dtype}")
+    if counts.ndim != 2 or counts.shape[0] != shape.batch or counts.shape[1] < shape.vocab_size:
+        wanted = f"({shape.batch}, {shape.vocab_size})"
+        raise ValueError(f"{name} must have shape {wanted}, got shape {tuple(counts.shape)}")
+    if seen is not None:
+        _check_tensor(f"{name}.seen", seen, shape)
+        groups = num_token_groups(counts.shape[1])
+        if seen.dtype is not torch.uint8 or seen.ndim != 2 or seen.shape != (shape.batch, groups):
+            wanted = f"({shape.batch}, {groups}) uint8"
+            raise ValueError(f"{name}.seen must be {wanted}, got shape {tuple(seen.shape)} {seen.dtype}")
+    return {"counts": _with_contiguous_rows(counts), "seen": seen}
+
+
+def parse_token_mask(name: str, value: Any, shape: BatchShape) -> Fields:
+    """Parses a bit mask, (B, ceil(V / 32)) int32, or one row of it."""
+    _check_tensor(name, value, shape)
+    words = -(-shape.vocab_size // 32)
+    if value.dtype is not torch.int32:
+        hint = ": bit t & 31 of word t >> 5 is set where token t is allowed"
+        raise TypeError(f"{name} must be int32{hint}, got {value.dtype}")
+    if value.ndim == 1:
+        value = value.expand(shape.batch, -1)
+    if value.ndim != 2 or value.shape[0] != shape.batch or value.shape[1] < words:
+        raise ValueError(
+            f"{name} must have shape ({shape.batch}, {words}) or ({words},), a bit for each of {shape.vocab_size} "
+            f"tokens, got shape {tuple(value.shape)}"
+        )
+    return {name: _with_contiguous_rows(value)}
+
+
+def parse_logprob_ids(name: str, value: Any, shape: BatchShape) -> Fields:
+    """Parses token ids (B, m), or one row of them."""
+    ids = _as_matrix(name, value, shape)
+    if ids.dtype not in _IDS:
+        raise TypeError(f"{name} must be int32 or int64, got {ids.dtype}")
+    return {name: ids.long()}
+
+
+# -- what the shard of the tokens [first, last) gets
+
+
+def cut_head_bias(bias: Tensor, first: int, last: int) -> Tensor:
+    """Returns this rank's bias, which is a shard already, without padding."""
+    return bias[: last - first]
+
+
+def cut_tokens(values: Tensor, first: int, last: int) -> Tensor:
+    """Returns the values (..., V) of the shard's tokens."""
+    return values[..., first:last]
+
+
+def cut_ids(ids: Tensor, first: int, last: int) -> Tensor:
+    """Returns ids counted from the shard's first token, -1 for other shards' tokens."""
+    return torch.where((ids >= first) & (ids < last), ids - first, -1)
+
+
+def cut_mask(mask: Tensor, first: int, last: int) -> Tensor:
+    """Returns the words (B, n) of a bit mask, shifted so that bit 0 of word 0 is the shard's first token."""
+    words, shift = mask[:, first // 32 : -(-last // 32)], first % 32
+    if shift == 0:
+        return words
+    low = words >> shift & (1 << 32 - shift) - 1  # int32 shifts in copies of the sign bit
+    high = torch.nn.functional.pad(words[:, 1:], (0, 1)) << 32 - shift
+    return low | high
+
+
+# -- tensors
+
+
+def _check_tensor(name: str, value: Any, shape: BatchShape) -> None:
+    if not is_plain(value):
+        raise TypeError(f"{name} must be a plain torch.Tensor, got {describe_kind(value)}")
+    if value.device != shape.device:
+        raise ValueError(f"{name} must be on the device of the step, {shape.device}, got {value.device}")
+
+
+def _as_float32(name: str, value: Tensor) -> Tensor:
+    if value.dtype not in _FLOATS:
+        raise TypeError(f"{name} must be float32, bfloat16 or float16, got {value.dtype}")
+    return _with_contiguous_rows(value.detach().float())
+
+
+def _as_matrix(name: str, value: Any, shape: BatchShape) -> Tensor:
+    """Returns (B, n) of a tensor, or of nested lists or arrays of numbers; one row serves all."""
+    if not isinstance(value, Tensor):
+        try:
+            given = value
+            value = torch.as_tensor(given, device=shape.device)
+            if value.is_floating_point():  # under torch.set_default_dtype it may have 16 bits
+                value = torch.as_tensor(given, dtype=torch.float32, device=shape.device)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise TypeError(
+                f"{name} must be a tensor ({shape.batch}, n), or lists of as many numbers: {error}"
+            ) from None
+        if value.numel() == 0 and value.is_floating_point():  # torch takes [] for floats
+            value = value.long()
+    _check_tensor(name, value, shape)
+    if value.ndim == 1:
+        value = value.expand(shape.batch, -1)
+    if value.ndim != 2 or value.shape[0] != shape.batch:
+        raise ValueError(
+            f"{name} must have shape ({shape.batch}, n), or (n,) for all rows, got shape {tuple(value.shape)}"
+        )
+    return _with_contiguous_rows(value)
+
+
+def _with_contiguous_rows(value: Tensor) -> Tensor:
+    return value if value.stride(-1) == 1 or value.shape[-1] == 1 else value.contiguous()
