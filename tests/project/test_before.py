@@ -68,7 +68,7 @@ from flashsampling_before.kernels.hopper import cache
 assert Path(cache.__file__).parents[2].name == "flashsampling_before"
 from benchmarks.before import sample_before
 from flashsampling.inputs import SampleInputs
-from flashsampling.sampling_params import SamplingParams
+from flashsampling.sampling_params import DEFAULT_PARAMS, SamplingParams
 params = SamplingParams(top_k=5, top_p=torch.rand(4))
 step = SampleInputs(states, weight, torch.ones(4), torch.arange(4), torch.arange(4), 1, 300, params=params)
 for each in (step, step._replace(params=DEFAULT_PARAMS)):
