@@ -103,8 +103,9 @@ def test_what_ends_the_process_ends_it(kind, mode, monkeypatch, caplog):
 
 
 def test_counts(caplog):
-    """Reasons are said once; all counts after 1024 steps, 2048, and so on. Nothing needs a function in the engine's workers."""
-    counts = StepCounts(MINE, ("served", "a grammar", "a bias"), "fused", "left", "drafts")
+    """Reasons are said once; all counts after 1024 steps, 2048, and so on. Nothing needs a function in the engine's
+    workers."""
+    counts = StepCounts(MINE, "fused", "left", "drafts", reasons=("served", "a grammar", "a bias"))
     assert counts.read() == {"fused": 0, "left": 0, "drafts": 0, "reasons": {}}
     with caplog.at_level(logging.INFO, "tests.plugin"):
         for reasons in ((1,), (1, 2), (1,)):

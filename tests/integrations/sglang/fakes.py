@@ -1,4 +1,5 @@
-"""What the plug-in sees of SGLang 0.5.15, without SGLang: classes with the names, shapes and dtypes of the real ones, on a CPU.
+"""What the plug-in sees of SGLang 0.5.15, without SGLang: classes with the names, shapes and dtypes of the real ones,
+on a CPU.
 
 ``tests/integrations/sglang/test_real.py`` holds them against the real ones where SGLang's Python files are.
 """

@@ -1,8 +1,8 @@
-"""The plug-in against SGLang's own classes, of 0.5.15 or 0.5.23, on the CPU: where its Python files are not, as in CI, this is
-skipped.
+"""The plug-in against SGLang's own classes, of 0.5.15 or 0.5.23, on the CPU: where its Python files are not, as in CI,
+this is skipped.
 
-Packages of SGLang's that need a GPU are made up. A wheel that is unpacked does, with some requirements that are pure Python or
-small, beside what the extra ``test`` brings (of 0.5.23 xgrammar is 0.2.7)::
+Packages of SGLang's that need a GPU are made up. A wheel that is unpacked does, with some requirements that are pure
+Python or small, beside what the extra ``test`` brings (of 0.5.23 xgrammar is 0.2.7)::
 
     pip install msgspec orjson pybase64 pyzmq starlette fastapi aiohttp openai dill llguidance xgrammar==0.2.1
     PYTHONPATH=FOLDER python -m pytest tests/integrations/sglang/test_real.py
@@ -35,9 +35,9 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import TOP_K_ALL, SamplingParams
 from sglang.srt.server_args import ServerArgs
 
-from flashsampling.integrations.engine import common as engines
+from flashsampling.integrations.engine import head as engines
 from flashsampling.integrations.sglang import counters, head, load, register, settings
-from flashsampling.integrations.sglang.request_info import DETERMINISTIC_SEED, request_info_of
+from flashsampling.integrations.sglang.request_info import DETERMINISTIC_SEED, read_request
 from flashsampling.integrations.sglang.runner import _NEWER
 
 from . import fakes
@@ -400,7 +400,8 @@ def test_what_is_left_goes_sglangs_way():
 
 
 def leader_of(width=3):
-    """A request of beam search as the scheduler's coordinator makes one: its parameters are others then, without the width."""
+    """A request of beam search as the scheduler's coordinator makes one: its parameters are others then, without the
+    width."""
     req = req_of(beam_width=width)
     coordinator = BeamCoordinator(
         model_config=SimpleNamespace(is_encoder_decoder=False, vocab_size=V),
@@ -504,15 +505,15 @@ def test_a_grammar_of_xgrammar():
 
 def test_a_request_keeps_what_was_noted():
     made, req = runner_of(), req_of()
-    first = request_info_of(req, made.flashsampling.rules)
-    assert request_info_of(req, made.flashsampling.rules) is first
-    assert request_info_of(req_of(), made.flashsampling.rules).row.seed != first.row.seed
+    first = read_request(req, made.flashsampling.rules)
+    assert read_request(req, made.flashsampling.rules) is first
+    assert read_request(req_of(), made.flashsampling.rules).row.seed != first.row.seed
 
 
 def test_heads_and_quantisation():
     model = Model()
     layers = engines.Layers(processors.LogitsProcessor, VocabParallelEmbedding, UnquantizedEmbeddingMethod)
-    made = head.head_of(model, layers)
+    made = head.find_head(model, layers)
     assert made.vocab_size == V
     assert made.weight.shape[0] > V  # padded
-    assert head.check_speed(made) == "streaming"
+    assert head.check_speed(made, "SGLang") == "streaming"

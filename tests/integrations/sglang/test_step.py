@@ -1,4 +1,5 @@
-"""The plug-in for SGLang, on a model runner that is made up: who does a step, with whose parameters, and what comes of it."""
+"""The plug-in for SGLang, on a model runner that is made up: who does a step, with whose parameters, and what comes of
+it."""
 
 import importlib.metadata
 import itertools
@@ -10,10 +11,10 @@ import pytest
 import torch
 
 import flashsampling
-from flashsampling.integrations.engine import common
+from flashsampling.integrations.engine import head as engine_head
+from flashsampling.integrations.engine.request_info import FALLBACK_REASONS, FallbackReason
 from flashsampling.integrations.sglang import Refused, counters, load, settings
-from flashsampling.integrations.sglang.request_info import FALLBACK_REASONS, FallbackReason
-from flashsampling.integrations.sglang.runner import _NEWER, check_runner
+from flashsampling.integrations.sglang.runner import _FALLBACKS, _NEWER, check_runner
 
 from . import fakes
 from .fakes import LEFT, CaptureHiddenMode, ForwardBatch, ForwardMode, Grammar, Req, SamplingParams
@@ -25,7 +26,8 @@ SANITIZES = SimpleNamespace(get=lambda: False)
 
 @pytest.fixture(autouse=True)
 def _sglang(monkeypatch):
-    """The modules that ``attach`` imports; and torch's own implementation counts as a fast one, since there is no GPU."""
+    """The modules that ``attach`` imports; and torch's own implementation counts as a fast one, since there is no
+    GPU."""
     modules = {
         "layers.logits_processor": {
             "LogitsProcessor": fakes.LogitsProcessor,
@@ -42,7 +44,7 @@ def _sglang(monkeypatch):
     for name, names in modules.items():
         monkeypatch.setitem(sys.modules, f"sglang.srt.{name}", SimpleNamespace(**names))
     monkeypatch.setattr(importlib.metadata, "version", lambda name: {"sglang": "0.5.15.post1"}[name])
-    monkeypatch.setattr(common, "FAST", (*common.FAST, "streaming"))
+    monkeypatch.setattr(engine_head, "FAST", (*engine_head.FAST, "streaming"))
     monkeypatch.setenv(settings.PLUGIN.variable, "auto")
 
 
@@ -268,8 +270,7 @@ def test_every_reason_has_a_test():
         FALLBACK_REASONS[reason]
         for reason in (FallbackReason.BEAMS, FallbackReason.SUPPORT, FallbackReason.OBSERVER, FallbackReason.ALIGNED)
     }  # of 0.5.23
-    assert tested == set(FALLBACK_REASONS) - {"served"}
-    assert len(FALLBACK_REASONS) == len(FallbackReason)
+    assert tested == {reason.text for reason in _FALLBACKS}
 
 
 @pytest.mark.parametrize("name", LEFT_TO_SGLANG)
@@ -551,7 +552,7 @@ class Wide(fakes.Model):
 
 
 FORKS = {  # what fails in the first forward
-    "states": lambda fused: setattr(fused, "_last", fails),
+    "states": lambda fused: setattr(fused, "_last_states", fails),
     "metadata": lambda fused: setattr(fused, "sglang", fused.sglang._replace(in_dummy_run=fails)),
     "logits": lambda fused: None,
 }
@@ -713,7 +714,7 @@ def test_heads_that_are_refused(words):
 
 
 def test_slow_implementations_are_refused(monkeypatch):
-    monkeypatch.setattr(common, "FAST", ("cute", "triton"))
+    monkeypatch.setattr(engine_head, "FAST", ("cute", "triton"))
     assert "there is only the implementation 'streaming'" in counters(loaded())["refused"]
 
 
@@ -1046,7 +1047,7 @@ def test_a_split_batch_whose_log_probabilities_nobody_wants_any_more():
 
 
 def test_kernels_that_cannot_be_made_ready(monkeypatch):
-    from flashsampling.integrations.sglang import step as module
+    from flashsampling.integrations.engine import step as module
 
     def broken(*args, **kwargs):
         raise OSError("no compiler")

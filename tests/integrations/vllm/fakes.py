@@ -1,4 +1,5 @@
-"""What the plug-in sees of vLLM 0.26.0, without vLLM: classes with the names, shapes and dtypes of the real ones, on the CPU.
+"""What the plug-in sees of vLLM 0.26.0, without vLLM: classes with the names, shapes and dtypes of the real ones, on
+the CPU.
 
 ``tests/integrations/vllm/test_real.py`` holds them against the real ones where vLLM is installed.
 """
@@ -256,8 +257,8 @@ class Runner:
     def batch(
         self, tokens: dict[str, int], drafts: dict[str, list[int]] | None = None, too_many: int = 0
     ) -> InputBatch:
-        """Of these requests, so many tokens of each and their drafts; and counts them all as computed. ``too_many``: how many
-        more of every request's tokens the host takes for computed."""
+        """Of these requests, so many tokens of each and their drafts; and counts them all as computed. ``too_many``:
+        how many more of every request's tokens the host takes for computed."""
         drafts = {} if drafts is None else drafts
         names, count = list(tokens), len(tokens)
         numbers = np.array([len(drafts.get(name, ())) for name in names], np.int32)

@@ -1,9 +1,9 @@
 """vLLM's engine on a CPU, so that its tests need not cost time on a GPU before they can pass there.
 
-vLLM's model runner for CPUs is its v2, whose kernels are Triton's: here the interpreter runs them. What else vLLM has compiled
-for CPUs, and a wheel for GPUs has not, is made of torch operations, and attention is left out: a token's hidden states are of
-itself and its position. Scheduler, engine, runner, state and sampler are vLLM's own; its noise, libdevice's, is torch's.
-Seen with vLLM 0.26.0 and 0.33.0, unpacked, and 0.26.0's requirements on the path.
+vLLM's model runner for CPUs is its v2, whose kernels are Triton's: here the interpreter runs them. What else vLLM has
+compiled for CPUs, and a wheel for GPUs has not, is made of torch operations, and attention is left out: a token's
+hidden states are of itself and its position. Scheduler, engine, runner, state and sampler are vLLM's own; its noise,
+libdevice's, is torch's. Seen with vLLM 0.26.0 and 0.33.0, unpacked, and 0.26.0's requirements on the path.
 """
 
 import importlib.metadata
@@ -23,7 +23,8 @@ OPTIONS: dict[str, Any] = {
 
 
 def pretend(patch: Any) -> None:
-    """Makes it so, before vLLM is imported; ``patch`` has pytest's ``setattr``. It is not taken back: vLLM stays imported."""
+    """Makes it so, before vLLM is imported; ``patch`` has pytest's ``setattr``. It is not taken back: vLLM stays
+    imported."""
     from triton.backends import backends
 
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "VLLM_CPU_KVCACHE_SPACE": "1", "TRITON_INTERPRET": "1"}
@@ -45,7 +46,7 @@ def pretend(patch: Any) -> None:
     from vllm.v1.worker.gpu.spec_decode import rejection_sampler_utils
 
     import flashsampling.integrations.vllm.runner as plugin
-    from flashsampling.integrations.engine import common
+    from flashsampling.integrations.engine import head as engine_head
 
     patch.setattr(_custom_ops, "cpu_attn_get_scheduler_metadata", lambda **_: None)
     patch.setattr(qwen3.Qwen3Attention, "forward", _own_value)
@@ -58,7 +59,7 @@ def pretend(patch: Any) -> None:
     # the plug-in takes neither CPUs nor what is faster nowhere; and its class is made of the runner for GPUs
     patch.setattr(model_runner.GPUModelRunner, "warming_up_model", CPUModelRunner.warming_up_model, raising=False)
     patch.setattr(plugin, "check_runner", lambda *_: None)
-    patch.setattr(common, "FAST", ("streaming",))
+    patch.setattr(engine_head, "FAST", ("streaming",))
 
 
 def below_8_rows(

@@ -1,7 +1,8 @@
-"""Drafts in vLLM itself: an engine that speculates, beside one that does not. As ``test_vllm_gpu``, on a GPU, or with
+"""Drafts in vLLM itself: an engine that speculates, beside one that does not. As ``test_gpu``, on a GPU, or with
 FLASHSAMPLING_VLLM_ON_CPU=1 on a CPU, or with several ranks; a process of its own, since it makes several engines.
 
-The drafter is made up: it knows what is decoded without drafts, and errs now and then, so that any number of drafts holds.
+The drafter is made up: it knows what is decoded without drafts, and errs now and then, so that any number of drafts
+holds.
 """
 
 import json
@@ -24,7 +25,7 @@ from benchmarks.random_models import model_folder
 from benchmarks.vllm_engine import Engine
 from benchmarks.vllm_worker import spread_logits
 from flashsampling.integrations.vllm import counters
-from flashsampling.integrations.vllm.request_info import mask_of
+from flashsampling.integrations.vllm.request_info import pack_mask
 
 pytestmark = test_gpu.pytestmark
 MOST, LONG = 3, 24  # drafts of a request; tokens of a request
@@ -125,8 +126,8 @@ def checked(engine, monkeypatch):
 
 
 def watch(engine, monkeypatch):
-    """Every row of every fused draw is compared with the row alone, after the drafts before it. How many there were, and what
-    was drawn: by a request's seed and the tokens before."""
+    """Every row of every fused draw is compared with the row alone, after the drafts before it. How many there were,
+    and what was drawn: by a request's seed and the tokens before."""
     runner, given, seen = runner_of(engine), {}, SimpleNamespace(drafts=0, host_is_ahead=0, drawn={})
     step, kept, weight = runner.flashsampling.step, runner.req_states, whole_head(engine)
     add, draw = step.add, step.draw
@@ -143,7 +144,7 @@ def watch(engine, monkeypatch):
             bounds = batch.drafts.bounds.tolist()
             ids = batch.drafts.token_ids.tolist()
             drafts = [ids[begin:end] for begin, end in pairwise(bounds)]
-        for row, slot in enumerate(batch.slots.tolist()):
+        for row, slot in enumerate(batch.requests.tolist()):
             (params, prompt_len), position = given[slot], int(batch.positions[row])
             request, first = firsts.setdefault(slot, (len(firsts), row))
             seen.host_is_ahead += int(batch.lengths[row]) > position + 1
@@ -176,7 +177,8 @@ def watch(engine, monkeypatch):
 
 
 def check_texts(requests, outputs, without, checked):
-    """A GPU's hidden states change in their last bits with the batch, and then texts may; but not from what was drawn."""
+    """A GPU's hidden states change in their last bits with the batch, and then texts may; but not from what was
+    drawn."""
     for (prompt, kind, seed), output in zip(requests, outputs):
         tokens = list(output.token_ids)
         assert tokens == [checked.drawn[(seed, *prompt, *tokens[:i])] for i in range(len(tokens))], kind
@@ -238,7 +240,7 @@ def test_a_grammar(engine, checked, monkeypatch):
     from vllm.v1.core.sched.output import GrammarOutput
 
     runner = runner_of(engine)
-    original, evens = type(runner).sample, [mask_of(V, [*range(i, V, 2)], []) for i in range(2)]
+    original, evens = type(runner).sample, [pack_mask(V, [*range(i, V, 2)], []) for i in range(2)]
 
     def sample(self, hidden_states, input_batch, grammar_output):
         rows = np.diff(input_batch.cu_num_logits_np)

@@ -1,9 +1,9 @@
-"""The plug-in beside vLLM's own sampler on logits as real models make them. As ``test_vllm_gpu``, on one GPU, or with
+"""The plug-in beside vLLM's own sampler on logits as real models make them. As ``test_gpu``, on one GPU, or with
 FLASHSAMPLING_VLLM_ON_CPU=1 on a CPU; a process of its own, since it makes an engine for every spectrum.
 
-FLASHSAMPLING_TEST_SPECTRA=FOLDER: its npz files, as ``benchmarks.from_logits --spectra`` takes them, at the vocabulary of each;
-without it Zipf's law. A request's hidden states are those of the spectrum's row that its prompt's first token names, and both
-samplers' logits the products with one weight, in float32.
+FLASHSAMPLING_TEST_SPECTRA=FOLDER: its npz files, as ``benchmarks.from_logits --spectra`` takes them, at the vocabulary
+of each; without it Zipf's law. A request's hidden states are those of the spectrum's row that its prompt's first token
+names, and both samplers' logits the products with one weight, in float32.
 """
 
 import functools
@@ -143,8 +143,8 @@ KINDS = list(kinds_of(torch.arange(FEW * 1000).view(FEW, 1000)))
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_distribution_is_vllms(served, rows, kind):
-    """Two-sample chi-square of each of some rows, over 5120 draws of either sampler; one in 10**6 would fail by chance. What is
-    drawn seldom is counted by how far down in its row it is."""
+    """Two-sample chi-square of each of some rows, over 5120 draws of either sampler; one in 10**6 would fail by chance.
+    What is drawn seldom is counted by how far down in its row it is."""
     few = torch.linspace(0, B - 1, FEW).long().tolist()
     params = params_of(served, **kinds_of(served.best[few].cpu())[kind])
     prompts, before = prompts_of(served, few * (B // FEW)), served.engine.tell(counters)
@@ -185,8 +185,8 @@ def by_place(counts: np.ndarray) -> np.ndarray:
 
 
 def test_log_probabilities_are_vllms(served, rows):
-    """Of the 20 best tokens of all rows, and what is drawn: ours, vLLM's, and those in float64; ranks too, but where two logits
-    are as close as two sums of one row can be."""
+    """Of the 20 best tokens of all rows, and what is drawn: ours, vLLM's, and those in float64; ranks too, but where
+    two logits are as close as two sums of one row can be."""
     exact = served.logits.double().log_softmax(-1)
     for asked in ({"temperature": 0.0}, {"temperature": 1.5}):
         found = []

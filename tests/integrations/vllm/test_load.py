@@ -132,7 +132,8 @@ def test_other_releases(version, monkeypatch, caplog):
 
 @pytest.mark.parametrize("found", [importlib.metadata.PackageNotFoundError("vllm"), None])
 def test_a_release_that_nobody_can_tell(found, monkeypatch, caplog):
-    """A build of another name, files without metadata: unasked nothing is said, and vLLM starts unless it was required."""
+    """A build of another name, files without metadata: unasked nothing is said, and vLLM starts unless it was
+    required."""
 
     def version(name):
         if found is not None:
@@ -153,7 +154,8 @@ def test_a_release_that_nobody_can_tell(found, monkeypatch, caplog):
 
 
 def test_a_module_that_is_waited_for(tmp_path, monkeypatch):
-    """Not imported by waiting; what follows runs once, behind the module's own code, and the module is as it would be."""
+    """Not imported by waiting; what follows runs once, behind the module's own code, and the module is as it would
+    be."""
     (tmp_path / "awaited_package").mkdir()
     (tmp_path / "awaited_package" / "__init__.py").write_text("")
     (tmp_path / "awaited_package" / "part.py").write_text("value = 3\n")
@@ -176,7 +178,8 @@ def test_a_module_that_is_waited_for(tmp_path, monkeypatch):
 
 
 def test_a_module_that_comes_the_second_time(tmp_path, monkeypatch):
-    """Before that somebody only looked for it, and its import raised, as where something that it imports is not there yet."""
+    """Before that somebody only looked for it, and its import raised, as where something that it imports is not there
+    yet."""
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "awaited_twice.py").write_text("import os\nvalue = int(os.environ['FLASHSAMPLING_TEST_VALUE'])\n")
     seen: list[int] = []

@@ -1,5 +1,5 @@
-"""The plug-in on two and three ranks that share an LM head as vLLM shards it, over gloo: what one rank that has all of it
-draws, and ranks of which one does something else. Three processes, once."""
+"""The plug-in on two and three ranks that share an LM head as vLLM shards it, over gloo: what one rank that has all of
+it draws, and ranks of which one does something else. Three processes, once."""
 
 import contextlib
 import dataclasses
@@ -16,14 +16,15 @@ import torch.multiprocessing as mp
 import flashsampling.integrations.vllm.runner as plugin
 from flashsampling import open_groups, ops
 from flashsampling.inputs import SampleResult
-from flashsampling.integrations.engine.common import Layers
+from flashsampling.integrations.engine.graphs import _Recording
+from flashsampling.integrations.engine.head import Layers
+from flashsampling.integrations.engine.request_info import RequestState
 from flashsampling.integrations.vllm import Refused, counters
-from flashsampling.integrations.vllm.graphs import _Recorded
-from flashsampling.integrations.vllm.head import head_of
-from flashsampling.integrations.vllm.request_info import Rules, Slots, mask_of
-from flashsampling.integrations.vllm.runner import Fused, FusedRunner, group_of
+from flashsampling.integrations.vllm.head import find_head
+from flashsampling.integrations.vllm.request_info import VllmRules, pack_mask
+from flashsampling.integrations.vllm.runner import FusedRunner, VllmSampler, open_group
 from flashsampling.integrations.vllm.settings import PLUGIN
-from flashsampling.integrations.vllm.step import FusedStep
+from flashsampling.integrations.vllm.step import VllmStep
 from flashsampling.tensor_parallel import TensorParallel, TensorParallelMismatch, capabilities
 
 from . import fakes
@@ -79,16 +80,16 @@ def runner_of(head="plain", ranks=1, rows=V, group=None, most_drafts=0, graphs=F
         layer.shard_indices.org_vocab_end_index = min((rank + 1) * rows, V)
         model.logits_processor = Gathering(V, whole.scale, whole.soft_cap)
         model.logits_processor.group = group
-    made = head_of(model, D, torch.float32, torch.device("cpu"), Layers(kind, fakes.Embedding, fakes.Unquantized))
+    made = find_head(model, D, torch.float32, torch.device("cpu"), Layers(kind, fakes.Embedding, fakes.Unquantized))
     if group is not None:
         assert (made.first_token, made.ranks) == (rank * rows, ranks)
-        tp = group_of(made, group, SLOTS * (most_drafts + 1))
+        tp = open_group(made, group, SLOTS * (most_drafts + 1))
     sampler = fakes.Sampler(SLOTS, V)
     runner = Whole(model, sampler, [*range(1, SLOTS), 0])
     runner.num_speculative_steps = most_drafts
-    slots, recorded = Slots(SLOTS, Rules(V, raw_logprobs=True)), graphs_of(SLOTS, tp) if graphs else None
-    step = FusedStep(made, sampler, slots, torch.device("cpu"), tp, most_drafts, recorded)
-    runner.flashsampling = Fused(step, VLLM)
+    slots, recorded = RequestState(SLOTS, VllmRules(V, raw_logprobs=True)), graphs_of(SLOTS, tp) if graphs else None
+    step = VllmStep(made, sampler, slots, torch.device("cpu"), tp, most_drafts, recorded)
+    runner.flashsampling = VllmSampler(step, VLLM)
     return runner
 
 
@@ -112,7 +113,7 @@ def steps_of(runner, alone):
     runner.add(**REQUESTS, **LEFT_TO_VLLM)
     names = list(REQUESTS)
     free = [name for name in names if REQUESTS[name][1].logprobs is None]
-    masks = np.stack([mask_of(V, range(i % 3 + 3, V, 1 + i % 7), []) for i in range(len(free))])
+    masks = np.stack([pack_mask(V, range(i % 3 + 3, V, 1 + i % 7), []) for i in range(len(free))])
     steps = [step_of(runner, dict.fromkeys(names, 4))]
     for chosen in (
         [names[::-1]],
@@ -217,8 +218,8 @@ def different_drafts(rank):
 
 
 def different_drafts_in_the_last_step(rank, group):
-    """Over a transport whose steps cannot raise themselves. Tokens of the step are 0, which a draft is on one rank; as many on
-    both, and who waits for them is told, for there is no next step."""
+    """Over a transport whose steps cannot raise themselves. Tokens of the step are 0, which a draft is on one rank; as
+    many on both, and who waits for them is told, for there is no next step."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(capabilities, "why_no_nccl", lambda members: None)  # gloo stands in for it
         runner = runner_of("plain", 2, 192, group, MOST)
@@ -239,7 +240,7 @@ def different_drafts_in_the_last_step(rank, group):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PLUGIN.logger, "error", lambda *words: said.append(str(words[-1])))
         runner.shutdown()
-    return raised.value.failure.differs, output.theirs.get_output(), len(said)
+    return raised.value.failure.differs, output.inner.get_output(), len(said)
 
 
 def recording_that_fails(rank, group):
@@ -261,7 +262,7 @@ def recording_that_fails(rank, group):
                 graphs.replays += 1
                 ids.copy_(work().ids)
 
-            return _Recorded(replay, SampleResult(ids), work)
+            return _Recording(replay, SampleResult(ids), work)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(tp._transport, "_capturing", lambda: True)
             patch.setattr(ops, "_run_and_exchange", fails)

@@ -1,5 +1,5 @@
-"""Of vLLM over several ranks nothing compiles while it serves: first the warm-up, then batches of all kinds, compiled for a GPU
-without one, and not run. In a process of its own."""
+"""Of vLLM over several ranks nothing compiles while it serves: first the warm-up, then batches of all kinds, compiled
+for a GPU without one, and not run. In a process of its own."""
 
 import pytest
 
@@ -20,7 +20,7 @@ from tests.kernels.triton.target import compile_only
 
 impl, compiled = sys.argv[1], compile_only(90)
 
-import flashsampling.integrations.vllm.step as module
+import flashsampling.integrations.engine.step as module
 from flashsampling.sampling import SampleOutput
 from flashsampling.backends import BACKENDS
 from flashsampling.tensor_parallel.message import Hashes
@@ -30,6 +30,7 @@ from flashsampling.kernels.triton.sharded.param_hash import of_request
 from flashsampling.sampling_params import BatchShape, parse_sampling_params
 from flashsampling.inputs import DEFAULT_PARAMS, SampleResult, SampleInputs
 from flashsampling.warmup import _of_any_number
+from flashsampling.integrations.vllm.step import VllmStep
 from tests.integrations.vllm import fakes as vllm_fakes, test_step as test_vllm
 from tests.integrations.vllm.fakes import SamplingParams
 
@@ -48,7 +49,7 @@ class Nobody:
     def all_gather(self, words, step, wanted=None):
         return words.expand(len(RANGES), -1).contiguous()
 
-    def end(self):
+    def end(self, error=None):
         return None
 
 
@@ -112,13 +113,14 @@ def sample(states, weight, *, tp, temperature, seed, offset, **request):
 def runner_of():
     runner = test_vllm.runner_of(vocab_size=V)
     step = runner.flashsampling.step
-    head = step.head._replace(layer=SimpleNamespace(weight=weight), bias=lambda: None, transform={})
-    runner.flashsampling.step = module.FusedStep(head, step.sampler, step.slots, step.device, Group())
+    head = step.head._replace(layer=SimpleNamespace(weight=weight), has_bias=False, transform={})
+    runner.flashsampling.step = VllmStep(head, step.sampler, step.state, step.device, Group())
     return runner
 
 
 module.sample, module.warmup_mixes, calls = sample, warm_up, 0
-runner_of().flashsampling.step._warm_up(torch.zeros(MOST, DIM, dtype=torch.bfloat16))
+module.FusedStep._draw_cached = module.FusedStep._call  # the same arguments
+runner_of().flashsampling.step._warm_up(MOST, torch.zeros(MOST, DIM, dtype=torch.bfloat16))
 known, calls = {kernel.hash for kernel in compiled}, 0
 print(*sorted({kernel.name for kernel in compiled}))
 
