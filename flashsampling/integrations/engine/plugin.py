@@ -94,9 +94,10 @@ class Plugin:
         """Logs how many kernels were compiled before the engine serves."""
         self.logger.info("flashsampling: %d kernels are ready for batches of up to %d", len(set(names)), batch)
 
-    def summary(self, vocab_size: int, how: str, fallbacks: Iterable[FallbackReason], tokens: str) -> str:
-        """Returns what is fused and what is not, in a line."""
-        left = ", ".join(reason.text for reason in fallbacks)
+    def summary(self, vocab_size: int, how: str, fallbacks: Mapping[FallbackReason, bool], tokens: str) -> str:
+        """Returns what is fused and what is not, in a line. ``fallbacks``: reasons, and which of them this runner
+        has."""
+        left = ", ".join(reason.text for reason, has in fallbacks.items() if has)
         step = f"LM head ({vocab_size} tokens) and sampler are one step, {how}; left to {self.engine}: {left}"
         return f"{step}. {tokens} are not those of {self.engine}'s own sampler"
 
@@ -129,9 +130,9 @@ def known_release(version: str, pattern: str, known: Mapping[str, _T], words: st
     return known[number.group()]
 
 
-def refuse_if(conditions: Iterable[tuple[Any, str]]) -> None:
-    """Refuses an engine for the first condition that holds, in its words."""
-    for holds, why in conditions:
+def refuse_if(conditions: Mapping[str, Any]) -> None:
+    """Refuses an engine for the first condition that holds, in the words that are its key."""
+    for why, holds in conditions.items():
         if holds:
             raise Refused(why)
 

@@ -68,6 +68,10 @@ class FallbackReason(IntEnum):
 
 
 FALLBACK_REASONS = tuple(reason.text for reason in FallbackReason)
+_ALL = list(FallbackReason)
+# reasons of requests, in the order of the log's line
+VLLM_FALLBACKS = _ALL[FallbackReason.MANY_LOGPROBS : FallbackReason.DRAFTS]
+SGLANG_FALLBACKS = _ALL[FallbackReason.MANY_LOGPROBS : FallbackReason.LOGPROBS_MODE] + _ALL[FallbackReason.PENALTIES :]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -84,7 +84,7 @@ class FusedStep:
         most: the variant of many biases.
     """
 
-    row_names: tuple[str, ...]  # parameters that ``read_rows`` packs behind the seed
+    row_names: tuple[str, ...]  # parameters that ``read_requests`` packs behind the seed
 
     def __init__(
         self,
@@ -103,16 +103,8 @@ class FusedStep:
 
     # -- an engine's subclass says
 
-    def key(self, requests: Any) -> Hashable:
-        """Returns what is the same for the same requests in the same rows."""
-        raise NotImplementedError
-
-    def read_requests(self, requests: Any) -> tuple[int, int | None]:
-        """Returns what the rows need together, and their top log-probabilities."""
-        raise NotImplementedError
-
-    def read_rows(self, requests: Any, out: Tensor | None) -> Rows:
-        """Returns sampling parameters on the device, in ``out`` if given."""
+    def read_requests(self, requests: Any, out: Tensor | None) -> tuple[int, int | None, Rows]:
+        """Returns what the rows need together, their top log-probabilities, and parameters, in ``out`` if given."""
         raise NotImplementedError
 
     def read_filters(self, requests: Any, rows: Rows) -> dict[str, Any]:
@@ -164,13 +156,12 @@ class FusedStep:
 
     def _cached(self, requests: Any) -> BatchCache:
         """While a batch has the same requests in the same rows, nothing is looked up or copied again."""
-        key = self.key(requests)
+        key = requests if isinstance(requests, tuple) else requests.tobytes()
         if self.batch_cache is None or self.batch_cache.key != key:
-            needs, top = self.read_requests(requests)
             out, batch = None, len(requests)
             if self.graphs is not None and batch <= self.graphs.most:
                 out = self.graphs.packed_rows(graph_size(batch, self.graphs.most))
-            rows = self.read_rows(requests, out)
+            needs, top, rows = self.read_requests(requests, out)
             filters = None if self.tp is None else self.read_filters(requests, rows)
             self.batch_cache = BatchCache(key, needs, top, rows, filters, {})
         return self.batch_cache
@@ -212,6 +203,7 @@ class FusedStep:
             states[:count].copy_(batch.hidden_states)
             positions[:count].copy_(batch.positions)
         if step.params.counts is not None:
+            assert batch.slots is not None
             graphs.slots[:count].copy_(batch.slots)
         if step.params.token_mask is not None:  # some variants have one that no row needs
             self.read_mask(batch, graphs.masks(self.words)[:count])
@@ -333,7 +325,7 @@ class FusedStep:
         names = warmup_mixes(weight, requests, max_batch_size=batch, **vocabulary)
         if hidden_states is not None:
             everything = of_head | vocabulary | example_call(self.most, rows, vocab_size, counts)
-            inputs = {"temperature": rows["temperature"], "seed": rows["seed"], "offset": rows["seed"]}
+            inputs: Any = {"temperature": rows["temperature"], "seed": rows["seed"], "offset": rows["seed"]}
             sample(hidden_states, weight, **inputs, **everything)
         return names
 
@@ -344,11 +336,9 @@ class FusedStep:
         held(drafts, ids)
         if self.tp is not None:
             weight, rows = self.head.weight, default_rows(len(ids), self.device)
-            states, inputs = (
-                weight.new_zeros(len(ids), weight.shape[1]),
-                {"temperature": rows["temperature"], "offset": ids},
-            )
-            sample_with_draft_hash(self.tp, drafts, states, weight, seed=rows["seed"], **inputs)
+            states = weight.new_zeros(len(ids), weight.shape[1])
+            inputs: Any = {"temperature": rows["temperature"], "seed": rows["seed"], "offset": ids}
+            sample_with_draft_hash(self.tp, drafts, states, weight, **inputs)
 
     def _examples(self, rows: Rows, counts: Counted | None) -> list[dict[str, Any]]:
         """Returns calls, so that nothing else compiles."""

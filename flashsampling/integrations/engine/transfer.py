@@ -12,7 +12,7 @@ from .kernel_variants import Rows
 
 PACKED_ROWS = 9  # rows of 32 bits: two for seeds, one for each of seven parameters
 _BLOCK = 256  # tokens of a program
-_INTEGERS = ("top_k", "joint_top_p")  # parameters; the others are float32
+INTEGERS = ("top_k", "joint_top_p")  # parameters; the others are float32
 
 
 def to_device(array: NDArray[Any], device: torch.device, out: Tensor | None = None) -> Tensor:
@@ -43,7 +43,7 @@ def aligned_width(batch: int) -> int:
 def unpack_rows(packed: Tensor, batch: int, names: Sequence[str]) -> Rows:
     """Returns the first ``batch`` rows of what ``pack_rows`` made, by name."""
     columns = packed[2:, :batch].unbind(0)
-    rows = {name: each if name in _INTEGERS else each.view(torch.float32) for name, each in zip(names, columns)}
+    rows = {name: each if name in INTEGERS else each.view(torch.float32) for name, each in zip(names, columns)}
     return {"seed": packed[:2].view(-1).view(torch.int64)[:batch], **rows}
 
 

@@ -21,47 +21,31 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..engine.head import PROBE_ROWS, Head, Layers, check_speed
+from ..engine.head import PROBE_ROWS, Layers, check_speed
 from ..engine.plugin import Refused, StepCounts, describe, refuse_if
-from ..engine.request_info import FallbackReason, Needs, RequestInfo
+from ..engine.request_info import SGLANG_FALLBACKS, FallbackReason, Needs, RequestInfo
 from ..engine.step import Batch
 from ..engine.transfer import to_device
 from .head import find_head, make_logits
 from .request_info import SglangRules
-from .settings import PLUGIN, SglangRelease, check_version
+from .settings import PLUGIN, check_version
 from .step import DrawnTokens, SglangStep
 
 _MODES = ("DECODE", "EXTEND", "MIXED")  # forward modes whose last positions are drawn from
 _MASKS = "grammar_mask"  # newer releases keep the mask there, with its grammar
 
-# Fields of a ``ServerArgs`` in newer releases
-_NEWER = (
-    "return_hidden_states_mode",
-    "enable_return_aux_hidden_states",
-    "aux_hidden_state_capture",
-    "enable_watermark",
-    "enable_encoder_swa_bounded_replay",
-    "enable_decoder_swa_bounded_replay",
-    "enable_nvidia_megakernel",
-    "enable_amd_monokernel",
-)
-_FALLBACKS = (  # in the order of the log's line
-    FallbackReason.PENALTIES,
-    FallbackReason.PROCESSOR,
-    FallbackReason.MANY_LOGPROBS,
-    FallbackReason.GIVEN_LOGPROBS,
-    FallbackReason.LOGPROBS,
-    FallbackReason.MANY_BIASES,
-    FallbackReason.NOT_FINITE,
-    FallbackReason.SAMPLES,
-    FallbackReason.GRAMMAR,
-    FallbackReason.LOGITS,
-    FallbackReason.UNSEEN,
-    FallbackReason.BEAMS,
-    FallbackReason.SUPPORT,
-    FallbackReason.OBSERVER,
-    FallbackReason.ALIGNED,
-)
+_KERNEL, _REPLAY = "steps of few rows that one kernel does, logits too", "parts of prefixes that are computed again"
+_INNER = "hidden states of inner layers to be returned"
+_NEWER = {  # fields of a ``ServerArgs`` in newer releases, and why they are refused
+    "return_hidden_states_mode": "hidden states to be returned",
+    "enable_return_aux_hidden_states": _INNER,
+    "aux_hidden_state_capture": _INNER,
+    "enable_watermark": "watermarks",
+    "enable_encoder_swa_bounded_replay": _REPLAY,
+    "enable_decoder_swa_bounded_replay": _REPLAY,
+    "enable_nvidia_megakernel": _KERNEL,
+    "enable_amd_monokernel": _KERNEL,
+}
 # Environment variables; not every release has all of them
 _ABOUT_NAN = {
     "SGLANG_SANITIZE_NAN_LOGITS": "replaces",
@@ -272,14 +256,14 @@ class SglangSampler:
             self.counts.add("fused")
             return drawn.token_ids
         kept = [row for row, reason in enumerate(reasons) if not reason and requests[row].batch_invariant]
-        left = {FallbackReason(reason) for reason in reasons if reason}
+        left = {reason for reason in reasons if reason}
         token_ids = self._leave(left, own, logits_output, forward_batch, bool(kept))
         if kept:
             self._overwrite(kept, token_ids, batch, logits_output)
         return token_ids
 
     def _leave(
-        self, reasons: set[FallbackReason], own: Forward, logits_output: Any, forward_batch: Any, split: bool = False
+        self, reasons: set[int], own: Forward, logits_output: Any, forward_batch: Any, split: bool = False
     ) -> Tensor:
         """Lets SGLang sample."""
         self.counts.add("split" if split else "left", sorted(reasons))
@@ -379,9 +363,20 @@ def attach(runner: Any) -> str:
         processors.LogitsMetadata.from_forward_batch,
         processors.get_in_autotune_dummy_run,
     )
-    rules = make_rules(arguments, release, head, bool(samplers.SGLANG_RETURN_ORIGINAL_LOGPROB))
+    deterministic = arguments.enable_deterministic_inference
+    rules = SglangRules(
+        vocab_size=head.vocab_size,
+        flashinfer=arguments.sampling_backend == "flashinfer",
+        original_logprobs=bool(samplers.SGLANG_RETURN_ORIGINAL_LOGPROB),
+        deterministic=deterministic,
+        processors=arguments.enable_custom_logit_processor,
+        forbids_ends=release.forbids_ends,
+        aligns=release.aligns and bool(deterministic),
+    )
+    off = {FallbackReason.PROCESSOR: rules.processors, FallbackReason.ALIGNED: rules.aligns}
+    fallbacks = dict.fromkeys(SGLANG_FALLBACKS, True) | off
     SglangSampler(runner, SglangStep(head, head.weight.device), processor, rules, sglang)
-    return summarize(head, rules, backend)
+    return PLUGIN.summary(head.vocab_size, backend, fallbacks, "Tokens of a seed")
 
 
 class Resolved:
@@ -394,19 +389,6 @@ class Resolved:
         return self._leaf(name)
 
 
-def make_rules(arguments: Any, release: SglangRelease, head: Head, original_logprobs: bool) -> SglangRules:
-    """Returns what SGLang's ``ServerArgs`` mean for all requests."""
-    return SglangRules(
-        vocab_size=head.vocab_size,
-        flashinfer=arguments.sampling_backend == "flashinfer",
-        original_logprobs=original_logprobs,
-        deterministic=arguments.enable_deterministic_inference,
-        processors=arguments.enable_custom_logit_processor,
-        forbids_ends=release.forbids_ends,
-        aligns=release.aligns and bool(arguments.enable_deterministic_inference),
-    )
-
-
 def check_runner(runner: Any, arguments: Any, sampler: type) -> None:
     """Refuses a runner that has to do something else than draw a token of every request in turn.
 
@@ -414,51 +396,27 @@ def check_runner(runner: Any, arguments: Any, sampler: type) -> None:
         arguments: SGLang's ``ServerArgs``, resolved.
         sampler: the class of SGLang's own.
     """
-    graphs, newer = arguments.cuda_graph_config, {name: getattr(arguments, name, None) for name in _NEWER}
-
-    def any_newer(part: str) -> bool:
-        return any(newer[name] for name in _NEWER if part in name)
-
-    hidden_states = arguments.enable_return_hidden_states or newer["return_hidden_states_mode"]
-    backend, own = arguments.sampling_backend, type(runner.sampler)
+    graphs, backend, own = arguments.cuda_graph_config, arguments.sampling_backend, type(runner.sampler)
     refuse_if(
-        (
-            (not runner.is_generation, "the model does not generate"),
-            (runner.device != "cuda", f"the device is {runner.device}, not an NVIDIA GPU"),
-            (arguments.tp_size > 1, "tensor parallelism"),
-            (arguments.pp_size > 1, "pipeline parallelism"),
-            (arguments.attn_cp_size > 1 or arguments.dcp_size > 1, "context parallelism"),
-            (arguments.enable_dp_attention or arguments.enable_dp_lm_head, "data-parallel attention"),
-            (arguments.speculative_algorithm is not None, "speculative decoding"),
-            (arguments.dllm_algorithm is not None, "a diffusion model"),
-            (arguments.disaggregation_mode != "null", "prefill and decode in different servers"),
-            (arguments.enable_pdmux or arguments.enable_two_batch_overlap, "two batches at once"),
-            (bool(arguments.enable_lora), "LoRA"),
-            (hidden_states, "hidden states to be returned"),
-            (any_newer("aux_hidden"), "hidden states of inner layers to be returned"),
-            (any_newer("watermark"), "watermarks"),
-            (any_newer("kernel"), "steps of few rows that one kernel does, logits too"),
-            (any_newer("bounded_replay"), "parts of prefixes that are computed again"),
-            (arguments.enable_torch_compile, "torch.compile of the whole model"),
-            (
-                arguments.rl_on_policy_target is not None,
-                "log-probabilities that are a trainer's (rl_on_policy_target)",
-            ),
-            (
-                graphs is not None and graphs.prefill.backend == "tc_piecewise",
-                "prefill graphs that torch.compile makes",
-            ),
-            (runner.model_config.use_ngram_embedding, "a model that reads tokens as they are drawn"),
-            (backend not in ("flashinfer", "pytorch"), f"the sampling backend {backend!r}"),
-            (own is not sampler, f"a sampler of another kind, {own.__name__}"),
-        )
+        {
+            "the model does not generate": not runner.is_generation,
+            f"the device is {runner.device}, not an NVIDIA GPU": runner.device != "cuda",
+            "tensor parallelism": arguments.tp_size > 1,
+            "pipeline parallelism": arguments.pp_size > 1,
+            "context parallelism": arguments.attn_cp_size > 1 or arguments.dcp_size > 1,
+            "data-parallel attention": arguments.enable_dp_attention or arguments.enable_dp_lm_head,
+            "speculative decoding": arguments.speculative_algorithm is not None,
+            "a diffusion model": arguments.dllm_algorithm is not None,
+            "prefill and decode in different servers": arguments.disaggregation_mode != "null",
+            "two batches at once": arguments.enable_pdmux or arguments.enable_two_batch_overlap,
+            "LoRA": arguments.enable_lora,
+            "hidden states to be returned": arguments.enable_return_hidden_states,
+            "torch.compile of the whole model": arguments.enable_torch_compile,
+            "log-probabilities that are a trainer's (rl_on_policy_target)": arguments.rl_on_policy_target is not None,
+            "prefill graphs that torch.compile makes": graphs and graphs.prefill.backend == "tc_piecewise",
+            "a model that reads tokens as they are drawn": runner.model_config.use_ngram_embedding,
+            f"the sampling backend {backend!r}": backend not in ("flashinfer", "pytorch"),
+            f"a sampler of another kind, {own.__name__}": own is not sampler,
+        }
     )
-
-
-def summarize(head: Head, rules: SglangRules, backend: str) -> str:
-    """Returns what is fused and what is not, in a line."""
-    off = set() if rules.processors else {FallbackReason.PROCESSOR}
-    off |= set() if rules.aligns else {FallbackReason.ALIGNED}
-    return PLUGIN.summary(
-        head.vocab_size, backend, [each for each in _FALLBACKS if each not in off], "Tokens of a seed"
-    )
+    refuse_if({why: True for name, why in _NEWER.items() if getattr(arguments, name, None)})

@@ -1,7 +1,7 @@
 """SGLang's requests as rows of the fused step, and log-probabilities as SGLang returns them."""
 
-from collections.abc import Hashable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ from ..engine.head import Head
 from ..engine.kernel_variants import ALL_WITHOUT_PENALTIES, FILTERS, Rows
 from ..engine.request_info import NO_BIASES, BiasRow, Needs, RequestInfo
 from ..engine.step import Batch, FusedStep
-from ..engine.transfer import aligned_width, pack_rows, to_device, unpack_rows
+from ..engine.transfer import INTEGERS, aligned_width, pack_rows, to_device, unpack_rows
 
 _LOWEST = torch.finfo(torch.float32).min  # SGLang returns no lower log-probability
 
@@ -37,15 +37,12 @@ class SglangStep(FusedStep):
 
     def draw_tokens(self, batch: Batch) -> DrawnTokens:
         """Draws for every row."""
+        out: Any
         out, top = self.draw(batch)
         token_ids, _ = self.sanitize_token_ids(out.token_ids)
         if top is None:
             return DrawnTokens(token_ids)
         assert self.batch_cache is not None
-        assert out.logprobs is not None
-        assert out.processed_logprobs is not None
-        assert out.top_token_ids is not None
-        assert out.top_logprobs is not None
         rows = self.batch_cache.rows
         logprobs = torch.where(rows["raw"] != 0, out.logprobs, out.processed_logprobs)
         # log softmax at a temperature is the raw one divided by it, but for a constant, which the drawn token has too
@@ -53,26 +50,16 @@ class SglangStep(FusedStep):
         tops = out.top_logprobs[:, :top] / rows["divisor"][:, None] + constant[:, None]
         return DrawnTokens(token_ids, logprobs.clamp(min=_LOWEST), out.top_token_ids[:, :top], tops.clamp(min=_LOWEST))
 
-    def key(self, requests: tuple[RequestInfo, ...]) -> Hashable:
-        """A request keeps its object."""
-        return requests
-
-    def read_requests(self, requests: tuple[RequestInfo, ...]) -> tuple[int, int | None]:
-        """Returns what the rows need together. The batch says which log-probabilities."""
+    def read_requests(self, requests: tuple[RequestInfo, ...], out: Tensor | None) -> tuple[int, int | None, Rows]:
+        """Returns what the rows need together, and parameters. The batch says which log-probabilities."""
         needs = 0
         for each in requests:
             needs |= each.needs
-        return needs & ~Needs.LOGPROBS, None
-
-    def read_rows(self, requests: tuple[RequestInfo, ...], out: Tensor | None) -> Rows:
-        """Returns sampling parameters on the device."""
-        seeds, temperature, top_k, top_p, min_p, joint, *rest = zip(*(each.row for each in requests))
-        floats, width = (temperature, top_p, min_p, *rest), aligned_width(len(requests))
-        temperature, top_p, min_p, *rest = (np.array(column, np.float32) for column in floats)
-        top_k, joint = (np.array(column, np.int32) for column in (top_k, joint))
-        columns = [temperature, top_k, top_p, min_p, joint, *rest]
-        packed = to_device(pack_rows(np.array(seeds, np.int64), columns, width), self.device, out)
-        return unpack_rows(packed, len(requests), self.row_names)
+        seeds, *columns = zip(*(each.row for each in requests))
+        dtypes = (np.int32 if name in INTEGERS else np.float32 for name in self.row_names)
+        arrays = [np.array(column, dtype) for column, dtype in zip(columns, dtypes)]
+        packed = to_device(pack_rows(np.array(seeds, np.int64), arrays, aligned_width(len(requests))), self.device, out)
+        return needs & ~Needs.LOGPROBS, None, unpack_rows(packed, len(requests), self.row_names)
 
     def read_biases(self, batch: Batch) -> tuple[Sequence[BiasRow], NDArray[np.int64] | None]:
         """Returns biases of each row."""

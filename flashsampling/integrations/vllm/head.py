@@ -33,7 +33,8 @@ def find_head(model: Any, dim: int, dtype: torch.dtype, device: torch.device, la
     name = type(model).__name__
     hidden_states = probe_states(dim).to(dtype).to(device)
     call, logits = _watch_call(name, model, hidden_states, layers.processor)
-    processor, layer, bias = call.processor, call.head, call.bias
+    layer, bias = call.head, call.bias
+    processor: Any = call.processor
     if type(processor) is not layers.processor:
         raise Refused(f"{name}'s logits come from a {type(processor).__name__} (LoRA on the head is one)")
     if call.hidden_states is not hidden_states or call.logits is not logits:

@@ -27,13 +27,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...sampling import SampleOutput
 from ...speculative.acceptance import held
 from ...tensor_parallel import TensorParallel, TensorParallelError
 from ..engine.graphs import Graphs
 from ..engine.head import Head, Layers, check_speed
 from ..engine.plugin import Refused, StepCounts, refuse_if
-from ..engine.request_info import FallbackReason, Needs, RequestState
+from ..engine.request_info import VLLM_FALLBACKS, FallbackReason, Needs, RequestState
 from ..engine.transfer import to_device
 from .batches import convert_batch, find_buffers, find_grammar, rows_of_requests, select_grammar, select_requests
 from .head import find_head
@@ -45,18 +44,6 @@ PROCESSORS = {"LogitBiasState", "PenaltiesState", "BadWordsState"}  # of newer r
 
 Sampled = tuple[Any, Tensor, Tensor]  # vLLM's SamplerOutput, num_sampled, num_rejected
 _WARM_UP = re.compile(r"_warmup_\d+_")  # vLLM's own requests; a user's have a random suffix
-_FALLBACKS = (  # in the order of the log's line
-    FallbackReason.MANY_LOGPROBS,
-    FallbackReason.LOGPROBS_MODE,
-    FallbackReason.LOGPROB_TOKEN_IDS,
-    FallbackReason.GRAMMAR_LOGPROBS,
-    FallbackReason.LONG_BAD_WORDS,
-    FallbackReason.MIN_P_TOP_P,
-    FallbackReason.MANY_BIASES,
-    FallbackReason.NOT_FINITE,
-    FallbackReason.THINKING,
-    FallbackReason.GRAMMAR_MIN_TOKENS,
-)
 
 
 class Vllm(NamedTuple):
@@ -146,13 +133,9 @@ class VllmSampler:
         counted = self.vllm.counting(num_sampled, input_batch.seq_lens, input_batch.cu_num_logits, mapping, prefill_len)
         return self._output(token_ids, logprobs, *counted)
 
-    def _logprobs(self, ids: Tensor, out: SampleOutput, top: int, bounds: list[int] | None) -> Any:
+    def _logprobs(self, ids: Tensor, out: Any, top: int, bounds: list[int] | None) -> Any:
         """Returns vLLM's tensors: the token's first, then the most likely ones'. All are copies: vLLM sends them to the
         host while the next step may overwrite ``out``. ``bounds``: of requests' rows, with drafts."""
-        assert out.logprobs is not None
-        assert out.ranks is not None
-        assert out.top_token_ids is not None
-        assert out.top_logprobs is not None
         return self.vllm.logprobs(
             logprob_token_ids=torch.cat((ids[:, None], out.top_token_ids[:, :top]), dim=1),
             logprobs=torch.cat((out.logprobs[:, None], out.top_logprobs[:, :top]), dim=1),
@@ -328,50 +311,39 @@ def attach(runner: Any) -> str:
 
 def check_runner(runner: Any, release: VllmRelease, kind: type, sampler: type) -> None:
     """Refuses a runner that has to do something else than draw a token of every request in turn."""
-    config, own = runner.vllm_config, runner.sampler
+    config, own, tokens = runner.vllm_config, runner.sampler, runner.decode_query_len
     ranks, drafts = config.parallel_config.tensor_parallel_size, config.speculative_config is not None
     several, untried = ranks > 1, "with this release of vLLM, which has not been tried"
-    as_timed = "but for two ranks with graphs and no drafts, as it was timed"
+    as_timed = f"but for two ranks with graphs and no drafts, as it was timed ({TENSOR_PARALLEL}=1 has it)"
+    nan = "VLLM_COMPUTE_NANS_IN_LOGITS counts NaN in logits, which are nowhere in memory here"
     refuse_if(
-        (
-            (type(runner) is not kind, f"the model runner is a {type(runner).__name__}"),
-            (runner.is_pooling_model, "the model does not generate"),
-            (runner.device.type != "cuda", f"the device is {runner.device}, not an NVIDIA GPU"),
-            (runner.use_pp, "pipeline parallelism"),
-            (
-                several and not tensor_parallel(ranks, drafts),
-                f"tensor parallelism, {as_timed} ({TENSOR_PARALLEL}=1 has it)",
-            ),
-            (several and not release.drafts_and_ranks, f"tensor parallelism {untried}"),
-            (drafts and not release.drafts_and_ranks, f"speculative decoding {untried}"),
-            (config.parallel_config.prefill_context_parallel_size > 1, "prefill context parallelism"),
-            (bool(runner.model_config.logits_processors), "custom logits processors"),
-            (own is None, "this rank samples nothing"),
-            (type(own) is not sampler, f"the model brings a sampler of its own, {type(own).__name__}"),
-            (
-                not drafts and runner.decode_query_len != 1,
-                f"a step has {runner.decode_query_len} new tokens of a request",
-            ),
-            (
-                own is not None and own.compute_nans,
-                "VLLM_COMPUTE_NANS_IN_LOGITS counts NaN in logits, which are nowhere in memory here",
-            ),
-        )
+        {
+            f"the model runner is a {type(runner).__name__}": type(runner) is not kind,
+            "the model does not generate": runner.is_pooling_model,
+            f"the device is {runner.device}, not an NVIDIA GPU": runner.device.type != "cuda",
+            "pipeline parallelism": runner.use_pp,
+            f"tensor parallelism, {as_timed}": several and not tensor_parallel(ranks, drafts),
+            f"tensor parallelism {untried}": several and not release.drafts_and_ranks,
+            f"speculative decoding {untried}": drafts and not release.drafts_and_ranks,
+            "prefill context parallelism": config.parallel_config.prefill_context_parallel_size > 1,
+            "custom logits processors": runner.model_config.logits_processors,
+            "this rank samples nothing": own is None,
+            f"the model brings a sampler of its own, {type(own).__name__}": type(own) is not sampler,
+            f"a step has {tokens} new tokens of a request": not drafts and tokens != 1,
+            nan: own is not None and own.compute_nans,
+        }
     )
-    missing = [name for name in release.sampler if not hasattr(own, name)]
-    refuse_if((True, f"the sampler has no {name} here: this is not a vLLM that is known") for name in missing)
+    unknown = "here: this is not a vLLM that is known"
+    refuse_if({f"the sampler has no {name} {unknown}": not hasattr(own, name) for name in release.sampler})
     package = sampler.__module__.rpartition(".")[0]
     for each in map(type, getattr(own, "logits_processors", ())):
         # another package's processor may have the name of one of vLLM's
-        is_known = each.__name__ in PROCESSORS and each.__module__.rpartition(".")[0] == package
-        refuse_if([(not is_known, f"custom logits processors: {each.__module__}.{each.__name__}")])
-    traced = getattr(own, "trace_replay_state", None) is not None
-    refuse_if(
-        (
-            (getattr(own, "return_sampling_mask", False), "return_sampling_mask, for which logits are needed"),
-            (traced, "tokens may be replayed from a trace (enable_trace_replay)"),
-        )
-    )
+        if each.__name__ not in PROCESSORS or each.__module__.rpartition(".")[0] != package:
+            raise Refused(f"custom logits processors: {each.__module__}.{each.__name__}")
+    traced = "tokens may be replayed from a trace (enable_trace_replay)"
+    masks = "return_sampling_mask, for which logits are needed"
+    replay = getattr(own, "trace_replay_state", None)
+    refuse_if({masks: getattr(own, "return_sampling_mask", False), traced: replay is not None})
 
 
 def count_drafts(runner: Any, rejection_sampler: type) -> int:
@@ -379,27 +351,18 @@ def count_drafts(runner: Any, rejection_sampler: type) -> int:
     is something else than matching certain drafts."""
     if runner.vllm_config.speculative_config is None:
         return 0
-    most, kind, decoding = int(runner.num_speculative_steps), type(runner.rejection_sampler), "speculative decoding"
-    refuse_if(
-        [
-            (
-                runner.speculator is None or kind is not rejection_sampler,
-                f"{decoding} whose drafts go to a {kind.__name__}",
-            )
-        ]
-    )
+    most, kind, tokens = int(runner.num_speculative_steps), type(runner.rejection_sampler), runner.decode_query_len
+    decoding = "speculative decoding with"
     probabilistic = "draft_sample_method=probabilistic, where vLLM accepts more drafts than matching would"
     synthetic = "rejection_sample_method=synthetic, which accepts drafts whatever they are"
-    rates = runner.rejection_sampler.synthetic_conditional_rates
+    if runner.speculator is None or kind is not rejection_sampler:
+        raise Refused(f"speculative decoding whose drafts go to a {kind.__name__}")
     refuse_if(
-        (
-            (runner.speculator.draft_logits is not None, f"{decoding} with {probabilistic}"),
-            (rates is not None, f"{decoding} with {synthetic}"),
-            (
-                runner.decode_query_len != most + 1,
-                f"a step has {runner.decode_query_len} new tokens, and {most} drafts",
-            ),
-        )
+        {
+            f"{decoding} {probabilistic}": runner.speculator.draft_logits is not None,
+            f"{decoding} {synthetic}": runner.rejection_sampler.synthetic_conditional_rates is not None,
+            f"a step has {tokens} new tokens, and {most} drafts": tokens != most + 1,
+        }
     )
     return most
 
@@ -412,7 +375,7 @@ def max_rows(runner: Any, most_drafts: int) -> int:
 
 def open_group(head: Head, group: Any, max_batch_size: int) -> TensorParallel:
     """Returns vLLM's tensor-parallel ranks as a group; all ranks make this call. Refuses ranks that cannot be one."""
-    sizes = {"vocab_size": head.vocab_size, "max_batch_size": max_batch_size}
+    sizes: Any = {"vocab_size": head.vocab_size, "max_batch_size": max_batch_size}
     try:
         return TensorParallel(group, head.weight, first_token=head.first_token, **sizes)
     except (ValueError, TensorParallelError) as error:
@@ -429,8 +392,8 @@ def check_head(head: Head, vocab_size: int) -> str:
 
 def summarize(head: Head, rules: VllmRules, backend: str, most_drafts: int = 0) -> str:
     """Returns what is fused and what is not, in a line."""
-    off = {FallbackReason.LOGPROBS_MODE} if rules.raw_logprobs else set()
-    off |= set() if rules.min_tokens_respects_grammar else {FallbackReason.GRAMMAR_MIN_TOKENS}
+    has = {FallbackReason.LOGPROBS_MODE: not rules.raw_logprobs}
+    has[FallbackReason.GRAMMAR_MIN_TOKENS] = rules.min_tokens_respects_grammar
     if most_drafts:
         backend += f"; drafts, up to {most_drafts} of a request, are accepted by matching"
-    return PLUGIN.summary(head.vocab_size, backend, [each for each in _FALLBACKS if each not in off], "Seeded tokens")
+    return PLUGIN.summary(head.vocab_size, backend, dict.fromkeys(VLLM_FALLBACKS, True) | has, "Seeded tokens")

@@ -1,6 +1,6 @@
 """vLLM's requests as rows of the fused step: parameters, masks and counts that its sampler keeps by slot."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -71,25 +71,21 @@ class VllmStep(FusedStep):
         else:  # on the stream of the steps that read the slot's last request
             self._masks[slot].copy_(to_device(info.mask, self.device))
 
-    def key(self, requests: NDArray[np.int32]) -> Hashable:
-        """vLLM writes to its sampler's state of a slot when a request takes it, and then no more."""
-        return requests.tobytes()
+    def read_requests(self, requests: NDArray[np.int32], out: Tensor | None) -> tuple[int, int | None, Rows]:
+        """Returns what the rows need together, their top log-probabilities, and parameters.
 
-    def read_requests(self, requests: NDArray[np.int32]) -> tuple[int, int | None]:
-        """Returns what the rows need together, and their top log-probabilities."""
+        vLLM writes to its sampler's state of a slot when a request takes it, and then no more. The host's copies are
+        read: vLLM makes those on the device of them before every step, and gathering from them would be a launch each,
+        over PCIe.
+        """
         needs = int(np.bitwise_or.reduce(self.state.needs[requests]))
-        counts = self.sampler.sampling_states.num_logprobs
-        return needs, int(counts[requests].max()) if needs & Needs.LOGPROBS else None
-
-    def read_rows(self, requests: NDArray[np.int32], out: Tensor | None) -> Rows:
-        """Reads the host's copies. vLLM makes those on the device of them before every step, and gathering from them
-        would be a launch each, over PCIe."""
         states, penalties = self.sampler.sampling_states, self.sampler.penalties_state
         held = [getattr(penalties if name in PENALTIES else states, name) for name in self.row_names]
         columns = [each.np[requests] for each in held]
         width = aligned_width(len(requests)) if out is None else out.shape[1]
         packed = to_device(pack_rows(states.seeds.np[requests], columns, width), self.device, out)
-        return unpack_rows(packed, len(requests), self.row_names)
+        top = int(states.num_logprobs[requests].max()) if needs & Needs.LOGPROBS else None
+        return needs, top, unpack_rows(packed, len(requests), self.row_names)
 
     def read_filters(self, requests: NDArray[np.int32], rows: Rows) -> dict[str, Any]:
         """Returns the filters that any row has. A greedy row's token is the same with all of them. A top-k that all
@@ -138,6 +134,7 @@ class VllmStep(FusedStep):
         if self._masks is None:
             mask = torch.full((count, self.words), -1, dtype=torch.int32, device=self.device)
         else:
+            assert batch.slots is not None
             mask = self._masks.index_select(0, batch.slots)
         if grammar is not None:
             index = to_device(grammar.rows, self.device)

@@ -513,7 +513,7 @@ def test_a_request_keeps_what_was_noted():
 def test_heads_and_quantisation():
     model = Model()
     layers = engines.Layers(processors.LogitsProcessor, VocabParallelEmbedding, UnquantizedEmbeddingMethod)
-    made = head.find_head(model, layers)
+    made, _ = head.find_head(model, layers)
     assert made.vocab_size == V
     assert made.weight.shape[0] > V  # padded
-    assert head.check_speed(made, "SGLang") == "streaming"
+    assert engines.check_speed(made, "SGLang") == "streaming"

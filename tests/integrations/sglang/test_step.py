@@ -12,9 +12,9 @@ import torch
 
 import flashsampling
 from flashsampling.integrations.engine import head as engine_head
-from flashsampling.integrations.engine.request_info import FALLBACK_REASONS, FallbackReason
+from flashsampling.integrations.engine.request_info import FALLBACK_REASONS, SGLANG_FALLBACKS, FallbackReason
 from flashsampling.integrations.sglang import Refused, counters, load, settings
-from flashsampling.integrations.sglang.runner import _FALLBACKS, _NEWER, check_runner
+from flashsampling.integrations.sglang.runner import _NEWER, check_runner
 
 from . import fakes
 from .fakes import LEFT, CaptureHiddenMode, ForwardBatch, ForwardMode, Grammar, Req, SamplingParams
@@ -270,7 +270,7 @@ def test_every_reason_has_a_test():
         FALLBACK_REASONS[reason]
         for reason in (FallbackReason.BEAMS, FallbackReason.SUPPORT, FallbackReason.OBSERVER, FallbackReason.ALIGNED)
     }  # of 0.5.23
-    assert tested == {reason.text for reason in _FALLBACKS}
+    assert tested == {reason.text for reason in SGLANG_FALLBACKS}
 
 
 @pytest.mark.parametrize("name", LEFT_TO_SGLANG)
@@ -1066,7 +1066,7 @@ def test_what_is_said(caplog, monkeypatch):
         loaded()
     lines = [record.getMessage() for record in caplog.records]
     assert lines[0].startswith(
-        "flashsampling: LM head (331 tokens) and sampler are one step, streaming; left to SGLang: penalties, "
+        "flashsampling: LM head (331 tokens) and sampler are one step, streaming; left to SGLang: logprobs of more "
     )
     assert "a custom logit processor" not in lines[0]
     assert lines[1:] == ["flashsampling: 0 kernels are ready for batches of up to 8"]

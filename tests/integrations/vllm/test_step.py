@@ -276,13 +276,13 @@ def test_tokens_do_not_depend_on_batch_mates():
 def test_parameters_are_copied_once_for_a_batch(monkeypatch):
     """While requests and their rows stay the same; another in the slot of one that has ended is another, also in a
     batch that looks the same."""
-    read_rows, copied = VllmStep.read_rows, []
+    read_requests, copied = VllmStep.read_requests, []
 
     def counted(*args):
         copied.append(args)
-        return read_rows(*args)
+        return read_requests(*args)
 
-    monkeypatch.setattr(VllmStep, "read_rows", counted)
+    monkeypatch.setattr(VllmStep, "read_requests", counted)
     runner, requests = runner_of(), {"a": (PROMPT, SERVED["top_k"]), "b": (PROMPT, SERVED["logprobs"])}
     runner.add(**requests)
 
