@@ -1,4 +1,4 @@
-"""What the plug-ins of vLLM and SGLang share: their variables, how they refuse an engine, and what they count.
+"""The shared part of the plug-ins of vLLM and SGLang: their variables, refusals and counters.
 
 A plug-in never ends its host. Whatever fails while it attaches leaves the engine as it is, with one line in the log;
 with ``require`` the same is an error.

@@ -1,4 +1,4 @@
-"""What a request needs from the fused step, and why the engine draws a request itself."""
+"""The needs of a request, and the reasons for which the engine draws its token."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -119,7 +119,7 @@ def stack_biases(rows: Sequence[BiasRow], batch: int, count: int) -> BiasRow:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class RequestInfo:
-    """What a request means for the fused step. Compared by identity: one object per request."""
+    """A request as the fused step sees it. Compared by identity: one object per request."""
 
     reason: int  # FallbackReason
     needs: int = 0  # bits of ``Needs``

@@ -62,7 +62,7 @@ class Batch(NamedTuple):
 
 
 class BatchCache(NamedTuple):
-    """What stays as it is while a batch has the same requests in the same rows."""
+    """Everything that stays while a batch has the same requests in the same rows."""
 
     key: Hashable
     needs: int  # of all rows together
@@ -349,5 +349,5 @@ class FusedStep:
         return [example_call(variant, rows, self.head.vocab_size, counts) for variant in variants]
 
     def sanitize_token_ids(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """See ``transfer.sanitize_token_ids``."""
+        """Replaces -1 by 0, and counts the replaced tokens (``transfer.sanitize_token_ids``)."""
         return sanitize_token_ids(token_ids, self.undefined)

@@ -17,7 +17,7 @@ _entropy = random.SystemRandom()
 
 
 class SglangRules(NamedTuple):
-    """What all requests of a runner share."""
+    """Settings that all requests of a runner share."""
 
     vocab_size: int
     flashinfer: bool  # SGLang's sampling backend, else "pytorch"

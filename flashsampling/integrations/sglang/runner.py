@@ -1,4 +1,4 @@
-"""Where the fused step meets SGLang's model runner: four methods of one runner, its model and its logits processor.
+"""Puts the fused step into SGLang's model runner: four methods of one runner, its model and its logits processor.
 
     runner.init_cuda_graphs   compiles, before graphs are captured
     processor.forward         returns hidden states where SGLang's returns logits; in decode a graph has captured that
@@ -57,7 +57,7 @@ Forward = Callable[..., Any]
 
 
 class Sglang(NamedTuple):
-    """What is used of SGLang."""
+    """The parts of SGLang that are used."""
 
     output: Callable[..., Any]  # LogitsProcessorOutput
     forward_batch: type
@@ -278,7 +278,7 @@ class SglangSampler:
             logits_output.next_token_logits = make_logits(self.processor, self.step.head.layer, states)
 
     def counters(self) -> dict[str, Any]:
-        """See ``load.counters``."""
+        """Returns the counts that ``load.counters`` documents."""
         return {**self.counts.read(), "undefined_rows": int(self.step.undefined)}
 
     def _grammar_masks(self, info: Any) -> Tensor | None:

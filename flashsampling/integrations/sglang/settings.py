@@ -32,7 +32,7 @@ BEAMS = ("batch", "forward_batch", "logits_output")  # parameters of the functio
 
 
 class SglangRelease(NamedTuple):
-    """What is known of a release of SGLang."""
+    """Differences between releases of SGLang."""
 
     signatures: Mapping[str, tuple[str, ...]]
     resolves: bool = False  # a ``ServerArgs`` is what the user gave; what is in force is elsewhere

@@ -18,7 +18,7 @@ _LOWEST = torch.finfo(torch.float32).min  # SGLang returns no lower log-probabil
 
 
 class DrawnTokens(NamedTuple):
-    """What SGLang needs of a step."""
+    """The result of a step for SGLang."""
 
     token_ids: Tensor  # (B,) int64, 0 in place of -1
     logprobs: Tensor | None = None  # (B,) float32, of them

@@ -14,7 +14,7 @@ _GREEDY_BELOW = 1e-5  # vLLM takes a lower temperature for 0
 
 
 class VllmRules(NamedTuple):
-    """What all requests of a runner share."""
+    """Settings that all requests of a runner share."""
 
     vocab_size: int
     raw_logprobs: bool  # vLLM's logprobs_mode is the one that the step has

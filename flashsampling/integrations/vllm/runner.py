@@ -1,4 +1,4 @@
-"""Where the fused step meets vLLM's model runner v2.
+"""Puts the fused step into vLLM's model runner v2.
 
     add_requests         reads every new request, by its slot
     sample               the fused step, vLLM's own, or both for a part of the rows each
@@ -47,7 +47,7 @@ _WARM_UP = re.compile(r"_warmup_\d+_")  # vLLM's own requests; a user's have a r
 
 
 class Vllm(NamedTuple):
-    """What is used of vLLM."""
+    """The parts of vLLM that are used."""
 
     sampler_output: Callable[..., Any]
     logprobs: Callable[..., Any]  # LogprobsTensors
@@ -106,7 +106,7 @@ class VllmSampler:
         return reasons
 
     def counters(self) -> dict[str, Any]:
-        """See ``load.counters``."""
+        """Returns the counts that ``load.counters`` documents."""
         return {**self.counts.read(), "undefined_rows": int(self.step.undefined)}
 
     def log(self) -> None:

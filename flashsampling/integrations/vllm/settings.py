@@ -10,7 +10,7 @@ GRAPHS = "FLASHSAMPLING_VLLM_GRAPHS"
 
 
 class VllmRelease(NamedTuple):
-    """What is known of vLLM's model runner v2 in a minor release."""
+    """Differences of vLLM's model runner v2 between minor releases."""
 
     logits: tuple[str, ...]  # parameters of ``LogitsProcessor.forward``
     drafts_and_ranks: bool  # speculative decoding and tensor parallelism have been tried

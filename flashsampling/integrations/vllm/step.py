@@ -143,7 +143,7 @@ class VllmStep(FusedStep):
         return mask if out is None else out.copy_(mask)
 
     def read_counts(self, slots: Tensor, rows: Rows) -> Counted:
-        """See ``read_counts``."""
+        """Returns token counts of slots (``read_counts``)."""
         return read_counts(self.sampler.penalties_state, slots, rows, self.head.vocab_size, self.tokens)
 
 

@@ -157,7 +157,8 @@ def _compared(head: Any, batch: Any, row: int, request: Any, noted: Any, out: An
         asked["joint_top_p"] = not params.min_p  # which no request has beside both
     alone = flashsampling.sample(
         state, head.weight, temperature=0.0 if greedy else params.temperature,
-        seed=noted.row.seed if params.sampling_seed is None else params.sampling_seed, offset=position, vocab_size=vocab_size,
+        seed=noted.row.seed if params.sampling_seed is None else params.sampling_seed,
+        offset=position, vocab_size=vocab_size,
         **head.transform, **asked,
     )  # fmt: skip
     token, wrong = int(out.token_ids[row]), []

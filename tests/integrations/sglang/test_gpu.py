@@ -40,8 +40,10 @@ SERVED: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 LEFT: dict[str, dict[str, Any]] = {
     "penalties": {"repetition_penalty": 1.3},
-    "more than 1024 tokens with a bias": {"logit_bias": {str(token): 0.01 for token in range(1003)}, "min_new_tokens": 2,
-                                          "stop_token_ids": [*range(1, 60)]},
+    "more than 1024 tokens with a bias": {
+        "logit_bias": {str(token): 0.01 for token in range(1003)}, "min_new_tokens": 2,
+        "stop_token_ids": [*range(1, 60)],
+    },
 }  # fmt: skip
 
 

@@ -187,7 +187,8 @@ def test_other_signatures(monkeypatch, caplog):
         pass
 
     monkeypatch.setattr(fakes.ModelRunner, "sample", sample)
-    said = "ModelRunner.sample takes self, logits_output, forward_batch, sampler here, not self, logits_output, forward_batch"
+    known = "self, logits_output, forward_batch"
+    said = f"ModelRunner.sample takes {known}, sampler here, not {known}"
     assert refused_words(monkeypatch, caplog) == f"{said}: this release of SGLang is not known"
 
 
@@ -231,12 +232,7 @@ def test_forks_of_sglang(place, error, monkeypatch, caplog):
 
 @pytest.mark.parametrize(
     "runner",
-    [
-        SimpleNamespace(is_draft_worker=False),
-        SimpleNamespace(),
-        Hostile(ValueError("no")),
-        Hostile(Panic("no")),
-    ],
+    [SimpleNamespace(is_draft_worker=False), SimpleNamespace(), Hostile(ValueError("no")), Hostile(Panic("no"))],
     ids=["no modules", "nothing", "error", "panic"],
 )
 def test_runners_that_nobody_expected(runner, monkeypatch, caplog):
@@ -299,6 +295,7 @@ def test_counters_without_the_plug_in():
 
 
 def test_nothing_is_imported_of_sglang():
-    code = "import flashsampling.integrations.sglang as it, sys; it.register(); print([m for m in sys.modules if 'sglang.' in m])"
+    code = "import flashsampling.integrations.sglang as it, sys; it.register(); "
+    code += "print([m for m in sys.modules if 'sglang.' in m])"
     got = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert all(name.startswith("'flashsampling") for name in got.strip("[]\n").split(", "))

@@ -128,8 +128,9 @@ def test_the_fakes_have_nothing_that_sglang_has_not():
 
 
 DRAWN_FROM = {  # what ``asks.note`` reads, and with the request's grammar
-    "stop_token_ids", "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
-    "min_new_tokens", "n", "logit_bias", "sampling_seed", "json_schema", "regex", "ebnf", "structural_tag",
+    "stop_token_ids", "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty",
+    "repetition_penalty", "min_new_tokens",
+    "n", "logit_bias", "sampling_seed", "json_schema", "regex", "ebnf", "structural_tag",
 }  # fmt: skip
 AROUND_A_DRAW = {  # or for a custom logit processor alone
     "max_new_tokens", "stop", "stop_regex", "ignore_eos", "skip_special_tokens", "spaces_between_special_tokens",

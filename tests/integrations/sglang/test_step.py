@@ -14,6 +14,7 @@ import flashsampling
 from flashsampling.integrations.engine import head as engine_head
 from flashsampling.integrations.engine.request_info import FALLBACK_REASONS, SGLANG_FALLBACKS, FallbackReason
 from flashsampling.integrations.sglang import Refused, counters, load, settings
+from flashsampling.integrations.sglang import runner as runner_module
 from flashsampling.integrations.sglang.runner import _NEWER, check_runner
 
 from . import fakes
@@ -262,14 +263,9 @@ def test_a_request_of_every_kind_that_is_left(name, graphs, caplog):
 
 
 def test_every_reason_has_a_test():
-    tested = {name.split(", ")[0] for name in LEFT_TO_SGLANG} | {
-        FALLBACK_REASONS[FallbackReason.LOGITS],
-        FALLBACK_REASONS[FallbackReason.UNSEEN],
-    }
-    tested |= {
-        FALLBACK_REASONS[reason]
-        for reason in (FallbackReason.BEAMS, FallbackReason.SUPPORT, FallbackReason.OBSERVER, FallbackReason.ALIGNED)
-    }  # of 0.5.23
+    tested = {name.split(", ")[0] for name in LEFT_TO_SGLANG} | {name.split(", without")[0] for name in BATCHES if name}
+    newer = FallbackReason.BEAMS, FallbackReason.SUPPORT, FallbackReason.ALIGNED  # of 0.5.23
+    tested |= {reason.text for reason in newer}
     assert tested == {reason.text for reason in SGLANG_FALLBACKS}
 
 
@@ -409,15 +405,28 @@ def test_prompt_logprobs_get_logits_and_the_draw_is_fused():
     assert runner.model.logits_processor.rows == rows + 1 + len(PROMPT)
 
 
-def test_hidden_states_that_are_asked_for_are_the_requests():
-    runner = runner_of()
-    states = states_of(1)
-    tokens, output = step(
-        runner, decode(reqs := [Req(PROMPT, SERVED["plain"])], capture_hidden_mode=CaptureHiddenMode.FULL), states, reqs
-    )
-    assert int(tokens) == LEFT
-    assert output.hidden_states is not None
-    assert counters(runner)["reasons"] == {FALLBACK_REASONS[FallbackReason.LOGITS]: 1}
+BATCHES = {  # what makes SGLang sample a batch
+    "hidden states to return, or logits that are there already": {"capture_hidden_mode": CaptureHiddenMode.FULL},
+    "a batch that was made in another way": {"flashsampling": None},
+    "a batch that was made in another way, without lengths": {"seq_lens_cpu": None},
+    "an observer of its logits": True,
+    "": False,  # an observer of other batches
+}
+
+
+@pytest.mark.parametrize("words", BATCHES)
+def test_batches_that_are_left(words):
+    runner, reqs = runner_of(), [Req(PROMPT, SamplingParams(sampling_seed=1)) for _ in range(2)]
+    batch = decode(reqs)
+    forward_batch = load.after_init_new(ForwardBatch.init_new(batch, runner), ForwardBatch, batch, runner)
+    if isinstance(BATCHES[words], dict):
+        vars(forward_batch).update(BATCHES[words])
+    else:  # of 0.5.23
+        runner.sampling_observer = SimpleNamespace(is_active=lambda info: BATCHES[words])
+    output = runner.forward(forward_batch, states_of(2))
+    assert (runner.sample(output, forward_batch).tolist() == [LEFT] * 2) is bool(words)
+    assert counters(runner)["reasons"] == ({words.split(", without")[0]: 1} if words else {})
+    assert (output.hidden_states is None) is not words.startswith("hidden states")  # which are the requests'
 
 
 def test_prefill_without_a_draw_gets_logits():
@@ -426,13 +435,6 @@ def test_prefill_without_a_draw_gets_logits():
     output = runner.forward(forward_batch, states_of(4))
     assert output.next_token_logits.shape == (1, V)
     assert output.hidden_states is None
-
-
-def test_a_batch_that_was_not_seen():
-    runner = runner_of()
-    forward_batch = ForwardBatch.init_new(decode([Req(PROMPT, SamplingParams())] * 2), runner)
-    assert runner.sample(runner.forward(forward_batch, states_of(2)), forward_batch).tolist() == [LEFT] * 2
-    assert counters(runner)["reasons"] == {FALLBACK_REASONS[FallbackReason.UNSEEN]: 1}
 
 
 def test_rows_without_a_score_get_token_0():
@@ -762,7 +764,7 @@ def test_arguments_that_are_refused(words, monkeypatch):
     ],
 )
 def test_runners_that_are_refused(words, change):
-    runner = fakes.ModelRunner(fakes.Model(V, D))
+    runner = fakes.ModelRunner(fakes.Model(V, D), fakes.server_args(cuda_graph_config=None))
     check_runner(runner, runner.server_args, fakes.Sampler)
     change(runner)
     with pytest.raises(Refused) as refused:
@@ -770,11 +772,13 @@ def test_runners_that_are_refused(words, change):
     assert str(refused.value) == words
 
 
-def test_nan_that_sglang_is_to_replace(monkeypatch):
-    monkeypatch.setattr(SANITIZES, "get", lambda: True)
+@pytest.mark.parametrize("name", runner_module._ABOUT_NAN)
+def test_logits_in_which_nan_is_looked_for(name, monkeypatch):
+    envs = SimpleNamespace(**{"SGLANG_SANITIZE_NAN_LOGITS": SANITIZES, name: SimpleNamespace(get=lambda: True)})
+    monkeypatch.setitem(sys.modules, "sglang.srt.environ", SimpleNamespace(envs=envs))
     runner = fakes.ModelRunner(fakes.Model(V, D), fakes.server_args())
     load.after_load_model(None, runner)
-    assert "SGLANG_SANITIZE_NAN_LOGITS" in counters(runner)["refused"]
+    assert name in counters(runner)["refused"]
 
 
 def test_a_greedy_request_where_sglang_is_deterministic():
@@ -784,11 +788,6 @@ def test_a_greedy_request_where_sglang_is_deterministic():
     mates = [Req(PROMPT, SamplingParams(temperature=0.0)), Req(PROMPT, SamplingParams(repetition_penalty=1.2))]
     token = step(runner, decode(alone), states[:1], alone)[0][0]
     assert step(runner, decode(mates), states, mates)[0][0] == token
-
-
-def test_no_graphs_at_all_are_no_hindrance():
-    arguments = fakes.server_args(cuda_graph_config=None)
-    check_runner(fakes.ModelRunner(fakes.Model(V, D), arguments), arguments, fakes.Sampler)
 
 
 # -- what is new in 0.5.23
@@ -805,26 +804,12 @@ def newer(monkeypatch):
     return in_force
 
 
-NEWER_ARGUMENTS = {
-    "hidden states to be returned": {"return_hidden_states_mode": "last"},
-    "hidden states of inner layers to be returned": {"enable_return_aux_hidden_states": True},
-    "hidden states of inner layers to be returned, by name": {"aux_hidden_state_capture": "eagle3"},
-    "watermarks": {"enable_watermark": True},
-    "parts of prefixes that are computed again": {"enable_encoder_swa_bounded_replay": True},
-    "parts of prefixes that are computed again, decoder": {"enable_decoder_swa_bounded_replay": True},
-    "steps of few rows that one kernel does, logits too": {"enable_nvidia_megakernel": True},
-    "steps of few rows that one kernel does, logits too, AMD's": {"enable_amd_monokernel": True},
-}
-
-
-@pytest.mark.parametrize("words", NEWER_ARGUMENTS)
-def test_newer_arguments_that_are_refused(newer, words):
-    newer.update(NEWER_ARGUMENTS[words])
+@pytest.mark.parametrize("name", _NEWER)
+def test_newer_arguments_that_are_refused(newer, name):
+    newer[name] = "something"
     runner = fakes.ModelRunner(fakes.Model(V, D), fakes.server_args())
     load.after_load_model(None, runner)
-    (refused,) = counters(runner).values()
-    assert words.startswith(refused)
-    assert refused.split(", ")[0] == words.split(", ")[0]
+    assert counters(runner) == {"refused": _NEWER[name]}
 
 
 def test_arguments_are_those_in_force(newer):
@@ -853,15 +838,6 @@ def test_logprobs_that_are_a_prefills(newer, version, deterministic, monkeypatch
     left = deterministic and version == "0.5.23"
     assert counters(runner)["reasons"] == ({"logprobs that are a prefill's to the bit": 1} if left else {})
     assert (counters(runner)["split"] == 1) is left
-
-
-@pytest.mark.parametrize("name", ["SGLANG_ENABLE_NAN_LOGITS_CHECK", "SGLANG_ENABLE_ASYNC_ASSERT"])
-def test_logits_in_which_nan_is_looked_for(name, monkeypatch):
-    envs = SimpleNamespace(SGLANG_SANITIZE_NAN_LOGITS=SANITIZES, **{name: SimpleNamespace(get=lambda: True)})
-    monkeypatch.setitem(sys.modules, "sglang.srt.environ", SimpleNamespace(envs=envs))
-    runner = fakes.ModelRunner(fakes.Model(V, D), fakes.server_args())
-    load.after_load_model(None, runner)
-    assert name in counters(runner)["refused"]
 
 
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
@@ -966,15 +942,6 @@ def test_beams_find_their_logits(newer):
         load.before_logits_are_taken(batch, SimpleNamespace(), output)
 
 
-@pytest.mark.parametrize("active", [True, False])
-def test_an_observer_of_logits(newer, active):
-    runner = runner_of()
-    runner.sampling_observer = SimpleNamespace(is_active=lambda info: active)
-    tokens, _ = step(runner, decode(reqs := [Req(PROMPT, SamplingParams(sampling_seed=1))]), states_of(1), reqs)
-    assert (tokens.tolist() == [LEFT]) is active
-    assert counters(runner)["reasons"] == ({"an observer of its logits": 1} if active else {})
-
-
 @pytest.mark.parametrize("version", ["0.5.15", "0.5.23"])
 def test_ends_of_the_model_and_min_new_tokens(version, newer, monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
@@ -985,16 +952,6 @@ def test_ends_of_the_model_and_min_new_tokens(version, newer, monkeypatch):
     assert (tokens.tolist() == [40]) is (version == "0.5.15")
     tokens, _ = step(runner, decode(reqs, 3), states_of(1), reqs)
     assert tokens.tolist() == [40]
-
-
-def test_a_batch_whose_lengths_the_host_does_not_know():
-    runner = runner_of()
-    reqs = [Req(PROMPT, SamplingParams(min_new_tokens=3))]
-    batch = decode(reqs)
-    forward_batch = load.after_init_new(ForwardBatch.init_new(batch, runner), ForwardBatch, batch, runner)
-    forward_batch.seq_lens_cpu = None
-    assert runner.sample(runner.forward(forward_batch, states_of(1)), forward_batch).tolist() == [LEFT]
-    assert counters(runner)["reasons"] == {"a batch that was made in another way": 1}
 
 
 def test_a_draft_worker_is_passed_over():
@@ -1075,11 +1032,3 @@ def test_what_is_said(caplog, monkeypatch):
         loaded(enable_custom_logit_processor=True)
     said = caplog.records[0].getMessage()
     assert "a custom logit processor" in said
-
-
-def test_counters_are_logged_now_and_then(caplog):
-    runner = runner_of()
-    with caplog.at_level(logging.INFO, "sglang.flashsampling"):
-        for _ in range(4096):
-            runner.flashsampling.counts.add("fused")
-    assert [record.args["fused"] for record in caplog.records] == [1024, 2048, 4096]

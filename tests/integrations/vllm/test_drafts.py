@@ -1,7 +1,6 @@
 """vLLM's drafts in the plug-in, on a model runner that is made up: the tokens of every request are those without
 drafts."""
 
-import dataclasses
 import functools
 from types import SimpleNamespace
 
@@ -298,12 +297,3 @@ def test_the_log_says_so(model):
         head, rules, "streaming", 3
     )
     assert "drafts" not in summarize(head, rules, "streaming")
-
-
-def test_drafts_nobody_announced():
-    """Are vLLM's."""
-    runner = runner_of()
-    runner.add(a=(PROMPT, SamplingParams()))
-    batch = runner.batch({"a": 4})
-    runner.sample(states_of(batch), dataclasses.replace(batch, num_draft_tokens=2), None)
-    assert runner.flashsampling.counters()["reasons"] == {"drafts": 1}

@@ -64,8 +64,9 @@ class Knowing:
 
 def engine_of(**more):
     engine = Engine(
-        model_folder(*MODEL), max_model_len=512, max_num_seqs=32, max_num_batched_tokens=256, gpu_memory_utilization=0.2,
-        enable_prefix_caching=True, logprobs_mode="raw_logprobs", max_logprobs=30, **OPTIONS, **more,
+        model_folder(*MODEL), max_model_len=512, max_num_seqs=32, max_num_batched_tokens=256,
+        gpu_memory_utilization=0.2, enable_prefix_caching=True,
+        logprobs_mode="raw_logprobs", max_logprobs=30, **OPTIONS, **more,
     )  # fmt: skip
     engine.tell(spread_logits, 2.0)
     return engine
@@ -95,8 +96,7 @@ def without():
     """What is decoded without drafts, and with which log-probabilities."""
     engine = engine_of()
     outputs = engine.generate(
-        [prompt for prompt, *_ in REQUESTS],
-        [params_of(engine, kind, seed=seed) for _, kind, seed in REQUESTS],
+        [prompt for prompt, *_ in REQUESTS], [params_of(engine, kind, seed=seed) for _, kind, seed in REQUESTS]
     )
     return {tuple(prompt): output for (prompt, *_), output in zip(REQUESTS, outputs)}
 
@@ -157,13 +157,7 @@ def watch(engine, monkeypatch):
                 mask = batch.grammar.masks[batch.grammar.rows.tolist().index(row)]
             seed = int(runner.sampler.sampling_states.seeds.np[slot])
             wanted = alone(
-                weight,
-                batch.hidden_states[row : row + 1],
-                params,
-                so_far[:prompt_len],
-                so_far[prompt_len:],
-                seed,
-                mask,
+                weight, batch.hidden_states[row : row + 1], params, so_far[:prompt_len], so_far[prompt_len:], seed, mask
             )
             assert int(out[0].token_ids[row]) == int(wanted.token_ids), params
             seen.drawn[(seed, *so_far)] = int(out[0].token_ids[row])
@@ -196,8 +190,7 @@ def test_tokens_are_those_without_drafts(engine, without, checked):
     """Of all kinds of requests, in batches of different ones, with chunked prompts; in fewer steps."""
     before = engine.tell(counters)
     outputs = engine.generate(
-        [prompt for prompt, *_ in REQUESTS],
-        [params_of(engine, kind, seed=seed) for _, kind, seed in REQUESTS],
+        [prompt for prompt, *_ in REQUESTS], [params_of(engine, kind, seed=seed) for _, kind, seed in REQUESTS]
     )
     after = engine.tell(counters)
     check_texts(REQUESTS, outputs, without, checked)
@@ -267,10 +260,7 @@ def test_what_is_left_to_vllm(engine, without, checked, reason):
     chosen = [REQUESTS[i] for i in (0, KINDS.index("repetition"), KINDS.index("logprobs"))]
     outputs = engine.generate(
         [*prompts_of(1, seed=7), *(prompt for prompt, *_ in chosen)],
-        [
-            params_of(engine, reason),
-            *(params_of(engine, kind, seed=seed) for _, kind, seed in chosen),
-        ],
+        [params_of(engine, reason), *(params_of(engine, kind, seed=seed) for _, kind, seed in chosen)],
     )
     check_texts(chosen, outputs[1:], without, checked)
     last = engine.tell(counters)

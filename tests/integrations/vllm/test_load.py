@@ -105,8 +105,7 @@ def test_a_bad_value(variable, monkeypatch, caplog):
 
 
 @pytest.mark.parametrize(
-    ("version", "release"),
-    [("0.26.0", "0.26"), ("0.26.1rc2.dev3+g123", "0.26"), ("0.26", "0.26"), ("0.33.0", "0.33")],
+    ("version", "release"), [("0.26.0", "0.26"), ("0.26.1rc2.dev3+g123", "0.26"), ("0.26", "0.26"), ("0.33.0", "0.33")]
 )
 def test_known_releases(version, release):
     assert settings.check_version(version) is settings.KNOWN[release]
@@ -280,7 +279,8 @@ FORKS = {  # of vLLM's worker
         "TypeError('sealed')",
     ),
     "a getattr that raises": (
-        "class Panic(BaseException):\n    pass\ndef __getattr__(name):\n    if name == 'Worker':\n        raise Panic('no')",
+        "class Panic(BaseException):\n    pass\n"
+        "def __getattr__(name):\n    if name == 'Worker':\n        raise Panic('no')",
         "Panic('no')",
     ),
 }

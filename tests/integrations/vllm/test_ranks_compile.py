@@ -1,4 +1,4 @@
-"""Of vLLM over several ranks nothing compiles while it serves: first the warm-up, then batches of all kinds, compiled
+"""Nothing compiles while vLLM serves over several ranks: first the warm-up, then batches of all kinds, compiled
 for a GPU without one, and not run. In a process of its own."""
 
 import pytest
@@ -88,12 +88,14 @@ if impl == "cute":  # its own kernels are of the head alone
 
 
 def asked_for(request, batch):
-    return parse_sampling_params(request, BatchShape(batch, V, V, torch.device("cpu"), 1)) if request else DEFAULT_PARAMS
+    shape = BatchShape(batch, V, V, torch.device("cpu"), 1)
+    return parse_sampling_params(request, shape) if request else DEFAULT_PARAMS
 
 
 def warm_up(weight, requests, *, max_batch_size, tp):
     some = [asked_for(request, max_batch_size) for request in requests]
-    for params, batch in itertools.product([params for params in some if params is not DEFAULT_PARAMS], (1, max_batch_size)):
+    some = [params for params in some if params is not DEFAULT_PARAMS]
+    for params, batch in itertools.product(some, (1, max_batch_size)):
         states, zeros = torch.zeros(batch, DIM, dtype=weight.dtype), torch.zeros(batch, dtype=torch.int64)
         for step in _of_any_number(step_of(states, params.rows(0, batch), torch.ones(batch), zeros, zeros), tp):
             drawn(step)
@@ -137,7 +139,8 @@ kinds = dict(test_vllm.SERVED) | {
     "many biases": SamplingParams(seed=1, logit_bias={token: 1.0 for token in range(100)}),
     "many biases, logprobs": SamplingParams(seed=1, logit_bias={token: 1.0 for token in range(100)}, logprobs=7),
 }
-batches = [*((kind,) for kind in kinds), *itertools.combinations(kinds, 2), ("k of 128",) * 5, ("plain", "logprobs") * 4]
+batches = [*((kind,) for kind in kinds), *itertools.combinations(kinds, 2)]
+batches += [("k of 128",) * 5, ("plain", "logprobs") * 4]
 for names in batches:
     runner = runner_of()
     requests = {str(i): (test_vllm.PROMPT, kinds[name]) for i, name in enumerate(names)}

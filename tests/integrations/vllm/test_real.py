@@ -126,7 +126,8 @@ def batch_of(runner, names):
     lengths = runner.req_states.prefill_len.np[slots]
     there, zeros = torch.from_numpy(slots), torch.zeros(count, dtype=torch.int32)
     batch = InputBatch.make_dummy(count, count, SimpleNamespace(
-        device=CPU, seq_lens=torch.zeros(SLOTS, dtype=torch.int32), query_start_loc=torch.zeros(SLOTS + 1, dtype=torch.int32),
+        device=CPU, seq_lens=torch.zeros(SLOTS, dtype=torch.int32),
+        query_start_loc=torch.zeros(SLOTS + 1, dtype=torch.int32),
         input_ids=torch.zeros(64, dtype=torch.int32), positions=torch.zeros(64, dtype=torch.int64),
         is_padding=torch.zeros(64, dtype=torch.bool),
     ))  # fmt: skip
@@ -191,11 +192,7 @@ AROUND_A_DRAW = {  # the front end's, the scheduler's, or ``compute_logits``'
 }  # fmt: skip
 if NEWER:
     AROUND_A_DRAW |= {"prompt_logprob_token_ids", "prompt_logprob_start", "stream_interval"}
-    AROUND_A_DRAW |= {
-        "watermarking",
-        "_watermarking_skipped",
-        "trace_decode_token_ids",
-    }  # ``check_runner``'s
+    AROUND_A_DRAW |= {"watermarking", "_watermarking_skipped", "trace_decode_token_ids"}  # ``check_runner``'s
 BESIDE_A_GRAMMAR = {"structured_outputs"} if NEWER else set()  # see ``settings.Release.min_tokens_respects_grammar``
 
 
@@ -282,8 +279,8 @@ def test_the_distribution_is_that_of_vllms_sampler(chosen, monkeypatch):
     draw = step.draw
     monkeypatch.setattr(step, "draw", lambda each: seen.setdefault("out", draw(each)))
     processed = runner.sampler.sample(
-        runner.model.compute_logits(states), *mappings(batch), batch.positions, batch.input_ids, batch.expanded_local_pos,
-        *lengths(batch), return_logprobs=True,
+        runner.model.compute_logits(states), *mappings(batch), batch.positions, batch.input_ids,
+        batch.expanded_local_pos, *lengths(batch), return_logprobs=True,
     )[1].double().log_softmax(-1)  # fmt: skip
     own, *_ = GPUModelRunner.sample(runner, states, batch, None)
     drawn = []
@@ -319,8 +316,8 @@ def batch_with_drafts(runner, drafts):
     input_ids = torch.full((64,), 7, dtype=torch.int32)
     starts = cu_num_logits.clone()  # all tokens have logits
     indices = combine_sampled_and_draft_tokens(
-        input_ids, there, state.last_sampled_tokens, starts, lengths, state.prefill_len.gpu, state.draft_tokens, cu_num_logits,
-        int(bounds[-1]),
+        input_ids, there, state.last_sampled_tokens, starts, lengths, state.prefill_len.gpu, state.draft_tokens,
+        cu_num_logits, int(bounds[-1]),
     )  # fmt: skip
     expanded, local = expand_idx_mapping(there, int(bounds[-1]), cu_num_logits, state.draft_tokens.shape[1] + 1)
     return dataclasses.replace(

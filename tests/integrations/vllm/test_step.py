@@ -22,14 +22,10 @@ from flashsampling.exchange_protocol import WHOLE
 from flashsampling.inputs import SampleResult
 from flashsampling.integrations.engine import kernel_variants
 from flashsampling.integrations.engine import step as engine_step
-from flashsampling.integrations.engine.graphs import Graphs, _Recording, graph_size
+from flashsampling.integrations.engine.graphs import Graphs, _Recording
 from flashsampling.integrations.engine.head import Layers
 from flashsampling.integrations.engine.kernel_variants import (
-    ALL_PARAMS,
     PENALTIES,
-    PLAIN_VARIANT,
-    KernelVariant,
-    choose_variant,
     default_rows,
     list_variants,
 )
@@ -152,13 +148,15 @@ SERVED = {
     "many_biases": SamplingParams(seed=10, logit_bias={token: 0.1 * (token % 50) for token in range(100)}),
     "allowed": SamplingParams(seed=11, allowed_token_ids=[3, 31, 32, 330]),
     "bad_words": SamplingParams(seed=12, temperature=0.0, bad_words_token_ids=[[token] for token in range(0, V, 2)]),
-    "min_tokens": SamplingParams(seed=13, min_tokens=2, stop_token_ids=[*range(100, 160)], logit_bias={120: 40.0, 200: 20.0}),
+    "min_tokens": SamplingParams(
+        seed=13, min_tokens=2, stop_token_ids=[*range(100, 160)], logit_bias={120: 40.0, 200: 20.0}
+    ),
     "logprobs": SamplingParams(seed=14, logprobs=5, top_k=20),
     "logprobs_0": SamplingParams(seed=15, logprobs=0),
     "everything": SamplingParams(
-        seed=16, temperature=1.7, top_k=50, min_p=0.01, repetition_penalty=1.3, frequency_penalty=0.2, presence_penalty=0.1,
-        logit_bias={9: 2.0}, allowed_token_ids=[*range(0, V, 3)], bad_words_token_ids=[[9], [12]], min_tokens=1,
-        stop_token_ids=[15], logprobs=3,
+        seed=16, temperature=1.7, top_k=50, min_p=0.01, repetition_penalty=1.3, frequency_penalty=0.2,
+        presence_penalty=0.1, logit_bias={9: 2.0}, allowed_token_ids=[*range(0, V, 3)], bad_words_token_ids=[[9], [12]],
+        min_tokens=1, stop_token_ids=[15], logprobs=3,
     ),
 }  # fmt: skip
 LEFT_TO_VLLM = {
@@ -428,55 +426,6 @@ def test_there_are_not_more_graphs_than_some(monkeypatch):
         states = states_of(batch)
         check_rows(runner, batch, states, runner.sample(states, batch, None)[0], requests)
     assert runner.flashsampling.step.graphs.replays == 4
-
-
-def test_sizes_of_graphs():
-    sizes = [graph_size(batch, 250) for batch in range(1, 251)]
-    assert all(size >= batch for batch, size in enumerate(sizes, 1))
-    assert sizes == sorted(sizes)
-    assert sorted(set(sizes)) == [1, 2, 4, *range(8, 65, 8), *range(80, 250, 16), 250]
-
-
-def test_no_graph_is_recorded_where_memory_is_short(monkeypatch):
-    """Before anything is captured: less than the largest step may need, but for what the pool has already."""
-
-    class Recording:
-        def capture_begin(self, pool, **how):
-            pools.append(pool)
-            free[0] -= 1000  # what the graphs' pool takes
-
-        def capture_end(self):
-            pass
-
-        def replay(self):
-            pass
-
-    def work():
-        return drawn
-
-    graphs, needed, free = Graphs(8, D, torch.float32, torch.device("cpu"), V), 3 * 4 * 8 * (V + 11_264), [0]
-    stream, handles = SimpleNamespace(wait_stream=lambda other: None), iter(range(9))
-    drawn = SampleResult(torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, dtype=torch.int32))
-    pools: list[int] = []
-    for name, value in {
-        "mem_get_info": lambda device: (free[0], 1 << 40),
-        "graph_pool_handle": lambda: next(handles),
-        "Stream": lambda device: stream,
-        "current_stream": lambda device: stream,
-        "stream": lambda stream: contextlib.nullcontext(),
-        "CUDAGraph": Recording,
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, value)
-    for free[0], is_enough in ((needed - 1, False), (needed, True), (needed - 1000, True), (needed - 2001, False)):
-        with contextlib.nullcontext() if is_enough else pytest.raises(torch.OutOfMemoryError, match="free"):
-            assert graphs._record(work).result is drawn
-    graphs.forget()
-    free[0] = needed - 1
-    with pytest.raises(torch.OutOfMemoryError, match="free"):
-        graphs._record(work)
-    free[0] = needed
-    graphs._record(work)
-    assert pools == [0, 0, 1]  # torch records nothing into a pool whose graphs are gone
 
 
 def test_rows_of_a_wide_mask_lie_as_ever():
@@ -797,13 +746,37 @@ class PenaltiesState:
 
 
 class OnlyEven:
-    """A logits processor of somebody's."""
+    """A user's logits processor."""
 
 
 NamedAlike = type("BadWordsState", (), {"__module__": "somebody.plugin"})
-
-
 TRIED, NEWER = KNOWN["0.26"], KNOWN["0.33"]
+
+
+@pytest.fixture
+def loaded(monkeypatch):
+    """A runner that can be fused, with what is read of it."""
+    for name in ("FLASHSAMPLING_VLLM_TP", "FLASHSAMPLING_VLLM_GRAPHS"):
+        monkeypatch.delenv(name, raising=False)
+    runner = fakes.Runner(fakes.Model(V, D), fakes.Sampler(SLOTS, V), [0])
+    parallel = SimpleNamespace(tensor_parallel_size=1, prefill_context_parallel_size=1)
+    runner.vllm_config = SimpleNamespace(parallel_config=parallel, speculative_config=None)
+    runner.model_config = SimpleNamespace(logits_processors=None)
+    runner.use_pp, runner.is_pooling_model, runner.decode_query_len = False, False, 1
+    runner.device = torch.device("cuda")
+    return runner
+
+
+def check(runner, why, release=TRIED, kind=fakes.Runner, **changes):
+    """Refuses a runner with these changes for this reason; None: it is not refused."""
+    for where, value in changes.items():
+        *path, last = where.split("__")
+        setattr(functools.reduce(getattr, path, runner), last, value)
+    with contextlib.nullcontext() if why is None else pytest.raises(Refused, match=why):
+        check_runner(runner, release, kind, fakes.Sampler)
+
+
+RANKS, DRAFTS = "vllm_config__parallel_config__tensor_parallel_size", "vllm_config__speculative_config"
 
 
 @pytest.mark.parametrize(
@@ -815,92 +788,44 @@ TRIED, NEWER = KNOWN["0.26"], KNOWN["0.33"]
         ("sampler", None, "samples nothing"),
         ("sampler", SimpleNamespace(compute_nans=False), "sampler of its own"),
         ("decode_query_len", 3, "3 new tokens"),
-        ("sampler.compute_nans", True, "VLLM_COMPUTE_NANS_IN_LOGITS"),
-        ("sampler.logits_processors", [PenaltiesState(), OnlyEven()], r"custom logits processors: .*\.OnlyEven"),
-        ("sampler.logits_processors", [NamedAlike()], "custom logits processors: somebody.plugin.BadWordsState"),
-        ("sampler.return_sampling_mask", True, "return_sampling_mask"),
-        ("sampler.trace_replay_state", OnlyEven(), "enable_trace_replay"),
-        ("model_config.logits_processors", ["some.module:Class"], "custom logits processors"),
-        ("vllm_config.parallel_config.tensor_parallel_size", 4, "tensor parallelism, but for two ranks"),
-        ("vllm_config.parallel_config.prefill_context_parallel_size", 2, "context parallelism"),
-        (None, None, None),
+        ("sampler__compute_nans", True, "VLLM_COMPUTE_NANS_IN_LOGITS"),
+        ("sampler__logits_processors", [PenaltiesState(), OnlyEven()], r"custom logits processors: .*\.OnlyEven"),
+        ("sampler__logits_processors", [NamedAlike()], "custom logits processors: somebody.plugin.BadWordsState"),
+        ("sampler__return_sampling_mask", True, "return_sampling_mask"),
+        ("sampler__trace_replay_state", OnlyEven(), "enable_trace_replay"),
+        ("model_config__logits_processors", ["some.module:Class"], "custom logits processors"),
+        (RANKS, 4, "tensor parallelism, but for two ranks"),
+        ("vllm_config__parallel_config__prefill_context_parallel_size", 2, "context parallelism"),
     ],
 )
-def test_runners_that_are_refused(where, value, why, monkeypatch):
-    for name in ("FLASHSAMPLING_VLLM_TP", "FLASHSAMPLING_VLLM_GRAPHS"):
-        monkeypatch.delenv(name, raising=False)
-    runner = fakes.Runner(fakes.Model(V, D), fakes.Sampler(SLOTS, V), [0])
-    parallel = SimpleNamespace(tensor_parallel_size=1, prefill_context_parallel_size=1)
-    runner.vllm_config = SimpleNamespace(parallel_config=parallel, speculative_config=None)
-    runner.model_config = SimpleNamespace(logits_processors=None)
-    runner.use_pp, runner.is_pooling_model, runner.decode_query_len, runner.device = (
-        False,
-        False,
-        1,
-        torch.device("cuda"),
-    )
-    if where is None:
-        check_runner(runner, TRIED, fakes.Runner, fakes.Sampler)
-        parallel.tensor_parallel_size = 2
-        check_runner(runner, TRIED, fakes.Runner, fakes.Sampler)  # as it was timed
-        for name, value in (("GRAPHS", "0"), ("TP", "0")):
-            monkeypatch.setenv(f"FLASHSAMPLING_VLLM_{name}", value)
-            with pytest.raises(Refused, match="tensor parallelism, but for two ranks"):
-                check_runner(runner, TRIED, fakes.Runner, fakes.Sampler)
-            monkeypatch.delenv(f"FLASHSAMPLING_VLLM_{name}")
-        runner.vllm_config.speculative_config = SimpleNamespace()
-        with pytest.raises(Refused, match="no drafts"):
-            check_runner(runner, TRIED, fakes.Runner, fakes.Sampler)
-        parallel.tensor_parallel_size = 4
-        monkeypatch.setenv("FLASHSAMPLING_VLLM_TP", "1")
-        check_runner(runner, TRIED, fakes.Runner, fakes.Sampler)
-        parallel.tensor_parallel_size, runner.vllm_config.speculative_config = 2, None
-        with pytest.raises(Refused, match="tensor parallelism with this release"):
-            check_runner(runner, NEWER, fakes.Runner, fakes.Sampler)
-        parallel.tensor_parallel_size, runner.vllm_config.speculative_config = 1, SimpleNamespace()
-        with pytest.raises(Refused, match="speculative decoding with this release"):
-            check_runner(runner, NEWER, fakes.Runner, fakes.Sampler)
-        runner.vllm_config.speculative_config = None
-        asks = {"logits_processors": [PenaltiesState()], "return_sampling_mask": False, "trace_replay_state": None}
-        vars(runner.sampler).update(asks)
-        for name, value in asks.items():
-            delattr(runner.sampler, name)
-            with pytest.raises(Refused, match=f"the sampler has no {name} here"):
-                check_runner(runner, NEWER, fakes.Runner, fakes.Sampler)
-            setattr(runner.sampler, name, value)
-        check_runner(runner, NEWER, fakes.Runner, fakes.Sampler)
-        with pytest.raises(Refused, match="model runner is a Runner"):
-            check_runner(runner, TRIED, Whole, fakes.Sampler)
-        return
-    *path, last = where.split(".")
-    setattr(functools.reduce(getattr, path, runner), last, value)
-    with pytest.raises(Refused, match=why):
-        check_runner(runner, TRIED, fakes.Runner, fakes.Sampler)
+def test_runners_that_are_refused(where, value, why, loaded):
+    check(loaded, None)
+    check(loaded, why, **{where: value})
 
 
-WANTED = [KernelVariant(*each) for each in itertools.product((False, True), (0, 1, 64, 65), *[(False, True)] * 3)]
+def test_ranks_and_drafts_as_they_were_timed(loaded, monkeypatch):
+    two_ranks = "tensor parallelism, but for two ranks"
+    check(loaded, "model runner is a Runner", kind=Whole)
+    check(loaded, None, **{RANKS: 2})
+    for name in ("GRAPHS", "TP"):
+        monkeypatch.setenv(f"FLASHSAMPLING_VLLM_{name}", "0")
+        check(loaded, two_ranks)
+        monkeypatch.delenv(f"FLASHSAMPLING_VLLM_{name}")
+    check(loaded, "no drafts", **{DRAFTS: SimpleNamespace()})
+    monkeypatch.setenv("FLASHSAMPLING_VLLM_TP", "1")
+    check(loaded, None, **{RANKS: 4})
+    check(loaded, "tensor parallelism with this release", NEWER, **{RANKS: 2, DRAFTS: None})
+    check(loaded, "speculative decoding with this release", NEWER, **{RANKS: 1, DRAFTS: SimpleNamespace()})
 
 
-@pytest.mark.parametrize("in_registers", [False, True])
-def test_mixes(in_registers):
-    """A mix has what is wanted, and where the kernel biases, masks and penalises no more, but behind logits in
-    memory."""
-    assert list_variants(in_registers)[0] == choose_variant(PLAIN_VARIANT, in_registers) == PLAIN_VARIANT
-    assert len(list_variants(in_registers)) == (21 if in_registers else 8)
-    for wanted in WANTED:
-        mix = choose_variant(wanted, in_registers)
-        assert mix in list_variants(in_registers)
-        assert all(has >= want for has, want in zip(mix, wanted)), wanted
-        assert choose_variant(mix, in_registers) == mix
-        of_request = wanted.mask or wanted.penalties
-        if wanted.biases > 64:
-            assert mix == ALL_PARAMS._replace(logprobs=wanted.logprobs or not in_registers)
-        elif in_registers and not wanted.logprobs:
-            assert mix == wanted._replace(biases=64 if wanted.biases else 0)
-        elif wanted.biases or of_request:
-            assert mix == KernelVariant(True, 64, True, wanted.penalties, wanted.logprobs)
-        else:
-            assert mix == KernelVariant(filters=wanted.filters or wanted.logprobs, logprobs=wanted.logprobs)
+def test_a_newer_sampler_has_what_is_known(loaded):
+    known = {"logits_processors": [PenaltiesState()], "return_sampling_mask": False, "trace_replay_state": None}
+    vars(loaded.sampler).update(known)
+    check(loaded, None, NEWER)
+    for name, value in known.items():
+        delattr(loaded.sampler, name)
+        check(loaded, f"the sampler has no {name} here", NEWER)
+        setattr(loaded.sampler, name, value)
 
 
 @pytest.mark.parametrize("in_registers", [False, True])
@@ -980,16 +905,13 @@ def test_a_grammar_alone_is_a_mask_alone(monkeypatch):
     assert calls == [{"token_mask"}, set(), penalties, penalties, {"logit_bias"}]
 
 
-SHARED = {  # what a batch of several ranks asks for: a filter's rounds only if a row has it, one round where all have one top-k
+# What a call of several ranks has: a filter's rounds only if a row has it, one round where all rows have one top-k
+SHARED = {
     "plain": (["plain", "hot", "greedy"], None, {}),
     "one top_k": (["top_k"], None, {"top_k": 5}),
     "one top_k but for a greedy row": (["top_k", "greedy"], None, {"top_k": 5}),
     "a row without top_k": (["top_k", "plain"], None, {"top_k": torch.Tensor}),
-    "two top_k": (
-        ["top_k", "penalised_top_k"],
-        None,
-        {"top_k": torch.Tensor, "token_counts": Counted},
-    ),
+    "two top_k": (["top_k", "penalised_top_k"], None, {"top_k": torch.Tensor, "token_counts": Counted}),
     "top_p": (["top_p", "plain"], None, {"top_p": torch.Tensor}),
     "top_k and top_p": (["top_k_top_p"], None, {"top_k": 7, "top_p": torch.Tensor}),
     "min_p": (["min_p"], None, {"min_p": torch.Tensor}),
@@ -1223,19 +1145,3 @@ def test_counts_by_a_kernel(vocab_size, device):
         shard, _ = read_counts(state, slots, rows, vocab_size, (first, last))
         assert shard.shape == wanted.shape
         assert torch.equal(shard[:, first:last], wanted[:, first:last])
-
-
-@pytest.mark.parametrize("batch", [1, 5, 300])
-def test_settling_by_a_kernel(batch, device):
-    pytest.importorskip("triton")
-    from flashsampling.integrations.engine.kernels import sanitize_kernel
-
-    ids = torch.arange(batch + 1, device=device)
-    ids[::3] = -1
-    before, undefined = ids.clone(), torch.full((1,), 10, device=device)
-    sanitize_token_ids, ones = torch.full_like(ids, -7), torch.full((batch + 1,), -7, dtype=torch.int32, device=device)
-    sanitize_kernel[(-(-batch // 256),)](ids, sanitize_token_ids, ones, undefined, batch, BLOCK=256)
-    assert torch.equal(ids, before)
-    assert sanitize_token_ids.tolist() == [*ids[:batch].clamp(min=0).tolist(), -7]
-    assert ones.tolist() == [1] * batch + [-7]
-    assert int(undefined) == 10 + int((ids[:batch] < 0).sum())
