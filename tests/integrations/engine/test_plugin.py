@@ -1,4 +1,4 @@
-"""What both plug-ins say and do with their variables, with errors of a host, and with counts of steps."""
+"""Variables of both plug-ins, errors of a host, and counts of steps."""
 
 import asyncio
 import logging
@@ -12,7 +12,7 @@ MINE = Plugin("Engine", "FLASHSAMPLING_TEST", "tests.plugin")
 
 
 class Panic(BaseException):
-    """As a Rust extension's."""
+    """Stands for an error of a Rust extension."""
 
 
 class Wordless(Exception):

@@ -48,7 +48,7 @@ def engine(folder: str, seen: Path, plugin: str = "require", **options: Any) -> 
 
 
 def run_scheduler(*args: Any, **kwargs: Any) -> Any:
-    """In place of SGLang's ``run_scheduler_process``, in the process that it starts."""
+    """Replaces SGLang's ``run_scheduler_process``, in the process that it starts."""
     patch = pytest.MonkeyPatch()  # which is never undone
     if ON_CPU:
         _pretend(patch)
@@ -61,7 +61,7 @@ def run_scheduler(*args: Any, **kwargs: Any) -> Any:
 
 
 def run_detokenizer(*args: Any, **kwargs: Any) -> Any:
-    """Likewise ``run_detokenizer_process``."""
+    """Replaces ``run_detokenizer_process``."""
     from sglang.srt.managers.detokenizer_manager import run_detokenizer_process
 
     return run_detokenizer_process(*args, **kwargs)
@@ -137,7 +137,7 @@ def _watch(patch: pytest.MonkeyPatch, seen: Path) -> None:
 
 
 def _compared(head: Any, batch: Any, row: int, request: Any, noted: Any, out: Any) -> dict[str, Any]:
-    """What a row drew, and what is wrong with that."""
+    """Returns what a row drew, and what is wrong with that."""
     params, vocab_size = request.sampling_params, head.vocab_size
     position, state = int(batch.positions[row]), batch.hidden_states[row : row + 1]
     greedy = params.top_k == 1  # as SGLang has a temperature of 0

@@ -1,7 +1,7 @@
-"""What the plug-in sees of SGLang 0.5.15, without SGLang: classes with the names, shapes and dtypes of the real ones,
-on a CPU.
+"""Fakes of the classes of SGLang 0.5.15 that the plug-in reads, with the names, shapes and dtypes of the real ones, on
+a CPU.
 
-``tests/integrations/sglang/test_real.py`` holds them against the real ones where SGLang's Python files are.
+``tests/integrations/sglang/test_real.py`` compares them with the real ones where SGLang's Python files are.
 """
 
 import copy
@@ -18,7 +18,7 @@ TOP_K_ALL = 1 << 30
 
 
 class SamplingParams:
-    """As it is behind ``__post_init__``: a temperature of 0 is top-k 1."""
+    """Parameters after ``__post_init__``: a temperature of 0 is top-k 1."""
 
     beam_width: int | None  # of 0.5.23; 0.5.15 has no such attribute
 

@@ -159,7 +159,7 @@ def test_the_methods_of_another_release(newer, monkeypatch, caplog):
 
 
 def refused_words(monkeypatch, caplog):
-    """What is said where it may go on, and the same where it may not."""
+    """Returns the line that is logged with "auto", which is the error with "require"."""
     monkeypatch.setenv(settings.PLUGIN.variable, "auto")
     with caplog.at_level(logging.INFO, "sglang.flashsampling"):
         register()
@@ -203,7 +203,7 @@ def test_modules_that_are_not_there(monkeypatch, caplog):
 
 
 class Panic(BaseException):
-    """As a Rust extension's."""
+    """Stands for an error of a Rust extension."""
 
 
 class Hostile:
@@ -217,7 +217,7 @@ class Hostile:
 @pytest.mark.parametrize("error", [ImportError("no"), Panic("no")], ids=["import", "panic"])
 @pytest.mark.parametrize("place", ["release", "classes", "registry"])
 def test_forks_of_sglang(place, error, monkeypatch, caplog):
-    """What looking at the engine raises leaves it as it is, with one line."""
+    """An error while the engine is inspected leaves it as it is, with one line."""
 
     def fails(*args):
         raise error
@@ -255,7 +255,7 @@ def scheduler_of(**runner):
 
 
 def test_schedulers_where_it_is_required(monkeypatch):
-    """Also one whose runner was loaded in a way that no hook saw."""
+    """A runner that was loaded where no hook saw it is found too."""
     monkeypatch.setenv(settings.PLUGIN.variable, "require")
     assert load.after_scheduler(None, scheduler_of(flashsampling=object())) is None
     for scheduler, words in (

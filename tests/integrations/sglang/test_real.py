@@ -147,7 +147,7 @@ SINCE = {
 
 
 def test_every_field_of_sampling_params_is_known():
-    """And those that are none of a draw's are read nowhere where logits are."""
+    """Every field is known, and fields that do not concern a draw are read nowhere where logits are."""
     assert set(SamplingParams.__struct_fields__) == DRAWN_FROM | AROUND_A_DRAW | (SINCE if NEWER else set())
     folder = Path(inspect.getfile(SamplingBatchInfo)).parent
     files = [folder / "sampling_batch_info.py", *folder.glob("penaltylib/*.py"), Path(inspect.getfile(Sampler))]
@@ -156,7 +156,7 @@ def test_every_field_of_sampling_params_is_known():
 
 
 class Model(torch.nn.Module):
-    """With SGLang's own head and logits processor."""
+    """A model with SGLang's own head and logits processor."""
 
     def __init__(self, scale=None):
         super().__init__()
@@ -226,7 +226,7 @@ def req_of(return_logprob=False, top_logprobs_num=0, **params):
 
 
 def scheduled(made, reqs, prefill, drawn=1):
-    """What of a ``ScheduleBatch`` SGLang reads to make a ``ForwardBatch``; the rest is None."""
+    """Returns the fields of a ``ScheduleBatch`` that SGLang reads to make a ``ForwardBatch``; others are None."""
 
     class Batch(SimpleNamespace):
         def __getattr__(self, name):
@@ -273,7 +273,7 @@ def step(made, batch, states):
 @pytest.mark.parametrize("prefill", [True, False], ids=["prefill", "decode"])
 @pytest.mark.parametrize("scale", [None, 2.5])
 def test_greedy_tokens_and_log_probabilities_are_sglangs(prefill, scale):
-    """With biases, min_new_tokens and temperatures; top tokens in SGLang's own lists."""
+    """Tokens are equal with biases, min_new_tokens and temperatures; top tokens are in SGLang's own lists."""
     kinds = [
         {"temperature": 0.0},
         {"temperature": 0.0, "logit_bias": {"4": 3.0, "330": 9.0}},
@@ -318,7 +318,7 @@ def test_ends_that_are_forbidden_are_sglangs(ends):
 
 @pytest.mark.parametrize("temperature", [0.4, 1.0, 2.0])
 def test_log_probabilities_at_a_temperature_are_sglangs(temperature):
-    """Of the same tokens: SGLang's sampler is told which ones it drew."""
+    """SGLang's sampler gets the tokens that the step drew."""
     states = torch.randn(4, D, generator=torch.Generator().manual_seed(3))
     made, other = runner_of(), runner_of(fused=False)
     reqs = [req_of(True, row, temperature=temperature) for row in range(4)]
@@ -387,7 +387,7 @@ def test_the_distribution_is_sglangs(kind):
 
 
 def test_what_is_left_goes_sglangs_way():
-    """With its own penalties, and its own argmax."""
+    """SGLang applies its own penalties, and its own argmax."""
     made, other = runner_of(), runner_of(fused=False)
     states = torch.randn(3, D, generator=torch.Generator().manual_seed(5))
     reqs = [req_of(temperature=0.0, repetition_penalty=1.5), req_of(temperature=0.0), req_of(sampling_seed=3)]

@@ -483,7 +483,7 @@ def test_requests_join_and_leave():
 
 
 class Suppressing(fakes.Model):
-    """As Gemma 4's: some tokens' logits are overwritten behind the logits processor."""
+    """Overwrites some tokens' logits after the logits processor, as Gemma 4 does."""
 
     def forward(self, input_ids, positions, forward_batch):
         output = super().forward(input_ids, positions, forward_batch)
@@ -537,7 +537,7 @@ def test_such_models_where_fusing_is_required(kind, monkeypatch):
 
 
 class Panic(BaseException):
-    """As a Rust extension's."""
+    """Stands for an error of a Rust extension."""
 
 
 def fails(*args, **kwargs):
@@ -782,7 +782,7 @@ def test_logits_in_which_nan_is_looked_for(name, monkeypatch):
 
 
 def test_a_greedy_request_where_sglang_is_deterministic():
-    """Of SGLang's own logits, which have 16 bits, the best is often another."""
+    """SGLang's own logits have 16 bits, and often another best token."""
     runner = runner_of(enable_deterministic_inference=True, sampling_backend="pytorch")
     states, alone = states_of(2), [Req(PROMPT, SamplingParams(temperature=0.0))]
     mates = [Req(PROMPT, SamplingParams(temperature=0.0)), Req(PROMPT, SamplingParams(repetition_penalty=1.2))]
@@ -813,7 +813,7 @@ def test_newer_arguments_that_are_refused(newer, name):
 
 
 def test_arguments_are_those_in_force(newer):
-    """As they are given there is no sampling backend, which would be refused."""
+    """The given arguments have no sampling backend, which would be refused."""
     newer["enable_deterministic_inference"] = True
     runner = runner_of(sampling_backend=None)
     assert runner.flashsampling.rules.deterministic
@@ -860,7 +860,7 @@ def test_states_of_another_dtype_than_the_heads(graphs):
 
 
 def test_what_others_put_around_a_model_outlives_the_plug_in():
-    """What was there before, and what came after, as SGLang's one-kernel steps do."""
+    """A wrapper from before stays, and so does one from after, such as SGLang's one-kernel steps."""
     runner = loaded(graphs=False)
     ours = runner.model.forward
 
@@ -922,7 +922,7 @@ def test_requests_of_newer_kinds_are_left(newer):
 
 
 def test_beams_find_their_logits(newer):
-    """What SGLang takes before the draw; of a batch without beams there stay none."""
+    """SGLang takes logits before the draw. A batch without beams still has none."""
     runner, states = runner_of(), states_of(2)
     for grouped, tail in ((True, None), (False, object()), (False, None)):
         reqs = [Req(PROMPT, SamplingParams()), Req(PROMPT, SamplingParams())]
@@ -992,7 +992,7 @@ def test_the_forwards_that_prove_the_model_are_drawn_too(graphs, prompt_logprobs
 
 
 def test_a_split_batch_whose_log_probabilities_nobody_wants_any_more():
-    """As behind an abort, which takes it back."""
+    """An abort takes the wish for log-probabilities back."""
     runner = runner_of()
     reqs = [Req(PROMPT, SERVED["plain"], return_logprob=True), Req(PROMPT, SamplingParams(presence_penalty=1.0))]
     batch = decode(reqs)

@@ -1,7 +1,7 @@
-"""What the plug-in sees of vLLM 0.26.0, without vLLM: classes with the names, shapes and dtypes of the real ones, on
+"""Fakes of the classes of vLLM 0.26.0 that the plug-in reads, with the names, shapes and dtypes of the real ones, on
 the CPU.
 
-``tests/integrations/vllm/test_real.py`` holds them against the real ones where vLLM is installed.
+``tests/integrations/vllm/test_real.py`` compares them with the real ones where vLLM is installed.
 """
 
 import abc
@@ -115,7 +115,7 @@ class Sampler:
         self.req_states.prefill_len.np[slot] = len(prompt)
 
     def __call__(self, input_batch: Any, most_drafts: int = 0) -> Any:
-        """With drafts as vLLM's ``RejectionSampler``, which here accepts none of them."""
+        """With drafts it behaves as vLLM's ``RejectionSampler``, and accepts none of them."""
         rows, counts = input_batch.num_reqs, self.sampling_states.num_logprobs[input_batch.idx_mapping_np]
         logprobs = None
         if counts.max() >= 0:
@@ -132,7 +132,7 @@ class Sampler:
 
 
 class AsyncModelRunnerOutput(abc.ABC):
-    """With what newer releases add."""
+    """Includes methods of newer releases."""
 
     @abc.abstractmethod
     def get_output(self) -> Any: ...
@@ -190,7 +190,7 @@ class Runner:
         return output, output.num_sampled, output.num_rejected
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        """Of a batch and its states, ``execute_model_state``; None: nothing was executed."""
+        """Samples the batch and states in ``execute_model_state``; None: nothing was executed."""
         if self.execute_model_state is None:
             return None
         hidden_states, input_batch = self.execute_model_state
@@ -213,8 +213,8 @@ class Runner:
         self.free.append(self.req_states.req_id_to_index.pop(name))
 
     def batch(self, tokens: dict[str, int], drafts: dict[str, list[int]] | None = None, too_many: int = 0) -> Any:
-        """Of these requests, so many tokens of each and their drafts; and counts them all as computed. ``too_many``:
-        how many more of every request's tokens the host takes for computed."""
+        """Returns a batch with so many tokens of each request and their drafts, and counts them all as computed.
+        ``too_many``: further tokens of every request that the host takes for computed."""
         drafts = {} if drafts is None else drafts
         names, count = list(tokens), len(tokens)
         numbers = np.array([len(drafts.get(name, ())) for name in names], np.int32)
@@ -283,7 +283,7 @@ class Processor(nn.Module):
         return logits * self.scale
 
     def logits_gemm(self, lm_head: Embedding, hidden_states: Tensor, bias: Tensor | None) -> Tensor:
-        """Of the padded vocabulary."""
+        """Returns logits of the padded vocabulary."""
         return nn.functional.linear(hidden_states, lm_head.weight, bias)
 
 

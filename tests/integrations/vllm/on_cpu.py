@@ -88,7 +88,7 @@ def _operators() -> torch.library.Library:
 
 
 def _log1p(x: Any) -> Any:
-    """In place of libdevice's."""
+    """Stands in for libdevice's."""
     import triton.language as tl
 
     return tl.log(1.0 + x)
@@ -100,7 +100,7 @@ def _silu_and_mul(out: Tensor, x: Tensor) -> None:
 
 
 def _own_value(self: Any, positions: Tensor, hidden_states: Tensor) -> Tensor:
-    """In place of attention."""
+    """Stands in for attention."""
     logits_gemm, _ = self.qkv_proj(hidden_states)
     value = logits_gemm.split([self.q_size, self.kv_size, self.kv_size], dim=-1)[2]
     place = 0.1 * torch.sin(positions[:, None].float()).to(value.dtype)
@@ -108,14 +108,14 @@ def _own_value(self: Any, positions: Tensor, hidden_states: Tensor) -> Tensor:
 
 
 def _masked(self: Any, logits: Tensor, input_batch: Any, names: list[str], masks: Any) -> None:
-    """In place of vLLM's, whose copies want pinned memory."""
+    """Stands in for vLLM's, whose copies want pinned memory."""
     for name, mask in zip(names, masks):
         allowed = torch.from_numpy(mask)[:, None] >> torch.arange(32) & 1
         logits[input_batch.req_ids.index(name)].masked_fill_(allowed.flatten()[: logits.shape[1]] == 0, float("-inf"))
 
 
 def _drawn(logits: Tensor, slots: Tensor, temperature: Tensor, *_: Any, **__: Any) -> Tensor:
-    """In place of ``gumbel_sample``, where the temperature is applied already."""
+    """Stands in for ``gumbel_sample``, after the temperature."""
     noise = -torch.empty(logits.shape, dtype=torch.float64).exponential_().log()
     noise[temperature[slots] == 0] = 0
     return (logits + noise).argmax(-1)

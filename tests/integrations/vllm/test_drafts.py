@@ -98,8 +98,8 @@ def decoded(model, requests, rng, drafter=None, constrained=(), chunk=100, runne
 
 
 def both(model, runner=None):
-    """What ``decoded`` gives of every kind of request without drafts, and with drafts that hold, that do not, that are
-    no tokens, and requests without any. ``runner``: that has the drafts, of a shard."""
+    """Returns what ``decoded`` gives for every kind of request without drafts, and with drafts: right ones, wrong ones,
+    ids that are no tokens, and none. ``runner``: draws with the drafts, on a shard."""
     rng = np.random.default_rng(0)
     requests = {name: (rng.integers(0, V, int(rng.integers(2, 7))).tolist(), params) for name, params in SERVED.items()}
     without = decoded(model, requests, rng, constrained=CONSTRAINED)
@@ -129,7 +129,7 @@ def test_tokens_are_those_without_drafts(model):
 
 
 def test_penalties_and_lengths_matter():
-    """Else the test above would pass a plug-in that forgets the drafts before a position."""
+    """Shows that the test above fails for a plug-in that forgets the drafts before a position."""
     runner, plain = runner_of(most_drafts=MOST), runner_of(most_drafts=MOST)
     plain.model = runner.model
     params = SamplingParams(
@@ -194,7 +194,7 @@ def test_a_split_batch():
 
 @pytest.mark.parametrize("reason", ["min_p with top_p", "logprob_token_ids"])
 def test_what_is_left_to_vllm(reason):
-    """With its drafts, and those of its batch mates."""
+    """vLLM gets such a request with its drafts, and those of its batch mates."""
     runner = runner_of(most_drafts=MOST)
     runner.add(a=(PROMPT, LEFT_TO_VLLM[reason]), b=(PROMPT, SamplingParams()))
     runner.batch({"a": 3, "b": 3})
@@ -222,7 +222,7 @@ def test_rows_without_a_score():
 
 
 def test_warm_up(monkeypatch):
-    """As many rows as there are positions, or tokens of a step; and the launch behind the draw."""
+    """The warm-up has as many rows as there are positions, or tokens of a step, and runs the launch after the draw."""
     import flashsampling.integrations.engine.step as module
 
     rows: set[int] = set()

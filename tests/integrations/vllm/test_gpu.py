@@ -97,7 +97,7 @@ class Messages(logging.Handler):
         self.texts.append(record.getMessage())
 
     def noted(self, record):
-        """As a filter, since vLLM 0.33 takes other people's handlers away when it makes an engine."""
+        """Is a filter: vLLM 0.33 removes other handlers when it makes an engine."""
         self.emit(record)
         return True
 
@@ -470,7 +470,8 @@ def test_the_distribution_is_vllms(engine, runner, weight, monkeypatch, kind):
 
 
 def drawn_often(engine, runner, plugin, prompts, params, times):
-    """What is drawn of the prompts' last positions, so many times: of every step as often in the order of its rows."""
+    """Returns what is drawn at the prompts' last positions, so many times: in every step as often, in the order of its
+    rows."""
     engine.tell(use_plugin, plugin)
     original, drawn = type(runner).sample, []
 

@@ -33,7 +33,7 @@ MODEL = (512, 2, 8, 1024, False, V, 2, 64)
 
 
 class Knowing:
-    """In place of vLLM's speculators."""
+    """Stands in for vLLM's speculators."""
 
     supports_mm_inputs = False
     draft_logits = None
@@ -93,7 +93,7 @@ def params_of(engine, kind, **more):
 
 @pytest.fixture(scope="module")
 def without():
-    """What is decoded without drafts, and with which log-probabilities."""
+    """Returns what is decoded without drafts, and the log-probabilities."""
     engine = engine_of()
     outputs = engine.generate(
         [prompt for prompt, *_ in REQUESTS], [params_of(engine, kind, seed=seed) for _, kind, seed in REQUESTS]
@@ -187,7 +187,7 @@ def check_texts(requests, outputs, without, checked):
 
 
 def test_tokens_are_those_without_drafts(engine, without, checked):
-    """Of all kinds of requests, in batches of different ones, with chunked prompts; in fewer steps."""
+    """All kinds of requests, in mixed batches, with chunked prompts, draw the same tokens in fewer steps."""
     before = engine.tell(counters)
     outputs = engine.generate(
         [prompt for prompt, *_ in REQUESTS], [params_of(engine, kind, seed=seed) for _, kind, seed in REQUESTS]
@@ -250,7 +250,7 @@ def test_a_grammar(engine, checked, monkeypatch):
 
 @pytest.mark.parametrize("reason", ["logprob_token_ids", "bad words of several tokens"])
 def test_what_is_left_to_vllm(engine, without, checked, reason):
-    """With its drafts; beside a seed the batch is split, whose tokens stay what they are."""
+    """vLLM gets such a request with its drafts. Beside a seed the batch is split, and the seed's tokens stay."""
     before = engine.tell(counters)
     (output,) = engine.generate(prompts_of(1, seed=7), [params_of(engine, reason)])
     assert len(output.token_ids) == LONG

@@ -104,13 +104,13 @@ def params_of(served, **more):
 
 
 def prompts_of(served, rows):
-    """Of rows' requests: the row, then the first rows' three best tokens, which penalties are of."""
+    """Returns requests' prompts: the row, then the first rows' three best tokens, to which penalties apply."""
     best = served.best[sorted(set(rows))[:FEW], :3].flatten().tolist()
     return [[row, *best] for row in rows]
 
 
 def kinds_of(best: torch.Tensor) -> dict[str, dict[str, Any]]:
-    """What requests ask for, all rows' the same, about tokens that are likely in some of them."""
+    """Returns parameters, the same for all rows, about tokens that are likely in some of them."""
     bans = {token for row in best[:, 1:10:2].tolist() for token in row}
     biased = {
         token: 2.0 * (-1) ** (place + 1) for place, token in enumerate(best[:, [0, 5, 50, 500]].flatten().tolist())
@@ -185,8 +185,8 @@ def by_place(counts: np.ndarray) -> np.ndarray:
 
 
 def test_log_probabilities_are_vllms(served, rows):
-    """Of the 20 best tokens of all rows, and what is drawn: ours, vLLM's, and those in float64; ranks too, but where
-    two logits are as close as two sums of one row can be."""
+    """The 20 best tokens of all rows and the drawn one have vLLM's log-probabilities, and those in float64; ranks too,
+    unless two logits are as close as two sums of one row can be."""
     exact = served.logits.double().log_softmax(-1)
     for asked in ({"temperature": 0.0}, {"temperature": 1.5}):
         found = []

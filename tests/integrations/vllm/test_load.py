@@ -19,7 +19,7 @@ WORKER, EXECUTOR = "vllm.v1.worker.gpu_worker", "vllm.v1.executor.abstract"
 
 
 class Panic(BaseException):
-    """As a Rust extension's."""
+    """Stands for an error of a Rust extension."""
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +56,7 @@ def awaited():
 
 
 def lines(caplog):
-    """What is said, where INFO is shown."""
+    """Returns the log's lines at INFO."""
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.INFO]
 
 
@@ -309,7 +309,7 @@ def test_forks_of_vllm(fork, imported, vllm, monkeypatch, caplog):
 
 
 def test_a_worker_whose_import_raises(vllm, monkeypatch, caplog):
-    """As it does without the plug-in."""
+    """The error is the same without the plug-in."""
     vllm(WORKER, "raise OSError('no driver')")
     monkeypatch.setenv(settings.PLUGIN.variable, "auto")
     register()
@@ -319,7 +319,7 @@ def test_a_worker_whose_import_raises(vllm, monkeypatch, caplog):
 
 
 def test_a_loader_of_another_kind(vllm, monkeypatch):
-    """What else others ask of it, it answers; one that cannot be followed is left."""
+    """The loader still answers other questions; a loader that cannot be followed is left."""
 
     class Finder:
         @staticmethod
@@ -371,7 +371,8 @@ FUSED, REFUSING, ANOTHER = (
     ],
 )
 def test_workers_are_asked(workers, words, monkeypatch):
-    """Also those of a class that was never patched, or in a process that the environment did not reach."""
+    """The executor asks workers of a class that was never patched too, and those in a process that the environment did
+    not reach."""
     monkeypatch.setenv(settings.PLUGIN.variable, "require")
     module = executor_module(workers)
     for _ in range(2):

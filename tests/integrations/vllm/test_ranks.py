@@ -65,7 +65,7 @@ class Gathering(fakes.Processor):
 
 
 def runner_of(head="plain", ranks=1, rows=V, group=None, most_drafts=0, graphs=False):
-    """Of this rank's shard, or of the whole head; with graphs, as if gloo could be recorded."""
+    """Returns a runner of this rank's shard, or of the whole head; with graphs, as if gloo could be recorded."""
     torch.manual_seed(0)
     np.random.seed(0)  # noqa: NPY002 # as vLLM does on every rank: seeds of requests that have none come from there
     model, tp, kind = fakes.Model(V, D, **HEADS[head]), None, fakes.Processor
@@ -109,7 +109,7 @@ def step_of(runner, tokens, grammar=None, spoiled=()):
 
 
 def steps_of(runner, alone):
-    """Of all kinds, if wanted of each ``alone``, and of mixes that make other calls."""
+    """Returns steps of all kinds, each alone if ``alone``, and of mixes that make other calls."""
     runner.add(**REQUESTS, **LEFT_TO_VLLM)
     names = list(REQUESTS)
     free = [name for name in names if REQUESTS[name][1].logprobs is None]
@@ -156,7 +156,7 @@ DIFFERENT = {  # what rank 1's request has instead, and what the error says
 
 
 def failures(runner, params, grammar=None):
-    """What every step after it raises, and what shutting down does."""
+    """Returns what every later step raises, and what shutting down raises."""
     runner.add(a=(PROMPT, params))
     said = []
     for grammars in (grammar, None):
@@ -278,7 +278,7 @@ def recording_that_fails(rank, group):
 
 
 def with_drafts(group):
-    """What ``both`` gives."""
+    """Returns what ``both`` gives."""
     runner = runner_of("plain", 2, 192, group, MOST)
     runner._dummy_sampler_run(torch.zeros(4, D))
     found = both(model_of(), runner)

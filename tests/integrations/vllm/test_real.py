@@ -169,7 +169,7 @@ def test_fakes_have_fields_of_the_real_ones(real, fake):
 
 
 def test_requests_of_vllms_warm_up_are_known():
-    """By their names, which a user's cannot have; whatever they are called, vLLM draws for them."""
+    """Their names cannot be a user's, and vLLM draws for them whatever they are called."""
     source = inspect.getsource(warmup)
     assert 'f"_warmup_{i}_"' in source
     assert "SamplingParams.for_sampler_warmup()" in source
@@ -197,7 +197,7 @@ BESIDE_A_GRAMMAR = {"structured_outputs"} if NEWER else set()  # see ``settings.
 
 
 def test_every_field_of_sampling_params_is_known():
-    """And those that are none of a draw's are read nowhere where logits are."""
+    """Every field is known, and fields that do not concern a draw are read nowhere where logits are."""
     assert set(SamplingParams.__struct_fields__) == DRAWN_FROM | AROUND_A_DRAW
     folder = Path(inspect.getfile(sampler_module)).parent
     source = "".join(path.read_text() for path in folder.glob("*.py") if path.name != "prompt_logprob.py")
@@ -225,7 +225,7 @@ def test_the_fake_state_is_as_the_real_one():
 
 
 def mappings(batch):
-    """As the sampler's methods take them."""
+    """Returns the mappings that the sampler's methods take."""
     middle = [batch.idx_mapping] if NEWER else []
     return batch.expanded_idx_mapping, *middle, batch.idx_mapping_np
 
@@ -260,8 +260,8 @@ KINDS = {
 
 @pytest.mark.parametrize("chosen", [list(KINDS)[:8], list(KINDS)[6:]])
 def test_the_distribution_is_that_of_vllms_sampler(chosen, monkeypatch):
-    """Of every row the log-probabilities of 60 draws are those that vLLM's processed logits give these tokens; of
-    vLLM's own top tokens the raw ones are ours too."""
+    """vLLM's processed logits give the tokens of 60 draws of every row the same log-probabilities, and the raw ones of
+    vLLM's own top tokens are equal too."""
     runner = Runner(fakes.Model(V, D))
     extra = {"logprobs": 4, "seed": 11}
     runner.add(**{name: (PROMPT, SamplingParams(**KINDS[name], **extra)) for name in chosen})
@@ -303,7 +303,7 @@ def test_the_distribution_is_that_of_vllms_sampler(chosen, monkeypatch):
 
 
 def batch_with_drafts(runner, drafts):
-    """Of these requests, which have their prompts and a token more, the next step with these drafts, by vLLM's
+    """Returns the next step of these requests, which have their prompts and a token more, with these drafts, by vLLM's
     kernels."""
     names, state = list(drafts), runner.req_states
     slots = np.array([state.req_id_to_index[name] for name in names], np.int32)
@@ -368,7 +368,7 @@ def test_drafts_are_processed_as_by_vllms_sampler(chosen, monkeypatch):
         ).double().log_softmax(-1)  # fmt: skip
 
     def add_again():
-        """What a request asks for is read when it comes, and kept while the batch stays."""
+        """Reads the requests again: the step keeps their parameters while the batch stays."""
         for name, slot in state.req_id_to_index.items():
             step.add(slot, SamplingParams(**KINDS[name], logprobs=2), len(PROMPT))
 

@@ -52,12 +52,12 @@ VLLM = Vllm(
 
 
 class Whole(FusedRunner, fakes.Runner):
-    """As ``attach`` makes it."""
+    """The class that ``attach`` makes."""
 
 
 class GraphsOnCpu(Graphs):
-    """As CUDA graphs are: recording draws nothing, a replay reads what lies there, and writes to the same outputs
-    again."""
+    """Behaves as CUDA graphs do: recording draws nothing, a replay reads fixed memory and overwrites the same
+    outputs."""
 
     replays = 0
 
@@ -207,7 +207,7 @@ def test_a_request_of_every_served_kind(name):
 
 
 def test_parameters_change_what_is_drawn():
-    """Else the test above would pass a plug-in that forgets them."""
+    """Shows that the test above fails for a plug-in that forgets parameters."""
     runner = runner_of()
     for name, params in SERVED.items():
         if name in ("plain", "greedy", "logprobs_0", "logprobs"):
@@ -306,8 +306,8 @@ def test_parameters_are_copied_once_for_a_batch(monkeypatch):
 @pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("processor", [{}, {"scale": 0.5, "soft_cap": 3.0}])
 def test_steps_of_a_batch_that_stays(processor, graphs, monkeypatch):
-    """Of every kind beside a mate, and of as many as there are slots: the later steps, for which less is made, are each
-    row's alone. Counts grow from step to step."""
+    """Later steps of a batch draw what each row draws alone, for every kind beside a mate and for as many kinds as
+    there are slots. Counts grow from step to step."""
     model = fakes.Model(V, D, **processor)
     kinds, again = list(SERVED), []
 
@@ -356,10 +356,8 @@ def test_steps_of_a_batch_that_stays(processor, graphs, monkeypatch):
 
 @pytest.mark.parametrize("room", [0, SLOTS, 3])
 def test_graphs_of_batches_that_change(room):
-    """Of another size, of other requests, of the same ones in other rows, with masks and without, of another weight: a
-    replay where there is a graph of the size and the kind, and the rows' own tokens whoever had the rows before.
-    ``room``: rows of the buffers that vLLM's own graphs write to, in two thirds of the steps; what lies in the other
-    rows is nobody's."""
+    """A replay serves other sizes, requests, rows, masks and weights: each row gets its own token. ``room``: rows of
+    the buffers that vLLM's own graphs write to, in two thirds of the steps; other rows of the buffers are ignored."""
     runner = runner_of(graphs=True)
     buffers = torch.full((room, D), float("nan")), torch.full((room,), 77)
     if room:
@@ -429,7 +427,7 @@ def test_there_are_not_more_graphs_than_some(monkeypatch):
 
 
 def test_rows_of_a_wide_mask_lie_as_ever():
-    """Also where there is one: kernels are compiled for their distance."""
+    """Kernels are compiled for the stride of a mask, also with one row."""
     runner = runner_of()
     step, words = runner.flashsampling.step, -(-V // 32)
     runner.add(a=(PROMPT, SERVED["plain"]))
@@ -442,7 +440,7 @@ def test_rows_of_a_wide_mask_lie_as_ever():
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, TypeError])
 def test_a_graph_that_cannot_be_recorded(error, monkeypatch, caplog):
-    """As when there is no memory for it."""
+    """The step is launched instead, and the log says so once."""
 
     def fails(work):
         raise error("no room")
@@ -460,7 +458,8 @@ def test_a_graph_that_cannot_be_recorded(error, monkeypatch, caplog):
 
 @pytest.mark.parametrize("reason", [reason for reason in LEFT_TO_VLLM if "1024" not in reason])
 def test_a_greedy_request_where_vllm_is_batch_invariant(reason):
-    """With ``VLLM_BATCH_INVARIANT``. Of vLLM's own logits, which have 16 bits, the best is often another."""
+    """A greedy token stays the same with ``VLLM_BATCH_INVARIANT``. vLLM's own logits have 16 bits, and often another
+    best token."""
     model, greedy = fakes.Model(V, D), SamplingParams(temperature=0.0)
 
     def token(invariant, **mates):
@@ -659,7 +658,7 @@ def test_rows_without_a_score():
     [(True, {}), (False, {"scale": 0.25}), (True, {"scale": 2.0, "soft_cap": 3.0}), (False, {"soft_cap": 2.0})],
 )
 def test_heads(bias, processor):
-    """What is drawn is of the model's own logits."""
+    """The step draws from the model's own logits."""
     model = fakes.Model(V, D, bias, **processor)
     runner = runner_of(model)
     runner.add(a=(PROMPT, SamplingParams(temperature=0.0, logprobs=4)), b=(PROMPT, SamplingParams(temperature=0.0)))
@@ -883,7 +882,7 @@ def test_warm_up_covers_all_mixes(in_registers, monkeypatch):
 
 
 def test_a_grammar_alone_is_a_mask_alone(monkeypatch):
-    """And penalties are counts: what the Hopper kernel does in the launch that draws."""
+    """The call has a mask alone, and penalties are counts: the Hopper kernel applies both in the launch that draws."""
     monkeypatch.setattr(kernel_variants, "_IN_REGISTERS", ("streaming",))
     calls = []
 
@@ -925,7 +924,7 @@ SHARED = {
 
 @pytest.mark.parametrize("name", SHARED)
 def test_what_several_ranks_ask_for(name, monkeypatch):
-    """And what of it kernels are compiled for was warmed up."""
+    """A call has what its rows need, and the warm-up compiled it."""
 
     class Group:
         first_token, last_token, vocab_size, num_rows = 0, V, V, 384
@@ -1032,7 +1031,7 @@ def test_parameters_that_cannot_be_read():
 
 
 def test_counters_that_cannot_be_read_at_the_end(caplog):
-    """As after a device's error: vLLM shuts down all the same."""
+    """vLLM shuts down all the same, for example after a device's error."""
     runner = runner_of()
     runner.flashsampling.step.undefined = "lost"
     runner.shutdown()
