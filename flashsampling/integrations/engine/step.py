@@ -53,9 +53,7 @@ class Batch(NamedTuple):
     requests: Any  # (B,) slots, int32 on the host, or a tuple of ``RequestInfo``
     lengths: Any  # (B,) on the host, tokens of the request up to that position; where there may be drafts, at most
     grammar: Any = None  # the engine's masks for some or all rows
-    top_logprobs: int | None = (
-        None  # where requests do not say it: of the row with the most; None: no log-probabilities
-    )
+    top_logprobs: int | None = None  # of the row with the most, where the batch and not its requests say it
     slots: Tensor | None = None  # (B,) int32, on the device
     drafts: DraftBatch | None = None
     buffers: tuple[Tensor, Tensor] | None = None  # hidden states and positions lie at their beginning in every step
@@ -70,6 +68,16 @@ class BatchCache(NamedTuple):
     rows: Rows
     filters: dict[str, Any] | None  # of several ranks: the filters that any row has
     params: dict[tuple[int, int | None], SamplingParams]  # by needs and top log-probabilities of a step
+
+
+class StepCall(NamedTuple):
+    """A step: its rows, and their parameters."""
+
+    batch: Batch
+    rows: Rows
+    filters: dict[str, Any] | None
+    needs: int
+    top_logprobs: int | None
 
 
 class FusedStep:
@@ -144,11 +152,12 @@ class FusedStep:
                 needs, top = needs | Needs.LOGPROBS, batch.top_logprobs
             if batch.grammar is not None:
                 needs |= Needs.MASK
+            call = StepCall(batch, cache.rows, cache.filters, needs, top)
             if batch.drafts is not None or needs & Needs.BIASES or self.head.bias is not None:
-                return self._call(batch, cache, needs, top), top
+                return self._call(call), top
             if needs and self.graphs is not None:
-                return self._replay_graph(batch, cache, needs, top, self.graphs), top
-            return self._draw_cached(batch, cache, needs, top), top
+                return self._replay_graph(call, self.graphs), top
+            return self._draw_cached(call, cache.params), top
         except BaseException as error:
             if self.tp is not None:
                 ops.count_skipped_call(self.tp, error)
@@ -166,39 +175,38 @@ class FusedStep:
             self.batch_cache = BatchCache(key, needs, top, rows, filters, {})
         return self.batch_cache
 
-    def _call(self, batch: Batch, cache: BatchCache, needs: int, top: int | None) -> SampleOutput:
-        request, rows, weight = self._arguments(batch, cache, needs, top), cache.rows, self.head.weight
-        request |= {"temperature": rows["temperature"], "seed": rows["seed"], "offset": batch.positions}
+    def _call(self, call: StepCall) -> SampleOutput:
+        batch, rows, weight = call.batch, call.rows, self.head.weight
+        inputs = {"temperature": rows["temperature"], "seed": rows["seed"], "offset": batch.positions}
+        request = self._arguments(call) | inputs
         if self.tp is not None and batch.drafts is not None:
             return sample_with_draft_hash(self.tp, batch.drafts, batch.hidden_states, weight, **request)
         return sample(batch.hidden_states, weight, **self._vocabulary(), **request)
 
-    def _draw_cached(self, batch: Batch, cache: BatchCache, needs: int, top: int | None) -> SampleOutput:
+    def _draw_cached(self, call: StepCall, parsed: dict[tuple[int, int | None], SamplingParams]) -> SampleOutput:
         """Draws with parameters of an earlier step of the batch. Checking and parsing them takes the host 20 us of 110
         (an EPYC core, min-p and penalties)."""
-        params = cache.params.get((needs, top))
+        kind = call.needs, call.top_logprobs
+        params = parsed.get(kind)
         if params is None:
-            params = cache.params[needs, top] = self._params(batch, cache, needs, top)
-        elif needs & Needs.MASK:
-            params = params._replace(token_mask=self.read_mask(batch))
-        return output_of(self._run(batch, cache.rows, params), len(batch.positions), 1, params, None)
+            params = parsed[kind] = self._params(call)
+        elif call.needs & Needs.MASK:
+            params = params._replace(token_mask=self.read_mask(call.batch))
+        return output_of(self._run(call.batch, call.rows, params), len(call.batch.positions), 1, params, None)
 
-    def _replay_graph(
-        self, batch: Batch, cache: BatchCache, needs: int, top: int | None, graphs: Graphs
-    ) -> SampleOutput:
-        """Draws by a CUDA graph of the cached step. Its memory is fixed: of a batch the step has nothing else."""
-        count, weight = len(batch.positions), self.head.weight
+    def _replay_graph(self, call: StepCall, graphs: Graphs) -> SampleOutput:
+        """Draws by a CUDA graph of the cached step. All that the graph reads has a fixed place."""
+        batch, filters = call.batch, call.filters or {}
+        count = len(batch.positions)
         size = graph_size(count, graphs.most)
-        filters = () if cache.filters is None else cache.filters.items()
-        numbers = tuple((name, None if isinstance(value, Tensor) else value) for name, value in filters)
+        numbers = tuple((name, None if isinstance(value, Tensor) else value) for name, value in filters.items())
         inputs = graphs.hidden_states, graphs.positions
         # ranks have the same inputs in padding rows too
         if batch.buffers is not None and self.tp is None and size <= min(map(len, batch.buffers)):
             inputs = batch.buffers
         states, positions = inputs
-        kind = size, needs, top, numbers, states.data_ptr(), positions.data_ptr()
-        make = functools.partial(self._captured_step, batch, cache, needs, top, size, inputs, graphs)
-        step = graphs.step(kind, weight, make)
+        kind = size, call.needs, call.top_logprobs, numbers, states.data_ptr(), positions.data_ptr()
+        step = graphs.step(kind, self.head.weight, lambda: self._captured_step(call, graphs, size, inputs))
         if inputs is not batch.buffers:
             states[:count].copy_(batch.hidden_states)
             positions[:count].copy_(batch.positions)
@@ -208,37 +216,29 @@ class FusedStep:
         if step.params.token_mask is not None:  # some variants have one that no row needs
             self.read_mask(batch, graphs.masks(self.words)[:count])
         if self.tp is not None:
-            self.tp.raise_if_unusable()  # a replay cannot
+            self.tp.raise_if_unusable()  # a replay does not
         out = output_of(graphs.draw(kind, step.draw), size, 1, step.params, None)
         return SampleOutput(**{name: part[:count] for name, part in vars(out).items() if part is not None})
 
-    def _captured_step(
-        self,
-        batch: Batch,
-        cache: BatchCache,
-        needs: int,
-        top: int | None,
-        size: int,
-        inputs: tuple[Tensor, Tensor],
-        graphs: Graphs,
-    ) -> CapturedStep:
-        requests = np.resize(batch.requests, size)
-        padded = Batch(inputs[0][:size], inputs[1][:size], requests, None, slots=graphs.slots[:size])
-        rows = unpack_rows(graphs.packed_rows(size), size, self.row_names)
-        filters = cache.filters and {
-            name: rows[name] if isinstance(value, Tensor) else value for name, value in cache.filters.items()
-        }
-        params = self._params(padded, cache._replace(rows=rows, filters=filters), needs, top)
+    def _captured_step(self, call: StepCall, graphs: Graphs, size: int, inputs: tuple[Tensor, Tensor]) -> CapturedStep:
+        """Returns the step of any batch of this kind."""
+        states, positions = inputs
+        requests, slots = np.resize(call.batch.requests, size), graphs.slots[:size]
+        batch = Batch(states[:size], positions[:size], requests, None, slots=slots)
+        rows, filters = unpack_rows(graphs.packed_rows(size), size, self.row_names), call.filters
+        if filters is not None:
+            filters = {name: rows[name] if isinstance(value, Tensor) else value for name, value in filters.items()}
+        params = self._params(call._replace(batch=batch, rows=rows, filters=filters))
         if params.token_mask is not None:
             params = params._replace(token_mask=graphs.masks(self.words)[:size])
-        return CapturedStep(params, functools.partial(self._run, padded, rows, params))
+        return CapturedStep(params, functools.partial(self._run, batch, rows, params))
 
-    def _params(self, batch: Batch, cache: BatchCache, needs: int, top: int | None) -> SamplingParams:
+    def _params(self, call: StepCall) -> SamplingParams:
         """Parses parameters to be kept. An empty tensor stands for counts, which are as large as logits and of one
         step."""
-        weight = self.head.weight
-        shape = batch_shape(len(batch.positions), len(weight), self.head.vocab_size, self.device, 1, self.tp)
-        params = parse_sampling_params(self._arguments(batch, cache, needs, top), shape)  # type: ignore[arg-type]
+        batch, rows = len(call.batch.positions), len(self.head.weight)
+        shape = batch_shape(batch, rows, self.head.vocab_size, self.device, 1, self.tp)
+        params = parse_sampling_params(self._arguments(call), shape)  # type: ignore[arg-type]
         return params if params.counts is None else params._replace(counts=params.counts.new_empty(0))
 
     def _run(self, batch: Batch, rows: Rows, params: SamplingParams) -> SampleResult:
@@ -253,13 +253,13 @@ class FusedStep:
 
     # -- arguments of ``sample``
 
-    def _arguments(self, batch: Batch, cache: BatchCache, needs: int, top: int | None) -> dict[str, Any]:
-        request = self.head.arguments()
-        if not needs:
+    def _arguments(self, call: StepCall) -> dict[str, Any]:
+        batch, rows, request = call.batch, call.rows, self.head.arguments()
+        if not call.needs:
             return request
-        rows, (variant, biases) = cache.rows, self._variant(batch, needs)
-        if cache.filters is not None:
-            request |= cache.filters
+        variant, biases = self._variant(batch, call.needs)
+        if call.filters is not None:
+            request |= call.filters
             variant = variant._replace(filters=False)
         request |= row_arguments(variant, rows)
         if biases is not None:
@@ -274,7 +274,7 @@ class FusedStep:
                 counts = drafts.counted(counts.counts, drafts.nodes(), self.head.vocab_size)
             request["token_counts"] = counts
         if variant.logprobs:
-            request |= {"return_logprobs": True, "top_logprobs": max(top or 0, 1)}
+            request |= {"return_logprobs": True, "top_logprobs": max(call.top_logprobs or 0, 1)}
         return request
 
     def _variant(self, batch: Batch, needs: int) -> tuple[KernelVariant, BiasRow | None]:

@@ -35,8 +35,9 @@ def find_head(model: Any, dim: int, dtype: torch.dtype, device: torch.device, la
     call, logits = _watch_call(name, model, hidden_states, layers.processor)
     layer, bias = call.head, call.bias
     processor: Any = call.processor
-    if type(processor) is not layers.processor:
-        raise Refused(f"{name}'s logits come from a {type(processor).__name__} (LoRA on the head is one)")
+    kind: Any = type(processor)
+    if kind is not layers.processor:
+        raise Refused(f"{name}'s logits come from a {kind.__name__} (LoRA on the head is one)")
     if call.hidden_states is not hidden_states or call.logits is not logits:
         what = "hidden states before" if call.hidden_states is not hidden_states else "logits after"
         raise Refused(f"{name} changes its {what} its logits processor")
