@@ -495,12 +495,12 @@ def test_keys_of_the_cache_for_what_requests_ask_for(use_tma, monkeypatch, devic
 
 
 def _mixes(batch, vocab, device):
-    from flashsampling.integrations.vllm.step import example_of, mixes, no_rows
+    from flashsampling.integrations.engine.kernel_variants import default_rows, example_call, list_variants
 
     counts = flashsampling.TokenCounts(batch, vocab, device).read(batch)
     for in_registers in (False, True):
-        for mix in mixes(in_registers):
-            if request := example_of(mix, no_rows(batch, device), counts):
+        for variant in list_variants(in_registers):
+            if request := example_call(variant, default_rows(batch, device), vocab, counts):
                 yield request
 
 

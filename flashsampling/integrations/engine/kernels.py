@@ -1,4 +1,4 @@
-"""A small Triton kernel behind an engine's step: rows without a token, which as torch operations would be four launches."""
+"""A Triton kernel that replaces tokens of -1 after a step. Torch operations would be four launches."""
 
 import triton
 import triton.language as tl
@@ -13,7 +13,7 @@ def sanitize_kernel(
     batch,
     BLOCK: tl.constexpr,
 ):
-    """Copies tokens, with 0 for -1, and counts how many of those there were; writes a 1 for every row."""
+    """Copies tokens, with 0 for -1, adds the number of -1 to ``undefined``, and writes a 1 for every row."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = row < batch
     ids = tl.load(token_ids + row, mask=live, other=0)

@@ -1,4 +1,4 @@
-"""What the plug-ins of vLLM and SGLang share: their variables, how they refuse an engine, and what they count.
+"""The shared part of the plug-ins of vLLM and SGLang: their variables, refusals and counters.
 
 A plug-in never ends its host. Whatever fails while it attaches leaves the engine as it is, with one line in the log;
 with ``require`` the same is an error.
@@ -9,9 +9,13 @@ import contextlib
 import inspect
 import logging
 import os
-from collections.abc import Iterable, Sequence
-from typing import Any
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
+from .request_info import FALLBACK_REASONS, FallbackReason
+
+_T = TypeVar("_T")
 _MODES = {
     **dict.fromkeys(("", "off", "0", "false"), "off"),
     **dict.fromkeys(("auto", "on", "1", "true"), "auto"),
@@ -22,7 +26,8 @@ _SWITCHES = {
     **dict.fromkeys(("off", "0", "false"), False),
     **dict.fromkeys(("on", "1", "true"), True),
 }
-_LOGGED = 1024  # steps before the counters are logged, then twice as many, and so on
+_LOG_AFTER = 1024  # steps before the counters are logged, then twice as many, and so on
+NOT_LOADED = "the plug-in is off, or was not loaded"
 
 
 class Refused(RuntimeError):
@@ -34,7 +39,7 @@ class Plugin:
 
     Args:
         engine: its name.
-        variable: of the environment, which turns the plug-in on.
+        variable: the environment variable that turns the plug-in on.
         logger: the name of a logger below the engine's own, which the engine shows.
     """
 
@@ -42,22 +47,22 @@ class Plugin:
         self.engine, self.variable, self.logger = engine, variable, logging.getLogger(logger)
 
     def mode(self) -> str:
-        """ "off", which is the default, "auto" or "require".
+        """Returns "off", which is the default, "auto" or "require".
 
         Raises:
-            Refused: the environment says something else.
+            Refused: the variable has another value.
         """
-        value = _said(self.variable)
+        value = _read(self.variable)
         if value not in _MODES:
             raise _bad_value(self.variable, "auto, require or off (or 1/0, true/false, on/off)")
         return _MODES[value]
 
     def required(self) -> bool:
-        """Whether the plug-in is required; never raises."""
-        return _MODES.get(_said(self.variable)) == "require"
+        """Returns whether the plug-in is required; never raises."""
+        return _MODES.get(_read(self.variable)) == "require"
 
     def leave(self, error: BaseException, *owners: Any, what: str = "nothing is fused") -> None:
-        """Leaves the engine as it is for an error: logs one line, and notes it on ``owners`` for ``counters``.
+        """Leaves the engine as it is after an error: logs one line, and notes it on ``owners`` for ``counters``.
 
         A traceback is logged at DEBUG alone.
 
@@ -77,7 +82,7 @@ class Plugin:
         self.logger.warning("flashsampling: %s: %s", what, words, exc_info=error if unforeseen else None)
 
     def check_signature(self, name: str, function: Any, parameters: tuple[str, ...]) -> None:
-        """Refuses a function that is None, or takes other parameters than the known releases'."""
+        """Refuses a function that is None, or takes other parameters than in the known releases."""
         if function is None:
             raise Refused(f"there is no {name} here: this release of {self.engine} is not known")
         got = tuple(inspect.signature(function).parameters)
@@ -85,20 +90,31 @@ class Plugin:
             differs = f"{name} takes {', '.join(got)} here, not {', '.join(parameters)}"
             raise Refused(f"{differs}: this release of {self.engine} is not known")
 
+    def log_ready(self, names: Iterable[str], batch: int) -> None:
+        """Logs how many kernels were compiled before the engine serves."""
+        self.logger.info("flashsampling: %d kernels are ready for batches of up to %d", len(set(names)), batch)
+
+    def summary(self, vocab_size: int, how: str, fallbacks: Mapping[FallbackReason, bool], tokens: str) -> str:
+        """Returns what is fused and what is not, in a line. ``fallbacks``: reasons, and which of them this runner
+        has."""
+        left = ", ".join(reason.text for reason, has in fallbacks.items() if has)
+        step = f"LM head ({vocab_size} tokens) and sampler are one step, {how}; left to {self.engine}: {left}"
+        return f"{step}. {tokens} are not those of {self.engine}'s own sampler"
+
 
 def switch(variable: str) -> bool | None:
-    """Whether a variable says yes or no; None: it is "auto", or not set.
+    """Returns whether a variable is on; None: it is "auto", or not set.
 
     Raises:
-        Refused: it says something else.
+        Refused: it has another value.
     """
-    value = _said(variable)
+    value = _read(variable)
     if value not in _SWITCHES:
         raise _bad_value(variable, "1/0, true/false, on/off or auto")
     return _SWITCHES[value]
 
 
-def _said(variable: str) -> str:
+def _read(variable: str) -> str:
     return os.environ.get(variable, "").strip().lower()
 
 
@@ -106,8 +122,23 @@ def _bad_value(variable: str, allowed: str) -> Refused:
     return Refused(f"{variable} must be {allowed}, in any case, got {os.environ.get(variable)!r}")
 
 
+def known_release(version: str, pattern: str, known: Mapping[str, _T], words: str) -> _T:
+    """Returns what is known of "ENGINE VERSION". Refuses a version without a known number of that pattern."""
+    number = re.match(pattern, version.partition(" ")[2])
+    if number is None or number.group() not in known:
+        raise Refused(f"{version} is not one of the {words}")
+    return known[number.group()]
+
+
+def refuse_if(conditions: Mapping[str, Any]) -> None:
+    """Refuses an engine for the first condition that holds, in the words that are its key."""
+    for why, holds in conditions.items():
+        if holds:
+            raise Refused(why)
+
+
 def describe(error: BaseException) -> str:
-    """An error in one line: its words if it was foreseen, else its type too."""
+    """Returns an error in one line: its words if it was foreseen, else its type too."""
     try:
         return " ".join((str(error) if isinstance(error, Refused) else repr(error)).split())
     except Exception:  # an engine's error whose words are an error
@@ -121,12 +152,12 @@ class StepCounts:
 
     Args:
         plugin: whose.
-        reasons: words for every reason.
         kinds: of steps; and of what else is counted with them.
+        reasons: the text of every reason.
     """
 
-    def __init__(self, plugin: Plugin, reasons: Sequence[str], *kinds: str) -> None:
-        self._plugin, self._words, self._kinds = plugin, reasons, kinds
+    def __init__(self, plugin: Plugin, *kinds: str, reasons: Sequence[str] = FALLBACK_REASONS) -> None:
+        self._plugin, self._texts, self._kinds = plugin, reasons, kinds
         self.clear()
 
     def clear(self) -> None:
@@ -136,20 +167,20 @@ class StepCounts:
         self._steps = 0
 
     def add(self, kind: str, reasons: Iterable[int] = (), **more: int) -> None:
-        """One more step of a kind, the reasons why the engine does rows of it, and what else it has."""
+        """Counts a step of a kind, the reasons why the engine does rows of it, and what else it has."""
         self._counts[kind] += 1
         for name, count in more.items():
             self._counts[name] += count
         for reason in reasons:
             if reason not in self._reasons:
-                said = f"flashsampling: {self._plugin.engine} samples where a request has %s (said once)"
-                self._plugin.logger.info(said, self._words[reason])
+                text = f"flashsampling: {self._plugin.engine} samples where a request has %s (said once)"
+                self._plugin.logger.info(text, self._texts[reason])
             self._reasons[reason] += 1
         self._steps += 1
-        if self._steps >= _LOGGED and not self._steps & (self._steps - 1):
+        if self._steps >= _LOG_AFTER and not self._steps & (self._steps - 1):
             self._plugin.logger.info("flashsampling: %s", self.read())
 
     def read(self) -> dict[str, Any]:
-        """All counts, by their names."""
-        reasons = {self._words[reason]: count for reason, count in self._reasons.most_common()}
+        """Returns all counts, by their names."""
+        reasons = {self._texts[reason]: count for reason, count in self._reasons.most_common()}
         return {**{kind: self._counts[kind] for kind in self._kinds}, "reasons": reasons}

@@ -1,25 +1,26 @@
-"""How the plug-in gets into SGLang: hooks, of which the first makes one model runner's step a fused one.
+"""Attaches the plug-in to SGLang by hooks. The first makes one model runner's step a fused one.
 
-    ModelRunner.load_model      then looks at the model, and changes this runner and its logits processor, or leaves both
-    ForwardBatch.init_new       then keeps what the batch's requests ask for, which a ``ForwardBatch`` does not
+    ModelRunner.load_model      after it: inspects the model, and changes this runner and its logits processor, or
+                                leaves both
+    ForwardBatch.init_new       after it: keeps what the batch's requests need, which a ``ForwardBatch`` does not have
     capture_pre_sample_logits   before it: makes logits for beam search, in releases that have it
 
 and where the plug-in is required
 
-    Scheduler.__init__            then raises if its runner is not fused, whoever loaded the model
+    Scheduler.__init__            after it: raises if its runner is not fused, whoever loaded the model
     Engine._launch_subprocesses   before it: raises with Ray, whose schedulers load no plug-ins
 
-SGLang calls plug-ins in all of its processes, logs what one raises, and goes on; hooks whose target is not there it logs too.
-So what ``FLASHSAMPLING_SGLANG=require`` demands is said there by ``SystemExit``, which it lets through; an error of a hook ends
-the process as any error of ``load_model`` does.
+SGLang calls plug-ins in all of its processes, logs their errors, and goes on; it also logs hooks without a target. With
+``FLASHSAMPLING_SGLANG=require`` ``register`` therefore raises ``SystemExit``, which SGLang lets through. An error of a
+hook ends the process as any error of ``load_model`` does.
 """
 
 import importlib
 import importlib.metadata
 from typing import Any
 
-from ..engine.plugin import Refused
-from .request_info import request_info_of
+from ..engine.plugin import NOT_LOADED, Refused
+from .request_info import read_request
 from .settings import BEAMS, PLUGIN, check_signatures, check_version
 
 _RUNNER = "sglang.srt.model_executor.model_runner"
@@ -39,7 +40,8 @@ _CLASSES = {
 
 
 def register() -> None:
-    """SGLang's entry point: where ``FLASHSAMPLING_SGLANG`` asks for it, has a known release's model runner fuse what it can.
+    """Is SGLang's entry point: where ``FLASHSAMPLING_SGLANG`` says so, makes a known release's model runner fuse what
+    it can.
 
     Raises:
         SystemExit: ``FLASHSAMPLING_SGLANG`` is "require", and this SGLang is not a known one.
@@ -49,9 +51,8 @@ def register() -> None:
         if mode == "off":
             return
         release = check_version(importlib.metadata.version("sglang"))
-        check_signatures(
-            {name: getattr(importlib.import_module(module), name) for name, module in _CLASSES.items()}, release
-        )
+        classes = {name: getattr(importlib.import_module(module), name) for name, module in _CLASSES.items()}
+        check_signatures(classes, release)
         hooks = importlib.import_module("sglang.srt.plugins.hook_registry")
         before, after = hooks.HookType.BEFORE, hooks.HookType.AFTER
         wanted = [
@@ -67,7 +68,7 @@ def register() -> None:
                 ((_SCHEDULER, "Scheduler", "__init__"), after_scheduler, after),
                 ((_ENGINE, "Engine", "_launch_subprocesses"), before_launch, before),
             ):
-                getattr(getattr(importlib.import_module(module), owner), name)  # where there is none, SGLang goes on
+                getattr(getattr(importlib.import_module(module), owner), name)  # SGLang would go on without it
                 wanted.append((f"{module}.{owner}.{name}", hook, kind))
         for each in wanted:
             hooks.HookRegistry.register(*each)
@@ -79,15 +80,15 @@ def register() -> None:
 
 
 def after_load_model(result: Any, runner: Any, *args: Any, **kwargs: Any) -> Any:
-    """Fuses what this runner can, or says why it does not, whatever the reason."""
+    """Fuses what this runner can, or logs why it does not, whatever the reason."""
     try:
-        if runner.is_draft_worker or hasattr(runner, "flashsampling"):  # a drafter's target is refused, and says so
+        if runner.is_draft_worker or hasattr(runner, "flashsampling"):  # a drafter's target is refused, and logs it
             return result
-        said = importlib.import_module(".runner", __package__).attach(runner)
+        summary = importlib.import_module(".runner", __package__).attach(runner)
     except BaseException as error:
         PLUGIN.leave(error, runner)
     else:
-        PLUGIN.logger.info("flashsampling: %s", said)
+        PLUGIN.logger.info("flashsampling: %s", summary)
     return result
 
 
@@ -106,7 +107,7 @@ def before_launch(kind: type, *args: Any, **kwargs: Any) -> None:
 
 
 def after_init_new(result: Any, kind: type, batch: Any, model_runner: Any, **kwargs: Any) -> Any:
-    """Keeps beside a ``ForwardBatch`` what each of its requests asks for, and whose step it is."""
+    """Keeps on a ``ForwardBatch`` what each of its requests needs, and whose step it is."""
     fused = getattr(model_runner, "flashsampling", None)
     if fused is not None:
         result.flashsampling_step = fused
@@ -114,14 +115,15 @@ def after_init_new(result: Any, kind: type, batch: Any, model_runner: Any, **kwa
             result.flashsampling = tuple([request.flashsampling for request in batch.reqs])
         except Exception:  # one is new
             try:
-                result.flashsampling = tuple([request_info_of(request, fused.rules) for request in batch.reqs])
-            except Exception as error:  # requests of another SGLang than is known are a batch that is not seen
-                fused.unread(error)
+                result.flashsampling = tuple([read_request(request, fused.rules) for request in batch.reqs])
+            except Exception as error:  # requests of an unknown SGLang make a batch that is not seen
+                fused.log_unreadable(error)
     return result
 
 
 def before_logits_are_taken(batch: Any, forward_batch: Any, logits_output: Any) -> None:
-    """Beam search keeps logits of its rows before the sampler writes over them: of a batch with beams there have to be some."""
+    """Makes the logits of a batch with beams: beam search keeps those of its rows before the sampler overwrites
+    them."""
     fused = getattr(forward_batch, "flashsampling_step", None)
     if fused is None or batch is None or logits_output is None or logits_output.next_token_logits is None:
         return
@@ -130,19 +132,19 @@ def before_logits_are_taken(batch: Any, forward_batch: Any, logits_output: Any) 
 
 
 def counters(runner: Any) -> dict[str, Any]:
-    """How many steps a ``ModelRunner`` fused, and how many it left to SGLang, by reason.
+    """Counts the steps that a ``ModelRunner`` fused, and those that it left to SGLang, by reason.
 
     Returns:
-        "fused": steps; "left": steps that SGLang did; "split": steps of which some rows were drawn here after SGLang had drawn
-        all; "reasons": how many of the last two had a request of each reason; "undefined_rows": rows without a finite score,
-        which got token 0. "refused": why nothing is fused, if so. Reading them waits for the device.
+        "fused": steps; "left": steps that SGLang did; "split": steps of which some rows were drawn here after SGLang
+        had drawn all; "reasons": how many of the last two had a request of each reason; "undefined_rows": rows without
+        a finite score, which got token 0. "refused": why nothing is fused, if so. Reading them waits for the device.
     """
     refused = refusal(runner)
     return runner.flashsampling.counters() if refused is None else {"refused": refused}
 
 
 def refusal(runner: Any) -> str | None:
-    """Why a ``ModelRunner`` fuses nothing; None: it does."""
+    """Returns why a ``ModelRunner`` fuses nothing; None if it fuses."""
     if getattr(runner, "flashsampling", None) is not None:
         return None
-    return getattr(runner, "flashsampling_refused", "the plug-in is off, or was not loaded")
+    return getattr(runner, "flashsampling_refused", NOT_LOADED)

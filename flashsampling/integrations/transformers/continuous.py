@@ -39,7 +39,7 @@ except ImportError as error:
 from ...row_params import integer, reals, share
 from ...sampling import sample
 from ...warmup import warmup
-from ..engine.common import sanitize_token_ids
+from ..engine.transfer import sanitize_token_ids
 from .arguments import require_no_seeds
 from .head import CheckedHead, HeadTap, Transform, checked_lm_head
 from .processors import read_number

@@ -1,4 +1,5 @@
-"""Parts of vLLM's ``InputBatch``: the rows that are drawn here, and those that are left to vLLM."""
+"""vLLM's ``InputBatch`` as a ``Batch``, and parts of it: the rows that are drawn here, and those that are left to
+vLLM."""
 
 import dataclasses
 from typing import Any
@@ -7,50 +8,52 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..engine.common import to_device
-from .drafts import given_of
-from .step import Batch, Grammar
+from ...speculative.drafts import DraftBatch
+from ..engine.step import Batch
+from ..engine.transfer import to_device
+from .step import Grammar
 
 
 def rows_of_requests(input_batch: Any, requests: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Which of the logits' rows are of these requests of a batch, one request's behind the other's, and how many of each."""
+    """Returns the logits' rows of these requests, one request after the other, and how many each has."""
     bounds = input_batch.cu_num_logits_np.astype(np.int64)
     counts = bounds[requests + 1] - bounds[requests]
-    behind = counts.cumsum()
-    return np.repeat(bounds[requests] - behind + counts, counts) + np.arange(counts.sum()), counts
+    ends = counts.cumsum()
+    return np.repeat(bounds[requests] - ends + counts, counts) + np.arange(counts.sum()), counts
 
 
-def grammar_of(input_batch: Any, grammar_output: Any) -> Grammar | None:
-    """Which requests have a grammar, and what it allows; None: no request has."""
+def find_grammar(input_batch: Any, grammar_output: Any) -> Grammar | None:
+    """Returns the requests that have a grammar, and its masks; None without any."""
     if grammar_output is None or not grammar_output.structured_output_request_ids:
         return None
-    place = {request: row for row, request in enumerate(input_batch.req_ids)}
-    requests = np.array([place[request] for request in grammar_output.structured_output_request_ids], np.int64)
+    index = {request: row for row, request in enumerate(input_batch.req_ids)}
+    requests = np.array([index[request] for request in grammar_output.structured_output_request_ids], np.int64)
     rows, counts = rows_of_requests(input_batch, requests)
     return Grammar(np.repeat(requests, counts), rows, grammar_output.grammar_bitmask)
 
 
-def buffers_of(runner: Any) -> tuple[Tensor, Tensor] | None:
-    """Where vLLM's own CUDA graphs leave hidden states, and where positions are, in every step; None: nowhere."""
+def find_buffers(runner: Any) -> tuple[Tensor, Tensor] | None:
+    """Returns where vLLM's own CUDA graphs leave hidden states, and where positions are, in every step; None without
+    graphs."""
     states = getattr(getattr(runner, "cudagraph_manager", None), "hidden_states", None)
     positions = getattr(getattr(runner, "input_buffers", None), "positions", None)
     return None if states is None or positions is None else (states, positions)
 
 
-def batch_of(
+def convert_batch(
     hidden_states: Tensor,
     input_batch: Any,
     grammar: Grammar | None,
     most_drafts: int = 0,
     buffers: tuple[Tensor, Tensor] | None = None,
 ) -> Batch:
-    """The rows of a batch: the last position of each request, and as many before it as it has drafts. ``buffers``: see
-    ``buffers_of``."""
-    count, there = int(input_batch.cu_num_logits_np[-1]), None
-    if input_batch.num_tokens == count:  # all of them, in order: nothing has to be gathered
+    """Returns the rows of a batch: the last position of each request, and as many before it as it has drafts.
+    ``buffers``: see ``find_buffers``."""
+    count, fixed = int(input_batch.cu_num_logits_np[-1]), None
+    if input_batch.num_tokens == count:  # all tokens, in order: nothing has to be gathered
         states, positions = hidden_states[:count], input_batch.positions[:count]
         if buffers is not None and [each.data_ptr() for each in buffers] == [states.data_ptr(), positions.data_ptr()]:
-            there = buffers
+            fixed = buffers
     else:
         states = hidden_states.index_select(0, input_batch.logits_indices)
         positions = input_batch.positions.index_select(0, input_batch.logits_indices)
@@ -60,47 +63,58 @@ def batch_of(
         bounds = input_batch.cu_num_logits_np
         counts = bounds[1:] - bounds[:-1]
         slots, lengths = np.repeat(slots, counts), np.repeat(lengths - bounds[1:], counts) + np.arange(1, count + 1)
-        drafts = given_of(input_batch, most_drafts)
-    return Batch(states, positions, slots, input_batch.expanded_idx_mapping, lengths, grammar, drafts, there)
+        drafts = _convert_drafts(input_batch, most_drafts)
+    device_slots = input_batch.expanded_idx_mapping
+    return Batch(states, positions, slots, lengths, grammar, slots=device_slots, drafts=drafts, buffers=fixed)
 
 
-def part_of(input_batch: Any, requests: NDArray[np.int64]) -> Any:
-    """The batch of these requests alone. Tokens and positions stay those of the whole batch, where ``logits_indices`` point."""
+def _convert_drafts(input_batch: Any, most_drafts: int) -> DraftBatch:
+    """Returns the drafts, which the model has read: a request with n of them has them at the last n of its n + 1
+    logits."""
+    batch, bounds = input_batch.num_reqs, input_batch.cu_num_logits_np.astype(np.int64)
+    rows = np.delete(np.arange(bounds[-1]), bounds[:-1])
+    packed = to_device(np.concatenate((bounds - np.arange(batch + 1), rows)), input_batch.logits_indices.device)
+    positions = input_batch.logits_indices.index_select(0, packed[batch + 1 :])
+    ids = input_batch.input_ids.index_select(0, positions).long()
+    return DraftBatch(ids, None, packed[: batch + 1], batch, most_drafts)
+
+
+def select_requests(input_batch: Any, requests: NDArray[np.int64]) -> Any:
+    """Returns the batch of these requests. Tokens and positions stay those of the whole batch, where ``logits_indices``
+    point."""
     device, count = input_batch.logits_indices.device, len(requests)
     rows, counts = rows_of_requests(input_batch, requests)
     bounds = np.concatenate(([0], counts.cumsum()))
     drafts, packed = len(rows) - count, np.concatenate((requests, rows, bounds))
-    those, there, cu_num_logits = to_device(packed, device).split([count, len(rows), count + 1])
+    device_requests, device_rows, cu_num_logits = to_device(packed, device).split([count, len(rows), count + 1])
+    on_host = ("idx_mapping_np", "num_scheduled_tokens", "num_computed_tokens_np")
+    per_request, per_row = ("idx_mapping", "seq_lens"), ("expanded_idx_mapping", "expanded_local_pos", "logits_indices")
     return dataclasses.replace(
         input_batch,
         req_ids=[input_batch.req_ids[request] for request in requests],
         num_reqs=count,
         num_reqs_after_padding=count,
-        idx_mapping=input_batch.idx_mapping.index_select(0, those),
-        idx_mapping_np=input_batch.idx_mapping_np[requests],
-        expanded_idx_mapping=input_batch.expanded_idx_mapping.index_select(0, there),
-        expanded_local_pos=input_batch.expanded_local_pos.index_select(0, there),
-        num_scheduled_tokens=input_batch.num_scheduled_tokens[requests],
         num_draft_tokens=drafts,
         num_draft_tokens_per_req=(counts - 1).astype(np.int32) if drafts else None,
-        num_computed_tokens_np=input_batch.num_computed_tokens_np[requests],
-        seq_lens=input_batch.seq_lens.index_select(0, those),
-        logits_indices=input_batch.logits_indices.index_select(0, there),
         cu_num_logits=cu_num_logits.int(),
         cu_num_logits_np=bounds.astype(np.int32),
+        **{name: getattr(input_batch, name)[requests] for name in on_host},
+        **{name: getattr(input_batch, name).index_select(0, device_requests) for name in per_request},
+        **{name: getattr(input_batch, name).index_select(0, device_rows) for name in per_row},
     )
 
 
-def part_of_grammar(grammar_output: Any, grammar: Grammar | None, requests: NDArray[np.int64], part: Any) -> Any:
-    """vLLM's ``GrammarOutput`` of these requests of the batch, which are a part of it, alone; None: none of them has one."""
+def select_grammar(grammar_output: Any, grammar: Grammar | None, requests: NDArray[np.int64], part: Any) -> Any:
+    """Returns vLLM's ``GrammarOutput`` of these requests of the batch, which are ``part``; None if none of them has
+    one."""
     if grammar is None:
         return None
-    mine = np.flatnonzero(np.isin(grammar.requests, requests))
-    if not len(mine):
+    chosen = np.flatnonzero(np.isin(grammar.requests, requests))
+    if not len(chosen):
         return None
     names = set(part.req_ids)
     return dataclasses.replace(
         grammar_output,
         structured_output_request_ids=[name for name in grammar_output.structured_output_request_ids if name in names],
-        grammar_bitmask=np.ascontiguousarray(grammar.masks[mine]),
+        grammar_bitmask=np.ascontiguousarray(grammar.masks[chosen]),
     )

@@ -1,6 +1,5 @@
-"""A small Triton kernel between vLLM's state and the step: counts of a batch's rows. As torch operations it would be six passes
-over (B, V).
-"""
+"""A Triton kernel that makes token counts of a batch's rows from vLLM's state. Torch operations would pass six times
+over (B, V)."""
 
 import triton
 import triton.language as tl
@@ -25,7 +24,8 @@ def counts_kernel(
     count,  # n
     BLOCK: tl.constexpr,  # a multiple of 16
 ):
-    """A row of ``token_counts``: a program per row and block of tokens, of which the first begins with 16 tokens, like all."""
+    """Writes rows of ``token_counts``: a program per row and block of tokens. Blocks begin at multiples of 16
+    tokens."""
     row = tl.program_id(0).to(tl.int64)
     penalised = tl.load(repetition + row) != 1.0
     penalised |= tl.load(frequency + row) != 0.0

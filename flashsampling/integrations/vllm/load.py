@@ -1,11 +1,11 @@
-"""How the plug-in gets into vLLM: one method of its worker, after which the model runner is another class.
+"""Attaches the plug-in to vLLM: after one method of its worker the model runner has another class.
 
-Plug-ins are called in all of vLLM's processes, also those that serve HTTP or look at a model's class, before most of vLLM is
-imported. So ``register`` only waits for the module of the worker, which the processes that have a GPU import. A runner that is
-refused is left as it was; of one that is not, ``__class__`` becomes a subclass, so that no other runner sees it.
+vLLM calls plug-ins in all of its processes, also those that serve HTTP or inspect a model's class, before most of vLLM
+is imported. ``register`` therefore only waits for the module of the worker, which the processes with a GPU import. A
+refused runner stays as it was. The ``__class__`` of another one becomes a subclass, so that no other runner changes.
 
-Where the plug-in is required, vLLM's executor asks its workers, once they have loaded the model, whether each is fused: also a
-worker of another class, or one that the environment did not reach.
+Where the plug-in is required, vLLM's executor asks its workers whether each is fused, once they have loaded the model.
+That covers a worker of another class, and a worker that the environment did not reach.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-from ..engine.plugin import Refused, switch
+from ..engine.plugin import NOT_LOADED, Refused, switch
 from .settings import GRAPHS, PLUGIN, TENSOR_PARALLEL, check_version
 
 _WORKER = "vllm.v1.worker.gpu_worker"
@@ -27,12 +27,14 @@ _EXECUTOR = "vllm.v1.executor.abstract"
 
 
 def register() -> None:
-    """vLLM's entry point: where ``FLASHSAMPLING_VLLM`` asks for it, has the worker of a known release fuse what it can.
+    """Is vLLM's entry point: where ``FLASHSAMPLING_VLLM`` says so, makes the worker of a known release fuse what it
+    can.
 
-    Called again, as vLLM may, it does nothing more.
+    A second call does nothing.
 
     Raises:
-        Refused: ``FLASHSAMPLING_VLLM`` is "require", and this vLLM is not a known one, or another variable has a bad value.
+        Refused: ``FLASHSAMPLING_VLLM`` is "require", and this vLLM is not a known one, or another variable has a bad
+        value.
     """
     try:
         mode = PLUGIN.mode()
@@ -51,40 +53,40 @@ def register() -> None:
 
 
 def counters(worker: Any) -> dict[str, Any]:
-    """How many steps a worker fused, and how many it left to vLLM, by reason.
+    """Counts the steps that a worker fused, and those that it left to vLLM, by reason.
 
-    ``LLM.collective_rpc`` takes it as it is: one dictionary per worker.
+    ``LLM.collective_rpc`` takes this function as it is: one dictionary per worker.
 
     Returns:
         "fused": steps; "left": steps that vLLM did; "split": steps of which vLLM did some rows; "drafts": how many were
-        verified here; "reasons": how many of the steps had a request of each reason; "undefined_rows": rows without a finite
-        score, which got token 0. "refused": why nothing is fused, if so. Reading them waits for the device.
+        verified here; "reasons": how many of the steps had a request of each reason; "undefined_rows": rows without a
+        finite score, which got token 0. "refused": why nothing is fused, if so. Reading them waits for the device.
     """
     refused = refusal(worker)
     return worker.model_runner.flashsampling.counters() if refused is None else {"refused": refused}
 
 
 def refusal(worker: Any) -> str | None:
-    """Why a worker fuses nothing; None: it does."""
+    """Returns why a worker fuses nothing; None if it fuses."""
     runner = getattr(worker, "model_runner", None)
     if getattr(runner, "flashsampling", None) is not None:
         return None
-    said = [getattr(each, "flashsampling_refused", None) for each in (worker, runner)]
-    return next(filter(None, said), "the plug-in is off, or was not loaded")
+    refused = [getattr(each, "flashsampling_refused", None) for each in (worker, runner)]
+    return next(filter(None, refused), NOT_LOADED)
 
 
 def patch_worker(module: ModuleType) -> None:
-    """Has the worker's ``load_model`` attach the fused step behind it."""
+    """Makes the worker's ``load_model`` attach the fused step when it is done."""
     _follow(module, "Worker", "load_model", attach)
 
 
 def patch_executor(module: ModuleType) -> None:
-    """Has an executor check its workers once they have loaded the model."""
+    """Makes an executor check its workers once they have loaded the model."""
     _follow(module, "Executor", "__init__", check_workers)
 
 
 def _follow(module: ModuleType, owner: str, name: str, then: Callable[[Any], None]) -> None:
-    """Calls ``then`` with an object of a module's class behind one of its methods."""
+    """Calls ``then`` with an object of a module's class after one of its methods."""
     try:
         kind = getattr(module, owner, None)
         original = None if kind is None else getattr(kind, name, None)
@@ -106,15 +108,16 @@ def _follow(module: ModuleType, owner: str, name: str, then: Callable[[Any], Non
 
 
 def attach(worker: Any) -> None:
-    """Fuses what a worker's runner can, or says why it does not, whatever the reason; raises it where that was required."""
+    """Fuses what a worker's runner can, or logs why it does not, whatever the reason; raises it where the plug-in is
+    required."""
     try:
         if not worker.use_v2_model_runner:
             raise Refused("vLLM chose its model runner v1 for this model and these settings; v2 is what is known")
-        said = importlib.import_module(".runner", __package__).attach(worker.model_runner)
+        summary = importlib.import_module(".runner", __package__).attach(worker.model_runner)
     except BaseException as error:
         PLUGIN.leave(error, worker)
     else:
-        PLUGIN.logger.info("flashsampling: %s", said)
+        PLUGIN.logger.info("flashsampling: %s", summary)
 
 
 def check_workers(executor: Any) -> None:
@@ -126,7 +129,7 @@ def check_workers(executor: Any) -> None:
         PLUGIN.leave(Refused(f"of {len(refused)} workers: {refused}"))
 
 
-# -- once a module is there
+# -- once a module is imported
 
 
 def when_imported(name: str, then: Callable[[ModuleType], None]) -> None:
@@ -138,7 +141,7 @@ def when_imported(name: str, then: Callable[[ModuleType], None]) -> None:
 
 
 class _Awaited:
-    """Finds one module as the other finders do, until it is there, and has its loader call ``then`` behind it."""
+    """Finds one module as the other finders do, until it is imported, and makes its loader call ``then`` afterwards."""
 
     def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
         self.name, self.then = name, then
@@ -146,7 +149,8 @@ class _Awaited:
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """As the other finders. Who looks for a module need not import it, and a module that raises may be imported again."""
+        """Returns the other finders' spec. A found module need not be imported, and a module that raises may be
+        imported again."""
         if fullname != self.name:
             return None
         for finder in list(sys.meta_path):
@@ -160,7 +164,7 @@ class _Awaited:
 
 
 class _Followed:
-    """A module's loader, and what follows it."""
+    """A module's loader, which calls ``then`` afterwards."""
 
     def __init__(self, spec: Any, awaited: _Awaited) -> None:
         self._spec, self._loader, self._awaited = spec, spec.loader, awaited
@@ -169,7 +173,7 @@ class _Followed:
         return getattr(self._loader, name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """As the module's own loader, which the module has again."""
+        """Executes the module with its own loader, and gives that back to the module."""
         self._spec.loader = self._loader
         with contextlib.suppress(AttributeError):
             module.__loader__ = self._loader

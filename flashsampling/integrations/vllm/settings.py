@@ -1,29 +1,31 @@
-"""What the environment says, and the releases of vLLM that are known."""
+"""Environment variables of the plug-in for vLLM, and the releases that are known."""
 
-import re
 from typing import NamedTuple
 
-from ..engine.plugin import Plugin, Refused, switch
+from ..engine.plugin import Plugin, known_release, switch
 
 PLUGIN = Plugin("vLLM", "FLASHSAMPLING_VLLM", "vllm.flashsampling")
 TENSOR_PARALLEL = "FLASHSAMPLING_VLLM_TP"
 GRAPHS = "FLASHSAMPLING_VLLM_GRAPHS"
 
 
-class Release(NamedTuple):
-    """What is known of vLLM's model runner v2 in a minor release."""
+class VllmRelease(NamedTuple):
+    """Differences of vLLM's model runner v2 between minor releases."""
 
     logits: tuple[str, ...]  # parameters of ``LogitsProcessor.forward``
     drafts_and_ranks: bool  # speculative decoding and tensor parallelism have been tried
-    min_tokens_respects_grammar: bool  # where min_tokens forbids all that a grammar allows, it does not
-    sampler: tuple[str, ...] = ()  # attributes of the sampler that say what else is asked of it
+    min_tokens_respects_grammar: bool  # min_tokens forbids nothing where it would forbid all that a grammar allows
+    sampler: tuple[str, ...] = ()  # attributes of the sampler that change what it does
 
 
 _LOGITS = ("self", "lm_head", "hidden_states", "embedding_bias")
-_ASKS = "logits_processors", "return_sampling_mask", "trace_replay_state"
-KNOWN = {"0.26": Release(_LOGITS, True, False), "0.33": Release((*_LOGITS, "skip_gather"), False, True, _ASKS)}
+_SAMPLER = "logits_processors", "return_sampling_mask", "trace_replay_state"
+KNOWN = {
+    "0.26": VllmRelease(_LOGITS, True, False),
+    "0.33": VllmRelease((*_LOGITS, "skip_gather"), False, True, _SAMPLER),
+}
 
-# What is overridden or called, by its parameters: a release that has other ones is another one, whatever its number.
+# What is overridden or called, by its parameters: a release with other ones is another release, whatever its number.
 RUNNER = {
     "add_requests": ("self", "scheduler_output"),
     "sample": ("self", "hidden_states", "input_batch", "grammar_output"),
@@ -35,22 +37,18 @@ COUNTING = ("num_sampled", "seq_lens", "cu_num_logits", "idx_mapping", "prefill_
 
 
 def tensor_parallel(ranks: int, drafts: bool) -> bool:
-    """Whether so many ranks may share a head. If the environment does not say: as far as it was run and timed on GPUs."""
-    wanted = switch(TENSOR_PARALLEL)
-    return ranks == 2 and not drafts and graphs() if wanted is None else wanted
+    """Returns whether so many ranks may share a head. By default: as far as it was run and timed on GPUs."""
+    chosen = switch(TENSOR_PARALLEL)
+    return ranks == 2 and not drafts and graphs() if chosen is None else chosen
 
 
 def graphs() -> bool:
-    """Whether steps become CUDA graphs."""
+    """Returns whether steps become CUDA graphs."""
     return switch(GRAPHS) is not False
 
 
-def check_version(version: str) -> Release:
-    """Refuses a release that nobody has tried."""
-    number = re.match(r"\d+\.\d+", version)
-    if number is None or number.group() not in KNOWN:
-        known = ", ".join(f"{number}.x" for number in KNOWN)
-        raise Refused(
-            f"vLLM {version} is not one of the releases that are known to work: {known}, with model runner v2"
-        )
-    return KNOWN[number.group()]
+def check_version(version: str) -> VllmRelease:
+    """Returns the release of a version. Refuses a release that nobody has tried."""
+    known = ", ".join(f"{number}.x" for number in KNOWN)
+    words = f"releases that are known to work: {known}, with model runner v2"
+    return known_release(f"vLLM {version}", r"\d+\.\d+", KNOWN, words)

@@ -1,4 +1,4 @@
-"""What both plug-ins say and do with their variables, with errors of a host, and with counts of steps."""
+"""Variables of both plug-ins, errors of a host, and counts of steps."""
 
 import asyncio
 import logging
@@ -12,7 +12,7 @@ MINE = Plugin("Engine", "FLASHSAMPLING_TEST", "tests.plugin")
 
 
 class Panic(BaseException):
-    """As a Rust extension's."""
+    """Stands for an error of a Rust extension."""
 
 
 class Wordless(Exception):
@@ -105,7 +105,7 @@ def test_what_ends_the_process_ends_it(kind, mode, monkeypatch, caplog):
 def test_counts(caplog):
     """Reasons are said once; all counts after 1024 steps, 2048, and so on. Nothing needs a function in the engine's
     workers."""
-    counts = StepCounts(MINE, ("served", "a grammar", "a bias"), "fused", "left", "drafts")
+    counts = StepCounts(MINE, "fused", "left", "drafts", reasons=("served", "a grammar", "a bias"))
     assert counts.read() == {"fused": 0, "left": 0, "drafts": 0, "reasons": {}}
     with caplog.at_level(logging.INFO, "tests.plugin"):
         for reasons in ((1,), (1, 2), (1,)):

@@ -1,14 +1,14 @@
-"""SGLang's engine, whose scheduler's process looks at every fused step; also on a CPU, so that tests need not cost time on a
-GPU before they can pass there, and without the 587 MB of SGLang's own kernels.
+"""SGLang's engine, whose scheduler's process looks at every fused step; also on a CPU, so that tests need not cost time
+on a GPU before they can pass there, and without the 587 MB of SGLang's own kernels.
 
-Tokenizer manager, scheduler, model runner, cache and sampler are SGLang's own, in its own processes. On a CPU attention is
-torch's, and packages of kernels for GPUs are made up (``sglang_made_up``) and not called: without AMX SGLang computes with
-torch's operations. With FLASHSAMPLING_SGLANG_STAND_INS=1 SGLang 0.5.15 does so on a GPU too, with Triton's attention (on a CPU
-that changes nothing, and was seen to; on a GPU it was not run). Seen with the wheels of SGLang 0.5.15.post1 and 0.5.23,
-unpacked, and what ``test_sglang_real`` names, and::
+Tokenizer manager, scheduler, model runner, cache and sampler are SGLang's own, in its own processes. On a CPU attention
+is torch's, and packages of kernels for GPUs are made up (``sglang_made_up``) and not called: without AMX SGLang
+computes with torch's operations. With FLASHSAMPLING_SGLANG_STAND_INS=1 SGLang 0.5.15 does so on a GPU too, with
+Triton's attention (on a CPU that changes nothing, and was seen to; on a GPU it was not run). Seen with the wheels of
+SGLang 0.5.15.post1 and 0.5.23, unpacked, and what ``test_sglang_real`` names, and::
 
-    pip install uvicorn uvloop python-multipart setproctitle partial_json_parser interegular prometheus_client ipython \\
-        watchfiles
+    pip install uvicorn uvloop python-multipart setproctitle partial_json_parser interegular prometheus_client ipython
+        \\ watchfiles
 """
 
 import json
@@ -48,7 +48,7 @@ def engine(folder: str, seen: Path, plugin: str = "require", **options: Any) -> 
 
 
 def run_scheduler(*args: Any, **kwargs: Any) -> Any:
-    """In place of SGLang's ``run_scheduler_process``, in the process that it starts."""
+    """Replaces SGLang's ``run_scheduler_process``, in the process that it starts."""
     patch = pytest.MonkeyPatch()  # which is never undone
     if ON_CPU:
         _pretend(patch)
@@ -61,7 +61,7 @@ def run_scheduler(*args: Any, **kwargs: Any) -> Any:
 
 
 def run_detokenizer(*args: Any, **kwargs: Any) -> Any:
-    """Likewise ``run_detokenizer_process``."""
+    """Replaces ``run_detokenizer_process``."""
     from sglang.srt.managers.detokenizer_manager import run_detokenizer_process
 
     return run_detokenizer_process(*args, **kwargs)
@@ -69,7 +69,7 @@ def run_detokenizer(*args: Any, **kwargs: Any) -> Any:
 
 def _pretend(patch: pytest.MonkeyPatch) -> None:
     """The plug-in takes neither CPUs nor what is faster nowhere."""
-    from flashsampling.integrations.engine import common
+    from flashsampling.integrations.engine import head as engine_head
     from flashsampling.integrations.sglang import runner as plugin
 
     check_runner = plugin.check_runner
@@ -82,7 +82,7 @@ def _pretend(patch: pytest.MonkeyPatch) -> None:
             runner.device = device
 
     patch.setattr(plugin, "check_runner", check_all_but_the_device)
-    patch.setattr(common, "FAST", ("streaming",))
+    patch.setattr(engine_head, "FAST", ("streaming",))
 
 
 def stand_in(patch: pytest.MonkeyPatch) -> None:
@@ -102,23 +102,24 @@ def stand_in(patch: pytest.MonkeyPatch) -> None:
 
 
 def _watch(patch: pytest.MonkeyPatch, seen: Path) -> None:
-    """Every fused draw against ``flashsampling.sample`` of the row alone, with what its request says; a line for each step."""
+    """Every fused draw against ``flashsampling.sample`` of the row alone, with what its request says; a line for each
+    step."""
     from flashsampling.integrations.sglang import request_info
-    from flashsampling.integrations.sglang.runner import Fused
-    from flashsampling.integrations.sglang.step import FusedStep
+    from flashsampling.integrations.sglang.runner import SglangSampler
+    from flashsampling.integrations.sglang.step import SglangStep
 
     requests: dict[Any, Any] = {}
-    note, draw, sample = request_info.note, FusedStep.draw, Fused.sample
+    parse, draw, sample = request_info.parse_request, SglangStep.draw_tokens, SglangSampler.sample
     drawn: list[dict[str, Any]] = []
 
     def noted(request: Any, rules: Any) -> Any:
-        made = note(request, rules)
+        made = parse(request, rules)
         requests[made] = request
         return made
 
     def checked(self: Any, batch: Any) -> Any:
         out = draw(self, batch)
-        for row, each in enumerate(batch.noted):
+        for row, each in enumerate(batch.requests):
             drawn.append(_compared(self.head, batch, row, requests[each], each, out))
         return out
 
@@ -130,20 +131,20 @@ def _watch(patch: pytest.MonkeyPatch, seen: Path) -> None:
             file.write(json.dumps(line) + "\n")
         return token_ids
 
-    patch.setattr(request_info, "note", noted)
-    patch.setattr(FusedStep, "draw", checked)
-    patch.setattr(Fused, "sample", counted)
+    patch.setattr(request_info, "parse_request", noted)
+    patch.setattr(SglangStep, "draw_tokens", checked)
+    patch.setattr(SglangSampler, "sample", counted)
 
 
 def _compared(head: Any, batch: Any, row: int, request: Any, noted: Any, out: Any) -> dict[str, Any]:
-    """What a row drew, and what is wrong with that."""
+    """Returns what a row drew, and what is wrong with that."""
     params, vocab_size = request.sampling_params, head.vocab_size
     position, state = int(batch.positions[row]), batch.hidden_states[row : row + 1]
     greedy = params.top_k == 1  # as SGLang has a temperature of 0
     bias = {int(token): value for token, value in (params.logit_bias or {}).items()}
     if position + 1 < len(request.origin_input_ids) + params.min_new_tokens:
         bias |= dict.fromkeys(params.stop_token_ids or (), float("-inf"))
-    asked: dict[str, Any] = {} if batch.mask is None else {"token_mask": batch.mask[row : row + 1]}
+    asked: dict[str, Any] = {} if batch.grammar is None else {"token_mask": batch.grammar[row : row + 1]}
     if bias:
         ids, values = torch.tensor([[*bias]], dtype=torch.int32), torch.tensor([[*bias.values()]])
         asked["logit_bias"] = ids.to(state.device), values.to(state.device)
@@ -156,7 +157,8 @@ def _compared(head: Any, batch: Any, row: int, request: Any, noted: Any, out: An
         asked["joint_top_p"] = not params.min_p  # which no request has beside both
     alone = flashsampling.sample(
         state, head.weight, temperature=0.0 if greedy else params.temperature,
-        seed=noted.row.seed if params.sampling_seed is None else params.sampling_seed, offset=position, vocab_size=vocab_size,
+        seed=noted.row.seed if params.sampling_seed is None else params.sampling_seed,
+        offset=position, vocab_size=vocab_size,
         **head.transform, **asked,
     )  # fmt: skip
     token, wrong = int(out.token_ids[row]), []

@@ -1,4 +1,5 @@
-"""Makes up the packages that SGLang's Python files import and that a machine without a GPU has not, so that its classes load.
+"""Makes up the packages that SGLang's Python files import and that a machine without a GPU has not, so that its classes
+load.
 
 Importing this does so, or raises ImportError where SGLang's files are not, or a GPU is; but with
 FLASHSAMPLING_SGLANG_STAND_INS=1 a GPU does not matter: see ``sglang_engine``.

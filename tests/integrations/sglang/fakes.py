@@ -1,6 +1,7 @@
-"""What the plug-in sees of SGLang 0.5.15, without SGLang: classes with the names, shapes and dtypes of the real ones, on a CPU.
+"""Fakes of the classes of SGLang 0.5.15 that the plug-in reads, with the names, shapes and dtypes of the real ones, on
+a CPU.
 
-``tests/integrations/sglang/test_real.py`` holds them against the real ones where SGLang's Python files are.
+``tests/integrations/sglang/test_real.py`` compares them with the real ones where SGLang's Python files are.
 """
 
 import copy
@@ -17,7 +18,7 @@ TOP_K_ALL = 1 << 30
 
 
 class SamplingParams:
-    """As it is behind ``__post_init__``: a temperature of 0 is top-k 1."""
+    """Parameters after ``__post_init__``: a temperature of 0 is top-k 1."""
 
     beam_width: int | None  # of 0.5.23; 0.5.15 has no such attribute
 
@@ -128,22 +129,14 @@ class ForwardBatch:
     @classmethod
     def init_new(cls, batch: Any, model_runner: Any) -> "ForwardBatch":
         reqs = batch.reqs
-        grammars = [req.grammar for req in reqs]
+        grammars, logprobs = [req.grammar for req in reqs], [req.logprob for req in reqs]
+        info = SamplingBatchInfo(model_runner.vocab_size, grammars if any(grammars) else None)
+        lengths = batch.seq_lens, batch.seq_lens.clone()
+        given = [each.top_logprobs_num for each in logprobs], [each.token_ids_logprob for each in logprobs]
+        kept = (batch.extend_seq_lens, batch.capture_hidden_mode, batch.is_prefill_only, batch.prompt_logprobs)
+        wants = any(req.return_logprob for req in reqs)
         return cls(
-            batch.forward_mode,
-            len(reqs),
-            batch.input_ids,
-            batch.seq_lens,
-            batch.seq_lens.clone(),
-            batch.positions,
-            SamplingBatchInfo(model_runner.vocab_size, grammars if any(grammars) else None),
-            any(req.return_logprob for req in reqs),
-            [req.logprob.top_logprobs_num for req in reqs],
-            [req.logprob.token_ids_logprob for req in reqs],
-            batch.extend_seq_lens,
-            batch.capture_hidden_mode,
-            batch.is_prefill_only,
-            batch.prompt_logprobs,
+            batch.forward_mode, len(reqs), batch.input_ids, *lengths, batch.positions, info, wants, *given, *kept
         )
 
 
@@ -251,27 +244,17 @@ class Model(nn.Module):
 
 
 def server_args(**given: Any) -> SimpleNamespace:
-    """Those of SGLang's ``ServerArgs`` that are read, with their defaults."""
+    """Fields of SGLang's ``ServerArgs`` that are read, with their defaults."""
+    ones = ("tp_size", "pp_size", "attn_cp_size", "dcp_size")
+    none = ("speculative_algorithm", "dllm_algorithm", "enable_lora", "rl_on_policy_target")
+    off = "dp_attention dp_lm_head pdmux two_batch_overlap return_hidden_states torch_compile custom_logit_processor"
     made = SimpleNamespace(
-        tp_size=1,
-        pp_size=1,
-        attn_cp_size=1,
-        dcp_size=1,
-        enable_dp_attention=False,
-        enable_dp_lm_head=False,
-        speculative_algorithm=None,
-        dllm_algorithm=None,
+        **dict.fromkeys(ones, 1),
+        **dict.fromkeys(none),
+        **{f"enable_{name}": False for name in (*off.split(), "deterministic_inference")},
         disaggregation_mode="null",
-        enable_pdmux=False,
-        enable_two_batch_overlap=False,
-        enable_lora=None,
-        enable_return_hidden_states=False,
-        enable_torch_compile=False,
-        rl_on_policy_target=None,
         cuda_graph_config=SimpleNamespace(prefill=SimpleNamespace(backend="breakable")),
         sampling_backend="flashinfer",
-        enable_custom_logit_processor=False,
-        enable_deterministic_inference=False,
     )
     for name, value in given.items():
         assert hasattr(made, name)

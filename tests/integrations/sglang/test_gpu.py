@@ -1,8 +1,8 @@
 """The plug-in in SGLang itself, on a GPU: a tiny model of random weights, SGLang's engine in processes of its own.
 
-Needs SGLang 0.5.15 or 0.5.23 with its kernels, and this package's entry point. With FLASHSAMPLING_SGLANG_ON_CPU=1 on a CPU:
-what ``sglang_engine`` says. Every fused draw is compared with ``flashsampling.sample`` of the row alone, with what the user
-asked for.
+Needs SGLang 0.5.15 or 0.5.23 with its kernels, and this package's entry point. With FLASHSAMPLING_SGLANG_ON_CPU=1 on a
+CPU: what ``sglang_engine`` says. Every fused draw is compared with ``flashsampling.sample`` of the row alone, with what
+the user asked for.
 """
 
 import asyncio
@@ -40,14 +40,17 @@ SERVED: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 LEFT: dict[str, dict[str, Any]] = {
     "penalties": {"repetition_penalty": 1.3},
-    "more than 1024 tokens with a bias": {"logit_bias": {str(token): 0.01 for token in range(1003)}, "min_new_tokens": 2,
-                                          "stop_token_ids": [*range(1, 60)]},
+    "more than 1024 tokens with a bias": {
+        "logit_bias": {str(token): 0.01 for token in range(1003)}, "min_new_tokens": 2,
+        "stop_token_ids": [*range(1, 60)],
+    },
 }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A model, and a tokenizer of whose tokens a grammar can be made: every token is a letter, a digit, or of no account."""
+    """A model, and a tokenizer of whose tokens a grammar can be made: every token is a letter, a digit, or of no
+    account."""
     place = tmp_path_factory.mktemp("model")
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = transformers.LlamaConfig(
@@ -67,13 +70,13 @@ def folder(tmp_path_factory):
 
 
 class Served:
-    """What an engine made, and its scheduler saw."""
+    """An engine, and what its scheduler saw."""
 
     def __init__(self, engine: Any, seen: Path) -> None:
         self.engine, self._seen = engine, seen
 
     def generate(self, batch: list[tuple[list[int], dict[str, Any]]], **how: Any) -> list[Any]:
-        """Of (prompt, parameters); twelve tokens each, if nothing else is said."""
+        """Generates for (prompt, parameters); twelve tokens each by default."""
         params = [{"max_new_tokens": 12, "ignore_eos": True, **given} for _, given in batch]
         return self.engine.generate(input_ids=[prompt for prompt, _ in batch], sampling_params=params, **how)  # type: ignore[no-any-return]
 
@@ -81,8 +84,8 @@ class Served:
         return [json.loads(line) for line in self._seen.read_text().splitlines()]
 
     def made_of(self, draws: list[Any], rid: str, prompt: list[int]) -> list[int]:
-        """The tokens that were drawn behind a prompt, in the order of their places. What is drawn behind a part of it nobody
-        reads; and of a request that began again the last draw at a place counts."""
+        """The tokens that were drawn behind a prompt, in the order of their places. What is drawn behind a part of it
+        nobody reads; and of a request that began again the last draw at a place counts."""
         at = {
             draw["position"]: draw["token"]
             for draw in draws
@@ -104,8 +107,8 @@ GREEDY = [(prompt, {"temperature": 0.0}) for prompt in PROMPTS], {"return_logpro
 
 @pytest.fixture(scope="module")
 def theirs(folder, tmp_path_factory):
-    """What SGLang makes without the plug-in, of float32 logits: on a GPU its own would be bfloat16, 0.25 apart from 32 on. An
-    engine that is shut down kills all of this process's children."""
+    """Returns SGLang's outputs without the plug-in, from float32 logits: its own on a GPU are bfloat16, 0.25 apart from
+    32 on. An engine that shuts down kills all children of this process."""
     seen = tmp_path_factory.mktemp("nothing seen") / "steps"
     engine = sglang_engine.engine(
         folder, seen, "off", chunked_prefill_size=16, enable_fp32_lm_head=not sglang_engine.ON_CPU
@@ -136,8 +139,8 @@ def tokens_of(outputs):
 
 
 def test_every_kind_in_one_batch(served):
-    """With and without seeds, of several lengths, so that they leave at different times: all fused, all as the row alone; and
-    what was drawn is what the user gets."""
+    """Requests with and without seeds, of several lengths, leave at different times. All are fused, all are as the row
+    alone, and the user gets the drawn tokens."""
     first = len(served.lines())
     batch = [
         (PROMPTS[row % 4], {**given, **({"sampling_seed": row} if row % 2 else {}), "max_new_tokens": 4 + 2 * row})

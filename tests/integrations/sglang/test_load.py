@@ -159,7 +159,7 @@ def test_the_methods_of_another_release(newer, monkeypatch, caplog):
 
 
 def refused_words(monkeypatch, caplog):
-    """What is said where it may go on, and the same where it may not."""
+    """Returns the line that is logged with "auto", which is the error with "require"."""
     monkeypatch.setenv(settings.PLUGIN.variable, "auto")
     with caplog.at_level(logging.INFO, "sglang.flashsampling"):
         register()
@@ -187,7 +187,8 @@ def test_other_signatures(monkeypatch, caplog):
         pass
 
     monkeypatch.setattr(fakes.ModelRunner, "sample", sample)
-    said = "ModelRunner.sample takes self, logits_output, forward_batch, sampler here, not self, logits_output, forward_batch"
+    known = "self, logits_output, forward_batch"
+    said = f"ModelRunner.sample takes {known}, sampler here, not {known}"
     assert refused_words(monkeypatch, caplog) == f"{said}: this release of SGLang is not known"
 
 
@@ -202,7 +203,7 @@ def test_modules_that_are_not_there(monkeypatch, caplog):
 
 
 class Panic(BaseException):
-    """As a Rust extension's."""
+    """Stands for an error of a Rust extension."""
 
 
 class Hostile:
@@ -216,7 +217,7 @@ class Hostile:
 @pytest.mark.parametrize("error", [ImportError("no"), Panic("no")], ids=["import", "panic"])
 @pytest.mark.parametrize("place", ["release", "classes", "registry"])
 def test_forks_of_sglang(place, error, monkeypatch, caplog):
-    """What looking at the engine raises leaves it as it is, with one line."""
+    """An error while the engine is inspected leaves it as it is, with one line."""
 
     def fails(*args):
         raise error
@@ -231,12 +232,7 @@ def test_forks_of_sglang(place, error, monkeypatch, caplog):
 
 @pytest.mark.parametrize(
     "runner",
-    [
-        SimpleNamespace(is_draft_worker=False),
-        SimpleNamespace(),
-        Hostile(ValueError("no")),
-        Hostile(Panic("no")),
-    ],
+    [SimpleNamespace(is_draft_worker=False), SimpleNamespace(), Hostile(ValueError("no")), Hostile(Panic("no"))],
     ids=["no modules", "nothing", "error", "panic"],
 )
 def test_runners_that_nobody_expected(runner, monkeypatch, caplog):
@@ -259,7 +255,7 @@ def scheduler_of(**runner):
 
 
 def test_schedulers_where_it_is_required(monkeypatch):
-    """Also one whose runner was loaded in a way that no hook saw."""
+    """A runner that was loaded where no hook saw it is found too."""
     monkeypatch.setenv(settings.PLUGIN.variable, "require")
     assert load.after_scheduler(None, scheduler_of(flashsampling=object())) is None
     for scheduler, words in (
@@ -299,6 +295,7 @@ def test_counters_without_the_plug_in():
 
 
 def test_nothing_is_imported_of_sglang():
-    code = "import flashsampling.integrations.sglang as it, sys; it.register(); print([m for m in sys.modules if 'sglang.' in m])"
+    code = "import flashsampling.integrations.sglang as it, sys; it.register(); "
+    code += "print([m for m in sys.modules if 'sglang.' in m])"
     got = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert all(name.startswith("'flashsampling") for name in got.strip("[]\n").split(", "))

@@ -1,8 +1,8 @@
-"""The plug-in against SGLang's own classes, of 0.5.15 or 0.5.23, on the CPU: where its Python files are not, as in CI, this is
-skipped.
+"""The plug-in against SGLang's own classes, of 0.5.15 or 0.5.23, on the CPU: where its Python files are not, as in CI,
+this is skipped.
 
-Packages of SGLang's that need a GPU are made up. A wheel that is unpacked does, with some requirements that are pure Python or
-small, beside what the extra ``test`` brings (of 0.5.23 xgrammar is 0.2.7)::
+Packages of SGLang's that need a GPU are made up. A wheel that is unpacked does, with some requirements that are pure
+Python or small, beside what the extra ``test`` brings (of 0.5.23 xgrammar is 0.2.7)::
 
     pip install msgspec orjson pybase64 pyzmq starlette fastapi aiohttp openai dill llguidance xgrammar==0.2.1
     PYTHONPATH=FOLDER python -m pytest tests/integrations/sglang/test_real.py
@@ -35,9 +35,9 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import TOP_K_ALL, SamplingParams
 from sglang.srt.server_args import ServerArgs
 
-from flashsampling.integrations.engine import common as engines
+from flashsampling.integrations.engine import head as engines
 from flashsampling.integrations.sglang import counters, head, load, register, settings
-from flashsampling.integrations.sglang.request_info import DETERMINISTIC_SEED, request_info_of
+from flashsampling.integrations.sglang.request_info import DETERMINISTIC_SEED, read_request
 from flashsampling.integrations.sglang.runner import _NEWER
 
 from . import fakes
@@ -128,8 +128,9 @@ def test_the_fakes_have_nothing_that_sglang_has_not():
 
 
 DRAWN_FROM = {  # what ``asks.note`` reads, and with the request's grammar
-    "stop_token_ids", "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
-    "min_new_tokens", "n", "logit_bias", "sampling_seed", "json_schema", "regex", "ebnf", "structural_tag",
+    "stop_token_ids", "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty",
+    "repetition_penalty", "min_new_tokens",
+    "n", "logit_bias", "sampling_seed", "json_schema", "regex", "ebnf", "structural_tag",
 }  # fmt: skip
 AROUND_A_DRAW = {  # or for a custom logit processor alone
     "max_new_tokens", "stop", "stop_regex", "ignore_eos", "skip_special_tokens", "spaces_between_special_tokens",
@@ -146,7 +147,7 @@ SINCE = {
 
 
 def test_every_field_of_sampling_params_is_known():
-    """And those that are none of a draw's are read nowhere where logits are."""
+    """Every field is known, and fields that do not concern a draw are read nowhere where logits are."""
     assert set(SamplingParams.__struct_fields__) == DRAWN_FROM | AROUND_A_DRAW | (SINCE if NEWER else set())
     folder = Path(inspect.getfile(SamplingBatchInfo)).parent
     files = [folder / "sampling_batch_info.py", *folder.glob("penaltylib/*.py"), Path(inspect.getfile(Sampler))]
@@ -155,7 +156,7 @@ def test_every_field_of_sampling_params_is_known():
 
 
 class Model(torch.nn.Module):
-    """With SGLang's own head and logits processor."""
+    """A model with SGLang's own head and logits processor."""
 
     def __init__(self, scale=None):
         super().__init__()
@@ -225,7 +226,7 @@ def req_of(return_logprob=False, top_logprobs_num=0, **params):
 
 
 def scheduled(made, reqs, prefill, drawn=1):
-    """What of a ``ScheduleBatch`` SGLang reads to make a ``ForwardBatch``; the rest is None."""
+    """Returns the fields of a ``ScheduleBatch`` that SGLang reads to make a ``ForwardBatch``; others are None."""
 
     class Batch(SimpleNamespace):
         def __getattr__(self, name):
@@ -272,7 +273,7 @@ def step(made, batch, states):
 @pytest.mark.parametrize("prefill", [True, False], ids=["prefill", "decode"])
 @pytest.mark.parametrize("scale", [None, 2.5])
 def test_greedy_tokens_and_log_probabilities_are_sglangs(prefill, scale):
-    """With biases, min_new_tokens and temperatures; top tokens in SGLang's own lists."""
+    """Tokens are equal with biases, min_new_tokens and temperatures; top tokens are in SGLang's own lists."""
     kinds = [
         {"temperature": 0.0},
         {"temperature": 0.0, "logit_bias": {"4": 3.0, "330": 9.0}},
@@ -317,7 +318,7 @@ def test_ends_that_are_forbidden_are_sglangs(ends):
 
 @pytest.mark.parametrize("temperature", [0.4, 1.0, 2.0])
 def test_log_probabilities_at_a_temperature_are_sglangs(temperature):
-    """Of the same tokens: SGLang's sampler is told which ones it drew."""
+    """SGLang's sampler gets the tokens that the step drew."""
     states = torch.randn(4, D, generator=torch.Generator().manual_seed(3))
     made, other = runner_of(), runner_of(fused=False)
     reqs = [req_of(True, row, temperature=temperature) for row in range(4)]
@@ -386,7 +387,7 @@ def test_the_distribution_is_sglangs(kind):
 
 
 def test_what_is_left_goes_sglangs_way():
-    """With its own penalties, and its own argmax."""
+    """SGLang applies its own penalties, and its own argmax."""
     made, other = runner_of(), runner_of(fused=False)
     states = torch.randn(3, D, generator=torch.Generator().manual_seed(5))
     reqs = [req_of(temperature=0.0, repetition_penalty=1.5), req_of(temperature=0.0), req_of(sampling_seed=3)]
@@ -400,7 +401,8 @@ def test_what_is_left_goes_sglangs_way():
 
 
 def leader_of(width=3):
-    """A request of beam search as the scheduler's coordinator makes one: its parameters are others then, without the width."""
+    """A request of beam search as the scheduler's coordinator makes one: its parameters are others then, without the
+    width."""
     req = req_of(beam_width=width)
     coordinator = BeamCoordinator(
         model_config=SimpleNamespace(is_encoder_decoder=False, vocab_size=V),
@@ -504,15 +506,15 @@ def test_a_grammar_of_xgrammar():
 
 def test_a_request_keeps_what_was_noted():
     made, req = runner_of(), req_of()
-    first = request_info_of(req, made.flashsampling.rules)
-    assert request_info_of(req, made.flashsampling.rules) is first
-    assert request_info_of(req_of(), made.flashsampling.rules).row.seed != first.row.seed
+    first = read_request(req, made.flashsampling.rules)
+    assert read_request(req, made.flashsampling.rules) is first
+    assert read_request(req_of(), made.flashsampling.rules).row.seed != first.row.seed
 
 
 def test_heads_and_quantisation():
     model = Model()
     layers = engines.Layers(processors.LogitsProcessor, VocabParallelEmbedding, UnquantizedEmbeddingMethod)
-    made = head.head_of(model, layers)
+    made, _ = head.find_head(model, layers)
     assert made.vocab_size == V
     assert made.weight.shape[0] > V  # padded
-    assert head.check_speed(made) == "streaming"
+    assert engines.check_speed(made, "SGLang") == "streaming"

@@ -1,4 +1,5 @@
-"""The plug-in for SGLang, on a model runner that is made up: who does a step, with whose parameters, and what comes of it."""
+"""The plug-in for SGLang, on a model runner that is made up: who does a step, with whose parameters, and what comes of
+it."""
 
 import importlib.metadata
 import itertools
@@ -10,9 +11,10 @@ import pytest
 import torch
 
 import flashsampling
-from flashsampling.integrations.engine import common
+from flashsampling.integrations.engine import head as engine_head
+from flashsampling.integrations.engine.request_info import FALLBACK_REASONS, SGLANG_FALLBACKS, FallbackReason
 from flashsampling.integrations.sglang import Refused, counters, load, settings
-from flashsampling.integrations.sglang.request_info import FALLBACK_REASONS, FallbackReason
+from flashsampling.integrations.sglang import runner as runner_module
 from flashsampling.integrations.sglang.runner import _NEWER, check_runner
 
 from . import fakes
@@ -25,7 +27,8 @@ SANITIZES = SimpleNamespace(get=lambda: False)
 
 @pytest.fixture(autouse=True)
 def _sglang(monkeypatch):
-    """The modules that ``attach`` imports; and torch's own implementation counts as a fast one, since there is no GPU."""
+    """The modules that ``attach`` imports; and torch's own implementation counts as a fast one, since there is no
+    GPU."""
     modules = {
         "layers.logits_processor": {
             "LogitsProcessor": fakes.LogitsProcessor,
@@ -42,7 +45,7 @@ def _sglang(monkeypatch):
     for name, names in modules.items():
         monkeypatch.setitem(sys.modules, f"sglang.srt.{name}", SimpleNamespace(**names))
     monkeypatch.setattr(importlib.metadata, "version", lambda name: {"sglang": "0.5.15.post1"}[name])
-    monkeypatch.setattr(common, "FAST", (*common.FAST, "streaming"))
+    monkeypatch.setattr(engine_head, "FAST", (*engine_head.FAST, "streaming"))
     monkeypatch.setenv(settings.PLUGIN.variable, "auto")
 
 
@@ -260,16 +263,10 @@ def test_a_request_of_every_kind_that_is_left(name, graphs, caplog):
 
 
 def test_every_reason_has_a_test():
-    tested = {name.split(", ")[0] for name in LEFT_TO_SGLANG} | {
-        FALLBACK_REASONS[FallbackReason.LOGITS],
-        FALLBACK_REASONS[FallbackReason.UNSEEN],
-    }
-    tested |= {
-        FALLBACK_REASONS[reason]
-        for reason in (FallbackReason.BEAMS, FallbackReason.SUPPORT, FallbackReason.OBSERVER, FallbackReason.ALIGNED)
-    }  # of 0.5.23
-    assert tested == set(FALLBACK_REASONS) - {"served"}
-    assert len(FALLBACK_REASONS) == len(FallbackReason)
+    tested = {name.split(", ")[0] for name in LEFT_TO_SGLANG} | {name.split(", without")[0] for name in BATCHES if name}
+    newer = FallbackReason.BEAMS, FallbackReason.SUPPORT, FallbackReason.ALIGNED  # of 0.5.23
+    tested |= {reason.text for reason in newer}
+    assert tested == {reason.text for reason in SGLANG_FALLBACKS}
 
 
 @pytest.mark.parametrize("name", LEFT_TO_SGLANG)
@@ -408,15 +405,28 @@ def test_prompt_logprobs_get_logits_and_the_draw_is_fused():
     assert runner.model.logits_processor.rows == rows + 1 + len(PROMPT)
 
 
-def test_hidden_states_that_are_asked_for_are_the_requests():
-    runner = runner_of()
-    states = states_of(1)
-    tokens, output = step(
-        runner, decode(reqs := [Req(PROMPT, SERVED["plain"])], capture_hidden_mode=CaptureHiddenMode.FULL), states, reqs
-    )
-    assert int(tokens) == LEFT
-    assert output.hidden_states is not None
-    assert counters(runner)["reasons"] == {FALLBACK_REASONS[FallbackReason.LOGITS]: 1}
+BATCHES = {  # what makes SGLang sample a batch
+    "hidden states to return, or logits that are there already": {"capture_hidden_mode": CaptureHiddenMode.FULL},
+    "a batch that was made in another way": {"flashsampling": None},
+    "a batch that was made in another way, without lengths": {"seq_lens_cpu": None},
+    "an observer of its logits": True,
+    "": False,  # an observer of other batches
+}
+
+
+@pytest.mark.parametrize("words", BATCHES)
+def test_batches_that_are_left(words):
+    runner, reqs = runner_of(), [Req(PROMPT, SamplingParams(sampling_seed=1)) for _ in range(2)]
+    batch = decode(reqs)
+    forward_batch = load.after_init_new(ForwardBatch.init_new(batch, runner), ForwardBatch, batch, runner)
+    if isinstance(BATCHES[words], dict):
+        vars(forward_batch).update(BATCHES[words])
+    else:  # of 0.5.23
+        runner.sampling_observer = SimpleNamespace(is_active=lambda info: BATCHES[words])
+    output = runner.forward(forward_batch, states_of(2))
+    assert (runner.sample(output, forward_batch).tolist() == [LEFT] * 2) is bool(words)
+    assert counters(runner)["reasons"] == ({words.split(", without")[0]: 1} if words else {})
+    assert (output.hidden_states is None) is not words.startswith("hidden states")  # which are the requests'
 
 
 def test_prefill_without_a_draw_gets_logits():
@@ -425,13 +435,6 @@ def test_prefill_without_a_draw_gets_logits():
     output = runner.forward(forward_batch, states_of(4))
     assert output.next_token_logits.shape == (1, V)
     assert output.hidden_states is None
-
-
-def test_a_batch_that_was_not_seen():
-    runner = runner_of()
-    forward_batch = ForwardBatch.init_new(decode([Req(PROMPT, SamplingParams())] * 2), runner)
-    assert runner.sample(runner.forward(forward_batch, states_of(2)), forward_batch).tolist() == [LEFT] * 2
-    assert counters(runner)["reasons"] == {FALLBACK_REASONS[FallbackReason.UNSEEN]: 1}
 
 
 def test_rows_without_a_score_get_token_0():
@@ -480,7 +483,7 @@ def test_requests_join_and_leave():
 
 
 class Suppressing(fakes.Model):
-    """As Gemma 4's: some tokens' logits are overwritten behind the logits processor."""
+    """Overwrites some tokens' logits after the logits processor, as Gemma 4 does."""
 
     def forward(self, input_ids, positions, forward_batch):
         output = super().forward(input_ids, positions, forward_batch)
@@ -534,7 +537,7 @@ def test_such_models_where_fusing_is_required(kind, monkeypatch):
 
 
 class Panic(BaseException):
-    """As a Rust extension's."""
+    """Stands for an error of a Rust extension."""
 
 
 def fails(*args, **kwargs):
@@ -551,7 +554,7 @@ class Wide(fakes.Model):
 
 
 FORKS = {  # what fails in the first forward
-    "states": lambda fused: setattr(fused, "_last", fails),
+    "states": lambda fused: setattr(fused, "_last_states", fails),
     "metadata": lambda fused: setattr(fused, "sglang", fused.sglang._replace(in_dummy_run=fails)),
     "logits": lambda fused: None,
 }
@@ -713,7 +716,7 @@ def test_heads_that_are_refused(words):
 
 
 def test_slow_implementations_are_refused(monkeypatch):
-    monkeypatch.setattr(common, "FAST", ("cute", "triton"))
+    monkeypatch.setattr(engine_head, "FAST", ("cute", "triton"))
     assert "there is only the implementation 'streaming'" in counters(loaded())["refused"]
 
 
@@ -761,7 +764,7 @@ def test_arguments_that_are_refused(words, monkeypatch):
     ],
 )
 def test_runners_that_are_refused(words, change):
-    runner = fakes.ModelRunner(fakes.Model(V, D))
+    runner = fakes.ModelRunner(fakes.Model(V, D), fakes.server_args(cuda_graph_config=None))
     check_runner(runner, runner.server_args, fakes.Sampler)
     change(runner)
     with pytest.raises(Refused) as refused:
@@ -769,25 +772,22 @@ def test_runners_that_are_refused(words, change):
     assert str(refused.value) == words
 
 
-def test_nan_that_sglang_is_to_replace(monkeypatch):
-    monkeypatch.setattr(SANITIZES, "get", lambda: True)
+@pytest.mark.parametrize("name", runner_module._ABOUT_NAN)
+def test_logits_in_which_nan_is_looked_for(name, monkeypatch):
+    envs = SimpleNamespace(**{"SGLANG_SANITIZE_NAN_LOGITS": SANITIZES, name: SimpleNamespace(get=lambda: True)})
+    monkeypatch.setitem(sys.modules, "sglang.srt.environ", SimpleNamespace(envs=envs))
     runner = fakes.ModelRunner(fakes.Model(V, D), fakes.server_args())
     load.after_load_model(None, runner)
-    assert "SGLANG_SANITIZE_NAN_LOGITS" in counters(runner)["refused"]
+    assert name in counters(runner)["refused"]
 
 
 def test_a_greedy_request_where_sglang_is_deterministic():
-    """Of SGLang's own logits, which have 16 bits, the best is often another."""
+    """SGLang's own logits have 16 bits, and often another best token."""
     runner = runner_of(enable_deterministic_inference=True, sampling_backend="pytorch")
     states, alone = states_of(2), [Req(PROMPT, SamplingParams(temperature=0.0))]
     mates = [Req(PROMPT, SamplingParams(temperature=0.0)), Req(PROMPT, SamplingParams(repetition_penalty=1.2))]
     token = step(runner, decode(alone), states[:1], alone)[0][0]
     assert step(runner, decode(mates), states, mates)[0][0] == token
-
-
-def test_no_graphs_at_all_are_no_hindrance():
-    arguments = fakes.server_args(cuda_graph_config=None)
-    check_runner(fakes.ModelRunner(fakes.Model(V, D), arguments), arguments, fakes.Sampler)
 
 
 # -- what is new in 0.5.23
@@ -804,30 +804,16 @@ def newer(monkeypatch):
     return in_force
 
 
-NEWER_ARGUMENTS = {
-    "hidden states to be returned": {"return_hidden_states_mode": "last"},
-    "hidden states of inner layers to be returned": {"enable_return_aux_hidden_states": True},
-    "hidden states of inner layers to be returned, by name": {"aux_hidden_state_capture": "eagle3"},
-    "watermarks": {"enable_watermark": True},
-    "parts of prefixes that are computed again": {"enable_encoder_swa_bounded_replay": True},
-    "parts of prefixes that are computed again, decoder": {"enable_decoder_swa_bounded_replay": True},
-    "steps of few rows that one kernel does, logits too": {"enable_nvidia_megakernel": True},
-    "steps of few rows that one kernel does, logits too, AMD's": {"enable_amd_monokernel": True},
-}
-
-
-@pytest.mark.parametrize("words", NEWER_ARGUMENTS)
-def test_newer_arguments_that_are_refused(newer, words):
-    newer.update(NEWER_ARGUMENTS[words])
+@pytest.mark.parametrize("name", _NEWER)
+def test_newer_arguments_that_are_refused(newer, name):
+    newer[name] = "something"
     runner = fakes.ModelRunner(fakes.Model(V, D), fakes.server_args())
     load.after_load_model(None, runner)
-    (refused,) = counters(runner).values()
-    assert words.startswith(refused)
-    assert refused.split(", ")[0] == words.split(", ")[0]
+    assert counters(runner) == {"refused": _NEWER[name]}
 
 
 def test_arguments_are_those_in_force(newer):
-    """As they are given there is no sampling backend, which would be refused."""
+    """The given arguments have no sampling backend, which would be refused."""
     newer["enable_deterministic_inference"] = True
     runner = runner_of(sampling_backend=None)
     assert runner.flashsampling.rules.deterministic
@@ -854,15 +840,6 @@ def test_logprobs_that_are_a_prefills(newer, version, deterministic, monkeypatch
     assert (counters(runner)["split"] == 1) is left
 
 
-@pytest.mark.parametrize("name", ["SGLANG_ENABLE_NAN_LOGITS_CHECK", "SGLANG_ENABLE_ASYNC_ASSERT"])
-def test_logits_in_which_nan_is_looked_for(name, monkeypatch):
-    envs = SimpleNamespace(SGLANG_SANITIZE_NAN_LOGITS=SANITIZES, **{name: SimpleNamespace(get=lambda: True)})
-    monkeypatch.setitem(sys.modules, "sglang.srt.environ", SimpleNamespace(envs=envs))
-    runner = fakes.ModelRunner(fakes.Model(V, D), fakes.server_args())
-    load.after_load_model(None, runner)
-    assert name in counters(runner)["refused"]
-
-
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
 def test_states_of_another_dtype_than_the_heads(graphs):
     """Falcon-H1 and Ling-linear have a float32 head and bfloat16 states, which SGLang casts."""
@@ -883,7 +860,7 @@ def test_states_of_another_dtype_than_the_heads(graphs):
 
 
 def test_what_others_put_around_a_model_outlives_the_plug_in():
-    """What was there before, and what came after, as SGLang's one-kernel steps do."""
+    """A wrapper from before stays, and so does one from after, such as SGLang's one-kernel steps."""
     runner = loaded(graphs=False)
     ours = runner.model.forward
 
@@ -945,7 +922,7 @@ def test_requests_of_newer_kinds_are_left(newer):
 
 
 def test_beams_find_their_logits(newer):
-    """What SGLang takes before the draw; of a batch without beams there stay none."""
+    """SGLang takes logits before the draw. A batch without beams still has none."""
     runner, states = runner_of(), states_of(2)
     for grouped, tail in ((True, None), (False, object()), (False, None)):
         reqs = [Req(PROMPT, SamplingParams()), Req(PROMPT, SamplingParams())]
@@ -965,15 +942,6 @@ def test_beams_find_their_logits(newer):
         load.before_logits_are_taken(batch, SimpleNamespace(), output)
 
 
-@pytest.mark.parametrize("active", [True, False])
-def test_an_observer_of_logits(newer, active):
-    runner = runner_of()
-    runner.sampling_observer = SimpleNamespace(is_active=lambda info: active)
-    tokens, _ = step(runner, decode(reqs := [Req(PROMPT, SamplingParams(sampling_seed=1))]), states_of(1), reqs)
-    assert (tokens.tolist() == [LEFT]) is active
-    assert counters(runner)["reasons"] == ({"an observer of its logits": 1} if active else {})
-
-
 @pytest.mark.parametrize("version", ["0.5.15", "0.5.23"])
 def test_ends_of_the_model_and_min_new_tokens(version, newer, monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
@@ -984,16 +952,6 @@ def test_ends_of_the_model_and_min_new_tokens(version, newer, monkeypatch):
     assert (tokens.tolist() == [40]) is (version == "0.5.15")
     tokens, _ = step(runner, decode(reqs, 3), states_of(1), reqs)
     assert tokens.tolist() == [40]
-
-
-def test_a_batch_whose_lengths_the_host_does_not_know():
-    runner = runner_of()
-    reqs = [Req(PROMPT, SamplingParams(min_new_tokens=3))]
-    batch = decode(reqs)
-    forward_batch = load.after_init_new(ForwardBatch.init_new(batch, runner), ForwardBatch, batch, runner)
-    forward_batch.seq_lens_cpu = None
-    assert runner.sample(runner.forward(forward_batch, states_of(1)), forward_batch).tolist() == [LEFT]
-    assert counters(runner)["reasons"] == {"a batch that was made in another way": 1}
 
 
 def test_a_draft_worker_is_passed_over():
@@ -1034,7 +992,7 @@ def test_the_forwards_that_prove_the_model_are_drawn_too(graphs, prompt_logprobs
 
 
 def test_a_split_batch_whose_log_probabilities_nobody_wants_any_more():
-    """As behind an abort, which takes it back."""
+    """An abort takes the wish for log-probabilities back."""
     runner = runner_of()
     reqs = [Req(PROMPT, SERVED["plain"], return_logprob=True), Req(PROMPT, SamplingParams(presence_penalty=1.0))]
     batch = decode(reqs)
@@ -1046,7 +1004,7 @@ def test_a_split_batch_whose_log_probabilities_nobody_wants_any_more():
 
 
 def test_kernels_that_cannot_be_made_ready(monkeypatch):
-    from flashsampling.integrations.sglang import step as module
+    from flashsampling.integrations.engine import step as module
 
     def broken(*args, **kwargs):
         raise OSError("no compiler")
@@ -1065,7 +1023,7 @@ def test_what_is_said(caplog, monkeypatch):
         loaded()
     lines = [record.getMessage() for record in caplog.records]
     assert lines[0].startswith(
-        "flashsampling: LM head (331 tokens) and sampler are one step, streaming; left to SGLang: penalties, "
+        "flashsampling: LM head (331 tokens) and sampler are one step, streaming; left to SGLang: logprobs of more "
     )
     assert "a custom logit processor" not in lines[0]
     assert lines[1:] == ["flashsampling: 0 kernels are ready for batches of up to 8"]
@@ -1074,11 +1032,3 @@ def test_what_is_said(caplog, monkeypatch):
         loaded(enable_custom_logit_processor=True)
     said = caplog.records[0].getMessage()
     assert "a custom logit processor" in said
-
-
-def test_counters_are_logged_now_and_then(caplog):
-    runner = runner_of()
-    with caplog.at_level(logging.INFO, "sglang.flashsampling"):
-        for _ in range(4096):
-            runner.flashsampling.counts.add("fused")
-    assert [record.args["fused"] for record in caplog.records] == [1024, 2048, 4096]

@@ -1,6 +1,7 @@
-"""What the plug-in sees of vLLM 0.26.0, without vLLM: classes with the names, shapes and dtypes of the real ones, on the CPU.
+"""Fakes of the classes of vLLM 0.26.0 that the plug-in reads, with the names, shapes and dtypes of the real ones, on
+the CPU.
 
-``tests/integrations/vllm/test_real.py`` holds them against the real ones where vLLM is installed.
+``tests/integrations/vllm/test_real.py`` compares them with the real ones where vLLM is installed.
 """
 
 import abc
@@ -39,56 +40,23 @@ class SamplingParams:
         return set(self.stop_token_ids)
 
 
-@dataclasses.dataclass
-class NewRequest:
-    req_id: str
-    prompt_token_ids: list[int]
-    sampling_params: SamplingParams | None
+def _dataclass(name: str, fields: str, **defaults: Any) -> Any:
+    return dataclasses.make_dataclass(name, [*fields.split(), *((k, Any, v) for k, v in defaults.items())])
 
 
-@dataclasses.dataclass
-class SamplerOutput:
-    sampled_token_ids: Tensor
-    logprobs_tensors: Any
-    num_nans: Tensor | None
-    num_sampled: Tensor | None
-    num_rejected: Tensor | None = None
-
-
-@dataclasses.dataclass
-class LogprobsTensors:
-    logprob_token_ids: Tensor
-    logprobs: Tensor
-    selected_token_ranks: Tensor
-    cu_num_generated_tokens: list[int] | None = None
-
-
-@dataclasses.dataclass
-class GrammarOutput:
-    structured_output_request_ids: list[str]
-    grammar_bitmask: np.ndarray
-
-
-@dataclasses.dataclass
-class InputBatch:
-    req_ids: list[str]
-    num_reqs: int
-    num_reqs_after_padding: int
-    idx_mapping: Tensor
-    idx_mapping_np: np.ndarray
-    expanded_idx_mapping: Tensor
-    expanded_local_pos: Tensor
-    num_scheduled_tokens: np.ndarray
-    num_tokens: int
-    num_draft_tokens: int
-    num_draft_tokens_per_req: np.ndarray | None
-    seq_lens: Tensor
-    num_computed_tokens_np: np.ndarray
-    input_ids: Tensor
-    positions: Tensor
-    logits_indices: Tensor
-    cu_num_logits: Tensor
-    cu_num_logits_np: np.ndarray
+NewRequest = _dataclass("NewRequest", "req_id prompt_token_ids sampling_params")
+SamplerOutput = _dataclass(
+    "SamplerOutput", "sampled_token_ids logprobs_tensors num_nans num_sampled", num_rejected=None
+)
+_LOGPROBS = "logprob_token_ids logprobs selected_token_ranks"
+LogprobsTensors = _dataclass("LogprobsTensors", _LOGPROBS, cu_num_generated_tokens=None)
+GrammarOutput = _dataclass("GrammarOutput", "structured_output_request_ids grammar_bitmask")
+InputBatch = _dataclass(
+    "InputBatch",
+    "req_ids num_reqs num_reqs_after_padding idx_mapping idx_mapping_np expanded_idx_mapping expanded_local_pos "
+    "num_scheduled_tokens num_tokens num_draft_tokens num_draft_tokens_per_req seq_lens num_computed_tokens_np "
+    "input_ids positions logits_indices cu_num_logits cu_num_logits_np",
+)
 
 
 def get_num_sampled_and_rejected(num_sampled, seq_lens, cu_num_logits, idx_mapping, prefill_len):
@@ -131,11 +99,8 @@ class Sampler:
 
     def add_request(self, slot: int, prompt: list[int], params: SamplingParams) -> None:
         states, penalties, vocab_size = self.sampling_states, self.penalties_state, self.sampling_states.vocab_size
-        states.temperature.np[slot], states.top_p.np[slot], states.min_p.np[slot] = (
-            params.temperature,
-            params.top_p,
-            params.min_p,
-        )
+        for name in ("temperature", "top_p", "min_p"):
+            getattr(states, name).np[slot] = getattr(params, name)
         states.top_k.np[slot] = params.top_k if 0 < params.top_k <= vocab_size else vocab_size
         states.seeds.np[slot] = np.random.randint(-(2**63), 2**63 - 1) if params.seed is None else params.seed  # noqa: NPY002
         states.num_logprobs[slot] = -1 if params.logprobs is None else params.logprobs % (vocab_size + 1)
@@ -145,35 +110,29 @@ class Sampler:
             penalties.prompt_bin_mask[slot] = 0  # of other requests vLLM leaves what the slot's last one had
             penalties.output_bin_counts[slot] = 0
             for token in prompt:
-                penalties.prompt_bin_mask[slot, token >> 5] |= (
-                    (1 << 31) - (1 << 32) if token & 31 == 31 else 1 << (token & 31)
-                )
+                bit = (1 << 31) - (1 << 32) if token & 31 == 31 else 1 << (token & 31)
+                penalties.prompt_bin_mask[slot, token >> 5] |= bit
         self.req_states.prefill_len.np[slot] = len(prompt)
 
-    def __call__(self, input_batch: InputBatch, most_drafts: int = 0) -> SamplerOutput:
-        """With drafts as vLLM's ``RejectionSampler``, which here accepts none of them."""
+    def __call__(self, input_batch: Any, most_drafts: int = 0) -> Any:
+        """With drafts it behaves as vLLM's ``RejectionSampler``, and accepts none of them."""
         rows, counts = input_batch.num_reqs, self.sampling_states.num_logprobs[input_batch.idx_mapping_np]
         logprobs = None
         if counts.max() >= 0:
             columns, bounds = 1 + int(counts.max()), input_batch.cu_num_logits_np
             ids, values = torch.full((bounds[-1], columns), LEFT), torch.full((bounds[-1], columns), -2.0)
-            logprobs = LogprobsTensors(
-                ids, values, torch.full((bounds[-1],), 3), bounds.tolist() if most_drafts else None
-            )
-        sampled, rejected = get_num_sampled_and_rejected(
-            input_batch.seq_lens.new_ones(rows),
-            input_batch.seq_lens,
-            input_batch.cu_num_logits,
-            input_batch.idx_mapping,
-            self.req_states.prefill_len.gpu,
-        )
+            bounds = bounds.tolist() if most_drafts else None
+            logprobs = LogprobsTensors(ids, values, torch.full((len(ids),), 3), bounds)
+        counted = input_batch.seq_lens.new_ones(rows), input_batch.seq_lens, input_batch.cu_num_logits
+        prefill_len = self.req_states.prefill_len.gpu
+        sampled, rejected = get_num_sampled_and_rejected(*counted, input_batch.idx_mapping, prefill_len)
         ids = torch.full((rows, 1 + most_drafts), 98765)  # not written behind the first
         ids[:, 0] = LEFT
         return SamplerOutput(ids, logprobs, None, sampled, rejected)
 
 
 class AsyncModelRunnerOutput(abc.ABC):
-    """With what newer releases add."""
+    """Includes methods of newer releases."""
 
     @abc.abstractmethod
     def get_output(self) -> Any: ...
@@ -213,7 +172,7 @@ class Runner:
         self.lengths: dict[str, int] = {}
         self.device = torch.device("cpu")
         self.num_speculative_steps, self.max_num_tokens = 0, 64
-        self.execute_model_state: tuple[Tensor, InputBatch] | None = None
+        self.execute_model_state: tuple[Tensor, Any] | None = None
 
     def add_requests(self, scheduler_output: Any) -> None:
         for new in scheduler_output.scheduled_new_reqs:
@@ -224,14 +183,14 @@ class Runner:
             if new.sampling_params is not None:
                 self.sampler.add_request(slot, new.prompt_token_ids, new.sampling_params)
 
-    def sample(self, hidden_states: Tensor, input_batch: InputBatch, grammar_output: Any) -> Any:
+    def sample(self, hidden_states: Tensor, input_batch: Any, grammar_output: Any) -> Any:
         assert hidden_states.shape[0] >= input_batch.num_tokens
         self.left.append((list(input_batch.req_ids), grammar_output))
         output = self.sampler(input_batch, self.num_speculative_steps if input_batch.num_draft_tokens else 0)
         return output, output.num_sampled, output.num_rejected
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        """Of a batch and its states, ``execute_model_state``; None: nothing was executed."""
+        """Samples the batch and states in ``execute_model_state``; None: nothing was executed."""
         if self.execute_model_state is None:
             return None
         hidden_states, input_batch = self.execute_model_state
@@ -253,20 +212,16 @@ class Runner:
     def finish(self, name: str) -> None:
         self.free.append(self.req_states.req_id_to_index.pop(name))
 
-    def batch(
-        self, tokens: dict[str, int], drafts: dict[str, list[int]] | None = None, too_many: int = 0
-    ) -> InputBatch:
-        """Of these requests, so many tokens of each and their drafts; and counts them all as computed. ``too_many``: how many
-        more of every request's tokens the host takes for computed."""
+    def batch(self, tokens: dict[str, int], drafts: dict[str, list[int]] | None = None, too_many: int = 0) -> Any:
+        """Returns a batch with so many tokens of each request and their drafts, and counts them all as computed.
+        ``too_many``: further tokens of every request that the host takes for computed."""
         drafts = {} if drafts is None else drafts
         names, count = list(tokens), len(tokens)
         numbers = np.array([len(drafts.get(name, ())) for name in names], np.int32)
         tokens = {name: number + len(drafts.get(name, ())) for name, number in tokens.items()}
         slots = np.array([self.req_states.req_id_to_index[name] for name in names], np.int32)
-        scheduled, computed = (
-            np.array(list(tokens.values()), np.int32),
-            np.array([self.lengths[name] for name in names], np.int32),
-        )
+        scheduled = np.array(list(tokens.values()), np.int32)
+        computed = np.array([self.lengths[name] for name in names], np.int32)
         positions = np.concatenate([np.arange(c, c + n) for c, n in zip(computed, scheduled)])
         for name, n in tokens.items():
             self.lengths[name] += n
@@ -279,28 +234,17 @@ class Runner:
         for name, end in zip(names, scheduled.cumsum()):
             mine = drafts.get(name, [])
             input_ids[end - len(mine) : end] = torch.tensor(mine, dtype=torch.int32)
+        repeated = torch.from_numpy(np.repeat(slots, numbers + 1))
+        mappings = there, slots, repeated, torch.from_numpy(local)
+        drafted = int(numbers.sum()), numbers if numbers.any() else None
+        lengths = torch.from_numpy(computed + scheduled), computed + too_many
+        inputs = input_ids, torch.cat((torch.from_numpy(positions).long(), pad)), logits_indices
+        totals = scheduled, int(scheduled.sum()), *drafted
         return InputBatch(
-            names,
-            count,
-            count + 3,
-            there,
-            slots,
-            torch.from_numpy(np.repeat(slots, numbers + 1)),
-            torch.from_numpy(local),
-            scheduled,
-            int(scheduled.sum()),
-            int(numbers.sum()),
-            numbers if numbers.any() else None,
-            torch.from_numpy(computed + scheduled),
-            computed + too_many,
-            input_ids,
-            torch.cat((torch.from_numpy(positions).long(), pad)),
-            logits_indices,
-            torch.from_numpy(bounds),
-            bounds,
+            names, count, count + 3, *mappings, *totals, *lengths, *inputs, torch.from_numpy(bounds), bounds
         )
 
-    def rejected(self, batch: InputBatch, num_rejected: Tensor) -> None:
+    def rejected(self, batch: Any, num_rejected: Tensor) -> None:
         """They are not computed after all."""
         for name, number in zip(batch.req_ids, num_rejected.tolist()):
             self.lengths[name] -= number
@@ -339,7 +283,7 @@ class Processor(nn.Module):
         return logits * self.scale
 
     def logits_gemm(self, lm_head: Embedding, hidden_states: Tensor, bias: Tensor | None) -> Tensor:
-        """Of the padded vocabulary."""
+        """Returns logits of the padded vocabulary."""
         return nn.functional.linear(hidden_states, lm_head.weight, bias)
 
 

@@ -1,9 +1,9 @@
 """vLLM's engine on a CPU, so that its tests need not cost time on a GPU before they can pass there.
 
-vLLM's model runner for CPUs is its v2, whose kernels are Triton's: here the interpreter runs them. What else vLLM has compiled
-for CPUs, and a wheel for GPUs has not, is made of torch operations, and attention is left out: a token's hidden states are of
-itself and its position. Scheduler, engine, runner, state and sampler are vLLM's own; its noise, libdevice's, is torch's.
-Seen with vLLM 0.26.0 and 0.33.0, unpacked, and 0.26.0's requirements on the path.
+vLLM's model runner for CPUs is its v2, whose kernels are Triton's: here the interpreter runs them. What else vLLM has
+compiled for CPUs, and a wheel for GPUs has not, is made of torch operations, and attention is left out: a token's
+hidden states are of itself and its position. Scheduler, engine, runner, state and sampler are vLLM's own; its noise,
+libdevice's, is torch's. Seen with vLLM 0.26.0 and 0.33.0, unpacked, and 0.26.0's requirements on the path.
 """
 
 import importlib.metadata
@@ -23,7 +23,8 @@ OPTIONS: dict[str, Any] = {
 
 
 def pretend(patch: Any) -> None:
-    """Makes it so, before vLLM is imported; ``patch`` has pytest's ``setattr``. It is not taken back: vLLM stays imported."""
+    """Makes it so, before vLLM is imported; ``patch`` has pytest's ``setattr``. It is not taken back: vLLM stays
+    imported."""
     from triton.backends import backends
 
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "VLLM_CPU_KVCACHE_SPACE": "1", "TRITON_INTERPRET": "1"}
@@ -45,7 +46,7 @@ def pretend(patch: Any) -> None:
     from vllm.v1.worker.gpu.spec_decode import rejection_sampler_utils
 
     import flashsampling.integrations.vllm.runner as plugin
-    from flashsampling.integrations.engine import common
+    from flashsampling.integrations.engine import head as engine_head
 
     patch.setattr(_custom_ops, "cpu_attn_get_scheduler_metadata", lambda **_: None)
     patch.setattr(qwen3.Qwen3Attention, "forward", _own_value)
@@ -58,7 +59,7 @@ def pretend(patch: Any) -> None:
     # the plug-in takes neither CPUs nor what is faster nowhere; and its class is made of the runner for GPUs
     patch.setattr(model_runner.GPUModelRunner, "warming_up_model", CPUModelRunner.warming_up_model, raising=False)
     patch.setattr(plugin, "check_runner", lambda *_: None)
-    patch.setattr(common, "FAST", ("streaming",))
+    patch.setattr(engine_head, "FAST", ("streaming",))
 
 
 def below_8_rows(
@@ -87,7 +88,7 @@ def _operators() -> torch.library.Library:
 
 
 def _log1p(x: Any) -> Any:
-    """In place of libdevice's."""
+    """Stands in for libdevice's."""
     import triton.language as tl
 
     return tl.log(1.0 + x)
@@ -99,7 +100,7 @@ def _silu_and_mul(out: Tensor, x: Tensor) -> None:
 
 
 def _own_value(self: Any, positions: Tensor, hidden_states: Tensor) -> Tensor:
-    """In place of attention."""
+    """Stands in for attention."""
     logits_gemm, _ = self.qkv_proj(hidden_states)
     value = logits_gemm.split([self.q_size, self.kv_size, self.kv_size], dim=-1)[2]
     place = 0.1 * torch.sin(positions[:, None].float()).to(value.dtype)
@@ -107,14 +108,14 @@ def _own_value(self: Any, positions: Tensor, hidden_states: Tensor) -> Tensor:
 
 
 def _masked(self: Any, logits: Tensor, input_batch: Any, names: list[str], masks: Any) -> None:
-    """In place of vLLM's, whose copies want pinned memory."""
+    """Stands in for vLLM's, whose copies want pinned memory."""
     for name, mask in zip(names, masks):
         allowed = torch.from_numpy(mask)[:, None] >> torch.arange(32) & 1
         logits[input_batch.req_ids.index(name)].masked_fill_(allowed.flatten()[: logits.shape[1]] == 0, float("-inf"))
 
 
 def _drawn(logits: Tensor, slots: Tensor, temperature: Tensor, *_: Any, **__: Any) -> Tensor:
-    """In place of ``gumbel_sample``, where the temperature is applied already."""
+    """Stands in for ``gumbel_sample``, after the temperature."""
     noise = -torch.empty(logits.shape, dtype=torch.float64).exponential_().log()
     noise[temperature[slots] == 0] = 0
     return (logits + noise).argmax(-1)

@@ -1,6 +1,6 @@
-"""vLLM's drafts in the plug-in, on a model runner that is made up: the tokens of every request are those without drafts."""
+"""vLLM's drafts in the plug-in, on a model runner that is made up: the tokens of every request are those without
+drafts."""
 
-import dataclasses
 import functools
 from types import SimpleNamespace
 
@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from flashsampling.integrations.vllm import Refused
-from flashsampling.integrations.vllm.drafts import most_drafts_of
-from flashsampling.integrations.vllm.request_info import Rules, mask_of
-from flashsampling.integrations.vllm.runner import check_runner, said_of
+from flashsampling.integrations.vllm.request_info import VllmRules, pack_mask
+from flashsampling.integrations.vllm.runner import check_runner, count_drafts, summarize
 from flashsampling.integrations.vllm.settings import KNOWN
 
 from . import fakes
@@ -37,12 +36,13 @@ def model():
 def may(name, position):
     """A grammar's mask."""
     bits = torch.rand(V, generator=torch.Generator().manual_seed(1000 * len(name) + position)) < 0.5
-    return mask_of(V, bits.nonzero()[:, 0].tolist(), [])
+    return pack_mask(V, bits.nonzero()[:, 0].tolist(), [])
 
 
 def decoded(model, requests, rng, drafter=None, constrained=(), chunk=100, runner=None):
-    """LONG tokens of every request, and their log-probabilities. Requests join one by one, in slots used again, in any order of
-    rows; prompts come in chunks. ``drafter(name, done)`` drafts what follows so many tokens. ``runner``: of a shard."""
+    """LONG tokens of every request, and their log-probabilities. Requests join one by one, in slots used again, in any
+    order of rows; prompts come in chunks. ``drafter(name, done)`` drafts what follows so many tokens. ``runner``: of a
+    shard."""
     runner = runner or runner_of(model, most_drafts=MOST if drafter else 0)
     waiting, accepted = dict(requests), []
     running: list[str] = []
@@ -98,8 +98,8 @@ def decoded(model, requests, rng, drafter=None, constrained=(), chunk=100, runne
 
 
 def both(model, runner=None):
-    """What ``decoded`` gives of every kind of request without drafts, and with drafts that hold, that do not, that are no
-    tokens, and requests without any. ``runner``: that has the drafts, of a shard."""
+    """Returns what ``decoded`` gives for every kind of request without drafts, and with drafts: right ones, wrong ones,
+    ids that are no tokens, and none. ``runner``: draws with the drafts, on a shard."""
     rng = np.random.default_rng(0)
     requests = {name: (rng.integers(0, V, int(rng.integers(2, 7))).tolist(), params) for name, params in SERVED.items()}
     without = decoded(model, requests, rng, constrained=CONSTRAINED)
@@ -129,7 +129,7 @@ def test_tokens_are_those_without_drafts(model):
 
 
 def test_penalties_and_lengths_matter():
-    """Else the test above would pass a plug-in that forgets the drafts before a position."""
+    """Shows that the test above fails for a plug-in that forgets the drafts before a position."""
     runner, plain = runner_of(most_drafts=MOST), runner_of(most_drafts=MOST)
     plain.model = runner.model
     params = SamplingParams(
@@ -163,7 +163,7 @@ def test_a_split_batch():
     tokens = {"min_p": 1, "fixed": 1, "seeded": 2, "words": 1, "greedy": 1}  # seeded: a part of its prompt
     batch = runner.batch(tokens, {"min_p": [11, 11], "fixed": [8, 8, 9], "words": [4], "greedy": [5]})
     states = states_of(batch)
-    masks = np.stack([mask_of(V, [token], []) for token in (8, 8, 9, 8, 11, 11, 11)])
+    masks = np.stack([pack_mask(V, [token], []) for token in (8, 8, 9, 8, 11, 11, 11)])
     output, num_sampled, num_rejected = runner.sample(states, batch, fakes.GrammarOutput(["fixed", "min_p"], masks))
     ((left, grammar),) = runner.left
     assert left == ["min_p", "words"]
@@ -194,7 +194,7 @@ def test_a_split_batch():
 
 @pytest.mark.parametrize("reason", ["min_p with top_p", "logprob_token_ids"])
 def test_what_is_left_to_vllm(reason):
-    """With its drafts, and those of its batch mates."""
+    """vLLM gets such a request with its drafts, and those of its batch mates."""
     runner = runner_of(most_drafts=MOST)
     runner.add(a=(PROMPT, LEFT_TO_VLLM[reason]), b=(PROMPT, SamplingParams()))
     runner.batch({"a": 3, "b": 3})
@@ -207,8 +207,8 @@ def test_what_is_left_to_vllm(reason):
 
 
 def test_rows_without_a_score():
-    """Token 0, as without drafts, and the last one of the step: a draft of it does not hold. Of a step that fails over ranks
-    all rows are such, and ranks whose drafts differ must not have different numbers of tokens."""
+    """Token 0, as without drafts, and the last one of the step: a draft of it does not hold. Of a step that fails over
+    ranks all rows are such, and ranks whose drafts differ must not have different numbers of tokens."""
     runner = runner_of(most_drafts=MOST)
     runner.add(a=(PROMPT, SamplingParams(seed=1)), b=(PROMPT, SamplingParams(seed=1)))
     runner.batch({"a": 3, "b": 3})
@@ -222,8 +222,8 @@ def test_rows_without_a_score():
 
 
 def test_warm_up(monkeypatch):
-    """As many rows as there are positions, or tokens of a step; and the launch behind the draw."""
-    import flashsampling.integrations.vllm.step as module
+    """The warm-up has as many rows as there are positions, or tokens of a step, and runs the launch after the draw."""
+    import flashsampling.integrations.engine.step as module
 
     rows: set[int] = set()
     behind: list[tuple[int, int, int]] = []
@@ -281,28 +281,21 @@ def test_drafts_that_are_refused(where, value, why):
     runner = drafting()
     if where is None:
         check_runner(runner, KNOWN["0.26"], SimpleNamespace, fakes.Sampler)
-        assert most_drafts_of(runner, Verifier) == MOST
+        assert count_drafts(runner, Verifier) == MOST
         runner.vllm_config.speculative_config = None
-        assert most_drafts_of(runner, Verifier) == 0
+        assert count_drafts(runner, Verifier) == 0
         with pytest.raises(Refused, match="4 new tokens"):
             check_runner(runner, KNOWN["0.26"], SimpleNamespace, fakes.Sampler)
         return
     *path, last = where.split(".")
     setattr(functools.reduce(getattr, path, runner), last, value)
     with pytest.raises(Refused, match=why):
-        most_drafts_of(runner, Verifier)
+        count_drafts(runner, Verifier)
 
 
 def test_the_log_says_so(model):
-    head, rules = runner_of(model).flashsampling.step.head, Rules(V, raw_logprobs=True)
-    assert "drafts, up to 3 of a request, are accepted by matching; left to vLLM" in said_of(head, rules, None, 3)
-    assert "drafts" not in said_of(head, rules, None)
-
-
-def test_drafts_nobody_announced():
-    """Are vLLM's."""
-    runner = runner_of()
-    runner.add(a=(PROMPT, SamplingParams()))
-    batch = runner.batch({"a": 4})
-    runner.sample(states_of(batch), dataclasses.replace(batch, num_draft_tokens=2), None)
-    assert runner.flashsampling.counters()["reasons"] == {"drafts": 1}
+    head, rules = runner_of(model).flashsampling.step.head, VllmRules(V, raw_logprobs=True)
+    assert "drafts, up to 3 of a request, are accepted by matching; left to vLLM" in summarize(
+        head, rules, "streaming", 3
+    )
+    assert "drafts" not in summarize(head, rules, "streaming")

@@ -1,11 +1,13 @@
-"""The plug-in in vLLM itself, on a GPU: a tiny model of random weights, in this process. Needs vLLM, and its entry point.
+"""The plug-in in vLLM itself, on a GPU: a tiny model of random weights, in this process. Needs vLLM, and its entry
+point.
 
-With FLASHSAMPLING_VLLM_ON_CPU=1 on a CPU: what ``vllm_on_cpu`` says, but for compiling and waiting. With tensor parallelism, an
-engine in the process of each rank: ``python -m torch.distributed.run --nproc_per_node 2 -m pytest
+With FLASHSAMPLING_VLLM_ON_CPU=1 on a CPU: what ``vllm_on_cpu`` says, but for compiling and waiting. With tensor
+parallelism, an engine in the process of each rank: ``python -m torch.distributed.run --nproc_per_node 2 -m pytest
 tests/integrations/vllm/test_gpu.py``.
 
-Every fused draw is compared with ``flashsampling.sample`` of the row alone, with what the user asked for; the distribution is
-compared with that of vLLM's sampler, which gets float32 logits here: its own are rounded to bfloat16 first.
+Every fused draw is compared with ``flashsampling.sample`` of the row alone, with what the user asked for; the
+distribution is compared with that of vLLM's sampler, which gets float32 logits here: its own are rounded to bfloat16
+first.
 """
 
 import collections
@@ -37,7 +39,7 @@ from benchmarks.random_models import model_folder
 from benchmarks.vllm_engine import Engine
 from benchmarks.vllm_worker import spread_logits, use_plugin
 from flashsampling.integrations.vllm import counters
-from flashsampling.integrations.vllm.request_info import mask_of
+from flashsampling.integrations.vllm.request_info import pack_mask
 from flashsampling.param_parsers import MAX_BIASED
 
 ON_CPU, RANKS = on_cpu.ASKED_FOR, int(os.environ.get("WORLD_SIZE", "1"))
@@ -95,7 +97,7 @@ class Messages(logging.Handler):
         self.texts.append(record.getMessage())
 
     def noted(self, record):
-        """As a filter, since vLLM 0.33 takes other people's handlers away when it makes an engine."""
+        """Is a filter: vLLM 0.33 removes other handlers when it makes an engine."""
         self.emit(record)
         return True
 
@@ -176,7 +178,7 @@ def checked(runner, weight, monkeypatch):
         if not ON_CPU:
             torch.cuda.synchronize()
         lengths, tokens = batch.lengths.tolist(), kept.all_token_ids.gpu
-        for row, slot in enumerate(batch.slots.tolist()):
+        for row, slot in enumerate(batch.requests.tolist()):
             params, prompt_len = given[slot]
             if lengths[row] < kept.prefill_len.np[slot]:
                 seen.chunks += 1  # of which nothing is drawn
@@ -206,8 +208,8 @@ def checked(runner, weight, monkeypatch):
 
 
 def alone(weight, states, params, prompt, output, seed, grammar):
-    """One row, from what the user wrote. As a call for everything, of which most is off: no other kernels are compiled for it,
-    and what the step drew in one launch is held against what is drawn from logits in memory."""
+    """One row, from what the user wrote. As a call for everything, of which most is off: no other kernels are compiled
+    for it, and what the step drew in one launch is held against what is drawn from logits in memory."""
     device = states.device
     bias = [*(params.logit_bias or {}).items()]
     if len(output) < params.min_tokens:
@@ -217,7 +219,7 @@ def alone(weight, states, params, prompt, output, seed, grammar):
     counts = flashsampling.TokenCounts(1, V, device)
     counts.reset(0, prompt)
     counts.add(torch.tensor([output], dtype=torch.int64, device=device))
-    mask = mask_of(V, params.allowed_token_ids, [word[0] for word in params.bad_words_token_ids or []])
+    mask = pack_mask(V, params.allowed_token_ids, [word[0] for word in params.bad_words_token_ids or []])
     if grammar is not None:
         mask = mask & grammar[: len(mask)]
     reals = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
@@ -382,7 +384,7 @@ def test_a_grammar(engine, runner, checked, monkeypatch):
     """Masks for two rows of three, made up where vLLM's would come."""
     from vllm.v1.core.sched.output import GrammarOutput
 
-    masks = np.stack([mask_of(V, [5, 6, 31], []), mask_of(V, [*range(0, V, 3)], [])])
+    masks = np.stack([pack_mask(V, [5, 6, 31], []), pack_mask(V, [*range(0, V, 3)], [])])
     original = type(runner).sample
 
     def sample(self, hidden_states, input_batch, grammar_output):
@@ -401,7 +403,7 @@ def test_a_grammar_with_logprobs(engine, runner, checked, monkeypatch):
     """That row is vLLM's, the other one is drawn by its seed."""
     from vllm.v1.core.sched.output import GrammarOutput
 
-    mask, original, before = mask_of(V, [5, 6, 31], []), type(runner).sample, engine.tell(counters)
+    mask, original, before = pack_mask(V, [5, 6, 31], []), type(runner).sample, engine.tell(counters)
 
     def sample(self, hidden_states, input_batch, grammar_output):
         constrained = [name for name in input_batch.req_ids if seeds[name] == 0]
@@ -447,8 +449,8 @@ def test_logprobs_are_vllms(engine, runner, weight, monkeypatch):
 
 @pytest.mark.parametrize("kind", [kind for kind in SERVED if kind not in ("greedy", "logprobs", "min_tokens")])
 def test_the_distribution_is_vllms(engine, runner, weight, monkeypatch, kind):
-    """Two-sample chi-square over 2560 draws each, of one prompt; one in 10**6 would fail by chance. All draws of a row are of
-    one step, at positions of their own: noise is another there, and nothing else is."""
+    """Two-sample chi-square over 2560 draws each, of one prompt; one in 10**6 would fail by chance. All draws of a row
+    are of one step, at positions of their own: noise is another there, and nothing else is."""
     monkeypatch.setattr(runner.model, "compute_logits", lambda states: (states.float() @ weight.float().T)[:, :V])
     prompts, params = prompts_of(1) * 64, params_of(engine, kind, max_tokens=1)
     mine, theirs = (
@@ -468,7 +470,8 @@ def test_the_distribution_is_vllms(engine, runner, weight, monkeypatch, kind):
 
 
 def drawn_often(engine, runner, plugin, prompts, params, times):
-    """What is drawn of the prompts' last positions, so many times: of every step as often in the order of its rows."""
+    """Returns what is drawn at the prompts' last positions, so many times: in every step as often, in the order of its
+    rows."""
     engine.tell(use_plugin, plugin)
     original, drawn = type(runner).sample, []
 

@@ -1,7 +1,8 @@
-"""Drafts in vLLM itself: an engine that speculates, beside one that does not. As ``test_vllm_gpu``, on a GPU, or with
+"""Drafts in vLLM itself: an engine that speculates, beside one that does not. As ``test_gpu``, on a GPU, or with
 FLASHSAMPLING_VLLM_ON_CPU=1 on a CPU, or with several ranks; a process of its own, since it makes several engines.
 
-The drafter is made up: it knows what is decoded without drafts, and errs now and then, so that any number of drafts holds.
+The drafter is made up: it knows what is decoded without drafts, and errs now and then, so that any number of drafts
+holds.
 """
 
 import json
@@ -24,7 +25,7 @@ from benchmarks.random_models import model_folder
 from benchmarks.vllm_engine import Engine
 from benchmarks.vllm_worker import spread_logits
 from flashsampling.integrations.vllm import counters
-from flashsampling.integrations.vllm.request_info import mask_of
+from flashsampling.integrations.vllm.request_info import pack_mask
 
 pytestmark = test_gpu.pytestmark
 MOST, LONG = 3, 24  # drafts of a request; tokens of a request
@@ -32,7 +33,7 @@ MODEL = (512, 2, 8, 1024, False, V, 2, 64)
 
 
 class Knowing:
-    """In place of vLLM's speculators."""
+    """Stands in for vLLM's speculators."""
 
     supports_mm_inputs = False
     draft_logits = None
@@ -63,8 +64,9 @@ class Knowing:
 
 def engine_of(**more):
     engine = Engine(
-        model_folder(*MODEL), max_model_len=512, max_num_seqs=32, max_num_batched_tokens=256, gpu_memory_utilization=0.2,
-        enable_prefix_caching=True, logprobs_mode="raw_logprobs", max_logprobs=30, **OPTIONS, **more,
+        model_folder(*MODEL), max_model_len=512, max_num_seqs=32, max_num_batched_tokens=256,
+        gpu_memory_utilization=0.2, enable_prefix_caching=True,
+        logprobs_mode="raw_logprobs", max_logprobs=30, **OPTIONS, **more,
     )  # fmt: skip
     engine.tell(spread_logits, 2.0)
     return engine
@@ -91,11 +93,10 @@ def params_of(engine, kind, **more):
 
 @pytest.fixture(scope="module")
 def without():
-    """What is decoded without drafts, and with which log-probabilities."""
+    """Returns what is decoded without drafts, and the log-probabilities."""
     engine = engine_of()
     outputs = engine.generate(
-        [prompt for prompt, *_ in REQUESTS],
-        [params_of(engine, kind, seed=seed) for _, kind, seed in REQUESTS],
+        [prompt for prompt, *_ in REQUESTS], [params_of(engine, kind, seed=seed) for _, kind, seed in REQUESTS]
     )
     return {tuple(prompt): output for (prompt, *_), output in zip(REQUESTS, outputs)}
 
@@ -125,8 +126,8 @@ def checked(engine, monkeypatch):
 
 
 def watch(engine, monkeypatch):
-    """Every row of every fused draw is compared with the row alone, after the drafts before it. How many there were, and what
-    was drawn: by a request's seed and the tokens before."""
+    """Every row of every fused draw is compared with the row alone, after the drafts before it. How many there were,
+    and what was drawn: by a request's seed and the tokens before."""
     runner, given, seen = runner_of(engine), {}, SimpleNamespace(drafts=0, host_is_ahead=0, drawn={})
     step, kept, weight = runner.flashsampling.step, runner.req_states, whole_head(engine)
     add, draw = step.add, step.draw
@@ -143,7 +144,7 @@ def watch(engine, monkeypatch):
             bounds = batch.drafts.bounds.tolist()
             ids = batch.drafts.token_ids.tolist()
             drafts = [ids[begin:end] for begin, end in pairwise(bounds)]
-        for row, slot in enumerate(batch.slots.tolist()):
+        for row, slot in enumerate(batch.requests.tolist()):
             (params, prompt_len), position = given[slot], int(batch.positions[row])
             request, first = firsts.setdefault(slot, (len(firsts), row))
             seen.host_is_ahead += int(batch.lengths[row]) > position + 1
@@ -156,13 +157,7 @@ def watch(engine, monkeypatch):
                 mask = batch.grammar.masks[batch.grammar.rows.tolist().index(row)]
             seed = int(runner.sampler.sampling_states.seeds.np[slot])
             wanted = alone(
-                weight,
-                batch.hidden_states[row : row + 1],
-                params,
-                so_far[:prompt_len],
-                so_far[prompt_len:],
-                seed,
-                mask,
+                weight, batch.hidden_states[row : row + 1], params, so_far[:prompt_len], so_far[prompt_len:], seed, mask
             )
             assert int(out[0].token_ids[row]) == int(wanted.token_ids), params
             seen.drawn[(seed, *so_far)] = int(out[0].token_ids[row])
@@ -176,7 +171,8 @@ def watch(engine, monkeypatch):
 
 
 def check_texts(requests, outputs, without, checked):
-    """A GPU's hidden states change in their last bits with the batch, and then texts may; but not from what was drawn."""
+    """A GPU's hidden states change in their last bits with the batch, and then texts may; but not from what was
+    drawn."""
     for (prompt, kind, seed), output in zip(requests, outputs):
         tokens = list(output.token_ids)
         assert tokens == [checked.drawn[(seed, *prompt, *tokens[:i])] for i in range(len(tokens))], kind
@@ -191,11 +187,10 @@ def check_texts(requests, outputs, without, checked):
 
 
 def test_tokens_are_those_without_drafts(engine, without, checked):
-    """Of all kinds of requests, in batches of different ones, with chunked prompts; in fewer steps."""
+    """All kinds of requests, in mixed batches, with chunked prompts, draw the same tokens in fewer steps."""
     before = engine.tell(counters)
     outputs = engine.generate(
-        [prompt for prompt, *_ in REQUESTS],
-        [params_of(engine, kind, seed=seed) for _, kind, seed in REQUESTS],
+        [prompt for prompt, *_ in REQUESTS], [params_of(engine, kind, seed=seed) for _, kind, seed in REQUESTS]
     )
     after = engine.tell(counters)
     check_texts(REQUESTS, outputs, without, checked)
@@ -238,7 +233,7 @@ def test_a_grammar(engine, checked, monkeypatch):
     from vllm.v1.core.sched.output import GrammarOutput
 
     runner = runner_of(engine)
-    original, evens = type(runner).sample, [mask_of(V, [*range(i, V, 2)], []) for i in range(2)]
+    original, evens = type(runner).sample, [pack_mask(V, [*range(i, V, 2)], []) for i in range(2)]
 
     def sample(self, hidden_states, input_batch, grammar_output):
         rows = np.diff(input_batch.cu_num_logits_np)
@@ -255,7 +250,7 @@ def test_a_grammar(engine, checked, monkeypatch):
 
 @pytest.mark.parametrize("reason", ["logprob_token_ids", "bad words of several tokens"])
 def test_what_is_left_to_vllm(engine, without, checked, reason):
-    """With its drafts; beside a seed the batch is split, whose tokens stay what they are."""
+    """vLLM gets such a request with its drafts. Beside a seed the batch is split, and the seed's tokens stay."""
     before = engine.tell(counters)
     (output,) = engine.generate(prompts_of(1, seed=7), [params_of(engine, reason)])
     assert len(output.token_ids) == LONG
@@ -265,10 +260,7 @@ def test_what_is_left_to_vllm(engine, without, checked, reason):
     chosen = [REQUESTS[i] for i in (0, KINDS.index("repetition"), KINDS.index("logprobs"))]
     outputs = engine.generate(
         [*prompts_of(1, seed=7), *(prompt for prompt, *_ in chosen)],
-        [
-            params_of(engine, reason),
-            *(params_of(engine, kind, seed=seed) for _, kind, seed in chosen),
-        ],
+        [params_of(engine, reason), *(params_of(engine, kind, seed=seed) for _, kind, seed in chosen)],
     )
     check_texts(chosen, outputs[1:], without, checked)
     last = engine.tell(counters)

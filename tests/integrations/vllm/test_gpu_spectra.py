@@ -1,9 +1,9 @@
-"""The plug-in beside vLLM's own sampler on logits as real models make them. As ``test_vllm_gpu``, on one GPU, or with
+"""The plug-in beside vLLM's own sampler on logits as real models make them. As ``test_gpu``, on one GPU, or with
 FLASHSAMPLING_VLLM_ON_CPU=1 on a CPU; a process of its own, since it makes an engine for every spectrum.
 
-FLASHSAMPLING_TEST_SPECTRA=FOLDER: its npz files, as ``benchmarks.from_logits --spectra`` takes them, at the vocabulary of each;
-without it Zipf's law. A request's hidden states are those of the spectrum's row that its prompt's first token names, and both
-samplers' logits the products with one weight, in float32.
+FLASHSAMPLING_TEST_SPECTRA=FOLDER: its npz files, as ``benchmarks.from_logits --spectra`` takes them, at the vocabulary
+of each; without it Zipf's law. A request's hidden states are those of the spectrum's row that its prompt's first token
+names, and both samplers' logits the products with one weight, in float32.
 """
 
 import functools
@@ -104,13 +104,13 @@ def params_of(served, **more):
 
 
 def prompts_of(served, rows):
-    """Of rows' requests: the row, then the first rows' three best tokens, which penalties are of."""
+    """Returns requests' prompts: the row, then the first rows' three best tokens, to which penalties apply."""
     best = served.best[sorted(set(rows))[:FEW], :3].flatten().tolist()
     return [[row, *best] for row in rows]
 
 
 def kinds_of(best: torch.Tensor) -> dict[str, dict[str, Any]]:
-    """What requests ask for, all rows' the same, about tokens that are likely in some of them."""
+    """Returns parameters, the same for all rows, about tokens that are likely in some of them."""
     bans = {token for row in best[:, 1:10:2].tolist() for token in row}
     biased = {
         token: 2.0 * (-1) ** (place + 1) for place, token in enumerate(best[:, [0, 5, 50, 500]].flatten().tolist())
@@ -143,8 +143,8 @@ KINDS = list(kinds_of(torch.arange(FEW * 1000).view(FEW, 1000)))
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_distribution_is_vllms(served, rows, kind):
-    """Two-sample chi-square of each of some rows, over 5120 draws of either sampler; one in 10**6 would fail by chance. What is
-    drawn seldom is counted by how far down in its row it is."""
+    """Two-sample chi-square of each of some rows, over 5120 draws of either sampler; one in 10**6 would fail by chance.
+    What is drawn seldom is counted by how far down in its row it is."""
     few = torch.linspace(0, B - 1, FEW).long().tolist()
     params = params_of(served, **kinds_of(served.best[few].cpu())[kind])
     prompts, before = prompts_of(served, few * (B // FEW)), served.engine.tell(counters)
@@ -185,8 +185,8 @@ def by_place(counts: np.ndarray) -> np.ndarray:
 
 
 def test_log_probabilities_are_vllms(served, rows):
-    """Of the 20 best tokens of all rows, and what is drawn: ours, vLLM's, and those in float64; ranks too, but where two logits
-    are as close as two sums of one row can be."""
+    """The 20 best tokens of all rows and the drawn one have vLLM's log-probabilities, and those in float64; ranks too,
+    unless two logits are as close as two sums of one row can be."""
     exact = served.logits.double().log_softmax(-1)
     for asked in ({"temperature": 0.0}, {"temperature": 1.5}):
         found = []

@@ -19,7 +19,7 @@ WORKER, EXECUTOR = "vllm.v1.worker.gpu_worker", "vllm.v1.executor.abstract"
 
 
 class Panic(BaseException):
-    """As a Rust extension's."""
+    """Stands for an error of a Rust extension."""
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +56,7 @@ def awaited():
 
 
 def lines(caplog):
-    """What is said, where INFO is shown."""
+    """Returns the log's lines at INFO."""
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.INFO]
 
 
@@ -105,8 +105,7 @@ def test_a_bad_value(variable, monkeypatch, caplog):
 
 
 @pytest.mark.parametrize(
-    ("version", "release"),
-    [("0.26.0", "0.26"), ("0.26.1rc2.dev3+g123", "0.26"), ("0.26", "0.26"), ("0.33.0", "0.33")],
+    ("version", "release"), [("0.26.0", "0.26"), ("0.26.1rc2.dev3+g123", "0.26"), ("0.26", "0.26"), ("0.33.0", "0.33")]
 )
 def test_known_releases(version, release):
     assert settings.check_version(version) is settings.KNOWN[release]
@@ -132,7 +131,8 @@ def test_other_releases(version, monkeypatch, caplog):
 
 @pytest.mark.parametrize("found", [importlib.metadata.PackageNotFoundError("vllm"), None])
 def test_a_release_that_nobody_can_tell(found, monkeypatch, caplog):
-    """A build of another name, files without metadata: unasked nothing is said, and vLLM starts unless it was required."""
+    """A build of another name, files without metadata: unasked nothing is said, and vLLM starts unless it was
+    required."""
 
     def version(name):
         if found is not None:
@@ -153,7 +153,8 @@ def test_a_release_that_nobody_can_tell(found, monkeypatch, caplog):
 
 
 def test_a_module_that_is_waited_for(tmp_path, monkeypatch):
-    """Not imported by waiting; what follows runs once, behind the module's own code, and the module is as it would be."""
+    """Not imported by waiting; what follows runs once, behind the module's own code, and the module is as it would
+    be."""
     (tmp_path / "awaited_package").mkdir()
     (tmp_path / "awaited_package" / "__init__.py").write_text("")
     (tmp_path / "awaited_package" / "part.py").write_text("value = 3\n")
@@ -176,7 +177,8 @@ def test_a_module_that_is_waited_for(tmp_path, monkeypatch):
 
 
 def test_a_module_that_comes_the_second_time(tmp_path, monkeypatch):
-    """Before that somebody only looked for it, and its import raised, as where something that it imports is not there yet."""
+    """Before that somebody only looked for it, and its import raised, as where something that it imports is not there
+    yet."""
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "awaited_twice.py").write_text("import os\nvalue = int(os.environ['FLASHSAMPLING_TEST_VALUE'])\n")
     seen: list[int] = []
@@ -277,7 +279,8 @@ FORKS = {  # of vLLM's worker
         "TypeError('sealed')",
     ),
     "a getattr that raises": (
-        "class Panic(BaseException):\n    pass\ndef __getattr__(name):\n    if name == 'Worker':\n        raise Panic('no')",
+        "class Panic(BaseException):\n    pass\n"
+        "def __getattr__(name):\n    if name == 'Worker':\n        raise Panic('no')",
         "Panic('no')",
     ),
 }
@@ -306,7 +309,7 @@ def test_forks_of_vllm(fork, imported, vllm, monkeypatch, caplog):
 
 
 def test_a_worker_whose_import_raises(vllm, monkeypatch, caplog):
-    """As it does without the plug-in."""
+    """The error is the same without the plug-in."""
     vllm(WORKER, "raise OSError('no driver')")
     monkeypatch.setenv(settings.PLUGIN.variable, "auto")
     register()
@@ -316,7 +319,7 @@ def test_a_worker_whose_import_raises(vllm, monkeypatch, caplog):
 
 
 def test_a_loader_of_another_kind(vllm, monkeypatch):
-    """What else others ask of it, it answers; one that cannot be followed is left."""
+    """The loader still answers other questions; a loader that cannot be followed is left."""
 
     class Finder:
         @staticmethod
@@ -368,7 +371,8 @@ FUSED, REFUSING, ANOTHER = (
     ],
 )
 def test_workers_are_asked(workers, words, monkeypatch):
-    """Also those of a class that was never patched, or in a process that the environment did not reach."""
+    """The executor asks workers of a class that was never patched too, and those in a process that the environment did
+    not reach."""
     monkeypatch.setenv(settings.PLUGIN.variable, "require")
     module = executor_module(workers)
     for _ in range(2):

@@ -1,5 +1,5 @@
-"""The plug-in on two and three ranks that share an LM head as vLLM shards it, over gloo: what one rank that has all of it
-draws, and ranks of which one does something else. Three processes, once."""
+"""The plug-in on two and three ranks that share an LM head as vLLM shards it, over gloo: what one rank that has all of
+it draws, and ranks of which one does something else. Three processes, once."""
 
 import contextlib
 import dataclasses
@@ -15,14 +15,15 @@ import torch.multiprocessing as mp
 
 import flashsampling.integrations.vllm.runner as plugin
 from flashsampling import open_groups, ops
-from flashsampling.integrations.engine.common import Layers
+from flashsampling.integrations.engine.graphs import _Recording
+from flashsampling.integrations.engine.head import Layers
+from flashsampling.integrations.engine.request_info import RequestState
 from flashsampling.integrations.vllm import Refused, counters
-from flashsampling.integrations.vllm.graphs import _Recorded
-from flashsampling.integrations.vllm.head import head_of
-from flashsampling.integrations.vllm.request_info import Rules, Slots, mask_of
-from flashsampling.integrations.vllm.runner import Fused, FusedRunner, group_of
+from flashsampling.integrations.vllm.head import find_head
+from flashsampling.integrations.vllm.request_info import VllmRules, pack_mask
+from flashsampling.integrations.vllm.runner import FusedRunner, VllmSampler, open_group
 from flashsampling.integrations.vllm.settings import PLUGIN
-from flashsampling.integrations.vllm.step import FusedStep
+from flashsampling.integrations.vllm.step import VllmStep
 from flashsampling.outputs import SampleResult
 from flashsampling.tensor_parallel import TensorParallel, TensorParallelMismatch, capabilities
 
@@ -64,7 +65,7 @@ class Gathering(fakes.Processor):
 
 
 def runner_of(head="plain", ranks=1, rows=V, group=None, most_drafts=0, graphs=False):
-    """Of this rank's shard, or of the whole head; with graphs, as if gloo could be recorded."""
+    """Returns a runner of this rank's shard, or of the whole head; with graphs, as if gloo could be recorded."""
     torch.manual_seed(0)
     np.random.seed(0)  # noqa: NPY002 # as vLLM does on every rank: seeds of requests that have none come from there
     model, tp, kind = fakes.Model(V, D, **HEADS[head]), None, fakes.Processor
@@ -79,16 +80,16 @@ def runner_of(head="plain", ranks=1, rows=V, group=None, most_drafts=0, graphs=F
         layer.shard_indices.org_vocab_end_index = min((rank + 1) * rows, V)
         model.logits_processor = Gathering(V, whole.scale, whole.soft_cap)
         model.logits_processor.group = group
-    made = head_of(model, D, torch.float32, torch.device("cpu"), Layers(kind, fakes.Embedding, fakes.Unquantized))
+    made = find_head(model, D, torch.float32, torch.device("cpu"), Layers(kind, fakes.Embedding, fakes.Unquantized))
     if group is not None:
         assert (made.first_token, made.ranks) == (rank * rows, ranks)
-        tp = group_of(made, group, SLOTS * (most_drafts + 1))
+        tp = open_group(made, group, SLOTS * (most_drafts + 1))
     sampler = fakes.Sampler(SLOTS, V)
     runner = Whole(model, sampler, [*range(1, SLOTS), 0])
     runner.num_speculative_steps = most_drafts
-    slots, recorded = Slots(SLOTS, Rules(V, raw_logprobs=True)), graphs_of(SLOTS, tp) if graphs else None
-    step = FusedStep(made, sampler, slots, torch.device("cpu"), tp, most_drafts, recorded)
-    runner.flashsampling = Fused(step, VLLM)
+    slots, recorded = RequestState(SLOTS, VllmRules(V, raw_logprobs=True)), graphs_of(SLOTS, tp) if graphs else None
+    step = VllmStep(made, sampler, slots, torch.device("cpu"), tp, most_drafts, recorded)
+    runner.flashsampling = VllmSampler(step, VLLM)
     return runner
 
 
@@ -108,11 +109,11 @@ def step_of(runner, tokens, grammar=None, spoiled=()):
 
 
 def steps_of(runner, alone):
-    """Of all kinds, if wanted of each ``alone``, and of mixes that make other calls."""
+    """Returns steps of all kinds, each alone if ``alone``, and of mixes that make other calls."""
     runner.add(**REQUESTS, **LEFT_TO_VLLM)
     names = list(REQUESTS)
     free = [name for name in names if REQUESTS[name][1].logprobs is None]
-    masks = np.stack([mask_of(V, range(i % 3 + 3, V, 1 + i % 7), []) for i in range(len(free))])
+    masks = np.stack([pack_mask(V, range(i % 3 + 3, V, 1 + i % 7), []) for i in range(len(free))])
     steps = [step_of(runner, dict.fromkeys(names, 4))]
     for chosen in (
         [names[::-1]],
@@ -155,7 +156,7 @@ DIFFERENT = {  # what rank 1's request has instead, and what the error says
 
 
 def failures(runner, params, grammar=None):
-    """What every step after it raises, and what shutting down does."""
+    """Returns what every later step raises, and what shutting down raises."""
     runner.add(a=(PROMPT, params))
     said = []
     for grammars in (grammar, None):
@@ -217,8 +218,8 @@ def different_drafts(rank):
 
 
 def different_drafts_in_the_last_step(rank, group):
-    """Over a transport whose steps cannot raise themselves. Tokens of the step are 0, which a draft is on one rank; as many on
-    both, and who waits for them is told, for there is no next step."""
+    """Over a transport whose steps cannot raise themselves. Tokens of the step are 0, which a draft is on one rank; as
+    many on both, and who waits for them is told, for there is no next step."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(capabilities, "why_no_nccl", lambda members: None)  # gloo stands in for it
         runner = runner_of("plain", 2, 192, group, MOST)
@@ -239,7 +240,7 @@ def different_drafts_in_the_last_step(rank, group):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PLUGIN.logger, "error", lambda *words: said.append(str(words[-1])))
         runner.shutdown()
-    return raised.value.failure.differs, output.theirs.get_output(), len(said)
+    return raised.value.failure.differs, output.inner.get_output(), len(said)
 
 
 def recording_that_fails(rank, group):
@@ -261,7 +262,7 @@ def recording_that_fails(rank, group):
                 graphs.replays += 1
                 ids.copy_(work().ids)
 
-            return _Recorded(replay, SampleResult(ids), work)
+            return _Recording(replay, SampleResult(ids), work)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(tp._transport, "_capturing", lambda: True)
             patch.setattr(ops, "_run_and_exchange", fails)
@@ -277,7 +278,7 @@ def recording_that_fails(rank, group):
 
 
 def with_drafts(group):
-    """What ``both`` gives."""
+    """Returns what ``both`` gives."""
     runner = runner_of("plain", 2, 192, group, MOST)
     runner._dummy_sampler_run(torch.zeros(4, D))
     found = both(model_of(), runner)

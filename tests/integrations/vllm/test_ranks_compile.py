@@ -1,5 +1,5 @@
-"""Of vLLM over several ranks nothing compiles while it serves: first the warm-up, then batches of all kinds, compiled for a GPU
-without one, and not run. In a process of its own."""
+"""Nothing compiles while vLLM serves over several ranks: first the warm-up, then batches of all kinds, compiled
+for a GPU without one, and not run. In a process of its own."""
 
 import pytest
 
@@ -20,7 +20,7 @@ from tests.kernels.triton.target import compile_only
 
 impl, compiled = sys.argv[1], compile_only(90)
 
-import flashsampling.integrations.vllm.step as module
+import flashsampling.integrations.engine.step as module
 from flashsampling.outputs import SampleOutput
 from flashsampling.backends import BACKENDS
 from flashsampling.tensor_parallel.message import Hashes
@@ -32,7 +32,8 @@ from flashsampling.sampling_params import parse_sampling_params
 from flashsampling.inputs import SampleInputs
 from flashsampling.outputs import SampleResult
 from flashsampling.sampling_params import DEFAULT_PARAMS
-from flashsampling.warmup import _with_kernel_variants
+from flashsampling.warmup import _of_any_number
+from flashsampling.integrations.vllm.step import VllmStep
 from tests.integrations.vllm import fakes as vllm_fakes, test_step as test_vllm
 from tests.integrations.vllm.fakes import SamplingParams
 
@@ -51,7 +52,7 @@ class Nobody:
     def all_gather(self, words, step, wanted=None):
         return words.expand(len(RANGES), -1).contiguous()
 
-    def end(self):
+    def end(self, error=None):
         return None
 
 
@@ -90,14 +91,16 @@ if impl == "cute":  # its own kernels are of the head alone
 
 
 def asked_for(request, batch):
-    return parse_sampling_params(request, BatchShape(batch, V, V, torch.device("cpu"), 1)) if request else DEFAULT_PARAMS
+    shape = BatchShape(batch, V, V, torch.device("cpu"), 1)
+    return parse_sampling_params(request, shape) if request else DEFAULT_PARAMS
 
 
 def warm_up(weight, requests, *, max_batch_size, tp):
     some = [asked_for(request, max_batch_size) for request in requests]
-    for params, batch in itertools.product([params for params in some if params is not DEFAULT_PARAMS], (1, max_batch_size)):
+    some = [params for params in some if params is not DEFAULT_PARAMS]
+    for params, batch in itertools.product(some, (1, max_batch_size)):
         states, zeros = torch.zeros(batch, DIM, dtype=weight.dtype), torch.zeros(batch, dtype=torch.int64)
-        for step in _with_kernel_variants(step_of(states, params.rows(0, batch), torch.ones(batch), zeros, zeros), tp):
+        for step in _of_any_number(step_of(states, params.rows(0, batch), torch.ones(batch), zeros, zeros), tp):
             drawn(step)
     return []
 
@@ -115,13 +118,14 @@ def sample(states, weight, *, tp, temperature, seed, offset, **request):
 def runner_of():
     runner = test_vllm.runner_of(vocab_size=V)
     step = runner.flashsampling.step
-    head = step.head._replace(layer=SimpleNamespace(weight=weight), bias=lambda: None, transform={})
-    runner.flashsampling.step = module.FusedStep(head, step.sampler, step.slots, step.device, Group())
+    head = step.head._replace(layer=SimpleNamespace(weight=weight), has_bias=False, transform={})
+    runner.flashsampling.step = VllmStep(head, step.sampler, step.state, step.device, Group())
     return runner
 
 
 module.sample, module.warmup_mixes, calls = sample, warm_up, 0
-runner_of().flashsampling.step._warm_up(torch.zeros(MOST, DIM, dtype=torch.bfloat16))
+module.FusedStep._draw_cached = lambda step, call, parsed: step._call(call)
+runner_of().flashsampling.step._warm_up(MOST, torch.zeros(MOST, DIM, dtype=torch.bfloat16))
 known, calls = {kernel.hash for kernel in compiled}, 0
 print(*sorted({kernel.name for kernel in compiled}))
 
@@ -138,7 +142,8 @@ kinds = dict(test_vllm.SERVED) | {
     "many biases": SamplingParams(seed=1, logit_bias={token: 1.0 for token in range(100)}),
     "many biases, logprobs": SamplingParams(seed=1, logit_bias={token: 1.0 for token in range(100)}, logprobs=7),
 }
-batches = [*((kind,) for kind in kinds), *itertools.combinations(kinds, 2), ("k of 128",) * 5, ("plain", "logprobs") * 4]
+batches = [*((kind,) for kind in kinds), *itertools.combinations(kinds, 2)]
+batches += [("k of 128",) * 5, ("plain", "logprobs") * 4]
 for names in batches:
     runner = runner_of()
     requests = {str(i): (test_vllm.PROMPT, kinds[name]) for i, name in enumerate(names)}

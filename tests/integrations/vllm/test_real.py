@@ -1,7 +1,8 @@
-"""The plug-in against vLLM 0.26's and 0.33's own classes, on the CPU: where vLLM is not installed, as in CI, this is skipped.
+"""The plug-in against vLLM 0.26's and 0.33's own classes, on the CPU: where vLLM is not installed, as in CI, this is
+skipped.
 
-vLLM's kernels run in Triton's interpreter; pinned and mapped memory is plain memory. A wheel of vLLM that is unpacked does,
-with its pure-Python requirements: ``PYTHONPATH=FOLDER python -m pytest tests/integrations/vllm/test_real.py``.
+vLLM's kernels run in Triton's interpreter; pinned and mapped memory is plain memory. A wheel of vLLM that is unpacked
+does, with its pure-Python requirements: ``PYTHONPATH=FOLDER python -m pytest tests/integrations/vllm/test_real.py``.
 """
 
 import dataclasses
@@ -49,12 +50,14 @@ from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.gpu_worker import Worker
 
 import flashsampling
-from flashsampling.integrations.engine.common import Layers
+from flashsampling.integrations.engine.head import Layers
+from flashsampling.integrations.engine.request_info import FallbackReason
+from flashsampling.integrations.engine.request_info import RequestState as OwnState
 from flashsampling.integrations.vllm import Refused, settings
-from flashsampling.integrations.vllm.head import head_of
-from flashsampling.integrations.vllm.request_info import MIN_P_TOP_P, SERVED, Rules, Slots, note
-from flashsampling.integrations.vllm.runner import Fused, FusedRunner, Vllm
-from flashsampling.integrations.vllm.step import FusedStep
+from flashsampling.integrations.vllm.head import find_head
+from flashsampling.integrations.vllm.request_info import VllmRules, parse_request
+from flashsampling.integrations.vllm.runner import FusedRunner, Vllm, VllmSampler
+from flashsampling.integrations.vllm.step import VllmStep
 
 from .on_cpu import below_8_rows
 
@@ -103,11 +106,11 @@ class Runner(FusedRunner, GPUModelRunner):
         nothing.remove_request = nothing.add_request
         self.model_state = self.block_tables = self.lora_state = self.prompt_logprobs_worker = nothing
         layers = Layers(fakes.Processor, fakes.Embedding, fakes.Unquantized)
-        head = head_of(model, D, torch.float32, CPU, layers)
-        slots = Slots(SLOTS, Rules(V, raw_logprobs=True))
-        step = FusedStep(head, self.sampler, slots, CPU, None, most_drafts)
+        head = find_head(model, D, torch.float32, CPU, layers)
+        slots = OwnState(SLOTS, VllmRules(V, raw_logprobs=True))
+        step = VllmStep(head, self.sampler, slots, CPU, None, most_drafts)
         vllm = Vllm(SamplerOutput, LogprobsTensors, get_num_sampled_and_rejected, AsyncModelRunnerOutput)
-        self.flashsampling = Fused(step, vllm)
+        self.flashsampling = VllmSampler(step, vllm)
 
     def add(self, **requests):
         new = [
@@ -123,7 +126,8 @@ def batch_of(runner, names):
     lengths = runner.req_states.prefill_len.np[slots]
     there, zeros = torch.from_numpy(slots), torch.zeros(count, dtype=torch.int32)
     batch = InputBatch.make_dummy(count, count, SimpleNamespace(
-        device=CPU, seq_lens=torch.zeros(SLOTS, dtype=torch.int32), query_start_loc=torch.zeros(SLOTS + 1, dtype=torch.int32),
+        device=CPU, seq_lens=torch.zeros(SLOTS, dtype=torch.int32),
+        query_start_loc=torch.zeros(SLOTS + 1, dtype=torch.int32),
         input_ids=torch.zeros(64, dtype=torch.int32), positions=torch.zeros(64, dtype=torch.int64),
         is_padding=torch.zeros(64, dtype=torch.bool),
     ))  # fmt: skip
@@ -165,14 +169,17 @@ def test_fakes_have_fields_of_the_real_ones(real, fake):
 
 
 def test_requests_of_vllms_warm_up_are_known():
-    """By their names, which a user's cannot have; whatever they are called, vLLM draws for them."""
+    """Their names cannot be a user's, and vLLM draws for them whatever they are called."""
     source = inspect.getsource(warmup)
     assert 'f"_warmup_{i}_"' in source
     assert "SamplingParams.for_sampler_warmup()" in source
-    assert note(SamplingParams.for_sampler_warmup(), 4, Rules(V, raw_logprobs=True)).reason != SERVED
+    assert (
+        parse_request(SamplingParams.for_sampler_warmup(), 4, VllmRules(V, raw_logprobs=True)).reason
+        != FallbackReason.SERVED
+    )
 
 
-DRAWN_FROM = {  # what ``slots.note`` and ``state.rows_of`` read
+DRAWN_FROM = {  # what ``parse_request`` and ``read_rows`` read
     "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k", "min_p", "seed",
     "min_tokens", "_all_stop_token_ids", "logprobs", "logprob_token_ids", "logit_bias", "allowed_token_ids",
     "_bad_words_token_ids", "thinking_token_budget",
@@ -185,16 +192,12 @@ AROUND_A_DRAW = {  # the front end's, the scheduler's, or ``compute_logits``'
 }  # fmt: skip
 if NEWER:
     AROUND_A_DRAW |= {"prompt_logprob_token_ids", "prompt_logprob_start", "stream_interval"}
-    AROUND_A_DRAW |= {
-        "watermarking",
-        "_watermarking_skipped",
-        "trace_decode_token_ids",
-    }  # ``check_runner``'s
+    AROUND_A_DRAW |= {"watermarking", "_watermarking_skipped", "trace_decode_token_ids"}  # ``check_runner``'s
 BESIDE_A_GRAMMAR = {"structured_outputs"} if NEWER else set()  # see ``settings.Release.min_tokens_respects_grammar``
 
 
 def test_every_field_of_sampling_params_is_known():
-    """And those that are none of a draw's are read nowhere where logits are."""
+    """Every field is known, and fields that do not concern a draw are read nowhere where logits are."""
     assert set(SamplingParams.__struct_fields__) == DRAWN_FROM | AROUND_A_DRAW
     folder = Path(inspect.getfile(sampler_module)).parent
     source = "".join(path.read_text() for path in folder.glob("*.py") if path.name != "prompt_logprob.py")
@@ -222,7 +225,7 @@ def test_the_fake_state_is_as_the_real_one():
 
 
 def mappings(batch):
-    """As the sampler's methods take them."""
+    """Returns the mappings that the sampler's methods take."""
     middle = [batch.idx_mapping] if NEWER else []
     return batch.expanded_idx_mapping, *middle, batch.idx_mapping_np
 
@@ -257,8 +260,8 @@ KINDS = {
 
 @pytest.mark.parametrize("chosen", [list(KINDS)[:8], list(KINDS)[6:]])
 def test_the_distribution_is_that_of_vllms_sampler(chosen, monkeypatch):
-    """Of every row the log-probabilities of 60 draws are those that vLLM's processed logits give these tokens; of vLLM's own
-    top tokens the raw ones are ours too."""
+    """vLLM's processed logits give the tokens of 60 draws of every row the same log-probabilities, and the raw ones of
+    vLLM's own top tokens are equal too."""
     runner = Runner(fakes.Model(V, D))
     extra = {"logprobs": 4, "seed": 11}
     runner.add(**{name: (PROMPT, SamplingParams(**KINDS[name], **extra)) for name in chosen})
@@ -268,7 +271,7 @@ def test_the_distribution_is_that_of_vllms_sampler(chosen, monkeypatch):
     penalised = state.use_penalty[slots]
     assert state.prompt_bin_mask[slots].bool().any(1).tolist() == penalised.tolist()
     state.output_bin_counts[slots] = torch.randint(0, 3, (len(slots), V), dtype=torch.int32, generator=generator)
-    assert (runner.flashsampling.step.slots.reasons[slots] == SERVED).all()
+    assert (runner.flashsampling.step.state.reasons[slots] == FallbackReason.SERVED).all()
     batch = batch_of(runner, chosen)
     states = torch.randn(len(chosen), D, generator=generator)
     step = runner.flashsampling.step
@@ -276,8 +279,8 @@ def test_the_distribution_is_that_of_vllms_sampler(chosen, monkeypatch):
     draw = step.draw
     monkeypatch.setattr(step, "draw", lambda each: seen.setdefault("out", draw(each)))
     processed = runner.sampler.sample(
-        runner.model.compute_logits(states), *mappings(batch), batch.positions, batch.input_ids, batch.expanded_local_pos,
-        *lengths(batch), return_logprobs=True,
+        runner.model.compute_logits(states), *mappings(batch), batch.positions, batch.input_ids,
+        batch.expanded_local_pos, *lengths(batch), return_logprobs=True,
     )[1].double().log_softmax(-1)  # fmt: skip
     own, *_ = GPUModelRunner.sample(runner, states, batch, None)
     drawn = []
@@ -300,7 +303,8 @@ def test_the_distribution_is_that_of_vllms_sampler(chosen, monkeypatch):
 
 
 def batch_with_drafts(runner, drafts):
-    """Of these requests, which have their prompts and a token more, the next step with these drafts, by vLLM's kernels."""
+    """Returns the next step of these requests, which have their prompts and a token more, with these drafts, by vLLM's
+    kernels."""
     names, state = list(drafts), runner.req_states
     slots = np.array([state.req_id_to_index[name] for name in names], np.int32)
     numbers = np.array([len(each) for each in drafts.values()], np.int32)
@@ -312,8 +316,8 @@ def batch_with_drafts(runner, drafts):
     input_ids = torch.full((64,), 7, dtype=torch.int32)
     starts = cu_num_logits.clone()  # all tokens have logits
     indices = combine_sampled_and_draft_tokens(
-        input_ids, there, state.last_sampled_tokens, starts, lengths, state.prefill_len.gpu, state.draft_tokens, cu_num_logits,
-        int(bounds[-1]),
+        input_ids, there, state.last_sampled_tokens, starts, lengths, state.prefill_len.gpu, state.draft_tokens,
+        cu_num_logits, int(bounds[-1]),
     )  # fmt: skip
     expanded, local = expand_idx_mapping(there, int(bounds[-1]), cu_num_logits, state.draft_tokens.shape[1] + 1)
     return dataclasses.replace(
@@ -337,8 +341,8 @@ def batch_with_drafts(runner, drafts):
 @pytest.mark.skipif(NEWER, reason="drafts are left to vLLM")
 @pytest.mark.parametrize("chosen", [list(KINDS)[:8], list(KINDS)[6:]])
 def test_drafts_are_processed_as_by_vllms_sampler(chosen, monkeypatch):
-    """At every position the log-probabilities of what is drawn are those of vLLM's logits there, and at a temperature of 0 vLLM
-    accepts the same drafts."""
+    """At every position the log-probabilities of what is drawn are those of vLLM's logits there, and at a temperature
+    of 0 vLLM accepts the same drafts."""
     runner = Runner(fakes.Model(V, D), most_drafts=3)
     runner.add(**{name: (PROMPT, SamplingParams(**KINDS[name], seed=11, logprobs=2)) for name in chosen})
     state, generator = runner.req_states, torch.Generator().manual_seed(0)
@@ -364,7 +368,7 @@ def test_drafts_are_processed_as_by_vllms_sampler(chosen, monkeypatch):
         ).double().log_softmax(-1)  # fmt: skip
 
     def add_again():
-        """What a request asks for is read when it comes, and kept while the batch stays."""
+        """Reads the requests again: the step keeps their parameters while the batch stays."""
         for name, slot in state.req_id_to_index.items():
             step.add(slot, SamplingParams(**KINDS[name], logprobs=2), len(PROMPT))
 
@@ -413,14 +417,16 @@ def test_drafts_are_processed_as_by_vllms_sampler(chosen, monkeypatch):
 
 
 def test_decisions_about_real_parameters():
-    rules = Rules(V, raw_logprobs=True)
-    warmup = note(SamplingParams.for_sampler_warmup(), 3, rules)
-    assert warmup.reason != SERVED  # it has bad words of two tokens, and min_p with top_p
-    assert note(SamplingParams(min_p=0.1, top_p=0.9), 3, rules).reason == MIN_P_TOP_P
+    rules = VllmRules(V, raw_logprobs=True)
+    warmup = parse_request(SamplingParams.for_sampler_warmup(), 3, rules)
+    assert warmup.reason != FallbackReason.SERVED  # it has bad words of two tokens, and min_p with top_p
+    assert parse_request(SamplingParams(min_p=0.1, top_p=0.9), 3, rules).reason == FallbackReason.MIN_P_TOP_P
     assert (
-        note(SamplingParams(min_p=0.1, top_p=0.9, temperature=0), 3, rules).reason == SERVED
+        parse_request(SamplingParams(min_p=0.1, top_p=0.9, temperature=0), 3, rules).reason == FallbackReason.SERVED
     )  # vLLM drops filters of greedy ones
-    assert all(note(SamplingParams(**kind), 3, rules).reason == SERVED for kind in KINDS.values())
+    assert all(
+        parse_request(SamplingParams(**kind), 3, rules).reason == FallbackReason.SERVED for kind in KINDS.values()
+    )
 
 
 @pytest.fixture(scope="module")
@@ -451,13 +457,13 @@ def test_heads_of_vllms_own_layers(one_rank, bias, processor):
     model, layers = Model(), Layers(LogitsProcessor, VocabParallelEmbedding, UnquantizedEmbeddingMethod)
     for parameter in model.parameters():
         parameter.data.normal_()
-    head = head_of(model, D, torch.float32, CPU, layers)
+    head = find_head(model, D, torch.float32, CPU, layers)
     assert (head.vocab_size, head.first_token, head.ranks, head.weight.shape) == (V, 0, 1, (384, D))
     states = torch.randn(5, D)
-    drawn = flashsampling.sample(states, head.weight, temperature=0.0, vocab_size=V, top_logprobs=3, **head.request())
+    drawn = flashsampling.sample(states, head.weight, temperature=0.0, vocab_size=V, top_logprobs=3, **head.arguments())
     logits = model.compute_logits(states)
     assert drawn.token_ids.tolist() == logits.argmax(-1).tolist()
     torch.testing.assert_close(drawn.top_logprobs, logits.log_softmax(-1).topk(3).values, rtol=0, atol=1e-4)
     model.logits_processor.vocab_size += 8
     with pytest.raises(Refused, match="added vocabulary"):
-        head_of(model, D, torch.float32, CPU, layers)
+        find_head(model, D, torch.float32, CPU, layers)

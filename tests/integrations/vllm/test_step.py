@@ -1,4 +1,5 @@
-"""The plug-in for vLLM, on a model runner that is made up: who does a step, with whose parameters, and what comes of it."""
+"""The plug-in for vLLM, on a model runner that is made up: who does a step, with whose parameters, and what comes of
+it."""
 
 import contextlib
 import dataclasses
@@ -16,25 +17,26 @@ import torch
 from torch import is_tensor
 
 import flashsampling
-from flashsampling.integrations.engine.common import Layers
+from flashsampling import ops
+from flashsampling.exchange_protocol import WHOLE
+from flashsampling.integrations.engine import kernel_variants
+from flashsampling.integrations.engine import step as engine_step
+from flashsampling.integrations.engine.graphs import Graphs, _Recording
+from flashsampling.integrations.engine.head import Layers
+from flashsampling.integrations.engine.kernel_variants import (
+    PENALTIES,
+    default_rows,
+    list_variants,
+)
+from flashsampling.integrations.engine.request_info import FALLBACK_REASONS, RequestState
 from flashsampling.integrations.vllm import Refused, counters, load
 from flashsampling.integrations.vllm import runner as plugin
-from flashsampling.integrations.vllm.batches import batch_of
-from flashsampling.integrations.vllm.device_state import Rows, counts_of
-from flashsampling.integrations.vllm.graphs import Graphs, _Recorded, size_of
-from flashsampling.integrations.vllm.head import head_of
-from flashsampling.integrations.vllm.request_info import FALLBACK_REASONS, Rules, Slots, mask_of
-from flashsampling.integrations.vllm.runner import Fused, FusedRunner, Vllm, check_runner
+from flashsampling.integrations.vllm.batches import convert_batch
+from flashsampling.integrations.vllm.head import find_head
+from flashsampling.integrations.vllm.request_info import VllmRules, pack_mask
+from flashsampling.integrations.vllm.runner import FusedRunner, Vllm, VllmSampler, check_runner
 from flashsampling.integrations.vllm.settings import KNOWN, PLUGIN
-from flashsampling.integrations.vllm.step import (
-    ALL_PARAMS,
-    PLAIN_VARIANT,
-    FusedStep,
-    Grammar,
-    KernelVariant,
-    mixes,
-    variant_of,
-)
+from flashsampling.integrations.vllm.step import Grammar, VllmStep, read_counts
 from flashsampling.outputs import SampleResult
 from flashsampling.token_counts import Counted, num_token_groups
 
@@ -50,11 +52,12 @@ VLLM = Vllm(
 
 
 class Whole(FusedRunner, fakes.Runner):
-    """As ``attach`` makes it."""
+    """The class that ``attach`` makes."""
 
 
 class GraphsOnCpu(Graphs):
-    """As CUDA graphs are: recording draws nothing, a replay reads what lies there, and writes to the same outputs again."""
+    """Behaves as CUDA graphs do: recording draws nothing, a replay reads fixed memory and overwrites the same
+    outputs."""
 
     replays = 0
 
@@ -62,7 +65,7 @@ class GraphsOnCpu(Graphs):
         _, _, params = work.args  # what a replay reads stays where it is, or is kept beside it
         mine = [
             tensor.untyped_storage().data_ptr()
-            for tensor in (*vars(self).values(), *self._rooms.values())
+            for tensor in (*vars(self).values(), *self._packed.values())
             if is_tensor(tensor)
         ]
         read = [getattr(params, name) for name in params._fields if name not in ("counts", "bias_ids", "bias_values")]
@@ -75,7 +78,7 @@ class GraphsOnCpu(Graphs):
                 if there is not None:
                     there.copy_(now)
 
-        return _Recorded(replay, drawn, work)
+        return _Recording(replay, drawn, work)
 
 
 def graphs_of(slots, group=None):
@@ -84,15 +87,15 @@ def graphs_of(slots, group=None):
 
 def runner_of(model=None, free=None, logprobs_mode="raw_logprobs", vocab_size=V, most_drafts=0, graphs=False):
     model = fakes.Model(vocab_size, D) if model is None else model
-    head = head_of(model, D, torch.float32, torch.device("cpu"), LAYERS)
+    head = find_head(model, D, torch.float32, torch.device("cpu"), LAYERS)
     sampler = fakes.Sampler(SLOTS, vocab_size, logprobs_mode)
     # slots in an order of their own: a row number is never its slot's number
     runner = Whole(model, sampler, [0, 3, 1, 7, 4, 6, 2, 5] if free is None else free)
-    rules = Rules(vocab_size, raw_logprobs=logprobs_mode == "raw_logprobs")
+    rules = VllmRules(vocab_size, raw_logprobs=logprobs_mode == "raw_logprobs")
     runner.num_speculative_steps = most_drafts
     recorded = graphs_of(SLOTS) if graphs else None
-    step = FusedStep(head, sampler, Slots(SLOTS, rules), runner.device, None, most_drafts, recorded)
-    runner.flashsampling = Fused(step, VLLM)
+    step = VllmStep(head, sampler, RequestState(SLOTS, rules), runner.device, None, most_drafts, recorded)
+    runner.flashsampling = VllmSampler(step, VLLM)
     return runner
 
 
@@ -104,7 +107,7 @@ def states_of(batch):
 def expected(runner, states, params, prompt=(), output=(), position=0, mask=None, **more):
     """The one row by ``flashsampling.sample``, from what the user wrote: no slots, mixes or tensors of vLLM."""
     head = runner.flashsampling.step.head
-    request = {"top_k": params.top_k, "top_p": params.top_p, "min_p": params.min_p, **head.request(), **more}
+    request = {"top_k": params.top_k, "top_p": params.top_p, "min_p": params.min_p, **head.arguments(), **more}
     dense = torch.zeros(V)
     for token, value in (params.logit_bias or {}).items():
         dense[token] = value
@@ -122,7 +125,7 @@ def expected(runner, states, params, prompt=(), output=(), position=0, mask=None
         allowed &= torch.isin(torch.arange(V), torch.tensor(params.allowed_token_ids))
     for (token,) in params.bad_words_token_ids or []:
         allowed[token] = False
-    words = mask_of(V, allowed.nonzero()[:, 0].tolist(), [])  # of no token it allows all
+    words = pack_mask(V, allowed.nonzero()[:, 0].tolist(), [])  # of no token it allows all
     request["token_mask"] = torch.from_numpy(words * bool(allowed.any()))
     if params.logprobs is not None:
         request |= {"return_logprobs": True, "top_logprobs": params.logprobs}
@@ -145,13 +148,15 @@ SERVED = {
     "many_biases": SamplingParams(seed=10, logit_bias={token: 0.1 * (token % 50) for token in range(100)}),
     "allowed": SamplingParams(seed=11, allowed_token_ids=[3, 31, 32, 330]),
     "bad_words": SamplingParams(seed=12, temperature=0.0, bad_words_token_ids=[[token] for token in range(0, V, 2)]),
-    "min_tokens": SamplingParams(seed=13, min_tokens=2, stop_token_ids=[*range(100, 160)], logit_bias={120: 40.0, 200: 20.0}),
+    "min_tokens": SamplingParams(
+        seed=13, min_tokens=2, stop_token_ids=[*range(100, 160)], logit_bias={120: 40.0, 200: 20.0}
+    ),
     "logprobs": SamplingParams(seed=14, logprobs=5, top_k=20),
     "logprobs_0": SamplingParams(seed=15, logprobs=0),
     "everything": SamplingParams(
-        seed=16, temperature=1.7, top_k=50, min_p=0.01, repetition_penalty=1.3, frequency_penalty=0.2, presence_penalty=0.1,
-        logit_bias={9: 2.0}, allowed_token_ids=[*range(0, V, 3)], bad_words_token_ids=[[9], [12]], min_tokens=1,
-        stop_token_ids=[15], logprobs=3,
+        seed=16, temperature=1.7, top_k=50, min_p=0.01, repetition_penalty=1.3, frequency_penalty=0.2,
+        presence_penalty=0.1, logit_bias={9: 2.0}, allowed_token_ids=[*range(0, V, 3)], bad_words_token_ids=[[9], [12]],
+        min_tokens=1, stop_token_ids=[15], logprobs=3,
     ),
 }  # fmt: skip
 LEFT_TO_VLLM = {
@@ -202,7 +207,7 @@ def test_a_request_of_every_served_kind(name):
 
 
 def test_parameters_change_what_is_drawn():
-    """Else the test above would pass a plug-in that forgets them."""
+    """Shows that the test above fails for a plug-in that forgets parameters."""
     runner = runner_of()
     for name, params in SERVED.items():
         if name in ("plain", "greedy", "logprobs_0", "logprobs"):
@@ -267,16 +272,15 @@ def test_tokens_do_not_depend_on_batch_mates():
 
 
 def test_parameters_are_copied_once_for_a_batch(monkeypatch):
-    """While requests and their rows stay the same; another in the slot of one that has ended is another, also in a batch that
-    looks the same."""
-    module = importlib.import_module("flashsampling.integrations.vllm.step")
-    rows_of, copied = module.rows_of, []
+    """While requests and their rows stay the same; another in the slot of one that has ended is another, also in a
+    batch that looks the same."""
+    read_requests, copied = VllmStep.read_requests, []
 
     def counted(*args):
         copied.append(args)
-        return rows_of(*args)
+        return read_requests(*args)
 
-    monkeypatch.setattr(module, "rows_of", counted)
+    monkeypatch.setattr(VllmStep, "read_requests", counted)
     runner, requests = runner_of(), {"a": (PROMPT, SERVED["top_k"]), "b": (PROMPT, SERVED["logprobs"])}
     runner.add(**requests)
 
@@ -302,8 +306,8 @@ def test_parameters_are_copied_once_for_a_batch(monkeypatch):
 @pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("processor", [{}, {"scale": 0.5, "soft_cap": 3.0}])
 def test_steps_of_a_batch_that_stays(processor, graphs, monkeypatch):
-    """Of every kind beside a mate, and of as many as there are slots: the later steps, for which less is made, are each row's
-    alone. Counts grow from step to step."""
+    """Later steps of a batch draw what each row draws alone, for every kind beside a mate and for as many kinds as
+    there are slots. Counts grow from step to step."""
     model = fakes.Model(V, D, **processor)
     kinds, again = list(SERVED), []
 
@@ -339,8 +343,8 @@ def test_steps_of_a_batch_that_stays(processor, graphs, monkeypatch):
             if output.logprobs_tensors is not None:
                 tensors += filter(is_tensor, vars(output.logprobs_tensors).values())
             last = [(each, each.clone()) for each in tensors]
-            held = step._known.params
-            assert held is None or held.counts is None or not held.counts.untyped_storage().nbytes()
+            for held in step.batch_cache.params.values():
+                assert held.counts is None or not held.counts.untyped_storage().nbytes()
             for name, row in zip(batch.req_ids, batch.idx_mapping.tolist()):  # many tokens, so that they matter
                 counted = [(number * 37 + 3 * i) % V for i in range(60)]
                 outputs[name] += counted
@@ -352,9 +356,8 @@ def test_steps_of_a_batch_that_stays(processor, graphs, monkeypatch):
 
 @pytest.mark.parametrize("room", [0, SLOTS, 3])
 def test_graphs_of_batches_that_change(room):
-    """Of another size, of other requests, of the same ones in other rows, with masks and without, of another weight: a replay
-    where there is a graph of the size and the kind, and the rows' own tokens whoever had the rows before. ``room``: rows of the
-    buffers that vLLM's own graphs write to, in two thirds of the steps; what lies in the other rows is nobody's."""
+    """A replay serves other sizes, requests, rows, masks and weights: each row gets its own token. ``room``: rows of
+    the buffers that vLLM's own graphs write to, in two thirds of the steps; other rows of the buffers are ignored."""
     runner = runner_of(graphs=True)
     buffers = torch.full((room, D), float("nan")), torch.full((room,), 77)
     if room:
@@ -385,7 +388,7 @@ def test_graphs_of_batches_that_change(room):
         masks = {
             name: torch.from_numpy(rng.random(V) < 0.7) for name in names if name != "logprobs" and rng.random() < 0.2
         }
-        words = [mask_of(V, bits.nonzero()[:, 0].tolist(), []) for bits in masks.values()]
+        words = [pack_mask(V, bits.nonzero()[:, 0].tolist(), []) for bits in masks.values()]
         grammar = fakes.GrammarOutput([*masks], np.stack(words)) if masks else None
         check_rows(runner, batch, states, runner.sample(states, batch, grammar)[0], requests, masks=masks)
     assert 10 < step.graphs.replays < 59
@@ -398,7 +401,8 @@ def test_graphs_of_batches_that_change(room):
 
 
 def test_a_mask_of_nobody_s_is_not_in_a_graph():
-    """Some mixes have masks that no row of theirs wants; rows beyond the batch's when it was recorded are a request's later."""
+    """Some mixes have masks that no row of theirs wants; rows beyond the batch's when it was recorded are a request's
+    later."""
     runner = runner_of(free=[*reversed(range(SLOTS))], graphs=True)
     requests = {"allowed": (PROMPT, SERVED["allowed"])}  # in slot 0
     requests |= {str(i): (PROMPT, SamplingParams(seed=i, repetition_penalty=1.2, logprobs=2)) for i in range(4)}
@@ -411,7 +415,7 @@ def test_a_mask_of_nobody_s_is_not_in_a_graph():
 
 
 def test_there_are_not_more_graphs_than_some(monkeypatch):
-    monkeypatch.setattr("flashsampling.integrations.vllm.graphs.MOST_GRAPHS", 2)
+    monkeypatch.setattr("flashsampling.integrations.engine.graphs.MAX_GRAPHS", 2)
     runner = runner_of(graphs=True)
     requests = {name: (PROMPT, SERVED[name]) for name in ("plain", "top_k", "min_p", "repetition")}
     runner.add(**requests)
@@ -422,70 +426,21 @@ def test_there_are_not_more_graphs_than_some(monkeypatch):
     assert runner.flashsampling.step.graphs.replays == 4
 
 
-def test_sizes_of_graphs():
-    sizes = [size_of(batch, 250) for batch in range(1, 251)]
-    assert all(size >= batch for batch, size in enumerate(sizes, 1))
-    assert sizes == sorted(sizes)
-    assert sorted(set(sizes)) == [1, 2, 4, *range(8, 65, 8), *range(80, 250, 16), 250]
-
-
-def test_no_graph_is_recorded_where_memory_is_short(monkeypatch):
-    """Before anything is captured: less than the largest step may need, but for what the pool has already."""
-
-    class Recording:
-        def capture_begin(self, pool, **how):
-            pools.append(pool)
-            free[0] -= 1000  # what the graphs' pool takes
-
-        def capture_end(self):
-            pass
-
-        def replay(self):
-            pass
-
-    def work():
-        return drawn
-
-    graphs, needed, free = Graphs(8, D, torch.float32, torch.device("cpu"), V), 3 * 4 * 8 * (V + 11_264), [0]
-    stream, handles = SimpleNamespace(wait_stream=lambda other: None), iter(range(9))
-    drawn = SampleResult(torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, dtype=torch.int32))
-    pools: list[int] = []
-    for name, value in {
-        "mem_get_info": lambda device: (free[0], 1 << 40),
-        "graph_pool_handle": lambda: next(handles),
-        "Stream": lambda device: stream,
-        "current_stream": lambda device: stream,
-        "stream": lambda stream: contextlib.nullcontext(),
-        "CUDAGraph": Recording,
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, value)
-    for free[0], is_enough in ((needed - 1, False), (needed, True), (needed - 1000, True), (needed - 2001, False)):
-        with contextlib.nullcontext() if is_enough else pytest.raises(torch.OutOfMemoryError, match="free"):
-            assert graphs._record(work).drawn is drawn
-    graphs.forget()
-    free[0] = needed - 1
-    with pytest.raises(torch.OutOfMemoryError, match="free"):
-        graphs._record(work)
-    free[0] = needed
-    graphs._record(work)
-    assert pools == [0, 0, 1]  # torch records nothing into a pool whose graphs are gone
-
-
 def test_rows_of_a_wide_mask_lie_as_ever():
-    """Also where there is one: kernels are compiled for their distance."""
+    """Kernels are compiled for the stride of a mask, also with one row."""
     runner = runner_of()
     step, words = runner.flashsampling.step, -(-V // 32)
     runner.add(a=(PROMPT, SERVED["plain"]))
-    batch = batch_of(torch.zeros(1, D), runner.batch({"a": 1}), None)
+    batch = convert_batch(torch.zeros(1, D), runner.batch({"a": 1}), None)
     for rows in (1, 3):
         masks = np.zeros((rows, words + 5), np.int32)
         grammar = Grammar(np.arange(rows), np.arange(rows), masks)
-        assert step._mask(batch._replace(grammar=grammar, slots=np.zeros(rows, np.int32))).stride() == (words, 1)
+        assert step.read_mask(batch._replace(grammar=grammar, positions=torch.zeros(rows))).stride() == (words, 1)
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, TypeError])
 def test_a_graph_that_cannot_be_recorded(error, monkeypatch, caplog):
-    """As when there is no memory for it."""
+    """The step is launched instead, and the log says so once."""
 
     def fails(work):
         raise error("no room")
@@ -503,12 +458,13 @@ def test_a_graph_that_cannot_be_recorded(error, monkeypatch, caplog):
 
 @pytest.mark.parametrize("reason", [reason for reason in LEFT_TO_VLLM if "1024" not in reason])
 def test_a_greedy_request_where_vllm_is_batch_invariant(reason):
-    """With ``VLLM_BATCH_INVARIANT``. Of vLLM's own logits, which have 16 bits, the best is often another."""
+    """A greedy token stays the same with ``VLLM_BATCH_INVARIANT``. vLLM's own logits have 16 bits, and often another
+    best token."""
     model, greedy = fakes.Model(V, D), SamplingParams(temperature=0.0)
 
     def token(invariant, **mates):
         runner = runner_of(model)
-        runner.flashsampling.step.slots.rules = Rules(V, raw_logprobs=True, invariant=invariant)
+        runner.flashsampling.step.state.rules = VllmRules(V, raw_logprobs=True, invariant=invariant)
         runner.add(a=(PROMPT, greedy), **mates)
         batch = runner.batch(dict.fromkeys(["a", *mates], 1))
         states = torch.randn(8, D, generator=torch.Generator().manual_seed(0))
@@ -562,7 +518,7 @@ def test_other_reasons():
     batch = drafts.batch({"a": 4})
     drafts.sample(states_of(batch), dataclasses.replace(batch, num_draft_tokens=2), None)
     grammar = runner_of()
-    grammar.flashsampling.step.slots.rules = Rules(V, raw_logprobs=True, min_tokens_respects_grammar=True)
+    grammar.flashsampling.step.state.rules = VllmRules(V, raw_logprobs=True, min_tokens_respects_grammar=True)
     stops = SamplingParams(min_tokens=3, stop_token_ids=[5])
     grammar.add(a=(PROMPT, SamplingParams(logprobs=1)), b=(PROMPT, SamplingParams()), c=(PROMPT, stops))
     for name, words in (("a", 11), ("b", 3), ("c", 11)):  # b's is too narrow
@@ -589,7 +545,7 @@ def test_grammars(graphs):
     bits = {name: torch.rand(V, generator=torch.Generator().manual_seed(i)) < 0.5 for i, name in enumerate(constrained)}
     bits["allowed"][31] = True
     width = -(-V // 32) + 2  # vLLM's masks may be wider
-    masks = np.stack([np.pad(mask_of(V, bits[name].nonzero()[:, 0].tolist(), []), (0, 2)) for name in constrained])
+    masks = np.stack([np.pad(pack_mask(V, bits[name].nonzero()[:, 0].tolist(), []), (0, 2)) for name in constrained])
     assert masks.shape == (4, width)
     output, *_ = runner.sample(states, batch, fakes.GrammarOutput(constrained, masks))
     check_rows(runner, batch, states, output, requests, masks=bits)
@@ -602,7 +558,8 @@ def test_grammars(graphs):
 
 @pytest.mark.parametrize("graphs", [False, True])
 def test_a_grammar_for_every_row(graphs):
-    """In the order of the rows and in another one, beside requests without masks, which then take no launch of their own."""
+    """In the order of the rows and in another one, beside requests without masks, which then take no launch of their
+    own."""
     runner = runner_of(graphs=graphs)
     names = ["plain", "greedy", "top_k"]
     requests = {name: (PROMPT, SERVED[name]) for name in names}
@@ -612,7 +569,9 @@ def test_a_grammar_for_every_row(graphs):
         batch = runner.batch(dict.fromkeys(names, 1))
         states = states_of(batch)
         bits = {name: torch.from_numpy(rng.random(V) < 0.1) for name in names}
-        masks = np.stack([np.pad(mask_of(V, bits[name].nonzero()[:, 0].tolist(), []), (0, 2)) for name in constrained])
+        masks = np.stack(
+            [np.pad(pack_mask(V, bits[name].nonzero()[:, 0].tolist(), []), (0, 2)) for name in constrained]
+        )
         kept = masks.copy()
         output, *_ = runner.sample(states, batch, fakes.GrammarOutput(constrained, masks))
         check_rows(runner, batch, states, output, requests, masks=bits)
@@ -621,7 +580,8 @@ def test_a_grammar_for_every_row(graphs):
 
 
 def test_a_split_batch():
-    """Requests with a seed are drawn here, those that cannot be by vLLM, with their grammars; log-probabilities of both."""
+    """Requests with a seed are drawn here, those that cannot be by vLLM, with their grammars; log-probabilities of
+    both."""
     runner = runner_of()
     requests = {
         "seeded": (PROMPT, SamplingParams(seed=1, logprobs=2)),
@@ -634,7 +594,7 @@ def test_a_split_batch():
     tokens = {"min_p": 4, "fixed": 4, "seeded": 2, "words": 4, "unseeded": 4}  # seeded: a part of its prompt
     batch = runner.batch(tokens)
     states = states_of(batch)
-    masks = np.stack([mask_of(V, [token], []) for token in (8, 11)])
+    masks = np.stack([pack_mask(V, [token], []) for token in (8, 11)])
     output, num_sampled, num_rejected = runner.sample(states, batch, fakes.GrammarOutput(["fixed", "min_p"], masks))
     ((left, grammar),) = runner.left
     assert left == ["min_p", "words"]
@@ -687,7 +647,7 @@ def test_rows_without_a_score():
     batch = runner.batch({"a": 1, "b": 1, "c": 1})
     states = states_of(batch)
     states[2] = float("nan")
-    output, *_ = runner.sample(states, batch, fakes.GrammarOutput(["b"], mask_of(V, [5], [])[None]))
+    output, *_ = runner.sample(states, batch, fakes.GrammarOutput(["b"], pack_mask(V, [5], [])[None]))
     assert output.sampled_token_ids[1:, 0].tolist() == [0, 0]
     assert output.sampled_token_ids[0] == expected(runner, states[0], SamplingParams(seed=1)).token_ids
     assert runner.flashsampling.counters()["undefined_rows"] == 2
@@ -698,7 +658,7 @@ def test_rows_without_a_score():
     [(True, {}), (False, {"scale": 0.25}), (True, {"scale": 2.0, "soft_cap": 3.0}), (False, {"soft_cap": 2.0})],
 )
 def test_heads(bias, processor):
-    """What is drawn is of the model's own logits."""
+    """The step draws from the model's own logits."""
     model = fakes.Model(V, D, bias, **processor)
     runner = runner_of(model)
     runner.add(a=(PROMPT, SamplingParams(temperature=0.0, logprobs=4)), b=(PROMPT, SamplingParams(temperature=0.0)))
@@ -761,10 +721,10 @@ class Quantised(fakes.Unquantized):
 def test_models_that_are_refused(change, why):
     model = _model(change)
     if why is None:
-        head_of(model, D, torch.float32, torch.device("cpu"), LAYERS)
+        find_head(model, D, torch.float32, torch.device("cpu"), LAYERS)
         return
     with pytest.raises(Refused, match=why):
-        head_of(model, D, torch.float32, torch.device("cpu"), LAYERS)
+        find_head(model, D, torch.float32, torch.device("cpu"), LAYERS)
 
 
 def nn_linear():
@@ -777,7 +737,7 @@ def test_a_processor_that_does_something_else(monkeypatch):
     forward = model.logits_processor.forward
     monkeypatch.setattr(model.logits_processor, "forward", lambda *args: 2 * forward(*args))
     with pytest.raises(Refused, match="something else"):
-        head_of(model, D, torch.float32, torch.device("cpu"), LAYERS)
+        find_head(model, D, torch.float32, torch.device("cpu"), LAYERS)
 
 
 class PenaltiesState:
@@ -785,13 +745,37 @@ class PenaltiesState:
 
 
 class OnlyEven:
-    """A logits processor of somebody's."""
+    """A user's logits processor."""
 
 
 NamedAlike = type("BadWordsState", (), {"__module__": "somebody.plugin"})
-
-
 TRIED, NEWER = KNOWN["0.26"], KNOWN["0.33"]
+
+
+@pytest.fixture
+def loaded(monkeypatch):
+    """A runner that can be fused, with what is read of it."""
+    for name in ("FLASHSAMPLING_VLLM_TP", "FLASHSAMPLING_VLLM_GRAPHS"):
+        monkeypatch.delenv(name, raising=False)
+    runner = fakes.Runner(fakes.Model(V, D), fakes.Sampler(SLOTS, V), [0])
+    parallel = SimpleNamespace(tensor_parallel_size=1, prefill_context_parallel_size=1)
+    runner.vllm_config = SimpleNamespace(parallel_config=parallel, speculative_config=None)
+    runner.model_config = SimpleNamespace(logits_processors=None)
+    runner.use_pp, runner.is_pooling_model, runner.decode_query_len = False, False, 1
+    runner.device = torch.device("cuda")
+    return runner
+
+
+def check(runner, why, release=TRIED, kind=fakes.Runner, **changes):
+    """Refuses a runner with these changes for this reason; None: it is not refused."""
+    for where, value in changes.items():
+        *path, last = where.split("__")
+        setattr(functools.reduce(getattr, path, runner), last, value)
+    with contextlib.nullcontext() if why is None else pytest.raises(Refused, match=why):
+        check_runner(runner, release, kind, fakes.Sampler)
+
+
+RANKS, DRAFTS = "vllm_config__parallel_config__tensor_parallel_size", "vllm_config__speculative_config"
 
 
 @pytest.mark.parametrize(
@@ -803,97 +787,49 @@ TRIED, NEWER = KNOWN["0.26"], KNOWN["0.33"]
         ("sampler", None, "samples nothing"),
         ("sampler", SimpleNamespace(compute_nans=False), "sampler of its own"),
         ("decode_query_len", 3, "3 new tokens"),
-        ("sampler.compute_nans", True, "VLLM_COMPUTE_NANS_IN_LOGITS"),
-        ("sampler.logits_processors", [PenaltiesState(), OnlyEven()], r"custom logits processors: .*\.OnlyEven"),
-        ("sampler.logits_processors", [NamedAlike()], "custom logits processors: somebody.plugin.BadWordsState"),
-        ("sampler.return_sampling_mask", True, "return_sampling_mask"),
-        ("sampler.trace_replay_state", OnlyEven(), "enable_trace_replay"),
-        ("model_config.logits_processors", ["some.module:Class"], "custom logits processors"),
-        ("vllm_config.parallel_config.tensor_parallel_size", 4, "tensor parallelism, but for two ranks"),
-        ("vllm_config.parallel_config.prefill_context_parallel_size", 2, "context parallelism"),
-        (None, None, None),
+        ("sampler__compute_nans", True, "VLLM_COMPUTE_NANS_IN_LOGITS"),
+        ("sampler__logits_processors", [PenaltiesState(), OnlyEven()], r"custom logits processors: .*\.OnlyEven"),
+        ("sampler__logits_processors", [NamedAlike()], "custom logits processors: somebody.plugin.BadWordsState"),
+        ("sampler__return_sampling_mask", True, "return_sampling_mask"),
+        ("sampler__trace_replay_state", OnlyEven(), "enable_trace_replay"),
+        ("model_config__logits_processors", ["some.module:Class"], "custom logits processors"),
+        (RANKS, 4, "tensor parallelism, but for two ranks"),
+        ("vllm_config__parallel_config__prefill_context_parallel_size", 2, "context parallelism"),
     ],
 )
-def test_runners_that_are_refused(where, value, why, monkeypatch):
-    for name in ("FLASHSAMPLING_VLLM_TP", "FLASHSAMPLING_VLLM_GRAPHS"):
-        monkeypatch.delenv(name, raising=False)
-    runner = fakes.Runner(fakes.Model(V, D), fakes.Sampler(SLOTS, V), [0])
-    parallel = SimpleNamespace(tensor_parallel_size=1, prefill_context_parallel_size=1)
-    runner.vllm_config = SimpleNamespace(parallel_config=parallel, speculative_config=None)
-    runner.model_config = SimpleNamespace(logits_processors=None)
-    runner.use_pp, runner.is_pooling_model, runner.decode_query_len, runner.device = (
-        False,
-        False,
-        1,
-        torch.device("cuda"),
-    )
-    if where is None:
-        check_runner(runner, TRIED, fakes.Runner, fakes.Sampler)
-        parallel.tensor_parallel_size = 2
-        check_runner(runner, TRIED, fakes.Runner, fakes.Sampler)  # as it was timed
-        for name, value in (("GRAPHS", "0"), ("TP", "0")):
-            monkeypatch.setenv(f"FLASHSAMPLING_VLLM_{name}", value)
-            with pytest.raises(Refused, match="tensor parallelism, but for two ranks"):
-                check_runner(runner, TRIED, fakes.Runner, fakes.Sampler)
-            monkeypatch.delenv(f"FLASHSAMPLING_VLLM_{name}")
-        runner.vllm_config.speculative_config = SimpleNamespace()
-        with pytest.raises(Refused, match="no drafts"):
-            check_runner(runner, TRIED, fakes.Runner, fakes.Sampler)
-        parallel.tensor_parallel_size = 4
-        monkeypatch.setenv("FLASHSAMPLING_VLLM_TP", "1")
-        check_runner(runner, TRIED, fakes.Runner, fakes.Sampler)
-        parallel.tensor_parallel_size, runner.vllm_config.speculative_config = 2, None
-        with pytest.raises(Refused, match="tensor parallelism with this release"):
-            check_runner(runner, NEWER, fakes.Runner, fakes.Sampler)
-        parallel.tensor_parallel_size, runner.vllm_config.speculative_config = 1, SimpleNamespace()
-        with pytest.raises(Refused, match="speculative decoding with this release"):
-            check_runner(runner, NEWER, fakes.Runner, fakes.Sampler)
-        runner.vllm_config.speculative_config = None
-        asks = {"logits_processors": [PenaltiesState()], "return_sampling_mask": False, "trace_replay_state": None}
-        vars(runner.sampler).update(asks)
-        for name, value in asks.items():
-            delattr(runner.sampler, name)
-            with pytest.raises(Refused, match=f"the sampler has no {name} here"):
-                check_runner(runner, NEWER, fakes.Runner, fakes.Sampler)
-            setattr(runner.sampler, name, value)
-        check_runner(runner, NEWER, fakes.Runner, fakes.Sampler)
-        with pytest.raises(Refused, match="model runner is a Runner"):
-            check_runner(runner, TRIED, Whole, fakes.Sampler)
-        return
-    *path, last = where.split(".")
-    setattr(functools.reduce(getattr, path, runner), last, value)
-    with pytest.raises(Refused, match=why):
-        check_runner(runner, TRIED, fakes.Runner, fakes.Sampler)
+def test_runners_that_are_refused(where, value, why, loaded):
+    check(loaded, None)
+    check(loaded, why, **{where: value})
 
 
-WANTED = [KernelVariant(*each) for each in itertools.product((False, True), (0, 1, 64, 65), *[(False, True)] * 3)]
+def test_ranks_and_drafts_as_they_were_timed(loaded, monkeypatch):
+    two_ranks = "tensor parallelism, but for two ranks"
+    check(loaded, "model runner is a Runner", kind=Whole)
+    check(loaded, None, **{RANKS: 2})
+    for name in ("GRAPHS", "TP"):
+        monkeypatch.setenv(f"FLASHSAMPLING_VLLM_{name}", "0")
+        check(loaded, two_ranks)
+        monkeypatch.delenv(f"FLASHSAMPLING_VLLM_{name}")
+    check(loaded, "no drafts", **{DRAFTS: SimpleNamespace()})
+    monkeypatch.setenv("FLASHSAMPLING_VLLM_TP", "1")
+    check(loaded, None, **{RANKS: 4})
+    check(loaded, "tensor parallelism with this release", NEWER, **{RANKS: 2, DRAFTS: None})
+    check(loaded, "speculative decoding with this release", NEWER, **{RANKS: 1, DRAFTS: SimpleNamespace()})
 
 
-@pytest.mark.parametrize("in_registers", [False, True])
-def test_mixes(in_registers):
-    """A mix has what is wanted, and where the kernel biases, masks and penalises no more, but behind logits in memory."""
-    assert mixes(in_registers)[0] == variant_of(PLAIN_VARIANT, in_registers) == PLAIN_VARIANT
-    assert len(mixes(in_registers)) == (21 if in_registers else 8)
-    for wanted in WANTED:
-        mix = variant_of(wanted, in_registers)
-        assert mix in mixes(in_registers)
-        assert all(has >= want for has, want in zip(mix, wanted)), wanted
-        assert variant_of(mix, in_registers) == mix
-        of_request = wanted.mask or wanted.penalties
-        if wanted.biases > 64:
-            assert mix == ALL_PARAMS._replace(logprobs=wanted.logprobs or not in_registers)
-        elif in_registers and not wanted.logprobs:
-            assert mix == wanted._replace(biases=64 if wanted.biases else 0)
-        elif wanted.biases or of_request:
-            assert mix == KernelVariant(True, 64, True, wanted.penalties, wanted.logprobs)
-        else:
-            assert mix == KernelVariant(filters=wanted.filters or wanted.logprobs, logprobs=wanted.logprobs)
+def test_a_newer_sampler_has_what_is_known(loaded):
+    known = {"logits_processors": [PenaltiesState()], "return_sampling_mask": False, "trace_replay_state": None}
+    vars(loaded.sampler).update(known)
+    check(loaded, None, NEWER)
+    for name, value in known.items():
+        delattr(loaded.sampler, name)
+        check(loaded, f"the sampler has no {name} here", NEWER)
+        setattr(loaded.sampler, name, value)
 
 
 @pytest.mark.parametrize("in_registers", [False, True])
 def test_warm_up_covers_all_mixes(in_registers, monkeypatch):
     """Each call of a step has the arguments, and the kinds of arguments, of one that was warmed up."""
-    import flashsampling.integrations.vllm.step as module
 
     def kinds(arguments):
         kind: dict[str, object] = {}
@@ -915,19 +851,21 @@ def test_warm_up_covers_all_mixes(in_registers, monkeypatch):
         warm.extend(kinds(request | whole) for request in requests)
         return ["kernel"]
 
-    monkeypatch.setattr(module, "_IN_REGISTERS", ("streaming",) if in_registers else ())
-    monkeypatch.setattr(module, "warmup_mixes", noted)
-    real = flashsampling.sample
+    monkeypatch.setattr(kernel_variants, "_IN_REGISTERS", ("streaming",) if in_registers else ())
+    monkeypatch.setattr(engine_step, "warmup_mixes", noted)
     runner = runner_of()
     runner._dummy_sampler_run(torch.randn(5, D))
-    assert len(warm) == len(mixes(in_registers))
+    assert len(warm) == len(list_variants(in_registers))
 
-    def seen(states, weight, *, temperature, seed, offset, **request):
+    arguments = VllmStep._arguments
+
+    def seen(*args):
+        request = arguments(*args)
         calls.append(kinds(request))
         assert request.get("top_logprobs", 1) > 0  # of none there would be another kernel
-        return real(states, weight, temperature=temperature, seed=seed, offset=offset, **request)
+        return request
 
-    monkeypatch.setattr(module, "sample", seen)
+    monkeypatch.setattr(VllmStep, "_arguments", seen)
     pairs = [*itertools.combinations_with_replacement(SERVED, 2)]
     threes = [("bias", "allowed", other) for other in ("top_k", "repetition", "penalised_top_k")]
     for names in (*pairs, *threes):
@@ -944,17 +882,17 @@ def test_warm_up_covers_all_mixes(in_registers, monkeypatch):
 
 
 def test_a_grammar_alone_is_a_mask_alone(monkeypatch):
-    """And penalties are counts: what the Hopper kernel does in the launch that draws."""
-    import flashsampling.integrations.vllm.step as module
-
-    monkeypatch.setattr(module, "_IN_REGISTERS", ("streaming",))
+    """The call has a mask alone, and penalties are counts: the Hopper kernel applies both in the launch that draws."""
+    monkeypatch.setattr(kernel_variants, "_IN_REGISTERS", ("streaming",))
     calls = []
 
-    def seen(states, weight, **request):
-        calls.append(set(request) - {"temperature", "seed", "offset", "vocab_size", "tp"})
-        return flashsampling.sample(states, weight, **request)
+    arguments = VllmStep._arguments
 
-    monkeypatch.setattr(module, "sample", seen)
+    def seen(*args):
+        calls.append(set(request := arguments(*args)))
+        return request
+
+    monkeypatch.setattr(VllmStep, "_arguments", seen)
     runner = runner_of()
     runner.add(a=(PROMPT, SERVED["plain"]), b=(PROMPT, SERVED["min_tokens"]), c=(PROMPT, SERVED["repetition"]))
     penalties = {"token_counts", "repetition_penalty", "frequency_penalty", "presence_penalty"}
@@ -966,16 +904,13 @@ def test_a_grammar_alone_is_a_mask_alone(monkeypatch):
     assert calls == [{"token_mask"}, set(), penalties, penalties, {"logit_bias"}]
 
 
-SHARED = {  # what a batch of several ranks asks for: a filter's rounds only if a row has it, one round where all have one top-k
+# What a call of several ranks has: a filter's rounds only if a row has it, one round where all rows have one top-k
+SHARED = {
     "plain": (["plain", "hot", "greedy"], None, {}),
     "one top_k": (["top_k"], None, {"top_k": 5}),
     "one top_k but for a greedy row": (["top_k", "greedy"], None, {"top_k": 5}),
     "a row without top_k": (["top_k", "plain"], None, {"top_k": torch.Tensor}),
-    "two top_k": (
-        ["top_k", "penalised_top_k"],
-        None,
-        {"top_k": torch.Tensor, "token_counts": Counted},
-    ),
+    "two top_k": (["top_k", "penalised_top_k"], None, {"top_k": torch.Tensor, "token_counts": Counted}),
     "top_p": (["top_p", "plain"], None, {"top_p": torch.Tensor}),
     "top_k and top_p": (["top_k_top_p"], None, {"top_k": 7, "top_p": torch.Tensor}),
     "min_p": (["min_p"], None, {"min_p": torch.Tensor}),
@@ -989,11 +924,11 @@ SHARED = {  # what a batch of several ranks asks for: a filter's rounds only if 
 
 @pytest.mark.parametrize("name", SHARED)
 def test_what_several_ranks_ask_for(name, monkeypatch):
-    """And what of it kernels are compiled for was warmed up."""
-    import flashsampling.integrations.vllm.step as module
+    """A call has what its rows need, and the warm-up compiled it."""
 
     class Group:
-        first_token, last_token = 0, V
+        first_token, last_token, vocab_size, num_rows = 0, V, V, 384
+        part = V, WHOLE
 
         def check(self, *, collective):
             assert collective
@@ -1005,12 +940,14 @@ def test_what_several_ranks_ask_for(name, monkeypatch):
         biased = request["logit_bias"][0].shape[1] if "logit_bias" in request else 0
         return biased, "token_mask" in request, "token_counts" in request
 
-    def seen(states, weight, *, tp=None, **request):
-        if tp is None:
-            return flashsampling.sample(states, weight, **request)
-        assert tp is group
-        calls.append(request)
-        return flashsampling.sample(states, weight, **request, vocab_size=V)
+    def seen(step, *args):
+        request = arguments(step, *args)
+        if step.tp is group:
+            calls.append(dict(request))
+        return request
+
+    def unsharded(states, weight, *, tp=None, **request):
+        return flashsampling.sample(states, weight, **{"vocab_size": V, **request})
 
     def noted(weight, requests, *, tp, max_batch_size):
         warm.extend(compiled(request) for request in requests)
@@ -1019,11 +956,14 @@ def test_what_several_ranks_ask_for(name, monkeypatch):
     calls: list[dict[str, object]] = []
     warm: list[tuple[int, bool, bool]] = []
     model, group = fakes.Model(V, D), Group()
-    monkeypatch.setattr(module, "sample", seen)
-    monkeypatch.setattr(module, "warmup_mixes", noted)
+    arguments = VllmStep._arguments
+    monkeypatch.setattr(VllmStep, "_arguments", seen)
+    monkeypatch.setattr(engine_step, "sample", unsharded)
+    monkeypatch.setattr(ops, "sample_sharded", lambda inputs, tp: ops.sample(inputs, ""))
+    monkeypatch.setattr(engine_step, "warmup_mixes", noted)
     runner, whole = runner_of(model), runner_of(model)
     step = runner.flashsampling.step
-    runner.flashsampling.step = FusedStep(step.head, step.sampler, step.slots, step.device, group)
+    runner.flashsampling.step = VllmStep(step.head, step.sampler, step.state, step.device, group)
     runner._dummy_sampler_run(torch.randn(3, D))
     calls.clear()
     names, constrained, wanted = SHARED[name]
@@ -1052,7 +992,7 @@ def test_a_warm_up_that_fails(chosen, monkeypatch, caplog):
     monkeypatch.setenv("FLASHSAMPLING_VLLM", chosen)
     runner = runner_of()
 
-    def fails(hidden_states):
+    def fails(*args):
         raise torch.OutOfMemoryError("no room")
 
     monkeypatch.setattr(runner.flashsampling.step, "warm_up", fails)
@@ -1079,9 +1019,9 @@ def test_parameters_that_cannot_be_read():
             raise AttributeError(name)
 
     runner = runner_of()
-    slots = runner.flashsampling.step.slots
+    slots = runner.flashsampling.step.state
     runner.flashsampling.step.add(2, Unread(), 4)
-    assert (FALLBACK_REASONS[slots.reasons[2]], slots.batch_invariant[2], slots.wants[2]) == (
+    assert (FALLBACK_REASONS[slots.reasons[2]], slots.batch_invariant[2], slots.needs[2]) == (
         "parameters that cannot be read",
         False,
         0,
@@ -1091,7 +1031,7 @@ def test_parameters_that_cannot_be_read():
 
 
 def test_counters_that_cannot_be_read_at_the_end(caplog):
-    """As after a device's error: vLLM shuts down all the same."""
+    """vLLM shuts down all the same, for example after a device's error."""
     runner = runner_of()
     runner.flashsampling.step.undefined = "lost"
     runner.shutdown()
@@ -1134,7 +1074,7 @@ def test_a_runner_is_fused_or_as_it_was(kind, chosen, monkeypatch, caplog):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.26.0")
     monkeypatch.setattr(PLUGIN, "check_signature", lambda *_: None)
     model = fakes.Model(V, D)
-    monkeypatch.setattr(plugin, "head_of", lambda *_: head_of(model, D, torch.float32, torch.device("cpu"), LAYERS))
+    monkeypatch.setattr(plugin, "find_head", lambda *_: find_head(model, D, torch.float32, torch.device("cpu"), LAYERS))
     for name in ("check_runner", "check_head"):
         monkeypatch.setattr(plugin, name, lambda *_: None)
     runner = kind(model, fakes.Sampler(SLOTS, V), [0])
@@ -1172,24 +1112,18 @@ def test_counts_by_a_kernel(vocab_size, device):
         prompt_bin_mask=torch.randint(-(2**31), 2**31 - 1, (5, words), dtype=torch.int32, generator=generator),
     )
     slots = torch.tensor([4, 0, 2, 3], dtype=torch.int32)
-    ones, zeros = torch.ones(4), torch.zeros(4)
-    rows = Rows(
-        zeros,
-        ones,
-        zeros,
-        ones,
-        zeros,
-        torch.tensor([2.0, 1, 1, 1]),
-        torch.tensor([0, 0.5, 0, 0]),
-        torch.tensor([0, 0, 1.0, 0]),
-    )
-    wanted, _ = counts_of(state, slots, rows, vocab_size)
+    penalties = [2.0, 1, 1, 1], [0, 0.5, 0, 0], [0, 0, 1.0, 0]
+    rows = default_rows(4, slots.device) | dict(zip(PENALTIES, map(torch.tensor, penalties)))
+    wanted, _ = read_counts(state, slots, rows, vocab_size)
     for row, slot in enumerate(slots.tolist()):
         counts = flashsampling.TokenCounts(1, vocab_size)
         bits = state.prompt_bin_mask[slot][:, None] >> torch.arange(32) & 1
         counts.reset(0, bits.flatten()[:vocab_size].nonzero()[:, 0].tolist())
         assert torch.equal(wanted[row], counts.counts[0] + state.output_bin_counts[slot])
-    there = [tensor.to(device) for tensor in (state.output_bin_counts, state.prompt_bin_mask, slots, *rows[5:])]
+    there = [
+        tensor.to(device)
+        for tensor in (state.output_bin_counts, state.prompt_bin_mask, slots, *(rows[name] for name in PENALTIES))
+    ]
     for first, last in ((0, vocab_size), (136, 300)):
         count = last - first
         out = torch.full((4, count + 3), 77, dtype=torch.int32, device=device)
@@ -1207,22 +1141,6 @@ def test_counts_by_a_kernel(vocab_size, device):
         assert torch.equal(seen.cpu()[:, groups], own.view(4, -1, 16).any(2)[:, groups].to(torch.uint8))
         assert (seen[:, : groups.start] == 77).all()
         assert (seen[:, groups.stop :] == 77).all()
-        shard, _ = counts_of(state, slots, rows, vocab_size, (first, last))
+        shard, _ = read_counts(state, slots, rows, vocab_size, (first, last))
         assert shard.shape == wanted.shape
         assert torch.equal(shard[:, first:last], wanted[:, first:last])
-
-
-@pytest.mark.parametrize("batch", [1, 5, 300])
-def test_settling_by_a_kernel(batch, device):
-    pytest.importorskip("triton")
-    from flashsampling.integrations.engine.kernels import sanitize_kernel
-
-    ids = torch.arange(batch + 1, device=device)
-    ids[::3] = -1
-    before, undefined = ids.clone(), torch.full((1,), 10, device=device)
-    sanitize_token_ids, ones = torch.full_like(ids, -7), torch.full((batch + 1,), -7, dtype=torch.int32, device=device)
-    sanitize_kernel[(-(-batch // 256),)](ids, sanitize_token_ids, ones, undefined, batch, BLOCK=256)
-    assert torch.equal(ids, before)
-    assert sanitize_token_ids.tolist() == [*ids[:batch].clamp(min=0).tolist(), -7]
-    assert ones.tolist() == [1] * batch + [-7]
-    assert int(undefined) == 10 + int((ids[:batch] < 0).sum())

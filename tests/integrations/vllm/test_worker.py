@@ -1,4 +1,4 @@
-"""What the benchmarks do inside vLLM: random weights' logits spread as they say, and steps are timed one by one."""
+"""The benchmarks' functions inside vLLM: random weights' logits spread as they say, and steps are timed one by one."""
 
 from types import SimpleNamespace
 

@@ -1,0 +1,355 @@
+"""The fused step of a batch: the arguments of ``flashsampling.sample``, and the forms in which the step runs.
+
+    a call        where parameters of the call are new in every step: drafts, biases
+    cached        the rest: parameters are parsed once for a batch of the same requests, and the step runs with them
+    a graph       the same step, captured and replayed; a plain step is one launch, and needs no graph
+
+An engine's subclass says where its requests' parameters lie.
+"""
+
+import contextlib
+import functools
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ... import ops
+from ...exchange_protocol import WHOLE
+from ...inputs import SampleInputs
+from ...outputs import SampleOutput, SampleResult, make_output
+from ...param_parsers import batch_shape
+from ...sampling import sample
+from ...sampling_params import SamplingParams, parse_sampling_params
+from ...speculative.acceptance import sample_with_draft_hash, verify_by_match
+from ...speculative.drafts import DraftBatch
+from ...token_counts import Counted
+from ...warmup import warmup_mixes
+from .graphs import CapturedStep, Graphs, graph_size
+from .head import Head
+from .kernel_variants import (
+    ALL_PARAMS,
+    KernelVariant,
+    Rows,
+    choose_sharded_variant,
+    choose_variant,
+    default_rows,
+    example_call,
+    example_sharded_calls,
+    in_registers,
+    list_variants,
+    row_arguments,
+)
+from .request_info import BiasRow, Needs, stack_biases
+from .transfer import sanitize_token_ids, to_device, unpack_rows
+
+
+class Batch(NamedTuple):
+    """Rows of a step, each the last position of a request; with drafts, one of its last positions."""
+
+    hidden_states: Tensor  # (B, D)
+    positions: Tensor  # (B,) int64, of the token that is read: the offset
+    requests: Any  # (B,) slots, int32 on the host, or a tuple of ``RequestInfo``
+    lengths: Any  # (B,) on the host, tokens of the request up to that position; where there may be drafts, at most
+    grammar: Any = None  # the engine's masks for some or all rows
+    top_logprobs: int | None = None  # of the row with the most, where the batch and not its requests say it
+    slots: Tensor | None = None  # (B,) int32, on the device
+    drafts: DraftBatch | None = None
+    buffers: tuple[Tensor, Tensor] | None = None  # hidden states and positions lie at their beginning in every step
+
+
+class BatchCache(NamedTuple):
+    """Everything that stays while a batch has the same requests in the same rows."""
+
+    key: Hashable
+    needs: int  # of all rows together
+    top_logprobs: int | None  # of the row with the most; None: no row asks for any, its token's included
+    rows: Rows
+    filters: dict[str, Any] | None  # of several ranks: the filters that any row has
+    params: dict[tuple[int, int | None], SamplingParams]  # by needs and top log-probabilities of a step
+
+
+class StepCall(NamedTuple):
+    """A step: its rows, and their parameters."""
+
+    batch: Batch
+    rows: Rows
+    filters: dict[str, Any] | None
+    needs: int
+    top_logprobs: int | None
+
+
+class FusedStep:
+    """Steps of one model runner.
+
+    Args:
+        head: the model's.
+        device: where.
+        tp: a group of ranks, or None.
+        most_drafts: drafts of a request in a step at most.
+        graphs: of steps, or None.
+        most: the variant of many biases.
+    """
+
+    row_names: tuple[str, ...]  # parameters that ``read_requests`` packs behind the seed
+
+    def __init__(
+        self,
+        head: Head,
+        device: torch.device,
+        tp: Any = None,
+        most_drafts: int = 0,
+        graphs: Graphs | None = None,
+        most: KernelVariant = ALL_PARAMS,
+    ) -> None:
+        self.head, self.device, self.tp, self.most_drafts, self.graphs = head, device, tp, most_drafts, graphs
+        self.most, self.words = most, -(-head.vocab_size // 32)
+        self.in_registers = most.penalties and tp is None and in_registers(head.weight)
+        self.undefined = torch.zeros(1, dtype=torch.int64, device=device)
+        self.batch_cache: BatchCache | None = None  # of the last step
+
+    # -- an engine's subclass says
+
+    def read_requests(self, requests: Any, out: Tensor | None) -> tuple[int, int | None, Rows]:
+        """Returns what the rows need together, their top log-probabilities, and parameters, in ``out`` if given."""
+        raise NotImplementedError
+
+    def read_filters(self, requests: Any, rows: Rows) -> dict[str, Any]:
+        """Returns the filters that any row has, for several ranks."""
+        raise NotImplementedError
+
+    def read_biases(self, batch: Batch) -> tuple[Sequence[BiasRow], NDArray[np.int64] | None]:
+        """Returns biases, and which of them each row has; None: one after the other."""
+        raise NotImplementedError
+
+    def bias_values(self, batch: Batch, values: NDArray[np.float32]) -> Tensor:
+        """Returns values of biases on the device."""
+        return to_device(values, self.device)
+
+    def read_mask(self, batch: Batch, out: Tensor | None = None) -> Tensor:
+        """Returns token masks (B, words) int32 on the device, in ``out`` if given."""
+        raise NotImplementedError
+
+    def read_counts(self, slots: Tensor, rows: Rows) -> Counted:
+        """Returns token counts (B, V) int32 of slots on the device."""
+        raise NotImplementedError
+
+    # -- the step
+
+    def draw(self, batch: Batch) -> tuple[SampleOutput, int | None]:
+        """Draws for every row; -1 where there is no score (see ``sanitize_token_ids``). With graphs the next step
+        overwrites the tokens and values.
+
+        Returns:
+            the output of ``sample``, and the top log-probabilities of the row with the most; None: no row asks for any,
+            its token's included.
+        """
+        try:
+            cache = self._cached(batch.requests)
+            needs, top = cache.needs, cache.top_logprobs
+            if batch.top_logprobs is not None:
+                needs, top = needs | Needs.LOGPROBS, batch.top_logprobs
+            if batch.grammar is not None:
+                needs |= Needs.MASK
+            call = StepCall(batch, cache.rows, cache.filters, needs, top)
+            if batch.drafts is not None or needs & Needs.BIASES or self.head.bias is not None:
+                return self._call(call), top
+            if needs and self.graphs is not None:
+                return self._replay_graph(call, self.graphs), top
+            return self._draw_cached(call, cache.params), top
+        except BaseException as error:
+            if self.tp is not None:
+                ops.count_skipped_call(self.tp, error)
+            raise
+
+    def _cached(self, requests: Any) -> BatchCache:
+        """While a batch has the same requests in the same rows, nothing is looked up or copied again."""
+        key = requests if isinstance(requests, tuple) else requests.tobytes()
+        if self.batch_cache is None or self.batch_cache.key != key:
+            out, batch = None, len(requests)
+            if self.graphs is not None and batch <= self.graphs.most:
+                out = self.graphs.packed_rows(graph_size(batch, self.graphs.most))
+            needs, top, rows = self.read_requests(requests, out)
+            filters = None if self.tp is None else self.read_filters(requests, rows)
+            self.batch_cache = BatchCache(key, needs, top, rows, filters, {})
+        return self.batch_cache
+
+    def _call(self, call: StepCall) -> SampleOutput:
+        batch, rows, weight = call.batch, call.rows, self.head.weight
+        inputs = {"temperature": rows["temperature"], "seed": rows["seed"], "offset": batch.positions}
+        request = self._arguments(call) | inputs
+        if self.tp is not None and batch.drafts is not None:
+            return sample_with_draft_hash(self.tp, batch.drafts, batch.hidden_states, weight, **request)
+        return sample(batch.hidden_states, weight, **self._vocabulary(), **request)
+
+    def _draw_cached(self, call: StepCall, parsed: dict[tuple[int, int | None], SamplingParams]) -> SampleOutput:
+        """Draws with parameters of an earlier step of the batch. Checking and parsing them takes the host 20 us of 110
+        (an EPYC core, min-p and penalties)."""
+        kind = call.needs, call.top_logprobs
+        params = parsed.get(kind)
+        if params is None:
+            params = parsed[kind] = self._params(call)
+        elif call.needs & Needs.MASK:
+            params = params._replace(token_mask=self.read_mask(call.batch))
+        return make_output(self._run(call.batch, call.rows, params), len(call.batch.positions), 1, params, None)
+
+    def _replay_graph(self, call: StepCall, graphs: Graphs) -> SampleOutput:
+        """Draws by a CUDA graph of the cached step. All that the graph reads has a fixed place."""
+        batch, filters = call.batch, call.filters or {}
+        count = len(batch.positions)
+        size = graph_size(count, graphs.most)
+        numbers = tuple((name, None if isinstance(value, Tensor) else value) for name, value in filters.items())
+        inputs = graphs.hidden_states, graphs.positions
+        # ranks have the same inputs in padding rows too
+        if batch.buffers is not None and self.tp is None and size <= min(map(len, batch.buffers)):
+            inputs = batch.buffers
+        states, positions = inputs
+        kind = size, call.needs, call.top_logprobs, numbers, states.data_ptr(), positions.data_ptr()
+        step = graphs.step(kind, self.head.weight, lambda: self._captured_step(call, graphs, size, inputs))
+        if inputs is not batch.buffers:
+            states[:count].copy_(batch.hidden_states)
+            positions[:count].copy_(batch.positions)
+        if step.params.counts is not None:
+            assert batch.slots is not None
+            graphs.slots[:count].copy_(batch.slots)
+        if step.params.token_mask is not None:  # some variants have one that no row needs
+            self.read_mask(batch, graphs.masks(self.words)[:count])
+        if self.tp is not None:
+            self.tp.raise_if_unusable()  # a replay does not
+        out = make_output(graphs.draw(kind, step.draw), size, 1, step.params, None)
+        return SampleOutput(**{name: part[:count] for name, part in vars(out).items() if part is not None})
+
+    def _captured_step(self, call: StepCall, graphs: Graphs, size: int, inputs: tuple[Tensor, Tensor]) -> CapturedStep:
+        """Returns the step of any batch of this kind."""
+        states, positions = inputs
+        requests, slots = np.resize(call.batch.requests, size), graphs.slots[:size]
+        batch = Batch(states[:size], positions[:size], requests, None, slots=slots)
+        rows, filters = unpack_rows(graphs.packed_rows(size), size, self.row_names), call.filters
+        if filters is not None:
+            filters = {name: rows[name] if isinstance(value, Tensor) else value for name, value in filters.items()}
+        params = self._params(call._replace(batch=batch, rows=rows, filters=filters))
+        if params.token_mask is not None:
+            params = params._replace(token_mask=graphs.masks(self.words)[:size])
+        return CapturedStep(params, functools.partial(self._run, batch, rows, params))
+
+    def _params(self, call: StepCall) -> SamplingParams:
+        """Parses parameters to be kept. An empty tensor stands for counts, which are as large as logits and of one
+        step."""
+        batch, rows = len(call.batch.positions), len(self.head.weight)
+        shape = batch_shape(batch, rows, self.head.vocab_size, self.device, 1, self.tp)
+        params = parse_sampling_params(self._arguments(call), shape)  # type: ignore[arg-type]
+        return params if params.counts is None else params._replace(counts=params.counts.new_empty(0))
+
+    def _run(self, batch: Batch, rows: Rows, params: SamplingParams) -> SampleResult:
+        if params.counts is not None:
+            assert batch.slots is not None
+            params = params._replace(**self.read_counts(batch.slots, rows)._asdict())
+        tokens, shard = (self.head.vocab_size, WHOLE) if self.tp is None else self.tp.part
+        temperature, seed = rows["temperature"], rows["seed"]
+        states, weight = batch.hidden_states, self.head.weight
+        inputs = SampleInputs(states, weight, temperature, seed, batch.positions, 1, tokens, shard, params)
+        return ops.sample(inputs, "") if self.tp is None else ops.sample_sharded(inputs, self.tp)
+
+    # -- arguments of ``sample``
+
+    def _arguments(self, call: StepCall) -> dict[str, Any]:
+        batch, rows, request = call.batch, call.rows, self.head.arguments()
+        if not call.needs:
+            return request
+        variant, biases = self._variant(batch, call.needs)
+        if call.filters is not None:
+            request |= call.filters
+            variant = variant._replace(filters=False)
+        request |= row_arguments(variant, rows)
+        if biases is not None:
+            request["logit_bias"] = to_device(biases[0], self.device), self.bias_values(batch, biases[1])
+        if variant.mask:
+            request["token_mask"] = self.read_mask(batch)
+        if variant.penalties:
+            assert batch.slots is not None
+            counts: Any = self.read_counts(batch.slots, rows)
+            if batch.drafts is not None:
+                drafts = batch.drafts.drafts()
+                counts = drafts.counted(counts.counts, drafts.nodes(), self.head.vocab_size)
+            request["token_counts"] = counts
+        if variant.logprobs:
+            request |= {"return_logprobs": True, "top_logprobs": max(call.top_logprobs or 0, 1)}
+        return request
+
+    def _variant(self, batch: Batch, needs: int) -> tuple[KernelVariant, BiasRow | None]:
+        """Returns the variant of a step, and its biases if it has any."""
+        biases, index = self.read_biases(batch) if needs & Needs.BIASES else ((), None)
+        most = max((len(ids) for ids, _ in biases), default=0)
+        bits = Needs.MASK, Needs.PENALTIES, Needs.LOGPROBS, Needs.JOINT
+        needed = KernelVariant(bool(needs & Needs.FILTERS), most, *(bool(needs & bit) for bit in bits))
+        if self.tp is None:
+            variant = choose_variant(needed, self.in_registers, self.most)
+        else:
+            variant = choose_sharded_variant(needed)
+        if not variant.biases:
+            return variant, None
+        ids, values = stack_biases(biases, len(biases) or len(batch.positions), variant.biases)
+        return variant, (ids, values) if index is None else (ids[index], values[index])
+
+    def _vocabulary(self) -> dict[str, Any]:
+        return {"vocab_size": self.head.vocab_size} if self.tp is None else {"tp": self.tp}
+
+    # -- warm-up
+
+    def warm_up(self, max_batch_size: int, hidden_states: Tensor | None = None) -> list[str]:
+        """Compiles what any batch of up to so many rows needs. Returns the kernels' names.
+
+        With ``hidden_states`` (B, D) it takes as much memory as the largest step, for an engine that reads the peak.
+        With several ranks all make this call. An error on one rank is an error on all of them."""
+        if self.tp is None:
+            return self._warm_up(max_batch_size, hidden_states)
+        with contextlib.ExitStack() as failing:
+            failing.push(self.tp)
+            names = self._warm_up(max_batch_size, hidden_states)
+            self.tp.check(collective=True)
+            failing.pop_all()  # the group stays open
+        return names
+
+    def _warm_up(self, batch: int, hidden_states: Tensor | None) -> list[str]:
+        weight, vocab_size = self.head.weight, self.head.vocab_size
+        self.sanitize_token_ids(torch.zeros(batch, dtype=torch.int64, device=self.device))
+        if self.most_drafts:
+            self._warm_up_drafts()
+        of_head, vocabulary, rows = self.head.arguments(), self._vocabulary(), default_rows(batch, self.device)
+        counts = None
+        if self.most.penalties:
+            slots = torch.zeros(batch, dtype=torch.int32, device=self.device)
+            counts = self.read_counts(slots, rows | {"presence_penalty": rows["top_p"]})  # so that the kernel counts
+        requests: Any = [of_head | request for request in self._examples(rows, counts)]
+        names = warmup_mixes(weight, requests, max_batch_size=batch, **vocabulary)
+        if hidden_states is not None:
+            everything = of_head | vocabulary | example_call(self.most, rows, vocab_size, counts)
+            inputs: Any = {"temperature": rows["temperature"], "seed": rows["seed"], "offset": rows["seed"]}
+            sample(hidden_states, weight, **inputs, **everything)
+        return names
+
+    def _warm_up_drafts(self) -> None:
+        ids = torch.zeros(self.most_drafts + 1, dtype=torch.int64, device=self.device)
+        bounds = torch.tensor([0, self.most_drafts], device=self.device)
+        drafts = DraftBatch(ids[1:], None, bounds, 1, self.most_drafts)
+        verify_by_match(drafts, ids)
+        if self.tp is not None:
+            weight, rows = self.head.weight, default_rows(len(ids), self.device)
+            states = weight.new_zeros(len(ids), weight.shape[1])
+            inputs: Any = {"temperature": rows["temperature"], "seed": rows["seed"], "offset": ids}
+            sample_with_draft_hash(self.tp, drafts, states, weight, **inputs)
+
+    def _examples(self, rows: Rows, counts: Counted | None) -> list[dict[str, Any]]:
+        """Returns calls, so that nothing else compiles."""
+        if self.tp is not None:
+            assert counts is not None
+            return example_sharded_calls(rows, self.head.vocab_size, counts)
+        variants = list_variants(self.in_registers, self.most)
+        return [example_call(variant, rows, self.head.vocab_size, counts) for variant in variants]
+
+    def sanitize_token_ids(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Replaces -1 by 0, and counts the replaced tokens (``transfer.sanitize_token_ids``)."""
+        return sanitize_token_ids(token_ids, self.undefined)
