@@ -1,17 +1,16 @@
-"""Rejection sampling of chains of drafts, from logits in memory and what was recorded of their rows
-(``step.FilteredLogits``), with
-everything that a request may ask for. Three launches.
+"""Rejection sampling of chains of drafts from logits in memory and their records (``inputs.FilteredLogits``).
 
-    accept   a program per draft: p of it, from its logit and what ``logits_pick`` found out of its row, beside a coin
-             times q
-    recover  programs per request: of the first draft that is not accepted, blocks of max(p - q, 0) with noise
-    finish   a program per request: the best of its blocks, or, behind drafts that are all accepted, the token drawn
-             there
+Every sampling parameter is supported. Three launches:
+
+    accept   a program per draft: compares the draft's p, from its logit and its row's record, with a coin times q
+    recover  several programs per request: draw from blocks of max(p - q, 0) of the first draft that is not accepted
+    finish   a program per request: takes the best of its blocks, or the token drawn after the last draft if all drafts
+             are accepted
 
 An id that is no token is no draft: the chain ends before it.
 
-What ``reference/rejection`` does in float64 with a pass over all rows is here float32, and a pass over one row of each
-request. Leviathan, Kalman and Matias, "Fast Inference from Transformers via Speculative Decoding", ICML 2023.
+``reference/rejection`` computes in float64 and reads all rows; this module computes in float32 and reads one row of
+each request. Leviathan, Kalman and Matias, "Fast Inference from Transformers via Speculative Decoding", ICML 2023.
 """
 
 import torch
@@ -48,7 +47,7 @@ _RECOVERY = Constant(int(Stream.RECOVERY) << 24)
 
 @jit
 def _place(key, token):
-    """A token's place in its row, greater for the greater logit and then for the lower id."""
+    """Returns a token's sort key, int64: greater for the greater logit, then for the lower id."""
     return (key.to(tl.int64) << 31) | (token ^ NO_TOKEN).to(tl.int64)
 
 
@@ -235,14 +234,14 @@ def recover_kernel(
     NODES: tl.constexpr,  # n, up to a power of two
     GROUPS: tl.constexpr,  # Philox groups of a block
 ):
-    """See the module's docstring. Grid: (B * blocks,)."""
+    """Draws the recovered token of each block of the vocabulary. Grid: (B * blocks,)."""
     BLOCK: tl.constexpr = 4 * GROUPS
     request = (tl.program_id(0) // blocks).to(tl.int64)
     block = tl.program_id(0) % blocks
     node = _accepted_of(accepted, request, n, NODES)
     row, place, there = _draft_of(bounds, request, node, n, total, batch)
     refused = tl.load(drafts + place, mask=there, other=-1)
-    if (refused >= 0) & (refused < vocab_size):  # else nothing was, and the token is there
+    if (refused >= 0) & (refused < vocab_size):  # else no draft was refused, and ``drawn`` holds the token
         repetition = row_f32(repetition_at, repetition_value, row)
         frequency = row_f32(frequency_at, frequency_value, row)
         presence = row_f32(presence_at, presence_value, row)
@@ -276,7 +275,7 @@ def recover_kernel(
         group = (first // 4 + tl.arange(0, GROUPS)).to(tl.uint32)
         draw = tl.full((GROUPS,), _RECOVERY, tl.uint32)
         words = philox_words(group, draw, offset_lo, offset_hi, key_lo, key_hi)
-        tail0, tail1, tail2, tail3 = words  # of no account where no word is 0
+        tail0, tail1, tail2, tail3 = words  # not read where no word is 0
         is_zero = (words[0] == 0) | (words[1] == 0) | (words[2] == 0) | (words[3] == 0)
         if tl.max(is_zero.to(tl.int32), axis=0) != 0:
             tail0, tail1, tail2, tail3 = philox_words(
@@ -319,7 +318,7 @@ def finish_kernel(
     vocab_size: tl.int32,
     bounds,
     drafts,
-    drawn,  # (total + B,) int64: what ``sample`` draws at every position
+    drawn,  # (total + B,) int64: the token that ``sample`` draws at every position
     accepted,
     slots,
     out,  # (B, n + 1) int64, out
@@ -333,7 +332,7 @@ def finish_kernel(
     COLUMNS: tl.constexpr,  # n + 1, up to a power of two
     BLOCKS: tl.constexpr,  # blocks, up to a power of two
 ):
-    """See the module's docstring. Grid: (B,)."""
+    """Writes the tokens and numbers of each request. Grid: (B,)."""
     request = tl.program_id(0).to(tl.int64)
     count = _accepted_of(accepted, request, n, NODES)
     row, place, there = _draft_of(bounds, request, count, n, total, batch)
@@ -355,20 +354,20 @@ def finish_kernel(
     tl.store(num_emitted + request, count + (token >= 0).to(tl.int64))
 
 
-_GROUPS = 512  # of a program of ``recover_kernel``
+_GROUPS = 512  # Philox groups per program of ``recover_kernel``
 
 
 def run(
-    step: SampleInputs,  # of all positions, R = N + B of them
-    recorded: FilteredLogits,  # of it
+    step: SampleInputs,  # all R = N + B positions
+    recorded: FilteredLogits,  # of ``step``
     token_ids: Tensor,  # (B, n) or (N,) int64, contiguous
     bounds: Tensor | None,  # (B + 1,) int64
     batch: int,
     n: int,
     draft_probs: Tensor | None,  # (N, V or more); None: each draft was certain
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens (B, n + 1), how many drafts are accepted (B,), how many tokens there are (B,). Three launches, of n = 0
-    one."""
+    """Returns tokens (B, n + 1), numbers of accepted drafts (B,) and numbers of emitted tokens (B,). Three launches, or
+    one if n is 0."""
     device, params = recorded.ids.device, step.params
     blocks = triton.cdiv(step.vocab_size, 4 * _GROUPS)
     slots = torch.empty((batch, blocks, 2), dtype=torch.int64, device=device)
