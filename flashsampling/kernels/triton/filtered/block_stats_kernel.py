@@ -96,7 +96,7 @@ def _mark(logits, live, COLUMNS: tl.constexpr):
 
 @jit
 def _any_infinite(source, logits, tokens, later):
-    """Whether a token that the mask leaves in has an infinite logit. ``later`` is 0, and may be known only when this is
+    """Returns whether a token that the mask leaves in has an infinite logit. ``later`` is 0, and may be known only when this is
     needed: nothing that the tokens are looked up by can then be computed sooner, and take registers until here."""
     found = tl.zeros(logits[0].shape, tl.int32)
     for i in tl.static_range(len(logits)):
@@ -108,7 +108,7 @@ def _any_infinite(source, logits, tokens, later):
 
 @jit
 def _any_finite(logits):
-    """Whether one is neither infinite nor NaN."""
+    """Returns whether one is neither infinite nor NaN."""
     least = tl.abs(logits[0])
     for i in tl.static_range(1, len(logits)):
         least = tl.minimum(least, tl.abs(logits[i]))

@@ -95,7 +95,7 @@ class TileConfig:
 
     @property
     def narrow(self) -> int:
-        """Batch rows of the second block, and of what the careful pass takes at once: 16 if there is none."""
+        """Batch rows of the second block, and rows that the exact pass takes at once: 16 if there is none."""
         return self.rest_b or 16
 
 

@@ -83,7 +83,7 @@ def programs(batch: int, tokens: int, config: TileConfig, device: torch.device) 
 
 
 def run(step: SampleInputs, config: TileConfig | None = None) -> SampleResult:
-    """See ``backends``: one launch. ``config`` in place of the shape that is chosen."""
+    """Runs a step in one launch. ``config`` replaces the chosen tile shape."""
     shard, num_samples, vocab_size = step.shard, step.num_samples, step.vocab_size
     batch, dim = step.hidden_states.shape
     device = step.hidden_states.device

@@ -24,13 +24,13 @@ _STATE = Constant(STATE)
 
 @jit
 def _place(key, token):
-    """As ``filters.places_of``."""
+    """Computes ``filters.places_of``."""
     return (key.to(tl.int64) << 31) | (token ^ NO_TOKEN).to(tl.int64)
 
 
 @jit
 def relative(x, top, temperature):
-    """As ``filters.relative``, in the type of the logits."""
+    """Computes ``filters.relative``, in the type of the logits."""
     divisor = tl.where(temperature < GREEDY_BELOW, 1.0, temperature).to(x.dtype)
     below = tl.where(x == top, 0.0, (x - top) / divisor)
     return tl.where(x == float("-inf"), x, below)

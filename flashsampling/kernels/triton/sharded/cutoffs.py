@@ -72,7 +72,7 @@ def _stride(values: Tensor) -> int:
 
 
 def highest(local: SampleInputs, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """See ``tensor_parallel.cutoffs``: one launch, and zeros."""
+    """Implements the function of ``tensor_parallel.cutoffs``: one launch, and zeros."""
     batch, columns = logits.shape
     blocks, mask = blocks_of(logits), local.params.token_mask
     words = torch.zeros((batch, 2), dtype=torch.int64, device=logits.device)
@@ -183,7 +183,7 @@ def of_few(
     scale: "Scale",
     shards: "Shards",
 ) -> Tensor:
-    """See ``tensor_parallel.cutoffs``: two launches."""
+    """Implements the function of ``tensor_parallel.cutoffs``: two launches."""
     return _settled(meet(first_places(logits, keys, top_k, shards.first)), top_k, None, top_p, scale, 0)[0]
 
 
@@ -317,7 +317,7 @@ def of_top_k(
     vocab_size: int,
     shards: "Shards",
 ) -> Tensor:
-    """See ``tensor_parallel.cutoffs``: a launch more than the search, a round of floors, and a launch."""
+    """Implements ``tensor_parallel.cutoffs``: a launch more than the search, a round of floors, and a launch."""
     k = column(top_k, logits.device, torch.int64).long()
     limit, floors = torch.full((2, len(logits)), LOWEST, dtype=torch.int64, device=logits.device)
     _put_floors(keys, logits.shape[1], k, floors, 0, vocab_size)
@@ -394,7 +394,7 @@ def of_top_p(
     vocab_size: int,
     shards: "Shards",
 ) -> Tensor:
-    """See ``tensor_parallel.cutoffs``: two launches more than the search."""
+    """Implements the function of ``tensor_parallel.cutoffs``: two launches more than the search."""
     whole = (
         torch.full((len(logits),), LOWEST, dtype=torch.int64, device=logits.device) if limit is None else limit.clone()
     )
@@ -439,7 +439,7 @@ def _of_top_p(
 
 
 def of_min_p(logits: Tensor, keys: Tensor, scale: "Scale", min_p: Tensor | float) -> Tensor:
-    """See ``tensor_parallel.cutoffs``: one launch."""
+    """Implements the function of ``tensor_parallel.cutoffs``: one launch."""
     batch, columns = logits.shape
     ratio, blocks = column(min_p, logits.device), blocks_of(logits)
     limit = torch.full((batch,), HIGHEST, dtype=torch.int64, device=logits.device)
@@ -470,7 +470,7 @@ def mass_of(
     p: Tensor | None = None,  # (B, 1) or (1, 1): 0 for rows where it is off
     settled: Tensor | None = None,  # (B,) int32: likewise for those that are
 ) -> Tensor:
-    """See ``tensor_parallel.cutoffs``: one launch, and zeros."""
+    """Implements the function of ``tensor_parallel.cutoffs``: one launch, and zeros."""
     batch, columns = logits.shape
     blocks = blocks_of(logits)
     out = torch.zeros((batch, 1), dtype=torch.int64, device=logits.device)

@@ -63,7 +63,7 @@ def _probability(x, token, top, scale, first_kept, least_mass, kept_mass, only_t
 
 @jit
 def _load_record(limits, masses, row):
-    """What the row keeps: the place of its last token, and least mass, all mass, highest logit, its only token."""
+    """Returns a row's record: sort key of its last kept token, least mass, kept mass, highest logit, only token."""
     record = masses + row * 4
     only_token = tl.load(record + 3).to(tl.int32, bitcast=True)
     return tl.load(limits + row), tl.load(record), tl.load(record + 1), tl.load(record + 2), only_token
@@ -71,14 +71,14 @@ def _load_record(limits, masses, row):
 
 @jit
 def _q_of(draft_probs, probs_stride, place, token, there):
-    """What a draft's probabilities hold for tokens, float32; below 0 as 0, and NaN as NaN."""
+    """Returns a draft's probabilities of tokens, float32; below 0 as 0, and NaN as NaN."""
     q = tl.load(draft_probs + place * probs_stride + token, mask=there, other=0.0).to(tl.float32)
     return tl.where(q < 0.0, 0.0, q)
 
 
 @jit
 def _draft_of(bounds, request, node, n, total, batch):
-    """Of a request's draft: the row of the position before it, its place among all drafts, whether it is there."""
+    """Returns the row of the position before a draft, the draft's index among all drafts, and whether it exists."""
     if bounds is None:
         first = request * n
         there = node < n
@@ -98,7 +98,7 @@ def _draft_of(bounds, request, node, n, total, batch):
     do_not_specialize_on_alignment=["bounds", "drafts", "draft_probs", "accepted", "limits", "masses"],
 )  # fmt: skip
 def accept_kernel(
-    logits,  # as for ``logits_scan``, rows being positions
+    logits,  # as for ``block_stats_kernel``, rows being positions
     logits_stride,
     vocab_size,
     bias,
@@ -139,7 +139,7 @@ def accept_kernel(
     ENTRIES: tl.constexpr,
     HEAD: tl.constexpr,
 ):
-    """See the module's docstring. Grid: (B * n,)."""
+    """Accepts or refuses each draft. Grid: (B * n,)."""
     request = tl.program_id(0).to(tl.int64) // n
     node = tl.program_id(0).to(tl.int64) % n
     row, place, there = _draft_of(bounds, request, node, n, total, batch)
