@@ -119,7 +119,7 @@ class Room(NamedTuple):
 
 
 class Records(NamedTuple):
-    """What ``rejection`` reads of a row, beside its logits. ``logits_pick`` says what it is."""
+    """What ``rejection`` reads of a row, beside its logits. ``filtered_sample_kernel`` defines it."""
 
     limits: Tensor  # (B,) int64
     masses: Tensor  # (B, 4) float32

@@ -1,5 +1,4 @@
-"""The exact pass, whose reasons ``kernel`` states: refined noise, every case of the contract told apart, any number of
-draws."""
+"""Runs the exact pass, which ``kernel`` explains: refined noise, every case of the contract, any number of draws."""
 
 import triton.language as tl
 

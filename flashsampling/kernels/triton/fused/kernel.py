@@ -7,11 +7,10 @@ meet in registers:
     fast pass     per tile: matmul, noise, running (score, id) per register. A NaN stays in the running score and is
                   published as one. Of a Philox word 0, which needs the tail refinement, the score is an upper bound,
                   and finite.
-    exact pass    only if the fast pass' best of a row is +inf (is there a finite score?) or a token whose word is 0 (is
-    it
-                  the best still?): the program walks its tiles again with the refined noise and every case of the
-                  contract told apart (``exact_pass``), with the few columns around such a row alone: of 16 for 128 it
-                  multiplies, reads and makes noise for an eighth. At B = 256, V = 151936 about one step in a hundred
+    exact pass    only if a row's best of the fast pass is +inf (is there a finite score?) or a token of word 0
+                  (still the best?): the program walks its tiles again with the refined noise and every case of
+                  the contract told apart (``exact_pass``), with the few columns around such a row alone: of 16 for 128
+                  it multiplies, reads and makes noise for an eighth. At B = 256, V = 151936 about one step in a hundred
                   has one program that does; rows of NaN, of zeros or of equal logits cause none.
     publish       one 64-bit key per row (order-preserving bits of the score, then the complement of the id) goes to the
                   row's slot by ``atomic_max``; max, ties and order of arrival are then one operation.

@@ -34,7 +34,7 @@ class Operands(NamedTuple):
 
 
 def tile_operands(hidden_states: Tensor, weight: Tensor, vocab_size: int, config: TileConfig) -> Operands:
-    """Of a launch in tiles of a shape."""
+    """Returns the operands of a launch with the tile shape of ``config``."""
     dim = hidden_states.shape[1]
     # one class of alignment per D: what Triton specialises on is then decided by the weight
     row_alignment = 16 // hidden_states.element_size()

@@ -1,4 +1,4 @@
-"""What a row brings: temperature, seed and offset, as factors and Philox key, and as the tags that an exchange
+"""Loads the row parameters (temperature, seed, offset) as factors and Philox key, and as the tags that an exchange
 compares."""
 
 import triton.language as tl

@@ -1,6 +1,6 @@
-"""What ``limits`` launches: where filters end in a row whose logits lie on several ranks.
+"""Kernels of ``cutoffs``: find the cutoffs of filters in a row whose logits lie on several ranks.
 
-A row's program does not depend on the batch, and masses are integers, so what is found depends on nothing else.
+A row's program does not depend on the batch, and masses are integers, so a cutoff depends on its row alone.
 """
 
 import triton.language as tl

@@ -109,7 +109,7 @@ def first_places(
 
 
 def _put_first_places(logits: Tensor, keys: Tensor, places: Tensor, first_token: int) -> None:
-    """As ``first_places``, into (B, count), ``LOWEST`` so far."""
+    """Writes ``first_places`` to ``places``, (B, count), which holds ``LOWEST``."""
     (batch, columns), device, count = logits.shape, logits.device, places.shape[1]
     if columns > _MOST:
         ids = torch.arange(first_token, first_token + columns, device=device)
@@ -220,8 +220,8 @@ def _of_three(theirs: Tensor, shards: "Shards") -> Tensor:
 
 
 def _begun(batch: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """What ``_search`` is told of rows: states, lowest places, and, zero, in how many rows each digit is searched
-    for."""
+    """Returns the initial arguments of ``_search``: states, lowest sort keys, and, zeroed, the number of rows in which
+    each digit is searched for."""
     state = torch.empty((batch, STATE), dtype=torch.int64, device=device)
     lowest = torch.empty(batch, dtype=torch.int64, device=device)
     return (
@@ -413,7 +413,7 @@ def _of_top_p(
     vocab_size: int,
     shards: "Shards",
 ) -> Tensor:
-    """Of rows that are not settled."""
+    """Handles rows that are not settled."""
     p, batch = column(top_p, logits.device), len(logits)
     theirs = meet(mass_of(logits, limit, scale, shards.first, keys, p, settled), wanted)
     state, lowest, live = _begun(batch, logits.device)
