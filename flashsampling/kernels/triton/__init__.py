@@ -1,10 +1,11 @@
-"""Triton: the fused step in one launch, and what a request asks for beside it in two more.
+"""The Triton backend: the fused step in one launch; a step with other sampling parameters takes two more.
 
-``steps`` says which launches a step takes. ``launch`` calls ``kernel``, which is made of ``rows``, ``tiles``,
-``noise``, ``scores``, ``careful`` and ``exchange``; ``logits_gemm`` has its tiles without its end; ``logits`` draws
-from logits in memory. ``shards`` has the logits of a shard in memory, and draws from what the ranks keep of them, who
-meet by ``rounds``; what comes before, between and behind is in ``hashes``, ``limits`` and ``parts``. ``config`` has the
-tiles' shapes, and what is taken; ``jit`` is the decorator of all of Triton's functions here.
+``backend`` chooses the launches of a step. ``fused.launch`` launches ``fused.kernel``, which is built from
+``fused.row_params``, ``fused.tiles``, ``fused.noise``, ``fused.packed_argmax`` and ``fused.exact_pass``.
+``fused.logits_gemm`` computes the same tiles and writes the logits to memory; ``filtered`` draws from logits in memory.
+``speculative`` verifies chains of drafts. ``sharded.shard_logits`` draws from the logits of the shards of several
+ranks. ``fused.config`` holds the tile shapes and the supported problems. ``jit`` is the decorator of every Triton
+function of this package.
 """
 
 from .backend import recorded, run, unsupported

@@ -1,9 +1,9 @@
-"""``triton.jit`` of functions that any process may launch in any order, and compile ahead of launching.
+"""A ``triton.jit`` whose cache keys do not depend on the order of launches, and compilation ahead of launches.
 
-Triton hashes a function, with all that it calls, when a launch first needs it. In a caller's hash are the globals that
-a callee reads only if that was hashed before: where a kernel lies on disk would depend on what a process launched
-before it, and, of several threads, on chance. Here a function is hashed when it is defined: all that it calls is above
-it, or in a module that is imported there, and so was hashed before. It takes 1 ms.
+Triton hashes a function and its callees when a launch first needs the function. A caller's hash contains the globals of
+a callee only if the callee was hashed first. The path of a kernel in the disk cache would therefore depend on the
+earlier launches of the process, and with several threads on chance. ``jit`` hashes a function when the function is
+defined: its callees are defined above it or in an imported module, so they are hashed already. A hash takes 1 ms.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ class _Function(triton.JITFunction):  # type: ignore[misc] # it is Any
 
 
 def jit(function: Any = None, **options: Any) -> Any:
-    """A decorator, as ``triton.jit``."""
+    """Decorates a function as ``triton.jit`` does, and hashes it at once."""
     if function is None:
         return functools.partial(jit, **options)
     if triton.knobs.runtime.interpret:
@@ -36,12 +36,12 @@ def jit(function: Any = None, **options: Any) -> Any:
 
 
 def only_compiles() -> bool:
-    """Whether this thread's launches run nothing: see ``compiling``."""
+    """Returns whether this thread's launches only compile (``compiling``)."""
     return _only_compiles.get()
 
 
 def _forget_cancelled(mode: triton.AsyncCompileMode) -> None:
-    """What nobody makes any more, and Triton would wait for."""
+    """Removes cancelled compilations, for which Triton would wait."""
     for future in mode.raw_futures:
         if future.cancelled():
             mode.future_kernels[future._key].result(ignore_errors=True)
@@ -50,11 +50,12 @@ def _forget_cancelled(mode: triton.AsyncCompileMode) -> None:
 
 @contextlib.contextmanager
 def compiling(at_once: int) -> Iterator[None]:
-    """Meanwhile this thread's launches compile what is missing, in as many threads, and run nothing: whatever they
-    would have written is not written. At the end all is compiled; what cannot be is the error of the launch that
-    needs it.
+    """Compiles the kernels that this thread launches, in ``at_once`` threads, and runs none of them.
 
-    Triton's compiler is Python for less than a tenth of its time.
+    The launches write no output. All kernels are compiled at the exit of the context. A failed compilation raises in
+    the later launch that needs the kernel.
+
+    Threads help because Triton's compiler spends less than a tenth of its time in Python.
     """
     outer, before = _async_compile.active_mode.get(), _only_compiles.set(True)
     with ThreadPoolExecutor(at_once) as pool:

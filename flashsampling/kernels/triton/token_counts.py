@@ -1,12 +1,11 @@
-"""Counts of a request's tokens (``counts.TokenCounts``), advanced in one small launch; as torch operations it would be
-ten."""
+"""Updates the token counts of requests (``counts.TokenCounts``) in one small launch instead of ten torch operations."""
 
 import triton.language as tl
 from torch import Tensor
 
 from .jit import jit
 
-_TOKENS = 32  # of a row, at a time
+_TOKENS = 32  # of a row per iteration
 
 
 @jit(
@@ -16,18 +15,18 @@ _TOKENS = 32  # of a row, at a time
 def count_kernel(
     token_ids,  # (B, n) of any integers
     ids_stride,
-    apart,  # elements between a row's
-    rows,  # (B,) int64, whose; None: the first
+    apart,  # stride between the ids of a row, in elements
+    rows,  # (B,) int64, rows of ``counts``; None: the first B
     counts,  # (rows, V) int32, changed in place
     counts_stride: tl.int64,
-    seen,  # (rows, groups) uint8, likewise: see ``counts.Counted``
+    seen,  # (rows, groups) uint8, changed in place (``counts.Counted``)
     seen_stride: tl.int64,
     vocab_size,
     count,  # n
-    GROUP: tl.constexpr,  # tokens of which ``seen`` speaks together
+    GROUP: tl.constexpr,  # tokens per byte of ``seen``
     TOKENS: tl.constexpr,
 ):
-    """A program per row of ids. Ids out of range count for nothing; a token may come twice, and so may a row."""
+    """Counts the ids of one row per program. Ignores ids out of range. Tokens and rows may repeat."""
     program = tl.program_id(0).to(tl.int64)
     row = program
     if rows is not None:
@@ -47,7 +46,7 @@ def count(
     rows: Tensor | None,  # (B,) int64; None: the first B
     group: int,
 ) -> None:
-    """``TokenCounts.add``, of checked arguments."""
+    """Implements ``TokenCounts.add`` for validated arguments."""
     batch, length = token_ids.shape
     if batch and length:
         count_kernel[(batch,)](

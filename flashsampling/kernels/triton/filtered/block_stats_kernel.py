@@ -3,7 +3,7 @@
 A program has a block of one row. It writes, per chunk of 32 tokens, the highest processed logit and, where someone will
 ask, the sum of the masses relative to it; and of a row without filters the block's best score per draw, which it writes
 also if all logits of the block are equal: of a row that is nothing but such blocks the filters keep the first ids, so
-they are what the draw needs (``logits_pick``). Lanes of Philox groups are registers of one thread, as in ``kernel``,
+they are what the draw needs (``filtered_sample_kernel``). Lanes of Philox groups are registers of one thread, as in ``kernel``,
 and so are most of a chunk's tokens.
 
 A block's mark says whether all its logits are equal, and whether any is finite. It is found with a few comparisons of
@@ -96,7 +96,7 @@ def _mark(logits, live, COLUMNS: tl.constexpr):
 
 @jit
 def _any_infinite(source, logits, tokens, later):
-    """Whether a token that the mask leaves in has an infinite logit. ``later`` is 0, and may be known only when this is
+    """Returns whether a token that the mask leaves in has an infinite logit. ``later`` is 0, and may be known only when this is
     needed: nothing that the tokens are looked up by can then be computed sooner, and take registers until here."""
     found = tl.zeros(logits[0].shape, tl.int32)
     for i in tl.static_range(len(logits)):
@@ -108,7 +108,7 @@ def _any_infinite(source, logits, tokens, later):
 
 @jit
 def _any_finite(logits):
-    """Whether one is neither infinite nor NaN."""
+    """Returns whether one is neither infinite nor NaN."""
     least = tl.abs(logits[0])
     for i in tl.static_range(1, len(logits)):
         least = tl.minimum(least, tl.abs(logits[i]))
@@ -117,7 +117,7 @@ def _any_finite(logits):
 
 @jit
 def _after(index, done, zero):
-    """uint32 numbers, but not before ``done`` (float32) is known, and in its register layout: see ``rows.after``."""
+    """uint32 numbers, but not before ``done`` (float32) is known, and in its register layout: see ``row_params.after``."""
     return (index ^ (done.to(tl.int32, bitcast=True) & zero)).to(tl.uint32)
 
 
@@ -195,7 +195,7 @@ def block_stats_kernel(
     num_samples: tl.int32,
     stream: tl.int32,
     blocks: tl.int32,
-    zero: tl.int32,  # 0: see rows.after
+    zero: tl.int32,  # 0: see row_params.after
     COLUMNS: tl.constexpr,
     REPS: tl.constexpr,
     ENTRIES: tl.constexpr,  # n, up to a power of two

@@ -54,7 +54,7 @@ def highest_of(keys):
 
 @jit
 def some_finite(keys):
-    """Whether the highest of some chunk is."""
+    """Returns whether the highest of some chunk is."""
     found = tl.full((), 0, tl.int1)
     for i in tl.static_range(len(keys)):
         finite = (keys[i] > MINUS_INF) & (keys[i] < PLUS_INF)

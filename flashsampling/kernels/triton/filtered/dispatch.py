@@ -121,7 +121,7 @@ class Room(NamedTuple):
 
 
 class Records(NamedTuple):
-    """What ``rejection`` reads of a row, beside its logits. ``logits_pick`` says what it is."""
+    """What ``rejection`` reads of a row, beside its logits. ``filtered_sample_kernel`` defines it."""
 
     limits: Tensor  # (B,) int64
     masses: Tensor  # (B, 4) float32
@@ -194,7 +194,7 @@ def _flags(params: SamplingParams, pdl: bool, config: Config, records: bool = Fa
 
 
 def _pdl(device: torch.device, config: Config) -> bool:
-    """Whether launches may overlap."""
+    """Returns whether launches may overlap."""
     return config.pdl and device.type == "cuda" and capability(device) >= (9, 0)
 
 
@@ -236,7 +236,7 @@ def _candidates(params: SamplingParams, batch: int, programs: int, chunks: int, 
 
 
 def run(step: SampleInputs, config: Config = CONFIG, records: Records | None = None) -> SampleResult:
-    """See ``backends``: two launches. ``records`` is written to."""
+    """Runs a step with logits in two launches. Writes ``records``."""
     params, num_samples, vocab_size = step.params, step.num_samples, step.vocab_size
     assert step.logits is not None
     batch, device = step.logits.shape[0], step.logits.device

@@ -152,7 +152,7 @@ def draw_from_candidates(
 
 @jit
 def all_equal(tokens, highest, TILE: tl.constexpr, HEAD: tl.constexpr, ENTRIES: tl.constexpr):
-    """Whether every logit of a row is the highest one: its first other one ends the search."""
+    """Returns whether every logit of a row is the highest one: its first other one ends the search."""
     equal = tl.full((), 1, tl.int32)
     start = tl.full((), 0, tl.int32)
     while (start < tokens.count) & (equal != 0):
@@ -164,7 +164,7 @@ def all_equal(tokens, highest, TILE: tl.constexpr, HEAD: tl.constexpr, ENTRIES: 
 
 @jit
 def any_finite(tokens, TILE: tl.constexpr, HEAD: tl.constexpr, ENTRIES: tl.constexpr):
-    """Whether a row has a finite logit: its first one ends the search."""
+    """Returns whether a row has a finite logit: its first one ends the search."""
     found = tl.full((), 0, tl.int32)
     start = tl.full((), 0, tl.int32)
     while (start < tokens.count) & (found == 0):

@@ -205,7 +205,7 @@ def _dense(source, x, tokens, live):
 
 @jit
 def is_allowed(source, tokens, live):
-    """Whether the token mask leaves tokens in; all, if there is none."""
+    """Returns whether the token mask leaves tokens in; all, if there is none."""
     if source.token_mask is not None:
         word = tl.load(source.token_mask + source.row * source.mask_stride + (tokens >> 5), mask=live, other=0)
         live = live & (((word >> (tokens & 31)) & 1) != 0)
@@ -327,7 +327,7 @@ def mass_of(x, top, scale):
 
 @jit
 def reaches(x, mass, least, top, scale):
-    """Whether a token with this ``mass_of`` is at least ``least`` times as probable as that of ``top``. As probable is
+    """Returns whether a token with this ``mass_of`` is at least ``least`` times as probable as that of ``top``. As probable is
     what fp64 cannot tell apart: in fp32 a mass comes to 1 from 2**-25 below."""
     nearest = tl.where(least < 1.0, float("-inf"), _AS_PROBABLE)
     return (mass >= least) & ((x == top) | (below(x, top, scale) >= nearest))

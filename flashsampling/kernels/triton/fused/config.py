@@ -95,7 +95,7 @@ class TileConfig:
 
     @property
     def narrow(self) -> int:
-        """Batch rows of the second block, and of what the careful pass takes at once: 16 if there is none."""
+        """Batch rows of the second block, and rows that the exact pass takes at once: 16 if there is none."""
         return self.rest_b or 16
 
 
@@ -165,7 +165,7 @@ def shape_for(batch: int, dim: int, dtype: torch.dtype, num_samples: int, use_tm
 
 
 def compiled_for(weight: Tensor, max_batch_size: int, num_samples: int) -> tuple[list[str], list[int]]:
-    """See ``backends``: two kernels for every shape."""
+    """Implements the function of ``backends``: two kernels for every shape."""
     batches: dict[object, int] = {}
     for batch in range(1, max_batch_size + 1):  # whether a shard is TMA's may differ between ranks
         shapes = tuple(

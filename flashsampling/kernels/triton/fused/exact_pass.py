@@ -1,5 +1,4 @@
-"""The careful pass, whose reasons ``kernel`` has: refined noise, every case of the contract told apart, any number of
-draws."""
+"""Runs the exact pass, which ``kernel`` explains: refined noise, every case of the contract, any number of draws."""
 
 import triton.language as tl
 
@@ -93,7 +92,7 @@ def run_exact_pass(
     UPCAST: tl.constexpr,
     ROW_TENSORS: tl.constexpr,
 ):
-    """The careful pass over a program's tiles, for one block of columns."""
+    """Runs the exact pass over a program's tiles, for one block of columns."""
     rows = first_row + tl.arange(0, BLOCK_B)
     live = (rows < batch) & (rows >= first_owned)
     slots = workspace_ptr + rows.to(tl.int64) * num_samples

@@ -7,11 +7,10 @@ meet in registers:
     fast pass     per tile: matmul, noise, running (score, id) per register. A NaN stays in the running score and is
                   published as one. Of a Philox word 0, which needs the tail refinement, the score is an upper bound,
                   and finite.
-    careful pass  only if the fast pass' best of a row is +inf (is there a finite score?) or a token whose word is 0 (is
-    it
-                  the best still?): the program walks its tiles again with the refined noise and every case of the
-                  contract told apart (``careful``), with the few columns around such a row alone: of 16 for 128 it
-                  multiplies, reads and makes noise for an eighth. At B = 256, V = 151936 about one step in a hundred
+    exact pass    only if a row's best of the fast pass is +inf (is there a finite score?) or a token of word 0
+                  (still the best?): the program walks its tiles again with the refined noise and every case of
+                  the contract told apart (``exact_pass``), with the few columns around such a row alone: of 16 for 128
+                  it multiplies, reads and makes noise for an eighth. At B = 256, V = 151936 about one step in a hundred
                   has one program that does; rows of NaN, of zeros or of equal logits cause none.
     publish       one 64-bit key per row (order-preserving bits of the score, then the complement of the id) goes to the
                   row's slot by ``atomic_max``; max, ties and order of arrival are then one operation.
@@ -19,7 +18,7 @@ meet in registers:
                   counter, so that the next launch, or the next replay of a graph, finds them zero.
 
 The epilogue of the fast pass exists three times. Without PRELOAD it goes chunk by chunk of rows, in an order that
-``rows.after`` enforces: least registers, for small tiles of which several are resident. With PRELOAD the rows' keys
+``row_params.after`` enforces: least registers, for small tiles, several resident. With PRELOAD the rows' keys
 stay in registers over all tiles and nothing is ordered: for large tiles, one program per multiprocessor, where latency
 is what hurts. With ROWS_ON_M a thread's logits are of few rows, two of 128, whose parameters and winners are few
 registers; the order is by sixteen tokens.
@@ -105,7 +104,7 @@ def better_of_tokens(
 )  # fmt: skip
 def sample_kernel(
     hidden,  # (B, D), or its descriptor
-    hidden_rest,  # (B, D), or its descriptor for the second block of columns and for the careful pass, NARROW rows
+    hidden_rest,  # (B, D), or its descriptor for the second block of columns and for the exact pass, NARROW rows
     weight,  # (V, D), or its descriptor
     temperature_at: tl.int64,  # address of (B,) float32; 0: temperature_value for every row
     temperature_value: tl.float32,
@@ -142,9 +141,9 @@ def sample_kernel(
     ROW_TENSORS: tl.constexpr,  # no address of row parameters is 0
     EXCHANGE: tl.constexpr,
 ):
-    """See the module's docstring. Grid: (programs per block of rows * blocks of rows,)."""
+    """Draws tokens. Grid: (programs per block of rows * blocks of rows,)."""
     WIDTH: tl.constexpr = BLOCK_B + REST_B
-    NARROW: tl.constexpr = REST_B if REST_B > 0 else 16  # columns that the careful pass of one draw takes at once
+    NARROW: tl.constexpr = REST_B if REST_B > 0 else 16  # columns that the exact pass of one draw takes at once
     row_blocks = tl.cdiv(batch, WIDTH)
     row_block = tl.program_id(0) % row_blocks  # neighbours share a weight tile through L2
     first_tile = tl.program_id(0) // row_blocks

@@ -35,7 +35,7 @@ class Operands(NamedTuple):
 
 
 def tile_operands(hidden_states: Tensor, weight: Tensor, vocab_size: int, config: TileConfig) -> Operands:
-    """Of a launch in tiles of a shape."""
+    """Returns the operands of a launch with the tile shape of ``config``."""
     dim = hidden_states.shape[1]
     # one class of alignment per D: what Triton specialises on is then decided by the weight
     row_alignment = 16 // hidden_states.element_size()
@@ -84,7 +84,7 @@ def programs(batch: int, tokens: int, config: TileConfig, device: torch.device) 
 
 
 def run(step: SampleInputs, config: TileConfig | None = None) -> SampleResult:
-    """See ``backends``: one launch. ``config`` in place of the shape that is chosen."""
+    """Runs a step in one launch. ``config`` replaces the chosen tile shape."""
     shard, num_samples, vocab_size = step.shard, step.num_samples, step.vocab_size
     batch, dim = step.hidden_states.shape
     device = step.hidden_states.device

@@ -49,7 +49,7 @@ def logits_gemm_kernel(
     UPCAST: tl.constexpr,
     ROWS_ON_M: tl.constexpr,
 ):
-    """See ``kernel.sample_kernel``. Grid: (programs per block of rows * blocks of rows,)."""
+    """Writes tiles of logits (parameters: ``kernel``). Grid: (programs per block of rows * blocks of rows,)."""
     WIDTH: tl.constexpr = BLOCK_B + REST_B
     row_blocks = tl.cdiv(batch, WIDTH)
     row_block = tl.program_id(0) % row_blocks

@@ -109,7 +109,7 @@ def minus_gumbel(word):
 
 @jit
 def minus_gumbel_of_zero(refinement):
-    """Of the word 0, exactly: ``refinement`` is the same lane of the block with the refinement bit set."""
+    """Returns the exact value of a word 0: ``refinement`` is the same lane of the block with the refinement bit set."""
     tail = refinement.to(tl.float32) * _TWO_POW_M64 + _TWO_POW_M65
     return _log2(tail * _C0)
 

@@ -1,4 +1,4 @@
-"""What a row brings: temperature, seed and offset, as factors and Philox key, and as the tags that an exchange
+"""Loads the row parameters (temperature, seed, offset) as factors and Philox key, and as the tags that an exchange
 compares."""
 
 import triton.language as tl
@@ -70,8 +70,8 @@ def row_params(
     offset_value,
     ROW_TENSORS: tl.constexpr,
 ):
-    """Per-row factors of logit and noise in one number (see ``both_factors``), Philox key (low, high) and offset (low,
-    high), in the shape of rows.
+    """Returns per row the factors of logit and noise in one number (``both_factors``), the Philox key (low, high) and
+    the offset (low, high), in the shape of ``rows``.
 
     The loads are inline assembly because Triton would otherwise choose a layout for them, and reach the shape's own
     through shared memory.
@@ -100,7 +100,7 @@ def row_tags(
     offset_value,
     ROW_TENSORS: tl.constexpr,
 ):
-    """What an exchange compares of rows, in the step of that number: details and both tags."""
+    """Returns the row values that an exchange compares in step ``number``: details and both tags."""
     temperature = _load_f32(temperature_at, rows, temperature_value, ROW_TENSORS)
     seed_lo, seed_hi = _load_b64(seed_at, rows, seed_value, ROW_TENSORS)
     offset_lo, offset_hi = _load_b64(offset_at, rows, offset_value, ROW_TENSORS)
@@ -109,7 +109,7 @@ def row_tags(
 
 @jit
 def both_factors(factors):
-    """Factor of the logit and of the base-2 noise.
+    """Returns the factors of the logit and of the base-2 noise.
 
     A score is ``logit / max(T, 1) + min(T, 1) * gumbel``, as the oracle's: ``logit / T + gumbel`` times ``min(T, 1)``,
     so no finite logit overflows at any temperature. One of the two factors is 1 or ln 2: the sign bit says which, the
@@ -121,8 +121,8 @@ def both_factors(factors):
 
 @jit
 def after(rows, done, zero):
-    """int32 row numbers, but not before ``done`` (float32, (M, N)) is known: ``zero`` is 0 at run time, which no
-    compiler can know.
+    """Returns int32 row numbers that depend on ``done`` (float32, (M, N)): ``zero`` is 0 at run time, unknown to the
+    compiler.
 
     It does two things. The noise does not depend on the logits, so without it the compiler starts the noise of every
     column at once, hoists ten round keys per row out of the tile loop, and spills. And the noise is computed in the

@@ -1,4 +1,4 @@
-"""A tile: its logits, which token and which row each is of, and the blocks and Philox lanes that it is split into."""
+"""Computes the logits of a tile, their tokens and rows, and splits a tile into blocks and Philox lanes."""
 
 import triton.language as tl
 
@@ -7,16 +7,17 @@ from ..jit import jit
 
 @jit
 def second_row_of(first_row, batch, BLOCK_B: tl.constexpr, REST_B: tl.constexpr, HALVES: tl.constexpr):
-    """First row of a tile's second piece of columns: of the block's second half, if HALVES says so, or of the second
-    block. If it would reach beyond the batch, it ends with it, and some rows are in both pieces: with the same
-    scores, so that a maximum takes either. Loads of rows beyond the batch cost more than those of rows."""
+    """Returns the first row of a tile's second piece of columns: the block's second half with HALVES, else the second
+    block. A piece that would reach beyond the batch ends with the batch, so some rows are in both pieces. Their scores
+    are equal in both, so a maximum may take either. Loads of rows beyond the batch cost more than loads of rows in
+    it."""
     SECOND: tl.constexpr = BLOCK_B // 2 if HALVES else REST_B
     return tl.maximum(tl.minimum(first_row + BLOCK_B + REST_B - SECOND, batch - SECOND), 0)
 
 
 @jit
 def _hidden_pointers(hidden, rows, batch, hidden_stride, BLOCK_D: tl.constexpr):
-    """(BLOCK_D, columns); rows past the end repeat the last one: their winners are not published."""
+    """Returns pointers (BLOCK_D, columns). Rows past the end repeat the last row; their winners are not published."""
     rows = tl.minimum(rows, batch - 1).to(tl.int64)
     return hidden + rows[None, :] * hidden_stride + tl.arange(0, BLOCK_D)[:, None]
 
@@ -31,7 +32,7 @@ def _product(w, h, acc, ROWS_ON_M: tl.constexpr):
 
 @jit
 def rows_of_block(first_row, second_row, BLOCK_B: tl.constexpr, HALVES: tl.constexpr):
-    """Rows of a tile's first block of columns, (BLOCK_B,)."""
+    """Returns the rows of a tile's first block of columns, (BLOCK_B,)."""
     column = tl.arange(0, BLOCK_B)
     if HALVES:
         return tl.where(column < BLOCK_B // 2, first_row + column, second_row + column - BLOCK_B // 2)
@@ -46,7 +47,7 @@ def tile_logits(
     weight,  # descriptor of blocks (BLOCK_V, BLOCK_D), or pointer to (V, D)
     first_token,  # row of the weight; below 0 in the first tile of a shard that starts inside a Philox group
     first_row,
-    second_row,  # see second_row_of
+    second_row,  # from second_row_of
     batch,
     vocab_size,
     dim,
@@ -63,16 +64,16 @@ def tile_logits(
     UPCAST: tl.constexpr,
     ROWS_ON_M: tl.constexpr,
 ):
-    """Logits of one tile in fp32, (BLOCK_V, BLOCK_B) and (BLOCK_V, REST_B or a placeholder's 16): two blocks of
-    columns, one read of the weight. k runs upwards in one chain: no split, the same sum in any tile. Outside [0,
-    vocab_size) the weight's rows read as zeros, whatever a padded vocabulary has there."""
+    """Returns the fp32 logits of one tile, (BLOCK_V, BLOCK_B) and (BLOCK_V, REST_B, or 16 for the placeholder): two
+    blocks of columns from one read of the weight. k runs upwards in one chain without a split, so the sum is the same
+    in any tile. Rows of the weight outside [0, vocab_size) read as zeros, whatever a padded vocabulary holds there."""
     REST: tl.constexpr = REST_B if REST_B > 0 else 16
     acc = tl.zeros((BLOCK_B, BLOCK_V) if ROWS_ON_M else (BLOCK_V, BLOCK_B), dtype=tl.float32)
     rest = tl.zeros((REST, BLOCK_V) if ROWS_ON_M else (BLOCK_V, REST), dtype=tl.float32)
     if USE_TMA:
         for d in range(0, dim, BLOCK_D):
             w = weight.load([first_token, d])  # (BLOCK_V, BLOCK_D)
-            if HALVES:  # one copy: where they start is the descriptor's
+            if HALVES:  # one copy: the descriptor holds both starts
                 h = tl.reshape(hidden.load([0, 0, d]), (BLOCK_B, BLOCK_D))
             else:
                 h = hidden.load([first_row, d])  # (BLOCK_B, BLOCK_D)
@@ -86,7 +87,7 @@ def tile_logits(
         if ROW_ALIGNMENT > 1:  # 16 bytes
             hidden_stride = tl.multiple_of(hidden_stride, ROW_ALIGNMENT)
             hidden = tl.multiple_of(hidden, 16)
-        # what is outside reads a neighbour's row, and is dropped below
+        # tokens outside the vocabulary read the nearest row, and are dropped below
         w_rows = tl.maximum(tl.minimum(tokens, vocab_size - 1), 0).to(tl.int64)
         w_ptrs = weight + w_rows[:, None] * weight_stride + dims[None, :]
         rows = rows_of_block(first_row, second_row, BLOCK_B, HALVES)
@@ -179,7 +180,7 @@ def split_blocks(x, ROW_BLOCKS: tl.constexpr, COLUMN_BLOCKS: tl.constexpr):
 
 @jit
 def lane0_tokens(first_token, BLOCK_V: tl.constexpr):
-    """Token ids of lane 0 of a tile's groups, (BLOCK_V // 4, 1); lanes 1, 2, 3 lie 8, 64 and 72 above."""
+    """Returns the token ids of lane 0 of a tile's groups, (BLOCK_V // 4, 1); lanes 1, 2, 3 lie 8, 64 and 72 above."""
     group = tl.arange(0, BLOCK_V // 4)
     return (first_token + (group & 7) + ((group >> 3) & 3) * 16 + (group >> 5) * 128)[:, None]
 
@@ -194,7 +195,7 @@ def rows_of_chunk(
     REST_CHUNK: tl.constexpr,
     HALVES: tl.constexpr,
 ):
-    """Rows of chunk c of a tile, (CHUNK_B,), or (REST_CHUNK,) in the second block of columns."""
+    """Returns the rows of chunk c of a tile, (CHUNK_B,), or (REST_CHUNK,) in the second block of columns."""
     tl.static_assert(not HALVES or CHUNK_B <= BLOCK_B // 2, "a chunk has rows of one half")
     FIRST: tl.constexpr = BLOCK_B // 2 if HALVES else BLOCK_B  # columns of the first piece
     if c * CHUNK_B < FIRST:

@@ -1,6 +1,6 @@
-"""What ``limits`` launches: where filters end in a row whose logits lie on several ranks.
+"""Kernels of ``cutoffs``: find the cutoffs of filters in a row whose logits lie on several ranks.
 
-A row's program does not depend on the batch, and masses are integers, so what is found depends on nothing else.
+A row's program does not depend on the batch, and masses are integers, so a cutoff depends on its row alone.
 """
 
 import triton.language as tl
@@ -24,13 +24,13 @@ _STATE = Constant(STATE)
 
 @jit
 def _place(key, token):
-    """As ``filters.places_of``."""
+    """Computes ``filters.places_of``."""
     return (key.to(tl.int64) << 31) | (token ^ NO_TOKEN).to(tl.int64)
 
 
 @jit
 def relative(x, top, temperature):
-    """As ``filters.relative``, in the type of the logits."""
+    """Computes ``filters.relative``, in the type of the logits."""
     divisor = tl.where(temperature < GREEDY_BELOW, 1.0, temperature).to(x.dtype)
     below = tl.where(x == top, 0.0, (x - top) / divisor)
     return tl.where(x == float("-inf"), x, below)

@@ -72,7 +72,7 @@ def _stride(values: Tensor) -> int:
 
 
 def highest(local: SampleInputs, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """See ``tensor_parallel.cutoffs``: one launch, and zeros."""
+    """Implements the function of ``tensor_parallel.cutoffs``: one launch, and zeros."""
     batch, columns = logits.shape
     blocks, mask = blocks_of(logits), local.params.token_mask
     words = torch.zeros((batch, 2), dtype=torch.int64, device=logits.device)
@@ -109,7 +109,7 @@ def first_places(
 
 
 def _put_first_places(logits: Tensor, keys: Tensor, places: Tensor, first_token: int) -> None:
-    """As ``first_places``, into (B, count), ``LOWEST`` so far."""
+    """Writes ``first_places`` to ``places``, (B, count), which holds ``LOWEST``."""
     (batch, columns), device, count = logits.shape, logits.device, places.shape[1]
     if columns > _MOST:
         ids = torch.arange(first_token, first_token + columns, device=device)
@@ -183,7 +183,7 @@ def of_few(
     scale: "Scale",
     shards: "Shards",
 ) -> Tensor:
-    """See ``tensor_parallel.cutoffs``: two launches."""
+    """Implements the function of ``tensor_parallel.cutoffs``: two launches."""
     return _settled(meet(first_places(logits, keys, top_k, shards.first)), top_k, None, top_p, scale, 0)[0]
 
 
@@ -220,8 +220,8 @@ def _of_three(theirs: Tensor, shards: "Shards") -> Tensor:
 
 
 def _begun(batch: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """What ``_search`` is told of rows: states, lowest places, and, zero, in how many rows each digit is searched
-    for."""
+    """Returns the initial arguments of ``_search``: states, lowest sort keys, and, zeroed, the number of rows in which
+    each digit is searched for."""
     state = torch.empty((batch, STATE), dtype=torch.int64, device=device)
     lowest = torch.empty(batch, dtype=torch.int64, device=device)
     return (
@@ -317,7 +317,7 @@ def of_top_k(
     vocab_size: int,
     shards: "Shards",
 ) -> Tensor:
-    """See ``tensor_parallel.cutoffs``: a launch more than the search, a round of floors, and a launch."""
+    """Implements ``tensor_parallel.cutoffs``: a launch more than the search, a round of floors, and a launch."""
     k = column(top_k, logits.device, torch.int64).long()
     limit, floors = torch.full((2, len(logits)), LOWEST, dtype=torch.int64, device=logits.device)
     _put_floors(keys, logits.shape[1], k, floors, 0, vocab_size)
@@ -394,7 +394,7 @@ def of_top_p(
     vocab_size: int,
     shards: "Shards",
 ) -> Tensor:
-    """See ``tensor_parallel.cutoffs``: two launches more than the search."""
+    """Implements the function of ``tensor_parallel.cutoffs``: two launches more than the search."""
     whole = (
         torch.full((len(logits),), LOWEST, dtype=torch.int64, device=logits.device) if limit is None else limit.clone()
     )
@@ -413,7 +413,7 @@ def _of_top_p(
     vocab_size: int,
     shards: "Shards",
 ) -> Tensor:
-    """Of rows that are not settled."""
+    """Handles rows that are not settled."""
     p, batch = column(top_p, logits.device), len(logits)
     theirs = meet(mass_of(logits, limit, scale, shards.first, keys, p, settled), wanted)
     state, lowest, live = _begun(batch, logits.device)
@@ -439,7 +439,7 @@ def _of_top_p(
 
 
 def of_min_p(logits: Tensor, keys: Tensor, scale: "Scale", min_p: Tensor | float) -> Tensor:
-    """See ``tensor_parallel.cutoffs``: one launch."""
+    """Implements the function of ``tensor_parallel.cutoffs``: one launch."""
     batch, columns = logits.shape
     ratio, blocks = column(min_p, logits.device), blocks_of(logits)
     limit = torch.full((batch,), HIGHEST, dtype=torch.int64, device=logits.device)
@@ -470,7 +470,7 @@ def mass_of(
     p: Tensor | None = None,  # (B, 1) or (1, 1): 0 for rows where it is off
     settled: Tensor | None = None,  # (B,) int32: likewise for those that are
 ) -> Tensor:
-    """See ``tensor_parallel.cutoffs``: one launch, and zeros."""
+    """Implements the function of ``tensor_parallel.cutoffs``: one launch, and zeros."""
     batch, columns = logits.shape
     blocks = blocks_of(logits)
     out = torch.zeros((batch, 1), dtype=torch.int64, device=logits.device)

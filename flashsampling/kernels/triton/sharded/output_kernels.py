@@ -1,4 +1,4 @@
-"""What ``parts`` launches: of rows over several ranks, what a step gives."""
+"""Kernels of ``outputs``: compute the outputs of a step whose rows lie on several ranks."""
 
 import triton.language as tl
 

@@ -28,7 +28,7 @@ def _of_rows(value: Tensor | float, none: Tensor) -> tuple[Tensor, int]:
 
 
 def first(theirs: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor, Tensor]:
-    """See ``tensor_parallel.outputs``: one launch."""
+    """Implements the function of ``tensor_parallel.outputs``: one launch."""
     (ranks, batch, _), device = theirs.shape, theirs.device
     place = torch.empty(batch, dtype=torch.int64, device=device)
     top = torch.empty(batch, dtype=torch.float32, device=device)
@@ -49,7 +49,7 @@ def first(theirs: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor, Tenso
 
 
 def words(kept: "Kept", winners: Tensor, mass: Tensor | None) -> Tensor:
-    """See ``tensor_parallel.outputs``: none, two or three launches."""
+    """Implements the function of ``tensor_parallel.outputs``: none, two or three launches."""
     local, (raw, processed) = kept.local, kept.logits
     params = local.params
     if not params.needs_raw_mass():
@@ -99,7 +99,7 @@ def words(kept: "Kept", winners: Tensor, mass: Tensor | None) -> Tensor:
 
 
 def conclude(theirs: Tensor, kept: "Kept") -> tuple[SampleResult, Tensor | None]:
-    """See ``tensor_parallel.outputs``: one launch."""
+    """Implements the function of ``tensor_parallel.outputs``: one launch."""
     (ranks, batch, width), device = theirs.shape, theirs.device
     params, num_samples, scale = kept.local.params, kept.local.num_samples, kept.scale
     placed = layout(batch, num_samples, params)
@@ -138,7 +138,7 @@ def conclude(theirs: Tensor, kept: "Kept") -> tuple[SampleResult, Tensor | None]
 
 
 def above(raw: Tensor, logits: Tensor) -> Tensor:
-    """See ``tensor_parallel.outputs``: one launch, and zeros."""
+    """Implements the function of ``tensor_parallel.outputs``: one launch, and zeros."""
     (batch, columns), num_samples, blocks = raw.shape, logits.shape[1], cutoffs.blocks_of(raw)
     out = torch.zeros((batch, num_samples), dtype=torch.int64, device=raw.device)
     above_kernel[(batch * blocks,)](
@@ -148,7 +148,7 @@ def above(raw: Tensor, logits: Tensor) -> Tensor:
 
 
 def put_ranks(drawn: SampleResult, theirs: Tensor, kept: "Kept") -> None:
-    """See ``tensor_parallel.outputs``: one launch."""
+    """Implements the function of ``tensor_parallel.outputs``: one launch."""
     ranks, batch, num_samples = theirs.shape
     parts = layout(batch, num_samples, kept.local.params).split(drawn, batch)
     count = batch * num_samples

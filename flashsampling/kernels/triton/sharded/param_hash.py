@@ -1,6 +1,5 @@
-"""What is asked for of a step over several ranks, hashed: ``tensor_parallel.message.Hashes.of_request`` by kernels, a
-launch for
-every tensor, of which torch makes four to eight."""
+"""Hashes the parameters of a step over several ranks: ``tensor_parallel.message.Hashes.of_request`` in kernels, one
+launch per tensor where torch needs four to eight."""
 
 from typing import TYPE_CHECKING
 

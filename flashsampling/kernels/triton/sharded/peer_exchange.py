@@ -111,7 +111,7 @@ def _mix(a, b):
 
 @jit
 def details_and_tags(number, batch, num_samples, temperature, seed_lo, seed_hi, offset_lo, offset_hi):
-    """Of rows in the step of that number, int64, (N,) each: details and both tags."""
+    """Returns details and both tags of rows in step ``number``, int64, (N,) each."""
     shape = _mix(tl.full(temperature.shape, batch, tl.uint32), tl.full(temperature.shape, num_samples, tl.uint32))
     seed = _mix(seed_lo, seed_hi)
     offset = _mix(offset_lo, offset_hi)
@@ -277,8 +277,8 @@ def receive(table, ranks, launches, number, index, live, tag0, tag1, start):
 
 @jit
 def receive_words(table, ranks, launches, number, index, live, tag0, tag1, start, out, out_stride):
-    """As ``receive``, but every rank's words, (N,), go to ``out`` + rank * ``out_stride`` + index, 0 where one did not
-    come or is of another call. How many were so."""
+    """Receives like ``receive``, but writes the peer values of every rank, (N,), to ``out`` + rank * ``out_stride`` +
+    index, 0 where a value did not arrive or is of another call. Returns the number of such values."""
     rank = _word(table, _RANK)
     wrong = ranks * 0
     for first in range(0, ranks, _PEERS):

@@ -178,7 +178,7 @@ def winners_kernel(
 
 
 def shard_logits(step: SampleInputs) -> tuple[Tensor, Tensor]:
-    """See ``backends``: one launch, or two."""
+    """Implements the function of ``backends``: one launch, or two."""
     return processed(step, logits_gemm(step.hidden_states, step.weight, step.vocab_size))
 
 
@@ -216,7 +216,7 @@ def processed(
 
 
 def shard_winners(step: SampleInputs, processed: Tensor, limit: Tensor, known: Tensor | None = None) -> Tensor:
-    """See ``backends``: one launch."""
+    """Implements the function of ``backends``: one launch."""
     rows, first = step.rows(), step.shard.first_token
     skip = first % 128
     blocks = -(-(skip + step.vocab_size) // _BLOCK)

@@ -1,12 +1,11 @@
-"""Drafts in chains, on the device in two small launches: the parameters of every position, and which drafts were
-matched.
+"""Expands and verifies chains of drafts in two small launches on the device.
 
-    spread  of each row of hidden states its request, and that one's temperature, seed, offset, and other numbers
-    match   what the target drew at the positions of a request beside its drafts, up to the first that differs
-    hashed  of several ranks: a hash of the drafts, which all must have the same
+    expand  copies each request's temperature, seed, offset and row parameters to its rows of hidden states
+    match   compares the target's tokens with a request's drafts, up to the first mismatch
+    hashed  computes the draft hash, which must be equal on all ranks
 
-What ``drafts`` and ``acceptance`` do in a dozen torch operations; those do trees too, are what compilers see, and are
-what this is tested against. Whatever the tensors hold, no index is out of range.
+``drafts`` and ``acceptance`` do the same in a dozen torch operations. They also support trees, serve compilers, and are
+the oracle of the tests. No index is out of range, whatever values the tensors hold.
 """
 
 from collections.abc import Sequence
@@ -23,18 +22,18 @@ from ..constant import Constant
 from ..fused.config import next_power_of_2
 from ..jit import jit
 
-_ROWS = 128  # of a program of ``expand_kernel``
-_REQUESTS = 8  # of a program of ``match_kernel``
-_HASHED = 128  # requests at once, in ``hash_kernel``
+_ROWS = 128  # per program of ``expand_kernel``
+_REQUESTS = 8  # per program of ``match_kernel``
+_HASHED = 128  # requests per iteration of ``hash_kernel``
 _FIRST, _SECOND, _THIRD = (Constant(factor) for factor in HASH_FACTORS)
 _ROOM, _MOST, _LAST_ID = Constant(HASH_OF_ROOM), Constant(HASH_OF_MOST), Constant(NO_TOKEN)
 
 
 @jit
 def _owner(bounds, batch, rows):
-    """Of each row of hidden states the request that it is of, and how far behind its first one it is."""
+    """Returns the request of each row of hidden states, and the row's position within the request."""
     owner = tl.zeros(rows.shape, tl.int64)
-    left = tl.zeros(rows.shape, tl.int64) + batch  # how many requests may begin at or before it
+    left = tl.zeros(rows.shape, tl.int64) + batch  # number of requests that may begin at or before the row
     while tl.max(left, axis=0) > 1:
         half = left // 2
         begins = tl.load(bounds + owner + half) + owner + half
@@ -45,8 +44,8 @@ def _owner(bounds, batch, rows):
 
 @jit
 def _drafts_of(bounds, request, n, total):
-    """Of requests the place of the first draft among ``total``, and how many are looked at: of none at all none,
-    whatever the bounds say."""
+    """Returns the index of each request's first draft among ``total``, and its number of drafts, at most n. The number
+    is 0 where ``total`` is 0, whatever the bounds hold."""
     if bounds is None:
         first = request * n
         count = tl.zeros(request.shape, tl.int64) + n
@@ -75,11 +74,11 @@ def expand_kernel(
     offset,  # (B,) int64; None: offset_value
     offset_value: tl.int64,
     offsets,  # (R,), out
-    requests,  # (R,) int64, out; None: nobody asks
+    requests,  # (R,) int64, out; None: not written
     positions: tl.int64,
     batch: tl.int64,
     n: tl.int64,
-    # of requests, (B,), contiguous, and of their rows, (R,), out; None: a number for all, nothing is written
+    # per request, (B,), contiguous, then per row, (R,), out; None: one number for all rows, not written
     temperature,
     temperatures,
     seed,
@@ -100,7 +99,7 @@ def expand_kernel(
     joint_top_ps,
     ROWS: tl.constexpr,
 ):
-    """See the module's docstring. Grid: (blocks of rows,)."""
+    """Copies the parameters of requests to their rows. Grid: (blocks of rows,)."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live = rows < positions
     if bounds is None:
@@ -133,7 +132,7 @@ def expand_kernel(
 def match_kernel(
     bounds,  # (B + 1,) int64; None: n drafts each
     drafts,  # (total,) int64
-    tokens,  # (total + B,) int64: what the target drew
+    tokens,  # (total + B,) int64: the target's tokens
     out,  # (B, n + 1) int64, out
     num_accepted,  # (B,) int64, out
     num_emitted,  # (B,) int64, out
@@ -143,7 +142,7 @@ def match_kernel(
     REQUESTS: tl.constexpr,
     NODES: tl.constexpr,  # n + 1, up to a power of two
 ):
-    """See the module's docstring. Grid: (blocks of requests,)."""
+    """Compares the target's tokens with the drafts. Grid: (blocks of requests,)."""
     request = tl.program_id(0).to(tl.int64) * REQUESTS + tl.arange(0, REQUESTS)
     there = request < batch
     request = tl.minimum(request, batch - 1)
@@ -156,7 +155,7 @@ def match_kernel(
     place = tl.minimum(tl.maximum(place, 0), total - 1)
     draft = tl.load(drafts + place, mask=has_draft, other=-1)
     holds = has_draft & (draft >= 0) & (draft == token)
-    accepted = tl.min(tl.where(holds, NODES, node), axis=1)  # node 0 to n: the first that does not
+    accepted = tl.min(tl.where(holds, NODES, node), axis=1)  # first node, 0 to n, that does not match
     accepted = tl.minimum(accepted, n)
     emitted = (node <= accepted[:, None]) & (node <= n)
     tl.store(out + request[:, None] * (n + 1) + node, tl.where(emitted, token, -1), mask=there[:, None] & (node <= n))
@@ -167,7 +166,7 @@ def match_kernel(
 
 @jit
 def _odd_number(place):
-    """As ``drafts._odd_number``."""
+    """Returns the same odd numbers as ``drafts._odd_number``."""
     number = place * _FIRST + _THIRD
     number = (number ^ (number >> 30)) * _SECOND
     number = (number ^ (number >> 27)) * _THIRD
@@ -187,7 +186,7 @@ def hash_kernel(
     n: tl.int64,
     REQUESTS: tl.constexpr,
 ):
-    """As ``drafts.Drafts.hash`` of chains. Grid: (1,)."""
+    """Computes ``drafts.Drafts.hash`` of chains. Grid: (1,)."""
     hashed = tl.zeros((REQUESTS,), tl.int64)
     for start in range(0, batch, REQUESTS):
         request = start + tl.arange(0, REQUESTS).to(tl.int64)
@@ -213,7 +212,7 @@ def hashed(
     batch: int,
     n: int,
 ) -> Tensor:
-    """() int64: see ``drafts.Drafts.hash``."""
+    """Returns the draft hash (``drafts.Drafts.hash``), () int64."""
     out = torch.empty((), dtype=torch.int64, device=token_ids.device)
     hash_kernel[(1,)](bounds, token_ids, out, token_ids.numel(), batch, n, REQUESTS=_HASHED, num_warps=4)
     return out
@@ -226,14 +225,14 @@ def expand(
     temperature: Tensor | float,  # (B,)
     seed: Tensor | int,  # (B,)
     offset: Tensor | int,  # (B,)
-    numbers: Sequence[Any],  # ``step.NUMBERS``: of each a tensor (B,), or what all have
+    numbers: Sequence[Any],  # row parameters: each a (B,) tensor, or one number for all
     device: torch.device,
     *,
     positions: int,
     with_requests: bool,
 ) -> tuple[Tensor | float, Tensor | int, Tensor, list[Any], Tensor | None]:
-    """Temperature, seed, offset and numbers of every position, (R,) or what all have, and whose it is if that is asked
-    for."""
+    """Returns temperature, seed, offset and row parameters of every position, (R,) or one number for all, and the
+    request of every position, (R,), if ``with_requests``, else None."""
     offsets, requests = torch.empty((2, positions), dtype=torch.int64, device=device)
     of_requests = [temperature, seed, *numbers]
     of_rows = [
@@ -262,9 +261,9 @@ def match(
     bounds: Tensor | None,  # (B + 1,) int64
     batch: int,
     n: int,
-    tokens: Tensor,  # (R,) int64: what the target drew
+    tokens: Tensor,  # (R,) int64: the target's tokens
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens (B, n + 1), how many drafts hold (B,), how many tokens there are (B,)."""
+    """Returns tokens (B, n + 1), numbers of accepted drafts (B,) and numbers of emitted tokens (B,)."""
     out = torch.empty((batch, n + 1), dtype=torch.int64, device=tokens.device)
     num_accepted, num_emitted = torch.empty((2, batch), dtype=torch.int64, device=tokens.device)
     match_kernel[(triton.cdiv(batch, _REQUESTS),)](

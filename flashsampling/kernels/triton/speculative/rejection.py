@@ -1,17 +1,16 @@
-"""Rejection sampling of chains of drafts, from logits in memory and what was recorded of their rows
-(``step.FilteredLogits``), with
-everything that a request may ask for. Three launches.
+"""Rejection sampling of chains of drafts from logits in memory and their records (``inputs.FilteredLogits``).
 
-    accept   a program per draft: p of it, from its logit and what ``logits_pick`` found out of its row, beside a coin
-             times q
-    recover  programs per request: of the first draft that is not accepted, blocks of max(p - q, 0) with noise
-    finish   a program per request: the best of its blocks, or, behind drafts that are all accepted, the token drawn
-             there
+Every sampling parameter is supported. Three launches:
+
+    accept   a program per draft: compares the draft's p, from its logit and its row's record, with a coin times q
+    recover  several programs per request: draw from blocks of max(p - q, 0) of the first draft that is not accepted
+    finish   a program per request: takes the best of its blocks, or the token drawn after the last draft if all drafts
+             are accepted
 
 An id that is no token is no draft: the chain ends before it.
 
-What ``reference/rejection`` does in float64 with a pass over all rows is here float32, and a pass over one row of each
-request. Leviathan, Kalman and Matias, "Fast Inference from Transformers via Speculative Decoding", ICML 2023.
+``reference/rejection`` computes in float64 and reads all rows; this module computes in float32 and reads one row of
+each request. Leviathan, Kalman and Matias, "Fast Inference from Transformers via Speculative Decoding", ICML 2023.
 """
 
 import torch
@@ -49,7 +48,7 @@ _RECOVERY = Constant(int(Stream.RECOVERY) << 24)
 
 @jit
 def _place(key, token):
-    """A token's place in its row, greater for the greater logit and then for the lower id."""
+    """Returns a token's sort key, int64: greater for the greater logit, then for the lower id."""
     return (key.to(tl.int64) << 31) | (token ^ NO_TOKEN).to(tl.int64)
 
 
@@ -65,7 +64,7 @@ def _probability(x, token, top, scale, first_kept, least_mass, kept_mass, only_t
 
 @jit
 def _load_record(limits, masses, row):
-    """What the row keeps: the place of its last token, and least mass, all mass, highest logit, its only token."""
+    """Returns a row's record: sort key of its last kept token, least mass, kept mass, highest logit, only token."""
     record = masses + row * 4
     only_token = tl.load(record + 3).to(tl.int32, bitcast=True)
     return tl.load(limits + row), tl.load(record), tl.load(record + 1), tl.load(record + 2), only_token
@@ -73,14 +72,14 @@ def _load_record(limits, masses, row):
 
 @jit
 def _q_of(draft_probs, probs_stride, place, token, there):
-    """What a draft's probabilities hold for tokens, float32; below 0 as 0, and NaN as NaN."""
+    """Returns a draft's probabilities of tokens, float32; below 0 as 0, and NaN as NaN."""
     q = tl.load(draft_probs + place * probs_stride + token, mask=there, other=0.0).to(tl.float32)
     return tl.where(q < 0.0, 0.0, q)
 
 
 @jit
 def _draft_of(bounds, request, node, n, total, batch):
-    """Of a request's draft: the row of the position before it, its place among all drafts, whether it is there."""
+    """Returns the row of the position before a draft, the draft's index among all drafts, and whether it exists."""
     if bounds is None:
         first = request * n
         there = node < n
@@ -100,7 +99,7 @@ def _draft_of(bounds, request, node, n, total, batch):
     do_not_specialize_on_alignment=["bounds", "drafts", "draft_probs", "accepted", "limits", "masses"],
 )  # fmt: skip
 def accept_kernel(
-    logits,  # as for ``logits_scan``, rows being positions
+    logits,  # as for ``block_stats_kernel``, rows being positions
     logits_stride,
     vocab_size,
     bias,
@@ -141,7 +140,7 @@ def accept_kernel(
     ENTRIES: tl.constexpr,
     HEAD: tl.constexpr,
 ):
-    """See the module's docstring. Grid: (B * n,)."""
+    """Accepts or refuses each draft. Grid: (B * n,)."""
     request = tl.program_id(0).to(tl.int64) // n
     node = tl.program_id(0).to(tl.int64) % n
     row, place, there = _draft_of(bounds, request, node, n, total, batch)
@@ -236,14 +235,14 @@ def recover_kernel(
     NODES: tl.constexpr,  # n, up to a power of two
     GROUPS: tl.constexpr,  # Philox groups of a block
 ):
-    """See the module's docstring. Grid: (B * blocks,)."""
+    """Draws the recovered token of each block of the vocabulary. Grid: (B * blocks,)."""
     BLOCK: tl.constexpr = 4 * GROUPS
     request = (tl.program_id(0) // blocks).to(tl.int64)
     block = tl.program_id(0) % blocks
     node = _accepted_of(accepted, request, n, NODES)
     row, place, there = _draft_of(bounds, request, node, n, total, batch)
     refused = tl.load(drafts + place, mask=there, other=-1)
-    if (refused >= 0) & (refused < vocab_size):  # else nothing was, and the token is there
+    if (refused >= 0) & (refused < vocab_size):  # else no draft was refused, and ``drawn`` holds the token
         repetition = row_f32(repetition_at, repetition_value, row)
         frequency = row_f32(frequency_at, frequency_value, row)
         presence = row_f32(presence_at, presence_value, row)
@@ -277,7 +276,7 @@ def recover_kernel(
         group = (first // 4 + tl.arange(0, GROUPS)).to(tl.uint32)
         draw = tl.full((GROUPS,), _RECOVERY, tl.uint32)
         words = philox_words(group, draw, offset_lo, offset_hi, key_lo, key_hi)
-        tail0, tail1, tail2, tail3 = words  # of no account where no word is 0
+        tail0, tail1, tail2, tail3 = words  # not read where no word is 0
         is_zero = (words[0] == 0) | (words[1] == 0) | (words[2] == 0) | (words[3] == 0)
         if tl.max(is_zero.to(tl.int32), axis=0) != 0:
             tail0, tail1, tail2, tail3 = philox_words(
@@ -320,7 +319,7 @@ def finish_kernel(
     vocab_size: tl.int32,
     bounds,
     drafts,
-    drawn,  # (total + B,) int64: what ``sample`` draws at every position
+    drawn,  # (total + B,) int64: the token that ``sample`` draws at every position
     accepted,
     slots,
     out,  # (B, n + 1) int64, out
@@ -334,7 +333,7 @@ def finish_kernel(
     COLUMNS: tl.constexpr,  # n + 1, up to a power of two
     BLOCKS: tl.constexpr,  # blocks, up to a power of two
 ):
-    """See the module's docstring. Grid: (B,)."""
+    """Writes the tokens and numbers of each request. Grid: (B,)."""
     request = tl.program_id(0).to(tl.int64)
     count = _accepted_of(accepted, request, n, NODES)
     row, place, there = _draft_of(bounds, request, count, n, total, batch)
@@ -356,20 +355,20 @@ def finish_kernel(
     tl.store(num_emitted + request, count + (token >= 0).to(tl.int64))
 
 
-_GROUPS = 512  # of a program of ``recover_kernel``
+_GROUPS = 512  # Philox groups per program of ``recover_kernel``
 
 
 def run(
-    step: SampleInputs,  # of all positions, R = N + B of them
-    recorded: FilteredLogits,  # of it
+    step: SampleInputs,  # all R = N + B positions
+    recorded: FilteredLogits,  # of ``step``
     token_ids: Tensor,  # (B, n) or (N,) int64, contiguous
     bounds: Tensor | None,  # (B + 1,) int64
     batch: int,
     n: int,
     draft_probs: Tensor | None,  # (N, V or more); None: each draft was certain
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens (B, n + 1), how many drafts are accepted (B,), how many tokens there are (B,). Three launches, of n = 0
-    one."""
+    """Returns tokens (B, n + 1), numbers of accepted drafts (B,) and numbers of emitted tokens (B,). Three launches, or
+    one if n is 0."""
     device, params = recorded.ids.device, step.params
     blocks = triton.cdiv(step.vocab_size, 4 * _GROUPS)
     slots = torch.empty((batch, blocks, 2), dtype=torch.int64, device=device)
