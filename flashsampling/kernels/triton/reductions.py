@@ -7,7 +7,7 @@ from .jit import jit
 
 
 @jit
-def sums_of_three(a, b, c):
+def sum_three(a, b, c):
     """Of (N,) tensors of one type."""
     of_ab, of_cc = tl.split(tl.sum(tl.join(tl.join(a, b), tl.join(c, c)), axis=0))
     of_a, of_b = tl.split(of_ab)

@@ -62,7 +62,7 @@ from ...device import capability
 
 
 @dataclass(frozen=True)
-class TileConfig:
+class TritonTileConfig:
     """Shape of one launch. Tokens do not depend on it."""
 
     block_v: int  # vocabulary rows of a tile: a multiple of 128
@@ -120,7 +120,7 @@ def _tma_addressable(matrix: Tensor) -> bool:
     return matrix.data_ptr() % 16 == 0 and rows_apart % 16 == 0 and 0 < rows_apart < 2**40
 
 
-def choose_config(hidden_states: Tensor, weight: Tensor, num_samples: int) -> TileConfig:
+def choose_config(hidden_states: Tensor, weight: Tensor, num_samples: int) -> TritonTileConfig:
     """The tile shape for a problem that ``unsupported`` does not refuse."""
     batch, dim = hidden_states.shape
     # sm_90 and sm_100: bulk tensor copies, and 227 KiB of shared memory for the large tiles' stages
@@ -129,31 +129,31 @@ def choose_config(hidden_states: Tensor, weight: Tensor, num_samples: int) -> Ti
     return shape_for(batch, dim, hidden_states.dtype, num_samples, use_tma)
 
 
-def shape_for(batch: int, dim: int, dtype: torch.dtype, num_samples: int, use_tma: bool) -> TileConfig:
+def shape_for(batch: int, dim: int, dtype: torch.dtype, num_samples: int, use_tma: bool) -> TritonTileConfig:
     """The table behind ``choose_config``: from numbers alone, so that it can be compiled where there is no GPU."""
     if dtype == torch.float32:  # no tensor cores: full fp32 products
-        return TileConfig(128, 16, 32, 4, 2, 2, use_tma=False)
+        return TritonTileConfig(128, 16, 32, 4, 2, 2, use_tma=False)
     deep = use_tma and dim >= 6144  # more k steps per epilogue: stages are worth more than a third program
     if batch <= 16:
         if deep:
-            return TileConfig(128, 16, 128, 4, 3, 2, use_tma)
-        return TileConfig(128, 16, 128, 4, 2, 3, use_tma, max_registers=168)
+            return TritonTileConfig(128, 16, 128, 4, 3, 2, use_tma)
+        return TritonTileConfig(128, 16, 128, 4, 2, 3, use_tma, max_registers=168)
     if batch <= 32 or num_samples > 1:
-        return TileConfig(128, 32, 64, 4, 3, 3, use_tma, chunk_b=32, max_registers=168)
+        return TritonTileConfig(128, 32, 64, 4, 3, 3, use_tma, chunk_b=32, max_registers=168)
     if batch <= 64 or not use_tma:
         if deep:
-            return TileConfig(256, 64, 64, 8, 5, 1, use_tma, chunk_b=64, preload=True)
-        return TileConfig(128, 64, 64, 4, 3, 3, use_tma, max_registers=168)
+            return TritonTileConfig(256, 64, 64, 8, 5, 1, use_tma, chunk_b=64, preload=True)
+        return TritonTileConfig(128, 64, 64, 4, 3, 3, use_tma, max_registers=168)
     if batch <= 128:
-        return TileConfig(128, 128, 64, 8, 6, 1, use_tma, chunk_b=64, preload=True, halves=batch < 128)
+        return TritonTileConfig(128, 128, 64, 8, 6, 1, use_tma, chunk_b=64, preload=True, halves=batch < 128)
     if batch > 192 and not deep:
-        return TileConfig(256, 128, 64, 8, 4, 1, use_tma, chunk_b=128, rows_on_m=True)
+        return TritonTileConfig(256, 128, 64, 8, 4, 1, use_tma, chunk_b=128, rows_on_m=True)
     if batch > 160 and not deep:
-        return TileConfig(128, 128, 64, 8, 5, 1, use_tma, chunk_b=128, rest_b=64, rows_on_m=True)
+        return TritonTileConfig(128, 128, 64, 8, 5, 1, use_tma, chunk_b=128, rest_b=64, rows_on_m=True)
     rest_b = next(
         (rest for rest in _STAGES if batch <= 128 + rest), 0
     )  # of a deep one above 192 rows more blocks of 128
-    return TileConfig(128, 128, 64, 8, _STAGES[rest_b], 1, use_tma, chunk_b=64, preload=True, rest_b=rest_b)
+    return TritonTileConfig(128, 128, 64, 8, _STAGES[rest_b], 1, use_tma, chunk_b=64, preload=True, rest_b=rest_b)
 
 
 def compiled_for(weight: Tensor, max_batch_size: int, num_samples: int) -> tuple[list[str], list[int]]:

@@ -37,9 +37,9 @@ from ..jit import jit
 from ..sharded.peer_exchange import active_ranks, conclude, receive, send, start_clock, steps_taken
 from .exact_pass import run_exact_pass
 from .noise import minus_gumbel, philox_words, scheduling_fence
-from .packed_argmax import NAN_KEY, NO_TOKEN, ORDERED_INF, keep_better, pack_key, score_of, word_of
-from .row_params import after, both_factors, row_params, row_tags
-from .tiles import lane0_tokens, rows_of_chunk, second_row_of, split_blocks, split_lanes, split_tokens, tile_logits
+from .packed_argmax import NAN_KEY, NO_TOKEN, ORDERED_INF, compute_score, keep_better, pack_key, token_word
+from .row_params import both_factors, order_after, row_params, row_tags
+from .tiles import lane0_tokens, rows_in_chunk, second_piece_row, split_blocks, split_lanes, split_tokens, tile_logits
 
 _NO_FINITE = Constant(protocol.NO_FINITE)
 _TOKENS = Constant(protocol.TOKENS)
@@ -47,14 +47,14 @@ _EXCHANGE = Constant(2)  # beside TOKENS and PACKED: through the table
 
 
 @jit
-def better_of(score, token, other, other_token):
+def better(score, token, other, other_token):
     """The better of two, elementwise: of equal scores the lower id; a NaN stays."""
     token = tl.where((other > score) | ((other == score) & (other_token < token)), other_token, token)
     return tl.maximum(score, other, propagate_nan=tl.PropagateNan.ALL), token
 
 
 @jit
-def better_of_tokens(
+def update_winners(
     logits,  # 32 blocks (4, columns): see split_tokens
     odd: tl.constexpr,  # bit 0 of the tokens that are looked at
     ready,  # (4, columns): see after; sixteen tokens' noise at a time
@@ -78,14 +78,14 @@ def better_of_tokens(
     pair = tl.arange(0, 4)[:, None] * 2 + odd  # bits 2, 1 and 0
     no_draw = tl.zeros((1, 1), tl.uint32)
     for sixteen in tl.static_range(4):  # bits 5 and 4
-        group = after((base + first_token) // 4 + 8 * sixteen + pair, ready, zero).to(tl.uint32)
+        group = order_after((base + first_token) // 4 + 8 * sixteen + pair, ready, zero).to(tl.uint32)
         words = philox_words(group, no_draw, offset_lo, offset_hi, key_lo, key_hi)
         # ascending ids and a strict comparison: ties keep the lowest id
         for lane in tl.static_range(4):
             token = first_token + 16 * sixteen + (lane & 1) * 8 + (lane >> 1) * 64 + pair
             bias = tl.where((token >= skip) & (token < end), 0.0, float("-inf"))
             logit = logits[16 * odd + 8 * (lane >> 1) + 2 * sixteen + (lane & 1)]
-            score = score_of(logit, scale, bias, minus_gumbel(words[lane]), noise_factor)
+            score = compute_score(logit, scale, bias, minus_gumbel(words[lane]), noise_factor)
             if lane < 2:
                 lower, lower_id = keep_better(lower, lower_id, score, token)
             else:
@@ -126,7 +126,7 @@ def sample_kernel(
     BLOCK_V: tl.constexpr,
     BLOCK_B: tl.constexpr,
     REST_B: tl.constexpr,  # columns of the second block, or 0
-    HALVES: tl.constexpr,  # the first block is two halves: see second_row_of
+    HALVES: tl.constexpr,  # the first block is two halves: see second_piece_row
     BLOCK_D: tl.constexpr,
     CHUNK_B: tl.constexpr,
     USE_TMA: tl.constexpr,
@@ -153,7 +153,7 @@ def sample_kernel(
     # rows beyond the batch cost more than those of rows (H200, 128 columns of which 64 are beyond it: 1.33 times the time)
     first_owned = row_block * WIDTH
     first_row = tl.maximum(tl.minimum(first_owned, batch - WIDTH), 0)
-    second_row = second_row_of(first_row, batch, BLOCK_B, REST_B, HALVES)
+    second_row = second_piece_row(first_row, batch, BLOCK_B, REST_B, HALVES)
 
     if ONE_DRAW:
         CHUNKS: tl.constexpr = BLOCK_B // CHUNK_B
@@ -163,14 +163,14 @@ def sample_kernel(
         best_id = ()
         params = ()
         for c in tl.static_range(CHUNKS + REST_CHUNKS):
-            chunk_rows = rows_of_chunk(first_row, second_row, c, BLOCK_B, CHUNK_B, REST_CHUNK, HALVES)
+            chunk_rows = rows_in_chunk(first_row, second_row, c, BLOCK_B, CHUNK_B, REST_CHUNK, HALVES)
             columns = tl.minimum(chunk_rows, batch - 1)[None, :]
             nothing = tl.full((4 if ROWS_ON_M else 32, columns.shape[1]), float("-inf"), tl.float32)
             best = best + (nothing,)
             best_id = best_id + (tl.full(nothing.shape, NO_TOKEN, tl.int32),)
             if PRELOAD:
                 params = params + row_params(
-                    after(columns, nothing, zero),
+                    order_after(columns, nothing, zero),
                     temperature_at, temperature_value, seed_at, seed_value, offset_at, offset_value, ROW_TENSORS,
                 )  # fmt: skip
         no_draw = tl.zeros((1, 1), tl.uint32)
@@ -197,10 +197,10 @@ def sample_kernel(
                     key_lo, key_hi = scheduling_fence(params[5 * c + 1]), scheduling_fence(params[5 * c + 2])
                     offset_lo, offset_hi = scheduling_fence(params[5 * c + 3]), scheduling_fence(params[5 * c + 4])
                 else:
-                    chunk_rows = rows_of_chunk(first_row, second_row, c, BLOCK_B, CHUNK_B, REST_CHUNK, HALVES)
+                    chunk_rows = rows_in_chunk(first_row, second_row, c, BLOCK_B, CHUNK_B, REST_CHUNK, HALVES)
                     columns = tl.minimum(chunk_rows, batch - 1)[None, :]
                     factors, key_lo, key_hi, offset_lo, offset_hi = row_params(
-                        after(columns, done, zero),
+                        order_after(columns, done, zero),
                         temperature_at, temperature_value, seed_at, seed_value, offset_at, offset_value, ROW_TENSORS,
                     )  # fmt: skip
                 scale, noise_factor = both_factors(factors)
@@ -217,18 +217,18 @@ def sample_kernel(
                             tile_block = rest_blocks[block * REST_CHUNKS + c - CHUNKS]
                         logits = split_tokens(tile_block, tile_block.shape[1])
                         first = first_token + 128 * block
-                        b0, i0, b1, i1 = better_of_tokens(
+                        b0, i0, b1, i1 = update_winners(
                             logits, 0, ready, zero, b0, i0, b1, i1, first, base, skip, end, scale, noise_factor, key_lo, key_hi,
                             offset_lo, offset_hi,
                         )  # fmt: skip
-                        b2, i2, b3, i3 = better_of_tokens(
+                        b2, i2, b3, i3 = update_winners(
                             logits, 1, ready, zero, b2, i2, b3, i3, first, base, skip, end, scale, noise_factor, key_lo, key_hi,
                             offset_lo, offset_hi,
                         )  # fmt: skip
                         ready = b0
-                    b0, i0 = better_of(b0, i0, b1, i1)
-                    b2, i2 = better_of(b2, i2, b3, i3)
-                    b0, i0 = better_of(b0, i0, b2, i2)
+                    b0, i0 = better(b0, i0, b1, i1)
+                    b2, i2 = better(b2, i2, b3, i3)
+                    b0, i0 = better(b0, i0, b2, i2)
                     b, i = keep_better(best[c], best_id[c], b0, i0)
                     done = b
                     new_best = new_best + (b,)
@@ -246,29 +246,31 @@ def sample_kernel(
                         for lane in tl.static_range(4):
                             lane_token = token + (lane & 1) * 8 + (lane >> 1) * 64
                             bias = tl.where((lane_token >= skip) & (lane_token < end), 0.0, float("-inf"))
-                            score = score_of(logits[lane], scale, bias, minus_gumbel(words[lane]), noise_factor)
+                            score = compute_score(logits[lane], scale, bias, minus_gumbel(words[lane]), noise_factor)
                             b, i = keep_better(b, i, score, lane_token)
                     done = b
                     new_best = new_best + (b,)
                     new_id = new_id + (i,)
             best = new_best
             best_id = new_id
-        doubts = 0  # a bit for each NARROW columns
+        ambiguous_blocks = 0  # a bit for each NARROW columns
         for c in tl.static_range(CHUNKS + REST_CHUNKS):
             key = tl.max(tl.where(best[c] != float("-inf"), pack_key(best[c], base + best_id[c]), 0), axis=0)
-            chunk_rows = rows_of_chunk(first_row, second_row, c, BLOCK_B, CHUNK_B, REST_CHUNK, HALVES)
+            chunk_rows = rows_in_chunk(first_row, second_row, c, BLOCK_B, CHUNK_B, REST_CHUNK, HALVES)
             _, key_lo, key_hi, offset_lo, offset_hi = row_params(
                 tl.minimum(chunk_rows, batch - 1),
                 temperature_at, temperature_value, seed_at, seed_value, offset_at, offset_value, ROW_TENSORS,
             )  # fmt: skip
-            word = word_of(((key & NO_TOKEN) ^ NO_TOKEN).to(tl.int32), offset_lo, offset_hi, key_lo, key_hi)
+            word = token_word(((key & NO_TOKEN) ^ NO_TOKEN).to(tl.int32), offset_lo, offset_hi, key_lo, key_hi)
             known = (chunk_rows < batch) & (chunk_rows >= first_owned) & (key != 0)
-            doubtful = known & ((key >> 31 == ORDERED_INF) | ((word == 0) & (key != NAN_KEY)))
+            ambiguous = known & ((key >> 31 == ORDERED_INF) | ((word == 0) & (key != NAN_KEY)))
             slot = workspace_ptr + chunk_rows.to(tl.int64) * num_samples
-            tl.atomic_max(slot, key, mask=known & (doubtful == 0), sem="relaxed")
-            doubts = doubts | tl.reduce_or(tl.where(doubtful, 1 << ((chunk_rows - first_row) // NARROW), 0), axis=0)
+            tl.atomic_max(slot, key, mask=known & (ambiguous == 0), sem="relaxed")
+            ambiguous_blocks = ambiguous_blocks | tl.reduce_or(
+                tl.where(ambiguous, 1 << ((chunk_rows - first_row) // NARROW), 0), axis=0
+            )
         for narrow in range(WIDTH // NARROW):
-            if (doubts >> narrow) & 1 != 0:
+            if (ambiguous_blocks >> narrow) & 1 != 0:
                 run_exact_pass(
                     hidden_rest, weight, temperature_at, temperature_value, seed_at, seed_value, offset_at, offset_value,
                     workspace_ptr, first_row + narrow * NARROW, first_owned, first_tile, stride, batch, vocab_size, base, skip,

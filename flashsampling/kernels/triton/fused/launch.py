@@ -10,7 +10,7 @@ from .... import exchange_protocol as protocol
 from ....inputs import SampleInputs, SampleResult
 from ....workspace import zeroed_words
 from ...device import multiprocessors
-from .config import TileConfig, choose_config, next_power_of_2
+from .config import TritonTileConfig, choose_config, next_power_of_2
 from .kernel import _EXCHANGE, sample_kernel
 from .noise import INTERPRETED
 
@@ -28,12 +28,14 @@ def _aligned_rows(hidden_states: Tensor) -> Tensor:
 class Operands(NamedTuple):
     """The two matrices as kernels take them, and what they are compiled for."""
 
-    matrices: tuple[Any, Any, Any]  # hidden states, those of ``TileConfig.narrow`` rows, weight: tensors or descriptors
+    matrices: tuple[
+        Any, Any, Any
+    ]  # hidden states, those of ``TritonTileConfig.narrow`` rows, weight: tensors or descriptors
     strides: tuple[int, int]  # elements between rows of hidden states and of the weight
     shapes: dict[str, Any]
 
 
-def tile_operands(hidden_states: Tensor, weight: Tensor, vocab_size: int, config: TileConfig) -> Operands:
+def tile_operands(hidden_states: Tensor, weight: Tensor, vocab_size: int, config: TritonTileConfig) -> Operands:
     """Of a launch in tiles of a shape."""
     dim = hidden_states.shape[1]
     # one class of alignment per D: what Triton specialises on is then decided by the weight
@@ -74,14 +76,14 @@ def tile_operands(hidden_states: Tensor, weight: Tensor, vocab_size: int, config
     return Operands((hidden, hidden_rest, weights), (hidden_states.stride(0), weight.stride(0)), shapes)
 
 
-def programs(batch: int, tokens: int, config: TileConfig, device: torch.device) -> tuple[int, int]:
+def programs(batch: int, tokens: int, config: TritonTileConfig, device: torch.device) -> tuple[int, int]:
     """How many work for a block of rows, and the blocks of rows: as many in all as the device holds at once, or fewer."""
     row_blocks = -(-batch // config.columns)
     tiles = -(-tokens // config.block_v)
     return max(1, min(tiles, config.ctas_per_sm * multiprocessors(device) // row_blocks)), row_blocks
 
 
-def run(step: SampleInputs, config: TileConfig | None = None) -> SampleResult:
+def run(step: SampleInputs, config: TritonTileConfig | None = None) -> SampleResult:
     """See ``backends``: one launch. ``config`` in place of the shape that is chosen."""
     shard, num_samples, vocab_size = step.shard, step.num_samples, step.vocab_size
     batch, dim = step.hidden_states.shape

@@ -8,9 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ..jit import jit
-from .config import TileConfig, choose_config
+from .config import TritonTileConfig, choose_config
 from .launch import programs, tile_operands
-from .tiles import rows_of_block, second_row_of, tile_logits
+from .tiles import rows_in_block, second_piece_row, tile_logits
 
 
 @jit
@@ -54,8 +54,8 @@ def logits_gemm_kernel(
     row_block = tl.program_id(0) % row_blocks
     first_owned = row_block * WIDTH
     first_row = tl.maximum(tl.minimum(first_owned, batch - WIDTH), 0)
-    second_row = second_row_of(first_row, batch, BLOCK_B, REST_B, HALVES)
-    rows = rows_of_block(first_row, second_row, BLOCK_B, HALVES)
+    second_row = second_piece_row(first_row, batch, BLOCK_B, REST_B, HALVES)
+    rows = rows_in_block(first_row, second_row, BLOCK_B, HALVES)
     for tile in range(tl.program_id(0) // row_blocks, tl.cdiv(vocab_size, BLOCK_V), tl.num_programs(0) // row_blocks):
         first_token = tile * BLOCK_V
         acc, rest = tile_logits(
@@ -73,7 +73,7 @@ def logits_gemm(
     hidden_states: Tensor,  # (B, D)
     weight: Tensor,  # (V, D)
     vocab_size: int,
-    config: TileConfig | None = None,
+    config: TritonTileConfig | None = None,
 ) -> Tensor:
     """(B, vocab_size) float32, rows a multiple of 16 bytes apart: one launch. ``config`` replaces the shape that is chosen."""
     batch = hidden_states.shape[0]

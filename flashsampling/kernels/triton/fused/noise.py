@@ -103,7 +103,7 @@ def minus_gumbel(word):
 
 
 @jit
-def minus_gumbel_of_zero(refinement):
+def minus_gumbel_zero_word(refinement):
     """Of the word 0, exactly: ``refinement`` is the same lane of the block with the refinement bit set."""
     tail = refinement.to(tl.float32) * _TWO_POW_M64 + _TWO_POW_M65
     return _log2(tail * _C0)
@@ -111,5 +111,5 @@ def minus_gumbel_of_zero(refinement):
 
 @jit
 def minus_gumbel_refined(word, refinement):
-    """``minus_gumbel``, total: of the word 0 ``minus_gumbel_of_zero``."""
-    return tl.where(word == 0, minus_gumbel_of_zero(refinement), minus_gumbel(word))
+    """``minus_gumbel``, total: of the word 0 ``minus_gumbel_zero_word``."""
+    return tl.where(word == 0, minus_gumbel_zero_word(refinement), minus_gumbel(word))

@@ -14,12 +14,12 @@ ORDERED_INF = Constant(0x7F800000 + 2**31)  # a key's high bits if its score is 
 
 @jit
 def with_noise(scaled, minus_noise, noise_factor):
-    """The second half of ``score_of``, where the first is ready."""
+    """The second half of ``compute_score``, where the first is ready."""
     return tl.fma(-minus_noise, noise_factor, scaled)
 
 
 @jit
-def score_of(logit, scale, bias, minus_noise, noise_factor):
+def compute_score(logit, scale, bias, minus_noise, noise_factor):
     """logit * scale + bias + noise * noise_factor. The operations are spelled out, so that every pass and every tile shape
     rounds alike."""
     return with_noise(tl.fma(logit, scale, bias), minus_noise, noise_factor)
@@ -43,7 +43,7 @@ def pack_key(score, token):
 
 
 @jit
-def word_of(token, offset_lo, offset_hi, key_lo, key_hi):
+def token_word(token, offset_lo, offset_hi, key_lo, key_hi):
     """The Philox word of a token, draw 0: its group is the id less bits 3 and 6, and they are its lane."""
     group = (token & 7) | (((token >> 4) & 3) << 3) | ((token >> 7) << 5)
     no_draw = tl.zeros(token.shape, tl.uint32)

@@ -119,7 +119,7 @@ def both_factors(factors):
 
 
 @jit
-def after(rows, done, zero):
+def order_after(rows, done, zero):
     """int32 row numbers, but not before ``done`` (float32, (M, N)) is known: ``zero`` is 0 at run time, which no compiler
     can know.
 

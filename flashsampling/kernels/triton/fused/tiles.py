@@ -6,7 +6,7 @@ from ..jit import jit
 
 
 @jit
-def second_row_of(first_row, batch, BLOCK_B: tl.constexpr, REST_B: tl.constexpr, HALVES: tl.constexpr):
+def second_piece_row(first_row, batch, BLOCK_B: tl.constexpr, REST_B: tl.constexpr, HALVES: tl.constexpr):
     """First row of a tile's second piece of columns: of the block's second half, if HALVES says so, or of the second block. If
     it would reach beyond the batch, it ends with it, and some rows are in both pieces: with the same scores, so that a maximum
     takes either. Loads of rows beyond the batch cost more than those of rows."""
@@ -30,7 +30,7 @@ def _product(w, h, acc, ROWS_ON_M: tl.constexpr):
 
 
 @jit
-def rows_of_block(first_row, second_row, BLOCK_B: tl.constexpr, HALVES: tl.constexpr):
+def rows_in_block(first_row, second_row, BLOCK_B: tl.constexpr, HALVES: tl.constexpr):
     """Rows of a tile's first block of columns, (BLOCK_B,)."""
     column = tl.arange(0, BLOCK_B)
     if HALVES:
@@ -46,7 +46,7 @@ def tile_logits(
     weight,  # descriptor of blocks (BLOCK_V, BLOCK_D), or pointer to (V, D)
     first_token,  # row of the weight; below 0 in the first tile of a shard that does not start where a Philox group does
     first_row,
-    second_row,  # see second_row_of
+    second_row,  # see second_piece_row
     batch,
     vocab_size,
     dim,
@@ -89,7 +89,7 @@ def tile_logits(
         # what is outside reads a neighbour's row, and is dropped below
         w_rows = tl.maximum(tl.minimum(tokens, vocab_size - 1), 0).to(tl.int64)
         w_ptrs = weight + w_rows[:, None] * weight_stride + dims[None, :]
-        rows = rows_of_block(first_row, second_row, BLOCK_B, HALVES)
+        rows = rows_in_block(first_row, second_row, BLOCK_B, HALVES)
         h_ptrs = _hidden_pointers(hidden, rows, batch, hidden_stride, BLOCK_D)
         if REST_B > 0:
             rest_ptrs = _hidden_pointers(hidden, second_row + tl.arange(0, REST_B), batch, hidden_stride, BLOCK_D)
@@ -184,7 +184,7 @@ def lane0_tokens(first_token, BLOCK_V: tl.constexpr):
 
 
 @jit
-def rows_of_chunk(
+def rows_in_chunk(
     first_row,
     second_row,
     c: tl.constexpr,

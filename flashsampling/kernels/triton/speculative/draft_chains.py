@@ -43,7 +43,7 @@ def _owner(bounds, batch, rows):
 
 
 @jit
-def _drafts_of(bounds, request, n, total):
+def _draft_span(bounds, request, n, total):
     """Of requests the place of the first draft among ``total``, and how many are looked at: of none at all none, whatever the
     bounds say."""
     if bounds is None:
@@ -147,7 +147,7 @@ def match_kernel(
     there = request < batch
     request = tl.minimum(request, batch - 1)
     node = tl.arange(0, NODES).to(tl.int64)[None, :]
-    first, count = _drafts_of(bounds, request, n, total)
+    first, count = _draft_span(bounds, request, n, total)
     place = first[:, None] + node
     row = tl.minimum(tl.maximum(place + request[:, None], 0), total + batch - 1)
     token = tl.load(tokens + row)
@@ -192,7 +192,7 @@ def hash_kernel(
         request = start + tl.arange(0, REQUESTS).to(tl.int64)
         follows = request < batch
         request = tl.minimum(request, batch - 1)
-        first, count = _drafts_of(bounds, request, n, total)
+        first, count = _draft_span(bounds, request, n, total)
         room = count
         if bounds is not None:
             room = tl.load(bounds + request + 1) - first

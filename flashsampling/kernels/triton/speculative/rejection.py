@@ -69,14 +69,14 @@ def _load_record(limits, masses, row):
 
 
 @jit
-def _q_of(draft_probs, probs_stride, place, token, there):
+def _draft_probability(draft_probs, probs_stride, place, token, there):
     """What a draft's probabilities hold for tokens, float32; below 0 as 0, and NaN as NaN."""
     q = tl.load(draft_probs + place * probs_stride + token, mask=there, other=0.0).to(tl.float32)
     return tl.where(q < 0.0, 0.0, q)
 
 
 @jit
-def _draft_of(bounds, request, node, n, total, batch):
+def _locate_draft(bounds, request, node, n, total, batch):
     """Of a request's draft: the row of the position before it, its place among all drafts, whether it is there."""
     if bounds is None:
         first = request * n
@@ -141,7 +141,7 @@ def accept_kernel(
     """See the module's docstring. Grid: (B * n,)."""
     request = tl.program_id(0).to(tl.int64) // n
     node = tl.program_id(0).to(tl.int64) % n
-    row, place, there = _draft_of(bounds, request, node, n, total, batch)
+    row, place, there = _locate_draft(bounds, request, node, n, total, batch)
     token = tl.load(drafts + place, mask=there, other=-1)
     holds = there & (token >= 0) & (token < vocab_size)
     token = tl.where(holds, token, 0).to(tl.int32)
@@ -158,7 +158,7 @@ def accept_kernel(
     p = _probability(x, token, top, scale, first_kept, least_mass, kept_mass, only_token)
     q = tl.full((), 1.0, tl.float32)
     if draft_probs is not None:
-        q = _q_of(draft_probs, probs_stride, place, token, holds)
+        q = _draft_probability(draft_probs, probs_stride, place, token, holds)
     seed = row_i64(seed_at, seed_value, row)
     offset = row_i64(offset_at, offset_value, row)
     word, _, _, _ = philox_words(
@@ -171,7 +171,7 @@ def accept_kernel(
 
 
 @jit
-def _accepted_of(accepted, request, n, NODES: tl.constexpr):
+def _count_accepted(accepted, request, n, NODES: tl.constexpr):
     """How many of a request's drafts are accepted, up to the first that is not."""
     node = tl.arange(0, NODES)
     bits = tl.load(accepted + request * n + node, mask=node < n, other=0)
@@ -236,8 +236,8 @@ def recover_kernel(
     BLOCK: tl.constexpr = 4 * GROUPS
     request = (tl.program_id(0) // blocks).to(tl.int64)
     block = tl.program_id(0) % blocks
-    node = _accepted_of(accepted, request, n, NODES)
-    row, place, there = _draft_of(bounds, request, node, n, total, batch)
+    node = _count_accepted(accepted, request, n, NODES)
+    row, place, there = _locate_draft(bounds, request, node, n, total, batch)
     refused = tl.load(drafts + place, mask=there, other=-1)
     if (refused >= 0) & (refused < vocab_size):  # else nothing was, and the token is there
         repetition = row_f32(repetition_at, repetition_value, row)
@@ -288,7 +288,7 @@ def recover_kernel(
             if draft_probs is None:
                 left = tl.where(token == refused, 0.0, p)
             else:
-                left = p - _q_of(draft_probs, probs_stride, place, token, live[lane])
+                left = p - _draft_probability(draft_probs, probs_stride, place, token, live[lane])
             noise = minus_gumbel_refined(words[lane], tails[lane])
             is_left = live[lane] & ((left > 0.0) | (left != left))
             best = tl.maximum(best, tl.where(is_left, pack_key(tl.log2(left) - noise, token), 0))
@@ -332,8 +332,8 @@ def finish_kernel(
 ):
     """See the module's docstring. Grid: (B,)."""
     request = tl.program_id(0).to(tl.int64)
-    count = _accepted_of(accepted, request, n, NODES)
-    row, place, there = _draft_of(bounds, request, count, n, total, batch)
+    count = _count_accepted(accepted, request, n, NODES)
+    row, place, there = _locate_draft(bounds, request, count, n, total, batch)
     refused = tl.load(drafts + place, mask=there, other=-1)
     token = tl.load(drawn + row)
     if (refused >= 0) & (refused < vocab_size):
@@ -344,7 +344,7 @@ def finish_kernel(
             best = tl.max(tl.load(keys + 1, mask=block < blocks, other=0), axis=0)
         token = tl.where((best == 0) | (best == NAN_KEY), -1, (best & NO_TOKEN) ^ NO_TOKEN)
     node = tl.arange(0, COLUMNS).to(tl.int64)
-    _, places, _ = _draft_of(bounds, request, node, n, total, batch)
+    _, places, _ = _locate_draft(bounds, request, node, n, total, batch)
     held = tl.load(drafts + places, mask=(node < count) & (node < n), other=-1)
     held = tl.where(node == count, token, held)
     tl.store(out + request * (n + 1) + node, tl.where(node <= count, held, -1), mask=node <= n)
