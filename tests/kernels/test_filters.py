@@ -167,8 +167,9 @@ def test_top_p_keeps_the_shortest_prefix_that_reaches_p():
     logits = torch.tensor([0.5, 0.25, 0.125, 0.125]).log()
     below, above = (math.nextafter(0.5, to) for to in (0, 1))
     for p, wanted in (
-        (0.0, [0]), (-3.0, [0]), (1e-45, [0]), (below, [0]), (0.5, [0]), (above, [0]), (0.5 + 1e-7, [0, 1]), (0.75, [0, 1]),
-        (0.76, [0, 1, 2]), (0.875, [0, 1, 2]), (0.88, [0, 1, 2, 3]), (1.0, [0, 1, 2, 3]), (7.0, [0, 1, 2, 3]),
+        (0.0, [0]), (-3.0, [0]), (1e-45, [0]), (below, [0]), (0.5, [0]), (above, [0]), (0.5 + 1e-7, [0, 1]),
+        (0.75, [0, 1]), (0.76, [0, 1, 2]), (0.875, [0, 1, 2]), (0.88, [0, 1, 2, 3]), (1.0, [0, 1, 2, 3]),
+        (7.0, [0, 1, 2, 3]),
     ):  # fmt: skip
         assert kept(logits, top_p=torch.tensor([p])) == wanted, p
     assert kept([3.0] * 8, top_p=0.5) == [0, 1, 2, 3]  # flat: the lowest ids

@@ -98,8 +98,8 @@ def test_the_same_of_a_head(case, impl, is_cut, filtered):
     logits, allowed = CASES[case][:2]
     mask = torch.tensor([[sum(1 << token for token in allowed)]] * 2, dtype=torch.int32, device=DEVICE)
     params = SamplingParams(
-        logprobs=True, top_logprobs=1, logsumexp=True, token_mask=mask, logprob_ids=torch.arange(6, device=DEVICE).expand(2, 6),
-        **FILTERS[filtered],
+        logprobs=True, top_logprobs=1, logsumexp=True, token_mask=mask,
+        logprob_ids=torch.arange(6, device=DEVICE).expand(2, 6), **FILTERS[filtered],
     )  # fmt: skip
     dtype = torch.bfloat16 if impl == "cute" else torch.float32
     weight, states = torch.tensor(logits)[:, None].expand(6, 8) / 8, torch.ones(2, 8)

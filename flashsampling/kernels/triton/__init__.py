@@ -1,10 +1,15 @@
-"""Triton: the fused step in one launch, and what a request asks for beside it in two more.
+"""The Triton kernels: a sampling step in one launch, and steps with sampling parameters in a few more.
 
-``steps`` says which launches a step takes. ``launch`` calls ``kernel``, which is made of ``rows``, ``tiles``, ``noise``,
-``scores``, ``careful`` and ``exchange``; ``logits_gemm`` has its tiles without its end; ``logits`` draws from logits in memory.
-``shards`` has the logits of a shard in memory, and draws from what the ranks keep of them, who meet by ``rounds``; what comes
-before, between and behind is in ``hashes``, ``limits`` and ``parts``. ``config`` has the tiles' shapes, and what is taken;
-``jit`` is the decorator of all of Triton's functions here.
+``backend`` chooses the launches of a step. The packages:
+
+    fused         one launch for default parameters. ``launch`` calls ``kernel``, which consists of ``row_params``,
+                  ``tiles``, ``noise``, ``packed_argmax`` and ``exact_pass``; ``logits_gemm`` stores logits;
+                  ``config`` has the tile shapes
+    filtered      draws from logits in memory: filters, log-probabilities, transforms
+    sharded       the same over several GPUs; ranks agree on cutoffs through ``collectives``
+    speculative   drafts: parameters per position, matching, rejection sampling
+
+``jit`` decorates every Triton function of the package.
 """
 
 from .backend import DOES, DOES_OF_LOGITS, recorded, run, unsupported

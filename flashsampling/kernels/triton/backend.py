@@ -1,10 +1,9 @@
-"""Which launches a step takes: one, or where a row's logits must be seen more than once, three.
+"""Chooses the launches of a step: one, or three where a row's logits are needed more than once.
 
-nothing is asked for    ``launch``: logits never leave the registers
-logits are there        ``logits``: two launches
-anything else           ``logits_gemm`` writes (B, V) float32 logits, of which ``logits`` makes the rest; and so for
-``recorded``,
-                        whatever is asked for
+default parameters    ``fused.launch``: logits never leave the registers
+logits are given      ``filtered.dispatch``: two launches
+anything else         ``fused.logits_gemm`` writes (B, V) float32 logits, from which ``filtered.dispatch`` draws;
+                      ``recorded`` always does so
 """
 
 from ...exchange_protocol import WHOLE
@@ -17,7 +16,7 @@ DOES = DOES_OF_LOGITS = SamplingParams._fields
 
 
 def unsupported(step: SampleInputs) -> str | None:
-    """Why the Triton implementation cannot do a step, or None."""
+    """Returns why the Triton backend cannot run a step, or None."""
     if step.logits is not None:
         return dispatch.unsupported(step)
     if step.params is not DEFAULT_PARAMS and step.shard != WHOLE:
@@ -26,7 +25,7 @@ def unsupported(step: SampleInputs) -> str | None:
 
 
 def run(step: SampleInputs) -> SampleResult:
-    """See ``backends``."""
+    """Runs a step (``backends``)."""
     if step.logits is not None:
         return dispatch.run(step)
     if step.params is DEFAULT_PARAMS:
@@ -35,7 +34,7 @@ def run(step: SampleInputs) -> SampleResult:
 
 
 def recorded(step: SampleInputs) -> FilteredLogits:
-    """See ``backends``: three launches, or two where logits are there."""
+    """Runs a step of drafts for rejection (``backends``): three launches, or two where logits are given."""
     step = _with_logits(step)
     assert step.logits is not None
     records = dispatch.empty_records(len(step.logits), step.logits.device)
@@ -43,7 +42,7 @@ def recorded(step: SampleInputs) -> FilteredLogits:
 
 
 def _with_logits(step: SampleInputs) -> SampleInputs:
-    """One launch, unless they are there."""
+    """Adds logits to a step in one launch, unless they are given."""
     if step.logits is not None:
         return step
     return step._replace(logits=logits_gemm(step.hidden_states, step.weight, step.vocab_size))

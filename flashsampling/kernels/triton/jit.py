@@ -1,9 +1,9 @@
-"""``triton.jit`` of functions that any process may launch in any order, and compile ahead of launching.
+"""Wraps ``triton.jit``, so that any process may launch functions in any order and compile them before launching.
 
-Triton hashes a function, with all that it calls, when a launch first needs it. In a caller's hash are the globals that a callee
-reads only if that was hashed before: where a kernel lies on disk would depend on what a process launched before it, and, of
-several threads, on chance. Here a function is hashed when it is defined: all that it calls is above it, or in a module that is
-imported there, and so was hashed before. It takes 1 ms.
+Triton hashes a function, with all functions that it calls, when a launch first needs it. A caller's hash contains the
+globals that a callee reads only if the callee was hashed earlier: the path of a kernel on disk would depend on earlier
+launches of the process and, with several threads, on chance. Here a function is hashed when it is defined: all its
+callees are above it, or in a module that is imported there, and were hashed earlier. Hashing takes 1 ms.
 """
 
 import contextlib
@@ -25,23 +25,23 @@ class _Function(triton.JITFunction):  # type: ignore[misc] # it is Any
 
 
 def jit(function: Any = None, **options: Any) -> Any:
-    """A decorator, as ``triton.jit``."""
+    """Decorates a function as ``triton.jit`` does."""
     if function is None:
         return functools.partial(jit, **options)
     if triton.knobs.runtime.interpret:
         return triton.jit(function, **options)
     made = _Function(function, **options)
-    made.cache_key  # noqa: B018, it is kept
+    made.cache_key  # noqa: B018, a cached property
     return made
 
 
 def only_compiles() -> bool:
-    """Whether this thread's launches run nothing: see ``compiling``."""
+    """Returns whether this thread's launches only compile: see ``compiling``."""
     return _only_compiles.get()
 
 
 def _forget_cancelled(mode: triton.AsyncCompileMode) -> None:
-    """What nobody makes any more, and Triton would wait for."""
+    """Removes cancelled compilations, which Triton would wait for."""
     for future in mode.raw_futures:
         if future.cancelled():
             mode.future_kernels[future._key].result(ignore_errors=True)
@@ -50,10 +50,11 @@ def _forget_cancelled(mode: triton.AsyncCompileMode) -> None:
 
 @contextlib.contextmanager
 def compiling(at_once: int) -> Iterator[None]:
-    """Meanwhile this thread's launches compile what is missing, in as many threads, and run nothing: whatever they would have
-    written is not written. At the end all is compiled; what cannot be is the error of the launch that needs it.
+    """Makes this thread's launches compile missing kernels, in ``at_once`` threads, and run nothing: no output is
+    written.
 
-    Triton's compiler is Python for less than a tenth of its time.
+    At the end all kernels are compiled. A kernel that cannot be compiled raises at the launch that needs it. Less than
+    a tenth of Triton's compilation is Python.
     """
     outer, before = _async_compile.active_mode.get(), _only_compiles.set(True)
     with ThreadPoolExecutor(at_once) as pool:
@@ -71,4 +72,4 @@ def compiling(at_once: int) -> Iterator[None]:
             raise
         finally:
             _only_compiles.reset(before)
-            _async_compile.active_mode.set(outer)  # Triton 3.6 leaves it as it is where its waiting is interrupted
+            _async_compile.active_mode.set(outer)  # Triton 3.6 does not reset it when its waiting is interrupted

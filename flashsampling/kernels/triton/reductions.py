@@ -1,5 +1,4 @@
-"""Several reductions as one: where a row's numbers are spread over a program's threads, these wait for each other once, and not
-once for each."""
+"""Joins several reductions over a program's threads into one, so that the threads wait for each other once."""
 
 import triton.language as tl
 
@@ -8,7 +7,7 @@ from .jit import jit
 
 @jit
 def sum_three(a, b, c):
-    """Of (N,) tensors of one type."""
+    """Sums three (N,) tensors of one type."""
     of_ab, of_cc = tl.split(tl.sum(tl.join(tl.join(a, b), tl.join(c, c)), axis=0))
     of_a, of_b = tl.split(of_ab)
     of_c, _ = tl.split(of_cc)
@@ -17,6 +16,6 @@ def sum_three(a, b, c):
 
 @jit
 def lowest_and_highest(low, high):
-    """The least of one (N,) tensor of int32 and the greatest of another."""
+    """Returns the least of one (N,) int32 tensor and the greatest of another."""
     least, complement = tl.split(tl.min(tl.join(low, ~high), axis=0))
     return least, ~complement

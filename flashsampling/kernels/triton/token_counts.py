@@ -1,11 +1,12 @@
-"""Counts of a request's tokens (``counts.TokenCounts``), advanced in one small launch; as torch operations it would be ten."""
+"""Advances the counts of requests' tokens (``token_counts.TokenCounts``) in one small launch; torch needs ten
+operations."""
 
 import triton.language as tl
 from torch import Tensor
 
 from .jit import jit
 
-_TOKENS = 32  # of a row, at a time
+_TOKENS = 32  # of a row at once
 
 
 @jit(
@@ -15,18 +16,18 @@ _TOKENS = 32  # of a row, at a time
 def count_kernel(
     token_ids,  # (B, n) of any integers
     ids_stride,
-    apart,  # elements between a row's
-    rows,  # (B,) int64, whose; None: the first
+    apart,  # elements between neighbours in a row
+    rows,  # (B,) int64, rows of counts; None: the first B
     counts,  # (rows, V) int32, changed in place
     counts_stride: tl.int64,
-    seen,  # (rows, groups) uint8, likewise: see ``counts.Counted``
+    seen,  # (rows, groups) uint8, changed in place: the nonzero-count mask
     seen_stride: tl.int64,
     vocab_size,
     count,  # n
-    GROUP: tl.constexpr,  # tokens of which ``seen`` speaks together
+    GROUP: tl.constexpr,  # tokens per byte of ``seen``
     TOKENS: tl.constexpr,
 ):
-    """A program per row of ids. Ids out of range count for nothing; a token may come twice, and so may a row."""
+    """Counts a row of ids per program. Ids out of range are ignored; a token, and a row, may occur several times."""
     program = tl.program_id(0).to(tl.int64)
     row = program
     if rows is not None:
@@ -46,10 +47,10 @@ def count(
     rows: Tensor | None,  # (B,) int64; None: the first B
     group: int,
 ) -> None:
-    """``TokenCounts.add``, of checked arguments."""
+    """Adds token ids to counts (``TokenCounts.add``). The arguments are checked."""
     batch, length = token_ids.shape
     if batch and length:
         count_kernel[(batch,)](
-            token_ids, *token_ids.stride(), rows, counts, counts.stride(0), seen, seen.stride(0), counts.shape[1], length,
-            GROUP=group, TOKENS=_TOKENS, num_warps=1,
+            token_ids, *token_ids.stride(), rows, counts, counts.stride(0), seen, seen.stride(0), counts.shape[1],
+            length, GROUP=group, TOKENS=_TOKENS, num_warps=1,
         )  # fmt: skip

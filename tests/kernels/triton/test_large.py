@@ -94,8 +94,8 @@ def test_amounts_of_many_rows():
     state, limit = torch.tensor([[0, 4, 8]]), torch.full((1,), logit_transforms.LOWEST)
     one, none = torch.ones(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     radix_pass_kernel[(1,)](
-        one, none, theirs, state, limit, logits, 20, 20, top, top, 100, 1 << 40, 8, 2**23, 2, 1, 1, 0, MASSES=False, BINS=256,
-        TILE=32,
+        one, none, theirs, state, limit, logits, 20, 20, top, top, 100, 1 << 40, 8, 2**23, 2, 1, 1, 0, MASSES=False,
+        BINS=256, TILE=32,
     )  # fmt: skip
     # four are wanted, the first is another rank's
     assert limit.tolist() == logit_transforms.places_of(torch.tensor([key]), torch.tensor([109])).tolist()

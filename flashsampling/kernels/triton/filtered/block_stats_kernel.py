@@ -218,9 +218,9 @@ def block_stats_kernel(
     frequency = row_f32(frequency_at, frequency_value, row)
     presence = row_f32(presence_at, presence_value, row)
     source = LogitSource(
-        row.to(tl.int64), logits, logits_stride, vocab_size, bias, logit_scale, soft_cap, dense_bias, bias_ids, bias_values,
-        bias_count, ids_stride, values_stride, counts, counts_stride, repetition, frequency, presence, token_mask, mask_stride,
-        None, None,
+        row.to(tl.int64), logits, logits_stride, vocab_size, bias, logit_scale, soft_cap, dense_bias, bias_ids,
+        bias_values, bias_count, ids_stride, values_stride, counts, counts_stride, repetition, frequency, presence,
+        token_mask, mask_stride, None, None,
     )  # fmt: skip
     column = column_tokens(COLUMNS)
     tokens = ()

@@ -288,8 +288,8 @@ def draw_in_rounds(
         if token < 0:
             if WHOLE:
                 best = _best_of_row(
-                    tokens, limit + 1, None, tl.full((), 0, tl.int32), draw_number, scale, noise_factor, offset_lo, offset_hi,
-                    key_lo, key_hi, DRAW_TILE, HEAD, ENTRIES,
+                    tokens, limit + 1, None, tl.full((), 0, tl.int32), draw_number, scale, noise_factor, offset_lo,
+                    offset_hi, key_lo, key_hi, DRAW_TILE, HEAD, ENTRIES,
                 )  # fmt: skip
             else:
                 best = _best_kept(  # refined at once: less code to come from memory than both
@@ -310,8 +310,9 @@ def draw_in_rounds(
 
 @jit
 def draw_from_row(
-    tokens, limit, least_mass, first, temperature, seed, offset, stream, winners_ptr, blocks, full, ids_ptr, num_samples,
-    asks, DRAWN: tl.constexpr, BLOCKS: tl.constexpr, TILE: tl.constexpr, HEAD: tl.constexpr, ENTRIES: tl.constexpr,
+    tokens, limit, least_mass, first, temperature, seed, offset, stream, winners_ptr, blocks, full, ids_ptr,
+    num_samples, asks, DRAWN: tl.constexpr, BLOCKS: tl.constexpr, TILE: tl.constexpr, HEAD: tl.constexpr,
+    ENTRIES: tl.constexpr,
 ):  # fmt: skip
     """Writes the token with the best score among the kept ones, for every draw. ``first``, a multiple of 128: of the tokens
     below it the scan has the best scores, in the first ``full`` of a draw's ``blocks``. ``DRAWN``: it has the row's tokens, of
@@ -342,7 +343,7 @@ def draw_from_row(
                 start = tl.where(is_zero, 0, first)
                 known = tl.where(is_zero, 0, known)
         best = _best_of_row(
-            tokens, limit, least_mass, start, draw_number, scale, noise_factor, offset_lo, offset_hi, key_lo, key_hi, TILE,
-            HEAD, ENTRIES,
+            tokens, limit, least_mass, start, draw_number, scale, noise_factor, offset_lo, offset_hi, key_lo, key_hi,
+            TILE, HEAD, ENTRIES,
         )  # fmt: skip
         tl.store(ids_ptr + draw, _id_of(tl.maximum(best, known)))

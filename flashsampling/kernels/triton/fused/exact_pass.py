@@ -1,4 +1,4 @@
-"""The careful pass, whose reasons ``kernel`` has: refined noise, every case of the contract told apart, any number of draws."""
+"""Scores tiles exactly: refined noise, every case of the contract, any number of draws (``kernel`` says when)."""
 
 import triton.language as tl
 
@@ -29,7 +29,7 @@ def _publish_exact(
     BLOCK_V: tl.constexpr,
     BLOCK_B: tl.constexpr,
 ):
-    """Publishes one tile with the refined noise and every special case told apart."""
+    """Publishes one tile with the refined noise and every special case."""
     token0 = lane0_tokens(first_token, BLOCK_V)
     group = ((base + first_token) // 4 + tl.arange(0, BLOCK_V // 4))[:, None].to(tl.uint32)
     stream_draw = tl.full((1, 1), draw, tl.uint32)
@@ -92,7 +92,7 @@ def run_exact_pass(
     UPCAST: tl.constexpr,
     ROW_TENSORS: tl.constexpr,
 ):
-    """The careful pass over a program's tiles, for one block of columns."""
+    """Runs the exact pass over a program's tiles, for one block of columns."""
     rows = first_row + tl.arange(0, BLOCK_B)
     live = (rows < batch) & (rows >= first_owned)
     slots = workspace_ptr + rows.to(tl.int64) * num_samples

@@ -1,6 +1,6 @@
-"""Products of hidden states and weight, to memory: for what a step is asked that needs to see a row's logits more than once.
+"""Multiplies hidden states and weight and stores the logits, for steps that need a row's logits more than once.
 
-The tiles of ``kernel``, so a product is the same bits in any batch. A program keeps one block of rows, as there.
+It uses the tiles of ``kernel``, so a logit is the same bits in any batch. A program keeps one row block, as there.
 """
 
 import torch
@@ -15,7 +15,7 @@ from .tiles import rows_in_block, second_piece_row, tile_logits
 
 @jit
 def _store(out, out_stride, tile, first_token, rows, first_owned, batch, vocab_size):
-    """A tile, (tokens, rows), transposed into rows."""
+    """Stores a tile (tokens, rows) transposed, row by row."""
     tokens = first_token + tl.arange(0, tile.shape[0])[:, None]
     rows = rows[None, :]
     wanted = (tokens < vocab_size) & (rows < batch) & (rows >= first_owned)
@@ -48,7 +48,7 @@ def logits_gemm_kernel(
     UPCAST: tl.constexpr,
     ROWS_ON_M: tl.constexpr,
 ):
-    """See ``kernel.sample_kernel``. Grid: (programs per block of rows * blocks of rows,)."""
+    """Computes logits with the tiles of ``kernel.sample_kernel``. Grid: (programs per row block * row blocks,)."""
     WIDTH: tl.constexpr = BLOCK_B + REST_B
     row_blocks = tl.cdiv(batch, WIDTH)
     row_block = tl.program_id(0) % row_blocks
@@ -75,7 +75,8 @@ def logits_gemm(
     vocab_size: int,
     config: TritonTileConfig | None = None,
 ) -> Tensor:
-    """(B, vocab_size) float32, rows a multiple of 16 bytes apart: one launch. ``config`` replaces the shape that is chosen."""
+    """Returns logits (B, vocab_size) float32, rows a multiple of 16 bytes apart, in one launch. ``config`` replaces the
+    chosen shape."""
     batch = hidden_states.shape[0]
     config = choose_config(hidden_states, weight, 1) if config is None else config
     operands = tile_operands(hidden_states, weight, vocab_size, config)

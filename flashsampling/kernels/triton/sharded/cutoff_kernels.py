@@ -482,14 +482,14 @@ def histogram_kernel(
         if passed > FEW:
             at = first * CHUNK + tl.arange(0, TILE)
             _add_up(
-                of_row, at, columns, highest.to(tl.uint32), last.to(tl.uint32), lowest, tops_ptr, temperatures_ptr, out, row,
-                first_token, unit, width, shift, MASSES,
+                of_row, at, columns, highest.to(tl.uint32), last.to(tl.uint32), lowest, tops_ptr, temperatures_ptr, out,
+                row, first_token, unit, width, shift, MASSES,
             )  # fmt: skip
         elif passed > 0:
             at = _tokens_of(passing, chunk, columns, FEW, CHUNK)
             _add_up(
-                of_row, at, columns, highest.to(tl.uint32), last.to(tl.uint32), lowest, tops_ptr, temperatures_ptr, out, row,
-                first_token, unit, width, shift, MASSES,
+                of_row, at, columns, highest.to(tl.uint32), last.to(tl.uint32), lowest, tops_ptr, temperatures_ptr, out,
+                row, first_token, unit, width, shift, MASSES,
             )  # fmt: skip
 
 

@@ -76,10 +76,10 @@ def process_kernel(
     row = tl.program_id(0) // blocks
     first = tl.program_id(0) % blocks * BLOCK
     source = LogitSource(
-        row.to(tl.int64), logits, logits_stride, vocab_size, bias, logit_scale, soft_cap, dense_bias, bias_ids, bias_values,
-        bias_count, ids_stride, values_stride, counts, counts_stride, row_f32(repetition_at, repetition_value, row),
-        row_f32(frequency_at, frequency_value, row), row_f32(presence_at, presence_value, row), token_mask, mask_stride,
-        None, None,
+        row.to(tl.int64), logits, logits_stride, vocab_size, bias, logit_scale, soft_cap, dense_bias, bias_ids,
+        bias_values, bias_count, ids_stride, values_stride, counts, counts_stride,
+        row_f32(repetition_at, repetition_value, row), row_f32(frequency_at, frequency_value, row),
+        row_f32(presence_at, presence_value, row), token_mask, mask_stride, None, None,
     )  # fmt: skip
     token = first + tl.arange(0, BLOCK)
     live = token < vocab_size

@@ -1,11 +1,11 @@
-"""Drafts in chains, on the device in two small launches: the parameters of every position, and which drafts were matched.
+"""Handles draft chains on the device in two small launches: parameters of every position, and which drafts match.
 
-    spread  of each row of hidden states its request, and that one's temperature, seed, offset, and other numbers
-    match   what the target drew at the positions of a request beside its drafts, up to the first that differs
-    hashed  of several ranks: a hash of the drafts, which all must have the same
+    expand  for each row of hidden states its request, and that request's temperature, seed, offset and other numbers
+    match   the target's tokens at the positions of a request against its drafts, up to the first that differs
+    hash    with several ranks: a hash of the drafts, which must agree on all ranks
 
-What ``drafts`` and ``acceptance`` do in a dozen torch operations; those do trees too, are what compilers see, and are what this
-is tested against. Whatever the tensors hold, no index is out of range.
+``speculative.drafts`` and ``speculative.acceptance`` do the same in a dozen torch operations, also for trees; compilers
+see those, and tests compare this module with them. Whatever the tensors hold, no index is out of range.
 """
 
 from collections.abc import Sequence
@@ -22,8 +22,8 @@ from ..constant import Constant
 from ..fused.config import next_power_of_2
 from ..jit import jit
 
-_ROWS = 128  # of a program of ``expand_kernel``
-_REQUESTS = 8  # of a program of ``match_kernel``
+_ROWS = 128  # per program of ``expand_kernel``
+_REQUESTS = 8  # per program of ``match_kernel``
 _HASHED = 128  # requests at once, in ``hash_kernel``
 _FIRST, _SECOND, _THIRD = (Constant(factor) for factor in HASH_FACTORS)
 _ROOM, _MOST, _LAST_ID = Constant(HASH_OF_ROOM), Constant(HASH_OF_MOST), Constant(NO_TOKEN)
@@ -31,9 +31,10 @@ _ROOM, _MOST, _LAST_ID = Constant(HASH_OF_ROOM), Constant(HASH_OF_MOST), Constan
 
 @jit
 def _owner(bounds, batch, rows):
-    """Of each row of hidden states the request that it is of, and how far behind its first one it is."""
+    """Returns, for each row of hidden states, its request and its distance from the request's first row: a binary
+    search."""
     owner = tl.zeros(rows.shape, tl.int64)
-    left = tl.zeros(rows.shape, tl.int64) + batch  # how many requests may begin at or before it
+    left = tl.zeros(rows.shape, tl.int64) + batch  # requests that may begin at or before the row
     while tl.max(left, axis=0) > 1:
         half = left // 2
         begins = tl.load(bounds + owner + half) + owner + half
@@ -44,7 +45,7 @@ def _owner(bounds, batch, rows):
 
 @jit
 def _draft_span(bounds, request, n, total):
-    """Of requests the place of the first draft among ``total``, and how many are looked at: of none at all none, whatever the
+    """Returns the first draft of requests among ``total``, and their draft count: 0 if ``total`` is 0, whatever the
     bounds say."""
     if bounds is None:
         first = request * n
@@ -74,11 +75,11 @@ def expand_kernel(
     offset,  # (B,) int64; None: offset_value
     offset_value: tl.int64,
     offsets,  # (R,), out
-    requests,  # (R,) int64, out; None: nobody asks
+    requests,  # (R,) int64, out; None: not wanted
     positions: tl.int64,
     batch: tl.int64,
     n: tl.int64,
-    # of requests, (B,), contiguous, and of their rows, (R,), out; None: a number for all, nothing is written
+    # (B,) per request, contiguous, and (R,) per row, out; None: a scalar, nothing is written
     temperature,
     temperatures,
     seed,
@@ -99,7 +100,7 @@ def expand_kernel(
     joint_top_ps,
     ROWS: tl.constexpr,
 ):
-    """See the module's docstring. Grid: (blocks of rows,)."""
+    """Copies each request's parameters to all of its positions. Grid: (blocks of rows,)."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live = rows < positions
     if bounds is None:
@@ -142,7 +143,7 @@ def match_kernel(
     REQUESTS: tl.constexpr,
     NODES: tl.constexpr,  # n + 1, up to a power of two
 ):
-    """See the module's docstring. Grid: (blocks of requests,)."""
+    """Compares the target's tokens with the drafts. Grid: (blocks of requests,)."""
     request = tl.program_id(0).to(tl.int64) * REQUESTS + tl.arange(0, REQUESTS)
     there = request < batch
     request = tl.minimum(request, batch - 1)
@@ -155,7 +156,7 @@ def match_kernel(
     place = tl.minimum(tl.maximum(place, 0), total - 1)
     draft = tl.load(drafts + place, mask=has_draft, other=-1)
     holds = has_draft & (draft >= 0) & (draft == token)
-    accepted = tl.min(tl.where(holds, NODES, node), axis=1)  # node 0 to n: the first that does not
+    accepted = tl.min(tl.where(holds, NODES, node), axis=1)  # node 0 to n: the first that does not match
     accepted = tl.minimum(accepted, n)
     emitted = (node <= accepted[:, None]) & (node <= n)
     tl.store(out + request[:, None] * (n + 1) + node, tl.where(emitted, token, -1), mask=there[:, None] & (node <= n))
@@ -166,7 +167,7 @@ def match_kernel(
 
 @jit
 def _odd_number(place):
-    """As ``drafts._odd_number``."""
+    """Mixes an index into an odd number, as ``drafts._odd_number`` does."""
     number = place * _FIRST + _THIRD
     number = (number ^ (number >> 30)) * _SECOND
     number = (number ^ (number >> 27)) * _THIRD
@@ -186,7 +187,7 @@ def hash_kernel(
     n: tl.int64,
     REQUESTS: tl.constexpr,
 ):
-    """As ``drafts.Drafts.hash`` of chains. Grid: (1,)."""
+    """Hashes draft chains as ``drafts.Drafts.hash`` does. Grid: (1,)."""
     hashed = tl.zeros((REQUESTS,), tl.int64)
     for start in range(0, batch, REQUESTS):
         request = start + tl.arange(0, REQUESTS).to(tl.int64)
@@ -212,7 +213,7 @@ def hashed(
     batch: int,
     n: int,
 ) -> Tensor:
-    """() int64: see ``drafts.Drafts.hash``."""
+    """Returns the draft hash, () int64 (``drafts.Drafts.hash``)."""
     out = torch.empty((), dtype=torch.int64, device=token_ids.device)
     hash_kernel[(1,)](bounds, token_ids, out, token_ids.numel(), batch, n, REQUESTS=_HASHED, num_warps=4)
     return out
@@ -225,13 +226,14 @@ def expand(
     temperature: Tensor | float,  # (B,)
     seed: Tensor | int,  # (B,)
     offset: Tensor | int,  # (B,)
-    numbers: Sequence[Any],  # ``step.NUMBERS``: of each a tensor (B,), or what all have
+    numbers: Sequence[Any],  # ``inputs.NUMBERS``: each a tensor (B,), or a scalar
     device: torch.device,
     *,
     positions: int,
     with_requests: bool,
 ) -> tuple[Tensor | float, Tensor | int, Tensor, list[Any], Tensor | None]:
-    """Temperature, seed, offset and numbers of every position, (R,) or what all have, and whose it is if that is asked for."""
+    """Returns temperature, seed, offset and numbers of every position, (R,) or a scalar, and the positions' requests if
+    wanted."""
     offsets, requests = torch.empty((2, positions), dtype=torch.int64, device=device)
     of_requests = [temperature, seed, *numbers]
     of_rows = [
@@ -262,7 +264,7 @@ def match(
     n: int,
     tokens: Tensor,  # (R,) int64: what the target drew
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens (B, n + 1), how many drafts hold (B,), how many tokens there are (B,)."""
+    """Returns tokens (B, n + 1), the number of matched drafts (B,), and the number of tokens (B,)."""
     out = torch.empty((batch, n + 1), dtype=torch.int64, device=tokens.device)
     num_accepted, num_emitted = torch.empty((2, batch), dtype=torch.int64, device=tokens.device)
     match_kernel[(triton.cdiv(batch, _REQUESTS),)](

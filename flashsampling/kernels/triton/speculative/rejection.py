@@ -1,15 +1,17 @@
-"""Rejection sampling of chains of drafts, from logits in memory and what was recorded of their rows
-(``step.FilteredLogits``), with
-everything that a request may ask for. Three launches.
+"""Rejection sampling of draft chains, from logits in memory and the recorded filters of their rows
+(``inputs.FilteredLogits``).
 
-    accept   a program per draft: p of it, from its logit and what ``logits_pick`` found out of its row, beside a coin times q
-    recover  programs per request: of the first draft that is not accepted, blocks of max(p - q, 0) with noise
-    finish   a program per request: the best of its blocks, or, behind drafts that are all accepted, the token drawn there
+It supports all sampling parameters, in three launches:
+
+    accept   a program per draft: its p, from its logit and the row's record by ``filtered.filtered_sample_kernel``,
+             against a coin times q
+    recover  programs per request: at the first draft that is not accepted, blocks of max(p - q, 0) with noise
+    finish   a program per request: the best of its blocks or, after drafts that are all accepted, the token drawn there
 
 An id that is no token is no draft: the chain ends before it.
 
-What ``reference/rejection`` does in float64 with a pass over all rows is here float32, and a pass over one row of each request.
-Leviathan, Kalman and Matias, "Fast Inference from Transformers via Speculative Decoding", ICML 2023.
+``reference/rejection`` computes in float64 over all rows; these kernels compute in float32 over one row of each
+request. Leviathan, Kalman and Matias, "Fast Inference from Transformers via Speculative Decoding", ICML 2023.
 """
 
 import torch
@@ -46,13 +48,13 @@ _RECOVERY = Constant(int(Stream.RECOVERY) << 24)
 
 @jit
 def _place(key, token):
-    """A token's place in its row, greater for the greater logit and then for the lower id."""
+    """Returns a token's sort key in its row: greater for the greater logit, then for the lower id."""
     return (key.to(tl.int64) << 31) | (token ^ NO_TOKEN).to(tl.int64)
 
 
 @jit
 def _probability(x, token, top, scale, first_kept, least_mass, kept_mass, only_token):
-    """p of tokens with processed logits x; NaN in an undefined row, whose ``kept_mass`` is NaN."""
+    """Returns p of tokens with processed logits x; NaN in an undefined row, whose ``kept_mass`` is NaN."""
     mass = mass_of(x, top, scale)
     kept = (_place(key_of(x), token) >= first_kept) & reaches(x, mass, least_mass, top, scale)
     p = tl.where(kept & (x != float("-inf")), mass / kept_mass, 0.0)
@@ -62,7 +64,7 @@ def _probability(x, token, top, scale, first_kept, least_mass, kept_mass, only_t
 
 @jit
 def _load_record(limits, masses, row):
-    """What the row keeps: the place of its last token, and least mass, all mass, highest logit, its only token."""
+    """Loads a row's record: sort key of its last kept token, least mass, mass of all, highest logit, its only token."""
     record = masses + row * 4
     only_token = tl.load(record + 3).to(tl.int32, bitcast=True)
     return tl.load(limits + row), tl.load(record), tl.load(record + 1), tl.load(record + 2), only_token
@@ -70,14 +72,15 @@ def _load_record(limits, masses, row):
 
 @jit
 def _draft_probability(draft_probs, probs_stride, place, token, there):
-    """What a draft's probabilities hold for tokens, float32; below 0 as 0, and NaN as NaN."""
+    """Loads the draft probabilities of tokens, float32: negative ones as 0, and NaN as NaN."""
     q = tl.load(draft_probs + place * probs_stride + token, mask=there, other=0.0).to(tl.float32)
     return tl.where(q < 0.0, 0.0, q)
 
 
 @jit
 def _locate_draft(bounds, request, node, n, total, batch):
-    """Of a request's draft: the row of the position before it, its place among all drafts, whether it is there."""
+    """Returns, for a request's draft, the row of the position before it, its index among all drafts, and whether it
+    exists."""
     if bounds is None:
         first = request * n
         there = node < n
@@ -91,13 +94,13 @@ def _locate_draft(bounds, request, node, n, total, batch):
 @jit(
     do_not_specialize=[
         "temperature_at", "temperature_value", "seed_at", "seed_value", "offset_at", "offset_value", "repetition_at",
-        "repetition_value", "frequency_at", "frequency_value", "presence_at", "presence_value", "logit_scale", "soft_cap",
-        "bias_count", "ids_stride", "values_stride", "total", "batch", "n",
+        "repetition_value", "frequency_at", "frequency_value", "presence_at", "presence_value", "logit_scale",
+        "soft_cap", "bias_count", "ids_stride", "values_stride", "total", "batch", "n",
     ],
     do_not_specialize_on_alignment=["bounds", "drafts", "draft_probs", "accepted", "limits", "masses"],
 )  # fmt: skip
 def accept_kernel(
-    logits,  # as for ``logits_scan``, rows being positions
+    logits,  # as for ``block_stats_kernel``; rows are positions
     logits_stride,
     vocab_size,
     bias,
@@ -129,16 +132,16 @@ def accept_kernel(
     masses,
     bounds,  # (B + 1,) int64; None: n drafts each
     drafts,  # (total,) int64
-    draft_probs,  # (total, V or more); None: each was certain
+    draft_probs,  # (total, V or more); None: each draft was certain
     probs_stride,
-    accepted,  # (B, n) int32, out: 1 if the draft is
+    accepted,  # (B, n) int32, out: 1 if the draft is accepted
     total: tl.int64,
     batch: tl.int64,
     n: tl.int64,
     ENTRIES: tl.constexpr,
     HEAD: tl.constexpr,
 ):
-    """See the module's docstring. Grid: (B * n,)."""
+    """Decides which drafts are accepted, each by itself. Grid: (B * n,)."""
     request = tl.program_id(0).to(tl.int64) // n
     node = tl.program_id(0).to(tl.int64) % n
     row, place, there = _locate_draft(bounds, request, node, n, total, batch)
@@ -149,8 +152,9 @@ def accept_kernel(
     frequency = row_f32(frequency_at, frequency_value, row)
     presence = row_f32(presence_at, presence_value, row)
     source = LogitSource(
-        row, logits, logits_stride, vocab_size, bias, logit_scale, soft_cap, dense_bias, bias_ids, bias_values, bias_count,
-        ids_stride, values_stride, counts, counts_stride, repetition, frequency, presence, token_mask, mask_stride, None, None,
+        row, logits, logits_stride, vocab_size, bias, logit_scale, soft_cap, dense_bias, bias_ids, bias_values,
+        bias_count, ids_stride, values_stride, counts, counts_stride, repetition, frequency, presence, token_mask,
+        mask_stride, None, None,
     )  # fmt: skip
     _, x = both_logits_of(source, token, HEAD, ENTRIES)
     first_kept, least_mass, kept_mass, top, only_token = _load_record(limits, masses, row)
@@ -172,7 +176,7 @@ def accept_kernel(
 
 @jit
 def _count_accepted(accepted, request, n, NODES: tl.constexpr):
-    """How many of a request's drafts are accepted, up to the first that is not."""
+    """Returns how many of a request's drafts are accepted, up to the first that is not."""
     node = tl.arange(0, NODES)
     bits = tl.load(accepted + request * n + node, mask=node < n, other=0)
     return tl.min(tl.where(bits != 0, NODES, node), axis=0).to(tl.int64)
@@ -181,8 +185,8 @@ def _count_accepted(accepted, request, n, NODES: tl.constexpr):
 @jit(
     do_not_specialize=[
         "temperature_at", "temperature_value", "seed_at", "seed_value", "offset_at", "offset_value", "repetition_at",
-        "repetition_value", "frequency_at", "frequency_value", "presence_at", "presence_value", "logit_scale", "soft_cap",
-        "bias_count", "ids_stride", "values_stride", "total", "batch", "n", "blocks",
+        "repetition_value", "frequency_at", "frequency_value", "presence_at", "presence_value", "logit_scale",
+        "soft_cap", "bias_count", "ids_stride", "values_stride", "total", "batch", "n", "blocks",
     ],
     do_not_specialize_on_alignment=["bounds", "drafts", "draft_probs", "accepted", "slots", "limits", "masses"],
 )  # fmt: skip
@@ -232,21 +236,21 @@ def recover_kernel(
     NODES: tl.constexpr,  # n, up to a power of two
     GROUPS: tl.constexpr,  # Philox groups of a block
 ):
-    """See the module's docstring. Grid: (B * blocks,)."""
+    """Draws from max(p - q, 0), and from p, at a request's first rejected draft. Grid: (B * blocks,)."""
     BLOCK: tl.constexpr = 4 * GROUPS
     request = (tl.program_id(0) // blocks).to(tl.int64)
     block = tl.program_id(0) % blocks
     node = _count_accepted(accepted, request, n, NODES)
     row, place, there = _locate_draft(bounds, request, node, n, total, batch)
     refused = tl.load(drafts + place, mask=there, other=-1)
-    if (refused >= 0) & (refused < vocab_size):  # else nothing was, and the token is there
+    if (refused >= 0) & (refused < vocab_size):  # else no draft was rejected, and the token is drawn
         repetition = row_f32(repetition_at, repetition_value, row)
         frequency = row_f32(frequency_at, frequency_value, row)
         presence = row_f32(presence_at, presence_value, row)
         source = LogitSource(
-            row, logits, logits_stride, vocab_size, bias, logit_scale, soft_cap, dense_bias, bias_ids, bias_values, bias_count,
-            ids_stride, values_stride, counts, counts_stride, repetition, frequency, presence, token_mask, mask_stride,
-            None, None,
+            row, logits, logits_stride, vocab_size, bias, logit_scale, soft_cap, dense_bias, bias_ids, bias_values,
+            bias_count, ids_stride, values_stride, counts, counts_stride, repetition, frequency, presence, token_mask,
+            mask_stride, None, None,
         )  # fmt: skip
         first_kept, least_mass, kept_mass, top, only_token = _load_record(limits, masses, row)
         scale = mass_scale(row_f32(temperature_at, temperature_value, row))
@@ -273,7 +277,7 @@ def recover_kernel(
         group = (first // 4 + tl.arange(0, GROUPS)).to(tl.uint32)
         draw = tl.full((GROUPS,), _RECOVERY, tl.uint32)
         words = philox_words(group, draw, offset_lo, offset_hi, key_lo, key_hi)
-        tail0, tail1, tail2, tail3 = words  # of no account where no word is 0
+        tail0, tail1, tail2, tail3 = words  # unused where no word is 0
         is_zero = (words[0] == 0) | (words[1] == 0) | (words[2] == 0) | (words[3] == 0)
         if tl.max(is_zero.to(tl.int32), axis=0) != 0:
             tail0, tail1, tail2, tail3 = philox_words(
@@ -330,7 +334,7 @@ def finish_kernel(
     COLUMNS: tl.constexpr,  # n + 1, up to a power of two
     BLOCKS: tl.constexpr,  # blocks, up to a power of two
 ):
-    """See the module's docstring. Grid: (B,)."""
+    """Writes each request's tokens and counts. Grid: (B,)."""
     request = tl.program_id(0).to(tl.int64)
     count = _count_accepted(accepted, request, n, NODES)
     row, place, there = _locate_draft(bounds, request, count, n, total, batch)
@@ -352,19 +356,20 @@ def finish_kernel(
     tl.store(num_emitted + request, count + (token >= 0).to(tl.int64))
 
 
-_GROUPS = 512  # of a program of ``recover_kernel``
+_GROUPS = 512  # per program of ``recover_kernel``
 
 
 def run(
-    step: SampleInputs,  # of all positions, R = N + B of them
-    recorded: FilteredLogits,  # of it
+    step: SampleInputs,  # all positions, R = N + B
+    recorded: FilteredLogits,  # of these positions
     token_ids: Tensor,  # (B, n) or (N,) int64, contiguous
     bounds: Tensor | None,  # (B + 1,) int64
     batch: int,
     n: int,
     draft_probs: Tensor | None,  # (N, V or more); None: each draft was certain
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens (B, n + 1), how many drafts are accepted (B,), how many tokens there are (B,). Three launches, of n = 0 one."""
+    """Returns tokens (B, n + 1), accepted drafts (B,) and tokens (B,) per request, in three launches; in one if n =
+    0."""
     device, params = recorded.ids.device, step.params
     blocks = triton.cdiv(step.vocab_size, 4 * _GROUPS)
     slots = torch.empty((batch, blocks, 2), dtype=torch.int64, device=device)
