@@ -43,8 +43,8 @@ def _processed(step: SampleInputs) -> object:
 
 def _leaving(step: SampleInputs, masses: tuple[bool, bool], filters: SamplingParams | None = None) -> object:
     floors = None if filters is None else torch.empty(len(step.hidden_states), dtype=torch.int32)
-    return dispatch.with_logits(
-        step, 1, masses, None, NO_TRANSFORMS, dispatch._filters_of(filters or DEFAULT_PARAMS, floors)
+    return dispatch.run_with_logits(
+        step, 1, masses, None, NO_TRANSFORMS, dispatch._cutoff_arguments(filters or DEFAULT_PARAMS, floors)
     )
 
 

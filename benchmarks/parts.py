@@ -40,12 +40,12 @@ def _steps(plain: SampleInputs) -> dict[str, Call]:
         "mask, top-k top-p": params["mask"]._replace(**both),
         "penalties, top-k top-p": params["penalties"]._replace(**both),
     }
-    logits, block_stats, drawn = leaving.with_logits(plain, 1, (True, True))
+    logits, block_stats, drawn = leaving.run_with_logits(plain, 1, (True, True))
     steps: dict[str, Call] = {
         "unfiltered": functools.partial(ops.sample, plain, "cute"),
-        "kernel": functools.partial(leaving.with_logits, plain, 1, (False, False)),
-        "kernel, mass": functools.partial(leaving.with_logits, plain, 1, (True, False)),
-        "kernel, no draws": functools.partial(leaving.with_logits, plain, 0, None),
+        "kernel": functools.partial(leaving.run_with_logits, plain, 1, (False, False)),
+        "kernel, mass": functools.partial(leaving.run_with_logits, plain, 1, (True, False)),
+        "kernel, no draws": functools.partial(leaving.run_with_logits, plain, 0, None),
     }
     for name, wanted in params.items():
         step = plain._replace(params=wanted)

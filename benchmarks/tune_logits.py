@@ -90,7 +90,7 @@ class _Shaped:
 
 
 def _sample(step: SampleInputs, shaped: _Shaped) -> SampleResult:
-    with mock.patch.object(cute_asked, "_picking", return_value=shaped):
+    with mock.patch.object(cute_asked, "_filtered_module", return_value=shaped):
         return ops.sample(step, "cute")
 
 

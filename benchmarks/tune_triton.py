@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flashsampling.kernels.triton import choose_config
-from flashsampling.kernels.triton.fused.config import TileConfig, shape_for
+from flashsampling.kernels.triton.fused.config import TritonTileConfig, shape_for
 from flashsampling.kernels.triton.fused.launch import run
 from tests.problems import Problem, assert_agreement
 
@@ -33,18 +33,18 @@ from .sample import CONFIGS, make_problem, make_weight
 from .timing import Call, interleaved_medians, machine
 
 VOCABULARIES = {dim: vocab for vocab, dim in reversed(CONFIGS)}  # of two with the same D, the first
-_LEAN = TileConfig(128, 128, 64, 8, 6, 1, use_tma=True, chunk_b=64, preload=True)
-_SMALL = TileConfig(128, 64, 64, 4, 3, 3, use_tma=True, max_registers=168)
+_LEAN = TritonTileConfig(128, 128, 64, 8, 6, 1, use_tma=True, chunk_b=64, preload=True)
+_SMALL = TritonTileConfig(128, 64, 64, 4, 3, 3, use_tma=True, max_registers=168)
 # Shapes that fit sm_90's shared memory and registers, and spill no more than the shapes in use.
 CANDIDATES = [
-    TileConfig(128, 16, 128, 4, 2, 3, use_tma=True, max_registers=168),
-    TileConfig(128, 16, 128, 4, 3, 2, use_tma=True),
-    TileConfig(128, 32, 64, 4, 3, 3, use_tma=True, chunk_b=32, max_registers=168),
-    TileConfig(128, 32, 64, 4, 5, 2, use_tma=True, chunk_b=32),
+    TritonTileConfig(128, 16, 128, 4, 2, 3, use_tma=True, max_registers=168),
+    TritonTileConfig(128, 16, 128, 4, 3, 2, use_tma=True),
+    TritonTileConfig(128, 32, 64, 4, 3, 3, use_tma=True, chunk_b=32, max_registers=168),
+    TritonTileConfig(128, 32, 64, 4, 5, 2, use_tma=True, chunk_b=32),
     *(replace(_SMALL, block_b=32, rest_b=16, chunk_b=chunk) for chunk in (16, 32)),
     _SMALL,
     replace(_SMALL, chunk_b=32),
-    TileConfig(256, 64, 64, 8, 5, 1, use_tma=True, chunk_b=64, preload=True),
+    TritonTileConfig(256, 64, 64, 8, 5, 1, use_tma=True, chunk_b=64, preload=True),
     *(replace(_LEAN, block_b=64, num_stages=7, rest_b=rest) for rest in (16, 32)),
     *(replace(_LEAN, block_v=256, block_b=64, num_stages=4, rest_b=rest) for rest in (16, 32)),
     *(replace(_SMALL, num_stages=3, ctas_per_sm=2, max_registers=None, rest_b=rest) for rest in (16, 32)),
@@ -61,21 +61,21 @@ CANDIDATES = [
     *(replace(_LEAN, rest_b=64, num_stages=5, chunk_b=chunk, preload=False) for chunk in (16, 32, 64)),
     *(replace(_LEAN, rest_b=32, chunk_b=chunk, preload=False) for chunk in (16, 32)),
     replace(_LEAN, rest_b=128, num_stages=4),
-    TileConfig(128, 128, 64, 8, 5, 1, use_tma=True, chunk_b=128, rest_b=64, rows_on_m=True),
-    TileConfig(256, 128, 64, 8, 4, 1, use_tma=True, chunk_b=128, rows_on_m=True),
+    TritonTileConfig(128, 128, 64, 8, 5, 1, use_tma=True, chunk_b=128, rest_b=64, rows_on_m=True),
+    TritonTileConfig(256, 128, 64, 8, 4, 1, use_tma=True, chunk_b=128, rows_on_m=True),
 ]
 _MOST_PADDING = 64  # rows of a batch beyond the least that some candidate needs
 
 
-def _padded(config: TileConfig, batch: int) -> int:
+def _padded(config: TritonTileConfig, batch: int) -> int:
     return -(-batch // config.columns) * config.columns
 
 
-def _fits(config: TileConfig, batch: int) -> bool:
+def _fits(config: TritonTileConfig, batch: int) -> bool:
     return not config.halves or config.block_b // 2 < batch <= config.block_b
 
 
-def candidates(batch: int) -> list[TileConfig]:
+def candidates(batch: int) -> list[TritonTileConfig]:
     """The shapes worth timing at a batch size: few blocks of rows, and little padding."""
     fewest = -(-batch // max(config.columns for config in CANDIDATES))
     allowed = [config for config in CANDIDATES if _fits(config, batch) and -(-batch // config.columns) <= 2 * fewest]
@@ -83,7 +83,7 @@ def candidates(batch: int) -> list[TileConfig]:
     return [config for config in allowed if _padded(config, batch) <= least + _MOST_PADDING]
 
 
-def _compile(config: TileConfig) -> str | None:
+def _compile(config: TritonTileConfig) -> str | None:
     try:
         problem = make_problem(config.block_b, torch.zeros(256, 4096, dtype=torch.bfloat16, device="cuda"))
         run(problem.step(), config)
@@ -99,7 +99,7 @@ def _compile_before(checkout: Path, batch: int, dim: int) -> None:
     problem.sample("triton", package=import_before(checkout))
 
 
-def _checked(problem: Problem, shapes: list[TileConfig], before: ModuleType | None) -> dict[str, Call]:
+def _checked(problem: Problem, shapes: list[TritonTileConfig], before: ModuleType | None) -> dict[str, Call]:
     """Steps of a batch, once their tokens are right: cuBLAS's bare matmul, every shape, the first of which is in use,
     and what is in use in another checkout."""
     batch, weight, step = problem.hidden_states.shape[0], problem.weight, problem.step()
@@ -121,12 +121,16 @@ def _checked(problem: Problem, shapes: list[TileConfig], before: ModuleType | No
 def _time(
     sizes: list[int],
     weight: torch.Tensor,
-    shapes_of: Callable[[int], list[TileConfig]],
+    shapes_of: Callable[[int], list[TritonTileConfig]],
     before: ModuleType | None,
     rounds: int,
 ) -> list[dict[str, Any]]:
     """Returns, for every batch, median ms of cuBLAS's bare matmul and of every shape, and the shape in use."""
-    offsets, shapes, steps = torch.arange(max(sizes), device="cuda"), dict[int, list[TileConfig]](), dict[str, Call]()
+    offsets, shapes, steps = (
+        torch.arange(max(sizes), device="cuda"),
+        dict[int, list[TritonTileConfig]](),
+        dict[str, Call](),
+    )
     for batch in sizes:
         problem = replace(make_problem(batch, weight), offset=offsets[:batch])
         in_use = choose_config(problem.hidden_states, weight, 1)
@@ -144,7 +148,7 @@ def _time(
     return rows
 
 
-def _short(config: TileConfig) -> str:
+def _short(config: TritonTileConfig) -> str:
     """A shape in a table's cell."""
     width = f"{config.block_b}+{config.rest_b}" if config.rest_b else str(config.block_b)
     width = f"2*{config.block_b // 2}" if config.halves else width
@@ -191,7 +195,7 @@ def main(
         columns = ("B", "cuBLAS ms", "before", "in use", "x", "against larger B", "best shapes (x cuBLAS)")
         table = Table(*columns, title=f"V={vocab} D={dim}")
 
-        def shapes_of(batch: int) -> list[TileConfig]:
+        def shapes_of(batch: int) -> list[TritonTileConfig]:
             return [c for c in candidates(batch) if str(c) not in failed and wanted.search(_short(c))]
 
         rows = _time(sizes, weight, shapes_of, package, rounds)

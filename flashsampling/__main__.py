@@ -106,7 +106,7 @@ def _cache() -> Iterator[str]:
         return
     try:
         folder = cache.folder()
-        doubt = cache.doubt_of_folder()
+        doubt = cache.distrust_reason()
     except OSError as error:
         yield f"not used: {error}"
         return
@@ -144,7 +144,7 @@ def precompile(workers: int, dtype: torch.dtype | None = None, max_batch_size: i
         raise SystemExit(f"the Hopper kernels cannot be compiled: {missing}")
     started = time.perf_counter()
     try:
-        kernels = cache.kernels_of(dtype, max_batch_size)
+        kernels = cache.select_kernels(dtype, max_batch_size)
         total, new = len(kernels), 0
         print(f"{total} kernels into {cache.folder()}, {workers} at a time, each some 15 s of a core", flush=True)
         with _Progress() as progress:

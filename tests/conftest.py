@@ -268,7 +268,8 @@ def pytest_addoption(parser):
 
 
 def left_for_all(items):
-    """Ids of the cases that a quick run leaves out. Of a test marked ``quick(n)`` it runs n, spread evenly over them."""
+    """Ids of the cases that a quick run leaves out. Of a test marked ``quick(n)`` it runs n, spread evenly over
+    them."""
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("quick"):

@@ -1,4 +1,4 @@
-"""What a CUDA device is, asked once."""
+"""Reads properties of CUDA devices, once per device."""
 
 import functools
 
@@ -7,11 +7,11 @@ import torch
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """Of a CUDA device; Triton's interpreter plays two."""
+    """Returns the number of multiprocessors of a CUDA device; 2 in Triton's interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
 @functools.cache
 def capability(device: torch.device) -> tuple[int, int]:
-    """Compute capability of a CUDA device, (major, minor)."""
+    """Returns the compute capability of a CUDA device, (major, minor)."""
     return torch.cuda.get_device_capability(device)

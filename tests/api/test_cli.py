@@ -120,7 +120,7 @@ def _precompiled(monkeypatch, out, last=(Path("logits-5.o"), True)):
 
     monkeypatch.setattr(BACKENDS["cute"], "missing", None)
     monkeypatch.setattr(cache, "folder", lambda: "FOLDER")
-    monkeypatch.setattr(cache, "kernels_of", lambda dtype, size: [1, 2, 3])
+    monkeypatch.setattr(cache, "select_kernels", lambda dtype, size: [1, 2, 3])
     monkeypatch.setattr(cache, "precompile", compiled)
     monkeypatch.setattr("sys.stdout", out)
     ticks = iter(range(0, 1000, 10))

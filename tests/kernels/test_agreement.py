@@ -427,32 +427,35 @@ def test_kernels_are_bitwise_invariant_to_the_batch(impl, dtype, device):
 
 @pytest.mark.parametrize("dtype", DTYPES if ON_GPU else DTYPES[-1:])  # half a minute each in the interpreter
 def test_triton_is_bitwise_invariant_to_the_tile(dtype, device):
-    from flashsampling.kernels.triton.fused.config import TileConfig, shape_for
+    from flashsampling.kernels.triton.fused.config import TritonTileConfig, shape_for
     from flashsampling.kernels.triton.fused.launch import run
 
     problem = make_problem(20, 5000 if ON_GPU else 700, 512 if ON_GPU else 64, device, dtype, logit_std=0.3)
     expected = run(problem.step()).ids
     configs = [
-        TileConfig(128, 16, 32, 4, 3, 1, use_tma=False),
-        TileConfig(256, 32, 16, 4, 2, 2, use_tma=False, chunk_b=32),
-        TileConfig(128, 64, 64, 8, 2, 1, use_tma=False, chunk_b=8),
-        TileConfig(256, 32, 32, 8, 2, 1, use_tma=False, chunk_b=32, preload=True),
-        TileConfig(128, 16, 32, 4, 2, 1, use_tma=False, rest_b=16),
-        TileConfig(128, 32, 32, 8, 2, 1, use_tma=False, chunk_b=32, preload=True, rest_b=16),
-        TileConfig(128, 32, 32, 4, 2, 1, use_tma=False, halves=True),
+        TritonTileConfig(128, 16, 32, 4, 3, 1, use_tma=False),
+        TritonTileConfig(256, 32, 16, 4, 2, 2, use_tma=False, chunk_b=32),
+        TritonTileConfig(128, 64, 64, 8, 2, 1, use_tma=False, chunk_b=8),
+        TritonTileConfig(256, 32, 32, 8, 2, 1, use_tma=False, chunk_b=32, preload=True),
+        TritonTileConfig(128, 16, 32, 4, 2, 1, use_tma=False, rest_b=16),
+        TritonTileConfig(128, 32, 32, 8, 2, 1, use_tma=False, chunk_b=32, preload=True, rest_b=16),
+        TritonTileConfig(128, 32, 32, 4, 2, 1, use_tma=False, halves=True),
     ]
-    rows_on_m = TileConfig(128, 64, 32, 4, 2, 1, use_tma=True, chunk_b=64, rows_on_m=True)
+    rows_on_m = TritonTileConfig(128, 64, 32, 4, 2, 1, use_tma=True, chunk_b=64, rows_on_m=True)
     if not ON_GPU:  # seconds each in the interpreter
         configs = configs[::2] + [
             replace(rows_on_m, use_tma=False, **other) for other in ({}, {"block_v": 256, "chunk_b": 32, "rest_b": 16})
         ]
     if ON_GPU and dtype != torch.float32 and torch.cuda.get_device_capability() >= (9, 0):
-        configs += [TileConfig(128, 64, 128, 4, 2, 3, use_tma=True), TileConfig(256, 16, 64, 8, 3, 1, use_tma=True)]
         configs += [
-            TileConfig(128, 64, 64, 8, 4, 1, use_tma=True, chunk_b=64, preload=True, rest_b=rest)
+            TritonTileConfig(128, 64, 128, 4, 2, 3, use_tma=True),
+            TritonTileConfig(256, 16, 64, 8, 3, 1, use_tma=True),
+        ]
+        configs += [
+            TritonTileConfig(128, 64, 64, 8, 4, 1, use_tma=True, chunk_b=64, preload=True, rest_b=rest)
             for rest in (16, 32, 64)
         ]
-        configs.append(TileConfig(128, 32, 64, 4, 3, 1, use_tma=True, halves=True))
+        configs.append(TritonTileConfig(128, 32, 64, 4, 3, 1, use_tma=True, halves=True))
         configs += [rows_on_m, shape_for(192, 512, dtype, 1, use_tma=True), shape_for(256, 512, dtype, 1, use_tma=True)]
     for config in configs:
         assert torch.equal(run(problem.step(), config).ids, expected), config

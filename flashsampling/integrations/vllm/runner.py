@@ -9,8 +9,8 @@ exception: a request that could be fused and has a seed is still drawn by the fu
 otherwise its tokens would depend on its batch mates.
 
 Drafts: every position with a logit is a row of the step, and a draft is accepted while it is what the step draws there.
-That is ``flashsampling.verify`` by matching, in its two halves ``sample`` and ``verify_by_match``; between them a row may have
-what ``verify`` takes per request only, or not at all: stop tokens that are allowed along the drafts, log-probabilities.
+That is ``flashsampling.verify`` by matching, in its two halves ``sample`` and ``verify_by_match``. Between them a row
+may have what ``verify`` takes per request only, or not at all: stop tokens that are allowed along the drafts, log-probabilities.
 Drafts must be certain, the drafter's best tokens, as vLLM's are by default. The probability that the target's output
 begins with them is then that of drawing them, whoever verifies, and matching accepts as many as anything that draws as
 the target does. vLLM's sampler accepts more of drafts that are drawn, by their probabilities: those are refused.

@@ -1,8 +1,8 @@
-"""CuTe DSL, Hopper: the fused step in one launch.
+"""The CuTe DSL kernel for Hopper: a sampling step in one launch.
 
-``kernel`` is the kernel, of ``mainloop`` and ``epilogue``, which says what is behind it; ``config`` its shapes and what
-it takes; ``cache`` the compiled objects, in memory and on disk; ``launch`` the call, ``params`` that of what a request
-asks for.
+``kernel`` holds the device code, built from ``mainloop`` and ``epilogue``. ``config`` lists the tile shapes and the
+problems that the kernel takes. ``cache`` compiles and keeps kernels. ``launch`` runs a step with default sampling
+parameters, ``dispatch`` all others.
 """
 
 from .config import choose_config, compiled_for, unsupported

@@ -1,27 +1,26 @@
-"""Compiled kernels: made once, kept in memory and on disk.
+"""Compiles kernels, and keeps them in memory and on disk.
 
-In memory the key is what a kernel is specialised to: dtype, tile shape, and what it has beside the draw. On disk it is
-that and a fingerprint of everything a compiled object depends on: this folder's sources and whatever of the package
-they import (found by reading their imports), the compiler's distributions, Python's version, the platform and its
-processor, the GPU's architecture. The root is ``$FLASHSAMPLING_CACHE_DIR``, or ``~/.cache/flashsampling``; without a
-home directory nothing is kept. Objects are written beside their place and moved there, so processes that compile the
-same kernel at once do no harm.
+In memory the key is dtype, tile shape and features. On disk it is these and a fingerprint of everything that a compiled
+object depends on: this folder's sources and the modules of the package that they import (found by reading their
+imports), the compiler's distributions, Python's version, the platform and its processor, the GPU's architecture. The
+root is ``$FLASHSAMPLING_CACHE_DIR`` or ``~/.cache/flashsampling``; without a home directory nothing is kept. Objects
+are written to a temporary folder and moved into place, so processes may compile the same kernel at once.
 
-A kept object runs as native code, so it is trusted only where nobody else can have put it: every folder from / down to
-the objects, every link among them, and the objects belong to the user or to root, and neither group nor others may
-write there. (To a folder with the sticky bit they may: they cannot replace there what is not theirs.) A folder that is
-not so is not used, with a warning. An object's name ends in the SHA-256 of its bytes. These are read once, compared
-with the name, and loaded. Only an object whose checksum is wrong is removed. One that cannot be read or loaded stays.
+A kept object runs as native code. It is trusted only where nobody else can have put it: every folder from / down to the
+objects, every link among them, and the objects belong to the user or to root, and neither group nor others may write
+there (except to a folder with the sticky bit, where they cannot replace files of others). Any other folder is not used,
+with a warning. An object's name ends in the SHA-256 of its bytes, which are read once, compared with the name, and
+loaded. Only an object with a wrong checksum is removed. One that cannot be read or loaded stays.
 
-The fingerprint is of the sources as they were imported (``sources``). The compiler reads sources again as it works, so
-nothing is compiled once those on disk are others: the process has to be restarted.
+The fingerprint covers the sources as they were imported (``sources``). The compiler reads sources again as it works, so
+nothing is compiled once those on disk differ: the process has to be restarted.
 
-Writing an object removes what nobody needs: temporary folders older than a day, which a process leaves that ends as it
-writes, and folders of other fingerprints that nobody has used for 90 days.
+Writing an object removes temporary folders older than a day, left by processes that ended while writing, and folders of
+other fingerprints that were not used for 90 days.
 
-A shape is made when a batch first needs it. ``flashsampling.warmup`` makes those that batches up to a size need, one
-after the other; ``python -m flashsampling precompile`` makes all, in parallel and without a GPU: some fifteen seconds
-of a core each.
+A shape is compiled when a batch first needs it. ``flashsampling.warmup`` compiles those that batches up to a size need,
+one after the other; ``python -m flashsampling precompile`` compiles all, in parallel and without a GPU: some fifteen
+seconds of a core each.
 """
 
 import ast
@@ -63,14 +62,14 @@ _PLAIN = KINDS["plain"]
 _SYMBOL = "flashsampling_sample"
 _HERE = Path(__file__).parent
 _DAY = 86400.0
-_MOST_LINKS = 40  # of a path, as Linux has it
+_MOST_LINKS = 40  # in a path, Linux's limit
 
 _lock = threading.Lock()
 _kernels: dict[Key, Callable[..., Any]] = {}
 
 
 def kernel_for(dtype: torch.dtype, config: TileConfig, features: Features = _PLAIN) -> Callable[..., Any]:
-    """The compiled launch for a dtype (bfloat16 or float16), a shape of ``CONFIGS`` and one of ``KINDS``.
+    """Returns the compiled launch for a dtype (bfloat16 or float16), a shape of ``CONFIGS`` and features of ``KINDS``.
     Thread-safe."""
     kernel = _kernels.get((dtype, config, features))
     if kernel is None:
@@ -81,26 +80,26 @@ def kernel_for(dtype: torch.dtype, config: TileConfig, features: Features = _PLA
     return kernel
 
 
-def kernels_of(dtype: torch.dtype | None, max_batch_size: int | None) -> list[Key]:
-    """Those of ``KERNELS`` that batches of up to so many rows need, whatever D; None: of every dtype, of any batch."""
-    widest = CONFIGS[-1].block_b  # up to which all shapes occur
+def select_kernels(dtype: torch.dtype | None, max_batch_size: int | None) -> list[Key]:
+    """Returns those of ``KERNELS`` that batches of up to a number of rows need, whatever D; None: every dtype, any
+    batch."""
+    widest = CONFIGS[-1].block_b  # larger batches use the same shapes
     batches = range(1, min(max_batch_size or widest, widest) + 1)
-    shapes = {
-        choose_config(batch, dim) for batch in batches for dim in (8, 1 << 20)
-    }  # noise that takes long, and that does not
+    # a small and a large D: the noise takes longer than the matmul, or not
+    shapes = {choose_config(batch, dim) for batch in batches for dim in (8, 1 << 20)}
     return [kernel for kernel in KERNELS if dtype in (None, kernel[0]) and kernel[1] in shapes]
 
 
 def precompile(workers: int, kernels: Sequence[Key] = KERNELS) -> Generator[tuple[Path, bool], None, None]:
-    """Makes sure that kernels are on disk: for each, as it is done, where, and whether it had to be compiled. Needs no
-    GPU.
+    """Makes sure that kernels are on disk. Yields for each, as it is done, its path and whether it was compiled. Needs
+    no GPU.
 
-    A caller that stops early, an interrupt among the reasons, ends the workers; what is on disk by then is whole.
+    A caller that stops early, for instance by an interrupt, ends the workers; objects on disk by then are whole.
 
     Raises:
-        OSError: the folder cannot be written, or is not to be trusted.
+        OSError: the folder cannot be written, or is not trusted.
     """
-    trusted_folder()  # its error once, and here
+    trusted_folder()  # raises once, before the workers start
     os.environ.setdefault("CUTE_DSL_ARCH", ARCHITECTURE)  # where there is no GPU to ask; the workers inherit it
     others = set(active_children())
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
@@ -109,15 +108,15 @@ def precompile(workers: int, kernels: Sequence[Key] = KERNELS) -> Generator[tupl
                 yield job.result()
         except BaseException:
             for worker in set(active_children()) - others:
-                worker.terminate()  # or the pool would wait for what they are at and what is queued: minutes
+                worker.terminate()  # else the pool waits for running and queued compilations: minutes
             raise
 
 
 def prepare(dtype: torch.dtype, config: TileConfig, features: Features = _PLAIN) -> tuple[Path, bool]:
-    """Makes sure that a kernel is on disk: where, and whether it had to be compiled.
+    """Makes sure that a kernel is on disk. Returns its path and whether it was compiled.
 
     Raises:
-        OSError: the folder cannot be written, or is not to be trusted.
+        OSError: the folder cannot be written, or is not trusted.
     """
     where = trusted_folder()
     for path, _ in _intact(where, dtype, config, features):
@@ -136,7 +135,7 @@ def _load_or_compile(dtype: torch.dtype, config: TileConfig, features: Features 
         kept = True
         try:
             return _load(content)
-        except Exception as error:  # too many open files, say: no fault of the object's
+        except Exception as error:  # for instance too many open files: the object may be intact
             _warn(f"{path} does not load ({error}); it stays, and this process compiles the kernel for itself")
     compiled = _compile(dtype, config, features)
     if not kept:
@@ -151,7 +150,7 @@ def _compile(dtype: torch.dtype, config: TileConfig, features: Features = _PLAIN
     """Compiles a kernel from the sources that were imported.
 
     Raises:
-        RuntimeError: those on disk are others, and the compiler reads them.
+        RuntimeError: the sources on disk, which the compiler reads, have changed.
     """
     _require_unchanged_sources()
     compiled = _run_compiler(dtype, config, features)
@@ -169,8 +168,8 @@ def _run_compiler(dtype: torch.dtype, config: TileConfig, features: Features) ->
 
 
 def _load(content: bytes) -> Callable[..., Any]:
-    """Loads an object from its bytes: the loader takes a path, which leads here to a file in memory that is this
-    process's."""
+    """Loads an object from its bytes. The loader takes a path, so the bytes go into a file in memory of this
+    process."""
     import cutlass.cute as cute
 
     with open(os.memfd_create("flashsampling"), "wb") as copy:
@@ -180,19 +179,19 @@ def _load(content: bytes) -> Callable[..., Any]:
 
 
 def folder() -> Path:
-    """Where the compiled objects of this version of the sources belong. It need not exist, nor deserve trust.
+    """Returns where the compiled objects of these sources belong. The folder need not exist, nor be trusted.
 
     Raises:
-        FileNotFoundError: the root is to be in a home directory, and there is none.
+        FileNotFoundError: the root would be in a home directory, and there is none.
     """
     return _root() / "cute" / _fingerprint()
 
 
 def trusted_folder() -> Path:
-    """``folder``, made if need be, and marked as used.
+    """Returns ``folder`` after creating it if needed, and marks it as used.
 
     Raises:
-        OSError: it cannot be made, or somebody else could write there.
+        OSError: the folder cannot be created, or somebody else could write there.
     """
     place = folder()
     for step in _steps(place):
@@ -200,30 +199,31 @@ def trusted_folder() -> Path:
             with contextlib.suppress(FileExistsError):  # another process was faster
                 step.mkdir(mode=0o700)
                 step.chmod(0o700)  # whatever the umask
-        doubt = _doubt_of_step(step)
-        if doubt:
-            raise PermissionError(doubt)
+        reason = _step_distrust_reason(step)
+        if reason:
+            raise PermissionError(reason)
     if place.stat().st_mtime < time.time() - _DAY:
         with contextlib.suppress(OSError):  # a read-only folder is used all the same
             os.utime(place)
     return place
 
 
-def doubt_of_folder() -> str | None:
-    """Why ``folder`` would not be used, as far as it is there yet; or None."""
+def distrust_reason() -> str | None:
+    """Returns why ``folder``, as far as it exists, would not be used, or None."""
     for step in _steps(folder()):
         if not os.path.lexists(step):
             return None
-        doubt = _doubt_of_step(step)
-        if doubt:
-            return doubt
+        reason = _step_distrust_reason(step)
+        if reason:
+            return reason
     return None
 
 
 def _steps(place: Path) -> Iterator[Path]:
-    """The folders on the way from / to an absolute path, and the links among them, each before what it leads to.
+    """Yields the folders on the way from / to an absolute path, and the links among them, each before its target.
 
-    / itself is not among them: its owner owns Python too."""
+    / itself is left out: its owner also owns Python.
+    """
     here, names, links = Path(place.anchor), [*place.parts[1:]], 0
     while names:
         name = names.pop(0)
@@ -240,14 +240,18 @@ def _steps(place: Path) -> Iterator[Path]:
         names[:0] = target.parts[1:] if target.is_absolute() else target.parts
 
 
-def _doubt_of_step(step: Path) -> str | None:
+def _step_distrust_reason(step: Path) -> str | None:
     status = step.lstat()
-    doubt = _doubt_of_owner(status) if stat.S_ISLNK(status.st_mode) else _doubt(status, stat.S_ISDIR)
-    return doubt and f"{step} {doubt}"
+    reason = (
+        _owner_distrust_reason(status)
+        if stat.S_ISLNK(status.st_mode)
+        else _status_distrust_reason(status, stat.S_ISDIR)
+    )
+    return reason and f"{step} {reason}"
 
 
 def damage(path: Path) -> str | None:
-    """Why an object must not be loaded, or None: what it is, whose it is, its checksum."""
+    """Returns why an object must not be loaded, or None: its kind, its owner, its checksum."""
     try:
         _read(path)
     except _UnfitError as error:
@@ -260,7 +264,7 @@ class _UnfitError(Exception):
 
 
 def _read(path: Path, discard: bool = False) -> bytes:
-    """The bytes of an object that may be loaded; ``discard`` removes one whose checksum is wrong.
+    """Returns the bytes of an object that may be loaded; ``discard`` removes one whose checksum is wrong.
 
     Raises:
         _UnfitError: it cannot be read, somebody else could have written it, or its checksum is wrong.
@@ -268,16 +272,14 @@ def _read(path: Path, discard: bool = False) -> bytes:
     try:
         with open(path, "rb", opener=_open_no_link) as file:
             status = os.fstat(file.fileno())
-            doubt = _doubt(status, stat.S_ISREG)
-            if doubt:
-                raise _UnfitError(doubt)
+            reason = _status_distrust_reason(status, stat.S_ISREG)
+            if reason:
+                raise _UnfitError(reason)
             content = file.read()
             if hashlib.sha256(content).hexdigest() == path.stem.rpartition("-")[2]:
                 return content
             if discard:
-                with contextlib.suppress(
-                    OSError
-                ):  # in a read-only folder it stays, is found damaged again, and nothing worse
+                with contextlib.suppress(OSError):  # in a read-only folder it stays
                     if os.path.samestat(path.lstat(), status):  # another process may have put an intact one there
                         path.unlink()
     except OSError as error:
@@ -308,37 +310,36 @@ def _root() -> Path:
     )
 
 
-def _doubt(status: os.stat_result, kind: Callable[[int], bool]) -> str | None:
+def _status_distrust_reason(status: os.stat_result, kind: Callable[[int], bool]) -> str | None:
     if not kind(status.st_mode):
         return f"is not a plain {'folder' if kind is stat.S_ISDIR else 'file'}"
-    doubt = _doubt_of_owner(status)
+    reason = _owner_distrust_reason(status)
     shared = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    if doubt is None and shared and not (stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX):
+    if reason is None and shared and not (stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX):
         return f"can be written by others (mode {stat.S_IMODE(status.st_mode):o}; chmod go-w makes it fit)"
-    return doubt
+    return reason
 
 
-def _doubt_of_owner(status: os.stat_result) -> str | None:
+def _owner_distrust_reason(status: os.stat_result) -> str | None:
     if status.st_uid in (0, os.geteuid()):
         return None
     return f"belongs to user {status.st_uid}, and this is user {os.geteuid()}"
 
 
 def leftovers(place: Path) -> list[Path]:
-    """Folders in ``folder`` where processes that have ended were writing an object."""
+    """Lists folders in ``folder`` where processes that have ended were writing an object."""
     return [path for path in place.glob("tmp*") if _unused_for(path, _DAY)]
 
 
 def other_folders(place: Path) -> list[Path]:
-    """Those of other versions of the sources beside ``folder``."""
+    """Lists the folders of other versions of the sources beside ``folder``."""
     return [
         path for path in place.parent.glob("*") if re.fullmatch("[0-9a-f]{16}", path.name) and path.name != place.name
     ]
 
 
 def unneeded(place: Path) -> list[Path]:
-    """What the next object that is written into ``folder`` removes: left-overs, and other versions' folders of no
-    use."""
+    """Lists what the next write into ``folder`` removes: left-overs, and unused folders of other versions."""
     return leftovers(place) + [path for path in other_folders(place) if _unused_for(path, 90 * _DAY)]
 
 
@@ -356,7 +357,7 @@ def _name(dtype: torch.dtype, config: TileConfig, features: Features) -> str:
 
 
 def _intact(where: Path, dtype: torch.dtype, config: TileConfig, features: Features) -> Iterator[tuple[Path, bytes]]:
-    """A kernel's intact objects and their bytes. Two processes that compiled it at once may have left two."""
+    """Yields a kernel's intact objects and their bytes. Two processes that compiled it at once may have left two."""
     try:
         paths = sorted(where.glob(f"{_name(dtype, config, features)}-*.o"))
     except OSError as error:  # too many open files
@@ -387,10 +388,10 @@ def _write(compiled: Any, where: Path, dtype: torch.dtype, config: TileConfig, f
 
 @functools.cache
 def _fingerprint() -> str:
-    return _fingerprint_of(sources.IMPORTED, _HERE)
+    return _hash_sources(sources.IMPORTED, _HERE)
 
 
-def _fingerprint_of(files: Mapping[Path, bytes], here: Path) -> str:
+def _hash_sources(files: Mapping[Path, bytes], here: Path) -> str:
     digest = hashlib.sha256()
     for source in _sources(files, here):
         digest.update(f"{source.relative_to(here.parents[1])} {len(files[source])}\n".encode() + files[source])
@@ -405,9 +406,7 @@ def _require_unchanged_sources() -> None:
         except OSError:
             same = False
         if not same:
-            message = (
-                "has changed on disk since this process imported it, and a kernel would be compiled of both versions"
-            )
+            message = "has changed on disk since this process imported it; a kernel would mix both versions"
             raise RuntimeError(f"{source} {message}: restart the process")
 
 
@@ -417,8 +416,8 @@ def _imported_sources() -> list[Path]:
 
 
 def _sources(files: Mapping[Path, bytes], here: Path) -> list[Path]:
-    """The modules in ``here``, what they import of the package, and so on: of any of these a constant may be compiled
-    in."""
+    """Returns the modules in ``here``, the modules of the package that they import, and so on: a constant of any may be
+    compiled in."""
     found: set[Path] = set()
     pending = [source for source in files if source.parent == here]
     while pending:
@@ -430,7 +429,7 @@ def _sources(files: Mapping[Path, bytes], here: Path) -> list[Path]:
 
 
 def _imported(files: Mapping[Path, bytes], source: Path, package: Path) -> Iterator[Path]:
-    """The files of the package that a source names in its import statements, wherever in it they stand."""
+    """Yields the files of the package that a source names in its import statements, wherever they stand."""
     for node in ast.walk(ast.parse(files[source], source)):
         if isinstance(node, ast.Import):
             names = [alias.name.split(".") for alias in node.names]
@@ -440,19 +439,19 @@ def _imported(files: Mapping[Path, bytes], source: Path, package: Path) -> Itera
             if not node.level and parts[0] != package.name:
                 continue
             base = (source.parents[node.level - 1] if node.level else package.parent).joinpath(*parts)
-            # a name is a submodule, or stands in the module itself
-            places = [base / alias.name if _source_of(files, base / alias.name) else base for alias in node.names]
+            # a name is a submodule or a name within the module
+            places = [base / alias.name if _find_source(files, base / alias.name) else base for alias in node.names]
         else:
             continue
-        yield from filter(None, (_source_of(files, place) for place in places))
+        yield from filter(None, (_find_source(files, place) for place in places))
 
 
-def _source_of(files: Mapping[Path, bytes], place: Path) -> Path | None:
+def _find_source(files: Mapping[Path, bytes], place: Path) -> Path | None:
     return next((path for path in (place.with_suffix(".py"), place / "__init__.py") if path in files), None)
 
 
 def _compiler() -> list[str]:
-    """Names and versions of the compiler's distributions: the DSL, its libraries, the calling convention."""
+    """Lists names and versions of the compiler's distributions: the DSL, its libraries, the calling convention."""
     wanted = ("nvidia-cutlass-dsl", "apache-tvm-ffi")
     found = {
         f"{name} {distribution.version}"

@@ -1,9 +1,9 @@
-"""Candidates one by one: a queue from the consumers to two warps, and what these do (memory orders: ``kernel``'s
-table).
+"""Scores candidates exactly: a queue from the consumers to two candidate warps (memory orders: the table in
+``kernel``).
 
-An evaluated candidate that leads its row in this CTA is published. NaN, +inf and the word 0 are candidates by
-construction, so every rare case of the contract is decided in one place, ``_consider``; a row in which a NaN was
-published is looked at no more.
+A candidate that leads its row in this CTA is published. NaN, +inf and the word 0 are always candidates, so every rare
+case of the contract is decided in one place, ``_score_candidate``. A row in which a NaN was published is not searched
+any more.
 """
 
 import cutlass.cute as cute
@@ -16,7 +16,7 @@ from .fragments import Fragments
 from .gumbel_bounds import GumbelBounds
 from .memory import global_pointer
 from .reduction import INFINITY
-from .scores import score_of
+from .scores import exact_score
 from .shared_memory import CONSUMER_THREADS, CONSUMER_WARPS, QUEUE, Shared
 from .threshold_updates import ThresholdUpdates, lower_threshold
 
@@ -24,7 +24,7 @@ _VALID = -(2**31)  # the top bit of an entry's lower half: 0 is a free slot
 
 
 class CandidateQueue:
-    """Of a tile shape."""
+    """The queue of one tile shape."""
 
     def __init__(
         self, fragments: Fragments, gumbel_bounds: GumbelBounds, threshold_updates: ThresholdUpdates, features: Features
@@ -38,8 +38,8 @@ class CandidateQueue:
     # -- the consumers
 
     @cute.jit
-    def push_candidates(self, shared, logits, mask, special, q, iteration, lane, warp):
-        """Queues candidates, the bits of a mask: ``logits`` (4 ``vector``,) are those of a thread's code words number
+    def push_candidates(self, shared, logits, mask, degenerate, q, iteration, lane, warp):
+        """Queues candidates, the bits of a mask. ``logits`` (4 ``vector``,): those of a thread's bound words number
         ``q``."""
         while mask != Uint32(0):
             which, mask = ptx.take_lowest(mask)
@@ -47,16 +47,16 @@ class CandidateQueue:
             for bit in range_constexpr(self.vector.bit_length() + 1):
                 odd = which >> bit & 1 != 0
                 some = [Float32(select_(odd, some[n + 1], some[n])) for n in range(0, len(some), 2)]
-            of_two, row, block, half = self.fragments.place(q, which)
+            of_two, row, block, half = self.fragments.logit_index(q, which)
             column = 8 * (self.fragments.first_block(warp) + block) + 2 * (lane % 4) + of_two
-            token = self.fragments.first_token(warp) + lane // 4 + 8 * row + 64 * half  # in the tile
+            token = self.fragments.first_token(warp) + lane // 4 + 8 * row + 64 * half  # position in the tile
             pushes = Boolean(True)
-            if special:  # while this thread waited for room others may have been evaluated, with equal scores
+            if degenerate:  # the threshold may have fallen, by equal scores, while this thread waited for a slot
                 at = cute.recast_ptr(shared.gumbel_bounds.iterator, dtype=Uint8)
                 at += 4 * self.vector * (CONSUMER_THREADS * q + warp * 32 + lane) + which
-                code = noise.float_of_bound(Uint32(cute.make_tensor(at, cute.make_layout(1))[0]))
-                ratio = thresholds.ratio_of_byte(Uint32(shared.ratios[column]))
-                bound = thresholds.bound_of(shared.rows[column, 0], shared.rows[column, 1], ratio)
+                code = noise.decode_bound(Uint32(cute.make_tensor(at, cute.make_layout(1))[0]))
+                ratio = thresholds.decode_ratio(Uint32(shared.ratios[column]))
+                bound = thresholds.row_bound(shared.rows[column, 0], shared.rows[column, 1], ratio)
                 pushes = thresholds.may_win(some[0], code, bound)
             if pushes:
                 place = Int32(_VALID) | (iteration << 15) | (token << 8) | column
@@ -65,7 +65,7 @@ class CandidateQueue:
 
     @cute.jit
     def _push(self, shared, entry: Int64, slot: Int32):
-        """Leaves a candidate in the first free slot from ``slot`` on; waits while the queue is full."""
+        """Stores a candidate in the first free slot from ``slot`` on; waits while the queue is full."""
         waiting = Int32(1)
         while waiting != 0:
             found = cute.arch.atomic_cas(
@@ -76,26 +76,24 @@ class CandidateQueue:
             slot = (slot + 1) % QUEUE
 
     def close(self, shared: Shared):
-        """One thread of a consumer warp: this one has no more candidates."""
+        """Says that a consumer warp has no more candidates; one of its threads calls it."""
         cute.arch.atomic_add(shared.done.iterator, Int32(1), sem="release", scope="cta")
 
-    # -- the evaluating warps
+    # -- the candidate warps
 
     @cute.jit
-    def evaluate(self, args: Arguments, walk: Walk, shared: Shared, thread):
-        """Evaluates candidates exactly and publishes those that lead their row in this CTA, until the consumers are
-        done.
+    def score_candidates(self, args: Arguments, walk: Walk, shared: Shared, thread):
+        """Scores candidates and publishes those that lead their row in this CTA, until the consumers are done.
 
-        A thread owns one slot of the queue. With none filled the warps sleep: the instructions of a loop that looks
-        would be taken from the noise. They wake when a tile's codes are complete, to learn thresholds, and every
-        microsecond.
+        A thread owns one slot of the queue. While all slots are empty the warps sleep, because a polling loop would
+        take issue slots from the noise warps. They wake when a tile's bounds are complete, to update thresholds, and
+        every microsecond.
         """
-        learned = Int32(0)  # tiles
+        updated = Int32(0)  # tiles whose bounds woke this warp
         running = Int32(1)
         while running != 0:
-            # before the slot is looked at: what was pushed before the consumers were done is then seen. The warp
-            # decides as one, since a thread that comes late from an evaluation may read a later count than the others
-            # did
+            # read before the slot, so that everything pushed before the consumers were done is seen. The warp decides
+            # as one: a thread that returns late from a score may read a later count than the others
             done = cute.arch.load(shared.done.iterator, Int32, sem="acquire", scope="cta") == CONSUMER_WARPS
             finished = cute.arch.vote_all_sync(done)
             entry = cute.arch.load(shared.queue.iterator + thread, Int64, sem="relaxed", scope="cta")
@@ -106,27 +104,27 @@ class CandidateQueue:
                     place = Int32(entry & Int64(0x7FFFFFFF))
                     tile = walk.tile(place >> 15)
                     token = tile * TILE_V + ((place >> 8) & (TILE_V - 1))
-                    self._consider(args, walk, shared, logit, token, place & 255)
+                    self._score_candidate(args, walk, shared, logit, token, place & 255)
             else:
                 if finished:
                     running = Int32(0)
-                elif learned == walk.tiles:
+                elif updated == walk.tiles:
                     ptx.sleep(100)
                 else:
-                    if cute.arch.vote_any_sync(self.gumbel_bounds.are_made(shared, learned)):
+                    if cute.arch.vote_any_sync(self.gumbel_bounds.are_ready(shared, updated)):
                         self.threshold_updates.update_all(
-                            args, walk, shared, self.gumbel_bounds.first_unsearched(learned), thread
+                            args, walk, shared, self.gumbel_bounds.first_unsearched(updated), thread
                         )
-                        learned += 1
+                        updated += 1
 
     @cute.jit
-    def _consider(self, args, walk, shared, logit, token, column):
-        """Every case of the contract, for one token."""
+    def _score_candidate(self, args, walk, shared, logit, token, column):
+        """Scores one token, and handles every case of the contract."""
         row = walk.first_row + column
         if (row < args.batch) & (token < args.end) & (token >= args.skip):
             token = args.base + token
             slope = shared.rows[column, 0]
-            score = score_of(args, logit, token, row, Int32(0))
+            score = exact_score(args, logit, token, row, Int32(0))
             slot = args.only_slot(row)
             key = reduction.pack_key(score, token)
             if const_expr(self.counts_evaluations):
@@ -138,6 +136,6 @@ class CandidateQueue:
                 reduction.publish(slot, key)
                 lower_threshold(shared, column, Float32(-INFINITY))
             elif score != Float32(-INFINITY):
-                lower = thresholds.of_score(score, slope)
+                lower = thresholds.threshold_from_score(score, slope)
                 if thresholds.leads(lower, lower_threshold(shared, column, lower)):
                     reduction.publish(slot, key)

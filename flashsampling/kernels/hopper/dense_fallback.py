@@ -1,14 +1,13 @@
-"""Candidates by the tile: what the consumers evaluate themselves.
+"""Scores whole tiles exactly: the consumer warps, where too many of a tile's tokens may win.
 
-Where a crowd of a tile's tokens may win, equal logits of a greedy row or infinite ones, the consumers that hold it
-evaluate it themselves, which is many times faster than the queue: in 255 rows of infinite logits an eighth of all
-tokens are such. Whole steps, H200, V = 151936, B = 256, over that without such rows: 1, 128 or 255 rows of NaN, zeros
-or equal logits 0.98 to 1.09 at D = 4096, 0.95 to 1.11 at D = 2048, at any temperature (``benchmarks.rare_rows``).
-Without ``threshold.ratio_byte`` sharp rows of equal logits had 250 candidates each, by the tests' model, for 8 now:
-1.28 at D = 2048, T = 1e-6. Before there were crowds and decided rows: 28 times as long (255 rows of NaN, another
-shape).
+Equal logits of a greedy row, or infinite logits, make most tokens of a tile candidates. The consumers that hold them
+score them themselves, which is many times faster than the queue. Whole steps with 1, 128 or 255 such rows (NaN, zeros,
+equal logits) take 0.98 to 1.09 times as long as without at D = 4096, and 0.95 to 1.11 at D = 2048, at any temperature
+(H200, V = 151936, B = 256, ``benchmarks.rare_rows``). Without this module 255 rows of NaN took 28 times as long, in
+another shape. Without ``thresholds.encode_ratio``, low-temperature rows of equal logits had 250 candidates instead of
+eight, by the tests' model: 1.28 times as long at D = 2048, T = 1e-6.
 
-With several draws per row there are neither codes nor a search: every tile is such a crowd.
+With several draws per row there are neither bounds nor a search: every tile is scored here.
 """
 
 import cutlass
@@ -20,12 +19,12 @@ from .config import Features
 from .fragments import Fragments
 from .memory import global_pointer
 from .reduction import INFINITY
-from .scores import score_of
+from .scores import exact_score
 from .threshold_updates import update_threshold
 
 
 class DenseFallback:
-    """Of a tile shape."""
+    """Exact scores of the columns of one tile shape."""
 
     def __init__(self, fragments: Fragments, features: Features):
         self.fragments = fragments
@@ -33,31 +32,31 @@ class DenseFallback:
         self.own_blocks = fragments.own_blocks
         self.vector = fragments.vector
         self.counts_evaluations = features.counts_evaluations
-        self.masks = features.transforms  # see ``search``
+        self.masks = features.transforms  # -inf may be a masked token, see ``candidate_search``
 
     @cute.jit
     def is_dense(self, mask: Uint32) -> Uint32:
-        """Columns, bits, in which six threads or more of a warp have tokens of which all may win, bits of the
-        search's."""
+        """Returns the columns, as bits, in which at least six threads of a warp have only tokens that may win.
+        ``mask``: the search's bits."""
         is_dense = Uint32(0)
         for n in range_constexpr(2 * self.vector // self.halves):
-            whole = Uint32(sum(1 << i for i in self.fragments.logits_of(n % 2, n // 2)))
+            whole = Uint32(sum(1 << i for i in self.fragments.column_logits(n % 2, n // 2)))
             threads = cute.arch.popc(cute.arch.vote_ballot_sync(mask & whole == whole))
             is_dense = is_dense | Uint32(select_(threads >= 6, Uint32(1 << n), Uint32(0)))
         return is_dense
 
-    def without_dense(self, mask: Uint32, crowd: Uint32) -> Uint32:
-        """The search's mask, less the columns of which every score has been evaluated: bits of ``crowd``."""
+    def without_dense(self, mask: Uint32, dense_columns: Uint32) -> Uint32:
+        """Removes the tokens of scored columns (bits) from the search's mask."""
         for i in range(4 * self.vector):
-            c, _, j, _ = self.fragments.place(0, i)
-            evaluated = crowd >> Uint32(2 * j + c) & Uint32(1)
+            c, _, j, _ = self.fragments.logit_index(0, i)
+            evaluated = dense_columns >> Uint32(2 * j + c) & Uint32(1)
             mask = mask & ~(evaluated << Uint32(i))
         return mask
 
     @cute.jit
-    def evaluate_greedy(self, args, walk, shared, logits, columns: Uint32, token0, q, lane, warp) -> Uint32:
-        """Publishes the best of the tokens of a thread's code words number ``q`` in some columns, bits, if all these
-        are of greedy rows and finite or NaN: their scores are their logits. Returns the columns of which it did not."""
+    def score_greedy_columns(self, args, walk, shared, logits, columns: Uint32, token0, q, lane, warp) -> Uint32:
+        """Publishes the best token of some columns (bits) of a thread's bound words number ``q``, if all of these are
+        greedy rows with finite or NaN logits: their scores are their logits. Returns the columns that are not done."""
         first_block = self.fragments.first_block(warp) + q * (self.vector // self.halves)
         plain = Boolean(True)
         keys = []
@@ -67,8 +66,8 @@ class DenseFallback:
                 wanted = columns >> Uint32(2 * j + c) & Uint32(1) != Uint32(0)
                 wanted = wanted & (pair[2 * c + 1] != Float32(-INFINITY))
                 key = Int64(0)
-                for i in self.fragments.logits_of(c, j):
-                    _, r, _, half = self.fragments.place(0, i)
+                for i in self.fragments.column_logits(c, j):
+                    _, r, _, half = self.fragments.logit_index(0, i)
                     token = token0 + 8 * r + 64 * half
                     sampled = (token < args.end) & (token >= args.skip)
                     this = reduction.pack_key(logits[i], args.base + token)
@@ -84,16 +83,16 @@ class DenseFallback:
             column = 8 * (first_block + own // 2) + 2 * (lane % 4) + own % 2
             if key != Int64(0):
                 reduction.publish(args.only_slot(walk.first_row + column), key)
-                # other warps may have lower ids, of this tile, and as high a score
+                # other warps may have equal scores and lower ids in this tile
                 update_threshold(shared, column, key, Int32(0))
         return left
 
     @cute.jit
-    def every_score(self, args, walk, shared, logits, token0, columns, masked, warp, lane):
-        """Evaluates exactly, and publishes the best of, every token of a warp's tile in some of its threads' columns,
-        given by bits; draw by draw."""
+    def score_columns(self, args, walk, shared, logits, token0, columns, masked, warp, lane):
+        """Scores every token of a warp's tile in some of its threads' columns (bits), and publishes the best, draw by
+        draw."""
         one_draw = args.num_samples == 1
-        bit = self.fragments.columns_of
+        bit = self.fragments.column_mask_type
         copy = cute.make_rmem_tensor((2 * self.halves, 2 * self.own_blocks), Float32)
         for j in range_constexpr(self.own_blocks):
             for c in range_constexpr(2):
@@ -113,7 +112,7 @@ class DenseFallback:
                     token = token0 + 8 * (r % 2) + 64 * (r // 2)
                     score = copy[r, number]
                     if noisy:
-                        score = score_of(args, copy[r, number], args.base + token, row, draw)
+                        score = exact_score(args, copy[r, number], args.base + token, row, draw)
                     key = reduction.pack_key(score, args.base + token)
                     sampled = live & (token < args.end) & (token >= args.skip)
                     is_inf = score == Float32(INFINITY)
@@ -134,7 +133,7 @@ class DenseFallback:
                 if lane < 4:
                     if best != Int64(0):
                         reduction.publish(slot, best)
-                        if one_draw:  # other warps may have lower ids, of this tile, and as high a score
+                        if one_draw:  # other warps may have equal scores and lower ids in this tile
                             update_threshold(shared, column, best, Int32(0))
                     if best_inf != Int64(0):
                         reduction.publish(args.infinite_slot(slot), best_inf)

@@ -1,28 +1,26 @@
-"""What becomes of a tile's logits: codes of the noise, the search for tokens that can win, and their exact evaluation.
+"""Connects the roles of ``kernel`` with the modules that process a tile's logits.
 
-The seam of the kernel. ``Mainloop`` hands over accumulators and knows nothing else; ``kernel`` gives each role its
-threads and calls one method of it per step. Behind it is a room per subject:
+``Mainloop`` hands over accumulators. ``kernel`` gives each role its threads and calls one method here per step. The
+modules behind it:
 
-    codes        noise warpgroup        seven bits of every token's noise, into shared memory, while the matmul runs
-    search       consumer warpgroups    a bound of each logit's score; what may reach its row's threshold is a candidate
-    candidates   two warps              the exact score of a candidate; what leads its row in this CTA is published
-    processing   consumer warpgroups    with ``Features.transforms``: bias, soft cap, penalties, mask
-    summaries    consumer warpgroups    with ``Features.logits``: logits to memory, and of chunks the highest and the
-                                        mass
-    floors       a warp                 with ``Features.logits``: below which logit of a row nothing need be stored
-    crowds       consumer warpgroups    exact scores of whole tiles, where a crowd may win or there are several draws
-    learning     all of these           when, and by what, a row's threshold falls; ``threshold`` says why no token is
-                                        missed
-    scores       all of these           the score of one token
-    fragments                           who holds what of a tile
-    shared                              shared memory
-    arguments, slots                    what a launch is told, and its workspace
-    reduction    noise warpgroup        the end of the launch: from what was published to ids
+    gumbel_bounds      noise warps      7-bit upper bounds of the noise, into shared memory, while the matmul runs
+    logit_transforms   consumer warps   with ``Features.transforms``: bias, scale, soft cap, penalties, mask
+    candidate_search   consumer warps   the bound of each logit's score against its row's threshold
+    candidates         candidate warps  exact scores of candidates; publication of those that lead their row in this CTA
+    dense_fallback     consumer warps   exact scores of whole tiles: too many candidates, or several draws per row
+    threshold_updates  all of these     when a row's threshold falls; ``thresholds`` proves that no winner is skipped
+    block_stats        consumer warps   with ``Features.logits``: logits and block statistics to memory
+    store_cutoff       cutoff warp      with ``Features.logits``: the logit below which no block of a row is stored
+    scores             all of these     the exact score of one token
+    reduction          noise warps      the end of the launch: winners to token ids
+    fragments          -                which thread holds which logit and bound
+    shared_memory      -                layout and first values
+    arguments          -                what a launch passes to the kernel
+    workspace_layout   -                addresses in the workspace
 
-Whoever wants something of every logit (a row's log-sum-exp, per-tile maxima, bias, masks, the logits of a few chosen
-tiles) adds a room: its options to ``config.Features``, which is part of what a kernel is compiled for, its arguments to
-``arguments.Arguments``, its state to ``shared``, and its code to ``CandidateSearch.tile``, which sees all logits in
-registers.
+Code that needs every logit (log-sum-exp, maxima per tile, a new transform) is a class beside these: its options in
+``config.Features``, its arguments in ``arguments.Arguments``, its state in ``shared_memory``, and a call in
+``SampleEpilogue.search``, where all logits are in registers.
 """
 
 import cutlass.cute as cute
@@ -30,7 +28,7 @@ from cutlass import Boolean, Int32, Int64, const_expr
 
 from . import ptx, reduction, shared_memory, store_cutoff
 from .arguments import Arguments, Outputs, TransformArguments, Walk
-from .block_stats import BlockStats
+from .block_stats import BlockStatsWriter
 from .candidate_search import CandidateSearch
 from .candidates import CandidateQueue
 from .config import Features, TileConfig
@@ -43,7 +41,7 @@ from .threshold_updates import ThresholdUpdates
 
 
 class SampleEpilogue:
-    """One winner per row of a block of ``block_b`` rows."""
+    """Finds one winner per row and draw of a block of ``block_b`` rows."""
 
     def __init__(self, config: TileConfig, features: Features):
         self.block_b = config.block_b
@@ -52,22 +50,23 @@ class SampleEpilogue:
         self.gumbel_bounds = GumbelBounds(config, self.fragments)
         self.threshold_updates = ThresholdUpdates(self.fragments)
         self.queue = CandidateQueue(self.fragments, self.gumbel_bounds, self.threshold_updates, features)
-        self.searching = CandidateSearch(
+        self.candidate_search = CandidateSearch(
             self.fragments, self.threshold_updates, self.queue, DenseFallback(self.fragments, features), features
         )
-        self.processed = LogitTransforms(self.fragments) if features.transforms else None
-        self.block_stats = BlockStats(self.fragments) if features.logits else None
+        self.transforms = LogitTransforms(self.fragments) if features.transforms else None
+        self.block_stats = BlockStatsWriter(self.fragments) if features.logits else None
 
     # -- shared memory
 
     def storage(self):
-        """The structure of what the epilogue has in shared memory, for the kernel's."""
-        return shared_memory.storage_of(self.block_b, self.gumbel_bounds.buffers, self.gumbel_bounds.words)
+        """Returns the ``cute.struct`` of the epilogue's shared memory."""
+        return shared_memory.storage_type(self.block_b, self.gumbel_bounds.buffers, self.gumbel_bounds.words)
 
     @cute.jit
     def open(self, storage, thread) -> Shared:
-        """All threads, before the CTA's first barrier: what was allocated, its barriers begun."""
-        opened = shared_memory.shared_of(storage, self.block_b, self.gumbel_bounds.words)
+        """Views allocated storage as ``Shared`` and initialises its mbarriers. All threads call it, before the CTA's
+        first barrier."""
+        opened = shared_memory.open_storage(storage, self.block_b, self.gumbel_bounds.words)
         shared_memory.init_barriers(opened, self.gumbel_bounds.buffers, thread)
         return opened
 
@@ -75,14 +74,15 @@ class SampleEpilogue:
 
     @cute.jit
     def prepare(self, args: Arguments, out: Outputs | None, walk: Walk, memory: Shared, thread, barrier):
-        """First values of shared memory, which everybody waits for. ``barrier``: of these threads."""
+        """Writes the first values of shared memory. ``barrier``: of the noise threads."""
         shared_memory.prepare(args, out, walk, memory, self.block_b, thread, barrier)
 
     @cute.jit
     def make_bounds(
         self, args: Arguments, params: TransformArguments | None, walk: Walk, memory: Shared, thread, barrier
     ):
-        """The codes of all tiles, of one draw per row. ``barrier``: of these threads."""
+        """Makes the Gumbel bounds of all tiles; nothing with several draws per row. ``barrier``: of the noise
+        threads."""
         if args.num_samples == 1:
             self.gumbel_bounds.make(args, params, walk, memory, self.block_stats is not None, thread, barrier)
 
@@ -99,56 +99,56 @@ class SampleEpilogue:
         published,
         barrier,
     ):
-        """The end of the launch. ``published``: the barrier after which all of the CTA's keys are; ``barrier``: of
-        these."""
+        """Ends the launch. ``published``: the barrier after which all of the CTA's keys are published; ``barrier``: of
+        the noise threads."""
         reduction.finish(
             args, out, self.block_b, self.stamps, row_block, row_blocks, ctas, memory, thread, published, barrier
         )
 
-    # -- the finder, 32 threads
+    # -- the cutoff warp, 32 threads
 
     @cute.jit
     def find_cutoffs(self, args: Arguments, out: Outputs, walk: Walk, memory: Shared, row_block, ctas, lane):
-        """Once, with ``Features.logits``."""
+        """Finds the store cutoffs of some rows, once per launch."""
         store_cutoff.find(
             args, out, walk, memory.done, shared_memory.CONSUMER_WARPS, self.block_b, row_block, ctas, lane
         )
 
-    # -- the evaluators, 64 threads
+    # -- the candidate warps, 64 threads
 
     @cute.jit
-    def evaluate(self, args: Arguments, walk: Walk, memory: Shared, thread):
-        """Candidates, until the consumers are done."""
-        self.queue.evaluate(args, walk, memory, thread)
+    def score_candidates(self, args: Arguments, walk: Walk, memory: Shared, thread):
+        """Scores candidates until the consumers are done."""
+        self.queue.score_candidates(args, walk, memory, thread)
 
     # -- the consumers, 256 threads
 
-    def logits_of(self, accumulator):
-        """A thread's accumulator: (2 columns, 2 rows, blocks of eight columns, halves of the tokens)."""
-        return cute.make_tensor(accumulator.iterator, cute.make_layout(self.fragments.of_thread))
+    def view_logits(self, accumulator):
+        """Views a thread's accumulator as (2 columns, 2 rows, column blocks of eight, token halves)."""
+        return cute.make_tensor(accumulator.iterator, cute.make_layout(self.fragments.thread_shape))
 
     def sampled(self, args: Arguments, walk: Walk, iteration):
-        """For ``search``, before the tile's matmul: whether the tile is sampled."""
-        return self.searching.sampled(args, walk, iteration)
+        """Returns whether all, some or none of a tile's tokens are sampled; called before the tile's matmul."""
+        return self.candidate_search.sampled(args, walk, iteration)
 
     @cute.jit
     def prefetch(self, args: Arguments, params: TransformArguments | None, walk: Walk, iteration, thread):
-        """For ``search``, before the tile's matmul: what it will read, on its way."""
-        if const_expr(self.processed is not None):
+        """Prefetches what ``search`` reads of a tile to L2; called before the tile's matmul."""
+        if const_expr(self.transforms is not None):
             if params.any != 0:
-                self.processed.prefetch(args, params, walk, iteration, thread)
+                self.transforms.prefetch(args, params, walk, iteration, thread)
 
     @cute.jit
     def receive(
         self, args: Arguments, params: TransformArguments | None, walk: Walk, memory: Shared, iteration, thread
     ):
-        """For ``search``, while the last products are on their way: a tile's codes, the first words of them, and what a
-        sparse bias has of the tile."""
-        of_tile = self.gumbel_bounds.wait(memory, iteration, args.num_samples == 1)
+        """Waits for a tile's bounds while the last wgmma runs. Returns shared memory with them, their first words, and
+        the tile's sparse-bias words."""
+        tile_memory = self.gumbel_bounds.wait(memory, iteration, args.num_samples == 1)
         sparse_bias = []
-        if const_expr(self.processed is not None):
-            sparse_bias = self.processed.sparse_bias(args, params, walk, iteration, ptx.settled(thread))
-        return of_tile, self.fragments.load_bounds(of_tile, 0, thread), sparse_bias
+        if const_expr(self.transforms is not None):
+            sparse_bias = self.transforms.load_sparse_bias(args, params, walk, iteration, ptx.scheduling_fence(thread))
+        return tile_memory, self.fragments.load_bounds(tile_memory, 0, thread), sparse_bias
 
     @cute.jit
     def search(
@@ -157,7 +157,7 @@ class SampleEpilogue:
         params: TransformArguments | None,
         out: Outputs | None,
         walk: Walk,
-        of_tile: Shared,
+        tile_memory: Shared,
         logits,
         words,
         sparse_bias,
@@ -166,35 +166,46 @@ class SampleEpilogue:
         thread,
         barrier,
     ):
-        """The search of the CTA's tile number ``iteration``, and its codes' release. ``barrier``: of these threads."""
+        """Searches the CTA's tile number ``iteration`` and releases its bounds. ``barrier``: of the consumer
+        threads."""
         if sampled != 0:
-            if const_expr(self.processed is None):
-                self.searching.tile(
-                    args, walk, of_tile, logits, words, sampled, Boolean(False), iteration, thread, barrier
+            if const_expr(self.transforms is None):
+                self.candidate_search.search_tile(
+                    args, walk, tile_memory, logits, words, sampled, Boolean(False), iteration, thread, barrier
                 )
             else:
-                # what is made of the thread's number is made again for every tile: kept, it would be in local memory,
-                # whose every load is exposed for 600 cycles
+                # addresses made of the thread number are recomputed for every tile: kept, they would spill, and each
+                # load from local memory is exposed for 600 cycles
                 if params.any != 0:
-                    self.processed.tile(
-                        args, params, walk, of_tile, logits, words, sparse_bias, iteration, ptx.settled(thread)
+                    self.transforms.apply(
+                        args,
+                        params,
+                        walk,
+                        tile_memory,
+                        logits,
+                        words,
+                        sparse_bias,
+                        iteration,
+                        ptx.scheduling_fence(thread),
                     )
                 if sampled == 1:
-                    token0 = self.fragments.token(walk.first_token(iteration), ptx.settled(thread))
-                    self.searching.mask(args, logits, token0)
-                if self._draws(args, of_tile):
-                    masked, same = params.token_mask != Int64(0), ptx.settled(thread)
-                    self.searching.tile(args, walk, of_tile, logits, words, Int32(2), masked, iteration, same, barrier)
-                if const_expr(self.block_stats is not None):
-                    self.block_stats.tile(
-                        args, out, walk, of_tile, logits, sampled, iteration, ptx.settled(thread), barrier
+                    token0 = self.fragments.token(walk.first_token(iteration), ptx.scheduling_fence(thread))
+                    self.candidate_search.mask(args, logits, token0)
+                if self._draws(args, tile_memory):
+                    masked, same = params.token_mask != Int64(0), ptx.scheduling_fence(thread)
+                    self.candidate_search.search_tile(
+                        args, walk, tile_memory, logits, words, Int32(2), masked, iteration, same, barrier
                     )
-                thread = ptx.settled(thread)
-        self.gumbel_bounds.release(of_tile, iteration, thread, args.num_samples == 1)
+                if const_expr(self.block_stats is not None):
+                    self.block_stats.write_tile(
+                        args, out, walk, tile_memory, logits, sampled, iteration, ptx.scheduling_fence(thread), barrier
+                    )
+                thread = ptx.scheduling_fence(thread)
+        self.gumbel_bounds.release(tile_memory, iteration, thread, args.num_samples == 1)
 
     @cute.jit
     def _draws(self, args: Arguments, memory: Shared) -> Boolean:
-        """Whether tokens are drawn here."""
+        """Returns whether this row block draws tokens."""
         draws = args.num_samples != 0
         if const_expr(self.block_stats is not None):
             draws = draws & (memory.drawing[0] != 0)
@@ -202,6 +213,6 @@ class SampleEpilogue:
 
     @cute.jit
     def done(self, memory: Shared, thread):
-        """After the last tile."""
+        """Says that a consumer warp has searched its last tile."""
         if thread % 32 == 0:
             self.queue.close(memory)

@@ -1,4 +1,4 @@
-"""One launch of the Hopper kernel."""
+"""Launches the Hopper kernel once."""
 
 import functools
 from collections.abc import Callable
@@ -19,12 +19,12 @@ _PLAIN = KINDS["plain"]
 
 
 class _Plan(NamedTuple):
-    """What all launches of a problem share."""
+    """The values that all launches of a problem share."""
 
     kernel: Callable[..., Any]
     row_blocks: int
     ctas: int  # per block of rows
-    base: int  # this, skip and end: see arguments.Arguments
+    base: int  # base, skip and end: see arguments.Arguments
     skip: int
     end: int
     words: int  # of the workspace
@@ -42,12 +42,12 @@ def _plan(
     config: TileConfig | None,
     features: Features = _PLAIN,
 ) -> _Plan:
-    """A dictionary's worth of host time per call."""
+    """Returns the cached plan of a problem; host time is one dictionary look-up."""
     config = choose_config(batch, dim) if config is None else config
     skip = skipped(first_token, config)
     row_blocks = -(-batch // config.block_b)
     ctas = ctas_per_row_block(config, batch, skip + vocab_size, multiprocessors(device))
-    # a shard without a token: the launch has something to read, and samples none of it
+    # a shard without tokens: the launch reads something, and samples nothing
     sampled = (skip, skip + vocab_size) if vocab_size else (TILE_V, TILE_V)
     words = workspace_layout.words(batch * num_samples, row_blocks, batch * features.logits)
     return _Plan(kernel_for(dtype, config, features), row_blocks, ctas, first_token - skip, *sampled, words)
@@ -57,18 +57,24 @@ def run(
     step: SampleInputs,
     config: TileConfig | None = None,
     features: Features = _PLAIN,
-    asked_for: tuple[int | float, ...] = (),
+    extra_arguments: tuple[int | float, ...] = (),
 ) -> SampleResult:
-    """See ``backends``: one launch, where nothing is asked for. ``config`` in place of the shape that is chosen.
-    ``asked_for``: of a kernel with such ``features``, ``arguments.TransformArguments`` and ``arguments.Outputs``.
-    One with logits may make no draws at all: of one token nobody knows what."""
-    # nothing is asked for twice: an attribute of a tensor costs the host a tenth of a microsecond, a field of the step
-    # a third
+    """Runs a step with default sampling parameters in one launch (``backends``); any other step goes to
+    ``dispatch.run``.
+
+    Args:
+        step: the step.
+        config: a tile shape that replaces the chosen one.
+        features: options of the kernel.
+        extra_arguments: ``arguments.TransformArguments`` and ``arguments.Outputs``, for a kernel with such features. A
+            kernel with logits may draw nothing: the result then has one arbitrary token.
+    """
+    # each value is read once: an attribute of a tensor costs the host 0.1 us, a field of the step a third of that
     hidden_states, weight, _, _, _, num_samples, vocab_size, shard, params, _, _, _ = step
     if params is not DEFAULT_PARAMS:
-        from .dispatch import run as run_asked  # which makes such launches
+        from .dispatch import run as run_with_params  # which calls this function again
 
-        return run_asked(step, config)
+        return run_with_params(step, config)
     (batch, dim), dtype, device = hidden_states.shape, hidden_states.dtype, hidden_states.device
     hidden, (hidden_stride, along_d) = hidden_states.data_ptr(), hidden_states.stride()
     if not copy_engine_reads(hidden, batch, hidden_stride, along_d):
@@ -80,11 +86,11 @@ def run(
         batch, dim, num_samples, vocab_size, first_token, dtype, device, config, features
     )
     tokens = torch.empty(batch * num_samples or 1, dtype=torch.int64, device=device)
-    workspace = zeroed_words(words, device)  # which is held until the launch
+    workspace = zeroed_words(words, device)  # a reference until the launch
     temperature_at, temperature, seed_at, seed, offset_at, offset = step.row_arguments()
     kernel(  # in the order of arguments.LaunchArguments
         hidden,
-        # of a single row the stride is torch's business, but TMA wants a multiple of 16 bytes
+        # a single row's stride is arbitrary in torch, but TMA needs a multiple of 16 bytes
         hidden_stride if batch > 1 else -(-dim // 8) * 8,
         weight.data_ptr() if vocab_size else hidden,
         weight.stride()[0] if vocab_size > 1 else -(-dim // 8) * 8,
@@ -106,6 +112,6 @@ def run(
         end,
         num_samples,
         exchange,
-        *asked_for,
+        *extra_arguments,
     )
-    return SampleResult.__new__(SampleResult, tokens)  # Drawn(tokens), less half of its host time
+    return SampleResult.__new__(SampleResult, tokens)  # half the host time of SampleResult(tokens)

@@ -1,13 +1,15 @@
-"""What a request makes of a tile's logits, in registers, before anything else looks at them.
+"""Applies the logit transforms to a tile in registers, before the search: the consumer warps.
 
-The order is the contract's (section 5): the head's bias, scale and soft cap; a bias of all rows, then each row's own;
-penalties; the token mask. A token that is masked out has -inf, which ``search`` and ``dense_fallback`` pass over. Every
-operation is the one that Triton's kernels make of ``logits_source`` (which products are fused into sums, which division
-it is), so that a logit is the same bits whoever makes it, and ``sample_from_logits`` of the products gives the tokens
-of ``sample``.
+The order is the contract's (section 5): bias, scale and soft cap of the LM head; the dense bias of all rows, then each
+row's sparse bias; penalties; the token mask. A masked token has -inf, which ``candidate_search`` and ``dense_fallback``
+pass over.
 
-What is read is small beside the weight, but comes from where the weight has pushed it: ``prefetch`` asks for a tile's
-share before its products are begun.
+Every operation is the one of ``kernels.triton.filtered.logit_source``: which multiplications are fused into sums, which
+division is used. A logit is therefore the same bits in both kernels, and ``sample_from_logits`` of the raw logits gives
+the tokens of ``sample``.
+
+The operands are small beside the weight, but the weight has evicted them from L2. ``prefetch`` therefore requests a
+tile's share before its matmul begins.
 """
 
 import math
@@ -24,16 +26,16 @@ from .memory import global_pointer
 from .reduction import INFINITY
 from .shared_memory import CONSUMER_THREADS, Shared
 
-_AT_ONCE = 32, 16  # logits of a thread that has one or both halves: all of it is unrolled, and more of 128 would spill
+_AT_ONCE = 32, 16  # unrolled logits of a thread that has one or both halves; more of 128 would spill
 _LOG2_E = 1.4426950408889634
 _LINE = 128  # bytes
-_WORD = 8  # bytes, of ``kernels.triton.filtered.sparse_bias``
-_TOKEN = 0x7F  # bits of such a word
-_FEW_WORDS = 3  # one in 3 of a thread's code words: if more have marks, all counts are looked at, which takes as long
+_WORD = 8  # bytes of a word of ``kernels.triton.filtered.sparse_bias``
+_TOKEN = 0x7F  # the token's bits in such a word
+_FEW_WORDS = 3  # of three: if more of a thread's bound words have marks, all counts are read, which takes as long
 
 
 class LogitTransforms:
-    """Of a tile shape."""
+    """The transforms of one tile shape."""
 
     def __init__(self, fragments: Fragments):
         self.fragments = fragments
@@ -46,7 +48,7 @@ class LogitTransforms:
 
     @cute.jit
     def prefetch(self, args: Arguments, params: TransformArguments, walk: Walk, iteration, thread):
-        """The consumers: a tile's share of what is different in every row, from memory to the level-2 cache."""
+        """Prefetches a tile's per-row operands to L2: the consumers."""
         first = walk.first_token(iteration)
         rows = cutlass.min(args.batch - walk.first_row, self.block_b)
         if params.token_mask != Int64(0):
@@ -65,7 +67,7 @@ class LogitTransforms:
                 ptx.prefetch(row + Int64(token) * 4)
 
     @cute.jit
-    def tile(
+    def apply(
         self,
         args: Arguments,
         params: TransformArguments,
@@ -77,9 +79,11 @@ class LogitTransforms:
         iteration,
         thread,
     ):
-        """The consumers, 256 threads: the logits (2 columns, 2 rows, blocks of eight columns, halves of the tokens) of
-        the CTA's tile number ``iteration`` become what the request makes of them. Those beyond the vocabulary become
-        whatever. ``words``: the tile's first code words; ``sparse_bias``: its own."""
+        """Transforms the logits of the CTA's tile number ``iteration``: the consumers, 256 threads.
+
+        ``logits``: (2 columns, 2 rows, column blocks of eight, token halves); those beyond the vocabulary become
+        arbitrary. ``words``: the tile's first bound words; ``sparse_bias``: its sparse-bias words.
+        """
         lane = thread % 32
         all_counts, marked = self._reads_all_counts(args, params), Uint32(0)
         if (params.counts != Int64(0)) & ~all_counts:
@@ -94,34 +98,34 @@ class LogitTransforms:
         changes = (params.logit_scale != 1.0) | (params.soft_cap > 0.0)
         if changes | (params.bias | params.dense_bias != Int64(0)):
             for _ in cutlass.range(self.own_blocks // self.blocks, unroll=1):
-                self._head(params, logits, tokens)
+                self._scale_and_cap(params, logits, tokens)
                 if params.dense_bias != Int64(0):
                     self._add(params.dense_bias, logits, tokens)
                 self._rotate(logits)
         if params.sparse_bias != Int64(0):
-            self._add_entries(args, params, walk, logits, sparse_bias, ptx.settled(thread))
+            self._add_sparse_bias(args, params, walk, logits, sparse_bias, ptx.scheduling_fence(thread))
         if all_counts:
             first_row = walk.first_row + 8 * self.fragments.first_block(thread // 32) + 2 * (lane % 4)
             for _ in cutlass.range(self.own_blocks // self.blocks, unroll=1):
-                self._penalties(args, params, logits, tokens, first_row)
+                self._penalize_all(args, params, logits, tokens, first_row)
                 self._rotate(logits)
                 first_row += 8 * self.blocks
-        if (params.seen != Int64(0)) & (args.num_samples == 1):
-            self._penalties_of_marked(args, params, walk, shared, logits, marked, iteration, ptx.settled(thread))
-            first = self.fragments.load_bounds(shared, 0, ptx.settled(thread))  # without marks
+        if (params.nonzero_mask != Int64(0)) & (args.num_samples == 1):
+            self._penalize_marked(args, params, walk, shared, logits, marked, iteration, ptx.scheduling_fence(thread))
+            first = self.fragments.load_bounds(shared, 0, ptx.scheduling_fence(thread))  # without marks
             for v in range_constexpr(self.fragments.vector):
                 words[v] = first[v]
         if params.token_mask != Int64(0):
-            self._mask(args, params, walk, shared, logits, iteration, ptx.settled(thread))
+            self._mask(args, params, walk, shared, logits, iteration, ptx.scheduling_fence(thread))
 
     def _reads_all_counts(self, args, params) -> Boolean:
-        """Whether there is nothing that says which tokens have some."""
-        return (params.counts != Int64(0)) & ((params.seen == Int64(0)) | (args.num_samples != 1))
+        """Returns whether there are counts but no nonzero-count mask for them."""
+        return (params.counts != Int64(0)) & ((params.nonzero_mask == Int64(0)) | (args.num_samples != 1))
 
-    # -- of the first blocks of columns
+    # -- the first column blocks
 
-    def _each(self) -> list[tuple[int, int, int, int, int]]:
-        """Column of two, row of two, block, half, and the number of the token, of every logit."""
+    def _logit_indices(self) -> list[tuple[int, int, int, int, int]]:
+        """Lists column of two, row of two, column block, token half and token number of every logit."""
         return [
             (c, r, j, half, 2 * half + r)
             for j in range(self.blocks)
@@ -131,7 +135,7 @@ class LogitTransforms:
         ]
 
     def _rotate(self, logits):
-        """The next blocks become the first ones, these the last."""
+        """Makes the next column blocks the first ones, and these the last."""
         if self.blocks == self.own_blocks:
             return
         for c in range(2):
@@ -143,53 +147,51 @@ class LogitTransforms:
 
     @cute.jit
     def _add(self, address, logits, tokens):
-        """A (V,) float32 vector."""
+        """Adds a (V,) float32 vector."""
         values = [global_pointer(Float32, address + Int64(token) * 4).load() for token in tokens]
-        for c, r, j, half, n in self._each():
+        for c, r, j, half, n in self._logit_indices():
             logits[c, r, j, half] = ptx.add(logits[c, r, j, half], values[n])
 
     @cute.jit
-    def _head(self, params, logits, tokens):
+    def _scale_and_cap(self, params, logits, tokens):
         if params.bias != Int64(0):
             self._add(params.bias, logits, tokens)
         if params.logit_scale != Float32(1.0):
-            for c, r, j, half, _ in self._each():
+            for c, r, j, half, _ in self._logit_indices():
                 logits[c, r, j, half] = ptx.multiply(logits[c, r, j, half], params.logit_scale)
         if params.soft_cap > Float32(0.0):
-            for c, r, j, half, _ in self._each():
+            for c, r, j, half, _ in self._logit_indices():
                 capped = _tanh(ptx.divide(logits[c, r, j, half], params.soft_cap))
                 logits[c, r, j, half] = ptx.multiply(capped, params.soft_cap)
 
     @cute.jit
-    def _penalties(self, args, params, logits, tokens, first_row):
+    def _penalize_all(self, args, params, logits, tokens, first_row):
         counts = cute.make_rmem_tensor(4 * self.blocks * self.halves, Int32)
-        for at, (c, _, j, _, n) in enumerate(self._each()):
+        for at, (c, _, j, _, n) in enumerate(self._logit_indices()):
             address = params.counts + Int64(cutlass.min(first_row + 8 * j + c, args.batch - 1)) * params.counts_stride
             counts[at] = global_pointer(Int32, address + Int64(tokens[n]) * 4).load()
         for j in range_constexpr(self.blocks):
             some = Int32(0)
             for at in range_constexpr(4 * self.halves):
                 some = some | counts[4 * self.halves * j + at]
-            if some != Int32(0):  # of few threads
+            if some != Int32(0):  # few threads
                 for c in range_constexpr(2):
                     row = cutlass.min(first_row + 8 * j + c, args.batch - 1)
-                    repetition = _of_row(params.repetition, params.repetition_value, row)
-                    frequency = _of_row(params.frequency, params.frequency_value, row)
-                    presence = _of_row(params.presence, params.presence_value, row)
+                    repetition = _row_param(params.repetition, params.repetition_value, row)
+                    frequency = _row_param(params.frequency, params.frequency_value, row)
+                    presence = _row_param(params.presence, params.presence_value, row)
                     for n in range_constexpr(2 * self.halves):
                         count = counts[4 * self.halves * j + 2 * self.halves * c + n]
                         r, half = n % 2, n // 2
-                        logits[c, r, j, half] = _penalised(
-                            logits[c, r, j, half], count, repetition, frequency, presence
-                        )
+                        logits[c, r, j, half] = _penalize(logits[c, r, j, half], count, repetition, frequency, presence)
 
-    # -- of the tokens that have an entry in a sparse bias
+    # -- tokens with an entry in the sparse bias
 
     @cute.jit
-    def sparse_bias(self, args: Arguments, params: TransformArguments, walk: Walk, iteration, thread) -> list:
-        """The words (``kernels.triton.filtered.sparse_bias``) of a tile of the CTA, a lane's of every 32nd of the
-        warp's columns: twice 32 bits
-        each, 0 of rows without any. All are loaded at once, while the last products are on their way."""
+    def load_sparse_bias(self, args: Arguments, params: TransformArguments, walk: Walk, iteration, thread) -> list:
+        """Loads a tile's words of the sparse bias (``kernels.triton.filtered.sparse_bias``): a lane has every 32nd of
+        the warp's columns, two 32-bit numbers each, 0 for rows without any. All loads are issued at once, while the
+        last wgmma runs."""
         column0 = 8 * self.fragments.first_block(thread // 32)
         words = []
         for k in range_constexpr(-(-self.own_blocks // 4)):
@@ -200,19 +202,19 @@ class LogitTransforms:
         return words
 
     def _word_at(self, args, params, walk, row, iteration) -> Int64:
-        """Address of a row's word of a tile; of the last one for what a cluster rounds its tiles up by."""
+        """Returns the address of a row's word of a tile; of the last tile for a cluster's surplus tiles."""
         tile = cutlass.min(walk.tile(iteration), (args.end - 1) // TILE_V)
-        return params.sparse_bias + Int64(row) * params.entries_stride + Int64(tile) * _WORD
+        return params.sparse_bias + Int64(row) * params.sparse_bias_stride + Int64(tile) * _WORD
 
     @cute.jit
-    def _add_entries(self, args, params, walk, logits, sparse_bias, thread):
-        """What is not of the warp's tokens is passed over. The others are added column by column: of a tile few have
-        any."""
+    def _add_sparse_bias(self, args, params, walk, logits, sparse_bias, thread):
+        """Adds the entries column by column: few columns of a tile have any. Entries of other warps' tokens are
+        skipped."""
         first_token = self.fragments.first_token(thread // 32)
         words = list(zip(sparse_bias[::2], sparse_bias[1::2]))
         waiting, some = [], Uint32(0)
         for info, _ in words:
-            wanted = (_count_of(info) > Uint32(1)) | ((info != Uint32(0)) & self._has(first_token, info))
+            wanted = (_entry_count(info) > Uint32(1)) | ((info != Uint32(0)) & self._holds_token(first_token, info))
             waiting += [Uint32(cute.arch.vote_ballot_sync(wanted))]
             some = some | waiting[-1]
         if some != Uint32(0):
@@ -225,30 +227,34 @@ class LogitTransforms:
                 while columns != Uint32(0):
                     lowest, columns = ptx.take_lowest(columns)
                     source = Int32(lowest)
-                    of_tile = Uint32(cute.arch.shuffle_sync(info, source))
-                    of_first = Uint32(cute.arch.shuffle_sync(value, source))
-                    self._add_column(args, params, walk, logits, 32 * k + source, of_tile, of_first, thread)
+                    tile_word = Uint32(cute.arch.shuffle_sync(info, source))
+                    first_value = Uint32(cute.arch.shuffle_sync(value, source))
+                    self._add_column(args, params, walk, logits, 32 * k + source, tile_word, first_value, thread)
 
     @cute.jit
-    def _add_column(self, args, params, walk, logits, column, of_tile, of_first, thread):
-        """The entries of one of the warp's columns, by what is the same in all lanes: the tile's word. Of several each
-        lane loads every 32nd. Those that the warp has are handed round, and whose token it is adds the value."""
+    def _add_column(self, args, params, walk, logits, column, tile_word, first_value, thread):
+        """Adds the entries of one of the warp's columns. ``tile_word``, ``first_value``: the tile's word, equal in all
+        lanes.
+
+        With several entries each lane loads every 32nd. The warp shuffles those of its own tokens, and the lane that
+        holds the token adds the value.
+        """
         lane = thread % 32
         first_token = self.fragments.first_token(thread // 32)
         row = walk.first_row + 8 * self.fragments.first_block(thread // 32) + column
-        first = cute.ceil_div(args.end, TILE_V) + _place_of(of_tile)
-        at = params.sparse_bias + Int64(row) * params.entries_stride + Int64(first + lane) * _WORD
-        count, done = Int32(_count_of(of_tile)), Int32(0)
+        first = cute.ceil_div(args.end, TILE_V) + _first_entry(tile_word)
+        at = params.sparse_bias + Int64(row) * params.sparse_bias_stride + Int64(first + lane) * _WORD
+        count, done = Int32(_entry_count(tile_word)), Int32(0)
         number = Int32(
             select_(lane % 4 == column // 2 % 4, 2 * (column // 8) + column % 2, Int32(-1))
-        )  # of the lane's columns
+        )  # among the lane's columns
         found = self._take_column(logits, 2 * (column // 8) + column % 2)
         while done < count:
             there = done + lane < count
             info, bits = ptx.load_two_if(at + Int64(done) * _WORD, there & (count > 1))
-            info = Uint32(select_(count > 1, info, of_tile))
-            bits = Uint32(select_(count > 1, bits, of_first))
-            own = Uint32(cute.arch.vote_ballot_sync(there & self._has(first_token, info)))
+            info = Uint32(select_(count > 1, info, tile_word))
+            bits = Uint32(select_(count > 1, bits, first_value))
+            own = Uint32(cute.arch.vote_ballot_sync(there & self._holds_token(first_token, info)))
             while own != Uint32(0):
                 lowest, own = ptx.take_lowest(own)
                 token = Int32(Uint32(cute.arch.shuffle_sync(info, Int32(lowest))) & Uint32(_TOKEN))
@@ -259,33 +265,33 @@ class LogitTransforms:
             done += 32
         self._put_column(logits, number, found)
 
-    def _has(self, first_token, info) -> Boolean:
-        """Whether an entry's token is one of the warp's."""
+    def _holds_token(self, first_token, info) -> Boolean:
+        """Returns whether an entry's token is one of the warp's."""
         return Int32(info & Uint32(0x70 if self.halves == 1 else 0x30)) == first_token
 
     def _columns(self) -> list[list[tuple]]:
-        """Of each of a thread's columns where its logits are, by half and row of two."""
+        """Lists, for each of a thread's columns, the indices of its logits by token half and row of two."""
         each = [(half, r) for half in range(self.halves) for r in range(2)]
         return [[(c, r, j, half) for half, r in each] for j in range(self.own_blocks) for c in range(2)]
 
     def _take_column(self, logits, number):
-        """The logits of a thread's column."""
+        """Returns the logits of a thread's column."""
         found = cute.make_rmem_tensor(2 * self.halves, Float32)
         for n, places in enumerate(zip(*self._columns())):
-            found[n] = _chosen([logits[place] for place in places], number)
+            found[n] = _select([logits[place] for place in places], number)
         return found
 
     def _put_column(self, logits, number, found):
-        """The opposite."""
+        """Writes the logits of a thread's column."""
         for column, places in enumerate(self._columns()):
             for n, place in enumerate(places):
                 logits[place] = Float32(select_(number == column, found[n], logits[place]))
 
-    # -- of the tokens that are marked
+    # -- tokens with a mark
 
     @cute.jit
     def _marked_words(self, shared, thread) -> Uint32:
-        """A bit for each of a thread's code words that has marks."""
+        """Returns a bit for each of a thread's bound words that has marks."""
         marked = Uint32(0)
         for q in range_constexpr(self.fragments.vectors):
             words = self.fragments.load_bounds(shared, q, thread)
@@ -298,21 +304,21 @@ class LogitTransforms:
     def _unmark_all(self, shared, thread):
         for w in cutlass.range(self.fragments.vectors * self.fragments.vector, unroll=1):
             at = self._bound_word(w, thread)
-            shared.gumbel_bounds[at] = noise.unmarked(shared.gumbel_bounds[at], Uint32(noise.MARKS))
+            shared.gumbel_bounds[at] = noise.remove_marks(shared.gumbel_bounds[at], Uint32(noise.MARKS))
 
     def _bound_word(self, w, thread):
-        """Where a thread's code word number w stands."""
+        """Returns the index of a thread's bound word number w."""
         return (
             CONSUMER_THREADS * (w // self.fragments.vector) + thread
         ) * self.fragments.vector + w % self.fragments.vector
 
     @cute.jit
-    def _penalties_of_marked(self, args, params, walk, shared, logits, marked, iteration, thread):
-        """Of the code words that are marked, of few threads one or two. Each takes one token after the other. (What
-        else was tried: docs/kernels.md.)"""
+    def _penalize_marked(self, args, params, walk, shared, logits, marked, iteration, thread):
+        """Applies penalties to the tokens of marked bound words, one token after the other; few threads have one or two
+        words. Rejected alternatives: docs/kernels.md."""
         token0 = self.fragments.token(walk.first_token(iteration), thread)
         first_row = walk.first_row + 8 * self.fragments.first_block(thread // 32) + 2 * (thread % 4)
-        done = Uint32(0)  # marks of the lowest of these words
+        done = Uint32(0)  # marks of the lowest marked word
         while cute.arch.vote_any_sync(marked != Uint32(0)):
             there = marked != Uint32(0)
             w = Int32(select_(there, Int32(ptx.take_lowest(marked)[0]), Int32(0)))
@@ -325,38 +331,41 @@ class LogitTransforms:
             batch_row = cutlass.min(first_row + 8 * block + column, args.batch - 1)
             token = cutlass.min(token0 + 8 * row + 64 * half, args.end - 1)
             count = ptx.load_if(params.counts + Int64(batch_row) * params.counts_stride + Int64(token) * 4, there)
-            repetition = _of_row(params.repetition, params.repetition_value, batch_row)
-            frequency = _of_row(params.frequency, params.frequency_value, batch_row)
-            presence = _of_row(params.presence, params.presence_value, batch_row)
+            repetition = _row_param(params.repetition, params.repetition_value, batch_row)
+            frequency = _row_param(params.frequency, params.frequency_value, batch_row)
+            presence = _row_param(params.presence, params.presence_value, batch_row)
             n = 4 * w + i
-            x = _penalised(self._take(logits, n), count, repetition, frequency, presence)
+            x = _penalize(self._take(logits, n), count, repetition, frequency, presence)
             self._put(logits, Int32(select_(there, n, Int32(-1))), x)
             if there:
-                shared.gumbel_bounds[at] = noise.unmarked(word, mark)
+                shared.gumbel_bounds[at] = noise.remove_marks(word, mark)
             last = marks == mark
             done = Uint32(select_(last, Uint32(0), done | mark))
             marked = Uint32(select_(last, marked & (marked - Uint32(1)), marked))
 
     def _in_order(self) -> list[tuple]:
-        """Where a thread's logits stand, in the order of its codes."""
+        """Lists the indices of a thread's logits in the order of its bounds."""
         places = range(4 * self.fragments.vectors * self.fragments.vector)
         return [(n & 1, n >> 1 & 1, (n >> 2) // self.halves, (n >> 2) % self.halves) for n in places]
 
     def _take(self, logits, n) -> Float32:
-        """The logit number n."""
-        return _chosen([logits[place] for place in self._in_order()], n)
+        """Returns the logit number n."""
+        return _select([logits[place] for place in self._in_order()], n)
 
     def _put(self, logits, n, x):
-        """The opposite."""
+        """Writes the logit number n."""
         for number, place in enumerate(self._in_order()):
             logits[place] = Float32(select_(n == number, x, logits[place]))
 
-    # -- of all columns
+    # -- all columns
 
     @cute.jit
     def _mask(self, args, params, walk, shared, logits, iteration, thread):
-        """A word of the mask has 16 of a warp's tokens. A lane loads the words of every 32nd of the warp's columns, all
-        at once, and two times 16 bits together go through a shuffle to where they are used."""
+        """Applies the token mask. A mask word has 16 of a warp's tokens.
+
+        A lane loads the words of every 32nd of the warp's columns, all at once. Pairs of 16 bits reach the lanes that
+        need them by shuffles.
+        """
         lane = thread % 32
         column0 = 8 * self.fragments.first_block(thread // 32)
         first_token = walk.first_token(iteration) + self.fragments.first_token(thread // 32)
@@ -372,18 +381,18 @@ class LogitTransforms:
         upper = first_token & 16 != 0
         words = [Uint32(select_(upper, word >> Uint32(16), word & Uint32(0xFFFF))) for word in words]
         pairs = [low | high << Uint32(16) for low, high in zip(words[::2], [*words[1::2], Uint32(0)])]
-        together = 2 // self.halves  # groups of 32 columns in a word of both
+        together = 2 // self.halves  # groups of 32 columns in a pair
         for j in range_constexpr(0, self.own_blocks, 4 * together):
             for place in range_constexpr(4):
                 for c in range_constexpr(2):
                     if const_expr(j + place < self.own_blocks):
                         source = 8 * place + 2 * (lane % 4) + c
                         bits = cute.arch.shuffle_sync(pairs[j // (4 * together)], source) >> Uint32(lane // 4)
-                        self._allow(logits, bits, c, j + place)
+                        self._apply_mask_bits(logits, bits, c, j + place)
 
-    def _allow(self, logits, bits, c, first):
-        """-inf for what is masked out. ``bits``: 0 and 8 for two rows of two, 16 and 24 likewise for the upper half of
-        the tokens or for four blocks on."""
+    def _apply_mask_bits(self, logits, bits, c, first):
+        """Sets masked tokens to -inf. ``bits``: 0 and 8 for two rows of two; 16 and 24 for the upper token half, or for
+        four column blocks on."""
         for n in range(2):
             j, half = (first, n) if self.halves == 2 else (first + 4 * n, 0)
             for r in range(2):
@@ -393,8 +402,8 @@ class LogitTransforms:
 
     @cute.jit
     def _undefine(self, shared, logits, column0, lane):
-        """At an infinite temperature, where the slope is 0, -inf is no score but NaN, and what is masked out is passed
-        over."""
+        """Replaces -inf by NaN in rows of infinite temperature, where the slope is 0: -inf is no score there. Masked
+        tokens are passed over."""
         some = Boolean(False)
         for k in range_constexpr(-(-self.own_blocks // 4)):
             some = some | (
@@ -411,8 +420,8 @@ class LogitTransforms:
                             logits[c, r, j, half] = Float32(select_(lost, Float32(math.nan), x))
 
 
-def _chosen(some: list[Float32], n) -> Float32:
-    """The one number n."""
+def _select(some: list[Float32], n) -> Float32:
+    """Returns the value number n."""
     bit = 0
     while len(some) > 1:
         odd = n >> bit & 1 != 0
@@ -422,27 +431,27 @@ def _chosen(some: list[Float32], n) -> Float32:
     return some[0]
 
 
-def _count_of(info) -> Uint32:
-    """Of a tile's word in ``kernels.triton.filtered.sparse_bias``, how many entries the tile has."""
+def _entry_count(info) -> Uint32:
+    """Returns how many entries a tile has, from its word (``kernels.triton.filtered.sparse_bias``)."""
     return info >> Uint32(7) & Uint32(0x7FF)
 
 
-def _place_of(info) -> Int32:
-    """And where the first is, behind the tiles' words."""
+def _first_entry(info) -> Int32:
+    """Returns the index of a tile's first entry, behind the words of all tiles."""
     return Int32(info >> Uint32(18))
 
 
 @cute.jit
-def _of_row(address, value, row) -> Float32:
-    """A row's parameter: a number where there is no address."""
+def _row_param(address, value, row) -> Float32:
+    """Returns a row's parameter: the scalar where there is no address."""
     found = value
     if address != Int64(0):
         found = global_pointer(Float32, address + Int64(row) * 4).load()
     return found
 
 
-def _penalised(logit, count, repetition, frequency, presence) -> Float32:
-    """The logit of a token after the penalties. ``count``: see ``step.SamplingParams.counts``."""
+def _penalize(logit, count, repetition, frequency, presence) -> Float32:
+    """Applies penalties to a token's logit. ``count``: see ``inputs.SamplingParams.counts``."""
     repeated = Float32(select_(logit > Float32(0.0), ptx.divide(logit, repetition), ptx.multiply(logit, repetition)))
     x = Float32(select_(count != Int32(0), repeated, logit))
     times = count & Int32(0x7FFFFFFF)
@@ -451,12 +460,12 @@ def _penalised(logit, count, repetition, frequency, presence) -> Float32:
 
 
 def _tanh(x) -> Float32:
-    """``kernels.triton.filtered.logit_source._tanh``."""
+    """Computes tanh as ``kernels.triton.filtered.logit_source._tanh`` does."""
     x2 = ptx.multiply(x, x)
     above = ptx.multiply(x, cute.math.fma(x2, cute.math.fma(x, x, Float32(105.0)), Float32(945.0)))
     below = cute.math.fma(x2, cute.math.fma(x2, Float32(15.0), Float32(420.0)), Float32(945.0))
     e = ptx.exp2(ptx.multiply(cute.math.abs(x), Float32(-2.0 * _LOG2_E)))
     far = ptx.subtract(Float32(1.0), e)
     far = Float32(select_(x < Float32(0.0), -far, far))
-    is_near = cute.math.abs(x) < Float32(0.6)  # one division, of what is chosen
+    is_near = cute.math.abs(x) < Float32(0.6)  # one division, of the chosen pair
     return ptx.divide(Float32(select_(is_near, above, far)), Float32(select_(is_near, below, ptx.add(e, Float32(1.0)))))

@@ -1,25 +1,34 @@
-"""The matmul of one tile: TMA fills a ring of stages, two warpgroups multiply them, each half of the tile's 128
-vocabulary rows or, of more than 192 batch rows, half of these.
+"""Computes the logits of one tile: TMA fills a ring of stages, two warpgroups multiply them.
 
-Vocabulary is M and batch is N of ``wgmma``; both operands are K-major as they lie in memory. k runs in one chain of m64
-k16 instructions, in an order that depends on the token id and D alone, so a logit's bits do not depend on the tile's
-shape, on the batch or on how the vocabulary is sharded.
+The vocabulary is M and the batch is N of ``wgmma``. Both operands are K-major, as they lie in memory. Up to 192 rows, a
+warpgroup has 64 of the tile's 128 tokens and all rows; above, all tokens and half of the rows. One instruction
+multiplies up to 192 columns, the most that ptxas allows a kernel of 512 threads.
 
-One instruction multiplies all columns, up to the 192 that ptxas allows a kernel of 512 threads. Two of 96 read a block
-of the weights twice, which takes no cycles but, I think, power: over cuBLAS in one run, H200, B = 192 and 384, D = 2048
-1.054 and 1.088, with one instruction of 192 1.032 and 1.075; D = 2880 1.022 and 1.015, 1.014 and 1.016; D = 4096 1.033
-and 1.016, 1.024 and 1.018.
+k runs in one chain of m64 k16 instructions, in an order that depends on the token id and D alone. A logit's bits
+therefore do not depend on the tile shape, the batch, or the sharding of the vocabulary.
 
-Weights that one block of rows reads are read once, so they leave the level-2 cache first, and what a request has stored
-stays there for ``pick`` (``block_stats``): docs/kernels.md has what that is worth.
+Two instructions of 96 columns in place of one of 192 read a weight block twice. Over cuBLAS, H200, one run:
 
-The order: k runs upwards from a start of the tile's, and round. CTAs begin together, and if all of them begin at k = 0
-they read addresses that are equal in their lowest bits: by timestamps 3.8 TB/s came in the first 30 us of a launch and
-4.5 after, when they had drifted apart. Starts a multiple of 8 stages (1 KB) apart, one per pair of tiles, against all
-at 0, over cuBLAS in one run (H200, steps in a row, B = 1 and 64): V = 32064, D = 8192 0.955 and 0.944, against 0.969
-and 0.954; 128256, 8192 0.962 and 0.853, against 0.969 and 0.863; 151936, 4096 0.944 and 0.922, against 0.956 and 0.931;
-151936, 2048 0.952 and 0.912, against 0.953 and 0.919. Which starts are best differs with D by 2 %; these were never the
-worst.
+                  D = 2048         D = 2880         D = 4096
+    B             192     384      192     384      192     384
+    2 x 96        1.054   1.088    1.022   1.015    1.033   1.016
+    1 x 192       1.032   1.075    1.014   1.016    1.024   1.018
+
+With one row block, weights are loaded with the evict-first policy: each is read once, and stored logits stay in L2 for
+the filtered-sampling kernel. docs/kernels.md has the gain.
+
+The k order starts at a stage that depends on the tile, and wraps around. CTAs begin together; if all began at k = 0,
+they would read addresses with equal low bits. By timestamps, 3.8 TB/s arrived in the first 30 us of such a launch and
+4.5 TB/s later. Starts are multiples of 8 stages (1 KB), one per pair of tiles. Over cuBLAS, H200, steps in a row, B = 1
+and 64, one run:
+
+    V, D             all at 0         apart
+    32064, 8192      0.969, 0.954     0.955, 0.944
+    128256, 8192     0.969, 0.863     0.962, 0.853
+    151936, 4096     0.956, 0.931     0.944, 0.922
+    151936, 2048     0.953, 0.919     0.952, 0.912
+
+Which starts are best differs with D by 2 %; these were never the worst.
 """
 
 import cutlass
@@ -33,12 +42,12 @@ from .config import TILE_D, TILE_V, TileConfig
 
 _CONSUMER_WARPS = 8
 _STARTS_APART = 8  # stages
-# of createpolicy, for a whole access: as CUTLASS names them
+# encoded L2 policies, with CUTLASS's names
 _EVICT_NORMAL, _EVICT_FIRST = 0x1000000000000000, 0x12F0000000000000
 
 
 class Mainloop:
-    """Layouts and loops of a tile shape."""
+    """Layouts and loops of one tile shape."""
 
     def __init__(self, dtype, config: TileConfig):
         self.dtype = dtype
@@ -46,24 +55,26 @@ class Mainloop:
         self.cluster = config.cluster
         self.tile = (TILE_V, config.block_b, TILE_D)
         self.halves = config.halves
-        self.columns = config.block_b // config.halves  # of a warpgroup
+        self.columns = config.block_b // config.halves  # per warpgroup
 
     # -- host side of the launch
 
     def tiled_mma(self):
-        """Instructions of m64: one of all columns per consumer warpgroup, or two of half the columns."""
+        """Returns m64 instructions: two warpgroups along M with all columns each, or along N with half of the
+        columns."""
         major = LayoutEnum.ROW_MAJOR.sm90_mma_major_mode()
         warpgroups = (2, 1, 1) if self.halves == 1 else (1, 2, 1)
         tiler = (64, self.columns)
         return sm90.make_trivial_tiled_mma(self.dtype, self.dtype, major, major, Float32, warpgroups, tiler_mn=tiler)
 
     def layouts(self):
-        """Swizzled shared-memory layouts of the weight's and the hidden states' stages."""
+        """Returns the swizzled shared-memory layouts of the stages of weight and hidden states."""
         make = (sm90.make_smem_layout_a, sm90.make_smem_layout_b)
         return [layout(LayoutEnum.ROW_MAJOR, self.tile, self.dtype, self.stages) for layout in make]
 
     def copies(self, weight, hidden, w_layout, h_layout):
-        """TMA atoms and their coordinate tensors. A cluster loads each block of hidden states once, a share per CTA."""
+        """Returns TMA atoms and coordinate tensors. A cluster loads each block of hidden states once, a share per
+        CTA."""
         one, shared = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileG2SMulticastOp()
         w_stage, h_stage = (cute.slice_(layout, (None, None, 0)) for layout in (w_layout, h_layout))
         tma_w = cpasync.make_tiled_tma_atom(one, weight, w_stage, (TILE_V, TILE_D))
@@ -75,7 +86,7 @@ class Mainloop:
     # -- device side
 
     def make_pipeline(self, barriers):
-        """Stage barriers: full by the bytes of a stage, empty by every consumer warp of every CTA of the cluster."""
+        """Creates the stage barriers: full by bytes, empty by every consumer warp of every CTA of the cluster."""
         return pipeline.PipelineTmaAsync.create(
             barrier_storage=barriers,
             num_stages=self.stages,
@@ -88,7 +99,7 @@ class Mainloop:
 
     @cute.jit
     def produce(self, pipe, tma_w, tW, tma_h, tH, sW, sH, rank, row_block, row_blocks, walk, base):
-        """The producer warp: fills stages for every tile of the CTA's walk. ``base``: token id of tile 0."""
+        """Fills stages for every tile of the CTA's walk: the producer warp. ``base``: token id of tile 0."""
         gW = cute.local_tile(tW, (TILE_V, TILE_D), (None, None))  # (128, 64, V tiles, D tiles)
         gH = cute.local_tile(tH, (self.tile[1], TILE_D), (None, None))  # (N, 64, B tiles, D tiles)
         tWsW, tWgW = cpasync.tma_partition(
@@ -98,14 +109,14 @@ class Mainloop:
             tma_h, rank, cute.make_layout(self.cluster), cute.group_modes(sH, 0, 2), cute.group_modes(gH, 0, 2)
         )
         to_all = {} if self.cluster == 1 else {"mcast_mask": cutlass.Int16(2**self.cluster - 1)}
-        # weights that one block of rows reads are read once: what else is in the level-2 cache may stay there
+        # one row block reads each weight once, so weights need not stay in L2
         policy = Int64(_EVICT_FIRST) if row_blocks == 1 else Int64(_EVICT_NORMAL)
         k_tiles = cute.size(gW, mode=[3])
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
         starts = cutlass.max(k_tiles // _STARTS_APART, 1)
         for i in cutlass.range(walk.tiles, unroll=1):
             tile = walk.tile(i)
-            pair = (base // TILE_V + tile) // 2  # a cluster's two CTAs share their loads, and so their k
+            pair = (base // TILE_V + tile) // 2  # a cluster's two CTAs share loads, and so k
             k = pair % starts * _STARTS_APART
             for _ in cutlass.range(k_tiles, unroll=1):
                 pipe.producer_acquire(state)
@@ -119,8 +130,8 @@ class Mainloop:
         pipe.producer_tail(state)
 
     def fragments(self, tiled_mma, sW, sH, warp_group):
-        """Operand descriptors of a consumer warpgroup (0 or 1), and its accumulator, of a thread (2 columns, 2 rows,
-        blocks of eight columns, halves of the tokens)."""
+        """Returns the operand descriptors of a consumer warpgroup (0 or 1) and its accumulator: per thread (2 columns,
+        2 rows, column blocks of eight, token halves)."""
         thread_mma = tiled_mma.get_slice(cute.make_layout(2, stride=128)(warp_group))
         tCrW = tiled_mma.make_fragment_A(thread_mma.partition_A(sW))
         tCrH = tiled_mma.make_fragment_B(thread_mma.partition_B(sH))
@@ -129,8 +140,8 @@ class Mainloop:
 
     @cute.jit
     def accumulate(self, pipe, tiled_mma, tCrW, tCrH, accumulator, state, release, k_tiles):
-        """The logits of one tile, but for the last stage's products, which ``drain`` waits for; returns the advanced
-        pipeline states. A stage is released once the next one's products are on their way."""
+        """Computes the logits of one tile, all but the last stage's wgmma, which ``drain`` waits for. Returns the
+        advanced pipeline states. A stage is released once the next one's wgmma is issued."""
         pipe.consumer_wait(state)
         warpgroup.fence()
         for kb in range_constexpr(TILE_D // 16):
@@ -142,7 +153,7 @@ class Mainloop:
         state.advance()
         for _ in cutlass.range(1, k_tiles, unroll=1):
             pipe.consumer_wait(state)
-            warpgroup.fence()  # without it ptxas puts one of its own in, and serialises every wgmma (C7520)
+            warpgroup.fence()  # without it ptxas inserts its own and serialises every wgmma (C7520)
             for kb in range_constexpr(TILE_D // 16):
                 k16 = (None, None, kb, state.index)
                 cute.gemm(tiled_mma, accumulator, tCrW[k16], tCrH[k16], accumulator)
@@ -155,7 +166,7 @@ class Mainloop:
 
     @cute.jit
     def drain(self, pipe, release):
-        """Waits for all products and releases the last stage; returns the advanced state."""
+        """Waits for all wgmma and releases the last stage. Returns the advanced state."""
         warpgroup.wait_group(0)
         pipe.consumer_release(release)
         release.advance()

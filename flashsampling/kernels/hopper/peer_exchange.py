@@ -1,12 +1,15 @@
-"""Packed winners between GPUs, from inside the sampling kernel: ``flashsampling.exchange_protocol`` has the protocol.
+"""Exchanges packed winners between GPUs from inside the sampling kernel (``flashsampling.exchange_protocol`` has the
+protocol).
 
-Between the last CTA's arrival and the store of a token lie one trip over NVLink and one poll; what can be known before
-is read before (``look_up``, ``sequence_tags_of``, ``expect``), while the matmul still runs: the table, the peers'
-addresses, the row's tags, its slots, and the fence that orders the last launch's emptying before this launch's stores.
+Between the last CTA's arrival and the store of a token lie one trip over NVLink and one poll. Everything that can be
+known earlier is read earlier, while the matmul still runs (``peer_table.look_up``, ``compute_sequence_tags``,
+``expect``): the table, the peers' addresses, the rows' tags, their slots, and the fence that orders the last launch's
+emptying before this launch's stores.
 
-Lanes. A warp finishes 32 rows and has a lane for each (row, peer): with ``lanes`` the ranks up to a power of two, a
-pass is 32 / lanes rows by ``lanes`` peers, and ``lanes`` passes are all rows. A lane waits for four passes' messages at
-once, so on two GPUs all 256 rows of a block come with one poll, and on 72 (three peers a lane) four rows do with three.
+Lanes: a warp finishes 32 rows and has a lane for each (row, peer). With ``lanes`` the number of ranks, up to a power of
+two, a pass covers 32 / lanes rows by ``lanes`` peers, and ``lanes`` passes cover all rows. A lane waits for the
+messages of four passes at once. On two GPUs one poll therefore covers all 256 rows of a block, on 72 GPUs (three peers
+a lane) three polls cover four rows.
 """
 
 from typing import NamedTuple
@@ -18,16 +21,16 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint32, range_constexpr, sel
 from ... import exchange_protocol as protocol
 from . import ptx
 from .memory import global_pointer
-from .peer_table import SLOT, Table, failure_of, judge, slot_of, words_at
+from .peer_table import SLOT, Table, load_failure, publish_verdict, slot_address, word_pointer
 
 _WARP = 32
-_ROWS_APART = 128  # between a thread's rows: those of the warpgroup that finishes a launch
-_PASSES = 4  # that a lane waits for at once
-_LOOKS = 16  # at what is waited for, between looks at whether to go on
+_ROWS_APART = 128  # between a thread's rows: the threads of the finishing warpgroup
+_PASSES = 4  # whose messages a lane waits for at once
+_POLLS = 16  # between checks for a failure or a timeout
 
 
 def _mix(a: Uint32, b: Uint32) -> Uint32:
-    """A hash of two words."""
+    """Hashes two words."""
     start, first, second, third = protocol.HASH_FACTORS
     h = (a ^ Uint32(start)) * Uint32(first)
     h = (h ^ (h >> Uint32(15)) ^ b) * Uint32(second)
@@ -40,9 +43,9 @@ def _mix_long(value: Int64) -> Uint32:
 
 
 @cute.jit
-def sequence_tags_of(table: Table, args, index: Int64) -> tuple[Int32, Int32]:
-    """A row's tags, of the row and draw number ``index``; rows beyond the batch have the last one's. Stores the row's
-    details. A fence must follow before anything is sent."""
+def compute_sequence_tags(table: Table, args, index: Int64) -> tuple[Int32, Int32]:
+    """Returns both tags of the row and draw number ``index``, the last row's beyond the batch, and stores its parameter
+    hash. A fence must follow before anything is sent."""
     count = Int64(args.batch) * args.num_samples
     row = Int64(cutlass.min(index, count - 1)) // args.num_samples
     temperature = args.temperature_value
@@ -63,9 +66,9 @@ def sequence_tags_of(table: Table, args, index: Int64) -> tuple[Int32, Int32]:
     param_hash = Int64(0)
     for i in range_constexpr(len(fields)):
         param_hash = (param_hash << Int64(protocol.DETAIL_BITS)) | Int64(fields[i] >> Uint32(32 - protocol.DETAIL_BITS))
-    # not once the group has failed: who judges may still want those of that step
+    # not after a failure: the rank that finds the cause may still read the hashes of that step
     if (table.ranks > 0) & (table.failure == Int64(0)) & (index < count):
-        words_at(table.own, protocol.SHARED_DETAILS + index).store(param_hash)
+        word_pointer(table.own, protocol.SHARED_DETAILS + index).store(param_hash)
     number = Uint32(table.number)
     tag1 = _mix(_mix(_mix(fields[0], fields[1]), _mix(fields[2], fields[3])), number)
     tag0 = (Uint32(1) << Uint32(31)) | ((number & Uint32(2**protocol.STEP_BITS - 1)) << Uint32(16))
@@ -73,15 +76,15 @@ def sequence_tags_of(table: Table, args, index: Int64) -> tuple[Int32, Int32]:
     return Int32(tag0), Int32(tag1 | Uint32(1))
 
 
-class Rows(NamedTuple):
+class WarpRows(NamedTuple):
     """Rows and draws that a warp finishes: 32 in positions from 0 on, then 32 from ``_ROWS_APART`` on."""
 
     first: Int64  # number of the row and draw in position 0
-    left: Int32  # none is in positions from here on
-    sequence_tags: list  # of a lane's own row, or two: both tags
+    left: Int32  # positions from here on are empty
+    sequence_tags: list  # both tags of each of a lane's own rows, one or two
 
     def passes(self, table: Table) -> Int32:
-        """How many there are until all rows had theirs."""
+        """Returns the number of passes that cover all rows."""
         passes = Int32(0)
         for k in range(len(self.sequence_tags)):
             left = cutlass.min(self.left - k * _ROWS_APART, Int32(_WARP))
@@ -90,12 +93,13 @@ class Rows(NamedTuple):
         return passes
 
     def position(self, table: Table, number, lane: Int32) -> Int32:
-        """Of a lane's row in pass ``number``. Its place in the warp is whose own row it is."""
+        """Returns the position of a lane's row in pass ``number``; modulo the warp, it is the lane that owns the
+        row."""
         k, number = number >> table.shift, number & ((Int32(1) << table.shift) - 1)
         return k * _ROWS_APART + number * (Int32(_WARP) >> table.shift) + (lane >> table.shift)
 
-    def sequence_tags_of(self, position: Int32) -> list:
-        """The tags of the row in a position; a call of all lanes."""
+    def shuffle_sequence_tags(self, position: Int32) -> list:
+        """Returns the tags of the row in a position; all lanes call it."""
         both = [
             [cute.arch.shuffle_sync(tag, position & (_WARP - 1)) for tag in sequence_tags]
             for sequence_tags in self.sequence_tags
@@ -104,69 +108,72 @@ class Rows(NamedTuple):
 
 
 @cute.jit
-def send(table: Table, rows: Rows, winners: list, lane: Int32):
-    """Stores this rank's packed winners, of each of a lane's rows, into every rank's slots."""
+def send(table: Table, rows: WarpRows, winners: list, lane: Int32):
+    """Stores this rank's packed winners, for each of a lane's rows, into every rank's slots."""
     lanes = Int32(1) << table.shift
     peer = lane & (lanes - 1)
-    first_slot = ptx.settled(slot_of(table, table.peer, table.rank, rows.first))
+    first_slot = ptx.scheduling_fence(slot_address(table, table.peer, table.rank, rows.first))
     for k in range_constexpr(len(winners)):
         high = ((winners[k] >> Int64(32)) << Int64(32)) | Int64(Uint32(rows.sequence_tags[k][0]))
         low = (winners[k] << Int64(32)) | Int64(Uint32(rows.sequence_tags[k][1]))
         end = cutlass.min(rows.left, Int32(k * _ROWS_APART + _WARP))
         for first in cutlass.range(k * _ROWS_APART, end, Int32(_WARP) >> table.shift, unroll=1):
             position = first + (lane >> table.shift)
-            source_s_high = cute.arch.shuffle_sync(high, position & (_WARP - 1))
-            source_s_low = cute.arch.shuffle_sync(low, position & (_WARP - 1))
+            shuffled_high = cute.arch.shuffle_sync(high, position & (_WARP - 1))
+            shuffled_low = cute.arch.shuffle_sync(low, position & (_WARP - 1))
             if position < end:
                 if peer < table.ranks:
-                    ptx.store_two(first_slot + Int64(position) * SLOT, source_s_high, source_s_low)
+                    ptx.store_two(first_slot + Int64(position) * SLOT, shuffled_high, shuffled_low)
                 for other in cutlass.range(peer + lanes, table.ranks, lanes, unroll=1):
-                    shared = words_at(table.address, protocol.TABLE_SHARED + other).load()
+                    shared = word_pointer(table.address, protocol.TABLE_SHARED + other).load()
                     ptx.store_two(
-                        slot_of(table, shared, table.rank, rows.first + position), source_s_high, source_s_low
+                        slot_address(table, shared, table.rank, rows.first + position), shuffled_high, shuffled_low
                     )
             cute.arch.sync_warp()
 
 
 def clock() -> Int64:
-    """Nanoseconds."""
+    """Returns the time in nanoseconds."""
     return Int64(cute.arch.globaltimer())
 
 
 class Expected(NamedTuple):
-    """What a lane will wait for at once, one message of each pass. Its code is not in the instruction cache when a
-    launch ends, so what can be known earlier is made earlier."""
+    """The messages that a lane will wait for at once, one per pass. They are computed early, because this code is not
+    in the instruction cache when a launch ends."""
 
     positions: cute.Tensor
-    sequence_tags: cute.Tensor  # both of each
-    slots: cute.Tensor  # in this rank's memory, of the lane's first peer; 0: none
+    sequence_tags: cute.Tensor  # (passes, 2)
+    slots: cute.Tensor  # addresses in this rank's memory, of the lane's first peer; 0: none
 
     @classmethod
-    def room(cls) -> "Expected":
-        """To be filled by ``expect``."""
+    def allocate(cls) -> "Expected":
+        """Allocates registers for ``expect`` to fill."""
         shapes = (_PASSES, Int32), ((_PASSES, 2), Int32), (_PASSES, Int64)
         return cls(*(cute.make_rmem_tensor(shape, of) for shape, of in shapes))
 
 
 @cute.jit
-def expect(table: Table, rows: Rows, first: Int32, lane: Int32, expected: Expected):
-    """Fills in what is waited for in pass ``first`` and the following; a call of all lanes."""
+def expect(table: Table, rows: WarpRows, first: Int32, lane: Int32, expected: Expected):
+    """Fills in the expected messages of pass ``first`` and the following passes; all lanes call it."""
     lanes = Int32(1) << table.shift
     passes = rows.passes(table)
-    first_slot = ptx.settled(slot_of(table, table.own, lane & (lanes - 1), rows.first))
+    first_slot = ptx.scheduling_fence(slot_address(table, table.own, lane & (lanes - 1), rows.first))
     for i in range_constexpr(_PASSES):
         position = rows.position(table, first + i, lane)
         expected.positions[i] = position
-        expected.sequence_tags[i, 0], expected.sequence_tags[i, 1] = rows.sequence_tags_of(position)
+        expected.sequence_tags[i, 0], expected.sequence_tags[i, 1] = rows.shuffle_sequence_tags(position)
         here = (first + i < passes) & (position < rows.left)
-        expected.slots[i] = ptx.settled(Int64(select_(here, first_slot + Int64(position) * SLOT, Int64(0))))
+        expected.slots[i] = ptx.scheduling_fence(Int64(select_(here, first_slot + Int64(position) * SLOT, Int64(0))))
 
 
 @cute.jit
-def receive(table: Table, rows: Rows, expected: Expected, tokens: Int64, lane: Int32, start: Int64) -> Boolean:
-    """Waits for every rank's messages and stores the rows' token ids: -1 if a message did not come in time, or is of
-    another call. Whether that happened to this warp. ``expected``: in the first passes. ``start``: ``clock`` before
-    anything was sent."""
+def receive(table: Table, rows: WarpRows, expected: Expected, tokens: Int64, lane: Int32, start: Int64) -> Boolean:
+    """Waits for every rank's messages and stores the rows' token ids: -1 if a message is late or belongs to another
+    call.
+
+    Returns whether that happened to this warp. ``expected``: of the first passes. ``start``: ``clock`` before the first
+    message was sent.
+    """
     failed = Boolean(False)
     for first in cutlass.range(0, rows.passes(table), _PASSES, unroll=1):
         if first != 0:
@@ -182,16 +189,16 @@ def receive(table: Table, rows: Rows, expected: Expected, tokens: Int64, lane: I
 
 @cute.jit
 def _receive(
-    table: Table, rows: Rows, expected: Expected, first: Int32, tokens: Int64, lane: Int32, start: Int64
+    table: Table, rows: WarpRows, expected: Expected, first: Int32, tokens: Int64, lane: Int32, start: Int64
 ) -> Boolean:
-    """``receive`` of up to four passes."""
+    """Receives the messages of up to four passes."""
     lanes = Int32(1) << table.shift
     positions, sequence_tags, slots = expected
     best = cute.make_rmem_tensor(_PASSES, Int64)
     defined = cute.make_rmem_tensor(_PASSES, Int32)
     high = cute.make_rmem_tensor(_PASSES, Int64)
     low = cute.make_rmem_tensor(_PASSES, Int64)
-    next_peer_s = Int64(lanes) * table.capacity * SLOT
+    next_peer_offset = Int64(lanes) * table.capacity * SLOT
     for i in range_constexpr(_PASSES):
         best[i] = Int64(0)
         defined[i] = Int32(0)
@@ -201,10 +208,10 @@ def _receive(
         if peer < table.ranks:
             waiting = Int32(1)
             while waiting != 0:
-                looks = Int32(_LOOKS)
-                while (waiting != 0) & (looks > 0):
+                polls = Int32(_POLLS)
+                while (waiting != 0) & (polls > 0):
                     waiting = Int32(0)
-                    # of all that a rank emptied before it sent, one of its messages tells: the others need not acquire
+                    # one acquire per rank orders everything it emptied before it sent: the other loads are relaxed
                     for i in range_constexpr(_PASSES - 1, -1, -1):
                         high[i] = Int64(1)
                         low[i] = Int64(1)
@@ -213,9 +220,9 @@ def _receive(
                     for i in range_constexpr(_PASSES):
                         if (high[i] == Int64(0)) | (low[i] == Int64(0)):
                             waiting = Int32(1)
-                    looks = looks - 1
+                    polls = polls - 1
                 if waiting != 0:
-                    if (failure_of(table.own) != Int64(0)) | (clock() - start >= table.timeout):
+                    if (load_failure(table.own) != Int64(0)) | (clock() - start >= table.timeout):
                         waiting = Int32(0)
         cute.arch.sync_warp()
         wrong = Int32(_PASSES)  # the lane's first message that is missing or of another call
@@ -228,12 +235,12 @@ def _receive(
                     defined[i] = Int32(1)
                 below = winner & Int64(protocol.NAN)
                 best[i] = Int64(select_(below > best[i], below, best[i]))
-                slots[i] = slots[i] + next_peer_s
+                slots[i] = slots[i] + next_peer_offset
         if cute.arch.vote_any_sync(wrong < _PASSES):
             position = rows.position(table, first + wrong, lane)
-            tag0, tag1 = rows.sequence_tags_of(position)
+            tag0, tag1 = rows.shuffle_sequence_tags(position)
             if wrong < _PASSES:
-                judge(table, rows.first + position, tag0, tag1, peer)
+                publish_verdict(table, rows.first + position, tag0, tag1, peer)
             failed = Boolean(True)
         cute.arch.sync_warp()
     if not failed:
@@ -241,7 +248,7 @@ def _receive(
             peer = peers + (lane & (lanes - 1))
             for i in range_constexpr(_PASSES):
                 if (slots[i] != Int64(0)) & (peer < table.ranks):
-                    slots[i] = slots[i] - next_peer_s
+                    slots[i] = slots[i] - next_peer_offset
                     global_pointer(Int64, slots[i]).store(Int64(0))
                     global_pointer(Int64, slots[i] + 8).store(Int64(0))
     distance = lanes >> 1

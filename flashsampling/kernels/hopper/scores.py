@@ -1,4 +1,4 @@
-"""The score of one token, exactly, as the contract has it."""
+"""Computes the exact score of one token, as the contract defines it."""
 
 import cutlass
 import cutlass.cute as cute
@@ -8,23 +8,23 @@ from . import noise
 
 
 @cute.jit
-def score_of(args, logit, token, row, draw) -> Float32:
-    """The score of a token id, exactly; ``row`` may lie beyond the batch."""
+def exact_score(args, logit, token, row, draw) -> Float32:
+    """Returns the score of a token id; ``row`` may be beyond the batch."""
     temperature, k0, k1, o0, o1 = args.row(cutlass.min(row, args.batch - 1))
     group = Uint32((token & 7) | ((token >> 4) & 3) << 3 | (token >> 7) << 5)
     words = noise.philox_words(group, Uint32(draw), (o0, o1), (k0, k1))
-    word = _word_of_token(words, token)
+    word = _select_word(words, token)
     tail = Uint32(0)
     if word == Uint32(0):
         refined = Uint32(draw) | Uint32(noise.REFINEMENT_BIT)
-        tail = _word_of_token(noise.philox_words(group, refined, (o0, o1), (k0, k1)), token)
+        tail = _select_word(noise.philox_words(group, refined, (o0, o1), (k0, k1)), token)
     scale, amplitude = noise.row_factors(temperature)
     return noise.score(logit, scale, noise.minus_gumbel_refined(word, tail), amplitude)
 
 
 @cute.jit
-def _word_of_token(words, token) -> Uint32:
-    """The word of a token's lane: bits 3 and 6."""
+def _select_word(words, token) -> Uint32:
+    """Selects the word of a token's lane: bits 3 and 6."""
     low = Uint32(select_(token & 8 != 0, words[1], words[0]))
     high = Uint32(select_(token & 8 != 0, words[3], words[2]))
     return Uint32(select_(token & 64 != 0, high, low))

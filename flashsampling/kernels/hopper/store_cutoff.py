@@ -1,25 +1,23 @@
-"""Floors: of a row that is filtered a logit that no kept token lies below, found while the launch runs, so that most
-chunks need not be stored.
+"""Finds store cutoffs while the launch runs: logits that no kept token of a filtered row lies below.
 
-The first tiles of a row block's CTAs are a sample of the vocabulary. Once their chunks' keys are in memory
-(``block_stats``), a warp of its own of every CTA finds the floors of a share of the rows:
+The first tiles of a row block's CTAs are a sample of the vocabulary. Once their block keys are in memory
+(``block_stats``), the cutoff warp of every CTA finds the cutoffs of a share of the rows:
 
-    top-k   the key of rank ``config.cutoff_rank``: k tokens at least are not below it, nor is the bound that
-            ``kernels.triton.filtered.filtered_sample_kernel`` finds below it. Without its last eight bits, which is
-            lower
-    min-p   the bound that is found there of the highest logit, of the highest so far; lower by more than either rounds
+    top-k   the key of rank ``config.cutoff_rank``. At least k tokens reach it, and so does the cutoff that
+            ``kernels.triton.filtered.filtered_sample_kernel`` finds. Its last eight bits are cleared, which lowers it
+    min-p   the cutoff that kernel would find, from the highest logit so far; lowered by more than either rounds
 
-and nothing of a row with a top-p alone, nor of a k too great for the sample. A chunk whose key is below a row's floor
-is not stored from then on. Nobody reads it who had not passed over it anyway, so no bit depends on when a floor was
-found, or whether.
+Rows with a top-p alone, or a k too large for the sample, have none. From then on, blocks with a key below the row's
+cutoff are not stored. The filtered-sampling kernel would not have read them, so no bit depends on when, or whether, a
+cutoff was found.
 
-    edge                                       order
-    a CTA's keys of its first tile -> counter  the consumers' named barrier, then a release add at GPU scope
-    counter -> the finding warps               acquire loads at GPU scope, by every lane
-    a floor -> consumers of all CTAs           a relaxed word: who sees it late stores more
-    floors -> the last CTA                     the CTA's barrier ``published``, its counter (``reduction``)
+    edge                                           order
+    a CTA's keys of its first tile -> counter      the consumers' named barrier, then a release add at GPU scope
+    counter -> the cutoff warps                    acquire loads at GPU scope, by every lane
+    a cutoff -> consumers of all CTAs              a relaxed word: a late reader stores more
+    cutoffs -> the last CTA                        the CTA's barrier ``published``, its counter (``reduction``)
 
-The warp waits for other CTAs' first tiles, which may not even have begun where another launch has the multiprocessors;
+The warp waits for other CTAs' first tiles. Where another launch occupies multiprocessors these may not have begun, so
 it gives up when its own CTA's consumers are done.
 """
 
@@ -34,17 +32,17 @@ from .config import CUTOFF_KEYS, TILE_V, cutoff_rank
 from .memory import global_pointer
 
 LOWEST = -0x80000000  # key: everything is stored
-_KEYS = CUTOFF_KEYS // 32  # that a lane has
+_KEYS = CUTOFF_KEYS // 32  # per lane
 _SEARCHED_BITS = 24
-_KNOWN = 1 << 32  # in a row's word, beside its floor
+_KNOWN = 1 << 32  # in a row's word, above its cutoff
 _LARGEST = 3.4028234663852886e38
 _LN2 = 0.6931471805599453
-_INFINITE = 2.0**100  # a temperature whose inverse may be 0, which makes NaN of -inf: not of those below
+_INFINITE = 2.0**100  # from here on a temperature's inverse may be 0, which makes NaN of -inf
 
 
 @cute.jit
 def load(args: Arguments, out: Outputs, block_b: cutlass.Constexpr, row) -> Int32:
-    """A row's floor, as far as it is known."""
+    """Loads a row's cutoff; LOWEST while none is known."""
     cutoff = Int32(LOWEST)
     if out.cutoffs != Int64(0):
         word = cute.arch.load(_pointer(args, block_b, row), Int64, sem="relaxed", scope="gpu")
@@ -54,14 +52,17 @@ def load(args: Arguments, out: Outputs, block_b: cutlass.Constexpr, row) -> Int3
 
 @cute.jit
 def without_top_k(args: Arguments, out: Outputs, row) -> Boolean:
-    """Whether a row has none."""
+    """Returns whether a row has no top-k."""
     return ~_filters(args, _top_k(out, row))
 
 
 @cute.jit
 def defers_draw(args: Arguments, out: Outputs, row, temperature: Float32) -> Boolean:
-    """Whether a row's draw is left to ``pick``: where that draws from few tokens anyway, those of a top-k, and needs no
-    other word of what the row is. A greedy row is not filtered there; at an infinite temperature -inf is no score."""
+    """Returns whether a row's draw is deferred to the filtered-sampling kernel.
+
+    Rows with a small top-k are: it draws from few tokens anyway and needs nothing else of this launch. Greedy rows are
+    not, because it does not filter them, nor are rows of infinite temperature, where -inf is no score.
+    """
     top_k = _top_k(out, row)
     warm = (temperature >= Float32(noise.GREEDY_BELOW)) & (temperature < Float32(_INFINITE))
     return warm & _filters(args, top_k) & (top_k <= Int64(DEFERRED_TOP_K))
@@ -69,7 +70,7 @@ def defers_draw(args: Arguments, out: Outputs, row, temperature: Float32) -> Boo
 
 @cute.jit
 def count_first_tile(args: Arguments, block_b: cutlass.Constexpr, row_block):
-    """One thread, behind a barrier of all that wrote the keys of the CTA's first tile."""
+    """Counts a CTA's first tile: one thread, after a barrier of all threads that wrote its keys."""
     cute.arch.red(_counter(args, block_b, row_block), Int64(1), op="add", dtype="u64", sem="release", scope="gpu")
 
 
@@ -85,7 +86,8 @@ def find(
     ctas,
     lane,
 ):
-    """One warp of every CTA. ``done``: of shared memory, how many of the ``consumers``' warps have finished."""
+    """Finds cutoffs: one warp of every CTA. ``done``: the shared counter of consumer warps that have finished, of
+    ``consumers``."""
     if (out.cutoffs != Int64(0)) & (ctas < cute.ceil_div(args.end, TILE_V)):  # else no CTA has a second tile
         tiles = Int64(ctas)
         counter = _counter(args, block_b, row_block)
@@ -99,15 +101,15 @@ def find(
             rows = cutlass.min(args.batch - walk.first_row, block_b)
             for column in cutlass.range(walk.first_tile, rows, ctas, unroll=1):
                 row = walk.first_row + column
-                cutoff = _cutoff_of(args, out, row, Int32(tiles) * 4, lane)
+                cutoff = _find_row_cutoff(args, out, row, Int32(tiles) * 4, lane)
                 if (lane == 0) & (cutoff > Int32(LOWEST)):
                     word = Int64(_KNOWN) | Int64(cutoff) & Int64(_KNOWN - 1)
                     cute.arch.store(_pointer(args, block_b, row), word, sem="relaxed", scope="gpu")
 
 
 @cute.jit
-def settle(args: Arguments, out: Outputs, block_b: cutlass.Constexpr, row_block, thread, threads: cutlass.Constexpr):
-    """The row block's last CTA: floors to where they are read, and the workspace zero."""
+def finish(args: Arguments, out: Outputs, block_b: cutlass.Constexpr, row_block, thread, threads: cutlass.Constexpr):
+    """Writes a row block's cutoffs to where they are read, and zeroes the workspace: its last CTA."""
     if out.cutoffs != Int64(0):
         first = row_block * block_b
         rows = cutlass.min(args.batch - first, block_b)
@@ -149,8 +151,8 @@ def _filters(args: Arguments, top_k: Int64) -> Boolean:
 
 
 @cute.jit
-def _cutoff_of(args, out, row, sample, lane) -> Int32:
-    """Of a row, by the first ``sample`` of its keys."""
+def _find_row_cutoff(args, out, row, sample, lane) -> Int32:
+    """Finds one row's cutoff from the first ``sample`` of its keys."""
     at = out.keys + Int64(row) * (cute.ceil_div(args.end, TILE_V) * 4) * 4
     keys = cute.make_rmem_tensor(_KEYS, Int32)
     for i in range_constexpr(_KEYS):
@@ -179,7 +181,7 @@ def _cutoff_of(args, out, row, sample, lane) -> Int32:
 
 @cute.jit
 def _kth_highest(keys, k) -> Int32:
-    """Of all lanes' keys, rounded down."""
+    """Returns the k-th highest of all lanes' keys, rounded down: a radix search."""
     ordered = [keys[i].bitcast(Uint32) ^ Uint32(0x80000000) for i in range(_KEYS)]
     found = Uint32(0)
     for n in cutlass.range(_SEARCHED_BITS, unroll=1):
@@ -193,7 +195,7 @@ def _kth_highest(keys, k) -> Int32:
 
 @cute.jit
 def _least_probable(keys, min_p, temperature) -> Int32:
-    """The key of a logit that is less than ``min_p`` times as probable as the highest."""
+    """Returns the key of a logit that is less than ``min_p`` times as probable as the highest."""
     highest = keys[0]
     for i in range_constexpr(1, _KEYS):
         highest = cutlass.max(highest, keys[i])
@@ -201,7 +203,9 @@ def _least_probable(keys, min_p, temperature) -> Int32:
     top = (highest ^ ((highest >> Int32(31)) & Int32(0x7FFFFFFF))).bitcast(Float32)
     ratio = cute.math.log2(cute.arch.fmin(min_p, Float32(1.0)), fastmath=True) - Float32(0.02)
     magnitude = cute.arch.fmin(cute.math.abs(top), Float32(_LARGEST))
-    below = ptx.multiply(ratio, ptx.multiply(temperature, Float32(_LN2)))  # it overflows where pick's does
+    below = ptx.multiply(
+        ratio, ptx.multiply(temperature, Float32(_LN2))
+    )  # overflows where the filtered-sampling kernel's does
     least = top + below - magnitude * Float32(2e-6)
     bits = least.bitcast(Int32)
     key = bits ^ ((bits >> Int32(31)) & Int32(0x7FFFFFFF))

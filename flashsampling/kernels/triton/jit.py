@@ -1,9 +1,9 @@
-"""A ``triton.jit`` whose cache keys do not depend on the order of launches, and compilation ahead of launches.
+"""Wraps ``triton.jit``, so that any process may launch functions in any order and compile them before launching.
 
-Triton hashes a function and its callees when a launch first needs the function. A caller's hash contains the globals of
-a callee only if the callee was hashed first. The path of a kernel in the disk cache would therefore depend on the
-earlier launches of the process, and with several threads on chance. ``jit`` hashes a function when the function is
-defined: its callees are defined above it or in an imported module, so they are hashed already. A hash takes 1 ms.
+Triton hashes a function, with all functions that it calls, when a launch first needs it. A caller's hash contains the
+globals that a callee reads only if the callee was hashed earlier: the path of a kernel on disk would depend on earlier
+launches of the process and, with several threads, on chance. Here a function is hashed when it is defined: all its
+callees are above it, or in a module that is imported there, and were hashed earlier. Hashing takes 1 ms.
 """
 
 import contextlib
@@ -25,23 +25,23 @@ class _Function(triton.JITFunction):  # type: ignore[misc] # it is Any
 
 
 def jit(function: Any = None, **options: Any) -> Any:
-    """Decorates a function as ``triton.jit`` does, and hashes it at once."""
+    """Decorates a function as ``triton.jit`` does."""
     if function is None:
         return functools.partial(jit, **options)
     if triton.knobs.runtime.interpret:
         return triton.jit(function, **options)
     made = _Function(function, **options)
-    made.cache_key  # noqa: B018, it is kept
+    made.cache_key  # noqa: B018, a cached property
     return made
 
 
 def only_compiles() -> bool:
-    """Returns whether this thread's launches only compile (``compiling``)."""
+    """Returns whether this thread's launches only compile: see ``compiling``."""
     return _only_compiles.get()
 
 
 def _forget_cancelled(mode: triton.AsyncCompileMode) -> None:
-    """Removes cancelled compilations, for which Triton would wait."""
+    """Removes cancelled compilations, which Triton would wait for."""
     for future in mode.raw_futures:
         if future.cancelled():
             mode.future_kernels[future._key].result(ignore_errors=True)
@@ -50,12 +50,11 @@ def _forget_cancelled(mode: triton.AsyncCompileMode) -> None:
 
 @contextlib.contextmanager
 def compiling(at_once: int) -> Iterator[None]:
-    """Compiles the kernels that this thread launches, in ``at_once`` threads, and runs none of them.
+    """Makes this thread's launches compile missing kernels, in ``at_once`` threads, and run nothing: no output is
+    written.
 
-    The launches write no output. All kernels are compiled at the exit of the context. A failed compilation raises in
-    the later launch that needs the kernel.
-
-    Threads help because Triton's compiler spends less than a tenth of its time in Python.
+    At the end all kernels are compiled. A kernel that cannot be compiled raises at the launch that needs it. Less than
+    a tenth of Triton's compilation is Python.
     """
     outer, before = _async_compile.active_mode.get(), _only_compiles.set(True)
     with ThreadPoolExecutor(at_once) as pool:
@@ -73,4 +72,4 @@ def compiling(at_once: int) -> Iterator[None]:
             raise
         finally:
             _only_compiles.reset(before)
-            _async_compile.active_mode.set(outer)  # Triton 3.6 leaves it as it is where its waiting is interrupted
+            _async_compile.active_mode.set(outer)  # Triton 3.6 does not reset it when its waiting is interrupted

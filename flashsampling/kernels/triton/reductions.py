@@ -1,4 +1,4 @@
-"""Fuses several reductions into one: a program's threads synchronize once instead of once per reduction."""
+"""Joins several reductions over a program's threads into one, so that the threads wait for each other once."""
 
 import triton.language as tl
 
@@ -6,8 +6,8 @@ from .jit import jit
 
 
 @jit
-def sums_of_three(a, b, c):
-    """Returns the sums of three (N,) tensors of one type."""
+def sum_three(a, b, c):
+    """Sums three (N,) tensors of one type."""
     of_ab, of_cc = tl.split(tl.sum(tl.join(tl.join(a, b), tl.join(c, c)), axis=0))
     of_a, of_b = tl.split(of_ab)
     of_c, _ = tl.split(of_cc)
@@ -16,6 +16,6 @@ def sums_of_three(a, b, c):
 
 @jit
 def lowest_and_highest(low, high):
-    """Returns the minimum of ``low`` and the maximum of ``high``, (N,) int32 tensors."""
+    """Returns the least of one (N,) int32 tensor and the greatest of another."""
     least, complement = tl.split(tl.min(tl.join(low, ~high), axis=0))
     return least, ~complement

@@ -1,11 +1,12 @@
-"""Updates the token counts of requests (``counts.TokenCounts``) in one small launch instead of ten torch operations."""
+"""Advances the counts of requests' tokens (``token_counts.TokenCounts``) in one small launch; torch needs ten
+operations."""
 
 import triton.language as tl
 from torch import Tensor
 
 from .jit import jit
 
-_TOKENS = 32  # of a row per iteration
+_TOKENS = 32  # of a row at once
 
 
 @jit(
@@ -15,18 +16,18 @@ _TOKENS = 32  # of a row per iteration
 def count_kernel(
     token_ids,  # (B, n) of any integers
     ids_stride,
-    apart,  # stride between the ids of a row, in elements
-    rows,  # (B,) int64, rows of ``counts``; None: the first B
+    apart,  # elements between neighbours in a row
+    rows,  # (B,) int64, rows of counts; None: the first B
     counts,  # (rows, V) int32, changed in place
     counts_stride: tl.int64,
-    seen,  # (rows, groups) uint8, changed in place (``counts.Counted``)
+    seen,  # (rows, groups) uint8, changed in place: the nonzero-count mask
     seen_stride: tl.int64,
     vocab_size,
     count,  # n
     GROUP: tl.constexpr,  # tokens per byte of ``seen``
     TOKENS: tl.constexpr,
 ):
-    """Counts the ids of one row per program. Ignores ids out of range. Tokens and rows may repeat."""
+    """Counts a row of ids per program. Ids out of range are ignored; a token, and a row, may occur several times."""
     program = tl.program_id(0).to(tl.int64)
     row = program
     if rows is not None:
@@ -46,7 +47,7 @@ def count(
     rows: Tensor | None,  # (B,) int64; None: the first B
     group: int,
 ) -> None:
-    """Implements ``TokenCounts.add`` for validated arguments."""
+    """Adds token ids to counts (``TokenCounts.add``). The arguments are checked."""
     batch, length = token_ids.shape
     if batch and length:
         count_kernel[(batch,)](

@@ -18,9 +18,9 @@ def _kernel(blocks: cute.Tensor, out: cute.Tensor, count: Int32):
         group, stream_draw, o0, o1, k0, k1 = [Uint32(blocks[i, c]) for c in range(6)]
         words = noise.philox_words(group, stream_draw, (o0, o1), (k0, k1))
         constants = noise.row_constants(stream_draw, (o0, o1), (k0, k1))
-        same = noise.philox_words_of_products(noise.group_product(group), constants)
+        same = noise.philox_words_from_products(noise.group_product(group), constants)
         given = [Uint32(blocks[i, 6 + c]) for c in range(4)]  # words of the caller's choice
-        gumbel_bounds = noise.bound_bytes(given)
+        gumbel_bounds = noise.encode_bounds(given)
         for c in range_constexpr(4):
             out[i, c] = Int64(words[c])
             out[i, 4 + c] = Int64(same[c])
@@ -29,7 +29,7 @@ def _kernel(blocks: cute.Tensor, out: cute.Tensor, count: Int32):
         out[i, 8] = Int64(gumbel_bounds)
         key = reduction.pack_key(given[0].bitcast(Float32), Int32(i))
         out[i, 17] = key
-        out[i, 18] = Int64(reduction.score_of_key(key).bitcast(Uint32))
+        out[i, 18] = Int64(reduction.unpack_score(key).bitcast(Uint32))
         bases = [Uint32(blocks[i, 11 + c]).bitcast(Float32) for c in range(2)]
         for pair in range_constexpr(2):
             out[i, 19 + pair] = Int64(noise.add_bounds(bases[0], bases[1], gumbel_bounds, pair, noise.exponents(count)))

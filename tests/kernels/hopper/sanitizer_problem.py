@@ -15,7 +15,7 @@ import tempfile
 import torch
 
 from flashsampling import exchange_protocol, ops
-from flashsampling.kernels.triton.fused.config import TileConfig
+from flashsampling.kernels.triton.fused.config import TritonTileConfig
 from flashsampling.kernels.triton.fused.launch import run
 from flashsampling.sampling_params import SamplingParams
 from tests.conftest import DEVICE
@@ -114,7 +114,7 @@ if __name__ == "__main__":
             print(kernel, batch, vocab, dim, dtype, num_samples, "agrees")
     problem = make_problem(130, 300, 64, DEVICE, torch.bfloat16)
     step = problem.step()
-    assert torch.equal(run(step).ids, run(step, TileConfig(256, 64, 64, 8, 5, 1, True, 64, None, True)).ids)
+    assert torch.equal(run(step).ids, run(step, TritonTileConfig(256, 64, 64, 8, 5, 1, True, 64, None, True)).ids)
     for kernel in kernels:  # shards that start in the middle of a tile, and an empty one
         parts = [problem.winners(kernel, first, last) for first, last in ((0, 100), (100, 100), (100, 300))]
         assert torch.equal(exchange_protocol.tokens_of(torch.stack(parts)), problem.sample(kernel)[:, 0])

@@ -5,12 +5,12 @@ import pytest
 
 pytest.importorskip("cutlass")
 
-from flashsampling.kernels.hopper.block_stats import _AT_ONCE, BlockStats
+from flashsampling.kernels.hopper.block_stats import _AT_ONCE, BlockStatsWriter
 from flashsampling.kernels.hopper.config import CONFIGS
 from flashsampling.kernels.hopper.fragments import Fragments
 
 ALL = [
-    pytest.param(BlockStats(Fragments(config)), id=f"{config.block_b}")
+    pytest.param(BlockStatsWriter(Fragments(config)), id=f"{config.block_b}")
     for config in {c.block_b: c for c in CONFIGS}.values()
 ]
 
@@ -23,7 +23,7 @@ def test_words_lie_in_the_warp_s_own_codes(room):
         threads = range(32 * warp, 32 * warp + 32)
         own = {(256 * q + thread) * vector + v for q in range(vectors) for thread in threads for v in range(vector)}
         places = [
-            room._at(word, half, column, warp)
+            room._word_index(word, half, column, warp)
             for word in range(4)
             for half in range(room.halves)
             for column in range(room.own_columns)
@@ -39,7 +39,7 @@ def test_every_half_chunk_is_kept_where_it_is_looked_for(room):
     """What a thread has after the exchange of its group, as ``reduction._scatter`` does it."""
     kept: dict[int, tuple[int, int]] = {}
     for first, count in room.groups:
-        values = room._each(
+        values = room._ordered(
             {
                 (j, c, half): (j, c, half)
                 for j in range(first, first + count)
@@ -58,10 +58,10 @@ def test_every_half_chunk_is_kept_where_it_is_looked_for(room):
                     own += middle if upper else 0
             assert mine == [own]
             j, c, half = values[own]
-            place = room._of_own(0, first, own, 5, lane)
+            place = room._own_word_index(0, first, own, 5, lane)
             assert kept.setdefault(place, (half, 8 * j + 2 * (lane % 4) + c)) == (half, 8 * j + 2 * (lane % 4) + c)
     expected = {
-        room._at(0, half, column, 5): (half, column)
+        room._word_index(0, half, column, 5): (half, column)
         for half in range(room.halves)
         for column in range(room.own_columns)
     }

@@ -467,7 +467,7 @@ def copied(monkeypatch, tmp_path):
     shutil.copytree(Path(flashsampling.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.setattr(cache, "_HERE", package / "kernels" / "hopper")
     monkeypatch.setattr(cache, "_compiler", lambda: ["nvidia-cutlass-dsl 4.8.1"])
-    return package, lambda: cache._fingerprint_of(sources.read(package), cache._HERE)
+    return package, lambda: cache._hash_sources(sources.read(package), cache._HERE)
 
 
 def test_a_constant_of_the_exchange_changes_the_key(copied):
@@ -600,7 +600,7 @@ assert package.parent == Path.cwd(), package
 (package / "kernels" / "hopper" / sys.argv[1]).write_text("raise SystemExit('imported after the upgrade')")
 from flashsampling.kernels.hopper import cache
 cache._run_compiler = lambda *_: 1 / 0
-print(cache._fingerprint() == cache._fingerprint_of(sources.IMPORTED, cache._HERE) == sys.argv[2])
+print(cache._fingerprint() == cache._hash_sources(sources.IMPORTED, cache._HERE) == sys.argv[2])
 try:
     cache.prepare(cache.torch.bfloat16, cache.CONFIGS[0])
 except RuntimeError as error:

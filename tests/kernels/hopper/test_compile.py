@@ -90,12 +90,12 @@ def test_noise_and_keys_compile(architecture):
 def test_which_kernels_are_compiled_ahead():
     from flashsampling.kernels.hopper import cache
 
-    assert cache.kernels_of(None, None) == list(cache.KERNELS)
+    assert cache.select_kernels(None, None) == list(cache.KERNELS)
     assert len(cache.KERNELS) == 6 * len(WIDTHS)
-    assert {dtype for dtype, *_ in cache.kernels_of(torch.float16, None)} == {torch.float16}
+    assert {dtype for dtype, *_ in cache.select_kernels(torch.float16, None)} == {torch.float16}
     for most, widths in ((1, {8}), (8, {8}), (9, {8, 16}), (192, set(WIDTHS[:12])), (193, {*WIDTHS[:12], 208})):
-        assert {config.block_b for _, config, _ in cache.kernels_of(None, most)} == widths
-    assert cache.kernels_of(None, 1000) == list(cache.KERNELS)  # blocks of at most 256 rows
+        assert {config.block_b for _, config, _ in cache.select_kernels(None, most)} == widths
+    assert cache.select_kernels(None, 1000) == list(cache.KERNELS)  # blocks of at most 256 rows
 
 
 def test_precompile_fills_the_cache(tmp_path):

@@ -14,7 +14,7 @@ from flashsampling.exchange_protocol import WHOLE, Shard
 from flashsampling.inputs import SampleInputs
 from flashsampling.kernels.hopper import config, launch, workspace_layout
 from flashsampling.kernels.hopper import dispatch as module
-from flashsampling.kernels.hopper.arguments import Arguments, LaunchArguments, Operands, TransformArguments
+from flashsampling.kernels.hopper.arguments import Arguments, HostArguments, LaunchArguments, TransformArguments
 from flashsampling.kernels.hopper.config import CUTOFF_KEYS, KINDS, NO_CUTOFFS, NO_TRANSFORMS
 from flashsampling.noise import Stream
 from flashsampling.outputs import SampleResult
@@ -64,7 +64,7 @@ def passed(call):
         hidden = torch.zeros(BATCH, 96, dtype=torch.bfloat16)[:, :DIM]
         weight = torch.zeros(VOCAB, 128, dtype=torch.bfloat16)[:, :DIM]
         operands, arguments = call(SampleInputs(hidden, weight, temperature, seed, offset, num_samples, VOCAB, shard))
-        assert operands == Operands(hidden.data_ptr(), 96, weight.data_ptr(), 128, VOCAB, DIM, 1, ctas)
+        assert operands == HostArguments(hidden.data_ptr(), 96, weight.data_ptr(), 128, VOCAB, DIM, 1, ctas)
         return arguments
 
     return run
@@ -84,7 +84,7 @@ def test_tensors_and_a_shard(passed):
 def test_one_row_of_whatever_stride(call):
     matrix = torch.zeros(BATCH, 100, dtype=torch.bfloat16)
     operands, arguments = call(SampleInputs(matrix[:1], matrix[:1], 1.0, 7, 11, 1, 1))
-    assert operands == Operands(matrix.data_ptr(), 104, matrix.data_ptr(), 104, 1, 100, 1, 1)
+    assert operands == HostArguments(matrix.data_ptr(), 104, matrix.data_ptr(), 104, 1, 100, 1, 1)
     assert (arguments.skip, arguments.end) == (0, 1)
 
 
@@ -100,7 +100,7 @@ def test_a_shard_without_a_token(call):
     """There is something to read, and none of it is sampled."""
     hidden, nothing = torch.zeros(BATCH, DIM, dtype=torch.bfloat16), torch.zeros(0, DIM, dtype=torch.bfloat16)
     operands, arguments = call(SampleInputs(hidden, nothing, 1.0, 7, 11, 1, 0, Shard(1000, exchange_protocol.PACKED)))
-    assert operands == Operands(hidden.data_ptr(), DIM, hidden.data_ptr(), DIM, 1, DIM, 1, 1)
+    assert operands == HostArguments(hidden.data_ptr(), DIM, hidden.data_ptr(), DIM, 1, DIM, 1, 1)
     assert (arguments.base, arguments.skip, arguments.end) == (1000 - 104, config.TILE_V, config.TILE_V)
 
 
@@ -218,7 +218,7 @@ def test_what_a_request_makes_of_a_step(monkeypatch, params, temperature, expect
 
     monkeypatch.setattr(launch, "_plan", plan)
     monkeypatch.setattr(launch, "zeroed_words", lambda needed, device: torch.zeros(needed, dtype=torch.int64))
-    monkeypatch.setattr(module, "_picking", lambda: picking)
+    monkeypatch.setattr(module, "_filtered_module", lambda: picking)
     hidden, weight = (torch.zeros(rows, DIM, dtype=torch.bfloat16) for rows in (BATCH, VOCAB + 2))
     step = SampleInputs(hidden, weight, temperature, 7, 11, num_samples, VOCAB, params=params)
     if leaves:
@@ -295,9 +295,9 @@ def test_floors_are_made_room_for_by_kind():
         (SamplingParams(top_p=0.9), False),
         (SamplingParams(top_k=5, logprobs=True), False),
     ):
-        assert (module._cutoffs_of(step._replace(params=params)) is not None) == some
+        assert (module._allocate_cutoffs(step._replace(params=params)) is not None) == some
     with pytest.raises(AssertionError):
-        module.with_logits(step, 0, None, filters=module._filters_of(SamplingParams(top_k=5), of_rows.int()))
+        module.run_with_logits(step, 0, None, filters=module._cutoff_arguments(SamplingParams(top_k=5), of_rows.int()))
 
 
 @pytest.mark.parametrize("num_samples", [1, SAMPLES])
@@ -319,8 +319,8 @@ def test_what_changes_logits_alone_is_one_launch(monkeypatch, num_samples):
 
     monkeypatch.setattr(launch, "_plan", plan)
     monkeypatch.setattr(launch, "zeroed_words", lambda needed, device: torch.zeros(needed, dtype=torch.int64))
-    monkeypatch.setattr(module, "_picking", refuse)
-    monkeypatch.setattr(module, "_entries", lambda: SimpleNamespace(sort_by_tile=sort_by_tile))
+    monkeypatch.setattr(module, "_filtered_module", refuse)
+    monkeypatch.setattr(module, "_sparse_bias_module", lambda: SimpleNamespace(sort_by_tile=sort_by_tile))
     hidden, weight = (torch.zeros(rows, DIM, dtype=torch.bfloat16) for rows in (BATCH, VOCAB))
     wide, mask = (
         torch.zeros(BATCH, VOCAB + 7, dtype=torch.int32),
@@ -345,11 +345,11 @@ def test_what_changes_logits_alone_is_one_launch(monkeypatch, num_samples):
         soft_cap=30.0,
         dense_bias=params.dense_bias.data_ptr(),
         sparse_bias=sparse_bias.data_ptr(),
-        entries_stride=8 * 5,
+        sparse_bias_stride=8 * 5,
         counts=wide.data_ptr(),
         counts_stride=4 * (VOCAB + 7),
-        seen=seen.data_ptr(),
-        seen_stride=num_token_groups(VOCAB + 500),
+        nonzero_mask=seen.data_ptr(),
+        nonzero_mask_stride=num_token_groups(VOCAB + 500),
         repetition=TENSOR.data_ptr(),
         repetition_value=0,
         frequency=0,

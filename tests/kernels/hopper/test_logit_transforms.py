@@ -101,15 +101,15 @@ def everything(batch: int, vocab: int) -> dict[str, SamplingParams]:
 
 
 def processed(step: SampleInputs, params: SamplingParams, shape: config.TileConfig | None = None) -> torch.Tensor:
-    transforms, _held = module.transforms_of(params, step.vocab_size)
-    return module.with_logits(step, 0, None, shape, transforms)[0]
+    transforms, _held = module.transform_arguments(params, step.vocab_size)
+    return module.run_with_logits(step, 0, None, shape, transforms)[0]
 
 
 def against_the_oracle(step: SampleInputs) -> SampleResult:
     """Of the kernel's own products, so that its sums are not what is compared; with a soft cap of what the kernel makes
     of the head. Torch has another tanh, of which logits near the cap are equal that are not equal here, and the
     reverse."""
-    logits_gemm, params = module.with_logits(step, 0, None)[0], step.params
+    logits_gemm, params = module.run_with_logits(step, 0, None)[0], step.params
     if params.soft_cap:
         head = DEFAULT_PARAMS._replace(bias=params.bias, logit_scale=params.logit_scale, soft_cap=params.soft_cap)
         expected = logit_transforms.raw(logits_gemm, head)
@@ -133,7 +133,7 @@ def test_bits_are_those_of_triton(shape):
     ):
         step = make_step(batch, vocab)
         step.hidden_states[:, :8] *= 10
-        logits_gemm = module.with_logits(step, 0, None, shape)[0]
+        logits_gemm = module.run_with_logits(step, 0, None, shape)[0]
         for name, params in everything(batch, vocab).items():
             assert_same_bits(processed(step, params, shape), by_triton(logits_gemm, params), name)
 
@@ -165,7 +165,7 @@ def test_logits_of_a_shard():
     """One of a token where that is enough, else the raw ones too."""
     batch, vocab = 20 if ON_GPU else 40, 700
     step = make_step(batch, vocab)
-    logits_gemm = module.with_logits(step, 0, None)[0]
+    logits_gemm = module.run_with_logits(step, 0, None)[0]
     every = everything(batch, vocab)
     for params in (*every.values(), *(every[name]._replace(logprobs=True) for name in ("mask", "sparse"))):
         part = step._replace(params=params, shard=Shard(4096, exchange_protocol.PACKED))
@@ -180,7 +180,7 @@ def test_matrices_of_any_stride():
     """Wider than the vocabulary, rows apart, one row for all, not contiguous."""
     batch, vocab = 37, 1000
     step = make_step(batch, vocab)
-    logits_gemm = module.with_logits(step, 0, None)[0]
+    logits_gemm = module.run_with_logits(step, 0, None)[0]
     params = everything(batch, vocab)["everything"]
     assert params.counts is not None
     assert params.token_mask is not None
@@ -206,7 +206,7 @@ def test_many_entries_of_a_tile(shape):
     beside rows with one entry and with none, of rows that lie any distance apart."""
     batch, vocab, n = shape.block_b + 3, 300, 70
     step = make_step(batch, vocab)
-    logits_gemm = module.with_logits(step, 0, None, shape)[0]
+    logits_gemm = module.run_with_logits(step, 0, None, shape)[0]
     ids = torch.randint(128, 256, (batch, n), device=DEVICE, dtype=torch.int32)
     ids[::4] = torch.randint(0, vocab, (len(ids[::4]), n), device=DEVICE, dtype=torch.int32)
     ids[1::4, 1:] = -1
@@ -236,7 +236,7 @@ def test_special_values():
     states[:20, 1] = 1.0
     states[3, 0] = 3e38
     step = step._replace(hidden_states=states, weight=weight)
-    logits_gemm = module.with_logits(step, 0, None)[0]
+    logits_gemm = module.run_with_logits(step, 0, None)[0]
     bias = torch.zeros(vocab, device=DEVICE)
     bias[:6] = torch.tensor([INF, -INF, NAN, 3e38, -100, 100], device=DEVICE)
     mask = random_mask(batch, vocab)
@@ -333,7 +333,7 @@ def test_infinite_logits_at_an_infinite_temperature(name):
     few = {"bias_ids": mask[:, :1] * 0 + 5, "bias_values": bias[5].expand(batch, 1)}
     wanted = few if name in few else {name: of_name[name]}
     step = step._replace(hidden_states=states, weight=weight, params=DEFAULT_PARAMS._replace(**wanted))
-    assert (module.with_logits(step, 0, None)[0][1] == -INF).any()
+    assert (module.run_with_logits(step, 0, None)[0][1] == -INF).any()
     drawn = against_the_oracle(step)
     assert (drawn.ids == -1).any()
     assert (drawn.ids >= 0).any() or name in ("dense_bias", "bias_ids")
@@ -407,7 +407,7 @@ def test_summaries_are_of_what_was_made():
     vocab = 4099 if ON_GPU else 1001
     step = make_step(150, vocab)
     params = everything(150, vocab)["everything"]
-    transforms, _held = module.transforms_of(params, step.vocab_size)
+    transforms, _held = module.transform_arguments(params, step.vocab_size)
     expected = processed(step, params)
     logits, *_ = check(step, None, 0, transforms)
     assert torch.equal(logits, expected)

@@ -94,7 +94,7 @@ def check(
 ) -> tuple:
     """What is left of a step: (logits, keys, sums, raw sums), all of it right."""
     draws = step.num_samples if draws is None else draws
-    logits, (keys, sums, raw_sums), drawn = dispatch.with_logits(step, draws, BOTH, shape, transforms)
+    logits, (keys, sums, raw_sums), drawn = dispatch.run_with_logits(step, draws, BOTH, shape, transforms)
     batch, vocab = step.hidden_states.shape[0], step.vocab_size
     assert logits.shape == (batch, vocab)
     assert logits.stride(0) % 4 == 0
@@ -146,7 +146,7 @@ def test_more_logits_than_32_bits_count():
     if torch.cuda.mem_get_info()[0] < 40 * 2**30:
         pytest.skip("needs 40 GB")
     step = make_step(batch, vocab, 64)
-    logits, (keys, *_), drawn = dispatch.with_logits(step, 1, BOTH)
+    logits, (keys, *_), drawn = dispatch.run_with_logits(step, 1, BOTH)
     rows = [0, 1, 2000, batch - 1]
     assert torch.equal(keys[rows], keys_of(in_chunks(logits[rows]).amax(2)))
     exact = step.hidden_states[rows].double() @ step.weight[:vocab].double().T
@@ -203,7 +203,7 @@ def test_draws(batch, draws):
 def test_what_is_not_wanted_is_not_there(masses):
     step = make_step(250, 3001)
     logits, keys, *both = check(step)
-    fewer, (fewer_keys, *some), _ = dispatch.with_logits(step, 1, masses)
+    fewer, (fewer_keys, *some), _ = dispatch.run_with_logits(step, 1, masses)
     assert torch.equal(fewer, logits)
     assert torch.equal(fewer_keys, keys)
     for wanted, found, expected in zip(masses or (False, False), some, both):
@@ -241,15 +241,15 @@ def test_nothing_is_written_beside(vocab, shape):
 @pytest.mark.gpu
 def test_a_graph_replays_it():
     step = make_step(70, 5003, num_samples=1)
-    eager = dispatch.with_logits(step, 1, BOTH)
+    eager = dispatch.run_with_logits(step, 1, BOTH)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        logits, (keys, sums, raw_sums), drawn = dispatch.with_logits(step, 1, BOTH)
+        logits, (keys, sums, raw_sums), drawn = dispatch.run_with_logits(step, 1, BOTH)
     for _ in range(20):
         step.hidden_states.copy_(torch.randn_like(step.hidden_states))
         graph.replay()
-        eager = dispatch.with_logits(step, 1, BOTH)
+        eager = dispatch.run_with_logits(step, 1, BOTH)
         for a, b in zip((logits, keys, sums, raw_sums, drawn), (eager[0], *eager[1], eager[2])):
             assert torch.equal(a, b)
 
@@ -258,11 +258,11 @@ def test_launches_that_follow_each_other_share_nothing():
     """Plain, with logits and without draws, in turn, on one workspace."""
     step = make_step(256, 20_000 if ON_GPU else 1000, 64)
     expected = launch.run(step).ids
-    logits = dispatch.with_logits(step, 1, BOTH)[0]
+    logits = dispatch.run_with_logits(step, 1, BOTH)[0]
     for _ in range(50 if ON_GPU else 3):
-        assert torch.equal(dispatch.with_logits(step, 0, None)[0], logits)
+        assert torch.equal(dispatch.run_with_logits(step, 0, None)[0], logits)
         assert torch.equal(launch.run(step).ids, expected)
-        again, _, drawn = dispatch.with_logits(step, 1, BOTH)
+        again, _, drawn = dispatch.run_with_logits(step, 1, BOTH)
         assert torch.equal(again, logits)
         assert torch.equal(drawn, expected)
 
@@ -299,12 +299,12 @@ def floored(
     """How much of a row's logits is stored, (B,), where those below floors need not be: all that must be is, and right.
     ``without``: the step's without floors, where it has been made."""
     batch, vocab = len(step.hidden_states), step.vocab_size
-    logits, (keys, sums, _), drawn = without or dispatch.with_logits(step, 1, (True, False), shape)
+    logits, (keys, sums, _), drawn = without or dispatch.run_with_logits(step, 1, (True, False), shape)
     stored = torch.full((batch, -(-vocab // 128) * 128), POISON, device=DEVICE)
     again, cutoffs = torch.zeros_like(keys), torch.full((batch,), 77, dtype=torch.int32, device=DEVICE)
     masses = torch.full_like(sums, math.nan)
     addresses = stored.data_ptr(), stored.stride(0) * 4, again.data_ptr(), masses.data_ptr(), 0
-    outputs = (*NO_TRANSFORMS, *addresses, *dispatch._filters_of(wanted, cutoffs))
+    outputs = (*NO_TRANSFORMS, *addresses, *dispatch._cutoff_arguments(wanted, cutoffs))
     ids = torch.where(are_left(step, wanted, shape), DEFERRED_DRAW, drawn)
     assert torch.equal(launch.run(step, shape, KINDS["logits"], outputs).ids, ids)
     assert torch.equal(again, keys)
@@ -348,7 +348,7 @@ def test_floors(shape, several_tiles):
         min_p = torch.rand(batch, device=DEVICE) ** 4
         min_p[::3] = 0
         min_p[1::5] = 1.0
-        without = dispatch.with_logits(step, 1, (True, False), shape)
+        without = dispatch.run_with_logits(step, 1, (True, False), shape)
         for wanted in (
             SamplingParams(top_k=50),
             SamplingParams(top_k=1),
@@ -366,7 +366,7 @@ def test_masses_of_rows_without_a_top_k_beside_rows_with_one(shape, several_tile
     """Above 192 columns a thread may sum up a column that another warpgroup has; each looks at its own rows."""
     step = make_step(shape.block_b, 6_005)
     check(step, shape, draws=0)  # or the kernel is compared with itself
-    without = dispatch.with_logits(step, 1, (True, False), shape)
+    without = dispatch.run_with_logits(step, 1, (True, False), shape)
     for rows in (
         slice(0, shape.block_b // 2),
         slice(shape.block_b // 2, None),
@@ -385,7 +385,7 @@ def test_draws_are_left_to_pick(shape, several_tiles):
     great, has all of its block drawn. Floors are found as before."""
     rows = shape.block_b
     step = make_step(2 * rows - 3, 6_005, 64)._replace(temperature=torch.rand(2 * rows - 3, device=DEVICE) + 0.2)
-    without = dispatch.with_logits(step, 1, (True, False), shape)
+    without = dispatch.run_with_logits(step, 1, (True, False), shape)
     top_k = torch.randint(1, 513, (len(step.hidden_states),), device=DEVICE)
     assert are_left(step, SamplingParams(top_k=top_k), shape).all()
     floored(step, SamplingParams(top_k=top_k), shape, without)
@@ -476,7 +476,7 @@ def test_floors_are_not_above_what_pick_takes(several_tiles):
         logits, cutoffs = torch.empty(16, 9088, device=DEVICE), torch.empty(16, dtype=torch.int32, device=DEVICE)
         keys = torch.empty(16, 284, dtype=torch.int32, device=DEVICE)
         addresses = logits.data_ptr(), logits.stride(0) * 4, keys.data_ptr(), 0, 0
-        outputs = (*NO_TRANSFORMS, *addresses, *dispatch._filters_of(SamplingParams(min_p=min_p), cutoffs))
+        outputs = (*NO_TRANSFORMS, *addresses, *dispatch._cutoff_arguments(SamplingParams(min_p=min_p), cutoffs))
         launch.run(step, config.CONFIGS[0], KINDS["logits"], outputs)
         key = keys.amax(1)
         top = (key ^ ((key >> 31) & 0x7FFFFFFF)).view(torch.float32)
@@ -508,12 +508,12 @@ def test_floors_of_special_rows(several_tiles):
     states[3::8, 3], states[7::8, 3] = INF, -INF
     temperature = torch.tensor([1.0, 1e-6, 1e6, INF, 0.0, 3e-5], device=DEVICE).repeat(8)
     step = step._replace(hidden_states=states, weight=weight, temperature=temperature)
-    logits, (keys, *_), drawn = dispatch.with_logits(step, 1, (False, False))
+    logits, (keys, *_), drawn = dispatch.run_with_logits(step, 1, (False, False))
     for wanted in (SamplingParams(top_k=50), SamplingParams(min_p=0.1), SamplingParams(min_p=1.0)):
         again = torch.full((batch, -(-vocab // 128) * 128), POISON, device=DEVICE)
         cutoffs = torch.empty(batch, dtype=torch.int32, device=DEVICE)
         addresses = again.data_ptr(), again.stride(0) * 4, keys.data_ptr(), 0, 0
-        outputs = (*NO_TRANSFORMS, *addresses, *dispatch._filters_of(wanted, cutoffs))
+        outputs = (*NO_TRANSFORMS, *addresses, *dispatch._cutoff_arguments(wanted, cutoffs))
         assert torch.equal(launch.run(step, None, KINDS["logits"], outputs).ids, drawn)
         needed = (in_chunks(torch.ones_like(logits)) > 0) & (keys >= cutoffs[:, None])[:, :, None]
         again = by_token(again)[:, :vocab]
@@ -545,7 +545,7 @@ def test_steps_do_not_depend_on_floors(batch, monkeypatch, several_tiles):
     ):
         whole = step._replace(params=wanted)
         with monkeypatch.context() as patch:
-            patch.setattr(dispatch, "_cutoffs_of", lambda step: None)
+            patch.setattr(dispatch, "_allocate_cutoffs", lambda step: None)
             expected = launch.run(whole).ids
         for value in (math.nan, INF, 1e38):
             torch.full((batch, vocab), value, device=DEVICE)  # and given back: what the step's logits are written to

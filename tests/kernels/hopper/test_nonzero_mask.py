@@ -48,8 +48,8 @@ def left_and_drawn(
     step: SampleInputs, params: SamplingParams, shape: config.TileConfig | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Processed logits, and what is drawn in the launch that makes them."""
-    transforms, _held = module.transforms_of(params, step.vocab_size)
-    logits, _, drawn = module.with_logits(step, 1, None, shape, transforms)
+    transforms, _held = module.transform_arguments(params, step.vocab_size)
+    logits, _, drawn = module.run_with_logits(step, 1, None, shape, transforms)
     return logits, drawn
 
 
@@ -71,8 +71,8 @@ def test_codes_with_marks():
     for code, other in itertools.product((*range(128), *RARE), (0, 1, 5, 127, *RARE)):
         word = code | other << 8 | code << 16 | other << 24
         for marks in (0x80, 0x800000, 0x80808080, 0):
-            marked = noise.marked(Uint32(word), Uint32(marks)).value
-            back = noise.unmarked(Uint32(marked), Uint32(marks)).value
+            marked = noise.add_marks(Uint32(word), Uint32(marks)).value
+            back = noise.remove_marks(Uint32(marked), Uint32(marks)).value
             for place in range(4):
                 before, between, after = (each >> 8 * place & 0xFF for each in (word, marked, back))
                 if before in RARE or not marks >> 8 * place & MARKED:
@@ -122,7 +122,7 @@ def test_what_lies_elsewhere_is_not_read_by_words():
     apart = torch.zeros(BATCH, 67, dtype=torch.uint8, device=DEVICE)[:, 3:]
     for other in (apart, torch.zeros(64, BATCH, dtype=torch.uint8, device=DEVICE).T):
         other.copy_(flags)
-        assert module._seen_of(params._replace(seen=other), 0) == (0, 0)
+        assert module._nonzero_mask_argument(params._replace(seen=other), 0) == (0, 0)
         assert_same(left_and_drawn(step, params._replace(seen=other)), left_and_drawn(step, params), "elsewhere")
 
 

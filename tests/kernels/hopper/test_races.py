@@ -93,7 +93,7 @@ def test_requests(shape, watched, ctas):
         if one.counts is not None:
             few = one._replace(counts=torch.where(torch.rand(one.counts.shape) < 0.1, one.counts, 0))
             launch.run(step._replace(params=known(few)), shape)
-    dispatch.with_logits(step, 1, (True, True), shape)
+    dispatch.run_with_logits(step, 1, (True, True), shape)
 
 
 @pytest.mark.parametrize("shape", CUTE_SHAPES[:2], ids=IDS[:2])
@@ -156,7 +156,7 @@ def test_a_missing_order_is_found(what, ctas, monkeypatch):
     )
     logits, keys, sums, cutoffs = outputs
     addresses = logits.data_ptr(), 4 * 3072, keys.data_ptr(), sums.data_ptr(), 0
-    asked_for = (*config.NO_TRANSFORMS, *addresses, *dispatch._filters_of(SamplingParams(top_k=5), cutoffs))
+    asked_for = (*config.NO_TRANSFORMS, *addresses, *dispatch._cutoff_arguments(SamplingParams(top_k=5), cutoffs))
 
     def fails():
         for seed in range(10):

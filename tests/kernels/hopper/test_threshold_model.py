@@ -15,7 +15,6 @@ from tests.kernels.hopper.threshold_model import (
     MARGIN,
     UNKNOWN,
     F,
-    after,
     amplitude_of,
     coarse,
     code_of,
@@ -23,22 +22,23 @@ from tests.kernels.hopper.threshold_model import (
     exact_score,
     fma,
     height,
-    is_sharp,
+    is_low_temperature,
     leads,
     logits,
+    low_temperatures,
     may_win,
-    may_win_smooth,
+    may_win_fast,
     minus_gumbel,
-    of_score,
-    of_warm_start,
+    next_float,
     ratio_of,
-    score_of,
+    score_from_threshold,
     scored,
-    sharp_temperatures,
-    slope_of,
+    search_slope,
     some_may_win,
     temperatures,
-    warm_start_of,
+    threshold_from_score,
+    threshold_from_warm_start,
+    warm_start_bound,
     words,
 )
 
@@ -84,9 +84,9 @@ def test_what_is_skipped_scores_less():
         t, slope, (_, _, _, s0), (l1, w1, c1, s1) = scored(rng, N)
         ratio = ratio_of(t, slope)
         for strict in (False, True):
-            known = of_score(after(s0) if strict else s0, slope)
+            known = threshold_from_score(next_float(s0) if strict else s0, slope)
             skips = ~coarse(l1, c1, slope, known) | ~may_win(l1, c1, slope, known, ratio)
-            skips |= ~is_sharp(slope) & ~may_win_smooth(l1, c1, slope, known)
+            skips |= ~is_low_temperature(slope) & ~may_win_fast(l1, c1, slope, known)
             skips |= ~some_may_win(l1, c1, slope, known, ratio)
             wins = s1 > s0 if strict else s1 >= s0
             assert_none(skips & wins & np.isfinite(s0), t=t, s0=s0, l1=l1, w1=w1, s1=s1, known=known)
@@ -95,9 +95,13 @@ def test_what_is_skipped_scores_less():
 def test_a_higher_score_has_no_higher_threshold():
     rng = np.random.default_rng(1)
     for _ in range(ROUNDS):
-        slope = slope_of(temperatures(rng, N))
+        slope = search_slope(temperatures(rng, N))
         s = logits(rng, N, np.full(N, 1, F))
-        assert_none(height(of_score(after(s), slope)) > height(of_score(s, slope)), slope=slope, s=s)
+        assert_none(
+            height(threshold_from_score(next_float(s), slope)) > height(threshold_from_score(s, slope)),
+            slope=slope,
+            s=s,
+        )
 
 
 def test_seeds_are_lower_bounds():
@@ -105,14 +109,14 @@ def test_seeds_are_lower_bounds():
     rng = np.random.default_rng(2)
     for _ in range(ROUNDS):
         t, slope, (logit, word, code, s), _ = scored(rng, N)
-        seed = warm_start_of(logit, code, slope, ratio_of(t, slope))
+        seed = warm_start_bound(logit, code, slope, ratio_of(t, slope))
         usable = np.isfinite(seed)
-        known = of_warm_start(seed, slope)
-        below = height(known) < height(of_score(s, slope))
+        known = threshold_from_warm_start(seed, slope)
+        below = height(known) < height(threshold_from_score(s, slope))
         assert_none(usable & below, t=t, logit=logit, word=word, s=s, seed=seed)
-        for thr in (known, of_score(s, slope)):
+        for thr in (known, threshold_from_score(s, slope)):
             for ulps in (-1, 1):
-                made = score_of(thr, slope, ulps)
+                made = score_from_threshold(thr, slope, ulps)
                 shared = usable & (thr < F(thresholds.INFINITE_ALONE)) & (thr > F(thresholds.INFINITE_FOUND))
                 assert_none(shared & ~(made <= s), t=t, logit=logit, word=word, s=s, thr=thr, made=made)
 
@@ -123,15 +127,15 @@ def test_a_shared_strict_threshold_is_a_reached_score():
     rng = np.random.default_rng(3)
     for _ in range(ROUNDS):
         t, slope, (logit, _, _, s), _ = scored(rng, N)
-        thr = of_score(after(s), slope)
+        thr = threshold_from_score(next_float(s), slope)
         shared = (thr < F(thresholds.INFINITE_ALONE)) & (thr > F(thresholds.INFINITE_FOUND))
-        made = score_of(thr, slope, 1)
+        made = score_from_threshold(thr, slope, 1)
         assert_none(shared & ~(made <= s), t=t, logit=logit, s=s, thr=thr, made=made)
 
 
 def _s_where_smooth_thresholds_are_near_zero(rng, n):
     t = np.clip(temperatures(rng, n, 0), F(7.1e-4), None)
-    slope = slope_of(t)
+    slope = search_slope(t)
     s = (MARGIN / np.fmax(slope, LOG2_E).astype(np.float64)).astype(F)
     return slope, (s.view(np.int32) + rng.integers(-20, 21, n).astype(np.int32)).view(F)
 
@@ -144,14 +148,14 @@ def test_what_is_best_leads():
         if i % 2:
             slope, s = _s_where_smooth_thresholds_are_near_zero(rng, N)
         else:
-            slope = slope_of(temperatures(rng, N))
+            slope = search_slope(temperatures(rng, N))
             s = logits(rng, N, np.full(N, 1, F))
-        lower = of_score(s, slope)
+        lower = threshold_from_score(s, slope)
         assert leads(lower, np.full(N, INF)).all()
         assert leads(lower, np.full(N, UNKNOWN)).all()
         assert_none(~leads(lower, lower), slope=slope, s=s)
-        assert_none(~leads(lower, of_score(-after(-s), slope)), slope=slope, s=s)
-        known = of_score(after(s), slope)
+        assert_none(~leads(lower, threshold_from_score(-next_float(-s), slope)), slope=slope, s=s)
+        known = threshold_from_score(next_float(s), slope)
         assert_none(~leads(lower, known), slope=slope, s=s, lower=lower, known=known)
 
 
@@ -163,15 +167,15 @@ def test_rows_of_infinite_scores_still_look_for_a_finite_one():
     for passes in (may_win, some_may_win):
         looked_at = passes(logit, code, slope, known, ratio_of(t, slope))
         assert_none(np.isfinite(s) & ~looked_at, t=t, slope=slope, logit=logit, s=s)
-    assert_none(np.isfinite(s) & ~leads(of_score(s, slope), known), t=t, slope=slope, logit=logit, s=s)
+    assert_none(np.isfinite(s) & ~leads(threshold_from_score(s, slope), known), t=t, slope=slope, logit=logit, s=s)
 
 
 def test_nan_and_infinite_scores_are_candidates():
     rng = np.random.default_rng(6)
     t = temperatures(rng, N)
     t[:10] = np.nan
-    slope, code = slope_of(t), code_of(words(rng, N))
-    known = of_score(logits(rng, N, np.full(N, 1, F)), slope)
+    slope, code = search_slope(t), code_of(words(rng, N))
+    known = threshold_from_score(logits(rng, N, np.full(N, 1, F)), slope)
     for logit in (F(np.nan), INF, -INF):
         row = np.full(N, logit)
         with_nan = np.isnan(row) | np.isnan(t) | (np.isinf(row) & np.isinf(t))
@@ -190,7 +194,7 @@ def test_what_is_greatest_may_win_if_any_token_may():
     rng = np.random.default_rng(7)
     for _ in range(ROUNDS):
         t, slope, (logit, _, code, s), _ = scored(rng, N)
-        known = of_score((s + rng.choice([0, 20, 1e6], N)).astype(F), slope)
+        known = threshold_from_score((s + rng.choice([0, 20, 1e6], N)).astype(F), slope)
         marks = rng.choice(np.array([UNKNOWN, thresholds.INFINITE_FOUND, thresholds.INFINITE_ALONE], F), N)
         known = np.where(rng.random(N) < 0.1, marks, known)
         tokens = [(logit, code)]
@@ -206,13 +210,13 @@ def test_what_is_greatest_may_win_if_any_token_may():
 
 
 def test_ratios_bound_a_sharp_rows_amplitude():
-    """From below within the roundings that ``warm_start_of`` has room for, from above strictly, and by 1/128 of it at
-    most."""
+    """From below within the roundings that ``warm_start_bound`` has room for, from above strictly, and by 1/128 of it
+    at most."""
     rng = np.random.default_rng(8)
     for _ in range(ROUNDS):
-        t = np.maximum(sharp_temperatures(rng, N), F(1e-6))
-        slope = slope_of(t)
-        assert is_sharp(slope).all()
+        t = np.maximum(low_temperatures(rng, N), F(1e-6))
+        slope = search_slope(t)
+        assert is_low_temperature(slope).all()
         ratio, exact = (
             ratio_of(t, slope).astype(np.float64),
             amplitude_of(t).astype(np.float64) * slope.astype(np.float64),
@@ -221,16 +225,16 @@ def test_ratios_bound_a_sharp_rows_amplitude():
         assert_none(~(ratio + thresholds.RATIO_STEP > exact), t=t, ratio=ratio, exact=exact)
         assert_none(ratio + thresholds.RATIO_STEP > exact * (1 + 2.0**-7 + 2.0**-20), t=t, ratio=ratio, exact=exact)
     others = temperatures(rng, N)
-    others = others[~is_sharp(slope_of(others))]
-    assert (ratio_of(others, slope_of(others)) == 1).all()
+    others = others[~is_low_temperature(search_slope(others))]
+    assert (ratio_of(others, search_slope(others)) == 1).all()
 
 
 def test_equal_scores_of_sharp_rows_are_not_skipped():
     """Tokens that tie, or all but tie, by quite different noise, whose bound is next to it."""
     rng = np.random.default_rng(9)
     for _ in range(ROUNDS):
-        t = np.maximum(sharp_temperatures(rng, N), F(1e-6))
-        slope = slope_of(t)
+        t = np.maximum(low_temperatures(rng, N), F(1e-6))
+        slope = search_slope(t)
         ratio = ratio_of(t, slope)
         l0 = np.where(rng.random(N) < 0.3, F(0), logits(rng, N, t))
         w0 = words(rng, N)
@@ -244,7 +248,7 @@ def test_equal_scores_of_sharp_rows_are_not_skipped():
         l1 = (l1.view(np.int32) + rng.integers(-2, 3, N).astype(np.int32)).view(F)
         s1 = exact_score(l1, t, w1, error, 0)
         for strict in (False, True):
-            known = of_score(after(s0) if strict else s0, slope)
+            known = threshold_from_score(next_float(s0) if strict else s0, slope)
             wins = (s1 > s0 if strict else s1 >= s0) & np.isfinite(s0)
             assert (wins & ~np.isnan(c1)).mean() > 0.2
             for looked_at in (
@@ -261,7 +265,7 @@ def test_a_sharp_row_of_equal_logits_has_no_more_candidates_than_others(t, logit
     """As one of zeros at temperature 1: 8 of 151936 tokens in the mean. With 1 / slope for the amplitude there were 230
     to 280, most of them in the first tiles."""
     rng, t = np.random.default_rng(10), np.full(1, t, F)
-    (ratio,) = ratio_of(t, slope_of(t))
+    (ratio,) = ratio_of(t, search_slope(t))
     smooth_row = sharp_row = by_slope = 0
     for _ in range(8):
         word = rng.integers(0, 2**32, 151936).astype(np.uint32)

@@ -62,25 +62,25 @@ def rz_bf16(x):
 # -- threshold.py
 
 
-def is_sharp(slope):
-    return slope >= F(thresholds.SHARP)
+def is_low_temperature(slope):
+    return slope >= F(thresholds.LOW_TEMPERATURE_SLOPE)
 
 
-def slope_of(temperature):
+def search_slope(temperature):
     slope = (LOG2_E / temperature).astype(F)
     power = (slope.view(np.uint32) & np.uint32(0x7F800000)).view(F)
-    slope = np.where(slope >= F(thresholds.SHARP), power, slope)
+    slope = np.where(slope >= F(thresholds.LOW_TEMPERATURE_SLOPE), power, slope)
     return np.where(temperature < F(noise.GREEDY_BELOW), F(thresholds.GREEDY_SLOPE), slope).astype(F)
 
 
 def inverse(power):
-    return F(1) / np.where(is_sharp(power), power, F(1))
+    return F(1) / np.where(is_low_temperature(power), power, F(1))
 
 
 def ratio_of(temperature, slope):
     """From its byte, as it is in shared memory."""
     bits = np.ascontiguousarray(np.fmax(amplitude_of(temperature) * slope, F(0.5)), F).view(np.uint32)
-    byte = np.where(is_sharp(slope), bits >> 16 & 0xFF, 0x80).astype(np.uint32)
+    byte = np.where(is_low_temperature(slope), bits >> 16 & 0xFF, 0x80).astype(np.uint32)
     return (byte << 16 | np.uint32(0x3F000000)).view(F)
 
 
@@ -97,35 +97,35 @@ def height(t):
     return np.where(np.isnan(t), INF, t)
 
 
-def of_score(score, slope):
+def threshold_from_score(score, slope):
     p = (score * np.fmax(slope, LOG2_E)).astype(F)
-    return clamp(np.where(is_sharp(slope), -score * slope, smooth(p, MARGIN, RELATIVE)).astype(F))
+    return clamp(np.where(is_low_temperature(slope), -score * slope, smooth(p, MARGIN, RELATIVE)).astype(F))
 
 
-def after(score):
+def next_float(score):
     bits = np.ascontiguousarray(score + F(0), F).view(np.int32)
     return (bits + np.where(bits < 0, -1, 1).astype(np.int32)).view(F)
 
 
-def warm_start_of(logit, code, slope, ratio):
+def warm_start_bound(logit, code, slope, ratio):
     gumbel = fma(code, F(noise.BOUND_STEP), F(noise.GUMBEL_ABOVE))
     gumbel = np.where(code >= F(noise.HALF), gumbel, F(-5.1)).astype(F)
     return np.where(logit == -INF, -INF, fma(logit, slope, np.fmin(gumbel, gumbel * ratio)))
 
 
-def of_warm_start(seed, slope):
-    return clamp(np.where(is_sharp(slope), -seed, smooth(seed, MARGIN + 2.0**-10, 2 * RELATIVE)).astype(F))
+def threshold_from_warm_start(seed, slope):
+    return clamp(np.where(is_low_temperature(slope), -seed, smooth(seed, MARGIN + 2.0**-10, 2 * RELATIVE)).astype(F))
 
 
-def score_of(t, slope, ulps):
+def score_from_threshold(t, slope, ulps):
     low = ((F(noise.GUMBEL_BELOW) - t).astype(F) * rcp(np.fmax(slope, LOG2_E), ulps)).astype(F)
-    return np.where(is_sharp(slope), -after((t * inverse(slope)).astype(F)), low)
+    return np.where(is_low_temperature(slope), -next_float((t * inverse(slope)).astype(F)), low)
 
 
 def may_win(logit, code, slope, t, ratio):
-    noisy = is_sharp(slope) & (slope != F(thresholds.GREEDY_SLOPE))
+    noisy = is_low_temperature(slope) & (slope != F(thresholds.GREEDY_SLOPE))
     amplitude = np.where(noisy, (ratio + F(thresholds.RATIO_STEP)) * inverse(slope), F(0))
-    step = np.where(is_sharp(slope), F(0), F(noise.BOUND_STEP))
+    step = np.where(is_low_temperature(slope), F(0), F(noise.BOUND_STEP))
     found = (t == F(thresholds.INFINITE_FOUND)) | (t == F(thresholds.INFINITE_ALONE))
     gumbel = fma(code, F(noise.BOUND_STEP), F(MARGIN))
     score = fma(np.maximum(gumbel, F(0)), amplitude, logit)  # np.maximum: NaN above all
@@ -133,7 +133,7 @@ def may_win(logit, code, slope, t, ratio):
     return ~(above < 0) & (t != -INF) & ~(np.isinf(logit) & found)
 
 
-def may_win_smooth(logit, code, slope, t):
+def may_win_fast(logit, code, slope, t):
     return ~(fma(code, F(noise.BOUND_STEP), fma(logit, slope, t)) < 0) & (t != -INF)
 
 
@@ -228,7 +228,7 @@ def neighbours(rng, logit, temperature, n):
 def scored(rng, n, greedy=0.1):
     """Two tokens of a row, whose scores are finite: temperature, slope, then logits, words, codes, scores of both."""
     t = temperatures(rng, n, greedy)
-    slope, ulps = slope_of(t), rng.integers(-1, 2, n)
+    slope, ulps = search_slope(t), rng.integers(-1, 2, n)
     first = logits(rng, n, t)
     both = []
     for logit in (first, neighbours(rng, first, t, n)):
@@ -244,7 +244,7 @@ def scored(rng, n, greedy=0.1):
     return t, slope, *both
 
 
-def sharp_temperatures(rng, n):
+def low_temperatures(rng, n):
     """Of all sharp slopes; half of them at the ends of their ranges, where a ratio is next to 1/2 or 1."""
     t = (10.0 ** rng.uniform(-6, np.log10(7.04e-4), n)).astype(F)
     ends = (1.4426950408889634 / 2.0 ** rng.integers(12, 21, n) * (1 + rng.integers(-3, 4, n) * 2.0**-24)).astype(F)
@@ -257,15 +257,15 @@ def evaluations(t, logit, word, ratio, ratio_above, ctas=132, tile=128):
     above."""
     n = len(word) // (ctas * tile) * ctas * tile
     word, rows = word[:n].reshape(-1, ctas * tile), np.ones(ctas * tile, F)
-    slope, code = slope_of(t * rows), code_of(word)
+    slope, code = search_slope(t * rows), code_of(word)
     score = exact_score(logit * rows, t * rows, word, 0.0, 0)
     known = np.fmin.reduce(
-        of_warm_start(warm_start_of(logit * rows, code[0], slope, ratio * rows), slope)[: len(rows) // 2]
+        threshold_from_warm_start(warm_start_bound(logit * rows, code[0], slope, ratio * rows), slope)[: len(rows) // 2]
     )
     count = 0
     for i in range(len(word)):
         count += may_win(
             logit * rows, code[i], slope, known * rows, (ratio_above - F(thresholds.RATIO_STEP)) * rows
         ).sum()
-        known = np.fmin(known, of_score(score[i].max() * rows, slope)[0])
+        known = np.fmin(known, threshold_from_score(score[i].max() * rows, slope)[0])
     return int(count)

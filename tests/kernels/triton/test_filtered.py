@@ -102,7 +102,8 @@ def _other_rounding(step: SampleInputs, token: int) -> SampleResult:
 
 
 def _roundings(step: SampleInputs) -> torch.Tensor:
-    """(B,) a few roundings of the logits near a row's highest: penalties for 10**5 times leave no fractions to a float32."""
+    """(B,) a few roundings of the logits near a row's highest: penalties for 10**5 times leave no fractions to a
+    float32."""
     processed = reference.transform_logits(
         reference.head_logits(step, torch.float64), step.rows().temperature, step.params
     ).processed

@@ -9,7 +9,7 @@ import flashsampling
 from flashsampling import ops
 from flashsampling.backends import BACKENDS
 from flashsampling.inputs import SampleInputs
-from flashsampling.kernels.triton.fused.config import TileConfig
+from flashsampling.kernels.triton.fused.config import TritonTileConfig
 from flashsampling.kernels.triton.fused.logits_gemm import logits_gemm
 from flashsampling.outputs import layout
 from flashsampling.sampling_params import DEFAULT_PARAMS, SamplingParams
@@ -18,7 +18,7 @@ from tests.kernels.triton.test_filtered import agrees
 from tests.problems import KERNELS
 
 CUDA = DEVICE.type == "cuda"
-SHAPES = [None, TileConfig(128, 16, 32, 4, 2, 1, False, rest_b=16)]
+SHAPES = [None, TritonTileConfig(128, 16, 32, 4, 2, 1, False, rest_b=16)]
 
 
 @pytest.mark.parametrize("config", SHAPES)

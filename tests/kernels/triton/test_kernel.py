@@ -11,7 +11,7 @@ triton = pytest.importorskip("triton")
 
 from flashsampling.exchange_protocol import PACKED, Shard, tokens_of  # noqa: E402
 from flashsampling.kernels.triton.fused import exact_pass  # noqa: E402
-from flashsampling.kernels.triton.fused.config import TileConfig, shape_for  # noqa: E402
+from flashsampling.kernels.triton.fused.config import TritonTileConfig, shape_for  # noqa: E402
 from flashsampling.kernels.triton.fused.launch import run  # noqa: E402
 from flashsampling.kernels.triton.fused.logits_gemm import logits_gemm  # noqa: E402
 from tests.conftest import DEVICE  # noqa: E402
@@ -57,7 +57,7 @@ def _special(problem, name):
 
 @on_cpu
 @pytest.mark.parametrize("name", ["nan states", "nan temperature", "zero states, greedy", "equal logits", "-inf"])
-@pytest.mark.parametrize("config", [None, TileConfig(128, 16, 16, 4, 2, 1, use_tma=True, rest_b=16)])
+@pytest.mark.parametrize("config", [None, TritonTileConfig(128, 16, 16, 4, 2, 1, use_tma=True, rest_b=16)])
 def test_special_rows_take_no_second_pass(name, config, careful_tiles, device):
     """Contract section 4: any number of such rows, also beside a padded vocabulary's poison."""
     for batch in (2, 20):
@@ -96,7 +96,7 @@ def test_infinite_rows_and_words_of_zero_take_it(careful_tiles, device):
 @pytest.mark.parametrize("use_tma", [False, True])
 def test_the_careful_pass_takes_the_columns_in_doubt_alone(rest, narrow, use_tma, careful_tiles, device):
     """Of each block of rows, also of the last one, which shares rows with the one before."""
-    config = TileConfig(128, 32, 16, 4, 2, 1, use_tma=use_tma, chunk_b=16, rest_b=rest)
+    config = TritonTileConfig(128, 32, 16, 4, 2, 1, use_tma=use_tma, chunk_b=16, rest_b=rest)
     seed, offset, token, _ = ZERO_WORDS[1]
     for batch, doubtful in ((20, [3, 5, 17]), (70, [69]), (70, [0, 33, 47, 48])):
         problem = make_problem(batch, 700, 16, device)
@@ -132,7 +132,7 @@ def test_poison_around_a_shard(num_samples, poison, use_tma, device):
     problem = make_problem(5, 700, 16, device, dtype, num_samples)
     problem.weight[[130, 400]] *= 1e30  # some rows' best is +inf or -inf there
     problem.weight[[131, 401]] *= 3e38
-    config = TileConfig(128, 16, 16, 4, 2, 1, use_tma=use_tma)
+    config = TritonTileConfig(128, 16, 16, 4, 2, 1, use_tma=use_tma)
     whole = run(problem.step(), config).ids
     assert_agreement(whole.view(-1, num_samples), problem)
     winners = []
@@ -144,7 +144,7 @@ def test_poison_around_a_shard(num_samples, poison, use_tma, device):
     assert torch.equal(tokens_of(torch.stack(winners)), whole)
 
 
-HALVES = TileConfig(128, 128, 64, 8, 6, 1, use_tma=True, chunk_b=64, preload=True, halves=True)
+HALVES = TritonTileConfig(128, 128, 64, 8, 6, 1, use_tma=True, chunk_b=64, preload=True, halves=True)
 PIECES = [  # of columns, the second of which ends with the batch: rows of both are evaluated twice
     *((HALVES, batch) for batch in ((65, 96, 127, 128) if torch.cuda.is_available() else (65, 127))),
     (replace(HALVES, use_tma=False, chunk_b=32, preload=False), 81),
@@ -206,7 +206,7 @@ def test_rows_in_two_pieces_of_a_tile(config, batch, device):
     torch.testing.assert_close(made.double(), wanted.float().double(), rtol=1e-5, atol=1e-4, equal_nan=True)
 
 
-ROWS_ON_M = TileConfig(128, 64, 16, 4, 2, 1, use_tma=True, chunk_b=64, rows_on_m=True)
+ROWS_ON_M = TritonTileConfig(128, 64, 16, 4, 2, 1, use_tma=True, chunk_b=64, rows_on_m=True)
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,7 @@ def test_rows_on_m(config, device):
             problem.hidden_states[row] = 8 * problem.weight[130 if row % 16 else 28].to(problem.hidden_states.dtype)
         tokens = run(problem.step(), config).ids
         assert_agreement(tokens[:, None], problem)
-        other = TileConfig(128, 64, 16, 4, 2, 1, use_tma=config.use_tma, chunk_b=64)
+        other = TritonTileConfig(128, 64, 16, 4, 2, 1, use_tma=config.use_tma, chunk_b=64)
         assert torch.equal(tokens, run(problem.step(), other).ids)
         assert (tokens[::16] == 28).all()
         assert (tokens[8::16] == 130).all()
@@ -245,8 +245,8 @@ def test_rows_on_m(config, device):
 @pytest.mark.parametrize("use_tma", [False, True])
 def test_the_careful_pass_beside_rows_in_two_pieces(use_tma, careful_tiles, device):
     """It takes the 16 rows around one in doubt, however many pieces that one is in."""
-    halves = TileConfig(128, 32, 16, 4, 2, 1, use_tma=use_tma, chunk_b=16, halves=True)
-    rest = TileConfig(128, 32, 16, 4, 2, 1, use_tma=use_tma, chunk_b=16, rest_b=16)
+    halves = TritonTileConfig(128, 32, 16, 4, 2, 1, use_tma=use_tma, chunk_b=16, halves=True)
+    rest = TritonTileConfig(128, 32, 16, 4, 2, 1, use_tma=use_tma, chunk_b=16, rest_b=16)
     for config, batch, doubtful in ((halves, 18, [3]), (halves, 27, [12, 26]), (rest, 40, [29]), (rest, 40, [5, 39])):
         problem = make_problem(batch, 300, 16, device)
         problem.weight[:, 0] = 0.01
@@ -264,10 +264,10 @@ def test_several_draws_of_rows_in_two_blocks(num_samples, device):
     problem = make_problem(40, 300, 16, device, num_samples=num_samples)
     problem.hidden_states[[5, 30]] = math.nan
     problem.hidden_states[[7, 29]] = 0.0
-    config = TileConfig(128, 32, 16, 4, 2, 1, use_tma=False, chunk_b=16, rest_b=16)
+    config = TritonTileConfig(128, 32, 16, 4, 2, 1, use_tma=False, chunk_b=16, rest_b=16)
     tokens = run(problem.step(), config).ids
     assert_agreement(tokens.view(-1, num_samples), problem)
-    assert torch.equal(tokens, run(problem.step(), TileConfig(128, 16, 16, 4, 2, 1, use_tma=False)).ids)
+    assert torch.equal(tokens, run(problem.step(), TritonTileConfig(128, 16, 16, 4, 2, 1, use_tma=False)).ids)
 
 
 def test_row_parameters_of_any_stride(device):

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from ..constant import Constant
 from ..jit import jit
-from ..reductions import sums_of_three
+from ..reductions import sum_three
 from .logit_source import (
     LARGEST,
     LOG2E,
@@ -181,7 +181,7 @@ def nucleus_bound(keys, masses, top, scale, rest, vocab_size):
                 is_below = (keys[i] < bound) & (keys[i] > MINUS_INF)
                 excess += tl.where(is_below, masses[i] * chunks - rest, 0.0)
             excesses = excesses + (excess,)
-        first, second, third = sums_of_three(excesses[0], excesses[1], excesses[2])
+        first, second, third = sum_three(excesses[0], excesses[1], excesses[2])
         passed = (first <= 0.0).to(tl.int32) + (second <= 0.0).to(tl.int32) + (third <= 0.0).to(tl.int32)
         below -= step * passed
         step = step >> 2

@@ -22,7 +22,7 @@ import triton.language as tl
 
 from ..constant import Constant
 from ..jit import jit
-from ..reductions import lowest_and_highest, sums_of_three
+from ..reductions import lowest_and_highest, sum_three
 from .logit_source import (
     LARGEST,
     LOG2E,
@@ -253,10 +253,10 @@ def limit_of(
     searching = tl.full((), 1, tl.int32)
     while searching != 0:
         part0, part1, part2 = _parts(tokens, limit, low, first, second, high, WHOLE, TILE, HEAD, ENTRIES)
-        n0, n1, n2 = sums_of_three(part0[0], part1[0], part2[0])
+        n0, n1, n2 = sum_three(part0[0], part1[0], part2[0])
         a0, a1, a2 = n0.to(tl.float64), n1.to(tl.float64), n2.to(tl.float64)
         if by_mass:
-            a0, a1, a2 = sums_of_three(part0[1], part1[1], part2[1])
+            a0, a1, a2 = sum_three(part0[1], part1[1], part2[1])
         if passes == 0:
             target = tl.where(is_share, target * (a0 + a1 + a2), target)
         in0 = (n0 > 0) & (above + a0 >= target)

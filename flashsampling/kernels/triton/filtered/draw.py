@@ -9,7 +9,7 @@ for each other.
 import triton.language as tl
 
 from ..fused.noise import REFINEMENT_BIT, minus_gumbel, minus_gumbel_refined, philox_words
-from ..fused.packed_argmax import NAN_KEY, NO_TOKEN, keep_better, pack_key, score_of
+from ..fused.packed_argmax import NAN_KEY, NO_TOKEN, compute_score, keep_better, pack_key
 from ..jit import jit
 from .cutoff import before, place_of, tile_of, values_of
 from .logit_source import (
@@ -45,9 +45,9 @@ def _keys_of_scores(
     word = word_of_token(token, draw_word, offset_lo, offset_hi, key_lo, key_hi)
     if REFINED:
         tail = word_of_token(token, draw_word | REFINEMENT_BIT, offset_lo, offset_hi, key_lo, key_hi)
-        keys = pack_key(score_of(x, scale, 0.0, minus_gumbel_refined(word, tail), noise_factor), token)
+        keys = pack_key(compute_score(x, scale, 0.0, minus_gumbel_refined(word, tail), noise_factor), token)
     else:
-        keys = pack_key(score_of(x, scale, 0.0, minus_gumbel(word), noise_factor), token)
+        keys = pack_key(compute_score(x, scale, 0.0, minus_gumbel(word), noise_factor), token)
         keys = tl.where(word == 0, NAN_KEY, keys)
     return tl.where(live & (x != float("-inf")), keys, 0)
 
@@ -234,7 +234,7 @@ def _best_of_row(
                     live = live & reaches(x, mass_of(x, tokens.top, tokens.scale), least_mass, tokens.top, tokens.scale)
                 live = live & (x != float("-inf"))
                 zeros |= (live & (words[lane] == 0)).to(tl.int32)
-                one = score_of(x, scale, 0.0, minus_gumbel_refined(words[lane], tails[lane]), noise_factor)
+                one = compute_score(x, scale, 0.0, minus_gumbel_refined(words[lane], tails[lane]), noise_factor)
                 score, id = keep_better(score, id, tl.where(live, one, float("-inf")), ids[lane])
             ids, there, raw = next_ids, next_there, next_raw
         best = tl.max(tl.where(score != float("-inf"), pack_key(score, id), 0), axis=0)

@@ -250,8 +250,8 @@ def filtered_sample_kernel(
     presence = row_f32(presence_at, presence_value, row)
     source = LogitSource(
         far, logits, logits_stride, vocab_size, bias, logit_scale, soft_cap, dense_bias, bias_ids, bias_values,
-        bias_count, ids_stride, values_stride, counts, counts_stride, repetition, frequency, presence, token_mask, mask_stride,
-        keys_ptr, floors_ptr,
+        bias_count, ids_stride, values_stride, counts, counts_stride, repetition, frequency, presence, token_mask,
+        mask_stride, keys_ptr, floors_ptr,
     )  # fmt: skip
     scale = mass_scale(temperature)
     num_chunks = chunks_in(vocab_size)
@@ -359,8 +359,8 @@ def filtered_sample_kernel(
                 if defined & (temperature >= GREEDY_BELOW):  # a word 0: is it the best still?
                     draw_word = (draw | (stream << 24)).to(tl.uint32)
                     word = word_of(
-                        token.to(tl.int32), draw_word, offset.to(tl.uint32), (offset >> 32).to(tl.uint32), seed.to(tl.uint32),
-                        (seed >> 32).to(tl.uint32),
+                        token.to(tl.int32), draw_word, offset.to(tl.uint32), (offset >> 32).to(tl.uint32),
+                        seed.to(tl.uint32), (seed >> 32).to(tl.uint32),
                     )  # fmt: skip
                     whole = tl.maximum(whole, (word == 0).to(tl.int32))
     if FILTERS:
@@ -418,8 +418,8 @@ def filtered_sample_kernel(
                 if TOP_P and not LOGPROBS:  # the row itself is read in the time that twice so many chunks take
                     most = tl.where(in_rounds, tl.where(attempts == 3, AT_FIRST, 2 * AT_FIRST), num_chunks)
                 count, mass = gather(
-                    source, keys, bound, most, list_ptr, cand_keys, cand_ids, cand_masses, top, scale, by_top_k == 0, False,
-                    CAPACITY, GATHERED, HEAD, ENTRIES,
+                    source, keys, bound, most, list_ptr, cand_keys, cand_ids, cand_masses, top, scale, by_top_k == 0,
+                    False, CAPACITY, GATHERED, HEAD, ENTRIES,
                 )  # fmt: skip
                 attempts -= 1
                 if attempts == 2:
@@ -437,21 +437,21 @@ def filtered_sample_kernel(
                         source, cand_keys, cand_ids, cand_masses, count, lowest, ID_BITS, top, scale, list_ptr
                     )
                     token = draw_in_rounds(
-                        tokens, tl.where(first_key >= bound, first, -1), top_p, row_mass, min_p, temperature, seed, offset,
-                        (stream << 24).to(tl.uint32), False, FEW, FEW, HEAD, ENTRIES,
+                        tokens, tl.where(first_key >= bound, first, -1), top_p, row_mass, min_p, temperature, seed,
+                        offset, (stream << 24).to(tl.uint32), False, FEW, FEW, HEAD, ENTRIES,
                     )  # fmt: skip
                     tl.store(ids_ptr, token.to(tl.int64))
             elif count <= FEW:
                 tokens = Tokens(source, cand_keys, cand_ids, cand_masses, count, lowest, ID_BITS, top, scale, list_ptr)
                 kept_mass, first_kept = draw_from_few(
-                    tokens, row_mass, top_k, top_p, min_p, by_top_k, by_top_p, of_top_k, temperature, seed, offset, stream,
-                    ids_ptr, num_samples, FEW,
+                    tokens, row_mass, top_k, top_p, min_p, by_top_k, by_top_p, of_top_k, temperature, seed, offset,
+                    stream, ids_ptr, num_samples, FEW,
                 )  # fmt: skip
             elif count <= CAPACITY:
                 tokens = Tokens(source, cand_keys, cand_ids, cand_masses, count, lowest, ID_BITS, top, scale, list_ptr)
                 limit = _limit(
-                    tokens, highest, row_mass, top_k, top_p, min_p, by_top_k, by_top_p, of_top_k, False, FEW, TILE, HEAD,
-                    ENTRIES,
+                    tokens, highest, row_mass, top_k, top_p, min_p, by_top_k, by_top_p, of_top_k, False, FEW, TILE,
+                    HEAD, ENTRIES,
                 )  # fmt: skip
                 least_mass = tl.minimum(min_p, 1.0)
                 draw_from_candidates(
@@ -467,8 +467,8 @@ def filtered_sample_kernel(
         if in_rounds:
             if TOP_P and not LOGPROBS:
                 token = draw_in_rounds(
-                    row_tokens, tl.where(first_key >= lowest, first, -1), top_p, row_mass, min_p, temperature, seed, offset,
-                    (stream << 24).to(tl.uint32), True, 2 * WHOLE_TILE, WHOLE_TILE, HEAD, ENTRIES,
+                    row_tokens, tl.where(first_key >= lowest, first, -1), top_p, row_mass, min_p, temperature, seed,
+                    offset, (stream << 24).to(tl.uint32), True, 2 * WHOLE_TILE, WHOLE_TILE, HEAD, ENTRIES,
                 )  # fmt: skip
                 tl.store(ids_ptr, token.to(tl.int64))
         else:
@@ -484,8 +484,8 @@ def filtered_sample_kernel(
                     )  # fmt: skip
             draw_from_row(
                 row_tokens, limit, least_mass, full * (4 * COLUMNS * REPS), temperature, seed, offset, stream,
-                winners_ptr + far * num_samples * blocks, blocks, full, ids_ptr, num_samples, asks, DRAWN, BLOCKS, WHOLE_TILE,
-                HEAD, ENTRIES,
+                winners_ptr + far * num_samples * blocks, blocks, full, ids_ptr, num_samples, asks, DRAWN, BLOCKS,
+                WHOLE_TILE, HEAD, ENTRIES,
             )  # fmt: skip
             if LOGPROBS and FILTERS:
                 if equal:
@@ -508,13 +508,13 @@ def filtered_sample_kernel(
                 write_given(source, given_ids + far * given_stride, given_ptr + far * num_given, num_given, lse, HEAD)
             if top_ids_ptr is not None:
                 raw_source = LogitSource(
-                    far, logits, logits_stride, vocab_size, bias, logit_scale, soft_cap, None, None, None, 0, 0, 0, None, 0,
-                    1.0, 0.0, 0.0, None, 0, None, None,
+                    far, logits, logits_stride, vocab_size, bias, logit_scale, soft_cap, None, None, None, 0, 0, 0,
+                    None, 0, 1.0, 0.0, 0.0, None, 0, None, None,
                 )  # fmt: skip
                 write_top(
                     raw_source, raw_keys, raw_highest, lse, list_ptr, cand_keys, cand_ids, cand_masses,
-                    top_ids_ptr + far * num_top, top_logprobs_ptr + far * num_top, num_top, FEW, CAPACITY, GATHERED, TILE,
-                    WHOLE_TILE, HEAD,
+                    top_ids_ptr + far * num_top, top_logprobs_ptr + far * num_top, num_top, FEW, CAPACITY, GATHERED,
+                    TILE, WHOLE_TILE, HEAD,
                 )  # fmt: skip
         if logprobs_ptr is not None:  # noqa: SIM102, the one is for the compiler
             if draws:
@@ -529,6 +529,6 @@ def filtered_sample_kernel(
         if FILTERS:
             least_mass = tl.where(filtered, tl.minimum(min_p, 1.0), least_mass)
         write_record(
-            limits_ptr + row, masses_ptr + far * 4, first_kept, least_mass, tl.where(undefined, float("nan"), kept_mass), top,
-            temperature, ids_ptr,
+            limits_ptr + row, masses_ptr + far * 4, first_kept, least_mass,
+            tl.where(undefined, float("nan"), kept_mass), top, temperature, ids_ptr,
         )  # fmt: skip

@@ -1,20 +1,20 @@
-"""Which problems the Triton implementation takes, and the tile shape of each: a pure function of the problem.
+"""Chooses the tile shape of a problem, and says which problems the Triton backend takes: pure functions of the problem.
 
-``choose_config`` was read off ``python -m benchmarks.tune_triton`` on an H200; nothing is tuned while serving. What
-bounds a shape is registers: per thread the accumulator, a Philox block's words, and the running winners. There are
-three good families:
+``choose_config`` was read off ``python -m benchmarks.tune_triton`` on an H200; nothing is tuned while serving.
+Registers bound a shape: per thread the accumulator, a Philox block's words, and the running winners. Three families are
+good:
 
-    four warps, rows in chunks     a small tile, three programs per multiprocessor, one's noise under another's matmul
-    eight warps, rows preloaded    a large tile that rereads little through L2; the noise is exposed, so it must be
-                                   lean: keys stay in registers and nothing orders it, which lets it start before the
-                                   matmul ends
+    four warps, rows in chunks     a small tile, three programs per multiprocessor; the noise of one overlaps the matmul
+                                   of another
+    eight warps, rows preloaded    a large tile that rereads little through L2. The noise is exposed, so it must be
+                                   lean: keys stay in registers and nothing orders it; it starts before the matmul ends
     eight warps, rows on M         a larger one, from 161 rows on: a thread has two rows of 128 and many tokens of each,
-                                   so that keys and winners are few registers beside it
+                                   so keys and winners take few registers
 
-Triton's blocks are powers of two. A tile between two of them is two blocks of columns, 128 + 32 say, that share the
-weight's tile: two accumulators, and the matmuls of both in flight at once. Above 192 rows it is blocks of 128, the last
-of which takes rows of the one before rather than rows beyond the batch (``kernel``). Over cuBLAS, H200, V = 151936, D =
-4096; below the first line all is one run, a prototype's ("t192", 2026-11-23):
+Triton's blocks are powers of two. A tile between two powers is two blocks of columns, for instance 128 + 32, that share
+the weight's tile: two accumulators, with the matmuls of both in flight. Above 192 rows it is blocks of 128, and the
+last block takes rows of the one before in place of rows beyond the batch (``kernel``). Over cuBLAS, H200, V = 151936, D
+= 4096; the lines below the first are one run of a prototype:
 
     B                                      112    128    144    160    176    192    208    256    320    384    512
     vocabulary on M                        1.11   1.10          1.39          1.39   1.53   1.27   1.53   1.28   1.27
@@ -30,29 +30,32 @@ of which takes rows of the one before rather than rows beyond the batch (``kerne
                128 x (128 + 64), 4 warps, 2 programs     1.79   1.78   1.77   1.65
                the same, 64 deep                                       1.75   1.71
 
-Rows on M are in use from 161 rows on where D is below 6144: 176, 192, 208, 256, 272, 320, 384, 512 rows take 1.32,
-1.26, 1.34, 1.14, 1.56, 1.37, 1.18, 1.15 times as long as cuBLAS (``benchmarks.monotone``). Other D are not timed.
+Rows on M are used from 161 rows on where D is below 6144. Over cuBLAS (``benchmarks.monotone``; other D are not timed):
+
+    B                                      176    192    208    256    272    320    384    512
+    rows on M                              1.32   1.26   1.34   1.14   1.56   1.37   1.18   1.15
 
 From 65 to 127 rows the block of 128 is two halves of 64 rows, the second of which ends with the batch: one copy, by a
-descriptor of two starts, and rows in both halves are evaluated twice: 80, 96, 112 and 128 rows take 1.12, 1.11, 1.12
-and 1.10 times as long as cuBLAS, and none longer than 128 (H200, ``benchmarks.tune_triton``). Before, 80 and 96 rows
-took 1.08 and 1.09 times as long as 128 rows as 64 + 16 and 64 + 32 columns, and 1.21 and 1.09 times in the shape of 128
-with rows beyond the batch, which cost more to load than those of rows (``benchmarks.monotone``). Copying rows there
-would be a second launch. Two blocks that waited for their copies at one barrier took 1.09 and 1.07 times as long at 144
-and 160 rows.
+descriptor of two starts. Rows in both halves are scored twice. 80, 96, 112 and 128 rows take 1.12, 1.11, 1.12 and 1.10
+times as long as cuBLAS (H200, ``benchmarks.tune_triton``). Alternatives over the time of 128 rows
+(``benchmarks.monotone``):
+
+    B                                               80     96
+    64 + 16 or 64 + 32 columns                      1.08   1.09
+    the shape of 128, with rows beyond the batch    1.21   1.09
+
+Loads of rows beyond the batch cost more than loads of rows, and copying rows there would be a second launch. Two blocks
+that waited for their copies at one barrier took 1.09 and 1.07 times as long at 144 and 160 rows.
 
 Dead ends, vocabulary on M, each against another shape in the same run (B = 256, V = 151936, D = 4096, H200, Triton
 3.6):
 
-    128 x 256, 8 warps               1.14x the time of 256 x 128: each warp's noise is for 256 rows, whose keys do not
-                                     fit
+    128 x 256, 8 warps               1.14x the time of 256 x 128: a warp's noise is for 256 rows, whose keys do not fit
     128 x 128, 4 warps, 2 programs   1.04x the time of 128 x 64: 255 registers spill about 100 words per thread and tile
-    256 x 64, 4 warps, 2 programs    1.28x the time of 128 x 64: shared memory for two leaves room for 32-deep stages
-                                     only
+    256 x 64, 4 warps, 2 programs    1.28x the time of 128 x 64: two programs leave room for 32-deep stages only
     256 x 128 instead of 128 x 128   B = 256: 1.22x, 384: 1.24x, 512: 1.19x: 161 words spilled per thread and tile
     2 x (128 + 32) for 320 rows      1.06x the time of 3 x 128; 2 x (128 + 64) for 384 1.16x
-    128 + 64 for 192 rows            1.04x the time of 3 x 64 with four warps; row parameters loaded by chunk: 1.03x and
-                                     more
+    128 + 64 for 192 rows            1.04x the time of 3 x 64 with four warps; row parameters by chunk: 1.03x and more
     flattened tile loop              1.15x for 128 x 64: loads run across the epilogue, but Triton predicates the
                                      epilogue into the k loop
     noise inside the k loop          ptxas then serialises wgmma (a wait after each); not timed
@@ -69,8 +72,8 @@ from ...device import capability
 
 
 @dataclass(frozen=True)
-class TileConfig:
-    """Shape of one launch. Tokens do not depend on it."""
+class TritonTileConfig:
+    """The tile shape of one launch. Tokens do not depend on it."""
 
     block_v: int  # vocabulary rows of a tile: a multiple of 128
     block_b: int  # batch rows of a tile: a power of two
@@ -82,26 +85,27 @@ class TileConfig:
     chunk_b: int = 16  # batch rows whose noise is in registers at a time
     max_registers: int | None = None  # per thread
     preload: bool = False  # keep the row parameters in registers over all tiles
-    rest_b: int = (
-        0  # batch rows of a second block that shares the weight tile: a power of two from 16 up to block_b, or 0
+    rest_b: int = 0  # batch rows of a second block on the same weight tile: 0, or a power of two from 16 up to block_b
+    halves: bool = (
+        False  # one draw: the second half of the block ends with the batch, which is larger than the first half
     )
-    halves: bool = False  # of one draw's block of rows, the second half ends with a batch that is larger than the first
-    rows_on_m: bool = False  # of the tensor cores' instruction: batch rows on M, the vocabulary on N
+    rows_on_m: bool = False  # batch rows on M of the tensor-core instruction, the vocabulary on N
 
     @property
     def columns(self) -> int:
-        """Batch rows of a tile in all."""
+        """Batch rows of a tile."""
         return self.block_b + self.rest_b
 
     @property
     def narrow(self) -> int:
-        """Batch rows of the second block, and rows that the exact pass takes at once: 16 if there is none."""
+        """Batch rows of the second block, and rows that the exact pass takes at once: 16 if there is no second
+        block."""
         return self.rest_b or 16
 
 
 def next_power_of_2(n: int) -> int:
-    """The least that is at least ``n``, from 1 on: ``triton.next_power_of_2`` without the 4 us that it takes the
-    host."""
+    """Returns the least power of two that is at least ``n`` >= 1; ``triton.next_power_of_2`` costs the host 4 us
+    more."""
     return 1 << (n - 1).bit_length()
 
 
@@ -110,7 +114,7 @@ _STAGES = {0: 6, 16: 6, 32: 6, 64: 5}
 
 
 def unsupported(step: SampleInputs) -> str | None:
-    """Why the Triton implementation cannot do a step, or None."""
+    """Returns why the Triton backend cannot run a step, or None."""
     device, weight = step.hidden_states.device, step.weight
     if weight.stride(1) != 1 and weight.shape[1] > 1:
         return f"weight must be contiguous along D, got strides {weight.stride()}"
@@ -128,8 +132,8 @@ def _tma_addressable(matrix: Tensor) -> bool:
     return matrix.data_ptr() % 16 == 0 and rows_apart % 16 == 0 and 0 < rows_apart < 2**40
 
 
-def choose_config(hidden_states: Tensor, weight: Tensor, num_samples: int) -> TileConfig:
-    """The tile shape for a problem that ``unsupported`` does not refuse."""
+def choose_config(hidden_states: Tensor, weight: Tensor, num_samples: int) -> TritonTileConfig:
+    """Chooses the tile shape for a problem that ``unsupported`` does not refuse."""
     batch, dim = hidden_states.shape
     # sm_90 and sm_100: bulk tensor copies, and 227 KiB of shared memory for the large tiles' stages
     big = hidden_states.is_cuda and capability(hidden_states.device)[0] in (9, 10)
@@ -137,37 +141,36 @@ def choose_config(hidden_states: Tensor, weight: Tensor, num_samples: int) -> Ti
     return shape_for(batch, dim, hidden_states.dtype, num_samples, use_tma)
 
 
-def shape_for(batch: int, dim: int, dtype: torch.dtype, num_samples: int, use_tma: bool) -> TileConfig:
-    """The table behind ``choose_config``: from numbers alone, so that it can be compiled where there is no GPU."""
+def shape_for(batch: int, dim: int, dtype: torch.dtype, num_samples: int, use_tma: bool) -> TritonTileConfig:
+    """Chooses the tile shape from numbers alone, so that it can be compiled without a GPU."""
     if dtype == torch.float32:  # no tensor cores: full fp32 products
-        return TileConfig(128, 16, 32, 4, 2, 2, use_tma=False)
+        return TritonTileConfig(128, 16, 32, 4, 2, 2, use_tma=False)
     deep = use_tma and dim >= 6144  # more k steps per epilogue: stages are worth more than a third program
     if batch <= 16:
         if deep:
-            return TileConfig(128, 16, 128, 4, 3, 2, use_tma)
-        return TileConfig(128, 16, 128, 4, 2, 3, use_tma, max_registers=168)
+            return TritonTileConfig(128, 16, 128, 4, 3, 2, use_tma)
+        return TritonTileConfig(128, 16, 128, 4, 2, 3, use_tma, max_registers=168)
     if batch <= 32 or num_samples > 1:
-        return TileConfig(128, 32, 64, 4, 3, 3, use_tma, chunk_b=32, max_registers=168)
+        return TritonTileConfig(128, 32, 64, 4, 3, 3, use_tma, chunk_b=32, max_registers=168)
     if batch <= 64 or not use_tma:
         if deep:
-            return TileConfig(256, 64, 64, 8, 5, 1, use_tma, chunk_b=64, preload=True)
-        return TileConfig(128, 64, 64, 4, 3, 3, use_tma, max_registers=168)
+            return TritonTileConfig(256, 64, 64, 8, 5, 1, use_tma, chunk_b=64, preload=True)
+        return TritonTileConfig(128, 64, 64, 4, 3, 3, use_tma, max_registers=168)
     if batch <= 128:
-        return TileConfig(128, 128, 64, 8, 6, 1, use_tma, chunk_b=64, preload=True, halves=batch < 128)
+        return TritonTileConfig(128, 128, 64, 8, 6, 1, use_tma, chunk_b=64, preload=True, halves=batch < 128)
     if batch > 192 and not deep:
-        return TileConfig(256, 128, 64, 8, 4, 1, use_tma, chunk_b=128, rows_on_m=True)
+        return TritonTileConfig(256, 128, 64, 8, 4, 1, use_tma, chunk_b=128, rows_on_m=True)
     if batch > 160 and not deep:
-        return TileConfig(128, 128, 64, 8, 5, 1, use_tma, chunk_b=128, rest_b=64, rows_on_m=True)
-    rest_b = next(
-        (rest for rest in _STAGES if batch <= 128 + rest), 0
-    )  # of a deep one above 192 rows more blocks of 128
-    return TileConfig(128, 128, 64, 8, _STAGES[rest_b], 1, use_tma, chunk_b=64, preload=True, rest_b=rest_b)
+        return TritonTileConfig(128, 128, 64, 8, 5, 1, use_tma, chunk_b=128, rest_b=64, rows_on_m=True)
+    # with a large D and above 192 rows: more blocks of 128
+    rest_b = next((rest for rest in _STAGES if batch <= 128 + rest), 0)
+    return TritonTileConfig(128, 128, 64, 8, _STAGES[rest_b], 1, use_tma, chunk_b=64, preload=True, rest_b=rest_b)
 
 
 def compiled_for(weight: Tensor, max_batch_size: int, num_samples: int) -> tuple[list[str], list[int]]:
-    """Implements the function of ``backends``: two kernels for every shape."""
+    """Lists the kernels that a warm-up compiles, two per shape, and a batch size that uses each (``backends``)."""
     batches: dict[object, int] = {}
-    for batch in range(1, max_batch_size + 1):  # whether a shard is TMA's may differ between ranks
+    for batch in range(1, max_batch_size + 1):  # TMA may be usable on some ranks only
         shapes = tuple(
             shape_for(batch, weight.shape[1], weight.dtype, num_samples, use_tma) for use_tma in (False, True)
         )

@@ -1,10 +1,10 @@
-"""Runs the exact pass, which ``kernel`` explains: refined noise, every case of the contract, any number of draws."""
+"""Scores tiles exactly: refined noise, every case of the contract, any number of draws (``kernel`` says when)."""
 
 import triton.language as tl
 
 from ..jit import jit
-from .noise import REFINEMENT_BIT, minus_gumbel, minus_gumbel_of_zero, philox_words
-from .packed_argmax import pack_key, score_of
+from .noise import REFINEMENT_BIT, minus_gumbel, minus_gumbel_zero_word, philox_words
+from .packed_argmax import compute_score, pack_key
 from .row_params import both_factors, row_params
 from .tiles import lane0_tokens, split_lanes, tile_logits
 
@@ -29,7 +29,7 @@ def _publish_exact(
     BLOCK_V: tl.constexpr,
     BLOCK_B: tl.constexpr,
 ):
-    """Publishes one tile with the refined noise and every special case told apart."""
+    """Publishes one tile with the refined noise and every special case."""
     token0 = lane0_tokens(first_token, BLOCK_V)
     group = ((base + first_token) // 4 + tl.arange(0, BLOCK_V // 4))[:, None].to(tl.uint32)
     stream_draw = tl.full((1, 1), draw, tl.uint32)
@@ -39,17 +39,17 @@ def _publish_exact(
     if tl.min(tl.min(least, axis=1), axis=0) == 0:  # one tile of 128 x 128 in 2**18; the tails are half of the noise
         tails = philox_words(group, stream_draw | REFINEMENT_BIT, offset_lo, offset_hi, key_lo, key_hi)
         minus = (
-            tl.where(words[0] == 0, minus_gumbel_of_zero(tails[0]), minus[0]),
-            tl.where(words[1] == 0, minus_gumbel_of_zero(tails[1]), minus[1]),
-            tl.where(words[2] == 0, minus_gumbel_of_zero(tails[2]), minus[2]),
-            tl.where(words[3] == 0, minus_gumbel_of_zero(tails[3]), minus[3]),
+            tl.where(words[0] == 0, minus_gumbel_zero_word(tails[0]), minus[0]),
+            tl.where(words[1] == 0, minus_gumbel_zero_word(tails[1]), minus[1]),
+            tl.where(words[2] == 0, minus_gumbel_zero_word(tails[2]), minus[2]),
+            tl.where(words[3] == 0, minus_gumbel_zero_word(tails[3]), minus[3]),
         )
     lanes = split_lanes(acc, BLOCK_V, BLOCK_B)
     best = tl.zeros((BLOCK_B,), tl.int64)
     best_inf = tl.zeros((BLOCK_B,), tl.int64)
     for lane in tl.static_range(4):
         token = token0 + (lane & 1) * 8 + (lane >> 1) * 64
-        score = score_of(lanes[lane], scale, 0.0, minus[lane], noise_factor)
+        score = compute_score(lanes[lane], scale, 0.0, minus[lane], noise_factor)
         key = pack_key(score, base + token)
         sampled = (token >= skip) & (token < end)
         is_inf = score == float("inf")

@@ -1,4 +1,4 @@
-"""One launch of the Triton kernel."""
+"""Launches the fused Triton kernel."""
 
 from typing import Any, NamedTuple
 
@@ -11,13 +11,13 @@ from ....inputs import SampleInputs
 from ....outputs import SampleResult
 from ....workspace import zeroed_words
 from ...device import multiprocessors
-from .config import TileConfig, choose_config, next_power_of_2
+from .config import TritonTileConfig, choose_config, next_power_of_2
 from .kernel import _EXCHANGE, sample_kernel
 from .noise import INTERPRETED
 
 
 def _aligned_rows(hidden_states: Tensor) -> Tensor:
-    """The hidden states, or a copy of them, with rows that are contiguous and start at multiples of 16 bytes."""
+    """Returns the hidden states, or a copy whose rows are contiguous and start at multiples of 16 bytes."""
     (batch, dim), (rows_apart, along_d) = hidden_states.shape, hidden_states.stride()
     unit = 16 // hidden_states.element_size()
     if along_d == 1 and rows_apart % unit == 0 and rows_apart > 0 and hidden_states.data_ptr() % 16 == 0:
@@ -27,17 +27,19 @@ def _aligned_rows(hidden_states: Tensor) -> Tensor:
 
 
 class Operands(NamedTuple):
-    """The two matrices as kernels take them, and what they are compiled for."""
+    """The two matrices as kernels take them, and the constants that kernels are compiled for."""
 
-    matrices: tuple[Any, Any, Any]  # hidden states, those of ``TileConfig.narrow`` rows, weight: tensors or descriptors
+    matrices: tuple[
+        Any, Any, Any
+    ]  # hidden states, the same in blocks of ``narrow`` rows, weight: tensors or descriptors
     strides: tuple[int, int]  # elements between rows of hidden states and of the weight
     shapes: dict[str, Any]
 
 
-def tile_operands(hidden_states: Tensor, weight: Tensor, vocab_size: int, config: TileConfig) -> Operands:
-    """Returns the operands of a launch with the tile shape of ``config``."""
+def tile_operands(hidden_states: Tensor, weight: Tensor, vocab_size: int, config: TritonTileConfig) -> Operands:
+    """Returns the operands of a launch in tiles of a shape."""
     dim = hidden_states.shape[1]
-    # one class of alignment per D: what Triton specialises on is then decided by the weight
+    # one class of alignment per D: Triton then specialises on the weight alone
     row_alignment = 16 // hidden_states.element_size()
     if config.use_tma or dim % row_alignment == 0:
         hidden_states = _aligned_rows(hidden_states)
@@ -45,7 +47,7 @@ def tile_operands(hidden_states: Tensor, weight: Tensor, vocab_size: int, config
         row_alignment = 1
         if hidden_states.stride(1) != 1:
             hidden_states = hidden_states.contiguous()
-    if vocab_size == 0:  # a shard without a token: the launch has something to read, and samples none of it
+    if vocab_size == 0:  # a shard without tokens: the launch reads something, and samples nothing
         weight = hidden_states
     hidden, hidden_rest, weights = hidden_states, hidden_states, weight
     if config.use_tma:
@@ -53,12 +55,12 @@ def tile_operands(hidden_states: Tensor, weight: Tensor, vocab_size: int, config
         hidden = hidden_rest = TensorDescriptor(hidden_states, shape, stride, [config.block_b, depth])
         if config.narrow != config.block_b:
             hidden_rest = TensorDescriptor(hidden_states, shape, stride, [config.narrow, depth])
-        if config.halves:  # the second starts so many rows behind the first, and ends with the batch
+        if config.halves:  # the second half starts this far behind the first, and ends with the batch
             half = config.block_b // 2
             assert half < shape[0] <= config.block_b
             strides = [(shape[0] - half) * stride[0], *stride]
             hidden = TensorDescriptor(hidden_states, [2, half, dim], strides, [2, half, depth])
-        # rows outside the vocabulary read as zeros, and nothing of a padded one is read
+        # rows outside the vocabulary read as zeros; padding of the weight is not read
         weights = TensorDescriptor(weight, [max(vocab_size, 1), dim], weight.stride(), [config.block_v, depth])
     shapes = {
         "BLOCK_V": config.block_v,
@@ -75,16 +77,16 @@ def tile_operands(hidden_states: Tensor, weight: Tensor, vocab_size: int, config
     return Operands((hidden, hidden_rest, weights), (hidden_states.stride(0), weight.stride(0)), shapes)
 
 
-def programs(batch: int, tokens: int, config: TileConfig, device: torch.device) -> tuple[int, int]:
-    """How many work for a block of rows, and the blocks of rows: as many in all as the device holds at once, or
-    fewer."""
+def programs(batch: int, tokens: int, config: TritonTileConfig, device: torch.device) -> tuple[int, int]:
+    """Returns the number of programs per row block and of row blocks. In all they are at most as many as the device
+    holds at once."""
     row_blocks = -(-batch // config.columns)
     tiles = -(-tokens // config.block_v)
     return max(1, min(tiles, config.ctas_per_sm * multiprocessors(device) // row_blocks)), row_blocks
 
 
-def run(step: SampleInputs, config: TileConfig | None = None) -> SampleResult:
-    """Runs a step in one launch. ``config`` replaces the chosen tile shape."""
+def run(step: SampleInputs, config: TritonTileConfig | None = None) -> SampleResult:
+    """Runs a step in one launch (``backends``). ``config`` replaces the chosen shape."""
     shard, num_samples, vocab_size = step.shard, step.num_samples, step.vocab_size
     batch, dim = step.hidden_states.shape
     device = step.hidden_states.device

@@ -1,7 +1,6 @@
-"""Products of hidden states and weight, to memory: for what a step is asked that needs to see a row's logits more than
-once.
+"""Multiplies hidden states and weight and stores the logits, for steps that need a row's logits more than once.
 
-The tiles of ``kernel``, so a product is the same bits in any batch. A program keeps one block of rows, as there.
+It uses the tiles of ``kernel``, so a logit is the same bits in any batch. A program keeps one row block, as there.
 """
 
 import torch
@@ -9,14 +8,14 @@ import triton.language as tl
 from torch import Tensor
 
 from ..jit import jit
-from .config import TileConfig, choose_config
+from .config import TritonTileConfig, choose_config
 from .launch import programs, tile_operands
-from .tiles import rows_of_block, second_row_of, tile_logits
+from .tiles import rows_in_block, second_piece_row, tile_logits
 
 
 @jit
 def _store(out, out_stride, tile, first_token, rows, first_owned, batch, vocab_size):
-    """A tile, (tokens, rows), transposed into rows."""
+    """Stores a tile (tokens, rows) transposed, row by row."""
     tokens = first_token + tl.arange(0, tile.shape[0])[:, None]
     rows = rows[None, :]
     wanted = (tokens < vocab_size) & (rows < batch) & (rows >= first_owned)
@@ -49,14 +48,14 @@ def logits_gemm_kernel(
     UPCAST: tl.constexpr,
     ROWS_ON_M: tl.constexpr,
 ):
-    """Writes tiles of logits (parameters: ``kernel``). Grid: (programs per block of rows * blocks of rows,)."""
+    """Computes logits with the tiles of ``kernel.sample_kernel``. Grid: (programs per row block * row blocks,)."""
     WIDTH: tl.constexpr = BLOCK_B + REST_B
     row_blocks = tl.cdiv(batch, WIDTH)
     row_block = tl.program_id(0) % row_blocks
     first_owned = row_block * WIDTH
     first_row = tl.maximum(tl.minimum(first_owned, batch - WIDTH), 0)
-    second_row = second_row_of(first_row, batch, BLOCK_B, REST_B, HALVES)
-    rows = rows_of_block(first_row, second_row, BLOCK_B, HALVES)
+    second_row = second_piece_row(first_row, batch, BLOCK_B, REST_B, HALVES)
+    rows = rows_in_block(first_row, second_row, BLOCK_B, HALVES)
     for tile in range(tl.program_id(0) // row_blocks, tl.cdiv(vocab_size, BLOCK_V), tl.num_programs(0) // row_blocks):
         first_token = tile * BLOCK_V
         acc, rest = tile_logits(
@@ -74,10 +73,10 @@ def logits_gemm(
     hidden_states: Tensor,  # (B, D)
     weight: Tensor,  # (V, D)
     vocab_size: int,
-    config: TileConfig | None = None,
+    config: TritonTileConfig | None = None,
 ) -> Tensor:
-    """(B, vocab_size) float32, rows a multiple of 16 bytes apart: one launch. ``config`` replaces the shape that is
-    chosen."""
+    """Returns logits (B, vocab_size) float32, rows a multiple of 16 bytes apart, in one launch. ``config`` replaces the
+    chosen shape."""
     batch = hidden_states.shape[0]
     config = choose_config(hidden_states, weight, 1) if config is None else config
     operands = tile_operands(hidden_states, weight, vocab_size, config)

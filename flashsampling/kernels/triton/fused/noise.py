@@ -1,12 +1,12 @@
-"""The contract's noise as Triton functions: Philox4x32-10 words and the Gumbel in base 2.
+"""Computes the contract's noise in Triton: Philox4x32-10 words and the base-2 Gumbel.
 
-The functions are elementwise, so a caller keeps whatever register layout its accumulator has. A kernel compares logits
-plus ``-log2(E / ln 2)`` times ``ln 2 * T``: the constant ``log2(ln 2)`` is common to a row and drops out, and the
-logarithms are then the hardware's own base-2 ones.
+The functions are elementwise, so a caller keeps the register layout of its accumulator. A kernel compares logits plus
+``-log2(E / ln 2)`` times ``ln 2 * T``: the constant ``log2(ln 2)`` is common to a row and drops out of the argmax, and
+the logarithms are the hardware's own base-2 ones.
 
-Accuracy: ``lg2.approx`` has an absolute error of 2**-22 next to 1, so ``E = -log1p(-v)`` is a polynomial below
-v = 1/16 (truncation 1.6e-7 relative) and the logarithm of the complement, taken from the complemented word and not from
-``1 - v``, above. Both ends of the range keep full relative precision.
+Accuracy: ``lg2.approx`` has an absolute error of 2**-22 next to 1. ``E = -log1p(-v)`` is therefore a polynomial below v
+= 1/16 (truncation 1.6e-7 relative), and above it the logarithm of the complement, taken from the complemented word and
+not from ``1 - v``. Both ends of the range keep full relative precision.
 """
 
 import triton
@@ -41,8 +41,8 @@ _C4 = Constant(1.4426950408889634 / 5)
 
 @jit
 def philox_words(group, stream_draw, offset_lo, offset_hi, key_lo, key_hi):
-    """Philox4x32-10 of counter (group, stream_draw, offset_lo, offset_hi): four uint32 words, one per lane of the
-    group."""
+    """Computes Philox4x32-10 of counter (group, stream_draw, offset_lo, offset_hi): four uint32 words, one per lane of
+    the group."""
     c0, c1, c2, c3 = group, stream_draw, offset_lo, offset_hi
     k0, k1 = key_lo, key_hi
     for _ in tl.static_range(10):
@@ -59,7 +59,7 @@ def philox_words(group, stream_draw, offset_lo, offset_hi, key_lo, key_hi):
 
 @jit
 def _log2(x):
-    """The hardware's logarithm, absolute error 2**-22 in (1/2, 2). ``tl.log2`` is a subroutine of some 15
+    """Computes the hardware's logarithm: absolute error 2**-22 in (1/2, 2). ``tl.log2`` is a subroutine of some 15
     instructions."""
     if INTERPRETED:
         return tl.log2(x)
@@ -68,10 +68,9 @@ def _log2(x):
 
 @jit
 def _log2_neg(x):
-    """log2(-x), and -100 for a zero: 2**-100 is far below the last bit of every other x."""
+    """Computes log2(-x); -100 for a zero. 2**-100 is far below the last bit of every other x."""
     if INTERPRETED:
-        # named first: to the interpreter constexpr - tensor is a constexpr, which Triton 3.7 unwraps in assignments
-        # alone
+        # assigned first: in the interpreter constexpr - tensor is a constexpr, which Triton 3.7 unwraps in assignments
         x = _TWO_POW_M100 - x
         return tl.log2(x)
     return tl.inline_asm_elementwise(
@@ -86,7 +85,7 @@ def _log2_neg(x):
 
 @jit
 def scheduling_fence(x):
-    """x (uint32), behind a move that no compiler sees through: what is computed from it is not hoisted out of a
+    """Returns x (uint32) behind a move that no compiler sees through, so that its uses are not hoisted out of a
     loop."""
     if INTERPRETED:
         return x
@@ -95,10 +94,12 @@ def scheduling_fence(x):
 
 @jit
 def minus_gumbel(word):
-    """Minus the base-2 Gumbel of a uint32 word, plus log2(ln 2): log2(E / ln 2). The word 0, the one that needs the
-    tail refinement, gives -100: below every refined one (the least is -64.5), so its score is an upper bound, and
-    finite."""
-    # spelled out as fused operations: every place that computes this must round alike
+    """Computes minus the base-2 Gumbel of a uint32 word, plus log2(ln 2): log2(E / ln 2).
+
+    The word 0, the one that needs the tail refinement, gives -100. That is below every refined value (the least is
+    -64.5), so its score is a finite upper bound.
+    """
+    # explicit fused operations: every path that computes this must round alike
     # the word 0 wraps to the largest uint32 and takes the logarithm of a complement that rounds to 1
     small = word - 1 < _SMALL_WORD - 1
     # v, or its complement: selected before it is converted, which saves a conversion
@@ -108,13 +109,14 @@ def minus_gumbel(word):
 
 
 @jit
-def minus_gumbel_of_zero(refinement):
-    """Returns the exact value of a word 0: ``refinement`` is the same lane of the block with the refinement bit set."""
+def minus_gumbel_zero_word(refinement):
+    """Computes ``minus_gumbel`` of the word 0 exactly. ``refinement``: the same lane of the block with the refinement
+    bit set."""
     tail = refinement.to(tl.float32) * _TWO_POW_M64 + _TWO_POW_M65
     return _log2(tail * _C0)
 
 
 @jit
 def minus_gumbel_refined(word, refinement):
-    """``minus_gumbel``, total: of the word 0 ``minus_gumbel_of_zero``."""
-    return tl.where(word == 0, minus_gumbel_of_zero(refinement), minus_gumbel(word))
+    """Computes ``minus_gumbel`` for every word; the word 0 by ``minus_gumbel_zero_word``."""
+    return tl.where(word == 0, minus_gumbel_zero_word(refinement), minus_gumbel(word))

@@ -1,4 +1,4 @@
-"""Loads the row parameters (temperature, seed, offset) as factors and Philox key, and as the tags that an exchange
+"""Loads row parameters: temperature, seed and offset, as factors and Philox key, and as the tags that an exchange
 compares."""
 
 import triton.language as tl
@@ -14,7 +14,7 @@ _LN2 = Constant(0.6931471805599453)
 
 @jit
 def _load_b64(address, index, value, ROW_TENSORS: tl.constexpr):
-    """Low and high half of 64-bit elements; of ``value`` where the address may be, and is, 0."""
+    """Loads the low and high half of 64-bit elements; of ``value`` where the address may be, and is, 0."""
     pointers = address + index.to(tl.int64) * 8
     if INTERPRETED:
         given = tl.full(index.shape, 1, tl.int1) & (address != 0)
@@ -70,17 +70,17 @@ def row_params(
     offset_value,
     ROW_TENSORS: tl.constexpr,
 ):
-    """Returns per row the factors of logit and noise in one number (``both_factors``), the Philox key (low, high) and
-    the offset (low, high), in the shape of ``rows``.
+    """Returns, in the shape of ``rows``: the factors of logit and noise in one number (see ``both_factors``), the
+    Philox key (low, high) and the offset (low, high).
 
-    The loads are inline assembly because Triton would otherwise choose a layout for them, and reach the shape's own
-    through shared memory.
+    The loads are inline assembly: Triton would choose a layout for them and reach the shape's own through shared
+    memory.
     """
     temperature = _load_f32(temperature_at, rows, temperature_value, ROW_TENSORS)
     key_lo, key_hi = _load_b64(seed_at, rows, seed_value, ROW_TENSORS)
     offset_lo, offset_hi = _load_b64(offset_at, rows, offset_value, ROW_TENSORS)
     hot = temperature > 1.0
-    # a NaN stays one: the row's scores are then NaN too
+    # a NaN makes the row's scores NaN too
     noise_factor = tl.where(temperature < _GREEDY_BELOW, 0.0, temperature * _LN2)
     factors = tl.where(hot, -1.0 / tl.where(hot, temperature, 1.0), noise_factor)
     return factors, key_lo, key_hi, offset_lo, offset_hi
@@ -100,7 +100,7 @@ def row_tags(
     offset_value,
     ROW_TENSORS: tl.constexpr,
 ):
-    """Returns the row values that an exchange compares in step ``number``: details and both tags."""
+    """Returns what an exchange compares of rows in step ``number``: parameter hash and both tags."""
     temperature = _load_f32(temperature_at, rows, temperature_value, ROW_TENSORS)
     seed_lo, seed_hi = _load_b64(seed_at, rows, seed_value, ROW_TENSORS)
     offset_lo, offset_hi = _load_b64(offset_at, rows, offset_value, ROW_TENSORS)
@@ -111,22 +111,21 @@ def row_tags(
 def both_factors(factors):
     """Returns the factors of the logit and of the base-2 noise.
 
-    A score is ``logit / max(T, 1) + min(T, 1) * gumbel``, as the oracle's: ``logit / T + gumbel`` times ``min(T, 1)``,
-    so no finite logit overflows at any temperature. One of the two factors is 1 or ln 2: the sign bit says which, the
-    rest is the other, so a row takes one register over all tiles.
+    A score is ``logit / max(T, 1) + min(T, 1) * gumbel``, as in the oracle: ``logit / T + gumbel`` times ``min(T, 1)``,
+    so no finite logit overflows at any temperature. One of the two factors is 1 or ln 2. The sign bit says which and
+    the rest is the other, so a row takes one register over all tiles.
     """
     hot = factors.to(tl.int32, bitcast=True) < 0  # also of -0.0, an infinite temperature
     return tl.where(hot, -factors, 1.0), tl.where(hot, _LN2, factors)
 
 
 @jit
-def after(rows, done, zero):
-    """Returns int32 row numbers that depend on ``done`` (float32, (M, N)): ``zero`` is 0 at run time, unknown to the
-    compiler.
+def order_after(rows, done, zero):
+    """Returns int32 row numbers that depend on ``done`` (float32, (M, N)): ``zero`` is 0 at run time, which no compiler
+    can know.
 
-    It does two things. The noise does not depend on the logits, so without it the compiler starts the noise of every
-    column at once, hoists ten round keys per row out of the tile loop, and spills. And the noise is computed in the
-    register layout of ``done``, the logits' own, instead of in another one that every score leaves through shared
-    memory.
+    The noise does not depend on the logits. Without this function the compiler starts the noise of every column at
+    once, hoists ten round keys per row out of the tile loop, and spills. The function also puts the noise into the
+    register layout of ``done``, the logits' own, which avoids a trip through shared memory for every score.
     """
     return rows ^ (done.to(tl.int32, bitcast=True) & zero)

@@ -1,4 +1,4 @@
-"""Computes the logits of a tile, their tokens and rows, and splits a tile into blocks and Philox lanes."""
+"""Computes a tile's logits, and splits a tile into blocks and Philox lanes."""
 
 import triton.language as tl
 
@@ -6,18 +6,20 @@ from ..jit import jit
 
 
 @jit
-def second_row_of(first_row, batch, BLOCK_B: tl.constexpr, REST_B: tl.constexpr, HALVES: tl.constexpr):
-    """Returns the first row of a tile's second piece of columns: the block's second half with HALVES, else the second
-    block. A piece that would reach beyond the batch ends with the batch, so some rows are in both pieces. Their scores
-    are equal in both, so a maximum may take either. Loads of rows beyond the batch cost more than loads of rows in
-    it."""
+def second_piece_row(first_row, batch, BLOCK_B: tl.constexpr, REST_B: tl.constexpr, HALVES: tl.constexpr):
+    """Returns the first row of a tile's second piece of columns: of the block's second half with HALVES, else of the
+    second block.
+
+    A piece that would reach beyond the batch ends with it. Some rows are then in both pieces, with equal scores, so
+    that a maximum takes either. Loads of rows beyond the batch cost more than loads of rows.
+    """
     SECOND: tl.constexpr = BLOCK_B // 2 if HALVES else REST_B
     return tl.maximum(tl.minimum(first_row + BLOCK_B + REST_B - SECOND, batch - SECOND), 0)
 
 
 @jit
 def _hidden_pointers(hidden, rows, batch, hidden_stride, BLOCK_D: tl.constexpr):
-    """Returns pointers (BLOCK_D, columns). Rows past the end repeat the last row; their winners are not published."""
+    """Points to (BLOCK_D, columns). Rows beyond the batch repeat the last one: their winners are not published."""
     rows = tl.minimum(rows, batch - 1).to(tl.int64)
     return hidden + rows[None, :] * hidden_stride + tl.arange(0, BLOCK_D)[:, None]
 
@@ -31,7 +33,7 @@ def _product(w, h, acc, ROWS_ON_M: tl.constexpr):
 
 
 @jit
-def rows_of_block(first_row, second_row, BLOCK_B: tl.constexpr, HALVES: tl.constexpr):
+def rows_in_block(first_row, second_row, BLOCK_B: tl.constexpr, HALVES: tl.constexpr):
     """Returns the rows of a tile's first block of columns, (BLOCK_B,)."""
     column = tl.arange(0, BLOCK_B)
     if HALVES:
@@ -45,9 +47,9 @@ def tile_logits(
     hidden,  # descriptor of blocks (BLOCK_B, BLOCK_D), (2, BLOCK_B // 2, BLOCK_D) if HALVES, or pointer to (B, D)
     hidden_rest,  # as hidden, for blocks (REST_B, BLOCK_D)
     weight,  # descriptor of blocks (BLOCK_V, BLOCK_D), or pointer to (V, D)
-    first_token,  # row of the weight; below 0 in the first tile of a shard that starts inside a Philox group
+    first_token,  # row of the weight; below 0 in a shard's first tile, if the shard starts within a Philox group
     first_row,
-    second_row,  # from second_row_of
+    second_row,  # see second_piece_row
     batch,
     vocab_size,
     dim,
@@ -64,21 +66,23 @@ def tile_logits(
     UPCAST: tl.constexpr,
     ROWS_ON_M: tl.constexpr,
 ):
-    """Returns the fp32 logits of one tile, (BLOCK_V, BLOCK_B) and (BLOCK_V, REST_B, or 16 for the placeholder): two
-    blocks of columns from one read of the weight. k runs upwards in one chain without a split, so the sum is the same
-    in any tile. Rows of the weight outside [0, vocab_size) read as zeros, whatever a padded vocabulary holds there."""
+    """Computes one tile's logits in fp32: (BLOCK_V, BLOCK_B), and (BLOCK_V, REST_B) or a placeholder of 16 columns.
+
+    The two blocks of columns share one read of the weight. k runs upwards in one chain without a split: the same sum in
+    any tile. Outside [0, vocab_size) the weight's rows read as zeros, whatever a padded vocabulary holds there.
+    """
     REST: tl.constexpr = REST_B if REST_B > 0 else 16
     acc = tl.zeros((BLOCK_B, BLOCK_V) if ROWS_ON_M else (BLOCK_V, BLOCK_B), dtype=tl.float32)
     rest = tl.zeros((REST, BLOCK_V) if ROWS_ON_M else (BLOCK_V, REST), dtype=tl.float32)
     if USE_TMA:
         for d in range(0, dim, BLOCK_D):
             w = weight.load([first_token, d])  # (BLOCK_V, BLOCK_D)
-            if HALVES:  # one copy: the descriptor holds both starts
+            if HALVES:  # one copy: the descriptor has both starts
                 h = tl.reshape(hidden.load([0, 0, d]), (BLOCK_B, BLOCK_D))
             else:
                 h = hidden.load([first_row, d])  # (BLOCK_B, BLOCK_D)
             acc = tl.dot(h, w.T, acc) if ROWS_ON_M else tl.dot(w, h.T, acc)
-            if REST_B > 0:  # loaded before the first product, 144 and 160 rows take 8 % longer (H200)
+            if REST_B > 0:  # loaded before the first matmul, 144 and 160 rows take 8 % longer (H200)
                 h_rest = hidden_rest.load([second_row, d])  # (REST_B, BLOCK_D)
                 rest = tl.dot(h_rest, w.T, rest) if ROWS_ON_M else tl.dot(w, h_rest.T, rest)
     else:
@@ -87,10 +91,10 @@ def tile_logits(
         if ROW_ALIGNMENT > 1:  # 16 bytes
             hidden_stride = tl.multiple_of(hidden_stride, ROW_ALIGNMENT)
             hidden = tl.multiple_of(hidden, 16)
-        # tokens outside the vocabulary read the nearest row, and are dropped below
+        # tokens outside read a neighbour's row, and are dropped below
         w_rows = tl.maximum(tl.minimum(tokens, vocab_size - 1), 0).to(tl.int64)
         w_ptrs = weight + w_rows[:, None] * weight_stride + dims[None, :]
-        rows = rows_of_block(first_row, second_row, BLOCK_B, HALVES)
+        rows = rows_in_block(first_row, second_row, BLOCK_B, HALVES)
         h_ptrs = _hidden_pointers(hidden, rows, batch, hidden_stride, BLOCK_D)
         if REST_B > 0:
             rest_ptrs = _hidden_pointers(hidden, second_row + tl.arange(0, REST_B), batch, hidden_stride, BLOCK_D)
@@ -129,9 +133,10 @@ def tile_logits(
 
 @jit
 def split_lanes(x, BLOCK_V: tl.constexpr, BLOCK_B: tl.constexpr):
-    """(BLOCK_V, BLOCK_B) by token -> four (BLOCK_V // 4, BLOCK_B) by Philox lane = bit 3 | bit 6 << 1 of the token id.
+    """Splits (BLOCK_V, BLOCK_B) by token into four (BLOCK_V // 4, BLOCK_B) by Philox lane = bit 3 | bit 6 << 1 of the
+    token id.
 
-    In ``wgmma``'s accumulator with four warps the two bits are registers of one thread, so this moves nothing.
+    In ``wgmma``'s accumulator with four warps the two bits are registers of one thread, so no data moves.
     """
     x = tl.reshape(x, (BLOCK_V // 128, 2, 4, 2, 8, BLOCK_B))  # token bits: 7 up | 6 | 5, 4 | 3 | 2..0
     x = tl.permute(x, (0, 2, 4, 5, 1, 3))
@@ -148,7 +153,7 @@ def split_lanes(x, BLOCK_V: tl.constexpr, BLOCK_B: tl.constexpr):
 
 @jit
 def _split_all(x):
-    """(M, N, 2, ..., 2) -> tuple of (M, N) by the last index, then the one before it, and so on."""
+    """Splits (M, N, 2, ..., 2) into a tuple of (M, N), by the last index, then the one before it, and so on."""
     if len(x.shape) == 2:
         return (x,)
     else:
@@ -158,15 +163,18 @@ def _split_all(x):
 
 @jit
 def split_tokens(x, BLOCK_B: tl.constexpr):
-    """(128, BLOCK_B) by token -> 32 blocks (4, BLOCK_B), whose index has the token's bits 0, 6, 5, 4, 3, highest first:
-    bits 2 and 1 are left. Where tokens are on N of ``wgmma`` the five are registers of one thread."""
+    """Splits (128, BLOCK_B) by token into 32 blocks (4, BLOCK_B).
+
+    A block's index has the token's bits 0, 6, 5, 4, 3, highest first; bits 2 and 1 stay. Where tokens are on N of
+    ``wgmma`` the five bits are registers of one thread.
+    """
     x = tl.reshape(x, (2, 2, 2, 2, 4, 2, BLOCK_B))  # token bits: 6 | 5 | 4 | 3 | 2, 1 | 0
     return _split_all(tl.permute(x, (4, 6, 3, 2, 1, 0, 5)))
 
 
 @jit
 def split_blocks(x, ROW_BLOCKS: tl.constexpr, COLUMN_BLOCKS: tl.constexpr):
-    """(M, N) -> tuple of ROW_BLOCKS * COLUMN_BLOCKS neighbouring blocks, row by row; register bits again, nothing
+    """Splits (M, N) into ROW_BLOCKS * COLUMN_BLOCKS neighbouring blocks, row by row; the bits are registers, so no data
     moves."""
     if ROW_BLOCKS > 1:
         upper, lower = tl.split(tl.permute(tl.reshape(x, (2, x.shape[0] // 2, x.shape[1])), (1, 2, 0)))
@@ -180,13 +188,13 @@ def split_blocks(x, ROW_BLOCKS: tl.constexpr, COLUMN_BLOCKS: tl.constexpr):
 
 @jit
 def lane0_tokens(first_token, BLOCK_V: tl.constexpr):
-    """Returns the token ids of lane 0 of a tile's groups, (BLOCK_V // 4, 1); lanes 1, 2, 3 lie 8, 64 and 72 above."""
+    """Returns the token ids of lane 0 of a tile's groups, (BLOCK_V // 4, 1); lanes 1, 2, 3 are 8, 64 and 72 above."""
     group = tl.arange(0, BLOCK_V // 4)
     return (first_token + (group & 7) + ((group >> 3) & 3) * 16 + (group >> 5) * 128)[:, None]
 
 
 @jit
-def rows_of_chunk(
+def rows_in_chunk(
     first_row,
     second_row,
     c: tl.constexpr,

@@ -27,7 +27,7 @@ from ..filtered.logit_source import (
 from ..fused.config import next_power_of_2
 from ..fused.logits_gemm import logits_gemm
 from ..fused.noise import REFINEMENT_BIT, minus_gumbel_refined, philox_words
-from ..fused.packed_argmax import NO_TOKEN, pack_key, score_of
+from ..fused.packed_argmax import NO_TOKEN, compute_score, pack_key
 from ..jit import jit
 from . import cutoffs
 
@@ -171,7 +171,9 @@ def winners_kernel(
             tails = (tail0, tail1, tail2, tail3)
             best = tl.zeros((GROUPS,), tl.int64)
             for lane in tl.static_range(4):
-                score = score_of(values[lane], scale, 0.0, minus_gumbel_refined(words[lane], tails[lane]), noise_factor)
+                score = compute_score(
+                    values[lane], scale, 0.0, minus_gumbel_refined(words[lane], tails[lane]), noise_factor
+                )
                 best = tl.maximum(best, tl.where(kept[lane], pack_key(score, ids[lane]), 0))
             highest = tl.max(best, axis=0)
             tl.atomic_max(out_ptr + row.to(tl.int64) * num_samples + draw, highest, mask=highest > 0, sem="relaxed")

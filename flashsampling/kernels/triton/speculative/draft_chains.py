@@ -1,11 +1,11 @@
-"""Expands and verifies chains of drafts in two small launches on the device.
+"""Handles draft chains on the device in two small launches: parameters of every position, and which drafts match.
 
-    expand  copies each request's temperature, seed, offset and row parameters to its rows of hidden states
-    match   compares the target's tokens with a request's drafts, up to the first mismatch
-    hashed  computes the draft hash, which must be equal on all ranks
+    expand  for each row of hidden states its request, and that request's temperature, seed, offset and other numbers
+    match   the target's tokens at the positions of a request against its drafts, up to the first that differs
+    hash    with several ranks: a hash of the drafts, which must agree on all ranks
 
-``drafts`` and ``acceptance`` do the same in a dozen torch operations. They also support trees, serve compilers, and are
-the oracle of the tests. No index is out of range, whatever values the tensors hold.
+``speculative.drafts`` and ``speculative.acceptance`` do the same in a dozen torch operations, also for trees; compilers
+see those, and tests compare this module with them. Whatever the tensors hold, no index is out of range.
 """
 
 from collections.abc import Sequence
@@ -24,16 +24,17 @@ from ..jit import jit
 
 _ROWS = 128  # per program of ``expand_kernel``
 _REQUESTS = 8  # per program of ``match_kernel``
-_HASHED = 128  # requests per iteration of ``hash_kernel``
+_HASHED = 128  # requests at once, in ``hash_kernel``
 _FIRST, _SECOND, _THIRD = (Constant(factor) for factor in HASH_FACTORS)
 _ROOM, _MOST, _LAST_ID = Constant(HASH_OF_ROOM), Constant(HASH_OF_MOST), Constant(NO_TOKEN)
 
 
 @jit
 def _owner(bounds, batch, rows):
-    """Returns the request of each row of hidden states, and the row's position within the request."""
+    """Returns, for each row of hidden states, its request and its distance from the request's first row: a binary
+    search."""
     owner = tl.zeros(rows.shape, tl.int64)
-    left = tl.zeros(rows.shape, tl.int64) + batch  # number of requests that may begin at or before the row
+    left = tl.zeros(rows.shape, tl.int64) + batch  # requests that may begin at or before the row
     while tl.max(left, axis=0) > 1:
         half = left // 2
         begins = tl.load(bounds + owner + half) + owner + half
@@ -43,9 +44,9 @@ def _owner(bounds, batch, rows):
 
 
 @jit
-def _drafts_of(bounds, request, n, total):
-    """Returns the index of each request's first draft among ``total``, and its number of drafts, at most n. The number
-    is 0 where ``total`` is 0, whatever the bounds hold."""
+def _draft_span(bounds, request, n, total):
+    """Returns the first draft of requests among ``total``, and their draft count: 0 if ``total`` is 0, whatever the
+    bounds say."""
     if bounds is None:
         first = request * n
         count = tl.zeros(request.shape, tl.int64) + n
@@ -74,11 +75,11 @@ def expand_kernel(
     offset,  # (B,) int64; None: offset_value
     offset_value: tl.int64,
     offsets,  # (R,), out
-    requests,  # (R,) int64, out; None: not written
+    requests,  # (R,) int64, out; None: not wanted
     positions: tl.int64,
     batch: tl.int64,
     n: tl.int64,
-    # per request, (B,), contiguous, then per row, (R,), out; None: one number for all rows, not written
+    # (B,) per request, contiguous, and (R,) per row, out; None: a scalar, nothing is written
     temperature,
     temperatures,
     seed,
@@ -99,7 +100,7 @@ def expand_kernel(
     joint_top_ps,
     ROWS: tl.constexpr,
 ):
-    """Copies the parameters of requests to their rows. Grid: (blocks of rows,)."""
+    """Copies each request's parameters to all of its positions. Grid: (blocks of rows,)."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live = rows < positions
     if bounds is None:
@@ -132,7 +133,7 @@ def expand_kernel(
 def match_kernel(
     bounds,  # (B + 1,) int64; None: n drafts each
     drafts,  # (total,) int64
-    tokens,  # (total + B,) int64: the target's tokens
+    tokens,  # (total + B,) int64: what the target drew
     out,  # (B, n + 1) int64, out
     num_accepted,  # (B,) int64, out
     num_emitted,  # (B,) int64, out
@@ -147,7 +148,7 @@ def match_kernel(
     there = request < batch
     request = tl.minimum(request, batch - 1)
     node = tl.arange(0, NODES).to(tl.int64)[None, :]
-    first, count = _drafts_of(bounds, request, n, total)
+    first, count = _draft_span(bounds, request, n, total)
     place = first[:, None] + node
     row = tl.minimum(tl.maximum(place + request[:, None], 0), total + batch - 1)
     token = tl.load(tokens + row)
@@ -155,7 +156,7 @@ def match_kernel(
     place = tl.minimum(tl.maximum(place, 0), total - 1)
     draft = tl.load(drafts + place, mask=has_draft, other=-1)
     holds = has_draft & (draft >= 0) & (draft == token)
-    accepted = tl.min(tl.where(holds, NODES, node), axis=1)  # first node, 0 to n, that does not match
+    accepted = tl.min(tl.where(holds, NODES, node), axis=1)  # node 0 to n: the first that does not match
     accepted = tl.minimum(accepted, n)
     emitted = (node <= accepted[:, None]) & (node <= n)
     tl.store(out + request[:, None] * (n + 1) + node, tl.where(emitted, token, -1), mask=there[:, None] & (node <= n))
@@ -166,7 +167,7 @@ def match_kernel(
 
 @jit
 def _odd_number(place):
-    """Returns the same odd numbers as ``drafts._odd_number``."""
+    """Mixes an index into an odd number, as ``drafts._odd_number`` does."""
     number = place * _FIRST + _THIRD
     number = (number ^ (number >> 30)) * _SECOND
     number = (number ^ (number >> 27)) * _THIRD
@@ -186,13 +187,13 @@ def hash_kernel(
     n: tl.int64,
     REQUESTS: tl.constexpr,
 ):
-    """Computes ``drafts.Drafts.hash`` of chains. Grid: (1,)."""
+    """Hashes draft chains as ``drafts.Drafts.hash`` does. Grid: (1,)."""
     hashed = tl.zeros((REQUESTS,), tl.int64)
     for start in range(0, batch, REQUESTS):
         request = start + tl.arange(0, REQUESTS).to(tl.int64)
         follows = request < batch
         request = tl.minimum(request, batch - 1)
-        first, count = _drafts_of(bounds, request, n, total)
+        first, count = _draft_span(bounds, request, n, total)
         room = count
         if bounds is not None:
             room = tl.load(bounds + request + 1) - first
@@ -212,7 +213,7 @@ def hashed(
     batch: int,
     n: int,
 ) -> Tensor:
-    """Returns the draft hash (``drafts.Drafts.hash``), () int64."""
+    """Returns the draft hash, () int64 (``drafts.Drafts.hash``)."""
     out = torch.empty((), dtype=torch.int64, device=token_ids.device)
     hash_kernel[(1,)](bounds, token_ids, out, token_ids.numel(), batch, n, REQUESTS=_HASHED, num_warps=4)
     return out
@@ -225,14 +226,14 @@ def expand(
     temperature: Tensor | float,  # (B,)
     seed: Tensor | int,  # (B,)
     offset: Tensor | int,  # (B,)
-    numbers: Sequence[Any],  # row parameters: each a (B,) tensor, or one number for all
+    numbers: Sequence[Any],  # ``inputs.NUMBERS``: each a tensor (B,), or a scalar
     device: torch.device,
     *,
     positions: int,
     with_requests: bool,
 ) -> tuple[Tensor | float, Tensor | int, Tensor, list[Any], Tensor | None]:
-    """Returns temperature, seed, offset and row parameters of every position, (R,) or one number for all, and the
-    request of every position, (R,), if ``with_requests``, else None."""
+    """Returns temperature, seed, offset and numbers of every position, (R,) or a scalar, and the positions' requests if
+    wanted."""
     offsets, requests = torch.empty((2, positions), dtype=torch.int64, device=device)
     of_requests = [temperature, seed, *numbers]
     of_rows = [
@@ -261,9 +262,9 @@ def match(
     bounds: Tensor | None,  # (B + 1,) int64
     batch: int,
     n: int,
-    tokens: Tensor,  # (R,) int64: the target's tokens
+    tokens: Tensor,  # (R,) int64: what the target drew
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns tokens (B, n + 1), numbers of accepted drafts (B,) and numbers of emitted tokens (B,)."""
+    """Returns tokens (B, n + 1), the number of matched drafts (B,), and the number of tokens (B,)."""
     out = torch.empty((batch, n + 1), dtype=torch.int64, device=tokens.device)
     num_accepted, num_emitted = torch.empty((2, batch), dtype=torch.int64, device=tokens.device)
     match_kernel[(triton.cdiv(batch, _REQUESTS),)](

@@ -1,16 +1,17 @@
-"""Rejection sampling of chains of drafts from logits in memory and their records (``inputs.FilteredLogits``).
+"""Rejection sampling of draft chains, from logits in memory and the recorded filters of their rows
+(``inputs.FilteredLogits``).
 
-Every sampling parameter is supported. Three launches:
+It supports all sampling parameters, in three launches:
 
-    accept   a program per draft: compares the draft's p, from its logit and its row's record, with a coin times q
-    recover  several programs per request: draw from blocks of max(p - q, 0) of the first draft that is not accepted
-    finish   a program per request: takes the best of its blocks, or the token drawn after the last draft if all drafts
-             are accepted
+    accept   a program per draft: its p, from its logit and the row's record by ``filtered.filtered_sample_kernel``,
+             against a coin times q
+    recover  programs per request: at the first draft that is not accepted, blocks of max(p - q, 0) with noise
+    finish   a program per request: the best of its blocks or, after drafts that are all accepted, the token drawn there
 
 An id that is no token is no draft: the chain ends before it.
 
-``reference/rejection`` computes in float64 and reads all rows; this module computes in float32 and reads one row of
-each request. Leviathan, Kalman and Matias, "Fast Inference from Transformers via Speculative Decoding", ICML 2023.
+``reference/rejection`` computes in float64 over all rows; these kernels compute in float32 over one row of each
+request. Leviathan, Kalman and Matias, "Fast Inference from Transformers via Speculative Decoding", ICML 2023.
 """
 
 import torch
@@ -48,13 +49,13 @@ _RECOVERY = Constant(int(Stream.RECOVERY) << 24)
 
 @jit
 def _place(key, token):
-    """Returns a token's sort key, int64: greater for the greater logit, then for the lower id."""
+    """Returns a token's sort key in its row: greater for the greater logit, then for the lower id."""
     return (key.to(tl.int64) << 31) | (token ^ NO_TOKEN).to(tl.int64)
 
 
 @jit
 def _probability(x, token, top, scale, first_kept, least_mass, kept_mass, only_token):
-    """p of tokens with processed logits x; NaN in an undefined row, whose ``kept_mass`` is NaN."""
+    """Returns p of tokens with processed logits x; NaN in an undefined row, whose ``kept_mass`` is NaN."""
     mass = mass_of(x, top, scale)
     kept = (_place(key_of(x), token) >= first_kept) & reaches(x, mass, least_mass, top, scale)
     p = tl.where(kept & (x != float("-inf")), mass / kept_mass, 0.0)
@@ -64,22 +65,23 @@ def _probability(x, token, top, scale, first_kept, least_mass, kept_mass, only_t
 
 @jit
 def _load_record(limits, masses, row):
-    """Returns a row's record: sort key of its last kept token, least mass, kept mass, highest logit, only token."""
+    """Loads a row's record: sort key of its last kept token, least mass, mass of all, highest logit, its only token."""
     record = masses + row * 4
     only_token = tl.load(record + 3).to(tl.int32, bitcast=True)
     return tl.load(limits + row), tl.load(record), tl.load(record + 1), tl.load(record + 2), only_token
 
 
 @jit
-def _q_of(draft_probs, probs_stride, place, token, there):
-    """Returns a draft's probabilities of tokens, float32; below 0 as 0, and NaN as NaN."""
+def _draft_probability(draft_probs, probs_stride, place, token, there):
+    """Loads the draft probabilities of tokens, float32: negative ones as 0, and NaN as NaN."""
     q = tl.load(draft_probs + place * probs_stride + token, mask=there, other=0.0).to(tl.float32)
     return tl.where(q < 0.0, 0.0, q)
 
 
 @jit
-def _draft_of(bounds, request, node, n, total, batch):
-    """Returns the row of the position before a draft, the draft's index among all drafts, and whether it exists."""
+def _locate_draft(bounds, request, node, n, total, batch):
+    """Returns, for a request's draft, the row of the position before it, its index among all drafts, and whether it
+    exists."""
     if bounds is None:
         first = request * n
         there = node < n
@@ -99,7 +101,7 @@ def _draft_of(bounds, request, node, n, total, batch):
     do_not_specialize_on_alignment=["bounds", "drafts", "draft_probs", "accepted", "limits", "masses"],
 )  # fmt: skip
 def accept_kernel(
-    logits,  # as for ``block_stats_kernel``, rows being positions
+    logits,  # as for ``block_stats_kernel``; rows are positions
     logits_stride,
     vocab_size,
     bias,
@@ -131,19 +133,19 @@ def accept_kernel(
     masses,
     bounds,  # (B + 1,) int64; None: n drafts each
     drafts,  # (total,) int64
-    draft_probs,  # (total, V or more); None: each was certain
+    draft_probs,  # (total, V or more); None: each draft was certain
     probs_stride,
-    accepted,  # (B, n) int32, out: 1 if the draft is
+    accepted,  # (B, n) int32, out: 1 if the draft is accepted
     total: tl.int64,
     batch: tl.int64,
     n: tl.int64,
     ENTRIES: tl.constexpr,
     HEAD: tl.constexpr,
 ):
-    """Accepts or refuses each draft. Grid: (B * n,)."""
+    """Decides which drafts are accepted, each by itself. Grid: (B * n,)."""
     request = tl.program_id(0).to(tl.int64) // n
     node = tl.program_id(0).to(tl.int64) % n
-    row, place, there = _draft_of(bounds, request, node, n, total, batch)
+    row, place, there = _locate_draft(bounds, request, node, n, total, batch)
     token = tl.load(drafts + place, mask=there, other=-1)
     holds = there & (token >= 0) & (token < vocab_size)
     token = tl.where(holds, token, 0).to(tl.int32)
@@ -161,7 +163,7 @@ def accept_kernel(
     p = _probability(x, token, top, scale, first_kept, least_mass, kept_mass, only_token)
     q = tl.full((), 1.0, tl.float32)
     if draft_probs is not None:
-        q = _q_of(draft_probs, probs_stride, place, token, holds)
+        q = _draft_probability(draft_probs, probs_stride, place, token, holds)
     seed = row_i64(seed_at, seed_value, row)
     offset = row_i64(offset_at, offset_value, row)
     word, _, _, _ = philox_words(
@@ -174,8 +176,8 @@ def accept_kernel(
 
 
 @jit
-def _accepted_of(accepted, request, n, NODES: tl.constexpr):
-    """How many of a request's drafts are accepted, up to the first that is not."""
+def _count_accepted(accepted, request, n, NODES: tl.constexpr):
+    """Returns how many of a request's drafts are accepted, up to the first that is not."""
     node = tl.arange(0, NODES)
     bits = tl.load(accepted + request * n + node, mask=node < n, other=0)
     return tl.min(tl.where(bits != 0, NODES, node), axis=0).to(tl.int64)
@@ -235,14 +237,14 @@ def recover_kernel(
     NODES: tl.constexpr,  # n, up to a power of two
     GROUPS: tl.constexpr,  # Philox groups of a block
 ):
-    """Draws the recovered token of each block of the vocabulary. Grid: (B * blocks,)."""
+    """Draws from max(p - q, 0), and from p, at a request's first rejected draft. Grid: (B * blocks,)."""
     BLOCK: tl.constexpr = 4 * GROUPS
     request = (tl.program_id(0) // blocks).to(tl.int64)
     block = tl.program_id(0) % blocks
-    node = _accepted_of(accepted, request, n, NODES)
-    row, place, there = _draft_of(bounds, request, node, n, total, batch)
+    node = _count_accepted(accepted, request, n, NODES)
+    row, place, there = _locate_draft(bounds, request, node, n, total, batch)
     refused = tl.load(drafts + place, mask=there, other=-1)
-    if (refused >= 0) & (refused < vocab_size):  # else no draft was refused, and ``drawn`` holds the token
+    if (refused >= 0) & (refused < vocab_size):  # else no draft was rejected, and the token is drawn
         repetition = row_f32(repetition_at, repetition_value, row)
         frequency = row_f32(frequency_at, frequency_value, row)
         presence = row_f32(presence_at, presence_value, row)
@@ -276,7 +278,7 @@ def recover_kernel(
         group = (first // 4 + tl.arange(0, GROUPS)).to(tl.uint32)
         draw = tl.full((GROUPS,), _RECOVERY, tl.uint32)
         words = philox_words(group, draw, offset_lo, offset_hi, key_lo, key_hi)
-        tail0, tail1, tail2, tail3 = words  # not read where no word is 0
+        tail0, tail1, tail2, tail3 = words  # unused where no word is 0
         is_zero = (words[0] == 0) | (words[1] == 0) | (words[2] == 0) | (words[3] == 0)
         if tl.max(is_zero.to(tl.int32), axis=0) != 0:
             tail0, tail1, tail2, tail3 = philox_words(
@@ -291,7 +293,7 @@ def recover_kernel(
             if draft_probs is None:
                 left = tl.where(token == refused, 0.0, p)
             else:
-                left = p - _q_of(draft_probs, probs_stride, place, token, live[lane])
+                left = p - _draft_probability(draft_probs, probs_stride, place, token, live[lane])
             noise = minus_gumbel_refined(words[lane], tails[lane])
             is_left = live[lane] & ((left > 0.0) | (left != left))
             best = tl.maximum(best, tl.where(is_left, pack_key(tl.log2(left) - noise, token), 0))
@@ -319,7 +321,7 @@ def finish_kernel(
     vocab_size: tl.int32,
     bounds,
     drafts,
-    drawn,  # (total + B,) int64: the token that ``sample`` draws at every position
+    drawn,  # (total + B,) int64: what ``sample`` draws at every position
     accepted,
     slots,
     out,  # (B, n + 1) int64, out
@@ -333,10 +335,10 @@ def finish_kernel(
     COLUMNS: tl.constexpr,  # n + 1, up to a power of two
     BLOCKS: tl.constexpr,  # blocks, up to a power of two
 ):
-    """Writes the tokens and numbers of each request. Grid: (B,)."""
+    """Writes each request's tokens and counts. Grid: (B,)."""
     request = tl.program_id(0).to(tl.int64)
-    count = _accepted_of(accepted, request, n, NODES)
-    row, place, there = _draft_of(bounds, request, count, n, total, batch)
+    count = _count_accepted(accepted, request, n, NODES)
+    row, place, there = _locate_draft(bounds, request, count, n, total, batch)
     refused = tl.load(drafts + place, mask=there, other=-1)
     token = tl.load(drawn + row)
     if (refused >= 0) & (refused < vocab_size):
@@ -347,7 +349,7 @@ def finish_kernel(
             best = tl.max(tl.load(keys + 1, mask=block < blocks, other=0), axis=0)
         token = tl.where((best == 0) | (best == NAN_KEY), -1, (best & NO_TOKEN) ^ NO_TOKEN)
     node = tl.arange(0, COLUMNS).to(tl.int64)
-    _, places, _ = _draft_of(bounds, request, node, n, total, batch)
+    _, places, _ = _locate_draft(bounds, request, node, n, total, batch)
     held = tl.load(drafts + places, mask=(node < count) & (node < n), other=-1)
     held = tl.where(node == count, token, held)
     tl.store(out + request * (n + 1) + node, tl.where(node <= count, held, -1), mask=node <= n)
@@ -355,20 +357,20 @@ def finish_kernel(
     tl.store(num_emitted + request, count + (token >= 0).to(tl.int64))
 
 
-_GROUPS = 512  # Philox groups per program of ``recover_kernel``
+_GROUPS = 512  # per program of ``recover_kernel``
 
 
 def run(
-    step: SampleInputs,  # all R = N + B positions
-    recorded: FilteredLogits,  # of ``step``
+    step: SampleInputs,  # all positions, R = N + B
+    recorded: FilteredLogits,  # of these positions
     token_ids: Tensor,  # (B, n) or (N,) int64, contiguous
     bounds: Tensor | None,  # (B + 1,) int64
     batch: int,
     n: int,
     draft_probs: Tensor | None,  # (N, V or more); None: each draft was certain
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns tokens (B, n + 1), numbers of accepted drafts (B,) and numbers of emitted tokens (B,). Three launches, or
-    one if n is 0."""
+    """Returns tokens (B, n + 1), accepted drafts (B,) and tokens (B,) per request, in three launches; in one if n =
+    0."""
     device, params = recorded.ids.device, step.params
     blocks = triton.cdiv(step.vocab_size, 4 * _GROUPS)
     slots = torch.empty((batch, blocks, 2), dtype=torch.int64, device=device)
