@@ -54,7 +54,7 @@ KNOWN = {
 
 
 def check_version(version: str) -> SglangRelease:
-    """Returns the release of a version. Refuses a release whose source nobody has read."""
+    """Returns the release of a version. Refuses an unknown release."""
     return known_release(f"SGLang {version}", r"\d+\.\d+\.\d+", KNOWN, f"releases that are known: {', '.join(KNOWN)}")
 
 
