@@ -7,7 +7,7 @@
 
 and where the plug-in is required
 
-    Scheduler.__init__            after it: raises if its runner is not fused, whoever loaded the model
+    Scheduler.__init__            after it: raises if its runner is not fused, however the model was loaded
     Engine._launch_subprocesses   before it: raises with Ray, whose schedulers load no plug-ins
 
 SGLang calls plug-ins in all of its processes, logs their errors, and goes on; it also logs hooks without a target. With

@@ -246,12 +246,11 @@ class SglangSampler:
         mask = self._grammar_masks(info)
         without_mask = FallbackReason.GRAMMAR if mask is None else FallbackReason.SERVED
         reasons = [each.reason or (without_mask if each.has_grammar else FallbackReason.SERVED) for each in requests]
-        batch = self._convert_batch(states, forward_batch, requests, mask)
         if not any(reasons):
             # as SGLang does: the batch is kept for a while
             setattr(info, _MASKS if hasattr(info, _MASKS) else "vocab_mask", None)
             logits_output.hidden_states = None
-            drawn = self.step.draw_tokens(batch)
+            drawn = self.step.draw_tokens(self._convert_batch(states, forward_batch, requests, mask))
             self._hand_over(drawn, logits_output, forward_batch)
             self.counts.add("fused")
             return drawn.token_ids
@@ -259,6 +258,7 @@ class SglangSampler:
         left = {reason for reason in reasons if reason}
         token_ids = self._leave(left, own, logits_output, forward_batch, bool(kept))
         if kept:
+            batch = self._convert_batch(states, forward_batch, requests, mask)
             self._overwrite(kept, token_ids, batch, logits_output)
         return token_ids
 

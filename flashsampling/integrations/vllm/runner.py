@@ -9,11 +9,11 @@ exception: a request that could be fused and has a seed is still drawn by the fu
 otherwise its tokens would depend on its batch mates.
 
 Drafts: every position with a logit is a row of the step, and a draft is accepted while it is what the step draws there.
-That is ``flashsampling.verify`` by matching, in its two halves ``sample`` and ``verify_by_match``. Between them a row
-may have what ``verify`` takes per request only, or not at all: stop tokens that are allowed along the drafts, log-probabilities.
-Drafts must be certain, the drafter's best tokens, as vLLM's are by default. The probability that the target's output
-begins with them is then that of drawing them, whoever verifies, and matching accepts as many as anything that draws as
-the target does. vLLM's sampler accepts more of drafts that are drawn, by their probabilities: those are refused.
+That is ``flashsampling.verify`` by matching, in its two halves ``sample`` and ``verify_by_match``; between them a row
+may have what ``verify`` takes per request only, or not at all: stop tokens allowed along the drafts, log-probabilities.
+Drafts must be certain, the drafter's best tokens, as vLLM's are by default. Matching then accepts each with the
+probability with which the target draws it, as any exact verifier does. vLLM's sampler accepts more of sampled drafts,
+by their probabilities: those are refused.
 """
 
 import contextlib
@@ -251,7 +251,7 @@ class FusedRunner:
         """Logs what was fused, and calls vLLM's method."""
         fused = self.flashsampling
         tp = fused.step.tp
-        # buffers are released whoever does not come; after a device's error nothing can be read
+        # buffers are released even if a rank is missing; after a device's error nothing can be read
         for each in (fused.log, *(() if tp is None else (tp.raise_if_failed, tp.close))):
             try:
                 each()

@@ -48,7 +48,7 @@ def graphs() -> bool:
 
 
 def check_version(version: str) -> VllmRelease:
-    """Returns the release of a version. Refuses a release that nobody has tried."""
+    """Returns the release of a version. Refuses an untried release."""
     known = ", ".join(f"{number}.x" for number in KNOWN)
     words = f"releases that are known to work: {known}, with model runner v2"
     return known_release(f"vLLM {version}", r"\d+\.\d+", KNOWN, words)

@@ -53,7 +53,7 @@ def newer(monkeypatch):
     methods: dict[str, dict[str, object]] = {}
     for name, parameters in settings.KNOWN["0.5.23"].signatures.items():
         owner, _, method = name.partition(".")
-        methods.setdefault(owner, {})[method] = taking(parameters)
+        methods.setdefault(owner, {})[method] = taking(parameters.split())
     for name, module in load._CLASSES.items():
         monkeypatch.setattr(sys.modules[module], name, type(name, (), methods[name]))
     worker = SimpleNamespace(capture_pre_sample_logits=taking(settings.BEAMS))

@@ -482,58 +482,72 @@ def test_requests_join_and_leave():
 # -- what is refused
 
 
-class Suppressing(fakes.Model):
-    """Overwrites some tokens' logits after the logits processor, as Gemma 4 does."""
+class Fork(fakes.Model):
+    """Changes the output of its logits processor."""
+
+    def __init__(self, change):
+        super().__init__(V, D)
+        self.change = change
 
     def forward(self, input_ids, positions, forward_batch):
-        output = super().forward(input_ids, positions, forward_batch)
-        if output.next_token_logits is not None:
-            output.next_token_logits.index_fill_(1, torch.tensor([3]), -1e9)
-        return output
+        return self.change(self, super().forward(input_ids, positions, forward_batch), forward_batch)
 
 
-class Another(fakes.Model):
-    """Returns an output of its own."""
-
-    def forward(self, input_ids, positions, forward_batch):
-        output = super().forward(input_ids, positions, forward_batch)
-        return fakes.LogitsProcessorOutput(output.next_token_logits)
-
-
-class OtherHead(fakes.Model):
+class OtherHead(Fork):
     """Has a head for show."""
 
     def forward(self, input_ids, positions, forward_batch):
         return self.logits_processor(input_ids, self.states, fakes.Embedding(V, D), forward_batch)
 
 
+def suppress(model, output, forward_batch):
+    """Overwrites some tokens' logits, as Gemma 4 does."""
+    if output.next_token_logits is not None:
+        output.next_token_logits.index_fill_(1, torch.tensor([3]), -1e9)
+    return output
+
+
+def suppress_in_prefill(model, output, forward_batch):
+    return output if forward_batch.forward_mode.is_decode() else suppress(model, output, forward_batch)
+
+
+def replace(model, output, forward_batch):
+    return fakes.LogitsProcessorOutput(output.next_token_logits)
+
+
+def widen(model, output, forward_batch):
+    output.next_token_logits = output.next_token_logits.double()
+    return output
+
+
+CHANGES = "Fork changes its logits after its logits processor"
 MODELS = {
-    Suppressing: "Suppressing changes its logits after its logits processor",
-    Another: "Another changes its logits after its logits processor",
-    OtherHead: "OtherHead gives its logits processor another head than its lm_head",
+    "suppress": (lambda: Fork(suppress), CHANGES),
+    "replace": (lambda: Fork(replace), CHANGES),
+    "head": (lambda: OtherHead(None), "OtherHead gives its logits processor another head than its lm_head"),
 }
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize(("make", "words"), MODELS.values(), ids=MODELS)
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
-def test_models_that_do_more_are_left_as_they_were(kind, graphs, caplog):
+def test_models_that_do_more_are_left_as_they_were(make, words, graphs, caplog):
     with caplog.at_level(logging.INFO, "sglang.flashsampling"):
-        runner = loaded(kind(V, D), graphs)
+        runner = loaded(make(), graphs)
         tokens, output = step(runner, decode(reqs := [Req(PROMPT, SamplingParams())]), states_of(1), reqs)
     assert int(tokens) == LEFT
     assert output.next_token_logits.shape == (1, V)
-    assert counters(runner) == {"refused": MODELS[kind]}
-    assert f"flashsampling: nothing is fused: {MODELS[kind]}" in [record.getMessage() for record in caplog.records]
+    assert counters(runner) == {"refused": words}
+    assert f"flashsampling: nothing is fused: {words}" in [record.getMessage() for record in caplog.records]
     for part, names in ((runner, ("sample", "init_cuda_graphs")), (runner.model, ("forward",))):
         assert not set(names) & set(vars(part))
     assert "forward" not in vars(runner.model.logits_processor)
 
 
-@pytest.mark.parametrize("kind", MODELS)
-def test_such_models_where_fusing_is_required(kind, monkeypatch):
+@pytest.mark.parametrize(("make", "words"), MODELS.values(), ids=MODELS)
+def test_such_models_where_fusing_is_required(make, words, monkeypatch):
     monkeypatch.setenv(settings.PLUGIN.variable, "require")
-    with pytest.raises(Refused, match=MODELS[kind]):
-        loaded(kind(V, D))
+    with pytest.raises(Refused, match=words):
+        loaded(make())
 
 
 class Panic(BaseException):
@@ -542,15 +556,6 @@ class Panic(BaseException):
 
 def fails(*args, **kwargs):
     raise Panic("no")
-
-
-class Wide(fakes.Model):
-    """Returns its processor's output, with logits of another dtype."""
-
-    def forward(self, input_ids, positions, forward_batch):
-        output = super().forward(input_ids, positions, forward_batch)
-        output.next_token_logits = output.next_token_logits.double()
-        return output
 
 
 FORKS = {  # what fails in the first forward
@@ -564,7 +569,7 @@ FORKS = {  # what fails in the first forward
 @pytest.mark.parametrize("chosen", ["auto", "require"])
 def test_first_forwards_that_fail(fork, chosen, monkeypatch, caplog):
     """SGLang serves as without the plug-in, with one line."""
-    runner = loaded(Wide(V, D) if fork == "logits" else None, graphs=False)
+    runner = loaded(Fork(widen) if fork == "logits" else None, graphs=False)
     monkeypatch.setenv(settings.PLUGIN.variable, chosen)
     caplog.clear()
     FORKS[fork](runner.flashsampling)
@@ -613,34 +618,16 @@ def test_requests_that_cannot_be_read(caplog):
     assert line.startswith("flashsampling: a request's parameters cannot be read: AttributeError")
 
 
-class Later(fakes.Model):
-    """Returns an output of its own, when it is told to."""
-
-    told = False
-
-    def forward(self, input_ids, positions, forward_batch):
-        output = super().forward(input_ids, positions, forward_batch)
-        return fakes.LogitsProcessorOutput(output.next_token_logits) if self.told else output
-
-
 def test_a_model_that_changes_its_ways_later():
-    runner = runner_of(Later(V, D))
-    runner.model.told = True
-    with pytest.raises(RuntimeError, match="Later returns something else than its logits processor"):
+    runner = runner_of(Fork(lambda model, output, forward_batch: output))
+    runner.model.change = replace
+    with pytest.raises(RuntimeError, match="Fork returns something else than its logits processor"):
         step(runner, extend(reqs := [Req(PROMPT, SamplingParams())]), states_of(4), reqs)
-
-
-class InPrefill(Suppressing):
-    """Overwrites logits in prefill alone."""
-
-    def forward(self, input_ids, positions, forward_batch):
-        kind = fakes.Model if forward_batch.forward_mode.is_decode() else Suppressing
-        return kind.forward(self, input_ids, positions, forward_batch)
 
 
 def test_a_model_that_does_more_in_prefill_alone(caplog, monkeypatch):
     """Graphs hold decode without logits by then: that stays fused, and prefill is SGLang's."""
-    runner = loaded(InPrefill(V, D))
+    runner = loaded(Fork(suppress_in_prefill))
     reqs = [Req(PROMPT, SERVED["plain"])]
     with caplog.at_level(logging.INFO, "sglang.flashsampling"):
         for _ in range(2):
@@ -651,37 +638,15 @@ def test_a_model_that_does_more_in_prefill_alone(caplog, monkeypatch):
             tokens, _ = step(runner, decode(reqs), states_of(1), reqs)
             assert int(tokens) == int(expected(runner, states_of(1)[0], reqs[0], len(PROMPT)).token_ids)
     assert counters(runner)["fused"] == 2
-    words = "InPrefill changes its logits after its logits processor"
-    assert caplog.records[0].getMessage() == f"flashsampling: prefill is not fused: {words}"
+    assert caplog.records[0].getMessage() == f"flashsampling: prefill is not fused: {CHANGES}"
     monkeypatch.setenv(settings.PLUGIN.variable, "require")
-    runner = loaded(InPrefill(V, D))
-    with pytest.raises(Refused, match=words):
+    runner = loaded(Fork(suppress_in_prefill))
+    with pytest.raises(Refused, match=CHANGES):
         step(runner, extend(reqs), states_of(4), reqs)
-
-
-def two_processors(model):
-    model.second = fakes.LogitsProcessor(V)
-
-
-def no_head(model):
-    model.head = model.lm_head
-    del model.lm_head
-
-
-def lora(model):
-    class Wrapped(torch.nn.Module):
-        pass
-
-    del model.lm_head
-    model.lm_head = Wrapped()
 
 
 class Own(fakes.LogitsProcessor):
     pass
-
-
-def own_processor(model):
-    model.logits_processor = Own(V)
 
 
 def off_by_a_factor(model):
@@ -689,10 +654,12 @@ def off_by_a_factor(model):
 
 
 HEADS = {
-    "one logits processor, SGLang's own, and has LogitsProcessor, LogitsProcessor": two_processors,
-    "one logits processor, SGLang's own, and has Own": own_processor,
-    "has no lm_head of its own": no_head,
-    "LM head is a Wrapped": lora,
+    "one logits processor, SGLang's own, and has LogitsProcessor, LogitsProcessor": lambda model: setattr(
+        model, "second", fakes.LogitsProcessor(V)
+    ),
+    "one logits processor, SGLang's own, and has Own": lambda model: setattr(model, "logits_processor", Own(V)),
+    "has no lm_head of its own": lambda model: delattr(model, "lm_head"),
+    "LM head is a Linear": lambda model: setattr(model, "lm_head", torch.nn.Linear(D, V)),
     "LM head is quantised": lambda model: setattr(model.lm_head, "quant_method", object()),
     "has an added vocabulary": lambda model: setattr(model.lm_head, "num_added_embeddings", 3),
     "is a part of one": lambda model: setattr(model.lm_head, "tp_size", 2),

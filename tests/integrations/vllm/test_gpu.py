@@ -12,6 +12,7 @@ first.
 
 import collections
 import dataclasses
+import itertools
 import logging
 import os
 import sys
@@ -156,6 +157,11 @@ class Checked(collections.Counter[int | None]):
     """How many rows there were of every seed."""
 
     chunks = cached = reused = 0  # rows of a prompt's part; requests that found a prefix; that took another one's slot
+    drafts = host_is_ahead = 0  # rows after a draft; rows for whose length the host counted drafts that did not hold
+
+    def __init__(self):
+        super().__init__()
+        self.drawn: dict[tuple[int, ...], int] = {}  # tokens, by a request's seed and the tokens before
 
 
 DRAWN: list[list[int]] = []
@@ -163,7 +169,11 @@ DRAWN: list[list[int]] = []
 
 @pytest.fixture
 def checked(runner, weight, monkeypatch):
-    """Every row of every fused draw is compared with the row alone."""
+    return watch(runner, weight, monkeypatch)
+
+
+def watch(runner, weight, monkeypatch):
+    """Compares every row of every fused draw with the row alone, after the drafts before it."""
     step, given, seen = runner.flashsampling.step, {}, Checked()
     add, draw, kept = step.add, step.draw, runner.req_states
 
@@ -177,28 +187,37 @@ def checked(runner, weight, monkeypatch):
         out = draw(batch)
         if not ON_CPU:
             torch.cuda.synchronize()
-        lengths, tokens = batch.lengths.tolist(), kept.all_token_ids.gpu
+        tokens, drafts = kept.all_token_ids.gpu, []
+        firsts: dict[int, tuple[int, int]] = {}  # by slot: which request it is, and its first row
+        if batch.drafts is not None:
+            ids, bounds = batch.drafts.token_ids.tolist(), batch.drafts.bounds.tolist()
+            drafts = [ids[begin:end] for begin, end in itertools.pairwise(bounds)]
         for row, slot in enumerate(batch.requests.tolist()):
-            params, prompt_len = given[slot]
-            if lengths[row] < kept.prefill_len.np[slot]:
+            (params, prompt_len), position = given[slot], int(batch.positions[row])
+            request, first = firsts.setdefault(slot, (len(firsts), row))
+            ahead = int(batch.lengths[row]) - position - 1
+            seen.host_is_ahead += ahead > 0
+            if position + 1 < kept.prefill_len.np[slot]:
                 seen.chunks += 1  # of which nothing is drawn
                 continue
-            if lengths[row] != int(batch.positions[row]) + 1:
+            if ahead and not step.most_drafts:
                 raise AssertionError("the host's length is another than the device's")
-            so_far = tokens[slot, : lengths[row]].tolist()
+            so_far = tokens[slot, : position + 1 - (row - first)].tolist()
+            so_far += drafts[request][: row - first] if drafts else []
             seed = int(runner.sampler.sampling_states.seeds.np[slot])
             assert params.seed in (None, seed)
             mask = None
             if batch.grammar is not None and row in batch.grammar.rows:
                 mask = batch.grammar.masks[batch.grammar.rows.tolist().index(row)]
-            wanted = alone(
-                weight, batch.hidden_states[row : row + 1], params, so_far[:prompt_len], so_far[prompt_len:], seed, mask
-            )
+            states, prompt, output = batch.hidden_states[row : row + 1], so_far[:prompt_len], so_far[prompt_len:]
+            wanted = alone(weight, states, params, prompt, output, seed, mask)
             assert int(out[0].token_ids[row]) == int(wanted.token_ids), params
             if params.logprobs:
                 got = out[0].top_logprobs[row, : params.logprobs]
                 torch.testing.assert_close(got, wanted.top_logprobs[0], rtol=0, atol=1e-4)
             seen[params.seed] += 1
+            seen.drawn[(seed, *so_far)] = int(wanted.token_ids)
+            seen.drafts += row > first
         DRAWN.append(out[0].token_ids.tolist())
         return out
 

@@ -6,9 +6,7 @@ holds.
 """
 
 import json
-from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +14,7 @@ import pytest
 import torch
 
 from . import test_gpu
-from .test_gpu import DRAWN, LEFT, ON_CPU, OPTIONS, RANKS, SERVED, V, alone, check_ranks, prompts_of, whole_head
+from .test_gpu import LEFT, ON_CPU, OPTIONS, RANKS, SERVED, V, check_ranks, prompts_of, watch, whole_head
 
 # that says where vLLM is to run
 # isort: split
@@ -122,52 +120,7 @@ def runner_of(engine):
 
 @pytest.fixture
 def checked(engine, monkeypatch):
-    return watch(engine, monkeypatch)
-
-
-def watch(engine, monkeypatch):
-    """Every row of every fused draw is compared with the row alone, after the drafts before it. How many there were,
-    and what was drawn: by a request's seed and the tokens before."""
-    runner, given, seen = runner_of(engine), {}, SimpleNamespace(drafts=0, host_is_ahead=0, drawn={})
-    step, kept, weight = runner.flashsampling.step, runner.req_states, whole_head(engine)
-    add, draw = step.add, step.draw
-
-    def adding(slot, params, prompt_len):
-        given[slot] = params, prompt_len
-        add(slot, params, prompt_len)
-
-    def drawing(batch):
-        out = draw(batch)
-        tokens, drafts = kept.all_token_ids.gpu, []
-        firsts: dict[int, tuple[int, int]] = {}  # by slot: which request it is, and its first row
-        if batch.drafts is not None:
-            bounds = batch.drafts.bounds.tolist()
-            ids = batch.drafts.token_ids.tolist()
-            drafts = [ids[begin:end] for begin, end in pairwise(bounds)]
-        for row, slot in enumerate(batch.requests.tolist()):
-            (params, prompt_len), position = given[slot], int(batch.positions[row])
-            request, first = firsts.setdefault(slot, (len(firsts), row))
-            seen.host_is_ahead += int(batch.lengths[row]) > position + 1
-            if position + 1 < kept.prefill_len.np[slot]:
-                continue
-            so_far = tokens[slot, : position + 1 - (row - first)].tolist()
-            so_far += drafts[request][: row - first] if drafts else []
-            mask = None
-            if batch.grammar is not None and row in batch.grammar.rows:
-                mask = batch.grammar.masks[batch.grammar.rows.tolist().index(row)]
-            seed = int(runner.sampler.sampling_states.seeds.np[slot])
-            wanted = alone(
-                weight, batch.hidden_states[row : row + 1], params, so_far[:prompt_len], so_far[prompt_len:], seed, mask
-            )
-            assert int(out[0].token_ids[row]) == int(wanted.token_ids), params
-            seen.drawn[(seed, *so_far)] = int(out[0].token_ids[row])
-            seen.drafts += row > first
-        DRAWN.append(out[0].token_ids.tolist())
-        return out
-
-    monkeypatch.setattr(step, "add", adding)
-    monkeypatch.setattr(step, "draw", drawing)
-    return seen
+    return watch(runner_of(engine), whole_head(engine), monkeypatch)
 
 
 def check_texts(requests, outputs, without, checked):
@@ -282,7 +235,7 @@ def with_eagle3(without):
 def test_a_drafter_of_vllms(with_eagle3, without, monkeypatch):
     """Its drafts are hardly ever right; the tokens are those without them."""
     assert type(runner_of(with_eagle3).speculator).__name__ == "EagleSpeculator"
-    seen = watch(with_eagle3, monkeypatch)
+    seen = watch(runner_of(with_eagle3), whole_head(with_eagle3), monkeypatch)
     outputs = with_eagle3.generate(
         [prompt for prompt, *_ in REQUESTS], [params_of(with_eagle3, kind, seed=seed) for _, kind, seed in REQUESTS]
     )

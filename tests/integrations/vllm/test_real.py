@@ -418,8 +418,6 @@ def test_drafts_are_processed_as_by_vllms_sampler(chosen, monkeypatch):
 
 def test_decisions_about_real_parameters():
     rules = VllmRules(V, raw_logprobs=True)
-    warmup = parse_request(SamplingParams.for_sampler_warmup(), 3, rules)
-    assert warmup.reason != FallbackReason.SERVED  # it has bad words of two tokens, and min_p with top_p
     assert parse_request(SamplingParams(min_p=0.1, top_p=0.9), 3, rules).reason == FallbackReason.MIN_P_TOP_P
     assert (
         parse_request(SamplingParams(min_p=0.1, top_p=0.9, temperature=0), 3, rules).reason == FallbackReason.SERVED
