@@ -100,6 +100,7 @@ def _numbers_of(function):
     return sorted(names & NUMBERS.keys())
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.parametrize("call", [*CALLS, "sample, of ints"])
 def test_ten_values_of_every_number_are_two_graphs(call, dynamic):

@@ -345,6 +345,7 @@ def test_import_needs_neither_triton_nor_cutlass():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("impl", "setup", "reason"),
     [

@@ -459,6 +459,7 @@ def test_an_operator_is_passed_only_what_is_asked_for():
         assert len(apart) == len(step.params.names())
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiles_without_a_graph_break(dynamic):
     def step(states, seeds, top_p, mask, k):

@@ -88,6 +88,7 @@ print(len(compiled), min(len(kernel.asm["cubin"]) for kernel in compiled))
 """
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_the_kernel_compiles(capability, tmp_path):
     """For every architecture that we name."""

@@ -15,6 +15,7 @@ from flashsampling import LMHeadSampler, TokenCounts, sample, sample_from_logits
 STATES, WEIGHT, SEEDS = torch.randn(3, 8), torch.randn(50, 8), torch.arange(3)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
     "setting", ["torch.set_float32_matmul_precision('medium')", "torch.backends.fp32_precision = 'tf32'"]

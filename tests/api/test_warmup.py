@@ -176,6 +176,7 @@ print(len(made), len({kernel.hash for kernel in made}), len({id(kernel) for kern
 """
 
 
+@pytest.mark.quick(0)
 def test_triton_compiles_at_once_what_it_compiles_in_turn(tmp_path):
     """Each kernel once, and found again."""
     assert output_of(AT_ONCE, 80, cache=tmp_path).split() == ["12", "6", "6"]

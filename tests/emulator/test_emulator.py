@@ -654,6 +654,7 @@ MUTATIONS = {
 }
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("what", [None, *MUTATIONS])
 def test_a_wrong_pipeline_is_found(what, ptx, shape, monkeypatch):
     """The kernel itself is right in as many orders."""

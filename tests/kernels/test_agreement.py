@@ -49,6 +49,7 @@ if ON_GPU:
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
+@pytest.mark.quick(14)
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("batch", "vocab", "dim"), SHAPES)
@@ -159,6 +160,7 @@ def special_rows(device):
     }
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("impl", ["reference", *IMPLEMENTATIONS])
 @pytest.mark.parametrize("name", list(special_rows(None)))
 @pytest.mark.parametrize("num_samples", [1, 2])
@@ -213,6 +215,7 @@ def _one_column(impl, logits, temperature, num_samples, device):
 BF16_MAX = torch.finfo(torch.bfloat16).max
 
 
+@pytest.mark.quick(26)
 @pytest.mark.parametrize("impl", ["reference", *IMPLEMENTATIONS])
 @pytest.mark.parametrize("num_samples", [1, 2])
 @pytest.mark.parametrize(
@@ -261,6 +264,7 @@ def test_temperatures_just_above_greedy_draw(impl, num_samples, temperature, dev
     assert torch.equal(problem.sample(impl), gumbel_at(problem).argmax(dim=-1))
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("impl", ["reference", *IMPLEMENTATIONS])
 def test_ties_go_to_the_lowest_id(impl, device):
     """Trap 9: equal logits, among them 0.0 and -0.0, greedy; and equal logits with noise stay distinct tokens."""
@@ -283,6 +287,7 @@ def test_ties_go_to_the_lowest_id(impl, device):
     assert len(tokens.unique()) > 40
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize("impl", ["reference", *IMPLEMENTATIONS])
 @pytest.mark.parametrize("temperature", [1e-3, 1e-4, 2e-6, 1.001e-6])
 def test_low_temperatures_are_no_greedy_ones(impl, temperature, device):
@@ -369,6 +374,7 @@ def test_streaming_over_a_real_vocabulary_s_chunks(device):
     assert_agreement(problem.sample("streaming"), problem)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("impl", ["reference", *IMPLEMENTATIONS])
 @pytest.mark.parametrize(("seed", "offset", "token", "refinement"), ZERO_WORDS)
 def test_the_refined_tail_decides(impl, seed, offset, token, refinement, device):
@@ -407,6 +413,7 @@ def test_every_row_parameter_is_read_per_row(impl, device):
         assert torch.equal(other[[0, 1, 2, 3, 4, 6, 7]], tokens[[0, 1, 2, 3, 4, 6, 7]])
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("impl", KERNELS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_kernels_are_bitwise_invariant_to_the_batch(impl, dtype, device):
@@ -461,6 +468,7 @@ def test_triton_is_bitwise_invariant_to_the_tile(dtype, device):
         assert torch.equal(run(problem.step(), config).ids, expected), config
 
 
+@pytest.mark.quick(1)
 @NEEDS_CUTE
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 @pytest.mark.parametrize(

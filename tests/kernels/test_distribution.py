@@ -80,6 +80,7 @@ def logit_shapes(vocab):
     }
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("impl", ["reference", "streaming"])
 @pytest.mark.parametrize("shape", ["flat", "peaked", "normal"])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
@@ -91,6 +92,7 @@ def test_torch_implementations(impl, shape, temperature):
     assert_distribution(counts, probabilities, distance=0.03 if on_gpu else 0.12)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("impl", KERNELS)
 @pytest.mark.parametrize("draws_per_row", [1, pytest.param(16, marks=pytest.mark.gpu)])
 def test_kernels(impl, draws_per_row):

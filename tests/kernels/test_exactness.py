@@ -119,6 +119,7 @@ def test_one_draw_is_the_first_of_two_in_a_million_rows(impl):
     assert mismatches(impl, 1_000_000, seed=2) == 0
 
 
+@pytest.mark.quick(1)
 @NEEDS_CUTE
 @pytest.mark.parametrize(
     ("temperature", "scale"), [(1e-6, 3.0), (1e-6, 10.0), (1e-6, 40.0), (1e-5, 40.0), (5e-6, 10.0)]
@@ -275,6 +276,7 @@ KINDS = ["NaN", "zero", "equal", "infinite"]
 TEMPERATURES = [0.0, 1e-6, 1e-4, 1.0]
 
 
+@pytest.mark.quick(3)
 @NEEDS_CUTE
 @pytest.mark.parametrize("batch", [64, 256])
 @pytest.mark.parametrize("temperature", TEMPERATURES)

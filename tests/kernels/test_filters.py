@@ -53,6 +53,7 @@ def test_the_oracle_is_the_contract_word_by_word(wanted):
     assert 0.05 < undefined / drawn < 0.4  # both kinds of row are there
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("head", "wanted"),
     [

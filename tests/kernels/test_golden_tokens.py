@@ -73,6 +73,7 @@ def tokens(number: int, impl: str) -> list[Any]:
     return flashsampling.sample(hidden_states, weight, impl=impl, **call).token_ids.tolist()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("impl", ["reference", "streaming", *KERNELS])
 def test_tokens_are_the_frozen_ones(impl: str) -> None:
     golden = json.loads(FILE.read_text())

@@ -90,6 +90,7 @@ def test_log_probabilities_and_ranks(impl, filtered):
         check(parts, row, case, filtered)
 
 
+@pytest.mark.quick(30)
 @pytest.mark.parametrize("filtered", ["none", "top_p"])
 @pytest.mark.parametrize(
     ("impl", "is_cut"), [("streaming", True), ("triton", True), pytest.param("cute", False, marks=NEEDS_CUTE)]

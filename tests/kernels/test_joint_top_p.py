@@ -36,6 +36,7 @@ def is_there(impl: str) -> None:
         pytest.skip(str(BACKENDS[impl].missing))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("logprobs", [False, True])
 @pytest.mark.parametrize("by", [*HEADS, *(f"logits {impl}" for impl in ("reference", "streaming", "triton"))])
 def test_of_each_row(by, logprobs):

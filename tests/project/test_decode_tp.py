@@ -112,6 +112,7 @@ def test_a_captured_step_feeds_no_minus_one(decode_tp, alone):
     assert decoder.tokens.tolist() == [[7], [-1], [7]]
 
 
+@pytest.mark.quick(0)
 @pytest.mark.skipif(GPUS == 1, reason="needs no GPU, or two")
 @pytest.mark.parametrize(("temperature", "most"), [(0.0, 2), (0.8, 4 if GPUS else 2)])
 def test_tokens_do_not_depend_on_the_ranks(temperature, most, tmp_path):

@@ -26,6 +26,7 @@ def _offline(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
+@pytest.mark.quick(0)
 def test_a_mistyped_model_is_named_in_a_line():
     environment = os.environ | {"COLUMNS": "200", "NO_COLOR": "1"}
     command = [sys.executable, "-m", "scripts.demo_generate", "--model", "no/such-model"]
@@ -68,6 +69,7 @@ def tiny(tmp_path_factory):
     return folder
 
 
+@pytest.mark.quick(0)
 def test_a_pipe_gets_lines_with_counts_and_nothing_stray(tiny):
     words = ["--model", str(tiny), "--prompt", "w3 w4", "--prompt", "w5", "--tokens", "20", "--compare"]
     environment = os.environ | {"COLUMNS": "200", "CUDA_VISIBLE_DEVICES": ""}

@@ -80,6 +80,7 @@ def definitions(path):
     return names
 
 
+@pytest.mark.quick(41)
 @pytest.mark.parametrize(("file", "name"), sorted({pair for text in DOCS.values() for pair in named(text)}))
 def test_what_the_docs_name_exists(file, name):
     places = [folder / f"{file}{suffix}" for folder in (ROOT, PACKAGE) for suffix in ("", ".py")]

@@ -18,6 +18,7 @@ PRINTS = {  # what shows that it came to its end
 }
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_example(name, tmp_path):
     if name == "generate":

@@ -110,6 +110,7 @@ def test_the_wheel_is_typed_and_alone_and_says_what_it_needs(built):
     assert "](benchmarks/" not in text
 
 
+@pytest.mark.quick(0)
 def test_the_wheel_runs_the_readmes_snippets(built, tmp_path):
     pytest.importorskip("transformers")
     _, wheel = built

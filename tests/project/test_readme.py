@@ -55,6 +55,7 @@ def run_program(program, folder):
     assert run.returncode == 0, run.stderr[-3000:]
 
 
+@pytest.mark.quick(0)
 def test_every_snippet_runs(tmp_path):
     pytest.importorskip("transformers")
     checks = (
@@ -64,6 +65,7 @@ def test_every_snippet_runs(tmp_path):
     run_program(f"{snippets()}\n{checks}", tmp_path)
 
 
+@pytest.mark.quick(0)
 def test_the_first_snippet_needs_nothing_and_shows_where_hidden_states_come_from(tmp_path):
     pytest.importorskip("transformers")
     first, *_ = fences("python", visible(README))
@@ -185,6 +187,7 @@ def test_the_commands_are_found():
         assert expected in said
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize(("command", "extras"), COMMANDS, ids=[command for command, _ in COMMANDS])
 def test_a_command_has_its_script_and_what_that_imports(command, extras):
     words = command.split()

@@ -32,6 +32,7 @@ def script():
     return module
 
 
+@pytest.mark.quick(0)
 def test_it_runs_and_compares():
     options = ["--random", "--compare", "--tokens", "6", "--drafts", "3", "--batch", "3"]
     environment = os.environ | {"COLUMNS": "120", "NO_COLOR": "1", "CUDA_VISIBLE_DEVICES": ""}

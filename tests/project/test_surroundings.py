@@ -45,6 +45,7 @@ def parts_of(out: Any) -> dict[str, torch.Tensor]:
     return {name: part for name, part in vars(out).items() if part is not None}
 
 
+@pytest.mark.quick(101)
 @pytest.mark.parametrize("around", list(SURROUNDINGS))
 @pytest.mark.parametrize("request_name", list(REQUESTS))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

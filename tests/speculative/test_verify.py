@@ -38,6 +38,7 @@ def written_out(drafted: DraftChains, method: str) -> tuple[VerifyOutput, float]
     return VerifyOutput(token_ids, accepted, emitted, None if drafted.parents is None else path), margin
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("method", "tree"), CASES)
 @pytest.mark.parametrize("head", [False, True])
 def test_draft_by_draft(method, tree, head):
@@ -63,6 +64,7 @@ def test_draft_by_draft(method, tree, head):
     assert requests / 100 < failed < requests / 2
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("head", [False, True])
 def test_rejection_by_kernels(head, monkeypatch):
     """The same by Triton's kernels, whose masses are float32: what is closer than that to another outcome is left
@@ -249,6 +251,7 @@ def both_ways(
     return accepted / rounds / batch
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("tree", [False, True])
 @pytest.mark.parametrize("mix", range(len(VARIANTS)))
 def test_match_is_decoding_without_drafts(mix, tree):

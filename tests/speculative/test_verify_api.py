@@ -145,6 +145,7 @@ class Verifies(torch.nn.Module):
         return verify(states, WEIGHT, drafts, seed=seeds, **options)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("sampler", [False, True])
 @pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.parametrize("method", ["match", "rejection"])
@@ -207,6 +208,7 @@ def test_seeds_of_none_and_a_named_implementation(method):
             call(*target, nothing, method=method, impl="cute")
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("method", ["match", "rejection"])
 def test_a_top_p_of_all_tokens(method):
     """However it is written; and what is kept is another set than by default."""
@@ -299,6 +301,7 @@ def test_whatever_is_on_the_device(method):
         assert torch.equal(emitted, out.num_emitted)
 
 
+@pytest.mark.quick(12)
 @pytest.mark.parametrize("absent", [-1, 70, 2**40])
 @pytest.mark.parametrize("is_flat", [False, True])
 @pytest.mark.parametrize(
@@ -442,6 +445,7 @@ def test_inputs_are_left_alone():
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(given, (STATES, WEIGHT, DRAFTS, PROBS)))
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("method", ["match", "rejection", "tree"])
 def test_compiled_without_a_break(method):
     parents = torch.tensor([[-1, 0]]).expand(3, 2) if method == "tree" else None

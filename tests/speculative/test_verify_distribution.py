@@ -97,6 +97,7 @@ def chain(q: Tensor, n: int, method: str, chance: torch.Generator):
     return propose
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(("method", "drafter", "holes"), CASES)
 def test_joint_distribution(method, drafter, holes):
     target = HOLES if holes else TARGET
@@ -167,6 +168,7 @@ def binomial(successes: int, trials: int, probability: float) -> None:
     assert abs(successes - trials * probability) <= 5 * deviation + 1e-6 * trials, (successes / trials, probability)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("drafter", list(DRAFTERS))
 def test_acceptance_rates(drafter):
     """Rejection accepts sum(min(p, q)); matching independent drafts sum(p q); matching drafts of the same noise

@@ -132,6 +132,7 @@ def as_the_hopper_kernel(
     return logits, (of_chunks.keys, *wanted), oracle.run(step._replace(params=DEFAULT_PARAMS)).ids
 
 
+@pytest.mark.quick(1)
 @pytest.mark.skipif(CUDA, reason="it is played, for where it is not")
 @pytest.mark.parametrize("kind", ["plain", "top-p, min-p", "masks"])
 def test_behind_the_hopper_kernel(kind, monkeypatch):

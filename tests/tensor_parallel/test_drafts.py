@@ -136,6 +136,7 @@ def test_recovered_tokens(wanted, ranks):
     assert len(set(last.tolist())) >= 10
 
 
+@pytest.mark.quick(1)
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="ranks are played on the CPU")
 @pytest.mark.parametrize("impl", KERNELS)
 def test_kernels_do_it_too(impl, ranks):
@@ -558,6 +559,7 @@ def test_nothing_is_read_on_the_host_and_all_is_on_the_device(given):
         assert drawn.ids.shape == (6,)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("impl", ["streaming", *(KERNELS if DEVICE.type == "cpu" else ())])
 def test_a_failed_step_has_no_token(impl):
     """A failed step has no token, whatever words it receives."""

@@ -146,6 +146,7 @@ def impl(request):
     return request.param
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
 def test_ranks_draw_the_whole_vocabulary_s_tokens(impl, size):
     """One row to two blocks of them, one draw to three. Every slot is empty after it."""
@@ -256,6 +257,7 @@ def messages(problem: Problem, winners: Tensor, number: int) -> tuple[Tensor, Te
     return torch.from_numpy(sent).to(DEVICE), torch.from_numpy(details).to(DEVICE)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("size", [2, 5, 8, 31, 32, 33, 64, 72] if ON_GPU else [2, 5, 32, 33, 72])
 @pytest.mark.parametrize(
     ("batch", "num_samples"),
@@ -322,6 +324,7 @@ def changed(problem: Problem, what: str) -> Problem:
 FIELDS = {"one row fewer": 8, "draws": 8, "seed": 4, "offset": 2, "temperature": 1, "left out": 0}
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("what", FIELDS)
 @pytest.mark.parametrize(("size", "odd"), [(2, 0), (2, 1), (3, 0), (3, 1), (3, 2)])
 @pytest.mark.parametrize("batch", [6, 130, 330] if ON_GPU else [6, 256])
@@ -351,6 +354,7 @@ def test_a_rank_whose_call_differs(impl, size, odd, what, batch):
     assert ranks.verdict() == verdict
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("batch", [5, 330] if ON_GPU else [5, 500])
 def test_a_late_rank(impl, size, batch):

@@ -50,6 +50,7 @@ def _shard_winners(impl, problem, ends):
     return torch.stack([problem.winners(impl, first, last) for first, last in itertools.pairwise((0, *ends))])
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 @pytest.mark.parametrize(
     ("batch", "num_samples"), [(5, 1), pytest.param(70, 1, marks=pytest.mark.gpu), (130, 1), (6, 3)]

@@ -170,6 +170,7 @@ def test_cuts_do_not_matter():
                 torch.testing.assert_close(part, received, rtol=1e-6, atol=1e-6, equal_nan=True)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("impl", KERNELS)
 def test_kernels_do_it_too(impl):
     rows, wanted = 0, 3000 if DEVICE.type == "cuda" else 16
@@ -190,6 +191,7 @@ def test_kernels_do_it_too(impl):
             break
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("skips", [False, True])
 def test_a_rank_s_number_may_be_another_s_tensor(skips):
     """Both forms of a large top-k hash alike, so they take the same messages."""

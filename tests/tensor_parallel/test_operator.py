@@ -96,6 +96,7 @@ def used_backwards(states, a, b, offset):
     return second, states * 2, first
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("function", [unused, used_backwards])
 @pytest.mark.parametrize("dynamic", [False, True])

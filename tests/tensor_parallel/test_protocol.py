@@ -97,6 +97,7 @@ FINDS = {  # each defect by a scenario, and what is said
 }
 
 
+@pytest.mark.quick(18)
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_every_interleaving(name):
     scenario, floor = SCENARIOS[name]

@@ -184,6 +184,7 @@ def test_an_error_reaches_all_at_once(connect):
     assert results == [(1, [b"x"] * 3)] * 3
 
 
+@pytest.mark.quick(2)
 def test_a_rank_that_does_not_come_is_named_to_all_and_to_itself(connect):
     results, times = ranks(3, lambda meet: meet.exchange("meeting", b""), connect, seconds=3.0, late=(1,))
     for error in results:
@@ -210,6 +211,7 @@ def test_all_or_none_succeed(connect, repeat):
     assert kinds in ({list}, {TensorParallelTimeout}), results
 
 
+@pytest.mark.quick(1)
 def test_a_rank_that_is_busy_is_waited_for(connect):
     def work(meet):
         if meet.rank == 1:

@@ -59,6 +59,7 @@ FILTERS = (
 )
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_compiles(capability, tmp_path):
     printed = output_of(COMPILE, capability, cache=tmp_path)
@@ -123,6 +124,7 @@ print(*ahead, len(compiled) > 20, *launched)
 """
 
 
+@pytest.mark.quick(0)
 def test_what_is_rehearsed_ahead_is_all_that_a_step_compiles(tmp_path):
     """Several kernels compile at once, while nothing runs and no other rank takes part."""
     assert output_of(AHEAD, cache=tmp_path).split() == ["FutureKernel", "True"]

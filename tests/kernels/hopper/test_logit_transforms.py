@@ -122,6 +122,7 @@ def against_the_oracle(step: SampleInputs) -> SampleResult:
     )
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("shape", CONFIGS, ids=IDS)
 def test_bits_are_those_of_triton(shape):
     """Full and ragged blocks of rows, one and several."""
@@ -200,6 +201,7 @@ def test_matrices_of_any_stride():
     assert torch.equal(processed(step, one), processed(step, copied))
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("shape", CONFIGS, ids=IDS)
 def test_many_entries_of_a_tile(shape):
     """More than a warp's lanes, of one token too, added in the row's order: 1e8 - 1e8 + 1 is not 1e8 + 1 - 1e8;
@@ -256,6 +258,7 @@ def test_special_values():
         assert_same_bits(processed(step, params), by_triton(logits_gemm, params))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("batch", [1, 3, 40, 130, 256, 300] if ON_GPU else [7])
 @pytest.mark.parametrize("name", ["bias", "scale", "cap", "dense", "sparse", "mask", "penalties", "everything"])
 def test_whole_steps(name, batch):
@@ -277,6 +280,7 @@ def test_whole_steps(name, batch):
     assert all(int(buffer.count_nonzero()) == 0 for buffer in workspace._per_stream.values())
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "seed",
     [*range(12), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(12, 40))] if ON_GPU else range(4),
@@ -293,6 +297,7 @@ def test_mixes(seed):
         against_the_oracle(whole)
 
 
+@pytest.mark.quick(10)
 @pytest.mark.parametrize("temperature", [0.0, 1e-6, 1e-3, 1.0, 1e6, INF])
 @pytest.mark.parametrize("batch", [2, 64, 250] if ON_GPU else [2, 8])
 def test_masks_that_leave_few_tokens(batch, temperature):
@@ -340,6 +345,7 @@ def test_infinite_logits_at_an_infinite_temperature(name):
     assert torch.equal(launch.run(step._replace(num_samples=2)).ids.view(-1, 2)[:, 0], drawn.ids)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("batch", [8, 64, 256] if ON_GPU else [8, 256])
 @pytest.mark.parametrize("deviation", [0.1, 1.0, 40.0])
 def test_the_search_misses_nothing(batch, deviation):
@@ -359,6 +365,7 @@ def test_the_search_misses_nothing(batch, deviation):
         assert torch.equal(one, two)
 
 
+@pytest.mark.quick(0)
 def test_rows_without_a_mask_are_as_without():
     batch = 100 if ON_GPU else 40
     step = make_step(batch, 4099)

@@ -115,6 +115,7 @@ def logits_gemm(step: SampleInputs) -> torch.Tensor:
     return step.hidden_states.double() @ step.weight[: step.vocab_size].double().T
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("shape", CONFIGS, ids=IDS)
 @pytest.mark.parametrize("vocab", [1, 17, 127, 128, 1000, 5003])
 def test_every_shape(vocab, shape):
@@ -189,6 +190,7 @@ def test_special_values(shape):
     assert (keys[3] == 0x7FFFFFFF).all()
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("draws", [0, 1, 5])
 @pytest.mark.parametrize("batch", [3, 64 if ON_GPU else 40, 150, 256])
 def test_draws(batch, draws):
@@ -332,6 +334,7 @@ def floored(
     return there.float().mean(1)
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("shape", CONFIGS, ids=IDS)
 def test_floors(shape, several_tiles):
     """Found in time or not: what they leave out is below them. By numbers, and by rows of either kind, of both and of
@@ -361,6 +364,7 @@ def test_floors(shape, several_tiles):
             floored(step, wanted, shape, without)
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("shape", WIDE if ALL_SHAPES else WIDE[:1], ids=lambda shape: f"{shape.block_b}")
 def test_masses_of_rows_without_a_top_k_beside_rows_with_one(shape, several_tiles):
     """Above 192 columns a thread may sum up a column that another warpgroup has; each looks at its own rows."""
@@ -379,6 +383,7 @@ def test_masses_of_rows_without_a_top_k_beside_rows_with_one(shape, several_tile
         floored(step, SamplingParams(top_k=top_k), shape, without)
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("shape", CONFIGS, ids=IDS)
 def test_draws_are_left_to_pick(shape, several_tiles):
     """By a block whose rows all have a top-k. One row that is greedy or hot without limit, or whose top-k is none or
@@ -454,6 +459,7 @@ def test_floors_of_several_blocks_of_rows(several_tiles):
         floored(make_step(2 * shape.block_b, 6_005, 64), SamplingParams(top_k=top_k), shape)
 
 
+@pytest.mark.quick(0)
 @pytest.mark.skipif(ON_GPU, reason="there a launch so small may be over first; test_floors_leave_most_out asks more")
 def test_floors_are_found(several_tiles):
     """And leave something out, or what the others assert says nothing."""
@@ -521,6 +527,7 @@ def test_floors_of_special_rows(several_tiles):
         assert same[needed].all()
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("batch", [1, 16, 100, 256, 300] if ON_GPU else [6])
 def test_steps_do_not_depend_on_floors(batch, monkeypatch, several_tiles):
     """Of nine tiles per CTA, with rubbish where nothing is stored; the oracle's tokens. Flat rows among them, whose
@@ -565,6 +572,7 @@ REQUESTS = {
 }
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", list(REQUESTS))
 @pytest.mark.parametrize("batch", [1, 40, 130, 256] if ON_GPU else [7])
 @pytest.mark.parametrize("number", [False, True])

@@ -83,6 +83,7 @@ def test_codes_with_marks():
                     assert after == before + (before in (1, 5)) == between & 0x7F
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("shape", CONFIGS, ids=IDS)
 def test_bits_are_those_of_all_counts(shape):
     """Full and ragged blocks of rows and vocabularies; of none, few, many and all tokens, with and without the rest."""
@@ -142,6 +143,7 @@ def test_rows_without_penalties_may_have_any_counts(share):
     assert_same(left_and_drawn(step, some), left_and_drawn(step, params._replace(counts=there)), "every second row")
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("batch", [1, 40, 150, 256, 300] if ON_GPU else [7])
 @pytest.mark.parametrize(
     "extra", [{}, {"top_k": 5, "top_p": 0.9}, {"top_p": 0.7}, {"min_p": 0.1}, {"logprobs": True}], ids=str

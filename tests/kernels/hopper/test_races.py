@@ -71,6 +71,7 @@ def rows_of(shape):
     return shape.block_b - 3
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("shape", CUTE_SHAPES, ids=IDS)
 def test_draws(shape, watched, ctas):
     """One and several, of rows of every kind, of a vocabulary and of a shard."""
@@ -82,6 +83,7 @@ def test_draws(shape, watched, ctas):
     problem.winners("cute", 100, 500)
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("shape", CUTE_SHAPES[:2], ids=IDS[:2])
 def test_requests(shape, watched, ctas):
     """All that is done in registers, and logits with their summaries."""
@@ -96,6 +98,7 @@ def test_requests(shape, watched, ctas):
     dispatch.run_with_logits(step, 1, (True, True), shape)
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("shape", CUTE_SHAPES[:2], ids=IDS[:2])
 def test_floors(shape, watched, ctas):
     ctas(6)
@@ -105,6 +108,7 @@ def test_floors(shape, watched, ctas):
     floored(step._replace(temperature=1.0), SamplingParams(top_k=5), shape)  # which is left to ``pick``
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("shape", CUTE_SHAPES[:2], ids=IDS[:2])
 def test_marks_without_draws(shape, watched, ctas):
     ctas(4)
@@ -113,6 +117,7 @@ def test_marks_without_draws(shape, watched, ctas):
     launch.run(step._replace(params=known(SamplingParams(counts=counts, presence_penalty=0.2, top_k=5))), shape)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(("batch", "num_samples"), [(5, 1), (40, 1), (5, 3)])
 def test_exchange(batch, num_samples, watched):
     """Of a rank's own threads: what ranks order among each other is a model's
@@ -135,6 +140,7 @@ MUTATIONS = {  # of the kernel with logits
 }
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("what", MUTATIONS)
 def test_a_missing_order_is_found(what, ctas, monkeypatch):
     """Each of these is found as a race, in launches that may well give the right tokens."""

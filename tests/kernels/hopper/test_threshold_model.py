@@ -259,6 +259,7 @@ def test_equal_scores_of_sharp_rows_are_not_skipped():
                 assert_none(wins & ~looked_at, t=t, l0=l0, w0=w0, s0=s0, l1=l1, w1=w1, s1=s1, known=known)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("logit", [0.0, 0.16])
 @pytest.mark.parametrize("t", [1e-6, 1e-5, 5e-4])
 def test_a_sharp_row_of_equal_logits_has_no_more_candidates_than_others(t, logit):

@@ -94,6 +94,7 @@ CASES = [
 SELDOM = [4, 13, 15, 16, 19, 20]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("capability", "dtype", "loads", "problem", "matmul", "shared_kib"),
     [pytest.param(*case, marks=[pytest.mark.gpu] if n in SELDOM else []) for n, case in enumerate(CASES)],

@@ -162,6 +162,7 @@ def meeting(board: Board, rank: int) -> Collective:
     return meet
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", ["usual", "ties", "flat", "wide", "few", "infinite", "poisoned"])
 def test_the_same_places(kind):
     random.seed(kind)

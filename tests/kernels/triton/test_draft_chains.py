@@ -288,6 +288,7 @@ print(*(len(kernel.asm["cubin"]) for kernel in compiled))
 """
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_compiles(capability):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -218,6 +218,7 @@ def hottest(params: SamplingParams, vocab: int = 401) -> SampleInputs:
     return with_logits(step, logits.to(DEVICE))
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     "params",
     [

@@ -83,6 +83,7 @@ CASES = [
 ]
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize(("capability", "dtype", "case"), CASES)
 def test_compiles(capability, dtype, case):
     printed = output_of(COMPILE, capability, dtype, case, 151936)

@@ -179,6 +179,7 @@ def mixed(params: SamplingParams, num_samples: int = 1) -> SampleInputs:
     return with_logits(step, logits)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("params", "sums"),
     [
@@ -199,6 +200,7 @@ def test_mixed_rows(params, sums):
     check(mixed(params, num_samples=2 if params.logprobs else 1), sums)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(top_k=40, top_p=0.8, min_p=0.02)])
 def test_rows_of_two_programs_are_those_of_one(params, monkeypatch):
     """Behind a scan and behind a kernel that has drawn; with likeliest tokens, with given ones, with both."""
@@ -216,6 +218,7 @@ def test_rows_of_two_programs_are_those_of_one(params, monkeypatch):
             assert torch.equal(one.values.nan_to_num(7.0), two.values.nan_to_num(7.0))
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(
     ("params", "of_made_up"),
     [
@@ -324,6 +327,7 @@ def test_ranks_of_the_least_likely():
     assert picked.ids[where.first : where.first + 3].tolist() == (places + 1).tolist()
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("top_k", [1, 3, 60, min(VOCAB - 1, DEFERRED_TOP_K)])
 @pytest.mark.parametrize(
     "more", [{}, {"top_p": 0.5, "min_p": 0.1}, {"top_p": 0.9, "logprobs": True, "top_logprobs": 2}]
@@ -371,6 +375,7 @@ def test_temperatures(params, temperature):
     check(with_logits(step, logits))
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize("vocab", [1, 31, 128, 129, 1000])
 @pytest.mark.parametrize(
     "params", [SamplingParams(top_k=3), SamplingParams(top_p=0.5), SamplingParams(top_p=0.9, min_p=0.3)]
@@ -382,6 +387,7 @@ def test_vocabularies(params, vocab):
     check(with_logits(step, logits))
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "params",
     [SamplingParams(top_k=2), SamplingParams(top_k=3, top_p=0.7), SamplingParams(logprobs=True, top_logprobs=3)],
@@ -399,6 +405,7 @@ def test_the_lowest_ids_of_ties_are_not_always_in_the_first_chunks(params):
     check(with_logits(step, logits))
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("room", [{}, {"at_first": 1}, {"at_first": 1, "capacity": SMALL.few}], ids=["", "more", "row"])
 @pytest.mark.parametrize(
     "params",
@@ -487,6 +494,7 @@ def kept_by(step: SampleInputs, records: Records) -> Tensor:
     return (key_of(step.logits).long() << 31 | token ^ 0x7FFFFFFF) >= records.limits[:, None]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "params", [DEFAULT_PARAMS, SamplingParams(min_p=0.05), SamplingParams(top_k=40, top_p=0.8, min_p=0.02)]
 )
@@ -550,6 +558,7 @@ def check_floors(step: SampleInputs, config: Config = SMALL, share: float = 0.2,
 ROOMY = SMALL if CUDA else replace(SMALL, capacity=512)  # candidates below a floor would fit
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("params", "share"),
     [

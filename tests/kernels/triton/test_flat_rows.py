@@ -80,6 +80,7 @@ def test_equal_logits_at_every_edge():
     check(step._replace(params=SamplingParams(top_p=of(top_p), logprobs=True)))
 
 
+@pytest.mark.quick(9)
 @pytest.mark.parametrize("num_samples", [1, 2])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize(
@@ -105,6 +106,7 @@ def test_masked_rows_of_zeros(params):
     check(make_step(batch=2, params=params._replace(token_mask=mask.to(DEVICE)), num_samples=2, std=0.0))
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("num_samples", [1, 3])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(

@@ -91,6 +91,7 @@ def test_infinite_rows_and_words_of_zero_take_it(careful_tiles, device):
         careful_tiles.clear()
 
 
+@pytest.mark.quick(1)
 @on_cpu
 @pytest.mark.parametrize(("rest", "narrow"), [(0, 16), (32, 32)])
 @pytest.mark.parametrize("use_tma", [False, True])
@@ -120,6 +121,7 @@ def test_the_careful_pass_takes_the_columns_in_doubt_alone(rest, narrow, use_tma
         careful_tiles.clear()
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize("num_samples", [1, 2])
 @pytest.mark.parametrize("poison", [1e30, math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("use_tma", [False, True])
@@ -181,6 +183,7 @@ def _mixed_rows(batch, vocab, device):
     return problem
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(("config", "batch"), PIECES)
 def test_rows_in_two_pieces_of_a_tile(config, batch, device):
     """Rows that a tile evaluates twice: tokens, shards' winners, products, and a workspace that is zero afterwards."""
@@ -209,6 +212,7 @@ def test_rows_in_two_pieces_of_a_tile(config, batch, device):
 ROWS_ON_M = TritonTileConfig(128, 64, 16, 4, 2, 1, use_tma=True, chunk_b=64, rows_on_m=True)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "config",
     [

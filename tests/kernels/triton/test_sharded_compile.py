@@ -65,6 +65,7 @@ assert len(different) == 5 + 18, len(different)  # a width of digits, a place of
 """
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("capability", [80, 90])
 def test_compiles(capability):
     printed = output_of(COMPILE, capability)

@@ -48,6 +48,7 @@ RANGES = [(0, 1000), (0, 1), (0, 128), (37, 449), (640, 1001), (1000, 150_000)]
 SIZES = [*itertools.product((1, 2, 33), RANGES), (300, (37, 449)), (1024, (0, 128)), (1024, (1000, 150_000))]
 
 
+@pytest.mark.quick(9)
 @pytest.mark.parametrize(("n", "ids_from_to"), SIZES)
 def test_entries(n, ids_from_to):
     """Of whole vocabularies and of shards; ids twice and often, of no token and of other ranks; infinities and -0.0."""
