@@ -512,7 +512,7 @@ class _OnGpu(torch.Tensor):
 @pytest.mark.parametrize("impl", ["streaming", "reference", None])
 def test_a_request_of_what_compiles_nothing(impl, monkeypatch):
     """On a GPU too."""
-    monkeypatch.setattr(ops, "_there", lambda step, run: run(step))
+    monkeypatch.setattr(ops, "_run_on_device", lambda inputs, run: run(inputs))
     monkeypatch.setattr(BACKENDS["triton"], "missing", "is not there")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: None))
