@@ -32,7 +32,7 @@ from flashsampling.sampling_params import parse_sampling_params
 from flashsampling.inputs import SampleInputs
 from flashsampling.outputs import SampleResult
 from flashsampling.sampling_params import DEFAULT_PARAMS
-from flashsampling.warmup import _of_any_number
+from flashsampling.warmup import _with_kernel_variants
 from flashsampling.integrations.vllm.step import VllmStep
 from tests.integrations.vllm import fakes as vllm_fakes, test_step as test_vllm
 from tests.integrations.vllm.fakes import SamplingParams
@@ -100,7 +100,7 @@ def warm_up(weight, requests, *, max_batch_size, tp):
     some = [params for params in some if params is not DEFAULT_PARAMS]
     for params, batch in itertools.product(some, (1, max_batch_size)):
         states, zeros = torch.zeros(batch, DIM, dtype=weight.dtype), torch.zeros(batch, dtype=torch.int64)
-        for step in _of_any_number(step_of(states, params.rows(0, batch), torch.ones(batch), zeros, zeros), tp):
+        for step in _with_kernel_variants(step_of(states, params.rows(0, batch), torch.ones(batch), zeros, zeros), tp):
             drawn(step)
     return []
 
