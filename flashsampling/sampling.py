@@ -164,10 +164,10 @@ def sample(
         >>> seeds = torch.arange(3)
         >>> flashsampling.sample(hidden_states, weight, temperature=0.8, seed=seeds).token_ids
         tensor([414, 777, 916])
-        >>> flashsampling.sample(hidden_states[1:], weight, temperature=0.8, seed=seeds[1:]).token_ids  # in another
-        batch tensor([777, 916])
-        >>> flashsampling.sample(hidden_states, weight, temperature=0.8, seed=seeds, offset=1).token_ids  # their next
-        tokens tensor([142, 392, 169])
+        >>> flashsampling.sample(hidden_states[1:], weight, temperature=0.8, seed=seeds[1:]).token_ids
+        tensor([777, 916])
+        >>> flashsampling.sample(hidden_states, weight, temperature=0.8, seed=seeds, offset=1).token_ids
+        tensor([142, 392, 169])
         >>> weight[7] = 0.5  # a logit of 4; the others stay 0
         >>> out = flashsampling.sample(hidden_states + 1, weight, top_k=[1, 2, 0], seed=seeds, return_logprobs=True)
         >>> out.token_ids

@@ -166,8 +166,8 @@ def verify(
         >>> flashsampling.verify(torch.zeros(7, 8), weight, drafts[:2].flatten(), **flat, seed=seeds).num_emitted
         tensor([3, 2, 1])
         >>> parents = torch.tensor([[-1, -1, 1]])  # a tree: 7 or 414 comes first, and 142 after 414
-        >>> out = flashsampling.verify(torch.zeros(1, 4, 8), weight, torch.tensor([[7, 414, 142]]), parents=parents,
-        seed=0)
+        >>> drafts = torch.tensor([[7, 414, 142]])
+        >>> out = flashsampling.verify(torch.zeros(1, 4, 8), weight, drafts, parents=parents, seed=0)
         >>> out.token_ids, out.accepted_drafts
         (tensor([[414, 142, 992,  -1]]), tensor([[ 1,  2, -1]]))
     """
