@@ -137,7 +137,7 @@ def as_the_hopper_kernel(
 @pytest.mark.parametrize("kind", ["plain", "top-p, min-p", "masks"])
 def test_behind_the_hopper_kernel(kind, monkeypatch):
     """The launches after it, by requests of which it draws, and by those of which it makes logits alone."""
-    monkeypatch.setattr(of_cute, "with_logits", as_the_hopper_kernel)
+    monkeypatch.setattr(of_cute, "run_with_logits", as_the_hopper_kernel)
     monkeypatch.setattr(acceptance, "_recording_backend", lambda *_: SimpleNamespace(recorded=of_cute.recorded))
     *_, wanted = KINDS[kind]
     drafted = make_drafted(3, "rejection", head=True, sizes=(3, 2, 33), wanted=wanted)

@@ -98,11 +98,12 @@ class Real(DryRun):
 
 
 def drawn(kind, batch):
-    part = Part(kind(RANKS, 1 << 16, True), BACKENDS["triton"], [(0, VOCAB), (VOCAB, 2 * VOCAB)], 0, 2 * VOCAB) ones,
-    ids = torch.ones(batch), torch.zeros(batch, dtype=torch.int64) states, weight = torch.zeros(batch, DIM,
-    dtype=torch.bfloat16), torch.zeros(VOCAB, DIM, dtype=torch.bfloat16) params = SamplingParams(top_k=torch.ones(batch,
-    dtype=torch.int32), top_p=ones, min_p=ones, logprobs=True, top_logprobs=2) draw(part, SampleInputs(states, weight,
-    ones, ids, ids, 1, VOCAB, Shard(0, PACKED), params))
+    part = Part(kind(RANKS, 1 << 16, True), BACKENDS["triton"], [(0, VOCAB), (VOCAB, 2 * VOCAB)], 0, 2 * VOCAB)
+    ones, ids = torch.ones(batch), torch.zeros(batch, dtype=torch.int64)
+    states, weight = torch.zeros(batch, DIM, dtype=torch.bfloat16), torch.zeros(VOCAB, DIM, dtype=torch.bfloat16)
+    top_k = torch.ones(batch, dtype=torch.int32)
+    params = SamplingParams(top_k=top_k, top_p=ones, min_p=ones, logprobs=True, top_logprobs=2)
+    draw(part, SampleInputs(states, weight, ones, ids, ids, 1, VOCAB, Shard(0, PACKED), params))
 
 
 with jit.compiling(4):
