@@ -10,6 +10,7 @@ counts those that the other calls would compile, without compiling them. Its lau
 lacks these few instructions.
 """
 
+import functools
 import json
 import os
 import platform
@@ -34,7 +35,6 @@ from flashsampling.inputs import SampleInputs
 from flashsampling.param_parsers import BatchShape
 from flashsampling.sampling_params import parse_sampling_params
 
-from .from_logits import MIN_P, TOP_K, TOP_P
 from .timing import Call, machine, versions
 
 ROOT = Path(__file__).parents[1]
@@ -44,6 +44,8 @@ CALLS = {  # name -> backend, dtype
     "logits float32": ("triton", torch.float32),
     "logits bfloat16": ("triton", torch.bfloat16),
 }
+# as in ``from_logits``, whose import of tests would switch Triton's interpreter on where there is no GPU
+TOP_K, TOP_P, MIN_P = 50, 0.9, 0.05
 FILTERS = {"top_k": TOP_K, "top_p": TOP_P, "min_p": MIN_P}
 PENALTIES = {"repetition_penalty": 1.1, "frequency_penalty": 0.1, "presence_penalty": 0.1}
 TENSORS: dict[str, Callable[[int, int, torch.device], Any]] = {  # of a batch, a vocabulary's size and a device
@@ -218,7 +220,7 @@ def _without_gpu(case: Case) -> dict[str, Any]:
         logits = torch.zeros(batch, vocab, dtype=dtype)
         step = inputs(logits, None, arguments(case.mix, batch, vocab, device, rows))
         if name == "first":
-            found[name] = _timed(lambda step=step: dispatch.run(step), kernels)
+            found[name] = _timed(functools.partial(dispatch.run, step), kernels)
             continue
         missing: dict[Any, str] = {}
 
@@ -318,7 +320,9 @@ def main(
                 out.write_text(json.dumps(result, indent=1) + "\n")
     others = [name for name, *_ in cases[0].variations()][1:]
     for each in calls:
-        table = Table("mix", "first call, s", "CPU, s", "kernels", *others, title=f"{each}, {vocabs=} {batches=}")
+        table = Table(
+            "mix", "first call, s", "CPU, s", "kernels", *others, title=f"{each}, V={sizes[0][0]} B={sizes[1][0]}"
+        )
         for row in result["rows"]:
             found = row["found"]
             if row["call"] != each or "unsupported" in found:
