@@ -89,9 +89,9 @@ def quartiles(name: str, ms: Iterable[float]) -> dict[str, Any]:
     return {name: found[1], f"{name}_quartiles": found}
 
 
-def machine() -> dict[str, str]:
-    """GPU, driver side and library versions."""
-    versions = {}
+def versions() -> dict[str, str]:
+    """Returns the versions of Python and of the libraries."""
+    found = {"python": platform.python_version()}
     for package in (
         "torch",
         "triton",
@@ -103,14 +103,17 @@ def machine() -> dict[str, str]:
         "numpy",
     ):
         try:
-            versions[package] = importlib.metadata.version(package)
+            found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            versions[package] = "not installed"
-    versions["torch"] = torch.__version__
+            found[package] = "not installed"
+    return found | {"torch": torch.__version__}
+
+
+def machine() -> dict[str, str]:
+    """GPU, driver side and library versions."""
     return {
         "gpu": torch.cuda.get_device_name(),
         "multiprocessors": str(torch.cuda.get_device_properties(0).multi_processor_count),
         "cuda": torch.version.cuda or "",
-        "python": platform.python_version(),
-        **versions,
+        **versions(),
     }
