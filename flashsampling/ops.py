@@ -183,7 +183,7 @@ def choose(inputs: SampleInputs, impl: str = "") -> Backend:
             raise ValueError(f"impl={impl!r} cannot do this: {reason}")
         return backend
     reasons, kind = [], "cuda" if inputs.hidden_states.is_cuda else "cpu"
-    for backend in BACKENDS.values():  # not ``tried_on``, which costs 0.7 us more
+    for backend in BACKENDS.values():  # the list of ``tried_on`` takes 1.4 us of a call of 24 us
         if backend.chosen_on not in (kind, "any"):
             continue
         reason = backend.unsupported(inputs)
