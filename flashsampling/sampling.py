@@ -193,7 +193,8 @@ def sample(
         temperatures, seeds, offsets = parse_rows(temperature, seed, offset, batch, device)
         params = DEFAULT_PARAMS
         if not (  # the mapping below costs 1.6 us of a call of 14 us
-            None is bias is logit_scale is soft_cap is logit_bias is token_counts is repetition_penalty
+            None is bias is logit_scale  # type: ignore[comparison-overlap] # each may be None
+            is soft_cap is logit_bias is token_counts is repetition_penalty
             is frequency_penalty is presence_penalty is token_mask is top_k is top_p is min_p is joint_top_p
             is top_logprobs is logprob_ids and return_logprobs is return_logsumexp is False
         ):  # fmt: skip
