@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .sampling_params import SamplingParams
+from .sampling_params import DEFAULT_PARAMS, SamplingParams
 from .token_counts import TokenCounts
 from .torch_internals import register_dataclass
 
@@ -137,7 +137,7 @@ def make_output(
 ) -> SampleOutput:
     """Returns a backend's result in its parts. ``token_counts``: if it is a ``TokenCounts``, it counts the drawn
     tokens."""
-    if not params.needs_raw_mass():
+    if params is DEFAULT_PARAMS or not params.needs_raw_mass():
         out = SampleOutput(result.ids if num_samples == 1 else result.ids.view(batch, num_samples))
     else:
         parts = layout(batch, num_samples, params).split(result, batch)

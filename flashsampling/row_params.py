@@ -37,6 +37,8 @@ def integers(
 ) -> Tensor | int:
     """Returns 64 bits per row, as two's complement: a tensor (batch,) int64, or one number for all rows. A tensor of
     the dtype ``also`` is not converted."""
+    if type(value) is int and -(2**63) <= value < 2**63:
+        return value
     if isinstance(value, Tensor):
         dtype = value.dtype
         if dtype not in _INTEGERS:

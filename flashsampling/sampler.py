@@ -349,7 +349,7 @@ class LMHeadSampler(nn.Module):
             options: Any = self._with_head_options(params) if self._transform or self._has_bias else params
             out = sample(
                 hidden_states,
-                self.weight,
+                self._owner[0].weight,  # type: ignore[arg-type]
                 temperature=self._default_temperature(batch) if temperature is None else temperature,
                 seed=seeds[:batch],
                 offset=offsets,

@@ -191,17 +191,22 @@ def sample(
             check_impl(impl)
         num_samples = check_num_samples(num_samples)
         temperatures, seeds, offsets = parse_rows(temperature, seed, offset, batch, device)
-        options = {
-            "bias": bias, "logit_scale": logit_scale, "soft_cap": soft_cap, "logit_bias": logit_bias,
-            "token_counts": token_counts, "repetition_penalty": repetition_penalty,
-            "frequency_penalty": frequency_penalty, "presence_penalty": presence_penalty, "token_mask": token_mask,
-            "top_k": top_k, "top_p": top_p, "min_p": min_p, "joint_top_p": joint_top_p,
-            "return_logprobs": return_logprobs, "top_logprobs": top_logprobs, "logprob_ids": logprob_ids,
-            "return_logsumexp": return_logsumexp,
-        }  # fmt: skip
-        params, given = DEFAULT_PARAMS, {name: x for name, x in options.items() if x is not None and x is not False}
-        if given:
-            params = parse_sampling_params(given, batch_shape(batch, vocab, tokens, device, num_samples, tp))
+        params = DEFAULT_PARAMS
+        if not (  # the mapping below costs 1.6 us of a call of 14 us
+            None is bias is logit_scale  # type: ignore[comparison-overlap] # each may be None
+            is soft_cap is logit_bias is token_counts is repetition_penalty
+            is frequency_penalty is presence_penalty is token_mask is top_k is top_p is min_p is joint_top_p
+            is top_logprobs is logprob_ids and return_logprobs is return_logsumexp is False
+        ):  # fmt: skip
+            options = {
+                "bias": bias, "logit_scale": logit_scale, "soft_cap": soft_cap, "logit_bias": logit_bias,
+                "token_counts": token_counts, "repetition_penalty": repetition_penalty,
+                "frequency_penalty": frequency_penalty, "presence_penalty": presence_penalty, "token_mask": token_mask,
+                "top_k": top_k, "top_p": top_p, "min_p": min_p, "joint_top_p": joint_top_p,
+                "return_logprobs": return_logprobs, "top_logprobs": top_logprobs, "logprob_ids": logprob_ids,
+                "return_logsumexp": return_logsumexp,
+            }  # fmt: skip
+            params = parse_sampling_params(options, batch_shape(batch, vocab, tokens, device, num_samples, tp))
         inputs = SampleInputs(hidden_states, weight, temperatures, seeds, offsets, num_samples, tokens, shard, params)
         result = ops.sample(inputs, impl or "") if tp is None else ops.sample_sharded(inputs, tp)
     except BaseException as error:
@@ -424,7 +429,7 @@ def check_vocab_size(vocab_size: int | None, vocab: int, whose: str = "weight", 
 
 def check_num_samples(num_samples: Any) -> int:
     """Returns the number of draws per row. Raises what ``sample`` documents."""
-    count = num_samples if isinstance(num_samples, torch.SymInt) else integer("num_samples", num_samples)
+    count = num_samples if type(num_samples) in (int, torch.SymInt) else integer("num_samples", num_samples)
     if not 1 <= count <= noise.MAX_DRAWS:
         raise ValueError(f"num_samples must be from 1 to 2**24, got {count}")
     return count  # type: ignore[return-value] # a SymInt serves as an int
