@@ -45,8 +45,9 @@ import importlib.metadata
 import importlib.util
 import re
 import sys
+from dataclasses import KW_ONLY, dataclass
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -80,9 +81,7 @@ class Package(NamedTuple):
         if version is None:
             try:
                 return importlib.metadata.version(self.distribution)
-            except (
-                importlib.metadata.PackageNotFoundError
-            ):  # installed under another name, or a bare folder on the path
+            except importlib.metadata.PackageNotFoundError:  # another name, or a bare folder on the path
                 version = getattr(importlib.import_module(self.module), "__version__", "")
         return str(version)
 
@@ -91,6 +90,7 @@ def _first_missing(packages: tuple[Package, ...]) -> str | None:
     return next((reason for package in packages if (reason := package.missing()) is not None), None)
 
 
+@dataclass(eq=False)
 class Backend:
     """A row of the table.
 
@@ -103,27 +103,20 @@ class Backend:
         exchanges: its kernel does the exchange of the transport ``p2p`` itself.
         takes_logits: it runs steps whose logits are in memory (``SampleInputs.logits``).
         params_need: packages, for steps with sampling parameters.
-        shard_limits, shard_parts: see the module's docstring.
+        limits_module, parts_module: ``shard_limits`` and ``shard_parts`` of the module's docstring.
     """
 
-    def __init__(
-        self,
-        name: str,
-        package: str,
-        *,
-        needs: tuple[Package, ...] = (),
-        chosen_on: str | None,
-        sharded: bool,
-        exchanges: bool = False,
-        takes_logits: bool = True,
-        params_need: tuple[Package, ...] = (),
-        shard_limits: str = "tensor_parallel.cutoffs",
-        shard_parts: str = "tensor_parallel.outputs",
-    ) -> None:
-        self._package = package
-        self.name, self.needs, self.chosen_on, self.sharded, self.exchanges = name, needs, chosen_on, sharded, exchanges
-        self.takes_logits, self.params_need = takes_logits, params_need
-        self._shard_limits, self._shard_parts = shard_limits, shard_parts
+    name: str
+    package: str
+    _: KW_ONLY
+    needs: tuple[Package, ...] = ()
+    chosen_on: str | None
+    sharded: bool
+    exchanges: bool = False
+    takes_logits: bool = True
+    params_need: tuple[Package, ...] = ()
+    limits_module: str = "tensor_parallel.cutoffs"
+    parts_module: str = "tensor_parallel.outputs"
 
     @functools.cached_property
     def missing(self) -> str | None:
@@ -138,17 +131,17 @@ class Backend:
     @functools.cached_property
     def module(self) -> ModuleType:
         """The backend's module, imported at its first use."""
-        return importlib.import_module(f".{self._package}", __package__)
+        return importlib.import_module(f".{self.package}", __package__)
 
     @functools.cached_property
     def shard_limits(self) -> ModuleType:
         """The module that finds cutoffs over ranks, imported at its first use."""
-        return importlib.import_module(f".{self._shard_limits}", __package__)
+        return importlib.import_module(f".{self.limits_module}", __package__)
 
     @functools.cached_property
     def shard_parts(self) -> ModuleType:
         """The module that makes outputs over ranks, imported at its first use."""
-        return importlib.import_module(f".{self._shard_parts}", __package__)
+        return importlib.import_module(f".{self.parts_module}", __package__)
 
     def unsupported(self, inputs: SampleInputs) -> str | None:
         """Returns why it cannot run a step here, or None."""
@@ -199,7 +192,13 @@ class Backend:
 # 3.4 fails to compile the kernel; 3.6 is measured; 3.9 compiles it in all its shapes
 _TRITON = Package("triton", "triton", (3, 6), " (the extra triton: pip install '.[triton]' from a checkout)")
 _CUTE_HINT = " (the extra cute: pip install '.[cute]' from a checkout)"
-_LIMITS, _PARTS = "kernels.triton.sharded.cutoffs", "kernels.triton.sharded.outputs"
+_KERNELS: Any = {
+    "chosen_on": "cuda",
+    "sharded": True,
+    "exchanges": True,
+    "limits_module": "kernels.triton.sharded.cutoffs",
+    "parts_module": "kernels.triton.sharded.outputs",
+}
 _TABLE = (
     Backend(
         "cute",
@@ -210,24 +209,11 @@ _TABLE = (
             Package("nvidia_cutlass_dsl", "nvidia-cutlass-dsl", (4, 8, 0), _CUTE_HINT),
             Package("tvm_ffi", "apache-tvm-ffi", hint=_CUTE_HINT),
         ),
-        chosen_on="cuda",
-        sharded=True,
-        exchanges=True,
         takes_logits=False,
         params_need=(_TRITON,),  # draws from the logits that the kernel stores
-        shard_limits=_LIMITS,
-        shard_parts=_PARTS,
+        **_KERNELS,
     ),
-    Backend(
-        "triton",
-        "kernels.triton",
-        needs=(_TRITON,),
-        chosen_on="cuda",
-        sharded=True,
-        exchanges=True,
-        shard_limits=_LIMITS,
-        shard_parts=_PARTS,
-    ),
+    Backend("triton", "kernels.triton", needs=(_TRITON,), **_KERNELS),
     Backend("streaming", "reference.streaming", chosen_on="any", sharded=True),
     Backend("reference", "reference.oracle", chosen_on=None, sharded=False),
 )

@@ -39,9 +39,7 @@ if TYPE_CHECKING:
 
     from .tensor_parallel import TensorParallel
 
-Inputs: TypeAlias = tuple[
-    Tensor, Tensor | float, Tensor
-]  # hidden states (B, D), temperature, zeros for seeds and offsets
+# is called with hidden states (B, D), temperature, and zeros for seeds and offsets
 _Draw: TypeAlias = Callable[[Tensor, Tensor | float, Tensor], Any]
 
 _logger = logging.getLogger("flashsampling")
@@ -141,10 +139,7 @@ def _draw_all(
     check_weight(weight, 1 if tp is None else 0)
     num_samples = check_num_samples(num_samples)
     if tp is not None:
-        from .tensor_parallel import TensorParallel  # imported already if the caller has one
-
-        if not isinstance(tp, TensorParallel):
-            raise TypeError(f"tp must be a flashsampling.tensor_parallel.TensorParallel, got {type(tp).__name__}")
+        check_tensor_parallel(tp, vocab_size, impl)
     if max_batch_size is None:
         max_batch_size = 256 if tp is None else tp.max_batch_size
     max_batch_size = integer("max_batch_size", max_batch_size)
@@ -158,11 +153,7 @@ def _draw_all(
         raise RuntimeError(
             "warmup must be called before a CUDA graph is captured: the current stream is being captured"
         )
-    if tp is None:
-        tokens = check_vocab_size(vocab_size, weight.shape[0])
-    else:
-        check_tensor_parallel(tp, vocab_size, impl)
-        tokens = tp.part[0]
+    tokens = check_vocab_size(vocab_size, weight.shape[0]) if tp is None else tp.part[0]
     shape = batch_shape(max_batch_size, weight.shape[0], tokens, weight.device, num_samples, tp)
 
     def draw(
@@ -174,9 +165,8 @@ def _draw_all(
             sample(states, weight, **rows, vocab_size=vocab_size, impl=impl, tp=tp)  # type: ignore[arg-type]
             return
         some = params.rows(0, len(states))
-        for step in _with_kernel_variants(
-            SampleInputs(states, weight, temperature, zeros, zeros, num_samples, tokens, params=some), tp
-        ):
+        inputs = SampleInputs(states, weight, temperature, zeros, zeros, num_samples, tokens, params=some)
+        for step in _with_kernel_variants(inputs, tp):
             if tp is None:
                 ops.sample(step, impl or "")
             elif together:
@@ -190,9 +180,8 @@ def _draw_all(
     if kernels:
         _logger.info("warmup compiles what is missing of %d kernels: %s", len(kernels), ", ".join(kernels))
     # a group's kernels for plain draws were compiled when it was made
-    missing = [
-        each for each in plans if each[0].compiling is not None and (tp is None or each[1] is not DEFAULT_PARAMS)
-    ]
+    to_compile = [each for each in plans if tp is None or each[1] is not DEFAULT_PARAMS]
+    missing = [each for each in to_compile if each[0].compiling is not None]
     missing.sort(key=lambda each: len(each[1].names()), reverse=True)  # the longest first
     with contextlib.ExitStack() as meanwhile:
         if tp is not None and missing:
@@ -208,9 +197,8 @@ def _draw_all(
         for options in mixes:
             counts = options.get("token_counts")
             if isinstance(counts, TokenCounts):
-                counts.add(
-                    torch.full((1,), -1, device=weight.device)
-                )  # compiles the kernel that counts tokens; -1 is no token
+                # compiles the kernel that counts tokens; -1 is no token
+                counts.add(torch.full((1,), -1, device=weight.device))
         torch.cuda.current_stream(weight.device).synchronize()
     return kernels
 
@@ -233,22 +221,13 @@ def _threads() -> int:
     return min(8, os.cpu_count() or 1)
 
 
-def _inputs(weight: Tensor, batch: int) -> tuple[Inputs, Inputs]:
-    """Returns the inputs of two calls that need both kernels of a batch size."""
-    states = weight.new_zeros(batch, weight.shape[1])
-    zeros = torch.zeros(batch, dtype=torch.int64, device=weight.device)
-    # the second kernel serves calls in which some parameter is a number; Triton does not care which
-    return (states, torch.ones(batch, device=weight.device), zeros), (states, 1.0, zeros)
-
-
 class Plan(NamedTuple):
     """The kernels of a warm-up and how they are compiled."""
 
     kernels: list[str]  # their names
     batches: list[int]  # the batch sizes whose draws compile them, ascending, the same on all ranks
-    compiling: Callable[[int], AbstractContextManager[None]] | None = (
-        None  # as in ``backends``; None: one after another
-    )
+    # as in ``backends``; None: one after another
+    compiling: Callable[[int], AbstractContextManager[None]] | None = None
 
     def compile(self, weight: Tensor, draw: _Draw) -> None:
         """Compiles missing kernels, several at once, if the backend can: ``draw(hidden_states, temperature, zeros)`` is
@@ -260,8 +239,11 @@ class Plan(NamedTuple):
     def draw(self, weight: Tensor, draw: _Draw) -> None:
         """Calls ``draw`` for each kernel, one after another, on the current stream."""
         for batch in self.batches:
-            for inputs in _inputs(weight, batch):
-                draw(*inputs)
+            states = weight.new_zeros(batch, weight.shape[1])
+            zeros = torch.zeros(batch, dtype=torch.int64, device=weight.device)
+            draw(states, torch.ones(batch, device=weight.device), zeros)
+            # a second kernel serves calls in which some parameter is a number; Triton does not care which
+            draw(states, 1.0, zeros)
 
 
 def plan(
@@ -277,9 +259,8 @@ def plan(
     name = impl if tp is None else tp.impl
     if name is not None and (name not in BACKENDS or BACKENDS[name].unsupported(step) is not None):
         return Plan([], [1])  # the call raises
-    draws = (
-        num_samples if params is DEFAULT_PARAMS else 1
-    )  # with sampling parameters the kernel stores logits for any number
+    # with sampling parameters the kernel stores logits for any number
+    draws = num_samples if params is DEFAULT_PARAMS else 1
     backend = ops.choose(step, name or "")
     names, batches = backend.compiled_for(weight, max_batch_size, draws)
     if params is not DEFAULT_PARAMS:

@@ -1,6 +1,7 @@
 """Acceptance of drafts: if the target draws the same tokens (``match``), or by rejection sampling (``reject``)."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from ..sampling_params import (
     argument_names,
     parse_sampling_params,
 )
+from ..torch_internals import register_dataclass
 from .drafts import Accepted, DraftBatch, Drafts, Nodes
 
 if TYPE_CHECKING:
@@ -34,13 +36,34 @@ METHODS = ("match", "rejection")
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class Verified(NamedTuple):
-    """The fields of ``VerifyOutput``."""
+@dataclass(frozen=True)
+class VerifyOutput:
+    """The output of ``verify``. A pytree, so exported and compiled modules may return it. Releases only add fields.
+
+    Attributes:
+        token_ids: (B, n + 1) int64: the request's next tokens, then -1. They are the accepted drafts, then one token
+            that the target draws after them, in place of the first draft that is not accepted.
+        num_accepted: (B,) int64: how many of them are drafts.
+        num_emitted: (B,) int64: how many tokens there are: ``num_accepted + 1``, or ``num_accepted`` if the target has
+            no token because its scores hold a NaN or no finite value.
+        accepted_drafts: (B, n) int64, only for trees: the indices of the accepted drafts, in order, then -1; their rows
+            of the target's key-value cache stay. None for chains, where they are the first ones.
+
+    Example:
+        >>> import torch, flashsampling
+        >>> hidden_states, weight = torch.zeros(1, 3, 8), torch.zeros(1000, 8)
+        >>> out = flashsampling.verify(hidden_states, weight, torch.tensor([[414, 7]]), seed=0)
+        >>> out.token_ids, out.num_accepted, out.num_emitted
+        (tensor([[414, 142,  -1]]), tensor([1]), tensor([2]))
+    """
 
     token_ids: Tensor
     num_accepted: Tensor
     num_emitted: Tensor
-    accepted_drafts: Tensor | None
+    accepted_drafts: Tensor | None = None
+
+
+register_dataclass(VerifyOutput, serialized_type_name="flashsampling.VerifyOutput")
 
 
 class Target(NamedTuple):
@@ -88,7 +111,9 @@ class RequestParams(NamedTuple):
 
     def counts_at(self, nodes: Nodes, drafts: Drafts, vocab_size: int) -> Tensor | None:
         """Returns the token counts at some positions, which include the drafts before them."""
-        return None if self.params.counts is None else drafts.counts(self.params.counts, nodes, vocab_size)
+        if self.params.counts is None:
+            return None
+        return drafts.counted(self.params.counts.index_select(0, nodes.request), nodes, vocab_size)
 
     def has_matrices(self) -> bool:
         """Returns whether a request may have parameters besides ``ROW_FIELDS``."""
@@ -97,13 +122,8 @@ class RequestParams(NamedTuple):
     def expand(
         self, numbers: Sequence[Any], request: Tensor | None, masks: Tensor | None, counts: Tensor | None
     ) -> SamplingParams:
-        """Returns the sampling parameters of some positions.
-
-        Args:
-            numbers: the positions' ``ROW_FIELDS``.
-            request: (k,), each position's request; None if no request has matrices.
-            masks, counts: the positions' token masks and counts.
-        """
+        """Returns the sampling parameters of some positions, whose ``ROW_FIELDS`` are ``numbers``. ``request``: (k,),
+        each position's; None if no request has matrices."""
         if self.params is DEFAULT_PARAMS and masks is None:
             return DEFAULT_PARAMS
         params = self.params._replace(**dict(zip(ROW_FIELDS, numbers)))
@@ -116,10 +136,12 @@ class RequestParams(NamedTuple):
         return params._replace(**of_positions | per_request, seen=None)  # drafts add counts that it misses
 
 
-def match(target: Target, given: DraftBatch, parameters: RequestParams, _: Tensor | None) -> Verified:
+def match(target: Target, given: DraftBatch, parameters: RequestParams, _: Tensor | None) -> VerifyOutput:
     """Accepts drafts that equal what ``sample`` draws at their position with the request's own noise."""
     if _runs_kernels(target.states, given):
-        return _match_by_kernels(target, given, parameters)
+        with torch.cuda.device_of(target.states):
+            rows, params = _expand(target, given, parameters)
+            return _verify_tokens_by_kernel(given, _draw(target, rows, params, lambda: _hash(given)))
     drafts = given.drafts()
     rows, params = parameters.at(drafts.nodes(), drafts, target.vocab_size)
     return _verify_tokens(drafts, _draw(target, rows, params, drafts.hash))
@@ -154,24 +176,24 @@ def sample_with_draft_hash(
     return make_output(result, positions, 1, parsed)
 
 
-def verify_by_match(given: DraftBatch, tokens: Tensor) -> Verified:
+def verify_by_match(given: DraftBatch, tokens: Tensor) -> VerifyOutput:
     """Accepts drafts while they equal the tokens drawn at their positions, (R,): the second half of ``match``."""
     if _runs_kernels(tokens, given):
         return _verify_tokens_by_kernel(given, tokens)
     return _verify_tokens(given.drafts(), tokens)
 
 
-def _verify_tokens(drafts: Drafts, tokens: Tensor) -> Verified:
+def _verify_tokens(drafts: Drafts, tokens: Tensor) -> VerifyOutput:
     tokens = tokens[drafts.rows]
     accepted = drafts.matched(tokens)
     return _output(drafts, accepted, torch.where(accepted.nodes < 0, -1, tokens.gather(1, accepted.nodes.clamp(min=0))))
 
 
-def _verify_tokens_by_kernel(given: DraftBatch, tokens: Tensor) -> Verified:
+def _verify_tokens_by_kernel(given: DraftBatch, tokens: Tensor) -> VerifyOutput:
     from ..kernels.triton.speculative import draft_chains
 
     with torch.cuda.device_of(tokens):
-        return Verified(*draft_chains.match(given.token_ids, *given[2:], tokens), None)
+        return VerifyOutput(*draft_chains.match(given.token_ids, *given[2:], tokens), None)
 
 
 def _hash(given: DraftBatch) -> Tensor:
@@ -205,12 +227,6 @@ def _runs_kernels(states: Tensor, given: DraftBatch) -> bool:
     return given.parents is None and given.batch > 0 and runs_small_kernels(states)
 
 
-def _match_by_kernels(target: Target, given: DraftBatch, parameters: RequestParams) -> Verified:
-    with torch.cuda.device_of(target.states):
-        rows, params = _expand(target, given, parameters)
-        return _verify_tokens_by_kernel(given, _draw(target, rows, params, lambda: _hash(given)))
-
-
 def _expand(target: Target, given: DraftBatch, parameters: RequestParams) -> tuple[dict[str, Any], SamplingParams]:
     """Returns ``RequestParams.at`` of all positions; a kernel expands what has one number per request."""
     from ..kernels.triton.speculative import draft_chains
@@ -232,7 +248,7 @@ def _expand(target: Target, given: DraftBatch, parameters: RequestParams) -> tup
     return dict(zip(("temperature", "seed", "offset"), rows)), expanded
 
 
-def reject(target: Target, given: DraftBatch, parameters: RequestParams, draft_probs: Tensor | None) -> Verified:
+def reject(target: Target, given: DraftBatch, parameters: RequestParams, draft_probs: Tensor | None) -> VerifyOutput:
     """Accepts drafts by a coin each, and draws in place of the first refused one as ``reference/rejection`` does."""
     if target.tp is not None:
         return _reject_over_ranks(target.tp, target, given, parameters, draft_probs)
@@ -266,7 +282,7 @@ def reject(target: Target, given: DraftBatch, parameters: RequestParams, draft_p
 
 def _reject_over_ranks(
     tp: "TensorParallel", target: Target, given: DraftBatch, parameters: RequestParams, draft_probs: Tensor | None
-) -> Verified:
+) -> VerifyOutput:
     """Rejects as ``tensor_parallel/rejection`` does."""
     drafts = given.drafts()
     rows, params = parameters.at(drafts.nodes(), drafts, target.vocab_size)
@@ -295,22 +311,22 @@ def _recording_backend(target: Target, given: DraftBatch, parameters: RequestPar
 
 def _reject_by_kernels(
     backend: Backend, target: Target, given: DraftBatch, parameters: RequestParams, draft_probs: Tensor | None
-) -> Verified:
+) -> VerifyOutput:
     from ..kernels.triton.speculative import rejection
 
     with torch.cuda.device_of(target.states):
         inputs = target.inputs(target.states, *_expand(target, given, parameters))
-        return Verified(
+        return VerifyOutput(
             *rejection.run(inputs, backend.recorded(inputs), given.token_ids, *given[2:], draft_probs), None
         )
 
 
-def _output(drafts: Drafts, accepted: Accepted, token_ids: Tensor) -> Verified:
+def _output(drafts: Drafts, accepted: Accepted, token_ids: Tensor) -> VerifyOutput:
     """Returns the output. ``token_ids``: accepted drafts and the token after them."""
     count, nodes = accepted
     has_token = token_ids.gather(1, count[:, None])[:, 0] >= 0
     path = None if drafts.tree is None else (nodes[:, 1:] - 1).clamp(min=-1)
-    return Verified(token_ids, count, count + has_token, path)
+    return VerifyOutput(token_ids, count, count + has_token, path)
 
 
 # -- arguments

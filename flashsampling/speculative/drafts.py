@@ -111,10 +111,6 @@ class Drafts(NamedTuple):
             parents = parents.gather(1, parents)
         return on_path.flatten(0, 1)[nodes.request * (n + 1) + nodes.node, 1:]
 
-    def counts(self, counts: Tensor, nodes: Nodes, vocab_size: int) -> Tensor:
-        """Returns (k, V) int32: the requests' counts (B, V) plus the drafts before a node's position."""
-        return self.counted(counts.index_select(0, nodes.request), nodes, vocab_size)
-
     def counted(self, rows: Tensor, nodes: Nodes, vocab_size: int) -> Tensor:
         """Adds the drafts before a node's position to ``rows`` (k, V) int32, in place, and returns them."""
         ids = self.token_ids.index_select(0, nodes.request)
@@ -130,9 +126,7 @@ class Drafts(NamedTuple):
         equal = (ids[:, :, None] == ids[:, None, :]) & (before[:, :, None] == before[:, None, :]) & sound[:, None, :]
         again = equal.tril(-1).any(dim=-1)  # an earlier sibling has the same token
         holds = (tokens.gather(1, before) == ids) & (ids >= 0) & sound & ~again
-        on_path = (
-            torch.cat([torch.ones_like(holds[:, :1]), holds], dim=1) if ids.shape[1] else torch.ones_like(tokens).bool()
-        )
+        on_path = torch.nn.functional.pad(holds, (1, 0), value=True)  # the root is
         for _ in _doublings(ids.shape[1]):  # doubles the distance in every round
             on_path = on_path & on_path.gather(1, parents)
             parents = parents.gather(1, parents)

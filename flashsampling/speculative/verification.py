@@ -1,6 +1,5 @@
 """``verify``: accepts drafts of several tokens per request by what the target draws."""
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, SupportsIndex
 
 from torch import Tensor
@@ -18,8 +17,16 @@ from ..sampling import (
 )
 from ..sampling_params import SamplingOptions, with_sampling_options
 from ..token_counts import TokenCounts
-from ..torch_internals import register_dataclass
-from .acceptance import METHODS, RequestParams, Target, check_draft_probs, match, parse_request_params, reject
+from .acceptance import (
+    METHODS,
+    RequestParams,
+    Target,
+    VerifyOutput,
+    check_draft_probs,
+    match,
+    parse_request_params,
+    reject,
+)
 from .drafts import DraftBatch, layout
 
 if TYPE_CHECKING:
@@ -27,35 +34,7 @@ if TYPE_CHECKING:
 
     from ..tensor_parallel import TensorParallel
 
-
-@dataclass(frozen=True)
-class VerifyOutput:
-    """The output of ``verify``. A pytree, so exported and compiled modules may return it. Releases only add fields.
-
-    Attributes:
-        token_ids: (B, n + 1) int64: the request's next tokens, then -1. They are the accepted drafts, then one token
-            that the target draws after them, in place of the first draft that is not accepted.
-        num_accepted: (B,) int64: how many of them are drafts.
-        num_emitted: (B,) int64: how many tokens there are: ``num_accepted + 1``, or ``num_accepted`` if the target has
-            no token because its scores hold a NaN or no finite value.
-        accepted_drafts: (B, n) int64, only for trees: the indices of the accepted drafts, in order, then -1; their rows
-            of the target's key-value cache stay. None for chains, where they are the first ones.
-
-    Example:
-        >>> import torch, flashsampling
-        >>> hidden_states, weight = torch.zeros(1, 3, 8), torch.zeros(1000, 8)
-        >>> out = flashsampling.verify(hidden_states, weight, torch.tensor([[414, 7]]), seed=0)
-        >>> out.token_ids, out.num_accepted, out.num_emitted
-        (tensor([[414, 142,  -1]]), tensor([1]), tensor([2]))
-    """
-
-    token_ids: Tensor
-    num_accepted: Tensor
-    num_emitted: Tensor
-    accepted_drafts: Tensor | None = None
-
-
-register_dataclass(VerifyOutput, serialized_type_name="flashsampling.VerifyOutput")
+__all__ = ["VerifyOutput", "verify", "verify_from_logits"]
 
 
 @with_sampling_options
@@ -262,7 +241,7 @@ def _verify(
     rows = parse_rows(temperature, seed, offset, given.batch, target.states.device, callers=2)
     function = verify if target.weight is not None else verify_from_logits
     parameters = RequestParams(*rows, *parse_request_params(options, target, given, function))
-    out = VerifyOutput(*(match if method == "match" else reject)(target, given, parameters, probs))
+    out = (match if method == "match" else reject)(target, given, parameters, probs)
     counts = options.get("token_counts")
     if isinstance(counts, TokenCounts):
         counts.add(out.token_ids)

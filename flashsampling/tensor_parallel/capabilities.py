@@ -158,12 +158,8 @@ def choose_impl(members: Sequence[RankCapabilities]) -> str:
 def choose_transport(
     members: Sequence[RankCapabilities], impl: str, no_p2p: str | None = None
 ) -> tuple[str, str | None]:
-    """Chooses the first usable transport, or the requested one. Raises the same on every rank.
-
-    Args:
-        members: the ranks' capabilities, by rank.
-        impl: name of the chosen backend.
-        no_p2p: the reason why an attempt to use p2p failed.
+    """Chooses the first usable transport, or the requested one. Raises the same on every rank. ``no_p2p``: the reason
+    why an attempt to use p2p failed.
 
     Returns:
         The transport's name, and the reason why it is not p2p. The reason is None unless p2p was tried, or no transport

@@ -44,50 +44,28 @@ _LEAST_TO_CONNECT = {"gloo": 15.0, "nccl": 60.0}
 
 
 class Construction:
-    """Constructs a group on this rank. ``run`` fills the attributes.
+    """Constructs a group on this rank. ``run`` fills the attributes. A single rank has no rendezvous."""
 
-    Args:
-        group: the process group, None for the default one.
-        rendezvous: the group's rendezvous; None for a single rank.
-        store_host: the rank whose process probably holds the store.
-
-    Attributes:
-        own: this rank's capabilities; sizes and time-out are the same on all ranks.
-        first_token: id of this shard's first token.
-        last_token: id after this shard's last token that can be sampled.
-        vocab_size: tokens of the whole vocabulary that can be sampled.
-        num_rows: rows of all shards together, with padding.
-        ranges: ids of every rank's tokens that can be sampled, [first, last), by rank.
-        impl: name of the chosen backend.
-        transport_name: name of the chosen transport.
-        transport: the transport; None for a single rank.
-        shard: the shard description for kernels.
-    """
-
-    own: capabilities.RankCapabilities
+    # as in ``TensorParallel``, or
+    own: capabilities.RankCapabilities  # sizes and time-out are the same on all ranks
     first_token: int
     last_token: int
     vocab_size: int
     num_rows: int
-    ranges: list[tuple[int, int]]
+    ranges: list[tuple[int, int]]  # every rank's tokens that can be sampled, [first, last)
     impl: str
     transport_name: str
-    shard: Shard
+    shard: Shard  # for kernels
 
     def __init__(self, group: dist.ProcessGroup | None, rendezvous: Rendezvous | None, store_host: int) -> None:
         self._group, self._rendezvous, self._store_host = group, rendezvous, store_host
-        self.transport: Transport | None = None
+        self.transport: Transport | None = None  # of several ranks
 
     def run(self, weight: Tensor, timeout: float | timedelta, options: dict[str, Any]) -> None:
         """Constructs the group. A collective call.
 
         Raises what ``TensorParallel`` raises, but RemoteError for an exception of another rank. Cleans up first.
-
-        Args:
-            weight: (V_shard, D), unchecked like all arguments of users.
-            timeout: seconds, or a timedelta.
-            options: the other arguments of ``TensorParallel``, by name.
-        """
+        ``options``: the other arguments of ``TensorParallel``, by name. All are unchecked."""
         try:
             members = self._agree(weight, timeout, options)
             self.impl = capabilities.choose_impl(members)
@@ -101,11 +79,8 @@ class Construction:
             self._stage("the end of construction", lambda: self._compile(weight))
         except BaseException as error:
             if self.transport is not None:
-                if (
-                    isinstance(self.transport, Gloo)
-                    and self._rendezvous is not None
-                    and not isinstance(error, RemoteError)
-                ):
+                assert self._rendezvous is not None
+                if isinstance(self.transport, Gloo) and not isinstance(error, RemoteError):
                     # peers may be in their first step and learn of the failure there
                     self.transport.declare(abort_failure(self._rendezvous.rank, error))
                     self.transport.drain()
@@ -206,10 +181,8 @@ class Construction:
 
         Returns None, or the reason why memory cannot be mapped (missing rights in a container, say)."""
         try:
-            own = self.own
-            self.transport = PeerToPeer(
-                rendezvous, device, capacity, own.timeout, own.max_batch_size, own.max_num_samples
-            )
+            rows, draws = self.own.max_batch_size, self.own.max_num_samples
+            self.transport = PeerToPeer(rendezvous, device, capacity, self.own.timeout, rows, draws)
             rendezvous.exchange("mapping peers' memory", b"")
             return None
         except TensorParallelError:

@@ -8,18 +8,10 @@ import torch
 
 
 class DeviceThread:
-    """Runs a call that may never return in a thread of its own.
-
-    Args:
-        call: runs with ``device`` as the current device.
-        device: the group's device.
-
-    Attributes:
-        error: the exception that the call raised, or None.
-    """
+    """Runs a call that may never return in a thread of its own, with ``device`` as the current device."""
 
     def __init__(self, call: Callable[[], None], device: torch.device) -> None:
-        self.error: Exception | None = None
+        self.error: Exception | None = None  # of the call
 
         def work() -> None:
             try:

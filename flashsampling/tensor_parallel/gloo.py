@@ -21,13 +21,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .. import exchange_protocol
-from ..exchange_protocol import Shard
+from ..exchange_protocol import tokens_of
 from ..inputs import DraftChains, SampleInputs
 from ..sampling_params import DEFAULT_PARAMS, RANK_LOCAL_FIELDS
 from .failures import Failure, TensorParallelError, abort_failure
 from .message import FAILED, HASHED, HEADER, STEP, Hashes, difference
 from .rendezvous import Rendezvous
+from .transport import Transport
 
 _FIRST_TAG = 0x46530000  # not torch's default, 0: a user's own send would meet a step, and gloo would abort
 _LEAST_WAIT = 1e-3  # seconds; gloo counts milliseconds and takes 0 for no bound
@@ -37,27 +37,16 @@ _LOOK_AGAIN = 0.02  # seconds between two looks for the reason
 _NEW_GROUP = "make a new process group (torch.distributed.new_group)"
 
 
-class Gloo:
-    """Implements ``transport.Transport`` by point-to-point messages.
-
-    Args:
-        group: the process group, None for the default one.
-        rendezvous: the group's rendezvous.
-        max_batch_size: the most rows.
-        capacity: the most winners of a step.
-        seconds: how long to wait for a peer.
-    """
-
-    name = "gloo"
-    skips = False
+class Gloo(Transport):
+    """Carries winners by point-to-point messages."""
 
     def __init__(
         self,
-        group: dist.ProcessGroup | None,
+        group: dist.ProcessGroup | None,  # None: the default one
         rendezvous: Rendezvous,
         max_batch_size: int,
-        capacity: int,
-        seconds: float,
+        capacity: int,  # the most winners of a step
+        seconds: float,  # how long to wait for a peer
     ) -> None:
         self.skipped_calls = 0
         self._rendezvous, self._seconds = rendezvous, seconds
@@ -101,20 +90,11 @@ class Gloo:
     def _error(self, failure: Failure) -> TensorParallelError:
         return failure.error(self._rendezvous.who(failure.rank), self._seconds)
 
-    def shard(self, first_token: int) -> Shard:
-        """Implements ``Transport.shard``."""
-        return Shard(first_token, exchange_protocol.PACKED)
-
-    dry_run_transport = shard
-
-    def compare(self, step: SampleInputs) -> None:
-        """Implements ``Transport.compare``: the message holds all parameters, so there is nothing to do."""
-
     def finish(self, out: Tensor, step: SampleInputs) -> Tensor:
         """Implements ``Transport.finish``. Raises the failure of this step on all ranks."""
         try:
             self.begin(step)
-            tokens = exchange_protocol.tokens_of(self._gathered_words(out.cpu())).to(out.device)
+            tokens = tokens_of(self._gathered_words(out.cpu())).to(out.device)
         except BaseException as error:
             self.end(error)
             raise
@@ -263,14 +243,10 @@ class Gloo:
                     with contextlib.suppress(RuntimeError):  # a lost connection
                         works.extend(map(transfer, [[message]], [rank], [self._tag]))
 
-    def close(self, all_done: bool) -> None:
-        """Implements ``Transport.close``: peers touch no memory of this rank, so there is nothing to do."""
-
 
 _kept: dict[int, Any] = {}  # messages in flight: a peer outside of a step takes them when it learns of a failure
-_closed: weakref.WeakKeyDictionary[dist.ProcessGroup, Failure] = (
-    weakref.WeakKeyDictionary()
-)  # the failure that closed them
+# process groups whose connections are closed -> the failure that closed them
+_closed: weakref.WeakKeyDictionary[dist.ProcessGroup, Failure] = weakref.WeakKeyDictionary()
 
 
 def _on_host(value: Any) -> Any:

@@ -28,7 +28,7 @@ from .rendezvous import RemoteError, Rendezvous
 from .serialization import MalformedError, from_bytes, to_bytes
 from .sharding import process_group, rank_and_size
 from .store import open_store
-from .transport import DryRun, SingleRank, Transport
+from .transport import Collectives, DryRun, SingleRank, Transport
 
 _USUAL_TIMEOUT = 60.0  # seconds
 _LOOK_FOR_FAILURE = 0.05  # seconds
@@ -290,9 +290,8 @@ class TensorParallel:
             done = self._wait_for_device()
 
         def failure() -> Failure | None:
-            return (
-                transport.failure() or rendezvous.try_declared()
-            )  # gloo and p2p may learn of it only in their next step
+            # gloo and p2p may learn of it only in their next step
+            return transport.failure() or rendezvous.try_declared()
 
         def excused() -> Sequence[int]:
             transport.drain()  # a rank that is missing may wait for its device
@@ -425,9 +424,7 @@ class TensorParallel:
         ``step.params`` are those of the whole vocabulary."""
         if self._transport is None and step.drafted is None:
             return backend.run(step)
-        part = filtered_sampling.Part(
-            self._transport or SingleRank(), backend, self._ranges, self.rank, self.vocab_size
-        )
+        part = self._part(self._transport or SingleRank(), backend)
         return (filtered_sampling.draw if step.drafted is None else rejection.reject)(part, step)
 
     def dry_run(self, backend: Backend, step: SampleInputs) -> SampleResult:
@@ -437,9 +434,10 @@ class TensorParallel:
         if backend.runs_on_shard(step):
             return backend.run(step._replace(shard=self._transport.dry_run_transport(self.first_token)))
         rounds = DryRun(self.world_size, self._transport.room, self._transport.skips)
-        return filtered_sampling.draw(
-            filtered_sampling.Part(rounds, backend, self._ranges, self.rank, self.vocab_size), step
-        )
+        return filtered_sampling.draw(self._part(rounds, backend), step)
+
+    def _part(self, transport: Collectives, backend: Backend) -> filtered_sampling.Part:
+        return filtered_sampling.Part(transport, backend, self._ranges, self.rank, self.vocab_size)
 
     @contextmanager
     def busy(self) -> Iterator[None]:

@@ -47,18 +47,12 @@ def odd_factors(count: int) -> Tensor:
 @functools.lru_cache(maxsize=64)
 def temperature_bits(temperature: float) -> int:
     """Returns the int64 that a tensor's float32 temperature gives, for a temperature of all rows."""
-    return int(
-        (torch.tensor([temperature], dtype=torch.float32, device="cpu") + 0.0).view(torch.int32)
-    )  # -0.0 becomes 0.0
+    number = torch.tensor([temperature], dtype=torch.float32, device="cpu") + 0.0  # -0.0 becomes 0.0
+    return int(number.view(torch.int32))
 
 
 class Hashes:
-    """Hashes parameters: tensors on their device, numbers on the host.
-
-    Args:
-        max_rows: rows of the largest batch.
-        device: the device of tensors.
-    """
+    """Hashes parameters of up to ``max_rows`` rows: tensors on their device, numbers on the host."""
 
     def __init__(self, max_rows: int, device: torch.device) -> None:
         factors = odd_factors(2 * max_rows)
@@ -68,9 +62,8 @@ class Hashes:
         self.of_fields: dict[int, int] = dict(enumerate(along[: HEADER - FIRST_PARAM].tolist(), FIRST_PARAM))
         self.of_draft_hash = self.of_fields[_PARAM_WORDS["draft_token_ids"]]
         self.columns, self.again = _COLUMNS, _AGAIN
-        self._sums = [
-            [0, *half.cumsum(0).tolist()] for half in (factors[::2], factors[1::2])
-        ]  # sums over the first rows
+        # sums over the first rows
+        self._sums = [[0, *half.cumsum(0).tolist()] for half in (factors[::2], factors[1::2])]
 
     def write(
         self,

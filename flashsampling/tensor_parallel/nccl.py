@@ -40,14 +40,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .. import exchange_protocol
-from ..exchange_protocol import Shard
+from ..exchange_protocol import tokens_of
 from ..inputs import SampleInputs
 from ..sampling_params import DEFAULT_PARAMS
 from .failures import Failure
 from .message import FAILED, HEADER, STEP, Hashes, difference
 from .rendezvous import Rendezvous
 from .store import StoreGoneError
+from .transport import Transport
 from .watchdog import Heartbeat, Watchdog, read_heartbeats
 
 DRAIN_LIMIT = 5.0  # seconds
@@ -55,31 +55,18 @@ DRAIN_AT_MOST = 120.0  # seconds, whatever number of all-gathers the store claim
 _LOOK_AFTER_FAILURE = 0.1  # seconds
 
 
-class Nccl:
-    """Implements ``transport.Transport`` by NCCL's all-gather.
-
-    Args:
-        group: the process group, None for the default one.
-        rendezvous: the group's rendezvous.
-        device: the shard's device.
-        max_batch_size: the most rows.
-        capacity: the most winners of a step.
-        seconds: how long to wait for a peer.
-        store_host: the rank whose process probably holds the store.
-    """
-
-    name = "nccl"
-    skips = False
+class Nccl(Transport):
+    """Carries winners by NCCL's all-gather."""
 
     def __init__(
         self,
-        group: dist.ProcessGroup | None,
+        group: dist.ProcessGroup | None,  # None: the default one
         rendezvous: Rendezvous,
         device: torch.device,
         max_batch_size: int,
-        capacity: int,
-        seconds: float,
-        store_host: int = 0,
+        capacity: int,  # the most winners of a step
+        seconds: float,  # how long to wait for a peer
+        store_host: int = 0,  # as in ``Rendezvous``
     ) -> None:
         self._group, self._rendezvous, self._device, self._timeout = group, rendezvous, device, seconds
         self._rank, self._ranks, self._store_host = rendezvous.rank, rendezvous.ranks, store_host
@@ -148,15 +135,6 @@ class Nccl:
     def _capturing(self) -> bool:
         return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
-    def shard(self, first_token: int) -> Shard:
-        """Implements ``Transport.shard``."""
-        return Shard(first_token, exchange_protocol.PACKED)
-
-    dry_run_transport = shard
-
-    def compare(self, step: SampleInputs) -> None:
-        """Implements ``Transport.compare``: the message holds all parameters, so there is nothing to do."""
-
     def finish(self, out: Tensor, step: SampleInputs) -> Tensor:
         """Implements ``Transport.finish``.
 
@@ -169,7 +147,7 @@ class Nccl:
                 self._hashes.clear(self._message)
         if messages is None:
             return torch.full_like(out, -1)
-        return torch.where((self._failed | self._told_failed) != 0, -1, exchange_protocol.tokens_of(messages))
+        return torch.where((self._failed | self._told_failed) != 0, -1, tokens_of(messages))
 
     def begin(self, step: SampleInputs) -> None:
         """Implements ``Collectives.begin``."""

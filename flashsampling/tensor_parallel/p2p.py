@@ -30,6 +30,7 @@ from .failures import Failure
 from .fd_passing import exchange_file_descriptors
 from .message import Hashes
 from .rendezvous import Rendezvous
+from .transport import Transport
 
 _OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 _PINNED = 1  # CU_MEM_ALLOCATION_TYPE_PINNED
@@ -111,13 +112,8 @@ def _write(address: int, words: list[int]) -> None:
 
 
 class _Mapping:
-    """Physical memory that this process maps, allocated by this rank or by a peer.
-
-    Args:
-        device: the device that uses it.
-        size: bytes, a multiple of the driver's granularity.
-        handle: the driver's handle.
-    """
+    """Physical memory that this process maps, allocated by this rank or by a peer. ``handle`` is the driver's,
+    ``size`` in bytes a multiple of its granularity."""
 
     def __init__(self, device: torch.device, size: int, handle: int) -> None:
         self._device, self._size, self._handle = device, size, handle
@@ -163,19 +159,11 @@ class _Mapping:
         self._undo.close()
 
 
-class PeerToPeer:
-    """Implements ``transport.Transport`` over symmetric memory.
+class PeerToPeer(Transport):
+    """Carries winners over symmetric memory.
 
     Holds this rank's memory of the peer-to-peer protocol and the table of all ranks' addresses, which kernels read. The
     ranks are on one host, on a GPU each, visible to this process or not.
-
-    Args:
-        rendezvous: the group's rendezvous.
-        device: this rank's device.
-        capacity: words that fit in a message: rows times draws, or more.
-        seconds: how long a kernel waits for a peer.
-        max_batch_size: the most rows.
-        max_num_samples: the most draws per row.
 
     Raises:
         RuntimeError: memory cannot be passed or mapped; holds the driver's reason.
@@ -183,15 +171,14 @@ class PeerToPeer:
         MemoryError: the device has no memory left.
     """
 
-    name = "p2p"
     skips = True
 
     def __init__(
         self,
         rendezvous: Rendezvous,
         device: torch.device,
-        capacity: int,
-        seconds: float,
+        capacity: int,  # words that fit in a message: rows times draws, or more
+        seconds: float,  # how long a kernel waits for a peer
         max_batch_size: int = 1,
         max_num_samples: int = 1,
     ) -> None:
@@ -216,11 +203,9 @@ class PeerToPeer:
             host_words = torch.zeros(2, dtype=torch.int64, device="cpu", pin_memory=True)
             _kept.append(host_words)
             self._host_words = host_words.numpy()  # an element costs a tenth of a tensor's
-            self._table, self._dry_run_table = (
-                _zeroed(protocol.TABLE_SHARED + ranks),
-                _zeroed(protocol.TABLE_SHARED + 1),
-            )
+            self._table = _zeroed(protocol.TABLE_SHARED + ranks)
             # a group of this rank alone, for the dry run
+            self._dry_run_table = _zeroed(protocol.TABLE_SHARED + 1)
             winners = max_batch_size * max_num_samples
             alone = _zeroed(protocol.shared_words(1, winners))
             try:
@@ -228,11 +213,9 @@ class PeerToPeer:
             except BaseException:
                 self._unmap()
                 raise
-            nanoseconds = int(seconds * 1e9)
-            _write(self._table, protocol.table_words(rank, capacity, nanoseconds, host_words.data_ptr(), addresses))
-            _write(
-                self._dry_run_table, protocol.table_words(0, winners, nanoseconds, host_words.data_ptr() + 8, [alone])
-            )
+            nanoseconds, host = int(seconds * 1e9), host_words.data_ptr()
+            _write(self._table, protocol.table_words(rank, capacity, nanoseconds, host, addresses))
+            _write(self._dry_run_table, protocol.table_words(0, winners, nanoseconds, host + 8, [alone]))
             torch.cuda.synchronize(device)
 
     def _share(self, rendezvous: Rendezvous, words: int, seconds: float) -> list[int]:
@@ -325,12 +308,10 @@ class PeerToPeer:
             verdict = Verdict.of(int(self._host_words[0]))
             self._failure = _to_failure(verdict)
             if verdict.kind == protocol.DECLARED:  # the verdict holds the rank, the store holds the reason
-                own = (
-                    self._own_failure
-                    if self._own_failure is not None and self._own_failure.rank == verdict.straggler
-                    else None
-                )
-                self._failure = self._rendezvous.try_declared() or own or self._failure
+                own = self._own_failure
+                if own is not None and own.rank == verdict.straggler:
+                    self._failure = own
+                self._failure = self._rendezvous.try_declared() or self._failure
         return self._failure
 
     def declare(self, failure: Failure) -> Failure:
@@ -340,9 +321,8 @@ class PeerToPeer:
             return known
         from ..kernels.triton.sharded.peer_exchange import declare  # comes with torch for CUDA
 
-        failure = self._own_failure = self._rendezvous.declare(
-            failure
-        )  # its words; that it is so, the ranks' memory decides
+        # the store has its words; the ranks' memory decides that it is so
+        failure = self._own_failure = self._rendezvous.declare(failure)
         verdict = Verdict(protocol.DECLARED, failure.rank, self._rendezvous.rank, step=(failure.step or 0) & 0x7FFFFFFF)
         # a broken device raises here; its peers' kernels then wait until their time-out
         with contextlib.suppress(Exception), torch.cuda.device(self._device):
@@ -352,9 +332,6 @@ class PeerToPeer:
             stream.synchronize()
         self._failure = self.failure() or failure
         return self._failure
-
-    def drain(self) -> None:
-        """Implements ``Transport.drain``: no kernel waits without a bound, so there is nothing to drain."""
 
     def close(self, all_done: bool) -> None:
         """Implements ``Transport.close``."""

@@ -43,13 +43,8 @@ _LINGER = 2.0  # seconds
 
 
 class RemoteError(RuntimeError):
-    """Another rank could not take part in an exchange. All ranks but that one raise it.
-
-    Attributes:
-        rank: the rank with the error.
-        kind: class name of its exception.
-        message: text of its exception.
-    """
+    """Rank ``rank`` could not take part in an exchange, for an exception of class ``kind``. All other ranks raise
+    it."""
 
     def __init__(self, rank: int, kind: str, message: str) -> None:
         super().__init__(f"rank {rank}: {kind}: {message}")
@@ -58,14 +53,6 @@ class RemoteError(RuntimeError):
 
 class Rendezvous:
     """The exchanges of one group, from its construction until it is closed.
-
-    Args:
-        connect: opens the process group's store (``store.open_store``).
-        rank: this rank.
-        ranks: number of ranks.
-        seconds: the time-out for a rank without a heartbeat.
-        who: returns a rank's name for messages.
-        store_host: the rank whose process probably holds the store; it is named when the store is gone.
 
     Attributes:
         number: how many groups this rank has begun to make over this store before. The store counts them by rank,
@@ -77,12 +64,12 @@ class Rendezvous:
 
     def __init__(
         self,
-        connect: Callable[[], Store],
+        connect: Callable[[], Store],  # ``store.open_store``
         rank: int,
         ranks: int,
-        seconds: float,
-        who: Callable[[int], str] = "rank {}".format,
-        store_host: int = 0,
+        seconds: float,  # the time-out for a rank without a heartbeat
+        who: Callable[[int], str] = "rank {}".format,  # a rank's name for messages
+        store_host: int = 0,  # the rank whose process probably holds the store; it is named when the store is gone
     ) -> None:
         self.rank, self.ranks, self.seconds, self.who, self._store_host = rank, ranks, seconds, who, store_host
         self.store = BoundedStore(connect, seconds)

@@ -83,8 +83,3 @@ def rank_and_size(group: dist.ProcessGroup | None) -> tuple[int, int]:
     if rank < 0:
         raise ValueError("group must contain this process")
     return rank, dist.get_world_size(group)
-
-
-def global_rank(group: dist.ProcessGroup | None, rank: int) -> int:
-    """Returns a group's rank in the default group."""
-    return rank if group is None else dist.get_global_rank(group, rank)

@@ -25,20 +25,12 @@ class BoundedStore:
     """The store operations that the ranks need, each with a bound. Thread-safe.
 
     ``TCPStore.check`` and ``set`` have no time-out and block for ever if the host does not answer, so a thread calls
-    them.
-
-    Args:
-        connect: opens the store.
-        seconds: the bound; at least ``_LEAST`` applies.
-
-    Attributes:
-        prefix: is put before every key.
-        seconds: the bound that applies.
+    them. ``connect`` opens the store.
     """
 
     def __init__(self, connect: Callable[[], Store], seconds: float) -> None:
-        self.prefix = ""
-        self._connect, self.seconds = connect, max(seconds, _LEAST)
+        self.prefix = ""  # of every key
+        self._connect, self.seconds = connect, max(seconds, _LEAST)  # the bound
         self._store: Store | None = None
         self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None

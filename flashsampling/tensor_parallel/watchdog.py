@@ -10,56 +10,34 @@ The error comes on all ranks at most timeout + 3 s after the beginning of the al
 1 s apart.
 """
 
-import struct
+import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 from .failures import Failure, TensorParallelError
 from .rendezvous import Rendezvous
-from .serialization import MalformedError
+from .serialization import record_from_json, record_to_json
 from .store import StoreGoneError
 
 
-class Heartbeat(NamedTuple):
-    """The progress that a rank's thread posts.
+@dataclass(frozen=True)
+class Heartbeat:
+    """The progress that a rank's thread posts."""
 
-    Attributes:
-        begun: all-gathers that began.
-        ended: all-gathers that ended.
-        beat: moves while the process lives.
-        issued: all-gathers that the host has issued and that have not begun, without those of graph replays.
-        knows: 1 if the host knows that the group has failed. It issues no more all-gathers then.
-    """
-
-    begun: int
+    begun: int  # all-gathers that began
     ended: int
-    beat: int = 0
-    issued: int = 0
-    knows: int = 0
-
-    def packed(self) -> bytes:
-        """Returns the heartbeat as bytes, for the store."""
-        return struct.pack("<5q", *self)
-
-    @staticmethod
-    def unpacked(value: bytes) -> "Heartbeat":
-        """Decodes what ``packed`` returned. Raises ``serialization.MalformedError`` for anything else."""
-        if len(value) != struct.calcsize("<5q"):
-            raise MalformedError(f"a heartbeat has {struct.calcsize('<5q')} bytes, got {len(value)}")
-        return Heartbeat(*struct.unpack("<5q", value))
+    beat: int = 0  # moves while the process lives
+    issued: int = 0  # all-gathers that the host has issued and that have not begun, without those of graph replays
+    knows: int = 0  # 1 if the host knows that the group has failed; it issues no more all-gathers then
 
 
 def straggler(before: Sequence[Heartbeat | None], now: Sequence[Heartbeat | None], begun: int) -> int | None:
-    """Finds the rank that all-gather number ``begun`` waits for. Returns None if every rank is in it and lives.
-
-    Args:
-        before: earlier heartbeats, by rank; None for a rank without one.
-        now: the newest heartbeats, by rank.
-        begun: number of all-gathers that this rank has begun.
+    """Finds the rank that all-gather number ``begun`` waits for, from earlier and the newest heartbeats, by rank.
 
     Returns:
         Among ranks whose heartbeat has stopped, the one furthest behind. Otherwise, among ranks behind, one that is in
-        no step before one that is in a step, because the latter waits too. Ties go to the lowest rank.
+        no step before one that is in a step, because the latter waits too. Ties go to the lowest rank. None if every
+        rank is in the all-gather and lives.
     """
     table = list(enumerate(zip(before, now)))
     still = [
@@ -72,19 +50,11 @@ def straggler(before: Sequence[Heartbeat | None], now: Sequence[Heartbeat | None
 
 
 class Watchdog:
-    """Posts this rank's heartbeat and looks for stragglers. Has neither device nor clock, so tests can replace both.
-
-    Args:
-        rendezvous: the group's rendezvous.
-        seconds: how long a step may hang.
-        store_host: the rank whose process probably holds the store.
-
-    Attributes:
-        period: seconds between two looks, the same on all ranks.
-    """
+    """Posts this rank's heartbeat and looks for stragglers: steps that hang for ``seconds``. Has neither device nor
+    clock, so tests can replace both."""
 
     def __init__(self, rendezvous: Rendezvous, seconds: float, store_host: int) -> None:
-        self.period = min(max(seconds / 10, 0.2), 1.0)
+        self.period = min(max(seconds / 10, 0.2), 1.0)  # seconds between two looks, the same on all ranks
         self._rendezvous, self._seconds, self._store_host = rendezvous, seconds, store_host
         self._beat = 0
         self._begun, self._since = -1, 0.0
@@ -94,18 +64,13 @@ class Watchdog:
     def post(self, progress: Heartbeat) -> None:
         """Posts a heartbeat for the other ranks' threads."""
         self._beat += 1
-        self._rendezvous.store.set(heartbeat_key(self._rendezvous.rank), progress._replace(beat=self._beat).packed())
+        heartbeat = record_to_json(replace(progress, beat=self._beat))
+        self._rendezvous.store.set(heartbeat_key(self._rendezvous.rank), heartbeat.encode())
 
     def look(self, progress: Heartbeat, step: int, now: float) -> Failure | None:
         """Posts this rank's heartbeat and returns the group's failure, if there is one.
 
-        Declares a failure if an all-gather has hung for too long.
-
-        Args:
-            progress: this rank's progress.
-            step: number of the step that began last.
-            now: seconds.
-        """
+        Declares a failure if an all-gather has hung for too long. ``step``: number of the one that began last."""
         begun, ended = progress.begun, progress.ended
         try:
             if not self._store_gone:
@@ -160,8 +125,9 @@ def read_heartbeats(rendezvous: Rendezvous) -> list[Heartbeat | None]:
         TensorParallelError: the store holds bytes that no rank writes.
         StoreGoneError: the store does not answer.
     """
+    decode = functools.partial(record_from_json, Heartbeat)
     posts: list[Heartbeat | None] = []
     for rank in range(rendezvous.ranks):
         value = rendezvous.store.get(heartbeat_key(rank))
-        posts.append(None if value is None else rendezvous.decode(heartbeat_key(rank), Heartbeat.unpacked, value))
+        posts.append(None if value is None else rendezvous.decode(heartbeat_key(rank), decode, value))
     return posts

@@ -36,6 +36,7 @@ from flashsampling.tensor_parallel.message import (
     difference,
 )
 from flashsampling.tensor_parallel.rendezvous import RemoteError, Rendezvous
+from flashsampling.tensor_parallel.serialization import record_from_json, record_to_json
 from flashsampling.tensor_parallel.store import StoreGoneError, open_store
 from flashsampling.tensor_parallel.watchdog import Heartbeat, Watchdog, heartbeat_key, straggler
 from tests.problems import rows_only
@@ -617,7 +618,8 @@ def pauses(monkeypatch):
 
 
 def _post(it, rank, **fields):
-    it._rendezvous.store.set(heartbeat_key(rank), Heartbeat(**{"begun": 0, "ended": 0, "knows": 1} | fields).packed())
+    heartbeat = Heartbeat(**{"begun": 0, "ended": 0, "knows": 1} | fields)
+    it._rendezvous.store.set(heartbeat_key(rank), record_to_json(heartbeat).encode())
 
 
 MISMATCH = Failure("mismatch", 1, 3, ("seed",), "rank 0")
@@ -767,7 +769,7 @@ def test_posts_go_on_after_closing_while_an_all_gather_hangs(alone, all_done):
             until = time.monotonic() + SOON
             while time.monotonic() < until:
                 value = it._rendezvous.store.get(heartbeat_key(0))
-                post = None if value is None else Heartbeat.unpacked(value)
+                post = None if value is None else record_from_json(Heartbeat, value)
                 if post == Heartbeat(begun, 0, post and post.beat, issued=issued, knows=1):
                     return post.beat
                 time.sleep(0.01)

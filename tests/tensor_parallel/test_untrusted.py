@@ -163,7 +163,7 @@ HOSTILE = {
 DECODERS = {
     "a failure": Failure.decoded,
     "a member": lambda data: record_from_json(RankCapabilities, data),
-    "progress": Heartbeat.unpacked,
+    "progress": lambda data: record_from_json(Heartbeat, data),
     "a socket's name": _parse_name,
     "values": from_bytes,
 }
@@ -185,7 +185,7 @@ MEMBER = RankCapabilities(
 
 
 @pytest.mark.parametrize(
-    "record", [MEMBER, Failure("mismatch", 1, 3, ("seed",), "rank 0"), Failure("timeout", 0)], ids=repr
+    "record", [MEMBER, Failure("mismatch", 1, 3, ("seed",), "rank 0"), Failure("timeout", 0), Heartbeat(4, 3)], ids=repr
 )
 def test_every_field_of_a_record_is_checked(record):
     kind, text = type(record), record_to_json(record)
@@ -265,7 +265,7 @@ def test_progress_that_nobody_posted(monkeypatch):
     heard, now = None, 100.0
     while heard is None and now < 120:
         heard, now = watch.look(Heartbeat(4, 3), 3, now), now + watch.period
-    assert "progress/1: a heartbeat has 40 bytes" in heard.what
+    assert "progress/1: it is no JSON" in heard.what
     assert other.declared() == heard
 
     it = nccl.Nccl(None, meet, torch.device("cpu"), 4, 4, 1.0)
@@ -275,7 +275,7 @@ def test_progress_that_nobody_posted(monkeypatch):
     it._set_failure(heard)
     it.drain()
     assert not sent
-    store.set("0/" + heartbeat_key(1), Heartbeat(2**62, 0).packed())
+    store.set("0/" + heartbeat_key(1), record_to_json(Heartbeat(2**62, 0)))
     catching_up = threading.Thread(target=it.drain, daemon=True)
     catching_up.start()
     catching_up.join(20)

@@ -31,9 +31,8 @@ from .transfer import PACKED_ROWS, aligned_width
 MAX_GRAPHS = 256  # steps of further kinds are launched
 _MAX_STEPS = 1024  # kinds of steps that are kept
 _LOGITS_SIZED = 3  # tensors of float32 logits' size in a step at most: logits, counts, and what accompanies them
-_CANDIDATES = (
-    11_264  # numbers of a row, each in three such tensors, whatever the vocabulary: candidates, and the dummy row's
-)
+# numbers of a row, each in three such tensors, whatever the vocabulary: candidates, and the dummy row's
+_CANDIDATES = 11_264
 _logger = logging.getLogger("vllm.flashsampling")
 
 
@@ -59,16 +58,8 @@ def graph_size(batch: int, most: int) -> int:
 
 
 class Graphs:
-    """Recorded steps, and the memory that they read.
-
-    Args:
-        most: rows of the largest batch.
-        dim: D.
-        dtype: of hidden states.
-        device: where.
-        vocab_size: V, of all ranks: each has memory for all counts.
-        group: the ``TensorParallel`` that draws, or None.
-    """
+    """Recorded steps of up to ``most`` rows (B, ``dim``), and the memory that they read. ``vocab_size``: V, of all
+    ranks of ``group``, since each has memory for all counts."""
 
     def __init__(
         self, most: int, dim: int, dtype: torch.dtype, device: torch.device, vocab_size: int, group: Any = None

@@ -77,16 +77,8 @@ def probe_states(dim: int) -> Tensor:
 
 
 def compare_logits(name: str, head: Head, hidden_states: Tensor, logits: Tensor, dtype: torch.dtype, last: int) -> None:
-    """Refuses a model with other logits than its head, bias, scale and soft cap give.
-
-    Args:
-        name: the model's.
-        head: what is known of it.
-        hidden_states: (R, D).
-        logits: (R, V), the model's own.
-        dtype: in which the engine computes them. The bound is a few roundings of the largest logit.
-        last: the token behind this rank's last one.
-    """
+    """Refuses a model whose logits (R, V) of hidden states (R, D) are others than its head, bias, scale and soft cap
+    give, but for a few roundings of the largest one in ``dtype``. ``last``: the token behind this rank's last one."""
     rows = len(hidden_states)
     if logits.shape != (rows, head.vocab_size):
         raise Refused(f"{name} has logits of shape {tuple(logits.shape)}, for {rows} rows and {head.vocab_size} tokens")

@@ -55,7 +55,7 @@ def choose_variant(needed: KernelVariant, in_registers: bool, most: KernelVarian
     Args:
         needed: what any of its rows needs.
         in_registers: see the function.
-        most: the variant for many biases. ``joint`` and ``penalties``: whether the engine has them.
+        most: the variant for many biases; its ``joint`` and ``penalties``: whether the engine has them.
     """
     changed = needed.mask or needed.penalties or needed.biases > 0
     joint = most.joint and (needed.joint or changed or needed.logprobs)

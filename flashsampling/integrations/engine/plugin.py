@@ -10,7 +10,7 @@ import inspect
 import logging
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 from .request_info import FALLBACK_REASONS, FallbackReason
@@ -35,13 +35,8 @@ class Refused(RuntimeError):
 
 
 class Plugin:
-    """One engine's plug-in.
-
-    Args:
-        engine: its name.
-        variable: the environment variable that turns the plug-in on.
-        logger: the name of a logger below the engine's own, which the engine shows.
-    """
+    """The plug-in of an engine, which ``variable`` of the environment turns on. ``logger``: the name of a logger below
+    the engine's own, which the engine shows."""
 
     def __init__(self, engine: str, variable: str, logger: str) -> None:
         self.engine, self.variable, self.logger = engine, variable, logging.getLogger(logger)
@@ -149,15 +144,11 @@ class StepCounts:
     """How many steps were fused, and how many the engine did, by reason.
 
     The log has a reason when it comes up for the first time, and all counts after 1024 steps, 2048, and so on.
-
-    Args:
-        plugin: whose.
-        kinds: of steps; and of what else is counted with them.
-        reasons: the text of every reason.
+    ``kinds``: of steps; and of what else is counted with them.
     """
 
-    def __init__(self, plugin: Plugin, *kinds: str, reasons: Sequence[str] = FALLBACK_REASONS) -> None:
-        self._plugin, self._texts, self._kinds = plugin, reasons, kinds
+    def __init__(self, plugin: Plugin, *kinds: str) -> None:
+        self._plugin, self._kinds = plugin, kinds
         self.clear()
 
     def clear(self) -> None:
@@ -174,7 +165,7 @@ class StepCounts:
         for reason in reasons:
             if reason not in self._reasons:
                 text = f"flashsampling: {self._plugin.engine} samples where a request has %s (said once)"
-                self._plugin.logger.info(text, self._texts[reason])
+                self._plugin.logger.info(text, FALLBACK_REASONS[reason])
             self._reasons[reason] += 1
         self._steps += 1
         if self._steps >= _LOG_AFTER and not self._steps & (self._steps - 1):
@@ -182,5 +173,5 @@ class StepCounts:
 
     def read(self) -> dict[str, Any]:
         """Returns all counts, by their names."""
-        reasons = {self._texts[reason]: count for reason, count in self._reasons.most_common()}
+        reasons = {FALLBACK_REASONS[reason]: count for reason, count in self._reasons.most_common()}
         return {**{kind: self._counts[kind] for kind in self._kinds}, "reasons": reasons}

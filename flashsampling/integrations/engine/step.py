@@ -83,16 +83,8 @@ class StepCall(NamedTuple):
 
 
 class FusedStep:
-    """Steps of one model runner.
-
-    Args:
-        head: the model's.
-        device: where.
-        tp: a group of ranks, or None.
-        most_drafts: drafts of a request in a step at most.
-        graphs: of steps, or None.
-        most: the variant of many biases.
-    """
+    """Steps of one model runner. ``most_drafts``: drafts of a request in a step at most. ``most``: the variant of many
+    biases."""
 
     row_names: tuple[str, ...]  # parameters that ``read_requests`` packs behind the seed
 

@@ -74,9 +74,8 @@ def parse_request(request: Any, rules: SglangRules) -> RequestInfo:
     divisor = temperature if raw is False else 1.0
     seed, drawn_at = (int(seed) + 2**63) % 2**64 - 2**63, 0.0 if greedy else temperature
     row = Row(seed, drawn_at, top_k, top_p, min_p, int(joint), 0.0 if raw is False else 1.0, divisor)
-    batch_invariant = rules.deterministic or (
-        has_seed and not greedy
-    )  # SGLang's own logits may have another best token
+    # a greedy request is not: SGLang's own logits may have another best token
+    batch_invariant = rules.deterministic or (has_seed and not greedy)
     reason = _fallback_reason(request, needs, biases, row, raw, rules)
     return RequestInfo(reason, needs, biases, batch_invariant, has_grammar=has_grammar, row=row)
 

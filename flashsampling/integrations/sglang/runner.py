@@ -390,12 +390,8 @@ class Resolved:
 
 
 def check_runner(runner: Any, arguments: Any, sampler: type) -> None:
-    """Refuses a runner that has to do something else than draw a token of every request in turn.
-
-    Args:
-        arguments: SGLang's ``ServerArgs``, resolved.
-        sampler: the class of SGLang's own.
-    """
+    """Refuses a runner that has to do something else than draw a token of every request in turn. ``arguments``:
+    SGLang's ``ServerArgs``, resolved; ``sampler``: its own class."""
     graphs, backend, own = arguments.cuda_graph_config, arguments.sampling_backend, type(runner.sampler)
     refuse_if(
         {

@@ -35,11 +35,6 @@ class Transform(NamedTuple):
     def __str__(self) -> str:
         return f"logit_scale={self.logit_scale:g}, soft_cap={self.soft_cap:g}"
 
-    def of(self, output: Tensor) -> Tensor:
-        """Returns the logits, in the dtype of the output."""
-        logits = output * self.logit_scale
-        return self.soft_cap * torch.tanh(logits / self.soft_cap) if self.soft_cap else logits
-
 
 class CheckedHead(NamedTuple):
     """An LM head and the model's logit transform: ``soft_cap * tanh(logit_scale * output / soft_cap)``."""
@@ -84,9 +79,8 @@ class _Placeholder(Tensor):
         Other functions of ``_SAME_LOGITS`` have none."""
         values = (*arguments, *(named or {}).values())
         dtypes = [value.dtype if isinstance(value, Tensor) else value for value in values]
-        return all(
-            torch.promote_types(dtype, self.dtype) == dtype for dtype in dtypes if isinstance(dtype, torch.dtype)
-        )
+        dtypes = [dtype for dtype in dtypes if isinstance(dtype, torch.dtype)]
+        return all(torch.promote_types(dtype, self.dtype) == dtype for dtype in dtypes)
 
     def _after(self, kind: str, number: float) -> "_Placeholder":
         with torch._C.DisableTorchFunctionSubclass():
@@ -124,13 +118,8 @@ _FOLLOWED = {
     **dict.fromkeys((Tensor.div, Tensor.__truediv__, torch.div), "divisor"),
     **dict.fromkeys((Tensor.tanh, torch.tanh), "tanh"),
 }
-_PROPERTIES = frozenset(
-    (
-        Tensor.size,
-        Tensor.dim,
-        *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "requires_grad")),
-    )
-)
+_ATTRIBUTES = ("shape", "dtype", "device", "ndim", "requires_grad")
+_PROPERTIES = {Tensor.size, Tensor.dim, *(getattr(Tensor, name).__get__ for name in _ATTRIBUTES)}
 
 
 class HeadTap:

@@ -17,6 +17,7 @@ n-grams, which ``processor_params`` looks up on the device.
 
 import math
 from collections.abc import Callable
+from functools import partial
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
@@ -35,24 +36,16 @@ class TokenRule(NamedTuple):
 
 
 class ProcessorParams:
-    """The parameters of a list of processors, for all sequences and lengths.
-
-    Attributes:
-        temperature, top_k, top_p, min_p, repetition_penalty: as in ``flashsampling.sample``.
-        left_out: number of first positions that the penalty ignores, for all rows or (B,).
-        biases: token ids and a value, which is added to the last id if the sequence ends with the other ids.
-        rules: token rules in order; later rules win.
-        ngrams: sizes of n-grams that must not repeat.
-        required: argument, ids that the head must have for it, and the length of a sequence from which it has no
-            effect.
-    """
+    """The parameters of a list of processors, for all sequences and lengths."""
 
     def __init__(self) -> None:
         self.temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty = 1.0, 0, 1.0, 0.0, 1.0
-        self.left_out: int | Tensor = 0
+        self.left_out: int | Tensor = 0  # first positions that the penalty ignores, for all rows or (B,)
+        # token ids and a value, which is added to the last id if the sequence ends with the other ids
         self.biases: list[tuple[tuple[int, ...], float]] = []
-        self.rules: list[TokenRule] = []
-        self.ngrams: list[int] = []
+        self.rules: list[TokenRule] = []  # in order: later rules win
+        self.ngrams: list[int] = []  # sizes of n-grams that must not repeat
+        # argument, ids that the head must have for it, and the length of a sequence from which it has no effect
         self.required: list[tuple[str, tuple[int, ...], float]] = []
 
 
@@ -109,9 +102,8 @@ def _temperature(params: ProcessorParams, processor: Any) -> None:
 
 def _top_k(params: ProcessorParams, processor: Any) -> None:
     _require_plain_filter(processor)
-    params.top_k = min(
-        params.top_k or 2**31 - 1, read_number(processor, "top_k")
-    )  # 2**31 - 1: more tokens than any model has
+    # 2**31 - 1: more tokens than any model has
+    params.top_k = min(params.top_k or 2**31 - 1, read_number(processor, "top_k"))
 
 
 def _top_p(params: ProcessorParams, processor: Any) -> None:
@@ -141,16 +133,8 @@ def _penalty(params: ProcessorParams, processor: Any) -> None:
         params.left_out = 0 if left_out is None else read_number(processor, "prompt_ignore_length")
 
 
-def _biases(params: ProcessorParams, processor: Any) -> None:
-    _add_biases(params, processor, "sequence_bias")
-
-
-def _bad_words(params: ProcessorParams, processor: Any) -> None:
-    """Reads banned words as biases of -inf."""
-    _add_biases(params, processor, "bad_words_ids")
-
-
-def _add_biases(params: ProcessorParams, processor: Any, argument: str) -> None:
+def _biases(params: ProcessorParams, processor: Any, argument: str) -> None:
+    """Reads biases, or banned words, which are biases of -inf."""
     biases = getattr(processor, "sequence_bias", None)  # both classes hold a dictionary
     if not isinstance(biases, dict):
         raise ValueError(f"{type(processor).__name__}: sequence_bias must be a dictionary, got {biases!r}")
@@ -181,9 +165,8 @@ def _min_length(params: ProcessorParams, processor: Any) -> None:
 
 def _min_new_tokens(params: ProcessorParams, processor: Any) -> None:
     last = read_number(processor, "prompt_length_to_skip") + read_number(processor, "min_new_tokens")
-    params.rules.append(
-        TokenRule(read_ids(processor, "eos_token_id", getattr(processor, "eos_token_id", None)), last=last)
-    )
+    ids = read_ids(processor, "eos_token_id", getattr(processor, "eos_token_id", None))
+    params.rules.append(TokenRule(ids, last=last))
 
 
 def _suppressed(params: ProcessorParams, processor: Any) -> None:
@@ -217,19 +200,15 @@ def _force(params: ProcessorParams, argument: str, ids: tuple[int, ...], length:
     params.rules.append(TokenRule(ids, length, length + 1, forced=True))
 
 
-def _nothing(params: ProcessorParams, processor: Any) -> None:
-    """Does nothing: a log softmax shifts all scores of a row equally."""
-
-
 class _ProcessorKind(NamedTuple):
     stage: str
     read: Callable[[ProcessorParams, Any], None]
 
 
 _KINDS = {
-    processors_of.SequenceBiasLogitsProcessor: _ProcessorKind("bias", _biases),
+    processors_of.SequenceBiasLogitsProcessor: _ProcessorKind("bias", partial(_biases, argument="sequence_bias")),
     processors_of.RepetitionPenaltyLogitsProcessor: _ProcessorKind("penalty", _penalty),
-    processors_of.NoBadWordsLogitsProcessor: _ProcessorKind("words", _bad_words),
+    processors_of.NoBadWordsLogitsProcessor: _ProcessorKind("words", partial(_biases, argument="bad_words_ids")),
     processors_of.NoRepeatNGramLogitsProcessor: _ProcessorKind("words", _ngrams),
     processors_of.MinLengthLogitsProcessor: _ProcessorKind("mask", _min_length),
     processors_of.MinNewTokensLengthLogitsProcessor: _ProcessorKind("mask", _min_new_tokens),
@@ -241,7 +220,8 @@ _KINDS = {
     processors_of.TopKLogitsWarper: _ProcessorKind("top_k", _top_k),
     processors_of.TopPLogitsWarper: _ProcessorKind("top_p", _top_p),
     processors_of.MinPLogitsWarper: _ProcessorKind("min_p", _min_p),
-    processors_of.LogitNormalization: _ProcessorKind("shift", _nothing),
+    # a log softmax shifts all scores of a row equally
+    processors_of.LogitNormalization: _ProcessorKind("shift", lambda params, processor: None),
 }
 _FILTERS = frozenset({"top_k", "top_p", "min_p"})
 _NOT_AFTER = {

@@ -30,13 +30,7 @@ class Grammar(NamedTuple):
 
 
 class VllmStep(FusedStep):
-    """Steps of one of vLLM's model runners.
-
-    Args:
-        sampler: vLLM's, whose state is read.
-        state: of the requests.
-        rest: see ``FusedStep``.
-    """
+    """Steps of one of vLLM's model runners, whose sampler's state is read."""
 
     row_names = ("temperature", *FILTERS, *PENALTIES)
 
@@ -150,16 +144,9 @@ class VllmStep(FusedStep):
 def read_counts(
     penalties: Any, slots: Tensor, rows: Rows, vocab_size: int, tokens: tuple[int, int] | None = None
 ) -> Counted:
-    """Returns (B, V) int32 as ``token_counts`` is. vLLM keeps counts of the output and bits of the prompt by slot.
-
-    Args:
-        penalties: vLLM's state of them.
-        slots: (B,) int32, on the device.
-        rows: parameters. Counts of rows without a penalty change nothing, and may be anything.
-        vocab_size: V.
-        tokens: [first, last), a shard's: only these columns are written, since each rank reads its own. None: all
-        columns.
-    """
+    """Returns (B, V) int32 as ``token_counts`` is, of slots (B,) int32 on the device. vLLM keeps counts of the output
+    and bits of the prompt by slot. Counts of rows without a penalty may be anything: they change nothing. ``tokens``:
+    [first, last), a shard's: only these columns are written, since each rank reads its own. None: all columns."""
     first, last = tokens or (0, vocab_size)
     batch, count, device = len(slots), last - first, slots.device
     output_counts, prompt_mask = penalties.output_bin_counts, penalties.prompt_bin_mask

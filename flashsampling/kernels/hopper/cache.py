@@ -29,6 +29,7 @@ import errno
 import functools
 import hashlib
 import importlib.metadata
+import itertools
 import os
 import platform
 import re
@@ -210,13 +211,8 @@ def trusted_folder() -> Path:
 
 def distrust_reason() -> str | None:
     """Returns why ``folder``, as far as it exists, would not be used, or None."""
-    for step in _steps(folder()):
-        if not os.path.lexists(step):
-            return None
-        reason = _step_distrust_reason(step)
-        if reason:
-            return reason
-    return None
+    existing = itertools.takewhile(os.path.lexists, _steps(folder()))
+    return next(filter(None, map(_step_distrust_reason, existing)), None)
 
 
 def _steps(place: Path) -> Iterator[Path]:
@@ -242,11 +238,8 @@ def _steps(place: Path) -> Iterator[Path]:
 
 def _step_distrust_reason(step: Path) -> str | None:
     status = step.lstat()
-    reason = (
-        _owner_distrust_reason(status)
-        if stat.S_ISLNK(status.st_mode)
-        else _status_distrust_reason(status, stat.S_ISDIR)
-    )
+    is_link = stat.S_ISLNK(status.st_mode)
+    reason = _owner_distrust_reason(status) if is_link else _status_distrust_reason(status, stat.S_ISDIR)
     return reason and f"{step} {reason}"
 
 
@@ -333,9 +326,8 @@ def leftovers(place: Path) -> list[Path]:
 
 def other_folders(place: Path) -> list[Path]:
     """Lists the folders of other versions of the sources beside ``folder``."""
-    return [
-        path for path in place.parent.glob("*") if re.fullmatch("[0-9a-f]{16}", path.name) and path.name != place.name
-    ]
+    folders = (path for path in place.parent.glob("*") if re.fullmatch("[0-9a-f]{16}", path.name))
+    return [path for path in folders if path.name != place.name]
 
 
 def unneeded(place: Path) -> list[Path]:

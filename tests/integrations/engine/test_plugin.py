@@ -7,6 +7,7 @@ import pytest
 
 from flashsampling.integrations.engine import plugin
 from flashsampling.integrations.engine.plugin import Plugin, Refused, StepCounts, describe, switch
+from flashsampling.integrations.engine.request_info import FallbackReason
 
 MINE = Plugin("Engine", "FLASHSAMPLING_TEST", "tests.plugin")
 
@@ -105,16 +106,17 @@ def test_what_ends_the_process_ends_it(kind, mode, monkeypatch, caplog):
 def test_counts(caplog):
     """Reasons are said once; all counts after 1024 steps, 2048, and so on. Nothing needs a function in the engine's
     workers."""
-    counts = StepCounts(MINE, "fused", "left", "drafts", reasons=("served", "a grammar", "a bias"))
+    counts = StepCounts(MINE, "fused", "left", "drafts")
+    one, other = FallbackReason.DRAFTS, FallbackReason.BEAMS
     assert counts.read() == {"fused": 0, "left": 0, "drafts": 0, "reasons": {}}
     with caplog.at_level(logging.INFO, "tests.plugin"):
-        for reasons in ((1,), (1, 2), (1,)):
+        for reasons in ((one,), (one, other), (one,)):
             counts.add("left", reasons)
         for _ in range(4096 - 3):
             counts.add("fused", drafts=2)
-    assert counts.read() == {"fused": 4093, "left": 3, "drafts": 8186, "reasons": {"a grammar": 3, "a bias": 1}}
+    assert counts.read() == {"fused": 4093, "left": 3, "drafts": 8186, "reasons": {one.text: 3, other.text: 1}}
     lines = [record.getMessage().removeprefix("flashsampling: ") for record in caplog.records]
-    assert lines[:2] == [f"Engine samples where a request has {what} (said once)" for what in ("a grammar", "a bias")]
+    assert lines[:2] == [f"Engine samples where a request has {what} (said once)" for what in (one.text, other.text)]
     assert [line.split(",")[0] for line in lines[2:]] == [f"{{'fused': {at - 3}" for at in (1024, 2048, 4096)]
     assert lines[-1] == str(counts.read())
     counts.clear()
