@@ -95,9 +95,7 @@ OF_ONE = {
     "the list of sample": (
         lambda: _with_head(sed=3),
         TypeError,
-        [
-            "'sed'; did you mean seed? sample takes hidden_states, weight, temperature, seed, offset, num_samples, ",
-        ],
+        ["'sed'; did you mean seed? sample takes hidden_states, weight, temperature, seed, offset, num_samples, "],
     ),
     "the list of verify": (
         lambda: _drafts(drafts=3),
@@ -115,9 +113,7 @@ OF_ONE = {
     "the list of a sampler's verify": (
         lambda: _sampler().verify(PLACES, IDS, temprature=0.5),
         TypeError,
-        [
-            "did you mean temperature? verify takes hidden_states, draft_token_ids, cu_draft_lengths, max_draft_length",
-        ],
+        ["did you mean temperature? verify takes hidden_states, draft_token_ids, cu_draft_lengths, max_draft_length"],
     ),
 }
 TABLE: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {}

@@ -195,8 +195,7 @@ def test_a_call_without_parameters_holds_the_default_object(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "function",
-    [sample, sample_from_logits, verify, verify_from_logits, LMHeadSampler.forward, flashsampling.warmup],
+    "function", [sample, sample_from_logits, verify, verify_from_logits, LMHeadSampler.forward, flashsampling.warmup]
 )
 def test_signatures_show_every_parameter(function):
     """Explicit ones and completed ones: names, in the order of the declaration, and defaults that are off."""

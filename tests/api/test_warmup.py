@@ -119,10 +119,7 @@ def test_what_is_drawn_is_compiled_at_once_before(device):
 
     weight = torch.zeros(9, 8, device=device)
     calls = [(batch, per_row) for batch in (1, 17, 33, 40, 129) for per_row in (True, False)]
-    for plan, is_ahead in (
-        (Plan([], [1, 17, 33, 40, 129], compiles), True),
-        (Plan([], [1, 17, 33, 40, 129]), False),
-    ):
+    for plan, is_ahead in ((Plan([], [1, 17, 33, 40, 129], compiles), True), (Plan([], [1, 17, 33, 40, 129]), False)):
         drawn.clear()
         plan.compile(weight, draw)
         plan.draw(weight, draw)

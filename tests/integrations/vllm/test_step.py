@@ -23,11 +23,7 @@ from flashsampling.integrations.engine import kernel_variants
 from flashsampling.integrations.engine import step as engine_step
 from flashsampling.integrations.engine.graphs import Graphs, _Recording
 from flashsampling.integrations.engine.head import Layers
-from flashsampling.integrations.engine.kernel_variants import (
-    PENALTIES,
-    default_rows,
-    list_variants,
-)
+from flashsampling.integrations.engine.kernel_variants import PENALTIES, default_rows, list_variants
 from flashsampling.integrations.engine.request_info import FALLBACK_REASONS, RequestState
 from flashsampling.integrations.vllm import Refused, counters, load
 from flashsampling.integrations.vllm import runner as plugin
