@@ -3,8 +3,6 @@ import contextlib
 import io
 import math
 import operator
-import subprocess
-import sys
 import warnings
 from dataclasses import FrozenInstanceError, replace
 
@@ -20,7 +18,7 @@ from flashsampling import SampleOutput, noise, ops, sample, sampling
 from flashsampling.outputs import SampleResult
 from flashsampling.reference import streaming
 from flashsampling.tensor_parallel import capabilities
-from tests.conftest import DEVICE
+from tests.conftest import DEVICE, run_python
 from tests.operators import Operators
 from tests.problems import IMPLEMENTATIONS, make_problem
 
@@ -91,9 +89,11 @@ BAD_CALLS = [
 
 @pytest.mark.parametrize(("error", "message", "change"), BAD_CALLS)
 def test_errors_name_the_argument(error, message, change):
-    arguments = {"hidden_states": STATES, "weight": WEIGHT, "seed": 0} | change
     with pytest.raises(error, match=message):
-        sample(**arguments)
+        sample(**{"hidden_states": STATES, "weight": WEIGHT, "seed": 0} | change)
+    if not change.keys() & {"hidden_states", "weight", "vocab_size"}:
+        with pytest.raises(error, match=message):
+            flashsampling.sample_from_logits(**{"logits": STATES, "seed": 0} | change)
 
 
 def test_a_named_implementation_never_falls_back(device):
@@ -104,10 +104,9 @@ def test_a_named_implementation_never_falls_back(device):
             "    try: flashsampling.sample(torch.ones(1, 8), torch.ones(9, 8), impl=impl)\n"
             "    except ValueError as error: print(error)"
         )
-        # without the interpreter
-        run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={"PATH": ""}, check=True)
-        assert "impl='triton' cannot do this: tensors on the CPU" in run.stdout
-        assert "impl='cute' cannot do this: tensors on cpu, it runs on NVIDIA GPUs" in run.stdout
+        said = run_python(code, TRITON_INTERPRET="")
+        assert "impl='triton' cannot do this: tensors on the CPU" in said
+        assert "impl='cute' cannot do this: tensors on cpu, it runs on NVIDIA GPUs" in said
     else:
         columns_apart = torch.ones(8, 20, device=device).T
         with pytest.raises(ValueError, match="weight must be contiguous along D"):
@@ -242,8 +241,7 @@ def test_a_temperature_beyond_float32_is_infinite(impl, device):
 def test_numpy_is_not_imported_for_it():
     code = "import sys; sys.modules['numpy'] = None; import torch, flashsampling;"
     code += "print(flashsampling.sample(torch.ones(2, 8), torch.ones(9, 8), seed=[1, 2], temperature=[1, 0.5]).token_ids.tolist())"
-    run = subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, capture_output=True, text=True)
-    assert run.stdout.count(",") == 1
+    assert run_python("-W", "ignore", "-c", code).count(",") == 1
 
 
 def test_no_more_than_2_to_the_31_less_1_tokens(monkeypatch):
@@ -338,11 +336,8 @@ def test_compiles_without_a_graph_break(dynamic, device):
 
 
 def test_import_needs_neither_triton_nor_cutlass():
-    code = (
-        "import sys; import flashsampling;"
-        "assert not [m for m in sys.modules if m.split('.')[0] in ('triton', 'cutlass', 'transformers')]"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    code = "import sys; import flashsampling; flashsampling.warmup;"
+    run_python(code + "assert not {'triton', 'cutlass', 'transformers'} & {name.split('.')[0] for name in sys.modules}")
 
 
 @pytest.mark.quick(2)
@@ -378,8 +373,7 @@ def test_works_without_a_kernel_that_serves(impl, setup, reason):
         f"try: flashsampling.sample(x, w, seed=1, impl={impl!r})\n"
         "except ValueError as error: print(error)"
     )
-    run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert reason in run.stdout
+    assert reason in run_python(code)
 
 
 def test_version_is_stated_once():
@@ -568,21 +562,14 @@ def test_exports_a_module_that_returns_it():
     assert torch.equal(out.token_ids, sample(STATES, WEIGHT, seed=seeds).token_ids)
 
 
-def test_dtensors_are_refused_in_words():
-    import torch.distributed as dist
+def test_dtensors_are_refused_in_words(process_group):
     from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
 
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        weight, states = (DTensor.from_local(matrix, mesh, [Replicate()]) for matrix in (WEIGHT, STATES))
-        with pytest.raises(
-            TypeError, match=r"weight must be a plain tensor, got a DTensor; .*to_local.*tp=.*full_tensor"
-        ):
-            sample(STATES, weight)
-        with pytest.raises(TypeError, match=r"weight must be a plain tensor, got a DTensor"):
-            flashsampling.LMHeadSampler(torch.nn.Parameter(weight))
-        with pytest.raises(TypeError, match=r"hidden_states must be a plain tensor, got a DTensor; .*full_tensor"):
-            sample(states, WEIGHT)
-    finally:
-        dist.destroy_process_group()
+    mesh = init_device_mesh("cpu", (1,))
+    weight, states = (DTensor.from_local(matrix, mesh, [Replicate()]) for matrix in (WEIGHT, STATES))
+    with pytest.raises(TypeError, match=r"weight must be a plain tensor, got a DTensor; .*to_local.*tp=.*full_tensor"):
+        sample(STATES, weight)
+    with pytest.raises(TypeError, match=r"weight must be a plain tensor, got a DTensor"):
+        flashsampling.LMHeadSampler(torch.nn.Parameter(weight))
+    with pytest.raises(TypeError, match=r"hidden_states must be a plain tensor, got a DTensor; .*full_tensor"):
+        sample(states, WEIGHT)
