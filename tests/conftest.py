@@ -6,6 +6,7 @@ import subprocess
 import sys
 import zlib
 from collections.abc import Iterator
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,14 @@ def process_group() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+def load_script(name: str) -> Any:
+    """Returns a script without a suffix as a module."""
+    loader = SourceFileLoader(name, str(Path(__file__).parents[1] / "scripts" / name))
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader(name, loader))
+    loader.exec_module(module)
+    return module
 
 
 def run_python(*words: object, cwd: Path = Path(__file__).parents[1], **environment: str) -> str:
