@@ -124,24 +124,20 @@ def test_empty_batch(impl, device):
     assert out.dtype == torch.int64
 
 
+def drawn(problem, **arguments):
+    """Tokens of the problem's head for these arguments."""
+    return sample(problem.hidden_states, problem.weight, **arguments).token_ids
+
+
 @pytest.mark.parametrize("impl", ["reference", *IMPLEMENTATIONS])
 def test_numbers_and_tensors_mean_the_same(impl, device):
     problem = make_problem(4, 300, 16, device, impl=impl)
     for temperature in (0.0, 0.7, 3):
         for seed, offset in ((5, 0), (-1, 7), (2**64 - 1, 2**40 + 3), (2**33, -9)):
-            numbers = sample(
-                problem.hidden_states, problem.weight, temperature=temperature, seed=seed, offset=offset, impl=impl
-            )
-            signed = (seed + 2**63) % 2**64 - 2**63
-            tensors = sample(
-                problem.hidden_states,
-                problem.weight,
-                temperature=torch.full((4,), float(temperature), device=device),
-                seed=torch.full((4,), signed, device=device),
-                offset=torch.full((4,), offset, device=device),
-                impl=impl,
-            )
-            assert torch.equal(numbers.token_ids, tensors.token_ids)
+            numbers = {"temperature": temperature, "seed": seed, "offset": offset}
+            signed = {"temperature": float(temperature), "seed": (seed + 2**63) % 2**64 - 2**63, "offset": offset}
+            tensors = {name: torch.full((4,), value, device=device) for name, value in signed.items()}
+            assert torch.equal(drawn(problem, **numbers, impl=impl), drawn(problem, **tensors, impl=impl))
 
 
 def as_users_write(values, device):
@@ -166,18 +162,12 @@ def as_users_write(values, device):
 def test_one_value_per_row_however_it_is_written(name, impl, device):
     problem = make_problem(4, 1000, 16, device, logit_std=0.5)
     values = {"seed": [-5, 7, 2**62, -(2**63)], "offset": [0, 3, 2**40, 1], "temperature": [0.0, 0.5, 4.0, 1.25]}[name]
-    arguments = {
-        "seed": problem.seed,
-        "offset": problem.offset,
-        "temperature": torch.ones(4, device=device),
-        "impl": impl,
-    }
-    tensor = torch.tensor(values, device=device)
-    expected = sample(problem.hidden_states, problem.weight, **(arguments | {name: tensor})).token_ids
-    assert not torch.equal(expected, sample(problem.hidden_states, problem.weight, **arguments).token_ids)
+    arguments = {"seed": problem.seed, "offset": problem.offset, "temperature": torch.ones(4, device=device)}
+    arguments["impl"] = impl
+    expected = drawn(problem, **arguments | {name: torch.tensor(values, device=device)})
+    assert not torch.equal(expected, drawn(problem, **arguments))
     for written in as_users_write(values, device):
-        out = sample(problem.hidden_states, problem.weight, **(arguments | {name: written})).token_ids
-        assert torch.equal(out, expected), type(written)
+        assert torch.equal(drawn(problem, **arguments | {name: written}), expected), type(written)
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -188,54 +178,39 @@ def test_one_value_for_all_rows_however_it_is_written(name, value, batch, device
     problem = make_problem(batch, 1000, 16, device, logit_std=0.5)
     arguments = {"seed": problem.seed, "offset": problem.offset, "temperature": torch.ones(batch, device=device)}
     filled = torch.full((batch,), value, device=device, dtype=torch.float32 if name == "temperature" else torch.int64)
-    expected = sample(problem.hidden_states, problem.weight, **(arguments | {name: filled})).token_ids
+    expected = drawn(problem, **arguments | {name: filled})
     one = numpy.array(value)
     ways = [value, one, one[()], one[None], [value], (value,), torch.tensor(value, device=device), torch.tensor(value)]
-    ways += [
-        torch.tensor([value], device=device),
-        torch.tensor(value, dtype=torch.float16 if one.dtype.kind == "f" else torch.int16),
-    ]
+    narrow = torch.float16 if one.dtype.kind == "f" else torch.int16
+    ways += [torch.tensor([value], device=device), torch.tensor(value, dtype=narrow)]
     if name == "temperature":
         ways.append(numpy.float32(value))
     for way in ways:
-        out = sample(problem.hidden_states, problem.weight, **(arguments | {name: way})).token_ids
-        assert torch.equal(out, expected), (type(way), way)
+        assert torch.equal(drawn(problem, **arguments | {name: way}), expected), (type(way), way)
 
 
 def test_64_bits_are_two_s_complement_in_every_form(device):
     problem = make_problem(2, 1000, 16, device, logit_std=0.5)
 
     def draw(seed):
-        return sample(
-            problem.hidden_states, problem.weight, seed=seed, offset=torch.zeros(2, dtype=torch.int64)
-        ).token_ids
+        return drawn(problem, seed=seed, offset=[0, 0])
 
-    problem.offset = problem.offset.cpu()
     if device.type == "cpu":
         expected = draw([-1, -(2**63)])
         assert torch.equal(draw([2**64 - 1, 2**63]), expected)
         assert torch.equal(draw(numpy.array([2**64 - 1, 2**63], dtype=numpy.uint64)), expected)
         assert torch.equal(draw(torch.tensor([2**64 - 1, 2**63], dtype=torch.uint64)), expected)
-    assert torch.equal(sample(problem.hidden_states, problem.weight, seed=numpy.uint64(2**64 - 1), offset=[0, 0]).token_ids,
-                       sample(problem.hidden_states, problem.weight, seed=-1, offset=[0, 0]).token_ids)  # fmt: skip
+    assert torch.equal(draw(numpy.uint64(2**64 - 1)), draw(-1))
 
 
 @pytest.mark.parametrize("impl", ["reference", "streaming"])
 def test_a_temperature_beyond_float32_is_infinite(impl, device):
     problem = make_problem(3, 300, 16, device)
-    drawn = noise.gumbel(problem.seed, problem.offset, torch.zeros(1, dtype=torch.int64, device=device), 0, 300)[
-        :, 0
-    ].argmax(-1)
+    draw = torch.zeros(1, dtype=torch.int64, device=device)
+    expected = noise.gumbel(problem.seed, problem.offset, draw, 0, 300)[:, 0].argmax(-1)
+    rows = {"seed": problem.seed, "offset": problem.offset, "impl": impl}
     for temperature in (1e300, 10**400, math.inf, [1e39] * 3, numpy.full(3, 1e300)):
-        out = sample(
-            problem.hidden_states,
-            problem.weight,
-            temperature=temperature,
-            seed=problem.seed,
-            offset=problem.offset,
-            impl=impl,
-        )
-        assert torch.equal(out.token_ids, drawn)
+        assert torch.equal(drawn(problem, temperature=temperature, **rows), expected)
 
 
 def test_numpy_is_not_imported_for_it():
@@ -296,14 +271,11 @@ def test_seed_none_draws_anew_per_call_and_per_row(device):
 
 def test_output_is_frozen_and_the_inputs_untouched(device):
     problem = make_problem(4, 300, 16, device)
-    before = [
-        t.clone() for t in (problem.hidden_states, problem.weight, problem.temperature, problem.seed, problem.offset)
-    ]
-    out = sample(
-        problem.hidden_states, problem.weight, temperature=problem.temperature, seed=problem.seed, offset=problem.offset
-    )
-    after = (problem.hidden_states, problem.weight, problem.temperature, problem.seed, problem.offset)
-    assert all(torch.equal(a, b) for a, b in zip(before, after))
+    names = ("hidden_states", "weight", "temperature", "seed", "offset")
+    given = {name: getattr(problem, name) for name in names}
+    before = {name: tensor.clone() for name, tensor in given.items()}
+    out = sample(**given)
+    assert all(torch.equal(given[name], before[name]) for name in names)
     with pytest.raises(FrozenInstanceError):
         out.token_ids = None  # type: ignore[misc, assignment]
 
@@ -524,9 +496,7 @@ def test_compiles_with_every_kind_of_row_parameter(dynamic, device):
     problem = make_problem(5, 300, 16, device)
 
     def step(seed, offset, temperature):
-        return sample(
-            problem.hidden_states, problem.weight, temperature=temperature, seed=seed, offset=offset
-        ).token_ids
+        return drawn(problem, temperature=temperature, seed=seed, offset=offset)
 
     torch._dynamo.reset()
     compiled = torch.compile(step, fullgraph=True, dynamic=dynamic)
