@@ -2,12 +2,16 @@ import importlib
 import importlib.util
 import os
 import re
+import subprocess
+import sys
 import zlib
 from collections.abc import Iterator
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 if not torch.cuda.is_available():
     # before anything imports triton: its kernels then run in numpy; or, compiled for Hopper, on the machine of
@@ -54,6 +58,32 @@ def no_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    """torch's default process group, of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def load_script(name: str) -> Any:
+    """Returns a script without a suffix as a module."""
+    loader = SourceFileLoader(name, str(Path(__file__).parents[1] / "scripts" / name))
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader(name, loader))
+    loader.exec_module(module)
+    return module
+
+
+def run_python(*words: object, cwd: Path = Path(__file__).parents[1], **environment: str) -> str:
+    """Returns what Python prints in a process of its own, which must end well: run with these words, or as ``-c`` with
+    one that is a program."""
+    words = ("-c", *words) if len(words) == 1 and isinstance(words[0], str) else words
+    command, variables = [sys.executable, *map(str, words)], os.environ | environment
+    run = subprocess.run(command, cwd=cwd, capture_output=True, text=True, env=variables)
+    assert run.returncode == 0, run.stdout[-1000:] + run.stderr[-3000:]
+    return run.stdout
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -95,9 +95,7 @@ OF_ONE = {
     "the list of sample": (
         lambda: _with_head(sed=3),
         TypeError,
-        [
-            "'sed'; did you mean seed? sample takes hidden_states, weight, temperature, seed, offset, num_samples, ",
-        ],
+        ["'sed'; did you mean seed? sample takes hidden_states, weight, temperature, seed, offset, num_samples, "],
     ),
     "the list of verify": (
         lambda: _drafts(drafts=3),
@@ -115,9 +113,7 @@ OF_ONE = {
     "the list of a sampler's verify": (
         lambda: _sampler().verify(PLACES, IDS, temprature=0.5),
         TypeError,
-        [
-            "did you mean temperature? verify takes hidden_states, draft_token_ids, cu_draft_lengths, max_draft_length",
-        ],
+        ["did you mean temperature? verify takes hidden_states, draft_token_ids, cu_draft_lengths, max_draft_length"],
     ),
 }
 TABLE: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {}
@@ -132,9 +128,8 @@ def _without_triton(call):
     found = importlib.util.find_spec
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(importlib.util, "find_spec", lambda name: None if name == "triton" else found(name))
-        new = Backend(
-            "triton", "kernels.triton", needs=BACKENDS["triton"].needs, chosen_on="cuda", sharded=True
-        )  # which has not looked yet
+        # one that has not looked yet
+        new = Backend("triton", "kernels.triton", needs=BACKENDS["triton"].needs, chosen_on="cuda", sharded=True)
         patched.setitem(BACKENDS, "triton", new)
         return call(impl="triton")
 
@@ -151,22 +146,15 @@ TABLE["a sampler without Triton"] = (
 )
 
 
-def _generate(**options):
+def _generate(patched=False, **options):
     transformers = pytest.importorskip("transformers")
-    from flashsampling.integrations.transformers import generate
+    from flashsampling.integrations.transformers import generate, patch
 
     config = transformers.GPT2Config(vocab_size=VOCAB, n_embd=8, n_layer=1, n_head=1, bos_token_id=0, eos_token_id=None)
-    model = transformers.GPT2LMHeadModel(config)
-    return model.generate(IDS, custom_generate=generate, max_new_tokens=2, pad_token_id=0, **options)
-
-
-def _generate_patched():
-    transformers = pytest.importorskip("transformers")
-    from flashsampling.integrations.transformers import patch
-
-    config = transformers.GPT2Config(vocab_size=VOCAB, n_embd=8, n_layer=1, n_head=1, bos_token_id=0, eos_token_id=None)
-    with patch(transformers.GPT2LMHeadModel(config)) as model:
-        model.generate(IDS, max_new_tokens=2, pad_token_id=0, stop_strings=["a"])
+    model, how = transformers.GPT2LMHeadModel(config), {} if patched else {"custom_generate": generate}
+    if patched:
+        patch(model)
+    model.generate(IDS, **how, max_new_tokens=2, pad_token_id=0, **options)
 
 
 def only_even(input_ids, scores):
@@ -185,7 +173,7 @@ TABLE |= {
         ["<lambda>"],
     ),
     "stop strings": (
-        _generate_patched,
+        lambda: _generate(patched=True, stop_strings=["a"]),
         ValueError,
         ["stop_strings must be None", "stopping_criteria=[transformers.StopStringCriteria(tokenizer, stop_strings)]"],
     ),

@@ -48,14 +48,6 @@ def test_the_head_s_scale_and_soft_cap_are_every_step_s():
         without, (x @ head.weight.T).log_softmax(1).gather(1, out.token_ids[:, None])[:, 0], atol=1e-4
     )
     assert not torch.allclose(without, expected.logprobs, atol=1e-2)
-    with pytest.raises(ValueError, match=r"soft_cap must be at least 0, got -1\.0"):
-        LMHeadSampler(head, soft_cap=-1.0)
-    with pytest.raises(ValueError, match=r"soft_cap must be 0, for none, or at least 1\.18e-38"):
-        LMHeadSampler(head, soft_cap=1e-40)
-    with pytest.raises(ValueError, match="logit_scale must be finite, got nan"):
-        LMHeadSampler(head, logit_scale=float("nan"))
-    with pytest.raises(TypeError, match="logit_scale must be a number"):
-        LMHeadSampler(head, logit_scale="1")
 
 
 def test_a_request_replays_in_another_row_and_batch():
@@ -97,19 +89,19 @@ def test_temperature_per_call_and_per_row():
     assert torch.equal(sampler(x, temperature=mixed).token_ids[::2], greedy[::2])
 
 
-def test_errors():
-    with pytest.raises(TypeError, match=r"nn\.Linear or its weight, got str"):
-        LMHeadSampler("lm_head")
-    with pytest.raises(ValueError, match="at most max_batch_size = 4 rows, got 5"):
-        LMHeadSampler(make_head(), max_batch_size=4)(states())
-    with pytest.raises(TypeError, match=r"hidden_states must be a torch\.Tensor, got list"):
-        LMHeadSampler(make_head())([[1.0]])
-    with pytest.raises(ValueError, match=r"hidden_states must have 2 dimensions, got shape \(\)"):
-        LMHeadSampler(make_head())(torch.tensor(1.0, device=DEVICE))
-    with pytest.raises(ValueError, match=r"hidden_states must have 2 dimensions, got shape \(\d+,\)"):
-        LMHeadSampler(make_head(), max_batch_size=4)(states()[0])  # more columns than rows of state
-    with pytest.raises(ValueError, match="hidden_states must be on the sampler's device"):
-        LMHeadSampler(make_head())(states().to("meta"))
+@pytest.mark.parametrize(
+    ("error", "message", "make"),
+    [
+        (ValueError, "at most max_batch_size = 4 rows, got 5", states),
+        (TypeError, r"hidden_states must be a torch\.Tensor, got list", lambda: [[1.0]]),
+        (ValueError, r"must have 2 dimensions, got shape \(\)", lambda: torch.tensor(1.0, device=DEVICE)),
+        (ValueError, r"must have 2 dimensions, got shape \(\d+,\)", lambda: states()[0]),  # more columns than rows
+        (ValueError, "hidden_states must be on the sampler's device", lambda: states(4).to("meta")),
+    ],
+)
+def test_hidden_states_are_checked(error, message, make):
+    with pytest.raises(error, match=message):
+        LMHeadSampler(make_head(), max_batch_size=4)(make())
 
 
 # ruff: noqa: E501
@@ -142,6 +134,11 @@ WEIGHT = torch.randn(500, 16)
         (ValueError, r"weight must have 2 dimensions, got shape \(500,\)", {"lm_head": WEIGHT[:, 0]}),
         (ValueError, r"weight must have at least one row and one column, got shape \(500, 0\)", {"lm_head": WEIGHT[:, :0]}),
         (TypeError, r"tp must be a flashsampling\.tensor_parallel\.TensorParallel, got str", {"tp": "tp"}),
+        (ValueError, r"soft_cap must be at least 0, got -1\.0", {"soft_cap": -1.0}),
+        (ValueError, r"soft_cap must be 0, for none, or at least 1\.18e-38", {"soft_cap": 1e-40}),
+        (ValueError, "logit_scale must be finite, got nan", {"logit_scale": float("nan")}),
+        (TypeError, "logit_scale must be a number", {"logit_scale": "1"}),
+        (TypeError, r"nn\.Linear or its weight, got str", {"lm_head": "lm_head"}),
     ],
 )  # fmt: skip
 def test_the_constructor_checks_what_it_can(error, message, change):
@@ -419,9 +416,8 @@ def test_reset_of_temperatures():
 def test_a_default_temperature_per_row(kind):
     values = [0.0, 3.0, 0.5, 0.1]
     sampler = LMHeadSampler(make_head(), max_batch_size=4, seed=1, temperature=kind(values)).to(torch.bfloat16).float()
-    assert torch.equal(
-        sampler.temperature, torch.tensor(values, device=DEVICE)
-    )  # 0.1 is no bfloat16, and this is no weight
+    # 0.1 is no bfloat16, and this is no weight
+    assert torch.equal(sampler.temperature, torch.tensor(values, device=DEVICE))
     for batch in (4, 2, 0):
         x = states(batch)
         temperature = torch.tensor(values[:batch], device=DEVICE)

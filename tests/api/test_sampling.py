@@ -3,8 +3,6 @@ import contextlib
 import io
 import math
 import operator
-import subprocess
-import sys
 import warnings
 from dataclasses import FrozenInstanceError, replace
 
@@ -20,7 +18,7 @@ from flashsampling import SampleOutput, noise, ops, sample, sampling
 from flashsampling.outputs import SampleResult
 from flashsampling.reference import streaming
 from flashsampling.tensor_parallel import capabilities
-from tests.conftest import DEVICE
+from tests.conftest import DEVICE, run_python
 from tests.operators import Operators
 from tests.problems import IMPLEMENTATIONS, make_problem
 
@@ -91,9 +89,11 @@ BAD_CALLS = [
 
 @pytest.mark.parametrize(("error", "message", "change"), BAD_CALLS)
 def test_errors_name_the_argument(error, message, change):
-    arguments = {"hidden_states": STATES, "weight": WEIGHT, "seed": 0} | change
     with pytest.raises(error, match=message):
-        sample(**arguments)
+        sample(**{"hidden_states": STATES, "weight": WEIGHT, "seed": 0} | change)
+    if not change.keys() & {"hidden_states", "weight", "vocab_size"}:
+        with pytest.raises(error, match=message):
+            flashsampling.sample_from_logits(**{"logits": STATES, "seed": 0} | change)
 
 
 def test_a_named_implementation_never_falls_back(device):
@@ -104,10 +104,9 @@ def test_a_named_implementation_never_falls_back(device):
             "    try: flashsampling.sample(torch.ones(1, 8), torch.ones(9, 8), impl=impl)\n"
             "    except ValueError as error: print(error)"
         )
-        # without the interpreter
-        run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={"PATH": ""}, check=True)
-        assert "impl='triton' cannot do this: tensors on the CPU" in run.stdout
-        assert "impl='cute' cannot do this: tensors on cpu, it runs on NVIDIA GPUs" in run.stdout
+        said = run_python(code, TRITON_INTERPRET="")
+        assert "impl='triton' cannot do this: tensors on the CPU" in said
+        assert "impl='cute' cannot do this: tensors on cpu, it runs on NVIDIA GPUs" in said
     else:
         columns_apart = torch.ones(8, 20, device=device).T
         with pytest.raises(ValueError, match="weight must be contiguous along D"):
@@ -125,24 +124,20 @@ def test_empty_batch(impl, device):
     assert out.dtype == torch.int64
 
 
+def drawn(problem, **arguments):
+    """Tokens of the problem's head for these arguments."""
+    return sample(problem.hidden_states, problem.weight, **arguments).token_ids
+
+
 @pytest.mark.parametrize("impl", ["reference", *IMPLEMENTATIONS])
 def test_numbers_and_tensors_mean_the_same(impl, device):
     problem = make_problem(4, 300, 16, device, impl=impl)
     for temperature in (0.0, 0.7, 3):
         for seed, offset in ((5, 0), (-1, 7), (2**64 - 1, 2**40 + 3), (2**33, -9)):
-            numbers = sample(
-                problem.hidden_states, problem.weight, temperature=temperature, seed=seed, offset=offset, impl=impl
-            )
-            signed = (seed + 2**63) % 2**64 - 2**63
-            tensors = sample(
-                problem.hidden_states,
-                problem.weight,
-                temperature=torch.full((4,), float(temperature), device=device),
-                seed=torch.full((4,), signed, device=device),
-                offset=torch.full((4,), offset, device=device),
-                impl=impl,
-            )
-            assert torch.equal(numbers.token_ids, tensors.token_ids)
+            numbers = {"temperature": temperature, "seed": seed, "offset": offset}
+            signed = {"temperature": float(temperature), "seed": (seed + 2**63) % 2**64 - 2**63, "offset": offset}
+            tensors = {name: torch.full((4,), value, device=device) for name, value in signed.items()}
+            assert torch.equal(drawn(problem, **numbers, impl=impl), drawn(problem, **tensors, impl=impl))
 
 
 def as_users_write(values, device):
@@ -167,18 +162,12 @@ def as_users_write(values, device):
 def test_one_value_per_row_however_it_is_written(name, impl, device):
     problem = make_problem(4, 1000, 16, device, logit_std=0.5)
     values = {"seed": [-5, 7, 2**62, -(2**63)], "offset": [0, 3, 2**40, 1], "temperature": [0.0, 0.5, 4.0, 1.25]}[name]
-    arguments = {
-        "seed": problem.seed,
-        "offset": problem.offset,
-        "temperature": torch.ones(4, device=device),
-        "impl": impl,
-    }
-    tensor = torch.tensor(values, device=device)
-    expected = sample(problem.hidden_states, problem.weight, **(arguments | {name: tensor})).token_ids
-    assert not torch.equal(expected, sample(problem.hidden_states, problem.weight, **arguments).token_ids)
+    arguments = {"seed": problem.seed, "offset": problem.offset, "temperature": torch.ones(4, device=device)}
+    arguments["impl"] = impl
+    expected = drawn(problem, **arguments | {name: torch.tensor(values, device=device)})
+    assert not torch.equal(expected, drawn(problem, **arguments))
     for written in as_users_write(values, device):
-        out = sample(problem.hidden_states, problem.weight, **(arguments | {name: written})).token_ids
-        assert torch.equal(out, expected), type(written)
+        assert torch.equal(drawn(problem, **arguments | {name: written}), expected), type(written)
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -189,61 +178,45 @@ def test_one_value_for_all_rows_however_it_is_written(name, value, batch, device
     problem = make_problem(batch, 1000, 16, device, logit_std=0.5)
     arguments = {"seed": problem.seed, "offset": problem.offset, "temperature": torch.ones(batch, device=device)}
     filled = torch.full((batch,), value, device=device, dtype=torch.float32 if name == "temperature" else torch.int64)
-    expected = sample(problem.hidden_states, problem.weight, **(arguments | {name: filled})).token_ids
+    expected = drawn(problem, **arguments | {name: filled})
     one = numpy.array(value)
     ways = [value, one, one[()], one[None], [value], (value,), torch.tensor(value, device=device), torch.tensor(value)]
-    ways += [
-        torch.tensor([value], device=device),
-        torch.tensor(value, dtype=torch.float16 if one.dtype.kind == "f" else torch.int16),
-    ]
+    narrow = torch.float16 if one.dtype.kind == "f" else torch.int16
+    ways += [torch.tensor([value], device=device), torch.tensor(value, dtype=narrow)]
     if name == "temperature":
         ways.append(numpy.float32(value))
     for way in ways:
-        out = sample(problem.hidden_states, problem.weight, **(arguments | {name: way})).token_ids
-        assert torch.equal(out, expected), (type(way), way)
+        assert torch.equal(drawn(problem, **arguments | {name: way}), expected), (type(way), way)
 
 
 def test_64_bits_are_two_s_complement_in_every_form(device):
     problem = make_problem(2, 1000, 16, device, logit_std=0.5)
 
     def draw(seed):
-        return sample(
-            problem.hidden_states, problem.weight, seed=seed, offset=torch.zeros(2, dtype=torch.int64)
-        ).token_ids
+        return drawn(problem, seed=seed, offset=[0, 0])
 
-    problem.offset = problem.offset.cpu()
     if device.type == "cpu":
         expected = draw([-1, -(2**63)])
         assert torch.equal(draw([2**64 - 1, 2**63]), expected)
         assert torch.equal(draw(numpy.array([2**64 - 1, 2**63], dtype=numpy.uint64)), expected)
         assert torch.equal(draw(torch.tensor([2**64 - 1, 2**63], dtype=torch.uint64)), expected)
-    assert torch.equal(sample(problem.hidden_states, problem.weight, seed=numpy.uint64(2**64 - 1), offset=[0, 0]).token_ids,
-                       sample(problem.hidden_states, problem.weight, seed=-1, offset=[0, 0]).token_ids)  # fmt: skip
+    assert torch.equal(draw(numpy.uint64(2**64 - 1)), draw(-1))
 
 
 @pytest.mark.parametrize("impl", ["reference", "streaming"])
 def test_a_temperature_beyond_float32_is_infinite(impl, device):
     problem = make_problem(3, 300, 16, device)
-    drawn = noise.gumbel(problem.seed, problem.offset, torch.zeros(1, dtype=torch.int64, device=device), 0, 300)[
-        :, 0
-    ].argmax(-1)
+    draw = torch.zeros(1, dtype=torch.int64, device=device)
+    expected = noise.gumbel(problem.seed, problem.offset, draw, 0, 300)[:, 0].argmax(-1)
+    rows = {"seed": problem.seed, "offset": problem.offset, "impl": impl}
     for temperature in (1e300, 10**400, math.inf, [1e39] * 3, numpy.full(3, 1e300)):
-        out = sample(
-            problem.hidden_states,
-            problem.weight,
-            temperature=temperature,
-            seed=problem.seed,
-            offset=problem.offset,
-            impl=impl,
-        )
-        assert torch.equal(out.token_ids, drawn)
+        assert torch.equal(drawn(problem, temperature=temperature, **rows), expected)
 
 
 def test_numpy_is_not_imported_for_it():
     code = "import sys; sys.modules['numpy'] = None; import torch, flashsampling;"
     code += "print(flashsampling.sample(torch.ones(2, 8), torch.ones(9, 8), seed=[1, 2], temperature=[1, 0.5]).token_ids.tolist())"
-    run = subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, capture_output=True, text=True)
-    assert run.stdout.count(",") == 1
+    assert run_python("-W", "ignore", "-c", code).count(",") == 1
 
 
 def test_no_more_than_2_to_the_31_less_1_tokens(monkeypatch):
@@ -298,14 +271,11 @@ def test_seed_none_draws_anew_per_call_and_per_row(device):
 
 def test_output_is_frozen_and_the_inputs_untouched(device):
     problem = make_problem(4, 300, 16, device)
-    before = [
-        t.clone() for t in (problem.hidden_states, problem.weight, problem.temperature, problem.seed, problem.offset)
-    ]
-    out = sample(
-        problem.hidden_states, problem.weight, temperature=problem.temperature, seed=problem.seed, offset=problem.offset
-    )
-    after = (problem.hidden_states, problem.weight, problem.temperature, problem.seed, problem.offset)
-    assert all(torch.equal(a, b) for a, b in zip(before, after))
+    names = ("hidden_states", "weight", "temperature", "seed", "offset")
+    given = {name: getattr(problem, name) for name in names}
+    before = {name: tensor.clone() for name, tensor in given.items()}
+    out = sample(**given)
+    assert all(torch.equal(given[name], before[name]) for name in names)
     with pytest.raises(FrozenInstanceError):
         out.token_ids = None  # type: ignore[misc, assignment]
 
@@ -338,11 +308,8 @@ def test_compiles_without_a_graph_break(dynamic, device):
 
 
 def test_import_needs_neither_triton_nor_cutlass():
-    code = (
-        "import sys; import flashsampling;"
-        "assert not [m for m in sys.modules if m.split('.')[0] in ('triton', 'cutlass', 'transformers')]"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    code = "import sys; import flashsampling; flashsampling.warmup;"
+    run_python(code + "assert not {'triton', 'cutlass', 'transformers'} & {name.split('.')[0] for name in sys.modules}")
 
 
 @pytest.mark.quick(2)
@@ -378,8 +345,7 @@ def test_works_without_a_kernel_that_serves(impl, setup, reason):
         f"try: flashsampling.sample(x, w, seed=1, impl={impl!r})\n"
         "except ValueError as error: print(error)"
     )
-    run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert reason in run.stdout
+    assert reason in run_python(code)
 
 
 def test_version_is_stated_once():
@@ -530,9 +496,7 @@ def test_compiles_with_every_kind_of_row_parameter(dynamic, device):
     problem = make_problem(5, 300, 16, device)
 
     def step(seed, offset, temperature):
-        return sample(
-            problem.hidden_states, problem.weight, temperature=temperature, seed=seed, offset=offset
-        ).token_ids
+        return drawn(problem, temperature=temperature, seed=seed, offset=offset)
 
     torch._dynamo.reset()
     compiled = torch.compile(step, fullgraph=True, dynamic=dynamic)
@@ -568,21 +532,14 @@ def test_exports_a_module_that_returns_it():
     assert torch.equal(out.token_ids, sample(STATES, WEIGHT, seed=seeds).token_ids)
 
 
-def test_dtensors_are_refused_in_words():
-    import torch.distributed as dist
+def test_dtensors_are_refused_in_words(process_group):
     from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
 
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        weight, states = (DTensor.from_local(matrix, mesh, [Replicate()]) for matrix in (WEIGHT, STATES))
-        with pytest.raises(
-            TypeError, match=r"weight must be a plain tensor, got a DTensor; .*to_local.*tp=.*full_tensor"
-        ):
-            sample(STATES, weight)
-        with pytest.raises(TypeError, match=r"weight must be a plain tensor, got a DTensor"):
-            flashsampling.LMHeadSampler(torch.nn.Parameter(weight))
-        with pytest.raises(TypeError, match=r"hidden_states must be a plain tensor, got a DTensor; .*full_tensor"):
-            sample(states, WEIGHT)
-    finally:
-        dist.destroy_process_group()
+    mesh = init_device_mesh("cpu", (1,))
+    weight, states = (DTensor.from_local(matrix, mesh, [Replicate()]) for matrix in (WEIGHT, STATES))
+    with pytest.raises(TypeError, match=r"weight must be a plain tensor, got a DTensor; .*to_local.*tp=.*full_tensor"):
+        sample(STATES, weight)
+    with pytest.raises(TypeError, match=r"weight must be a plain tensor, got a DTensor"):
+        flashsampling.LMHeadSampler(torch.nn.Parameter(weight))
+    with pytest.raises(TypeError, match=r"hidden_states must be a plain tensor, got a DTensor; .*full_tensor"):
+        sample(states, WEIGHT)

@@ -70,7 +70,6 @@ BAD = [
     (ValueError, "soft_cap must be 0, for none, or at least 1.18e-38", {"soft_cap": 5e-324}),
     (ValueError, r"logit_bias must be a tensor \(70,\), for all rows, or ids and values, \(3, n\) each, got shape \(3, 70\)", {"logit_bias": torch.zeros(3, 70)}),
     (ValueError, r"logit_bias must be .* got shape \(69,\)", {"logit_bias": torch.zeros(69)}),
-    (TypeError, r"logit_bias must be a tensor \(V,\) or a pair of ids and values, got dict; of a dict d pass", {"logit_bias": {3: 1.0}}),
     (TypeError, "logit_bias's ids must be int32 or int64, got torch.float32", {"logit_bias": ([[0.5]] * 3, [[1.0]] * 3)}),
     (TypeError, "logit_bias's values must be float32, bfloat16 or float16, got torch.complex64", {"logit_bias": ([[1]] * 3, torch.zeros(3, 1) * 1j)}),
     (ValueError, r"logit_bias's ids and values must have the same shape, got \(3, 2\) and \(3, 1\)", {"logit_bias": ([[1, 2]] * 3, [[1.0]] * 3)}),
@@ -117,7 +116,6 @@ BAD = [
     (TypeError, "top_logprobs must be an int, got bool", {"top_logprobs": True}),
     (TypeError, "logprob_ids must be int32 or int64, got torch.float32", {"logprob_ids": torch.ones(3, 2)}),
     (ValueError, r"logprob_ids must have shape \(3, n\), or \(n,\) for all rows, got shape \(2, 2\)", {"logprob_ids": torch.ones(2, 2).long()}),
-    (TypeError, "unexpected argument 'topk'; did you mean top_k.* takes .*temperature, seed, .*top_k, top_p", {"topk": 5}),
 ]  # fmt: skip
 
 
@@ -142,15 +140,6 @@ def test_errors_name_the_argument(error, message, change):
         (ValueError, r"logits must have at least one column, got shape \(3, 0\)", {"logits": torch.zeros(3, 0)}),
         (TypeError, "logits must be a dense tensor, got torch.sparse_coo", {"logits": torch.zeros(3, 5).to_sparse()}),
         (ValueError, "vocab_size must be from 1 to the 5 columns of logits, got 6", {"vocab_size": 6}),
-        (ValueError, r"num_samples must be from 1 to 2\*\*24, got 0", {"num_samples": 0}),
-        (ValueError, r"num_samples must be from 1 to 2\*\*24, got 16777217", {"num_samples": 2**24 + 1}),
-        (ValueError, "temperature must be at least 0, got -1", {"temperature": -1}),
-        (
-            ValueError,
-            "seed must be on the device of the step, cpu, got meta",
-            {"seed": torch.ones(3, device="meta").long()},
-        ),
-        (ValueError, "impl must be None or one of .*, got 'cuda'", {"impl": "cuda"}),
         (ValueError, "top_logprobs must be from 0 to 5, got 6", {"top_logprobs": 6}),
         (TypeError, "unexpected keyword argument 'tp'|unexpected argument 'tp'", {"tp": None}),
     ],
@@ -195,8 +184,7 @@ def test_a_call_without_parameters_holds_the_default_object(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "function",
-    [sample, sample_from_logits, verify, verify_from_logits, LMHeadSampler.forward, flashsampling.warmup],
+    "function", [sample, sample_from_logits, verify, verify_from_logits, LMHeadSampler.forward, flashsampling.warmup]
 )
 def test_signatures_show_every_parameter(function):
     """Explicit ones and completed ones: names, in the order of the declaration, and defaults that are off."""
@@ -362,28 +350,19 @@ def test_a_kernel_refuses_by_name_what_it_does_not_do(monkeypatch):
     assert ops.choose(logits).name == "streaming"
 
 
-def test_a_group_of_one_does_it_too():
+def test_a_group_of_one_does_it_too(process_group):
     """With the whole vocabulary; what several ranks do, tests/tensor_parallel/test_filters.py and tests/tensor_parallel/scenarios.py have."""
-    import torch.distributed as dist
-
     from flashsampling.tensor_parallel import TensorParallel
 
     params = {"top_k": 3, "return_logprobs": True}
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        with TensorParallel(None, WEIGHT) as tp:
-            ours, theirs = (sample(STATES, WEIGHT, seed=SEEDS, tp=group, **params) for group in (tp, None))
-            assert torch.equal(ours.token_ids, theirs.token_ids)
-            assert torch.equal(ours.logprobs, theirs.logprobs)
-            assert flashsampling.warmup(WEIGHT, tp=tp, top_k=3) == []
-            head = nn.Linear(8, 70)
-            ours, theirs = (
-                LMHeadSampler(head, seed=list(range(256)), logit_scale=2.0, soft_cap=3.0, tp=group)(STATES, top_p=0.5)
-                for group in (tp, None)
-            )
-            assert torch.equal(ours.token_ids, theirs.token_ids)
-    finally:
-        dist.destroy_process_group()
+    with TensorParallel(None, WEIGHT) as tp:
+        ours, theirs = (sample(STATES, WEIGHT, seed=SEEDS, tp=group, **params) for group in (tp, None))
+        assert torch.equal(ours.token_ids, theirs.token_ids)
+        assert torch.equal(ours.logprobs, theirs.logprobs)
+        assert flashsampling.warmup(WEIGHT, tp=tp, top_k=3) == []
+        head, options = nn.Linear(8, 70), {"seed": list(range(256)), "logit_scale": 2.0, "soft_cap": 3.0}
+        ours, theirs = (LMHeadSampler(head, tp=group, **options)(STATES, top_p=0.5) for group in (tp, None))
+        assert torch.equal(ours.token_ids, theirs.token_ids)
 
 
 def test_an_implementation_refuses_a_shard_by_itself():

@@ -19,17 +19,20 @@ def seen_of(counts: torch.Tensor) -> torch.Tensor:
     return padded.view(len(counts), groups, 16).any(2).to(torch.uint8)
 
 
+def assert_known(state: TokenCounts, exact: bool = False) -> None:
+    """The state knows every group with a count; ``exact``: and no other group."""
+    counts, seen = state.read(state.max_batch_size)
+    assert seen is not None
+    assert torch.equal(seen, seen_of(counts)) if exact else (seen >= seen_of(counts)).all()
+
+
 def test_a_state_of_counts(device):
     """``TokenCounts`` knows which of its groups have counts, whoever wrote them."""
     vocab = 300
     state = TokenCounts(4, vocab, device=device)
 
-    def check(least_only: bool = True) -> None:
-        counts, seen = state.read(4)
-        assert seen is not None
-        wanted = seen_of(counts)
-        assert (seen >= wanted).all()
-        assert not least_only or torch.equal(seen, wanted)
+    def check() -> None:
+        assert_known(state, exact=True)
 
     check()
     state.reset([0, 2], [[5, 299], [17, 17, 290]])
@@ -39,7 +42,7 @@ def test_a_state_of_counts(device):
     state.add(torch.tensor([[200, 201, 5], [40, 41, 42]], device=device), rows=[3, 1])
     check()
     state.add(torch.tensor([-1, vocab, 7, 7], device=device))  # as torch operations it has the first group looked at
-    check(least_only=False)
+    assert_known(state)
     state.reset([1])
     check()
     state.counts[1, 77] = 3
@@ -100,12 +103,6 @@ def test_the_kernel_compiles(capability, tmp_path):
     assert least > 1000
 
 
-def assert_known(state: TokenCounts) -> None:
-    counts, seen = state.read(state.max_batch_size)
-    assert seen is not None
-    assert (seen >= seen_of(counts)).all()
-
-
 @pytest.mark.parametrize("adds", range(4))
 @pytest.mark.parametrize("writes", range(1, 4))
 def test_copies_know_what_they_count(adds, writes, device):
@@ -142,8 +139,7 @@ def test_a_row_that_begins_twice(device):
     state = TokenCounts(8, 20_000, device=device)
     for rows in ([3] * 8, [1, -7, 1]):
         state.reset(rows, [[1000 * i + 5] for i in range(len(rows))])
-        assert_known(state)
-        assert torch.equal(state.read(8).seen, seen_of(state.counts))
+        assert_known(state, exact=True)
 
 
 def test_counts_that_take_the_place_of_others(device):
@@ -151,15 +147,11 @@ def test_counts_that_take_the_place_of_others(device):
     state.counts = torch.zeros(3, 500, dtype=torch.int32, device=device)
     state.counts[2, 400] = 1
     state.add(torch.tensor([450, 1, 2], device=device))
-    counts, seen = state.read(3)
-    assert seen is not None
-    assert (seen >= seen_of(counts)).all()
-    assert seen.shape == (3, num_token_groups(500))
+    assert_known(state)
+    assert state.read(3).seen.shape == (3, num_token_groups(500))
     state.counts = state.counts.clone()
     state.counts[1, 77] = 1
-    counts, seen = state.read(3)
-    assert seen is not None
-    assert (seen >= seen_of(counts)).all()
+    assert_known(state)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -172,11 +164,9 @@ def test_modes(mode, device):
         state.reset([0], [[5, 6]])
         state.add(torch.tensor([9, 80], device=device))
         state.counts[0, 44] = 1
-        counts, seen = state.read(2)
-        assert torch.equal(seen, seen_of(counts))
+        assert_known(state, exact=True)
     state.add(torch.tensor([19, 20], device=device))
-    counts, seen = state.read(2)
-    assert torch.equal(seen, seen_of(counts))
+    assert_known(state, exact=True)
     assert_known(copied)
     copied.counts = torch.ones(3, 200, dtype=torch.int32, device=device)
     assert_known(copied)

@@ -1,8 +1,6 @@
 """The option ``--before`` of the benchmarks: another checkout draws what this one draws."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,7 @@ from benchmarks.before import sample_before
 from flashsampling import ops
 from flashsampling.inputs import SampleInputs
 from flashsampling.sampling_params import SamplingParams
+from tests.conftest import run_python
 
 ROOT = Path(__file__).parents[2]
 BATCH, DIM, VOCAB = 3, 16, 100
@@ -76,5 +75,4 @@ for each in (step, step._replace(params=DEFAULT_PARAMS)):
     assert torch.equal(sample_before(Path("nowhere"), each, "streaming").ids, drawn.ids)
 print("both")
 """
-    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert result.stdout == "both\n", result.stderr[-2000:]
+    assert run_python(program) == "both\n"

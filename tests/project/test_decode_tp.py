@@ -1,12 +1,7 @@
 """``scripts/decode_tp`` under torchrun: the same tokens for any number of ranks."""
 
-import importlib.machinery
-import importlib.util
 import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,17 +12,14 @@ transformers = pytest.importorskip("transformers")
 from flashsampling.integrations.transformers import NoTokenError  # noqa: E402
 from flashsampling.tensor_parallel import TensorParallelTimeout  # noqa: E402
 from flashsampling.tensor_parallel.failures import Failure  # noqa: E402
-from tests.conftest import DEVICE  # noqa: E402
+from tests.conftest import DEVICE, load_script, run_python  # noqa: E402
 
 GPUS = torch.cuda.device_count()
 
 
 @pytest.fixture(scope="module")
 def decode_tp():
-    loader = importlib.machinery.SourceFileLoader("decode_tp", str(Path(__file__).parents[2] / "scripts" / "decode_tp"))
-    module = importlib.util.module_from_spec(importlib.util.spec_from_loader("decode_tp", loader))
-    loader.exec_module(module)
-    return module
+    return load_script("decode_tp")
 
 
 class Base(nn.Module):
@@ -119,26 +111,13 @@ def test_tokens_do_not_depend_on_the_ranks(temperature, most, tmp_path):
     drawn = {}
     for world in (1, min(most, GPUS or most)):
         out = tmp_path / f"{world}.json"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world)]
-        command += [
-            "scripts/decode_tp",
-            "--size",
-            "tiny",
-            "--tokens",
-            "10",
-            "--temperature",
-            str(temperature),
-            "--out",
-            str(out),
-        ]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.environ.get("PYTHONPATH", "") + ":."}
-        run = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, env=environment)
-        assert run.returncode == 0, run.stderr[-3000:]
-        assert "flashsampling" in run.stdout
+        words = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", world, "scripts/decode_tp"]
+        words += ["--size", "tiny", "--tokens", 10, "--temperature", temperature, "--out", out]
+        path = os.environ.get("PYTHONPATH", "") + ":."
+        assert "flashsampling" in run_python(*words, OMP_NUM_THREADS="1", PYTHONPATH=path)
         drawn[world] = json.loads(out.read_text())["tokens"]
     assert len(drawn[1]) == 4
     assert all(len(row) == 10 for row in drawn[1])
-    if (
-        not GPUS
-    ):  # in bf16 an all-reduce of parts rounds differently, and a near tie in the model may fall the other way
+    # in bf16 an all-reduce of parts rounds differently, and a near tie in the model may fall the other way
+    if not GPUS:
         assert all(tokens == drawn[1] for tokens in drawn.values())

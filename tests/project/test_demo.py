@@ -55,16 +55,11 @@ def tiny(tmp_path_factory):
 
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(50)}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
-    sizes = {
-        "vocab_size": 50,
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-    }
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=50, **sizes, eos_token_id=None)
     folder = tmp_path_factory.mktemp("tiny")
     torch.manual_seed(0)
-    transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, eos_token_id=None)).save_pretrained(folder)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
     transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w1", eos_token="w2").save_pretrained(folder)
     return folder
 
@@ -102,23 +97,13 @@ def test_a_pipe_gets_lines_with_counts_and_nothing_stray(tiny):
 @pytest.mark.parametrize(("terminal", "temperature"), [(True, 0.7), (False, 0.0)])
 def test_a_terminal_sees_every_token_and_no_timing_ends_after_the_text(tiny, terminal, temperature, monkeypatch, capfd):
     out = io.StringIO()
-    monkeypatch.setattr(
-        demo_generate, "_console", rich_console.Console(file=out, force_terminal=terminal, color_system=None)
-    )
-    monkeypatch.setattr(
-        "scripts.demo_generate.Live.update", lambda live, text: live.console.print(text)
-    )  # refreshed or not
+    console = rich_console.Console(file=out, force_terminal=terminal, color_system=None)
+    monkeypatch.setattr(demo_generate, "_console", console)
+    # refreshed or not
+    monkeypatch.setattr("scripts.demo_generate.Live.update", lambda live, text: live.console.print(text))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    demo_generate.main(
-        prompt=["w3"],
-        model=str(tiny),
-        tokens=9,
-        timing=False,
-        temperature=temperature,
-        seed=0,
-        impl=None,
-        compare=False,
-    )
+    options = {"tokens": 9, "timing": False, "seed": 0, "impl": None, "compare": False}
+    demo_generate.main(prompt=["w3"], model=str(tiny), temperature=temperature, **options)
     counts = [int(count) for count in re.findall(r"token (\d+) of 9", out.getvalue())]
     assert counts == (list(range(1, 10)) if terminal else [8, 9])
     assert "tokens in 9 steps" in out.getvalue()

@@ -4,15 +4,17 @@ that the checkers see every source."""
 import os
 import shutil
 import subprocess
-import sys
 import tarfile
 import zipfile
+from typing import Any
 
 import pytest
 
+from tests.conftest import run_python
 from tests.project.test_readme import ROOT, snippets
 
 setuptools = pytest.importorskip("setuptools", minversion="77")
+FOLDERS = ("flashsampling", "scripts", "tests", "benchmarks", "docs", "examples", ".ci")
 
 
 @pytest.fixture(scope="module")
@@ -27,8 +29,7 @@ def built(tmp_path_factory):
 
     def build(source, name):
         code = f"import sys; from setuptools import build_meta; build_meta.build_{name}(sys.argv[1])"
-        run = subprocess.run([sys.executable, "-c", code, str(out)], cwd=source, capture_output=True, text=True)
-        assert run.returncode == 0, run.stderr[-3000:]
+        run_python("-c", code, out, cwd=source)
 
     build(tree, "sdist")
     (archive,) = out.glob("*.tar.gz")
@@ -44,7 +45,7 @@ def built(tmp_path_factory):
 
 def test_the_sdist_has_what_a_checkout_has(built):
     sdist, _ = built
-    for folder in ("flashsampling", "scripts", "tests", "benchmarks", "docs", "examples", ".ci"):
+    for folder in FOLDERS:
         wanted = {
             path.relative_to(ROOT)
             for path in (ROOT / folder).rglob("*")
@@ -71,22 +72,11 @@ def test_the_sdist_of_a_checkout_has_what_git_tracks(built, tmp_path):
     git("init", "-q")
     git("add", "-A")
     tracked = set(git("ls-files"))
-    for folder in (
-        "",
-        "flashsampling",
-        "flashsampling/kernels/hopper",
-        "scripts",
-        "tests",
-        "benchmarks",
-        "docs",
-        "examples",
-        ".ci",
-    ):
+    for folder in ("", *FOLDERS, "flashsampling/kernels/hopper"):
         for name in (".env", "untracked.py", "a secret"):
             (checkout / folder / name).write_text("secret")
     code = f"from setuptools import build_meta; build_meta.build_sdist({str(tmp_path)!r})"
-    run = subprocess.run([sys.executable, "-c", code], cwd=checkout, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr[-3000:]
+    run_python(code, cwd=checkout)
     (archive,) = tmp_path.glob("*.tar.gz")
     with tarfile.open(archive) as file:
         shipped = {member.name.partition("/")[2] for member in file.getmembers() if member.isfile()}
@@ -116,20 +106,14 @@ def test_the_wheel_runs_the_readmes_snippets(built, tmp_path):
     _, wheel = built
     program = tmp_path / "snippets.py"
     program.write_text(f"{snippets()}\nprint(flashsampling.__file__)")
-    environment = os.environ | {"PYTHONPATH": str(wheel), "CUDA_VISIBLE_DEVICES": ""}
-    run = subprocess.run([sys.executable, program], cwd=tmp_path, capture_output=True, text=True, env=environment)
-    assert run.returncode == 0, run.stderr[-3000:]
-    assert str(wheel) in run.stdout
+    installed: dict[str, Any] = {"cwd": tmp_path, "PYTHONPATH": str(wheel), "CUDA_VISIBLE_DEVICES": ""}
+    assert str(wheel) in run_python(program, **installed)
     # as the script that an installer makes of the entry point, and as a module
     entry = "import sys; from importlib.metadata import distribution as of; "
     entry += "(entry,) = of('flashsampling').entry_points.select(group='console_scripts'); "
     entry += "assert entry.name == 'flashsampling'; sys.exit(entry.load()())"
     for command in (["-c", entry], ["-m", "flashsampling"]):
-        run = subprocess.run(
-            [sys.executable, *command, "doctor"], cwd=tmp_path, capture_output=True, text=True, env=environment
-        )
-        assert run.returncode == 0, run.stderr[-3000:]
-        assert str(wheel) in run.stdout
+        assert str(wheel) in run_python(*command, "doctor", **installed)
 
 
 def _sources():
@@ -143,11 +127,8 @@ def _sources():
 
 def test_ruff_checks_every_source():
     pytest.importorskip("ruff")
-    run = subprocess.run(
-        [sys.executable, "-m", "ruff", "check", "--show-files", "."], cwd=ROOT, capture_output=True, text=True
-    )
-    assert run.returncode == 0, run.stderr
-    assert not {str(path) for path in _sources()} - set(run.stdout.splitlines())
+    shown = run_python("-m", "ruff", "check", "--show-files", ".")
+    assert not {str(path) for path in _sources()} - set(shown.splitlines())
 
 
 def test_mypy_is_given_every_source(monkeypatch):

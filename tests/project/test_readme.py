@@ -5,12 +5,13 @@ import ast
 import importlib.util
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.conftest import run_python
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -25,10 +26,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 EXTRAS = PROJECT["optional-dependencies"]
 OURS = ("benchmarks", "flashsampling", "scripts", "tests")
 ENVIRONMENTS = {"./scripts/demo": "demo", "./scripts/test": "test"}  # what the script asks of make_environment
-MODULES = {
-    "nvidia-cutlass-dsl": ("cutlass", "cuda"),
-    "apache-tvm-ffi": ("tvm_ffi",),
-}  # others are named as their package
+# others are named as their package
+MODULES = {"nvidia-cutlass-dsl": ("cutlass", "cuda"), "apache-tvm-ffi": ("tvm_ffi",)}
 
 
 def fences(language, text):
@@ -50,9 +49,7 @@ def snippets(page=README):
 def run_program(program, folder):
     path = folder / "snippets.py"
     path.write_text(program)
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    run = subprocess.run([sys.executable, path], cwd=folder, capture_output=True, text=True, env=environment)
-    assert run.returncode == 0, run.stderr[-3000:]
+    run_python(path, cwd=folder, PYTHONPATH=str(ROOT), CUDA_VISIBLE_DEVICES="")
 
 
 @pytest.mark.quick(0)

@@ -99,7 +99,7 @@ def test_names_and_lines_of_ptx(tmp_path):
     assert not compare(tmp_path, ptx(), other.replace("mov.u32 %r1, %tid.x;", "mov.u32 %r1, %tid.y;"))
 
 
-def test_what_ptxas_makes(tmp_path):
+def test_what_ptxas_makes(tmp_path, monkeypatch):
     """The parts of a real cubin: the same under another name, and each of these differs from the other."""
     triton = pytest.importorskip("triton")
     ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
@@ -112,25 +112,15 @@ def test_what_ptxas_makes(tmp_path):
         subprocess.run([ptxas, "-arch=sm_90", source, "-o", result], check=True)
         return result.read_bytes()
 
-    first, renamed, changed = (
-        assemble(ptx()),
-        assemble(ptx("another")),
-        assemble(ptx(instruction="add.s32 %r2, %r1, 6;")),
-    )
+    texts = ptx(), ptx("another"), ptx(instruction="add.s32 %r2, %r1, 6;")
+    first, renamed, changed = map(assemble, texts)
     assert first != renamed
     assert compare(tmp_path, first, renamed)
     assert not compare(tmp_path, first, changed)
-    lines = sass_diff.changes(
-        *map(sass_diff.lines_of, ((tmp_path / "before/a_kernel.cubin"), (tmp_path / "after/a_kernel.cubin")))
-    )
-    assert [line[0] for line in lines] == ["-", "+"]
-    # by its bytes where there is no disassembler, too
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sass_diff, "disassembler", lambda: None)
-        lines = sass_diff.changes(
-            *map(sass_diff.lines_of, ((tmp_path / "before/a_kernel.cubin"), (tmp_path / "after/a_kernel.cubin")))
-        )
-    assert [line[0] for line in lines] == ["-", "+"]
+    files = [tmp_path / place / "a_kernel.cubin" for place in ("before", "after")]
+    assert [line[0] for line in sass_diff.changes(*map(sass_diff.lines_of, files))] == ["-", "+"]
+    monkeypatch.setattr(sass_diff, "disassembler", lambda: None)  # then by its bytes
+    assert [line[0] for line in sass_diff.changes(*map(sass_diff.lines_of, files))] == ["-", "+"]
 
 
 def test_the_report(tmp_path, capsys):

@@ -1,11 +1,5 @@
 """``scripts/speculate``: the loop, its drafters, and that ``--compare`` says what it says."""
 
-import importlib.util
-import os
-import subprocess
-import sys
-from importlib.machinery import SourceFileLoader
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,29 +12,21 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHead
 
 from flashsampling.integrations.transformers import generate  # noqa: E402
 
-from ..conftest import DEVICE  # noqa: E402
-
-ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "scripts" / "speculate"
+from ..conftest import DEVICE, load_script, run_python  # noqa: E402
 
 
 @pytest.fixture(scope="module")
 def script():
-    loader = SourceFileLoader("speculate_script", str(SCRIPT))
-    module = importlib.util.module_from_spec(importlib.util.spec_from_loader("speculate_script", loader))
-    loader.exec_module(module)
-    return module
+    return load_script("speculate")
 
 
 @pytest.mark.quick(0)
 def test_it_runs_and_compares():
-    options = ["--random", "--compare", "--tokens", "6", "--drafts", "3", "--batch", "3"]
-    environment = os.environ | {"COLUMNS": "120", "NO_COLOR": "1", "CUDA_VISIBLE_DEVICES": ""}
-    run = subprocess.run([sys.executable, SCRIPT, *options], capture_output=True, text=True, env=environment, cwd=ROOT)
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert "all 18 tokens are those of decoding without drafts" in run.stdout
+    options = ["--random", "--compare", "--tokens", 6, "--drafts", 3, "--batch", 3]
+    said = run_python("scripts/speculate", *options, COLUMNS="120", NO_COLOR="1", CUDA_VISIBLE_DEVICES="")
+    assert "all 18 tokens are those of decoding without drafts" in said
     for drafter in ("no drafts", "n-grams", "first 2 layers"):
-        assert drafter in run.stdout
+        assert drafter in said
 
 
 def test_look_up(script):

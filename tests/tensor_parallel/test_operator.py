@@ -5,7 +5,6 @@ import io
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch._dynamo.backends.common import aot_autograd
 from torch.overrides import BaseTorchFunctionMode
 
@@ -30,17 +29,13 @@ class Group(TensorParallel):
 
 
 @pytest.fixture
-def groups():
+def groups(process_group):
     """Two, and the list of all their steps."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        groups = [Group(None, WEIGHT, max_num_samples=3) for _ in range(2)]
-        steps: list = []
-        for group in groups:
-            group.steps = steps
-        yield *groups, steps
-    finally:
-        dist.destroy_process_group()
+    groups = [Group(None, WEIGHT, max_num_samples=3) for _ in range(2)]
+    steps: list = []
+    for group in groups:
+        group.steps = steps
+    return *groups, steps
 
 
 def draw(states, tp, offset=0, **options):
@@ -63,25 +58,22 @@ def draw_out(states, tp, **params):
 
 
 def test_opcheck(groups):
-    a, b, _ = groups
+    (a, b, _), operator = groups, torch.ops.flashsampling.sample_sharded
     rows = (torch.ones(3), 0.0, SEEDS, 0, SEEDS, 0)
     numbers = (None, 0.7, None, 5, None, 6)
     for arguments in ((*rows, 0, 1, a.name), (*numbers, 0, 3, b.name)):
-        torch.library.opcheck(torch.ops.flashsampling.sample_sharded.default, (STATES, WEIGHT, *arguments, a.order))
-        torch.library.opcheck(torch.ops.flashsampling.sample_sharded.exported, (STATES, WEIGHT, *arguments))
+        torch.library.opcheck(operator.default, (STATES, WEIGHT, *arguments, a.order))
+        torch.library.opcheck(operator.exported, (STATES, WEIGHT, *arguments))
     params = {"top_k_value": 5, "top_p": torch.full((3,), 0.9), "logprobs": True, "top_logprobs": 2}
     step = (STATES, WEIGHT, *rows, 0, 1, a.name)
-    torch.library.opcheck(torch.ops.flashsampling.sample_sharded.default, (*step, a.order), params)
-    torch.library.opcheck(torch.ops.flashsampling.sample_sharded.exported, step, params)
+    torch.library.opcheck(operator.default, (*step, a.order), params)
+    torch.library.opcheck(operator.exported, step, params)
     drafted = {"draft_token_ids": torch.tensor([[5, 6]]), "draft_rows": torch.arange(3)[None], "top_k_value": 5}
     drafted["draft_places"] = torch.arange(2)[None]
-    torch.library.opcheck(
-        torch.ops.flashsampling.sample_sharded.default, (*step, a.order), {"draft_hash": torch.tensor(5)}
-    )
-    torch.library.opcheck(torch.ops.flashsampling.sample_sharded.default, (*step, a.order), drafted)
-    drafted["draft_probs"] = torch.full((2, 50), 0.02)
-    torch.library.opcheck(torch.ops.flashsampling.sample_sharded.exported, step, drafted)
-    assert torch.ops.flashsampling.sample_sharded.default._schema.is_mutable
+    torch.library.opcheck(operator.default, (*step, a.order), {"draft_hash": torch.tensor(5)})
+    torch.library.opcheck(operator.default, (*step, a.order), drafted)
+    torch.library.opcheck(operator.exported, step, drafted | {"draft_probs": torch.full((2, 50), 0.02)})
+    assert operator.default._schema.is_mutable
     assert not torch.ops.flashsampling.sample.default._schema.is_mutable
 
 

@@ -3,8 +3,6 @@
 import functools
 import itertools
 import os
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -39,6 +37,7 @@ from flashsampling.tensor_parallel.rendezvous import RemoteError, Rendezvous
 from flashsampling.tensor_parallel.serialization import record_from_json, record_to_json
 from flashsampling.tensor_parallel.store import StoreGoneError, open_store
 from flashsampling.tensor_parallel.watchdog import Heartbeat, Watchdog, heartbeat_key, straggler
+from tests.conftest import run_python
 from tests.problems import rows_only
 
 SOON = 10.0  # seconds; a loaded machine may stop a thread for some
@@ -535,9 +534,7 @@ for rank in range(8):
     threading.Thread(target=work, args=(meet,), daemon=True).start()
 time.sleep(0.3)
 """
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert ended.returncode == 0
-    assert "terminate" not in ended.stderr
+    run_python(program)
 
 
 def test_groups_of_one_name_and_other_ranks_do_not_meet(monkeypatch):

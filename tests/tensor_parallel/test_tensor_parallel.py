@@ -47,15 +47,9 @@ Share: TypeAlias = tuple[int, str, str, int]  # world size, implementation, tran
 def _kinds() -> list[tuple[int, str, str]]:
     """World size, implementation, transport."""
     if not GPUS:
-        return [
-            (2, "streaming", "gloo"),
-            (3, "streaming", "gloo"),
-            (4, "streaming", "gloo"),
-            (2, "triton", "gloo"),
-            (2, "streaming", "nccl"),
-            (3, "streaming", "nccl"),
-            *((2, kernel, "gloo") for kernel in KERNELS if kernel == "cute"),
-        ]
+        kinds = [(world, "streaming", "gloo") for world in (2, 3, 4)] + [(2, "triton", "gloo")]
+        kinds += [(world, "streaming", "nccl") for world in (2, 3)]
+        return kinds + [(2, kernel, "gloo") for kernel in KERNELS if kernel == "cute"]
     kinds = [(world, impl, "p2p") for world in (2, 4, 8) if world <= GPUS for impl in KERNELS]
     kinds += [(world, KERNELS[-1], "nccl") for world in (2, 4, 8) if world <= GPUS]
     return kinds + ([(2, "streaming", "nccl"), (2, "triton", "gloo")] if GPUS >= 2 else [])
@@ -69,9 +63,8 @@ STAND_IN += ["collective_check", "ranks_that_do_not_come", "an_all_gather_that_h
 
 
 def _names(world: int, impl: str, transport: str) -> list[str]:
-    if (
-        impl == "triton" and not GPUS
-    ):  # the interpreter is slow, and what its packed winners are is tested without processes
+    # the interpreter is slow, and what its packed winners are is tested without processes
+    if impl == "triton" and not GPUS:
         return ["rare_rows", "sub_groups"]
     if impl == "cute" and not GPUS:  # what it does in one launch, the other implementations in rounds
         return ["other_requests"]
@@ -220,9 +213,8 @@ def test_gloo_never_names_the_wrong_rank(world):
 @pytest.mark.quick(0)
 def test_a_hostile_store():
     name = "a_hostile_store"
-    _assert_ok(
-        scenarios.run(2, [name], device="cpu", impl="streaming", transport="gloo", long=False, forked=True)[name]
-    )
+    ran = scenarios.run(2, [name], device="cpu", impl="streaming", transport="gloo", long=False, forked=True)
+    _assert_ok(ran[name])
 
 
 @pytest.mark.parametrize("world", [world for world in (2, 4, 8) if world <= GPUS])
@@ -275,14 +267,8 @@ def test_why_not_p2p(other, impl, transport, why):
 @pytest.mark.parametrize(
     ("name", "other"),
     [
-        *(
-            ("dtype", "torch.float16"),
-            ("device", "cpu"),
-            ("vocab_size", 7),
-            ("max_batch_size", 2),
-            ("max_num_samples", 2),
-        ),
-        *(("transport", "nccl"), ("impl", "triton"), ("timeout", 2.0)),
+        *(("dtype", "torch.float16"), ("device", "cpu"), ("vocab_size", 7), ("max_batch_size", 2)),
+        *(("max_num_samples", 2), ("transport", "nccl"), ("impl", "triton"), ("timeout", 2.0)),
     ],
 )
 def test_what_ranks_must_have_alike(name, other):
@@ -340,33 +326,25 @@ def test_a_message_that_raised_leaves_nothing_behind(transport, monkeypatch):
     assert not header[FIRST_PARAM:].any()
 
 
-def test_an_open_group_lives_without_anybody_holding_it():
+def test_an_open_group_lives_without_anybody_holding_it(process_group):
     """A captured graph does not keep its group, and needs it."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        group = TensorParallel(None, torch.ones(300, 8))
-        name, there = group.name, weakref.ref(group)
-        del group
-        gc.collect()
-        assert there() is open_groups.find(name)
-        there().close()
-        gc.collect()
-        assert there() is None
-        with pytest.raises(ValueError, match="tp must be open, it has been closed"):
-            open_groups.find(name)
-    finally:
-        dist.destroy_process_group()
+    group = TensorParallel(None, torch.ones(300, 8))
+    name, there = group.name, weakref.ref(group)
+    del group
+    gc.collect()
+    assert there() is open_groups.find(name)
+    there().close()
+    gc.collect()
+    assert there() is None
+    with pytest.raises(ValueError, match="tp must be open, it has been closed"):
+        open_groups.find(name)
 
 
 @pytest.fixture
-def alone():
+def alone(process_group):
     """A group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        with TensorParallel(None, torch.ones(300, 8)) as group:
-            yield group
-    finally:
-        dist.destroy_process_group()
+    with TensorParallel(None, torch.ones(300, 8)) as group:
+        yield group
 
 
 def test_a_copy_of_a_module_has_the_same_group_and_no_pickle_has_it(alone):

@@ -3,7 +3,6 @@
 import importlib.metadata
 import inspect
 import logging
-import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -11,6 +10,7 @@ import pytest
 
 from flashsampling.integrations.sglang import Refused, counters, load, register, settings
 
+from ...conftest import run_python
 from . import fakes
 
 
@@ -120,11 +120,8 @@ def test_a_bad_value(monkeypatch, caplog):
 @pytest.mark.parametrize(
     ("version", "release"),
     [
-        ("0.5.15", "0.5.15"),
-        ("0.5.15.post1", "0.5.15"),
-        ("0.5.15rc1", "0.5.15"),
-        ("0.5.23", "0.5.23"),
-        ("0.5.23.post2", "0.5.23"),
+        *(("0.5.15", "0.5.15"), ("0.5.15.post1", "0.5.15"), ("0.5.15rc1", "0.5.15")),
+        *(("0.5.23", "0.5.23"), ("0.5.23.post2", "0.5.23")),
     ],
 )
 def test_known_releases(version, release):
@@ -176,10 +173,8 @@ def refused_words(monkeypatch, caplog):
 @pytest.mark.parametrize("version", ["0.5.14", "0.5.22", "0.5.150", "0.5.1", "0.6.15", "dev"])
 def test_other_releases(version, monkeypatch, caplog):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
-    assert (
-        refused_words(monkeypatch, caplog)
-        == f"SGLang {version} is not one of the releases that are known: 0.5.15, 0.5.23"
-    )
+    words = f"SGLang {version} is not one of the releases that are known: 0.5.15, 0.5.23"
+    assert refused_words(monkeypatch, caplog) == words
 
 
 def test_other_signatures(monkeypatch, caplog):
@@ -297,5 +292,4 @@ def test_counters_without_the_plug_in():
 def test_nothing_is_imported_of_sglang():
     code = "import flashsampling.integrations.sglang as it, sys; it.register(); "
     code += "print([m for m in sys.modules if 'sglang.' in m])"
-    got = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert all(name.startswith("'flashsampling") for name in got.strip("[]\n").split(", "))
+    assert all(name.startswith("'flashsampling") for name in run_python(code).strip("[]\n").split(", "))

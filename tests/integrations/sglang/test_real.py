@@ -139,11 +139,8 @@ AROUND_A_DRAW = {  # or for a custom logit processor alone
 }  # fmt: skip
 
 
-SINCE = {
-    "beam_width",
-    "watermark",
-    "ebnf_full_assistant",
-}  # left to SGLang, refused with its server's argument, a grammar's
+# left to SGLang, refused with its server's argument, a grammar's
+SINCE = {"beam_width", "watermark", "ebnf_full_assistant"}
 
 
 def test_every_field_of_sampling_params_is_known():

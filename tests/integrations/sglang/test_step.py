@@ -62,10 +62,10 @@ def loaded(model=None, graphs=True, **arguments):
 def runner_of(model=None, graphs=True, **arguments):
     """A loaded runner whose model's prefill was seen too, as by SGLang's own warm-up request."""
     runner = loaded(model, graphs, **arguments)
-    req = Req([1], SamplingParams())
-    step(runner, extend(reqs := [req]), states_of(1), reqs)
+    reqs = [Req([1], SamplingParams())]
+    step(runner, extend(reqs), states_of(1))
     if not graphs:
-        step(runner, decode(reqs), states_of(1), reqs)
+        step(runner, decode(reqs), states_of(1))
     assert "refused" not in counters(runner)
     assert runner.flashsampling._proven == {True, False}
     runner.flashsampling.counts.clear()
@@ -103,10 +103,14 @@ def states_of(count, seed=0):
     return torch.randn(count, D, generator=torch.Generator().manual_seed(seed))
 
 
-def step(runner, batch, states, reqs):
+def forward_batch_of(runner, batch, **options):
+    """The batch as ``ForwardBatch.init_new`` and the hook behind it make it."""
+    return load.after_init_new(ForwardBatch.init_new(batch, runner), ForwardBatch, batch, runner, **options)
+
+
+def step(runner, batch, states):
     """One step as SGLang's worker does it: tokens, and what else the output has."""
-    assert batch.reqs is reqs
-    forward_batch = load.after_init_new(ForwardBatch.init_new(batch, runner), ForwardBatch, batch, runner)
+    forward_batch = forward_batch_of(runner, batch)
     output = runner.forward(forward_batch, states)
     return runner.sample(output, forward_batch), output
 
@@ -200,7 +204,7 @@ def test_a_request_of_every_served_kind(name, graphs):
     for drawn in range(4):
         batch = decode(reqs, drawn) if drawn else extend(reqs)
         position = len(PROMPT) - 1 + drawn
-        tokens, output = step(runner, batch, states[position : position + 1] if drawn else states[: len(PROMPT)], reqs)
+        tokens, output = step(runner, batch, states[position : position + 1] if drawn else states[: len(PROMPT)])
         assert tokens.tolist() == expected(runner, states[position], req, position).token_ids.tolist()
         assert output.hidden_states is None
     assert runner.model.logits_processor.rows == 0
@@ -217,9 +221,7 @@ def test_all_served_kinds_in_one_batch_and_in_any_order():
         for name, req in reqs.items()
     }
     for names in ([*reqs], [*reversed(reqs)], [*reqs][3:9]):
-        tokens, _ = step(
-            runner, decode(some := [reqs[name] for name in names]), torch.stack([states[n] for n in names]), some
-        )
+        tokens, _ = step(runner, decode([reqs[name] for name in names]), torch.stack([states[n] for n in names]))
         assert tokens[:, None].tolist() == [wanted[name] for name in names]
     assert runner.flashsampling.counters()["fused"] == 3
 
@@ -230,7 +232,7 @@ def test_prompts_of_several_lengths_in_one_prefill():
     for mode in (ForwardMode.EXTEND, ForwardMode.MIXED):
         batch = extend(reqs, mode)
         states = states_of(len(batch.positions))
-        tokens, _ = step(runner, batch, states, reqs)
+        tokens, _ = step(runner, batch, states)
         last = batch.extend_seq_lens.cumsum(0) - 1
         for row, req in enumerate(reqs):
             assert tokens[row] == expected(runner, states[last[row]], req, row).token_ids
@@ -246,7 +248,7 @@ def test_a_request_of_every_kind_that_is_left(name, graphs, caplog):
     states = states_of(3)
     with caplog.at_level(logging.INFO, "sglang.flashsampling"):
         for batch in (decode(reqs), decode(reqs, 2)):
-            tokens, output = step(runner, batch, states, reqs)
+            tokens, output = step(runner, batch, states)
             assert tokens.tolist() == [LEFT] * 3
             assert output.hidden_states is None
     reason = name.split(", ")[0]
@@ -255,9 +257,7 @@ def test_a_request_of_every_kind_that_is_left(name, graphs, caplog):
     assert [record.getMessage() for record in caplog.records] == [
         f"flashsampling: SGLang samples where a request has {reason} (said once)"
     ]
-    tokens, _ = step(
-        runner, decode(rest := [reqs[0], reqs[2]]), states[[0, 2]], rest
-    )  # and without it the batch is fused
+    tokens, _ = step(runner, decode([reqs[0], reqs[2]]), states[[0, 2]])  # and without it the batch is fused
     assert counters(runner)["fused"] == 1
     assert int(tokens[1]) == int(runner.left[0][2].argmax())
 
@@ -279,7 +279,7 @@ def test_a_seeded_request_beside_one_that_is_left(name):
     states = states_of(4)
     for batch, some in ((decode(reqs), states), (extend(reqs), states.repeat_interleave(4, dim=0))):
         position = len(PROMPT) if batch.forward_mode.is_decode() else len(PROMPT) - 1
-        tokens, output = step(runner, batch, some, reqs)
+        tokens, output = step(runner, batch, some)
         alone = expected(runner, states[1], seeded, position)
         assert tokens.tolist() == [
             LEFT,
@@ -298,19 +298,19 @@ def test_a_request_without_a_seed_keeps_the_one_that_it_gets():
     runner = runner_of()
     runner.model.lm_head.weight.zero_()
     reqs = [Req(PROMPT, SamplingParams()) for _ in range(8)]
-    first = [step(runner, decode(reqs), states_of(8), reqs)[0].tolist() for _ in range(2)]
+    first = [step(runner, decode(reqs), states_of(8))[0].tolist() for _ in range(2)]
     assert first[0] == first[1]
     assert len(set(first[0])) > 4
-    assert step(runner, decode(reqs, 2), states_of(8), reqs)[0].tolist() != first[0]
+    assert step(runner, decode(reqs, 2), states_of(8))[0].tolist() != first[0]
 
 
 def test_deterministic_inference_gives_all_requests_its_seed():
     runner = runner_of(enable_deterministic_inference=True)
     req, as_is = Req(PROMPT, SamplingParams()), Req(PROMPT, SamplingParams(sampling_seed=42))
-    tokens, _ = step(runner, decode(reqs := [req]), states_of(1), reqs)
+    tokens, _ = step(runner, decode([req]), states_of(1))
     assert int(tokens) == int(expected(runner, states_of(1)[0], as_is, len(PROMPT)).token_ids)
     reqs = [req, Req(PROMPT, SamplingParams(repetition_penalty=2.0))]  # it is a promise there
-    assert step(runner, decode(reqs), states_of(1).repeat(2, 1), reqs)[0].tolist() == [int(tokens), LEFT]
+    assert step(runner, decode(reqs), states_of(1).repeat(2, 1))[0].tolist() == [int(tokens), LEFT]
 
 
 @pytest.mark.parametrize("backend", ["flashinfer", "pytorch"])
@@ -324,7 +324,7 @@ def test_where_top_p_is_of_what_top_k_kept(backend):
         for min_p in (0.0, 0.01)
     }
     reqs = both[0.0] + both[0.01]
-    tokens, _ = step(runner, decode(reqs), state.repeat(400, 1), reqs)
+    tokens, _ = step(runner, decode(reqs), state.repeat(400, 1))
     assert counters(runner)["fused"] == 1
     assert set(tokens[:200].tolist()) == {0, 1}  # 0.4 and 0.3
     assert set(tokens[200:].tolist()) == ({0} if backend == "flashinfer" else {0, 1})  # 0.4 of 0.7 is 0.571
@@ -349,7 +349,7 @@ def test_logprobs_are_those_that_sglang_returns():
     ]
     reqs.append(Req(PROMPT, SamplingParams(top_k=5, temperature=0.5)))  # asks for none
     states = states_of(len(reqs))
-    tokens, output = step(runner, decode(reqs), states, reqs)
+    tokens, output = step(runner, decode(reqs), states)
     assert counters(runner)["fused"] == 1
     for row, (req, (name, params)) in enumerate(zip(reqs, LOGPROBS.items())):
         logits = (states[row] @ runner.model.lm_head.weight.T)[:V]
@@ -369,11 +369,11 @@ def test_logprobs_before_the_temperature(monkeypatch):
     runner = runner_of()
     reqs = [Req(PROMPT, LOGPROBS[name], return_logprob=True) for name in ("plain", "hot", "greedy", "filtered")]
     states = states_of(4)
-    tokens, output = step(runner, decode(reqs), states, reqs)
+    tokens, output = step(runner, decode(reqs), states)
     wanted = (states @ runner.model.lm_head.weight.T)[:, :V].log_softmax(-1).gather(1, tokens[:, None])[:, 0]
     torch.testing.assert_close(output.next_token_logprobs, wanted, rtol=0, atol=2e-5)
     assert output.next_token_top_logprobs_val is None
-    step(runner, decode(some := [Req(PROMPT, LOGPROBS["biased"], return_logprob=True)]), states[:1], some)
+    step(runner, decode([Req(PROMPT, LOGPROBS["biased"], return_logprob=True)]), states[:1])
     assert counters(runner)["reasons"] == {FALLBACK_REASONS[FallbackReason.LOGPROBS]: 1}
 
 
@@ -382,7 +382,7 @@ def test_a_grammar():
     runner = runner_of()
     reqs = [Req(PROMPT, SamplingParams(), grammar=Grammar([11, 330])), Req(PROMPT, SamplingParams(sampling_seed=3))]
     batch = decode(reqs)
-    forward_batch = load.after_init_new(ForwardBatch.init_new(batch, runner), ForwardBatch, batch, runner)
+    forward_batch = forward_batch_of(runner, batch)
     tokens = runner.sample(runner.forward(forward_batch, states_of(2)), forward_batch)
     assert int(tokens[0]) in (11, 330)
     assert int(tokens[1]) == int(expected(runner, states_of(2)[1], reqs[1], len(PROMPT)).token_ids)
@@ -394,14 +394,14 @@ def test_prompt_logprobs_get_logits_and_the_draw_is_fused():
     runner = runner_of()
     req = Req(PROMPT, SERVED["plain"])
     states = states_of(len(PROMPT))
-    tokens, output = step(runner, extend(reqs := [req], prompt_logprobs=True), states, reqs)
+    tokens, output = step(runner, extend([req], prompt_logprobs=True), states)
     assert int(tokens) == int(expected(runner, states[-1], req, len(PROMPT) - 1).token_ids)
     assert output.input_token_logprobs is not None
     assert output.hidden_states is None
     assert counters(runner)["fused"] == 1
     reqs = [Req(PROMPT, SamplingParams(presence_penalty=1.0))]  # and if it is not, the logits that are there are used
     rows = runner.model.logits_processor.rows
-    step(runner, extend(reqs, prompt_logprobs=True), states, reqs)
+    step(runner, extend(reqs, prompt_logprobs=True), states)
     assert runner.model.logits_processor.rows == rows + 1 + len(PROMPT)
 
 
@@ -418,7 +418,7 @@ BATCHES = {  # what makes SGLang sample a batch
 def test_batches_that_are_left(words):
     runner, reqs = runner_of(), [Req(PROMPT, SamplingParams(sampling_seed=1)) for _ in range(2)]
     batch = decode(reqs)
-    forward_batch = load.after_init_new(ForwardBatch.init_new(batch, runner), ForwardBatch, batch, runner)
+    forward_batch = forward_batch_of(runner, batch)
     if isinstance(BATCHES[words], dict):
         vars(forward_batch).update(BATCHES[words])
     else:  # of 0.5.23
@@ -442,7 +442,7 @@ def test_rows_without_a_score_get_token_0():
     states = states_of(3)
     states[1] = torch.nan
     reqs = [Req(PROMPT, SERVED["plain"]) for _ in range(3)]
-    tokens, _ = step(runner, decode(reqs), states, reqs)
+    tokens, _ = step(runner, decode(reqs), states)
     assert int(tokens[1]) == 0
     assert int(tokens[0]) == int(expected(runner, states[0], reqs[0], len(PROMPT)).token_ids)
     assert counters(runner)["undefined_rows"] == 1
@@ -451,7 +451,7 @@ def test_rows_without_a_score_get_token_0():
 def test_a_scale_and_a_soft_cap():
     runner = runner_of(fakes.Model(V, D, logit_scale=3.0, soft_cap=4.0))
     req = Req(PROMPT, SERVED["plain"], return_logprob=True)
-    tokens, output = step(runner, decode(reqs := [req]), states_of(1), reqs)
+    tokens, output = step(runner, decode([req]), states_of(1))
     wanted = expected(runner, states_of(1)[0], req, len(PROMPT))
     assert int(tokens) == int(wanted.token_ids)
     torch.testing.assert_close(output.next_token_logprobs, wanted.logprobs)
@@ -468,10 +468,10 @@ def test_requests_join_and_leave():
     for at in range(len(reqs) // 3 + 9):
         running = [name for row, name in enumerate(reqs) if row // 3 <= at < row // 3 + 9]
         drawn = [at - [*reqs].index(name) // 3 for name in running]
-        batch = decode(some := [reqs[name] for name in running])
+        batch = decode([reqs[name] for name in running])
         batch.seq_lens = torch.tensor([len(PROMPT) + d for d in drawn])
         batch.positions = batch.seq_lens - 1
-        tokens, _ = step(runner, batch, torch.stack([states[key] for key in zip(running, drawn)]), some)
+        tokens, _ = step(runner, batch, torch.stack([states[key] for key in zip(running, drawn)]))
         for name, token in zip(running, tokens.tolist()):
             got[name].append(token)
     for name, req in reqs.items():
@@ -533,7 +533,7 @@ MODELS = {
 def test_models_that_do_more_are_left_as_they_were(make, words, graphs, caplog):
     with caplog.at_level(logging.INFO, "sglang.flashsampling"):
         runner = loaded(make(), graphs)
-        tokens, output = step(runner, decode(reqs := [Req(PROMPT, SamplingParams())]), states_of(1), reqs)
+        tokens, output = step(runner, decode([Req(PROMPT, SamplingParams())]), states_of(1))
     assert int(tokens) == LEFT
     assert output.next_token_logits.shape == (1, V)
     assert counters(runner) == {"refused": words}
@@ -576,9 +576,9 @@ def test_first_forwards_that_fail(fork, chosen, monkeypatch, caplog):
     reqs = [Req(PROMPT, SamplingParams())]
     if chosen == "require":
         with pytest.raises(Refused, match=r"require"):
-            step(runner, decode(reqs), states_of(1), reqs)
+            step(runner, decode(reqs), states_of(1))
         return
-    tokens, _ = step(runner, decode(reqs), states_of(1), reqs)
+    tokens, _ = step(runner, decode(reqs), states_of(1))
     assert tokens.tolist() == [LEFT]
     (record,) = caplog.records
     assert record.getMessage().startswith("flashsampling: nothing is fused: ")
@@ -611,7 +611,7 @@ def test_requests_that_cannot_be_read(caplog):
     reqs = [Req(PROMPT, SamplingParams())]
     del reqs[0].sampling_params.top_k
     for _ in range(2):
-        tokens, _ = step(runner, decode(reqs), states_of(1), reqs)
+        tokens, _ = step(runner, decode(reqs), states_of(1))
         assert tokens.tolist() == [LEFT]
     assert counters(runner)["reasons"] == {FALLBACK_REASONS[FallbackReason.UNSEEN]: 2}
     (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
@@ -622,7 +622,7 @@ def test_a_model_that_changes_its_ways_later():
     runner = runner_of(Fork(lambda model, output, forward_batch: output))
     runner.model.change = replace
     with pytest.raises(RuntimeError, match="Fork returns something else than its logits processor"):
-        step(runner, extend(reqs := [Req(PROMPT, SamplingParams())]), states_of(4), reqs)
+        step(runner, extend([Req(PROMPT, SamplingParams())]), states_of(4))
 
 
 def test_a_model_that_does_more_in_prefill_alone(caplog, monkeypatch):
@@ -631,18 +631,18 @@ def test_a_model_that_does_more_in_prefill_alone(caplog, monkeypatch):
     reqs = [Req(PROMPT, SERVED["plain"])]
     with caplog.at_level(logging.INFO, "sglang.flashsampling"):
         for _ in range(2):
-            tokens, output = step(runner, extend(reqs), states_of(4), reqs)
+            tokens, output = step(runner, extend(reqs), states_of(4))
             assert int(tokens) == LEFT
             assert output.next_token_logits.shape == (1, V)
             assert runner.left[-1][0, 3] == -1e9
-            tokens, _ = step(runner, decode(reqs), states_of(1), reqs)
+            tokens, _ = step(runner, decode(reqs), states_of(1))
             assert int(tokens) == int(expected(runner, states_of(1)[0], reqs[0], len(PROMPT)).token_ids)
     assert counters(runner)["fused"] == 2
     assert caplog.records[0].getMessage() == f"flashsampling: prefill is not fused: {CHANGES}"
     monkeypatch.setenv(settings.PLUGIN.variable, "require")
     runner = loaded(Fork(suppress_in_prefill))
     with pytest.raises(Refused, match=CHANGES):
-        step(runner, extend(reqs), states_of(4), reqs)
+        step(runner, extend(reqs), states_of(4))
 
 
 class Own(fakes.LogitsProcessor):
@@ -654,9 +654,7 @@ def off_by_a_factor(model):
 
 
 HEADS = {
-    "one logits processor, SGLang's own, and has LogitsProcessor, LogitsProcessor": lambda model: setattr(
-        model, "second", fakes.LogitsProcessor(V)
-    ),
+    "own, and has LogitsProcessor, LogitsProcessor": lambda model: setattr(model, "second", fakes.LogitsProcessor(V)),
     "one logits processor, SGLang's own, and has Own": lambda model: setattr(model, "logits_processor", Own(V)),
     "has no lm_head of its own": lambda model: delattr(model, "lm_head"),
     "LM head is a Linear": lambda model: setattr(model, "lm_head", torch.nn.Linear(D, V)),
@@ -753,8 +751,8 @@ def test_a_greedy_request_where_sglang_is_deterministic():
     runner = runner_of(enable_deterministic_inference=True, sampling_backend="pytorch")
     states, alone = states_of(2), [Req(PROMPT, SamplingParams(temperature=0.0))]
     mates = [Req(PROMPT, SamplingParams(temperature=0.0)), Req(PROMPT, SamplingParams(repetition_penalty=1.2))]
-    token = step(runner, decode(alone), states[:1], alone)[0][0]
-    assert step(runner, decode(mates), states, mates)[0][0] == token
+    token = step(runner, decode(alone), states[:1])[0][0]
+    assert step(runner, decode(mates), states)[0][0] == token
 
 
 # -- what is new in 0.5.23
@@ -786,7 +784,7 @@ def test_arguments_are_those_in_force(newer):
     assert runner.flashsampling.rules.deterministic
     assert runner.flashsampling.rules.flashinfer
     params = SamplingParams(sampling_seed=3, top_k=20, top_p=0.9, min_p=0.01)
-    step(runner, decode(reqs := [Req(PROMPT, params)]), states_of(1), reqs)
+    step(runner, decode([Req(PROMPT, params)]), states_of(1))
     assert counters(runner)["fused"] == 1
 
 
@@ -801,7 +799,7 @@ def test_logprobs_that_are_a_prefills(newer, version, deterministic, monkeypatch
         Req(PROMPT, SamplingParams(sampling_seed=1), return_logprob=True),
         Req(PROMPT, SamplingParams(sampling_seed=2)),
     ]
-    step(runner, decode(reqs), states_of(2), reqs)
+    step(runner, decode(reqs), states_of(2))
     left = deterministic and version == "0.5.23"
     assert counters(runner)["reasons"] == ({"logprobs that are a prefill's to the bit": 1} if left else {})
     assert (counters(runner)["split"] == 1) is left
@@ -821,7 +819,7 @@ def test_states_of_another_dtype_than_the_heads(graphs):
     runner = loaded(model, graphs)
     reqs = [Req(PROMPT, SamplingParams())]
     for batch in (extend(reqs), decode(reqs)):
-        step(runner, batch, states_of(len(batch.positions)), reqs)
+        step(runner, batch, states_of(len(batch.positions)))
     assert "a head of torch.float32" in counters(runner)["refused"]
     assert model.__dict__["forward"] is forward
 
@@ -838,7 +836,7 @@ def test_what_others_put_around_a_model_outlives_the_plug_in():
     runner.flashsampling.detach()
     assert runner.model.forward is after
     reqs = [Req(PROMPT, SamplingParams())]
-    tokens, output = step(runner, decode(reqs), states_of(1), reqs)
+    tokens, output = step(runner, decode(reqs), states_of(1))
     assert tokens.tolist() == [LEFT]
     assert output.next_token_logits.shape == (1, V)
 
@@ -846,16 +844,8 @@ def test_what_others_put_around_a_model_outlives_the_plug_in():
 def test_a_mask_that_is_held_with_its_grammar(newer):
     runner = runner_of()
     req = Req(PROMPT, SamplingParams(sampling_seed=20), grammar=Grammar([*range(0, V, 7)]))
-    reqs = [req]
-    forward_batch = load.after_init_new(
-        ForwardBatch.init_new(batch := decode(reqs), runner),
-        ForwardBatch,
-        batch,
-        runner,
-        return_hidden_states_before_norm=False,
-    )
-    info = forward_batch.sampling_info
-    forward_batch.sampling_info = NewerInfo(info)
+    forward_batch = forward_batch_of(runner, decode([req]), return_hidden_states_before_norm=False)
+    forward_batch.sampling_info = NewerInfo(forward_batch.sampling_info)
     state = states_of(1)
     tokens = runner.sample(runner.forward(forward_batch, state), forward_batch)
     assert tokens.tolist() == expected(runner, state[0], req, len(PROMPT)).token_ids.tolist()
@@ -879,12 +869,12 @@ def test_requests_of_newer_kinds_are_left(newer):
     beams, support = Req(PROMPT, SamplingParams(sampling_seed=1)), Req(PROMPT, SamplingParams(sampling_seed=1))
     beams.beam_group, support.return_sampling_mask = object(), True  # SGLang takes the width from its parameters
     for req, words in ((beams, "beam search"), (support, "the tokens that its filters leave to be returned")):
-        tokens, _ = step(runner, decode(reqs := [req]), states_of(1), reqs)
+        tokens, _ = step(runner, decode([req]), states_of(1))
         assert tokens.tolist() == [LEFT]
         assert counters(runner)["reasons"][words] == 1
     one = Req(PROMPT, SamplingParams(sampling_seed=1))
     one.beam_group = None
-    step(runner, decode(reqs := [one]), states_of(1), reqs)
+    step(runner, decode([one]), states_of(1))
     assert counters(runner)["fused"] == 1
 
 
@@ -897,7 +887,7 @@ def test_beams_find_their_logits(newer):
             req.beam_group = object() if grouped else None
         batch = decode(reqs)
         batch.beam_tail = tail
-        forward_batch = load.after_init_new(ForwardBatch.init_new(batch, runner), ForwardBatch, batch, runner)
+        forward_batch = forward_batch_of(runner, batch)
         output = runner.forward(forward_batch, states)
         load.before_logits_are_taken(batch, forward_batch, output)
         if grouped or tail is not None:
@@ -915,9 +905,9 @@ def test_ends_of_the_model_and_min_new_tokens(version, newer, monkeypatch):
     runner = runner_of()
     req = Req(PROMPT, SamplingParams(sampling_seed=1, min_new_tokens=3, logit_bias={"40": 50.0}))
     req.eos_token_ids = {40}
-    tokens, _ = step(runner, decode(reqs := [req]), states_of(1), reqs)
+    tokens, _ = step(runner, decode(reqs := [req]), states_of(1))
     assert (tokens.tolist() == [40]) is (version == "0.5.15")
-    tokens, _ = step(runner, decode(reqs, 3), states_of(1), reqs)
+    tokens, _ = step(runner, decode(reqs, 3), states_of(1))
     assert tokens.tolist() == [40]
 
 
@@ -938,7 +928,7 @@ def test_a_model_that_is_loaded_again():
 def test_a_forward_of_no_rows_proves_nothing():
     runner = loaded(graphs=False)
     reqs: list[Req] = []
-    step(runner, decode(reqs), states_of(0), reqs)
+    step(runner, decode(reqs), states_of(0))
     assert not runner.flashsampling._proven
 
 
@@ -951,7 +941,7 @@ def test_the_forwards_that_prove_the_model_are_drawn_too(graphs, prompt_logprobs
     for _ in range(2):
         for batch in (extend(reqs, prompt_logprobs=prompt_logprobs), decode(reqs)):
             some = states if batch.extend_seq_lens is not None else states[:1]
-            tokens, output = step(runner, batch, some, reqs)
+            tokens, output = step(runner, batch, some)
             position = int(batch.seq_lens) - 1
             assert int(tokens) == int(expected(runner, some[-1], reqs[0], position).token_ids)
             assert output.hidden_states is None
@@ -963,9 +953,9 @@ def test_a_split_batch_whose_log_probabilities_nobody_wants_any_more():
     runner = runner_of()
     reqs = [Req(PROMPT, SERVED["plain"], return_logprob=True), Req(PROMPT, SamplingParams(presence_penalty=1.0))]
     batch = decode(reqs)
-    step(runner, batch, states_of(2), reqs)
+    step(runner, batch, states_of(2))
     reqs[0].return_logprob = False
-    tokens, output = step(runner, batch, states_of(2), reqs)
+    tokens, output = step(runner, batch, states_of(2))
     assert int(tokens[0]) == int(expected(runner, states_of(2)[0], reqs[0], len(PROMPT)).token_ids)
     assert output.next_token_logprobs is None
 
@@ -979,7 +969,7 @@ def test_kernels_that_cannot_be_made_ready(monkeypatch):
     monkeypatch.setattr(module, "warmup_mixes", broken)
     runner = loaded()
     assert counters(runner) == {"refused": "OSError('no compiler')"}
-    assert step(runner, decode(reqs := [Req(PROMPT, SamplingParams())]), states_of(1), reqs)[0].tolist() == [LEFT]
+    assert step(runner, decode([Req(PROMPT, SamplingParams())]), states_of(1))[0].tolist() == [LEFT]
     monkeypatch.setenv(settings.PLUGIN.variable, "require")
     with pytest.raises(Refused, match="no compiler"):
         loaded()

@@ -27,22 +27,21 @@ SIZES = dict(
 )
 
 
-def llama():
+def made(kind, config, std=1.0):
+    """A model whose tokens are not all as likely."""
     torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(LlamaConfig(**SIZES, max_position_embeddings=256)).eval()
-    model.lm_head.weight.data.normal_(
-        generator=torch.Generator().manual_seed(1)
-    )  # so that tokens are not all as likely
+    model = kind(config).eval()
+    model.lm_head.weight.data.normal_(std=std, generator=torch.Generator().manual_seed(1))
     return model
+
+
+def llama():
+    return made(transformers.LlamaForCausalLM, LlamaConfig(**SIZES, max_position_embeddings=256))
 
 
 def granite():
-    torch.manual_seed(0)
-    model = transformers.GraniteForCausalLM(
-        GraniteConfig(**SIZES, logits_scaling=0.125, tie_word_embeddings=False)
-    ).eval()
-    model.lm_head.weight.data.normal_(std=0.1, generator=torch.Generator().manual_seed(1))
-    return model
+    config = GraniteConfig(**SIZES, logits_scaling=0.125, tie_word_embeddings=False)
+    return made(transformers.GraniteForCausalLM, config, 0.1)
 
 
 def config_of(**given):
@@ -89,13 +88,9 @@ KINDS: dict[str, dict[str, Any]] = {
     ("kind", "per_request"), [*((kind, True) for kind in KINDS), ("all", False), ("greedy", False)]
 )
 def test_tokens_and_logprobs_are_the_samplers(kind, per_request):
-    outputs = generate_batch(
-        llama(),
-        PROMPTS,
-        config_of(**KINDS[kind]),
-        seed=SEEDS,
-        continuous_batching_config=batching(return_logprobs=True, per_request_processors=per_request),
-    )
+    settings = batching(return_logprobs=True, per_request_processors=per_request)
+    config = config_of(**KINDS[kind])
+    outputs = generate_batch(llama(), PROMPTS, config, seed=SEEDS, continuous_batching_config=settings)
     params = {name: value for name, value in KINDS[kind].items() if name != "do_sample"}
     if kind == "greedy":
         params["temperature"] = 0.0
@@ -112,12 +107,9 @@ def test_tokens_are_those_of_generate(attention):
     model.set_attn_implementation(attention)
     outputs = generate_batch(model, PROMPTS[:2], config, seed=SEEDS[:2], continuous_batching_config=batching())
     for prompt, seed, output in zip(PROMPTS, SEEDS, outputs):
-        settings = GenerationConfig(
-            do_sample=True, max_new_tokens=6, temperature=0.9, top_p=0.95, top_k=0, pad_token_id=0
-        )
-        ids = llama().generate(
-            torch.tensor([prompt]), generation_config=settings, custom_generate=generate, seed=[seed]
-        )
+        settings = config_of(temperature=0.9, top_p=0.95, eos_token_id=None, pad_token_id=0)
+        options = {"generation_config": settings, "custom_generate": generate}
+        ids = llama().generate(torch.tensor([prompt]), **options, seed=[seed])
         assert output.generated_tokens == ids[0, len(prompt) :].tolist()
 
 
@@ -168,15 +160,10 @@ def test_requests_join_and_leave(device, given):
     manager = FusedBatchingManager(
         llama().to(device), config, batching(max_batch_tokens=8, max_requests_per_batch=4, **given)
     )
-    requests = {
-        f"r{row}": (
-            PROMPTS[row % 4],
-            100 + row,
-            2 + row % 5,
-            {"temperature": 0.5 + 0.2 * row, "top_k": 3 + row, "top_p": 0.8},
-        )
-        for row in range(10)
-    }
+    requests = {}
+    for row in range(10):
+        params = {"temperature": 0.5 + 0.2 * row, "top_k": 3 + row, "top_p": 0.8}
+        requests[f"r{row}"] = (PROMPTS[row % 4], 100 + row, 2 + row % 5, params)
     requests["default"] = (PROMPTS[2], 77, 5, {})
     manager.warmup()
     manager.start()
@@ -244,9 +231,7 @@ def test_nothing_to_do():
 
 
 REFUSED = {
-    "RepetitionPenaltyLogitsProcessor in continuous batching is not what the fused step does": {
-        "repetition_penalty": 1.2
-    },
+    "RepetitionPenaltyLogitsProcessor in continuous batching is not": {"repetition_penalty": 1.2},
     "TypicalLogitsWarper in continuous batching": {"typical_p": 0.5},
     "NoRepeatNGramLogitsProcessor in continuous batching": {"no_repeat_ngram_size": 2},
     "num_return_sequences must be 1": {"num_return_sequences": 2},
@@ -265,11 +250,8 @@ REFUSED = {
     "is_assistant is not done": {"is_assistant": True},
     "compile_config is not done": {"compile_config": CompileConfig()},
     "output_scores is not done": {"return_dict_in_generate": True, "output_scores": True},
-    "output_attentions, output_hidden_states is not done": {
-        "return_dict_in_generate": True,
-        "output_attentions": True,
-        "output_hidden_states": True,
-    },
+    "output_attentions, output_hidden_states is not done": {"return_dict_in_generate": True}
+    | dict.fromkeys(("output_attentions", "output_hidden_states"), True),
     "output_logits is not done": {"return_dict_in_generate": True, "output_logits": True},
 }
 
@@ -298,9 +280,7 @@ def test_warpers_of_another_meaning_or_order_are_refused():
     assert continuous._read_processors([temperature, top_k, top_p, min_p], True) == (0.5, 5, 0.9, 0.1)
     assert continuous._read_processors([top_p], False) == (0.0, 0, 0.9, 0.0)
     for several in ([top_p, temperature], [top_p, top_k], [min_p, top_p], [top_k, top_k]):
-        with pytest.raises(
-            ValueError, match="must stand in the order temperature, top_k, top_p, min_p, each at most once"
-        ):
+        with pytest.raises(ValueError, match="in the order temperature, top_k, top_p, min_p, each at most once"):
             continuous._read_processors(several, True)
     for one in (
         of_transformers.TopKLogitsWarper(5, filter_value=-10.0),
@@ -308,9 +288,8 @@ def test_warpers_of_another_meaning_or_order_are_refused():
         of_transformers.TopPLogitsWarper(0.9, min_tokens_to_keep=2),
         of_transformers.MinPLogitsWarper(0.1, min_tokens_to_keep=2),
     ):
-        with pytest.raises(
-            ValueError, match=f"{type(one).__name__} in continuous batching is not what the fused step does"
-        ):
+        refused = f"{type(one).__name__} in continuous batching is not what the fused step does"
+        with pytest.raises(ValueError, match=refused):
             continuous._read_processors([one], True)
     assert continuous._read_processors([of_transformers.TopKLogitsWarper(2, min_tokens_to_keep=3)], True).top_k == 3
 
@@ -383,10 +362,8 @@ def test_the_seed_of_the_continuous_batching_config():
     """For requests without one, as it is transformers' for all."""
 
     def tokens(seed):
-        return [
-            out.generated_tokens
-            for out in generate_batch(llama(), PROMPTS, config_of(), continuous_batching_config=batching(seed=seed))
-        ]
+        outputs = generate_batch(llama(), PROMPTS, config_of(), continuous_batching_config=batching(seed=seed))
+        return [out.generated_tokens for out in outputs]
 
     assert tokens(5) == tokens(5) != tokens(6)
 

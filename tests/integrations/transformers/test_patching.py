@@ -175,19 +175,11 @@ def own_generate(model):
 
 
 def own_class(model):
-    class Own(LlamaForCausalLM):
-        def generate(self, *args, **kwargs):
-            raise AssertionError
-
-    model.__class__ = Own
+    model.__class__ = type("Own", (LlamaForCausalLM,), {"generate": pytest.fail})
 
 
 def own_loop(model):
-    class Loop(LlamaForCausalLM):
-        def _sample(self, *args, **kwargs):
-            raise AssertionError
-
-    model.__class__ = Loop
+    model.__class__ = type("Loop", (LlamaForCausalLM,), {"_sample": pytest.fail})
 
 
 def no_model(model):
@@ -219,9 +211,7 @@ def test_unpatch_leaves_what_is_not_ours(model):
     assert "generate" in vars(model)
 
 
-@pytest.mark.parametrize(
-    "package", [flashsampling, flashsampling.integrations.transformers], ids=lambda module: module.__name__
-)
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda module: module.__name__)
 @pytest.mark.parametrize("options", [{}, {"seed": 3}], ids=str)
 def test_a_package_as_custom_generate_is_an_error(model, package, options):
     """transformers would ignore what cannot be called."""

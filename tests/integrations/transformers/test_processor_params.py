@@ -128,14 +128,8 @@ def test_embeddings_as_a_prompt(model):
 
 
 def test_the_dictionary_and_its_logprobs(model):
-    options: dict[str, Any] = {
-        "temperature": 1.3,
-        "top_k": 20,
-        "top_p": 0.9,
-        "repetition_penalty": 1.2,
-        "eos_token_id": list(range(300, 500)),
-    }
-    options |= {"return_dict_in_generate": True, "output_hidden_states": True}
+    options: dict[str, Any] = {"temperature": 1.3, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.2}
+    options |= {"eos_token_id": list(range(300, 500)), "return_dict_in_generate": True, "output_hidden_states": True}
     ours: Any = fused(model, **options, return_logprobs=True, top_logprobs=3)
     received = expected(model, **options, output_logits=True, output_scores=True)
     assert type(ours).__name__ == "GenerateOutput"
@@ -183,12 +177,8 @@ def test_attentions():
 
 def test_a_request_per_row(model):
     """Each row draws what it would draw alone, with a configuration of its own."""
-    request: dict[str, Any] = {
-        "top_k": [1, 30, 0],
-        "top_p": [1.0, 0.6, 0.9],
-        "min_p": [0.0, 0.0, 0.1],
-        "repetition_penalty": [1.0, 2.0, 1.3],
-    }
+    request: dict[str, Any] = {"top_k": [1, 30, 0], "top_p": [1.0, 0.6, 0.9], "min_p": [0.0, 0.0, 0.1]}
+    request["repetition_penalty"] = [1.0, 2.0, 1.3]
     temperatures = [0.9, 1.4, 2.0]
     batch = fused(model, request=request, temperatures=temperatures, eos_token_id=-1)
     for row in range(3):

@@ -6,7 +6,6 @@ import importlib.machinery
 import importlib.metadata
 import importlib.util
 import logging
-import subprocess
 import sys
 import types
 from types import SimpleNamespace
@@ -14,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from flashsampling.integrations.vllm import Refused, counters, load, register, settings
+from tests.conftest import run_python
 
 WORKER, EXECUTOR = "vllm.v1.worker.gpu_worker", "vllm.v1.executor.abstract"
 
@@ -426,9 +426,5 @@ def test_the_executor_of_a_worker_that_never_came(vllm, monkeypatch):
 
 
 def test_importing_it_takes_no_vllm():
-    program = (
-        "import sys; sys.modules['vllm'] = None; from flashsampling.integrations.vllm import register, runner; "
-        "assert not any(name.split('.')[0] in ('triton', 'cutlass') for name in sys.modules)"
-    )
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
+    code = "import sys; sys.modules['vllm'] = None; from flashsampling.integrations.vllm import register, runner; "
+    run_python(code + "assert not any(name.split('.')[0] in ('triton', 'cutlass') for name in sys.modules)")

@@ -21,7 +21,7 @@ from flashsampling.integrations.engine.request_info import RequestState
 from flashsampling.integrations.vllm import Refused, counters
 from flashsampling.integrations.vllm.head import find_head
 from flashsampling.integrations.vllm.request_info import VllmRules, pack_mask
-from flashsampling.integrations.vllm.runner import FusedRunner, VllmSampler, open_group
+from flashsampling.integrations.vllm.runner import VllmSampler, open_group
 from flashsampling.integrations.vllm.settings import PLUGIN
 from flashsampling.integrations.vllm.step import VllmStep
 from flashsampling.outputs import SampleResult
@@ -30,7 +30,7 @@ from flashsampling.tensor_parallel import TensorParallel, TensorParallelMismatch
 from . import fakes
 from .fakes import LEFT, GrammarOutput, SamplingParams
 from .test_drafts import MOST, both, check_both, model_of
-from .test_step import PROMPT, SERVED, VLLM, D, V, graphs_of, states_of
+from .test_step import PROMPT, SERVED, VLLM, D, V, Whole, graphs_of, states_of
 
 RANKS = 3
 REQUESTS = {name: (PROMPT, params) for name, params in SERVED.items()} | {
@@ -46,10 +46,6 @@ SHARDS = {  # ranks, rows of each, and the head: vLLM pads the vocabulary so tha
     "one of three has nothing": (3, 192, "plain"),
     "graphs": (2, 192, "plain"),
 }
-
-
-class Whole(FusedRunner, fakes.Runner):
-    pass
 
 
 class Gathering(fakes.Processor):
@@ -189,9 +185,8 @@ def warm_up_that_fails(rank, chosen):
         return real(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            plugin, "TensorParallel", functools.partial(TensorParallel, timeout=3.0)
-        )  # as long do others wait
+        # as long do others wait
+        patch.setattr(plugin, "TensorParallel", functools.partial(TensorParallel, timeout=3.0))
         patch.setattr(ops, "sample_sharded", fails)
         runner = runner_of("plain", RANKS, 112, group)
         patch.setenv("FLASHSAMPLING_VLLM", chosen)
@@ -334,11 +329,8 @@ def test_ranks(tmp_path):
         check_steps(first[0], steps)
         assert all(got[1] == counters for got in (first, *others))
     assert counters["fused"] == len(steps) - 1
-    assert (counters["split"], counters["left"], counters["undefined_rows"]) == (
-        1,
-        0,
-        3,
-    )  # one that two masks leave nothing
+    # one of three rows without a score is one that two masks leave nothing
+    assert (counters["split"], counters["left"], counters["undefined_rows"]) == (1, 0, 3)
     assert steps[-1][0][1] == LEFT
     for name, (_, said) in DIFFERENT.items():
         assert all(results[rank]["different"][name] == [(1, said)] * 2 for rank in range(RANKS)), name
