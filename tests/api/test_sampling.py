@@ -3,6 +3,7 @@ import contextlib
 import io
 import math
 import operator
+import typing
 import warnings
 from dataclasses import FrozenInstanceError, replace
 
@@ -17,6 +18,7 @@ import flashsampling
 from flashsampling import SampleOutput, noise, ops, sample, sampling
 from flashsampling.outputs import SampleResult
 from flashsampling.reference import streaming
+from flashsampling.sampling_params import SamplingOptions
 from flashsampling.tensor_parallel import capabilities
 from tests.conftest import DEVICE, run_python
 from tests.operators import Operators
@@ -543,3 +545,10 @@ def test_dtensors_are_refused_in_words(process_group):
         flashsampling.LMHeadSampler(torch.nn.Parameter(weight))
     with pytest.raises(TypeError, match=r"hidden_states must be a plain tensor, got a DTensor; .*full_tensor"):
         sample(states, WEIGHT)
+
+
+@pytest.mark.parametrize("name", typing.get_type_hints(SamplingOptions))
+def test_no_parameter_is_ignored_where_it_is_the_only_one(name):
+    """``sample`` parses nothing if all parameters are left out: its condition names each of them."""
+    with pytest.raises((TypeError, ValueError), match=name):
+        flashsampling.sample(torch.zeros(2, 8), torch.zeros(16, 8), seed=torch.arange(2), **{name: object()})
