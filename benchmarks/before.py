@@ -47,6 +47,8 @@ def _keywords(step: SampleInputs, package: ModuleType) -> dict[str, Any]:
         for name, value in given.items()
         if name not in ("bias_ids", "bias_values", "counts")
     }
+    if isinstance(keywords.get("joint_top_p"), int):
+        keywords["joint_top_p"] = bool(keywords["joint_top_p"])
     if params.bias_ids is not None:
         keywords["logit_bias"] = (params.bias_ids, params.bias_values)
     if params.counts is not None:

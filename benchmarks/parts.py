@@ -17,7 +17,7 @@ from rich.table import Table
 from flashsampling import ops
 from flashsampling.inputs import SampleInputs
 from flashsampling.kernels.hopper import dispatch as leaving
-from flashsampling.kernels.triton.filtered import dispatch as picking
+from flashsampling.kernels.triton.filtered import dispatch as filtered
 from flashsampling.sampling_params import SamplingParams
 from tests.kernels.triton.test_filtered import agrees
 
@@ -25,7 +25,7 @@ from .from_logits import filled, requests, spectrum
 from .requests import CHECKED, head_of, more_requests
 from .timing import Call, interleaved_medians, machine
 
-PICKED = "top-k top-p", "top-p", "min-p", "top_logprobs=5"  # of what the kernel leaves, by one launch
+DRAWN = "top-k top-p", "top-p", "min-p", "top_logprobs=5"  # of what the kernel leaves, by one launch
 
 
 def _steps(plain: SampleInputs) -> dict[str, Call]:
@@ -49,11 +49,11 @@ def _steps(plain: SampleInputs) -> dict[str, Call]:
     }
     for name, wanted in params.items():
         step = plain._replace(params=wanted)
-        if name in PICKED:
+        if name in DRAWN:
             masses = wanted.needs_mass(vocab), wanted.needs_raw_mass()
             parts = [part if is_wanted else None for part, is_wanted in zip(block_stats[1:], masses)]
-            of_chunks = picking.BlockStats(block_stats[0], *parts)
-            steps[f"pick, {name}"] = functools.partial(picking.pick, step._replace(logits=logits), of_chunks, drawn)
+            of_blocks = filtered.BlockStats(block_stats[0], *parts)
+            steps[f"draw, {name}"] = functools.partial(filtered.draw, step._replace(logits=logits), of_blocks, drawn)
         elif name in ("unfiltered", "everything"):
             continue
         some = step.part(0, min(batch, CHECKED))

@@ -68,7 +68,7 @@ class FilteredLogits(NamedTuple):
     """The tokens of a step with one draw per row, and the logits that rejection sampling needs."""
 
     ids: Tensor  # (B,) int64
-    logits: Tensor  # (B, V): ``SampleInputs.logits``, or float32 logits before sampling parameters change them
+    logits: Tensor  # (B, V): processed logits, as filters see them
     limits: Tensor  # (B,) int64: the sort key of a row's last kept token; the filtered-sampling kernel defines both
     masses: Tensor  # (B, 4) float32
 

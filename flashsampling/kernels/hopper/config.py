@@ -180,7 +180,7 @@ def compiled_for(weight: Tensor, max_batch_size: int, num_samples: int) -> tuple
 def cutoff_rank(top_k: Any) -> Any:
     """Returns the rank, among the sampled keys, of the store cutoff of a top-k: an int, or an Int32 on the device.
 
-    The bound that ``kernels.triton.filtered.candidates.kth_highest`` finds is reached by fewer columns of blocks than
+    The bound that ``kernels.triton.filtered.candidates.top_k_cutoff`` finds is reached by fewer columns of blocks than
     this rank, or is the k-th highest key. It is therefore not below the cutoff, and the result does not depend on
     whether there is one.
     """

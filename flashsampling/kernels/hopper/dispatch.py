@@ -4,9 +4,9 @@ One launch suffices where the kernel applies everything in registers (``Features
 logits (``Features.logits``), and ``kernels.triton`` draws from them. Launches of a step:
 
     scale, soft cap, biases, penalties, token mask      one (``Features.transforms``)
-    filters, also with these                            two: the kernel draws and writes block statistics, then
-                                                        ``kernels.triton.filtered.dispatch.pick``
-    log-probabilities, also with the LM head's          two, the same
+    filters, also with these                            three: the kernel draws and writes block statistics, then
+                                                        ``kernels.triton.filtered.dispatch.draw``
+    log-probabilities, also with the LM head's          four, the same
     scale, soft cap and bias
     a sparse bias, with any of these                    one more before them: ``kernels.triton.filtered.sparse_bias``
     log-probabilities beside per-request transforms,    three: the kernel only stores raw logits, then
@@ -148,13 +148,13 @@ def run(step: SampleInputs, config: TileConfig | None = None) -> SampleResult:
     transforms, _held = transform_arguments(params, step.vocab_size)
     masses = params.needs_mass(step.vocab_size), params.needs_raw_mass()
     # the draws also mark undefined rows, with and without filters
-    cutoffs, room = _allocate_cutoffs(step), _filtered_module().room_of(step)
+    cutoffs = _allocate_cutoffs(step)
     logits, block_stats, drawn = run_with_logits(
         step, step.num_samples, masses, config, transforms, _cutoff_arguments(params, cutoffs)
     )
     stats = _filtered_module().BlockStats(*block_stats, cutoffs)
     step = step._replace(logits=logits, params=_without_transforms(params) if transforms[0] else params)
-    return _filtered_module().pick(step, stats, drawn, room=room)  # type: ignore[no-any-return]
+    return _filtered_module().draw(step, stats, drawn)  # type: ignore[no-any-return]
 
 
 def runs_on_shard(step: SampleInputs) -> bool:
@@ -199,8 +199,7 @@ def _allocate_cutoffs(step: SampleInputs) -> Tensor | None:
     """Allocates the rows' store cutoffs, or returns None where no row may have one, or log-probabilities need all
     logits.
 
-    This depends on which parameters are set and not on their values, because ``pick`` is compiled for it. A top-k too
-    large for the sample therefore has cutoffs as well.
+    A top-k too large for the sample has cutoffs as well.
     """
     params = step.params
     by_top_k = isinstance(params.top_k, Tensor) or 0 < params.top_k < step.vocab_size
@@ -211,17 +210,15 @@ def _allocate_cutoffs(step: SampleInputs) -> Tensor | None:
 
 
 def recorded(step: SampleInputs) -> FilteredLogits:
-    """Runs a step of drafts for rejection (``backends``). Raw logits stay, from which the rejection kernels make
-    transformed ones."""
-    records = _filtered_module().empty_records(len(step.hidden_states), step.hidden_states.device)
+    """Runs a step of drafts for rejection (``backends``)."""
+    module = _filtered_module()
+    records = module.empty_records(len(step.hidden_states), step.hidden_states.device)
     if _needs_stored_logits(step.params, step.num_samples) or _has_transforms(step.params):
         logits, _, _ = run_with_logits(step, 0, None)
-        drawn = _filtered_module().run(step._replace(logits=logits), records=records)
+        drawn, logits = module.run_with_processed(step._replace(logits=logits), records=records)
     else:
         logits, block_stats, tokens = run_with_logits(step, step.num_samples, (True, False))
-        drawn = _filtered_module().pick(
-            step._replace(logits=logits), _filtered_module().BlockStats(*block_stats), tokens, records=records
-        )
+        drawn = module.draw(step._replace(logits=logits), module.BlockStats(*block_stats), tokens, records=records)
     return FilteredLogits(drawn.ids, logits, *records)
 
 

@@ -4,7 +4,7 @@ The order is the contract's (section 5): bias, scale and soft cap of the LM head
 row's sparse bias; penalties; the token mask. A masked token has -inf, which ``candidate_search`` and ``dense_fallback``
 pass over.
 
-Every operation is the one of ``kernels.triton.filtered.logit_source``: which multiplications are fused into sums, which
+Every operation is the one of ``kernels.triton.filtered.transforms``: which multiplications are fused into sums, which
 division is used. A logit is therefore the same bits in both kernels, and ``sample_from_logits`` of the raw logits gives
 the tokens of ``sample``.
 
@@ -460,7 +460,7 @@ def _penalize(logit, count, repetition, frequency, presence) -> Float32:
 
 
 def _tanh(x) -> Float32:
-    """Computes tanh as ``kernels.triton.filtered.logit_source._tanh`` does."""
+    """Computes tanh as ``kernels.triton.filtered.transforms._tanh`` does."""
     x2 = ptx.multiply(x, x)
     above = ptx.multiply(x, cute.math.fma(x2, cute.math.fma(x, x, Float32(105.0)), Float32(945.0)))
     below = cute.math.fma(x2, cute.math.fma(x2, Float32(15.0), Float32(420.0)), Float32(945.0))

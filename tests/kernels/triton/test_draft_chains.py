@@ -283,7 +283,7 @@ if sys.argv[1] == "90":
     # behind the Hopper kernel
     block_stats = dispatch.BlockStats(torch.zeros(8, 4, dtype=torch.int32), torch.zeros(8, 4))
     for params in (SamplingParams(), SamplingParams(top_k=3)):
-        dispatch.pick(step._replace(params=params), block_stats, eight, records=dispatch.empty_records(8, cpu))
+        dispatch.draw(step._replace(params=params), block_stats, eight, records=dispatch.empty_records(8, cpu))
 print(*(len(kernel.asm["cubin"]) for kernel in compiled))
 """
 

@@ -53,22 +53,26 @@ values = torch.empty(2, vocab, dtype=dtype)
 seeds = ints(2, dtype=torch.int64)
 step = SampleInputs(values, values, torch.ones(2), seeds, 0, 1, vocab, params=params, logits=values)
 dispatch.run(step)
-scan, pick = compiled
-overlap = [kernel.asm["ptx"].count("griddepcontrol") for kernel in compiled]
-assert overlap == ([1, 1] if capability >= 90 else [0, 0])
-assert pick.metadata.launch_pdl == (capability >= 90)
-picks = [pick]
-if case == "drawn":  # behind a kernel that has drawn, with floors and without
-    chunks = 4 * -(-vocab // 128)
-    for floors in (None, ints(2)):
-        block_stats = dispatch.BlockStats(ints(2, chunks), torch.ones(2, chunks), torch.ones(2, chunks), floors)
-        dispatch.pick(step, block_stats, ints(2, dtype=torch.int64), room=dispatch.room_of(step))
-        picks.append(compiled.pop())
-        assert picks[-1].asm["ptx"].count("griddepcontrol") == 1
+scan, *others = compiled
+overlap = [kernel.asm["ptx"].count("griddepcontrol") > 0 for kernel in compiled]
+assert overlap == [capability >= 90] * len(compiled)
+assert all(kernel.metadata.launch_pdl == (capability >= 90) for kernel in others)
+if case == "drawn":  # behind a kernel that has drawn, with cutoffs and without: the same kernel
+    blocks = 4 * -(-vocab // 128)
+    for cutoffs in (None, ints(2)):
+        block_stats = dispatch.BlockStats(ints(2, blocks), torch.ones(2, blocks), torch.ones(2, blocks), cutoffs)
+        dispatch.draw(step, block_stats, ints(2, dtype=torch.int64))
+        assert compiled.pop() is others[0]
+if case == "filters":  # another vocabulary, another batch, numbers instead of tensors: the same kernels
+    values = torch.empty(3, vocab - 16, dtype=dtype)
+    params = SamplingParams(top_k=1, top_p=0.5)
+    dispatch.run(SampleInputs(values, values, 0.0, 1, 2**40, 1, vocab - 16, params=params, logits=values))
+    assert compiled[len(others) + 1 :] == [scan, *others]
+    del compiled[len(others) + 1 :]
 vectors = re.findall(r"ld.global.v(\\d).b32", scan.asm["ptx"])
 print("vectors", len(vectors))
-print("bytes", min(len(kernel.asm["cubin"]) for kernel in (scan, *picks)))
-print("shared", max(kernel.metadata.shared for kernel in (scan, *picks)))
+print("bytes", min(len(kernel.asm["cubin"]) for kernel in compiled))
+print("shared", max(kernel.metadata.shared for kernel in compiled))
 print("barriers", scan.asm["ptx"].count("bar.sync"))
 print("spills", *re.findall(r"STACK:(\\d+)", resources(scan.asm["cubin"])))
 print("conversions", scan.asm["ttgir"].count("tensor<512xf32, #blocked1> -> tensor<512xf32, #blocked>"))

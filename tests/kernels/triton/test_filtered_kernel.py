@@ -1,5 +1,4 @@
-"""The second launch alone, behind a kernel that wrote logits, the chunks' summaries and what rows draw without
-filters."""
+"""The launches behind a kernel that wrote logits, block statistics and what rows draw without filters."""
 
 import math
 from dataclasses import replace
@@ -10,14 +9,9 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-import triton
-import triton.language as tl
-from triton.runtime.interpreter import interpreter_builder
-
 from flashsampling.inputs import SampleInputs
-from flashsampling.kernels.device import multiprocessors
-from flashsampling.kernels.triton.filtered import cache_warmup, dispatch, filtered_sample_kernel
-from flashsampling.kernels.triton.filtered.dispatch import CONFIG, BlockStats, Config, Records, empty_records, pick, run
+from flashsampling.kernels.triton.filtered import exact_row
+from flashsampling.kernels.triton.filtered.dispatch import BlockStats, Config, Records, draw, empty_records, run
 from flashsampling.outputs import DEFERRED_DRAW, DEFERRED_TOP_K, SampleResult, layout
 from flashsampling.reference import logit_transforms, oracle
 from flashsampling.sampling_params import DEFAULT_PARAMS, SamplingParams
@@ -26,14 +20,6 @@ from tests.kernels.triton.test_filtered import INF, SMALL, agrees, hottest, make
 
 CUDA = DEVICE.type == "cuda"
 VOCAB = 30_011 if CUDA else 389  # the last block of 128 tokens is not full
-
-
-@triton.jit
-def turns_kernel(ptr, ahead: tl.int32):
-    program = tl.program_id(0)
-    is_made_up, row = cache_warmup.turn_of(program, ahead)
-    tl.store(ptr + 2 * program, is_made_up.to(tl.int32))
-    tl.store(ptr + 2 * program + 1, row)
 
 
 def key_of(x: Tensor) -> Tensor:
@@ -106,7 +92,7 @@ def picked(
         other = torch.arange(len(step.logits), device=DEVICE) % 2 * (unfiltered >= 0) != 0
         told = torch.where(other, step.logits.nan_to_num(0.0).argmax(1), DEFERRED_DRAW)
         unfiltered = torch.where(undrawn, told, unfiltered)
-    block_stats = summaries_of(step, sums)._replace(floors=floors)
+    block_stats = summaries_of(step, sums)._replace(cutoffs=floors)
     if floors is not None:
         step = with_logits(step, without_chunks(step, block_stats.keys < floors[:, None]))
         top_k = torch.as_tensor(step.params.top_k, device=DEVICE).expand(len(floors))
@@ -119,7 +105,7 @@ def picked(
         ]
     else:
         logits = by_chunk(step.logits)
-    return pick(step._replace(logits=logits), block_stats, unfiltered, config, records)
+    return draw(step._replace(logits=logits), block_stats, unfiltered, config, records)
 
 
 def check(step: SampleInputs, sums: bool = True, config: Config = SMALL) -> SampleResult:
@@ -200,120 +186,6 @@ def test_mixed_rows(params, sums):
     check(mixed(params, num_samples=2 if params.logprobs else 1), sums)
 
 
-@pytest.mark.quick(1)
-@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(top_k=40, top_p=0.8, min_p=0.02)])
-def test_rows_of_two_programs_are_those_of_one(params, monkeypatch):
-    """Behind a scan and behind a kernel that has drawn; with likeliest tokens, with given ones, with both."""
-    given = torch.randint(-1, VOCAB, (13, 4), device=DEVICE)
-    for beside in ({"top_logprobs": 5}, {"logprob_ids": given}, {"top_logprobs": 20, "logprob_ids": given}):
-        step = mixed(params._replace(logprobs=True, logsumexp=True, **beside))
-        outputs = []
-        for many in (0, 1000):
-            monkeypatch.setattr(dispatch, "multiprocessors", lambda device, many=many: many)
-            outputs += [(run(step, SMALL), picked(step, True))]
-        agrees(outputs[0][0], step)
-        agrees(outputs[0][1], step)
-        for one, two in zip(*outputs, strict=True):
-            assert torch.equal(one.ids, two.ids)
-            assert torch.equal(one.values.nan_to_num(7.0), two.values.nan_to_num(7.0))
-
-
-@pytest.mark.quick(4)
-@pytest.mark.parametrize(
-    ("params", "of_made_up"),
-    [
-        (SamplingParams(top_k=30, top_p=0.8), SamplingParams(top_k=20, top_p=0.9)),
-        (SamplingParams(top_k=3000, top_p=0.8), SamplingParams(top_k=20, top_p=0.9)),
-        (SamplingParams(top_k=30, top_p=0.8, joint_top_p=1), SamplingParams(top_k=20, top_p=0.9, joint_top_p=1)),
-        (
-            SamplingParams(top_k=of([0, 9]), top_p=of([0.8, 0.5]), min_p=of([0.2, 0.0])),
-            SamplingParams(top_k=of([0, 20]), top_p=0.9, min_p=of([0.1, 0.0])),
-        ),
-        (SamplingParams(top_p=0.7), SamplingParams(top_p=0.9)),
-        (SamplingParams(min_p=0.2), SamplingParams(min_p=0.1)),
-    ],
-    ids=["top_k", "many", "joint", "by row", "top_p", "min_p"],
-)
-@pytest.mark.parametrize("config", list(dict.fromkeys([SMALL, CONFIG])))
-@pytest.mark.parametrize("floors", [False, True])
-def test_made_up_rows_are_drawn_ahead(params, of_made_up, floors, config, monkeypatch):
-    """Each with a row's kinds of filters, by a program more, which writes to its own part of the room alone: its token
-    is the oracle's, and the rows' are what they are without it."""
-    waiting = []
-    if not CUDA:
-        monkeypatch.setattr(dispatch, "_pdl", lambda device, config: True)
-    if not (CUDA or COMPILED):  # the interpreter has no such instruction
-        monkeypatch.setattr(filtered_sample_kernel, "gdc_wait", lambda: waiting.append(interpreter_builder.grid_idx[0]))
-    step = make_step(batch=2, vocab=4101, params=params, temperature=of([0.9, 0.7]))
-    values = step.hidden_states + 100.0  # a floor of these rows would leave nothing of the one that is made up
-    step = with_logits(step, torch.nn.functional.pad(values, (0, 3), value=math.nan)[:, :4101])
-    block_stats = summaries_of(with_logits(step, values))
-    if floors:
-        block_stats = block_stats._replace(floors=key_of(values.amin(dim=1)))
-        step = with_logits(step, by_chunk(values))
-    unfiltered = (run if CUDA else oracle.run)(with_logits(step, values)._replace(params=DEFAULT_PARAMS)).ids
-    without = pick(step, block_stats, unfiltered, config).ids
-    waiting.clear()
-
-    made = dispatch.room_of(step, config)
-    size, tokens, own = made.candidates.numel(), cache_warmup.TOKENS.value, cache_warmup.ROOM.value + 3 * config.few
-    room = torch.full((size + 4 * config.capacity,), 12345, dtype=torch.int32, device=DEVICE)
-    assert torch.equal(
-        pick(step, block_stats, unfiltered, config, room=made._replace(candidates=room[:size])).ids, without
-    )
-    assert (room[size:] == 12345).all()
-    assert CUDA or COMPILED or waiting == [1, 2]
-    rooms = room[size - 2 * own : size].clone().split(own)
-    made_up = torch.stack([each[:tokens].view(torch.float32) for each in rooms])
-    if floors:
-        made_up = by_token(made_up)
-    assert len(made_up[0].unique()) == tokens
-    drawn = step._replace(vocab_size=tokens, temperature=torch.ones(2, device=DEVICE), params=of_made_up)
-    place = cache_warmup.RESULT.value
-    ids = [each[place : place + 2].view(torch.int64).item() for each in rooms]
-    assert ids == oracle.run(with_logits(drawn, made_up)).ids.tolist()
-    likely = made_up >= made_up.amax(dim=1, keepdim=True) + math.log(0.1)
-    assert (likely.sum(dim=1) <= CONFIG.few).all()  # so that a min-p's goes the way of most rows
-
-
-@pytest.mark.parametrize("ahead", [0, 1, 2, 5, 64, 132, 511])
-def test_turns_of_made_up_rows(ahead):
-    """Each row once of both kinds, neighbours of both; and so are every second and every fourth of eight programs."""
-    rows = ahead or 7
-    turns = torch.full((rows + ahead, 2), -1, dtype=torch.int32, device=DEVICE)
-    turns_kernel[(rows + ahead,)](turns, ahead)
-    assert sorted(map(tuple, turns.tolist())) == sorted(
-        (kind, row) for kind in range(2 if ahead else 1) for row in range(rows)
-    )
-    kinds = turns[:, 0].tolist()
-    for first in range(0, len(kinds) - 7, 8) if ahead else ():
-        for apart in (1, 2, 4):
-            for pair in range(0, 8, 2 * apart):
-                for n in range(first + pair, first + pair + apart):
-                    assert {kinds[n], kinds[n + apart]} == {0, 1}
-
-
-def test_what_draws_nothing_ahead(monkeypatch):
-    """More rows than multiprocessors, ids that take more bits than the vocabulary's, several draws, log-probabilities:
-    no room for it."""
-    monkeypatch.setattr(dispatch, "_pdl", lambda device, config: True)
-    few = make_step(batch=2, vocab=2048, params=SamplingParams(top_k=3))
-    more = dispatch.room_of(few, SMALL)
-    many = multiprocessors(torch.device(DEVICE)) + 1
-    without = dispatch.room_of(make_step(batch=many, vocab=2048, params=SamplingParams(top_k=3)), SMALL)
-    each = without.candidates.numel() // many
-    assert (more.ahead, without.ahead) == (2, 0)
-    assert more.candidates.numel() == 2 * (each + cache_warmup.ROOM.value + 3 * SMALL.few)
-    small = make_step(batch=2, vocab=2047, params=SamplingParams(top_k=3))
-    for step in (small, few._replace(num_samples=2), few._replace(params=SamplingParams(top_k=3, logprobs=True))):
-        assert dispatch.room_of(step, SMALL).candidates.numel() == 2 * each
-    assert (
-        dispatch.room_of(few._replace(params=SamplingParams(top_k=3, logsumexp=True)), SMALL).candidates.numel()
-        == 2 * each
-    )
-    assert dispatch.room_of(few._replace(params=DEFAULT_PARAMS), SMALL).candidates.numel() == 0
-
-
 def test_ranks_of_the_least_likely():
     """Whose list of chunks is the whole row's, many times as long as what is read of it at once."""
     step = make_step(batch=3, vocab=4101, params=SamplingParams(logprobs=True))
@@ -322,7 +194,7 @@ def test_ranks_of_the_least_likely():
     assert len(step.logits.unique()) == step.logits.numel()
     places = torch.tensor([4100, 4099, 2000], device=DEVICE)
     drawn = order.gather(1, places[:, None]).flatten()
-    picked = pick(step, summaries_of(step), drawn, SMALL)
+    picked = draw(step, summaries_of(step), drawn, SMALL)
     where = layout(3, 1, step.params).ids["ranks"]
     assert picked.ids[where.first : where.first + 3].tolist() == (places + 1).tolist()
 
@@ -406,7 +278,7 @@ def test_the_lowest_ids_of_ties_are_not_always_in_the_first_chunks(params):
 
 
 @pytest.mark.quick(2)
-@pytest.mark.parametrize("room", [{}, {"at_first": 1}, {"at_first": 1, "capacity": SMALL.few}], ids=["", "more", "row"])
+@pytest.mark.parametrize("room", [{}, {"many": 1}, {"many": 1, "capacity": 32}], ids=["", "guessed", "row"])
 @pytest.mark.parametrize(
     "params",
     [
@@ -450,13 +322,13 @@ def test_equal_rows_where_the_unfiltered_token_is_kept_and_where_it_is_not():
 
 @pytest.mark.skipif(CUDA or COMPILED, reason="looks into the interpreter")
 @pytest.mark.parametrize("vocab", [384, 385, 417, 432, 433])
-def test_equal_rows_are_known_where_the_last_chunks_hold_no_token(vocab, monkeypatch):
+def test_equal_rows_are_known_where_the_last_blocks_hold_no_token(vocab, monkeypatch):
     """Of such a row nothing is searched, which would take several passes over it."""
 
     def search(*_):
         raise AssertionError("the row is searched")
 
-    monkeypatch.setattr(filtered_sample_kernel, "_limit", search)
+    monkeypatch.setattr(exact_row, "find_limit", search)
     check(make_step(batch=1, vocab=vocab, params=SamplingParams(top_p=0.9), std=0.0))
 
 
@@ -471,9 +343,9 @@ def test_a_row_is_the_same_in_any_batch():
 
 
 def test_more_capacity_gives_the_same_tokens():
-    """Candidates compared with each other, searched, and the row itself."""
+    """Some candidates, the row itself, and more candidates."""
     step = make_step(batch=4, vocab=VOCAB, params=SamplingParams(top_k=100, top_p=0.9), num_samples=4)
-    shapes = [SMALL, replace(SMALL, few=32, capacity=32), replace(SMALL, few=32, capacity=8192)]
+    shapes = [SMALL, replace(SMALL, capacity=32), replace(SMALL, capacity=8192)]
     tokens = [run(step, shape).ids for shape in shapes]
     assert torch.equal(tokens[0], tokens[1])
     assert torch.equal(tokens[0], tokens[2])
@@ -594,7 +466,7 @@ def test_floors_of_rows_without_filters():
     check_floors(mixed(DEFAULT_PARAMS), share=0.9)
 
 
-MEDIUM = SMALL if CUDA else replace(SMALL, width=64, gathered=16, tile=256, whole_tile=1024)
+MEDIUM = SMALL if CUDA else replace(SMALL, width=64, gathered=16, tile=256, row_tile=1024)
 
 
 def is_dense(params: SamplingParams) -> SampleInputs:

@@ -147,7 +147,7 @@ def test_words_of_zero(params, spread):
     check(step._replace(seed=of(seeds), offset=of(offsets)))
 
 
-@pytest.mark.parametrize("many", [SMALL.few // 2, (SMALL.few + min(SMALL.capacity, 900)) // 2])
+@pytest.mark.parametrize("many", [SMALL.tile // 2, min(SMALL.capacity, 900) - 1])
 def test_words_of_zero_among_candidates(many):
     """Few of them, and more."""
     seeds, offsets, tokens, _ = zip(*ZERO_WORDS, strict=True)

@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 
 from flashsampling.kernels.triton.filtered import dispatch as of_logits
+from flashsampling.kernels.triton.filtered.block_stats_kernel import StatsOutputs, block_stats_kernel
+from flashsampling.kernels.triton.filtered.draw import Draws
 from flashsampling.kernels.triton.jit import jit
 from flashsampling.kernels.triton.sharded.collectives import row_of_word
 from flashsampling.kernels.triton.sharded.cutoff_kernels import radix_pass_kernel
@@ -60,13 +62,23 @@ def test_slots_of_many_draws_and_blocks(params, temperature, monkeypatch):
     expected = of_logits.run(step, SMALL)
     assert (expected.ids[:3] >= 0).all() == (temperature < 2)
     assert not params.top_k or expected.ids[2] < SMALL.block  # which only its slot says: no logit of that block is read
-    arguments, slots = of_logits._arguments, address_space(3 * 2**30)
+    slots = address_space(3 * 2**30)
 
-    def far_apart(step: Any, block_stats: tuple[Any, ...], blocks: int) -> tuple[Any, ...]:
-        *others, _ = arguments(step, (*block_stats[:4], slots, block_stats[5]), blocks)
-        return (*others, 2**30)
+    class FarApart:
+        def __getitem__(self, grid: Any) -> Any:
+            return lambda *arguments, **options: block_stats_kernel[grid](
+                *arguments[:10], 2**30, *arguments[11:], **options
+            )
 
-    monkeypatch.setattr(of_logits, "_arguments", far_apart)
+    def outputs_far_apart(*addresses: int) -> Any:
+        return StatsOutputs(*addresses[:-1], slots.data_ptr())
+
+    def draws_far_apart(winners_at: int, tiles: int, *others: int) -> Any:
+        return Draws(slots.data_ptr(), 2**30, *others)
+
+    monkeypatch.setattr(of_logits, "block_stats_kernel", FarApart())
+    monkeypatch.setattr(of_logits, "StatsOutputs", outputs_far_apart)
+    monkeypatch.setattr(of_logits, "Draws", draws_far_apart)
     ours = of_logits.run(step, SMALL)
     assert ours.ids.tolist() == expected.ids.tolist()
     assert slots[2**31] != 0  # the last draw's, of the first block

@@ -1,311 +1,243 @@
-"""The first kernel of ``logits``: reads every logit once.
+"""Reads every logit once: block statistics, processed logits, and draws of rows without filters.
 
-A program has a block of one row. It writes, per chunk of 32 tokens, the highest processed logit and, where someone will
-ask, the sum of the masses relative to it; and of a row without filters the block's best score per draw, which it writes
-also if all logits of the block are equal: of a row that is nothing but such blocks the filters keep the first ids, so
-they are what the draw needs (``filtered_sample_kernel``). Lanes of Philox groups are registers of one thread, as in ``kernel``,
-and so are most of a chunk's tokens.
-
-A block's mark says whether all its logits are equal, and whether any is finite. It is found with a few comparisons of
-the chunks' highest logits, unless those leave it open.
+A program has a tile of one row. It writes per block of 32 tokens the highest processed key and the sum of the masses
+relative to it; the processed logits where they differ from what the caller has; and of a row without filters the
+tile's best score per draw. A tile of equal logits has best scores in every row: of a row that is nothing but such
+tiles filters keep the first ids (``exact_row``). Lanes of Philox groups are registers of one thread, and so are
+most of a block's tokens.
 """
+
+from typing import NamedTuple
 
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from ..fused.noise import INTERPRETED, minus_gumbel, philox_words
-from ..fused.packed_argmax import NAN_KEY, NO_TOKEN, ORDERED_INF, keep_better, pack_key, with_noise
+from ..fused.packed_argmax import NAN_KEY, NO_TOKEN, keep_better, pack_key, with_noise
 from ..jit import jit
-from .logit_source import (
+from .order import (
     GREEDY_BELOW,
-    MINUS_INF,
-    MIXED,
-    MIXED_INFINITE,
+    LOG2E,
+    LOWEST,
     NAN,
-    PLUS_INF,
-    LogitSource,
     below,
-    chunks_in,
     column_tokens,
+    count_blocks,
     exp2,
-    is_allowed,
     key_of,
     mass_scale,
-    processed_logits,
-    raw_logits,
-    row_f32,
-    row_i64,
-    row_top_k,
     score_factors,
-    sparse_entries,
     value_of,
 )
+from .transforms import (
+    Filters,
+    HeadTransform,
+    RequestTransforms,
+    Rows,
+    is_allowed,
+    load_f32,
+    load_filters,
+    load_i64,
+    pointer_to,
+    processed_logits,
+    raw_logits,
+)
+
+
+class StatsOutputs(NamedTuple):
+    """What ``block_stats_kernel`` writes; addresses, or 0: not wanted."""
+
+    raw_at: int  # (B, V) float32
+    processed_at: int  # (B, V) float32
+    stride: int  # of both, in elements
+    keys_at: int  # (B, blocks) int32
+    sums_at: int  # (B, blocks) float32
+    raw_keys_at: int  # (B, blocks) int32, of raw logits
+    raw_sums_at: int  # (B, blocks) float32
+    winners_at: int  # (B, num_samples, tiles) int64: packed best scores, of rows without filters and equal tiles
 
 
 @jit
 def _at_most_0(x):
-    """0 for NaN too, as the difference of equal infinities is; the interpreter's minimum keeps that."""
+    """Returns the lesser of x and 0; 0 for NaN too, the difference of equal infinities, which the interpreter's
+    minimum keeps."""
     if INTERPRETED:
         x = tl.where(x == x, x, 0.0)
     return tl.minimum(x, 0.0)
 
 
 @jit
-def _summaries(logits, scale, keys_ptr, sums_ptr, wants_mass, chunks, COLUMNS: tl.constexpr):
-    """Writes the chunks' highest keys and sums of masses, of a tuple of (COLUMNS,) logits, if they are among the first
-    ``chunks`` ones. The lowest and the highest key of all."""
+def _write_stats(logits, scale, undefined, keys_at, sums_at, at, blocks, COLUMNS: tl.constexpr):
+    """Writes keys and sums of the tile's blocks that are among the first ``blocks``. Returns the lowest and the highest
+    of the keys."""
     PER_REP: tl.constexpr = COLUMNS // 8
+    keys_ptr = pointer_to(keys_at, tl.int32) + at
+    sums_ptr = pointer_to(sums_at, tl.float32) + at
     lowest = tl.full((PER_REP,), NAN, tl.int32)
-    overall = tl.full((PER_REP,), MIXED, tl.int32)
+    overall = tl.full((PER_REP,), LOWEST, tl.int32)
     for rep in tl.static_range(len(logits) // 4):
         highest = logits[4 * rep]
         for i in tl.static_range(1, 4):
             highest = tl.maximum(highest, logits[4 * rep + i], propagate_nan=tl.PropagateNan.ALL)
         key = tl.max(tl.reshape(key_of(highest), (PER_REP, 8)), axis=1)
-        chunk = rep * PER_REP + tl.arange(0, PER_REP)
-        tl.store(keys_ptr + chunk, key, mask=chunk < chunks)
-        lowest = tl.minimum(lowest, key)
-        overall = tl.maximum(overall, key)
-        if wants_mass:
+        lowest, overall = tl.minimum(lowest, key), tl.maximum(overall, key)
+        block = rep * PER_REP + tl.arange(0, PER_REP)
+        tl.store(keys_ptr + block, tl.where(undefined, NAN, key), mask=block < blocks)
+        if sums_at != 0:
             top = value_of(key)
-            # a chunk of -inf has no mass; infinite ones have one each, and beside them no finite one has any
+            # a block of -inf has no mass; infinite ones have one each, and beside them no finite one has any
             top = tl.where(top == float("-inf"), 0.0, top)
             top = tl.reshape(tl.broadcast_to(top[:, None], (PER_REP, 8)), (COLUMNS,))
             mass = exp2(_at_most_0(below(logits[4 * rep], top, scale)))
             for i in tl.static_range(1, 4):
                 mass += exp2(_at_most_0(below(logits[4 * rep + i], top, scale)))
-            tl.store(sums_ptr + chunk, tl.sum(tl.reshape(mass, (PER_REP, 8)), axis=1), mask=chunk < chunks)
+            tl.store(sums_ptr + block, tl.sum(tl.reshape(mass, (PER_REP, 8)), axis=1), mask=block < blocks)
     return tl.min(lowest, axis=0), tl.max(overall, axis=0)
 
 
 @jit
-def _mark(logits, live, COLUMNS: tl.constexpr):
-    """The key of all of a block's logits, or one of the two marks that say that they are not equal."""
-    lowest = tl.full((COLUMNS,), NAN, tl.int32)
-    highest = tl.full((COLUMNS,), MIXED, tl.int32)
-    finite = tl.zeros((COLUMNS,), tl.int32)
+def _all_at_least(logits, key):
+    """Returns whether the keys of all logits of a tile reach a key."""
+    lowest = tl.full(logits[0].shape, NAN, tl.int32)
     for i in tl.static_range(len(logits)):
-        key = key_of(logits[i])
-        lowest = tl.minimum(lowest, tl.where(live[i], key, NAN))
-        highest = tl.maximum(highest, tl.where(live[i], key, MIXED))
-        finite = tl.maximum(finite, (live[i] & (key > MINUS_INF) & (key < PLUS_INF)).to(tl.int32))
-    common = tl.max(highest, axis=0)
-    mixed = tl.where(tl.max(finite, axis=0) != 0, MIXED, MIXED_INFINITE)
-    return tl.where(common == tl.min(lowest, axis=0), common, mixed)
+        lowest = tl.minimum(lowest, key_of(logits[i]))
+    return tl.min(lowest, axis=0) >= key
 
 
 @jit
-def _any_infinite(source, logits, tokens, later):
-    """Returns whether a token that the mask leaves in has an infinite logit. ``later`` is 0, and may be known only when this is
-    needed: nothing that the tokens are looked up by can then be computed sooner, and take registers until here."""
+def _write_logits(logits, tokens, live, address, place):
+    """Writes a tuple of logits to a row from element ``place`` on, if there is an address."""
+    if address != 0:
+        out = pointer_to(address, tl.float32) + place
+        for i in tl.static_range(len(logits)):
+            tl.store(out + tokens[i], logits[i], mask=live[i])
+
+
+@jit
+def _any_infinite(transforms, row, vocab_size, logits, tokens):
+    """Returns whether a token that the mask allows has an infinite logit."""
     found = tl.zeros(logits[0].shape, tl.int32)
     for i in tl.static_range(len(logits)):
-        token = tokens[i] + later
-        infinite = is_allowed(source, token, token < source.vocab_size) & (tl.abs(logits[i]) == float("inf"))
-        found = tl.maximum(found, infinite.to(tl.int32))
-    return tl.max(found, axis=0)
+        infinite = tl.abs(logits[i]) == float("inf")
+        allowed = is_allowed(transforms, row, tokens[i], tokens[i] < vocab_size)
+        found = tl.maximum(found, (infinite & allowed).to(tl.int32))
+    return tl.max(found, axis=0) != 0
 
 
 @jit
-def _any_finite(logits):
-    """Returns whether one is neither infinite nor NaN."""
-    least = tl.abs(logits[0])
-    for i in tl.static_range(1, len(logits)):
-        least = tl.minimum(least, tl.abs(logits[i]))
-    return tl.min(least, axis=0) < float("inf")
-
-
-@jit
-def _after(index, done, zero):
-    """uint32 numbers, but not before ``done`` (float32) is known, and in its register layout: see ``row_params.after``."""
+def _order_after(index, done, zero):
+    """Returns uint32 numbers that depend on ``done`` (float32), in its layout: ``row_params.order_after``."""
     return (index ^ (done.to(tl.int32, bitcast=True) & zero)).to(tl.uint32)
 
 
 @jit
 def _best(
-    scaled, tokens, first, zero, draw_word, noise_factor, key_lo, key_hi, offset_lo, offset_hi,
-    COLUMNS: tl.constexpr, REPS: tl.constexpr, NOISE: tl.constexpr,
+    scaled, tokens, first, zero, draw_word, noise_factor, seed, offset,
+    COLUMNS: tl.constexpr, REPS: tl.constexpr,
 ):  # fmt: skip
-    """Key of the block's best score, from logits times the row's factor. The word 0 counts for more than it is worth:
-    who reads the key looks out for it."""
+    """Returns the packed best score of the tile. The word 0 counts for more than it is worth: readers look for it."""
     best = tl.full((COLUMNS,), float("-inf"), tl.float32)
     best_id = tl.full((COLUMNS,), NO_TOKEN, tl.int32)
     for rep in tl.static_range(REPS):
-        if NOISE:
-            group = _after(first // 4 + rep * COLUMNS + tl.arange(0, COLUMNS), scaled[0] if rep == 0 else best, zero)
-            stream_draw = tl.zeros((COLUMNS,), tl.uint32) + draw_word
-            words = philox_words(group, stream_draw, offset_lo, offset_hi, key_lo, key_hi)
+        group = _order_after(first // 4 + rep * COLUMNS + tl.arange(0, COLUMNS), scaled[0] if rep == 0 else best, zero)
+        words = philox_words(
+            group, tl.zeros((COLUMNS,), tl.uint32) + draw_word, offset.to(tl.uint32), (offset >> 32).to(tl.uint32),
+            seed.to(tl.uint32), (seed >> 32).to(tl.uint32),
+        )  # fmt: skip
         for lane in tl.static_range(4):
-            score = scaled[rep * 4 + lane]
-            if NOISE:
-                score = with_noise(score, minus_gumbel(words[lane]), noise_factor)
+            score = with_noise(scaled[rep * 4 + lane], minus_gumbel(words[lane]), noise_factor)
             best, best_id = keep_better(best, best_id, score, tokens[rep * 4 + lane])
     return tl.max(tl.where(best != float("-inf"), pack_key(best, best_id), 0), axis=0)
 
 
 @jit(
-    do_not_specialize=[
-        "temperature_at", "temperature_value", "seed_at", "seed_value", "offset_at", "offset_value", "top_k_at",
-        "top_k_value", "top_p_at", "top_p_value", "min_p_at", "min_p_value", "repetition_at", "repetition_value",
-        "frequency_at", "frequency_value", "presence_at", "presence_value", "logit_scale", "soft_cap", "bias_count",
-        "ids_stride", "values_stride", "num_samples", "stream", "blocks", "zero",
-    ],
-)  # fmt: skip
+    structs={
+        "head": HeadTransform,
+        "transforms": RequestTransforms,
+        "rows": Rows,
+        "filters": Filters,
+        "outputs": StatsOutputs,
+    },
+    do_not_specialize=["logits_stride", "vocab_size", "num_samples", "stream", "tiles", "zero"],
+)
 def block_stats_kernel(
-    logits,  # (B, V)
-    logits_stride,
-    vocab_size,
-    bias,  # (V,) float32, or None
-    logit_scale: tl.float32,
-    soft_cap: tl.float32,
-    dense_bias,  # (V,) float32, or None
-    bias_ids,  # (B, n) int32, or None
-    bias_values,  # (B, n) float32
-    bias_count: tl.int32,  # n
-    ids_stride: tl.int64,
-    values_stride: tl.int64,
-    counts,  # (B, V) int32, or None
-    counts_stride,
-    token_mask,  # (B, ceil(V / 32)) int32, or None
-    mask_stride,
-    temperature_at: tl.int64,  # addresses of (B,) and numbers, as for the fused kernel
-    temperature_value: tl.float32,
-    seed_at: tl.int64,
-    seed_value: tl.int64,
-    offset_at: tl.int64,
-    offset_value: tl.int64,
-    top_k_at: tl.int64,
-    top_k_value: tl.int64,
-    top_p_at: tl.int64,
-    top_p_value: tl.float32,
-    min_p_at: tl.int64,
-    min_p_value: tl.float32,
-    repetition_at: tl.int64,
-    repetition_value: tl.float32,
-    frequency_at: tl.int64,
-    frequency_value: tl.float32,
-    presence_at: tl.int64,
-    presence_value: tl.float32,
-    keys_ptr,  # (B, chunks) int32, out: highest processed logits
-    sums_ptr,  # (B, chunks) float32, out: masses relative to them
-    raw_keys_ptr,  # (B, chunks) int32, out: highest raw logits; None if nobody asks
-    raw_sums_ptr,  # (B, chunks) float32, out
-    winners_ptr,  # (B, num_samples, blocks) int64, out: keys of best scores
-    marks_ptr,  # (B, blocks) int32, out; where a best score is infinite, or where there are summaries
+    logits,  # (B, V), any float dtype
+    logits_stride: tl.int64,
+    vocab_size: tl.int32,
+    head,
+    transforms,
+    rows,
+    filters,
+    outputs,
     num_samples: tl.int32,
     stream: tl.int32,
-    blocks: tl.int32,
-    zero: tl.int32,  # 0: see row_params.after
-    COLUMNS: tl.constexpr,
-    REPS: tl.constexpr,
-    ENTRIES: tl.constexpr,  # n, up to a power of two
-    HEAD: tl.constexpr,  # a scale or a soft cap
-    FILTERS: tl.constexpr,  # some row may have a filter
-    LOGPROBS: tl.constexpr,
-    TOP_K_WIDE: tl.constexpr,
-    JOINT: tl.constexpr,  # a top-p may be of all tokens where there is a top-k
+    tiles: tl.int32,
+    zero: tl.int32,  # 0: see ``_order_after``
+    ALIGNED: tl.constexpr,  # rows are a multiple of 16 elements long, and apart
+    STATS: tl.constexpr,  # ``outputs`` may have keys
+    TRANSFORMS: tl.constexpr,  # there may be a head transform or a request's
+    COLUMNS: tl.constexpr,  # Philox groups side by side
+    REPS: tl.constexpr,  # rows of columns in a tile
     PDL: tl.constexpr,  # the next launch need not wait for this one's end to begin
 ):
-    """See the module's docstring. Grid: (blocks * B,)."""
+    """Runs the pass that the module describes. Grid: (tiles * B,)."""
     if PDL:
         gdc_launch_dependents()
-    BLOCK: tl.constexpr = 4 * COLUMNS * REPS
-    PARTS: tl.constexpr = 4 * REPS
-    row = tl.program_id(0) // blocks
-    block = tl.program_id(0) % blocks
-    first = block * BLOCK
-    repetition = row_f32(repetition_at, repetition_value, row)
-    frequency = row_f32(frequency_at, frequency_value, row)
-    presence = row_f32(presence_at, presence_value, row)
-    source = LogitSource(
-        row.to(tl.int64), logits, logits_stride, vocab_size, bias, logit_scale, soft_cap, dense_bias, bias_ids,
-        bias_values, bias_count, ids_stride, values_stride, counts, counts_stride, repetition, frequency, presence,
-        token_mask, mask_stride, None, None,
-    )  # fmt: skip
+    TILE: tl.constexpr = 4 * COLUMNS * REPS
+    row = (tl.program_id(0) // tiles).to(tl.int64)
+    tile = tl.program_id(0) % tiles
+    first = tile * TILE
+    if ALIGNED:  # a mask that is the same for neighbours leaves loads of 16 bytes
+        logits_stride = logits_stride // 16 * 16
+        vocab_size = vocab_size // 16 * 16
     column = column_tokens(COLUMNS)
     tokens = ()
     live = ()
     raw = ()
-    for part in tl.static_range(PARTS):
+    for part in tl.static_range(4 * REPS):
         token = first + (part // 4) * (4 * COLUMNS) + (part & 1) * 8 + (part // 2 % 2) * 64 + column
         inside = token < vocab_size
+        x = tl.load(logits + row * logits_stride + token, mask=inside, other=float("-inf")).to(tl.float32)
         tokens = tokens + (token,)
         live = live + (inside,)
-        raw = raw + (raw_logits(source, token, inside, HEAD),)
-    temperature = row_f32(temperature_at, temperature_value, row)
-    out = row.to(tl.int64) * chunks_in(vocab_size) + first // 32
-    chunks = chunks_in(vocab_size) - first // 32  # from here on
-    if raw_keys_ptr is not None:
-        _summaries(raw, 1.4426950408889634, raw_keys_ptr + out, raw_sums_ptr + out, True, chunks, COLUMNS)
-    entries = tl.full((ENTRIES,), -1, tl.int32)
-    if bias_ids is not None:
-        entries = sparse_entries(source, ENTRIES)
-        entries = tl.where((entries >= first) & (entries < first + BLOCK), entries, -1)
-    processed = processed_logits(source, raw, tokens, live, entries, ENTRIES)
+        raw = raw + (x,)
+    at = row * count_blocks(vocab_size) + first // 32
+    blocks = count_blocks(vocab_size) - first // 32  # from here on
+    if TRANSFORMS:
+        raw = raw_logits(head, raw, tokens, live)
+        _write_logits(raw, tokens, live, outputs.raw_at, row * outputs.stride)
+    if STATS:  # noqa: SIM102, the one is for the compiler
+        if outputs.raw_keys_at != 0:
+            no = tl.full((), 0, tl.int1)
+            _write_stats(raw, LOG2E, no, outputs.raw_keys_at, outputs.raw_sums_at, at, blocks, COLUMNS)
+    processed = raw
+    if TRANSFORMS:
+        processed = processed_logits(transforms, row, raw, tokens, live, first, first + TILE)
+        _write_logits(processed, tokens, live, outputs.processed_at, row * outputs.stride)
 
-    greedy = temperature < GREEDY_BELOW
-    undefined = tl.full((), 0, tl.int32)
-    draws = True
-    mark_ptr = marks_ptr + row.to(tl.int64) * blocks + block
-    if FILTERS or LOGPROBS:
-        if temperature == float("inf"):  # which would make NaN of it
-            undefined = _any_infinite(source, processed, tokens, 0)
-        filtered = False
-        wants_mass = LOGPROBS
-        if FILTERS:
-            top_k = row_top_k(top_k_at, top_k_value, row, TOP_K_WIDE)
-            by_top_k = (top_k > 0) & (top_k < vocab_size)
-            by_top_p = (row_f32(top_p_at, top_p_value, row) >= 1.0) == 0  # also if NaN
-            by_min_p = (row_f32(min_p_at, min_p_value, row) <= 0.0) == 0
-            filtered = by_top_k | by_top_p | by_min_p
-            if not LOGPROBS:
-                filtered = filtered & (greedy == 0)
-                wants_mass = filtered & by_top_p
-                if not JOINT:
-                    wants_mass = wants_mass & (by_top_k == 0)
-        lowest, highest = _summaries(
-            processed, mass_scale(temperature), keys_ptr + out, sums_ptr + out, wants_mass, chunks, COLUMNS
-        )
-        mark = tl.full((), MIXED, tl.int32)
-        if (highest == lowest) | (highest == PLUS_INF) | (block == blocks - 1):  # a row's end may be of no token
-            mark = _mark(processed, live, COLUMNS)
-        tl.store(mark_ptr, tl.where(undefined != 0, NAN, mark))
-        draws = (filtered == 0) | (mark >= MINUS_INF)
+    temperature = load_f32(rows.temperature_at, rows.temperature, row)
+    undefined = tl.full((), 0, tl.int1)
+    if temperature == float("inf"):  # which would make NaN of an infinite logit
+        undefined = _any_infinite(transforms, row, vocab_size, processed, tokens)
+    draws = tl.full((), 1, tl.int1)
+    if STATS:  # noqa: SIM102, the one is for the compiler
+        if outputs.keys_at != 0:
+            row_filters = load_filters(filters, row, vocab_size)
+            filtered = row_filters.by_top_k | row_filters.by_top_p | row_filters.by_min_p
+            lowest, highest = _write_stats(
+                processed, mass_scale(temperature), undefined, outputs.keys_at, outputs.sums_at, at, blocks, COLUMNS
+            )
+            draws = (filtered == 0) | (temperature < GREEDY_BELOW)
+            if (draws == 0) & (lowest == highest):
+                draws = _all_at_least(processed, highest)
     if draws:
         scale, noise_factor = score_factors(temperature)
-        seed = row_i64(seed_at, seed_value, row)
-        offset = row_i64(offset_at, offset_value, row)
-        key_lo, key_hi = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
-        offset_lo, offset_hi = offset.to(tl.uint32), (offset >> 32).to(tl.uint32)
-        slots = winners_ptr + row.to(tl.int64) * num_samples * blocks + block
-        to_next = blocks.to(tl.int64)  # of a vocabulary of 2**20 tokens, 2**24 draws have more than 2**31 slots
+        seed, offset = load_i64(rows.seed_at, rows.seed, row), load_i64(rows.offset_at, rows.offset, row)
+        winners = pointer_to(outputs.winners_at, tl.int64) + row * num_samples * tiles + tile
         scaled = ()
-        for part in tl.static_range(PARTS):
+        for part in tl.static_range(4 * REPS):
             scaled = scaled + (tl.fma(processed[part], scale, 0.0),)
-        best_key = tl.full((), 0, tl.int64)
-        if greedy:
-            best_key = _best(
-                scaled, tokens, first, zero, 0, noise_factor, key_lo, key_hi, offset_lo, offset_hi,
-                COLUMNS, REPS, False,
-            )  # fmt: skip
-            for draw in range(num_samples):
-                tl.store(slots + draw * to_next, best_key)
-        else:
-            for draw in range(num_samples):
-                draw_word = (draw | (stream << 24)).to(tl.uint32)
-                key = _best(
-                    scaled, tokens, first, zero, draw_word, noise_factor, key_lo, key_hi, offset_lo, offset_hi,
-                    COLUMNS, REPS, True,
-                )  # fmt: skip
-                tl.store(slots + draw * to_next, tl.where(undefined != 0, NAN_KEY, key))
-                best_key = tl.maximum(best_key, key)
-        if not (FILTERS or LOGPROBS):
-            # behind the draws, and from what these need anyway: in their loop, the compiler makes all of it ready
-            # before the first draw, whether or not it is needed (sm_90: 1911 instructions per thread and draw instead
-            # of 1485)
-            if best_key >> 31 == ORDERED_INF:
-                tl.store(mark_ptr, tl.where(_any_finite(scaled), MIXED, MIXED_INFINITE))
-            if temperature == float("inf"):  # noqa: SIM102, a branch, and a reduction behind it
-                if _any_infinite(source, scaled, tokens, best_key.to(tl.int32) & zero) != 0:
-                    for draw in range(num_samples):
-                        tl.store(slots + draw * to_next, NAN_KEY)
+        for draw in range(num_samples):
+            draw_word = (draw | (stream << 24)).to(tl.uint32)
+            key = _best(scaled, tokens, first, zero, draw_word, noise_factor, seed, offset, COLUMNS, REPS)
+            tl.store(winners + draw * tiles.to(tl.int64), tl.where(undefined, NAN_KEY, key))

@@ -1,23 +1,26 @@
-"""Tokens from logits that are in memory, with everything that a request may ask for, in two launches and without
-sorting.
+"""Launches the filtered kernels: tokens, log-probabilities and records from logits in memory, without sorting.
 
-    scan   reads every logit once: per chunk of 32 tokens the highest processed logit and its mass, per block of a row without
-           filters the best score (``logits_scan``)
-    pick   a program per row: reads again the chunks that can hold a kept token, from the level-2 cache for the most part
-           (``logits_pick``, ``logits_chunks``, ``logits_search``); of a row of equal logits, as the zeros of a padded batch,
-           less than a block; of another one that is too flat for candidates, the row itself, several times (``logits_draw``)
+    block_stats_kernel      reads every logit once: statistics of blocks of 32 tokens, processed logits where a request
+                            or the LM head changes them, draws of rows without filters
+    filtered_sample_kernel  a program per row: the candidates of the blocks that can hold a kept token, the prefix that
+                            is kept of them, a token; rare rows are drawn from all of their logits
+    logprobs_kernel         where log-probabilities, ranks or likeliest tokens are requested
 
-A kernel that has the logits in its hands anyway can do the scan's work, and draw for the rows without filters: ``pick``
-alone follows it, and up to a row per multiprocessor draws from as many that are made up, so that its code is in the
-caches (``logits_ahead``).
+The Hopper kernel writes block statistics and draws rows without filters itself: ``draw`` launches what follows it.
 
-What a row's chunks are depends on the vocabulary's size alone, and all sums run in a fixed order, so a row's result is
-the same bits in any batch. Extra memory per row: 8 bytes per chunk, 16 where raw log-probabilities are asked for, the
-candidates, and 36 KB where a row is made up. Chunks of 64 tokens would be 4 bytes less per 32 logits, 3 % of what the
-scan reads, and twice as much to read again for a candidate; and a Hopper kernel has 32 of a row in one thread.
+Every parameter is a value at run time, so five compiled kernels serve all requests of a dtype of logits: three forms of
+the first (no statistics, no transforms, both), one of each other. Which blocks a row has depends on the vocabulary's
+size alone and masses are integers, so a row's result is the same bits in any batch. Scratch memory per row: 12 bytes
+per block, 16 more where raw log-probabilities are requested, 4 bytes per token where logits change, and 32 KB of
+candidates. Blocks of 64 tokens would save 3 % of what is written, and twice as much would be read for a candidate; a
+Hopper kernel has 32 of a row in one thread.
+
+Rejected, with their figures on an H200, V=151936 D=4096: rare rows in a kernel of their own, 4 to 7 us a step for a
+first call that is 3 s shorter; a dummy row that each program draws first, to bring instructions to the caches, -1 to
++12 us.
 """
 
-import functools
+import os
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -29,35 +32,41 @@ from ....exchange_protocol import WHOLE
 from ....inputs import SampleInputs, row_argument
 from ....outputs import SampleResult, layout
 from ....sampling_params import SamplingParams
-from ...device import capability, multiprocessors
-from ..fused.config import next_power_of_2
-from .block_stats_kernel import block_stats_kernel
-from .cache_warmup import ROOM, TOKENS
+from ...device import capability
+from ..jit import compiling, only_compiles
+from .block_stats_kernel import StatsOutputs, block_stats_kernel
+from .draw import Draws
 from .filtered_sample_kernel import filtered_sample_kernel
+from .logit_source import StoredLogits
+from .logprobs_kernel import LogprobOutputs, logprobs_kernel
+from .transforms import Filters, HeadTransform, RequestTransforms, Rows
+
+_TILES = 256  # of the widest vocabulary: 2**20 tokens by 4096
 
 
 @dataclass(frozen=True)
 class Config:
-    """Shapes of both launches. Those of the second say how its sums are rounded: they must not depend on the batch."""
+    """Shapes of the launches. No result depends on them."""
 
-    columns: int = 512  # Philox groups side by side
-    reps: int = 2  # rows of columns in a block
-    scan_warps: int = 4
-    scan_registers: int = 128  # per thread
-    pick_warps: int = 8
-    pick_registers: int = 128
-    width: int = 1024  # chunks side by side
-    few: int = 256  # candidates that are compared with each other: a thread each
-    capacity: int = 8192  # candidates per row, not fewer
-    tile: int = 1024  # of them at a time
-    whole_tile: int = 2048  # of the row's tokens in a draw, twice as many as in a search
-    gathered: int = 64  # of chunks
-    at_first: int = 512  # chunks that are read for the token that a row has without filters, not more
-    pdl: bool = True  # the second launch begins before the first one's end, where the device can (sm_90)
+    columns: int = 512  # Philox groups side by side in ``block_stats_kernel``
+    reps: int = 2  # rows of columns in a tile
+    stats_warps: int = 4
+    stats_registers: int = 128  # per thread
+    width: int = 1024  # blocks side by side
+    capacity: int = 4096  # candidates of a row
+    gathered: int = 64  # blocks that are read at once
+    many: int = 512  # blocks from which on a nucleus' cutoff is guessed
+    tile: int = 256  # candidates at a time
+    ways: int = 8  # thresholds at a time
+    row_tile: int = 1024  # tokens of a deferred row at a time
+    row_ways: int = 4
+    warps: int = 16
+    registers: int = 128
+    pdl: bool = True  # a launch begins before the previous one's end, where the device can (sm_90)
 
     @property
     def block(self) -> int:
-        """Tokens of a block."""
+        """Tokens of a tile."""
         return 4 * self.columns * self.reps
 
 
@@ -65,28 +74,22 @@ CONFIG = Config()
 
 
 class BlockStats(NamedTuple):
-    """What a kernel says of a row's chunks (``logits_source.chunk_tokens``), of which there are 4 * ceil(V / 128)."""
+    """What a kernel says of a row's blocks (``order.block_tokens``), of which there are 4 * ceil(V / 128)."""
 
-    keys: Tensor  # (B, chunks) int32: ``logits_source.key_of`` the highest logit; that of -inf where there is no token
-    # (B, chunks) float32: sums of exp2((x - the highest) * ``mass_scale(temperature)``), beside an infinite x the
-    # number of infinite ones; None where no row has a top-p without a top-k, and no log-probabilities are asked for.
-    # Beside ``floors`` those of rows with a top-k may be anything
+    keys: Tensor  # (B, blocks) int32: ``order.key_of`` the highest logit; that of -inf where there is no token
+    # (B, blocks) float32: sums of exp2((x - the highest) * ``mass_scale(temperature)``), beside an infinite x the
+    # number of infinite ones; None where no row has a top-p without a top-k, and no log-probabilities are requested.
+    # Beside ``cutoffs`` those of rows with a top-k may be anything
     sums: Tensor | None = None
-    raw_sums: Tensor | None = (
-        None  # likewise at temperature 1; None where nothing is asked for that needs a log-sum-exp
-    )
-    # (B,) int32: of each row a key in the order of ``keys``. The logits of chunks with a lower one were not stored: their
-    # memory holds anything, and is not read. None: all are stored, as log-probabilities and records need. A floor is at most
-    #     top-k, 0 < k < V    the key of rank k + k // 4 + 9 among the first 1024; the lowest int32 if there are not so many
-    #     min-p, no top-k     the lowest key that min-p keeps, a little less for rounding: ``least`` in ``logits_pick``
+    raw_sums: Tensor | None = None  # likewise at temperature 1; None where no log-sum-exp is needed
+    # (B,) int32: blocks with a lower key were not stored. None: all are, as log-probabilities and records need. At most
+    #     top-k, 0 < k < V    the key of rank k + k // 4 + 9 among the first 1024; the lowest int32 if there are fewer
+    #     min-p, no top-k     ``candidates.min_p_cutoff``
     #     top-p alone         the lowest int32
-    #     no filter           the highest int32, as of rows whose tokens are known without logits: a temperature below 1e-6 or
-    #                         NaN, a highest logit that is NaN or infinite, a top-p or min-p of NaN, a token -1 in ``drawn``;
-    #                         but of an infinite one, not where ``drawn`` has ``DEFERRED_DRAW``
-    # No bit depends on floors then: ``logits_chunks.kth_highest`` finds a bound that k + k // 4 + 8 columns of chunks reach at
-    # most, or the k-th highest. With one above it, up to the k-th highest of all, the same tokens are kept, but what is before
-    # them may be summed up in another order, and rounded otherwise
-    floors: Tensor | None = None
+    #     no filter           the highest int32, as of rows whose tokens are known without logits: a temperature below
+    #                         1e-6 or NaN, a highest logit that is NaN or infinite, a top-p or min-p of NaN, a token -1
+    #                         in ``drawn``; but of an infinite one, not where ``drawn`` has ``DEFERRED_DRAW``
+    cutoffs: Tensor | None = None
 
 
 def unsupported(step: SampleInputs) -> str | None:
@@ -112,85 +115,71 @@ def contiguous_rows(matrix: Tensor | None) -> Tensor | None:
     return matrix if matrix is None or matrix.shape[1] <= 1 or matrix.stride(1) == 1 else matrix.contiguous()
 
 
-class Room(NamedTuple):
-    """What the second launch keeps its candidates in, and how many programs share it."""
-
-    candidates: Tensor  # int32
-    programs: int  # of a row
-    ahead: int = 0  # rows that are made up, see ``logits_ahead``: none, or as many as there are
-
-
 class Records(NamedTuple):
-    """What ``rejection`` reads of a row, beside its logits. ``filtered_sample_kernel`` defines it."""
+    """What ``rejection`` and log-probabilities read of a row: ``filtered_sample_kernel.write_record``."""
 
     limits: Tensor  # (B,) int64
     masses: Tensor  # (B, 4) float32
 
 
 def empty_records(batch: int, device: torch.device) -> Records:
-    """To be written to."""
+    """Allocates records to write."""
     limits = torch.empty(batch, dtype=torch.int64, device=device)
     return Records(limits, torch.empty((batch, 4), dtype=torch.float32, device=device))
 
 
-def source_arguments(step: SampleInputs) -> tuple[Any, ...]:
-    """What a row's logits are made of, as the kernels' first parameters have it."""
-    params, logits = step.params, contiguous_rows(step.logits)
-    assert logits is not None
-    bias_count = 0 if params.bias_ids is None else params.bias_ids.shape[1]
-    counts, token_mask = contiguous_rows(params.counts), contiguous_rows(params.token_mask)
-    bias_ids, bias_values = (
-        contiguous_rows(part) if bias_count else None for part in (params.bias_ids, params.bias_values)
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+_NO_HEAD = HeadTransform(0, 1.0, 0.0)
+_NO_TRANSFORMS = (0,) * 10  # addresses, strides and the count
+
+
+def head_transform(params: SamplingParams) -> HeadTransform:
+    """Returns the LM head's transform as kernels take it."""
+    return HeadTransform(_address(params.bias), float(params.logit_scale), float(params.soft_cap))
+
+
+def request_transforms(params: SamplingParams) -> tuple[RequestTransforms, tuple[Tensor | None, ...]]:
+    """Returns the request's transforms as kernels take them, and the tensors that must live until the launch."""
+    count = 0 if params.bias_ids is None else params.bias_ids.shape[1]
+    ids, values = (contiguous_rows(part) if count else None for part in (params.bias_ids, params.bias_values))
+    counts, mask = contiguous_rows(params.counts), contiguous_rows(params.token_mask)
+
+    def stride(matrix: Tensor | None) -> int:
+        return 0 if matrix is None else matrix.stride(0)
+
+    numbers: list[Any] = []
+    for penalty in (params.repetition_penalty, params.frequency_penalty, params.presence_penalty):
+        numbers += row_argument(penalty)
+    transforms = RequestTransforms(
+        _address(params.dense_bias),
+        _address(ids),
+        _address(values),
+        count,
+        stride(ids),
+        stride(values),
+        _address(counts),
+        stride(counts),
+        _address(mask),
+        stride(mask),
+        *numbers,
     )
-    return (
-        logits,
-        logits.stride(0),
-        step.vocab_size,
-        params.bias,
-        params.logit_scale,
-        params.soft_cap,
-        params.dense_bias,
-        bias_ids,
-        bias_values,
-        bias_count,
-        0 if bias_ids is None else bias_ids.stride(0),
-        0 if bias_values is None else bias_values.stride(0),
-        counts,
-        0 if counts is None else counts.stride(0),
-        token_mask,
-        0 if token_mask is None else token_mask.stride(0),
+    return transforms, (ids, values, counts, mask)
+
+
+def _rows(step: SampleInputs) -> Rows:
+    return Rows(*step.row_arguments())
+
+
+def _filters(params: SamplingParams) -> Filters:
+    wide = not isinstance(params.top_k, Tensor) or params.top_k.dtype == torch.int64
+    top_k, *others = (
+        part for value in (params.top_k, params.top_p, params.min_p, params.joint_top_p) for part in row_argument(value)
     )
-
-
-def sparse_bias_of(params: SamplingParams) -> int:
-    """``ENTRIES`` of the kernels."""
-    return 1 if params.bias_ids is None else next_power_of_2(max(params.bias_ids.shape[1], 1))
-
-
-def has_head(params: SamplingParams) -> bool:
-    """``HEAD`` of the kernels."""
-    return params.logit_scale != 1.0 or params.soft_cap != 0.0
-
-
-def penalty_arguments(params: SamplingParams) -> tuple[int | float, ...]:
-    """Address and number of each penalty, as the kernels have them."""
-    values = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
-    return tuple(part for value in values for part in row_argument(value))
-
-
-def _flags(params: SamplingParams, pdl: bool, config: Config, records: bool = False) -> dict[str, Any]:
-    """What both kernels are compiled for."""
-    return {
-        "COLUMNS": config.columns,
-        "REPS": config.reps,
-        "ENTRIES": sparse_bias_of(params),
-        "HEAD": has_head(params),
-        "FILTERS": params.may_filter(),
-        "LOGPROBS": params.logprobs or records,
-        "TOP_K_WIDE": not isinstance(params.top_k, Tensor) or params.top_k.dtype == torch.int64,
-        "JOINT": params.may_be_joint(),
-        "PDL": pdl,
-    }
+    numbers: list[Any] = [top_k, others[0], int(wide), *others[1:]]
+    return Filters(*numbers)
 
 
 def _pdl(device: torch.device, config: Config) -> bool:
@@ -198,225 +187,176 @@ def _pdl(device: torch.device, config: Config) -> bool:
     return config.pdl and device.type == "cuda" and capability(device) >= (9, 0)
 
 
-def _arguments(step: SampleInputs, block_stats: tuple[Tensor | None, ...], blocks: int) -> tuple[Any, ...]:
-    """Of both kernels. ``block_stats``: keys, sums, raw keys, raw sums, winners, marks."""
-    params = step.params
-    return (
-        *source_arguments(step),
-        *step.row_arguments(),
-        *row_argument(params.top_k),
-        *row_argument(params.top_p),
-        *row_argument(params.min_p),
-        *penalty_arguments(params),
-        *block_stats,
-        step.num_samples,
-        int(params.stream),
-        blocks,
-    )
+class _Launches(NamedTuple):
+    """What the launches after the block statistics share."""
+
+    step: SampleInputs
+    logits: Tensor  # (B, V) or by block, processed
+    stored: StoredLogits
+    raw_logits: Tensor
+    raw_stored: StoredLogits
+    winners: Tensor
+    tiles: int
+    config: Config
 
 
-def _list_length(chunks: int, config: Config) -> int:
-    """Numbers of a list of chunks, or of a few candidates."""
-    return max(chunks, 3 * config.few)
-
-
-def _programs(params: SamplingParams, batch: int, device: torch.device, records: Records | None) -> int:
-    """Of a row: two where likeliest or given tokens are asked for beside what is drawn, and multiprocessors are left
-    for it."""
-    both = params.logprobs and (params.top_logprobs > 0 or params.logprob_ids is not None) and records is None
-    return 2 if both and batch <= multiprocessors(device) else 1
-
-
-def _candidates(params: SamplingParams, batch: int, programs: int, chunks: int, config: Config, ahead: int = 0) -> int:
-    """Numbers that the second kernel keeps its candidates in."""
-    if not (params.may_filter() or params.needs_raw_mass()):
-        return 0
-    rows = programs * batch * (3 * config.capacity + _list_length(chunks, config))
-    return rows + ahead * (ROOM.value + 3 * config.few)
+def _blocks(vocab_size: int) -> int:
+    return 4 * -(-vocab_size // 128)
 
 
 def run(step: SampleInputs, config: Config = CONFIG, records: Records | None = None) -> SampleResult:
-    """Runs a step with logits in two launches. Writes ``records``."""
-    params, num_samples, vocab_size = step.params, step.num_samples, step.vocab_size
+    """Runs a step with logits. Writes ``records``."""
+    return run_with_processed(step, config, records)[0]
+
+
+_compiled: set[tuple[Any, ...]] = set()  # kinds of steps whose kernels exist
+
+
+def run_with_processed(
+    step: SampleInputs, config: Config = CONFIG, records: Records | None = None
+) -> tuple[SampleResult, Tensor]:
+    """Runs a step with logits. Returns its processed logits too, (B, V): the step's own where nothing changes them. The
+    first step of a kind compiles its kernels in threads."""
     assert step.logits is not None
-    batch, device = step.logits.shape[0], step.logits.device
-    blocks = -(-vocab_size // config.block)
-    chunks = 4 * -(-vocab_size // 128)
-    wants_raw, programs = params.needs_raw_mass(), _programs(params, batch, device, records)
-    # one allocation: what the second kernel is told by the first, and its candidates
-    block_stats = params.may_filter() or params.logprobs or records is not None
+    kind = step.logits.device, step.logits.dtype, step.params.may_filter(), step.params.needs_raw_mass(), config
+    if step.logits.is_cuda and kind not in _compiled and not only_compiles():
+        with compiling(os.cpu_count() or 1):
+            _run(step, config, records)
+        _compiled.add(kind)
+    return _run(step, config, records)
+
+
+def _run(step: SampleInputs, config: Config, records: Records | None) -> tuple[SampleResult, Tensor]:
+    params, vocab_size = step.params, step.vocab_size
+    logits = contiguous_rows(step.logits)
+    assert logits is not None
+    batch, device = logits.shape[0], logits.device
+    tiles, blocks = -(-vocab_size // config.block), _blocks(vocab_size)
+    head = head_transform(params)
+    transforms, _held = request_transforms(params)
+    has_head = head != _NO_HEAD
+    changes = transforms[:10] != _NO_TRANSFORMS
+    wants_raw, wants_record = params.needs_raw_mass(), params.logprobs or records is not None
+    stride = -(-vocab_size // 4) * 4
     sizes = [
-        2 * batch * num_samples * blocks,
-        batch * blocks,
-        batch * chunks if block_stats else 0,
-        batch * chunks if block_stats else 0,
-        batch * chunks if wants_raw else 0,
-        batch * chunks if wants_raw else 0,
-        _candidates(params, batch, programs, chunks, config),
+        2 * batch * step.num_samples * tiles,
+        batch * blocks if params.may_filter() or wants_record else 0,
+        batch * blocks if params.needs_mass(vocab_size) or wants_record else 0,
+        batch * blocks if wants_raw else 0,
+        batch * blocks if wants_raw else 0,
+        batch * stride if has_head or changes else 0,
+        batch * stride if has_head and changes and wants_raw else 0,
     ]
-    sizes = [-(-size // 4) * 4 for size in sizes]  # all of them at 16 bytes, in any batch: Triton compiles for it
+    sizes = [-(-size // 4) * 4 for size in sizes]  # all of them at 16 bytes
     parts = torch.empty(sum(sizes), dtype=torch.int32, device=device).split(sizes)
-    winners, marks, keys, sums, raw_keys, raw_sums, candidates = parts
-    raw = (raw_keys, raw_sums.view(torch.float32)) if wants_raw else (None, None)
-    told = (keys, sums.view(torch.float32), *raw, winners.view(torch.int64), marks)
-    common = _arguments(step, told, blocks)
-    flags = _flags(params, _pdl(device, config), config, records is not None)
-    block_stats_kernel[(batch * blocks,)](
-        *common, 0, **flags, num_warps=config.scan_warps, maxnreg=config.scan_registers
-    )
-    return _launch_pick(step, common, Room(candidates, programs), flags, False, blocks, config, records)
+    winners, keys, sums, raw_keys, raw_sums, processed, raw = (part if len(part) else None for part in parts)
+    outputs = StatsOutputs(
+        _address(raw), _address(processed), stride, _address(keys), _address(sums), _address(raw_keys),
+        _address(raw_sums), _address(winners),
+    )  # fmt: skip
+    block_stats(step, logits, head, transforms, outputs, config)
+
+    def rows_of(store: Tensor) -> Tensor:
+        return store.view(torch.float32).view(batch, stride)[:, :vocab_size]
+
+    after = logits if processed is None else rows_of(processed)
+    before = rows_of(raw) if raw is not None else logits if changes else after
+    launches = _Launches(
+        step, after, StoredLogits(after.stride(0), vocab_size, 0, _address(keys), _address(sums), 0),
+        before, StoredLogits(before.stride(0), vocab_size, 0, _address(raw_keys), _address(raw_sums), 0),
+        parts[0], tiles, config,
+    )  # fmt: skip
+    return _launch_rows(launches, records), after
 
 
-def _ahead(step: SampleInputs, config: Config) -> int:
-    """Rows that ``pick`` makes up while the kernel before it runs: one for each, up to a row per multiprocessor, which
-    has room for both with ``CONFIG``."""
-    params, batch, device = step.params, len(step.hidden_states), step.hidden_states.device
-    has_room = step.vocab_size >= TOKENS.value  # ids of the made-up row must fit where the vocabulary's do
-    of_one_draw = step.num_samples == 1 and not (params.logprobs or params.needs_raw_mass())
-    if not (params.may_filter() and has_room and of_one_draw and _pdl(device, config)):
-        return 0
-    return batch if batch <= multiprocessors(device) else 0
+def block_stats(
+    step: SampleInputs,
+    logits: Tensor,
+    head: HeadTransform,
+    transforms: RequestTransforms,
+    outputs: StatsOutputs,
+    config: Config = CONFIG,
+) -> None:
+    """Launches ``block_stats_kernel``; it draws where ``outputs`` has winners."""
+    tiles = -(-step.vocab_size // config.block)
+    changes = head != _NO_HEAD or transforms[:10] != _NO_TRANSFORMS
+    stats = changes or outputs.keys_at != 0 or outputs.raw_keys_at != 0
+    aligned = (logits.data_ptr() | logits.stride(0) | step.vocab_size) % 16 == 0
+    block_stats_kernel[(logits.shape[0] * tiles,)](
+        logits, logits.stride(0), step.vocab_size, head, transforms, _rows(step), _filters(step.params), outputs,
+        step.num_samples if outputs.winners_at else 0, int(step.params.stream), tiles, 0,
+        ALIGNED=aligned, STATS=stats, TRANSFORMS=changes, COLUMNS=config.columns, REPS=config.reps,
+        PDL=_pdl(logits.device, config), num_warps=config.stats_warps, maxnreg=config.stats_registers,
+    )  # fmt: skip
 
 
-def _room(step: SampleInputs, config: Config, records: Records | None, ahead: int) -> Room:
-    """Of ``pick`` behind a kernel that has drawn."""
-    params, batch, device = step.params, len(step.hidden_states), step.hidden_states.device
-    programs, chunks = _programs(params, batch, device, records), 4 * -(-step.vocab_size // 128)
-    size = _candidates(params, batch, programs, chunks, config, ahead)
-    return Room(torch.empty(size, dtype=torch.int32, device=device), programs, ahead)
-
-
-def room_of(step: SampleInputs, config: Config = CONFIG) -> Room:
-    """For ``pick``, to be made before the kernel that it follows is launched: of made-up rows it draws in here, while
-    that kernel runs (``logits_ahead``)."""
-    return _room(step, config, None, _ahead(step, config))
-
-
-def pick(
+def draw(
     step: SampleInputs,
     block_stats: BlockStats,
     drawn: Tensor,
     config: Config = CONFIG,
     records: Records | None = None,
-    room: Room | None = None,
 ) -> SampleResult:
-    """The second launch alone, behind a kernel that wrote ``SampleInputs.logits``, (B, V) float32 with rows a multiple
-    of 16 bytes apart, to which nothing is left to do but filters: no head, mask, bias or penalty. Beside floors a
-    row lies by chunks: its token t at ``logits_source.place_in_memory``, in 128 * ceil(V / 128) floats. ``drawn`` (B
-    * num_samples,) int64: the tokens that all rows have without filters, -1 of undefined ones, or ``DEFERRED_DRAW``
-    of a row that has a top-k, is not greedy, and whose temperature does not make a finite number of an infinity.
-    ``records`` is written to, and needs ``block_stats.sums``. ``room``: ``room_of`` the step, not beside
-    ``records``; None: of its own, and nothing is drawn ahead."""
+    """Runs the launches behind a kernel that wrote ``SampleInputs.logits``, (B, V) float32 with rows a multiple of 16
+    bytes apart, to which nothing is left to do but filters: no head, mask, bias or penalty. Beside cutoffs a row lies
+    by blocks, in 128 * ceil(V / 128) floats (``logit_source``). ``drawn`` (B * num_samples,) int64: the tokens that all
+    rows have without filters, -1 of undefined ones, or ``DEFERRED_DRAW`` of a row that has a top-k, is not greedy, and
+    whose temperature does not make a finite number of an infinity. ``records`` is written to, and needs
+    ``block_stats.sums``."""
     params, logits = step.params, step.logits
     assert logits is not None
     wants_raw = params.needs_raw_mass()
     assert block_stats.sums is not None or not (records is not None or params.needs_mass(step.vocab_size))
     assert block_stats.raw_sums is not None or not wants_raw
-    assert block_stats.floors is None or not (wants_raw or records is not None)
-    assert block_stats.keys.shape[1] == 4 * -(-step.vocab_size // 128)
-    assert room is None or (records is None and room.ahead in (0, len(logits)))
-    raw_keys = block_stats.keys if wants_raw else None
-    told = (block_stats.keys, block_stats.sums, raw_keys, block_stats.raw_sums if wants_raw else None, drawn, None)
-    common = _arguments(step, told, 1)
-    flags = _flags(params, _pdl(logits.device, config), config, records is not None)
-    room = room or _room(step, config, records, 0)
-    return _launch_pick(step, common, room, flags, True, 1, config, records, block_stats.floors)
+    assert block_stats.cutoffs is None or not (wants_raw or records is not None)
+    assert block_stats.keys.shape[1] == _blocks(step.vocab_size)
+    keys, sums, raw_sums, cutoffs = map(_address, block_stats)
+    stored = StoredLogits(logits.stride(0), step.vocab_size, int(cutoffs != 0), keys, sums, cutoffs)
+    raw_stored = StoredLogits(logits.stride(0), step.vocab_size, 0, keys, raw_sums, 0)
+    return _launch_rows(_Launches(step, logits, stored, logits, raw_stored, drawn, 0, config), records)
 
 
-def _launch_pick(
-    step: SampleInputs,
-    common: tuple[Any, ...],
-    room: Room,
-    flags: dict[str, Any],
-    drawn: bool,
-    blocks: int,
-    config: Config,
-    records: Records | None = None,
-    floors: Tensor | None = None,
-) -> SampleResult:
-    params, batch, device = step.params, common[0].shape[0], room.candidates.device
-    if params.needs_raw_mass():
-        ids, values, beside = _beside(step, batch, device)
-    else:  # what costs the host least: one allocation
-        ids, values, beside = (
-            torch.empty(batch * step.num_samples, dtype=torch.int64, device=device),
-            None,
-            _NOTHING_BESIDE,
-        )
-    by_top_k, by_top_p, by_min_p = params.filters()
-    filtered_sample_kernel[(batch + room.ahead, room.programs)](
-        *common,
-        floors,
-        params.joint_top_p if isinstance(params.joint_top_p, Tensor) and flags["JOINT"] else None,
-        room.candidates,
-        ids,
-        *beside,
-        room.ahead,
-        None if records is None else records.limits,
-        None if records is None else records.masses,
-        **flags,
-        TOP_K=by_top_k,
-        TOP_P=by_top_p,
-        MIN_P=by_min_p,
-        DRAWN=drawn,
-        **_shapes(step.vocab_size, blocks, config),
-        launch_pdl=flags["PDL"],
-    )
-    return SampleResult(ids, values)
-
-
-_NOTHING_BESIDE = (None, None, None, None, None, 0, None, 0, None, 0, None)  # as ``_beside``'s
-
-
-def _beside(step: SampleInputs, batch: int, device: torch.device) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
-    """Room for ids and for values, and what the kernel is told of what is asked for beside tokens."""
-    params = step.params
-    places = layout(batch, step.num_samples, params)
+def _launch_rows(launches: _Launches, records: Records | None) -> SampleResult:
+    """Launches the kernels that have a program per row."""
+    step, logits, stored, raw_logits, raw_stored, winners, tiles, config = launches
+    params, batch, device, num_samples = step.params, logits.shape[0], logits.device, step.num_samples
+    wants_raw = params.needs_raw_mass()
+    places = layout(batch, num_samples, params)
     ids = torch.empty(places.num_ids, dtype=torch.int64, device=device)
-    # of some that may be none, as logprob_ids (B, 0), the kernel has the address
-    values = torch.empty(places.num_values, dtype=torch.float32, device=device)
+    values = torch.empty(places.num_values, dtype=torch.float32, device=device) if wants_raw else None
+    if records is None and params.logprobs:
+        records = empty_records(batch, device)
+    limits_at, masses_at = (0, 0) if records is None else (_address(records.limits), _address(records.masses))
+    pdl = _pdl(device, config)
+    draws = Draws(_address(winners), tiles, num_samples, int(params.stream), limits_at, masses_at)
+    blocks = _blocks(step.vocab_size)
+    candidates = torch.empty((batch, config.capacity), dtype=torch.int64, device=device)
+    lists = torch.empty((2 if wants_raw else 1, batch, blocks), dtype=torch.int32, device=device)
+    rows, filters = _rows(step), _filters(params)
+    options = {"PDL": pdl, "num_warps": config.warps, "maxnreg": config.registers, "launch_pdl": pdl}
+    filtered_sample_kernel[(batch,)](
+        logits, stored, rows, filters, draws, candidates, lists, ids,
+        TILES=_TILES, WIDTH=config.width, CAPACITY=config.capacity, GATHERED=config.gathered, MANY=config.many,
+        TILE=config.tile, WAYS=config.ways, STATS_TILE=config.block, ROW_TILE=config.row_tile,
+        ROW_WAYS=config.row_ways, **options,
+    )  # fmt: skip
+    if not wants_raw:
+        return SampleResult(ids)
+    assert values is not None
     given = contiguous_rows(params.logprob_ids)
 
-    def part(tensor: Tensor, name: str) -> Tensor | None:
+    def address(tensor: Tensor, name: str) -> int:
         where = (places.ids if tensor is ids else places.values).get(name)
-        return None if where is None else tensor[where.first :]
+        return 0 if where is None else tensor.data_ptr() + where.first * tensor.element_size()
 
-    return (
-        ids,
-        values,
-        (
-            part(values, "logprobs"),
-            part(values, "processed_logprobs"),
-            part(ids, "ranks"),
-            part(ids, "top_token_ids"),
-            part(values, "top_logprobs"),
-            params.top_logprobs,
-            given,
-            0 if given is None else given.stride(0),
-            part(values, "given_logprobs"),
-            0 if given is None else given.shape[1],
-            part(values, "logsumexp"),
-        ),
-    )
-
-
-@functools.cache  # which most calls share: to make it costs the host 3 us
-def _shapes(vocab_size: int, blocks: int, config: Config) -> dict[str, int]:
-    """What ``filtered_sample_kernel`` is compiled for, of a vocabulary."""
-    chunks = 4 * -(-vocab_size // 128)
-    width = min(config.width, next_power_of_2(chunks))
-    return {
-        "BLOCKS": next_power_of_2(blocks),
-        "WIDTH": width,
-        "PARTS": -(-chunks // width),
-        "LIST": _list_length(chunks, config),
-        "ID_BITS": vocab_size.bit_length(),
-        "FEW": config.few,
-        "CAPACITY": config.capacity,
-        "TILE": config.tile,
-        "WHOLE_TILE": config.whole_tile,
-        "GATHERED": config.gathered,
-        "AT_FIRST": config.at_first,
-        "num_warps": config.pick_warps,
-        "maxnreg": config.pick_registers,
-    }
+    outputs = LogprobOutputs(
+        address(values, "logprobs"), address(values, "processed_logprobs"), address(ids, "ranks"),
+        address(ids, "top_token_ids"), address(values, "top_logprobs"), params.top_logprobs, _address(given),
+        0 if given is None else given.stride(0), address(values, "given_logprobs"),
+        0 if given is None else given.shape[1], address(values, "logsumexp"), num_samples, masses_at,
+    )  # fmt: skip
+    logprobs_kernel[(batch, 2)](
+        raw_logits, raw_stored, logits, stored, rows, outputs, candidates, lists, ids,
+        WIDTH=config.width, CAPACITY=config.capacity, GATHERED=config.gathered, TILE=config.tile, **options,
+    )  # fmt: skip
+    return SampleResult(ids, values)

@@ -23,8 +23,9 @@ from torch import Tensor
 
 from ....sampling_params import SamplingParams
 from ..constant import Constant
+from ..fused.config import next_power_of_2
 from ..jit import jit, only_compiles
-from .dispatch import contiguous_rows, sparse_bias_of
+from .dispatch import contiguous_rows
 
 _TOKEN_BITS = Constant(7)
 _COUNT = Constant(7)  # the first of its bits
@@ -96,7 +97,7 @@ def sort_by_tile(
     assert values is not None
     batch, count = ids.shape
     blocks = -(-(last - base) // 2**_TOKEN_BITS.value)
-    room = max(sparse_bias_of(params), 2)
+    room = max(next_power_of_2(count), 2)
     # what is only compiled writes nothing, and a kernel behind it may read this
     allocate = torch.zeros if only_compiles() else torch.empty
     words = allocate((batch, blocks + count), dtype=torch.int64, device=ids.device)

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from ....reference.logit_transforms import HIGHEST, LOWEST
 from ..constant import Constant
-from ..filtered.logit_source import GREEDY_BELOW, LN2, LOG2E, MINUS_INF, NAN, NO_LOGIT, key_of, value_of
+from ..filtered.order import GREEDY_BELOW, LN2, LOG2E, MINUS_INF, NAN, NO_LOGIT, key_of, value_of
 from ..fused.packed_argmax import NAN_KEY, NO_TOKEN
 from ..jit import jit
 

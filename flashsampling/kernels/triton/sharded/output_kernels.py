@@ -3,7 +3,7 @@
 import triton.language as tl
 
 from ..constant import Constant
-from ..filtered.logit_source import LOG2E, NO_LOGIT, key_of, value_of
+from ..filtered.order import LOG2E, NO_LOGIT, key_of, value_of
 from ..fused.packed_argmax import NAN_KEY, NO_TOKEN
 from ..jit import jit
 from .cutoff_kernels import LOWEST_PLACE, ORDER, relative

@@ -12,18 +12,9 @@ from torch import Tensor
 
 from ....exchange_protocol import NO_FINITE
 from ....inputs import SampleInputs
-from ..filtered.dispatch import has_head, penalty_arguments, source_arguments, sparse_bias_of
-from ..filtered.logit_source import (
-    NO_LOGIT,
-    LogitSource,
-    column_tokens,
-    key_of,
-    processed_logits,
-    raw_logits,
-    row_f32,
-    score_factors,
-    sparse_entries,
-)
+from ..filtered.block_stats_kernel import StatsOutputs
+from ..filtered.dispatch import block_stats, head_transform, request_transforms
+from ..filtered.order import NO_LOGIT, column_tokens, key_of, score_factors
 from ..fused.config import next_power_of_2
 from ..fused.logits_gemm import logits_gemm
 from ..fused.noise import REFINEMENT_BIT, minus_gumbel_refined, philox_words
@@ -33,69 +24,6 @@ from . import cutoffs
 
 _BLOCK = 1024  # tokens of a program
 _WARPS = 4
-
-
-@jit(
-    do_not_specialize=[
-        "repetition_at", "repetition_value", "frequency_at", "frequency_value", "presence_at", "presence_value",
-        "logit_scale", "soft_cap", "bias_count", "ids_stride", "values_stride", "blocks",
-    ],
-    do_not_specialize_on_alignment=["token_mask"],
-)  # fmt: skip
-def process_kernel(
-    logits,  # (B, V), as for block_stats_kernel; and so are the following
-    logits_stride,
-    vocab_size,
-    bias,
-    logit_scale: tl.float32,
-    soft_cap: tl.float32,
-    dense_bias,
-    bias_ids,
-    bias_values,
-    bias_count: tl.int32,
-    ids_stride: tl.int64,
-    values_stride: tl.int64,
-    counts,
-    counts_stride,
-    token_mask,
-    mask_stride,
-    repetition_at: tl.int64,
-    repetition_value: tl.float32,
-    frequency_at: tl.int64,
-    frequency_value: tl.float32,
-    presence_at: tl.int64,
-    presence_value: tl.float32,
-    raw_ptr,  # (B, V) float32, out; None: they are the products
-    processed_ptr,  # (B, V) float32, out; None: they are the raw ones
-    out_stride,
-    blocks: tl.int32,
-    BLOCK: tl.constexpr,
-    ENTRIES: tl.constexpr,
-    HEAD: tl.constexpr,
-):
-    """Raw and processed logits. Grid: (blocks * B,)."""
-    row = tl.program_id(0) // blocks
-    first = tl.program_id(0) % blocks * BLOCK
-    source = LogitSource(
-        row.to(tl.int64), logits, logits_stride, vocab_size, bias, logit_scale, soft_cap, dense_bias, bias_ids,
-        bias_values, bias_count, ids_stride, values_stride, counts, counts_stride,
-        row_f32(repetition_at, repetition_value, row), row_f32(frequency_at, frequency_value, row),
-        row_f32(presence_at, presence_value, row), token_mask, mask_stride, None, None,
-    )  # fmt: skip
-    token = first + tl.arange(0, BLOCK)
-    live = token < vocab_size
-    raw = raw_logits(source, token, live, HEAD)
-    out = row.to(tl.int64) * out_stride + token
-    if raw_ptr is not None:
-        tl.store(raw_ptr + out, raw, mask=live)
-    if processed_ptr is not None:
-        entries = tl.full((ENTRIES,), -1, tl.int32)
-        if bias_ids is not None:
-            entries = sparse_entries(source, ENTRIES)
-            entries = tl.where((entries >= first) & (entries < first + BLOCK), entries, -1)
-        tl.store(
-            processed_ptr + out, processed_logits(source, (raw,), (token,), (live,), entries, ENTRIES)[0], mask=live
-        )
 
 
 @jit(
@@ -190,7 +118,9 @@ def processed(
 ) -> tuple[Tensor, Tensor]:
     """Raw and processed logits of a shard, (B, V) float32 each, the same one where they are the same."""
     params = step.params
-    changes_raw = params.bias is not None or has_head(params)
+    head = head_transform(params)
+    transforms, _held = request_transforms(params)
+    changes_raw = head != (0, 1.0, 0.0)
     tensors = params.dense_bias, params.bias_ids, params.counts, params.token_mask
     changes = any(tensor is not None for tensor in tensors)
     if not changes_raw and not changes:
@@ -200,19 +130,8 @@ def processed(
         torch.empty((batch, stride), dtype=torch.float32, device=device)[:, : step.vocab_size] if wanted else None
         for wanted in (changes_raw, changes)
     )
-    blocks = -(-step.vocab_size // _BLOCK)
-    process_kernel[(batch * blocks,)](
-        *source_arguments(step._replace(logits=logits)),
-        *penalty_arguments(params),
-        raw,
-        out,
-        stride,
-        blocks,
-        BLOCK=_BLOCK,
-        ENTRIES=sparse_bias_of(params),
-        HEAD=has_head(params),
-        num_warps=_WARPS,
-    )
+    addresses = (0 if store is None else store.data_ptr() for store in (raw, out))
+    block_stats(step, logits, head, transforms, StatsOutputs(*addresses, stride, 0, 0, 0, 0, 0))
     raw = logits if raw is None else raw
     return raw, raw if out is None else out
 

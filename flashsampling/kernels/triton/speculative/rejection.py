@@ -3,8 +3,8 @@
 
 It supports all sampling parameters, in three launches:
 
-    accept   a program per draft: its p, from its logit and the row's record by ``filtered.filtered_sample_kernel``,
-             against a coin times q
+    accept   a program per draft: its p, from its processed logit and the row's record by
+             ``filtered.filtered_sample_kernel``, against a coin times q
     recover  programs per request: at the first draft that is not accepted, blocks of max(p - q, 0) with noise
     finish   a program per request: the best of its blocks or, after drafts that are all accepted, the token drawn there
 
@@ -23,21 +23,8 @@ from ....inputs import SampleInputs
 from ....noise import Stream
 from ....outputs import FilteredLogits
 from ..constant import Constant
-from ..filtered import dispatch as of_logits
-from ..filtered.logit_source import (
-    LogitSource,
-    both_logits_of,
-    column_tokens,
-    key_of,
-    mass_of,
-    mass_scale,
-    processed_logits,
-    raw_logits,
-    reaches,
-    row_f32,
-    row_i64,
-    sparse_entries,
-)
+from ..filtered.order import column_tokens, key_of, mass_of, mass_scale, reaches, sort_key
+from ..filtered.transforms import Rows, load_f32, load_i64
 from ..fused.config import next_power_of_2
 from ..fused.noise import REFINEMENT_BIT, minus_gumbel_refined, philox_words
 from ..fused.packed_argmax import NAN_KEY, NO_TOKEN, pack_key
@@ -48,16 +35,10 @@ _RECOVERY = Constant(int(Stream.RECOVERY) << 24)
 
 
 @jit
-def _place(key, token):
-    """Returns a token's sort key in its row: greater for the greater logit, then for the lower id."""
-    return (key.to(tl.int64) << 31) | (token ^ NO_TOKEN).to(tl.int64)
-
-
-@jit
 def _probability(x, token, top, scale, first_kept, least_mass, kept_mass, only_token):
     """Returns p of tokens with processed logits x; NaN in an undefined row, whose ``kept_mass`` is NaN."""
     mass = mass_of(x, top, scale)
-    kept = (_place(key_of(x), token) >= first_kept) & reaches(x, mass, least_mass, top, scale)
+    kept = (sort_key(key_of(x), token) >= first_kept) & reaches(x, mass, least_mass, top, scale)
     p = tl.where(kept & (x != float("-inf")), mass / kept_mass, 0.0)
     p = tl.where(only_token >= 0, (token == only_token).to(tl.float32), p)
     return tl.where(kept_mass != kept_mass, kept_mass, p)
@@ -93,42 +74,15 @@ def _locate_draft(bounds, request, node, n, total, batch):
 
 
 @jit(
-    do_not_specialize=[
-        "temperature_at", "temperature_value", "seed_at", "seed_value", "offset_at", "offset_value", "repetition_at",
-        "repetition_value", "frequency_at", "frequency_value", "presence_at", "presence_value", "logit_scale",
-        "soft_cap", "bias_count", "ids_stride", "values_stride", "total", "batch", "n",
-    ],
-    do_not_specialize_on_alignment=["bounds", "drafts", "draft_probs", "accepted", "limits", "masses"],
-)  # fmt: skip
+    structs={"rows": Rows},
+    do_not_specialize=["vocab_size", "total", "batch", "n"],
+    do_not_specialize_on_alignment=["logits", "bounds", "drafts", "draft_probs", "accepted", "limits", "masses"],
+)
 def accept_kernel(
-    logits,  # as for ``block_stats_kernel``; rows are positions
-    logits_stride,
-    vocab_size,
-    bias,
-    logit_scale: tl.float32,
-    soft_cap: tl.float32,
-    dense_bias,
-    bias_ids,
-    bias_values,
-    bias_count: tl.int32,
-    ids_stride: tl.int64,
-    values_stride: tl.int64,
-    counts,
-    counts_stride,
-    token_mask,
-    mask_stride,
-    temperature_at: tl.int64,
-    temperature_value: tl.float32,
-    seed_at: tl.int64,
-    seed_value: tl.int64,
-    offset_at: tl.int64,
-    offset_value: tl.int64,
-    repetition_at: tl.int64,
-    repetition_value: tl.float32,
-    frequency_at: tl.int64,
-    frequency_value: tl.float32,
-    presence_at: tl.int64,
-    presence_value: tl.float32,
+    logits,  # (R, V) processed logits of all positions
+    logits_stride: tl.int64,
+    vocab_size: tl.int32,
+    rows,
     limits,
     masses,
     bounds,  # (B + 1,) int64; None: n drafts each
@@ -139,8 +93,6 @@ def accept_kernel(
     total: tl.int64,
     batch: tl.int64,
     n: tl.int64,
-    ENTRIES: tl.constexpr,
-    HEAD: tl.constexpr,
 ):
     """Decides which drafts are accepted, each by itself. Grid: (B * n,)."""
     request = tl.program_id(0).to(tl.int64) // n
@@ -149,23 +101,15 @@ def accept_kernel(
     token = tl.load(drafts + place, mask=there, other=-1)
     holds = there & (token >= 0) & (token < vocab_size)
     token = tl.where(holds, token, 0).to(tl.int32)
-    repetition = row_f32(repetition_at, repetition_value, row)
-    frequency = row_f32(frequency_at, frequency_value, row)
-    presence = row_f32(presence_at, presence_value, row)
-    source = LogitSource(
-        row, logits, logits_stride, vocab_size, bias, logit_scale, soft_cap, dense_bias, bias_ids, bias_values,
-        bias_count, ids_stride, values_stride, counts, counts_stride, repetition, frequency, presence, token_mask,
-        mask_stride, None, None,
-    )  # fmt: skip
-    _, x = both_logits_of(source, token, HEAD, ENTRIES)
+    x = tl.load(logits + row * logits_stride + token).to(tl.float32)
     first_kept, least_mass, kept_mass, top, only_token = _load_record(limits, masses, row)
-    scale = mass_scale(row_f32(temperature_at, temperature_value, row))
+    scale = mass_scale(load_f32(rows.temperature_at, rows.temperature, row))
     p = _probability(x, token, top, scale, first_kept, least_mass, kept_mass, only_token)
     q = tl.full((), 1.0, tl.float32)
     if draft_probs is not None:
         q = _draft_probability(draft_probs, probs_stride, place, token, holds)
-    seed = row_i64(seed_at, seed_value, row)
-    offset = row_i64(offset_at, offset_value, row)
+    seed = load_i64(rows.seed_at, rows.seed, row)
+    offset = load_i64(rows.offset_at, rows.offset, row)
     word, _, _, _ = philox_words(
         tl.zeros((1,), tl.uint32), tl.full((1,), _COIN, tl.uint32), offset.to(tl.uint32), (offset >> 32).to(tl.uint32),
         seed.to(tl.uint32), (seed >> 32).to(tl.uint32),
@@ -184,42 +128,24 @@ def _count_accepted(accepted, request, n, NODES: tl.constexpr):
 
 
 @jit(
-    do_not_specialize=[
-        "temperature_at", "temperature_value", "seed_at", "seed_value", "offset_at", "offset_value", "repetition_at",
-        "repetition_value", "frequency_at", "frequency_value", "presence_at", "presence_value", "logit_scale",
-        "soft_cap", "bias_count", "ids_stride", "values_stride", "total", "batch", "n", "blocks",
+    structs={"rows": Rows},
+    do_not_specialize=["vocab_size", "total", "batch", "n", "blocks"],
+    do_not_specialize_on_alignment=[
+        "logits",
+        "bounds",
+        "drafts",
+        "draft_probs",
+        "accepted",
+        "slots",
+        "limits",
+        "masses",
     ],
-    do_not_specialize_on_alignment=["bounds", "drafts", "draft_probs", "accepted", "slots", "limits", "masses"],
-)  # fmt: skip
+)
 def recover_kernel(
     logits,  # as for ``accept_kernel``
-    logits_stride,
-    vocab_size,
-    bias,
-    logit_scale: tl.float32,
-    soft_cap: tl.float32,
-    dense_bias,
-    bias_ids,
-    bias_values,
-    bias_count: tl.int32,
-    ids_stride: tl.int64,
-    values_stride: tl.int64,
-    counts,
-    counts_stride,
-    token_mask,
-    mask_stride,
-    temperature_at: tl.int64,
-    temperature_value: tl.float32,
-    seed_at: tl.int64,
-    seed_value: tl.int64,
-    offset_at: tl.int64,
-    offset_value: tl.int64,
-    repetition_at: tl.int64,
-    repetition_value: tl.float32,
-    frequency_at: tl.int64,
-    frequency_value: tl.float32,
-    presence_at: tl.int64,
-    presence_value: tl.float32,
+    logits_stride: tl.int64,
+    vocab_size: tl.int32,
+    rows,
     limits,
     masses,
     bounds,
@@ -232,8 +158,6 @@ def recover_kernel(
     n: tl.int64,
     slots,  # (B, blocks, 2) int64, out: the best of max(p - q, 0), and of p
     blocks: tl.int32,
-    ENTRIES: tl.constexpr,
-    HEAD: tl.constexpr,
     NODES: tl.constexpr,  # n, up to a power of two
     GROUPS: tl.constexpr,  # Philox groups of a block
 ):
@@ -245,36 +169,24 @@ def recover_kernel(
     row, place, there = _locate_draft(bounds, request, node, n, total, batch)
     refused = tl.load(drafts + place, mask=there, other=-1)
     if (refused >= 0) & (refused < vocab_size):  # else no draft was rejected, and the token is drawn
-        repetition = row_f32(repetition_at, repetition_value, row)
-        frequency = row_f32(frequency_at, frequency_value, row)
-        presence = row_f32(presence_at, presence_value, row)
-        source = LogitSource(
-            row, logits, logits_stride, vocab_size, bias, logit_scale, soft_cap, dense_bias, bias_ids, bias_values,
-            bias_count, ids_stride, values_stride, counts, counts_stride, repetition, frequency, presence, token_mask,
-            mask_stride, None, None,
-        )  # fmt: skip
         first_kept, least_mass, kept_mass, top, only_token = _load_record(limits, masses, row)
-        scale = mass_scale(row_f32(temperature_at, temperature_value, row))
-        seed = row_i64(seed_at, seed_value, row)
-        offset = row_i64(offset_at, offset_value, row)
+        scale = mass_scale(load_f32(rows.temperature_at, rows.temperature, row))
+        seed = load_i64(rows.seed_at, rows.seed, row)
+        offset = load_i64(rows.offset_at, rows.offset, row)
         key_lo, key_hi = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
         offset_lo, offset_hi = offset.to(tl.uint32), (offset >> 32).to(tl.uint32)
         first = block * BLOCK
         column = column_tokens(GROUPS)
         ids = ()
         live = ()
-        raw = ()
+        processed = ()
         for lane in tl.static_range(4):
             token = first + (lane & 1) * 8 + (lane // 2) * 64 + column
             inside = token < vocab_size
+            x = tl.load(logits + row * logits_stride + token, mask=inside, other=float("-inf"))
             ids = ids + (token,)
             live = live + (inside,)
-            raw = raw + (raw_logits(source, token, inside, HEAD),)
-        entries = tl.full((ENTRIES,), -1, tl.int32)
-        if bias_ids is not None:
-            entries = sparse_entries(source, ENTRIES)
-            entries = tl.where((entries >= first) & (entries < first + BLOCK), entries, -1)
-        processed = processed_logits(source, raw, ids, live, entries, ENTRIES)
+            processed = processed + (x.to(tl.float32),)
         group = (first // 4 + tl.arange(0, GROUPS)).to(tl.uint32)
         draw = tl.full((GROUPS,), _RECOVERY, tl.uint32)
         words = philox_words(group, draw, offset_lo, offset_hi, key_lo, key_hi)
@@ -371,7 +283,7 @@ def run(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns tokens (B, n + 1), accepted drafts (B,) and tokens (B,) per request, in three launches; in one if n =
     0."""
-    device, params = recorded.ids.device, step.params
+    device = recorded.ids.device
     blocks = triton.cdiv(step.vocab_size, 4 * _GROUPS)
     slots = torch.empty((batch, blocks, 2), dtype=torch.int64, device=device)
     accepted = torch.empty((batch, n), dtype=torch.int32, device=device)
@@ -380,9 +292,10 @@ def run(
     if draft_probs is not None and draft_probs.stride(1) != 1:
         draft_probs = draft_probs.contiguous()
     common = (
-        *of_logits.source_arguments(step._replace(logits=recorded.logits)),
-        *step.row_arguments(),
-        *of_logits.penalty_arguments(params),
+        recorded.logits,
+        recorded.logits.stride(0),
+        step.vocab_size,
+        Rows(*step.row_arguments()),
         recorded.limits,
         recorded.masses,
         bounds,
@@ -394,11 +307,10 @@ def run(
         batch,
         n,
     )
-    flags = {"ENTRIES": of_logits.sparse_bias_of(params), "HEAD": of_logits.has_head(params)}
     nodes = next_power_of_2(max(n, 1))
     if n > 0:
-        accept_kernel[(batch * n,)](*common, **flags, num_warps=1)
-        recover_kernel[(batch * blocks,)](*common, slots, blocks, **flags, NODES=nodes, GROUPS=_GROUPS, num_warps=4)
+        accept_kernel[(batch * n,)](*common, num_warps=1)
+        recover_kernel[(batch * blocks,)](*common, slots, blocks, NODES=nodes, GROUPS=_GROUPS, num_warps=4)
     finish_kernel[(batch,)](
         step.vocab_size,
         bounds,

@@ -1,0 +1,154 @@
+"""Finds what filters keep of a row: a prefix of its tokens in the order of their sort keys.
+
+Nothing is sorted. A bracket of sort keys around the last kept token is split in WAYS at a time, by how many tokens, and
+how much mass, are at or above each threshold, until one token is in it. Masses are integers, so that a sum is the same
+in any order. Equal logits are told apart by the ids in the same words.
+"""
+
+from typing import NamedTuple
+
+import triton.language as tl
+
+from ..constant import Constant
+from ..fused.packed_argmax import NO_TOKEN
+from ..jit import jit
+from .logit_source import load_tokens
+from .order import UNIT, key_of, mass_of, reaches, sort_key, units_of, value_of
+
+_AT_ONCE = Constant(16)  # candidates that others are compared with
+_LAST = Constant(-0x7FFFFFFFFFFFFFFF)  # below all sort keys
+
+
+class Tokens(NamedTuple):
+    """The tokens to search: candidates in memory, or all of a row."""
+
+    source: object
+    sort_keys: object  # a pointer to the candidates'; unused for a row
+    count: object  # candidates, or the vocabulary's size
+    lowest: object  # int32 key; no token is below it
+    highest: object  # int32 key of the highest logit
+    top: object  # its value
+    scale: object  # of masses
+
+
+@jit
+def load_tile(tokens, start, WHOLE: tl.constexpr, TILE: tl.constexpr):
+    """Returns sort keys and which tokens exist, (TILE,) each."""
+    index = start + tl.arange(0, TILE)
+    live = index < tokens.count
+    if WHOLE:
+        key = key_of(load_tokens(tokens.source, index, live))
+        return sort_key(key, index), live & (key >= tokens.lowest)
+    else:
+        return tl.load(tokens.sort_keys + index, mask=live, other=0), live
+
+
+@jit
+def logits_of(sort_keys):
+    """Returns the logits of sort keys."""
+    return value_of((sort_keys >> 31).to(tl.int32))
+
+
+@jit
+def mass_before(tokens, sort_key, WHOLE: tl.constexpr, TILE: tl.constexpr):
+    """Returns the mass of the tokens before one, in fixed point."""
+    total = tl.zeros((TILE,), tl.int64)
+    for start in range(0, tokens.count, TILE):
+        words, live = load_tile(tokens, start, WHOLE, TILE)
+        total += tl.where(live & (words > sort_key), units_of(logits_of(words), tokens.top, tokens.scale), 0)
+    return tl.sum(total, axis=0)
+
+
+@jit
+def mass_of_kept(tokens, limit, min_p, WHOLE: tl.constexpr, TILE: tl.constexpr):
+    """Returns the mass of the tokens from ``limit`` on that a min-p keeps, float32."""
+    total = tl.zeros((TILE,), tl.int64)
+    for start in range(0, tokens.count, TILE):
+        words, live = load_tile(tokens, start, WHOLE, TILE)
+        x = logits_of(words)
+        live = (
+            live & (words >= limit) & reaches(x, mass_of(x, tokens.top, tokens.scale), min_p, tokens.top, tokens.scale)
+        )
+        total += tl.where(live, units_of(x, tokens.top, tokens.scale), 0)
+    return (tl.sum(total, axis=0).to(tl.float64) / UNIT).to(tl.float32)
+
+
+@jit
+def shortest_prefix(tokens, limit, by_mass, target, WHOLE: tl.constexpr, TILE: tl.constexpr, WAYS: tl.constexpr):
+    """Finds the shortest prefix of the tokens from ``limit`` on whose count or mass reaches ``target`` (int64), or all
+    of them where these do not. Returns a sort key that its last token reaches and no later one, and its mass."""
+    way = tl.arange(0, WAYS)
+    first_id = tokens.source.vocab_size.to(tl.int64) * -1 + NO_TOKEN + 1  # no sort key has lower id bits
+    low = tl.maximum(limit, tokens.lowest.to(tl.int64) << 31)
+    high = (tokens.highest.to(tl.int64) + 1) << 31  # sort keys from here on do not reach the target
+    above = tl.full((), 0, tl.int64)
+    mass = tl.full((), 0, tl.int64)
+    searching = tl.full((), 1, tl.int32)
+    while searching != 0:
+        low = tl.maximum(low, ((low >> 31) << 31) + first_id)
+        high = tl.where((high & NO_TOKEN) <= first_id, (high >> 31) << 31, high)
+        step = (high - low - 1) // WAYS + 1
+        thresholds = low + step * way
+        counts = tl.zeros((TILE, WAYS), tl.int32)
+        masses = tl.zeros((TILE, WAYS), tl.int64)
+        for start in range(0, tokens.count, TILE):
+            words, live = load_tile(tokens, start, WHOLE, TILE)
+            there = (words[:, None] >= thresholds[None, :]) & live[:, None]
+            units = units_of(logits_of(words), tokens.top, tokens.scale)
+            counts += there.to(tl.int32)
+            masses += tl.where(there, units[:, None], 0)
+        count_from, mass_from = tl.sum(counts, axis=0).to(tl.int64), tl.sum(masses, axis=0)
+        reached = tl.where(by_mass, mass_from, count_from) >= target
+        passed = tl.sum(reached.to(tl.int32), axis=0)
+        last = tl.maximum(passed - 1, 0)
+        here = tl.sum(tl.where(way == last, count_from, 0), axis=0)
+        mass = tl.sum(tl.where(way == last, mass_from, 0), axis=0)
+        above = tl.where(passed < WAYS, tl.sum(tl.where(way == passed, count_from, 0), axis=0), above)
+        high = tl.minimum(high, low + step * passed)
+        low = low + step * last
+        searching = ((passed > 0) & (here - above > 1) & (high - low > 1)).to(tl.int32)
+    return low, mass
+
+
+@jit
+def nucleus_target(top_p, whole):
+    """Returns the mass that a nucleus has to reach, of a whole, both in fixed point: at least one token, at most all."""
+    wanted = tl.ceil(tl.maximum(top_p, 1e-30).to(tl.float64) * whole.to(tl.float64)).to(tl.int64)
+    return tl.maximum(tl.minimum(wanted, whole), 1)
+
+
+@jit
+def find_limit(tokens, filters, row_mass, WHOLE: tl.constexpr, TILE: tl.constexpr, WAYS: tl.constexpr):
+    """Returns the sort key from which on top-k and top-p keep tokens. ``row_mass``: of all tokens, float32."""
+    limit = tokens.lowest.to(tl.int64) << 31
+    mass = (row_mass * UNIT).to(tl.int64)
+    for stage in range(2):
+        by_mass = stage == 1
+        alone = filters.min_p > 1.0  # keeps the first token alone
+        if tl.where(by_mass, filters.by_top_p, filters.by_top_k | alone):
+            wanted = nucleus_target(filters.top_p, tl.where(filters.of_top_k, mass, (row_mass * UNIT).to(tl.int64)))
+            target = tl.where(by_mass, wanted, tl.where(alone, 1, filters.top_k))
+            limit, mass = shortest_prefix(tokens, limit, by_mass, target, WHOLE, TILE, WAYS)
+    return limit
+
+
+@jit
+def find_limit_of_few(tokens, filters, row_mass, TILE: tl.constexpr):
+    """Returns what ``find_limit`` does, of at most TILE candidates: each is compared with each, in a third of the time
+    of two searches."""
+    words, live = load_tile(tokens, 0, False, TILE)
+    units = tl.where(live, units_of(logits_of(words), tokens.top, tokens.scale), 0)
+    ranks = tl.zeros((TILE, _AT_ONCE), tl.int32)
+    masses = tl.zeros((TILE, _AT_ONCE), tl.int64)
+    for start in range(0, tokens.count, _AT_ONCE):
+        index = start + tl.arange(0, _AT_ONCE)
+        others = tl.load(tokens.sort_keys + index, mask=index < tokens.count, other=_LAST)
+        earlier = others[None, :] > words[:, None]
+        ranks += earlier.to(tl.int32)
+        masses += tl.where(earlier, units_of(logits_of(others), tokens.top, tokens.scale)[None, :], 0)
+    rank, mass = tl.sum(ranks, axis=1), tl.sum(masses, axis=1)
+    most = tl.where(filters.min_p > 1.0, 1, tl.where(filters.by_top_k, filters.top_k, TILE))
+    kept = live & (rank < most)
+    whole = tl.where(filters.of_top_k, tl.sum(tl.where(kept, units, 0), axis=0), (row_mass * UNIT).to(tl.int64))
+    kept = kept & ((mass < nucleus_target(filters.top_p, whole)) | (filters.by_top_p == 0))
+    return tl.min(tl.where(kept, words, 0x7FFFFFFFFFFFFFFF), axis=0)
