@@ -39,9 +39,12 @@ class _Keys:
         from triton.compiler import make_backend
         from triton.runtime.jit import JITFunction, create_function_from_signature
 
+        from flashsampling.kernels.triton.jit import with_struct_types
+
         jit = kernel if isinstance(kernel, JITFunction) else JITFunction(kernel.fn, **kernel.kwargs)
         backend = make_backend(GPUTarget("cuda", 90, 32))
-        self.bind = create_function_from_signature(jit.signature, jit.params, backend)
+        bind = create_function_from_signature(jit.signature, jit.params, backend)
+        self.bind = with_struct_types(bind, [param.name for param in jit.params], kernel.structs)
         self.seen = set()
 
     def __getitem__(self, grid):
@@ -441,7 +444,7 @@ def test_a_number_of_another_value_compiles_nothing(params, device):
 
 @pytest.mark.parametrize("use_tma", [False, True])
 def test_keys_of_the_cache_for_what_requests_ask_for(use_tma, monkeypatch, device):
-    """Of the three kernels behind a request, where parts of one allocation lie too: any batch has the keys that warmup
+    """Of the kernels behind a request, where parts of one allocation lie too: any batch has the keys that warmup
     made."""
     from flashsampling.kernels.triton.filtered import dispatch
     from flashsampling.kernels.triton.fused import config, logits_gemm
@@ -450,6 +453,7 @@ def test_keys_of_the_cache_for_what_requests_ask_for(use_tma, monkeypatch, devic
     for module, name in (
         (dispatch, "block_stats_kernel"),
         (dispatch, "filtered_sample_kernel"),
+        (dispatch, "logprobs_kernel"),
         (logits_gemm, "logits_gemm_kernel"),
     ):
         kernels[name] = _Keys(getattr(module, name))

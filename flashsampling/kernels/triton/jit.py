@@ -23,22 +23,27 @@ _only_compiles = ContextVar("only_compiles", default=False)
 class _Function(triton.JITFunction):  # type: ignore[misc] # it is Any
     def __init__(self, function: Any, structs: Mapping[str, type], **options: Any) -> None:
         super().__init__(function, **options)
-        names = [param.name for param in self.params]
-        self._structs = {names.index(name): _types_of(struct) for name, struct in structs.items()}
+        self.structs = structs
 
     def create_binder(self) -> Any:
         *rest, bind = super().create_binder()
-
-        def bind_structs(*arguments: Any, **options: Any) -> Any:
-            bound, specialization, options = bind(*arguments, **options)
-            for index, types in self._structs.items():
-                specialization[index] = types
-            return bound, specialization, options
-
-        return (*rest, bind_structs) if self._structs else (*rest, bind)
+        return (*rest, with_struct_types(bind, [param.name for param in self.params], self.structs))
 
     def __getitem__(self, grid: Any) -> Callable[..., Any]:
         return functools.partial(self.run, grid=grid, warmup=only_compiles())
+
+
+def with_struct_types(bind: Callable[..., Any], names: list[str], structs: Mapping[str, type]) -> Callable[..., Any]:
+    """Returns Triton's ``bind`` of a kernel with the types of its ``structs`` in place of those of their values."""
+    types = {names.index(name): _types_of(struct) for name, struct in structs.items()}
+
+    def bind_structs(*arguments: Any, **options: Any) -> Any:
+        bound, specialization, options = bind(*arguments, **options)
+        for index, of_struct in types.items():
+            specialization[index] = of_struct
+        return bound, specialization, options
+
+    return bind_structs if types else bind
 
 
 def _types_of(struct: type) -> tuple[Any, Any]:
@@ -56,7 +61,9 @@ def jit(function: Any = None, *, structs: Mapping[str, type] | None = None, **op
     if function is None:
         return functools.partial(jit, structs=structs, **options)
     if triton.knobs.runtime.interpret:
-        return triton.jit(function, **options)
+        made = triton.jit(function, **options)
+        made.structs = structs or {}
+        return made
     made = _Function(function, structs or {}, **options)
     made.cache_key  # noqa: B018, a cached property
     return made

@@ -13,7 +13,7 @@ from ..constant import Constant
 from ..jit import jit
 from .candidates import column_maxima, gather, list_blocks, sum_masses, top_k_cutoff
 from .logit_source import StoredLogits, load_blocks, load_token, load_tokens, source_of
-from .order import LN2, LOG2E, MINUS_INF, NAN, below, count_blocks, key_of, mass_scale, token_of, value_of
+from .order import LN2, LOG2E, MINUS_INF, NAN, PLUS_INF, below, count_blocks, key_of, mass_scale, token_of, value_of
 from .prefix import Tokens, load_tile, logits_of
 from .transforms import Rows, aligned_pointer_to, load_f32, pointer_to
 
@@ -73,7 +73,8 @@ def _write_drawn(
         logprob = tl.where(raw_highest == NAN, lse, x - lse)
         exponent = tl.where(y == top, 0.0, below(y, top, scale))
         of_kept = tl.where(top == float("inf"), 0.0, (exponent - tl.log2(kept_mass)) * LN2)
-        listed = list_blocks(raw.block_keys, tl.where(there, blocks, 0), key_of(x) + 1, list_ptr, WIDTH)
+        higher = tl.minimum(key_of(x), PLUS_INF) + 1  # a NaN's key has no successor
+        listed = list_blocks(raw.block_keys, tl.where(there, blocks, 0), higher, list_ptr, WIDTH)
         rank = 1 + _count_higher(raw, x, list_ptr, listed, BLOCKS).to(tl.int64)
         nan = float("nan")
         tl.store(pointer_to(outputs.logprobs_at, tl.float32) + place, tl.where(there, logprob, nan))
