@@ -68,7 +68,7 @@ def test_compiles(capability, tmp_path):
     assert {"histogram_kernel", "radix_pass_kernel", "least_kernel"} <= set(all_filters.split())
     assert {"raw_kernel", "words_kernel", "above_kernel", "ranks_kernel", "mass_kernel"} <= set(logprobs.split())
     assert set(given.split()) == {"conclude_kernel", "words_kernel", "hash_kernel"}
-    assert "process_kernel" in changed
+    assert "block_stats_kernel" in changed
     assert others == [
         "logits_gemm_kernel",
         "none",
