@@ -38,7 +38,7 @@ from torch.autograd import profiler
 from torch.nn import Parameter
 
 from . import open_groups
-from .backends import BACKENDS, Backend, named
+from .backends import Backend, named, tried_on
 from .exchange_protocol import WHOLE, Shard
 from .inputs import DraftChains, SampleInputs
 from .noise import Stream
@@ -182,10 +182,8 @@ def choose(inputs: SampleInputs, impl: str = "") -> Backend:
         if reason is not None:
             raise ValueError(f"impl={impl!r} cannot do this: {reason}")
         return backend
-    reasons, kind = [], "cuda" if inputs.hidden_states.is_cuda else "cpu"
-    for backend in BACKENDS.values():  # the list of ``tried_on`` takes 1.4 us of a call of 24 us
-        if backend.chosen_on not in (kind, "any"):
-            continue
+    reasons = []
+    for backend in tried_on("cuda" if inputs.hidden_states.is_cuda else "cpu"):
         reason = backend.unsupported(inputs)
         if reason is None:
             if _logger.isEnabledFor(logging.DEBUG):
