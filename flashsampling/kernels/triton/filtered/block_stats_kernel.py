@@ -45,7 +45,7 @@ from .transforms import (
 
 
 class StatsOutputs(NamedTuple):
-    """What ``block_stats_kernel`` writes; addresses, or 0: not wanted."""
+    """The outputs of ``block_stats_kernel``: addresses, or 0 where not wanted."""
 
     raw_at: int  # (B, V) float32
     processed_at: int  # (B, V) float32

@@ -74,7 +74,7 @@ CONFIG = Config()
 
 
 class BlockStats(NamedTuple):
-    """What a kernel says of a row's blocks (``order.block_tokens``), of which there are 4 * ceil(V / 128)."""
+    """A kernel's statistics of a row's blocks (``order.block_tokens``), of which there are 4 * ceil(V / 128)."""
 
     keys: Tensor  # (B, blocks) int32: ``order.key_of`` the highest logit; that of -inf where there is no token
     # (B, blocks) float32: sums of exp2((x - the highest) * ``mass_scale(temperature)``), beside an infinite x the
@@ -93,7 +93,7 @@ class BlockStats(NamedTuple):
 
 
 def unsupported(step: SampleInputs) -> str | None:
-    """Why it cannot do a step, or None."""
+    """Returns why it cannot do a step, or None."""
     logits = step.logits
     if logits is None:
         return "it takes logits, not hidden states and a weight"
@@ -111,12 +111,12 @@ def unsupported(step: SampleInputs) -> str | None:
 
 
 def contiguous_rows(matrix: Tensor | None) -> Tensor | None:
-    """A matrix whose rows may lie any distance apart, but not their elements."""
+    """Returns a matrix whose rows may lie any distance apart, but not their elements."""
     return matrix if matrix is None or matrix.shape[1] <= 1 or matrix.stride(1) == 1 else matrix.contiguous()
 
 
 class Records(NamedTuple):
-    """What ``rejection`` and log-probabilities read of a row: ``filtered_sample_kernel.write_record``."""
+    """The records of rows, which rejection and log-probabilities read: ``draw.write_record``."""
 
     limits: Tensor  # (B,) int64
     masses: Tensor  # (B, 4) float32
@@ -188,7 +188,7 @@ def _pdl(device: torch.device, config: Config) -> bool:
 
 
 class _Launches(NamedTuple):
-    """What the launches after the block statistics share."""
+    """The inputs that the launches after the block statistics share."""
 
     step: SampleInputs
     logits: Tensor  # (B, V) or by block, processed
@@ -218,7 +218,7 @@ def run_with_processed(
     """Runs a step with logits. Returns its processed logits too, (B, V): the step's own where nothing changes them. The
     first step of a kind compiles its kernels in threads."""
     assert step.logits is not None
-    kind = step.logits.device, step.logits.dtype, step.params.may_filter(), step.params.needs_raw_mass(), config
+    kind = step.logits.device, step.logits.dtype, step.params.may_filter(), step.params.needs_raw_mass()
     if step.logits.is_cuda and kind not in _compiled and not only_compiles():
         with compiling(os.cpu_count() or 1):
             _run(step, config, records)

@@ -72,10 +72,7 @@ def best_candidate(tokens, limit, min_p, temperature, draw_word, offset, seed, T
         live = (
             live & (words >= limit) & reaches(x, mass_of(x, tokens.top, tokens.scale), min_p, tokens.top, tokens.scale)
         )
-        word = word_of(
-            token, tl.zeros((TILE,), tl.uint32) + draw_word, offset.to(tl.uint32), (offset >> 32).to(tl.uint32),
-            seed.to(tl.uint32), (seed >> 32).to(tl.uint32),
-        )  # fmt: skip
+        word = word_of(token, tl.zeros((TILE,), tl.uint32) + draw_word, offset, seed)
         key = pack_key(compute_score(x, scale, 0.0, minus_gumbel(word), noise_factor), token)
         best = tl.maximum(best, tl.where(live, tl.where(word == 0, NAN_KEY, key), 0))
     return tl.max(best, axis=0)

@@ -140,10 +140,7 @@ def draw_exactly(
                         words += (row * num_samples + draw) * draws.tiles
                         known = tl.max(tl.load(words + tile, mask=tile < last // STATS_TILE, other=0), axis=0)
                         token = id_of(known).to(tl.int32)
-                        word = word_of(
-                            token, draw_word, offset.to(tl.uint32), (offset >> 32).to(tl.uint32), seed.to(tl.uint32),
-                            (seed >> 32).to(tl.uint32),
-                        )  # fmt: skip
+                        word = word_of(token, draw_word, offset, seed)
                         if (known != 0) & (word == 0):  # it counts for too much there
                             known = tl.full((), 0, tl.int64)
                         else:

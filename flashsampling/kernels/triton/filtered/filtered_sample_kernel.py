@@ -107,10 +107,7 @@ def _write_unfiltered(draws, row, ids_ptr, greedy, offset, seed, TILES: tl.const
     deferred = tl.full((), 0, tl.int1)
     for draw in range(draws.num_samples):
         token = load_winner(draws, row, draw, TILES)
-        word = word_of(
-            token, (draw | (draws.stream << 24)).to(tl.uint32), offset.to(tl.uint32), (offset >> 32).to(tl.uint32),
-            seed.to(tl.uint32), (seed >> 32).to(tl.uint32),
-        )  # fmt: skip
+        word = word_of(token, (draw | (draws.stream << 24)).to(tl.uint32), offset, seed)
         is_zero = (word == 0) & (draws.tiles != 0) & (greedy == 0) & (token >= 0)
         token = tl.where(is_zero, DEFERRED_DRAW, token)
         deferred = deferred | (token == DEFERRED_DRAW)

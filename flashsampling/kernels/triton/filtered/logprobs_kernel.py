@@ -9,15 +9,12 @@ from typing import NamedTuple
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from ..constant import Constant
 from ..jit import jit
 from .candidates import column_maxima, gather, list_blocks, sum_masses, top_k_cutoff
 from .logit_source import StoredLogits, load_blocks, load_token, load_tokens, source_of
 from .order import LN2, LOG2E, MINUS_INF, NAN, PLUS_INF, below, count_blocks, key_of, mass_scale, token_of, value_of
-from .prefix import Tokens, load_tile, logits_of
+from .prefix import BELOW_ALL, Tokens, load_tile, logits_of
 from .transforms import Rows, aligned_pointer_to, load_f32, pointer_to
-
-_LAST = Constant(-0x7FFFFFFFFFFFFFFF)  # below all sort keys
 
 
 class LogprobOutputs(NamedTuple):
@@ -100,10 +97,10 @@ def _write_first(tokens, lse, ids_ptr, logprobs_ptr, count, WHOLE: tl.constexpr,
     """Writes the first ``count`` tokens in order, one after the other."""
     last = tl.full((), 0x7FFFFFFFFFFFFFFF, tl.int64)
     for i in range(count):
-        best = tl.full((TILE,), _LAST, tl.int64)
+        best = tl.full((TILE,), BELOW_ALL, tl.int64)
         for start in range(0, tokens.count, TILE):
             words, live = load_tile(tokens, start, WHOLE, TILE)
-            best = tl.maximum(best, tl.where(live & (words < last), words, _LAST))
+            best = tl.maximum(best, tl.where(live & (words < last), words, BELOW_ALL))
         last = tl.max(best, axis=0)
         tl.store(ids_ptr + i, token_of(last).to(tl.int64))
         tl.store(logprobs_ptr + i, logits_of(last) - lse)

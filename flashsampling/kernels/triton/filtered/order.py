@@ -176,10 +176,13 @@ def score_factors(temperature):
 
 
 @jit
-def word_of(token, draw_word, offset_lo, offset_hi, key_lo, key_hi):
+def word_of(token, draw_word, offset, seed):
     """Returns the Philox words of tokens, each of a Philox block of its own."""
     group = (token & 7) | (((token >> 4) & 3) << 3) | ((token >> 7) << 5)
-    words = philox_words(group.to(tl.uint32), draw_word, offset_lo, offset_hi, key_lo, key_hi)
+    words = philox_words(
+        group.to(tl.uint32), draw_word, offset.to(tl.uint32), (offset >> 32).to(tl.uint32), seed.to(tl.uint32),
+        (seed >> 32).to(tl.uint32),
+    )  # fmt: skip
     lower = tl.where((token & 8) == 0, words[0], words[1])
     upper = tl.where((token & 8) == 0, words[2], words[3])
     return tl.where((token & 64) == 0, lower, upper)

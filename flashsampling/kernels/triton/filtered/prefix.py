@@ -16,7 +16,7 @@ from .logit_source import load_tokens
 from .order import UNIT, key_of, mass_of, reaches, sort_key, units_of, value_of
 
 _AT_ONCE = Constant(16)  # candidates that others are compared with
-_LAST = Constant(-0x7FFFFFFFFFFFFFFF)  # below all sort keys
+BELOW_ALL = Constant(-0x7FFFFFFFFFFFFFFF)  # below all sort keys
 
 
 class Tokens(NamedTuple):
@@ -142,7 +142,7 @@ def find_limit_of_few(tokens, filters, row_mass, TILE: tl.constexpr):
     masses = tl.zeros((TILE, _AT_ONCE), tl.int64)
     for start in range(0, tokens.count, _AT_ONCE):
         index = start + tl.arange(0, _AT_ONCE)
-        others = tl.load(tokens.sort_keys + index, mask=index < tokens.count, other=_LAST)
+        others = tl.load(tokens.sort_keys + index, mask=index < tokens.count, other=BELOW_ALL)
         earlier = others[None, :] > words[:, None]
         ranks += earlier.to(tl.int32)
         masses += tl.where(earlier, units_of(logits_of(others), tokens.top, tokens.scale)[None, :], 0)

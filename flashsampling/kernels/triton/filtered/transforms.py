@@ -49,7 +49,7 @@ class HeadTransform(NamedTuple):
 
 
 class RequestTransforms(NamedTuple):
-    """What requests change: biases, penalties, token masks; addresses, or 0."""
+    """The changes that requests ask of logits: biases, penalties, token masks; addresses, or 0."""
 
     dense_bias_at: int  # (V,) float32
     bias_ids_at: int  # (B, n) int32
