@@ -1,10 +1,12 @@
 """Imports another checkout of this package under a name of its own, for the options ``--before`` of the benchmarks."""
 
 import importlib
+import os
 import re
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -55,6 +57,15 @@ def _keywords(step: SampleInputs, package: ModuleType) -> dict[str, Any]:
         counted = sys.modules[package.TokenCounts.__module__].Counted  # its module has another name before the move
         keywords["token_counts"] = counted(params.counts, params.seen)
     return keywords
+
+
+def compile_together_before(checkout: Path, steps: Iterable[SampleInputs], impl: str) -> None:
+    """Compiles what the steps lack of that package's kernels, one per core at a time."""
+    import_before(checkout)
+    backends = importlib.import_module(f"{NAME}.backends")
+    with backends.BACKENDS[impl].module.compiling(os.cpu_count() or 1):
+        for step in steps:
+            sample_before(checkout, step, impl)
 
 
 def sample_before(checkout: Path, step: SampleInputs, impl: str) -> SampleResult:

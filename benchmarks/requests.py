@@ -24,7 +24,7 @@ from flashsampling.inputs import SampleInputs
 from flashsampling.sampling_params import DEFAULT_PARAMS, SamplingParams
 from tests.kernels.triton.test_filtered import agrees
 
-from .before import sample_before
+from .before import compile_together_before, sample_before
 from .from_logits import filled, peers, requests, spectrum, spectrum_source
 from .timing import Call, interleaved_medians, machine
 
@@ -101,6 +101,8 @@ def _row(
     asking = {name: plain._replace(params=params) for name, params in wanted.items() if params is not DEFAULT_PARAMS}
     for impl in impls:
         compile_together(asking.values(), impl)
+        if checkout is not None:
+            compile_together_before(checkout, asking.values(), impl)
     for name, step in asking.items():
         some = step.part(0, min(batch, CHECKED))
         for impl in impls:

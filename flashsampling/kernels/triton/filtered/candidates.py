@@ -113,7 +113,7 @@ def min_p_cutoff(min_p, top, scale):
     return key_of(top + at_least / scale - tl.minimum(tl.abs(top), LARGEST) * 1e-6)
 
 
-@jit
+@jit(noinline=True)
 def nucleus_cutoff(keys_ptr, sums_ptr, blocks, top, scale, rest, vocab_size, WIDTH: tl.constexpr):
     """Guesses a key above which all but about ``rest`` of the row's mass lies; the mass above it is to be checked.
 

@@ -286,7 +286,7 @@ def block_stats(
         logits, logits.stride(0), step.vocab_size, head, transforms, _rows(step), _filters(step.params), outputs,
         step.num_samples if outputs.winners_at else 0, int(step.params.stream), tiles, 0,
         ALIGNED=aligned, STATS=stats, TRANSFORMS=changes, COLUMNS=config.columns, REPS=config.reps,
-        PDL=_pdl(logits.device, config), num_warps=config.stats_warps, maxnreg=config.stats_registers,
+        PDL=_pdl(logits.device, config), num_warps=config.stats_warps, num_stages=1, maxnreg=config.stats_registers,
     )  # fmt: skip
 
 
@@ -333,7 +333,7 @@ def _launch_rows(launches: _Launches, records: Records | None) -> SampleResult:
     candidates = torch.empty((batch, config.capacity), dtype=torch.int64, device=device)
     lists = torch.empty((2 if wants_raw else 1, batch, blocks), dtype=torch.int32, device=device)
     rows, filters = _rows(step), _filters(params)
-    options = {"PDL": pdl, "num_warps": config.warps, "maxnreg": config.registers, "launch_pdl": pdl}
+    options = {"PDL": pdl, "num_warps": config.warps, "num_stages": 1, "maxnreg": config.registers, "launch_pdl": pdl}
     filtered_sample_kernel[(batch,)](
         logits, stored, rows, filters, draws, candidates, lists, ids,
         TILES=_TILES, WIDTH=config.width, CAPACITY=config.capacity, GATHERED=config.gathered, MANY=config.many,

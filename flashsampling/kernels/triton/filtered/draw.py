@@ -60,7 +60,7 @@ def load_winner(draws, row, draw, TILES: tl.constexpr):
     return tl.where(draws.tiles == 0, tl.sum(tl.where(tile == 0, words, 0), axis=0), token).to(tl.int32)
 
 
-@jit
+@jit(noinline=True)
 def best_candidate(tokens, limit, min_p, temperature, draw_word, offset, seed, TILE: tl.constexpr):
     """Returns the best packed score of the candidates from ``limit`` on that a min-p keeps; NAN_KEY where the noise of
     one needs the refinement."""
@@ -94,7 +94,7 @@ def _load_groups(tokens, start, GROUPS: tl.constexpr):
     return ids, there, logits
 
 
-@jit
+@jit(noinline=True)
 def best_of_row(tokens, limit, min_p, first, temperature, draw_word, offset, seed, TILE: tl.constexpr):
     """Returns the best packed score of a row's tokens from the id ``first`` on, a multiple of 128, among those from
     ``limit`` on that a min-p keeps. A word 0, which one row in 30,000 has, is refined in a second turn."""

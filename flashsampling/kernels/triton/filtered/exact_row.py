@@ -37,7 +37,7 @@ from .prefix import Tokens, find_limit, mass_before, mass_of_kept, nucleus_targe
 from .transforms import aligned_pointer_to, pointer_to
 
 
-@jit
+@jit(noinline=True)
 def _row_extent(source, keys_at, blocks, TILE: tl.constexpr):
     """Returns a row's highest and lowest key, whether a logit is finite, and the lowest id at +inf."""
     highest = tl.full((TILE,), LOWEST, tl.int32)
@@ -58,6 +58,21 @@ def _row_extent(source, keys_at, blocks, TILE: tl.constexpr):
             key = tl.load(source.block_keys + block, mask=block < blocks, other=MINUS_INF)
             finite |= ((key > MINUS_INF) & (key < PLUS_INF)).to(tl.int32)
     return tl.max(highest, axis=0), tl.min(lowest, axis=0), tl.max(finite, axis=0) != 0, tl.min(infinite, axis=0)
+
+
+@jit(noinline=True)
+def _mass_of_row(keys_ptr, sums_ptr, blocks, top, scale, WIDTH: tl.constexpr):
+    return sum_masses(keys_ptr, sums_ptr, blocks, top, scale, WIDTH)
+
+
+@jit(noinline=True)
+def _mass_before(tokens, sort_key, TILE: tl.constexpr):
+    return mass_before(tokens, sort_key, True, TILE)
+
+
+@jit(noinline=True)
+def _mass_of_kept(tokens, limit, least_mass, TILE: tl.constexpr):
+    return mass_of_kept(tokens, limit, least_mass, True, TILE)
 
 
 @jit
@@ -97,7 +112,7 @@ def draw_exactly(
         row_mass = tl.full((), 1.0, tl.float32)
         if stored.sums_at != 0:
             sums_ptr = aligned_pointer_to(stored.sums_at, tl.float32) + row * blocks
-            row_mass = sum_masses(source.block_keys, sums_ptr, blocks, top, scale, WIDTH)
+            row_mass = _mass_of_row(source.block_keys, sums_ptr, blocks, top, scale, WIDTH)
         kept_mass = row_mass
         tokens = Tokens(source, ids_ptr, vocab_size, tl.full((), MINUS_INF + 1, tl.int32), highest, top, scale)
         limit = tl.full((), LOWEST, tl.int64) << 31
@@ -119,12 +134,12 @@ def draw_exactly(
             else:
                 if has_winner & (wants_record == 0):
                     wanted = nucleus_target(filters.top_p, (row_mass * UNIT).to(tl.int64))
-                    kept = (mass_before(tokens, winner_word, True, TILE) < wanted) | (filters.by_top_p == 0)
+                    kept = (_mass_before(tokens, winner_word, TILE) < wanted) | (filters.by_top_p == 0)
                 if kept == 0:
                     limit = find_limit(tokens, filters, row_mass, True, TILE, WAYS)
                     kept = has_winner & (winner_word >= limit)
                 if wants_record:
-                    kept_mass = mass_of_kept(tokens, limit, least_mass, True, TILE)
+                    kept_mass = _mass_of_kept(tokens, limit, least_mass, TILE)
         tokens = Tokens(source, ids_ptr, last, tokens.lowest, highest, top, scale)
         only_token = tl.where(greedy, winner, -1)
         for draw in range(num_samples):

@@ -100,7 +100,7 @@ def _find_candidates(
     return Candidates(count, cutoff, complete)
 
 
-@jit
+@jit(noinline=True)
 def _write_unfiltered(draws, row, ids_ptr, greedy, offset, seed, TILES: tl.constexpr):
     """Writes the tokens of a row without filters; DEFERRED_DRAW where the noise of one needs the refinement. Returns
     whether there is such a one."""

@@ -73,7 +73,7 @@ def mass_of_kept(tokens, limit, min_p, WHOLE: tl.constexpr, TILE: tl.constexpr):
     return (tl.sum(total, axis=0).to(tl.float64) / UNIT).to(tl.float32)
 
 
-@jit
+@jit(noinline=True)
 def shortest_prefix(tokens, limit, by_mass, target, WHOLE: tl.constexpr, TILE: tl.constexpr, WAYS: tl.constexpr):
     """Finds the shortest prefix of the tokens from ``limit`` on whose count or mass reaches ``target`` (int64), or all
     of them where these do not. Returns a sort key that its last token reaches and no later one, and its mass."""
