@@ -1,10 +1,10 @@
 """Compiles kernels, and keeps them in memory and on disk.
 
 In memory the key is dtype, tile shape and features. On disk it is these and a fingerprint of everything that a compiled
-object depends on: this folder's sources and the modules of the package that they import (found by reading their
-imports), the compiler's distributions, Python's version, the platform and its processor, the GPU's architecture. The
-root is ``$FLASHSAMPLING_CACHE_DIR`` or ``~/.cache/flashsampling``; without a home directory nothing is kept. Objects
-are written to a temporary folder and moved into place, so processes may compile the same kernel at once.
+object depends on: the sources in this folder, in ``kernels`` and directly in the package, the compiler's distributions,
+Python's version, the platform and its processor, the GPU's architecture. The root is ``$FLASHSAMPLING_CACHE_DIR`` or
+``~/.cache/flashsampling``; without a home directory nothing is kept. Objects are written to a temporary folder and
+moved into place, so processes may compile the same kernel at once.
 
 A kept object runs as native code. It is trusted only where nobody else can have put it: every folder from / down to the
 objects, every link among them, and the objects belong to the user or to root, and neither group nor others may write
@@ -23,7 +23,6 @@ one after the other; ``python -m flashsampling precompile`` compiles all, in par
 seconds of a core each.
 """
 
-import ast
 import contextlib
 import errno
 import functools
@@ -408,38 +407,8 @@ def _imported_sources() -> list[Path]:
 
 
 def _sources(files: Mapping[Path, bytes], here: Path) -> list[Path]:
-    """Returns the modules in ``here``, the modules of the package that they import, and so on: a constant of any may be
-    compiled in."""
-    found: set[Path] = set()
-    pending = [source for source in files if source.parent == here]
-    while pending:
-        source = pending.pop()
-        if source not in found:
-            found.add(source)
-            pending += _imported(files, source, here.parents[1])
-    return sorted(found)
-
-
-def _imported(files: Mapping[Path, bytes], source: Path, package: Path) -> Iterator[Path]:
-    """Yields the files of the package that a source names in its import statements, wherever they stand."""
-    for node in ast.walk(ast.parse(files[source], source)):
-        if isinstance(node, ast.Import):
-            names = [alias.name.split(".") for alias in node.names]
-            places = [package.parent.joinpath(*parts) for parts in names if parts[0] == package.name]
-        elif isinstance(node, ast.ImportFrom):
-            parts = node.module.split(".") if node.module else []
-            if not node.level and parts[0] != package.name:
-                continue
-            base = (source.parents[node.level - 1] if node.level else package.parent).joinpath(*parts)
-            # a name is a submodule or a name within the module
-            places = [base / alias.name if _find_source(files, base / alias.name) else base for alias in node.names]
-        else:
-            continue
-        yield from filter(None, (_find_source(files, place) for place in places))
-
-
-def _find_source(files: Mapping[Path, bytes], place: Path) -> Path | None:
-    return next((path for path in (place.with_suffix(".py"), place / "__init__.py") if path in files), None)
+    """Returns the modules in ``here``, in ``kernels`` and directly in the package: no other constant is compiled in."""
+    return sorted(source for source in files if source.parent in (here, here.parent, here.parents[1]))
 
 
 def _compiler() -> list[str]:

@@ -480,34 +480,21 @@ def test_a_constant_of_the_exchange_changes_the_key(copied):
     assert key() != before
 
 
-def test_every_source_that_the_kernel_imports_changes_the_key_and_no_other(copied):
+def test_only_covered_sources_change_the_key(copied):
     package, key = copied
     before = key()
-    imported = cache._sources(sources.read(package), cache._HERE)
-    covered, others = set(), []
-    for source in sorted(package.rglob("*.py")):
-        if source not in imported:
-            others.append(source)
-            continue
-        original = source.read_bytes()
-        source.write_bytes(original + b"\n# changed\n")
-        if key() != before:
-            covered.add(str(source.relative_to(package)))
-        source.write_bytes(original)
-    assert key() == before
-    assert {f"kernels/hopper/{source.name}" for source in (package / "kernels" / "hopper").glob("*.py")} < covered
-    assert {"exchange_protocol.py", "kernels/device.py"} < covered
-    for source in others:  # all at once: a key takes a third of a second
+    covered = set(cache._sources(sources.read(package), cache._HERE))
+    assert {package / "exchange_protocol.py", package / "kernels" / "device.py", cache._HERE / "epilogue.py"} < covered
+    others = set(package.rglob("*.py")) - covered
+    assert {package / "reference" / "oracle.py", package / "kernels" / "triton" / "fused" / "kernel.py"} < others
+    for source in others:
         source.write_bytes(source.read_bytes() + b"\n# changed\n")
     assert key() == before
-    names = {
-        "sampling.py",
-        "sampler.py",
-        "reference/oracle.py",
-        "kernels/triton/fused/kernel.py",
-        "integrations/transformers/decoding.py",
-    }
-    assert names <= {str(source.relative_to(package)) for source in others}
+    for source in covered:
+        original = source.read_bytes()
+        source.write_bytes(original + b"\n# changed\n")
+        assert key() != before, source
+        source.write_bytes(original)
 
 
 def test_the_kernels_imports_when_it_runs_are_covered():
@@ -522,53 +509,6 @@ def test_the_kernels_imports_when_it_runs_are_covered():
             module = getattr(value, "__module__", None) or getattr(value, "__name__", "")
             if isinstance(module, str) and module.startswith("flashsampling."):
                 assert module.removeprefix("flashsampling.").replace(".", "/") + ".py" in covered, (name, module)
-
-
-def test_a_new_import_is_followed(copied):
-    package, key = copied
-    other = package / "warmup.py"
-    before = key()
-    other.write_text(other.read_text() + "\n# changed\n")
-    assert key() == before
-    epilogue = package / "kernels" / "hopper" / "epilogue.py"
-    epilogue.write_text(epilogue.read_text() + "\n\ndef _late():\n    from ... import warmup\n    return warmup\n")
-    first = key()
-    other.write_text(other.read_text() + "# again\n")
-    assert len({before, first, key()}) == 3
-
-
-@pytest.mark.parametrize(
-    ("statement", "found"),
-    [
-        ("from . import b", {"kernels/hopper/b.py"}),
-        ("from .b import *", {"kernels/hopper/b.py"}),
-        ("from ..device import x", {"kernels/device.py"}),
-        ("from ... import top as t", {"top.py"}),
-        ("from ... import SOMETHING", {"__init__.py", "top.py"}),  # stands in __init__, which imports top
-        ("import p.top", {"top.py"}),
-        ("from p import top", {"top.py"}),
-        ("from p.kernels.device import x", {"kernels/device.py"}),
-        ("import torch, os.path\nfrom pathlib import Path\nfrom pp import x", set()),
-        ("if True:\n    class A:\n        def f(self):\n            from ...chain import x", {"chain.py", "top.py"}),
-    ],
-)
-def test_imports_are_found_however_they_are_written(tmp_path, statement, found):
-    package = tmp_path / "p"
-    files = {
-        "__init__.py": "from .top import SOMETHING", "top.py": "SOMETHING = 1",
-        "chain.py": "from .top import SOMETHING as x", "kernels/__init__.py": "", "kernels/device.py": "x = 1",
-        "kernels/hopper/b.py": "",
-    }  # fmt: skip
-    for name, code in files.items():
-        (package / name).parent.mkdir(parents=True, exist_ok=True)
-        (package / name).write_text(code)
-    here = package / "kernels" / "hopper"
-    (here / "a.py").write_text(statement)
-    covered = cache._sources(sources.read(package), here)
-    assert {str(path.relative_to(package)) for path in covered} == found | {
-        "kernels/hopper/a.py",
-        "kernels/hopper/b.py",
-    }
 
 
 def test_processor_and_compiler_change_the_key(copied, monkeypatch):

@@ -81,8 +81,10 @@ def _find_candidates(
     count = tl.full((), 0, tl.int32)
     complete = tl.full((), 0, tl.int1)
     searching = tl.full((), 1, tl.int32)
+    listed = blocks + tl.full((), 0, tl.int32)
     while searching != 0:
-        listed = list_blocks(source.block_keys, blocks, cutoff, list_ptr, WIDTH)
+        if (listed <= MANY) | (guesses == 0) | (cutoff > MINUS_INF + 1):
+            listed = list_blocks(source.block_keys, blocks, cutoff, list_ptr, WIDTH)
         if (guesses > 0) & (listed > MANY) & (cutoff == least):
             guess = nucleus_cutoff(source.block_keys, sums_ptr, blocks, top, scale, rest, source.vocab_size, WIDTH)
             cutoff = tl.maximum(least, guess)
