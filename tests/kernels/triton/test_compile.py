@@ -16,6 +16,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from flashsampling.kernels.triton.fused.config import shape_for
 from flashsampling.kernels.triton.fused.kernel import sample_kernel
+from flashsampling.kernels.triton.fused.launch import tile_shape
+from flashsampling.kernels.triton.filtered.transforms import Rows
 
 capability, dtype, use_tma = int(sys.argv[1]), sys.argv[2], sys.argv[3] == "tma"
 batch, dim, num_samples, exchange = (int(number) for number in sys.argv[4:8])
@@ -24,11 +26,8 @@ torch_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.floa
 config = shape_for(batch, dim, torch_dtype, num_samples, use_tma)
 block_d = config.block_d
 constants = {
-    "BLOCK_V": config.block_v, "BLOCK_B": config.block_b, "REST_B": config.rest_b, "HALVES": config.halves,
-    "BLOCK_D": block_d,
-    "CHUNK_B": config.chunk_b, "USE_TMA": use_tma, "EVEN_D": True, "ROW_ALIGNMENT": 4 if dtype == "fp32" else 8,
-    "UPCAST": False, "ROWS_ON_M": config.rows_on_m, "ONE_DRAW": num_samples == 1, "PRELOAD": config.preload,
-    "ROWS": 1 << (config.columns - 1).bit_length(), "ROW_TENSORS": row_tensors, "EXCHANGE": exchange,
+    "TILE": tile_shape(config, dim, 4 if dtype == "fp32" else 8), "ONE_DRAW": num_samples == 1,
+    "ROW_TENSORS": row_tensors, "EXCHANGE": exchange,
 }
 blocks = {"hidden": config.block_b, "hidden_rest": config.narrow, "weight": config.block_v}
 signature = {}
@@ -40,10 +39,10 @@ for name in sample_kernel.arg_names:
         signature[name] = f"tensordesc<{dtype}[{rows},{block_d}]>" if use_tma else "*" + dtype
     elif name.endswith("_ptr"):
         signature[name] = "*i64"
-    elif name == "temperature_value":
-        signature[name] = "fp32"
+    elif name == "rows":
+        signature[name] = Rows("i64", "fp32", "i64", "i64", "i64", "i64")
     else:
-        signature[name] = "i64" if name.endswith(("_value", "_at")) or name in ("table", "hidden_stride") else "i32"
+        signature[name] = "i64" if name in ("table", "hidden_stride") else "i32"
 attributes = {
     (i,): [["tt.divisibility", 16]]
     for i, name in enumerate(sample_kernel.arg_names)

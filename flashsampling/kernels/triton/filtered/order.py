@@ -166,7 +166,7 @@ def reaches(x, mass, least, top, scale):
 
 @jit
 def score_factors(temperature):
-    """Returns the factors of the logit and of the base-2 noise, as ``row_params.both_factors`` does. The first is never
+    """Returns the factors of the logit and of the base-2 noise, as ``row_params.score_params`` does. The first is never
     0, so that a masked token keeps its -inf at an infinite temperature."""
     hot = temperature > 1.0
     scale = tl.where(hot, 1.0 / tl.where(hot, temperature, 1.0), 1.0)

@@ -5,33 +5,27 @@ import triton.language as tl
 from ..jit import jit
 from .noise import REFINEMENT_BIT, minus_gumbel, minus_gumbel_zero_word, philox_words
 from .packed_argmax import compute_score, pack_key
-from .row_params import both_factors, row_params
+from .row_params import row_params, score_params
 from .tiles import lane0_tokens, split_lanes, tile_logits
 
 
 @jit
 def _publish_exact(
     acc,  # (BLOCK_V, BLOCK_B)
-    first_token,  # counted from the start of the shard's first Philox group, as skip and end are
+    first_token,  # counted from the start of the shard's first Philox group
     slots,  # (BLOCK_B,) pointers: key of the best score that is not +inf
     inf_slots,  # (BLOCK_B,) pointers: key of the lowest id with score +inf
     live,  # (BLOCK_B,)
-    base,
-    skip,
-    end,
+    shard,
     draw,
-    scale,
-    noise_factor,
-    key_lo,
-    key_hi,
-    offset_lo,
-    offset_hi,
-    BLOCK_V: tl.constexpr,
-    BLOCK_B: tl.constexpr,
+    params,
 ):
     """Publishes one tile with the refined noise and every special case."""
+    BLOCK_V: tl.constexpr = acc.shape[0]
+    BLOCK_B: tl.constexpr = acc.shape[1]
+    key_lo, key_hi, offset_lo, offset_hi = params.key_lo, params.key_hi, params.offset_lo, params.offset_hi
     token0 = lane0_tokens(first_token, BLOCK_V)
-    group = ((base + first_token) // 4 + tl.arange(0, BLOCK_V // 4))[:, None].to(tl.uint32)
+    group = ((shard.base + first_token) // 4 + tl.arange(0, BLOCK_V // 4))[:, None].to(tl.uint32)
     stream_draw = tl.full((1, 1), draw, tl.uint32)
     words = philox_words(group, stream_draw, offset_lo, offset_hi, key_lo, key_hi)
     minus = (minus_gumbel(words[0]), minus_gumbel(words[1]), minus_gumbel(words[2]), minus_gumbel(words[3]))
@@ -49,9 +43,9 @@ def _publish_exact(
     best_inf = tl.zeros((BLOCK_B,), tl.int64)
     for lane in tl.static_range(4):
         token = token0 + (lane & 1) * 8 + (lane >> 1) * 64
-        score = compute_score(lanes[lane], scale, 0.0, minus[lane], noise_factor)
-        key = pack_key(score, base + token)
-        sampled = (token >= skip) & (token < end)
+        score = compute_score(lanes[lane], params.scale, 0.0, minus[lane], params.noise_factor)
+        key = pack_key(score, shard.base + token)
+        sampled = (token >= shard.skip) & (token < shard.end)
         is_inf = score == float("inf")
         counts = sampled & (score != float("-inf")) & (score != float("inf"))  # finite, or NaN
         best = tl.maximum(best, tl.max(tl.where(counts, key, 0), axis=0))
@@ -62,55 +56,26 @@ def _publish_exact(
 
 @jit
 def run_exact_pass(
-    hidden,  # of blocks (BLOCK_B, BLOCK_D)
-    weight,
-    temperature_at,
-    temperature_value,
-    seed_at,
-    seed_value,
-    offset_at,
-    offset_value,
+    hidden,  # of blocks (block_b, block_d)
+    matmul,
+    rows,
     workspace_ptr,
     first_row,
-    first_owned,
-    first_tile,
-    stride,
-    batch,
-    vocab_size,
-    base,
-    skip,
-    dim,
+    walk,
+    shard,
     num_samples,
-    hidden_stride,
-    weight_stride,
-    BLOCK_V: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    USE_TMA: tl.constexpr,
-    EVEN_D: tl.constexpr,
-    ROW_ALIGNMENT: tl.constexpr,
-    UPCAST: tl.constexpr,
+    TILE: tl.constexpr,  # of one block
     ROW_TENSORS: tl.constexpr,
 ):
-    """Runs the exact pass over a program's tiles, for one block of columns."""
-    rows = first_row + tl.arange(0, BLOCK_B)
-    live = (rows < batch) & (rows >= first_owned)
-    slots = workspace_ptr + rows.to(tl.int64) * num_samples
+    """Runs the exact pass over a program's tiles, for the one block of columns from ``first_row`` on."""
+    row = first_row + tl.arange(0, TILE.block_b)
+    batch = matmul.batch
+    live = (row < batch) & (row >= walk.first_owned)
+    slots = workspace_ptr + row.to(tl.int64) * num_samples
     inf_slots = slots + batch.to(tl.int64) * num_samples
-    end = skip + vocab_size
-    factors, key_lo, key_hi, offset_lo, offset_hi = row_params(
-        tl.minimum(rows, batch - 1)[None, :],
-        temperature_at, temperature_value, seed_at, seed_value, offset_at, offset_value, ROW_TENSORS,
-    )  # fmt: skip
-    scale, noise_factor = both_factors(factors)
-    for tile in range(first_tile, tl.cdiv(end, BLOCK_V), stride):
-        first_token = tile * BLOCK_V
-        acc, _ = tile_logits(
-            hidden, hidden, weight, first_token - skip, first_row, first_row, batch, vocab_size, dim, hidden_stride,
-            weight_stride, BLOCK_V, BLOCK_B, 0, False, BLOCK_D, USE_TMA, EVEN_D, ROW_ALIGNMENT, UPCAST, False,
-        )  # fmt: skip
+    params = score_params(row_params(rows, tl.minimum(row, batch - 1)[None, :], ROW_TENSORS))
+    for tile in range(walk.first_tile, walk.end_tile, walk.stride):
+        first_token = tile * TILE.block_v
+        acc, _ = tile_logits(hidden, hidden, matmul, first_token - shard.skip, first_row, first_row, TILE)
         for draw in range(num_samples):
-            _publish_exact(
-                acc, first_token, slots + draw, inf_slots + draw, live, base, skip, end, draw,
-                scale, noise_factor, key_lo, key_hi, offset_lo, offset_hi, BLOCK_V, BLOCK_B,
-            )  # fmt: skip
+            _publish_exact(acc, first_token, slots + draw, inf_slots + draw, live, shard, draw, params)

@@ -11,9 +11,11 @@ from ....inputs import SampleInputs
 from ....outputs import SampleResult
 from ....workspace import zeroed_words
 from ...device import multiprocessors
-from .config import TritonTileConfig, choose_config, next_power_of_2
+from ..filtered.transforms import Rows
+from .config import TritonTileConfig, choose_config
 from .kernel import _EXCHANGE, sample_kernel
 from .noise import INTERPRETED
+from .tiles import TileShape
 
 
 def _aligned_rows(hidden_states: Tensor) -> Tensor:
@@ -27,13 +29,21 @@ def _aligned_rows(hidden_states: Tensor) -> Tensor:
 
 
 class Operands(NamedTuple):
-    """The two matrices as kernels take them, and the constants that kernels are compiled for."""
+    """The two matrices as kernels take them, and the tile that kernels are compiled for."""
 
     matrices: tuple[
         Any, Any, Any
     ]  # hidden states, the same in blocks of ``narrow`` rows, weight: tensors or descriptors
     strides: tuple[int, int]  # elements between rows of hidden states and of the weight
-    shapes: dict[str, Any]
+    tile: TileShape
+
+
+def tile_shape(config: TritonTileConfig, dim: int, row_alignment: int) -> TileShape:
+    """Returns the constant of a shape's kernels. ``row_alignment``: in elements, of the hidden states' rows."""
+    return TileShape(
+        config.block_v, config.block_b, config.rest_b, config.halves, config.block_d, config.chunk_b, config.preload,
+        config.use_tma, dim % config.block_d == 0, row_alignment, INTERPRETED.value, config.rows_on_m,
+    )  # fmt: skip
 
 
 def tile_operands(hidden_states: Tensor, weight: Tensor, vocab_size: int, config: TritonTileConfig) -> Operands:
@@ -62,19 +72,8 @@ def tile_operands(hidden_states: Tensor, weight: Tensor, vocab_size: int, config
             hidden = TensorDescriptor(hidden_states, [2, half, dim], strides, [2, half, depth])
         # rows outside the vocabulary read as zeros; padding of the weight is not read
         weights = TensorDescriptor(weight, [max(vocab_size, 1), dim], weight.stride(), [config.block_v, depth])
-    shapes = {
-        "BLOCK_V": config.block_v,
-        "BLOCK_B": config.block_b,
-        "REST_B": config.rest_b,
-        "HALVES": config.halves,
-        "BLOCK_D": config.block_d,
-        "USE_TMA": config.use_tma,
-        "EVEN_D": dim % config.block_d == 0,
-        "ROW_ALIGNMENT": row_alignment,
-        "UPCAST": INTERPRETED.value,
-        "ROWS_ON_M": config.rows_on_m,
-    }
-    return Operands((hidden, hidden_rest, weights), (hidden_states.stride(0), weight.stride(0)), shapes)
+    tile = tile_shape(config, dim, row_alignment)
+    return Operands((hidden, hidden_rest, weights), (hidden_states.stride(0), weight.stride(0)), tile)
 
 
 def programs(batch: int, tokens: int, config: TritonTileConfig, device: torch.device) -> tuple[int, int]:
@@ -98,10 +97,10 @@ def run(step: SampleInputs, config: TritonTileConfig | None = None) -> SampleRes
     programs_per_row_block, row_blocks = programs(batch, skip + vocab_size, config, device)
     slots = 2 * batch * num_samples
     workspace = zeroed_words(slots + row_blocks, device)
-    rows = step.row_arguments()
+    rows = Rows(*step.row_arguments())
     sample_kernel[(programs_per_row_block * row_blocks,)](
         *operands.matrices,
-        *rows,
+        rows,
         token_ids,
         workspace,
         batch,
@@ -113,11 +112,8 @@ def run(step: SampleInputs, config: TritonTileConfig | None = None) -> SampleRes
         *operands.strides,
         shard.exchange,
         0,
-        **operands.shapes,
-        CHUNK_B=config.chunk_b,
+        operands.tile,
         ONE_DRAW=num_samples == 1,
-        PRELOAD=config.preload,
-        ROWS=next_power_of_2(config.columns),
         ROW_TENSORS=all(rows[::2]),
         EXCHANGE=shard.exchange if shard.exchange in (protocol.TOKENS, protocol.PACKED) else _EXCHANGE.value,
         num_warps=config.num_warps,

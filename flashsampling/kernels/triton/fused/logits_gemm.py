@@ -10,7 +10,7 @@ from torch import Tensor
 from ..jit import jit
 from .config import TritonTileConfig, choose_config
 from .launch import programs, tile_operands
-from .tiles import rows_in_block, second_piece_row, tile_logits
+from .tiles import Matmul, rows_in_block, second_piece_row, tile_logits
 
 
 @jit
@@ -37,35 +37,24 @@ def logits_gemm_kernel(
     hidden_stride: tl.int64,
     weight_stride,
     out_stride: tl.int64,
-    BLOCK_V: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    REST_B: tl.constexpr,
-    HALVES: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    USE_TMA: tl.constexpr,
-    EVEN_D: tl.constexpr,
-    ROW_ALIGNMENT: tl.constexpr,
-    UPCAST: tl.constexpr,
-    ROWS_ON_M: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     """Computes logits with the tiles of ``kernel.sample_kernel``. Grid: (programs per row block * row blocks,)."""
-    WIDTH: tl.constexpr = BLOCK_B + REST_B
+    WIDTH: tl.constexpr = TILE.block_b + TILE.rest_b
     row_blocks = tl.cdiv(batch, WIDTH)
     row_block = tl.program_id(0) % row_blocks
     first_owned = row_block * WIDTH
     first_row = tl.maximum(tl.minimum(first_owned, batch - WIDTH), 0)
-    second_row = second_piece_row(first_row, batch, BLOCK_B, REST_B, HALVES)
-    rows = rows_in_block(first_row, second_row, BLOCK_B, HALVES)
-    for tile in range(tl.program_id(0) // row_blocks, tl.cdiv(vocab_size, BLOCK_V), tl.num_programs(0) // row_blocks):
-        first_token = tile * BLOCK_V
-        acc, rest = tile_logits(
-            hidden, hidden_rest, weight, first_token, first_row, second_row, batch, vocab_size, dim, hidden_stride,
-            weight_stride, BLOCK_V, BLOCK_B, REST_B, HALVES, BLOCK_D, USE_TMA, EVEN_D, ROW_ALIGNMENT, UPCAST,
-            ROWS_ON_M,
-        )  # fmt: skip
+    second_row = second_piece_row(first_row, batch, TILE)
+    rows = rows_in_block(first_row, second_row, TILE)
+    matmul = Matmul(weight, batch, vocab_size, dim, hidden_stride, weight_stride)
+    tiles = tl.cdiv(vocab_size, TILE.block_v)
+    for tile in range(tl.program_id(0) // row_blocks, tiles, tl.num_programs(0) // row_blocks):
+        first_token = tile * TILE.block_v
+        acc, rest = tile_logits(hidden, hidden_rest, matmul, first_token, first_row, second_row, TILE)
         _store(out, out_stride, acc, first_token, rows, first_owned, batch, vocab_size)
-        if REST_B > 0:
-            rest_rows = second_row + tl.arange(0, REST_B)
+        if TILE.rest_b > 0:
+            rest_rows = second_row + tl.arange(0, TILE.rest_b)
             _store(out, out_stride, rest, first_token, rest_rows, first_owned, batch, vocab_size)
 
 
@@ -90,7 +79,7 @@ def logits_gemm(
         weight.shape[1],
         *operands.strides,
         out.stride(0),
-        **operands.shapes,
+        operands.tile,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         maxnreg=config.max_registers,

@@ -1,20 +1,77 @@
 """Computes a tile's logits, and splits a tile into blocks and Philox lanes."""
 
+from typing import NamedTuple
+
+import triton
 import triton.language as tl
 
 from ..jit import jit
 
 
+class TileShape(NamedTuple):
+    """The tile that a kernel is compiled for: a compile-time constant."""
+
+    block_v: int  # tokens
+    block_b: int  # columns of the first block
+    rest_b: int  # columns of the second block, or 0
+    halves: bool  # the first block is two halves: see second_piece_row
+    block_d: int
+    chunk_b: int  # columns whose noise is in registers at a time
+    preload: bool  # the rows' parameters stay in registers over all tiles
+    use_tma: bool
+    even_d: bool  # block_d divides the depth
+    row_alignment: int  # elements: the hidden states' rows start at multiples of it
+    upcast: bool
+    rows_on_m: bool
+
+
+class Matmul(NamedTuple):
+    """The weight and the sizes of a matmul."""
+
+    weight: object  # descriptor of blocks (block_v, block_d), or pointer to (V, D)
+    batch: object
+    vocab_size: object
+    dim: object
+    hidden_stride: object
+    weight_stride: object
+
+
+class TileWalk(NamedTuple):
+    """The tiles of one program: the columns of a row block, and every ``stride``-th vocabulary tile."""
+
+    first_row: object
+    second_row: object  # see second_piece_row
+    first_owned: object  # rows before it belong to the row block before
+    first_tile: object
+    end_tile: object
+    stride: object
+
+
+class ShardTokens(NamedTuple):
+    """The shard's tokens, [skip, end), counted from the start of its first Philox group."""
+
+    base: object  # id of the group's first token: a multiple of 128
+    skip: object
+    end: object
+
+
+@triton.constexpr_function
+def one_block(tile, columns):
+    """Returns the tile with one block of so many columns, tokens on M."""
+    # the interpreter passes a plain tuple
+    return TileShape(*tile)._replace(block_b=columns, rest_b=0, halves=False, rows_on_m=False)
+
+
 @jit
-def second_piece_row(first_row, batch, BLOCK_B: tl.constexpr, REST_B: tl.constexpr, HALVES: tl.constexpr):
-    """Returns the first row of a tile's second piece of columns: of the block's second half with HALVES, else of the
+def second_piece_row(first_row, batch, TILE: tl.constexpr):
+    """Returns the first row of a tile's second piece of columns: of the block's second half with halves, else of the
     second block.
 
     A piece that would reach beyond the batch ends with it. Some rows are then in both pieces, with equal scores, so
     that a maximum takes either. Loads of rows beyond the batch cost more than loads of rows.
     """
-    SECOND: tl.constexpr = BLOCK_B // 2 if HALVES else REST_B
-    return tl.maximum(tl.minimum(first_row + BLOCK_B + REST_B - SECOND, batch - SECOND), 0)
+    SECOND: tl.constexpr = TILE.block_b // 2 if TILE.halves else TILE.rest_b
+    return tl.maximum(tl.minimum(first_row + TILE.block_b + TILE.rest_b - SECOND, batch - SECOND), 0)
 
 
 @jit
@@ -33,51 +90,44 @@ def _product(w, h, acc, ROWS_ON_M: tl.constexpr):
 
 
 @jit
-def rows_in_block(first_row, second_row, BLOCK_B: tl.constexpr, HALVES: tl.constexpr):
-    """Returns the rows of a tile's first block of columns, (BLOCK_B,)."""
-    column = tl.arange(0, BLOCK_B)
-    if HALVES:
-        return tl.where(column < BLOCK_B // 2, first_row + column, second_row + column - BLOCK_B // 2)
+def rows_in_block(first_row, second_row, TILE: tl.constexpr):
+    """Returns the rows of a tile's first block of columns, (block_b,)."""
+    column = tl.arange(0, TILE.block_b)
+    if TILE.halves:
+        return tl.where(column < TILE.block_b // 2, first_row + column, second_row + column - TILE.block_b // 2)
     else:
         return first_row + column
 
 
 @jit
 def tile_logits(
-    hidden,  # descriptor of blocks (BLOCK_B, BLOCK_D), (2, BLOCK_B // 2, BLOCK_D) if HALVES, or pointer to (B, D)
-    hidden_rest,  # as hidden, for blocks (REST_B, BLOCK_D)
-    weight,  # descriptor of blocks (BLOCK_V, BLOCK_D), or pointer to (V, D)
+    hidden,  # descriptor of blocks (block_b, block_d), (2, block_b // 2, block_d) if halves, or pointer to (B, D)
+    hidden_rest,  # as hidden, for blocks (rest_b, block_d)
+    matmul,
     first_token,  # row of the weight; below 0 in a shard's first tile, if the shard starts within a Philox group
     first_row,
     second_row,  # see second_piece_row
-    batch,
-    vocab_size,
-    dim,
-    hidden_stride,
-    weight_stride,
-    BLOCK_V: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    REST_B: tl.constexpr,
-    HALVES: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    USE_TMA: tl.constexpr,
-    EVEN_D: tl.constexpr,
-    ROW_ALIGNMENT: tl.constexpr,
-    UPCAST: tl.constexpr,
-    ROWS_ON_M: tl.constexpr,
+    TILE: tl.constexpr,
 ):
-    """Computes one tile's logits in fp32: (BLOCK_V, BLOCK_B), and (BLOCK_V, REST_B) or a placeholder of 16 columns.
+    """Computes one tile's logits in fp32: (block_v, block_b), and (block_v, rest_b) or a placeholder of 16 columns.
 
     The two blocks of columns share one read of the weight. k runs upwards in one chain without a split: the same sum in
     any tile. Outside [0, vocab_size) the weight's rows read as zeros, whatever a padded vocabulary holds there.
     """
+    weight, batch, dim, hidden_stride = matmul.weight, matmul.batch, matmul.dim, matmul.hidden_stride
+    BLOCK_V: tl.constexpr = TILE.block_v
+    BLOCK_B: tl.constexpr = TILE.block_b
+    BLOCK_D: tl.constexpr = TILE.block_d
+    REST_B: tl.constexpr = TILE.rest_b
+    ROWS_ON_M: tl.constexpr = TILE.rows_on_m
+    ROW_ALIGNMENT: tl.constexpr = TILE.row_alignment
     REST: tl.constexpr = REST_B if REST_B > 0 else 16
     acc = tl.zeros((BLOCK_B, BLOCK_V) if ROWS_ON_M else (BLOCK_V, BLOCK_B), dtype=tl.float32)
     rest = tl.zeros((REST, BLOCK_V) if ROWS_ON_M else (BLOCK_V, REST), dtype=tl.float32)
-    if USE_TMA:
+    if TILE.use_tma:
         for d in range(0, dim, BLOCK_D):
             w = weight.load([first_token, d])  # (BLOCK_V, BLOCK_D)
-            if HALVES:  # one copy: the descriptor has both starts
+            if TILE.halves:  # one copy: the descriptor has both starts
                 h = tl.reshape(hidden.load([0, 0, d]), (BLOCK_B, BLOCK_D))
             else:
                 h = hidden.load([first_row, d])  # (BLOCK_B, BLOCK_D)
@@ -92,35 +142,35 @@ def tile_logits(
             hidden_stride = tl.multiple_of(hidden_stride, ROW_ALIGNMENT)
             hidden = tl.multiple_of(hidden, 16)
         # tokens outside read a neighbour's row, and are dropped below
-        w_rows = tl.maximum(tl.minimum(tokens, vocab_size - 1), 0).to(tl.int64)
-        w_ptrs = weight + w_rows[:, None] * weight_stride + dims[None, :]
-        rows = rows_in_block(first_row, second_row, BLOCK_B, HALVES)
+        w_rows = tl.maximum(tl.minimum(tokens, matmul.vocab_size - 1), 0).to(tl.int64)
+        w_ptrs = weight + w_rows[:, None] * matmul.weight_stride + dims[None, :]
+        rows = rows_in_block(first_row, second_row, TILE)
         h_ptrs = _hidden_pointers(hidden, rows, batch, hidden_stride, BLOCK_D)
         if REST_B > 0:
             rest_ptrs = _hidden_pointers(hidden, second_row + tl.arange(0, REST_B), batch, hidden_stride, BLOCK_D)
         for d in range(0, dim, BLOCK_D):
-            if EVEN_D:
+            if TILE.even_d:
                 w = tl.load(w_ptrs)
                 h = tl.load(h_ptrs)
             else:
                 w = tl.load(w_ptrs, mask=dims[None, :] < dim - d, other=0.0)
                 h = tl.load(h_ptrs, mask=dims[:, None] < dim - d, other=0.0)
-            if UPCAST:
+            if TILE.upcast:
                 w = w.to(tl.float32)
                 h = h.to(tl.float32)
             acc = _product(w, h, acc, ROWS_ON_M)
             if REST_B > 0:
-                if EVEN_D:
+                if TILE.even_d:
                     h = tl.load(rest_ptrs)
                 else:
                     h = tl.load(rest_ptrs, mask=dims[:, None] < dim - d, other=0.0)
-                if UPCAST:
+                if TILE.upcast:
                     h = h.to(tl.float32)
                 rest = _product(w, h, rest, ROWS_ON_M)
                 rest_ptrs += BLOCK_D
             w_ptrs += BLOCK_D
             h_ptrs += BLOCK_D
-        inside = (tokens >= 0) & (tokens < vocab_size)
+        inside = (tokens >= 0) & (tokens < matmul.vocab_size)
         inside = inside[None, :] if ROWS_ON_M else inside[:, None]
         acc = tl.where(inside, acc, 0.0)
         if REST_B > 0:
@@ -194,21 +244,16 @@ def lane0_tokens(first_token, BLOCK_V: tl.constexpr):
 
 
 @jit
-def rows_in_chunk(
-    first_row,
-    second_row,
-    c: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    CHUNK_B: tl.constexpr,
-    REST_CHUNK: tl.constexpr,
-    HALVES: tl.constexpr,
-):
-    """Returns the rows of chunk c of a tile, (CHUNK_B,), or (REST_CHUNK,) in the second block of columns."""
-    tl.static_assert(not HALVES or CHUNK_B <= BLOCK_B // 2, "a chunk has rows of one half")
-    FIRST: tl.constexpr = BLOCK_B // 2 if HALVES else BLOCK_B  # columns of the first piece
-    if c * CHUNK_B < FIRST:
+def rows_in_chunk(first_row, second_row, c: tl.constexpr, TILE: tl.constexpr):
+    """Returns the rows of chunk c of a tile, (chunk_b,), or at most (rest_b,) in the second block of columns."""
+    tl.static_assert(not TILE.halves or TILE.chunk_b <= TILE.block_b // 2, "a chunk has rows of one half")
+    CHUNK_B: tl.constexpr = TILE.chunk_b
+    CHUNKS: tl.constexpr = TILE.block_b // CHUNK_B
+    FIRST: tl.constexpr = CHUNKS // 2 if TILE.halves else CHUNKS  # chunks of the first piece
+    REST_CHUNK: tl.constexpr = CHUNK_B if TILE.rest_b > CHUNK_B else TILE.rest_b
+    if c < FIRST:
         return first_row + c * CHUNK_B + tl.arange(0, CHUNK_B)
-    elif c < BLOCK_B // CHUNK_B:
-        return second_row + (c - FIRST // CHUNK_B) * CHUNK_B + tl.arange(0, CHUNK_B)
+    elif c < CHUNKS:
+        return second_row + (c - FIRST) * CHUNK_B + tl.arange(0, CHUNK_B)
     else:
-        return second_row + (c - BLOCK_B // CHUNK_B) * REST_CHUNK + tl.arange(0, REST_CHUNK)
+        return second_row + (c - CHUNKS) * REST_CHUNK + tl.arange(0, REST_CHUNK)

@@ -9,7 +9,7 @@ see those, and tests compare this module with them. Whatever the tensors hold, n
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -17,8 +17,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ....exchange_protocol import NO_TOKEN
+from ....inputs import row_argument
+from ....sampling_params import ROW_FIELDS
 from ....speculative.drafts import HASH_FACTORS, HASH_OF_MOST, HASH_OF_ROOM
 from ..constant import Constant
+from ..filtered.transforms import pointer_to
 from ..fused.config import next_power_of_2
 from ..jit import jit
 
@@ -27,6 +30,9 @@ _REQUESTS = 8  # per program of ``match_kernel``
 _HASHED = 128  # requests at once, in ``hash_kernel``
 _FIRST, _SECOND, _THIRD = (Constant(factor) for factor in HASH_FACTORS)
 _ROOM, _MOST, _LAST_ID = Constant(HASH_OF_ROOM), Constant(HASH_OF_MOST), Constant(NO_TOKEN)
+
+# addresses of a value per request, or per row, of 4 or 8 bytes each; 0: a scalar, which is not copied
+Addresses = NamedTuple("Addresses", [(name, int) for name in ("temperature", "seed", *ROW_FIELDS)])  # type: ignore[misc]
 
 
 @jit
@@ -57,18 +63,27 @@ def _draft_span(bounds, request, n, total):
 
 
 @jit
-def _copy(of_requests, of_rows, request, rows, live):
-    if of_requests is not None:
-        tl.store(of_rows + rows, tl.load(of_requests + request), mask=live)
+def _copy_values(of_requests, of_rows, wide, request, rows, live):
+    """Copies values per request to their rows, in words of 4 bytes. All loads precede the stores. Bit i of ``wide``:
+    values of 8 bytes."""
+    words = ()
+    for i in tl.static_range(len(of_requests)):
+        size = tl.full(rows.shape, 1 + ((wide >> i) & 1), tl.int64)  # in words; masks are compared blocks
+        copied = live & (tl.full(rows.shape, of_requests[i], tl.int64) != 0)
+        source = pointer_to(of_requests[i], tl.int32) + request * size
+        words = words + (tl.load(source, mask=copied), tl.load(source + 1, mask=copied & (size == 2)))
+    for i in tl.static_range(len(of_rows)):
+        size = tl.full(rows.shape, 1 + ((wide >> i) & 1), tl.int64)
+        copied = live & (tl.full(rows.shape, of_rows[i], tl.int64) != 0)
+        target = pointer_to(of_rows[i], tl.int32) + rows * size
+        tl.store(target, words[2 * i], mask=copied)
+        tl.store(target + 1, words[2 * i + 1], mask=copied & (size == 2))
 
 
 @jit(
-    do_not_specialize=["offset_value", "positions", "batch", "n"],
-    do_not_specialize_on_alignment=[
-        *("bounds", "offset", "offsets", "requests", "temperature", "temperatures", "seed", "seeds"),
-        *("repetition", "repetitions", "frequency", "frequencies", "presence", "presences"),
-        *("top_k", "top_ks", "top_p", "top_ps", "min_p", "min_ps", "joint_top_p", "joint_top_ps"),
-    ],
+    structs={"of_requests": Addresses, "of_rows": Addresses},
+    do_not_specialize=["offset_value", "positions", "batch", "n", "wide"],
+    do_not_specialize_on_alignment=["bounds", "offset", "offsets", "requests"],
 )
 def expand_kernel(
     bounds,  # (B + 1,) int64; None: n drafts each
@@ -79,25 +94,9 @@ def expand_kernel(
     positions: tl.int64,
     batch: tl.int64,
     n: tl.int64,
-    # (B,) per request, contiguous, and (R,) per row, out; None: a scalar, nothing is written
-    temperature,
-    temperatures,
-    seed,
-    seeds,
-    repetition,
-    repetitions,
-    frequency,
-    frequencies,
-    presence,
-    presences,
-    top_k,
-    top_ks,
-    top_p,
-    top_ps,
-    min_p,
-    min_ps,
-    joint_top_p,
-    joint_top_ps,
+    of_requests,
+    of_rows,  # out
+    wide: tl.int64,  # bit i: field i has values of 8 bytes
     ROWS: tl.constexpr,
 ):
     """Copies each request's parameters to all of its positions. Grid: (blocks of rows,)."""
@@ -115,15 +114,7 @@ def expand_kernel(
     tl.store(offsets + rows, first + node, mask=live)
     if requests is not None:
         tl.store(requests + rows, request, mask=live)
-    _copy(temperature, temperatures, request, rows, live)
-    _copy(seed, seeds, request, rows, live)
-    _copy(repetition, repetitions, request, rows, live)
-    _copy(frequency, frequencies, request, rows, live)
-    _copy(presence, presences, request, rows, live)
-    _copy(top_k, top_ks, request, rows, live)
-    _copy(top_p, top_ps, request, rows, live)
-    _copy(min_p, min_ps, request, rows, live)
-    _copy(joint_top_p, joint_top_ps, request, rows, live)
+    _copy_values(of_requests, of_rows, wide, request, rows, live)
 
 
 @jit(
@@ -226,7 +217,7 @@ def expand(
     temperature: Tensor | float,  # (B,)
     seed: Tensor | int,  # (B,)
     offset: Tensor | int,  # (B,)
-    numbers: Sequence[Any],  # ``inputs.NUMBERS``: each a tensor (B,), or a scalar
+    numbers: Sequence[Any],  # of ``sampling_params.ROW_FIELDS``: each a contiguous tensor (B,), or a scalar
     device: torch.device,
     *,
     positions: int,
@@ -240,7 +231,7 @@ def expand(
         torch.empty(positions, dtype=value.dtype, device=device) if isinstance(value, Tensor) else value
         for value in of_requests
     ]
-    pairs = zip(of_requests, of_rows)
+    sizes = [value.element_size() if isinstance(value, Tensor) else 0 for value in of_requests]
     expand_kernel[(triton.cdiv(positions, _ROWS),)](
         bounds,
         offset if isinstance(offset, Tensor) else None,
@@ -250,7 +241,9 @@ def expand(
         positions,
         batch,
         n,
-        *(value if isinstance(value, Tensor) else None for pair in pairs for value in pair),
+        Addresses(*(row_argument(value)[0] for value in of_requests)),
+        Addresses(*(row_argument(value)[0] for value in of_rows)),
+        sum(1 << i for i, size in enumerate(sizes) if size == 8),
         ROWS=_ROWS,
         num_warps=4,
     )
