@@ -29,7 +29,7 @@ _WARPS = 4
 
 @jit
 def row_of_word(index, batch, num_samples):
-    """Returns the row whose tags a word has: of the draw that a plain step has there, else any. No product overflows."""
+    """Returns the row whose tags a word has: that of the plain draw there, else any. No product overflows."""
     row = index // num_samples
     return tl.where(row < batch, row, index % batch)
 
