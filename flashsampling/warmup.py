@@ -164,6 +164,8 @@ def _draw_all(
             rows = {"temperature": temperature, "seed": zeros, "offset": zeros, "num_samples": num_samples}
             sample(states, weight, **rows, vocab_size=vocab_size, impl=impl, tp=tp)  # type: ignore[arg-type]
             return
+        if not isinstance(temperature, Tensor):
+            return  # the same kernels
         some = params.rows(0, len(states))
         inputs = SampleInputs(states, weight, temperature, zeros, zeros, num_samples, tokens, params=some)
         for step in _with_kernel_variants(inputs, tp):
@@ -259,8 +261,7 @@ def plan(
     name = impl if tp is None else tp.impl
     if name is not None and (name not in BACKENDS or BACKENDS[name].unsupported(step) is not None):
         return Plan([], [1])  # the call raises
-    # with sampling parameters the kernel stores logits for any number
-    draws = num_samples if params is DEFAULT_PARAMS else 1
+    draws = num_samples if params is DEFAULT_PARAMS else 0
     backend = ops.choose(step, name or "")
     names, batches = backend.compiled_for(weight, max_batch_size, draws)
     if params is not DEFAULT_PARAMS:
