@@ -285,9 +285,11 @@ def several_tiles(monkeypatch):
 
 
 def are_left(step: SampleInputs, wanted: SamplingParams, shape: config.TileConfig | None = None) -> torch.Tensor:
-    """(B,) bool: rows of a block all of whose draws are left to ``pick``."""
+    """(B,) bool: rows of a block all of whose draws are deferred to the filtered-sampling kernel."""
     batch, dim = step.hidden_states.shape
-    left = may_be_undrawn(step._replace(params=wanted))
+    left = may_be_undrawn(step._replace(params=wanted)) & (
+        torch.as_tensor(wanted.top_k, device=DEVICE) <= config.CUTOFF_KEYS
+    )
     block = (shape or config.choose_config(batch, dim)).block_b
     return torch.cat([of_block.all().expand(len(of_block)) for of_block in left.split(block)])
 
