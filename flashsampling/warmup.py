@@ -58,13 +58,16 @@ def warmup(
 ) -> list[str]:
     """Compiles every kernel that ``sample`` can need for this weight. Call it once before serving.
 
-    Afterwards no batch of 1 to ``max_batch_size`` rows compiles anything, whichever of temperature, seed and offset are
-    numbers and which are tensors. A weight with another D, dtype or row stride, another ``num_samples`` (1, or more),
-    GPU, ``impl`` or group may compile. The call draws once per kernel from all-zero hidden states on the current stream
-    and waits for the results; it writes to no tensor of the caller and reads no random generator. A second call draws
-    again and compiles nothing.
+    Afterwards no batch of 1 to ``max_batch_size`` rows compiles anything, whichever of its parameters are numbers and
+    which are tensors. A weight with another D, dtype or row stride, another ``num_samples`` (1, or more), GPU, ``impl``
+    or group may compile. The call draws once per kernel from all-zero hidden states on the current stream and waits for
+    the results; it writes to no tensor of the caller and reads no random generator. A second call draws again and
+    compiles nothing.
 
-    A filter that is a number and off, such as a ``top_p`` of 1.0, counts as left out.
+    Sampling parameters are of four kinds: the LM head's (``bias``, ``logit_scale``, ``soft_cap``), others that change
+    logits (``logit_bias`` to ``token_mask``), filters, and outputs. On one GPU two calls with parameters of the same
+    kinds need the same kernels, except that a ``logit_bias`` of ids has one for each power of two that bounds the ids
+    per row. A filter that is a number and off, such as a ``top_p`` of 1.0, counts as left out.
 
     The kernels are logged first, at level INFO to the logger "flashsampling". Triton takes seconds per kernel, up to
     eight at once, or milliseconds if its cache on disk has it. The Hopper kernel takes three seconds per shape, or none
@@ -78,11 +81,10 @@ def warmup(
         impl: as in ``sample``.
         tp: as in ``sample``. Every rank then makes this call, as it would make a step, with the same ``max_batch_size``
             and ``num_samples``.
-        bias, logit_scale, ..., return_logsumexp: the sampling parameters of the calls, as in ``sample``. Only their
-            kinds matter, not their values: a tensor here is a tensor there. Values per row are for ``max_batch_size``
-                rows. The call
-            compiles this mix alone: call it for each mix that will be served, and without any for plain draws. Counts
-            do not advance.
+        bias, logit_scale, ..., return_logsumexp: the sampling parameters of the calls, as in ``sample``. Their values
+            do not matter; values per row are for ``max_batch_size`` rows. The call compiles what these parameters need
+            together: call it for each combination of kinds that will be served, over several ranks for each mix of
+            parameters, and without any for plain draws. Counts do not advance.
 
     Returns:
         Names of the kernels that are now compiled; empty if the backend compiles nothing ("streaming", "reference").

@@ -405,7 +405,7 @@ def test_with_what_requests_ask_for(device):
     "params", [{"top_k": (50, 404)}, {"top_k": (404, 1)}, {"min_p": (0.5, 1e-6)}, {"top_p": (0.5, 0.9)}]
 )
 def test_a_number_of_another_value_compiles_nothing(params, device):
-    """Also where the kernel before ``pick`` leaves out chunks for the one and not for the other."""
+    """Also where the Hopper kernel leaves out blocks for the one value and not for the other."""
     if device.type != "cuda":
         pytest.skip("nothing is compiled")
     from flashsampling.kernels.triton.filtered import filtered_sample_kernel

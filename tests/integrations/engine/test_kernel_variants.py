@@ -1,4 +1,5 @@
-"""The calls of ``example_calls`` compile every kernel that any mix of parameters needs."""
+"""The calls of ``example_calls`` compile every kernel that any mix of parameters needs. Mixes of the same kinds need
+the same kernels."""
 
 import pytest
 
@@ -40,6 +41,13 @@ def random_params(seed, vocab):
     return params.normalized()
 
 
+def kinds_of(params):
+    """Returns which kinds of parameters a mix has: see ``warmup``."""
+    head, others = ("bias", "logit_scale", "soft_cap"), ("dense_bias", "counts", "token_mask", "bias_ids")
+    of_logits = (any(name in params.names() for name in names) for names in (head, others))
+    return (*of_logits, params.bias_ids is not None, params.may_filter(), params.needs_raw_mass())
+
+
 # ``spare``: of each call, whether the other calls compile all its kernels
 @pytest.mark.quick(2)
 @pytest.mark.parametrize(
@@ -79,7 +87,11 @@ def test_any_mix(vocab, impl, spare, monkeypatch):
     warm = [compiled(parse_sampling_params(call, shape)) for call in calls]
     assert [own <= set().union(*warm[:n], *warm[n + 1 :]) for n, own in enumerate(warm)] == spare
     mixes = [params for seed in range(300) if (params := random_params(seed, vocab)) is not DEFAULT_PARAMS]
-    used = set().union(*map(compiled, mixes))
+    by_kinds: dict[tuple[bool, ...], set[tuple[str, object]]] = {}
+    for params in mixes:
+        kernels = compiled(params)
+        assert by_kinds.setdefault(kinds_of(params), kernels) == kernels
+    used = set().union(*by_kinds.values())
     assert used <= set().union(*warm)
     names = [name for name, _ in used]
     assert names.count("filtered_sample_kernel") == names.count("logprobs_kernel") == 1
