@@ -25,7 +25,7 @@ from tests.emulator import hopper
 
 CTAS = 4
 FEW, MORE = 4, 12  # tiles of a CTA
-ROLES = {"producer": (0, 1), "evaluators": (1, 3), "finder": (3, 4), "noise": (4, 8), "consumers": (8, 16)}  # warps
+ROLES = {"producer": (0, 1), "candidates": (1, 3), "cutoff": (3, 4), "noise": (4, 8), "consumers": (8, 16)}  # warps
 
 
 def _step(batch: int, tiles: int) -> SampleInputs:
@@ -42,9 +42,9 @@ def _processed(step: SampleInputs) -> object:
 
 
 def _leaving(step: SampleInputs, masses: tuple[bool, bool], filters: SamplingParams | None = None) -> object:
-    floors = None if filters is None else torch.empty(len(step.hidden_states), dtype=torch.int32)
+    cutoffs = None if filters is None else torch.empty(len(step.hidden_states), dtype=torch.int32)
     return dispatch.run_with_logits(
-        step, 1, masses, None, NO_TRANSFORMS, dispatch._cutoff_arguments(filters or DEFAULT_PARAMS, floors)
+        step, 1, masses, None, NO_TRANSFORMS, dispatch._cutoff_arguments(filters or DEFAULT_PARAMS, cutoffs)
     )
 
 

@@ -13,7 +13,8 @@ It may have
                                        drawn from, so that kernels can reject drafts
     compiled_for(weight, max_batch_size, num_samples) -> names, batch sizes
                                        returns the kernels that such calls can need, and the batch sizes whose draws
-                                       compile them, ascending and the same for every shard of a weight
+                                       compile them, ascending and the same for every shard of a weight; with 0 samples
+                                       calls that have sampling parameters
     compiling(num_threads)             returns a context in which this thread's draws compile what they need, several
                                        kernels at once; their results are undefined
 

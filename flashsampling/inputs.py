@@ -57,9 +57,9 @@ class SampleInputs(NamedTuple):
             column(self.temperature, torch.float32), column(self.seed, torch.int64), column(self.offset, torch.int64)
         )
 
-    def too_wide_to_pick(self) -> str | None:
-        """Returns why the filtered-sampling kernel, whose code grows with the vocabulary, is not compiled for these
-        inputs, or None."""
+    def too_wide_to_filter(self) -> str | None:
+        """Returns why the filtered kernels, whose sums are of so many tokens at most, do not take these inputs, or
+        None."""
         if self.vocab_size > _MAX_FILTERED_VOCAB and (self.params.may_filter() or self.params.needs_raw_mass()):
             wanted = f"of which it takes up to {_MAX_FILTERED_VOCAB}"
             return f"{self.vocab_size} tokens with filters or log-probabilities, {wanted}"

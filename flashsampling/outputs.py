@@ -11,7 +11,6 @@ from .token_counts import TokenCounts
 from .torch_internals import register_dataclass
 
 DEFERRED_DRAW = -2  # in place of a token id between two kernels of a step: the second one draws this row
-DEFERRED_TOP_K = 512  # the first kernel draws rows with a greater top-k, or none
 
 
 @dataclass(frozen=True)

@@ -58,13 +58,16 @@ def warmup(
 ) -> list[str]:
     """Compiles every kernel that ``sample`` can need for this weight. Call it once before serving.
 
-    Afterwards no batch of 1 to ``max_batch_size`` rows compiles anything, whichever of temperature, seed and offset are
-    numbers and which are tensors. A weight with another D, dtype or row stride, another ``num_samples`` (1, or more),
-    GPU, ``impl`` or group may compile. The call draws once per kernel from all-zero hidden states on the current stream
-    and waits for the results; it writes to no tensor of the caller and reads no random generator. A second call draws
-    again and compiles nothing.
+    Afterwards no batch of 1 to ``max_batch_size`` rows compiles anything, whichever of its parameters are numbers and
+    which are tensors. A weight with another D, dtype or row stride, another ``num_samples`` (1, or more), GPU, ``impl``
+    or group may compile. The call draws once per kernel from all-zero hidden states on the current stream and waits for
+    the results; it writes to no tensor of the caller and reads no random generator. A second call draws again and
+    compiles nothing.
 
-    A filter that is a number and off, such as a ``top_p`` of 1.0, counts as left out.
+    Sampling parameters are of four kinds: the LM head's (``bias``, ``logit_scale``, ``soft_cap``), others that change
+    logits (``logit_bias`` to ``token_mask``), filters, and outputs. On one GPU two calls with parameters of the same
+    kinds need the same kernels, except that a ``logit_bias`` of ids has one for each power of two that bounds the ids
+    per row. A filter that is a number and off, such as a ``top_p`` of 1.0, counts as left out.
 
     The kernels are logged first, at level INFO to the logger "flashsampling". Triton takes seconds per kernel, up to
     eight at once, or milliseconds if its cache on disk has it. The Hopper kernel takes three seconds per shape, or none
@@ -78,11 +81,10 @@ def warmup(
         impl: as in ``sample``.
         tp: as in ``sample``. Every rank then makes this call, as it would make a step, with the same ``max_batch_size``
             and ``num_samples``.
-        bias, logit_scale, ..., return_logsumexp: the sampling parameters of the calls, as in ``sample``. Only their
-            kinds matter, not their values: a tensor here is a tensor there. Values per row are for ``max_batch_size``
-                rows. The call
-            compiles this mix alone: call it for each mix that will be served, and without any for plain draws. Counts
-            do not advance.
+        bias, logit_scale, ..., return_logsumexp: the sampling parameters of the calls, as in ``sample``. Their values
+            do not matter; values per row are for ``max_batch_size`` rows. The call compiles what these parameters need
+            together: call it for each combination of kinds that will be served, over several ranks for each mix of
+            parameters, and without any for plain draws. Counts do not advance.
 
     Returns:
         Names of the kernels that are now compiled; empty if the backend compiles nothing ("streaming", "reference").
@@ -164,6 +166,8 @@ def _draw_all(
             rows = {"temperature": temperature, "seed": zeros, "offset": zeros, "num_samples": num_samples}
             sample(states, weight, **rows, vocab_size=vocab_size, impl=impl, tp=tp)  # type: ignore[arg-type]
             return
+        if not isinstance(temperature, Tensor):
+            return  # the same kernels
         some = params.rows(0, len(states))
         inputs = SampleInputs(states, weight, temperature, zeros, zeros, num_samples, tokens, params=some)
         for step in _with_kernel_variants(inputs, tp):
@@ -259,8 +263,7 @@ def plan(
     name = impl if tp is None else tp.impl
     if name is not None and (name not in BACKENDS or BACKENDS[name].unsupported(step) is not None):
         return Plan([], [1])  # the call raises
-    # with sampling parameters the kernel stores logits for any number
-    draws = num_samples if params is DEFAULT_PARAMS else 1
+    draws = num_samples if params is DEFAULT_PARAMS else 0
     backend = ops.choose(step, name or "")
     names, batches = backend.compiled_for(weight, max_batch_size, draws)
     if params is not DEFAULT_PARAMS:

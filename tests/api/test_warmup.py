@@ -16,7 +16,7 @@ from flashsampling.backends import BACKENDS
 from flashsampling.exchange_protocol import PACKED, Shard
 from flashsampling.tensor_parallel import TensorParallel
 from flashsampling.warmup import Plan, warmup_mixes
-from tests.kernels.triton.target import output_of
+from tests.kernels.triton.target import LaunchKeys, output_of
 from tests.problems import KERNELS, make_problem
 
 KINDS = list(itertools.product((False, True), repeat=3))
@@ -31,30 +31,6 @@ def draw(problem, batch, numbers, num_samples=1, impl="triton", tp=None):
     ).token_ids
 
 
-class _Keys:
-    """Stands in for the kernel: collects what Triton would look up in its cache, and runs nothing."""
-
-    def __init__(self, kernel):
-        from triton.backends.compiler import GPUTarget
-        from triton.compiler import make_backend
-        from triton.runtime.jit import JITFunction, create_function_from_signature
-
-        from flashsampling.kernels.triton.jit import with_struct_types
-
-        jit = kernel if isinstance(kernel, JITFunction) else JITFunction(kernel.fn, **kernel.kwargs)
-        backend = make_backend(GPUTarget("cuda", 90, 32))
-        bind = create_function_from_signature(jit.signature, jit.params, backend)
-        self.bind = with_struct_types(bind, [param.name for param in jit.params], kernel.structs)
-        self.seen = set()
-
-    def __getitem__(self, grid):
-        return self
-
-    def __call__(self, *arguments, **named):
-        _, specialization, options = self.bind(*arguments, **named)
-        self.seen.add(str((specialization, options)))
-
-
 @pytest.mark.parametrize("use_tma", [False, True])
 @pytest.mark.parametrize(
     ("dtype", "dim"), [(torch.bfloat16, 264), (torch.bfloat16, 61), (torch.bfloat16, 1), (torch.float32, 24)]
@@ -65,7 +41,7 @@ def test_keys_of_the_cache_after_warmup(use_tma, dtype, dim, num_samples, monkey
     made."""
     from flashsampling.kernels.triton.fused import config, kernel, launch
 
-    keys = _Keys(kernel.sample_kernel)
+    keys = LaunchKeys(kernel.sample_kernel)
     monkeypatch.setattr(launch, "sample_kernel", keys)
     if use_tma:
 
@@ -429,7 +405,7 @@ def test_with_what_requests_ask_for(device):
     "params", [{"top_k": (50, 404)}, {"top_k": (404, 1)}, {"min_p": (0.5, 1e-6)}, {"top_p": (0.5, 0.9)}]
 )
 def test_a_number_of_another_value_compiles_nothing(params, device):
-    """Also where the kernel before ``pick`` leaves out chunks for the one and not for the other."""
+    """Also where the Hopper kernel leaves out blocks for the one value and not for the other."""
     if device.type != "cuda":
         pytest.skip("nothing is compiled")
     from flashsampling.kernels.triton.filtered import filtered_sample_kernel
@@ -456,7 +432,7 @@ def test_keys_of_the_cache_for_what_requests_ask_for(use_tma, monkeypatch, devic
         (dispatch, "logprobs_kernel"),
         (logits_gemm, "logits_gemm_kernel"),
     ):
-        kernels[name] = _Keys(getattr(module, name))
+        kernels[name] = LaunchKeys(getattr(module, name))
         monkeypatch.setattr(module, name, kernels[name])
 
     def choose(states, weight, num_samples):
@@ -475,14 +451,11 @@ def test_keys_of_the_cache_for_what_requests_ask_for(use_tma, monkeypatch, devic
     assert {name: keys.seen for name, keys in kernels.items()} == made
 
 
-def _mixes(batch, vocab, device):
-    from flashsampling.integrations.engine.kernel_variants import default_rows, example_call, list_variants
+def calls_of(batch, vocab, device):
+    from flashsampling.integrations.engine.kernel_variants import default_rows, example_calls
 
     counts = flashsampling.TokenCounts(batch, vocab, device).read(batch)
-    for in_registers in (False, True):
-        for variant in list_variants(in_registers):
-            if request := example_call(variant, default_rows(batch, device), vocab, counts):
-                yield request
+    return example_calls(default_rows(batch, device), vocab, counts)
 
 
 class _OnGpu(torch.Tensor):
@@ -547,14 +520,14 @@ def test_ranks_rehearse_what_requests_ask_for(device, on_gpu, monkeypatch):
     ones = torch.ones(1, device=device)
     requests = [{}, {"top_p": ones}, {"top_p": 1.0}, {"top_k": 5, "top_p": ones}]
     names = warmup_mixes(on_gpu, requests, max_batch_size=1, tp=Group())  # type: ignore[arg-type]
-    both = [(("top_k", "top_p"), 1), (("top_k", "top_p"), 127)] * 2  # of a temperature that is a tensor, and a number
-    top_p = [(("top_p",), 0)] * 2
+    both = [(("top_k", "top_p"), 1), (("top_k", "top_p"), 127)]
+    top_p = [(("top_p",), 0)]
     assert calls == [
         *(("rehearsed", *each, ("busy", "compiling")) for each in both + top_p),
         *(("drawn", *each, ()) for each in [((), 0)] * 2 + top_p + [((), 0)] * 2 + both),
     ]
-    assert sum(name.endswith("with top_p") for name in names) == 2
-    assert len(names) == 8
+    assert sum(name.endswith("with top_p") for name in names) == 1
+    assert len(names) == 6
 
 
 @pytest.mark.gpu
@@ -565,8 +538,8 @@ def test_what_was_compiled_ahead_is_not_compiled_again(device):
     from flashsampling.kernels.triton.filtered.filtered_sample_kernel import filtered_sample_kernel
 
     weight = torch.zeros(320, 64, dtype=torch.bfloat16, device=device)
-    warmup_mixes(weight, list(_mixes(1, 320, device)), max_batch_size=1, vocab_size=320)
+    warmup_mixes(weight, calls_of(1, 320, device), max_batch_size=1, vocab_size=320)
     made = set(filtered_sample_kernel.device_caches[device.index][0])
-    for request in _mixes(20, 320, device):
+    for request in calls_of(20, 320, device):
         flashsampling.warmup(weight, max_batch_size=20, vocab_size=320, **request)
     assert set(filtered_sample_kernel.device_caches[device.index][0]) == made

@@ -20,7 +20,7 @@ from flashsampling.reference import oracle
 from flashsampling.sampling_params import DEFAULT_PARAMS
 from flashsampling.speculative import acceptance
 from tests.conftest import DEVICE
-from tests.kernels.triton.test_filtered_kernel import summaries_of
+from tests.kernels.triton.test_filtered_kernel import block_stats_of
 from tests.problems import KERNELS, NEEDS_CUTE
 from tests.speculative.drafting import DraftChains, make_drafted, sure_of
 from tests.speculative.test_verify import differences
@@ -127,9 +127,9 @@ def as_the_hopper_kernel(
     if not draws:
         assert masses is None
         return logits, (None, None, None), product.new_empty(0)
-    of_chunks = summaries_of(step._replace(hidden_states=product, weight=product, logits=product))
-    wanted = [part if is_wanted else None for part, is_wanted in zip(of_chunks[1:], masses or (False, False))]
-    return logits, (of_chunks.keys, *wanted), oracle.run(step._replace(params=DEFAULT_PARAMS)).ids
+    of_blocks = block_stats_of(step._replace(hidden_states=product, weight=product, logits=product))
+    wanted = [part if is_wanted else None for part, is_wanted in zip(of_blocks[1:], masses or (False, False))]
+    return logits, (of_blocks.keys, *wanted), oracle.run(step._replace(params=DEFAULT_PARAMS)).ids
 
 
 @pytest.mark.quick(1)

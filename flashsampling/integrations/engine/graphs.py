@@ -31,7 +31,7 @@ from .transfer import PACKED_ROWS, aligned_width
 MAX_GRAPHS = 256  # steps of further kinds are launched
 _MAX_STEPS = 1024  # kinds of steps that are kept
 _LOGITS_SIZED = 3  # tensors of float32 logits' size in a step at most: logits, counts, and what accompanies them
-# numbers of a row, each in three such tensors, whatever the vocabulary: candidates, and the dummy row's
+# numbers of a row, each in three such tensors, whatever the vocabulary: candidates and block statistics
 _CANDIDATES = 11_264
 _logger = logging.getLogger("vllm.flashsampling")
 

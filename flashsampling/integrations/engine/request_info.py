@@ -108,10 +108,10 @@ def parse_biases(bias: Mapping[int, float], stop_ids: Sequence[int], min_length:
     return Biases(ids, values, np.array(stop_ids, np.int32), min_length)
 
 
-def stack_biases(rows: Sequence[BiasRow], batch: int, count: int) -> BiasRow:
-    """Returns ids (``batch``, ``count``), padded with -1, and values of the same shape. ``rows`` may be empty."""
-    ids = np.full((batch, count), -1, np.int32)
-    values = np.zeros((batch, count), np.float32)
+def stack_biases(rows: Sequence[BiasRow], count: int) -> BiasRow:
+    """Returns ids (rows, ``count``), padded with -1, and values of the same shape."""
+    ids = np.full((len(rows), count), -1, np.int32)
+    values = np.zeros((len(rows), count), np.float32)
     for row, (row_ids, row_values) in enumerate(rows):
         ids[row, : len(row_ids)], values[row, : len(row_ids)] = row_ids, row_values
     return ids, values

@@ -21,7 +21,7 @@ from ... import ops
 from ...exchange_protocol import WHOLE
 from ...inputs import SampleInputs
 from ...outputs import SampleOutput, SampleResult, make_output
-from ...param_parsers import batch_shape
+from ...param_parsers import MAX_BIASED, batch_shape
 from ...sampling import sample
 from ...sampling_params import SamplingParams, parse_sampling_params
 from ...speculative.acceptance import sample_with_draft_hash, verify_by_match
@@ -30,19 +30,7 @@ from ...token_counts import Counted
 from ...warmup import warmup_mixes
 from .graphs import CapturedStep, Graphs, graph_size
 from .head import Head
-from .kernel_variants import (
-    ALL_PARAMS,
-    KernelVariant,
-    Rows,
-    choose_sharded_variant,
-    choose_variant,
-    default_rows,
-    example_call,
-    example_sharded_calls,
-    in_registers,
-    list_variants,
-    row_arguments,
-)
+from .kernel_variants import FEW_BIASES, FILTERS, PENALTIES, Rows, default_rows, example_calls
 from .request_info import BiasRow, Needs, stack_biases
 from .transfer import sanitize_token_ids, to_device, unpack_rows
 
@@ -83,8 +71,7 @@ class StepCall(NamedTuple):
 
 
 class FusedStep:
-    """Steps of one model runner. ``most_drafts``: drafts of a request in a step at most. ``most``: the variant of many
-    biases."""
+    """Steps of one model runner. ``most_drafts``: drafts of a request in a step at most."""
 
     row_names: tuple[str, ...]  # parameters that ``read_requests`` packs behind the seed
 
@@ -95,11 +82,9 @@ class FusedStep:
         tp: Any = None,
         most_drafts: int = 0,
         graphs: Graphs | None = None,
-        most: KernelVariant = ALL_PARAMS,
     ) -> None:
         self.head, self.device, self.tp, self.most_drafts, self.graphs = head, device, tp, most_drafts, graphs
-        self.most, self.words = most, -(-head.vocab_size // 32)
-        self.in_registers = most.penalties and tp is None and in_registers(head.weight)
+        self.words = -(-head.vocab_size // 32)
         self.undefined = torch.zeros(1, dtype=torch.int64, device=device)
         self.batch_cache: BatchCache | None = None  # of the last step
 
@@ -207,7 +192,7 @@ class FusedStep:
         if step.params.counts is not None:
             assert batch.slots is not None
             graphs.slots[:count].copy_(batch.slots)
-        if step.params.token_mask is not None:  # some variants have one that no row needs
+        if step.params.token_mask is not None:
             self.read_mask(batch, graphs.masks(self.words)[:count])
         if self.tp is not None:
             self.tp.raise_if_unusable()  # a replay does not
@@ -248,43 +233,37 @@ class FusedStep:
     # -- arguments of ``sample``
 
     def _arguments(self, call: StepCall) -> dict[str, Any]:
-        batch, rows, request = call.batch, call.rows, self.head.arguments()
-        if not call.needs:
+        batch, rows, needs, request = call.batch, call.rows, call.needs, self.head.arguments()
+        if not needs:
             return request
-        variant, biases = self._variant(batch, call.needs)
-        if call.filters is not None:
-            request |= call.filters
-            variant = variant._replace(filters=False)
-        request |= row_arguments(variant, rows)
-        if biases is not None:
-            request["logit_bias"] = to_device(biases[0], self.device), self.bias_values(batch, biases[1])
-        if variant.mask:
+        names: tuple[str, ...] = FILTERS if needs & Needs.FILTERS and call.filters is None else ()
+        names += ("joint_top_p",) if needs & Needs.JOINT else ()
+        names += PENALTIES if needs & Needs.PENALTIES else ()
+        request |= {name: rows[name] for name in names} | (call.filters or {})
+        if needs & Needs.BIASES:
+            request |= self._bias_arguments(batch)
+        if needs & Needs.MASK:
             request["token_mask"] = self.read_mask(batch)
-        if variant.penalties:
+        if needs & Needs.PENALTIES:
             assert batch.slots is not None
             counts: Any = self.read_counts(batch.slots, rows)
             if batch.drafts is not None:
                 drafts = batch.drafts.drafts()
                 counts = drafts.counted(counts.counts, drafts.nodes(), self.head.vocab_size)
             request["token_counts"] = counts
-        if variant.logprobs:
+        if needs & Needs.LOGPROBS:
             request |= {"return_logprobs": True, "top_logprobs": max(call.top_logprobs or 0, 1)}
         return request
 
-    def _variant(self, batch: Batch, needs: int) -> tuple[KernelVariant, BiasRow | None]:
-        """Returns the variant of a step, and its biases if it has any."""
-        biases, index = self.read_biases(batch) if needs & Needs.BIASES else ((), None)
+    def _bias_arguments(self, batch: Batch) -> dict[str, Any]:
+        biases, index = self.read_biases(batch)
         most = max((len(ids) for ids, _ in biases), default=0)
-        bits = Needs.MASK, Needs.PENALTIES, Needs.LOGPROBS, Needs.JOINT
-        needed = KernelVariant(bool(needs & Needs.FILTERS), most, *(bool(needs & bit) for bit in bits))
-        if self.tp is None:
-            variant = choose_variant(needed, self.in_registers, self.most)
-        else:
-            variant = choose_sharded_variant(needed)
-        if not variant.biases:
-            return variant, None
-        ids, values = stack_biases(biases, len(biases) or len(batch.positions), variant.biases)
-        return variant, (ids, values) if index is None else (ids[index], values[index])
+        if most == 0:
+            return {}
+        ids, values = stack_biases(biases, FEW_BIASES if most <= FEW_BIASES else MAX_BIASED)
+        if index is not None:
+            ids, values = ids[index], values[index]
+        return {"logit_bias": (to_device(ids, self.device), self.bias_values(batch, values))}
 
     def _vocabulary(self) -> dict[str, Any]:
         return {"vocab_size": self.head.vocab_size} if self.tp is None else {"tp": self.tp}
@@ -312,13 +291,13 @@ class FusedStep:
             self._warm_up_drafts()
         of_head, vocabulary, rows = self.head.arguments(), self._vocabulary(), default_rows(batch, self.device)
         counts = None
-        if self.most.penalties:
+        if set(PENALTIES) <= set(self.row_names):
             slots = torch.zeros(batch, dtype=torch.int32, device=self.device)
             counts = self.read_counts(slots, rows | {"presence_penalty": rows["top_p"]})  # so that the kernel counts
-        requests: Any = [of_head | request for request in self._examples(rows, counts)]
-        names = warmup_mixes(weight, requests, max_batch_size=batch, **vocabulary)
+        calls: Any = example_calls(rows, vocab_size, counts, self.tp is not None)
+        names = warmup_mixes(weight, [of_head | call for call in calls], max_batch_size=batch, **vocabulary)
         if hidden_states is not None:
-            everything = of_head | vocabulary | example_call(self.most, rows, vocab_size, counts)
+            everything = of_head | vocabulary | calls[-1]
             inputs: Any = {"temperature": rows["temperature"], "seed": rows["seed"], "offset": rows["seed"]}
             sample(hidden_states, weight, **inputs, **everything)
         return names
@@ -333,14 +312,6 @@ class FusedStep:
             states = weight.new_zeros(len(ids), weight.shape[1])
             inputs: Any = {"temperature": rows["temperature"], "seed": rows["seed"], "offset": ids}
             sample_with_draft_hash(self.tp, drafts, states, weight, **inputs)
-
-    def _examples(self, rows: Rows, counts: Counted | None) -> list[dict[str, Any]]:
-        """Returns calls, so that nothing else compiles."""
-        if self.tp is not None:
-            assert counts is not None
-            return example_sharded_calls(rows, self.head.vocab_size, counts)
-        variants = list_variants(self.in_registers, self.most)
-        return [example_call(variant, rows, self.head.vocab_size, counts) for variant in variants]
 
     def sanitize_token_ids(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Replaces -1 by 0, and counts the replaced tokens (``transfer.sanitize_token_ids``)."""

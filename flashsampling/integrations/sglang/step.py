@@ -8,8 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..engine.head import Head
-from ..engine.kernel_variants import ALL_WITHOUT_PENALTIES, FILTERS, Rows
+from ..engine.kernel_variants import FILTERS, Rows
 from ..engine.request_info import NO_BIASES, BiasRow, Needs, RequestInfo
 from ..engine.step import Batch, FusedStep
 from ..engine.transfer import INTEGERS, aligned_width, pack_rows, to_device, unpack_rows
@@ -31,9 +30,6 @@ class SglangStep(FusedStep):
     int32."""
 
     row_names = ("temperature", *FILTERS, "joint_top_p", "raw", "divisor")
-
-    def __init__(self, head: Head, device: torch.device) -> None:
-        super().__init__(head, device, most=ALL_WITHOUT_PENALTIES)
 
     def draw_tokens(self, batch: Batch) -> DrawnTokens:
         """Draws for every row."""
@@ -68,6 +64,4 @@ class SglangStep(FusedStep):
 
     def read_mask(self, batch: Batch, out: Tensor | None = None) -> Tensor:
         """Returns the grammars' masks."""
-        if batch.grammar is not None:
-            return batch.grammar  # type: ignore[no-any-return]
-        return torch.full((len(batch.positions), self.words), -1, dtype=torch.int32, device=self.device)
+        return batch.grammar  # type: ignore[no-any-return]

@@ -165,7 +165,7 @@ def unsupported(step: SampleInputs) -> str | None:
             return (
                 f"{vocab} vocabulary rows, for a batch of {batch} it takes up to {_MAX_TILES_PER_CTA * TILE_V * ctas}"
             )
-    return step.too_wide_to_pick()
+    return step.too_wide_to_filter()
 
 
 def compiled_for(weight: Tensor, max_batch_size: int, num_samples: int) -> tuple[list[str], list[int]]:

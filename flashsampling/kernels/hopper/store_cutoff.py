@@ -25,7 +25,6 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, range_constexpr, select_
 
-from ...outputs import DEFERRED_TOP_K
 from . import noise, ptx, workspace_layout
 from .arguments import Arguments, Outputs, Walk
 from .config import CUTOFF_KEYS, TILE_V, cutoff_rank
@@ -65,7 +64,7 @@ def defers_draw(args: Arguments, out: Outputs, row, temperature: Float32) -> Boo
     """
     top_k = _top_k(out, row)
     warm = (temperature >= Float32(noise.GREEDY_BELOW)) & (temperature < Float32(_INFINITE))
-    return warm & _filters(args, top_k) & (top_k <= Int64(DEFERRED_TOP_K))
+    return warm & _filters(args, top_k) & (top_k <= Int64(CUTOFF_KEYS))
 
 
 @cute.jit

@@ -21,7 +21,7 @@ def unsupported(step: SampleInputs) -> str | None:
         return dispatch.unsupported(step)
     if step.params is not DEFAULT_PARAMS and step.shard != WHOLE:
         return f"a shard of a vocabulary with {argument_names(step.params.names())}"
-    return config.unsupported(step) or step.too_wide_to_pick()
+    return config.unsupported(step) or step.too_wide_to_filter()
 
 
 def run(step: SampleInputs) -> SampleResult:

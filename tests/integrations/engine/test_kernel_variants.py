@@ -1,63 +1,98 @@
-"""Kernel variants: what a batch needs is in the variant that serves it, and there are few."""
-
-import itertools
+"""The calls of ``example_calls`` compile every kernel that any mix of parameters needs. Mixes of the same kinds need
+the same kernels."""
 
 import pytest
 
-from flashsampling.integrations.engine.kernel_variants import (
-    ALL_PARAMS,
-    ALL_WITHOUT_PENALTIES,
-    PLAIN_VARIANT,
-    KernelVariant,
-    choose_sharded_variant,
-    choose_variant,
-    list_variants,
+pytest.importorskip("triton")
+
+import torch
+
+from flashsampling.backends import BACKENDS
+from flashsampling.inputs import SampleInputs
+from flashsampling.integrations.engine.kernel_variants import FEW_BIASES, default_rows, example_calls
+from flashsampling.kernels.triton.filtered import dispatch, sparse_bias
+from flashsampling.kernels.triton.fused import logits_gemm
+from flashsampling.outputs import SampleResult
+from flashsampling.param_parsers import BatchShape
+from flashsampling.sampling_params import DEFAULT_PARAMS, parse_sampling_params
+from flashsampling.token_counts import TokenCounts
+from tests.kernels.triton.target import LaunchKeys
+from tests.mixes import Mix
+
+BATCH, DIM = 3, 16
+KERNELS = (
+    (dispatch, "block_stats_kernel"),
+    (dispatch, "filtered_sample_kernel"),
+    (dispatch, "logprobs_kernel"),
+    (logits_gemm, "logits_gemm_kernel"),
+    (sparse_bias, "sparse_bias_kernel"),
 )
-from flashsampling.param_parsers import MAX_BIASED
-
-WANTED = [KernelVariant(*each) for each in itertools.product((False, True), (0, 1, 64, 65), *[(False, True)] * 3)]
 
 
-@pytest.mark.parametrize("in_registers", [False, True])
-def test_mixes(in_registers):
-    """A mix has what is wanted, and where the kernel biases, masks and penalises no more, but behind logits in
-    memory."""
-    assert list_variants(in_registers)[0] == choose_variant(PLAIN_VARIANT, in_registers) == PLAIN_VARIANT
-    assert len(list_variants(in_registers)) == (21 if in_registers else 8)
-    for wanted in WANTED:
-        mix = choose_variant(wanted, in_registers)
-        assert mix in list_variants(in_registers)
-        assert all(has >= want for has, want in zip(mix, wanted)), wanted
-        assert choose_variant(mix, in_registers) == mix
-        of_request = wanted.mask or wanted.penalties
-        if wanted.biases > 64:
-            assert mix == ALL_PARAMS._replace(logprobs=wanted.logprobs or not in_registers)
-        elif in_registers and not wanted.logprobs:
-            assert mix == wanted._replace(biases=64 if wanted.biases else 0)
-        elif wanted.biases or of_request:
-            assert mix == KernelVariant(True, 64, True, wanted.penalties, wanted.logprobs)
-        else:
-            assert mix == KernelVariant(filters=wanted.filters or wanted.logprobs, logprobs=wanted.logprobs)
+def random_params(seed, vocab):
+    """Returns a mix as an engine's call has it: no filter that is a number and off, biases of one of two sizes."""
+    params = Mix(seed, poisoned=False).params(BATCH, vocab)
+    if params.bias_ids is not None:
+        room = 0, FEW_BIASES - params.bias_ids.shape[1]
+        ids = torch.nn.functional.pad(params.bias_ids, room, value=-1)
+        params = params._replace(bias_ids=ids, bias_values=torch.nn.functional.pad(params.bias_values, room))
+    if isinstance(params.top_k, int) and params.top_k >= vocab:
+        params = params._replace(top_k=0)
+    return params.normalized()
 
 
-def test_sglangs_variants():
-    """Filters with everything, biases beside a mask, ``joint_top_p`` beside both; no penalties."""
-    found = list_variants(False, ALL_WITHOUT_PENALTIES)
-    changed = itertools.product((64, MAX_BIASED), (False, True))
-    assert set(found) == {
-        PLAIN_VARIANT,
-        KernelVariant(filters=True),
-        KernelVariant(filters=True, joint=True),
-        KernelVariant(filters=True, logprobs=True, joint=True),
-        *(KernelVariant(True, biases, True, False, logprobs, True) for biases, logprobs in changed),
-    }
-    assert found[0] == PLAIN_VARIANT
+def kinds_of(params):
+    """Returns which kinds of parameters a mix has: see ``warmup``."""
+    head, others = ("bias", "logit_scale", "soft_cap"), ("dense_bias", "counts", "token_mask", "bias_ids")
+    of_logits = (any(name in params.names() for name in names) for names in (head, others))
+    return (*of_logits, params.bias_ids is not None, params.may_filter(), params.needs_raw_mass())
 
 
-def test_variants_of_several_ranks():
-    for needed in WANTED:
-        variant = choose_sharded_variant(needed)
-        if needed.biases > 64:
-            assert variant == ALL_PARAMS._replace(logprobs=needed.logprobs)
-        else:
-            assert variant == needed._replace(biases=64 if needed.biases else 0)
+# ``spare``: of each call, whether the other calls compile all its kernels
+@pytest.mark.quick(2)
+@pytest.mark.parametrize(
+    ("impl", "spare"), [("triton", [True, True, False, False]), ("cute", [False, False, True, False])]
+)
+@pytest.mark.parametrize("vocab", [320, 331])  # rows at multiples of 16 tokens, and others
+def test_any_mix(vocab, impl, spare, monkeypatch):
+    stubs = {name: LaunchKeys(getattr(module, name)) for module, name in KERNELS}
+    for module, name in KERNELS:
+        monkeypatch.setattr(module, name, stubs[name])
+    run, device = BACKENDS["triton"].module.run, torch.device("cpu")
+    hopper_seen: set[tuple[str, object]] = set()
+    if impl == "cute":
+        pytest.importorskip("cutlass")
+        from flashsampling.kernels.hopper import dispatch as hopper
+        from flashsampling.kernels.hopper import launch
+
+        def launched(step, config=None, features=None, extra_arguments=()):
+            hopper_seen.add(("hopper", features))
+            return SampleResult(torch.zeros(BATCH, dtype=torch.int64))
+
+        monkeypatch.setattr(launch, "run", launched)
+        run = hopper.run
+    states, weight = (torch.zeros(rows, DIM, dtype=torch.bfloat16) for rows in (BATCH, vocab))
+    ones, zeros = torch.ones(BATCH), torch.zeros(BATCH, dtype=torch.int64)
+
+    def compiled(params):
+        hopper_seen.clear()
+        for stub in stubs.values():
+            stub.seen.clear()
+        run(SampleInputs(states, weight, ones, zeros, zeros, 1, vocab, params=params))
+        return {(name, key) for name, stub in stubs.items() for key in stub.seen} | hopper_seen
+
+    counts, shape = TokenCounts(BATCH, vocab, device).read(BATCH), BatchShape(BATCH, vocab, vocab, device, 1)
+    plain, *calls = example_calls(default_rows(BATCH, device), vocab, counts)
+    assert plain == {}
+    warm = [compiled(parse_sampling_params(call, shape)) for call in calls]
+    assert [own <= set().union(*warm[:n], *warm[n + 1 :]) for n, own in enumerate(warm)] == spare
+    mixes = [params for seed in range(300) if (params := random_params(seed, vocab)) is not DEFAULT_PARAMS]
+    by_kinds: dict[tuple[bool, ...], set[tuple[str, object]]] = {}
+    for params in mixes:
+        kernels = compiled(params)
+        assert by_kinds.setdefault(kinds_of(params), kernels) == kernels
+    used = set().union(*by_kinds.values())
+    assert used <= set().union(*warm)
+    names = [name for name, _ in used]
+    assert names.count("filtered_sample_kernel") == names.count("logprobs_kernel") == 1
+    assert names.count("block_stats_kernel") == (2 if impl == "triton" else 1)

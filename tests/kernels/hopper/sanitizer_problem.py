@@ -26,7 +26,7 @@ from tests.tensor_parallel.test_exchange_kernel import Ranks
 
 
 def check_requests(kernel: str, batch: int) -> None:
-    """Each kind of request, of more tiles than a GPU has multiprocessors: chunks below a row's floor are left out."""
+    """Each kind of request, of more tiles than a GPU has multiprocessors: blocks below a row's cutoff are left out."""
     vocab = 20_003
     step = make_step(batch, vocab)
     rows, words = torch.rand(3, batch, device=DEVICE), -(-vocab // 32)

@@ -1,4 +1,4 @@
-"""Where the Hopper kernel keeps what it says of chunks: in words of each warp's own codes, each once. Nothing is
+"""Where the Hopper kernel keeps what it says of blocks: in words of each warp's own codes, each once. Nothing is
 compiled."""
 
 import pytest

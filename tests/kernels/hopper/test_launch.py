@@ -183,10 +183,10 @@ ENTRIES: dict[str, Any] = {  # which a kernel of Triton makes words of
 )
 @pytest.mark.parametrize("num_samples", [1, SAMPLES, None])
 def test_what_a_request_makes_of_a_step(monkeypatch, params, temperature, expected, num_samples):
-    """How many draws, which summaries, and who does the rest; None: no draws, no summaries, all of it is done again.
+    """How many draws, which block statistics, and who does the rest; None: none, and all of it is done again.
     And of one draw with what it leaves behind, for which the mass of every row is needed; there is no raw one then."""
     calls: list[Any] = []
-    picked: list[Any] = []
+    filtered_calls: list[Any] = []
     leaves, num_samples = num_samples is None, num_samples or 1
     if num_samples > 1:  # of which the kernel would evaluate every token
         expected = None
@@ -196,10 +196,10 @@ def test_what_a_request_makes_of_a_step(monkeypatch, params, temperature, expect
 
     def draw(*parts, records=None):
         assert (records is None) != leaves
-        picked.append(parts)
+        filtered_calls.append(parts)
         return SampleResult(torch.zeros(BATCH, dtype=torch.int64))
 
-    picking = SimpleNamespace(
+    filtered = SimpleNamespace(
         draw=draw,
         run=draw,
         run_with_processed=lambda step, records: (draw(step, records=records), step.logits),
@@ -212,12 +212,12 @@ def test_what_a_request_makes_of_a_step(monkeypatch, params, temperature, expect
 
     monkeypatch.setattr(launch, "_plan", plan)
     monkeypatch.setattr(launch, "zeroed_words", lambda needed, device: torch.zeros(needed, dtype=torch.int64))
-    monkeypatch.setattr(module, "_filtered_module", lambda: picking)
+    monkeypatch.setattr(module, "_filtered_module", lambda: filtered)
     hidden, weight = (torch.zeros(rows, DIM, dtype=torch.bfloat16) for rows in (BATCH, VOCAB + 2))
     step = SampleInputs(hidden, weight, temperature, 7, 11, num_samples, VOCAB, params=params)
     if leaves:
         left = module.recorded(step)
-        assert left.logits is picked[0][0].logits
+        assert left.logits is filtered_calls[0][0].logits
         assert [len(part) for part in (left.ids, left.limits, left.masses)] == [BATCH] * 3
     else:
         assert isinstance(launch.run(step), SampleResult)
@@ -226,7 +226,7 @@ def test_what_a_request_makes_of_a_step(monkeypatch, params, temperature, expect
     _, arguments, transforms, outputs = LaunchArguments.of(values)
     assert transforms is not None
     assert outputs is not None
-    ((whole, *rest),) = picked
+    ((whole, *rest),) = filtered_calls
     processed = {} if expected is None else {name: getattr(DEFAULT_PARAMS, name) for name in PROCESSED}
     assert whole._replace(logits=None) == step._replace(params=params._replace(**processed))
     assert transforms.any == (
@@ -270,13 +270,13 @@ def test_what_a_request_makes_of_a_step(monkeypatch, params, temperature, expect
     assert drawn is arguments.tokens
 
 
-def test_the_sample_of_floors_is_in_columns_of_their_own():
-    """Which ``cutoff_rank`` takes for granted: of a row's chunks those ``width`` apart share one."""
+def test_the_sample_of_cutoffs_is_in_columns_of_their_own():
+    """Which ``cutoff_rank`` takes for granted: of a row's blocks those ``width`` apart share one."""
     logits = pytest.importorskip("flashsampling.kernels.triton.filtered.dispatch")
     assert logits.CONFIG.width >= CUTOFF_KEYS
 
 
-def test_floors_are_made_room_for_by_kind():
+def test_cutoffs_are_made_room_for_by_kind():
     """By which parameters are set."""
     matrix, of_rows, vocab = torch.zeros(BATCH, DIM, dtype=torch.bfloat16), torch.zeros(BATCH), 4 * CUTOFF_KEYS
     step = SampleInputs(matrix, matrix, 1.0, 7, 11, 1, vocab)
@@ -309,7 +309,7 @@ def test_what_changes_logits_alone_is_one_launch(monkeypatch, num_samples):
         return launch._Plan(lambda *values: calls.append((rest[-1], values)), 2, 66, 0, 0, VOCAB, 8)
 
     def refuse():
-        raise AssertionError("nothing is to be picked")
+        raise AssertionError("nothing is to be filtered")
 
     monkeypatch.setattr(launch, "_plan", plan)
     monkeypatch.setattr(launch, "zeroed_words", lambda needed, device: torch.zeros(needed, dtype=torch.int64))

@@ -1,4 +1,4 @@
-"""The Hopper kernel that leaves its logits: they are the products, chunks are summarised as Triton's scan does it, a
+"""The Hopper kernel that leaves its logits: they are the products, blocks are summarised as Triton's kernel does it, a
 row's bits are the same in any batch and shape, the tokens are those of the plain kernel, and nothing is written
 beside all that."""
 
@@ -18,7 +18,7 @@ from flashsampling.sampling_params import DEFAULT_PARAMS, SamplingParams
 from tests.api.test_token_counts import seen_of
 from tests.conftest import DEVICE
 from tests.kernels.triton.test_filtered import agrees
-from tests.kernels.triton.test_filtered_kernel import by_token, may_be_undrawn
+from tests.kernels.triton.test_filtered_kernel import by_token, may_be_deferred
 from tests.problems import ALL_SHAPES, CUTE_SHAPES, NEEDS_CUTE
 
 pytestmark = NEEDS_CUTE
@@ -64,8 +64,8 @@ def make_step(
     )
 
 
-def in_chunks(logits: torch.Tensor) -> torch.Tensor:
-    """(B, chunks, 32), -inf where there is no token."""
+def in_blocks(logits: torch.Tensor) -> torch.Tensor:
+    """(B, blocks, 32), -inf where there is no token."""
     batch, vocab = logits.shape
     tiles = -(-vocab // 128)
     padded = torch.nn.functional.pad(logits, (0, 128 * tiles - vocab), value=-INF)
@@ -77,13 +77,13 @@ def keys_of(x: torch.Tensor) -> torch.Tensor:
     return torch.where(x.isnan(), 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
 
 
-def masses_of(chunks: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """(B, chunks) float64, as ``logits_scan`` has it."""
+def masses_of(blocks: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    """(B, blocks) float64, as ``block_stats_kernel`` has it."""
     temperature = torch.where(temperature < 1e-6, 1.0, temperature)
     scale = (1.0 / temperature.double() * LOG2_E).clamp(min=2.0**-149)[:, None, None]
-    top = chunks.amax(2, keepdim=True)
+    top = blocks.amax(2, keepdim=True)
     top = torch.where(top == -INF, 0.0, top).double()
-    return torch.exp2(torch.where(chunks == top, 0.0, (chunks.double() - top) * scale)).sum(2)
+    return torch.exp2(torch.where(blocks == top, 0.0, (blocks.double() - top) * scale)).sum(2)
 
 
 def check(
@@ -98,12 +98,12 @@ def check(
     batch, vocab = step.hidden_states.shape[0], step.vocab_size
     assert logits.shape == (batch, vocab)
     assert logits.stride(0) % 4 == 0
-    chunks = in_chunks(logits)
-    assert torch.equal(keys, keys_of(chunks.amax(2)))
-    known = ~chunks.isnan().any(2)
+    blocks = in_blocks(logits)
+    assert torch.equal(keys, keys_of(blocks.amax(2)))
+    known = ~blocks.isnan().any(2)
     ones = torch.ones(batch, device=DEVICE)
     for found, temperature in ((sums, step.rows().temperature), (raw_sums, ones)):
-        expected = masses_of(chunks, temperature)
+        expected = masses_of(blocks, temperature)
         torch.testing.assert_close(found.double()[known], expected[known], rtol=1e-5, atol=0)
     if draws:
         assert torch.equal(drawn, launch.run(step, shape).ids)
@@ -149,7 +149,7 @@ def test_more_logits_than_32_bits_count():
     step = make_step(batch, vocab, 64)
     logits, (keys, *_), drawn = dispatch.run_with_logits(step, 1, BOTH)
     rows = [0, 1, 2000, batch - 1]
-    assert torch.equal(keys[rows], keys_of(in_chunks(logits[rows]).amax(2)))
+    assert torch.equal(keys[rows], keys_of(in_blocks(logits[rows]).amax(2)))
     exact = step.hidden_states[rows].double() @ step.weight[:vocab].double().T
     assert (logits[rows] - exact).abs().max() < 2e-3
     assert torch.equal(drawn, launch.run(step).ids)
@@ -226,15 +226,15 @@ def test_a_row_is_the_same_in_any_batch_and_shape():
 @pytest.mark.parametrize("vocab", [127, 1000])
 def test_nothing_is_written_beside(vocab, shape):
     """Rows beyond the batch, tokens beyond the vocabulary; and all of the rest is written."""
-    chunks, poison = -(-vocab // 128) * 4, -12345.0
+    blocks, poison = -(-vocab // 128) * 4, -12345.0
     for batch in (1, shape.block_b - 1, shape.block_b + 1):
         step = make_step(batch, vocab)
         logits = torch.full((2 * shape.block_b + 8, 1024), poison, device=DEVICE)
-        others = [torch.full((2 * shape.block_b + 8, chunks), poison, device=DEVICE) for _ in range(3)]
+        others = [torch.full((2 * shape.block_b + 8, blocks), poison, device=DEVICE) for _ in range(3)]
         at = 4  # rows before
         outputs = [tensor[at:].data_ptr() for tensor in (logits, *others)]
         launch.run(step, shape, KINDS["logits"], (*NO_TRANSFORMS, outputs[0], 4096, *outputs[1:], *NO_CUTOFFS))
-        for tensor, columns in ((logits, vocab), *((other, chunks) for other in others)):
+        for tensor, columns in ((logits, vocab), *((other, blocks) for other in others)):
             written = torch.zeros_like(tensor, dtype=torch.bool)
             written[at : at + batch, :columns] = True
             assert torch.equal(tensor != poison, written)
@@ -274,7 +274,7 @@ LOWEST, POISON = -(2**31), -12345.0
 
 @pytest.fixture
 def several_tiles(monkeypatch):
-    """Of every CTA of a vocabulary of 20,000 and more, which are as many as floors need; without a GPU of 6,000."""
+    """Of every CTA of a vocabulary of 20,000 and more, which are as many as cutoffs need; without a GPU of 6,000."""
     if not ON_GPU:
         monkeypatch.setattr(launch, "multiprocessors", lambda device: 24)
         launch._plan.cache_clear()
@@ -284,22 +284,24 @@ def several_tiles(monkeypatch):
         yield
 
 
-def are_left(step: SampleInputs, wanted: SamplingParams, shape: config.TileConfig | None = None) -> torch.Tensor:
-    """(B,) bool: rows of a block all of whose draws are left to ``pick``."""
+def are_deferred(step: SampleInputs, wanted: SamplingParams, shape: config.TileConfig | None = None) -> torch.Tensor:
+    """(B,) bool: rows of a block all of whose draws are deferred to the filtered-sampling kernel."""
     batch, dim = step.hidden_states.shape
-    left = may_be_undrawn(step._replace(params=wanted))
+    left = may_be_deferred(step._replace(params=wanted)) & (
+        torch.as_tensor(wanted.top_k, device=DEVICE) <= config.CUTOFF_KEYS
+    )
     block = (shape or config.choose_config(batch, dim)).block_b
     return torch.cat([of_block.all().expand(len(of_block)) for of_block in left.split(block)])
 
 
-def floored(
+def stored_share(
     step: SampleInputs,
     wanted: SamplingParams,
     shape: config.TileConfig | None = None,
     without: tuple[Any, ...] | None = None,
 ) -> torch.Tensor:
-    """How much of a row's logits is stored, (B,), where those below floors need not be: all that must be is, and right.
-    ``without``: the step's without floors, where it has been made."""
+    """How much of a row's logits is stored, (B,), where those below cutoffs need not be: all that must be is.
+    ``without``: the step's without cutoffs, where it has been made."""
     batch, vocab = len(step.hidden_states), step.vocab_size
     logits, (keys, sums, _), drawn = without or dispatch.run_with_logits(step, 1, (True, False), shape)
     stored = torch.full((batch, -(-vocab // 128) * 128), POISON, device=DEVICE)
@@ -307,7 +309,7 @@ def floored(
     masses = torch.full_like(sums, math.nan)
     addresses = stored.data_ptr(), stored.stride(0) * 4, again.data_ptr(), masses.data_ptr(), 0
     outputs = (*NO_TRANSFORMS, *addresses, *dispatch._cutoff_arguments(wanted, cutoffs))
-    ids = torch.where(are_left(step, wanted, shape), DEFERRED_DRAW, drawn)
+    ids = torch.where(are_deferred(step, wanted, shape), DEFERRED_DRAW, drawn)
     assert torch.equal(launch.run(step, shape, KINDS["logits"], outputs).ids, ids)
     assert torch.equal(again, keys)
     top_k = torch.zeros(batch, dtype=torch.int64, device=DEVICE) + wanted.top_k
@@ -319,8 +321,8 @@ def floored(
     stored = stored[:, :vocab]
     there = stored != POISON
     assert torch.equal(stored[there], logits[there])
-    needed = (in_chunks(torch.ones_like(logits)) > 0) & (keys >= cutoffs[:, None])[:, :, None]
-    assert (in_chunks(there.float()) > 0)[needed].all()
+    needed = (in_blocks(torch.ones_like(logits)) > 0) & (keys >= cutoffs[:, None])[:, :, None]
+    assert (in_blocks(there.float()) > 0)[needed].all()
     min_p = torch.zeros(batch, device=DEVICE) + wanted.min_p
     ordered = keys.sort(dim=1, descending=True).values
     rank = config.cutoff_rank(top_k)
@@ -336,7 +338,7 @@ def floored(
 
 @pytest.mark.quick(0)
 @pytest.mark.parametrize("shape", CONFIGS, ids=IDS)
-def test_floors(shape, several_tiles):
+def test_cutoffs(shape, several_tiles):
     """Found in time or not: what they leave out is below them. By numbers, and by rows of either kind, of both and of
     none."""
     for batch, vocab, dim in (
@@ -361,7 +363,7 @@ def test_floors(shape, several_tiles):
             SamplingParams(top_k=top_k.int(), min_p=0.3),
             SamplingParams(top_k=top_k, top_p=0.8, joint_top_p=1),
         ):
-            floored(step, wanted, shape, without)
+            stored_share(step, wanted, shape, without)
 
 
 @pytest.mark.quick(0)
@@ -380,31 +382,31 @@ def test_masses_of_rows_without_a_top_k_beside_rows_with_one(shape, several_tile
     ):
         top_k = torch.full((shape.block_b,), 20, device=DEVICE)
         top_k[rows] = 0
-        floored(step, SamplingParams(top_k=top_k), shape, without)
+        stored_share(step, SamplingParams(top_k=top_k), shape, without)
 
 
 @pytest.mark.quick(0)
 @pytest.mark.parametrize("shape", CONFIGS, ids=IDS)
-def test_draws_are_left_to_pick(shape, several_tiles):
+def test_deferred_draws(shape, several_tiles):
     """By a block whose rows all have a top-k. One row that is greedy or hot without limit, or whose top-k is none or
-    great, has all of its block drawn. Floors are found as before."""
+    great, has all of its block drawn. Cutoffs are found as before."""
     rows = shape.block_b
     step = make_step(2 * rows - 3, 6_005, 64)._replace(temperature=torch.rand(2 * rows - 3, device=DEVICE) + 0.2)
     without = dispatch.run_with_logits(step, 1, (True, False), shape)
     top_k = torch.randint(1, 513, (len(step.hidden_states),), device=DEVICE)
-    assert are_left(step, SamplingParams(top_k=top_k), shape).all()
-    floored(step, SamplingParams(top_k=top_k), shape, without)
+    assert are_deferred(step, SamplingParams(top_k=top_k), shape).all()
+    stored_share(step, SamplingParams(top_k=top_k), shape, without)
     for row, value in ((0, 0), (rows - 1, 513), (rows, 6_005), (2 * rows - 4, -1)):
         some = top_k.clone()
         some[row] = value
-        assert are_left(step, SamplingParams(top_k=some), shape).sum() == (rows - 3 if row < rows else rows)
-        floored(step, SamplingParams(top_k=some), shape, without)
+        assert are_deferred(step, SamplingParams(top_k=some), shape).sum() == (rows - 3 if row < rows else rows)
+        stored_share(step, SamplingParams(top_k=some), shape, without)
     for row, warmth in ((0, 0.0), (rows, 9.9e-7), (rows - 1, 2.0**100), (1, INF), (rows + 1, math.nan)):
         temperature = step.rows().temperature.clone()
         temperature[row] = warmth
         other = step._replace(temperature=temperature)
-        assert 0 < are_left(other, SamplingParams(top_k=9), shape).sum() < 2 * rows - 3
-        floored(other, SamplingParams(top_k=9), shape)
+        assert 0 < are_deferred(other, SamplingParams(top_k=9), shape).sum() < 2 * rows - 3
+        stored_share(other, SamplingParams(top_k=9), shape)
 
 
 @pytest.mark.parametrize("batch", [1, 16, 100, 256, 300] if ON_GPU else [7])
@@ -444,7 +446,7 @@ def test_whose_draws_are_left_does_not_matter(batch):
             assert torch.equal(values[others].nan_to_num(7.0), again[part][others].nan_to_num(7.0)), part
 
 
-def test_floors_of_several_blocks_of_rows(several_tiles):
+def test_cutoffs_of_several_blocks_of_rows(several_tiles):
     shape = config.CONFIGS[0]
     step = make_step(3 * shape.block_b - 3, 6_005, 64)
     top_k = torch.randint(1, 300, (len(step.hidden_states),), device=DEVICE)
@@ -453,30 +455,30 @@ def test_floors_of_several_blocks_of_rows(several_tiles):
         SamplingParams(top_k=top_k),
         SamplingParams(top_k=top_k.int(), min_p=torch.rand(len(top_k), device=DEVICE) ** 4),
     ):
-        floored(step, wanted, shape)
+        stored_share(step, wanted, shape)
     for first, second in ((5, 0), (0, 5)):  # one block alone has a top-k
         top_k = torch.tensor([first] * shape.block_b + [second] * shape.block_b, device=DEVICE)
-        floored(make_step(2 * shape.block_b, 6_005, 64), SamplingParams(top_k=top_k), shape)
+        stored_share(make_step(2 * shape.block_b, 6_005, 64), SamplingParams(top_k=top_k), shape)
 
 
 @pytest.mark.quick(0)
-@pytest.mark.skipif(ON_GPU, reason="there a launch so small may be over first; test_floors_leave_most_out asks more")
-def test_floors_are_found(several_tiles):
+@pytest.mark.skipif(ON_GPU, reason="there a launch so small may be over first; test_cutoffs_leave_most_out asks more")
+def test_cutoffs_are_found(several_tiles):
     """And leave something out, or what the others assert says nothing."""
     shape = config.CONFIGS[0]
     step = make_step(2 * shape.block_b, 9_000, 64)
     for wanted in (SamplingParams(top_k=5), SamplingParams(min_p=0.5)):
-        assert min(float(floored(step, wanted, shape).mean()) for _ in range(5)) < 1
+        assert min(float(stored_share(step, wanted, shape).mean()) for _ in range(5)) < 1
 
 
-def test_floors_at_one_temperature_for_all_rows(several_tiles):
+def test_cutoffs_at_one_temperature_for_all_rows(several_tiles):
     step = make_step(16, 9_000, 64)._replace(temperature=1.7)
     for _ in range(3):
-        floored(step, SamplingParams(min_p=0.02), config.CONFIGS[0])
+        stored_share(step, SamplingParams(min_p=0.02), config.CONFIGS[0])
 
 
-def test_floors_are_not_above_what_pick_takes(several_tiles):
-    """No bit of a step depends on whether there is one: ``logits_pick``'s bound of min-p."""
+def test_cutoffs_are_not_above_those_of_the_filtered_kernel(several_tiles):
+    """No bit of a step depends on whether there is one: ``filtered_sample_kernel``'s cutoff of min-p."""
     step = make_step(16, 9_000, 64)._replace(temperature=1.0)
     for min_p in (0.999, 0.5, 0.05):
         logits, cutoffs = torch.empty(16, 9088, device=DEVICE), torch.empty(16, dtype=torch.int32, device=DEVICE)
@@ -491,16 +493,16 @@ def test_floors_are_not_above_what_pick_takes(several_tiles):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("batch", [1, 16, 64, 130, 256, 300])
-def test_floors_leave_most_out(batch):
+def test_cutoffs_leave_most_out(batch):
     """Of a launch of nine tiles per CTA and more, by its first."""
     step = make_step(batch, 151_936, 2048)._replace(temperature=1.0)
     step.hidden_states.mul_(0.1)
-    assert floored(step, SamplingParams(top_k=50)).max() < 0.7
-    assert floored(step, SamplingParams(min_p=0.1)).max() < 0.7
-    assert floored(step, SamplingParams(top_p=0.9)).min() == 1.0
+    assert stored_share(step, SamplingParams(top_k=50)).max() < 0.7
+    assert stored_share(step, SamplingParams(min_p=0.1)).max() < 0.7
+    assert stored_share(step, SamplingParams(top_p=0.9)).min() == 1.0
 
 
-def test_floors_of_special_rows(several_tiles):
+def test_cutoffs_of_special_rows(several_tiles):
     """Ties, infinities, NaN, rows of equal logits, any temperature."""
     batch, vocab, dim = (48, 40_000, 1024) if ON_GPU else (48, 12_000, 64)
     step = make_step(batch, vocab, dim)
@@ -521,15 +523,15 @@ def test_floors_of_special_rows(several_tiles):
         addresses = again.data_ptr(), again.stride(0) * 4, keys.data_ptr(), 0, 0
         outputs = (*NO_TRANSFORMS, *addresses, *dispatch._cutoff_arguments(wanted, cutoffs))
         assert torch.equal(launch.run(step, None, KINDS["logits"], outputs).ids, drawn)
-        needed = (in_chunks(torch.ones_like(logits)) > 0) & (keys >= cutoffs[:, None])[:, :, None]
+        needed = (in_blocks(torch.ones_like(logits)) > 0) & (keys >= cutoffs[:, None])[:, :, None]
         again = by_token(again)[:, :vocab]
-        same = in_chunks((again.view(torch.int32) == logits.view(torch.int32)).float()) > 0
+        same = in_blocks((again.view(torch.int32) == logits.view(torch.int32)).float()) > 0
         assert same[needed].all()
 
 
 @pytest.mark.quick(0)
 @pytest.mark.parametrize("batch", [1, 16, 100, 256, 300] if ON_GPU else [6])
-def test_steps_do_not_depend_on_floors(batch, monkeypatch, several_tiles):
+def test_steps_do_not_depend_on_cutoffs(batch, monkeypatch, several_tiles):
     """Of nine tiles per CTA, with rubbish where nothing is stored; the oracle's tokens. Flat rows among them, whose
     candidates are more than have room, and rows without a filter."""
     vocab = 151_936 if ON_GPU else 9_000

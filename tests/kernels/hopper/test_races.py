@@ -14,7 +14,7 @@ from flashsampling.sampling_params import SamplingParams
 from tests import emulator
 from tests.conftest import DEVICE
 from tests.kernels.hopper.test_logit_transforms import everything, processed
-from tests.kernels.hopper.test_logits import IDS, floored, make_step
+from tests.kernels.hopper.test_logits import IDS, make_step, stored_share
 from tests.kernels.hopper.test_nonzero_mask import known
 from tests.kernels.test_exactness import awkward_rows, awkward_weight
 from tests.problems import CUTE_SHAPES
@@ -86,7 +86,7 @@ def test_draws(shape, watched, ctas):
 @pytest.mark.quick(0)
 @pytest.mark.parametrize("shape", CUTE_SHAPES[:2], ids=IDS[:2])
 def test_requests(shape, watched, ctas):
-    """All that is done in registers, and logits with their summaries."""
+    """All that is done in registers, and logits with their block statistics."""
     ctas(4)
     step = make_step(rows_of(shape), VOCAB, 136)
     for one in everything(rows_of(shape), VOCAB).values():
@@ -100,12 +100,12 @@ def test_requests(shape, watched, ctas):
 
 @pytest.mark.quick(0)
 @pytest.mark.parametrize("shape", CUTE_SHAPES[:2], ids=IDS[:2])
-def test_floors(shape, watched, ctas):
+def test_cutoffs(shape, watched, ctas):
     ctas(6)
     step = make_step(rows_of(shape), 3000, 64)
-    floored(step, SamplingParams(top_k=5), shape)
-    floored(step, SamplingParams(min_p=0.2), shape)
-    floored(step._replace(temperature=1.0), SamplingParams(top_k=5), shape)  # which is left to ``pick``
+    stored_share(step, SamplingParams(top_k=5), shape)
+    stored_share(step, SamplingParams(min_p=0.2), shape)
+    stored_share(step._replace(temperature=1.0), SamplingParams(top_k=5), shape)  # which is deferred
 
 
 @pytest.mark.quick(1)

@@ -1,5 +1,5 @@
-"""Triton's launches where there is no GPU: compiled for one, as they are launched, and not run. In a process of its
-own."""
+"""Triton's launches where there is no GPU: compiled for one, as they are launched, and not run, in a process of its
+own; or looked up in no cache, by ``LaunchKeys``."""
 
 import os
 import subprocess
@@ -9,7 +9,10 @@ from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.runtime.jit import JITFunction
+from triton.compiler import make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
+
+from flashsampling.kernels.triton.jit import with_struct_types
 
 
 class _Driver:
@@ -39,6 +42,23 @@ def compile_only(capability: int) -> list[Any]:
     triton.runtime.driver.set_active(_Driver(capability))
     JITFunction.run = run
     return compiled
+
+
+class LaunchKeys:
+    """Stands in for a kernel: collects the keys that Triton would look up in its cache, and runs nothing."""
+
+    def __init__(self, kernel: Any) -> None:
+        jit = kernel if isinstance(kernel, JITFunction) else JITFunction(kernel.fn, **kernel.kwargs)
+        bind = create_function_from_signature(jit.signature, jit.params, make_backend(GPUTarget("cuda", 90, 32)))
+        self.bind = with_struct_types(bind, [param.name for param in jit.params], kernel.structs)
+        self.seen: set[str] = set()
+
+    def __getitem__(self, grid: Any) -> "LaunchKeys":
+        return self
+
+    def __call__(self, *arguments: Any, **named: Any) -> None:
+        _, specialization, options = self.bind(*arguments, **named)
+        self.seen.add(str((specialization, options)))
 
 
 def output_of(program: str, *arguments: Any, cache: Path | None = None) -> str:

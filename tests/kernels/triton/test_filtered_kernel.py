@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 from flashsampling.inputs import SampleInputs
 from flashsampling.kernels.triton.filtered import exact_row
 from flashsampling.kernels.triton.filtered.dispatch import BlockStats, Config, Records, draw, empty_records, run
-from flashsampling.outputs import DEFERRED_DRAW, DEFERRED_TOP_K, SampleResult, layout
+from flashsampling.outputs import DEFERRED_DRAW, SampleResult, layout
 from flashsampling.reference import logit_transforms, oracle
 from flashsampling.sampling_params import DEFAULT_PARAMS, SamplingParams
 from tests.conftest import COMPILED, DEVICE
@@ -27,28 +27,28 @@ def key_of(x: Tensor) -> Tensor:
     return torch.where(x.isnan(), 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
 
 
-def summaries_of(step: SampleInputs, sums: bool = True) -> BlockStats:
+def block_stats_of(step: SampleInputs, sums: bool = True) -> BlockStats:
     """As a kernel would make them: thread w of four has tokens 16 * w + {0..15} of both halves of a block of 128."""
     assert step.logits is not None
     batch, vocab = step.logits.shape
     padded = torch.nn.functional.pad(step.logits, (0, -vocab % 128), value=-INF)
-    chunks = padded.view(batch, -1, 2, 4, 16).transpose(2, 3).reshape(batch, -1, 32)
-    highest = chunks.amax(dim=-1)
-    highest = torch.where(chunks.isnan().any(dim=-1), math.nan, highest)
+    blocks = padded.view(batch, -1, 2, 4, 16).transpose(2, 3).reshape(batch, -1, 32)
+    highest = blocks.amax(dim=-1)
+    highest = torch.where(blocks.isnan().any(dim=-1), math.nan, highest)
     top = torch.where(highest == -INF, 0.0, highest)[..., None]
 
     def summed(temperature: Tensor) -> Tensor:
         scale = (temperature >= logit_transforms.GREEDY_BELOW) * (temperature - 1.0) + 1.0
         scale = (math.log2(math.e) / scale).clamp(min=2.0**-149)[:, None, None]
-        below = torch.where(chunks == top, 0.0, (chunks.double() - top.double()) * scale.double())
+        below = torch.where(blocks == top, 0.0, (blocks.double() - top.double()) * scale.double())
         return below.exp2().sum(dim=-1).float()
 
     of_rows = step.rows().temperature
     return BlockStats(key_of(highest), summed(of_rows) if sums else None, summed(torch.ones_like(of_rows)))
 
 
-def by_chunk(logits: Tensor) -> Tensor:
-    """As they lie beside floors: the two halves of a chunk side by side."""
+def by_block(logits: Tensor) -> Tensor:
+    """As they lie beside cutoffs: the two halves of a block side by side."""
     padded = torch.nn.functional.pad(logits, (0, -logits.shape[1] % 128), value=math.nan)
     return padded.view(len(logits), -1, 2, 4, 16).transpose(2, 3).reshape(len(logits), -1)
 
@@ -58,8 +58,8 @@ def by_token(stored: Tensor) -> Tensor:
     return stored.view(len(stored), -1, 4, 2, 16).transpose(2, 3).reshape(stored.shape)
 
 
-def without_chunks(step: SampleInputs, missing: Tensor) -> Tensor:
-    """The logits, of chunks ``missing`` (B, chunks) what may lie in memory: highest and other logits of the row too."""
+def without_blocks(step: SampleInputs, missing: Tensor) -> Tensor:
+    """The logits, of blocks ``missing`` (B, blocks) what may lie in memory: highest and other logits of the row too."""
     assert step.logits is not None
     logits = step.logits
     token = torch.arange(step.vocab_size, device=DEVICE)
@@ -73,44 +73,44 @@ def without_chunks(step: SampleInputs, missing: Tensor) -> Tensor:
     return torch.where(gone, others.gather(1, chosen), logits)
 
 
-def picked(
+def draw_filtered(
     step: SampleInputs,
     sums: bool = True,
     records: Records | None = None,
-    floors: Tensor | None = None,
+    cutoffs: Tensor | None = None,
     config: Config = SMALL,
-    undrawn: Tensor | bool = False,
+    deferred: Tensor | bool = False,
 ) -> SampleResult:
-    """Rows 16 bytes apart, what lies between them is not read, nor are chunks below ``floors``, nor beside these masses
-    of rows with a top-k; tokens without filters from the oracle, but of rows ``undrawn``."""
+    """Rows 16 bytes apart, what lies between them is not read, nor are blocks below ``cutoffs``, nor beside these the
+    masses of rows with a top-k; tokens without filters from the oracle, but of rows ``deferred``."""
     assert step.logits is not None
     unfiltered = oracle.run(step._replace(params=DEFAULT_PARAMS)).ids
     if DEVICE.type == "cuda":  # the kernel's own arithmetic, where two scores are next to equal
         unfiltered = run(step._replace(params=DEFAULT_PARAMS)).ids
-    undrawn = torch.as_tensor(undrawn, device=DEVICE).expand(len(step.logits))
-    if undrawn.any():  # or else any token: of such a row it is never asked for
+    deferred = torch.as_tensor(deferred, device=DEVICE).expand(len(step.logits))
+    if deferred.any():  # or else any token: of such a row it is never asked for
         other = torch.arange(len(step.logits), device=DEVICE) % 2 * (unfiltered >= 0) != 0
         told = torch.where(other, step.logits.nan_to_num(0.0).argmax(1), DEFERRED_DRAW)
-        unfiltered = torch.where(undrawn, told, unfiltered)
-    block_stats = summaries_of(step, sums)._replace(cutoffs=floors)
-    if floors is not None:
-        step = with_logits(step, without_chunks(step, block_stats.keys < floors[:, None]))
-        top_k = torch.as_tensor(step.params.top_k, device=DEVICE).expand(len(floors))
+        unfiltered = torch.where(deferred, told, unfiltered)
+    block_stats = block_stats_of(step, sums)._replace(cutoffs=cutoffs)
+    if cutoffs is not None:
+        step = with_logits(step, without_blocks(step, block_stats.keys < cutoffs[:, None]))
+        top_k = torch.as_tensor(step.params.top_k, device=DEVICE).expand(len(cutoffs))
         if block_stats.sums is not None:
             block_stats.sums[(top_k > 0) & (top_k < step.vocab_size)] = math.nan
     assert step.logits is not None
-    if floors is None:
+    if cutoffs is None:
         logits = torch.nn.functional.pad(step.logits, (0, -step.vocab_size % 4 + 4), value=math.nan)[
             :, : step.vocab_size
         ]
     else:
-        logits = by_chunk(step.logits)
+        logits = by_block(step.logits)
     return draw(step._replace(logits=logits), block_stats, unfiltered, config, records)
 
 
 def check(step: SampleInputs, sums: bool = True, config: Config = SMALL) -> SampleResult:
     """The oracle's, and what both launches make."""
-    drawn = agrees(picked(step, sums, config=config), step)
+    drawn = agrees(draw_filtered(step, sums, config=config), step)
     both = run(step, config)
     parts = [
         layout(len(step.hidden_states), step.num_samples, step.params).split(one, len(step.hidden_states))
@@ -119,22 +119,21 @@ def check(step: SampleInputs, sums: bool = True, config: Config = SMALL) -> Samp
     for name in ("token_ids", "ranks", "top_token_ids"):
         if name in parts[0]:
             assert torch.equal(parts[0][name], parts[1][name]), name
-    undrawn = may_be_undrawn(step)
-    if undrawn.any():
-        without = picked(step, sums, config=config, undrawn=undrawn)
+    deferred = may_be_deferred(step)
+    if deferred.any():
+        without = draw_filtered(step, sums, config=config, deferred=deferred)
         assert torch.equal(without.ids, drawn.ids)
         assert drawn.values is None or torch.equal(without.values.nan_to_num(7.0), drawn.values.nan_to_num(7.0))
     return drawn
 
 
-def may_be_undrawn(step: SampleInputs) -> Tensor:
+def may_be_deferred(step: SampleInputs) -> Tensor:
     """(B,) bool: rows with a top-k that are not greedy, and whose temperature is no infinity's. Of one draw."""
     temperature = step.rows().temperature
     top_k = torch.as_tensor(step.params.top_k, device=DEVICE).expand(temperature.shape)
     left = (
         (top_k > 0)
         & (top_k < step.vocab_size)
-        & (top_k <= DEFERRED_TOP_K)
         & (temperature >= logit_transforms.GREEDY_BELOW)
         & (temperature < 2.0**100)
     )
@@ -187,40 +186,40 @@ def test_mixed_rows(params, sums):
 
 
 def test_ranks_of_the_least_likely():
-    """Whose list of chunks is the whole row's, many times as long as what is read of it at once."""
+    """Whose list of blocks is the whole row's, many times as long as what is read of it at once."""
     step = make_step(batch=3, vocab=4101, params=SamplingParams(logprobs=True))
     step = with_logits(step, step.hidden_states)
     order = step.logits.argsort(dim=1, descending=True)
     assert len(step.logits.unique()) == step.logits.numel()
     places = torch.tensor([4100, 4099, 2000], device=DEVICE)
     drawn = order.gather(1, places[:, None]).flatten()
-    picked = draw(step, summaries_of(step), drawn, SMALL)
+    result = draw(step, block_stats_of(step), drawn, SMALL)
     where = layout(3, 1, step.params).ids["ranks"]
-    assert picked.ids[where.first : where.first + 3].tolist() == (places + 1).tolist()
+    assert result.ids[where.first : where.first + 3].tolist() == (places + 1).tolist()
 
 
 @pytest.mark.quick(2)
-@pytest.mark.parametrize("top_k", [1, 3, 60, min(VOCAB - 1, DEFERRED_TOP_K)])
+@pytest.mark.parametrize("top_k", [1, 3, 60, min(VOCAB - 1, 512)])
 @pytest.mark.parametrize(
     "more", [{}, {"top_p": 0.5, "min_p": 0.1}, {"top_p": 0.9, "logprobs": True, "top_logprobs": 2}]
 )
 def test_infinite_rows(top_k, more):
-    """Undefined without a finite logit, which a chunk beside an infinite one may have, or the last token alone."""
+    """Undefined without a finite logit, which a block beside an infinite one may have, or the last token alone."""
     step = make_step(batch=8, vocab=VOCAB, params=SamplingParams(top_k=top_k, **more))
     logits = step.hidden_states.clone()
     logits[0, [5, 6, 300]] = INF
     logits[1], logits[1, 40] = -INF, INF
     logits[2] = INF
-    logits[3], logits[3, 7], logits[3, 6] = -INF, INF, 1.0  # of one chunk
+    logits[3], logits[3, 7], logits[3, 6] = -INF, INF, 1.0  # of one block
     logits[4], logits[4, VOCAB - 1] = INF, -3e38
     logits[5], logits[5, 11] = INF, math.nan
     logits[6], logits[6, ::2] = INF, -INF
     logits[7], logits[7, 0] = -INF, 2.0
-    assert may_be_undrawn(step).all()
+    assert may_be_deferred(step).all()
     step = with_logits(step, logits)
     ids = check(step).ids[:8].tolist()
     if not step.params.logprobs:
-        check_floors(step, share=0.0)
+        check_cutoffs(step, share=0.0)
     assert ids == [5, -1, -1, 7, 0, -1, -1, 0]
 
 
@@ -265,14 +264,14 @@ def test_vocabularies(params, vocab):
     [SamplingParams(top_k=2), SamplingParams(top_k=3, top_p=0.7), SamplingParams(logprobs=True, top_logprobs=3)],
 )
 def test_the_lowest_ids_of_ties_are_not_always_in_the_first_chunks(params):
-    """A chunk is 16 tokens of 128 and the 16 that are 64 above them. Every column of chunks has the highest logit
+    """A block is 16 tokens of 128 and the 16 that are 64 above them. Every column of blocks has the highest logit
     once."""
     torch.manual_seed(0)
     step = make_step(batch=8, vocab=VOCAB, params=params, num_samples=6, temperature=1.0)
     logits = torch.full_like(step.hidden_states, -1.0)
-    chunk = torch.arange(SMALL.width if SMALL.width <= VOCAB // 32 else VOCAB // 32 // 4 * 4)
+    block = torch.arange(SMALL.width if SMALL.width <= VOCAB // 32 else VOCAB // 32 // 4 * 4)
     for row in range(8):
-        ids = chunk // 4 * 128 + chunk % 4 * 16 + torch.randint(16, chunk.shape) + torch.randint(2, chunk.shape) * 64
+        ids = block // 4 * 128 + block % 4 * 16 + torch.randint(16, block.shape) + torch.randint(2, block.shape) * 64
         logits[row, ids] = 1.0
     check(with_logits(step, logits))
 
@@ -335,9 +334,9 @@ def test_equal_rows_are_known_where_the_last_blocks_hold_no_token(vocab, monkeyp
 def test_a_row_is_the_same_in_any_batch():
     params = SamplingParams(top_p=0.8, logprobs=True)
     step = mixed(params)
-    whole = layout(13, 1, params).split(picked(step), 13)
+    whole = layout(13, 1, params).split(draw_filtered(step), 13)
     for first, last in ((7, 10), (2, 3)):
-        some = layout(last - first, 1, params).split(picked(step.part(first, last)), last - first)
+        some = layout(last - first, 1, params).split(draw_filtered(step.part(first, last)), last - first)
         for name, values in whole.items():
             assert torch.equal(some[name].nan_to_num(7.0), values[first:last].nan_to_num(7.0)), name
 
@@ -375,7 +374,7 @@ def test_records_are_those_of_both_launches(params):
     step = mixed(params)
     assert step.logits is not None
     ours, theirs = (empty_records(13, DEVICE) for _ in range(2))
-    assert torch.equal(picked(step, records=ours).ids, run(step, SMALL, theirs).ids)
+    assert torch.equal(draw_filtered(step, records=ours).ids, run(step, SMALL, theirs).ids)
     (least, mass, *rest), (least_of, mass_of, *rest_of) = (records.masses.T for records in (ours, theirs))
     defined = ~mass_of.isnan()
     assert defined.tolist() == (~mass.isnan()).tolist() == [row not in (1, 3, 4) for row in range(13)]
@@ -389,45 +388,47 @@ def test_records_are_those_of_both_launches(params):
     assert int(rest[1].view(torch.int32)[11]) == int(step.logits[11].argmax())
 
 
-def floors_of(step: SampleInputs, undrawn: Tensor | bool = False) -> Tensor:
+def cutoffs_of(step: SampleInputs, deferred: Tensor | bool = False) -> Tensor:
     """The highest that rows may have."""
-    keys, rows, params = summaries_of(step).keys, step.rows(), step.params
-    batch, chunks = keys.shape
+    keys, rows, params = block_stats_of(step).keys, step.rows(), step.params
+    batch, blocks = keys.shape
     top_k, top_p, min_p = (
         torch.as_tensor(x, device=DEVICE).expand(batch) for x in (params.top_k, params.top_p, params.min_p)
     )
     ranked = torch.cat([keys.sort(descending=True).values, torch.full_like(keys[:, :1], -(2**31))], dim=1)
-    by_top_k = ranked.gather(1, (top_k.long() - 1).clamp(0, chunks)[:, None])[:, 0]
+    by_top_k = ranked.gather(1, (top_k.long() - 1).clamp(0, blocks)[:, None])[:, 0]
     bits = ranked[:, 0]
     top = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).view(torch.float32)
     scale = (math.log2(math.e) / rows.temperature).clamp(min=2.0**-149)
     kept = top + (min_p.clamp(max=1.0).log2() - 0.01) / scale - top.abs().clamp(max=3.4028234663852886e38) * 1e-6
-    floors = torch.where(min_p > 0, key_of(kept.float()), -(2**31))
-    floors = torch.where((top_k > 0) & (top_k < step.vocab_size), by_top_k, floors)
+    cutoffs = torch.where(min_p > 0, key_of(kept.float()), -(2**31))
+    cutoffs = torch.where((top_k > 0) & (top_k < step.vocab_size), by_top_k, cutoffs)
     unread = (top_k <= 0) | (top_k >= step.vocab_size)
     unread = (unread & ~(top_p < 1) & ~(min_p > 0)) | top_p.isnan() | min_p.isnan()
-    unread |= top.isnan() | (top.isinf() & ~((top == INF) & torch.as_tensor(undrawn, device=DEVICE)))
+    unread |= top.isnan() | (top.isinf() & ~((top == INF) & torch.as_tensor(deferred, device=DEVICE)))
     unread |= ~(rows.temperature >= logit_transforms.GREEDY_BELOW)
-    return torch.where(unread, 0x7FFFFFFF, floors).int()
+    return torch.where(unread, 0x7FFFFFFF, cutoffs).int()
 
 
-def check_floors(step: SampleInputs, config: Config = SMALL, share: float = 0.2, lowered: bool = False) -> SampleResult:
-    """The same tokens with floors; so many chunks at least are not stored."""
-    drawn, floors = picked(step, config=config), floors_of(step)
-    lower = summaries_of(step).keys < floors[:, None]
+def check_cutoffs(
+    step: SampleInputs, config: Config = SMALL, share: float = 0.2, lowered: bool = False
+) -> SampleResult:
+    """The same tokens with cutoffs; so many blocks at least are not stored."""
+    drawn, cutoffs = draw_filtered(step, config=config), cutoffs_of(step)
+    lower = block_stats_of(step).keys < cutoffs[:, None]
     assert lower.float().mean() >= share
-    assert torch.equal(picked(step, floors=floors, config=config).ids, drawn.ids)
-    undrawn = may_be_undrawn(step)
-    if undrawn.any():
-        some = floors_of(step, undrawn)
-        assert torch.equal(picked(step, floors=some, config=config, undrawn=undrawn).ids, drawn.ids)
+    assert torch.equal(draw_filtered(step, cutoffs=cutoffs, config=config).ids, drawn.ids)
+    deferred = may_be_deferred(step)
+    if deferred.any():
+        some = cutoffs_of(step, deferred)
+        assert torch.equal(draw_filtered(step, cutoffs=some, config=config, deferred=deferred).ids, drawn.ids)
     if lowered:
-        floors = (floors.long() - torch.randint(1, 2**23, floors.shape).to(DEVICE)).clamp(min=-(2**31)).int()
-        assert torch.equal(picked(step, floors=floors, config=config).ids, drawn.ids)
+        cutoffs = (cutoffs.long() - torch.randint(1, 2**23, cutoffs.shape).to(DEVICE)).clamp(min=-(2**31)).int()
+        assert torch.equal(draw_filtered(step, cutoffs=cutoffs, config=config).ids, drawn.ids)
     return drawn
 
 
-ROOMY = SMALL if CUDA else replace(SMALL, capacity=512)  # candidates below a floor would fit
+ROOMY = SMALL if CUDA else replace(SMALL, capacity=512)  # candidates below a cutoff would fit
 
 
 @pytest.mark.quick(3)
@@ -442,43 +443,43 @@ ROOMY = SMALL if CUDA else replace(SMALL, capacity=512)  # candidates below a fl
         (SamplingParams(top_p=0.8, min_p=1e-3), 0.3),
     ],
 )
-def test_floors_of_mixed_rows(params, share):
-    check_floors(mixed(params), ROOMY, share)
+def test_cutoffs_of_mixed_rows(params, share):
+    check_cutoffs(mixed(params), ROOMY, share)
 
 
-def test_floors_by_row():
+def test_cutoffs_by_row():
     nan = math.nan
     params = SamplingParams(
         top_k=of([0, 5, 3, 0, 5, 1, 0, 2, 0, 16, 300, 4, 6]),
         top_p=of([1.0, 1.0, 0.7, 1.0, 0.7, 0.5, 0.9, 0.5, nan, 0.9, 0.4, 0.9, 0.5]),
         min_p=of([0.0, 0.0, 0.0, 0.1, 0.1, nan, 0.0, 0.0, 0.1, 0.9, 0.0, 0.0, 0.0]),
     )
-    check_floors(mixed(params, num_samples=2), lowered=True)
+    check_cutoffs(mixed(params, num_samples=2), lowered=True)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-5, 1e5, INF, math.nan])
-def test_floors_at_temperatures(temperature):
+def test_cutoffs_at_temperatures(temperature):
     step = make_step(batch=3, vocab=VOCAB, params=SamplingParams(top_k=of([5, 0, 0]), min_p=of([0.0, 0.9, 0.0])))
-    check_floors(step._replace(temperature=torch.full((3,), temperature, device=DEVICE)))
+    check_cutoffs(step._replace(temperature=torch.full((3,), temperature, device=DEVICE)))
 
 
-def test_floors_of_rows_without_filters():
-    check_floors(mixed(DEFAULT_PARAMS), share=0.9)
+def test_cutoffs_of_rows_without_filters():
+    check_cutoffs(mixed(DEFAULT_PARAMS), share=0.9)
 
 
 MEDIUM = SMALL if CUDA else replace(SMALL, width=64, gathered=16, tile=256, row_tile=1024)
 
 
 def is_dense(params: SamplingParams) -> SampleInputs:
-    """What is drawn from is few tokens, some more, and more than there is room for: ties in chunks that have others
-    too, and in chunks of their own, below one higher logit, nearly equal logits. Tokens without filters are in other
-    chunks for the most part."""
+    """What is drawn from is few tokens, some more, and more than there is room for: ties in blocks that have others
+    too, and in blocks of their own, below one higher logit, nearly equal logits. Tokens without filters are in other
+    blocks for the most part."""
     vocab = 151_936 if CUDA else 2_571
     step = make_step(batch=6, vocab=vocab, params=params, num_samples=2, temperature=1.0)
     logits = step.hidden_states.clone()
     token = torch.arange(vocab, device=DEVICE)
-    chunk = token // 128 * 4 + token // 16 % 4
-    high = chunk * 7 % 12 < 8
+    block = token // 128 * 4 + token // 16 % 4
+    high = block * 7 % 12 < 8
     logits[1] = logits[1].round()
     ties, some = 1.0 + (token % 16 < 1) * 0.5, 1.0 + (token % 16 < 8) * 0.5
     for row, values in ((2, ties), (3, some), (4, 1.0 + torch.rand(vocab, device=DEVICE) * 0.05)):
@@ -496,6 +497,6 @@ def is_dense(params: SamplingParams) -> SampleInputs:
         (SamplingParams(min_p=0.93), 0.3),
     ],
 )
-def test_floors_of_crowded_rows(params, share):
+def test_cutoffs_of_crowded_rows(params, share):
     step = is_dense(params)
-    agrees(check_floors(step, MEDIUM, share), step)
+    agrees(check_cutoffs(step, MEDIUM, share), step)

@@ -9,7 +9,6 @@ import triton.language as tl
 
 from ..constant import Constant
 from ..jit import jit
-from ..reductions import sum_three
 from .logit_source import load_blocks
 from .order import (
     LARGEST,
@@ -26,6 +25,15 @@ from .order import (
 
 _WAYS = Constant(4)  # thresholds at a time, 16 bits of a sum for each
 _PARTS = Constant(5)  # of WIDTH blocks, which are on their way together
+
+
+@jit
+def _sum_three(a, b, c):
+    """Sums three (N,) tensors of one type in one reduction, so that threads wait for each other once."""
+    of_ab, of_cc = tl.split(tl.sum(tl.join(tl.join(a, b), tl.join(c, c)), axis=0))
+    of_a, of_b = tl.split(of_ab)
+    of_c, _ = tl.split(of_cc)
+    return of_a, of_b, of_c
 
 
 @jit
@@ -140,7 +148,7 @@ def nucleus_cutoff(keys_ptr, sums_ptr, blocks, top, scale, rest, vocab_size, WID
                 excess1 += tl.where(keys[part] < first, excess, 0.0)
                 excess2 += tl.where(keys[part] < second, excess, 0.0)
                 excess3 += tl.where(keys[part] < third, excess, 0.0)
-        one, two, three = sum_three(excess1, excess2, excess3)
+        one, two, three = _sum_three(excess1, excess2, excess3)
         passed = (one <= 0.0).to(tl.int32) + (two <= 0.0).to(tl.int32) + (three <= 0.0).to(tl.int32)
         below -= step * passed
         step = step >> 2

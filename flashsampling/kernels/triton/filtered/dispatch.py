@@ -107,7 +107,7 @@ def unsupported(step: SampleInputs) -> str | None:
         return f"compute capability {capability(logits.device)}, it needs (8, 0)"
     if logits.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"logits of {logits.dtype}"
-    return step.too_wide_to_pick()
+    return step.too_wide_to_filter()
 
 
 def contiguous_rows(matrix: Tensor | None) -> Tensor | None:
@@ -130,10 +130,6 @@ def empty_records(batch: int, device: torch.device) -> Records:
 
 def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
-
-
-_NO_HEAD = HeadTransform(0, 1.0, 0.0)
-_NO_TRANSFORMS = (0,) * 10  # addresses, strides and the count
 
 
 def head_transform(params: SamplingParams) -> HeadTransform:
@@ -167,6 +163,11 @@ def request_transforms(params: SamplingParams) -> tuple[RequestTransforms, tuple
         *numbers,
     )
     return transforms, (ids, values, counts, mask)
+
+
+def changes_logits(head: HeadTransform, transforms: RequestTransforms) -> tuple[bool, bool]:
+    """Returns whether the LM head's transform, and the request's, change logits."""
+    return head != HeadTransform(0, 1.0, 0.0), any(transforms[:10])  # addresses, strides and the count
 
 
 def _rows(step: SampleInputs) -> Rows:
@@ -234,8 +235,7 @@ def _run(step: SampleInputs, config: Config, records: Records | None) -> tuple[S
     tiles, blocks = -(-vocab_size // config.block), _blocks(vocab_size)
     head = head_transform(params)
     transforms, _held = request_transforms(params)
-    has_head = head != _NO_HEAD
-    changes = transforms[:10] != _NO_TRANSFORMS
+    has_head, changes = changes_logits(head, transforms)
     wants_raw, wants_record = params.needs_raw_mass(), params.logprobs or records is not None
     stride = -(-vocab_size // 4) * 4
     sizes = [
@@ -277,9 +277,10 @@ def block_stats(
     outputs: StatsOutputs,
     config: Config = CONFIG,
 ) -> None:
-    """Launches ``block_stats_kernel``; it draws where ``outputs`` has winners."""
+    """Launches ``block_stats_kernel``; it draws where ``outputs`` has winners, and transforms logits where it has
+    logits."""
     tiles = -(-step.vocab_size // config.block)
-    changes = head != _NO_HEAD or transforms[:10] != _NO_TRANSFORMS
+    changes = (outputs.raw_at | outputs.processed_at) != 0
     stats = changes or outputs.keys_at != 0 or outputs.raw_keys_at != 0
     aligned = (logits.data_ptr() | logits.stride(0) | step.vocab_size) % 16 == 0
     block_stats_kernel[(logits.shape[0] * tiles,)](

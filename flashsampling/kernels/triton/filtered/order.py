@@ -18,7 +18,6 @@ LN2 = Constant(0.6931471805599453)
 LARGEST = Constant(3.4028234663852886e38)  # finite number
 GREEDY_BELOW = Constant(1e-6)
 DEFERRED_DRAW = Constant(outputs.DEFERRED_DRAW)
-DEFERRED_TOP_K = Constant(outputs.DEFERRED_TOP_K)
 UNIT = Constant(2.0**42)  # a mass of 1 in fixed point: 2**20 of them fit an int64, and sums do not depend on the order
 _AS_PROBABLE = Constant(-8.0e-17)  # a binary exponent: 2**-54 less than 1, from where on fp64 rounds to 1
 # keys of -inf, +inf and NaN

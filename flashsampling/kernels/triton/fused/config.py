@@ -168,7 +168,8 @@ def shape_for(batch: int, dim: int, dtype: torch.dtype, num_samples: int, use_tm
 
 
 def compiled_for(weight: Tensor, max_batch_size: int, num_samples: int) -> tuple[list[str], list[int]]:
-    """Lists the kernels that a warm-up compiles, two per shape, and a batch size that uses each (``backends``)."""
+    """Lists the kernels that a warm-up compiles and a batch size that uses each (``backends``): per shape two of the
+    fused kernel, or one that stores logits."""
     batches: dict[object, int] = {}
     for batch in range(1, max_batch_size + 1):  # TMA may be usable on some ranks only
         shapes = tuple(
@@ -177,5 +178,6 @@ def compiled_for(weight: Tensor, max_batch_size: int, num_samples: int) -> tuple
         batches.setdefault(shapes, batch)
     rows = [weight.new_empty(1, weight.shape[1]).expand(batch, -1) for batch in batches.values()]
     configs = dict.fromkeys(choose_config(states, weight, num_samples) for states in rows)
-    dtype, kinds = str(weight.dtype).removeprefix("torch."), ("parameters per row", "some parameter a number")
+    dtype = str(weight.dtype).removeprefix("torch.")
+    kinds = ["parameters per row", "some parameter a number"] if num_samples else ["logits"]
     return [f"triton {dtype} {config}, {kind}" for config in configs for kind in kinds], list(batches.values())

@@ -1,9 +1,8 @@
-"""All ranks' words to all ranks, through the peers' memory: a round of ``tensor_parallel/filtered_sampling``, one
-launch.
+"""Gathers all ranks' words through the peers' memory: a round of ``tensor_parallel/filtered_sampling``, one launch.
 
-Each is a step of the protocol in ``flashsampling.exchange_protocol``, with words in the place of packed winners:
-number, tags, time-out
-and verdict are those of a sampling kernel's exchange, so a rank that draws plainly meanwhile is found out.
+Each round is a step of the protocol in ``flashsampling.exchange_protocol``, with words in the place of packed winners:
+number, tags, time-out and verdict are those of a sampling kernel's exchange, so a rank that draws without sampling
+parameters meanwhile is detected.
 """
 
 import torch
@@ -30,7 +29,7 @@ _WARPS = 4
 
 @jit
 def row_of_word(index, batch, num_samples):
-    """The row whose tags a word has: of the draw that a plain step has in its place, else any. No product overflows."""
+    """Returns the row whose tags a word has: that of the plain draw there, else any. No product overflows."""
     row = index // num_samples
     return tl.where(row < batch, row, index % batch)
 
@@ -59,7 +58,7 @@ def all_gather_kernel(
     blocks: tl.int32,
     BLOCK: tl.constexpr,
 ):
-    """Grid: (blocks,). A word has the tags of a row: where a plain step has a draw of some row, of that row."""
+    """Gathers words, each with the tags of a row: see ``row_of_word``. Grid: (blocks,)."""
     if tl.load(wanted_ptr) == 0:
         return
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -97,7 +96,7 @@ def all_gather(
     wanted: Tensor,  # (1,) int32
     step: SampleInputs,
 ) -> Tensor:
-    """(ranks, n) int64: all ranks' words."""
+    """Returns all ranks' words, (ranks, n) int64."""
     rows, count = step.rows(), len(words)
     out = torch.empty(ranks, count, dtype=torch.int64, device=words.device)
     blocks = triton.cdiv(count, _BLOCK)

@@ -18,7 +18,7 @@ _WARPS = 8
 
 @jit
 def _integers(of_row, at, halves, live):
-    """int64 of the values at these places, 0 where there is none."""
+    """Loads the values at these places as int64, 0 where there is none."""
     low = tl.load(of_row + at * halves, mask=live, other=0)
     if low.dtype == tl.float32:
         return (low + 0.0).to(tl.int32, bitcast=True).to(tl.int64)  # -0.0 is 0.0
@@ -43,7 +43,7 @@ def hash_kernel(
     out_ptr,  # (1,) int64, in and out: the hash is added
     COLUMNS: tl.constexpr,  # that are weighted each by itself, a power of two; 0: there are none
 ):
-    """``Hashes._of_tensor``. Grid: (B,)."""
+    """Adds the hash of a tensor, as ``Hashes._of_tensor`` computes it. Grid: (B,)."""
     row = tl.program_id(0).to(tl.int64)
     of_row = values_ptr + row * stride
     if COLUMNS > 0:
@@ -63,7 +63,7 @@ def hash_kernel(
 
 
 def of_request(hashes: "Hashes", step: SampleInputs) -> Tensor:
-    """(1,) int64."""
+    """Returns the hash of a step's parameters, (1,) int64."""
     if step.drafted is not None:
         return hashes.of_request(step)[None]
     known, tensors = 0, []

@@ -1,4 +1,4 @@
-"""Packed winners between GPUs, from inside the sampling kernel: ``flashsampling.exchange_protocol`` has the protocol.
+"""Exchanges packed winners between GPUs from inside the sampling kernel, by ``flashsampling.exchange_protocol``.
 
 Stores to peers are ``atomic_xchg``: the one system-scope store that Triton makes once per element. Inline assembly
 would run in every thread that holds a copy of the element, and a copy's late store could fill a slot that the peer has
@@ -48,7 +48,7 @@ def _word(table, index):
 
 @jit
 def _slots(table, owner, rank, launches, index):
-    """Pointers to the slots in ``owner``'s memory that ``rank`` fills."""
+    """Returns pointers to the slots in ``owner``'s memory that ``rank`` fills."""
     buffer = (launches % 2) * _word(table, _RANKS) + rank
     capacity = _word(table, _CAPACITY)
     first = _DETAILS + capacity + capacity % 2
@@ -57,21 +57,21 @@ def _slots(table, owner, rank, launches, index):
 
 @jit
 def _clock(table):
-    """Nanoseconds, as they were when this was last called. The same for all threads, which inline assembly alone is
-    not: a loop that ends for some of them sooner would end in barriers that do not meet."""
+    """Returns the nanoseconds of the call before, the same for all threads. Inline assembly alone differs between
+    threads: a loop that ends for some of them sooner would end in barriers that do not meet."""
     now = tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
     return tl.atomic_max(_pointer(table) + _CLOCK, now, sem="relaxed")
 
 
 @jit
 def start_clock(table):
-    """Before anything is sent: what the first ``_clock`` after it gives."""
+    """Sets the time that the next ``_clock`` returns. Precedes the first message."""
     _clock(table)
 
 
 @jit
 def _failure(table):
-    """This rank's word for it. The group is not closed."""
+    """Loads this rank's failure word; 0: none. The group must not be closed."""
     shared = _pointer(_word(table, _SHARED + _word(table, _RANK)))
     return tl.atomic_add(shared + _FAILURE, 0, sem="relaxed", scope="sys")
 
@@ -83,7 +83,7 @@ def _tell(table, verdict):
 
 @jit
 def active_ranks(table):
-    """How many ranks take part: none once the group has failed or is closed."""
+    """Returns how many ranks take part: none once the group has failed or is closed."""
     ranks = _word(table, _RANKS)
     if ranks != 0:
         verdict = _failure(table)
@@ -95,14 +95,14 @@ def active_ranks(table):
 
 @jit
 def steps_taken(table):
-    """Launches of the group before this one, and the number of this step."""
+    """Returns the launches of the group before this one, and the number of this step."""
     launches = _word(table, _STEPS)
     return launches, launches + _word(table, _LEFT_OUT)
 
 
 @jit
 def _mix(a, b):
-    """A hash of two words."""
+    """Hashes two words."""
     h = (a ^ _START) * tl.full((), _FIRST, tl.uint32)
     h = (h ^ (h >> 15) ^ b) * tl.full((), _SECOND, tl.uint32)
     h = (h ^ (h >> 13)) * tl.full((), _THIRD, tl.uint32)
@@ -128,7 +128,7 @@ def details_and_tags(number, batch, num_samples, temperature, seed_lo, seed_hi, 
 
 @jit
 def _details(table, owner, index):
-    """Pointers to the details of rows in ``owner``'s memory."""
+    """Returns pointers to the details of rows in ``owner``'s memory."""
     return _pointer(_word(table, _SHARED + owner)) + _DETAILS + index
 
 
@@ -155,8 +155,8 @@ def _poll(slots, awaited):
 
 @jit
 def _wait(table, slots, awaited, start):
-    """Both words of messages; 0 where one is missing after the time-out, or once some rank says that the group has
-    failed."""
+    """Waits for messages. Returns both words of each, 0 where one is missing after the time-out or once the group has
+    failed, and since when it has waited."""
     high, low, missing = _poll(slots, awaited)
     if missing != 0:
         timeout = _word(table, _TIMEOUT)
@@ -172,7 +172,7 @@ def _wait(table, slots, awaited, start):
 
 @jit
 def _decide(table, ranks, verdict):
-    """Makes the group fail on all ranks. The verdict that counts: the first."""
+    """Makes the group fail on all ranks. Returns the verdict that counts: the first."""
     everybodys = _pointer(_word(table, _SHARED)) + _VERDICT
     earlier = tl.atomic_cas(everybodys, tl.zeros((), tl.int64), verdict, sem="relaxed", scope="sys")
     verdict = tl.where(earlier == 0, verdict, earlier)
@@ -183,9 +183,9 @@ def _decide(table, ranks, verdict):
 
 @jit
 def _judge(table, ranks, launches, number, row, tag0, tag1, seen):
-    """Says why the message of a row is missing or wrong, to all ranks, unless one of them was earlier. Of the ranks
-    that differ the fewer are to blame; of two halves, the one without the first rank. ``seen``: a rank whose message
-    was so, though a missing one may have come since."""
+    """Tells all ranks why the message of a row is missing or wrong, unless one of them was earlier. Blames the fewer of
+    the ranks that differ; of two halves, the one without the first rank. ``seen``: a rank whose message was missing or
+    wrong, though it may have come since."""
     rank = _word(table, _RANK)
     verdict = _failure(table)
     if verdict == 0:
@@ -233,8 +233,8 @@ def _judge(table, ranks, launches, number, row, tag0, tag1, seen):
 
 @jit
 def receive(table, ranks, launches, number, index, live, tag0, tag1, start):
-    """Waits for every rank's messages: token ids, (N,), -1 where one did not come in time or is of another call; how
-    many were so; and since when it has been waited, 0 if it has not."""
+    """Receives every rank's messages. Returns token ids, (N,), -1 where a message did not come in time or is of another
+    call; the number of such messages; and since when it has waited, 0 if it has not."""
     rank = _word(table, _RANK)
     best = tl.zeros(index.shape, tl.int64)
     defined = tl.zeros(index.shape, tl.int32)
@@ -317,8 +317,8 @@ def receive_words(table, ranks, launches, number, index, live, tag0, tag1, start
 
 @jit
 def of_request(tag0, tag1, request):
-    """Tags of a step that asks for something; ``request``: a hash of that, int64. Such a step's never agree with a
-    plain one's, but for a collision, and its details do: what differs is then none of the fields."""
+    """Returns the tags of a step with sampling parameters; ``request``: their hash, int64. Such tags differ from those
+    of a step without, but for a collision, and the details do not: no field of these is then blamed."""
     some = (request >> 32).to(tl.uint32)
     tag1 = _mix(tag1.to(tl.uint32), tl.zeros(tag1.shape, tl.uint32) + _mix(request.to(tl.uint32), some)) | 1
     return tag0 ^ ((some >> 16) | 1).to(tl.int64), tag1.to(tl.int64)
@@ -326,8 +326,7 @@ def of_request(tag0, tag1, request):
 
 @jit
 def conclude(table, launches, row_blocks, tokens, count):
-    """The end of a launch, by one program of each block of rows: counts the step; if it failed, no row of it has a
-    token."""
+    """Ends a launch, in one program of each block of rows: counts the step; if it failed, no row of it has a token."""
     tl.debug_barrier()  # the block's tokens are stored
     finished = tl.atomic_add(_pointer(table) + _FINISHED, 1, sem="acq_rel")
     if finished == row_blocks - 1:
@@ -343,7 +342,7 @@ def conclude(table, launches, row_blocks, tokens, count):
 
 @jit
 def declare(table: tl.int64, verdict: tl.int64):
-    """Ends a group for a reason that its host knows: one program of one warp."""
+    """Ends a group for a reason that its host knows. Grid: (1,), one warp."""
     ranks = _word(table, _RANKS)
     if ranks != 0:
         _tell(table, _decide(table, ranks, verdict))

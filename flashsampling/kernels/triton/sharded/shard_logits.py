@@ -13,7 +13,7 @@ from torch import Tensor
 from ....exchange_protocol import NO_FINITE
 from ....inputs import SampleInputs
 from ..filtered.block_stats_kernel import StatsOutputs
-from ..filtered.dispatch import block_stats, head_transform, request_transforms
+from ..filtered.dispatch import block_stats, changes_logits, head_transform, request_transforms
 from ..filtered.order import NO_LOGIT, column_tokens, key_of, score_factors
 from ..fused.config import next_power_of_2
 from ..fused.logits_gemm import logits_gemm
@@ -120,9 +120,7 @@ def processed(
     params = step.params
     head = head_transform(params)
     transforms, _held = request_transforms(params)
-    changes_raw = head != (0, 1.0, 0.0)
-    tensors = params.dense_bias, params.bias_ids, params.counts, params.token_mask
-    changes = any(tensor is not None for tensor in tensors)
+    changes_raw, changes = changes_logits(head, transforms)
     if not changes_raw and not changes:
         return logits, logits
     batch, stride, device = len(logits), logits.stride(0), logits.device

@@ -1,4 +1,4 @@
-"""Rejection sampling of draft chains, from logits in memory and the recorded filters of their rows
+"""Samples draft chains by rejection, from logits in memory and the recorded filters of their rows
 (``inputs.FilteredLogits``).
 
 It supports all sampling parameters, in three launches:
