@@ -31,13 +31,14 @@ class Param(NamedTuple):
     shard: ShardCut | None = None  # cuts a tensor for a shard of the vocabulary; None: all ranks use the same
     is_rank_local: bool = False  # every rank has its own part, so ranks compare only whether it is given
     is_hint: bool = False  # changes speed, no token and no output
+    is_filter: bool = False  # of the tokens of a row; a NaN in one leaves the row without a token
 
 
 class SamplingParams(NamedTuple):
     """The parameters that change the logits, filter tokens or add outputs. The defaults do nothing.
 
     Shapes, dtypes and Python numbers are checked; values inside tensors are not, and no value in them makes a backend
-    read out of range. A row whose ``top_p`` or ``min_p`` is NaN gives -1. V is the step's ``vocab_size``; tensors may
+    read out of range. A row with a filter that is NaN gives -1. V is the step's ``vocab_size``; tensors may
     be wider, and their further columns are ignored. A dimension of 1 or V elements is contiguous; rows may have any
     stride, 0 included.
 
@@ -81,12 +82,15 @@ class SamplingParams(NamedTuple):
     ] = None
 
     # The filters
-    top_k: Annotated[Tensor | int, Param("row SymInt", parsers.parse_top_k)] = 0  # int32 or int64; <= 0 or >= V: off
-    top_p: Annotated[Tensor | float, Param("row float", parsers.row_reals(share))] = 1.0  # >= 1: off
-    min_p: Annotated[Tensor | float, Param("row float", parsers.row_reals(share))] = 0.0  # <= 0: off
+    top_k: Annotated[
+        Tensor | int,  # int32 or int64; <= 0 or >= V: off
+        Param("row SymInt", parsers.parse_top_k, is_filter=True),
+    ] = 0
+    top_p: Annotated[Tensor | float, Param("row float", parsers.row_reals(share), is_filter=True)] = 1.0  # >= 1: off
+    min_p: Annotated[Tensor | float, Param("row float", parsers.row_reals(share), is_filter=True)] = 0.0  # <= 0: off
     joint_top_p: Annotated[
         Tensor | int,  # int32; not 0: top_p takes its share of all tokens, not of those that top_k keeps
-        Param("row SymInt", parsers.parse_row_flags),
+        Param("row SymInt", parsers.parse_row_flags, is_filter=True),
     ] = 0
 
     # The outputs besides token ids: ``outputs.SampleOutput``
@@ -126,9 +130,17 @@ class SamplingParams(NamedTuple):
         """Returns whether a row may have a filter."""
         return any(self.filters())
 
+    def filter_values(self) -> dict[str, Any]:
+        """Returns the values of all filters by field, in the order of the fields."""
+        return {name: getattr(self, name) for name in FILTER_FIELDS}
+
     def needs_raw_mass(self) -> bool:
         """Returns whether the log-sum-exp of the raw logits is needed."""
         return self.logprobs or self.top_logprobs > 0 or self.logprob_ids is not None or self.logsumexp
+
+    def needs_all_logits(self) -> bool:
+        """Returns whether all processed logits of a row are needed, also those of tokens that no filter keeps."""
+        return self.needs_raw_mass()
 
     def needs_mass(self, vocab_size: int) -> bool:
         """Returns whether a row may need the sum of all processed probabilities: for log-probabilities, or for a top-p
@@ -140,7 +152,7 @@ class SamplingParams(NamedTuple):
         """Returns whether a row may have a top-k and a top-p that takes its share of all tokens."""
         if not isinstance(self.joint_top_p, Tensor) and self.joint_top_p == 0:
             return False
-        by_top_k, by_top_p, _ = self.filters()
+        by_top_k, by_top_p, *_ = self.filters()
         return by_top_k and by_top_p
 
     def rows(self, first: int, last: int) -> "SamplingParams":
@@ -166,6 +178,7 @@ PARAMS: dict[str, Param] = {  # every field but the stream, which is no paramete
 }
 ROW_FIELDS = tuple(name for name, param in PARAMS.items() if param.schema.startswith("row "))
 MATRIX_FIELDS = tuple(name for name, param in PARAMS.items() if param.per_row and not param.is_hint)
+FILTER_FIELDS = tuple(name for name, param in PARAMS.items() if param.is_filter)
 RANK_LOCAL_FIELDS = tuple(name for name, param in PARAMS.items() if param.is_rank_local)
 _HINTS = tuple(name for name, param in PARAMS.items() if param.is_hint)
 _CUTS = {name: param.shard for name, param in PARAMS.items() if param.shard is not None}

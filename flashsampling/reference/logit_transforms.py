@@ -143,6 +143,18 @@ def kept(
     return torch.zeros_like(keep).scatter_(-1, ids, keep)
 
 
+def has_undefined_filter(
+    params: SamplingParams,
+    device: torch.device,
+) -> Tensor:
+    """Returns (B,) or (1,) bool: whether a filter of the row is NaN."""
+    undefined = torch.zeros(1, dtype=torch.bool, device=device)
+    for value in params.filter_values().values():
+        if isinstance(value, Tensor):
+            undefined = undefined | value.isnan()
+    return undefined
+
+
 def keys_of(
     logits: Tensor,  # (B, n) float32
 ) -> Tensor:

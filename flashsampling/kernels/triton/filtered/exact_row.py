@@ -83,7 +83,7 @@ def draw_exactly(
     scale = mass_scale(temperature)
     greedy = temperature < GREEDY_BELOW
     wants_record = draws.limits_at != 0
-    filtered = (filters.by_top_k | filters.by_top_p | filters.by_min_p) & (wants_record | (greedy == 0))
+    filtered = filters.filtered & (wants_record | (greedy == 0))
     highest, lowest, finite, infinite = _row_extent(source, stored.keys_at, blocks, TILE)
     top = value_of(highest)
     least_mass = tl.where(filtered, tl.minimum(filters.min_p, 1.0), 0.0)

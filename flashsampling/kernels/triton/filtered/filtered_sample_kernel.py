@@ -126,7 +126,7 @@ def _draw_row(
     scale, greedy, wants_record = mass_scale(temperature), temperature < GREEDY_BELOW, draws.limits_at != 0
     sums_ptr = aligned_pointer_to(stored.sums_at, tl.float32) + row * blocks
     winner = load_winner(draws, row, 0, TILES)
-    filtered = filters.by_top_k | filters.by_top_p | filters.by_min_p
+    filtered = filters.filtered
     undefined = temperature != temperature
     deferred = tl.full((), 0, tl.int1)
     highest = tl.full((), MINUS_INF + 1, tl.int32)
@@ -134,8 +134,7 @@ def _draw_row(
     if stored.keys_at != 0:
         columns = column_maxima(source.block_keys, blocks, WIDTH)
         highest = tl.max(columns, axis=0)
-        undefined = undefined | (highest == NAN) | (highest <= MINUS_INF) | (filters.top_p != filters.top_p)
-        undefined = undefined | (filters.min_p != filters.min_p)
+        undefined = undefined | (highest == NAN) | (highest <= MINUS_INF) | filters.undefined
         deferred = highest == PLUS_INF
     if draws.tiles == 0:
         undefined = undefined | (winner == -1)

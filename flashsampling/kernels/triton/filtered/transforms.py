@@ -27,11 +27,11 @@ class Rows(NamedTuple):
 
 
 class Filters(NamedTuple):
-    """The filters, likewise."""
+    """The filters, likewise: ``SamplingParams.filter_values``, and the width of the first."""
 
+    top_k_wide: int
     top_k_at: int  # int64, or int32 where not ``top_k_wide``
     top_k: int
-    top_k_wide: int
     top_p_at: int  # float32
     top_p: float
     min_p_at: int  # float32
@@ -79,6 +79,8 @@ class RowFilters(NamedTuple):
     by_top_p: object
     by_min_p: object
     of_top_k: object  # whether top-p takes its share of what top-k keeps
+    filtered: object  # whether it has any
+    undefined: object  # whether one is NaN
 
 
 @jit
@@ -125,7 +127,11 @@ def load_filters(filters, row, vocab_size):
     by_top_k = (top_k > 0) & (top_k < vocab_size)
     by_top_p = (top_p >= 1.0) == 0  # also if NaN
     by_min_p = (min_p <= 0.0) == 0
-    return RowFilters(top_k, top_p, min_p, by_top_k, by_top_p, by_min_p, by_top_k & (joint == 0))
+    filtered = by_top_k | by_top_p | by_min_p
+    undefined = (top_p != top_p) | (min_p != min_p)
+    return RowFilters(
+        top_k, top_p, min_p, by_top_k, by_top_p, by_min_p, by_top_k & (joint == 0), filtered, undefined
+    )
 
 
 @jit
