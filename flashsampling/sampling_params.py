@@ -15,7 +15,7 @@ from torch import Tensor
 from . import param_parsers as parsers
 from .noise import Stream
 from .param_parsers import BatchShape, Parser, ShardCut
-from .row_params import Integers, Reals, above_0, finite, share
+from .row_params import Integers, Reals, above_0, finite, share, share_below_1
 from .token_counts import Counted, TokenCounts
 
 LogitBias: TypeAlias = Tensor | tuple[Any, Any]
@@ -92,6 +92,10 @@ class SamplingParams(NamedTuple):
         Tensor | int,  # int32; not 0: top_p takes its share of all tokens, not of those that top_k keeps
         Param("row SymInt", parsers.parse_row_flags, is_filter=True),
     ] = 0
+    epsilon_cutoff: Annotated[  # <= 0: off
+        Tensor | float, Param("row float", parsers.row_reals(share_below_1), is_filter=True)
+    ] = 0.0
+    top_n_sigma: Annotated[Tensor | float, Param("row float", parsers.row_reals(finite), is_filter=True)] = 0.0  # <= 0: off
 
     # The outputs besides token ids: ``outputs.SampleOutput``
     logprobs: Annotated[bool, Param("bool", parsers.parse_flag, "return_logprobs")] = False
@@ -120,11 +124,12 @@ class SamplingParams(NamedTuple):
         """Returns ``DEFAULT_PARAMS`` itself if these do the same."""
         return self if self.names() else DEFAULT_PARAMS
 
-    def filters(self) -> tuple[bool, bool, bool]:
-        """Returns whether a row may have a top-k, a top-p, a min-p."""
+    def filters(self) -> tuple[bool, ...]:
+        """Returns whether a row may have a top-k, a top-p, a min-p, an epsilon cutoff, a top-n-sigma."""
         by_top_k = isinstance(self.top_k, Tensor) or self.top_k > 0
         by_top_p = isinstance(self.top_p, Tensor) or not self.top_p >= 1
-        return by_top_k, by_top_p, isinstance(self.min_p, Tensor) or not self.min_p <= 0
+        off_at_0 = self.min_p, self.epsilon_cutoff, self.top_n_sigma
+        return by_top_k, by_top_p, *(isinstance(value, Tensor) or not value <= 0 for value in off_at_0)
 
     def may_filter(self) -> bool:
         """Returns whether a row may have a filter."""
@@ -139,14 +144,17 @@ class SamplingParams(NamedTuple):
         return self.logprobs or self.top_logprobs > 0 or self.logprob_ids is not None or self.logsumexp
 
     def needs_all_logits(self) -> bool:
-        """Returns whether all processed logits of a row are needed, also those of tokens that no filter keeps."""
-        return self.needs_raw_mass()
+        """Returns whether all processed logits of a row are needed, also those of tokens that no filter keeps: for
+        log-probabilities, or for a standard deviation."""
+        *_, by_sigma = self.filters()
+        return by_sigma or self.needs_raw_mass()
 
     def needs_mass(self, vocab_size: int) -> bool:
         """Returns whether a row may need the sum of all processed probabilities: for log-probabilities, or for a top-p
-        that is not a share of what a top-k keeps."""
+        or an epsilon cutoff that is not a share of what a top-k keeps."""
         of_top_k = isinstance(self.top_k, int) and 0 < self.top_k < vocab_size and not self.may_be_joint()
-        return self.logprobs or (not of_top_k and (isinstance(self.top_p, Tensor) or not self.top_p >= 1.0))
+        _, by_top_p, _, by_epsilon, _ = self.filters()
+        return self.logprobs or (not of_top_k and (by_top_p or by_epsilon))
 
     def may_be_joint(self) -> bool:
         """Returns whether a row may have a top-k and a top-p that takes its share of all tokens."""
@@ -203,6 +211,8 @@ class SamplingOptions(TypedDict, total=False):
     top_p: Reals | None  # or (B,)
     min_p: Reals | None  # or (B,)
     joint_top_p: bool | Sequence[bool] | Tensor | None  # or (B,)
+    epsilon_cutoff: Reals | None  # or (B,)
+    top_n_sigma: Reals | None  # or (B,)
     return_logprobs: bool
     top_logprobs: int | None
     logprob_ids: Any  # (B, m)

@@ -111,9 +111,7 @@ def test_a_filter_that_keeps_the_winner_does_not_change_it(impl):
             params=step.params._replace(logprobs=False, top_logprobs=0, logprob_ids=None, logsumexp=False)
         )
         unfiltered = step._replace(
-            params=step.params._replace(
-                top_k=DEFAULT_PARAMS.top_k, top_p=DEFAULT_PARAMS.top_p, min_p=DEFAULT_PARAMS.min_p
-            )
+            params=step.params._replace(**DEFAULT_PARAMS.filter_values())
         )
         logits = oracle.transform_logits(oracle.head_logits(step), step.rows().temperature, step.params)
         free, filtered = (parts_of(ops.sample(one, impl), one)["token_ids"] for one in (unfiltered, step))
