@@ -203,7 +203,8 @@ def sample(
             None is bias is logit_scale  # type: ignore[comparison-overlap] # each may be None
             is soft_cap is logit_bias is token_counts is repetition_penalty
             is frequency_penalty is presence_penalty is token_mask is top_k is top_p is min_p is joint_top_p
-            is epsilon_cutoff is top_n_sigma is top_logprobs is logprob_ids and return_logprobs is return_logsumexp is False
+            is epsilon_cutoff is top_n_sigma
+            is top_logprobs is logprob_ids and return_logprobs is return_logsumexp is False
         ):  # fmt: skip
             options = {
                 "bias": bias, "logit_scale": logit_scale, "soft_cap": soft_cap, "logit_bias": logit_bias,

@@ -92,10 +92,14 @@ class SamplingParams(NamedTuple):
         Tensor | int,  # int32; not 0: top_p takes its share of all tokens, not of those that top_k keeps
         Param("row SymInt", parsers.parse_row_flags, is_filter=True),
     ] = 0
-    epsilon_cutoff: Annotated[  # <= 0: off
-        Tensor | float, Param("row float", parsers.row_reals(share_below_1), is_filter=True)
+    epsilon_cutoff: Annotated[
+        Tensor | float,  # <= 0: off
+        Param("row float", parsers.row_reals(share_below_1), is_filter=True),
     ] = 0.0
-    top_n_sigma: Annotated[Tensor | float, Param("row float", parsers.row_reals(finite), is_filter=True)] = 0.0  # <= 0: off
+    top_n_sigma: Annotated[
+        Tensor | float,  # <= 0: off
+        Param("row float", parsers.row_reals(finite), is_filter=True),
+    ] = 0.0
 
     # The outputs besides token ids: ``outputs.SampleOutput``
     logprobs: Annotated[bool, Param("bool", parsers.parse_flag, "return_logprobs")] = False

@@ -40,7 +40,7 @@ ALL = {
     "bias": torch.linspace(-1, 1, 70), "logit_scale": 1.5, "soft_cap": 20.0, "logit_bias": ([[1, 2]] * 3, [[1.0, -1.0]] * 3),
     "token_counts": COUNTS, "repetition_penalty": 1.2, "frequency_penalty": 0.1, "presence_penalty": [0.1, 0.2, 0.3],
     "token_mask": MASK, "top_k": [0, 5, 50], "top_p": torch.tensor([0.9, 0.99, 1.0]), "min_p": 0.01, "joint_top_p": [False, True, True],
-    "epsilon_cutoff": 1e-4, "top_n_sigma": [0.0, 2.5, 3.0],
+    "epsilon_cutoff": 1e-4, "top_n_sigma": 2.5,
     "return_logprobs": True,
     "top_logprobs": 4, "logprob_ids": [[1, 2, 3]] * 3, "return_logsumexp": True,
 }  # fmt: skip

@@ -110,9 +110,7 @@ def test_a_filter_that_keeps_the_winner_does_not_change_it(impl):
         step = step._replace(
             params=step.params._replace(logprobs=False, top_logprobs=0, logprob_ids=None, logsumexp=False)
         )
-        unfiltered = step._replace(
-            params=step.params._replace(**DEFAULT_PARAMS.filter_values())
-        )
+        unfiltered = step._replace(params=step.params._replace(**DEFAULT_PARAMS.filter_values()))
         logits = oracle.transform_logits(oracle.head_logits(step), step.rows().temperature, step.params)
         free, filtered = (parts_of(ops.sample(one, impl), one)["token_ids"] for one in (unfiltered, step))
         assert torch.equal(free < 0, filtered < 0)

@@ -41,7 +41,7 @@ def penalised(logits: Tensor) -> Tensor:
 
 
 TOP = LOGITS.argsort(descending=True)
-IN_SIGMA = torch.nonzero(LOGITS >= LOGITS.max() - 1.75 * LOGITS.std(correction=0))[:, 0]
+IN_SIGMA = torch.nonzero(LOGITS.max() - LOGITS <= 1.75 * LOGITS.std(correction=0))[:, 0]
 BIAS = torch.linspace(-1.5, 1.5, VOCAB)
 COUNTS = torch.zeros(VOCAB, dtype=torch.int32)
 COUNTS[:4], COUNTS[4:8] = -(2**31), 2

@@ -1,8 +1,8 @@
 """Maps logits processors of transformers to sampling parameters, or raises an error that names them.
 
 transformers applies a list of processors to the logits of every step. ``sample`` has one order: bias, repetition
-penalty, mask, temperature, top-k, top-p, min-p, epsilon cutoff. ``read_processors`` accepts a list if both orders have the same result
-for every logit (``_NOT_AFTER``). ``processor_params`` makes the arguments of each step.
+penalty, mask, temperature, top-k, top-p, min-p, epsilon cutoff. ``read_processors`` accepts a list if both orders have
+the same result for every logit (``_NOT_AFTER``). ``processor_params`` makes the arguments of each step.
 
     bias           must come before a penalty or temperature, which would change it
     mask           is -inf, which no bias, penalty or temperature changes; filters before it would keep other tokens

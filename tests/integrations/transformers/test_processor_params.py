@@ -72,7 +72,8 @@ FIELDS: dict[str, dict[str, Any]] = {
     "own warpers": {"logits_processor": [TemperatureLogitsWarper(2.0), TopKLogitsWarper(9), TopPLogitsWarper(0.6)]},
     "no cache": {"use_cache": False, "repetition_penalty": 1.5},
     "everything": {
-        "temperature": 1.7, "top_k": 30, "top_p": 0.95, "min_p": 0.01, "epsilon_cutoff": 0.02, "repetition_penalty": 1.4,
+        "temperature": 1.7, "top_k": 30, "top_p": 0.95, "min_p": 0.01, "epsilon_cutoff": 0.02,
+        "repetition_penalty": 1.4,
         "no_repeat_ngram_size": 2,
         "suppress_tokens": list(range(100, 200)), "begin_suppress_tokens": [7], "min_new_tokens": 3,
         "sequence_bias": {(3,): 2.0, (4, 5): 9.0}, "forced_eos_token_id": 5,

@@ -368,9 +368,7 @@ def test_top_n_sigma_of_masked_infinite_equal_and_distant_logits(more):
     logits[4] *= 1e37
     logits[5] = -INF
     logits[5, 33] = 1.0
-    step = make_step(
-        batch=6, vocab=300, num_samples=3, temperature=1.0, params=SamplingParams(top_n_sigma=1.2, **more)
-    )
+    step = make_step(batch=6, vocab=300, num_samples=3, temperature=1.0, params=SamplingParams(top_n_sigma=1.2, **more))
     check(with_logits(step, logits))
 
 

@@ -68,6 +68,7 @@ def _copy(of_requests, of_rows, request, rows, live):
         *("bounds", "offset", "offsets", "requests", "temperature", "temperatures", "seed", "seeds"),
         *("repetition", "repetitions", "frequency", "frequencies", "presence", "presences"),
         *("top_k", "top_ks", "top_p", "top_ps", "min_p", "min_ps", "joint_top_p", "joint_top_ps"),
+        *("epsilon", "epsilons", "sigmas", "sigmas_of_rows"),
     ],
 )
 def expand_kernel(
@@ -98,6 +99,10 @@ def expand_kernel(
     min_ps,
     joint_top_p,
     joint_top_ps,
+    epsilon,
+    epsilons,
+    sigmas,
+    sigmas_of_rows,
     ROWS: tl.constexpr,
 ):
     """Copies each request's parameters to all of its positions. Grid: (blocks of rows,)."""
@@ -124,6 +129,8 @@ def expand_kernel(
     _copy(top_p, top_ps, request, rows, live)
     _copy(min_p, min_ps, request, rows, live)
     _copy(joint_top_p, joint_top_ps, request, rows, live)
+    _copy(epsilon, epsilons, request, rows, live)
+    _copy(sigmas, sigmas_of_rows, request, rows, live)
 
 
 @jit(
