@@ -393,7 +393,7 @@ REQUESTS = {
     "another name": (
         {"topk": 3},
         TypeError,
-        "unexpected argument 'topk'; did you mean top_k[?] A request takes logit_bias, .*, epsilon_cutoff, top_n_sigma$",
+        "unexpected argument 'topk'; did you mean top_k[?] A request takes logit_bias, .*, top_n_sigma$",
     ),
     "the head's": ({"soft_cap": 1.0}, TypeError, "unexpected argument 'soft_cap'[.] A request takes logit_bias, "),
     "a shape": ({"top_k": [1, 2, 3]}, ValueError, "top_k must be a number or have shape"),
