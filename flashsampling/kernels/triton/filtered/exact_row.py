@@ -111,7 +111,7 @@ def draw_exactly(
         limit = tl.full((), LOWEST, tl.int64) << 31
         first_kept = tl.full((), MINUS_INF + 1, tl.int32)
         if filtered & filters.by_sigma:
-            first_kept = sigma_cutoff(source, highest, filters.sigmas, 4 * WIDTH)
+            first_kept = sigma_cutoff(source, highest, filters.sigmas, 2 * WIDTH)
         tokens = Tokens(source, ids_ptr, vocab_size, first_kept, highest, top, scale)
         if filtered & filters.by_sigma:
             row_mass = mass_of_kept(tokens, limit, tl.full((), 0.0, tl.float32), True, TILE)

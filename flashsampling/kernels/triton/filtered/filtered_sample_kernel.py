@@ -169,7 +169,7 @@ def _draw_row(
             if filters.by_min_p & (((filters.of_top_k | filters.by_sigma) & filters.by_top_p) == 0):
                 least = tl.maximum(least, min_p_cutoff(min_p, top, scale))
             if filters.by_sigma:
-                least = tl.maximum(least, sigma_cutoff(source, highest, filters.sigmas, 4 * WIDTH))
+                least = tl.maximum(least, sigma_cutoff(source, highest, filters.sigmas, 2 * WIDTH))
             has_winner = (num_samples == 1) & (draws.tiles == 0) & (filters.by_top_k == 0) & (filters.is_rare == 0)
             x = load_token(source, tl.where(has_winner, winner, -1))
             winner_key = key_of(x)
