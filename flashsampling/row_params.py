@@ -136,6 +136,13 @@ def share(name: str, value: float) -> float:
     return float(value)
 
 
+def share_below_1(name: str, value: float) -> float:
+    """Returns a number from 0 up to, but not including, 1."""
+    if not 0 <= value < 1:
+        raise ValueError(f"{name} must be at least 0 and below 1, got {value}")
+    return float(value)
+
+
 def integer(name: str, value: SupportsIndex) -> int:
     """Returns an int from anything that Python takes as an index, except a bool."""
     try:

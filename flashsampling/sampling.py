@@ -54,6 +54,8 @@ def sample(
     top_p: Reals | None = None,  # or (B,)
     min_p: Reals | None = None,  # or (B,)
     joint_top_p: bool | Sequence[bool] | Tensor | None = None,  # or (B,)
+    epsilon_cutoff: Reals | None = None,  # or (B,)
+    top_n_sigma: Reals | None = None,  # or (B,)
     return_logprobs: bool = False,
     top_logprobs: int | None = None,
     logprob_ids: Any = None,  # (B, m)
@@ -116,6 +118,12 @@ def sample(
         joint_top_p: a bool, or one per row in a list or a tensor of bools or int32 (0 is False). True: the share of
             top-p is of all tokens, whatever top-k keeps, so of both filters the one that keeps fewer decides
             (FlashInfer's ``filter_apply_order="joint"``, and SGLang's order).
+        epsilon_cutoff: from 0 to below 1. Keeps tokens whose share of the probability that the other filters keep is at
+            least that much, and those as probable as the most probable one (Hewitt et al. 2022; transformers'
+            ``EpsilonLogitsWarper``). 0 is off.
+        top_n_sigma: n, finite. Keeps tokens whose processed logit, at temperature 1, is at most n standard deviations
+            below the highest (top-n-sigma, Tang et al. 2024). The standard deviation is that of the row's finite
+            processed logits, divided by their number (llama.cpp's definition). 0 and below is off.
         return_logprobs: returns ``logprobs``, ``processed_logprobs`` and ``ranks`` of the drawn tokens.
         top_logprobs: n up to 20: returns ``top_token_ids`` and ``top_logprobs``.
         logprob_ids: token ids (B, m), int32 or int64, or (m,) for all rows: returns ``given_logprobs``.
@@ -123,9 +131,9 @@ def sample(
 
     The parameters from ``bias`` on are off if they are None, False or left out. They apply in this order: ``bias``,
     ``logit_scale`` and ``soft_cap`` make the raw logits; ``logit_bias``, the penalties and ``token_mask`` make the
-    processed logits; then the temperature, top-k, top-p, min-p and the draw. A kept token has the score that it has
-    without filters, so a filter that keeps the winner does not change it. Equal logits are ordered by id, the lowest
-    first.
+    processed logits; then top-n-sigma, the temperature, top-k, top-p, min-p, the epsilon cutoff and the draw. A kept
+    token has the score that it has without filters, so a filter that keeps the winner does not change it. Equal logits
+    are ordered by id, the lowest first.
 
     With ``tp`` the parameters cover the whole vocabulary with global ids and are equal on all ranks, with two
     exceptions: ``bias`` is (V_shard,), this rank's part, as ``weight`` is; and of ``token_counts`` a rank reads its
@@ -134,11 +142,10 @@ def sample(
     ``triton`` and ``cute`` implement all parameters. ``cute`` runs those that only change logits in one launch; the
     others store the logits.
 
-    ``temperature``, ``seed``, ``offset``, the penalties, ``top_k``, ``top_p`` and ``min_p`` take Python and numpy
-    numbers, lists, tuples, numpy arrays and tensors. A value per row has shape (B,); shapes () and (1,) count for all
-    rows. The content of lists and arrays is checked, and copied to the device in every call: the host waits, and a CUDA
-    graph cannot capture the copy. Tensors on the device are read by kernels only: a row whose ``top_p`` or ``min_p`` is
-        NaN there gives -1.
+    ``temperature``, ``seed``, ``offset``, the penalties and the filters take Python and numpy numbers, lists, tuples,
+    numpy arrays and tensors. A value per row has shape (B,); shapes () and (1,) count for all rows. The content of
+    lists and arrays is checked, and copied to the device in every call: the host waits, and a CUDA graph cannot capture
+    the copy. Tensors on the device are read by kernels only: a row with a filter that is NaN there gives -1.
 
     ``torch.compile`` makes at most two graphs for all values of a number, except for the integers 0 and 1, which have
     their own. A number that changes is a tensor in such a graph: a value that switches its parameter off costs as much
@@ -196,6 +203,7 @@ def sample(
             None is bias is logit_scale  # type: ignore[comparison-overlap] # each may be None
             is soft_cap is logit_bias is token_counts is repetition_penalty
             is frequency_penalty is presence_penalty is token_mask is top_k is top_p is min_p is joint_top_p
+            is epsilon_cutoff is top_n_sigma
             is top_logprobs is logprob_ids and return_logprobs is return_logsumexp is False
         ):  # fmt: skip
             options = {
@@ -203,6 +211,7 @@ def sample(
                 "token_counts": token_counts, "repetition_penalty": repetition_penalty,
                 "frequency_penalty": frequency_penalty, "presence_penalty": presence_penalty, "token_mask": token_mask,
                 "top_k": top_k, "top_p": top_p, "min_p": min_p, "joint_top_p": joint_top_p,
+                "epsilon_cutoff": epsilon_cutoff, "top_n_sigma": top_n_sigma,
                 "return_logprobs": return_logprobs, "top_logprobs": top_logprobs, "logprob_ids": logprob_ids,
                 "return_logsumexp": return_logsumexp,
             }  # fmt: skip
@@ -237,6 +246,8 @@ def sample_from_logits(
     top_p: Reals | None = None,  # or (B,)
     min_p: Reals | None = None,  # or (B,)
     joint_top_p: bool | Sequence[bool] | Tensor | None = None,  # or (B,)
+    epsilon_cutoff: Reals | None = None,  # or (B,)
+    top_n_sigma: Reals | None = None,  # or (B,)
     return_logprobs: bool = False,
     top_logprobs: int | None = None,
     logprob_ids: Any = None,  # (B, m)
@@ -287,6 +298,7 @@ def sample_from_logits(
         "token_counts": token_counts, "repetition_penalty": repetition_penalty,
         "frequency_penalty": frequency_penalty, "presence_penalty": presence_penalty, "token_mask": token_mask,
         "top_k": top_k, "top_p": top_p, "min_p": min_p, "joint_top_p": joint_top_p,
+        "epsilon_cutoff": epsilon_cutoff, "top_n_sigma": top_n_sigma,
         "return_logprobs": return_logprobs, "top_logprobs": top_logprobs, "logprob_ids": logprob_ids,
         "return_logsumexp": return_logsumexp,
     }  # fmt: skip

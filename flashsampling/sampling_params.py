@@ -15,7 +15,7 @@ from torch import Tensor
 from . import param_parsers as parsers
 from .noise import Stream
 from .param_parsers import BatchShape, Parser, ShardCut
-from .row_params import Integers, Reals, above_0, finite, share
+from .row_params import Integers, Reals, above_0, finite, share, share_below_1
 from .token_counts import Counted, TokenCounts
 
 LogitBias: TypeAlias = Tensor | tuple[Any, Any]
@@ -31,13 +31,14 @@ class Param(NamedTuple):
     shard: ShardCut | None = None  # cuts a tensor for a shard of the vocabulary; None: all ranks use the same
     is_rank_local: bool = False  # every rank has its own part, so ranks compare only whether it is given
     is_hint: bool = False  # changes speed, no token and no output
+    is_filter: bool = False  # of the tokens of a row; a NaN in one leaves the row without a token
 
 
 class SamplingParams(NamedTuple):
     """The parameters that change the logits, filter tokens or add outputs. The defaults do nothing.
 
     Shapes, dtypes and Python numbers are checked; values inside tensors are not, and no value in them makes a backend
-    read out of range. A row whose ``top_p`` or ``min_p`` is NaN gives -1. V is the step's ``vocab_size``; tensors may
+    read out of range. A row with a filter that is NaN gives -1. V is the step's ``vocab_size``; tensors may
     be wider, and their further columns are ignored. A dimension of 1 or V elements is contiguous; rows may have any
     stride, 0 included.
 
@@ -81,13 +82,24 @@ class SamplingParams(NamedTuple):
     ] = None
 
     # The filters
-    top_k: Annotated[Tensor | int, Param("row SymInt", parsers.parse_top_k)] = 0  # int32 or int64; <= 0 or >= V: off
-    top_p: Annotated[Tensor | float, Param("row float", parsers.row_reals(share))] = 1.0  # >= 1: off
-    min_p: Annotated[Tensor | float, Param("row float", parsers.row_reals(share))] = 0.0  # <= 0: off
+    top_k: Annotated[
+        Tensor | int,  # int32 or int64; <= 0 or >= V: off
+        Param("row SymInt", parsers.parse_top_k, is_filter=True),
+    ] = 0
+    top_p: Annotated[Tensor | float, Param("row float", parsers.row_reals(share), is_filter=True)] = 1.0  # >= 1: off
+    min_p: Annotated[Tensor | float, Param("row float", parsers.row_reals(share), is_filter=True)] = 0.0  # <= 0: off
     joint_top_p: Annotated[
         Tensor | int,  # int32; not 0: top_p takes its share of all tokens, not of those that top_k keeps
-        Param("row SymInt", parsers.parse_row_flags),
+        Param("row SymInt", parsers.parse_row_flags, is_filter=True),
     ] = 0
+    epsilon_cutoff: Annotated[
+        Tensor | float,  # <= 0: off
+        Param("row float", parsers.row_reals(share_below_1), is_filter=True),
+    ] = 0.0
+    top_n_sigma: Annotated[
+        Tensor | float,  # <= 0: off
+        Param("row float", parsers.row_reals(finite), is_filter=True),
+    ] = 0.0
 
     # The outputs besides token ids: ``outputs.SampleOutput``
     logprobs: Annotated[bool, Param("bool", parsers.parse_flag, "return_logprobs")] = False
@@ -116,31 +128,43 @@ class SamplingParams(NamedTuple):
         """Returns ``DEFAULT_PARAMS`` itself if these do the same."""
         return self if self.names() else DEFAULT_PARAMS
 
-    def filters(self) -> tuple[bool, bool, bool]:
-        """Returns whether a row may have a top-k, a top-p, a min-p."""
+    def filters(self) -> tuple[bool, ...]:
+        """Returns whether a row may have a top-k, a top-p, a min-p, an epsilon cutoff, a top-n-sigma."""
         by_top_k = isinstance(self.top_k, Tensor) or self.top_k > 0
         by_top_p = isinstance(self.top_p, Tensor) or not self.top_p >= 1
-        return by_top_k, by_top_p, isinstance(self.min_p, Tensor) or not self.min_p <= 0
+        off_at_0 = self.min_p, self.epsilon_cutoff, self.top_n_sigma
+        return by_top_k, by_top_p, *(isinstance(value, Tensor) or not value <= 0 for value in off_at_0)
 
     def may_filter(self) -> bool:
         """Returns whether a row may have a filter."""
         return any(self.filters())
 
+    def filter_values(self) -> dict[str, Any]:
+        """Returns the values of all filters by field, in the order of the fields."""
+        return {name: getattr(self, name) for name in FILTER_FIELDS}
+
     def needs_raw_mass(self) -> bool:
         """Returns whether the log-sum-exp of the raw logits is needed."""
         return self.logprobs or self.top_logprobs > 0 or self.logprob_ids is not None or self.logsumexp
 
+    def needs_all_logits(self) -> bool:
+        """Returns whether all processed logits of a row are needed, also those of tokens that no filter keeps: for
+        log-probabilities, or for a standard deviation."""
+        *_, by_sigma = self.filters()
+        return by_sigma or self.needs_raw_mass()
+
     def needs_mass(self, vocab_size: int) -> bool:
         """Returns whether a row may need the sum of all processed probabilities: for log-probabilities, or for a top-p
-        that is not a share of what a top-k keeps."""
+        or an epsilon cutoff that is not a share of what a top-k keeps."""
         of_top_k = isinstance(self.top_k, int) and 0 < self.top_k < vocab_size and not self.may_be_joint()
-        return self.logprobs or (not of_top_k and (isinstance(self.top_p, Tensor) or not self.top_p >= 1.0))
+        _, by_top_p, _, by_epsilon, _ = self.filters()
+        return self.logprobs or (not of_top_k and (by_top_p or by_epsilon))
 
     def may_be_joint(self) -> bool:
         """Returns whether a row may have a top-k and a top-p that takes its share of all tokens."""
         if not isinstance(self.joint_top_p, Tensor) and self.joint_top_p == 0:
             return False
-        by_top_k, by_top_p, _ = self.filters()
+        by_top_k, by_top_p, *_ = self.filters()
         return by_top_k and by_top_p
 
     def rows(self, first: int, last: int) -> "SamplingParams":
@@ -166,6 +190,7 @@ PARAMS: dict[str, Param] = {  # every field but the stream, which is no paramete
 }
 ROW_FIELDS = tuple(name for name, param in PARAMS.items() if param.schema.startswith("row "))
 MATRIX_FIELDS = tuple(name for name, param in PARAMS.items() if param.per_row and not param.is_hint)
+FILTER_FIELDS = tuple(name for name, param in PARAMS.items() if param.is_filter)
 RANK_LOCAL_FIELDS = tuple(name for name, param in PARAMS.items() if param.is_rank_local)
 _HINTS = tuple(name for name, param in PARAMS.items() if param.is_hint)
 _CUTS = {name: param.shard for name, param in PARAMS.items() if param.shard is not None}
@@ -190,6 +215,8 @@ class SamplingOptions(TypedDict, total=False):
     top_p: Reals | None  # or (B,)
     min_p: Reals | None  # or (B,)
     joint_top_p: bool | Sequence[bool] | Tensor | None  # or (B,)
+    epsilon_cutoff: Reals | None  # or (B,)
+    top_n_sigma: Reals | None  # or (B,)
     return_logprobs: bool
     top_logprobs: int | None
     logprob_ids: Any  # (B, m)

@@ -16,6 +16,7 @@ from flashsampling.outputs import SampleResult, layout
 from flashsampling.sampling_params import SamplingParams
 
 INF, NAN = math.inf, math.nan
+NOT_OVER_RANKS = ("epsilon_cutoff", "top_n_sigma")
 
 
 class Mix:
@@ -23,6 +24,8 @@ class Mix:
     too.
 
     ``wanted``: fields of ``SamplingParams`` that are asked for, of those before the filters and these; None: some.
+
+    ``ranks``: without what is refused over several ranks.
 
     ``make(...)`` gives a step of logits; a kernel's test may give it hidden states instead.
     """
@@ -33,15 +36,18 @@ class Mix:
         poisoned: bool = True,
         device: torch.device | None = None,
         wanted: Collection[str] | None = None,
+        ranks: bool = False,
     ) -> None:
         self.random, self.poisoned, self.device = random.Random(seed), poisoned, device or torch.device("cpu")
         self.generator = torch.Generator().manual_seed(seed)
-        self.wanted = wanted
+        self.wanted, self.ranks = wanted, ranks
 
     def one_in(self, n: int) -> bool:
         return self.random.randrange(n) == 0
 
     def wants(self, name: str, n: int) -> bool:
+        if self.ranks and name in NOT_OVER_RANKS:
+            return False
         return self.one_in(n) if self.wanted is None else name in self.wanted
 
     def normal(self, *shape: int) -> Tensor:
@@ -134,6 +140,12 @@ class Mix:
         if wants("min_p", 3):
             ends_p = (0.0, 1e-30, 0.5, 1.0) + (-1.0, 2.0) * poisoned + (NAN,) * (poisoned and one_in(9))
             params["min_p"] = self.pick(batch, lambda: uniform() ** 3, ends_p)
+        if wants("epsilon_cutoff", 4):
+            ends_p = (0.0, 1e-30, 1e-3, 0.5, 0.999) + (-1.0, 2.0) * poisoned + (NAN,) * (poisoned and one_in(9))
+            params["epsilon_cutoff"] = self.pick(batch, lambda: uniform() ** 3, ends_p)
+        if wants("top_n_sigma", 4):
+            ends_n = (0.0, 1e-30, 1e30) + (-1.0, INF) * poisoned + (NAN,) * (poisoned and one_in(9))
+            params["top_n_sigma"] = self.pick(batch, lambda: uniform() * 4, ends_n)
         if self.wanted is not None:
             return self._there(params | self._joint(batch, params))
         if one_in(2):
@@ -288,16 +300,26 @@ def _row(raw: np.ndarray, row: int, step: SampleInputs, gumbel: np.ndarray) -> d
     if best == INF:  # the first of them alone has probability
         above = [value if token == order[0] or logits[token] != best else -INF for token, value in enumerate(above)]
     top_k, top_p, min_p = int(at(params.top_k, row)), rounded(at(params.top_p, row)), rounded(at(params.min_p, row))
+    epsilon, sigmas = rounded(at(params.epsilon_cutoff, row)), rounded(at(params.top_n_sigma, row))
+    if sigmas > 0:
+        finite = [float(value) for value in logits if math.isfinite(value)]
+        mean = math.fsum(finite) / max(len(finite), 1)
+        sigma = math.sqrt(math.fsum((value - mean) ** 2 for value in finite) / max(len(finite), 1))
+        least = rounded(best - min(sigmas, 3e38) * sigma)
+        order = [token for token in order if float(logits[token]) >= least] or order[:1]
     kept = order[:top_k] if 0 < top_k < vocab else list(order)
     if top_p < 1:
         masses = [math.exp(above[token]) for token in kept]
         of_all = bool(at(params.joint_top_p, row))
-        total, before = math.fsum([math.exp(each) for each in above] if of_all else masses), 0
+        total, before = math.fsum([math.exp(above[token]) for token in order] if of_all else masses), 0
         while before < len(kept) and (before == 0 or math.fsum(masses[:before]) < top_p * total):
             before += 1
         kept = kept[:before]
     if min_p > 0:
         kept = [token for token in kept if math.exp(above[token]) >= min_p] or kept[:1]
+    if epsilon > 0:
+        total = math.fsum(math.exp(above[token]) for token in kept)
+        kept = [t for t in kept if math.exp(above[t]) >= min(epsilon * total, 1.0)] or kept[:1]
     kept = [token for token in kept if there[token]]
 
     token_ids = []
@@ -305,7 +327,9 @@ def _row(raw: np.ndarray, row: int, step: SampleInputs, gumbel: np.ndarray) -> d
     for noise_of in gumbel:
         divisor = f(1) if greedy else np.maximum(f(temperature), f(1))
         scores = [f(logits[t] / divisor + factor * noise_of[t]) if there[t] else f(-INF) for t in range(vocab)]
-        defined = any(map(math.isfinite, scores)) and not any(map(math.isnan, [*scores, top_p, min_p, temperature]))
+        defined = any(map(math.isfinite, scores)) and not any(
+            map(math.isnan, [*scores, top_p, min_p, epsilon, sigmas, temperature])
+        )
         token_ids.append(max(kept, key=lambda token: (scores[token], -token)) if defined else -1)
 
     raw64 = [float(value) for value in raw]

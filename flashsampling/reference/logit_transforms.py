@@ -6,8 +6,10 @@ Nothing waits for the device. Parameters are (B,) tensors or numbers, which coun
 in float64.
 
 Top-k: Fan, Lewis and Dauphin, "Hierarchical Neural Story Generation", ACL 2018. Top-p: Holtzman et al., "The Curious
-Case of Neural Text Degeneration", ICLR 2020. Min-p: Nguyen et al., "Turning Up the Heat", 2024. Repetition penalty:
-Keskar et al., "CTRL", 2019. Frequency and presence penalties: OpenAI's API.
+Case of Neural Text Degeneration", ICLR 2020. Min-p: Nguyen et al., "Turning Up the Heat", 2024. Epsilon cutoff: Hewitt,
+Manning and Liang, "Truncation Sampling as Language Model Desmoothing", EMNLP 2022. Top-n-sigma: Tang et al., "Not All
+Logits Are You Need", 2024. Repetition penalty: Keskar et al., "CTRL", 2019. Frequency and presence penalties: OpenAI's
+API.
 """
 
 import torch
@@ -122,12 +124,16 @@ def kept(
     top_p: Tensor | float = 1.0,
     min_p: Tensor | float = 0.0,
     joint_top_p: Tensor | int = 0,
+    epsilon_cutoff: Tensor | float = 0.0,
+    top_n_sigma: Tensor | float = 0.0,
 ) -> Tensor:
     """Returns (B, V) bool: the tokens that the filters keep, in each row at least the first one.
 
-    Tokens are ordered by descending logit, equal ones by ascending id. Top-k keeps the first k. Top-p keeps the
-    shortest prefix whose share of what top-k keeps (``joint_top_p``: of all tokens) reaches p. Min-p keeps tokens with
-    at least ``min_p`` times the first one's probability.
+    Tokens are ordered by descending logit, equal ones by ascending id. Top-n-sigma keeps the logits from
+    ``sigma_cutoff`` on. Top-k keeps the first k. Top-p keeps the shortest prefix whose share of what both keep
+    (``joint_top_p``: of what the first keeps) reaches p. Min-p keeps tokens with at least ``min_p`` times the first
+    one's probability. The epsilon cutoff keeps those whose share of what is left reaches epsilon, and those as probable
+    as the first.
     """
     device, vocab_size = logits.device, logits.shape[1]
     ordered, ids = (logits + 0.0).sort(dim=-1, descending=True, stable=True)  # + 0.0: -0.0 and 0.0 are equal
@@ -135,12 +141,43 @@ def kept(
     k, p, ratio = column(top_k, device, torch.int64), column(top_p, device), column(min_p, device)
     in_top_k = (places < k) | (k <= 0)
     of_all = column(joint_top_p, device, torch.int64) != 0
-    mass = torch.where(in_top_k | of_all, share_of_best(relative(ordered, temperature)), 0.0)
+    in_sigma = ~(ordered < sigma_cutoff(logits, top_n_sigma))
+    share = share_of_best(relative(ordered, temperature))
+    mass = torch.where((in_top_k | of_all) & in_sigma, share, 0.0)
     before = mass.cumsum(dim=-1) - mass
     in_top_p = (before < p.double() * mass.sum(dim=-1, keepdim=True)) | (p >= 1)
     in_min_p = mass >= ratio.double()  # a ratio up to 0 keeps all
-    keep = in_top_k & in_top_p & in_min_p | (places == 0)
+    keep = in_sigma & in_top_k & in_top_p & in_min_p | (places == 0)
+    epsilon = column(epsilon_cutoff, device).double()
+    least = (epsilon * torch.where(keep, share, 0.0).sum(dim=-1, keepdim=True)).clamp(max=1.0)
+    keep = keep & ((share >= least) | (epsilon <= 0)) | (places == 0)
     return torch.zeros_like(keep).scatter_(-1, ids, keep)
+
+
+def sigma_cutoff(
+    logits: Tensor,  # (B, V)
+    top_n_sigma: Tensor | float,
+) -> Tensor:
+    """Returns (B, 1) float32: n standard deviations of the finite logits below the highest one; -inf where n is off."""
+    n, wide = column(top_n_sigma, logits.device), logits.double()
+    finite = logits.isfinite()
+    count = finite.sum(dim=-1, keepdim=True)
+    mean = torch.where(finite, wide, 0.0).sum(dim=-1, keepdim=True) / count
+    sigma = (torch.where(finite, wide - mean, 0.0).square().sum(dim=-1, keepdim=True) / count).sqrt()
+    cutoff = wide.amax(dim=-1, keepdim=True) - n.clamp(max=torch.finfo(torch.float32).max).double() * sigma
+    return torch.where(n <= 0, float("-inf"), cutoff.float())
+
+
+def has_undefined_filter(
+    params: SamplingParams,
+    device: torch.device,
+) -> Tensor:
+    """Returns (B,) or (1,) bool: whether a filter of the row is NaN."""
+    undefined = torch.zeros(1, dtype=torch.bool, device=device)
+    for value in params.filter_values().values():
+        if isinstance(value, Tensor):
+            undefined = undefined | value.isnan()
+    return undefined
 
 
 def keys_of(

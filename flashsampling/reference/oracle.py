@@ -92,9 +92,7 @@ def transform_logits(
     allowed = logit_transforms.allowed(params, raw.shape[1])
     kept = None
     if params.may_filter():
-        kept = logit_transforms.kept(
-            processed, temperature, params.top_k, params.top_p, params.min_p, params.joint_top_p
-        )
+        kept = logit_transforms.kept(processed, temperature, **params.filter_values())
     return Logits(raw, processed, allowed, kept)
 
 
@@ -111,7 +109,7 @@ def token_scores(
 
 
 def scores(step: SampleInputs, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Returns every score, (B, num_samples, vocab_size) in ``dtype``, before top-k, top-p and min-p."""
+    """Returns every score, (B, num_samples, vocab_size) in ``dtype``, before the filters."""
     draws = torch.arange(step.num_samples, device=step.hidden_states.device)
     return token_scores(transform_logits(head_logits(step, dtype), step.rows().temperature, step.params), step, draws)
 
@@ -135,13 +133,11 @@ def draw(
     step: SampleInputs,
     draws: Tensor,  # (S,) int64
 ) -> Tensor:
-    """Returns (B, S) int64 token ids; -1 also in a row whose top-p or min-p is NaN."""
+    """Returns (B, S) int64 token ids; -1 also in a row with a filter that is NaN."""
     kept = logits.kept
     token_ids = winners(token_scores(logits, step, draws), None if kept is None else kept[:, None])
-    for limit in (step.params.top_p, step.params.min_p):
-        if isinstance(limit, Tensor):
-            token_ids = token_ids.masked_fill(limit.isnan()[:, None], -1)
-    return token_ids
+    undefined = logit_transforms.has_undefined_filter(step.params, token_ids.device)
+    return token_ids.masked_fill(undefined[:, None], -1)
 
 
 def outputs(

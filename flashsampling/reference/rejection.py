@@ -36,10 +36,7 @@ def probabilities(
     if logits.allowed is not None:
         scores = scores.masked_fill(~logits.allowed, float("-inf"))
     first = oracle.winners(scores)  # -1: none; a greedy row's token
-    undefined = first < 0
-    for limit in (step.params.top_p, step.params.min_p):
-        if isinstance(limit, Tensor):
-            undefined = undefined | limit.isnan()
+    undefined = (first < 0) | logit_transforms.has_undefined_filter(step.params, first.device)
     tokens = torch.arange(below.shape[1], device=below.device)
     greedy = (tokens == first[:, None]).double()
     p = torch.where(rows.temperature[:, None] < GREEDY_BELOW, greedy, below.softmax(dim=-1))

@@ -38,6 +38,8 @@ NUMBERS = {
     "top_k": [*range(31, 39), -1, VOCAB + 40],
     "top_p": _expand(0.2, 0.95, 1.0, 0.0),
     "min_p": _expand(0.01, 0.2, 0.0, 1.0),
+    "epsilon_cutoff": _expand(0.001, 0.2, 0.0, 0.99),
+    "top_n_sigma": _expand(0.5, 3.0, 0.0, -1.0),
     "top_logprobs": range(4, 14),
 }
 LARGE = ("temperature", "soft_cap", "repetition_penalty", "frequency_penalty")  # reals that may be ints of any size

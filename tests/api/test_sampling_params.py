@@ -40,6 +40,7 @@ ALL = {
     "bias": torch.linspace(-1, 1, 70), "logit_scale": 1.5, "soft_cap": 20.0, "logit_bias": ([[1, 2]] * 3, [[1.0, -1.0]] * 3),
     "token_counts": COUNTS, "repetition_penalty": 1.2, "frequency_penalty": 0.1, "presence_penalty": [0.1, 0.2, 0.3],
     "token_mask": MASK, "top_k": [0, 5, 50], "top_p": torch.tensor([0.9, 0.99, 1.0]), "min_p": 0.01, "joint_top_p": [False, True, True],
+    "epsilon_cutoff": 1e-4, "top_n_sigma": 2.5,
     "return_logprobs": True,
     "top_logprobs": 4, "logprob_ids": [[1, 2, 3]] * 3, "return_logsumexp": True,
 }  # fmt: skip
@@ -50,7 +51,8 @@ SCHEMA = (
     "Tensor? frequency_penalty=None, float frequency_penalty_value=0., Tensor? presence_penalty=None, "
     "float presence_penalty_value=0., Tensor? token_mask=None, Tensor? top_k=None, SymInt top_k_value=0, "
     "Tensor? top_p=None, float top_p_value=1., Tensor? min_p=None, float min_p_value=0., Tensor? joint_top_p=None, "
-    "SymInt joint_top_p_value=0, bool logprobs=False, SymInt top_logprobs=0, Tensor? logprob_ids=None, "
+    "SymInt joint_top_p_value=0, Tensor? epsilon_cutoff=None, float epsilon_cutoff_value=0., "
+    "Tensor? top_n_sigma=None, float top_n_sigma_value=0., bool logprobs=False, SymInt top_logprobs=0, Tensor? logprob_ids=None, "
     "bool logsumexp=False, Tensor? seen=None"
 )
 
@@ -101,6 +103,12 @@ BAD = [
     (ValueError, "top_p must be from 0 to 1, got -0.1", {"top_p": numpy.array([0.5, -0.1, 1.0])}),
     (ValueError, "min_p must be from 0 to 1, got 1.5", {"min_p": 1.5}),
     (TypeError, "min_p must be a number or numbers, one per row, got bool", {"min_p": True}),
+    (ValueError, "epsilon_cutoff must be at least 0 and below 1, got 1", {"epsilon_cutoff": 1}),
+    (ValueError, "epsilon_cutoff must be at least 0 and below 1, got -0.1", {"epsilon_cutoff": [0.0, 0.5, -0.1]}),
+    (ValueError, "epsilon_cutoff must be at least 0 and below 1, got nan", {"epsilon_cutoff": float("nan")}),
+    (ValueError, "top_n_sigma must be finite, got inf", {"top_n_sigma": float("inf")}),
+    (ValueError, "top_n_sigma must be finite, got nan", {"top_n_sigma": [1.0, float("nan"), 0.0]}),
+    (TypeError, "top_n_sigma must be a number or numbers, one per row, got str", {"top_n_sigma": "2"}),
     (TypeError, "joint_top_p must be a bool or bools, one per row, got int", {"joint_top_p": 1}),
     (TypeError, "joint_top_p must be a bool or bools, one per row, got list that holds int", {"joint_top_p": [1, 0, 1]}),
     (TypeError, "joint_top_p must be a bool .*, got ndarray that holds int", {"joint_top_p": numpy.array([1, 0, 1], numpy.int32)}),
@@ -158,7 +166,7 @@ def test_what_asks_for_nothing_is_nothing():
     request: dict[str, Any]
     for request in (
         dict.fromkeys(SamplingOptions.__annotations__), {"top_k": 0}, {"top_k": -1}, {"top_k": 70}, {"top_k": numpy.int64(100)},
-        {"top_p": 1}, {"top_p": [1.0]}, {"min_p": 0.0}, {"repetition_penalty": 1, "frequency_penalty": 0.0}, {"soft_cap": 0},
+        {"top_p": 1}, {"top_p": [1.0]}, {"min_p": 0.0}, {"epsilon_cutoff": 0}, {"top_n_sigma": 0.0}, {"repetition_penalty": 1, "frequency_penalty": 0.0}, {"soft_cap": 0},
         {"logit_scale": 1}, {"return_logprobs": False, "top_logprobs": 0}, {"token_counts": COUNTS}, {"logit_bias": ([], [])},
     ):  # fmt: skip
         assert asked_by(**request) is DEFAULT_PARAMS, request

@@ -110,11 +110,7 @@ def test_a_filter_that_keeps_the_winner_does_not_change_it(impl):
         step = step._replace(
             params=step.params._replace(logprobs=False, top_logprobs=0, logprob_ids=None, logsumexp=False)
         )
-        unfiltered = step._replace(
-            params=step.params._replace(
-                top_k=DEFAULT_PARAMS.top_k, top_p=DEFAULT_PARAMS.top_p, min_p=DEFAULT_PARAMS.min_p
-            )
-        )
+        unfiltered = step._replace(params=step.params._replace(**DEFAULT_PARAMS.filter_values()))
         logits = oracle.transform_logits(oracle.head_logits(step), step.rows().temperature, step.params)
         free, filtered = (parts_of(ops.sample(one, impl), one)["token_ids"] for one in (unfiltered, step))
         assert torch.equal(free < 0, filtered < 0)
@@ -202,6 +198,37 @@ def test_top_p_is_of_what_top_k_kept_and_min_p_relative_to_its_best():
     for off in (0.0, -1.0):
         assert kept([0.0, -1000.0], min_p=torch.tensor([off])) == [0, 1]
     assert kept(logits, temperature=INF, top_p=0.5) == [0, 1]  # uniform, and ordered by logit
+
+
+def test_an_epsilon_is_a_share_of_what_is_left():
+    logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
+    assert kept(logits, epsilon_cutoff=0.25) == [0, 1]
+    assert kept(logits, top_k=3, epsilon_cutoff=0.22) == [0, 1, 2]  # 0.2 of 0.9
+    assert kept(logits, top_p=0.65, epsilon_cutoff=0.42) == [0, 1]  # 0.3 of 0.7
+    assert kept(logits, min_p=0.6, epsilon_cutoff=0.5) == [0]
+    assert kept(logits, temperature=2.0, epsilon_cutoff=0.2) == [0, 1, 2]
+    assert kept(logits, epsilon_cutoff=0.9) == [0]
+    assert kept([1.0, 2.0, 2.0], epsilon_cutoff=0.9) == [1, 2]  # the most probable ones, as transformers keeps them
+    assert kept([0.0, INF, INF], epsilon_cutoff=0.9) == [1]
+    for off in (0.0, -1.0):
+        assert kept([0.0, -1000.0], epsilon_cutoff=torch.tensor([off])) == [0, 1]
+
+
+def test_top_n_sigma_is_of_finite_logits_and_comes_first():
+    logits = [4.0, 2.0, 2.0, 0.0, -INF]  # a mean of 2, a standard deviation of the root of 2
+    assert kept(logits, top_n_sigma=1.4) == [0]
+    assert kept(logits, top_n_sigma=1.42) == [0, 1, 2]
+    assert kept(logits, temperature=100.0, top_n_sigma=1.42) == [0, 1, 2]  # before the temperature
+    assert kept(logits, top_n_sigma=3.0) == [0, 1, 2, 3]
+    assert kept(logits, temperature=100.0, top_p=0.5) == [0, 1]
+    assert kept(logits, temperature=100.0, top_p=0.3, top_n_sigma=1.42) == [0]  # 1.02 of 3.02 tokens
+    assert kept(logits, temperature=100.0, top_p=0.3) == [0, 1]  # of 4
+    assert kept(logits, temperature=100.0, top_k=2, top_p=0.6, joint_top_p=1, top_n_sigma=1.42) == [0, 1]
+    assert kept([1.0, 1.0, 1.0], top_n_sigma=0.1) == [0, 1, 2]
+    assert kept([1.0, INF, 3.0, INF], top_n_sigma=9.0)[0] == 1
+    assert kept([1.0, -3e38, 3e38], top_n_sigma=torch.tensor([INF])) == [0, 1, 2]
+    for off in (0.0, -1.0):
+        assert kept([0.0, -INF, -1e30], top_n_sigma=torch.tensor([off])) == [0, 1, 2]
 
 
 @pytest.mark.parametrize("impl", TORCH)

@@ -41,6 +41,7 @@ def penalised(logits: Tensor) -> Tensor:
 
 
 TOP = LOGITS.argsort(descending=True)
+IN_SIGMA = torch.nonzero(LOGITS.max() - LOGITS <= 1.75 * LOGITS.std(correction=0))[:, 0]
 BIAS = torch.linspace(-1.5, 1.5, VOCAB)
 COUNTS = torch.zeros(VOCAB, dtype=torch.int32)
 COUNTS[:4], COUNTS[4:8] = -(2**31), 2
@@ -56,6 +57,13 @@ CASES: dict[str, tuple[dict[str, Any], Tensor]] = {
     "top_k and top_p": ({"top_k": 20, "top_p": 0.95}, only(nucleus(0.95, TOP[:20]))),
     "joint top_p": ({"top_k": 20, "top_p": 0.7, "joint_top_p": True}, only(nucleus(0.7)[:20])),
     "joint top_k": ({"top_k": 5, "top_p": 0.99, "joint_top_p": [True]}, only(TOP[:5])),
+    "epsilon": ({"epsilon_cutoff": 0.0178}, only(torch.nonzero(softmax(LOGITS) >= 0.0178)[:, 0])),
+    "epsilon of a nucleus": (
+        {"top_p": 0.9, "epsilon_cutoff": 0.0145},
+        only(torch.nonzero(only(nucleus(0.9)) >= 0.0145)[:, 0]),
+    ),
+    "top-n-sigma": ({"top_n_sigma": 1.75}, only(IN_SIGMA)),
+    "nucleus of top-n-sigma": ({"top_n_sigma": 1.75, "top_p": 0.9}, only(nucleus(0.9, TOP[: len(IN_SIGMA)]))),
     "mask": ({"token_mask": BITS}, only(ALLOWED)),
     "dense bias": ({"logit_bias": BIAS}, softmax(LOGITS + BIAS)),
     "sparse bias": ({"logit_bias": SPARSE}, softmax(SPARSELY)),

@@ -13,10 +13,10 @@ from flashsampling import VerifyOutput, noise, verify, verify_from_logits
 from flashsampling.inputs import SampleInputs
 from flashsampling.reference import logit_transforms, oracle, rejection
 from flashsampling.reference.logit_transforms import GREEDY_BELOW
-from flashsampling.sampling_params import DEFAULT_PARAMS, SamplingParams
+from flashsampling.sampling_params import DEFAULT_PARAMS, FILTER_FIELDS, SamplingParams
 from flashsampling.speculative.acceptance import RequestParams
 from flashsampling.speculative.drafts import layout
-from tests.mixes import Mix, probabilities_of
+from tests.mixes import INF, Mix, probabilities_of
 
 BESIDE = {"logprobs": False, "top_logprobs": 0, "logprob_ids": None, "logsumexp": False}
 
@@ -44,7 +44,7 @@ class DraftChains:
         given: dict[str, Any] = {name: getattr(params, name) for name in params.names()}
         given = {
             name: torch.full((batch,), value, dtype=torch.int64 if name == "top_k" else torch.float32)
-            if isinstance(value, (int, float)) and name in ("top_k", "top_p", "min_p")
+            if isinstance(value, (int, float)) and name in FILTER_FIELDS and name != "joint_top_p"
             else value
             for name, value in given.items()
         }
@@ -99,10 +99,11 @@ def make_drafted(
     sizes: tuple[int, int, int] | None = None,  # B, n, V; None: some
     wanted: Collection[str] | None = None,
     device: str | torch.device = "cpu",
+    ranks: bool = False,
 ) -> DraftChains:
     """Logits as ``tests/mixes.py`` makes them, and what is wanted of them; drafts are likely tokens, any, or none; q
     likewise. On the CPU; ``device``: where what is accepted is found out."""
-    mix = Mix(seed, poisoned, wanted=wanted)
+    mix = Mix(seed, poisoned, wanted=wanted, ranks=ranks)
     batch, n, vocab = sizes or (
         mix.random.randrange(1, 10),
         mix.random.randrange(8 if tree else 5),
@@ -295,7 +296,10 @@ def sure_of(drafted: DraftChains, expected: VerifyOutput, tolerance: float = 2e-
     error = (tolerance + 2.0**-22 * largest.nan_to_num(0.0)).clamp(max=1e-3)
     clear = _is_clear(product, params)
     for sign in (-1, 1):
-        nudged = {name: _nudged(getattr(params, name), 1 + sign * error) for name in ("top_p", "min_p")}
+        nudged = {
+            name: _nudged(getattr(params, name), 1 + sign * error) for name in ("top_p", "min_p", "epsilon_cutoff")
+        }
+        nudged["top_n_sigma"] = _nudged(params.top_n_sigma, 1 + sign * error, INF)
         clear = clear & ((probabilities(params._replace(**nudged))[1] > 0) == (p > 0)).all(dim=1)
     scores = oracle.token_scores(logits, step, torch.zeros(1, dtype=torch.int64))[:, 0].double()
     scores = scores if logits.kept is None else scores.masked_fill(~logits.kept, -math.inf)
@@ -345,10 +349,10 @@ def sure_of(drafted: DraftChains, expected: VerifyOutput, tolerance: float = 2e-
     return at_end & ((clear & ~near) | ~visited).all(dim=1)
 
 
-def _nudged(limit: Tensor | float, factor: Tensor) -> Tensor:
+def _nudged(limit: Tensor | float, factor: Tensor, off: float = 1.0) -> Tensor:
     """A filter's edge in every row; one that is off stays off."""
     limits = limit if isinstance(limit, Tensor) else torch.full(factor.shape, limit)
-    return torch.where(limits < 1, limits * factor, limits).float()
+    return torch.where(limits < off, limits * factor, limits).float()
 
 
 def _is_clear(product: Tensor, params: SamplingParams) -> Tensor:

@@ -17,7 +17,7 @@ from flashsampling.kernels import hopper
 from flashsampling.kernels.hopper import dispatch as of_cute
 from flashsampling.outputs import FilteredLogits
 from flashsampling.reference import oracle
-from flashsampling.sampling_params import DEFAULT_PARAMS
+from flashsampling.sampling_params import DEFAULT_PARAMS, FILTER_FIELDS
 from flashsampling.speculative import acceptance
 from tests.conftest import DEVICE
 from tests.kernels.triton.test_filtered_kernel import block_stats_of
@@ -32,6 +32,7 @@ KINDS: dict[str, tuple[int, int, int, tuple[str, ...]]] = {  # seed, n, V, what 
     "top-k": (1, 4, 33, ("top_k",)),  # drafts that are certain
     "top-p, min-p": (0, 3, 389, ("top_p", "min_p")),
     "filters": (0, 2, 1001, ("top_k", "top_p", "min_p")),
+    "all filters": (0, 2, 389, ("top_k", "top_p", "min_p", "epsilon_cutoff", "top_n_sigma")),
     "masks": (0, 4, 33, ("token_mask", "dense_bias", "top_p")),
     "penalties": (0, 4, 70, ("counts", "top_k")),
     "head": (0, 3, 33, ("bias", "logit_scale", "soft_cap", "min_p")),
@@ -61,7 +62,7 @@ def check(kind: str, requests: int, seed: int | None = None) -> None:
     own_seed, *of_each, wanted = KINDS[kind]
     seed, sizes = own_seed if seed is None else seed, (requests, *of_each)
     drafted = make_drafted(seed, "rejection", head=True, sizes=sizes, wanted=wanted, device=DEVICE)
-    assert set(wanted) - {"top_k", "top_p", "min_p"} <= {
+    assert set(wanted) - {*FILTER_FIELDS} <= {
         *drafted.step.params.names(),
         *(() if drafted.masks is None else ("token_mask",)),
     }

@@ -448,7 +448,9 @@ def rejection(rank: Rank) -> None:
     for seed in range(12 if rank.long else 5):
         n = seed % 4
         sizes = (64 // (n + 1) if rank.long else 4, n, vocab)
-        problem = make_drafted(seed + 10**5, "rejection", head=True, poisoned=rank.impl == "streaming", sizes=sizes)
+        problem = make_drafted(
+            seed + 10**5, "rejection", ranks=True, head=True, poisoned=rank.impl == "streaming", sizes=sizes
+        )
         assert problem.weight is not None
         if seed % 4:  # flat: more drafts are refused, by a token that is not sure
             problem = replace(problem, weight=problem.weight / 8)
@@ -678,7 +680,7 @@ def requests(rank: Rank) -> None:
     kinds = [("even", 130, 130), ("uneven 2", 130, 130), ("empty first", 70, 64)]
     for kind, rows, vocab in kinds if rank.world < 4 else kinds[:1]:
         mixes = [
-            Mix(seed + 997 * rows, poisoned=rank.impl == "streaming", device=rank.device)
+            Mix(seed + 997 * rows, poisoned=rank.impl == "streaming", device=rank.device, ranks=True)
             for seed in range(12 if rank.long else 8)
         ]
         steps = [mix.of_a_head(mix.make(vocab=vocab)) for mix in mixes] * (10 if rank.long else 1)

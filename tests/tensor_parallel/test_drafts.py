@@ -83,7 +83,7 @@ def check(problems: int, first_seed: int, ranks: Any) -> None:
     for seed in range(first_seed, first_seed + problems):
         random = Mix(seed).random
         sizes = (random.randrange(1, 7), random.randrange(5), random.choice((2, 5, 33, 130, 300))) if seed % 3 else None
-        problem = make_drafted(seed, "rejection", head=True, sizes=sizes)
+        problem = make_drafted(seed, "rejection", ranks=True, head=True, sizes=sizes)
         assert problem.weight is not None
         if seed % 4:  # flat: more drafts are refused, by a token that is not sure
             problem = replace(problem, weight=problem.weight / 8)
@@ -118,7 +118,9 @@ def test_any_cut_is_the_oracle_s_of_many(ranks):
 @pytest.mark.parametrize("wanted", [(), ("top_k",), ("top_p", "min_p"), ("token_mask",)])
 def test_recovered_tokens(wanted, ranks):
     """Rows keep many tokens, at temperatures above and below 1."""
-    problem = make_drafted(4 * 10**6, "rejection", head=True, poisoned=False, sizes=(60, 2, 130), wanted=wanted)
+    problem = make_drafted(
+        4 * 10**6, "rejection", ranks=True, head=True, poisoned=False, sizes=(60, 2, 130), wanted=wanted
+    )
     assert problem.weight is not None
     temperature = torch.linspace(0.4, 1.6, 60)
     step = problem.step._replace(temperature=temperature)
@@ -145,7 +147,7 @@ def test_kernels_do_it_too(impl, ranks):
     requests = accepted = 0
     for seed in (1, 2, 5):
         problem = make_drafted(
-            seed + 10**7, "rejection", head=True, poisoned=False, sizes=(2, 2, 150), wanted=("top_k",)
+            seed + 10**7, "rejection", ranks=True, head=True, poisoned=False, sizes=(2, 2, 150), wanted=("top_k",)
         )
         assert problem.weight is not None
         states = fit(impl, problem.states.flatten(0, 1)).unflatten(0, problem.states.shape[:2])
@@ -162,7 +164,7 @@ def test_kernels_do_it_too(impl, ranks):
 def test_cuts_do_not_matter(ranks):
     """The same output, to the last coin: p is a share over a sum of integers."""
     for seed in range(5):
-        problem = make_drafted(seed + 3 * 10**6, "rejection", head=True, poisoned=False, sizes=(5, 4, 130))
+        problem = make_drafted(seed + 3 * 10**6, "rejection", ranks=True, head=True, poisoned=False, sizes=(5, 4, 130))
         first, *others = (
             of_ranks(problem, ranks, ranges) for ranges in ([(0, 130)], *(cut(Mix(i), 130) for i in (1, 2)))
         )
@@ -349,7 +351,7 @@ def test_whatever_is_on_the_device(ranks):
 
 
 def test_rows_of_which_only_some_have_temporary_tensors(ranks, monkeypatch):
-    problem = make_drafted(5, "rejection", head=True, poisoned=False, sizes=(9, 3, 33), wanted=("top_p",))
+    problem = make_drafted(5, "rejection", ranks=True, head=True, poisoned=False, sizes=(9, 3, 33), wanted=("top_p",))
     expected = of_ranks(problem, ranks, THREE[:1] + [(33, 33)])
     for rows in (1, 2, 5):
         monkeypatch.setattr(cutoffs, "_AT_ONCE", {"cpu": 33 * rows})
@@ -587,7 +589,7 @@ def test_a_failed_step_has_no_token(impl):
 
 def test_ids_are_the_same_for_q_of_any_stride(ranks):
     """q may be a slice of a wider tensor, or have another layout."""
-    problem = make_drafted(12, "rejection", head=True, poisoned=False, sizes=(4, 3, 33), wanted=())
+    problem = make_drafted(12, "rejection", ranks=True, head=True, poisoned=False, sizes=(4, 3, 33), wanted=())
     assert problem.probs is not None
     expected = of_ranks(problem, ranks, [(0, 20), (20, 33)])
     wide = torch.cat([problem.probs, problem.probs], dim=2)[:, :, : problem.probs.shape[2]]

@@ -26,7 +26,7 @@ from flashsampling.tensor_parallel.message import FIRST_PARAM, HEADER, Hashes, d
 from flashsampling.tensor_parallel.transport import DryRun
 from tests.conftest import DEVICE
 from tests.kernels.test_filters import differences, parts_of
-from tests.mixes import INF, NAN, Mix
+from tests.mixes import INF, NAN, NOT_OVER_RANKS, Mix
 from tests.problems import KERNELS
 from tests.zero_words import ZERO_WORDS
 
@@ -142,7 +142,7 @@ def test_any_cut_is_the_oracle_s():
     """Poisoned rows too; messages that take one word of a row or all of them at once."""
     rows, params = 0, set()
     for seed in range(10**6):
-        mix = Mix(seed + 4 * 10**7)
+        mix = Mix(seed + 4 * 10**7, ranks=True)
         step = mix.of_a_head(mix.make())
         if step.params is DEFAULT_PARAMS or not step.params.names():
             continue
@@ -152,13 +152,13 @@ def test_any_cut_is_the_oracle_s():
         params |= set(step.params.names())
         if rows >= 600:
             break
-    assert params == set(SamplingParams._fields) - {"stream", "seen"}
+    assert params == set(SamplingParams._fields) - {"stream", "seen", *NOT_OVER_RANKS}
 
 
 def test_cuts_do_not_matter():
     """The same tokens, nuclei's edges too: masses are integers."""
     for seed in range(20):
-        mix = Mix(seed + 5 * 10**7, poisoned=False)
+        mix = Mix(seed + 5 * 10**7, poisoned=False, ranks=True)
         step = mix.of_a_head(mix.make(batch=5, vocab=130))
         step = step._replace(params=step.params._replace(top_p=torch.rand(5), top_k=40, logprobs=True))
         one, other = (run(step, cut(mix, 130))[0] for _ in range(2))
@@ -178,7 +178,7 @@ def test_kernels_do_it_too(impl):
     from tests.kernels.triton.test_filtered import agrees
 
     for seed in range(10**6):
-        mix = Mix(seed + 6 * 10**7, poisoned=False, device=DEVICE)
+        mix = Mix(seed + 6 * 10**7, poisoned=False, device=DEVICE, ranks=True)
         step = mix.of_a_head(mix.make(vocab=mix.random.choice((70, 130, 300))))
         if not step.params.names():
             continue

@@ -12,7 +12,7 @@ from .processors import ProcessorParams, TokenRule
 
 _PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
 # arguments of ``generate(request=...)``: a GenerationConfig has no field for them, or only a scalar one
-PER_ROW = ("logit_bias", *_PENALTIES, "token_mask", "top_k", "top_p", "min_p")
+PER_ROW = ("logit_bias", *_PENALTIES, "token_mask", "top_k", "top_p", "min_p", "epsilon_cutoff", "top_n_sigma")
 
 
 class StepParams:
@@ -41,6 +41,8 @@ class StepParams:
             self._constant["top_p"] = params.top_p
         if params.min_p > 0:
             self._constant["min_p"] = params.min_p
+        if params.epsilon_cutoff > 0:
+            self._constant["epsilon_cutoff"] = params.epsilon_cutoff
         self._ngrams = params.ngrams
         self._rules, self._masks = params.rules, {}  # type: ignore[var-annotated] # active rules -> their mask
         self._require_tokens(params, prompt.shape[1])

@@ -1,14 +1,14 @@
 """Maps logits processors of transformers to sampling parameters, or raises an error that names them.
 
 transformers applies a list of processors to the logits of every step. ``sample`` has one order: bias, repetition
-penalty, mask, temperature, top-k, top-p, min-p. ``read_processors`` accepts a list if both orders have the same result
-for every logit (``_NOT_AFTER``). ``processor_params`` makes the arguments of each step.
+penalty, mask, temperature, top-k, top-p, min-p, epsilon cutoff. ``read_processors`` accepts a list if both orders have
+the same result for every logit (``_NOT_AFTER``). ``processor_params`` makes the arguments of each step.
 
     bias           must come before a penalty or temperature, which would change it
     mask           is -inf, which no bias, penalty or temperature changes; filters before it would keep other tokens
     temperature    keeps order and sign, so it commutes with a penalty, a mask and top-k, but not with top-p and min-p
     top-k, min-p   commute: both keep the tokens above a line, and the first token's probability does not change
-    top-p          depends on the mass that earlier filters leave, but not on later filters
+    top-p          depends on the mass that earlier filters leave, but not on later filters; an epsilon cutoff likewise
 
 Instances are read, not configurations, because transformers computes with their attributes. They are the same for all
 rows and depend only on the sequence's length, apart from biases after a prefix (words of several tokens) and repeated
@@ -40,6 +40,7 @@ class ProcessorParams:
 
     def __init__(self) -> None:
         self.temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty = 1.0, 0, 1.0, 0.0, 1.0
+        self.epsilon_cutoff = 0.0
         self.left_out: int | Tensor = 0  # first positions that the penalty ignores, for all rows or (B,)
         # token ids and a value, which is added to the last id if the sequence ends with the other ids
         self.biases: list[tuple[tuple[int, ...], float]] = []
@@ -61,6 +62,7 @@ _RANGES: dict[str, tuple[Any, float, float]] = {
     "top_k": (Integral, 1, math.inf),
     "top_p": (Real, 0, 1),
     "min_p": (Real, 0, 1),
+    "epsilon": (Real, _SMALLEST, math.nextafter(1.0, 0.0)),
     "penalty": (Real, _SMALLEST, _MAX_FLOAT32),
     "prompt_ignore_length": (Integral, 0, math.inf),
     "ngram_size": (Integral, 1, math.inf),
@@ -114,6 +116,11 @@ def _top_p(params: ProcessorParams, processor: Any) -> None:
 def _min_p(params: ProcessorParams, processor: Any) -> None:
     _require_plain_filter(processor)
     params.min_p = max(params.min_p, read_number(processor, "min_p"))
+
+
+def _epsilon(params: ProcessorParams, processor: Any) -> None:
+    _require_plain_filter(processor)
+    params.epsilon_cutoff = read_number(processor, "epsilon")
 
 
 def _require_plain_filter(processor: Any) -> None:
@@ -220,20 +227,22 @@ _KINDS = {
     processors_of.TopKLogitsWarper: _ProcessorKind("top_k", _top_k),
     processors_of.TopPLogitsWarper: _ProcessorKind("top_p", _top_p),
     processors_of.MinPLogitsWarper: _ProcessorKind("min_p", _min_p),
+    processors_of.EpsilonLogitsWarper: _ProcessorKind("epsilon", _epsilon),
     # a log softmax shifts all scores of a row equally
     processors_of.LogitNormalization: _ProcessorKind("shift", lambda params, processor: None),
 }
-_FILTERS = frozenset({"top_k", "top_p", "min_p"})
+_FILTERS = frozenset({"top_k", "top_p", "min_p", "epsilon"})
 _NOT_AFTER = {
     "bias": {"penalty", "forced", "temperature", *_FILTERS},
     "penalty": {"penalty", "shift", *_FILTERS},
     "words": {"forced", *_FILTERS},
     "mask": _FILTERS,
     "forced": set(),
-    "temperature": {"top_p", "min_p"},
-    "top_k": {"top_p"},  # allowed if an earlier top-k keeps no more tokens
-    "top_p": {"top_p", "min_p"},
-    "min_p": set(),
+    "temperature": {"top_p", "min_p", "epsilon"},
+    "top_k": {"top_p", "epsilon"},  # allowed if an earlier top-k keeps no more tokens
+    "top_p": {"top_p", "min_p", "epsilon"},
+    "min_p": {"epsilon"},
+    "epsilon": {"epsilon"},
     "shift": set(),
 }
 
@@ -267,5 +276,5 @@ def read_processors(processors: Any, do_sample: bool, switch_off: dict[str, str]
             "custom_generate"
         )
     if not do_sample:  # greedy: filters do not change which logit is the largest
-        params.temperature, params.top_k, params.top_p, params.min_p = 0.0, 0, 1.0, 0.0
+        params.temperature, params.top_k, params.top_p, params.min_p, params.epsilon_cutoff = 0.0, 0, 1.0, 0.0, 0.0
     return params

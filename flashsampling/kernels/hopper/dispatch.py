@@ -196,15 +196,14 @@ def compiling(at_once: int) -> AbstractContextManager[None]:
 
 
 def _allocate_cutoffs(step: SampleInputs) -> Tensor | None:
-    """Allocates the rows' store cutoffs, or returns None where no row may have one, or log-probabilities need all
-    logits.
+    """Allocates the rows' store cutoffs, or returns None where no row may have one, or all logits are needed.
 
     A top-k too large for the sample has cutoffs as well.
     """
     params = step.params
     by_top_k = isinstance(params.top_k, Tensor) or 0 < params.top_k < step.vocab_size
     by_min_p = isinstance(params.min_p, Tensor) or params.min_p > 0.0
-    if params.needs_raw_mass() or not (by_top_k or by_min_p):
+    if params.needs_all_logits() or not (by_top_k or by_min_p):
         return None
     return torch.empty(len(step.hidden_states), dtype=torch.int32, device=step.hidden_states.device)
 

@@ -70,7 +70,7 @@ def assert_same(rows: Tensor, received: Tensor, temperature: float = 1.0, ids: T
     params = params if counts is None else params._replace(counts=counts.counts.clone())
     temperatures = torch.full((len(rows),), temperature)
     logits = logit_transforms.processed(rows, params)
-    kept = logit_transforms.kept(logits, temperatures, params.top_k, params.top_p, params.min_p)
+    kept = logit_transforms.kept(logits, temperatures, **params.filter_values())
     if params.token_mask is not None:
         kept &= logit_transforms.allowed(params, rows.shape[1])
     assert torch.equal(kept, received > -math.inf)
@@ -109,6 +109,11 @@ def test_min_p(p, rows):
     assert_same(rows, processors.MinPLogitsWarper(p)(NO_IDS, rows.clone()), min_p=p)
 
 
+@pytest.mark.parametrize("epsilon", [1e-5, 0.003, 0.2, 0.999])
+def test_epsilon_cutoff(epsilon, rows):
+    assert_same(rows, processors.EpsilonLogitsWarper(epsilon)(NO_IDS, rows.double()), epsilon_cutoff=epsilon)
+
+
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
 def test_all_of_them_in_their_order(temperature, rows):
     step = [
@@ -116,10 +121,11 @@ def test_all_of_them_in_their_order(temperature, rows):
         processors.TopKLogitsWarper(40),
         processors.TopPLogitsWarper(0.8),
         processors.MinPLogitsWarper(0.1),
+        processors.EpsilonLogitsWarper(0.13),
     ]
     received = processed_by(step, NO_IDS, rows.double())
-    assert_same(rows, received, temperature, top_k=40, top_p=0.8, min_p=0.1)
-    without_min_p = processed_by(step[:-1], NO_IDS, rows.double())
+    assert_same(rows, received, temperature, top_k=40, top_p=0.8, min_p=0.1, epsilon_cutoff=0.13)
+    without_min_p = processed_by(step[:-2], NO_IDS, rows.double())
     assert not torch.equal(received, without_min_p) or temperature < 1  # it does something
 
 

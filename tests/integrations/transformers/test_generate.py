@@ -282,7 +282,7 @@ class Adds(LogitsProcessor):
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "typical_p": ({"typical_p": 0.9}, r"switch off TypicalLogitsWarper \(typical_p=1.0\), or keep it and generate"),
-    "two processors": ({"epsilon_cutoff": 0.1, "eta_cutoff": 0.1}, r"EpsilonLogitsWarper \(.*\), EtaLogitsWarper \("),
+    "two processors": ({"typical_p": 0.9, "eta_cutoff": 0.1}, r"TypicalLogitsWarper \(.*\), EtaLogitsWarper \("),
     "logits_processor": ({"logits_processor": [Adds()]}, "switch off Adds, or keep it and generate without"),
     "an order": ({"top_k": 50, "logits_processor": [TopPLogitsWarper(0.9)]}, r"TopKLogitsWarper \(top_k=0\): it comes"),
     "a token it does not have": ({"sequence_bias": {(1000,): 1.0}}, r"sequence_bias must hold ids .* got \[1000\]"),
@@ -366,7 +366,7 @@ def test_a_model_with_a_decoding_loop_of_its_own():
 
 
 PROCESSORS = {
-    "top_h": 0.5, "typical_p": 0.9, "epsilon_cutoff": 0.1, "eta_cutoff": 0.1, "encoder_repetition_penalty": 1.2,
+    "top_h": 0.5, "typical_p": 0.9, "eta_cutoff": 0.1, "encoder_repetition_penalty": 1.2,
     "encoder_no_repeat_ngram_size": 2, "forced_eos_token_id": [7, 8], "remove_invalid_values": True,
     "exponential_decay_length_penalty": (2, 1.1), "guidance_scale": 2.0, "watermarking_config": WatermarkingConfig(),
 }  # fmt: skip

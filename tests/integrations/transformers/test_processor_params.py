@@ -57,6 +57,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "top_k": {"top_k": 3},
     "top_p": {"top_k": 0, "top_p": 0.7},
     "min_p": {"top_k": 0, "min_p": 0.2},
+    "epsilon_cutoff": {"top_k": 0, "epsilon_cutoff": 0.02},
     "filters at a temperature": {"temperature": 2.0, "top_k": 40, "top_p": 0.8, "min_p": 0.05},
     "repetition_penalty": {"repetition_penalty": 3.0},
     "no_repeat_ngram_size": {"no_repeat_ngram_size": 1, "top_k": 2},
@@ -71,7 +72,8 @@ FIELDS: dict[str, dict[str, Any]] = {
     "own warpers": {"logits_processor": [TemperatureLogitsWarper(2.0), TopKLogitsWarper(9), TopPLogitsWarper(0.6)]},
     "no cache": {"use_cache": False, "repetition_penalty": 1.5},
     "everything": {
-        "temperature": 1.7, "top_k": 30, "top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.4,
+        "temperature": 1.7, "top_k": 30, "top_p": 0.95, "min_p": 0.01, "epsilon_cutoff": 0.02,
+        "repetition_penalty": 1.4,
         "no_repeat_ngram_size": 2,
         "suppress_tokens": list(range(100, 200)), "begin_suppress_tokens": [7], "min_new_tokens": 3,
         "sequence_bias": {(3,): 2.0, (4, 5): 9.0}, "forced_eos_token_id": 5,

@@ -12,6 +12,7 @@ transformers = pytest.importorskip("transformers")
 
 from transformers.generation import logits_process as of_transformers  # noqa: E402
 from transformers.generation.logits_process import (  # noqa: E402
+    EpsilonLogitsWarper,
     ForcedBOSTokenLogitsProcessor,
     ForcedEOSTokenLogitsProcessor,
     LogitNormalization,
@@ -64,6 +65,7 @@ MAKE = {
     TopKLogitsWarper: lambda random: [random.choice((1, 2, 7, VOCAB - 1, VOCAB, 1000))],
     TopPLogitsWarper: lambda random: [random.choice((0.0, 0.1, 0.5, 0.9, 0.999))],
     MinPLogitsWarper: lambda random: [random.choice((0.0, 0.01, 0.2, 1.0))],
+    EpsilonLogitsWarper: lambda random: [random.choice((1e-4, 0.01, 0.07, 0.9))],
     RepetitionPenaltyLogitsProcessor: lambda random: [
         random.choice((0.5, 1.0, 1.3, 20.0)),
         random.choice((None, 0, 3, LENGTH, LENGTH + 1, *BY_ROW)),
@@ -87,7 +89,7 @@ ORDER = [
     NoBadWordsLogitsProcessor, MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor,
     ForcedBOSTokenLogitsProcessor, ForcedEOSTokenLogitsProcessor,
     SuppressTokensLogitsProcessor, SuppressTokensAtBeginLogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper,
-    TopPLogitsWarper, MinPLogitsWarper, LogitNormalization,
+    TopPLogitsWarper, MinPLogitsWarper, EpsilonLogitsWarper, LogitNormalization,
 ]  # fmt: skip
 
 
@@ -102,7 +104,7 @@ def processed(requests, temperature, input_ids, logits):
     params = parse_sampling_params(requests.at(input_ids), problem)
     temperatures = torch.full((len(logits),), temperature, device=logits.device)
     ours = logit_transforms.processed(logit_transforms.raw(logits, params), params)
-    kept = logit_transforms.kept(ours, temperatures, params.top_k, params.top_p, params.min_p)
+    kept = logit_transforms.kept(ours, temperatures, **params.filter_values())
     return (ours / temperature).masked_fill(~kept, -math.inf).double()
 
 
@@ -180,6 +182,10 @@ ORDERS = {
     "min-p before top-p": (
         [MinPLogitsWarper(0.1), TopPLogitsWarper(0.9)],
         r"TopPLogitsWarper \(top_p=1.0\): it comes after MinP",
+    ),
+    "epsilon before top-p": (
+        [EpsilonLogitsWarper(0.1), TopPLogitsWarper(0.9)],
+        r"TopPLogitsWarper \(top_p=1.0\): it comes after Epsilon",
     ),
     "two top-p": ([TopPLogitsWarper(0.9), TopPLogitsWarper(0.8)], "it comes after TopPLogitsWarper"),
     "a bias behind a penalty": (
@@ -335,6 +341,7 @@ NUMBERS = {
     "top_k": (lambda: TopKLogitsWarper(1), (0, -1, 2.0, math.nan)),
     "top_p": (lambda: TopPLogitsWarper(1.0), (-0.1, 1.1, math.nan)),
     "min_p": (lambda: MinPLogitsWarper(0.0), (-0.1, 1.1, math.nan)),
+    "epsilon": (lambda: EpsilonLogitsWarper(0.1), (0.0, -0.1, 1.0, math.nan)),
     "penalty": (lambda: RepetitionPenaltyLogitsProcessor(1.0), (0.0, -1.0, math.nan, math.inf, 1e300)),
     "prompt_ignore_length": (lambda: RepetitionPenaltyLogitsProcessor(1.0), (-1, 2.0)),
     "ngram_size": (lambda: NoRepeatNGramLogitsProcessor(1), (0, -1, 2.0)),
@@ -386,7 +393,7 @@ REQUESTS = {
     "another name": (
         {"topk": 3},
         TypeError,
-        "unexpected argument 'topk'; did you mean top_k[?] A request takes logit_bias, .*, top_k, top_p, min_p$",
+        "unexpected argument 'topk'; did you mean top_k[?] A request takes logit_bias, .*, top_n_sigma$",
     ),
     "the head's": ({"soft_cap": 1.0}, TypeError, "unexpected argument 'soft_cap'[.] A request takes logit_bias, "),
     "a shape": ({"top_k": [1, 2, 3]}, ValueError, "top_k must be a number or have shape"),

@@ -34,7 +34,7 @@ def random_given(generator: torch.Generator, batch: int, n: int, is_ragged: bool
 
 def random_numbers(generator: torch.Generator, batch: int) -> list:
     """``step.NUMBERS``, each of all requests or of one, some."""
-    numbers: list = [1.5, 0.25, 0.5, 20, 0.9, 0.1, 1]
+    numbers: list = [1.5, 0.25, 0.5, 20, 0.9, 0.1, 1, 0.01, 2.0]
     for place, number in enumerate(numbers):
         if torch.rand((), generator=generator) < 0.5:
             dtypes = (torch.int32, torch.int64) if isinstance(number, int) else (torch.float32,)
@@ -83,7 +83,7 @@ def test_bounds_of_nonsense(bounds):
     """Nothing is read or written out of range."""
     given = DraftBatch(torch.tensor([1, 2, 1], device=DEVICE), None, torch.tensor(bounds, device=DEVICE), 2, 2)
     top_k = torch.tensor([7, 8], device=DEVICE)
-    rows = 1.0, 0, 0, [1.0, 0.0, 0.0, top_k, 1.0, 0.0, 0]
+    rows = 1.0, 0, 0, [1.0, 0.0, 0.0, top_k, 1.0, 0.0, 0, 0.0, 0.0]
     _, _, offsets, numbers, requests = draft_chains.expand(*given[2:], *rows, DEVICE, positions=5, with_requests=True)
     assert requests is not None
     assert ((requests >= 0) & (requests < 2)).all()
@@ -171,6 +171,7 @@ def test_numbers_of_requests_take_no_launch_of_their_own(method, monkeypatch):
             "presence_penalty": [0.0, 2.0, 1.0],
         },
         **{"top_k": [0, 3, 7], "top_p": [0.3, 1.0, 0.8], "min_p": [0.0, 0.2, 0.01]},
+        **{"epsilon_cutoff": [0.02, 0.0, 0.1], "top_n_sigma": [0.0, 2.0, 2.5]},
     }
     request = {name: torch.tensor(values, device=DEVICE) for name, values in numbers.items()}
     request["joint_top_p"] = torch.tensor([1, 0, 1], dtype=torch.int32, device=DEVICE)
@@ -259,9 +260,9 @@ from flashsampling.sampling_params import SamplingParams
 compiled = compile_only(int(sys.argv[1]))
 bounds, rows, cpu = torch.zeros(3, dtype=torch.int64), torch.zeros(2, dtype=torch.int64), torch.device("cpu")
 ones = torch.ones(2)
-numbers = [ones, ones, ones, rows, ones, ones, rows.int()]
+numbers = [ones, ones, ones, rows, ones, ones, rows.int(), ones, ones]
 draft_chains.expand(bounds, 2, 3, ones, rows, rows, numbers, cpu, positions=8, with_requests=True)
-numbers = [1.0, 0.0, 0.0, rows.int(), 1.0, ones, 1]
+numbers = [1.0, 0.0, 0.0, rows.int(), 1.0, ones, 1, 0.0, ones]
 draft_chains.expand(None, 2, 3, 1.0, 0, 2**63 - 1, numbers, cpu, positions=8, with_requests=False)
 draft_chains.match(torch.zeros(6, dtype=torch.int64), bounds, 2, 3, torch.zeros(8, dtype=torch.int64))
 draft_chains.match(torch.zeros(2, 3, dtype=torch.int64), None, 2, 3, torch.zeros(8, dtype=torch.int64))

@@ -244,6 +244,12 @@ def test_masses_at_the_largest_temperatures(params):
         SamplingParams(top_k=40, top_p=0.8, min_p=0.02),
         SamplingParams(top_p=0.9, min_p=0.02),
         SamplingParams(top_k=100, min_p=0.01),
+        SamplingParams(epsilon_cutoff=0.01),
+        SamplingParams(top_p=0.8, epsilon_cutoff=0.02),
+        SamplingParams(top_k=40, top_p=0.8, min_p=0.02, epsilon_cutoff=0.03),
+        SamplingParams(top_n_sigma=2.0),
+        SamplingParams(top_n_sigma=2.5, top_p=0.6, min_p=0.1),
+        SamplingParams(top_n_sigma=2.5, top_k=9, top_p=0.5, joint_top_p=1, epsilon_cutoff=0.05),
     ],
 )
 def test_filters(params):
@@ -265,6 +271,8 @@ def test_streams(params):
         SamplingParams(top_p=0.9),
         SamplingParams(top_k=VOCAB - 50, top_p=0.5),
         SamplingParams(min_p=0.99),
+        SamplingParams(epsilon_cutoff=1 / VOCAB),
+        SamplingParams(top_n_sigma=3.0, top_p=0.9, epsilon_cutoff=1.1 / VOCAB),
         SamplingParams(),
     ],
 )
@@ -325,6 +333,56 @@ def test_min_p_of_one_ends_where_fp64_rounds_to_one(temperature, less):
     drawn = run(with_logits(step, logits), SMALL).ids[:20]
     assert torch.equal(drawn, reference.run(with_logits(step, logits)).ids[:20])
     assert (len(drawn.unique()) == 1) == (less / temperature > 2.0**-54)
+
+
+@pytest.mark.parametrize("epsilon", [-1.0, 0.0, 1e-30, 0.5, 0.999, 2.0])
+def test_ends_of_epsilon(epsilon):
+    check(rounded(make_step(batch=2, params=SamplingParams(epsilon_cutoff=epsilon))))
+
+
+@pytest.mark.parametrize("sigmas", [-1.0, 0.0, 1e-30, 1e30, INF])
+def test_ends_of_top_n_sigma(sigmas):
+    check(rounded(make_step(batch=2, params=SamplingParams(top_n_sigma=sigmas))))
+
+
+@pytest.mark.parametrize("more", [{}, {"top_k": 200, "top_p": 0.95}, {"logprobs": True}])
+def test_an_epsilon_above_all_probabilities_keeps_the_most_probable(more):
+    logits = torch.full((2, 300), 2.0, device=DEVICE)
+    logits[1, 1:-1] = 1.999
+    step = make_step(
+        batch=2, vocab=300, num_samples=20, temperature=1.0, params=SamplingParams(epsilon_cutoff=0.999, **more)
+    )
+    drawn = run(with_logits(step, logits), SMALL).ids[:40].view(2, 20)
+    assert torch.equal(drawn, reference.run(with_logits(step, logits)).ids[:40].view(2, 20))
+    assert len(drawn[0].unique()) > 3
+    assert drawn[1].unique().tolist() == [0, 299]
+
+
+@pytest.mark.parametrize("more", [{}, {"top_p": 0.9}, {"top_k": 200, "logprobs": True}])
+def test_top_n_sigma_of_masked_infinite_equal_and_distant_logits(more):
+    """Masked tokens do not count; a row of equal logits keeps all; squares of float32's range do not overflow."""
+    logits = torch.randn(6, 300, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    logits[1, 100:] = -INF
+    logits[2] = 1.5
+    logits[3, 7] = INF
+    logits[4] *= 1e37
+    logits[5] = -INF
+    logits[5, 33] = 1.0
+    step = make_step(batch=6, vocab=300, num_samples=3, temperature=1.0, params=SamplingParams(top_n_sigma=1.2, **more))
+    check(with_logits(step, logits))
+
+
+def test_epsilon_and_sigma_by_row():
+    nan = math.nan
+    params = SamplingParams(
+        top_k=of([0, 0, 0, 0, 40, 0, 0, 0]),
+        top_p=of([1.0, 1.0, 0.8, 0.7, 0.7, 1.0, 0.8, 1.0]),
+        epsilon_cutoff=of([0.0, 0.01, 0.01, 0.0, 0.02, 0.01, nan, 0.0]),
+        top_n_sigma=of([0.0, 0.0, 0.0, 2.5, 2.2, 2.7, 0.0, nan]),
+        logprobs=True,
+    )
+    drawn = check(make_step(batch=8, vocab=300, params=params, temperature=0.8))
+    assert drawn.ids[6:8].tolist() == [-1, -1]
 
 
 def test_filters_by_row():

@@ -105,7 +105,7 @@ def test_whole_steps(monkeypatch):
     monkeypatch.setitem(BACKENDS["triton"].__dict__, "shard_parts", both)
     while steps < STEPS:
         seed += 1
-        mix = Mix(seed + 6 * 10**7)
+        mix = Mix(seed + 6 * 10**7, ranks=True)
         step = mix.of_a_head(mix.make())
         if step.params is DEFAULT_PARAMS or not step.params.names() or BACKENDS["triton"].unsupported(step) is not None:
             continue

@@ -223,11 +223,10 @@ def block_stats_kernel(
     if STATS:  # noqa: SIM102, the one is for the compiler
         if outputs.keys_at != 0:
             row_filters = load_filters(filters, row, vocab_size)
-            filtered = row_filters.by_top_k | row_filters.by_top_p | row_filters.by_min_p
             lowest, highest = _write_stats(
                 processed, mass_scale(temperature), undefined, outputs.keys_at, outputs.sums_at, at, blocks, COLUMNS
             )
-            draws = (filtered == 0) | (temperature < GREEDY_BELOW)
+            draws = (row_filters.filtered == 0) | (temperature < GREEDY_BELOW)
             if (draws == 0) & (lowest == highest):
                 draws = _all_at_least(processed, highest)
     if draws:

@@ -176,11 +176,8 @@ def _rows(step: SampleInputs) -> Rows:
 
 def _filters(params: SamplingParams) -> Filters:
     wide = not isinstance(params.top_k, Tensor) or params.top_k.dtype == torch.int64
-    top_k, *others = (
-        part for value in (params.top_k, params.top_p, params.min_p, params.joint_top_p) for part in row_argument(value)
-    )
-    numbers: list[Any] = [top_k, others[0], int(wide), *others[1:]]
-    return Filters(*numbers)
+    numbers: list[Any] = [part for value in params.filter_values().values() for part in row_argument(value)]
+    return Filters(int(wide), *numbers)
 
 
 def _pdl(device: torch.device, config: Config) -> bool:

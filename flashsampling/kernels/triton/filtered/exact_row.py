@@ -33,7 +33,16 @@ from .order import (
     value_of,
     word_of,
 )
-from .prefix import Tokens, find_limit, mass_before, mass_of_kept, nucleus_target
+from .prefix import (
+    Tokens,
+    find_limit,
+    least_mass_of,
+    least_mass_of_rest,
+    mass_before,
+    mass_of_kept,
+    nucleus_target,
+    sigma_cutoff,
+)
 from .transforms import aligned_pointer_to, pointer_to
 
 
@@ -98,7 +107,7 @@ def draw_exactly(
     scale = mass_scale(temperature)
     greedy = temperature < GREEDY_BELOW
     wants_record = draws.limits_at != 0
-    filtered = (filters.by_top_k | filters.by_top_p | filters.by_min_p) & (wants_record | (greedy == 0))
+    filtered = filters.filtered & (wants_record | (greedy == 0))
     highest, lowest, finite, infinite = _row_extent(source, stored.keys_at, blocks, TILE)
     top = value_of(highest)
     least_mass = tl.where(filtered, tl.minimum(filters.min_p, 1.0), 0.0)
@@ -114,16 +123,24 @@ def draw_exactly(
             sums_ptr = aligned_pointer_to(stored.sums_at, tl.float32) + row * blocks
             row_mass = _mass_of_row(source.block_keys, sums_ptr, blocks, top, scale, WIDTH)
         kept_mass = row_mass
-        tokens = Tokens(source, ids_ptr, vocab_size, tl.full((), MINUS_INF + 1, tl.int32), highest, top, scale)
         limit = tl.full((), LOWEST, tl.int64) << 31
+        first_kept = tl.full((), MINUS_INF + 1, tl.int32)
+        if filtered & filters.by_sigma:
+            first_kept = sigma_cutoff(source, highest, filters.sigmas, 2 * WIDTH)
+        tokens = Tokens(source, ids_ptr, vocab_size, first_kept, highest, top, scale)
+        if filtered & filters.by_sigma:
+            row_mass = mass_of_kept(tokens, limit, tl.full((), 0.0, tl.float32), True, TILE)
+        least = least_mass_of(filters, row_mass)
+        least_mass = tl.where(filtered, tl.minimum(least, 1.0), 0.0)
         last = vocab_size
         winner = load_winner(draws, row, 0, TILES)
         has_winner = (draws.tiles == 0) & (num_samples == 1) & (winner >= 0) & (filters.by_top_k == 0)
+        has_winner = has_winner & (filters.is_rare == 0)
         winner_word = tl.full((), 0, tl.int64)
         if has_winner:
             x = load_token(source, winner)
             winner_word = sort_key(key_of(x), winner)
-            has_winner = reaches(x, mass_of(x, top, scale), filters.min_p, top, scale)
+            has_winner = reaches(x, mass_of(x, top, scale), least, top, scale)
         kept = has_winner & (filtered == 0)
         if filtered:
             if highest == lowest:
@@ -138,6 +155,7 @@ def draw_exactly(
                 if kept == 0:
                     limit = find_limit(tokens, filters, row_mass, True, TILE, WAYS)
                     kept = has_winner & (winner_word >= limit)
+                least_mass = least_mass_of_rest(filters, tokens, limit, least_mass, True, TILE)
                 if wants_record:
                     kept_mass = _mass_of_kept(tokens, limit, least_mass, TILE)
         tokens = Tokens(source, ids_ptr, last, tokens.lowest, highest, top, scale)

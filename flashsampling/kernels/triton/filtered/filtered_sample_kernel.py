@@ -52,7 +52,17 @@ from .order import (
     value_of,
     word_of,
 )
-from .prefix import Tokens, find_limit, find_limit_of_few, mass_before, mass_of_kept, nucleus_target
+from .prefix import (
+    Tokens,
+    find_limit,
+    find_limit_of_few,
+    least_mass_of,
+    least_mass_of_rest,
+    mass_before,
+    mass_of_kept,
+    nucleus_target,
+    sigma_cutoff,
+)
 from .transforms import Filters, Rows, aligned_pointer_to, load_f32, load_filters, load_i64
 
 
@@ -72,11 +82,11 @@ def _find_candidates(
     """Gathers the tokens that may be kept, of those with at least the key ``least``; where a top-p has too many blocks
     of these, those above a guess that hold the mass it wants."""
     blocks = count_blocks(source.vocab_size)
-    if filters.by_top_k:
+    if filters.by_top_k & (filters.of_top_k | (filters.by_sigma == 0)):
         least = tl.maximum(least, top_k_cutoff(columns, filters.top_k))
     wanted = nucleus_target(filters.top_p, (row_mass * UNIT).to(tl.int64))
     rest = (1.0 - filters.top_p) * row_mass * 0.8
-    guesses = tl.where(filters.by_top_p & (filters.of_top_k == 0), 2, 0)
+    guesses = tl.where(filters.by_top_p & (filters.of_top_k == 0) & (filters.by_sigma == 0), 2, 0)
     cutoff = least
     count = tl.full((), 0, tl.int32)
     complete = tl.full((), 0, tl.int1)
@@ -128,7 +138,7 @@ def _draw_row(
     scale, greedy, wants_record = mass_scale(temperature), temperature < GREEDY_BELOW, draws.limits_at != 0
     sums_ptr = aligned_pointer_to(stored.sums_at, tl.float32) + row * blocks
     winner = load_winner(draws, row, 0, TILES)
-    filtered = filters.by_top_k | filters.by_top_p | filters.by_min_p
+    filtered = filters.filtered
     undefined = temperature != temperature
     deferred = tl.full((), 0, tl.int1)
     highest = tl.full((), MINUS_INF + 1, tl.int32)
@@ -136,20 +146,21 @@ def _draw_row(
     if stored.keys_at != 0:
         columns = column_maxima(source.block_keys, blocks, WIDTH)
         highest = tl.max(columns, axis=0)
-        undefined = undefined | (highest == NAN) | (highest <= MINUS_INF) | (filters.top_p != filters.top_p)
-        undefined = undefined | (filters.min_p != filters.min_p)
+        undefined = undefined | (highest == NAN) | (highest <= MINUS_INF) | filters.undefined
         deferred = highest == PLUS_INF
     if draws.tiles == 0:
         undefined = undefined | (winner == -1)
         deferred = deferred & (wants_record | (winner == DEFERRED_DRAW))
         filtered = filtered & (highest != PLUS_INF)  # the winner is the first infinite token, which is kept
-    top, min_p = value_of(highest), tl.minimum(filters.min_p, 1.0)
+    top = value_of(highest)
     limit = tl.full((), LOWEST, tl.int64) << 31
     row_mass = tl.full((), 1.0, tl.float32)
-    needs_mass = wants_record | (filtered & filters.by_top_p & (filters.of_top_k == 0))
+    needs_mass = wants_record | (filtered & ((filters.by_top_p & (filters.of_top_k == 0)) | filters.of_all))
     if (stored.sums_at != 0) & needs_mass & (highest < PLUS_INF):
         row_mass = sum_masses(source.block_keys, sums_ptr, blocks, top, scale, WIDTH)
     kept_mass = row_mass
+    least_mass = least_mass_of(filters, row_mass)
+    min_p = tl.minimum(least_mass, 1.0)
 
     if undefined | deferred:
         for draw in range(num_samples):
@@ -157,13 +168,15 @@ def _draw_row(
     else:
         if filtered & (wants_record | (greedy == 0)):
             least = tl.maximum(source.cutoff, MINUS_INF + 1)
-            if filters.by_min_p & ((filters.of_top_k & filters.by_top_p) == 0):
+            if filters.by_min_p & (((filters.of_top_k | filters.by_sigma) & filters.by_top_p) == 0):
                 least = tl.maximum(least, min_p_cutoff(min_p, top, scale))
-            has_winner = (num_samples == 1) & (draws.tiles == 0) & (filters.by_top_k == 0)
+            if filters.by_sigma:
+                least = tl.maximum(least, sigma_cutoff(source, highest, filters.sigmas, 2 * WIDTH))
+            has_winner = (num_samples == 1) & (draws.tiles == 0) & (filters.by_top_k == 0) & (filters.is_rare == 0)
             x = load_token(source, tl.where(has_winner, winner, -1))
             winner_key = key_of(x)
             winner_word = sort_key(winner_key, winner)
-            has_winner = has_winner & reaches(x, mass_of(x, top, scale), filters.min_p, top, scale)
+            has_winner = has_winner & reaches(x, mass_of(x, top, scale), least_mass, top, scale)
             if has_winner & (wants_record == 0):
                 least = tl.maximum(least, winner_key)
             found = _find_candidates(
@@ -172,6 +185,8 @@ def _draw_row(
             )  # fmt: skip
             if found.complete:
                 tokens = Tokens(source, candidates_ptr, found.count, found.cutoff, highest, top, scale)
+                if filters.by_sigma & filters.by_top_p & (filters.of_top_k == 0):  # all that it keeps are candidates
+                    row_mass = mass_of_kept(tokens, limit, tl.full((), 0.0, tl.float32), False, TILE)
                 kept = has_winner & (winner_key >= found.cutoff) & (wants_record == 0)
                 if kept & filters.by_top_p:
                     wanted = nucleus_target(filters.top_p, (row_mass * UNIT).to(tl.int64))
@@ -182,6 +197,7 @@ def _draw_row(
                     else:
                         limit = find_limit(tokens, filters, row_mass, False, TILE, WAYS)
                     kept = has_winner & (winner_word >= limit)
+                min_p = least_mass_of_rest(filters, tokens, limit, min_p, False, TILE)
                 if greedy == 0:
                     for draw in range(num_samples):
                         best = (winner ^ NO_TOKEN).to(tl.int64) | (1 << 32)

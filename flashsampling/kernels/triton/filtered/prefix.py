@@ -13,7 +13,7 @@ from ..constant import Constant
 from ..fused.packed_argmax import NO_TOKEN
 from ..jit import jit
 from .logit_source import load_tokens
-from .order import UNIT, key_of, mass_of, reaches, sort_key, units_of, value_of
+from .order import LARGEST, MINUS_INF, UNIT, key_of, mass_of, reaches, sort_key, units_of, value_of
 
 _AT_ONCE = Constant(16)  # candidates that others are compared with
 BELOW_ALL = Constant(-0x7FFFFFFFFFFFFFFF)  # below all sort keys
@@ -59,7 +59,7 @@ def mass_before(tokens, sort_key, WHOLE: tl.constexpr, TILE: tl.constexpr):
     return tl.sum(total, axis=0)
 
 
-@jit
+@jit(noinline=True)
 def mass_of_kept(tokens, limit, min_p, WHOLE: tl.constexpr, TILE: tl.constexpr):
     """Returns the mass of the tokens from ``limit`` on that a min-p keeps, float32."""
     total = tl.zeros((TILE,), tl.int64)
@@ -108,6 +108,44 @@ def shortest_prefix(tokens, limit, by_mass, target, WHOLE: tl.constexpr, TILE: t
         low = low + step * last
         searching = ((passed > 0) & (here - above > 1) & (high - low > 1)).to(tl.int32)
     return low, mass
+
+
+@jit
+def least_mass_of(filters, row_mass):
+    """Returns the least mass of a kept token: a min-p, or an epsilon cutoff of all tokens. A min-p above 1 stays."""
+    return tl.where(filters.of_all, tl.minimum(filters.epsilon * row_mass, 1.0), filters.min_p)
+
+
+@jit
+def least_mass_of_rest(filters, tokens, limit, least, WHOLE: tl.constexpr, TILE: tl.constexpr):
+    """Returns the least mass of a kept token once the other filters keep those from ``limit`` and ``least`` on."""
+    if filters.by_epsilon & (filters.of_all == 0):
+        kept_mass = mass_of_kept(tokens, limit, least, WHOLE, TILE)
+        least = tl.maximum(least, tl.minimum(filters.epsilon * kept_mass, 1.0))
+    return least
+
+
+@jit(noinline=True)
+def sigma_cutoff(source, highest, sigmas, TILE: tl.constexpr):
+    """Returns the lowest key that a top-n-sigma keeps of a row without infinite or undefined logits but -inf. Sums of
+    distances from the highest logit, which is at 0, lose no more than a millionth of a millionth of the variance."""
+    top = value_of(highest).to(tl.float64)
+    counts = tl.zeros((TILE,), tl.int32)
+    sums = tl.zeros((TILE,), tl.float64)
+    squares = tl.zeros((TILE,), tl.float64)
+    for start in range(0, source.vocab_size, TILE):
+        token = start + tl.arange(0, TILE)
+        x = load_tokens(source, token, token < source.vocab_size)
+        there = x != float("-inf")
+        distance = tl.where(there, top - x.to(tl.float64), 0.0)
+        counts += there.to(tl.int32)
+        sums += distance
+        squares += distance * distance
+    count = tl.sum(counts, axis=0).to(tl.float64)
+    mean = tl.sum(sums, axis=0) / count
+    variance = tl.maximum(tl.sum(squares, axis=0) / count - mean * mean, 0.0)
+    cutoff = top - tl.minimum(sigmas, LARGEST).to(tl.float64) * tl.sqrt(variance)
+    return tl.maximum(key_of(tl.maximum(cutoff, -LARGEST).to(tl.float32)), MINUS_INF + 1)
 
 
 @jit

@@ -27,17 +27,21 @@ class Rows(NamedTuple):
 
 
 class Filters(NamedTuple):
-    """The filters, likewise."""
+    """The filters, likewise: ``SamplingParams.filter_values``, and the width of the first."""
 
+    top_k_wide: int
     top_k_at: int  # int64, or int32 where not ``top_k_wide``
     top_k: int
-    top_k_wide: int
     top_p_at: int  # float32
     top_p: float
     min_p_at: int  # float32
     min_p: float
     joint_at: int  # int32; not 0: top-p takes its share of all tokens, not of those that top-k keeps
     joint: int
+    epsilon_at: int  # float32
+    epsilon: float
+    sigmas_at: int  # float32
+    sigmas: float
 
 
 class HeadTransform(NamedTuple):
@@ -75,10 +79,18 @@ class RowFilters(NamedTuple):
     top_k: object  # int64
     top_p: object
     min_p: object
+    epsilon: object
+    sigmas: object  # standard deviations
     by_top_k: object  # whether it has a top-k
     by_top_p: object
-    by_min_p: object
+    by_min_p: object  # or an epsilon cutoff that serves as one
+    by_epsilon: object
+    by_sigma: object
     of_top_k: object  # whether top-p takes its share of what top-k keeps
+    of_all: object  # whether the epsilon cutoff is a share of all tokens: there is no other filter
+    is_rare: object  # whether masses of what other filters keep come before the draw
+    filtered: object  # whether it has any
+    undefined: object  # whether one is NaN
 
 
 @jit
@@ -125,7 +137,16 @@ def load_filters(filters, row, vocab_size):
     by_top_k = (top_k > 0) & (top_k < vocab_size)
     by_top_p = (top_p >= 1.0) == 0  # also if NaN
     by_min_p = (min_p <= 0.0) == 0
-    return RowFilters(top_k, top_p, min_p, by_top_k, by_top_p, by_min_p, by_top_k & (joint == 0))
+    epsilon = load_f32(filters.epsilon_at, filters.epsilon, row)
+    sigmas = load_f32(filters.sigmas_at, filters.sigmas, row)
+    by_epsilon, by_sigma = (epsilon <= 0.0) == 0, (sigmas <= 0.0) == 0
+    others = by_top_k | by_top_p | by_min_p | by_sigma
+    of_all = by_epsilon & (others == 0)
+    undefined = (top_p != top_p) | (min_p != min_p) | (epsilon != epsilon) | (sigmas != sigmas)
+    return RowFilters(
+        top_k, top_p, min_p, epsilon, sigmas, by_top_k, by_top_p, by_min_p | of_all, by_epsilon, by_sigma,
+        by_top_k & (joint == 0), of_all, by_sigma | (by_epsilon & others), others | by_epsilon, undefined,
+    )  # fmt: skip
 
 
 @jit
