@@ -10,7 +10,7 @@ _TOKENS = 32  # of a row at once
 
 
 @jit(
-    do_not_specialize=["vocab_size", "count", "ids_stride", "apart"],
+    do_not_specialize=["vocab_size", "count", "ids_stride", "apart", "counts_stride", "seen_stride"],
     do_not_specialize_on_alignment=["token_ids", "rows", "counts", "seen"],
 )
 def count_kernel(
