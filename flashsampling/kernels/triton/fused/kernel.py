@@ -26,9 +26,8 @@ few registers; the order is by sixteen tokens.
 Memory order: a program's slot updates precede its counter increment (barrier, then acquire-release at GPU scope), so
 the program that sees the last count sees every key.
 
-Functions cost no instruction: Triton inlines them to the same PTX except for debug labels. ptxas (12.8) may schedule
-another way for a label: at B = 64 (sm_90) it spills 124 bytes with the labels of these functions or with none, and 120
-with those of one function.
+``score_tiles`` is one function although it has three parts: Triton inlines functions to the same PTX except for debug
+labels, but ptxas (12.8) schedules another way around these. Apart, at B = 64 (sm_90) 124 bytes are spilled, not 120.
 """
 
 import triton.language as tl
@@ -143,81 +142,111 @@ def best_of_blocks(best, best_id, blocks, group, token0, shard, params):
 
 
 @jit
-def run_fast_pass(
-    hidden, hidden_rest, matmul, rows, walk, shard, zero,
-    CHUNKS: tl.constexpr, REST_CHUNKS: tl.constexpr, TILE: tl.constexpr, ROW_TENSORS: tl.constexpr,
+def score_tiles(
+    hidden, hidden_rest, matmul, rows, workspace_ptr, base, skip, num_samples, zero,
+    ONE_DRAW: tl.constexpr, TILE: tl.constexpr, ROW_TENSORS: tl.constexpr,
 ):  # fmt: skip
-    """Returns the running winners of a program's tiles, a tuple of chunks of rows: scores, and ids."""
-    ROW_BLOCKS: tl.constexpr = TILE.block_v // 128
+    """Runs the fast pass, publishes its winners and runs the exact pass, over a program's tiles."""
+    BLOCK_B: tl.constexpr = TILE.block_b
+    REST_B: tl.constexpr = TILE.rest_b
+    WIDTH: tl.constexpr = BLOCK_B + REST_B
+    NARROW: tl.constexpr = REST_B if REST_B > 0 else 16  # columns that the exact pass of one draw takes at once
     batch = matmul.batch
-    best = ()
-    best_id = ()
-    loaded = ()
-    for c in tl.static_range(CHUNKS + REST_CHUNKS):
-        chunk_rows = rows_in_chunk(walk.first_row, walk.second_row, c, TILE)
-        row = tl.minimum(chunk_rows, batch - 1)[None, :]
-        nothing = tl.full((4 if TILE.rows_on_m else 32, row.shape[1]), float("-inf"), tl.float32)
-        best = best + (nothing,)
-        best_id = best_id + (tl.full(nothing.shape, NO_TOKEN, tl.int32),)
-        if TILE.preload:
-            loaded = loaded + (row_params(rows, order_after(row, nothing, zero), ROW_TENSORS),)
-    for tile in range(walk.first_tile, walk.end_tile, walk.stride):
-        first_token = tile * TILE.block_v
-        acc, rest = tile_logits(
-            hidden, hidden_rest, matmul, first_token - shard.skip, walk.first_row, walk.second_row, TILE
-        )
-        blocks = split_blocks(acc, ROW_BLOCKS, CHUNKS)
-        if REST_CHUNKS > 0:
-            rest_blocks = split_blocks(rest, ROW_BLOCKS, REST_CHUNKS)
-        group = ((shard.base + first_token) // 4 + tl.arange(0, 32))[:, None].to(tl.uint32)
-        token0 = lane0_tokens(first_token, 128)
-        new_best = ()
-        new_id = ()
-        done = best[0]
+    row_blocks = tl.cdiv(batch, WIDTH)
+    row_block = tl.program_id(0) % row_blocks  # neighbours share a weight tile through L2
+    first_tile = tl.program_id(0) // row_blocks
+    stride = tl.num_programs(0) // row_blocks
+    end = skip + matmul.vocab_size
+    vocab_tiles = tl.cdiv(end, TILE.block_v)
+    # the last row block starts early enough to be whole, and leaves the rows that it shares to the one before: loads of
+    # rows beyond the batch cost more than loads of rows (H200, 128 columns of which 64 are beyond: 1.33 times the time)
+    first_owned = row_block * WIDTH
+    first_row = tl.maximum(tl.minimum(first_owned, batch - WIDTH), 0)
+    second_row = second_piece_row(first_row, batch, TILE)
+    shard = ShardTokens(base, skip, end)
+    walk = TileWalk(first_row, second_row, first_owned, first_tile, vocab_tiles, stride)
+
+    FIRST_BLOCK: tl.constexpr = one_block(TILE, BLOCK_B)
+    NARROW_BLOCK: tl.constexpr = one_block(TILE, NARROW)
+    if ONE_DRAW:
+        CHUNK_B: tl.constexpr = TILE.chunk_b
+        CHUNKS: tl.constexpr = BLOCK_B // CHUNK_B
+        REST_CHUNKS: tl.constexpr = (REST_B + CHUNK_B - 1) // CHUNK_B
+        ROW_BLOCKS: tl.constexpr = TILE.block_v // 128
+        best = ()
+        best_id = ()
+        loaded = ()
         for c in tl.static_range(CHUNKS + REST_CHUNKS):
-            if c == CHUNKS:  # another width, so ``done`` needs another shape
-                done = best[c]
+            chunk_rows = rows_in_chunk(first_row, second_row, c, TILE)
+            row = tl.minimum(chunk_rows, batch - 1)[None, :]
+            nothing = tl.full((4 if TILE.rows_on_m else 32, row.shape[1]), float("-inf"), tl.float32)
+            best = best + (nothing,)
+            best_id = best_id + (tl.full(nothing.shape, NO_TOKEN, tl.int32),)
             if TILE.preload:
-                params = score_params(fenced(LoadedRows(*loaded[c])))  # a sum of tuples forgets the fields' names
-            else:
-                row = tl.minimum(rows_in_chunk(walk.first_row, walk.second_row, c, TILE), batch - 1)[None, :]
-                params = score_params(row_params(rows, order_after(row, done, zero), ROW_TENSORS))
-            if c < CHUNKS:
-                of_chunk = blocks[c::CHUNKS]
-            else:
-                of_chunk = rest_blocks[c - CHUNKS :: REST_CHUNKS]
-            if TILE.rows_on_m:
-                b, i = best_of_blocks_rows_on_m(best[c], best_id[c], of_chunk, first_token, done, zero, shard, params)
-            else:
-                b, i = best_of_blocks(best[c], best_id[c], of_chunk, group, token0, shard, params)
-            done = b
-            new_best = new_best + (b,)
-            new_id = new_id + (i,)
-        best = new_best
-        best_id = new_id
-    return best, best_id
-
-
-@jit
-def publish(
-    best, best_id, rows, workspace_ptr, walk, shard, batch, num_samples,
-    NARROW: tl.constexpr, TILE: tl.constexpr, ROW_TENSORS: tl.constexpr,
-):  # fmt: skip
-    """Publishes the fast pass's winners. Returns the blocks of NARROW columns with an ambiguous row, a bit each."""
-    ambiguous_blocks = 0
-    for c in tl.static_range(len(best)):
-        key = tl.max(tl.where(best[c] != float("-inf"), pack_key(best[c], shard.base + best_id[c]), 0), axis=0)
-        row = rows_in_chunk(walk.first_row, walk.second_row, c, TILE)
-        params = row_params(rows, tl.minimum(row, batch - 1), ROW_TENSORS)
-        token = ((key & NO_TOKEN) ^ NO_TOKEN).to(tl.int32)
-        word = token_word(token, params.offset_lo, params.offset_hi, params.key_lo, params.key_hi)
-        known = (row < batch) & (row >= walk.first_owned) & (key != 0)
-        ambiguous = known & ((key >> 31 == ORDERED_INF) | ((word == 0) & (key != NAN_KEY)))
-        slot = workspace_ptr + row.to(tl.int64) * num_samples
-        tl.atomic_max(slot, key, mask=known & (ambiguous == 0), sem="relaxed")
-        bits = tl.where(ambiguous, 1 << ((row - walk.first_row) // NARROW), 0)
-        ambiguous_blocks = ambiguous_blocks | tl.reduce_or(bits, axis=0)
-    return ambiguous_blocks
+                loaded = loaded + (row_params(rows, order_after(row, nothing, zero), ROW_TENSORS),)
+        for tile in range(first_tile, vocab_tiles, stride):
+            first_token = tile * TILE.block_v
+            acc, rest = tile_logits(hidden, hidden_rest, matmul, first_token - shard.skip, first_row, second_row, TILE)
+            blocks = split_blocks(acc, ROW_BLOCKS, CHUNKS)
+            if REST_CHUNKS > 0:
+                rest_blocks = split_blocks(rest, ROW_BLOCKS, REST_CHUNKS)
+            group = ((shard.base + first_token) // 4 + tl.arange(0, 32))[:, None].to(tl.uint32)
+            token0 = lane0_tokens(first_token, 128)
+            new_best = ()
+            new_id = ()
+            done = best[0]
+            for c in tl.static_range(CHUNKS + REST_CHUNKS):
+                if c == CHUNKS:  # another width, so ``done`` needs another shape
+                    done = best[c]
+                if TILE.preload:
+                    params = score_params(fenced(LoadedRows(*loaded[c])))  # a sum of tuples forgets the fields' names
+                else:
+                    row = tl.minimum(rows_in_chunk(first_row, second_row, c, TILE), batch - 1)[None, :]
+                    params = score_params(row_params(rows, order_after(row, done, zero), ROW_TENSORS))
+                if c < CHUNKS:
+                    of_chunk = blocks[c::CHUNKS]
+                else:
+                    of_chunk = rest_blocks[c - CHUNKS :: REST_CHUNKS]
+                if TILE.rows_on_m:
+                    b, i = best_of_blocks_rows_on_m(
+                        best[c], best_id[c], of_chunk, first_token, done, zero, shard, params
+                    )
+                else:
+                    b, i = best_of_blocks(best[c], best_id[c], of_chunk, group, token0, shard, params)
+                done = b
+                new_best = new_best + (b,)
+                new_id = new_id + (i,)
+            best = new_best
+            best_id = new_id
+        ambiguous_blocks = 0  # a bit for each NARROW columns
+        for c in tl.static_range(len(best)):
+            key = tl.max(tl.where(best[c] != float("-inf"), pack_key(best[c], shard.base + best_id[c]), 0), axis=0)
+            row = rows_in_chunk(first_row, second_row, c, TILE)
+            params = row_params(rows, tl.minimum(row, batch - 1), ROW_TENSORS)
+            token = ((key & NO_TOKEN) ^ NO_TOKEN).to(tl.int32)
+            word = token_word(token, params.offset_lo, params.offset_hi, params.key_lo, params.key_hi)
+            known = (row < batch) & (row >= first_owned) & (key != 0)
+            ambiguous = known & ((key >> 31 == ORDERED_INF) | ((word == 0) & (key != NAN_KEY)))
+            slot = workspace_ptr + row.to(tl.int64) * num_samples
+            tl.atomic_max(slot, key, mask=known & (ambiguous == 0), sem="relaxed")
+            bits = tl.where(ambiguous, 1 << ((row - first_row) // NARROW), 0)
+            ambiguous_blocks = ambiguous_blocks | tl.reduce_or(bits, axis=0)
+        for narrow in range(WIDTH // NARROW):
+            if (ambiguous_blocks >> narrow) & 1 != 0:
+                run_exact_pass(
+                    hidden_rest, matmul, rows, workspace_ptr, first_row + narrow * NARROW, walk, shard, num_samples,
+                    NARROW_BLOCK, ROW_TENSORS,
+                )  # fmt: skip
+    else:
+        tl.static_assert(not TILE.halves, "several draws walk blocks of neighbouring rows")
+        run_exact_pass(
+            hidden, matmul, rows, workspace_ptr, first_row, walk, shard, num_samples, FIRST_BLOCK, ROW_TENSORS
+        )
+        if REST_B > 0:
+            run_exact_pass(
+                hidden_rest, matmul, rows, workspace_ptr, second_row, walk, shard, num_samples, NARROW_BLOCK,
+                ROW_TENSORS,
+            )  # fmt: skip
 
 
 @jit
@@ -291,55 +320,16 @@ def sample_kernel(
     EXCHANGE: tl.constexpr,
 ):
     """Runs the algorithm of the module's docstring. Grid: (programs per row block * row blocks,)."""
-    BLOCK_B: tl.constexpr = TILE.block_b
-    REST_B: tl.constexpr = TILE.rest_b
-    WIDTH: tl.constexpr = BLOCK_B + REST_B
-    NARROW: tl.constexpr = REST_B if REST_B > 0 else 16  # columns that the exact pass of one draw takes at once
-    row_blocks = tl.cdiv(batch, WIDTH)
-    row_block = tl.program_id(0) % row_blocks  # neighbours share a weight tile through L2
-    first_tile = tl.program_id(0) // row_blocks
-    stride = tl.num_programs(0) // row_blocks
-    end = skip + vocab_size
-    vocab_tiles = tl.cdiv(end, TILE.block_v)
-    # the last row block starts early enough to be whole, and leaves the rows that it shares to the one before: loads of
-    # rows beyond the batch cost more than loads of rows (H200, 128 columns of which 64 are beyond: 1.33 times the time)
-    first_owned = row_block * WIDTH
-    first_row = tl.maximum(tl.minimum(first_owned, batch - WIDTH), 0)
-    second_row = second_piece_row(first_row, batch, TILE)
+    WIDTH: tl.constexpr = TILE.block_b + TILE.rest_b
     matmul = Matmul(weight, batch, vocab_size, dim, hidden_stride, weight_stride)
-    walk = TileWalk(first_row, second_row, first_owned, first_tile, vocab_tiles, stride)
-    shard = ShardTokens(base, skip, end)
-
-    FIRST_BLOCK: tl.constexpr = one_block(TILE, BLOCK_B)
-    NARROW_BLOCK: tl.constexpr = one_block(TILE, NARROW)
-    if ONE_DRAW:
-        CHUNK_B: tl.constexpr = TILE.chunk_b
-        CHUNKS: tl.constexpr = BLOCK_B // CHUNK_B
-        REST_CHUNKS: tl.constexpr = (REST_B + CHUNK_B - 1) // CHUNK_B
-        best, best_id = run_fast_pass(
-            hidden, hidden_rest, matmul, rows, walk, shard, zero, CHUNKS, REST_CHUNKS, TILE, ROW_TENSORS
-        )
-        ambiguous_blocks = publish(
-            best, best_id, rows, workspace_ptr, walk, shard, batch, num_samples, NARROW, TILE, ROW_TENSORS
-        )
-        for narrow in range(WIDTH // NARROW):
-            if (ambiguous_blocks >> narrow) & 1 != 0:
-                run_exact_pass(
-                    hidden_rest, matmul, rows, workspace_ptr, first_row + narrow * NARROW, walk, shard, num_samples,
-                    NARROW_BLOCK, ROW_TENSORS,
-                )  # fmt: skip
-    else:
-        tl.static_assert(not TILE.halves, "several draws walk blocks of neighbouring rows")
-        run_exact_pass(
-            hidden, matmul, rows, workspace_ptr, first_row, walk, shard, num_samples, FIRST_BLOCK, ROW_TENSORS
-        )
-        if REST_B > 0:
-            run_exact_pass(
-                hidden_rest, matmul, rows, workspace_ptr, second_row, walk, shard, num_samples, NARROW_BLOCK,
-                ROW_TENSORS,
-            )  # fmt: skip
-
-    row = first_owned + tl.arange(0, 2 * BLOCK_B if REST_B > 0 else BLOCK_B)
+    score_tiles(
+        hidden, hidden_rest, matmul, rows, workspace_ptr, base, skip, num_samples, zero, ONE_DRAW, TILE, ROW_TENSORS
+    )
+    row_blocks = tl.cdiv(batch, WIDTH)
+    row_block = tl.program_id(0) % row_blocks
+    stride = tl.num_programs(0) // row_blocks
+    first_owned = row_block * WIDTH
+    row = first_owned + tl.arange(0, 2 * TILE.block_b if TILE.rest_b > 0 else TILE.block_b)
     live = (row < batch) & (row < first_owned + WIDTH)
     slots = workspace_ptr + row.to(tl.int64) * num_samples
     inf_slots = slots + batch.to(tl.int64) * num_samples
