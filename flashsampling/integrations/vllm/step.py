@@ -8,7 +8,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...tensor_parallel.cutoffs import FEW
 from ...token_counts import IN_PROMPT, Counted, num_token_groups
 from ..engine.graphs import Graphs
 from ..engine.head import Head
@@ -46,7 +45,6 @@ class VllmStep(FusedStep):
     ) -> None:
         super().__init__(head, device, tp, most_drafts, graphs)
         self.sampler, self.state = sampler, state
-        self.tokens = None if tp is None else (tp.first_token, tp.last_token)  # of this rank
         self._masks: Tensor | None = None  # (slots, words), all bits set where a request has none
         self._masked = np.zeros(len(state.reasons), bool)
 
@@ -82,15 +80,13 @@ class VllmStep(FusedStep):
         return needs, top, unpack_rows(packed, len(requests), self.row_names)
 
     def read_filters(self, requests: NDArray[np.int32], rows: Rows) -> dict[str, Any]:
-        """Returns the filters that any row has. A greedy row's token is the same with all of them. A top-k that all
-        rows share is one collective round, as a number."""
+        """Returns the filters that any row has. A greedy row's token is the same with all of them."""
         states = self.sampler.sampling_states
         drawn = requests[states.temperature.np[requests] > 0.0]
         top_k: NDArray[np.int32] = states.top_k.np[drawn]  # the size of the vocabulary where there is none
         filters: dict[str, Any] = {}
         if (top_k < self.head.vocab_size).any():
-            is_shared = top_k[0] <= FEW and (top_k == top_k[0]).all()
-            filters["top_k"] = int(top_k[0]) if is_shared else rows["top_k"]
+            filters["top_k"] = rows["top_k"]
         if (states.top_p.np[drawn] < 1.0).any():
             filters["top_p"] = rows["top_p"]
         if (states.min_p.np[drawn] > 0.0).any():
@@ -138,7 +134,7 @@ class VllmStep(FusedStep):
 
     def read_counts(self, slots: Tensor, rows: Rows) -> Counted:
         """Returns token counts of slots (``read_counts``)."""
-        return read_counts(self.sampler.penalties_state, slots, rows, self.head.vocab_size, self.tokens)
+        return read_counts(self.sampler.penalties_state, slots, rows, self.head.vocab_size)
 
 
 def read_counts(

@@ -47,6 +47,12 @@ def _word(table, index):
 
 
 @jit
+def shared_address(table, owner, offset):
+    """Returns the address ``offset`` bytes behind the beginning of ``owner``'s memory."""
+    return _word(table, _SHARED + owner) + offset
+
+
+@jit
 def _slots(table, owner, rank, launches, index):
     """Pointers to the slots in ``owner``'s memory that ``rank`` fills."""
     buffer = (launches % 2) * _word(table, _RANKS) + rank
@@ -91,6 +97,12 @@ def active_ranks(table):
             _tell(table, verdict)
             ranks = ranks * 0
     return ranks
+
+
+@jit
+def is_closed(table):
+    """Returns whether the group is closed: memory of other ranks is then touched no more."""
+    return _word(table, _RANKS) == 0
 
 
 @jit
