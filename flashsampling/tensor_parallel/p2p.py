@@ -179,8 +179,14 @@ def _floats(address: int, rows: int, columns: int, device: torch.device) -> Tens
 class _DryRun(DryRun):
     """Launches what ``PeerToPeer`` launches, with a group of this rank alone."""
 
-    def __init__(self, table: int, rank: int, row_stride: int) -> None:
-        self._table, self._rank, self._row_stride = table, rank, row_stride
+    def __init__(self, table: int, rank: int, row_stride: int, hashes: Hashes) -> None:
+        self._table, self._rank, self._row_stride, self._hashes = table, rank, row_stride, hashes
+
+    def begin(self, step: SampleInputs) -> None:
+        """Implements ``Collectives.begin``."""
+        from ..kernels.triton.sharded.param_hash import of_request  # comes with torch for CUDA
+
+        of_request(self._hashes, step)
 
     def gather_logits(
         self, logits: Tensor, bias: Tensor | None, ranges: Sequence[tuple[int, int]], step: SampleInputs
@@ -375,7 +381,7 @@ class PeerToPeer(Transport):
 
     def dry_run(self) -> Collectives:
         """Implements ``Transport.dry_run``."""
-        return _DryRun(self._dry_run_table, self._rank, self._row_stride)
+        return _DryRun(self._dry_run_table, self._rank, self._row_stride, self._hashes)
 
     def end(self, error: BaseException | None = None) -> Tensor:
         """Implements ``Collectives.end``. Keeps no tensor of a graph under capture, which compilers take for a leak."""

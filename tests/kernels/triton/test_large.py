@@ -14,14 +14,14 @@ pytest.importorskip("triton")
 
 import triton
 import triton.language as tl
+from flashsampling.kernels.triton.sharded.cutoff_kernels import radix_pass_kernel
+from flashsampling.kernels.triton.sharded.output_kernels import ranks_kernel
 
 from flashsampling.kernels.triton.filtered import dispatch as of_logits
 from flashsampling.kernels.triton.filtered.block_stats_kernel import StatsOutputs, block_stats_kernel
 from flashsampling.kernels.triton.filtered.draw import Draws
 from flashsampling.kernels.triton.jit import jit
 from flashsampling.kernels.triton.sharded.collectives import row_of_word
-from flashsampling.kernels.triton.sharded.cutoff_kernels import radix_pass_kernel
-from flashsampling.kernels.triton.sharded.output_kernels import ranks_kernel
 from flashsampling.kernels.triton.token_counts import count
 from flashsampling.reference import logit_transforms
 from flashsampling.sampling_params import SamplingParams
