@@ -184,9 +184,9 @@ class _DryRun(DryRun):
 
     def begin(self, step: SampleInputs) -> None:
         """Implements ``Collectives.begin``."""
-        from ..kernels.triton.sharded.param_hash import of_request  # comes with torch for CUDA
+        from ..kernels.triton.sharded.param_hash import besides_rows  # comes with torch for CUDA
 
-        of_request(self._hashes, step)
+        self._request = besides_rows(self._hashes, step)
 
     def gather_logits(
         self, logits: Tensor, bias: Tensor | None, ranges: Sequence[tuple[int, int]], step: SampleInputs
@@ -198,7 +198,7 @@ class _DryRun(DryRun):
             first = ranges[self._rank][0]
             collectives.push_logits(self._table, 0, logits, bias, (0, 1), 0, first, self._row_stride)
         word = torch.zeros(1, dtype=torch.int64, device=logits.device)
-        collectives.all_gather(self._table, word, 1, word.clone(), word, step)
+        collectives.all_gather(self._table, word, 1, self._request, step)
         return super().gather_logits(logits, bias, ranges, step)
 
 
@@ -228,7 +228,7 @@ class PeerToPeer(Transport):
         self.room = capacity
         self._rank, self._ranks = rank, ranks
         self._share_rows = rows_of_buffer(max_batch_size, ranks, vocab_size)
-        self.rows_at_once = ranks * self._share_rows
+        self.rows_at_once: int = ranks * self._share_rows
         self._row_stride = -(-vocab_size // 4) * 4
         self._vocab_size = vocab_size
         self._skipped_calls = 0
@@ -243,8 +243,9 @@ class PeerToPeer(Transport):
             _driver("cuCtxGetCurrent", ctypes.byref(context))
             self._context = context.value
             self._hashes = Hashes(max_batch_size, device)
-            self._no_params = torch.zeros(1, dtype=torch.int64, device=device)
-            self._param_hash = self._step_failed = self._no_params
+            self._request: tuple[int, Tensor | None] = (0, None)
+            self._in_passes = False
+            self._failed: Tensor | None = None  # of the step, () bool, once it is known
             host_words = torch.zeros(2, dtype=torch.int64, device="cpu", pin_memory=True)
             _kept.append(host_words)
             self._host_words = host_words.numpy()  # an element costs a tenth of a tensor's
@@ -320,7 +321,7 @@ class PeerToPeer(Transport):
 
         alone = step.draft_hash if step.params is DEFAULT_PARAMS else None
         request = of_request(self._hashes, step) if alone is None else alone.view(1)
-        self._all_gather(self._table, self._ranks, request, torch.zeros_like(request), request, step)
+        self._all_gather(request, (0, request), step._replace(params=DEFAULT_PARAMS))
 
     def finish(self, out: Tensor, step: SampleInputs) -> Tensor:
         """Implements ``Transport.finish``: the kernel has done the exchange."""
@@ -328,22 +329,19 @@ class PeerToPeer(Transport):
 
     def begin(self, step: SampleInputs) -> None:
         """Implements ``Collectives.begin``."""
-        from ..kernels.triton.sharded.param_hash import of_request  # comes with torch for CUDA
+        from ..kernels.triton.sharded.param_hash import besides_rows  # comes with torch for CUDA
 
-        self._param_hash = of_request(self._hashes, step)
-        self._step_failed = torch.zeros(1, dtype=torch.int64, device=self._device)
+        self._request = besides_rows(self._hashes, step)
+        self._in_passes = len(step.hidden_states) > self.rows_at_once
 
     def all_gather(self, words: Tensor, step: SampleInputs) -> Tensor:
         """Implements ``Collectives.all_gather`` as a launch that is a step of the protocol."""
-        return self._all_gather(self._table, self._ranks, words, self._step_failed, self._param_hash, step)
+        return self._all_gather(words, self._request, step)
 
-    @staticmethod
-    def _all_gather(
-        table: int, ranks: int, words: Tensor, failed: Tensor, request: Tensor, step: SampleInputs
-    ) -> Tensor:
+    def _all_gather(self, words: Tensor, request: tuple[int, Tensor | None], step: SampleInputs) -> Tensor:
         from ..kernels.triton.sharded import collectives  # comes with torch for CUDA
 
-        return collectives.all_gather(table, words, ranks, failed, request, step)
+        return collectives.all_gather(self._table, words, self._ranks, request, step)
 
     def _share_of(self, batch: int) -> int:
         """Returns the rows of a batch that each rank draws, but the last ones."""
@@ -372,21 +370,25 @@ class PeerToPeer(Transport):
 
     def gather_results(self, words: Tensor, batch: int, step: SampleInputs) -> Tensor:
         """Implements ``Collectives.gather_results``."""
-        count = words.shape[1]
-        share = self._share_of(batch)
-        padded = torch.nn.functional.pad(words, (0, 0, 0, share - len(words))).flatten()
+        count, missing = words.shape[1], self._share_of(batch) - len(words)
+        padded = words.flatten() if not missing else torch.nn.functional.pad(words, (0, 0, 0, missing)).flatten()
+        many = self._in_passes or len(padded) > self.room
+        if many:  # a message may fail after an earlier one, whose words were sound: the last word says so
+            padded = torch.nn.functional.pad(padded, (0, 1))
         received = [self.all_gather(some, step) for some in padded.split(self.room)]
         theirs = received[0] if len(received) == 1 else torch.cat(received, dim=1)
-        return theirs.view(-1, count)[:batch]
+        if many:
+            self._failed, theirs = theirs[0, -1] != 0, theirs[:, :-1]
+        return theirs.reshape(-1, count)[:batch]
 
     def dry_run(self) -> Collectives:
         """Implements ``Transport.dry_run``."""
         return _DryRun(self._dry_run_table, self._rank, self._row_stride, self._hashes)
 
-    def end(self, error: BaseException | None = None) -> Tensor:
-        """Implements ``Collectives.end``. Keeps no tensor of a graph under capture, which compilers take for a leak."""
-        failed = self._step_failed[0] != 0
-        self._param_hash = self._step_failed = self._no_params
+    def end(self, error: BaseException | None = None) -> Tensor | None:
+        """Implements ``Collectives.end``; the results of a step that failed are -1 already, unless they took several
+        messages. Keeps no tensor of a graph under capture, which compilers take for a leak."""
+        failed, self._failed, self._request = self._failed, None, (0, None)
         return failed
 
     def failure(self) -> Failure | None:

@@ -70,10 +70,11 @@ def finish(
     drafted: DraftChains,
     vocab_size: int,
 ) -> SampleResult:
-    """Returns the requests' last tokens, then their numbers of accepted drafts, (2 * B,) int64."""
+    """Returns the requests' last tokens, then their numbers of accepted drafts, (2 * B,) int64. Words of a failed step
+    are negative, and give -1 and 0."""
     ids, rows = drafted.token_ids, drafted.rows
     of_rows = words[:, 0][rows]  # (B, n + 1)
-    is_accepted = (of_rows[:, :-1] >> 2 * _BITS & 1).bool() & (ids >= 0)
+    is_accepted = (of_rows[:, :-1] >> 2 * _BITS == 1) & (ids >= 0)
     num_accepted = is_accepted.cumprod(dim=1).sum(dim=1)
     last = num_accepted[:, None]
     word = of_rows.gather(1, last)[:, 0]
@@ -81,4 +82,5 @@ def finish(
     was_refused = (refused >= 0) & (refused < vocab_size)  # an id that is no token is no draft
     mask = (1 << _BITS) - 1
     token_ids = torch.where(was_refused, word >> _BITS & mask, word & mask) - 1
+    token_ids = token_ids.masked_fill(word < 0, -1)
     return SampleResult(torch.cat([token_ids, num_accepted]))

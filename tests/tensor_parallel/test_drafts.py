@@ -32,7 +32,7 @@ from tests.speculative.drafting import DraftChains as Problem
 from tests.speculative.drafting import make_drafted, sure_of
 from tests.speculative.test_verify import differences
 from tests.speculative.test_verify_distribution import binomial
-from tests.tensor_parallel.test_filters import Splitting, Stub, Transport, cut, flat, run
+from tests.tensor_parallel.test_filters import Peer, Stub, Transport, cut, flat, run, shared_memory  # noqa: F401 (a fixture)
 
 Ranges = list[tuple[int, int]]
 REJECT: dict[str, Any] = {"method": "rejection"}
@@ -47,7 +47,7 @@ class Whole(TensorParallel):
 
 
 @pytest.fixture
-def ranks(monkeypatch):
+def ranks(monkeypatch, shared_memory):  # noqa: F811
     """Makes a group whose steps are taken by threads, with shards of these ranges."""
 
     def of(
@@ -56,7 +56,7 @@ def ranks(monkeypatch):
         vocab_size: int | None = None,
         impl: str = "streaming",
         room: int = 2048,
-        transport: type[Transport] = Transport,
+        transport: type[Transport | Peer] = Transport,
     ) -> Whole:
         def step_of_all(step: SampleInputs, tp: TensorParallel) -> SampleResult:
             assert step.drafted is not None
@@ -92,7 +92,7 @@ def check(problems: int, first_seed: int, ranks: Any) -> None:
             problem = replace(problem, weight=problem.weight / 8)
         expected = problem.verify("rejection", impl="reference")
         ranges = cut(Mix(seed), problem.step.vocab_size)
-        transport = random.choice((Transport, Splitting))
+        transport = random.choice((Transport, Peer))
         ours = of_ranks(problem, ranks, ranges, flat=seed % 2 == 0, room=random.choice((64, 4096)), transport=transport)
         sure = sure_of(problem, expected)
         assert not differences(*rows_of(sure, ours, expected)), (seed, ours, expected, sure)
@@ -477,10 +477,10 @@ def test_p2p_compares_what_its_kernels_do_not_know(monkeypatch):
     transport._table, transport._ranks = 0, 2
     swapped = []
 
-    def all_gather(table: int, ranks: int, words: Tensor, failed: Tensor, request: Tensor, step: SampleInputs) -> None:
-        assert torch.equal(words, request)
-        assert failed.tolist() == [0]
-        swapped.append(request.item())
+    def all_gather(words: Tensor, request: tuple[int, Tensor], step: SampleInputs) -> None:
+        assert request == (0, words)
+        assert step.params is DEFAULT_PARAMS
+        swapped.append(words.item())
 
     monkeypatch.setattr(transport, "_all_gather", all_gather)
     out, step = torch.tensor([4, 5, 6]), flat(3, 70, DEFAULT_PARAMS)

@@ -2,6 +2,7 @@
 
 The ranks are threads that meet on a board. ``tests/tensor_parallel/scenarios.py`` has processes and transports."""
 
+import math
 import threading
 import weakref
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from flashsampling.sampling_params import DEFAULT_PARAMS, SamplingParams
 from flashsampling.tensor_parallel import filtered_sampling
 from flashsampling.tensor_parallel.filtered_sampling import Part
 from flashsampling.tensor_parallel.message import FIRST_PARAM, HEADER, Hashes, difference
+from flashsampling.tensor_parallel.p2p import PeerToPeer
 from flashsampling.tensor_parallel.transport import Collectives, DryRun
 from tests.conftest import DEVICE
 from tests.kernels.test_filters import differences
@@ -34,8 +36,9 @@ class Board:
 
     Only one of them is at work at a time, as Triton's interpreter is not made for several."""
 
-    def __init__(self, ranks: int) -> None:
+    def __init__(self, ranks: int, vocab_size: int) -> None:
         self.barrier, self.words = threading.Barrier(ranks, timeout=60), [torch.empty(0)] * ranks
+        self.vocab_size, self.buffers = vocab_size, torch.full((ranks, 2, -(-vocab_size // 4) * 4), math.nan)
         self.at_work = threading.Lock()
 
     def all_gather(self, rank: int, words: Tensor) -> Tensor:
@@ -70,23 +73,41 @@ class Transport(Collectives):
         return self.board.all_gather(self.rank, words)
 
 
-class Splitting(Transport):
-    """Each rank draws a share of the rows, of ``rows_at_once`` at a time, as over p2p."""
+class Peer(PeerToPeer):
+    """Transport p2p, over memory that threads share."""
 
-    rows_at_once = 3
+    def __init__(self, board: Board, rank: int, room: int) -> None:
+        self.board, self.room, self.messages = board, room, 0
+        self._table: Any = board
+        self._rank, self._ranks, self._buffer_at, self._row_stride = rank, len(board.words), 0, 0
+        self.rows_at_once, self._vocab_size, self._failed = 2 * self._ranks, board.vocab_size, None
+        self._buffer, self._request = board.buffers[rank], (0, None)
 
-    def drawn_rows(self, batch: int) -> tuple[int, int]:
-        share = -(-batch // len(self.board.words))
-        return min(self.rank * share, batch), min((self.rank + 1) * share, batch)
+    def begin(self, step: SampleInputs) -> None:
+        self._in_passes = len(step.hidden_states) > self.rows_at_once
 
-    def gather_logits(self, logits: Tensor, *others: Any) -> Tensor:
-        first, last = self.drawn_rows(len(logits))
-        return super().gather_logits(logits, *others)[first:last]
+    def _all_gather(self, words: Tensor, request: Any, step: SampleInputs) -> Tensor:
+        assert 1 <= len(words) <= self.room
+        self.messages += 1
+        return self.board.all_gather(self._rank, words)
 
-    def gather_results(self, words: Tensor, batch: int, step: SampleInputs) -> Tensor:
-        share, count = -(-batch // len(self.board.words)), words.shape[1]
-        padded = torch.nn.functional.pad(words, (0, 0, 0, share - len(words)))
-        return torch.cat([each.view(-1, count) for each in self.board.all_gather(self.rank, padded.flatten())])[:batch]
+
+def push_logits(
+    board: Any, _: int, logits: Tensor, bias: Tensor | None, place: tuple[int, int], batch: int, first: int, __: int
+) -> None:
+    """Stands in for the kernel."""
+    share = -(-batch // place[1])
+    for row in range(batch):
+        own = logits[row] if bias is None else logits[row] + bias
+        board.buffers[row // share][row % share, first : first + logits.shape[1]] = own
+
+
+@pytest.fixture
+def shared_memory(monkeypatch):
+    pytest.importorskip("triton")
+    from flashsampling.kernels.triton.sharded import collectives
+
+    monkeypatch.setattr(collectives, "push_logits", push_logits)
 
 
 def on_all_ranks(board: Board, work: Callable[[int], None]) -> None:
@@ -119,10 +140,10 @@ def run(
     ranges: list[tuple[int, int]],
     impl: str = "streaming",
     room: int = 2048,
-    transport: type[Transport] = Transport,
+    transport: type[Transport | Peer] = Transport,
 ) -> tuple[SampleResult, int]:
     """Returns the result, which has the same bits on every rank, and the number of messages."""
-    board, outs = Board(len(ranges)), {}
+    board, outs = Board(len(ranges), step.vocab_size), {}
     transports = [transport(board, rank, room) for rank in range(len(ranges))]
 
     def work(rank: int) -> None:
@@ -154,7 +175,8 @@ def cut(mix: Mix, vocab: int) -> list[tuple[int, int]]:
     return ranges
 
 
-@pytest.mark.parametrize("transport", [Transport, Splitting])
+@pytest.mark.usefixtures("shared_memory")
+@pytest.mark.parametrize("transport", [Transport, Peer])
 def test_any_cut_is_the_oracle_s(transport):
     """Poisoned rows too; messages of one word or of all at once; more ranks than rows."""
     rows, params = 0, set()
@@ -174,6 +196,7 @@ def test_any_cut_is_the_oracle_s(transport):
 
 
 @pytest.mark.quick(1)
+@pytest.mark.usefixtures("shared_memory")
 @pytest.mark.parametrize("impl", KERNELS)
 def test_kernels_give_one_rank_s_bits(impl):
     rows, wanted = 0, 3000 if DEVICE.type == "cuda" else 16
@@ -185,7 +208,7 @@ def test_kernels_give_one_rank_s_bits(impl):
             continue
         dtype = torch.float32 if impl == "triton" and DEVICE.type == "cpu" else torch.bfloat16
         step = step._replace(hidden_states=step.hidden_states.to(dtype), weight=step.weight.to(dtype))
-        transport = Splitting if mix.random.random() < 0.5 else Transport
+        transport = Peer if mix.random.random() < 0.5 and DEVICE.type == "cpu" else Transport
         ours, _ = run(step, cut(mix, step.vocab_size), impl, transport=transport)
         one = ops.sample(step, impl)
         assert torch.equal(ours.ids, one.ids), seed
@@ -256,17 +279,36 @@ def test_a_failed_step_has_no_token():
 
 def test_p2p_keeps_no_tensor_of_a_step():
     """Tensors of a recorded graph's pool must end with the recording, or compilers raise."""
-    from flashsampling.tensor_parallel.p2p import PeerToPeer
-
     transport: Any = object.__new__(PeerToPeer)
-    transport._device, transport._hashes = torch.device("cpu"), Hashes(8, torch.device("cpu"))
-    transport._no_params = torch.zeros(1, dtype=torch.int64)
-    for _ in range(2):
-        transport.begin(flat(5, 70, SamplingParams(top_k=5)))
-        kept = [weakref.ref(transport._param_hash), weakref.ref(transport._step_failed)]
-        transport._step_failed.fill_(-1)
-        assert bool(transport.end())
-        assert [one() for one in kept] == [None, None]
+    transport._hashes, transport.rows_at_once = Hashes(8, torch.device("cpu")), 4
+    transport._failed = torch.tensor(True)
+    transport._request = 0, torch.zeros(1, dtype=torch.int64)
+    kept = [weakref.ref(transport._failed), weakref.ref(transport._request[1])]
+    assert bool(transport.end())
+    assert [one() for one in kept] == [None, None]
+    assert transport.end() is None
+
+
+@pytest.mark.parametrize("fails", [0, 1, 2, 3])
+def test_a_message_that_fails_voids_those_before_it(fails, monkeypatch):
+    """Results that take several messages, or a step that takes several passes; and words of no step are plausible."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr("flashsampling.kernels.triton.sharded.collectives.push_logits", push_logits)
+    sent = []
+
+    def all_gather(self: Any, words: Tensor, *_: Any) -> Tensor:
+        sent.append(len(words))
+        return words[None] if len(sent) <= fails else torch.full((1, len(words)), -1)
+
+    monkeypatch.setattr(Peer, "_all_gather", all_gather)
+    step = flat(2, 40, SamplingParams(top_p=0.5, logprobs=True, top_logprobs=3))  # 10 words a row
+    drawn = filtered_sampling.draw(
+        Part(Peer(Board(1, 40), 0, 15), BACKENDS["streaming"], [(0, 40)], 0, 40), step
+    )  # a message of 2 words, then 15 and 6
+    assert sent == [2, 15, 6]
+    assert bool((drawn.ids == -1).all()) == (fails < 3)
+    assert drawn.values is not None
+    assert bool(drawn.values.isnan().any()) == bool(drawn.values.isnan().all()) == (fails < 3)
 
 
 def test_how_many_messages():

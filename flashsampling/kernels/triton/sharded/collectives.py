@@ -17,18 +17,23 @@ meanwhile is found out.
 A rank whose group is closed stores nothing.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ....inputs import SampleInputs
+from ....inputs import SampleInputs, row_argument
+from ....sampling_params import ROW_FIELDS, SamplingParams
+from ..filtered.transforms import load_f32, load_i64, pointer_to
 from ..jit import jit
 from .peer_exchange import (
     active_ranks,
     conclude,
     details_and_tags,
     is_closed,
+    mix,
     of_request,
     receive_words,
     send,
@@ -49,25 +54,84 @@ def row_of_word(index, batch, num_samples):
     return tl.where(row < batch, row, index % batch)
 
 
+class RowNumbers(NamedTuple):
+    """The sampling parameters of rows: an address of (B,) values, or 0 and the number for all rows."""
+
+    repetition_at: int  # float32, as all but the two integers
+    repetition: float
+    frequency_at: int
+    frequency: float
+    presence_at: int
+    presence: float
+    top_k_at: int  # int64, or int32 where not ``wide``
+    top_k: int
+    top_p_at: int
+    top_p: float
+    min_p_at: int
+    min_p: float
+    joint_at: int  # int32
+    joint: int
+    wide: int
+
+
+def row_numbers(params: SamplingParams) -> RowNumbers:
+    """Returns the parameters of rows as kernels take them."""
+    numbers = [part for name in ROW_FIELDS for part in row_argument(getattr(params, name))]
+    wide = not isinstance(params.top_k, Tensor) or params.top_k.dtype == torch.int64
+    return RowNumbers(*numbers, int(wide))  # type: ignore[arg-type]
+
+
+@jit
+def _add_f32(hashed, address, number, row):
+    return mix(hashed, (load_f32(address, number, row) + 0.0).to(tl.uint32, bitcast=True))  # -0.0 is 0.0
+
+
+@jit
+def _add_i64(hashed, value):
+    return mix(mix(hashed, value.to(tl.uint32)), (value >> 32).to(tl.uint32))
+
+
+@jit
+def _load_integer(address, number, wide, row):
+    narrow = tl.load(pointer_to(address, tl.int32) + row, mask=(address != 0) & (wide == 0), other=0).to(tl.int64)
+    return tl.where((address != 0) & (wide == 0), narrow, load_i64(tl.where(wide != 0, address, 0), number, row))
+
+
+@jit
+def hash_numbers(numbers, row):
+    """Returns a hash of the rows' parameters, uint32. A number and a tensor of that number are the same."""
+    hashed = tl.zeros(row.shape, tl.uint32)
+    hashed = _add_f32(hashed, numbers.repetition_at, numbers.repetition, row)
+    hashed = _add_f32(hashed, numbers.frequency_at, numbers.frequency, row)
+    hashed = _add_f32(hashed, numbers.presence_at, numbers.presence, row)
+    hashed = _add_i64(hashed, _load_integer(numbers.top_k_at, numbers.top_k, numbers.wide, row))
+    hashed = _add_f32(hashed, numbers.top_p_at, numbers.top_p, row)
+    hashed = _add_f32(hashed, numbers.min_p_at, numbers.min_p, row)
+    return _add_i64(hashed, _load_integer(numbers.joint_at, numbers.joint, numbers.joint_at == 0, row))
+
+
 @jit(
-    do_not_specialize=["table", "batch", "num_samples", "count", "blocks"],
+    structs={"numbers": RowNumbers},
+    do_not_specialize=["table", "known", "batch", "num_samples", "count", "ranks_of_out", "blocks"],
     # a kernel of another alignment would be compiled, and loaded, while other ranks wait for this one
     do_not_specialize_on_alignment=[
-        "words_ptr", "out_ptr", "failed_ptr", "request_ptr", "temperatures_ptr", "seeds_ptr", "offsets_ptr",
+        "words_ptr", "out_ptr", "request_ptr", "temperatures_ptr", "seeds_ptr", "offsets_ptr",
     ],
 )  # fmt: skip
 def all_gather_kernel(
     table: tl.int64,  # address of the exchange's table
     words_ptr,  # (count,) int64
-    out_ptr,  # (ranks, count) int64, out
-    failed_ptr,  # (1,) int64, out: not 0 if the group has failed; else left alone
-    request_ptr,  # (1,) int64: a hash of what is asked for
+    out_ptr,  # (ranks_of_out, count) int64, out; all -1 if the group has failed
+    known: tl.int64,  # a hash of what all rows ask for, to which request_ptr's is added
+    request_ptr,  # (1,) int64, or None
+    numbers,
     temperatures_ptr,  # (B,) float32
     seeds_ptr,  # (B,) int64
     offsets_ptr,  # (B,) int64
     batch: tl.int32,
     num_samples: tl.int32,
     count: tl.int32,  # at least 1, and at most the table's capacity
+    ranks_of_out: tl.int32,
     blocks: tl.int32,
     BLOCK: tl.constexpr,
 ):
@@ -79,7 +143,9 @@ def all_gather_kernel(
     seed = tl.load(seeds_ptr + row)
     offset = tl.load(offsets_ptr + row)
     words = tl.load(words_ptr + index, mask=live, other=0)
-    request = tl.load(request_ptr)
+    request = hash_numbers(numbers, row).to(tl.int64) + known
+    if request_ptr is not None:
+        request += tl.load(request_ptr)
     index = index.to(tl.int64)
     ranks = active_ranks(table)
     launches, number = steps_taken(table)
@@ -94,38 +160,27 @@ def all_gather_kernel(
         table, ranks, launches, number, index, live, tag0, tag1, launches * 0, out_ptr, count.to(tl.int64)
     )
     if (wrong != 0) | (ranks == 0):
-        tl.store(failed_ptr, tl.full((), -1, tl.int64))
-    conclude(table, launches, blocks, failed_ptr, 1)
+        tl.debug_barrier()  # the thread that stored a word need not be the one that voids it
+        for of_rank in range(ranks_of_out):
+            tl.store(out_ptr + of_rank * count.to(tl.int64) + index, tl.full((BLOCK,), -1, tl.int64), mask=live)
+    conclude(table, launches, blocks, out_ptr, ranks_of_out * count)
 
 
 def all_gather(
     table: int,
     words: Tensor,  # (n,) int64, contiguous
     ranks: int,
-    failed: Tensor,  # (1,) int64, written to if the group has failed
-    request: Tensor,  # (1,) int64
-    step: SampleInputs,
+    request: tuple[int, Tensor | None],  # a hash: of the host, and (1,) int64
+    step: SampleInputs,  # whose rows are compared, with their parameters; one with the default ones compares none
 ) -> Tensor:
-    """(ranks, n) int64: all ranks' words."""
+    """Returns all ranks' words, (ranks, n) int64; all -1 if the group has failed."""
     rows, count = step.rows(), len(words)
     out = torch.empty(ranks, count, dtype=torch.int64, device=words.device)
     blocks = triton.cdiv(count, _BLOCK)
     all_gather_kernel[(blocks,)](
-        table,
-        words,
-        out,
-        failed,
-        request,
-        rows.temperature,
-        rows.seed,
-        rows.offset,
-        step.hidden_states.shape[0],
-        step.num_samples,
-        count,
-        blocks,
-        BLOCK=_BLOCK,
-        num_warps=_WARPS,
-    )
+        table, words, out, *request, row_numbers(step.params), rows.temperature, rows.seed, rows.offset,
+        step.hidden_states.shape[0], step.num_samples, count, ranks, blocks, BLOCK=_BLOCK, num_warps=_WARPS,
+    )  # fmt: skip
     return out
 
 
