@@ -108,16 +108,15 @@ def example_call(variant: KernelVariant, rows: Rows, vocab_size: int, counts: Co
 def example_sharded_calls(rows: Rows, vocab_size: int, counts: Counted) -> list[dict[str, Any]]:
     """Returns calls of several ranks, so that nothing else compiles.
 
-    They are: all that changes logits, with log-probabilities, where another kernel may follow, and without; filters
-    together; and each way of the filters alone.
+    They are: all that changes logits, with log-probabilities, where another kernel may follow, and without; filters;
+    and many biases, with all else and alone.
     """
     either = (False, True)
     changes = (KernelVariant(False, *each) for each in itertools.product((0, FEW_BIASES), either, either, either))
-    variants = (*changes, KernelVariant(filters=True), *(ALL_PARAMS._replace(logprobs=each) for each in either))
-    mask = example_call(KernelVariant(mask=True), rows, vocab_size)
-    few = {"top_k": 1, "top_p": rows["top_p"]}
-    calls = [example_call(variant, rows, vocab_size, counts) for variant in variants]
-    return [*calls, {"top_p": rows["top_p"]}, few, few | mask]
+    many = (KernelVariant(biases=MAX_BIASED), *(ALL_PARAMS._replace(logprobs=each) for each in either))
+    return [
+        example_call(variant, rows, vocab_size, counts) for variant in (*changes, KernelVariant(filters=True), *many)
+    ]
 
 
 def default_rows(batch: int, device: torch.device) -> Rows:
