@@ -548,7 +548,7 @@ def test_a_rank_whose_request_differs(loaded, size, odd, count):
             from flashsampling.kernels.triton.sharded import collectives
 
             request = torch.tensor([7 << 40], device="cuda")
-            out = {}
+            received = {}
             shard = problem.weight.clone()
             part = Shard(0, ranks.tables[odd].data_ptr())
             plain = problem.step(weight=shard, vocab_size=problem.vocab, shard=part)
@@ -558,10 +558,10 @@ def test_a_rank_whose_request_differs(loaded, size, odd, count):
             for rank, local in words.items():
                 with torch.cuda.stream(ranks.streams[rank]):
                     table = ranks.tables[rank].data_ptr()
-                    out[rank] = collectives.all_gather(table, local, size, (0, request), problem.step())
+                    received[rank] = collectives.all_gather(table, local, size, (0, request), problem.step())
             torch.cuda.synchronize()
             assert (tokens == -1).all()
-            assert all((received == -1).all() for received in out.values())
+            assert all((words_of_all == -1).all() for words_of_all in received.values())
         else:
             out = ranks.all_gather(some_words(size, count), problem, {odd: 5 << 40})
             assert all(failed for _, failed in out.values())

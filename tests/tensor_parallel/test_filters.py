@@ -18,7 +18,6 @@ from flashsampling.backends import BACKENDS
 from flashsampling.exchange_protocol import PACKED, Shard
 from flashsampling.inputs import SampleInputs
 from flashsampling.outputs import SampleResult, layout
-from flashsampling.reference import logit_transforms
 from flashsampling.sampling_params import DEFAULT_PARAMS, SamplingParams
 from flashsampling.tensor_parallel import filtered_sampling
 from flashsampling.tensor_parallel.filtered_sampling import Part
@@ -315,18 +314,6 @@ def test_how_many_messages():
     """Two logits a word, of the widest shard."""
     for room, messages in ((4096, 1), (300, 1), (299, 2), (100, 3)):
         assert run(flat(4, 200, SamplingParams(top_k=5)), [(0, 50), (50, 200)], room=room)[1] == messages, room
-
-
-@pytest.mark.parametrize(
-    ("first", "last"), [(0, 100), (0, 32), (32, 96), (1, 100), (31, 33), (45, 70), (50, 50), (99, 100)]
-)
-def test_a_mask_is_cut_at_any_bit(first, last):
-    mask = torch.randint(-(2**31), 2**31, (3, 4), dtype=torch.int32)
-    whole = logit_transforms.allowed(SamplingParams(token_mask=mask), 100)
-    assert whole is not None
-    part = SamplingParams(token_mask=mask).shard(first, last)
-    if last > first:
-        assert torch.equal(logit_transforms.allowed(part, last - first), whole[:, first:last])
 
 
 # -- what ranks must agree on

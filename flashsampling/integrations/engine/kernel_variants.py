@@ -5,8 +5,8 @@ three. The Hopper kernel applies biases, masks and penalties in the launch that 
 rows need, unless it returns log-probabilities and changes logits. In all other cases the row is drawn from logits in
 memory, and the call has biases, a mask and filters.
 
-Between ranks a filter and log-probabilities are collective rounds, and a mask and a bias are hashed. There a call has
-no more than its rows need. All ranks decide alike: the scheduler sends the same requests to every worker.
+Between ranks filters and log-probabilities take an exchange of logits, and a mask and a bias are hashed. There a call
+has no more than its rows need. All ranks decide alike: the scheduler sends the same requests to every worker.
 """
 
 import itertools

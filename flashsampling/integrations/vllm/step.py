@@ -137,31 +137,23 @@ class VllmStep(FusedStep):
         return read_counts(self.sampler.penalties_state, slots, rows, self.head.vocab_size)
 
 
-def read_counts(
-    penalties: Any, slots: Tensor, rows: Rows, vocab_size: int, tokens: tuple[int, int] | None = None
-) -> Counted:
+def read_counts(penalties: Any, slots: Tensor, rows: Rows, vocab_size: int) -> Counted:
     """Returns (B, V) int32 as ``token_counts`` is, of slots (B,) int32 on the device. vLLM keeps counts of the output
-    and bits of the prompt by slot. Counts of rows without a penalty may be anything: they change nothing. ``tokens``:
-    [first, last), a shard's: only these columns are written, since each rank reads its own. None: all columns."""
-    first, last = tokens or (0, vocab_size)
-    batch, count, device = len(slots), last - first, slots.device
+    and bits of the prompt by slot. Counts of rows without a penalty may be anything: they change nothing."""
+    batch, device = len(slots), slots.device
     output_counts, prompt_mask = penalties.output_bin_counts, penalties.prompt_bin_mask
     stride = -(-vocab_size // 4) * 4
     counts = torch.empty((batch, stride), dtype=torch.int32, device=device)[:, :vocab_size]
-    columns = counts[:, first:last]
     if device.type != "cuda":
         shifts = torch.arange(32, dtype=torch.int32)
-        in_prompt = (prompt_mask[slots][:, :, None] >> shifts & 1).flatten(1)[:, first:last].bool()
-        columns.copy_(output_counts[slots][:, first:last] | torch.where(in_prompt, IN_PROMPT, 0).to(torch.int32))
+        in_prompt = (prompt_mask[slots][:, :, None] >> shifts & 1).flatten(1)[:, :vocab_size].bool()
+        counts.copy_(output_counts[slots][:, :vocab_size] | torch.where(in_prompt, IN_PROMPT, 0).to(torch.int32))
         return Counted(counts, None)
     from .kernels import counts_kernel
 
     seen = torch.empty((batch, num_token_groups(vocab_size)), dtype=torch.uint8, device=device)
-    if count:
-        skip = first % 16
-        state = output_counts, output_counts.stride(0), prompt_mask, prompt_mask.stride(0)
-        out = columns, stride, seen, seen.stride(0)
-        grid = batch, -(-(count + skip) // _BLOCK)
-        values = [rows[name] for name in PENALTIES]
-        counts_kernel[grid](*state, slots, *values, *out, first, skip, count, BLOCK=_BLOCK)
+    state = output_counts, output_counts.stride(0), prompt_mask, prompt_mask.stride(0)
+    out = counts, stride, seen, seen.stride(0)
+    values = [rows[name] for name in PENALTIES]
+    counts_kernel[batch, -(-vocab_size // _BLOCK)](*state, slots, *values, *out, vocab_size, BLOCK=_BLOCK)
     return Counted(counts, seen)
