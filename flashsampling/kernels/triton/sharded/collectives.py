@@ -93,8 +93,9 @@ def _add_i64(hashed, value):
 
 @jit
 def _load_integer(address, number, wide, row):
-    narrow = tl.load(pointer_to(address, tl.int32) + row, mask=(address != 0) & (wide == 0), other=0).to(tl.int64)
-    return tl.where((address != 0) & (wide == 0), narrow, load_i64(tl.where(wide != 0, address, 0), number, row))
+    narrow_at = tl.where(wide, 0, address)
+    narrow = tl.load(pointer_to(narrow_at, tl.int32) + row, mask=narrow_at != 0, other=0).to(tl.int64)
+    return tl.where(narrow_at != 0, narrow, load_i64(tl.where(wide, address, 0), number, row))
 
 
 @jit
@@ -104,7 +105,7 @@ def hash_numbers(numbers, row):
     hashed = _add_f32(hashed, numbers.repetition_at, numbers.repetition, row)
     hashed = _add_f32(hashed, numbers.frequency_at, numbers.frequency, row)
     hashed = _add_f32(hashed, numbers.presence_at, numbers.presence, row)
-    hashed = _add_i64(hashed, _load_integer(numbers.top_k_at, numbers.top_k, numbers.wide, row))
+    hashed = _add_i64(hashed, _load_integer(numbers.top_k_at, numbers.top_k, numbers.wide != 0, row))
     hashed = _add_f32(hashed, numbers.top_p_at, numbers.top_p, row)
     hashed = _add_f32(hashed, numbers.min_p_at, numbers.min_p, row)
     return _add_i64(hashed, _load_integer(numbers.joint_at, numbers.joint, numbers.joint_at == 0, row))
