@@ -18,7 +18,6 @@ from flashsampling.sampling_params import DEFAULT_PARAMS, ROW_FIELDS, SamplingPa
 from flashsampling.tensor_parallel.message import Hashes
 from tests.conftest import DEVICE
 
-
 V = 640_010
 REQUESTS: dict[str, SamplingParams] = {
     "top_p": SamplingParams(top_p=torch.rand(5)),

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ....inputs import SampleInputs, row_argument
 from ....sampling_params import ROW_FIELDS, SamplingParams
-from ..filtered.transforms import load_f32, load_i64, pointer_to
+from ..filtered.transforms import pointer_to
 from ..jit import jit
 from .peer_exchange import (
     active_ranks,
@@ -82,8 +82,15 @@ def row_numbers(params: SamplingParams) -> RowNumbers:
 
 
 @jit
+def _load_rows(address, number, row, TYPE: tl.constexpr):
+    """Loads a parameter of rows, (N,); the number where the address is 0."""
+    there = address + row * 0 != 0  # a block: Triton's interpreter makes int32 of a scalar mask
+    return tl.load(pointer_to(address, TYPE) + row, mask=there, other=number)
+
+
+@jit
 def _add_f32(hashed, address, number, row):
-    return mix(hashed, (load_f32(address, number, row) + 0.0).to(tl.uint32, bitcast=True))  # -0.0 is 0.0
+    return mix(hashed, (_load_rows(address, number, row, tl.float32) + 0.0).to(tl.uint32, bitcast=True))  # -0.0 is 0.0
 
 
 @jit
@@ -92,10 +99,10 @@ def _add_i64(hashed, value):
 
 
 @jit
-def _load_integer(address, number, wide, row):
+def _load_integers(address, number, wide, row):
     narrow_at = tl.where(wide, 0, address)
-    narrow = tl.load(pointer_to(narrow_at, tl.int32) + row, mask=narrow_at != 0, other=0).to(tl.int64)
-    return tl.where(narrow_at != 0, narrow, load_i64(tl.where(wide, address, 0), number, row))
+    narrow = _load_rows(narrow_at, 0, row, tl.int32).to(tl.int64)
+    return tl.where(narrow_at != 0, narrow, _load_rows(tl.where(wide, address, 0), number, row, tl.int64))
 
 
 @jit
@@ -105,10 +112,10 @@ def hash_numbers(numbers, row):
     hashed = _add_f32(hashed, numbers.repetition_at, numbers.repetition, row)
     hashed = _add_f32(hashed, numbers.frequency_at, numbers.frequency, row)
     hashed = _add_f32(hashed, numbers.presence_at, numbers.presence, row)
-    hashed = _add_i64(hashed, _load_integer(numbers.top_k_at, numbers.top_k, numbers.wide != 0, row))
+    hashed = _add_i64(hashed, _load_integers(numbers.top_k_at, numbers.top_k, numbers.wide != 0, row))
     hashed = _add_f32(hashed, numbers.top_p_at, numbers.top_p, row)
     hashed = _add_f32(hashed, numbers.min_p_at, numbers.min_p, row)
-    return _add_i64(hashed, _load_integer(numbers.joint_at, numbers.joint, numbers.joint_at == 0, row))
+    return _add_i64(hashed, _load_integers(numbers.joint_at, numbers.joint, numbers.joint_at == 0, row))
 
 
 @jit(
